@@ -1,0 +1,102 @@
+# Set-up, build, tests and checks. `make help` lists the targets; README.md explains them.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.SUFFIXES:
+
+VENV ?= .venv
+TORCH ?=
+PYTHON ?=
+AGMM_CUDA ?= AUTO
+AGMM_KERNELS ?= default
+CUTLASS_DIR ?=
+JOBS ?= $(shell tools/build_jobs.sh)
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+export AGMM_CUDA AGMM_KERNELS
+ifneq ($(CUTLASS_DIR),)
+export CUTLASS_DIR
+endif
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+NVCC := $(shell command -v nvcc || command -v "$${CUDA_HOME:-/usr/local/cuda}/bin/nvcc")
+CUOBJDUMP := $(shell command -v cuobjdump)
+EXTRAS := test,plot
+ifneq ($(NVCC),)
+ifeq ($(CUOBJDUMP),)
+EXTRAS := $(EXTRAS),sass
+endif
+endif
+
+SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE include src python third_party \
+                   -type f -not -path '*/__pycache__/*' 2>/dev/null)
+CXX_SOURCES = $(shell find include src tests benchmarks -type f \
+                      \( -name '*.hpp' -o -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
+
+.PHONY: help demo test test-gpu bench build lint format stub clean FORCE
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+demo: $(VENV)/.installed ## run the op on 4 ranks, check it, print a table and draw the overlap
+	$(VENV)/bin/agmm demo
+
+test: $(VENV)/.installed ## build and run every test that needs no GPU
+	$(PY) -m pytest -m "not gpu" $(PYTEST_ARGS) tests
+
+test-gpu: $(VENV)/.installed ## run the GPU tests on the GPUs at hand
+	$(PY) -m pytest -m gpu $(PYTEST_ARGS) tests
+
+bench: $(VENV)/.installed ## time agmm against the other ways on the GPUs at hand
+	$(VENV)/bin/agmm bench $(BENCH_ARGS)
+
+build: $(VENV)/.installed ## make the environment and install agmm into it
+
+lint: $(VENV)/.installed $(VENV)/.lint ## ruff, mypy, clang-format, stub check
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(PY) tools/generate_stub.py --check
+
+format: $(VENV)/.lint ## rewrite the sources in the project's format
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i $(CXX_SOURCES)
+
+stub: $(VENV)/.installed $(VENV)/.lint ## regenerate python/agmm/_core.pyi from the built module
+	$(PY) tools/generate_stub.py
+
+clean: ## remove the environment, build trees and caches
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find python tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment: Python, torch.
+$(VENV)/.torch: tools/make_venv.sh
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" tools/make_venv.sh $(VENV)
+	touch $@
+
+# What builds agmm (--no-build-isolation: the build sees this environment).
+$(VENV)/.build: pyproject.toml tools/build_requirements.py $(VENV)/.torch
+	$(PIP) install -q $$($(PY) tools/build_requirements.py)
+	$(if $(NVCC),$(PIP) install -q --no-deps $$($(PY) tools/build_requirements.py --cutlass))
+	touch $@
+
+$(VENV)/.lint: pyproject.toml tools/build_requirements.py $(VENV)/.torch
+	$(PIP) install -q $$($(PY) tools/build_requirements.py --extra lint)
+	touch $@
+
+# Rewritten only when a setting of the build changes, so that a change rebuilds.
+build/settings: FORCE
+	@mkdir -p build
+	@echo 'AGMM_CUDA=$(AGMM_CUDA) AGMM_KERNELS=$(AGMM_KERNELS) CUTLASS_DIR=$(CUTLASS_DIR) NVCC=$(NVCC)' > $@.new
+	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
+
+$(VENV)/.installed: $(VENV)/.build build/settings $(SOURCES)
+	@echo "building agmm: AGMM_CUDA=$(AGMM_CUDA), AGMM_KERNELS=$(AGMM_KERNELS), $(JOBS) jobs, nvcc $(or $(NVCC),not found); log in build/install.log"
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) install -v --no-build-isolation '.[$(EXTRAS)]' 2>&1 \
+	    | tee build/install.log | awk '/^ *\[[0-9]+\/[0-9]+\]/ { sub(/^ */, ""); print substr($$0, 1, 120); fflush() }' \
+	    || { tail -n 80 build/install.log; exit 1; }
+	touch $@

@@ -1,0 +1,12 @@
+"""Front end of the benchmark harness, for torchrun and for a checkout: the same as `agmm bench`.
+
+python benchmarks/bench.py
+torchrun --nproc-per-node 4 benchmarks/bench.py --json benchmarks/results/h200x4.json
+"""
+
+import typer
+
+from agmm.cli import bench
+
+if __name__ == "__main__":
+    typer.run(bench)

@@ -1,0 +1,139 @@
+"""The matmul alone on one GPU: every built kernel, raster and swizzle beside torch.mm.
+
+All signals are set beforehand, so this is the time of a gather that costs nothing. It is how a
+kernel is chosen per shape.
+
+    python benchmarks/gemm.py
+    python benchmarks/gemm.py --shapes 1024x3584x8192 --kernels pingpong --json gemm.json
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from agmm import _core, _cuda
+from agmm._terminal import console, plain_table
+from agmm.benchmarking import Options, new_report, release_memory, write_json
+from agmm.plan import KernelConfig
+from agmm.testing.cases import BENCH_SHAPES, Shape, make_operands
+from agmm.testing.reference import allowed_error, gathered_product, relative_error
+from agmm.testing.timer import SAMPLES, time_ways
+
+SWIZZLES = (1, 2, 4, 8)
+RASTERS = ("along_m", "along_n")
+ROOF = "torch.mm"
+
+
+def configs(substring: str) -> Iterator[tuple[str, KernelConfig]]:
+    """Every built kernel whose name holds `substring`, with every raster and swizzle, named."""
+    for kernel in _core.kernels():
+        if substring not in kernel.name:
+            continue
+        for raster in RASTERS:
+            for swizzle in SWIZZLES:
+                yield (
+                    f"{kernel.name} {raster} swizzle {swizzle}",
+                    KernelConfig(
+                        tile_m=kernel.tile_m,
+                        tile_n=kernel.tile_n,
+                        tile_k=kernel.tile_k,
+                        cluster_m=kernel.cluster_m,
+                        cluster_n=kernel.cluster_n,
+                        schedule=kernel.schedule,
+                        max_swizzle=swizzle,
+                        raster=raster,
+                    ),
+                )
+
+
+def measure(
+    shape: Shape, chunks: int, pivot: int, substring: str, samples: int
+) -> dict[str, dict[str, Any]]:
+    """Checks and times every config on one shape; by name, fastest first."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    operands = make_operands(shape, 0, 1, dtype=torch.bfloat16, device=device)
+    A, B = operands.A, operands.B
+    signals = torch.ones(chunks, dtype=torch.int32, device=device).view(torch.uint32)
+    out = torch.empty(shape.M, shape.N, dtype=A.dtype, device=device)
+    reference = gathered_product(A, B)
+    allowed = allowed_error(relative_error(torch.mm(A, B), reference))
+    calls: dict[str, Callable[[], Any]] = {ROOF: lambda: torch.mm(A, B, out=out)}
+    results: dict[str, dict[str, Any]] = {ROOF: {"reason": None}}
+    for name, config in configs(substring):
+        call = _call(A, B, signals, pivot, config)
+        reason = None
+        try:
+            error = relative_error(call(), reference)
+            if error > allowed:
+                reason = f"relative error {error:.3g}, allowed {allowed:.3g}"
+        except Exception as e:
+            reason = str(e).splitlines()[0]
+        results[name] = {"reason": reason}
+        if reason is None:
+            calls[name] = call
+    del reference
+    release_memory(device)
+    timed = time_ways(calls, samples=samples, device=device)
+    roof = statistics.median(timed[ROOF])
+    for name, values in timed.items():
+        median = statistics.median(values)
+        results[name] |= {
+            "median_us": median,
+            "tflops": shape.flops / median / 1e6,
+            "ratio_to_mm": median / roof,
+            "samples_us": [round(v, 3) for v in values],
+        }
+    return dict(sorted(results.items(), key=lambda item: item[1].get("median_us", float("inf"))))
+
+
+def _call(
+    A: torch.Tensor, B: torch.Tensor, signals: torch.Tensor, pivot: int, config: KernelConfig
+) -> Callable[[], torch.Tensor]:
+    return lambda: _cuda.async_input_mm(A, B, signals, pivot, config=config)
+
+
+def main(
+    shapes: Annotated[str | None, typer.Option(help="MxNxK, comma-separated.")] = None,
+    kernels: Annotated[str, typer.Option(help="Only kernels whose name holds this.")] = "",
+    chunks: Annotated[int, typer.Option(min=1, help="Row chunks of A.")] = 4,
+    pivot: Annotated[int, typer.Option(min=0, help="The first chunk.")] = 1,
+    samples: Annotated[int, typer.Option(min=1)] = SAMPLES,
+    best: Annotated[int, typer.Option(min=1, help="Rows to print per shape.")] = 12,
+    json_path: Annotated[Path | None, typer.Option("--json", dir_okay=False)] = None,
+) -> None:
+    """Time every built kernel, raster and swizzle beside torch.mm on one GPU."""
+    chosen = BENCH_SHAPES if shapes is None else [Shape.parse(s) for s in shapes.split(",")]
+    stdout, stderr = console(), console(stderr=True)
+    report = new_report(replace(Options(world_size=1, samples=samples).resolved(), ways=None))
+    for i, shape in enumerate(chosen, 1):
+        stderr.print(f"[{i}/{len(chosen)}] {shape}")
+        results = measure(shape, chunks, pivot, kernels, samples)
+        report["shapes"].append({"M": shape.M, "N": shape.N, "K": shape.K, "ways": results})
+        table = plain_table(f"M x N x K = {shape.M} x {shape.N} x {shape.K}")
+        table.add_column("kernel", no_wrap=True)
+        for heading in ("µs", "TFLOPS", "÷ torch.mm"):
+            table.add_column(heading, justify="right")
+        timed = [(n, r) for n, r in results.items() if "median_us" in r]
+        shown = timed[:best] + [(n, r) for n, r in timed[best:] if n == ROOF]
+        for name, r in shown:
+            table.add_row(
+                name, f"{r['median_us']:.1f}", f"{r['tflops']:.0f}", f"{r['ratio_to_mm']:.3f}"
+            )
+        stdout.print(table)
+        for name, r in results.items():
+            if r["reason"] is not None:
+                stdout.print(f"{name}: {r['reason']}", markup=False)
+    if json_path is not None:
+        write_json(report, json_path)
+        stderr.print(f"wrote {json_path}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

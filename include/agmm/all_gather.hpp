@@ -1,0 +1,115 @@
+// Progress-aware all-gather on symmetric memory: moves shards between GPUs chunk by chunk and
+// signals each arrival. It knows nothing of the matmul that consumes the chunks.
+//
+// Timeline of one call on rank r (w ranks), push:
+//   main stream   fork ------------------------------ consumer kernel (waits for signals) -- join
+//   copy stream        take credits | -> r-1 | signal | -> r-2 | signal | ... |
+//   local stream       only where tiles are shared with a neighbour: own boundary rows | signal
+// and pull, when the caller wants the gathered A:
+//   copy stream        take credits | stage own shard | tag all peers | wait tag of r+1 |
+//                      copy r+1 | signal | wait tag of r+2 | copy | signal | ...
+//   local stream       own shard into the caller's A | signal
+//
+// Protocol. Every workspace has two gather buffers (slots) that calls use in turn. Per slot, words
+// in symmetric memory, one per source or peer p:
+//   signals[p]  p's chunk is here. Push: written by p after its data. Pull: by this rank's own copy
+//               stream after its copy from p.
+//   tags[p]     pull only, written by p: its shard is staged, and what problem it is for.
+//   credits[p]  p's slot is free for this rank. 1 at the start. A call takes one credit of every
+//               peer before it writes (wait for 1, set to 0) and its consumer gives one to every peer
+//               when it has read the slot and reset the signals and tags.
+// Invariants:
+//   1. Between taking p's credit and getting it back, p's slot and its words for this rank are
+//      written by this rank only, once. So no data is overwritten unread, and no signal is lost to
+//      a reset: the reset is before the credit in p's order, the next signal after it in ours.
+//   2. The signal of a chunk is written after its data on the same stream, by a stream memory
+//      operation with its default barrier (release, system scope).
+//   3. No rank waits for a credit of this call's consumers, only of the last call's on the same
+//      slot, whose inputs were all sent before; so ranks cannot wait in a ring.
+//   4. A wait for a credit or tag on a stream has no limit of its own. It needs none: if peer p never
+//      gives the credit or tag, then p has not sent its chunk of this call either, and the
+//      consumer's wait for that chunk passes its limit and ends the process.
+//   5. All values written are fixed per call site, and every word is reset by its consumer, so a
+//      captured CUDA graph can be replayed any number of times, between eager calls too.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "agmm/chunking.hpp"
+
+namespace agmm {
+
+enum class Transport : int32_t { CopyEnginePush = 0, CopyEnginePull = 1 };
+
+/// One call: a shard of `rows` rows of `row_bytes` bytes on every rank.
+struct GatherRequest {
+  Transport transport = Transport::CopyEnginePush;
+  void const* a_shard = nullptr;
+  void* a_out = nullptr;  // pull: [w * rows, row_bytes], filled in completely
+  int64_t rows = 0;
+  int64_t row_bytes = 0;
+  SharedRows shared{};  // push: rows of the gathered A that the consumer does not read from a_shard
+  uint32_t tag = 1;     // in [1, 2^31), the same on all ranks that call for the same problem
+};
+
+/// What the consumer of one call has to know.
+struct Gathered {
+  void const* a = nullptr;            // [w * rows, row_bytes]; own rows only as far as `shared` says
+  uint32_t const* signals = nullptr;  // w words; signals[p] == ready_value: p's shard is here
+  uint32_t const* tags = nullptr;     // pull: w words that must equal ready_value, else null
+  uint32_t ready_value = 1;
+  // To be done by the consumer once it has read everything.
+  uint32_t* reset_words = nullptr;
+  int32_t reset_count = 0;
+  uint32_t* finished_ctas = nullptr;
+  uint32_t* const* peer_credits = nullptr;  // device array of w pointers, null at this rank's place
+};
+
+class AllGather {
+ public:
+  static constexpr int kSlots = 2;
+
+  /// Bytes of symmetric memory that a workspace needs on every rank.
+  static std::size_t workspace_bytes(std::size_t slot_bytes, int world_size);
+  /// Index, in words from the start of the words (at kSlots * slot_bytes), of the first credit of a
+  /// slot, and their number: these must be 1 before the first call, every other word 0.
+  static std::size_t first_credit_word(int slot, int world_size);
+
+  /// `bases[p]`: address, on the current device, of rank p's symmetric memory.
+  AllGather(int rank, std::vector<uintptr_t> const& bases, std::size_t slot_bytes);
+  ~AllGather();
+  AllGather(AllGather const&) = delete;
+  AllGather& operator=(AllGather const&) = delete;
+
+  /// Throws std::invalid_argument when the request does not fit; enqueues nothing.
+  void check(GatherRequest const& request) const;
+  /// Enqueues the copies behind what `stream` holds.
+  Gathered begin(GatherRequest const& request, void* stream);
+  /// Makes `stream` wait for the copies, so that the caller may reuse the shard and read a_out.
+  void end(void* stream);
+
+  int rank() const { return rank_; }
+  int world_size() const { return static_cast<int>(bases_.size()); }
+  std::size_t slot_bytes() const { return slot_bytes_; }
+
+ private:
+  struct Handles;  // streams and events
+
+  enum Words { kSignals, kTags, kCredits, kFinished, kWordKinds };
+  uint32_t* words(int rank, int slot, Words kind) const;
+  char* slot(int rank, int slot) const;
+  void order_after_last_call(void* stream);
+  void take_credits(int slot);
+  void push(GatherRequest const& request, int slot);
+  void pull(GatherRequest const& request, int slot);
+
+  int rank_;
+  std::vector<uintptr_t> bases_;
+  std::size_t slot_bytes_;
+  int next_slot_ = 0;
+  Handles* handles_;
+};
+
+}  // namespace agmm

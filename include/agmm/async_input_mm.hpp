@@ -1,0 +1,69 @@
+// Host launcher of the async-input matmul: problem + config + pointers + stream. No torch, no CUTLASS.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "agmm/problem.hpp"
+
+namespace agmm {
+
+struct WaitReport;
+struct TileTimes;
+
+/// out = A @ B (+ bias), where chunk i of A may be read once signals[i] == ready_value.
+/// A and A_local are row-major with leading dimension k, out with leading dimension n. All pointers
+/// are device memory, aligned to 16 bytes.
+struct AsyncInputArgs {
+  Problem problem{};
+  KernelConfig config{};
+  void const* a = nullptr;
+  void const* a_local = nullptr;  // rows [local_begin, local_end) of A, readable at once; or null
+  void const* b = nullptr;
+  int64_t ldb = 0;  // elements between rows (RowMajor) or columns (ColumnMajor) of B
+  void const* bias = nullptr;  // [n], the dtype of A; or null
+  void* out = nullptr;
+  uint32_t const* signals = nullptr;  // chunks_m * chunks_k words; null: all of A is ready
+  uint32_t ready_value = 1;
+  int32_t chunks_m = 1;
+  int32_t chunks_k = 1;
+  int32_t chunk_pivot = 0;
+  int32_t local_begin = 0;
+  int32_t local_end = 0;
+  int32_t sm_count = 0;  // CTAs of the persistent grid at most; 0: every SM of the device
+
+  // Who waits, for the message when a wait passes its limit.
+  int32_t rank = 0;
+  int32_t chunks_per_rank = 1;
+  bool mismatch_is_fatal = false;
+  uint32_t const* tags = nullptr;
+  uint64_t limit_ns = 60'000'000'000ull;
+  WaitReport* report = nullptr;  // filled in by the launcher
+
+  // What the kernel does when it has read A (see agmm::Release).
+  uint32_t* release_signals = nullptr;
+  int32_t release_count = 0;
+  uint32_t* finished_ctas = nullptr;
+  uint32_t* const* peer_credits = nullptr;
+  int32_t peer_count = 0;
+
+  uint32_t* report_lock = nullptr;  // filled in by the launcher
+  TileTimes* tile_times = nullptr;  // [tiles_m * tiles_n], or null
+
+  bool operator==(AsyncInputArgs const& other) const;
+};
+
+/// The kernels of this build.
+std::vector<KernelShape> built_kernels();
+
+/// Enqueues the matmul on the stream of the current device. Throws std::invalid_argument when the
+/// problem is not legal for the kernel or the kernel is not in this build, std::runtime_error when
+/// CUDA refuses.
+void async_input_mm(AsyncInputArgs const& args, void* stream);
+
+/// Throws std::invalid_argument with the reason when async_input_mm would refuse.
+void check_async_input_mm(AsyncInputArgs const& args);
+
+}  // namespace agmm

@@ -1,0 +1,119 @@
+// The CPU backend's symmetric memory: one POSIX shared-memory segment per rank, a thread that
+// pushes the rank's shard into the peers' gather buffers, and the waits of the consumer.
+//
+// The protocol. Each rank's segment holds two gather buffers (slots; calls alternate between them)
+// and, per slot,
+//   signals[source * chunks_per_shard + i]  written by rank `source`, reset by the segment's owner
+//   credits[peer]                           set to 1 by rank `peer`, taken by the segment's owner
+// Invariants, for ranks r (consumer) and s (sender), s != r, and one slot:
+//   I1  Exactly one of three holds at any time: s's segment has credits[r] == 1 (the buffer of r is
+//       free for s); s has taken that credit and is writing; s has written every chunk and
+//       signalled it, and r has not yet released the slot.
+//   I2  s writes into r's buffer or signals only between taking the credit and its last signal; r
+//       reads them or writes the signals only between s's signal and giving the credit. So each
+//       word has one writer at any time and no word needs a read-modify-write.
+//   I3  Data before signal, release; signal before data, acquire. Reset of the signals before the
+//       credit, release; credit before the next write, acquire.
+//   I4  A wait for the credit of call n needs only that the peers finished call n - 2, and that
+//       needs only pushes queued before: by induction on n no wait waits for itself.
+// A signal's value is the call's tag (see call_tag), so a rank that takes part with another shape
+// is found out by the first chunk that arrives.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "agmm/signals.hpp"
+
+namespace agmm {
+
+class SharedSegment;
+
+class CpuWorkspace {
+ public:
+  static constexpr int kSlots = 2;
+
+  // Creates this rank's segment, with two slots of `slot_bytes`, under a fresh name. Also removes
+  // segments left behind by processes that no longer exist. Throws std::invalid_argument for
+  // arguments out of range and std::runtime_error when the memory cannot be had.
+  CpuWorkspace(int rank, int world_size, int64_t slot_bytes, int chunks_per_shard,
+               double timeout_s);
+  ~CpuWorkspace();
+  CpuWorkspace(const CpuWorkspace&) = delete;
+  CpuWorkspace& operator=(const CpuWorkspace&) = delete;
+
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+  int64_t slot_bytes() const { return slot_bytes_; }
+  int chunks_per_shard() const { return chunks_per_shard_; }
+  const std::string& name() const { return name_; }
+
+  double timeout_s() const { return timeout_s_.load(); }
+  void set_timeout_s(double seconds);
+
+  // Maps the segments of all ranks, `names` in rank order, and starts the copy thread. Call
+  // unlink() once every rank has returned from here.
+  void connect(const std::vector<std::string>& names);
+  // Removes the segment's name; the memory lives on until the last rank unmaps it or ends.
+  void unlink() noexcept;
+  // Unlinks, stops the copy thread (a push that has not found its credit is dropped) and unmaps.
+  void close() noexcept;
+
+  char* slot(int slot) const;
+  uint32_t* signals(int slot) const;
+
+  // Hands one shard to the copy thread and returns at once: for each peer, nearest consumer first,
+  // it takes the credit, then copies `shard_bytes` in pieces of `chunk_bytes` to offset
+  // rank * shard_bytes of the peer's slot and signals each piece with `tag`. Where there are fewer
+  // pieces than chunks_per_shard the remaining chunks are empty, and signalled all the same.
+  // `shard` must stay unchanged until wait_pushed() has returned true.
+  void push(int slot, const void* shard, int64_t shard_bytes, int64_t chunk_bytes, uint32_t tag);
+
+  // True when the chunk's signal carries `tag`; false when `slice` is over before. Ends the process
+  // when `wait` has passed its limit or the signal carries another call's tag.
+  bool wait_chunk(const Wait& wait, int slot, int chunk, uint32_t tag,
+                  std::chrono::nanoseconds slice) const;
+  // True when every push so far is complete; false when `slice` is over before. The copy thread
+  // holds the limit.
+  bool wait_pushed(std::chrono::nanoseconds slice);
+
+  // The consumer is done with the slot: resets its signals and gives a credit to every peer.
+  void release(int slot);
+
+  // For each chunk of the slot, when the sender signalled it (CLOCK_MONOTONIC, ns). Valid between
+  // the wait for the chunks and release(); 0 for the rank's own.
+  std::vector<int64_t> arrival_ns(int slot) const;
+
+  // Delays every chunk by a random time up to `us` microseconds before it is pushed.
+  void set_push_delay_us(int us);
+
+ private:
+  struct Job;
+  class CopyThread;
+
+  void require_open(const char* what) const;
+  void require_slot(int slot) const;
+  void copy(const Job& job, CopyThread& thread);
+  void take_credit(int slot, int peer, const CopyThread& thread) const;
+
+  const int rank_;
+  const int world_size_;
+  const int64_t slot_bytes_;
+  const int chunks_per_shard_;
+  std::atomic<double> timeout_s_;
+  const pid_t owner_;  // a forked child must not touch the thread that it does not have
+  std::string name_;
+  std::vector<std::unique_ptr<SharedSegment>> segments_;  // by rank; own from the start
+  std::unique_ptr<CopyThread> thread_;
+};
+
+// Waits until the word is `wanted`, whatever else it holds before. As CpuWorkspace::wait_chunk.
+bool wait_signal(const Wait& wait, const uint32_t* word, uint32_t wanted, int rank, int source,
+                 int64_t chunk, std::chrono::nanoseconds slice);
+
+}  // namespace agmm

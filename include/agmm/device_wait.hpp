@@ -1,0 +1,102 @@
+// Device side of the wait for a signal, with a limit.
+//
+// Memory order. The data of a chunk is written by a copy engine or a peer, then its signal, with
+// release semantics at system scope. The thread that issues the TMA load of the chunk
+//   1. acquires the signal (ld.acquire.sys): the writer's data is visible to this thread's ordinary
+//      accesses (the generic proxy);
+//   2. executes fence.proxy.async: what is visible to the generic proxy is visible to the TMA loads
+//      (the async proxy) that this thread issues afterwards.
+// Other threads learn that the chunk is ready only through the mbarrier that the load completes on.
+#pragma once
+
+#include <cstdint>
+
+#include "agmm/wait_report.hpp"
+#include "cutlass/cutlass.h"
+
+namespace agmm {
+
+/// How a wait ends when the signal does not come.
+struct WaitLimit {
+  WaitReport volatile* report = nullptr;  // pinned host memory
+  uint32_t* report_lock = nullptr;        // device memory, 0 until one thread has reported
+  uint64_t limit_ns = 0;
+  int32_t rank = 0;
+  int32_t chunks_per_rank = 1;  // source rank of a chunk = chunk / chunks_per_rank
+  // A nonzero value other than the wanted one: the source rank called with another problem. Without
+  // it every value but the wanted one means "not ready".
+  bool mismatch_is_fatal = false;
+  // Where a transport's signals are written by this rank itself (pull), the words that carry the
+  // sources' own tags; null where the signals do.
+  uint32_t const* tags = nullptr;
+};
+
+CUTLASS_DEVICE uint32_t load_acquire_system(uint32_t const* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+CUTLASS_DEVICE void store_release_system(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+CUTLASS_DEVICE uint32_t add_acq_rel_gpu(uint32_t* word, uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(word), "r"(value)
+               : "memory");
+  return old;
+}
+
+CUTLASS_DEVICE void fence_proxy_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+CUTLASS_DEVICE uint64_t global_timer_ns() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+
+/// Reports once and never returns: the host ends the process; should it not, the kernel traps.
+CUTLASS_DEVICE void report_and_stop(WaitLimit const& limit, WaitReport::Kind kind, int32_t chunk,
+                                    uint32_t seen, uint32_t wanted, uint64_t waited_ns) {
+  if (limit.report != nullptr && atomicCAS(limit.report_lock, 0u, 1u) == 0u) {
+    limit.report->rank = limit.rank;
+    limit.report->source = chunk / limit.chunks_per_rank;
+    limit.report->chunk = chunk;
+    limit.report->seen = seen;
+    limit.report->wanted = wanted;
+    limit.report->waited_ns = waited_ns;
+    limit.report->limit_ns = limit.limit_ns;
+    __threadfence_system();
+    limit.report->kind = kind;
+    __threadfence_system();
+  }
+  uint64_t const start = global_timer_ns();
+  while (global_timer_ns() - start < 5'000'000'000ull) __nanosleep(1'000'000);
+  __trap();
+}
+
+/// Returns when the signal has the wanted value, acquired at system scope. The caller still has to
+/// execute fence_proxy_async_all() before its TMA loads.
+CUTLASS_DEVICE void wait_signal(uint32_t const* word, uint32_t wanted, int32_t chunk,
+                                WaitLimit const& limit) {
+  uint64_t start = 0;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (;;) {
+    uint32_t seen = load_acquire_system(word);
+    // The source's tag was there before the signal.
+    if (seen == wanted && limit.tags != nullptr) seen = load_acquire_system(limit.tags + chunk);
+    if (seen == wanted) return;
+    uint64_t const now = global_timer_ns();
+    if (start == 0) start = now;
+    bool const mismatch = seen != 0 && limit.mismatch_is_fatal;
+    if (mismatch || now - start > limit.limit_ns) {
+      report_and_stop(limit, mismatch ? WaitReport::Mismatch : WaitReport::Timeout, chunk, seen,
+                      wanted, now - start);
+    }
+  }
+}
+
+}  // namespace agmm

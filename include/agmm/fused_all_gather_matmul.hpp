@@ -1,0 +1,37 @@
+// out_i = all_gather(A_shard) @ B_i (+ bias_i), one call that enqueues everything.
+#pragma once
+
+#include <vector>
+
+#include "agmm/all_gather.hpp"
+#include "agmm/async_input_mm.hpp"
+
+namespace agmm {
+
+/// One weight that shares the gather.
+struct Weight {
+  void const* b = nullptr;
+  int64_t ldb = 0;
+  BLayout b_layout = BLayout::ColumnMajor;
+  int32_t n = 0;
+  void const* bias = nullptr;
+  void* out = nullptr;  // [w * rows, n]
+  KernelConfig config{};
+};
+
+struct FusedArgs {
+  Transport transport = Transport::CopyEnginePush;
+  void const* a_shard = nullptr;  // [rows, k]
+  void* a_out = nullptr;          // [w * rows, k] for the pull transport
+  int32_t rows = 0;
+  int32_t k = 0;
+  DType dtype = DType::BFloat16;
+  uint64_t limit_ns = 60'000'000'000ull;
+  TileTimes* tile_times = nullptr;  // of the first weight's tiles
+};
+
+/// Throws std::invalid_argument, with nothing enqueued, when a part of the call is not legal.
+void fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
+                             std::vector<Weight> const& weights, void* stream);
+
+}  // namespace agmm

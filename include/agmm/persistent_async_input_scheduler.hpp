@@ -1,0 +1,211 @@
+// cutlass::gemm::PersistentAsyncInputScheduler: the tile scheduler of a persistent GEMM whose A
+// arrives chunk by chunk while the kernel runs.
+//
+// It is CUTLASS's persistent scheduler followed by a permutation of the tiles (agmm::TileOrder):
+// linear index, grid, advance and validity are CUTLASS's; only the place of a tile changes. Works
+// with the cooperative and the pingpong warp-specialised kernels, which see an ordinary scheduler.
+//
+// Used as the fourth argument of GemmUniversal:
+//   GemmUniversal<Shape<int,int,int,int>, CollectiveMainloop, CollectiveEpilogue,
+//                 PersistentAsyncInputScheduler<KernelTmaWarpSpecializedPingpong>>
+// Who waits for the signals:
+//   AsyncInputWait::Scheduler  the producer warp, when it fetches a tile, before any of its loads.
+//                              For CUTLASS's own collective mainloops.
+//   AsyncInputWait::Mainloop   agmm::AsyncInputMainloop, between the load of B and the load of A.
+#pragma once
+
+#include <cstdint>
+
+#include "agmm/chunking.hpp"
+#include "agmm/device_wait.hpp"
+#include "cutlass/gemm/kernel/tile_scheduler.hpp"
+
+namespace cutlass::gemm {
+
+enum class AsyncInputWait { Scheduler, Mainloop };
+
+template <class KernelSchedule_, AsyncInputWait Wait_ = AsyncInputWait::Scheduler>
+struct PersistentAsyncInputScheduler {
+  using KernelSchedule = KernelSchedule_;
+  static constexpr AsyncInputWait Wait = Wait_;
+};
+
+namespace kernel::detail {
+
+template <AsyncInputWait Wait, int TileM, int TileN, int ClusterM, int ClusterN>
+class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
+  using Base = PersistentTileSchedulerSm90;
+
+ public:
+  using RasterOrder = typename Base::RasterOrder;
+  using RasterOrderOptions = typename Base::RasterOrderOptions;
+  using WorkTileInfo = typename Base::WorkTileInfo;
+  static constexpr bool IsDynamicPersistent = false;
+
+  struct Arguments {
+    int max_swizzle_size = 1;
+    RasterOrderOptions raster_order = RasterOrderOptions::Heuristic;
+    /// Rows of a chunk, as tiles of M (tiles_per_chunk_m) or, where a chunk is no multiple of a
+    /// tile, as rows (rows_per_chunk, which wins when it is not 0). Both 0: A is one chunk.
+    int tiles_per_chunk_m = 0;
+    int rows_per_chunk = 0;
+    /// chunk_signals[i] == ready_value: chunk i is ready. Null: all of A is ready.
+    uint32_t const* chunk_signals = nullptr;
+    uint32_t ready_value = 1;
+    /// First tile of M to compute: after the swizzle, m -> (m + pivot) % tiles_m. The chunk of that
+    /// tile's first row is the pivot chunk.
+    int tile_idx_pivot_m = 0;
+    /// The pivot as a chunk; wins when it is not negative.
+    int chunk_pivot = -1;
+    agmm::WaitLimit wait_limit{};
+  };
+
+  struct Params : PersistentTileSchedulerSm90Params {
+    agmm::TileOrder order{};
+    uint32_t const* chunk_signals = nullptr;
+    uint32_t ready_value = 1;
+    agmm::WaitLimit wait_limit{};
+  };
+
+  template <class ProblemShapeMNKL, class TileShape, class ClusterShape>
+  static Params to_underlying_arguments(ProblemShapeMNKL problem, TileShape tile,
+                                        ClusterShape cluster, KernelHardwareInfo const& hw_info,
+                                        Arguments const& args, void* workspace = nullptr,
+                                        uint32_t epilogue_subtile = 1,
+                                        uint32_t ktile_start_alignment_count = 1u) {
+    // The base counts clusters row by row, unswizzled; raster and swizzle are the permutation's.
+    typename Base::Arguments base_args;
+    base_args.max_swizzle_size = 1;
+    base_args.raster_order = RasterOrderOptions::AlongN;
+    Params params;
+    static_cast<PersistentTileSchedulerSm90Params&>(params) =
+        Base::to_underlying_arguments(problem, tile, cluster, hw_info, base_args, workspace,
+                                      epilogue_subtile, ktile_start_alignment_count);
+
+    int const m = cute::size<0>(problem);
+    int const n = cute::size<1>(problem);
+    int const k = cute::size<2>(problem);
+    int rows_per_chunk = args.rows_per_chunk != 0 ? args.rows_per_chunk
+                                                  : args.tiles_per_chunk_m * TileM;
+    if (rows_per_chunk <= 0 || rows_per_chunk > m) rows_per_chunk = m;
+    agmm::ChunkGrid chunks(m, k, agmm::ceil_div(m, rows_per_chunk));
+    chunks.rows_per_chunk = agmm::FastDiv(rows_per_chunk);
+    int const pivot = args.chunk_pivot >= 0
+                          ? args.chunk_pivot
+                          : agmm::min_of(args.tile_idx_pivot_m * TileM, m - 1) / rows_per_chunk;
+    RasterOrder const raster = Params::get_rasterization_order(
+        agmm::ceil_div(m, TileM), agmm::ceil_div(n, TileN), args.raster_order);
+    params.order = agmm::TileOrder(
+        chunks, n, TileM * ClusterM, TileN * ClusterN, pivot, args.max_swizzle_size,
+        raster == RasterOrder::AlongN ? agmm::Raster::AlongN : agmm::Raster::AlongM);
+    params.chunk_signals = args.chunk_signals;
+    params.ready_value = args.ready_value;
+    params.wait_limit = args.wait_limit;
+    return params;
+  }
+
+  static bool can_implement(Arguments const& args) {
+    return args.max_swizzle_size >= 0 && args.tiles_per_chunk_m >= 0 && args.rows_per_chunk >= 0 &&
+           args.tile_idx_pivot_m >= 0;
+  }
+
+  CUTLASS_HOST_DEVICE PersistentAsyncInputSchedulerSm90() {}
+
+  CUTLASS_DEVICE explicit PersistentAsyncInputSchedulerSm90(Params const& params)
+      : Base(params), params_(&params) {}
+
+  template <class ClusterShape>
+  CUTLASS_DEVICE WorkTileInfo initial_work_tile_info(ClusterShape) {
+    return get_current_work();
+  }
+
+  // The base keeps its place as a 64-bit index; next to 128 accumulators that is two registers too
+  // many. Here the place is the number of waves done; the index follows from it.
+  CUTLASS_DEVICE void advance_to_next_work(uint32_t advance_count = 1) { waves_ += advance_count; }
+
+  CUTLASS_DEVICE bool is_last_tile(WorkTileInfo&, uint32_t advance_count = 1) const {
+    return linear_index(waves_ + advance_count) >= Base::scheduler_params.blocks_per_problem_;
+  }
+
+  CUTLASS_DEVICE WorkTileInfo get_current_work() const {
+    WorkTileInfo work = Base::get_current_work_for_linear_idx(linear_index(waves_));
+    if (!work.is_valid()) return work;
+    int const cta_m = work.M_idx % ClusterM;
+    int const cta_n = work.N_idx % ClusterN;
+    agmm::TileOrder const& order = params_->order;
+    agmm::BlockCoord const block =
+        order.block_at(work.M_idx / ClusterM * order.blocks_n + work.N_idx / ClusterN);
+    work.M_idx = block.m * ClusterM + cta_m;
+    work.N_idx = block.n * ClusterN + cta_n;
+    if constexpr (Wait == AsyncInputWait::Scheduler) wait_for_chunks(work);
+    return work;
+  }
+
+  CUTLASS_DEVICE auto fetch_next_work(WorkTileInfo) {
+    advance_to_next_work();
+    return cute::make_tuple(get_current_work(), true);
+  }
+
+  template <class TileSchedulerPipeline, class TileSchedulerPipelineState>
+  CUTLASS_DEVICE auto fetch_next_work(WorkTileInfo work, TileSchedulerPipeline&,
+                                      TileSchedulerPipelineState) {
+    return fetch_next_work(work);
+  }
+
+  template <class ProblemShape, class ElementAccumulator>
+  static size_t get_workspace_size(Arguments const&, ProblemShape, KernelHardwareInfo const&,
+                                   uint32_t, uint32_t = 1, uint32_t = 1) {
+    return 0;
+  }
+
+  template <class ProblemShape, class ElementAccumulator>
+  static cutlass::Status initialize_workspace(Arguments const&, void*, cudaStream_t, ProblemShape,
+                                              KernelHardwareInfo const&, uint32_t, uint32_t = 1,
+                                              uint32_t = 1, CudaHostAdapter* = nullptr) {
+    return Status::kSuccess;
+  }
+
+  template <class ProblemShapeMNKL, class BlockShape, class ClusterShape>
+  CUTLASS_HOST_DEVICE static dim3 get_grid_shape(Params const& params, ProblemShapeMNKL problem,
+                                                 BlockShape tile, ClusterShape cluster,
+                                                 KernelHardwareInfo hw_info, Arguments = {},
+                                                 bool = true) {
+    typename Base::Arguments base_args;
+    base_args.raster_order = RasterOrderOptions::AlongN;
+    return Base::get_grid_shape(params, problem, tile, cluster, hw_info, base_args);
+  }
+
+ private:
+  /// Only the warp that issues the TMA loads (warp 0 of the CTA in both schedules) waits.
+  CUTLASS_DEVICE void wait_for_chunks(WorkTileInfo const& work) const {
+    if (params_->chunk_signals == nullptr || canonical_warp_idx_sync() != 0) return;
+    agmm::Range const touched =
+        params_->order.chunks.row_chunks({work.M_idx * TileM, (work.M_idx + 1) * TileM});
+    for (int chunk = touched.begin; chunk < touched.end; ++chunk) {
+      agmm::wait_signal(params_->chunk_signals + chunk, params_->ready_value, chunk,
+                        params_->wait_limit);
+    }
+    agmm::fence_proxy_async_all();
+  }
+
+  // The grid is (ClusterM, rest, 1): see get_grid_shape.
+  CUTLASS_DEVICE static uint32_t linear_index(uint32_t waves) {
+    return blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * waves);
+  }
+
+  Params const* params_ = nullptr;
+  uint32_t waves_ = 0;
+};
+
+template <class KernelSchedule, AsyncInputWait Wait, class TileShape, class ClusterShape,
+          uint32_t SchedulerPipelineStageCount>
+struct TileSchedulerSelector<PersistentAsyncInputScheduler<KernelSchedule, Wait>, arch::Sm90,
+                             TileShape, ClusterShape, SchedulerPipelineStageCount> {
+  static_assert(cute::is_static_v<ClusterShape>, "the tile order needs a static cluster shape");
+  using Scheduler = PersistentAsyncInputSchedulerSm90<
+      Wait, cute::size<0>(TileShape{}), cute::size<1>(TileShape{}), cute::size<0>(ClusterShape{}),
+      cute::size<1>(ClusterShape{})>;
+};
+
+}  // namespace kernel::detail
+}  // namespace cutlass::gemm

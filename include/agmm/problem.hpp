@@ -1,0 +1,66 @@
+// The structs that describe a problem and how it is to be computed. Plain data; they print themselves.
+#pragma once
+
+#include <cstdint>
+#include <sstream>
+#include <string>
+
+#include "agmm/chunking.hpp"
+
+namespace agmm {
+
+enum class DType : int32_t { BFloat16 = 0, Float16 = 1 };
+enum class BLayout : int32_t { RowMajor = 0, ColumnMajor = 1 };
+enum class Schedule : int32_t { Cooperative = 0, Pingpong = 1 };
+
+inline char const* to_string(DType d) { return d == DType::BFloat16 ? "bf16" : "fp16"; }
+inline char const* to_string(BLayout l) { return l == BLayout::RowMajor ? "row" : "col"; }
+inline char const* to_string(Schedule s) {
+  return s == Schedule::Cooperative ? "cooperative" : "pingpong";
+}
+inline char const* to_string(Raster r) { return r == Raster::AlongM ? "along_m" : "along_n"; }
+
+/// out[m, n] = A[m, k] @ B[k, n] + bias[n]
+struct Problem {
+  int32_t m = 0;
+  int32_t n = 0;
+  int32_t k = 0;
+  DType dtype = DType::BFloat16;
+  BLayout b_layout = BLayout::ColumnMajor;
+
+  std::string str() const {
+    std::ostringstream s;
+    s << m << "x" << n << "x" << k << " " << to_string(dtype) << " B " << to_string(b_layout);
+    return s.str();
+  }
+};
+
+/// What is compiled in: the tile that one CTA computes, the cluster, the warp-specialised schedule.
+struct KernelShape {
+  int32_t tile_m = 128;
+  int32_t tile_n = 128;
+  int32_t tile_k = 64;
+  int32_t cluster_m = 1;
+  int32_t cluster_n = 1;
+  Schedule schedule = Schedule::Pingpong;
+
+  bool operator==(KernelShape const& o) const {
+    return tile_m == o.tile_m && tile_n == o.tile_n && tile_k == o.tile_k &&
+           cluster_m == o.cluster_m && cluster_n == o.cluster_n && schedule == o.schedule;
+  }
+  std::string str() const {
+    std::ostringstream s;
+    s << tile_m << "x" << tile_n << "x" << tile_k << "_" << cluster_m << "x" << cluster_n << "_"
+      << to_string(schedule);
+    return s.str();
+  }
+};
+
+/// A kernel shape and what may change from launch to launch.
+struct KernelConfig {
+  KernelShape shape{};
+  int32_t max_swizzle = 1;
+  Raster raster = Raster::AlongM;
+};
+
+}  // namespace agmm

@@ -1,0 +1,90 @@
+// Signals: 32-bit words that say "this chunk is here" (or, as credits, "this buffer is free"), and
+// the rules for waiting on them. Host side, no CUDA and no Python; the CUDA code uses the messages,
+// the limit and the tag from here so that both backends say the same thing.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace agmm {
+
+// Exit status of a process that ends because a wait passed its limit, as timeout(1) uses it.
+constexpr int kTimeoutExitCode = 124;
+
+// Limit of every wait in seconds: the environment variable AGMM_TIMEOUT_S, read at each call,
+// or 60. Throws std::invalid_argument when it is set to anything but a finite number > 0.
+double timeout_seconds();
+
+// One line for a wait for a chunk that passed its limit. Pass rank < 0 or source < 0 where unknown.
+std::string timeout_message(int rank, int source, int64_t chunk, uint32_t seen, uint32_t wanted,
+                            double waited_s, double limit_s);
+
+// One line for a wait for the credit of `peer`'s gather buffer `slot` that passed its limit.
+std::string credit_timeout_message(int rank, int peer, int slot, uint32_t seen, double waited_s,
+                                   double limit_s);
+
+// One line for a chunk whose signal carries the tag of a different call.
+std::string mismatch_message(int rank, int source, int64_t chunk, uint32_t seen, uint32_t wanted);
+
+// Writes `message` as one line to stderr and ends the process with kTimeoutExitCode. Runs no atexit
+// handlers: other threads may be stuck in the very wait that failed. When several threads call it,
+// only the first one's line is written.
+[[noreturn]] void end_process(const std::string& message);
+
+// The value that signals carry in one fused call: a hash, never 0, of what all ranks have to agree
+// on. `dtype` is torch's name without the module, such as "bfloat16".
+uint32_t call_tag(int64_t m_local, int64_t k, std::string_view dtype, bool return_a);
+
+// The words lie in memory that other processes write, so they are plain uint32_t and every access
+// goes through these two. Release: what was written before is visible to the one who acquires it.
+inline uint32_t load_acquire(const uint32_t* word) {
+  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
+inline void store_release(uint32_t* word, uint32_t value) {
+  __atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
+
+// What a waiting thread does between two looks: spins briefly, then gives up its time slice, then
+// sleeps, doubling up to 100 µs, so that more ranks than cores still make progress.
+class Backoff {
+ public:
+  void pause();
+
+ private:
+  int looks_ = 0;
+};
+
+// One wait with a limit, done in slices so that the caller can look after other things (Python
+// signals, a stop request) in between.
+class Wait {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  explicit Wait(double limit_s) : limit_s_(limit_s), start_(Clock::now()) {}
+
+  // Calls `ready` until it returns true (then true), or until `slice` is over or the limit has
+  // passed (then false).
+  template <class Ready>
+  bool poll(const Ready& ready, std::chrono::nanoseconds slice) const {
+    if (ready()) return true;
+    const Clock::time_point slice_end = Clock::now() + slice;
+    Backoff backoff;
+    while (!ready()) {
+      if (Clock::now() >= slice_end || expired()) return false;
+      backoff.pause();
+    }
+    return true;
+  }
+
+  double limit_s() const { return limit_s_; }
+  double waited_s() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
+  bool expired() const { return waited_s() >= limit_s_; }
+
+ private:
+  double limit_s_;
+  Clock::time_point start_;
+};
+
+}  // namespace agmm

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstdint>
+
+namespace agmm {
+
+/// What a kernel says of a wait that passed its limit. In pinned host memory; a host thread reads it
+/// and ends the process with a message.
+struct WaitReport {
+  enum Kind : uint32_t { None = 0, Timeout = 1, Mismatch = 2 };
+  uint32_t kind;
+  int32_t rank;
+  int32_t source;
+  int32_t chunk;
+  uint32_t seen;
+  uint32_t wanted;
+  uint64_t waited_ns;
+  uint64_t limit_ns;
+};
+
+/// Per tile of out, for pictures: when the wait for A began and ended, when its last load was issued
+/// (nanoseconds of the GPU's global timer), and the multiprocessor that computed it.
+struct TileTimes {
+  uint64_t wait_begin_ns;
+  uint64_t wait_end_ns;
+  uint64_t loads_end_ns;
+  uint32_t sm;
+  uint32_t reserved;
+};
+
+}  // namespace agmm

@@ -1,0 +1,294 @@
+"""The CPU backend: all-gather through POSIX shared memory, multiplication by torch."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import weakref
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from agmm import _core
+from agmm.errors import AgmmError, Unsupported
+
+_T = TypeVar("_T")
+_READY = 1
+_NAN_BYTE = 0xFF  # a NaN in every floating-point type when all bytes of the number are this
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def async_input_mm(
+    a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, pivot: int
+) -> torch.Tensor:
+    """Multiply ``a`` [M, K] by ``b`` [K, N], each row chunk of ``a`` once its signal is 1.
+
+    Takes the chunks in ring order from ``pivot``. The arguments have been checked by the caller:
+    ``a_chunk_signals`` is a 1-D uint32 tensor whose length divides M.
+    """
+    chunks = a_chunk_signals.numel()
+    rows = a.shape[0] // chunks
+    base, stride = a_chunk_signals.data_ptr(), 4 * a_chunk_signals.stride(0)
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    limit_s = _core.timeout_seconds()
+    out = a.new_empty(a.shape[0], b.shape[1])
+    for step in range(chunks):
+        chunk = (pivot + step) % chunks
+        _core.cpu_wait_signal(base + chunk * stride, _READY, rank, -1, chunk, limit_s)
+        part = slice(chunk * rows, (chunk + 1) * rows)
+        _multiply(a[part], b, None, out[part])
+    return out
+
+
+class CpuWorkspace:
+    """Two gather buffers (slots) per rank of one group, in shared memory.
+
+    Every method that is said to be collective must be called by all ranks of the group, in the same
+    order. One thread at a time may use a workspace.
+    """
+
+    poison: ClassVar[bool] = False
+    """For tests: fill each slot with NaN before its senders may write to it."""
+
+    rank: int
+    world_size: int
+    slot_bytes: int
+
+    def __init__(
+        self, group: dist.ProcessGroup, slot_bytes: int, *, chunks_per_shard: int = 1
+    ) -> None:
+        # Weakly: workspaces are kept by group, and end with it.
+        self._group = weakref.ref(group)
+        self._chunks_per_shard = chunks_per_shard
+        self._push_delay_us = 0
+        self._shard: torch.Tensor | None = None
+        self._interrupted = False
+        self._open(group, slot_bytes)
+
+    @classmethod
+    def create(
+        cls, group: dist.ProcessGroup, slot_bytes: int, *, chunks_per_shard: int = 1
+    ) -> CpuWorkspace:
+        """Make the workspace of ``group``. Collective.
+
+        Args:
+            group: a process group that can exchange objects between CPUs (gloo).
+            slot_bytes: size of one gather buffer in bytes; the largest value of all ranks counts.
+            chunks_per_shard: row chunks into which each shard is cut, the same on all ranks.
+
+        Raises:
+            Unsupported: the ranks are not all on one host.
+            AgmmError: a rank could not get or map the memory; all ranks raise.
+        """
+        return cls(group, slot_bytes, chunks_per_shard=chunks_per_shard)
+
+    def _open(self, group: dist.ProcessGroup, slot_bytes: int) -> None:
+        self._core = _connect(group, slot_bytes, self._chunks_per_shard, poison=self.poison)
+        self._finalizer = weakref.finalize(self, self._core.close)
+        self.rank = self._core.rank
+        self.world_size = self._core.world_size
+        self.slot_bytes = self._core.slot_bytes
+        self._slots = [_bytes_at(self._core.slot_ptr(s), self.slot_bytes) for s in (0, 1)]
+        self._next_slot = 0
+        self._core.set_push_delay_us(self._push_delay_us)
+
+    def close(self) -> None:
+        """Stop the copy thread and give the memory back. Harmless when called again."""
+        self._slots = []
+        self._finalizer()
+
+    def set_push_delay_us(self, us: int) -> None:
+        """For tests: delay every chunk by a random time up to ``us`` before it is pushed."""
+        self._push_delay_us = us
+        self._core.set_push_delay_us(us)
+
+    @torch.no_grad()
+    def all_gather_matmul(
+        self,
+        A_shard: torch.Tensor,
+        Bs: list[torch.Tensor],
+        biases: list[torch.Tensor | None],
+        *,
+        return_A: bool,
+        timeline: list[dict[str, int]] | None = None,
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Gather ``A_shard`` and multiply it by each of ``Bs``. Collective.
+
+        Grows the slots where A [world_size * M_local, K] is too large for them.
+
+        Args:
+            A_shard: [M_local, K], contiguous, the same shape and dtype on all ranks. It may be
+                overwritten as soon as this returns.
+            Bs: weights [K, N], N free for each of them and on each rank.
+            biases: for each weight a bias [N] or None.
+            return_A: whether A [M, K] is wanted, in a tensor of its own.
+            timeline: where given, receives for each chunk a dict with ``chunk``, ``source`` and,
+                in ns of ``time.monotonic_ns``, ``arrived_ns``, ``start_ns`` and ``end_ns`` of its
+                multiplication. ``arrived_ns`` of the rank's own chunks is the time of the call.
+
+        Returns:
+            A or None, and out [M, N] for each weight.
+
+        Raises:
+            AgmmError: an earlier call on this workspace was interrupted or the workspace is closed.
+        """
+        if self._interrupted:
+            raise AgmmError(
+                "workspace: found one whose last call was interrupted, wanted one in step with "
+                "the other ranks; make a new process group"
+            )
+        if not self._finalizer.alive:
+            raise AgmmError("workspace: found a closed one, wanted an open one")
+        self._core.timeout_s = _core.timeout_seconds()
+        try:
+            return self._run(A_shard, Bs, biases, return_A, timeline)
+        except BaseException:
+            self._interrupted = True
+            raise
+
+    def _run(
+        self,
+        shard: torch.Tensor,
+        Bs: list[torch.Tensor],
+        biases: list[torch.Tensor | None],
+        return_A: bool,
+        timeline: list[dict[str, int]] | None,
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        called_ns = time.monotonic_ns()
+        m_local, k = shard.shape
+        m, shard_bytes = self.world_size * m_local, shard.numel() * shard.element_size()
+        gathered_bytes = self.world_size * shard_bytes
+        dtype_name = str(shard.dtype).removeprefix("torch.")
+        tag = _core.call_tag(m_local, k, dtype_name, return_A)
+        if gathered_bytes > self.slot_bytes:
+            self._grow(gathered_bytes, tag)
+        core, per_shard = self._core, self._chunks_per_shard
+        chunk_rows = -(-m_local // per_shard)
+        slot, self._next_slot = self._next_slot, 1 - self._next_slot
+
+        self._shard = shard  # the copy thread reads it
+        core.push(slot, shard.data_ptr(), shard_bytes, chunk_rows * k * shard.element_size(), tag)
+        gathered = self._slots[slot][:gathered_bytes].view(shard.dtype).view(m, k)
+        outs = [shard.new_empty(m, B.shape[1]) for B in Bs]
+        spans: list[tuple[int, int, int]] = []
+        chunks = self.world_size * per_shard
+        for step in range(chunks):
+            chunk = (self.rank * per_shard + step) % chunks
+            source, i = divmod(chunk, per_shard)
+            begin, end = min(i * chunk_rows, m_local), min((i + 1) * chunk_rows, m_local)
+            rows = slice(source * m_local + begin, source * m_local + end)
+            if source == self.rank:
+                a = shard[begin:end]
+            else:
+                core.wait_chunk(slot, chunk, tag)
+                a = gathered[rows]
+            start_ns = time.monotonic_ns()
+            for B, bias, out in zip(Bs, biases, outs, strict=True):
+                _multiply(a, B, bias, out[rows])
+            spans.append((chunk, start_ns, time.monotonic_ns()))
+        if timeline is not None:
+            arrived = core.arrival_ns(slot)
+            for chunk, start_ns, end_ns in spans:
+                source = chunk // per_shard
+                timeline.append(
+                    {
+                        "chunk": chunk,
+                        "source": source,
+                        "arrived_ns": called_ns if source == self.rank else arrived[chunk],
+                        "start_ns": start_ns,
+                        "end_ns": end_ns,
+                    }
+                )
+        A: torch.Tensor | None = None
+        if return_A:
+            A = gathered.clone()
+            A[self.rank * m_local : (self.rank + 1) * m_local] = shard
+        if self.poison:
+            self._slots[slot].fill_(_NAN_BYTE)
+        core.release(slot)
+        core.wait_pushed()
+        self._shard = None
+        return A, outs
+
+    def _grow(self, slot_bytes: int, tag: int) -> None:
+        """Replace the workspace by one with larger slots. Collective.
+
+        Whether to grow is each rank's own decision, and one with another shape would not take part.
+        So the tag goes round first, without data: whoever made a different call is found out.
+        """
+        group, core, slot = self._group(), self._core, self._next_slot
+        if group is None:
+            raise AgmmError("group: found a destroyed one, wanted one in use")
+        core.push(slot, 0, 0, 0, tag)
+        for chunk in range(self.world_size * self._chunks_per_shard):
+            if chunk // self._chunks_per_shard != self.rank:
+                core.wait_chunk(slot, chunk, tag)
+        core.wait_pushed()
+        self.close()
+        self._open(group, slot_bytes)
+
+
+def _multiply(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    if bias is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(bias, a, b, out=out)
+
+
+def _bytes_at(address: int, size: int) -> torch.Tensor:
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
+
+
+def _exchange(group: dist.ProcessGroup, value: _T) -> list[_T]:
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _connect(
+    group: dist.ProcessGroup, slot_bytes: int, chunks_per_shard: int, *, poison: bool
+) -> _core.CpuWorkspace:
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    wishes = _exchange(group, (slot_bytes, _BOOT_ID.read_text()))
+    hosts = len({host for _, host in wishes})
+    if hosts > 1:
+        raise Unsupported(
+            f"group: found ranks on {hosts} hosts, wanted one: the CPU backend uses shared memory"
+        )
+    slot_bytes = max(wish for wish, _ in wishes)
+
+    core: _core.CpuWorkspace | None = None
+    try:
+        error: str | None = None
+        try:
+            core = _core.CpuWorkspace(
+                rank, world_size, slot_bytes, chunks_per_shard, _core.timeout_seconds()
+            )
+        except RuntimeError as e:
+            error = str(e)
+        names = _exchange(group, None if core is None else core.name)
+        if core is not None and None not in names:
+            if poison:
+                for slot in (0, 1):
+                    _bytes_at(core.slot_ptr(slot), slot_bytes).fill_(_NAN_BYTE)
+            try:
+                core.connect([str(name) for name in names])
+            except RuntimeError as e:
+                error = str(e)
+        # From here on every rank has mapped what it needs: the names can go.
+        for peer, found in enumerate(_exchange(group, error)):
+            if found is not None:
+                raise AgmmError(f"rank {peer}: {found}")
+        assert core is not None
+        core.unlink()
+        return core
+    except BaseException:
+        if core is not None:
+            core.close()
+        raise

@@ -1,0 +1,684 @@
+"""The benchmark harness: times agmm beside the ways it replaces, in one run, by one timing rule.
+
+`run` starts the ranks (or uses those of torchrun), checks every way against the reference, times
+those that are right, and returns a report that `render` prints and `write_json` stores. A way that
+fails or is wrong on any rank is left out on all of them, and the report says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+import os
+import statistics
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import agmm
+from agmm._terminal import plain_table
+from agmm.doctor import machine_facts
+from agmm.errors import InvalidArgument
+from agmm.testing.cases import BENCH_SHAPES, CPU_BENCH_SHAPES, Operands, Shape, make_operands
+from agmm.testing.reference import allowed_error, gathered_product, poison, relative_error
+from agmm.testing.timer import (
+    FLUSH_BYTES,
+    SAMPLES,
+    SPIN_US,
+    WARMUP,
+    host_time,
+    max_over_ranks,
+    time_ways,
+)
+
+DEFAULT_WORLD_SIZE = 4
+HOST_CALLS = 200
+RECORDED_VARIABLES = (
+    "NCCL_NVLS_ENABLE",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+)
+"""Beside all AGMM_* variables, those that change what is measured."""
+
+_SHAPE_TIMEOUT_S = 300.0
+_MIB = 2**20
+
+Result = tuple[torch.Tensor | None, torch.Tensor]
+"""The gathered A, where the way returns it, and the product."""
+
+
+@dataclass
+class Problem:
+    """One rank's view of one shape."""
+
+    shape: Shape
+    group: dist.ProcessGroup
+    device: torch.device
+    operands: Operands
+
+    @property
+    def group_name(self) -> Any:
+        return self.group.group_name
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute the gathered product.
+
+    `prepare` builds whatever the way may keep between calls and returns the call that is timed.
+    """
+
+    name: str
+    title: str
+    prepare: Callable[[Problem], Callable[[], Result]]
+    on_cpu: bool = False
+    is_agmm: bool = False
+    host_time: bool = False
+
+
+def _roof(p: Problem) -> Callable[[], Result]:
+    out = torch.empty(p.shape.M, p.shape.N, dtype=p.operands.A.dtype, device=p.device)
+    A, B = p.operands.A, p.operands.B
+
+    def call() -> Result:
+        return None, torch.mm(A, B, out=out)
+
+    return call
+
+
+def _unfused(p: Problem) -> Callable[[], Result]:
+    A = torch.empty_like(p.operands.A)
+    out = torch.empty(p.shape.M, p.shape.N, dtype=A.dtype, device=p.device)
+    A_shard, B, group = p.operands.A_shard, p.operands.B, p.group
+    # The same function: torch 2.13 renamed it.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+    def call() -> Result:
+        all_gather(A, A_shard, group=group)
+        return A, torch.mm(A, B, out=out)
+
+    return call
+
+
+def _torch_decomposed(return_A: bool) -> Callable[[Problem], Callable[[], Result]]:
+    def prepare(p: Problem) -> Callable[[], Result]:
+        import torch.distributed._symmetric_memory
+
+        # The same op takes torch's native path where this variable is set.
+        os.environ.pop("TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP", None)
+        A_shard, Bs, name = p.operands.A_shard, [p.operands.B], p.group_name
+
+        def call() -> Result:
+            A, outs = torch.ops.symm_mem.fused_all_gather_matmul(
+                A_shard, Bs, gather_dim=0, group_name=name, return_A=return_A
+            )
+            return A, outs[0]
+
+        return call
+
+    return prepare
+
+
+def _torch_native(p: Problem) -> Callable[[], Result]:
+    import torch.distributed._symmetric_memory as symm_mem
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    M_local, K = p.operands.A_shard.shape
+    if M_local % 128 or p.shape.M % 256:
+        raise InvalidArgument(
+            f"M_local: found {M_local}, wanted a multiple of 128 (and M one of 256): torch's "
+            "native op can hang on other sizes"
+        )
+    A_shard = _SymmetricMemory.empty_strided_p2p(
+        (M_local, K), (K, 1), p.operands.A_shard.dtype, p.device
+    )
+    A_shard.copy_(p.operands.A_shard)
+    symm_mem.rendezvous(A_shard, p.group_name)
+    B, name = p.operands.B, p.group_name
+    op = symm_mem._fused_all_gather_matmul_native
+
+    def call() -> Result:
+        A, out = op(A_shard, B, name)
+        return A, out
+
+    return call
+
+
+def _agmm(return_A: bool) -> Callable[[Problem], Callable[[], Result]]:
+    def prepare(p: Problem) -> Callable[[], Result]:
+        A_shard, B, group = p.operands.A_shard, p.operands.B, p.group
+        op = agmm.all_gather_matmul
+
+        def with_A() -> Result:
+            A, out = op(A_shard, B, group, return_A=True, strict=True)
+            return A, out
+
+        def without_A() -> Result:
+            return None, op(A_shard, B, group, strict=True)
+
+        return with_A if return_A else without_A
+
+    return prepare
+
+
+def _as_graph(
+    prepare: Callable[[Problem], Callable[[], Result]],
+) -> Callable[[Problem], Callable[[], Result]]:
+    def prepare_graph(p: Problem) -> Callable[[], Result]:
+        call = prepare(p)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog thread may touch CUDA during the capture.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = call()
+
+        def replay() -> Result:
+            graph.replay()
+            return result
+
+        return replay
+
+    return prepare_graph
+
+
+def _ways() -> dict[str, Way]:
+    ways = [
+        Way("roof", "matmul alone (roof)", _roof, on_cpu=True),
+        Way("unfused", "all-gather, then matmul", _unfused, on_cpu=True),
+        Way("unfused-graph", "all-gather, then matmul, graph", _as_graph(_unfused)),
+        Way("torch-decomposed", "torch decomposed", _torch_decomposed(False)),
+        Way(
+            "torch-decomposed-graph",
+            "torch decomposed, graph",
+            _as_graph(_torch_decomposed(False)),
+        ),
+        Way("torch-decomposed-A", "torch decomposed, returns A", _torch_decomposed(True)),
+        Way(
+            "torch-decomposed-A-graph",
+            "torch decomposed, returns A, graph",
+            _as_graph(_torch_decomposed(True)),
+        ),
+        Way("torch-native", "torch native, returns A", _torch_native),
+        Way("torch-native-graph", "torch native, returns A, graph", _as_graph(_torch_native)),
+        Way("agmm", "agmm", _agmm(False), on_cpu=True, is_agmm=True, host_time=True),
+        Way("agmm-graph", "agmm, graph", _as_graph(_agmm(False)), is_agmm=True),
+        Way("agmm-A", "agmm, returns A", _agmm(True), on_cpu=True, is_agmm=True, host_time=True),
+        Way("agmm-A-graph", "agmm, returns A, graph", _as_graph(_agmm(True)), is_agmm=True),
+    ]
+    return {way.name: way for way in ways}
+
+
+WAYS = _ways()
+"""Every way by name. All-gather is NCCL's on GPUs and gloo's on the CPU; the matmul is torch.mm."""
+
+
+def select_ways(names: Iterable[str] | None, device_type: str) -> list[str]:
+    """The ways to run on 'cuda' or 'cpu': those named, or all that exist there; always the roof.
+
+    Raises InvalidArgument that names an unknown way and the nearest known one.
+    """
+    there = [way.name for way in WAYS.values() if device_type == "cuda" or way.on_cpu]
+    if names is None:
+        return there
+    chosen = ["roof"]
+    for name in names:
+        if name not in WAYS:
+            close = get_close_matches(name, WAYS, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise InvalidArgument(f"way: found {name!r}, wanted one of {', '.join(WAYS)}{hint}")
+        if name not in there:
+            raise InvalidArgument(
+                f"way: found {name!r}, which needs GPUs, wanted one of {', '.join(there)}"
+            )
+        if name not in chosen:
+            chosen.append(name)
+    return chosen
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run. `shapes` and `ways` None: all of the device's defaults; spin in µs."""
+
+    device: str = "cuda"
+    world_size: int = DEFAULT_WORLD_SIZE
+    shapes: Sequence[Shape] | None = None
+    ways: Sequence[str] | None = None
+    dtype: torch.dtype | None = None
+    samples: int = SAMPLES
+    warmup: int = WARMUP
+    spin_us: float = SPIN_US
+    seed: int = 0
+
+    def resolved(self) -> Options:
+        """The same with every default filled in. Raises InvalidArgument for what cannot run."""
+        shapes = self.shapes
+        if shapes is None:
+            shapes = BENCH_SHAPES if self.device == "cuda" else CPU_BENCH_SHAPES
+        for shape in shapes:
+            if shape.M % self.world_size:
+                raise InvalidArgument(
+                    f"shape: found {shape}, wanted an M that is a multiple of the world size, "
+                    f"{self.world_size}"
+                )
+        dtype = self.dtype
+        if dtype is None:
+            dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        ways = tuple(select_ways(self.ways, self.device))
+        return replace(self, shapes=tuple(shapes), ways=ways, dtype=dtype)
+
+
+@dataclass
+class WayResult:
+    """What came of one way on one shape. `reason` says why it has no time; times in µs."""
+
+    median_us: float | None = None
+    tflops: float | None = None
+    ratio_to_roof: float | None = None
+    relative_error: float | None = None
+    wrong: bool = False
+    reason: str | None = None
+    host_time_us: float | None = None
+    samples_us: list[float] = field(default_factory=list)
+
+
+def measure(shape: Shape, options: Options) -> dict[str, Any]:
+    """Checks and times the ways on one shape. Every rank of the default group calls this.
+
+    `options` are resolved ones. Returns the same on every rank: the shape, the ways' `WayResult`s
+    as dicts, and the SM clock after the samples in MHz where it can be read.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    assert options.ways is not None
+    assert options.dtype is not None
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if options.device == "cuda"
+        else torch.device("cpu")
+    )
+    operands = make_operands(
+        shape, rank, world_size, dtype=options.dtype, device=device, seed=options.seed
+    )
+    problem = Problem(shape, group, device, operands)
+    results, calls = _prepare_and_check(problem, options.ways)
+    timed = time_ways(
+        calls,
+        group=group,
+        samples=options.samples,
+        warmup=options.warmup,
+        spin_us=options.spin_us,
+        device=device,
+    )
+    clock = _sm_clock_mhz(device)
+    for name, samples in timed.items():
+        result = results[name]
+        result.samples_us = [round(s, 3) for s in samples]
+        result.median_us = statistics.median(samples)
+        result.tflops = shape.flops / result.median_us / 1e6
+    if device.type == "cuda":
+        for name in calls:
+            if WAYS[name].host_time:
+                mine = host_time(calls[name], HOST_CALLS, device=device)
+                worst = max_over_ranks(torch.tensor([mine], dtype=torch.float64), group, device)
+                results[name].host_time_us = float(worst)
+    roof = results["roof"].median_us
+    if roof is not None:
+        for result in results.values():
+            if result.median_us is not None:
+                result.ratio_to_roof = result.median_us / roof
+    del calls, problem, operands
+    release_memory(device)
+    return {
+        "M": shape.M,
+        "N": shape.N,
+        "K": shape.K,
+        "sm_clock_mhz": clock,
+        "ways": {name: asdict(result) for name, result in results.items()},
+    }
+
+
+def _prepare_and_check(
+    problem: Problem, names: Sequence[str]
+) -> tuple[dict[str, WayResult], dict[str, Callable[[], Result]]]:
+    """Prepares each way, checks it, and keeps those that are right on every rank."""
+    reference = gathered_product(problem.operands.A, problem.operands.B)
+    results: dict[str, WayResult] = {}
+    calls: dict[str, Callable[[], Result]] = {}
+    allowed = 0.0
+    for name in names:
+        call: Callable[[], Result] | None = None
+        error, wrong, reason = None, None, None
+        try:
+            call = WAYS[name].prepare(problem)
+            error, wrong = _check(call, problem, reference)
+        except Exception as e:
+            reason = _one_line(e)
+        result = _agree(problem.group, error, wrong, reason)
+        if name == "roof" and result.relative_error is not None:
+            allowed = allowed_error(result.relative_error)
+        judge(result, allowed)
+        results[name] = result
+        if result.reason is None and call is not None:
+            calls[name] = call
+        del call
+    del reference
+    release_memory(problem.device)
+    return results, calls
+
+
+def judge(result: WayResult, allowed: float) -> None:
+    """Marks a result as wrong where its relative error is above `allowed` or is not a number."""
+    error = result.relative_error
+    if error is None or result.wrong:
+        return
+    if not math.isfinite(error):
+        result.wrong, result.relative_error = True, None
+        result.reason = "a NaN or an infinity in the result"
+    elif error > allowed:
+        result.wrong = True
+        result.reason = f"relative error {error:.3g}, allowed {allowed:.3g}"
+
+
+def _check(
+    call: Callable[[], Result], problem: Problem, reference: torch.Tensor
+) -> tuple[float, str | None]:
+    """One call's relative error, after NaN in the memory that it is about to write."""
+    A, out = call()
+    _synchronize(problem.device)
+    for tensor in (A, out):
+        if tensor is not None and tensor.data_ptr() != problem.operands.A_shard.data_ptr():
+            poison(tensor)
+    del A, out
+    A, out = call()
+    _synchronize(problem.device)
+    wrong = None
+    if A is not None and not torch.equal(A, problem.operands.A):
+        wrong = "the returned A is not the gathered A"
+    return relative_error(out, reference), wrong
+
+
+def _agree(
+    group: dist.ProcessGroup, error: float | None, wrong: str | None, reason: str | None
+) -> WayResult:
+    """Makes one result of the ranks' own: the worst error, or the first rank's reason."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (error, wrong, reason), group=group)
+    for rank, (_, _, failed) in enumerate(everyone):
+        if failed is not None:
+            return WayResult(reason=f"rank {rank}: {failed}")
+    worst = max(e for e, _, _ in everyone)
+    for rank, (_, differs, _) in enumerate(everyone):
+        if differs is not None:
+            return WayResult(relative_error=worst, wrong=True, reason=f"rank {rank}: {differs}")
+    return WayResult(relative_error=worst)
+
+
+def _one_line(e: BaseException) -> str:
+    lines = str(e).strip().splitlines()
+    return f"{type(e).__name__}: {lines[0][:300]}" if lines else type(e).__name__
+
+
+def release_memory(device: torch.device) -> None:
+    """Gives back what nothing refers to any more, CUDA graphs' pools included."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _sm_clock_mhz(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    try:
+        return int(torch.cuda.clock_rate(device))
+    except Exception:  # needs nvidia-ml-py, which is optional
+        return None
+
+
+def run(options: Options, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Runs the benchmark and returns the report.
+
+    Under torchrun the ranks are its own and every one of them returns the report; `progress` is
+    then called on rank 0 only. Otherwise this process starts `options.world_size` ranks.
+    Raises InvalidArgument for options that cannot run.
+    """
+    torchrun_size = torchrun_world_size()
+    if torchrun_size is not None:
+        options = replace(options, world_size=torchrun_size)
+    options = options.resolved()
+    if options.device == "cuda" and torch.cuda.device_count() < options.world_size:
+        raise InvalidArgument(
+            f"world size: found {options.world_size}, wanted at most {torch.cuda.device_count()}, "
+            "the number of GPUs here (--device cpu needs none)"
+        )
+    with _ranks(options) as measure_shape:
+        report = new_report(options)
+        assert options.shapes is not None
+        assert options.ways is not None
+        for i, shape in enumerate(options.shapes, 1):
+            progress(f"[{i}/{len(options.shapes)}] {shape}: {len(options.ways)} ways")
+            report["shapes"].append(measure_shape(shape, options))
+    return report
+
+
+def torchrun_world_size() -> int | None:
+    """The world size where torchrun started this process as one of its ranks, else None."""
+    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return None
+    return int(os.environ["WORLD_SIZE"])
+
+
+def is_rank_0() -> bool:
+    """Whether this process should print: the only one, or rank 0 of torchrun's."""
+    return torchrun_world_size() is None or os.environ["RANK"] == "0"
+
+
+@contextlib.contextmanager
+def _ranks(options: Options) -> Iterator[Callable[[Shape, Options], dict[str, Any]]]:
+    """Yields the function that measures one shape on all ranks."""
+    if torchrun_world_size() is not None:
+        if options.device == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+            dist.init_process_group("nccl", device_id=device)
+        else:
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo")
+        try:
+            yield measure
+        finally:
+            dist.destroy_process_group()
+        return
+    from agmm.testing.ranks import RankPool
+
+    with RankPool(options.world_size, device=options.device, timeout_s=_SHAPE_TIMEOUT_S) as pool:
+        yield lambda shape, opts: pool.run(measure, shape, opts)[0]
+
+
+def new_report(options: Options) -> dict[str, Any]:
+    """A report without shapes: machine, versions, commit, date and settings."""
+    return {
+        "schema": 1,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": machine_facts(),
+        "settings": {
+            "device": options.device,
+            "world_size": options.world_size,
+            "dtype": str(options.dtype).removeprefix("torch."),
+            "samples": options.samples,
+            "warmup": options.warmup,
+            "spin_us": options.spin_us if options.device == "cuda" else None,
+            "flush_mib": FLUSH_BYTES // _MIB if options.device == "cuda" else None,
+            "statistic": "median of the samples, each the maximum over the ranks",
+            "environment": {
+                name: value
+                for name, value in sorted(os.environ.items())
+                if name.startswith("AGMM_") or name in RECORDED_VARIABLES
+            },
+        },
+        "shapes": [],
+    }
+
+
+def commit() -> str | None:
+    """$AGMM_COMMIT, or the commit of the working directory ('+' after it: with changes)."""
+    given = os.environ.get("AGMM_COMMIT")
+    if given:
+        return given
+    try:
+        head = _git("rev-parse", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(*args: str) -> str:
+    done = subprocess.run(["git", *args], capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+def write_json(report: dict[str, Any], path: Path) -> None:
+    """Writes the report, every sample included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1, allow_nan=False, default=str) + "\n")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One shape's outcome in a line. Times in µs; None where there is no such time."""
+
+    shape: Shape
+    roof: float | None
+    best_other: str | None
+    best_other_us: float | None
+    agmm: float | None
+    agmm_graph: float | None
+    agmm_ratio: float | None
+    speedup: float | None
+
+
+def summarize(shape_report: dict[str, Any]) -> Summary:
+    """agmm beside the roof and the fastest of the ways that are neither."""
+    ways = shape_report["ways"]
+    times = {name: w["median_us"] for name, w in ways.items() if w["median_us"] is not None}
+    others = {n: t for n, t in times.items() if n != "roof" and not WAYS[n].is_agmm}
+    best = min(others, key=lambda n: others[n]) if others else None
+    ours, roof = times.get("agmm"), times.get("roof")
+    return Summary(
+        shape=Shape(shape_report["M"], shape_report["N"], shape_report["K"]),
+        roof=roof,
+        best_other=best,
+        best_other_us=others[best] if best else None,
+        agmm=ours,
+        agmm_graph=times.get("agmm-graph"),
+        agmm_ratio=ours / roof if ours and roof else None,
+        speedup=others[best] / ours if best and ours else None,
+    )
+
+
+def wrong_ways(report: dict[str, Any]) -> list[str]:
+    """'way at shape' for every result that failed its check."""
+    return [
+        f"{name} at {Shape(s['M'], s['N'], s['K'])}"
+        for s in report["shapes"]
+        for name, way in s["ways"].items()
+        if way["wrong"]
+    ]
+
+
+def render(report: dict[str, Any], console: Console) -> None:
+    """Prints a table per shape and the summary of them all."""
+    machine, settings = report["machine"], report["settings"]
+    console.print(
+        f"{settings['world_size']} ranks on {machine['device_name']}, {settings['dtype']}; "
+        f"torch {machine['torch']}, CUDA {machine['cuda'] or '-'}, NCCL {machine['nccl'] or '-'}, "
+        f"driver {machine['driver'] or '-'}, agmm {machine['agmm']}, commit {report['commit']}",
+        highlight=False,
+    )
+    console.print(
+        f"median of {settings['samples']} interleaved samples, each the maximum over the ranks",
+        highlight=False,
+    )
+    for shape_report in report["shapes"]:
+        console.print(shape_table(shape_report))
+    console.print(summary_table(report))
+
+
+def shape_table(shape_report: dict[str, Any]) -> Table:
+    """One shape's ways: µs, TFLOPS per rank, ratio to the roof, relative error."""
+    shape = Shape(shape_report["M"], shape_report["N"], shape_report["K"])
+    table = plain_table(f"M x N x K = {shape.M} x {shape.N} x {shape.K}")
+    table.add_column("way", no_wrap=True)
+    headings = ["µs", "TFLOPS/rank", "÷ roof", "error"]
+    with_host = any(w["host_time_us"] is not None for w in shape_report["ways"].values())
+    if with_host:
+        headings.append("host µs")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("note", overflow="fold")
+    for name, w in shape_report["ways"].items():
+        table.add_row(
+            WAYS[name].title if name in WAYS else name,
+            "WRONG" if w["wrong"] else _number(w["median_us"], ".1f"),
+            _number(w["tflops"], ".4g"),
+            _number(w["ratio_to_roof"], ".3f"),
+            _number(w["relative_error"], ".2e"),
+            *([_number(w["host_time_us"], ".1f")] if with_host else []),
+            escape(w["reason"] or ""),
+        )
+    return table
+
+
+def summary_table(report: dict[str, Any]) -> Table:
+    """One row per shape: roof, best other way, agmm eager and as a graph."""
+    table = plain_table("summary (µs)")
+    table.add_column("shape", no_wrap=True)
+    for heading in ("roof", "best other"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("(way)", no_wrap=True)
+    for heading in ("agmm", "agmm graph", "agmm ÷ roof", "best other ÷ agmm", "host µs"):
+        table.add_column(heading, justify="right")
+    for shape_report in report["shapes"]:
+        s = summarize(shape_report)
+        host = shape_report["ways"].get("agmm", {}).get("host_time_us")
+        table.add_row(
+            str(s.shape),
+            _number(s.roof, ".1f"),
+            _number(s.best_other_us, ".1f"),
+            s.best_other or "-",
+            _number(s.agmm, ".1f"),
+            _number(s.agmm_graph, ".1f"),
+            _number(s.agmm_ratio, ".3f"),
+            _number(s.speedup, ".3f"),
+            _number(host, ".1f"),
+        )
+    return table
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)

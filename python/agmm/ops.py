@@ -1,0 +1,438 @@
+"""Registers the torch ops; checks arguments and takes the fused or the unfused path."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from agmm import _cpu, _cuda, plan
+from agmm.errors import InvalidArgument, Unsupported
+from agmm.plan import KernelConfig
+from agmm.symmetric_memory import cpu_workspace, cuda_workspace
+
+_CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+# torch 2.13 renamed it and deprecates the old name.
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_library = torch.library.Library("agmm", "DEF")
+_library.define(
+    "_async_input_mm(Tensor a, Tensor b, Tensor a_chunk_signals, int a_chunk_pivot) -> Tensor"
+)
+_library.define(
+    "_fused_all_gather_matmul_native(Tensor A_shard, Tensor B, str group_name) "
+    "-> (Tensor A, Tensor out)"
+)
+_library.define(
+    "_all_gather_matmul(Tensor A_shard, Tensor[] Bs, Tensor?[] biases, str group_name, "
+    "int gather_dim, bool return_A, str config, bool strict) -> (Tensor A, Tensor[] outs)"
+)
+
+
+# --- checks: what no path can serve ---
+
+
+def _check_matrix(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() != 2:
+        raise InvalidArgument(f"{name}: found {tensor.dim()} dimensions, wanted 2")
+
+
+def _check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    if tensor.dtype != other.dtype:
+        raise InvalidArgument(
+            f"{name}: found dtype {tensor.dtype}, wanted {other.dtype} as {other_name}"
+        )
+    if tensor.device != other.device:
+        raise InvalidArgument(
+            f"{name}: found device {tensor.device}, wanted {other.device} as {other_name}"
+        )
+
+
+def _check_gatherable(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    gather_dim: int,
+) -> None:
+    if A_shard.dim() < 2:
+        raise InvalidArgument(f"A_shard: found {A_shard.dim()} dimensions, wanted at least 2")
+    if not -A_shard.dim() <= gather_dim < A_shard.dim():
+        raise InvalidArgument(
+            f"gather_dim: found {gather_dim}, wanted {-A_shard.dim()} to {A_shard.dim() - 1}"
+        )
+    if not Bs:
+        raise InvalidArgument("B: found an empty list, wanted at least one weight")
+    if len(biases) != len(Bs):
+        raise InvalidArgument(f"bias: found {len(biases)} for {len(Bs)} weights, wanted one each")
+    k = A_shard.shape[-1]
+    for B, bias in zip(Bs, biases, strict=True):
+        _check_matrix("B", B)
+        _check_same("B", B, "A_shard", A_shard)
+        if gather_dim % A_shard.dim() != A_shard.dim() - 1 and B.shape[0] != k:
+            raise InvalidArgument(f"B: found K={B.shape[0]}, wanted {k} as the columns of A_shard")
+        if bias is not None:
+            _check_same("bias", bias, "A_shard", A_shard)
+            if bias.shape != (B.shape[1],):
+                raise InvalidArgument(
+                    f"bias: found shape {tuple(bias.shape)}, wanted ({B.shape[1]},) as B's columns"
+                )
+
+
+def _check_async_input(
+    a: torch.Tensor, b: torch.Tensor, signals: torch.Tensor, pivot: int
+) -> None:
+    _check_matrix("a", a)
+    _check_matrix("b", b)
+    _check_same("b", b, "a", a)
+    wanted = _CPU_DTYPES if a.device.type == "cpu" else (torch.bfloat16, torch.float16)
+    if a.dtype not in wanted:
+        names = ", ".join(str(dtype) for dtype in wanted)
+        raise InvalidArgument(f"a: found dtype {a.dtype}, wanted one of {names}")
+    if b.shape[0] != a.shape[1]:
+        raise InvalidArgument(f"b: found K={b.shape[0]}, wanted {a.shape[1]} as the columns of a")
+    if not a.is_contiguous():
+        raise InvalidArgument(f"a: found strides {tuple(a.stride())}, wanted contiguous rows")
+    if signals.dtype != torch.uint32:
+        raise InvalidArgument(f"a_chunk_signals: found dtype {signals.dtype}, wanted torch.uint32")
+    if signals.device != a.device:
+        raise InvalidArgument(
+            f"a_chunk_signals: found device {signals.device}, wanted {a.device} as a"
+        )
+    if signals.dim() != 1:
+        raise InvalidArgument(f"a_chunk_signals: found {signals.dim()} dimensions, wanted 1")
+    chunks = signals.shape[0]
+    if chunks == 0 or a.shape[0] % chunks != 0:
+        raise InvalidArgument(
+            f"a_chunk_signals: found {chunks} signals, wanted a divisor of M={a.shape[0]}"
+        )
+    if not 0 <= pivot < chunks:
+        raise InvalidArgument(f"a_chunk_pivot: found {pivot}, wanted 0 to {chunks - 1}")
+
+
+# --- _async_input_mm ---
+
+
+def _async_input_mm_cpu(
+    a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, a_chunk_pivot: int
+) -> torch.Tensor:
+    _check_async_input(a, b, a_chunk_signals, a_chunk_pivot)
+    return _cpu.async_input_mm(a, b, a_chunk_signals, a_chunk_pivot)
+
+
+def _async_input_mm_cuda(
+    a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, a_chunk_pivot: int
+) -> torch.Tensor:
+    _check_async_input(a, b, a_chunk_signals, a_chunk_pivot)
+    reason = (
+        _cuda.why_unfused(a.device)
+        or plan.why_unfused(str(a.dtype).removeprefix("torch."), b.shape[1], a.shape[1])
+        or _cuda.why_operand_unfused("a", a)
+        or _cuda.why_b_unfused(b)
+    )
+    if reason is None and not a_chunk_signals.is_contiguous():
+        reason = "a_chunk_signals: found a strided tensor, wanted a contiguous one"
+    if reason is not None:
+        raise InvalidArgument(reason)
+    return _cuda.async_input_mm(a, b, a_chunk_signals, a_chunk_pivot)
+
+
+def _async_input_mm_fake(
+    a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, a_chunk_pivot: int
+) -> torch.Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+# --- all_gather_matmul ---
+
+
+def _group(group_name: str) -> dist.ProcessGroup:
+    try:
+        return _resolve_process_group(group_name)
+    except (RuntimeError, ValueError, KeyError):
+        raise InvalidArgument(
+            f"group: found {group_name!r}, wanted the name of a process group of this process"
+        ) from None
+
+
+_warned: set[str] = set()
+
+
+def _fall_back(reason: str, strict: bool) -> None:
+    if strict:
+        raise Unsupported(f"{reason}; strict=True refuses the unfused path")
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(f"agmm takes the unfused path: {reason}", stacklevel=2)
+
+
+def _why_unfused(
+    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, config: str
+) -> str | None:
+    """The reason why the fused path cannot serve this call, or None. The same on all ranks, as long
+    as they call with the same shapes, dtypes and layouts."""
+    if config == "unfused":
+        return "config: unfused was asked for"
+    if gather_dim % A_shard.dim() != 0:
+        return f"gather_dim: {gather_dim}, the fused path wants 0"
+    if A_shard.numel() == 0:
+        return f"A_shard: shape {tuple(A_shard.shape)} has no elements"
+    if not A_shard.is_contiguous():
+        return f"A_shard: strides {tuple(A_shard.stride())} are not contiguous"
+    if A_shard.device.type == "cpu":
+        if A_shard.dtype not in _CPU_DTYPES:
+            return f"A_shard: dtype={A_shard.dtype}, the CPU backend wants a floating-point type"
+        return None
+    if A_shard.device.type != "cuda":
+        return f"A_shard: device {A_shard.device}, the fused path wants cuda or cpu"
+    reason = _cuda.why_unfused(A_shard.device) or _cuda.why_operand_unfused("A_shard", A_shard)
+    dtype = str(A_shard.dtype).removeprefix("torch.")
+    for B in Bs:
+        reason = (
+            reason
+            or plan.why_unfused(dtype, B.shape[1], A_shard.shape[-1])
+            or _cuda.why_b_unfused(B)
+        )
+    return reason
+
+
+def _gather(A_shard: torch.Tensor, group: dist.ProcessGroup, gather_dim: int) -> torch.Tensor:
+    shard = A_shard.movedim(gather_dim, 0).contiguous()
+    world_size = dist.get_world_size(group)
+    gathered = shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
+    if gathered.numel() != 0:
+        _all_gather_into(gathered, shard, group=group)
+    return gathered.movedim(0, gather_dim).contiguous()
+
+
+def _unfused(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    group: dist.ProcessGroup,
+    gather_dim: int,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    A = _gather(A_shard, group, gather_dim)
+    outs = []
+    for B, bias in zip(Bs, biases, strict=True):
+        if B.shape[0] != A.shape[-1]:
+            raise InvalidArgument(
+                f"B: found K={B.shape[0]}, wanted {A.shape[-1]} as the columns of the gathered A"
+            )
+        out = torch.matmul(A, B)
+        outs.append(out if bias is None else out.add_(bias))
+    return A, outs
+
+
+def _all_gather_matmul_impl(
+    A_shard: torch.Tensor,
+    Bs: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    group_name: str,
+    gather_dim: int,
+    return_A: bool,
+    config: str,
+    strict: bool,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    group = _group(group_name)
+    _check_gatherable(A_shard, Bs, biases, gather_dim)
+    try:
+        chosen = plan.as_config(None if config in ("", "unfused") else config)
+    except ValueError as error:
+        raise InvalidArgument(str(error)) from None
+    reason = _why_unfused(A_shard, Bs, gather_dim, config)
+    if reason is None:
+        try:
+            return _fused(A_shard, Bs, biases, group, return_A, chosen)
+        except Unsupported as error:
+            reason = str(error)
+    if config != "unfused":
+        _fall_back(reason, strict)
+    A, outs = _unfused(A_shard, Bs, biases, group, gather_dim)
+    return (A if return_A else A.new_empty(0)), outs
+
+
+def _fused(
+    A_shard: torch.Tensor,
+    Bs: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    group: dist.ProcessGroup,
+    return_A: bool,
+    config: KernelConfig | None,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    k = A_shard.shape[-1]
+    shard = A_shard if A_shard.dim() == 2 else A_shard.view(-1, k)
+    if A_shard.device.type == "cpu":
+        world_size = dist.get_world_size(group)
+        workspace = cpu_workspace(group, world_size * shard.numel() * shard.element_size())
+        A, outs = workspace.all_gather_matmul(shard, Bs, biases, return_A=return_A)
+    else:
+        A, outs = cuda_workspace(group, A_shard.device).all_gather_matmul(
+            shard, Bs, biases, return_A=return_A, config=config
+        )
+    if A_shard.dim() > 2:
+        leading = A_shard.shape[1:-1]
+        outs = [out.view(-1, *leading, out.shape[-1]) for out in outs]
+        A = None if A is None else A.view(-1, *leading, k)
+    return (A_shard.new_empty(0) if A is None else A), outs
+
+
+def _gathered_shape(A_shard: torch.Tensor, group_name: str, gather_dim: int) -> list[int]:
+    shape = list(A_shard.shape)
+    shape[gather_dim] = shape[gather_dim] * dist.get_world_size(_group(group_name))
+    return shape
+
+
+def _all_gather_matmul_fake(
+    A_shard: torch.Tensor,
+    Bs: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    group_name: str,
+    gather_dim: int,
+    return_A: bool,
+    config: str,
+    strict: bool,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    _check_gatherable(A_shard, Bs, biases, gather_dim)
+    shape = _gathered_shape(A_shard, group_name, gather_dim)
+    A = A_shard.new_empty(shape if return_A else 0)
+    return A, [A_shard.new_empty(*shape[:-1], B.shape[1]) for B in Bs]
+
+
+def _native_impl(
+    A_shard: torch.Tensor, B: torch.Tensor, group_name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    A, outs = _all_gather_matmul_impl(A_shard, [B], [None], group_name, 0, True, "", False)
+    return A, outs[0]
+
+
+def _native_fake(
+    A_shard: torch.Tensor, B: torch.Tensor, group_name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    A, outs = _all_gather_matmul_fake(A_shard, [B], [None], group_name, 0, True, "", False)
+    return A, outs[0]
+
+
+for _key, _async_impl in (("CPU", _async_input_mm_cpu), ("CUDA", _async_input_mm_cuda)):
+    _library.impl("_async_input_mm", _async_impl, _key)
+    _library.impl("_all_gather_matmul", _all_gather_matmul_impl, _key)
+    _library.impl("_fused_all_gather_matmul_native", _native_impl, _key)
+_library.impl("_async_input_mm", _async_input_mm_fake, "Meta")
+_library.impl("_all_gather_matmul", _all_gather_matmul_fake, "Meta")
+_library.impl("_fused_all_gather_matmul_native", _native_fake, "Meta")
+
+
+def _needs_dispatcher(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether something other than a plain eager call is going on (compile, fake tensors, modes)."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_torch_function_mode_enabled()
+        or not all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+    )
+
+
+@overload
+def all_gather_matmul(
+    A_shard: torch.Tensor,
+    B: torch.Tensor,
+    group: dist.ProcessGroup | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    return_A: bool = ...,
+    bias: torch.Tensor | None = ...,
+    config: KernelConfig | str | None = ...,
+    strict: bool = ...,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def all_gather_matmul(
+    A_shard: torch.Tensor,
+    B: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    group: dist.ProcessGroup | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    return_A: bool = ...,
+    bias: Sequence[torch.Tensor | None] | torch.Tensor | None = ...,
+    config: KernelConfig | str | None = ...,
+    strict: bool = ...,
+) -> list[torch.Tensor] | tuple[torch.Tensor, list[torch.Tensor]]: ...
+def all_gather_matmul(
+    A_shard: torch.Tensor,
+    B: torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...],
+    group: dist.ProcessGroup | str | None = None,
+    *,
+    gather_dim: int = 0,
+    return_A: bool = False,
+    bias: Sequence[torch.Tensor | None] | torch.Tensor | None = None,
+    config: KernelConfig | str | None = None,
+    strict: bool = False,
+) -> (
+    torch.Tensor
+    | list[torch.Tensor]
+    | tuple[torch.Tensor, torch.Tensor]
+    | tuple[torch.Tensor, list[torch.Tensor]]
+):
+    """``all_gather(A_shard) @ B (+ bias)``, the gather overlapped with the product. Collective.
+
+    Every rank of the group calls with the same shapes, dtypes and layouts, in the same order, as
+    with any collective. May be captured in a CUDA graph after one eager call with the same shape.
+
+    Args:
+        A_shard: [M_local, ..., K]. Fused: contiguous, bf16 or fp16 on CUDA (any floating-point
+            type on the CPU), K a multiple of 8 on CUDA.
+        B: weight [K, N], row-major or column-major (``weight.t()``), or a list of weights that
+            share one gather; N a multiple of 8 on CUDA.
+        group: process group or its name; the default group when None.
+        gather_dim: dimension of A_shard along which it is gathered. Fused: 0.
+        return_A: also return the gathered A, in a tensor of its own.
+        bias: [N], added to the product in float32; for a list of weights one each (or None).
+        config: a `KernelConfig` or its name to use instead of the chosen one, or ``"unfused"``.
+        strict: raise `Unsupported` instead of taking the unfused path
+            (``all_gather_into_tensor`` + ``matmul``) with one warning.
+
+    Returns:
+        ``out`` [world_size * M_local, ..., N], or ``(A, out)`` with ``return_A``. For a list of
+        weights ``out`` is a list.
+
+    Raises:
+        InvalidArgument: an argument that no path can serve; names it, the value found and wanted.
+        Unsupported: under ``strict`` only.
+    """
+    several = not isinstance(B, torch.Tensor)
+    Bs = list(B) if isinstance(B, (list, tuple)) else [B]
+    biases = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(Bs)
+    if isinstance(bias, torch.Tensor) and len(Bs) > 1:
+        raise InvalidArgument(f"bias: found one for {len(Bs)} weights, wanted a list of one each")
+    tensors = [A_shard, *Bs, *(b for b in biases if b is not None)]
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgument(f"A_shard, B, bias: found {type(tensor).__name__}, wanted tensors")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise InvalidArgument(
+            "A_shard, B: found requires_grad=True, wanted a call under torch.no_grad(): "
+            "all_gather_matmul has no backward yet"
+        )
+    if group is None:
+        if not dist.is_initialized():
+            raise InvalidArgument(
+                "group: found None without a default process group, wanted a group or "
+                "torch.distributed.init_process_group"
+            )
+        group_name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    else:
+        group_name = group if isinstance(group, str) else group.group_name
+    config_name = config.name if isinstance(config, KernelConfig) else config or ""
+    call = (
+        torch.ops.agmm._all_gather_matmul.default
+        if _needs_dispatcher(tensors)
+        else _all_gather_matmul_impl
+    )
+    A, outs = call(A_shard, Bs, biases, group_name, gather_dim, return_A, config_name, strict)
+    out = outs if several else outs[0]
+    return (A, out) if return_A else out
+
+

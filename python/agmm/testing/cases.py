@@ -1,0 +1,149 @@
+"""Named problems: the shapes that benchmarks report and the awkward ones that tests run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from agmm.errors import InvalidArgument
+
+
+class Shape(NamedTuple):
+    """One gathered problem, `[M, K] @ [K, N]`: M counts the rows of all ranks, N is per rank."""
+
+    M: int
+    N: int
+    K: int
+
+    def __str__(self) -> str:
+        return f"{self.M}x{self.N}x{self.K}"
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Reads 'MxNxK', e.g. '4096x3584x8192'. Raises InvalidArgument for anything else."""
+        parts = text.strip().lower().replace("×", "x").split("x")
+        if len(parts) != 3 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+            raise InvalidArgument(f"shape: found {text!r}, wanted MxNxK, e.g. 4096x3584x8192")
+        return cls(*(int(part) for part in parts))
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one rank's product."""
+        return 2 * self.M * self.N * self.K
+
+
+class LocalShape(NamedTuple):
+    """One problem as a rank sees it: M_local rows per rank."""
+
+    M_local: int
+    N: int
+    K: int
+
+    def gathered(self, world_size: int) -> Shape:
+        """The gathered problem of `world_size` ranks."""
+        return Shape(self.M_local * world_size, self.N, self.K)
+
+
+BENCH_SHAPES = (
+    Shape(1024, 3584, 8192),
+    Shape(2048, 3584, 8192),
+    Shape(4096, 3584, 8192),
+    Shape(8192, 3584, 8192),
+    Shape(16384, 3584, 8192),
+    Shape(4096, 7168, 8192),
+    Shape(8192, 8192, 4096),
+)
+"""What is reported for 4 GPUs."""
+
+CPU_BENCH_SHAPES = (
+    Shape(256, 256, 512),
+    Shape(512, 512, 1024),
+    Shape(1024, 640, 1024),
+)
+"""What is reported for CPU processes: sizes that take milliseconds."""
+
+UGLY_SHAPES = (
+    LocalShape(1, 8, 8),
+    LocalShape(1, 256, 512),
+    LocalShape(3, 136, 72),
+    LocalShape(100, 512, 256),
+    LocalShape(127, 128, 64),
+    LocalShape(128, 128, 8),
+    LocalShape(129, 264, 520),
+    LocalShape(255, 1000, 136),
+    LocalShape(257, 1288, 1032),
+    LocalShape(320, 2112, 7168),
+    LocalShape(512, 2112, 7168),
+    LocalShape(1000, 3584, 1024),
+)
+"""Rows that are no multiple of a tile, one row per rank, narrow and odd widths. N and K are
+multiples of 8, so the fused CUDA kernels take all of them."""
+
+CPU_UGLY_SHAPES = (
+    LocalShape(1, 1, 1),
+    LocalShape(1, 7, 5),
+    LocalShape(3, 17, 129),
+    LocalShape(33, 5, 64),
+    LocalShape(100, 63, 31),
+    LocalShape(129, 264, 72),
+)
+"""Any M, N and K, small enough for CPU ranks."""
+
+
+def random_local_shapes(
+    count: int, seed: int, *, max_m_local: int = 600, max_n: int = 2112, max_k: int = 2048
+) -> list[LocalShape]:
+    """`count` random problems whose N and K are multiples of 8; the same ones for the same seed."""
+    draw = random.Random(seed)
+    return [
+        LocalShape(
+            draw.randint(1, max_m_local),
+            8 * draw.randint(1, max_n // 8),
+            8 * draw.randint(1, max_k // 8),
+        )
+        for _ in range(count)
+    ]
+
+
+@dataclass
+class Operands:
+    """A problem's tensors on one rank: A_shard `[M_local, K]`, A `[M, K]`, B `[K, N]`."""
+
+    A_shard: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+
+
+def make_operands(
+    shape: Shape,
+    rank: int,
+    world_size: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int = 0,
+) -> Operands:
+    """Random normal operands: the same A on every rank, so that no gather is needed to check.
+
+    B differs from rank to rank and is column-major, as the transpose of an `[N, K]` weight.
+    Raises InvalidArgument where the ranks cannot have equally many rows.
+    """
+    if shape.M % world_size:
+        raise InvalidArgument(
+            f"M: found {shape.M}, wanted a multiple of the world size, {world_size}"
+        )
+    device = torch.device(device)
+    A = _random_normal((shape.M, shape.K), 2 * seed, dtype, device)
+    weight = _random_normal((shape.N, shape.K), 2 * (seed + rank) + 1, dtype, device)
+    M_local = shape.M // world_size
+    return Operands(A[rank * M_local : (rank + 1) * M_local].clone(), A, weight.t())
+
+
+def _random_normal(
+    size: tuple[int, int], seed: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(size, generator=generator, dtype=torch.float32, device=device).to(dtype)

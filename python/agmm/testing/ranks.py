@@ -1,0 +1,327 @@
+"""Processes that act as the ranks of a group: started once, used for many calls."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_HOST = "127.0.0.1"
+_TAIL_BYTES = 4000
+# After one rank has failed: how long the others may take to answer or to end by themselves.
+_GRACE_S = 3.0
+
+
+class RankError(RuntimeError):
+    """A rank raised an exception, ended, or did not answer in time.
+
+    Attributes:
+        ranks: the ranks that failed.
+        exit_codes: exit code of each rank that has ended (negative: minus the signal), by rank.
+    """
+
+    def __init__(self, message: str, ranks: list[int], exit_codes: dict[int, int]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.exit_codes = exit_codes
+
+
+class RankPool:
+    """``world_size`` processes on this host, with ``torch.distributed`` initialised in each.
+
+    CPU ranks use gloo and one thread each; CUDA ranks use nccl, rank i on device i. What the ranks
+    write to stderr is kept, see :meth:`stderr`. After a failure that leaves ranks out of step the
+    processes are killed and the pool is of no more use, see :attr:`alive`.
+
+    Args:
+        world_size: number of ranks, >= 1.
+        device: "cpu" or "cuda".
+        timeout_s: limit in seconds for the start and for each :meth:`run`.
+        env: environment variables for the ranks, on top of this process's.
+
+    Raises:
+        RankError: a rank did not start.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        device: str = "cpu",
+        timeout_s: float = 120,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size: found {world_size}, wanted >= 1")
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"device: found {device!r}, wanted 'cpu' or 'cuda'")
+        self.world_size = world_size
+        self.device = device
+        self.timeout_s = timeout_s
+        self.processes: list[BaseProcess] = []
+        self._pipes: list[multiprocessing.connection.Connection] = []
+        self._directory = Path(tempfile.mkdtemp(prefix="agmm-ranks-"))
+        # This process serves the store, so that it outlives every rank.
+        self._store = _tcp_store(0, world_size, is_master=True)
+        port = self._store.port
+        context = multiprocessing.get_context("spawn")
+        defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else {}
+        try:
+            with _environment({**defaults, **(env or {})}):
+                for rank in range(world_size):
+                    ours, theirs = context.Pipe()
+                    process = context.Process(
+                        target=_rank_main,
+                        args=(
+                            rank,
+                            world_size,
+                            device,
+                            timeout_s,
+                            port,
+                            theirs,
+                            self._stderr_path(rank),
+                        ),
+                        name=f"agmm-rank-{rank}",
+                        daemon=True,
+                    )
+                    process.start()
+                    theirs.close()
+                    self.processes.append(process)
+                    self._pipes.append(ours)
+            self._busy = True
+            self.collect()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether all ranks are there to take a call."""
+        return bool(self._pipes) and all(process.is_alive() for process in self.processes)
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` in every rank and return the results by rank.
+
+        ``fn`` must be a function of an importable module; arguments and results are pickled,
+        tensors by value.
+
+        Raises:
+            RankError: with the rank's traceback, or its exit code and the end of its stderr.
+        """
+        self.submit(fn, *args, **kwargs)
+        return self.collect()
+
+    def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Start ``fn`` in every rank without waiting; :meth:`collect` fetches the results."""
+        if not self.alive:
+            raise RankError("the pool's processes have ended", [], self._exit_codes())
+        if self._busy:
+            raise RuntimeError("submit: the last call's results have not been collected")
+        call = pickle.dumps((sys.path, pickle.dumps((fn, args, kwargs))))
+        for pipe in self._pipes:
+            pipe.send_bytes(call)
+        self._busy = True
+
+    def collect(self) -> list[Any]:
+        """Results of the last :meth:`submit` by rank. Raises as :meth:`run`."""
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + self.timeout_s
+        waiting = set(range(self.world_size))
+        failed = False
+        while waiting and time.monotonic() < deadline:
+            handles: list[Any] = [self._pipes[rank] for rank in waiting]
+            handles += [self.processes[rank].sentinel for rank in waiting]
+            multiprocessing.connection.wait(handles, max(0.0, deadline - time.monotonic()))
+            for rank in sorted(waiting):
+                answer = self._answer(rank)
+                if answer is None:
+                    continue
+                waiting.remove(rank)
+                kind, value = answer
+                if kind == "result":
+                    results[rank] = value
+                    continue
+                errors[rank] = value
+                if not failed:
+                    failed = True
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if waiting and not failed:
+            for rank in waiting:
+                errors[rank] = f"did not answer within {self.timeout_s} s\n{self.stderr(rank)}"
+        self._busy = False
+        if not errors:
+            return [results[rank] for rank in range(self.world_size)]
+        exit_codes = self._exit_codes()
+        if waiting or exit_codes:
+            self.kill()
+        message = "\n".join(f"rank {rank}: {errors[rank].rstrip()}" for rank in sorted(errors))
+        raise RankError(message, sorted(errors), exit_codes)
+
+    def join(self, timeout_s: float) -> list[int | None]:
+        """Wait until all ranks have ended, at most ``timeout_s``; exit codes by rank, or None."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in self.processes]
+
+    def stderr(self, rank: int) -> str:
+        """The end of what the rank has written to stderr."""
+        try:
+            text = self._stderr_path(rank).read_bytes()
+        except FileNotFoundError:
+            return ""
+        return text[-_TAIL_BYTES:].decode(errors="replace")
+
+    def kill(self) -> None:
+        """End all ranks at once."""
+        for process in self.processes:
+            process.kill()
+        self.join(10)
+
+    def close(self) -> None:
+        """Let the ranks end, or kill them when they are in a call, and clean up."""
+        if self.alive and not self._busy:
+            for pipe in self._pipes:
+                with contextlib.suppress(OSError):
+                    pipe.send_bytes(b"")
+            self.join(10)
+        self.kill()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes = []
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _stderr_path(self, rank: int) -> Path:
+        return self._directory / f"rank-{rank}.stderr"
+
+    def _exit_codes(self) -> dict[int, int]:
+        codes = {rank: process.exitcode for rank, process in enumerate(self.processes)}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
+    def _answer(self, rank: int) -> tuple[str, Any] | None:
+        process, pipe = self.processes[rank], self._pipes[rank]
+        ended = not process.is_alive()  # before the pipe is read: what it sent last is in there
+        try:
+            if pipe.poll():
+                kind, value = pickle.loads(pipe.recv_bytes())
+                return kind, value
+        except (EOFError, OSError):
+            process.join(_GRACE_S)
+            ended = True
+        if ended:
+            return "died", f"ended with exit code {process.exitcode}\n{self.stderr(rank)}"
+        return None
+
+
+def _tcp_store(port: int, world_size: int, *, is_master: bool) -> Any:
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        _HOST, port, world_size, is_master=is_master, wait_for_workers=False
+    )
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    device: str,
+    timeout_s: float,
+    port: int,
+    pipe: multiprocessing.connection.Connection,
+    stderr_path: Path,
+) -> None:
+    log = os.open(stderr_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 2)
+    os.close(log)
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pool's owner
+    try:
+        store = _tcp_store(port, world_size, is_master=False)
+        limit = timedelta(seconds=timeout_s)
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+            dist.init_process_group(
+                "nccl",
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=limit,
+                device_id=torch.device("cuda", rank),
+            )
+        else:
+            torch.set_num_threads(1)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=world_size, timeout=limit
+            )
+        _reply(pipe, None)
+        while call := _next_call(pipe):
+            _reply(pipe, call)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
+        raise
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _next_call(pipe: multiprocessing.connection.Connection) -> bytes:
+    try:
+        return pipe.recv_bytes()
+    except EOFError:  # the owner is gone
+        return b""
+
+
+def _run_call(call: bytes) -> Any:
+    path, body = pickle.loads(call)
+    sys.path.extend(entry for entry in path if entry not in sys.path)
+    fn, args, kwargs = pickle.loads(body)
+    return fn(*args, **kwargs)
+
+
+def _reply(pipe: multiprocessing.connection.Connection, call: bytes | None) -> None:
+    try:
+        answer = pickle.dumps(("result", None if call is None else _run_call(call)))
+    except Exception:
+        answer = pickle.dumps(("error", traceback.format_exc()))
+    pipe.send_bytes(answer)

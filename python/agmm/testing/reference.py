@@ -1,0 +1,59 @@
+"""The reference that tests, tuner and benchmarks check against, and the error that they allow."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+ERROR_FACTOR = 1.1
+"""A result may have this many times the error of torch.mm on the same data."""
+
+_ROUNDING_FLOOR = 1e-6
+
+
+def gathered_product(
+    A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`A @ B (+ bias)` in float64, free of TF32 and of any reduced-precision setting.
+
+    A is the gathered `[..., K]`, B `[K, N]`, bias `[N]`, all on one device; returns `[..., N]`.
+    """
+    out = torch.matmul(A.to(torch.float64), B.to(torch.float64))
+    return out if bias is None else out.add_(bias.to(torch.float64))
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    """`‖out − reference‖ / ‖reference‖` (Frobenius norms), in float64.
+
+    Infinite where `out` holds a NaN or an infinity, so that neither ever passes a comparison, and
+    where the reference is zero and `out` is not. Raises ValueError where the shapes differ or
+    `reference` is not finite.
+    """
+    if out.shape != reference.shape:
+        raise ValueError(
+            f"out: found shape {tuple(out.shape)}, wanted the reference's {tuple(reference.shape)}"
+        )
+    wanted = reference.to(torch.float64)
+    norm = float(torch.linalg.vector_norm(wanted))
+    if not math.isfinite(norm):
+        raise ValueError("reference: found a NaN or an infinity, wanted finite values")
+    difference = float(torch.linalg.vector_norm(out.to(torch.float64) - wanted))
+    if not math.isfinite(difference):
+        return math.inf
+    if norm == 0.0:
+        return 0.0 if difference == 0.0 else math.inf
+    return difference / norm
+
+
+def allowed_error(mm_error: float) -> float:
+    """The largest relative error a result may have, from that of torch.mm on the same data.
+
+    The small constant is there for float32 and wider, where torch.mm itself may be almost exact.
+    """
+    return ERROR_FACTOR * mm_error + _ROUNDING_FLOOR
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fills a floating-point tensor with NaN, so that a word left unwritten cannot pass a check."""
+    return tensor.fill_(math.nan)

@@ -1,0 +1,72 @@
+// agmm._core: the chunk and tile arithmetic, for the tests and for pictures.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "agmm/chunking.hpp"
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+using agmm::ChunkGrid;
+using agmm::Range;
+using agmm::TileOrder;
+
+TileOrder make_order(int m, int n, int block_rows, int block_cols, int chunks, int pivot,
+                     int max_swizzle, const std::string& raster) {
+  if (m < 1 || n < 1 || block_rows < 1 || block_cols < 1) {
+    throw std::invalid_argument("m, n, block_rows, block_cols: wanted at least 1 each");
+  }
+  if (chunks < 1 || chunks > m) throw std::invalid_argument("chunks: wanted 1 to m");
+  if (pivot < 0 || pivot >= chunks) throw std::invalid_argument("pivot: wanted 0 to chunks - 1");
+  return TileOrder(ChunkGrid(m, 1, chunks), n, block_rows, block_cols, pivot, max_swizzle,
+                   agmm::parse_raster(raster));
+}
+
+}  // namespace
+
+void bind_chunking(py::module_& m) {
+  m.def(
+      "tile_order",
+      [](int rows, int n, int block_rows, int block_cols, int chunks, int pivot, int max_swizzle,
+         const std::string& raster) {
+        const TileOrder order =
+            make_order(rows, n, block_rows, block_cols, chunks, pivot, max_swizzle, raster);
+        std::vector<std::tuple<int, int, int, int>> steps;
+        for (int step = 0; step < order.count(); ++step) {
+          const agmm::BlockCoord block = order.block_at(step);
+          const Range touched = order.chunks.row_chunks(order.block_row_range(block.m));
+          steps.emplace_back(block.m, block.n, touched.begin, touched.end);
+        }
+        return steps;
+      },
+      py::arg("m"), py::arg("n"), py::arg("block_rows"), py::arg("block_cols"), py::arg("chunks"),
+      py::arg("pivot"), py::arg("max_swizzle") = 1, py::arg("raster") = "along_m",
+      "The order of computation: (block of M, block of N, first chunk, last chunk + 1) per step.");
+  m.def(
+      "chunks_of_rows",
+      [](int rows, int chunks, int begin, int end) {
+        const Range touched = ChunkGrid(rows, 1, chunks).row_chunks({begin, end});
+        return std::make_tuple(touched.begin, touched.end);
+      },
+      py::arg("m"), py::arg("chunks"), py::arg("begin"), py::arg("end"),
+      "The half-open range of row chunks that rows [begin, end) touch.");
+  m.def(
+      "shared_rows",
+      [](int begin, int end, int tile_rows, int total_rows) {
+        const agmm::SharedRows shared = agmm::shared_rows({begin, end}, tile_rows, total_rows);
+        return std::make_tuple(shared.head.begin, shared.head.end, shared.tail.begin,
+                               shared.tail.end);
+      },
+      py::arg("begin"), py::arg("end"), py::arg("tile_rows"), py::arg("total_rows"),
+      "The rows of a shard that tiles share with its neighbours: head and tail, half-open.");
+  m.def(
+      "fast_divide", [](int n, int divisor) { return agmm::FastDiv(divisor).divide(n); },
+      py::arg("n"), py::arg("divisor"));
+}

@@ -1,0 +1,131 @@
+// agmm._core: the CPU workspace, waits and messages.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "agmm/cpu_workspace.hpp"
+#include "agmm/signals.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+using agmm::CpuWorkspace;
+using agmm::Wait;
+
+constexpr std::chrono::milliseconds kSlice{20};
+
+// Waits without the GIL, slice by slice; in between, Python handles its signals (Ctrl-C).
+template <class PollSlice>
+void wait_interruptibly(const PollSlice& poll) {
+  for (;;) {
+    bool done = false;
+    {
+      const py::gil_scoped_release unlocked;
+      done = poll();
+    }
+    if (done) return;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+}
+
+const uint32_t* signal_at(uintptr_t address) {
+  if (address == 0 || address % alignof(uint32_t) != 0) {
+    throw std::invalid_argument("ptr: found " + std::to_string(address) +
+                                ", wanted the address of a uint32");
+  }
+  return reinterpret_cast<const uint32_t*>(address);
+}
+
+}  // namespace
+
+void bind_cpu(py::module_& module) {
+  module.attr("TIMEOUT_EXIT_CODE") = agmm::kTimeoutExitCode;
+  module.def("timeout_seconds", &agmm::timeout_seconds,
+             "Limit of every wait in seconds: AGMM_TIMEOUT_S, or 60. Raises ValueError when it is "
+             "not a number > 0.");
+  module.def("timeout_message", &agmm::timeout_message, py::arg("rank"), py::arg("source"),
+             py::arg("chunk"), py::arg("seen"), py::arg("wanted"), py::arg("waited_s"),
+             py::arg("limit_s"), "The line printed when a wait for a chunk passes its limit.");
+  module.def("mismatch_message", &agmm::mismatch_message, py::arg("rank"), py::arg("source"),
+             py::arg("chunk"), py::arg("seen"), py::arg("wanted"),
+             "The line printed when a chunk carries the tag of a different call.");
+  module.def("call_tag", &agmm::call_tag, py::arg("m_local"), py::arg("k"), py::arg("dtype"),
+             py::arg("return_A"),
+             "The nonzero 32-bit value that the signals of one call carry: a hash of what all "
+             "ranks have to agree on.");
+  module.def(
+      "cpu_wait_signal",
+      [](uintptr_t ptr, uint32_t wanted, int rank, int source, int64_t chunk, double timeout_s) {
+        const uint32_t* word = signal_at(ptr);
+        const Wait wait(timeout_s);
+        wait_interruptibly(
+            [&] { return agmm::wait_signal(wait, word, wanted, rank, source, chunk, kSlice); });
+      },
+      py::arg("ptr"), py::arg("wanted"), py::arg("rank"), py::arg("source"), py::arg("chunk"),
+      py::arg("timeout_s"),
+      "Waits until the uint32 at `ptr` is `wanted`; ends the process after `timeout_s` seconds. "
+      "rank and source only serve the message; -1 leaves them out.");
+
+  py::class_<CpuWorkspace>(module, "CpuWorkspace",
+                           "One rank's shared memory and copy thread of one group.")
+      .def(py::init<int, int, int64_t, int, double>(), py::arg("rank"), py::arg("world_size"),
+           py::arg("slot_bytes"), py::arg("chunks_per_shard"), py::arg("timeout_s"))
+      .def_property_readonly("rank", &CpuWorkspace::rank)
+      .def_property_readonly("world_size", &CpuWorkspace::world_size)
+      .def_property_readonly("slot_bytes", &CpuWorkspace::slot_bytes)
+      .def_property_readonly("chunks_per_shard", &CpuWorkspace::chunks_per_shard)
+      .def_property_readonly("name", &CpuWorkspace::name)
+      .def_property("timeout_s", &CpuWorkspace::timeout_s, &CpuWorkspace::set_timeout_s)
+      .def("connect", &CpuWorkspace::connect, py::arg("names"),
+           "Maps the segments of all ranks, names in rank order, and starts the copy thread.")
+      .def("unlink", &CpuWorkspace::unlink,
+           "Removes the segment's name; to be called when every rank is connected.")
+      .def("close", &CpuWorkspace::close, py::call_guard<py::gil_scoped_release>(),
+           "Stops the copy thread and unmaps everything.")
+      .def(
+          "slot_ptr",
+          [](const CpuWorkspace& self, int slot) {
+            return reinterpret_cast<uintptr_t>(self.slot(slot));
+          },
+          py::arg("slot"), "Address of this rank's gather buffer, slot_bytes long.")
+      .def(
+          "signals_ptr",
+          [](const CpuWorkspace& self, int slot) {
+            return reinterpret_cast<uintptr_t>(self.signals(slot));
+          },
+          py::arg("slot"), "Address of this rank's signals, world_size * chunks_per_shard uint32.")
+      .def(
+          "push",
+          [](CpuWorkspace& self, int slot, uintptr_t shard_ptr, int64_t shard_bytes,
+             int64_t chunk_bytes, uint32_t tag) {
+            self.push(slot, reinterpret_cast<const void*>(shard_ptr), shard_bytes, chunk_bytes,
+                      tag);
+          },
+          py::arg("slot"), py::arg("shard_ptr"), py::arg("shard_bytes"), py::arg("chunk_bytes"),
+          py::arg("tag"),
+          "Hands the shard to the copy thread; it must stay unchanged until wait_pushed().")
+      .def(
+          "wait_chunk",
+          [](const CpuWorkspace& self, int slot, int chunk, uint32_t tag) {
+            const Wait wait(self.timeout_s());
+            wait_interruptibly([&] { return self.wait_chunk(wait, slot, chunk, tag, kSlice); });
+          },
+          py::arg("slot"), py::arg("chunk"), py::arg("tag"),
+          "Waits until the chunk is in the slot; ends the process after timeout_s seconds or when "
+          "the signal carries another tag.")
+      .def(
+          "wait_pushed",
+          [](CpuWorkspace& self) { wait_interruptibly([&] { return self.wait_pushed(kSlice); }); },
+          "Waits until every shard handed to push() may be overwritten.")
+      .def("release", &CpuWorkspace::release, py::arg("slot"),
+           "Says that this rank has read the slot: resets its signals and gives the credits.")
+      .def("arrival_ns", &CpuWorkspace::arrival_ns, py::arg("slot"),
+           "When each chunk of the slot was signalled, in ns of time.monotonic_ns(); 0 for own.")
+      .def("set_push_delay_us", &CpuWorkspace::set_push_delay_us, py::arg("us"),
+           "For tests: delays every chunk by a random time up to `us` microseconds.");
+}

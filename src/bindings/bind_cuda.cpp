@@ -1,0 +1,169 @@
+// agmm._core: the CUDA launcher and workspace. Bound in every build; without CUDA the calls refuse.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "agmm/async_input_mm.hpp"
+#include "agmm/fused_all_gather_matmul.hpp"
+#include "agmm/signals.hpp"
+#include "agmm/wait_report.hpp"
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+using agmm::AllGather;
+using agmm::AsyncInputArgs;
+using agmm::KernelConfig;
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+uint64_t limit_ns() { return static_cast<uint64_t>(agmm::timeout_seconds() * 1e9); }
+
+KernelConfig make_config(int tile_m, int tile_n, int tile_k, int cluster_m, int cluster_n,
+                         const std::string& schedule, int max_swizzle, const std::string& raster) {
+  KernelConfig config;
+  config.shape = {tile_m,    tile_n,    tile_k,
+                  cluster_m, cluster_n, agmm::parse_schedule(schedule)};
+  config.max_swizzle = max_swizzle;
+  config.raster = agmm::parse_raster(raster);
+  return config;
+}
+
+// b, ldb, column-major?, n, bias (0: none), out, config
+using WeightTuple =
+    std::tuple<uintptr_t, int64_t, bool, int, uintptr_t, uintptr_t, const KernelConfig*>;
+
+agmm::BLayout layout(bool column_major) {
+  return column_major ? agmm::BLayout::ColumnMajor : agmm::BLayout::RowMajor;
+}
+agmm::DType dtype(bool is_bf16) {
+  return is_bf16 ? agmm::DType::BFloat16 : agmm::DType::Float16;
+}
+
+void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int m, int n, int k,
+                    bool is_bf16, bool b_column_major, int64_t ldb, uintptr_t signals,
+                    int chunks_m, int chunks_k, int pivot, const KernelConfig& config, int rank,
+                    int sm_count, uintptr_t tile_times, uintptr_t stream) {
+  AsyncInputArgs args;
+  args.problem = {m, n, k, dtype(is_bf16), layout(b_column_major)};
+  args.config = config;
+  args.a = pointer<void>(a);
+  args.b = pointer<void>(b);
+  args.ldb = ldb;
+  args.out = pointer<void>(out);
+  args.bias = pointer<void>(bias);
+  args.signals = pointer<uint32_t>(signals);
+  args.chunks_m = chunks_m;
+  args.chunks_k = chunks_k;
+  args.chunk_pivot = pivot;
+  args.rank = rank;
+  args.chunks_per_rank = chunks_k;
+  args.sm_count = sm_count;
+  args.limit_ns = limit_ns();
+  args.tile_times = pointer<agmm::TileTimes>(tile_times);
+  agmm::async_input_mm(args, pointer<void>(stream));
+}
+
+void all_gather_matmul(AllGather& gather, uintptr_t a_shard, int rows, int k, bool is_bf16,
+                       const std::vector<WeightTuple>& weights, uintptr_t a_out,
+                       uintptr_t tile_times, uintptr_t stream) {
+  agmm::FusedArgs args;
+  args.transport =
+      a_out == 0 ? agmm::Transport::CopyEnginePush : agmm::Transport::CopyEnginePull;
+  args.a_shard = pointer<void>(a_shard);
+  args.a_out = pointer<void>(a_out);
+  args.rows = rows;
+  args.k = k;
+  args.dtype = dtype(is_bf16);
+  args.limit_ns = limit_ns();
+  args.tile_times = pointer<agmm::TileTimes>(tile_times);
+  std::vector<agmm::Weight> parts;
+  for (const auto& [b, ldb, column_major, n, bias, out, config] : weights) {
+    parts.push_back({pointer<void>(b), ldb, layout(column_major), n, pointer<void>(bias),
+                     pointer<void>(out), *config});
+  }
+  agmm::fused_all_gather_matmul(gather, args, parts, pointer<void>(stream));
+}
+
+}  // namespace
+
+void bind_cuda(py::module_& m) {
+#ifdef AGMM_WITH_CUDA
+  m.attr("cuda_built") = true;
+#else
+  m.attr("cuda_built") = false;
+#endif
+  py::class_<KernelConfig>(m, "KernelConfig", "A kernel shape and its swizzle and raster.")
+      .def(py::init(&make_config), py::arg("tile_m"), py::arg("tile_n"), py::arg("tile_k"),
+           py::arg("cluster_m"), py::arg("cluster_n"), py::arg("schedule"),
+           py::arg("max_swizzle") = 1, py::arg("raster") = "along_m")
+      .def_property_readonly("name", [](const KernelConfig& c) { return c.shape.str(); })
+      .def_property_readonly("tile_m", [](const KernelConfig& c) { return c.shape.tile_m; })
+      .def_property_readonly("tile_n", [](const KernelConfig& c) { return c.shape.tile_n; })
+      .def_property_readonly("tile_k", [](const KernelConfig& c) { return c.shape.tile_k; })
+      .def_property_readonly("cluster_m", [](const KernelConfig& c) { return c.shape.cluster_m; })
+      .def_property_readonly("cluster_n", [](const KernelConfig& c) { return c.shape.cluster_n; })
+      .def_property_readonly(
+          "schedule",
+          [](const KernelConfig& c) { return std::string(agmm::to_string(c.shape.schedule)); })
+      .def_readonly("max_swizzle", &KernelConfig::max_swizzle)
+      .def_property_readonly(
+          "raster", [](const KernelConfig& c) { return std::string(agmm::to_string(c.raster)); })
+      .def("__repr__", [](const KernelConfig& c) {
+        return c.shape.str() + "_swizzle" + std::to_string(c.max_swizzle) + "_" +
+               agmm::to_string(c.raster);
+      });
+  m.def(
+      "kernels",
+      [] {
+        std::vector<KernelConfig> configs;
+        for (const agmm::KernelShape& shape : agmm::built_kernels()) {
+          configs.push_back({shape, 1, agmm::Raster::AlongM});
+        }
+        return configs;
+      },
+      "The kernels of this build; empty without CUDA.");
+  m.def("async_input_mm", &async_input_mm, py::arg("a"), py::arg("b"), py::arg("out"),
+        py::arg("bias"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("is_bf16"),
+        py::arg("b_column_major"), py::arg("ldb"), py::arg("signals"), py::arg("chunks_m"),
+        py::arg("chunks_k"), py::arg("pivot"), py::arg("config"), py::arg("rank"),
+        py::arg("sm_count"), py::arg("tile_times"), py::arg("stream"),
+        py::call_guard<py::gil_scoped_release>(),
+        "out = a @ b (+ bias) on a CUDA stream; pointers are device addresses, 0 where absent.");
+  m.attr("TILE_TIMES_BYTES") = sizeof(agmm::TileTimes);
+  py::class_<AllGather>(m, "CudaWorkspace", "Gather buffers, signals and credits of one group.")
+      .def(py::init([](int rank, const std::vector<uintptr_t>& bases, std::size_t slot_bytes) {
+             return std::make_unique<AllGather>(rank, bases, slot_bytes);
+           }),
+           py::arg("rank"), py::arg("bases"), py::arg("slot_bytes"))
+      .def_static("workspace_bytes", &AllGather::workspace_bytes, py::arg("slot_bytes"),
+                  py::arg("world_size"))
+      .def_static(
+          "credit_words",
+          [](int world_size) {
+            std::vector<std::size_t> words;
+            for (int slot = 0; slot < AllGather::kSlots; ++slot) {
+              for (int p = 0; p < world_size; ++p) {
+                words.push_back(AllGather::first_credit_word(slot, world_size) + p);
+              }
+            }
+            return words;
+          },
+          py::arg("world_size"),
+          "The words after the slots that are 1 before the first call; the others are 0.")
+      .def_property_readonly("slot_bytes", &AllGather::slot_bytes)
+      .def("all_gather_matmul", &all_gather_matmul, py::arg("a_shard"), py::arg("rows"),
+           py::arg("k"), py::arg("is_bf16"), py::arg("weights"), py::arg("a_out"),
+           py::arg("tile_times"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
+           "Enqueues gather and matmuls. weights: (b, ldb, b_column_major, n, bias, out, config).");
+}

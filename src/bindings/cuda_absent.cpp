@@ -1,0 +1,27 @@
+// Stands in for the CUDA room in a build without CUDA, so that every build binds the same names.
+#include <stdexcept>
+
+#include "agmm/fused_all_gather_matmul.hpp"
+
+namespace agmm {
+
+namespace {
+[[noreturn]] void refuse() {
+  throw std::runtime_error("agmm: built without CUDA; wanted a build with AGMM_CUDA=ON and nvcc");
+}
+}  // namespace
+
+std::vector<KernelShape> built_kernels() { return {}; }
+void check_async_input_mm(AsyncInputArgs const&) { refuse(); }
+void async_input_mm(AsyncInputArgs const&, void*) { refuse(); }
+
+std::size_t AllGather::workspace_bytes(std::size_t, int) { refuse(); }
+std::size_t AllGather::first_credit_word(int, int) { refuse(); }
+AllGather::AllGather(int, std::vector<uintptr_t> const&, std::size_t) { refuse(); }
+AllGather::~AllGather() = default;
+
+void fused_all_gather_matmul(AllGather&, FusedArgs const&, std::vector<Weight> const&, void*) {
+  refuse();
+}
+
+}  // namespace agmm

@@ -1,0 +1,16 @@
+// agmm._core: the torch-free core. One file per part binds it.
+#include <pybind11/pybind11.h>
+
+namespace py = pybind11;
+
+void bind_cpu(py::module_& m);
+void bind_chunking(py::module_& m);
+void bind_cuda(py::module_& m);
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "The torch-free core of agmm.";
+  m.attr("__version__") = AGMM_VERSION;
+  bind_cpu(m);
+  bind_chunking(m);
+  bind_cuda(m);
+}

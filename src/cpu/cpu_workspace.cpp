@@ -1,0 +1,335 @@
+#include "agmm/cpu_workspace.hpp"
+
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <limits>
+#include <mutex>
+#include <random>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "shared_segment.hpp"
+
+namespace agmm {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kStopPoll{20};
+// How long a rank that found a mismatch stays, so that its peers see its tag too.
+constexpr milliseconds kMismatchLinger{1000};
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Wait::Clock::now().time_since_epoch())
+      .count();
+}
+
+template <class T>
+[[noreturn]] void refuse(const char* name, T found, const std::string& wanted) {
+  throw std::invalid_argument(std::string(name) + ": found " + std::to_string(found) + ", wanted " +
+                              wanted);
+}
+
+uint64_t segment_fingerprint(int world_size, int chunks_per_shard, int64_t slot_bytes) {
+  return 0x61676d6d00000001u ^ static_cast<uint64_t>(world_size) << 48 ^
+         static_cast<uint64_t>(chunks_per_shard) << 32 ^ static_cast<uint64_t>(slot_bytes);
+}
+
+}  // namespace
+
+struct CpuWorkspace::Job {
+  int slot;
+  const char* shard;
+  int64_t shard_bytes;
+  int64_t chunk_bytes;
+  uint32_t tag;
+};
+
+// A queue of jobs and the thread that does them in order.
+class CpuWorkspace::CopyThread {
+ public:
+  explicit CopyThread(CpuWorkspace& workspace) : workspace_(workspace) {
+    // Signals such as SIGINT are for the threads of the application.
+    sigset_t all;
+    sigset_t before;
+    ::sigfillset(&all);
+    ::pthread_sigmask(SIG_SETMASK, &all, &before);
+    thread_ = std::thread([this] { run(); });
+    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  ~CopyThread() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stopping_.store(true);
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+
+  void add(const Job& job) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      jobs_.push_back(job);
+    }
+    changed_.notify_all();
+  }
+
+  bool wait_idle(std::chrono::nanoseconds slice) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return changed_.wait_for(lock, slice, [this] { return jobs_.empty(); });
+  }
+
+  bool stopping() const { return stopping_.load(std::memory_order_relaxed); }
+  void set_delay_us(int us) { delay_us_.store(us, std::memory_order_relaxed); }
+
+  void delay() {
+    const int longest = delay_us_.load(std::memory_order_relaxed);
+    if (longest <= 0) return;
+    std::uniform_int_distribution<int> us(0, longest);
+    std::this_thread::sleep_for(std::chrono::microseconds(us(random_)));
+  }
+
+ private:
+  void run() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [this] { return stopping() || !jobs_.empty(); });
+      if (stopping()) return;
+      const Job job = jobs_.front();  // stays in the queue until done, so that idle means done
+      lock.unlock();
+      workspace_.copy(job, *this);
+      lock.lock();
+      jobs_.pop_front();
+      changed_.notify_all();
+    }
+  }
+
+  CpuWorkspace& workspace_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Job> jobs_;
+  std::atomic<bool> stopping_{false};
+  std::atomic<int> delay_us_{0};
+  std::minstd_rand random_{std::random_device{}()};
+  std::thread thread_;
+};
+
+CpuWorkspace::CpuWorkspace(int rank, int world_size, int64_t slot_bytes, int chunks_per_shard,
+                           double timeout_s)
+    : rank_(rank),
+      world_size_(world_size),
+      slot_bytes_(slot_bytes),
+      chunks_per_shard_(chunks_per_shard),
+      timeout_s_(0),
+      owner_(::getpid()) {
+  if (world_size < 1) refuse("world_size", world_size, ">= 1");
+  if (rank < 0 || rank >= world_size) {
+    refuse("rank", rank, "0 <= rank < world_size = " + std::to_string(world_size));
+  }
+  if (chunks_per_shard < 1) refuse("chunks_per_shard", chunks_per_shard, ">= 1");
+  if (slot_bytes < 0 || slot_bytes > std::numeric_limits<int64_t>::max() / 4) {
+    refuse("slot_bytes", slot_bytes, "a size >= 0 that fits into memory twice");
+  }
+  set_timeout_s(timeout_s);
+
+  sweep_stale_segments();
+  SharedSegment own =
+      SharedSegment::create(SegmentLayout(world_size, chunks_per_shard, slot_bytes),
+                            segment_fingerprint(world_size, chunks_per_shard, slot_bytes));
+  for (int slot = 0; slot < kSlots; ++slot) {
+    for (int peer = 0; peer < world_size; ++peer) store_release(own.credits(slot) + peer, 1);
+  }
+  name_ = own.name();
+  segments_.resize(static_cast<size_t>(world_size));
+  segments_[static_cast<size_t>(rank)] = std::make_unique<SharedSegment>(std::move(own));
+}
+
+CpuWorkspace::~CpuWorkspace() { close(); }
+
+void CpuWorkspace::set_timeout_s(double seconds) {
+  if (!(seconds > 0)) refuse("timeout_s", seconds, "a number of seconds > 0");
+  timeout_s_.store(seconds);
+}
+
+void CpuWorkspace::connect(const std::vector<std::string>& names) {
+  require_open("connect");
+  if (names.size() != segments_.size()) {
+    refuse("names", names.size(), std::to_string(segments_.size()) + " of them");
+  }
+  if (thread_) throw std::runtime_error("connect: this workspace is connected already");
+  const SegmentLayout layout(world_size_, chunks_per_shard_, slot_bytes_);
+  const uint64_t fingerprint = segment_fingerprint(world_size_, chunks_per_shard_, slot_bytes_);
+  for (size_t peer = 0; peer < names.size(); ++peer) {
+    if (peer == static_cast<size_t>(rank_)) continue;
+    segments_[peer] =
+        std::make_unique<SharedSegment>(SharedSegment::map(names[peer], layout, fingerprint));
+  }
+  thread_ = std::make_unique<CopyThread>(*this);
+}
+
+void CpuWorkspace::unlink() noexcept {
+  if (segments_.empty() || ::getpid() != owner_) return;
+  segments_[static_cast<size_t>(rank_)]->unlink();
+}
+
+void CpuWorkspace::close() noexcept {
+  if (::getpid() != owner_) {
+    // A forked child: the thread was not copied into it, and the names are the parent's.
+    static_cast<void>(thread_.release());
+    for (std::unique_ptr<SharedSegment>& segment : segments_) static_cast<void>(segment.release());
+  }
+  thread_.reset();
+  segments_.clear();
+}
+
+void CpuWorkspace::require_open(const char* what) const {
+  if (segments_.empty()) throw std::runtime_error(std::string(what) + ": the workspace is closed");
+}
+
+void CpuWorkspace::require_slot(int slot) const {
+  if (slot < 0 || slot >= kSlots) refuse("slot", slot, "0 or 1");
+}
+
+char* CpuWorkspace::slot(int slot) const {
+  require_open("slot");
+  require_slot(slot);
+  return segments_[static_cast<size_t>(rank_)]->slot(slot);
+}
+
+uint32_t* CpuWorkspace::signals(int slot) const {
+  require_open("signals");
+  require_slot(slot);
+  return segments_[static_cast<size_t>(rank_)]->signals(slot);
+}
+
+void CpuWorkspace::push(int slot, const void* shard, int64_t shard_bytes, int64_t chunk_bytes,
+                        uint32_t tag) {
+  require_open("push");
+  require_slot(slot);
+  if (!thread_) throw std::runtime_error("push: call connect first");
+  if (shard_bytes < 0 || shard_bytes > slot_bytes_ / world_size_) {
+    refuse("shard_bytes", shard_bytes,
+           "0 to slot_bytes / world_size = " + std::to_string(slot_bytes_ / world_size_));
+  }
+  if (chunk_bytes < 0 || (shard_bytes > 0 && chunk_bytes == 0) ||
+      (shard_bytes > 0 && (shard_bytes - 1) / chunk_bytes >= chunks_per_shard_)) {
+    refuse("chunk_bytes", chunk_bytes,
+           "enough that " + std::to_string(chunks_per_shard_) + " chunks hold " +
+               std::to_string(shard_bytes) + " bytes");
+  }
+  if (tag == 0) refuse("tag", tag, "a nonzero value");
+  thread_->add(Job{slot, static_cast<const char*>(shard), shard_bytes, chunk_bytes, tag});
+}
+
+void CpuWorkspace::copy(const Job& job, CopyThread& thread) {
+  for (int distance = 1; distance < world_size_; ++distance) {
+    const int peer = (rank_ - distance + world_size_) % world_size_;
+    take_credit(job.slot, peer, thread);
+    if (thread.stopping()) return;
+    const SharedSegment& segment = *segments_[static_cast<size_t>(peer)];
+    char* to = segment.slot(job.slot) + rank_ * job.shard_bytes;
+    for (int i = 0; i < chunks_per_shard_; ++i) {
+      thread.delay();
+      const int64_t begin = std::min(i * job.chunk_bytes, job.shard_bytes);
+      const int64_t end = std::min(begin + job.chunk_bytes, job.shard_bytes);
+      if (end > begin) {
+        std::memcpy(to + begin, job.shard + begin, static_cast<size_t>(end - begin));
+      }
+      const int chunk = rank_ * chunks_per_shard_ + i;
+      segment.arrivals(job.slot)[chunk] = now_ns();
+      store_release(segment.signals(job.slot) + chunk, job.tag);
+    }
+  }
+}
+
+void CpuWorkspace::take_credit(int slot, int peer, const CopyThread& thread) const {
+  uint32_t* credit = segments_[static_cast<size_t>(rank_)]->credits(slot) + peer;
+  const Wait wait(timeout_s());
+  while (!wait.poll([&] { return load_acquire(credit) == 1 || thread.stopping(); }, kStopPoll)) {
+    if (wait.expired()) {
+      end_process(credit_timeout_message(rank_, peer, slot, load_acquire(credit), wait.waited_s(),
+                                         wait.limit_s()));
+    }
+  }
+  if (thread.stopping()) return;
+  // Plain order is enough: the peer gives the next credit only after it has seen our signal.
+  store_release(credit, 0);
+}
+
+bool CpuWorkspace::wait_chunk(const Wait& wait, int slot, int chunk, uint32_t tag,
+                              std::chrono::nanoseconds slice) const {
+  require_open("wait_chunk");
+  require_slot(slot);
+  const int chunks = world_size_ * chunks_per_shard_;
+  if (chunk < 0 || chunk >= chunks) {
+    refuse("chunk", chunk, "0 <= chunk < " + std::to_string(chunks));
+  }
+  const int source = chunk / chunks_per_shard_;
+  if (source == rank_) {
+    refuse("chunk", chunk, "a chunk of another rank (this is rank " + std::to_string(rank_) + ")");
+  }
+  const uint32_t* word = signals(slot) + chunk;
+  const bool arrived = wait.poll([word] { return load_acquire(word) != 0; }, slice);
+  const uint32_t seen = load_acquire(word);
+  if (seen == tag) return true;
+  if (seen != 0) {
+    if (thread_) thread_->wait_idle(kMismatchLinger);
+    end_process(mismatch_message(rank_, source, chunk, seen, tag));
+  }
+  if (!arrived && wait.expired()) {
+    end_process(timeout_message(rank_, source, chunk, seen, tag, wait.waited_s(), wait.limit_s()));
+  }
+  return false;
+}
+
+bool CpuWorkspace::wait_pushed(std::chrono::nanoseconds slice) {
+  require_open("wait_pushed");
+  return !thread_ || thread_->wait_idle(slice);
+}
+
+void CpuWorkspace::release(int slot) {
+  require_open("release");
+  require_slot(slot);
+  if (!thread_) throw std::runtime_error("release: call connect first");
+  uint32_t* words = signals(slot);
+  for (int chunk = 0; chunk < world_size_ * chunks_per_shard_; ++chunk) {
+    store_release(words + chunk, 0);
+  }
+  for (int distance = 1; distance < world_size_; ++distance) {
+    const size_t peer = static_cast<size_t>((rank_ + distance) % world_size_);
+    store_release(segments_[peer]->credits(slot) + rank_, 1);
+  }
+}
+
+std::vector<int64_t> CpuWorkspace::arrival_ns(int slot) const {
+  require_open("arrival_ns");
+  require_slot(slot);
+  const int64_t* times = segments_[static_cast<size_t>(rank_)]->arrivals(slot);
+  return std::vector<int64_t>(times, times + world_size_ * chunks_per_shard_);
+}
+
+void CpuWorkspace::set_push_delay_us(int us) {
+  if (us < 0) refuse("us", us, ">= 0");
+  if (!thread_) throw std::runtime_error("set_push_delay_us: call connect first");
+  thread_->set_delay_us(us);
+}
+
+bool wait_signal(const Wait& wait, const uint32_t* word, uint32_t wanted, int rank, int source,
+                 int64_t chunk, std::chrono::nanoseconds slice) {
+  if (wait.poll([=] { return load_acquire(word) == wanted; }, slice)) return true;
+  if (!wait.expired()) return false;
+  const uint32_t seen = load_acquire(word);
+  if (seen == wanted) return true;
+  end_process(timeout_message(rank, source, chunk, seen, wanted, wait.waited_s(), wait.limit_s()));
+}
+
+}  // namespace agmm

@@ -1,0 +1,89 @@
+#include "agmm/fused_all_gather_matmul.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "agmm/signals.hpp"
+
+namespace agmm {
+
+namespace {
+
+constexpr int64_t kElementBytes = 2;
+
+AsyncInputArgs matmul_of(Weight const& weight, FusedArgs const& args, int rank, int world_size) {
+  AsyncInputArgs mm;
+  mm.problem = {world_size * args.rows, weight.n, args.k, args.dtype, weight.b_layout};
+  mm.config = weight.config;
+  mm.a_local = args.a_shard;
+  mm.local_begin = rank * args.rows;
+  mm.local_end = mm.local_begin + args.rows;
+  mm.b = weight.b;
+  mm.ldb = weight.ldb;
+  mm.bias = weight.bias;
+  mm.out = weight.out;
+  mm.chunks_m = world_size;
+  mm.chunk_pivot = rank;
+  mm.rank = rank;
+  mm.mismatch_is_fatal = true;
+  mm.limit_ns = args.limit_ns;
+  return mm;
+}
+
+}  // namespace
+
+void fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
+                             std::vector<Weight> const& weights, void* stream) {
+  if (weights.empty()) throw std::invalid_argument("B: found no weight, wanted at least one");
+  int const world_size = gather.world_size();
+  Range const own{gather.rank() * args.rows, (gather.rank() + 1) * args.rows};
+
+  GatherRequest request;
+  request.transport = args.transport;
+  request.a_shard = args.a_shard;
+  request.a_out = args.a_out;
+  request.rows = args.rows;
+  request.row_bytes = args.k * kElementBytes;
+  // 31 bits, not 0: the pull transport waits on its stream for "at least 1" as a signed number.
+  request.tag = call_tag(args.rows, args.k, args.dtype == DType::BFloat16 ? "bfloat16" : "float16",
+                         args.transport == Transport::CopyEnginePull) & 0x7fffffffu;
+  request.tag = std::max(request.tag, 1u);
+
+  std::vector<AsyncInputArgs> matmuls;
+  for (Weight const& weight : weights) {
+    matmuls.push_back(matmul_of(weight, args, gather.rank(), world_size));
+    // Whatever the gather says later, these are legal only as long as a is aligned; a_shard is.
+    matmuls.back().a = args.a_shard;
+    check_async_input_mm(matmuls.back());
+    SharedRows const shared =
+        shared_rows(own, weight.config.shape.tile_m, world_size * args.rows);
+    request.shared.head = {own.begin, std::max(request.shared.head.end, shared.head.end)};
+    request.shared.tail = {request.shared.tail.empty()
+                               ? shared.tail.begin
+                               : std::min(request.shared.tail.begin, shared.tail.begin),
+                           own.end};
+  }
+  request.shared.tail.begin = std::max(request.shared.tail.begin, request.shared.head.end);
+  gather.check(request);
+
+  Gathered const gathered = gather.begin(request, stream);
+  for (std::size_t i = 0; i < matmuls.size(); ++i) {
+    AsyncInputArgs& mm = matmuls[i];
+    mm.a = gathered.a;
+    mm.signals = gathered.signals;
+    mm.tags = gathered.tags;
+    mm.ready_value = gathered.ready_value;
+    if (i == 0) mm.tile_times = args.tile_times;
+    if (i + 1 == matmuls.size()) {
+      mm.release_signals = gathered.reset_words;
+      mm.release_count = gathered.reset_count;
+      mm.finished_ctas = gathered.finished_ctas;
+      mm.peer_credits = gathered.peer_credits;
+      mm.peer_count = world_size;
+    }
+    async_input_mm(mm, stream);
+  }
+  gather.end(stream);
+}
+
+}  // namespace agmm

@@ -1,0 +1,163 @@
+// The one definition of the async-input kernels; every generated translation unit instantiates it
+// for one row of the kernel table.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+
+#include "agmm/async_input_mainloop.hpp"
+#include "agmm/async_input_mm.hpp"
+#include "agmm/persistent_async_input_scheduler.hpp"
+#include "cutlass/cutlass.h"
+#include "cutlass/epilogue/collective/collective_builder.hpp"
+#include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
+#include "cutlass/gemm/collective/collective_builder.hpp"
+#include "cutlass/gemm/device/gemm_universal_adapter.h"
+#include "cutlass/gemm/kernel/gemm_universal.hpp"
+#include "kernel_entry.hpp"
+
+namespace agmm {
+
+template <class Element_, class LayoutB_, int TileM, int TileN, int TileK, int ClusterM,
+          int ClusterN, Schedule kSchedule>
+struct KernelInstance {
+  using Element = Element_;
+  using LayoutB = LayoutB_;
+  using TileShape =
+      cute::Shape<cute::Int<TileM>, cute::Int<TileN>, cute::Int<TileK>>;
+  using ClusterShape = cute::Shape<cute::Int<ClusterM>, cute::Int<ClusterN>, cute::_1>;
+
+  static constexpr bool kCooperative = kSchedule == Schedule::Cooperative;
+  using MainloopSchedule =
+      cute::conditional_t<kCooperative, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+                          cutlass::gemm::KernelTmaWarpSpecializedPingpong>;
+  using EpilogueSchedule =
+      cute::conditional_t<kCooperative, cutlass::epilogue::TmaWarpSpecializedCooperative,
+                          cutlass::epilogue::TmaWarpSpecialized>;
+
+  static constexpr int kAlignment = 16 / sizeof(Element);
+
+  // out = accumulator + bias, added in float32; a null bias reads as 0.
+  using Bias = cutlass::epilogue::fusion::Sm90RowBroadcast<0, TileShape, Element, float>;
+  using Fusion = cutlass::epilogue::fusion::Sm90EVT<
+      cutlass::epilogue::fusion::Sm90Compute<cutlass::plus, Element, float,
+                                             cutlass::FloatRoundStyle::round_to_nearest>,
+      Bias, cutlass::epilogue::fusion::Sm90AccFetch>;
+
+  using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
+      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void,
+      cutlass::layout::RowMajor, kAlignment, Element, cutlass::layout::RowMajor, kAlignment,
+      EpilogueSchedule, Fusion>::CollectiveOp;
+
+  using CutlassMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor,
+      kAlignment, Element, LayoutB, kAlignment, float, TileShape, ClusterShape,
+      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
+          sizeof(typename CollectiveEpilogue::SharedStorage))>,
+      MainloopSchedule>::CollectiveOp;
+
+  using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
+      cute::Shape<int, int, int, int>, AsyncInputMainloop<CutlassMainloop>, CollectiveEpilogue,
+      cutlass::gemm::PersistentAsyncInputScheduler<MainloopSchedule,
+                                                   cutlass::gemm::AsyncInputWait::Mainloop>>;
+  using Adapter = cutlass::gemm::device::GemmUniversalAdapter<GemmKernel>;
+  using Params = typename GemmKernel::Params;
+  static_assert(alignof(Params) <= kParamsAlignment);
+
+  static WaitLimit wait_limit(AsyncInputArgs const& args) {
+    WaitLimit limit;
+    limit.report = args.report;
+    limit.report_lock = args.report_lock;
+    limit.limit_ns = args.limit_ns;
+    limit.rank = args.rank;
+    limit.chunks_per_rank = args.chunks_per_rank;
+    limit.mismatch_is_fatal = args.mismatch_is_fatal;
+    limit.tags = args.tags;
+    return limit;
+  }
+
+  static AsyncInput async_input(AsyncInputArgs const& args) {
+    AsyncInput input;
+    input.chunks = ChunkGrid(args.problem.m, args.problem.k, args.chunks_m, args.chunks_k);
+    input.signals = args.signals;
+    input.ready_value = args.ready_value;
+    input.wait_limit = wait_limit(args);
+    input.local_rows = {args.local_begin, args.local_end};
+    input.release = {args.release_signals, args.release_count, args.finished_ctas,
+                     args.peer_credits, args.peer_count};
+    input.tile_times = args.tile_times;
+    input.tiles_n = ceil_div(args.problem.n, TileN);
+    return input;
+  }
+
+  static char const* prepare(AsyncInputArgs const& args, void* params_memory) {
+    using namespace cute;
+    auto const [m, n, k] = std::tuple(args.problem.m, args.problem.n, args.problem.k);
+    typename GemmKernel::Arguments gemm{};
+    gemm.mode = cutlass::gemm::GemmUniversalMode::kGemm;
+    gemm.problem_shape = {m, n, k, 1};
+    gemm.mainloop.ptr_A = static_cast<Element const*>(args.a);
+    get<0>(gemm.mainloop.dA) = int64_t(k);
+    gemm.mainloop.ptr_B = static_cast<Element const*>(args.b);
+    if constexpr (std::is_same_v<LayoutB, cutlass::layout::RowMajor>) {
+      get<1>(gemm.mainloop.dB) = args.ldb;
+    } else {
+      get<0>(gemm.mainloop.dB) = args.ldb;
+    }
+    gemm.mainloop.ptr_A_local = static_cast<Element const*>(args.a_local);
+    gemm.mainloop.input = async_input(args);
+    gemm.epilogue.ptr_D = static_cast<Element*>(args.out);
+    get<0>(gemm.epilogue.dD) = int64_t(n);
+    gemm.epilogue.thread = {{static_cast<Element const*>(args.bias)}, {}, {}};
+    gemm.hw_info.sm_count = args.sm_count;
+    gemm.scheduler.max_swizzle_size = args.config.max_swizzle;
+    using Options = typename GemmKernel::TileScheduler::RasterOrderOptions;
+    gemm.scheduler.raster_order =
+        args.config.raster == Raster::AlongM ? Options::AlongM : Options::AlongN;
+    gemm.scheduler.rows_per_chunk = gemm.mainloop.input.chunks.rows_per_chunk.divisor;
+    gemm.scheduler.chunk_pivot = args.chunk_pivot;
+
+    if (!GemmKernel::can_implement(gemm)) return "CUTLASS cannot implement this problem";
+    Params* const params = new (params_memory) Params(
+        GemmKernel::to_underlying_arguments(gemm, nullptr));
+    // CUTLASS only prints when the driver refuses a TMA descriptor, and leaves it zeroed.
+    for (auto const* descriptor : {params->mainloop.tma_load_a.get_tma_descriptor(),
+                                   params->mainloop.tma_load_b.get_tma_descriptor(),
+                                   params->mainloop.tma_load_a_local.get_tma_descriptor()}) {
+      TmaDescriptor const zero{};
+      if (std::memcmp(descriptor, &zero, sizeof(zero)) == 0) {
+        return "the driver refused a TMA descriptor";
+      }
+    }
+    return nullptr;
+  }
+
+  static int setup() {
+    return cudaFuncSetAttribute(
+        reinterpret_cast<void const*>(cutlass::device_kernel<GemmKernel>),
+        cudaFuncAttributeMaxDynamicSharedMemorySize, GemmKernel::SharedStorageSize);
+  }
+
+  static int launch(void* params, void* stream) {
+    cutlass::Status const status = Adapter::run(*static_cast<Params*>(params),
+                                                static_cast<cudaStream_t>(stream));
+    if (status == cutlass::Status::kSuccess) return cudaSuccess;
+    cudaError_t const error = cudaGetLastError();
+    return error != cudaSuccess ? error : cudaErrorUnknown;
+  }
+
+  static constexpr KernelEntry entry() {
+    return {{TileM, TileN, TileK, ClusterM, ClusterN, kSchedule},
+            std::is_same_v<Element, cutlass::bfloat16_t> ? DType::BFloat16 : DType::Float16,
+            std::is_same_v<LayoutB, cutlass::layout::RowMajor> ? BLayout::RowMajor
+                                                               : BLayout::ColumnMajor,
+            sizeof(Params),
+            &prepare,
+            &setup,
+            &launch};
+  }
+};
+
+}  // namespace agmm

@@ -1,0 +1,150 @@
+#include "runtime.hpp"
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "agmm/signals.hpp"
+#include "agmm/wait_report.hpp"
+
+namespace agmm {
+
+namespace {
+
+constexpr int kMaxDevices = 64;
+
+void* driver_entry_point(char const* name, unsigned version) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  check_cuda(
+      cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &found), name);
+  if (found != cudaDriverEntryPointSuccess || function == nullptr) {
+    throw std::runtime_error(std::string("agmm: the NVIDIA driver has no ") + name +
+                             "; wanted a driver for CUDA 12.0 or newer");
+  }
+  return function;
+}
+
+/// Lets a call that a stream capture in another mode would forbid (an allocation) go through.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+class ReportWatcher {
+ public:
+  ReportWatcher() {
+    void* memory = nullptr;
+    AGMM_CHECK_CUDA(cudaHostAlloc(&memory, sizeof(WaitReport),
+                                  cudaHostAllocPortable | cudaHostAllocMapped));
+    report_ = new (memory) WaitReport{};
+    thread_ = std::thread([this] { watch(); });
+  }
+
+  ~ReportWatcher() {
+    stop_ = true;
+    thread_.join();
+  }
+
+  WaitReport* report() const { return report_; }
+
+ private:
+  void watch() const {
+    while (!stop_) {
+      if (*static_cast<uint32_t volatile*>(&report_->kind) != WaitReport::None) {
+        std::atomic_thread_fence(std::memory_order_acquire);
+        WaitReport const& r = *report_;
+        end_process(r.kind == WaitReport::Mismatch
+                        ? mismatch_message(r.rank, r.source, r.chunk, r.seen, r.wanted)
+                        : timeout_message(r.rank, r.source, r.chunk, r.seen, r.wanted,
+                                          double(r.waited_ns) * 1e-9, double(r.limit_ns) * 1e-9));
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+  }
+
+  WaitReport* report_ = nullptr;
+  std::atomic<bool> stop_{false};
+  std::thread thread_;
+};
+
+int current_device_index() {
+  int index = 0;
+  AGMM_CHECK_CUDA(cudaGetDevice(&index));
+  if (index >= kMaxDevices) throw std::runtime_error("agmm: more than 64 CUDA devices");
+  return index;
+}
+
+}  // namespace
+
+void check_cuda(cudaError_t error, char const* call) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();
+  throw std::runtime_error(std::string("agmm: ") + call + " failed: " + cudaGetErrorString(error));
+}
+
+void check_driver(CUresult result, char const* call) {
+  if (result == CUDA_SUCCESS) return;
+  char const* text = nullptr;
+  driver().get_error_string(result, &text);
+  throw std::runtime_error(std::string("agmm: ") + call + " failed: " + (text ? text : "?"));
+}
+
+Driver const& driver() {
+  static Driver const found = [] {
+    Driver d{};
+    d.stream_batch_mem_op = reinterpret_cast<decltype(d.stream_batch_mem_op)>(
+        driver_entry_point("cuStreamBatchMemOp", 12000));
+    d.stream_write_value32 = reinterpret_cast<decltype(d.stream_write_value32)>(
+        driver_entry_point("cuStreamWriteValue32", 12000));
+    d.get_error_string = reinterpret_cast<decltype(d.get_error_string)>(
+        driver_entry_point("cuGetErrorString", 6000));
+    return d;
+  }();
+  return found;
+}
+
+DeviceFacts const& current_device() {
+  static std::array<std::once_flag, kMaxDevices> once;
+  static std::array<DeviceFacts, kMaxDevices> facts;
+  int const index = current_device_index();
+  std::call_once(once[index], [index] {
+    DeviceFacts f{index, 0, 0, 0};
+    AGMM_CHECK_CUDA(cudaDeviceGetAttribute(&f.sm_count, cudaDevAttrMultiProcessorCount, index));
+    AGMM_CHECK_CUDA(
+        cudaDeviceGetAttribute(&f.capability_major, cudaDevAttrComputeCapabilityMajor, index));
+    AGMM_CHECK_CUDA(
+        cudaDeviceGetAttribute(&f.capability_minor, cudaDevAttrComputeCapabilityMinor, index));
+    facts[index] = f;
+  });
+  return facts[index];
+}
+
+ReportPlace report_place() {
+  static std::array<std::once_flag, kMaxDevices> once;
+  static std::array<uint32_t*, kMaxDevices> locks;
+  int const index = current_device_index();
+  std::call_once(once[index], [index] {
+    RelaxedCapture const relaxed;
+    AGMM_CHECK_CUDA(cudaMalloc(reinterpret_cast<void**>(&locks[index]), sizeof(uint32_t)));
+    uint32_t const zero = 0;
+    AGMM_CHECK_CUDA(cudaMemcpy(locks[index], &zero, sizeof(zero), cudaMemcpyHostToDevice));
+  });
+  // Made after the first CUDA call, so that it is gone before the CUDA runtime is torn down.
+  static ReportWatcher const watcher = [] {
+    RelaxedCapture const relaxed;
+    return ReportWatcher();
+  }();
+  return {watcher.report(), locks[index]};
+}
+
+}  // namespace agmm

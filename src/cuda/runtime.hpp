@@ -1,0 +1,44 @@
+// What the host code of the CUDA room shares: error checks, driver entry points looked up at first
+// use, and the report of a wait that passed its limit.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace agmm {
+
+struct WaitReport;
+
+/// Throws std::runtime_error that names the call when `error` is not cudaSuccess.
+void check_cuda(cudaError_t error, char const* call);
+void check_driver(CUresult result, char const* call);
+#define AGMM_CHECK_CUDA(call) ::agmm::check_cuda((call), #call)
+
+/// Stream memory operations of the driver. Looked up at first use, so that the module imports on a
+/// machine without libcuda.
+struct Driver {
+  CUresult (*stream_batch_mem_op)(CUstream, unsigned int, CUstreamBatchMemOpParams*, unsigned int);
+  CUresult (*stream_write_value32)(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
+  CUresult (*get_error_string)(CUresult, char const**);
+};
+Driver const& driver();
+
+/// The place where a kernel whose wait passed its limit reports it. Created at first use, together
+/// with a thread that reads it and ends the process with the message.
+struct ReportPlace {
+  WaitReport* report;     // pinned host memory
+  uint32_t* report_lock;  // memory of the current device
+};
+ReportPlace report_place();
+
+struct DeviceFacts {
+  int index;
+  int sm_count;
+  int capability_major;
+  int capability_minor;
+};
+DeviceFacts const& current_device();
+
+}  // namespace agmm

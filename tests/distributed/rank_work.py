@@ -1,0 +1,333 @@
+"""What the tests run inside the ranks of a pool of five."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from agmm import _core, _cpu
+from agmm.errors import AgmmError
+from agmm.testing.cases import LocalShape
+from agmm.testing.reference import allowed_error, gathered_product, relative_error
+
+POOL_SIZE = 5
+
+_groups: dict[int, dist.ProcessGroup] = {}
+_workspaces: dict[tuple[int, int], _cpu.CpuWorkspace] = {}
+
+
+class PoisonedWorkspace(_cpu.CpuWorkspace):
+    poison = True
+
+
+def group_of(world_size: int) -> dist.ProcessGroup | None:
+    """The group of the pool's last `world_size` ranks, None in the other ranks. Collective.
+
+    The last ones, so that ranks in the group differ from the global ones.
+    """
+    if world_size not in _groups:
+        _groups[world_size] = dist.new_group(list(range(POOL_SIZE - world_size, POOL_SIZE)))
+    member = dist.get_rank() >= POOL_SIZE - world_size
+    return _groups[world_size] if member else None
+
+
+def workspace_of(world_size: int, chunks_per_shard: int = 1) -> _cpu.CpuWorkspace | None:
+    """A workspace that lives as long as the pool, so that tests find it in any state."""
+    # Makes torch fill what torch.empty returns with NaN.
+    torch.use_deterministic_algorithms(True)
+    group = group_of(world_size)
+    if group is None:
+        return None
+    key = world_size, chunks_per_shard
+    if key not in _workspaces:
+        _workspaces[key] = PoisonedWorkspace.create(group, 64, chunks_per_shard=chunks_per_shard)
+    return _workspaces[key]
+
+
+def shm_names_of_this_process() -> list[str]:
+    return [path.name for path in Path("/dev/shm").glob(f"agmm-{os.getpid()}-*")]
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def products(
+    world_size: int,
+    shapes: list[LocalShape],
+    dtype: torch.dtype,
+    *,
+    chunks_per_shard: int = 1,
+    return_A: bool = False,
+    weights: int = 1,
+    bias: bool = False,
+    seed: int = 0,
+) -> list[str] | None:
+    """Faults found, in words; None in ranks that are not in the group."""
+    workspace = workspace_of(world_size, chunks_per_shard)
+    if workspace is None:
+        return None
+    faults = []
+    for shape in shapes:
+        seed += 1
+        rows = slice(workspace.rank * shape.M_local, (workspace.rank + 1) * shape.M_local)
+        A = _random((world_size * shape.M_local, shape.K), dtype, seed)
+        own_seed = 1000 * seed + workspace.rank  # B and even N differ between ranks
+        N = shape.N + workspace.rank
+        Bs = [_random((shape.K, N + i), dtype, own_seed + 10 * i) for i in range(weights)]
+        Bs = [B.t().contiguous().t() if i % 2 else B for i, B in enumerate(Bs)]
+        biases = [_random((B.shape[1],), dtype, own_seed + 5) if bias else None for B in Bs]
+        shard = A[rows].clone()
+        gathered, outs = workspace.all_gather_matmul(shard, Bs, list(biases), return_A=return_A)
+        shard.fill_(torch.nan)
+        label = f"{shape} {dtype} on rank {workspace.rank} of {world_size}"
+        if (gathered is None) == return_A:
+            faults.append(f"{label}: A is {gathered}")
+        if gathered is not None and not torch.equal(gathered, A):
+            faults.append(f"{label}: A differs")
+        for B, b, out in zip(Bs, biases, outs, strict=True):
+            reference = gathered_product(A, B, b)
+            plain = A @ B if b is None else torch.addmm(b, A, B)
+            error = relative_error(out, reference)
+            allowed = allowed_error(relative_error(plain, reference))
+            if not error <= allowed or out.dtype != dtype:
+                faults.append(f"{label}: error {error}, allowed {allowed}, {out.dtype}")
+    return faults
+
+
+def _exact_step(
+    workspace: _cpu.CpuWorkspace, step: int, m_local: int, shard: torch.Tensor, return_A: bool
+) -> str | None:
+    """One call with small whole numbers, whose product is exact; the fault found or None."""
+    world_size, k = workspace.world_size, shard.shape[1]
+    generator = torch.Generator().manual_seed(step)
+    A = torch.randint(-8, 9, (world_size * m_local, k), generator=generator).float()
+    B = torch.randint(-8, 9, (k, 9), generator=generator).float()
+    shard[:] = A[workspace.rank * m_local : (workspace.rank + 1) * m_local]
+    gathered, (out,) = workspace.all_gather_matmul(shard, [B], [None], return_A=return_A)
+    shard.fill_(torch.nan)
+    if not torch.equal(out, A @ B):
+        return f"call {step} on rank {workspace.rank}: out differs"
+    if gathered is not None and not torch.equal(gathered, A):
+        return f"call {step} on rank {workspace.rank}: A differs"
+    return None
+
+
+def delayed_calls(
+    world_size: int, calls: int, chunks_per_shard: int, delay_us: int
+) -> list[str] | None:
+    """`calls` calls for each rank in turn whose pushes, and then whose matmuls, come late."""
+    workspace = workspace_of(world_size, chunks_per_shard)
+    if workspace is None:
+        return None
+    faults: list[str | None] = []
+    shard = torch.empty(7, 33)
+    draw = random.Random(workspace.rank)
+    try:
+        for slow in range(world_size):
+            is_slow = workspace.rank == slow
+            workspace.set_push_delay_us(delay_us if is_slow else 0)
+            for step in range(calls):
+                seed = slow * calls + step
+                faults.append(_exact_step(workspace, seed, 7, shard, return_A=step % 3 == 0))
+                if is_slow and step % 4 == 0:
+                    time.sleep(draw.random() * delay_us * 1e-6)
+    finally:
+        workspace.set_push_delay_us(0)
+    return [fault for fault in faults if fault is not None]
+
+
+def two_groups_at_once(calls: int) -> list[str]:
+    """Two groups with ranks in common, each driven by a thread of its own."""
+    faults: list[str | None] = []
+
+    def work(workspace: _cpu.CpuWorkspace, m_local: int) -> None:
+        shard = torch.empty(m_local, 21)
+        try:
+            for step in range(calls):
+                faults.append(_exact_step(workspace, m_local + step, m_local, shard, False))
+        except BaseException as e:
+            faults.append(repr(e))
+
+    pairs = [(workspace_of(5), 3), (workspace_of(3), 4)]
+    threads = [
+        threading.Thread(target=work, args=(workspace, m_local))
+        for workspace, m_local in pairs
+        if workspace is not None
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [fault for fault in faults if fault is not None]
+
+
+def mixed_sequence(world_size: int, seed: int, calls: int) -> tuple[list[str], list[int]] | None:
+    """Random shapes, dtypes and options on one fresh workspace; faults and the slot sizes seen."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    torch.use_deterministic_algorithms(True)
+    key = world_size, 1
+    before = _workspaces.get(key)
+    workspace = _workspaces[key] = PoisonedWorkspace.create(group, 16)
+    draw = random.Random(seed)
+    faults: list[str] = []
+    sizes = [workspace.slot_bytes]
+    try:
+        for step in range(calls):
+            shape = LocalShape(
+                draw.randint(1, 4 + 2 * step), draw.randint(1, 40), draw.randint(1, 100)
+            )
+            faults += (
+                products(
+                    world_size,
+                    [shape],
+                    draw.choice([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
+                    return_A=draw.random() < 0.5,
+                    weights=draw.randint(1, 3),
+                    bias=draw.random() < 0.5,
+                    seed=100 * step,
+                )
+                or []
+            )
+            sizes.append(workspace.slot_bytes)
+    finally:
+        workspace.close()
+        del _workspaces[key]
+        if before is not None:
+            _workspaces[key] = before
+    return faults, sizes
+
+
+def timeline_of_a_call(world_size: int, chunks_per_shard: int) -> list[dict[str, int]] | None:
+    workspace = workspace_of(world_size, chunks_per_shard)
+    if workspace is None:
+        return None
+    timeline: list[dict[str, int]] = []
+    before_ns = time.monotonic_ns()
+    workspace.all_gather_matmul(
+        torch.ones(8, 16), [torch.ones(16, 16)], [None], return_A=False, timeline=timeline
+    )
+    after_ns = time.monotonic_ns()
+    assert all(before_ns <= entry["start_ns"] <= entry["end_ns"] <= after_ns for entry in timeline)
+    return [{"rank": workspace.rank, **entry} for entry in timeline]
+
+
+def names_left_after_create() -> list[str]:
+    group = group_of(POOL_SIZE)
+    assert group is not None
+    workspace = _cpu.CpuWorkspace.create(group, 4096)
+    left = shm_names_of_this_process()
+    workspace.close()
+    return left
+
+
+def create_with_differing_sizes() -> int:
+    group = group_of(POOL_SIZE)
+    assert group is not None
+    workspace = _cpu.CpuWorkspace.create(group, 1000 + dist.get_rank())
+    workspace.close()
+    return workspace.slot_bytes
+
+
+def create_where_one_fails(fails: int) -> tuple[str, list[str]]:
+    """Rank `fails` cannot have its memory: the error of each rank, and what is left in /dev/shm."""
+    group = group_of(POOL_SIZE)
+    assert group is not None
+    refuse = mock.patch.object(_core, "CpuWorkspace", side_effect=RuntimeError("no room"))
+    try:
+        if dist.get_rank() == fails:
+            with refuse:
+                _cpu.CpuWorkspace.create(group, 4096)
+        else:
+            _cpu.CpuWorkspace.create(group, 4096)
+    except AgmmError as e:
+        return str(e), shm_names_of_this_process()
+    return "", shm_names_of_this_process()
+
+
+def use_after_close() -> str:
+    group = group_of(POOL_SIZE)
+    assert group is not None
+    workspace = _cpu.CpuWorkspace.create(group, 4096)
+    workspace.close()
+    workspace.close()
+    try:
+        workspace.all_gather_matmul(torch.ones(1, 1), [torch.ones(1, 1)], [None], return_A=False)
+    except AgmmError as e:
+        return str(e)
+    return ""
+
+
+def use_after_interruption() -> tuple[str, str]:
+    """A call that fails half-way on every rank, and what the next call says."""
+    group = group_of(POOL_SIZE)
+    assert group is not None
+    workspace = _cpu.CpuWorkspace.create(group, 4096)
+    errors = []
+    for B in (torch.ones(3, 1), torch.ones(2, 1)):
+        try:
+            workspace.all_gather_matmul(torch.ones(1, 2), [B], [None], return_A=False)
+        except RuntimeError as e:
+            errors.append(str(e))
+    workspace.close()
+    return errors[0], errors[1]
+
+
+def call_forever() -> None:
+    """Calls without end in the default group, for a rank to be killed in the middle."""
+    group = dist.group.WORLD
+    assert group is not None
+    workspace = _cpu.CpuWorkspace.create(group, 4096)
+    shard, B = torch.ones(4, 64), torch.ones(64, 4)
+    while True:
+        workspace.all_gather_matmul(shard, [B], [None], return_A=False)
+
+
+def call_with_own_shape(slot_bytes: int, rows: list[int], return_A: list[bool]) -> None:
+    """A good call, then one for which each rank has its own idea of M_local and return_A."""
+    group = dist.group.WORLD
+    assert group is not None
+    workspace = _cpu.CpuWorkspace.create(group, slot_bytes)
+    B = torch.ones(4, 2)
+    workspace.all_gather_matmul(torch.ones(1, 4), [B], [None], return_A=False)
+    rank = dist.get_rank()
+    workspace.all_gather_matmul(torch.ones(rows[rank], 4), [B], [None], return_A=return_A[rank])
+
+
+def own_rank() -> int:
+    return dist.get_rank()
+
+
+def environment_value(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def echo(value: torch.Tensor, *, factor: int) -> torch.Tensor:
+    return value * factor + dist.get_rank()
+
+
+def raise_in(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("a fault on purpose")
+
+
+def exit_in(rank: int, code: int) -> None:
+    if dist.get_rank() == rank:
+        os.write(2, b"last words\n")
+        os._exit(code)
+    time.sleep(60)
+
+
+def sleep_in(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(60)

@@ -1,0 +1,58 @@
+"""The rank spawner itself."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import rank_work
+import torch
+
+from agmm.testing.ranks import RankError, RankPool
+
+
+def test_results_come_by_rank(pool: RankPool) -> None:
+    assert pool.run(rank_work.own_rank) == list(range(5))
+    results = pool.run(rank_work.echo, torch.tensor([1, 2]), factor=10)
+    assert [result.tolist() for result in results] == [[10 + r, 20 + r] for r in range(5)]
+
+
+def test_remote_exception_names_rank_and_place_and_leaves_the_pool_usable(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="rank 2: Traceback") as caught:
+        pool.run(rank_work.raise_in, 2)
+    assert "in raise_in" in str(caught.value)
+    assert "ValueError: a fault on purpose" in str(caught.value)
+    assert caught.value.ranks == [2]
+    assert caught.value.exit_codes == {}
+    assert pool.run(rank_work.own_rank) == list(range(5))
+
+
+def test_ended_rank_is_reported_with_code_and_stderr_and_the_rest_killed() -> None:
+    with RankPool(2, env={"AGMM_TEST_VALUE": "a"}) as pool:
+        assert pool.run(rank_work.environment_value, "AGMM_TEST_VALUE") == ["a", "a"]
+        started = time.monotonic()
+        with pytest.raises(
+            RankError, match=r"rank 1: ended with exit code 9\nlast words"
+        ) as caught:
+            pool.run(rank_work.exit_in, 1, 9)
+        assert time.monotonic() - started < 20
+        assert caught.value.ranks == [1]
+        assert caught.value.exit_codes == {1: 9}
+        assert not any(process.is_alive() for process in pool.processes)
+        with pytest.raises(RankError, match="processes have ended"):
+            pool.run(rank_work.own_rank)
+
+
+def test_rank_that_does_not_answer_is_reported() -> None:
+    with RankPool(2) as pool:
+        pool.timeout_s = 1
+        with pytest.raises(RankError, match="rank 0: did not answer within 1 s"):
+            pool.run(rank_work.sleep_in, 0)
+        assert not any(process.is_alive() for process in pool.processes)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="world_size: found 0, wanted >= 1"):
+        RankPool(0)
+    with pytest.raises(ValueError, match="device: found 'tpu', wanted 'cpu' or 'cuda'"):
+        RankPool(1, "tpu")

@@ -1,0 +1,164 @@
+"""The harness: which ways run, what is checked before it is timed, and what the report says."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from agmm import benchmarking
+from agmm.benchmarking import Options, Problem, Result, Way, WayResult
+from agmm.errors import InvalidArgument
+from agmm.testing.cases import BENCH_SHAPES, Shape
+
+SHAPE = Shape(16, 8, 32)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _raises(p: Problem) -> Callable[[], Result]:
+    raise RuntimeError("cannot do this shape\nsecond line")
+
+
+def _leaves_a_hole(p: Problem) -> Callable[[], Result]:
+    out = torch.empty(p.shape.M, p.shape.N)
+
+    def call() -> Result:
+        out[1:] = p.operands.A[1:] @ p.operands.B
+        return None, out
+
+    return call
+
+
+def _off_by_a_little(p: Problem) -> Callable[[], Result]:
+    return lambda: (None, p.operands.A @ p.operands.B * 1.001)
+
+
+def _wrong_A(p: Problem) -> Callable[[], Result]:
+    return lambda: (p.operands.A.flip(0), p.operands.A @ p.operands.B)
+
+
+def _right(p: Problem) -> Callable[[], Result]:
+    return lambda: (p.operands.A.clone(), p.operands.A @ p.operands.B)
+
+
+def test_only_right_ways_are_timed(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for prepare in (_raises, _leaves_a_hole, _off_by_a_little, _wrong_A, _right):
+        way = Way(prepare.__name__, prepare.__name__, prepare, on_cpu=True)
+        monkeypatch.setitem(benchmarking.WAYS, way.name, way)
+    names = ["_raises", "_leaves_a_hole", "_off_by_a_little", "_wrong_A", "_right"]
+    options = Options("cpu", 1, (SHAPE,), names, samples=3).resolved()
+    ways = benchmarking.measure(SHAPE, options)["ways"]
+    assert list(ways) == ["roof", *names]
+    assert {n for n, w in ways.items() if w["median_us"] is not None} == {"roof", "_right"}
+    assert {n for n, w in ways.items() if w["wrong"]} == set(names[1:4])
+    assert ways["_raises"]["reason"] == "rank 0: RuntimeError: cannot do this shape"
+    assert ways["_leaves_a_hole"]["reason"] == "a NaN or an infinity in the result"
+    assert ways["_off_by_a_little"]["reason"].startswith("relative error 0.001, allowed")
+    assert ways["_wrong_A"]["reason"] == "rank 0: the returned A is not the gathered A"
+    assert len(ways["_right"]["samples_us"]) == 3
+    assert ways["roof"]["ratio_to_roof"] == 1.0
+
+
+@pytest.mark.parametrize("way", ["agmm", "agmm-A", "unfused"])
+def test_ways_of_the_cpu_are_right(one_rank: None, way: str) -> None:
+    options = Options("cpu", 1, (SHAPE,), [way], samples=2).resolved()
+    result = benchmarking.measure(SHAPE, options)["ways"][way]
+    assert result["reason"] is None
+    assert result["median_us"] > 0
+    assert result["tflops"] == pytest.approx(SHAPE.flops / result["median_us"] / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("error", "wrong"), [(1e-3, False), (2e-3, True), (math.inf, True), (math.nan, True)]
+)
+def test_judge(error: float, wrong: bool) -> None:
+    result = WayResult(relative_error=error)
+    benchmarking.judge(result, 1e-3)
+    assert result.wrong is wrong
+    assert (result.reason is not None) is wrong
+
+
+def test_ways_are_chosen_by_name() -> None:
+    assert benchmarking.select_ways(["agmm", "agmm"], "cpu") == ["roof", "agmm"]
+    assert benchmarking.select_ways(None, "cuda") == list(benchmarking.WAYS)
+    assert benchmarking.select_ways(None, "cpu") == ["roof", "unfused", "agmm", "agmm-A"]
+    with pytest.raises(InvalidArgument, match=r"found 'torch-nativ'.*did you mean 'torch-native'"):
+        benchmarking.select_ways(["torch-nativ"], "cuda")
+    with pytest.raises(InvalidArgument, match="found 'torch-native', which needs GPUs"):
+        benchmarking.select_ways(["torch-native"], "cpu")
+
+
+def test_defaults_by_device() -> None:
+    cuda = Options("cuda").resolved()
+    assert (cuda.shapes, cuda.dtype) == (BENCH_SHAPES, torch.bfloat16)
+    cpu = Options("cpu").resolved()
+    assert cpu.dtype == torch.float32
+    with pytest.raises(InvalidArgument, match="found 18x8x8, wanted an M that is a multiple of"):
+        Options("cpu", 4, [Shape(18, 8, 8)]).resolved()
+
+
+def _report(**times: float | None) -> dict[str, Any]:
+    ways = {}
+    for key, value in times.items():
+        result = WayResult(median_us=value, samples_us=[] if value is None else [value])
+        if value is None:
+            result.reason = "rank 2: RuntimeError: [no] such thing"
+        ways[key.replace("_", "-")] = vars(result)
+    report = benchmarking.new_report(Options("cpu", 2).resolved())
+    report["shapes"].append({"M": 16, "N": 8, "K": 32, "sm_clock_mhz": None, "ways": ways})
+    return report
+
+
+def test_summary_compares_with_the_best_of_the_others() -> None:
+    report = _report(roof=100.0, unfused=200.0, unfused_graph=150.0, agmm=110.0, agmm_A=90.0)
+    summary = benchmarking.summarize(report["shapes"][0])
+    assert (summary.best_other, summary.best_other_us) == ("unfused-graph", 150.0)
+    assert summary.agmm_ratio == pytest.approx(1.1)
+    assert summary.speedup == pytest.approx(150 / 110)
+    assert summary.agmm_graph is None
+
+
+def test_summary_of_nothing() -> None:
+    summary = benchmarking.summarize(_report(roof=None, agmm=None)["shapes"][0])
+    assert (summary.roof, summary.best_other, summary.speedup) == (None, None, None)
+
+
+def test_report_reads_well_in_a_file_and_as_json(tmp_path: Path) -> None:
+    report = _report(roof=100.0, unfused=None, agmm=123.4)
+    report["shapes"][0]["ways"]["agmm"]["wrong"] = True
+    out = io.StringIO()
+    benchmarking.render(report, Console(file=out, width=160))
+    text = out.getvalue()
+    assert "M x N x K = 16 x 8 x 32" in text
+    assert "rank 2: RuntimeError: [no] such thing" in text
+    assert "WRONG" in text
+    assert "100.0" in text
+    path = tmp_path / "results" / "r.json"
+    benchmarking.write_json(report, path)
+    read = json.loads(path.read_text())
+    assert read["shapes"][0]["ways"]["agmm"]["samples_us"] == [123.4]
+    assert {"gpus", "driver", "cuda", "torch", "nccl", "agmm"} <= read["machine"].keys()
+    assert read["settings"]["world_size"] == 2
+    assert benchmarking.wrong_ways(report) == ["agmm at 16x8x32"]
+
+
+def test_commit_can_be_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AGMM_COMMIT", "abc123")
+    assert benchmarking.commit() == "abc123"
+    monkeypatch.delenv("AGMM_COMMIT")
+    monkeypatch.chdir(tmp_path)
+    assert benchmarking.commit() is None

@@ -1,0 +1,179 @@
+"""The command: help, friendly errors, exit codes, and what Ctrl-C leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agmm import benchmarking, demo, doctor
+from agmm.cli import app
+from agmm.testing.ranks import RankError
+
+AGMM = [sys.executable, "-m", "agmm.cli"]
+runner = CliRunner()
+
+
+def _invoke(*arguments: str) -> Any:
+    return runner.invoke(app, arguments, prog_name="agmm")
+
+
+@pytest.fixture(autouse=True)
+def not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_help_lists_the_commands() -> None:
+    result = _invoke("--help")
+    assert result.exit_code == 0
+    for command in ("demo", "bench", "doctor"):
+        assert command in result.output
+
+
+@pytest.mark.parametrize("command", ["demo", "bench", "doctor"])
+def test_help_has_examples(command: str) -> None:
+    result = _invoke(command, "--help")
+    assert result.exit_code == 0
+    assert "Examples:" in result.output
+    assert f"agmm {command}" in result.output
+
+
+def test_version() -> None:
+    assert _invoke("--version").output.strip() == f"agmm {doctor.agmm_version()}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hints"),
+    [
+        (["demoo"], ["demoo", "demo"]),
+        (["demo", "--ouput", "x.png"], ["--ouput", "--output"]),
+        (["demo", "--device", "tpu"], ["tpu", "cuda"]),
+        (["bench", "--ways", "agm"], ["found 'agm'", "did you mean 'agmm'?"]),
+        (["bench", "--shapes", "12x", "--device", "cpu"], ["found '12x'", "wanted MxNxK"]),
+        (
+            ["bench", "--shapes", "13x8x8", "--device", "cpu"],
+            ["found 13x8x8", "multiple of the world size, 4"],
+        ),
+        (["bench", "--samples", "0"], ["--samples"]),
+    ],
+)
+def test_typos_are_answered(arguments: list[str], hints: list[str]) -> None:
+    result = _invoke(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+    for hint in hints:
+        assert hint in result.output
+
+
+def test_list_of_ways() -> None:
+    output = _invoke("bench", "--list").output
+    assert all(name in output for name in benchmarking.WAYS)
+
+
+def test_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any, **keywords: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(benchmarking, "run", interrupted)
+    result = _invoke("bench", "--device", "cpu")
+    assert result.exit_code == 130
+    assert result.output == "agmm: interrupted\n"
+
+
+def test_failing_rank_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: Any, **keywords: Any) -> None:
+        raise RankError("rank 1: ended with exit code -9", [1], {1: -9})
+
+    monkeypatch.setattr(demo, "run", failing)
+    result = _invoke("demo", "--device", "cpu")
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1] == "agmm: rank 1: ended with exit code -9"
+
+
+def test_wrong_result_fails_the_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    report = benchmarking.new_report(benchmarking.Options("cpu").resolved())
+    bad = vars(benchmarking.WayResult(wrong=True, reason="relative error 0.5, allowed 0.001"))
+    report["shapes"] = [{"M": 8, "N": 8, "K": 8, "sm_clock_mhz": None, "ways": {"agmm": bad}}]
+    monkeypatch.setattr(benchmarking, "run", lambda options, progress: report)
+    result = _invoke("bench", "--device", "cpu", "--json", str(tmp_path / "r.json"))
+    assert result.exit_code == 1
+    assert "wrong results: agmm at 8x8x8" in result.output
+    assert json.loads((tmp_path / "r.json").read_text())["shapes"]
+
+
+def test_doctor_says_what_is_broken_by_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _invoke("doctor").exit_code == 0
+    monkeypatch.setenv("AGMM_TIMEOUT_S", "soon")
+    result = _invoke("doctor", "--json")
+    assert result.exit_code == 1
+    findings = {f["name"]: f for f in json.loads(result.output)["findings"]}
+    assert findings["environment"]["status"] == "broken"
+
+
+def test_demo_end_to_end(tmp_path: Path) -> None:
+    picture = tmp_path / "overlap.png"
+    command = [*AGMM, "demo", "--device", "cpu", "--world-size", "2", "--output", str(picture)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for words in ("matmul alone (roof)", "all-gather, then matmul", "agmm"):
+        assert words in done.stdout
+    assert "WRONG" not in done.stdout
+    assert "All results agree with the plain product" in done.stdout
+    assert "\x1b" not in done.stdout
+    if "No picture" not in done.stdout:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def _members(group: int) -> list[int]:
+    """The processes of a process group that have not ended."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(pgrp) == group and state != "Z":
+            members.append(int(stat.parent.name))
+    return members
+
+
+@pytest.mark.parametrize("when", ["starting", "measuring"])
+def test_ctrl_c_leaves_nothing_behind(when: str) -> None:
+    command = [*AGMM, "bench", "--device", "cpu", "--world-size", "2", "--samples", "1000000"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        assert process.stderr is not None
+        deadline = time.monotonic() + 60
+        if when == "measuring":
+            assert "256x256x512" in process.stderr.readline()
+            time.sleep(0.5)
+        else:
+            while len(_members(process.pid)) < 2 and time.monotonic() < deadline:
+                time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 130, stderr
+        assert stderr.strip().splitlines() == ["agmm: interrupted"]
+        while _members(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert _members(process.pid) == []
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

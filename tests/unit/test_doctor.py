@@ -1,0 +1,132 @@
+"""What doctor says about machines it has not seen."""
+
+from __future__ import annotations
+
+import os
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agmm import doctor
+from agmm.doctor import Finding
+
+
+def _named(findings: list[Finding], name: str) -> Finding:
+    return next(f for f in findings if f.name == name)
+
+
+def _core(**changes: Any) -> types.SimpleNamespace:
+    values = {
+        "__version__": doctor.agmm_version(),
+        "cuda_built": True,
+        "kernels": lambda: [types.SimpleNamespace(name="128x128x64_1x1_pingpong")],
+        "timeout_seconds": lambda: 60.0,
+    }
+    return types.SimpleNamespace(**{**values, **changes})
+
+
+def _pretend_gpus(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], peers: bool
+) -> None:
+    properties = types.SimpleNamespace(
+        name="A GPU",
+        major=capability[0],
+        minor=capability[1],
+        total_memory=2**36,
+        multi_processor_count=132,
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: peers)
+
+
+def test_this_machine_is_not_broken() -> None:
+    findings = doctor.diagnose()
+    assert not doctor.is_broken(findings), [f for f in findings if f.status == "broken"]
+    assert len({f.name for f in findings}) == len(findings)
+    assert all(f.found and f.meaning for f in findings)
+
+
+def test_core_that_does_not_load_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_load_core", lambda: (None, "ImportError: libfoo.so is missing"))
+    findings = doctor.diagnose()
+    assert "libfoo.so" in _named(findings, "agmm").found
+    assert findings[-1].status == "broken"
+
+
+def test_stale_core_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_load_core", lambda: (_core(__version__="0.0.1"), None))
+    found = _named(doctor.diagnose(), "agmm")
+    assert (found.status, "0.0.1" in found.found) == ("broken", True)
+
+
+def test_nonsense_time_limit_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGMM_TIMEOUT_S", "soon")
+    found = _named(doctor.diagnose(), "environment")
+    assert found.status == "broken"
+    assert "AGMM_TIMEOUT_S" in found.meaning
+    assert "soon" in found.meaning
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("2.10.1", "broken"), ("2.11.0+cu130", "ok"), ("2.13.0+cpu", "ok"), ("3.0.0a0", "ok")],
+)
+def test_torch_version(monkeypatch: pytest.MonkeyPatch, version: str, status: str) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert doctor._torch().status == status
+
+
+def test_hopper_with_kernels_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_gpus(monkeypatch, (9, 0), peers=True)
+    verdict = doctor._verdict(_core())
+    assert verdict.status == "ok"
+    assert "CUDA tensors: fused" in verdict.found
+    assert doctor._gpus().status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("capability", "peers", "built", "reason"),
+    [
+        ((8, 0), True, True, "not all GPUs are Hopper"),
+        ((9, 0), False, True, "no peer access"),
+        ((9, 0), True, False, "kernels not built"),
+    ],
+)
+def test_what_stands_against_fusion_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    peers: bool,
+    built: bool,
+    reason: str,
+) -> None:
+    _pretend_gpus(monkeypatch, capability, peers)
+    verdict = doctor._verdict(_core(cuda_built=built))
+    assert verdict.status == "note"
+    assert reason in verdict.found
+
+
+def test_pairs_without_peer_access_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_gpus(monkeypatch, (9, 0), peers=False)
+    assert "0-1, 1-0" in doctor._links().found
+
+
+def test_small_shared_memory_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def statvfs(path: Path) -> types.SimpleNamespace:
+        return types.SimpleNamespace(f_bavail=16, f_blocks=16, f_frsize=2**20)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    found = doctor._shared_memory()
+    assert found.status == "note"
+    assert "--shm-size" in found.meaning
+
+
+def test_driver_version_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"
+    monkeypatch.setattr(Path, "read_text", lambda self: line)
+    assert doctor.driver_version() == "580.159.04"

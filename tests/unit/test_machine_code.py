@@ -1,0 +1,115 @@
+"""The built extension: the kernels' machine code, and what it is linked against."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import agmm._core
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "check_machine_code.py"
+
+needs_cuda_build = pytest.mark.skipif(
+    not agmm._core.cuda_built, reason="agmm._core is built without CUDA"
+)
+
+
+def _tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_machine_code", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+check_machine_code = _tool()
+
+RESOURCE_USAGE = """
+Fatbin elf code:
+================
+arch = {arch}
+
+Resource usage:
+ Common:
+  GLOBAL:0
+ Function gemm_PersistentAsyncInputScheduler:
+  REG:168 STACK:0 SHARED:0 LOCAL:{local} CONSTANT[0]:1 TEXTURE:0 SURFACE:0 SAMPLER:0
+"""
+SASS = """
+arch = {arch}
+		Function : gemm_PersistentAsyncInputScheduler
+        /*0000*/                   MOV R1, R2 ;       /* 0x00 */
+        /*1a10*/              @!P0 {instruction} ;    /* 0x00 */
+"""
+
+
+@pytest.mark.parametrize(
+    ("arch", "local", "instruction", "faults"),
+    [
+        ("sm_90a", 0, "HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24", []),
+        ("sm_90a", 0, "FFMA R4, R5, R6, R7", ["no HGMMA instruction"]),
+        ("sm_90", 0, "HGMMA.64x256x16 R24, R24", ["built for sm_90, wanted sm_90a"]),
+        ("sm_90a", 16, "HGMMA.64x256x16 R24, R24", ["16 bytes of local memory, wanted 0"]),
+        (
+            "sm_90a",
+            0,
+            "STL.128 [R1], R12",
+            ["no HGMMA instruction", "1 LDL or STL instructions, wanted 0"],
+        ),
+    ],
+)
+def test_faults_are_named(arch: str, local: int, instruction: str, faults: list[str]) -> None:
+    (kernel,) = check_machine_code.parse(
+        RESOURCE_USAGE.format(arch=arch, local=local),
+        SASS.format(arch=arch, instruction=instruction),
+    )
+    assert kernel.registers == 168
+    assert kernel.faults() == faults
+
+
+@needs_cuda_build
+def test_kernels_are_hopper_code_in_registers() -> None:
+    kernels = check_machine_code.inspect(check_machine_code.installed_core())
+    assert {k.name: k.faults() for k in kernels if k.faults()} == {}
+    matmuls = [kernel for kernel in kernels if kernel.is_gemm]
+    assert len(matmuls) >= len(agmm._core.kernels()) > 0
+
+
+def test_links_neither_driver_nor_runtime() -> None:
+    core = check_machine_code.installed_core()
+    dynamic = subprocess.run(
+        ["readelf", "--dynamic", core], capture_output=True, text=True, check=True
+    ).stdout
+    needed = [line for line in dynamic.splitlines() if "(NEEDED)" in line]
+    assert any("libc.so" in line for line in needed)
+    assert [line for line in needed if "libcuda" in line or "torch" in line] == []
+
+
+def test_imports_with_no_gpu_and_no_torch() -> None:
+    program = (
+        "import importlib.util, sys\n"
+        "spec = importlib.util.spec_from_file_location('_core', sys.argv[1])\n"
+        "core = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(core)\n"
+        "maps = open('/proc/self/maps').read()\n"
+        "assert 'libcuda' not in maps, maps\n"
+        "assert 'torch' not in sys.modules\n"
+        "core.kernels()\n"
+    )
+    core = check_machine_code.installed_core()
+    done = subprocess.run(
+        [sys.executable, "-c", program, core],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,256 @@
+"""Which room may import what: the rules, and a check that each of them can fail."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# What a C++ file may reach, by the name in its #include.
+CXX_KINDS = {
+    "torch": r"(torch|ATen|c10)/",
+    "python": r"(pybind11/|Python\.h$)",
+    "cutlass": r"(cutlass|cute)/",
+    "cuda": r"(cuda|cuda_\w+|driver_types|vector_types|nccl)\.h$|(cuda|nv)/",
+    "kernel": r"agmm/(persistent_async_input_scheduler|async_input_mainloop|async_input_mm)\.hpp$",
+    "launch": r"agmm/(async_input_mm|all_gather|cpu_workspace)\.hpp$",
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The files that match `files` reach nothing of the kinds in `forbidden`."""
+
+    files: tuple[str, ...]
+    forbidden: tuple[str, ...]
+
+
+CXX_RULES = {
+    "no torch in C++": Rule(("include/**/*", "src/**/*"), ("torch",)),
+    "only the bindings know Python": Rule(
+        ("include/**/*", "src/cpu/**/*", "src/cuda/**/*"), ("python",)
+    ),
+    "the bindings know launchers, not kernels": Rule(("src/bindings/**/*",), ("cutlass",)),
+    "the CPU core and what it shares need no CUDA": Rule(
+        (
+            "include/agmm/problem.hpp",
+            "include/agmm/chunking.hpp",
+            "include/agmm/signals.hpp",
+            "include/agmm/cpu_workspace.hpp",
+            "src/cpu/**/*",
+        ),
+        ("cutlass", "cuda", "kernel"),
+    ),
+    "transports know no kernels": Rule(
+        ("include/agmm/all_gather*", "src/cuda/all_gather*"), ("cutlass", "kernel")
+    ),
+    "kernels know no policy": Rule(
+        (
+            "include/agmm/persistent_async_input_scheduler.hpp",
+            "include/agmm/async_input_mainloop.hpp",
+        ),
+        ("launch",),
+    ),
+}
+
+# The commands, and what only they, the tests and the benchmarks use.
+COMMANDS = ("_terminal", "benchmarking", "cli", "demo", "doctor", "timeline", "testing")
+PYTHON_RULES = {
+    "legality and tables need no torch": Rule(
+        ("python/agmm/plan.py", "python/agmm/errors.py", "python/agmm/_env.py"), ("torch",)
+    ),
+    "the library does without what its commands use": Rule(
+        ("python/agmm/*.py",),
+        ("typer", "rich", "agmm.testing", *(f"agmm.{name}" for name in COMMANDS)),
+    ),
+    "plotting is an extra": Rule(("python/agmm/**/*.py",), ("matplotlib",)),
+    "test tools stay in tests": Rule(("python/agmm/**/*.py",), ("pytest", "hypothesis")),
+    "a call goes down from the ops": Rule(
+        (
+            "python/agmm/plan.py",
+            "python/agmm/symmetric_memory.py",
+            "python/agmm/_cpu.py",
+            "python/agmm/_cuda.py",
+        ),
+        ("agmm.ops",),
+    ),
+}
+COMMANDS_ARE_EXEMPT_FROM = "the library does without what its commands use"
+
+
+def _files(root: Path, rule: Rule) -> list[Path]:
+    found = {path for pattern in rule.files for path in root.glob(pattern) if path.is_file()}
+    return sorted(path for path in found if "__pycache__" not in path.parts)
+
+
+def _includes(path: Path) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
+
+
+def _reached(root: Path, path: Path) -> Iterator[tuple[str, str]]:
+    """Each include that `path` reaches through the project's headers, with the file that has it."""
+    seen = {path}
+    queue = [path]
+    while queue:
+        file = queue.pop()
+        for name in _includes(file):
+            yield name, str(file.relative_to(root))
+            for candidate in (root / "include" / name, file.parent / name):
+                if candidate.is_file() and candidate not in seen:
+                    seen.add(candidate)
+                    queue.append(candidate)
+
+
+def cxx_violations(root: Path, rule: Rule) -> list[str]:
+    """One line for each include in `root` that breaks `rule`."""
+    patterns = {kind: re.compile(CXX_KINDS[kind]) for kind in rule.forbidden}
+    return [
+        f"{path.relative_to(root)}: {name} ({kind}), included by {includer}"
+        for path in _files(root, rule)
+        for name, includer in _reached(root, path)
+        for kind, pattern in patterns.items()
+        if pattern.match(name)
+    ]
+
+
+def _imports(path: Path, package: str) -> Iterator[str]:
+    """The modules that `path` imports when it is imported, by their full names."""
+
+    def walk(nodes: list[ast.stmt]) -> Iterator[str]:
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                if node.level:
+                    parents = package.split(".")
+                    stem = ".".join(parents[: len(parents) - node.level + 1])
+                    base = f"{stem}.{base}" if base else stem
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names)
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                yield from walk(node.orelse)
+            else:
+                for field in ("body", "orelse", "finalbody"):
+                    yield from walk(getattr(node, field, []))
+                for handler in getattr(node, "handlers", []):
+                    yield from walk(handler.body)
+
+    yield from walk(ast.parse(path.read_text()).body)
+
+
+def python_violations(root: Path, rule: Rule, exempt: tuple[str, ...] = ()) -> list[str]:
+    """One line for each import in `root` that breaks `rule`."""
+    found = []
+    for path in _files(root, rule):
+        if path.stem in exempt:
+            continue
+        package = ".".join(path.parent.relative_to(root / "python").parts)
+        for name in sorted(set(_imports(path, package))):
+            if any(name == banned or name.startswith(f"{banned}.") for banned in rule.forbidden):
+                found.append(f"{path.relative_to(root)}: imports {name}")
+    return found
+
+
+@pytest.mark.parametrize("name", CXX_RULES)
+def test_cxx_room(name: str) -> None:
+    rule = CXX_RULES[name]
+    assert _files(REPOSITORY, rule)
+    assert cxx_violations(REPOSITORY, rule) == []
+
+
+@pytest.mark.parametrize("name", PYTHON_RULES)
+def test_python_room(name: str) -> None:
+    rule = PYTHON_RULES[name]
+    exempt = COMMANDS if name == COMMANDS_ARE_EXEMPT_FROM else ()
+    assert _files(REPOSITORY, rule)
+    assert python_violations(REPOSITORY, rule, exempt) == []
+
+
+def test_third_party_holds_no_vendored_code() -> None:
+    files = [path for path in (REPOSITORY / "third_party").rglob("*") if path.is_file()]
+    assert files
+    assert [p for p in files if p.suffix not in {".cmake", ".txt", ".md"}] == []
+
+
+def _plant(root: Path, path: str, text: str) -> None:
+    file = root / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "include"),
+    [
+        ("no torch in C++", "src/cuda/launch.cu", "<ATen/ATen.h>"),
+        ("no torch in C++", "include/agmm/problem.hpp", '"torch/extension.h"'),
+        ("only the bindings know Python", "src/cpu/workspace.cpp", "<pybind11/pybind11.h>"),
+        ("the bindings know launchers, not kernels", "src/bindings/m.cpp", '"cute/tensor.hpp"'),
+        ("the CPU core and what it shares need no CUDA", "src/cpu/w.cpp", "<cuda_runtime.h>"),
+        (
+            "transports know no kernels",
+            "src/cuda/all_gather.cu",
+            '"agmm/async_input_mainloop.hpp"',
+        ),
+        (
+            "kernels know no policy",
+            "include/agmm/async_input_mainloop.hpp",
+            '"agmm/all_gather.hpp"',
+        ),
+    ],
+)
+def test_planted_include_is_found(tmp_path: Path, name: str, path: str, include: str) -> None:
+    _plant(tmp_path, path, f"#pragma once\n#  include {include}\n")
+    assert len(cxx_violations(tmp_path, CXX_RULES[name])) == 1
+
+
+def test_include_is_found_through_a_header(tmp_path: Path) -> None:
+    _plant(tmp_path, "include/agmm/signals.hpp", "#include <cuda_runtime.h>\n")
+    _plant(tmp_path, "src/cpu/signals.cpp", '#include "agmm/signals.hpp"\n')
+    rule = CXX_RULES["the CPU core and what it shares need no CUDA"]
+    assert [line.split(":")[0] for line in cxx_violations(tmp_path, rule)] == [
+        "include/agmm/signals.hpp",
+        "src/cpu/signals.cpp",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "text"),
+    [
+        ("legality and tables need no torch", "python/agmm/plan.py", "import torch.distributed"),
+        (COMMANDS_ARE_EXEMPT_FROM, "python/agmm/ops.py", "from .testing import timer"),
+        (COMMANDS_ARE_EXEMPT_FROM, "python/agmm/ops.py", "from agmm import cli"),
+        (
+            "plotting is an extra",
+            "python/agmm/timeline.py",
+            "try:\n    import matplotlib\nfinally: 1",
+        ),
+        ("test tools stay in tests", "python/agmm/testing/cases.py", "import hypothesis"),
+        ("a call goes down from the ops", "python/agmm/_cpu.py", "from . import ops"),
+    ],
+)
+def test_planted_import_is_found(tmp_path: Path, name: str, path: str, text: str) -> None:
+    _plant(tmp_path, path, text + "\n")
+    assert python_violations(tmp_path, PYTHON_RULES[name])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
+        "def table() -> None:\n    import torch",
+        "import torchvision",
+    ],
+)
+def test_lawful_import_passes(tmp_path: Path, text: str) -> None:
+    _plant(tmp_path, "python/agmm/plan.py", text + "\n")
+    rule = PYTHON_RULES["legality and tables need no torch"]
+    assert python_violations(tmp_path, rule) == []

@@ -1,0 +1,158 @@
+"""The timing rule on the CPU: what is called how often, and whose time counts."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from agmm.testing import timer
+from agmm.testing.ranks import RankPool
+from agmm.testing.timer import host_time, max_over_ranks, pick_device, time_ways
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[RankPool]:
+    with RankPool(2, device="cpu") as pool:
+        yield pool
+
+
+def test_every_way_has_its_samples_and_warm_up() -> None:
+    calls = {"a": 0, "b": 0}
+
+    def count(name: str) -> None:
+        calls[name] += 1
+
+    times = time_ways(
+        {"a": lambda: count("a"), "b": lambda: count("b")}, samples=7, warmup=2, device=CPU
+    )
+    assert list(times) == ["a", "b"]
+    assert [len(samples) for samples in times.values()] == [7, 7]
+    assert calls == {"a": 9, "b": 9}
+
+
+def test_samples_are_interleaved_in_changing_order() -> None:
+    order: list[str] = []
+    ways = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    time_ways(ways, samples=12, warmup=0, device=CPU)
+    rounds = [tuple(order[i : i + 3]) for i in range(0, len(order), 3)]
+    assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
+    assert len(set(rounds)) > 1
+
+
+def test_times_are_microseconds() -> None:
+    times = time_ways({"sleep": lambda: time.sleep(0.005)}, samples=5, warmup=0, device=CPU)
+    assert 5_000 <= statistics.median(times["sleep"]) < 50_000
+
+
+def test_no_ways_take_no_time() -> None:
+    assert time_ways({}, device=CPU) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"samples": 0}, "samples: found 0, wanted at least 1"),
+        ({"warmup": -1}, "warmup: found -1, wanted at least 0"),
+    ],
+)
+def test_bad_counts_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        time_ways({"a": lambda: None}, device=CPU, **arguments)
+
+
+def test_host_time_is_the_median_in_microseconds() -> None:
+    pauses = iter([0.0] + [0.002] * 4 + [0.2])
+    assert 2_000 <= host_time(lambda: time.sleep(next(pauses)), 5, warmup=1, device=CPU) < 20_000
+    with pytest.raises(ValueError, match="calls: found 0, wanted at least 1"):
+        host_time(lambda: None, 0, device=CPU)
+
+
+def test_without_a_group_the_values_stay() -> None:
+    values = torch.tensor([3.0, 1.0], dtype=torch.float64)
+    assert max_over_ranks(values, None, CPU) is values
+
+
+class _FakeEvent:
+    """Records its place in the order of calls; 25 µs lie between two events."""
+
+    order: ClassVar[list[str]] = []
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.order.append("event")
+
+    def elapsed_time(self, other: _FakeEvent) -> float:
+        return 0.025
+
+
+def test_order_of_a_cuda_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = _FakeEvent.order
+    order.clear()
+    zero_ = torch.Tensor.zero_
+
+    def flush(tensor: torch.Tensor) -> torch.Tensor:
+        order.append(f"flush {tensor.nbytes}")
+        return zero_(tensor)
+
+    monkeypatch.setattr(timer, "FLUSH_BYTES", 64)
+    monkeypatch.setattr(timer, "_cycles_per_us", lambda index: 2000.0)
+    monkeypatch.setattr(torch.Tensor, "zero_", flush)
+    monkeypatch.setattr(torch.cuda, "Event", _FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append(f"spin {cycles}"))
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **keywords: order.append("align"))
+    sample = timer._CudaSampler(cast(Any, object()), CPU, spin_us=400.0, flush_l2=True)
+    order.clear()
+    assert sample(lambda: order.append("op")) == 25.0
+    assert order == [
+        "synchronize",
+        "flush 64",
+        "align",
+        "spin 800000",
+        "event",
+        "op",
+        "event",
+        "synchronize",
+    ]
+
+
+def _uneven_ranks() -> tuple[dict[str, list[float]], str]:
+    slow = 0.02 if dist.get_rank() == 1 else 0.0
+    times = time_ways({"uneven": lambda: time.sleep(slow), "even": lambda: None}, samples=4)
+    return times, pick_device().type
+
+
+def test_a_sample_is_the_slowest_ranks(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_uneven_ranks)
+    assert first == second
+    times, device = first
+    assert device == "cpu"
+    assert min(times["uneven"]) >= 20_000
+    assert statistics.median(times["even"]) < 20_000
+
+
+def _late_rank() -> dict[str, list[float]]:
+    def way() -> None:
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < 0.001:
+            pass
+
+    ways = {"way": way}
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+    return time_ways(ways, samples=1, warmup=0)
+
+
+def test_ranks_start_a_sample_together(two_ranks: RankPool) -> None:
+    times, _ = two_ranks.run(_late_rank)
+    assert times["way"][0] < 200_000

@@ -1,0 +1,151 @@
+"""Check the machine code of the CUDA kernels in a built `agmm._core`.
+
+Every kernel must be sm_90a code that multiplies with warpgroup instructions (HGMMA) and keeps its
+values in registers (no local memory, no LDL or STL).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+GEMM_SYMBOL = "PersistentAsyncInputScheduler"
+
+
+@dataclass
+class Kernel:
+    """One kernel as `cuobjdump` shows it."""
+
+    name: str
+    arch: str
+    registers: int = 0
+    local_bytes: int = 0
+    hgmma: int = 0
+    local_accesses: int = 0
+
+    @property
+    def is_gemm(self) -> bool:
+        """Whether it is a matmul kernel, by its mangled name."""
+        return GEMM_SYMBOL in self.name
+
+    def faults(self) -> list[str]:
+        """What is wrong with it, one phrase each."""
+        found = []
+        if self.arch != "sm_90a":
+            found.append(f"built for {self.arch}, wanted sm_90a")
+        if self.is_gemm and self.hgmma == 0:
+            found.append("no HGMMA instruction")
+        if self.is_gemm and self.local_accesses:
+            found.append(f"{self.local_accesses} LDL or STL instructions, wanted 0")
+        if self.is_gemm and self.local_bytes:
+            found.append(f"{self.local_bytes} bytes of local memory, wanted 0")
+        return found
+
+
+def find_cuobjdump() -> Path:
+    """Return `cuobjdump`: $CUOBJDUMP, on PATH, with the CUDA toolkit, or from its PyPI package.
+
+    Raises FileNotFoundError where there is none.
+    """
+    named = os.environ.get("CUOBJDUMP")
+    if named:
+        return Path(named)
+    on_path = shutil.which("cuobjdump")
+    if on_path:
+        return Path(on_path)
+    site_packages = Path(sysconfig.get_path("purelib"))
+    candidates = [
+        Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "cuobjdump",
+        *sorted(site_packages.glob("nvidia/cu*/bin/cuobjdump")),
+    ]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise FileNotFoundError("cuobjdump not found: pip install 'agmm[sass]', or set CUOBJDUMP")
+
+
+def _dump(cuobjdump: Path, option: str, library: Path) -> str:
+    environment = dict(os.environ)
+    # cuobjdump calls the nvdisasm beside it.
+    environment["PATH"] = f"{cuobjdump.parent}{os.pathsep}{environment.get('PATH', '')}"
+    done = subprocess.run(
+        [cuobjdump, option, library], env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"cuobjdump {option} {library}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def parse(resource_usage: str, sass: str) -> list[Kernel]:
+    """Return the kernels in the output of `cuobjdump -res-usage` and `cuobjdump -sass`."""
+    kernels: dict[tuple[str, str], Kernel] = {}
+    arch = ""
+    current: Kernel | None = None
+    for line in resource_usage.splitlines():
+        if match := re.match(r"arch = (\S+)", line):
+            arch = match[1]
+        elif match := re.match(r"\s*Function (\S+):", line):
+            current = kernels.setdefault((arch, match[1]), Kernel(name=match[1], arch=arch))
+        elif current and (
+            match := re.match(r"\s*REG:(\d+) STACK:\d+ SHARED:\d+ LOCAL:(\d+)", line)
+        ):
+            current.registers, current.local_bytes = int(match[1]), int(match[2])
+    for line in sass.splitlines():
+        if match := re.match(r"\s*arch = (\S+)", line):
+            arch = match[1]
+        elif match := re.match(r"\s*Function : (\S+)", line):
+            current = kernels.setdefault((arch, match[1]), Kernel(name=match[1], arch=arch))
+        elif current and (match := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\w+)", line)):
+            if match[1] == "HGMMA":
+                current.hgmma += 1
+            elif match[1] in ("LDL", "STL"):
+                current.local_accesses += 1
+    return sorted(kernels.values(), key=lambda kernel: kernel.name)
+
+
+def inspect(library: Path) -> list[Kernel]:
+    """Return the kernels in `library`, a shared library or an object file.
+
+    Raises FileNotFoundError without `cuobjdump`, RuntimeError where it refuses the file.
+    """
+    cuobjdump = find_cuobjdump()
+    return parse(_dump(cuobjdump, "-res-usage", library), _dump(cuobjdump, "-sass", library))
+
+
+def installed_core() -> Path:
+    """Return the path of the installed `agmm._core`.
+
+    Raises FileNotFoundError where agmm is not installed.
+    """
+    spec = importlib.util.find_spec("agmm._core")
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError("agmm._core is not installed")
+    return Path(spec.origin)
+
+
+def main() -> int:
+    """Print the kernels and their faults; 1 where there is a fault or no matmul kernel."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("library", nargs="?", type=Path, help="default: the installed agmm._core")
+    library = parser.parse_args().library or installed_core()
+    kernels = inspect(library)
+    for kernel in kernels:
+        verdict = "; ".join(kernel.faults()) or "ok"
+        print(f"{kernel.arch} {kernel.registers:4} registers {kernel.hgmma:5} HGMMA  {verdict}")
+        print(f"    {kernel.name[:160]}")
+    gemms = sum(kernel.is_gemm for kernel in kernels)
+    faulty = sum(bool(kernel.faults()) for kernel in kernels)
+    print(f"{len(kernels)} kernels, {gemms} of them matmuls, {faulty} with faults")
+    return int(faulty > 0 or gemms == 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
