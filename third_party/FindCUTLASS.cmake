@@ -29,7 +29,7 @@ find_package_handle_standard_args(
   CUTLASS
   REQUIRED_VARS CUTLASS_INCLUDE_DIR
   REASON_FAILURE_MESSAGE
-    "looked in '${_cutlass_hints}'; wanted the package nvidia-cutlass (pip install nvidia-cutlass==4.2.0.0 --no-deps) or CUTLASS_DIR=<folder with include/cutlass/cutlass.h>"
+    "looked in ${_cutlass_hints}, wanted the package nvidia-cutlass (pip install nvidia-cutlass==4.2.0.0 --no-deps) or CUTLASS_DIR=<folder with include/cutlass/cutlass.h>"
 )
 
 if(CUTLASS_FOUND AND NOT TARGET agmm::cutlass)

@@ -4,11 +4,16 @@
 // Timeline of one call on rank r (w ranks), push:
 //   main stream   fork ------------------------------ consumer kernel (waits for signals) -- join
 //   copy stream        take credits | -> r-1 | signal | -> r-2 | signal | ... |
-//   local stream       only where tiles are shared with a neighbour: own boundary rows | signal
+//   local stream       only where tiles are shared with a neighbour, before the consumer starts:
+//                      after the credits, own boundary rows | signal
 // and pull, when the caller wants the gathered A:
 //   copy stream        take credits | stage own shard | tag all peers | wait tag of r+1 |
 //                      copy r+1 | signal | wait tag of r+2 | copy | signal | ...
 //   local stream       own shard into the caller's A | signal
+//   the consumer starts when the own shard has been staged and copied
+//
+// Copies inside one GPU are kernels: beside a consumer that fills the GPU and spins they never run
+// (measured), so the consumer starts after them. Copies between GPUs are the copy engine's and do.
 //
 // Protocol. Every workspace has two gather buffers (slots) that calls use in turn. Per slot, words
 // in symmetric memory, one per source or peer p:
@@ -29,12 +34,15 @@
 //   4. A wait for a credit or tag on a stream has no limit of its own. It needs none: if peer p never
 //      gives the credit or tag, then p has not sent its chunk of this call either, and the
 //      consumer's wait for that chunk passes its limit and ends the process.
-//   5. All values written are fixed per call site, and every word is reset by its consumer, so a
+//   5. A slot's own rows are written (staging, boundary rows) only after the credits were taken, so
+//      after the peers have read what an earlier pull staged there.
+//   6. All values written are fixed per call site, and every word is reset by its consumer, so a
 //      captured CUDA graph can be replayed any number of times, between eager calls too.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <vector>
 
 #include "agmm/chunking.hpp"
@@ -83,16 +91,20 @@ class AllGather {
   AllGather(AllGather const&) = delete;
   AllGather& operator=(AllGather const&) = delete;
 
-  /// Throws std::invalid_argument when the request does not fit; enqueues nothing.
-  void check(GatherRequest const& request) const;
+  /// What the next begin() will give its consumer. Throws std::invalid_argument when the request
+  /// does not fit; enqueues nothing.
+  Gathered next(GatherRequest const& request) const;
   /// Enqueues the copies behind what `stream` holds.
-  Gathered begin(GatherRequest const& request, void* stream);
+  void begin(GatherRequest const& request, void* stream);
   /// Makes `stream` wait for the copies, so that the caller may reuse the shard and read a_out.
   void end(void* stream);
 
   int rank() const { return rank_; }
   int world_size() const { return static_cast<int>(bases_.size()); }
   std::size_t slot_bytes() const { return slot_bytes_; }
+  int device() const { return device_; }
+  /// Held for a whole call: next, begin, end.
+  std::mutex& mutex() { return mutex_; }
 
  private:
   struct Handles;  // streams and events
@@ -102,13 +114,16 @@ class AllGather {
   char* slot(int rank, int slot) const;
   void order_after_last_call(void* stream);
   void take_credits(int slot);
+  void copy_own_rows(GatherRequest const& request, int slot);
   void push(GatherRequest const& request, int slot);
   void pull(GatherRequest const& request, int slot);
 
   int rank_;
   std::vector<uintptr_t> bases_;
   std::size_t slot_bytes_;
+  int device_ = 0;
   int next_slot_ = 0;
+  std::mutex mutex_;
   Handles* handles_;
 };
 

@@ -3,13 +3,14 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
+#include <memory>
 #include <vector>
 
 #include "agmm/problem.hpp"
 
 namespace agmm {
 
+struct KernelEntry;
 struct WaitReport;
 struct TileTimes;
 
@@ -58,12 +59,22 @@ struct AsyncInputArgs {
 /// The kernels of this build.
 std::vector<KernelShape> built_kernels();
 
-/// Enqueues the matmul on the stream of the current device. Throws std::invalid_argument when the
-/// problem is not legal for the kernel or the kernel is not in this build, std::runtime_error when
-/// CUDA refuses.
-void async_input_mm(AsyncInputArgs const& args, void* stream);
+/// A matmul that is ready to be launched; cheap to copy.
+class PreparedMatmul {
+ public:
+  /// Enqueues the matmul on a stream of the current device. Throws std::runtime_error when CUDA
+  /// refuses.
+  void launch(void* stream) const;
 
-/// Throws std::invalid_argument with the reason when async_input_mm would refuse.
-void check_async_input_mm(AsyncInputArgs const& args);
+ private:
+  friend PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& args);
+  KernelEntry const* kernel_ = nullptr;
+  std::shared_ptr<void> params_;
+};
+
+/// Everything that can fail short of the launch itself: checks, shared memory, TMA descriptors (kept
+/// for the next call with the same arguments). Throws std::invalid_argument when the problem is not
+/// legal for the kernel or the kernel is not in this build, std::runtime_error when CUDA refuses.
+PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& args);
 
 }  // namespace agmm

@@ -66,6 +66,12 @@ struct ChunkGrid {
 
   AGMM_HOST_DEVICE int32_t count() const { return chunks_m * chunks_k; }
 
+  /// Whether every row chunk has rows; the last one may have fewer than the others.
+  AGMM_HOST_DEVICE bool is_legal() const {
+    return chunks_m >= 1 && chunks_k >= 1 && chunks_k <= depth &&
+           int64_t(chunks_m - 1) * rows_per_chunk.divisor < rows;
+  }
+
   /// The row chunks that the rows touch. Rows past the end of A touch none, so a tile that only pads
   /// the grid never names a signal.
   AGMM_HOST_DEVICE Range row_chunks(Range r) const {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <sstream>
 #include <string>
 
 #include "agmm/chunking.hpp"
@@ -29,9 +28,8 @@ struct Problem {
   BLayout b_layout = BLayout::ColumnMajor;
 
   std::string str() const {
-    std::ostringstream s;
-    s << m << "x" << n << "x" << k << " " << to_string(dtype) << " B " << to_string(b_layout);
-    return s.str();
+    return std::to_string(m) + "x" + std::to_string(n) + "x" + std::to_string(k) + " " +
+           to_string(dtype) + " B " + to_string(b_layout);
   }
 };
 
@@ -43,16 +41,16 @@ struct KernelShape {
   int32_t cluster_m = 1;
   int32_t cluster_n = 1;
   Schedule schedule = Schedule::Pingpong;
+  bool timed = false;  // records agmm::TileTimes; a variant for pictures, never chosen
 
   bool operator==(KernelShape const& o) const {
     return tile_m == o.tile_m && tile_n == o.tile_n && tile_k == o.tile_k &&
-           cluster_m == o.cluster_m && cluster_n == o.cluster_n && schedule == o.schedule;
+           cluster_m == o.cluster_m && cluster_n == o.cluster_n && schedule == o.schedule && timed == o.timed;
   }
   std::string str() const {
-    std::ostringstream s;
-    s << tile_m << "x" << tile_n << "x" << tile_k << "_" << cluster_m << "x" << cluster_n << "_"
-      << to_string(schedule);
-    return s.str();
+    return std::to_string(tile_m) + "x" + std::to_string(tile_n) + "x" + std::to_string(tile_k) +
+           "_" + std::to_string(cluster_m) + "x" + std::to_string(cluster_n) + "_" +
+           to_string(schedule) + (timed ? "_timed" : "");
   }
 };
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import weakref
 from datetime import timedelta
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -21,11 +22,14 @@ _SLOT_GRANULE = 32 << 20
 
 _HOPPER = (9, 0)
 
+_generations: dict[str, int] = {}
+"""How often the ranks of a group have agreed on new slots, by the group's name."""
+
 
 @cache
 def kernels() -> tuple[KernelConfig, ...]:
-    """The kernels of this build."""
-    return tuple(KernelConfig.of(kernel) for kernel in _core.kernels())
+    """The kernels of this build to choose from."""
+    return tuple(KernelConfig.of(kernel) for kernel in _core.kernels() if not kernel.timed)
 
 
 @lru_cache(maxsize=4096)
@@ -39,6 +43,7 @@ def _core_config(config: KernelConfig) -> _core.KernelConfig:
         config.schedule,
         config.max_swizzle,
         config.raster,
+        config.timed,
     )
 
 
@@ -78,10 +83,12 @@ def b_layout(b: torch.Tensor) -> _Layout | None:
     return None
 
 
-def why_operand_unfused(name: str, tensor: torch.Tensor) -> str | None:
-    if tensor.data_ptr() % 16 != 0:
-        return f"{name}: its address is no multiple of 16 bytes (TMA alignment)"
-    return None
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where its address is no multiple of 16 bytes (TMA alignment).
+
+    A copy, not another path: addresses differ between ranks, and the path must not.
+    """
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def why_b_unfused(b: torch.Tensor) -> str | None:
@@ -90,7 +97,7 @@ def why_b_unfused(b: torch.Tensor) -> str | None:
         return f"B: strides {tuple(b.stride())} are neither row-major nor column-major"
     if layout.leading % plan.ALIGNMENT != 0:
         return f"B: leading dimension {layout.leading} is not a multiple of {plan.ALIGNMENT}"
-    return why_operand_unfused("B", b)
+    return None
 
 
 def choose(
@@ -148,6 +155,8 @@ def async_input_mm(
     out = a.new_empty(m, n)
     if m == 0:
         return out
+    a, b = aligned(a), aligned(b)
+    bias = None if bias is None else aligned(bias.contiguous())
     chunks_m, chunks_k = 1, 1
     if a_chunk_signals is not None:
         chunks_m = a_chunk_signals.shape[0]
@@ -195,16 +204,22 @@ class CudaWorkspace:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
+        self._group_ref = weakref.ref(group)
         self._device = device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.slot_bytes = 0
-        self._generation = 0
         self._buffers: _Buffers | None = None
         self._captured = False
         self._kept: list[_Buffers] = []  # read by CUDA graphs that may be replayed
         self._why_unfused: str | None = None
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._group_ref()
+        if group is None:
+            raise AgmmError("group: found a destroyed one, wanted one that is alive")
+        return group
 
     @classmethod
     def create(
@@ -234,6 +249,10 @@ class CudaWorkspace:
                 f"wanted {slot_bytes}; call once with this shape before the capture"
             )
         slot_bytes = -(-slot_bytes // _SLOT_GRANULE) * _SLOT_GRANULE
+        with torch.cuda.device(self._device):
+            self._grow(slot_bytes)
+
+    def _grow(self, slot_bytes: int) -> None:
         self._agree(slot_bytes)
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group, device_ids=[self._device.index])
@@ -258,9 +277,10 @@ class CudaWorkspace:
 
     def _agree(self, slot_bytes: int) -> None:
         """All ranks want the same slots, and their GPUs reach each other; else all ranks raise."""
-        self._generation += 1
+        name = self._group.group_name
+        _generations[name] = _generations.get(name, 0) + 1
         store = _get_process_group_store(self._group)
-        prefix = f"agmm/{self._group.group_name}/{self._device.type}/{self._generation}"
+        prefix = f"agmm/{name}/{_generations[name]}"
         own = f"{slot_bytes};{socket.gethostname()};{self._device.index}"
         store.set(f"{prefix}/{self.rank}", own)
         keys = [f"{prefix}/{peer}" for peer in range(self.world_size)]
@@ -335,8 +355,10 @@ class CudaWorkspace:
         assert self._buffers is not None
         if not self._captured and torch.cuda.is_current_stream_capturing():
             self._captured = True
+        A_shard = aligned(A_shard)
         A = A_shard.new_empty(m, k) if return_A else None
         outs = []
+        kept: list[torch.Tensor | None] = []  # copies live until the call is enqueued
         weights = []
         for B, bias in zip(Bs, biases, strict=True):
             layout = b_layout(B)
@@ -350,6 +372,9 @@ class CudaWorkspace:
             )
             out = A_shard.new_empty(m, n)
             outs.append(out)
+            B = aligned(B)
+            bias = None if bias is None else aligned(bias.contiguous())
+            kept += [B, bias]
             weights.append(
                 (
                     B.data_ptr(),
@@ -375,3 +400,64 @@ class CudaWorkspace:
         except ValueError as error:
             raise InvalidArgument(str(error)) from None
         return A, outs
+
+
+def timeline(
+    A_shard: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup
+) -> list[dict[str, int]]:
+    """When each chunk arrived and when its tiles were computed, in one fused call. Collective.
+
+    Uses the timed kernel, which reads the GPU's global timer in the warp that loads the tiles.
+
+    Args:
+        A_shard: [M_local, K] bf16, contiguous.
+        B: [K, N] bf16, column-major.
+
+    Returns:
+        For each tile a dict with ``chunk`` (the last one it needs, in the order of arrival),
+        ``source`` (its rank) and, in ns of the GPU's timer, ``arrived_ns`` (when a tile first found
+        the chunk there), ``start_ns`` and ``end_ns`` (of the tile's loads).
+
+    Raises:
+        AgmmError: this build has no timed kernel.
+    """
+    timed = [KernelConfig.of(kernel) for kernel in _core.kernels() if kernel.timed]
+    if not timed:
+        raise AgmmError("config: found no timed kernel in this build, wanted one")
+    config = timed[0]
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    m_local = A_shard.shape[0]
+    m, n = world_size * m_local, B.shape[1]
+    tiles_m, tiles_n = -(-m // config.tile_m), -(-n // config.tile_n)
+    times = torch.zeros(
+        tiles_m * tiles_n, _core.TILE_TIMES_BYTES, dtype=torch.uint8, device=A_shard.device
+    )
+    workspace = CudaWorkspace.create(group, m * A_shard.shape[1] * 2, A_shard.device)
+    for _ in range(3):  # the first calls pay for loading the kernel
+        torch.cuda.synchronize(A_shard.device)
+        dist.barrier(group, device_ids=[A_shard.device.index])
+        workspace.all_gather_matmul(
+            A_shard, [B], [None], return_A=False, config=config, tile_times=times
+        )
+    words = times.cpu().view(torch.int64).view(tiles_m, tiles_n, -1)
+    arrived: dict[int, int] = {}
+    tiles = []
+    for i in range(tiles_m):
+        first, end = _core.chunks_of_rows(
+            m, world_size, i * config.tile_m, min((i + 1) * config.tile_m, m)
+        )
+        chunk = max(range(first, end), key=lambda c: (c - rank) % world_size)
+        for j in range(tiles_n):
+            wait_begin, start, stop = (int(v) for v in words[i, j, :3])
+            arrived[chunk] = min(arrived.get(chunk, start), start)
+            tiles.append((chunk, wait_begin if chunk == rank else start, stop))
+    return [
+        {
+            "chunk": chunk,
+            "source": chunk,
+            "arrived_ns": arrived[chunk],
+            "start_ns": start,
+            "end_ns": stop,
+        }
+        for chunk, start, stop in tiles
+    ]

@@ -83,13 +83,11 @@ def _check_gatherable(
                 )
 
 
-def _check_async_input(
-    a: torch.Tensor, b: torch.Tensor, signals: torch.Tensor, pivot: int
-) -> None:
+def _check_async_input(a: torch.Tensor, b: torch.Tensor, signals: torch.Tensor, pivot: int) -> None:
     _check_matrix("a", a)
     _check_matrix("b", b)
     _check_same("b", b, "a", a)
-    wanted = _CPU_DTYPES if a.device.type == "cpu" else (torch.bfloat16, torch.float16)
+    wanted = (torch.bfloat16, torch.float16) if a.device.type == "cuda" else _CPU_DTYPES
     if a.dtype not in wanted:
         names = ", ".join(str(dtype) for dtype in wanted)
         raise InvalidArgument(f"a: found dtype {a.dtype}, wanted one of {names}")
@@ -131,7 +129,6 @@ def _async_input_mm_cuda(
     reason = (
         _cuda.why_unfused(a.device)
         or plan.why_unfused(str(a.dtype).removeprefix("torch."), b.shape[1], a.shape[1])
-        or _cuda.why_operand_unfused("a", a)
         or _cuda.why_b_unfused(b)
     )
     if reason is None and not a_chunk_signals.is_contiguous():
@@ -144,6 +141,7 @@ def _async_input_mm_cuda(
 def _async_input_mm_fake(
     a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, a_chunk_pivot: int
 ) -> torch.Tensor:
+    _check_async_input(a, b, a_chunk_signals, a_chunk_pivot)
     return a.new_empty(a.shape[0], b.shape[1])
 
 
@@ -189,7 +187,7 @@ def _why_unfused(
         return None
     if A_shard.device.type != "cuda":
         return f"A_shard: device {A_shard.device}, the fused path wants cuda or cpu"
-    reason = _cuda.why_unfused(A_shard.device) or _cuda.why_operand_unfused("A_shard", A_shard)
+    reason = _cuda.why_unfused(A_shard.device)
     dtype = str(A_shard.dtype).removeprefix("torch.")
     for B in Bs:
         reason = (
@@ -410,7 +408,9 @@ def all_gather_matmul(
     tensors = [A_shard, *Bs, *(b for b in biases if b is not None)]
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
-            raise InvalidArgument(f"A_shard, B, bias: found {type(tensor).__name__}, wanted tensors")
+            raise InvalidArgument(
+                f"A_shard, B, bias: found {type(tensor).__name__}, wanted tensors"
+            )
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise InvalidArgument(
             "A_shard, B: found requires_grad=True, wanted a call under torch.no_grad(): "
@@ -434,5 +434,3 @@ def all_gather_matmul(
     A, outs = call(A_shard, Bs, biases, group_name, gather_dim, return_A, config_name, strict)
     out = outs if several else outs[0]
     return (A, out) if return_A else out
-
-

@@ -8,6 +8,7 @@ H200 (docs/performance.md).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,6 +16,11 @@ from typing import Any, Protocol
 
 ALIGNMENT = 8
 """K and N must be multiples of this: 16-byte TMA alignment of 2-byte elements."""
+
+_CONFIG_NAME = re.compile(
+    r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)_([1-9]\d*)x([1-9]\d*)_(cooperative|pingpong)(_timed)?"
+    r"(?:/swizzle([1248])(?:/(along_m|along_n))?)?"
+)
 
 FUSED_DTYPES = ("bfloat16", "float16")
 
@@ -34,6 +40,8 @@ class _BuiltKernel(Protocol):
     def cluster_n(self) -> int: ...
     @property
     def schedule(self) -> str: ...
+    @property
+    def timed(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,8 @@ class KernelConfig:
     """A kernel of the table in ``src/cuda/kernels.cmake``, with its swizzle and raster.
 
     ``schedule`` is ``"cooperative"`` or ``"pingpong"``; ``raster`` is ``"along_m"`` or
-    ``"along_n"``; ``max_swizzle`` is 1, 2, 4 or 8.
+    ``"along_n"``; ``max_swizzle`` is 1, 2, 4 or 8. ``timed`` is the variant that
+    records when each tile waited and ran.
     """
 
     tile_m: int
@@ -52,6 +61,7 @@ class KernelConfig:
     schedule: str
     max_swizzle: int = 1
     raster: str = "along_m"
+    timed: bool = False
 
     @classmethod
     def of(
@@ -67,6 +77,7 @@ class KernelConfig:
             kernel.schedule,
             max_swizzle,
             raster,
+            kernel.timed,
         )
 
     @classmethod
@@ -76,24 +87,24 @@ class KernelConfig:
         Raises:
             ValueError: ``name`` is not of the form ``128x256x64_2x1_cooperative[/swizzleN[/raster]]``.
         """
-        try:
-            kernel, *rest = name.split("/")
-            tile, cluster, schedule = kernel.split("_")
-            tile_m, tile_n, tile_k = (int(v) for v in tile.split("x"))
-            cluster_m, cluster_n = (int(v) for v in cluster.split("x"))
-            max_swizzle = int(rest[0].removeprefix("swizzle")) if rest else 1
-            raster = rest[1] if len(rest) > 1 else "along_m"
-            if schedule not in ("cooperative", "pingpong") or raster not in ("along_m", "along_n"):
-                raise ValueError
-            if len(rest) > 2 or max_swizzle not in (1, 2, 4, 8):
-                raise ValueError
-        except ValueError:
+        found = _CONFIG_NAME.fullmatch(name)
+        if found is None:
             raise ValueError(
                 f"config: found {name!r}, wanted a name such as "
                 "128x256x64_2x1_cooperative/swizzle4/along_m"
-            ) from None
+            )
+        tile_m, tile_n, tile_k, cluster_m, cluster_n = (int(v) for v in found.groups()[:5])
+        schedule, timed, max_swizzle, raster = found.groups()[5:]
         return cls(
-            tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, max_swizzle, raster
+            tile_m,
+            tile_n,
+            tile_k,
+            cluster_m,
+            cluster_n,
+            schedule,
+            int(max_swizzle or 1),
+            raster or "along_m",
+            timed is not None,
         )
 
     @property
@@ -101,7 +112,7 @@ class KernelConfig:
         """Tile, cluster and schedule: what is compiled in."""
         return (
             f"{self.tile_m}x{self.tile_n}x{self.tile_k}"
-            f"_{self.cluster_m}x{self.cluster_n}_{self.schedule}"
+            f"_{self.cluster_m}x{self.cluster_n}_{self.schedule}{'_timed' if self.timed else ''}"
         )
 
     @property
@@ -167,9 +178,14 @@ def predict_us(problem: Problem, config: KernelConfig) -> float:
     """Predicted time of the fused call in µs, launch included."""
     tiles_m = -(-problem.m // config.tile_m)
     tiles_n = -(-problem.n // config.tile_n)
-    tile_us = 2e-6 * config.tile_m * config.tile_n * problem.k / _TFLOPS_PER_SM.get(
-        config.kernel, _DEFAULT_TFLOPS_PER_SM
-    ) + _TILE_OVERHEAD_US[config.schedule]
+    tile_us = (
+        2e-6
+        * config.tile_m
+        * config.tile_n
+        * problem.k
+        / _TFLOPS_PER_SM.get(config.kernel, _DEFAULT_TFLOPS_PER_SM)
+        + _TILE_OVERHEAD_US[config.schedule]
+    )
 
     # One worker per CTA; a pingpong CTA works on two tiles at a time but no faster than on one.
     # Clusters go in lockstep, so one cluster's tiles count as that many workers' tiles.

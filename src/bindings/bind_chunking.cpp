@@ -23,8 +23,14 @@ TileOrder make_order(int m, int n, int block_rows, int block_cols, int chunks, i
   if (m < 1 || n < 1 || block_rows < 1 || block_cols < 1) {
     throw std::invalid_argument("m, n, block_rows, block_cols: wanted at least 1 each");
   }
-  if (chunks < 1 || chunks > m) throw std::invalid_argument("chunks: wanted 1 to m");
-  if (pivot < 0 || pivot >= chunks) throw std::invalid_argument("pivot: wanted 0 to chunks - 1");
+  if (chunks < 1 || !ChunkGrid(m, 1, chunks).is_legal()) {
+    throw std::invalid_argument("chunks: found " + std::to_string(chunks) + " for m=" +
+                                std::to_string(m) + ", wanted a row in each");
+  }
+  if (pivot < 0 || pivot >= chunks) {
+    throw std::invalid_argument("pivot: found " + std::to_string(pivot) + ", wanted 0 to " +
+                                std::to_string(chunks - 1));
+  }
   return TileOrder(ChunkGrid(m, 1, chunks), n, block_rows, block_cols, pivot, max_swizzle,
                    agmm::parse_raster(raster));
 }
@@ -67,6 +73,13 @@ void bind_chunking(py::module_& m) {
       py::arg("begin"), py::arg("end"), py::arg("tile_rows"), py::arg("total_rows"),
       "The rows of a shard that tiles share with its neighbours: head and tail, half-open.");
   m.def(
-      "fast_divide", [](int n, int divisor) { return agmm::FastDiv(divisor).divide(n); },
+      "fast_divide",
+      [](int n, int divisor) {
+        if (n < 0 || divisor < 1) {
+          throw std::invalid_argument("n, divisor: found " + std::to_string(n) + " and " +
+                                      std::to_string(divisor) + ", wanted n >= 0, divisor >= 1");
+        }
+        return agmm::FastDiv(divisor).divide(n);
+      },
       py::arg("n"), py::arg("divisor"));
 }

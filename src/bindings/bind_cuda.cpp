@@ -30,10 +30,11 @@ T* pointer(uintptr_t address) {
 uint64_t limit_ns() { return static_cast<uint64_t>(agmm::timeout_seconds() * 1e9); }
 
 KernelConfig make_config(int tile_m, int tile_n, int tile_k, int cluster_m, int cluster_n,
-                         const std::string& schedule, int max_swizzle, const std::string& raster) {
+                         const std::string& schedule, int max_swizzle, const std::string& raster,
+                         bool timed) {
   KernelConfig config;
   config.shape = {tile_m,    tile_n,    tile_k,
-                  cluster_m, cluster_n, agmm::parse_schedule(schedule)};
+                  cluster_m, cluster_n, agmm::parse_schedule(schedule), timed};
   config.max_swizzle = max_swizzle;
   config.raster = agmm::parse_raster(raster);
   return config;
@@ -71,7 +72,7 @@ void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int
   args.sm_count = sm_count;
   args.limit_ns = limit_ns();
   args.tile_times = pointer<agmm::TileTimes>(tile_times);
-  agmm::async_input_mm(args, pointer<void>(stream));
+  agmm::prepare_async_input_mm(args).launch(pointer<void>(stream));
 }
 
 void all_gather_matmul(AllGather& gather, uintptr_t a_shard, int rows, int k, bool is_bf16,
@@ -106,7 +107,8 @@ void bind_cuda(py::module_& m) {
   py::class_<KernelConfig>(m, "KernelConfig", "A kernel shape and its swizzle and raster.")
       .def(py::init(&make_config), py::arg("tile_m"), py::arg("tile_n"), py::arg("tile_k"),
            py::arg("cluster_m"), py::arg("cluster_n"), py::arg("schedule"),
-           py::arg("max_swizzle") = 1, py::arg("raster") = "along_m")
+           py::arg("max_swizzle") = 1, py::arg("raster") = "along_m", py::arg("timed") = false)
+      .def_property_readonly("timed", [](const KernelConfig& c) { return c.shape.timed; })
       .def_property_readonly("name", [](const KernelConfig& c) { return c.shape.str(); })
       .def_property_readonly("tile_m", [](const KernelConfig& c) { return c.shape.tile_m; })
       .def_property_readonly("tile_n", [](const KernelConfig& c) { return c.shape.tile_n; })

@@ -12,8 +12,8 @@ namespace {
 }  // namespace
 
 std::vector<KernelShape> built_kernels() { return {}; }
-void check_async_input_mm(AsyncInputArgs const&) { refuse(); }
-void async_input_mm(AsyncInputArgs const&, void*) { refuse(); }
+PreparedMatmul prepare_async_input_mm(AsyncInputArgs const&) { refuse(); }
+void PreparedMatmul::launch(void*) const { refuse(); }
 
 std::size_t AllGather::workspace_bytes(std::size_t, int) { refuse(); }
 std::size_t AllGather::first_credit_word(int, int) { refuse(); }

@@ -58,6 +58,8 @@ struct AllGather::Handles {
   cudaStream_t copies = nullptr;
   cudaStream_t local = nullptr;
   cudaEvent_t fork = nullptr;
+  cudaEvent_t credits_taken = nullptr;
+  cudaEvent_t staged = nullptr;
   cudaEvent_t copies_done = nullptr;
   cudaEvent_t local_done = nullptr;
   cudaEvent_t call_done = nullptr;
@@ -65,10 +67,7 @@ struct AllGather::Handles {
   uint32_t** peer_credits = nullptr;  // device, [kSlots][w]
 
   bool local_used = false;
-  // The last eager call, and the last call of the last capture.
-  cudaStream_t last_stream = nullptr;
-  bool any_call = false;
-  cudaStream_t last_captured_stream = nullptr;
+  bool any_call = false;  // eager
   unsigned long long last_capture = 0;
   unsigned long long capture = 0;  // of the call under way; 0: eager
 
@@ -80,7 +79,8 @@ struct AllGather::Handles {
       AGMM_CHECK_CUDA(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, greatest));
     }
     for (cudaEvent_t* event :
-         {&fork, &copies_done, &local_done, &call_done, &captured_call_done}) {
+         {&fork, &credits_taken, &staged, &copies_done, &local_done, &call_done,
+          &captured_call_done}) {
       AGMM_CHECK_CUDA(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
     }
   }
@@ -89,7 +89,8 @@ struct AllGather::Handles {
     for (cudaStream_t stream : {copies, local}) {
       if (stream != nullptr) cudaStreamDestroy(stream);
     }
-    for (cudaEvent_t event : {fork, copies_done, local_done, call_done, captured_call_done}) {
+    for (cudaEvent_t event : {fork, credits_taken, staged, copies_done, local_done, call_done,
+                              captured_call_done}) {
       if (event != nullptr) cudaEventDestroy(event);
     }
     if (peer_credits != nullptr) cudaFree(peer_credits);
@@ -115,7 +116,7 @@ char* AllGather::slot(int rank, int slot) const {
 }
 
 AllGather::AllGather(int rank, std::vector<uintptr_t> const& bases, std::size_t slot_bytes)
-    : rank_(rank), bases_(bases), slot_bytes_(slot_bytes) {
+    : rank_(rank), bases_(bases), slot_bytes_(slot_bytes), device_(current_device().index) {
   if (rank < 0 || rank >= world_size()) {
     throw std::invalid_argument("rank: found " + std::to_string(rank) + ", wanted 0 to " +
                                 std::to_string(world_size() - 1));
@@ -140,7 +141,7 @@ AllGather::AllGather(int rank, std::vector<uintptr_t> const& bases, std::size_t 
 
 AllGather::~AllGather() { delete handles_; }
 
-void AllGather::check(GatherRequest const& request) const {
+Gathered AllGather::next(GatherRequest const& request) const {
   auto const bytes = static_cast<std::size_t>(world_size() * request.rows * request.row_bytes);
   if (bytes > slot_bytes_) {
     throw std::invalid_argument("A_shard: gathered it has " + std::to_string(bytes) +
@@ -150,6 +151,20 @@ void AllGather::check(GatherRequest const& request) const {
   if (request.transport == Transport::CopyEnginePull && request.a_out == nullptr) {
     throw std::invalid_argument("a_out: found null, wanted the gathered A for the pull transport");
   }
+
+  int const s = next_slot_;
+  bool const is_push = request.transport == Transport::CopyEnginePush;
+  Gathered gathered;
+  gathered.a = is_push ? slot(rank_, s) : request.a_out;
+  gathered.signals = words(rank_, s, kSignals);
+  gathered.tags = is_push ? nullptr : words(rank_, s, kTags);
+  gathered.ready_value = request.tag;
+  static_assert(kTags == kSignals + 1, "signals and tags are reset as one stretch");
+  gathered.reset_words = words(rank_, s, kSignals);
+  gathered.reset_count = 2 * world_size();
+  gathered.finished_ctas = words(rank_, s, kFinished);
+  gathered.peer_credits = handles_->peer_credits + s * world_size();
+  return gathered;
 }
 
 /// Calls of one workspace run one after the other also when they come on different streams. Between
@@ -161,10 +176,8 @@ void AllGather::order_after_last_call(void* stream_handle) {
   AGMM_CHECK_CUDA(cudaStreamGetCaptureInfo(stream, &status, &id));
   handles_->capture = status == cudaStreamCaptureStatusActive ? id : 0;
   if (handles_->capture == 0) {
-    if (handles_->any_call && handles_->last_stream != stream) {
-      AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->call_done, 0));
-    }
-  } else if (handles_->last_capture == id && handles_->last_captured_stream != stream) {
+    if (handles_->any_call) AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->call_done, 0));
+  } else if (handles_->last_capture == id) {
     AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->captured_call_done, 0));
   }
 }
@@ -180,28 +193,30 @@ void AllGather::take_credits(int s) {
   batch(handles_->copies, ops);
 }
 
+/// The rows of the own slot that the consumer's boundary tiles read, and their signal.
+void AllGather::copy_own_rows(GatherRequest const& request, int s) {
+  std::size_t const own_offset = rank_ * request.rows * request.row_bytes;
+  auto const* const shard = static_cast<char const*>(request.a_shard);
+  AGMM_CHECK_CUDA(cudaEventRecord(handles_->credits_taken, handles_->copies));
+  AGMM_CHECK_CUDA(cudaStreamWaitEvent(handles_->local, handles_->credits_taken, 0));
+  for (Range const rows : {request.shared.head, request.shared.tail}) {
+    std::size_t const begin = rows.begin * request.row_bytes;
+    copy(slot(rank_, s) + begin, shard + (begin - own_offset), rows.size() * request.row_bytes,
+         handles_->local);
+  }
+  write(handles_->local, words(rank_, s, kSignals) + rank_, request.tag);
+  AGMM_CHECK_CUDA(cudaEventRecord(handles_->local_done, handles_->local));
+}
+
 void AllGather::push(GatherRequest const& request, int s) {
   std::size_t const shard_bytes = request.rows * request.row_bytes;
-  std::size_t const own_offset = rank_ * shard_bytes;
-  auto const* const shard = static_cast<char const*>(request.a_shard);
-
-  handles_->local_used = !request.shared.head.empty() || !request.shared.tail.empty();
-  if (handles_->local_used) {
-    AGMM_CHECK_CUDA(cudaStreamWaitEvent(handles_->local, handles_->fork, 0));
-    for (Range const rows : {request.shared.head, request.shared.tail}) {
-      std::size_t const begin = rows.begin * request.row_bytes;
-      copy(slot(rank_, s) + begin, shard + (begin - own_offset), rows.size() * request.row_bytes,
-           handles_->local);
-    }
-    write(handles_->local, words(rank_, s, kSignals) + rank_, request.tag);
-    AGMM_CHECK_CUDA(cudaEventRecord(handles_->local_done, handles_->local));
-  }
-
   take_credits(s);
+  handles_->local_used = !request.shared.head.empty() || !request.shared.tail.empty();
+  if (handles_->local_used) copy_own_rows(request, s);
   // Nearest consumer first: r-1 computes this shard next after its own.
   for (int i = 1; i < world_size(); ++i) {
     int const peer = (rank_ + world_size() - i) % world_size();
-    copy(slot(peer, s) + own_offset, shard, shard_bytes, handles_->copies);
+    copy(slot(peer, s) + rank_ * shard_bytes, request.a_shard, shard_bytes, handles_->copies);
     write(handles_->copies, words(peer, s, kSignals) + rank_, request.tag);
   }
 }
@@ -215,7 +230,6 @@ void AllGather::pull(GatherRequest const& request, int s) {
   AGMM_CHECK_CUDA(cudaStreamWaitEvent(handles_->local, handles_->fork, 0));
   copy(out + rank_ * shard_bytes, request.a_shard, shard_bytes, handles_->local);
   write(handles_->local, signals + rank_, request.tag);
-  AGMM_CHECK_CUDA(cudaEventRecord(handles_->local_done, handles_->local));
 
   take_credits(s);
   copy(slot(rank_, s) + rank_ * shard_bytes, request.a_shard, shard_bytes, handles_->copies);
@@ -225,6 +239,9 @@ void AllGather::pull(GatherRequest const& request, int s) {
     tags.push_back(write_op(words(peer, s, kTags) + rank_, request.tag));
   }
   batch(handles_->copies, tags);
+  AGMM_CHECK_CUDA(cudaEventRecord(handles_->staged, handles_->copies));
+  AGMM_CHECK_CUDA(cudaStreamWaitEvent(handles_->local, handles_->staged, 0));
+  AGMM_CHECK_CUDA(cudaEventRecord(handles_->local_done, handles_->local));
   for (int i = 1; i < world_size(); ++i) {
     int const peer = (rank_ + i) % world_size();
     // Any tag will do here: the consumer compares it, and ends the process if it is another call's.
@@ -237,50 +254,32 @@ void AllGather::pull(GatherRequest const& request, int s) {
   }
 }
 
-Gathered AllGather::begin(GatherRequest const& request, void* stream_handle) {
+void AllGather::begin(GatherRequest const& request, void* stream_handle) {
   auto const stream = static_cast<cudaStream_t>(stream_handle);
-  check(request);
   order_after_last_call(stream);
-  int const s = next_slot_;
-  next_slot_ = (next_slot_ + 1) % kSlots;
-
   AGMM_CHECK_CUDA(cudaEventRecord(handles_->fork, stream));
   AGMM_CHECK_CUDA(cudaStreamWaitEvent(handles_->copies, handles_->fork, 0));
-  bool const is_push = request.transport == Transport::CopyEnginePush;
-  if (is_push) {
-    push(request, s);
+  if (request.transport == Transport::CopyEnginePush) {
+    push(request, next_slot_);
   } else {
-    pull(request, s);
+    pull(request, next_slot_);
   }
   AGMM_CHECK_CUDA(cudaEventRecord(handles_->copies_done, handles_->copies));
-
-  Gathered gathered;
-  gathered.a = is_push ? slot(rank_, s) : request.a_out;
-  gathered.signals = words(rank_, s, kSignals);
-  gathered.tags = is_push ? nullptr : words(rank_, s, kTags);
-  gathered.ready_value = request.tag;
-  static_assert(kTags == kSignals + 1, "signals and tags are reset as one stretch");
-  gathered.reset_words = words(rank_, s, kSignals);
-  gathered.reset_count = 2 * world_size();
-  gathered.finished_ctas = words(rank_, s, kFinished);
-  gathered.peer_credits = handles_->peer_credits + s * world_size();
-  return gathered;
+  if (handles_->local_used) {
+    AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->local_done, 0));
+  }
+  next_slot_ = (next_slot_ + 1) % kSlots;
 }
 
 void AllGather::end(void* stream_handle) {
   auto const stream = static_cast<cudaStream_t>(stream_handle);
   AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->copies_done, 0));
-  if (handles_->local_used) {
-    AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->local_done, 0));
-  }
   if (handles_->capture == 0) {
     AGMM_CHECK_CUDA(cudaEventRecord(handles_->call_done, stream));
     handles_->any_call = true;
-    handles_->last_stream = stream;
   } else {
     AGMM_CHECK_CUDA(cudaEventRecord(handles_->captured_call_done, stream));
     handles_->last_capture = handles_->capture;
-    handles_->last_captured_stream = stream;
   }
 }
 

@@ -21,7 +21,7 @@ auto fields(AsyncInputArgs const& a) {
   return std::make_tuple(
       a.problem.m, a.problem.n, a.problem.k, a.problem.dtype, a.problem.b_layout,
       a.config.shape.tile_m, a.config.shape.tile_n, a.config.shape.tile_k, a.config.shape.cluster_m,
-      a.config.shape.cluster_n, a.config.shape.schedule, a.config.max_swizzle, a.config.raster, a.a,
+      a.config.shape.cluster_n, a.config.shape.schedule, a.config.shape.timed, a.config.max_swizzle, a.config.raster, a.a,
       a.a_local, a.b, a.ldb, a.bias, a.out, a.signals, a.ready_value, a.chunks_m, a.chunks_k,
       a.chunk_pivot, a.local_begin, a.local_end, a.sm_count, a.rank, a.chunks_per_rank,
       a.mismatch_is_fatal, a.tags, a.limit_ns, a.report, a.release_signals, a.release_count,
@@ -45,18 +45,18 @@ struct Hash {
 struct AlignedDelete {
   void operator()(void* p) const { ::operator delete(p, std::align_val_t(kParamsAlignment)); }
 };
-using Params = std::unique_ptr<void, AlignedDelete>;
+using Params = std::shared_ptr<void>;
 
 /// Kernel parameters of the launches seen lately. TMA descriptors cost microseconds to build, and a
 /// training or serving loop calls with the same pointers again.
 class ParamsCache {
  public:
   template <class Build>
-  void* find_or_build(AsyncInputArgs const& args, Build const& build) {
+  Params find_or_build(AsyncInputArgs const& args, Build const& build) {
     auto const found = params_.find(args);
-    if (found != params_.end()) return found->second.get();
+    if (found != params_.end()) return found->second;
     if (params_.size() >= kCapacity) params_.clear();
-    return params_.emplace(args, build()).first->second.get();
+    return params_.emplace(args, build()).first->second;
   }
 
  private:
@@ -95,6 +95,40 @@ void require_aligned(char const* argument, void const* pointer) {
   }
 }
 
+void check(AsyncInputArgs const& args) {
+  Problem const& p = args.problem;
+  if (p.m < 1) refuse("A", "M=" + std::to_string(p.m), "at least 1");
+  if (p.n < 1) refuse("B", "N=" + std::to_string(p.n), "at least 1");
+  if (p.k < 1) refuse("A", "K=" + std::to_string(p.k), "at least 1");
+  require_multiple_of_8("A", "K", p.k);
+  require_multiple_of_8("B", "N", p.n);
+  require_multiple_of_8("B", "leading dimension", args.ldb);
+  require_aligned("A", args.a);
+  require_aligned("B", args.b);
+  require_aligned("out", args.out);
+  if (args.local_end > args.local_begin) require_aligned("A_shard", args.a_local);
+  if (args.bias != nullptr) require_aligned("bias", args.bias);
+  if (args.chunks_m < 1 || args.chunks_k < 1 ||
+      !ChunkGrid(p.m, p.k, args.chunks_m, args.chunks_k).is_legal()) {
+    refuse("a_chunk_signals",
+           std::to_string(args.chunks_m) + "x" + std::to_string(args.chunks_k) + " chunks",
+           "at least one row and column of A in each");
+  }
+  if (args.chunk_pivot < 0 || args.chunk_pivot >= args.chunks_m) {
+    refuse("a_chunk_pivot", std::to_string(args.chunk_pivot),
+           "0 to " + std::to_string(args.chunks_m - 1));
+  }
+  DeviceFacts const& device = current_device();
+  if (device.capability_major != 9) {
+    refuse("A", "a device of compute capability " + std::to_string(device.capability_major) + "." +
+                    std::to_string(device.capability_minor),
+           "9.0 (Hopper)");
+  }
+  if (find_kernel(args) == nullptr) {
+    refuse("config", args.config.shape.str() + " for " + p.str(), "a kernel of this build");
+  }
+}
+
 }  // namespace
 
 bool AsyncInputArgs::operator==(AsyncInputArgs const& other) const {
@@ -112,66 +146,40 @@ std::vector<KernelShape> built_kernels() {
   return shapes;
 }
 
-void check_async_input_mm(AsyncInputArgs const& args) {
-  Problem const& p = args.problem;
-  if (p.m < 1) refuse("A", "M=" + std::to_string(p.m), "at least 1");
-  if (p.n < 1) refuse("B", "N=" + std::to_string(p.n), "at least 1");
-  if (p.k < 1) refuse("A", "K=" + std::to_string(p.k), "at least 1");
-  require_multiple_of_8("A", "K", p.k);
-  require_multiple_of_8("B", "N", p.n);
-  require_multiple_of_8("B", "leading dimension", args.ldb);
-  require_aligned("A", args.a);
-  require_aligned("B", args.b);
-  require_aligned("out", args.out);
-  if (args.local_end > args.local_begin) require_aligned("A_shard", args.a_local);
-  if (args.bias != nullptr) require_aligned("bias", args.bias);
-  if (args.chunks_m < 1 || args.chunks_m > p.m) {
-    refuse("a_chunk_signals", std::to_string(args.chunks_m) + " chunks", "1 to M chunks");
-  }
-  if (args.chunks_k < 1 || args.chunks_k > p.k) {
-    refuse("a_chunk_signals", std::to_string(args.chunks_k) + " chunks in K", "1 to K chunks");
-  }
-  if (args.chunk_pivot < 0 || args.chunk_pivot >= args.chunks_m) {
-    refuse("a_chunk_pivot", std::to_string(args.chunk_pivot),
-           "0 to " + std::to_string(args.chunks_m - 1));
-  }
-  DeviceFacts const& device = current_device();
-  if (device.capability_major != 9) {
-    refuse("A", "a device of compute capability " + std::to_string(device.capability_major) + "." +
-                    std::to_string(device.capability_minor),
-           "9.0 (Hopper)");
-  }
-  if (find_kernel(args) == nullptr) {
-    refuse("config", args.config.shape.str() + " for " + p.str(), "a kernel of this build");
-  }
-}
-
-void async_input_mm(AsyncInputArgs const& given, void* stream) {
-  check_async_input_mm(given);
+PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& given) {
+  check(given);
   KernelEntry const& kernel = *find_kernel(given);
   AsyncInputArgs args = given;
   ReportPlace const place = report_place();
   args.report = place.report;
   args.report_lock = place.report_lock;
-  if (args.sm_count == 0) args.sm_count = current_device().sm_count;
+  DeviceFacts const& device = current_device();
+  if (args.sm_count == 0) args.sm_count = device.sm_count;
 
   static std::mutex mutex;
   static std::set<std::pair<KernelEntry const*, int>> ready;
   static ParamsCache cache;
   std::lock_guard<std::mutex> const lock(mutex);
-  if (ready.count({&kernel, current_device().index}) == 0) {
+  if (ready.count({&kernel, device.index}) == 0) {
     check_cuda(static_cast<cudaError_t>(kernel.setup()), "cudaFuncSetAttribute");
-    ready.insert({&kernel, current_device().index});
+    ready.insert({&kernel, device.index});
   }
-  void* const params = cache.find_or_build(args, [&] {
-    Params memory(::operator new(kernel.params_bytes, std::align_val_t(kParamsAlignment)));
+  PreparedMatmul prepared;
+  prepared.kernel_ = &kernel;
+  prepared.params_ = cache.find_or_build(args, [&] {
+    Params memory(::operator new(kernel.params_bytes, std::align_val_t(kParamsAlignment)),
+                  AlignedDelete());
     if (char const* reason = kernel.prepare(args, memory.get())) {
       throw std::invalid_argument(std::string("agmm: ") + args.config.shape.str() + " for " +
                                   args.problem.str() + ": " + reason);
     }
     return memory;
   });
-  check_cuda(static_cast<cudaError_t>(kernel.launch(params, stream)), "kernel launch");
+  return prepared;
+}
+
+void PreparedMatmul::launch(void* stream) const {
+  check_cuda(static_cast<cudaError_t>(kernel_->launch(params_.get(), stream)), "kernel launch");
 }
 
 }  // namespace agmm

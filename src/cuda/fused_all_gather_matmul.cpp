@@ -1,9 +1,11 @@
 #include "agmm/fused_all_gather_matmul.hpp"
 
 #include <algorithm>
+#include <mutex>
 #include <stdexcept>
 
 #include "agmm/signals.hpp"
+#include "runtime.hpp"
 
 namespace agmm {
 
@@ -52,9 +54,6 @@ void fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
   std::vector<AsyncInputArgs> matmuls;
   for (Weight const& weight : weights) {
     matmuls.push_back(matmul_of(weight, args, gather.rank(), world_size));
-    // Whatever the gather says later, these are legal only as long as a is aligned; a_shard is.
-    matmuls.back().a = args.a_shard;
-    check_async_input_mm(matmuls.back());
     SharedRows const shared =
         shared_rows(own, weight.config.shape.tile_m, world_size * args.rows);
     request.shared.head = {own.begin, std::max(request.shared.head.end, shared.head.end)};
@@ -64,9 +63,11 @@ void fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
                            own.end};
   }
   request.shared.tail.begin = std::max(request.shared.tail.begin, request.shared.head.end);
-  gather.check(request);
 
-  Gathered const gathered = gather.begin(request, stream);
+  std::lock_guard<std::mutex> const lock(gather.mutex());
+  DeviceGuard const device(gather.device());
+  Gathered const gathered = gather.next(request);
+  std::vector<PreparedMatmul> prepared;
   for (std::size_t i = 0; i < matmuls.size(); ++i) {
     AsyncInputArgs& mm = matmuls[i];
     mm.a = gathered.a;
@@ -81,8 +82,12 @@ void fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
       mm.peer_credits = gathered.peer_credits;
       mm.peer_count = world_size;
     }
-    async_input_mm(mm, stream);
+    prepared.push_back(prepare_async_input_mm(mm));
   }
+
+  // Nothing is enqueued before here, and nothing short of a CUDA failure can stop the call now.
+  gather.begin(request, stream);
+  for (PreparedMatmul const& mm : prepared) mm.launch(stream);
   gather.end(stream);
 }
 

@@ -20,7 +20,7 @@
 namespace agmm {
 
 template <class Element_, class LayoutB_, int TileM, int TileN, int TileK, int ClusterM,
-          int ClusterN, Schedule kSchedule>
+          int ClusterN, Schedule kSchedule, bool kTimed>
 struct KernelInstance {
   using Element = Element_;
   using LayoutB = LayoutB_;
@@ -59,7 +59,7 @@ struct KernelInstance {
       MainloopSchedule>::CollectiveOp;
 
   using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
-      cute::Shape<int, int, int, int>, AsyncInputMainloop<CutlassMainloop>, CollectiveEpilogue,
+      cute::Shape<int, int, int, int>, AsyncInputMainloop<CutlassMainloop, kTimed>, CollectiveEpilogue,
       cutlass::gemm::PersistentAsyncInputScheduler<MainloopSchedule,
                                                    cutlass::gemm::AsyncInputWait::Mainloop>>;
   using Adapter = cutlass::gemm::device::GemmUniversalAdapter<GemmKernel>;
@@ -149,7 +149,7 @@ struct KernelInstance {
   }
 
   static constexpr KernelEntry entry() {
-    return {{TileM, TileN, TileK, ClusterM, ClusterN, kSchedule},
+    return {{TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed},
             std::is_same_v<Element, cutlass::bfloat16_t> ? DType::BFloat16 : DType::Float16,
             std::is_same_v<LayoutB, cutlass::layout::RowMajor> ? BLayout::RowMajor
                                                                : BLayout::ColumnMajor,

@@ -1,6 +1,7 @@
 # The kernel table: tile_m tile_n tile_k cluster_m cluster_n schedule set. Each row is built for bf16
 # and fp16 and for both layouts of B.
-# set: minimal kernels are in every build, default ones in AGMM_KERNELS=default.
+# set: minimal kernels are in every build, default ones in AGMM_KERNELS=default. timed: the variant
+# that records when each tile waited and ran, for pictures; in every build, bf16 and column-major.
 set(AGMM_KERNEL_TABLE
     "128 256 64 2 1 Cooperative default"
     "128 256 64 1 1 Cooperative default"
@@ -8,7 +9,8 @@ set(AGMM_KERNEL_TABLE
     "256 128 64 2 1 Cooperative minimal"
     "128 128 64 1 1 Pingpong    minimal"
     "128 128 64 2 1 Pingpong    default"
-    "128 160 64 1 1 Pingpong    default")
+    "128 160 64 1 1 Pingpong    default"
+    "128 128 64 1 1 Pingpong    timed")
 
 # Writes one translation unit per row, dtype and layout into `directory`, and the table that lists
 # them; returns the sources in `out_sources`.
@@ -25,14 +27,22 @@ function(agmm_generate_kernels kernels directory out_sources)
     list(GET field 4 cluster_n)
     list(GET field 5 AGMM_SCHEDULE)
     list(GET field 6 set)
-    if(kernels STREQUAL "minimal" AND NOT set STREQUAL "minimal")
+    if(kernels STREQUAL "minimal" AND set STREQUAL "default")
       continue()
     endif()
     set(AGMM_TILE "${tile_m}, ${tile_n}, ${tile_k}")
     set(AGMM_CLUSTER "${cluster_m}, ${cluster_n}")
     string(TOLOWER "${AGMM_SCHEDULE}" schedule)
+    set(AGMM_TIMED false)
+    if(set STREQUAL "timed")
+      set(AGMM_TIMED true)
+      string(APPEND schedule "_timed")
+    endif()
     foreach(dtype bf16 fp16)
       foreach(layout row col)
+        if(AGMM_TIMED AND NOT "${dtype} ${layout}" STREQUAL "bf16 col")
+          continue()
+        endif()
         if(dtype STREQUAL "bf16")
           set(AGMM_ELEMENT cutlass::bfloat16_t)
         else()

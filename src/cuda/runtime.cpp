@@ -129,6 +129,14 @@ DeviceFacts const& current_device() {
   return facts[index];
 }
 
+DeviceGuard::DeviceGuard(int index) : previous_(current_device_index()), index_(index) {
+  if (index_ != previous_) AGMM_CHECK_CUDA(cudaSetDevice(index_));
+}
+
+DeviceGuard::~DeviceGuard() {
+  if (index_ != previous_) cudaSetDevice(previous_);
+}
+
 ReportPlace report_place() {
   static std::array<std::once_flag, kMaxDevices> once;
   static std::array<uint32_t*, kMaxDevices> locks;

@@ -41,4 +41,17 @@ struct DeviceFacts {
 };
 DeviceFacts const& current_device();
 
+/// Makes a device current for a scope.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int index);
+  ~DeviceGuard();
+  DeviceGuard(DeviceGuard const&) = delete;
+  DeviceGuard& operator=(DeviceGuard const&) = delete;
+
+ private:
+  int previous_ = 0;
+  int index_;
+};
+
 }  // namespace agmm

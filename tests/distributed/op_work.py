@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rank_work import group_of
 
 import agmm
-from agmm import _cpu, symmetric_memory
+from agmm import _cpu, ops, symmetric_memory
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
@@ -113,7 +113,7 @@ def default_group_product() -> Result:
     rank = dist.get_rank()
     A = _random((10, 8), torch.float32, 1)
     B = _random((8, 3), torch.float32, 2)
-    out = agmm.all_gather_matmul(A[2 * rank : 2 * rank + 2].clone(), B, strict=True)
+    out: Any = agmm.all_gather_matmul(A[2 * rank : 2 * rank + 2].clone(), B, strict=True)
     return _fault(f"rank {rank}", out, A, B, None)
 
 
@@ -217,6 +217,7 @@ def workspace_follows_its_group() -> tuple[bool, bool, bool]:
 def unfused_products(kind: str) -> tuple[list[str], list[str], str]:
     """Faults, warnings of two calls, and the error under strict, where the fused path cannot go."""
     _prepare(5)
+    ops._warned.clear()  # each reason is warned of once in a process
     rank = dist.get_rank()
     A = torch.randint(-8, 9, (10, 20), generator=torch.Generator().manual_seed(3)).double()
     B = torch.randint(-8, 9, (20, 3), generator=torch.Generator().manual_seed(4)).double()

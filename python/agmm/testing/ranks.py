@@ -243,9 +243,7 @@ class RankPool:
 
 
 def _tcp_store(port: int, world_size: int, *, is_master: bool) -> Any:
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        _HOST, port, world_size, is_master=is_master, wait_for_workers=False
-    )
+    return dist.TCPStore(_HOST, port, world_size, is_master=is_master, wait_for_workers=False)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from agmm import _core
+from agmm.testing.ranks import RankPool
+
+HERE = Path(__file__).parent
+
+
+def _reason() -> str | None:
+    if not _core.cuda_built:
+        return "agmm is built without CUDA"
+    if not torch.cuda.is_available():
+        return "no CUDA GPU"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "the GPU is no Hopper (compute capability 9.0)"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = [item for item in items if HERE in item.path.parents]
+    reason = _reason() if here else None
+    for item in here:
+        item.add_marker(pytest.mark.gpu)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def gpu_pool(rank_pools: Callable[..., RankPool]) -> RankPool:
+    """One rank per GPU, four at most; smaller world sizes are groups of the last ones."""
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        pytest.skip("needs at least 2 GPUs")
+    return rank_pools(min(4, gpus), "cuda")

@@ -1,0 +1,361 @@
+"""What the GPU tests run inside the ranks. A rank that is not in the group returns None."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import torch
+import torch.distributed as dist
+
+import agmm
+from agmm import _cuda
+from agmm.plan import KernelConfig
+from agmm.symmetric_memory import cuda_workspace
+from agmm.testing.cases import LocalShape
+from agmm.testing.reference import allowed_error, gathered_product, relative_error
+
+Faults = list[str] | None
+_NAN_BYTE = 0xFF
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The group of these global ranks; None in the other ranks. Collective over all ranks."""
+    if ranks not in _groups:
+        _groups[ranks] = dist.new_group(list(ranks))
+    return _groups[ranks] if dist.get_rank() in ranks else None
+
+
+def last_ranks(world_size: int) -> tuple[int, ...]:
+    """The last ones, so that ranks in the group differ from the global ones."""
+    everyone = dist.get_world_size()
+    return tuple(range(everyone - world_size, everyone))
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def poison(group: dist.ProcessGroup) -> None:
+    """Fill the gather buffers with NaN while no rank of the group is using them."""
+    if dist.get_world_size(group) == 1:
+        return
+    buffers = cuda_workspace(group, device())._buffers
+    torch.cuda.synchronize()
+    dist.barrier(group, device_ids=[device().index])
+    if buffers is not None:
+        buffers.memory[: 2 * buffers.core.slot_bytes].fill_(_NAN_BYTE)
+    torch.cuda.synchronize()
+    dist.barrier(group, device_ids=[device().index])
+
+
+def randn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator(device()).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device()).to(dtype)
+
+
+def integers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Small whole numbers: sums of a few thousand products are exact in float32."""
+    generator = torch.Generator(device()).manual_seed(seed)
+    return torch.randint(-4, 5, shape, generator=generator, device=device()).to(torch.bfloat16)
+
+
+def poison_freed_memory(nbytes: int) -> None:
+    """Leave NaN in the allocator's free blocks, where the next outputs come from."""
+    torch.full((nbytes // 2 + 512,), torch.nan, dtype=torch.bfloat16, device=device())
+
+
+def fault(
+    label: str, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None
+) -> list[str]:
+    reference = gathered_product(A, B, bias)
+    plain = torch.mm(A, B) if bias is None else torch.addmm(bias, A, B)
+    error = relative_error(out, reference)
+    allowed = allowed_error(relative_error(plain, reference))
+    return [] if error <= allowed else [f"{label}: error {error:.3g}, allowed {allowed:.3g}"]
+
+
+def products(
+    world_size: int,
+    shapes: list[LocalShape],
+    dtype: torch.dtype,
+    column_major: bool,
+    return_A: bool,
+    config: str | None = None,
+    weights: int = 1,
+    with_bias: bool = False,
+    leading: int | None = None,
+) -> Faults:
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank = dist.get_rank(group)
+    faults: list[str] = []
+    for seed, shape in enumerate(shapes):
+        label = f"{shape} {dtype} column_major={column_major} return_A={return_A} rank {rank}/{world_size} {config}"
+        inner = (shape.K,) if leading is None else (leading, shape.K)
+        A = randn((world_size * shape.M_local, *inner), dtype, seed)
+        shard = A[rank * shape.M_local : (rank + 1) * shape.M_local].clone()
+        Bs, biases = [], []
+        for i in range(weights):
+            n = shape.N + 8 * i
+            weight = randn((n, shape.K), dtype, 1000 + 10 * seed + rank + i)
+            Bs.append(weight.t() if column_major else weight.t().contiguous())
+            biases.append(randn((n,), dtype, 77 + i) if with_bias else None)
+        poison(group)
+        for _ in range(2):  # both slots
+            poison_freed_memory(sum(A.shape[0] * B.shape[1] * 2 for B in Bs) + A.numel() * 2)
+            found = agmm.all_gather_matmul(
+                shard,
+                Bs if weights > 1 else Bs[0],
+                group,
+                return_A=return_A,
+                bias=biases if weights > 1 else biases[0],
+                config=config,
+                strict=True,
+            )
+            gathered, found = found if return_A else (None, found)
+            if gathered is not None and not torch.equal(gathered, A):
+                faults.append(f"{label}: A differs in {int((gathered != A).sum())} elements")
+            for B, bias, out in zip(Bs, biases, found if weights > 1 else [found], strict=True):
+                faults += fault(label, out.reshape(-1, B.shape[1]), A.reshape(-1, shape.K), B, bias)
+    return faults
+
+
+def native_op(world_size: int) -> Faults:
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank = dist.get_rank(group)
+    A = randn((world_size * 256, 512), torch.bfloat16, 5)
+    B = randn((512, 264), torch.bfloat16, 6)
+    shard = A[rank * 256 : (rank + 1) * 256].clone()
+    gathered, out = torch.ops.agmm._fused_all_gather_matmul_native(shard, B, group.group_name)
+    faults = [] if torch.equal(gathered, A) else ["A differs"]
+    return faults + fault("native", out, A, B, None)
+
+
+class ExactCalls:
+    """Calls whose data changes every time and whose results are compared on the GPU, exactly."""
+
+    def __init__(self, group: dist.ProcessGroup, shape: LocalShape, seed: int = 0) -> None:
+        self.group, self.shape = group, shape
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.B = integers((shape.N, shape.K), 1 + seed + self.rank).t()
+        self.A = integers((self.world_size * shape.M_local, shape.K), seed)
+        self.shard = self.A[self.rank * shape.M_local : (self.rank + 1) * shape.M_local].clone()
+        self.wrong = torch.zeros((), dtype=torch.int64, device=device())
+
+    def new_data(self) -> None:
+        """The same change of A on all ranks, with no communication."""
+        self.A.copy_(self.A.roll(1, 0))
+        self.A.mul_(-1)
+        rows = self.shape.M_local
+        self.shard.copy_(self.A[self.rank * rows : (self.rank + 1) * rows])
+
+    def call(self, return_A: bool) -> None:
+        found = agmm.all_gather_matmul(
+            self.shard, self.B, self.group, return_A=return_A, strict=True
+        )
+        gathered, out = found if return_A else (None, found)
+        self.wrong += (out != torch.mm(self.A, self.B)).sum()
+        if gathered is not None:
+            self.wrong += (gathered != self.A).sum()
+
+    def faults(self, label: str) -> list[str]:
+        torch.cuda.synchronize()
+        wrong = int(self.wrong)
+        return [] if wrong == 0 else [f"{label}: {wrong} wrong elements on rank {self.rank}"]
+
+
+def loop(
+    world_size: int, shape: LocalShape, calls: int, seed: int, delayed_rank: int | None
+) -> Faults:
+    """`calls` calls with no synchronisation in between; one rank or all are slowed down at random."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    exact = ExactCalls(group, shape, seed)
+    poison(group)
+    draw = random.Random(seed + exact.rank)
+    for _ in range(calls):
+        exact.new_data()
+        if delayed_rank in (exact.rank, -1) and draw.random() < 0.5:
+            torch.cuda._sleep(draw.randrange(1, 400_000))
+        exact.call(return_A=False)
+    return exact.faults(f"{shape} delayed={delayed_rank}")
+
+
+def mixed_loop(world_size: int, shapes: list[LocalShape], calls: int, seed: int) -> Faults:
+    """Shapes and transports in a random order that is the same on all ranks."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    parts = [ExactCalls(group, shape, seed + i) for i, shape in enumerate(shapes)]
+    poison(group)
+    same, own = random.Random(seed), random.Random(seed + 1 + dist.get_rank())
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for _ in range(calls):
+        part, return_A, stream = same.choice(parts), same.random() < 0.5, same.choice(streams)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            if own.random() < 0.3:
+                torch.cuda._sleep(own.randrange(1, 200_000))
+            part.new_data()
+            part.call(return_A)
+        torch.cuda.current_stream().wait_stream(stream)
+    return [f for i, part in enumerate(parts) for f in part.faults(f"{shapes[i]}")]
+
+
+def graphs(world_size: int, shape: LocalShape, calls_per_graph: int, replays: int) -> Faults:
+    """A graph of several calls, replayed with new data, eager calls in between."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    exact = ExactCalls(group, shape)
+    exact.call(False)
+    exact.call(True)
+    torch.cuda.synchronize()
+    dist.barrier(group, device_ids=[device().index])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for i in range(calls_per_graph):
+            exact.new_data()
+            exact.call(return_A=i % 2 == 1)
+    poison(group)
+    draw = random.Random(dist.get_rank())
+    for i in range(replays):
+        if draw.random() < 0.3:
+            torch.cuda._sleep(draw.randrange(1, 300_000))
+        graph.replay()
+        if i % 3 == 0:
+            exact.new_data()
+            exact.call(return_A=i % 2 == 0)
+    return exact.faults("graphs")
+
+
+def graph_outlives_growth(world_size: int) -> Faults:
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    small = ExactCalls(group, LocalShape(256, 128, 256), 3)
+    small.call(False)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        small.new_data()
+        small.call(False)
+    slot_bytes = cuda_workspace(group, device()).slot_bytes
+    rows = slot_bytes // (2 * 1024 * world_size) + 256
+    large = ExactCalls(group, LocalShape(rows, 64, 1024), 4)
+    for _ in range(4):
+        graph.replay()
+        large.new_data()
+        large.call(False)
+    return small.faults("captured before the growth") + large.faults("after the growth")
+
+
+def two_groups(first: tuple[int, ...], second: tuple[int, ...]) -> Faults:
+    """Calls in two groups at once, on two streams and from two threads."""
+    groups = [g for g in (group_of(first), group_of(second)) if g is not None]
+    parts = [ExactCalls(g, LocalShape(192, 256, 512), 10 * i) for i, g in enumerate(groups)]
+    index = device().index
+
+    def work(part: ExactCalls) -> None:
+        torch.cuda.set_device(index)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for i in range(100):
+                part.new_data()
+                part.call(return_A=i % 2 == 0)
+            torch.cuda.current_stream().synchronize()
+
+    for part in parts:
+        part.call(False)  # makes the workspace, which is collective
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(part,)) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [f for part in parts for f in part.faults("two groups")]
+
+
+def compiled(world_size: int) -> Faults:
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    name = group.group_name
+    rank = dist.get_rank(group)
+    A = randn((world_size * 128, 256), torch.bfloat16, 2)
+    B = randn((512, 256), torch.bfloat16, 3).t()
+    shard = A[rank * 128 : (rank + 1) * 128].clone()
+
+    def layer(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gathered, out = agmm.all_gather_matmul(x + 0, [B, B], name, return_A=True)
+        return gathered, out[1]
+
+    gathered, out = torch.compile(layer, fullgraph=True, backend="aot_eager")(shard)
+    torch.library.opcheck(
+        torch.ops.agmm._fused_all_gather_matmul_native.default,
+        (shard, B, name),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    faults = [] if torch.equal(gathered, A) else ["A differs"]
+    return faults + fault("compiled", out, A, B, None)
+
+
+def unfused(world_size: int) -> Faults:
+    """What the fused path cannot serve is right all the same, and refused under strict."""
+    import warnings
+
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank = dist.get_rank(group)
+    faults = []
+    cases = [(torch.float32, 0, 64), (torch.bfloat16, 1, 64), (torch.bfloat16, 0, 65)]
+    for dtype, gather_dim, k in cases:
+        A = randn((world_size * 8, world_size * 4, k), dtype, 1)
+        shard = A.tensor_split(world_size, gather_dim)[rank].contiguous()
+        B = randn((k, 24), dtype, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out = agmm.all_gather_matmul(shard, B, group, gather_dim=gather_dim)
+        faults += fault(
+            f"unfused {dtype} {gather_dim} {k}", out.reshape(-1, 24), A.reshape(-1, k), B, None
+        )
+        try:
+            agmm.all_gather_matmul(shard, B, group, gather_dim=gather_dim, strict=True)
+            faults.append(f"{dtype} {gather_dim} {k}: not refused under strict")
+        except agmm.Unsupported:
+            pass
+    return faults
+
+
+def different_shapes() -> None:
+    """Rank 0 calls with other columns than the rest; every rank must end with a message."""
+    group = group_of(tuple(range(dist.get_world_size())))
+    assert group is not None
+    k = 128 if dist.get_rank() == 0 else 64
+    for width in (64, k):
+        agmm.all_gather_matmul(
+            integers((64, width), 1), integers((width, 64), 2), group, strict=True
+        )
+    torch.cuda.synchronize()
+    threading.Event().wait(60)
+
+
+def one_rank_missing(stays_away: int) -> None:
+    group = group_of(tuple(range(dist.get_world_size())))
+    assert group is not None
+    agmm.all_gather_matmul(integers((64, 64), 1), integers((64, 64), 2), group, strict=True)
+    if dist.get_rank() != stays_away:
+        agmm.all_gather_matmul(integers((64, 64), 1), integers((64, 64), 2), group, strict=True)
+    torch.cuda.synchronize()
+    threading.Event().wait(60)
+
+
+def kernels() -> list[KernelConfig]:
+    return list(_cuda.kernels())

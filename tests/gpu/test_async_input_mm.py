@@ -1,0 +1,214 @@
+"""`_async_input_mm` on one GPU."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import agmm
+from agmm import _core, _cuda
+from agmm.plan import KernelConfig
+from agmm.testing.reference import allowed_error, gathered_product, relative_error
+
+KERNELS = list(_cuda.kernels())
+SHAPES = [
+    # M, N, K, chunks
+    (8, 8, 8, 1),
+    (8, 8, 8, 8),
+    (128, 256, 64, 2),
+    (100, 136, 72, 4),
+    (384, 264, 520, 3),
+    (1000, 520, 136, 5),
+    (640, 2112, 328, 5),
+    (70 * 8, 256, 128, 70),
+    (1024, 3584, 512, 4),
+    (4096, 384, 256, 4),
+]
+
+
+def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def assert_close(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, label: str) -> None:
+    reference = gathered_product(a, b)
+    allowed = allowed_error(relative_error(torch.mm(a, b), reference))
+    error = relative_error(out, reference)
+    assert error <= allowed, f"{label}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def poison_freed_memory(m: int, n: int) -> None:
+    torch.full((m * n + 512,), torch.nan, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.kernel)
+@pytest.mark.parametrize("column_major", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_kernel(kernel: KernelConfig, column_major: bool, dtype: torch.dtype) -> None:
+    draw = random.Random(1)
+    for m, n, k, chunks in SHAPES:
+        a = randn(m, k, dtype=dtype)
+        b = randn(n, k, dtype=dtype).t() if column_major else randn(k, n, dtype=dtype)
+        signals = torch.ones(chunks, dtype=torch.int32, device="cuda").view(torch.uint32)
+        name = f"{kernel.kernel}/swizzle{draw.choice((1, 2, 4, 8))}/{draw.choice(('along_m', 'along_n'))}"
+        poison_freed_memory(m, n)
+        pivot = draw.randrange(chunks)
+        out = _cuda.async_input_mm(a, b, signals, pivot, config=KernelConfig.parse(name))
+        assert_close(out, a, b, f"{m}x{n}x{k} chunks {chunks} pivot {pivot} {name}")
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.kernel)
+@pytest.mark.parametrize("chunks_k", [1, 2])
+def test_waits_for_chunks_that_come_late(kernel: KernelConfig, chunks_k: int) -> None:
+    """Every chunk is NaN until just before its signal; chunks come in a random order."""
+    draw = random.Random(2)
+    # Kernels are loaded at their first launch, which waits for the device: not beside one that spins.
+    warm = torch.zeros(8, 8, dtype=torch.bfloat16, device="cuda")
+    torch.cuda._sleep(1)
+    torch.add(warm[:4, :4], 0, out=torch.zeros_like(warm)[:4, :4])
+    torch.add(warm[:4], 0, out=torch.zeros_like(warm)[:4])
+    torch.zeros(4, 1, dtype=torch.int32, device="cuda")[1, 0].fill_(1)
+    for m, n, k, chunks in ((512, 512, 256, 4), (1000, 264, 136, 5), (96, 128, 64, 96)):
+        source = randn(m, k, dtype=torch.bfloat16)
+        a = torch.full_like(source, torch.nan)
+        b = randn(n, k, dtype=torch.bfloat16).t()
+        signals = torch.zeros(chunks, chunks_k, dtype=torch.int32, device="cuda")
+        torch.cuda.synchronize()
+        feeder = torch.cuda.Stream()
+        poison_freed_memory(m, n)
+        out = _cuda.async_input_mm(
+            a, b, signals.view(torch.uint32), draw.randrange(chunks), config=kernel, sm_count=16
+        )
+        rows, columns = m // chunks, -(-k // chunks_k)
+        parts = [(i, j) for i in range(chunks) for j in range(chunks_k)]
+        draw.shuffle(parts)
+        with torch.cuda.stream(feeder):
+            for i, j in parts:
+                torch.cuda._sleep(draw.randrange(1, 40_000))
+                place = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+                torch.add(source[place], 0, out=a[place])  # a copy may wait for the device
+                signals[i, j].fill_(1)
+        torch.cuda.synchronize()
+        assert_close(out, source, b, f"{m}x{n}x{k} {kernel.name}")
+
+
+def test_op_and_bias() -> None:
+    a, b = randn(256, 128, dtype=torch.bfloat16), randn(128, 264, dtype=torch.bfloat16)
+    signals = torch.ones(4, dtype=torch.int32, device="cuda").view(torch.uint32)
+    assert_close(torch.ops.agmm._async_input_mm(a, b, signals, 3), a, b, "op")
+    torch.library.opcheck(torch.ops.agmm._async_input_mm.default, (a, b, signals, 1))
+    bias = randn(264, dtype=torch.bfloat16)
+    out = _cuda.async_input_mm(a, b, signals, 0, bias=bias)
+    reference = gathered_product(a, b, bias)
+    assert relative_error(out, reference) <= allowed_error(
+        relative_error(torch.addmm(bias, a, b), reference)
+    )
+
+
+def test_strided_weight() -> None:
+    a = randn(200, 128, dtype=torch.bfloat16)
+    for b in (
+        randn(128, 512, dtype=torch.bfloat16)[:, 64:328],
+        randn(264, 256, dtype=torch.bfloat16)[:, 128:].t(),
+    ):
+        out = _cuda.async_input_mm(a, b, None, 0)
+        assert_close(out, a, b, f"strides {b.stride()}")
+
+
+def test_bad_input() -> None:
+    a, b = randn(64, 64, dtype=torch.bfloat16), randn(64, 64, dtype=torch.bfloat16)
+    ready = torch.ones(4, dtype=torch.int32, device="cuda").view(torch.uint32)
+    op = torch.ops.agmm._async_input_mm
+    for arguments, words in (
+        ((a.float(), b.float(), ready, 0), ("a: ", "float32", "bfloat16")),
+        ((a, b.half(), ready, 0), ("b: ", "float16", "bfloat16")),
+        ((a, b[:32], ready, 0), ("b: ", "K=32", "64")),
+        ((a.t(), b, ready, 0), ("a: ", "strides", "contiguous")),
+        ((a, b, ready.view(torch.int32), 0), ("a_chunk_signals: ", "int32", "uint32")),
+        ((a, b, ready.cpu(), 0), ("a_chunk_signals: ", "cpu", "cuda")),
+        ((a, b, ready[:3].clone(), 0), ("a_chunk_signals: ", "3", "M=64")),
+        ((a, b, ready, 4), ("a_chunk_pivot: ", "4", "0 to 3")),
+        ((a, b, ready, -1), ("a_chunk_pivot: ", "-1", "0 to 3")),
+        ((a, b.cpu(), ready, 0), ("b: ", "cpu", "cuda")),
+        ((a[:, :36].contiguous(), b[:36], ready, 0), ("K=36", "multiple of 8")),
+        ((a, b[:, :36].contiguous(), ready, 0), ("N=36", "multiple of 8")),
+        ((a, randn(128, 128, dtype=torch.bfloat16)[::2, ::2], ready, 0), ("B: ", "strides")),
+    ):
+        with pytest.raises(agmm.InvalidArgument) as error:
+            op(*arguments)
+        message = str(error.value)
+        assert "\n" not in message
+        assert all(word in message for word in words), message
+    with pytest.raises(agmm.InvalidArgument, match="a kernel of this build"):
+        _cuda.async_input_mm(a, b, ready, 0, config=KernelConfig(64, 64, 64, 1, 1, "pingpong"))
+    torch.cuda.synchronize()
+
+
+LATE = """
+import torch, agmm
+a = torch.zeros(256, 64, device="cuda", dtype=torch.bfloat16)
+signals = torch.tensor([1, 7], dtype=torch.int32, device="cuda").view(torch.uint32)
+torch.ops.agmm._async_input_mm(a, a.t(), signals, 0)
+torch.cuda.synchronize()
+print("went on")
+"""
+
+
+def test_a_wait_ends() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", LATE],
+        env={**os.environ, "AGMM_TIMEOUT_S": "2"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert process.returncode == 124, process
+    assert "for chunk 1 " in process.stderr
+    assert "signal is 7, wanted 1" in process.stderr
+    assert "went on" not in process.stdout
+
+
+MEMCHECK = """
+import torch
+from agmm import _cuda
+from agmm.plan import KernelConfig
+for kernel in _cuda.kernels():
+    for m, n, k, chunks in ((8, 8, 8, 8), (200, 136, 72, 5), (384, 264, 136, 3)):
+        a = torch.randn(m, k, device="cuda").bfloat16()
+        b = torch.randn(n, k, device="cuda").bfloat16().t()
+        signals = torch.ones(chunks, dtype=torch.int32, device="cuda").view(torch.uint32)
+        _cuda.async_input_mm(a, b, signals, chunks - 1, config=kernel)
+torch.cuda.synchronize()
+print("kernels", len(_cuda.kernels()))
+"""
+
+
+def test_memcheck() -> None:
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path="/usr/local/cuda/bin"
+    )
+    if sanitizer is None:
+        pytest.skip("no compute-sanitizer")
+    process = subprocess.run(
+        [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", MEMCHECK],
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-2000:]
+    assert f"kernels {len(KERNELS)}" in process.stdout
+    assert "ERROR SUMMARY: 0 errors" in process.stdout
+
+
+def test_kernels_are_built() -> None:
+    assert _core.cuda_built
+    assert KERNELS

@@ -1,0 +1,143 @@
+"""The fused op on GPUs: numerics, order, graphs, groups, and how it ends when a rank is missing."""
+
+from __future__ import annotations
+
+import time
+
+import gpu_work
+import pytest
+import torch
+
+from agmm.testing.cases import UGLY_SHAPES, LocalShape, random_local_shapes
+from agmm.testing.ranks import RankError, RankPool
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def world_sizes() -> list[object]:
+    enough = pytest.mark.skipif
+    return [
+        pytest.param(w, marks=enough(max(w, 2) > GPUS, reason=f"needs {max(w, 2)} GPUs"))
+        for w in (1, 2, 3, 4)
+    ]
+
+
+def check(results: list[list[str] | None], world_size: int) -> None:
+    assert sum(result is not None for result in results) == world_size
+    assert [fault for result in results for fault in result or []] == []
+
+
+@pytest.mark.parametrize("return_A", [False, True])
+@pytest.mark.parametrize("column_major", [True, False])
+@pytest.mark.parametrize("world_size", world_sizes())
+def test_product(gpu_pool: RankPool, world_size: int, column_major: bool, return_A: bool) -> None:
+    shapes = [*UGLY_SHAPES, *random_local_shapes(8, seed=world_size)]
+    dtype = torch.bfloat16 if column_major else torch.float16
+    check(
+        gpu_pool.run(gpu_work.products, world_size, shapes, dtype, column_major, return_A),
+        world_size,
+    )
+
+
+@pytest.mark.parametrize("world_size", world_sizes()[1:])
+def test_every_kernel(gpu_pool: RankPool, world_size: int) -> None:
+    shapes = [LocalShape(1, 8, 8), LocalShape(200, 264, 136), LocalShape(512, 1024, 520)]
+    for i, kernel in enumerate(gpu_pool.run(gpu_work.kernels)[0]):
+        config = f"{kernel.kernel}/swizzle{(1, 2, 8)[i % 3]}/{('along_m', 'along_n')[i % 2]}"
+        results = gpu_pool.run(
+            gpu_work.products, world_size, shapes, torch.bfloat16, True, i % 2 == 1, config
+        )
+        check(results, world_size)
+
+
+@pytest.mark.parametrize("return_A", [False, True])
+@pytest.mark.parametrize("world_size", world_sizes())
+def test_several_weights_bias_and_leading_dimensions(
+    gpu_pool: RankPool, world_size: int, return_A: bool
+) -> None:
+    shapes = [LocalShape(5, 64, 64), LocalShape(130, 136, 264), LocalShape(256, 512, 512)]
+    for weights, leading in ((1, None), (3, None), (2, 3)):
+        results = gpu_pool.run(
+            gpu_work.products,
+            world_size,
+            shapes,
+            torch.bfloat16,
+            True,
+            return_A,
+            weights=weights,
+            with_bias=True,
+            leading=leading,
+        )
+        check(results, world_size)
+
+
+@pytest.mark.parametrize("world_size", world_sizes())
+def test_native_op(gpu_pool: RankPool, world_size: int) -> None:
+    check(gpu_pool.run(gpu_work.native_op, world_size), world_size)
+
+
+@pytest.mark.parametrize("delayed", [-1, 0, 1, 2, 3])
+@pytest.mark.parametrize("world_size", world_sizes()[1:])
+def test_delays(gpu_pool: RankPool, world_size: int, delayed: int) -> None:
+    if delayed >= world_size:
+        pytest.skip("no such rank in this group")
+    shape = LocalShape(200, 264, 512)
+    check(gpu_pool.run(gpu_work.loop, world_size, shape, 150, 7, delayed), world_size)
+
+
+@pytest.mark.parametrize("world_size", world_sizes()[1:])
+def test_two_thousand_calls(gpu_pool: RankPool, world_size: int) -> None:
+    shape = LocalShape(256, 384, 1024)
+    check(gpu_pool.run(gpu_work.loop, world_size, shape, 2000, 1, None), world_size)
+
+
+@pytest.mark.parametrize("world_size", world_sizes()[1:])
+def test_shapes_transports_and_streams_mixed(gpu_pool: RankPool, world_size: int) -> None:
+    shapes = [LocalShape(1, 64, 64), LocalShape(130, 264, 512), LocalShape(512, 512, 1024)]
+    check(gpu_pool.run(gpu_work.mixed_loop, world_size, shapes, 400, 3), world_size)
+
+
+@pytest.mark.parametrize("calls_per_graph", [1, 3])
+@pytest.mark.parametrize("world_size", world_sizes()[1:])
+def test_graphs(gpu_pool: RankPool, world_size: int, calls_per_graph: int) -> None:
+    shape = LocalShape(192, 256, 512)
+    check(gpu_pool.run(gpu_work.graphs, world_size, shape, calls_per_graph, 60), world_size)
+
+
+@pytest.mark.parametrize("world_size", world_sizes()[1:])
+def test_graph_outlives_growth(gpu_pool: RankPool, world_size: int) -> None:
+    check(gpu_pool.run(gpu_work.graph_outlives_growth, world_size), world_size)
+
+
+def test_two_groups_at_once(gpu_pool: RankPool) -> None:
+    everyone = tuple(range(gpu_pool.world_size))
+    results = gpu_pool.run(gpu_work.two_groups, everyone, everyone[::-1][:2][::-1])
+    check(results, gpu_pool.world_size)
+
+
+@pytest.mark.parametrize("world_size", world_sizes()[1:2])
+def test_compiled(gpu_pool: RankPool, world_size: int) -> None:
+    check(gpu_pool.run(gpu_work.compiled, world_size), world_size)
+
+
+@pytest.mark.parametrize("world_size", world_sizes()[1:])
+def test_unfused(gpu_pool: RankPool, world_size: int) -> None:
+    check(gpu_pool.run(gpu_work.unfused, world_size), world_size)
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("case", ["shapes", "missing"])
+def test_ends_with_a_message(case: str) -> None:
+    limit_s = 5
+    with RankPool(min(GPUS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": str(limit_s)}) as pool:
+        begin = time.monotonic()
+        with pytest.raises(RankError) as failure:
+            if case == "shapes":
+                pool.run(gpu_work.different_shapes)
+            else:
+                pool.run(gpu_work.one_rank_missing, 1)
+        assert time.monotonic() - begin < 60
+        stderr = "".join(pool.stderr(rank) for rank in range(pool.world_size))
+    assert 124 in failure.value.exit_codes.values(), (failure.value, stderr)
+    wanted = "different shapes or dtypes" if case == "shapes" else "s for chunk 1 from rank 1: "
+    assert wanted in stderr, stderr

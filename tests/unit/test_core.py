@@ -1,0 +1,138 @@
+"""`agmm._core`: kernel configs, and what a build without CUDA says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import agmm
+from agmm import _core, plan
+
+without_cuda = pytest.mark.skipif(
+    _core.cuda_built, reason="this build has CUDA, so its calls do not refuse"
+)
+REFUSAL = "^agmm: built without CUDA; wanted a build with AGMM_CUDA=ON and nvcc$"
+
+
+def test_version_is_the_package_version() -> None:
+    assert _core.__version__ == agmm.__version__
+
+
+def test_config_keeps_its_fields() -> None:
+    config = _core.KernelConfig(128, 256, 64, 2, 1, "cooperative", 4, "along_n", True)
+    assert (config.tile_m, config.tile_n, config.tile_k) == (128, 256, 64)
+    assert (config.cluster_m, config.cluster_n) == (2, 1)
+    assert (config.schedule, config.max_swizzle, config.raster) == ("cooperative", 4, "along_n")
+    assert config.timed is True
+    assert config.name == "128x256x64_2x1_cooperative_timed"
+    assert repr(config) == "128x256x64_2x1_cooperative_timed_swizzle4_along_n"
+
+
+def test_config_defaults() -> None:
+    config = _core.KernelConfig(
+        tile_m=64, tile_n=32, tile_k=16, cluster_m=1, cluster_n=2, schedule="pingpong"
+    )
+    assert (config.max_swizzle, config.raster, config.timed) == (1, "along_m", False)
+    assert config.name == "64x32x16_1x2_pingpong"
+
+
+@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize("schedule", ["cooperative", "pingpong"])
+def test_core_and_plan_agree_on_names(schedule: str, timed: bool) -> None:
+    core = _core.KernelConfig(128, 256, 64, 2, 1, schedule, 8, "along_n", timed)
+    config = plan.KernelConfig.of(core, max_swizzle=core.max_swizzle, raster=core.raster)
+    assert config.kernel == core.name
+    assert plan.KernelConfig.parse(config.name) == config
+    assert config.timed is timed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schedule": "streamk"}, "schedule: found 'streamk', wanted cooperative or pingpong"),
+        ({"schedule": "Pingpong"}, "schedule: found 'Pingpong', wanted cooperative or pingpong"),
+        ({"raster": "along_k"}, "raster: found 'along_k', wanted along_m or along_n"),
+        ({"raster": ""}, "raster: found '', wanted along_m or along_n"),
+    ],
+)
+def test_bad_names_are_refused(change: dict[str, Any], message: str) -> None:
+    fields: dict[str, Any] = {"schedule": "pingpong", "raster": "along_m", **change}
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        _core.KernelConfig(128, 128, 64, 1, 1, **fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        (128, 128, 64, 1, 1),
+        (128, 128, 64, 1, 1, 0),
+        (128.5, 128, 64, 1, 1, "pingpong"),
+        ("128", 128, 64, 1, 1, "pingpong"),
+        (1 << 40, 128, 64, 1, 1, "pingpong"),
+    ],
+)
+def test_bad_types_are_refused(fields: tuple[Any, ...]) -> None:
+    with pytest.raises(TypeError, match="incompatible constructor arguments"):
+        _core.KernelConfig(*fields)
+
+
+def test_configs_cannot_be_changed() -> None:
+    config: Any = _core.KernelConfig(128, 128, 64, 1, 1, "pingpong")
+    for field in ("tile_m", "schedule", "max_swizzle", "raster", "timed", "name"):
+        with pytest.raises(AttributeError):
+            setattr(config, field, getattr(config, field))
+
+
+def test_kernels_is_a_list_of_configs() -> None:
+    kernels = _core.kernels()
+    assert type(kernels) is list
+    assert all(type(kernel) is _core.KernelConfig for kernel in kernels)
+    assert (len(kernels) > 0) == _core.cuda_built
+    assert len({kernel.name for kernel in kernels}) == len(kernels)
+    # The caller's own list.
+    kernels.append(_core.KernelConfig(128, 128, 64, 1, 1, "pingpong"))
+    assert len(_core.kernels()) == len(kernels) - 1
+
+
+@without_cuda
+def test_matmul_refuses_without_cuda() -> None:
+    config = _core.KernelConfig(128, 128, 64, 1, 1, "pingpong")
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        _core.async_input_mm(
+            a=0,
+            b=0,
+            out=0,
+            bias=0,
+            m=128,
+            n=128,
+            k=64,
+            is_bf16=True,
+            b_column_major=True,
+            ldb=64,
+            signals=0,
+            chunks_m=1,
+            chunks_k=1,
+            pivot=0,
+            config=config,
+            rank=0,
+            sm_count=0,
+            tile_times=0,
+            stream=0,
+        )
+
+
+@without_cuda
+def test_workspace_refuses_without_cuda() -> None:
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        _core.CudaWorkspace(rank=0, bases=[0, 0], slot_bytes=4096)
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        _core.CudaWorkspace.workspace_bytes(slot_bytes=4096, world_size=2)
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        _core.CudaWorkspace.credit_words(world_size=2)
+
+
+def test_matmul_refuses_the_name_of_a_config() -> None:
+    arguments: list[Any] = [*[0] * 14, "128x128x64_1x1_pingpong", *[0] * 4]
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        _core.async_input_mm(*arguments)

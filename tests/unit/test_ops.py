@@ -1,0 +1,565 @@
+"""The public API and the torch ops on the CPU, alone or in a world of one rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import agmm
+from agmm import InvalidArgument, Unsupported, ops
+
+FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+CONFIG_NAME = "128x256x64_2x1_cooperative/swizzle4/along_m"
+
+# What it returns depends on the values of its arguments, which its type does not say.
+all_gather_matmul: Callable[..., Any] = agmm.all_gather_matmul
+
+
+def whole_numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Small enough that every product is exact in every type and order of summation."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=generator).to(dtype)
+
+
+@pytest.fixture
+def group() -> Iterator[str]:
+    """The name of the default group, of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD.group_name
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def nothing_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_warned", set())
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def refusal(call: Callable[[], object], kind: type[Exception] = InvalidArgument) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# --- bad input: _async_input_mm ---
+
+ASYNC_FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"a": torch.ones(8)}, "a: found 1 dimensions, wanted 2"),
+    ({"a": torch.ones(2, 4, 4)}, "a: found 3 dimensions, wanted 2"),
+    ({"b": torch.ones(4)}, "b: found 1 dimensions, wanted 2"),
+    ({"b": torch.ones(4, 3).double()}, "b: found dtype torch.float64, wanted torch.float32 as a"),
+    ({"b": torch.ones(5, 3)}, "b: found K=5, wanted 4 as the columns of a"),
+    (
+        {"a": torch.ones(8, 4).long(), "b": torch.ones(4, 3).long()},
+        f"a: found dtype torch.int64, wanted one of {', '.join(str(dtype) for dtype in FLOATS)}",
+    ),
+    ({"a": torch.ones(4, 8).t()}, "a: found strides (1, 8), wanted contiguous rows"),
+    ({"a": torch.ones(8, 8)[:, :4]}, "a: found strides (8, 1), wanted contiguous rows"),
+    (
+        {"signals": torch.ones(2, dtype=torch.int32)},
+        "a_chunk_signals: found dtype torch.int32, wanted torch.uint32",
+    ),
+    (
+        {"signals": torch.ones(2)},
+        "a_chunk_signals: found dtype torch.float32, wanted torch.uint32",
+    ),
+    (
+        {"signals": torch.ones((), dtype=torch.uint32)},
+        "a_chunk_signals: found 0 dimensions, wanted 1",
+    ),
+    (
+        {"signals": torch.ones(2, 2, dtype=torch.uint32)},
+        "a_chunk_signals: found 2 dimensions, wanted 1",
+    ),
+    (
+        {"signals": torch.ones(3, dtype=torch.uint32)},
+        "a_chunk_signals: found 3 signals, wanted a divisor of M=8",
+    ),
+    (
+        {"signals": torch.ones(16, dtype=torch.uint32)},
+        "a_chunk_signals: found 16 signals, wanted a divisor of M=8",
+    ),
+    (
+        {"signals": torch.ones(0, dtype=torch.uint32)},
+        "a_chunk_signals: found 0 signals, wanted a divisor of M=8",
+    ),
+    ({"pivot": -1}, "a_chunk_pivot: found -1, wanted 0 to 1"),
+    ({"pivot": 2}, "a_chunk_pivot: found 2, wanted 0 to 1"),
+]
+
+DEVICE_FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"b": torch.ones(4, 3, device="meta")}, "b: found device meta, wanted cpu as a"),
+    (
+        {"signals": torch.ones(2, dtype=torch.uint32, device="meta")},
+        "a_chunk_signals: found device meta, wanted cpu as a",
+    ),
+]
+
+
+def async_call(change: dict[str, Any]) -> tuple[Any, ...]:
+    call: dict[str, Any] = {
+        "a": torch.ones(8, 4),
+        "b": torch.ones(4, 3),
+        "signals": torch.ones(2, dtype=torch.uint32),
+        "pivot": 0,
+        **change,
+    }
+    return tuple(call.values())
+
+
+@pytest.mark.parametrize(("change", "message"), ASYNC_FAULTS, ids=lambda value: str(value)[:40])
+def test_async_input_mm_names_what_is_wrong(change: dict[str, Any], message: str) -> None:
+    arguments = async_call(change)
+    assert refusal(lambda: torch.ops.agmm._async_input_mm(*arguments)) == message
+
+
+@pytest.mark.parametrize(("change", "message"), DEVICE_FAULTS, ids=["b", "signals"])
+def test_async_input_mm_names_a_device(change: dict[str, Any], message: str) -> None:
+    arguments = async_call(change)
+    assert refusal(lambda: ops._async_input_mm_cpu(*arguments)) == message
+
+
+@pytest.mark.parametrize(("change", "message"), DEVICE_FAULTS, ids=["b", "signals"])
+def test_async_input_mm_op_returns_no_unwritten_memory(
+    change: dict[str, Any], message: str
+) -> None:
+    # One operand without data sends the call to the Meta kernel.
+    arguments = async_call(change)
+    assert refusal(lambda: torch.ops.agmm._async_input_mm(*arguments)) == message
+
+
+# --- bad input: all_gather_matmul ---
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"A_shard": torch.ones(4)}, "A_shard: found 1 dimensions, wanted at least 2"),
+        ({"A_shard": [[1.0]]}, "A_shard, B, bias: found list, wanted tensors"),
+        ({"B": 3}, "A_shard, B, bias: found int, wanted tensors"),
+        ({"B": torch.ones(4)}, "B: found 1 dimensions, wanted 2"),
+        ({"B": torch.ones(1, 4, 3)}, "B: found 3 dimensions, wanted 2"),
+        ({"B": torch.ones(5, 3)}, "B: found K=5, wanted 4 as the columns of A_shard"),
+        (
+            {"B": [torch.ones(4, 3), torch.ones(3, 4)]},
+            "B: found K=3, wanted 4 as the columns of A_shard",
+        ),
+        (
+            {"B": torch.ones(4, 3).half()},
+            "B: found dtype torch.float16, wanted torch.float32 as A_shard",
+        ),
+        (
+            {"B": torch.ones(4, 3, device="meta")},
+            "B: found device meta, wanted cpu as A_shard",
+        ),
+        ({"B": []}, "B: found an empty list, wanted at least one weight"),
+        ({"B": ()}, "B: found an empty list, wanted at least one weight"),
+        ({"gather_dim": 2}, "gather_dim: found 2, wanted -2 to 1"),
+        ({"gather_dim": -3}, "gather_dim: found -3, wanted -2 to 1"),
+        (
+            {"B": torch.ones(5, 3), "gather_dim": 1},
+            "B: found K=5, wanted 4 as the columns of the gathered A",
+        ),
+        (
+            {"group": "nowhere"},
+            "group: found 'nowhere', wanted the name of a process group of this process",
+        ),
+        ({"bias": torch.ones(4)}, "bias: found shape (4,), wanted (3,) as B's columns"),
+        ({"bias": torch.ones(1, 3)}, "bias: found shape (1, 3), wanted (3,) as B's columns"),
+        (
+            {"bias": torch.ones(3).double()},
+            "bias: found dtype torch.float64, wanted torch.float32 as A_shard",
+        ),
+        (
+            {"bias": torch.ones(3, device="meta")},
+            "bias: found device meta, wanted cpu as A_shard",
+        ),
+        (
+            {"B": [torch.ones(4, 3)] * 2, "bias": [torch.ones(3)]},
+            "bias: found 1 for 2 weights, wanted one each",
+        ),
+        ({"bias": [None, None]}, "bias: found 2 for 1 weights, wanted one each"),
+        (
+            {"B": [torch.ones(4, 3)] * 2, "bias": torch.ones(3)},
+            "bias: found one for 2 weights, wanted a list of one each",
+        ),
+        (
+            {"B": [torch.ones(4, 3), torch.ones(4, 2)], "bias": [None, torch.ones(3)]},
+            "bias: found shape (3,), wanted (2,) as B's columns",
+        ),
+        (
+            {"config": "fastest"},
+            f"config: found 'fastest', wanted a name such as {CONFIG_NAME}",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_all_gather_matmul_names_what_is_wrong(
+    group: str, change: dict[str, Any], message: str
+) -> None:
+    arguments = {"A_shard": torch.ones(2, 4), "B": torch.ones(4, 3), **change}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the unfused path
+        assert refusal(lambda: all_gather_matmul(**arguments)) == message
+
+
+@pytest.mark.parametrize("name", ["A_shard", "B", "bias"])
+def test_gradients_are_refused(group: str, name: str) -> None:
+    arguments = {"A_shard": torch.ones(2, 4), "B": torch.ones(4, 3), "bias": torch.ones(3)}
+    arguments[name].requires_grad_()
+    message = refusal(lambda: all_gather_matmul(**arguments))
+    assert message.startswith(
+        "A_shard, B: found requires_grad=True, wanted a call under torch.no_grad()"
+    )
+    with torch.no_grad():
+        out = all_gather_matmul(**arguments)
+    assert torch.equal(out, torch.full((2, 3), 5.0)) and not out.requires_grad
+
+
+def test_no_process_group() -> None:
+    assert not dist.is_initialized()
+    call = torch.ones(2, 4), torch.ones(4, 3)
+    assert refusal(lambda: all_gather_matmul(*call)) == (
+        "group: found None without a default process group, wanted a group or "
+        "torch.distributed.init_process_group"
+    )
+    wanted = "group: found 'any', wanted the name of a process group of this process"
+    assert refusal(lambda: all_gather_matmul(*call, "any")) == wanted
+    native = torch.ops.agmm._fused_all_gather_matmul_native
+    assert refusal(lambda: native(*call, "any")) == wanted
+
+
+def test_a_destroyed_group_is_refused(group: str) -> None:
+    other = dist.new_group([0])
+    name = other.group_name
+    call = torch.ones(2, 4), torch.ones(4, 3), name
+    assert torch.equal(all_gather_matmul(*call), torch.full((2, 3), 4.0))
+    dist.destroy_process_group(other)
+    assert refusal(lambda: all_gather_matmul(*call)).startswith(f"group: found {name!r}, ")
+
+
+def test_native_op_names_what_is_wrong(group: str) -> None:
+    native = torch.ops.agmm._fused_all_gather_matmul_native
+    A, B = torch.ones(2, 4), torch.ones(4, 3)
+    assert refusal(lambda: native(A, B.t(), group)) == (
+        "B: found K=3, wanted 4 as the columns of A_shard"
+    )
+    assert refusal(lambda: native(A, B.half(), group)) == (
+        "B: found dtype torch.float16, wanted torch.float32 as A_shard"
+    )
+    assert refusal(lambda: native(A, B.to("meta"), group)) == (
+        "B: found device meta, wanted cpu as A_shard"
+    )
+
+
+def test_errors_are_of_one_family() -> None:
+    assert issubclass(InvalidArgument, ValueError)
+    assert issubclass(InvalidArgument, agmm.AgmmError)
+    assert issubclass(Unsupported, agmm.AgmmError)
+    assert not issubclass(Unsupported, ValueError)
+
+
+# --- the fused path in a world of one ---
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 3, 7), (64, 24, 40), (130, 8, 33)], ids=str)
+def test_product(group: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    A, B = whole_numbers(m, k, dtype=dtype), whole_numbers(k, n, dtype=dtype, seed=1)
+    bias = whole_numbers(n, dtype=dtype, seed=2)
+    assert torch.equal(all_gather_matmul(A, B, strict=True), A @ B)
+    assert torch.equal(all_gather_matmul(A, B, bias=bias, strict=True), A @ B + bias)
+    column_major = B.t().contiguous().t()
+    assert torch.equal(all_gather_matmul(A, column_major, strict=True), A @ B)
+
+
+def test_double_precision_is_kept(group: str) -> None:
+    tiny = 2.0**-40
+    A = torch.tensor([[1.0, tiny]], dtype=torch.float64)
+    B = torch.ones(2, 1, dtype=torch.float64)
+    out = all_gather_matmul(A, B, strict=True)
+    assert out.dtype == torch.float64 and out.item() == 1.0 + tiny
+
+
+def test_group_by_object_by_name_and_by_default(group: str) -> None:
+    A, B = whole_numbers(4, 6), whole_numbers(6, 2, seed=1)
+    for given in (None, group, dist.group.WORLD):
+        assert torch.equal(all_gather_matmul(A, B, given, strict=True), A @ B)
+
+
+def test_list_of_weights(group: str) -> None:
+    A = whole_numbers(6, 8)
+    Bs = [whole_numbers(8, n, seed=n) for n in (1, 5, 16)]
+    bias = whole_numbers(5, seed=9)
+    biases = [None, bias, None]
+    for weights in (Bs, tuple(Bs)):
+        outs = all_gather_matmul(A, weights, strict=True)
+        assert type(outs) is list and len(outs) == 3
+        for out, B in zip(outs, Bs, strict=True):
+            assert isinstance(out, torch.Tensor) and torch.equal(out, A @ B)
+    gathered, outs = all_gather_matmul(A, Bs, bias=biases, return_A=True, strict=True)
+    assert torch.equal(gathered, A)
+    assert torch.equal(outs[1], A @ Bs[1] + bias)
+    assert torch.equal(outs[2], A @ Bs[2])
+    (only,) = all_gather_matmul(A, Bs[1:2], bias=bias, strict=True)
+    assert torch.equal(only, A @ Bs[1] + bias)
+
+
+def test_results_are_tensors_of_their_own(group: str) -> None:
+    A, B = whole_numbers(6, 8), whole_numbers(8, 3, seed=1)
+    wanted = A.clone()
+    first = all_gather_matmul(A, B, return_A=True, strict=True)
+    second = all_gather_matmul(A, B, return_A=True, strict=True)
+    storages = {t.untyped_storage().data_ptr() for t in (A, B, *first, *second)}
+    assert len(storages) == 6
+    A.fill_(torch.nan)
+    all_gather_matmul(A, B, strict=True)
+    all_gather_matmul(A, B, strict=True)
+    for gathered, out in (first, second):
+        assert torch.equal(gathered, wanted) and torch.equal(out, wanted @ B)
+
+
+@pytest.mark.parametrize("leading", [(3,), (2, 5), (1, 1, 2)])
+def test_leading_dimensions(group: str, leading: tuple[int, ...]) -> None:
+    A = whole_numbers(4, *leading, 6)
+    B, bias = whole_numbers(6, 3, seed=1), whole_numbers(3, seed=2)
+    gathered, out = all_gather_matmul(A, B, bias=bias, return_A=True, strict=True)
+    assert out.shape == (4, *leading, 3)
+    assert torch.equal(out, A @ B + bias) and torch.equal(gathered, A)
+    (only,) = all_gather_matmul(A, [B], strict=True)
+    assert torch.equal(only, A @ B)
+
+
+def test_gather_dim_may_count_from_the_end(group: str) -> None:
+    A, B = whole_numbers(4, 6), whole_numbers(6, 3, seed=1)
+    assert torch.equal(all_gather_matmul(A, B, gather_dim=-2, strict=True), A @ B)
+
+
+def test_config_by_name_and_by_object(group: str) -> None:
+    A, B = whole_numbers(4, 6), whole_numbers(6, 3, seed=1)
+    config = agmm.KernelConfig(128, 128, 64, 1, 1, "pingpong")
+    for given in (config, config.name, config.kernel):
+        assert torch.equal(all_gather_matmul(A, B, config=given, strict=True), A @ B)
+
+
+def test_no_columns(group: str) -> None:
+    assert all_gather_matmul(torch.ones(4, 6), torch.ones(6, 0), strict=True).shape == (4, 0)
+
+
+def test_native_op(group: str) -> None:
+    A, B = whole_numbers(10, 8), whole_numbers(8, 3, seed=1)
+    gathered, out = torch.ops.agmm._fused_all_gather_matmul_native(A, B, group)
+    assert torch.equal(gathered, A) and torch.equal(out, A @ B)
+    assert gathered.data_ptr() != A.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("chunks", [1, 2, 4, 12])
+def test_async_input_mm(dtype: torch.dtype, chunks: int) -> None:
+    a, b = whole_numbers(12, 7, dtype=dtype), whole_numbers(7, 5, dtype=dtype, seed=1)
+    every_other = torch.ones(2 * chunks, dtype=torch.uint32)[::2]
+    for signals in (torch.ones(chunks, dtype=torch.uint32), every_other):
+        for pivot in range(chunks):
+            out = torch.ops.agmm._async_input_mm(a, b, signals, pivot)
+            assert out.dtype == dtype and torch.equal(out, a @ b)
+        assert signals.tolist() == [1] * chunks
+
+
+# --- the unfused path ---
+
+UNFUSED = [
+    ("gather_dim", "gather_dim: 1, the fused path wants 0"),
+    ("int", "A_shard: dtype=torch.int32, the CPU backend wants a floating-point type"),
+    ("strides", "A_shard: strides (1, 4) are not contiguous"),
+    ("no rows", "A_shard: shape (0, 6) has no elements"),
+    ("no columns", "A_shard: shape (4, 0) has no elements"),
+]
+
+
+def unfused_call(kind: str) -> tuple[torch.Tensor, torch.Tensor, int]:
+    A, B = whole_numbers(4, 6), whole_numbers(6, 3, seed=1)
+    if kind == "gather_dim":
+        return A, B, 1
+    if kind == "int":
+        return A.int(), B.int(), 0
+    if kind == "strides":
+        return A.t().contiguous().t(), B, 0
+    return (A[:0], B, 0) if kind == "no rows" else (A[:, :0], B[:0], 0)
+
+
+@pytest.mark.parametrize(("kind", "reason"), UNFUSED)
+def test_unfused_path_is_right_and_warns_once(group: str, kind: str, reason: str) -> None:
+    A, B, gather_dim = unfused_call(kind)
+    bias = whole_numbers(3, dtype=A.dtype, seed=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            gathered, out = all_gather_matmul(A, B, gather_dim=gather_dim, bias=bias, return_A=True)
+            assert out.dtype == A.dtype and torch.equal(out, A @ B + bias)
+            assert torch.equal(gathered, A)
+            assert A.numel() == 0 or gathered.data_ptr() != A.data_ptr()
+    assert [str(warning.message) for warning in caught] == [
+        f"agmm takes the unfused path: {reason}"
+    ]
+    assert caught[0].category is UserWarning
+
+
+@pytest.mark.parametrize(("kind", "reason"), UNFUSED)
+def test_strict_refuses_the_unfused_path(group: str, kind: str, reason: str) -> None:
+    A, B, gather_dim = unfused_call(kind)
+    message = refusal(
+        lambda: all_gather_matmul(A, B, gather_dim=gather_dim, strict=True), Unsupported
+    )
+    assert message == f"{reason}; strict=True refuses the unfused path"
+    assert ops._warned == set()
+
+
+def test_every_reason_is_warned_of(group: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for kind, _ in UNFUSED * 2:
+            A, B, gather_dim = unfused_call(kind)
+            all_gather_matmul(A, B, gather_dim=gather_dim)
+    assert [str(warning.message).split(": ", 1)[1] for warning in caught] == [
+        reason for _, reason in UNFUSED
+    ]
+
+
+def test_unfused_path_of_three_dimensions(group: str) -> None:
+    A, B = whole_numbers(2, 4, 6), whole_numbers(6, 3, seed=1)
+    for gather_dim in (1, 2, -1, -2):
+        with pytest.warns(UserWarning, match=f"^agmm takes .*: gather_dim: {gather_dim}, "):
+            out = all_gather_matmul(A, B, gather_dim=gather_dim)
+        assert torch.equal(out, A @ B)
+
+
+def test_unfused_on_request_is_no_surprise(group: str) -> None:
+    A, B = whole_numbers(4, 6), whole_numbers(6, 3, seed=1)
+    Bs = [B, whole_numbers(6, 1, seed=2)]
+    for strict in (False, True):  # a warning would be an error here
+        assert torch.equal(all_gather_matmul(A, B, config="unfused", strict=strict), A @ B)
+        gathered, outs = all_gather_matmul(A, Bs, config="unfused", strict=strict, return_A=True)
+        assert torch.equal(gathered, A)
+        assert all(torch.equal(out, A @ b) for out, b in zip(outs, Bs, strict=True))
+
+
+# --- torch.library and torch.compile ---
+
+
+def test_opcheck_async_input_mm(fresh_compiler: None) -> None:
+    for dtype in FLOATS:
+        a, b = torch.randn(12, 7, dtype=dtype), torch.randn(7, 5, dtype=dtype)
+        signals = torch.ones(3, dtype=torch.uint32)
+        torch.library.opcheck(torch.ops.agmm._async_input_mm.default, (a, b, signals, 2))
+
+
+def test_opcheck_native(group: str, fresh_compiler: None) -> None:
+    op = torch.ops.agmm._fused_all_gather_matmul_native.default
+    torch.library.opcheck(op, (torch.randn(6, 8), torch.randn(8, 3), group))
+    torch.library.opcheck(op, (torch.randn(6, 2, 8), torch.randn(3, 8).t(), group))
+
+
+@pytest.mark.parametrize("return_A", [False, True])
+@pytest.mark.parametrize(("gather_dim", "config"), [(0, ""), (1, "unfused"), (-1, "unfused")])
+def test_opcheck_all_gather_matmul(
+    group: str, fresh_compiler: None, return_A: bool, gather_dim: int, config: str
+) -> None:
+    Bs = [torch.randn(8, 3), torch.randn(5, 8).t()]
+    biases = [None, torch.randn(5)]
+    for A in (torch.randn(6, 8), torch.randn(2, 3, 8)):
+        arguments = (A, Bs, biases, group, gather_dim, return_A, config, True)
+        torch.library.opcheck(torch.ops.agmm._all_gather_matmul.default, arguments)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile_the_function_and_the_ops(group: str, fresh_compiler: None, backend: str) -> None:
+    signals = torch.ones(2, dtype=torch.uint32)
+
+    def layer(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
+        out = all_gather_matmul(A, B, bias=bias)
+        gathered, (first, second) = all_gather_matmul(
+            A + 1, [B, B[:, :1]], group, return_A=True, bias=[None, bias[:1]], strict=True
+        )
+        product = torch.ops.agmm._async_input_mm(A, B, signals, 1)
+        pair = torch.ops.agmm._fused_all_gather_matmul_native(A, B, group)
+        return [out * 2, gathered, first, second, product - 1, *pair]
+
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for seed in range(2):
+        A, B, bias = whole_numbers(6, 8, seed=seed), whole_numbers(8, 3, seed=3), torch.ones(3)
+        wanted = [
+            2 * (A @ B + 1),
+            A + 1,
+            (A + 1) @ B,
+            (A + 1) @ B[:, :1] + 1,
+            A @ B - 1,
+            A,
+            A @ B,
+        ]
+        found = compiled(A, B, bias)
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_compile_with_changing_rows(group: str, fresh_compiler: None) -> None:
+    B = whole_numbers(8, 3)
+    graphs = 0  # sizes that are equal in the first call are held equal, so none are
+
+    def count(module: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return module.forward
+
+    compiled = torch.compile(
+        lambda A: all_gather_matmul(A, B), fullgraph=True, backend=count, dynamic=True
+    )
+    for rows in (7, 5, 9, 13):
+        A = whole_numbers(rows, 8, seed=rows)
+        assert torch.equal(compiled(A), A @ B)
+    assert graphs == 1
+
+
+def test_compile_a_module(group: str, fresh_compiler: None) -> None:
+    linear = torch.nn.Linear(8, 3)
+
+    @torch.no_grad()
+    def layer(A: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = all_gather_matmul(A, linear.weight.t(), bias=linear.bias)
+        return out
+
+    A = torch.randn(4, 2, 8)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(A), linear(A))
+
+
+def test_meta_tensors_show_the_shapes(group: str) -> None:
+    A, B = torch.ones(4, 2, 8, device="meta"), torch.ones(8, 3, device="meta")
+    gathered, out = torch.ops.agmm._fused_all_gather_matmul_native(A, B, group)
+    assert gathered.shape == (4, 2, 8) and out.shape == (4, 2, 3) and out.device.type == "meta"
+    signals = torch.ones(2, dtype=torch.uint32, device="meta")
+    assert torch.ops.agmm._async_input_mm(A[:, 0], B, signals, 0).shape == (4, 3)
+
+
+def test_inference_mode(group: str) -> None:
+    A, B = whole_numbers(4, 6), whole_numbers(6, 3, seed=1)
+    with torch.inference_mode():
+        out = all_gather_matmul(A, B, strict=True)
+        assert torch.equal(out, A @ B)
