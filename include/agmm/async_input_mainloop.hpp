@@ -163,12 +163,16 @@ struct AsyncInputMainloop : Base {
         !known_ready(input, tile_begin)) {
       int const max_lead = min_of(k_tile_count, int(Base::DispatchPolicy::Stages));
       PipelineState stage = smem_pipe_write;
+      bool ready = all_ready(input, tile_begin);
       CUTLASS_PRAGMA_NO_UNROLL
-      for (; lead < max_lead && !all_ready(input, tile_begin); ++lead, ++stage) {
+      for (; lead < max_lead && !ready; ++lead, ++stage) {
         pipeline.producer_acquire(stage);
         load_b(stage, k_begin + lead);
+        ready = all_ready(input, tile_begin);
       }
-      wait_for_chunks(input, tile_begin);
+      if (!ready) wait_for_chunks(input, tile_begin);
+      fence_proxy_async_all();
+      remember_ready(input, tile_begin);
       if (kTimed && timed_tile >= 0) {
         input.tile_times[timed_tile].wait_end_ns = global_timer_ns();
       }
@@ -224,20 +228,17 @@ struct AsyncInputMainloop : Base {
     bool ready = true;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int32_t i = signals.begin; i < signals.end; ++i) {
-      ready &= load_acquire_system(input.signals + i) == input.ready_value;
+      ready &= signal_ready(input.signals + i, input.ready_value, i, input.wait_limit);
     }
     return ready;
   }
 
-  CUTLASS_DEVICE void wait_for_chunks(AsyncInput const& input, int32_t tile_begin) {
+  CUTLASS_DEVICE static void wait_for_chunks(AsyncInput const& input, int32_t tile_begin) {
     Range const signals = signals_of(input, tile_begin);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int32_t i = signals.begin; i < signals.end; ++i) {
       wait_signal(input.signals + i, input.ready_value, i, input.wait_limit);
     }
-    fence_proxy_async_all();
-    Range const chunks = chunks_of(input, tile_begin);
-    if (chunks.end <= 32) known_ready_ |= mask_of(chunks);
   }
 
   // A chunk that was ready for one tile is ready for all later tiles of this CTA. The first 32 row
@@ -245,6 +246,10 @@ struct AsyncInputMainloop : Base {
   CUTLASS_DEVICE bool known_ready(AsyncInput const& input, int32_t tile_begin) const {
     Range const chunks = chunks_of(input, tile_begin);
     return chunks.end <= 32 && (known_ready_ & mask_of(chunks)) == mask_of(chunks);
+  }
+  CUTLASS_DEVICE void remember_ready(AsyncInput const& input, int32_t tile_begin) {
+    Range const chunks = chunks_of(input, tile_begin);
+    if (chunks.end <= 32) known_ready_ |= mask_of(chunks);
   }
   CUTLASS_DEVICE static uint32_t mask_of(Range r) {
     return (~uint32_t(0) >> (32 - r.size())) << r.begin;

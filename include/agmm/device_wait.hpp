@@ -78,6 +78,19 @@ CUTLASS_DEVICE void report_and_stop(WaitLimit const& limit, WaitReport::Kind kin
   __trap();
 }
 
+/// What a look at a signal finds: the signal, or, where it has the wanted value and the sources' tags
+/// lie apart, the tag; the tag was there before the signal.
+CUTLASS_DEVICE uint32_t look_at_signal(uint32_t const* word, uint32_t wanted, int32_t chunk,
+                                       WaitLimit const& limit) {
+  uint32_t const seen = load_acquire_system(word);
+  return seen == wanted && limit.tags != nullptr ? load_acquire_system(limit.tags + chunk) : seen;
+}
+
+CUTLASS_DEVICE bool signal_ready(uint32_t const* word, uint32_t wanted, int32_t chunk,
+                                 WaitLimit const& limit) {
+  return look_at_signal(word, wanted, chunk, limit) == wanted;
+}
+
 /// Returns when the signal has the wanted value, acquired at system scope. The caller still has to
 /// execute fence_proxy_async_all() before its TMA loads.
 CUTLASS_DEVICE void wait_signal(uint32_t const* word, uint32_t wanted, int32_t chunk,
@@ -85,9 +98,7 @@ CUTLASS_DEVICE void wait_signal(uint32_t const* word, uint32_t wanted, int32_t c
   uint64_t start = 0;
   CUTLASS_PRAGMA_NO_UNROLL
   for (;;) {
-    uint32_t seen = load_acquire_system(word);
-    // The source's tag was there before the signal.
-    if (seen == wanted && limit.tags != nullptr) seen = load_acquire_system(limit.tags + chunk);
+    uint32_t const seen = look_at_signal(word, wanted, chunk, limit);
     if (seen == wanted) return;
     uint64_t const now = global_timer_ns();
     if (start == 0) start = now;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -221,6 +222,9 @@ class CudaWorkspace:
             raise AgmmError("group: found a destroyed one, wanted one that is alive")
         return group
 
+    def is_of(self, group: dist.ProcessGroup) -> bool:
+        return self._group_ref() is group
+
     @classmethod
     def create(
         cls, group: dist.ProcessGroup, slot_bytes: int, device: torch.device | None = None
@@ -315,52 +319,31 @@ class CudaWorkspace:
         if self._why_unfused is not None:
             raise Unsupported(self._why_unfused)
 
-    def all_gather_matmul(
+    def prepare(
         self,
         A_shard: torch.Tensor,
-        Bs: list[torch.Tensor],
-        biases: list[torch.Tensor | None],
+        Bs: Sequence[torch.Tensor],
         *,
         return_A: bool,
         config: KernelConfig | None = None,
-        tile_times: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """Gather ``A_shard`` and multiply it by each of ``Bs``. Collective.
+    ) -> FusedCall:
+        """Everything about a call that depends on shapes, dtypes and layouts alone.
 
         Args:
-            A_shard: [M_local, K], contiguous, the same shape and dtype on all ranks.
+            A_shard: [M_local, ..., K], contiguous, the same shape and dtype on all ranks.
             Bs: weights [K, N], N free for each of them, row-major or column-major.
-            biases: for each weight a bias [N] or None.
-            return_A: whether A [M, K] is wanted, in a tensor of its own (the pull transport).
+            return_A: whether A is wanted, in a tensor of its own (the pull transport).
             config: the kernel; chosen by `agmm.plan` when None.
-            tile_times: uint8, see `async_input_mm`; of the first weight's tiles.
-
-        Returns:
-            A or None, and out [M, N] for each weight.
 
         Raises:
-            InvalidArgument: the kernel cannot take the operands; nothing was enqueued.
+            InvalidArgument: a weight is neither row-major nor column-major.
         """
-        rows, k = A_shard.shape
+        k = A_shard.shape[-1]
+        rows = A_shard.numel() // k
         m = self.world_size * rows
-        device = self._device
-        if self.world_size == 1:
-            outs = [
-                async_input_mm(A_shard, B, None, 0, config=config, bias=bias)
-                for B, bias in zip(Bs, biases, strict=True)
-            ]
-            return (A_shard.clone() if return_A else None), outs
-        if m * k * 2 > self.slot_bytes:
-            self.ensure(m * k * 2)
-        assert self._buffers is not None
-        if not self._captured and torch.cuda.is_current_stream_capturing():
-            self._captured = True
-        A_shard = aligned(A_shard)
-        A = A_shard.new_empty(m, k) if return_A else None
-        outs = []
-        kept: list[torch.Tensor | None] = []  # copies live until the call is enqueued
+        leading = (self.world_size * A_shard.shape[0], *A_shard.shape[1:-1])
         weights = []
-        for B, bias in zip(Bs, biases, strict=True):
+        for B in Bs:
             layout = b_layout(B)
             if layout is None:
                 raise InvalidArgument(
@@ -368,34 +351,106 @@ class CudaWorkspace:
                 )
             n = B.shape[1]
             chosen = config or choose(
-                m, n, k, A_shard.dtype, device, world_size=self.world_size, return_A=return_A
+                m, n, k, A_shard.dtype, self._device, world_size=self.world_size, return_A=return_A
             )
-            out = A_shard.new_empty(m, n)
-            outs.append(out)
-            B = aligned(B)
-            bias = None if bias is None else aligned(bias.contiguous())
-            kept += [B, bias]
             weights.append(
+                _Weight(layout.leading, layout.column_major, n, (*leading, n), _core_config(chosen))
+            )
+        gathered_shape = (*leading, k) if return_A else None
+        bf16 = A_shard.dtype == torch.bfloat16
+        return FusedCall(self, rows, k, bf16, m * k * 2, gathered_shape, tuple(weights))
+
+    def _enter(self, slot_bytes: int) -> _core.CudaWorkspace:
+        if slot_bytes > self.slot_bytes:
+            self.ensure(slot_bytes)
+        assert self._buffers is not None
+        if not self._captured and torch.cuda.is_current_stream_capturing():
+            self._captured = True
+        return self._buffers.core
+
+
+class _Weight(NamedTuple):
+    leading: int
+    column_major: bool
+    n: int
+    out_shape: tuple[int, ...]
+    config: _core.KernelConfig
+
+
+class FusedCall(NamedTuple):
+    """A call that is ready to be made any number of times with tensors of the same kind."""
+
+    workspace: CudaWorkspace
+    rows: int
+    k: int
+    bf16: bool
+    slot_bytes: int
+    gathered_shape: tuple[int, ...] | None
+    weights: tuple[_Weight, ...]
+
+    def __call__(
+        self,
+        A_shard: torch.Tensor,
+        Bs: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        tile_times: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Gather and multiply. Collective.
+
+        Args:
+            A_shard, Bs: as given to `CudaWorkspace.prepare`.
+            biases: for each weight a bias [N] or None.
+            tile_times: uint8, see `async_input_mm`; of the first weight's tiles.
+
+        Returns:
+            A or None, and out [world_size * M_local, ..., N] for each weight.
+
+        Raises:
+            InvalidArgument: the kernel cannot take the operands; nothing was enqueued.
+        """
+        workspace, rows, k, bf16, slot_bytes, gathered_shape, weights = self
+        A_shard = aligned(A_shard)
+        if workspace.world_size == 1:
+            outs = [
+                async_input_mm(A_shard.view(rows, k), B, None, 0, bias=bias).view(w.out_shape)
+                for w, B, bias in zip(weights, Bs, biases, strict=True)
+            ]
+            return (None if gathered_shape is None else A_shard.clone()), outs
+        core = workspace._enter(slot_bytes)
+        A = None if gathered_shape is None else A_shard.new_empty(gathered_shape)
+        kept = []  # copies live until the call is enqueued
+        outs = []
+        arguments = []
+        for w, B, bias in zip(weights, Bs, biases, strict=True):
+            B = aligned(B)
+            bias_pointer = 0
+            if bias is not None:
+                bias = aligned(bias.contiguous())
+                bias_pointer = bias.data_ptr()
+            out = A_shard.new_empty(w.out_shape)
+            kept.append((B, bias))
+            outs.append(out)
+            arguments.append(
                 (
                     B.data_ptr(),
-                    layout.leading,
-                    layout.column_major,
-                    n,
-                    0 if bias is None else bias.data_ptr(),
+                    w.leading,
+                    w.column_major,
+                    w.n,
+                    bias_pointer,
                     out.data_ptr(),
-                    _core_config(chosen),
+                    w.config,
                 )
             )
         try:
-            self._buffers.core.all_gather_matmul(
+            core.all_gather_matmul(
                 A_shard.data_ptr(),
                 rows,
                 k,
-                A_shard.dtype == torch.bfloat16,
-                weights,
+                bf16,
+                arguments,
                 0 if A is None else A.data_ptr(),
                 0 if tile_times is None else tile_times.data_ptr(),
-                _stream(device),
+                _stream(A_shard.device),
             )
         except ValueError as error:
             raise InvalidArgument(str(error)) from None
@@ -433,12 +488,11 @@ def timeline(
         tiles_m * tiles_n, _core.TILE_TIMES_BYTES, dtype=torch.uint8, device=A_shard.device
     )
     workspace = CudaWorkspace.create(group, m * A_shard.shape[1] * 2, A_shard.device)
+    call = workspace.prepare(A_shard, [B], return_A=False, config=config)
     for _ in range(3):  # the first calls pay for loading the kernel
         torch.cuda.synchronize(A_shard.device)
         dist.barrier(group, device_ids=[A_shard.device.index])
-        workspace.all_gather_matmul(
-            A_shard, [B], [None], return_A=False, config=config, tile_times=times
-        )
+        call(A_shard, [B], [None], times)
     words = times.cpu().view(torch.int64).view(tiles_m, tiles_n, -1)
     arrived: dict[int, int] = {}
     tiles = []

@@ -131,6 +131,10 @@ def _torch_decomposed(return_A: bool) -> Callable[[Problem], Callable[[], Result
     return prepare
 
 
+# torch 2.11 aborts the process when the symmetric tensor of its native op is freed.
+_native_shards: list[torch.Tensor] = []
+
+
 def _torch_native(p: Problem) -> Callable[[], Result]:
     import torch.distributed._symmetric_memory as symm_mem
     from torch._C._distributed_c10d import _SymmetricMemory
@@ -144,6 +148,7 @@ def _torch_native(p: Problem) -> Callable[[], Result]:
     A_shard = _SymmetricMemory.empty_strided_p2p(
         (M_local, K), (K, 1), p.operands.A_shard.dtype, p.device
     )
+    _native_shards.append(A_shard)
     A_shard.copy_(p.operands.A_shard)
     symm_mem.rendezvous(A_shard, p.group_name)
     B, name = p.operands.B, p.group_name

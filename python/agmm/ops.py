@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -226,6 +226,78 @@ def _unfused(
     return A, outs
 
 
+_Outs = tuple[torch.Tensor | None, list[torch.Tensor]]
+
+_fused_calls: dict[tuple[Any, ...], _cuda.FusedCall] = {}
+"""The calls of this process that were found to be legal for the fused CUDA path."""
+
+_MAX_FUSED_CALLS = 4096
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _run(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    group_name: str,
+    gather_dim: int,
+    return_A: bool,
+    config: str,
+    strict: bool,
+) -> _Outs:
+    group = _group(group_name)
+    kinds = [None if t is None else _kind(t) for t in (A_shard, *Bs, *biases)]
+    key = (id(group), gather_dim, return_A, config, len(Bs), *kinds)
+    call = _fused_calls.get(key)
+    if call is not None and call.workspace.is_of(group):
+        return call(A_shard, Bs, biases)
+
+    _check_gatherable(A_shard, Bs, biases, gather_dim)
+    try:
+        chosen = plan.as_config(None if config in ("", "unfused") else config)
+    except ValueError as error:
+        raise InvalidArgument(str(error)) from None
+    reason = _why_unfused(A_shard, Bs, gather_dim, config)
+    if reason is None:
+        if A_shard.device.type == "cpu":
+            return _fused_cpu(A_shard, Bs, biases, group, return_A)
+        try:
+            workspace = cuda_workspace(group, A_shard.device)
+            call = workspace.prepare(A_shard, Bs, return_A=return_A, config=chosen)
+            found = call(A_shard, Bs, biases)
+        except Unsupported as error:
+            reason = str(error)
+        else:
+            if len(_fused_calls) >= _MAX_FUSED_CALLS:
+                _fused_calls.clear()
+            _fused_calls[key] = call
+            return found
+    if config != "unfused":
+        _fall_back(reason, strict)
+    A, outs = _unfused(A_shard, Bs, biases, group, gather_dim)
+    return (A if return_A else None), outs
+
+
+def _fused_cpu(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    group: dist.ProcessGroup,
+    return_A: bool,
+) -> _Outs:
+    k = A_shard.shape[-1]
+    shard = A_shard.view(-1, k)
+    gathered_bytes = dist.get_world_size(group) * shard.numel() * shard.element_size()
+    workspace = cpu_workspace(group, gathered_bytes)
+    A, outs = workspace.all_gather_matmul(shard, list(Bs), list(biases), return_A=return_A)
+    leading = (dist.get_world_size(group) * A_shard.shape[0], *A_shard.shape[1:-1])
+    outs = [out.view(*leading, out.shape[-1]) for out in outs]
+    return (None if A is None else A.view(*leading, k)), outs
+
+
 def _all_gather_matmul_impl(
     A_shard: torch.Tensor,
     Bs: list[torch.Tensor],
@@ -236,46 +308,7 @@ def _all_gather_matmul_impl(
     config: str,
     strict: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    group = _group(group_name)
-    _check_gatherable(A_shard, Bs, biases, gather_dim)
-    try:
-        chosen = plan.as_config(None if config in ("", "unfused") else config)
-    except ValueError as error:
-        raise InvalidArgument(str(error)) from None
-    reason = _why_unfused(A_shard, Bs, gather_dim, config)
-    if reason is None:
-        try:
-            return _fused(A_shard, Bs, biases, group, return_A, chosen)
-        except Unsupported as error:
-            reason = str(error)
-    if config != "unfused":
-        _fall_back(reason, strict)
-    A, outs = _unfused(A_shard, Bs, biases, group, gather_dim)
-    return (A if return_A else A.new_empty(0)), outs
-
-
-def _fused(
-    A_shard: torch.Tensor,
-    Bs: list[torch.Tensor],
-    biases: list[torch.Tensor | None],
-    group: dist.ProcessGroup,
-    return_A: bool,
-    config: KernelConfig | None,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    k = A_shard.shape[-1]
-    shard = A_shard if A_shard.dim() == 2 else A_shard.view(-1, k)
-    if A_shard.device.type == "cpu":
-        world_size = dist.get_world_size(group)
-        workspace = cpu_workspace(group, world_size * shard.numel() * shard.element_size())
-        A, outs = workspace.all_gather_matmul(shard, Bs, biases, return_A=return_A)
-    else:
-        A, outs = cuda_workspace(group, A_shard.device).all_gather_matmul(
-            shard, Bs, biases, return_A=return_A, config=config
-        )
-    if A_shard.dim() > 2:
-        leading = A_shard.shape[1:-1]
-        outs = [out.view(-1, *leading, out.shape[-1]) for out in outs]
-        A = None if A is None else A.view(-1, *leading, k)
+    A, outs = _run(A_shard, Bs, biases, group_name, gather_dim, return_A, config, strict)
     return (A_shard.new_empty(0) if A is None else A), outs
 
 
@@ -325,7 +358,7 @@ _library.impl("_fused_all_gather_matmul_native", _native_fake, "Meta")
 
 
 def _needs_dispatcher(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether something other than a plain eager call is going on (compile, fake tensors, modes)."""
+    """Whether something other than a plain eager call is going on (compile, fake tensors)."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -426,11 +459,7 @@ def all_gather_matmul(
     else:
         group_name = group if isinstance(group, str) else group.group_name
     config_name = config.name if isinstance(config, KernelConfig) else config or ""
-    call = (
-        torch.ops.agmm._all_gather_matmul.default
-        if _needs_dispatcher(tensors)
-        else _all_gather_matmul_impl
-    )
+    call = torch.ops.agmm._all_gather_matmul.default if _needs_dispatcher(tensors) else _run
     A, outs = call(A_shard, Bs, biases, group_name, gather_dim, return_A, config_name, strict)
     out = outs if several else outs[0]
     return (A, out) if return_A else out

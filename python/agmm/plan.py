@@ -85,7 +85,8 @@ class KernelConfig:
         """The inverse of ``name``; swizzle and raster may be left out.
 
         Raises:
-            ValueError: ``name`` is not of the form ``128x256x64_2x1_cooperative[/swizzleN[/raster]]``.
+            ValueError: ``name`` is not of the form
+                ``128x256x64_2x1_cooperative[/swizzleN[/raster]]``.
         """
         found = _CONFIG_NAME.fullmatch(name)
         if found is None:
@@ -147,13 +148,13 @@ def why_unfused(dtype: str, n: int, k: int) -> str | None:
 # Sustained TFLOPS of one multiprocessor inside the main loop, by kernel, and µs between the main
 # loops of two tiles (pingpong hides its epilogue behind the other tile's main loop).
 _TFLOPS_PER_SM = {
-    "128x256x64_2x1_cooperative": 6.15,
-    "128x256x64_1x1_cooperative": 6.0,
-    "128x192x64_2x1_cooperative": 5.9,
+    "128x256x64_2x1_cooperative": 6.2,
+    "128x256x64_1x1_cooperative": 6.15,
+    "128x192x64_2x1_cooperative": 6.08,
     "256x128x64_2x1_cooperative": 6.1,
-    "128x128x64_1x1_pingpong": 6.0,
-    "128x128x64_2x1_pingpong": 6.05,
-    "128x160x64_1x1_pingpong": 6.1,
+    "128x128x64_1x1_pingpong": 5.85,
+    "128x128x64_2x1_pingpong": 5.8,
+    "128x160x64_1x1_pingpong": 5.9,
 }
 _DEFAULT_TFLOPS_PER_SM = 5.8
 _TILE_OVERHEAD_US = {"cooperative": 2.2, "pingpong": 0.8}
@@ -203,12 +204,16 @@ def predict_us(problem: Problem, config: KernelConfig) -> float:
     return _LAUNCH_US + max(free_at)
 
 
-def _raster_and_swizzle(problem: Problem, config: KernelConfig) -> tuple[str, int]:
-    """Inside a chunk: go along the longer direction, in bands of the other one."""
-    rows = -(-problem.m // (problem.world_size * config.tile_m))
-    columns = -(-problem.n // config.tile_n)
-    raster = "along_m" if columns > rows else "along_n"
-    return raster, 8 if min(rows, columns) >= 8 else 1
+# Raster and swizzle inside a chunk: the best, or within 1% of it, on all shapes measured on H200.
+_COOPERATIVE_ORDER = ("along_n", 8)
+_TALL_TILE_ORDER = ("along_n", 4)
+_PINGPONG_ORDER = ("along_m", 4)
+
+
+def _raster_and_swizzle(config: KernelConfig) -> tuple[str, int]:
+    if config.schedule == "pingpong":
+        return _PINGPONG_ORDER
+    return _TALL_TILE_ORDER if config.tile_m > config.tile_n else _COOPERATIVE_ORDER
 
 
 def choose_kernel(problem: Problem, kernels: Sequence[KernelConfig]) -> KernelConfig:
@@ -220,7 +225,7 @@ def choose_kernel(problem: Problem, kernels: Sequence[KernelConfig]) -> KernelCo
     if not kernels:
         raise ValueError("kernels: found none, wanted a build with CUDA kernels")
     best = min(kernels, key=lambda config: predict_us(problem, config))
-    raster, max_swizzle = _raster_and_swizzle(problem, best)
+    raster, max_swizzle = _raster_and_swizzle(best)
     return replace(best, raster=raster, max_swizzle=max_swizzle)
 
 
