@@ -423,12 +423,13 @@ class FusedCall(NamedTuple):
         arguments = []
         for w, B, bias in zip(weights, Bs, biases, strict=True):
             B = aligned(B)
+            kept.append(B)
             bias_pointer = 0
             if bias is not None:
                 bias = aligned(bias.contiguous())
+                kept.append(bias)
                 bias_pointer = bias.data_ptr()
             out = A_shard.new_empty(w.out_shape)
-            kept.append((B, bias))
             outs.append(out)
             arguments.append(
                 (

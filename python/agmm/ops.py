@@ -242,13 +242,12 @@ def _run(
     A_shard: torch.Tensor,
     Bs: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
-    group_name: str,
+    group: dist.ProcessGroup,
     gather_dim: int,
     return_A: bool,
     config: str,
     strict: bool,
 ) -> _Outs:
-    group = _group(group_name)
     kinds = [None if t is None else _kind(t) for t in (A_shard, *Bs, *biases)]
     key = (id(group), gather_dim, return_A, config, len(Bs), *kinds)
     call = _fused_calls.get(key)
@@ -308,7 +307,8 @@ def _all_gather_matmul_impl(
     config: str,
     strict: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    A, outs = _run(A_shard, Bs, biases, group_name, gather_dim, return_A, config, strict)
+    group = _group(group_name)
+    A, outs = _run(A_shard, Bs, biases, group, gather_dim, return_A, config, strict)
     return (A_shard.new_empty(0) if A is None else A), outs
 
 
@@ -357,13 +357,12 @@ _library.impl("_all_gather_matmul", _all_gather_matmul_fake, "Meta")
 _library.impl("_fused_all_gather_matmul_native", _native_fake, "Meta")
 
 
-def _needs_dispatcher(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether something other than a plain eager call is going on (compile, fake tensors)."""
+def _is_traced() -> bool:
+    """Whether the dispatcher has to see the call: compilation, fake tensors, other modes."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_torch_function_mode_enabled()
-        or not all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
     )
 
 
@@ -434,17 +433,25 @@ def all_gather_matmul(
         Unsupported: under ``strict`` only.
     """
     several = not isinstance(B, torch.Tensor)
-    Bs = list(B) if isinstance(B, (list, tuple)) else [B]
-    biases = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(Bs)
-    if isinstance(bias, torch.Tensor) and len(Bs) > 1:
+    Bs: Sequence[torch.Tensor] = B if isinstance(B, (list, tuple)) else (B,)
+    if isinstance(bias, (list, tuple)):
+        biases: Sequence[torch.Tensor | None] = bias
+    elif bias is None or len(Bs) == 1:
+        biases = (bias,) * len(Bs)
+    else:
         raise InvalidArgument(f"bias: found one for {len(Bs)} weights, wanted a list of one each")
-    tensors = [A_shard, *Bs, *(b for b in biases if b is not None)]
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise InvalidArgument(
-                f"A_shard, B, bias: found {type(tensor).__name__}, wanted tensors"
-            )
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    plain = True  # neither subclasses nor something that is no tensor
+    needs_grad = False
+    for tensor in (A_shard, *Bs, *biases):
+        if tensor is None:
+            continue
+        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+            if not isinstance(tensor, torch.Tensor):
+                kind = type(tensor).__name__
+                raise InvalidArgument(f"A_shard, B, bias: found {kind}, wanted tensors")
+            plain = False
+        needs_grad = needs_grad or tensor.requires_grad
+    if needs_grad and torch.is_grad_enabled():
         raise InvalidArgument(
             "A_shard, B: found requires_grad=True, wanted a call under torch.no_grad(): "
             "all_gather_matmul has no backward yet"
@@ -455,11 +462,16 @@ def all_gather_matmul(
                 "group: found None without a default process group, wanted a group or "
                 "torch.distributed.init_process_group"
             )
-        group_name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        group = dist.group.WORLD
+    if isinstance(config, KernelConfig):
+        config = config.name
+    settings = gather_dim, return_A, config or "", strict
+    if not plain or _is_traced():
+        name = group if isinstance(group, str) else group.group_name
+        op = torch.ops.agmm._all_gather_matmul.default
+        A, outs = op(A_shard, list(Bs), list(biases), name, *settings)
     else:
-        group_name = group if isinstance(group, str) else group.group_name
-    config_name = config.name if isinstance(config, KernelConfig) else config or ""
-    call = torch.ops.agmm._all_gather_matmul.default if _needs_dispatcher(tensors) else _run
-    A, outs = call(A_shard, Bs, biases, group_name, gather_dim, return_A, config_name, strict)
+        resolved = _group(group) if isinstance(group, str) else group
+        A, outs = _run(A_shard, Bs, biases, resolved, *settings)
     out = outs if several else outs[0]
     return (A, out) if return_A else out

@@ -111,8 +111,7 @@ def test_graph_outlives_growth(gpu_pool: RankPool, world_size: int) -> None:
 
 def test_two_groups_at_once(gpu_pool: RankPool) -> None:
     everyone = tuple(range(gpu_pool.world_size))
-    results = gpu_pool.run(gpu_work.two_groups, everyone, everyone[::-1][:2][::-1])
-    check(results, gpu_pool.world_size)
+    check(gpu_pool.run(gpu_work.two_groups, everyone, (0, 1)), gpu_pool.world_size)
 
 
 @pytest.mark.parametrize("world_size", world_sizes()[1:2])
@@ -131,11 +130,9 @@ def test_ends_with_a_message(case: str) -> None:
     limit_s = 5
     with RankPool(min(GPUS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": str(limit_s)}) as pool:
         begin = time.monotonic()
+        work = gpu_work.different_shapes if case == "shapes" else gpu_work.one_rank_missing
         with pytest.raises(RankError) as failure:
-            if case == "shapes":
-                pool.run(gpu_work.different_shapes)
-            else:
-                pool.run(gpu_work.one_rank_missing, 1)
+            pool.run(work)
         assert time.monotonic() - begin < 60
         stderr = "".join(pool.stderr(rank) for rank in range(pool.world_size))
     assert 124 in failure.value.exit_codes.values(), (failure.value, stderr)
