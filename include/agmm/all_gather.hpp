@@ -21,8 +21,8 @@
 //               stream after its copy from p.
 //   tags[p]     pull only, written by p: its shard is staged, and what problem it is for.
 //   credits[p]  p's slot is free for this rank. 1 at the start. A call takes one credit of every
-//               peer before it writes (wait for 1, set to 0) and its consumer gives one to every peer
-//               when it has read the slot and reset the signals and tags.
+//               peer before it writes (wait for 1, set to 0) and its consumer gives one to every
+//               peer when it has read the slot and reset the signals and tags.
 // Invariants:
 //   1. Between taking p's credit and getting it back, p's slot and its words for this rank are
 //      written by this rank only, once. So no data is overwritten unread, and no signal is lost to
@@ -31,7 +31,8 @@
 //      operation with its default barrier (release, system scope).
 //   3. No rank waits for a credit of this call's consumers, only of the last call's on the same
 //      slot, whose inputs were all sent before; so ranks cannot wait in a ring.
-//   4. A wait for a credit or tag on a stream has no limit of its own. It needs none: if peer p never
+//   4. A wait for a credit or tag on a stream has no limit of its own. It needs none: if peer p
+//   never
 //      gives the credit or tag, then p has not sent its chunk of this call either, and the
 //      consumer's wait for that chunk passes its limit and ends the process.
 //   5. A slot's own rows are written (staging, boundary rows) only after the credits were taken, so
@@ -64,7 +65,7 @@ struct GatherRequest {
 
 /// What the consumer of one call has to know.
 struct Gathered {
-  void const* a = nullptr;            // [w * rows, row_bytes]; own rows only as far as `shared` says
+  void const* a = nullptr;  // [w * rows, row_bytes]; own rows only as far as `shared` says
   uint32_t const* signals = nullptr;  // w words; signals[p] == ready_value: p's shard is here
   uint32_t const* tags = nullptr;     // pull: w words that must equal ready_value, else null
   uint32_t ready_value = 1;

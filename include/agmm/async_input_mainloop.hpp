@@ -19,9 +19,9 @@ namespace agmm {
 /// shared memory (the counter, acquire-release, device scope). So no load is overtaken by a write,
 /// and no signal of the next call is lost to this call's reset.
 struct Release {
-  uint32_t* signals = nullptr;        // reset to 0; null: nothing is released
+  uint32_t* signals = nullptr;  // reset to 0; null: nothing is released
   int32_t signal_count = 0;
-  uint32_t* finished_ctas = nullptr;  // counts up to the grid, then 0 again
+  uint32_t* finished_ctas = nullptr;        // counts up to the grid, then 0 again
   uint32_t* const* peer_credits = nullptr;  // one word in each peer's memory, set to 1; may be null
   int32_t peer_count = 0;
 };
@@ -37,7 +37,8 @@ struct AsyncInput {
   int32_t tiles_n = 0;
 };
 
-/// kTimed: records TileTimes; a variant of its own, because the producer warp has no register to spare.
+/// kTimed: records TileTimes; a variant of its own, because the producer warp has no register to
+/// spare.
 template <class Base, bool kTimed = false>
 struct AsyncInputMainloop : Base {
   using typename Base::ElementA;
@@ -109,8 +110,7 @@ struct AsyncInputMainloop : Base {
     // tile reads gathered A for all of its rows, so that one load is never split.
     AsyncInput const& input = params.input;
     int32_t const tile_begin = int32_t(m_coord) * kTileM;
-    Range const rows{tile_begin, min_of(tile_begin + kTileM,
-                                        input.chunks.rows)};
+    Range const rows{tile_begin, min_of(tile_begin + kTileM, input.chunks.rows)};
     bool const is_local = !input.local_rows.empty() && input.local_rows.contains(rows);
     int32_t const row_offset = is_local ? -input.local_rows.begin : 0;
 

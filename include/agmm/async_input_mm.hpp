@@ -1,4 +1,5 @@
-// Host launcher of the async-input matmul: problem + config + pointers + stream. No torch, no CUTLASS.
+// Host launcher of the async-input matmul: problem + config + pointers + stream. No torch, no
+// CUTLASS.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +24,7 @@ struct AsyncInputArgs {
   void const* a = nullptr;
   void const* a_local = nullptr;  // rows [local_begin, local_end) of A, readable at once; or null
   void const* b = nullptr;
-  int64_t ldb = 0;  // elements between rows (RowMajor) or columns (ColumnMajor) of B
+  int64_t ldb = 0;             // elements between rows (RowMajor) or columns (ColumnMajor) of B
   void const* bias = nullptr;  // [n], the dtype of A; or null
   void* out = nullptr;
   uint32_t const* signals = nullptr;  // chunks_m * chunks_k words; null: all of A is ready
@@ -72,9 +73,10 @@ class PreparedMatmul {
   std::shared_ptr<void> params_;
 };
 
-/// Everything that can fail short of the launch itself: checks, shared memory, TMA descriptors (kept
-/// for the next call with the same arguments). Throws std::invalid_argument when the problem is not
-/// legal for the kernel or the kernel is not in this build, std::runtime_error when CUDA refuses.
+/// Everything that can fail short of the launch itself: checks, shared memory, TMA descriptors
+/// (kept for the next call with the same arguments). Throws std::invalid_argument when the problem
+/// is not legal for the kernel or the kernel is not in this build, std::runtime_error when CUDA
+/// refuses.
 PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& args);
 
 }  // namespace agmm

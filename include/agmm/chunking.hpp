@@ -12,8 +12,9 @@ AGMM_HOST_DEVICE int32_t ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b
 AGMM_HOST_DEVICE int32_t min_of(int32_t a, int32_t b) { return a < b ? a : b; }
 AGMM_HOST_DEVICE int32_t max_of(int32_t a, int32_t b) { return a > b ? a : b; }
 
-/// Division of 0 <= n < 2^31 by a divisor fixed at construction: one multiply and one shift, so that
-/// the tile mapping costs tens of cycles per tile, not hundreds (Granlund and Montgomery, 1994).
+/// Division of 0 <= n < 2^31 by a divisor fixed at construction: one multiply and one shift, so
+/// that the tile mapping costs tens of cycles per tile, not hundreds (Granlund and Montgomery,
+/// 1994).
 struct FastDiv {
   int32_t divisor = 1;
   uint32_t multiplier = 0;
@@ -47,7 +48,8 @@ struct Range {
   }
 };
 
-/// A [rows, depth] cut into chunks_m x chunks_k chunks. Chunk (i, j) has the signal i * chunks_k + j.
+/// A [rows, depth] cut into chunks_m x chunks_k chunks. Chunk (i, j) has the signal i * chunks_k +
+/// j.
 struct ChunkGrid {
   int32_t rows = 0;
   int32_t depth = 0;
@@ -57,7 +59,8 @@ struct ChunkGrid {
 
   ChunkGrid() = default;
 
-  AGMM_HOST_DEVICE ChunkGrid(int32_t rows_, int32_t depth_, int32_t chunks_m_, int32_t chunks_k_ = 1)
+  AGMM_HOST_DEVICE ChunkGrid(int32_t rows_, int32_t depth_, int32_t chunks_m_,
+                             int32_t chunks_k_ = 1)
       : rows(rows_),
         depth(depth_),
         chunks_m(chunks_m_),
@@ -72,8 +75,8 @@ struct ChunkGrid {
            int64_t(chunks_m - 1) * rows_per_chunk.divisor < rows;
   }
 
-  /// The row chunks that the rows touch. Rows past the end of A touch none, so a tile that only pads
-  /// the grid never names a signal.
+  /// The row chunks that the rows touch. Rows past the end of A touch none, so a tile that only
+  /// pads the grid never names a signal.
   AGMM_HOST_DEVICE Range row_chunks(Range r) const {
     int32_t const end = min_of(r.end, rows);
     if (r.begin >= end) return {0, 0};
@@ -97,15 +100,15 @@ struct BlockCoord {
 
 enum class Raster : int32_t { AlongM = 0, AlongN = 1 };
 
-/// The order in which blocks of output are computed. A block is what one cluster computes at a time:
-/// block_rows x block_cols elements of out, so a block never splits a cluster.
+/// The order in which blocks of output are computed. A block is what one cluster computes at a
+/// time: block_rows x block_cols elements of out, so a block never splits a cluster.
 ///
 /// Blocks are taken in groups, one group for each chunk of rows, around the ring from the pivot
 /// chunk: all blocks that the pivot chunk completes, then all that need the next chunk too, and so
 /// on. A block that touches several chunks belongs to the one that arrives last. Raster and swizzle
-/// stay inside a group, so early waves need only what has arrived. Invariants (tested on the CPU for
-/// thousands of random problems): steps [0, count()) visit every block exactly once, and the arrival
-/// position of the last chunk that a step needs never decreases.
+/// stay inside a group, so early waves need only what has arrived. Invariants (tested on the CPU
+/// for thousands of random problems): steps [0, count()) visit every block exactly once, and the
+/// arrival position of the last chunk that a step needs never decreases.
 struct TileOrder {
   int32_t blocks_m = 0;
   int32_t blocks_n = 0;
@@ -179,8 +182,8 @@ struct TileOrder {
     // what is left, so no padded block is ever computed.
     int32_t const length = raster == Raster::AlongN ? blocks_n : rows;
     int32_t const minor_extent = raster == Raster::AlongN ? rows : blocks_n;
-    int32_t const band = raster == Raster::AlongN ? div_band.divide(local)
-                                                  : local / (length << log_swizzle);
+    int32_t const band =
+        raster == Raster::AlongN ? div_band.divide(local) : local / (length << log_swizzle);
     int32_t const band_begin = band << log_swizzle;
     int32_t const in_band = local - band_begin * length;
     int32_t const width = min_of(1 << log_swizzle, minor_extent - band_begin);
@@ -204,7 +207,8 @@ struct SharedRows {
 AGMM_HOST_DEVICE SharedRows shared_rows(Range shard, int32_t tile_rows, int32_t total_rows) {
   SharedRows shared;
   int32_t const first_whole = min_of(shard.end, ceil_div(shard.begin, tile_rows) * tile_rows);
-  int32_t const last_whole = shard.end == total_rows ? shard.end : shard.end / tile_rows * tile_rows;
+  int32_t const last_whole =
+      shard.end == total_rows ? shard.end : shard.end / tile_rows * tile_rows;
   shared.head = {shard.begin, first_whole};
   shared.tail = {max_of(last_whole, first_whole), shard.end};
   return shared;

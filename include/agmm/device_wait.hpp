@@ -78,8 +78,8 @@ CUTLASS_DEVICE void report_and_stop(WaitLimit const& limit, WaitReport::Kind kin
   __trap();
 }
 
-/// What a look at a signal finds: the signal, or, where it has the wanted value and the sources' tags
-/// lie apart, the tag; the tag was there before the signal.
+/// What a look at a signal finds: the signal, or, where it has the wanted value and the sources'
+/// tags lie apart, the tag; the tag was there before the signal.
 CUTLASS_DEVICE uint32_t look_at_signal(uint32_t const* word, uint32_t wanted, int32_t chunk,
                                        WaitLimit const& limit) {
   uint32_t const seen = load_acquire_system(word);

@@ -85,8 +85,8 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     int const m = cute::size<0>(problem);
     int const n = cute::size<1>(problem);
     int const k = cute::size<2>(problem);
-    int rows_per_chunk = args.rows_per_chunk != 0 ? args.rows_per_chunk
-                                                  : args.tiles_per_chunk_m * TileM;
+    int rows_per_chunk =
+        args.rows_per_chunk != 0 ? args.rows_per_chunk : args.tiles_per_chunk_m * TileM;
     if (rows_per_chunk <= 0 || rows_per_chunk > m) rows_per_chunk = m;
     agmm::ChunkGrid chunks(m, k, agmm::ceil_div(m, rows_per_chunk));
     chunks.rows_per_chunk = agmm::FastDiv(rows_per_chunk);
@@ -202,9 +202,10 @@ template <class KernelSchedule, AsyncInputWait Wait, class TileShape, class Clus
 struct TileSchedulerSelector<PersistentAsyncInputScheduler<KernelSchedule, Wait>, arch::Sm90,
                              TileShape, ClusterShape, SchedulerPipelineStageCount> {
   static_assert(cute::is_static_v<ClusterShape>, "the tile order needs a static cluster shape");
-  using Scheduler = PersistentAsyncInputSchedulerSm90<
-      Wait, cute::size<0>(TileShape{}), cute::size<1>(TileShape{}), cute::size<0>(ClusterShape{}),
-      cute::size<1>(ClusterShape{})>;
+  using Scheduler =
+      PersistentAsyncInputSchedulerSm90<Wait, cute::size<0>(TileShape{}),
+                                        cute::size<1>(TileShape{}), cute::size<0>(ClusterShape{}),
+                                        cute::size<1>(ClusterShape{})>;
 };
 
 }  // namespace kernel::detail

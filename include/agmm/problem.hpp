@@ -1,4 +1,5 @@
-// The structs that describe a problem and how it is to be computed. Plain data; they print themselves.
+// The structs that describe a problem and how it is to be computed. Plain data; they print
+// themselves.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +46,8 @@ struct KernelShape {
 
   bool operator==(KernelShape const& o) const {
     return tile_m == o.tile_m && tile_n == o.tile_n && tile_k == o.tile_k &&
-           cluster_m == o.cluster_m && cluster_n == o.cluster_n && schedule == o.schedule && timed == o.timed;
+           cluster_m == o.cluster_m && cluster_n == o.cluster_n && schedule == o.schedule &&
+           timed == o.timed;
   }
   std::string str() const {
     return std::to_string(tile_m) + "x" + std::to_string(tile_n) + "x" + std::to_string(tile_k) +

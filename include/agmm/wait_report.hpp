@@ -4,8 +4,8 @@
 
 namespace agmm {
 
-/// What a kernel says of a wait that passed its limit. In pinned host memory; a host thread reads it
-/// and ends the process with a message.
+/// What a kernel says of a wait that passed its limit. In pinned host memory; a host thread reads
+/// it and ends the process with a message.
 struct WaitReport {
   enum Kind : uint32_t { None = 0, Timeout = 1, Mismatch = 2 };
   uint32_t kind;
@@ -18,8 +18,8 @@ struct WaitReport {
   uint64_t limit_ns;
 };
 
-/// Per tile of out, for pictures: when the wait for A began and ended, when its last load was issued
-/// (nanoseconds of the GPU's global timer), and the multiprocessor that computed it.
+/// Per tile of out, for pictures: when the wait for A began and ended, when its last load was
+/// issued (nanoseconds of the GPU's global timer), and the multiprocessor that computed it.
 struct TileTimes {
   uint64_t wait_begin_ns;
   uint64_t wait_end_ns;

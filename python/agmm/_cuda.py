@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from agmm import _core, plan
@@ -192,10 +193,41 @@ def async_input_mm(
     return out
 
 
+class RelativeStore(dist.Store):
+    """A store in which torch's symmetric memory counts its exchanges from 0, as this rank sees it.
+
+    torch numbers the exchanges of a rendezvous (``<prefix>/<number>/<rank>``) with one counter per
+    process. Ranks that took part in different numbers of rendezvous before, as members of different
+    groups, would wait for each other's keys forever.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+        self._first: int | None = None
+
+    def _key(self, key: str) -> str:
+        prefix, number, rank = key.rsplit("/", 2)
+        if self._first is None:
+            self._first = int(number)
+        return f"{prefix}/{int(number) - self._first}/{rank}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._store.get(self._key(key)))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        limit = timeout or timedelta(seconds=_core.timeout_seconds())
+        self._store.wait([self._key(key) for key in keys], limit)
+
+
 class _Buffers(NamedTuple):
     core: _core.CudaWorkspace
     memory: torch.Tensor
     handle: Any
+    store: RelativeStore
 
 
 class CudaWorkspace:
@@ -270,14 +302,18 @@ class CudaWorkspace:
     def _open(self, slot_bytes: int) -> _Buffers:
         size = _core.CudaWorkspace.workspace_bytes(slot_bytes, self.world_size)
         memory = symm_mem.empty(size, dtype=torch.uint8, device=self._device)
-        handle = symm_mem.rendezvous(memory, self._group.group_name)
+        name = self._group.group_name
+        exchange = f"agmm/{name}/{_generations[name]}"
+        store = RelativeStore(dist.PrefixStore(exchange, _get_process_group_store(self._group)))
+        _SymmetricMemory.set_group_info(exchange, self.rank, self.world_size, store)
+        handle = _SymmetricMemory.rendezvous(memory, exchange)
         words = memory[2 * slot_bytes :].view(torch.int32)
         words.zero_()
         words[torch.tensor(_core.CudaWorkspace.credit_words(self.world_size))] = 1
         core = _core.CudaWorkspace(self.rank, list(handle.buffer_ptrs), slot_bytes)
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group, device_ids=[self._device.index])
-        return _Buffers(core, memory, handle)
+        return _Buffers(core, memory, handle, store)
 
     def _agree(self, slot_bytes: int) -> None:
         """All ranks want the same slots, and their GPUs reach each other; else all ranks raise."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -150,7 +150,7 @@ def _async_input_mm_fake(
 
 def _group(group_name: str) -> dist.ProcessGroup:
     try:
-        return _resolve_process_group(group_name)
+        return _resolve_process_group(cast(Any, group_name))  # torch 2.13 wants a NewType of str
     except (RuntimeError, ValueError, KeyError):
         raise InvalidArgument(
             f"group: found {group_name!r}, wanted the name of a process group of this process"
@@ -373,11 +373,23 @@ def all_gather_matmul(
     group: dist.ProcessGroup | str | None = ...,
     *,
     gather_dim: int = ...,
-    return_A: bool = ...,
+    return_A: Literal[False] = ...,
     bias: torch.Tensor | None = ...,
     config: KernelConfig | str | None = ...,
     strict: bool = ...,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+) -> torch.Tensor: ...
+@overload
+def all_gather_matmul(
+    A_shard: torch.Tensor,
+    B: torch.Tensor,
+    group: dist.ProcessGroup | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    return_A: Literal[True],
+    bias: torch.Tensor | None = ...,
+    config: KernelConfig | str | None = ...,
+    strict: bool = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def all_gather_matmul(
     A_shard: torch.Tensor,
@@ -385,11 +397,23 @@ def all_gather_matmul(
     group: dist.ProcessGroup | str | None = ...,
     *,
     gather_dim: int = ...,
-    return_A: bool = ...,
-    bias: Sequence[torch.Tensor | None] | torch.Tensor | None = ...,
+    return_A: Literal[False] = ...,
+    bias: Sequence[torch.Tensor | None] | None = ...,
     config: KernelConfig | str | None = ...,
     strict: bool = ...,
-) -> list[torch.Tensor] | tuple[torch.Tensor, list[torch.Tensor]]: ...
+) -> list[torch.Tensor]: ...
+@overload
+def all_gather_matmul(
+    A_shard: torch.Tensor,
+    B: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    group: dist.ProcessGroup | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    return_A: Literal[True],
+    bias: Sequence[torch.Tensor | None] | None = ...,
+    config: KernelConfig | str | None = ...,
+    strict: bool = ...,
+) -> tuple[torch.Tensor, list[torch.Tensor]]: ...
 def all_gather_matmul(
     A_shard: torch.Tensor,
     B: torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...],
@@ -437,12 +461,13 @@ def all_gather_matmul(
     if isinstance(bias, (list, tuple)):
         biases: Sequence[torch.Tensor | None] = bias
     elif bias is None or len(Bs) == 1:
-        biases = (bias,) * len(Bs)
+        biases = (cast("torch.Tensor | None", bias),) * len(Bs)
     else:
         raise InvalidArgument(f"bias: found one for {len(Bs)} weights, wanted a list of one each")
     plain = True  # neither subclasses nor something that is no tensor
     needs_grad = False
-    for tensor in (A_shard, *Bs, *biases):
+    given: tuple[Any, ...] = (A_shard, *Bs, *biases)
+    for tensor in given:
         if tensor is None:
             continue
         if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
@@ -462,7 +487,7 @@ def all_gather_matmul(
                 "group: found None without a default process group, wanted a group or "
                 "torch.distributed.init_process_group"
             )
-        group = dist.group.WORLD
+        group = cast(dist.ProcessGroup, dist.group.WORLD)
     if isinstance(config, KernelConfig):
         config = config.name
     settings = gather_dim, return_A, config or "", strict

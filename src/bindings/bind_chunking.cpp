@@ -24,8 +24,8 @@ TileOrder make_order(int m, int n, int block_rows, int block_cols, int chunks, i
     throw std::invalid_argument("m, n, block_rows, block_cols: wanted at least 1 each");
   }
   if (chunks < 1 || !ChunkGrid(m, 1, chunks).is_legal()) {
-    throw std::invalid_argument("chunks: found " + std::to_string(chunks) + " for m=" +
-                                std::to_string(m) + ", wanted a row in each");
+    throw std::invalid_argument("chunks: found " + std::to_string(chunks) +
+                                " for m=" + std::to_string(m) + ", wanted a row in each");
   }
   if (pivot < 0 || pivot >= chunks) {
     throw std::invalid_argument("pivot: found " + std::to_string(pivot) + ", wanted 0 to " +

@@ -33,8 +33,8 @@ KernelConfig make_config(int tile_m, int tile_n, int tile_k, int cluster_m, int 
                          const std::string& schedule, int max_swizzle, const std::string& raster,
                          bool timed) {
   KernelConfig config;
-  config.shape = {tile_m,    tile_n,    tile_k,
-                  cluster_m, cluster_n, agmm::parse_schedule(schedule), timed};
+  config.shape = {tile_m, tile_n, tile_k, cluster_m, cluster_n, agmm::parse_schedule(schedule),
+                  timed};
   config.max_swizzle = max_swizzle;
   config.raster = agmm::parse_raster(raster);
   return config;
@@ -47,14 +47,12 @@ using WeightTuple =
 agmm::BLayout layout(bool column_major) {
   return column_major ? agmm::BLayout::ColumnMajor : agmm::BLayout::RowMajor;
 }
-agmm::DType dtype(bool is_bf16) {
-  return is_bf16 ? agmm::DType::BFloat16 : agmm::DType::Float16;
-}
+agmm::DType dtype(bool is_bf16) { return is_bf16 ? agmm::DType::BFloat16 : agmm::DType::Float16; }
 
 void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int m, int n, int k,
-                    bool is_bf16, bool b_column_major, int64_t ldb, uintptr_t signals,
-                    int chunks_m, int chunks_k, int pivot, const KernelConfig& config, int rank,
-                    int sm_count, uintptr_t tile_times, uintptr_t stream) {
+                    bool is_bf16, bool b_column_major, int64_t ldb, uintptr_t signals, int chunks_m,
+                    int chunks_k, int pivot, const KernelConfig& config, int rank, int sm_count,
+                    uintptr_t tile_times, uintptr_t stream) {
   AsyncInputArgs args;
   args.problem = {m, n, k, dtype(is_bf16), layout(b_column_major)};
   args.config = config;
@@ -79,8 +77,7 @@ void all_gather_matmul(AllGather& gather, uintptr_t a_shard, int rows, int k, bo
                        const std::vector<WeightTuple>& weights, uintptr_t a_out,
                        uintptr_t tile_times, uintptr_t stream) {
   agmm::FusedArgs args;
-  args.transport =
-      a_out == 0 ? agmm::Transport::CopyEnginePush : agmm::Transport::CopyEnginePull;
+  args.transport = a_out == 0 ? agmm::Transport::CopyEnginePush : agmm::Transport::CopyEnginePull;
   args.a_shard = pointer<void>(a_shard);
   args.a_out = pointer<void>(a_out);
   args.rows = rows;

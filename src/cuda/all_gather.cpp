@@ -38,18 +38,20 @@ CUstreamBatchMemOpParams wait_op(uint32_t* word, uint32_t value, unsigned flags)
 
 void batch(cudaStream_t stream, std::vector<CUstreamBatchMemOpParams>& ops) {
   if (ops.empty()) return;
-  check_driver(driver().stream_batch_mem_op(stream, static_cast<unsigned>(ops.size()), ops.data(), 0),
-               "cuStreamBatchMemOp");
+  check_driver(
+      driver().stream_batch_mem_op(stream, static_cast<unsigned>(ops.size()), ops.data(), 0),
+      "cuStreamBatchMemOp");
 }
 
 void write(cudaStream_t stream, uint32_t* word, uint32_t value) {
-  check_driver(driver().stream_write_value32(stream, address(word), value,
-                                             CU_STREAM_WRITE_VALUE_DEFAULT),
-               "cuStreamWriteValue32");
+  check_driver(
+      driver().stream_write_value32(stream, address(word), value, CU_STREAM_WRITE_VALUE_DEFAULT),
+      "cuStreamWriteValue32");
 }
 
 void copy(void* to, void const* from, std::size_t bytes, cudaStream_t stream) {
-  if (bytes != 0) AGMM_CHECK_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
+  if (bytes != 0)
+    AGMM_CHECK_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
 }
 
 }  // namespace
@@ -78,9 +80,8 @@ struct AllGather::Handles {
     for (cudaStream_t* stream : {&copies, &local}) {
       AGMM_CHECK_CUDA(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, greatest));
     }
-    for (cudaEvent_t* event :
-         {&fork, &credits_taken, &staged, &copies_done, &local_done, &call_done,
-          &captured_call_done}) {
+    for (cudaEvent_t* event : {&fork, &credits_taken, &staged, &copies_done, &local_done,
+                               &call_done, &captured_call_done}) {
       AGMM_CHECK_CUDA(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
     }
   }
@@ -89,8 +90,8 @@ struct AllGather::Handles {
     for (cudaStream_t stream : {copies, local}) {
       if (stream != nullptr) cudaStreamDestroy(stream);
     }
-    for (cudaEvent_t event : {fork, credits_taken, staged, copies_done, local_done, call_done,
-                              captured_call_done}) {
+    for (cudaEvent_t event :
+         {fork, credits_taken, staged, copies_done, local_done, call_done, captured_call_done}) {
       if (event != nullptr) cudaEventDestroy(event);
     }
     if (peer_credits != nullptr) cudaFree(peer_credits);

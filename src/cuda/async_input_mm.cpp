@@ -21,11 +21,11 @@ auto fields(AsyncInputArgs const& a) {
   return std::make_tuple(
       a.problem.m, a.problem.n, a.problem.k, a.problem.dtype, a.problem.b_layout,
       a.config.shape.tile_m, a.config.shape.tile_n, a.config.shape.tile_k, a.config.shape.cluster_m,
-      a.config.shape.cluster_n, a.config.shape.schedule, a.config.shape.timed, a.config.max_swizzle, a.config.raster, a.a,
-      a.a_local, a.b, a.ldb, a.bias, a.out, a.signals, a.ready_value, a.chunks_m, a.chunks_k,
-      a.chunk_pivot, a.local_begin, a.local_end, a.sm_count, a.rank, a.chunks_per_rank,
-      a.mismatch_is_fatal, a.tags, a.limit_ns, a.report, a.release_signals, a.release_count,
-      a.finished_ctas, a.peer_credits, a.peer_count, a.report_lock, a.tile_times);
+      a.config.shape.cluster_n, a.config.shape.schedule, a.config.shape.timed, a.config.max_swizzle,
+      a.config.raster, a.a, a.a_local, a.b, a.ldb, a.bias, a.out, a.signals, a.ready_value,
+      a.chunks_m, a.chunks_k, a.chunk_pivot, a.local_begin, a.local_end, a.sm_count, a.rank,
+      a.chunks_per_rank, a.mismatch_is_fatal, a.tags, a.limit_ns, a.report, a.release_signals,
+      a.release_count, a.finished_ctas, a.peer_credits, a.peer_count, a.report_lock, a.tile_times);
 }
 
 struct Hash {
@@ -120,8 +120,9 @@ void check(AsyncInputArgs const& args) {
   }
   DeviceFacts const& device = current_device();
   if (device.capability_major != 9) {
-    refuse("A", "a device of compute capability " + std::to_string(device.capability_major) + "." +
-                    std::to_string(device.capability_minor),
+    refuse("A",
+           "a device of compute capability " + std::to_string(device.capability_major) + "." +
+               std::to_string(device.capability_minor),
            "9.0 (Hopper)");
   }
   if (find_kernel(args) == nullptr) {

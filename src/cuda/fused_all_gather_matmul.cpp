@@ -48,14 +48,14 @@ void fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
   request.row_bytes = args.k * kElementBytes;
   // 31 bits, not 0: the pull transport waits on its stream for "at least 1" as a signed number.
   request.tag = call_tag(args.rows, args.k, args.dtype == DType::BFloat16 ? "bfloat16" : "float16",
-                         args.transport == Transport::CopyEnginePull) & 0x7fffffffu;
+                         args.transport == Transport::CopyEnginePull) &
+                0x7fffffffu;
   request.tag = std::max(request.tag, 1u);
 
   std::vector<AsyncInputArgs> matmuls;
   for (Weight const& weight : weights) {
     matmuls.push_back(matmul_of(weight, args, gather.rank(), world_size));
-    SharedRows const shared =
-        shared_rows(own, weight.config.shape.tile_m, world_size * args.rows);
+    SharedRows const shared = shared_rows(own, weight.config.shape.tile_m, world_size * args.rows);
     request.shared.head = {own.begin, std::max(request.shared.head.end, shared.head.end)};
     request.shared.tail = {request.shared.tail.empty()
                                ? shared.tail.begin

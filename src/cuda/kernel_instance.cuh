@@ -24,8 +24,7 @@ template <class Element_, class LayoutB_, int TileM, int TileN, int TileK, int C
 struct KernelInstance {
   using Element = Element_;
   using LayoutB = LayoutB_;
-  using TileShape =
-      cute::Shape<cute::Int<TileM>, cute::Int<TileN>, cute::Int<TileK>>;
+  using TileShape = cute::Shape<cute::Int<TileM>, cute::Int<TileN>, cute::Int<TileK>>;
   using ClusterShape = cute::Shape<cute::Int<ClusterM>, cute::Int<ClusterN>, cute::_1>;
 
   static constexpr bool kCooperative = kSchedule == Schedule::Cooperative;
@@ -59,7 +58,8 @@ struct KernelInstance {
       MainloopSchedule>::CollectiveOp;
 
   using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
-      cute::Shape<int, int, int, int>, AsyncInputMainloop<CutlassMainloop, kTimed>, CollectiveEpilogue,
+      cute::Shape<int, int, int, int>, AsyncInputMainloop<CutlassMainloop, kTimed>,
+      CollectiveEpilogue,
       cutlass::gemm::PersistentAsyncInputScheduler<MainloopSchedule,
                                                    cutlass::gemm::AsyncInputWait::Mainloop>>;
   using Adapter = cutlass::gemm::device::GemmUniversalAdapter<GemmKernel>;
@@ -120,8 +120,8 @@ struct KernelInstance {
     gemm.scheduler.chunk_pivot = args.chunk_pivot;
 
     if (!GemmKernel::can_implement(gemm)) return "CUTLASS cannot implement this problem";
-    Params* const params = new (params_memory) Params(
-        GemmKernel::to_underlying_arguments(gemm, nullptr));
+    Params* const params =
+        new (params_memory) Params(GemmKernel::to_underlying_arguments(gemm, nullptr));
     // CUTLASS only prints when the driver refuses a TMA descriptor, and leaves it zeroed.
     for (auto const* descriptor : {params->mainloop.tma_load_a.get_tma_descriptor(),
                                    params->mainloop.tma_load_b.get_tma_descriptor(),
@@ -135,14 +135,14 @@ struct KernelInstance {
   }
 
   static int setup() {
-    return cudaFuncSetAttribute(
-        reinterpret_cast<void const*>(cutlass::device_kernel<GemmKernel>),
-        cudaFuncAttributeMaxDynamicSharedMemorySize, GemmKernel::SharedStorageSize);
+    return cudaFuncSetAttribute(reinterpret_cast<void const*>(cutlass::device_kernel<GemmKernel>),
+                                cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                GemmKernel::SharedStorageSize);
   }
 
   static int launch(void* params, void* stream) {
-    cutlass::Status const status = Adapter::run(*static_cast<Params*>(params),
-                                                static_cast<cudaStream_t>(stream));
+    cutlass::Status const status =
+        Adapter::run(*static_cast<Params*>(params), static_cast<cudaStream_t>(stream));
     if (status == cutlass::Status::kSuccess) return cudaSuccess;
     cudaError_t const error = cudaGetLastError();
     return error != cudaSuccess ? error : cudaErrorUnknown;

@@ -21,8 +21,8 @@ constexpr int kMaxDevices = 64;
 void* driver_entry_point(char const* name, unsigned version) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found{};
-  check_cuda(
-      cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &found), name);
+  check_cuda(cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &found),
+             name);
   if (found != cudaDriverEntryPointSuccess || function == nullptr) {
     throw std::runtime_error(std::string("agmm: the NVIDIA driver has no ") + name +
                              "; wanted a driver for CUDA 12.0 or newer");
@@ -44,8 +44,8 @@ class ReportWatcher {
  public:
   ReportWatcher() {
     void* memory = nullptr;
-    AGMM_CHECK_CUDA(cudaHostAlloc(&memory, sizeof(WaitReport),
-                                  cudaHostAllocPortable | cudaHostAllocMapped));
+    AGMM_CHECK_CUDA(
+        cudaHostAlloc(&memory, sizeof(WaitReport), cudaHostAllocPortable | cudaHostAllocMapped));
     report_ = new (memory) WaitReport{};
     thread_ = std::thread([this] { watch(); });
   }

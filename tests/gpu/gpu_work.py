@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,7 +114,8 @@ def products(
         poison(group)
         for _ in range(2):  # both slots
             poison_freed_memory(sum(A.shape[0] * B.shape[1] * 2 for B in Bs) + A.numel() * 2)
-            found = agmm.all_gather_matmul(
+            op: Callable[..., Any] = agmm.all_gather_matmul
+            found = op(
                 shard,
                 Bs if weights > 1 else Bs[0],
                 group,
@@ -162,11 +165,10 @@ class ExactCalls:
         self.shard.copy_(self.A[self.rank * rows : (self.rank + 1) * rows])
 
     def call(self, return_A: bool) -> None:
-        found = agmm.all_gather_matmul(
-            self.shard, self.B, self.group, return_A=return_A, strict=True
-        )
+        op: Callable[..., Any] = agmm.all_gather_matmul
+        found = op(self.shard, self.B, self.group, return_A=return_A, strict=True)
         gathered, out = found if return_A else (None, found)
-        self.wrong += (out != torch.mm(self.A, self.B)).sum()
+        self.wrong += torch.ne(out, torch.mm(self.A, self.B)).sum()
         if gathered is not None:
             self.wrong += (gathered != self.A).sum()
 
@@ -179,7 +181,7 @@ class ExactCalls:
 def loop(
     world_size: int, shape: LocalShape, calls: int, seed: int, delayed_rank: int | None
 ) -> Faults:
-    """`calls` calls with no synchronisation in between; one rank or all are slowed down at random."""
+    """`calls` calls with no synchronisation between; one rank or all are slowed at random."""
     group = group_of(last_ranks(world_size))
     if group is None:
         return None

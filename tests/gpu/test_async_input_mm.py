@@ -56,7 +56,8 @@ def test_every_kernel(kernel: KernelConfig, column_major: bool, dtype: torch.dty
         a = randn(m, k, dtype=dtype)
         b = randn(n, k, dtype=dtype).t() if column_major else randn(k, n, dtype=dtype)
         signals = torch.ones(chunks, dtype=torch.int32, device="cuda").view(torch.uint32)
-        name = f"{kernel.kernel}/swizzle{draw.choice((1, 2, 4, 8))}/{draw.choice(('along_m', 'along_n'))}"
+        raster = draw.choice(("along_m", "along_n"))
+        name = f"{kernel.kernel}/swizzle{draw.choice((1, 2, 4, 8))}/{raster}"
         poison_freed_memory(m, n)
         pivot = draw.randrange(chunks)
         out = _cuda.async_input_mm(a, b, signals, pivot, config=KernelConfig.parse(name))
@@ -68,7 +69,7 @@ def test_every_kernel(kernel: KernelConfig, column_major: bool, dtype: torch.dty
 def test_waits_for_chunks_that_come_late(kernel: KernelConfig, chunks_k: int) -> None:
     """Every chunk is NaN until just before its signal; chunks come in a random order."""
     draw = random.Random(2)
-    # Kernels are loaded at their first launch, which waits for the device: not beside one that spins.
+    # A kernel is loaded at its first launch, which waits for the device: not beside one that spins.
     warm = torch.zeros(8, 8, dtype=torch.bfloat16, device="cuda")
     torch.cuda._sleep(1)
     torch.add(warm[:4, :4], 0, out=torch.zeros_like(warm)[:4, :4])
