@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from agmm import _core, plan
@@ -26,6 +25,9 @@ _HOPPER = (9, 0)
 
 _generations: dict[str, int] = {}
 """How often the ranks of a group have agreed on new slots, by the group's name."""
+
+_rendezvous = 0
+"""How many workspaces this process has made."""
 
 
 @cache
@@ -193,41 +195,10 @@ def async_input_mm(
     return out
 
 
-class RelativeStore(dist.Store):
-    """A store in which torch's symmetric memory counts its exchanges from 0, as this rank sees it.
-
-    torch numbers the exchanges of a rendezvous (``<prefix>/<number>/<rank>``) with one counter per
-    process. Ranks that took part in different numbers of rendezvous before, as members of different
-    groups, would wait for each other's keys forever.
-    """
-
-    def __init__(self, store: dist.Store) -> None:
-        super().__init__()
-        self._store = store
-        self._first: int | None = None
-
-    def _key(self, key: str) -> str:
-        prefix, number, rank = key.rsplit("/", 2)
-        if self._first is None:
-            self._first = int(number)
-        return f"{prefix}/{int(number) - self._first}/{rank}"
-
-    def set(self, key: str, value: Any) -> None:
-        self._store.set(self._key(key), value)
-
-    def get(self, key: str) -> bytes:
-        return bytes(self._store.get(self._key(key)))
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        limit = timeout or timedelta(seconds=_core.timeout_seconds())
-        self._store.wait([self._key(key) for key in keys], limit)
-
-
 class _Buffers(NamedTuple):
     core: _core.CudaWorkspace
     memory: torch.Tensor
     handle: Any
-    store: RelativeStore
 
 
 class CudaWorkspace:
@@ -302,18 +273,16 @@ class CudaWorkspace:
     def _open(self, slot_bytes: int) -> _Buffers:
         size = _core.CudaWorkspace.workspace_bytes(slot_bytes, self.world_size)
         memory = symm_mem.empty(size, dtype=torch.uint8, device=self._device)
-        name = self._group.group_name
-        exchange = f"agmm/{name}/{_generations[name]}"
-        store = RelativeStore(dist.PrefixStore(exchange, _get_process_group_store(self._group)))
-        _SymmetricMemory.set_group_info(exchange, self.rank, self.world_size, store)
-        handle = _SymmetricMemory.rendezvous(memory, exchange)
+        global _rendezvous
+        _rendezvous += 1
+        handle = symm_mem.rendezvous(memory, self._group.group_name)
         words = memory[2 * slot_bytes :].view(torch.int32)
         words.zero_()
         words[torch.tensor(_core.CudaWorkspace.credit_words(self.world_size))] = 1
         core = _core.CudaWorkspace(self.rank, list(handle.buffer_ptrs), slot_bytes)
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group, device_ids=[self._device.index])
-        return _Buffers(core, memory, handle, store)
+        return _Buffers(core, memory, handle)
 
     def _agree(self, slot_bytes: int) -> None:
         """All ranks want the same slots, and their GPUs reach each other; else all ranks raise."""
@@ -321,7 +290,7 @@ class CudaWorkspace:
         _generations[name] = _generations.get(name, 0) + 1
         store = _get_process_group_store(self._group)
         prefix = f"agmm/{name}/{_generations[name]}"
-        own = f"{slot_bytes};{socket.gethostname()};{self._device.index}"
+        own = f"{slot_bytes};{socket.gethostname()};{self._device.index};{_rendezvous}"
         store.set(f"{prefix}/{self.rank}", own)
         keys = [f"{prefix}/{peer}" for peer in range(self.world_size)]
         limit_s = _core.timeout_seconds()
@@ -335,18 +304,26 @@ class CudaWorkspace:
                 "same shapes on all ranks"
             ) from None
         found = [store.get(key).decode().split(";") for key in keys]
-        sizes = sorted({int(size) for size, _, _ in found})
+        sizes = sorted({int(entry[0]) for entry in found})
         if len(sizes) > 1:
             raise AgmmError(
                 f"workspace: found ranks that want slots of {sizes} bytes, wanted the same calls "
                 "with the same shapes on all ranks"
             )
-        hosts = {host for _, host, _ in found}
-        devices = [int(index) for _, _, index in found]
+        hosts = {entry[1] for entry in found}
+        devices = [int(entry[2]) for entry in found]
+        made = [int(entry[3]) for entry in found]
         if len(hosts) > 1:
             self._why_unfused = f"group: found ranks on {len(hosts)} hosts, wanted one"
         elif len(set(devices)) < len(devices):
             self._why_unfused = f"group: found ranks on the same GPU {devices}, wanted one each"
+        elif len(set(made)) > 1:
+            # torch numbers the exchanges of a rendezvous with one counter per process; ranks whose
+            # counters differ would wait for each other's keys forever (seen with torch 2.11).
+            self._why_unfused = (
+                f"group: found ranks that have made {made} workspaces before, wanted equally many: "
+                "torch's rendezvous would hang; call in the group with more ranks first"
+            )
         elif all(index < torch.cuda.device_count() for index in devices):
             for a in devices:
                 for b in devices:

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ def public_products(
             for i in range(weights or 1)
         ]
         b = _random((shape.N,), dtype, seed + 7) if bias else None
-        found = agmm.all_gather_matmul(
+        op: Callable[..., Any] = agmm.all_gather_matmul
+        found = op(
             shard, Bs[0] if weights is None else Bs, group, return_A=return_A, bias=b, strict=True
         )
         shard.fill_(torch.nan)

@@ -19,20 +19,28 @@ from agmm.testing.reference import allowed_error, gathered_product, relative_err
 
 Faults = list[str] | None
 _NAN_BYTE = 0xFF
+SLOT_BYTES = 64 << 20
+"""Large enough for every shape of the tests but the one that grows the workspace."""
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     """The group of these global ranks; None in the other ranks. Collective over all ranks."""
     if not _groups:
-        # All at once and before anything else: NCCL splits its first communicator, which hangs when
-        # some ranks have used another group in between.
-        everyone = dist.get_world_size()
-        for size in range(1, everyone + 1):
-            _groups[last_ranks(size)] = dist.new_group(list(last_ranks(size)))
-        if (0, 1) not in _groups:
-            _groups[0, 1] = dist.new_group([0, 1])
+        _make_groups()
     return _groups[ranks] if dist.get_rank() in ranks else None
+
+
+def _make_groups() -> None:
+    """Every group of the tests, and their workspaces, the larger ones first.
+
+    torch's rendezvous needs ranks that have taken part in equally many before.
+    """
+    everyone = dist.get_world_size()
+    for ranks in [last_ranks(size) for size in range(everyone, 0, -1)]:
+        _groups[ranks] = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            cuda_workspace(_groups[ranks], device()).ensure(SLOT_BYTES)
 
 
 def last_ranks(world_size: int) -> tuple[int, ...]:
@@ -244,10 +252,9 @@ def graphs(world_size: int, shape: LocalShape, calls_per_graph: int, replays: in
     return exact.faults("graphs")
 
 
-def graph_outlives_growth(world_size: int) -> Faults:
-    group = group_of(last_ranks(world_size))
-    if group is None:
-        return None
+def graph_outlives_growth() -> Faults:
+    group = group_of(last_ranks(dist.get_world_size()))
+    assert group is not None
     small = ExactCalls(group, LocalShape(256, 128, 256), 3)
     small.call(False)
     torch.cuda.synchronize()
@@ -256,7 +263,7 @@ def graph_outlives_growth(world_size: int) -> Faults:
         small.new_data()
         small.call(False)
     slot_bytes = cuda_workspace(group, device()).slot_bytes
-    rows = slot_bytes // (2 * 1024 * world_size) + 256
+    rows = slot_bytes // (2 * 1024 * dist.get_world_size()) + 256
     large = ExactCalls(group, LocalShape(rows, 64, 1024), 4)
     for _ in range(4):
         graph.replay()
@@ -265,10 +272,15 @@ def graph_outlives_growth(world_size: int) -> Faults:
     return small.faults("captured before the growth") + large.faults("after the growth")
 
 
-def two_groups(first: tuple[int, ...], second: tuple[int, ...]) -> Faults:
-    """Calls in two groups at once, on two streams and from two threads."""
-    groups = [g for g in (group_of(first), group_of(second)) if g is not None]
-    parts = [ExactCalls(g, LocalShape(192, 256, 512), 10 * i) for i, g in enumerate(groups)]
+def two_groups() -> Faults:
+    """Calls in two groups of all ranks at once, on two streams and from two threads."""
+    everyone = dist.get_world_size()
+    second = dist.new_group(list(range(everyone)))
+    first = group_of(last_ranks(everyone))
+    assert first is not None
+    parts = [
+        ExactCalls(g, LocalShape(192, 256, 512), 10 * i) for i, g in enumerate((first, second))
+    ]
     index = device().index
 
     def work(part: ExactCalls) -> None:
