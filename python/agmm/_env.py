@@ -17,7 +17,10 @@ TIMEOUT_S: Final = Variable(
     "limit of every wait in seconds; past it the process ends with a message and exit code 124 "
     "(read by the C++ core at each call)",
 )
-RUN_TIME: Final = (TIMEOUT_S,)
+COMMIT: Final = Variable(
+    "AGMM_COMMIT", "", "commit to name in benchmark reports where there is no git checkout"
+)
+RUN_TIME: Final = (TIMEOUT_S, COMMIT)
 BUILD_TIME: Final = (
     Variable("AGMM_CUDA", "AUTO", "build the CUDA core: AUTO (where nvcc is found), ON or OFF"),
     Variable("AGMM_KERNELS", "default", "which kernels to build: minimal or default"),

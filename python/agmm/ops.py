@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -50,6 +50,14 @@ def _check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.T
     if tensor.device != other.device:
         raise InvalidArgument(
             f"{name}: found device {tensor.device}, wanted {other.device} as {other_name}"
+        )
+
+
+def _refuse_grad(tensors: Iterable[torch.Tensor | None]) -> None:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise InvalidArgument(
+            "A_shard, B: found requires_grad=True, wanted a call under torch.no_grad(): "
+            "all_gather_matmul has no backward yet"
         )
 
 
@@ -165,7 +173,8 @@ def _fall_back(reason: str, strict: bool) -> None:
         raise Unsupported(f"{reason}; strict=True refuses the unfused path")
     if reason not in _warned:
         _warned.add(reason)
-        warnings.warn(f"agmm takes the unfused path: {reason}", stacklevel=2)
+        # The caller of all_gather_matmul, over _run and this function.
+        warnings.warn(f"agmm takes the unfused path: {reason}", stacklevel=4)
 
 
 def _why_unfused(
@@ -348,6 +357,28 @@ def _native_fake(
     return A, outs[0]
 
 
+def _flat(arguments: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from _flat(argument)
+
+
+def _below_autograd(name: str) -> Callable[..., Any]:
+    """The op's autograd kernel: there is no backward, and that is said at once."""
+    op = getattr(torch.ops.agmm, name).default
+
+    def call(*arguments: Any) -> Any:
+        _refuse_grad(_flat(arguments))
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*arguments)
+
+    return call
+
+
+for _name in ("_async_input_mm", "_all_gather_matmul", "_fused_all_gather_matmul_native"):
+    _library.impl(_name, _below_autograd(_name), "Autograd")
 for _key, _async_impl in (("CPU", _async_input_mm_cpu), ("CUDA", _async_input_mm_cuda)):
     _library.impl("_async_input_mm", _async_impl, _key)
     _library.impl("_all_gather_matmul", _all_gather_matmul_impl, _key)
@@ -476,11 +507,8 @@ def all_gather_matmul(
                 raise InvalidArgument(f"A_shard, B, bias: found {kind}, wanted tensors")
             plain = False
         needs_grad = needs_grad or tensor.requires_grad
-    if needs_grad and torch.is_grad_enabled():
-        raise InvalidArgument(
-            "A_shard, B: found requires_grad=True, wanted a call under torch.no_grad(): "
-            "all_gather_matmul has no backward yet"
-        )
+    if needs_grad:
+        _refuse_grad(given)
     if group is None:
         if not dist.is_initialized():
             raise InvalidArgument(
@@ -488,6 +516,10 @@ def all_gather_matmul(
                 "torch.distributed.init_process_group"
             )
         group = cast(dist.ProcessGroup, dist.group.WORLD)
+    elif not isinstance(group, (str, dist.ProcessGroup)):
+        raise InvalidArgument(f"group: found {group!r}, wanted a process group or its name")
+    if not isinstance(gather_dim, int):
+        raise InvalidArgument(f"gather_dim: found {gather_dim!r}, wanted an int")
     if isinstance(config, KernelConfig):
         config = config.name
     settings = gather_dim, return_A, config or "", strict

@@ -563,3 +563,22 @@ def test_inference_mode(group: str) -> None:
     with torch.inference_mode():
         out = all_gather_matmul(A, B, strict=True)
         assert torch.equal(out, A @ B)
+
+
+def test_the_ops_refuse_what_requires_grad(group: str) -> None:
+    A, B = whole_numbers(4, 6).requires_grad_(), whole_numbers(6, 3, seed=1)
+    ready = torch.ones(2, dtype=torch.uint32)
+    with pytest.raises(InvalidArgument, match="requires_grad=True"):
+        torch.ops.agmm._async_input_mm(A, B, ready, 0)
+    with pytest.raises(InvalidArgument, match="requires_grad=True"):
+        torch.ops.agmm._fused_all_gather_matmul_native(A, B, group)
+    with torch.no_grad():
+        assert torch.equal(torch.ops.agmm._async_input_mm(A, B, ready, 0), A @ B)
+
+
+def test_arguments_of_another_type(group: str) -> None:
+    A, B = whole_numbers(4, 6), whole_numbers(6, 3, seed=1)
+    with pytest.raises(InvalidArgument, match="group: found 3, wanted a process group"):
+        all_gather_matmul(A, B, 3)
+    with pytest.raises(InvalidArgument, match="gather_dim: found '0', wanted an int"):
+        all_gather_matmul(A, B, group, gather_dim="0")

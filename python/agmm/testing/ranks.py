@@ -84,7 +84,7 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else {}
         try:
-            with _environment({**defaults, **(env or {})}):
+            with _environment({**defaults, **(env or {})}), _ctrl_c_held():
                 for rank in range(world_size):
                     ours, theirs = context.Pipe()
                     process = context.Process(
@@ -260,6 +260,16 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+@contextlib.contextmanager
+def _ctrl_c_held() -> Iterator[None]:
+    """Processes started in here begin with SIGINT blocked, until they ignore it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _rank_main(
     rank: int,
     world_size: int,
@@ -274,6 +284,7 @@ def _rank_main(
     os.close(log)
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pool's owner
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         store = _tcp_store(port, world_size, is_master=False)
         limit = timedelta(seconds=timeout_s)
