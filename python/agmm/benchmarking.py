@@ -131,7 +131,7 @@ def _torch_decomposed(return_A: bool) -> Callable[[Problem], Callable[[], Result
     return prepare
 
 
-# torch 2.11 aborts the process when the symmetric tensor of its native op is freed.
+# With torch 2.11 the process aborted when such a tensor was freed after a run; why is not known.
 _native_shards: list[torch.Tensor] = []
 
 
