@@ -31,10 +31,12 @@
 //      operation with its default barrier (release, system scope).
 //   3. No rank waits for a credit of this call's consumers, only of the last call's on the same
 //      slot, whose inputs were all sent before; so ranks cannot wait in a ring.
-//   4. A wait for a credit or tag on a stream has no limit of its own. It needs none: if peer p
-//   never
-//      gives the credit or tag, then p has not sent its chunk of this call either, and the
-//      consumer's wait for that chunk passes its limit and ends the process.
+//   4. A wait for a credit or tag on a stream has no limit of its own. With slots in turn it needs
+//      none: this call takes the credits of the call before last, and the last call's consumer here
+//      could only end, or pass its limit, once every peer had sent its chunk of it, which a peer
+//      does after its consumer of the call before last has given the credit. Not covered: a graph
+//      whose replays use one slot every time and whose consumer starts after the credits (pull,
+//      boundary rows). There, a peer that stops after it has sent leaves this rank waiting.
 //   5. A slot's own rows are written (staging, boundary rows) only after the credits were taken, so
 //      after the peers have read what an earlier pull staged there.
 //   6. All values written are fixed per call site, and every word is reset by its consumer, so a

@@ -225,9 +225,6 @@ class CudaWorkspace:
             raise AgmmError("group: found a destroyed one, wanted one that is alive")
         return group
 
-    def is_of(self, group: dist.ProcessGroup) -> bool:
-        return self._group_ref() is group
-
     @classmethod
     def create(
         cls, group: dist.ProcessGroup, slot_bytes: int, device: torch.device | None = None
@@ -367,7 +364,14 @@ class CudaWorkspace:
                 m, n, k, A_shard.dtype, self._device, world_size=self.world_size, return_A=return_A
             )
             weights.append(
-                _Weight(layout.leading, layout.column_major, n, (*leading, n), _core_config(chosen))
+                _Weight(
+                    layout.leading,
+                    layout.column_major,
+                    n,
+                    (*leading, n),
+                    chosen,
+                    _core_config(chosen),
+                )
             )
         gathered_shape = (*leading, k) if return_A else None
         bf16 = A_shard.dtype == torch.bfloat16
@@ -387,7 +391,8 @@ class _Weight(NamedTuple):
     column_major: bool
     n: int
     out_shape: tuple[int, ...]
-    config: _core.KernelConfig
+    config: KernelConfig
+    core_config: _core.KernelConfig
 
 
 class FusedCall(NamedTuple):
@@ -425,9 +430,10 @@ class FusedCall(NamedTuple):
         A_shard = aligned(A_shard)
         if workspace.world_size == 1:
             outs = [
-                async_input_mm(A_shard.view(rows, k), B, None, 0, bias=bias).view(w.out_shape)
+                async_input_mm(A_shard.view(rows, k), B, None, 0, config=w.config, bias=bias)
                 for w, B, bias in zip(weights, Bs, biases, strict=True)
             ]
+            outs = [out.view(w.out_shape) for w, out in zip(weights, outs, strict=True)]
             return (None if gathered_shape is None else A_shard.clone()), outs
         core = workspace._enter(slot_bytes)
         A = None if gathered_shape is None else A_shard.new_empty(gathered_shape)
@@ -452,7 +458,7 @@ class FusedCall(NamedTuple):
                     w.n,
                     bias_pointer,
                     out.data_ptr(),
-                    w.config,
+                    w.core_config,
                 )
             )
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, cast, overload
 
@@ -237,10 +238,11 @@ def _unfused(
 
 _Outs = tuple[torch.Tensor | None, list[torch.Tensor]]
 
-_fused_calls: dict[tuple[Any, ...], _cuda.FusedCall] = {}
-"""The calls of this process that were found to be legal for the fused CUDA path."""
+# The calls that were found to be legal for the fused CUDA path; they end with their group.
+_fused_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _cuda.FusedCall]]
+_fused_calls = weakref.WeakKeyDictionary()
 
-_MAX_FUSED_CALLS = 4096
+_MAX_FUSED_CALLS = 4096  # per group
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -258,9 +260,10 @@ def _run(
     strict: bool,
 ) -> _Outs:
     kinds = [None if t is None else _kind(t) for t in (A_shard, *Bs, *biases)]
-    key = (id(group), gather_dim, return_A, config, len(Bs), *kinds)
-    call = _fused_calls.get(key)
-    if call is not None and call.workspace.is_of(group):
+    key = (gather_dim, return_A, config, len(Bs), *kinds)
+    calls = _fused_calls.get(group)
+    call = None if calls is None else calls.get(key)
+    if call is not None:
         return call(A_shard, Bs, biases)
 
     _check_gatherable(A_shard, Bs, biases, gather_dim)
@@ -279,9 +282,10 @@ def _run(
         except Unsupported as error:
             reason = str(error)
         else:
-            if len(_fused_calls) >= _MAX_FUSED_CALLS:
-                _fused_calls.clear()
-            _fused_calls[key] = call
+            calls = _fused_calls.setdefault(group, {})
+            if len(calls) >= _MAX_FUSED_CALLS:
+                calls.clear()
+            calls[key] = call
             return found
     if config != "unfused":
         _fall_back(reason, strict)
