@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
 import rank_work
 import torch
 
-from agmm.testing.ranks import RankError, RankPool
+from agmm.testing.ranks import RankError, RankPool, _ctrl_c_held
 
 
 def test_results_come_by_rank(pool: RankPool) -> None:
@@ -56,3 +61,32 @@ def test_bad_arguments() -> None:
         RankPool(0)
     with pytest.raises(ValueError, match="device: found 'tpu', wanted 'cpu' or 'cuda'"):
         RankPool(1, "tpu")
+
+
+def test_ctrl_c_waits_for_the_start_of_processes() -> None:
+    """A thread that does not block SIGINT takes it; the block still runs to its end."""
+    other_threads_end = threading.Event()
+    other_thread = threading.Thread(target=other_threads_end.wait)
+    other_thread.start()
+    show_mask = (
+        "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    )
+    reached = ""
+
+    @_ctrl_c_held()
+    def start() -> None:
+        nonlocal reached
+        os.kill(os.getpid(), signal.SIGINT)
+        reached = subprocess.run(
+            [sys.executable, "-c", show_mask], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start()
+    finally:
+        other_threads_end.set()
+        other_thread.join()
+    assert reached == "True"  # the child was started after the signal, with SIGINT blocked
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -12,10 +12,12 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -78,12 +80,12 @@ class RankPool:
         self.processes: list[BaseProcess] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
         self._directory = Path(tempfile.mkdtemp(prefix="agmm-ranks-"))
-        # This process serves the store, so that it outlives every rank.
-        self._store = _tcp_store(0, world_size, is_master=True)
-        port = self._store.port
         context = multiprocessing.get_context("spawn")
         defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else {}
         try:
+            # This process serves the store, so that it outlives every rank.
+            self._store = _tcp_store(0, world_size, is_master=True)
+            port = self._store.port
             with _environment({**defaults, **(env or {})}), _ctrl_c_held():
                 for rank in range(world_size):
                     ours, theirs = context.Pipe()
@@ -262,12 +264,29 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ctrl_c_held() -> Iterator[None]:
-    """Processes started in here begin with SIGINT blocked, until they ignore it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Ctrl-C waits for the end of this block; processes begun in it have SIGINT blocked at first.
+
+    The mask is what they inherit; any other thread of this process still takes the signal, and
+    Python then runs the handler in the main thread, half-way through the start of a process.
+    """
+    pressed: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    # Only the main thread may set a handler, and only it is interrupted.
+    held = handler is not None and threading.current_thread() is threading.main_thread()
+    if held:
+        signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
     try:
-        yield
+        resource_tracker.ensure_running()  # its start unblocks SIGINT in this thread
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if held:
+            signal.signal(signal.SIGINT, handler)
+            if pressed:
+                signal.raise_signal(signal.SIGINT)
 
 
 def _rank_main(
