@@ -1,5 +1,5 @@
 # The kernel table: tile_m tile_n tile_k cluster_m cluster_n schedule set. Each row is built for bf16
-# and fp16 and for both layouts of B.
+# and fp16 and for both layouts of B, in one translation unit.
 # set: minimal kernels are in every build, default ones in AGMM_KERNELS=default. timed: the variant
 # that records when each tile waited and ran, for pictures; in every build, bf16 and column-major.
 set(AGMM_KERNEL_TABLE
@@ -12,12 +12,18 @@ set(AGMM_KERNEL_TABLE
     "128 160 64 1 1 Pingpong    default"
     "128 128 64 1 1 Pingpong    timed")
 
-# Writes one translation unit per row, dtype and layout into `directory`, and the table that lists
-# them; returns the sources in `out_sources`.
+# The N of the warpgroup MMAs that CUTLASS knows by default. A tile of another width gets the whole
+# set; without it CUTLASS builds a tile 160 wide out of MMAs 32 wide, at two
+# thirds of the speed. Not set for all: it adds 50 s to a translation unit's compile time.
+set(AGMM_COMMON_MMA_WIDTHS 8 16 32 64 96 128 192 256)
+
+# Writes one translation unit per row into `directory`, and the table that lists their kernels;
+# returns the sources in `out_sources`. A row's dtypes and layouts share a translation unit because
+# they share most of CuTe's instantiations: four kernels take 94 s together and 66 s each alone.
 function(agmm_generate_kernels kernels directory out_sources)
   set(sources)
-  set(declarations)
-  set(list)
+  set(AGMM_ENTRY_DECLARATIONS "")
+  set(AGMM_ENTRY_LIST "")
   foreach(row IN LISTS AGMM_KERNEL_TABLE)
     string(REGEX REPLACE " +" ";" field "${row}")
     list(GET field 0 tile_m)
@@ -30,42 +36,36 @@ function(agmm_generate_kernels kernels directory out_sources)
     if(kernels STREQUAL "minimal" AND set STREQUAL "default")
       continue()
     endif()
-    set(AGMM_TILE "${tile_m}, ${tile_n}, ${tile_k}")
-    set(AGMM_CLUSTER "${cluster_m}, ${cluster_n}")
     string(TOLOWER "${AGMM_SCHEDULE}" schedule)
-    set(AGMM_TIMED false)
+    set(dtypes bf16 fp16)
+    set(layouts row col)
+    set(timed false)
     if(set STREQUAL "timed")
-      set(AGMM_TIMED true)
+      set(timed true)
       string(APPEND schedule "_timed")
+      set(dtypes bf16)
+      set(layouts col)
     endif()
-    foreach(dtype bf16 fp16)
-      foreach(layout row col)
-        if(AGMM_TIMED AND NOT "${dtype} ${layout}" STREQUAL "bf16 col")
-          continue()
-        endif()
-        if(dtype STREQUAL "bf16")
-          set(AGMM_ELEMENT cutlass::bfloat16_t)
-        else()
-          set(AGMM_ELEMENT cutlass::half_t)
-        endif()
-        if(layout STREQUAL "row")
-          set(AGMM_LAYOUT_B cutlass::layout::RowMajor)
-        else()
-          set(AGMM_LAYOUT_B cutlass::layout::ColumnMajor)
-        endif()
-        set(AGMM_ENTRY
-            "kernel_${tile_m}x${tile_n}x${tile_k}_${cluster_m}x${cluster_n}_${schedule}_${dtype}_${layout}"
-        )
-        set(source "${directory}/${AGMM_ENTRY}.cu")
-        configure_file("${CMAKE_CURRENT_FUNCTION_LIST_DIR}/kernel_instance.cu.in" "${source}" @ONLY)
-        list(APPEND sources "${source}")
-        string(APPEND declarations "extern KernelEntry const ${AGMM_ENTRY};\n")
-        string(APPEND list "\n    &${AGMM_ENTRY},")
+    set(name "kernel_${tile_m}x${tile_n}x${tile_k}_${cluster_m}x${cluster_n}_${schedule}")
+    set(AGMM_TILE_CLUSTER "${tile_m}, ${tile_n}, ${tile_k}, ${cluster_m}, ${cluster_n}")
+    set(AGMM_ENTRIES "")
+    foreach(dtype IN LISTS dtypes)
+      foreach(layout IN LISTS layouts)
+        set(entry "${name}_${dtype}_${layout}")
+        set(declaration "extern KernelEntry const ${entry};\n")
+        string(APPEND AGMM_ENTRY_DECLARATIONS "${declaration}")
+        string(APPEND AGMM_ENTRY_LIST "\n    &${entry},")
+        string(APPEND AGMM_ENTRIES "${declaration}"
+               "KernelEntry const ${entry} = Kernel<${dtype}, ${layout}, ${timed}>::entry();\n")
       endforeach()
     endforeach()
+    set(source "${directory}/${name}.cu")
+    configure_file("${CMAKE_CURRENT_FUNCTION_LIST_DIR}/kernel_instance.cu.in" "${source}" @ONLY)
+    if(NOT tile_n IN_LIST AGMM_COMMON_MMA_WIDTHS)
+      set_property(SOURCE "${source}" PROPERTY COMPILE_DEFINITIONS CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
+    endif()
+    list(APPEND sources "${source}")
   endforeach()
-  set(AGMM_ENTRY_DECLARATIONS "${declarations}")
-  set(AGMM_ENTRY_LIST "${list}")
   configure_file("${CMAKE_CURRENT_FUNCTION_LIST_DIR}/kernel_table.cpp.in"
                  "${directory}/kernel_table.cpp" @ONLY)
   list(APPEND sources "${directory}/kernel_table.cpp")
