@@ -4,21 +4,20 @@
 // Timeline of one call on rank r (w ranks), push:
 //   main stream   fork ------------------------------ consumer kernel (waits for signals) -- join
 //   copy stream        take credits | -> r-1 | signal | -> r-2 | signal | ... |
-//   local stream       only where tiles are shared with a neighbour, before the consumer starts:
-//                      after the credits, own boundary rows | signal
-// and pull, when the caller wants the gathered A:
-//   copy stream        take credits | stage own shard | tag all peers | wait tag of r+1 |
-//                      copy r+1 | signal | wait tag of r+2 | copy | signal | ...
-//   local stream       own shard into the caller's A | signal
-//   the consumer starts when the own shard has been staged and copied
+// where tiles are shared with a neighbour, a stage kernel comes before the consumer: it copies the
+// own boundary rows into the own slot and signals. Pull, when the caller wants A:
+//   copy stream        stage kernel | wait tag of r+1 | copy r+1 | signal | wait tag of r+2 | ...
+// where the stage kernel takes the credits, copies the own shard to where peers read it and into
+// the caller's A, tags all peers and signals; the consumer starts after it.
 //
-// Copies inside one GPU are kernels: beside a consumer that fills the GPU and spins they never run
-// (measured), so the consumer starts after them. Copies between GPUs are the copy engine's and do.
+// Copies inside one GPU are kernels, the driver's too: beside a consumer that fills the GPU and
+// spins they never run (measured), so the consumer starts after them. Copies between GPUs are the
+// copy engine's and do.
 //
 // Protocol. Every workspace has two gather buffers (slots) that calls use in turn. Per slot, words
 // in symmetric memory, one per source or peer p:
 //   signals[p]  p's chunk is here. Push: written by p after its data. Pull: by this rank's own copy
-//               stream after its copy from p.
+//               stream after its copy from p. The own one: by the stage kernel.
 //   tags[p]     pull only, written by p: its shard is staged, and what problem it is for.
 //   credits[p]  p's slot is free for this rank. 1 at the start. A call takes one credit of every
 //               peer before it writes (wait for 1, set to 0) and its consumer gives one to every
@@ -28,17 +27,17 @@
 //      written by this rank only, once. So no data is overwritten unread, and no signal is lost to
 //      a reset: the reset is before the credit in p's order, the next signal after it in ours.
 //   2. The signal of a chunk is written after its data on the same stream, by a stream memory
-//      operation with its default barrier (release, system scope).
+//      operation with its default barrier (release, system scope). Order in the stage kernel:
+//      src/cuda/stage.cu.
 //   3. No rank waits for a credit of this call's consumers, only of the last call's on the same
 //      slot, whose inputs were all sent before; so ranks cannot wait in a ring.
-//   4. A wait for a credit or tag on a stream has no limit of its own. With slots in turn it needs
-//      none: this call takes the credits of the call before last, and the last call's consumer here
-//      could only end, or pass its limit, once every peer had sent its chunk of it, which a peer
-//      does after its consumer of the call before last has given the credit. Not covered: a graph
-//      whose replays use one slot every time and whose consumer starts after the credits (pull,
-//      boundary rows). There, a peer that stops after it has sent leaves this rank waiting.
-//   5. A slot's own rows are written (staging, boundary rows) only after the credits were taken, so
-//      after the peers have read what an earlier pull staged there.
+//   4. Every wait ends. The consumer's and the stage kernel's have a limit of their own. A wait on
+//      a stream (push: credits; pull: tags) has none, but a consumer that is running, or free to
+//      start, waits beside it: a peer that gives no credit or tag any more sends no chunk of this
+//      call either, so that consumer passes its limit.
+//   5. A staged shard is overwritten only after the credits were taken, so after the peers have
+//      pulled it: a peer gives the credit when its consumer, which waits for that copy, has ended.
+//      A slot's own rows are written and read by this rank's streams only, one call after another.
 //   6. All values written are fixed per call site, and every word is reset by its consumer, so a
 //      captured CUDA graph can be replayed any number of times, between eager calls too.
 #pragma once
@@ -52,6 +51,8 @@
 
 namespace agmm {
 
+struct StageArgs;
+
 enum class Transport : int32_t { CopyEnginePush = 0, CopyEnginePull = 1 };
 
 /// One call: a shard of `rows` rows of `row_bytes` bytes on every rank.
@@ -63,6 +64,7 @@ struct GatherRequest {
   int64_t row_bytes = 0;
   SharedRows shared{};  // push: rows of the gathered A that the consumer does not read from a_shard
   uint32_t tag = 1;     // in [1, 2^31), the same on all ranks that call for the same problem
+  uint64_t limit_ns = 60'000'000'000ull;  // of the stage kernel's wait
 };
 
 /// What the consumer of one call has to know.
@@ -84,7 +86,9 @@ class AllGather {
 
   /// Bytes of symmetric memory that a workspace needs on every rank.
   static std::size_t workspace_bytes(std::size_t slot_bytes, int world_size);
-  /// Index, in words from the start of the words (at kSlots * slot_bytes), of the first credit of a
+  /// Where the words begin, after the slots and the places for staged shards.
+  static std::size_t words_offset(std::size_t slot_bytes, int world_size);
+  /// Index, in words from the start of the words, of the first credit of a
   /// slot, and their number: these must be 1 before the first call, every other word 0.
   static std::size_t first_credit_word(int slot, int world_size);
 
@@ -112,12 +116,16 @@ class AllGather {
  private:
   struct Handles;  // streams and events
 
-  enum Words { kSignals, kTags, kCredits, kFinished, kWordKinds };
+  // kFinished: not one per rank but two, the CTAs that are done of the consumer and of the stage.
+  enum Words { kSignals, kTags, kCredits, kFinished };
   uint32_t* words(int rank, int slot, Words kind) const;
   char* slot(int rank, int slot) const;
+  char* staged_shard(int rank, int slot) const;
   void order_after_last_call(void* stream);
   void take_credits(int slot);
-  void copy_own_rows(GatherRequest const& request, int slot);
+  StageArgs stage_args(GatherRequest const& request, int slot) const;
+  void copy_boundary_rows(GatherRequest const& request, int slot, void* stream);
+  void stage_own_shard(GatherRequest const& request, int slot);
   void push(GatherRequest const& request, int slot);
   void pull(GatherRequest const& request, int slot);
 

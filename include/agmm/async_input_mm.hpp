@@ -38,7 +38,7 @@ struct AsyncInputArgs {
 
   // Who waits, for the message when a wait passes its limit.
   int32_t rank = 0;
-  int32_t chunks_per_rank = 1;
+  int32_t chunks_per_rank = 1;  // 0: the chunks come from nobody that is known
   bool mismatch_is_fatal = false;
   uint32_t const* tags = nullptr;
   uint64_t limit_ns = 60'000'000'000ull;

@@ -22,7 +22,7 @@ struct WaitLimit {
   uint32_t* report_lock = nullptr;        // device memory, 0 until one thread has reported
   uint64_t limit_ns = 0;
   int32_t rank = 0;
-  int32_t chunks_per_rank = 1;  // source rank of a chunk = chunk / chunks_per_rank
+  int32_t chunks_per_rank = 1;  // source rank of a chunk = chunk / chunks_per_rank; 0: unknown
   // A nonzero value other than the wanted one: the source rank called with another problem. Without
   // it every value but the wanted one means "not ready".
   bool mismatch_is_fatal = false;
@@ -59,11 +59,12 @@ CUTLASS_DEVICE uint64_t global_timer_ns() {
 }
 
 /// Reports once and never returns: the host ends the process; should it not, the kernel traps.
-CUTLASS_DEVICE void report_and_stop(WaitLimit const& limit, WaitReport::Kind kind, int32_t chunk,
-                                    uint32_t seen, uint32_t wanted, uint64_t waited_ns) {
+CUTLASS_DEVICE void report_and_stop(WaitLimit const& limit, WaitReport::Kind kind, int32_t source,
+                                    int32_t chunk, uint32_t seen, uint32_t wanted,
+                                    uint64_t waited_ns) {
   if (limit.report != nullptr && atomicCAS(limit.report_lock, 0u, 1u) == 0u) {
     limit.report->rank = limit.rank;
-    limit.report->source = chunk / limit.chunks_per_rank;
+    limit.report->source = source;
     limit.report->chunk = chunk;
     limit.report->seen = seen;
     limit.report->wanted = wanted;
@@ -104,8 +105,9 @@ CUTLASS_DEVICE void wait_signal(uint32_t const* word, uint32_t wanted, int32_t c
     if (start == 0) start = now;
     bool const mismatch = seen != 0 && limit.mismatch_is_fatal;
     if (mismatch || now - start > limit.limit_ns) {
-      report_and_stop(limit, mismatch ? WaitReport::Mismatch : WaitReport::Timeout, chunk, seen,
-                      wanted, now - start);
+      int32_t const source = limit.chunks_per_rank > 0 ? chunk / limit.chunks_per_rank : -1;
+      report_and_stop(limit, mismatch ? WaitReport::Mismatch : WaitReport::Timeout, source, chunk,
+                      seen, wanted, now - start);
     }
   }
 }

@@ -141,6 +141,11 @@ class CudaWorkspace:
         The words after the slots that are 1 before the first call; the others are 0.
         """
     @staticmethod
+    def words_offset(slot_bytes: int, world_size: int) -> int:
+        """
+        Where the words begin, in bytes.
+        """
+    @staticmethod
     def workspace_bytes(slot_bytes: int, world_size: int) -> int: ...
     def __init__(
         self, rank: int, bases: collections.abc.Sequence[int], slot_bytes: int

@@ -273,7 +273,8 @@ class CudaWorkspace:
         global _rendezvous
         _rendezvous += 1
         handle = symm_mem.rendezvous(memory, self._group.group_name)
-        words = memory[2 * slot_bytes :].view(torch.int32)
+        first_word = _core.CudaWorkspace.words_offset(slot_bytes, self.world_size)
+        words = memory[first_word:].view(torch.int32)
         words.zero_()
         words[torch.tensor(_core.CudaWorkspace.credit_words(self.world_size))] = 1
         core = _core.CudaWorkspace(self.rank, list(handle.buffer_ptrs), slot_bytes)

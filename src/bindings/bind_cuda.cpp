@@ -66,7 +66,7 @@ void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int
   args.chunks_k = chunks_k;
   args.chunk_pivot = pivot;
   args.rank = rank;
-  args.chunks_per_rank = chunks_k;
+  args.chunks_per_rank = 0;
   args.sm_count = sm_count;
   args.limit_ns = limit_ns();
   args.tile_times = pointer<agmm::TileTimes>(tile_times);
@@ -147,6 +147,8 @@ void bind_cuda(py::module_& m) {
            py::arg("rank"), py::arg("bases"), py::arg("slot_bytes"))
       .def_static("workspace_bytes", &AllGather::workspace_bytes, py::arg("slot_bytes"),
                   py::arg("world_size"))
+      .def_static("words_offset", &AllGather::words_offset, py::arg("slot_bytes"),
+                  py::arg("world_size"), "Where the words begin, in bytes.")
       .def_static(
           "credit_words",
           [](int world_size) {

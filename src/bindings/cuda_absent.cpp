@@ -16,6 +16,7 @@ PreparedMatmul prepare_async_input_mm(AsyncInputArgs const&) { refuse(); }
 void PreparedMatmul::launch(void*) const { refuse(); }
 
 std::size_t AllGather::workspace_bytes(std::size_t, int) { refuse(); }
+std::size_t AllGather::words_offset(std::size_t, int) { refuse(); }
 std::size_t AllGather::first_credit_word(int, int) { refuse(); }
 AllGather::AllGather(int, std::vector<uintptr_t> const&, std::size_t) { refuse(); }
 AllGather::~AllGather() = default;

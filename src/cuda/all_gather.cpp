@@ -5,15 +5,22 @@
 #include <string>
 
 #include "runtime.hpp"
+#include "stage.hpp"
 
 namespace agmm {
 
 namespace {
 
-// Signals, tags, credits: one word per rank each; then the counter of finished CTAs. Padded so that
-// the words of the slots do not share a cache line.
+// Signals, tags, credits: one word per rank each; then the counters of finished CTAs. Padded so
+// that the words of the slots do not share a cache line.
 std::size_t words_per_slot(int world_size) {
-  return (3 * static_cast<std::size_t>(world_size) + 1 + 31) / 32 * 32;
+  return (3 * static_cast<std::size_t>(world_size) + 2 + 31) / 32 * 32;
+}
+
+// Room for the own shard, which peers read when they pull it: all shards of a slot are equally
+// long.
+std::size_t stage_bytes(std::size_t slot_bytes, int world_size) {
+  return (slot_bytes / world_size + 127) / 128 * 128;
 }
 
 CUdeviceptr address(void const* p) { return reinterpret_cast<CUdeviceptr>(p); }
@@ -58,18 +65,16 @@ void copy(void* to, void const* from, std::size_t bytes, cudaStream_t stream) {
 
 struct AllGather::Handles {
   cudaStream_t copies = nullptr;
-  cudaStream_t local = nullptr;
   cudaEvent_t fork = nullptr;
-  cudaEvent_t credits_taken = nullptr;
   cudaEvent_t staged = nullptr;
   cudaEvent_t copies_done = nullptr;
-  cudaEvent_t local_done = nullptr;
   cudaEvent_t call_done = nullptr;
   cudaEvent_t captured_call_done = nullptr;
-  uint32_t** peer_credits = nullptr;  // device, [kSlots][w]
+  uint32_t** peer_words = nullptr;  // device, [kSlots][2][w]: this rank's credit and tag at peer p
 
-  bool local_used = false;
-  bool any_call = false;  // eager
+  bool any_call = false;               // eager
+  unsigned long long last_stream = 0;  // its id, of the last eager call
+  unsigned long long stream = 0;       // of the call under way
   unsigned long long last_capture = 0;
   unsigned long long capture = 0;  // of the call under way; 0: eager
 
@@ -77,30 +82,29 @@ struct AllGather::Handles {
     int least = 0;
     int greatest = 0;
     AGMM_CHECK_CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    for (cudaStream_t* stream : {&copies, &local}) {
-      AGMM_CHECK_CUDA(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, greatest));
-    }
-    for (cudaEvent_t* event : {&fork, &credits_taken, &staged, &copies_done, &local_done,
-                               &call_done, &captured_call_done}) {
+    AGMM_CHECK_CUDA(cudaStreamCreateWithPriority(&copies, cudaStreamNonBlocking, greatest));
+    for (cudaEvent_t* event : {&fork, &staged, &copies_done, &call_done, &captured_call_done}) {
       AGMM_CHECK_CUDA(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
     }
   }
   ~Handles() {
     // Destruction at exit may come after the driver is gone: errors mean nothing here.
-    for (cudaStream_t stream : {copies, local}) {
-      if (stream != nullptr) cudaStreamDestroy(stream);
-    }
-    for (cudaEvent_t event :
-         {fork, credits_taken, staged, copies_done, local_done, call_done, captured_call_done}) {
+    if (copies != nullptr) cudaStreamDestroy(copies);
+    for (cudaEvent_t event : {fork, staged, copies_done, call_done, captured_call_done}) {
       if (event != nullptr) cudaEventDestroy(event);
     }
-    if (peer_credits != nullptr) cudaFree(peer_credits);
+    if (peer_words != nullptr) cudaFree(peer_words);
     cudaGetLastError();
   }
 };
 
 std::size_t AllGather::workspace_bytes(std::size_t slot_bytes, int world_size) {
-  return kSlots * (slot_bytes + words_per_slot(world_size) * sizeof(uint32_t));
+  return words_offset(slot_bytes, world_size) +
+         kSlots * words_per_slot(world_size) * sizeof(uint32_t);
+}
+
+std::size_t AllGather::words_offset(std::size_t slot_bytes, int world_size) {
+  return kSlots * (slot_bytes + stage_bytes(slot_bytes, world_size));
 }
 
 std::size_t AllGather::first_credit_word(int slot, int world_size) {
@@ -108,12 +112,17 @@ std::size_t AllGather::first_credit_word(int slot, int world_size) {
 }
 
 uint32_t* AllGather::words(int rank, int slot, Words kind) const {
-  return reinterpret_cast<uint32_t*>(bases_[rank] + kSlots * slot_bytes_) +
+  return reinterpret_cast<uint32_t*>(bases_[rank] + words_offset(slot_bytes_, world_size())) +
          slot * words_per_slot(world_size()) + kind * static_cast<std::size_t>(world_size());
 }
 
 char* AllGather::slot(int rank, int slot) const {
   return reinterpret_cast<char*>(bases_[rank]) + slot * slot_bytes_;
+}
+
+char* AllGather::staged_shard(int rank, int slot) const {
+  return reinterpret_cast<char*>(bases_[rank]) + kSlots * slot_bytes_ +
+         slot * stage_bytes(slot_bytes_, world_size());
 }
 
 AllGather::AllGather(int rank, std::vector<uintptr_t> const& bases, std::size_t slot_bytes)
@@ -127,15 +136,18 @@ AllGather::AllGather(int rank, std::vector<uintptr_t> const& bases, std::size_t 
                                 ", wanted a multiple of 128");
   }
   auto handles = std::make_unique<Handles>();
-  std::vector<uint32_t*> credits;
+  std::vector<uint32_t*> peer_words;
   for (int s = 0; s < kSlots; ++s) {
     for (int p = 0; p < world_size(); ++p) {
-      credits.push_back(p == rank_ ? nullptr : words(p, s, kCredits) + rank_);
+      peer_words.push_back(p == rank_ ? nullptr : words(p, s, kCredits) + rank_);
     }
+    for (int p = 0; p < world_size(); ++p) peer_words.push_back(words(p, s, kTags) + rank_);
   }
-  std::size_t const bytes = credits.size() * sizeof(uint32_t*);
-  AGMM_CHECK_CUDA(cudaMalloc(reinterpret_cast<void**>(&handles->peer_credits), bytes));
-  AGMM_CHECK_CUDA(cudaMemcpy(handles->peer_credits, credits.data(), bytes, cudaMemcpyHostToDevice));
+  std::size_t const bytes = peer_words.size() * sizeof(uint32_t*);
+  AGMM_CHECK_CUDA(cudaMalloc(reinterpret_cast<void**>(&handles->peer_words), bytes));
+  AGMM_CHECK_CUDA(
+      cudaMemcpy(handles->peer_words, peer_words.data(), bytes, cudaMemcpyHostToDevice));
+  AGMM_CHECK_CUDA(prepare_stage());
   driver();
   handles_ = handles.release();
 }
@@ -164,7 +176,7 @@ Gathered AllGather::next(GatherRequest const& request) const {
   gathered.reset_words = words(rank_, s, kSignals);
   gathered.reset_count = 2 * world_size();
   gathered.finished_ctas = words(rank_, s, kFinished);
-  gathered.peer_credits = handles_->peer_credits + s * world_size();
+  gathered.peer_credits = handles_->peer_words + 2 * s * world_size();
   return gathered;
 }
 
@@ -177,7 +189,11 @@ void AllGather::order_after_last_call(void* stream_handle) {
   AGMM_CHECK_CUDA(cudaStreamGetCaptureInfo(stream, &status, &id));
   handles_->capture = status == cudaStreamCaptureStatusActive ? id : 0;
   if (handles_->capture == 0) {
-    if (handles_->any_call) AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->call_done, 0));
+    // By id: another stream may get the handle of one that was destroyed.
+    AGMM_CHECK_CUDA(cudaStreamGetId(stream, &handles_->stream));
+    if (handles_->any_call && handles_->last_stream != handles_->stream) {
+      AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->call_done, 0));
+    }
   } else if (handles_->last_capture == id) {
     AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->captured_call_done, 0));
   }
@@ -194,26 +210,50 @@ void AllGather::take_credits(int s) {
   batch(handles_->copies, ops);
 }
 
-/// The rows of the own slot that the consumer's boundary tiles read, and their signal.
-void AllGather::copy_own_rows(GatherRequest const& request, int s) {
+StageArgs AllGather::stage_args(GatherRequest const& request, int s) const {
+  ReportPlace const place = report_place();
+  StageArgs args;
+  args.rank = rank_;
+  args.world_size = world_size();
+  args.slot = s;
+  args.finished_ctas = words(rank_, s, kFinished) + 1;
+  args.tag = request.tag;
+  args.own_signal = words(rank_, s, kSignals) + rank_;
+  args.limit_ns = request.limit_ns;
+  args.report = place.report;
+  args.report_lock = place.report_lock;
+  return args;
+}
+
+/// Push: the rows of the own slot that the consumer's boundary tiles read.
+void AllGather::copy_boundary_rows(GatherRequest const& request, int s, void* stream) {
   std::size_t const own_offset = rank_ * request.rows * request.row_bytes;
   auto const* const shard = static_cast<char const*>(request.a_shard);
-  AGMM_CHECK_CUDA(cudaEventRecord(handles_->credits_taken, handles_->copies));
-  AGMM_CHECK_CUDA(cudaStreamWaitEvent(handles_->local, handles_->credits_taken, 0));
+  StageArgs args = stage_args(request, s);
+  int i = 0;
   for (Range const rows : {request.shared.head, request.shared.tail}) {
     std::size_t const begin = rows.begin * request.row_bytes;
-    copy(slot(rank_, s) + begin, shard + (begin - own_offset), rows.size() * request.row_bytes,
-         handles_->local);
+    args.copies[i++] = {shard + (begin - own_offset), slot(rank_, s) + begin, nullptr,
+                        static_cast<std::size_t>(rows.size() * request.row_bytes)};
   }
-  write(handles_->local, words(rank_, s, kSignals) + rank_, request.tag);
-  AGMM_CHECK_CUDA(cudaEventRecord(handles_->local_done, handles_->local));
+  AGMM_CHECK_CUDA(launch_stage(args, current_device().sm_count, static_cast<cudaStream_t>(stream)));
+}
+
+/// Pull: the own shard, to where the peers read it and into the caller's A.
+void AllGather::stage_own_shard(GatherRequest const& request, int s) {
+  std::size_t const shard_bytes = request.rows * request.row_bytes;
+  StageArgs args = stage_args(request, s);
+  args.credits = words(rank_, s, kCredits);
+  args.peer_tags = handles_->peer_words + (2 * s + 1) * world_size();
+  args.copies[0] = {request.a_shard, staged_shard(rank_, s),
+                    static_cast<char*>(request.a_out) + rank_ * shard_bytes, shard_bytes};
+  AGMM_CHECK_CUDA(launch_stage(args, current_device().sm_count, handles_->copies));
+  AGMM_CHECK_CUDA(cudaEventRecord(handles_->staged, handles_->copies));
 }
 
 void AllGather::push(GatherRequest const& request, int s) {
   std::size_t const shard_bytes = request.rows * request.row_bytes;
   take_credits(s);
-  handles_->local_used = !request.shared.head.empty() || !request.shared.tail.empty();
-  if (handles_->local_used) copy_own_rows(request, s);
   // Nearest consumer first: r-1 computes this shard next after its own.
   for (int i = 1; i < world_size(); ++i) {
     int const peer = (rank_ + world_size() - i) % world_size();
@@ -226,31 +266,14 @@ void AllGather::pull(GatherRequest const& request, int s) {
   std::size_t const shard_bytes = request.rows * request.row_bytes;
   auto* const out = static_cast<char*>(request.a_out);
   uint32_t* const signals = words(rank_, s, kSignals);
-
-  handles_->local_used = true;
-  AGMM_CHECK_CUDA(cudaStreamWaitEvent(handles_->local, handles_->fork, 0));
-  copy(out + rank_ * shard_bytes, request.a_shard, shard_bytes, handles_->local);
-  write(handles_->local, signals + rank_, request.tag);
-
-  take_credits(s);
-  copy(slot(rank_, s) + rank_ * shard_bytes, request.a_shard, shard_bytes, handles_->copies);
-  std::vector<CUstreamBatchMemOpParams> tags;
-  for (int i = 0; i < world_size(); ++i) {
-    int const peer = (rank_ + world_size() - i) % world_size();
-    tags.push_back(write_op(words(peer, s, kTags) + rank_, request.tag));
-  }
-  batch(handles_->copies, tags);
-  AGMM_CHECK_CUDA(cudaEventRecord(handles_->staged, handles_->copies));
-  AGMM_CHECK_CUDA(cudaStreamWaitEvent(handles_->local, handles_->staged, 0));
-  AGMM_CHECK_CUDA(cudaEventRecord(handles_->local_done, handles_->local));
+  stage_own_shard(request, s);
   for (int i = 1; i < world_size(); ++i) {
     int const peer = (rank_ + i) % world_size();
     // Any tag will do here: the consumer compares it, and ends the process if it is another call's.
     std::vector<CUstreamBatchMemOpParams> staged{
         wait_op(words(rank_, s, kTags) + peer, 1, CU_STREAM_WAIT_VALUE_GEQ)};
     batch(handles_->copies, staged);
-    copy(out + peer * shard_bytes, slot(peer, s) + peer * shard_bytes, shard_bytes,
-         handles_->copies);
+    copy(out + peer * shard_bytes, staged_shard(peer, s), shard_bytes, handles_->copies);
     write(handles_->copies, signals + peer, request.tag);
   }
 }
@@ -260,15 +283,18 @@ void AllGather::begin(GatherRequest const& request, void* stream_handle) {
   order_after_last_call(stream);
   AGMM_CHECK_CUDA(cudaEventRecord(handles_->fork, stream));
   AGMM_CHECK_CUDA(cudaStreamWaitEvent(handles_->copies, handles_->fork, 0));
+  int const s = next_slot_;
   if (request.transport == Transport::CopyEnginePush) {
-    push(request, next_slot_);
+    // First what may fail to launch: nothing has been sent then.
+    if (!request.shared.head.empty() || !request.shared.tail.empty()) {
+      copy_boundary_rows(request, s, stream);
+    }
+    push(request, s);
   } else {
-    pull(request, next_slot_);
+    pull(request, s);
+    AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->staged, 0));
   }
   AGMM_CHECK_CUDA(cudaEventRecord(handles_->copies_done, handles_->copies));
-  if (handles_->local_used) {
-    AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->local_done, 0));
-  }
   next_slot_ = (next_slot_ + 1) % kSlots;
 }
 
@@ -278,6 +304,7 @@ void AllGather::end(void* stream_handle) {
   if (handles_->capture == 0) {
     AGMM_CHECK_CUDA(cudaEventRecord(handles_->call_done, stream));
     handles_->any_call = true;
+    handles_->last_stream = handles_->stream;
   } else {
     AGMM_CHECK_CUDA(cudaEventRecord(handles_->captured_call_done, stream));
     handles_->last_capture = handles_->capture;

@@ -46,6 +46,7 @@ void fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
   request.a_out = args.a_out;
   request.rows = args.rows;
   request.row_bytes = args.k * kElementBytes;
+  request.limit_ns = args.limit_ns;
   // 31 bits, not 0: the pull transport waits on its stream for "at least 1" as a signed number.
   request.tag = call_tag(args.rows, args.k, args.dtype == DType::BFloat16 ? "bfloat16" : "float16",
                          args.transport == Transport::CopyEnginePull) &

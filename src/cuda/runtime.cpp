@@ -40,6 +40,19 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+std::string message(WaitReport const& r) {
+  double const waited_s = double(r.waited_ns) * 1e-9;
+  double const limit_s = double(r.limit_ns) * 1e-9;
+  switch (r.kind) {
+    case WaitReport::Mismatch:
+      return mismatch_message(r.rank, r.source, r.chunk, r.seen, r.wanted);
+    case WaitReport::Credit:
+      return credit_timeout_message(r.rank, r.source, r.chunk, r.seen, waited_s, limit_s);
+    default:
+      return timeout_message(r.rank, r.source, r.chunk, r.seen, r.wanted, waited_s, limit_s);
+  }
+}
+
 class ReportWatcher {
  public:
   ReportWatcher() {
@@ -63,10 +76,7 @@ class ReportWatcher {
       if (*static_cast<uint32_t volatile*>(&report_->kind) != WaitReport::None) {
         std::atomic_thread_fence(std::memory_order_acquire);
         WaitReport const& r = *report_;
-        end_process(r.kind == WaitReport::Mismatch
-                        ? mismatch_message(r.rank, r.source, r.chunk, r.seen, r.wanted)
-                        : timeout_message(r.rank, r.source, r.chunk, r.seen, r.wanted,
-                                          double(r.waited_ns) * 1e-9, double(r.limit_ns) * 1e-9));
+        end_process(message(r));
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }

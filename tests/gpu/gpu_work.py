@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import agmm
-from agmm import _cuda
+from agmm import _core, _cuda
 from agmm.plan import KernelConfig
 from agmm.symmetric_memory import cuda_workspace
 from agmm.testing.cases import LocalShape
@@ -61,7 +61,8 @@ def poison(group: dist.ProcessGroup) -> None:
     torch.cuda.synchronize()
     dist.barrier(group, device_ids=[device().index])
     if buffers is not None:
-        buffers.memory[: 2 * buffers.core.slot_bytes].fill_(_NAN_BYTE)
+        size = _core.CudaWorkspace.words_offset(buffers.core.slot_bytes, dist.get_world_size(group))
+        buffers.memory[:size].fill_(_NAN_BYTE)
     torch.cuda.synchronize()
     dist.barrier(group, device_ids=[device().index])
 
@@ -225,7 +226,9 @@ def mixed_loop(world_size: int, shapes: list[LocalShape], calls: int, seed: int)
     return [f for i, part in enumerate(parts) for f in part.faults(f"{shapes[i]}")]
 
 
-def graphs(world_size: int, shape: LocalShape, calls_per_graph: int, replays: int) -> Faults:
+def graphs(
+    world_size: int, shape: LocalShape, calls_per_graph: int, pull_first: bool, replays: int
+) -> Faults:
     """A graph of several calls, replayed with new data, eager calls in between."""
     group = group_of(last_ranks(world_size))
     if group is None:
@@ -239,7 +242,7 @@ def graphs(world_size: int, shape: LocalShape, calls_per_graph: int, replays: in
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for i in range(calls_per_graph):
             exact.new_data()
-            exact.call(return_A=i % 2 == 1)
+            exact.call(return_A=(i % 2 == 0) == pull_first)
     poison(group)
     draw = random.Random(dist.get_rank())
     for i in range(replays):
@@ -374,6 +377,25 @@ def one_rank_missing() -> None:
     agmm.all_gather_matmul(integers((64, 64), 1), integers((64, 64), 2), group, strict=True)
     if dist.get_rank() != 1:
         agmm.all_gather_matmul(integers((64, 64), 1), integers((64, 64), 2), group, strict=True)
+    torch.cuda.synchronize()
+    threading.Event().wait(60)
+
+
+def credit_missing() -> None:
+    """Rank 1 never gives rank 0 the credit that a call which returns A has to await."""
+    group = group_of(tuple(range(dist.get_world_size())))
+    assert group is not None
+    if dist.get_rank() == 0:
+        workspace = cuda_workspace(group, device())
+        assert workspace._buffers is not None
+        memory, core = workspace._buffers.memory, workspace._buffers.core
+        first = core.words_offset(core.slot_bytes, dist.get_world_size())
+        memory[first:].view(torch.int32)[core.credit_words(dist.get_world_size())[1]] = 0
+        torch.cuda.synchronize()
+    dist.barrier(device_ids=[device().index])
+    agmm.all_gather_matmul(
+        integers((64, 64), 1), integers((64, 64), 2), group, return_A=True, strict=True
+    )
     torch.cuda.synchronize()
     threading.Event().wait(60)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import gpu_work
 import pytest
@@ -97,11 +98,14 @@ def test_shapes_transports_and_streams_mixed(gpu_pool: RankPool, world_size: int
     check(gpu_pool.run(gpu_work.mixed_loop, world_size, shapes, 400, 3), world_size)
 
 
-@pytest.mark.parametrize("calls_per_graph", [1, 3])
+@pytest.mark.parametrize(("calls_per_graph", "pull_first"), [(1, False), (1, True), (3, False)])
 @pytest.mark.parametrize("world_size", world_sizes()[1:])
-def test_graphs(gpu_pool: RankPool, world_size: int, calls_per_graph: int) -> None:
+def test_graphs(
+    gpu_pool: RankPool, world_size: int, calls_per_graph: int, pull_first: bool
+) -> None:
     shape = LocalShape(192, 256, 512)
-    check(gpu_pool.run(gpu_work.graphs, world_size, shape, calls_per_graph, 60), world_size)
+    results = gpu_pool.run(gpu_work.graphs, world_size, shape, calls_per_graph, pull_first, 60)
+    check(results, world_size)
 
 
 def test_graph_outlives_growth(gpu_pool: RankPool) -> None:
@@ -124,16 +128,22 @@ def test_unfused(gpu_pool: RankPool, world_size: int) -> None:
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
-@pytest.mark.parametrize("case", ["shapes", "missing"])
-def test_ends_with_a_message(case: str) -> None:
+@pytest.mark.parametrize(
+    ("work", "wanted"),
+    [
+        (gpu_work.different_shapes, "different shapes or dtypes"),
+        (gpu_work.one_rank_missing, "s for chunk 1 from rank 1: "),
+        (gpu_work.credit_missing, "s for gather buffer 0 of rank 1 to be free: credit is 0"),
+    ],
+    ids=["shapes", "missing", "credit"],
+)
+def test_ends_with_a_message(work: Callable[[], None], wanted: str) -> None:
     limit_s = 5
     with RankPool(min(GPUS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": str(limit_s)}) as pool:
         begin = time.monotonic()
-        work = gpu_work.different_shapes if case == "shapes" else gpu_work.one_rank_missing
         with pytest.raises(RankError) as failure:
             pool.run(work)
         assert time.monotonic() - begin < 60
         stderr = "".join(pool.stderr(rank) for rank in range(pool.world_size))
     assert 124 in failure.value.exit_codes.values(), (failure.value, stderr)
-    wanted = "different shapes or dtypes" if case == "shapes" else "s for chunk 1 from rank 1: "
     assert wanted in stderr, stderr

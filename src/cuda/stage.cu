@@ -1,0 +1,89 @@
+#include "stage.hpp"
+
+#include <algorithm>
+
+#include "agmm/device_wait.hpp"
+
+namespace agmm {
+
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kCtasPerSm = 2;
+
+__device__ void wait_for_credit(StageArgs const& args, int peer) {
+  WaitLimit limit;
+  limit.report = args.report;
+  limit.report_lock = args.report_lock;
+  limit.limit_ns = args.limit_ns;
+  limit.rank = args.rank;
+  uint64_t start = 0;
+  for (;;) {
+    uint32_t const seen = load_acquire_system(args.credits + peer);
+    if (seen == 1) return;
+    uint64_t const now = global_timer_ns();
+    if (start == 0) start = now;
+    if (now - start > limit.limit_ns) {
+      report_and_stop(limit, WaitReport::Credit, peer, args.slot, seen, 1, now - start);
+    }
+  }
+}
+
+// Order. Every CTA acquires the credits itself, so no CTA writes to a buffer that is still read. A
+// CTA's writes precede its count (bar.sync, then acq_rel at GPU scope); the last CTA has thereby
+// acquired those of all others, and its releases at system scope carry them on. A credit is reset
+// before the tag, and the peer gives the next one only after it has seen tag or data of this call.
+__global__ void __launch_bounds__(kThreads) stage_kernel(StageArgs const args) {
+  for (int peer = threadIdx.x; peer < args.world_size; peer += kThreads) {
+    if (args.credits != nullptr && peer != args.rank) wait_for_credit(args, peer);
+  }
+  __syncthreads();
+
+  std::size_t const first = std::size_t(blockIdx.x) * kThreads + threadIdx.x;
+  std::size_t const stride = std::size_t(gridDim.x) * kThreads;
+  for (StageCopy const& copy : args.copies) {
+    auto const* const from = static_cast<uint4 const*>(copy.from);
+    auto* const to = static_cast<uint4*>(copy.to);
+    auto* const also_to = static_cast<uint4*>(copy.also_to);
+    for (std::size_t i = first; i < copy.bytes / sizeof(uint4); i += stride) {
+      uint4 const value = from[i];
+      to[i] = value;
+      if (also_to != nullptr) also_to[i] = value;
+    }
+  }
+
+  __shared__ bool is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = add_acq_rel_gpu(args.finished_ctas, 1) + 1 == gridDim.x;
+  __syncthreads();
+  if (!is_last) return;
+  for (int peer = threadIdx.x; peer < args.world_size; peer += kThreads) {
+    if (args.credits != nullptr && peer != args.rank) args.credits[peer] = 0;
+    if (args.peer_tags != nullptr) store_release_system(args.peer_tags[peer], args.tag);
+    if (peer == args.rank) {
+      *args.finished_ctas = 0;
+      store_release_system(args.own_signal, args.tag);
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t prepare_stage() {
+  cudaFuncAttributes attributes{};
+  return cudaFuncGetAttributes(&attributes, stage_kernel);
+}
+
+cudaError_t launch_stage(StageArgs const& args, int sm_count, cudaStream_t stream) {
+  std::size_t vectors = 0;
+  for (StageCopy const& copy : args.copies) {
+    vectors = std::max(vectors, copy.bytes / sizeof(uint4));
+  }
+  std::size_t const wanted = (vectors + kThreads - 1) / kThreads;
+  auto const ctas =
+      static_cast<unsigned>(std::clamp<std::size_t>(wanted, 1, std::size_t(sm_count) * kCtasPerSm));
+  stage_kernel<<<ctas, kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace agmm
