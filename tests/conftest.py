@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from agmm.testing.ranks import RankPool
+
+# A developer's own tables must not steer the tests.
+os.environ.setdefault("AGMM_CACHE", "off")
 
 
 @pytest.fixture(scope="session")

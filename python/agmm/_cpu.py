@@ -112,11 +112,12 @@ class CpuWorkspace:
         biases: list[torch.Tensor | None],
         *,
         return_A: bool,
+        chunks_per_shard: int | None = None,
         timeline: list[dict[str, int]] | None = None,
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         """Gather ``A_shard`` and multiply it by each of ``Bs``. Collective.
 
-        Grows the slots where A [world_size * M_local, K] is too large for them.
+        Grows the slots where A [world_size * M_local, K] is too large or has too many chunks.
 
         Args:
             A_shard: [M_local, K], contiguous, the same shape and dtype on all ranks. It may be
@@ -124,6 +125,8 @@ class CpuWorkspace:
             Bs: weights [K, N], N free for each of them and on each rank.
             biases: for each weight a bias [N] or None.
             return_A: whether A [M, K] is wanted, in a tensor of its own.
+            chunks_per_shard: row chunks of each shard, the same on all ranks; None: as many as the
+                workspace has room for.
             timeline: where given, receives for each chunk a dict with ``chunk``, ``source`` and,
                 in ns of ``time.monotonic_ns``, ``arrived_ns``, ``start_ns`` and ``end_ns`` of its
                 multiplication. ``arrived_ns`` of the rank's own chunks is the time of the call.
@@ -143,7 +146,8 @@ class CpuWorkspace:
             raise AgmmError("workspace: found a closed one, wanted an open one")
         self._core.timeout_s = _core.timeout_seconds()
         try:
-            return self._run(A_shard, Bs, biases, return_A, timeline)
+            chunks_per_shard = chunks_per_shard or self._chunks_per_shard
+            return self._run(A_shard, Bs, biases, return_A, chunks_per_shard, timeline)
         except BaseException:
             self._interrupted = True
             raise
@@ -154,6 +158,7 @@ class CpuWorkspace:
         Bs: list[torch.Tensor],
         biases: list[torch.Tensor | None],
         return_A: bool,
+        chunks_per_shard: int,
         timeline: list[dict[str, int]] | None,
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         called_ns = time.monotonic_ns()
@@ -161,11 +166,11 @@ class CpuWorkspace:
         m, shard_bytes = self.world_size * m_local, shard.numel() * shard.element_size()
         gathered_bytes = self.world_size * shard_bytes
         dtype_name = str(shard.dtype).removeprefix("torch.")
-        tag = _core.call_tag(m_local, k, dtype_name, return_A)
-        if gathered_bytes > self.slot_bytes:
-            self._grow(gathered_bytes, tag)
+        tag = _core.call_tag(m_local, k, f"{dtype_name} in {chunks_per_shard} chunks", return_A)
+        if gathered_bytes > self.slot_bytes or chunks_per_shard > self._chunks_per_shard:
+            self._grow(max(gathered_bytes, self.slot_bytes), chunks_per_shard, tag)
         core, per_shard = self._core, self._chunks_per_shard
-        chunk_rows = -(-m_local // per_shard)
+        chunk_rows = -(-m_local // chunks_per_shard)
         slot, self._next_slot = self._next_slot, 1 - self._next_slot
 
         self._shard = shard  # the copy thread reads it
@@ -184,6 +189,8 @@ class CpuWorkspace:
             else:
                 core.wait_chunk(slot, chunk, tag)
                 a = gathered[rows]
+            if i >= chunks_per_shard:  # the workspace has room for more; their signals come too
+                continue
             start_ns = time.monotonic_ns()
             for B, bias, out in zip(Bs, biases, outs, strict=True):
                 _multiply(a, B, bias, out[rows])
@@ -212,8 +219,8 @@ class CpuWorkspace:
         self._shard = None
         return A, outs
 
-    def _grow(self, slot_bytes: int, tag: int) -> None:
-        """Replace the workspace by one with larger slots. Collective.
+    def _grow(self, slot_bytes: int, chunks_per_shard: int, tag: int) -> None:
+        """Replace the workspace by one with larger slots or more chunks. Collective.
 
         Whether to grow is each rank's own decision, and one with another shape would not take part.
         So the tag goes round first, without data: whoever made a different call is found out.
@@ -227,6 +234,7 @@ class CpuWorkspace:
                 core.wait_chunk(slot, chunk, tag)
         core.wait_pushed()
         self.close()
+        self._chunks_per_shard = max(self._chunks_per_shard, chunks_per_shard)
         self._open(group, slot_bytes)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from agmm import _core, plan
+from agmm import _call_plan, _core, plan
 from agmm.errors import AgmmError, InvalidArgument, Unsupported
 from agmm.plan import KernelConfig
 
@@ -30,10 +30,7 @@ _rendezvous = 0
 """How many workspaces this process has made."""
 
 
-@cache
-def kernels() -> tuple[KernelConfig, ...]:
-    """The kernels of this build to choose from."""
-    return tuple(KernelConfig.of(kernel) for kernel in _core.kernels() if not kernel.timed)
+kernels = _call_plan.kernels
 
 
 @lru_cache(maxsize=4096)
@@ -60,11 +57,6 @@ def why_unfused(device: torch.device) -> str | None:
     if capability != _HOPPER:
         return f"{device} has compute capability {capability[0]}.{capability[1]}, wanted 9.0"
     return None
-
-
-@cache
-def _sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class _Layout(NamedTuple):
@@ -111,12 +103,22 @@ def choose(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    world_size: int = 1,
+    group: dist.ProcessGroup | None = None,
     return_A: bool = False,
+    column_major: bool = True,
 ) -> KernelConfig:
-    name = str(dtype).removeprefix("torch.")
-    problem = plan.Problem(m, n, k, name, world_size, return_A, _sm_count(device))
-    return plan.choose(problem, kernels())
+    """The kernel for a fused call of ``group``, or of this process alone. See `agmm.plan`."""
+    problem = _call_plan.problem(
+        m,
+        n,
+        k,
+        dtype,
+        device,
+        world_size=1 if group is None else dist.get_world_size(group),
+        return_A=return_A,
+        column_major=column_major,
+    )
+    return _call_plan.planner(group, device).fused_kernel(problem)
 
 
 def _stream(device: torch.device) -> int:
@@ -166,7 +168,7 @@ def async_input_mm(
         chunks_m = a_chunk_signals.shape[0]
         chunks_k = a_chunk_signals.shape[1] if a_chunk_signals.dim() == 2 else 1
     if config is None:
-        config = choose(m, n, k, a.dtype, a.device)
+        config = choose(m, n, k, a.dtype, a.device, column_major=layout.column_major)
     with torch.cuda.device(a.device):
         try:
             _core.async_input_mm(
@@ -362,7 +364,14 @@ class CudaWorkspace:
                 )
             n = B.shape[1]
             chosen = config or choose(
-                m, n, k, A_shard.dtype, self._device, world_size=self.world_size, return_A=return_A
+                m,
+                n,
+                k,
+                A_shard.dtype,
+                self._device,
+                group=self._group,
+                return_A=return_A,
+                column_major=layout.column_major,
             )
             weights.append(
                 _Weight(

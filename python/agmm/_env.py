@@ -20,7 +20,13 @@ TIMEOUT_S: Final = Variable(
 COMMIT: Final = Variable(
     "AGMM_COMMIT", "", "commit to name in benchmark reports where there is no git checkout"
 )
-RUN_TIME: Final = (TIMEOUT_S, COMMIT)
+CACHE_DIR: Final = Variable(
+    "AGMM_CACHE_DIR", "", "folder of the tuned tables; default: agmm in the user's cache folder"
+)
+CACHE: Final = Variable(
+    "AGMM_CACHE", "on", "off: the user's tuned tables are neither read nor written"
+)
+RUN_TIME: Final = (TIMEOUT_S, COMMIT, CACHE_DIR, CACHE)
 BUILD_TIME: Final = (
     Variable("AGMM_CUDA", "AUTO", "build the CUDA core: AUTO (where nvcc is found), ON or OFF"),
     Variable("AGMM_KERNELS", "default", "which kernels to build: minimal or default"),

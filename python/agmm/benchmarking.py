@@ -167,11 +167,11 @@ def _agmm(return_A: bool) -> Callable[[Problem], Callable[[], Result]]:
         op = agmm.all_gather_matmul
 
         def with_A() -> Result:
-            A, out = op(A_shard, B, group, return_A=True, strict=True)
+            A, out = op(A_shard, B, group, return_A=True)
             return A, out
 
         def without_A() -> Result:
-            return None, op(A_shard, B, group, strict=True)
+            return None, op(A_shard, B, group)
 
         return with_A if return_A else without_A
 
@@ -370,14 +370,7 @@ def _prepare_and_check(
     calls: dict[str, Callable[[], Result]] = {}
     allowed = 0.0
     for name in names:
-        call: Callable[[], Result] | None = None
-        error, wrong, reason = None, None, None
-        try:
-            call = WAYS[name].prepare(problem)
-            error, wrong = _check(call, problem, reference)
-        except Exception as e:
-            reason = _one_line(e)
-        result = _agree(problem.group, error, wrong, reason)
+        result, call = check_way(WAYS[name].prepare, problem, reference)
         if name == "roof" and result.relative_error is not None:
             allowed = allowed_error(result.relative_error)
         judge(result, allowed)
@@ -388,6 +381,31 @@ def _prepare_and_check(
     del reference
     release_memory(problem.device)
     return results, calls
+
+
+def check_way(
+    prepare: Callable[[Problem], Callable[[], Result]], problem: Problem, reference: torch.Tensor
+) -> tuple[WayResult, Callable[[], Result] | None]:
+    """Prepares a way and compares it with the reference on every rank. Collective.
+
+    Returns the ranks' common result, without a time, and the call where this rank has one.
+    """
+    call: Callable[[], Result] | None = None
+    error, wrong, reason = None, None, None
+    try:
+        call = prepare(problem)
+        _call_and_poison(call, problem)
+    except Exception as e:
+        reason = _one_line(e)
+    # Before the next call, in which the others would wait for a rank that has failed.
+    result = _agree(problem.group, 0.0, None, reason)
+    if call is None or result.reason is not None:
+        return result, None
+    try:
+        error, wrong = _check(call, problem, reference)
+    except Exception as e:
+        reason = _one_line(e)
+    return _agree(problem.group, error, wrong, reason), call
 
 
 def judge(result: WayResult, allowed: float) -> None:
@@ -403,16 +421,19 @@ def judge(result: WayResult, allowed: float) -> None:
         result.reason = f"relative error {error:.3g}, allowed {allowed:.3g}"
 
 
-def _check(
-    call: Callable[[], Result], problem: Problem, reference: torch.Tensor
-) -> tuple[float, str | None]:
-    """One call's relative error, after NaN in the memory that it is about to write."""
+def _call_and_poison(call: Callable[[], Result], problem: Problem) -> None:
+    """One call, then NaN in the memory that the next one is about to write."""
     A, out = call()
     _synchronize(problem.device)
     for tensor in (A, out):
         if tensor is not None and tensor.data_ptr() != problem.operands.A_shard.data_ptr():
             poison(tensor)
-    del A, out
+
+
+def _check(
+    call: Callable[[], Result], problem: Problem, reference: torch.Tensor
+) -> tuple[float, str | None]:
+    """One call's relative error."""
     A, out = call()
     _synchronize(problem.device)
     wrong = None
@@ -480,13 +501,13 @@ def run(options: Options, progress: Callable[[str], None] = lambda line: None) -
             f"world size: found {options.world_size}, wanted at most {torch.cuda.device_count()}, "
             "the number of GPUs here (--device cpu needs none)"
         )
-    with _ranks(options) as measure_shape:
+    with ranks(options.device, options.world_size) as call:
         report = new_report(options)
         assert options.shapes is not None
         assert options.ways is not None
         for i, shape in enumerate(options.shapes, 1):
             progress(f"[{i}/{len(options.shapes)}] {shape}: {len(options.ways)} ways")
-            report["shapes"].append(measure_shape(shape, options))
+            report["shapes"].append(call(measure, shape, options))
     return report
 
 
@@ -503,10 +524,11 @@ def is_rank_0() -> bool:
 
 
 @contextlib.contextmanager
-def _ranks(options: Options) -> Iterator[Callable[[Shape, Options], dict[str, Any]]]:
-    """Yields the function that measures one shape on all ranks."""
+def ranks(device_type: str, world_size: int) -> Iterator[Callable[..., Any]]:
+    """Yields a function that calls another one with its arguments in every rank, of torchrun's or
+    started for it, and returns what it returned in rank 0 (under torchrun: in this rank)."""
     if torchrun_world_size() is not None:
-        if options.device == "cuda":
+        if device_type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
             dist.init_process_group("nccl", device_id=device)
@@ -514,14 +536,14 @@ def _ranks(options: Options) -> Iterator[Callable[[Shape, Options], dict[str, An
             torch.set_num_threads(1)
             dist.init_process_group("gloo")
         try:
-            yield measure
+            yield lambda fn, *args: fn(*args)
         finally:
             dist.destroy_process_group()
         return
     from agmm.testing.ranks import RankPool
 
-    with RankPool(options.world_size, device=options.device, timeout_s=_SHAPE_TIMEOUT_S) as pool:
-        yield lambda shape, opts: pool.run(measure, shape, opts)[0]
+    with RankPool(world_size, device=device_type, timeout_s=_SHAPE_TIMEOUT_S) as pool:
+        yield lambda fn, *args: pool.run(fn, *args)[0]
 
 
 def new_report(options: Options) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""The command `agmm`: demo, bench and doctor."""
+"""The command `agmm`: demo, bench, tune, explain and doctor."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from enum import Enum
@@ -41,11 +42,21 @@ class DType(str, Enum):
     fp32 = "fp32"
 
 
+_DTYPE_NAMES = {DType.bf16: "bfloat16", DType.fp16: "float16", DType.fp32: "float32"}
+
+
+class Layout(str, Enum):
+    column = "column"
+    row = "row"
+
+
 @contextlib.contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Turns bad input, failing ranks and Ctrl-C into one message and an exit code."""
+    """Turns bad input, failing ranks, Ctrl-C and warnings into lines and an exit code."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *rest: print(f"agmm: {message}", file=sys.stderr)
+            yield
     except KeyboardInterrupt:
         print("agmm: interrupted", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
@@ -202,6 +213,214 @@ def bench(
         if wrong:
             print(f"agmm: wrong results: {', '.join(wrong)}", file=sys.stderr)
             raise typer.Exit(1)
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  agmm tune --m 4096 --n 3584 --k 8192 --tp 4\n\n"
+    "  agmm tune --model llama-3-70b --tokens 512..32768 --tp 4\n\n"
+    "  agmm tune --file shapes.txt --tp 2 --device cpu\n\n"
+    "  torchrun --nproc-per-node 4 -m agmm.cli tune --model deepseek-v3"
+)
+def tune(
+    m: Annotated[
+        int | None, typer.Option("--m", min=1, help="Gathered rows (tokens) of one shape.")
+    ] = None,
+    n: Annotated[int | None, typer.Option("--n", min=1, help="Columns of B per rank.")] = None,
+    k: Annotated[int | None, typer.Option("--k", min=1, help="Columns of A.")] = None,
+    shapes: Annotated[
+        str | None,
+        typer.Option(help="Gathered MxNxK, comma-separated; N is per rank.", metavar="MxNxK,..."),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(help="Shapes, one MxNxK a line; # begins a comment.", dir_okay=False),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The QKV and gate/up projections of this model.")
+    ] = None,
+    tokens: Annotated[
+        str, typer.Option(help="Gathered rows for --model: a..b doubles through, a,b,c lists.")
+    ] = "512..32768",
+    tp: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of ranks. Default: 4, or as many as there are GPUs."),
+    ] = None,
+    dtype: Annotated[
+        DType | None,
+        typer.Option(help="Element type. Default: bf16 on GPUs, fp32 on the CPU."),
+    ] = None,
+    return_a: Annotated[bool, typer.Option("--return-a", help="Calls that return A.")] = False,
+    b_layout: Annotated[
+        Layout, typer.Option(help="column: a transposed [N, K] weight.")
+    ] = Layout.column,
+    device: Annotated[
+        Device, typer.Option(help="auto: GPUs where there are at least 2, else CPU processes.")
+    ] = Device.auto,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure shapes anew that were tuned before.")
+    ] = False,
+) -> None:
+    """Measure the plans of each shape and keep the fastest in your table.
+
+    Every candidate is checked against a reference before it is timed. Ctrl-C keeps the shapes that
+    are done, and the same command goes on with the rest. Starts its own ranks unless torchrun did.
+    """
+    with _one_line_errors():
+        from agmm import benchmarking, tuner
+        from agmm import demo as demo_module
+
+        torchrun_size = benchmarking.torchrun_world_size()
+        kind, ranks = demo_module.choose(device.value, torchrun_size or tp)
+        options = tuner.Options.of(
+            kind,
+            ranks,
+            _shapes_to_tune((m, n, k), shapes, file, model, tokens, ranks),
+            None if dtype is None else _torch_dtype(dtype),
+            return_A=return_a,
+            row_major=b_layout is Layout.row,
+            again=again,
+        )
+        outcomes: list[tuner.Outcome] = []
+        keeper = tuner.Keeper(ranks)
+        leads = benchmarking.is_rank_0()
+        interrupted = False
+        try:
+            with _TuningBar(leads) as bar:
+                for outcome in tuner.tune(options, bar):
+                    outcomes.append(outcome)
+                    if leads:
+                        keeper.add(outcome)
+        except KeyboardInterrupt:
+            interrupted = True
+        if leads:
+            _report_tuning(outcomes, keeper)
+        if interrupted:
+            if leads and outcomes:
+                print("agmm: the same command goes on with the rest", file=sys.stderr)
+            raise KeyboardInterrupt
+        failed = any(outcome.failures or outcome.row is None for outcome in outcomes)
+        if failed or keeper.unsaved:
+            raise typer.Exit(1)
+
+
+class _TuningBar:
+    """Progress of `agmm tune` on stderr: a bar in a terminal, in a pipe only what stays."""
+
+    def __init__(self, visible: bool) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._visible = visible
+        stderr = console(stderr=True)
+        self._bar = Progress(
+            BarColumn(bar_width=20),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+            console=stderr,
+            transient=True,
+            disable=not (visible and stderr.is_terminal),
+        )
+        self._task = self._bar.add_task("starting the ranks", total=1.0)
+
+    def __enter__(self) -> _TuningBar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def at(self, done: float, text: str) -> None:
+        self._bar.update(self._task, completed=done, description=text)
+
+    def say(self, line: str) -> None:
+        if self._visible:
+            self._bar.console.print(line, markup=False, soft_wrap=True)
+
+
+def _shapes_to_tune(
+    extents: tuple[int | None, int | None, int | None],
+    listed: str | None,
+    file: Path | None,
+    model: str | None,
+    tokens: str,
+    world_size: int,
+) -> list[Any]:
+    from agmm import presets
+    from agmm.testing.cases import Shape
+
+    m, n, k = extents
+    by_extent = m is not None or n is not None or k is not None
+    given = [by_extent, listed is not None, file is not None, model is not None]
+    if sum(given) != 1:
+        raise InvalidArgument(
+            f"shapes: found {sum(given)} ways to name them, wanted one of --m --n --k, --shapes, "
+            "--file, --model"
+        )
+    if model is not None:
+        return presets.shapes(model, presets.parse_tokens(tokens), world_size)
+    if file is not None:
+        try:
+            lines = file.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgument(f"file: {file} cannot be read ({error})") from None
+        listed = ",".join(line.partition("#")[0] for line in lines)
+    if listed is not None:
+        found = [Shape.parse(text) for text in _split(listed)]
+        if not found:
+            raise InvalidArgument(f"shapes: found none in {file or '--shapes'}, wanted MxNxK")
+        return list(dict.fromkeys(found))
+    if m is None or n is None or k is None:
+        raise InvalidArgument(f"shape: found --m {m} --n {n} --k {k}, wanted all three")
+    return [Shape(m, n, k)]
+
+
+def _report_tuning(outcomes: list[Any], keeper: Any) -> None:
+    from agmm import tuner
+
+    if outcomes:
+        console().print(tuner.summary_table(outcomes))
+    if keeper.path is not None:
+        print(f"agmm: the plans stand in {keeper.path}", file=sys.stderr)
+    failures = [(o.shape, failure) for o in outcomes for failure in o.failures]
+    for shape, failure in failures:
+        print(f"agmm: {shape}: {failure.plan.name}: {failure.reason}", file=sys.stderr)
+    if keeper.unsaved:
+        print(f"agmm: {keeper.error}; these rows were not saved:", file=sys.stderr)
+        print(keeper.unsaved_text(), end="")
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  agmm explain --m 4096 --n 3584 --k 8192 --tp 4\n\n"
+    "  agmm explain --m 64 --n 3584 --k 8192 --tp 4 --gpu h200 --return-a"
+)
+def explain(
+    m: Annotated[int, typer.Option("--m", min=1, help="Gathered rows (tokens).")],
+    n: Annotated[int, typer.Option("--n", min=1, help="Columns of B per rank.")],
+    k: Annotated[int, typer.Option("--k", min=1, help="Columns of A.")],
+    tp: Annotated[int, typer.Option(min=1, help="Number of ranks.")],
+    dtype: Annotated[DType, typer.Option(help="Element type.")] = DType.bf16,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="A GPU of the tables, or cpu. Default: the one here, else the H200."),
+    ] = None,
+    return_a: Annotated[bool, typer.Option("--return-a", help="Calls that return A.")] = False,
+    b_layout: Annotated[
+        Layout, typer.Option(help="column: a transposed [N, K] weight.")
+    ] = Layout.column,
+) -> None:
+    """Say which plan a call gets, where it comes from, and what the others would cost.
+
+    Needs no GPU.
+    """
+    with _one_line_errors():
+        from agmm import explain as explain_module
+        from agmm.plan import Problem
+
+        name = explain_module.find_gpu(gpu)
+        problem = Problem(m, n, k, _DTYPE_NAMES[dtype], tp, return_a, b_layout.value, name)
+        planner = explain_module.planner_for(name, tp)
+        console().print(explain_module.explain(problem, planner), soft_wrap=True, markup=False)
 
 
 @app.command(epilog="Examples:\n\n  agmm doctor\n\n  agmm doctor --json | jq .findings")

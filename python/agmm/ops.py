@@ -5,21 +5,27 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
 
-from agmm import _cpu, _cuda, plan
+from agmm import _call_plan, _cpu, _cuda, plan
+from agmm._collectives import (
+    finish_all_gather,
+    group_of,
+    group_or_default,
+    name_of,
+    start_all_gather,
+    world_size_of,
+)
+from agmm.autograd import AllGatherMatmul
 from agmm.errors import InvalidArgument, Unsupported
 from agmm.plan import KernelConfig
 from agmm.symmetric_memory import cpu_workspace, cuda_workspace
 
-_CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-# torch 2.13 renamed it and deprecates the old name.
-_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_AUTOCAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_CPU_DTYPES = (*_AUTOCAST_DTYPES, torch.float64)
 
 _library = torch.library.Library("agmm", "DEF")
 _library.define(
@@ -31,19 +37,20 @@ _library.define(
 )
 _library.define(
     "_all_gather_matmul(Tensor A_shard, Tensor[] Bs, Tensor?[] biases, str group_name, "
-    "int gather_dim, bool return_A, str config, bool strict) -> (Tensor A, Tensor[] outs)"
+    "int gather_dim, bool return_A, str config, bool strict, bool save_gathered=False) "
+    "-> (Tensor A, Tensor[] outs)"
 )
 
 
 # --- checks: what no path can serve ---
 
 
-def _check_matrix(name: str, tensor: torch.Tensor) -> None:
+def check_matrix(name: str, tensor: torch.Tensor) -> None:
     if tensor.dim() != 2:
         raise InvalidArgument(f"{name}: found {tensor.dim()} dimensions, wanted 2")
 
 
-def _check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     if tensor.dtype != other.dtype:
         raise InvalidArgument(
             f"{name}: found dtype {tensor.dtype}, wanted {other.dtype} as {other_name}"
@@ -57,8 +64,8 @@ def _check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.T
 def _refuse_grad(tensors: Iterable[torch.Tensor | None]) -> None:
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise InvalidArgument(
-            "A_shard, B: found requires_grad=True, wanted a call under torch.no_grad(): "
-            "all_gather_matmul has no backward yet"
+            "A_shard, B: found requires_grad=True, wanted a call under torch.no_grad(): this op "
+            "has no backward, agmm.all_gather_matmul has one"
         )
 
 
@@ -80,12 +87,12 @@ def _check_gatherable(
         raise InvalidArgument(f"bias: found {len(biases)} for {len(Bs)} weights, wanted one each")
     k = A_shard.shape[-1]
     for B, bias in zip(Bs, biases, strict=True):
-        _check_matrix("B", B)
-        _check_same("B", B, "A_shard", A_shard)
+        check_matrix("B", B)
+        check_same("B", B, "A_shard", A_shard)
         if gather_dim % A_shard.dim() != A_shard.dim() - 1 and B.shape[0] != k:
             raise InvalidArgument(f"B: found K={B.shape[0]}, wanted {k} as the columns of A_shard")
         if bias is not None:
-            _check_same("bias", bias, "A_shard", A_shard)
+            check_same("bias", bias, "A_shard", A_shard)
             if bias.shape != (B.shape[1],):
                 raise InvalidArgument(
                     f"bias: found shape {tuple(bias.shape)}, wanted ({B.shape[1]},) as B's columns"
@@ -93,9 +100,9 @@ def _check_gatherable(
 
 
 def _check_async_input(a: torch.Tensor, b: torch.Tensor, signals: torch.Tensor, pivot: int) -> None:
-    _check_matrix("a", a)
-    _check_matrix("b", b)
-    _check_same("b", b, "a", a)
+    check_matrix("a", a)
+    check_matrix("b", b)
+    check_same("b", b, "a", a)
     wanted = (torch.bfloat16, torch.float16) if a.device.type == "cuda" else _CPU_DTYPES
     if a.dtype not in wanted:
         names = ", ".join(str(dtype) for dtype in wanted)
@@ -157,15 +164,6 @@ def _async_input_mm_fake(
 # --- all_gather_matmul ---
 
 
-def _group(group_name: str) -> dist.ProcessGroup:
-    try:
-        return _resolve_process_group(cast(Any, group_name))  # torch 2.13 wants a NewType of str
-    except (RuntimeError, ValueError, KeyError):
-        raise InvalidArgument(
-            f"group: found {group_name!r}, wanted the name of a process group of this process"
-        ) from None
-
-
 _warned: set[str] = set()
 
 
@@ -208,15 +206,6 @@ def _why_unfused(
     return reason
 
 
-def _gather(A_shard: torch.Tensor, group: dist.ProcessGroup, gather_dim: int) -> torch.Tensor:
-    shard = A_shard.movedim(gather_dim, 0).contiguous()
-    world_size = dist.get_world_size(group)
-    gathered = shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
-    if gathered.numel() != 0:
-        _all_gather_into(gathered, shard, group=group)
-    return gathered.movedim(0, gather_dim).contiguous()
-
-
 def _unfused(
     A_shard: torch.Tensor,
     Bs: Sequence[torch.Tensor],
@@ -224,7 +213,8 @@ def _unfused(
     group: dist.ProcessGroup,
     gather_dim: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    A = _gather(A_shard, group, gather_dim)
+    gathered = start_all_gather(A_shard, group.group_name, gather_dim)
+    A = finish_all_gather(gathered, gather_dim)
     outs = []
     for B, bias in zip(Bs, biases, strict=True):
         if B.shape[0] != A.shape[-1]:
@@ -258,6 +248,8 @@ def _run(
     return_A: bool,
     config: str,
     strict: bool,
+    *,
+    prefer_fused: bool = False,
 ) -> _Outs:
     kinds = [None if t is None else _kind(t) for t in (A_shard, *Bs, *biases)]
     key = (gather_dim, return_A, config, len(Bs), *kinds)
@@ -272,6 +264,9 @@ def _run(
     except ValueError as error:
         raise InvalidArgument(str(error)) from None
     reason = _why_unfused(A_shard, Bs, gather_dim, config)
+    may_choose = reason is None and not (config or strict or prefer_fused)
+    if may_choose and _call_plan.prefers_unfused(A_shard, Bs, group, return_A=return_A):
+        reason, config = "plan: the unfused path is faster", "unfused"
     if reason is None:
         if A_shard.device.type == "cpu":
             return _fused_cpu(A_shard, Bs, biases, group, return_A)
@@ -304,7 +299,10 @@ def _fused_cpu(
     shard = A_shard.view(-1, k)
     gathered_bytes = dist.get_world_size(group) * shard.numel() * shard.element_size()
     workspace = cpu_workspace(group, gathered_bytes)
-    A, outs = workspace.all_gather_matmul(shard, list(Bs), list(biases), return_A=return_A)
+    chunks = _call_plan.call_plan(A_shard, Bs, group, return_A=return_A).chunks_per_shard
+    A, outs = workspace.all_gather_matmul(
+        shard, list(Bs), list(biases), return_A=return_A, chunks_per_shard=chunks
+    )
     leading = (dist.get_world_size(group) * A_shard.shape[0], *A_shard.shape[1:-1])
     outs = [out.view(*leading, out.shape[-1]) for out in outs]
     return (None if A is None else A.view(*leading, k)), outs
@@ -319,15 +317,16 @@ def _all_gather_matmul_impl(
     return_A: bool,
     config: str,
     strict: bool,
+    save_gathered: bool = False,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    group = _group(group_name)
+    group = group_of(group_name)
     A, outs = _run(A_shard, Bs, biases, group, gather_dim, return_A, config, strict)
     return (A_shard.new_empty(0) if A is None else A), outs
 
 
 def _gathered_shape(A_shard: torch.Tensor, group_name: str, gather_dim: int) -> list[int]:
     shape = list(A_shard.shape)
-    shape[gather_dim] = shape[gather_dim] * dist.get_world_size(_group(group_name))
+    shape[gather_dim] = shape[gather_dim] * world_size_of(group_name)
     return shape
 
 
@@ -340,6 +339,7 @@ def _all_gather_matmul_fake(
     return_A: bool,
     config: str,
     strict: bool,
+    save_gathered: bool = False,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     _check_gatherable(A_shard, Bs, biases, gather_dim)
     shape = _gathered_shape(A_shard, group_name, gather_dim)
@@ -350,7 +350,10 @@ def _all_gather_matmul_fake(
 def _native_impl(
     A_shard: torch.Tensor, B: torch.Tensor, group_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    A, outs = _all_gather_matmul_impl(A_shard, [B], [None], group_name, 0, True, "", False)
+    A, outs = _run(
+        A_shard, [B], [None], group_of(group_name), 0, True, "", False, prefer_fused=True
+    )
+    assert A is not None
     return A, outs[0]
 
 
@@ -369,6 +372,27 @@ def _flat(arguments: Iterable[Any]) -> Iterable[torch.Tensor]:
             yield from _flat(argument)
 
 
+def _all_gather_matmul_autograd(
+    A_shard: torch.Tensor,
+    Bs: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    group_name: str,
+    gather_dim: int,
+    return_A: bool,
+    config: str,
+    strict: bool,
+    save_gathered: bool = False,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    settings = group_name, gather_dim, return_A, config, strict, save_gathered
+    given = A_shard, *Bs, *biases
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+        A, *outs = AllGatherMatmul.apply(len(Bs), settings, *given)
+        return A, outs
+    with torch._C._AutoDispatchBelowAutograd():
+        A, outs = torch.ops.agmm._all_gather_matmul.default(A_shard, Bs, biases, *settings)
+    return A, outs
+
+
 def _below_autograd(name: str) -> Callable[..., Any]:
     """The op's autograd kernel: there is no backward, and that is said at once."""
     op = getattr(torch.ops.agmm, name).default
@@ -381,8 +405,9 @@ def _below_autograd(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in ("_async_input_mm", "_all_gather_matmul", "_fused_all_gather_matmul_native"):
+for _name in ("_async_input_mm", "_fused_all_gather_matmul_native"):
     _library.impl(_name, _below_autograd(_name), "Autograd")
+_library.impl("_all_gather_matmul", _all_gather_matmul_autograd, "Autograd")
 for _key, _async_impl in (("CPU", _async_input_mm_cpu), ("CUDA", _async_input_mm_cuda)):
     _library.impl("_async_input_mm", _async_impl, _key)
     _library.impl("_all_gather_matmul", _all_gather_matmul_impl, _key)
@@ -401,6 +426,24 @@ def _is_traced() -> bool:
     )
 
 
+_T = TypeVar("_T", bound=tuple[torch.Tensor | None, ...])
+
+
+def autocast(tensors: _T, device: torch.device) -> _T:
+    """The tensors as ``torch.nn.functional.linear`` would take them: cast where autocast is on."""
+    kind = device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast_one(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None or tensor.dtype not in _AUTOCAST_DTYPES:
+            return tensor
+        return tensor.to(dtype)
+
+    return cast(_T, tuple(cast_one(tensor) for tensor in tensors))
+
+
 @overload
 def all_gather_matmul(
     A_shard: torch.Tensor,
@@ -412,6 +455,7 @@ def all_gather_matmul(
     bias: torch.Tensor | None = ...,
     config: KernelConfig | str | None = ...,
     strict: bool = ...,
+    save_gathered: bool = ...,
 ) -> torch.Tensor: ...
 @overload
 def all_gather_matmul(
@@ -424,6 +468,7 @@ def all_gather_matmul(
     bias: torch.Tensor | None = ...,
     config: KernelConfig | str | None = ...,
     strict: bool = ...,
+    save_gathered: bool = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def all_gather_matmul(
@@ -436,6 +481,7 @@ def all_gather_matmul(
     bias: Sequence[torch.Tensor | None] | None = ...,
     config: KernelConfig | str | None = ...,
     strict: bool = ...,
+    save_gathered: bool = ...,
 ) -> list[torch.Tensor]: ...
 @overload
 def all_gather_matmul(
@@ -448,6 +494,7 @@ def all_gather_matmul(
     bias: Sequence[torch.Tensor | None] | None = ...,
     config: KernelConfig | str | None = ...,
     strict: bool = ...,
+    save_gathered: bool = ...,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]: ...
 def all_gather_matmul(
     A_shard: torch.Tensor,
@@ -459,6 +506,7 @@ def all_gather_matmul(
     bias: Sequence[torch.Tensor | None] | torch.Tensor | None = None,
     config: KernelConfig | str | None = None,
     strict: bool = False,
+    save_gathered: bool = False,
 ) -> (
     torch.Tensor
     | list[torch.Tensor]
@@ -468,7 +516,10 @@ def all_gather_matmul(
     """``all_gather(A_shard) @ B (+ bias)``, the gather overlapped with the product. Collective.
 
     Every rank of the group calls with the same shapes, dtypes and layouts, in the same order, as
-    with any collective. May be captured in a CUDA graph after one eager call with the same shape.
+    with any collective. Differentiable once, with respect to A_shard, B and bias; the backward of
+    A_shard is a matmul and a reduce-scatter (`matmul_reduce_scatter`). Under autocast the operands
+    are cast as ``torch.nn.functional.linear`` casts them. May be captured in a CUDA graph after one
+    eager call with the same shape.
 
     Args:
         A_shard: [M_local, ..., K]. Fused: contiguous, bf16 or fp16 on CUDA (any floating-point
@@ -482,6 +533,8 @@ def all_gather_matmul(
         config: a `KernelConfig` or its name to use instead of the chosen one, or ``"unfused"``.
         strict: raise `Unsupported` instead of taking the unfused path
             (``all_gather_into_tensor`` + ``matmul``) with one warning.
+        save_gathered: keep the gathered A for the backward of B, instead of A_shard, which takes
+            1 / world_size of the memory and is gathered again.
 
     Returns:
         ``out`` [world_size * M_local, ..., N], or ``(A, out)`` with ``return_A``. For a list of
@@ -511,28 +564,32 @@ def all_gather_matmul(
                 raise InvalidArgument(f"A_shard, B, bias: found {kind}, wanted tensors")
             plain = False
         needs_grad = needs_grad or tensor.requires_grad
-    if needs_grad:
-        _refuse_grad(given)
-    if group is None:
-        if not dist.is_initialized():
-            raise InvalidArgument(
-                "group: found None without a default process group, wanted a group or "
-                "torch.distributed.init_process_group"
-            )
-        group = cast(dist.ProcessGroup, dist.group.WORLD)
-    elif not isinstance(group, (str, dist.ProcessGroup)):
-        raise InvalidArgument(f"group: found {group!r}, wanted a process group or its name")
+    group = group_or_default(group)
     if not isinstance(gather_dim, int):
         raise InvalidArgument(f"gather_dim: found {gather_dim!r}, wanted an int")
     if isinstance(config, KernelConfig):
         config = config.name
-    settings = gather_dim, return_A, config or "", strict
-    if not plain or _is_traced():
-        name = group if isinstance(group, str) else group.group_name
+    if torch._C._is_any_autocast_enabled():
+        count = len(Bs)
+        A_shard, *others = autocast(given, A_shard.device)
+        Bs, biases = others[:count], others[count:]
+    needs_grad = needs_grad and torch.is_grad_enabled()
+    if needs_grad or not plain or _is_traced():
         op = torch.ops.agmm._all_gather_matmul.default
-        A, outs = op(A_shard, list(Bs), list(biases), name, *settings)
+        save_gathered = save_gathered and needs_grad and any(B.requires_grad for B in Bs)
+        A, outs = op(
+            A_shard,
+            list(Bs),
+            list(biases),
+            name_of(group),
+            gather_dim,
+            return_A or save_gathered,
+            config or "",
+            strict,
+            save_gathered,
+        )
     else:
-        resolved = _group(group) if isinstance(group, str) else group
-        A, outs = _run(A_shard, Bs, biases, resolved, *settings)
+        resolved = group_of(group) if isinstance(group, str) else group
+        A, outs = _run(A_shard, Bs, biases, resolved, gather_dim, return_A, config or "", strict)
     out = outs if several else outs[0]
     return (A, out) if return_A else out

@@ -1,18 +1,21 @@
-"""Problem -> plan: which kernel computes it. Pure Python, needs no GPU and no torch.
+"""Problem -> plan: how one call is computed. Pure Python, needs no GPU and no torch.
 
-The choice is a cost model of a few lines (`predict_us`): tiles run in waves over the
-multiprocessors in the order in which the persistent kernel takes them, each for the time that its
-kernel needs per tile, and none starts before its chunk has arrived. The constants were measured on
-H200 (docs/performance.md).
+A plan comes from the first of these that knows the problem: the user's table, the packaged table
+(`agmm.tables`), the cost model (`agmm.cost_model`). `Planner.choose` has the rule for an M between
+two tuned ones. What a plan must fulfil is said once, in `why_illegal`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Protocol
+from itertools import product
+from math import log
+from typing import Any, NamedTuple, Protocol
+
+from agmm import cost_model
 
 ALIGNMENT = 8
 """K and N must be multiples of this: 16-byte TMA alignment of 2-byte elements."""
@@ -24,7 +27,17 @@ _CONFIG_NAME = re.compile(
 
 FUSED_DTYPES = ("bfloat16", "float16")
 
-DEFAULT_SM_COUNT = 132
+CPU = "cpu"
+"""What `Problem.gpu` says for the CPU backend."""
+
+SWIZZLES = (1, 2, 4, 8)
+RASTERS = ("along_m", "along_n")
+
+_NEIGHBOUR_FACTOR = 4
+"""A tuned M says something about an M up to this many times larger or smaller."""
+
+_MODEL_MARGIN = 1.03
+"""The cost model's error between kernels: it overrules tuned neighbours by more than this only."""
 
 
 class _BuiltKernel(Protocol):
@@ -121,9 +134,12 @@ class KernelConfig:
         return f"{self.kernel}/swizzle{self.max_swizzle}/{self.raster}"
 
 
-@dataclass(frozen=True)
-class Problem:
-    """``out[m, n] = all_gather(A_shard)[m, k] @ B[k, n]``; m is the gathered row count."""
+class Problem(NamedTuple):
+    """``out[m, n] = all_gather(A_shard)[m, k] @ B[k, n]``; m is the gathered row count.
+
+    ``b_layout`` is ``"column"`` (a transposed ``[n, k]`` weight) or ``"row"``; ``gpu`` the name
+    of `agmm.tables.gpu_name`, or `CPU`; ``sm_count`` 0 means that of the GPU's constants.
+    """
 
     m: int
     n: int
@@ -131,7 +147,35 @@ class Problem:
     dtype: str = "bfloat16"
     world_size: int = 1
     return_A: bool = False
-    sm_count: int = DEFAULT_SM_COUNT
+    b_layout: str = "column"
+    gpu: str = cost_model.DEFAULT_GPU
+    sm_count: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a problem is computed.
+
+    ``transport`` is ``"push"`` or ``"pull"`` (copy engine; on the CPU ``"push"`` by the copy
+    thread), or ``"unfused"``: all-gather, then matmul. ``kernel`` is None on the CPU and unfused.
+    ``chunks_per_shard`` is the number of row chunks of each shard; more than 1 on the CPU only.
+    """
+
+    transport: str
+    kernel: KernelConfig | None = None
+    chunks_per_shard: int = 1
+
+    @property
+    def name(self) -> str:
+        parts = [self.transport]
+        if self.kernel is not None:
+            parts.append(self.kernel.name)
+        if self.chunks_per_shard != 1:
+            parts.append(f"{self.chunks_per_shard} chunks per shard")
+        return ", ".join(parts)
+
+
+UNFUSED = Plan("unfused")
 
 
 def why_unfused(dtype: str, n: int, k: int) -> str | None:
@@ -145,94 +189,220 @@ def why_unfused(dtype: str, n: int, k: int) -> str | None:
     return None
 
 
-# Sustained TFLOPS of one multiprocessor inside the main loop, by kernel, and µs between the main
-# loops of two tiles (pingpong hides its epilogue behind the other tile's main loop).
-_TFLOPS_PER_SM = {
-    "128x256x64_2x1_cooperative": 6.2,
-    "128x256x64_1x1_cooperative": 6.15,
-    "128x192x64_2x1_cooperative": 6.08,
-    "256x128x64_2x1_cooperative": 6.1,
-    "128x128x64_1x1_pingpong": 5.85,
-    "128x128x64_2x1_pingpong": 5.8,
-    "128x160x64_1x1_pingpong": 5.9,
-}
-_DEFAULT_TFLOPS_PER_SM = 5.8
-_TILE_OVERHEAD_US = {"cooperative": 2.2, "pingpong": 0.8}
-_LAUNCH_US = 5.0
-
-# The copy engine, one peer after the other: µs per copy and its signal, GB/s received.
-_COPY_OVERHEAD_US = 5.0
-_COPY_GB_PER_S = {False: 372.0, True: 350.0}  # by return_A: push, pull
+def transport(problem: Problem) -> str:
+    """The transport of a fused call: pull delivers A into a tensor of its own, push does not."""
+    return "pull" if problem.return_A and problem.gpu != CPU else "push"
 
 
-def arrival_us(problem: Problem, position: int) -> float:
-    """When the chunk at this ring position is there, in µs after the call; 0 is the own shard."""
-    if position == 0:
-        return 0.0
-    shard_bytes = problem.m // problem.world_size * problem.k * 2
-    per_shard = _COPY_OVERHEAD_US + shard_bytes / (_COPY_GB_PER_S[problem.return_A] * 1e3)
-    staging = _COPY_OVERHEAD_US + shard_bytes / 1.5e6 if problem.return_A else 0.0
-    return staging + _COPY_OVERHEAD_US + position * per_shard
+def why_illegal(problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]) -> str | None:
+    """The reason why this build, whose kernels are ``kernels``, cannot run the plan, or None."""
+    if plan == UNFUSED:
+        return None
+    wanted = transport(problem)
+    if plan.transport != wanted:
+        return f"plan: found transport {plan.transport}, wanted {wanted} or unfused"
+    if plan.chunks_per_shard < 1:
+        return f"plan: found {plan.chunks_per_shard} chunks per shard, wanted at least 1"
+    if problem.gpu == CPU:
+        return None if plan.kernel is None else f"plan: found kernel {plan.kernel.name} on the CPU"
+    reason = why_unfused(problem.dtype, problem.n, problem.k)
+    if reason is not None:
+        return reason
+    if plan.chunks_per_shard != 1:
+        return f"plan: found {plan.chunks_per_shard} chunks per shard, wanted 1 on a GPU"
+    if plan.kernel is None:
+        return "plan: found no kernel, wanted one"
+    if plan.kernel.kernel not in {kernel.kernel for kernel in kernels}:
+        return f"plan: found kernel {plan.kernel.kernel}, which is not in this build"
+    return None
 
 
-def predict_us(problem: Problem, config: KernelConfig) -> float:
-    """Predicted time of the fused call in µs, launch included."""
-    tiles_m = -(-problem.m // config.tile_m)
-    tiles_n = -(-problem.n // config.tile_n)
-    tile_us = (
-        2e-6
-        * config.tile_m
-        * config.tile_n
-        * problem.k
-        / _TFLOPS_PER_SM.get(config.kernel, _DEFAULT_TFLOPS_PER_SM)
-        + _TILE_OVERHEAD_US[config.schedule]
-    )
-
-    # One worker per CTA; a pingpong CTA works on two tiles at a time but no faster than on one.
-    # Clusters go in lockstep, so one cluster's tiles count as that many workers' tiles.
-    cluster = config.cluster_m * config.cluster_n
-    workers = problem.sm_count // cluster
-    blocks_m = -(-tiles_m // config.cluster_m)
-    blocks = blocks_m * -(-tiles_n // config.cluster_n)
-    free_at = [0.0] * min(workers, blocks)
-    per_position = blocks / problem.world_size
-    arrivals = [arrival_us(problem, p) for p in range(problem.world_size)]
-    for step in range(blocks):
-        worker = step % len(free_at)
-        position = min(int(step / per_position), problem.world_size - 1)
-        free_at[worker] = max(free_at[worker], arrivals[position]) + tile_us
-    return _LAUNCH_US + max(free_at)
+def orders(config: KernelConfig) -> Iterator[KernelConfig]:
+    """The kernel with every raster and swizzle."""
+    for raster, max_swizzle in product(RASTERS, SWIZZLES):
+        yield replace(config, raster=raster, max_swizzle=max_swizzle)
 
 
-def _raster_and_swizzle(problem: Problem, config: KernelConfig) -> tuple[str, int]:
-    """Order inside a chunk: the best, or within 2% of it, on all shapes measured on H200."""
+def usual_order(problem: Problem, config: KernelConfig) -> KernelConfig:
+    """The kernel with the raster and swizzle that were the best, or within 2% of it, on all shapes
+    measured on H200 (docs/performance.md)."""
     if config.schedule == "pingpong":
         rows = -(-problem.m // (problem.world_size * config.tile_m))
-        return "along_m", 1 if rows <= 8 else 4
-    return "along_n", 4 if config.tile_m > config.tile_n else 8
+        return replace(config, raster="along_m", max_swizzle=1 if rows <= 8 else 4)
+    return replace(config, raster="along_n", max_swizzle=4 if config.tile_m > config.tile_n else 8)
 
 
-def choose_kernel(problem: Problem, kernels: Sequence[KernelConfig]) -> KernelConfig:
-    """The kernel with the shortest predicted time among ``kernels``.
+def predict_us(problem: Problem, plan: Plan) -> float | None:
+    """Predicted time of a call in µs; None where there is no cost model (the CPU, other dtypes)."""
+    if problem.gpu == CPU or problem.dtype not in FUSED_DTYPES:
+        return None
+    if plan == UNFUSED:
+        return cost_model.unfused_us(problem)
+    assert plan.kernel is not None
+    return cost_model.fused_us(problem, plan.kernel)
 
-    Raises:
-        ValueError: ``kernels`` is empty.
+
+@dataclass(frozen=True)
+class Row:
+    """The outcome of tuning one problem. Times in µs, medians of one run; None: not measured.
+
+    ``roof_us`` is the matmul alone on the gathered A, ``agmm`` the version that measured.
     """
-    if not kernels:
+
+    m: int
+    plan: Plan
+    us: float
+    roof_us: float | None = None
+    unfused_us: float | None = None
+    agmm: str = ""
+
+
+class Rows(Protocol):
+    """A table as the look-up sees it."""
+
+    @property
+    def name(self) -> str:
+        """Where the rows come from, for people."""
+
+    def rows(self, problem: Problem) -> Sequence[Row]:
+        """Rows that differ from the problem in M alone."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan, where it comes from, and its time in µs, predicted and measured (None: unknown)."""
+
+    plan: Plan
+    source: str
+    predicted_us: float | None
+    row: Row | None = None
+    """The row of exactly this problem."""
+
+
+class Planner:
+    """Chooses plans for one build and remembers them.
+
+    Args:
+        kernels: the kernels to choose from, in any order and raster.
+        tables: the tables to look into; of two rows for one problem the first table's counts.
+    """
+
+    def __init__(self, kernels: Sequence[KernelConfig], tables: Sequence[Rows] = ()) -> None:
+        self.kernels = tuple(kernels)
+        self.tables = tuple(tables)
+        self._plans: dict[Problem, Plan] = {}
+        self._kernels: dict[Problem, KernelConfig] = {}
+        self._warned: set[str] = set()
+
+    def plan(self, problem: Problem) -> Plan:
+        """`choose(problem).plan`, remembered."""
+        found = self._plans.get(problem)
+        if found is None:
+            found = self._plans[problem] = self.choose(problem).plan
+        return found
+
+    def fused_kernel(self, problem: Problem) -> KernelConfig:
+        """The kernel of the best fused plan, remembered.
+
+        Raises:
+            ValueError: there is no kernel to choose from.
+        """
+        found = self._kernels.get(problem)
+        if found is None:
+            kernel = self.choose(problem, fused=True).plan.kernel
+            assert kernel is not None
+            found = self._kernels[problem] = kernel
+        return found
+
+    def choose(self, problem: Problem, *, fused: bool = False) -> Choice:
+        """The plan for a problem.
+
+        A row of exactly this problem decides. Else the nearest rows below and above count, each
+        at most 4 times away in M. Where both are there and have the same plan, it is that one.
+        Where not, each plan is rated by the cost model's time at this M, times what its row
+        measured over what the model says there. The model's own favourite takes part at the worse
+        of these ratios and 3% on top, so that it wins by a clear lead only. Where there is no
+        model, the row nearest in M decides (of two equally near the one above). Without any such
+        row it is the model's favourite. Rows whose plan this build cannot run are passed over,
+        with one warning per reason.
+
+        Args:
+            fused: leave the unfused plan out.
+
+        Raises:
+            ValueError: ``fused``, and there is no kernel to choose from.
+        """
+        rows = self._usable_rows(problem, fused)
+        exact = rows.get(problem.m)
+        if exact is not None:
+            row, source = exact
+            return Choice(row.plan, source, predict_us(problem, row.plan), row)
+        below = max((m for m in rows if problem.m / _NEIGHBOUR_FACTOR <= m < problem.m), default=0)
+        above = min((m for m in rows if problem.m < m <= problem.m * _NEIGHBOUR_FACTOR), default=0)
+        near = [rows[m][0] for m in (below, above) if m]
+        if not near:
+            return self._favourite(problem, fused)
+        words = " and ".join(f"M={row.m}" for row in near)
+        source = f"tuned at {words} ({rows[near[-1].m][1]})"
+        if len(near) == 2 and near[0].plan == near[1].plan:
+            return Choice(near[0].plan, source, predict_us(problem, near[0].plan))
+        rated: list[tuple[float, Plan]] = []
+        worst = 0.0
+        for row in near:
+            there = predict_us(problem._replace(m=row.m), row.plan)
+            here = predict_us(problem, row.plan)
+            if there is None or here is None:
+                nearest = min(reversed(near), key=lambda r: abs(log(r.m / problem.m)))
+                return Choice(nearest.plan, source, None)
+            worst = max(worst, row.us / there)
+            rated.append((here * row.us / there, row.plan))
+        favourite = self._favourite(problem, fused)
+        assert favourite.predicted_us is not None
+        best_us, best = min(rated, key=lambda pair: pair[0])
+        if favourite.predicted_us * worst * _MODEL_MARGIN < best_us:
+            return replace(favourite, source=f"cost model, against what was {source}")
+        return Choice(best, source, predict_us(problem, best))
+
+    def alternatives(self, problem: Problem) -> list[tuple[Plan, float | None]]:
+        """Each kernel in its usual order and the unfused plan, with predicted µs, fastest first."""
+        plans = [UNFUSED]
+        if problem.gpu == CPU:
+            plans.insert(0, Plan(transport(problem)))
+        elif why_unfused(problem.dtype, problem.n, problem.k) is None:
+            plans += [
+                Plan(transport(problem), usual_order(problem, kernel)) for kernel in self.kernels
+            ]
+        timed = [(plan, predict_us(problem, plan)) for plan in plans]
+        return sorted(timed, key=lambda pair: (pair[1] is None, pair[1] or 0.0))
+
+    def _favourite(self, problem: Problem, fused: bool) -> Choice:
+        """What the cost model says; where it says nothing, the plain fused plan."""
+        reason = None if problem.gpu == CPU else why_unfused(problem.dtype, problem.n, problem.k)
+        if reason is not None and not fused:
+            return Choice(UNFUSED, reason, predict_us(problem, UNFUSED))
+        if problem.gpu == CPU:
+            return Choice(Plan(transport(problem)), "default of the CPU backend", None)
+        # One rank has nothing to gather: the unfused path would only copy A.
+        fused = fused or problem.world_size == 1
+        for plan, us in self.alternatives(problem):
+            if not (fused and plan == UNFUSED):
+                return Choice(plan, "cost model", us)
         raise ValueError("kernels: found none, wanted a build with CUDA kernels")
-    best = min(kernels, key=lambda config: predict_us(problem, config))
-    raster, max_swizzle = _raster_and_swizzle(problem, best)
-    return replace(best, raster=raster, max_swizzle=max_swizzle)
 
-
-@lru_cache(maxsize=4096)
-def _cached_choice(problem: Problem, kernels: tuple[KernelConfig, ...]) -> KernelConfig:
-    return choose_kernel(problem, kernels)
-
-
-def choose(problem: Problem, kernels: tuple[KernelConfig, ...]) -> KernelConfig:
-    """As `choose_kernel`, remembered per problem."""
-    return _cached_choice(problem, kernels)
+    def _usable_rows(self, problem: Problem, fused: bool) -> dict[int, tuple[Row, str]]:
+        """By M: the row that counts and its table's name."""
+        found: dict[int, tuple[Row, str]] = {}
+        for table in self.tables:
+            for row in table.rows(problem):
+                if row.m in found or (fused and row.plan == UNFUSED):
+                    continue
+                reason = why_illegal(problem, row.plan, self.kernels)
+                if reason is None:
+                    found[row.m] = row, table.name
+                elif reason not in self._warned:
+                    self._warned.add(reason)
+                    warnings.warn(f"agmm passes over rows of {table.name}: {reason}", stacklevel=2)
+        return found
 
 
 def as_config(config: Any) -> KernelConfig | None:

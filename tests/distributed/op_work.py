@@ -269,7 +269,6 @@ def bad_call(kind: str) -> str:
         "bias dtype": {"bias": torch.ones(3).half()},
         "bias count": {"B": [good_B, good_B], "bias": [None]},
         "config": {"config": "no such config"},
-        "grad": {"A_shard": good_shard.clone().requires_grad_()},
     }
     arguments = {"A_shard": good_shard, "B": good_B, **calls[kind]}
     try:

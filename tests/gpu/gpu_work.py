@@ -316,7 +316,7 @@ def compiled(world_size: int) -> Faults:
     shard = A[rank * 128 : (rank + 1) * 128].clone()
 
     def layer(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gathered, out = agmm.all_gather_matmul(x + 0, [B, B], name, return_A=True)
+        gathered, out = agmm.all_gather_matmul(x + 0, [B, B], name, return_A=True, strict=True)
         return gathered, out[1]
 
     gathered, out = torch.compile(layer, fullgraph=True, backend="aot_eager")(shard)

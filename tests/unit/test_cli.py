@@ -35,11 +35,11 @@ def not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_lists_the_commands() -> None:
     result = _invoke("--help")
     assert result.exit_code == 0
-    for command in ("demo", "bench", "doctor"):
+    for command in ("demo", "bench", "tune", "explain", "doctor"):
         assert command in result.output
 
 
-@pytest.mark.parametrize("command", ["demo", "bench", "doctor"])
+@pytest.mark.parametrize("command", ["demo", "bench", "tune", "explain", "doctor"])
 def test_help_has_examples(command: str) -> None:
     result = _invoke(command, "--help")
     assert result.exit_code == 0
@@ -64,6 +64,25 @@ def test_version() -> None:
             ["found 13x8x8", "multiple of the world size, 4"],
         ),
         (["bench", "--samples", "0"], ["--samples"]),
+        (["tune", "--device", "cpu"], ["found 0 ways to name them", "--m --n --k, --shapes"]),
+        (["tune", "--device", "cpu", "--m", "8"], ["found --m 8 --n None", "wanted all three"]),
+        (["tune", "--device", "cpu", "--shapes", ","], ["found none in --shapes"]),
+        (["tune", "--device", "cpu", "--file", "/no/file"], ["/no/file cannot be read"]),
+        (["tune", "--device", "cpu", "--model", "llama"], ["found 'llama'", "llama-3-8b"]),
+        (
+            ["tune", "--device", "cpu", "--model", "llama-3-8b", "--tokens", "9"],
+            ["found 9x", "multiple of the world size, 4"],
+        ),
+        (["tune", "--device", "cpu", "--shapes", "8x8x8", "--model", "llama-3-8b"], ["found 2"]),
+        (["explain", "--m", "8", "--n", "8", "--k", "8"], ["--tp"]),
+        (
+            ["explain", "--m", "9", "--n", "8", "--k", "8", "--tp", "2"],
+            ["m: found 9", "multiple of tp, 2"],
+        ),
+        (
+            ["explain", "--m", "8", "--n", "8", "--k", "8", "--tp", "2", "--gpu", "b200"],
+            ["gpu: found 'b200'", "nvidia-h200"],
+        ),
     ],
 )
 def test_typos_are_answered(arguments: list[str], hints: list[str]) -> None:
@@ -117,6 +136,30 @@ def test_doctor_says_what_is_broken_by_its_exit_code(monkeypatch: pytest.MonkeyP
     assert result.exit_code == 1
     findings = {f["name"]: f for f in json.loads(result.output)["findings"]}
     assert findings["environment"]["status"] == "broken"
+
+
+def test_explain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AGMM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("AGMM_CACHE", "on")
+    shape = ["--m", "4096", "--n", "3584", "--k", "8192", "--tp", "4", "--gpu", "h200"]
+    result = _invoke("explain", *shape, "--return-a", "--b-layout", "row", "--dtype", "fp16")
+    assert result.exit_code == 0
+    assert "float16, B by row, 4 ranks on nvidia-h200, A returned" in result.output
+    assert "plan: pull, 128x192x64_2x1_cooperative/" in result.output
+    assert "from: cost model" in result.output
+
+
+def test_warnings_are_lines(tmp_path: Path) -> None:
+    (tmp_path / "nvidia-h200-x4.json").write_text("{")
+    shape = ["--m", "4096", "--n", "3584", "--k", "8192", "--tp", "4", "--gpu", "h200"]
+    environment = {**os.environ, "AGMM_CACHE_DIR": str(tmp_path), "AGMM_CACHE": "on"}
+    done = subprocess.run(
+        [*AGMM, "explain", *shape], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert done.returncode == 0
+    assert "from: cost model" in done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("agmm: agmm ignores a table of plans: ")
 
 
 def test_demo_end_to_end(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import agmm
-from agmm import InvalidArgument, Unsupported, ops
+from agmm import InvalidArgument, Unsupported, ops, reduce_scatter
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 CONFIG_NAME = "128x256x64_2x1_cooperative/swizzle4/along_m"
@@ -217,19 +217,6 @@ def test_all_gather_matmul_names_what_is_wrong(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the unfused path
         assert refusal(lambda: all_gather_matmul(**arguments)) == message
-
-
-@pytest.mark.parametrize("name", ["A_shard", "B", "bias"])
-def test_gradients_are_refused(group: str, name: str) -> None:
-    arguments = {"A_shard": torch.ones(2, 4), "B": torch.ones(4, 3), "bias": torch.ones(3)}
-    arguments[name].requires_grad_()
-    message = refusal(lambda: all_gather_matmul(**arguments))
-    assert message.startswith(
-        "A_shard, B: found requires_grad=True, wanted a call under torch.no_grad()"
-    )
-    with torch.no_grad():
-        out = all_gather_matmul(**arguments)
-    assert torch.equal(out, torch.full((2, 3), 5.0)) and not out.requires_grad
 
 
 def test_no_process_group() -> None:
@@ -574,6 +561,115 @@ def test_the_ops_refuse_what_requires_grad(group: str) -> None:
         torch.ops.agmm._fused_all_gather_matmul_native(A, B, group)
     with torch.no_grad():
         assert torch.equal(torch.ops.agmm._async_input_mm(A, B, ready, 0), A @ B)
+
+
+@pytest.mark.parametrize("save_gathered", [False, True])
+@pytest.mark.parametrize("return_A", [False, True])
+def test_gradients(group: str, return_A: bool, save_gathered: bool) -> None:
+    A, B = whole_numbers(4, 6).requires_grad_(), whole_numbers(3, 6, seed=1).requires_grad_()
+    bias = whole_numbers(3, seed=2).requires_grad_()
+    found = all_gather_matmul(
+        A, B.t(), bias=bias, return_A=return_A, save_gathered=save_gathered, strict=True
+    )
+    gathered, out = found if return_A else (A, found)
+    (out.sum() + 2 * gathered.sum()).backward()
+    wanted = torch.autograd.grad((A @ B.t() + bias).sum() + 2 * A.sum(), (A, B, bias))
+    for leaf, other in zip((A, B, bias), wanted, strict=True):
+        assert leaf.grad is not None and leaf.grad.is_contiguous()
+        assert torch.equal(leaf.grad, other)
+
+
+def test_no_gradient_where_none_is_wanted(group: str) -> None:
+    A, B = whole_numbers(4, 6).requires_grad_(), whole_numbers(6, 3, seed=1).requires_grad_()
+    with torch.no_grad():
+        assert not all_gather_matmul(A, B, save_gathered=True).requires_grad
+    first, second = all_gather_matmul(A, [B, B[:, :1]])
+    assert first.requires_grad and second.requires_grad
+    gathered, _ = all_gather_matmul(A, B, return_A=True)
+    gathered.sum().backward()
+    assert B.grad is None and A.grad is not None and torch.equal(A.grad, torch.ones(4, 6))
+    out = all_gather_matmul(A.detach(), B.detach(), bias=torch.ones(3, requires_grad=True))
+    assert out.requires_grad
+
+
+def test_backward_cannot_be_differentiated(group: str) -> None:
+    A, B = whole_numbers(4, 6).requires_grad_(), whole_numbers(6, 3, seed=1).requires_grad_()
+    for out in (all_gather_matmul(A, B), agmm.matmul_reduce_scatter(A, B)):
+        (dA,) = torch.autograd.grad(out.square().sum(), A, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dA.sum().backward()
+
+
+def test_gradients_of_complex_numbers_are_refused(group: str) -> None:
+    A, B = torch.ones(4, 6, dtype=torch.complex64), torch.ones(6, 3, dtype=torch.complex64)
+    A.requires_grad_()
+    for name, call in (
+        ("A_shard", lambda: all_gather_matmul(A, B, config="unfused")),
+        ("A", lambda: agmm.matmul_reduce_scatter(A, B)),
+    ):
+        assert refusal(call) == (
+            f"{name}: found dtype torch.complex64 where a gradient is wanted, wanted a real "
+            "floating-point type"
+        )
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_autocast_is_that_of_linear(group: str, dtype: torch.dtype) -> None:
+    A, weight = whole_numbers(4, 6, dtype=dtype), whole_numbers(3, 6, dtype=dtype, seed=1)
+    bias = whole_numbers(3, dtype=dtype, seed=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = torch.nn.functional.linear(A, weight, bias)
+        out = all_gather_matmul(A, weight.t(), bias=bias, strict=True)
+        scattered = agmm.matmul_reduce_scatter(A, weight.t(), bias=bias)
+        with torch.autocast("cpu", enabled=False):
+            plain = all_gather_matmul(A, weight.t(), bias=bias, strict=True)
+    assert plain.dtype == dtype
+    assert out.dtype == scattered.dtype == wanted.dtype
+    assert torch.equal(out, wanted) and torch.equal(scattered, wanted)
+
+
+@pytest.mark.parametrize("reduce_op", ["sum", "avg"])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (2, 3, 4), (0, 4), (3, 0)], ids=str)
+def test_matmul_reduce_scatter(group: str, shape: tuple[int, ...], reduce_op: str) -> None:
+    A, B = whole_numbers(*shape), whole_numbers(shape[-1], 3, seed=1)
+    bias = whole_numbers(3, seed=2)
+    for scatter_dim in range(-len(shape), len(shape)):
+        out = agmm.matmul_reduce_scatter(A, B, scatter_dim=scatter_dim, reduce_op=reduce_op)
+        assert torch.equal(out, A @ B) and out.is_contiguous()
+    assert torch.equal(agmm.matmul_reduce_scatter(A, B, group, bias=bias), A @ B + bias)
+
+
+def test_matmul_reduce_scatter_by_the_op_of_torch(
+    group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = torch.ops.symm_mem.fused_matmul_reduce_scatter
+    names = [argument.name for argument in op.default._schema.arguments]
+    given: dict[str, Any] = {}
+
+    def fused(*arguments: Any) -> torch.Tensor:
+        given.update(zip(names, arguments, strict=True))
+        return torch.matmul(*arguments[:2])
+
+    monkeypatch.setattr(torch.ops.symm_mem, "fused_matmul_reduce_scatter", fused)
+    monkeypatch.setattr(reduce_scatter, "_is_fused", lambda *_: True)
+    A, B, bias = whole_numbers(6, 4).t(), whole_numbers(6, 3, seed=1), whole_numbers(3, seed=2)
+    out = agmm.matmul_reduce_scatter(A, B, reduce_op="avg", scatter_dim=-2, bias=bias)
+    assert torch.equal(out, A @ B + bias)
+    assert torch.equal(given.pop("A"), A) and torch.equal(given.pop("B"), B)
+    assert given == {"reduce_op": "avg", "scatter_dim": 0, "group_name": group}
+
+
+@pytest.mark.parametrize("save_gathered", [False, True])
+def test_opcheck_with_gradients(group: str, fresh_compiler: None, save_gathered: bool) -> None:
+    A, B = torch.randn(6, 8, requires_grad=True), torch.randn(8, 3, requires_grad=True)
+    bias = torch.randn(3, requires_grad=True)
+    arguments = A, [torch.randn(8, 2), B], [None, bias], group, 0, True, "", True, save_gathered
+    torch.library.opcheck(torch.ops.agmm._all_gather_matmul.default, arguments)
+    for scatter_dim, reduce_op in ((0, "sum"), (-2, "avg")):
+        torch.library.opcheck(
+            torch.ops.agmm._matmul_reduce_scatter.default,
+            (A, B, bias, group, scatter_dim, reduce_op),
+        )
 
 
 def test_arguments_of_another_type(group: str) -> None:

@@ -1,28 +1,45 @@
-"""Names of kernels, reasons against the fused path, and the choice of a kernel."""
+"""Names of kernels, what a plan must fulfil, the cost model, and the look-up of a plan."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import FrozenInstanceError, replace
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import FrozenInstanceError, dataclass, replace
 from itertools import pairwise, product
 
 import pytest
 
-from agmm import plan
-from agmm.plan import KernelConfig, Problem
+from agmm import cost_model, plan
+from agmm.plan import CPU, UNFUSED, KernelConfig, Plan, Planner, Problem, Row
 
 KERNELS = tuple(
-    KernelConfig.parse(name)
-    for name in (
-        "128x256x64_2x1_cooperative",
-        "128x256x64_1x1_cooperative",
-        "128x192x64_2x1_cooperative",
-        "256x128x64_2x1_cooperative",
-        "128x128x64_1x1_pingpong",
-        "128x128x64_2x1_pingpong",
-        "128x160x64_1x1_pingpong",
-    )
+    KernelConfig.parse(name) for name in cost_model.constants(cost_model.DEFAULT_GPU).tflops_per_sm
 )
+WIDE, SMALL = (
+    KernelConfig.parse(f"{kernel}/swizzle2/along_m")
+    for kernel in ("128x256x64_2x1_cooperative", "128x128x64_1x1_pingpong")
+)
+
+
+@dataclass(frozen=True)
+class TunedRows:
+    """A table of one problem's rows."""
+
+    found: Sequence[Row]
+    name: str = "a table"
+
+    def rows(self, problem: Problem) -> Sequence[Row]:
+        return self.found
+
+
+def push(kernel: KernelConfig) -> Plan:
+    return Plan("push", kernel)
+
+
+def planner(*rows: Row, kernels: Sequence[KernelConfig] = KERNELS) -> Planner:
+    return Planner(kernels, [TunedRows(rows)])
 
 
 def random_problems(count: int) -> list[Problem]:
@@ -158,40 +175,39 @@ def test_reasons_against_the_fused_path(dtype: str, n: int, k: int, reason: str)
     assert plan.why_unfused(dtype, n, k) == reason
 
 
-# --- the choice ---
+# --- why_illegal ---
 
 
-def test_choice_is_legal_and_has_the_least_predicted_time() -> None:
-    for problem in [*random_problems(60), Problem(1, 8, 8), Problem(7, 8, 8, world_size=7)]:
-        chosen = plan.choose(problem, KERNELS)
-        assert chosen.kernel in {kernel.kernel for kernel in KERNELS}
-        assert chosen.max_swizzle in (1, 2, 4, 8) and chosen.raster in ("along_m", "along_n")
-        assert KernelConfig.parse(chosen.name) == chosen
-        least = min(plan.predict_us(problem, kernel) for kernel in KERNELS)
-        assert plan.predict_us(problem, chosen) == least
+@pytest.mark.parametrize("problem", [Problem(8, 8, 8, return_A=a) for a in (False, True)])
+def test_what_the_planner_chooses_is_legal(problem: Problem) -> None:
+    chosen = Planner(KERNELS).choose(problem, fused=True).plan
+    assert chosen.transport == ("pull" if problem.return_A else "push")
+    assert plan.why_illegal(problem, chosen, KERNELS) is None
+    assert plan.why_illegal(problem, UNFUSED, ()) is None
 
 
-def test_choice_is_deterministic() -> None:
-    for problem in random_problems(40):
-        first = plan.choose(problem, KERNELS)
-        assert plan.choose(replace(problem), KERNELS) == first
-        assert plan.choose_kernel(problem, list(KERNELS)) == first
+@pytest.mark.parametrize(
+    ("problem", "found", "reason"),
+    [
+        (Problem(8, 8, 8), Plan("pull", WIDE), "found transport pull, wanted push"),
+        (Problem(8, 8, 8, return_A=True), push(WIDE), "found transport push, wanted pull"),
+        (Problem(8, 8, 8), Plan("teleport", WIDE), "found transport teleport"),
+        (Problem(8, 8, 8), Plan("push"), "found no kernel"),
+        (Problem(8, 8, 8), Plan("push", WIDE, 2), "found 2 chunks per shard, wanted 1"),
+        (Problem(8, 8, 8), Plan("push", WIDE, 0), "found 0 chunks per shard, wanted at least 1"),
+        (Problem(8, 8, 8), push(replace(WIDE, tile_n=64)), "which is not in this build"),
+        (Problem(8, 12, 8), push(WIDE), "N=12 is not a positive multiple of 8"),
+        (Problem(8, 8, 8, gpu=CPU), push(WIDE), "on the CPU"),
+        (Problem(8, 8, 8, gpu=CPU, return_A=True), Plan("pull"), "wanted push"),
+    ],
+)
+def test_illegal_plans(problem: Problem, found: Plan, reason: str) -> None:
+    assert reason in str(plan.why_illegal(problem, found, KERNELS))
 
 
-def test_choice_looks_at_the_problem() -> None:
-    assert len({plan.choose(problem, KERNELS).kernel for problem in random_problems(60)}) > 1
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.kernel)
-def test_only_kernel_is_chosen(kernel: KernelConfig) -> None:
-    assert plan.choose(Problem(4096, 1000, 512), (kernel,)).kernel == kernel.kernel
-
-
-def test_no_kernels_to_choose_from() -> None:
-    with pytest.raises(
-        ValueError, match=r"^kernels: found none, wanted a build with CUDA kernels$"
-    ):
-        plan.choose_kernel(Problem(8, 8, 8), [])
+def test_the_cpu_takes_any_columns_and_chunks() -> None:
+    problem = Problem(5, 3, 7, "float64", gpu=CPU)
+    assert plan.why_illegal(problem, Plan("push", chunks_per_shard=3), ()) is None
 
 
 # --- the cost model ---
@@ -201,61 +217,280 @@ def test_no_kernels_to_choose_from() -> None:
 @pytest.mark.parametrize("world_size", [1, 3, 8])
 @pytest.mark.parametrize("return_A", [False, True])
 def test_time_grows_with_rows(kernel: KernelConfig, world_size: int, return_A: bool) -> None:
-    times = [
-        plan.predict_us(
-            Problem(world_size * rows, 1000, 4096, "bfloat16", world_size, return_A), kernel
-        )
+    problems = [
+        Problem(world_size * rows, 1000, 4096, "bfloat16", world_size, return_A)
         for rows in (1, 5, 64, 129, 512, 1000, 2048, 8000)
     ]
-    assert times[0] > 0
-    assert all(before <= after for before, after in pairwise(times))
-    assert times[0] < times[-1]
+    for times in (
+        [cost_model.fused_us(problem, kernel) for problem in problems],
+        [cost_model.unfused_us(problem) for problem in problems],
+    ):
+        assert times[0] > 0
+        assert all(before <= after for before, after in pairwise(times))
+        assert times[0] < times[-1]
 
 
 def test_time_grows_with_every_extent() -> None:
     base = Problem(4096, 4096, 4096, world_size=4)
     for kernel in KERNELS:
-        time = plan.predict_us(base, kernel)
-        for larger in (replace(base, m=16384), replace(base, n=16384), replace(base, k=16384)):
-            assert plan.predict_us(larger, kernel) > time
+        for larger in (base._replace(m=16384), base._replace(n=16384), base._replace(k=16384)):
+            assert cost_model.fused_us(larger, kernel) > cost_model.fused_us(base, kernel)
+            assert cost_model.unfused_us(larger) > cost_model.unfused_us(base)
+
+
+def fused_us_tile_by_tile(problem: Problem, config: KernelConfig) -> float:
+    """The definition of `fused_us`: workers take the blocks in turn, one after the other."""
+    c = cost_model.constants(problem.gpu)
+    tile_us = 2e-6 * config.tile_m * config.tile_n * problem.k / c.tflops_per_sm[config.kernel]
+    tile_us += c.tile_overhead_us[config.schedule]
+    workers = c.sm_count // (config.cluster_m * config.cluster_n)
+    blocks = -(-problem.m // (config.tile_m * config.cluster_m))
+    blocks *= -(-problem.n // (config.tile_n * config.cluster_n))
+    free_at = [0.0] * workers
+    for block in range(blocks):
+        position = block * problem.world_size // blocks
+        arrival = cost_model.arrival_us(problem, position)
+        free_at[block % workers] = max(free_at[block % workers], arrival) + tile_us
+    last = cost_model.arrival_us(problem, problem.world_size - 1)
+    return c.launch_us + max(last + tile_us, *free_at)
+
+
+def test_fused_time_is_that_of_the_tiles_in_their_order() -> None:
+    for problem in random_problems(60):
+        for kernel in KERNELS:
+            slow = fused_us_tile_by_tile(problem, kernel)
+            assert cost_model.fused_us(problem, kernel) == pytest.approx(slow)
 
 
 def test_no_call_ends_before_its_last_chunk_has_come() -> None:
-    for problem in random_problems(60):
-        last = plan.arrival_us(problem, problem.world_size - 1)
-        for kernel in KERNELS:
-            assert plan.predict_us(problem, kernel) > last
+    for problem in [*random_problems(60), Problem(8, 8, 8192, world_size=8)]:
+        last = cost_model.arrival_us(problem, problem.world_size - 1)
+        assert all(cost_model.fused_us(problem, kernel) > last for kernel in KERNELS)
 
 
 def test_waiting_for_peers_costs_time() -> None:
     for problem in random_problems(60):
         for kernel in KERNELS:
-            alone = plan.predict_us(replace(problem, world_size=1), kernel)
-            assert plan.predict_us(problem, kernel) >= alone
+            alone = cost_model.fused_us(problem._replace(world_size=1), kernel)
+            assert cost_model.fused_us(problem, kernel) >= alone
 
 
 def test_a_slow_link_dominates_a_small_product() -> None:
     # 8 ranks and 8 columns: next to nothing to compute, 64 MiB to receive.
     problem = Problem(4096, 8, 8192, world_size=8)
-    last = plan.arrival_us(problem, 7)
-    assert last < plan.predict_us(problem, KERNELS[4]) < 2 * last
+    last = cost_model.arrival_us(problem, 7)
+    assert last < cost_model.fused_us(problem, KERNELS[4]) < 2 * last
 
 
 def test_chunks_arrive_one_after_the_other() -> None:
     for problem in random_problems(60):
-        arrivals = [plan.arrival_us(problem, p) for p in range(problem.world_size)]
+        arrivals = [cost_model.arrival_us(problem, p) for p in range(problem.world_size)]
         assert arrivals[0] == 0.0
         assert all(before < after for before, after in pairwise(arrivals))
-
-
-def test_larger_shards_arrive_later() -> None:
-    small, large = (Problem(m, 8, 512, world_size=4) for m in (64, 8192))
-    for position in range(1, 4):
-        assert plan.arrival_us(small, position) < plan.arrival_us(large, position)
 
 
 def test_gathering_A_is_no_faster() -> None:
     for problem in random_problems(40):
         for position in range(1, problem.world_size):
-            pushed = plan.arrival_us(replace(problem, return_A=False), position)
-            assert plan.arrival_us(replace(problem, return_A=True), position) > pushed
+            pushed = cost_model.arrival_us(problem._replace(return_A=False), position)
+            assert cost_model.arrival_us(problem._replace(return_A=True), position) > pushed
+
+
+def test_predictions_are_near_what_was_measured() -> None:
+    # docs/performance.md, 4 H200: matmul alone, NCCL + cuBLAS, agmm.
+    for m, n, k, roof, unfused, fused in (
+        (1024, 3584, 8192, 85.7, 152.1, 131.2),
+        (4096, 3584, 8192, 329.5, 517.1, 356.3),
+        (16384, 3584, 8192, 1243.6, 1911.5, 1297.8),
+        (4096, 7168, 8192, 616.0, 802.5, 642.5),
+        (8192, 8192, 4096, 732.6, 919.2, 743.4),
+    ):
+        problem = Problem(m, n, k, world_size=4)
+        assert cost_model.matmul_us(problem) == pytest.approx(roof, rel=0.05)
+        assert cost_model.unfused_us(problem) == pytest.approx(unfused, rel=0.05)
+        assert Planner(KERNELS).choose(problem).predicted_us == pytest.approx(fused, rel=0.1)
+
+
+def test_an_unknown_gpu_gets_the_default_constants_and_its_own_multiprocessors() -> None:
+    assert cost_model.constants("nvidia-h999").gpu == cost_model.DEFAULT_GPU
+    problem = Problem(8192, 8192, 8192, gpu="nvidia-h999", sm_count=66)
+    half, whole = (cost_model.fused_us(problem._replace(sm_count=c), WIDE) for c in (66, 0))
+    assert half > 1.9 * whole
+
+
+# --- the choice by the model ---
+
+
+def test_choice_is_the_least_predicted_time() -> None:
+    for problem in [*random_problems(60), Problem(1, 8, 8), Problem(7, 8, 8, world_size=7)]:
+        choice = Planner(KERNELS).choose(problem)
+        assert plan.why_illegal(problem, choice.plan, KERNELS) is None
+        times = [cost_model.fused_us(problem, kernel) for kernel in KERNELS]
+        if problem.world_size > 1:
+            times.append(cost_model.unfused_us(problem))
+        assert choice.predicted_us == min(times)
+        assert choice.source == "cost model"
+
+
+def test_choice_is_deterministic() -> None:
+    one, other = Planner(KERNELS), Planner(KERNELS)
+    for problem in random_problems(40):
+        assert one.plan(problem) == one.plan(Problem(*problem)) == other.choose(problem).plan
+
+
+def test_choice_looks_at_the_problem() -> None:
+    assert len({Planner(KERNELS).plan(problem).kernel for problem in random_problems(60)}) > 2
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.kernel)
+def test_only_kernel_is_chosen(kernel: KernelConfig) -> None:
+    assert Planner([kernel]).fused_kernel(Problem(4096, 1000, 512)).kernel == kernel.kernel
+
+
+def test_no_kernels_to_choose_from() -> None:
+    with pytest.raises(
+        ValueError, match=r"^kernels: found none, wanted a build with CUDA kernels$"
+    ):
+        Planner([]).fused_kernel(Problem(8, 8, 8))
+
+
+def test_few_rows_are_not_fused_and_many_are() -> None:
+    few, many = (Problem(m, 3584, 8192, world_size=4) for m in (64, 8192))
+    assert Planner(KERNELS).plan(few) == UNFUSED
+    assert Planner(KERNELS).choose(few, fused=True).plan.kernel is not None
+    assert Planner(KERNELS).plan(many) != UNFUSED
+
+
+def test_one_rank_has_nothing_to_gather() -> None:
+    assert Planner(KERNELS).plan(Problem(8, 3584, 8192)) != UNFUSED
+
+
+def test_what_the_kernels_cannot_compute_is_unfused() -> None:
+    for problem in (Problem(8192, 8192, 8190), Problem(8192, 8192, 8192, "float32")):
+        choice = Planner(KERNELS).choose(problem)
+        assert choice.plan == UNFUSED
+        assert choice.source == plan.why_unfused(problem.dtype, problem.n, problem.k)
+
+
+def test_alternatives_are_sorted() -> None:
+    problem = Problem(4096, 3584, 8192, world_size=4)
+    alternatives = Planner(KERNELS).alternatives(problem)
+    times = [us for _, us in alternatives if us is not None]
+    assert len(times) == len(KERNELS) + 1
+    assert times == sorted(times)
+    assert alternatives[0] == (Planner(KERNELS).plan(problem), times[0])
+
+
+def test_every_order_of_a_kernel() -> None:
+    names = [config.name for config in plan.orders(WIDE)]
+    assert len(set(names)) == 8
+    assert all(KernelConfig.parse(name).kernel == WIDE.kernel for name in names)
+
+
+# --- the choice by tables ---
+
+TUNED = Problem(4096, 3584, 8192, world_size=4)
+
+
+def test_a_row_of_the_problem_decides() -> None:
+    row = Row(4096, push(WIDE), 350.0)
+    choice = planner(row).choose(TUNED)
+    assert (choice.plan, choice.source, choice.row) == (push(WIDE), "a table", row)
+    assert planner(Row(4096, UNFUSED, 1.0)).plan(TUNED) == UNFUSED
+
+
+def test_the_first_table_wins() -> None:
+    first = TunedRows([Row(4096, push(WIDE), 1.0)], "first")
+    second = TunedRows([Row(4096, push(SMALL), 1.0), Row(8192, push(SMALL), 1.0)], "second")
+    chooses = Planner(KERNELS, [first, second])
+    assert chooses.choose(TUNED).source == "first"
+    assert chooses.plan(TUNED) == push(WIDE)
+    assert chooses.plan(TUNED._replace(m=8192)) == push(SMALL)
+
+
+def test_neighbours_that_agree_decide() -> None:
+    chooses = planner(Row(2048, push(WIDE), 9e9), Row(8192, push(WIDE), 1.0))
+    choice = chooses.choose(TUNED)
+    assert choice.plan == push(WIDE)
+    assert "M=2048 and M=8192" in choice.source
+    assert choice.row is None
+
+
+def calibrated(m: int, kernel: KernelConfig, ratio: float) -> Row:
+    """A row that measured ``ratio`` times the model's time."""
+    return Row(m, push(kernel), ratio * cost_model.fused_us(TUNED._replace(m=m), kernel))
+
+
+@pytest.mark.parametrize("m", [2056, 4096, 4104, 8184])
+def test_of_neighbours_that_disagree_the_faster_at_this_m_wins(m: int) -> None:
+    problem = TUNED._replace(m=m)
+    model = {kernel: cost_model.fused_us(problem, kernel) for kernel in (WIDE, SMALL)}
+    for lower, upper in ((WIDE, SMALL), (SMALL, WIDE)):
+        for first, second in ((0.5, 2.0), (2.0, 0.5)):
+            rows = calibrated(2048, lower, first), calibrated(8192, upper, second)
+            wanted = lower if model[lower] * first < model[upper] * second else upper
+            assert planner(*rows, kernels=(WIDE, SMALL)).plan(problem) == push(wanted)
+
+
+def test_the_models_favourite_needs_a_clear_lead_over_tuned_neighbours() -> None:
+    slowest = max(KERNELS, key=lambda kernel: cost_model.fused_us(TUNED, kernel))
+    favourite = Planner(KERNELS).choose(TUNED)
+    assert favourite.plan.kernel is not None
+    assert cost_model.fused_us(TUNED, slowest) > 1.05 * cost_model.fused_us(
+        TUNED, favourite.plan.kernel
+    )
+    one = planner(calibrated(2048, slowest, 1.0)).choose(TUNED)
+    assert one.plan == favourite.plan
+    assert one.source == "cost model, against what was tuned at M=2048 (a table)"
+    second = [plan for plan, _ in Planner(KERNELS).alternatives(TUNED)][1]
+    assert second.kernel is not None
+    assert planner(calibrated(2048, second.kernel, 1.0)).plan(TUNED) == second
+
+
+def test_an_unfused_neighbour_is_rated_too() -> None:
+    half = TUNED._replace(m=2048)
+    unfused = Row(2048, UNFUSED, 0.5 * cost_model.unfused_us(half))
+    fused = calibrated(8192, WIDE, 1.0)
+    assert planner(unfused, fused).plan(TUNED) == UNFUSED
+    assert planner(unfused, fused).choose(TUNED, fused=True).plan != UNFUSED
+
+
+def test_rows_far_away_say_nothing() -> None:
+    chooses = planner(Row(64, push(WIDE), 1.0), Row(65536, push(WIDE), 1.0))
+    assert chooses.choose(TUNED).source == "cost model"
+    assert planner(Row(1024, push(WIDE), 1.0)).choose(TUNED).source != "cost model"
+
+
+@pytest.mark.parametrize(("m", "chunks"), [(110, 2), (140, 2), (200, 8), (390, 8), (1000, 8)])
+def test_without_a_model_the_nearest_row_decides(m: int, chunks: int) -> None:
+    rows = [Row(m, Plan("push", chunks_per_shard=c), 1.0) for m, c in ((100, 2), (400, 8))]
+    problem = Problem(m, 5, 7, "float32", 2, gpu=CPU)
+    assert planner(*rows).plan(problem).chunks_per_shard == chunks
+
+
+def test_the_cpu_without_rows_is_fused_in_one_chunk() -> None:
+    choice = Planner([]).choose(Problem(10, 5, 7, "float32", 2, gpu=CPU))
+    assert (choice.plan, choice.predicted_us) == (Plan("push"), None)
+
+
+def test_a_row_of_another_build_is_passed_over_with_one_warning() -> None:
+    gone = replace(WIDE, tile_n=64)
+    rows = Row(4096, push(gone), 1.0), Row(2048, push(gone), 1.0), Row(8192, push(SMALL), 1.0)
+    chooses = planner(*rows, kernels=(WIDE, SMALL))
+    with pytest.warns(UserWarning, match="128x64x64_2x1_cooperative, which is not in this build"):
+        assert chooses.choose(TUNED).source.startswith(("tuned at M=8192", "cost model, against"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chooses.choose(TUNED)
+
+
+def test_a_warm_look_up_takes_no_time() -> None:
+    chooses = Planner(KERNELS)
+    chooses.plan(TUNED)
+    calls, best_us = 2000, float("inf")
+    for _ in range(20):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            chooses.plan(Problem(4096, 3584, 8192, "bfloat16", 4, False, "column", TUNED.gpu, 0))
+        best_us = min(best_us, (time.perf_counter() - begin) / calls * 1e6)
+    assert best_us < 10  # 2 on a quiet machine

@@ -60,10 +60,28 @@ CXX_RULES = {
 }
 
 # The commands, and what only they, the tests and the benchmarks use.
-COMMANDS = ("_terminal", "benchmarking", "cli", "demo", "doctor", "timeline", "testing")
+COMMANDS = (
+    "_terminal",
+    "benchmarking",
+    "cli",
+    "demo",
+    "doctor",
+    "explain",
+    "presets",
+    "testing",
+    "timeline",
+    "tuner",
+)
 PYTHON_RULES = {
     "legality and tables need no torch": Rule(
-        ("python/agmm/plan.py", "python/agmm/errors.py", "python/agmm/_env.py"), ("torch",)
+        (
+            "python/agmm/plan.py",
+            "python/agmm/cost_model.py",
+            "python/agmm/tables/*.py",
+            "python/agmm/errors.py",
+            "python/agmm/_env.py",
+        ),
+        ("torch",),
     ),
     "the library does without what its commands use": Rule(
         ("python/agmm/*.py",),
@@ -74,6 +92,7 @@ PYTHON_RULES = {
     "a call goes down from the ops": Rule(
         (
             "python/agmm/plan.py",
+            "python/agmm/_call_plan.py",
             "python/agmm/symmetric_memory.py",
             "python/agmm/_cpu.py",
             "python/agmm/_cuda.py",

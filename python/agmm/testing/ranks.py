@@ -79,6 +79,7 @@ class RankPool:
         self.timeout_s = timeout_s
         self.processes: list[BaseProcess] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
+        self._busy = True  # until they have started
         self._directory = Path(tempfile.mkdtemp(prefix="agmm-ranks-"))
         context = multiprocessing.get_context("spawn")
         defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else {}
@@ -107,7 +108,6 @@ class RankPool:
                     theirs.close()
                     self.processes.append(process)
                     self._pipes.append(ours)
-            self._busy = True
             self.collect()
         except BaseException:
             self.close()

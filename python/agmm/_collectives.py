@@ -1,0 +1,81 @@
+"""All-gather and reduce-scatter along any dimension, as ops that ``torch.compile`` can trace."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from agmm.errors import InvalidArgument
+
+_functional = torch.ops._c10d_functional
+
+
+def group_of(group_name: str) -> dist.ProcessGroup:
+    """The group of that name. Raises InvalidArgument where this process has none."""
+    try:
+        return _resolve_process_group(cast(Any, group_name))  # torch 2.13 wants a NewType of str
+    except (RuntimeError, ValueError, KeyError):
+        raise InvalidArgument(
+            f"group: found {group_name!r}, wanted the name of a process group of this process"
+        ) from None
+
+
+def group_or_default(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup | str:
+    """The group that was given, or the default group for None."""
+    if group is None:
+        if not dist.is_initialized():
+            raise InvalidArgument(
+                "group: found None without a default process group, wanted a group or "
+                "torch.distributed.init_process_group"
+            )
+        return cast(dist.ProcessGroup, dist.group.WORLD)
+    if isinstance(group, str) or torch.compiler.is_compiling():  # traced, a group is a stand-in
+        return group
+    if not isinstance(group, dist.ProcessGroup):
+        raise InvalidArgument(f"group: found {group!r}, wanted a process group or its name")
+    return group
+
+
+def name_of(group: dist.ProcessGroup | str | None) -> str:
+    """The name of a group, the default group's for None."""
+    found = group_or_default(group)
+    return found if isinstance(found, str) else found.group_name
+
+
+def world_size_of(group_name: str) -> int:
+    return dist.get_world_size(group_of(group_name))
+
+
+def start_all_gather(shard: torch.Tensor, group_name: str, dim: int) -> torch.Tensor:
+    """Begin to gather ``shard`` along ``dim``; `finish_all_gather` returns the result."""
+    shard = shard.movedim(dim, 0).contiguous()
+    world_size = world_size_of(group_name)
+    if shard.numel() == 0:
+        return shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
+    gathered: torch.Tensor = _functional.all_gather_into_tensor(shard, world_size, group_name)
+    return gathered
+
+
+def finish_all_gather(gathered: torch.Tensor, dim: int) -> torch.Tensor:
+    """The tensor that `start_all_gather` began, once it is there; contiguous."""
+    if gathered.numel() != 0:
+        gathered = _functional.wait_tensor(gathered)
+    return gathered.movedim(0, dim).contiguous()
+
+
+def reduce_scatter(partial: torch.Tensor, group_name: str, dim: int) -> torch.Tensor:
+    """This rank's part along ``dim`` of the sum over all ranks of ``partial``; contiguous.
+
+    The size of ``dim`` is a multiple of the world size.
+    """
+    partial = partial.movedim(dim, 0).contiguous()
+    world_size = world_size_of(group_name)
+    if partial.numel() == 0:
+        part = partial.new_empty(partial.shape[0] // world_size, *partial.shape[1:])
+    else:
+        started = _functional.reduce_scatter_tensor(partial, "sum", world_size, group_name)
+        part = _functional.wait_tensor(started)
+    return part.movedim(0, dim).contiguous()

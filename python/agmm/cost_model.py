@@ -1,0 +1,116 @@
+"""What a call should cost, in a few lines. Pure Python, needs no GPU and no torch.
+
+Fused: tiles run in waves over the multiprocessors, each for the time that its kernel needs per
+tile, in the order in which the persistent kernel takes them; the chunks of the ring come one after
+the other, and no tile starts before its chunk has arrived. Unfused: a latency, the bytes over the
+rate of the collective, and the matmul alone. The matmul alone: arithmetic at the library's rate, or
+memory traffic where that is longer.
+
+The constants of a GPU stand in ``tables/<gpu>.json``, with where they come from.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agmm.plan import KernelConfig, Problem
+
+DEFAULT_GPU = "nvidia-h200"
+"""Its constants serve every GPU that has none of its own."""
+
+_FOLDER = Path(__file__).parent / "tables"
+_ELEMENT_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The constants of one GPU. Rates are sustained; GB/s are received bytes per rank."""
+
+    gpu: str
+    sm_count: int
+    launch_us: float
+    tflops_per_sm: dict[str, float]
+    """Of one multiprocessor inside the main loop, by kernel."""
+    other_tflops_per_sm: float
+    """Of a kernel that is not in ``tflops_per_sm``."""
+    tile_overhead_us: dict[str, float]
+    """Between the main loops of two tiles, by schedule."""
+    copy_overhead_us: float
+    """Of one copy-engine copy and its signal."""
+    push_gb_per_s: float
+    pull_gb_per_s: float
+    staging_gb_per_s: float
+    """Of the copy of A_shard that pull makes."""
+    all_gather_us: float
+    all_gather_gb_per_s: float
+    matmul_tflops: float
+    memory_gb_per_s: float
+    sources: str
+
+
+@cache
+def known_gpus() -> tuple[str, ...]:
+    """The GPUs that have constants."""
+    return tuple(sorted(p.stem for p in _FOLDER.glob("*.json") if "tflops_per_sm" in p.read_text()))
+
+
+@cache
+def constants(gpu: str) -> Constants:
+    """The constants of ``gpu``, or those of `DEFAULT_GPU` where it has none (see ``.gpu``)."""
+    name = gpu if gpu in known_gpus() else DEFAULT_GPU
+    return Constants(**json.loads((_FOLDER / f"{name}.json").read_text()))
+
+
+def _shard_bytes(problem: Problem) -> int:
+    return problem.m // problem.world_size * problem.k * _ELEMENT_BYTES
+
+
+def arrival_us(problem: Problem, position: int) -> float:
+    """When the chunk at this ring position is there, in µs after the call; 0 is the own shard."""
+    if position == 0:
+        return 0.0
+    c = constants(problem.gpu)
+    shard = _shard_bytes(problem) / 1e3
+    rate = c.pull_gb_per_s if problem.return_A else c.push_gb_per_s
+    staging = c.copy_overhead_us + shard / c.staging_gb_per_s if problem.return_A else 0.0
+    return staging + c.copy_overhead_us + position * (c.copy_overhead_us + shard / rate)
+
+
+def fused_us(problem: Problem, config: KernelConfig) -> float:
+    """Predicted time of the fused call in µs, launch included."""
+    c = constants(problem.gpu)
+    rate = c.tflops_per_sm.get(config.kernel, c.other_tflops_per_sm)
+    tile_us = 2e-6 * config.tile_m * config.tile_n * problem.k / rate
+    tile_us += c.tile_overhead_us[config.schedule]
+    # One worker per CTA; a pingpong CTA works on two tiles at a time but no faster than on one.
+    # Clusters go in lockstep, so one cluster's tiles count as one worker's tile.
+    workers = (problem.sm_count or c.sm_count) // (config.cluster_m * config.cluster_n)
+    blocks = -(-problem.m // (config.tile_m * config.cluster_m))
+    blocks *= -(-problem.n // (config.tile_n * config.cluster_n))
+    # From the arrival of a chunk on, its blocks and all later ones have to be computed.
+    return c.launch_us + max(
+        arrival_us(problem, position)
+        + tile_us * max(1, -(-(blocks - -(-position * blocks // problem.world_size)) // workers))
+        for position in range(problem.world_size)
+    )
+
+
+def matmul_us(problem: Problem) -> float:
+    """Predicted time of the library's matmul on the gathered A (the roof), in µs."""
+    c = constants(problem.gpu)
+    m, n, k = problem.m, problem.n, problem.k
+    arithmetic = 2e-6 * m * n * k / c.matmul_tflops
+    memory = (m * k + k * n + m * n) * _ELEMENT_BYTES / (c.memory_gb_per_s * 1e3)
+    return c.launch_us + max(arithmetic, memory)
+
+
+def unfused_us(problem: Problem) -> float:
+    """Predicted time of all-gather, then matmul, in µs."""
+    c = constants(problem.gpu)
+    received = (problem.world_size - 1) * _shard_bytes(problem)
+    return c.all_gather_us + received / (c.all_gather_gb_per_s * 1e3) + matmul_us(problem)

@@ -1,0 +1,18 @@
+"""Tensor-parallel linear layers with sequence parallelism, over the ops of agmm."""
+
+from __future__ import annotations
+
+from agmm.nn.linear import ColumnParallelLinear, RowParallelLinear
+from agmm.nn.state_dict import full_state_dict, load_full_state_dict, sum_replicated_gradients
+from agmm.nn.styles import GatherColwiseParallel, RowwiseScatterParallel, SharedGatherParallel
+
+__all__ = [
+    "ColumnParallelLinear",
+    "GatherColwiseParallel",
+    "RowParallelLinear",
+    "RowwiseScatterParallel",
+    "SharedGatherParallel",
+    "full_state_dict",
+    "load_full_state_dict",
+    "sum_replicated_gradients",
+]

@@ -1,0 +1,113 @@
+"""Named models: the column-parallel projections that a tensor-parallel rank computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agmm.errors import InvalidArgument
+from agmm.testing.cases import Shape
+
+
+@dataclass(frozen=True)
+class Projection:
+    """``[tokens, k] @ [k, n]`` on one rank; n is that rank's share of the columns."""
+
+    name: str
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention; sizes are columns per head."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    feed_forward: int
+
+    def projections(self, tp: int) -> list[Projection]:
+        """QKV as one weight and gate/up as one weight. Key and value heads are repeated where
+        there are more ranks than such heads."""
+        if self.heads % tp or max(tp, self.kv_heads) % min(tp, self.kv_heads):
+            raise InvalidArgument(
+                f"tp: found {tp}, wanted a divisor of {self.heads} heads that goes with "
+                f"{self.kv_heads} key and value heads"
+            )
+        heads = self.heads // tp + 2 * max(1, self.kv_heads // tp)
+        return [
+            Projection("qkv", heads * self.head_dim, self.hidden),
+            Projection("gate_up", 2 * _share(self.feed_forward, tp), self.hidden),
+        ]
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention with a mixture of experts (DeepSeek-V3)."""
+
+    hidden: int
+    q_rank: int
+    kv_rank: int
+    rope_dim: int
+    feed_forward: int
+    shared_experts: int
+
+    def projections(self, tp: int) -> list[Projection]:
+        """The down projections of Q and KV as one weight, the same on every rank, and gate/up of
+        the dense layers and of the shared experts."""
+        return [
+            Projection("qkv_down", self.q_rank + self.kv_rank + self.rope_dim, self.hidden),
+            Projection("gate_up", 2 * _share(self.feed_forward, tp), self.hidden),
+            Projection("shared_gate_up", 2 * _share(self.shared_experts, tp), self.hidden),
+        ]
+
+
+def _share(columns: int, tp: int) -> int:
+    if columns % tp:
+        raise InvalidArgument(f"tp: found {tp}, wanted a divisor of {columns} columns")
+    return columns // tp
+
+
+MODELS: dict[str, Attention | LatentAttention] = {
+    "llama-3-8b": Attention(4096, 32, 8, 128, 14336),
+    "llama-3-70b": Attention(8192, 64, 8, 128, 28672),
+    "qwen-2.5-7b": Attention(3584, 28, 4, 128, 18944),
+    "qwen-2.5-72b": Attention(8192, 64, 8, 128, 29568),
+    "deepseek-v3": LatentAttention(7168, 1536, 512, 64, 18432, 2048),
+}
+"""By name; the sizes are those of the models' published configurations."""
+
+
+def shapes(model: str, tokens: list[int], tp: int) -> list[Shape]:
+    """The projections of a model at each token count (the gathered rows, M).
+
+    Raises InvalidArgument for an unknown model or a ``tp`` that does not divide it.
+    """
+    found = MODELS.get(model)
+    if found is None:
+        raise InvalidArgument(f"model: found {model!r}, wanted one of {', '.join(MODELS)}")
+    widths = {(p.n, p.k): None for p in found.projections(tp)}
+    return [Shape(m, n, k) for n, k in widths for m in tokens]
+
+
+def parse_tokens(text: str) -> list[int]:
+    """``"512..32768"`` is 512, 1024, ..., 32768 (doubling); ``"512,1000"`` is just these.
+
+    Raises InvalidArgument for anything else.
+    """
+    wanted = "wanted a range that is doubled through, such as 512..32768, or a list such as 512,768"
+    try:
+        if ".." in text:
+            first, last = (int(part) for part in text.split(".."))
+            tokens = []
+            while 0 < first <= last:
+                tokens.append(first)
+                first *= 2
+        else:
+            tokens = [int(part) for part in text.split(",")]
+    except ValueError:
+        tokens = []
+    if not tokens or min(tokens) < 1:
+        raise InvalidArgument(f"tokens: found {text!r}, {wanted}")
+    return tokens

@@ -1,0 +1,260 @@
+"""What the tests of the backward run inside the ranks of a pool of five."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_work import group_of
+from torch.utils.checkpoint import checkpoint
+
+import agmm
+from agmm.testing.reference import relative_error
+
+_ROWS, _K, _N = 2, 3, 2
+
+
+class _OwnPart(torch.autograd.Function):
+    """This rank's entry of a tensor that all ranks hold whole; the gradient is whole again."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return whole[dist.get_rank(group)].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _stacked(grad, ctx.group), None
+
+
+class _AllParts(torch.autograd.Function):
+    """The tensors of all ranks, the same on all of them; each keeps the gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _stacked(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad[dist.get_rank(ctx.group)], None
+
+
+def _stacked(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = [torch.empty(part.shape, dtype=part.dtype) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.stack(parts)
+
+
+def _leaf(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def _in_step(fn: Callable[..., Any], inputs: list[torch.Tensor]) -> bool:
+    """`torch.autograd.gradcheck`. Every rank holds all inputs and all outputs, so that every rank
+    perturbs the same number at the same time and sees what it does on all ranks. The functions are
+    linear in every single number, so that differences are exact but for rounding."""
+    return bool(torch.autograd.gradcheck(fn, inputs, eps=1e-3, atol=1e-9, rtol=1e-9))
+
+
+def gradcheck_all_gather_matmul(
+    world_size: int,
+    *,
+    weights: int = 1,
+    biases: tuple[bool, ...] = (),
+    leading: tuple[int, ...] = (),
+    gather_dim: int = 0,
+    frozen: tuple[str, ...] = (),
+    column_major: bool = False,
+    **options: Any,
+) -> bool | None:
+    """Whether the gradients of the inputs that are not `frozen` are right."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    names = ["A_shard"] + [f"B{i}" for i in range(weights)]
+    names += [f"bias{i}" for i, has_bias in enumerate(biases) if has_bias]
+    last = gather_dim % (2 + len(leading)) == 1 + len(leading)
+    k = world_size * _K if last else _K  # of the gathered A
+    shapes: dict[str, tuple[int, ...]] = {"A_shard": (_ROWS, *leading, _K)}
+    for i in range(weights):
+        shapes[f"B{i}"] = (_N + i, k) if column_major else (k, _N + i)
+        shapes[f"bias{i}"] = (_N + i,)
+    inputs = [_leaf(world_size, *shapes[name], seed=i) for i, name in enumerate(names)]
+    for name, whole in zip(names, inputs, strict=True):
+        whole.requires_grad_(name not in frozen)
+
+    def fn(*wholes: torch.Tensor) -> list[torch.Tensor]:
+        own = {n: _OwnPart.apply(w, group) for n, w in zip(names, wholes, strict=True)}
+        Bs = [own[f"B{i}"] for i in range(weights)]
+        Bs = [B.t() if column_major else B for B in Bs]
+        bias = [own.get(f"bias{i}") for i in range(weights)] if biases else None
+        op: Callable[..., Any] = agmm.all_gather_matmul
+        out = op(own["A_shard"], Bs, group, bias=bias, gather_dim=gather_dim, **options)
+        outs = [out[0], *out[1]] if options.get("return_A") else out
+        return [_AllParts.apply(one, group) for one in outs]
+
+    return _in_step(fn, inputs)
+
+
+def gradcheck_matmul_reduce_scatter(
+    world_size: int,
+    *,
+    scatter_dim: int = 0,
+    bias: bool = False,
+    leading: tuple[int, ...] = (),
+    frozen: tuple[str, ...] = (),
+    column_major: bool = False,
+    reduce_op: str = "sum",
+) -> bool | None:
+    group = group_of(world_size)
+    if group is None:
+        return None
+    shape = [_ROWS, *leading, _K]
+    last = scatter_dim % len(shape) == len(shape) - 1
+    n = world_size * _N if last else _N
+    if not last:
+        shape[scatter_dim] *= world_size
+    inputs = {
+        "A": _leaf(world_size, *shape, seed=1),
+        "B": _leaf(world_size, *((n, _K) if column_major else (_K, n)), seed=2),
+    }
+    if bias:
+        inputs["bias"] = _leaf(n, seed=3)
+    for name, whole in inputs.items():
+        whole.requires_grad_(name not in frozen)
+
+    def fn(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        A, B = _OwnPart.apply(A, group), _OwnPart.apply(B, group)
+        out = agmm.matmul_reduce_scatter(
+            A,
+            B.t() if column_major else B,
+            group,
+            scatter_dim=scatter_dim,
+            bias=bias,
+            reduce_op=reduce_op,
+        )
+        whole: torch.Tensor = _AllParts.apply(out, group)
+        return whole
+
+    return _in_step(fn, list(inputs.values()))
+
+
+def _block(group: dist.ProcessGroup, **options: Any) -> Callable[..., torch.Tensor]:
+    """Two layers as a model has them: gather and multiply, multiply and scatter."""
+
+    def block(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+        h: Any = agmm.all_gather_matmul(x, w1.t(), group, **options)
+        return agmm.matmul_reduce_scatter(h.relu(), w2.t(), group)
+
+    return block
+
+
+def _block_inputs(group: dist.ProcessGroup, dtype: torch.dtype) -> list[torch.Tensor]:
+    rank = dist.get_rank(group)
+    return [
+        _leaf(3, 4, seed=rank, dtype=dtype),
+        _leaf(5, 4, seed=10 + rank, dtype=dtype),
+        _leaf(4, 5, seed=20 + rank, dtype=dtype),
+    ]
+
+
+def _gradients(
+    fn: Callable[..., torch.Tensor], inputs: list[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    out = fn(*inputs)
+    return out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+
+def block_variants(world_size: int) -> list[str] | None:
+    """Faults of checkpointed, compiled and A-keeping runs of a block, against the plain one."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    block = _block(group)
+    inputs = _block_inputs(group, torch.float64)
+    wanted = _gradients(block, inputs)
+
+    def checkpointed(*tensors: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(block, *tensors, use_reentrant=False)
+        return out
+
+    torch.compiler.reset()
+    variants = {
+        "kept": _block(group, save_gathered=True),
+        "checkpoint": checkpointed,
+        "compiled": torch.compile(block, fullgraph=True, backend="aot_eager"),
+        "compiled, kept": torch.compile(
+            _block(group, save_gathered=True), fullgraph=True, backend="aot_eager"
+        ),
+        "compiled checkpoint": torch.compile(checkpointed, fullgraph=True, backend="aot_eager"),
+    }
+    faults = []
+    for name, variant in variants.items():
+        found = _gradients(variant, inputs)
+        if not all(torch.allclose(a, b, atol=1e-12) for a, b in zip(found, wanted, strict=True)):
+            faults.append(f"{name} on rank {dist.get_rank(group)} of {world_size}")
+    torch.compiler.reset()
+    return faults
+
+
+def autocast_block(world_size: int) -> tuple[list[torch.dtype], float] | None:
+    """The dtypes of out and the gradients under autocast, and the largest error."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    block = _block(group)
+    inputs = _block_inputs(group, torch.float32)
+    wanted = _gradients(block, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = block(*inputs)
+    found = out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out))
+    errors = [relative_error(one, other.double()) for one, other in zip(found, wanted, strict=True)]
+    return [one.dtype for one in found], max(errors)
+
+
+def saved_bytes(world_size: int, save_gathered: bool) -> int | None:
+    """Bytes that the forward keeps for the backward of the weight."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    x, w1, _ = _block_inputs(group, torch.float64)
+    kept = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        agmm.all_gather_matmul(x.detach(), w1.t(), group, save_gathered=save_gathered)
+    return kept
+
+
+def bad_reduce_scatter(kind: str) -> str:
+    group = group_of(3)
+    if group is None:
+        return ""
+    A, B = torch.ones(6, 4), torch.ones(4, 3)
+    calls: dict[str, dict[str, Any]] = {
+        "rows": {"A": torch.ones(5, 4)},
+        "columns": {"B": torch.ones(4, 2), "scatter_dim": -1},
+        "K": {"B": torch.ones(5, 3)},
+        "dtype": {"B": B.double()},
+        "A dimensions": {"A": torch.ones(4)},
+        "B dimensions": {"B": torch.ones(4)},
+        "scatter_dim": {"scatter_dim": 2},
+        "reduce_op": {"reduce_op": "max"},
+        "bias": {"bias": torch.ones(4)},
+        "bias columns": {"bias": torch.ones(3), "scatter_dim": 1},
+        "type": {"A": [1.0]},
+        "group": {"group": "no such group"},
+    }
+    try:
+        agmm.matmul_reduce_scatter(**{"A": A, "B": B, "group": group, **calls[kind]})
+    except agmm.InvalidArgument as e:
+        return str(e)
+    return "no error"

@@ -1,0 +1,103 @@
+"""The backward of both collective matmuls on CPU ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import autograd_work
+import pytest
+import torch
+
+from agmm.testing.ranks import RankPool
+
+GATHER_CASES: list[dict[str, Any]] = [
+    {},
+    {"column_major": True, "biases": (True,), "save_gathered": True},
+    {"weights": 3, "biases": (False, True, True), "column_major": True},
+    {"weights": 2, "biases": (True, False), "return_A": True},
+    {"return_A": True, "save_gathered": True},
+    {"leading": (2,), "biases": (True,)},
+    {"gather_dim": 1, "leading": (2,), "config": "unfused", "biases": (True,)},
+    {"gather_dim": -1, "config": "unfused", "return_A": True},
+    {"gather_dim": 1, "config": "unfused"},
+    {"frozen": ("A_shard",), "biases": (True,)},
+    {"frozen": ("B0",), "biases": (True,), "save_gathered": True},
+    {"frozen": ("A_shard", "B0"), "biases": (True,)},
+    {"weights": 2, "frozen": ("B1", "bias0"), "biases": (True, True)},
+]
+
+SCATTER_CASES: list[dict[str, Any]] = [
+    {},
+    {"column_major": True, "bias": True},
+    {"leading": (2,), "scatter_dim": 1, "bias": True},
+    {"scatter_dim": -1},
+    {"scatter_dim": -3, "leading": (1,), "reduce_op": "avg", "bias": True},
+    {"frozen": ("A",), "bias": True},
+    {"frozen": ("B",)},
+    {"frozen": ("A", "B"), "bias": True},
+]
+
+
+@pytest.mark.parametrize("case", GATHER_CASES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradcheck_of_all_gather_matmul(
+    pool: RankPool, world_size: int, case: dict[str, Any]
+) -> None:
+    results = pool.run(autograd_work.gradcheck_all_gather_matmul, world_size, **case)
+    assert results == [None] * (5 - world_size) + [True] * world_size
+
+
+@pytest.mark.parametrize("case", SCATTER_CASES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradcheck_of_matmul_reduce_scatter(
+    pool: RankPool, world_size: int, case: dict[str, Any]
+) -> None:
+    results = pool.run(autograd_work.gradcheck_matmul_reduce_scatter, world_size, **case)
+    assert results == [None] * (5 - world_size) + [True] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_checkpointed_compiled_and_kept_give_the_same(pool: RankPool, world_size: int) -> None:
+    results = pool.run(autograd_work.block_variants, world_size)
+    assert results == [None] * (5 - world_size) + [[]] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_autocast(pool: RankPool, world_size: int) -> None:
+    for result in pool.run(autograd_work.autocast_block, world_size)[5 - world_size :]:
+        dtypes, error = result
+        assert dtypes == [torch.bfloat16] + [torch.float32] * 3
+        assert 0 < error < 0.05
+
+
+def test_only_the_shard_is_kept_unless_asked(pool: RankPool) -> None:
+    shard_bytes = 3 * 4 * 8
+    assert pool.run(autograd_work.saved_bytes, 4, False) == [None] + [shard_bytes] * 4
+    assert pool.run(autograd_work.saved_bytes, 4, True) == [None] + [4 * shard_bytes] * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("rows", "A: found 5 in dimension 0, wanted a multiple of the world size 3"),
+        ("columns", "B: found 2 columns, wanted a multiple of the world size 3"),
+        ("K", "B: found K=5, wanted 4 as the columns of A"),
+        ("dtype", "B: found dtype torch.float64, wanted torch.float32 as A"),
+        ("A dimensions", "A: found 1 dimensions, wanted at least 2"),
+        ("B dimensions", "B: found 1 dimensions, wanted 2"),
+        ("scatter_dim", "scatter_dim: found 2, wanted -2 to 1"),
+        ("reduce_op", "reduce_op: found 'max', wanted 'sum' or 'avg'"),
+        ("bias", "bias: found shape (4,), wanted (3,) as B's columns"),
+        (
+            "bias columns",
+            "bias: found one with scatter_dim=1, wanted None: the result's columns are scattered",
+        ),
+        ("type", "A: found list, wanted a tensor"),
+        (
+            "group",
+            "group: found 'no such group', wanted the name of a process group of this process",
+        ),
+    ],
+)
+def test_bad_reduce_scatter_is_named_in_one_line(pool: RankPool, kind: str, message: str) -> None:
+    assert pool.run(autograd_work.bad_reduce_scatter, kind)[2:] == [message] * 3

@@ -1,0 +1,114 @@
+"""Layers and parallel styles on CPU ranks, against the whole module."""
+
+from __future__ import annotations
+
+import nn_work
+import pytest
+import torch
+
+from agmm.testing.ranks import RankPool
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_layers_are_the_whole_module(
+    pool: RankPool, world_size: int, rows: int, bias: bool
+) -> None:
+    results = pool.run(nn_work.layers_against_whole, world_size, rows, bias, False)
+    assert results == [None] * (5 - world_size) + [[]] * world_size
+
+
+def test_layers_compiled(pool: RankPool) -> None:
+    assert pool.run(nn_work.layers_against_whole, 3, 2, True, True)[2:] == [[]] * 3
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_whole_state_dict_in_and_out(pool: RankPool, world_size: int) -> None:
+    results = pool.run(nn_work.state_round_trip, world_size)
+    assert results == [None] * (5 - world_size) + [[]] * world_size
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", "state_dict: found no 'back.weight', wanted one of shape (12, 60)"),
+        ("shape", "state_dict: found 'both.weight' of shape (60, 12), wanted (120, 12)"),
+        ("unknown", "state_dict: found 'third.weight', wanted no such name"),
+    ],
+)
+def test_bad_state_dict_is_named_and_nothing_is_copied(
+    pool: RankPool, kind: str, message: str
+) -> None:
+    assert pool.run(nn_work.bad_state, kind)[3:] == [(message, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("out_features", "out_features: found 10, wanted a multiple of 4 ranks"),
+        ("one of several", "out_features: found 2, wanted a multiple of 4 ranks"),
+        ("no outputs", "out_features: found an empty list, wanted at least one size"),
+        ("in_features", "in_features: found 10, wanted a multiple of 4 ranks"),
+        ("both", "device_mesh: found one beside a group, wanted one of the two"),
+        ("input", "B: found K=8, wanted 7 as the columns of A_shard"),
+        ("rows", "A: found 6 in dimension 0, wanted a multiple of the world size 4"),
+        ("style", "GatherColwiseParallel: found ReLU, wanted torch.nn.Linear"),
+        ("style size", "out_features: found 10, wanted a multiple of 4 ranks"),
+        ("row style size", "in_features: found 10, wanted a multiple of 4 ranks"),
+        ("no names", "names: found none, wanted the names of torch.nn.Linear modules"),
+    ],
+)
+def test_bad_layer_is_named_in_one_line(pool: RankPool, kind: str, message: str) -> None:
+    assert pool.run(nn_work.bad_layer, kind)[1:] == [message] * 4
+
+
+def test_mesh_of_two_dimensions(pool: RankPool) -> None:
+    message = "device_mesh: found 2 dimensions, wanted 1, e.g. mesh['tp']"
+    layer = "in_features=5, out_features=5, bias=True, world_size=5"
+    assert pool.run(nn_work.mesh_of_two_dimensions) == [[message, message, layer]] * 5
+
+
+def test_what_a_layer_says_and_returns(pool: RankPool) -> None:
+    for facts in pool.run(nn_work.layer_facts, 4)[1:]:
+        assert facts == {
+            "column": "ColumnParallelLinear(in_features=8, out_features=(12, 24), bias=True, "
+            "world_size=4)",
+            "single": "ColumnParallelLinear(in_features=8, out_features=12, bias=False, "
+            "world_size=4)",
+            "row": "RowParallelLinear(in_features=12, out_features=8, bias=True, world_size=4)",
+            "meta": True,
+            "shapes": [(8, 3), (8, 6), (8, 3), (2, 8)],
+            "dtype": torch.bfloat16,
+        }
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_plan_shards_a_model(pool: RankPool, world_size: int, batch: int, shared: bool) -> None:
+    results = pool.run(nn_work.styles_against_whole, world_size, batch, shared)
+    assert results[5 - world_size :] == [([], 1 if shared else 3)] * world_size
+
+
+def test_a_plan_with_dtensors_outside(pool: RankPool) -> None:
+    for faults, _ in pool.run(nn_work.styles_against_whole, 2, 2, True, local=False)[3:]:
+        assert faults == []
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_plan_compiled(pool: RankPool, shared: bool) -> None:
+    for faults, _ in pool.run(nn_work.styles_against_whole, 2, 2, shared, compiled=True)[3:]:
+        assert faults == []
+
+
+def test_shared_outputs_belong_to_their_input(pool: RankPool) -> None:
+    assert pool.run(nn_work.shared_outputs_are_not_stale, 2)[3:] == [[True] * 6] * 2
+
+
+def test_the_plan_of_the_documentation(pool: RankPool) -> None:
+    assert all(error < 1e-10 for error in pool.run(nn_work.documented_plan))
+
+
+def test_the_layers_of_the_documentation(pool: RankPool) -> None:
+    assert pool.run(nn_work.documented_layers) == [[]] * 5

@@ -1,0 +1,206 @@
+"""`agmm tune` with real ranks on the CPU, and ops that follow its tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tune_work
+
+from agmm import tables, tuner
+from agmm.plan import CPU, UNFUSED, Plan, Problem, Row
+from agmm.tables import Key
+from agmm.testing.cases import Shape
+from agmm.testing.ranks import RankPool
+
+SHAPES = (Shape(16, 8, 24), Shape(6, 5, 7), Shape(34, 40, 16))
+TUNE = [sys.executable, "-m", "agmm.cli", "tune", "--device", "cpu", "--tp", "2"]
+PROBLEM = Problem(16, 8, 24, "float32", 2, gpu=CPU)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AGMM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("AGMM_CACHE", raising=False)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "cache"
+
+
+class Notes(tuner.Silent):
+    """What a run says, and that its progress only grows."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.done = 0.0
+
+    def at(self, done: float, text: str) -> None:
+        assert self.done <= done <= 1.0
+        self.done = done
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def tuned_shapes(folder: Path) -> list[Shape]:
+    path = folder / tables.file_name(CPU, 2)
+    if not path.exists():
+        return []
+    found = tables.read(path).by_key
+    return [Shape(m, key.n, key.k) for key, rows in found.items() for m in rows]
+
+
+def test_tune_and_again(folder: Path) -> None:
+    options = tuner.Options.of("cpu", 2, SHAPES[:2], return_A=True, row_major=True)
+    notes, keeper = Notes(), tuner.Keeper(2)
+    outcomes = list(tuner.tune(options, notes))
+    for outcome in outcomes:
+        keeper.add(outcome)
+        row = outcome.row
+        assert row is not None
+        assert outcome.failures == []
+        assert outcome.problem[3:8] == ("float32", 2, True, "row", CPU)
+        assert row.roof_us is not None and row.unfused_us is not None and outcome.old_us is not None
+        assert row.roof_us > 0 and row.us > 0
+    assert sorted(tuned_shapes(folder)) == sorted(SHAPES[:2])
+    assert notes.lines == []
+
+    more = tuner.Options.of("cpu", 2, SHAPES, return_A=True, row_major=True)
+    notes = Notes()
+    assert [o.shape for o in tuner.tune(more, notes)] == [SHAPES[2]]
+    assert notes.lines == ["2 of 3 shapes were tuned before (--again repeats)"]
+    once_more = tuner.Options.of("cpu", 2, SHAPES[:1], return_A=True, row_major=True, again=True)
+    assert [o.shape for o in tuner.tune(once_more)] == [SHAPES[0]]
+
+
+def test_rows_of_another_version_are_tuned_again() -> None:
+    tables.save(CPU, 2, [(Key.of(PROBLEM), Row(16, UNFUSED, 1.0, 1.0, 1.0, "0.0.1"))])
+    outcomes = list(tuner.tune(tuner.Options.of("cpu", 2, SHAPES[:1])))
+    assert [(o.shape, o.old) for o in outcomes] == [(SHAPES[0], UNFUSED)]
+
+
+def test_wrong_failing_and_dying_plans_are_left_out_and_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuner, "check", tune_work.check_with_faults)
+    notes = Notes()
+    (outcome,) = tuner.tune(tuner.Options.of("cpu", 2, SHAPES[:1]), notes)
+    reasons = {failure.plan.chunks_per_shard: failure.reason for failure in outcome.failures}
+    assert set(reasons) == {2, 4, 8}
+    assert "relative error" in reasons[2]
+    assert reasons[4] == "rank 1: RuntimeError: the kernel did not start"
+    assert "rank 1: ended with exit code 7" in reasons[8]
+    assert len(notes.lines) == 3
+    assert all(line.startswith("16x8x24: left out push, ") for line in notes.lines)
+    assert outcome.row is not None
+    assert outcome.row.plan in (Plan("push"), UNFUSED)
+
+
+def run(*arguments: str, **keywords: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*TUNE, *arguments], capture_output=True, text=True, timeout=240, **keywords
+    )
+
+
+def test_interrupted_and_resumed(folder: Path, tmp_path: Path) -> None:
+    shapes = [Shape(2 * m, 8, 8) for m in range(1, 40)]
+    file = tmp_path / "shapes.txt"
+    file.write_text("# shapes\n" + "\n".join(f"{shape}  # one" for shape in shapes) + "\n\n")
+    command = [*TUNE, "--file", str(file)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while len(tuned_shapes(folder)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == 130, stderr
+    last = ["agmm: the same command goes on with the rest", "agmm: interrupted"]
+    assert stderr.splitlines()[-2:] == last
+    done = len(tuned_shapes(folder))
+    assert 2 <= done < len(shapes)
+    assert all(str(shape) in stdout for shape in tuned_shapes(folder))
+
+    file.write_text("\n".join(map(str, [*tuned_shapes(folder), Shape(200, 8, 8)])))
+    again = run("--file", str(file))
+    assert again.returncode == 0, again.stderr
+    assert f"{done} of {done + 1} shapes were tuned before" in again.stderr
+    assert len(tuned_shapes(folder)) == done + 1
+
+
+def test_two_at_once(folder: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [*TUNE, "--m", str(m), "--n", "8", "--k", "8"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for m in (10, 12)
+    ]
+    for process in processes:
+        _, stderr = process.communicate(timeout=240)
+        assert process.returncode == 0, stderr
+    assert sorted(tuned_shapes(folder)) == [Shape(10, 8, 8), Shape(12, 8, 8)]
+
+
+def test_rows_that_cannot_be_saved_are_printed() -> None:
+    environment = {**os.environ, "AGMM_CACHE_DIR": "/proc/agmm"}
+    done = run("--m", "10", "--n", "8", "--k", "8", env=environment)
+    assert done.returncode == 1
+    assert "/proc/agmm/cpu-x2.json: cannot be written (" in done.stderr
+    assert "these rows were not saved:" in done.stderr
+    table = json.loads(done.stdout[done.stdout.index("{") :])
+    assert [row["m"] for row in table["rows"]] == [10]
+
+
+def test_under_torchrun(folder: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [*launcher, "--standalone", *TUNE[1:], "--shapes", "10x8x8"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("10x8x8") == 1
+    assert tuned_shapes(folder) == [Shape(10, 8, 8)]
+
+
+# --- ops follow the tables ---
+
+
+def call(plan: Plan | None, strict: bool = False, elsewhere: str | None = None) -> list[Any]:
+    """What `tune_work.call_with_table` finds where the table has this plan."""
+    if plan is not None:
+        tables.save(CPU, 2, [(Key.of(PROBLEM), Row(16, plan, 1.0))])
+    folder = os.environ["AGMM_CACHE_DIR"]
+    with RankPool(2) as pool:
+        pool.run(tune_work.use_folder_of_rank, [folder, elsewhere or folder])
+        return pool.run(tune_work.call_with_table, 16, 8, 24, strict)
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 8])
+def test_the_op_takes_the_tables_chunks(chunks: int) -> None:
+    assert call(Plan("push", chunks_per_shard=chunks)) == 2 * [(True, chunks, [])]
+
+
+@pytest.mark.parametrize(("strict", "chunks"), [(False, 0), (True, 1)])
+def test_the_op_is_unfused_where_that_is_faster(strict: bool, chunks: int) -> None:
+    assert call(UNFUSED, strict) == 2 * [(True, chunks, [])]
+
+
+def test_ranks_with_different_tables_ignore_them(tmp_path: Path) -> None:
+    found = call(Plan("push", chunks_per_shard=4), elsewhere=str(tmp_path / "none"))
+    words = "agmm ignores cpu-x2.json of the user: its ranks found 2 versions of it, wanted one"
+    assert found == 2 * [(True, 1, [words])]

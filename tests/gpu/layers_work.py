@@ -1,0 +1,178 @@
+"""What the GPU tests of the backward and the layers run inside the ranks, all in one group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import agmm
+from agmm import reduce_scatter
+from agmm.nn import ColumnParallelLinear, RowParallelLinear, load_full_state_dict
+from agmm.testing.cases import LocalShape
+from agmm.testing.reference import allowed_error, relative_error
+
+ERROR_FACTOR = 2.0
+"""A gradient may have this many times the error of plain tensor parallelism with NCCL."""
+
+
+def _randn(*shape: int, seed: int) -> torch.Tensor:
+    device = torch.device("cuda", torch.cuda.current_device())
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device).bfloat16()
+
+
+def _plain_reduce_scatter(partial: torch.Tensor) -> torch.Tensor:
+    part = partial.new_empty(partial.shape[0] // dist.get_world_size(), *partial.shape[1:])
+    scatter: Callable[..., Any] = (
+        getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    )
+    scatter(part, partial)
+    return part
+
+
+def _compare(
+    label: str, found: torch.Tensor, plain: torch.Tensor, reference: torch.Tensor
+) -> list[str]:
+    error, plain_error = relative_error(found, reference), relative_error(plain, reference)
+    limit = ERROR_FACTOR * plain_error + allowed_error(0.0)
+    return [] if error <= limit else [f"{label}: error {error:.3g}, plain {plain_error:.3g}"]
+
+
+def gather_gradients(shape: LocalShape, save_gathered: bool, return_A: bool) -> list[str]:
+    """Faults of the gradients of `all_gather_matmul` in bf16."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    own = slice(rank * shape.M_local, (rank + 1) * shape.M_local)
+    m = world_size * shape.M_local
+    A = _randn(m, shape.K, seed=1)
+    weights = [_randn(shape.N, shape.K, seed=10 + r) for r in range(world_size)]
+    douts = [_randn(m, shape.N, seed=20 + r) for r in range(world_size)]
+    dA = _randn(m, shape.K, seed=3)
+    leaves = [A[own].clone(), weights[rank].clone(), _randn(shape.N, seed=4)]
+    shard, weight, bias = (leaf.requires_grad_() for leaf in leaves)
+    op: Callable[..., Any] = agmm.all_gather_matmul
+    found = op(
+        shard, weight.t(), bias=bias, strict=True, save_gathered=save_gathered, return_A=return_A
+    )
+    if return_A:
+        gathered, out = found
+        torch.autograd.backward([gathered, out], [dA, douts[rank]])
+    else:
+        found.backward(douts[rank])
+    partial = douts[rank] @ weights[rank]
+    wanted = sum(d.double() @ w.double() for d, w in zip(douts, weights, strict=True))
+    if return_A:
+        partial += dA
+        wanted = wanted + world_size * dA.double()
+    assert isinstance(wanted, torch.Tensor)
+    assert shard.grad is not None and weight.grad is not None and bias.grad is not None
+    faults = _compare("A_shard", shard.grad, _plain_reduce_scatter(partial), wanted[own])
+    faults += _compare("B", weight.grad, douts[rank].t() @ A, douts[rank].double().t() @ A.double())
+    faults += _compare("bias", bias.grad, douts[rank].sum(0), douts[rank].double().sum(0))
+    return [f"{shape} on rank {rank}: {fault}" for fault in faults]
+
+
+def scatter_gradients(shape: LocalShape, reduce_op: str) -> list[str]:
+    """Faults of `matmul_reduce_scatter` and its gradients in bf16; the fused op serves it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    own = slice(rank * shape.M_local, (rank + 1) * shape.M_local)
+    m = world_size * shape.M_local
+    As = [_randn(m, shape.K, seed=10 + r) for r in range(world_size)]
+    weights = [_randn(shape.N, shape.K, seed=20 + r) for r in range(world_size)]
+    dout = _randn(m, shape.N, seed=1)
+    A, weight = As[rank].clone().requires_grad_(), weights[rank].clone().requires_grad_()
+    out = agmm.matmul_reduce_scatter(A, weight.t(), reduce_op=reduce_op)
+    out.backward(dout[own].clone())
+    scale = world_size if reduce_op == "avg" else 1
+    wanted = sum(a.double() @ w.double().t() for a, w in zip(As, weights, strict=True))
+    assert isinstance(wanted, torch.Tensor) and A.grad is not None and weight.grad is not None
+    plain = _plain_reduce_scatter(As[rank] @ weights[rank].t())
+    faults = _compare("out", out.detach(), plain / scale, wanted[own] / scale)
+    dA, dB = dout @ weights[rank], dout.t() @ As[rank]
+    exact_dA = dout.double() @ weights[rank].double()
+    faults += _compare("A", A.grad, dA / scale, exact_dA / scale)
+    exact_dB = dout.double().t() @ As[rank].double()
+    faults += _compare("B", weight.grad, dB / scale, exact_dB / scale)
+    group = dist.group.WORLD
+    assert group is not None
+    if not reduce_scatter._is_fused(A, 0, group):
+        faults.append("the fused path was not taken")
+    return [f"{shape} on rank {rank}: {fault}" for fault in faults]
+
+
+def _mlp() -> tuple[torch.nn.Sequential, torch.nn.Sequential]:
+    """A whole module and its sharded copy, bf16."""
+    torch.manual_seed(1)
+    device = torch.device("cuda", torch.cuda.current_device())
+    where: Any = {"device": device, "dtype": torch.bfloat16}
+    whole = torch.nn.Sequential(
+        torch.nn.Linear(512, 1024, **where), torch.nn.GELU(), torch.nn.Linear(1024, 512, **where)
+    )
+    sharded = torch.nn.Sequential(
+        ColumnParallelLinear(512, 1024, strict=True, **where),
+        torch.nn.GELU(),
+        RowParallelLinear(1024, 512, **where),
+    )
+    load_full_state_dict(sharded, whole.state_dict())
+    return whole, sharded
+
+
+def _gradients(module: torch.nn.Module, run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    module.zero_grad(set_to_none=False)
+    run()
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def layers(how: str) -> list[str]:
+    """Faults of sharded layers: plain against the whole module; compiled and captured in a CUDA
+    graph against plain ones."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    whole, sharded = _mlp()
+    x = _randn(world_size * 130, 512, seed=5)
+    own = slice(rank * 130, (rank + 1) * 130)
+    shard = x[own].clone()
+    scale = _randn(130, 512, seed=6)
+    out = sharded(shard)
+    faults = []
+    wanted = whole.double()(x.double())[own]
+    error = relative_error(out.detach(), wanted.detach())
+    if error > 0.02:
+        faults.append(f"out: error {error}")
+
+    run: torch.nn.Module | Callable[..., Any] = sharded
+    if how == "compiled":
+        torch.compiler.reset()
+        run = torch.compile(sharded, fullgraph=True)
+
+    def step() -> torch.Tensor:
+        result: torch.Tensor = run(shard)
+        (result.float() * scale).sum().backward()
+        return result
+
+    def eager_step() -> torch.Tensor:
+        result: torch.Tensor = sharded(shard)
+        (result.float() * scale).sum().backward()
+        return result
+
+    gradients = _gradients(sharded, eager_step)
+    if how == "graph":
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                sharded.zero_grad(set_to_none=False)
+                eager_step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        sharded.zero_grad(set_to_none=False)
+        with torch.cuda.graph(graph):
+            eager_step()
+        step = graph.replay  # type: ignore[assignment]
+    for turn in range(3):
+        for one, other in zip(_gradients(sharded, step), gradients, strict=True):
+            error = relative_error(one, other.double())
+            if error > 0.01:
+                faults.append(f"{how}, turn {turn}: error {error}")
+    return [f"rank {rank}: {fault}" for fault in faults]

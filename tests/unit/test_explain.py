@@ -1,0 +1,100 @@
+"""What `agmm explain` says, with no GPU."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agmm import explain, tables
+from agmm.errors import InvalidArgument
+from agmm.plan import CPU, UNFUSED, KernelConfig, Plan, Problem, Row
+from agmm.tables import Key
+
+GPU = "nvidia-h200"
+PROBLEM = Problem(4096, 3584, 8192, world_size=4)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AGMM_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("AGMM_CACHE", raising=False)
+    return tmp_path
+
+
+def said(problem: Problem) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    planner = explain.planner_for(problem.gpu, problem.world_size)
+    console.print(explain.explain(problem, planner), soft_wrap=True, markup=False)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_by_the_cost_model() -> None:
+    text = said(PROBLEM)
+    assert "plan: push, 128x128x64_1x1_pingpong/swizzle1/along_m\n" in text
+    assert "from: cost model" in text
+    assert "predicted: 340.2 µs, 1.07 × the matmul alone (317.4 µs)" in text
+    assert "measured: not yet" in text
+    assert "why: fused, the unfused path is predicted to take 503.7 µs" in text
+    assert text.count("(the plan)") == 1
+    assert text.count("push, ") == 1 + len(explain.kernels_for(GPU))
+
+
+def test_by_a_row(folder: Path) -> None:
+    plan = Plan("push", KernelConfig.parse("128x192x64_2x1_cooperative/swizzle2/along_m"))
+    tables.save(GPU, 4, [(Key.of(PROBLEM), Row(4096, plan, 351.0, 325.0, 520.0, "0.1.0"))])
+    text = said(PROBLEM)
+    assert f"plan: {plan.name}\n" in text
+    assert f"from: {folder / 'nvidia-h200-x4.json'}" in text
+    assert "measured: 351.0 µs, 1.08 × the matmul alone (325.0 µs), by agmm 0.1.0" in text
+    assert "why: fused, the unfused path was measured at 520.0 µs" in text
+    assert f"tuned at M=4096 ({folder / 'nvidia-h200-x4.json'})" in said(PROBLEM._replace(m=5000))
+
+
+def test_why_it_is_not_fused() -> None:
+    few = PROBLEM._replace(m=64)
+    assert "why: unfused is the fastest by cost model, 73.8 µs fused" in said(few)
+    tables.save(GPU, 4, [(Key.of(few), Row(64, UNFUSED, 40.0))])
+    assert "why: unfused, it was measured to be the fastest" in said(few)
+    text = said(PROBLEM._replace(k=8190))
+    assert "why: unfused, the kernels cannot compute it: A_shard: K=8190 is not" in text
+    assert "measured" not in text
+
+
+def test_one_rank() -> None:
+    assert "why: fused, one rank has nothing to gather" in said(PROBLEM._replace(world_size=1))
+
+
+def test_a_gpu_of_the_tables_without_constants() -> None:
+    problem = PROBLEM._replace(gpu="nvidia-h999")
+    tables.save("nvidia-h999", 2, [(Key.of(problem), Row(1, UNFUSED, 40.0))])
+    assert explain.find_gpu("H999") == "nvidia-h999"
+    assert "no constants of nvidia-h999 are known, those of nvidia-h200 stand in" in said(problem)
+
+
+def test_the_cpu() -> None:
+    problem = Problem(10, 3, 5, "float32", 2, gpu=CPU)
+    assert "from: default of the CPU backend" in said(problem)
+    tables.save(CPU, 2, [(Key.of(problem), Row(10, Plan("push", chunks_per_shard=4), 5.0, 4.0))])
+    text = said(problem)
+    assert "plan: push, 4 chunks per shard" in text
+    assert "measured: 5.0 µs, 1.25 × the matmul alone (4.0 µs)" in text
+
+
+def test_rows_that_cannot_be_shared_out() -> None:
+    with pytest.raises(InvalidArgument, match="m: found 4096, wanted a multiple of tp, 3"):
+        said(PROBLEM._replace(world_size=3))
+
+
+@pytest.mark.parametrize("name", ["h200", "H200", "NVIDIA H200", "nvidia-h200"])
+def test_gpu_names(name: str) -> None:
+    assert explain.find_gpu(name) == GPU
+
+
+@pytest.mark.parametrize("name", ["", "b200", "nvidia-h2001"])
+def test_unknown_gpus(name: str) -> None:
+    with pytest.raises(InvalidArgument, match="wanted one of cpu, nvidia-h200"):
+        explain.find_gpu(name)

@@ -1,0 +1,277 @@
+"""The files of tuned plans: what is written is read, and nothing that goes wrong loses rows."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import resource
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agmm import cost_model, tables
+from agmm.plan import UNFUSED, KernelConfig, Plan, Planner, Problem, Row
+from agmm.tables import Key, NewerSchema, TableError
+
+GPU = "nvidia-h200"
+KERNEL = KernelConfig.parse("128x128x64_1x1_pingpong/swizzle4/along_n")
+PROBLEM = Problem(4096, 3584, 8192, world_size=4)
+KEY = Key.of(PROBLEM)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AGMM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("AGMM_CACHE", raising=False)
+    monkeypatch.setattr(tables, "_warned", set())
+    return tmp_path / "cache"
+
+
+def row(m: int, us: float = 10.0) -> Row:
+    return Row(m, Plan("push", KERNEL), us, 9.5, None, "0.1.0")
+
+
+def saved_ms() -> list[int]:
+    table = tables.user(GPU, 4)
+    return [] if table is None else [found.m for found in table.rows(PROBLEM)]
+
+
+def test_what_is_saved_is_read(folder: Path) -> None:
+    other = Key("float16", "row", True, 8, 16)
+    rows = [
+        (KEY, row(4096)),
+        (KEY, Row(64, UNFUSED, 3.25, None, 3.25, "0.1.0")),
+        (other, Row(6, Plan("pull", KERNEL, 2), 1.5)),
+    ]
+    path = tables.save(GPU, 4, rows)
+    assert path == folder / "nvidia-h200-x4.json"
+    table = tables.user(GPU, 4)
+    assert table is not None
+    assert table.name == str(path)
+    assert table.rows(PROBLEM) == [rows[1][1], rows[0][1]]
+    assert table.by_key[other] == {6: rows[2][1]}
+    assert tables.user(GPU, 2) is None
+    assert Planner([KERNEL], [table]).choose(PROBLEM).row == rows[0][1]
+
+
+def test_rows_are_found_by_everything_but_m() -> None:
+    tables.save(GPU, 4, [(KEY, row(4096))])
+    table = tables.user(GPU, 4)
+    assert table is not None
+    assert len(table.rows(PROBLEM._replace(m=8, sm_count=7))) == 1
+    for other in ({"n": 8}, {"k": 8}, {"dtype": "float16"}, {"b_layout": "row"}):
+        assert not table.rows(PROBLEM._replace(**other))
+    assert not table.rows(PROBLEM._replace(return_A=True))
+
+
+def test_a_later_row_replaces_an_earlier_one_and_no_other() -> None:
+    tables.save(GPU, 4, [(KEY, row(1, 5.0)), (KEY, row(2, 5.0))])
+    tables.save(GPU, 4, [(KEY, row(2, 6.0)), (KEY, row(3, 6.0))])
+    table = tables.user(GPU, 4)
+    assert table is not None
+    assert [(r.m, r.us) for r in table.rows(PROBLEM)] == [(1, 5.0), (2, 6.0), (3, 6.0)]
+
+
+def test_gpu_names() -> None:
+    assert tables.gpu_name("NVIDIA H200") == "nvidia-h200"
+    assert tables.gpu_name("NVIDIA H100 80GB HBM3 ") == "nvidia-h100-80gb-hbm3"
+
+
+def test_known_gpus() -> None:
+    assert tables.known_gpus() <= {GPU}
+    tables.save("a-gpu-x2", 16, [(KEY, row(1))])
+    assert "a-gpu-x2" in tables.known_gpus()
+
+
+def test_packaged_files_are_sound() -> None:
+    for gpu in cost_model.known_gpus():
+        constants = cost_model.constants(gpu)
+        assert constants.gpu == gpu
+        assert all(KernelConfig.parse(name).kernel == name for name in constants.tflops_per_sm)
+    for path in Path(tables.__file__).parent.glob("*-x*.json"):
+        assert tables.read(path).by_key
+
+
+# --- the folder ---
+
+
+def test_off_switch(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    tables.save(GPU, 4, [(KEY, row(1))])
+    monkeypatch.setenv("AGMM_CACHE", "off")
+    assert tables.user(GPU, 4) is None
+    with pytest.raises(TableError, match=r"^AGMM_CACHE: found 'off', wanted 'on'"):
+        tables.save(GPU, 4, [(KEY, row(2))])
+    monkeypatch.setenv("AGMM_CACHE", "on")
+    assert saved_ms() == [1]
+
+
+def test_bad_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGMM_CACHE", "0")
+    with pytest.warns(UserWarning, match="AGMM_CACHE: found '0', wanted 'on' or 'off'"):
+        assert tables.user(GPU, 4) is None
+
+
+def test_default_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("AGMM_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tables.user_folder() == tmp_path / "agmm"
+
+
+@pytest.mark.parametrize("kind", ["below a file", "in /proc"])
+def test_a_folder_that_cannot_be_written(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    unwritable = {"below a file": tmp_path / "file" / "cache", "in /proc": Path("/proc/agmm")}
+    monkeypatch.setenv("AGMM_CACHE_DIR", str(unwritable[kind]))
+    with pytest.raises(TableError, match=r"nvidia-h200-x4\.json: cannot be written \("):
+        tables.save(GPU, 4, [(KEY, row(1))])
+
+
+def test_a_folder_that_may_only_be_read(folder: Path) -> None:
+    path = tables.save(GPU, 4, [(KEY, row(1))])
+    path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
+    folder.chmod(0o500)
+    try:
+        try:
+            (folder / "probe").touch()
+        except OSError:
+            with pytest.raises(TableError, match=r"cannot be written \("):
+                tables.save(GPU, 4, [(KEY, row(2))])
+        else:
+            pytest.skip("this user may write everywhere")
+        assert saved_ms() == [1]
+    finally:
+        folder.chmod(0o700)
+
+
+def _in_process(fn: Callable[..., Any], *arguments: Any) -> int | None:
+    process = multiprocessing.get_context("spawn").Process(target=fn, args=arguments)
+    process.start()
+    process.join(120)
+    return process.exitcode
+
+
+def _save_on_a_full_disk() -> None:
+    """Writes fail part of the way, as they do where no space is left."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    with pytest.raises(TableError, match=r"cannot be written \(File too large\)"):
+        tables.save(GPU, 4, [(KEY, row(2))])
+
+
+def test_a_full_disk_loses_no_rows(folder: Path) -> None:
+    path = tables.save(GPU, 4, [(KEY, row(1))])
+    before = path.read_bytes()
+    assert _in_process(_save_on_a_full_disk) == 0
+    assert path.read_bytes() == before
+    assert not list(folder.glob("*.new"))
+    tables.save(GPU, 4, [(KEY, row(2))])
+    assert saved_ms() == [1, 2]
+
+
+# --- several processes ---
+
+
+def _save_rows(first: int, count: int) -> None:
+    for m in range(first, first + count):
+        tables.save(GPU, 4, [(KEY, row(m))])
+
+
+def test_processes_that_save_at_once_lose_no_rows() -> None:
+    count, processes = 25, []
+    for i in range(3):
+        process = multiprocessing.get_context("spawn").Process(
+            target=_save_rows, args=(1 + i * count, count)
+        )
+        process.start()
+        processes.append(process)
+    seen = 0
+    while any(process.is_alive() for process in processes):
+        now = len(saved_ms())  # a reader never finds half a file
+        assert now >= seen
+        seen = now
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert saved_ms() == list(range(1, 1 + 3 * count))
+
+
+# --- files that are no tables ---
+
+
+def _text(**changes: Any) -> str:
+    entry = json.loads(tables.to_text(GPU, 4, {KEY: {1: row(1)}}))["rows"][0]
+    plan = {**entry["plan"], **changes.pop("plan", {})}
+    entry = {name: v for name, v in {**entry, "plan": plan, **changes}.items() if v != "absent"}
+    return json.dumps({"schema": 1, "rows": [entry]})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "{}",
+        '{"schema": 1}',
+        '{"schema": "1", "rows": []}',
+        '{"schema": 0, "rows": []}',
+        '{"schema": 1, "rows": [3]}',
+        _text(us=-1.0),
+        _text(us="fast"),
+        _text(us="absent"),
+        _text(m=0),
+        _text(m=1.5),
+        _text(n="absent"),
+        _text(return_A=0),
+        _text(roof_us=0),
+        _text(plan={"kernel": "128x128"}),
+        _text(plan={"chunks_per_shard": 0}),
+        _text(plan={"transport": None}),
+        b"\xff\xfe",
+    ],
+)
+def test_a_corrupt_file_is_reported_once_ignored_and_kept_aside(
+    content: str | bytes, folder: Path
+) -> None:
+    folder.mkdir()
+    path = folder / tables.file_name(GPU, 4)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.warns(UserWarning, match="ignores a table of plans: .*found a corrupt table"):
+        assert tables.user(GPU, 4) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tables.user(GPU, 4) is None
+    with pytest.warns(UserWarning, match=r"keeps the corrupt .* as nvidia-h200-x4\.json\.corrupt"):
+        tables.save(GPU, 4, [(KEY, row(2))])
+    assert saved_ms() == [2]
+    kept = path.with_name(f"{path.name}.corrupt").read_bytes()
+    assert kept == (content if isinstance(content, bytes) else content.encode())
+
+
+def test_the_text_that_the_corrupt_ones_are_made_of_is_sound(folder: Path) -> None:
+    folder.mkdir()
+    (folder / tables.file_name(GPU, 4)).write_text(_text())
+    assert saved_ms() == [1]
+
+
+def test_a_file_of_a_newer_schema_is_left_alone(folder: Path) -> None:
+    folder.mkdir()
+    path = folder / tables.file_name(GPU, 4)
+    content = json.dumps({"schema": tables.SCHEMA + 1, "rows": {"in": "another way"}})
+    path.write_text(content)
+    with pytest.warns(UserWarning, match="found schema 2, wanted at most 1"):
+        assert tables.user(GPU, 4) is None
+    with pytest.raises(NewerSchema, match="found schema 2, wanted at most 1"):
+        tables.save(GPU, 4, [(KEY, row(1))])
+    assert path.read_text() == content
+
+
+def test_a_folder_in_the_files_place_is_reported(folder: Path) -> None:
+    (folder / tables.file_name(GPU, 4)).mkdir(parents=True)
+    with pytest.warns(UserWarning, match="cannot be read"):
+        assert tables.user(GPU, 4) is None
+    with pytest.raises(TableError, match="cannot be read"):
+        tables.save(GPU, 4, [(KEY, row(1))])

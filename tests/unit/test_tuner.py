@@ -1,0 +1,198 @@
+"""The tuner's decisions, with samples that are made up."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from agmm import cost_model, tables, tuner
+from agmm.errors import InvalidArgument
+from agmm.plan import CPU, UNFUSED, KernelConfig, Plan, Problem, Row, why_illegal
+from agmm.tables import TableError
+from agmm.testing.cases import Shape
+
+KERNELS = tuple(
+    KernelConfig.parse(name) for name in cost_model.constants(cost_model.DEFAULT_GPU).tflops_per_sm
+)
+GPU_PROBLEM = Problem(4096, 3584, 8192, world_size=4)
+CPU_PROBLEM = Problem(64, 8, 8, "float32", 2, gpu=CPU)
+
+
+def outcome(problem: Problem = CPU_PROBLEM, us: float = 8.0) -> tuner.Outcome:
+    shape = Shape(problem.m, problem.n, problem.k)
+    row = Row(problem.m, UNFUSED, us, 4.0, us, "0.1.0")
+    return tuner.Outcome(shape, problem, Plan("push"), row, 10.0)
+
+
+# --- candidates ---
+
+
+@pytest.mark.parametrize("return_A", [False, True])
+def test_candidates_on_a_gpu(return_A: bool) -> None:
+    problem = GPU_PROBLEM._replace(return_A=return_A)
+    transport = "pull" if return_A else "push"
+    old = Plan(transport, KernelConfig.parse("256x128x64_2x1_cooperative/swizzle8/along_m"))
+    plans = tuner.candidates(problem, KERNELS, old)
+    assert plans[0] == old
+    assert plans[-1] == UNFUSED
+    assert len(set(plans)) == len(plans)
+    assert all(why_illegal(problem, plan, KERNELS) is None for plan in plans)
+
+
+def test_slow_kernels_are_pruned() -> None:
+    few = Problem(64, 3584, 8192, world_size=4)
+    times = {kernel.kernel: cost_model.fused_us(few, kernel) for kernel in KERNELS}
+    limit = tuner.PRUNE_FACTOR * min(times.values())
+    plans = tuner.candidates(few, KERNELS, UNFUSED)
+    kept = {plan.kernel.kernel for plan in plans if plan.kernel is not None}
+    assert kept == {kernel for kernel, us in times.items() if us <= limit}
+    assert 0 < len(kept) < len(KERNELS)
+
+
+@pytest.mark.parametrize(("rows", "chunks"), [(1, [1]), (3, [1, 2]), (8, [1, 2, 4, 8])])
+def test_candidates_on_the_cpu(rows: int, chunks: list[int]) -> None:
+    problem = CPU_PROBLEM._replace(m=2 * rows)
+    plans = tuner.candidates(problem, (), Plan("push"))
+    assert plans == [*(Plan("push", chunks_per_shard=c) for c in chunks), UNFUSED]
+
+
+def test_the_best_kernels_are_tried_in_all_orders() -> None:
+    medians = {Plan("push", kernel): float(i) for i, kernel in enumerate(KERNELS)}
+    medians[UNFUSED] = -1.0
+    more = tuner.other_orders(medians)
+    assert len(more) == len(set(more)) == 2 * 7
+    assert {p.kernel.kernel for p in more if p.kernel} == {k.kernel for k in KERNELS[:2]}
+    assert not set(more) & set(medians)
+    assert tuner.other_orders({Plan("push"): 1.0, UNFUSED: 2.0}) == []
+
+
+# --- settling ---
+
+
+class Clock:
+    """Samples around given times, with noise that is common to a round and noise of each sample."""
+
+    def __init__(self, noise: float, **times: float) -> None:
+        self._draw = random.Random(1)
+        self._noise = noise
+        self._times = {**times, tuner.ROOF: 1.0}
+        self.asked: list[list[str]] = []
+
+    def __call__(self, names: Sequence[str], number: int) -> dict[str, list[float]]:
+        assert number == len(self.asked)
+        self.asked.append(list(names))
+        drift = [1.0 + 0.2 * self._draw.random() for _ in range(tuner.ROUND_SAMPLES)]
+        return {
+            name: [self._times[name] * d + self._draw.gauss(0, self._noise) for d in drift]
+            for name in (*names, tuner.ROOF)
+        }
+
+
+def test_a_clear_winner_takes_one_round() -> None:
+    clock = Clock(0.5, a=100, b=120, c=110)
+    winner, samples = tuner.settle(clock, ["b", "a", "c"], old="b")
+    assert winner == "a"
+    assert clock.asked == [["b", "a", "c"]]
+    assert {len(taken) for taken in samples.values()} == {tuner.ROUND_SAMPLES}
+    assert tuner.ROOF in samples
+
+
+def test_the_clearly_slower_are_timed_no_more_but_the_old_one_is() -> None:
+    clock = Clock(3.0, a=100, b=100.01, slow=130, old=125)
+    tuner.settle(clock, ["a", "b", "slow", "old"], old="old")
+    assert clock.asked == [["a", "b", "slow", "old"]] + (tuner.MAX_ROUNDS - 1) * [["a", "b", "old"]]
+
+
+def test_within_the_noise_the_old_plan_stays() -> None:
+    for old in ("a", "b"):
+        winner, _ = tuner.settle(Clock(5.0, a=100, b=100.1), ["a", "b"], old=old)
+        assert winner == old
+
+
+def test_a_single_candidate_wins() -> None:
+    assert tuner.settle(Clock(1.0, a=5), ["a"], old="gone")[0] == "a"
+
+
+def test_more_rounds_tell_what_one_cannot() -> None:
+    rounds = [[-3.0, 5.0] * (tuner.ROUND_SAMPLES // 2), *4 * [[1.0] * tuner.ROUND_SAMPLES]]
+
+    def time_round(names: Sequence[str], number: int) -> dict[str, list[float]]:
+        flat = [100.0] * tuner.ROUND_SAMPLES
+        slower = [100.0 + d for d in rounds[number]]
+        return {"a": flat, "b": slower, tuner.ROOF: flat}
+
+    winner, samples = tuner.settle(time_round, ["a", "b"], old="b")
+    assert winner == "a"
+    assert len(samples["b"]) == 3 * tuner.ROUND_SAMPLES
+
+
+def test_ahead_is_about_pairs() -> None:
+    first = [10.0, 50.0, 12.0, 30.0]  # clocks drift, the difference does not
+    assert tuner.is_ahead(first, [s + 1 for s in first])
+    assert not tuner.is_ahead([s + 1 for s in first], first)
+    assert not tuner.is_ahead(first, first)
+    assert tuner.is_ahead(first, [s + d for s, d in zip(first, [1, 1.1, 400, 0.9], strict=True)])
+
+
+# --- options ---
+
+
+def test_options_are_checked() -> None:
+    assert tuner.Options.of("cpu", 2, [Shape(4, 3, 5)]).dtype == torch.float32
+    with pytest.raises(InvalidArgument, match="found 5x8x8, wanted an M that is a multiple"):
+        tuner.Options.of("cpu", 2, [Shape(5, 8, 8)])
+    with pytest.raises(InvalidArgument, match="found 4x3x8, which cannot be fused: B: N=3"):
+        tuner.Options.of("cuda", 2, [Shape(4, 3, 8)])
+
+
+# --- keeping ---
+
+
+def test_rows_that_could_not_be_written_are_written_with_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AGMM_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("AGMM_CACHE", raising=False)
+    keeper = tuner.Keeper(2)
+    save = tables.save
+
+    def full(*arguments: Any) -> Path:
+        raise TableError("cpu-x2.json: cannot be written (No space left on device)")
+
+    monkeypatch.setattr(tables, "save", full)
+    keeper.add(outcome())
+    keeper.add(outcome(CPU_PROBLEM._replace(m=128)))
+    assert keeper.error == "cpu-x2.json: cannot be written (No space left on device)"
+    assert keeper.path is None
+    text = json.loads(keeper.unsaved_text())
+    assert [row["m"] for row in text["rows"]] == [64, 128]
+    monkeypatch.setattr(tables, "save", save)
+    keeper.add(outcome(CPU_PROBLEM._replace(m=256)))
+    assert not keeper.unsaved
+    table = tables.user(CPU, 2)
+    assert table is not None
+    assert [row.m for row in table.rows(CPU_PROBLEM)] == [64, 128, 256]
+
+
+def test_what_could_not_be_measured_is_not_kept() -> None:
+    keeper = tuner.Keeper(2)
+    keeper.add(tuner.Outcome(Shape(64, 8, 8), CPU_PROBLEM, UNFUSED))
+    assert keeper.unsaved == []
+
+
+def test_summary() -> None:
+    nothing = tuner.Outcome(Shape(8, 8, 8), CPU_PROBLEM, UNFUSED)
+    console = Console(file=io.StringIO(), width=160)
+    console.print(tuner.summary_table([outcome(), nothing]))
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert ["64x8x8", "push", "unfused", "10.0", "8.0", "20.0%", "2.000", "8.0"] in lines
+    assert any("none could be measured" in " ".join(line) for line in lines)
