@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from agmm.testing.ranks import RankPool
+
+# A shell that starts the tests in the background has SIGINT ignored; the processes that the tests
+# of Ctrl-C start must not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A developer's own tables must not steer the tests.
 os.environ.setdefault("AGMM_CACHE", "off")
