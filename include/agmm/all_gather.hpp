@@ -102,7 +102,7 @@ class AllGather {
   /// does not fit; enqueues nothing.
   Gathered next(GatherRequest const& request) const;
   /// Enqueues the copies behind what `stream` holds.
-  void begin(GatherRequest const& request, void* stream);
+  bool begin(GatherRequest const& request, void* stream);
   /// Makes `stream` wait for the copies, so that the caller may reuse the shard and read a_out.
   void end(void* stream);
 

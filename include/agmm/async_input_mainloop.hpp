@@ -1,6 +1,7 @@
 // A TMA warp-specialised mainloop whose A arrives while the kernel runs: CUTLASS's sm90 collective
 // with another producer. Per tile the producer thread issues B's loads, acquires the signals of the
-// chunks that the tile touches, and only then issues A's. The consumer side is inherited unchanged.
+// chunks that the tile touches, and only then issues A's. Where the gathered A is wanted, the tiles
+// of the first column also store what they loaded. The consumer side is inherited unchanged.
 #pragma once
 
 #include <cstdint>
@@ -49,13 +50,30 @@ struct AsyncInputMainloop : Base {
   using ClusterShape = typename Base::DispatchPolicy::ClusterShape;
   using TMA_A = typename Base::Params::TMA_A;
 
+  /// Whether A can be stored: a stage is refilled with A by this CTA alone, whose producer knows
+  /// when the store has read it.
+  static constexpr bool kCanStoreA = cute::size<1>(ClusterShape{}) == 1;
+
   struct Arguments : Base::Arguments {
     ElementA const* ptr_A_local = nullptr;  // [local rows, K], rows local_rows.begin ... of A
+    ElementA* ptr_A_out = nullptr;          // [M, K] with A's strides: all of A is written; or null
     AsyncInput input{};
   };
 
+  static auto make_tma_store_a(ElementA* ptr, int32_t m, int32_t k, int32_t l,
+                               typename Base::StrideA const& stride) {
+    using namespace cute;
+    return make_tma_copy(SM90_TMA_STORE{},
+                         make_tensor(make_gmem_ptr(ptr), make_layout(make_shape(m, k, l), stride)),
+                         typename Base::SmemLayoutA{}(_, _, Int<0>{}),
+                         make_shape(shape<0>(TileShape{}), shape<2>(TileShape{})), _1{});
+  }
+  using TMA_A_Store = decltype(make_tma_store_a(nullptr, 0, 0, 0, typename Base::StrideA{}));
+
   struct Params : Base::Params {
     TMA_A tma_load_a_local;
+    TMA_A_Store tma_store_a;
+    bool stores_a = false;
     AsyncInput input;
   };
 
@@ -63,13 +81,20 @@ struct AsyncInputMainloop : Base {
   static Params to_underlying_arguments(ProblemShape const& problem, Arguments const& args,
                                         void* workspace) {
     auto const base = Base::to_underlying_arguments(problem, args, workspace);
-    if (args.input.local_rows.empty()) return {base, base.tma_load_a, args.input};
-    auto local_problem = problem;
-    cute::get<0>(local_problem) = args.input.local_rows.size();
-    typename Base::Arguments local_args = args;
-    local_args.ptr_A = args.ptr_A_local;
-    return {base, Base::to_underlying_arguments(local_problem, local_args, workspace).tma_load_a,
-            args.input};
+    // Without a tensor to store to, A stands in for it: the descriptor has to be a legal one.
+    bool const stores_a = args.ptr_A_out != nullptr;
+    auto const [m, n, k, l] = cute::append<4>(problem, 1);
+    auto const store = make_tma_store_a(
+        stores_a ? args.ptr_A_out : const_cast<ElementA*>(args.ptr_A), m, k, l, args.dA);
+    auto local = base.tma_load_a;
+    if (!args.input.local_rows.empty()) {
+      auto local_problem = problem;
+      cute::get<0>(local_problem) = args.input.local_rows.size();
+      typename Base::Arguments local_args = args;
+      local_args.ptr_A = args.ptr_A_local;
+      local = Base::to_underlying_arguments(local_problem, local_args, workspace).tma_load_a;
+    }
+    return {base, local, store, stores_a, args.input};
   }
 
   CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
@@ -143,6 +168,19 @@ struct AsyncInputMainloop : Base {
       copy(params.tma_load_a.with(descriptor, *pipeline.producer_get_barrier(stage), mcast_mask_a),
            tAgA(_, _, _, k_tile), tAsA(_, _, _, stage.index()));
     };
+    // Every row of A is read by the one tile of its rows that lies in the first column.
+    bool const stores_a = kCanStoreA && params.stores_a && n_coord == 0;
+    auto const store_a = [&](PipelineState const& stage, int k_tile) {
+      auto const tma = params.tma_store_a.get_slice(Int<0>{});
+      Tensor mA = params.tma_store_a.get_tma_tensor(
+          make_shape(input.chunks.rows, input.chunks.depth, Int<1>{}));
+      Tensor gA_out =
+          local_tile(mA, select<0, 2>(TileShape{}), make_coord(m_coord, k_tile, l_coord));
+      pipeline.consumer_wait(stage);  // until the load has landed
+      copy(params.tma_store_a, tma.partition_S(sA)(_, _, _, stage.index()),
+           tma.partition_D(gA_out));
+      tma_store_arrive();
+    };
     auto const load_b = [&](PipelineState const& stage, int k_tile) {
       copy(params.tma_load_b.with(*pipeline.producer_get_barrier(stage), mcast_mask_b),
            tBgB(_, _, _, k_tile), tBsB(_, _, _, stage.index()));
@@ -178,6 +216,12 @@ struct AsyncInputMainloop : Base {
       }
     }
 
+    // A stage is stored kStoreLag loads after its own, when it has landed, and refilled when the
+    // store has read it: kStages - kStoreLag loads later, so neither wait should cost anything.
+    constexpr int kStages = Base::DispatchPolicy::Stages;
+    constexpr int kStoreLag = kStages / 2;
+    // The phase in which a stage is full is the other one of that in which it is free.
+    PipelineState landed(smem_pipe_write.index(), smem_pipe_write.phase() ^ 1, 0);
     int const k_end = k_begin + k_tile_count;
     int const k_loaded_b = k_begin + lead;
     CUTLASS_PRAGMA_NO_UNROLL
@@ -186,7 +230,19 @@ struct AsyncInputMainloop : Base {
         pipeline.producer_acquire(smem_pipe_write);
         load_b(smem_pipe_write, k_tile);
       }
+      if (stores_a) tma_store_wait<kStages - 1 - kStoreLag>();
       load_a(smem_pipe_write, k_tile);
+      if (stores_a && k_tile - k_begin >= kStoreLag) {
+        store_a(landed, k_tile - kStoreLag);
+        ++landed;
+      }
+    }
+    if (stores_a) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int k_tile = max_of(k_begin, k_end - kStoreLag); k_tile < k_end; ++k_tile, ++landed) {
+        store_a(landed, k_tile);
+      }
+      tma_store_wait<0>();  // the next tile's loads are not held against these stores
     }
 
     if (kTimed && timed_tile >= 0) {

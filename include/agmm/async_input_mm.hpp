@@ -27,6 +27,7 @@ struct AsyncInputArgs {
   int64_t ldb = 0;             // elements between rows (RowMajor) or columns (ColumnMajor) of B
   void const* bias = nullptr;  // [n], the dtype of A; or null
   void* out = nullptr;
+  void* a_out = nullptr;              // [m, k], where the kernel writes all of A; or null
   uint32_t const* signals = nullptr;  // chunks_m * chunks_k words; null: all of A is ready
   uint32_t ready_value = 1;
   int32_t chunks_m = 1;

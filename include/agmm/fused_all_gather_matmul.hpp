@@ -22,7 +22,9 @@ struct Weight {
 struct FusedArgs {
   Transport transport = Transport::CopyEnginePush;
   void const* a_shard = nullptr;  // [rows, k]
-  void* a_out = nullptr;          // [w * rows, k] for the pull transport
+  // [w * rows, k], or null where A is not wanted. Pull copies A there and the matmuls read it
+  // there; with push the first matmul stores what it reads.
+  void* a_out = nullptr;
   int32_t rows = 0;
   int32_t k = 0;
   DType dtype = DType::BFloat16;
@@ -30,8 +32,9 @@ struct FusedArgs {
   TileTimes* tile_times = nullptr;  // of the first weight's tiles
 };
 
-/// Throws std::invalid_argument, with nothing enqueued, when a part of the call is not legal.
-void fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
+/// Returns whether the stream is being captured into a graph. Throws std::invalid_argument, with
+/// nothing enqueued, when a part of the call is not legal.
+bool fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
                              std::vector<Weight> const& weights, void* stream);
 
 }  // namespace agmm

@@ -70,7 +70,7 @@ def call_plan(
 ) -> Plan:
     """How a legal call is best computed, chosen by the weights' columns together.
 
-    The kernel of each weight is another question: see `Planner.fused_kernel`.
+    The kernel of each weight is another question: see `Planner.fused_plan`.
     """
     k = A_shard.shape[-1]
     world_size = dist.get_world_size(group)

@@ -157,12 +157,13 @@ class CudaWorkspace:
         k: int,
         is_bf16: bool,
         weights: collections.abc.Sequence[tuple[int, int, bool, int, int, int, KernelConfig]],
+        pull: bool,
         a_out: int,
         tile_times: int,
         stream: int,
-    ) -> None:
+    ) -> bool:
         """
-        Enqueues gather and matmuls. weights: (b, ldb, b_column_major, n, bias, out, config).
+        Enqueues gather and matmuls. weights: (b, ldb, b_column_major, n, bias, out, config). Returns whether the stream is being captured.
         """
     @property
     def slot_bytes(self) -> int: ...

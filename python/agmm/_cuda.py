@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from agmm import _call_plan, _core, plan
 from agmm.errors import AgmmError, InvalidArgument, Unsupported
-from agmm.plan import KernelConfig
+from agmm.plan import KernelConfig, Plan
 
 _SLOT_GRANULE = 32 << 20
 """Slots grow in steps of this many bytes, so that slightly larger calls do not grow them again."""
@@ -79,12 +79,27 @@ def b_layout(b: torch.Tensor) -> _Layout | None:
     return None
 
 
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy where its address is no multiple of 16 bytes (TMA alignment).
+def _aligned_pointer(tensor: torch.Tensor, kept: list[torch.Tensor]) -> int:
+    """The tensor's address, or that of a copy in ``kept`` where it is no multiple of 16 bytes (TMA
+    alignment).
 
     A copy, not another path: addresses differ between ranks, and the path must not.
     """
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+    address = tensor.data_ptr()
+    if address % 16 != 0:
+        tensor = tensor.clone()
+        kept.append(tensor)
+        address = tensor.data_ptr()
+    return address
+
+
+def _bias_pointer(bias: torch.Tensor | None, kept: list[torch.Tensor]) -> int:
+    if bias is None:
+        return 0
+    if not bias.is_contiguous():
+        bias = bias.contiguous()
+        kept.append(bias)
+    return _aligned_pointer(bias, kept)
 
 
 def why_b_unfused(b: torch.Tensor) -> str | None:
@@ -94,31 +109,6 @@ def why_b_unfused(b: torch.Tensor) -> str | None:
     if layout.leading % plan.ALIGNMENT != 0:
         return f"B: leading dimension {layout.leading} is not a multiple of {plan.ALIGNMENT}"
     return None
-
-
-def choose(
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    group: dist.ProcessGroup | None = None,
-    return_A: bool = False,
-    column_major: bool = True,
-) -> KernelConfig:
-    """The kernel for a fused call of ``group``, or of this process alone. See `agmm.plan`."""
-    problem = _call_plan.problem(
-        m,
-        n,
-        k,
-        dtype,
-        device,
-        world_size=1 if group is None else dist.get_world_size(group),
-        return_A=return_A,
-        column_major=column_major,
-    )
-    return _call_plan.planner(group, device).fused_kernel(problem)
 
 
 def _stream(device: torch.device) -> int:
@@ -161,21 +151,22 @@ def async_input_mm(
     out = a.new_empty(m, n)
     if m == 0:
         return out
-    a, b = aligned(a), aligned(b)
-    bias = None if bias is None else aligned(bias.contiguous())
+    kept: list[torch.Tensor] = []  # copies live until the call is enqueued
     chunks_m, chunks_k = 1, 1
     if a_chunk_signals is not None:
         chunks_m = a_chunk_signals.shape[0]
         chunks_k = a_chunk_signals.shape[1] if a_chunk_signals.dim() == 2 else 1
     if config is None:
-        config = choose(m, n, k, a.dtype, a.device, column_major=layout.column_major)
+        problem = _call_plan.problem(m, n, k, a.dtype, a.device, column_major=layout.column_major)
+        config = _call_plan.planner(None, a.device).fused_plan(problem).kernel
+        assert config is not None
     with torch.cuda.device(a.device):
         try:
             _core.async_input_mm(
-                a.data_ptr(),
-                b.data_ptr(),
+                _aligned_pointer(a, kept),
+                _aligned_pointer(b, kept),
                 out.data_ptr(),
-                0 if bias is None else bias.data_ptr(),
+                _bias_pointer(bias, kept),
                 m,
                 n,
                 k,
@@ -339,23 +330,26 @@ class CudaWorkspace:
         *,
         return_A: bool,
         config: KernelConfig | None = None,
+        transport: str | None = None,
     ) -> FusedCall:
         """Everything about a call that depends on shapes, dtypes and layouts alone.
 
         Args:
             A_shard: [M_local, ..., K], contiguous, the same shape and dtype on all ranks.
             Bs: weights [K, N], N free for each of them, row-major or column-major.
-            return_A: whether A is wanted, in a tensor of its own (the pull transport).
+            return_A: whether A is wanted, in a tensor of its own.
             config: the kernel; chosen by `agmm.plan` when None.
+            transport: "push" or "pull"; that of the first weight's plan when None.
 
         Raises:
-            InvalidArgument: a weight is neither row-major nor column-major.
+            InvalidArgument: a weight is neither row-major nor column-major; the first weight's
+                kernel does not go with the transport.
         """
         k = A_shard.shape[-1]
         rows = A_shard.numel() // k
         m = self.world_size * rows
         leading = (self.world_size * A_shard.shape[0], *A_shard.shape[1:-1])
-        weights = []
+        weights: list[_Weight] = []
         for B in Bs:
             layout = b_layout(B)
             if layout is None:
@@ -363,36 +357,54 @@ class CudaWorkspace:
                     f"B: found strides {tuple(B.stride())}, wanted row-major or column-major"
                 )
             n = B.shape[1]
-            chosen = config or choose(
+            problem = _call_plan.problem(
                 m,
                 n,
                 k,
                 A_shard.dtype,
                 self._device,
-                group=self._group,
+                world_size=self.world_size,
                 return_A=return_A,
                 column_major=layout.column_major,
             )
+            if config is None:
+                chosen = _call_plan.planner(self._group, self._device).fused_plan(problem)
+            else:
+                chosen = Plan(plan.transports(problem, config)[0], config)
+            assert chosen.kernel is not None
+            if not weights:
+                transport = transport or chosen.transport
+                legal = plan.transports(problem, chosen.kernel)
+                if transport not in legal:
+                    raise InvalidArgument(
+                        f"config: found transport {transport} with {chosen.kernel.kernel} and "
+                        f"return_A={return_A}, wanted {' or '.join(legal)}"
+                    )
             weights.append(
                 _Weight(
                     layout.leading,
                     layout.column_major,
                     n,
                     (*leading, n),
-                    chosen,
-                    _core_config(chosen),
+                    chosen.kernel,
+                    _core_config(chosen.kernel),
                 )
             )
-        gathered_shape = (*leading, k) if return_A else None
-        bf16 = A_shard.dtype == torch.bfloat16
-        return FusedCall(self, rows, k, bf16, m * k * 2, gathered_shape, tuple(weights))
+        return FusedCall(
+            self,
+            rows,
+            k,
+            A_shard.dtype == torch.bfloat16,
+            m * k * 2,
+            transport == "pull",
+            (*leading, k) if return_A else None,
+            tuple(weights),
+        )
 
     def _enter(self, slot_bytes: int) -> _core.CudaWorkspace:
         if slot_bytes > self.slot_bytes:
             self.ensure(slot_bytes)
         assert self._buffers is not None
-        if not self._captured and torch.cuda.is_current_stream_capturing():
-            self._captured = True
         return self._buffers.core
 
 
@@ -413,6 +425,7 @@ class FusedCall(NamedTuple):
     k: int
     bf16: bool
     slot_bytes: int
+    pull: bool
     gathered_shape: tuple[int, ...] | None
     weights: tuple[_Weight, ...]
 
@@ -436,8 +449,7 @@ class FusedCall(NamedTuple):
         Raises:
             InvalidArgument: the kernel cannot take the operands; nothing was enqueued.
         """
-        workspace, rows, k, bf16, slot_bytes, gathered_shape, weights = self
-        A_shard = aligned(A_shard)
+        workspace, rows, k, bf16, slot_bytes, pull, gathered_shape, weights = self
         if workspace.world_size == 1:
             outs = [
                 async_input_mm(A_shard.view(rows, k), B, None, 0, config=w.config, bias=bias)
@@ -447,43 +459,42 @@ class FusedCall(NamedTuple):
             return (None if gathered_shape is None else A_shard.clone()), outs
         core = workspace._enter(slot_bytes)
         A = None if gathered_shape is None else A_shard.new_empty(gathered_shape)
-        kept = []  # copies live until the call is enqueued
+        kept: list[torch.Tensor] = []  # copies live until the call is enqueued
         outs = []
         arguments = []
         for w, B, bias in zip(weights, Bs, biases, strict=True):
-            B = aligned(B)
-            kept.append(B)
-            bias_pointer = 0
-            if bias is not None:
-                bias = aligned(bias.contiguous())
-                kept.append(bias)
-                bias_pointer = bias.data_ptr()
             out = A_shard.new_empty(w.out_shape)
             outs.append(out)
             arguments.append(
                 (
-                    B.data_ptr(),
+                    _aligned_pointer(B, kept),
                     w.leading,
                     w.column_major,
                     w.n,
-                    bias_pointer,
+                    _bias_pointer(bias, kept),
                     out.data_ptr(),
                     w.core_config,
                 )
             )
+        captured = True  # also where the call fails half-way
         try:
-            core.all_gather_matmul(
-                A_shard.data_ptr(),
+            captured = core.all_gather_matmul(
+                _aligned_pointer(A_shard, kept),
                 rows,
                 k,
                 bf16,
                 arguments,
+                pull,
                 0 if A is None else A.data_ptr(),
                 0 if tile_times is None else tile_times.data_ptr(),
                 _stream(A_shard.device),
             )
         except ValueError as error:
+            captured = False  # nothing was enqueued
             raise InvalidArgument(str(error)) from None
+        finally:
+            if captured:
+                workspace._captured = True
         return A, outs
 
 

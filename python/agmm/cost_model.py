@@ -70,18 +70,19 @@ def _shard_bytes(problem: Problem) -> int:
     return problem.m // problem.world_size * problem.k * _ELEMENT_BYTES
 
 
-def arrival_us(problem: Problem, position: int) -> float:
+def arrival_us(problem: Problem, position: int, transport: str = "push") -> float:
     """When the chunk at this ring position is there, in µs after the call; 0 is the own shard."""
     if position == 0:
         return 0.0
     c = constants(problem.gpu)
     shard = _shard_bytes(problem) / 1e3
-    rate = c.pull_gb_per_s if problem.return_A else c.push_gb_per_s
-    staging = c.copy_overhead_us + shard / c.staging_gb_per_s if problem.return_A else 0.0
+    is_pull = transport == "pull"
+    rate = c.pull_gb_per_s if is_pull else c.push_gb_per_s
+    staging = c.copy_overhead_us + shard / c.staging_gb_per_s if is_pull else 0.0
     return staging + c.copy_overhead_us + position * (c.copy_overhead_us + shard / rate)
 
 
-def fused_us(problem: Problem, config: KernelConfig) -> float:
+def fused_us(problem: Problem, config: KernelConfig, transport: str = "push") -> float:
     """Predicted time of the fused call in µs, launch included."""
     c = constants(problem.gpu)
     rate = c.tflops_per_sm.get(config.kernel, c.other_tflops_per_sm)
@@ -94,7 +95,7 @@ def fused_us(problem: Problem, config: KernelConfig) -> float:
     blocks *= -(-problem.n // (config.tile_n * config.cluster_n))
     # From the arrival of a chunk on, its blocks and all later ones have to be computed.
     return c.launch_us + max(
-        arrival_us(problem, position)
+        arrival_us(problem, position, transport)
         + tile_us * max(1, -(-(blocks - -(-position * blocks // problem.world_size)) // workers))
         for position in range(problem.world_size)
     )

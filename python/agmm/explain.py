@@ -18,6 +18,7 @@ from agmm.plan import (
     Planner,
     Problem,
     predict_us,
+    transports,
     why_unfused,
 )
 
@@ -133,8 +134,13 @@ def why(problem: Problem, choice: Choice) -> str:
 def _best_fused_us(problem: Problem, choice: Choice) -> float | None:
     if choice.predicted_us is None:
         return None
-    kernels = kernels_for(problem.gpu)
-    return min((cost_model.fused_us(problem, kernel) for kernel in kernels), default=None)
+    return min(
+        (
+            cost_model.fused_us(problem, kernel, transports(problem, kernel)[0])
+            for kernel in kernels_for(problem.gpu)
+        ),
+        default=None,
+    )
 
 
 def _remarks(problem: Problem) -> Iterable[str]:

@@ -250,8 +250,10 @@ def _run(
     strict: bool,
     *,
     prefer_fused: bool = False,
+    kinds: Sequence[Any] | None = None,
 ) -> _Outs:
-    kinds = [None if t is None else _kind(t) for t in (A_shard, *Bs, *biases)]
+    if kinds is None:
+        kinds = [None if t is None else _kind(t) for t in (A_shard, *Bs, *biases)]
     key = (gather_dim, return_A, config, len(Bs), *kinds)
     calls = _fused_calls.get(group)
     call = None if calls is None else calls.get(key)
@@ -260,7 +262,7 @@ def _run(
 
     _check_gatherable(A_shard, Bs, biases, gather_dim)
     try:
-        chosen = plan.as_config(None if config in ("", "unfused") else config)
+        kernel, transport = plan.parse_config("" if config == "unfused" else config)
     except ValueError as error:
         raise InvalidArgument(str(error)) from None
     reason = _why_unfused(A_shard, Bs, gather_dim, config)
@@ -272,7 +274,9 @@ def _run(
             return _fused_cpu(A_shard, Bs, biases, group, return_A)
         try:
             workspace = cuda_workspace(group, A_shard.device)
-            call = workspace.prepare(A_shard, Bs, return_A=return_A, config=chosen)
+            call = workspace.prepare(
+                A_shard, Bs, return_A=return_A, config=kernel, transport=transport
+            )
             found = call(A_shard, Bs, biases)
         except Unsupported as error:
             reason = str(error)
@@ -530,7 +534,8 @@ def all_gather_matmul(
         gather_dim: dimension of A_shard along which it is gathered. Fused: 0.
         return_A: also return the gathered A, in a tensor of its own.
         bias: [N], added to the product in float32; for a list of weights one each (or None).
-        config: a `KernelConfig` or its name to use instead of the chosen one, or ``"unfused"``.
+        config: a `KernelConfig` or its name to use instead of the chosen one, perhaps with a
+            transport (``KERNEL/pull``), or ``"unfused"``.
         strict: raise `Unsupported` instead of taking the unfused path
             (``all_gather_into_tensor`` + ``matmul``) with one warning.
         save_gathered: keep the gathered A for the backward of B, instead of A_shard, which takes
@@ -555,8 +560,10 @@ def all_gather_matmul(
     plain = True  # neither subclasses nor something that is no tensor
     needs_grad = False
     given: tuple[Any, ...] = (A_shard, *Bs, *biases)
+    kinds: list[Any] = []
     for tensor in given:
         if tensor is None:
+            kinds.append(None)
             continue
         if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
             if not isinstance(tensor, torch.Tensor):
@@ -564,6 +571,7 @@ def all_gather_matmul(
                 raise InvalidArgument(f"A_shard, B, bias: found {kind}, wanted tensors")
             plain = False
         needs_grad = needs_grad or tensor.requires_grad
+        kinds.append(_kind(tensor))
     group = group_or_default(group)
     if not isinstance(gather_dim, int):
         raise InvalidArgument(f"gather_dim: found {gather_dim!r}, wanted an int")
@@ -571,7 +579,9 @@ def all_gather_matmul(
         config = config.name
     if torch._C._is_any_autocast_enabled():
         count = len(Bs)
-        A_shard, *others = autocast(given, A_shard.device)
+        given = autocast(given, A_shard.device)
+        A_shard, *others = given
+        kinds = [None if t is None else _kind(t) for t in given]
         Bs, biases = others[:count], others[count:]
     needs_grad = needs_grad and torch.is_grad_enabled()
     if needs_grad or not plain or _is_traced():
@@ -590,6 +600,16 @@ def all_gather_matmul(
         )
     else:
         resolved = group_of(group) if isinstance(group, str) else group
-        A, outs = _run(A_shard, Bs, biases, resolved, gather_dim, return_A, config or "", strict)
+        A, outs = _run(
+            A_shard,
+            Bs,
+            biases,
+            resolved,
+            gather_dim,
+            return_A,
+            config or "",
+            strict,
+            kinds=kinds,
+        )
     out = outs if several else outs[0]
     return (A, out) if return_A else out

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import log
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from agmm import cost_model
 
@@ -189,18 +189,26 @@ def why_unfused(dtype: str, n: int, k: int) -> str | None:
     return None
 
 
-def transport(problem: Problem) -> str:
-    """The transport of a fused call: pull delivers A into a tensor of its own, push does not."""
-    return "pull" if problem.return_A and problem.gpu != CPU else "push"
+def transports(problem: Problem, kernel: KernelConfig | None = None) -> tuple[str, ...]:
+    """The legal transports of a fused call with this kernel, the usual one first.
+
+    Pull copies A into the tensor that is returned. With push the kernel writes that tensor, if its
+    clusters are one tile wide.
+    """
+    if problem.gpu == CPU or not problem.return_A:
+        return ("push",)
+    if kernel is not None and kernel.cluster_n != 1:
+        return ("pull",)
+    return "push", "pull"
 
 
 def why_illegal(problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]) -> str | None:
     """The reason why this build, whose kernels are ``kernels``, cannot run the plan, or None."""
     if plan == UNFUSED:
         return None
-    wanted = transport(problem)
-    if plan.transport != wanted:
-        return f"plan: found transport {plan.transport}, wanted {wanted} or unfused"
+    legal = transports(problem, plan.kernel)
+    if plan.transport not in legal:
+        return f"plan: found transport {plan.transport}, wanted {' or '.join(legal)} or unfused"
     if plan.chunks_per_shard < 1:
         return f"plan: found {plan.chunks_per_shard} chunks per shard, wanted at least 1"
     if problem.gpu == CPU:
@@ -239,7 +247,7 @@ def predict_us(problem: Problem, plan: Plan) -> float | None:
     if plan == UNFUSED:
         return cost_model.unfused_us(problem)
     assert plan.kernel is not None
-    return cost_model.fused_us(problem, plan.kernel)
+    return cost_model.fused_us(problem, plan.kernel, plan.transport)
 
 
 @dataclass(frozen=True)
@@ -291,7 +299,7 @@ class Planner:
         self.kernels = tuple(kernels)
         self.tables = tuple(tables)
         self._plans: dict[Problem, Plan] = {}
-        self._kernels: dict[Problem, KernelConfig] = {}
+        self._fused: dict[Problem, Plan] = {}
         self._warned: set[str] = set()
 
     def plan(self, problem: Problem) -> Plan:
@@ -301,17 +309,15 @@ class Planner:
             found = self._plans[problem] = self.choose(problem).plan
         return found
 
-    def fused_kernel(self, problem: Problem) -> KernelConfig:
-        """The kernel of the best fused plan, remembered.
+    def fused_plan(self, problem: Problem) -> Plan:
+        """The best fused plan of a GPU problem, remembered.
 
         Raises:
             ValueError: there is no kernel to choose from.
         """
-        found = self._kernels.get(problem)
+        found = self._fused.get(problem)
         if found is None:
-            kernel = self.choose(problem, fused=True).plan.kernel
-            assert kernel is not None
-            found = self._kernels[problem] = kernel
+            found = self._fused[problem] = self.choose(problem, fused=True).plan
         return found
 
     def choose(self, problem: Problem, *, fused: bool = False) -> Choice:
@@ -367,10 +373,11 @@ class Planner:
         """Each kernel in its usual order and the unfused plan, with predicted µs, fastest first."""
         plans = [UNFUSED]
         if problem.gpu == CPU:
-            plans.insert(0, Plan(transport(problem)))
+            plans.insert(0, Plan("push"))
         elif why_unfused(problem.dtype, problem.n, problem.k) is None:
             plans += [
-                Plan(transport(problem), usual_order(problem, kernel)) for kernel in self.kernels
+                Plan(transports(problem, kernel)[0], usual_order(problem, kernel))
+                for kernel in self.kernels
             ]
         timed = [(plan, predict_us(problem, plan)) for plan in plans]
         return sorted(timed, key=lambda pair: (pair[1] is None, pair[1] or 0.0))
@@ -381,7 +388,7 @@ class Planner:
         if reason is not None and not fused:
             return Choice(UNFUSED, reason, predict_us(problem, UNFUSED))
         if problem.gpu == CPU:
-            return Choice(Plan(transport(problem)), "default of the CPU backend", None)
+            return Choice(Plan("push"), "default of the CPU backend", None)
         # One rank has nothing to gather: the unfused path would only copy A.
         fused = fused or problem.world_size == 1
         for plan, us in self.alternatives(problem):
@@ -405,8 +412,17 @@ class Planner:
         return found
 
 
-def as_config(config: Any) -> KernelConfig | None:
-    """A `KernelConfig` from one, from its name, or None."""
-    if config is None or isinstance(config, KernelConfig):
-        return config
-    return KernelConfig.parse(str(config))
+def parse_config(config: str) -> tuple[KernelConfig | None, str | None]:
+    """Kernel and transport of a config: a kernel's name, and perhaps ``/push`` or ``/pull``.
+
+    None where the config leaves it open; the empty one leaves both open.
+
+    Raises:
+        ValueError: it is neither a kernel's name nor one followed by a transport.
+    """
+    if not config:
+        return None, None
+    kernel, slash, transport = config.rpartition("/")
+    if slash and transport in ("push", "pull"):
+        return KernelConfig.parse(kernel), transport
+    return KernelConfig.parse(config), None

@@ -90,7 +90,9 @@ def _impl(
     out: torch.Tensor
     if _is_fused(A, scatter_dim, group):
         fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
-        out = fused(A.contiguous(), B, reduce_op, 0, group_name)
+        # It sums with torch.sum, which autocast would have return float32.
+        with torch.amp.autocast(A.device.type, enabled=False):
+            out = fused(A.contiguous(), B, reduce_op, 0, group_name)
     else:
         out = _collectives.reduce_scatter(torch.matmul(A, B), group_name, scatter_dim)
         if reduce_op == "avg":

@@ -36,7 +36,7 @@ from agmm.plan import (
     Row,
     orders,
     predict_us,
-    transport,
+    transports,
     usual_order,
     why_unfused,
 )
@@ -190,7 +190,7 @@ class _Session:
                     return A, outs[0]
 
                 return on_cpu
-            config = "unfused" if plan.kernel is None else plan.kernel.name
+            config = "unfused" if plan.kernel is None else f"{plan.kernel.name}/{plan.transport}"
 
             def by_op() -> benchmarking.Result:
                 op: Any = agmm.all_gather_matmul
@@ -362,11 +362,12 @@ def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> 
         rows = problem.m // problem.world_size
         plans = [Plan("push", chunks_per_shard=c) for c in CPU_CHUNKS if c <= max(1, rows)]
     else:
-        moved_by = transport(problem)
-        predicted = {
-            plan: predict_us(problem, plan) or 0.0
-            for plan in (Plan(moved_by, usual_order(problem, kernel)) for kernel in kernels)
-        }
+        fused = [
+            Plan(transport, usual_order(problem, kernel))
+            for kernel in kernels
+            for transport in transports(problem, kernel)
+        ]
+        predicted = {plan: predict_us(problem, plan) or 0.0 for plan in fused}
         limit = PRUNE_FACTOR * min(predicted.values(), default=0.0)
         plans = [plan for plan, us in predicted.items() if us <= limit]
     return list(dict.fromkeys([old, *plans, UNFUSED]))

@@ -73,11 +73,11 @@ void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int
   agmm::prepare_async_input_mm(args).launch(pointer<void>(stream));
 }
 
-void all_gather_matmul(AllGather& gather, uintptr_t a_shard, int rows, int k, bool is_bf16,
-                       const std::vector<WeightTuple>& weights, uintptr_t a_out,
+bool all_gather_matmul(AllGather& gather, uintptr_t a_shard, int rows, int k, bool is_bf16,
+                       const std::vector<WeightTuple>& weights, bool pull, uintptr_t a_out,
                        uintptr_t tile_times, uintptr_t stream) {
   agmm::FusedArgs args;
-  args.transport = a_out == 0 ? agmm::Transport::CopyEnginePush : agmm::Transport::CopyEnginePull;
+  args.transport = pull ? agmm::Transport::CopyEnginePull : agmm::Transport::CopyEnginePush;
   args.a_shard = pointer<void>(a_shard);
   args.a_out = pointer<void>(a_out);
   args.rows = rows;
@@ -90,7 +90,7 @@ void all_gather_matmul(AllGather& gather, uintptr_t a_shard, int rows, int k, bo
     parts.push_back({pointer<void>(b), ldb, layout(column_major), n, pointer<void>(bias),
                      pointer<void>(out), *config});
   }
-  agmm::fused_all_gather_matmul(gather, args, parts, pointer<void>(stream));
+  return agmm::fused_all_gather_matmul(gather, args, parts, pointer<void>(stream));
 }
 
 }  // namespace
@@ -164,7 +164,8 @@ void bind_cuda(py::module_& m) {
           "The words after the slots that are 1 before the first call; the others are 0.")
       .def_property_readonly("slot_bytes", &AllGather::slot_bytes)
       .def("all_gather_matmul", &all_gather_matmul, py::arg("a_shard"), py::arg("rows"),
-           py::arg("k"), py::arg("is_bf16"), py::arg("weights"), py::arg("a_out"),
+           py::arg("k"), py::arg("is_bf16"), py::arg("weights"), py::arg("pull"), py::arg("a_out"),
            py::arg("tile_times"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
-           "Enqueues gather and matmuls. weights: (b, ldb, b_column_major, n, bias, out, config).");
+           "Enqueues gather and matmuls. weights: (b, ldb, b_column_major, n, bias, out, config). "
+           "Returns whether the stream is being captured.");
 }

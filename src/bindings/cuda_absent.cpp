@@ -21,7 +21,7 @@ std::size_t AllGather::first_credit_word(int, int) { refuse(); }
 AllGather::AllGather(int, std::vector<uintptr_t> const&, std::size_t) { refuse(); }
 AllGather::~AllGather() = default;
 
-void fused_all_gather_matmul(AllGather&, FusedArgs const&, std::vector<Weight> const&, void*) {
+bool fused_all_gather_matmul(AllGather&, FusedArgs const&, std::vector<Weight> const&, void*) {
   refuse();
 }
 

@@ -267,18 +267,20 @@ void AllGather::pull(GatherRequest const& request, int s) {
   auto* const out = static_cast<char*>(request.a_out);
   uint32_t* const signals = words(rank_, s, kSignals);
   stage_own_shard(request, s);
+  // The signal of one peer's chunk and the wait for the next peer go in one batch.
+  std::vector<CUstreamBatchMemOpParams> ops;
   for (int i = 1; i < world_size(); ++i) {
     int const peer = (rank_ + i) % world_size();
     // Any tag will do here: the consumer compares it, and ends the process if it is another call's.
-    std::vector<CUstreamBatchMemOpParams> staged{
-        wait_op(words(rank_, s, kTags) + peer, 1, CU_STREAM_WAIT_VALUE_GEQ)};
-    batch(handles_->copies, staged);
+    ops.push_back(wait_op(words(rank_, s, kTags) + peer, 1, CU_STREAM_WAIT_VALUE_GEQ));
+    batch(handles_->copies, ops);
     copy(out + peer * shard_bytes, staged_shard(peer, s), shard_bytes, handles_->copies);
-    write(handles_->copies, signals + peer, request.tag);
+    ops.assign(1, write_op(signals + peer, request.tag));
   }
+  batch(handles_->copies, ops);
 }
 
-void AllGather::begin(GatherRequest const& request, void* stream_handle) {
+bool AllGather::begin(GatherRequest const& request, void* stream_handle) {
   auto const stream = static_cast<cudaStream_t>(stream_handle);
   order_after_last_call(stream);
   AGMM_CHECK_CUDA(cudaEventRecord(handles_->fork, stream));
@@ -296,6 +298,7 @@ void AllGather::begin(GatherRequest const& request, void* stream_handle) {
   }
   AGMM_CHECK_CUDA(cudaEventRecord(handles_->copies_done, handles_->copies));
   next_slot_ = (next_slot_ + 1) % kSlots;
+  return handles_->capture != 0;
 }
 
 void AllGather::end(void* stream_handle) {

@@ -34,7 +34,7 @@ AsyncInputArgs matmul_of(Weight const& weight, FusedArgs const& args, int rank, 
 
 }  // namespace
 
-void fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
+bool fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
                              std::vector<Weight> const& weights, void* stream) {
   if (weights.empty()) throw std::invalid_argument("B: found no weight, wanted at least one");
   int const world_size = gather.world_size();
@@ -43,14 +43,15 @@ void fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
   GatherRequest request;
   request.transport = args.transport;
   request.a_shard = args.a_shard;
-  request.a_out = args.a_out;
+  bool const is_pull = args.transport == Transport::CopyEnginePull;
+  request.a_out = is_pull ? args.a_out : nullptr;
   request.rows = args.rows;
   request.row_bytes = args.k * kElementBytes;
   request.limit_ns = args.limit_ns;
   // 31 bits, not 0: the pull transport waits on its stream for "at least 1" as a signed number.
-  request.tag = call_tag(args.rows, args.k, args.dtype == DType::BFloat16 ? "bfloat16" : "float16",
-                         args.transport == Transport::CopyEnginePull) &
-                0x7fffffffu;
+  request.tag =
+      call_tag(args.rows, args.k, args.dtype == DType::BFloat16 ? "bfloat16" : "float16", is_pull) &
+      0x7fffffffu;
   request.tag = std::max(request.tag, 1u);
 
   std::vector<AsyncInputArgs> matmuls;
@@ -75,7 +76,10 @@ void fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
     mm.signals = gathered.signals;
     mm.tags = gathered.tags;
     mm.ready_value = gathered.ready_value;
-    if (i == 0) mm.tile_times = args.tile_times;
+    if (i == 0) {
+      mm.tile_times = args.tile_times;
+      if (!is_pull) mm.a_out = args.a_out;
+    }
     if (i + 1 == matmuls.size()) {
       mm.release_signals = gathered.reset_words;
       mm.release_count = gathered.reset_count;
@@ -87,9 +91,10 @@ void fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
   }
 
   // Nothing is enqueued before here, and nothing short of a CUDA failure can stop the call now.
-  gather.begin(request, stream);
+  bool const captured = gather.begin(request, stream);
   for (PreparedMatmul const& mm : prepared) mm.launch(stream);
   gather.end(stream);
+  return captured;
 }
 
 }  // namespace agmm

@@ -10,10 +10,10 @@
 #include "agmm/async_input_mm.hpp"
 #include "agmm/persistent_async_input_scheduler.hpp"
 #include "cutlass/cutlass.h"
+#include "cutlass/device_kernel.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"
-#include "cutlass/gemm/device/gemm_universal_adapter.h"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 #include "kernel_entry.hpp"
 
@@ -62,7 +62,6 @@ struct KernelInstance {
       CollectiveEpilogue,
       cutlass::gemm::PersistentAsyncInputScheduler<MainloopSchedule,
                                                    cutlass::gemm::AsyncInputWait::Mainloop>>;
-  using Adapter = cutlass::gemm::device::GemmUniversalAdapter<GemmKernel>;
   using Params = typename GemmKernel::Params;
   static_assert(alignof(Params) <= kParamsAlignment);
 
@@ -107,6 +106,7 @@ struct KernelInstance {
       get<0>(gemm.mainloop.dB) = args.ldb;
     }
     gemm.mainloop.ptr_A_local = static_cast<Element const*>(args.a_local);
+    gemm.mainloop.ptr_A_out = static_cast<Element*>(args.a_out);
     gemm.mainloop.input = async_input(args);
     gemm.epilogue.ptr_D = static_cast<Element*>(args.out);
     get<0>(gemm.epilogue.dD) = int64_t(n);
@@ -125,7 +125,8 @@ struct KernelInstance {
     // CUTLASS only prints when the driver refuses a TMA descriptor, and leaves it zeroed.
     for (auto const* descriptor : {params->mainloop.tma_load_a.get_tma_descriptor(),
                                    params->mainloop.tma_load_b.get_tma_descriptor(),
-                                   params->mainloop.tma_load_a_local.get_tma_descriptor()}) {
+                                   params->mainloop.tma_load_a_local.get_tma_descriptor(),
+                                   params->mainloop.tma_store_a.get_tma_descriptor()}) {
       TmaDescriptor const zero{};
       if (std::memcmp(descriptor, &zero, sizeof(zero)) == 0) {
         return "the driver refused a TMA descriptor";
@@ -140,12 +141,20 @@ struct KernelInstance {
                                 GemmKernel::SharedStorageSize);
   }
 
+  // Not by CUTLASS's launcher, which sets an attribute of the kernel at every cluster launch.
   static int launch(void* params, void* stream) {
-    cutlass::Status const status =
-        Adapter::run(*static_cast<Params*>(params), static_cast<cudaStream_t>(stream));
-    if (status == cutlass::Status::kSuccess) return cudaSuccess;
-    cudaError_t const error = cudaGetLastError();
-    return error != cudaSuccess ? error : cudaErrorUnknown;
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {ClusterM, ClusterN, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = GemmKernel::get_grid_shape(*static_cast<Params*>(params));
+    config.blockDim = GemmKernel::get_block_shape();
+    config.dynamicSmemBytes = GemmKernel::SharedStorageSize;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &cluster;
+    config.numAttrs = ClusterM * ClusterN == 1 ? 0 : 1;
+    return cudaLaunchKernelExC(
+        &config, reinterpret_cast<void const*>(cutlass::device_kernel<GemmKernel>), &params);
   }
 
   static constexpr KernelEntry entry() {

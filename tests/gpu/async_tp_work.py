@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from agmm import async_tp
+from agmm import _call_plan, async_tp
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import relative_error
 
@@ -282,13 +282,20 @@ def _compile(
 def compiled(dims: int, gather_dim: int, return_A: bool) -> Faults:
     """An all-gather and a matmul, compiled with torch's pass, against the same in eager mode."""
     group = everyone()
+    world_size = group.size()
     shape = [2, 64, 128][3 - dims :]
     shard = gpu_work.randn(tuple(shape), torch.bfloat16, group.rank())
     k = shape[-1] * (group.size() if gather_dim == dims - 1 else 1)
     B = gpu_work.randn((k, 24), torch.bfloat16, 5)
 
+    functional = torch.ops._c10d_functional
+    name = group.group_name
+
+    # What all_gather_tensor traces to; dynamo of torch 2.11 does not trace all of that itself.
     def function(x: torch.Tensor, b: torch.Tensor) -> Any:
-        A = all_gather(x, gather_dim, group)
+        A = functional.wait_tensor(functional.all_gather_into_tensor(x, world_size, name))
+        if gather_dim != 0:
+            A = torch.cat(A.chunk(world_size), gather_dim)
         return (A if return_A else None), A @ b
 
     label = f"{dims=} {gather_dim=} {return_A=} rank {group.rank()}"
@@ -302,7 +309,10 @@ def compiled(dims: int, gather_dim: int, return_A: bool) -> Faults:
     faults += gpu_work.fault(label, out.reshape(-1, 24), A.reshape(-1, k), B, None)
     fused = "fused_all_gather_matmul" in code
     by_agmm = any("PersistentAsyncInputScheduler" in name for name in names)
-    if left or by_agmm != fused:
+    planned = fused and not _call_plan.prefers_unfused(
+        shard.movedim(gather_dim, 0), [B], group, return_A=return_A
+    )
+    if left or by_agmm != planned:
         faults.append(f"{label}: fused {fused}, by agmm {by_agmm}, left to torch {len(left)}")
     if gather_dim == 0 and not (fused and "all_gather_into_tensor" not in code):
         faults.append(f"{label}: torch's pass did not fuse")

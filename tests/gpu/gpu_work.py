@@ -21,6 +21,8 @@ Faults = list[str] | None
 _NAN_BYTE = 0xFF
 SLOT_BYTES = 64 << 20
 """Large enough for every shape of the tests but the one that grows the workspace."""
+WAYS = ("push", "push-A", "pull")
+"""A not returned, stored by the kernel, copied by the transport."""
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
@@ -173,9 +175,11 @@ class ExactCalls:
         rows = self.shape.M_local
         self.shard.copy_(self.A[self.rank * rows : (self.rank + 1) * rows])
 
-    def call(self, return_A: bool) -> None:
+    def call(self, way: str) -> None:
         op: Callable[..., Any] = agmm.all_gather_matmul
-        found = op(self.shard, self.B, self.group, return_A=return_A, strict=True)
+        return_A = way != "push"
+        config = f"{_cuda.kernels()[0].name}/pull" if way == "pull" else None
+        found = op(self.shard, self.B, self.group, return_A=return_A, config=config, strict=True)
         gathered, out = found if return_A else (None, found)
         self.wrong += torch.ne(out, torch.mm(self.A, self.B)).sum()
         if gathered is not None:
@@ -197,11 +201,11 @@ def loop(
     exact = ExactCalls(group, shape, seed)
     poison(group)
     draw = random.Random(seed + exact.rank)
-    for _ in range(calls):
+    for i in range(calls):
         exact.new_data()
         if delayed_rank in (exact.rank, -1) and draw.random() < 0.5:
             torch.cuda._sleep(draw.randrange(1, 400_000))
-        exact.call(return_A=False)
+        exact.call(WAYS[i % len(WAYS)])
     return exact.faults(f"{shape} delayed={delayed_rank}")
 
 
@@ -215,34 +219,35 @@ def mixed_loop(world_size: int, shapes: list[LocalShape], calls: int, seed: int)
     same, own = random.Random(seed), random.Random(seed + 1 + dist.get_rank())
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for _ in range(calls):
-        part, return_A, stream = same.choice(parts), same.random() < 0.5, same.choice(streams)
+        part, way, stream = same.choice(parts), same.choice(WAYS), same.choice(streams)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             if own.random() < 0.3:
                 torch.cuda._sleep(own.randrange(1, 200_000))
             part.new_data()
-            part.call(return_A)
+            part.call(way)
         torch.cuda.current_stream().wait_stream(stream)
     return [f for i, part in enumerate(parts) for f in part.faults(f"{shapes[i]}")]
 
 
 def graphs(
-    world_size: int, shape: LocalShape, calls_per_graph: int, pull_first: bool, replays: int
+    world_size: int, shape: LocalShape, calls_per_graph: int, first_way: str, replays: int
 ) -> Faults:
     """A graph of several calls, replayed with new data, eager calls in between."""
     group = group_of(last_ranks(world_size))
     if group is None:
         return None
     exact = ExactCalls(group, shape)
-    exact.call(False)
-    exact.call(True)
+    for way in WAYS:
+        exact.call(way)
+    first = WAYS.index(first_way)
     torch.cuda.synchronize()
     dist.barrier(group, device_ids=[device().index])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for i in range(calls_per_graph):
             exact.new_data()
-            exact.call(return_A=(i % 2 == 0) == pull_first)
+            exact.call(WAYS[(first + i) % len(WAYS)])
     poison(group)
     draw = random.Random(dist.get_rank())
     for i in range(replays):
@@ -251,36 +256,37 @@ def graphs(
         graph.replay()
         if i % 3 == 0:
             exact.new_data()
-            exact.call(return_A=i % 2 == 0)
+            exact.call(WAYS[i // 3 % len(WAYS)])
     return exact.faults("graphs")
 
 
 def graph_outlives_growth() -> Faults:
-    group = group_of(last_ranks(dist.get_world_size()))
+    """In ranks of its own: a workspace grows only where all ranks have made equally many."""
+    group = dist.group.WORLD
     assert group is not None
     small = ExactCalls(group, LocalShape(256, 128, 256), 3)
-    small.call(False)
+    small.call("push")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         small.new_data()
-        small.call(False)
+        small.call("push")
     slot_bytes = cuda_workspace(group, device()).slot_bytes
     rows = slot_bytes // (2 * 1024 * dist.get_world_size()) + 256
     large = ExactCalls(group, LocalShape(rows, 64, 1024), 4)
     for _ in range(4):
         graph.replay()
         large.new_data()
-        large.call(False)
+        large.call("push")
     return small.faults("captured before the growth") + large.faults("after the growth")
 
 
 def two_groups() -> Faults:
-    """Calls in two groups of all ranks at once, on two streams and from two threads."""
-    everyone = dist.get_world_size()
-    second = dist.new_group(list(range(everyone)))
-    first = group_of(last_ranks(everyone))
+    """Calls in two groups of all ranks at once, on two streams and from two threads. In ranks of
+    its own, as above."""
+    first = dist.group.WORLD
     assert first is not None
+    second = dist.new_group(list(range(first.size())))
     parts = [
         ExactCalls(g, LocalShape(192, 256, 512), 10 * i) for i, g in enumerate((first, second))
     ]
@@ -291,11 +297,11 @@ def two_groups() -> Faults:
         with torch.cuda.stream(torch.cuda.Stream()):
             for i in range(100):
                 part.new_data()
-                part.call(return_A=i % 2 == 0)
+                part.call(WAYS[i % len(WAYS)])
             torch.cuda.current_stream().synchronize()
 
     for part in parts:
-        part.call(False)  # makes the workspace, which is collective
+        part.call("push")  # makes the workspace, which is collective
     torch.cuda.synchronize()
     threads = [threading.Thread(target=work, args=(part,)) for part in parts]
     for thread in threads:
@@ -382,7 +388,7 @@ def one_rank_missing() -> None:
 
 
 def credit_missing() -> None:
-    """Rank 1 never gives rank 0 the credit that a call which returns A has to await."""
+    """Rank 1 never gives rank 0 the credit that a pull has to await."""
     group = group_of(tuple(range(dist.get_world_size())))
     assert group is not None
     if dist.get_rank() == 0:
@@ -393,9 +399,7 @@ def credit_missing() -> None:
         memory[first:].view(torch.int32)[core.credit_words(dist.get_world_size())[1]] = 0
         torch.cuda.synchronize()
     dist.barrier(device_ids=[device().index])
-    agmm.all_gather_matmul(
-        integers((64, 64), 1), integers((64, 64), 2), group, return_A=True, strict=True
-    )
+    ExactCalls(group, LocalShape(64, 64, 64)).call("pull")
     torch.cuda.synchronize()
     threading.Event().wait(60)
 

@@ -64,37 +64,48 @@ def test_every_kernel(kernel: KernelConfig, column_major: bool, dtype: torch.dty
         assert_close(out, a, b, f"{m}x{n}x{k} chunks {chunks} pivot {pivot} {name}")
 
 
+def feed(
+    stream: torch.cuda.Stream,
+    parts: list[tuple[int, int]],
+    source: torch.Tensor,
+    a: torch.Tensor,
+    signals: torch.Tensor,
+) -> None:
+    """Brings these chunks of ``source`` into ``a``, one after the other, at random intervals."""
+    rows, columns = a.shape[0] // signals.shape[0], -(-a.shape[1] // signals.shape[1])
+    with torch.cuda.stream(stream):
+        for i, j in parts:
+            torch.cuda._sleep(random.randrange(1, 40_000))
+            place = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+            torch.add(source[place], 0, out=a[place])  # a copy may wait for the device
+            signals[i, j].fill_(1)
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.kernel)
 @pytest.mark.parametrize("chunks_k", [1, 2])
 def test_waits_for_chunks_that_come_late(kernel: KernelConfig, chunks_k: int) -> None:
     """Every chunk is NaN until just before its signal; chunks come in a random order."""
     draw = random.Random(2)
-    # A kernel is loaded at its first launch, which waits for the device: not beside one that spins.
-    warm = torch.zeros(8, 8, dtype=torch.bfloat16, device="cuda")
-    torch.cuda._sleep(1)
-    torch.add(warm[:4, :4], 0, out=torch.zeros_like(warm)[:4, :4])
-    torch.add(warm[:4], 0, out=torch.zeros_like(warm)[:4])
-    torch.zeros(4, 1, dtype=torch.int32, device="cuda")[1, 0].fill_(1)
     for m, n, k, chunks in ((512, 512, 256, 4), (1000, 264, 136, 5), (96, 128, 64, 96)):
         source = randn(m, k, dtype=torch.bfloat16)
-        a = torch.full_like(source, torch.nan)
+        a = torch.empty_like(source)
         b = randn(n, k, dtype=torch.bfloat16).t()
         signals = torch.zeros(chunks, chunks_k, dtype=torch.int32, device="cuda")
-        torch.cuda.synchronize()
+        parts = [(i, j) for i in range(chunks) for j in range(chunks_k)]
+        draw.shuffle(parts)
         feeder = torch.cuda.Stream()
+        # Kernels are loaded at their first launch, which waits for the device: not beside one that
+        # spins. So the first time is for nothing.
+        feed(feeder, parts, source, a, signals)
+        torch.cuda.synchronize()
+        a.fill_(torch.nan)
+        signals.zero_()
         poison_freed_memory(m, n)
+        torch.cuda.synchronize()
         out = _cuda.async_input_mm(
             a, b, signals.view(torch.uint32), draw.randrange(chunks), config=kernel, sm_count=16
         )
-        rows, columns = m // chunks, -(-k // chunks_k)
-        parts = [(i, j) for i in range(chunks) for j in range(chunks_k)]
-        draw.shuffle(parts)
-        with torch.cuda.stream(feeder):
-            for i, j in parts:
-                torch.cuda._sleep(draw.randrange(1, 40_000))
-                place = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
-                torch.add(source[place], 0, out=a[place])  # a copy may wait for the device
-                signals[i, j].fill_(1)
+        feed(feeder, parts, source, a, signals)
         torch.cuda.synchronize()
         assert_close(out, source, b, f"{m}x{n}x{k} {kernel.name}")
 

@@ -44,11 +44,18 @@ def test_product(gpu_pool: RankPool, world_size: int, column_major: bool, return
 def test_every_kernel(gpu_pool: RankPool, world_size: int) -> None:
     shapes = [LocalShape(1, 8, 8), LocalShape(200, 264, 136), LocalShape(512, 1024, 520)]
     for i, kernel in enumerate(gpu_pool.run(gpu_work.kernels)[0]):
-        config = f"{kernel.kernel}/swizzle{(1, 2, 8)[i % 3]}/{('along_m', 'along_n')[i % 2]}"
-        results = gpu_pool.run(
-            gpu_work.products, world_size, shapes, torch.bfloat16, True, i % 2 == 1, config
-        )
-        check(results, world_size)
+        order = f"{kernel.kernel}/swizzle{(1, 2, 8)[i % 3]}/{('along_m', 'along_n')[i % 2]}"
+        for transport, return_A in (("push", False), ("push", True), ("pull", True)):
+            results = gpu_pool.run(
+                gpu_work.products,
+                world_size,
+                shapes,
+                torch.bfloat16,
+                True,
+                return_A,
+                f"{order}/{transport}",
+            )
+            check(results, world_size)
 
 
 @pytest.mark.parametrize("return_A", [False, True])
@@ -98,23 +105,21 @@ def test_shapes_transports_and_streams_mixed(gpu_pool: RankPool, world_size: int
     check(gpu_pool.run(gpu_work.mixed_loop, world_size, shapes, 400, 3), world_size)
 
 
-@pytest.mark.parametrize(("calls_per_graph", "pull_first"), [(1, False), (1, True), (3, False)])
+@pytest.mark.parametrize(
+    ("calls_per_graph", "first_way"), [(1, "push"), (1, "push-A"), (1, "pull"), (3, "push")]
+)
 @pytest.mark.parametrize("world_size", world_sizes()[1:])
-def test_graphs(
-    gpu_pool: RankPool, world_size: int, calls_per_graph: int, pull_first: bool
-) -> None:
+def test_graphs(gpu_pool: RankPool, world_size: int, calls_per_graph: int, first_way: str) -> None:
     shape = LocalShape(192, 256, 512)
-    results = gpu_pool.run(gpu_work.graphs, world_size, shape, calls_per_graph, pull_first, 60)
+    results = gpu_pool.run(gpu_work.graphs, world_size, shape, calls_per_graph, first_way, 60)
     check(results, world_size)
 
 
-def test_graph_outlives_growth(gpu_pool: RankPool) -> None:
-    check(gpu_pool.run(gpu_work.graph_outlives_growth), gpu_pool.world_size)
-
-
-def test_two_groups_at_once(gpu_pool: RankPool) -> None:
-    with RankPool(gpu_pool.world_size, "cuda") as pool:  # it makes a workspace more
-        check(pool.run(gpu_work.two_groups), pool.world_size)
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("work", [gpu_work.graph_outlives_growth, gpu_work.two_groups])
+def test_with_more_workspaces(work: Callable[[], gpu_work.Faults]) -> None:
+    with RankPool(min(GPUS, 4), "cuda") as pool:
+        check(pool.run(work), pool.world_size)
 
 
 @pytest.mark.parametrize("world_size", world_sizes()[1:2])

@@ -24,7 +24,7 @@ def test_one_rank_uses_the_config_that_was_asked_for(monkeypatch: pytest.MonkeyP
         return a @ b
 
     monkeypatch.setattr(_cuda, "async_input_mm", matmul)
-    workspace = mock.Mock(world_size=1)
+    workspace = mock.Mock(world_size=1, _device=torch.device("cpu"))
     A, B = torch.ones(2, 3, 8), torch.ones(8, 5)
     call = _cuda.CudaWorkspace.prepare(workspace, A, [B], return_A=True, config=CONFIG)
     gathered, (out,) = call(A, [B], [None])

@@ -121,15 +121,15 @@ def test_other_names_are_refused(name: str) -> None:
     )
 
 
-def test_as_config() -> None:
+def test_parse_config() -> None:
     config = KERNELS[0]
-    assert plan.as_config(None) is None
-    assert plan.as_config(config) is config
-    assert plan.as_config(config.name) == config
-    with pytest.raises(ValueError, match=r"^config: found 'fast', wanted a name such as "):
-        plan.as_config("fast")
-    with pytest.raises(ValueError, match=r"^config: found '3', wanted a name such as "):
-        plan.as_config(3)
+    assert plan.parse_config("") == (None, None)
+    assert plan.parse_config(config.name) == (config, None)
+    assert plan.parse_config(f"{config.name}/pull") == (config, "pull")
+    assert plan.parse_config(f"{config.kernel}/push") == (KernelConfig.parse(config.kernel), "push")
+    for name in ("fast", "3", "fast/pull", f"{config.name}/teleport", "/pull", "pull"):
+        with pytest.raises(ValueError, match=r"^config: found '.*', wanted a name such as "):
+            plan.parse_config(name)
 
 
 def test_configs_and_problems_are_values() -> None:
@@ -181,7 +181,7 @@ def test_reasons_against_the_fused_path(dtype: str, n: int, k: int, reason: str)
 @pytest.mark.parametrize("problem", [Problem(8, 8, 8, return_A=a) for a in (False, True)])
 def test_what_the_planner_chooses_is_legal(problem: Problem) -> None:
     chosen = Planner(KERNELS).choose(problem, fused=True).plan
-    assert chosen.transport == ("pull" if problem.return_A else "push")
+    assert chosen.transport == "push"
     assert plan.why_illegal(problem, chosen, KERNELS) is None
     assert plan.why_illegal(problem, UNFUSED, ()) is None
 
@@ -190,7 +190,16 @@ def test_what_the_planner_chooses_is_legal(problem: Problem) -> None:
     ("problem", "found", "reason"),
     [
         (Problem(8, 8, 8), Plan("pull", WIDE), "found transport pull, wanted push"),
-        (Problem(8, 8, 8, return_A=True), push(WIDE), "found transport push, wanted pull"),
+        (
+            Problem(8, 8, 8, return_A=True),
+            push(replace(WIDE, cluster_n=2)),
+            "found transport push, wanted pull",
+        ),
+        (
+            Problem(8, 8, 8, return_A=True),
+            Plan("teleport", WIDE),
+            "found transport teleport, wanted push or pull or unfused",
+        ),
         (Problem(8, 8, 8), Plan("teleport", WIDE), "found transport teleport"),
         (Problem(8, 8, 8), Plan("push"), "found no kernel"),
         (Problem(8, 8, 8), Plan("push", WIDE, 2), "found 2 chunks per shard, wanted 1"),
@@ -289,11 +298,11 @@ def test_chunks_arrive_one_after_the_other() -> None:
         assert all(before < after for before, after in pairwise(arrivals))
 
 
-def test_gathering_A_is_no_faster() -> None:
+def test_pull_is_slower_than_push() -> None:
     for problem in random_problems(40):
         for position in range(1, problem.world_size):
-            pushed = cost_model.arrival_us(problem._replace(return_A=False), position)
-            assert cost_model.arrival_us(problem._replace(return_A=True), position) > pushed
+            pushed = cost_model.arrival_us(problem, position)
+            assert cost_model.arrival_us(problem, position, "pull") > pushed
 
 
 def test_predictions_are_near_what_was_measured() -> None:
@@ -344,14 +353,16 @@ def test_choice_looks_at_the_problem() -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.kernel)
 def test_only_kernel_is_chosen(kernel: KernelConfig) -> None:
-    assert Planner([kernel]).fused_kernel(Problem(4096, 1000, 512)).kernel == kernel.kernel
+    assert Planner([kernel]).fused_plan(Problem(4096, 1000, 512)) == push(
+        plan.usual_order(Problem(4096, 1000, 512), kernel)
+    )
 
 
 def test_no_kernels_to_choose_from() -> None:
     with pytest.raises(
         ValueError, match=r"^kernels: found none, wanted a build with CUDA kernels$"
     ):
-        Planner([]).fused_kernel(Problem(8, 8, 8))
+        Planner([]).fused_plan(Problem(8, 8, 8))
 
 
 def test_few_rows_are_not_fused_and_many_are() -> None:
