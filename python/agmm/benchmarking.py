@@ -3,6 +3,25 @@
 `run` starts the ranks (or uses those of torchrun), checks every way against the reference, times
 those that are right, and returns a report that `render` prints and `write_json` stores. A way that
 fails or is wrong on any rank is left out on all of them, and the report says why.
+
+Traps, and what is done about each (the timing itself is in `agmm.testing.timer`):
+
+- Clocks: seconds of load take an H200 to its power limit and from 1980 to about 1600 MHz, and a
+  warm card ranks kernels differently. Warm-up samples are dropped, the ways are interleaved in an
+  order drawn anew for each sample, and times are compared within one run only.
+- Launches: a spin of 400 µs on the GPU hides them. A way that takes the host longer, or waits for
+  the GPU on the host, shows it in its time; what the host pays has a column ("host µs").
+- L2: a buffer larger than L2 is written before each sample, so no way finds its operands there.
+- Ranks: a tiny all-reduce before the spin aligns them, and a sample is the maximum over them; the
+  mean would hide that one waits for another.
+- First calls load kernels, allocate and exchange handles. The check and the warm-up come before.
+- Speed of wrong results: each way is checked against a float64 reference before it is timed. Its
+  output is filled with NaN before that, so that what an earlier call left cannot pass.
+- Single slow samples: the median is reported, all samples are stored.
+- Data: normal random numbers, since the power drawn, and so the clock, depends on the values. B is
+  a transposed weight, as in a layer.
+- Other processes on the machine: nothing here sees them. Where `agmm bench --compare` finds that
+  the roof changed too, suspect them, or the clocks.
 """
 
 from __future__ import annotations
@@ -613,7 +632,8 @@ def summarize(shape_report: dict[str, Any]) -> Summary:
     """agmm beside the roof and the fastest of the ways that are neither."""
     ways = shape_report["ways"]
     times = {name: w["median_us"] for name, w in ways.items() if w["median_us"] is not None}
-    others = {n: t for n, t in times.items() if n != "roof" and not WAYS[n].is_agmm}
+    ours_too = {name for name in times if name in WAYS and WAYS[name].is_agmm}
+    others = {n: t for n, t in times.items() if n != "roof" and n not in ours_too}
     best = min(others, key=lambda n: others[n]) if others else None
     ours, roof = times.get("agmm"), times.get("roof")
     return Summary(

@@ -50,9 +50,27 @@ class Layout(str, Enum):
     row = "row"
 
 
+_Shapes = Annotated[
+    str | None,
+    typer.Option(help="Gathered MxNxK, comma-separated; N is per rank.", metavar="MxNxK,..."),
+]
+_File = Annotated[
+    Path | None,
+    typer.Option(help="Shapes, one MxNxK a line; # begins a comment.", dir_okay=False),
+]
+_Model = Annotated[str | None, typer.Option(help="The QKV and gate/up projections of this model.")]
+_Tokens = Annotated[
+    str | None,
+    typer.Option(
+        help="Gathered rows for --model: a..b doubles through, a,b,c lists. Default: 512..32768."
+    ),
+]
+
+
 @contextlib.contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Turns bad input, failing ranks, Ctrl-C and warnings into lines and an exit code."""
+    """Turns bad input, failing ranks, a missing extra, Ctrl-C and warnings into lines and an exit
+    code."""
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *rest: print(f"agmm: {message}", file=sys.stderr)
@@ -64,9 +82,10 @@ def _one_line_errors() -> Iterator[None]:
         print(f"agmm: {e}", file=sys.stderr)
         raise typer.Exit(2) from None
     except RuntimeError as e:
+        from agmm._figure import PlotUnavailable
         from agmm.testing.ranks import RankError
 
-        if not isinstance(e, RankError):
+        if not isinstance(e, (RankError, PlotUnavailable)):
             raise
         print(f"agmm: {e}", file=sys.stderr)
         raise typer.Exit(1) from None
@@ -138,14 +157,18 @@ def demo(
     epilog="Examples:\n\n"
     "  agmm bench --json benchmarks/results/h200x4.json\n\n"
     "  agmm bench --shapes 4096x3584x8192,1024x3584x8192 --ways agmm,unfused,torch-native\n\n"
+    "  agmm bench --model llama-3-70b --tokens 1024..8192 --tp 4 --plot pictures\n\n"
+    "  agmm bench --compare old.json\n\n"
+    "  agmm bench --from new.json --compare old.json --plot pictures\n\n"
+    "  agmm bench --timeline 4096x3584x8192 --plot pictures\n\n"
     "  agmm bench --device cpu --world-size 2\n\n"
     "  torchrun --nproc-per-node 4 benchmarks/bench.py"
 )
 def bench(
-    shapes: Annotated[
-        str | None,
-        typer.Option(help="Gathered MxNxK, comma-separated; N is per rank.", metavar="MxNxK,..."),
-    ] = None,
+    shapes: _Shapes = None,
+    file: _File = None,
+    model: _Model = None,
+    tokens: _Tokens = None,
     ways: Annotated[
         str | None,
         typer.Option(help="Ways, comma-separated. Default: all there are.", metavar="WAY,..."),
@@ -158,10 +181,41 @@ def bench(
             dir_okay=False,
         ),
     ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", help="Take this report instead of a run; needs no GPU.", dir_okay=False
+        ),
+    ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(help="Show what changed since this report.", dir_okay=False),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw time_over_roof.png and speedup.png into this folder.",
+            metavar="DIR",
+            file_okay=False,
+        ),
+    ] = None,
+    timeline: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of timing, record when chunks arrived and tiles ran: a trace for "
+            "ui.perfetto.dev and a PNG per shape, in --plot or here.",
+            metavar="MxNxK,...",
+        ),
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples per way.")] = 20,
     world_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of ranks. Default: 4, or as many as there are GPUs."),
+        typer.Option(
+            "--world-size",
+            "--tp",
+            min=1,
+            help="Number of ranks. Default: 4, or as many as there are GPUs.",
+        ),
     ] = None,
     device: Annotated[
         Device, typer.Option(help="auto: GPUs where there are at least 2, else CPU processes.")
@@ -175,41 +229,29 @@ def bench(
     """Time agmm beside the matmul alone, NCCL + cuBLAS and torch's fused ops, in one run.
 
     Samples of all ways are interleaved; each is checked against a reference before it is timed.
-    Starts its own ranks unless torchrun did.
+    L2 is flushed, a spin hides launches, and a sample is the maximum over the ranks. Compare times
+    within one run only: a warm card is slower. Starts its own ranks unless torchrun did.
     """
     with _one_line_errors():
-        from agmm import benchmarking
-        from agmm import demo as demo_module
-        from agmm.testing.cases import Shape
+        from agmm import bench_command, presets
 
         if list_ways:
-            for way in benchmarking.WAYS.values():
-                print(f"{way.name:26}{way.title}{'' if way.on_cpu else ' (GPUs only)'}")
+            bench_command.list_ways()
             return
-        torchrun_size = benchmarking.torchrun_world_size()
-        kind, ranks = demo_module.choose(device.value, torchrun_size or world_size)
-        options = benchmarking.Options(
-            device=kind,
-            world_size=ranks,
-            shapes=None if shapes is None else [Shape.parse(s) for s in _split(shapes)],
-            ways=None if ways is None else _split(ways),
+        request = bench_command.Request(
+            presets.ShapeOptions(shapes, file, model, tokens),
+            None if ways is None else presets.split(ways),
+            device=device.value,
+            world_size=world_size,
             dtype=None if dtype is None else _torch_dtype(dtype),
             samples=samples,
+            json_path=json_path,
+            source=source,
+            compare=compare,
+            plot=plot,
+            timeline=timeline,
         )
-        stderr = console(stderr=True)
-
-        def progress(line: str) -> None:
-            if benchmarking.is_rank_0():
-                stderr.print(line)
-
-        report = benchmarking.run(options, progress)
-        if not benchmarking.is_rank_0():
-            return
-        benchmarking.render(report, console())
-        if json_path is not None:
-            benchmarking.write_json(report, json_path)
-            stderr.print(f"wrote {json_path}")
-        wrong = benchmarking.wrong_ways(report)
+        wrong = bench_command.run(request)
         if wrong:
             print(f"agmm: wrong results: {', '.join(wrong)}", file=sys.stderr)
             raise typer.Exit(1)
@@ -228,20 +270,10 @@ def tune(
     ] = None,
     n: Annotated[int | None, typer.Option("--n", min=1, help="Columns of B per rank.")] = None,
     k: Annotated[int | None, typer.Option("--k", min=1, help="Columns of A.")] = None,
-    shapes: Annotated[
-        str | None,
-        typer.Option(help="Gathered MxNxK, comma-separated; N is per rank.", metavar="MxNxK,..."),
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(help="Shapes, one MxNxK a line; # begins a comment.", dir_okay=False),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="The QKV and gate/up projections of this model.")
-    ] = None,
-    tokens: Annotated[
-        str, typer.Option(help="Gathered rows for --model: a..b doubles through, a,b,c lists.")
-    ] = "512..32768",
+    shapes: _Shapes = None,
+    file: _File = None,
+    model: _Model = None,
+    tokens: _Tokens = None,
     tp: Annotated[
         int | None,
         typer.Option(min=1, help="Number of ranks. Default: 4, or as many as there are GPUs."),
@@ -267,7 +299,7 @@ def tune(
     are done, and the same command goes on with the rest. Starts its own ranks unless torchrun did.
     """
     with _one_line_errors():
-        from agmm import benchmarking, tuner
+        from agmm import benchmarking, presets, tuner
         from agmm import demo as demo_module
 
         torchrun_size = benchmarking.torchrun_world_size()
@@ -275,7 +307,7 @@ def tune(
         options = tuner.Options.of(
             kind,
             ranks,
-            _shapes_to_tune((m, n, k), shapes, file, model, tokens, ranks),
+            presets.ShapeOptions(shapes, file, model, tokens, (m, n, k)).read(ranks),
             None if dtype is None else _torch_dtype(dtype),
             return_A=return_a,
             row_major=b_layout is Layout.row,
@@ -335,43 +367,6 @@ class _TuningBar:
     def say(self, line: str) -> None:
         if self._visible:
             self._bar.console.print(line, markup=False, soft_wrap=True)
-
-
-def _shapes_to_tune(
-    extents: tuple[int | None, int | None, int | None],
-    listed: str | None,
-    file: Path | None,
-    model: str | None,
-    tokens: str,
-    world_size: int,
-) -> list[Any]:
-    from agmm import presets
-    from agmm.testing.cases import Shape
-
-    m, n, k = extents
-    by_extent = m is not None or n is not None or k is not None
-    given = [by_extent, listed is not None, file is not None, model is not None]
-    if sum(given) != 1:
-        raise InvalidArgument(
-            f"shapes: found {sum(given)} ways to name them, wanted one of --m --n --k, --shapes, "
-            "--file, --model"
-        )
-    if model is not None:
-        return presets.shapes(model, presets.parse_tokens(tokens), world_size)
-    if file is not None:
-        try:
-            lines = file.read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidArgument(f"file: {file} cannot be read ({error})") from None
-        listed = ",".join(line.partition("#")[0] for line in lines)
-    if listed is not None:
-        found = [Shape.parse(text) for text in _split(listed)]
-        if not found:
-            raise InvalidArgument(f"shapes: found none in {file or '--shapes'}, wanted MxNxK")
-        return list(dict.fromkeys(found))
-    if m is None or n is None or k is None:
-        raise InvalidArgument(f"shape: found --m {m} --n {n} --k {k}, wanted all three")
-    return [Shape(m, n, k)]
 
 
 def _report_tuning(outcomes: list[Any], keeper: Any) -> None:
@@ -443,10 +438,6 @@ def doctor(
             console().print(doctor_module.table(findings))
         if doctor_module.is_broken(findings):
             raise typer.Exit(1)
-
-
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _torch_dtype(dtype: DType) -> Any:

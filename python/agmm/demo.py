@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from agmm import benchmarking
+from agmm._figure import PlotUnavailable
 from agmm.benchmarking import Options
 from agmm.errors import InvalidArgument
 from agmm.testing.cases import Shape, make_operands
-from agmm.timeline import ChunkEvent, PlotUnavailable, draw
+from agmm.timeline import ChunkEvent, draw
 
 WORLD_SIZE = 4
 HIDDEN = 8192
@@ -135,7 +137,8 @@ def explain(result: DemoResult) -> list[str]:
 
 
 def record_timeline(shape: Shape, options: Options) -> Sequence[ChunkEvent]:
-    """One call's chunk times on this rank. Every rank of the default group calls this."""
+    """One call's times on this rank, by tile on CUDA and by chunk on the CPU. Every rank of the
+    default group calls this."""
     group = dist.group.WORLD
     assert group is not None
     assert options.dtype is not None
@@ -159,4 +162,6 @@ def record_timeline(shape: Shape, options: Options) -> Sequence[ChunkEvent]:
             operands.A_shard, [operands.B], [None], return_A=False, timeline=events
         )
     dist.barrier()
+    for previous, event in itertools.pairwise(events):
+        event["wait_begin_ns"] = previous["end_ns"]
     return events

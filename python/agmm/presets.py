@@ -1,8 +1,10 @@
-"""Named models: the column-parallel projections that a tensor-parallel rank computes."""
+"""Shapes by name: the column-parallel projections that a tensor-parallel rank computes of a model,
+and the options by which `agmm tune` and `agmm bench` name shapes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from agmm.errors import InvalidArgument
 from agmm.testing.cases import Shape
@@ -111,3 +113,69 @@ def parse_tokens(text: str) -> list[int]:
     if not tokens or min(tokens) < 1:
         raise InvalidArgument(f"tokens: found {text!r}, {wanted}")
     return tokens
+
+
+DEFAULT_TOKENS = "512..32768"
+
+
+@dataclass(frozen=True)
+class ShapeOptions:
+    """The options of a command that name shapes, as given. `extents` are --m, --n and --k; None
+    where the command has no such options."""
+
+    shapes: str | None = None
+    file: Path | None = None
+    model: str | None = None
+    tokens: str | None = None
+    extents: tuple[int | None, int | None, int | None] | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether any of them was given."""
+        return self._count() > 0 or self.tokens is not None
+
+    def read(self, tp: int) -> list[Shape]:
+        """The shapes that they name, for `tp` ranks.
+
+        Raises InvalidArgument where they are not named in exactly one way, or cannot be read.
+        """
+        if self._count() != 1:
+            extents = "" if self.extents is None else "--m --n --k, "
+            raise InvalidArgument(
+                f"shapes: found {self._count()} ways to name them, wanted one of {extents}"
+                "--shapes, --file, --model"
+            )
+        if self.model is not None:
+            return shapes(self.model, parse_tokens(self.tokens or DEFAULT_TOKENS), tp)
+        if self.tokens is not None:
+            raise InvalidArgument(f"tokens: found {self.tokens!r} without --model, wanted both")
+        if self.file is not None:
+            try:
+                lines = self.file.read_text().splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise InvalidArgument(f"file: {self.file} cannot be read ({error})") from None
+            return parse_shapes(",".join(line.partition("#")[0] for line in lines), str(self.file))
+        if self.shapes is not None:
+            return parse_shapes(self.shapes, "--shapes")
+        m, n, k = self.extents or (None, None, None)
+        if m is None or n is None or k is None:
+            raise InvalidArgument(f"shape: found --m {m} --n {n} --k {k}, wanted all three")
+        return [Shape(m, n, k)]
+
+    def _count(self) -> int:
+        by_extent = self.extents is not None and any(e is not None for e in self.extents)
+        named = (self.shapes is not None, self.file is not None, self.model is not None)
+        return sum((by_extent, *named))
+
+
+def parse_shapes(text: str, origin: str) -> list[Shape]:
+    """Comma-separated MxNxK, each once. Raises InvalidArgument, also for none; names `origin`."""
+    found = [Shape.parse(part) for part in split(text)]
+    if not found:
+        raise InvalidArgument(f"shapes: found none in {origin}, wanted MxNxK")
+    return list(dict.fromkeys(found))
+
+
+def split(text: str) -> list[str]:
+    """The parts of a comma-separated list, without blanks and empty ones."""
+    return [part.strip() for part in text.split(",") if part.strip()]

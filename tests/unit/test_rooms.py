@@ -61,13 +61,18 @@ CXX_RULES = {
 
 # The commands, and what only they, the tests and the benchmarks use.
 COMMANDS = (
+    "_figure",
     "_terminal",
+    "bench_command",
     "benchmarking",
     "cli",
+    "compare",
     "demo",
     "doctor",
     "explain",
+    "plots",
     "presets",
+    "reports",
     "testing",
     "timeline",
     "tuner",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agmm import demo
+from agmm._figure import PlotUnavailable
 from agmm.errors import InvalidArgument
-from agmm.timeline import ChunkEvent, PlotUnavailable, draw, waited_share
+from agmm.timeline import ChunkEvent, draw, draw_ranks, trace, waited_share
 
 
 def _event(chunk: int, arrived: int, start: int, end: int) -> ChunkEvent:
@@ -24,6 +28,11 @@ def _event(chunk: int, arrived: int, start: int, end: int) -> ChunkEvent:
 
 BUSY = [_event(0, 1_000, 1_000, 3_000), _event(1, 2_000, 3_000, 5_000)]
 IDLE = [_event(0, 1_000, 1_000, 2_000), _event(1, 4_000, 4_000, 5_000)]
+TILES: list[ChunkEvent] = [
+    {**_event(0, 0, 1_000, 3_000), "wait_begin_ns": 1_000, "sm": 7, "row": 0, "column": 0},
+    {**_event(0, 0, 1_000, 4_500), "wait_begin_ns": 1_000, "sm": 9, "row": 0, "column": 1},
+    {**_event(1, 3_800, 4_000, 6_500), "wait_begin_ns": 3_000, "sm": 7, "row": 1, "column": 0},
+]
 OVERLAPPING = [
     _event(0, 0, 0, 60),
     _event(0, 0, 10, 50),
@@ -50,6 +59,64 @@ def test_picture_is_written(tmp_path: Path) -> None:
     path = tmp_path / "new" / "overlap.png"
     draw(OVERLAPPING, path, title="t", rank=1)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("ranks", "one_clock"), [(1, True), (2, False), (5, True)])
+def test_picture_of_all_ranks_is_written(tmp_path: Path, ranks: int, one_clock: bool) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "new" / "overlap.png"
+    draw_ranks([TILES] * ranks, path, title="t", one_clock=one_clock)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="found none of some rank"):
+        draw_ranks([TILES, []], path, title="t", one_clock=one_clock)
+
+
+def _of_rank(found: dict[str, Any], rank: int, phase: str) -> list[dict[str, Any]]:
+    return [e for e in found["traceEvents"] if e["pid"] == rank and e["ph"] == phase]
+
+
+def _thread_names(found: dict[str, Any], rank: int) -> dict[int, str]:
+    named = (e for e in _of_rank(found, rank, "M") if e["name"] == "thread_name")
+    return {e["tid"]: e["args"]["name"] for e in named}
+
+
+def test_trace_has_a_process_per_rank_and_a_thread_per_sm() -> None:
+    found = json.loads(json.dumps(trace([TILES, TILES], title="t", one_clock=False)))
+    assert found["otherData"]["title"] == "t"
+    for rank in (0, 1):
+        names = _thread_names(found, rank)
+        assert names == {0: "chunk arrivals", 8: "SM 7", 10: "SM 9"}
+        spans = [
+            (names[e["tid"]], e["name"], e["ts"], e["dur"]) for e in _of_rank(found, rank, "X")
+        ]
+        assert spans == [
+            ("SM 7", "chunk 0 tile 0, 0", 1.0, 2.0),
+            ("SM 7", "wait for chunk 1", 3.0, 1.0),
+            ("SM 7", "chunk 1 tile 1, 0", 4.0, 2.5),
+            ("SM 9", "chunk 0 tile 0, 1", 1.0, 3.5),
+        ]
+    arrivals = [(e["name"], e["ts"], e["tid"]) for e in _of_rank(found, 1, "i")]
+    assert arrivals == [("chunk 0, rank 0 arrived", 0.0, 0), ("chunk 1 (own) arrived", 3.8, 0)]
+
+
+@pytest.mark.parametrize(("one_clock", "first"), [(True, 0.01), (False, 0.0)])
+def test_ranks_have_their_own_origin_unless_they_share_a_clock(
+    one_clock: bool, first: float
+) -> None:
+    later = [{**e, **{k: e[k] + 10 for k in e if k.endswith("_ns")}} for e in OVERLAPPING]
+    found = trace([OVERLAPPING, later], title="t", one_clock=one_clock)
+    assert min(e["ts"] for e in _of_rank(found, 0, "X")) == 0.0
+    assert min(e["ts"] for e in _of_rank(found, 1, "X")) == pytest.approx(first)
+
+
+def test_tiles_of_unknown_sms_do_not_overlap_in_a_lane() -> None:
+    found = trace([OVERLAPPING], title="t", one_clock=True)
+    assert _thread_names(found, 0) == {0: "chunk arrivals", 1: "lane 0", 2: "lane 1", 3: "lane 2"}
+    for lane in (1, 2, 3):
+        spans = sorted(
+            (e["ts"], e["ts"] + e["dur"]) for e in _of_rank(found, 0, "X") if e["tid"] == lane
+        )
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
 
 
 def test_missing_matplotlib_names_the_extra(

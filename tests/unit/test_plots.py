@@ -1,0 +1,102 @@
+"""The pictures of a report: what they show, and what they say they cannot."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agmm import plots, reports
+from agmm._figure import PlotUnavailable
+from agmm.errors import InvalidArgument
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+
+@pytest.fixture(scope="module")
+def report() -> reports.Report:
+    pytest.importorskip("matplotlib")
+    return reports.read(RESULTS / "2026-11-21-h200-x4-ways.json")
+
+
+def _small(**times: float | None) -> dict[str, Any]:
+    ways = {name.replace("_", "-"): {"median_us": us} for name, us in times.items()}
+    return {
+        "machine": {},
+        "settings": {},
+        "shapes": [{"M": 64, "N": 8, "K": 32, "ways": ways}],
+    }
+
+
+def test_both_pictures_are_written(report: reports.Report, tmp_path: Path) -> None:
+    written, left_out = plots.write(report, tmp_path / "new")
+    assert [path.name for path in written] == ["time_over_roof.png", "speedup.png"]
+    assert left_out == []
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_time_over_roof_by_m(report: reports.Report) -> None:
+    panels = plots.time_over_roof(report).axes
+    assert [axes.get_title(loc="left") for axes in panels] == [
+        "N = 3584 per rank, K = 8192",
+        "N = 7168 per rank, K = 8192",
+        "N = 8192 per rank, K = 4096",
+    ]
+    axes = panels[0]
+    assert axes.get_xscale() == "log"
+    ticks = [label.get_text() for label in axes.get_xticklabels()]
+    assert ticks == ["1024", "2048", "4096", "8192", "16384"]
+    drawn: list[Any] = axes.get_lines()
+    lines = [line for line in drawn if len(line.get_xdata()) == 5]
+    assert len(lines) == 12
+    (ours,) = (line for line in lines if line.get_ydata()[0] == pytest.approx(131.168 / 85.696))
+    assert ours.get_linewidth() == max(line.get_linewidth() for line in lines)
+    assert ours.get_color() not in {line.get_color() for line in lines[:8]}
+
+
+def test_speedups_are_over_the_baseline() -> None:
+    pytest.importorskip("matplotlib")
+    figure = plots.speedup(_small(roof=50.0, unfused=100.0, agmm=80.0, agmm_graph=125.0))
+    (axes,) = figure.axes
+    patches: list[Any] = list(axes.patches)
+    bars = [(round(bar.get_y(), 3), round(bar.get_height(), 3)) for bar in patches]
+    assert bars == [(1.0, 0.25), (1.0, -0.2)]
+    assert [text.get_text() for text in axes.texts] == ["1.25", "roof ↑ 2.00"]
+    assert 1.25 < axes.get_ylim()[1] < 2.0
+
+
+def test_ways_without_a_time_and_unknown_ways_are_no_trouble(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    ours = {f"way{i}": 60.0 + i for i in range(6)}
+    found = _small(roof=50.0, unfused=100.0, agmm=None, agmm_A=500.0, **ours)
+    written, left_out = plots.write(found, tmp_path)
+    assert (len(written), left_out) == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("times", "missing"),
+    [({"agmm": 2.0, "unfused": 3.0}, plots.ROOF), ({"roof": 1.0, "agmm": 2.0}, plots.BASELINE)],
+)
+def test_a_picture_without_its_base_is_left_out(
+    times: dict[str, float], missing: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    written, (line,) = plots.write(_small(**times), tmp_path)
+    assert len(written) == 1
+    assert f"found no shape with times of {missing!r}" in line
+
+
+def test_a_roof_alone_has_no_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(InvalidArgument, match="found no shape with times of 'roof' and another"):
+        plots.time_over_roof(_small(roof=1.0))
+
+
+def test_missing_matplotlib_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(PlotUnavailable, match=r"pip install 'agmm\[plot\]'"):
+        plots.write(_small(roof=1.0), tmp_path)

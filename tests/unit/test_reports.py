@@ -1,0 +1,76 @@
+"""Reports read from files: what is refused, and what is chosen from one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agmm import benchmarking, reports
+from agmm.benchmarking import Options
+from agmm.errors import InvalidArgument
+from agmm.testing.cases import Shape
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+WAYS = RESULTS / "2026-11-21-h200-x4-ways.json"
+ONE_WAY = '{"M": 1, "N": 1, "K": 1, "ways": {"a": {}}}'
+
+
+def test_own_reports_are_read(tmp_path: Path) -> None:
+    written = benchmarking.new_report(Options("cpu", 2).resolved())
+    benchmarking.write_json(written, tmp_path / "r.json")
+    assert reports.read(tmp_path / "r.json")["settings"] == written["settings"]
+    assert reports.where(written).startswith("2 ranks on ")
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_committed_reports_are_read(path: Path) -> None:
+    report = reports.read(path)
+    assert report["shapes"]
+    assert all(way["wrong"] is False for s in report["shapes"] for way in s["ways"].values())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "found no list of shapes"),
+        ('{"shapes": []}', "found schema None"),
+        ('{"shapes": [], "schema": 2}', "found schema 2"),
+        ('{"shapes": [], "schema": 1, "machine": {}}', "found no settings"),
+        (
+            '{"shapes": [{"M": 1}], "schema": 1, "machine": {}, "settings": {}}',
+            "found no M, N, K and ways in shape 0",
+        ),
+        (
+            f'{{"shapes": [{ONE_WAY}], "schema": 1, "machine": {{}}, "settings": {{}}}}',
+            "found no median_us of 'a'",
+        ),
+    ],
+)
+def test_what_is_no_report_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(text)
+    with pytest.raises(InvalidArgument, match=words):
+        reports.read(path)
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        reports.read(tmp_path)
+
+
+def test_shapes_and_ways_are_chosen() -> None:
+    report = reports.read(WAYS)
+    shape = Shape(4096, 3584, 8192)
+    found = reports.narrow(report, [shape], ["agmm"])
+    assert [reports.shape_of(entry) for entry in found["shapes"]] == [shape]
+    assert list(found["shapes"][0]["ways"]) == ["roof", "agmm"]
+    assert len(report["shapes"]) == 7
+    with pytest.raises(InvalidArgument, match="shape: found 1x1x1, wanted one of 1024x3584x8192"):
+        reports.narrow(report, [Shape(1, 1, 1)], None)
+    with pytest.raises(InvalidArgument, match="way: found 'agm', wanted one of roof, unfused"):
+        reports.narrow(report, None, ["agm"])
+    assert reports.narrow(report, [Shape(1, 1, 1)], ["agm"], missing_ok=True)["shapes"] == []
+
+
+def test_titles_of_unknown_ways_are_their_names() -> None:
+    assert reports.title_of("roof") == "matmul alone (roof)"
+    assert reports.title_of("cublasmp") == "cublasmp"
