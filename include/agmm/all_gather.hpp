@@ -10,6 +10,11 @@
 // where the stage kernel takes the credits, copies the own shard to where peers read it and into
 // the caller's A, tags all peers and signals; the consumer starts after it.
 //
+// SM push, for short shards: a few CTAs write the shard, column chunk by column chunk, and the
+// consumer starts beside them on the other SMs:
+//   main stream   push kernel: credits | chunk 0 -> r-1, r-2, ... | signals | chunk 1 -> ... |
+//                   consumer kernel (launched as its dependent) ---------------------------|
+//
 // Copies inside one GPU are kernels, the driver's too: beside a consumer that fills the GPU and
 // spins they never run (measured), so the consumer starts after them. Copies between GPUs are the
 // copy engine's and do.
@@ -17,7 +22,8 @@
 // Protocol. Every workspace has two gather buffers (slots) that calls use in turn. Per slot, words
 // in symmetric memory, one per source or peer p:
 //   signals[p]  p's chunk is here. Push: written by p after its data. Pull: by this rank's own copy
-//               stream after its copy from p. The own one: by the stage kernel.
+//               stream after its copy from p. The own one: by the stage kernel. SM push: one per
+//               column chunk, to which every CTA of p's push kernel adds.
 //   tags[p]     pull only, written by p: its shard is staged, and what problem it is for.
 //   credits[p]  p's slot is free for this rank. 1 at the start. A call takes one credit of every
 //               peer before it writes (wait for 1, set to 0) and its consumer gives one to every
@@ -40,6 +46,10 @@
 //      A slot's own rows are written and read by this rank's streams only, one call after another.
 //   6. All values written are fixed per call site, and every word is reset by its consumer, so a
 //      captured CUDA graph can be replayed any number of times, between eager calls too.
+//   7. SM push: the consumer's CTAs start when every CTA of the push kernel has started, and it
+//      waits for no CTA of the consumer of this call. So the two need no SM of each other's, and
+//      whatever else holds SMs only delays them, unless it waits for a peer itself. The consumer ends after the push kernel, so what
+//      follows in the stream may overwrite the shard.
 #pragma once
 
 #include <cstddef>
@@ -53,7 +63,16 @@ namespace agmm {
 
 struct StageArgs;
 
-enum class Transport : int32_t { CopyEnginePush = 0, CopyEnginePull = 1 };
+enum class Transport : int32_t { CopyEnginePush = 0, CopyEnginePull = 1, SmPush = 2 };
+
+/// Of the SM push transport.
+struct SmPush {
+  int32_t ctas = 0;          // that push; a multiple of cluster_size
+  int32_t chunks = 1;        // columns of the shard are cut into
+  int32_t chunk_bytes = 0;   // of a row, a multiple of 16; the last chunk may be shorter
+  int32_t first_peers = 0;   // this many nearest consumers get the whole shard before the others
+  int32_t cluster_size = 1;  // that the consumer's CTAs have
+};
 
 /// One call: a shard of `rows` rows of `row_bytes` bytes on every rank.
 struct GatherRequest {
@@ -62,6 +81,7 @@ struct GatherRequest {
   void* a_out = nullptr;  // pull: [w * rows, row_bytes], filled in completely
   int64_t rows = 0;
   int64_t row_bytes = 0;
+  SmPush sm_push{};
   SharedRows shared{};  // push: rows of the gathered A that the consumer does not read from a_shard
   uint32_t tag = 1;     // in [1, 2^31), the same on all ranks that call for the same problem
   uint64_t limit_ns = 60'000'000'000ull;  // of the stage kernel's wait
@@ -70,8 +90,11 @@ struct GatherRequest {
 /// What the consumer of one call has to know.
 struct Gathered {
   void const* a = nullptr;  // [w * rows, row_bytes]; own rows only as far as `shared` says
-  uint32_t const* signals = nullptr;  // w words; signals[p] == ready_value: p's shard is here
-  uint32_t const* tags = nullptr;     // pull: w words that must equal ready_value, else null
+  // w words; signals[p] == ready_value: p's shard is here. SM push: [w][chunks], and multiples of
+  // signal_part below ready_value say that a chunk is on its way.
+  uint32_t const* signals = nullptr;
+  uint32_t signal_part = 0;
+  uint32_t const* tags = nullptr;  // pull: w words that must equal ready_value, else null
   uint32_t ready_value = 1;
   // To be done by the consumer once it has read everything.
   uint32_t* reset_words = nullptr;
@@ -83,6 +106,7 @@ struct Gathered {
 class AllGather {
  public:
   static constexpr int kSlots = 2;
+  static constexpr int kMaxColumnChunks = 128;
 
   /// Bytes of symmetric memory that a workspace needs on every rank.
   static std::size_t workspace_bytes(std::size_t slot_bytes, int world_size);
@@ -101,7 +125,7 @@ class AllGather {
   /// What the next begin() will give its consumer. Throws std::invalid_argument when the request
   /// does not fit; enqueues nothing.
   Gathered next(GatherRequest const& request) const;
-  /// Enqueues the copies behind what `stream` holds.
+  /// Enqueues the copies behind what `stream` holds. Returns whether the stream is being captured.
   bool begin(GatherRequest const& request, void* stream);
   /// Makes `stream` wait for the copies, so that the caller may reuse the shard and read a_out.
   void end(void* stream);
@@ -116,8 +140,14 @@ class AllGather {
  private:
   struct Handles;  // streams and events
 
-  // kFinished: not one per rank but two, the CTAs that are done of the consumer and of the stage.
-  enum Words { kSignals, kTags, kCredits, kFinished };
+  // Offsets in units of one word per rank. kFinished: not one per rank but two, counters of CTAs:
+  // the consumer's that are done, the transport kernel's that have their credits or are done.
+  enum Words {
+    kTags = 0,
+    kSignals = 1,
+    kCredits = kSignals + kMaxColumnChunks,
+    kFinished = kCredits + 1,
+  };
   uint32_t* words(int rank, int slot, Words kind) const;
   char* slot(int rank, int slot) const;
   char* staged_shard(int rank, int slot) const;
@@ -128,6 +158,8 @@ class AllGather {
   void stage_own_shard(GatherRequest const& request, int slot);
   void push(GatherRequest const& request, int slot);
   void pull(GatherRequest const& request, int slot);
+  void push_by_sms(GatherRequest const& request, int slot, void* stream);
+  static uint32_t part_of_signal(GatherRequest const& request);
 
   int rank_;
   std::vector<uintptr_t> bases_;

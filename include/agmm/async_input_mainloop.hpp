@@ -1,7 +1,8 @@
 // A TMA warp-specialised mainloop whose A arrives while the kernel runs: CUTLASS's sm90 collective
-// with another producer. Per tile the producer thread issues B's loads, acquires the signals of the
-// chunks that the tile touches, and only then issues A's. Where the gathered A is wanted, the tiles
-// of the first column also store what they loaded. The consumer side is inherited unchanged.
+// with another producer. Per k tile the producer thread issues B's load, acquires the signals of
+// the chunks that the tile of A touches unless they are known to be there, and only then issues
+// A's. Where the gathered A is wanted, each tile also stores a share of what it loaded. The
+// consumer side is inherited unchanged.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +36,8 @@ struct AsyncInput {
   Range local_rows{};  // these rows are read from A_local and need no signal
   Release release{};
   TileTimes* tile_times = nullptr;  // null: not recorded
-  int32_t tiles_n = 0;
+  FastDiv tiles_n{};
+  int32_t k_tiles = 0;
 };
 
 /// kTimed: records TileTimes; a variant of its own, because the producer warp has no register to
@@ -73,7 +75,9 @@ struct AsyncInputMainloop : Base {
   struct Params : Base::Params {
     TMA_A tma_load_a_local;
     TMA_A_Store tma_store_a;
-    bool stores_a = false;
+    // 0 where A is stored, else what no tile's column comes up to: a test of its own would take a
+    // register.
+    int32_t no_store_offset = 0;
     AsyncInput input;
   };
 
@@ -94,7 +98,7 @@ struct AsyncInputMainloop : Base {
       local_args.ptr_A = args.ptr_A_local;
       local = Base::to_underlying_arguments(local_problem, local_args, workspace).tma_load_a;
     }
-    return {base, local, store, stores_a, args.input};
+    return {base, local, store, stores_a ? 0 : 1 << 30, args.input};
   }
 
   CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
@@ -110,7 +114,7 @@ struct AsyncInputMainloop : Base {
 
   template <class TensorA, class TensorB, class KTileIterator, class BlockCoord>
   CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline,
-                           PipelineState smem_pipe_write,
+                           PipelineState& smem_pipe_write,
                            cute::tuple<TensorA, TensorB> const& load_inputs,
                            BlockCoord const& blk_coord, KTileIterator k_tile_iter, int k_tile_count,
                            int thread_idx, uint32_t block_rank_in_cluster,
@@ -129,19 +133,20 @@ struct AsyncInputMainloop : Base {
     auto const cta_tma_a = params.tma_load_a.get_slice(cta_n);
     auto const cta_tma_b = params.tma_load_b.get_slice(cta_m);
 
-    auto [m_coord, n_coord, k_coord, l_coord] = blk_coord;
+    int32_t const m_tile = get<0>(blk_coord);
+    int32_t const n_tile = get<1>(blk_coord);
 
     // A tile that lies wholly in the local rows reads them where the caller has them; every other
     // tile reads gathered A for all of its rows, so that one load is never split.
     AsyncInput const& input = params.input;
-    int32_t const tile_begin = int32_t(m_coord) * kTileM;
+    int32_t const tile_begin = m_tile * kTileM;
     Range const rows{tile_begin, min_of(tile_begin + kTileM, input.chunks.rows)};
     bool const is_local = !input.local_rows.empty() && input.local_rows.contains(rows);
-    int32_t const row_offset = is_local ? -input.local_rows.begin : 0;
+    int32_t const a_row = tile_begin - (is_local ? input.local_rows.begin : 0);
 
-    Tensor gA = domain_offset(make_coord(row_offset, 0, 0),
-                              get<0>(load_inputs)(_, _, m_coord, _, l_coord));  // (BLK_M,BLK_K,k)
-    Tensor gB = get<1>(load_inputs)(_, _, n_coord, _, l_coord);                 // (BLK_N,BLK_K,k)
+    Tensor gA = domain_offset(make_coord(a_row, 0, 0),
+                              get<0>(load_inputs)(_, _, 0, _, 0));  // (BLK_M,BLK_K,k)
+    Tensor gB = get<1>(load_inputs)(_, _, n_tile, _, 0);            // (BLK_N,BLK_K,k)
     Tensor tAgA = cta_tma_a.partition_S(gA);
     Tensor tAsA = cta_tma_a.partition_D(sA);
     Tensor tBgB = cta_tma_b.partition_S(gB);
@@ -168,17 +173,15 @@ struct AsyncInputMainloop : Base {
       copy(params.tma_load_a.with(descriptor, *pipeline.producer_get_barrier(stage), mcast_mask_a),
            tAgA(_, _, _, k_tile), tAsA(_, _, _, stage.index()));
     };
-    // Every row of A is read by the one tile of its rows that lies in the first column.
-    bool const stores_a = kCanStoreA && params.stores_a && n_coord == 0;
-    auto const store_a = [&](PipelineState const& stage, int k_tile) {
-      auto const tma = params.tma_store_a.get_slice(Int<0>{});
-      Tensor mA = params.tma_store_a.get_tma_tensor(
-          make_shape(input.chunks.rows, input.chunks.depth, Int<1>{}));
-      Tensor gA_out =
-          local_tile(mA, select<0, 2>(TileShape{}), make_coord(m_coord, k_tile, l_coord));
-      pipeline.consumer_wait(stage);  // until the load has landed
-      copy(params.tma_store_a, tma.partition_S(sA)(_, _, _, stage.index()),
-           tma.partition_D(gA_out));
+    // The tiles of one row of tiles all read the same rows of A; each stores its share of the k
+    // tiles, since a multiprocessor stores more slowly than it loads.
+    auto const is_to_store = [&](int k_tile) {
+      return kCanStoreA && k_tile >= 0 &&
+             input.tiles_n.remainder(k_tile) == n_tile + params.no_store_offset;
+    };
+    auto const store_a = [&](int stage, int k_tile) {
+      SM90_TMA_STORE_3D::copy(params.tma_store_a.get_tma_descriptor(), &sA(0, 0, stage),
+                              k_tile * kTileK, a_row + (is_local ? input.local_rows.begin : 0), 0);
       tma_store_arrive();
     };
     auto const load_b = [&](PipelineState const& stage, int k_tile) {
@@ -186,64 +189,69 @@ struct AsyncInputMainloop : Base {
            tBgB(_, _, _, k_tile), tBsB(_, _, _, stage.index()));
     };
 
-    int const k_begin = *k_tile_iter;
-    int const timed_tile = timed_tile_of(input, m_coord, n_coord);
+    int const timed_tile = timed_tile_of(input, m_tile, n_tile);
     if (kTimed && timed_tile >= 0) {
       TileTimes& times = input.tile_times[timed_tile];
       times.wait_begin_ns = times.wait_end_ns = global_timer_ns();
     }
 
-    // The head of the tile: while A is awaited, fill the pipeline with B; then send A after it. All
-    // of a tile's chunks are awaited here, those in K too; a wait inside the K loop would go where
-    // the loop below loads A.
-    int lead = 0;
+    // Column chunks known to have arrived. No signal says that rows are there which only pad the
+    // grid.
+    int chunk_k = input.chunks.chunks_k;
     if (input.signals != nullptr && !is_local && tile_begin < input.chunks.rows &&
         !known_ready(input, tile_begin)) {
-      int const max_lead = min_of(k_tile_count, int(Base::DispatchPolicy::Stages));
-      PipelineState stage = smem_pipe_write;
-      bool ready = all_ready(input, tile_begin);
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (; lead < max_lead && !ready; ++lead, ++stage) {
-        pipeline.producer_acquire(stage);
-        load_b(stage, k_begin + lead);
-        ready = all_ready(input, tile_begin);
-      }
-      if (!ready) wait_for_chunks(input, tile_begin);
-      fence_proxy_async_all();
-      remember_ready(input, tile_begin);
-      if (kTimed && timed_tile >= 0) {
-        input.tile_times[timed_tile].wait_end_ns = global_timer_ns();
-      }
+      chunk_k = 0;
+      remember_ready(input, tile_begin);  // they will be before the next tile is asked for
     }
-
-    // A stage is stored kStoreLag loads after its own, when it has landed, and refilled when the
-    // store has read it: kStages - kStoreLag loads later, so neither wait should cost anything.
-    constexpr int kStages = Base::DispatchPolicy::Stages;
-    constexpr int kStoreLag = kStages / 2;
-    // The phase in which a stage is full is the other one of that in which it is free.
-    PipelineState landed(smem_pipe_write.index(), smem_pipe_write.phase() ^ 1, 0);
-    int const k_end = k_begin + k_tile_count;
-    int const k_loaded_b = k_begin + lead;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int k_tile = k_begin; k_tile < k_end; ++k_tile, ++smem_pipe_write) {
-      if (k_tile >= k_loaded_b) {
+    for (int k_tile = 0; k_tile < input.k_tiles; ++k_tile, ++smem_pipe_write) {
+      // The first look at the signals comes before the wait for the stage, which hides its latency;
+      // if A is not there yet, B is sent for before the next look.
+      bool has_stage = false;
+      auto const take_stage = [&] {
         pipeline.producer_acquire(smem_pipe_write);
+        // What the stage still holds of A has landed, since it has been consumed. The other stages
+        // keep the consumers busy while it is stored.
+        if (is_to_store(k_tile - kStages)) store_a(smem_pipe_write.index(), k_tile - kStages);
         load_b(smem_pipe_write, k_tile);
-      }
-      if (stores_a) tma_store_wait<kStages - 1 - kStoreLag>();
-      load_a(smem_pipe_write, k_tile);
-      if (stores_a && k_tile - k_begin >= kStoreLag) {
-        store_a(landed, k_tile - kStoreLag);
-        ++landed;
-      }
-    }
-    if (stores_a) {
+        has_stage = true;
+      };
+      uint32_t since = 0;
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int k_tile = max_of(k_begin, k_end - kStoreLag); k_tile < k_end; ++k_tile, ++landed) {
-        store_a(landed, k_tile);
+      while (chunk_k < input.chunks.chunks_k &&
+             (k_tile + 1) * kTileK > chunk_k * input.chunks.columns_per_chunk) {
+        if (is_ready(input, a_row, chunk_k, since)) {
+          fence_proxy_async_global();
+          ++chunk_k;
+          since = 0;
+          if (kTimed && timed_tile >= 0 && chunk_k == input.chunks.chunks_k) {
+            input.tile_times[timed_tile].wait_end_ns = global_timer_ns();
+          }
+        } else if (!has_stage) {
+          take_stage();
+        }
+      }
+      if (!has_stage) take_stage();
+      if constexpr (kCanStoreA) tma_store_wait<0>();  // until what was stored has been read
+      load_a(smem_pipe_write, k_tile);
+    }
+    if constexpr (kCanStoreA) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int k_tile = input.k_tiles - kStages; k_tile < input.k_tiles;
+           ++k_tile, ++smem_pipe_write) {
+        if (!is_to_store(k_tile)) continue;
+        // The phase in which the stage is full. Not consumer_wait(): this warp is no consumer.
+        MainloopPipeline::FullBarrier::wait(pipeline.producer_get_barrier(smem_pipe_write),
+                                            smem_pipe_write.phase());
+        store_a(smem_pipe_write.index(), k_tile);
       }
       tma_store_wait<0>();  // the next tile's loads are not held against these stores
     }
+    // The kernel advances its own state, of which this is not a copy: a copy would take registers.
+    // States come again after two turns of the ring.
+    constexpr int kPeriod = 2 * kStages;
+    int const advanced = input.k_tiles + (kCanStoreA ? kStages : 0);
+    smem_pipe_write.advance(kPeriod - advanced % kPeriod);
 
     if (kTimed && timed_tile >= 0) {
       TileTimes& times = input.tile_times[timed_tile];
@@ -255,7 +263,13 @@ struct AsyncInputMainloop : Base {
   CUTLASS_DEVICE void load_tail(MainloopPipeline pipeline, PipelineState smem_pipe_write) {
     if (!cute::elect_one_sync()) return;
     pipeline.producer_tail(smem_pipe_write);  // every load has landed and been consumed
-    Release const& release = params_->input.release;
+    give_back(params_->input.release);
+    // What this kernel was launched beside has to be over when this kernel is.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+  }
+
+ private:
+  CUTLASS_DEVICE static void give_back(Release const& release) {
     if (release.signals == nullptr) return;
     uint32_t const ctas = gridDim.x * gridDim.y * gridDim.z;
     if (add_acq_rel_gpu(release.finished_ctas, 1) != ctas - 1) return;
@@ -266,35 +280,26 @@ struct AsyncInputMainloop : Base {
     }
   }
 
- private:
+  static constexpr int kStages = Base::DispatchPolicy::Stages;
   static constexpr int kTileM = cute::size<0>(TileShape{});
+  static constexpr int kTileK = cute::size<2>(TileShape{});
 
   CUTLASS_DEVICE static Range chunks_of(AsyncInput const& input, int32_t tile_begin) {
     return input.chunks.row_chunks({tile_begin, tile_begin + kTileM});
   }
 
-  /// The signals of the tile's chunks, all of K: contiguous, since chunks_k is the minor direction.
-  CUTLASS_DEVICE static Range signals_of(AsyncInput const& input, int32_t tile_begin) {
+  /// Whether a column of chunks of the tile's rows is there, acquired. `since`: see signal_ready.
+  CUTLASS_DEVICE static bool is_ready(AsyncInput const& input, int32_t tile_begin, int32_t chunk_k,
+                                      uint32_t& since) {
     Range const chunks = chunks_of(input, tile_begin);
-    return {input.chunks.signal_index(chunks.begin, 0), input.chunks.signal_index(chunks.end, 0)};
-  }
-
-  CUTLASS_DEVICE static bool all_ready(AsyncInput const& input, int32_t tile_begin) {
-    Range const signals = signals_of(input, tile_begin);
-    bool ready = true;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int32_t i = signals.begin; i < signals.end; ++i) {
-      ready &= signal_ready(input.signals + i, input.ready_value, i, input.wait_limit);
+    for (int32_t chunk_m = chunks.begin; chunk_m < chunks.end; ++chunk_m) {
+      int32_t const i = input.chunks.signal_index(chunk_m, chunk_k);
+      if (!signal_ready(input.signals + i, input.ready_value, i, input.wait_limit, since)) {
+        return false;
+      }
     }
-    return ready;
-  }
-
-  CUTLASS_DEVICE static void wait_for_chunks(AsyncInput const& input, int32_t tile_begin) {
-    Range const signals = signals_of(input, tile_begin);
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int32_t i = signals.begin; i < signals.end; ++i) {
-      wait_signal(input.signals + i, input.ready_value, i, input.wait_limit);
-    }
+    return true;
   }
 
   // A chunk that was ready for one tile is ready for all later tiles of this CTA. The first 32 row
@@ -313,9 +318,9 @@ struct AsyncInputMainloop : Base {
 
   /// Index of the tile in tile_times, or -1 when it is not recorded.
   CUTLASS_DEVICE static int timed_tile_of(AsyncInput const& input, int32_t tile_m, int32_t tile_n) {
-    bool const recorded = kTimed && input.tile_times != nullptr && tile_n < input.tiles_n &&
+    bool const recorded = kTimed && input.tile_times != nullptr && tile_n < input.tiles_n.divisor &&
                           tile_m * kTileM < input.chunks.rows;
-    return recorded ? tile_m * input.tiles_n + tile_n : -1;
+    return recorded ? tile_m * input.tiles_n.divisor + tile_n : -1;
   }
 
   Params const* params_ = nullptr;

@@ -42,6 +42,7 @@ struct AsyncInputArgs {
   int32_t chunks_per_rank = 1;  // 0: the chunks come from nobody that is known
   bool mismatch_is_fatal = false;
   uint32_t const* tags = nullptr;
+  uint32_t signal_part = 0;  // what each of several writers adds to a signal; 0: it is written once
   uint64_t limit_ns = 60'000'000'000ull;
   WaitReport* report = nullptr;  // filled in by the launcher
 
@@ -64,9 +65,10 @@ std::vector<KernelShape> built_kernels();
 /// A matmul that is ready to be launched; cheap to copy.
 class PreparedMatmul {
  public:
-  /// Enqueues the matmul on a stream of the current device. Throws std::runtime_error when CUDA
-  /// refuses.
-  void launch(void* stream) const;
+  /// Enqueues the matmul on a stream of the current device. With `beside_previous` it may start as
+  /// soon as the kernel before it in the stream allows its dependents to, and ends after it. Throws
+  /// std::runtime_error when CUDA refuses.
+  void launch(void* stream, bool beside_previous = false) const;
 
  private:
   friend PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& args);

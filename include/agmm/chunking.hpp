@@ -36,6 +36,8 @@ struct FastDiv {
     uint64_t const high = (uint64_t(uint32_t(n)) * uint64_t(multiplier)) >> 32;
     return static_cast<int32_t>(uint32_t(high) >> shift);
   }
+
+  AGMM_HOST_DEVICE int32_t remainder(int32_t n) const { return n - divide(n) * divisor; }
 };
 
 struct Range {
@@ -51,11 +53,14 @@ struct Range {
 /// A [rows, depth] cut into chunks_m x chunks_k chunks. Chunk (i, j) has the signal i * chunks_k +
 /// j.
 struct ChunkGrid {
+  static constexpr int32_t kColumnGranule = 8;  // so that chunks begin at 16-byte addresses
+
   int32_t rows = 0;
   int32_t depth = 0;
   int32_t chunks_m = 1;
   int32_t chunks_k = 1;
   FastDiv rows_per_chunk{};
+  int32_t columns_per_chunk = 1;
 
   ChunkGrid() = default;
 
@@ -65,14 +70,17 @@ struct ChunkGrid {
         depth(depth_),
         chunks_m(chunks_m_),
         chunks_k(chunks_k_),
-        rows_per_chunk(max_of(1, ceil_div(rows_, chunks_m_))) {}
+        rows_per_chunk(max_of(1, ceil_div(rows_, chunks_m_))),
+        columns_per_chunk(kColumnGranule *
+                          max_of(1, ceil_div(ceil_div(depth_, chunks_k_), kColumnGranule))) {}
 
   AGMM_HOST_DEVICE int32_t count() const { return chunks_m * chunks_k; }
 
-  /// Whether every row chunk has rows; the last one may have fewer than the others.
+  /// Whether every chunk has rows and columns; the last ones may have fewer than the others.
   AGMM_HOST_DEVICE bool is_legal() const {
-    return chunks_m >= 1 && chunks_k >= 1 && chunks_k <= depth &&
-           int64_t(chunks_m - 1) * rows_per_chunk.divisor < rows;
+    return chunks_m >= 1 && chunks_k >= 1 &&
+           int64_t(chunks_m - 1) * rows_per_chunk.divisor < rows &&
+           int64_t(chunks_k - 1) * columns_per_chunk < depth;
   }
 
   /// The row chunks that the rows touch. Rows past the end of A touch none, so a tile that only
@@ -85,6 +93,11 @@ struct ChunkGrid {
 
   AGMM_HOST_DEVICE int32_t signal_index(int32_t chunk_m, int32_t chunk_k) const {
     return chunk_m * chunks_k + chunk_k;
+  }
+
+  AGMM_HOST_DEVICE Range chunk_columns(int32_t chunk_k) const {
+    int32_t const begin = chunk_k * columns_per_chunk;
+    return {min_of(begin, depth), min_of(begin + columns_per_chunk, depth)};
   }
 
   AGMM_HOST_DEVICE Range chunk_rows(int32_t chunk_m) const {

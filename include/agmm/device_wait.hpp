@@ -26,6 +26,8 @@ struct WaitLimit {
   // A nonzero value other than the wanted one: the source rank called with another problem. Without
   // it every value but the wanted one means "not ready".
   bool mismatch_is_fatal = false;
+  // Where several CTAs of the source each add this much to a signal, its multiples are no mismatch.
+  uint32_t signal_part = 0;
   // Where a transport's signals are written by this rank itself (pull), the words that carry the
   // sources' own tags; null where the signals do.
   uint32_t const* tags = nullptr;
@@ -50,7 +52,10 @@ CUTLASS_DEVICE uint32_t add_acq_rel_gpu(uint32_t* word, uint32_t value) {
   return old;
 }
 
-CUTLASS_DEVICE void fence_proxy_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
+/// Between the acquire of a signal and TMA loads of what it announced.
+CUTLASS_DEVICE void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 
 CUTLASS_DEVICE uint64_t global_timer_ns() {
   uint64_t t;
@@ -87,28 +92,33 @@ CUTLASS_DEVICE uint32_t look_at_signal(uint32_t const* word, uint32_t wanted, in
   return seen == wanted && limit.tags != nullptr ? load_acquire_system(limit.tags + chunk) : seen;
 }
 
+/// Whether the signal has the wanted value, acquired at system scope. The caller still has to
+/// execute fence_proxy_async_global() before its TMA loads. `since`: 0 at the first look of a wait,
+/// then when that was, in units of 2^20 ns, because the producer warp has no register to spare.
+/// Past the limit this does not return.
 CUTLASS_DEVICE bool signal_ready(uint32_t const* word, uint32_t wanted, int32_t chunk,
-                                 WaitLimit const& limit) {
-  return look_at_signal(word, wanted, chunk, limit) == wanted;
+                                 WaitLimit const& limit, uint32_t& since) {
+  uint32_t const seen = look_at_signal(word, wanted, chunk, limit);
+  if (seen == wanted) return true;
+  auto const now = static_cast<uint32_t>(global_timer_ns() >> 20);
+  if (since == 0) since = now;
+  bool const mismatch = limit.mismatch_is_fatal &&
+                        (limit.signal_part == 0 ? seen != 0 : seen % limit.signal_part != 0);
+  // A little late, so that a kernel of a transport that waits too reports first: it knows more.
+  if (mismatch || now - since > uint32_t(limit.limit_ns >> 20) + 2) {
+    int32_t const source = limit.chunks_per_rank > 0 ? chunk / limit.chunks_per_rank : -1;
+    report_and_stop(limit, mismatch ? WaitReport::Mismatch : WaitReport::Timeout, source, chunk,
+                    seen, wanted, uint64_t(now - since) << 20);
+  }
+  return false;
 }
 
-/// Returns when the signal has the wanted value, acquired at system scope. The caller still has to
-/// execute fence_proxy_async_all() before its TMA loads.
+/// Returns when the signal has the wanted value; see signal_ready.
 CUTLASS_DEVICE void wait_signal(uint32_t const* word, uint32_t wanted, int32_t chunk,
                                 WaitLimit const& limit) {
-  uint64_t start = 0;
+  uint32_t since = 0;
   CUTLASS_PRAGMA_NO_UNROLL
-  for (;;) {
-    uint32_t const seen = look_at_signal(word, wanted, chunk, limit);
-    if (seen == wanted) return;
-    uint64_t const now = global_timer_ns();
-    if (start == 0) start = now;
-    bool const mismatch = seen != 0 && limit.mismatch_is_fatal;
-    if (mismatch || now - start > limit.limit_ns) {
-      int32_t const source = limit.chunks_per_rank > 0 ? chunk / limit.chunks_per_rank : -1;
-      report_and_stop(limit, mismatch ? WaitReport::Mismatch : WaitReport::Timeout, source, chunk,
-                      seen, wanted, now - start);
-    }
+  while (!signal_ready(word, wanted, chunk, limit, since)) {
   }
 }
 

@@ -21,6 +21,11 @@ struct Weight {
 
 struct FusedArgs {
   Transport transport = Transport::CopyEnginePush;
+  // SM push: CTAs that push, columns of a chunk (a multiple of 8), and the nearest consumers that
+  // are served before the others.
+  int32_t push_ctas = 0;
+  int32_t chunk_columns = 0;
+  int32_t first_peers = 0;
   void const* a_shard = nullptr;  // [rows, k]
   // [w * rows, k], or null where A is not wanted. Pull copies A there and the matmuls read it
   // there; with push the first matmul stores what it reads.

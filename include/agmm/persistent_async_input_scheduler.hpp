@@ -185,7 +185,7 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
       agmm::wait_signal(params_->chunk_signals + chunk, params_->ready_value, chunk,
                         params_->wait_limit);
     }
-    agmm::fence_proxy_async_all();
+    agmm::fence_proxy_async_global();
   }
 
   // The grid is (ClusterM, rest, 1): see get_grid_shape.

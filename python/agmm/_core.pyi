@@ -157,13 +157,13 @@ class CudaWorkspace:
         k: int,
         is_bf16: bool,
         weights: collections.abc.Sequence[tuple[int, int, bool, int, int, int, KernelConfig]],
-        pull: bool,
+        transport: tuple[int, int, int, int],
         a_out: int,
         tile_times: int,
         stream: int,
     ) -> bool:
         """
-        Enqueues gather and matmuls. weights: (b, ldb, b_column_major, n, bias, out, config). Returns whether the stream is being captured.
+        Enqueues gather and matmuls. weights: (b, ldb, b_column_major, n, bias, out, config). transport: (0 push, 1 pull, 2 SM push; CTAs, columns of a chunk, first peers). Returns whether the stream is being captured.
         """
     @property
     def slot_bytes(self) -> int: ...

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from agmm import _call_plan, _core, plan
 from agmm.errors import AgmmError, InvalidArgument, Unsupported
-from agmm.plan import KernelConfig, Plan
+from agmm.plan import KernelConfig, Plan, SmPush
 
 _SLOT_GRANULE = 32 << 20
 """Slots grow in steps of this many bytes, so that slightly larger calls do not grow them again."""
@@ -46,6 +46,14 @@ def _core_config(config: KernelConfig) -> _core.KernelConfig:
         config.raster,
         config.timed,
     )
+
+
+def _core_transport(transport: str) -> tuple[int, int, int, int]:
+    """As `_core.CudaWorkspace.all_gather_matmul` wants it."""
+    sm_push = SmPush.parse(transport)
+    if sm_push is not None:
+        return 2, *sm_push
+    return int(transport == "pull"), 0, 0, 0
 
 
 @cache
@@ -339,7 +347,8 @@ class CudaWorkspace:
             Bs: weights [K, N], N free for each of them, row-major or column-major.
             return_A: whether A is wanted, in a tensor of its own.
             config: the kernel; chosen by `agmm.plan` when None.
-            transport: "push" or "pull"; that of the first weight's plan when None.
+            transport: "push", "pull" or the name of an `SmPush`; that of the first weight's plan
+                when None.
 
         Raises:
             InvalidArgument: a weight is neither row-major nor column-major; the first weight's
@@ -370,15 +379,14 @@ class CudaWorkspace:
             if config is None:
                 chosen = _call_plan.planner(self._group, self._device).fused_plan(problem)
             else:
-                chosen = Plan(plan.transports(problem, config)[0], config)
+                chosen = Plan(plan.copy_transports(problem, config)[0], config)
             assert chosen.kernel is not None
             if not weights:
                 transport = transport or chosen.transport
-                legal = plan.transports(problem, chosen.kernel)
-                if transport not in legal:
+                reason = plan.why_transport_illegal(problem, chosen.kernel, transport)
+                if reason is not None:
                     raise InvalidArgument(
-                        f"config: found transport {transport} with {chosen.kernel.kernel} and "
-                        f"return_A={return_A}, wanted {' or '.join(legal)}"
+                        f"config: {chosen.kernel.kernel}, return_A={return_A}: {reason}"
                     )
             weights.append(
                 _Weight(
@@ -396,7 +404,7 @@ class CudaWorkspace:
             k,
             A_shard.dtype == torch.bfloat16,
             m * k * 2,
-            transport == "pull",
+            _core_transport(transport or "push"),
             (*leading, k) if return_A else None,
             tuple(weights),
         )
@@ -425,7 +433,7 @@ class FusedCall(NamedTuple):
     k: int
     bf16: bool
     slot_bytes: int
-    pull: bool
+    transport: tuple[int, int, int, int]
     gathered_shape: tuple[int, ...] | None
     weights: tuple[_Weight, ...]
 
@@ -449,7 +457,7 @@ class FusedCall(NamedTuple):
         Raises:
             InvalidArgument: the kernel cannot take the operands; nothing was enqueued.
         """
-        workspace, rows, k, bf16, slot_bytes, pull, gathered_shape, weights = self
+        workspace, rows, k, bf16, slot_bytes, transport, gathered_shape, weights = self
         if workspace.world_size == 1:
             outs = [
                 async_input_mm(A_shard.view(rows, k), B, None, 0, config=w.config, bias=bias)
@@ -484,7 +492,7 @@ class FusedCall(NamedTuple):
                 k,
                 bf16,
                 arguments,
-                pull,
+                transport,
                 0 if A is None else A.data_ptr(),
                 0 if tile_times is None else tile_times.data_ptr(),
                 _stream(A_shard.device),
@@ -511,8 +519,9 @@ def timeline(
 
     Returns:
         For each tile a dict with ``chunk`` (the last one it needs, in the order of arrival),
-        ``source`` (its rank) and, in ns of the GPU's timer, ``arrived_ns`` (when a tile first found
-        the chunk there), ``start_ns`` and ``end_ns`` (of the tile's loads).
+        ``source`` (its rank), ``row`` and ``column`` (of tiles), ``sm`` (the multiprocessor) and,
+        in ns of the GPU's timer, ``arrived_ns`` (when a tile first found the chunk there),
+        ``wait_begin_ns``, ``start_ns`` and ``end_ns`` (of the tile's loads).
 
     Raises:
         AgmmError: this build has no timed kernel.
@@ -543,16 +552,18 @@ def timeline(
         )
         chunk = max(range(first, end), key=lambda c: (c - rank) % world_size)
         for j in range(tiles_n):
-            wait_begin, start, stop = (int(v) for v in words[i, j, :3])
+            wait_begin, start, stop, sm = (int(v) for v in words[i, j, :4])
             arrived[chunk] = min(arrived.get(chunk, start), start)
-            tiles.append((chunk, wait_begin if chunk == rank else start, stop))
-    return [
-        {
-            "chunk": chunk,
-            "source": chunk,
-            "arrived_ns": arrived[chunk],
-            "start_ns": start,
-            "end_ns": stop,
-        }
-        for chunk, start, stop in tiles
-    ]
+            tiles.append(
+                {
+                    "chunk": chunk,
+                    "source": chunk,
+                    "wait_begin_ns": wait_begin,
+                    "start_ns": wait_begin if chunk == rank else start,
+                    "end_ns": stop,
+                    "sm": sm & 0xFFFFFFFF,
+                    "row": i,
+                    "column": j,
+                }
+            )
+    return [{**tile, "arrived_ns": arrived[tile["chunk"]]} for tile in tiles]

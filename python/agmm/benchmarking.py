@@ -63,7 +63,6 @@ from agmm.testing.timer import (
 )
 
 DEFAULT_WORLD_SIZE = 4
-HOST_CALLS = 200
 RECORDED_VARIABLES = (
     "NCCL_NVLS_ENABLE",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST",
@@ -320,6 +319,7 @@ class WayResult:
     wrong: bool = False
     reason: str | None = None
     host_time_us: float | None = None
+    host_time_after_drain_us: float | None = None
     samples_us: list[float] = field(default_factory=list)
 
 
@@ -361,9 +361,9 @@ def measure(shape: Shape, options: Options) -> dict[str, Any]:
     if device.type == "cuda":
         for name in calls:
             if WAYS[name].host_time:
-                mine = host_time(calls[name], HOST_CALLS, device=device)
-                worst = max_over_ranks(torch.tensor([mine], dtype=torch.float64), group, device)
-                results[name].host_time_us = float(worst)
+                mine = host_time(calls[name], device=device)
+                worst = max_over_ranks(torch.tensor(mine, dtype=torch.float64), group, device)
+                results[name].host_time_us, results[name].host_time_after_drain_us = worst.tolist()
     roof = results["roof"].median_us
     if roof is not None:
         for result in results.values():

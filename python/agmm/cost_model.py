@@ -46,6 +46,12 @@ class Constants:
     pull_gb_per_s: float
     staging_gb_per_s: float
     """Of the copy of A_shard that pull makes."""
+    sm_push_us: float
+    """Until the first chunk of an SM push has arrived."""
+    sm_push_slowdown: dict[str, float]
+    """Of a matmul that waits inside its K loop, by schedule."""
+    sm_push_gb_per_s: float
+    """Sent by all CTAs together, to all peers."""
     all_gather_us: float
     all_gather_gb_per_s: float
     matmul_tflops: float
@@ -82,23 +88,43 @@ def arrival_us(problem: Problem, position: int, transport: str = "push") -> floa
     return staging + c.copy_overhead_us + position * (c.copy_overhead_us + shard / rate)
 
 
-def fused_us(problem: Problem, config: KernelConfig, transport: str = "push") -> float:
-    """Predicted time of the fused call in µs, launch included."""
+def _tiles(problem: Problem, config: KernelConfig, sms: int) -> tuple[float, int, int]:
+    """Time of a tile in µs, how many tiles there are, and how many are computed at once."""
     c = constants(problem.gpu)
     rate = c.tflops_per_sm.get(config.kernel, c.other_tflops_per_sm)
     tile_us = 2e-6 * config.tile_m * config.tile_n * problem.k / rate
     tile_us += c.tile_overhead_us[config.schedule]
     # One worker per CTA; a pingpong CTA works on two tiles at a time but no faster than on one.
     # Clusters go in lockstep, so one cluster's tiles count as one worker's tile.
-    workers = (problem.sm_count or c.sm_count) // (config.cluster_m * config.cluster_n)
+    workers = sms // (config.cluster_m * config.cluster_n)
     blocks = -(-problem.m // (config.tile_m * config.cluster_m))
     blocks *= -(-problem.n // (config.tile_n * config.cluster_n))
+    return tile_us, blocks, workers
+
+
+def fused_us(problem: Problem, config: KernelConfig, transport: str = "push") -> float:
+    """Predicted time of the fused call in µs, launch included."""
+    c = constants(problem.gpu)
+    tile_us, blocks, workers = _tiles(problem, config, problem.sm_count or c.sm_count)
     # From the arrival of a chunk on, its blocks and all later ones have to be computed.
     return c.launch_us + max(
         arrival_us(problem, position, transport)
         + tile_us * max(1, -(-(blocks - -(-position * blocks // problem.world_size)) // workers))
         for position in range(problem.world_size)
     )
+
+
+def sm_push_us(problem: Problem, config: KernelConfig, ctas: int, chunk_columns: int) -> float:
+    """Predicted time of the fused call in µs with SM push: the matmul on the multiprocessors that
+    are left, and not before the last chunk has come and been multiplied."""
+    c = constants(problem.gpu)
+    sms = (problem.sm_count or c.sm_count) - ctas
+    tile_us, blocks, workers = _tiles(problem, config, sms)
+    tile_us *= c.sm_push_slowdown[config.schedule]
+    chunks = -(-problem.k // chunk_columns)
+    computed = tile_us * -(-blocks // workers)
+    sent = (problem.world_size - 1) * _shard_bytes(problem) / (c.sm_push_gb_per_s * 1e3)
+    return c.launch_us + c.sm_push_us + max(computed, sent + tile_us / chunks)
 
 
 def matmul_us(problem: Problem) -> float:

@@ -17,8 +17,8 @@ from agmm.plan import (
     Plan,
     Planner,
     Problem,
+    copy_transports,
     predict_us,
-    transports,
     why_unfused,
 )
 
@@ -136,7 +136,7 @@ def _best_fused_us(problem: Problem, choice: Choice) -> float | None:
         return None
     return min(
         (
-            cost_model.fused_us(problem, kernel, transports(problem, kernel)[0])
+            cost_model.fused_us(problem, kernel, copy_transports(problem, kernel)[0])
             for kernel in kernels_for(problem.gpu)
         ),
         default=None,

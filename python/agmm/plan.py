@@ -25,6 +25,16 @@ _CONFIG_NAME = re.compile(
     r"(?:/swizzle([1248])(?:/(along_m|along_n))?)?"
 )
 
+_SM_PUSH_NAME = re.compile(r"sm([1-9]\d*)x([1-9]\d*)(?:\+([1-9]\d*))?")
+
+_PUSH_CTAS = 16
+_PUSH_COLUMNS = 256
+"""Of the usual SM push: enough to fill the links, and few enough signals."""
+
+MAX_PUSH_CTAS = 64
+MAX_COLUMN_CHUNKS = 128
+MAX_PUSH_RANKS = 16
+
 FUSED_DTYPES = ("bfloat16", "float16")
 
 CPU = "cpu"
@@ -134,6 +144,44 @@ class KernelConfig:
         return f"{self.kernel}/swizzle{self.max_swizzle}/{self.raster}"
 
 
+class SmPush(NamedTuple):
+    """The SM push transport: ``ctas`` CTAs write ``chunk_columns`` columns of the shard at a time;
+    the ``first_peers`` nearest consumers get the whole shard before the others get any of it.
+
+    Its name, in configs and tables: ``sm16x128``, or ``sm16x128+1`` with one first peer.
+    """
+
+    ctas: int
+    chunk_columns: int
+    first_peers: int = 0
+
+    @classmethod
+    def parse(cls, name: str) -> SmPush | None:
+        """The inverse of ``name``; None for every other string."""
+        found = _SM_PUSH_NAME.fullmatch(name)
+        return None if found is None else cls(*(int(v or 0) for v in found.groups()))
+
+    @property
+    def name(self) -> str:
+        first = f"+{self.first_peers}" if self.first_peers else ""
+        return f"sm{self.ctas}x{self.chunk_columns}{first}"
+
+    def why_illegal(self, k: int, kernel: KernelConfig) -> str | None:
+        """The reason why it cannot serve a call with K columns and this kernel, or None."""
+        cluster = kernel.cluster_m * kernel.cluster_n
+        if not 0 < self.ctas <= MAX_PUSH_CTAS or self.ctas % cluster != 0:
+            return (
+                f"sm push: found {self.ctas} CTAs, wanted a multiple of {cluster} up to "
+                f"{MAX_PUSH_CTAS}"
+            )
+        if self.chunk_columns < 1 or self.chunk_columns % ALIGNMENT != 0:
+            return f"sm push: found {self.chunk_columns} columns, wanted a multiple of {ALIGNMENT}"
+        chunks = -(-k // self.chunk_columns)
+        if chunks > MAX_COLUMN_CHUNKS:
+            return f"sm push: found {chunks} chunks, wanted at most {MAX_COLUMN_CHUNKS}"
+        return None
+
+
 class Problem(NamedTuple):
     """``out[m, n] = all_gather(A_shard)[m, k] @ B[k, n]``; m is the gathered row count.
 
@@ -157,8 +205,9 @@ class Plan:
     """How a problem is computed.
 
     ``transport`` is ``"push"`` or ``"pull"`` (copy engine; on the CPU ``"push"`` by the copy
-    thread), or ``"unfused"``: all-gather, then matmul. ``kernel`` is None on the CPU and unfused.
-    ``chunks_per_shard`` is the number of row chunks of each shard; more than 1 on the CPU only.
+    thread), the name of an `SmPush`, or ``"unfused"``: all-gather, then matmul. ``kernel`` is None
+    on the CPU and unfused. ``chunks_per_shard`` is the number of row chunks of each shard; more
+    than 1 on the CPU only.
     """
 
     transport: str
@@ -189,8 +238,21 @@ def why_unfused(dtype: str, n: int, k: int) -> str | None:
     return None
 
 
-def transports(problem: Problem, kernel: KernelConfig | None = None) -> tuple[str, ...]:
-    """The legal transports of a fused call with this kernel, the usual one first.
+def why_transport_illegal(problem: Problem, kernel: KernelConfig, transport: str) -> str | None:
+    """The reason why a fused call with this kernel cannot use the transport, or None."""
+    sm_push = SmPush.parse(transport)
+    copying = copy_transports(problem, kernel)
+    if sm_push is not None and problem.gpu != CPU and "push" in copying:
+        if not 1 < problem.world_size <= MAX_PUSH_RANKS:
+            return f"sm push: found {problem.world_size} ranks, wanted 2 to {MAX_PUSH_RANKS}"
+        return sm_push.why_illegal(problem.k, kernel)
+    if transport in copying:
+        return None
+    return f"found transport {transport}, wanted {' or '.join(copying)}"
+
+
+def copy_transports(problem: Problem, kernel: KernelConfig | None = None) -> tuple[str, ...]:
+    """The legal transports by copies of a fused call with this kernel, the usual one first.
 
     Pull copies A into the tensor that is returned. With push the kernel writes that tensor, if its
     clusters are one tile wide.
@@ -206,12 +268,11 @@ def why_illegal(problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]) -
     """The reason why this build, whose kernels are ``kernels``, cannot run the plan, or None."""
     if plan == UNFUSED:
         return None
-    legal = transports(problem, plan.kernel)
-    if plan.transport not in legal:
-        return f"plan: found transport {plan.transport}, wanted {' or '.join(legal)} or unfused"
     if plan.chunks_per_shard < 1:
         return f"plan: found {plan.chunks_per_shard} chunks per shard, wanted at least 1"
     if problem.gpu == CPU:
+        if plan.transport != "push":
+            return f"plan: found transport {plan.transport}, wanted push or unfused on the CPU"
         return None if plan.kernel is None else f"plan: found kernel {plan.kernel.name} on the CPU"
     reason = why_unfused(problem.dtype, problem.n, problem.k)
     if reason is not None:
@@ -220,6 +281,9 @@ def why_illegal(problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]) -
         return f"plan: found {plan.chunks_per_shard} chunks per shard, wanted 1 on a GPU"
     if plan.kernel is None:
         return "plan: found no kernel, wanted one"
+    reason = why_transport_illegal(problem, plan.kernel, plan.transport)
+    if reason is not None:
+        return f"plan: {reason}"
     if plan.kernel.kernel not in {kernel.kernel for kernel in kernels}:
         return f"plan: found kernel {plan.kernel.kernel}, which is not in this build"
     return None
@@ -240,6 +304,20 @@ def usual_order(problem: Problem, config: KernelConfig) -> KernelConfig:
     return replace(config, raster="along_n", max_swizzle=4 if config.tile_m > config.tile_n else 8)
 
 
+def usual_plans(problem: Problem, kernel: KernelConfig) -> list[Plan]:
+    """The kernel with copies, and with SM push where that is legal; in the order of tiles that
+    serves each best."""
+    plans = [Plan(copy_transports(problem, kernel)[0], usual_order(problem, kernel))]
+    # With more than one wave of tiles the nearest consumer's rows go first, since it computes them
+    # first.
+    sms = (problem.sm_count or cost_model.constants(problem.gpu).sm_count) - _PUSH_CTAS
+    tiles = -(-problem.m // kernel.tile_m) * -(-problem.n // kernel.tile_n)
+    push = SmPush(_PUSH_CTAS, _PUSH_COLUMNS, 0 if tiles <= sms else 1)
+    if why_transport_illegal(problem, kernel, push.name) is None:
+        plans.append(Plan(push.name, plans[0].kernel))
+    return plans
+
+
 def predict_us(problem: Problem, plan: Plan) -> float | None:
     """Predicted time of a call in µs; None where there is no cost model (the CPU, other dtypes)."""
     if problem.gpu == CPU or problem.dtype not in FUSED_DTYPES:
@@ -247,6 +325,9 @@ def predict_us(problem: Problem, plan: Plan) -> float | None:
     if plan == UNFUSED:
         return cost_model.unfused_us(problem)
     assert plan.kernel is not None
+    sm_push = SmPush.parse(plan.transport)
+    if sm_push is not None:
+        return cost_model.sm_push_us(problem, plan.kernel, sm_push.ctas, sm_push.chunk_columns)
     return cost_model.fused_us(problem, plan.kernel, plan.transport)
 
 
@@ -370,15 +451,12 @@ class Planner:
         return Choice(best, source, predict_us(problem, best))
 
     def alternatives(self, problem: Problem) -> list[tuple[Plan, float | None]]:
-        """Each kernel in its usual order and the unfused plan, with predicted µs, fastest first."""
+        """`usual_plans` of each kernel and the unfused plan, with predicted µs, fastest first."""
         plans = [UNFUSED]
         if problem.gpu == CPU:
             plans.insert(0, Plan("push"))
         elif why_unfused(problem.dtype, problem.n, problem.k) is None:
-            plans += [
-                Plan(transports(problem, kernel)[0], usual_order(problem, kernel))
-                for kernel in self.kernels
-            ]
+            plans += [plan for kernel in self.kernels for plan in usual_plans(problem, kernel)]
         timed = [(plan, predict_us(problem, plan)) for plan in plans]
         return sorted(timed, key=lambda pair: (pair[1] is None, pair[1] or 0.0))
 
@@ -413,7 +491,8 @@ class Planner:
 
 
 def parse_config(config: str) -> tuple[KernelConfig | None, str | None]:
-    """Kernel and transport of a config: a kernel's name, and perhaps ``/push`` or ``/pull``.
+    """Kernel and transport of a config: a kernel's name, and perhaps ``/push``, ``/pull`` or the
+    name of an `SmPush`.
 
     None where the config leaves it open; the empty one leaves both open.
 
@@ -423,6 +502,6 @@ def parse_config(config: str) -> tuple[KernelConfig | None, str | None]:
     if not config:
         return None, None
     kernel, slash, transport = config.rpartition("/")
-    if slash and transport in ("push", "pull"):
+    if slash and (transport in ("push", "pull") or SmPush.parse(transport) is not None):
         return KernelConfig.parse(kernel), transport
     return KernelConfig.parse(config), None

@@ -16,6 +16,17 @@ SCHEMA = 1
 Report = dict[str, Any]
 
 
+_OPTIONAL = (
+    "tflops",
+    "ratio_to_roof",
+    "relative_error",
+    "reason",
+    "host_time_us",
+    "host_time_after_drain_us",
+)
+"""Of a way; older reports lack some."""
+
+
 def read(path: Path) -> Report:
     """The report that `agmm bench --json` wrote there.
 
@@ -43,7 +54,7 @@ def read(path: Path) -> Report:
             if not isinstance(way, dict) or "median_us" not in way:
                 raise InvalidArgument(f"report: found no median_us of {name!r} in {path}")
             way.setdefault("samples_us", [])
-            for key in ("tflops", "ratio_to_roof", "relative_error", "reason", "host_time_us"):
+            for key in _OPTIONAL:
                 way.setdefault(key, None)
             way.setdefault("wrong", False)
     return report

@@ -34,10 +34,11 @@ from agmm.plan import (
     Planner,
     Problem,
     Row,
+    copy_transports,
     orders,
     predict_us,
-    transports,
     usual_order,
+    usual_plans,
     why_unfused,
 )
 from agmm.symmetric_memory import cpu_workspace
@@ -365,8 +366,9 @@ def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> 
         fused = [
             Plan(transport, usual_order(problem, kernel))
             for kernel in kernels
-            for transport in transports(problem, kernel)
+            for transport in copy_transports(problem, kernel)
         ]
+        fused += [plan for kernel in kernels for plan in usual_plans(problem, kernel)]
         predicted = {plan: predict_us(problem, plan) or 0.0 for plan in fused}
         limit = PRUNE_FACTOR * min(predicted.values(), default=0.0)
         plans = [plan for plan, us in predicted.items() if us <= limit]

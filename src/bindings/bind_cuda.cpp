@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -27,7 +28,8 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-uint64_t limit_ns() { return static_cast<uint64_t>(agmm::timeout_seconds() * 1e9); }
+// At most eleven days: kernels count in 32 bits, of 2^20 ns each.
+uint64_t limit_ns() { return static_cast<uint64_t>(std::min(agmm::timeout_seconds(), 1e6) * 1e9); }
 
 KernelConfig make_config(int tile_m, int tile_n, int tile_k, int cluster_m, int cluster_n,
                          const std::string& schedule, int max_swizzle, const std::string& raster,
@@ -43,6 +45,9 @@ KernelConfig make_config(int tile_m, int tile_n, int tile_k, int cluster_m, int 
 // b, ldb, column-major?, n, bias (0: none), out, config
 using WeightTuple =
     std::tuple<uintptr_t, int64_t, bool, int, uintptr_t, uintptr_t, const KernelConfig*>;
+
+// kind, and for SM push: CTAs, columns of a chunk, first peers
+using TransportTuple = std::tuple<int, int, int, int>;
 
 agmm::BLayout layout(bool column_major) {
   return column_major ? agmm::BLayout::ColumnMajor : agmm::BLayout::RowMajor;
@@ -74,10 +79,12 @@ void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int
 }
 
 bool all_gather_matmul(AllGather& gather, uintptr_t a_shard, int rows, int k, bool is_bf16,
-                       const std::vector<WeightTuple>& weights, bool pull, uintptr_t a_out,
-                       uintptr_t tile_times, uintptr_t stream) {
+                       const std::vector<WeightTuple>& weights, const TransportTuple& transport,
+                       uintptr_t a_out, uintptr_t tile_times, uintptr_t stream) {
   agmm::FusedArgs args;
-  args.transport = pull ? agmm::Transport::CopyEnginePull : agmm::Transport::CopyEnginePush;
+  int kind = 0;
+  std::tie(kind, args.push_ctas, args.chunk_columns, args.first_peers) = transport;
+  args.transport = static_cast<agmm::Transport>(kind);
   args.a_shard = pointer<void>(a_shard);
   args.a_out = pointer<void>(a_out);
   args.rows = rows;
@@ -164,8 +171,10 @@ void bind_cuda(py::module_& m) {
           "The words after the slots that are 1 before the first call; the others are 0.")
       .def_property_readonly("slot_bytes", &AllGather::slot_bytes)
       .def("all_gather_matmul", &all_gather_matmul, py::arg("a_shard"), py::arg("rows"),
-           py::arg("k"), py::arg("is_bf16"), py::arg("weights"), py::arg("pull"), py::arg("a_out"),
-           py::arg("tile_times"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
+           py::arg("k"), py::arg("is_bf16"), py::arg("weights"), py::arg("transport"),
+           py::arg("a_out"), py::arg("tile_times"), py::arg("stream"),
+           py::call_guard<py::gil_scoped_release>(),
            "Enqueues gather and matmuls. weights: (b, ldb, b_column_major, n, bias, out, config). "
+           "transport: (0 push, 1 pull, 2 SM push; CTAs, columns of a chunk, first peers). "
            "Returns whether the stream is being captured.");
 }

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "push.hpp"
 #include "runtime.hpp"
 #include "stage.hpp"
 
@@ -11,10 +12,11 @@ namespace agmm {
 
 namespace {
 
-// Signals, tags, credits: one word per rank each; then the counters of finished CTAs. Padded so
-// that the words of the slots do not share a cache line.
+// Tags and credits: one word per rank each; signals: one per rank and column chunk; then the
+// counters of CTAs. Padded so that the words of the slots do not share a cache line.
 std::size_t words_per_slot(int world_size) {
-  return (3 * static_cast<std::size_t>(world_size) + 2 + 31) / 32 * 32;
+  std::size_t const words = std::size_t(world_size) * (2 + AllGather::kMaxColumnChunks) + 2;
+  return (words + 31) / 32 * 32;
 }
 
 // Room for the own shard, which peers read when they pull it: all shards of a slot are equally
@@ -72,6 +74,7 @@ struct AllGather::Handles {
   cudaEvent_t captured_call_done = nullptr;
   uint32_t** peer_words = nullptr;  // device, [kSlots][2][w]: this rank's credit and tag at peer p
 
+  bool copies_in_use = false;          // by the call under way
   bool any_call = false;               // eager
   unsigned long long last_stream = 0;  // its id, of the last eager call
   unsigned long long stream = 0;       // of the call under way
@@ -148,11 +151,40 @@ AllGather::AllGather(int rank, std::vector<uintptr_t> const& bases, std::size_t 
   AGMM_CHECK_CUDA(
       cudaMemcpy(handles->peer_words, peer_words.data(), bytes, cudaMemcpyHostToDevice));
   AGMM_CHECK_CUDA(prepare_stage());
+  AGMM_CHECK_CUDA(prepare_push());
   driver();
   handles_ = handles.release();
 }
 
 AllGather::~AllGather() { delete handles_; }
+
+namespace {
+
+void refuse_sm_push(char const* name, int64_t found, std::string const& wanted) {
+  throw std::invalid_argument("sm_push: found " + std::string(name) + "=" + std::to_string(found) +
+                              ", wanted " + wanted);
+}
+
+void check(SmPush const& push, int64_t row_bytes) {
+  if (push.ctas < 1 || push.ctas > kMaxPushCtas) {
+    refuse_sm_push("ctas", push.ctas, "1 to " + std::to_string(kMaxPushCtas));
+  }
+  if (push.ctas % push.cluster_size != 0) {
+    refuse_sm_push("ctas", push.ctas, "a multiple of " + std::to_string(push.cluster_size));
+  }
+  if (push.chunks < 1 || push.chunks > AllGather::kMaxColumnChunks) {
+    refuse_sm_push("chunks", push.chunks, "1 to " + std::to_string(AllGather::kMaxColumnChunks));
+  }
+  if (push.chunk_bytes < 16 || push.chunk_bytes % 16 != 0) {
+    refuse_sm_push("chunk_bytes", push.chunk_bytes, "a positive multiple of 16");
+  }
+  if (int64_t(push.chunks - 1) * push.chunk_bytes >= row_bytes ||
+      int64_t(push.chunks) * push.chunk_bytes < row_bytes) {
+    refuse_sm_push("chunks", push.chunks, "as many as it takes to cover a row");
+  }
+}
+
+}  // namespace
 
 Gathered AllGather::next(GatherRequest const& request) const {
   auto const bytes = static_cast<std::size_t>(world_size() * request.rows * request.row_bytes);
@@ -166,15 +198,25 @@ Gathered AllGather::next(GatherRequest const& request) const {
   }
 
   int const s = next_slot_;
-  bool const is_push = request.transport == Transport::CopyEnginePush;
+  bool const is_pull = request.transport == Transport::CopyEnginePull;
+  int column_chunks = 1;
   Gathered gathered;
-  gathered.a = is_push ? slot(rank_, s) : request.a_out;
+  gathered.a = is_pull ? request.a_out : slot(rank_, s);
   gathered.signals = words(rank_, s, kSignals);
-  gathered.tags = is_push ? nullptr : words(rank_, s, kTags);
+  gathered.tags = is_pull ? words(rank_, s, kTags) : nullptr;
   gathered.ready_value = request.tag;
-  static_assert(kTags == kSignals + 1, "signals and tags are reset as one stretch");
-  gathered.reset_words = words(rank_, s, kSignals);
-  gathered.reset_count = 2 * world_size();
+  if (request.transport == Transport::SmPush) {
+    if (world_size() > kMaxPushRanks) {
+      refuse_sm_push("ranks", world_size(), "at most " + std::to_string(kMaxPushRanks));
+    }
+    check(request.sm_push, request.row_bytes);
+    column_chunks = request.sm_push.chunks;
+    gathered.signal_part = part_of_signal(request);
+    gathered.ready_value = request.sm_push.ctas * gathered.signal_part;
+  }
+  static_assert(kSignals == kTags + 1, "tags and signals are reset as one stretch");
+  gathered.reset_words = words(rank_, s, kTags);
+  gathered.reset_count = (1 + column_chunks) * world_size();
   gathered.finished_ctas = words(rank_, s, kFinished);
   gathered.peer_credits = handles_->peer_words + 2 * s * world_size();
   return gathered;
@@ -262,6 +304,40 @@ void AllGather::push(GatherRequest const& request, int s) {
   }
 }
 
+/// What each CTA of the push kernel adds to a signal; the sum of all stays below 2^31.
+uint32_t AllGather::part_of_signal(GatherRequest const& request) {
+  static_assert(kMaxPushCtas <= 128, "24 bits of a tag leave room for 128 parts");
+  return (request.tag & 0xffffffu) | 1u;
+}
+
+void AllGather::push_by_sms(GatherRequest const& request, int s, void* stream) {
+  ReportPlace const place = report_place();
+  PushArgs args;
+  args.rank = rank_;
+  args.world_size = world_size();
+  args.slot = s;
+  args.shard = request.a_shard;
+  args.rows = static_cast<int32_t>(request.rows);
+  args.row_bytes = static_cast<int32_t>(request.row_bytes);
+  args.chunk_bytes = request.sm_push.chunk_bytes;
+  args.chunks = request.sm_push.chunks;
+  args.first_peers = request.sm_push.first_peers;
+  for (int p = 0; p < world_size(); ++p) {
+    args.places[p] = {slot(p, s) + rank_ * request.rows * request.row_bytes,
+                      words(p, s, kSignals) + rank_ * request.sm_push.chunks};
+  }
+  args.head = static_cast<int32_t>(request.shared.head.size());
+  args.tail = static_cast<int32_t>(request.shared.tail.size());
+  args.add = part_of_signal(request);
+  args.credits = words(rank_, s, kCredits);
+  args.ctas_with_credits = words(rank_, s, kFinished) + 1;
+  args.limit_ns = request.limit_ns;
+  args.report = place.report;
+  args.report_lock = place.report_lock;
+  AGMM_CHECK_CUDA(launch_push(args, request.sm_push.ctas, request.sm_push.cluster_size,
+                              static_cast<cudaStream_t>(stream)));
+}
+
 void AllGather::pull(GatherRequest const& request, int s) {
   std::size_t const shard_bytes = request.rows * request.row_bytes;
   auto* const out = static_cast<char*>(request.a_out);
@@ -283,9 +359,15 @@ void AllGather::pull(GatherRequest const& request, int s) {
 bool AllGather::begin(GatherRequest const& request, void* stream_handle) {
   auto const stream = static_cast<cudaStream_t>(stream_handle);
   order_after_last_call(stream);
+  int const s = next_slot_;
+  handles_->copies_in_use = request.transport != Transport::SmPush;
+  if (!handles_->copies_in_use) {
+    push_by_sms(request, s, stream);
+    next_slot_ = (next_slot_ + 1) % kSlots;
+    return handles_->capture != 0;
+  }
   AGMM_CHECK_CUDA(cudaEventRecord(handles_->fork, stream));
   AGMM_CHECK_CUDA(cudaStreamWaitEvent(handles_->copies, handles_->fork, 0));
-  int const s = next_slot_;
   if (request.transport == Transport::CopyEnginePush) {
     // First what may fail to launch: nothing has been sent then.
     if (!request.shared.head.empty() || !request.shared.tail.empty()) {
@@ -303,7 +385,9 @@ bool AllGather::begin(GatherRequest const& request, void* stream_handle) {
 
 void AllGather::end(void* stream_handle) {
   auto const stream = static_cast<cudaStream_t>(stream_handle);
-  AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->copies_done, 0));
+  if (handles_->copies_in_use) {
+    AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->copies_done, 0));
+  }
   if (handles_->capture == 0) {
     AGMM_CHECK_CUDA(cudaEventRecord(handles_->call_done, stream));
     handles_->any_call = true;

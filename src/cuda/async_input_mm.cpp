@@ -24,8 +24,9 @@ auto fields(AsyncInputArgs const& a) {
       a.config.shape.cluster_n, a.config.shape.schedule, a.config.shape.timed, a.config.max_swizzle,
       a.config.raster, a.a, a.a_local, a.b, a.ldb, a.bias, a.out, a.a_out, a.signals, a.ready_value,
       a.chunks_m, a.chunks_k, a.chunk_pivot, a.local_begin, a.local_end, a.sm_count, a.rank,
-      a.chunks_per_rank, a.mismatch_is_fatal, a.tags, a.limit_ns, a.report, a.release_signals,
-      a.release_count, a.finished_ctas, a.peer_credits, a.peer_count, a.report_lock, a.tile_times);
+      a.chunks_per_rank, a.mismatch_is_fatal, a.tags, a.signal_part, a.limit_ns, a.report,
+      a.release_signals, a.release_count, a.finished_ctas, a.peer_credits, a.peer_count,
+      a.report_lock, a.tile_times);
 }
 
 struct Hash {
@@ -185,8 +186,9 @@ PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& given) {
   return prepared;
 }
 
-void PreparedMatmul::launch(void* stream) const {
-  check_cuda(static_cast<cudaError_t>(kernel_->launch(params_.get(), stream)), "kernel launch");
+void PreparedMatmul::launch(void* stream, bool beside_previous) const {
+  check_cuda(static_cast<cudaError_t>(kernel_->launch(params_.get(), stream, beside_previous)),
+             "kernel launch");
 }
 
 }  // namespace agmm

@@ -74,6 +74,7 @@ struct KernelInstance {
     limit.chunks_per_rank = args.chunks_per_rank;
     limit.mismatch_is_fatal = args.mismatch_is_fatal;
     limit.tags = args.tags;
+    limit.signal_part = args.signal_part;
     return limit;
   }
 
@@ -87,7 +88,8 @@ struct KernelInstance {
     input.release = {args.release_signals, args.release_count, args.finished_ctas,
                      args.peer_credits, args.peer_count};
     input.tile_times = args.tile_times;
-    input.tiles_n = ceil_div(args.problem.n, TileN);
+    input.tiles_n = FastDiv(ceil_div(args.problem.n, TileN));
+    input.k_tiles = ceil_div(args.problem.k, TileK);
     return input;
   }
 
@@ -142,17 +144,24 @@ struct KernelInstance {
   }
 
   // Not by CUTLASS's launcher, which sets an attribute of the kernel at every cluster launch.
-  static int launch(void* params, void* stream) {
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {ClusterM, ClusterN, 1};
+  static int launch(void* params, void* stream, bool beside_previous) {
+    cudaLaunchAttribute attributes[2]{};
+    unsigned count = 0;
+    if (ClusterM * ClusterN != 1) {
+      attributes[count].id = cudaLaunchAttributeClusterDimension;
+      attributes[count++].val.clusterDim = {ClusterM, ClusterN, 1};
+    }
+    if (beside_previous) {
+      attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+    }
     cudaLaunchConfig_t config{};
     config.gridDim = GemmKernel::get_grid_shape(*static_cast<Params*>(params));
     config.blockDim = GemmKernel::get_block_shape();
     config.dynamicSmemBytes = GemmKernel::SharedStorageSize;
     config.stream = static_cast<cudaStream_t>(stream);
-    config.attrs = &cluster;
-    config.numAttrs = ClusterM * ClusterN == 1 ? 0 : 1;
+    config.attrs = attributes;
+    config.numAttrs = count;
     return cudaLaunchKernelExC(
         &config, reinterpret_cast<void const*>(cutlass::device_kernel<GemmKernel>), &params);
   }

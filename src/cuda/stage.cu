@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "agmm/device_wait.hpp"
+#include "credits.cuh"
 
 namespace agmm {
 
@@ -11,31 +11,20 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kCtasPerSm = 2;
 
-__device__ void wait_for_credit(StageArgs const& args, int peer) {
-  WaitLimit limit;
-  limit.report = args.report;
-  limit.report_lock = args.report_lock;
-  limit.limit_ns = args.limit_ns;
-  limit.rank = args.rank;
-  uint64_t start = 0;
-  for (;;) {
-    uint32_t const seen = load_acquire_system(args.credits + peer);
-    if (seen == 1) return;
-    uint64_t const now = global_timer_ns();
-    if (start == 0) start = now;
-    if (now - start > limit.limit_ns) {
-      report_and_stop(limit, WaitReport::Credit, peer, args.slot, seen, 1, now - start);
-    }
-  }
-}
-
 // Order. Every CTA acquires the credits itself, so no CTA writes to a buffer that is still read. A
 // CTA's writes precede its count (bar.sync, then acq_rel at GPU scope); the last CTA has thereby
 // acquired those of all others, and its releases at system scope carry them on. A credit is reset
 // before the tag, and the peer gives the next one only after it has seen tag or data of this call.
 __global__ void __launch_bounds__(kThreads) stage_kernel(StageArgs const args) {
+  WaitLimit limit;
+  limit.report = args.report;
+  limit.report_lock = args.report_lock;
+  limit.limit_ns = args.limit_ns;
+  limit.rank = args.rank;
   for (int peer = threadIdx.x; peer < args.world_size; peer += kThreads) {
-    if (args.credits != nullptr && peer != args.rank) wait_for_credit(args, peer);
+    if (args.credits != nullptr && peer != args.rank) {
+      wait_for_credit(args.credits, peer, args.slot, limit);
+    }
   }
   __syncthreads();
 

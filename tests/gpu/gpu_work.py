@@ -21,8 +21,15 @@ Faults = list[str] | None
 _NAN_BYTE = 0xFF
 SLOT_BYTES = 64 << 20
 """Large enough for every shape of the tests but the one that grows the workspace."""
-WAYS = ("push", "push-A", "pull")
-"""A not returned, stored by the kernel, copied by the transport."""
+WAYS = {
+    "push": (False, ""),
+    "push-A": (True, ""),
+    "pull": (True, "pull"),
+    "sm": (False, "sm4x64"),
+    "sm-A": (True, "sm16x128+1"),
+}
+"""Whether A is returned, and the transport where it is not the planned one."""
+ALL_WAYS = tuple(WAYS)
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
@@ -177,8 +184,8 @@ class ExactCalls:
 
     def call(self, way: str) -> None:
         op: Callable[..., Any] = agmm.all_gather_matmul
-        return_A = way != "push"
-        config = f"{_cuda.kernels()[0].name}/pull" if way == "pull" else None
+        return_A, transport = WAYS[way]
+        config = f"{_cuda.kernels()[0].name}/{transport}" if transport else None
         found = op(self.shard, self.B, self.group, return_A=return_A, config=config, strict=True)
         gathered, out = found if return_A else (None, found)
         self.wrong += torch.ne(out, torch.mm(self.A, self.B)).sum()
@@ -205,7 +212,7 @@ def loop(
         exact.new_data()
         if delayed_rank in (exact.rank, -1) and draw.random() < 0.5:
             torch.cuda._sleep(draw.randrange(1, 400_000))
-        exact.call(WAYS[i % len(WAYS)])
+        exact.call(ALL_WAYS[i % len(WAYS)])
     return exact.faults(f"{shape} delayed={delayed_rank}")
 
 
@@ -219,7 +226,7 @@ def mixed_loop(world_size: int, shapes: list[LocalShape], calls: int, seed: int)
     same, own = random.Random(seed), random.Random(seed + 1 + dist.get_rank())
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for _ in range(calls):
-        part, way, stream = same.choice(parts), same.choice(WAYS), same.choice(streams)
+        part, way, stream = same.choice(parts), same.choice(ALL_WAYS), same.choice(streams)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             if own.random() < 0.3:
@@ -240,14 +247,14 @@ def graphs(
     exact = ExactCalls(group, shape)
     for way in WAYS:
         exact.call(way)
-    first = WAYS.index(first_way)
+    first = ALL_WAYS.index(first_way)
     torch.cuda.synchronize()
     dist.barrier(group, device_ids=[device().index])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for i in range(calls_per_graph):
             exact.new_data()
-            exact.call(WAYS[(first + i) % len(WAYS)])
+            exact.call(ALL_WAYS[(first + i) % len(WAYS)])
     poison(group)
     draw = random.Random(dist.get_rank())
     for i in range(replays):
@@ -256,7 +263,7 @@ def graphs(
         graph.replay()
         if i % 3 == 0:
             exact.new_data()
-            exact.call(WAYS[i // 3 % len(WAYS)])
+            exact.call(ALL_WAYS[i // 3 % len(WAYS)])
     return exact.faults("graphs")
 
 
@@ -297,7 +304,7 @@ def two_groups() -> Faults:
         with torch.cuda.stream(torch.cuda.Stream()):
             for i in range(100):
                 part.new_data()
-                part.call(WAYS[i % len(WAYS)])
+                part.call(ALL_WAYS[i % len(WAYS)])
             torch.cuda.current_stream().synchronize()
 
     for part in parts:
@@ -363,34 +370,57 @@ def unfused(world_size: int) -> Faults:
     return faults
 
 
-def different_shapes() -> None:
+def _small_call(group: dist.ProcessGroup, way: str, width: int = 64) -> None:
+    ExactCalls(group, LocalShape(64, 64, width)).call(way)
+
+
+def _everyone() -> dist.ProcessGroup:
+    group = group_of(tuple(range(dist.get_world_size())))
+    assert group is not None
+    return group
+
+
+def _wait_for_the_end() -> None:
+    torch.cuda.synchronize()
+    threading.Event().wait(60)
+
+
+def different_shapes(way: str) -> None:
     """Rank 0 calls with other columns than the rest; every rank must end with a message."""
-    group = group_of(tuple(range(dist.get_world_size())))
-    assert group is not None
-    k = 128 if dist.get_rank() == 0 else 64
-    for width in (64, k):
-        agmm.all_gather_matmul(
-            integers((64, width), 1), integers((width, 64), 2), group, strict=True
-        )
-    torch.cuda.synchronize()
-    threading.Event().wait(60)
+    group = _everyone()
+    for width in (64, 128 if dist.get_rank() == 0 else 64):
+        _small_call(group, way, width)
+    _wait_for_the_end()
 
 
-def one_rank_missing() -> None:
+def one_rank_missing(way: str) -> None:
     """Rank 1 stays away from the second call."""
-    group = group_of(tuple(range(dist.get_world_size())))
-    assert group is not None
-    agmm.all_gather_matmul(integers((64, 64), 1), integers((64, 64), 2), group, strict=True)
+    group = _everyone()
+    _small_call(group, way)
     if dist.get_rank() != 1:
-        agmm.all_gather_matmul(integers((64, 64), 1), integers((64, 64), 2), group, strict=True)
+        _small_call(group, way)
+    _wait_for_the_end()
+
+
+def one_rank_misses_a_replay(way: str) -> None:
+    """Rank 1 stays away from the second replay, of a call whose tiles lie in two shards."""
+    group = _everyone()
+    exact = ExactCalls(group, LocalShape(100, 64, 64))
+    exact.call(way)
     torch.cuda.synchronize()
-    threading.Event().wait(60)
+    dist.barrier(group, device_ids=[device().index])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        exact.call(way)
+    graph.replay()
+    if dist.get_rank() != 1:
+        graph.replay()
+    _wait_for_the_end()
 
 
-def credit_missing() -> None:
-    """Rank 1 never gives rank 0 the credit that a pull has to await."""
-    group = group_of(tuple(range(dist.get_world_size())))
-    assert group is not None
+def credit_missing(way: str) -> None:
+    """Rank 1 never gives rank 0 the credit that the call has to await."""
+    group = _everyone()
     if dist.get_rank() == 0:
         workspace = cuda_workspace(group, device())
         assert workspace._buffers is not None
@@ -399,9 +429,8 @@ def credit_missing() -> None:
         memory[first:].view(torch.int32)[core.credit_words(dist.get_world_size())[1]] = 0
         torch.cuda.synchronize()
     dist.barrier(device_ids=[device().index])
-    ExactCalls(group, LocalShape(64, 64, 64)).call("pull")
-    torch.cuda.synchronize()
-    threading.Event().wait(60)
+    _small_call(group, way)
+    _wait_for_the_end()
 
 
 def kernels() -> list[KernelConfig]:

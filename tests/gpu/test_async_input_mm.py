@@ -72,7 +72,7 @@ def feed(
     signals: torch.Tensor,
 ) -> None:
     """Brings these chunks of ``source`` into ``a``, one after the other, at random intervals."""
-    rows, columns = a.shape[0] // signals.shape[0], -(-a.shape[1] // signals.shape[1])
+    rows, columns = a.shape[0] // signals.shape[0], -(-a.shape[1] // (8 * signals.shape[1])) * 8
     with torch.cuda.stream(stream):
         for i, j in parts:
             torch.cuda._sleep(random.randrange(1, 40_000))

@@ -45,7 +45,13 @@ def test_every_kernel(gpu_pool: RankPool, world_size: int) -> None:
     shapes = [LocalShape(1, 8, 8), LocalShape(200, 264, 136), LocalShape(512, 1024, 520)]
     for i, kernel in enumerate(gpu_pool.run(gpu_work.kernels)[0]):
         order = f"{kernel.kernel}/swizzle{(1, 2, 8)[i % 3]}/{('along_m', 'along_n')[i % 2]}"
-        for transport, return_A in (("push", False), ("push", True), ("pull", True)):
+        for transport, return_A in (
+            ("push", False),
+            ("push", True),
+            ("pull", True),
+            ("sm4x64", i % 2 == 0),
+            ("sm16x128+1", i % 2 == 1),
+        ):
             results = gpu_pool.run(
                 gpu_work.products,
                 world_size,
@@ -106,7 +112,8 @@ def test_shapes_transports_and_streams_mixed(gpu_pool: RankPool, world_size: int
 
 
 @pytest.mark.parametrize(
-    ("calls_per_graph", "first_way"), [(1, "push"), (1, "push-A"), (1, "pull"), (3, "push")]
+    ("calls_per_graph", "first_way"),
+    [(1, "push"), (1, "push-A"), (1, "pull"), (1, "sm"), (5, "push")],
 )
 @pytest.mark.parametrize("world_size", world_sizes()[1:])
 def test_graphs(gpu_pool: RankPool, world_size: int, calls_per_graph: int, first_way: str) -> None:
@@ -132,22 +139,31 @@ def test_unfused(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(gpu_work.unfused, world_size), world_size)
 
 
+MISSING = "from rank 1: "
+CREDIT = "s for gather buffer 0 of rank 1 to be free: credit is 0"
+
+
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize(
-    ("work", "wanted"),
+    ("work", "way", "wanted"),
     [
-        (gpu_work.different_shapes, "different shapes or dtypes"),
-        (gpu_work.one_rank_missing, "s for chunk 1 from rank 1: "),
-        (gpu_work.credit_missing, "s for gather buffer 0 of rank 1 to be free: credit is 0"),
+        (gpu_work.different_shapes, "push", "different shapes or dtypes"),
+        (gpu_work.different_shapes, "sm", "different shapes or dtypes"),
+        (gpu_work.one_rank_missing, "push", MISSING),
+        (gpu_work.one_rank_missing, "pull", MISSING),
+        (gpu_work.one_rank_missing, "sm-A", MISSING),
+        (gpu_work.one_rank_misses_a_replay, "push", MISSING),
+        (gpu_work.one_rank_misses_a_replay, "sm", MISSING),
+        (gpu_work.credit_missing, "pull", CREDIT),
+        (gpu_work.credit_missing, "sm", CREDIT),
     ],
-    ids=["shapes", "missing", "credit"],
 )
-def test_ends_with_a_message(work: Callable[[], None], wanted: str) -> None:
-    limit_s = 5
+def test_ends_with_a_message(work: Callable[[str], None], way: str, wanted: str) -> None:
+    limit_s = 2
     with RankPool(min(GPUS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": str(limit_s)}) as pool:
         begin = time.monotonic()
         with pytest.raises(RankError) as failure:
-            pool.run(work)
+            pool.run(work, way)
         assert time.monotonic() - begin < 60
         stderr = "".join(pool.stderr(rank) for rank in range(pool.world_size))
     assert 124 in failure.value.exit_codes.values(), (failure.value, stderr)

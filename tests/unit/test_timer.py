@@ -69,10 +69,15 @@ def test_bad_counts_are_named(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_host_time_is_the_median_in_microseconds() -> None:
-    pauses = iter([0.0] + [0.002] * 4 + [0.2])
-    assert 2_000 <= host_time(lambda: time.sleep(next(pauses)), 5, warmup=1, device=CPU) < 20_000
-    with pytest.raises(ValueError, match="calls: found 0, wanted at least 1"):
+    burst = [0.04, 0.002, 0.002, 0.3]
+    pauses = iter([0.0] * 4 + burst * 3)
+    found = host_time(lambda: time.sleep(next(pauses)), 3, calls_per_burst=4, warmup=1, device=CPU)
+    assert 2_000 <= found.us < 30_000
+    assert 40_000 <= found.after_drain_us < 250_000
+    with pytest.raises(ValueError, match="bursts: found 0, wanted at least 1"):
         host_time(lambda: None, 0, device=CPU)
+    with pytest.raises(ValueError, match="calls_per_burst: found 1, wanted at least 2"):
+        host_time(lambda: None, calls_per_burst=1, device=CPU)
 
 
 def test_without_a_group_the_values_stay() -> None:

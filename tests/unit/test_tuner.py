@@ -15,7 +15,17 @@ from rich.console import Console
 
 from agmm import cost_model, tables, tuner
 from agmm.errors import InvalidArgument
-from agmm.plan import CPU, UNFUSED, KernelConfig, Plan, Problem, Row, why_illegal
+from agmm.plan import (
+    CPU,
+    UNFUSED,
+    KernelConfig,
+    Plan,
+    Problem,
+    Row,
+    predict_us,
+    usual_plans,
+    why_illegal,
+)
 from agmm.tables import TableError
 from agmm.testing.cases import Shape
 
@@ -49,12 +59,12 @@ def test_candidates_on_a_gpu(return_A: bool) -> None:
 
 def test_slow_kernels_are_pruned() -> None:
     few = Problem(64, 3584, 8192, world_size=4)
-    times = {kernel.kernel: cost_model.fused_us(few, kernel) for kernel in KERNELS}
+    fused = [plan for kernel in KERNELS for plan in usual_plans(few, kernel)]
+    times = {plan: predict_us(few, plan) or 0.0 for plan in fused}
     limit = tuner.PRUNE_FACTOR * min(times.values())
-    plans = tuner.candidates(few, KERNELS, UNFUSED)
-    kept = {plan.kernel.kernel for plan in plans if plan.kernel is not None}
-    assert kept == {kernel for kernel, us in times.items() if us <= limit}
-    assert 0 < len(kept) < len(KERNELS)
+    kept = [plan for plan in tuner.candidates(few, KERNELS, UNFUSED) if plan != UNFUSED]
+    assert set(kept) == {plan for plan, us in times.items() if us <= limit}
+    assert 0 < len(kept) < len(fused)
 
 
 @pytest.mark.parametrize(("rows", "chunks"), [(1, [1]), (3, [1, 2]), (8, [1, 2, 4, 8])])

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -86,35 +86,50 @@ def time_ways(
     return {name: matrix[row].tolist() for row, name in enumerate(names)}
 
 
+class HostTime(NamedTuple):
+    """Host time of one call in µs, medians: of a call that follows another at once, as in a model,
+    and of the first call after the GPU was drained, when the host's caches are cold."""
+
+    us: float
+    after_drain_us: float
+
+
 def host_time(
     fn: Callable[[], Any],
-    calls: int = 200,
+    bursts: int = 50,
     *,
-    warmup: int = 10,
+    calls_per_burst: int = 8,
+    warmup: int = 2,
     device: torch.device | None = None,
-) -> float:
-    """The median host time of one call of `fn`, in µs: how long the caller is held up.
+) -> HostTime:
+    """How long a call of `fn` holds up its caller.
 
-    The call is not synchronised with the GPU inside the measured interval, but the GPU is drained
-    before every call, so that a full launch queue cannot block it. On the CPU this is the whole
-    time of the call. Where `fn` is a collective, every rank must call this.
+    Calls come in short bursts, not synchronised with the GPU inside; it is drained before every
+    burst, so that a full launch queue cannot block a call. On the CPU this is the whole time of the
+    call. Where `fn` is a collective, every rank must call this.
+
+    Raises ValueError when `bursts` or `calls_per_burst` is out of range.
     """
-    if calls < 1:
-        raise ValueError(f"calls: found {calls}, wanted at least 1")
+    if bursts < 1:
+        raise ValueError(f"bursts: found {bursts}, wanted at least 1")
+    if calls_per_burst < 2:
+        raise ValueError(f"calls_per_burst: found {calls_per_burst}, wanted at least 2")
     device = pick_device() if device is None else device
-    times = []
-    for i in range(-warmup, calls):
+    first: list[float] = []
+    following: list[float] = []
+    for i in range(-warmup, bursts):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        begin = time.perf_counter_ns()
-        result = fn()
-        end = time.perf_counter_ns()
-        del result
-        if i >= 0:
-            times.append((end - begin) / 1e3)
+        for j in range(calls_per_burst):
+            begin = time.perf_counter_ns()
+            result = fn()
+            end = time.perf_counter_ns()
+            del result
+            if i >= 0:
+                (following if j else first).append((end - begin) / 1e3)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return statistics.median(times)
+    return HostTime(statistics.median(following), statistics.median(first))
 
 
 def max_over_ranks(
