@@ -48,8 +48,8 @@
 //      captured CUDA graph can be replayed any number of times, between eager calls too.
 //   7. SM push: the consumer's CTAs start when every CTA of the push kernel has started, and it
 //      waits for no CTA of the consumer of this call. So the two need no SM of each other's, and
-//      whatever else holds SMs only delays them, unless it waits for a peer itself. The consumer ends after the push kernel, so what
-//      follows in the stream may overwrite the shard.
+//      whatever else holds SMs only delays them, unless it waits for a peer itself. The consumer
+//      ends after the push kernel, so what follows in the stream may overwrite the shard.
 #pragma once
 
 #include <cstddef>

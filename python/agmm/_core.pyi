@@ -15,6 +15,7 @@ __all__: list[str] = [
     "TIMEOUT_EXIT_CODE",
     "async_input_mm",
     "call_tag",
+    "chunk_columns",
     "chunks_of_rows",
     "cpu_wait_signal",
     "cuda_built",
@@ -196,6 +197,11 @@ def async_input_mm(
 def call_tag(m_local: int, k: int, dtype: str, return_A: bool) -> int:
     """
     The nonzero 32-bit value that the signals of one call carry: a hash of what all ranks have to agree on.
+    """
+
+def chunk_columns(depth: int, chunks_k: int, chunk_k: int) -> tuple[int, int]:
+    """
+    The half-open range of columns of a chunk.
     """
 
 def chunks_of_rows(m: int, chunks: int, begin: int, end: int) -> tuple[int, int]:

@@ -64,6 +64,14 @@ void bind_chunking(py::module_& m) {
       py::arg("m"), py::arg("chunks"), py::arg("begin"), py::arg("end"),
       "The half-open range of row chunks that rows [begin, end) touch.");
   m.def(
+      "chunk_columns",
+      [](int depth, int chunks_k, int chunk_k) {
+        const Range columns = ChunkGrid(1, depth, 1, chunks_k).chunk_columns(chunk_k);
+        return std::make_tuple(columns.begin, columns.end);
+      },
+      py::arg("depth"), py::arg("chunks_k"), py::arg("chunk_k"),
+      "The half-open range of columns of a chunk.");
+  m.def(
       "shared_rows",
       [](int begin, int end, int tile_rows, int total_rows) {
         const agmm::SharedRows shared = agmm::shared_rows({begin, end}, tile_rows, total_rows);

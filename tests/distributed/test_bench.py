@@ -56,11 +56,9 @@ def _is_sound(found: dict[str, Any], ranks: int) -> None:
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-6 for a, b in itertools.pairwise(spans))
 
 
-@pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["own ranks", "torchrun"])
-def test_timelines(launcher: list[str], tmp_path: Path) -> None:
-    command = [*launcher, *BENCH[1:]] if launcher else BENCH
+def test_timelines_under_torchrun(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--timeline", "48x8x24,96x16x24", "--plot", str(tmp_path)]
-    done = _run(*command, *arguments, *([] if launcher else ["--tp", "3"]))
+    done = _run(*TORCHRUN, *BENCH[1:], *arguments)
     for shape in ("48x8x24", "96x16x24"):
         path = tmp_path / f"timeline-{shape}.json"
         assert done.stderr.count(f"wrote {path}") == 1

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -349,6 +349,22 @@ def test_bad_problems_are_refused(change: dict[str, int | str], names: str) -> N
     }
     with pytest.raises(ValueError, match=names):
         _core.tile_order(*problem.values())  # type: ignore[arg-type]
+
+
+@given(units=st.integers(1, 4096), wanted=st.integers(1, 512))
+def test_chunks_of_columns(units: int, wanted: int) -> None:
+    """As SM push cuts K: in as many chunks as `wanted` columns (times 8) make, none of them empty,
+    all but the last equal and beginning at 16-byte addresses."""
+    depth = 8 * units
+    chunks = -(-units // wanted)
+    ranges = [_core.chunk_columns(depth, chunks, i) for i in range(chunks)]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == depth
+    assert all(one[1] == other[0] for one, other in pairwise(ranges))
+    sizes = [end - begin for begin, end in ranges]
+    assert all(size == sizes[0] <= 8 * wanted for size in sizes[:-1])
+    assert 0 < sizes[-1] <= sizes[0]
+    assert all(begin % 8 == 0 for begin, _ in ranges)
 
 
 def test_chunks_of_rows() -> None:

@@ -50,6 +50,9 @@ CXX_RULES = {
     "transports know no kernels": Rule(
         ("include/agmm/all_gather*", "src/cuda/all_gather*"), ("cutlass", "kernel")
     ),
+    "the transports' own kernels know no matmul": Rule(
+        ("src/cuda/push*", "src/cuda/stage*", "src/cuda/credits*"), ("kernel", "async_input")
+    ),
     "kernels know no policy": Rule(
         (
             "include/agmm/persistent_async_input_scheduler.hpp",
