@@ -51,7 +51,7 @@ CXX_RULES = {
         ("include/agmm/all_gather*", "src/cuda/all_gather*"), ("cutlass", "kernel")
     ),
     "the transports' own kernels know no matmul": Rule(
-        ("src/cuda/push*", "src/cuda/stage*", "src/cuda/credits*"), ("kernel", "async_input")
+        ("src/cuda/push*", "src/cuda/stage*", "src/cuda/credits*"), ("kernel",)
     ),
     "kernels know no policy": Rule(
         (
