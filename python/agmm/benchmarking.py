@@ -10,7 +10,9 @@ Traps, and what is done about each (the timing itself is in `agmm.testing.timer`
   warm card ranks kernels differently. Warm-up samples are dropped, the ways are interleaved in an
   order drawn anew for each sample, and times are compared within one run only.
 - Launches: a spin of 400 µs on the GPU hides them. A way that takes the host longer, or waits for
-  the GPU on the host, shows it in its time; what the host pays has a column ("host µs").
+  the GPU on the host, shows it in its time; what the host pays has a column ("host µs"): the
+  median over the ranks, since a rank that shares its core with another process says nothing of the
+  op; the report has every rank's.
 - L2: a buffer larger than L2 is written before each sample, so no way finds its operands there.
 - Ranks: a tiny all-reduce before the spin aligns them, and a sample is the maximum over them; the
   mean would hide that one waits for another.
@@ -58,7 +60,7 @@ from agmm.testing.timer import (
     SPIN_US,
     WARMUP,
     host_time,
-    max_over_ranks,
+    of_all_ranks,
     time_ways,
 )
 
@@ -320,6 +322,7 @@ class WayResult:
     reason: str | None = None
     host_time_us: float | None = None
     host_time_after_drain_us: float | None = None
+    host_times_us_by_rank: list[float] = field(default_factory=list)
     samples_us: list[float] = field(default_factory=list)
 
 
@@ -361,9 +364,11 @@ def measure(shape: Shape, options: Options) -> dict[str, Any]:
     if device.type == "cuda":
         for name in calls:
             if WAYS[name].host_time:
-                mine = host_time(calls[name], device=device)
-                worst = max_over_ranks(torch.tensor(mine, dtype=torch.float64), group, device)
-                results[name].host_time_us, results[name].host_time_after_drain_us = worst.tolist()
+                mine = torch.tensor(host_time(calls[name], device=device), dtype=torch.float64)
+                by_rank = of_all_ranks(mine, group, device)
+                middle = by_rank.quantile(0.5, dim=0)
+                results[name].host_time_us, results[name].host_time_after_drain_us = middle.tolist()
+                results[name].host_times_us_by_rank = by_rank[:, 0].tolist()
     roof = results["roof"].median_us
     if roof is not None:
         for result in results.values():

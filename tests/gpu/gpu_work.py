@@ -199,7 +199,12 @@ class ExactCalls:
 
 
 def loop(
-    world_size: int, shape: LocalShape, calls: int, seed: int, delayed_rank: int | None
+    world_size: int,
+    shape: LocalShape,
+    calls: int,
+    seed: int,
+    delayed_rank: int | None,
+    ways: tuple[str, ...] = ALL_WAYS,
 ) -> Faults:
     """`calls` calls with no synchronisation between; one rank or all are slowed at random."""
     group = group_of(last_ranks(world_size))
@@ -212,7 +217,7 @@ def loop(
         exact.new_data()
         if delayed_rank in (exact.rank, -1) and draw.random() < 0.5:
             torch.cuda._sleep(draw.randrange(1, 400_000))
-        exact.call(ALL_WAYS[i % len(WAYS)])
+        exact.call(ways[i % len(ways)])
     return exact.faults(f"{shape} delayed={delayed_rank}")
 
 

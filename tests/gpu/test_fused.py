@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -103,6 +104,15 @@ def test_delays(gpu_pool: RankPool, world_size: int, delayed: int) -> None:
 def test_two_thousand_calls(gpu_pool: RankPool, world_size: int) -> None:
     shape = LocalShape(256, 384, 1024)
     check(gpu_pool.run(gpu_work.loop, world_size, shape, 2000, 1, None), world_size)
+
+
+@pytest.mark.parametrize("world_size", world_sizes()[1:])
+def test_sm_push_at_its_size(gpu_pool: RankPool, world_size: int) -> None:
+    """AGMM_STRESS_CALLS=100000 makes it a stress test."""
+    calls = int(os.environ.get("AGMM_STRESS_CALLS", "300"))
+    shape = LocalShape(1024 // world_size, 3584, 8192)
+    ways = ("sm", "sm-A")
+    check(gpu_pool.run(gpu_work.loop, world_size, shape, calls, 2, -1, ways), world_size)
 
 
 @pytest.mark.parametrize("world_size", world_sizes()[1:])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from agmm.testing import timer
 from agmm.testing.ranks import RankPool
-from agmm.testing.timer import host_time, max_over_ranks, pick_device, time_ways
+from agmm.testing.timer import host_time, max_over_ranks, of_all_ranks, pick_device, time_ways
 
 CPU = torch.device("cpu")
 
@@ -83,6 +83,19 @@ def test_host_time_is_the_median_in_microseconds() -> None:
 def test_without_a_group_the_values_stay() -> None:
     values = torch.tensor([3.0, 1.0], dtype=torch.float64)
     assert max_over_ranks(values, None, CPU) is values
+
+
+def _own_rows() -> list[list[float]]:
+    return _rows(dist.get_rank())
+
+
+def _rows(rank: int) -> list[list[float]]:
+    return of_all_ranks(torch.tensor([rank + 0.5, 7.0], dtype=torch.float64), None, CPU).tolist()
+
+
+def test_values_of_all_ranks_come_by_rank(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_own_rows) == [[[0.5, 7.0], [1.5, 7.0]]] * 2
+    assert _rows(3) == [[3.5, 7.0]]
 
 
 class _FakeEvent:

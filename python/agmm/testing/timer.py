@@ -144,6 +144,18 @@ def max_over_ranks(
     return on_device.cpu()
 
 
+def of_all_ranks(
+    values: torch.Tensor, group: dist.ProcessGroup | None, device: torch.device
+) -> torch.Tensor:
+    """A 1-D float64 CPU tensor of every rank of `group` as a row, by rank, on the CPU."""
+    group = _resolve(group)
+    if group is None or dist.get_world_size(group) == 1:
+        return values[None]
+    rows = torch.empty(dist.get_world_size(group), len(values), dtype=values.dtype, device=device)
+    dist.all_gather_into_tensor(rows.view(-1), values.to(device), group=group)
+    return rows.cpu()
+
+
 class _CudaSampler:
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, spin_us: float, flush_l2: bool
