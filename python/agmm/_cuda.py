@@ -30,9 +30,6 @@ _rendezvous = 0
 """How many workspaces this process has made."""
 
 
-kernels = _call_plan.kernels
-
-
 @lru_cache(maxsize=4096)
 def _core_config(config: KernelConfig) -> _core.KernelConfig:
     return _core.KernelConfig(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import agmm
-from agmm import _core, _cuda
+from agmm import _call_plan, _core
 from agmm.plan import KernelConfig
 from agmm.symmetric_memory import cuda_workspace
 from agmm.testing.cases import LocalShape
@@ -185,7 +185,7 @@ class ExactCalls:
     def call(self, way: str) -> None:
         op: Callable[..., Any] = agmm.all_gather_matmul
         return_A, transport = WAYS[way]
-        config = f"{_cuda.kernels()[0].name}/{transport}" if transport else None
+        config = f"{_call_plan.kernels()[0].name}/{transport}" if transport else None
         found = op(self.shard, self.B, self.group, return_A=return_A, config=config, strict=True)
         gathered, out = found if return_A else (None, found)
         self.wrong += torch.ne(out, torch.mm(self.A, self.B)).sum()
@@ -439,4 +439,4 @@ def credit_missing(way: str) -> None:
 
 
 def kernels() -> list[KernelConfig]:
-    return list(_cuda.kernels())
+    return list(_call_plan.kernels())

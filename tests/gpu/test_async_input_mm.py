@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import agmm
-from agmm import _core, _cuda
+from agmm import _call_plan, _core, _cuda
 from agmm.plan import KernelConfig
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
-KERNELS = list(_cuda.kernels())
+KERNELS = list(_call_plan.kernels())
 SHAPES = [
     # M, N, K, chunks
     (8, 8, 8, 1),
@@ -188,16 +188,16 @@ def test_a_wait_ends() -> None:
 
 MEMCHECK = """
 import torch
-from agmm import _cuda
+from agmm import _call_plan, _cuda
 from agmm.plan import KernelConfig
-for kernel in _cuda.kernels():
+for kernel in _call_plan.kernels():
     for m, n, k, chunks in ((8, 8, 8, 8), (200, 136, 72, 5), (384, 264, 136, 3)):
         a = torch.randn(m, k, device="cuda").bfloat16()
         b = torch.randn(n, k, device="cuda").bfloat16().t()
         signals = torch.ones(chunks, dtype=torch.int32, device="cuda").view(torch.uint32)
         _cuda.async_input_mm(a, b, signals, chunks - 1, config=kernel)
 torch.cuda.synchronize()
-print("kernels", len(_cuda.kernels()))
+print("kernels", len(_call_plan.kernels()))
 """
 
 

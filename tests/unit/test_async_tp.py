@@ -39,17 +39,6 @@ def as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert registered() == before
 
 
-@pytest.fixture
-def group() -> Iterator[str]:
-    """The name of the default group, of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert dist.group.WORLD is not None
-        yield dist.group.WORLD.group_name
-    finally:
-        dist.destroy_process_group()
-
-
 # --- registration ---
 
 

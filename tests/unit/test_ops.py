@@ -26,17 +26,6 @@ def whole_numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0
     return torch.randint(-3, 4, shape, generator=generator).to(dtype)
 
 
-@pytest.fixture
-def group() -> Iterator[str]:
-    """The name of the default group, of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert dist.group.WORLD is not None
-        yield dist.group.WORLD.group_name
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.fixture(autouse=True)
 def nothing_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_warned", set())
