@@ -90,10 +90,10 @@ struct GatherRequest {
 /// What the consumer of one call has to know.
 struct Gathered {
   void const* a = nullptr;  // [w * rows, row_bytes]; own rows only as far as `shared` says
-  // w words; signals[p] == ready_value: p's shard is here. SM push: [w][chunks], and multiples of
-  // signal_part below ready_value say that a chunk is on its way.
+  // w words; signals[p] == ready_value: p's shard is here. SM push: [w][chunks], the low
+  // count_bits counting the CTAs whose part is there.
   uint32_t const* signals = nullptr;
-  uint32_t signal_part = 0;
+  uint32_t count_bits = 0;
   uint32_t const* tags = nullptr;  // pull: w words that must equal ready_value, else null
   uint32_t ready_value = 1;
   // To be done by the consumer once it has read everything.
@@ -107,6 +107,7 @@ class AllGather {
  public:
   static constexpr int kSlots = 2;
   static constexpr int kMaxColumnChunks = 128;
+  static constexpr int kCountBits = 8;  // of a signal of SM push; the tag is above them
 
   /// Bytes of symmetric memory that a workspace needs on every rank.
   static std::size_t workspace_bytes(std::size_t slot_bytes, int world_size);
@@ -159,7 +160,7 @@ class AllGather {
   void push(GatherRequest const& request, int slot);
   void pull(GatherRequest const& request, int slot);
   void push_by_sms(GatherRequest const& request, int slot, void* stream);
-  static uint32_t part_of_signal(GatherRequest const& request);
+  static uint32_t tag_of_sum(GatherRequest const& request);
 
   int rank_;
   std::vector<uintptr_t> bases_;

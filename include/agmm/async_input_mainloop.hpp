@@ -1,6 +1,6 @@
 // A TMA warp-specialised mainloop whose A arrives while the kernel runs: CUTLASS's sm90 collective
 // with another producer. Per k tile the producer thread issues B's load, acquires the signals of
-// the chunks that the tile of A touches unless they are known to be there, and only then issues
+// the chunks that the tile of A touches unless it has done so for this tile, and only then issues
 // A's. Where the gathered A is wanted, each tile also stores a share of what it loaded. The
 // consumer side is inherited unchanged.
 #pragma once
@@ -52,9 +52,13 @@ struct AsyncInputMainloop : Base {
   using ClusterShape = typename Base::DispatchPolicy::ClusterShape;
   using TMA_A = typename Base::Params::TMA_A;
 
-  /// Whether A can be stored: a stage is refilled with A by this CTA alone, whose producer knows
-  /// when the store has read it.
-  static constexpr bool kCanStoreA = cute::size<1>(ClusterShape{}) == 1;
+  /// Whether A can be stored. A stage has to be refilled with A by this CTA alone, whose producer
+  /// knows when the store has read it; and tiles 256 wide of a row-major B, whose load takes
+  /// several TMA instructions, leave the producer warp no register for it.
+  static constexpr bool kCanStoreA =
+      cute::size<1>(ClusterShape{}) == 1 &&
+      !(cute::size<1>(TileShape{}) == 256 &&
+        cute::is_constant<1, decltype(cute::get<0>(typename Base::StrideB{}))>::value);
 
   struct Arguments : Base::Arguments {
     ElementA const* ptr_A_local = nullptr;  // [local rows, K], rows local_rows.begin ... of A
@@ -197,41 +201,38 @@ struct AsyncInputMainloop : Base {
 
     // Column chunks known to have arrived. No signal says that rows are there which only pad the
     // grid.
-    int chunk_k = input.chunks.chunks_k;
-    if (input.signals != nullptr && !is_local && tile_begin < input.chunks.rows &&
-        !known_ready(input, tile_begin)) {
-      chunk_k = 0;
-      remember_ready(input, tile_begin);  // they will be before the next tile is asked for
-    }
+    bool const awaits = input.signals != nullptr && !is_local && tile_begin < input.chunks.rows;
+    int chunk_k = awaits ? 0 : input.chunks.chunks_k;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int k_tile = 0; k_tile < input.k_tiles; ++k_tile, ++smem_pipe_write) {
       // The first look at the signals comes before the wait for the stage, which hides its latency;
       // if A is not there yet, B is sent for before the next look.
+      uint32_t since = 0;
       bool has_stage = false;
-      auto const take_stage = [&] {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (;;) {
+        if (chunk_k < input.chunks.chunks_k &&
+            (k_tile + 1) * kTileK > chunk_k * input.chunks.columns_per_chunk) {
+          if (is_ready(input, a_row, chunk_k, since)) {
+            fence_proxy_async_global();
+            ++chunk_k;
+            since = 0;
+            if (kTimed && timed_tile >= 0 && chunk_k == input.chunks.chunks_k) {
+              input.tile_times[timed_tile].wait_end_ns = global_timer_ns();
+            }
+            continue;
+          }
+          if (has_stage) continue;
+        } else if (has_stage) {
+          break;
+        }
         pipeline.producer_acquire(smem_pipe_write);
         // What the stage still holds of A has landed, since it has been consumed. The other stages
         // keep the consumers busy while it is stored.
         if (is_to_store(k_tile - kStages)) store_a(smem_pipe_write.index(), k_tile - kStages);
         load_b(smem_pipe_write, k_tile);
         has_stage = true;
-      };
-      uint32_t since = 0;
-      CUTLASS_PRAGMA_NO_UNROLL
-      while (chunk_k < input.chunks.chunks_k &&
-             (k_tile + 1) * kTileK > chunk_k * input.chunks.columns_per_chunk) {
-        if (is_ready(input, a_row, chunk_k, since)) {
-          fence_proxy_async_global();
-          ++chunk_k;
-          since = 0;
-          if (kTimed && timed_tile >= 0 && chunk_k == input.chunks.chunks_k) {
-            input.tile_times[timed_tile].wait_end_ns = global_timer_ns();
-          }
-        } else if (!has_stage) {
-          take_stage();
-        }
       }
-      if (!has_stage) take_stage();
       if constexpr (kCanStoreA) tma_store_wait<0>();  // until what was stored has been read
       load_a(smem_pipe_write, k_tile);
     }
@@ -302,20 +303,6 @@ struct AsyncInputMainloop : Base {
     return true;
   }
 
-  // A chunk that was ready for one tile is ready for all later tiles of this CTA. The first 32 row
-  // chunks are remembered; others are asked for again.
-  CUTLASS_DEVICE bool known_ready(AsyncInput const& input, int32_t tile_begin) const {
-    Range const chunks = chunks_of(input, tile_begin);
-    return chunks.end <= 32 && (known_ready_ & mask_of(chunks)) == mask_of(chunks);
-  }
-  CUTLASS_DEVICE void remember_ready(AsyncInput const& input, int32_t tile_begin) {
-    Range const chunks = chunks_of(input, tile_begin);
-    if (chunks.end <= 32) known_ready_ |= mask_of(chunks);
-  }
-  CUTLASS_DEVICE static uint32_t mask_of(Range r) {
-    return (~uint32_t(0) >> (32 - r.size())) << r.begin;
-  }
-
   /// Index of the tile in tile_times, or -1 when it is not recorded.
   CUTLASS_DEVICE static int timed_tile_of(AsyncInput const& input, int32_t tile_m, int32_t tile_n) {
     bool const recorded = kTimed && input.tile_times != nullptr && tile_n < input.tiles_n.divisor &&
@@ -324,7 +311,6 @@ struct AsyncInputMainloop : Base {
   }
 
   Params const* params_ = nullptr;
-  uint32_t known_ready_ = 0;
 };
 
 }  // namespace agmm

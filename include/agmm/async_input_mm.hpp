@@ -42,7 +42,7 @@ struct AsyncInputArgs {
   int32_t chunks_per_rank = 1;  // 0: the chunks come from nobody that is known
   bool mismatch_is_fatal = false;
   uint32_t const* tags = nullptr;
-  uint32_t signal_part = 0;  // what each of several writers adds to a signal; 0: it is written once
+  uint32_t count_bits = 0;  // of a signal that several CTAs add to (agmm::WaitLimit)
   uint64_t limit_ns = 60'000'000'000ull;
   WaitReport* report = nullptr;  // filled in by the launcher
 

@@ -26,8 +26,9 @@ struct WaitLimit {
   // A nonzero value other than the wanted one: the source rank called with another problem. Without
   // it every value but the wanted one means "not ready".
   bool mismatch_is_fatal = false;
-  // Where several CTAs of the source each add this much to a signal, its multiples are no mismatch.
-  uint32_t signal_part = 0;
+  // Where several CTAs of the source add to a signal: the low bits count them, and the tag above
+  // is added by one of them. 0: the signal is written once.
+  uint32_t count_bits = 0;
   // Where a transport's signals are written by this rank itself (pull), the words that carry the
   // sources' own tags; null where the signals do.
   uint32_t const* tags = nullptr;
@@ -102,8 +103,9 @@ CUTLASS_DEVICE bool signal_ready(uint32_t const* word, uint32_t wanted, int32_t 
   if (seen == wanted) return true;
   auto const now = static_cast<uint32_t>(global_timer_ns() >> 20);
   if (since == 0) since = now;
-  bool const mismatch = limit.mismatch_is_fatal &&
-                        (limit.signal_part == 0 ? seen != 0 : seen % limit.signal_part != 0);
+  uint32_t const tag = seen >> limit.count_bits;
+  bool const mismatch = limit.mismatch_is_fatal && tag != 0 &&
+                        (limit.count_bits == 0 || tag != wanted >> limit.count_bits);
   // A little late, so that a kernel of a transport that waits too reports first: it knows more.
   if (mismatch || now - since > uint32_t(limit.limit_ns >> 20) + 2) {
     int32_t const source = limit.chunks_per_rank > 0 ? chunk / limit.chunks_per_rank : -1;

@@ -211,8 +211,8 @@ Gathered AllGather::next(GatherRequest const& request) const {
     }
     check(request.sm_push, request.row_bytes);
     column_chunks = request.sm_push.chunks;
-    gathered.signal_part = part_of_signal(request);
-    gathered.ready_value = request.sm_push.ctas * gathered.signal_part;
+    gathered.count_bits = kCountBits;
+    gathered.ready_value = tag_of_sum(request) + request.sm_push.ctas;
   }
   static_assert(kSignals == kTags + 1, "tags and signals are reset as one stretch");
   gathered.reset_words = words(rank_, s, kTags);
@@ -304,10 +304,10 @@ void AllGather::push(GatherRequest const& request, int s) {
   }
 }
 
-/// What each CTA of the push kernel adds to a signal; the sum of all stays below 2^31.
-uint32_t AllGather::part_of_signal(GatherRequest const& request) {
-  static_assert(kMaxPushCtas <= 128, "24 bits of a tag leave room for 128 parts");
-  return (request.tag & 0xffffffu) | 1u;
+/// What one CTA of the push kernel adds to a signal beside its count.
+uint32_t AllGather::tag_of_sum(GatherRequest const& request) {
+  static_assert(kMaxPushCtas < (1 << kCountBits), "the count must not reach the tag");
+  return request.tag << kCountBits | 1u << kCountBits;  // not 0
 }
 
 void AllGather::push_by_sms(GatherRequest const& request, int s, void* stream) {
@@ -328,7 +328,7 @@ void AllGather::push_by_sms(GatherRequest const& request, int s, void* stream) {
   }
   args.head = static_cast<int32_t>(request.shared.head.size());
   args.tail = static_cast<int32_t>(request.shared.tail.size());
-  args.add = part_of_signal(request);
+  args.tag = tag_of_sum(request);
   args.credits = words(rank_, s, kCredits);
   args.ctas_with_credits = words(rank_, s, kFinished) + 1;
   args.limit_ns = request.limit_ns;

@@ -24,7 +24,7 @@ auto fields(AsyncInputArgs const& a) {
       a.config.shape.cluster_n, a.config.shape.schedule, a.config.shape.timed, a.config.max_swizzle,
       a.config.raster, a.a, a.a_local, a.b, a.ldb, a.bias, a.out, a.a_out, a.signals, a.ready_value,
       a.chunks_m, a.chunks_k, a.chunk_pivot, a.local_begin, a.local_end, a.sm_count, a.rank,
-      a.chunks_per_rank, a.mismatch_is_fatal, a.tags, a.signal_part, a.limit_ns, a.report,
+      a.chunks_per_rank, a.mismatch_is_fatal, a.tags, a.count_bits, a.limit_ns, a.report,
       a.release_signals, a.release_count, a.finished_ctas, a.peer_credits, a.peer_count,
       a.report_lock, a.tile_times);
 }
@@ -109,12 +109,7 @@ void check(AsyncInputArgs const& args) {
   require_aligned("out", args.out);
   if (args.local_end > args.local_begin) require_aligned("A_shard", args.a_local);
   if (args.bias != nullptr) require_aligned("bias", args.bias);
-  if (args.a_out != nullptr) {
-    require_aligned("A", args.a_out);
-    if (args.config.shape.cluster_n != 1) {
-      refuse("config", args.config.shape.str(), "clusters of one column to store A");
-    }
-  }
+  if (args.a_out != nullptr) require_aligned("A", args.a_out);
   if (args.chunks_m < 1 || args.chunks_k < 1 ||
       !ChunkGrid(p.m, p.k, args.chunks_m, args.chunks_k).is_legal()) {
     refuse("a_chunk_signals",
@@ -132,8 +127,12 @@ void check(AsyncInputArgs const& args) {
                std::to_string(device.capability_minor),
            "9.0 (Hopper)");
   }
-  if (find_kernel(args) == nullptr) {
+  KernelEntry const* const kernel = find_kernel(args);
+  if (kernel == nullptr) {
     refuse("config", args.config.shape.str() + " for " + p.str(), "a kernel of this build");
+  }
+  if (args.a_out != nullptr && !kernel->can_store_a) {
+    refuse("config", args.config.shape.str() + " for " + p.str(), "a kernel that can store A");
   }
 }
 

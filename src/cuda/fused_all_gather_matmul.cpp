@@ -96,7 +96,7 @@ bool fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
     mm.signals = gathered.signals;
     mm.tags = gathered.tags;
     mm.ready_value = gathered.ready_value;
-    mm.signal_part = gathered.signal_part;
+    mm.count_bits = gathered.count_bits;
     if (is_sm_push) {
       mm.chunks_k = request.sm_push.chunks;
       mm.chunks_per_rank = mm.chunks_k;

@@ -11,6 +11,7 @@ struct KernelEntry {
   KernelShape shape;
   DType dtype;
   BLayout b_layout;
+  bool can_store_a;
   std::size_t params_bytes;
   /// Builds the kernel's parameters (TMA descriptors included) in `params`. Empty: success.
   char const* (*prepare)(AsyncInputArgs const& args, void* params);

@@ -57,9 +57,9 @@ struct KernelInstance {
           sizeof(typename CollectiveEpilogue::SharedStorage))>,
       MainloopSchedule>::CollectiveOp;
 
+  using Mainloop = AsyncInputMainloop<CutlassMainloop, kTimed>;
   using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
-      cute::Shape<int, int, int, int>, AsyncInputMainloop<CutlassMainloop, kTimed>,
-      CollectiveEpilogue,
+      cute::Shape<int, int, int, int>, Mainloop, CollectiveEpilogue,
       cutlass::gemm::PersistentAsyncInputScheduler<MainloopSchedule,
                                                    cutlass::gemm::AsyncInputWait::Mainloop>>;
   using Params = typename GemmKernel::Params;
@@ -74,7 +74,7 @@ struct KernelInstance {
     limit.chunks_per_rank = args.chunks_per_rank;
     limit.mismatch_is_fatal = args.mismatch_is_fatal;
     limit.tags = args.tags;
-    limit.signal_part = args.signal_part;
+    limit.count_bits = args.count_bits;
     return limit;
   }
 
@@ -171,6 +171,7 @@ struct KernelInstance {
             std::is_same_v<Element, cutlass::bfloat16_t> ? DType::BFloat16 : DType::Float16,
             std::is_same_v<LayoutB, cutlass::layout::RowMajor> ? BLayout::RowMajor
                                                                : BLayout::ColumnMajor,
+            Mainloop::kCanStoreA,
             sizeof(Params),
             &prepare,
             &setup,

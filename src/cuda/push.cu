@@ -128,12 +128,13 @@ __global__ void __launch_bounds__(kMaxGroups* kGroupThreads) push_kernel(PushArg
     if (own) copy_own_edges(args, thread, column, vectors);
     sync_group(group);
     if (thread == 0) {
+      uint32_t const sum_part = 1 + (blockIdx.x == 0 ? args.tag : 0);
       fence_acq_rel_system();
       for (int p = 0; p < served; ++p) {
         int const peer = (args.rank + 2 * args.world_size - first - 1 - p) % args.world_size;
-        add_relaxed_system(args.places[peer].signals + chunk, args.add);
+        add_relaxed_system(args.places[peer].signals + chunk, sum_part);
       }
-      if (own) add_relaxed_system(args.places[args.rank].signals + chunk, args.add);
+      if (own) add_relaxed_system(args.places[args.rank].signals + chunk, sum_part);
     }
   }
 }

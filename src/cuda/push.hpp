@@ -37,8 +37,8 @@ struct PushArgs {
   int32_t head = 0;
   int32_t tail = 0;
 
-  // What each CTA adds to a signal when its part of a chunk is there.
-  uint32_t add = 1;
+  // Each CTA adds 1 to a signal when its part of a chunk is there, the first one the tag too.
+  uint32_t tag = 0;
   uint32_t* credits = nullptr;            // one per rank: awaited (1) before a write, and taken (0)
   uint32_t* ctas_with_credits = nullptr;  // 0 before and after
 

@@ -204,6 +204,11 @@ def test_what_the_planner_chooses_is_legal(problem: Problem) -> None:
             push(replace(WIDE, cluster_n=2)),
             "found transport push, wanted pull",
         ),
+        (
+            Problem(8, 8, 8, return_A=True, b_layout="row"),
+            push(WIDE),
+            "found transport push, wanted pull",
+        ),
         (Problem(8, 8, 8), Plan("sm16x64", WIDE), "found 1 ranks, wanted 2 to 16"),
         (Problem(8, 8, 8, world_size=4), Plan("sm15x64", WIDE), "found 15 CTAs, wanted a multiple"),
         (Problem(8, 8, 8, world_size=4), Plan("sm66x64", WIDE), "a multiple of 2 up to 64"),
