@@ -53,11 +53,11 @@ struct AsyncInputMainloop : Base {
   using TMA_A = typename Base::Params::TMA_A;
 
   /// Whether A can be stored. A stage has to be refilled with A by this CTA alone, whose producer
-  /// knows when the store has read it; and tiles 256 wide of a row-major B, whose load takes
-  /// several TMA instructions, leave the producer warp no register for it.
+  /// knows when the store has read it; and tiles 192 and more wide of a row-major B, whose load
+  /// takes several TMA instructions, leave the producer warp no register for it.
   static constexpr bool kCanStoreA =
       cute::size<1>(ClusterShape{}) == 1 &&
-      !(cute::size<1>(TileShape{}) == 256 &&
+      !(cute::size<1>(TileShape{}) >= 192 &&
         cute::is_constant<1, decltype(cute::get<0>(typename Base::StrideB{}))>::value);
 
   struct Arguments : Base::Arguments {

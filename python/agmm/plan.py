@@ -255,12 +255,13 @@ def copy_transports(problem: Problem, kernel: KernelConfig | None = None) -> tup
     """The legal transports by copies of a fused call with this kernel, the usual one first.
 
     Pull copies A into the tensor that is returned. With push the kernel writes that tensor, if its
-    clusters are one tile wide and it has the registers: not with tiles 256 wide of a row-major B.
+    clusters are one tile wide and it has the registers: not with tiles 192 and more
+    wide of a row-major B.
     """
     if problem.gpu == CPU or not problem.return_A:
         return ("push",)
     if kernel is not None and (
-        kernel.cluster_n != 1 or (kernel.tile_n == 256 and problem.b_layout == "row")
+        kernel.cluster_n != 1 or (kernel.tile_n >= 192 and problem.b_layout == "row")
     ):
         return ("pull",)
     return "push", "pull"
