@@ -37,7 +37,7 @@
 //      src/cuda/stage.cu.
 //   3. No rank waits for a credit of this call's consumers, only of the last call's on the same
 //      slot, whose inputs were all sent before; so ranks cannot wait in a ring.
-//   4. Every wait ends. The consumer's and the stage kernel's have a limit of their own. A wait on
+//   4. Every wait ends. The consumer's and the stage and push kernels' have a limit. A wait on
 //      a stream (push: credits; pull: tags) has none, but a consumer that is running, or free to
 //      start, waits beside it: a peer that gives no credit or tag any more sends no chunk of this
 //      call either, so that consumer passes its limit.

@@ -178,7 +178,7 @@ struct AsyncInputMainloop : Base {
            tAgA(_, _, _, k_tile), tAsA(_, _, _, stage.index()));
     };
     // The tiles of one row of tiles all read the same rows of A; each stores its share of the k
-    // tiles, since a multiprocessor stores more slowly than it loads.
+    // tiles, since the stores of all of A by one column of tiles do not keep up with its loads.
     auto const is_to_store = [&](int k_tile) {
       return kCanStoreA && k_tile >= 0 &&
              input.tiles_n.remainder(k_tile) == n_tile + params.no_store_offset;
