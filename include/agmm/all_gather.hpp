@@ -10,10 +10,10 @@
 // where the stage kernel takes the credits, copies the own shard to where peers read it and into
 // the caller's A, tags all peers and signals; the consumer starts after it.
 //
-// SM push, for short shards: a few CTAs write the shard, column chunk by column chunk, and the
-// consumer starts beside them on the other SMs:
-//   main stream   push kernel: credits | chunk 0 -> r-1, r-2, ... | signals | chunk 1 -> ... |
-//                   consumer kernel (launched as its dependent) ---------------------------|
+// SM push, for short shards: spare warps of the consumer's CTAs write the shard, column chunk by
+// column chunk:
+//   main stream   consumer kernel (waits for signals) ----------------------------------------
+//     its warps     credits | chunk 0 -> r-1, r-2, ... | signals | chunk 1 -> ... |
 //
 // Copies inside one GPU are kernels, the driver's too: beside a consumer that fills the GPU and
 // spins they never run (measured), so the consumer starts after them. Copies between GPUs are the
@@ -23,7 +23,7 @@
 // in symmetric memory, one per source or peer p:
 //   signals[p]  p's chunk is here. Push: written by p after its data. Pull: by this rank's own copy
 //               stream after its copy from p. The own one: by the stage kernel. SM push: one per
-//               column chunk, to which every CTA of p's push kernel adds.
+//               column chunk, to which every part of the chunk adds.
 //   tags[p]     pull only, written by p: its shard is staged, and what problem it is for.
 //   credits[p]  p's slot is free for this rank. 1 at the start. A call takes one credit of every
 //               peer before it writes (wait for 1, set to 0) and its consumer gives one to every
@@ -37,7 +37,8 @@
 //      src/cuda/stage.cu.
 //   3. No rank waits for a credit of this call's consumers, only of the last call's on the same
 //      slot, whose inputs were all sent before; so ranks cannot wait in a ring.
-//   4. Every wait ends. The consumer's and the stage and push kernels' have a limit. A wait on
+//   4. Every wait ends. Those of the consumer, its pushing warps and the stage kernel have a limit.
+//   A wait on
 //      a stream (push: credits; pull: tags) has none, but a consumer that is running, or free to
 //      start, waits beside it: a peer that gives no credit or tag any more sends no chunk of this
 //      call either, so that consumer passes its limit.
@@ -46,10 +47,10 @@
 //      A slot's own rows are written and read by this rank's streams only, one call after another.
 //   6. All values written are fixed per call site, and every word is reset by its consumer, so a
 //      captured CUDA graph can be replayed any number of times, between eager calls too.
-//   7. SM push: the consumer's CTAs start when every CTA of the push kernel has started, and it
-//      waits for no CTA of the consumer of this call. So the two need no SM of each other's, and
-//      whatever else holds SMs only delays them, unless it waits for a peer itself. The consumer
-//      ends after the push kernel, so what follows in the stream may overwrite the shard.
+//   7. SM push: the pushing warps claim their work, part by part, and wait for credits only. So a
+//      single CTA that runs sends all of the shard, whatever its consumer warps wait for, and no
+//      CTA that does not run yet is needed, on any rank: other kernels, other processes or a
+//      slow start only delay.
 #pragma once
 
 #include <cstddef>
@@ -58,6 +59,7 @@
 #include <vector>
 
 #include "agmm/chunking.hpp"
+#include "agmm/sm_push.hpp"
 
 namespace agmm {
 
@@ -67,11 +69,10 @@ enum class Transport : int32_t { CopyEnginePush = 0, CopyEnginePull = 1, SmPush 
 
 /// Of the SM push transport.
 struct SmPush {
-  int32_t ctas = 0;          // that push; a multiple of cluster_size
-  int32_t chunks = 1;        // columns of the shard are cut into
-  int32_t chunk_bytes = 0;   // of a row, a multiple of 16; the last chunk may be shorter
-  int32_t first_peers = 0;   // this many nearest consumers get the whole shard before the others
-  int32_t cluster_size = 1;  // that the consumer's CTAs have
+  int32_t parts = 0;        // the rows of a chunk are cut into; a power of 2
+  int32_t chunks = 1;       // columns of the shard are cut into
+  int32_t chunk_bytes = 0;  // of a row, a multiple of 16; the last chunk may be shorter
+  int32_t first_peers = 0;  // this many nearest consumers get the whole shard before the others
 };
 
 /// One call: a shard of `rows` rows of `row_bytes` bytes on every rank.
@@ -91,7 +92,7 @@ struct GatherRequest {
 struct Gathered {
   void const* a = nullptr;  // [w * rows, row_bytes]; own rows only as far as `shared` says
   // w words; signals[p] == ready_value: p's shard is here. SM push: [w][chunks], the low
-  // count_bits counting the CTAs whose part is there.
+  // count_bits counting the parts that are there.
   uint32_t const* signals = nullptr;
   uint32_t count_bits = 0;
   uint32_t const* tags = nullptr;  // pull: w words that must equal ready_value, else null
@@ -99,8 +100,10 @@ struct Gathered {
   // To be done by the consumer once it has read everything.
   uint32_t* reset_words = nullptr;
   int32_t reset_count = 0;
-  uint32_t* finished_ctas = nullptr;
+  uint32_t* counters = nullptr;
+  int32_t counter_count = 1;
   uint32_t* const* peer_credits = nullptr;  // device array of w pointers, null at this rank's place
+  SmPushArgs push{};                        // SM push: what the consumer's spare warps have to do
 };
 
 class AllGather {
@@ -141,14 +144,16 @@ class AllGather {
  private:
   struct Handles;  // streams and events
 
-  // Offsets in units of one word per rank. kFinished: not one per rank but two, counters of CTAs:
-  // the consumer's that are done, the transport kernel's that have their credits or are done.
+  // Offsets in units of one word per rank. From kCounters on single words: the consumer's warps
+  // that are done, the push's next item and its word that the credits are taken, and the stage
+  // kernel's CTAs that are done.
   enum Words {
     kTags = 0,
     kSignals = 1,
     kCredits = kSignals + kMaxColumnChunks,
-    kFinished = kCredits + 1,
+    kCounters = kCredits + 1,
   };
+  static constexpr int kConsumerCounters = 3;
   uint32_t* words(int rank, int slot, Words kind) const;
   char* slot(int rank, int slot) const;
   char* staged_shard(int rank, int slot) const;
@@ -159,7 +164,8 @@ class AllGather {
   void stage_own_shard(GatherRequest const& request, int slot);
   void push(GatherRequest const& request, int slot);
   void pull(GatherRequest const& request, int slot);
-  void push_by_sms(GatherRequest const& request, int slot, void* stream);
+  PushOrder push_order(GatherRequest const& request) const;
+  SmPushArgs sm_push_args(GatherRequest const& request, int slot) const;
   static uint32_t tag_of_sum(GatherRequest const& request);
 
   int rank_;

@@ -1,7 +1,8 @@
 // A TMA warp-specialised mainloop whose A arrives while the kernel runs: CUTLASS's sm90 collective
-// with another producer. Per k tile the producer thread issues B's load, acquires the signals of
+// with another producer. Per k tile the producer warp issues B's load, acquires the signals of
 // the chunks that the tile of A touches unless it has done so for this tile, and only then issues
-// A's. Where the gathered A is wanted, each tile also stores a share of what it loaded. The
+// A's. Its 32 lanes look at 32 columns of chunks at once. Where the gathered A is wanted, each tile
+// also stores a share of what it loaded. A spare warp may help with the SM push transport. The
 // consumer side is inherited unchanged.
 #pragma once
 
@@ -9,24 +10,13 @@
 
 #include "agmm/chunking.hpp"
 #include "agmm/device_wait.hpp"
+#include "agmm/push_warp.hpp"
+#include "agmm/release.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
+#include "cutlass/gemm/dispatch_policy.hpp"
 
 namespace agmm {
-
-/// Tells the peers that the gathered A has been read; done by the last CTA to finish its loads.
-///
-/// Invariant: a peer overwrites a buffer only after its credit; the credit comes after the reset of
-/// the signals (release, system scope), which comes after every CTA's last load of A has landed in
-/// shared memory (the counter, acquire-release, device scope). So no load is overtaken by a write,
-/// and no signal of the next call is lost to this call's reset.
-struct Release {
-  uint32_t* signals = nullptr;  // reset to 0; null: nothing is released
-  int32_t signal_count = 0;
-  uint32_t* finished_ctas = nullptr;        // counts up to the grid, then 0 again
-  uint32_t* const* peer_credits = nullptr;  // one word in each peer's memory, set to 1; may be null
-  int32_t peer_count = 0;
-};
 
 struct AsyncInput {
   ChunkGrid chunks{};
@@ -40,6 +30,10 @@ struct AsyncInput {
   int32_t k_tiles = 0;
 };
 
+/// Tells CUTLASS's kernels that the mainloop has work for their fourth producer warp.
+template <class Base>
+struct AsyncInputPolicy : Base {};
+
 /// kTimed: records TileTimes; a variant of its own, because the producer warp has no register to
 /// spare.
 template <class Base, bool kTimed = false>
@@ -49,21 +43,25 @@ struct AsyncInputMainloop : Base {
   using typename Base::PipelineState;
   using typename Base::TensorStorage;
   using typename Base::TileShape;
-  using ClusterShape = typename Base::DispatchPolicy::ClusterShape;
+  using DispatchPolicy = AsyncInputPolicy<typename Base::DispatchPolicy>;
+  using ClusterShape = typename DispatchPolicy::ClusterShape;
   using TMA_A = typename Base::Params::TMA_A;
 
   /// Whether A can be stored. A stage has to be refilled with A by this CTA alone, whose producer
-  /// knows when the store has read it; and tiles 192 and more wide of a row-major B, whose load
-  /// takes several TMA instructions, leave the producer warp no register for it.
+  /// knows when the store has read it; and tiles 192 and more wide, or larger than 128 x 256, of a
+  /// row-major B, whose load takes several TMA instructions, leave the producer warp no register
+  /// for it.
   static constexpr bool kCanStoreA =
       cute::size<1>(ClusterShape{}) == 1 &&
-      !(cute::size<1>(TileShape{}) >= 192 &&
+      !((cute::size<1>(TileShape{}) >= 192 ||
+         cute::size<0>(TileShape{}) * cute::size<1>(TileShape{}) > 128 * 256) &&
         cute::is_constant<1, decltype(cute::get<0>(typename Base::StrideB{}))>::value);
 
   struct Arguments : Base::Arguments {
     ElementA const* ptr_A_local = nullptr;  // [local rows, K], rows local_rows.begin ... of A
     ElementA* ptr_A_out = nullptr;          // [M, K] with A's strides: all of A is written; or null
     AsyncInput input{};
+    SmPushArgs push{};
   };
 
   static auto make_tma_store_a(ElementA* ptr, int32_t m, int32_t k, int32_t l,
@@ -83,6 +81,7 @@ struct AsyncInputMainloop : Base {
     // register.
     int32_t no_store_offset = 0;
     AsyncInput input;
+    SmPushArgs push;
   };
 
   template <class ProblemShape>
@@ -102,7 +101,7 @@ struct AsyncInputMainloop : Base {
       local_args.ptr_A = args.ptr_A_local;
       local = Base::to_underlying_arguments(local_problem, local_args, workspace).tma_load_a;
     }
-    return {base, local, store, stores_a ? 0 : 1 << 30, args.input};
+    return {base, local, store, stores_a ? 0 : 1 << 30, args.input, args.push};
   }
 
   CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
@@ -124,7 +123,8 @@ struct AsyncInputMainloop : Base {
                            int thread_idx, uint32_t block_rank_in_cluster,
                            TensorStorage& shared_tensors) {
     using namespace cute;
-    if (!cute::elect_one_sync()) return;
+    // Lane 0, which the pipeline counts on, issues.
+    bool const issues = cute::elect_one_sync();
 
     Tensor sA = make_tensor(make_smem_ptr(shared_tensors.smem_A.data()),
                             typename Base::SmemLayoutA{});  // (BLK_M,BLK_K,PIPE)
@@ -184,7 +184,10 @@ struct AsyncInputMainloop : Base {
              input.tiles_n.remainder(k_tile) == n_tile + params.no_store_offset;
     };
     auto const store_a = [&](int stage, int k_tile) {
-      SM90_TMA_STORE_3D::copy(params.tma_store_a.get_tma_descriptor(), &sA(0, 0, stage),
+      // Not &sA(0, 0, stage): where the buffer does not begin at a multiple of 1024 bytes, that
+      // swizzles the address of the first element, and TMA wants the buffer's.
+      SM90_TMA_STORE_3D::copy(params.tma_store_a.get_tma_descriptor(),
+                              shared_tensors.smem_A.begin() + stage * kTileM * kTileK,
                               k_tile * kTileK, a_row + (is_local ? input.local_rows.begin : 0), 0);
       tma_store_arrive();
     };
@@ -194,7 +197,7 @@ struct AsyncInputMainloop : Base {
     };
 
     int const timed_tile = timed_tile_of(input, m_tile, n_tile);
-    if (kTimed && timed_tile >= 0) {
+    if (kTimed && issues && timed_tile >= 0) {
       TileTimes& times = input.tile_times[timed_tile];
       times.wait_begin_ns = times.wait_end_ns = global_timer_ns();
     }
@@ -202,83 +205,96 @@ struct AsyncInputMainloop : Base {
     // Column chunks known to have arrived. No signal says that rows are there which only pad the
     // grid.
     bool const awaits = input.signals != nullptr && !is_local && tile_begin < input.chunks.rows;
-    int chunk_k = awaits ? 0 : input.chunks.chunks_k;
+    int ready = awaits ? 0 : input.chunks.chunks_k;
+    // All lanes look at signals together; in between lane 0 alone issues all that has arrived. If
+    // that is nothing it sends for B's next tile, once.
+    int k_tile = 0;
+    bool has_stage = false;
+    bool b_ahead = false;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int k_tile = 0; k_tile < input.k_tiles; ++k_tile, ++smem_pipe_write) {
-      // The first look at the signals comes before the wait for the stage, which hides its latency;
-      // if A is not there yet, B is sent for before the next look.
-      uint32_t since = 0;
-      bool has_stage = false;
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (;;) {
-        if (chunk_k < input.chunks.chunks_k &&
-            (k_tile + 1) * kTileK > chunk_k * input.chunks.columns_per_chunk) {
-          if (is_ready(input, a_row, chunk_k, since)) {
-            fence_proxy_async_global();
-            ++chunk_k;
-            since = 0;
-            if (kTimed && timed_tile >= 0 && chunk_k == input.chunks.chunks_k) {
-              input.tile_times[timed_tile].wait_end_ns = global_timer_ns();
-            }
-            continue;
+    for (;;) {
+      int const k_end = ready == input.chunks.chunks_k
+                            ? input.k_tiles
+                            : ready * input.chunks.columns_per_chunk / kTileK;
+      if (issues) {
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (; k_tile < k_end + (b_ahead ? 1 : 0); ++k_tile, ++smem_pipe_write) {
+          if (!has_stage) {
+            pipeline.producer_acquire(smem_pipe_write);
+            // What the stage still holds of A has landed, since it has been consumed. The other
+            // stages keep the consumers busy while it is stored.
+            if (is_to_store(k_tile - kStages)) store_a(smem_pipe_write.index(), k_tile - kStages);
+            load_b(smem_pipe_write, k_tile);
           }
-          if (has_stage) continue;
-        } else if (has_stage) {
-          break;
+          has_stage = k_tile == k_end;
+          if (has_stage) break;
+          if constexpr (kCanStoreA) tma_store_wait<0>();  // until what was stored has been read
+          load_a(smem_pipe_write, k_tile);
         }
-        pipeline.producer_acquire(smem_pipe_write);
-        // What the stage still holds of A has landed, since it has been consumed. The other stages
-        // keep the consumers busy while it is stored.
-        if (is_to_store(k_tile - kStages)) store_a(smem_pipe_write.index(), k_tile - kStages);
-        load_b(smem_pipe_write, k_tile);
-        has_stage = true;
       }
-      if constexpr (kCanStoreA) tma_store_wait<0>();  // until what was stored has been read
-      load_a(smem_pipe_write, k_tile);
+      __syncwarp();
+      if (k_end == input.k_tiles) break;
+      int const arrived = look(input, a_row, ready, b_ahead);
+      b_ahead = arrived == 0;
+      if (b_ahead) continue;
+      fence_proxy_async_global();
+      ready += arrived;
+      if (kTimed && issues && timed_tile >= 0 && ready == input.chunks.chunks_k) {
+        input.tile_times[timed_tile].wait_end_ns = global_timer_ns();
+      }
     }
     if constexpr (kCanStoreA) {
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int k_tile = input.k_tiles - kStages; k_tile < input.k_tiles;
-           ++k_tile, ++smem_pipe_write) {
-        if (!is_to_store(k_tile)) continue;
-        // The phase in which the stage is full. Not consumer_wait(): this warp is no consumer.
-        MainloopPipeline::FullBarrier::wait(pipeline.producer_get_barrier(smem_pipe_write),
-                                            smem_pipe_write.phase());
-        store_a(smem_pipe_write.index(), k_tile);
+      if (issues) {
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (k_tile = input.k_tiles - kStages; k_tile < input.k_tiles;
+             ++k_tile, ++smem_pipe_write) {
+          if (!is_to_store(k_tile)) continue;
+          // The phase in which the stage is full. Not consumer_wait(): this warp is no consumer.
+          MainloopPipeline::FullBarrier::wait(pipeline.producer_get_barrier(smem_pipe_write),
+                                              smem_pipe_write.phase());
+          store_a(smem_pipe_write.index(), k_tile);
+        }
+        tma_store_wait<0>();  // the next tile's loads are not held against these stores
       }
-      tma_store_wait<0>();  // the next tile's loads are not held against these stores
     }
     // The kernel advances its own state, of which this is not a copy: a copy would take registers.
     // States come again after two turns of the ring.
     constexpr int kPeriod = 2 * kStages;
     int const advanced = input.k_tiles + (kCanStoreA ? kStages : 0);
-    smem_pipe_write.advance(kPeriod - advanced % kPeriod);
+    if (issues) smem_pipe_write.advance(kPeriod - advanced % kPeriod);
 
-    if (kTimed && timed_tile >= 0) {
+    if (kTimed && issues && timed_tile >= 0) {
       TileTimes& times = input.tile_times[timed_tile];
       times.loads_end_ns = global_timer_ns();
       asm volatile("mov.u32 %0, %%smid;" : "=r"(times.sm));
     }
   }
 
+  /// The fourth producer warp's only work. It exits here: what the kernel would keep for its next
+  /// tile takes registers that the push needs. Every CTA comes here once, because the scheduler's
+  /// grid has no CTA without a tile.
+  template <class TensorA, class TensorB, class KTileIterator, class BlockCoord>
+  CUTLASS_DEVICE void load_auxiliary(Params const& params, MainloopPipeline, PipelineState,
+                                     cute::tuple<TensorA, TensorB> const&, BlockCoord const&,
+                                     KTileIterator, int, int thread_idx, uint32_t, TensorStorage&) {
+    if (params.push.shard != nullptr) {
+      push_shard(params.push, params.input.wait_limit);
+      if (thread_idx == 0) finish(params);
+    }
+    asm volatile("exit;");
+    __builtin_unreachable();
+  }
+
   CUTLASS_DEVICE void load_tail(MainloopPipeline pipeline, PipelineState smem_pipe_write) {
     if (!cute::elect_one_sync()) return;
     pipeline.producer_tail(smem_pipe_write);  // every load has landed and been consumed
-    give_back(params_->input.release);
-    // What this kernel was launched beside has to be over when this kernel is.
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    finish(*params_);
   }
 
  private:
-  CUTLASS_DEVICE static void give_back(Release const& release) {
-    if (release.signals == nullptr) return;
-    uint32_t const ctas = gridDim.x * gridDim.y * gridDim.z;
-    if (add_acq_rel_gpu(release.finished_ctas, 1) != ctas - 1) return;
-    *release.finished_ctas = 0;
-    for (int i = 0; i < release.signal_count; ++i) release.signals[i] = 0;
-    for (int i = 0; i < release.peer_count; ++i) {
-      if (release.peer_credits[i] != nullptr) store_release_system(release.peer_credits[i], 1);
-    }
+  CUTLASS_DEVICE static void finish(Params const& params) {
+    int const warps_per_cta = params.push.shard == nullptr ? 1 : 2;
+    agmm::finish(params.input.release, warps_per_cta * gridDim.x * gridDim.y);
   }
 
   static constexpr int kStages = Base::DispatchPolicy::Stages;
@@ -289,18 +305,32 @@ struct AsyncInputMainloop : Base {
     return input.chunks.row_chunks({tile_begin, tile_begin + kTileM});
   }
 
-  /// Whether a column of chunks of the tile's rows is there, acquired. `since`: see signal_ready.
-  CUTLASS_DEVICE static bool is_ready(AsyncInput const& input, int32_t tile_begin, int32_t chunk_k,
-                                      uint32_t& since) {
-    Range const chunks = chunks_of(input, tile_begin);
+  /// How many columns of chunks from `first` on are there for the tile's rows, acquired; at most
+  /// one per lane. `waits`: until there is one.
+  CUTLASS_DEVICE static int look(AsyncInput const& input, int32_t tile_begin, int32_t first,
+                                 bool waits) {
+    uint32_t since = 0;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int32_t chunk_m = chunks.begin; chunk_m < chunks.end; ++chunk_m) {
-      int32_t const i = input.chunks.signal_index(chunk_m, chunk_k);
-      if (!signal_ready(input.signals + i, input.ready_value, i, input.wait_limit, since)) {
-        return false;
+    for (;;) {
+      Range const chunks = chunks_of(input, tile_begin);
+      int32_t const chunk_k = first + lane_id();
+      bool is_ready = chunk_k < input.chunks.chunks_k;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int32_t chunk_m = chunks.begin; is_ready && chunk_m < chunks.end; ++chunk_m) {
+        int32_t const i = input.chunks.signal_index(chunk_m, chunk_k);
+        uint32_t const seen =
+            look_at_signal(input.signals + i, input.ready_value, i, input.wait_limit);
+        is_ready = seen == input.ready_value;
+        if (!is_ready && lane_id() == 0) {
+          check_wait(seen, input.ready_value, i, input.wait_limit, since);
+        }
       }
+      __syncwarp();
+      // The lanes below the first one whose chunks are not there; all where there is none.
+      uint32_t const missing = ~__ballot_sync(0xffffffffu, is_ready);
+      int const arrived = missing == 0 ? 32 : __ffs(int(missing)) - 1;
+      if (arrived != 0 || !waits) return arrived;
     }
-    return true;
   }
 
   /// Index of the tile in tile_times, or -1 when it is not recorded.
@@ -314,3 +344,10 @@ struct AsyncInputMainloop : Base {
 };
 
 }  // namespace agmm
+
+namespace cutlass::gemm::kernel::detail {
+
+template <class Base>
+struct HasAuxiliaryLoad<agmm::AsyncInputPolicy<Base>> : cute::true_type {};
+
+}  // namespace cutlass::gemm::kernel::detail

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "agmm/problem.hpp"
+#include "agmm/sm_push.hpp"
 
 namespace agmm {
 
@@ -49,9 +50,11 @@ struct AsyncInputArgs {
   // What the kernel does when it has read A (see agmm::Release).
   uint32_t* release_signals = nullptr;
   int32_t release_count = 0;
-  uint32_t* finished_ctas = nullptr;
+  uint32_t* counters = nullptr;
+  int32_t counter_count = 1;
   uint32_t* const* peer_credits = nullptr;
   int32_t peer_count = 0;
+  SmPushArgs push{};  // what the kernel's spare warps push; a null shard: nothing
 
   uint32_t* report_lock = nullptr;  // filled in by the launcher
   TileTimes* tile_times = nullptr;  // [tiles_m * tiles_n], or null
@@ -65,10 +68,9 @@ std::vector<KernelShape> built_kernels();
 /// A matmul that is ready to be launched; cheap to copy.
 class PreparedMatmul {
  public:
-  /// Enqueues the matmul on a stream of the current device. With `beside_previous` it may start as
-  /// soon as the kernel before it in the stream allows its dependents to, and ends after it. Throws
-  /// std::runtime_error when CUDA refuses.
-  void launch(void* stream, bool beside_previous = false) const;
+  /// Enqueues the matmul on a stream of the current device. Throws std::runtime_error when CUDA
+  /// refuses.
+  void launch(void* stream) const;
 
  private:
   friend PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& args);

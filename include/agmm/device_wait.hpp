@@ -1,11 +1,12 @@
 // Device side of the wait for a signal, with a limit.
 //
 // Memory order. The data of a chunk is written by a copy engine or a peer, then its signal, with
-// release semantics at system scope. The thread that issues the TMA load of the chunk
-//   1. acquires the signal (ld.acquire.sys): the writer's data is visible to this thread's ordinary
-//      accesses (the generic proxy);
-//   2. executes fence.proxy.async: what is visible to the generic proxy is visible to the TMA loads
-//      (the async proxy) that this thread issues afterwards.
+// release semantics at system scope.
+//   1. A lane of the producer warp acquires the signal (ld.acquire.sys): the writer's data is
+//      visible to that thread's ordinary accesses (the generic proxy).
+//   2. __syncwarp() carries this to the lane that issues the TMA loads, where another one looked.
+//   3. That lane executes fence.proxy.async: what is visible to the generic proxy is visible to the
+//      TMA loads (the async proxy) that it issues afterwards.
 // Other threads learn that the chunk is ready only through the mbarrier that the load completes on.
 #pragma once
 
@@ -40,6 +41,20 @@ CUTLASS_DEVICE uint32_t load_acquire_system(uint32_t const* word) {
   return value;
 }
 
+CUTLASS_DEVICE uint32_t load_acquire_gpu(uint32_t const* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+CUTLASS_DEVICE void store_release_gpu(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+CUTLASS_DEVICE void store_relaxed_system(uint32_t* word, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
 CUTLASS_DEVICE void store_release_system(uint32_t* word, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
@@ -53,9 +68,18 @@ CUTLASS_DEVICE uint32_t add_acq_rel_gpu(uint32_t* word, uint32_t value) {
   return old;
 }
 
+CUTLASS_DEVICE void fence_acq_rel_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
 /// Between the acquire of a signal and TMA loads of what it announced.
 CUTLASS_DEVICE void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+/// Read anew wherever it is used, which takes no register in between.
+CUTLASS_DEVICE int lane_id() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
 }
 
 CUTLASS_DEVICE uint64_t global_timer_ns() {
@@ -93,14 +117,11 @@ CUTLASS_DEVICE uint32_t look_at_signal(uint32_t const* word, uint32_t wanted, in
   return seen == wanted && limit.tags != nullptr ? load_acquire_system(limit.tags + chunk) : seen;
 }
 
-/// Whether the signal has the wanted value, acquired at system scope. The caller still has to
-/// execute fence_proxy_async_global() before its TMA loads. `since`: 0 at the first look of a wait,
-/// then when that was, in units of 2^20 ns, because the producer warp has no register to spare.
-/// Past the limit this does not return.
-CUTLASS_DEVICE bool signal_ready(uint32_t const* word, uint32_t wanted, int32_t chunk,
-                                 WaitLimit const& limit, uint32_t& since) {
-  uint32_t const seen = look_at_signal(word, wanted, chunk, limit);
-  if (seen == wanted) return true;
+/// After a look that did not find the wanted value: returns unless the wait has passed its limit or
+/// the source called with something else. `since`: 0 at the first look of a wait, then when that
+/// was, in units of 2^20 ns, because the producer warp has no register to spare.
+CUTLASS_DEVICE void check_wait(uint32_t seen, uint32_t wanted, int32_t chunk,
+                               WaitLimit const& limit, uint32_t& since) {
   auto const now = static_cast<uint32_t>(global_timer_ns() >> 20);
   if (since == 0) since = now;
   uint32_t const tag = seen >> limit.count_bits;
@@ -112,15 +133,18 @@ CUTLASS_DEVICE bool signal_ready(uint32_t const* word, uint32_t wanted, int32_t 
     report_and_stop(limit, mismatch ? WaitReport::Mismatch : WaitReport::Timeout, source, chunk,
                     seen, wanted, uint64_t(now - since) << 20);
   }
-  return false;
 }
 
-/// Returns when the signal has the wanted value; see signal_ready.
+/// Returns when the signal has the wanted value, acquired at system scope. The caller still has to
+/// execute fence_proxy_async_global() before its TMA loads. Past the limit this does not return.
 CUTLASS_DEVICE void wait_signal(uint32_t const* word, uint32_t wanted, int32_t chunk,
                                 WaitLimit const& limit) {
   uint32_t since = 0;
   CUTLASS_PRAGMA_NO_UNROLL
-  while (!signal_ready(word, wanted, chunk, limit, since)) {
+  for (;;) {
+    uint32_t const seen = look_at_signal(word, wanted, chunk, limit);
+    if (seen == wanted) return;
+    check_wait(seen, wanted, chunk, limit, since);
   }
 }
 

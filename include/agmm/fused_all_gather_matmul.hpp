@@ -21,9 +21,9 @@ struct Weight {
 
 struct FusedArgs {
   Transport transport = Transport::CopyEnginePush;
-  // SM push: CTAs that push, columns of a chunk (a multiple of 8), and the nearest consumers that
-  // are served before the others.
-  int32_t push_ctas = 0;
+  // SM push: parts that the rows of a chunk are cut into, columns of a chunk (a multiple of 8), and
+  // the nearest consumers that are served before the others.
+  int32_t push_parts = 0;
   int32_t chunk_columns = 0;
   int32_t first_peers = 0;
   void const* a_shard = nullptr;  // [rows, k]

@@ -22,6 +22,7 @@ __all__: list[str] = [
     "fast_divide",
     "kernels",
     "mismatch_message",
+    "push_order",
     "shared_rows",
     "tile_order",
     "timeout_message",
@@ -225,6 +226,13 @@ def kernels() -> list[KernelConfig]:
 def mismatch_message(rank: int, source: int, chunk: int, seen: int, wanted: int) -> str:
     """
     The line printed when a chunk carries the tag of a different call.
+    """
+
+def push_order(
+    chunks: int, log_parts: int, max_level: int, rounds: int
+) -> list[tuple[int, int, int, int]]:
+    """
+    The order in which SM push sends a shard: (round, chunk, first part, parts) per item.
     """
 
 def shared_rows(begin: int, end: int, tile_rows: int, total_rows: int) -> tuple[int, int, int, int]:

@@ -14,7 +14,8 @@ Traps, and what is done about each (the timing itself is in `agmm.testing.timer`
   median over the ranks, since a rank that shares its core with another process says nothing of the
   op; the report has every rank's.
 - L2: a buffer larger than L2 is written before each sample, so no way finds its operands there.
-- Ranks: a tiny all-reduce before the spin aligns them, and a sample is the maximum over them; the
+- Ranks: a tiny all-reduce aligns them after the spin, whose length in time depends on the clock of
+  each GPU (before it, they were found 25 µs apart), and a sample is the maximum over them; the
   mean would hide that one waits for another.
 - First calls load kernels, allocate and exchange handles. The check and the warm-up come before.
 - Speed of wrong results: each way is checked against a float64 reference before it is timed. Its

@@ -48,10 +48,10 @@ class Constants:
     """Of the copy of A_shard that pull makes."""
     sm_push_us: float
     """Until the first chunk of an SM push has arrived."""
-    sm_push_slowdown: dict[str, float]
-    """Of a matmul that waits inside its K loop, by schedule."""
+    sm_push_disturbance: float
+    """How much of the time of sending the matmul loses by it, if it is one wave of tiles."""
     sm_push_gb_per_s: float
-    """Sent by all CTAs together, to all peers."""
+    """Sent by one rank, to all peers."""
     all_gather_us: float
     all_gather_gb_per_s: float
     matmul_tflops: float
@@ -114,16 +114,15 @@ def fused_us(problem: Problem, config: KernelConfig, transport: str = "push") ->
     )
 
 
-def sm_push_us(problem: Problem, config: KernelConfig, ctas: int, chunk_columns: int) -> float:
-    """Predicted time of the fused call in µs with SM push: the matmul on the multiprocessors that
-    are left, and not before the last chunk has come and been multiplied."""
+def sm_push_us(problem: Problem, config: KernelConfig, chunk_columns: int) -> float:
+    """Predicted time of the fused call in µs with SM push: the matmul, and not before the last
+    chunk has come and been multiplied."""
     c = constants(problem.gpu)
-    sms = (problem.sm_count or c.sm_count) - ctas
-    tile_us, blocks, workers = _tiles(problem, config, sms)
-    tile_us *= c.sm_push_slowdown[config.schedule]
+    tile_us, blocks, workers = _tiles(problem, config, problem.sm_count or c.sm_count)
     chunks = -(-problem.k // chunk_columns)
-    computed = tile_us * -(-blocks // workers)
+    waves = -(-blocks // workers)
     sent = (problem.world_size - 1) * _shard_bytes(problem) / (c.sm_push_gb_per_s * 1e3)
+    computed = tile_us * waves + c.sm_push_disturbance * sent / waves
     return c.launch_us + c.sm_push_us + max(computed, sent + tile_us / chunks)
 
 

@@ -27,11 +27,12 @@ _CONFIG_NAME = re.compile(
 
 _SM_PUSH_NAME = re.compile(r"sm([1-9]\d*)x([1-9]\d*)(?:\+([1-9]\d*))?")
 
-_PUSH_CTAS = 16
-_PUSH_COLUMNS = 256
-"""Of the usual SM push: enough to fill the links, and few enough signals."""
+_PUSH_PARTS = 32
+_PUSH_BYTES = 6144
+"""Of the usual SM push: what a warp sends to all peers of a round at a time, about; less costs
+fences, more delays the first chunk."""
 
-MAX_PUSH_CTAS = 64
+MAX_PUSH_PARTS = 64
 MAX_COLUMN_CHUNKS = 128
 MAX_PUSH_RANKS = 16
 
@@ -145,13 +146,14 @@ class KernelConfig:
 
 
 class SmPush(NamedTuple):
-    """The SM push transport: ``ctas`` CTAs write ``chunk_columns`` columns of the shard at a time;
-    the ``first_peers`` nearest consumers get the whole shard before the others get any of it.
+    """The SM push transport: spare warps of the matmul write the shard, ``chunk_columns`` columns
+    at a time, each chunk in ``parts`` parts of its rows; the ``first_peers`` nearest consumers get
+    the whole shard before the others get any of it.
 
     Its name, in configs and tables: ``sm16x128``, or ``sm16x128+1`` with one first peer.
     """
 
-    ctas: int
+    parts: int
     chunk_columns: int
     first_peers: int = 0
 
@@ -164,16 +166,12 @@ class SmPush(NamedTuple):
     @property
     def name(self) -> str:
         first = f"+{self.first_peers}" if self.first_peers else ""
-        return f"sm{self.ctas}x{self.chunk_columns}{first}"
+        return f"sm{self.parts}x{self.chunk_columns}{first}"
 
-    def why_illegal(self, k: int, kernel: KernelConfig) -> str | None:
-        """The reason why it cannot serve a call with K columns and this kernel, or None."""
-        cluster = kernel.cluster_m * kernel.cluster_n
-        if not 0 < self.ctas <= MAX_PUSH_CTAS or self.ctas % cluster != 0:
-            return (
-                f"sm push: found {self.ctas} CTAs, wanted a multiple of {cluster} up to "
-                f"{MAX_PUSH_CTAS}"
-            )
+    def why_illegal(self, k: int) -> str | None:
+        """The reason why it cannot serve a call with K columns, or None."""
+        if not 0 < self.parts <= MAX_PUSH_PARTS or self.parts & (self.parts - 1):
+            return f"sm push: found {self.parts} parts, wanted a power of 2 up to {MAX_PUSH_PARTS}"
         if self.chunk_columns < 1 or self.chunk_columns % ALIGNMENT != 0:
             return f"sm push: found {self.chunk_columns} columns, wanted a multiple of {ALIGNMENT}"
         chunks = -(-k // self.chunk_columns)
@@ -245,7 +243,7 @@ def why_transport_illegal(problem: Problem, kernel: KernelConfig, transport: str
     if sm_push is not None and problem.gpu != CPU and "push" in copying:
         if not 1 < problem.world_size <= MAX_PUSH_RANKS:
             return f"sm push: found {problem.world_size} ranks, wanted 2 to {MAX_PUSH_RANKS}"
-        return sm_push.why_illegal(problem.k, kernel)
+        return sm_push.why_illegal(problem.k)
     if transport in copying:
         return None
     return f"found transport {transport}, wanted {' or '.join(copying)}"
@@ -256,12 +254,16 @@ def copy_transports(problem: Problem, kernel: KernelConfig | None = None) -> tup
 
     Pull copies A into the tensor that is returned. With push the kernel writes that tensor, if its
     clusters are one tile wide and it has the registers: not with tiles 192 and more
-    wide of a row-major B.
+    wide, or larger than 128 x 256, of a row-major B.
     """
     if problem.gpu == CPU or not problem.return_A:
         return ("push",)
     if kernel is not None and (
-        kernel.cluster_n != 1 or (kernel.tile_n >= 192 and problem.b_layout == "row")
+        kernel.cluster_n != 1
+        or (
+            problem.b_layout == "row"
+            and (kernel.tile_n >= 192 or kernel.tile_m * kernel.tile_n > 128 * 256)
+        )
     ):
         return ("pull",)
     return "push", "pull"
@@ -307,15 +309,27 @@ def usual_order(problem: Problem, config: KernelConfig) -> KernelConfig:
     return replace(config, raster="along_n", max_swizzle=4 if config.tile_m > config.tile_n else 8)
 
 
+def _usual_sm_push(problem: Problem, kernel: KernelConfig) -> SmPush:
+    # With more than one wave of tiles the nearest consumer's rows go first, since it computes them
+    # first.
+    sms = problem.sm_count or cost_model.constants(problem.gpu).sm_count
+    tiles = -(-problem.m // kernel.tile_m) * -(-problem.n // kernel.tile_n)
+    first_peers = 0 if tiles <= sms else 1
+    peers = first_peers or max(1, problem.world_size - 1)
+    rows = max(1, problem.m // problem.world_size)
+    columns = 128
+    while 2 * columns * rows * peers < _PUSH_BYTES * _PUSH_PARTS or (
+        problem.k > columns * MAX_COLUMN_CHUNKS
+    ):
+        columns *= 2
+    return SmPush(_PUSH_PARTS, min(columns, max(ALIGNMENT, problem.k)), first_peers)
+
+
 def usual_plans(problem: Problem, kernel: KernelConfig) -> list[Plan]:
     """The kernel with copies, and with SM push where that is legal; in the order of tiles that
     serves each best."""
     plans = [Plan(copy_transports(problem, kernel)[0], usual_order(problem, kernel))]
-    # With more than one wave of tiles the nearest consumer's rows go first, since it computes them
-    # first.
-    sms = (problem.sm_count or cost_model.constants(problem.gpu).sm_count) - _PUSH_CTAS
-    tiles = -(-problem.m // kernel.tile_m) * -(-problem.n // kernel.tile_n)
-    push = SmPush(_PUSH_CTAS, _PUSH_COLUMNS, 0 if tiles <= sms else 1)
+    push = _usual_sm_push(problem, kernel)
     if why_transport_illegal(problem, kernel, push.name) is None:
         plans.append(Plan(push.name, plans[0].kernel))
     return plans
@@ -330,7 +344,7 @@ def predict_us(problem: Problem, plan: Plan) -> float | None:
     assert plan.kernel is not None
     sm_push = SmPush.parse(plan.transport)
     if sm_push is not None:
-        return cost_model.sm_push_us(problem, plan.kernel, sm_push.ctas, sm_push.chunk_columns)
+        return cost_model.sm_push_us(problem, plan.kernel, sm_push.chunk_columns)
     return cost_model.fused_us(problem, plan.kernel, plan.transport)
 
 

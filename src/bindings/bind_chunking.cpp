@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "agmm/chunking.hpp"
+#include "agmm/sm_push.hpp"
 #include "bindings.hpp"
 
 namespace py = pybind11;
@@ -71,6 +72,19 @@ void bind_chunking(py::module_& m) {
       },
       py::arg("depth"), py::arg("chunks_k"), py::arg("chunk_k"),
       "The half-open range of columns of a chunk.");
+  m.def(
+      "push_order",
+      [](int chunks, int log_parts, int max_level, int rounds) {
+        const agmm::PushOrder order(chunks, log_parts, max_level, rounds);
+        std::vector<std::tuple<int, int, int, int>> items;
+        for (int i = 0; i < order.count(); ++i) {
+          const agmm::PushOrder::Item item = order.item(i);
+          items.emplace_back(item.round, item.chunk, item.part, item.parts);
+        }
+        return items;
+      },
+      py::arg("chunks"), py::arg("log_parts"), py::arg("max_level"), py::arg("rounds"),
+      "The order in which SM push sends a shard: (round, chunk, first part, parts) per item.");
   m.def(
       "shared_rows",
       [](int begin, int end, int tile_rows, int total_rows) {

@@ -13,7 +13,7 @@ namespace {
 
 std::vector<KernelShape> built_kernels() { return {}; }
 PreparedMatmul prepare_async_input_mm(AsyncInputArgs const&) { refuse(); }
-void PreparedMatmul::launch(void*, bool) const { refuse(); }
+void PreparedMatmul::launch(void*) const { refuse(); }
 
 std::size_t AllGather::workspace_bytes(std::size_t, int) { refuse(); }
 std::size_t AllGather::words_offset(std::size_t, int) { refuse(); }

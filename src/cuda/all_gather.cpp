@@ -1,10 +1,10 @@
 #include "agmm/all_gather.hpp"
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
 
-#include "push.hpp"
 #include "runtime.hpp"
 #include "stage.hpp"
 
@@ -12,10 +12,10 @@ namespace agmm {
 
 namespace {
 
-// Tags and credits: one word per rank each; signals: one per rank and column chunk; then the
-// counters of CTAs. Padded so that the words of the slots do not share a cache line.
+// Tags and credits: one word per rank each; signals: one per rank and column chunk; then four
+// counters. Padded so that the words of the slots do not share a cache line.
 std::size_t words_per_slot(int world_size) {
-  std::size_t const words = std::size_t(world_size) * (2 + AllGather::kMaxColumnChunks) + 2;
+  std::size_t const words = std::size_t(world_size) * (2 + AllGather::kMaxColumnChunks) + 4;
   return (words + 31) / 32 * 32;
 }
 
@@ -151,7 +151,6 @@ AllGather::AllGather(int rank, std::vector<uintptr_t> const& bases, std::size_t 
   AGMM_CHECK_CUDA(
       cudaMemcpy(handles->peer_words, peer_words.data(), bytes, cudaMemcpyHostToDevice));
   AGMM_CHECK_CUDA(prepare_stage());
-  AGMM_CHECK_CUDA(prepare_push());
   driver();
   handles_ = handles.release();
 }
@@ -166,11 +165,8 @@ void refuse_sm_push(char const* name, int64_t found, std::string const& wanted) 
 }
 
 void check(SmPush const& push, int64_t row_bytes) {
-  if (push.ctas < 1 || push.ctas > kMaxPushCtas) {
-    refuse_sm_push("ctas", push.ctas, "1 to " + std::to_string(kMaxPushCtas));
-  }
-  if (push.ctas % push.cluster_size != 0) {
-    refuse_sm_push("ctas", push.ctas, "a multiple of " + std::to_string(push.cluster_size));
+  if (push.parts < 1 || push.parts > kMaxPushParts || (push.parts & (push.parts - 1)) != 0) {
+    refuse_sm_push("parts", push.parts, "a power of 2 up to " + std::to_string(kMaxPushParts));
   }
   if (push.chunks < 1 || push.chunks > AllGather::kMaxColumnChunks) {
     refuse_sm_push("chunks", push.chunks, "1 to " + std::to_string(AllGather::kMaxColumnChunks));
@@ -212,12 +208,14 @@ Gathered AllGather::next(GatherRequest const& request) const {
     check(request.sm_push, request.row_bytes);
     column_chunks = request.sm_push.chunks;
     gathered.count_bits = kCountBits;
-    gathered.ready_value = tag_of_sum(request) + request.sm_push.ctas;
+    gathered.ready_value = tag_of_sum(request) + request.sm_push.parts;
+    gathered.push = sm_push_args(request, s);
+    gathered.counter_count = kConsumerCounters;
   }
   static_assert(kSignals == kTags + 1, "tags and signals are reset as one stretch");
   gathered.reset_words = words(rank_, s, kTags);
   gathered.reset_count = (1 + column_chunks) * world_size();
-  gathered.finished_ctas = words(rank_, s, kFinished);
+  gathered.counters = words(rank_, s, kCounters);
   gathered.peer_credits = handles_->peer_words + 2 * s * world_size();
   return gathered;
 }
@@ -258,7 +256,7 @@ StageArgs AllGather::stage_args(GatherRequest const& request, int s) const {
   args.rank = rank_;
   args.world_size = world_size();
   args.slot = s;
-  args.finished_ctas = words(rank_, s, kFinished) + 1;
+  args.finished_ctas = words(rank_, s, kCounters) + kConsumerCounters;
   args.tag = request.tag;
   args.own_signal = words(rank_, s, kSignals) + rank_;
   args.limit_ns = request.limit_ns;
@@ -304,23 +302,39 @@ void AllGather::push(GatherRequest const& request, int s) {
   }
 }
 
-/// What one CTA of the push kernel adds to a signal beside its count.
+/// What one part of a chunk adds to its signal beside the count.
 uint32_t AllGather::tag_of_sum(GatherRequest const& request) {
-  static_assert(kMaxPushCtas < (1 << kCountBits), "the count must not reach the tag");
+  static_assert(kMaxPushParts < (1 << kCountBits), "the count must not reach the tag");
   return request.tag << kCountBits | 1u << kCountBits;  // not 0
 }
 
-void AllGather::push_by_sms(GatherRequest const& request, int s, void* stream) {
-  ReportPlace const place = report_place();
-  PushArgs args;
+PushOrder AllGather::push_order(GatherRequest const& request) const {
+  // That a warp sends, to all peers of a round, before it fences: larger items saturate the links,
+  // which delays the matmul's own loads on the same multiprocessors.
+  constexpr int64_t kSentBytes = 12288;
+  SmPush const& push = request.sm_push;
+  int log_parts = 0;
+  while (1 << log_parts < push.parts) ++log_parts;
+  int const peers = world_size() - 1;
+  bool const two_rounds = 0 < push.first_peers && push.first_peers < peers;
+  int64_t sent = ((request.rows * push.chunk_bytes) >> log_parts) * std::max(peers, 1);
+  if (two_rounds) sent = sent / peers * push.first_peers;
+  int level = 0;
+  for (; level < log_parts && 2 * sent <= kSentBytes; ++level) sent *= 2;
+  return PushOrder(push.chunks, log_parts, level, two_rounds ? 2 : 1);
+}
+
+SmPushArgs AllGather::sm_push_args(GatherRequest const& request, int s) const {
+  constexpr int kVectorBytes = 16;
+  SmPushArgs args;
   args.rank = rank_;
   args.world_size = world_size();
   args.slot = s;
   args.shard = request.a_shard;
   args.rows = static_cast<int32_t>(request.rows);
-  args.row_bytes = static_cast<int32_t>(request.row_bytes);
-  args.chunk_bytes = request.sm_push.chunk_bytes;
-  args.chunks = request.sm_push.chunks;
+  args.row_vectors = static_cast<int32_t>(request.row_bytes / kVectorBytes);
+  args.chunk_vectors = request.sm_push.chunk_bytes / kVectorBytes;
+  args.order = push_order(request);
   args.first_peers = request.sm_push.first_peers;
   for (int p = 0; p < world_size(); ++p) {
     args.places[p] = {slot(p, s) + rank_ * request.rows * request.row_bytes,
@@ -330,12 +344,9 @@ void AllGather::push_by_sms(GatherRequest const& request, int s, void* stream) {
   args.tail = static_cast<int32_t>(request.shared.tail.size());
   args.tag = tag_of_sum(request);
   args.credits = words(rank_, s, kCredits);
-  args.ctas_with_credits = words(rank_, s, kFinished) + 1;
-  args.limit_ns = request.limit_ns;
-  args.report = place.report;
-  args.report_lock = place.report_lock;
-  AGMM_CHECK_CUDA(launch_push(args, request.sm_push.ctas, request.sm_push.cluster_size,
-                              static_cast<cudaStream_t>(stream)));
+  args.claims = words(rank_, s, kCounters) + 1;
+  args.go = words(rank_, s, kCounters) + 2;
+  return args;
 }
 
 void AllGather::pull(GatherRequest const& request, int s) {
@@ -362,7 +373,6 @@ bool AllGather::begin(GatherRequest const& request, void* stream_handle) {
   int const s = next_slot_;
   handles_->copies_in_use = request.transport != Transport::SmPush;
   if (!handles_->copies_in_use) {
-    push_by_sms(request, s, stream);
     next_slot_ = (next_slot_ + 1) % kSlots;
     return handles_->capture != 0;
   }

@@ -1,6 +1,8 @@
 #include "agmm/async_input_mm.hpp"
 
+#include <algorithm>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -25,20 +27,22 @@ auto fields(AsyncInputArgs const& a) {
       a.config.raster, a.a, a.a_local, a.b, a.ldb, a.bias, a.out, a.a_out, a.signals, a.ready_value,
       a.chunks_m, a.chunks_k, a.chunk_pivot, a.local_begin, a.local_end, a.sm_count, a.rank,
       a.chunks_per_rank, a.mismatch_is_fatal, a.tags, a.count_bits, a.limit_ns, a.report,
-      a.release_signals, a.release_count, a.finished_ctas, a.peer_credits, a.peer_count,
-      a.report_lock, a.tile_times);
+      a.release_signals, a.release_count, a.counters, a.counter_count, a.peer_credits, a.peer_count,
+      a.report_lock, a.tile_times, a.push.shard, a.push.rows, a.push.row_vectors,
+      a.push.chunk_vectors, a.push.order.chunks, a.push.order.log_parts, a.push.order.max_level,
+      a.push.order.rounds, a.push.first_peers, a.push.head, a.push.tail, a.push.tag, a.push.credits,
+      a.push.claims, a.push.go, a.push.rank, a.push.world_size, a.push.slot);
 }
 
 struct Hash {
   std::size_t operator()(AsyncInputArgs const& args) const {
     std::size_t seed = 0;
-    std::apply(
-        [&seed](auto const&... field) {
-          ((seed ^= std::hash<std::decay_t<decltype(field)>>{}(field) + 0x9e3779b97f4a7c15ull +
-                    (seed << 6) + (seed >> 2)),
-           ...);
-        },
-        fields(args));
+    auto const mix = [&seed](auto const& field) {
+      seed ^= std::hash<std::decay_t<decltype(field)>>{}(field) + 0x9e3779b97f4a7c15ull +
+              (seed << 6) + (seed >> 2);
+    };
+    std::apply([&mix](auto const&... field) { (mix(field), ...); }, fields(args));
+    for (SmPushArgs::Place const& place : args.push.places) mix(place.rows);
     return seed;
   }
 };
@@ -139,7 +143,12 @@ void check(AsyncInputArgs const& args) {
 }  // namespace
 
 bool AsyncInputArgs::operator==(AsyncInputArgs const& other) const {
-  return fields(*this) == fields(other);
+  auto const is_same = [](SmPushArgs::Place const& a, SmPushArgs::Place const& b) {
+    return a.rows == b.rows && a.signals == b.signals;
+  };
+  return fields(*this) == fields(other) &&
+         std::equal(std::begin(push.places), std::end(push.places), std::begin(other.push.places),
+                    is_same);
 }
 
 std::vector<KernelShape> built_kernels() {
@@ -185,9 +194,8 @@ PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& given) {
   return prepared;
 }
 
-void PreparedMatmul::launch(void* stream, bool beside_previous) const {
-  check_cuda(static_cast<cudaError_t>(kernel_->launch(params_.get(), stream, beside_previous)),
-             "kernel launch");
+void PreparedMatmul::launch(void* stream) const {
+  check_cuda(static_cast<cudaError_t>(kernel_->launch(params_.get(), stream)), "kernel launch");
 }
 
 }  // namespace agmm

@@ -52,23 +52,15 @@ bool fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
   bool const is_sm_push = args.transport == Transport::SmPush;
   std::string call = args.dtype == DType::BFloat16 ? "bfloat16" : "float16";
   if (is_sm_push) {
-    KernelShape const& shape = weights.front().config.shape;
     int const columns = std::max(args.chunk_columns, 1);
     int const chunks = ceil_div(args.k, columns);
     // As many chunks, as the grid cuts them.
     request.sm_push = {
-        args.push_ctas, chunks,
+        args.push_parts, chunks,
         static_cast<int32_t>(ChunkGrid(1, args.k, 1, chunks).columns_per_chunk * kElementBytes),
-        args.first_peers, shape.cluster_m * shape.cluster_n};
-    int const left = current_device().sm_count - args.push_ctas;
-    if (left < request.sm_push.cluster_size) {
-      throw std::invalid_argument("sm_push: found ctas=" + std::to_string(args.push_ctas) +
-                                  ", which leaves " + std::to_string(left) +
-                                  " multiprocessors to the matmul, wanted at least " +
-                                  std::to_string(request.sm_push.cluster_size));
-    }
+        args.first_peers};
     // Ranks that push in other parts must not take each other's sums for their own.
-    call += " by " + std::to_string(args.push_ctas) + " in " + std::to_string(chunks);
+    call += " in " + std::to_string(args.push_parts) + "x" + std::to_string(chunks);
   }
   // 31 bits, not 0: the pull transport waits on its stream for "at least 1" as a signed number.
   request.tag = call_tag(args.rows, args.k, call, is_pull) & 0x7fffffffu;
@@ -100,8 +92,7 @@ bool fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
     if (is_sm_push) {
       mm.chunks_k = request.sm_push.chunks;
       mm.chunks_per_rank = mm.chunks_k;
-      // The other matmuls run when the push is over.
-      if (i == 0) mm.sm_count = current_device().sm_count - args.push_ctas;
+      if (i == 0) mm.push = gathered.push;  // the other matmuls run when the push is over
     }
     if (i == 0) {
       mm.tile_times = args.tile_times;
@@ -110,7 +101,8 @@ bool fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
     if (i + 1 == matmuls.size()) {
       mm.release_signals = gathered.reset_words;
       mm.release_count = gathered.reset_count;
-      mm.finished_ctas = gathered.finished_ctas;
+      mm.counters = gathered.counters;
+      mm.counter_count = gathered.counter_count;
       mm.peer_credits = gathered.peer_credits;
       mm.peer_count = world_size;
     }
@@ -119,11 +111,7 @@ bool fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
 
   // Nothing is enqueued before here, and nothing short of a CUDA failure can stop the call now.
   bool const captured = gather.begin(request, stream);
-  bool beside_push = is_sm_push;
-  for (PreparedMatmul const& mm : prepared) {
-    mm.launch(stream, beside_push);
-    beside_push = false;
-  }
+  for (PreparedMatmul const& mm : prepared) mm.launch(stream);
   gather.end(stream);
   return captured;
 }

@@ -18,7 +18,7 @@ struct KernelEntry {
   /// Once per device: opts in to the shared memory that the kernel needs. Returns a cudaError_t.
   int (*setup)();
   /// Returns a cudaError_t.
-  int (*launch)(void* params, void* stream, bool beside_previous);
+  int (*launch)(void* params, void* stream);
 };
 
 constexpr std::size_t kParamsAlignment = 128;

@@ -85,8 +85,8 @@ struct KernelInstance {
     input.ready_value = args.ready_value;
     input.wait_limit = wait_limit(args);
     input.local_rows = {args.local_begin, args.local_end};
-    input.release = {args.release_signals, args.release_count, args.finished_ctas,
-                     args.peer_credits, args.peer_count};
+    input.release = {args.release_signals, args.release_count, args.counters,
+                     args.counter_count,   args.peer_credits,  args.peer_count};
     input.tile_times = args.tile_times;
     input.tiles_n = FastDiv(ceil_div(args.problem.n, TileN));
     input.k_tiles = ceil_div(args.problem.k, TileK);
@@ -110,6 +110,7 @@ struct KernelInstance {
     gemm.mainloop.ptr_A_local = static_cast<Element const*>(args.a_local);
     gemm.mainloop.ptr_A_out = static_cast<Element*>(args.a_out);
     gemm.mainloop.input = async_input(args);
+    gemm.mainloop.push = args.push;
     gemm.epilogue.ptr_D = static_cast<Element*>(args.out);
     get<0>(gemm.epilogue.dD) = int64_t(n);
     gemm.epilogue.thread = {{static_cast<Element const*>(args.bias)}, {}, {}};
@@ -144,24 +145,17 @@ struct KernelInstance {
   }
 
   // Not by CUTLASS's launcher, which sets an attribute of the kernel at every cluster launch.
-  static int launch(void* params, void* stream, bool beside_previous) {
-    cudaLaunchAttribute attributes[2]{};
-    unsigned count = 0;
-    if (ClusterM * ClusterN != 1) {
-      attributes[count].id = cudaLaunchAttributeClusterDimension;
-      attributes[count++].val.clusterDim = {ClusterM, ClusterN, 1};
-    }
-    if (beside_previous) {
-      attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-    }
+  static int launch(void* params, void* stream) {
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {ClusterM, ClusterN, 1};
     cudaLaunchConfig_t config{};
     config.gridDim = GemmKernel::get_grid_shape(*static_cast<Params*>(params));
     config.blockDim = GemmKernel::get_block_shape();
     config.dynamicSmemBytes = GemmKernel::SharedStorageSize;
     config.stream = static_cast<cudaStream_t>(stream);
-    config.attrs = attributes;
-    config.numAttrs = count;
+    config.attrs = &cluster;
+    config.numAttrs = ClusterM * ClusterN == 1 ? 0 : 1;
     return cudaLaunchKernelExC(
         &config, reinterpret_cast<void const*>(cutlass::device_kernel<GemmKernel>), &params);
   }

@@ -5,7 +5,9 @@
 set(AGMM_KERNEL_TABLE
     "128 256 64 2 1 Cooperative default"
     "128 256 64 1 1 Cooperative default"
+    "128 224 64 2 1 Cooperative default"
     "128 192 64 2 1 Cooperative default"
+    "256 144 64 2 1 Cooperative default"
     "256 128 64 2 1 Cooperative minimal"
     "128 128 64 1 1 Pingpong    minimal"
     "128 128 64 2 1 Pingpong    default"

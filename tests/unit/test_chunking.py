@@ -367,6 +367,33 @@ def test_chunks_of_columns(units: int, wanted: int) -> None:
     assert all(begin % 8 == 0 for begin, _ in ranges)
 
 
+@given(
+    chunks=st.integers(1, 128),
+    log_parts=st.integers(0, 6),
+    level=st.integers(0, 6),
+    rounds=st.integers(1, 2),
+)
+def test_push_order(chunks: int, log_parts: int, level: int, rounds: int) -> None:
+    """Every part of every chunk once per round, chunk by chunk; items grow in the first round."""
+    items = _core.push_order(chunks, log_parts, min(level, log_parts), rounds)
+    parts = [
+        (round_, chunk, part)
+        for round_, chunk, first, count in items
+        for part in range(first, first + count)
+    ]
+    assert parts == [
+        (round_, chunk, part)
+        for round_ in range(rounds)
+        for chunk in range(chunks)
+        for part in range(1 << log_parts)
+    ]
+    sizes = [count for *_, count in items]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] <= 1 << level
+    # As many items of each size as there are multiprocessors to take them, but for the last size.
+    assert all(sizes.count(size) == 128 for size in set(sizes) - {sizes[-1]} if rounds == 1)
+
+
 def test_chunks_of_rows() -> None:
     draw = random.Random(7)
     for _ in range(5000):

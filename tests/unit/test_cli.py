@@ -145,7 +145,7 @@ def test_explain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result = _invoke("explain", *shape, "--return-a", "--b-layout", "row", "--dtype", "fp16")
     assert result.exit_code == 0
     assert "float16, B by row, 4 ranks on nvidia-h200, A returned" in result.output
-    assert "plan: push, 128x128x64_1x1_pingpong/" in result.output
+    assert "plan: pull, 128x224x64_2x1_cooperative/" in result.output
     assert "from: cost model" in result.output
 
 

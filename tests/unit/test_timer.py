@@ -135,8 +135,8 @@ def test_order_of_a_cuda_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     assert order == [
         "synchronize",
         "flush 64",
-        "align",
         "spin 800000",
+        "align",
         "event",
         "op",
         "event",

@@ -1,10 +1,12 @@
 """The one timing rule: every figure that the project reports is read by these functions.
 
-A sample on CUDA: write a buffer larger than L2; align the ranks on the GPU by a tiny all-reduce;
-spin for about 400 µs, so that the host's launches are done before the work begins; event, op,
-event. The ways under comparison are interleaved within one process, in an order drawn anew for
-every sample, so that clocks and temperature treat them alike. A sample is the maximum over the
-ranks; the figure to report is the median of the samples.
+A sample on CUDA: write a buffer larger than L2; spin for about 400 µs, so that the host's launches
+are done before the work begins; align the ranks on the GPU by a tiny all-reduce; event, op, event.
+The all-reduce comes after the spin because that is counted in cycles, and the clocks of the GPUs
+differ: ranks aligned before it were found 25 µs apart after it. The ways under comparison are
+interleaved within one process, in an order drawn anew for every sample, so that clocks and
+temperature treat them alike. A sample is the maximum over the ranks; the figure to report is the
+median of the samples.
 
 On the CPU a sample is a barrier and `time.perf_counter` around the op.
 """
@@ -174,10 +176,10 @@ class _CudaSampler:
         torch.cuda.synchronize(self._device)
         if self._flush is not None:
             self._flush.zero_()
-        if self._group is not None:
-            dist.all_reduce(self._token, op=dist.ReduceOp.MAX, group=self._group)
         if self._spin_cycles:
             torch.cuda._sleep(self._spin_cycles)
+        if self._group is not None:
+            dist.all_reduce(self._token, op=dist.ReduceOp.MAX, group=self._group)
         begin.record()
         result = fn()
         end.record()

@@ -1,0 +1,170 @@
+// Device side of the SM push transport: one warp's share of the work. Any number of warps may call
+// push_shard with the same arguments, at any time and in any order: items are claimed, so those
+// that run do the work of those that do not run yet.
+#pragma once
+
+#include <cstdint>
+
+#include "agmm/device_wait.hpp"
+#include "agmm/sm_push.hpp"
+#include "cutlass/cutlass.h"
+
+namespace agmm {
+
+namespace push_detail {
+
+constexpr int kWarp = 32;
+constexpr int kLoadsInFlight = 4;  // of 16 bytes, per lane
+constexpr uint32_t kAllLanes = 0xffffffffu;
+
+CUTLASS_DEVICE void add_relaxed_system(uint32_t* word, uint32_t value) {
+  asm volatile("red.relaxed.sys.global.add.u32 [%0], %1;" : : "l"(word), "r"(value) : "memory");
+}
+
+CUTLASS_DEVICE uint32_t add_relaxed_gpu(uint32_t* word, uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(word), "r"(value)
+               : "memory");
+  return old;
+}
+
+CUTLASS_DEVICE uint4 load_once(uint4 const* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
+/// The rank that is served at this place in the order: the nearest consumer, r - 1, first, and this
+/// rank itself last.
+CUTLASS_DEVICE int peer_at(SmPushArgs const& push, int position) {
+  int const peer = push.rank - 1 - position;
+  return peer < 0 ? peer + push.world_size : peer;
+}
+
+/// The credit of the peer that the lane stands for; 1 for the other lanes.
+CUTLASS_DEVICE uint32_t look_at_credit(SmPushArgs const& push) {
+  int const peer = lane_id();
+  bool const has_peer = peer < push.world_size && peer != push.rank;
+  return has_peer ? load_acquire_system(push.credits + peer) : 1;
+}
+
+/// Returns when every peer's slot is free for this rank. A credit that has been taken cannot be
+/// seen any more, so the warp that has the first item says in `go` that it saw all of them; the
+/// others look at both. Only the first warp reports: the others have what they wait for when it
+/// has.
+CUTLASS_DEVICE void take_credits(SmPushArgs const& push, bool is_first, uint32_t seen,
+                                 WaitLimit const& limit) {
+  int const lane = lane_id();
+  uint64_t start = 0;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (;; seen = look_at_credit(push)) {
+    if (__all_sync(kAllLanes, seen == 1)) break;
+    if (!is_first) {
+      if (__any_sync(kAllLanes, load_acquire_gpu(push.go) == 1)) break;
+      continue;
+    }
+    uint64_t const now = global_timer_ns();
+    if (start == 0) start = now;
+    if (seen != 1 && now - start > limit.limit_ns) {
+      report_and_stop(limit, WaitReport::Credit, lane, push.slot, seen, 1, now - start);
+    }
+  }
+  __syncwarp();
+  if (is_first && lane == 0) store_release_gpu(push.go, 1);
+}
+
+/// Places [begin, end) in the order of ranks.
+CUTLASS_DEVICE Range ranks_of(SmPushArgs const& push, PushOrder::Item const& item) {
+  // The last in the order is this rank itself, where it has edges.
+  int const all = push.world_size - (push.head + push.tail == 0 ? 1 : 0);
+  if (push.order.rounds == 1) return {0, all};
+  return item.round == 0 ? Range{0, push.first_peers} : Range{push.first_peers, all};
+}
+
+CUTLASS_DEVICE int32_t first_row(SmPushArgs const& push, int32_t part) {
+  return int32_t(int64_t(part) * push.rows >> push.order.log_parts);
+}
+
+/// Copies the item to the places of its ranks, to the own one the edges only. A load or store of
+/// the warp covers two rows by 256 bytes.
+CUTLASS_DEVICE void copy_item(SmPushArgs const& push, PushOrder::Item const& item) {
+  constexpr int kRowLanes = 16;
+  constexpr int kRows = kWarp / kRowLanes;
+  Range const ranks = ranks_of(push, item);
+  Range const rows{first_row(push, item.part), first_row(push, item.part + item.parts)};
+  int32_t const end = min_of((item.chunk + 1) * push.chunk_vectors, push.row_vectors);
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int32_t column = item.chunk * push.chunk_vectors + lane_id() % kRowLanes; column < end;
+       column += kRowLanes) {
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int32_t row = rows.begin + lane_id() / kRowLanes; row < rows.end;
+         row += kRows * kLoadsInFlight) {
+      uint4 values[kLoadsInFlight];
+      int32_t const at = row * push.row_vectors + column;  // a shard has less than 2^31 vectors
+      auto const* from = static_cast<uint4 const*>(push.shard) + at;
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kLoadsInFlight; ++j, from += kRows * push.row_vectors) {
+        if (row + j * kRows < rows.end) values[j] = load_once(from);
+      }
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int p = ranks.begin; p < ranks.end; ++p) {
+        auto* to = static_cast<uint4*>(push.places[peer_at(push, p)].rows) + at;
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < kLoadsInFlight; ++j, to += kRows * push.row_vectors) {
+          int32_t const r = row + j * kRows;
+          bool const wanted =
+              p + 1 < push.world_size || r < push.head || r >= push.rows - push.tail;
+          if (r < rows.end && wanted) *to = values[j];
+        }
+      }
+    }
+  }
+}
+
+CUTLASS_DEVICE void signal_item(SmPushArgs const& push, PushOrder::Item const& item) {
+  Range const ranks = ranks_of(push, item);
+  int const peer = peer_at(push, ranks.begin + lane_id());
+  bool const adds = lane_id() < ranks.size();
+  if (adds && item.part == 0 && item.chunk == 0 && peer != push.rank) {
+    store_relaxed_system(push.credits + peer, 0);
+  }
+  __syncwarp();
+  fence_acq_rel_system();
+  if (adds) {
+    add_relaxed_system(push.places[peer].signals + item.chunk,
+                       item.parts + (item.part == 0 ? push.tag : 0));
+  }
+}
+
+}  // namespace push_detail
+
+/// Takes items until there are none left. For all lanes of a warp together.
+///
+/// Order. A warp writes only after it has acquired the credits, or the word of the warp that has.
+/// Its lanes' writes precede __syncwarp(), that each lane's fence, and that the lane's addition
+/// (release pattern at system scope); a consumer that acquires the sum of all parts' additions has
+/// acquired the writes of all. A peer's credit is reset before the addition of the first part of
+/// the first chunk, which that peer needs before it can give the next credit.
+CUTLASS_DEVICE void push_shard(SmPushArgs const& push, WaitLimit const& limit) {
+  using namespace push_detail;
+  uint32_t const first = lane_id() == 0 ? add_relaxed_gpu(push.claims, 1) : 0;
+  uint32_t const seen = look_at_credit(push);  // while the claim is under way
+  int item = __shfl_sync(kAllLanes, int(first), 0);
+  if (item >= push.order.count()) return;
+  take_credits(push, item == 0, seen, limit);
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (;;) {
+    copy_item(push, push.order.item(item));
+    asm volatile("" : "+r"(item));  // what follows from it is computed again, not kept in registers
+    uint32_t const next = lane_id() == 0 ? add_relaxed_gpu(push.claims, 1) : 0;
+    signal_item(push, push.order.item(item));  // long enough to hide the claim
+    item = __shfl_sync(kAllLanes, int(next), 0);
+    if (item >= push.order.count()) return;
+  }
+}
+
+}  // namespace agmm

@@ -1,0 +1,44 @@
+// The end of a call on the consumer's side: signals are reset, buffers are given back.
+#pragma once
+
+#include <cstdint>
+
+#include "agmm/device_wait.hpp"
+#include "cutlass/cutlass.h"
+
+namespace agmm {
+
+/// Tells the peers that the gathered A has been read; done by the last to finish of the producer
+/// warps, whose loads have landed, and of those that push, which have no item left to take.
+///
+/// Invariant: a peer overwrites a buffer only after its credit; the credit comes after the reset of
+/// the signals (release, system scope), which comes after every CTA's last load of A has landed in
+/// shared memory (the counter, acquire-release, device scope). So no load is overtaken by a write,
+/// and no signal of the next call is lost to this call's reset. The words of the push are reset
+/// after the last warp has looked at them.
+struct Release {
+  uint32_t* signals = nullptr;  // reset to 0; null: nothing is released
+  int32_t signal_count = 0;
+  // [0] counts those that are done, the other `counter_count` - 1 belong to the transport; all
+  // are reset to 0.
+  uint32_t* counters = nullptr;
+  int32_t counter_count = 1;
+  uint32_t* const* peer_credits = nullptr;  // one word in each peer's memory, set to 1; may be null
+  int32_t peer_count = 0;
+};
+
+/// For one thread of each of the `count` that take part.
+CUTLASS_DEVICE void finish(Release const& release, int32_t count) {
+  if (release.signals == nullptr) return;
+  if (add_acq_rel_gpu(release.counters, 1) + 1 != uint32_t(count)) return;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int i = 0; i < release.counter_count; ++i) release.counters[i] = 0;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int i = 0; i < release.signal_count; ++i) release.signals[i] = 0;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int i = 0; i < release.peer_count; ++i) {
+    if (release.peer_credits[i] != nullptr) store_release_system(release.peer_credits[i], 1);
+  }
+}
+
+}  // namespace agmm
