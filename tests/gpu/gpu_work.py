@@ -312,8 +312,12 @@ def two_groups() -> Faults:
                 part.call(ALL_WAYS[i % len(WAYS)])
             torch.cuda.current_stream().synchronize()
 
+    # Makes the workspaces, which is collective, and loads every kernel: loading one waits for the
+    # device, on which the other group's call may wait for its peers.
     for part in parts:
-        part.call("push")  # makes the workspace, which is collective
+        for way in ALL_WAYS:
+            part.new_data()
+            part.call(way)
     torch.cuda.synchronize()
     threads = [threading.Thread(target=work, args=(part,)) for part in parts]
     for thread in threads:
