@@ -65,6 +65,11 @@ struct AsyncInputArgs {
 /// The kernels of this build.
 std::vector<KernelShape> built_kernels();
 
+/// Loads every kernel of this build on the current device. Loading waits for the device, so a
+/// kernel that is loaded at its first call can wait for another group's call, which waits for its
+/// peers. Throws std::runtime_error when CUDA refuses.
+void load_kernels();
+
 /// A matmul that is ready to be launched; cheap to copy.
 class PreparedMatmul {
  public:

@@ -149,6 +149,7 @@ void bind_cuda(py::module_& m) {
   m.attr("TILE_TIMES_BYTES") = sizeof(agmm::TileTimes);
   py::class_<AllGather>(m, "CudaWorkspace", "Gather buffers, signals and credits of one group.")
       .def(py::init([](int rank, const std::vector<uintptr_t>& bases, std::size_t slot_bytes) {
+             agmm::load_kernels();
              return std::make_unique<AllGather>(rank, bases, slot_bytes);
            }),
            py::arg("rank"), py::arg("bases"), py::arg("slot_bytes"))

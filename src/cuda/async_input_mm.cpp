@@ -80,6 +80,16 @@ KernelEntry const* find_kernel(AsyncInputArgs const& args) {
   return nullptr;
 }
 
+/// Loads the kernel on the device and opts in to its shared memory, once.
+void make_ready(KernelEntry const& kernel, DeviceFacts const& device) {
+  static std::mutex mutex;
+  static std::set<std::pair<KernelEntry const*, int>> ready;
+  std::lock_guard<std::mutex> const lock(mutex);
+  if (ready.count({&kernel, device.index}) != 0) return;
+  check_cuda(static_cast<cudaError_t>(kernel.setup()), "cudaFuncSetAttribute");
+  ready.insert({&kernel, device.index});
+}
+
 [[noreturn]] void refuse(std::string const& argument, std::string const& found,
                          std::string const& wanted) {
   throw std::invalid_argument(argument + ": found " + found + ", wanted " + wanted);
@@ -162,6 +172,12 @@ std::vector<KernelShape> built_kernels() {
   return shapes;
 }
 
+void load_kernels() {
+  DeviceFacts const& device = current_device();
+  if (device.capability_major != 9) return;  // none of them can be used
+  for (std::size_t i = 0; i < kKernelCount; ++i) make_ready(*kKernelTable[i], device);
+}
+
 PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& given) {
   check(given);
   KernelEntry const& kernel = *find_kernel(given);
@@ -172,14 +188,10 @@ PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& given) {
   DeviceFacts const& device = current_device();
   if (args.sm_count == 0) args.sm_count = device.sm_count;
 
+  make_ready(kernel, device);
   static std::mutex mutex;
-  static std::set<std::pair<KernelEntry const*, int>> ready;
   static ParamsCache cache;
   std::lock_guard<std::mutex> const lock(mutex);
-  if (ready.count({&kernel, device.index}) == 0) {
-    check_cuda(static_cast<cudaError_t>(kernel.setup()), "cudaFuncSetAttribute");
-    ready.insert({&kernel, device.index});
-  }
   PreparedMatmul prepared;
   prepared.kernel_ = &kernel;
   prepared.params_ = cache.find_or_build(args, [&] {

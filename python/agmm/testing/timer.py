@@ -98,16 +98,17 @@ class HostTime(NamedTuple):
 
 def host_time(
     fn: Callable[[], Any],
-    bursts: int = 50,
+    bursts: int = 20,
     *,
-    calls_per_burst: int = 8,
+    calls_per_burst: int = 24,
     warmup: int = 2,
     device: torch.device | None = None,
 ) -> HostTime:
     """How long a call of `fn` holds up its caller.
 
     Calls come in short bursts, not synchronised with the GPU inside; it is drained before every
-    burst, so that a full launch queue cannot block a call. On the CPU this is the whole time of the
+    burst, so that a full launch queue cannot block a call. A burst has to be long enough that most
+    of its calls find the host's caches warm after that wait. On the CPU this is the whole time of the
     call. Where `fn` is a collective, every rank must call this.
 
     Raises ValueError when `bursts` or `calls_per_burst` is out of range.
