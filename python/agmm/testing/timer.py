@@ -108,8 +108,8 @@ def host_time(
 
     Calls come in short bursts, not synchronised with the GPU inside; it is drained before every
     burst, so that a full launch queue cannot block a call. A burst has to be long enough that most
-    of its calls find the host's caches warm after that wait. On the CPU this is the whole time of the
-    call. Where `fn` is a collective, every rank must call this.
+    of its calls find the host's caches warm after that wait. On the CPU this is the whole time of
+    the call. Where `fn` is a collective, every rank must call this.
 
     Raises ValueError when `bursts` or `calls_per_burst` is out of range.
     """
