@@ -165,7 +165,7 @@ class CudaWorkspace:
         stream: int,
     ) -> bool:
         """
-        Enqueues gather and matmuls. weights: (b, ldb, b_column_major, n, bias, out, config). transport: (0 push, 1 pull, 2 SM push; CTAs, columns of a chunk, first peers). Returns whether the stream is being captured.
+        Enqueues gather and matmuls. weights: (b, ldb, b_column_major, n, bias, out, config). transport: (0 push, 1 pull, 2 SM push; parts, columns of a chunk, first peers). Returns whether the stream is being captured.
         """
     @property
     def slot_bytes(self) -> int: ...
