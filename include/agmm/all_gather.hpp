@@ -37,8 +37,8 @@
 //      src/cuda/stage.cu.
 //   3. No rank waits for a credit of this call's consumers, only of the last call's on the same
 //      slot, whose inputs were all sent before; so ranks cannot wait in a ring.
-//   4. Every wait ends. Those of the consumer, its pushing warps and the stage kernel have a limit.
-//   A wait on
+//   4. Every wait ends. Those of the consumer and the stage kernel have a limit, and that of the
+//      pushing warp with the first item, which the other pushing warps wait for. A wait on
 //      a stream (push: credits; pull: tags) has none, but a consumer that is running, or free to
 //      start, waits beside it: a peer that gives no credit or tag any more sends no chunk of this
 //      call either, so that consumer passes its limit.
