@@ -276,18 +276,18 @@ struct AsyncInputMainloop : Base {
   template <class TensorA, class TensorB, class KTileIterator, class BlockCoord>
   CUTLASS_DEVICE void load_auxiliary(Params const& params, MainloopPipeline, PipelineState,
                                      cute::tuple<TensorA, TensorB> const&, BlockCoord const&,
-                                     KTileIterator, int, int thread_idx, uint32_t, TensorStorage&) {
+                                     KTileIterator, int, int, uint32_t, TensorStorage&) {
     if (params.push.shard != nullptr) {
       push_shard(params.push, params.input.wait_limit);
-      if (thread_idx == 0) finish(params);
+      finish(params);
     }
     asm volatile("exit;");
     __builtin_unreachable();
   }
 
   CUTLASS_DEVICE void load_tail(MainloopPipeline pipeline, PipelineState smem_pipe_write) {
-    if (!cute::elect_one_sync()) return;
-    pipeline.producer_tail(smem_pipe_write);  // every load has landed and been consumed
+    // Every load has landed and been consumed.
+    if (cute::elect_one_sync()) pipeline.producer_tail(smem_pipe_write);
     finish(*params_);
   }
 

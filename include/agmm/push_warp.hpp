@@ -21,15 +21,6 @@ CUTLASS_DEVICE void add_relaxed_system(uint32_t* word, uint32_t value) {
   asm volatile("red.relaxed.sys.global.add.u32 [%0], %1;" : : "l"(word), "r"(value) : "memory");
 }
 
-CUTLASS_DEVICE uint32_t add_relaxed_gpu(uint32_t* word, uint32_t value) {
-  uint32_t old;
-  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
-               : "=r"(old)
-               : "l"(word), "r"(value)
-               : "memory");
-  return old;
-}
-
 CUTLASS_DEVICE uint4 load_once(uint4 const* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -151,7 +142,7 @@ CUTLASS_DEVICE void signal_item(SmPushArgs const& push, PushOrder::Item const& i
 /// the first chunk, which that peer needs before it can give the next credit.
 CUTLASS_DEVICE void push_shard(SmPushArgs const& push, WaitLimit const& limit) {
   using namespace push_detail;
-  uint32_t const first = lane_id() == 0 ? add_relaxed_gpu(push.claims, 1) : 0;
+  uint32_t const first = lane_id() == 0 ? atomicAdd(push.claims, 1) : 0;
   uint32_t const seen = look_at_credit(push);  // while the claim is under way
   int item = __shfl_sync(kAllLanes, int(first), 0);
   if (item >= push.order.count()) return;
@@ -160,7 +151,7 @@ CUTLASS_DEVICE void push_shard(SmPushArgs const& push, WaitLimit const& limit) {
   for (;;) {
     copy_item(push, push.order.item(item));
     asm volatile("" : "+r"(item));  // what follows from it is computed again, not kept in registers
-    uint32_t const next = lane_id() == 0 ? add_relaxed_gpu(push.claims, 1) : 0;
+    uint32_t const next = lane_id() == 0 ? atomicAdd(push.claims, 1) : 0;
     signal_item(push, push.order.item(item));  // long enough to hide the claim
     item = __shfl_sync(kAllLanes, int(next), 0);
     if (item >= push.order.count()) return;

@@ -24,7 +24,7 @@ DEFAULT_GPU = "nvidia-h200"
 """Its constants serve every GPU that has none of its own."""
 
 _FOLDER = Path(__file__).parent / "tables"
-_ELEMENT_BYTES = 2
+ELEMENT_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def constants(gpu: str) -> Constants:
 
 
 def _shard_bytes(problem: Problem) -> int:
-    return problem.m // problem.world_size * problem.k * _ELEMENT_BYTES
+    return problem.m // problem.world_size * problem.k * ELEMENT_BYTES
 
 
 def arrival_us(problem: Problem, position: int, transport: str = "push") -> float:
@@ -131,7 +131,7 @@ def matmul_us(problem: Problem) -> float:
     c = constants(problem.gpu)
     m, n, k = problem.m, problem.n, problem.k
     arithmetic = 2e-6 * m * n * k / c.matmul_tflops
-    memory = (m * k + k * n + m * n) * _ELEMENT_BYTES / (c.memory_gb_per_s * 1e3)
+    memory = (m * k + k * n + m * n) * ELEMENT_BYTES / (c.memory_gb_per_s * 1e3)
     return c.launch_us + max(arithmetic, memory)
 
 

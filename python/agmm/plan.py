@@ -27,10 +27,12 @@ _CONFIG_NAME = re.compile(
 
 _SM_PUSH_NAME = re.compile(r"sm([1-9]\d*)x([1-9]\d*)(?:\+([1-9]\d*))?")
 
-_PUSH_PARTS = 32
-_PUSH_BYTES = 6144
-"""Of the usual SM push: what a warp sends to all peers of a round at a time, about; less costs
-fences, more delays the first chunk."""
+_PUSH_ROWS = 8
+_PUSH_BYTES = 9216
+_PUSH_COLUMNS = (64, 256)
+"""Of the usual SM push: the rows that a warp sends at a time, what these are in bytes for all peers
+of a round together, about, and the fewest and most columns. Less costs fences, more delays the
+first chunk; a faster push slows the matmul down."""
 
 MAX_PUSH_PARTS = 64
 MAX_COLUMN_CHUNKS = 128
@@ -317,12 +319,15 @@ def _usual_sm_push(problem: Problem, kernel: KernelConfig) -> SmPush:
     first_peers = 0 if tiles <= sms else 1
     peers = first_peers or max(1, problem.world_size - 1)
     rows = max(1, problem.m // problem.world_size)
-    columns = 128
-    while 2 * columns * rows * peers < _PUSH_BYTES * _PUSH_PARTS or (
-        problem.k > columns * MAX_COLUMN_CHUNKS
-    ):
+    parts = 1
+    while parts < MAX_PUSH_PARTS and 2 * parts * _PUSH_ROWS <= rows:
+        parts *= 2
+    least, most = _PUSH_COLUMNS
+    columns = _PUSH_BYTES // (-(-rows // parts) * peers * cost_model.ELEMENT_BYTES)
+    columns = max(least, min(most, columns // least * least))
+    while problem.k > columns * MAX_COLUMN_CHUNKS:
         columns *= 2
-    return SmPush(_PUSH_PARTS, min(columns, max(ALIGNMENT, problem.k)), first_peers)
+    return SmPush(parts, min(columns, max(ALIGNMENT, problem.k)), first_peers)
 
 
 def usual_plans(problem: Problem, kernel: KernelConfig) -> list[Plan]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def test_by_a_row(folder: Path) -> None:
 
 def test_why_it_is_not_fused() -> None:
     few = PROBLEM._replace(m=64)
-    assert "why: unfused is the fastest by cost model, 73.8 µs fused" in said(few)
+    assert re.search(r"why: unfused is the fastest by cost model, [\d.]+ µs fused", said(few))
     tables.save(GPU, 4, [(Key.of(few), Row(64, UNFUSED, 40.0))])
     assert "why: unfused, it was measured to be the fastest" in said(few)
     text = said(PROBLEM._replace(k=8190))

@@ -1,0 +1,90 @@
+"""Ranks of a fused call on one GPU: workspaces of one process that are each other's peers, on a
+stream each. For tools that want one process (compute-sanitizer).
+
+Their grids have to fit on the GPU together, with room for the copies inside the GPU, which are
+kernels: problems of a few tiles.
+
+As a program it makes calls of every kernel and transport and compares the results:
+    python stand_in.py [calls per kernel and transport]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from agmm import _call_plan, _core, _cuda
+from agmm.plan import KernelConfig
+
+TRANSPORTS = ("push", "sm4x64", "sm8x64+1")
+
+
+class StandIn:
+    """`world_size` ranks with slots of `slot_bytes` (a multiple of 128) each."""
+
+    def __init__(self, world_size: int, slot_bytes: int) -> None:
+        size = _core.CudaWorkspace.workspace_bytes(slot_bytes, world_size)
+        self.memory = [
+            torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(world_size)
+        ]
+        first = _core.CudaWorkspace.words_offset(slot_bytes, world_size)
+        for memory in self.memory:
+            words = memory[first:].view(torch.int32)
+            words.zero_()
+            words[torch.tensor(_core.CudaWorkspace.credit_words(world_size))] = 1
+        torch.cuda.synchronize()
+        places = [memory.data_ptr() for memory in self.memory]
+        self.cores = [_core.CudaWorkspace(r, places, slot_bytes) for r in range(world_size)]
+        self.streams = [torch.cuda.Stream() for _ in range(world_size)]
+
+    def call(
+        self, A: torch.Tensor, Bs: Sequence[torch.Tensor], config: KernelConfig, transport: str
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """One call of every rank: rank r has the r-th part of the rows of A and ``Bs[r]`` [K, N],
+        column-major. Returns every rank's A and out."""
+        ranks = len(self.cores)
+        shards = [shard.clone() for shard in A.chunk(ranks)]
+        gathered = [torch.full_like(A, torch.nan) for _ in range(ranks)]
+        outs = [torch.full((A.shape[0], B.shape[1]), torch.nan).to(A) for B in Bs]
+        torch.cuda.synchronize()
+        for r, core in enumerate(self.cores):
+            B = Bs[r]
+            weight = (B.data_ptr(), B.stride(1), True, B.shape[1], 0, outs[r].data_ptr())
+            core.all_gather_matmul(
+                shards[r].data_ptr(),
+                shards[r].shape[0],
+                A.shape[1],
+                True,
+                [(*weight, _cuda._core_config(config))],
+                _cuda._core_transport(transport),
+                gathered[r].data_ptr(),
+                0,
+                self.streams[r].cuda_stream,
+            )
+        torch.cuda.synchronize()
+        return gathered, outs
+
+
+def check(calls: int) -> None:
+    for world_size, rows, n, k in ((2, 128, 128, 200), (3, 40, 72, 136)):
+        ranks = StandIn(world_size, (world_size * rows * k * 2 + 127) // 128 * 128)
+        for config in _call_plan.kernels():
+            for transport in TRANSPORTS:
+                for _ in range(calls):
+                    A = torch.randint(-2, 3, (world_size * rows, k), device="cuda").bfloat16()
+                    Bs = [
+                        torch.randint(-2, 3, (n, k), device="cuda").bfloat16().t()
+                        for _ in range(world_size)
+                    ]
+                    gathered, outs = ranks.call(A, Bs, config, transport)
+                    for r, B in enumerate(Bs):
+                        assert torch.equal(gathered[r], A), (config.kernel, transport, r)
+                        wanted = (A.float() @ B.float()).bfloat16()
+                        assert torch.equal(outs[r], wanted), (config.kernel, transport, r)
+
+
+if __name__ == "__main__":
+    check(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    print("all equal")

@@ -1,0 +1,42 @@
+"""Fused calls of several ranks on one GPU, plain and under compute-sanitizer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "stand_in.py"
+
+
+def run(*command: str) -> str:
+    process = subprocess.run(
+        [*command, sys.executable, str(PROGRAM)],
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "AGMM_TIMEOUT_S": "60"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-2000:]
+    return process.stdout
+
+
+def test_results() -> None:
+    assert "all equal" in run()
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer(tool: str) -> None:
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path="/usr/local/cuda/bin"
+    )
+    if sanitizer is None:
+        pytest.skip("no compute-sanitizer")
+    output = run(sanitizer, "--tool", tool, "--error-exitcode", "9")
+    assert "all equal" in output
+    assert "0 errors" in output
