@@ -73,6 +73,7 @@ struct SmPush {
   int32_t chunks = 1;       // columns of the shard are cut into
   int32_t chunk_bytes = 0;  // of a row, a multiple of 16; the last chunk may be shorter
   int32_t first_peers = 0;  // this many nearest consumers get the whole shard before the others
+  int32_t head_chunks = 0;  // 0: all. CTAs without a tile push the others
 };
 
 /// One call: a shard of `rows` rows of `row_bytes` bytes on every rank.
@@ -145,7 +146,7 @@ class AllGather {
   struct Handles;  // streams and events
 
   // Offsets in units of one word per rank. From kCounters on single words: the consumer's warps
-  // that are done, the push's next item and its word that the credits are taken, and the stage
+  // that are done, the push's next items and its word that the credits are taken, and the stage
   // kernel's CTAs that are done.
   enum Words {
     kTags = 0,
@@ -153,7 +154,10 @@ class AllGather {
     kCredits = kSignals + kMaxColumnChunks,
     kCounters = kCredits + 1,
   };
-  static constexpr int kConsumerCounters = 3;
+  static constexpr int kClaims = 1;
+  static constexpr int kTailClaims = 2;
+  static constexpr int kGo = 3;
+  static constexpr int kConsumerCounters = 4;
   uint32_t* words(int rank, int slot, Words kind) const;
   char* slot(int rank, int slot) const;
   char* staged_shard(int rank, int slot) const;

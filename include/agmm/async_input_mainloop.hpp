@@ -82,6 +82,7 @@ struct AsyncInputMainloop : Base {
     int32_t no_store_offset = 0;
     AsyncInput input;
     SmPushArgs push;
+    int32_t finishing_warps = 1;  // of the whole grid
   };
 
   template <class ProblemShape>
@@ -101,7 +102,7 @@ struct AsyncInputMainloop : Base {
       local_args.ptr_A = args.ptr_A_local;
       local = Base::to_underlying_arguments(local_problem, local_args, workspace).tma_load_a;
     }
-    return {base, local, store, stores_a ? 0 : 1 << 30, args.input, args.push};
+    return {base, local, store, stores_a ? 0 : 1 << 30, args.input, args.push, 1};
   }
 
   CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
@@ -278,7 +279,7 @@ struct AsyncInputMainloop : Base {
                                      cute::tuple<TensorA, TensorB> const&, BlockCoord const&,
                                      KTileIterator, int, int, uint32_t, TensorStorage&) {
     if (params.push.shard != nullptr) {
-      push_shard(params.push, params.input.wait_limit);
+      push_head(params.push, params.input.wait_limit);
       finish(params);
     }
     asm volatile("exit;");
@@ -291,10 +292,27 @@ struct AsyncInputMainloop : Base {
     finish(*params_);
   }
 
+  /// The whole work of a CTA without a tile.
+  CUTLASS_DEVICE static void push_only(Params const& params, int32_t ctas_with_tiles,
+                                       char* shared_memory) {
+    int const team = threadIdx.x / PushTeam::kThreads;
+    int const thread = threadIdx.x % PushTeam::kThreads;
+    auto* const claims = reinterpret_cast<uint32_t volatile*>(shared_memory);
+    push_tail(params.push, {team, thread, claims + 2 * team}, ctas_with_tiles,
+              params.input.wait_limit);
+    if (thread < 32) finish(params);
+  }
+
+  /// How many warps finish() waits for.
+  static int32_t finishing_warps(SmPushArgs const& push, int32_t ctas_with_tiles,
+                                 int32_t other_ctas, int32_t threads) {
+    int32_t const beside = push.shard == nullptr ? 0 : ctas_with_tiles;
+    return ctas_with_tiles + beside + threads / PushTeam::kThreads * other_ctas;
+  }
+
  private:
   CUTLASS_DEVICE static void finish(Params const& params) {
-    int const warps_per_cta = params.push.shard == nullptr ? 1 : 2;
-    agmm::finish(params.input.release, warps_per_cta * gridDim.x * gridDim.y);
+    agmm::finish(params.input.release, params.finishing_warps);
   }
 
   static constexpr int kStages = Base::DispatchPolicy::Stages;

@@ -26,6 +26,7 @@ struct FusedArgs {
   int32_t push_parts = 0;
   int32_t chunk_columns = 0;
   int32_t first_peers = 0;
+  int32_t head_chunks = 0;        // see agmm::SmPush
   void const* a_shard = nullptr;  // [rows, k]
   // [w * rows, k], or null where A is not wanted. Pull copies A there and the matmuls read it
   // there; with push the first matmul stores what it reads.

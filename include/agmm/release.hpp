@@ -14,7 +14,7 @@ namespace agmm {
 /// Invariant: a peer overwrites a buffer only after its credit; the credit comes after the reset of
 /// the signals (all lanes' writes, __syncwarp, each lane's system fence), which comes after every
 /// CTA's last load of A has landed in shared memory (the counter, acquire-release, device scope,
-/// carried to the other lanes by the shuffle). So no load is overtaken by a write,
+/// carried to the other lanes by __syncwarp). So no load is overtaken by a write,
 /// and no signal of the next call is lost to this call's reset. The words of the push are reset
 /// after the last warp has looked at them.
 struct Release {
@@ -36,6 +36,7 @@ CUTLASS_DEVICE void finish(Release const& release, int32_t count) {
   __syncwarp();
   uint32_t const before = lane_id() == 0 ? add_acq_rel_gpu(release.counters, 1) : 0;
   if (__shfl_sync(0xffffffffu, before, 0) + 1 != uint32_t(count)) return;
+  __syncwarp();  // the shuffle carries no memory order
   CUTLASS_PRAGMA_NO_UNROLL
   for (int i = lane_id(); i < release.counter_count; i += 32) release.counters[i] = 0;
   CUTLASS_PRAGMA_NO_UNROLL

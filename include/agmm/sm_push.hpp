@@ -1,5 +1,5 @@
-// What the warps that carry out the SM push transport have to know. The transport fills this in;
-// src/cuda's kernels run agmm::push_shard (push_warp.hpp) with it.
+// What those who carry out the SM push transport have to know. The transport fills this in;
+// src/cuda's kernels run agmm::push_head and agmm::push_tail (push_warp.hpp) with it.
 #pragma once
 
 #include <cstdint>
@@ -10,19 +10,18 @@
 namespace agmm {
 
 constexpr int kMaxPushRanks = 16;
-constexpr int kMaxPushParts = 64;  // a power of 2, at most PushOrder::kItemsPerLevel
+constexpr int kMaxPushParts = 64;  // a power of 2
 
 /// The order in which the shard is pushed. It is cut into chunks of columns, and a chunk into parts
-/// of rows; an item is 2^level neighbouring parts of a chunk. The first chunks go in small items,
-/// so that they arrive early although all warps send at once; the later ones in large items, since
-/// a warp pays for a system fence per item.
+/// of rows; an item is 2^level neighbouring parts of a chunk. The items of the head, which are the
+/// first chunks, and of the tail are claimed apart. Small items arrive early although all push at
+/// once; large ones cost fewer system fences, of which there is one per item.
 ///
-/// With two rounds the nearest consumers get all chunks in the first, the others in the second.
-/// Invariant (tested on the CPU): the items [0, count()) are every part of every chunk once per
-/// round, chunk by chunk.
+/// With two rounds the nearest consumers get all chunks in the first, the others in the second;
+/// then all is head.
+/// Invariant (tested on the CPU): the items of the head, then of the tail, are every part of every
+/// chunk once per round, chunk by chunk.
 struct PushOrder {
-  static constexpr int kItemsPerLevel = 128;  // about one per multiprocessor
-
   struct Item {
     int32_t round;
     int32_t chunk;
@@ -31,44 +30,37 @@ struct PushOrder {
   };
 
   int32_t chunks = 1;
-  int32_t log_parts = 0;  // of a chunk
-  int32_t max_level = 0;  // at most log_parts
+  int32_t log_parts = 0;    // of a chunk
+  int32_t head_chunks = 1;  // at least 1
+  int32_t head_level = 0;   // at most log_parts
+  int32_t tail_level = 0;
   int32_t rounds = 1;
-  int32_t first_round = 0;  // items
 
-  PushOrder() = default;
-
-  PushOrder(int32_t chunks_, int32_t log_parts_, int32_t max_level_, int32_t rounds_)
-      : chunks(chunks_), log_parts(log_parts_), max_level(max_level_), rounds(rounds_) {
-    int32_t level = 0;
-    while (level < max_level && chunks_before(level + 1) < chunks) ++level;
-    first_round = level * kItemsPerLevel + ((chunks - chunks_before(level)) << (log_parts - level));
+  AGMM_HOST_DEVICE int32_t head_count() const {
+    return (rounds * head_chunks) << (log_parts - head_level);
+  }
+  AGMM_HOST_DEVICE int32_t tail_count() const {
+    return (chunks - head_chunks) << (log_parts - tail_level);
   }
 
-  AGMM_HOST_DEVICE int32_t count() const {
-    return first_round + (rounds == 1 ? 0 : chunks << (log_parts - max_level));
+  AGMM_HOST_DEVICE int32_t count(bool is_tail) const {
+    return is_tail ? tail_count() : head_count();
   }
 
-  AGMM_HOST_DEVICE Item item(int32_t i) const {
+  AGMM_HOST_DEVICE Item item(bool is_tail, int32_t i) const {
+    int32_t const level = is_tail ? tail_level : head_level;
+    int32_t const log_items = log_parts - level;  // of a chunk
     Item item{};
-    int32_t level = max_level;
-    if (i < first_round) {
-      level = min_of(i / kItemsPerLevel, max_level);
-      i -= level * kItemsPerLevel;
-      item.chunk = chunks_before(level);
-    } else {
-      i -= first_round;
-      item.round = 1;
-    }
-    item.chunk += i >> (log_parts - level);
-    item.part = (i & ((1 << (log_parts - level)) - 1)) << level;
+    item.chunk = i >> log_items;
+    item.part = (i & ((1 << log_items) - 1)) << level;
     item.parts = 1 << level;
+    if (is_tail) {
+      item.chunk += head_chunks;
+    } else if (item.chunk >= head_chunks) {
+      item.round = 1;
+      item.chunk -= head_chunks;
+    }
     return item;
-  }
-
- private:
-  AGMM_HOST_DEVICE int32_t chunks_before(int32_t level) const {
-    return (((1 << level) - 1) * kItemsPerLevel) >> log_parts;
   }
 };
 
@@ -95,8 +87,10 @@ struct SmPushArgs {
   // Each part of a chunk adds 1 to its signal, part 0 the tag too.
   uint32_t tag = 0;
   uint32_t* credits = nullptr;  // one per rank: awaited (1) before a write, and taken (0)
-  uint32_t* claims = nullptr;   // 0 before the call: the next item that nobody has taken
-  uint32_t* go = nullptr;       // 0 before the call: 1 once somebody has seen all credits
+  // 0 before the call: the next items of head and tail that nobody has taken.
+  uint32_t* claims = nullptr;
+  uint32_t* tail_claims = nullptr;
+  uint32_t* go = nullptr;  // 0 before the call: 1 once somebody has seen all credits
 };
 
 }  // namespace agmm

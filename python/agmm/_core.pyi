@@ -159,13 +159,13 @@ class CudaWorkspace:
         k: int,
         is_bf16: bool,
         weights: collections.abc.Sequence[tuple[int, int, bool, int, int, int, KernelConfig]],
-        transport: tuple[int, int, int, int],
+        transport: tuple[int, int, int, int, int],
         a_out: int,
         tile_times: int,
         stream: int,
     ) -> bool:
         """
-        Enqueues gather and matmuls. weights: (b, ldb, b_column_major, n, bias, out, config). transport: (0 push, 1 pull, 2 SM push; parts, columns of a chunk, first peers). Returns whether the stream is being captured.
+        Enqueues gather and matmuls. weights: (b, ldb, b_column_major, n, bias, out, config). transport: (0 push, 1 pull, 2 SM push; parts, columns of a chunk, first peers, head chunks). Returns whether the stream is being captured.
         """
     @property
     def slot_bytes(self) -> int: ...
@@ -229,7 +229,7 @@ def mismatch_message(rank: int, source: int, chunk: int, seen: int, wanted: int)
     """
 
 def push_order(
-    chunks: int, log_parts: int, max_level: int, rounds: int
+    chunks: int, log_parts: int, head_chunks: int, head_level: int, tail_level: int, rounds: int
 ) -> list[tuple[int, int, int, int]]:
     """
     The order in which SM push sends a shard: (round, chunk, first part, parts) per item.

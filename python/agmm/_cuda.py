@@ -45,12 +45,12 @@ def _core_config(config: KernelConfig) -> _core.KernelConfig:
     )
 
 
-def _core_transport(transport: str) -> tuple[int, int, int, int]:
+def _core_transport(transport: str) -> tuple[int, int, int, int, int]:
     """As `_core.CudaWorkspace.all_gather_matmul` wants it."""
     sm_push = SmPush.parse(transport)
     if sm_push is not None:
         return 2, *sm_push
-    return int(transport == "pull"), 0, 0, 0
+    return int(transport == "pull"), 0, 0, 0, 0
 
 
 @cache
@@ -430,7 +430,7 @@ class FusedCall(NamedTuple):
     k: int
     bf16: bool
     slot_bytes: int
-    transport: tuple[int, int, int, int]
+    transport: tuple[int, int, int, int, int]
     gathered_shape: tuple[int, ...] | None
     weights: tuple[_Weight, ...]
 

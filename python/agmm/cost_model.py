@@ -50,6 +50,8 @@ class Constants:
     """Until the first chunk of an SM push has arrived."""
     sm_push_disturbance: float
     """How much of the time of sending the matmul loses by it, if it is one wave of tiles."""
+    sm_push_cta_disturbance: float
+    """The same where CTAs of their own send."""
     sm_push_gb_per_s: float
     """Sent by one rank, to all peers."""
     all_gather_us: float
@@ -114,15 +116,27 @@ def fused_us(problem: Problem, config: KernelConfig, transport: str = "push") ->
     )
 
 
-def sm_push_us(problem: Problem, config: KernelConfig, chunk_columns: int) -> float:
+def push_rate_gb_per_s(problem: Problem, config: KernelConfig) -> float:
+    """How fast SM push has to send, in GB/s, so that the matmul does not wait for it."""
+    tile_us, blocks, workers = _tiles(
+        problem, config, problem.sm_count or constants(problem.gpu).sm_count
+    )
+    sent = (problem.world_size - 1) * _shard_bytes(problem)
+    return sent / (tile_us * -(-blocks // workers)) / 1e3
+
+
+def sm_push_us(
+    problem: Problem, config: KernelConfig, chunk_columns: int, *, has_ctas: bool = False
+) -> float:
     """Predicted time of the fused call in µs with SM push: the matmul, and not before the last
-    chunk has come and been multiplied."""
+    chunk has come and been multiplied. ``has_ctas``: CTAs of their own push most of it."""
     c = constants(problem.gpu)
     tile_us, blocks, workers = _tiles(problem, config, problem.sm_count or c.sm_count)
     chunks = -(-problem.k // chunk_columns)
     waves = -(-blocks // workers)
     sent = (problem.world_size - 1) * _shard_bytes(problem) / (c.sm_push_gb_per_s * 1e3)
-    computed = tile_us * waves + c.sm_push_disturbance * sent / waves
+    disturbance = c.sm_push_cta_disturbance if has_ctas else c.sm_push_disturbance
+    computed = tile_us * waves + disturbance * sent / waves
     return c.launch_us + c.sm_push_us + max(computed, sent + tile_us / chunks)
 
 

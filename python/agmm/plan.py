@@ -25,14 +25,19 @@ _CONFIG_NAME = re.compile(
     r"(?:/swizzle([1248])(?:/(along_m|along_n))?)?"
 )
 
-_SM_PUSH_NAME = re.compile(r"sm([1-9]\d*)x([1-9]\d*)(?:\+([1-9]\d*))?")
+_SM_PUSH_NAME = re.compile(r"sm([1-9]\d*)x([1-9]\d*)(?:\+([1-9]\d*)|h([1-9]\d*))?")
 
 _PUSH_ROWS = 8
 _PUSH_BYTES = 9216
-_PUSH_COLUMNS = (64, 256)
+_PUSH_COLUMNS = (64, 192)
 """Of the usual SM push: the rows that a warp sends at a time, what these are in bytes for all peers
 of a round together, about, and the fewest and most columns. Less costs fences, more delays the
 first chunk; a faster push slows the matmul down."""
+
+_PUSH_SMS = 8
+_PUSH_RATE_GB_PER_S = 220.0
+"""CTAs of their own push where so many multiprocessors are free, and the matmul takes the rows of
+the others faster than its own warps send them without being slowed down."""
 
 MAX_PUSH_PARTS = 64
 MAX_COLUMN_CHUNKS = 128
@@ -150,14 +155,17 @@ class KernelConfig:
 class SmPush(NamedTuple):
     """The SM push transport: spare warps of the matmul write the shard, ``chunk_columns`` columns
     at a time, each chunk in ``parts`` parts of its rows; the ``first_peers`` nearest consumers get
-    the whole shard before the others get any of it.
+    the whole shard before the others get any of it. With ``head_chunks`` they write so many chunks
+    only, and CTAs of their own, on multiprocessors that have no tile, write the others.
 
-    Its name, in configs and tables: ``sm16x128``, or ``sm16x128+1`` with one first peer.
+    Its name, in configs and tables: ``sm16x128``, ``sm16x128+1`` with one first peer, ``sm64x96h4``
+    with 4 chunks in the head.
     """
 
     parts: int
     chunk_columns: int
     first_peers: int = 0
+    head_chunks: int = 0
 
     @classmethod
     def parse(cls, name: str) -> SmPush | None:
@@ -168,7 +176,8 @@ class SmPush(NamedTuple):
     @property
     def name(self) -> str:
         first = f"+{self.first_peers}" if self.first_peers else ""
-        return f"sm{self.parts}x{self.chunk_columns}{first}"
+        head = f"h{self.head_chunks}" if self.head_chunks else ""
+        return f"sm{self.parts}x{self.chunk_columns}{first}{head}"
 
     def why_illegal(self, k: int) -> str | None:
         """The reason why it cannot serve a call with K columns, or None."""
@@ -176,6 +185,8 @@ class SmPush(NamedTuple):
             return f"sm push: found {self.parts} parts, wanted a power of 2 up to {MAX_PUSH_PARTS}"
         if self.chunk_columns < 1 or self.chunk_columns % ALIGNMENT != 0:
             return f"sm push: found {self.chunk_columns} columns, wanted a multiple of {ALIGNMENT}"
+        if self.first_peers and self.head_chunks:
+            return f"sm push: found first peers and a head in {self.name}, wanted one of them"
         chunks = -(-k // self.chunk_columns)
         if chunks > MAX_COLUMN_CHUNKS:
             return f"sm push: found {chunks} chunks, wanted at most {MAX_COLUMN_CHUNKS}"
@@ -245,6 +256,10 @@ def why_transport_illegal(problem: Problem, kernel: KernelConfig, transport: str
     if sm_push is not None and problem.gpu != CPU and "push" in copying:
         if not 1 < problem.world_size <= MAX_PUSH_RANKS:
             return f"sm push: found {problem.world_size} ranks, wanted 2 to {MAX_PUSH_RANKS}"
+        if 0 < sm_push.head_chunks * sm_push.chunk_columns < problem.k:
+            free = _free_sms(problem, kernel)
+            if free < 1:
+                return f"sm push: found {kernel.kernel} on all multiprocessors, wanted free ones"
         return sm_push.why_illegal(problem.k)
     if transport in copying:
         return None
@@ -311,6 +326,15 @@ def usual_order(problem: Problem, config: KernelConfig) -> KernelConfig:
     return replace(config, raster="along_n", max_swizzle=4 if config.tile_m > config.tile_n else 8)
 
 
+def _free_sms(problem: Problem, kernel: KernelConfig) -> int:
+    """Multiprocessors without a tile, in whole clusters."""
+    sms = problem.sm_count or cost_model.constants(problem.gpu).sm_count
+    cluster = kernel.cluster_m * kernel.cluster_n
+    clusters = -(-problem.m // (kernel.tile_m * kernel.cluster_m))
+    clusters *= -(-problem.n // (kernel.tile_n * kernel.cluster_n))
+    return max(0, sms // cluster - clusters) * cluster
+
+
 def _usual_sm_push(problem: Problem, kernel: KernelConfig) -> SmPush:
     # With more than one wave of tiles the nearest consumer's rows go first, since it computes them
     # first.
@@ -325,9 +349,14 @@ def _usual_sm_push(problem: Problem, kernel: KernelConfig) -> SmPush:
     least, most = _PUSH_COLUMNS
     columns = _PUSH_BYTES // (-(-rows // parts) * peers * cost_model.ELEMENT_BYTES)
     columns = max(least, min(most, columns // least * least))
+    head_chunks = 0
+    if _free_sms(problem, kernel) >= _PUSH_SMS and (
+        cost_model.push_rate_gb_per_s(problem, kernel) > _PUSH_RATE_GB_PER_S
+    ):
+        columns, head_chunks = 2 * least, 4
     while problem.k > columns * MAX_COLUMN_CHUNKS:
         columns *= 2
-    return SmPush(parts, min(columns, max(ALIGNMENT, problem.k)), first_peers)
+    return SmPush(parts, min(columns, max(ALIGNMENT, problem.k)), first_peers, head_chunks)
 
 
 def usual_plans(problem: Problem, kernel: KernelConfig) -> list[Plan]:
@@ -349,7 +378,9 @@ def predict_us(problem: Problem, plan: Plan) -> float | None:
     assert plan.kernel is not None
     sm_push = SmPush.parse(plan.transport)
     if sm_push is not None:
-        return cost_model.sm_push_us(problem, plan.kernel, sm_push.chunk_columns)
+        return cost_model.sm_push_us(
+            problem, plan.kernel, sm_push.chunk_columns, has_ctas=sm_push.head_chunks != 0
+        )
     return cost_model.fused_us(problem, plan.kernel, plan.transport)
 
 

@@ -74,16 +74,19 @@ void bind_chunking(py::module_& m) {
       "The half-open range of columns of a chunk.");
   m.def(
       "push_order",
-      [](int chunks, int log_parts, int max_level, int rounds) {
-        const agmm::PushOrder order(chunks, log_parts, max_level, rounds);
+      [](int chunks, int log_parts, int head_chunks, int head_level, int tail_level, int rounds) {
+        const agmm::PushOrder order{chunks, log_parts, head_chunks, head_level, tail_level, rounds};
         std::vector<std::tuple<int, int, int, int>> items;
-        for (int i = 0; i < order.count(); ++i) {
-          const agmm::PushOrder::Item item = order.item(i);
-          items.emplace_back(item.round, item.chunk, item.part, item.parts);
+        for (const bool is_tail : {false, true}) {
+          for (int i = 0; i < order.count(is_tail); ++i) {
+            const agmm::PushOrder::Item item = order.item(is_tail, i);
+            items.emplace_back(item.round, item.chunk, item.part, item.parts);
+          }
         }
         return items;
       },
-      py::arg("chunks"), py::arg("log_parts"), py::arg("max_level"), py::arg("rounds"),
+      py::arg("chunks"), py::arg("log_parts"), py::arg("head_chunks"), py::arg("head_level"),
+      py::arg("tail_level"), py::arg("rounds"),
       "The order in which SM push sends a shard: (round, chunk, first part, parts) per item.");
   m.def(
       "shared_rows",

@@ -47,7 +47,7 @@ using WeightTuple =
     std::tuple<uintptr_t, int64_t, bool, int, uintptr_t, uintptr_t, const KernelConfig*>;
 
 // kind, and for SM push: parts, columns of a chunk, first peers
-using TransportTuple = std::tuple<int, int, int, int>;
+using TransportTuple = std::tuple<int, int, int, int, int>;
 
 agmm::BLayout layout(bool column_major) {
   return column_major ? agmm::BLayout::ColumnMajor : agmm::BLayout::RowMajor;
@@ -83,7 +83,8 @@ bool all_gather_matmul(AllGather& gather, uintptr_t a_shard, int rows, int k, bo
                        uintptr_t a_out, uintptr_t tile_times, uintptr_t stream) {
   agmm::FusedArgs args;
   int kind = 0;
-  std::tie(kind, args.push_parts, args.chunk_columns, args.first_peers) = transport;
+  std::tie(kind, args.push_parts, args.chunk_columns, args.first_peers, args.head_chunks) =
+      transport;
   args.transport = static_cast<agmm::Transport>(kind);
   args.a_shard = pointer<void>(a_shard);
   args.a_out = pointer<void>(a_out);
@@ -176,6 +177,7 @@ void bind_cuda(py::module_& m) {
            py::arg("a_out"), py::arg("tile_times"), py::arg("stream"),
            py::call_guard<py::gil_scoped_release>(),
            "Enqueues gather and matmuls. weights: (b, ldb, b_column_major, n, bias, out, config). "
-           "transport: (0 push, 1 pull, 2 SM push; parts, columns of a chunk, first peers). "
+           "transport: (0 push, 1 pull, 2 SM push; parts, columns of a chunk, first peers, head "
+           "chunks). "
            "Returns whether the stream is being captured.");
 }

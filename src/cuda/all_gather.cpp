@@ -12,10 +12,10 @@ namespace agmm {
 
 namespace {
 
-// Tags and credits: one word per rank each; signals: one per rank and column chunk; then four
+// Tags and credits: one word per rank each; signals: one per rank and column chunk; then five
 // counters. Padded so that the words of the slots do not share a cache line.
 std::size_t words_per_slot(int world_size) {
-  std::size_t const words = std::size_t(world_size) * (2 + AllGather::kMaxColumnChunks) + 4;
+  std::size_t const words = std::size_t(world_size) * (2 + AllGather::kMaxColumnChunks) + 5;
   return (words + 31) / 32 * 32;
 }
 
@@ -171,6 +171,7 @@ void check(SmPush const& push, int64_t row_bytes) {
   if (push.chunks < 1 || push.chunks > AllGather::kMaxColumnChunks) {
     refuse_sm_push("chunks", push.chunks, "1 to " + std::to_string(AllGather::kMaxColumnChunks));
   }
+  if (push.head_chunks < 0) refuse_sm_push("head_chunks", push.head_chunks, "at least 0");
   if (push.chunk_bytes < 16 || push.chunk_bytes % 16 != 0) {
     refuse_sm_push("chunk_bytes", push.chunk_bytes, "a positive multiple of 16");
   }
@@ -309,19 +310,29 @@ uint32_t AllGather::tag_of_sum(GatherRequest const& request) {
 }
 
 PushOrder AllGather::push_order(GatherRequest const& request) const {
-  // That a warp sends, to all peers of a round, before it fences: larger items saturate the links,
-  // which delays the matmul's own loads on the same multiprocessors.
-  constexpr int64_t kSentBytes = 12288;
+  // That is sent, to all peers of a round, before a fence: by a warp (larger items delay the first
+  // chunk and saturate the links, which delays the matmul's own loads) and by a team of warps.
+  constexpr int64_t kHeadBytes = 12288;
+  constexpr int64_t kTailBytes = 49152;
   SmPush const& push = request.sm_push;
-  int log_parts = 0;
-  while (1 << log_parts < push.parts) ++log_parts;
-  int const peers = world_size() - 1;
+  int const peers = std::max(world_size() - 1, 1);
   bool const two_rounds = 0 < push.first_peers && push.first_peers < peers;
-  int64_t sent = ((request.rows * push.chunk_bytes) >> log_parts) * std::max(peers, 1);
-  if (two_rounds) sent = sent / peers * push.first_peers;
-  int level = 0;
-  for (; level < log_parts && 2 * sent <= kSentBytes; ++level) sent *= 2;
-  return PushOrder(push.chunks, log_parts, level, two_rounds ? 2 : 1);
+  int64_t const chunk_bytes =
+      request.rows * push.chunk_bytes * (two_rounds ? push.first_peers : peers);
+  PushOrder order;
+  order.chunks = push.chunks;
+  while (1 << order.log_parts < push.parts) ++order.log_parts;
+  auto const level = [&](int64_t most) {
+    int32_t level = 0;
+    while (level < order.log_parts && chunk_bytes >> (order.log_parts - level - 1) <= most) ++level;
+    return level;
+  };
+  order.head_level = level(kHeadBytes);
+  order.tail_level = level(kTailBytes);
+  order.rounds = two_rounds ? 2 : 1;
+  bool const has_tail = !two_rounds && push.head_chunks != 0;
+  order.head_chunks = has_tail ? std::min(push.head_chunks, push.chunks) : push.chunks;
+  return order;
 }
 
 SmPushArgs AllGather::sm_push_args(GatherRequest const& request, int s) const {
@@ -344,8 +355,9 @@ SmPushArgs AllGather::sm_push_args(GatherRequest const& request, int s) const {
   args.tail = static_cast<int32_t>(request.shared.tail.size());
   args.tag = tag_of_sum(request);
   args.credits = words(rank_, s, kCredits);
-  args.claims = words(rank_, s, kCounters) + 1;
-  args.go = words(rank_, s, kCounters) + 2;
+  args.claims = words(rank_, s, kCounters) + kClaims;
+  args.tail_claims = words(rank_, s, kCounters) + kTailClaims;
+  args.go = words(rank_, s, kCounters) + kGo;
   return args;
 }
 

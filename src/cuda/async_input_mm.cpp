@@ -29,9 +29,10 @@ auto fields(AsyncInputArgs const& a) {
       a.chunks_per_rank, a.mismatch_is_fatal, a.tags, a.count_bits, a.limit_ns, a.report,
       a.release_signals, a.release_count, a.counters, a.counter_count, a.peer_credits, a.peer_count,
       a.report_lock, a.tile_times, a.push.shard, a.push.rows, a.push.row_vectors,
-      a.push.chunk_vectors, a.push.order.chunks, a.push.order.log_parts, a.push.order.max_level,
-      a.push.order.rounds, a.push.first_peers, a.push.head, a.push.tail, a.push.tag, a.push.credits,
-      a.push.claims, a.push.go, a.push.rank, a.push.world_size, a.push.slot);
+      a.push.chunk_vectors, a.push.order.chunks, a.push.order.log_parts, a.push.order.head_chunks,
+      a.push.order.head_level, a.push.order.tail_level, a.push.order.rounds, a.push.first_peers,
+      a.push.head, a.push.tail, a.push.tag, a.push.credits, a.push.claims, a.push.tail_claims,
+      a.push.go, a.push.rank, a.push.world_size, a.push.slot);
 }
 
 struct Hash {

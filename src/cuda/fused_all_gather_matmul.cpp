@@ -58,7 +58,7 @@ bool fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
     request.sm_push = {
         args.push_parts, chunks,
         static_cast<int32_t>(ChunkGrid(1, args.k, 1, chunks).columns_per_chunk * kElementBytes),
-        args.first_peers};
+        args.first_peers, args.head_chunks};
     // Ranks that push in other parts must not take each other's sums for their own.
     call += " in " + std::to_string(args.push_parts) + "x" + std::to_string(chunks);
   }

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "agmm/async_input_mainloop.hpp"
@@ -18,6 +19,19 @@
 #include "kernel_entry.hpp"
 
 namespace agmm {
+
+/// CUTLASS's kernel, and beside it CTAs that only push.
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksPerMultiprocessor)
+    async_input_kernel(CUTLASS_GRID_CONSTANT typename Kernel::Params const params) {
+  extern __shared__ char shared_memory[];
+  auto const tiles = static_cast<uint32_t>(params.scheduler.blocks_per_problem_);
+  if (blockIdx.x + gridDim.x * blockIdx.y >= tiles) {
+    Kernel::CollectiveMainloop::push_only(params.mainloop, int32_t(tiles), shared_memory);
+    return;
+  }
+  Kernel{}(params, shared_memory);
+}
 
 template <class Element_, class LayoutB_, int TileM, int TileN, int TileK, int ClusterM,
           int ClusterN, Schedule kSchedule, bool kTimed>
@@ -125,6 +139,14 @@ struct KernelInstance {
     if (!GemmKernel::can_implement(gemm)) return "CUTLASS cannot implement this problem";
     Params* const params =
         new (params_memory) Params(GemmKernel::to_underlying_arguments(gemm, nullptr));
+    dim3 const ctas = grid(*params);
+    auto const all = static_cast<int32_t>(ctas.x * ctas.y);
+    auto const with_tiles = std::min(all, int32_t(params->scheduler.blocks_per_problem_));
+    if (has_push_ctas(args.push) && with_tiles == all) {
+      return "no multiprocessor is free for CTAs that push";
+    }
+    params->mainloop.finishing_warps = Mainloop::finishing_warps(
+        args.push, with_tiles, all - with_tiles, int32_t(GemmKernel::MaxThreadsPerBlock));
     // CUTLASS only prints when the driver refuses a TMA descriptor, and leaves it zeroed.
     for (auto const* descriptor : {params->mainloop.tma_load_a.get_tma_descriptor(),
                                    params->mainloop.tma_load_b.get_tma_descriptor(),
@@ -138,8 +160,21 @@ struct KernelInstance {
     return nullptr;
   }
 
+  static bool has_push_ctas(SmPushArgs const& push) {
+    return push.shard != nullptr && push.order.tail_count() != 0;
+  }
+
+  /// (ClusterM, rest, 1), as CUTLASS's.
+  static dim3 grid(Params const& params) {
+    dim3 grid = GemmKernel::get_grid_shape(params);
+    if (has_push_ctas(params.mainloop.push)) {
+      grid.y = params.hw_info.sm_count / (ClusterM * ClusterN) * ClusterN;
+    }
+    return grid;
+  }
+
   static int setup() {
-    return cudaFuncSetAttribute(reinterpret_cast<void const*>(cutlass::device_kernel<GemmKernel>),
+    return cudaFuncSetAttribute(reinterpret_cast<void const*>(async_input_kernel<GemmKernel>),
                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 GemmKernel::SharedStorageSize);
   }
@@ -150,14 +185,14 @@ struct KernelInstance {
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {ClusterM, ClusterN, 1};
     cudaLaunchConfig_t config{};
-    config.gridDim = GemmKernel::get_grid_shape(*static_cast<Params*>(params));
+    config.gridDim = grid(*static_cast<Params*>(params));
     config.blockDim = GemmKernel::get_block_shape();
     config.dynamicSmemBytes = GemmKernel::SharedStorageSize;
     config.stream = static_cast<cudaStream_t>(stream);
     config.attrs = &cluster;
     config.numAttrs = ClusterM * ClusterN == 1 ? 0 : 1;
     return cudaLaunchKernelExC(
-        &config, reinterpret_cast<void const*>(cutlass::device_kernel<GemmKernel>), &params);
+        &config, reinterpret_cast<void const*>(async_input_kernel<GemmKernel>), &params);
   }
 
   static constexpr KernelEntry entry() {

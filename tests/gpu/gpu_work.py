@@ -27,6 +27,7 @@ WAYS = {
     "pull": (True, "pull"),
     "sm": (False, "sm4x64"),
     "sm-A": (True, "sm16x128+1"),
+    "sm-ctas": (False, "sm64x64h4"),
 }
 """Whether A is returned, and the transport where it is not the planned one."""
 ALL_WAYS = tuple(WAYS)
@@ -379,7 +380,7 @@ def unfused(world_size: int) -> Faults:
     return faults
 
 
-def _small_call(group: dist.ProcessGroup, way: str, width: int = 64) -> None:
+def _small_call(group: dist.ProcessGroup, way: str, width: int = 512) -> None:
     ExactCalls(group, LocalShape(64, 64, width)).call(way)
 
 
@@ -397,7 +398,7 @@ def _wait_for_the_end() -> None:
 def different_shapes(way: str) -> None:
     """Rank 0 calls with other columns than the rest; every rank must end with a message."""
     group = _everyone()
-    for width in (64, 128 if dist.get_rank() == 0 else 64):
+    for width in (512, 1024 if dist.get_rank() == 0 else 512):
         _small_call(group, way, width)
     _wait_for_the_end()
 

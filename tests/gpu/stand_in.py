@@ -1,8 +1,8 @@
 """Ranks of a fused call on one GPU: workspaces of one process that are each other's peers, on a
 stream each. For tools that want one process (compute-sanitizer).
 
-Their grids have to fit on the GPU together, with room for the copies inside the GPU, which are
-kernels: problems of a few tiles.
+Their tiles have to fit on the GPU together, with room for the copies inside the GPU, which are
+kernels: problems of a few tiles. CTAs that only push need nothing from the others, and end.
 
 As a program it makes calls of every kernel and transport and compares the results:
     python stand_in.py [calls per kernel and transport]
@@ -18,7 +18,7 @@ import torch
 from agmm import _call_plan, _core, _cuda
 from agmm.plan import KernelConfig
 
-TRANSPORTS = ("push", "sm4x64", "sm8x64+1")
+TRANSPORTS = ("push", "sm4x64", "sm8x64+1", "sm4x64h1")
 
 
 class StandIn:

@@ -52,6 +52,7 @@ def test_every_kernel(gpu_pool: RankPool, world_size: int) -> None:
             ("pull", True),
             ("sm4x64", i % 2 == 0),
             ("sm16x128+1", i % 2 == 1),
+            ("sm8x64h2", i % 2 == 1),
         ):
             results = gpu_pool.run(
                 gpu_work.products,
@@ -111,7 +112,7 @@ def test_sm_push_at_its_size(gpu_pool: RankPool, world_size: int) -> None:
     """AGMM_STRESS_CALLS=100000 makes it a stress test."""
     calls = int(os.environ.get("AGMM_STRESS_CALLS", "300"))
     shape = LocalShape(1024 // world_size, 3584, 8192)
-    ways = ("sm", "sm-A")
+    ways = ("sm", "sm-A", "sm-ctas")
     check(gpu_pool.run(gpu_work.loop, world_size, shape, calls, 2, -1, ways), world_size)
 
 
@@ -162,10 +163,12 @@ CREDIT = "s for gather buffer 0 of rank 1 to be free: credit is 0"
         (gpu_work.one_rank_missing, "push", MISSING),
         (gpu_work.one_rank_missing, "pull", MISSING),
         (gpu_work.one_rank_missing, "sm-A", MISSING),
+        (gpu_work.one_rank_missing, "sm-ctas", MISSING),
         (gpu_work.one_rank_misses_a_replay, "push", MISSING),
         (gpu_work.one_rank_misses_a_replay, "sm", MISSING),
         (gpu_work.credit_missing, "pull", CREDIT),
         (gpu_work.credit_missing, "sm", CREDIT),
+        (gpu_work.credit_missing, "sm-ctas", CREDIT),
     ],
 )
 def test_ends_with_a_message(work: Callable[[str], None], way: str, wanted: str) -> None:

@@ -370,12 +370,18 @@ def test_chunks_of_columns(units: int, wanted: int) -> None:
 @given(
     chunks=st.integers(1, 128),
     log_parts=st.integers(0, 6),
-    level=st.integers(0, 6),
+    head_chunks=st.integers(1, 128),
+    levels=st.tuples(st.integers(0, 6), st.integers(0, 6)),
     rounds=st.integers(1, 2),
 )
-def test_push_order(chunks: int, log_parts: int, level: int, rounds: int) -> None:
-    """Every part of every chunk once per round, chunk by chunk; items grow in the first round."""
-    items = _core.push_order(chunks, log_parts, min(level, log_parts), rounds)
+def test_push_order(
+    chunks: int, log_parts: int, head_chunks: int, levels: tuple[int, int], rounds: int
+) -> None:
+    """Every part of every chunk once per round, chunk by chunk; items of one size in the head, of
+    another in the tail."""
+    head_chunks = chunks if rounds == 2 else min(head_chunks, chunks)
+    head_level, tail_level = (min(level, log_parts) for level in levels)
+    items = _core.push_order(chunks, log_parts, head_chunks, head_level, tail_level, rounds)
     parts = [
         (round_, chunk, part)
         for round_, chunk, first, count in items
@@ -387,11 +393,8 @@ def test_push_order(chunks: int, log_parts: int, level: int, rounds: int) -> Non
         for chunk in range(chunks)
         for part in range(1 << log_parts)
     ]
-    sizes = [count for *_, count in items]
-    assert sizes == sorted(sizes)
-    assert sizes[-1] <= 1 << level
-    # As many items of each size as there are multiprocessors to take them, but for the last size.
-    assert all(sizes.count(size) == 128 for size in set(sizes) - {sizes[-1]} if rounds == 1)
+    for _, chunk, _, count in items:
+        assert count == 1 << (head_level if chunk < head_chunks else tail_level)
 
 
 def test_chunks_of_rows() -> None:

@@ -134,11 +134,32 @@ def test_parse_config() -> None:
 
 
 def test_sm_push_names() -> None:
-    for push in (plan.SmPush(16, 128), plan.SmPush(8, 256, 1)):
+    for push in (plan.SmPush(16, 128), plan.SmPush(8, 256, 1), plan.SmPush(64, 96, 0, 4)):
         assert plan.SmPush.parse(push.name) == push
     assert plan.SmPush(8, 256, 1).name == "sm8x256+1"
-    for name in ("push", "sm", "sm0x128", "sm16", "sm16x128+0", "sm16x128+", "xsm16x128"):
+    assert plan.SmPush(64, 96, 0, 4).name == "sm64x96h4"
+    for name in (
+        "push",
+        "sm",
+        "sm0x128",
+        "sm16",
+        "sm16x128+0",
+        "sm16x128+",
+        "xsm16x128",
+        "sm8x8h0",
+    ):
         assert plan.SmPush.parse(name) is None
+
+
+def test_ctas_of_their_own_push_where_the_matmul_needs_it_fast() -> None:
+    """120 of 132 multiprocessors have a tile, and the rows of the others are needed at 256 GB/s."""
+    narrow = Problem(2048, 2112, 7168, world_size=4)
+    kernel = KernelConfig(256, 144, 64, 2, 1, "cooperative")
+    transports = [p.transport for p in plan.usual_plans(narrow, kernel)]
+    assert transports == ["push", "sm64x128h4"]
+    wide = KernelConfig(128, 224, 64, 2, 1, "cooperative")
+    few_free = Problem(1024, 3584, 8192, world_size=4)
+    assert [p.transport for p in plan.usual_plans(few_free, wide)] == ["push", "sm32x192"]
 
 
 def test_configs_and_problems_are_values() -> None:
@@ -219,6 +240,11 @@ def test_what_the_planner_chooses_is_legal(problem: Problem) -> None:
             "found 256 chunks, wanted at",
         ),
         (Problem(8, 8, 8, world_size=4, gpu=CPU), Plan("sm16x8"), "wanted push or unfused on the"),
+        (
+            Problem(4096, 3584, 8192, world_size=4),
+            Plan("sm16x128h4", WIDE),
+            "on all multiprocessors, wanted free ones",
+        ),
         (
             Problem(8, 8, 8, return_A=True),
             Plan("teleport", WIDE),
