@@ -37,20 +37,21 @@
 //      src/cuda/stage.cu.
 //   3. No rank waits for a credit of this call's consumers, only of the last call's on the same
 //      slot, whose inputs were all sent before; so ranks cannot wait in a ring.
-//   4. Every wait ends. Those of the consumer and the stage kernel have a limit, and that of the
-//      pushing warp with the first item, which the other pushing warps wait for. A wait on
-//      a stream (push: credits; pull: tags) has none, but a consumer that is running, or free to
-//      start, waits beside it: a peer that gives no credit or tag any more sends no chunk of this
-//      call either, so that consumer passes its limit.
+//   4. Every wait ends. Those of kernels have a limit; those who push share that of the warp with
+//      the first item, which they wait for too. A wait on a stream (push: credits; pull:
+//      tags) has none, but a consumer that is running, or free to start, waits beside it: a peer
+//      that gives no credit or tag any more sends no chunk of this call either, so that consumer
+//      passes its limit.
 //   5. A staged shard is overwritten only after the credits were taken, so after the peers have
 //      pulled it: a peer gives the credit when its consumer, which waits for that copy, has ended.
 //      A slot's own rows are written and read by this rank's streams only, one call after another.
 //   6. All values written are fixed per call site, and every word is reset by its consumer, so a
 //      captured CUDA graph can be replayed any number of times, between eager calls too.
-//   7. SM push: the pushing warps claim their work, part by part, and wait for credits only. So a
-//      single CTA that runs sends all of the shard, whatever its consumer warps wait for, and no
-//      CTA that does not run yet is needed, on any rank: other kernels, other processes or a
-//      slow start only delay.
+//   7. SM push: who pushes claims the work, part by part, and waits for credits only; spare warps
+//      and CTAs without a tile wait for each other's part, but not for long and with nothing
+//      claimed. So a single CTA with a tile that runs sends all of the shard, whatever its consumer
+//      warps wait for, and no CTA that does not run yet is needed, on any rank: other kernels,
+//      other processes or a slow start only delay.
 #pragma once
 
 #include <cstddef>

@@ -272,8 +272,8 @@ struct AsyncInputMainloop : Base {
   }
 
   /// The fourth producer warp's only work. It exits here: what the kernel would keep for its next
-  /// tile takes registers that the push needs. Every CTA comes here once, because the scheduler's
-  /// grid has no CTA without a tile.
+  /// tile takes registers that the push needs. Every CTA with a tile comes here once, the others
+  /// never.
   template <class TensorA, class TensorB, class KTileIterator, class BlockCoord>
   CUTLASS_DEVICE void load_auxiliary(Params const& params, MainloopPipeline, PipelineState,
                                      cute::tuple<TensorA, TensorB> const&, BlockCoord const&,

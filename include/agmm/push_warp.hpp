@@ -44,8 +44,8 @@ CUTLASS_DEVICE uint32_t look_at_credit(SmPushArgs const& push) {
 
 /// Returns when every peer's slot is free for this rank. A credit that has been taken cannot be
 /// seen any more, so the warp that has the first item says in `go` that it saw all of them; the
-/// others look at both. Only the first warp reports: the others have what they wait for when it
-/// has.
+/// others look at both. Only the first warp has the limit, for want of registers: the others have
+/// what they wait for when it has.
 CUTLASS_DEVICE void take_credits(SmPushArgs const& push, bool is_first, uint32_t seen,
                                  WaitLimit const& limit) {
   int const lane = lane_id();

@@ -49,7 +49,7 @@ class Constants:
     sm_push_us: float
     """Until the first chunk of an SM push has arrived."""
     sm_push_disturbance: float
-    """How much of the time of sending the matmul loses by it, if it is one wave of tiles."""
+    """How much of the time of sending the call loses by it, if it is one wave of tiles."""
     sm_push_cta_disturbance: float
     """The same where CTAs of their own send."""
     sm_push_gb_per_s: float
@@ -90,7 +90,15 @@ def arrival_us(problem: Problem, position: int, transport: str = "push") -> floa
     return staging + c.copy_overhead_us + position * (c.copy_overhead_us + shard / rate)
 
 
-def _tiles(problem: Problem, config: KernelConfig, sms: int) -> tuple[float, int, int]:
+def clusters(problem: Problem, config: KernelConfig) -> tuple[int, int]:
+    """How many clusters of tiles there are, and how many are computed at once."""
+    sms = problem.sm_count or constants(problem.gpu).sm_count
+    blocks = -(-problem.m // (config.tile_m * config.cluster_m))
+    blocks *= -(-problem.n // (config.tile_n * config.cluster_n))
+    return blocks, sms // (config.cluster_m * config.cluster_n)
+
+
+def _tiles(problem: Problem, config: KernelConfig) -> tuple[float, int, int]:
     """Time of a tile in µs, how many tiles there are, and how many are computed at once."""
     c = constants(problem.gpu)
     rate = c.tflops_per_sm.get(config.kernel, c.other_tflops_per_sm)
@@ -98,16 +106,13 @@ def _tiles(problem: Problem, config: KernelConfig, sms: int) -> tuple[float, int
     tile_us += c.tile_overhead_us[config.schedule]
     # One worker per CTA; a pingpong CTA works on two tiles at a time but no faster than on one.
     # Clusters go in lockstep, so one cluster's tiles count as one worker's tile.
-    workers = sms // (config.cluster_m * config.cluster_n)
-    blocks = -(-problem.m // (config.tile_m * config.cluster_m))
-    blocks *= -(-problem.n // (config.tile_n * config.cluster_n))
-    return tile_us, blocks, workers
+    return tile_us, *clusters(problem, config)
 
 
 def fused_us(problem: Problem, config: KernelConfig, transport: str = "push") -> float:
     """Predicted time of the fused call in µs, launch included."""
     c = constants(problem.gpu)
-    tile_us, blocks, workers = _tiles(problem, config, problem.sm_count or c.sm_count)
+    tile_us, blocks, workers = _tiles(problem, config)
     # From the arrival of a chunk on, its blocks and all later ones have to be computed.
     return c.launch_us + max(
         arrival_us(problem, position, transport)
@@ -118,9 +123,7 @@ def fused_us(problem: Problem, config: KernelConfig, transport: str = "push") ->
 
 def push_rate_gb_per_s(problem: Problem, config: KernelConfig) -> float:
     """How fast SM push has to send, in GB/s, so that the matmul does not wait for it."""
-    tile_us, blocks, workers = _tiles(
-        problem, config, problem.sm_count or constants(problem.gpu).sm_count
-    )
+    tile_us, blocks, workers = _tiles(problem, config)
     sent = (problem.world_size - 1) * _shard_bytes(problem)
     return sent / (tile_us * -(-blocks // workers)) / 1e3
 
@@ -131,7 +134,7 @@ def sm_push_us(
     """Predicted time of the fused call in µs with SM push: the matmul, and not before the last
     chunk has come and been multiplied. ``has_ctas``: CTAs of their own push most of it."""
     c = constants(problem.gpu)
-    tile_us, blocks, workers = _tiles(problem, config, problem.sm_count or c.sm_count)
+    tile_us, blocks, workers = _tiles(problem, config)
     chunks = -(-problem.k // chunk_columns)
     waves = -(-blocks // workers)
     sent = (problem.world_size - 1) * _shard_bytes(problem) / (c.sm_push_gb_per_s * 1e3)

@@ -36,8 +36,10 @@ first chunk; a faster push slows the matmul down."""
 
 _PUSH_SMS = 8
 _PUSH_RATE_GB_PER_S = 220.0
+_HEAD = (128, 4)
 """CTAs of their own push where so many multiprocessors are free, and the matmul takes the rows of
-the others faster than its own warps send them without being slowed down."""
+the others faster than its own warps send them; then the columns of a chunk, and the chunks that
+these warps still send."""
 
 MAX_PUSH_PARTS = 64
 MAX_COLUMN_CHUNKS = 128
@@ -327,20 +329,16 @@ def usual_order(problem: Problem, config: KernelConfig) -> KernelConfig:
 
 
 def _free_sms(problem: Problem, kernel: KernelConfig) -> int:
-    """Multiprocessors without a tile, in whole clusters."""
-    sms = problem.sm_count or cost_model.constants(problem.gpu).sm_count
-    cluster = kernel.cluster_m * kernel.cluster_n
-    clusters = -(-problem.m // (kernel.tile_m * kernel.cluster_m))
-    clusters *= -(-problem.n // (kernel.tile_n * kernel.cluster_n))
-    return max(0, sms // cluster - clusters) * cluster
+    """Multiprocessors without a tile, in whole clusters; 0 with more than one wave of tiles."""
+    blocks, workers = cost_model.clusters(problem, kernel)
+    return max(0, workers - blocks) * kernel.cluster_m * kernel.cluster_n
 
 
 def _usual_sm_push(problem: Problem, kernel: KernelConfig) -> SmPush:
     # With more than one wave of tiles the nearest consumer's rows go first, since it computes them
     # first.
-    sms = problem.sm_count or cost_model.constants(problem.gpu).sm_count
-    tiles = -(-problem.m // kernel.tile_m) * -(-problem.n // kernel.tile_n)
-    first_peers = 0 if tiles <= sms else 1
+    blocks, workers = cost_model.clusters(problem, kernel)
+    first_peers = 0 if blocks <= workers else 1
     peers = first_peers or max(1, problem.world_size - 1)
     rows = max(1, problem.m // problem.world_size)
     parts = 1
@@ -353,7 +351,7 @@ def _usual_sm_push(problem: Problem, kernel: KernelConfig) -> SmPush:
     if _free_sms(problem, kernel) >= _PUSH_SMS and (
         cost_model.push_rate_gb_per_s(problem, kernel) > _PUSH_RATE_GB_PER_S
     ):
-        columns, head_chunks = 2 * least, 4
+        columns, head_chunks = _HEAD
     while problem.k > columns * MAX_COLUMN_CHUNKS:
         columns *= 2
     return SmPush(parts, min(columns, max(ALIGNMENT, problem.k)), first_peers, head_chunks)

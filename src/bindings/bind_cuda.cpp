@@ -46,7 +46,7 @@ KernelConfig make_config(int tile_m, int tile_n, int tile_k, int cluster_m, int 
 using WeightTuple =
     std::tuple<uintptr_t, int64_t, bool, int, uintptr_t, uintptr_t, const KernelConfig*>;
 
-// kind, and for SM push: parts, columns of a chunk, first peers
+// kind, and for SM push: parts, columns of a chunk, first peers, head chunks
 using TransportTuple = std::tuple<int, int, int, int, int>;
 
 agmm::BLayout layout(bool column_major) {

@@ -172,6 +172,9 @@ void check(SmPush const& push, int64_t row_bytes) {
     refuse_sm_push("chunks", push.chunks, "1 to " + std::to_string(AllGather::kMaxColumnChunks));
   }
   if (push.head_chunks < 0) refuse_sm_push("head_chunks", push.head_chunks, "at least 0");
+  if (push.head_chunks != 0 && push.first_peers != 0) {
+    refuse_sm_push("head_chunks", push.head_chunks, "0 with first peers");
+  }
   if (push.chunk_bytes < 16 || push.chunk_bytes % 16 != 0) {
     refuse_sm_push("chunk_bytes", push.chunk_bytes, "a positive multiple of 16");
   }
@@ -322,16 +325,15 @@ PushOrder AllGather::push_order(GatherRequest const& request) const {
   PushOrder order;
   order.chunks = push.chunks;
   while (1 << order.log_parts < push.parts) ++order.log_parts;
-  auto const level = [&](int64_t most) {
+  auto const level_of = [&](int64_t most) {
     int32_t level = 0;
     while (level < order.log_parts && chunk_bytes >> (order.log_parts - level - 1) <= most) ++level;
     return level;
   };
-  order.head_level = level(kHeadBytes);
-  order.tail_level = level(kTailBytes);
+  order.head_level = level_of(kHeadBytes);
+  order.tail_level = level_of(kTailBytes);
   order.rounds = two_rounds ? 2 : 1;
-  bool const has_tail = !two_rounds && push.head_chunks != 0;
-  order.head_chunks = has_tail ? std::min(push.head_chunks, push.chunks) : push.chunks;
+  order.head_chunks = push.head_chunks == 0 ? push.chunks : std::min(push.head_chunks, push.chunks);
   return order;
 }
 

@@ -43,7 +43,9 @@ struct Hash {
               (seed << 6) + (seed >> 2);
     };
     std::apply([&mix](auto const&... field) { (mix(field), ...); }, fields(args));
-    for (SmPushArgs::Place const& place : args.push.places) mix(place.rows);
+    if (args.push.shard != nullptr) {
+      for (SmPushArgs::Place const& place : args.push.places) mix(place.rows);
+    }
     return seed;
   }
 };

@@ -143,7 +143,7 @@ struct KernelInstance {
     auto const all = static_cast<int32_t>(ctas.x * ctas.y);
     auto const with_tiles = std::min(all, int32_t(params->scheduler.blocks_per_problem_));
     if (has_push_ctas(args.push) && with_tiles == all) {
-      return "no multiprocessor is free for CTAs that push";
+      return "found a tile on every multiprocessor, wanted free ones for CTAs that push";
     }
     params->mainloop.finishing_warps = Mainloop::finishing_warps(
         args.push, with_tiles, all - with_tiles, int32_t(GemmKernel::MaxThreadsPerBlock));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,4 +40,4 @@ def test_sanitizer(tool: str) -> None:
         pytest.skip("no compute-sanitizer")
     output = run(sanitizer, "--tool", tool, "--error-exitcode", "9")
     assert "all equal" in output
-    assert "0 errors" in output
+    assert re.search(r"\b0 errors", output)
