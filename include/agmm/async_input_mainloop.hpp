@@ -10,8 +10,10 @@
 
 #include "agmm/chunking.hpp"
 #include "agmm/device_wait.hpp"
+#include "agmm/fault.hpp"
 #include "agmm/push_warp.hpp"
 #include "agmm/release.hpp"
+#include "agmm/stress_delay.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/dispatch_policy.hpp"
@@ -172,6 +174,7 @@ struct AsyncInputMainloop : Base {
     }
 
     auto const load_a = [&](PipelineState const& stage, int k_tile) {
+      stress_delay(input.wait_limit.rank);
       TmaDescriptor const* const descriptor = is_local
                                                   ? params.tma_load_a_local.get_tma_descriptor()
                                                   : params.tma_load_a.get_tma_descriptor();
@@ -206,7 +209,7 @@ struct AsyncInputMainloop : Base {
     // Column chunks known to have arrived. No signal says that rows are there which only pad the
     // grid.
     bool const awaits = input.signals != nullptr && !is_local && tile_begin < input.chunks.rows;
-    int ready = awaits ? 0 : input.chunks.chunks_k;
+    int ready = awaits && !kNoWait ? 0 : input.chunks.chunks_k;
     // All lanes look at signals together; in between lane 0 alone issues all that has arrived. If
     // that is nothing it sends for B's next tile, once.
     int k_tile = 0;
@@ -242,6 +245,12 @@ struct AsyncInputMainloop : Base {
       ready += arrived;
       if (kTimed && issues && timed_tile >= 0 && ready == input.chunks.chunks_k) {
         input.tile_times[timed_tile].wait_end_ns = global_timer_ns();
+      }
+    }
+    if constexpr (kNoWait) {
+      // Signals and credits stay in step, so that wrong elements are all that comes of it.
+      for (ready = 0; awaits && ready < input.chunks.chunks_k;) {
+        ready += look(input, a_row, ready, true);
       }
     }
     if constexpr (kCanStoreA) {
@@ -327,6 +336,7 @@ struct AsyncInputMainloop : Base {
   /// one per lane. `waits`: until there is one.
   CUTLASS_DEVICE static int look(AsyncInput const& input, int32_t tile_begin, int32_t first,
                                  bool waits) {
+    stress_delay_warp(input.wait_limit.rank);
     uint32_t since = 0;
     CUTLASS_PRAGMA_NO_UNROLL
     for (;;) {

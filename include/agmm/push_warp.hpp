@@ -6,7 +6,9 @@
 #include <cstdint>
 
 #include "agmm/device_wait.hpp"
+#include "agmm/fault.hpp"
 #include "agmm/sm_push.hpp"
+#include "agmm/stress_delay.hpp"
 #include "cutlass/cutlass.h"
 
 namespace agmm {
@@ -52,7 +54,7 @@ CUTLASS_DEVICE void take_credits(SmPushArgs const& push, bool is_first, uint32_t
   uint64_t start = 0;
   CUTLASS_PRAGMA_NO_UNROLL
   for (;; seen = look_at_credit(push)) {
-    if (__all_sync(kAllLanes, seen == 1)) break;
+    if (kNoCredit || __all_sync(kAllLanes, seen == 1)) break;
     if (!is_first) {
       if (__any_sync(kAllLanes, load_acquire_gpu(push.go) == 1)) break;
       continue;
@@ -118,6 +120,7 @@ CUTLASS_DEVICE void copy_item(SmPushArgs const& push, PushOrder::Item const& ite
 }
 
 CUTLASS_DEVICE void signal_item(SmPushArgs const& push, PushOrder::Item const& item) {
+  stress_delay_warp(push.rank);
   Range const ranks = ranks_of(push, item);
   int const peer = peer_at(push, ranks.begin + lane_id());
   bool const adds = lane_id() < ranks.size();
@@ -125,7 +128,8 @@ CUTLASS_DEVICE void signal_item(SmPushArgs const& push, PushOrder::Item const& i
     store_relaxed_system(push.credits + peer, 0);
   }
   __syncwarp();
-  fence_acq_rel_system();
+  if constexpr (!kNoFence) fence_acq_rel_system();
+  stress_delay_warp(push.rank);
   if (adds) {
     add_relaxed_system(push.places[peer].signals + item.chunk,
                        item.parts + (item.part == 0 ? push.tag : 0));
@@ -172,10 +176,13 @@ CUTLASS_DEVICE void push_items(SmPushArgs const& push, WaitLimit const& limit) {
   take_credits(push, item == 0 && !kTail, seen, limit);
   CUTLASS_PRAGMA_NO_UNROLL
   for (;;) {
+    if constexpr (kSignalFirst) signal_item(push, push.order.item(kTail, item));
+    stress_delay_warp(push.rank);
     copy_item<kWarp, 4>(push, push.order.item(kTail, item), lane_id());
     asm volatile("" : "+r"(item));  // what follows from it is computed again, not kept in registers
     uint32_t const next = lane_id() == 0 ? atomicAdd(kTail ? push.tail_claims : push.claims, 1) : 0;
-    signal_item(push, push.order.item(kTail, item));  // long enough to hide the claim
+    // Long enough to hide the claim.
+    if constexpr (!kSignalFirst) signal_item(push, push.order.item(kTail, item));
     item = __shfl_sync(kAllLanes, int(next), 0);
     if (item >= push.order.count(kTail)) return;
   }
@@ -229,10 +236,12 @@ CUTLASS_DEVICE void push_tail(SmPushArgs const& push, PushTeam const& team, int3
     int const item = int(team.claim[turn]);
     if (item >= push.order.tail_count()) return;
     uint32_t const next = team.thread == 0 ? atomicAdd(push.tail_claims, 1) : 0;
+    if (kSignalFirst && leads) signal_item(push, push.order.item(true, item));
+    stress_delay_warp(push.rank);
     copy_item<PushTeam::kThreads, 8>(push, push.order.item(true, item), team.thread);
     if (team.thread == 0) team.claim[turn ^ 1] = next;
     team.sync();
-    if (leads) signal_item(push, push.order.item(true, item));
+    if (!kSignalFirst && leads) signal_item(push, push.order.item(true, item));
   }
 }
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import warnings as _warnings
 from importlib.metadata import version as _version
 
-from agmm import async_tp
+from agmm import _core, async_tp
 from agmm.errors import AgmmError, InvalidArgument, Unsupported
 from agmm.ops import all_gather_matmul
 from agmm.plan import KernelConfig
 from agmm.reduce_scatter import matmul_reduce_scatter
 
 __version__ = _version("agmm")
+
+if _core.fault:
+    _warnings.warn(
+        f"agmm is built with the deliberate fault {_core.fault}: results are wrong; reinstall it",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 __all__ = [
     "AgmmError",

@@ -20,10 +20,12 @@ __all__: list[str] = [
     "cpu_wait_signal",
     "cuda_built",
     "fast_divide",
+    "fault",
     "kernels",
     "mismatch_message",
     "push_order",
     "shared_rows",
+    "stress_delays",
     "tile_order",
     "timeout_message",
     "timeout_seconds",
@@ -270,3 +272,5 @@ TILE_TIMES_BYTES: int
 TIMEOUT_EXIT_CODE: int
 __version__: str
 cuda_built: bool
+fault: str
+stress_delays: bool

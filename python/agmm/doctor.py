@@ -174,6 +174,12 @@ def _agmm(core: Any, core_error: str | None) -> Finding:
     if core.__version__ != version:
         found = f"{version}, but agmm._core is {core.__version__}"
         return Finding("agmm", found, "the compiled part is stale: reinstall", "broken")
+    if core.fault:
+        found = f"{version}, built with the deliberate fault {core.fault}"
+        return Finding("agmm", found, "a test build, results are wrong: reinstall it", "broken")
+    if core.stress_delays:
+        found = f"{version}, built with delays at random"
+        return Finding("agmm", found, "a test build, slow: reinstall it", "note")
     return Finding("agmm", version, "the compiled part loads")
 
 
@@ -306,6 +312,8 @@ def _verdict(core: Any) -> Finding:
     name = "all in all"
     if core is None:
         return Finding(name, "agmm does not load", "reinstall it", "broken")
+    if core.fault:
+        return Finding(name, "a test build with a deliberate fault", "reinstall it", "broken")
     cpu = "CPU tensors: fused, over shared memory"
     reason = _why_not_fused(core)
     if reason is None:

@@ -1,6 +1,10 @@
 // agmm._core: the torch-free core. One file per part binds it.
 #include <pybind11/pybind11.h>
 
+#include <string>
+
+#include "agmm/fault.hpp"
+
 namespace py = pybind11;
 
 void bind_cpu(py::module_& m);
@@ -10,6 +14,8 @@ void bind_cuda(py::module_& m);
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The torch-free core of agmm.";
   m.attr("__version__") = AGMM_VERSION;
+  m.attr("fault") = std::string(agmm::kFault);  // "" in a build for use
+  m.attr("stress_delays") = agmm::kStressDelays;
   bind_cpu(m);
   bind_chunking(m);
   bind_cuda(m);

@@ -10,6 +10,7 @@ from agmm import _core
 from agmm.testing.ranks import RankPool
 
 HERE = Path(__file__).parent
+FAULT_TESTS = "test_faults.py"
 
 
 def _reason() -> str | None:
@@ -29,6 +30,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """With a deliberate fault the ordinary tests would fail, or wait, one after the other."""
+    others = [i for i in session.items if HERE in i.path.parents and i.path.name != FAULT_TESTS]
+    if _core.fault and others and not session.config.option.collectonly:
+        raise pytest.UsageError(
+            f"agmm is built with the deliberate fault {_core.fault}: of the GPU tests run "
+            f"tests/gpu/{FAULT_TESTS} alone, or reinstall agmm"
+        )
 
 
 @pytest.fixture

@@ -183,12 +183,17 @@ class ExactCalls:
         rows = self.shape.M_local
         self.shard.copy_(self.A[self.rank * rows : (self.rank + 1) * rows])
 
-    def call(self, way: str) -> None:
+    def product(self, way: str) -> tuple[torch.Tensor | None, torch.Tensor]:
         op: Callable[..., Any] = agmm.all_gather_matmul
         return_A, transport = WAYS[way]
         config = f"{_call_plan.kernels()[0].name}/{transport}" if transport else None
         found = op(self.shard, self.B, self.group, return_A=return_A, config=config, strict=True)
-        gathered, out = found if return_A else (None, found)
+        return found if return_A else (None, found)
+
+    def call(self, way: str) -> None:
+        self.compare(*self.product(way))
+
+    def compare(self, gathered: torch.Tensor | None, out: torch.Tensor) -> None:
         self.wrong += torch.ne(out, torch.mm(self.A, self.B)).sum()
         if gathered is not None:
             self.wrong += (gathered != self.A).sum()
@@ -220,6 +225,35 @@ def loop(
             torch.cuda._sleep(draw.randrange(1, 400_000))
         exact.call(ways[i % len(ways)])
     return exact.faults(f"{shape} delayed={delayed_rank}")
+
+
+def sm_push_at_its_size(world_size: int, calls: int, seed: int) -> Faults:
+    """The stress test of SM push."""
+    shape = LocalShape(1024 // world_size, 3584, 8192)
+    return loop(world_size, shape, calls, seed, -1, ("sm", "sm-A", "sm-ctas"))
+
+
+def back_to_back(world_size: int, calls: int, seed: int) -> Faults:
+    """A graph of one call, replayed with nothing between: all in the same buffer, so that only the
+    credits keep a rank from writing to it while a slower one reads. (Eager calls take the buffers
+    in turn, and no rank ends one before all others have begun it.)"""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    exact = ExactCalls(group, LocalShape(1024 // world_size, 3584, 8192), seed)
+    exact.call("sm")
+    torch.cuda.synchronize()
+    dist.barrier(group, device_ids=[device().index])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = exact.product("sm")
+    draw = random.Random(seed + exact.rank)
+    for _ in range(calls):
+        if draw.random() < 0.1:
+            torch.cuda._sleep(draw.randrange(1, 400_000))
+        graph.replay()
+    exact.compare(*found)
+    return exact.faults("back to back")
 
 
 def mixed_loop(world_size: int, shapes: list[LocalShape], calls: int, seed: int) -> Faults:

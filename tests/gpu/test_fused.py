@@ -111,9 +111,13 @@ def test_two_thousand_calls(gpu_pool: RankPool, world_size: int) -> None:
 def test_sm_push_at_its_size(gpu_pool: RankPool, world_size: int) -> None:
     """AGMM_STRESS_CALLS=100000 makes it a stress test."""
     calls = int(os.environ.get("AGMM_STRESS_CALLS", "300"))
-    shape = LocalShape(1024 // world_size, 3584, 8192)
-    ways = ("sm", "sm-A", "sm-ctas")
-    check(gpu_pool.run(gpu_work.loop, world_size, shape, calls, 2, -1, ways), world_size)
+    check(gpu_pool.run(gpu_work.sm_push_at_its_size, world_size, calls, 2), world_size)
+
+
+@pytest.mark.parametrize("world_size", world_sizes()[1:])
+def test_sm_push_back_to_back(gpu_pool: RankPool, world_size: int) -> None:
+    calls = int(os.environ.get("AGMM_STRESS_CALLS", "300"))
+    check(gpu_pool.run(gpu_work.back_to_back, world_size, calls, 2), world_size)
 
 
 @pytest.mark.parametrize("world_size", world_sizes()[1:])

@@ -22,6 +22,8 @@ def _core(**changes: Any) -> types.SimpleNamespace:
     values = {
         "__version__": doctor.agmm_version(),
         "cuda_built": True,
+        "fault": "",
+        "stress_delays": False,
         "kernels": lambda: [types.SimpleNamespace(name="128x128x64_1x1_pingpong")],
         "timeout_seconds": lambda: 60.0,
     }
@@ -62,6 +64,20 @@ def test_stale_core_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_load_core", lambda: (_core(__version__="0.0.1"), None))
     found = _named(doctor.diagnose(), "agmm")
     assert (found.status, "0.0.1" in found.found) == ("broken", True)
+
+
+def test_deliberate_fault_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_gpus(monkeypatch, (9, 0), peers=True)
+    monkeypatch.setattr(doctor, "_load_core", lambda: (_core(fault="no_fence"), None))
+    findings = doctor.diagnose()
+    found = _named(findings, "agmm")
+    assert (found.status, "no_fence" in found.found) == ("broken", True)
+    assert findings[-1].status == "broken"
+
+
+def test_stress_delays_are_noted() -> None:
+    found = doctor._agmm(_core(stress_delays=True), None)
+    assert (found.status, "test build" in found.meaning) == ("note", True)
 
 
 def test_nonsense_time_limit_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

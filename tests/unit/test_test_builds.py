@@ -1,0 +1,72 @@
+"""Builds with a deliberate fault, or with delays: by name only, and never without a word."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+import agmm
+from agmm import _core
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FAULTS = ("no_fence", "signal_first", "no_credit", "no_wait")
+CMAKE = shutil.which("cmake", path=str(Path(sys.executable).parent)) or shutil.which("cmake")
+
+
+def test_core_says_what_it_is() -> None:
+    assert _core.fault in ("", *FAULTS)
+    assert type(_core.stress_delays) is bool
+
+
+def test_cmake_and_header_know_the_same_faults() -> None:
+    choices = re.search(
+        r'agmm_test_option\(AGMM_FAULT "([^"]+)"', (REPOSITORY / "CMakeLists.txt").read_text()
+    )
+    assert choices is not None
+    assert choices[1].split(";") == list(FAULTS)
+    header = (REPOSITORY / "include/agmm/fault.hpp").read_text()
+    assert re.findall(r'kFault == "(\w+)"', header) == list(FAULTS)
+
+
+def _warnings_of_an_import() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        importlib.reload(agmm)
+    return [str(w.message) for w in caught]
+
+
+def test_import_warns_of_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "fault", "no_fence")
+    (warning,) = _warnings_of_an_import()
+    assert "deliberate fault no_fence" in warning
+
+
+def test_import_of_a_build_for_use_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "fault", "")
+    assert _warnings_of_an_import() == []
+
+
+@pytest.mark.skipif(CMAKE is None, reason="no cmake")
+@pytest.mark.parametrize(
+    ("setting", "wanted"),
+    [
+        ("AGMM_FAULT=no_fense", "found 'no_fense', wanted none or one of: " + ";".join(FAULTS)),
+        ("AGMM_STRESS_DELAYS=maybe", "found 'maybe', wanted none or one of: ON;OFF"),
+    ],
+)
+def test_typo_is_refused(tmp_path: Path, setting: str, wanted: str) -> None:
+    done = subprocess.run(
+        [str(CMAKE), "-S", str(REPOSITORY), "-B", str(tmp_path), f"-D{setting}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert f"{setting.split('=')[0]}: {wanted}" in " ".join(done.stderr.split())
