@@ -75,6 +75,8 @@ struct SmPush {
   int32_t chunk_bytes = 0;  // of a row, a multiple of 16; the last chunk may be shorter
   int32_t first_peers = 0;  // this many nearest consumers get the whole shard before the others
   int32_t head_chunks = 0;  // 0: all. CTAs without a tile push the others
+  int32_t stretches = 1;    // of chunks, that take turns, all but the last of stretch_chunks
+  int32_t stretch_chunks = 0;
 };
 
 /// One call: a shard of `rows` rows of `row_bytes` bytes on every rank.
@@ -111,7 +113,7 @@ struct Gathered {
 class AllGather {
  public:
   static constexpr int kSlots = 2;
-  static constexpr int kMaxColumnChunks = 128;
+  static constexpr int kMaxColumnChunks = agmm::kMaxColumnChunks;
   static constexpr int kCountBits = 8;  // of a signal of SM push; the tag is above them
 
   /// Bytes of symmetric memory that a workspace needs on every rank.

@@ -36,15 +36,16 @@ struct AsyncInput {
 template <class Base>
 struct AsyncInputPolicy : Base {};
 
-/// kTimed: records TileTimes; a variant of its own, because the producer warp has no register to
-/// spare.
-template <class Base, bool kTimed = false>
+/// kTimed: records TileTimes; kSplits: takes the part of K that the scheduler says. Variants of
+/// their own, because the producer warp has no register to spare.
+template <class Base, bool kTimed = false, bool kSplits = false>
 struct AsyncInputMainloop : Base {
   using typename Base::ElementA;
   using typename Base::MainloopPipeline;
   using typename Base::PipelineState;
   using typename Base::TensorStorage;
   using typename Base::TileShape;
+  static_assert(!(kTimed && kSplits), "TileTimes are those of a tile's only CTA");
   using DispatchPolicy = AsyncInputPolicy<typename Base::DispatchPolicy>;
   using ClusterShape = typename DispatchPolicy::ClusterShape;
   using TMA_A = typename Base::Params::TMA_A;
@@ -140,6 +141,8 @@ struct AsyncInputMainloop : Base {
     auto const cta_tma_a = params.tma_load_a.get_slice(cta_n);
     auto const cta_tma_b = params.tma_load_b.get_slice(cta_m);
 
+    int const k_begin = kSplits ? int(*k_tile_iter) : 0;
+    int const k_stop = kSplits ? k_begin + k_tile_count : params.input.k_tiles;
     int32_t const m_tile = get<0>(blk_coord);
     int32_t const n_tile = get<1>(blk_coord);
 
@@ -184,7 +187,7 @@ struct AsyncInputMainloop : Base {
     // The tiles of one row of tiles all read the same rows of A; each stores its share of the k
     // tiles, since the stores of all of A by one column of tiles do not keep up with its loads.
     auto const is_to_store = [&](int k_tile) {
-      return kCanStoreA && k_tile >= 0 &&
+      return kCanStoreA && k_tile >= k_begin &&
              input.tiles_n.remainder(k_tile) == n_tile + params.no_store_offset;
     };
     auto const store_a = [&](int stage, int k_tile) {
@@ -209,17 +212,18 @@ struct AsyncInputMainloop : Base {
     // Column chunks known to have arrived. No signal says that rows are there which only pad the
     // grid.
     bool const awaits = input.signals != nullptr && !is_local && tile_begin < input.chunks.rows;
-    int ready = awaits && !kNoWait ? 0 : input.chunks.chunks_k;
+    int ready = awaits && !kNoWait ? k_begin * kTileK / input.chunks.columns_per_chunk
+                                   : input.chunks.chunks_k;
     // All lanes look at signals together; in between lane 0 alone issues all that has arrived. If
     // that is nothing it sends for B's next tile, once.
-    int k_tile = 0;
+    int k_tile = k_begin;
     bool has_stage = false;
     bool b_ahead = false;
     CUTLASS_PRAGMA_NO_UNROLL
     for (;;) {
       int const k_end = ready == input.chunks.chunks_k
-                            ? input.k_tiles
-                            : ready * input.chunks.columns_per_chunk / kTileK;
+                            ? k_stop
+                            : min_of(k_stop, ready * input.chunks.columns_per_chunk / kTileK);
       if (issues) {
         CUTLASS_PRAGMA_NO_UNROLL
         for (; k_tile < k_end + (b_ahead ? 1 : 0); ++k_tile, ++smem_pipe_write) {
@@ -237,7 +241,7 @@ struct AsyncInputMainloop : Base {
         }
       }
       __syncwarp();
-      if (k_end == input.k_tiles) break;
+      if (k_end == k_stop) break;
       int const arrived = look(input, a_row, ready, b_ahead);
       b_ahead = arrived == 0;
       if (b_ahead) continue;
@@ -256,8 +260,7 @@ struct AsyncInputMainloop : Base {
     if constexpr (kCanStoreA) {
       if (issues) {
         CUTLASS_PRAGMA_NO_UNROLL
-        for (k_tile = input.k_tiles - kStages; k_tile < input.k_tiles;
-             ++k_tile, ++smem_pipe_write) {
+        for (k_tile = k_stop - kStages; k_tile < k_stop; ++k_tile, ++smem_pipe_write) {
           if (!is_to_store(k_tile)) continue;
           // The phase in which the stage is full. Not consumer_wait(): this warp is no consumer.
           MainloopPipeline::FullBarrier::wait(pipeline.producer_get_barrier(smem_pipe_write),
@@ -270,7 +273,7 @@ struct AsyncInputMainloop : Base {
     // The kernel advances its own state, of which this is not a copy: a copy would take registers.
     // States come again after two turns of the ring.
     constexpr int kPeriod = 2 * kStages;
-    int const advanced = input.k_tiles + (kCanStoreA ? kStages : 0);
+    int const advanced = k_stop - k_begin + (kCanStoreA ? kStages : 0);
     if (issues) smem_pipe_write.advance(kPeriod - advanced % kPeriod);
 
     if (kTimed && issues && timed_tile >= 0) {
@@ -296,9 +299,15 @@ struct AsyncInputMainloop : Base {
   }
 
   CUTLASS_DEVICE void load_tail(MainloopPipeline pipeline, PipelineState smem_pipe_write) {
-    // Every load has landed and been consumed.
-    if (cute::elect_one_sync()) pipeline.producer_tail(smem_pipe_write);
+    // Until every load has landed. While the consumers go on with what is in the stages, the
+    // buffers are given back.
+    PipelineState stage = smem_pipe_write;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = 0; i < kStages; ++i, ++stage) {
+      MainloopPipeline::FullBarrier::wait(pipeline.producer_get_barrier(stage), stage.phase());
+    }
     finish(*params_);
+    if (cute::elect_one_sync()) pipeline.producer_tail(smem_pipe_write);
   }
 
   /// The whole work of a CTA without a tile.

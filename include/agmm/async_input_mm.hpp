@@ -56,6 +56,10 @@ struct AsyncInputArgs {
   int32_t peer_count = 0;
   SmPushArgs push{};  // what the kernel's spare warps push; a null shard: nothing
 
+  // Of config.splits > 1: max_split_scratch_bytes(), of which the first kSplitCounterBytes are 0
+  // before the launch, and after it. Not to be used by two launches at once.
+  void* split_scratch = nullptr;
+
   uint32_t* report_lock = nullptr;  // filled in by the launcher
   TileTimes* tile_times = nullptr;  // [tiles_m * tiles_n], or null
 
@@ -64,6 +68,14 @@ struct AsyncInputArgs {
 
 /// The kernels of this build.
 std::vector<KernelShape> built_kernels();
+
+/// Whether several CTAs can compute a tile of this kernel together (KernelConfig::splits).
+bool can_split(KernelShape const& shape);
+
+constexpr std::size_t kSplitCounterBytes = 1024;
+
+/// Enough AsyncInputArgs::split_scratch for every kernel of this build on the current device.
+std::size_t max_split_scratch_bytes();
 
 /// Loads every kernel of this build on the current device. Loading waits for the device, so a
 /// kernel that is loaded at its first call can wait for another group's call, which waits for its

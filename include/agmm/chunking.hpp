@@ -50,6 +50,27 @@ struct Range {
   }
 };
 
+/// The k tiles of each part when K is split. The last part is longer: the others have left their
+/// sums where it finds them when it ends.
+struct KParts {
+  static constexpr int32_t kLead = 6;
+
+  int32_t k_tiles = 1;
+  int32_t parts = 1;   // at most k_tiles
+  int32_t length = 1;  // of all but the last
+
+  KParts() = default;
+
+  AGMM_HOST_DEVICE KParts(int32_t k_tiles_, int32_t parts_)
+      : k_tiles(k_tiles_),
+        parts(parts_),
+        length(max_of(1, (k_tiles_ - min_of(kLead, k_tiles_ / 8)) / parts_)) {}
+
+  AGMM_HOST_DEVICE Range part(int32_t i) const {
+    return {i * length, i + 1 == parts ? k_tiles : (i + 1) * length};
+  }
+};
+
 /// A [rows, depth] cut into chunks_m x chunks_k chunks. Chunk (i, j) has the signal i * chunks_k +
 /// j.
 struct ChunkGrid {

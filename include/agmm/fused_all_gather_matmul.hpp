@@ -36,6 +36,7 @@ struct FusedArgs {
   DType dtype = DType::BFloat16;
   uint64_t limit_ns = 60'000'000'000ull;
   TileTimes* tile_times = nullptr;  // of the first weight's tiles
+  void* split_scratch = nullptr;    // see AsyncInputArgs; where a weight's config splits K
 };
 
 /// Returns whether the stream is being captured into a graph. Throws std::invalid_argument, with

@@ -12,34 +12,53 @@
 //   AsyncInputWait::Scheduler  the producer warp, when it fetches a tile, before any of its loads.
 //                              For CUTLASS's own collective mainloops.
 //   AsyncInputWait::Mainloop   agmm::AsyncInputMainloop, between the load of B and the load of A.
+// SplitsK::Yes: where there are fewer tiles than multiprocessors, several CTAs may compute a tile,
+// each with a part of K (agmm::SplitK). For the cooperative kernel, whose clusters are one tile
+// wide, with agmm::AsyncInputMainloop.
 #pragma once
 
 #include <cstdint>
 
 #include "agmm/chunking.hpp"
 #include "agmm/device_wait.hpp"
+#include "agmm/split_k.hpp"
 #include "cutlass/gemm/kernel/tile_scheduler.hpp"
 
 namespace cutlass::gemm {
 
 enum class AsyncInputWait { Scheduler, Mainloop };
+enum class SplitsK { No, Yes };
 
-template <class KernelSchedule_, AsyncInputWait Wait_ = AsyncInputWait::Scheduler>
+template <class KernelSchedule_, AsyncInputWait Wait_ = AsyncInputWait::Scheduler,
+          SplitsK Splits_ = SplitsK::No>
 struct PersistentAsyncInputScheduler {
   using KernelSchedule = KernelSchedule_;
   static constexpr AsyncInputWait Wait = Wait_;
+  static constexpr SplitsK Splits = Splits_;
 };
 
 namespace kernel::detail {
 
-template <AsyncInputWait Wait, int TileM, int TileN, int ClusterM, int ClusterN>
+template <AsyncInputWait Wait, SplitsK Splits, int TileM, int TileN, int TileK, int ClusterM,
+          int ClusterN>
 class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   using Base = PersistentTileSchedulerSm90;
+  static constexpr bool kSplits = Splits == SplitsK::Yes;
+  static_assert(!kSplits || (ClusterN == 1 && Wait == AsyncInputWait::Mainloop));
+
+  struct SplitWork : Base::WorkTileInfo {
+    int32_t split = 0;
+    int32_t k_tile_begin = 0;
+    int32_t k_tile_count = 0;
+    // This CTA has the sum of the whole tile. Known to the consumers only: an epilogue whose
+    // producer warp has something to load (a C) would have to be told.
+    bool is_whole = true;
+  };
 
  public:
   using RasterOrder = typename Base::RasterOrder;
   using RasterOrderOptions = typename Base::RasterOrderOptions;
-  using WorkTileInfo = typename Base::WorkTileInfo;
+  using WorkTileInfo = cute::conditional_t<kSplits, SplitWork, typename Base::WorkTileInfo>;
   static constexpr bool IsDynamicPersistent = false;
 
   struct Arguments {
@@ -58,6 +77,8 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     /// The pivot as a chunk; wins when it is not negative.
     int chunk_pivot = -1;
     agmm::WaitLimit wait_limit{};
+    /// SplitsK::Yes: tiles times splits are at most the CTAs of one wave.
+    agmm::SplitK split_k{};
   };
 
   struct Params : PersistentTileSchedulerSm90Params {
@@ -65,6 +86,8 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     uint32_t const* chunk_signals = nullptr;
     uint32_t ready_value = 1;
     agmm::WaitLimit wait_limit{};
+    agmm::SplitK split_k{};
+    agmm::KParts k_parts{};
   };
 
   template <class ProblemShapeMNKL, class TileShape, class ClusterShape>
@@ -101,11 +124,15 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     params.chunk_signals = args.chunk_signals;
     params.ready_value = args.ready_value;
     params.wait_limit = args.wait_limit;
+    params.split_k = args.split_k;
+    params.k_parts = agmm::KParts(agmm::ceil_div(k, TileK), args.split_k.splits);
+    params.blocks_per_problem_ *= args.split_k.splits;
     return params;
   }
 
   static bool can_implement(Arguments const& args) {
-    return args.max_swizzle_size >= 0 && args.tiles_per_chunk_m >= 0 && args.rows_per_chunk >= 0 &&
+    return args.split_k.splits >= 1 && (kSplits || args.split_k.splits == 1) &&
+           args.max_swizzle_size >= 0 && args.tiles_per_chunk_m >= 0 && args.rows_per_chunk >= 0 &&
            args.tile_idx_pivot_m >= 0;
   }
 
@@ -128,7 +155,7 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   }
 
   CUTLASS_DEVICE WorkTileInfo get_current_work() const {
-    WorkTileInfo work = Base::get_current_work_for_linear_idx(linear_index(waves_));
+    WorkTileInfo work = get_unordered_work(linear_index(waves_));
     if (!work.is_valid()) return work;
     int const cta_m = work.M_idx % ClusterM;
     int const cta_n = work.N_idx % ClusterN;
@@ -152,6 +179,35 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     return fetch_next_work(work);
   }
 
+  template <class ProblemShape, class Tile>
+  CUTLASS_HOST_DEVICE static int get_work_k_tile_count(WorkTileInfo const& work,
+                                                       ProblemShape problem, Tile tile) {
+    if constexpr (kSplits) return work.k_tile_count;
+    return Base::get_work_k_tile_count(work, problem, tile);
+  }
+
+  CUTLASS_HOST_DEVICE static uint32_t get_work_k_tile_start(WorkTileInfo const& work) {
+    if constexpr (kSplits) return work.k_tile_begin;
+    return 0;
+  }
+
+  CUTLASS_HOST_DEVICE static bool compute_epilogue(WorkTileInfo const& work, Params const&) {
+    if constexpr (kSplits) return work.is_whole;
+    return true;
+  }
+
+  template <class Accumulators>
+  CUTLASS_DEVICE static void fixup(Params const& params, WorkTileInfo& work,
+                                   Accumulators& accumulators, uint32_t, uint32_t) {
+    if constexpr (kSplits) {
+      if (params.split_k.splits == 1) return;
+      constexpr int kFloats = cute::size(Accumulators{});
+      auto& sum = *reinterpret_cast<float (*)[kFloats]>(accumulators.data());
+      int const cluster = int(blockIdx.y) / params.split_k.splits;
+      work.is_whole = agmm::add_splits<ClusterM>(params.split_k, cluster, work.split, sum);
+    }
+  }
+
   template <class ProblemShape, class ElementAccumulator>
   static size_t get_workspace_size(Arguments const&, ProblemShape, KernelHardwareInfo const&,
                                    uint32_t, uint32_t = 1, uint32_t = 1) {
@@ -172,10 +228,32 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
                                                  bool = true) {
     typename Base::Arguments base_args;
     base_args.raster_order = RasterOrderOptions::AlongN;
+    if (params.split_k.splits > 1) {
+      return dim3(ClusterM, uint32_t(params.blocks_per_problem_) / ClusterM, 1);
+    }
     return Base::get_grid_shape(params, problem, tile, cluster, hw_info, base_args);
   }
 
  private:
+  /// Neighbouring clusters of CTAs have the splits of one cluster of tiles.
+  CUTLASS_DEVICE WorkTileInfo get_unordered_work(uint32_t index) const {
+    if constexpr (!kSplits) {
+      return Base::get_current_work_for_linear_idx(index);
+    } else {
+      WorkTileInfo work;
+      if (index >= Base::scheduler_params.blocks_per_problem_) return work;
+      uint32_t const splits = params_->split_k.splits;
+      uint32_t const cluster = index / ClusterM / splits;
+      static_cast<typename Base::WorkTileInfo&>(work) =
+          Base::get_current_work_for_linear_idx(cluster * ClusterM + index % ClusterM);
+      work.split = int32_t(index / ClusterM - cluster * splits);
+      agmm::Range const k_tiles = params_->k_parts.part(work.split);
+      work.k_tile_begin = k_tiles.begin;
+      work.k_tile_count = k_tiles.size();
+      return work;
+    }
+  }
+
   /// Only the warp that issues the TMA loads (warp 0 of the CTA in both schedules) waits.
   CUTLASS_DEVICE void wait_for_chunks(WorkTileInfo const& work) const {
     if (params_->chunk_signals == nullptr || canonical_warp_idx_sync() != 0) return;
@@ -197,15 +275,14 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   uint32_t waves_ = 0;
 };
 
-template <class KernelSchedule, AsyncInputWait Wait, class TileShape, class ClusterShape,
-          uint32_t SchedulerPipelineStageCount>
-struct TileSchedulerSelector<PersistentAsyncInputScheduler<KernelSchedule, Wait>, arch::Sm90,
-                             TileShape, ClusterShape, SchedulerPipelineStageCount> {
+template <class KernelSchedule, AsyncInputWait Wait, SplitsK Splits, class TileShape,
+          class ClusterShape, uint32_t SchedulerPipelineStageCount>
+struct TileSchedulerSelector<PersistentAsyncInputScheduler<KernelSchedule, Wait, Splits>,
+                             arch::Sm90, TileShape, ClusterShape, SchedulerPipelineStageCount> {
   static_assert(cute::is_static_v<ClusterShape>, "the tile order needs a static cluster shape");
-  using Scheduler =
-      PersistentAsyncInputSchedulerSm90<Wait, cute::size<0>(TileShape{}),
-                                        cute::size<1>(TileShape{}), cute::size<0>(ClusterShape{}),
-                                        cute::size<1>(ClusterShape{})>;
+  using Scheduler = PersistentAsyncInputSchedulerSm90<
+      Wait, Splits, cute::size<0>(TileShape{}), cute::size<1>(TileShape{}),
+      cute::size<2>(TileShape{}), cute::size<0>(ClusterShape{}), cute::size<1>(ClusterShape{})>;
 };
 
 }  // namespace kernel::detail

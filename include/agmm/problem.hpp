@@ -61,6 +61,7 @@ struct KernelConfig {
   KernelShape shape{};
   int32_t max_swizzle = 1;
   Raster raster = Raster::AlongM;
+  int32_t splits = 1;  // of K: so many CTAs compute a tile together
 };
 
 }  // namespace agmm

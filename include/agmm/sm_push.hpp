@@ -11,6 +11,7 @@ namespace agmm {
 
 constexpr int kMaxPushRanks = 16;
 constexpr int kMaxPushParts = 64;  // a power of 2
+constexpr int kMaxColumnChunks = 128;
 
 /// The order in which the shard is pushed. It is cut into chunks of columns, and a chunk into parts
 /// of rows; an item is 2^level neighbouring parts of a chunk. The items of the head, which are the
@@ -19,8 +20,9 @@ constexpr int kMaxPushParts = 64;  // a power of 2
 ///
 /// With two rounds the nearest consumers get all chunks in the first, the others in the second;
 /// then all is head.
-/// Invariant (tested on the CPU): the items of the head, then of the tail, are every part of every
-/// chunk once per round, chunk by chunk.
+/// Where K is split, the CTAs of a tile begin at different columns: then as many stretches of
+/// chunks take turns. Invariant (tested on the CPU): the items of the head, then of the tail, are
+/// every part of every chunk once per round, chunk by chunk, chunk 0 first.
 struct PushOrder {
   struct Item {
     int32_t round;
@@ -35,6 +37,19 @@ struct PushOrder {
   int32_t head_level = 0;   // at most log_parts
   int32_t tail_level = 0;
   int32_t rounds = 1;
+  // The chunk at each place in the order. A table, since the pushing warps have no register for
+  // arithmetic.
+  uint8_t chunk_at[kMaxColumnChunks]{};
+
+  PushOrder() = default;
+
+  /// The chunks in as many stretches, all but the last `stretch_chunks` long, and that at least.
+  PushOrder(int32_t chunks_, int32_t stretches, int32_t stretch_chunks) : chunks(chunks_) {
+    for (int32_t i = 0; i < chunks; ++i) {
+      bool const takes_turns = i < stretches * stretch_chunks;
+      chunk_at[i] = uint8_t(takes_turns ? i % stretches * stretch_chunks + i / stretches : i);
+    }
+  }
 
   AGMM_HOST_DEVICE int32_t head_count() const {
     return (rounds * head_chunks) << (log_parts - head_level);
@@ -60,6 +75,7 @@ struct PushOrder {
       item.round = 1;
       item.chunk -= head_chunks;
     }
+    item.chunk = chunk_at[item.chunk];
     return item;
   }
 };

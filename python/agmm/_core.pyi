@@ -11,6 +11,7 @@ __all__: list[str] = [
     "CpuWorkspace",
     "CudaWorkspace",
     "KernelConfig",
+    "SPLIT_COUNTER_BYTES",
     "TILE_TIMES_BYTES",
     "TIMEOUT_EXIT_CODE",
     "async_input_mm",
@@ -21,10 +22,12 @@ __all__: list[str] = [
     "cuda_built",
     "fast_divide",
     "fault",
+    "k_parts",
     "kernels",
     "mismatch_message",
     "push_order",
     "shared_rows",
+    "split_scratch_bytes",
     "stress_delays",
     "tile_order",
     "timeout_message",
@@ -112,8 +115,11 @@ class KernelConfig:
         max_swizzle: int = 1,
         raster: str = "along_m",
         timed: bool = False,
+        splits: int = 1,
     ) -> None: ...
     def __repr__(self) -> str: ...
+    @property
+    def can_split(self) -> bool: ...
     @property
     def cluster_m(self) -> int: ...
     @property
@@ -126,6 +132,8 @@ class KernelConfig:
     def raster(self) -> str: ...
     @property
     def schedule(self) -> str: ...
+    @property
+    def splits(self) -> int: ...
     @property
     def tile_k(self) -> int: ...
     @property
@@ -164,6 +172,7 @@ class CudaWorkspace:
         transport: tuple[int, int, int, int, int],
         a_out: int,
         tile_times: int,
+        split_scratch: int,
         stream: int,
     ) -> bool:
         """
@@ -191,6 +200,7 @@ def async_input_mm(
     rank: int,
     sm_count: int,
     tile_times: int,
+    split_scratch: int,
     stream: int,
 ) -> None:
     """
@@ -220,6 +230,11 @@ def cpu_wait_signal(
     """
 
 def fast_divide(n: int, divisor: int) -> int: ...
+def k_parts(k_tiles: int, parts: int) -> list[tuple[int, int]]:
+    """
+    The half-open ranges of k tiles of the parts when K is split.
+    """
+
 def kernels() -> list[KernelConfig]:
     """
     The kernels of this build; empty without CUDA.
@@ -231,7 +246,14 @@ def mismatch_message(rank: int, source: int, chunk: int, seen: int, wanted: int)
     """
 
 def push_order(
-    chunks: int, log_parts: int, head_chunks: int, head_level: int, tail_level: int, rounds: int
+    chunks: int,
+    log_parts: int,
+    head_chunks: int,
+    head_level: int,
+    tail_level: int,
+    rounds: int,
+    stretches: int = 1,
+    stretch_chunks: int = 0,
 ) -> list[tuple[int, int, int, int]]:
     """
     The order in which SM push sends a shard: (round, chunk, first part, parts) per item.
@@ -240,6 +262,11 @@ def push_order(
 def shared_rows(begin: int, end: int, tile_rows: int, total_rows: int) -> tuple[int, int, int, int]:
     """
     The rows of a shard that tiles share with its neighbours: head and tail, half-open.
+    """
+
+def split_scratch_bytes() -> int:
+    """
+    Bytes of scratch memory on the current device for configs with splits.
     """
 
 def tile_order(
@@ -268,6 +295,7 @@ def timeout_seconds() -> float:
     Limit of every wait in seconds: AGMM_TIMEOUT_S, or 60. Raises ValueError when it is not a number > 0.
     """
 
+SPLIT_COUNTER_BYTES: int
 TILE_TIMES_BYTES: int
 TIMEOUT_EXIT_CODE: int
 __version__: str

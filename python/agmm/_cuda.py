@@ -42,6 +42,7 @@ def _core_config(config: KernelConfig) -> _core.KernelConfig:
         config.max_swizzle,
         config.raster,
         config.timed,
+        config.splits,
     )
 
 
@@ -166,6 +167,7 @@ def async_input_mm(
         config = _call_plan.planner(None, a.device).fused_plan(problem).kernel
         assert config is not None
     with torch.cuda.device(a.device):
+        scratch = None if config.splits == 1 else _split_scratch(a.device)
         try:
             _core.async_input_mm(
                 _aligned_pointer(a, kept),
@@ -186,6 +188,7 @@ def async_input_mm(
                 dist.get_rank() if dist.is_initialized() else 0,
                 sm_count,
                 0 if tile_times is None else tile_times.data_ptr(),
+                0 if scratch is None else scratch.data_ptr(),
                 _stream(a.device),
             )
         except ValueError as error:
@@ -193,10 +196,18 @@ def async_input_mm(
     return out
 
 
+def _split_scratch(device: torch.device) -> torch.Tensor:
+    """What calls that split K need, for one call at a time. On the current stream."""
+    scratch = torch.empty(_core.split_scratch_bytes(), dtype=torch.uint8, device=device)
+    scratch[: _core.SPLIT_COUNTER_BYTES].zero_()
+    return scratch
+
+
 class _Buffers(NamedTuple):
     core: _core.CudaWorkspace
     memory: torch.Tensor
     handle: Any
+    split_scratch: torch.Tensor
 
 
 class CudaWorkspace:
@@ -276,9 +287,10 @@ class CudaWorkspace:
         words.zero_()
         words[torch.tensor(_core.CudaWorkspace.credit_words(self.world_size))] = 1
         core = _core.CudaWorkspace(self.rank, list(handle.buffer_ptrs), slot_bytes)
+        split_scratch = _split_scratch(self._device)
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group, device_ids=[self._device.index])
-        return _Buffers(core, memory, handle)
+        return _Buffers(core, memory, handle, split_scratch)
 
     def _agree(self, slot_bytes: int) -> None:
         """All ranks want the same slots, and their GPUs reach each other; else all ranks raise."""
@@ -406,11 +418,11 @@ class CudaWorkspace:
             tuple(weights),
         )
 
-    def _enter(self, slot_bytes: int) -> _core.CudaWorkspace:
+    def _enter(self, slot_bytes: int) -> _Buffers:
         if slot_bytes > self.slot_bytes:
             self.ensure(slot_bytes)
         assert self._buffers is not None
-        return self._buffers.core
+        return self._buffers
 
 
 class _Weight(NamedTuple):
@@ -462,7 +474,7 @@ class FusedCall(NamedTuple):
             ]
             outs = [out.view(w.out_shape) for w, out in zip(weights, outs, strict=True)]
             return (None if gathered_shape is None else A_shard.clone()), outs
-        core = workspace._enter(slot_bytes)
+        buffers = workspace._enter(slot_bytes)
         A = None if gathered_shape is None else A_shard.new_empty(gathered_shape)
         kept: list[torch.Tensor] = []  # copies live until the call is enqueued
         outs = []
@@ -483,7 +495,7 @@ class FusedCall(NamedTuple):
             )
         captured = True  # also where the call fails half-way
         try:
-            captured = core.all_gather_matmul(
+            captured = buffers.core.all_gather_matmul(
                 _aligned_pointer(A_shard, kept),
                 rows,
                 k,
@@ -492,6 +504,7 @@ class FusedCall(NamedTuple):
                 transport,
                 0 if A is None else A.data_ptr(),
                 0 if tile_times is None else tile_times.data_ptr(),
+                buffers.split_scratch.data_ptr(),
                 _stream(A_shard.device),
             )
         except ValueError as error:

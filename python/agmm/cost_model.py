@@ -40,6 +40,8 @@ class Constants:
     """Of a kernel that is not in ``tflops_per_sm``."""
     tile_overhead_us: dict[str, float]
     """Between the main loops of two tiles, by schedule."""
+    split_us: float
+    """Of each part but one when K is split: leaving its sums, or adding up another's."""
     copy_overhead_us: float
     """Of one copy-engine copy and its signal."""
     push_gb_per_s: float
@@ -91,10 +93,11 @@ def arrival_us(problem: Problem, position: int, transport: str = "push") -> floa
 
 
 def clusters(problem: Problem, config: KernelConfig) -> tuple[int, int]:
-    """How many clusters of tiles there are, and how many are computed at once."""
+    """How many clusters of tiles, or of splits of them, there are, and how many are computed at
+    once."""
     sms = problem.sm_count or constants(problem.gpu).sm_count
     blocks = -(-problem.m // (config.tile_m * config.cluster_m))
-    blocks *= -(-problem.n // (config.tile_n * config.cluster_n))
+    blocks *= -(-problem.n // (config.tile_n * config.cluster_n)) * config.splits
     return blocks, sms // (config.cluster_m * config.cluster_n)
 
 
@@ -102,8 +105,9 @@ def _tiles(problem: Problem, config: KernelConfig) -> tuple[float, int, int]:
     """Time of a tile in µs, how many tiles there are, and how many are computed at once."""
     c = constants(problem.gpu)
     rate = c.tflops_per_sm.get(config.kernel, c.other_tflops_per_sm)
-    tile_us = 2e-6 * config.tile_m * config.tile_n * problem.k / rate
+    tile_us = 2e-6 * config.tile_m * config.tile_n * problem.k / config.splits / rate
     tile_us += c.tile_overhead_us[config.schedule]
+    tile_us += c.split_us * (config.splits - 1)
     # One worker per CTA; a pingpong CTA works on two tiles at a time but no faster than on one.
     # Clusters go in lockstep, so one cluster's tiles count as one worker's tile.
     return tile_us, *clusters(problem, config)

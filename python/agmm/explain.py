@@ -170,5 +170,5 @@ def _table(problem: Problem, choice: Choice, planner: Planner) -> RenderableType
 
 def _is_kind_of(plan: Plan, chosen: Plan) -> bool:
     """The same but for the order of the tiles and the chunks, which no prediction knows."""
-    kernels = [p.kernel and p.kernel.kernel for p in (plan, chosen)]
+    kernels = [p.kernel and (p.kernel.kernel, p.kernel.splits) for p in (plan, chosen)]
     return plan.transport == chosen.transport and kernels[0] == kernels[1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import log
 from typing import NamedTuple, Protocol
@@ -22,14 +22,14 @@ ALIGNMENT = 8
 
 _CONFIG_NAME = re.compile(
     r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)_([1-9]\d*)x([1-9]\d*)_(cooperative|pingpong)(_timed)?"
-    r"(?:/swizzle([1248])(?:/(along_m|along_n))?)?"
+    r"(?:/split([2-9]|[1-9]\d+))?(?:/swizzle([1248])(?:/(along_m|along_n))?)?"
 )
 
 _SM_PUSH_NAME = re.compile(r"sm([1-9]\d*)x([1-9]\d*)(?:\+([1-9]\d*)|h([1-9]\d*))?")
 
 _PUSH_ROWS = 8
 _PUSH_BYTES = 9216
-_PUSH_COLUMNS = (64, 192)
+_PUSH_COLUMNS = (64, 128)
 """Of the usual SM push: the rows that a warp sends at a time, what these are in bytes for all peers
 of a round together, about, and the fewest and most columns. Less costs fences, more delays the
 first chunk; a faster push slows the matmul down."""
@@ -40,6 +40,9 @@ _HEAD = (128, 4)
 """CTAs of their own push where so many multiprocessors are free, and the matmul takes the rows of
 the others faster than its own warps send them; then the columns of a chunk, and the chunks that
 these warps still send."""
+
+_MAX_SPLITS = 8
+"""Of K in the usual plans. With more, adding up takes longer than the matmul."""
 
 MAX_PUSH_PARTS = 64
 MAX_COLUMN_CHUNKS = 128
@@ -75,6 +78,8 @@ class _BuiltKernel(Protocol):
     def schedule(self) -> str: ...
     @property
     def timed(self) -> bool: ...
+    @property
+    def can_split(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,8 @@ class KernelConfig:
 
     ``schedule`` is ``"cooperative"`` or ``"pingpong"``; ``raster`` is ``"along_m"`` or
     ``"along_n"``; ``max_swizzle`` is 1, 2, 4 or 8. ``timed`` is the variant that
-    records when each tile waited and ran.
+    records when each tile waited and ran. ``splits`` CTAs compute a tile together, each with a part
+    of K, where ``can_split`` (known of the kernels of a build only).
     """
 
     tile_m: int
@@ -95,6 +101,8 @@ class KernelConfig:
     max_swizzle: int = 1
     raster: str = "along_m"
     timed: bool = False
+    splits: int = 1
+    can_split: bool = field(default=False, compare=False)
 
     @classmethod
     def of(
@@ -111,15 +119,16 @@ class KernelConfig:
             max_swizzle,
             raster,
             kernel.timed,
+            can_split=kernel.can_split,
         )
 
     @classmethod
     def parse(cls, name: str) -> KernelConfig:
-        """The inverse of ``name``; swizzle and raster may be left out.
+        """The inverse of ``name``; splits, swizzle and raster may be left out.
 
         Raises:
             ValueError: ``name`` is not of the form
-                ``128x256x64_2x1_cooperative[/swizzleN[/raster]]``.
+                ``128x256x64_2x1_cooperative[/splitN][/swizzleN[/raster]]``.
         """
         found = _CONFIG_NAME.fullmatch(name)
         if found is None:
@@ -128,7 +137,7 @@ class KernelConfig:
                 "128x256x64_2x1_cooperative/swizzle4/along_m"
             )
         tile_m, tile_n, tile_k, cluster_m, cluster_n = (int(v) for v in found.groups()[:5])
-        schedule, timed, max_swizzle, raster = found.groups()[5:]
+        schedule, timed, splits, max_swizzle, raster = found.groups()[5:]
         return cls(
             tile_m,
             tile_n,
@@ -139,6 +148,7 @@ class KernelConfig:
             int(max_swizzle or 1),
             raster or "along_m",
             timed is not None,
+            int(splits or 1),
         )
 
     @property
@@ -151,7 +161,8 @@ class KernelConfig:
 
     @property
     def name(self) -> str:
-        return f"{self.kernel}/swizzle{self.max_swizzle}/{self.raster}"
+        split = f"/split{self.splits}" if self.splits != 1 else ""
+        return f"{self.kernel}{split}/swizzle{self.max_swizzle}/{self.raster}"
 
 
 class SmPush(NamedTuple):
@@ -308,9 +319,20 @@ def why_illegal(problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]) -
     reason = why_transport_illegal(problem, plan.kernel, plan.transport)
     if reason is not None:
         return f"plan: {reason}"
-    if plan.kernel.kernel not in {kernel.kernel for kernel in kernels}:
+    built = [kernel for kernel in kernels if kernel.kernel == plan.kernel.kernel]
+    if not built:
         return f"plan: found kernel {plan.kernel.kernel}, which is not in this build"
+    if plan.kernel.splits != 1 and plan.kernel.splits not in _legal_splits(problem, built[0]):
+        return f"plan: found {plan.kernel.splits} splits of K for {plan.kernel.kernel}"
     return None
+
+
+def _legal_splits(problem: Problem, kernel: KernelConfig) -> range:
+    """Into how many parts K may be split: all parts of all tiles are computed in one wave."""
+    if not kernel.can_split:
+        return range(1, 2)
+    blocks, workers = cost_model.clusters(problem, replace(kernel, splits=1))
+    return range(1, max(1, min(workers // blocks, -(-problem.k // kernel.tile_k))) + 1)
 
 
 def orders(config: KernelConfig) -> Iterator[KernelConfig]:
@@ -359,11 +381,14 @@ def _usual_sm_push(problem: Problem, kernel: KernelConfig) -> SmPush:
 
 def usual_plans(problem: Problem, kernel: KernelConfig) -> list[Plan]:
     """The kernel with copies, and with SM push where that is legal; in the order of tiles that
-    serves each best."""
-    plans = [Plan(copy_transports(problem, kernel)[0], usual_order(problem, kernel))]
-    push = _usual_sm_push(problem, kernel)
-    if why_transport_illegal(problem, kernel, push.name) is None:
-        plans.append(Plan(push.name, plans[0].kernel))
+    serves each best; where there are few tiles, with K split too."""
+    plans = []
+    for splits in _legal_splits(problem, kernel)[:_MAX_SPLITS]:
+        config = replace(usual_order(problem, kernel), splits=splits)
+        plans.append(Plan(copy_transports(problem, config)[0], config))
+        push = _usual_sm_push(problem, config)
+        if why_transport_illegal(problem, config, push.name) is None:
+            plans.append(Plan(push.name, config))
     return plans
 
 
@@ -533,8 +558,11 @@ class Planner:
                 if row.m in found or (fused and row.plan == UNFUSED):
                     continue
                 reason = why_illegal(problem, row.plan, self.kernels)
+                own_problem = problem._replace(m=row.m)
                 if reason is None:
                     found[row.m] = row, table.name
+                elif why_illegal(own_problem, row.plan, self.kernels) is None:
+                    continue  # it is for few rows only, such as splits of K
                 elif reason not in self._warned:
                     self._warned.add(reason)
                     warnings.warn(f"agmm passes over rows of {table.name}: {reason}", stacklevel=2)

@@ -73,9 +73,27 @@ void bind_chunking(py::module_& m) {
       py::arg("depth"), py::arg("chunks_k"), py::arg("chunk_k"),
       "The half-open range of columns of a chunk.");
   m.def(
+      "k_parts",
+      [](int k_tiles, int parts) {
+        std::vector<std::tuple<int, int>> ranges;
+        for (int i = 0; i < parts; ++i) {
+          const Range part = agmm::KParts(k_tiles, parts).part(i);
+          ranges.emplace_back(part.begin, part.end);
+        }
+        return ranges;
+      },
+      py::arg("k_tiles"), py::arg("parts"),
+      "The half-open ranges of k tiles of the parts when K is split.");
+  m.def(
       "push_order",
-      [](int chunks, int log_parts, int head_chunks, int head_level, int tail_level, int rounds) {
-        const agmm::PushOrder order{chunks, log_parts, head_chunks, head_level, tail_level, rounds};
+      [](int chunks, int log_parts, int head_chunks, int head_level, int tail_level, int rounds,
+         int stretches, int stretch_chunks) {
+        agmm::PushOrder order(chunks, stretches, stretch_chunks);
+        order.log_parts = log_parts;
+        order.head_chunks = head_chunks;
+        order.head_level = head_level;
+        order.tail_level = tail_level;
+        order.rounds = rounds;
         std::vector<std::tuple<int, int, int, int>> items;
         for (const bool is_tail : {false, true}) {
           for (int i = 0; i < order.count(is_tail); ++i) {
@@ -86,7 +104,8 @@ void bind_chunking(py::module_& m) {
         return items;
       },
       py::arg("chunks"), py::arg("log_parts"), py::arg("head_chunks"), py::arg("head_level"),
-      py::arg("tail_level"), py::arg("rounds"),
+      py::arg("tail_level"), py::arg("rounds"), py::arg("stretches") = 1,
+      py::arg("stretch_chunks") = 0,
       "The order in which SM push sends a shard: (round, chunk, first part, parts) per item.");
   m.def(
       "shared_rows",

@@ -33,12 +33,13 @@ uint64_t limit_ns() { return static_cast<uint64_t>(std::min(agmm::timeout_second
 
 KernelConfig make_config(int tile_m, int tile_n, int tile_k, int cluster_m, int cluster_n,
                          const std::string& schedule, int max_swizzle, const std::string& raster,
-                         bool timed) {
+                         bool timed, int splits) {
   KernelConfig config;
   config.shape = {tile_m, tile_n, tile_k, cluster_m, cluster_n, agmm::parse_schedule(schedule),
                   timed};
   config.max_swizzle = max_swizzle;
   config.raster = agmm::parse_raster(raster);
+  config.splits = splits;
   return config;
 }
 
@@ -57,7 +58,7 @@ agmm::DType dtype(bool is_bf16) { return is_bf16 ? agmm::DType::BFloat16 : agmm:
 void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int m, int n, int k,
                     bool is_bf16, bool b_column_major, int64_t ldb, uintptr_t signals, int chunks_m,
                     int chunks_k, int pivot, const KernelConfig& config, int rank, int sm_count,
-                    uintptr_t tile_times, uintptr_t stream) {
+                    uintptr_t tile_times, uintptr_t split_scratch, uintptr_t stream) {
   AsyncInputArgs args;
   args.problem = {m, n, k, dtype(is_bf16), layout(b_column_major)};
   args.config = config;
@@ -75,12 +76,14 @@ void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int
   args.sm_count = sm_count;
   args.limit_ns = limit_ns();
   args.tile_times = pointer<agmm::TileTimes>(tile_times);
+  args.split_scratch = pointer<void>(split_scratch);
   agmm::prepare_async_input_mm(args).launch(pointer<void>(stream));
 }
 
 bool all_gather_matmul(AllGather& gather, uintptr_t a_shard, int rows, int k, bool is_bf16,
                        const std::vector<WeightTuple>& weights, const TransportTuple& transport,
-                       uintptr_t a_out, uintptr_t tile_times, uintptr_t stream) {
+                       uintptr_t a_out, uintptr_t tile_times, uintptr_t split_scratch,
+                       uintptr_t stream) {
   agmm::FusedArgs args;
   int kind = 0;
   std::tie(kind, args.push_parts, args.chunk_columns, args.first_peers, args.head_chunks) =
@@ -93,6 +96,7 @@ bool all_gather_matmul(AllGather& gather, uintptr_t a_shard, int rows, int k, bo
   args.dtype = dtype(is_bf16);
   args.limit_ns = limit_ns();
   args.tile_times = pointer<agmm::TileTimes>(tile_times);
+  args.split_scratch = pointer<void>(split_scratch);
   std::vector<agmm::Weight> parts;
   for (const auto& [b, ldb, column_major, n, bias, out, config] : weights) {
     parts.push_back({pointer<void>(b), ldb, layout(column_major), n, pointer<void>(bias),
@@ -112,7 +116,8 @@ void bind_cuda(py::module_& m) {
   py::class_<KernelConfig>(m, "KernelConfig", "A kernel shape and its swizzle and raster.")
       .def(py::init(&make_config), py::arg("tile_m"), py::arg("tile_n"), py::arg("tile_k"),
            py::arg("cluster_m"), py::arg("cluster_n"), py::arg("schedule"),
-           py::arg("max_swizzle") = 1, py::arg("raster") = "along_m", py::arg("timed") = false)
+           py::arg("max_swizzle") = 1, py::arg("raster") = "along_m", py::arg("timed") = false,
+           py::arg("splits") = 1)
       .def_property_readonly("timed", [](const KernelConfig& c) { return c.shape.timed; })
       .def_property_readonly("name", [](const KernelConfig& c) { return c.shape.str(); })
       .def_property_readonly("tile_m", [](const KernelConfig& c) { return c.shape.tile_m; })
@@ -123,11 +128,15 @@ void bind_cuda(py::module_& m) {
       .def_property_readonly(
           "schedule",
           [](const KernelConfig& c) { return std::string(agmm::to_string(c.shape.schedule)); })
+      .def_property_readonly("can_split",
+                             [](const KernelConfig& c) { return agmm::can_split(c.shape); })
+      .def_readonly("splits", &KernelConfig::splits)
       .def_readonly("max_swizzle", &KernelConfig::max_swizzle)
       .def_property_readonly(
           "raster", [](const KernelConfig& c) { return std::string(agmm::to_string(c.raster)); })
       .def("__repr__", [](const KernelConfig& c) {
-        return c.shape.str() + "_swizzle" + std::to_string(c.max_swizzle) + "_" +
+        const std::string splits = c.splits == 1 ? "" : "_split" + std::to_string(c.splits);
+        return c.shape.str() + splits + "_swizzle" + std::to_string(c.max_swizzle) + "_" +
                agmm::to_string(c.raster);
       });
   m.def(
@@ -144,9 +153,12 @@ void bind_cuda(py::module_& m) {
         py::arg("bias"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("is_bf16"),
         py::arg("b_column_major"), py::arg("ldb"), py::arg("signals"), py::arg("chunks_m"),
         py::arg("chunks_k"), py::arg("pivot"), py::arg("config"), py::arg("rank"),
-        py::arg("sm_count"), py::arg("tile_times"), py::arg("stream"),
+        py::arg("sm_count"), py::arg("tile_times"), py::arg("split_scratch"), py::arg("stream"),
         py::call_guard<py::gil_scoped_release>(),
         "out = a @ b (+ bias) on a CUDA stream; pointers are device addresses, 0 where absent.");
+  m.def("split_scratch_bytes", &agmm::max_split_scratch_bytes,
+        "Bytes of scratch memory on the current device for configs with splits.");
+  m.attr("SPLIT_COUNTER_BYTES") = agmm::kSplitCounterBytes;
   m.attr("TILE_TIMES_BYTES") = sizeof(agmm::TileTimes);
   py::class_<AllGather>(m, "CudaWorkspace", "Gather buffers, signals and credits of one group.")
       .def(py::init([](int rank, const std::vector<uintptr_t>& bases, std::size_t slot_bytes) {
@@ -174,7 +186,7 @@ void bind_cuda(py::module_& m) {
       .def_property_readonly("slot_bytes", &AllGather::slot_bytes)
       .def("all_gather_matmul", &all_gather_matmul, py::arg("a_shard"), py::arg("rows"),
            py::arg("k"), py::arg("is_bf16"), py::arg("weights"), py::arg("transport"),
-           py::arg("a_out"), py::arg("tile_times"), py::arg("stream"),
+           py::arg("a_out"), py::arg("tile_times"), py::arg("split_scratch"), py::arg("stream"),
            py::call_guard<py::gil_scoped_release>(),
            "Enqueues gather and matmuls. weights: (b, ldb, b_column_major, n, bias, out, config). "
            "transport: (0 push, 1 pull, 2 SM push; parts, columns of a chunk, first peers, head "

@@ -171,6 +171,10 @@ void check(SmPush const& push, int64_t row_bytes) {
   if (push.chunks < 1 || push.chunks > AllGather::kMaxColumnChunks) {
     refuse_sm_push("chunks", push.chunks, "1 to " + std::to_string(AllGather::kMaxColumnChunks));
   }
+  if (push.stretches < 1 || push.stretch_chunks < 0 ||
+      int64_t(push.stretches) * push.stretch_chunks > push.chunks) {
+    refuse_sm_push("stretches", push.stretches, "at least 1, of no more chunks than there are");
+  }
   if (push.head_chunks < 0) refuse_sm_push("head_chunks", push.head_chunks, "at least 0");
   if (push.head_chunks != 0 && push.first_peers != 0) {
     refuse_sm_push("head_chunks", push.head_chunks, "0 with first peers");
@@ -322,8 +326,7 @@ PushOrder AllGather::push_order(GatherRequest const& request) const {
   bool const two_rounds = 0 < push.first_peers && push.first_peers < peers;
   int64_t const chunk_bytes =
       request.rows * push.chunk_bytes * (two_rounds ? push.first_peers : peers);
-  PushOrder order;
-  order.chunks = push.chunks;
+  PushOrder order(push.chunks, push.stretches, push.stretch_chunks);
   while (1 << order.log_parts < push.parts) ++order.log_parts;
   auto const level_of = [&](int64_t most) {
     int32_t level = 0;

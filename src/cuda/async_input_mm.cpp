@@ -24,15 +24,15 @@ auto fields(AsyncInputArgs const& a) {
       a.problem.m, a.problem.n, a.problem.k, a.problem.dtype, a.problem.b_layout,
       a.config.shape.tile_m, a.config.shape.tile_n, a.config.shape.tile_k, a.config.shape.cluster_m,
       a.config.shape.cluster_n, a.config.shape.schedule, a.config.shape.timed, a.config.max_swizzle,
-      a.config.raster, a.a, a.a_local, a.b, a.ldb, a.bias, a.out, a.a_out, a.signals, a.ready_value,
-      a.chunks_m, a.chunks_k, a.chunk_pivot, a.local_begin, a.local_end, a.sm_count, a.rank,
-      a.chunks_per_rank, a.mismatch_is_fatal, a.tags, a.count_bits, a.limit_ns, a.report,
-      a.release_signals, a.release_count, a.counters, a.counter_count, a.peer_credits, a.peer_count,
-      a.report_lock, a.tile_times, a.push.shard, a.push.rows, a.push.row_vectors,
-      a.push.chunk_vectors, a.push.order.chunks, a.push.order.log_parts, a.push.order.head_chunks,
-      a.push.order.head_level, a.push.order.tail_level, a.push.order.rounds, a.push.first_peers,
-      a.push.head, a.push.tail, a.push.tag, a.push.credits, a.push.claims, a.push.tail_claims,
-      a.push.go, a.push.rank, a.push.world_size, a.push.slot);
+      a.config.raster, a.config.splits, a.split_scratch, a.a, a.a_local, a.b, a.ldb, a.bias, a.out,
+      a.a_out, a.signals, a.ready_value, a.chunks_m, a.chunks_k, a.chunk_pivot, a.local_begin,
+      a.local_end, a.sm_count, a.rank, a.chunks_per_rank, a.mismatch_is_fatal, a.tags, a.count_bits,
+      a.limit_ns, a.report, a.release_signals, a.release_count, a.counters, a.counter_count,
+      a.peer_credits, a.peer_count, a.report_lock, a.tile_times, a.push.shard, a.push.rows,
+      a.push.row_vectors, a.push.chunk_vectors, a.push.order.chunks, a.push.order.log_parts,
+      a.push.order.head_chunks, a.push.order.head_level, a.push.order.tail_level,
+      a.push.order.rounds, a.push.first_peers, a.push.head, a.push.tail, a.push.tag, a.push.credits,
+      a.push.claims, a.push.tail_claims, a.push.go, a.push.rank, a.push.world_size, a.push.slot);
 }
 
 struct Hash {
@@ -45,6 +45,7 @@ struct Hash {
     std::apply([&mix](auto const&... field) { (mix(field), ...); }, fields(args));
     if (args.push.shard != nullptr) {
       for (SmPushArgs::Place const& place : args.push.places) mix(place.rows);
+      mix(args.push.order.chunk_at[1]);
     }
     return seed;
   }
@@ -148,6 +149,24 @@ void check(AsyncInputArgs const& args) {
   if (kernel == nullptr) {
     refuse("config", args.config.shape.str() + " for " + p.str(), "a kernel of this build");
   }
+  int32_t const splits = args.config.splits;
+  if (splits != 1) {
+    int32_t const k_tiles = ceil_div(p.k, args.config.shape.tile_k);
+    if (splits < 1 || splits > k_tiles) {
+      refuse("config",
+             std::to_string(splits) + " splits of " + std::to_string(k_tiles) + " k tiles",
+             "at least a k tile in each");
+    }
+    if (!kernel->can_split) {
+      refuse("config", std::to_string(splits) + " splits of " + args.config.shape.str(),
+             "a kernel that can split K");
+    }
+    if (args.sm_count > device.sm_count) {  // the scratch memory is for no more
+      refuse("sm_count", std::to_string(args.sm_count),
+             "at most " + std::to_string(device.sm_count));
+    }
+    require_aligned("split_scratch", args.split_scratch);
+  }
   if (args.a_out != nullptr && !kernel->can_store_a) {
     refuse("config", args.config.shape.str() + " for " + p.str(), "a kernel that can store A");
   }
@@ -161,7 +180,9 @@ bool AsyncInputArgs::operator==(AsyncInputArgs const& other) const {
   };
   return fields(*this) == fields(other) &&
          std::equal(std::begin(push.places), std::end(push.places), std::begin(other.push.places),
-                    is_same);
+                    is_same) &&
+         std::equal(std::begin(push.order.chunk_at), std::end(push.order.chunk_at),
+                    std::begin(other.push.order.chunk_at));
 }
 
 std::vector<KernelShape> built_kernels() {
@@ -173,6 +194,29 @@ std::vector<KernelShape> built_kernels() {
     if (!known) shapes.push_back(shape);
   }
   return shapes;
+}
+
+bool can_split(KernelShape const& shape) {
+  return std::any_of(kKernelTable, kKernelTable + kKernelCount, [&](KernelEntry const* entry) {
+    return entry->shape == shape && entry->can_split;
+  });
+}
+
+std::size_t max_split_scratch_bytes() {
+  std::size_t tile_floats = 0;
+  for (std::size_t i = 0; i < kKernelCount; ++i) {
+    KernelShape const& shape = kKernelTable[i]->shape;
+    if (kKernelTable[i]->can_split) {
+      tile_floats = std::max(tile_floats, std::size_t(shape.tile_m) * shape.tile_n);
+    }
+  }
+  int const sm_count = current_device().sm_count;
+  static_assert(kSplitCounterBytes % sizeof(float4) == 0, "partial sums are loaded as float4");
+  if (sm_count > int(kSplitCounterBytes / sizeof(uint32_t))) {
+    throw std::runtime_error("agmm: found a device of " + std::to_string(sm_count) +
+                             " multiprocessors, wanted at most one per counter of a split");
+  }
+  return kSplitCounterBytes + sm_count * tile_floats * sizeof(float);
 }
 
 void load_kernels() {

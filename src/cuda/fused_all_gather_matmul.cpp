@@ -30,6 +30,7 @@ AsyncInputArgs matmul_of(Weight const& weight, FusedArgs const& args, int rank, 
   mm.rank = rank;
   mm.mismatch_is_fatal = true;
   mm.limit_ns = args.limit_ns;
+  mm.split_scratch = args.split_scratch;
   return mm;
 }
 
@@ -59,6 +60,13 @@ bool fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
         args.push_parts, chunks,
         static_cast<int32_t>(ChunkGrid(1, args.k, 1, chunks).columns_per_chunk * kElementBytes),
         args.first_peers, args.head_chunks};
+    KernelConfig const& config = weights[0].config;  // the other matmuls run when the push is over
+    if (config.splits > 1) {
+      KParts const parts(ceil_div(args.k, config.shape.tile_k), config.splits);
+      request.sm_push.stretches = config.splits;
+      request.sm_push.stretch_chunks =
+          int32_t(parts.length * config.shape.tile_k * kElementBytes / request.sm_push.chunk_bytes);
+    }
     // Ranks that push in other parts must not take each other's sums for their own.
     call += " in " + std::to_string(args.push_parts) + "x" + std::to_string(chunks);
   }
@@ -92,7 +100,7 @@ bool fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
     if (is_sm_push) {
       mm.chunks_k = request.sm_push.chunks;
       mm.chunks_per_rank = mm.chunks_k;
-      if (i == 0) mm.push = gathered.push;  // the other matmuls run when the push is over
+      if (i == 0) mm.push = gathered.push;
     }
     if (i == 0) {
       mm.tile_times = args.tile_times;

@@ -12,6 +12,7 @@ struct KernelEntry {
   DType dtype;
   BLayout b_layout;
   bool can_store_a;
+  bool can_split;
   std::size_t params_bytes;
   /// Builds the kernel's parameters (TMA descriptors included) in `params`. Empty: success.
   char const* (*prepare)(AsyncInputArgs const& args, void* params);

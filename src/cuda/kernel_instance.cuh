@@ -71,11 +71,14 @@ struct KernelInstance {
           sizeof(typename CollectiveEpilogue::SharedStorage))>,
       MainloopSchedule>::CollectiveOp;
 
-  using Mainloop = AsyncInputMainloop<CutlassMainloop, kTimed>;
+  // Larger tiles leave no register for it.
+  static constexpr bool kSplits = kCooperative && ClusterN == 1 && TileM * TileN <= 128 * 224;
+  using Mainloop = AsyncInputMainloop<CutlassMainloop, kTimed, kSplits>;
   using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
       cute::Shape<int, int, int, int>, Mainloop, CollectiveEpilogue,
-      cutlass::gemm::PersistentAsyncInputScheduler<MainloopSchedule,
-                                                   cutlass::gemm::AsyncInputWait::Mainloop>>;
+      cutlass::gemm::PersistentAsyncInputScheduler<
+          MainloopSchedule, cutlass::gemm::AsyncInputWait::Mainloop,
+          kSplits ? cutlass::gemm::SplitsK::Yes : cutlass::gemm::SplitsK::No>>;
   using Params = typename GemmKernel::Params;
   static_assert(alignof(Params) <= kParamsAlignment);
 
@@ -107,6 +110,12 @@ struct KernelInstance {
     return input;
   }
 
+  static SplitK split_k(AsyncInputArgs const& args) {
+    auto* const scratch = static_cast<char*>(args.split_scratch);
+    return {args.config.splits, reinterpret_cast<float4*>(scratch + kSplitCounterBytes),
+            reinterpret_cast<uint32_t*>(scratch)};
+  }
+
   static char const* prepare(AsyncInputArgs const& args, void* params_memory) {
     using namespace cute;
     auto const [m, n, k] = std::tuple(args.problem.m, args.problem.n, args.problem.k);
@@ -135,6 +144,7 @@ struct KernelInstance {
         args.config.raster == Raster::AlongM ? Options::AlongM : Options::AlongN;
     gemm.scheduler.rows_per_chunk = gemm.mainloop.input.chunks.rows_per_chunk.divisor;
     gemm.scheduler.chunk_pivot = args.chunk_pivot;
+    gemm.scheduler.split_k = split_k(args);
 
     if (!GemmKernel::can_implement(gemm)) return "CUTLASS cannot implement this problem";
     Params* const params =
@@ -142,6 +152,9 @@ struct KernelInstance {
     dim3 const ctas = grid(*params);
     auto const all = static_cast<int32_t>(ctas.x * ctas.y);
     auto const with_tiles = std::min(all, int32_t(params->scheduler.blocks_per_problem_));
+    if (args.config.splits > 1 && all > args.sm_count / ClusterM * ClusterM) {
+      return "found more splits of tiles than multiprocessors, wanted one wave of them";
+    }
     if (has_push_ctas(args.push) && with_tiles == all) {
       return "found a tile on every multiprocessor, wanted free ones for CTAs that push";
     }
@@ -201,6 +214,7 @@ struct KernelInstance {
             std::is_same_v<LayoutB, cutlass::layout::RowMajor> ? BLayout::RowMajor
                                                                : BLayout::ColumnMajor,
             Mainloop::kCanStoreA,
+            kSplits,
             sizeof(Params),
             &prepare,
             &setup,

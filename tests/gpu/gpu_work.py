@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,10 +29,24 @@ WAYS = {
     "sm": (False, "sm4x64"),
     "sm-A": (True, "sm16x128+1"),
     "sm-ctas": (False, "sm64x64h4"),
+    "split": (False, "push"),
+    "sm-split-A": (True, "sm8x64"),
 }
 """Whether A is returned, and the transport where it is not the planned one."""
 ALL_WAYS = tuple(WAYS)
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def config_of(way: str) -> str | None:
+    """What to call with: a kernel that goes with every transport, or one that splits K; None: the
+    planned one."""
+    _, transport = WAYS[way]
+    if not transport:
+        return None
+    kernels = _call_plan.kernels()
+    if "split" in way:  # in a build without such a kernel it is the transport alone
+        kernels = tuple(replace(k, splits=2) for k in kernels if k.can_split) or kernels
+    return f"{kernels[0].name}/{transport}"
 
 
 def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -185,8 +200,8 @@ class ExactCalls:
 
     def product(self, way: str) -> tuple[torch.Tensor | None, torch.Tensor]:
         op: Callable[..., Any] = agmm.all_gather_matmul
-        return_A, transport = WAYS[way]
-        config = f"{_call_plan.kernels()[0].name}/{transport}" if transport else None
+        return_A, _ = WAYS[way]
+        config = config_of(way)
         found = op(self.shard, self.B, self.group, return_A=return_A, config=config, strict=True)
         return found if return_A else (None, found)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -37,6 +38,7 @@ class StandIn:
         torch.cuda.synchronize()
         places = [memory.data_ptr() for memory in self.memory]
         self.cores = [_core.CudaWorkspace(r, places, slot_bytes) for r in range(world_size)]
+        self.scratch = [_cuda._split_scratch(m.device) for m in self.memory]
         self.streams = [torch.cuda.Stream() for _ in range(world_size)]
 
     def call(
@@ -61,6 +63,7 @@ class StandIn:
                 _cuda._core_transport(transport),
                 gathered[r].data_ptr(),
                 0,
+                self.scratch[r].data_ptr(),
                 self.streams[r].cuda_stream,
             )
         torch.cuda.synchronize()
@@ -70,7 +73,8 @@ class StandIn:
 def check(calls: int) -> None:
     for world_size, rows, n, k in ((2, 128, 128, 200), (3, 40, 72, 136)):
         ranks = StandIn(world_size, (world_size * rows * k * 2 + 127) // 128 * 128)
-        for config in _call_plan.kernels():
+        kernels = _call_plan.kernels()
+        for config in [*kernels, *(replace(c, splits=2) for c in kernels if c.can_split)]:
             for transport in TRANSPORTS:
                 for _ in range(calls):
                     A = torch.randint(-2, 3, (world_size * rows, k), device="cuda").bfloat16()

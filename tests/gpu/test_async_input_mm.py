@@ -7,12 +7,13 @@ import random
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 import agmm
-from agmm import _call_plan, _core, _cuda
+from agmm import _call_plan, _core, _cuda, plan
 from agmm.plan import KernelConfig
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
@@ -64,6 +65,53 @@ def test_every_kernel(kernel: KernelConfig, column_major: bool, dtype: torch.dty
         assert_close(out, a, b, f"{m}x{n}x{k} chunks {chunks} pivot {pivot} {name}")
 
 
+def splitting(m: int, n: int, k: int) -> list[KernelConfig]:
+    """The kernels with every number of splits of K that is legal for this problem."""
+    problem = _call_plan.problem(m, n, k, torch.bfloat16, torch.device("cuda", 0))
+    return [
+        p.kernel
+        for kernel in KERNELS
+        for p in plan.usual_plans(problem, kernel)
+        if p.kernel is not None and p.kernel.splits > 1
+    ]
+
+
+@pytest.mark.parametrize("column_major", [True, False])
+def test_splits_of_k(column_major: bool) -> None:
+    for m, n, k, chunks in (
+        (8, 8, 136, 2),
+        (100, 136, 520, 4),
+        (384, 264, 1032, 3),
+        (256, 3584, 8192, 4),
+    ):
+        a = randn(m, k, dtype=torch.bfloat16)
+        b = randn(n, k, dtype=torch.bfloat16).t()
+        b = b if column_major else b.contiguous()
+        signals = torch.ones(chunks, dtype=torch.int32, device="cuda").view(torch.uint32)
+        configs = splitting(m, n, k)
+        assert configs
+        for config in configs:
+            poison_freed_memory(m, n)
+            outs = [_cuda.async_input_mm(a, b, signals, 0, config=config) for _ in range(20)]
+            assert_close(outs[0], a, b, f"{m}x{n}x{k} {config.name}")
+            assert all(torch.equal(out, outs[0]) for out in outs), f"{config.name} is not exact"
+
+
+def test_illegal_splits() -> None:
+    a, b = randn(256, 128, dtype=torch.bfloat16), randn(128, 264, dtype=torch.bfloat16)
+    wide = next(kernel for kernel in KERNELS if kernel.can_split)
+    narrow = next(kernel for kernel in KERNELS if not kernel.can_split)
+    for config, words in (
+        (replace(wide, splits=3), "3 splits of 2 k tiles"),
+        (replace(wide, splits=-1), "-1 splits of 2 k tiles"),
+        (replace(narrow, splits=2), "a kernel that can split K"),
+    ):
+        with pytest.raises(agmm.InvalidArgument, match=words):
+            _cuda.async_input_mm(a, b, None, 0, config=config)
+    with pytest.raises(agmm.InvalidArgument, match="wanted one wave"):
+        _cuda.async_input_mm(a, b, None, 0, config=replace(wide, splits=2), sm_count=4)
+
+
 def feed(
     stream: torch.cuda.Stream,
     parts: list[tuple[int, int]],
@@ -81,12 +129,16 @@ def feed(
             signals[i, j].fill_(1)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.kernel)
+@pytest.mark.parametrize(
+    "kernel",
+    [*KERNELS, *(replace(kernel, splits=2) for kernel in KERNELS if kernel.can_split)],
+    ids=lambda k: k.name,
+)
 @pytest.mark.parametrize("chunks_k", [1, 2])
 def test_waits_for_chunks_that_come_late(kernel: KernelConfig, chunks_k: int) -> None:
     """Every chunk is NaN until just before its signal; chunks come in a random order."""
     draw = random.Random(2)
-    for m, n, k, chunks in ((512, 512, 256, 4), (1000, 264, 136, 5), (96, 128, 64, 96)):
+    for m, n, k, chunks in ((512, 512, 256, 4), (1000, 264, 136, 5), (96, 128, 128, 96)):
         source = randn(m, k, dtype=torch.bfloat16)
         a = torch.empty_like(source)
         b = randn(n, k, dtype=torch.bfloat16).t()
@@ -103,7 +155,7 @@ def test_waits_for_chunks_that_come_late(kernel: KernelConfig, chunks_k: int) ->
         poison_freed_memory(m, n)
         torch.cuda.synchronize()
         out = _cuda.async_input_mm(
-            a, b, signals.view(torch.uint32), draw.randrange(chunks), config=kernel, sm_count=16
+            a, b, signals.view(torch.uint32), draw.randrange(chunks), config=kernel, sm_count=48
         )
         feed(feeder, parts, source, a, signals)
         torch.cuda.synchronize()
@@ -187,6 +239,7 @@ def test_a_wait_ends() -> None:
 
 
 MEMCHECK = """
+from dataclasses import replace
 import torch
 from agmm import _call_plan, _cuda
 from agmm.plan import KernelConfig
@@ -195,7 +248,9 @@ for kernel in _call_plan.kernels():
         a = torch.randn(m, k, device="cuda").bfloat16()
         b = torch.randn(n, k, device="cuda").bfloat16().t()
         signals = torch.ones(chunks, dtype=torch.int32, device="cuda").view(torch.uint32)
-        _cuda.async_input_mm(a, b, signals, chunks - 1, config=kernel)
+        for splits in (1, 2) if kernel.can_split and k > 64 else (1,):
+            config = replace(kernel, splits=splits)
+            _cuda.async_input_mm(a, b, signals, chunks - 1, config=config)
 torch.cuda.synchronize()
 print("kernels", len(_call_plan.kernels()))
 """

@@ -44,8 +44,9 @@ def test_product(gpu_pool: RankPool, world_size: int, column_major: bool, return
 @pytest.mark.parametrize("world_size", world_sizes()[1:])
 def test_every_kernel(gpu_pool: RankPool, world_size: int) -> None:
     shapes = [LocalShape(1, 8, 8), LocalShape(200, 264, 136), LocalShape(512, 1024, 520)]
+    few_tiles = [LocalShape(200, 264, 136), LocalShape(200, 512, 520)]
     for i, kernel in enumerate(gpu_pool.run(gpu_work.kernels)[0]):
-        order = f"{kernel.kernel}/swizzle{(1, 2, 8)[i % 3]}/{('along_m', 'along_n')[i % 2]}"
+        order = f"swizzle{(1, 2, 8)[i % 3]}/{('along_m', 'along_n')[i % 2]}"
         for transport, return_A in (
             ("push", False),
             ("push", True),
@@ -53,15 +54,21 @@ def test_every_kernel(gpu_pool: RankPool, world_size: int) -> None:
             ("sm4x64", i % 2 == 0),
             ("sm16x128+1", i % 2 == 1),
             ("sm8x64h2", i % 2 == 1),
+            ("split2/push", True),
+            ("split2/sm8x64", False),
         ):
+            splits, _, transport = transport.rpartition("/")
+            if splits and not kernel.can_split:
+                continue
+            config = "/".join(filter(None, (kernel.kernel, splits, order, transport)))
             results = gpu_pool.run(
                 gpu_work.products,
                 world_size,
-                shapes,
+                few_tiles if splits else shapes,
                 torch.bfloat16,
                 True,
                 return_A,
-                f"{order}/{transport}",
+                config,
             )
             check(results, world_size)
 
@@ -122,7 +129,7 @@ def test_sm_push_back_to_back(gpu_pool: RankPool, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", world_sizes()[1:])
 def test_shapes_transports_and_streams_mixed(gpu_pool: RankPool, world_size: int) -> None:
-    shapes = [LocalShape(1, 64, 64), LocalShape(130, 264, 512), LocalShape(512, 512, 1024)]
+    shapes = [LocalShape(1, 64, 128), LocalShape(130, 264, 512), LocalShape(512, 512, 1024)]
     check(gpu_pool.run(gpu_work.mixed_loop, world_size, shapes, 400, 3), world_size)
 
 
@@ -168,6 +175,7 @@ CREDIT = "s for gather buffer 0 of rank 1 to be free: credit is 0"
         (gpu_work.one_rank_missing, "pull", MISSING),
         (gpu_work.one_rank_missing, "sm-A", MISSING),
         (gpu_work.one_rank_missing, "sm-ctas", MISSING),
+        (gpu_work.one_rank_missing, "sm-split-A", MISSING),
         (gpu_work.one_rank_misses_a_replay, "push", MISSING),
         (gpu_work.one_rank_misses_a_replay, "sm", MISSING),
         (gpu_work.credit_missing, "pull", CREDIT),

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, zip_longest
 
 import pytest
 from hypothesis import given, settings
@@ -373,15 +373,27 @@ def test_chunks_of_columns(units: int, wanted: int) -> None:
     head_chunks=st.integers(1, 128),
     levels=st.tuples(st.integers(0, 6), st.integers(0, 6)),
     rounds=st.integers(1, 2),
+    stretches=st.tuples(st.integers(1, 8), st.floats(0, 1)),
 )
 def test_push_order(
-    chunks: int, log_parts: int, head_chunks: int, levels: tuple[int, int], rounds: int
+    chunks: int,
+    log_parts: int,
+    head_chunks: int,
+    levels: tuple[int, int],
+    rounds: int,
+    stretches: tuple[int, float],
 ) -> None:
-    """Every part of every chunk once per round, chunk by chunk; items of one size in the head, of
-    another in the tail."""
+    """Every part of every chunk once per round, chunk by chunk, with stretches in turn; items of
+    one size in the head, of another in the tail."""
     head_chunks = chunks if rounds == 2 else min(head_chunks, chunks)
     head_level, tail_level = (min(level, log_parts) for level in levels)
-    items = _core.push_order(chunks, log_parts, head_chunks, head_level, tail_level, rounds)
+    length = int(chunks / stretches[0] * stretches[1])
+    items = _core.push_order(
+        chunks, log_parts, head_chunks, head_level, tail_level, rounds, stretches[0], length
+    )
+    begins = [i * length for i in range(stretches[0])]
+    cut = [range(*ends) for ends in pairwise([*begins, chunks])]
+    turns = [c for turn in zip_longest(*cut) for c in turn if c is not None]
     parts = [
         (round_, chunk, part)
         for round_, chunk, first, count in items
@@ -390,11 +402,26 @@ def test_push_order(
     assert parts == [
         (round_, chunk, part)
         for round_ in range(rounds)
-        for chunk in range(chunks)
+        for chunk in turns
         for part in range(1 << log_parts)
     ]
+    assert turns[0] == 0  # whose first item takes the credits
     for _, chunk, _, count in items:
-        assert count == 1 << (head_level if chunk < head_chunks else tail_level)
+        is_head = turns.index(chunk) < head_chunks
+        assert count == 1 << (head_level if is_head else tail_level)
+
+
+@given(k_tiles=st.integers(1, 1000), parts=st.integers(1, 8))
+def test_parts_of_k(k_tiles: int, parts: int) -> None:
+    """The parts follow one another, equal but for the last, which is a little longer."""
+    parts = min(parts, k_tiles)
+    ranges = _core.k_parts(k_tiles, parts)
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == k_tiles
+    assert all(one[1] == other[0] for one, other in pairwise(ranges))
+    sizes = [end - begin for begin, end in ranges]
+    assert sizes[:-1] == [sizes[0]] * (parts - 1)
+    assert 1 <= sizes[0] <= sizes[-1] <= sizes[0] + 6 + parts
 
 
 def test_chunks_of_rows() -> None:

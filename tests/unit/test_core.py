@@ -27,6 +27,9 @@ def test_config_keeps_its_fields() -> None:
     assert config.timed is True
     assert config.name == "128x256x64_2x1_cooperative_timed"
     assert repr(config) == "128x256x64_2x1_cooperative_timed_swizzle4_along_n"
+    split = _core.KernelConfig(128, 256, 64, 2, 1, "cooperative", splits=3)
+    assert split.splits == 3
+    assert repr(split) == "128x256x64_2x1_cooperative_split3_swizzle1_along_m"
 
 
 def test_config_defaults() -> None:
@@ -35,6 +38,7 @@ def test_config_defaults() -> None:
     )
     assert (config.max_swizzle, config.raster, config.timed) == (1, "along_m", False)
     assert config.name == "64x32x16_1x2_pingpong"
+    assert (config.splits, config.can_split) == (1, False)
 
 
 @pytest.mark.parametrize("timed", [False, True])
@@ -118,6 +122,7 @@ def test_matmul_refuses_without_cuda() -> None:
             rank=0,
             sm_count=0,
             tile_times=0,
+            split_scratch=0,
             stream=0,
         )
 
