@@ -114,17 +114,23 @@ def test_two_thousand_calls(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(gpu_work.loop, world_size, shape, 2000, 1, None), world_size)
 
 
+def stress(
+    pool: RankPool, work: Callable[[int, int, int], gpu_work.Faults], world_size: int
+) -> None:
+    """AGMM_STRESS_CALLS=100000 makes it a stress test. In batches that a pool's time allows."""
+    calls, batch = int(os.environ.get("AGMM_STRESS_CALLS", "300")), 10_000
+    for begin in range(0, calls, batch):
+        check(pool.run(work, world_size, min(batch, calls - begin), begin + 2), world_size)
+
+
 @pytest.mark.parametrize("world_size", world_sizes()[1:])
 def test_sm_push_at_its_size(gpu_pool: RankPool, world_size: int) -> None:
-    """AGMM_STRESS_CALLS=100000 makes it a stress test."""
-    calls = int(os.environ.get("AGMM_STRESS_CALLS", "300"))
-    check(gpu_pool.run(gpu_work.sm_push_at_its_size, world_size, calls, 2), world_size)
+    stress(gpu_pool, gpu_work.sm_push_at_its_size, world_size)
 
 
 @pytest.mark.parametrize("world_size", world_sizes()[1:])
 def test_sm_push_back_to_back(gpu_pool: RankPool, world_size: int) -> None:
-    calls = int(os.environ.get("AGMM_STRESS_CALLS", "300"))
-    check(gpu_pool.run(gpu_work.back_to_back, world_size, calls, 2), world_size)
+    stress(gpu_pool, gpu_work.back_to_back, world_size)
 
 
 @pytest.mark.parametrize("world_size", world_sizes()[1:])
