@@ -206,7 +206,7 @@ struct AsyncInputMainloop : Base {
     int const timed_tile = timed_tile_of(input, m_tile, n_tile);
     if (kTimed && issues && timed_tile >= 0) {
       TileTimes& times = input.tile_times[timed_tile];
-      times.wait_begin_ns = times.wait_end_ns = global_timer_ns();
+      times.wait_begin_ns = times.wait_end_ns = times.found_ns = global_timer_ns();
     }
 
     // Column chunks known to have arrived. No signal says that rows are there which only pad the
@@ -247,8 +247,10 @@ struct AsyncInputMainloop : Base {
       if (b_ahead) continue;
       fence_proxy_async_global();
       ready += arrived;
-      if (kTimed && issues && timed_tile >= 0 && ready == input.chunks.chunks_k) {
-        input.tile_times[timed_tile].wait_end_ns = global_timer_ns();
+      if (kTimed && issues && timed_tile >= 0) {
+        TileTimes& times = input.tile_times[timed_tile];
+        times.found_ns = global_timer_ns();
+        if (k_tile == k_begin) times.wait_end_ns = times.found_ns;
       }
     }
     if constexpr (kNoWait) {

@@ -530,7 +530,7 @@ def timeline(
     Returns:
         For each tile a dict with ``chunk`` (the last one it needs, in the order of arrival),
         ``source`` (its rank), ``row`` and ``column`` (of tiles), ``sm`` (the multiprocessor) and,
-        in ns of the GPU's timer, ``arrived_ns`` (when a tile first found the chunk there),
+        in ns of the GPU's timer, ``arrived_ns`` (when a tile first found all of the chunk there),
         ``wait_begin_ns``, ``start_ns`` and ``end_ns`` (of the tile's loads).
 
     Raises:
@@ -548,7 +548,12 @@ def timeline(
         tiles_m * tiles_n, _core.TILE_TIMES_BYTES, dtype=torch.uint8, device=A_shard.device
     )
     workspace = CudaWorkspace.create(group, m * A_shard.shape[1] * 2, A_shard.device)
-    call = workspace.prepare(A_shard, [B], return_A=False, config=config)
+    problem = _call_plan.problem(
+        m, n, A_shard.shape[1], A_shard.dtype, A_shard.device, world_size=world_size
+    )
+    usual = plan.usual_plans(problem, config)
+    transport = min(usual, key=lambda p: plan.predict_us(problem, p) or 0.0).transport
+    call = workspace.prepare(A_shard, [B], return_A=False, config=config, transport=transport)
     for _ in range(3):  # the first calls pay for loading the kernel
         torch.cuda.synchronize(A_shard.device)
         dist.barrier(group, device_ids=[A_shard.device.index])
@@ -562,8 +567,8 @@ def timeline(
         )
         chunk = max(range(first, end), key=lambda c: (c - rank) % world_size)
         for j in range(tiles_n):
-            wait_begin, start, stop, sm = (int(v) for v in words[i, j, :4])
-            arrived[chunk] = min(arrived.get(chunk, start), start)
+            wait_begin, start, found, stop, sm = (int(v) for v in words[i, j, :5])
+            arrived[chunk] = min(arrived.get(chunk, found), found)
             tiles.append(
                 {
                     "chunk": chunk,

@@ -117,10 +117,14 @@ def fused_us(problem: Problem, config: KernelConfig, transport: str = "push") ->
     """Predicted time of the fused call in µs, launch included."""
     c = constants(problem.gpu)
     tile_us, blocks, workers = _tiles(problem, config)
-    # From the arrival of a chunk on, its blocks and all later ones have to be computed.
+    rows = problem.m // problem.world_size
+    block_rows = config.tile_m * config.cluster_m
+    in_row = blocks // -(-problem.m // block_rows)
+    # From the arrival of a chunk on, its blocks and all later ones have to be computed. Those of
+    # two chunks belong to the later one.
     return c.launch_us + max(
         arrival_us(problem, position, transport)
-        + tile_us * max(1, -(-(blocks - -(-position * blocks // problem.world_size)) // workers))
+        + tile_us * max(1, -(-(blocks - position * rows // block_rows * in_row) // workers))
         for position in range(problem.world_size)
     )
 

@@ -379,6 +379,19 @@ def _usual_sm_push(problem: Problem, kernel: KernelConfig) -> SmPush:
     return SmPush(parts, min(columns, max(ALIGNMENT, problem.k)), first_peers, head_chunks)
 
 
+def sm_pushes(problem: Problem, kernel: KernelConfig) -> list[SmPush]:
+    """The legal SM pushes of a call with this kernel that are worth a measurement."""
+    usual = _usual_sm_push(problem, kernel)
+    found = [
+        SmPush(parts, columns, first_peers, head_chunks)
+        for parts in dict.fromkeys((usual.parts, max(1, usual.parts // 2)))
+        for columns in (64, 128, 192, 256)
+        for first_peers in dict.fromkeys((0, usual.first_peers))
+        for head_chunks in (0, _HEAD[1])
+    ]
+    return [p for p in found if why_transport_illegal(problem, kernel, p.name) is None]
+
+
 def usual_plans(problem: Problem, kernel: KernelConfig) -> list[Plan]:
     """The kernel with copies, and with SM push where that is legal; in the order of tiles that
     serves each best; where there are few tiles, with K split too."""

@@ -1,7 +1,8 @@
 """`agmm tune`: measures the plans of each shape and makes rows of the fastest ones.
 
 Per shape: the candidates that the cost model leaves are checked against the reference and timed a
-few times, then all orders of the best kernels, then the best few in interleaved rounds until one
+few times, then all orders of the best kernels, then other chunks of the best plan's SM push, then
+the best few in interleaved rounds until one
 is ahead of all others by more than the noise. A plan that is in use is replaced by one that is
 ahead of it by more than the noise only. Every decision is made from samples that are the maximum
 over the ranks, so all ranks of torchrun come to the same one.
@@ -34,9 +35,11 @@ from agmm.plan import (
     Planner,
     Problem,
     Row,
+    SmPush,
     copy_transports,
     orders,
     predict_us,
+    sm_pushes,
     usual_order,
     usual_plans,
     why_unfused,
@@ -385,6 +388,15 @@ def other_orders(medians: Mapping[Plan, float]) -> list[Plan]:
     return [plan for plan in dict.fromkeys(more) if plan not in medians]
 
 
+def other_pushes(problem: Problem, medians: Mapping[Plan, float]) -> list[Plan]:
+    """Where SM push is the fastest: the same with other chunks that are not among the plans yet."""
+    best = min(medians, key=lambda plan: medians[plan], default=UNFUSED)
+    if best.kernel is None or SmPush.parse(best.transport) is None:
+        return []
+    plans = [Plan(push.name, best.kernel) for push in sm_pushes(problem, best.kernel)]
+    return [plan for plan in plans if plan not in medians]
+
+
 def _tune_shape(
     outcome: Outcome,
     kernels: Sequence[KernelConfig],
@@ -418,7 +430,10 @@ def _tune_shape(
     try_plans(_from_rank_0(candidates(outcome.problem, kernels, old)), 0.05, 0.4)
     more = other_orders(medians)
     if more:
-        try_plans(more, 0.4, 0.7)
+        try_plans(more, 0.4, 0.6)
+    more = other_pushes(outcome.problem, medians)
+    if more:
+        try_plans(more, 0.6, 0.7)
     if not medians:
         return
     finalists = sorted(medians, key=lambda plan: medians[plan])[:FINALISTS]

@@ -327,11 +327,12 @@ def fused_us_tile_by_tile(problem: Problem, config: KernelConfig) -> float:
     tile_us = 2e-6 * config.tile_m * config.tile_n * problem.k / c.tflops_per_sm[config.kernel]
     tile_us += c.tile_overhead_us[config.schedule]
     workers = c.sm_count // (config.cluster_m * config.cluster_n)
-    blocks = -(-problem.m // (config.tile_m * config.cluster_m))
-    blocks *= -(-problem.n // (config.tile_n * config.cluster_n))
+    block_rows = config.tile_m * config.cluster_m
+    in_row = -(-problem.n // (config.tile_n * config.cluster_n))
     free_at = [0.0] * workers
-    for block in range(blocks):
-        position = block * problem.world_size // blocks
+    for block in range(-(-problem.m // block_rows) * in_row):
+        last_row = min((block // in_row + 1) * block_rows, problem.m) - 1
+        position = min(last_row // (problem.m // problem.world_size), problem.world_size - 1)
         arrival = cost_model.arrival_us(problem, position)
         free_at[block % workers] = max(free_at[block % workers], arrival) + tile_us
     last = cost_model.arrival_us(problem, problem.world_size - 1)

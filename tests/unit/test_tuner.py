@@ -115,6 +115,19 @@ def test_a_clear_winner_takes_one_round() -> None:
     assert tuner.ROOF in samples
 
 
+def test_other_chunks_are_tried_where_sm_push_is_the_fastest() -> None:
+    problem = Problem(1024, 3584, 8192, world_size=4)
+    kernel = KernelConfig.parse("128x224x64_2x1_cooperative/swizzle8/along_n")
+    push, copies = Plan("sm32x128", kernel), Plan("push", kernel)
+    more = tuner.other_pushes(problem, {push: 1.0, copies: 2.0})
+    assert len(more) == len(set(more)) > 6
+    assert push not in more
+    assert {p.kernel for p in more} == {kernel}
+    assert all(why_illegal(problem, p, KERNELS) is None for p in more)
+    assert tuner.other_pushes(problem, {push: 2.0, copies: 1.0}) == []
+    assert tuner.other_pushes(problem, {}) == []
+
+
 def test_the_clearly_slower_are_timed_no_more_but_the_old_one_is() -> None:
     clock = Clock(3.0, a=100, b=100.01, slow=130, old=125)
     tuner.settle(clock, ["a", "b", "slow", "old"], old="old")
