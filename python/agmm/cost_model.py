@@ -81,14 +81,17 @@ def _shard_bytes(problem: Problem) -> int:
 
 
 def arrival_us(problem: Problem, position: int, transport: str = "push") -> float:
-    """When the chunk at this ring position is there, in µs after the call; 0 is the own shard."""
-    if position == 0:
-        return 0.0
+    """When the chunk at this ring position is there, in µs after the call.
+
+    0 is the own shard, which pull stages before the matmul begins.
+    """
     c = constants(problem.gpu)
     shard = _shard_bytes(problem) / 1e3
     is_pull = transport == "pull"
     rate = c.pull_gb_per_s if is_pull else c.push_gb_per_s
     staging = c.copy_overhead_us + shard / c.staging_gb_per_s if is_pull else 0.0
+    if position == 0:
+        return staging
     return staging + c.copy_overhead_us + position * (c.copy_overhead_us + shard / rate)
 
 
