@@ -499,7 +499,8 @@ class Planner:
         measured over what the model says there. The model's own favourite takes part at the worse
         of these ratios and 3% on top, so that it wins by a clear lead only. Where there is no
         model, the row nearest in M decides (of two equally near the one above). Without any such
-        row it is the model's favourite. Rows whose plan this build cannot run are passed over,
+        row those of the problem that differs in ``return_A`` count in the same way, and without
+        these it is the model's favourite. Rows whose plan this build cannot run are passed over,
         with one warning per reason.
 
         Args:
@@ -508,16 +509,25 @@ class Planner:
         Raises:
             ValueError: ``fused``, and there is no kernel to choose from.
         """
-        rows = self._usable_rows(problem, fused)
+        for tuned in (problem, problem._replace(return_A=not problem.return_A)):
+            choice = self._choose_by_rows(problem, tuned, fused)
+            if choice is not None:
+                return choice
+        return self._favourite(problem, fused)
+
+    def _choose_by_rows(self, problem: Problem, tuned: Problem, fused: bool) -> Choice | None:
+        """What the rows of `tuned`, which is the problem or nearly so, say; None: nothing."""
+        rows = self._usable_rows(problem, tuned, fused)
         exact = rows.get(problem.m)
         if exact is not None:
             row, source = exact
-            return Choice(row.plan, source, predict_us(problem, row.plan), row)
+            own_row = row if tuned == problem else None
+            return Choice(row.plan, source, predict_us(problem, row.plan), own_row)
         below = max((m for m in rows if problem.m / _NEIGHBOUR_FACTOR <= m < problem.m), default=0)
         above = min((m for m in rows if problem.m < m <= problem.m * _NEIGHBOUR_FACTOR), default=0)
         near = [rows[m][0] for m in (below, above) if m]
         if not near:
-            return self._favourite(problem, fused)
+            return None
         words = " and ".join(f"M={row.m}" for row in near)
         source = f"tuned at {words} ({rows[near[-1].m][1]})"
         if len(near) == 2 and near[0].plan == near[1].plan:
@@ -563,19 +573,23 @@ class Planner:
                 return Choice(plan, "cost model", us)
         raise ValueError("kernels: found none, wanted a build with CUDA kernels")
 
-    def _usable_rows(self, problem: Problem, fused: bool) -> dict[int, tuple[Row, str]]:
-        """By M: the row that counts and its table's name."""
+    def _usable_rows(
+        self, problem: Problem, tuned: Problem, fused: bool
+    ) -> dict[int, tuple[Row, str]]:
+        """By M: the row of `tuned` that counts, and its table's name."""
         found: dict[int, tuple[Row, str]] = {}
+        # Unfused A costs nothing: what is the fastest with it need not be so without.
+        fused = fused or (tuned.return_A and not problem.return_A)
+        differs = "" if tuned == problem else f", return_A={tuned.return_A}"
         for table in self.tables:
-            for row in table.rows(problem):
+            for row in table.rows(tuned):
                 if row.m in found or (fused and row.plan == UNFUSED):
                     continue
                 reason = why_illegal(problem, row.plan, self.kernels)
-                own_problem = problem._replace(m=row.m)
                 if reason is None:
-                    found[row.m] = row, table.name
-                elif why_illegal(own_problem, row.plan, self.kernels) is None:
-                    continue  # it is for few rows only, such as splits of K
+                    found[row.m] = row, table.name + differs
+                elif why_illegal(tuned._replace(m=row.m), row.plan, self.kernels) is None:
+                    continue  # it is for other calls, as splits of K are for few rows
                 elif reason not in self._warned:
                     self._warned.add(reason)
                     warnings.warn(f"agmm passes over rows of {table.name}: {reason}", stacklevel=2)

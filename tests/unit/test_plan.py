@@ -548,6 +548,44 @@ def test_an_unfused_neighbour_is_rated_too() -> None:
     assert planner(unfused, fused).choose(TUNED, fused=True).plan != UNFUSED
 
 
+@dataclass(frozen=True)
+class RowsOfOneKind:
+    """A table whose rows are of calls that return A, or of calls that do not."""
+
+    found: Sequence[Row]
+    return_A: bool
+    name: str = "a table"
+
+    def rows(self, problem: Problem) -> Sequence[Row]:
+        return self.found if problem.return_A == self.return_A else ()
+
+
+def test_calls_that_differ_in_return_A_say_something() -> None:
+    plain, with_A = TUNED, TUNED._replace(return_A=True)
+    slow = Row(TUNED.m, push(SMALL), 1000.0)
+    without = Planner(KERNELS, [RowsOfOneKind([slow], return_A=False)])
+    found = without.choose(with_A)
+    assert (found.plan, found.source) == (push(SMALL), "a table, return_A=False")
+    assert found.row is None
+    assert without.choose(plain).row == slow
+    both = Planner(
+        KERNELS,
+        [
+            RowsOfOneKind([slow], return_A=False),
+            RowsOfOneKind([Row(TUNED.m, push(WIDE), 9.0)], True),
+        ],
+    )
+    assert both.choose(with_A).plan == push(WIDE)
+    # Returning A is free without fusion only, and a plan has to be legal for the call.
+    unfused = Planner(KERNELS, [RowsOfOneKind([Row(TUNED.m, UNFUSED, 9.0)], return_A=True)])
+    assert unfused.choose(plain).source == "cost model"
+    pull = Row(TUNED.m, Plan("pull", WIDE), 9.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pulls = Planner(KERNELS, [RowsOfOneKind([pull], return_A=True)])
+        assert pulls.choose(plain).source == "cost model"
+
+
 def test_rows_far_away_say_nothing() -> None:
     chooses = planner(Row(64, push(WIDE), 1.0), Row(65536, push(WIDE), 1.0))
     assert chooses.choose(TUNED).source == "cost model"
