@@ -36,6 +36,8 @@ class Constants:
     launch_us: float
     tflops_per_sm: dict[str, float]
     """Of one multiprocessor inside the main loop, by kernel."""
+    splitting_kernels: list[str]
+    """Those of ``tflops_per_sm`` that can split K."""
     other_tflops_per_sm: float
     """Of a kernel that is not in ``tflops_per_sm``."""
     tile_overhead_us: dict[str, float]

@@ -18,6 +18,7 @@ from agmm.plan import (
     Planner,
     Problem,
     copy_transports,
+    default_kernels,
     predict_us,
     why_unfused,
 )
@@ -56,8 +57,7 @@ def kernels_for(gpu: str) -> tuple[KernelConfig, ...]:
     built = _call_plan.kernels()
     if built or gpu == CPU:
         return built
-    names = cost_model.constants(gpu).tflops_per_sm
-    return tuple(KernelConfig.parse(name) for name in names)
+    return default_kernels(gpu)
 
 
 def planner_for(gpu: str, world_size: int) -> Planner:

@@ -165,6 +165,15 @@ class KernelConfig:
         return f"{self.kernel}{split}/swizzle{self.max_swizzle}/{self.raster}"
 
 
+def default_kernels(gpu: str) -> tuple[KernelConfig, ...]:
+    """The kernels of a default build, as the GPU's constants name them."""
+    c = cost_model.constants(gpu)
+    return tuple(
+        replace(KernelConfig.parse(name), can_split=name in c.splitting_kernels)
+        for name in c.tflops_per_sm
+    )
+
+
 class SmPush(NamedTuple):
     """The SM push transport: spare warps of the matmul write the shard, ``chunk_columns`` columns
     at a time, each chunk in ``parts`` parts of its rows; the ``first_peers`` nearest consumers get

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import agmm
-from agmm import _core, plan
+from agmm import _core, cost_model, plan
 
 without_cuda = pytest.mark.skipif(
     _core.cuda_built, reason="this build has CUDA, so its calls do not refuse"
@@ -97,6 +97,13 @@ def test_kernels_is_a_list_of_configs() -> None:
     # The caller's own list.
     kernels.append(_core.KernelConfig(128, 128, 64, 1, 1, "pingpong"))
     assert len(_core.kernels()) == len(kernels) - 1
+
+
+@pytest.mark.skipif(len(_core.kernels()) < 9, reason="agmm._core is no default CUDA build")
+def test_the_default_kernels_are_those_that_the_cost_model_knows() -> None:
+    built = [plan.KernelConfig.of(kernel) for kernel in _core.kernels() if not kernel.timed]
+    wanted = plan.default_kernels(cost_model.DEFAULT_GPU)
+    assert {(k.kernel, k.can_split) for k in built} == {(k.kernel, k.can_split) for k in wanted}
 
 
 @without_cuda

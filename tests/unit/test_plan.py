@@ -14,10 +14,7 @@ import pytest
 from agmm import cost_model, plan
 from agmm.plan import CPU, UNFUSED, KernelConfig, Plan, Planner, Problem, Row
 
-KERNELS = tuple(
-    replace(KernelConfig.parse(name), can_split=name.startswith(("128x224", "128x192")))
-    for name in cost_model.constants(cost_model.DEFAULT_GPU).tflops_per_sm
-)
+KERNELS = plan.default_kernels(cost_model.DEFAULT_GPU)
 WIDE, SMALL = (
     KernelConfig.parse(f"{kernel}/swizzle2/along_m")
     for kernel in ("128x256x64_2x1_cooperative", "128x128x64_1x1_pingpong")

@@ -22,6 +22,7 @@ from agmm.plan import (
     Plan,
     Problem,
     Row,
+    default_kernels,
     predict_us,
     usual_plans,
     why_illegal,
@@ -29,9 +30,7 @@ from agmm.plan import (
 from agmm.tables import TableError
 from agmm.testing.cases import Shape
 
-KERNELS = tuple(
-    KernelConfig.parse(name) for name in cost_model.constants(cost_model.DEFAULT_GPU).tflops_per_sm
-)
+KERNELS = default_kernels(cost_model.DEFAULT_GPU)
 GPU_PROBLEM = Problem(4096, 3584, 8192, world_size=4)
 CPU_PROBLEM = Problem(64, 8, 8, "float32", 2, gpu=CPU)
 
