@@ -43,8 +43,9 @@
 //      that gives no credit or tag any more sends no chunk of this call either, so that consumer
 //      passes its limit.
 //   5. A staged shard is overwritten only after the credits were taken, so after the peers have
-//      pulled it: a peer gives the credit when its consumer, which waits for that copy, has ended.
-//      A slot's own rows are written and read by this rank's streams only, one call after another.
+//      pulled it: a peer gives the credit when its consumer, which waits for that copy, has loaded
+//      it. A slot's own rows are written and read by this rank's streams only, one call after
+//      another.
 //   6. All values written are fixed per call site, and every word is reset by its consumer, so a
 //      captured CUDA graph can be replayed any number of times, between eager calls too.
 //   7. SM push: who pushes claims the work, part by part, and waits for credits only; spare warps

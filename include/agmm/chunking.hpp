@@ -69,6 +69,13 @@ struct KParts {
   AGMM_HOST_DEVICE Range part(int32_t i) const {
     return {i * length, i + 1 == parts ? k_tiles : (i + 1) * length};
   }
+
+  /// Chunks of columns from the beginning of one part to that of the next. No more than their
+  /// share: k tiles are whole, also where K ends inside the last.
+  AGMM_HOST_DEVICE int32_t stretch_chunks(int32_t tile_k, int32_t columns_per_chunk,
+                                          int32_t chunks) const {
+    return min_of(length * tile_k / columns_per_chunk, chunks / parts);
+  }
 };
 
 /// A [rows, depth] cut into chunks_m x chunks_k chunks. Chunk (i, j) has the signal i * chunks_k +

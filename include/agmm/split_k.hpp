@@ -50,11 +50,6 @@ CUTLASS_DEVICE bool any(bool predicate) {
   return found != 0;
 }
 
-template <int kFloats>
-CUTLASS_DEVICE float4 vector_at(float (&sum)[kFloats], int i) {
-  return {sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]};
-}
-
 }  // namespace split_detail
 
 /// Adds up the tile of part `split` of cluster of tiles `cluster`. Returns whether this CTA has the

@@ -13,7 +13,8 @@ from agmm.reduce_scatter import matmul_reduce_scatter
 
 __version__ = _version("agmm")
 
-if _core.fault:
+# A stale core has no such attribute; `agmm doctor` has to be able to say that it is stale.
+if getattr(_core, "fault", ""):
     _warnings.warn(
         f"agmm is built with the deliberate fault {_core.fault}: results are wrong; reinstall it",
         RuntimeWarning,

@@ -29,6 +29,7 @@ __all__: list[str] = [
     "shared_rows",
     "split_scratch_bytes",
     "stress_delays",
+    "stretch_chunks",
     "tile_order",
     "timeout_message",
     "timeout_seconds",
@@ -267,6 +268,11 @@ def shared_rows(begin: int, end: int, tile_rows: int, total_rows: int) -> tuple[
 def split_scratch_bytes() -> int:
     """
     Bytes of scratch memory on the current device for configs with splits.
+    """
+
+def stretch_chunks(k: int, tile_k: int, parts: int, columns: int) -> int:
+    """
+    How many chunks of columns lie between the beginnings of the parts when K is split.
     """
 
 def tile_order(

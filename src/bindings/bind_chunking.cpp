@@ -85,9 +85,24 @@ void bind_chunking(py::module_& m) {
       py::arg("k_tiles"), py::arg("parts"),
       "The half-open ranges of k tiles of the parts when K is split.");
   m.def(
+      "stretch_chunks",
+      [](int k, int tile_k, int parts, int columns) {
+        const int chunks = agmm::ceil_div(k, columns);
+        const int cut = ChunkGrid(1, k, 1, chunks).columns_per_chunk;
+        return agmm::KParts(agmm::ceil_div(k, tile_k), parts).stretch_chunks(tile_k, cut, chunks);
+      },
+      py::arg("k"), py::arg("tile_k"), py::arg("parts"), py::arg("columns"),
+      "How many chunks of columns lie between the beginnings of the parts when K is split.");
+  m.def(
       "push_order",
       [](int chunks, int log_parts, int head_chunks, int head_level, int tail_level, int rounds,
          int stretches, int stretch_chunks) {
+        if (chunks < 1 || chunks > agmm::kMaxColumnChunks || stretches < 1 || stretch_chunks < 0 ||
+            stretches * stretch_chunks > chunks) {
+          throw std::invalid_argument("chunks, stretches: wanted 1 to " +
+                                      std::to_string(agmm::kMaxColumnChunks) +
+                                      " chunks, and stretches of no more");
+        }
         agmm::PushOrder order(chunks, stretches, stretch_chunks);
         order.log_parts = log_parts;
         order.head_chunks = head_chunks;

@@ -56,16 +56,15 @@ bool fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
     int const columns = std::max(args.chunk_columns, 1);
     int const chunks = ceil_div(args.k, columns);
     // As many chunks, as the grid cuts them.
-    request.sm_push = {
-        args.push_parts, chunks,
-        static_cast<int32_t>(ChunkGrid(1, args.k, 1, chunks).columns_per_chunk * kElementBytes),
-        args.first_peers, args.head_chunks};
+    int const cut = ChunkGrid(1, args.k, 1, chunks).columns_per_chunk;
+    request.sm_push = {args.push_parts, chunks, static_cast<int32_t>(cut * kElementBytes),
+                       args.first_peers, args.head_chunks};
     KernelConfig const& config = weights[0].config;  // the other matmuls run when the push is over
     if (config.splits > 1) {
-      KParts const parts(ceil_div(args.k, config.shape.tile_k), config.splits);
+      int const tile_k = config.shape.tile_k;
+      KParts const parts(ceil_div(args.k, tile_k), config.splits);
       request.sm_push.stretches = config.splits;
-      request.sm_push.stretch_chunks =
-          int32_t(parts.length * config.shape.tile_k * kElementBytes / request.sm_push.chunk_bytes);
+      request.sm_push.stretch_chunks = parts.stretch_chunks(tile_k, cut, chunks);
     }
     // Ranks that push in other parts must not take each other's sums for their own.
     call += " in " + std::to_string(args.push_parts) + "x" + std::to_string(chunks);

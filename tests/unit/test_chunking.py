@@ -424,6 +424,22 @@ def test_parts_of_k(k_tiles: int, parts: int) -> None:
     assert 1 <= sizes[0] <= sizes[-1] <= sizes[0] + 6 + parts
 
 
+@given(units=st.integers(1, 1200), parts=st.integers(2, 8), columns=st.integers(1, 32))
+def test_stretches_begin_where_the_parts_do(units: int, parts: int, columns: int) -> None:
+    """So a part's first chunk is sent in one of the first turns."""
+    k, columns, tile_k = 8 * units, 8 * columns, 64
+    k_tiles, chunks = ceil_div(k, tile_k), ceil_div(k, columns)
+    parts = min(parts, k_tiles)
+    length = _core.stretch_chunks(k, tile_k, parts, columns)
+    assert 0 <= length * parts <= chunks
+    cut = _core.chunk_columns(k, chunks, 0)[1]
+    for i, (begin, _) in enumerate(_core.k_parts(k_tiles, parts)):
+        first = begin * tile_k // cut
+        assert i * length <= first
+        if columns >= tile_k:
+            assert first <= i * length + i
+
+
 def test_chunks_of_rows() -> None:
     draw = random.Random(7)
     for _ in range(5000):
