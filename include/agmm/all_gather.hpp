@@ -114,7 +114,6 @@ struct Gathered {
 class AllGather {
  public:
   static constexpr int kSlots = 2;
-  static constexpr int kMaxColumnChunks = agmm::kMaxColumnChunks;
   static constexpr int kCountBits = 8;  // of a signal of SM push; the tag is above them
 
   /// Bytes of symmetric memory that a workspace needs on every rank.

@@ -331,8 +331,12 @@ def why_illegal(problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]) -
     built = [kernel for kernel in kernels if kernel.kernel == plan.kernel.kernel]
     if not built:
         return f"plan: found kernel {plan.kernel.kernel}, which is not in this build"
-    if plan.kernel.splits != 1 and plan.kernel.splits not in _legal_splits(problem, built[0]):
-        return f"plan: found {plan.kernel.splits} splits of K for {plan.kernel.kernel}"
+    legal = _legal_splits(problem, built[0])
+    if plan.kernel.splits not in legal:
+        return (
+            f"plan: found {plan.kernel.splits} splits of K for {plan.kernel.kernel}, "
+            f"wanted 1 to {legal[-1]}"
+        )
     return None
 
 

@@ -2,10 +2,10 @@
 
 Per shape: the candidates that the cost model leaves are checked against the reference and timed a
 few times, then all orders of the best kernels, then other chunks of the best plan's SM push, then
-the best few in interleaved rounds until one
-is ahead of all others by more than the noise. A plan that is in use is replaced by one that is
-ahead of it by more than the noise only. Every decision is made from samples that are the maximum
-over the ranks, so all ranks of torchrun come to the same one.
+the best few in interleaved rounds until one is ahead of all others by more than the noise. A plan
+that is in use is replaced by one that is ahead of it by more than the noise only. Every decision is
+made from samples that are the maximum over the ranks, so all ranks of torchrun come to the same
+one.
 """
 
 from __future__ import annotations

@@ -99,9 +99,10 @@ void bind_chunking(py::module_& m) {
          int stretches, int stretch_chunks) {
         if (chunks < 1 || chunks > agmm::kMaxColumnChunks || stretches < 1 || stretch_chunks < 0 ||
             stretches * stretch_chunks > chunks) {
-          throw std::invalid_argument("chunks, stretches: wanted 1 to " +
-                                      std::to_string(agmm::kMaxColumnChunks) +
-                                      " chunks, and stretches of no more");
+          throw std::invalid_argument(
+              "chunks: found " + std::to_string(chunks) + ", and " + std::to_string(stretches) +
+              " stretches of " + std::to_string(stretch_chunks) + ", wanted 1 to " +
+              std::to_string(agmm::kMaxColumnChunks) + ", and stretches of no more");
         }
         agmm::PushOrder order(chunks, stretches, stretch_chunks);
         order.log_parts = log_parts;

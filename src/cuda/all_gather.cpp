@@ -15,7 +15,7 @@ namespace {
 // Tags and credits: one word per rank each; signals: one per rank and column chunk; then five
 // counters. Padded so that the words of the slots do not share a cache line.
 std::size_t words_per_slot(int world_size) {
-  std::size_t const words = std::size_t(world_size) * (2 + AllGather::kMaxColumnChunks) + 5;
+  std::size_t const words = std::size_t(world_size) * (2 + kMaxColumnChunks) + 5;
   return (words + 31) / 32 * 32;
 }
 
@@ -168,8 +168,8 @@ void check(SmPush const& push, int64_t row_bytes) {
   if (push.parts < 1 || push.parts > kMaxPushParts || (push.parts & (push.parts - 1)) != 0) {
     refuse_sm_push("parts", push.parts, "a power of 2 up to " + std::to_string(kMaxPushParts));
   }
-  if (push.chunks < 1 || push.chunks > AllGather::kMaxColumnChunks) {
-    refuse_sm_push("chunks", push.chunks, "1 to " + std::to_string(AllGather::kMaxColumnChunks));
+  if (push.chunks < 1 || push.chunks > kMaxColumnChunks) {
+    refuse_sm_push("chunks", push.chunks, "1 to " + std::to_string(kMaxColumnChunks));
   }
   if (push.stretches < 1 || push.stretch_chunks < 0 ||
       int64_t(push.stretches) * push.stretch_chunks > push.chunks) {

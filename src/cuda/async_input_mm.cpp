@@ -161,9 +161,17 @@ void check(AsyncInputArgs const& args) {
       refuse("config", std::to_string(splits) + " splits of " + args.config.shape.str(),
              "a kernel that can split K");
     }
-    if (args.sm_count > device.sm_count) {  // the scratch memory is for no more
-      refuse("sm_count", std::to_string(args.sm_count),
-             "at most " + std::to_string(device.sm_count));
+    // In whole clusters, as the grid has them. The scratch memory is for one wave and no more.
+    KernelShape const& shape = args.config.shape;
+    int32_t const cluster = shape.cluster_m * shape.cluster_n;
+    int64_t const units = int64_t(splits) * cluster *
+                          ceil_div(p.m, shape.tile_m * shape.cluster_m) *
+                          ceil_div(p.n, shape.tile_n * shape.cluster_n);
+    int32_t const ctas = args.sm_count == 0 ? device.sm_count : args.sm_count;
+    int32_t const wave = min_of(ctas, device.sm_count) / cluster * cluster;
+    if (units > wave) {
+      refuse("config", std::to_string(units) + " parts of tiles",
+             "one wave of them, at most " + std::to_string(wave));
     }
     require_aligned("split_scratch", args.split_scratch);
   }

@@ -152,9 +152,6 @@ struct KernelInstance {
     dim3 const ctas = grid(*params);
     auto const all = static_cast<int32_t>(ctas.x * ctas.y);
     auto const with_tiles = std::min(all, int32_t(params->scheduler.blocks_per_problem_));
-    if (args.config.splits > 1 && all > args.sm_count / ClusterM * ClusterM) {
-      return "found more splits of tiles than multiprocessors, wanted one wave of them";
-    }
     if (has_push_ctas(args.push) && with_tiles == all) {
       return "found a tile on every multiprocessor, wanted free ones for CTAs that push";
     }

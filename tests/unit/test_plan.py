@@ -175,7 +175,7 @@ def test_few_tiles_are_split() -> None:
     assert [p.kernel.splits for p in plans if p.kernel] == [1, 1, 2, 2]
     assert all(plan.why_illegal(problem, p, KERNELS) is None for p in plans)
     thirds = Plan("push", replace(wide, splits=3))
-    reason = "plan: found 3 splits of K for 128x224x64_2x1_cooperative"
+    reason = "plan: found 3 splits of K for 128x224x64_2x1_cooperative, wanted 1 to 2"
     assert plan.why_illegal(problem, thirds, KERNELS) == reason
     assert plan.why_illegal(problem._replace(m=256), thirds, KERNELS) is None
     # One k tile cannot be split, nor what other kernels compute.

@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 
 from agmm import cost_model, tables
-from agmm.plan import UNFUSED, KernelConfig, Plan, Planner, Problem, Row
+from agmm.plan import (
+    UNFUSED,
+    KernelConfig,
+    Plan,
+    Planner,
+    Problem,
+    Row,
+    default_kernels,
+    why_illegal,
+)
 from agmm.tables import Key, NewerSchema, TableError
 
 GPU = "nvidia-h200"
@@ -93,6 +102,27 @@ def test_packaged_files_are_sound() -> None:
         assert all(KernelConfig.parse(name).kernel == name for name in constants.tflops_per_sm)
     for path in Path(tables.__file__).parent.glob("*-x*.json"):
         assert tables.read(path).by_key
+
+
+def test_packaged_plans_are_legal() -> None:
+    paths = list(Path(tables.__file__).parent.glob("*-x*.json"))
+    assert paths
+    for path in paths:
+        gpu, _, world_size = path.stem.rpartition("-x")
+        kernels = default_kernels(gpu)
+        for key, rows in tables.read(path).by_key.items():
+            for row in rows.values():
+                problem = Problem(
+                    row.m,
+                    key.n,
+                    key.k,
+                    key.dtype,
+                    int(world_size),
+                    key.return_A,
+                    key.b_layout,
+                    gpu,
+                )
+                assert why_illegal(problem, row.plan, kernels) is None, (key, row)
 
 
 # --- the folder ---

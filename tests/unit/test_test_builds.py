@@ -66,6 +66,7 @@ def test_typo_is_refused(tmp_path: Path, setting: str, wanted: str) -> None:
         [str(CMAKE), "-S", str(REPOSITORY), "-B", str(tmp_path), f"-D{setting}"],
         capture_output=True,
         text=True,
+        timeout=60,
         check=False,
     )
     assert done.returncode != 0
