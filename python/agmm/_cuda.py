@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from agmm import _call_plan, _core, plan
+from agmm import _call_plan, _core, _env, plan
 from agmm.errors import AgmmError, InvalidArgument, Unsupported
 from agmm.plan import KernelConfig, Plan, SmPush
 
@@ -327,7 +327,7 @@ class CudaWorkspace:
         made = [int(entry[3]) for entry in found]
         if len(hosts) > 1:
             self._why_unfused = f"group: found ranks on {len(hosts)} hosts, wanted one"
-        elif len(set(devices)) < len(devices):
+        elif len(set(devices)) < len(devices) and not _env.is_on(_env.SHARED_GPUS):
             self._why_unfused = f"group: found ranks on the same GPU {devices}, wanted one each"
         elif len(set(made)) > 1:
             # torch numbers the exchanges of a rendezvous with one counter per process; ranks whose

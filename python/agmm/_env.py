@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Final, NamedTuple
+
+from agmm.errors import InvalidArgument
 
 
 class Variable(NamedTuple):
@@ -26,9 +29,27 @@ CACHE_DIR: Final = Variable(
 CACHE: Final = Variable(
     "AGMM_CACHE", "on", "off: the user's tuned tables are neither read nor written"
 )
-RUN_TIME: Final = (TIMEOUT_S, COMMIT, CACHE_DIR, CACHE)
+SHARED_GPUS: Final = Variable(
+    "AGMM_SHARED_GPUS",
+    "off",
+    "on: ranks of a group may share a GPU, in turns of milliseconds; for tests of more ranks than "
+    "GPUs",
+)
+RUN_TIME: Final = (TIMEOUT_S, COMMIT, CACHE_DIR, CACHE, SHARED_GPUS)
 BUILD_TIME: Final = (
     Variable("AGMM_CUDA", "AUTO", "build the CUDA core: AUTO (where nvcc is found), ON or OFF"),
     Variable("AGMM_KERNELS", "default", "which kernels to build: minimal or default"),
     Variable("CUTLASS_DIR", "", "CUTLASS headers to use instead of the package nvidia-cutlass"),
 )
+
+
+def is_on(variable: Variable) -> bool:
+    """The value of a variable that is "on" or "off".
+
+    Raises:
+        InvalidArgument: it is neither.
+    """
+    value = os.environ.get(variable.name) or variable.default
+    if value not in ("on", "off"):
+        raise InvalidArgument(f"{variable.name}: found {value!r}, wanted 'on' or 'off'")
+    return value == "on"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from at_hand import RANKS
 
 from agmm import _core
 from agmm.testing.ranks import RankPool
@@ -44,8 +45,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def gpu_pool(rank_pools: Callable[..., RankPool]) -> RankPool:
-    """One rank per GPU, four at most; smaller world sizes are groups of the last ones."""
-    gpus = torch.cuda.device_count()
-    if gpus < 2:
-        pytest.skip("needs at least 2 GPUs")
-    return rank_pools(min(4, gpus), "cuda")
+    """Eight ranks at most; smaller world sizes are groups of the last ones."""
+    if RANKS < 2:
+        pytest.skip("needs 2 GPUs")
+    return rank_pools(min(8, RANKS), "cuda")

@@ -7,12 +7,11 @@ import time
 
 import gpu_work
 import pytest
-import torch
+from at_hand import RANKS, needs_two
 
 from agmm import _core
 from agmm.testing.ranks import RankError, RankPool
 
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 SEARCH_S = 180.0
 FIRST_BATCH, LARGEST_BATCH = 10, 1000
 
@@ -38,13 +37,13 @@ def _search(pool: RankPool, most_calls: int) -> tuple[list[str], int]:
     return found, calls
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@needs_two
 @pytest.mark.skipif(_core.fault == "", reason="agmm is built without AGMM_FAULT")
 @pytest.mark.timeout(SEARCH_S + 200)
 def test_stress_finds_the_fault(capsys: pytest.CaptureFixture[str]) -> None:
     """AGMM_STRESS_CALLS is the most calls that it makes."""
     most_calls = int(os.environ.get("AGMM_STRESS_CALLS", "100000"))
-    with RankPool(min(GPUS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": "5"}) as pool:
+    with RankPool(min(RANKS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": "5"}) as pool:
         found, calls = _search(pool, most_calls)
     build = f"{_core.fault}{' with delays' if _core.stress_delays else ''}"
     with capsys.disabled():

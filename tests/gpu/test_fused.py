@@ -9,19 +9,12 @@ from collections.abc import Callable
 import gpu_work
 import pytest
 import torch
+from at_hand import RANKS, needs_two, world_sizes
 
 from agmm.testing.cases import UGLY_SHAPES, LocalShape, random_local_shapes
 from agmm.testing.ranks import RankError, RankPool
 
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def world_sizes() -> list[object]:
-    enough = pytest.mark.skipif
-    return [
-        pytest.param(w, marks=enough(max(w, 2) > GPUS, reason=f"needs {max(w, 2)} GPUs"))
-        for w in (1, 2, 3, 4)
-    ]
+ALL = world_sizes(1, 2, 3, 4, 8)
 
 
 def check(results: list[list[str] | None], world_size: int) -> None:
@@ -31,7 +24,7 @@ def check(results: list[list[str] | None], world_size: int) -> None:
 
 @pytest.mark.parametrize("return_A", [False, True])
 @pytest.mark.parametrize("column_major", [True, False])
-@pytest.mark.parametrize("world_size", world_sizes())
+@pytest.mark.parametrize("world_size", ALL)
 def test_product(gpu_pool: RankPool, world_size: int, column_major: bool, return_A: bool) -> None:
     shapes = [*UGLY_SHAPES, *random_local_shapes(8, seed=world_size)]
     dtype = torch.bfloat16 if column_major else torch.float16
@@ -41,7 +34,7 @@ def test_product(gpu_pool: RankPool, world_size: int, column_major: bool, return
     )
 
 
-@pytest.mark.parametrize("world_size", world_sizes()[1:])
+@pytest.mark.parametrize("world_size", ALL[1:])
 def test_every_kernel(gpu_pool: RankPool, world_size: int) -> None:
     shapes = [LocalShape(1, 8, 8), LocalShape(200, 264, 136), LocalShape(512, 1024, 520)]
     few_tiles = [LocalShape(200, 264, 136), LocalShape(200, 512, 520)]
@@ -74,7 +67,7 @@ def test_every_kernel(gpu_pool: RankPool, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("return_A", [False, True])
-@pytest.mark.parametrize("world_size", world_sizes())
+@pytest.mark.parametrize("world_size", ALL)
 def test_several_weights_bias_and_leading_dimensions(
     gpu_pool: RankPool, world_size: int, return_A: bool
 ) -> None:
@@ -94,13 +87,13 @@ def test_several_weights_bias_and_leading_dimensions(
         check(results, world_size)
 
 
-@pytest.mark.parametrize("world_size", world_sizes())
+@pytest.mark.parametrize("world_size", ALL)
 def test_native_op(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(gpu_work.native_op, world_size), world_size)
 
 
 @pytest.mark.parametrize("delayed", [-1, 0, 1, 2, 3])
-@pytest.mark.parametrize("world_size", world_sizes()[1:])
+@pytest.mark.parametrize("world_size", ALL[1:])
 def test_delays(gpu_pool: RankPool, world_size: int, delayed: int) -> None:
     if delayed >= world_size:
         pytest.skip("no such rank in this group")
@@ -108,7 +101,7 @@ def test_delays(gpu_pool: RankPool, world_size: int, delayed: int) -> None:
     check(gpu_pool.run(gpu_work.loop, world_size, shape, 150, 7, delayed), world_size)
 
 
-@pytest.mark.parametrize("world_size", world_sizes()[1:])
+@pytest.mark.parametrize("world_size", ALL[1:])
 def test_two_thousand_calls(gpu_pool: RankPool, world_size: int) -> None:
     shape = LocalShape(256, 384, 1024)
     check(gpu_pool.run(gpu_work.loop, world_size, shape, 2000, 1, None), world_size)
@@ -123,17 +116,17 @@ def stress(
         check(pool.run(work, world_size, min(batch, calls - begin), begin + 2), world_size)
 
 
-@pytest.mark.parametrize("world_size", world_sizes()[1:])
+@pytest.mark.parametrize("world_size", ALL[1:])
 def test_sm_push_at_its_size(gpu_pool: RankPool, world_size: int) -> None:
     stress(gpu_pool, gpu_work.sm_push_at_its_size, world_size)
 
 
-@pytest.mark.parametrize("world_size", world_sizes()[1:])
+@pytest.mark.parametrize("world_size", ALL[1:])
 def test_sm_push_back_to_back(gpu_pool: RankPool, world_size: int) -> None:
     stress(gpu_pool, gpu_work.back_to_back, world_size)
 
 
-@pytest.mark.parametrize("world_size", world_sizes()[1:])
+@pytest.mark.parametrize("world_size", ALL[1:])
 def test_shapes_transports_and_streams_mixed(gpu_pool: RankPool, world_size: int) -> None:
     shapes = [LocalShape(1, 64, 128), LocalShape(130, 264, 512), LocalShape(512, 512, 1024)]
     check(gpu_pool.run(gpu_work.mixed_loop, world_size, shapes, 400, 3), world_size)
@@ -143,26 +136,26 @@ def test_shapes_transports_and_streams_mixed(gpu_pool: RankPool, world_size: int
     ("calls_per_graph", "first_way"),
     [(1, "push"), (1, "push-A"), (1, "pull"), (1, "sm"), (5, "push")],
 )
-@pytest.mark.parametrize("world_size", world_sizes()[1:])
+@pytest.mark.parametrize("world_size", ALL[1:])
 def test_graphs(gpu_pool: RankPool, world_size: int, calls_per_graph: int, first_way: str) -> None:
     shape = LocalShape(192, 256, 512)
     results = gpu_pool.run(gpu_work.graphs, world_size, shape, calls_per_graph, first_way, 60)
     check(results, world_size)
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@needs_two
 @pytest.mark.parametrize("work", [gpu_work.graph_outlives_growth, gpu_work.two_groups])
 def test_with_more_workspaces(work: Callable[[], gpu_work.Faults]) -> None:
-    with RankPool(min(GPUS, 4), "cuda") as pool:
+    with RankPool(min(RANKS, 4), "cuda") as pool:
         check(pool.run(work), pool.world_size)
 
 
-@pytest.mark.parametrize("world_size", world_sizes()[1:2])
+@pytest.mark.parametrize("world_size", ALL[1:2])
 def test_compiled(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(gpu_work.compiled, world_size), world_size)
 
 
-@pytest.mark.parametrize("world_size", world_sizes()[1:])
+@pytest.mark.parametrize("world_size", ALL[1:])
 def test_unfused(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(gpu_work.unfused, world_size), world_size)
 
@@ -171,7 +164,7 @@ MISSING = "from rank 1: "
 CREDIT = "s for gather buffer 0 of rank 1 to be free: credit is 0"
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@needs_two
 @pytest.mark.parametrize(
     ("work", "way", "wanted"),
     [
@@ -191,7 +184,7 @@ CREDIT = "s for gather buffer 0 of rank 1 to be free: credit is 0"
 )
 def test_ends_with_a_message(work: Callable[[str], None], way: str, wanted: str) -> None:
     limit_s = 2
-    with RankPool(min(GPUS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": str(limit_s)}) as pool:
+    with RankPool(min(RANKS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": str(limit_s)}) as pool:
         begin = time.monotonic()
         with pytest.raises(RankError) as failure:
             pool.run(work, way)

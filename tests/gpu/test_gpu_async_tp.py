@@ -7,18 +7,12 @@ from collections.abc import Iterator
 import async_tp_work as work
 import pytest
 import torch
+from at_hand import world_sizes
 
 from agmm.testing.ranks import RankPool
 
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
-
-def world_sizes() -> list[object]:
-    enough = pytest.mark.skipif
-    return [pytest.param(w, marks=enough(w > GPUS, reason=f"needs {w} GPUs")) for w in (2, 3, 4)]
-
-
-@pytest.fixture(scope="module", params=world_sizes())
+@pytest.fixture(scope="module", params=world_sizes(2, 3, 4, 8))
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """Ranks of their own: torch's rendezvous needs all of a group to have made as many before."""
     with RankPool(request.param, "cuda", 180) as pool:

