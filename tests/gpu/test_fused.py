@@ -9,7 +9,7 @@ from collections.abc import Callable
 import gpu_work
 import pytest
 import torch
-from at_hand import RANKS, needs_two, world_sizes
+from at_hand import RANKS, needs_nccl, needs_two, world_sizes
 
 from agmm.testing.cases import UGLY_SHAPES, LocalShape, random_local_shapes
 from agmm.testing.ranks import RankError, RankPool
@@ -37,7 +37,7 @@ def test_product(gpu_pool: RankPool, world_size: int, column_major: bool, return
 @pytest.mark.parametrize("world_size", ALL[1:])
 def test_every_kernel(gpu_pool: RankPool, world_size: int) -> None:
     shapes = [LocalShape(1, 8, 8), LocalShape(200, 264, 136), LocalShape(512, 1024, 520)]
-    few_tiles = [LocalShape(200, 264, 136), LocalShape(200, 512, 520)]
+    few_tiles = [LocalShape(200, 264, 136), LocalShape(800 // world_size, 512, 520)]
     for i, kernel in enumerate(gpu_pool.run(gpu_work.kernels)[0]):
         order = f"swizzle{(1, 2, 8)[i % 3]}/{('along_m', 'along_n')[i % 2]}"
         for transport, return_A in (
@@ -54,10 +54,11 @@ def test_every_kernel(gpu_pool: RankPool, world_size: int) -> None:
             if splits and not kernel.can_split:
                 continue
             config = "/".join(filter(None, (kernel.kernel, splits, order, transport)))
+            leaves_free_sms = splits or "h" in transport
             results = gpu_pool.run(
                 gpu_work.products,
                 world_size,
-                few_tiles if splits else shapes,
+                few_tiles if leaves_free_sms else shapes,
                 torch.bfloat16,
                 True,
                 return_A,
@@ -128,7 +129,8 @@ def test_sm_push_back_to_back(gpu_pool: RankPool, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", ALL[1:])
 def test_shapes_transports_and_streams_mixed(gpu_pool: RankPool, world_size: int) -> None:
-    shapes = [LocalShape(1, 64, 128), LocalShape(130, 264, 512), LocalShape(512, 512, 1024)]
+    large = LocalShape(2048 // world_size, 512, 1024)
+    shapes = [LocalShape(1, 64, 128), LocalShape(130, 264, 512), large]
     check(gpu_pool.run(gpu_work.mixed_loop, world_size, shapes, 400, 3), world_size)
 
 
@@ -155,6 +157,7 @@ def test_compiled(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(gpu_work.compiled, world_size), world_size)
 
 
+@needs_nccl
 @pytest.mark.parametrize("world_size", ALL[1:])
 def test_unfused(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(gpu_work.unfused, world_size), world_size)

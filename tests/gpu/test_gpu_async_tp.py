@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import async_tp_work as work
 import pytest
 import torch
-from at_hand import world_sizes
+from at_hand import needs_nccl, world_sizes
 
 from agmm.testing.ranks import RankPool
+
+pytestmark = needs_nccl
 
 
 @pytest.fixture(scope="module", params=world_sizes(2, 3, 4, 8))

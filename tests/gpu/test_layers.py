@@ -10,11 +10,12 @@ from pathlib import Path
 
 import layers_work
 import pytest
-from at_hand import RANKS, needs_two, world_sizes
+from at_hand import RANKS, needs_nccl, needs_two, world_sizes
 
 from agmm.testing.cases import LocalShape
 from agmm.testing.ranks import RankPool
 
+pytestmark = needs_nccl
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHAPES = [
     LocalShape(1, 64, 64),
