@@ -80,9 +80,7 @@ struct AsyncInputMainloop : Base {
   struct Params : Base::Params {
     TMA_A tma_load_a_local;
     TMA_A_Store tma_store_a;
-    // 0 where A is stored, else what no tile's column comes up to: a test of its own would take a
-    // register.
-    int32_t no_store_offset = 0;
+    bool stores_a = false;
     AsyncInput input;
     SmPushArgs push;
     int32_t finishing_warps = 1;  // of the whole grid
@@ -105,7 +103,7 @@ struct AsyncInputMainloop : Base {
       local_args.ptr_A = args.ptr_A_local;
       local = Base::to_underlying_arguments(local_problem, local_args, workspace).tma_load_a;
     }
-    return {base, local, store, stores_a ? 0 : 1 << 30, args.input, args.push, 1};
+    return {base, local, store, stores_a, args.input, args.push, 1};
   }
 
   CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
@@ -143,7 +141,10 @@ struct AsyncInputMainloop : Base {
 
     int const k_begin = kSplits ? int(*k_tile_iter) : 0;
     int const k_stop = kSplits ? k_begin + k_tile_count : params.input.k_tiles;
-    int32_t const m_tile = get<0>(blk_coord);
+    // A CTA whose rows only pad the cluster takes those before: TMA fills what is out of bounds so
+    // slowly that the whole cluster would wait for it. Its products are not stored.
+    int32_t const own_m_tile = get<0>(blk_coord);
+    int32_t const m_tile = min_of(own_m_tile, (params.input.chunks.rows - 1) / kTileM);
     int32_t const n_tile = get<1>(blk_coord);
 
     // A tile that lies wholly in the local rows reads them where the caller has them; every other
@@ -186,10 +187,14 @@ struct AsyncInputMainloop : Base {
     };
     // The tiles of one row of tiles all read the same rows of A; each stores its share of the k
     // tiles, since the stores of all of A by one column of tiles do not keep up with its loads.
-    auto const is_to_store = [&](int k_tile) {
-      return kCanStoreA && k_tile >= k_begin &&
-             input.tiles_n.remainder(k_tile) == n_tile + params.no_store_offset;
-    };
+    // Only the next of them is kept: where the producer's step is longer than a stage's MMAs, as it
+    // soon is with small tiles, it is what bounds the kernel.
+    bool const stores = kCanStoreA && params.stores_a && m_tile == own_m_tile;
+    int next_store = kNever;
+    if (stores) {
+      int const ahead = n_tile - input.tiles_n.remainder(k_begin);
+      next_store = k_begin + (ahead < 0 ? ahead + input.tiles_n.divisor : ahead);
+    }
     auto const store_a = [&](int stage, int k_tile) {
       // Not &sA(0, 0, stage): where the buffer does not begin at a multiple of 1024 bytes, that
       // swizzles the address of the first element, and TMA wants the buffer's.
@@ -203,15 +208,27 @@ struct AsyncInputMainloop : Base {
            tBgB(_, _, _, k_tile), tBsB(_, _, _, stage.index()));
     };
 
-    int const timed_tile = timed_tile_of(input, m_tile, n_tile);
+    auto const acquire_for_b = [&](PipelineState const& stage, int k_tile) {
+      pipeline.producer_acquire(stage);
+      // What the stage still holds of A has landed, since it has been consumed. The other stages
+      // keep the consumers busy while it is stored.
+      bool const is_stored = kCanStoreA && k_tile - kStages == next_store;
+      if (is_stored) {
+        store_a(stage.index(), next_store);
+        next_store += input.tiles_n.divisor;
+      }
+      load_b(stage, k_tile);
+      if (is_stored) tma_store_wait<0>();  // until it has been read
+    };
+
+    int const timed_tile = timed_tile_of(input, own_m_tile, n_tile);
     if (kTimed && issues && timed_tile >= 0) {
       TileTimes& times = input.tile_times[timed_tile];
       times.wait_begin_ns = times.wait_end_ns = times.found_ns = global_timer_ns();
     }
 
-    // Column chunks known to have arrived. No signal says that rows are there which only pad the
-    // grid.
-    bool const awaits = input.signals != nullptr && !is_local && tile_begin < input.chunks.rows;
+    // Column chunks known to have arrived.
+    bool const awaits = input.signals != nullptr && !is_local;
     int ready = awaits && !kNoWait ? k_begin * kTileK / input.chunks.columns_per_chunk
                                    : input.chunks.chunks_k;
     // All lanes look at signals together; in between lane 0 alone issues all that has arrived. If
@@ -225,18 +242,18 @@ struct AsyncInputMainloop : Base {
                             ? k_stop
                             : min_of(k_stop, ready * input.chunks.columns_per_chunk / kTileK);
       if (issues) {
+        if (has_stage && k_tile < k_end) {
+          load_a(smem_pipe_write, k_tile);
+          has_stage = false;
+          ++k_tile;
+          ++smem_pipe_write;
+        }
+        int const b_end = b_ahead && !has_stage ? k_end + 1 : k_end;
         CUTLASS_PRAGMA_NO_UNROLL
-        for (; k_tile < k_end + (b_ahead ? 1 : 0); ++k_tile, ++smem_pipe_write) {
-          if (!has_stage) {
-            pipeline.producer_acquire(smem_pipe_write);
-            // What the stage still holds of A has landed, since it has been consumed. The other
-            // stages keep the consumers busy while it is stored.
-            if (is_to_store(k_tile - kStages)) store_a(smem_pipe_write.index(), k_tile - kStages);
-            load_b(smem_pipe_write, k_tile);
-          }
+        for (; k_tile < b_end; ++k_tile, ++smem_pipe_write) {
+          acquire_for_b(smem_pipe_write, k_tile);
           has_stage = k_tile == k_end;
           if (has_stage) break;
-          if constexpr (kCanStoreA) tma_store_wait<0>();  // until what was stored has been read
           load_a(smem_pipe_write, k_tile);
         }
       }
@@ -260,10 +277,11 @@ struct AsyncInputMainloop : Base {
       }
     }
     if constexpr (kCanStoreA) {
-      if (issues) {
+      if (issues && stores) {
         CUTLASS_PRAGMA_NO_UNROLL
         for (k_tile = k_stop - kStages; k_tile < k_stop; ++k_tile, ++smem_pipe_write) {
-          if (!is_to_store(k_tile)) continue;
+          if (k_tile != next_store) continue;
+          next_store += input.tiles_n.divisor;
           // The phase in which the stage is full. Not consumer_wait(): this warp is no consumer.
           MainloopPipeline::FullBarrier::wait(pipeline.producer_get_barrier(smem_pipe_write),
                                               smem_pipe_write.phase());
@@ -275,7 +293,7 @@ struct AsyncInputMainloop : Base {
     // The kernel advances its own state, of which this is not a copy: a copy would take registers.
     // States come again after two turns of the ring.
     constexpr int kPeriod = 2 * kStages;
-    int const advanced = k_stop - k_begin + (kCanStoreA ? kStages : 0);
+    int const advanced = k_stop - k_begin + (stores ? kStages : 0);
     if (issues) smem_pipe_write.advance(kPeriod - advanced % kPeriod);
 
     if (kTimed && issues && timed_tile >= 0) {
@@ -336,6 +354,7 @@ struct AsyncInputMainloop : Base {
   }
 
   static constexpr int kStages = Base::DispatchPolicy::Stages;
+  static constexpr int kNever = 1 << 30;
   static constexpr int kTileM = cute::size<0>(TileShape{});
   static constexpr int kTileK = cute::size<2>(TileShape{});
 

@@ -52,6 +52,9 @@ class Constants:
     """Of the copy of A_shard that pull makes."""
     sm_push_us: float
     """Until the first chunk of an SM push has arrived."""
+    sm_push_straddling_us: float
+    """What such a call takes longer where a shard is shorter than a tile, so that every tile waits
+    for several ranks."""
     sm_push_disturbance: float
     """How much of the time of sending the call loses by it, if it is one wave of tiles."""
     sm_push_cta_disturbance: float
@@ -125,13 +128,17 @@ def fused_us(problem: Problem, config: KernelConfig, transport: str = "push") ->
     rows = problem.m // problem.world_size
     block_rows = config.tile_m * config.cluster_m
     in_row = blocks // -(-problem.m // block_rows)
+    # Rows of the own shard in a tile that it shares with another rank's are copied beforehand.
+    shares_tiles = transport == "push" and problem.world_size > 1 and rows % config.tile_m != 0
+    staging = c.copy_overhead_us if shares_tiles else 0.0
     # From the arrival of a chunk on, its blocks and all later ones have to be computed. Those of
     # two chunks belong to the later one.
-    return c.launch_us + max(
+    longest_us = max(
         arrival_us(problem, position, transport)
         + tile_us * max(1, -(-(blocks - position * rows // block_rows * in_row) // workers))
         for position in range(problem.world_size)
     )
+    return c.launch_us + staging + longest_us
 
 
 def push_rate_gb_per_s(problem: Problem, config: KernelConfig) -> float:
@@ -153,7 +160,8 @@ def sm_push_us(
     sent = (problem.world_size - 1) * _shard_bytes(problem) / (c.sm_push_gb_per_s * 1e3)
     disturbance = c.sm_push_cta_disturbance if has_ctas else c.sm_push_disturbance
     computed = tile_us * waves + disturbance * sent / waves
-    return c.launch_us + c.sm_push_us + max(computed, sent + tile_us / chunks)
+    straddling = c.sm_push_straddling_us if problem.m // problem.world_size < config.tile_m else 0.0
+    return c.launch_us + c.sm_push_us + straddling + max(computed, sent + tile_us / chunks)
 
 
 def matmul_us(problem: Problem) -> float:

@@ -28,7 +28,7 @@ _CONFIG_NAME = re.compile(
 _SM_PUSH_NAME = re.compile(r"sm([1-9]\d*)x([1-9]\d*)(?:\+([1-9]\d*)|h([1-9]\d*))?")
 
 _PUSH_ROWS = 8
-_PUSH_BYTES = 9216
+_PUSH_BYTES = 4096
 _PUSH_COLUMNS = (64, 128)
 """Of the usual SM push: the rows that a warp sends at a time, what these are in bytes for all peers
 of a round together, about, and the fewest and most columns. Less costs fences, more delays the

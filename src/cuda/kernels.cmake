@@ -7,6 +7,8 @@ set(AGMM_KERNEL_TABLE
     "128 256 64 1 1 Cooperative default"
     "128 224 64 2 1 Cooperative default"
     "128 192 64 2 1 Cooperative default"
+    "128 112 64 2 1 Cooperative default"
+    "128 96 64 2 1 Cooperative default"
     "256 144 64 2 1 Cooperative default"
     "256 128 64 2 1 Cooperative minimal"
     "128 128 64 1 1 Pingpong    minimal"

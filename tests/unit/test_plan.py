@@ -164,7 +164,7 @@ def test_ctas_of_their_own_push_where_the_matmul_needs_it_fast() -> None:
     assert transports == ["push", "sm64x128h4"]
     wide = KernelConfig(128, 224, 64, 2, 1, "cooperative")
     few_free = Problem(1024, 3584, 8192, world_size=4)
-    assert [p.transport for p in plan.usual_plans(few_free, wide)] == ["push", "sm32x128"]
+    assert [p.transport for p in plan.usual_plans(few_free, wide)] == ["push", "sm32x64"]
 
 
 def test_few_tiles_are_split() -> None:
@@ -333,7 +333,9 @@ def fused_us_tile_by_tile(problem: Problem, config: KernelConfig) -> float:
         arrival = cost_model.arrival_us(problem, position)
         free_at[block % workers] = max(free_at[block % workers], arrival) + tile_us
     last = cost_model.arrival_us(problem, problem.world_size - 1)
-    return c.launch_us + max(last + tile_us, *free_at)
+    is_shared = problem.m // problem.world_size % config.tile_m != 0 and problem.world_size > 1
+    staging = c.copy_overhead_us if is_shared else 0.0
+    return c.launch_us + staging + max(last + tile_us, *free_at)
 
 
 def test_fused_time_is_that_of_the_tiles_in_their_order() -> None:
@@ -380,11 +382,11 @@ def test_pull_is_slower_than_push() -> None:
 def test_predictions_are_near_what_was_measured() -> None:
     # docs/performance.md and docs/small-m.md, 4 ranks: matmul alone, NCCL + cuBLAS, agmm.
     for m, n, k, roof, unfused, fused in (
-        (512, 3584, 8192, 45.6, 92.0, 61.6),
-        (1024, 3584, 8192, 84.0, 149.8, 100.0),
-        (2048, 3584, 8192, 174.7, 279.1, 180.1),
-        (2048, 2112, 7168, 90.7, 187.6, 108.3),
-        (4096, 3584, 8192, 322.1, 509.9, 325.2),
+        (512, 3584, 8192, 45.6, 92.0, 61.2),
+        (1024, 3584, 8192, 84.0, 149.8, 96.8),
+        (2048, 3584, 8192, 174.7, 279.1, 176.9),
+        (2048, 2112, 7168, 90.7, 187.6, 107.2),
+        (4096, 3584, 8192, 322.1, 509.9, 326.8),
         (8192, 3584, 8192, 600.7, 949.0, 640.4),
         (16384, 3584, 8192, 1215.9, 1884.9, 1280.1),
         (4096, 7168, 8192, 602.4, 790.2, 633.4),
