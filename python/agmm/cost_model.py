@@ -152,7 +152,8 @@ def sm_push_us(
     problem: Problem, config: KernelConfig, chunk_columns: int, *, has_ctas: bool = False
 ) -> float:
     """Predicted time of the fused call in µs with SM push: the matmul, and not before the last
-    chunk has come and been multiplied. ``has_ctas``: CTAs of their own push most of it."""
+    chunk has come and been multiplied, and then what a worker whose first block is another rank's
+    has left. ``has_ctas``: CTAs of their own push most of it."""
     c = constants(problem.gpu)
     tile_us, blocks, workers = _tiles(problem, config)
     chunks = -(-problem.k // chunk_columns)
@@ -160,8 +161,13 @@ def sm_push_us(
     sent = (problem.world_size - 1) * _shard_bytes(problem) / (c.sm_push_gb_per_s * 1e3)
     disturbance = c.sm_push_cta_disturbance if has_ctas else c.sm_push_disturbance
     computed = tile_us * waves + disturbance * sent / waves
+    block_rows = config.tile_m * config.cluster_m
+    in_row = blocks // -(-problem.m // block_rows)
+    own = problem.m // problem.world_size // block_rows * in_row
+    blocks_left = max(0, -(-(blocks - own) // workers) - 1)
+    last_us = sent + tile_us / chunks + tile_us * blocks_left
     straddling = c.sm_push_straddling_us if problem.m // problem.world_size < config.tile_m else 0.0
-    return c.launch_us + c.sm_push_us + straddling + max(computed, sent + tile_us / chunks)
+    return c.launch_us + c.sm_push_us + straddling + max(computed, last_us)
 
 
 def matmul_us(problem: Problem) -> float:

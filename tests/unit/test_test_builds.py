@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shutil
 import subprocess
@@ -71,3 +72,38 @@ def test_typo_is_refused(tmp_path: Path, setting: str, wanted: str) -> None:
     )
     assert done.returncode != 0
     assert f"{setting.split('=')[0]}: {wanted}" in " ".join(done.stderr.split())
+
+
+@pytest.mark.skipif(not _core.cuda_built, reason="agmm._core is built without CUDA")
+@pytest.mark.skipif(CMAKE is None, reason="no cmake")
+@pytest.mark.timeout(600)
+def test_a_fault_with_delays_compiles(tmp_path: Path) -> None:
+    """Of one kernel, which has the code of every fault: what is off in a build is compiled too."""
+    import pybind11
+
+    scripts = Path(sys.executable).parent
+    kernel = "kernel_128x128x64_1x1_pingpong_timed.cu.o"
+    settings = {
+        "AGMM_CUDA": "ON",
+        "AGMM_KERNELS": "minimal",
+        "AGMM_FAULT": "no_wait",
+        "AGMM_STRESS_DELAYS": "ON",
+        "Python_EXECUTABLE": sys.executable,
+        "pybind11_DIR": pybind11.get_cmake_dir(),
+    }
+    environment = {k: v for k, v in os.environ.items() if k not in settings}  # it would win
+    environment["PATH"] = f"{scripts}{os.pathsep}{environment['PATH']}"
+    environment["CMAKE_GENERATOR"] = "Ninja"
+    for command in (
+        ["-S", str(REPOSITORY), "-B", str(tmp_path), *(f"-D{k}={v}" for k, v in settings.items())],
+        ["--build", str(tmp_path), "--target", f"CMakeFiles/agmm_kernels.dir/kernels/{kernel}"],
+    ):
+        done = subprocess.run(
+            [str(CMAKE), *command],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
