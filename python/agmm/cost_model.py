@@ -121,21 +121,25 @@ def _tiles(problem: Problem, config: KernelConfig) -> tuple[float, int, int]:
     return tile_us, *clusters(problem, config)
 
 
+def _blocks_before(problem: Problem, config: KernelConfig, position: int) -> int:
+    """How many blocks lie wholly in the chunks before this ring position. Those of two chunks
+    belong to the later one."""
+    block_rows = config.tile_m * config.cluster_m
+    in_row = clusters(problem, config)[0] // -(-problem.m // block_rows)
+    return position * (problem.m // problem.world_size) // block_rows * in_row
+
+
 def fused_us(problem: Problem, config: KernelConfig, transport: str = "push") -> float:
     """Predicted time of the fused call in µs, launch included."""
     c = constants(problem.gpu)
     tile_us, blocks, workers = _tiles(problem, config)
-    rows = problem.m // problem.world_size
-    block_rows = config.tile_m * config.cluster_m
-    in_row = blocks // -(-problem.m // block_rows)
     # Rows of the own shard in a tile that it shares with another rank's are copied beforehand.
-    shares_tiles = transport == "push" and problem.world_size > 1 and rows % config.tile_m != 0
-    staging = c.copy_overhead_us if shares_tiles else 0.0
-    # From the arrival of a chunk on, its blocks and all later ones have to be computed. Those of
-    # two chunks belong to the later one.
+    shares_tiles = problem.world_size > 1 and problem.m // problem.world_size % config.tile_m != 0
+    staging = c.copy_overhead_us if transport == "push" and shares_tiles else 0.0
+    # From the arrival of a chunk on, its blocks and all later ones have to be computed.
     longest_us = max(
         arrival_us(problem, position, transport)
-        + tile_us * max(1, -(-(blocks - position * rows // block_rows * in_row) // workers))
+        + tile_us * max(1, -(-(blocks - _blocks_before(problem, config, position)) // workers))
         for position in range(problem.world_size)
     )
     return c.launch_us + staging + longest_us
@@ -161,10 +165,7 @@ def sm_push_us(
     sent = (problem.world_size - 1) * _shard_bytes(problem) / (c.sm_push_gb_per_s * 1e3)
     disturbance = c.sm_push_cta_disturbance if has_ctas else c.sm_push_disturbance
     computed = tile_us * waves + disturbance * sent / waves
-    block_rows = config.tile_m * config.cluster_m
-    in_row = blocks // -(-problem.m // block_rows)
-    own = problem.m // problem.world_size // block_rows * in_row
-    blocks_left = max(0, -(-(blocks - own) // workers) - 1)
+    blocks_left = max(0, -(-(blocks - _blocks_before(problem, config, 1)) // workers) - 1)
     last_us = sent + tile_us / chunks + tile_us * blocks_left
     straddling = c.sm_push_straddling_us if problem.m // problem.world_size < config.tile_m else 0.0
     return c.launch_us + c.sm_push_us + straddling + max(computed, last_us)

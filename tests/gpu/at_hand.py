@@ -15,7 +15,10 @@ import torch
 from agmm._env import SHARED_GPUS
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-RANKS = int(os.environ.get("AGMM_TEST_RANKS", GPUS)) if GPUS else 0
+_given = os.environ.get("AGMM_TEST_RANKS") or str(GPUS)
+if not _given.isdecimal():
+    raise pytest.UsageError(f"AGMM_TEST_RANKS: found {_given!r}, wanted a number of ranks")
+RANKS = int(_given) if GPUS else 0
 if RANKS > GPUS:
     os.environ[SHARED_GPUS.name] = "on"
     # torch's rendezvous refuses them otherwise.
@@ -32,7 +35,8 @@ def world_sizes(*sizes: int) -> list[object]:
     """Parameters; those with more ranks than can be started are skipped."""
     return [
         pytest.param(
-            size, marks=pytest.mark.skipif(max(size, 2) > RANKS, reason=f"needs {size} GPUs")
+            size,
+            marks=pytest.mark.skipif(max(size, 2) > RANKS, reason=f"needs {max(size, 2)} GPUs"),
         )
         for size in sizes
     ]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from at_hand import RANKS, needs_nccl, needs_two, world_sizes
 
+from agmm.plan import SmPush
 from agmm.testing.cases import UGLY_SHAPES, LocalShape, random_local_shapes
 from agmm.testing.ranks import RankError, RankPool
 
@@ -54,11 +55,12 @@ def test_every_kernel(gpu_pool: RankPool, world_size: int) -> None:
             if splits and not kernel.can_split:
                 continue
             config = "/".join(filter(None, (kernel.kernel, splits, order, transport)))
-            leaves_free_sms = splits or "h" in transport
+            sm_push = SmPush.parse(transport)
+            needs_free_sms = splits or (sm_push is not None and sm_push.head_chunks)
             results = gpu_pool.run(
                 gpu_work.products,
                 world_size,
-                few_tiles if leaves_free_sms else shapes,
+                few_tiles if needs_free_sms else shapes,
                 torch.bfloat16,
                 True,
                 return_A,

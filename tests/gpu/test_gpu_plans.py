@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import tune_gpu_work
-from at_hand import needs_two
+from at_hand import needs_nccl, needs_two
 
 from agmm import _call_plan, tables, tuner
 from agmm.plan import UNFUSED, Problem, Row, why_illegal
@@ -15,7 +15,7 @@ from agmm.tables import Key
 from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankPool
 
-pytestmark = needs_two
+pytestmark = [needs_two, needs_nccl]
 
 
 @pytest.fixture(autouse=True)
