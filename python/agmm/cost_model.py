@@ -25,6 +25,8 @@ DEFAULT_GPU = "nvidia-h200"
 
 _FOLDER = Path(__file__).parent / "tables"
 ELEMENT_BYTES = 2
+WIDE_CHUNK_BYTES = 256
+"""Of a chunk's row: a link carries more of them in a second than of narrower ones."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,18 @@ class Constants:
     sm_push_us: float
     """Until the first chunk of an SM push has arrived."""
     sm_push_straddling_us: float
-    """What such a call takes longer where a shard is shorter than a tile, so that every tile waits
-    for several ranks."""
+    """What such a call of one wave takes longer where a shard ends inside a tile, which waits for
+    two ranks."""
+    straddling_tile_factor: float
+    """Of the time of such a tile, what it takes longer where there are several waves."""
     sm_push_disturbance: float
     """How much of the time of sending the call loses by it, if it is one wave of tiles."""
     sm_push_cta_disturbance: float
     """The same where CTAs of their own send."""
     sm_push_gb_per_s: float
     """Sent by one rank, to all peers."""
+    sm_push_narrow_gb_per_s: float
+    """The same with chunks of less than `WIDE_CHUNK_BYTES`."""
     all_gather_us: float
     all_gather_gb_per_s: float
     matmul_tflops: float
@@ -121,6 +127,21 @@ def _tiles(problem: Problem, config: KernelConfig) -> tuple[float, int, int]:
     return tile_us, *clusters(problem, config)
 
 
+def _straddles(problem: Problem, config: KernelConfig) -> bool:
+    """Whether a shard ends inside a tile."""
+    return problem.world_size > 1 and problem.m // problem.world_size % config.tile_m != 0
+
+
+def _straddling_factor(problem: Problem, config: KernelConfig) -> float:
+    """How much longer several waves of tiles take because shards end inside tiles."""
+    blocks, workers = clusters(problem, config)
+    if blocks <= workers or not _straddles(problem, config):
+        return 1.0
+    tile_rows = -(-problem.m // config.tile_m)
+    share = min(1.0, (problem.world_size - 1) / tile_rows)
+    return 1.0 + constants(problem.gpu).straddling_tile_factor * share
+
+
 def _blocks_before(problem: Problem, config: KernelConfig, position: int) -> int:
     """How many blocks lie wholly in the chunks before this ring position. Those of two chunks
     belong to the later one."""
@@ -133,9 +154,9 @@ def fused_us(problem: Problem, config: KernelConfig, transport: str = "push") ->
     """Predicted time of the fused call in µs, launch included."""
     c = constants(problem.gpu)
     tile_us, blocks, workers = _tiles(problem, config)
+    tile_us *= _straddling_factor(problem, config)
     # Rows of the own shard in a tile that it shares with another rank's are copied beforehand.
-    shares_tiles = problem.world_size > 1 and problem.m // problem.world_size % config.tile_m != 0
-    staging = c.copy_overhead_us if transport == "push" and shares_tiles else 0.0
+    staging = c.copy_overhead_us if transport == "push" and _straddles(problem, config) else 0.0
     # From the arrival of a chunk on, its blocks and all later ones have to be computed.
     longest_us = max(
         arrival_us(problem, position, transport)
@@ -162,13 +183,17 @@ def sm_push_us(
     tile_us, blocks, workers = _tiles(problem, config)
     chunks = -(-problem.k // chunk_columns)
     waves = -(-blocks // workers)
-    sent = (problem.world_size - 1) * _shard_bytes(problem) / (c.sm_push_gb_per_s * 1e3)
+    is_wide = chunk_columns * ELEMENT_BYTES >= WIDE_CHUNK_BYTES or problem.world_size == 2
+    rate = c.sm_push_gb_per_s if is_wide else c.sm_push_narrow_gb_per_s
+    sent = (problem.world_size - 1) * _shard_bytes(problem) / (rate * 1e3)
     disturbance = c.sm_push_cta_disturbance if has_ctas else c.sm_push_disturbance
     computed = tile_us * waves + disturbance * sent / waves
     blocks_left = max(0, -(-(blocks - _blocks_before(problem, config, 1)) // workers) - 1)
     last_us = sent + tile_us / chunks + tile_us * blocks_left
-    straddling = c.sm_push_straddling_us if problem.m // problem.world_size < config.tile_m else 0.0
-    return c.launch_us + c.sm_push_us + straddling + max(computed, last_us)
+    computed *= _straddling_factor(problem, config)
+    straddles_once = waves == 1 and _straddles(problem, config)
+    staging = c.sm_push_straddling_us if straddles_once else 0.0
+    return c.launch_us + c.sm_push_us + staging + max(computed, last_us)
 
 
 def matmul_us(problem: Problem) -> float:

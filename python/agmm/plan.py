@@ -28,11 +28,11 @@ _CONFIG_NAME = re.compile(
 _SM_PUSH_NAME = re.compile(r"sm([1-9]\d*)x([1-9]\d*)(?:\+([1-9]\d*)|h([1-9]\d*))?")
 
 _PUSH_ROWS = 8
-_PUSH_BYTES = 4096
 _PUSH_COLUMNS = (64, 128)
-"""Of the usual SM push: the rows that a warp sends at a time, what these are in bytes for all peers
-of a round together, about, and the fewest and most columns. Less costs fences, more delays the
-first chunk; a faster push slows the matmul down."""
+"""Of the usual SM push: the rows of a part, and the columns of a chunk. The narrow chunks begin
+earlier but send less in a second: for matmuls whose only wave takes longer than the sending, with
+tiles of one shard each that one CTA computes. Calls of two ranks, and those whose nearest peer goes
+first, have one peer to send to at a time."""
 
 _PUSH_SMS = 8
 _PUSH_RATE_GB_PER_S = 220.0
@@ -373,19 +373,20 @@ def _usual_sm_push(problem: Problem, kernel: KernelConfig) -> SmPush:
     # With more than one wave of tiles the nearest consumer's rows go first, since it computes them
     # first.
     blocks, workers = cost_model.clusters(problem, kernel)
-    first_peers = 0 if blocks <= workers else 1
-    peers = first_peers or max(1, problem.world_size - 1)
     rows = max(1, problem.m // problem.world_size)
+    one_wave = blocks <= workers
+    # In shorter shards it holds up the others for longer than it helps.
+    first_peers = 0 if one_wave or rows < max(256, kernel.tile_m * kernel.cluster_m) else 1
+    one_peer = first_peers == 1 or problem.world_size == 2
+    part_rows = _PUSH_ROWS if kernel.splits == 1 or one_peer else 2 * _PUSH_ROWS
     parts = 1
-    while parts < MAX_PUSH_PARTS and 2 * parts * _PUSH_ROWS <= rows:
+    while parts < MAX_PUSH_PARTS and 2 * parts * part_rows <= rows:
         parts *= 2
-    least, most = _PUSH_COLUMNS
-    columns = _PUSH_BYTES // (-(-rows // parts) * peers * cost_model.ELEMENT_BYTES)
-    columns = max(least, min(most, columns // least * least))
+    rate = cost_model.push_rate_gb_per_s(problem, kernel)
+    is_narrow = one_wave and not one_peer and kernel.splits == 1 and rows % kernel.tile_m == 0
+    columns = _PUSH_COLUMNS[0 if is_narrow and rate < _PUSH_RATE_GB_PER_S else 1]
     head_chunks = 0
-    if _free_sms(problem, kernel) >= _PUSH_SMS and (
-        cost_model.push_rate_gb_per_s(problem, kernel) > _PUSH_RATE_GB_PER_S
-    ):
+    if _free_sms(problem, kernel) >= _PUSH_SMS and rate > _PUSH_RATE_GB_PER_S:
         columns, head_chunks = _HEAD
     while problem.k > columns * MAX_COLUMN_CHUNKS:
         columns *= 2

@@ -157,7 +157,7 @@ def test_warnings_are_lines(tmp_path: Path) -> None:
         [*AGMM, "explain", *shape], capture_output=True, text=True, timeout=60, env=environment
     )
     assert done.returncode == 0
-    assert "from: cost model" in done.stdout
+    assert "from: packaged table nvidia-h200-x4.json" in done.stdout
     (line,) = done.stderr.splitlines()
     assert line.startswith("agmm: agmm ignores a table of plans: ")
 

@@ -15,7 +15,7 @@ from agmm.plan import CPU, UNFUSED, KernelConfig, Plan, Problem, Row
 from agmm.tables import Key
 
 GPU = "nvidia-h200"
-PROBLEM = Problem(4096, 3584, 8192, world_size=4)
+PROBLEM = Problem(4096, 3576, 8192, world_size=4)  # in no packaged table
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +37,9 @@ def test_by_the_cost_model() -> None:
     text = said(PROBLEM)
     assert "plan: push, 128x224x64_2x1_cooperative/swizzle8/along_n\n" in text
     assert "from: cost model" in text
-    assert "predicted: 319.3 µs, 1.01 × the matmul alone (317.4 µs)" in text
+    assert "predicted: 319.3 µs, 1.01 × the matmul alone (316.7 µs)" in text
     assert "measured: not yet" in text
-    assert "why: fused, the unfused path is predicted to take 503.7 µs" in text
+    assert "why: fused, the unfused path is predicted to take 503.0 µs" in text
     assert text.count("(the plan)") == 1
     assert text.count("push, ") == 1 + len(explain.kernels_for(GPU))
 
