@@ -127,7 +127,7 @@ def _tiles(problem: Problem, config: KernelConfig) -> tuple[float, int, int]:
     return tile_us, *clusters(problem, config)
 
 
-def _straddles(problem: Problem, config: KernelConfig) -> bool:
+def straddles(problem: Problem, config: KernelConfig) -> bool:
     """Whether a shard ends inside a tile."""
     return problem.world_size > 1 and problem.m // problem.world_size % config.tile_m != 0
 
@@ -135,7 +135,7 @@ def _straddles(problem: Problem, config: KernelConfig) -> bool:
 def _straddling_factor(problem: Problem, config: KernelConfig) -> float:
     """How much longer several waves of tiles take because shards end inside tiles."""
     blocks, workers = clusters(problem, config)
-    if blocks <= workers or not _straddles(problem, config):
+    if blocks <= workers or not straddles(problem, config):
         return 1.0
     tile_rows = -(-problem.m // config.tile_m)
     share = min(1.0, (problem.world_size - 1) / tile_rows)
@@ -156,7 +156,7 @@ def fused_us(problem: Problem, config: KernelConfig, transport: str = "push") ->
     tile_us, blocks, workers = _tiles(problem, config)
     tile_us *= _straddling_factor(problem, config)
     # Rows of the own shard in a tile that it shares with another rank's are copied beforehand.
-    staging = c.copy_overhead_us if transport == "push" and _straddles(problem, config) else 0.0
+    staging = c.copy_overhead_us if transport == "push" and straddles(problem, config) else 0.0
     # From the arrival of a chunk on, its blocks and all later ones have to be computed.
     longest_us = max(
         arrival_us(problem, position, transport)
@@ -191,7 +191,7 @@ def sm_push_us(
     blocks_left = max(0, -(-(blocks - _blocks_before(problem, config, 1)) // workers) - 1)
     last_us = sent + tile_us / chunks + tile_us * blocks_left
     computed *= _straddling_factor(problem, config)
-    straddles_once = waves == 1 and _straddles(problem, config)
+    straddles_once = waves == 1 and straddles(problem, config)
     staging = c.sm_push_straddling_us if straddles_once else 0.0
     return c.launch_us + c.sm_push_us + staging + max(computed, last_us)
 

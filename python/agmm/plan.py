@@ -31,8 +31,9 @@ _PUSH_ROWS = 8
 _PUSH_COLUMNS = (64, 128)
 """Of the usual SM push: the rows of a part, and the columns of a chunk. The narrow chunks begin
 earlier but send less in a second: for matmuls whose only wave takes longer than the sending, with
-tiles of one shard each that one CTA computes. Calls of two ranks, and those whose nearest peer goes
-first, have one peer to send to at a time."""
+tiles of one shard each that one CTA computes. Twice the rows where K is split or shards end inside
+tiles, which wait for two ranks. Calls of two ranks, and those whose nearest peer goes first, have
+one peer to send to at a time."""
 
 _PUSH_SMS = 8
 _PUSH_RATE_GB_PER_S = 220.0
@@ -376,17 +377,21 @@ def _usual_sm_push(problem: Problem, kernel: KernelConfig) -> SmPush:
     rows = max(1, problem.m // problem.world_size)
     one_wave = blocks <= workers
     # In shorter shards it holds up the others for longer than it helps.
-    first_peers = 0 if one_wave or rows < max(256, kernel.tile_m * kernel.cluster_m) else 1
+    straddles = cost_model.straddles(problem, kernel)
+    is_short = straddles or rows < max(256, kernel.tile_m * kernel.cluster_m)
+    first_peers = 0 if one_wave or is_short else 1
     one_peer = first_peers == 1 or problem.world_size == 2
-    part_rows = _PUSH_ROWS if kernel.splits == 1 or one_peer else 2 * _PUSH_ROWS
+    has_small_parts = one_peer or (kernel.splits == 1 and not straddles)
+    part_rows = _PUSH_ROWS if has_small_parts else 2 * _PUSH_ROWS
     parts = 1
     while parts < MAX_PUSH_PARTS and 2 * parts * part_rows <= rows:
         parts *= 2
     rate = cost_model.push_rate_gb_per_s(problem, kernel)
-    is_narrow = one_wave and not one_peer and kernel.splits == 1 and rows % kernel.tile_m == 0
-    columns = _PUSH_COLUMNS[0 if is_narrow and rate < _PUSH_RATE_GB_PER_S else 1]
+    is_narrow = one_wave and has_small_parts and not one_peer and rate < _PUSH_RATE_GB_PER_S
+    columns = _PUSH_COLUMNS[0 if is_narrow else 1]
     head_chunks = 0
-    if _free_sms(problem, kernel) >= _PUSH_SMS and rate > _PUSH_RATE_GB_PER_S:
+    has_free_sms = _free_sms(problem, kernel) >= _PUSH_SMS
+    if has_free_sms and rate > _PUSH_RATE_GB_PER_S and (one_peer or not straddles):
         columns, head_chunks = _HEAD
     while problem.k > columns * MAX_COLUMN_CHUNKS:
         columns *= 2
@@ -432,6 +437,16 @@ def predict_us(problem: Problem, plan: Plan) -> float | None:
             problem, plan.kernel, sm_push.chunk_columns, has_ctas=sm_push.head_chunks != 0
         )
     return cost_model.fused_us(problem, plan.kernel, plan.transport)
+
+
+def _plan_here(problem: Problem, tuned: Plan) -> Plan:
+    """The plan of another M for this one: how SM push best cuts whole tiles of a shard says nothing
+    about shards that end inside them."""
+    if tuned.kernel is None or SmPush.parse(tuned.transport) is None:
+        return tuned
+    if not cost_model.straddles(problem, tuned.kernel):
+        return tuned
+    return Plan(_usual_sm_push(problem, tuned.kernel).name, tuned.kernel)
 
 
 @dataclass(frozen=True)
@@ -511,7 +526,8 @@ class Planner:
         at most 4 times away in M. Where both are there and have the same plan, it is that one.
         Where not, each plan is rated by the cost model's time at this M, times what its row
         measured over what the model says there. The model's own favourite takes part at the worse
-        of these ratios and 3% on top, so that it wins by a clear lead only. Where there is no
+        of these ratios and 3% on top, so that it wins by a clear lead only. The SM push of a row
+        is exchanged for the usual one where shards end inside tiles. Where there is no
         model, the row nearest in M decides (of two equally near the one above). Without any such
         row those of the problem that differs in ``return_A`` count in the same way, and without
         these it is the model's favourite. Rows whose plan this build cannot run are passed over,
@@ -544,18 +560,22 @@ class Planner:
             return None
         words = " and ".join(f"M={row.m}" for row in near)
         source = f"tuned at {words} ({rows[near[-1].m][1]})"
-        if len(near) == 2 and near[0].plan == near[1].plan:
-            return Choice(near[0].plan, source, predict_us(problem, near[0].plan))
+        plans = [_plan_here(problem, row.plan) for row in near]
+        if len(near) == 2 and plans[0] == plans[1] == near[0].plan:
+            return Choice(plans[0], source, predict_us(problem, plans[0]))
         rated: list[tuple[float, Plan]] = []
         worst = 0.0
-        for row in near:
+        for row, plan_here in zip(near, plans, strict=True):
             there = predict_us(problem._replace(m=row.m), row.plan)
-            here = predict_us(problem, row.plan)
+            here = predict_us(problem, plan_here)
             if there is None or here is None:
                 nearest = min(reversed(near), key=lambda r: abs(log(r.m / problem.m)))
                 return Choice(nearest.plan, source, None)
-            worst = max(worst, row.us / there)
-            rated.append((here * row.us / there, row.plan))
+            measured = row.us / there
+            if plan_here != row.plan:
+                measured = max(1.0, measured)  # it says little of another plan
+            worst = max(worst, measured)
+            rated.append((here * measured, plan_here))
         favourite = self._favourite(problem, fused)
         assert favourite.predicted_us is not None
         best_us, best = min(rated, key=lambda pair: pair[0])
