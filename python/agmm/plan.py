@@ -522,16 +522,16 @@ class Planner:
     def choose(self, problem: Problem, *, fused: bool = False) -> Choice:
         """The plan for a problem.
 
-        A row of exactly this problem decides. Else the nearest rows below and above count, each
-        at most 4 times away in M. Where both are there and have the same plan, it is that one.
-        Where not, each plan is rated by the cost model's time at this M, times what its row
-        measured over what the model says there. The model's own favourite takes part at the worse
-        of these ratios and 3% on top, so that it wins by a clear lead only. The SM push of a row
-        is exchanged for the usual one where shards end inside tiles. Where there is no
-        model, the row nearest in M decides (of two equally near the one above). Without any such
-        row those of the problem that differs in ``return_A`` count in the same way, and without
-        these it is the model's favourite. Rows whose plan this build cannot run are passed over,
-        with one warning per reason.
+        A row of exactly this problem decides, or else one that differs in ``return_A`` alone. Else
+        the nearest rows below and above count, each at most 4 times away in M. Where both are there
+        and have the same plan, it is that one. Where not, each plan is rated by the cost model's
+        time at this M, times what its row measured over what the model says there. The model's own
+        favourite takes part at the worse of these ratios and 3% on top, so that it wins by a clear
+        lead only. The SM push of a row is exchanged for the usual one where shards end inside
+        tiles. Where there is no model, the row nearest in M decides (of two equally near the one
+        above). Without any such row those of the problem that differs in ``return_A`` count in the
+        same way, and without these it is the model's favourite. Rows whose plan this build cannot
+        run are passed over, with one warning per reason.
 
         Args:
             fused: leave the unfused plan out.
@@ -539,20 +539,25 @@ class Planner:
         Raises:
             ValueError: ``fused``, and there is no kernel to choose from.
         """
-        for tuned in (problem, problem._replace(return_A=not problem.return_A)):
-            choice = self._choose_by_rows(problem, tuned, fused)
+        twin = problem._replace(return_A=not problem.return_A)
+        rows = []
+        for tuned in (problem, twin):
+            by_m = self._usable_rows(problem, tuned, fused)
+            if problem.m in by_m:
+                row, source = by_m[problem.m]
+                own_row = row if tuned == problem else None
+                return Choice(row.plan, source, predict_us(problem, row.plan), own_row)
+            rows.append(by_m)
+        for by_m in rows:
+            choice = self._choose_between_rows(problem, by_m, fused)
             if choice is not None:
                 return choice
         return self._favourite(problem, fused)
 
-    def _choose_by_rows(self, problem: Problem, tuned: Problem, fused: bool) -> Choice | None:
-        """What the rows of `tuned`, which is the problem or nearly so, say; None: nothing."""
-        rows = self._usable_rows(problem, tuned, fused)
-        exact = rows.get(problem.m)
-        if exact is not None:
-            row, source = exact
-            own_row = row if tuned == problem else None
-            return Choice(row.plan, source, predict_us(problem, row.plan), own_row)
+    def _choose_between_rows(
+        self, problem: Problem, rows: dict[int, tuple[Row, str]], fused: bool
+    ) -> Choice | None:
+        """What the rows of other M say; None: nothing."""
         below = max((m for m in rows if problem.m / _NEIGHBOUR_FACTOR <= m < problem.m), default=0)
         above = min((m for m in rows if problem.m < m <= problem.m * _NEIGHBOUR_FACTOR), default=0)
         near = [rows[m][0] for m in (below, above) if m]

@@ -579,6 +579,10 @@ def test_calls_that_differ_in_return_A_say_something() -> None:
         ],
     )
     assert both.choose(with_A).plan == push(WIDE)
+    # The same rows say more than the same return_A at a quarter of them.
+    far = RowsOfOneKind([Row(TUNED.m // 4, push(WIDE), 9.0)], return_A=True)
+    near = Planner(KERNELS, [RowsOfOneKind([slow], return_A=False), far])
+    assert near.choose(with_A).plan == push(SMALL)
     # Returning A is free without fusion only, and a plan has to be legal for the call.
     unfused = Planner(KERNELS, [RowsOfOneKind([Row(TUNED.m, UNFUSED, 9.0)], return_A=True)])
     assert unfused.choose(plain).source == "cost model"
@@ -587,6 +591,16 @@ def test_calls_that_differ_in_return_A_say_something() -> None:
         warnings.simplefilter("error")
         pulls = Planner(KERNELS, [RowsOfOneKind([pull], return_A=True)])
         assert pulls.choose(plain).source == "cost model"
+
+
+def test_sm_push_of_whole_tiles_is_not_for_shards_that_end_inside_them() -> None:
+    kernel = KernelConfig.parse("128x112x64_2x1_cooperative/swizzle4/along_n")
+    problem = Problem(512, 3584, 8192, world_size=4)
+    tuned = Row(512, Plan("sm16x64", kernel), 1.0)
+    assert planner(tuned).choose(problem).plan == tuned.plan
+    found = planner(tuned).choose(problem._replace(m=384)).plan
+    assert found.kernel is not None and cost_model.straddles(problem._replace(m=384), found.kernel)
+    assert found.transport == "sm4x128"
 
 
 def test_rows_far_away_say_nothing() -> None:
