@@ -192,8 +192,8 @@ def sm_push_us(
     last_us = sent + tile_us / chunks + tile_us * blocks_left
     computed *= _straddling_factor(problem, config)
     straddles_once = waves == 1 and straddles(problem, config)
-    staging = c.sm_push_straddling_us if straddles_once else 0.0
-    return c.launch_us + c.sm_push_us + staging + max(computed, last_us)
+    straddling = c.sm_push_straddling_us if straddles_once else 0.0
+    return c.launch_us + c.sm_push_us + straddling + max(computed, last_us)
 
 
 def matmul_us(problem: Problem) -> float:
