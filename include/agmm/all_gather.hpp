@@ -2,8 +2,8 @@
 // signals each arrival. It knows nothing of the matmul that consumes the chunks.
 //
 // Timeline of one call on rank r (w ranks), push:
-//   main stream   fork ------------------------------ consumer kernel (waits for signals) -- join
-//   copy stream        take credits | -> r-1 | signal | -> r-2 | signal | ... |
+//   main stream   fork ------------------------------ consumer kernel (waits for signals, sent)
+//   copy stream        take credits | -> r-1 | signal | -> r-2 | signal | ... | sent
 // where tiles are shared with a neighbour, a stage kernel comes before the consumer: it copies the
 // own boundary rows into the own slot and signals. Pull, when the caller wants A:
 //   copy stream        stage kernel | wait tag of r+1 | copy r+1 | signal | wait tag of r+2 | ...
@@ -53,6 +53,10 @@
 //      claimed. So a single CTA with a tile that runs sends all of the shard, whatever its consumer
 //      warps wait for, and no CTA that does not run yet is needed, on any rank: other kernels,
 //      other processes or a slow start only delay.
+//   8. What follows the consumer on its stream may overwrite the shard and read A. Push: the
+//      consumer's last warp awaits the word `sent`, which the copy stream writes after its last
+//      copy; the copies wait for credits only, which the peers give before they await theirs (3).
+//      Pull: the consumer has awaited every copy's signal, and starts after the stage kernel.
 #pragma once
 
 #include <cstddef>
@@ -108,7 +112,10 @@ struct Gathered {
   uint32_t* counters = nullptr;
   int32_t counter_count = 1;
   uint32_t* const* peer_credits = nullptr;  // device array of w pointers, null at this rank's place
-  SmPushArgs push{};                        // SM push: what the consumer's spare warps have to do
+  // Becomes 1 when copies beside the consumer have sent the shard. The consumer awaits it before it
+  // ends, so that what follows it may overwrite the shard, and resets it. Null: nothing to await.
+  uint32_t* sent = nullptr;
+  SmPushArgs push{};  // SM push: what the consumer's spare warps have to do
 };
 
 class AllGather {
@@ -133,24 +140,29 @@ class AllGather {
   /// What the next begin() will give its consumer. Throws std::invalid_argument when the request
   /// does not fit; enqueues nothing.
   Gathered next(GatherRequest const& request) const;
-  /// Enqueues the copies behind what `stream` holds. Returns whether the stream is being captured.
+  /// Enqueues, behind what `stream` holds, what has to come before the consumer. Returns whether
+  /// the stream is being captured.
   bool begin(GatherRequest const& request, void* stream);
-  /// Makes `stream` wait for the copies, so that the caller may reuse the shard and read a_out.
+  /// Enqueues the copies, before or after the consumer.
+  void send(GatherRequest const& request);
+  /// What comes on `stream` afterwards finds the shard free for reuse and a_out complete.
   void end(void* stream);
 
+  /// The slot of the next call.
+  int next_slot() const { return next_slot_; }
   int rank() const { return rank_; }
   int world_size() const { return static_cast<int>(bases_.size()); }
   std::size_t slot_bytes() const { return slot_bytes_; }
   int device() const { return device_; }
-  /// Held for a whole call: next, begin, end.
+  /// Held for a whole call: next, begin, send, end.
   std::mutex& mutex() { return mutex_; }
 
  private:
   struct Handles;  // streams and events
 
   // Offsets in units of one word per rank. From kCounters on single words: the consumer's warps
-  // that are done, the push's next items and its word that the credits are taken, and the stage
-  // kernel's CTAs that are done.
+  // that are done, the push's next items and its word that the credits are taken, the stage
+  // kernel's CTAs that are done, and the copies' word that the shard has been sent.
   enum Words {
     kTags = 0,
     kSignals = 1,
@@ -161,6 +173,10 @@ class AllGather {
   static constexpr int kTailClaims = 2;
   static constexpr int kGo = 3;
   static constexpr int kConsumerCounters = 4;
+  static constexpr int kStageCtas = 4;
+  static constexpr int kSent = 5;
+  static constexpr int kSingleWords = 6;
+  static std::size_t words_per_slot(int world_size);
   uint32_t* words(int rank, int slot, Words kind) const;
   char* slot(int rank, int slot) const;
   char* staged_shard(int rank, int slot) const;

@@ -350,7 +350,7 @@ struct AsyncInputMainloop : Base {
 
  private:
   CUTLASS_DEVICE static void finish(Params const& params) {
-    agmm::finish(params.input.release, params.finishing_warps);
+    agmm::finish(params.input.release, params.finishing_warps, params.input.wait_limit);
   }
 
   static constexpr int kStages = Base::DispatchPolicy::Stages;

@@ -36,7 +36,7 @@ struct AsyncInputArgs {
   int32_t chunk_pivot = 0;
   int32_t local_begin = 0;
   int32_t local_end = 0;
-  int32_t sm_count = 0;  // CTAs of the persistent grid at most; 0: every SM of the device
+  int32_t sm_count = 0;  // CTAs of the persistent grid at most; 0: no limit
 
   // Who waits, for the message when a wait passes its limit.
   int32_t rank = 0;
@@ -54,6 +54,7 @@ struct AsyncInputArgs {
   int32_t counter_count = 1;
   uint32_t* const* peer_credits = nullptr;
   int32_t peer_count = 0;
+  uint32_t* sent = nullptr;
   SmPushArgs push{};  // what the kernel's spare warps push; a null shard: nothing
 
   // Of config.splits > 1: max_split_scratch_bytes(), of which the first kSplitCounterBytes are 0

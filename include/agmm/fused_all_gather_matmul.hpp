@@ -39,9 +39,38 @@ struct FusedArgs {
   void* split_scratch = nullptr;    // see AsyncInputArgs; where a weight's config splits K
 };
 
-/// Returns whether the stream is being captured into a graph. Throws std::invalid_argument, with
-/// nothing enqueued, when a part of the call is not legal.
-bool fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
-                             std::vector<Weight> const& weights, void* stream);
+/// The op on one workspace. Safe to call from several threads.
+class FusedAllGatherMatmul {
+ public:
+  /// As AllGather's.
+  FusedAllGatherMatmul(int rank, std::vector<uintptr_t> const& bases, std::size_t slot_bytes)
+      : gather_(rank, bases, slot_bytes) {}
+
+  std::size_t slot_bytes() const { return gather_.slot_bytes(); }
+
+  /// Returns whether the stream is being captured into a graph. Throws std::invalid_argument, with
+  /// nothing enqueued, when a part of the call is not legal.
+  bool operator()(FusedArgs const& args, std::vector<Weight> const& weights, void* stream);
+
+ private:
+  /// All that comes before the first launch; it takes longer than a launch.
+  struct Call {
+    FusedArgs args;
+    std::vector<Weight> weights;
+    int slot;
+    GatherRequest request;
+    std::vector<PreparedMatmul> matmuls;
+  };
+
+  // Both slots of some calls in turn: loops come back with the same tensors.
+  static constexpr std::size_t kKeptCalls = 16;
+
+  Call prepare(FusedArgs const& args, std::vector<Weight> const& weights) const;
+  Call const& find_or_prepare(FusedArgs const& args, std::vector<Weight> const& weights);
+
+  AllGather gather_;
+  std::vector<Call> calls_;  // the last ones, in no order
+  std::size_t oldest_ = 0;
+};
 
 }  // namespace agmm

@@ -56,6 +56,30 @@ struct KernelShape {
   }
 };
 
+/// Tiles and CTAs, in clusters of them.
+struct Clusters {
+  int64_t of_tiles = 0;
+  int32_t at_once = 0;
+
+  Clusters(Problem const& p, KernelShape const& s, int32_t sm_count)
+      : of_tiles(int64_t(ceil_div(p.m, s.tile_m * s.cluster_m)) *
+                 ceil_div(p.n, s.tile_n * s.cluster_n)),
+        at_once(max_of(1, sm_count / (s.cluster_m * s.cluster_n))) {}
+
+  int64_t waves() const { return (of_tiles + at_once - 1) / at_once; }
+
+  /// How many clusters of CTAs to launch. Not all that there is room for where 3 to 15% fewer do
+  /// with the same number of waves, three or more: the last wave is then nearly full, and what is
+  /// left idle saves power and cache. On H200 that takes 1 to 3% less time. With fewer still, or in
+  /// two waves, too few tiles are computed while chunks are on their way.
+  int32_t to_launch() const {
+    int64_t const needed = (of_tiles + waves() - 1) / waves();
+    bool const is_better = waves() >= 3 && needed * 33 <= int64_t(at_once) * 32 &&
+                           needed * 33 >= int64_t(at_once) * 28;
+    return is_better ? static_cast<int32_t>(needed) : at_once;
+  }
+};
+
 /// A kernel shape and what may change from launch to launch.
 struct KernelConfig {
   KernelShape shape{};

@@ -26,12 +26,15 @@ struct Release {
   int32_t counter_count = 1;
   uint32_t* const* peer_credits = nullptr;  // one word in each peer's memory, set to 1; may be null
   int32_t peer_count = 0;
+  // Written with 1 when a transport beside the kernel has sent all of this rank's shard; awaited,
+  // so that the kernel does not end before the shard may be overwritten, and reset. Or null.
+  uint32_t* sent = nullptr;
 };
 
 /// For all lanes of each of the `count` warps that take part. It stands at the end of the kernel,
 /// which it delays: one thread that resets hundreds of signals and gives one credit after the other
 /// took 6 us more.
-CUTLASS_DEVICE void finish(Release const& release, int32_t count) {
+CUTLASS_DEVICE void finish(Release const& release, int32_t count, WaitLimit const& limit) {
   if (release.signals == nullptr) return;
   __syncwarp();
   uint32_t const before = lane_id() == 0 ? add_acq_rel_gpu(release.counters, 1) : 0;
@@ -46,6 +49,11 @@ CUTLASS_DEVICE void finish(Release const& release, int32_t count) {
   CUTLASS_PRAGMA_NO_UNROLL
   for (int i = lane_id(); i < release.peer_count; i += 32) {
     if (release.peer_credits[i] != nullptr) store_relaxed_system(release.peer_credits[i], 1);
+  }
+  // After the credits, for which the peers' copies may wait.
+  if (release.sent != nullptr && lane_id() == 0) {
+    wait_signal(release.sent, 1, limit.rank * limit.chunks_per_rank, limit);
+    *release.sent = 0;
   }
 }
 

@@ -21,6 +21,7 @@ namespace {
 
 using agmm::AllGather;
 using agmm::AsyncInputArgs;
+using agmm::FusedAllGatherMatmul;
 using agmm::KernelConfig;
 
 template <class T>
@@ -80,7 +81,7 @@ void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int
   agmm::prepare_async_input_mm(args).launch(pointer<void>(stream));
 }
 
-bool all_gather_matmul(AllGather& gather, uintptr_t a_shard, int rows, int k, bool is_bf16,
+bool all_gather_matmul(FusedAllGatherMatmul& op, uintptr_t a_shard, int rows, int k, bool is_bf16,
                        const std::vector<WeightTuple>& weights, const TransportTuple& transport,
                        uintptr_t a_out, uintptr_t tile_times, uintptr_t split_scratch,
                        uintptr_t stream) {
@@ -102,7 +103,7 @@ bool all_gather_matmul(AllGather& gather, uintptr_t a_shard, int rows, int k, bo
     parts.push_back({pointer<void>(b), ldb, layout(column_major), n, pointer<void>(bias),
                      pointer<void>(out), *config});
   }
-  return agmm::fused_all_gather_matmul(gather, args, parts, pointer<void>(stream));
+  return op(args, parts, pointer<void>(stream));
 }
 
 }  // namespace
@@ -160,10 +161,11 @@ void bind_cuda(py::module_& m) {
         "Bytes of scratch memory on the current device for configs with splits.");
   m.attr("SPLIT_COUNTER_BYTES") = agmm::kSplitCounterBytes;
   m.attr("TILE_TIMES_BYTES") = sizeof(agmm::TileTimes);
-  py::class_<AllGather>(m, "CudaWorkspace", "Gather buffers, signals and credits of one group.")
+  py::class_<FusedAllGatherMatmul>(m, "CudaWorkspace",
+                                   "Gather buffers, signals and credits of one group.")
       .def(py::init([](int rank, const std::vector<uintptr_t>& bases, std::size_t slot_bytes) {
              agmm::load_kernels();
-             return std::make_unique<AllGather>(rank, bases, slot_bytes);
+             return std::make_unique<FusedAllGatherMatmul>(rank, bases, slot_bytes);
            }),
            py::arg("rank"), py::arg("bases"), py::arg("slot_bytes"))
       .def_static("workspace_bytes", &AllGather::workspace_bytes, py::arg("slot_bytes"),
@@ -183,7 +185,7 @@ void bind_cuda(py::module_& m) {
           },
           py::arg("world_size"),
           "The words after the slots that are 1 before the first call; the others are 0.")
-      .def_property_readonly("slot_bytes", &AllGather::slot_bytes)
+      .def_property_readonly("slot_bytes", &FusedAllGatherMatmul::slot_bytes)
       .def("all_gather_matmul", &all_gather_matmul, py::arg("a_shard"), py::arg("rows"),
            py::arg("k"), py::arg("is_bf16"), py::arg("weights"), py::arg("transport"),
            py::arg("a_out"), py::arg("tile_times"), py::arg("split_scratch"), py::arg("stream"),

@@ -24,7 +24,7 @@ std::size_t AllGather::first_credit_word(int, int) { refuse(); }
 AllGather::AllGather(int, std::vector<uintptr_t> const&, std::size_t) { refuse(); }
 AllGather::~AllGather() = default;
 
-bool fused_all_gather_matmul(AllGather&, FusedArgs const&, std::vector<Weight> const&, void*) {
+bool FusedAllGatherMatmul::operator()(FusedArgs const&, std::vector<Weight> const&, void*) {
   refuse();
 }
 

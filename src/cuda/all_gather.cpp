@@ -12,13 +12,6 @@ namespace agmm {
 
 namespace {
 
-// Tags and credits: one word per rank each; signals: one per rank and column chunk; then five
-// counters. Padded so that the words of the slots do not share a cache line.
-std::size_t words_per_slot(int world_size) {
-  std::size_t const words = std::size_t(world_size) * (2 + kMaxColumnChunks) + 5;
-  return (words + 31) / 32 * 32;
-}
-
 // Room for the own shard, which peers read when they pull it: all shards of a slot are equally
 // long.
 std::size_t stage_bytes(std::size_t slot_bytes, int world_size) {
@@ -108,6 +101,11 @@ std::size_t AllGather::workspace_bytes(std::size_t slot_bytes, int world_size) {
 
 std::size_t AllGather::words_offset(std::size_t slot_bytes, int world_size) {
   return kSlots * (slot_bytes + stage_bytes(slot_bytes, world_size));
+}
+
+std::size_t AllGather::words_per_slot(int world_size) {
+  std::size_t const words = std::size_t(world_size) * kCounters + kSingleWords;
+  return (words + 31) / 32 * 32;  // the words of the slots share no cache line
 }
 
 std::size_t AllGather::first_credit_word(int slot, int world_size) {
@@ -225,6 +223,9 @@ Gathered AllGather::next(GatherRequest const& request) const {
   gathered.reset_count = (1 + column_chunks) * world_size();
   gathered.counters = words(rank_, s, kCounters);
   gathered.peer_credits = handles_->peer_words + 2 * s * world_size();
+  if (request.transport == Transport::CopyEnginePush && world_size() > 1) {
+    gathered.sent = words(rank_, s, kCounters) + kSent;
+  }
   return gathered;
 }
 
@@ -264,7 +265,7 @@ StageArgs AllGather::stage_args(GatherRequest const& request, int s) const {
   args.rank = rank_;
   args.world_size = world_size();
   args.slot = s;
-  args.finished_ctas = words(rank_, s, kCounters) + kConsumerCounters;
+  args.finished_ctas = words(rank_, s, kCounters) + kStageCtas;
   args.tag = request.tag;
   args.own_signal = words(rank_, s, kSignals) + rank_;
   args.limit_ns = request.limit_ns;
@@ -306,7 +307,14 @@ void AllGather::push(GatherRequest const& request, int s) {
   for (int i = 1; i < world_size(); ++i) {
     int const peer = (rank_ + world_size() - i) % world_size();
     copy(slot(peer, s) + rank_ * shard_bytes, request.a_shard, shard_bytes, handles_->copies);
-    write(handles_->copies, words(peer, s, kSignals) + rank_, request.tag);
+    uint32_t* const signal = words(peer, s, kSignals) + rank_;
+    if (i + 1 < world_size()) {
+      write(handles_->copies, signal, request.tag);
+      continue;
+    }
+    std::vector<CUstreamBatchMemOpParams> ops{write_op(signal, request.tag),
+                                              write_op(words(rank_, s, kCounters) + kSent, 1)};
+    batch(handles_->copies, ops);
   }
 }
 
@@ -370,7 +378,6 @@ void AllGather::pull(GatherRequest const& request, int s) {
   std::size_t const shard_bytes = request.rows * request.row_bytes;
   auto* const out = static_cast<char*>(request.a_out);
   uint32_t* const signals = words(rank_, s, kSignals);
-  stage_own_shard(request, s);
   // The signal of one peer's chunk and the wait for the next peer go in one batch.
   std::vector<CUstreamBatchMemOpParams> ops;
   for (int i = 1; i < world_size(); ++i) {
@@ -389,30 +396,40 @@ bool AllGather::begin(GatherRequest const& request, void* stream_handle) {
   order_after_last_call(stream);
   int const s = next_slot_;
   handles_->copies_in_use = request.transport != Transport::SmPush;
-  if (!handles_->copies_in_use) {
-    next_slot_ = (next_slot_ + 1) % kSlots;
-    return handles_->capture != 0;
+  if (handles_->copies_in_use) {
+    AGMM_CHECK_CUDA(cudaEventRecord(handles_->fork, stream));
+    AGMM_CHECK_CUDA(cudaStreamWaitEvent(handles_->copies, handles_->fork, 0));
   }
-  AGMM_CHECK_CUDA(cudaEventRecord(handles_->fork, stream));
-  AGMM_CHECK_CUDA(cudaStreamWaitEvent(handles_->copies, handles_->fork, 0));
   if (request.transport == Transport::CopyEnginePush) {
-    // First what may fail to launch: nothing has been sent then.
     if (!request.shared.head.empty() || !request.shared.tail.empty()) {
       copy_boundary_rows(request, s, stream);
     }
+  } else if (request.transport == Transport::CopyEnginePull) {
+    stage_own_shard(request, s);
+    AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->staged, 0));
+  }
+  return handles_->capture != 0;
+}
+
+void AllGather::send(GatherRequest const& request) {
+  int const s = next_slot_;
+  next_slot_ = (next_slot_ + 1) % kSlots;
+  if (!handles_->copies_in_use) return;
+  if (request.transport == Transport::CopyEnginePush) {
     push(request, s);
   } else {
     pull(request, s);
-    AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->staged, 0));
   }
-  AGMM_CHECK_CUDA(cudaEventRecord(handles_->copies_done, handles_->copies));
-  next_slot_ = (next_slot_ + 1) % kSlots;
-  return handles_->capture != 0;
+  // Else the consumer ends after the copies: it awaits their signals, or their word that all is
+  // sent. A capture wants the streams joined too.
+  if (handles_->capture != 0) {
+    AGMM_CHECK_CUDA(cudaEventRecord(handles_->copies_done, handles_->copies));
+  }
 }
 
 void AllGather::end(void* stream_handle) {
   auto const stream = static_cast<cudaStream_t>(stream_handle);
-  if (handles_->copies_in_use) {
+  if (handles_->copies_in_use && handles_->capture != 0) {
     AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->copies_done, 0));
   }
   if (handles_->capture == 0) {

@@ -28,7 +28,7 @@ auto fields(AsyncInputArgs const& a) {
       a.a_out, a.signals, a.ready_value, a.chunks_m, a.chunks_k, a.chunk_pivot, a.local_begin,
       a.local_end, a.sm_count, a.rank, a.chunks_per_rank, a.mismatch_is_fatal, a.tags, a.count_bits,
       a.limit_ns, a.report, a.release_signals, a.release_count, a.counters, a.counter_count,
-      a.peer_credits, a.peer_count, a.report_lock, a.tile_times, a.push.shard, a.push.rows,
+      a.peer_credits, a.peer_count, a.sent, a.report_lock, a.tile_times, a.push.shard, a.push.rows,
       a.push.row_vectors, a.push.chunk_vectors, a.push.order.chunks, a.push.order.log_parts,
       a.push.order.head_chunks, a.push.order.head_level, a.push.order.tail_level,
       a.push.order.rounds, a.push.first_peers, a.push.head, a.push.tail, a.push.tag, a.push.credits,
@@ -161,17 +161,12 @@ void check(AsyncInputArgs const& args) {
       refuse("config", std::to_string(splits) + " splits of " + args.config.shape.str(),
              "a kernel that can split K");
     }
-    // In whole clusters, as the grid has them. The scratch memory is for one wave and no more.
-    KernelShape const& shape = args.config.shape;
-    int32_t const cluster = shape.cluster_m * shape.cluster_n;
-    int64_t const units = int64_t(splits) * cluster *
-                          ceil_div(p.m, shape.tile_m * shape.cluster_m) *
-                          ceil_div(p.n, shape.tile_n * shape.cluster_n);
+    // The scratch memory is for one wave and no more.
     int32_t const ctas = args.sm_count == 0 ? device.sm_count : args.sm_count;
-    int32_t const wave = min_of(ctas, device.sm_count) / cluster * cluster;
-    if (units > wave) {
-      refuse("config", std::to_string(units) + " parts of tiles",
-             "one wave of them, at most " + std::to_string(wave));
+    Clusters const clusters(p, args.config.shape, min_of(ctas, device.sm_count));
+    if (splits * clusters.of_tiles > clusters.at_once) {
+      refuse("config", std::to_string(splits * clusters.of_tiles) + " parts of clusters of tiles",
+             "one wave of them, at most " + std::to_string(clusters.at_once));
     }
     require_aligned("split_scratch", args.split_scratch);
   }
@@ -242,6 +237,9 @@ PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& given) {
   args.report_lock = place.report_lock;
   DeviceFacts const& device = current_device();
   if (args.sm_count == 0) args.sm_count = device.sm_count;
+  KernelShape const& shape = args.config.shape;
+  int32_t const clusters = Clusters(args.problem, shape, args.sm_count).to_launch();
+  args.sm_count = min_of(args.sm_count, clusters * shape.cluster_m * shape.cluster_n);
 
   make_ready(kernel, device);
   static std::mutex mutex;

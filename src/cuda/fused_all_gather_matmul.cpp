@@ -4,6 +4,8 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
 
 #include "agmm/signals.hpp"
 #include "runtime.hpp"
@@ -34,13 +36,24 @@ AsyncInputArgs matmul_of(Weight const& weight, FusedArgs const& args, int rank, 
   return mm;
 }
 
+auto fields(FusedArgs const& a) {
+  return std::tie(a.transport, a.push_parts, a.chunk_columns, a.first_peers, a.head_chunks,
+                  a.a_shard, a.a_out, a.rows, a.k, a.dtype, a.limit_ns, a.tile_times,
+                  a.split_scratch);
+}
+
+auto fields(Weight const& w) {
+  return std::tie(w.b, w.ldb, w.b_layout, w.n, w.bias, w.out, w.config.shape, w.config.max_swizzle,
+                  w.config.raster, w.config.splits);
+}
+
 }  // namespace
 
-bool fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
-                             std::vector<Weight> const& weights, void* stream) {
+FusedAllGatherMatmul::Call FusedAllGatherMatmul::prepare(FusedArgs const& args,
+                                                         std::vector<Weight> const& weights) const {
   if (weights.empty()) throw std::invalid_argument("B: found no weight, wanted at least one");
-  int const world_size = gather.world_size();
-  Range const own{gather.rank() * args.rows, (gather.rank() + 1) * args.rows};
+  int const world_size = gather_.world_size();
+  Range const own{gather_.rank() * args.rows, (gather_.rank() + 1) * args.rows};
 
   GatherRequest request;
   request.transport = args.transport;
@@ -75,7 +88,7 @@ bool fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
 
   std::vector<AsyncInputArgs> matmuls;
   for (Weight const& weight : weights) {
-    matmuls.push_back(matmul_of(weight, args, gather.rank(), world_size));
+    matmuls.push_back(matmul_of(weight, args, gather_.rank(), world_size));
     SharedRows const shared = shared_rows(own, weight.config.shape.tile_m, world_size * args.rows);
     request.shared.head = {own.begin, std::max(request.shared.head.end, shared.head.end)};
     request.shared.tail = {request.shared.tail.empty()
@@ -85,9 +98,7 @@ bool fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
   }
   request.shared.tail.begin = std::max(request.shared.tail.begin, request.shared.head.end);
 
-  std::lock_guard<std::mutex> const lock(gather.mutex());
-  DeviceGuard const device(gather.device());
-  Gathered const gathered = gather.next(request);
+  Gathered const gathered = gather_.next(request);
   std::vector<PreparedMatmul> prepared;
   for (std::size_t i = 0; i < matmuls.size(); ++i) {
     AsyncInputArgs& mm = matmuls[i];
@@ -112,14 +123,45 @@ bool fused_all_gather_matmul(AllGather& gather, FusedArgs const& args,
       mm.counter_count = gathered.counter_count;
       mm.peer_credits = gathered.peer_credits;
       mm.peer_count = world_size;
+      mm.sent = gathered.sent;
     }
     prepared.push_back(prepare_async_input_mm(mm));
   }
+  return {args, weights, gather_.next_slot(), request, std::move(prepared)};
+}
 
+FusedAllGatherMatmul::Call const& FusedAllGatherMatmul::find_or_prepare(
+    FusedArgs const& args, std::vector<Weight> const& weights) {
+  int const slot = gather_.next_slot();
+  auto const is_same = [](Weight const& a, Weight const& b) { return fields(a) == fields(b); };
+  for (Call const& call : calls_) {
+    if (call.slot == slot && fields(call.args) == fields(args) &&
+        std::equal(call.weights.begin(), call.weights.end(), weights.begin(), weights.end(),
+                   is_same)) {
+      return call;
+    }
+  }
+  if (calls_.size() < kKeptCalls) return calls_.emplace_back(prepare(args, weights));
+  Call& call = calls_[oldest_];
+  call = prepare(args, weights);
+  oldest_ = (oldest_ + 1) % kKeptCalls;
+  return call;
+}
+
+bool FusedAllGatherMatmul::operator()(FusedArgs const& args, std::vector<Weight> const& weights,
+                                      void* stream) {
+  std::lock_guard<std::mutex> const lock(gather_.mutex());
+  DeviceGuard const device(gather_.device());
+  Call const& call = find_or_prepare(args, weights);
   // Nothing is enqueued before here, and nothing short of a CUDA failure can stop the call now.
-  bool const captured = gather.begin(request, stream);
-  for (PreparedMatmul const& mm : prepared) mm.launch(stream);
-  gather.end(stream);
+  bool const captured = gather_.begin(call.request, stream);
+  // A graph begins a branch the sooner the earlier it was captured, and ends with the matmul.
+  // Eager copies come first: on a GPU that several ranks share they may be kernels, which a
+  // matmul that fills the GPU keeps out.
+  if (!captured) gather_.send(call.request);
+  for (PreparedMatmul const& mm : call.matmuls) mm.launch(stream);
+  if (captured) gather_.send(call.request);
+  gather_.end(stream);
   return captured;
 }
 

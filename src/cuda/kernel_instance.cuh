@@ -102,8 +102,8 @@ struct KernelInstance {
     input.ready_value = args.ready_value;
     input.wait_limit = wait_limit(args);
     input.local_rows = {args.local_begin, args.local_end};
-    input.release = {args.release_signals, args.release_count, args.counters,
-                     args.counter_count,   args.peer_credits,  args.peer_count};
+    input.release = {args.release_signals, args.release_count, args.counters, args.counter_count,
+                     args.peer_credits,    args.peer_count,    args.sent};
     input.tile_times = args.tile_times;
     input.tiles_n = FastDiv(ceil_div(args.problem.n, TileN));
     input.k_tiles = ceil_div(args.problem.k, TileK);
