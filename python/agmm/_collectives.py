@@ -25,18 +25,19 @@ def group_of(group_name: str) -> dist.ProcessGroup:
 
 def group_or_default(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup | str:
     """The group that was given, or the default group for None."""
-    if group is None:
+    given: Any = group  # not always what it should be: traced, a group is a stand-in
+    if isinstance(given, (dist.ProcessGroup, str)):
+        return given
+    if given is None:
         if not dist.is_initialized():
             raise InvalidArgument(
                 "group: found None without a default process group, wanted a group or "
                 "torch.distributed.init_process_group"
             )
         return cast(dist.ProcessGroup, dist.group.WORLD)
-    if isinstance(group, str) or torch.compiler.is_compiling():  # traced, a group is a stand-in
-        return group
-    if not isinstance(group, dist.ProcessGroup):
-        raise InvalidArgument(f"group: found {group!r}, wanted a process group or its name")
-    return group
+    if torch.compiler.is_compiling():
+        return cast(dist.ProcessGroup, given)
+    raise InvalidArgument(f"group: found {given!r}, wanted a process group or its name")
 
 
 def name_of(group: dist.ProcessGroup | str | None) -> str:

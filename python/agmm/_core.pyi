@@ -18,6 +18,7 @@ __all__: list[str] = [
     "call_tag",
     "chunk_columns",
     "chunks_of_rows",
+    "clusters_to_launch",
     "cpu_wait_signal",
     "cuda_built",
     "fast_divide",
@@ -221,6 +222,13 @@ def chunk_columns(depth: int, chunks_k: int, chunk_k: int) -> tuple[int, int]:
 def chunks_of_rows(m: int, chunks: int, begin: int, end: int) -> tuple[int, int]:
     """
     The half-open range of row chunks that rows [begin, end) touch.
+    """
+
+def clusters_to_launch(
+    m: int, n: int, block_rows: int, block_cols: int, chunks: int, at_once: int
+) -> int:
+    """
+    How many of the clusters of CTAs that there is room for are launched.
     """
 
 def cpu_wait_signal(

@@ -27,6 +27,8 @@ _FOLDER = Path(__file__).parent / "tables"
 ELEMENT_BYTES = 2
 WIDE_CHUNK_BYTES = 256
 """Of a chunk's row: a link carries more of them in a second than of narrower ones."""
+MERGED_BYTES = 12288
+"""SM push sends parts together up to this size (src/cuda/all_gather.cpp)."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class Constants:
     launch_us: float
     tflops_per_sm: dict[str, float]
     """Of one multiprocessor inside the main loop, by kernel."""
+    row_major_factor: dict[str, float]
+    """How much longer a tile takes with a row-major B, by kernel, where that is above 3%: of a
+    tile whose width is no multiple of 64 columns, TMA loads it in narrow pieces."""
     splitting_kernels: list[str]
     """Those of ``tflops_per_sm`` that can split K."""
     other_tflops_per_sm: float
@@ -64,9 +69,15 @@ class Constants:
     sm_push_cta_disturbance: float
     """The same where CTAs of their own send."""
     sm_push_gb_per_s: float
-    """Sent by one rank, to all peers."""
-    sm_push_narrow_gb_per_s: float
-    """The same with chunks of less than `WIDE_CHUNK_BYTES`."""
+    """Sent by one rank, to all peers, at most."""
+    sm_push_gb_per_s_and_cta: float
+    """What a CTA with a tile can send beside it, its fences apart."""
+    sm_push_fence_us: float
+    """Between what such a CTA sends and its signal."""
+    sm_push_gb_per_s_and_own_cta: float
+    """What a CTA that does nothing else can send."""
+    sm_push_narrow_factor: float
+    """Of these rates, with chunks of less than `WIDE_CHUNK_BYTES`."""
     all_gather_us: float
     all_gather_gb_per_s: float
     matmul_tflops: float
@@ -120,6 +131,8 @@ def _tiles(problem: Problem, config: KernelConfig) -> tuple[float, int, int]:
     c = constants(problem.gpu)
     rate = c.tflops_per_sm.get(config.kernel, c.other_tflops_per_sm)
     tile_us = 2e-6 * config.tile_m * config.tile_n * problem.k / config.splits / rate
+    if problem.b_layout == "row":
+        tile_us *= c.row_major_factor.get(config.kernel, 1.0)
     tile_us += c.tile_overhead_us[config.schedule]
     tile_us += c.split_us * (config.splits - 1)
     # One worker per CTA; a pingpong CTA works on two tiles at a time but no faster than on one.
@@ -143,11 +156,14 @@ def _straddling_factor(problem: Problem, config: KernelConfig) -> float:
 
 
 def _blocks_before(problem: Problem, config: KernelConfig, position: int) -> int:
-    """How many blocks lie wholly in the chunks before this ring position. Those of two chunks
-    belong to the later one."""
+    """How many blocks lie wholly in the chunks before this ring position, on the rank that has the
+    fewest. Those of two chunks belong to the later one."""
     block_rows = config.tile_m * config.cluster_m
     in_row = clusters(problem, config)[0] // -(-problem.m // block_rows)
-    return position * (problem.m // problem.world_size) // block_rows * in_row
+    rows = problem.m // problem.world_size
+    begins = range(0, problem.world_size * rows, max(1, rows))
+    whole = min((b + position * rows) // block_rows - -(-b // block_rows) for b in begins)
+    return max(0, whole) * in_row
 
 
 def fused_us(problem: Problem, config: KernelConfig, transport: str = "push") -> float:
@@ -173,22 +189,56 @@ def push_rate_gb_per_s(problem: Problem, config: KernelConfig) -> float:
     return sent / (tile_us * -(-blocks // workers)) / 1e3
 
 
+def _us_per_mb_sent(
+    problem: Problem, ctas: int, parts: int, chunk_columns: int, first_peers: int, has_ctas: bool
+) -> float:
+    """Time in µs in which one rank sends 1 MB by SM push, ``ctas`` having tiles."""
+    c = constants(problem.gpu)
+    peers = max(1, problem.world_size - 1)
+    us = 1e3 / c.sm_push_gb_per_s
+    if has_ctas:
+        sms = problem.sm_count or c.sm_count
+        return us + 1e3 / (max(1, sms - ctas) * c.sm_push_gb_per_s_and_own_cta)
+    # What goes to all peers of a round before a fence.
+    chunk_bytes = problem.m // problem.world_size * chunk_columns * ELEMENT_BYTES
+    item_bytes = max(1.0, chunk_bytes * (first_peers or peers) / parts)
+    while 2 * item_bytes <= MERGED_BYTES:
+        item_bytes *= 2
+    us += (1e3 / c.sm_push_gb_per_s_and_cta + 1e6 * c.sm_push_fence_us / item_bytes) / ctas
+    is_wide = chunk_columns * ELEMENT_BYTES >= WIDE_CHUNK_BYTES or problem.world_size == 2
+    return us if is_wide else us / c.sm_push_narrow_factor
+
+
 def sm_push_us(
-    problem: Problem, config: KernelConfig, chunk_columns: int, *, has_ctas: bool = False
+    problem: Problem,
+    config: KernelConfig,
+    chunk_columns: int,
+    *,
+    parts: int = 1,
+    first_peers: int = 0,
+    has_ctas: bool = False,
 ) -> float:
     """Predicted time of the fused call in µs with SM push: the matmul, and not before the last
     chunk has come and been multiplied, and then what a worker whose first block is another rank's
-    has left. ``has_ctas``: CTAs of their own push most of it."""
+    has left.
+
+    Args:
+        chunk_columns: of a column chunk.
+        parts: that the rows of a chunk are sent in.
+        first_peers: so many nearest consumers get the whole shard before the others.
+        has_ctas: CTAs of their own push most of it.
+    """
     c = constants(problem.gpu)
     tile_us, blocks, workers = _tiles(problem, config)
     chunks = -(-problem.k // chunk_columns)
     waves = -(-blocks // workers)
-    is_wide = chunk_columns * ELEMENT_BYTES >= WIDE_CHUNK_BYTES or problem.world_size == 2
-    rate = c.sm_push_gb_per_s if is_wide else c.sm_push_narrow_gb_per_s
-    sent = (problem.world_size - 1) * _shard_bytes(problem) / (rate * 1e3)
+    ctas = min(blocks, workers) * config.cluster_m * config.cluster_n
+    us_per_mb = _us_per_mb_sent(problem, ctas, parts, chunk_columns, first_peers, has_ctas)
+    sent = (problem.world_size - 1) * _shard_bytes(problem) * us_per_mb / 1e6
     disturbance = c.sm_push_cta_disturbance if has_ctas else c.sm_push_disturbance
     computed = tile_us * waves + disturbance * sent / waves
-    blocks_left = max(0, -(-(blocks - _blocks_before(problem, config, 1)) // workers) - 1)
+    early = _blocks_before(problem, config, 1 + first_peers)
+    blocks_left = max(0, -(-(blocks - early) // workers) - 1)
     last_us = sent + tile_us / chunks + tile_us * blocks_left
     computed *= _straddling_factor(problem, config)
     straddles_once = waves == 1 and straddles(problem, config)

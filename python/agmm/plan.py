@@ -37,6 +37,12 @@ one peer to send to at a time."""
 
 _PUSH_SMS = 8
 _PUSH_RATE_GB_PER_S = 220.0
+"""What a matmul must need at least to be held to wait for the sending."""
+_LINK_BOUND_GB_PER_S = 300.0
+_LINK_BOUND_PARTS = 8
+_LINK_BOUND_ROWS = 48
+"""Where a matmul needs more than that and shards end inside tiles: more parts than these only of
+as many rows each."""
 _HEAD = (128, 4)
 """CTAs of their own push where so many multiprocessors are free, and the matmul takes the rows of
 the others faster than its own warps send them; then the columns of a chunk, and the chunks that
@@ -59,6 +65,12 @@ RASTERS = ("along_m", "along_n")
 
 _NEIGHBOUR_FACTOR = 4
 """A tuned M says something about an M up to this many times larger or smaller."""
+
+_UNFUSED_MARGIN = 1.1
+_STEADY_GATHER_BYTES = 4e6
+"""The model takes the unfused plan where the fused ones take more than so many times its time: a
+library's all-gather of more bytes than these varies by more from run to run. With fewer it takes
+its latency, which is steady."""
 
 _MODEL_MARGIN = 1.03
 """The cost model's error between kernels: it overrules tuned neighbours by more than this only."""
@@ -383,15 +395,19 @@ def _usual_sm_push(problem: Problem, kernel: KernelConfig) -> SmPush:
     one_peer = first_peers == 1 or problem.world_size == 2
     has_small_parts = one_peer or (kernel.splits == 1 and not straddles)
     part_rows = _PUSH_ROWS if has_small_parts else 2 * _PUSH_ROWS
-    parts = 1
-    while parts < MAX_PUSH_PARTS and 2 * parts * part_rows <= rows:
-        parts *= 2
     rate = cost_model.push_rate_gb_per_s(problem, kernel)
-    is_narrow = one_wave and has_small_parts and not one_peer and rate < _PUSH_RATE_GB_PER_S
+    waits = rate > _PUSH_RATE_GB_PER_S
+    most_parts = MAX_PUSH_PARTS
+    if straddles and rate > _LINK_BOUND_GB_PER_S:
+        most_parts = max(_LINK_BOUND_PARTS, rows // _LINK_BOUND_ROWS)
+    parts = 1
+    while 2 * parts <= most_parts and 2 * parts * part_rows <= rows:
+        parts *= 2
+    is_narrow = one_wave and has_small_parts and not one_peer and not waits
     columns = _PUSH_COLUMNS[0 if is_narrow else 1]
     head_chunks = 0
     has_free_sms = _free_sms(problem, kernel) >= _PUSH_SMS
-    if has_free_sms and rate > _PUSH_RATE_GB_PER_S and (one_peer or not straddles):
+    if has_free_sms and waits and (one_peer or not straddles):
         columns, head_chunks = _HEAD
     while problem.k > columns * MAX_COLUMN_CHUNKS:
         columns *= 2
@@ -434,7 +450,12 @@ def predict_us(problem: Problem, plan: Plan) -> float | None:
     sm_push = SmPush.parse(plan.transport)
     if sm_push is not None:
         return cost_model.sm_push_us(
-            problem, plan.kernel, sm_push.chunk_columns, has_ctas=sm_push.head_chunks != 0
+            problem,
+            plan.kernel,
+            sm_push.chunk_columns,
+            parts=sm_push.parts,
+            first_peers=sm_push.first_peers,
+            has_ctas=sm_push.head_chunks != 0,
         )
     return cost_model.fused_us(problem, plan.kernel, plan.transport)
 
@@ -607,10 +628,17 @@ class Planner:
             return Choice(Plan("push"), "default of the CPU backend", None)
         # One rank has nothing to gather: the unfused path would only copy A.
         fused = fused or problem.world_size == 1
-        for plan, us in self.alternatives(problem):
-            if not (fused and plan == UNFUSED):
-                return Choice(plan, "cost model", us)
-        raise ValueError("kernels: found none, wanted a build with CUDA kernels")
+        plans = self.alternatives(problem)
+        best = next((pair for pair in plans if pair[0] != UNFUSED), None)
+        if best is None and fused:
+            raise ValueError("kernels: found none, wanted a build with CUDA kernels")
+        unfused_us = next(us for plan, us in plans if plan == UNFUSED)
+        if best is not None:
+            gathered = problem.m * problem.k * cost_model.ELEMENT_BYTES
+            margin = _UNFUSED_MARGIN if gathered > _STEADY_GATHER_BYTES else 1.0
+            if fused or (best[1] or 0.0) <= margin * (unfused_us or 0.0):
+                return Choice(best[0], "cost model", best[1])
+        return Choice(UNFUSED, "cost model", unfused_us)
 
     def _usable_rows(
         self, problem: Problem, tuned: Problem, fused: bool

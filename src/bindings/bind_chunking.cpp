@@ -57,6 +57,15 @@ void bind_chunking(py::module_& m) {
       py::arg("pivot"), py::arg("max_swizzle") = 1, py::arg("raster") = "along_m",
       "The order of computation: (block of M, block of N, first chunk, last chunk + 1) per step.");
   m.def(
+      "clusters_to_launch",
+      [](int rows, int n, int block_rows, int block_cols, int chunks, int at_once) {
+        const TileOrder order =
+            make_order(rows, n, block_rows, block_cols, chunks, 0, 1, "along_m");
+        return agmm::Clusters(rows, n, block_rows, block_cols, at_once).to_launch(order.chunks);
+      },
+      py::arg("m"), py::arg("n"), py::arg("block_rows"), py::arg("block_cols"), py::arg("chunks"),
+      py::arg("at_once"), "How many of the clusters of CTAs that there is room for are launched.");
+  m.def(
       "chunks_of_rows",
       [](int rows, int chunks, int begin, int end) {
         const Range touched = ChunkGrid(rows, 1, chunks).row_chunks({begin, end});

@@ -164,8 +164,8 @@ void check(AsyncInputArgs const& args) {
     // The scratch memory is for one wave and no more.
     int32_t const ctas = args.sm_count == 0 ? device.sm_count : args.sm_count;
     Clusters const clusters(p, args.config.shape, min_of(ctas, device.sm_count));
-    if (splits * clusters.of_tiles > clusters.at_once) {
-      refuse("config", std::to_string(splits * clusters.of_tiles) + " parts of clusters of tiles",
+    if (splits * clusters.blocks() > clusters.at_once) {
+      refuse("config", std::to_string(splits * clusters.blocks()) + " parts of clusters of tiles",
              "one wave of them, at most " + std::to_string(clusters.at_once));
     }
     require_aligned("split_scratch", args.split_scratch);
@@ -238,7 +238,8 @@ PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& given) {
   DeviceFacts const& device = current_device();
   if (args.sm_count == 0) args.sm_count = device.sm_count;
   KernelShape const& shape = args.config.shape;
-  int32_t const clusters = Clusters(args.problem, shape, args.sm_count).to_launch();
+  ChunkGrid const chunks(args.problem.m, args.problem.k, args.chunks_m, args.chunks_k);
+  int32_t const clusters = Clusters(args.problem, shape, args.sm_count).to_launch(chunks);
   args.sm_count = min_of(args.sm_count, clusters * shape.cluster_m * shape.cluster_n);
 
   make_ready(kernel, device);

@@ -440,6 +440,63 @@ def test_stretches_begin_where_the_parts_do(units: int, parts: int, columns: int
             assert first <= i * length + i
 
 
+@settings(max_examples=400)
+@given(
+    st.integers(1, 20000),
+    st.integers(1, 16000),
+    st.sampled_from([128, 256, 512]),
+    st.sampled_from([96, 128, 144, 160, 224, 256]),
+    st.integers(1, 8),
+    st.integers(1, 160),
+)
+def test_fewer_clusters_take_no_more_waves(
+    m: int, n: int, block_rows: int, block_cols: int, chunks: int, at_once: int
+) -> None:
+    rows = -(-m // chunks)
+    if (chunks - 1) * rows >= m:
+        return
+    found = _core.clusters_to_launch(m, n, block_rows, block_cols, chunks, at_once)
+    blocks_n = -(-n // block_cols)
+    blocks = [range(b, min(b + block_rows, m)) for b in range(0, m, block_rows)]
+    assert 1 <= found <= at_once
+    if found == at_once:
+        return
+    waves = -(-len(blocks) * blocks_n // at_once)
+    assert waves >= 3
+    assert 0.84 * at_once <= found <= 0.97 * at_once
+    assert -(-len(blocks) * blocks_n // found) == waves
+    # Nor do the blocks that need one of the chunks that are still to come, on any rank.
+    for coming in range(1, chunks):
+        windows = [range(c * rows, (c + coming) * rows) for c in range(chunks - coming + 1)]
+        worst = max(
+            sum(b.start < window.stop and window.start < b.stop for b in blocks)
+            for window in windows
+        )
+        straddling = 0 if rows % block_rows == 0 else 1
+        most = min(len(blocks), -(-coming * rows // block_rows) + straddling)
+        assert worst <= most
+        assert -(-worst * blocks_n // found) <= -(-most * blocks_n // at_once)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "block_rows", "block_cols", "at_once", "wanted"),
+    [
+        (16384, 3584, 256, 256, 66, 64),  # 1241 us with all, 1232 with 64: the matmul alone
+        (8192, 8192, 256, 256, 66, 64),
+        (7104, 1536, 256, 192, 66, 66),  # with 56 the last chunk's blocks would be two waves
+        (4968, 1536, 128, 128, 132, 132),
+        (2048, 3584, 256, 224, 66, 66),  # two waves
+        (8192, 14336, 128, 160, 132, 132),  # 131 would do
+        (512, 3584, 256, 128, 66, 66),  # one
+    ],
+)
+def test_clusters_to_launch(
+    m: int, n: int, block_rows: int, block_cols: int, at_once: int, wanted: int
+) -> None:
+    found = _core.clusters_to_launch(m, n, block_rows, block_cols, 4, at_once)
+    assert found == wanted
+
+
 def test_chunks_of_rows() -> None:
     draw = random.Random(7)
     for _ in range(5000):
