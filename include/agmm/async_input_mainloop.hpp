@@ -320,7 +320,7 @@ struct AsyncInputMainloop : Base {
 
   CUTLASS_DEVICE void load_tail(MainloopPipeline pipeline, PipelineState smem_pipe_write) {
     // Until every load has landed. While the consumers go on with what is in the stages, the
-    // buffers are given back.
+    // buffers are given back, and the last warp awaits the copies of this rank's shard.
     PipelineState stage = smem_pipe_write;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < kStages; ++i, ++stage) {

@@ -36,7 +36,7 @@ struct AsyncInputArgs {
   int32_t chunk_pivot = 0;
   int32_t local_begin = 0;
   int32_t local_end = 0;
-  int32_t sm_count = 0;  // CTAs of the persistent grid at most; 0: no limit
+  int32_t sm_count = 0;  // CTAs of the persistent grid at most; 0: the device's SMs
 
   // Who waits, for the message when a wait passes its limit.
   int32_t rank = 0;

@@ -42,14 +42,16 @@ struct FusedArgs {
 /// The op on one workspace. Safe to call from several threads.
 class FusedAllGatherMatmul {
  public:
-  /// As AllGather's.
-  FusedAllGatherMatmul(int rank, std::vector<uintptr_t> const& bases, std::size_t slot_bytes)
-      : gather_(rank, bases, slot_bytes) {}
+  /// As AllGather's. shares_gpu: ranks of the group are on one GPU.
+  FusedAllGatherMatmul(int rank, std::vector<uintptr_t> const& bases, std::size_t slot_bytes,
+                       bool shares_gpu)
+      : gather_(rank, bases, slot_bytes), shares_gpu_(shares_gpu) {}
 
   std::size_t slot_bytes() const { return gather_.slot_bytes(); }
 
   /// Returns whether the stream is being captured into a graph. Throws std::invalid_argument, with
-  /// nothing enqueued, when a part of the call is not legal.
+  /// nothing enqueued, when a part of the call is not legal; std::runtime_error when CUDA refuses,
+  /// and in all calls after that: signals and slots of the ranks may no longer be in step.
   bool operator()(FusedArgs const& args, std::vector<Weight> const& weights, void* stream);
 
  private:
@@ -69,7 +71,9 @@ class FusedAllGatherMatmul {
   Call const& find_or_prepare(FusedArgs const& args, std::vector<Weight> const& weights);
 
   AllGather gather_;
-  std::vector<Call> calls_;  // the last ones, in no order
+  bool shares_gpu_;
+  bool failed_ = false;      // half-way
+  std::vector<Call> calls_;  // prepared last
   std::size_t oldest_ = 0;
 };
 

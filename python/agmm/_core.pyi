@@ -162,7 +162,11 @@ class CudaWorkspace:
     @staticmethod
     def workspace_bytes(slot_bytes: int, world_size: int) -> int: ...
     def __init__(
-        self, rank: int, bases: collections.abc.Sequence[int], slot_bytes: int
+        self,
+        rank: int,
+        bases: collections.abc.Sequence[int],
+        slot_bytes: int,
+        shares_gpu: bool = False,
     ) -> None: ...
     def all_gather_matmul(
         self,

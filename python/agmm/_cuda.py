@@ -146,7 +146,8 @@ def async_input_mm(
         config: the kernel; chosen by `agmm.plan` when None.
         bias: [N], or None.
         tile_times: uint8, where the kernel records when each tile waited and ran (timed kernels).
-        sm_count: CTAs at most; 0: one per multiprocessor.
+        sm_count: CTAs at most; 0: as many as there are multiprocessors. Fewer are launched where
+            they take no longer.
 
     Raises:
         InvalidArgument: the kernel cannot take the operands; the message says why.
@@ -230,6 +231,7 @@ class CudaWorkspace:
         self._captured = False
         self._kept: list[_Buffers] = []  # read by CUDA graphs that may be replayed
         self._why_unfused: str | None = None
+        self._shares_gpu = False
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -290,7 +292,8 @@ class CudaWorkspace:
         words = memory[first_word:].view(torch.int32)
         words.zero_()
         words[torch.tensor(_core.CudaWorkspace.credit_words(self.world_size))] = 1
-        core = _core.CudaWorkspace(self.rank, list(handle.buffer_ptrs), slot_bytes)
+        places = list(handle.buffer_ptrs)
+        core = _core.CudaWorkspace(self.rank, places, slot_bytes, self._shares_gpu)
         split_scratch = _split_scratch(self._device)
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group, device_ids=[self._device.index])
@@ -325,9 +328,10 @@ class CudaWorkspace:
         hosts = {entry[1] for entry in found}
         devices = [int(entry[2]) for entry in found]
         made = [int(entry[3]) for entry in found]
+        self._shares_gpu = len(set(devices)) < len(devices)
         if len(hosts) > 1:
             self._why_unfused = f"group: found ranks on {len(hosts)} hosts, wanted one"
-        elif len(set(devices)) < len(devices) and not _env.is_on(_env.SHARED_GPUS):
+        elif self._shares_gpu and not _env.is_on(_env.SHARED_GPUS):
             self._why_unfused = f"group: found ranks on the same GPU {devices}, wanted one each"
         elif len(set(made)) > 1:
             # torch numbers the exchanges of a rendezvous with one counter per process; ranks whose

@@ -163,11 +163,12 @@ void bind_cuda(py::module_& m) {
   m.attr("TILE_TIMES_BYTES") = sizeof(agmm::TileTimes);
   py::class_<FusedAllGatherMatmul>(m, "CudaWorkspace",
                                    "Gather buffers, signals and credits of one group.")
-      .def(py::init([](int rank, const std::vector<uintptr_t>& bases, std::size_t slot_bytes) {
+      .def(py::init([](int rank, const std::vector<uintptr_t>& bases, std::size_t slot_bytes,
+                       bool shares_gpu) {
              agmm::load_kernels();
-             return std::make_unique<FusedAllGatherMatmul>(rank, bases, slot_bytes);
+             return std::make_unique<FusedAllGatherMatmul>(rank, bases, slot_bytes, shares_gpu);
            }),
-           py::arg("rank"), py::arg("bases"), py::arg("slot_bytes"))
+           py::arg("rank"), py::arg("bases"), py::arg("slot_bytes"), py::arg("shares_gpu") = false)
       .def_static("workspace_bytes", &AllGather::workspace_bytes, py::arg("slot_bytes"),
                   py::arg("world_size"))
       .def_static("words_offset", &AllGather::words_offset, py::arg("slot_bytes"),

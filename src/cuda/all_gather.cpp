@@ -67,7 +67,8 @@ struct AllGather::Handles {
   cudaEvent_t captured_call_done = nullptr;
   uint32_t** peer_words = nullptr;  // device, [kSlots][2][w]: this rank's credit and tag at peer p
 
-  bool copies_in_use = false;          // by the call under way
+  int slot = 0;                        // of the call under way
+  bool copies_in_use = false;          // by it
   bool any_call = false;               // eager
   unsigned long long last_stream = 0;  // its id, of the last eager call
   unsigned long long stream = 0;       // of the call under way
@@ -395,6 +396,8 @@ bool AllGather::begin(GatherRequest const& request, void* stream_handle) {
   auto const stream = static_cast<cudaStream_t>(stream_handle);
   order_after_last_call(stream);
   int const s = next_slot_;
+  handles_->slot = s;
+  next_slot_ = (next_slot_ + 1) % kSlots;
   handles_->copies_in_use = request.transport != Transport::SmPush;
   if (handles_->copies_in_use) {
     AGMM_CHECK_CUDA(cudaEventRecord(handles_->fork, stream));
@@ -412,13 +415,11 @@ bool AllGather::begin(GatherRequest const& request, void* stream_handle) {
 }
 
 void AllGather::send(GatherRequest const& request) {
-  int const s = next_slot_;
-  next_slot_ = (next_slot_ + 1) % kSlots;
   if (!handles_->copies_in_use) return;
   if (request.transport == Transport::CopyEnginePush) {
-    push(request, s);
+    push(request, handles_->slot);
   } else {
-    pull(request, s);
+    pull(request, handles_->slot);
   }
   // Else the consumer ends after the copies: it awaits their signals, or their word that all is
   // sent. A capture wants the streams joined too.

@@ -149,6 +149,11 @@ void check(AsyncInputArgs const& args) {
   if (kernel == nullptr) {
     refuse("config", args.config.shape.str() + " for " + p.str(), "a kernel of this build");
   }
+  KernelShape const& shape = args.config.shape;
+  if (args.sm_count != 0 && args.sm_count < shape.cluster_m * shape.cluster_n) {
+    refuse("sm_count", std::to_string(args.sm_count),
+           "at least a cluster of " + std::to_string(shape.cluster_m * shape.cluster_n));
+  }
   int32_t const splits = args.config.splits;
   if (splits != 1) {
     int32_t const k_tiles = ceil_div(p.k, args.config.shape.tile_k);

@@ -152,16 +152,23 @@ bool FusedAllGatherMatmul::operator()(FusedArgs const& args, std::vector<Weight>
                                       void* stream) {
   std::lock_guard<std::mutex> const lock(gather_.mutex());
   DeviceGuard const device(gather_.device());
+  if (failed_) {
+    throw std::runtime_error(
+        "workspace: an earlier call failed half-way, so its ranks may be out of step; wanted new "
+        "processes");
+  }
   Call const& call = find_or_prepare(args, weights);
   // Nothing is enqueued before here, and nothing short of a CUDA failure can stop the call now.
   bool const captured = gather_.begin(call.request, stream);
-  // A graph begins a branch the sooner the earlier it was captured, and ends with the matmul.
-  // Eager copies come first: on a GPU that several ranks share they may be kernels, which a
-  // matmul that fills the GPU keeps out.
-  if (!captured) gather_.send(call.request);
+  failed_ = !captured;  // of a capture that fails nothing is left
+  // A graph's branches begin in the order of their capture, and it ends soonest with the first. But
+  // on a GPU that ranks share, copies are kernels, which a matmul that fills the GPU keeps out.
+  bool const matmul_first = captured && !shares_gpu_;
+  if (!matmul_first) gather_.send(call.request);
   for (PreparedMatmul const& mm : call.matmuls) mm.launch(stream);
-  if (captured) gather_.send(call.request);
+  if (matmul_first) gather_.send(call.request);
   gather_.end(stream);
+  failed_ = false;
   return captured;
 }
 

@@ -242,6 +242,25 @@ def loop(
     return exact.faults(f"{shape} delayed={delayed_rank}")
 
 
+def overwritten(world_size: int, shape: LocalShape, calls: int, seed: int) -> Faults:
+    """The shard is overwritten right behind the call. A rank that begins late finds all other
+    shards there, and with few columns its products end long before its own shard is sent."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    exact = ExactCalls(group, shape, seed)
+    poison(group)
+    late = random.Random(seed)
+    for i in range(calls):
+        exact.new_data()
+        if late.randrange(world_size) == exact.rank:
+            torch.cuda._sleep(2_000_000)
+        found = exact.product(("push", "push-A", "pull", "sm")[i % 4])
+        exact.shard.fill_(torch.nan)
+        exact.compare(*found)
+    return exact.faults(f"{shape} overwritten")
+
+
 def sm_push_at_its_size(world_size: int, calls: int, seed: int) -> Faults:
     """The stress test of SM push."""
     shape = LocalShape(1024 // world_size, 3584, 8192)
