@@ -18,7 +18,8 @@ inline constexpr bool kNoFence = kFault == "no_fence";          // a signal with
 inline constexpr bool kSignalFirst = kFault == "signal_first";  // signals before the rows
 inline constexpr bool kNoCredit = kFault == "no_credit";        // SM push awaits no credit
 inline constexpr bool kNoWait = kFault == "no_wait";            // loads await no signal
-static_assert(kFault.empty() || kNoFence || kSignalFirst || kNoCredit || kNoWait);
+inline constexpr bool kNoSent = kFault == "no_sent";            // ends before the shard is sent
+static_assert(kFault.empty() || kNoFence || kSignalFirst || kNoCredit || kNoWait || kNoSent);
 
 inline constexpr bool kStressDelays = AGMM_STRESS_DELAYS != 0;
 

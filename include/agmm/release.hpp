@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "agmm/device_wait.hpp"
+#include "agmm/fault.hpp"
 #include "cutlass/cutlass.h"
 
 namespace agmm {
@@ -51,7 +52,7 @@ CUTLASS_DEVICE void finish(Release const& release, int32_t count, WaitLimit cons
     if (release.peer_credits[i] != nullptr) store_relaxed_system(release.peer_credits[i], 1);
   }
   // After the credits, for which the peers' copies may wait.
-  if (release.sent != nullptr && lane_id() == 0) {
+  if (!kNoSent && release.sent != nullptr && lane_id() == 0) {
     wait_signal(release.sent, 1, limit.rank * limit.chunks_per_rank, limit);
     *release.sent = 0;
   }

@@ -242,12 +242,13 @@ def loop(
     return exact.faults(f"{shape} delayed={delayed_rank}")
 
 
-def overwritten(world_size: int, shape: LocalShape, calls: int, seed: int) -> Faults:
+def overwritten(world_size: int, calls: int, seed: int) -> Faults:
     """The shard is overwritten right behind the call. A rank that begins late finds all other
     shards there, and with few columns its products end long before its own shard is sent."""
     group = group_of(last_ranks(world_size))
     if group is None:
         return None
+    shape = LocalShape(8192 // world_size, 64, 4096)
     exact = ExactCalls(group, shape, seed)
     poison(group)
     late = random.Random(seed)

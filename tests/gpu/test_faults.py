@@ -14,12 +14,14 @@ from agmm.testing.ranks import RankError, RankPool
 
 SEARCH_S = 180.0
 FIRST_BATCH, LARGEST_BATCH = 10, 1000
+WORK = {"no_credit": gpu_work.back_to_back, "no_sent": gpu_work.overwritten}
+"""What finds a fault, where it is not the stress of SM push at its size."""
 
 
 def _search(pool: RankPool, most_calls: int) -> tuple[list[str], int]:
     """What the stress finds, and within how many calls; they come in batches, larger and larger."""
     ends = _core.fault == "no_credit"  # a signal of the next call is counted in this one, or lost
-    work = gpu_work.back_to_back if ends else gpu_work.sm_push_at_its_size
+    work = WORK.get(_core.fault, gpu_work.sm_push_at_its_size)
     begin = time.monotonic()
     calls, batch = 0, FIRST_BATCH
     found: list[str] = []

@@ -106,8 +106,7 @@ def test_delays(gpu_pool: RankPool, world_size: int, delayed: int) -> None:
 
 @pytest.mark.parametrize("world_size", ALL[1:])
 def test_the_shard_may_be_overwritten_at_once(gpu_pool: RankPool, world_size: int) -> None:
-    shape = LocalShape(8192 // world_size, 64, 4096)
-    check(gpu_pool.run(gpu_work.overwritten, world_size, shape, 80, 5), world_size)
+    check(gpu_pool.run(gpu_work.overwritten, world_size, 80, 5), world_size)
 
 
 @pytest.mark.parametrize("world_size", ALL[1:])

@@ -17,7 +17,7 @@ import agmm
 from agmm import _core
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FAULTS = ("no_fence", "signal_first", "no_credit", "no_wait")
+FAULTS = ("no_fence", "signal_first", "no_credit", "no_wait", "no_sent")
 CMAKE = shutil.which("cmake", path=str(Path(sys.executable).parent)) or shutil.which("cmake")
 
 
