@@ -85,7 +85,11 @@ class RankPool:
         self._pipes: list[multiprocessing.connection.Connection] = []
         self._busy = True  # until they have started
         self._directory = Path(tempfile.mkdtemp(prefix="agmm-ranks-"))
-        context = multiprocessing.get_context("spawn")
+        # Importing torch takes seconds: CPU ranks are forked from a process that has done it once.
+        # Those of GPUs import it anew, since what it does with CUDA does not outlive a fork.
+        context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
+        if device == "cpu":
+            context.set_forkserver_preload([__name__])
         defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else {}
         try:
             # This process serves the store, so that it outlives every rank.
@@ -104,6 +108,7 @@ class RankPool:
                             port,
                             theirs,
                             self._stderr_path(rank),
+                            dict(os.environ),
                         ),
                         name=f"agmm-rank-{rank}",
                         daemon=True,
@@ -301,7 +306,10 @@ def _rank_main(
     port: int,
     pipe: multiprocessing.connection.Connection,
     stderr_path: Path,
+    environment: Mapping[str, str],
 ) -> None:
+    os.environ.clear()  # the server's, of when it began
+    os.environ.update(environment)
     log = os.open(stderr_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 2)
     os.close(log)
