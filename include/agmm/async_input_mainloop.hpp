@@ -333,19 +333,15 @@ struct AsyncInputMainloop : Base {
   /// The whole work of a CTA without a tile.
   CUTLASS_DEVICE static void push_only(Params const& params, int32_t ctas_with_tiles,
                                        char* shared_memory) {
-    int const team = threadIdx.x / PushTeam::kThreads;
-    int const thread = threadIdx.x % PushTeam::kThreads;
-    auto* const claims = reinterpret_cast<uint32_t volatile*>(shared_memory);
-    push_tail(params.push, {team, thread, claims + 2 * team}, ctas_with_tiles,
-              params.input.wait_limit);
-    if (thread < 32) finish(params);
+    auto& slots = *reinterpret_cast<PushCta::Slots*>(shared_memory);
+    if (push_tail(params.push, slots, ctas_with_tiles, params.input.wait_limit)) finish(params);
   }
 
   /// How many warps finish() waits for.
   static int32_t finishing_warps(SmPushArgs const& push, int32_t ctas_with_tiles,
-                                 int32_t other_ctas, int32_t threads) {
+                                 int32_t other_ctas) {
     int32_t const beside = push.shard == nullptr ? 0 : ctas_with_tiles;
-    return ctas_with_tiles + beside + threads / PushTeam::kThreads * other_ctas;
+    return ctas_with_tiles + beside + other_ctas;
   }
 
  private:

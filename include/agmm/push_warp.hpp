@@ -1,6 +1,6 @@
-// Device side of the SM push transport: the share of one warp, or of a team of warps. Any number of
-// them may push, at any time and in any order: items are claimed, so those that run do the work of
-// those that do not run yet.
+// Device side of the SM push transport: the share of one warp, or of a CTA. Any number of them may
+// push, at any time and in any order: items are claimed, so those that run do the work of those
+// that do not run yet.
 #pragma once
 
 #include <cstdint>
@@ -119,21 +119,30 @@ CUTLASS_DEVICE void copy_item(SmPushArgs const& push, PushOrder::Item const& ite
   }
 }
 
-CUTLASS_DEVICE void signal_item(SmPushArgs const& push, PushOrder::Item const& item) {
-  stress_delay_warp(push.rank);
-  Range const ranks = ranks_of(push, item);
-  int const peer = peer_at(push, ranks.begin + lane_id());
-  bool const adds = lane_id() < ranks.size();
-  if (adds && item.part == 0 && item.chunk == 0 && peer != push.rank) {
-    store_relaxed_system(push.credits + peer, 0);
-  }
+/// The lane's fence, after which it may add to signals.
+CUTLASS_DEVICE void fence_items(SmPushArgs const& push) {
   __syncwarp();
   if constexpr (!kNoFence) fence_acq_rel_system();
   stress_delay_warp(push.rank);
-  if (adds) {
-    add_relaxed_system(push.places[peer].signals + item.chunk,
-                       item.parts + (item.part == 0 ? push.tag : 0));
+}
+
+/// A lane per rank. After fence_items().
+CUTLASS_DEVICE void add_to_signals(SmPushArgs const& push, PushOrder::Item const& item) {
+  Range const ranks = ranks_of(push, item);
+  if (lane_id() >= ranks.size()) return;
+  add_relaxed_system(push.places[peer_at(push, ranks.begin + lane_id())].signals + item.chunk,
+                     item.parts + (item.part == 0 ? push.tag : 0));
+}
+
+CUTLASS_DEVICE void signal_item(SmPushArgs const& push, PushOrder::Item const& item) {
+  stress_delay_warp(push.rank);
+  if (item.part == 0 && item.chunk == 0) {
+    Range const ranks = ranks_of(push, item);
+    int const peer = peer_at(push, ranks.begin + lane_id());
+    if (lane_id() < ranks.size() && peer != push.rank) store_relaxed_system(push.credits + peer, 0);
   }
+  fence_items(push);
+  add_to_signals(push, item);
 }
 
 /// How long some wait for others that may not run at all, because something else has the
@@ -191,10 +200,13 @@ CUTLASS_DEVICE void push_items(SmPushArgs const& push, WaitLimit const& limit) {
 }  // namespace push_detail
 
 // Order. Nobody writes before it has acquired the credits, or the word of the warp that has. The
-// writes of a warp or team precede its barrier, which precedes each lane's fence and that lane's
-// addition (release pattern at system scope); a consumer that acquires the sum of all parts'
-// additions has acquired the writes of all. A peer's credit is reset before the addition of the
-// first part of the first chunk, which that peer needs before it can give the next credit.
+// writes of a warp precede its barrier, which precedes each lane's fence and that lane's addition
+// (release pattern at system scope). In a CTA that only pushes, the barrier of those that copy
+// precedes an arrival at the item's mbarrier, which releases; lane 0 of the signalling warp
+// acquires it by its test, and the warp's barrier precedes each lane's fence and addition, which
+// are cumulative. A consumer that acquires the sum of all parts' additions has acquired the writes
+// of all. A peer's credit is reset before the addition of the first part of the first chunk, which
+// that peer needs before it can give the next credit.
 
 /// What a warp beside the matmul does: the head. It takes part in the tail only if the CTAs that
 /// should push it do not, because something else keeps them from running. For all lanes together.
@@ -204,45 +216,149 @@ CUTLASS_DEVICE void push_head(SmPushArgs const& push, WaitLimit const& limit) {
   if (push.order.tail_count() != 0 && tail_needs_help(push)) push_items<true>(push, limit);
 }
 
-/// Of a CTA without a tile: kThreads threads that copy an item together, so that one fence serves
-/// many bytes; the fences of one multiprocessor run one after the other. While the team's first
-/// warp waits for its fence, the others copy the next item.
-struct PushTeam {
-  static constexpr int kThreads = 128;
+/// A CTA without a tile pushes items of the tail: kCopyThreads threads copy one after the other,
+/// and a warp signals. A fence takes as long as what its multiprocessor still has under way, so the
+/// copies go on meanwhile, and the next fence serves all items that were copied until then. More
+/// threads that copy have more under way, and are slower.
+struct PushCta {
+  static constexpr int kCopyThreads = 128;
+  static constexpr int kThreads = kCopyThreads + 32;
+  // For items that wait for their signal. Few where a test should find them full.
+  static constexpr uint32_t kSlots = kStressDelays ? 2 : 8;
 
-  int index;                 // in its CTA
-  int thread;                // in the team
-  uint32_t volatile* claim;  // two words in shared memory
-
-  CUTLASS_DEVICE void sync() const {
-    asm volatile("bar.sync %0, %1;" ::"r"(index + 1), "n"(kThreads) : "memory");
-  }
+  /// In shared memory. Copied item number i lies in slot i % kSlots; the mbarriers, one arrival a
+  /// phase, say that it is there and that it has been taken out.
+  struct Slots {
+    uint64_t copied[kSlots];
+    uint64_t taken[kSlots];
+    int32_t item[kSlots];
+    uint32_t claim[2];  // the next item to copy, and the one after it
+  };
 };
 
-/// What a team does: the tail, after the head. All at once would fill the links, and the first
-/// chunk would come late. It takes nothing while it waits, so nobody waits for what it has taken.
-CUTLASS_DEVICE void push_tail(SmPushArgs const& push, PushTeam const& team, int32_t head_warps,
+namespace push_detail {
+
+// mbarriers with a clobber, so that the compiler moves no memory access over them. An arrival
+// releases, and a test that succeeds acquires, at CTA scope.
+
+CUTLASS_DEVICE void mbarrier_init(uint64_t* barrier) {
+  auto const at = uint32_t(__cvta_generic_to_shared(barrier));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
+}
+
+CUTLASS_DEVICE void mbarrier_arrive(uint64_t* barrier) {
+  auto const at = uint32_t(__cvta_generic_to_shared(barrier));
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+}
+
+/// Whether the phase of this parity, the present one or the one before, is over.
+CUTLASS_DEVICE bool mbarrier_test(uint64_t* barrier, uint32_t parity) {
+  auto const at = uint32_t(__cvta_generic_to_shared(barrier));
+  uint32_t is_over;
+  asm volatile(
+      "{\n\t"
+      ".reg .pred p;\n\t"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+      "selp.b32 %0, 1, 0, p;\n\t"
+      "}"
+      : "=r"(is_over)
+      : "r"(at), "r"(parity)
+      : "memory");
+  return is_over != 0;
+}
+
+/// For kCopyThreads threads. The tail is begun after the head: all at once would fill the links,
+/// and the first chunk would come late. Nothing is taken while they wait, so nobody waits for it.
+/// The last item, which is not copied, is one beyond the tail.
+CUTLASS_DEVICE void copy_tail(SmPushArgs const& push, PushCta::Slots& slots, int32_t head_warps,
                               WaitLimit const& limit) {
-  using namespace push_detail;
-  bool const leads = team.thread < kWarp;
-  if (leads) {
+  auto const thread = int(threadIdx.x);
+  auto const sync = [] { asm volatile("bar.sync 1, %0;" ::"n"(PushCta::kCopyThreads) : "memory"); };
+  uint32_t volatile* const claim = slots.claim;
+  if (thread < kWarp) {
     await_head(push, head_warps);
     take_credits(push, false, look_at_credit(push), limit);
-    if (team.thread == 0) team.claim[0] = atomicAdd(push.tail_claims, 1);
+    if (thread == 0) claim[0] = atomicAdd(push.tail_claims, 1);
   }
-  team.sync();
+  sync();
   CUTLASS_PRAGMA_NO_UNROLL
-  for (int turn = 0;; turn ^= 1) {
-    int const item = int(team.claim[turn]);
-    if (item >= push.order.tail_count()) return;
-    uint32_t const next = team.thread == 0 ? atomicAdd(push.tail_claims, 1) : 0;
-    if (kSignalFirst && leads) signal_item(push, push.order.item(true, item));
-    stress_delay_warp(push.rank);
-    copy_item<PushTeam::kThreads, 8>(push, push.order.item(true, item), team.thread);
-    if (team.thread == 0) team.claim[turn ^ 1] = next;
-    team.sync();
-    if (!kSignalFirst && leads) signal_item(push, push.order.item(true, item));
+  for (uint32_t i = 0;; ++i) {
+    auto const item = int(claim[i % 2]);
+    bool const is_end = item >= push.order.tail_count();
+    if (!is_end) {
+      uint32_t const next = thread == 0 ? atomicAdd(push.tail_claims, 1) : 0;
+      if (kSignalFirst && thread < kWarp) signal_item(push, push.order.item(true, item));
+      stress_delay_warp(push.rank);
+      copy_item<PushCta::kCopyThreads, 8>(push, push.order.item(true, item), thread);
+      if (thread == 0) claim[(i + 1) % 2] = next;
+    }
+    sync();  // all have copied their share
+    if (thread == 0) {
+      uint32_t const slot = i % PushCta::kSlots, turn = i / PushCta::kSlots;
+      // Slots are free in the first turn; then the phase that ended in the turn before.
+      while (turn != 0 && !mbarrier_test(&slots.taken[slot], (turn - 1) % 2)) {
+      }
+      slots.item[slot] = item;
+      mbarrier_arrive(&slots.copied[slot]);
+    }
+    if (is_end) return;
   }
+}
+
+/// Signals what copy_tail() copies, until the item beyond the tail. For a warp, of which lane 0
+/// alone looks into shared memory.
+CUTLASS_DEVICE void signal_tail(SmPushArgs const& push, PushCta::Slots& slots) {
+  bool const looks = lane_id() == 0;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (uint32_t i = 0, copied = 0;;) {
+    if (looks) {
+      while (copied - i < PushCta::kSlots &&
+             mbarrier_test(&slots.copied[copied % PushCta::kSlots], copied / PushCta::kSlots % 2)) {
+        ++copied;
+      }
+    }
+    copied = __shfl_sync(kAllLanes, copied, 0);
+    if (copied == i) continue;
+    stress_delay_warp(push.rank);
+    bool is_fenced = false;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (; i != copied; ++i) {
+      uint32_t const slot = i % PushCta::kSlots;
+      int item = looks ? slots.item[slot] : 0;
+      if (looks) mbarrier_arrive(&slots.taken[slot]);
+      item = __shfl_sync(kAllLanes, item, 0);
+      if (item >= push.order.tail_count()) return;
+      // One for all of them. Its __syncwarp() carries what lane 0 acquired.
+      if (!is_fenced) fence_items(push);
+      is_fenced = true;
+      if constexpr (!kSignalFirst) add_to_signals(push, push.order.item(true, item));
+      stress_delay_warp(push.rank);
+    }
+  }
+}
+
+}  // namespace push_detail
+
+/// All that a CTA without a tile does; `head_warps` push the head. True in the warp that is the
+/// last to leave, when every item that the CTA has taken is signalled.
+CUTLASS_DEVICE bool push_tail(SmPushArgs const& push, PushCta::Slots& slots, int32_t head_warps,
+                              WaitLimit const& limit) {
+  using namespace push_detail;
+  if (threadIdx.x == 0) {
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (uint32_t slot = 0; slot < PushCta::kSlots; ++slot) {
+      mbarrier_init(&slots.copied[slot]);
+      mbarrier_init(&slots.taken[slot]);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < PushCta::kCopyThreads) {
+    copy_tail(push, slots, head_warps, limit);
+    return false;
+  }
+  if (threadIdx.x >= PushCta::kThreads) return false;
+  signal_tail(push, slots);
+  return true;
 }
 
 }  // namespace agmm

@@ -16,7 +16,7 @@ constexpr int kMaxColumnChunks = 128;
 /// The order in which the shard is pushed. It is cut into chunks of columns, and a chunk into parts
 /// of rows; an item is 2^level neighbouring parts of a chunk. The items of the head, which are the
 /// first chunks, and of the tail are claimed apart. Small items arrive early although all push at
-/// once; large ones cost fewer system fences, of which there is one per item.
+/// once; large ones cost fewer system fences, of which there is at most one per item.
 ///
 /// With two rounds the nearest consumers get all chunks in the first, the others in the second;
 /// then all is head.

@@ -326,8 +326,9 @@ uint32_t AllGather::tag_of_sum(GatherRequest const& request) {
 }
 
 PushOrder AllGather::push_order(GatherRequest const& request) const {
-  // That is sent, to all peers of a round, before a fence: by a warp (larger items delay the first
-  // chunk and saturate the links, which delays the matmul's own loads) and by a team of warps.
+  // Of an item, to all peers of a round: by a warp (larger items delay the first chunk and saturate
+  // the links, which delays the matmul's own loads) and by a CTA of its own, of which smaller ones
+  // do not keep the links busy.
   constexpr int64_t kHeadBytes = 12288;
   constexpr int64_t kTailBytes = 49152;
   SmPush const& push = request.sm_push;

@@ -80,6 +80,8 @@ struct KernelInstance {
           MainloopSchedule, cutlass::gemm::AsyncInputWait::Mainloop,
           kSplits ? cutlass::gemm::SplitsK::Yes : cutlass::gemm::SplitsK::No>>;
   using Params = typename GemmKernel::Params;
+  static_assert(GemmKernel::MaxThreadsPerBlock >= PushCta::kThreads);
+  static_assert(GemmKernel::SharedStorageSize >= sizeof(PushCta::Slots));
   static_assert(alignof(Params) <= kParamsAlignment);
 
   static WaitLimit wait_limit(AsyncInputArgs const& args) {
@@ -155,8 +157,8 @@ struct KernelInstance {
     if (has_push_ctas(args.push) && with_tiles == all) {
       return "found a tile on every multiprocessor, wanted free ones for CTAs that push";
     }
-    params->mainloop.finishing_warps = Mainloop::finishing_warps(
-        args.push, with_tiles, all - with_tiles, int32_t(GemmKernel::MaxThreadsPerBlock));
+    params->mainloop.finishing_warps =
+        Mainloop::finishing_warps(args.push, with_tiles, all - with_tiles);
     // CUTLASS only prints when the driver refuses a TMA descriptor, and leaves it zeroed.
     for (auto const* descriptor : {params->mainloop.tma_load_a.get_tma_descriptor(),
                                    params->mainloop.tma_load_b.get_tma_descriptor(),
