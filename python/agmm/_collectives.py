@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from agmm.errors import InvalidArgument
+from agmm.symmetric_memory import cuda_workspace
 
 _functional = torch.ops._c10d_functional
 
@@ -50,21 +53,45 @@ def world_size_of(group_name: str) -> int:
     return dist.get_world_size(group_of(group_name))
 
 
-def start_all_gather(shard: torch.Tensor, group_name: str, dim: int) -> torch.Tensor:
-    """Begin to gather ``shard`` along ``dim``; `finish_all_gather` returns the result."""
+def start_all_gather(
+    shard: torch.Tensor, group_name: str, dim: int, *, by_copies: bool = False
+) -> Callable[[], torch.Tensor]:
+    """Begin to gather ``shard`` along ``dim``.
+
+    Args:
+        by_copies: by copy engines instead of the group's backend, on GPUs that reach each other's
+            memory. Not while the call is traced.
+
+    Returns:
+        A function to call once, which returns the gathered tensor, contiguous.
+    """
     shard = shard.movedim(dim, 0).contiguous()
-    world_size = world_size_of(group_name)
+    group = group_of(group_name)
+    world_size = dist.get_world_size(group)
+    finish: Callable[[], torch.Tensor]
     if shard.numel() == 0:
-        return shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
-    gathered: torch.Tensor = _functional.all_gather_into_tensor(shard, world_size, group_name)
-    return gathered
+        empty = shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
+        finish = partial(_same, empty)
+    elif by_copies and not is_traced(shard):
+        finish = cuda_workspace(group, shard.device).start_all_gather(shard)
+    else:
+        gathered = _functional.all_gather_into_tensor(shard, world_size, group_name)
+        finish = partial(_functional.wait_tensor, gathered)
+    return lambda: finish().movedim(0, dim).contiguous()
 
 
-def finish_all_gather(gathered: torch.Tensor, dim: int) -> torch.Tensor:
-    """The tensor that `start_all_gather` began, once it is there; contiguous."""
-    if gathered.numel() != 0:
-        gathered = _functional.wait_tensor(gathered)
-    return gathered.movedim(0, dim).contiguous()
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a graph is being made of what is done to the tensor; also for tensors of a subclass,
+    which may stand for others."""
+    return (
+        torch.compiler.is_compiling()
+        or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    )
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def reduce_scatter(partial: torch.Tensor, group_name: str, dim: int) -> torch.Tensor:

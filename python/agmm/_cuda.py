@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from agmm.plan import KernelConfig, Plan, SmPush
 
 _SLOT_GRANULE = 32 << 20
 """Slots grow in steps of this many bytes, so that slightly larger calls do not grow them again."""
+
+_STAGING_ALIGNMENT = 256
 
 _HOPPER = (9, 0)
 
@@ -201,6 +204,10 @@ def async_input_mm(
     return out
 
 
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _STAGING_ALIGNMENT) * _STAGING_ALIGNMENT
+
+
 def _split_scratch(device: torch.device) -> torch.Tensor:
     """What calls that split K need, for one call at a time. On the current stream."""
     scratch = torch.empty(_core.split_scratch_bytes(), dtype=torch.uint8, device=device)
@@ -213,6 +220,14 @@ class _Buffers(NamedTuple):
     memory: torch.Tensor
     handle: Any
     split_scratch: torch.Tensor
+    staging_offset: int
+    """In `memory`: where `CudaWorkspace.start_all_gather` puts the own shard for the peers."""
+
+    def staged(self, rank: int, like: torch.Tensor) -> torch.Tensor:
+        """What that rank has staged, a tensor as `like`."""
+        offset = self.staging_offset // like.element_size()
+        staged: torch.Tensor = self.handle.get_buffer(rank, like.shape, like.dtype, offset)
+        return staged
 
 
 class CudaWorkspace:
@@ -232,6 +247,9 @@ class CudaWorkspace:
         self._kept: list[_Buffers] = []  # read by CUDA graphs that may be replayed
         self._why_unfused: str | None = None
         self._shares_gpu = False
+        self._gather_stream: torch.cuda.Stream | None = None
+        self._gathered = torch.cuda.Event()  # of the last eager gather by copies
+        self._unfinished: torch.Tensor | None = None  # kept while copies may be written to it
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -284,7 +302,11 @@ class CudaWorkspace:
 
     def _open(self, slot_bytes: int) -> _Buffers:
         size = _core.CudaWorkspace.workspace_bytes(slot_bytes, self.world_size)
-        memory = symm_mem.empty(size, dtype=torch.uint8, device=self._device)
+        staging_offset = _aligned(size)
+        staging_bytes = _aligned(-(-slot_bytes // self.world_size))
+        memory = symm_mem.empty(
+            staging_offset + staging_bytes, dtype=torch.uint8, device=self._device
+        )
         global _rendezvous
         _rendezvous += 1
         handle = symm_mem.rendezvous(memory, self._group.group_name)
@@ -297,7 +319,7 @@ class CudaWorkspace:
         split_scratch = _split_scratch(self._device)
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group, device_ids=[self._device.index])
-        return _Buffers(core, memory, handle, split_scratch)
+        return _Buffers(core, memory, handle, split_scratch, staging_offset)
 
     def _agree(self, slot_bytes: int) -> None:
         """All ranks want the same slots, and their GPUs reach each other; else all ranks raise."""
@@ -425,6 +447,68 @@ class CudaWorkspace:
             (*leading, k) if return_A else None,
             tuple(weights),
         )
+
+    @torch.no_grad()
+    def start_all_gather(self, shard: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to gather ``shard`` along dimension 0 by copy engines. Collective.
+
+        A matmul beside it keeps its multiprocessors, which NCCL's kernel would take from it: each
+        rank stages its shard, and after a barrier copies the others' from where they lie (so does
+        torch's ``symm_mem._low_contention_all_gather``, in the workspace that torch's fused ops use
+        at the same time). One gather of a group at a time: eager calls are ordered on whichever
+        streams they come; those of a capture, and replays, the caller has to order.
+
+        Invariant: a rank stages its shard after the first barrier, which every rank reaches after
+        it has finished its previous gather; and copies after the second, which every rank reaches
+        after it has staged. Both barriers are on the caller's stream: beside a matmul that fills
+        the GPU they would not begin before its end.
+
+        Args:
+            shard: [M_local, ...], contiguous, the same shape and dtype on all ranks. It may be
+                written as soon as this returns.
+
+        Returns:
+            A function to call once, on the same stream, which returns the gathered tensor
+            [world_size * M_local, ...].
+
+        Raises:
+            Unsupported: the GPUs of the group cannot reach each other's memory; all ranks raise.
+            AgmmError: the slots are smaller than the gathered tensor during CUDA graph capture.
+        """
+        buffers = self._enter(shard.nbytes * self.world_size)
+        stream = torch.cuda.current_stream(self._device)
+        is_captured = torch.cuda.is_current_stream_capturing()
+        if is_captured:
+            self._captured = True
+        else:
+            stream.wait_event(self._gathered)
+        if self._gather_stream is None:
+            self._gather_stream = torch.cuda.Stream(self._device)
+        limit_ms = math.ceil(_core.timeout_seconds() * 1e3)
+        gathered = shard.new_empty(self.world_size * shard.shape[0], *shard.shape[1:])
+        buffers.handle.barrier(channel=0, timeout_ms=limit_ms)
+        buffers.staged(self.rank, shard).copy_(shard)
+        buffers.handle.barrier(channel=0, timeout_ms=limit_ms)
+        self._gather_stream.wait_stream(stream)
+        done = torch.cuda.Event()
+        # Until it is finished, or until the next one, which waits for the copies, where an
+        # exception keeps the caller from that.
+        self._unfinished = gathered
+        with torch.cuda.stream(self._gather_stream):
+            parts = gathered.chunk(self.world_size)
+            for i in range(self.world_size):  # the own one last: nobody waits for its links
+                source = (self.rank + 1 + i) % self.world_size
+                parts[source].copy_(buffers.staged(source, shard))
+            done.record()
+        if not is_captured:
+            self._gathered = done
+
+        def finish() -> torch.Tensor:
+            torch.cuda.current_stream(self._device).wait_event(done)
+            self._unfinished = None
+            return gathered
+
+        return finish
 
     def _enter(self, slot_bytes: int) -> _Buffers:
         if slot_bytes > self.slot_bytes:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from agmm import _collectives
+from agmm import _collectives, _scatter_plan
 from agmm.errors import InvalidArgument
 
 _MaybeTensor = torch.Tensor | None
@@ -81,15 +81,21 @@ class AllGatherMatmul(torch.autograd.Function):
         wanted_dBs = [
             need and dout is not None for need, dout in zip(ctx.needs_B, douts, strict=True)
         ]
-        gather_again = any(wanted_dBs) and not ctx.is_gathered
-        A = kept
-        if gather_again:  # begun here, so that it runs beside the product of dA_shard
-            A = _collectives.start_all_gather(kept, ctx.group_name, ctx.gather_dim)
+        finish_gather = None
+        if any(wanted_dBs) and not ctx.is_gathered:
+            # Begun here, so that it runs beside the product of dA_shard.
+            by_copies = ctx.needs_A and _is_gather_by_copies(
+                kept, dA, douts, Bs, ctx.group_name, ctx.gather_dim
+            )
+            finish_gather = _collectives.start_all_gather(
+                kept, ctx.group_name, ctx.gather_dim, by_copies=by_copies
+            )
         dA_shard = None
         if ctx.needs_A:
             dA_shard = _grad_of_shard(dA, douts, Bs, ctx.group_name, ctx.gather_dim)
-        if gather_again:
-            A = _collectives.finish_all_gather(A, ctx.gather_dim)
+        A = kept
+        if finish_gather is not None:
+            A, finish_gather = finish_gather(), None  # which may hold another copy
         dBs = [
             _grad_of_weight(A, dout, column_major) if wanted and dout is not None else None
             for wanted, dout, column_major in zip(wanted_dBs, douts, ctx.column_major, strict=True)
@@ -101,6 +107,37 @@ class AllGatherMatmul(torch.autograd.Function):
         return None, None, dA_shard, *dBs, *dbiases
 
 
+def _products_of_shard(
+    douts: tuple[_MaybeTensor, ...], Bs: list[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(dout, B.t()) for dout, B in zip(douts, Bs, strict=True) if dout is not None]
+
+
+def _is_scattered_by_op(dA: _MaybeTensor, products: list[Any]) -> bool:
+    """Whether dA_shard is one product, which `matmul_reduce_scatter` computes."""
+    return dA is None and len(products) == 1
+
+
+def _is_gather_by_copies(
+    shard: torch.Tensor,
+    dA: _MaybeTensor,
+    douts: tuple[_MaybeTensor, ...],
+    Bs: list[torch.Tensor],
+    group_name: str,
+    gather_dim: int,
+) -> bool:
+    products = _products_of_shard(douts, Bs)
+    if not products or _collectives.is_traced(shard):
+        return False
+    group = _collectives.group_of(group_name)
+    fused = _is_scattered_by_op(dA, products) and _scatter_plan.is_fused(
+        *products[0], gather_dim, group
+    )
+    # Judged by the largest of several products.
+    largest = max(products, key=lambda product: product[0].numel())
+    return _scatter_plan.is_gather_by_copies(shard, *largest, group, is_scatter_fused=fused)
+
+
 def _grad_of_shard(
     dA: _MaybeTensor,
     douts: tuple[_MaybeTensor, ...],
@@ -108,13 +145,13 @@ def _grad_of_shard(
     group_name: str,
     gather_dim: int,
 ) -> _MaybeTensor:
-    pairs = [(dout, B.t()) for dout, B in zip(douts, Bs, strict=True) if dout is not None]
-    if dA is None and len(pairs) == 1:
+    products = _products_of_shard(douts, Bs)
+    if _is_scattered_by_op(dA, products):
         op = torch.ops.agmm._matmul_reduce_scatter.default
-        dA_shard: torch.Tensor = op(*pairs[0], None, group_name, gather_dim, "sum")
+        dA_shard: torch.Tensor = op(*products[0], None, group_name, gather_dim, "sum")
         return dA_shard
     partial = dA
-    for dout, B in pairs:
+    for dout, B in products:
         product = torch.matmul(dout, B)
         partial = product if partial is None else partial + product
     if partial is None:
@@ -158,8 +195,7 @@ class MatmulReduceScatter(torch.autograd.Function):
                 dout, B.t(), ctx.group_name, ctx.scatter_dim, needs_B or needs_bias
             )
         elif needs_B or needs_bias:
-            started = _collectives.start_all_gather(dout, ctx.group_name, ctx.scatter_dim)
-            gathered = _collectives.finish_all_gather(started, ctx.scatter_dim)
+            gathered = _collectives.start_all_gather(dout, ctx.group_name, ctx.scatter_dim)()
         if needs_B and gathered is not None:
             dB = _grad_of_weight(A, gathered, ctx.column_major)
         if needs_bias and gathered is not None:

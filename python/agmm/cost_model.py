@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,8 @@ WIDE_CHUNK_BYTES = 256
 """Of a chunk's row: a link carries more of them in a second than of narrower ones."""
 MERGED_BYTES = 12288
 """SM push sends parts together up to this size (src/cuda/all_gather.cpp)."""
+GATHER_ROOM = 1.7
+"""See `is_gather_by_copies`."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,16 @@ class Constants:
     """Of these rates, with chunks of less than `WIDE_CHUNK_BYTES`."""
     all_gather_us: float
     all_gather_gb_per_s: float
+    reduce_scatter_us: float
+    reduce_scatter_gb_per_s: float
+    """Of NCCL's, after the matmul. Sent by one rank."""
+    fused_reduce_scatter_us: float
+    fused_reduce_scatter_us_per_rank: float
+    """What torch's fused op takes beside its matmuls, copies and sum: its barriers."""
+    fused_reduce_scatter_gb_per_s: float
+    """Of its copies."""
+    fused_reduce_scatter_gain_us: float
+    """What it has to save for its host time."""
     matmul_tflops: float
     memory_gb_per_s: float
     sources: str
@@ -260,3 +272,67 @@ def unfused_us(problem: Problem) -> float:
     c = constants(problem.gpu)
     received = (problem.world_size - 1) * _shard_bytes(problem)
     return c.all_gather_us + received / (c.all_gather_gb_per_s * 1e3) + matmul_us(problem)
+
+
+def _scattered_bytes(problem: Problem) -> float:
+    """What a rank sends of its partial sums, and receives."""
+    return (1 - 1 / problem.world_size) * problem.m * problem.n * ELEMENT_BYTES
+
+
+def matmul_reduce_scatter_us(problem: Problem) -> float:
+    """Predicted time of the matmul, then NCCL's reduce-scatter of its rows, in µs. m, n and k are
+    those of the matmul that each rank makes."""
+    c = constants(problem.gpu)
+    sent = _scattered_bytes(problem) / (c.reduce_scatter_gb_per_s * 1e3)
+    return matmul_us(problem) + c.reduce_scatter_us + sent
+
+
+def fused_matmul_reduce_scatter_us(problem: Problem) -> float:
+    """The same for torch's ``symm_mem.fused_matmul_reduce_scatter``.
+
+    It multiplies the rows for one rank after the other, copies each product when it is there beside
+    the next one, and sums up what it has received. So the time is that of the products, or of the
+    first one and the copies, and of the sum.
+    """
+    c = constants(problem.gpu)
+    ranks = problem.world_size
+    part_us = matmul_us(problem._replace(m=problem.m // ranks)) - c.launch_us
+    copies_us = _scattered_bytes(problem) / (c.fused_reduce_scatter_gb_per_s * 1e3)
+    summed = (1 + 1 / ranks) * problem.m * problem.n * ELEMENT_BYTES
+    barriers_us = c.fused_reduce_scatter_us + c.fused_reduce_scatter_us_per_rank * ranks
+    return (
+        c.launch_us
+        + barriers_us
+        + max(ranks * part_us, part_us + copies_us)
+        + summed / (c.memory_gb_per_s * 1e3)
+    )
+
+
+@lru_cache(maxsize=4096)
+def is_reduce_scatter_fused(problem: Problem) -> bool:
+    """Whether torch's fused op is to be taken for a matmul whose rows are scattered.
+
+    It makes some 30 launches from Python, half a millisecond for the host, and has to save
+    ``fused_reduce_scatter_gain_us`` on the GPU. The same in CUDA graphs, so that the calls before a
+    capture make the workspace that torch's op needs.
+    """
+    saved_us = matmul_reduce_scatter_us(problem) - fused_matmul_reduce_scatter_us(problem)
+    return saved_us > constants(problem.gpu).fused_reduce_scatter_gain_us
+
+
+def is_gather_by_copies(problem: Problem, *, is_scatter_fused: bool) -> bool:
+    """Whether copy engines should gather the rows of a backward beside the product that is
+    scattered, rather than NCCL, whose kernel takes multiprocessors from the product.
+
+    Args:
+        problem: the product ``dout @ B`` on one rank; the gathered tensor is as large.
+        is_scatter_fused: by torch's fused op, which copies over the same links. Both are hidden
+            where the product takes `GATHER_ROOM` times as long as the gather. Where NCCL scatters,
+            its gather has to be over before.
+    """
+    if not is_scatter_fused:
+        return True
+    c = constants(problem.gpu)
+    received = _scattered_bytes(problem)  # as many as are sent of the product
+    gather_us = c.all_gather_us + received / (c.all_gather_gb_per_s * 1e3)
+    return matmul_us(problem) > GATHER_ROOM * gather_us

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from agmm import _call_plan, _cpu, _cuda, plan
 from agmm._collectives import (
-    finish_all_gather,
     group_of,
     group_or_default,
     name_of,
@@ -213,8 +212,7 @@ def _unfused(
     group: dist.ProcessGroup,
     gather_dim: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    gathered = start_all_gather(A_shard, group.group_name, gather_dim)
-    A = finish_all_gather(gathered, gather_dim)
+    A = start_all_gather(A_shard, group.group_name, gather_dim)()
     outs = []
     for B, bias in zip(Bs, biases, strict=True):
         if B.shape[0] != A.shape[-1]:

@@ -7,14 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from agmm import _collectives, _cuda
+from agmm import _collectives, _scatter_plan
 from agmm.autograd import MatmulReduceScatter
-from agmm.errors import InvalidArgument, Unsupported
+from agmm.errors import InvalidArgument
 from agmm.ops import autocast, check_matrix, check_same
-from agmm.symmetric_memory import cuda_workspace
 
 _REDUCE_OPS = ("sum", "avg")
-_FUSED_DTYPES = (torch.bfloat16, torch.float16)
 
 _library = torch.library.Library("agmm", "FRAGMENT")
 _library.define(
@@ -63,19 +61,6 @@ def _check(
             )
 
 
-def _is_fused(A: torch.Tensor, scatter_dim: int, group: dist.ProcessGroup) -> bool:
-    """Whether torch's op over symmetric memory serves the call; the same on all ranks."""
-    if A.device.type != "cuda" or A.dtype not in _FUSED_DTYPES or scatter_dim % A.dim() != 0:
-        return False
-    if A.numel() == 0 or dist.get_world_size(group) == 1 or _cuda.why_unfused(A.device):
-        return False
-    try:
-        cuda_workspace(group, A.device).ensure(1)  # finds out whether the GPUs reach each other
-    except Unsupported:
-        return False
-    return True
-
-
 def _impl(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -88,7 +73,7 @@ def _impl(
     world_size = dist.get_world_size(group)
     _check(A, B, bias, world_size, scatter_dim, reduce_op)
     out: torch.Tensor
-    if _is_fused(A, scatter_dim, group):
+    if _scatter_plan.is_fused(A, B, scatter_dim, group):
         fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
         # It sums with torch.sum, which autocast would have return float32.
         with torch.amp.autocast(A.device.type, enabled=False):
@@ -142,11 +127,13 @@ def matmul_reduce_scatter(
     The sum over the ranks of ``A @ B``, of which each rank gets its part. Differentiable once; the
     backward is an all-gather and a matmul (`all_gather_matmul`). On CUDA it is torch's
     ``symm_mem.fused_matmul_reduce_scatter`` where the fused all-gather would run too, the type is
-    bf16 or fp16 and ``scatter_dim`` is 0; else a matmul and a reduce-scatter. Under autocast the
-    operands are cast as ``torch.nn.functional.linear`` casts them.
+    bf16 or fp16, ``scatter_dim`` is 0, and `agmm.cost_model` says that it is faster by what it
+    costs the host (on 4 H200 for 8192 columns and K_local of 2048 or more from about 4096 rows on);
+    else a matmul and a reduce-scatter. Under autocast the operands are cast as
+    ``torch.nn.functional.linear`` casts them.
 
     Args:
-        A: [M, ..., K_local], this rank's columns of the whole A.
+        A: [M, ..., K_local], this rank's columns of the whole A; the same shape on all ranks.
         B: [K_local, N], this rank's rows of the whole B, row-major or column-major.
         group: process group or its name; the default group when None.
         scatter_dim: dimension of ``A @ B`` along which the sum is cut; its size is a multiple of

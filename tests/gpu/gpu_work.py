@@ -262,6 +262,73 @@ def overwritten(world_size: int, calls: int, seed: int) -> Faults:
     return exact.faults(f"{shape} overwritten")
 
 
+def gathers_by_copies(world_size: int, calls: int, seed: int) -> Faults:
+    """Gathers beside a matmul, with new data in each, by late ranks, on two streams in turn that
+    nothing else orders, and with fused calls in between. The shard is overwritten at once."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    workspace, rank = cuda_workspace(group, device()), dist.get_rank(group)
+    poison(group)
+    same, own = random.Random(seed), random.Random(seed + 1 + rank)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    weight = randn((512, 512), torch.bfloat16, seed)
+    wrong = [torch.zeros((), dtype=torch.int64, device=device()) for _ in streams]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for i in range(calls):
+        # In float64 no more than a slot for 8 ranks.
+        shape = (same.choice([1, 37, 500]), *same.choice([(8,), (3, 264), (2048,)]))
+        dtype = same.choice([torch.bfloat16, torch.float32, torch.float64])
+        turn = same.randrange(len(streams))
+        with torch.cuda.stream(streams[turn]):
+            if own.random() < 0.3:
+                torch.cuda._sleep(own.randrange(1, 400_000))
+            ranks = torch.arange(world_size, device=device()).repeat_interleave(shape[0])
+            rows = torch.arange(shape[0], device=device()).repeat(world_size)
+            wanted = ((rows * 7 + ranks * 31 + i) % 199).to(dtype)
+            wanted = wanted.view(-1, *(1,) * (len(shape) - 1)).expand(-1, *shape[1:])
+            shard = wanted[rank * shape[0] : (rank + 1) * shape[0]].contiguous()
+            poison_freed_memory(wanted.numel() * dtype.itemsize)
+            finish = workspace.start_all_gather(shard)
+            shard.fill_(torch.nan)
+            torch.mm(weight, weight)
+            wrong[turn] += (finish() != wanted).sum()
+            if i % 10 == 0:
+                _small_call(group, "push")
+    torch.cuda.synchronize()
+    count = sum(int(each) for each in wrong)
+    return [f"{count} wrong elements"] if count else []
+
+
+def gathers_in_a_graph(world_size: int, replays: int) -> Faults:
+    """A graph of two gathers, replayed with new data, eager ones in between."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    workspace, rank = cuda_workspace(group, device()), dist.get_rank(group)
+    shard = torch.zeros(300, 264, device=device())
+    workspace.start_all_gather(shard)()
+    torch.cuda.synchronize()
+    dist.barrier(group, device_ids=[device().index])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        first = workspace.start_all_gather(shard)()
+        second = workspace.start_all_gather(shard + 1)()
+    draw = random.Random(rank)
+    wrong = torch.zeros((), dtype=torch.int64, device=device())
+    ranks = torch.arange(world_size, device=device()).repeat_interleave(300)[:, None]
+    for i in range(replays):
+        if draw.random() < 0.3:
+            torch.cuda._sleep(draw.randrange(1, 300_000))
+        shard.fill_(100 * i + rank)
+        graph.replay()
+        wrong += (first != ranks + 100 * i).sum() + (second != ranks + 100 * i + 1).sum()
+        if i % 3 == 0:
+            wrong += (workspace.start_all_gather(shard)() != ranks + 100 * i).sum()
+    return [f"{int(wrong)} wrong elements"] if int(wrong) else []
+
+
 def sm_push_at_its_size(world_size: int, calls: int, seed: int) -> Faults:
     """The stress test of SM push."""
     shape = LocalShape(1024 // world_size, 3584, 8192)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import agmm
-from agmm import reduce_scatter
+from agmm import cost_model
+from agmm._cuda import CudaWorkspace
 from agmm.nn import ColumnParallelLinear, RowParallelLinear, load_full_state_dict
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, relative_error
@@ -33,6 +37,36 @@ def _plain_reduce_scatter(partial: torch.Tensor) -> torch.Tensor:
     return part
 
 
+@dataclass
+class Taken:
+    fused_scatters: int = 0
+    gathers_by_copies: int = 0
+
+
+@contextmanager
+def choices(*, fused: bool, by_copies: bool) -> Iterator[Taken]:
+    """The cost model says so; counts what was done."""
+    taken = Taken()
+    op, start = torch.ops.symm_mem.fused_matmul_reduce_scatter, CudaWorkspace.start_all_gather
+
+    def scatter(*arguments: Any) -> torch.Tensor:
+        taken.fused_scatters += 1
+        out: torch.Tensor = op(*arguments)
+        return out
+
+    def gather(workspace: CudaWorkspace, shard: torch.Tensor) -> Callable[[], torch.Tensor]:
+        taken.gathers_by_copies += 1
+        return start(workspace, shard)
+
+    with (
+        mock.patch.object(cost_model, "is_reduce_scatter_fused", return_value=fused),
+        mock.patch.object(cost_model, "is_gather_by_copies", return_value=by_copies),
+        mock.patch.object(torch.ops.symm_mem, "fused_matmul_reduce_scatter", scatter),
+        mock.patch.object(CudaWorkspace, "start_all_gather", gather),
+    ):
+        yield taken
+
+
 def _compare(
     label: str, found: torch.Tensor, plain: torch.Tensor, reference: torch.Tensor
 ) -> list[str]:
@@ -41,8 +75,10 @@ def _compare(
     return [] if error <= limit else [f"{label}: error {error:.3g}, plain {plain_error:.3g}"]
 
 
-def gather_gradients(shape: LocalShape, save_gathered: bool, return_A: bool) -> list[str]:
-    """Faults of the gradients of `all_gather_matmul` in bf16."""
+def gather_gradients(shape: LocalShape, gathered_by: str, return_A: bool) -> list[str]:
+    """Faults of the gradients of `all_gather_matmul` in bf16. What the backward needs of A has been
+    "kept", or is gathered again by "nccl" or by "copies"."""
+    save_gathered = gathered_by == "kept"
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own = slice(rank * shape.M_local, (rank + 1) * shape.M_local)
     m = world_size * shape.M_local
@@ -56,11 +92,13 @@ def gather_gradients(shape: LocalShape, save_gathered: bool, return_A: bool) -> 
     found = op(
         shard, weight.t(), bias=bias, strict=True, save_gathered=save_gathered, return_A=return_A
     )
-    if return_A:
-        gathered, out = found
-        torch.autograd.backward([gathered, out], [dA, douts[rank]])
-    else:
-        found.backward(douts[rank])
+    with choices(fused=False, by_copies=gathered_by == "copies") as taken:
+        if return_A:
+            gathered, out = found
+            torch.autograd.backward([gathered, out], [dA, douts[rank]])
+        else:
+            found.backward(douts[rank])
+    assert taken.gathers_by_copies == (gathered_by == "copies")
     partial = douts[rank] @ weights[rank]
     wanted = sum(d.double() @ w.double() for d, w in zip(douts, weights, strict=True))
     if return_A:
@@ -74,8 +112,8 @@ def gather_gradients(shape: LocalShape, save_gathered: bool, return_A: bool) -> 
     return [f"{shape} on rank {rank}: {fault}" for fault in faults]
 
 
-def scatter_gradients(shape: LocalShape, reduce_op: str) -> list[str]:
-    """Faults of `matmul_reduce_scatter` and its gradients in bf16; the fused op serves it."""
+def scatter_gradients(shape: LocalShape, reduce_op: str, fused: bool) -> list[str]:
+    """Faults of `matmul_reduce_scatter` and its gradients in bf16, by the fused op or without."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own = slice(rank * shape.M_local, (rank + 1) * shape.M_local)
     m = world_size * shape.M_local
@@ -83,8 +121,9 @@ def scatter_gradients(shape: LocalShape, reduce_op: str) -> list[str]:
     weights = [_randn(shape.N, shape.K, seed=20 + r) for r in range(world_size)]
     dout = _randn(m, shape.N, seed=1)
     A, weight = As[rank].clone().requires_grad_(), weights[rank].clone().requires_grad_()
-    out = agmm.matmul_reduce_scatter(A, weight.t(), reduce_op=reduce_op)
-    out.backward(dout[own].clone())
+    with choices(fused=fused, by_copies=False) as taken:
+        out = agmm.matmul_reduce_scatter(A, weight.t(), reduce_op=reduce_op)
+        out.backward(dout[own].clone())
     scale = world_size if reduce_op == "avg" else 1
     wanted = sum(a.double() @ w.double().t() for a, w in zip(As, weights, strict=True))
     assert isinstance(wanted, torch.Tensor) and A.grad is not None and weight.grad is not None
@@ -95,10 +134,8 @@ def scatter_gradients(shape: LocalShape, reduce_op: str) -> list[str]:
     faults += _compare("A", A.grad, dA / scale, exact_dA / scale)
     exact_dB = dout.double().t() @ As[rank].double()
     faults += _compare("B", weight.grad, dB / scale, exact_dB / scale)
-    group = dist.group.WORLD
-    assert group is not None
-    if not reduce_scatter._is_fused(A, 0, group):
-        faults.append("the fused path was not taken")
+    if (taken.fused_scatters > 0) != fused:
+        faults.append(f"fused={fused}, but torch's op ran {taken.fused_scatters} times")
     return [f"{shape} on rank {rank}: {fault}" for fault in faults]
 
 
@@ -127,7 +164,15 @@ def _gradients(module: torch.nn.Module, run: Callable[[], torch.Tensor]) -> list
 
 def layers(how: str) -> list[str]:
     """Faults of sharded layers: plain against the whole module; compiled and captured in a CUDA
-    graph against plain ones."""
+    graph against plain ones. By torch's fused reduce-scatter, and gathers beside it by copies."""
+    with choices(fused=True, by_copies=True) as taken:
+        faults = _layers(how)
+    if not taken.fused_scatters or not taken.gathers_by_copies:
+        faults.append(f"not by the ways that were asked for: {taken}")
+    return faults
+
+
+def _layers(how: str) -> list[str]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     whole, sharded = _mlp()
     x = _randn(world_size * 130, 512, seed=5)

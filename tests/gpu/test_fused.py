@@ -110,6 +110,12 @@ def test_the_shard_may_be_overwritten_at_once(gpu_pool: RankPool, world_size: in
 
 
 @pytest.mark.parametrize("world_size", ALL[1:])
+def test_gathers_by_copies(gpu_pool: RankPool, world_size: int) -> None:
+    check(gpu_pool.run(gpu_work.gathers_by_copies, world_size, 300, 3), world_size)
+    check(gpu_pool.run(gpu_work.gathers_in_a_graph, world_size, 100), world_size)
+
+
+@pytest.mark.parametrize("world_size", ALL[1:])
 def test_two_thousand_calls(gpu_pool: RankPool, world_size: int) -> None:
     shape = LocalShape(256, 384, 1024)
     check(gpu_pool.run(gpu_work.loop, world_size, shape, 2000, 1, None), world_size)

@@ -33,19 +33,22 @@ def layer_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize("return_A", [False, True])
-@pytest.mark.parametrize("save_gathered", [False, True])
+@pytest.mark.parametrize("gathered_by", ["kept", "nccl", "copies"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gradients_of_all_gather_matmul(
-    layer_pool: RankPool, shape: LocalShape, save_gathered: bool, return_A: bool
+    layer_pool: RankPool, shape: LocalShape, gathered_by: str, return_A: bool
 ) -> None:
-    results = layer_pool.run(layers_work.gather_gradients, shape, save_gathered, return_A)
+    results = layer_pool.run(layers_work.gather_gradients, shape, gathered_by, return_A)
     assert results == [[]] * layer_pool.world_size
 
 
 @pytest.mark.parametrize("reduce_op", ["sum", "avg"])
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_matmul_reduce_scatter(layer_pool: RankPool, shape: LocalShape, reduce_op: str) -> None:
-    results = layer_pool.run(layers_work.scatter_gradients, shape, reduce_op)
+def test_matmul_reduce_scatter(
+    layer_pool: RankPool, shape: LocalShape, reduce_op: str, fused: bool
+) -> None:
+    results = layer_pool.run(layers_work.scatter_gradients, shape, reduce_op, fused)
     assert results == [[]] * layer_pool.world_size
 
 

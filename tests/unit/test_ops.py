@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import agmm
-from agmm import InvalidArgument, Unsupported, ops, reduce_scatter
+from agmm import InvalidArgument, Unsupported, _scatter_plan, ops
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 CONFIG_NAME = "128x256x64_2x1_cooperative/swizzle4/along_m"
@@ -640,7 +640,7 @@ def test_matmul_reduce_scatter_by_the_op_of_torch(
         return torch.matmul(*arguments[:2])
 
     monkeypatch.setattr(torch.ops.symm_mem, "fused_matmul_reduce_scatter", fused)
-    monkeypatch.setattr(reduce_scatter, "_is_fused", lambda *_: True)
+    monkeypatch.setattr(_scatter_plan, "is_fused", lambda *_: True)
     A, B, bias = whole_numbers(6, 4).t(), whole_numbers(6, 3, seed=1), whole_numbers(3, seed=2)
     out = agmm.matmul_reduce_scatter(A, B, reduce_op="avg", scatter_dim=-2, bias=bias)
     assert torch.equal(out, A @ B + bias)
