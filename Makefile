@@ -86,6 +86,9 @@ $(VENV)/.build: pyproject.toml tools/build_requirements.py $(VENV)/.torch
 
 $(VENV)/.lint: pyproject.toml tools/build_requirements.py $(VENV)/.torch
 	$(PIP) install -q $$($(PY) tools/build_requirements.py --extra lint)
+	# One that the interpreter already had counts as installed, but leaves no command here.
+	test -x $(VENV)/bin/clang-format || $(PIP) install -q --ignore-installed --no-deps \
+	    $$($(PY) tools/build_requirements.py --extra lint | grep -o 'clang-format[^ ]*')
 	touch $@
 
 # The trained model of examples/minilm.py: 90 MB; its requirements are not needed to read it.

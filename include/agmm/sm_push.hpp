@@ -13,6 +13,12 @@ constexpr int kMaxPushRanks = 16;
 constexpr int kMaxPushParts = 64;  // a power of 2
 constexpr int kMaxColumnChunks = 128;
 
+/// Of an item, to all peers of a round: by a warp beside the matmul (larger items delay the first
+/// chunk and saturate the links, which delays the matmul's own loads) and by a CTA that only
+/// pushes, of which smaller ones do not keep the links busy.
+constexpr int64_t kHeadItemBytes = 12288;
+constexpr int64_t kTailItemBytes = 49152;
+
 /// The order in which the shard is pushed. It is cut into chunks of columns, and a chunk into parts
 /// of rows; an item is 2^level neighbouring parts of a chunk. The items of the head, which are the
 /// first chunks, and of the tail are claimed apart. Small items arrive early although all push at

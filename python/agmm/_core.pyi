@@ -11,6 +11,7 @@ __all__: list[str] = [
     "CpuWorkspace",
     "CudaWorkspace",
     "KernelConfig",
+    "SM_PUSH_HEAD_ITEM_BYTES",
     "SPLIT_COUNTER_BYTES",
     "TILE_TIMES_BYTES",
     "TIMEOUT_EXIT_CODE",
@@ -313,6 +314,7 @@ def timeout_seconds() -> float:
     Limit of every wait in seconds: AGMM_TIMEOUT_S, or 60. Raises ValueError when it is not a number > 0.
     """
 
+SM_PUSH_HEAD_ITEM_BYTES: int
 SPLIT_COUNTER_BYTES: int
 TILE_TIMES_BYTES: int
 TIMEOUT_EXIT_CODE: int

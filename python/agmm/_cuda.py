@@ -221,7 +221,8 @@ class _Buffers(NamedTuple):
     handle: Any
     split_scratch: torch.Tensor
     staging_offset: int
-    """In `memory`: where `CudaWorkspace.start_all_gather` puts the own shard for the peers."""
+    """In `memory`: where `CudaWorkspace.start_all_gather` puts the own shard for the peers. Not
+    where pull stages it, since a pull would have to wait until all peers have copied it."""
 
     def staged(self, rank: int, like: torch.Tensor) -> torch.Tensor:
         """What that rank has staged, a tensor as `like`."""
@@ -315,6 +316,12 @@ class CudaWorkspace:
         words.zero_()
         words[torch.tensor(_core.CudaWorkspace.credit_words(self.world_size))] = 1
         places = list(handle.buffer_ptrs)
+        if places[self.rank] != memory.data_ptr():
+            raise AgmmError(
+                f"workspace: found it {memory.data_ptr() - places[self.rank]} bytes inside another "
+                "allocation of torch's pool for symmetric memory, wanted one of its own; "
+                "TORCH_SYMMMEM_IMPLICIT_POOL=0 does without the pool"
+            )
         core = _core.CudaWorkspace(self.rank, places, slot_bytes, self._shares_gpu)
         split_scratch = _split_scratch(self._device)
         torch.cuda.synchronize(self._device)

@@ -28,7 +28,8 @@ ELEMENT_BYTES = 2
 WIDE_CHUNK_BYTES = 256
 """Of a chunk's row: a link carries more of them in a second than of narrower ones."""
 MERGED_BYTES = 12288
-"""SM push sends parts together up to this size (src/cuda/all_gather.cpp)."""
+"""SM push sends parts together up to this size (``_core.SM_PUSH_HEAD_ITEM_BYTES``, which this
+module can do without)."""
 GATHER_ROOM = 1.7
 """See `is_gather_by_copies`."""
 

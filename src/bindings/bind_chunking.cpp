@@ -39,6 +39,7 @@ TileOrder make_order(int m, int n, int block_rows, int block_cols, int chunks, i
 }  // namespace
 
 void bind_chunking(py::module_& m) {
+  m.attr("SM_PUSH_HEAD_ITEM_BYTES") = agmm::kHeadItemBytes;
   m.def(
       "tile_order",
       [](int rows, int n, int block_rows, int block_cols, int chunks, int pivot, int max_swizzle,

@@ -326,11 +326,6 @@ uint32_t AllGather::tag_of_sum(GatherRequest const& request) {
 }
 
 PushOrder AllGather::push_order(GatherRequest const& request) const {
-  // Of an item, to all peers of a round: by a warp (larger items delay the first chunk and saturate
-  // the links, which delays the matmul's own loads) and by a CTA of its own, of which smaller ones
-  // do not keep the links busy.
-  constexpr int64_t kHeadBytes = 12288;
-  constexpr int64_t kTailBytes = 49152;
   SmPush const& push = request.sm_push;
   int const peers = std::max(world_size() - 1, 1);
   bool const two_rounds = 0 < push.first_peers && push.first_peers < peers;
@@ -343,8 +338,8 @@ PushOrder AllGather::push_order(GatherRequest const& request) const {
     while (level < order.log_parts && chunk_bytes >> (order.log_parts - level - 1) <= most) ++level;
     return level;
   };
-  order.head_level = level_of(kHeadBytes);
-  order.tail_level = level_of(kTailBytes);
+  order.head_level = level_of(kHeadItemBytes);
+  order.tail_level = level_of(kTailItemBytes);
   order.rounds = two_rounds ? 2 : 1;
   order.head_chunks = push.head_chunks == 0 ? push.chunks : std::min(push.head_chunks, push.chunks);
   return order;
