@@ -217,9 +217,11 @@ CUTLASS_DEVICE void push_head(SmPushArgs const& push, WaitLimit const& limit) {
 }
 
 /// A CTA without a tile pushes items of the tail: kCopyThreads threads copy one after the other,
-/// and a warp signals. A fence takes as long as what its multiprocessor still has under way, so the
-/// copies go on meanwhile, and the next fence serves all items that were copied until then. More
-/// threads that copy have more under way, and are slower.
+/// and a warp signals. By inference a fence waits for all that its multiprocessor has under way, so
+/// the copies go on meanwhile, and the next fence serves all items that were copied until then.
+/// More threads that copy have more under way, and are slower. The two wait for each other only:
+/// what they copy waits for the head, kPatienceNs, and for credits, of which take_credits() has the
+/// limit.
 struct PushCta {
   static constexpr int kCopyThreads = 128;
   static constexpr int kThreads = kCopyThreads + 32;

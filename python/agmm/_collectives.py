@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -68,16 +67,14 @@ def start_all_gather(
     shard = shard.movedim(dim, 0).contiguous()
     group = group_of(group_name)
     world_size = dist.get_world_size(group)
-    finish: Callable[[], torch.Tensor]
     if shard.numel() == 0:
         empty = shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
-        finish = partial(_same, empty)
-    elif by_copies and not is_traced(shard):
+        return lambda: empty.movedim(0, dim).contiguous()
+    if by_copies and not is_traced(shard):
         finish = cuda_workspace(group, shard.device).start_all_gather(shard)
-    else:
-        gathered = _functional.all_gather_into_tensor(shard, world_size, group_name)
-        finish = partial(_functional.wait_tensor, gathered)
-    return lambda: finish().movedim(0, dim).contiguous()
+        return lambda: finish().movedim(0, dim).contiguous()
+    started = _functional.all_gather_into_tensor(shard, world_size, group_name)
+    return lambda: _functional.wait_tensor(started).movedim(0, dim).contiguous()
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
@@ -88,10 +85,6 @@ def is_traced(tensor: torch.Tensor) -> bool:
         or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     )
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def reduce_scatter(partial: torch.Tensor, group_name: str, dim: int) -> torch.Tensor:

@@ -50,9 +50,13 @@ double timeout_seconds() {
 
 std::string timeout_message(int rank, int source, int64_t chunk, uint32_t seen, uint32_t wanted,
                             double waited_s, double limit_s) {
-  return subject(rank) +
-         format(" waited %.1f s for chunk %lld", waited_s, static_cast<long long>(chunk)) +
-         origin(source) + format(": signal is %u, wanted %u", seen, wanted) + ending(limit_s);
+  // A GPU awaits its own shard too: staged, where a tile has rows of another, and at the end sent.
+  bool const is_own = rank >= 0 && source == rank;
+  auto const number = static_cast<long long>(chunk);
+  std::string const what = is_own ? format(" its own chunk %lld to be staged or sent", number)
+                                  : format(" chunk %lld", number) + origin(source);
+  return subject(rank) + format(" waited %.1f s for", waited_s) + what +
+         format(": signal is %u, wanted %u", seen, wanted) + ending(limit_s);
 }
 
 std::string credit_timeout_message(int rank, int peer, int slot, uint32_t seen, double waited_s,

@@ -339,6 +339,13 @@ def test_messages_leave_out_what_is_not_known() -> None:
     )
 
 
+def test_a_wait_for_the_own_shard_is_told_apart() -> None:
+    assert _core.timeout_message(2, 2, 2, 0, 1, 15.04, 15) == (
+        "agmm: rank 2 waited 15.0 s for its own chunk 2 to be staged or sent: signal is 0, "
+        "wanted 1; ending the process (AGMM_TIMEOUT_S=15)"
+    )
+
+
 def test_tag_tells_calls_apart() -> None:
     calls = [
         (m, k, dtype, return_A)
