@@ -40,6 +40,13 @@ struct FastDiv {
   AGMM_HOST_DEVICE int32_t remainder(int32_t n) const { return n - divide(n) * divisor; }
 };
 
+/// The same for a divisor that is known too late for that.
+struct PlainDiv {
+  int32_t divisor = 1;
+  AGMM_HOST_DEVICE explicit PlainDiv(int32_t d) : divisor(d) {}
+  AGMM_HOST_DEVICE int32_t divide(int32_t n) const { return n / divisor; }
+};
+
 struct Range {
   int32_t begin = 0;
   int32_t end = 0;
@@ -150,7 +157,22 @@ enum class Raster : int32_t { AlongM = 0, AlongN = 1 };
 /// stay inside a group, so early waves need only what has arrived. Invariants (tested on the CPU
 /// for thousands of random problems): steps [0, count()) visit every block exactly once, and the
 /// arrival position of the last chunk that a step needs never decreases.
+///
+/// What is known of a group beforehand stands in a table: each warp of the kernel has to know its
+/// first tile before it can do anything else, and the consumers each next one before they can go
+/// on.
 struct TileOrder {
+  static constexpr int32_t kTabledGroups = 8;
+
+  /// Rows of blocks, counted from the pivot.
+  template <class Div>
+  struct Group {
+    int32_t begin = kNever;
+    int32_t rows = 0;
+    Div band{1};        // blocks of a whole band
+    Div last_width{1};  // of the last band, where it is not whole
+  };
+
   int32_t blocks_m = 0;
   int32_t blocks_n = 0;
   int32_t pivot_chunk = 0;
@@ -161,7 +183,7 @@ struct TileOrder {
   ChunkGrid chunks{};
   FastDiv block_rows{};
   FastDiv div_blocks_n{};
-  FastDiv div_band{};  // blocks of a whole band when the raster goes along N
+  Group<FastDiv> groups[kTabledGroups];  // all of them, if there are no more
 
   TileOrder() = default;
 
@@ -182,7 +204,8 @@ struct TileOrder {
       ++log_swizzle;
     }
     div_blocks_n = FastDiv(max_of(1, blocks_n));
-    div_band = FastDiv(max_of(1, blocks_n << log_swizzle));
+    for (int32_t i = 0; i < min_of(chunks.chunks_m, kTabledGroups); ++i)
+      groups[i] = group<FastDiv>(i);
   }
 
   AGMM_HOST_DEVICE int32_t count() const { return blocks_m * blocks_n; }
@@ -213,25 +236,46 @@ struct TileOrder {
     return position < 0 ? position + chunks.chunks_m : position;
   }
 
-  AGMM_HOST_DEVICE BlockCoord block_at(int32_t step) const {
-    int32_t const group = group_of(div_blocks_n.divide(step));
-    int32_t const begin = group_begin(group);
-    int32_t const rows = group_begin(group + 1) - begin;
-    int32_t const local = step - begin * blocks_n;
+  template <class Div>
+  AGMM_HOST_DEVICE Group<Div> group(int32_t position) const {
+    int32_t const begin = group_begin(position);
+    int32_t const rows = group_begin(position + 1) - begin;
+    int32_t const whole = 1 << log_swizzle;
+    return {begin, rows, Div(max_of(1, length(rows) * whole)),
+            Div(max_of(1, minor_extent(rows) % whole))};
+  }
 
-    // Bands of 2^log_swizzle blocks across the minor direction; the last band is only as wide as
-    // what is left, so no padded block is ever computed.
-    int32_t const length = raster == Raster::AlongN ? blocks_n : rows;
-    int32_t const minor_extent = raster == Raster::AlongN ? rows : blocks_n;
-    int32_t const band =
-        raster == Raster::AlongN ? div_band.divide(local) : local / (length << log_swizzle);
-    int32_t const band_begin = band << log_swizzle;
-    int32_t const in_band = local - band_begin * length;
-    int32_t const width = min_of(1 << log_swizzle, minor_extent - band_begin);
-    int32_t const major = width == (1 << log_swizzle) ? in_band >> log_swizzle : in_band / width;
+  AGMM_HOST_DEVICE BlockCoord block_at(int32_t step) const {
+    int32_t const row = div_blocks_n.divide(step);
+    if (chunks.chunks_m > kTabledGroups) return block_of(step, group<PlainDiv>(group_of(row)));
+    int32_t found = 0;
+    for (int32_t i = 1; i < kTabledGroups; ++i) found += row >= groups[i].begin ? 1 : 0;
+    return block_of(step, groups[found]);
+  }
+
+ private:
+  static constexpr int32_t kNever = 0x7fffffff;
+
+  // Bands of 2^log_swizzle blocks across the minor direction; the last band is only as wide as what
+  // is left, so no padded block is ever computed.
+  AGMM_HOST_DEVICE int32_t length(int32_t rows) const {
+    return raster == Raster::AlongN ? blocks_n : rows;
+  }
+  AGMM_HOST_DEVICE int32_t minor_extent(int32_t rows) const {
+    return raster == Raster::AlongN ? rows : blocks_n;
+  }
+
+  template <class Div>
+  AGMM_HOST_DEVICE BlockCoord block_of(int32_t step, Group<Div> const& group) const {
+    int32_t const local = step - group.begin * blocks_n;
+    int32_t const band_begin = group.band.divide(local) << log_swizzle;
+    int32_t const in_band = local - band_begin * length(group.rows);
+    bool const is_whole = minor_extent(group.rows) - band_begin >= 1 << log_swizzle;
+    int32_t const width = is_whole ? 1 << log_swizzle : group.last_width.divisor;
+    int32_t const major = is_whole ? in_band >> log_swizzle : group.last_width.divide(in_band);
     int32_t const minor = band_begin + in_band - major * width;
 
-    int32_t m = begin + (raster == Raster::AlongN ? minor : major) + pivot_block;
+    int32_t m = group.begin + (raster == Raster::AlongN ? minor : major) + pivot_block;
     if (m >= blocks_m) m -= blocks_m;
     return {m, raster == Raster::AlongN ? major : minor};
   }

@@ -1,9 +1,13 @@
 // cutlass::gemm::PersistentAsyncInputScheduler: the tile scheduler of a persistent GEMM whose A
 // arrives chunk by chunk while the kernel runs.
 //
-// It is CUTLASS's persistent scheduler followed by a permutation of the tiles (agmm::TileOrder):
-// linear index, grid, advance and validity are CUTLASS's; only the place of a tile changes. Works
-// with the cooperative and the pingpong warp-specialised kernels, which see an ordinary scheduler.
+// It is CUTLASS's persistent scheduler with another order of the tiles (agmm::TileOrder): the grid
+// and the number of tiles are CUTLASS's, and so is what each CTA takes, one tile of every wave;
+// only the place of a tile changes. Works with the cooperative and the pingpong warp-specialised
+// kernels, which see an ordinary scheduler.
+//
+// One problem, no batch: L has to be 1. (A place in the batch would be one more value that the
+// warps keep, and the largest kernels have no register for it.)
 //
 // Used as the fourth argument of GemmUniversal:
 //   GemmUniversal<Shape<int,int,int,int>, CollectiveMainloop, CollectiveEpilogue,
@@ -88,6 +92,7 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     agmm::WaitLimit wait_limit{};
     agmm::SplitK split_k{};
     agmm::KParts k_parts{};
+    agmm::FastDiv splits{};
   };
 
   template <class ProblemShapeMNKL, class TileShape, class ClusterShape>
@@ -105,6 +110,7 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
         Base::to_underlying_arguments(problem, tile, cluster, hw_info, base_args, workspace,
                                       epilogue_subtile, ktile_start_alignment_count);
 
+    CUTLASS_ASSERT(cute::size(cute::get<3>(problem)) == 1);
     int const m = cute::size<0>(problem);
     int const n = cute::size<1>(problem);
     int const k = cute::size<2>(problem);
@@ -126,6 +132,7 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     params.wait_limit = args.wait_limit;
     params.split_k = args.split_k;
     params.k_parts = agmm::KParts(agmm::ceil_div(k, TileK), args.split_k.splits);
+    params.splits = agmm::FastDiv(args.split_k.splits);
     params.blocks_per_problem_ *= args.split_k.splits;
     return params;
   }
@@ -154,16 +161,27 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     return linear_index(waves_ + advance_count) >= Base::scheduler_params.blocks_per_problem_;
   }
 
+  // Not by the base's arithmetic, which makes a place of the cluster's index that would only be
+  // turned back. Every warp waits for this at the start, and the consumers before each tile: with
+  // it, and with the divisions that TileOrder's table saves, it took 1700 cycles.
   CUTLASS_DEVICE WorkTileInfo get_current_work() const {
-    WorkTileInfo work = get_unordered_work(linear_index(waves_));
-    if (!work.is_valid()) return work;
-    int const cta_m = work.M_idx % ClusterM;
-    int const cta_n = work.N_idx % ClusterN;
-    agmm::TileOrder const& order = params_->order;
-    agmm::BlockCoord const block =
-        order.block_at(work.M_idx / ClusterM * order.blocks_n + work.N_idx / ClusterN);
-    work.M_idx = block.m * ClusterM + cta_m;
-    work.N_idx = block.n * ClusterN + cta_n;
+    WorkTileInfo work;
+    work.is_valid_tile = linear_index(waves_) < Base::scheduler_params.blocks_per_problem_;
+    if (!work.is_valid_tile) return work;
+    int32_t cluster = (blockIdx.y + gridDim.y * waves_) / ClusterN;
+    if constexpr (kSplits) {
+      // Neighbouring clusters of CTAs have the splits of one cluster of tiles.
+      int32_t const tiles = params_->splits.divide(cluster);
+      work.split = cluster - tiles * params_->splits.divisor;
+      agmm::Range const k_tiles = params_->k_parts.part(work.split);
+      work.k_tile_begin = k_tiles.begin;
+      work.k_tile_count = k_tiles.size();
+      cluster = tiles;
+    }
+    agmm::BlockCoord const block = params_->order.block_at(cluster);
+    work.M_idx = block.m * ClusterM + blockIdx.x;
+    work.N_idx = block.n * ClusterN + blockIdx.y % ClusterN;
+    work.L_idx = 0;
     if constexpr (Wait == AsyncInputWait::Scheduler) wait_for_chunks(work);
     return work;
   }
@@ -235,25 +253,6 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   }
 
  private:
-  /// Neighbouring clusters of CTAs have the splits of one cluster of tiles.
-  CUTLASS_DEVICE WorkTileInfo get_unordered_work(uint32_t index) const {
-    if constexpr (!kSplits) {
-      return Base::get_current_work_for_linear_idx(index);
-    } else {
-      WorkTileInfo work;
-      if (index >= Base::scheduler_params.blocks_per_problem_) return work;
-      uint32_t const splits = params_->split_k.splits;
-      uint32_t const cluster = index / ClusterM / splits;
-      static_cast<typename Base::WorkTileInfo&>(work) =
-          Base::get_current_work_for_linear_idx(cluster * ClusterM + index % ClusterM);
-      work.split = int32_t(index / ClusterM - cluster * splits);
-      agmm::Range const k_tiles = params_->k_parts.part(work.split);
-      work.k_tile_begin = k_tiles.begin;
-      work.k_tile_count = k_tiles.size();
-      return work;
-    }
-  }
-
   /// Only the warp that issues the TMA loads (warp 0 of the CTA in both schedules) waits.
   CUTLASS_DEVICE void wait_for_chunks(WorkTileInfo const& work) const {
     if (params_->chunk_signals == nullptr || canonical_warp_idx_sync() != 0) return;
@@ -266,9 +265,10 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     agmm::fence_proxy_async_global();
   }
 
-  // The grid is (ClusterM, rest, 1): see get_grid_shape.
+  // The grid is (ClusterM, rest, 1): see get_grid_shape. Not by gridDim.x, for which some kernels
+  // have no register.
   CUTLASS_DEVICE static uint32_t linear_index(uint32_t waves) {
-    return blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * waves);
+    return blockIdx.x + ClusterM * (blockIdx.y + gridDim.y * waves);
   }
 
   Params const* params_ = nullptr;

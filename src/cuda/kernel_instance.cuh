@@ -33,6 +33,22 @@ __global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksP
   Kernel{}(params, shared_memory);
 }
 
+/// The epilogue with another number of buffers for what TMA is storing.
+template <class Epilogue, int kBuffers>
+struct WithStoreBuffers;
+
+template <int kLoads, int kStores, int kFragment, bool kReuse, bool kDelay, class... Others,
+          int kBuffers>
+struct WithStoreBuffers<
+    cutlass::epilogue::collective::CollectiveEpilogue<
+        cutlass::epilogue::Sm90TmaWarpSpecialized<kLoads, kStores, kFragment, kReuse, kDelay>,
+        Others...>,
+    kBuffers> {
+  using type = cutlass::epilogue::collective::CollectiveEpilogue<
+      cutlass::epilogue::Sm90TmaWarpSpecialized<kLoads, kBuffers, kFragment, kReuse, kDelay>,
+      Others...>;
+};
+
 template <class Element_, class LayoutB_, int TileM, int TileN, int TileK, int ClusterM,
           int ClusterN, Schedule kSchedule, bool kTimed>
 struct KernelInstance {
@@ -58,30 +74,50 @@ struct KernelInstance {
                                              cutlass::FloatRoundStyle::round_to_nearest>,
       Bias, cutlass::epilogue::fusion::Sm90AccFetch>;
 
-  using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
-      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void,
-      cutlass::layout::RowMajor, kAlignment, Element, cutlass::layout::RowMajor, kAlignment,
-      EpilogueSchedule, Fusion>::CollectiveOp;
+  // CUTLASS stores 16 columns at a time where the width is no multiple of 32.
+  using EpilogueTile = cute::conditional_t<kCooperative && TileN % 32 != 0 && TileN % 48 == 0,
+                                           cute::Shape<cute::_128, cute::Int<48>>,
+                                           cutlass::epilogue::collective::EpilogueTileAuto>;
+  using UsualEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape, EpilogueTile,
+      float, float, void, cutlass::layout::RowMajor, kAlignment, Element, cutlass::layout::RowMajor,
+      kAlignment, EpilogueSchedule, Fusion>::CollectiveOp;
 
   using CutlassMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor,
       kAlignment, Element, LayoutB, kAlignment, float, TileShape, ClusterShape,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
-          sizeof(typename CollectiveEpilogue::SharedStorage))>,
+          sizeof(typename UsualEpilogue::SharedStorage))>,
       MainloopSchedule>::CollectiveOp;
 
   // Larger tiles leave no register for it.
   static constexpr bool kSplits = kCooperative && ClusterN == 1 && TileM * TileN <= 128 * 224;
   using Mainloop = AsyncInputMainloop<CutlassMainloop, kTimed, kSplits>;
-  using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
-      cute::Shape<int, int, int, int>, Mainloop, CollectiveEpilogue,
+  template <class Epilogue>
+  using KernelWith = cutlass::gemm::kernel::GemmUniversal<
+      cute::Shape<int, int, int, int>, Mainloop, Epilogue,
       cutlass::gemm::PersistentAsyncInputScheduler<
           MainloopSchedule, cutlass::gemm::AsyncInputWait::Mainloop,
           kSplits ? cutlass::gemm::SplitsK::Yes : cutlass::gemm::SplitsK::No>>;
+
+  // The consumers wait for a buffer of the epilogue again and again while they have nothing to
+  // multiply. So it gets as many as fit into what the stages of the mainloop leave.
+  static constexpr int store_buffers() {
+    constexpr int kSubtile = cute::size(typename UsualEpilogue::EpilogueTile{});
+    constexpr int kLeft =
+        cutlass::gemm::collective::detail::sm90_smem_capacity_bytes -
+        static_cast<int>(sizeof(typename KernelWith<UsualEpilogue>::SharedStorage));
+    constexpr int kUsual = UsualEpilogue::DispatchPolicy::StagesD;
+    return std::min(TileM * TileN / kSubtile,
+                    kUsual + kLeft / (kSubtile * static_cast<int>(sizeof(Element))));
+  }
+  using CollectiveEpilogue = typename WithStoreBuffers<UsualEpilogue, store_buffers()>::type;
+  using GemmKernel = KernelWith<CollectiveEpilogue>;
   using Params = typename GemmKernel::Params;
   static_assert(GemmKernel::MaxThreadsPerBlock >= PushCta::kThreads);
   static_assert(GemmKernel::SharedStorageSize >= sizeof(PushCta::Slots));
+  static_assert(GemmKernel::SharedStorageSize <=
+                cutlass::gemm::collective::detail::sm90_smem_capacity_bytes);
   static_assert(alignof(Params) <= kParamsAlignment);
 
   static WaitLimit wait_limit(AsyncInputArgs const& args) {
