@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -156,10 +156,18 @@ def _mlp() -> tuple[torch.nn.Sequential, torch.nn.Sequential]:
     return whole, sharded
 
 
-def _gradients(module: torch.nn.Module, run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    module.zero_grad(set_to_none=False)
+def _gradients(
+    leaves: Sequence[torch.Tensor], run: Callable[[], torch.Tensor]
+) -> list[torch.Tensor]:
+    _zero(leaves)
     run()
-    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    return [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
+
+
+def _zero(leaves: Sequence[torch.Tensor]) -> None:
+    for leaf in leaves:
+        if leaf.grad is not None:
+            leaf.grad.zero_()
 
 
 def layers(how: str) -> list[str]:
@@ -177,7 +185,9 @@ def _layers(how: str) -> list[str]:
     whole, sharded = _mlp()
     x = _randn(world_size * 130, 512, seed=5)
     own = slice(rank * 130, (rank + 1) * 130)
-    shard = x[own].clone()
+    # Without a gradient of its own there is no product beside which it is gathered again.
+    shard = x[own].clone().requires_grad_()
+    leaves = [shard, *sharded.parameters()]
     scale = _randn(130, 512, seed=6)
     with torch.no_grad():
         out = sharded(shard)
@@ -202,22 +212,23 @@ def _layers(how: str) -> list[str]:
         (result.float() * scale).sum().backward()
         return result
 
-    gradients = _gradients(sharded, eager_step)
+    gradients = _gradients(leaves, eager_step)
+    assert len(gradients) == len(leaves)
     if how == "graph":
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
-                sharded.zero_grad(set_to_none=False)
+                _zero(leaves)
                 eager_step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        sharded.zero_grad(set_to_none=False)
+        _zero(leaves)
         with torch.cuda.graph(graph):
             eager_step()
         step = graph.replay  # type: ignore[assignment]
     for turn in range(3):
-        for one, other in zip(_gradients(sharded, step), gradients, strict=True):
+        for one, other in zip(_gradients(leaves, step), gradients, strict=True):
             error = relative_error(one, other.double())
             if error > 0.01:
                 faults.append(f"{how}, turn {turn}: error {error}")
