@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import log
+from statistics import fmean
 from typing import NamedTuple, Protocol
 
 from agmm import cost_model
@@ -547,12 +548,13 @@ class Planner:
         the nearest rows below and above count, each at most 4 times away in M. Where both are there
         and have the same plan, it is that one. Where not, each plan is rated by the cost model's
         time at this M, times what its row measured over what the model says there. The model's own
-        favourite takes part at the worse of these ratios and 3% on top, so that it wins by a clear
-        lead only. The SM push of a row is exchanged for the usual one where shards end inside
-        tiles. Where there is no model, the row nearest in M decides (of two equally near the one
-        above). Without any such row those of the problem that differs in ``return_A`` count in the
-        same way, and without these it is the model's favourite. Rows whose plan this build cannot
-        run are passed over, with one warning per reason.
+        favourite takes part at the mean of these ratios (of the fused rows where it is fused) and
+        3% on top, so that it wins by a clear lead only. The SM push of a row is exchanged for the
+        usual one where shards end inside tiles. Where there is no model, the row nearest in M
+        decides (of two equally near the one above). Without any such row those of the problem that
+        differs in ``return_A`` count in the same way, and without these it is the model's
+        favourite. Rows whose plan this build cannot run are passed over, with one warning per
+        reason.
 
         Args:
             fused: leave the unfused plan out.
@@ -590,7 +592,7 @@ class Planner:
         if len(near) == 2 and plans[0] == plans[1] == near[0].plan:
             return Choice(plans[0], source, predict_us(problem, plans[0]))
         rated: list[tuple[float, Plan]] = []
-        worst = 0.0
+        ratios: list[float] = []
         for row, plan_here in zip(near, plans, strict=True):
             there = predict_us(problem._replace(m=row.m), row.plan)
             here = predict_us(problem, plan_here)
@@ -600,12 +602,18 @@ class Planner:
             measured = row.us / there
             if plan_here != row.plan:
                 measured = max(1.0, measured)  # it says little of another plan
-            worst = max(worst, measured)
+            ratios.append(measured)
             rated.append((here * measured, plan_here))
         favourite = self._favourite(problem, fused)
         assert favourite.predicted_us is not None
         best_us, best = min(rated, key=lambda pair: pair[0])
-        if favourite.predicted_us * worst * _MODEL_MARGIN < best_us:
+        is_unfused = favourite.plan == UNFUSED
+        alike = [
+            ratio
+            for row, ratio in zip(near, ratios, strict=True)
+            if (row.plan == UNFUSED) == is_unfused
+        ]
+        if favourite.predicted_us * fmean(alike or ratios) * _MODEL_MARGIN < best_us:
             return replace(favourite, source=f"cost model, against what was {source}")
         return Choice(best, source, predict_us(problem, best))
 

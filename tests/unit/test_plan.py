@@ -590,6 +590,27 @@ def test_the_models_favourite_needs_a_clear_lead_over_tuned_neighbours() -> None
     assert tuned.plan(TUNED) == second
 
 
+@pytest.mark.parametrize("first", [0.8, 1.0, 1.1, 1.3])
+@pytest.mark.parametrize("second", [0.8, 1.0, 1.1, 1.3])
+def test_the_models_favourite_is_rated_by_the_mean_of_its_neighbours(
+    first: float, second: float
+) -> None:
+    kernels = [kernel for kernel in KERNELS if kernel.tile_n != 224]
+    plans = [plan for plan, _ in Planner(kernels).alternatives(TUNED) if plan.transport == "push"]
+    favourite, second_best, slowest = plans[0], plans[1], plans[-1]
+    assert second_best.kernel is not None and slowest.kernel is not None
+    rows = calibrated(2048, second_best.kernel, first), calibrated(8192, slowest.kernel, second)
+    rated = {
+        second_best: first * cost_model.fused_us(TUNED, second_best.kernel),
+        slowest: second * cost_model.fused_us(TUNED, slowest.kernel),
+    }
+    best = min(rated, key=lambda plan: rated[plan])
+    assert favourite.kernel is not None
+    mine = 1.03 * (first + second) / 2 * cost_model.fused_us(TUNED, favourite.kernel)
+    wanted = favourite if mine < rated[best] else best
+    assert planner(*rows, kernels=kernels).plan(TUNED) == wanted
+
+
 def test_an_unfused_neighbour_is_rated_too() -> None:
     half = TUNED._replace(m=2048)
     unfused = Row(2048, UNFUSED, 0.5 * cost_model.unfused_us(half))
