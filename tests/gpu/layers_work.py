@@ -9,6 +9,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+
+# Before an op is replaced: it goes through all of torch.ops when it is imported.
+import torch._inductor.decomposition
 import torch.distributed as dist
 
 import agmm
