@@ -23,8 +23,10 @@ _NAN_BYTE = 0xFF
 SLOT_BYTES = 64 << 20
 """Large enough for every shape of the tests but the one that grows the workspace."""
 WAYS = {
-    "push": (False, ""),
-    "push-A": (True, ""),
+    "planned": (False, ""),
+    "planned-A": (True, ""),
+    "push": (False, "push"),
+    "push-A": (True, "push"),
     "pull": (True, "pull"),
     "sm": (False, "sm4x64"),
     "sm-A": (True, "sm16x128+1"),
@@ -32,7 +34,7 @@ WAYS = {
     "split": (False, "push"),
     "sm-split-A": (True, "sm8x64"),
 }
-"""Whether A is returned, and the transport where it is not the planned one."""
+"""Whether A is returned, and the transport; "" for the planned one, which depends on the shape."""
 ALL_WAYS = tuple(WAYS)
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 

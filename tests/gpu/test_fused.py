@@ -149,7 +149,7 @@ def test_shapes_transports_and_streams_mixed(gpu_pool: RankPool, world_size: int
 
 @pytest.mark.parametrize(
     ("calls_per_graph", "first_way"),
-    [(1, "push"), (1, "push-A"), (1, "pull"), (1, "sm"), (5, "push")],
+    [(1, "planned"), (1, "push"), (1, "push-A"), (1, "pull"), (1, "sm"), (5, "push")],
 )
 @pytest.mark.parametrize("world_size", ALL[1:])
 def test_graphs(gpu_pool: RankPool, world_size: int, calls_per_graph: int, first_way: str) -> None:
@@ -184,6 +184,7 @@ CREDIT = "s for gather buffer 0 of rank 1 to be free: credit is 0"
 @pytest.mark.parametrize(
     ("work", "way", "wanted"),
     [
+        (gpu_work.different_shapes, "planned", "different shapes or dtypes"),
         (gpu_work.different_shapes, "push", "different shapes or dtypes"),
         (gpu_work.different_shapes, "sm", "different shapes or dtypes"),
         (gpu_work.one_rank_missing, "push", MISSING),
