@@ -1,7 +1,9 @@
 # The kernel table: tile_m tile_n tile_k cluster_m cluster_n schedule set. Each row is built for bf16
 # and fp16 and for both layouts of B, in one translation unit.
-# set: minimal kernels are in every build, default ones in AGMM_KERNELS=default. timed: the variant
-# that records when each tile waited and ran, for pictures; in every build, bf16 and column-major.
+# set: minimal kernels are in every build, default ones in AGMM_KERNELS=default and all, the others
+# in all only: on H200 they gain nothing (docs/performance.md), and are there to be measured
+# elsewhere. timed: the variant that records when each tile waited and ran, for pictures; in every
+# build, bf16 and column-major.
 set(AGMM_KERNEL_TABLE
     "128 256 64 2 1 Cooperative default"
     "128 256 64 1 1 Cooperative default"
@@ -14,6 +16,14 @@ set(AGMM_KERNEL_TABLE
     "128 128 64 1 1 Pingpong    minimal"
     "128 128 64 2 1 Pingpong    default"
     "128 160 64 1 1 Pingpong    default"
+    "64  256 64 1 1 Pingpong    all"
+    "128 128 64 2 1 Cooperative all"
+    "128 160 64 2 1 Pingpong    all"
+    "128 192 64 1 1 Cooperative all"
+    "128 256 64 1 2 Cooperative all"
+    "256 128 64 1 1 Cooperative all"
+    "256 128 64 1 2 Cooperative all"
+    "256 192 64 2 1 Cooperative all"
     "128 128 64 1 1 Pingpong    timed")
 
 # The N of the warpgroup MMAs that CUTLASS knows by default. A tile of another width gets the whole
@@ -37,7 +47,8 @@ function(agmm_generate_kernels kernels directory out_sources)
     list(GET field 4 cluster_n)
     list(GET field 5 AGMM_SCHEDULE)
     list(GET field 6 set)
-    if(kernels STREQUAL "minimal" AND set STREQUAL "default")
+    if((set STREQUAL "all" AND NOT kernels STREQUAL "all")
+       OR (set STREQUAL "default" AND kernels STREQUAL "minimal"))
       continue()
     endif()
     string(TOLOWER "${AGMM_SCHEDULE}" schedule)

@@ -1,0 +1,53 @@
+"""Which kernels a build gets by AGMM_KERNELS."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agmm import _core
+from agmm.plan import KernelConfig
+
+TABLE = Path(__file__).resolve().parents[2] / "src" / "cuda" / "kernels.cmake"
+CMAKE = shutil.which("cmake", path=str(Path(sys.executable).parent)) or shutil.which("cmake")
+
+SCRIPT = """
+include("{table}")
+agmm_generate_kernels({kernels} "{directory}" sources)
+"""
+
+
+def _generated(kernels: str, folder: Path) -> set[str]:
+    """The names of the kernels in the translation units that CMake writes."""
+    script = folder / "generate.cmake"
+    script.write_text(SCRIPT.format(table=TABLE, kernels=kernels, directory=folder / kernels))
+    subprocess.run([str(CMAKE), "-P", str(script)], check=True, timeout=60)
+    return {path.stem.removeprefix("kernel_") for path in (folder / kernels).glob("*.cu")}
+
+
+@pytest.mark.skipif(CMAKE is None, reason="no cmake")
+def test_each_set_holds_the_smaller_one(tmp_path: Path) -> None:
+    minimal, default, every = (_generated(s, tmp_path) for s in ("minimal", "default", "all"))
+    assert minimal < default < every
+    for name in every:
+        config = KernelConfig.parse(name.removesuffix("_timed"))
+        assert config.tile_m % 64 == 0
+        assert config.cluster_m * config.cluster_n <= 2
+    # The tiles and clusters that tensor-parallel layers are usually tried with.
+    tiles = {name.rsplit("x64_", 1)[0] for name in every}
+    assert tiles >= {
+        *("64x256", "128x128", "128x160", "128x192", "128x256", "256x128", "256x192"),
+    }
+    clusters = {name.split("_")[1] for name in every}
+    assert clusters == {"1x1", "2x1", "1x2"}
+
+
+@pytest.mark.skipif(CMAKE is None, reason="no cmake")
+@pytest.mark.skipif(not _core.cuda_built, reason="agmm._core is built without CUDA")
+def test_this_build_is_one_of_them(tmp_path: Path) -> None:
+    built = {kernel.name for kernel in _core.kernels()}
+    assert built in [_generated(s, tmp_path) for s in ("minimal", "default", "all")]
