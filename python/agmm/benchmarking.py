@@ -510,8 +510,13 @@ def _sm_clock_mhz(device: torch.device) -> int | None:
         return None
 
 
-def run(options: Options, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Runs the benchmark and returns the report.
+def run(
+    options: Options,
+    progress: Callable[[str], None] = lambda line: None,
+    begun: Callable[[dict[str, Any]], None] = lambda report: None,
+) -> dict[str, Any]:
+    """Runs the benchmark and returns the report. `begun` gets it at first, without a shape; a shape
+    is in there when it has been measured.
 
     Under torchrun the ranks are its own and every one of them returns the report; `progress` is
     then called on rank 0 only. Otherwise this process starts `options.world_size` ranks.
@@ -528,6 +533,7 @@ def run(options: Options, progress: Callable[[str], None] = lambda line: None) -
         )
     with ranks(options.device, options.world_size) as call:
         report = new_report(options)
+        begun(report)
         assert options.shapes is not None
         assert options.ways is not None
         for i, shape in enumerate(options.shapes, 1):
@@ -661,6 +667,16 @@ def wrong_ways(report: dict[str, Any]) -> list[str]:
         for s in report["shapes"]
         for name, way in s["ways"].items()
         if way["wrong"]
+    ]
+
+
+def failed_ways(report: dict[str, Any]) -> list[str]:
+    """'way at shape' for every way of agmm that did not run."""
+    return [
+        f"{name} at {Shape(s['M'], s['N'], s['K'])}"
+        for s in report["shapes"]
+        for name, way in s["ways"].items()
+        if name in WAYS and WAYS[name].is_agmm and way["median_us"] is None and not way["wrong"]
     ]
 
 

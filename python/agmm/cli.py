@@ -132,9 +132,12 @@ def demo(
     writes a picture of when each chunk of A arrived and when its tiles were computed.
     """
     with _one_line_errors():
+        from agmm import _env, _figure
         from agmm import demo as demo_module
         from agmm.benchmarking import shape_table
 
+        _env.check()
+        _figure.check_path(output, "--output")
         stderr = console(stderr=True)
         kind, ranks = demo_module.choose(device.value, world_size)
         result = demo_module.run(kind, ranks, output, progress=stderr.print)
@@ -147,7 +150,7 @@ def demo(
         )
         stdout.print(shape_table(result.report["shapes"][0]))
         for line in demo_module.explain(result):
-            stdout.print(line, soft_wrap=True)
+            stdout.print(line, soft_wrap=True, markup=False)
         if result.failure is not None:
             print(f"agmm: demo failed: {result.failure}", file=sys.stderr)
             raise typer.Exit(1)
@@ -251,9 +254,12 @@ def bench(
             plot=plot,
             timeline=timeline,
         )
-        wrong = bench_command.run(request)
-        if wrong:
-            print(f"agmm: wrong results: {', '.join(wrong)}", file=sys.stderr)
+        found = bench_command.run(request)
+        if found.wrong:
+            print(f"agmm: wrong results: {', '.join(found.wrong)}", file=sys.stderr)
+        if found.failed:
+            print(f"agmm: did not run: {', '.join(found.failed)}", file=sys.stderr)
+        if found.wrong or found.failed:
             raise typer.Exit(1)
 
 
@@ -299,10 +305,15 @@ def tune(
     are done, and the same command goes on with the rest. Starts its own ranks unless torchrun did.
     """
     with _one_line_errors():
-        from agmm import benchmarking, presets, tuner
+        from agmm import _env, benchmarking, presets, tuner
         from agmm import demo as demo_module
 
+        _env.check()
         torchrun_size = benchmarking.torchrun_world_size()
+        if torchrun_size is not None and tp not in (None, torchrun_size):
+            raise InvalidArgument(
+                f"--tp: found {tp}, wanted {torchrun_size}, the ranks that torchrun has started"
+            )
         kind, ranks = demo_module.choose(device.value, torchrun_size or tp)
         options = tuner.Options.of(
             kind,

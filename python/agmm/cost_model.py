@@ -68,7 +68,8 @@ class Constants:
     straddling_tile_factor: float
     """Of the time of such a tile, what it takes longer where there are several waves."""
     sm_push_disturbance: float
-    """How much of the time of sending the call loses by it, if it is one wave of tiles."""
+    """How much of the time of sending the call loses by it, if it is one wave of tiles or a shard
+    ends inside a tile."""
     sm_push_cta_disturbance: float
     """The same where CTAs of their own send."""
     sm_push_gb_per_s: float
@@ -249,7 +250,8 @@ def sm_push_us(
     us_per_mb = _us_per_mb_sent(problem, ctas, parts, chunk_columns, first_peers, has_ctas)
     sent = (problem.world_size - 1) * _shard_bytes(problem) * us_per_mb / 1e6
     disturbance = c.sm_push_cta_disturbance if has_ctas else c.sm_push_disturbance
-    computed = tile_us * waves + disturbance * sent / waves
+    # Several waves make up for it, unless their tiles wait for two ranks each.
+    computed = tile_us * waves + disturbance * sent / (1 if straddles(problem, config) else waves)
     early = _blocks_before(problem, config, 1 + first_peers)
     blocks_left = max(0, -(-(blocks - early) // workers) - 1)
     last_us = sent + tile_us / chunks + tile_us * blocks_left

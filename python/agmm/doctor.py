@@ -19,7 +19,10 @@ import torch.distributed as dist
 from rich.markup import escape
 from rich.table import Table
 
+from agmm import _env, tables
 from agmm._terminal import plain_table
+from agmm.errors import InvalidArgument
+from agmm.tables import TableError
 
 Status = Literal["ok", "note", "broken"]
 
@@ -116,6 +119,7 @@ def diagnose() -> list[Finding]:
         _collectives(),
         _shared_memory(),
         _variables(core),
+        _tuned_plans(),
         _plots(),
     ]
     return [*findings, _verdict(core)]
@@ -293,10 +297,29 @@ def _variables(core: Any) -> Finding:
     if core is None:
         return Finding("environment", found, "-")
     try:
-        limit = core.timeout_seconds()
-    except ValueError as e:
+        _env.check()
+    except InvalidArgument as e:
         return Finding("environment", found, str(e), "broken")
-    return Finding("environment", found, f"a wait ends the process after {limit:g} s")
+    limit = f"a wait ends the process after {core.timeout_seconds():g} s"
+    unknown = _env.unknown()
+    if unknown:
+        return Finding("environment", found, f"{limit}; unknown: {', '.join(unknown)}", "note")
+    return Finding("environment", found, limit)
+
+
+def _tuned_plans() -> Finding:
+    name = "tuned plans"
+    try:
+        folder = tables.user_folder()
+    except TableError as e:
+        return Finding(name, str(e), "`agmm tune` cannot keep its plans", "note")
+    if folder is None:
+        return Finding(name, "AGMM_CACHE=off", "the packaged tables and the cost model choose")
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        found = f"{folder}: {there} is no folder that can be written to"
+        return Finding(name, found, "`agmm tune` cannot keep its plans", "note")
+    return Finding(name, str(folder), "where `agmm tune` keeps them")
 
 
 def _plots() -> Finding:

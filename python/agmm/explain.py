@@ -122,7 +122,9 @@ def why(problem: Problem, choice: Choice) -> str:
         said = "" if fused is None else f", {fused:.1f} µs fused"
         return f"unfused is the fastest by {choice.source}{said}"
     if row is not None and row.unfused_us is not None:
-        return f"fused, the unfused path was measured at {row.unfused_us:.1f} µs"
+        said = f"fused, the unfused path was measured at {row.unfused_us:.1f} µs"
+        within = "" if row.unfused_us >= row.us else ", not faster by more than the noise"
+        return said + within
     unfused = predict_us(problem, UNFUSED)
     if problem.world_size == 1:
         return "fused, one rank has nothing to gather"
@@ -161,14 +163,17 @@ def _table(problem: Problem, choice: Choice, planner: Planner) -> RenderableType
     for plan, us in planner.alternatives(problem):
         ratio = us / choice.predicted_us if us and choice.predicted_us else None
         table.add_row(
-            plan.name + (" (the plan)" if _is_kind_of(plan, choice.plan) else ""),
+            plan.name + _mark(plan, choice.plan),
             "-" if us is None else f"{us:.1f}",
             "-" if ratio is None else f"{ratio:.2f}",
         )
     return table
 
 
-def _is_kind_of(plan: Plan, chosen: Plan) -> bool:
-    """The same but for the order of the tiles and the chunks, which no prediction knows."""
+def _mark(plan: Plan, chosen: Plan) -> str:
+    """What a row of the table says of the plan. No prediction knows the order of the tiles."""
+    if plan == chosen:
+        return " (the plan)"
     kernels = [p.kernel and (p.kernel.kernel, p.kernel.splits) for p in (plan, chosen)]
-    return plan.transport == chosen.transport and kernels[0] == kernels[1]
+    is_alike = plan.transport == chosen.transport and kernels[0] == kernels[1]
+    return " (the plan but for the order of tiles)" if is_alike else ""

@@ -561,6 +561,9 @@ def all_gather_matmul(
     kinds: list[Any] = []
     for tensor in given:
         if tensor is None:
+            if len(kinds) <= len(Bs):
+                name = "B" if kinds else "A_shard"
+                raise InvalidArgument(f"{name}: found None, wanted a tensor")
             kinds.append(None)
             continue
         if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:

@@ -436,6 +436,9 @@ def _tune_shape(
         try_plans(more, 0.6, 0.7)
     if not medians:
         return
+    if outcome.failures and all(plan == UNFUSED for plan in medians):
+        part.progress.say(f"{shape}: no row, since no fused plan could be measured")
+        return
     finalists = sorted(medians, key=lambda plan: medians[plan])[:FINALISTS]
     if old in medians and old not in finalists:
         finalists.append(old)

@@ -178,6 +178,10 @@ def bad_layer(kind: str) -> str:
         "in_features": lambda: RowParallelLinear(10, 8, group=group),
         "both": lambda: RowParallelLinear(8, 8, group=group, device_mesh=mesh),
         "input": lambda: ColumnParallelLinear(8, 8, group=group)(torch.ones(2, 7)),
+        "row input": lambda: RowParallelLinear(8, 8, group=group)(torch.ones(4, 8)),
+        "dimension": lambda: parallelize_module(
+            torch.nn.Linear(8, 8), mesh, GatherColwiseParallel(sequence_dim=5)
+        )(torch.ones(4, 8)),
         "rows": lambda: RowParallelLinear(8, 8, group=group)(torch.ones(6, 2)),
         "style": lambda: parallelize_module(torch.nn.ReLU(), mesh, GatherColwiseParallel()),
         "style size": lambda: parallelize_module(

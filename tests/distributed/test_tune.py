@@ -103,6 +103,15 @@ def test_wrong_failing_and_dying_plans_are_left_out_and_named(
     assert outcome.row.plan in (Plan("push"), UNFUSED)
 
 
+def test_no_row_where_no_fused_plan_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner, "check", tune_work.check_with_none_fused)
+    notes = Notes()
+    (outcome,) = tuner.tune(tuner.Options.of("cpu", 2, SHAPES[:1]), notes)
+    assert outcome.row is None
+    assert outcome.failures
+    assert notes.lines[-1] == "16x8x24: no row, since no fused plan could be measured"
+
+
 def run(*arguments: str, **keywords: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*TUNE, *arguments], capture_output=True, text=True, timeout=240, **keywords

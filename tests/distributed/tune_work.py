@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import agmm
 from agmm import _cpu, tuner
-from agmm.plan import Plan
+from agmm.plan import UNFUSED, Plan
 
 
 def check_with_faults(plan: Plan) -> tuner.Verdict:
@@ -34,6 +34,11 @@ def check_with_faults(plan: Plan) -> tuner.Verdict:
         return tuner.check(plan)
     finally:
         _cpu.CpuWorkspace.all_gather_matmul = original  # type: ignore[method-assign]
+
+
+def check_with_none_fused(plan: Plan) -> tuner.Verdict:
+    """As `tuner.check`, but every fused plan fails."""
+    return tuner.check(plan) if plan == UNFUSED else tuner.Verdict("ValueError: no")
 
 
 def call_with_table(m: int, n: int, k: int, strict: bool) -> tuple[bool, int, list[str]]:

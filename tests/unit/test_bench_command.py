@@ -35,7 +35,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     """The options of each run, which times nothing."""
     found: list[Options] = []
 
-    def run(options: Options, progress: Any) -> dict[str, Any]:
+    def run(options: Options, progress: Any, begun: Any) -> dict[str, Any]:
         found.append(options)
         return benchmarking.new_report(options.resolved())
 

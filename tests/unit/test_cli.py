@@ -122,11 +122,78 @@ def test_wrong_result_fails_the_bench(monkeypatch: pytest.MonkeyPatch, tmp_path:
     report = benchmarking.new_report(benchmarking.Options("cpu").resolved())
     bad = vars(benchmarking.WayResult(wrong=True, reason="relative error 0.5, allowed 0.001"))
     report["shapes"] = [{"M": 8, "N": 8, "K": 8, "sm_clock_mhz": None, "ways": {"agmm": bad}}]
-    monkeypatch.setattr(benchmarking, "run", lambda options, progress: report)
+    monkeypatch.setattr(benchmarking, "run", lambda options, progress, begun: report)
     result = _invoke("bench", "--device", "cpu", "--json", str(tmp_path / "r.json"))
     assert result.exit_code == 1
     assert "wrong results: agmm at 8x8x8" in result.output
+    assert "did not run" not in result.output
     assert json.loads((tmp_path / "r.json").read_text())["shapes"]
+    bad |= {"wrong": False, "reason": "RuntimeError: no"}
+    result = _invoke("bench", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "did not run: agmm at 8x8x8" in result.output
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt(), 130), (RankError("rank 1: gone", [1], {}), 1)]
+)
+def test_what_is_there_is_kept_when_the_bench_ends_early(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: BaseException, code: int
+) -> None:
+    good = vars(benchmarking.WayResult(median_us=3.0, relative_error=0.0))
+
+    def run(options: Any, progress: Any, begun: Any) -> None:
+        report = benchmarking.new_report(options.resolved())
+        begun(report)
+        ways = {"agmm": good}
+        report["shapes"].append({"M": 8, "N": 8, "K": 8, "sm_clock_mhz": None, "ways": ways})
+        raise error
+
+    monkeypatch.setattr(benchmarking, "run", run)
+    result = _invoke("bench", "--device", "cpu", "--json", str(tmp_path / "r.json"))
+    assert result.exit_code == code
+    (shape,) = json.loads((tmp_path / "r.json").read_text())["shapes"]
+    assert shape["ways"]["agmm"]["median_us"] == 3.0
+    assert "8 x 8 x 8" in result.output
+
+
+def _never(*arguments: Any, **keywords: Any) -> None:
+    pytest.fail("it ran")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["bench", "--json", "FILE/r.json"], "--json: found "),
+        (["demo", "-o", "FILE/x.png"], "--output: found "),
+        (["demo", "-o", "x.xyz"], "--output: found the suffix '.xyz', wanted one of "),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], hint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(benchmarking, "run", _never)
+    monkeypatch.setattr(demo, "run", _never)
+    given = [argument.replace("FILE", str(tmp_path / "file")) for argument in arguments]
+    result = _invoke(*given, "--device", "cpu")
+    assert (result.exit_code, hint in result.output) == (2, True), result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("command", ["demo", "bench", "tune"])
+def test_a_nonsense_environment_is_said_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AGMM_TIMEOUT_S", "soon")
+    monkeypatch.setattr(demo, "run", _never)
+    monkeypatch.setattr(benchmarking, "run", _never)
+    more = ["--shapes", "8x8x8"] if command == "tune" else []
+    result = _invoke(command, "--device", "cpu", *more)
+    assert result.exit_code == 2
+    assert result.output.startswith("agmm: AGMM_TIMEOUT_S: found 'soon', wanted ")
 
 
 def test_doctor_says_what_is_broken_by_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

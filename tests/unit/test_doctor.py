@@ -88,6 +88,25 @@ def test_nonsense_time_limit_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "soon" in found.meaning
 
 
+def test_unknown_variables_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGMM_CACH", "off")
+    found = _named(doctor.diagnose(), "environment")
+    assert found.status == "note"
+    assert found.meaning.endswith("unknown: AGMM_CACH")
+
+
+def test_where_tuned_plans_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AGMM_CACHE", "on")
+    monkeypatch.setenv("AGMM_CACHE_DIR", str(tmp_path / "not" / "there" / "yet"))
+    assert _named(doctor.diagnose(), "tuned plans").status == "ok"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("AGMM_CACHE_DIR", str(tmp_path / "file" / "below"))
+    found = _named(doctor.diagnose(), "tuned plans")
+    assert (found.status, str(tmp_path / "file") in found.found) == ("note", True)
+    monkeypatch.setenv("AGMM_CACHE", "off")
+    assert _named(doctor.diagnose(), "tuned plans").found == "AGMM_CACHE=off"
+
+
 @pytest.mark.parametrize(
     ("version", "status"),
     [("2.10.1", "broken"), ("2.11.0+cu130", "ok"), ("2.13.0+cpu", "ok"), ("3.0.0a0", "ok")],

@@ -19,6 +19,26 @@ def test_switch(monkeypatch: pytest.MonkeyPatch, value: str | None, wanted: bool
     assert _env.is_on(_env.SHARED_GPUS) is wanted
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("AGMM_TIMEOUT_S", "soon"), ("AGMM_CACHE", "maybe"), ("AGMM_SHARED_GPUS", "yes")],
+)
+def test_nonsense_is_found_before_a_run(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    _env.check()
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidArgument, match=f"^{name}: found '{value}', wanted "):
+        _env.check()
+
+
+def test_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _env.unknown()
+    monkeypatch.setenv("AGMM_CACH", "off")
+    monkeypatch.setenv("AGMM_KERNELS", "minimal")
+    assert sorted({*_env.unknown()} - {*before}) == ["AGMM_CACH"]
+
+
 def test_typo_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(_env.SHARED_GPUS.name, "yes")
     with pytest.raises(

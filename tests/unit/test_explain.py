@@ -52,7 +52,18 @@ def test_by_a_row(folder: Path) -> None:
     assert f"from: {folder / 'nvidia-h200-x4.json'}" in text
     assert "measured: 351.0 µs, 1.08 × the matmul alone (325.0 µs), by agmm 0.1.0" in text
     assert "why: fused, the unfused path was measured at 520.0 µs" in text
+    assert "(the plan)" not in text  # the table has the kernel in its usual order
+    assert text.count("(the plan but for the order of tiles)") == 1
     assert f"tuned at M=4096 ({folder / 'nvidia-h200-x4.json'})" in said(PROBLEM._replace(m=5000))
+
+
+def test_a_row_that_noise_has_kept(folder: Path) -> None:
+    plan = Plan("push", KernelConfig.parse("128x192x64_2x1_cooperative/swizzle2/along_m"))
+    tables.save(GPU, 4, [(Key.of(PROBLEM), Row(4096, plan, 351.0, 325.0, 345.0, "0.1.0"))])
+    wanted = (
+        "why: fused, the unfused path was measured at 345.0 µs, not faster by more than the noise"
+    )
+    assert wanted in said(PROBLEM)
 
 
 def test_why_it_is_not_fused() -> None:

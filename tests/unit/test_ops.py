@@ -196,6 +196,9 @@ def test_async_input_mm_op_returns_no_unwritten_memory(
             {"config": "fastest"},
             f"config: found 'fastest', wanted a name such as {CONFIG_NAME}",
         ),
+        ({"A_shard": None}, "A_shard: found None, wanted a tensor"),
+        ({"B": None}, "B: found None, wanted a tensor"),
+        ({"B": [torch.ones(4, 3), None]}, "B: found None, wanted a tensor"),
     ],
     ids=lambda value: str(value)[:40],
 )

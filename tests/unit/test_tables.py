@@ -234,7 +234,7 @@ def _text(**changes: Any) -> str:
     entry = json.loads(tables.to_text(GPU, 4, {KEY: {1: row(1)}}))["rows"][0]
     plan = {**entry["plan"], **changes.pop("plan", {})}
     entry = {name: v for name, v in {**entry, "plan": plan, **changes}.items() if v != "absent"}
-    return json.dumps({"schema": 1, "rows": [entry]})
+    return json.dumps({"schema": 1, "gpu": GPU, "world_size": 4, "rows": [entry]})
 
 
 @pytest.mark.parametrize(
@@ -285,6 +285,16 @@ def test_the_text_that_the_corrupt_ones_are_made_of_is_sound(folder: Path) -> No
     folder.mkdir()
     (folder / tables.file_name(GPU, 4)).write_text(_text())
     assert saved_ms() == [1]
+
+
+@pytest.mark.parametrize(("gpu", "world_size"), [(GPU, 2), ("nvidia-h100", 4)])
+def test_a_table_for_something_else_is_ignored(folder: Path, gpu: str, world_size: int) -> None:
+    folder.mkdir()
+    text = tables.to_text(gpu, world_size, {KEY: {1: row(1)}})
+    (folder / tables.file_name(GPU, 4)).write_text(text)
+    said = f"found a table for {gpu} and {world_size} ranks, wanted one for {GPU} and 4"
+    with pytest.warns(UserWarning, match=said):
+        assert tables.user(GPU, 4) is None
 
 
 def test_a_file_of_a_newer_schema_is_left_alone(folder: Path) -> None:

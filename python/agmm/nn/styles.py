@@ -61,6 +61,10 @@ def _gathered_products(
     modules: list[torch.nn.Module], style: _GatherStyle, mesh: DeviceMesh, x: torch.Tensor
 ) -> list[torch.Tensor]:
     dim = style.sequence_dim
+    if not -x.dim() <= dim < x.dim():
+        raise InvalidArgument(
+            f"sequence_dim: found {dim}, wanted one of the {x.dim()} dimensions of the input"
+        )
     x = _local(x, Shard(dim))
     weights, biases = zip(*(_local_parameters(module) for module in modules), strict=True)
     outs = all_gather_matmul(

@@ -93,13 +93,13 @@ def file_name(gpu: str, world_size: int) -> str:
     return f"{gpu}-x{world_size}.json"
 
 
-def read(path: Path, name: str | None = None) -> Table:
-    """The table in a file.
+def read(path: Path, name: str | None = None, *, of: tuple[str, int] | None = None) -> Table:
+    """The table in a file; `of` is the GPU and the world size that it should be for.
 
     Raises:
         FileNotFoundError: there is none.
         NewerSchema: it is of a later version.
-        TableError: it cannot be read, or is no table.
+        TableError: it cannot be read, is no table, or is for something else.
     """
     try:
         content = path.read_bytes()
@@ -114,6 +114,12 @@ def read(path: Path, name: str | None = None) -> Table:
             raise NewerSchema(f"{path}: found schema {schema}, wanted at most {SCHEMA}")
         if schema != SCHEMA:
             raise ValueError(f"schema {schema!r}")
+        found_for = body["gpu"], body["world_size"]
+        if of is not None and found_for != of:
+            raise TableError(
+                f"{path}: found a table for {found_for[0]} and {found_for[1]} ranks, wanted one "
+                f"for {of[0]} and {of[1]}"
+            )
         by_key: dict[Key, dict[int, Row]] = {}
         for entry in body["rows"]:
             key, row = _row_from_json(entry)
@@ -128,7 +134,7 @@ def packaged(gpu: str, world_size: int) -> Table | None:
     """The table that comes with agmm, or None."""
     file = file_name(gpu, world_size)
     with contextlib.suppress(FileNotFoundError):
-        return read(_PACKAGED / file, name=f"packaged table {file}")
+        return read(_PACKAGED / file, f"packaged table {file}", of=(gpu, world_size))
     return None
 
 
@@ -136,7 +142,9 @@ def user(gpu: str, world_size: int) -> Table | None:
     """The user's table, or None; one that cannot be used is reported once and ignored."""
     try:
         folder = user_folder()
-        return None if folder is None else read(folder / file_name(gpu, world_size))
+        if folder is None:
+            return None
+        return read(folder / file_name(gpu, world_size), of=(gpu, world_size))
     except FileNotFoundError:
         return None
     except TableError as error:
@@ -177,7 +185,7 @@ def save(gpu: str, world_size: int, rows: Iterable[tuple[Key, Row]]) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_S):
-            by_key = _current(path)
+            by_key = _current(path, (gpu, world_size))
             for key, row in rows:
                 by_key.setdefault(key, {})[row.m] = row
             _replace(path, to_text(gpu, world_size, by_key))
@@ -197,9 +205,9 @@ def to_text(gpu: str, world_size: int, by_key: dict[Key, dict[int, Row]]) -> str
     return f'{{{head}, "rows": [\n' + ",\n".join(entries) + "\n]}\n"
 
 
-def _current(path: Path) -> dict[Key, dict[int, Row]]:
+def _current(path: Path, of: tuple[str, int]) -> dict[Key, dict[int, Row]]:
     try:
-        return read(path).by_key
+        return read(path, of=of).by_key
     except FileNotFoundError:
         return {}
     except NewerSchema:
