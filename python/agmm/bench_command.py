@@ -148,9 +148,7 @@ def _measure(request: Request, stderr: Console) -> reports.Report | None:
     _env.check()
     if request.json_path is not None and benchmarking.is_rank_0():
         check_writable(request.json_path, "--json")
-    kind, ranks = demo.choose(
-        request.device, benchmarking.torchrun_world_size() or request.world_size
-    )
+    kind, ranks = demo.choose(request.device, benchmarking.world_size_or(request.world_size))
     options = Options(
         device=kind,
         world_size=ranks,
@@ -180,9 +178,7 @@ def _measure(request: Request, stderr: Console) -> reports.Report | None:
 
 def _record(request: Request, shapes: Sequence[Shape]) -> None:
     """Records one call of each shape on every rank and writes its trace and its picture."""
-    kind, ranks = demo.choose(
-        request.device, benchmarking.torchrun_world_size() or request.world_size
-    )
+    kind, ranks = demo.choose(request.device, benchmarking.world_size_or(request.world_size))
     options = Options(
         device=kind, world_size=ranks, shapes=shapes, ways=["agmm"], dtype=request.dtype
     ).resolved()

@@ -549,6 +549,20 @@ def torchrun_world_size() -> int | None:
     return int(os.environ["WORLD_SIZE"])
 
 
+def world_size_or(given: int | None) -> int | None:
+    """torchrun's world size where there is one, else the given one.
+
+    Raises:
+        InvalidArgument: both are there and differ.
+    """
+    started = torchrun_world_size()
+    if started is not None and given not in (None, started):
+        raise InvalidArgument(
+            f"world size: found {given}, wanted {started}, the ranks that torchrun has started"
+        )
+    return given if started is None else started
+
+
 def is_rank_0() -> bool:
     """Whether this process should print: the only one, or rank 0 of torchrun's."""
     return torchrun_world_size() is None or os.environ["RANK"] == "0"

@@ -134,8 +134,12 @@ def demo(
     with _one_line_errors():
         from agmm import _env, _figure
         from agmm import demo as demo_module
-        from agmm.benchmarking import shape_table
+        from agmm.benchmarking import shape_table, torchrun_world_size
 
+        if torchrun_world_size() is not None:
+            raise InvalidArgument(
+                "demo: found torchrun around it, wanted none: it starts its ranks"
+            )
         _env.check()
         _figure.check_path(output, "--output")
         stderr = console(stderr=True)
@@ -309,12 +313,7 @@ def tune(
         from agmm import demo as demo_module
 
         _env.check()
-        torchrun_size = benchmarking.torchrun_world_size()
-        if torchrun_size is not None and tp not in (None, torchrun_size):
-            raise InvalidArgument(
-                f"--tp: found {tp}, wanted {torchrun_size}, the ranks that torchrun has started"
-            )
-        kind, ranks = demo_module.choose(device.value, torchrun_size or tp)
+        kind, ranks = demo_module.choose(device.value, benchmarking.world_size_or(tp))
         options = tuner.Options.of(
             kind,
             ranks,

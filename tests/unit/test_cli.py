@@ -182,6 +182,24 @@ def test_what_cannot_be_written_is_said_before_the_run(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        ("demo", "demo: found torchrun around it"),
+        ("bench", "world size: found 4, wanted 2, the ranks that torchrun has started"),
+        ("tune", "world size: found 4, wanted 2, the ranks that torchrun has started"),
+    ],
+)
+def test_ranks_that_torchrun_has_started(
+    monkeypatch: pytest.MonkeyPatch, command: str, hint: str
+) -> None:
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    more = {"tune": ["--tp", "4", "--shapes", "8x8x8"], "bench": ["--world-size", "4"]}
+    result = _invoke(command, "--device", "cpu", *more.get(command, []))
+    assert (result.exit_code, hint in result.output) == (2, True), result.output
+
+
 @pytest.mark.parametrize("command", ["demo", "bench", "tune"])
 def test_a_nonsense_environment_is_said_before_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
