@@ -21,7 +21,7 @@ TIMEOUT_S: Final = Variable(
     "(read by the C++ core at each call)",
 )
 COMMIT: Final = Variable(
-    "AGMM_COMMIT", "", "commit to name in benchmark reports where there is no git checkout"
+    "AGMM_COMMIT", "", "commit to name in benchmark reports outside a git checkout of agmm"
 )
 CACHE_DIR: Final = Variable(
     "AGMM_CACHE_DIR", "", "folder of the tuned tables; default: agmm in the user's cache folder"

@@ -618,11 +618,13 @@ def new_report(options: Options) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """$AGMM_COMMIT, or the commit of the working directory ('+' after it: with changes)."""
+    """$AGMM_COMMIT, or the commit of the working directory ('+' after it: with changes), if that is
+    a checkout of agmm."""
     given = os.environ.get("AGMM_COMMIT")
     if given:
         return given
     try:
+        _git("ls-files", "--error-unmatch", ":/python/agmm/benchmarking.py")
         head = _git("rev-parse", "HEAD")
         return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):

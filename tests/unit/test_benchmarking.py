@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -161,4 +162,8 @@ def test_commit_can_be_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert benchmarking.commit() == "abc123"
     monkeypatch.delenv("AGMM_COMMIT")
     monkeypatch.chdir(tmp_path)
+    assert benchmarking.commit() is None
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "another project"]):
+        subprocess.run([*git, *command], check=True, timeout=30)
     assert benchmarking.commit() is None
