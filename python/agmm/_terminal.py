@@ -27,8 +27,8 @@ def check_writable(path: Path, option: str) -> None:
     Raises:
         InvalidArgument: it cannot be written.
     """
-    is_new = not path.exists()
     try:
+        is_new = not path.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab"):
             pass

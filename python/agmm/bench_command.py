@@ -167,8 +167,8 @@ def _measure(request: Request, stderr: Console) -> reports.Report | None:
         report = benchmarking.run(options, progress, begun.append)
     except BaseException:
         if benchmarking.is_rank_0() and begun and begun[0]["shapes"]:
-            benchmarking.render(begun[0], console())
             _write(begun[0], request, stderr)
+            benchmarking.render(begun[0], console())
         raise
     if not benchmarking.is_rank_0():
         return None

@@ -315,7 +315,7 @@ def _tuned_plans() -> Finding:
         return Finding(name, str(e), "`agmm tune` cannot keep its plans", "note")
     if folder is None:
         return Finding(name, "AGMM_CACHE=off", "the packaged tables and the cost model choose")
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not (there.is_dir() and os.access(there, os.W_OK)):
         found = f"{folder}: {there} is no folder that can be written to"
         return Finding(name, found, "`agmm tune` cannot keep its plans", "note")

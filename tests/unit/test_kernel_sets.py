@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from cmake_at_hand import CMAKE
 
 from agmm import _core
 from agmm.plan import KernelConfig
 
 TABLE = Path(__file__).resolve().parents[2] / "src" / "cuda" / "kernels.cmake"
-CMAKE = shutil.which("cmake", path=str(Path(sys.executable).parent)) or shutil.which("cmake")
 
 SCRIPT = """
 include("{table}")
@@ -39,9 +37,7 @@ def test_each_set_holds_the_smaller_one(tmp_path: Path) -> None:
         assert config.cluster_m * config.cluster_n <= 2
     # The tiles and clusters that tensor-parallel layers are usually tried with.
     tiles = {name.rsplit("x64_", 1)[0] for name in every}
-    assert tiles >= {
-        *("64x256", "128x128", "128x160", "128x192", "128x256", "256x128", "256x192"),
-    }
+    assert tiles >= {"64x256", "128x128", "128x160", "128x192", "128x256", "256x128", "256x192"}
     clusters = {name.split("_")[1] for name in every}
     assert clusters == {"1x1", "2x1", "1x2"}
 

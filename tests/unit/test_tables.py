@@ -23,7 +23,7 @@ from agmm.plan import (
     default_kernels,
     why_illegal,
 )
-from agmm.tables import Key, NewerSchema, TableError
+from agmm.tables import Key, NewerSchema, OtherTable, TableError
 
 GPU = "nvidia-h200"
 KERNEL = KernelConfig.parse("128x128x64_1x1_pingpong/swizzle4/along_n")
@@ -248,7 +248,9 @@ def _text(**changes: Any) -> str:
         '{"schema": 1}',
         '{"schema": "1", "rows": []}',
         '{"schema": 0, "rows": []}',
-        '{"schema": 1, "rows": [3]}',
+        '{"schema": 1, "rows": []}',
+        f'{{"schema": 1, "gpu": "{GPU}", "world_size": 4}}',
+        f'{{"schema": 1, "gpu": "{GPU}", "world_size": 4, "rows": [3]}}',
         _text(us=-1.0),
         _text(us="fast"),
         _text(us="absent"),
@@ -295,6 +297,9 @@ def test_a_table_for_something_else_is_ignored(folder: Path, gpu: str, world_siz
     said = f"found a table for {gpu} and {world_size} ranks, wanted one for {GPU} and 4"
     with pytest.warns(UserWarning, match=said):
         assert tables.user(GPU, 4) is None
+    with pytest.raises(OtherTable, match=said):
+        tables.save(GPU, 4, [(KEY, row(2))])
+    assert (folder / tables.file_name(GPU, 4)).read_text() == text
 
 
 def test_a_file_of_a_newer_schema_is_left_alone(folder: Path) -> None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+from cmake_at_hand import CMAKE
 
 import agmm
 from agmm import _core
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FAULTS = ("no_fence", "signal_first", "no_credit", "no_wait", "no_sent")
-CMAKE = shutil.which("cmake", path=str(Path(sys.executable).parent)) or shutil.which("cmake")
 
 
 def test_core_says_what_it_is() -> None:

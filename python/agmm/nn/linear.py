@@ -56,10 +56,10 @@ def check_divides(name: str, size: int, world_size: int) -> None:
         raise InvalidArgument(f"{name}: found {size}, wanted a multiple of {world_size} ranks")
 
 
-def _check_features(x: torch.Tensor, weight: torch.Tensor) -> None:
-    if x.shape[-1] != weight.shape[1]:
+def _check_features(x: torch.Tensor, wanted: int) -> None:
+    if x.size(-1) != wanted:
         raise InvalidArgument(
-            f"x: found {x.shape[-1]} features in its last dimension, wanted {weight.shape[1]}"
+            f"x: found {x.size(-1)} features in its last dimension, wanted {wanted}"
         )
 
 
@@ -190,7 +190,7 @@ class ColumnParallelLinear(ShardedLinear):
             [world_size * M_local, ..., N / world_size]; for several outputs a tuple of them, which
             are views of one tensor.
         """
-        _check_features(x, self.weight)
+        _check_features(x, self.in_features)
         out = all_gather_matmul(
             x,
             self.weight.t(),
@@ -251,5 +251,6 @@ class RowParallelLinear(ShardedLinear):
         Returns:
             [M / world_size, ..., out_features].
         """
-        _check_features(x, self.weight)
-        return matmul_reduce_scatter(x, self.weight.t(), self.group_name, bias=self.bias)
+        weight = self.weight
+        _check_features(x, weight.size(1))
+        return matmul_reduce_scatter(x, weight.t(), self.group_name, bias=self.bias)

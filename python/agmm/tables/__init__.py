@@ -36,6 +36,10 @@ class NewerSchema(TableError):
     """A table of a later version of agmm."""
 
 
+class OtherTable(TableError):
+    """A table for another GPU or world size than its file's name says."""
+
+
 class Key(NamedTuple):
     """What all rows have in common that may serve one problem, M left out."""
 
@@ -99,7 +103,8 @@ def read(path: Path, name: str | None = None, *, of: tuple[str, int] | None = No
     Raises:
         FileNotFoundError: there is none.
         NewerSchema: it is of a later version.
-        TableError: it cannot be read, is no table, or is for something else.
+        OtherTable: it is for something else.
+        TableError: it cannot be read, or is no table.
     """
     try:
         content = path.read_bytes()
@@ -116,7 +121,7 @@ def read(path: Path, name: str | None = None, *, of: tuple[str, int] | None = No
             raise ValueError(f"schema {schema!r}")
         found_for = body["gpu"], body["world_size"]
         if of is not None and found_for != of:
-            raise TableError(
+            raise OtherTable(
                 f"{path}: found a table for {found_for[0]} and {found_for[1]} ranks, wanted one "
                 f"for {of[0]} and {of[1]}"
             )
@@ -210,7 +215,7 @@ def _current(path: Path, of: tuple[str, int]) -> dict[Key, dict[int, Row]]:
         return read(path, of=of).by_key
     except FileNotFoundError:
         return {}
-    except NewerSchema:
+    except (NewerSchema, OtherTable):
         raise
     except TableError:
         if not path.is_file() or not os.access(path, os.R_OK):

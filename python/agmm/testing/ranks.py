@@ -79,11 +79,12 @@ class RankPool:
             raise ValueError(f"world_size: found {world_size}, wanted >= 1")
         if device not in ("cpu", "cuda"):
             raise ValueError(f"device: found {device!r}, wanted 'cpu' or 'cuda'")
-        gpus = torch.cuda.device_count() if device == "cuda" else 0
-        if device == "cuda" and (gpus == 0 or (gpus < world_size and not _shares_gpus())):
-            raise ValueError(
-                f"world_size: found {world_size}, wanted at most {gpus}, the GPUs here"
-            )
+        if device == "cuda":
+            gpus = torch.cuda.device_count()
+            if gpus < world_size and not (gpus and _env.is_on(_env.SHARED_GPUS)):
+                raise ValueError(
+                    f"world_size: found {world_size}, wanted at most {gpus}, the GPUs here"
+                )
         self.world_size = world_size
         self.device = device
         self.timeout_s = timeout_s
@@ -259,10 +260,6 @@ class RankPool:
         return None
 
 
-def _shares_gpus() -> bool:
-    return _env.is_on(_env.SHARED_GPUS)
-
-
 def _tcp_store(port: int, world_size: int, *, is_master: bool) -> Any:
     return dist.TCPStore(_HOST, port, world_size, is_master=is_master, wait_for_workers=False)
 
@@ -331,7 +328,7 @@ def _rank_main(
         limit = timedelta(seconds=timeout_s)
         if device == "cuda":
             gpus = torch.cuda.device_count()
-            shared = world_size > gpus and _shares_gpus()
+            shared = world_size > gpus and _env.is_on(_env.SHARED_GPUS)
             index = rank % gpus if shared else rank
             torch.cuda.set_device(index)
             dist.init_process_group(
