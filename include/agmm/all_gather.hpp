@@ -50,9 +50,9 @@
 //      captured CUDA graph can be replayed any number of times, between eager calls too.
 //   7. SM push: who pushes claims the work, part by part, and waits for credits only; spare warps
 //      and CTAs without a tile wait for each other's part, but not for long and with nothing
-//      claimed. So a single CTA with a tile that runs sends all of the shard, whatever its consumer
-//      warps wait for, and no CTA that does not run yet is needed, on any rank: other kernels,
-//      other processes or a slow start only delay.
+//      claimed; consumers copy an item before they wait for anything but their cluster's start. So
+//      a single cluster with tiles that runs sends all of the shard, and no CTA that does not run
+//      yet is needed, on any rank: other kernels, other processes or a slow start only delay.
 //   8. What follows the consumer on its stream may overwrite the shard and read A. Push: the
 //      consumer's last warp awaits the word `sent`, which the copy stream writes after its last
 //      copy; the copies wait for credits only, which the peers give before they await theirs (3).

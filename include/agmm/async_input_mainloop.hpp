@@ -2,8 +2,8 @@
 // with another producer. Per k tile the producer warp issues B's load, acquires the signals of
 // the chunks that the tile of A touches unless it has done so for this tile, and only then issues
 // A's. Its 32 lanes look at 32 columns of chunks at once. Where the gathered A is wanted, each tile
-// also stores a share of what it loaded. A spare warp may help with the SM push transport. The
-// consumer side is inherited unchanged.
+// also stores a share of what it loaded. A spare warp may help with the SM push transport, and the
+// consumers with its first items; else their side is CUTLASS's.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,6 @@ struct AsyncInputMainloop : Base {
   using typename Base::ElementA;
   using typename Base::MainloopPipeline;
   using typename Base::PipelineState;
-  using typename Base::TensorStorage;
   using typename Base::TileShape;
   static_assert(!(kTimed && kSplits), "TileTimes are those of a tile's only CTA");
   using DispatchPolicy = AsyncInputPolicy<typename Base::DispatchPolicy>;
@@ -59,6 +58,15 @@ struct AsyncInputMainloop : Base {
       !((cute::size<1>(TileShape{}) >= 192 ||
          cute::size<0>(TileShape{}) * cute::size<1>(TileShape{}) > 128 * 256) &&
         cute::is_constant<1, decltype(cute::get<0>(typename Base::StrideB{}))>::value);
+
+  /// Whether the consumers push the first items: where all of them multiply the same tile.
+  static constexpr bool kConsumersPush =
+      cute::is_base_of_v<cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+                         typename DispatchPolicy::Schedule>;
+
+  struct TensorStorage : Base::TensorStorage {
+    FirstItem first_item;
+  };
 
   struct Arguments : Base::Arguments {
     ElementA const* ptr_A_local = nullptr;  // [local rows, K], rows local_rows.begin ... of A
@@ -109,6 +117,29 @@ struct AsyncInputMainloop : Base {
   CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
     Base::prefetch_tma_descriptors(params);
     cute::prefetch_tma_descriptor(params.tma_load_a_local.get_tma_descriptor());
+  }
+
+  /// At the entry of a CTA with a tile, for all threads. The warp that claims is the first of
+  /// mma(), where CUTLASS counts the consumers' threads modulo their number.
+  CUTLASS_DEVICE static void claim_first_item(Params const& params, TensorStorage& storage) {
+    if (kConsumersPush && params.push.shard != nullptr &&
+        cutlass::canonical_warp_idx_sync() == kConsumers / cutlass::NumThreadsPerWarp) {
+      agmm::claim_first_item(params.push, storage.first_item);
+    }
+  }
+
+  template <class FrgTensorC>
+  CUTLASS_DEVICE void mma(MainloopPipeline pipeline, PipelineState smem_pipe_read,
+                          FrgTensorC& accumulators, int k_tile_count, int thread_idx,
+                          TensorStorage& shared_tensors, Params const& params) {
+    if constexpr (kConsumersPush) {
+      bool const is_first_tile = smem_pipe_read.count() == 0;
+      if (is_first_tile && params.push.shard != nullptr) {
+        copy_first_item<kConsumers>(params.push, shared_tensors.first_item, thread_idx);
+      }
+    }
+    Base::mma(pipeline, smem_pipe_read, accumulators, k_tile_count, thread_idx, shared_tensors,
+              params);
   }
 
   template <class ProblemShape_MNKL>
@@ -309,9 +340,15 @@ struct AsyncInputMainloop : Base {
   template <class TensorA, class TensorB, class KTileIterator, class BlockCoord>
   CUTLASS_DEVICE void load_auxiliary(Params const& params, MainloopPipeline, PipelineState,
                                      cute::tuple<TensorA, TensorB> const&, BlockCoord const&,
-                                     KTileIterator, int, int, uint32_t, TensorStorage&) {
+                                     KTileIterator, int, int, uint32_t,
+                                     TensorStorage& shared_tensors) {
     if (params.push.shard != nullptr) {
-      push_head(params.push, params.input.wait_limit);
+      if constexpr (kConsumersPush) {
+        push_head_after<kConsumers>(shared_tensors.first_item, params.push,
+                                    params.input.wait_limit);
+      } else {
+        push_head(params.push, params.input.wait_limit);
+      }
       finish(params);
     }
     asm volatile("exit;");
@@ -334,7 +371,13 @@ struct AsyncInputMainloop : Base {
   CUTLASS_DEVICE static void push_only(Params const& params, int32_t ctas_with_tiles,
                                        char* shared_memory) {
     auto& slots = *reinterpret_cast<PushCta::Slots*>(shared_memory);
-    if (push_tail(params.push, slots, ctas_with_tiles, params.input.wait_limit)) finish(params);
+    // When most of the warps that push the head have found no more of it. Where consumers claim
+    // the first items, only the warps of CTAs that got one go on.
+    int32_t const head = params.push.order.head_count();
+    int32_t const first_claims = kConsumersPush ? ctas_with_tiles : 0;
+    int32_t const warps = kConsumersPush ? min_of(head, ctas_with_tiles) : ctas_with_tiles;
+    int32_t const head_claims = max_of(head, first_claims) + warps * 3 / 4;
+    if (push_tail(params.push, slots, head_claims, params.input.wait_limit)) finish(params);
   }
 
   /// How many warps finish() waits for.
@@ -350,6 +393,7 @@ struct AsyncInputMainloop : Base {
   }
 
   static constexpr int kStages = Base::DispatchPolicy::Stages;
+  static constexpr int kConsumers = cute::size(typename Base::TiledMma{});
   static constexpr int kNever = 1 << 30;
   static constexpr int kTileM = cute::size<0>(TileShape{});
   static constexpr int kTileK = cute::size<2>(TileShape{});

@@ -81,12 +81,8 @@ CUTLASS_DEVICE int32_t first_row(SmPushArgs const& push, int32_t part) {
   return int32_t(int64_t(part) * push.rows >> push.order.log_parts);
 }
 
-/// Copies the item to the places of its ranks, to the own one the edges only. For `kThreads`
-/// threads together, of which this is number `thread`; a load or store of a warp covers two rows by
-/// 256 bytes. kLoadsInFlight: of 16 bytes, per thread.
-template <int kThreads, int kLoadsInFlight>
-CUTLASS_DEVICE void copy_item(SmPushArgs const& push, PushOrder::Item const& item, int thread) {
-  constexpr int kRowLanes = 16;
+template <int kThreads, int kLoadsInFlight, int kRowLanes>
+CUTLASS_DEVICE void copy_rows(SmPushArgs const& push, PushOrder::Item const& item, int thread) {
   constexpr int kRows = kThreads / kRowLanes;
   Range const ranks = ranks_of(push, item);
   Range const rows{first_row(push, item.part), first_row(push, item.part + item.parts)};
@@ -119,6 +115,19 @@ CUTLASS_DEVICE void copy_item(SmPushArgs const& push, PushOrder::Item const& ite
   }
 }
 
+/// Copies the item to the places of its ranks, to the own one the edges only. For `kThreads`
+/// threads together, of which this is number `thread`; a load or store of a warp covers two rows by
+/// 256 bytes, or four by 128. kLoadsInFlight: of 16 bytes, per thread.
+template <int kThreads, int kLoadsInFlight>
+CUTLASS_DEVICE void copy_item(SmPushArgs const& push, PushOrder::Item const& item, int thread) {
+  // Not as a number, for which the pushing warps have no register.
+  if (push.chunk_vectors > 8) {
+    copy_rows<kThreads, kLoadsInFlight, 16>(push, item, thread);
+  } else {
+    copy_rows<kThreads, kLoadsInFlight, 8>(push, item, thread);
+  }
+}
+
 /// The lane's fence, after which it may add to signals.
 CUTLASS_DEVICE void fence_items(SmPushArgs const& push) {
   __syncwarp();
@@ -137,6 +146,9 @@ CUTLASS_DEVICE void add_to_signals(SmPushArgs const& push, PushOrder::Item const
 CUTLASS_DEVICE void signal_item(SmPushArgs const& push, PushOrder::Item const& item) {
   stress_delay_warp(push.rank);
   if (item.part == 0 && item.chunk == 0) {
+    // No credit is reset before somebody has seen all of them. The first item's warp has.
+    while (item.round != 0 && !__any_sync(kAllLanes, load_acquire_gpu(push.go) == 1)) {
+    }
     Range const ranks = ranks_of(push, item);
     int const peer = peer_at(push, ranks.begin + lane_id());
     if (lane_id() < ranks.size() && peer != push.rank) store_relaxed_system(push.credits + peer, 0);
@@ -166,54 +178,150 @@ CUTLASS_DEVICE bool tail_needs_help(SmPushArgs const& push) {
   }
 }
 
-/// Waits until most of the `head_warps` warps have found no more of the head, at most kPatienceNs.
-CUTLASS_DEVICE void await_head(SmPushArgs const& push, int32_t head_warps) {
-  int32_t const last = push.order.head_count() + head_warps * 3 / 4;
+/// Waits until the head was claimed so often, at most kPatienceNs.
+CUTLASS_DEVICE void await_head(SmPushArgs const& push, int32_t claims) {
   uint64_t const start = global_timer_ns();
-  while (__any_sync(kAllLanes, int(load_acquire_gpu(push.claims)) < last &&
+  while (__any_sync(kAllLanes, int(load_acquire_gpu(push.claims)) < claims &&
                                    global_timer_ns() - start < kPatienceNs)) {
   }
 }
 
-/// A warp takes items of the head or of the tail until there are none left.
+/// In lane 0, a claim that is under way.
 template <bool kTail>
-CUTLASS_DEVICE void push_items(SmPushArgs const& push, WaitLimit const& limit) {
-  uint32_t const first = lane_id() == 0 ? atomicAdd(kTail ? push.tail_claims : push.claims, 1) : 0;
-  uint32_t const seen = look_at_credit(push);  // while the claim is under way
-  int item = __shfl_sync(kAllLanes, int(first), 0);
-  if (item >= push.order.count(kTail)) return;
-  take_credits(push, item == 0 && !kTail, seen, limit);
+CUTLASS_DEVICE uint32_t claim(SmPushArgs const& push) {
+  return lane_id() == 0 ? atomicAdd(kTail ? push.tail_claims : push.claims, 1) : 0;
+}
+
+/// A warp that has taken this item of the head or of the tail, and others until there are none
+/// left. is_copied: it has only to be signalled.
+template <bool kTail>
+CUTLASS_DEVICE void push_items(SmPushArgs const& push, int item, bool is_copied) {
   CUTLASS_PRAGMA_NO_UNROLL
-  for (;;) {
+  for (; item < push.order.count(kTail); is_copied = false) {
     if constexpr (kSignalFirst) signal_item(push, push.order.item(kTail, item));
     stress_delay_warp(push.rank);
-    copy_item<kWarp, 4>(push, push.order.item(kTail, item), lane_id());
+    if (!is_copied) copy_item<kWarp, 4>(push, push.order.item(kTail, item), lane_id());
     asm volatile("" : "+r"(item));  // what follows from it is computed again, not kept in registers
-    uint32_t const next = lane_id() == 0 ? atomicAdd(kTail ? push.tail_claims : push.claims, 1) : 0;
+    uint32_t const next = claim<kTail>(push);
     // Long enough to hide the claim.
     if constexpr (!kSignalFirst) signal_item(push, push.order.item(kTail, item));
     item = __shfl_sync(kAllLanes, int(next), 0);
-    if (item >= push.order.count(kTail)) return;
   }
+}
+
+/// All that a warp does for the head or the tail.
+template <bool kTail>
+CUTLASS_DEVICE void push_all(SmPushArgs const& push, WaitLimit const& limit) {
+  uint32_t const first = claim<kTail>(push);
+  uint32_t const seen = look_at_credit(push);  // while the claim is under way
+  int const item = __shfl_sync(kAllLanes, int(first), 0);
+  if (item >= push.order.count(kTail)) return;
+  take_credits(push, item == 0 && !kTail, seen, limit);
+  push_items<kTail>(push, item, false);
+}
+
+/// Named barriers that neither CUTLASS's kernels nor split_k.hpp uses. With a clobber, as the
+/// mbarriers below.
+enum class FirstItemBarrier : int { kClaimed = 9, kCopied = 10 };
+
+template <int kThreads>
+CUTLASS_DEVICE void barrier_sync(FirstItemBarrier barrier) {
+  __syncwarp();
+  asm volatile("bar.sync %0, %1;" ::"r"(int(barrier)), "n"(kThreads) : "memory");
+}
+
+template <int kThreads>
+CUTLASS_DEVICE void barrier_arrive(FirstItemBarrier barrier) {
+  __syncwarp();
+  asm volatile("bar.arrive %0, %1;" ::"r"(int(barrier)), "n"(kThreads) : "memory");
+}
+
+CUTLASS_DEVICE void help_with_tail(SmPushArgs const& push, WaitLimit const& limit) {
+  if (push.order.tail_count() != 0 && tail_needs_help(push)) push_all<true>(push, limit);
 }
 
 }  // namespace push_detail
 
 // Order. Nobody writes before it has acquired the credits, or the word of the warp that has. The
 // writes of a warp precede its barrier, which precedes each lane's fence and that lane's addition
-// (release pattern at system scope). In a CTA that only pushes, the barrier of those that copy
-// precedes an arrival at the item's mbarrier, which releases; lane 0 of the signalling warp
-// acquires it by its test, and the warp's barrier precedes each lane's fence and addition, which
-// are cumulative. A consumer that acquires the sum of all parts' additions has acquired the writes
-// of all. A peer's credit is reset before the addition of the first part of the first chunk, which
-// that peer needs before it can give the next credit.
+// (release pattern at system scope). Where consumers copy, the barrier kCopied precedes them too.
+// In a CTA that only pushes, the barrier of those that copy precedes an arrival at the item's
+// mbarrier, which releases; lane 0 of the signalling warp acquires it by its test, and the warp's
+// barrier precedes each lane's fence and addition, which are cumulative. A consumer that acquires
+// the sum of all parts' additions has acquired the writes of all. A peer's credit is reset before
+// the addition of the first part of the first chunk, which that peer needs before it can give the
+// next credit.
+
+/// The first item of a CTA with a tile, in shared memory. Its consumers, which would wait for their
+/// first tile of A meanwhile, copy it all at once, where the warp that pushes takes several turns
+/// of loads: so the first chunks, which every CTA of the peers waits for, are there sooner. One
+/// item only: with more under way its fence takes longer.
+struct FirstItem {
+  int32_t item;  // beyond the head: there is none
+  // Else for the warp that pushes; also where the credits were not there at once, so that the
+  // consumers wait for nothing.
+  int32_t is_for_consumers;
+};
+
+/// For the first warp of the consumers, before the kernel sets up its barriers.
+CUTLASS_DEVICE void claim_first_item(SmPushArgs const& push, FirstItem& first) {
+  using namespace push_detail;
+  uint32_t const claimed = claim<false>(push);
+  stress_delay_warp(push.rank);
+  bool has_credits = __all_sync(kAllLanes, look_at_credit(push) == 1) || kNoCredit;
+  // They cannot be seen any more when the first item is on its way.
+  if (!has_credits) has_credits = __any_sync(kAllLanes, load_acquire_gpu(push.go) == 1);
+  __syncwarp();
+  if (lane_id() == 0) {
+    if (claimed == 0 && has_credits) store_release_gpu(push.go, 1);
+    first = {int32_t(claimed), push.consumers_copy && has_credits && !kSignalFirst};
+  }
+}
+
+/// For all `kThreads` consumers, of which the first warp has claimed.
+template <int kThreads>
+CUTLASS_DEVICE void copy_first_item(SmPushArgs const& push, FirstItem const& first, int thread) {
+  using namespace push_detail;
+  barrier_sync<kThreads>(FirstItemBarrier::kClaimed);
+  FirstItem const volatile& claimed = first;
+  if (claimed.is_for_consumers && claimed.item < push.order.head_count()) {
+    stress_delay_warp(push.rank);
+    copy_item<kThreads, 2>(push, push.order.item(false, claimed.item), thread);
+    stress_delay_warp(push.rank);
+  }
+  barrier_arrive<kThreads + kWarp>(FirstItemBarrier::kCopied);
+}
 
 /// What a warp beside the matmul does: the head. It takes part in the tail only if the CTAs that
 /// should push it do not, because something else keeps them from running. For all lanes together.
 CUTLASS_DEVICE void push_head(SmPushArgs const& push, WaitLimit const& limit) {
   using namespace push_detail;
-  push_items<false>(push, limit);
-  if (push.order.tail_count() != 0 && tail_needs_help(push)) push_items<true>(push, limit);
+  push_all<false>(push, limit);
+  help_with_tail(push, limit);
+}
+
+/// The same where `kThreads` consumers copy the first item.
+template <int kThreads>
+CUTLASS_DEVICE void push_head_after(FirstItem const& first, SmPushArgs const& push,
+                                    WaitLimit const& limit) {
+  using namespace push_detail;
+  barrier_sync<kThreads + kWarp>(FirstItemBarrier::kCopied);
+  FirstItem const volatile& copied = first;
+  int item = copied.item;
+  bool const has_item = item < push.order.head_count();
+  bool is_copied = copied.is_for_consumers != 0;
+  if (has_item && !is_copied) {
+    stress_delay_warp(push.rank);
+    take_credits(push, item == 0, look_at_credit(push), limit);
+  } else if (has_item && push.order.tail_count() == 0) {
+    // Nothing before the signal, for which every CTA of the peers waits. But a tail is begun when
+    // the head's claims say so, and is what takes longest.
+    signal_item(push, push.order.item(false, item));
+    item = __shfl_sync(kAllLanes, int(claim<false>(push)), 0);
+    is_copied = false;
+  }
+  push_items<false>(push, item, is_copied);
+  help_with_tail(push, limit);
 }
 
 /// A CTA without a tile pushes items of the tail: kCopyThreads threads copy one after the other,
@@ -272,13 +380,13 @@ CUTLASS_DEVICE bool mbarrier_test(uint64_t* barrier, uint32_t parity) {
 /// For kCopyThreads threads. The tail is begun after the head: all at once would fill the links,
 /// and the first chunk would come late. Nothing is taken while they wait, so nobody waits for it.
 /// The last item, which is not copied, is one beyond the tail.
-CUTLASS_DEVICE void copy_tail(SmPushArgs const& push, PushCta::Slots& slots, int32_t head_warps,
+CUTLASS_DEVICE void copy_tail(SmPushArgs const& push, PushCta::Slots& slots, int32_t head_claims,
                               WaitLimit const& limit) {
   auto const thread = int(threadIdx.x);
   auto const sync = [] { asm volatile("bar.sync 1, %0;" ::"n"(PushCta::kCopyThreads) : "memory"); };
   uint32_t volatile* const claim = slots.claim;
   if (thread < kWarp) {
-    await_head(push, head_warps);
+    await_head(push, head_claims);
     take_credits(push, false, look_at_credit(push), limit);
     if (thread == 0) claim[0] = atomicAdd(push.tail_claims, 1);
   }
@@ -341,9 +449,9 @@ CUTLASS_DEVICE void signal_tail(SmPushArgs const& push, PushCta::Slots& slots) {
 
 }  // namespace push_detail
 
-/// All that a CTA without a tile does; `head_warps` push the head. True in the warp that is the
-/// last to leave, when every item that the CTA has taken is signalled.
-CUTLASS_DEVICE bool push_tail(SmPushArgs const& push, PushCta::Slots& slots, int32_t head_warps,
+/// All that a CTA without a tile does, once the head was claimed `head_claims` times. True in the
+/// warp that is the last to leave, when every item that the CTA has taken is signalled.
+CUTLASS_DEVICE bool push_tail(SmPushArgs const& push, PushCta::Slots& slots, int32_t head_claims,
                               WaitLimit const& limit) {
   using namespace push_detail;
   if (threadIdx.x == 0) {
@@ -355,7 +463,7 @@ CUTLASS_DEVICE bool push_tail(SmPushArgs const& push, PushCta::Slots& slots, int
   }
   __syncthreads();
   if (threadIdx.x < PushCta::kCopyThreads) {
-    copy_tail(push, slots, head_warps, limit);
+    copy_tail(push, slots, head_claims, limit);
     return false;
   }
   if (threadIdx.x >= PushCta::kThreads) return false;

@@ -1,5 +1,5 @@
 // What those who carry out the SM push transport have to know. The transport fills this in;
-// src/cuda's kernels run agmm::push_head and agmm::push_tail (push_warp.hpp) with it.
+// src/cuda's kernels run the functions of push_warp.hpp with it.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +18,10 @@ constexpr int kMaxColumnChunks = 128;
 /// pushes, of which smaller ones do not keep the links busy.
 constexpr int64_t kHeadItemBytes = 12288;
 constexpr int64_t kTailItemBytes = 49152;
+
+/// Sent by a rank: so much that consumers should copy the first items. With more the links are busy
+/// for long, and what they copy at once holds up the rest: half a microsecond lost, not two gained.
+constexpr int64_t kConsumersCopyBytes = 12 << 20;
 
 /// The order in which the shard is pushed. It is cut into chunks of columns, and a chunk into parts
 /// of rows; an item is 2^level neighbouring parts of a chunk. The items of the head, which are the
@@ -96,7 +100,8 @@ struct SmPushArgs {
   int32_t row_vectors = 0;
   int32_t chunk_vectors = 0;  // of a row; the last chunk may have fewer
   PushOrder order{};
-  int32_t first_peers = 0;  // ranks served in the first of two rounds
+  int32_t first_peers = 0;      // ranks served in the first of two rounds
+  bool consumers_copy = false;  // the first items, where the kernel's consumers can
   /// Where this rank's rows and signals lie at each rank. At its own place it writes only the rows
   /// [0, head) and [rows - tail, rows); none and no signals where both are 0.
   struct Place {

@@ -357,6 +357,8 @@ SmPushArgs AllGather::sm_push_args(GatherRequest const& request, int s) const {
   args.chunk_vectors = request.sm_push.chunk_bytes / kVectorBytes;
   args.order = push_order(request);
   args.first_peers = request.sm_push.first_peers;
+  int64_t const sent = (world_size() - 1) * request.rows * request.row_bytes;
+  args.consumers_copy = sent <= kConsumersCopyBytes;
   for (int p = 0; p < world_size(); ++p) {
     args.places[p] = {slot(p, s) + rank_ * request.rows * request.row_bytes,
                       words(p, s, kSignals) + rank_ * request.sm_push.chunks};

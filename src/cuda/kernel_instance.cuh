@@ -30,6 +30,9 @@ __global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksP
     Kernel::CollectiveMainloop::push_only(params.mainloop, int32_t(tiles), shared_memory);
     return;
   }
+  Kernel::CollectiveMainloop::claim_first_item(
+      params.mainloop,
+      reinterpret_cast<typename Kernel::SharedStorage*>(shared_memory)->tensors.mainloop);
   Kernel{}(params, shared_memory);
 }
 
