@@ -146,7 +146,8 @@ CUTLASS_DEVICE void add_to_signals(SmPushArgs const& push, PushOrder::Item const
 CUTLASS_DEVICE void signal_item(SmPushArgs const& push, PushOrder::Item const& item) {
   stress_delay_warp(push.rank);
   if (item.part == 0 && item.chunk == 0) {
-    // No credit is reset before somebody has seen all of them. The first item's warp has.
+    // No credit is reset before somebody has seen all of them. The first item's warp has; in the
+    // second round this is another one, and waits for it, whose own wait has the limit.
     while (item.round != 0 && !__any_sync(kAllLanes, load_acquire_gpu(push.go) == 1)) {
     }
     Range const ranks = ranks_of(push, item);
@@ -252,10 +253,10 @@ CUTLASS_DEVICE void help_with_tail(SmPushArgs const& push, WaitLimit const& limi
 // the addition of the first part of the first chunk, which that peer needs before it can give the
 // next credit.
 
-/// The first item of a CTA with a tile, in shared memory. Its consumers, which would wait for their
-/// first tile of A meanwhile, copy it all at once, where the warp that pushes takes several turns
-/// of loads: so the first chunks, which every CTA of the peers waits for, are there sooner. One
-/// item only: with more under way its fence takes longer.
+/// The first item of a CTA with a tile, in shared memory. Its consumers, most of which would wait
+/// for their first tile of A meanwhile, copy it all at once, where the warp that pushes takes
+/// several turns of loads: so the first chunks, which every CTA of the peers waits for, are there
+/// sooner. One item only: with more under way its fence takes longer.
 struct FirstItem {
   int32_t item;  // beyond the head: there is none
   // Else for the warp that pushes; also where the credits were not there at once, so that the
@@ -278,7 +279,9 @@ CUTLASS_DEVICE void claim_first_item(SmPushArgs const& push, FirstItem& first) {
   }
 }
 
-/// For all `kThreads` consumers, of which the first warp has claimed.
+/// For all `kThreads` consumers, of which the first warp has claimed. The barriers have no limit
+/// and need none: they are the CTA's own, and those who come to them wait for nobody outside the
+/// cluster before.
 template <int kThreads>
 CUTLASS_DEVICE void copy_first_item(SmPushArgs const& push, FirstItem const& first, int thread) {
   using namespace push_detail;

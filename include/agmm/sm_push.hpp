@@ -19,8 +19,9 @@ constexpr int kMaxColumnChunks = 128;
 constexpr int64_t kHeadItemBytes = 12288;
 constexpr int64_t kTailItemBytes = 49152;
 
-/// Sent by a rank: so much that consumers should copy the first items. With more the links are busy
-/// for long, and what they copy at once holds up the rest: half a microsecond lost, not two gained.
+/// Up to so much sent by a rank, consumers should copy the first items. With more the links are
+/// busy for long, and what they copy at once holds up the rest: half a microsecond lost, not two
+/// gained.
 constexpr int64_t kConsumersCopyBytes = 12 << 20;
 
 /// The order in which the shard is pushed. It is cut into chunks of columns, and a chunk into parts
