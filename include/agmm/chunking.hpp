@@ -281,6 +281,38 @@ struct TileOrder {
   }
 };
 
+/// The first blocks of an order, one for each cluster that runs at once: a warp of the kernel knows
+/// its first tile by one load from the kernel's parameters, where block_at() takes some 200
+/// instructions, each of which waits for the one before. Where the blocks are too many for a byte
+/// each way, the table is empty.
+struct FirstBlocks {
+  static constexpr int32_t kMost = 144;  // no GPU has more multiprocessors
+  static constexpr uint16_t kUnknown = 0xffff;
+
+  uint16_t blocks[kMost];  // m, and n in the upper byte
+
+  FirstBlocks() {
+    for (uint16_t& block : blocks) block = kUnknown;
+  }
+
+  /// Of `clusters` at once.
+  FirstBlocks(TileOrder const& order, int32_t clusters) : FirstBlocks() {
+    constexpr int32_t kBlocks = 0xff;
+    if (order.blocks_m > kBlocks || order.blocks_n > kBlocks) return;
+    int32_t const count = min_of(min_of(clusters, kMost), order.count());
+    for (int32_t i = 0; i < count; ++i) {
+      BlockCoord const block = order.block_at(i);
+      blocks[i] = static_cast<uint16_t>(block.m | block.n << 8);
+    }
+  }
+
+  /// kUnknown, or what coord() takes.
+  AGMM_HOST_DEVICE uint16_t at(int32_t step) const {
+    return step < kMost ? blocks[step] : kUnknown;
+  }
+  AGMM_HOST_DEVICE static BlockCoord coord(uint16_t block) { return {block & 0xff, block >> 8}; }
+};
+
 /// The rows of a shard that tiles share with a neighbouring shard: at most one stretch at its head
 /// and one at its tail. Such tiles read gathered A for all their rows, so only these rows of the
 /// local shard must be copied there.

@@ -7,6 +7,7 @@
 
 #include "agmm/device_wait.hpp"
 #include "agmm/fault.hpp"
+#include "agmm/named_barrier.hpp"
 #include "agmm/sm_push.hpp"
 #include "agmm/stress_delay.hpp"
 #include "cutlass/cutlass.h"
@@ -221,22 +222,6 @@ CUTLASS_DEVICE void push_all(SmPushArgs const& push, WaitLimit const& limit) {
   push_items<kTail>(push, item, false);
 }
 
-/// Named barriers that neither CUTLASS's kernels nor split_k.hpp uses. With a clobber, as the
-/// mbarriers below.
-enum class FirstItemBarrier : int { kClaimed = 9, kCopied = 10 };
-
-template <int kThreads>
-CUTLASS_DEVICE void barrier_sync(FirstItemBarrier barrier) {
-  __syncwarp();
-  asm volatile("bar.sync %0, %1;" ::"r"(int(barrier)), "n"(kThreads) : "memory");
-}
-
-template <int kThreads>
-CUTLASS_DEVICE void barrier_arrive(FirstItemBarrier barrier) {
-  __syncwarp();
-  asm volatile("bar.arrive %0, %1;" ::"r"(int(barrier)), "n"(kThreads) : "memory");
-}
-
 CUTLASS_DEVICE void help_with_tail(SmPushArgs const& push, WaitLimit const& limit) {
   if (push.order.tail_count() != 0 && tail_needs_help(push)) push_all<true>(push, limit);
 }
@@ -245,13 +230,13 @@ CUTLASS_DEVICE void help_with_tail(SmPushArgs const& push, WaitLimit const& limi
 
 // Order. Nobody writes before it has acquired the credits, or the word of the warp that has. The
 // writes of a warp precede its barrier, which precedes each lane's fence and that lane's addition
-// (release pattern at system scope). Where consumers copy, the barrier kCopied precedes them too.
-// In a CTA that only pushes, the barrier of those that copy precedes an arrival at the item's
-// mbarrier, which releases; lane 0 of the signalling warp acquires it by its test, and the warp's
-// barrier precedes each lane's fence and addition, which are cumulative. A consumer that acquires
-// the sum of all parts' additions has acquired the writes of all. A peer's credit is reset before
-// the addition of the first part of the first chunk, which that peer needs before it can give the
-// next credit.
+// (release pattern at system scope). Where consumers copy, the barrier kFirstItemCopied precedes
+// them too. In a CTA that only pushes, the barrier of those that copy precedes an arrival at the
+// item's mbarrier, which releases; lane 0 of the signalling warp acquires it by its test, and the
+// warp's barrier precedes each lane's fence and addition, which are cumulative. A consumer that
+// acquires the sum of all parts' additions has acquired the writes of all. A peer's credit is reset
+// before the addition of the first part of the first chunk, which that peer needs before it can
+// give the next credit.
 
 /// The first item of a CTA with a tile, in shared memory. Its consumers, most of which would wait
 /// for their first tile of A meanwhile, copy it all at once, where the warp that pushes takes
@@ -285,14 +270,14 @@ CUTLASS_DEVICE void claim_first_item(SmPushArgs const& push, FirstItem& first) {
 template <int kThreads>
 CUTLASS_DEVICE void copy_first_item(SmPushArgs const& push, FirstItem const& first, int thread) {
   using namespace push_detail;
-  barrier_sync<kThreads>(FirstItemBarrier::kClaimed);
+  named_barrier_sync<NamedBarrier::kFirstItemClaimed, kThreads>();
   FirstItem const volatile& claimed = first;
   if (claimed.is_for_consumers && claimed.item < push.order.head_count()) {
     stress_delay_warp(push.rank);
     copy_item<kThreads, 2>(push, push.order.item(false, claimed.item), thread);
     stress_delay_warp(push.rank);
   }
-  barrier_arrive<kThreads + kWarp>(FirstItemBarrier::kCopied);
+  named_barrier_arrive<NamedBarrier::kFirstItemCopied, kThreads + kWarp>();
 }
 
 /// What a warp beside the matmul does: the head. It takes part in the tail only if the CTAs that
@@ -308,7 +293,7 @@ template <int kThreads>
 CUTLASS_DEVICE void push_head_after(FirstItem const& first, SmPushArgs const& push,
                                     WaitLimit const& limit) {
   using namespace push_detail;
-  barrier_sync<kThreads + kWarp>(FirstItemBarrier::kCopied);
+  named_barrier_sync<NamedBarrier::kFirstItemCopied, kThreads + kWarp>();
   FirstItem const volatile& copied = first;
   int item = copied.item;
   bool const has_item = item < push.order.head_count();
@@ -386,7 +371,7 @@ CUTLASS_DEVICE bool mbarrier_test(uint64_t* barrier, uint32_t parity) {
 CUTLASS_DEVICE void copy_tail(SmPushArgs const& push, PushCta::Slots& slots, int32_t head_claims,
                               WaitLimit const& limit) {
   auto const thread = int(threadIdx.x);
-  auto const sync = [] { asm volatile("bar.sync 1, %0;" ::"n"(PushCta::kCopyThreads) : "memory"); };
+  auto const sync = [] { named_barrier_sync<NamedBarrier::kTailCopied, PushCta::kCopyThreads>(); };
   uint32_t volatile* const claim = slots.claim;
   if (thread < kWarp) {
     await_head(push, head_claims);

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "agmm/device_wait.hpp"
+#include "agmm/named_barrier.hpp"
 #include "agmm/stress_delay.hpp"
 #include "cutlass/cutlass.h"
 
@@ -28,26 +29,12 @@ namespace split_detail {
 
 constexpr int kProducerThreads = 128;
 constexpr int kConsumerThreads = 256;
-constexpr int kBarrier = 8;  // the first that CUTLASS leaves to others
 
-CUTLASS_DEVICE void sync() {
-  asm volatile("barrier.cta.sync %0, %1;" ::"n"(kBarrier), "n"(kConsumerThreads) : "memory");
-}
+CUTLASS_DEVICE void sync() { named_barrier_sync<NamedBarrier::kSplitK, kConsumerThreads>(); }
 
 /// Whether the predicate holds in any consumer thread; a barrier of these.
 CUTLASS_DEVICE bool any(bool predicate) {
-  uint32_t found = 0;
-  asm volatile(
-      "{\n"
-      ".reg .pred p, q;\n"
-      "setp.ne.u32 p, %1, 0;\n"
-      "barrier.cta.red.or.pred q, %2, %3, p;\n"
-      "selp.u32 %0, 1, 0, q;\n"
-      "}\n"
-      : "=r"(found)
-      : "r"(uint32_t(predicate)), "n"(kBarrier), "n"(kConsumerThreads)
-      : "memory");
-  return found != 0;
+  return named_barrier_any<NamedBarrier::kSplitK, kConsumerThreads>(predicate);
 }
 
 }  // namespace split_detail

@@ -24,6 +24,7 @@ __all__: list[str] = [
     "cuda_built",
     "fast_divide",
     "fault",
+    "first_blocks",
     "k_parts",
     "kernels",
     "mismatch_message",
@@ -244,6 +245,21 @@ def cpu_wait_signal(
     """
 
 def fast_divide(n: int, divisor: int) -> int: ...
+def first_blocks(
+    m: int,
+    n: int,
+    block_rows: int,
+    block_cols: int,
+    chunks: int,
+    pivot: int,
+    max_swizzle: int,
+    raster: str,
+    clusters: int,
+) -> list[tuple[int, int]]:
+    """
+    The table of the first blocks of that order, (block of M, block of N) each.
+    """
+
 def k_parts(k_tiles: int, parts: int) -> list[tuple[int, int]]:
     """
     The half-open ranges of k tiles of the parts when K is split.

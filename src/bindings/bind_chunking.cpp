@@ -58,6 +58,23 @@ void bind_chunking(py::module_& m) {
       py::arg("pivot"), py::arg("max_swizzle") = 1, py::arg("raster") = "along_m",
       "The order of computation: (block of M, block of N, first chunk, last chunk + 1) per step.");
   m.def(
+      "first_blocks",
+      [](int rows, int n, int block_rows, int block_cols, int chunks, int pivot, int max_swizzle,
+         const std::string& raster, int clusters) {
+        const agmm::FirstBlocks first(
+            make_order(rows, n, block_rows, block_cols, chunks, pivot, max_swizzle, raster),
+            clusters);
+        std::vector<std::tuple<int, int>> blocks;
+        for (int step = 0; first.at(step) != agmm::FirstBlocks::kUnknown; ++step) {
+          const agmm::BlockCoord block = agmm::FirstBlocks::coord(first.at(step));
+          blocks.emplace_back(block.m, block.n);
+        }
+        return blocks;
+      },
+      py::arg("m"), py::arg("n"), py::arg("block_rows"), py::arg("block_cols"), py::arg("chunks"),
+      py::arg("pivot"), py::arg("max_swizzle"), py::arg("raster"), py::arg("clusters"),
+      "The table of the first blocks of that order, (block of M, block of N) each.");
+  m.def(
       "clusters_to_launch",
       [](int rows, int n, int block_rows, int block_cols, int chunks, int at_once) {
         const TileOrder order =

@@ -137,6 +137,24 @@ def test_sm_push_at_its_size(gpu_pool: RankPool, world_size: int) -> None:
     stress(gpu_pool, gpu_work.sm_push_at_its_size, world_size)
 
 
+@pytest.mark.parametrize("sent_mib", [6, 24])
+@pytest.mark.parametrize("world_size", ALL[1:])
+def test_first_items_of_an_sm_push(gpu_pool: RankPool, world_size: int, sent_mib: int) -> None:
+    """The consumers of a cooperative kernel copy them up to kConsumersCopyBytes, between the two;
+    above it the pushing warps do."""
+    k = 4096
+    rows = sent_mib * 2**20 // (2 * k * (world_size - 1))
+    found = gpu_pool.run(gpu_work.kernels)[0]
+    kernel = next(c for c in found if c.schedule == "cooperative")
+    shapes = [LocalShape(rows, 264, k), LocalShape(rows - 40, 264, k)]
+    config = f"{kernel.name}/sm32x128"
+    for column_major in (True, False):
+        results = gpu_pool.run(
+            gpu_work.products, world_size, shapes, torch.bfloat16, column_major, False, config
+        )
+        check(results, world_size)
+
+
 @pytest.mark.parametrize("world_size", ALL[1:])
 def test_sm_push_back_to_back(gpu_pool: RankPool, world_size: int) -> None:
     stress(gpu_pool, gpu_work.back_to_back, world_size)
