@@ -59,6 +59,15 @@ struct AsyncInputMainloop : Base {
          cute::size<0>(TileShape{}) * cute::size<1>(TileShape{}) > 128 * 256) &&
         cute::is_constant<1, decltype(cute::get<0>(typename Base::StrideB{}))>::value);
 
+  /// Whether the last rows of A, where they are few, are loaded in boxes of kBoxRows: TMA fills the
+  /// rows of a tile beyond A so slowly (by inference 4 ns each) that a narrow tile, and its whole
+  /// cluster, would wait for it. What the stage holds instead is multiplied but not stored. Three
+  /// boxes take longer than what they save.
+  static constexpr bool kLoadsInBoxes = cute::size<1>(ClusterShape{}) == 1;
+  static constexpr int kBoxRows = 32;
+  static constexpr int kMostInBoxes =
+      cute::min(2 * kBoxRows, cute::size<0>(TileShape{}) - 1);  // never a whole tile
+
   /// Whether the consumers push the first items: where all of them multiply the same tile.
   static constexpr bool kConsumersPush =
       cute::is_base_of_v<cutlass::gemm::KernelTmaWarpSpecializedCooperative,
@@ -85,9 +94,20 @@ struct AsyncInputMainloop : Base {
   }
   using TMA_A_Store = decltype(make_tma_store_a(nullptr, 0, 0, 0, typename Base::StrideA{}));
 
+  static cute::TmaDescriptor box_descriptor(ElementA const* ptr, int32_t m, int32_t k, int32_t l,
+                                            typename Base::StrideA const& stride) {
+    using namespace cute;
+    auto const box = make_shape(Int<kBoxRows>{}, shape<2>(TileShape{}));
+    auto const tma = make_tma_copy(
+        SM90_TMA_LOAD{}, make_tensor(make_gmem_ptr(ptr), make_layout(make_shape(m, k, l), stride)),
+        tile_to_shape(typename Base::SmemLayoutAtomA{}, box), box, _1{});
+    return *tma.get_tma_descriptor();
+  }
+
   struct Params : Base::Params {
     TMA_A tma_load_a_local;
     TMA_A_Store tma_store_a;
+    cute::TmaDescriptor box_a;  // of what the last row of tiles reads: A or A_local
     bool stores_a = false;
     AsyncInput input;
     SmPushArgs push;
@@ -111,12 +131,18 @@ struct AsyncInputMainloop : Base {
       local_args.ptr_A = args.ptr_A_local;
       local = Base::to_underlying_arguments(local_problem, local_args, workspace).tma_load_a;
     }
-    return {base, local, store, stores_a, args.input, args.push, 1};
+    Range const last_rows{(m - 1) / kTileM * kTileM, m};
+    bool const last_is_local = args.input.local_rows.contains(last_rows);
+    auto const box =
+        box_descriptor(last_is_local ? args.ptr_A_local : args.ptr_A,
+                       last_is_local ? args.input.local_rows.size() : m, k, l, args.dA);
+    return {base, local, store, box, stores_a, args.input, args.push, 1};
   }
 
   CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
     Base::prefetch_tma_descriptors(params);
     cute::prefetch_tma_descriptor(params.tma_load_a_local.get_tma_descriptor());
+    if constexpr (kLoadsInBoxes) cute::prefetch_tma_descriptor(&params.box_a);
   }
 
   /// At the entry of a CTA with a tile, for all threads. The warp that claims is the first of
@@ -185,6 +211,7 @@ struct AsyncInputMainloop : Base {
     Range const rows{tile_begin, min_of(tile_begin + kTileM, input.chunks.rows)};
     bool const is_local = !input.local_rows.empty() && input.local_rows.contains(rows);
     int32_t const a_row = tile_begin - (is_local ? input.local_rows.begin : 0);
+    bool const in_boxes = kLoadsInBoxes && rows.size() <= kMostInBoxes;
 
     Tensor gA = domain_offset(make_coord(a_row, 0, 0),
                               get<0>(load_inputs)(_, _, 0, _, 0));  // (BLK_M,BLK_K,k)
@@ -210,6 +237,24 @@ struct AsyncInputMainloop : Base {
 
     auto const load_a = [&](PipelineState const& stage, int k_tile) {
       stress_delay(input.wait_limit.rank);
+      if constexpr (kLoadsInBoxes) {
+        if (in_boxes) {
+          auto* const barrier = pipeline.producer_get_barrier(stage);
+          int row = 0;
+          CUTLASS_PRAGMA_NO_UNROLL
+          for (; row < input.chunks.rows - tile_begin; row += kBoxRows) {
+            SM90_TMA_LOAD_3D::copy(
+                &params.box_a, barrier, static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
+                shared_tensors.smem_A.begin() + (stage.index() * kTileM + row) * kTileK,
+                k_tile * kTileK, a_row + row, 0);
+          }
+          // What the barrier expects of a whole tile.
+          MainloopPipeline::FullBarrier::complete_transaction(
+              barrier, block_rank_in_cluster,
+              static_cast<uint32_t>((kTileM - row) * kTileK * sizeof(ElementA)), row < kTileM);
+          return;
+        }
+      }
       TmaDescriptor const* const descriptor = is_local
                                                   ? params.tma_load_a_local.get_tma_descriptor()
                                                   : params.tma_load_a.get_tma_descriptor();

@@ -202,7 +202,8 @@ struct KernelInstance {
     for (auto const* descriptor : {params->mainloop.tma_load_a.get_tma_descriptor(),
                                    params->mainloop.tma_load_b.get_tma_descriptor(),
                                    params->mainloop.tma_load_a_local.get_tma_descriptor(),
-                                   params->mainloop.tma_store_a.get_tma_descriptor()}) {
+                                   params->mainloop.tma_store_a.get_tma_descriptor(),
+                                   static_cast<TmaDescriptor const*>(&params->mainloop.box_a)}) {
       TmaDescriptor const zero{};
       if (std::memcmp(descriptor, &zero, sizeof(zero)) == 0) {
         return "the driver refused a TMA descriptor";
