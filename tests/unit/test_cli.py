@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -274,7 +276,20 @@ def _members(group: int) -> list[int]:
     return members
 
 
-@pytest.mark.parametrize("when", ["starting", "measuring"])
+def _interrupt_another_thread(pid: int) -> None:
+    """SIGINT to a thread of the process that is not its first and takes the signal."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        blocked = re.search(r"SigBlk:\t(\w+)", (task / "status").read_text())
+        assert blocked is not None
+        if int(task.name) != pid and not int(blocked[1], 16) & 1 << signal.SIGINT - 1:
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.tgkill(pid, int(task.name), signal.SIGINT) != 0:
+                raise OSError(ctypes.get_errno(), "tgkill")
+            return
+    pytest.fail("the process has one thread")
+
+
+@pytest.mark.parametrize("when", ["starting", "measuring", "measuring, to another thread"])
 def test_ctrl_c_leaves_nothing_behind(when: str) -> None:
     command = [*AGMM, "bench", "--device", "cpu", "--world-size", "2", "--samples", "1000000"]
     process = subprocess.Popen(
@@ -288,13 +303,16 @@ def test_ctrl_c_leaves_nothing_behind(when: str) -> None:
     try:
         assert process.stderr is not None
         deadline = time.monotonic() + 60
-        if when == "measuring":
+        if when.startswith("measuring"):
             assert "256x256x512" in process.stderr.readline()
             time.sleep(0.5)
         else:
             while len(_members(process.pid)) < 2 and time.monotonic() < deadline:
                 time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)
+        if when.endswith("thread"):
+            _interrupt_another_thread(process.pid)
+        else:
+            os.killpg(process.pid, signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 130, stderr
         assert stderr.strip().splitlines() == ["agmm: interrupted"]
@@ -304,4 +322,4 @@ def test_ctrl_c_leaves_nothing_behind(when: str) -> None:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.communicate()

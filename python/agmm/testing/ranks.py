@@ -32,6 +32,9 @@ _HOST = "127.0.0.1"
 _TAIL_BYTES = 4000
 # After one rank has failed: how long the others may take to answer or to end by themselves.
 _GRACE_S = 3.0
+# Ctrl-C does not end a wait when another thread of this process takes the signal (torch's store
+# runs some), or when it comes just before the wait: it is seen between two waits.
+_WAIT_S = 0.5
 
 
 class RankError(RuntimeError):
@@ -178,7 +181,8 @@ class RankPool:
         while waiting and time.monotonic() < deadline:
             handles: list[Any] = [self._pipes[rank] for rank in waiting]
             handles += [self.processes[rank].sentinel for rank in waiting]
-            multiprocessing.connection.wait(handles, max(0.0, deadline - time.monotonic()))
+            limit = min(_WAIT_S, max(0.0, deadline - time.monotonic()))
+            multiprocessing.connection.wait(handles, limit)
             for rank in sorted(waiting):
                 answer = self._answer(rank)
                 if answer is None:
