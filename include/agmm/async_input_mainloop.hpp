@@ -59,14 +59,11 @@ struct AsyncInputMainloop : Base {
          cute::size<0>(TileShape{}) * cute::size<1>(TileShape{}) > 128 * 256) &&
         cute::is_constant<1, decltype(cute::get<0>(typename Base::StrideB{}))>::value);
 
-  /// Whether the last rows of A, where they are few, are loaded in boxes of kBoxRows: TMA fills the
-  /// rows of a tile beyond A so slowly (by inference 4 ns each) that a narrow tile, and its whole
-  /// cluster, would wait for it. What the stage holds instead is multiplied but not stored. Three
-  /// boxes take longer than what they save.
-  static constexpr bool kLoadsInBoxes = cute::size<1>(ClusterShape{}) == 1;
-  static constexpr int kBoxRows = 32;
-  static constexpr int kMostInBoxes =
-      cute::min(2 * kBoxRows, cute::size<0>(TileShape{}) - 1);  // never a whole tile
+  /// Whether the last rows of A, where they are no whole tile, have a descriptor of their own: TMA
+  /// fills the rows of a tile beyond A so slowly (by inference 4 ns each) that a narrow tile, and
+  /// its whole cluster, would wait for it. What the stage holds instead is multiplied but not
+  /// stored.
+  static constexpr bool kFitsLastRows = cute::size<1>(ClusterShape{}) == 1;
 
   /// Whether the consumers push the first items: where all of them multiply the same tile.
   static constexpr bool kConsumersPush =
@@ -94,20 +91,29 @@ struct AsyncInputMainloop : Base {
   }
   using TMA_A_Store = decltype(make_tma_store_a(nullptr, 0, 0, 0, typename Base::StrideA{}));
 
-  static cute::TmaDescriptor box_descriptor(ElementA const* ptr, int32_t m, int32_t k, int32_t l,
-                                            typename Base::StrideA const& stride) {
+  /// As make_tma_copy's for A, but for the number of rows, which cute wants at compile time. All
+  /// zeros where the driver refuses it.
+  static cute::TmaDescriptor last_rows_descriptor(ElementA const* ptr, int32_t m, int32_t k,
+                                                  typename Base::StrideA const& stride,
+                                                  int32_t last_rows) {
     using namespace cute;
-    auto const box = make_shape(Int<kBoxRows>{}, shape<2>(TileShape{}));
-    auto const tma = make_tma_copy(
-        SM90_TMA_LOAD{}, make_tensor(make_gmem_ptr(ptr), make_layout(make_shape(m, k, l), stride)),
-        tile_to_shape(typename Base::SmemLayoutAtomA{}, box), box, _1{});
-    return *tma.get_tma_descriptor();
+    static_assert(kTileK * sizeof(ElementA) == 128, "swizzled as 128 bytes");
+    uint64_t const shape[] = {uint64_t(k), uint64_t(m)};
+    uint64_t const row_bytes[] = {uint64_t(get<0>(stride)) * sizeof(ElementA)};
+    uint32_t const box[] = {uint32_t(kTileK), uint32_t(last_rows)};
+    uint32_t const steps[] = {1, 1};
+    TmaDescriptor descriptor{};
+    CUresult const result = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
+        &descriptor, TMA::to_CUtensorMapDataType<ElementA>(), 2, const_cast<ElementA*>(ptr), shape,
+        row_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return result == CUDA_SUCCESS ? descriptor : TmaDescriptor{};
   }
 
   struct Params : Base::Params {
     TMA_A tma_load_a_local;
     TMA_A_Store tma_store_a;
-    cute::TmaDescriptor box_a;  // of what the last row of tiles reads: A or A_local
+    cute::TmaDescriptor last_rows_a;  // of A or A_local; of no use where tiles divide M
     bool stores_a = false;
     AsyncInput input;
     SmPushArgs push;
@@ -131,18 +137,20 @@ struct AsyncInputMainloop : Base {
       local_args.ptr_A = args.ptr_A_local;
       local = Base::to_underlying_arguments(local_problem, local_args, workspace).tma_load_a;
     }
-    Range const last_rows{(m - 1) / kTileM * kTileM, m};
-    bool const last_is_local = args.input.local_rows.contains(last_rows);
-    auto const box =
-        box_descriptor(last_is_local ? args.ptr_A_local : args.ptr_A,
-                       last_is_local ? args.input.local_rows.size() : m, k, l, args.dA);
-    return {base, local, store, box, stores_a, args.input, args.push, 1};
+    auto last_rows_a = *base.tma_load_a.get_tma_descriptor();
+    if (m % kTileM != 0) {
+      bool const is_local = args.input.local_rows.contains({m / kTileM * kTileM, m});
+      last_rows_a =
+          last_rows_descriptor(is_local ? args.ptr_A_local : args.ptr_A,
+                               is_local ? args.input.local_rows.size() : m, k, args.dA, m % kTileM);
+    }
+    return {base, local, store, last_rows_a, stores_a, args.input, args.push, 1};
   }
 
   CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
     Base::prefetch_tma_descriptors(params);
     cute::prefetch_tma_descriptor(params.tma_load_a_local.get_tma_descriptor());
-    if constexpr (kLoadsInBoxes) cute::prefetch_tma_descriptor(&params.box_a);
+    if constexpr (kFitsLastRows) cute::prefetch_tma_descriptor(&params.last_rows_a);
   }
 
   /// At the entry of a CTA with a tile, for all threads. The warp that claims is the first of
@@ -211,7 +219,7 @@ struct AsyncInputMainloop : Base {
     Range const rows{tile_begin, min_of(tile_begin + kTileM, input.chunks.rows)};
     bool const is_local = !input.local_rows.empty() && input.local_rows.contains(rows);
     int32_t const a_row = tile_begin - (is_local ? input.local_rows.begin : 0);
-    bool const in_boxes = kLoadsInBoxes && rows.size() <= kMostInBoxes;
+    bool const fits = kFitsLastRows && rows.size() < kTileM;
 
     Tensor gA = domain_offset(make_coord(a_row, 0, 0),
                               get<0>(load_inputs)(_, _, 0, _, 0));  // (BLK_M,BLK_K,k)
@@ -237,21 +245,17 @@ struct AsyncInputMainloop : Base {
 
     auto const load_a = [&](PipelineState const& stage, int k_tile) {
       stress_delay(input.wait_limit.rank);
-      if constexpr (kLoadsInBoxes) {
-        if (in_boxes) {
+      if constexpr (kFitsLastRows) {
+        if (fits) {
           auto* const barrier = pipeline.producer_get_barrier(stage);
-          int row = 0;
-          CUTLASS_PRAGMA_NO_UNROLL
-          for (; row < input.chunks.rows - tile_begin; row += kBoxRows) {
-            SM90_TMA_LOAD_3D::copy(
-                &params.box_a, barrier, static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
-                shared_tensors.smem_A.begin() + (stage.index() * kTileM + row) * kTileK,
-                k_tile * kTileK, a_row + row, 0);
-          }
+          SM90_TMA_LOAD_2D::copy(&params.last_rows_a, barrier,
+                                 static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
+                                 shared_tensors.smem_A.begin() + stage.index() * kTileM * kTileK,
+                                 k_tile * kTileK, a_row);
           // What the barrier expects of a whole tile.
           MainloopPipeline::FullBarrier::complete_transaction(
               barrier, block_rank_in_cluster,
-              static_cast<uint32_t>((kTileM - row) * kTileK * sizeof(ElementA)), row < kTileM);
+              static_cast<uint32_t>((kTileM - rows.size()) * kTileK * sizeof(ElementA)), 1);
           return;
         }
       }

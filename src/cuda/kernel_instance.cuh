@@ -199,11 +199,12 @@ struct KernelInstance {
     params->mainloop.finishing_warps =
         Mainloop::finishing_warps(args.push, with_tiles, all - with_tiles);
     // CUTLASS only prints when the driver refuses a TMA descriptor, and leaves it zeroed.
-    for (auto const* descriptor : {params->mainloop.tma_load_a.get_tma_descriptor(),
-                                   params->mainloop.tma_load_b.get_tma_descriptor(),
-                                   params->mainloop.tma_load_a_local.get_tma_descriptor(),
-                                   params->mainloop.tma_store_a.get_tma_descriptor(),
-                                   static_cast<TmaDescriptor const*>(&params->mainloop.box_a)}) {
+    for (auto const* descriptor :
+         {params->mainloop.tma_load_a.get_tma_descriptor(),
+          params->mainloop.tma_load_b.get_tma_descriptor(),
+          params->mainloop.tma_load_a_local.get_tma_descriptor(),
+          params->mainloop.tma_store_a.get_tma_descriptor(),
+          static_cast<TmaDescriptor const*>(&params->mainloop.last_rows_a)}) {
       TmaDescriptor const zero{};
       if (std::memcmp(descriptor, &zero, sizeof(zero)) == 0) {
         return "the driver refused a TMA descriptor";

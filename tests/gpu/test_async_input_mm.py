@@ -65,6 +65,21 @@ def test_every_kernel(kernel: KernelConfig, column_major: bool, dtype: torch.dty
         assert_close(out, a, b, f"{m}x{n}x{k} chunks {chunks} pivot {pivot} {name}")
 
 
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.kernel)
+def test_last_rows(kernel: KernelConfig) -> None:
+    """They are loaded by a descriptor of their own where they are no whole tile."""
+    n, k = 2 * kernel.tile_n - 8, 11 * kernel.tile_k + 8  # more k tiles than stages
+    b = randn(n, k, dtype=torch.bfloat16).t()
+    for last in (1, 7, 8, 9, 31, 33, 64, 95, kernel.tile_m - 1):
+        for tiles_before in (0, 2, 3):
+            m = tiles_before * kernel.tile_m + last
+            a = randn(m, k, dtype=torch.bfloat16)
+            poison_freed_memory(m, n)
+            out = _cuda.async_input_mm(a, b, None, 0, config=kernel)
+            assert_close(out[-last:], a[-last:], b, f"last {last} of {m} rows")
+            assert_close(out, a, b, f"{m} rows")
+
+
 def splitting(m: int, n: int, k: int) -> list[KernelConfig]:
     """The kernels with every number of splits of K that is legal for this problem."""
     problem = _call_plan.problem(m, n, k, torch.bfloat16, torch.device("cuda", 0))

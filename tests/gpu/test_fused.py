@@ -155,6 +155,29 @@ def test_first_items_of_an_sm_push(gpu_pool: RankPool, world_size: int, sent_mib
         check(results, world_size)
 
 
+@pytest.mark.parametrize("return_A", [False, True])
+@pytest.mark.parametrize("world_size", ALL)
+def test_last_rows(gpu_pool: RankPool, world_size: int, return_A: bool) -> None:
+    """The last tile of A, when it is not whole: local rows of the last rank and gathered ones of
+    the others, or of several ranks."""
+    tile = 128
+    shapes = [LocalShape(rows, 264, 1032) for rows in (8, tile + 1, tile + 40, 3 * tile + 33)]
+    kernel = min(gpu_pool.run(gpu_work.kernels)[0], key=lambda kernel: kernel.tile_n)
+    configs = [None] if world_size == 1 else [None, f"{kernel.name}/sm8x64"]
+    for config in configs:
+        for column_major in (True, False):
+            results = gpu_pool.run(
+                gpu_work.products,
+                world_size,
+                shapes,
+                torch.bfloat16,
+                column_major,
+                return_A,
+                config,
+            )
+            check(results, world_size)
+
+
 @pytest.mark.parametrize("world_size", ALL[1:])
 def test_sm_push_back_to_back(gpu_pool: RankPool, world_size: int) -> None:
     stress(gpu_pool, gpu_work.back_to_back, world_size)
