@@ -15,6 +15,7 @@
 #include "agmm/release.hpp"
 #include "agmm/stress_delay.hpp"
 #include "cute/tensor.hpp"
+#include "cutlass/cuda_host_adapter.hpp"
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/dispatch_policy.hpp"
 
@@ -92,12 +93,12 @@ struct AsyncInputMainloop : Base {
   using TMA_A_Store = decltype(make_tma_store_a(nullptr, 0, 0, 0, typename Base::StrideA{}));
 
   /// As make_tma_copy's for A, but for the number of rows, which cute wants at compile time. All
-  /// zeros where the driver refuses it.
+  /// zeros, as cute's, where the driver refuses it.
   static cute::TmaDescriptor last_rows_descriptor(ElementA const* ptr, int32_t m, int32_t k,
                                                   typename Base::StrideA const& stride,
                                                   int32_t last_rows) {
     using namespace cute;
-    static_assert(kTileK * sizeof(ElementA) == 128, "swizzled as 128 bytes");
+    static_assert(is_same_v<typename Base::SmemLayoutAtomA, GMMA::Layout_K_SW128_Atom<ElementA>>);
     uint64_t const shape[] = {uint64_t(k), uint64_t(m)};
     uint64_t const row_bytes[] = {uint64_t(get<0>(stride)) * sizeof(ElementA)};
     uint32_t const box[] = {uint32_t(kTileK), uint32_t(last_rows)};
@@ -138,7 +139,7 @@ struct AsyncInputMainloop : Base {
       local = Base::to_underlying_arguments(local_problem, local_args, workspace).tma_load_a;
     }
     auto last_rows_a = *base.tma_load_a.get_tma_descriptor();
-    if (m % kTileM != 0) {
+    if (kFitsLastRows && m % kTileM != 0) {
       bool const is_local = args.input.local_rows.contains({m / kTileM * kTileM, m});
       last_rows_a =
           last_rows_descriptor(is_local ? args.ptr_A_local : args.ptr_A,
@@ -219,7 +220,7 @@ struct AsyncInputMainloop : Base {
     Range const rows{tile_begin, min_of(tile_begin + kTileM, input.chunks.rows)};
     bool const is_local = !input.local_rows.empty() && input.local_rows.contains(rows);
     int32_t const a_row = tile_begin - (is_local ? input.local_rows.begin : 0);
-    bool const fits = kFitsLastRows && rows.size() < kTileM;
+    bool const is_partial = rows.size() < kTileM;
 
     Tensor gA = domain_offset(make_coord(a_row, 0, 0),
                               get<0>(load_inputs)(_, _, 0, _, 0));  // (BLK_M,BLK_K,k)
@@ -246,7 +247,7 @@ struct AsyncInputMainloop : Base {
     auto const load_a = [&](PipelineState const& stage, int k_tile) {
       stress_delay(input.wait_limit.rank);
       if constexpr (kFitsLastRows) {
-        if (fits) {
+        if (is_partial) {
           auto* const barrier = pipeline.producer_get_barrier(stage);
           SM90_TMA_LOAD_2D::copy(&params.last_rows_a, barrier,
                                  static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
@@ -255,7 +256,7 @@ struct AsyncInputMainloop : Base {
           // What the barrier expects of a whole tile.
           MainloopPipeline::FullBarrier::complete_transaction(
               barrier, block_rank_in_cluster,
-              static_cast<uint32_t>((kTileM - rows.size()) * kTileK * sizeof(ElementA)), 1);
+              static_cast<uint32_t>((kTileM - rows.size()) * kTileK * sizeof(ElementA)));
           return;
         }
       }

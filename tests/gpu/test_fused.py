@@ -160,9 +160,9 @@ def test_first_items_of_an_sm_push(gpu_pool: RankPool, world_size: int, sent_mib
 def test_last_rows(gpu_pool: RankPool, world_size: int, return_A: bool) -> None:
     """The last tile of A, when it is not whole: local rows of the last rank and gathered ones of
     the others, or of several ranks."""
-    tile = 128
-    shapes = [LocalShape(rows, 264, 1032) for rows in (8, tile + 1, tile + 40, 3 * tile + 33)]
     kernel = min(gpu_pool.run(gpu_work.kernels)[0], key=lambda kernel: kernel.tile_n)
+    tile = kernel.tile_m
+    shapes = [LocalShape(rows, 264, 1032) for rows in (8, tile + 1, tile + 40, 3 * tile + 33)]
     configs = [None] if world_size == 1 else [None, f"{kernel.name}/sm8x64"]
     for config in configs:
         for column_major in (True, False):
