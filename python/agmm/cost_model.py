@@ -65,11 +65,8 @@ class Constants:
     sm_push_straddling_us: float
     """What such a call of one wave takes longer where a shard ends inside a tile, which waits for
     two ranks."""
-    straddling_tile_factor: float
-    """Of the time of such a tile, what it takes longer where there are several waves."""
     sm_push_disturbance: float
-    """How much of the time of sending the call loses by it, if it is one wave of tiles or a shard
-    ends inside a tile."""
+    """How much of the time of sending the matmul loses by it."""
     sm_push_cta_disturbance: float
     """The same where CTAs of their own send."""
     sm_push_gb_per_s: float
@@ -82,6 +79,8 @@ class Constants:
     """What a CTA that does nothing else can send."""
     sm_push_narrow_factor: float
     """Of these rates, with chunks of less than `WIDE_CHUNK_BYTES`."""
+    sm_push_one_peer_factor: float
+    """How much longer a MB takes where there is one peer, so that a fence is for one of them."""
     all_gather_us: float
     all_gather_gb_per_s: float
     reduce_scatter_us: float
@@ -96,6 +95,10 @@ class Constants:
     """What it has to save for its host time."""
     matmul_tflops: float
     memory_gb_per_s: float
+    matmul_gb_per_s: float
+    """Of the same memory, what a matmul gets."""
+    l2_mb: float
+    """What stays in the L2 cache from one chunk's tiles to the next one's."""
     sources: str
 
 
@@ -159,32 +162,50 @@ def straddles(problem: Problem, config: KernelConfig) -> bool:
     return problem.world_size > 1 and problem.m // problem.world_size % config.tile_m != 0
 
 
-def _straddling_factor(problem: Problem, config: KernelConfig) -> float:
-    """How much longer several waves of tiles take because shards end inside tiles."""
-    blocks, workers = clusters(problem, config)
-    if blocks <= workers or not straddles(problem, config):
-        return 1.0
-    tile_rows = -(-problem.m // config.tile_m)
-    share = min(1.0, (problem.world_size - 1) / tile_rows)
-    return 1.0 + constants(problem.gpu).straddling_tile_factor * share
+def _roofline_us(arithmetic_us: float, memory_us: float) -> float:
+    """What takes both: the longer one, and up to a fifth more where they are alike."""
+    return float((arithmetic_us**4 + memory_us**4) ** 0.25)
+
+
+def _memory_us(problem: Problem, readings_of_b: int = 1) -> float:
+    """Time of the memory traffic of a matmul on the gathered A."""
+    c = constants(problem.gpu)
+    m, n, k = problem.m, problem.n, problem.k
+    elements = m * k + n * k * readings_of_b + m * n
+    return elements * ELEMENT_BYTES / (c.matmul_gb_per_s * 1e3)
+
+
+def _readings_of_b(problem: Problem, config: KernelConfig) -> int:
+    """How often B comes from memory: the tiles of one chunk after the other read all of it, unless
+    it stays in the L2 cache."""
+    if problem.n * problem.k * ELEMENT_BYTES <= constants(problem.gpu).l2_mb * 1e6:
+        return 1
+    return min(problem.world_size, -(-problem.m // (config.tile_m * config.cluster_m)))
 
 
 def _blocks_before(problem: Problem, config: KernelConfig, position: int) -> int:
     """How many blocks lie wholly in the chunks before this ring position, on the rank that has the
-    fewest. Those of two chunks belong to the later one."""
+    fewest. Those of two chunks belong to the later one; the last one of A is whole."""
     block_rows = config.tile_m * config.cluster_m
-    in_row = clusters(problem, config)[0] // -(-problem.m // block_rows)
+    in_column = -(-problem.m // block_rows)
+    in_row = clusters(problem, config)[0] // in_column
     rows = problem.m // problem.world_size
+
+    def whole(begin: int) -> int:
+        first = -(-begin // block_rows)
+        beyond = begin + position * rows - problem.m  # these are the first rows of A
+        if beyond < 0:
+            return max(0, (problem.m + beyond) // block_rows - first)
+        return in_column - first + beyond // block_rows
+
     begins = range(0, problem.world_size * rows, max(1, rows))
-    whole = min((b + position * rows) // block_rows - -(-b // block_rows) for b in begins)
-    return max(0, whole) * in_row
+    return in_row * (min(map(whole, begins)) if position else 0)
 
 
 def fused_us(problem: Problem, config: KernelConfig, transport: str = "push") -> float:
     """Predicted time of the fused call in µs, launch included."""
     c = constants(problem.gpu)
     tile_us, blocks, workers = _tiles(problem, config)
-    tile_us *= _straddling_factor(problem, config)
     # Rows of the own shard in a tile that it shares with another rank's are copied beforehand.
     staging = c.copy_overhead_us if transport == "push" and straddles(problem, config) else 0.0
     # From the arrival of a chunk on, its blocks and all later ones have to be computed.
@@ -193,7 +214,8 @@ def fused_us(problem: Problem, config: KernelConfig, transport: str = "push") ->
         + tile_us * max(1, -(-(blocks - _blocks_before(problem, config, position)) // workers))
         for position in range(problem.world_size)
     )
-    return c.launch_us + staging + longest_us
+    memory_us = _memory_us(problem, _readings_of_b(problem, config))
+    return c.launch_us + staging + _roofline_us(longest_us, memory_us)
 
 
 def push_rate_gb_per_s(problem: Problem, config: KernelConfig) -> float:
@@ -219,7 +241,9 @@ def _us_per_mb_sent(
     while 2 * item_bytes <= MERGED_BYTES:
         item_bytes *= 2
     us += (1e3 / c.sm_push_gb_per_s_and_cta + 1e6 * c.sm_push_fence_us / item_bytes) / ctas
-    is_wide = chunk_columns * ELEMENT_BYTES >= WIDE_CHUNK_BYTES or problem.world_size == 2
+    if problem.world_size == 2:
+        return us * c.sm_push_one_peer_factor
+    is_wide = chunk_columns * ELEMENT_BYTES >= WIDE_CHUNK_BYTES
     return us if is_wide else us / c.sm_push_narrow_factor
 
 
@@ -232,9 +256,9 @@ def sm_push_us(
     first_peers: int = 0,
     has_ctas: bool = False,
 ) -> float:
-    """Predicted time of the fused call in µs with SM push: the matmul, and not before the last
-    chunk has come and been multiplied, and then what a worker whose first block is another rank's
-    has left.
+    """Predicted time of the fused call in µs with SM push: of the workers whose first block is this
+    rank's, or of those whose first block is another rank's. These wait for the first chunk, do not
+    end that block before the last chunk has come and been multiplied, and then have the rest.
 
     Args:
         chunk_columns: of a column chunk.
@@ -249,25 +273,23 @@ def sm_push_us(
     ctas = min(blocks, workers) * config.cluster_m * config.cluster_n
     us_per_mb = _us_per_mb_sent(problem, ctas, parts, chunk_columns, first_peers, has_ctas)
     sent = (problem.world_size - 1) * _shard_bytes(problem) * us_per_mb / 1e6
-    disturbance = c.sm_push_cta_disturbance if has_ctas else c.sm_push_disturbance
-    # Several waves make up for it, unless their tiles wait for two ranks each.
-    computed = tile_us * waves + disturbance * sent / (1 if straddles(problem, config) else waves)
+    disturbance = sent * (c.sm_push_cta_disturbance if has_ctas else c.sm_push_disturbance)
     early = _blocks_before(problem, config, 1 + first_peers)
+    local_us = tile_us * waves + disturbance if early else 0.0
     blocks_left = max(0, -(-(blocks - early) // workers) - 1)
-    last_us = sent + tile_us / chunks + tile_us * blocks_left
-    computed *= _straddling_factor(problem, config)
-    straddles_once = waves == 1 and straddles(problem, config)
-    straddling = c.sm_push_straddling_us if straddles_once else 0.0
-    return c.launch_us + c.sm_push_us + straddling + max(computed, last_us)
+    first_us = max(tile_us + disturbance, sent + tile_us / chunks)
+    remote_us = c.sm_push_us + first_us + tile_us * blocks_left
+    if waves == 1 and straddles(problem, config):
+        remote_us += c.sm_push_straddling_us
+    memory_us = _memory_us(problem, _readings_of_b(problem, config))
+    return c.launch_us + _roofline_us(max(local_us, remote_us), memory_us)
 
 
 def matmul_us(problem: Problem) -> float:
     """Predicted time of the library's matmul on the gathered A (the roof), in µs."""
     c = constants(problem.gpu)
-    m, n, k = problem.m, problem.n, problem.k
-    arithmetic = 2e-6 * m * n * k / c.matmul_tflops
-    memory = (m * k + k * n + m * n) * ELEMENT_BYTES / (c.memory_gb_per_s * 1e3)
-    return c.launch_us + max(arithmetic, memory)
+    arithmetic_us = 2e-6 * problem.m * problem.n * problem.k / c.matmul_tflops
+    return c.launch_us + _roofline_us(arithmetic_us, _memory_us(problem))
 
 
 def unfused_us(problem: Problem) -> float:

@@ -73,7 +73,7 @@ _STEADY_GATHER_BYTES = 4e6
 library's all-gather of more bytes than these varies by more from run to run. With fewer it takes
 its latency, which is steady."""
 
-_MODEL_MARGIN = 1.03
+_MODEL_MARGIN = 1.02
 """The cost model's error between kernels: it overrules tuned neighbours by more than this only."""
 
 
@@ -545,16 +545,15 @@ class Planner:
         """The plan for a problem.
 
         A row of exactly this problem decides, or else one that differs in ``return_A`` alone. Else
-        the nearest rows below and above count, each at most 4 times away in M. Where both are there
-        and have the same plan, it is that one. Where not, each plan is rated by the cost model's
-        time at this M, times what its row measured over what the model says there. The model's own
-        favourite takes part at the mean of these ratios (of the fused rows where it is fused) and
-        3% on top, so that it wins by a clear lead only. The SM push of a row is exchanged for the
-        usual one where shards end inside tiles. Where there is no model, the row nearest in M
-        decides (of two equally near the one above). Without any such row those of the problem that
-        differs in ``return_A`` count in the same way, and without these it is the model's
-        favourite. Rows whose plan this build cannot run are passed over, with one warning per
-        reason.
+        the nearest rows below and above count, each at most 4 times away in M. Each plan is rated
+        by the cost model's time at this M, times what its row measured over what the model says
+        there. The model's own favourite takes part at the mean of these ratios (of the fused rows
+        where it is fused) and 2% on top, so that it wins by a clear lead only. The SM push of a row
+        is exchanged for the usual one where shards end inside tiles. Where there is no model, the
+        row nearest in M decides (of two equally near the one above). Without any such row those of
+        the problem that differs in ``return_A`` count in the same way, and without these it is the
+        model's favourite. Rows whose plan this build cannot run are passed over, with one warning
+        per reason.
 
         Args:
             fused: leave the unfused plan out.
@@ -589,8 +588,6 @@ class Planner:
         words = " and ".join(f"M={row.m}" for row in near)
         source = f"tuned at {words} ({rows[near[-1].m][1]})"
         plans = [_plan_here(problem, row.plan) for row in near]
-        if len(near) == 2 and plans[0] == plans[1] == near[0].plan:
-            return Choice(plans[0], source, predict_us(problem, plans[0]))
         rated: list[tuple[float, Plan]] = []
         ratios: list[float] = []
         for row, plan_here in zip(near, plans, strict=True):

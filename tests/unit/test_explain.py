@@ -37,7 +37,7 @@ def test_by_the_cost_model() -> None:
     text = said(PROBLEM)
     assert "plan: push, 128x224x64_2x1_cooperative/swizzle8/along_n\n" in text
     assert "from: cost model" in text
-    assert "predicted: 323.4 µs, 1.02 × the matmul alone (316.7 µs)" in text
+    assert "predicted: 323.9 µs, 1.02 × the matmul alone (316.7 µs)" in text
     assert "measured: not yet" in text
     assert "why: fused, the unfused path is predicted to take 503.0 µs" in text
     assert text.count("(the plan)") == 1
@@ -67,9 +67,9 @@ def test_a_row_that_noise_has_kept(folder: Path) -> None:
 
 
 def test_why_it_is_not_fused() -> None:
-    few = PROBLEM._replace(m=64)
+    few = PROBLEM._replace(m=24, n=5120, world_size=2)
     assert re.search(r"why: unfused is the fastest by cost model, [\d.]+ µs fused", said(few))
-    tables.save(GPU, 4, [(Key.of(few), Row(64, UNFUSED, 40.0))])
+    tables.save(GPU, 2, [(Key.of(few), Row(24, UNFUSED, 43.0))])
     assert "why: unfused, it was measured to be the fastest" in said(few)
     text = said(PROBLEM._replace(k=8190))
     assert "why: unfused, the kernels cannot compute it: A_shard: K=8190 is not" in text
