@@ -2,9 +2,9 @@
 
 Fused: tiles run in waves over the multiprocessors, each for the time that its kernel needs per
 tile, in the order in which the persistent kernel takes them; the chunks of the ring come one after
-the other, and no tile starts before its chunk has arrived. Unfused: a latency, the bytes over the
-rate of the collective, and the matmul alone. The matmul alone: arithmetic at the library's rate, or
-memory traffic where that is longer.
+the other, and no tile starts before its chunk has arrived; memory traffic is longer than that with
+few rows. Unfused: a latency, the bytes over the rate of the collective, and the matmul alone. The
+matmul alone: arithmetic at the library's rate, or memory traffic where that is longer.
 
 The constants of a GPU stand in ``tables/<gpu>.json``, with where they come from.
 """
