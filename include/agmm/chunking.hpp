@@ -286,7 +286,7 @@ struct TileOrder {
 /// instructions, each of which waits for the one before. Where the blocks are too many for a byte
 /// each way, the table is empty.
 struct FirstBlocks {
-  static constexpr int32_t kMost = 144;  // no GPU has more multiprocessors
+  static constexpr int32_t kMost = 144;  // no Hopper GPU has more multiprocessors
   static constexpr uint16_t kUnknown = 0xffff;
 
   uint16_t blocks[kMost];  // m, and n in the upper byte

@@ -89,8 +89,9 @@ struct Clusters {
       return at_once;
     }
     for (int32_t pivot = 0; pivot < chunks.chunks_m; ++pivot) {
-      for (int32_t coming = 1; coming < chunks.chunks_m; ++coming) {
-        int64_t const left = blocks_left(chunks, pivot, coming);
+      TileOrder const order(chunks, blocks_n, block_rows, 1, pivot, 1, Raster::AlongM);
+      for (int32_t position = 1; position < chunks.chunks_m; ++position) {
+        int64_t const left = int64_t(blocks_m - order.group_begin(position)) * blocks_n;
         if (waves_of(left, at_once) != waves_of(left, needed)) return at_once;
       }
     }
@@ -99,20 +100,6 @@ struct Clusters {
 
  private:
   static constexpr int32_t kMostChunks = 16;
-
-  /// The blocks with rows of the last `coming` chunks around the ring from the pivot.
-  int64_t blocks_left(ChunkGrid const& chunks, int32_t pivot, int32_t coming) const {
-    int32_t const first = pivot - coming;
-    int32_t rows = block_rows_of(chunks, max_of(first, 0), pivot);
-    if (first < 0) rows += block_rows_of(chunks, first + chunks.chunks_m, chunks.chunks_m);
-    return int64_t(min_of(rows, blocks_m)) * blocks_n;
-  }
-
-  int32_t block_rows_of(ChunkGrid const& chunks, int32_t first_chunk, int32_t end_chunk) const {
-    if (first_chunk == end_chunk) return 0;
-    int32_t const end = chunks.chunk_rows(end_chunk - 1).end;
-    return ceil_div(end, block_rows) - chunks.chunk_rows(first_chunk).begin / block_rows;
-  }
 
   static int64_t waves_of(int64_t blocks, int64_t workers) {
     return (blocks + workers - 1) / workers;

@@ -25,8 +25,6 @@ DEFAULT_GPU = "nvidia-h200"
 
 _FOLDER = Path(__file__).parent / "tables"
 ELEMENT_BYTES = 2
-WIDE_CHUNK_BYTES = 256
-"""Of a chunk's row: a link carries more of them in a second than of narrower ones."""
 MERGED_BYTES = 12288
 """SM push sends parts together up to this size (``_core.SM_PUSH_HEAD_ITEM_BYTES``, which this
 module can do without)."""
@@ -77,8 +75,6 @@ class Constants:
     """Between what such a CTA sends and its signal."""
     sm_push_gb_per_s_and_own_cta: float
     """What a CTA that does nothing else can send."""
-    sm_push_narrow_factor: float
-    """Of these rates, with chunks of less than `WIDE_CHUNK_BYTES`."""
     sm_push_one_peer_factor: float
     """How much longer a MB takes where there is one peer, so that a fence is for one of them."""
     all_gather_us: float
@@ -241,10 +237,7 @@ def _us_per_mb_sent(
     while 2 * item_bytes <= MERGED_BYTES:
         item_bytes *= 2
     us += (1e3 / c.sm_push_gb_per_s_and_cta + 1e6 * c.sm_push_fence_us / item_bytes) / ctas
-    if problem.world_size == 2:
-        return us * c.sm_push_one_peer_factor
-    is_wide = chunk_columns * ELEMENT_BYTES >= WIDE_CHUNK_BYTES
-    return us if is_wide else us / c.sm_push_narrow_factor
+    return us * c.sm_push_one_peer_factor if problem.world_size == 2 else us
 
 
 def sm_push_us(
