@@ -4,7 +4,8 @@ Fused: tiles run in waves over the multiprocessors, each for the time that its k
 tile, in the order in which the persistent kernel takes them; the chunks of the ring come one after
 the other, and no tile starts before its chunk has arrived; memory traffic is longer than that with
 few rows. Unfused: a latency, the bytes over the rate of the collective, and the matmul alone. The
-matmul alone: arithmetic at the library's rate, or memory traffic where that is longer.
+matmul alone: arithmetic at the library's rate, or memory traffic where that is longer. A matmul
+that takes long loses its clock.
 
 The constants of a GPU stand in ``tables/<gpu>.json``, with where they come from.
 """
@@ -50,6 +51,13 @@ class Constants:
     """Of a kernel that is not in ``tflops_per_sm``."""
     tile_overhead_us: dict[str, float]
     """Between the main loops of two tiles, by schedule."""
+    idle_gain: float
+    """How much less time the main loop of a tile takes in one wave, times the share of the
+    multiprocessors that have none: the clock is higher, and nobody takes its loads."""
+    steady_clock_us: float
+    """For so long a matmul keeps its clock."""
+    falling_clock: dict[str, float]
+    """How many times as long what is left then takes, by schedule, and for the library's matmul."""
     split_us: float
     """Of each part but one when K is split: leaving its sums, or adding up another's."""
     copy_overhead_us: float
@@ -146,11 +154,13 @@ def _tiles(problem: Problem, config: KernelConfig) -> tuple[float, int, int]:
     tile_us = 2e-6 * config.tile_m * config.tile_n * problem.k / config.splits / rate
     if problem.b_layout == "row":
         tile_us *= c.row_major_factor.get(config.kernel, 1.0)
-    tile_us += c.tile_overhead_us[config.schedule]
-    tile_us += c.split_us * (config.splits - 1)
     # One worker per CTA; a pingpong CTA works on two tiles at a time but no faster than on one.
     # Clusters go in lockstep, so one cluster's tiles count as one worker's tile.
-    return tile_us, *clusters(problem, config)
+    blocks, workers = clusters(problem, config)
+    tile_us *= 1 - c.idle_gain * max(0.0, 1 - blocks / workers)
+    tile_us += c.tile_overhead_us[config.schedule]
+    tile_us += c.split_us * (config.splits - 1)
+    return tile_us, blocks, workers
 
 
 def straddles(problem: Problem, config: KernelConfig) -> bool:
@@ -163,6 +173,12 @@ def _roofline_us(arithmetic_us: float, memory_us: float) -> float:
     return float((arithmetic_us**4 + memory_us**4) ** 0.25)
 
 
+def _with_falling_clock(gpu: str, us: float, schedule: str) -> float:
+    """The time of a matmul that would take ``us`` at its first clock."""
+    c = constants(gpu)
+    return us + (c.falling_clock[schedule] - 1) * max(0.0, us - c.steady_clock_us)
+
+
 def _memory_us(problem: Problem, readings_of_b: int = 1) -> float:
     """Time of the memory traffic of a matmul on the gathered A."""
     c = constants(problem.gpu)
@@ -171,10 +187,15 @@ def _memory_us(problem: Problem, readings_of_b: int = 1) -> float:
     return elements * ELEMENT_BYTES / (c.matmul_gb_per_s * 1e3)
 
 
+def is_b_in_l2(problem: Problem) -> bool:
+    """Whether B stays in the L2 cache from one chunk's tiles to the next one's."""
+    return problem.n * problem.k * ELEMENT_BYTES <= constants(problem.gpu).l2_mb * 1e6
+
+
 def _readings_of_b(problem: Problem, config: KernelConfig) -> int:
     """How often B comes from memory: the tiles of one chunk after the other read all of it, unless
     it stays in the L2 cache."""
-    if problem.n * problem.k * ELEMENT_BYTES <= constants(problem.gpu).l2_mb * 1e6:
+    if is_b_in_l2(problem):
         return 1
     return min(problem.world_size, -(-problem.m // (config.tile_m * config.cluster_m)))
 
@@ -211,7 +232,8 @@ def fused_us(problem: Problem, config: KernelConfig, transport: str = "push") ->
         for position in range(problem.world_size)
     )
     memory_us = _memory_us(problem, _readings_of_b(problem, config))
-    return c.launch_us + staging + _roofline_us(longest_us, memory_us)
+    us = _roofline_us(longest_us, memory_us)
+    return c.launch_us + staging + _with_falling_clock(problem.gpu, us, config.schedule)
 
 
 def push_rate_gb_per_s(problem: Problem, config: KernelConfig) -> float:
@@ -275,21 +297,28 @@ def sm_push_us(
     if waves == 1 and straddles(problem, config):
         remote_us += c.sm_push_straddling_us
     memory_us = _memory_us(problem, _readings_of_b(problem, config))
-    return c.launch_us + _roofline_us(max(local_us, remote_us), memory_us)
+    us = _roofline_us(max(local_us, remote_us), memory_us)
+    return c.launch_us + _with_falling_clock(problem.gpu, us, config.schedule)
 
 
 def matmul_us(problem: Problem) -> float:
     """Predicted time of the library's matmul on the gathered A (the roof), in µs."""
     c = constants(problem.gpu)
     arithmetic_us = 2e-6 * problem.m * problem.n * problem.k / c.matmul_tflops
-    return c.launch_us + _roofline_us(arithmetic_us, _memory_us(problem))
+    us = _roofline_us(arithmetic_us, _memory_us(problem))
+    return c.launch_us + _with_falling_clock(problem.gpu, us, "library")
+
+
+def all_gather_us(problem: Problem) -> float:
+    """Predicted time of the library's all-gather of A in µs."""
+    c = constants(problem.gpu)
+    received = (problem.world_size - 1) * _shard_bytes(problem)
+    return c.all_gather_us + received / (c.all_gather_gb_per_s * 1e3)
 
 
 def unfused_us(problem: Problem) -> float:
     """Predicted time of all-gather, then matmul, in µs."""
-    c = constants(problem.gpu)
-    received = (problem.world_size - 1) * _shard_bytes(problem)
-    return c.all_gather_us + received / (c.all_gather_gb_per_s * 1e3) + matmul_us(problem)
+    return all_gather_us(problem) + matmul_us(problem)
 
 
 def _scattered_bytes(problem: Problem) -> float:

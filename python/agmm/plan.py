@@ -38,7 +38,9 @@ one peer to send to at a time."""
 
 _PUSH_SMS = 8
 _PUSH_RATE_GB_PER_S = 220.0
-"""What a matmul must need at least to be held to wait for the sending."""
+_ONE_PEER_RATE_GB_PER_S = 100.0
+"""What a matmul must need at least to be held to wait for the sending: to several peers, and to
+one, whose fences are not shared."""
 _LINK_BOUND_GB_PER_S = 300.0
 _LINK_BOUND_PARTS = 8
 _LINK_BOUND_ROWS = 48
@@ -67,14 +69,11 @@ RASTERS = ("along_m", "along_n")
 _NEIGHBOUR_FACTOR = 4
 """A tuned M says something about an M up to this many times larger or smaller."""
 
-_UNFUSED_MARGIN = 1.1
+_GATHER_VARIES = 0.2
 _STEADY_GATHER_BYTES = 4e6
-"""The model takes the unfused plan where the fused ones take more than so many times its time: a
-library's all-gather of more bytes than these varies by more from run to run. With fewer it takes
-its latency, which is steady."""
-
-_MODEL_MARGIN = 1.02
-"""The cost model's error between kernels: it overrules tuned neighbours by more than this only."""
+"""The model takes the unfused plan where the fused ones take longer than it by more than so much of
+its all-gather: that of more bytes than these varies from run to run. With fewer it takes its
+latency, which is steady."""
 
 
 class _BuiltKernel(Protocol):
@@ -373,7 +372,12 @@ def usual_order(problem: Problem, config: KernelConfig) -> KernelConfig:
     measured on H200 (docs/performance.md)."""
     if config.schedule == "pingpong":
         rows = -(-problem.m // (problem.world_size * config.tile_m))
-        return replace(config, raster="along_m", max_swizzle=1 if rows <= 8 else 4)
+        if rows <= 8:
+            return replace(config, raster="along_m", max_swizzle=1)
+        # Bands of rows read all of B each: from the L2 cache, or one reading for two tiles.
+        reads_b_cheaply = config.cluster_m > 1 or cost_model.is_b_in_l2(problem)
+        raster = "along_n" if reads_b_cheaply else "along_m"
+        return replace(config, raster=raster, max_swizzle=4)
     return replace(config, raster="along_n", max_swizzle=4 if config.tile_m > config.tile_n else 8)
 
 
@@ -393,11 +397,12 @@ def _usual_sm_push(problem: Problem, kernel: KernelConfig) -> SmPush:
     straddles = cost_model.straddles(problem, kernel)
     is_short = straddles or rows < max(256, kernel.tile_m * kernel.cluster_m)
     first_peers = 0 if one_wave or is_short else 1
-    one_peer = first_peers == 1 or problem.world_size == 2
+    has_one_peer = problem.world_size == 2
+    one_peer = first_peers == 1 or has_one_peer
     has_small_parts = one_peer or (kernel.splits == 1 and not straddles)
     part_rows = _PUSH_ROWS if has_small_parts else 2 * _PUSH_ROWS
     rate = cost_model.push_rate_gb_per_s(problem, kernel)
-    waits = rate > _PUSH_RATE_GB_PER_S
+    waits = rate > (_ONE_PEER_RATE_GB_PER_S if has_one_peer else _PUSH_RATE_GB_PER_S)
     most_parts = MAX_PUSH_PARTS
     if straddles and rate > _LINK_BOUND_GB_PER_S:
         most_parts = max(_LINK_BOUND_PARTS, rows // _LINK_BOUND_ROWS)
@@ -418,12 +423,13 @@ def _usual_sm_push(problem: Problem, kernel: KernelConfig) -> SmPush:
 def sm_pushes(problem: Problem, kernel: KernelConfig) -> list[SmPush]:
     """The legal SM pushes of a call with this kernel that are worth a measurement."""
     usual = _usual_sm_push(problem, kernel)
+    has_free_sms = _free_sms(problem, kernel) >= _PUSH_SMS
     found = [
         SmPush(parts, columns, first_peers, head_chunks)
         for parts in dict.fromkeys((usual.parts, max(1, usual.parts // 2)))
         for columns in (64, 128, 192, 256)
         for first_peers in dict.fromkeys((0, usual.first_peers))
-        for head_chunks in (0, _HEAD[1])
+        for head_chunks in ((0, _HEAD[1]) if has_free_sms else (0,))
     ]
     return [p for p in found if why_transport_illegal(problem, kernel, p.name) is None]
 
@@ -462,13 +468,15 @@ def predict_us(problem: Problem, plan: Plan) -> float | None:
 
 
 def _plan_here(problem: Problem, tuned: Plan) -> Plan:
-    """The plan of another M for this one: how SM push best cuts whole tiles of a shard says nothing
-    about shards that end inside them."""
-    if tuned.kernel is None or SmPush.parse(tuned.transport) is None:
+    """The plan of another M for this one. Its order of tiles says nothing: the best one there may
+    be best by less than the noise, and take a third longer here. Nor does how SM push best cuts
+    whole tiles of a shard of shards that end inside them."""
+    if tuned.kernel is None:
         return tuned
-    if not cost_model.straddles(problem, tuned.kernel):
-        return tuned
-    return Plan(_usual_sm_push(problem, tuned.kernel).name, tuned.kernel)
+    kernel = usual_order(problem, tuned.kernel)
+    if SmPush.parse(tuned.transport) is None or not cost_model.straddles(problem, kernel):
+        return replace(tuned, kernel=kernel)
+    return replace(tuned, transport=_usual_sm_push(problem, kernel).name, kernel=kernel)
 
 
 @dataclass(frozen=True)
@@ -548,12 +556,11 @@ class Planner:
         the nearest rows below and above count, each at most 4 times away in M. Each plan is rated
         by the cost model's time at this M, times what its row measured over what the model says
         there. The model's own favourite takes part at the mean of these ratios (of the fused rows
-        where it is fused) and 2% on top, so that it wins by a clear lead only. The SM push of a row
-        is exchanged for the usual one where shards end inside tiles. Where there is no model, the
-        row nearest in M decides (of two equally near the one above). Without any such row those of
-        the problem that differs in ``return_A`` count in the same way, and without these it is the
-        model's favourite. Rows whose plan this build cannot run are passed over, with one warning
-        per reason.
+        where it is fused). The order of tiles is the usual one, and so is SM push where shards end
+        inside tiles. Where there is no model, the row nearest in M decides (of two equally near the
+        one above). Without any such row those of the problem that differs in
+        ``return_A`` count in the same way, and without these it is the model's favourite. Rows
+        whose plan this build cannot run are passed over, with one warning per reason.
 
         Args:
             fused: leave the unfused plan out.
@@ -597,7 +604,7 @@ class Planner:
                 nearest = min(reversed(near), key=lambda r: abs(log(r.m / problem.m)))
                 return Choice(nearest.plan, source, None)
             measured = row.us / there
-            if plan_here != row.plan:
+            if plan_here.transport != row.plan.transport:
                 measured = max(1.0, measured)  # it says little of another plan
             ratios.append(measured)
             rated.append((here * measured, plan_here))
@@ -610,7 +617,7 @@ class Planner:
             for row, ratio in zip(near, ratios, strict=True)
             if (row.plan == UNFUSED) == is_unfused
         ]
-        if favourite.predicted_us * fmean(alike or ratios) * _MODEL_MARGIN < best_us:
+        if favourite.predicted_us * fmean(alike or ratios) < best_us:
             return replace(favourite, source=f"cost model, against what was {source}")
         return Choice(best, source, predict_us(problem, best))
 
@@ -640,8 +647,9 @@ class Planner:
         unfused_us = next(us for plan, us in plans if plan == UNFUSED)
         if best is not None:
             gathered = problem.m * problem.k * cost_model.ELEMENT_BYTES
-            margin = _UNFUSED_MARGIN if gathered > _STEADY_GATHER_BYTES else 1.0
-            if fused or (best[1] or 0.0) <= margin * (unfused_us or 0.0):
+            varies = _GATHER_VARIES if gathered > _STEADY_GATHER_BYTES else 0.0
+            margin_us = varies * cost_model.all_gather_us(problem)
+            if fused or (best[1] or 0.0) <= (unfused_us or 0.0) + margin_us:
                 return Choice(best[0], "cost model", best[1])
         return Choice(UNFUSED, "cost model", unfused_us)
 

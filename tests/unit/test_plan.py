@@ -167,6 +167,34 @@ def test_ctas_of_their_own_push_where_the_matmul_needs_it_fast() -> None:
     assert [p.transport for p in plan.usual_plans(few_free, wide)] == ["push", "sm32x64"]
 
 
+def test_one_peer_needs_ctas_of_their_own_sooner() -> None:
+    """Measured at 129 GB/s: 57.5 us, 63.8 without them; no free multiprocessors: 61 and 137."""
+    problem = Problem(784, 2048, 7168, world_size=2)
+    free, taken = (KernelConfig(128, 128, 64, cluster_m, 1, "pingpong") for cluster_m in (1, 2))
+    assert [p.transport for p in plan.usual_plans(problem, free)] == ["push", "sm32x128h4"]
+    assert [p.transport for p in plan.usual_plans(problem, taken)] == ["push", "sm32x128"]
+    assert any(p.head_chunks for p in plan.sm_pushes(problem, free))
+    assert not any(p.head_chunks for p in plan.sm_pushes(problem, taken))
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "kernel", "order"),
+    [
+        # Measured with it, and with the other one: 286.4 and 300.9 us, 187.7 and 199.0.
+        (7520, 3072, 4096, "128x128x64_2x1_pingpong", "along_n"),
+        (4848, 3072, 4096, "128x160x64_1x1_pingpong", "along_n"),
+        # 1221 and 1252 us, and 1709 along N in single rows.
+        (3392, 18432, 7168, "128x160x64_1x1_pingpong", "along_m"),
+        (512, 3072, 4096, "128x160x64_1x1_pingpong", "along_m"),
+    ],
+)
+def test_bands_read_b_from_where_it_is_cheap(
+    m: int, n: int, k: int, kernel: str, order: str
+) -> None:
+    config = KernelConfig.parse(f"{kernel}/swizzle1/along_m")
+    assert plan.usual_order(Problem(m, n, k, world_size=2), config).raster == order
+
+
 def test_few_tiles_are_split() -> None:
     """64 tiles of 128 x 224 on 132 multiprocessors may be 128 halves, and no more."""
     problem = Problem(512, 3584, 8192, world_size=4)
@@ -322,12 +350,14 @@ def fused_us_tile_by_tile(problem: Problem, config: KernelConfig) -> float:
     """The definition of `fused_us`: workers take the blocks in turn, one after the other, on a rank
     that has the fewest whole blocks in the chunks that are there."""
     c = cost_model.constants(problem.gpu)
-    tile_us = 2e-6 * config.tile_m * config.tile_n * problem.k / c.tflops_per_sm[config.kernel]
-    tile_us += c.tile_overhead_us[config.schedule]
     workers = c.sm_count // (config.cluster_m * config.cluster_n)
     block_rows = config.tile_m * config.cluster_m
     in_row = -(-problem.n // (config.tile_n * config.cluster_n))
     blocks = -(-problem.m // block_rows) * in_row
+    tile_us = 2e-6 * config.tile_m * config.tile_n * problem.k / c.tflops_per_sm[config.kernel]
+    if blocks < workers:
+        tile_us *= 1 - c.idle_gain * (workers - blocks) / workers
+    tile_us += c.tile_overhead_us[config.schedule]
     is_shared = problem.m // problem.world_size % config.tile_m != 0 and problem.world_size > 1
     rows = problem.m // problem.world_size
 
@@ -357,6 +387,7 @@ def fused_us_tile_by_tile(problem: Problem, config: KernelConfig) -> float:
 
 def test_fused_time_is_that_of_the_tiles_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_model, "_memory_us", lambda *_: 0.0)
+    monkeypatch.setattr(cost_model, "_with_falling_clock", lambda _gpu, us, _schedule: us)
     for problem in random_problems(60):
         for kernel in KERNELS:
             slow = fused_us_tile_by_tile(problem, kernel)
@@ -475,12 +506,35 @@ def test_who_serves_the_nearest_peer_first_has_less_left_at_the_end() -> None:
 
 
 def test_a_little_slower_than_a_large_unfused_gather_is_fused() -> None:
-    large = Problem(640, 14336, 8192, world_size=4)
-    choice = Planner(KERNELS).choose(large)
-    assert choice.plan != UNFUSED
-    assert choice.predicted_us is not None
-    assert 1.0 < choice.predicted_us / cost_model.unfused_us(large) < 1.1
-    assert Planner(KERNELS).plan(large._replace(m=384)) == UNFUSED  # farther behind
+    """By a fifth of the gather, which takes so much longer in some runs."""
+    behind = []
+    for m in range(520, 1200, 8):
+        problem = Problem(m, 29568, 8192, world_size=2)  # B takes longer than any gather
+        us = min(
+            plan.predict_us(problem, p) or 0.0
+            for kernel in KERNELS
+            for p in plan.usual_plans(problem, kernel)
+        )
+        late = (us - cost_model.unfused_us(problem)) / cost_model.all_gather_us(problem)
+        behind.append(late)
+        assert (Planner(KERNELS).plan(problem) == UNFUSED) == (late > 0.2)
+    assert any(0 < late < 0.2 for late in behind)
+    assert any(late > 0.2 for late in behind)
+
+
+def test_a_call_that_takes_long_loses_its_clock() -> None:
+    for m, measured in ((1488, 979.9), (7512, 5254.0)):  # 2 ranks
+        problem = Problem(m, 29568, 8192, world_size=2)
+        assert Planner(KERNELS).choose(problem).predicted_us == pytest.approx(measured, rel=0.04)
+
+
+def test_in_one_wave_idle_multiprocessors_leave_the_others_their_clock() -> None:
+    one_wave = Problem(592, 5120, 8192, world_size=2)  # 100 of 132 have a tile
+    kernel = next(k for k in KERNELS if k.kernel == "128x256x64_1x1_cooperative")
+    full = one_wave._replace(n=132 * 256 // 5)
+    # Measured: 97.2 us.
+    assert cost_model.sm_push_us(one_wave, kernel, 128, parts=32) == pytest.approx(97.2, rel=0.1)
+    assert cost_model.fused_us(one_wave, kernel) < cost_model.fused_us(full, kernel)
 
 
 def test_an_unknown_gpu_gets_the_default_constants_and_its_own_multiprocessors() -> None:
@@ -586,7 +640,7 @@ def test_the_first_table_wins() -> None:
 def test_neighbours_that_agree_decide() -> None:
     chooses = planner(Row(2048, push(WIDE), 9e9), Row(8192, push(WIDE), 1.0))
     choice = chooses.choose(TUNED)
-    assert choice.plan == push(WIDE)
+    assert choice.plan == push(plan.usual_order(TUNED, WIDE)) != push(WIDE)
     assert "M=2048 and M=8192" in choice.source
     assert choice.row is None
 
@@ -604,24 +658,16 @@ def test_of_neighbours_that_disagree_the_faster_at_this_m_wins(m: int) -> None:
         for first, second in ((0.5, 2.0), (2.0, 0.5)):
             rows = calibrated(2048, lower, first), calibrated(8192, upper, second)
             wanted = lower if model[lower] * first < model[upper] * second else upper
-            assert planner(*rows, kernels=(WIDE, SMALL)).plan(problem) == push(wanted)
+            found = planner(*rows, kernels=(WIDE, SMALL)).plan(problem)
+            assert found == push(plan.usual_order(problem, wanted))
 
 
-def test_the_models_favourite_needs_a_clear_lead_over_tuned_neighbours() -> None:
-    kernels = [kernel for kernel in KERNELS if kernel.tile_n != 224]  # far ahead of the others
-    slowest = max(kernels, key=lambda kernel: cost_model.fused_us(TUNED, kernel))
-    favourite = Planner(kernels).choose(TUNED)
-    assert favourite.plan.kernel is not None
-    assert cost_model.fused_us(TUNED, slowest) > 1.05 * cost_model.fused_us(
-        TUNED, favourite.plan.kernel
-    )
-    one = planner(calibrated(2048, slowest, 1.0), kernels=kernels).choose(TUNED)
+def test_the_models_favourite_takes_part() -> None:
+    slowest = max(KERNELS, key=lambda kernel: cost_model.fused_us(TUNED, kernel))
+    favourite = Planner(KERNELS).choose(TUNED)
+    one = planner(calibrated(2048, slowest, 1.0)).choose(TUNED)
     assert one.plan == favourite.plan
     assert one.source == "cost model, against what was tuned at M=2048 (a table)"
-    second = [plan for plan, _ in Planner(kernels).alternatives(TUNED)][1]
-    assert second.kernel is not None
-    tuned = planner(calibrated(2048, second.kernel, 1.0), kernels=kernels)
-    assert tuned.plan(TUNED) == second
 
 
 @pytest.mark.parametrize("first", [0.8, 1.0, 1.1, 1.3])
@@ -640,7 +686,7 @@ def test_the_models_favourite_is_rated_by_the_mean_of_its_neighbours(
     }
     best = min(rated, key=lambda plan: rated[plan])
     assert favourite.kernel is not None
-    mine = 1.03 * (first + second) / 2 * cost_model.fused_us(TUNED, favourite.kernel)
+    mine = (first + second) / 2 * cost_model.fused_us(TUNED, favourite.kernel)
     wanted = favourite if mine < rated[best] else best
     assert planner(*rows, kernels=kernels).plan(TUNED) == wanted
 
