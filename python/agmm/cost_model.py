@@ -59,7 +59,7 @@ class Constants:
     falling_clock: dict[str, float]
     """How many times as long what is left then takes, by schedule, and for the library's matmul."""
     split_us: float
-    """Of each part but one when K is split: leaving its sums, or adding up another's."""
+    """Of each part when K is split: leaving its sums, or adding up another's."""
     copy_overhead_us: float
     """Of one copy-engine copy and its signal."""
     push_gb_per_s: float
@@ -69,8 +69,8 @@ class Constants:
     sm_push_us: float
     """Until the first chunk of an SM push has arrived."""
     sm_push_straddling_us: float
-    """What such a call of one wave takes longer where a shard ends inside a tile, which waits for
-    two ranks."""
+    """What such a call of one wave, with more than a row of blocks, takes longer where a shard ends
+    inside a tile, which waits for two ranks."""
     sm_push_disturbance: float
     """How much of the time of sending the matmul loses by it."""
     sm_push_cta_disturbance: float
@@ -87,6 +87,10 @@ class Constants:
     """How much longer a MB takes where there is one peer, so that a fence is for one of them."""
     all_gather_us: float
     all_gather_gb_per_s: float
+    small_gather_us: float
+    small_gather_gb_per_s: float
+    small_gather_mb: float
+    """A gather that receives less than so much has a shorter latency and a lower rate."""
     reduce_scatter_us: float
     reduce_scatter_gb_per_s: float
     """Of NCCL's, after the matmul. Sent by one rank."""
@@ -101,6 +105,8 @@ class Constants:
     memory_gb_per_s: float
     matmul_gb_per_s: float
     """Of the same memory, what a matmul gets."""
+    matmul_latency_us: float
+    """Of the library's, where it is bound by that."""
     l2_mb: float
     """What stays in the L2 cache from one chunk's tiles to the next one's."""
     sources: str
@@ -159,7 +165,8 @@ def _tiles(problem: Problem, config: KernelConfig) -> tuple[float, int, int]:
     blocks, workers = clusters(problem, config)
     tile_us *= 1 - c.idle_gain * max(0.0, 1 - blocks / workers)
     tile_us += c.tile_overhead_us[config.schedule]
-    tile_us += c.split_us * (config.splits - 1)
+    if config.splits > 1:
+        tile_us += c.split_us * config.splits
     return tile_us, blocks, workers
 
 
@@ -294,7 +301,8 @@ def sm_push_us(
     blocks_left = max(0, -(-(blocks - early) // workers) - 1)
     first_us = max(tile_us + disturbance, sent + tile_us / chunks)
     remote_us = c.sm_push_us + first_us + tile_us * blocks_left
-    if waves == 1 and straddles(problem, config):
+    has_two_rows = problem.m > config.tile_m * config.cluster_m
+    if waves == 1 and has_two_rows and straddles(problem, config):
         remote_us += c.sm_push_straddling_us
     memory_us = _memory_us(problem, _readings_of_b(problem, config))
     us = _roofline_us(max(local_us, remote_us), memory_us)
@@ -305,7 +313,7 @@ def matmul_us(problem: Problem) -> float:
     """Predicted time of the library's matmul on the gathered A (the roof), in µs."""
     c = constants(problem.gpu)
     arithmetic_us = 2e-6 * problem.m * problem.n * problem.k / c.matmul_tflops
-    us = _roofline_us(arithmetic_us, _memory_us(problem))
+    us = _roofline_us(arithmetic_us, c.matmul_latency_us + _memory_us(problem))
     return c.launch_us + _with_falling_clock(problem.gpu, us, "library")
 
 
@@ -313,6 +321,8 @@ def all_gather_us(problem: Problem) -> float:
     """Predicted time of the library's all-gather of A in µs."""
     c = constants(problem.gpu)
     received = (problem.world_size - 1) * _shard_bytes(problem)
+    if received < c.small_gather_mb * 1e6:
+        return c.small_gather_us + received / (c.small_gather_gb_per_s * 1e3)
     return c.all_gather_us + received / (c.all_gather_gb_per_s * 1e3)
 
 
