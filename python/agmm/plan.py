@@ -469,8 +469,8 @@ def predict_us(problem: Problem, plan: Plan) -> float | None:
 
 def _plan_here(problem: Problem, tuned: Plan) -> Plan:
     """The plan of another M for this one. Its order of tiles says nothing: the best one there may
-    be best by less than the noise, and take a third longer here. Nor does how SM push best cuts
-    whole tiles of a shard of shards that end inside them."""
+    be best by less than the noise, and take a third longer here. How SM push best cuts whole tiles
+    of a shard says nothing about shards that end inside them."""
     if tuned.kernel is None:
         return tuned
     kernel = usual_order(problem, tuned.kernel)
@@ -557,10 +557,10 @@ class Planner:
         by the cost model's time at this M, times what its row measured over what the model says
         there. The model's own favourite takes part at the mean of these ratios (of the fused rows
         where it is fused). The order of tiles is the usual one, and so is SM push where shards end
-        inside tiles. Where there is no model, the row nearest in M decides (of two equally near the
-        one above). Without any such row those of the problem that differs in
-        ``return_A`` count in the same way, and without these it is the model's favourite. Rows
-        whose plan this build cannot run are passed over, with one warning per reason.
+        inside tiles. Where there is no model, the row nearest in M decides as it is (of two equally
+        near the one above). Without any such row those of the problem that differs in ``return_A``
+        count in the same way, and without these it is the model's favourite. Rows whose plan this
+        build cannot run are passed over, with one warning per reason.
 
         Args:
             fused: leave the unfused plan out.
