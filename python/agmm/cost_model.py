@@ -4,8 +4,8 @@ Fused: tiles run in waves over the multiprocessors, each for the time that its k
 tile, in the order in which the persistent kernel takes them; the chunks of the ring come one after
 the other, and no tile starts before its chunk has arrived; memory traffic is longer than that with
 few rows. Unfused: a latency, the bytes over the rate of the collective, and the matmul alone. The
-matmul alone: arithmetic at the library's rate, or memory traffic where that is longer. A matmul
-that takes long loses its clock.
+matmul alone: arithmetic at the library's rate, or a latency and the memory traffic where that is
+longer. A matmul that computes for long loses its clock.
 
 The constants of a GPU stand in ``tables/<gpu>.json``, with where they come from.
 """
@@ -106,7 +106,7 @@ class Constants:
     matmul_gb_per_s: float
     """Of the same memory, what a matmul gets."""
     matmul_latency_us: float
-    """Of the library's, where it is bound by that."""
+    """What the library's adds to its memory traffic."""
     l2_mb: float
     """What stays in the L2 cache from one chunk's tiles to the next one's."""
     sources: str
@@ -180,10 +180,10 @@ def _roofline_us(arithmetic_us: float, memory_us: float) -> float:
     return float((arithmetic_us**4 + memory_us**4) ** 0.25)
 
 
-def _with_falling_clock(gpu: str, us: float, schedule: str) -> float:
-    """The time of a matmul that would take ``us`` at its first clock."""
+def _lost_clock_us(gpu: str, busy_us: float, schedule: str) -> float:
+    """What a matmul takes longer that would compute for ``busy_us`` at its first clock."""
     c = constants(gpu)
-    return us + (c.falling_clock[schedule] - 1) * max(0.0, us - c.steady_clock_us)
+    return (c.falling_clock[schedule] - 1) * max(0.0, busy_us - c.steady_clock_us)
 
 
 def _memory_us(problem: Problem, readings_of_b: int = 1) -> float:
@@ -239,8 +239,8 @@ def fused_us(problem: Problem, config: KernelConfig, transport: str = "push") ->
         for position in range(problem.world_size)
     )
     memory_us = _memory_us(problem, _readings_of_b(problem, config))
-    us = _roofline_us(longest_us, memory_us)
-    return c.launch_us + staging + _with_falling_clock(problem.gpu, us, config.schedule)
+    lost_us = _lost_clock_us(problem.gpu, tile_us * -(-blocks // workers), config.schedule)
+    return c.launch_us + staging + _roofline_us(longest_us, memory_us) + lost_us
 
 
 def push_rate_gb_per_s(problem: Problem, config: KernelConfig) -> float:
@@ -305,16 +305,20 @@ def sm_push_us(
     if waves == 1 and has_two_rows and straddles(problem, config):
         remote_us += c.sm_push_straddling_us
     memory_us = _memory_us(problem, _readings_of_b(problem, config))
-    us = _roofline_us(max(local_us, remote_us), memory_us)
-    return c.launch_us + _with_falling_clock(problem.gpu, us, config.schedule)
+    lost_us = _lost_clock_us(problem.gpu, tile_us * waves, config.schedule)
+    return c.launch_us + _roofline_us(max(local_us, remote_us), memory_us) + lost_us
+
+
+def _arithmetic_us(problem: Problem) -> float:
+    """Time of the library's arithmetic on the gathered A."""
+    return 2e-6 * problem.m * problem.n * problem.k / constants(problem.gpu).matmul_tflops
 
 
 def matmul_us(problem: Problem) -> float:
     """Predicted time of the library's matmul on the gathered A (the roof), in µs."""
     c = constants(problem.gpu)
-    arithmetic_us = 2e-6 * problem.m * problem.n * problem.k / c.matmul_tflops
-    us = _roofline_us(arithmetic_us, c.matmul_latency_us + _memory_us(problem))
-    return c.launch_us + _with_falling_clock(problem.gpu, us, "library")
+    us = _roofline_us(_arithmetic_us(problem), c.matmul_latency_us + _memory_us(problem))
+    return c.launch_us + us + _lost_clock_us(problem.gpu, us, "library")
 
 
 def all_gather_us(problem: Problem) -> float:
@@ -353,14 +357,18 @@ def fused_matmul_reduce_scatter_us(problem: Problem) -> float:
     """
     c = constants(problem.gpu)
     ranks = problem.world_size
-    part_us = matmul_us(problem._replace(m=problem.m // ranks)) - c.launch_us
+    part = problem._replace(m=problem.m // ranks)
+    # One after the other: the latency of the next one is hidden, and the clock falls over all.
+    part_us = _roofline_us(_arithmetic_us(part), _memory_us(part))
+    products_us = ranks * part_us
+    products_us += _lost_clock_us(problem.gpu, products_us, "library")
     copies_us = _scattered_bytes(problem) / (c.fused_reduce_scatter_gb_per_s * 1e3)
     summed = (1 + 1 / ranks) * problem.m * problem.n * ELEMENT_BYTES
     barriers_us = c.fused_reduce_scatter_us + c.fused_reduce_scatter_us_per_rank * ranks
     return (
         c.launch_us
         + barriers_us
-        + max(ranks * part_us, part_us + copies_us)
+        + max(products_us, part_us + copies_us)
         + summed / (c.memory_gb_per_s * 1e3)
     )
 
@@ -389,7 +397,5 @@ def is_gather_by_copies(problem: Problem, *, is_scatter_fused: bool) -> bool:
     """
     if not is_scatter_fused:
         return True
-    c = constants(problem.gpu)
-    received = _scattered_bytes(problem)  # as many as are sent of the product
-    gather_us = c.all_gather_us + received / (c.all_gather_gb_per_s * 1e3)
-    return matmul_us(problem) > GATHER_ROOM * gather_us
+    gathered = problem._replace(k=problem.n)  # a tensor of the size of the product
+    return matmul_us(problem) > GATHER_ROOM * all_gather_us(gathered)

@@ -17,7 +17,6 @@ from agmm.plan import (
     Plan,
     Planner,
     Problem,
-    copy_transports,
     default_kernels,
     predict_us,
     why_unfused,
@@ -83,7 +82,7 @@ def explain(problem: Problem, planner: Planner) -> RenderableType:
         f"plan: {choice.plan.name}",
         f"from: {choice.source}",
         *_times(problem, choice),
-        f"why: {why(problem, choice)}",
+        f"why: {why(problem, choice, planner)}",
         *_remarks(problem),
     ]
     return Group("\n".join(lines), _table(problem, choice, planner))
@@ -109,7 +108,7 @@ def _times(problem: Problem, choice: Choice) -> Iterable[str]:
         )
 
 
-def why(problem: Problem, choice: Choice) -> str:
+def why(problem: Problem, choice: Choice, planner: Planner) -> str:
     """Why the call is fused, or why not, in a sentence."""
     illegal = None if problem.gpu == CPU else why_unfused(problem.dtype, problem.n, problem.k)
     if illegal is not None:
@@ -118,8 +117,8 @@ def why(problem: Problem, choice: Choice) -> str:
     if choice.plan == UNFUSED:
         if row is not None:
             return "unfused, it was measured to be the fastest"
-        fused = _best_fused_us(problem, choice)
-        said = "" if fused is None else f", {fused:.1f} µs fused"
+        times = [us for plan, us in planner.alternatives(problem) if plan.kernel and us is not None]
+        said = f", {min(times):.1f} µs fused" if times else ""
         return f"unfused is the fastest by {choice.source}{said}"
     if row is not None and row.unfused_us is not None:
         said = f"fused, the unfused path was measured at {row.unfused_us:.1f} µs"
@@ -131,18 +130,6 @@ def why(problem: Problem, choice: Choice) -> str:
     if unfused is None:
         return "fused, nothing is known of the unfused path"
     return f"fused, the unfused path is predicted to take {unfused:.1f} µs"
-
-
-def _best_fused_us(problem: Problem, choice: Choice) -> float | None:
-    if choice.predicted_us is None:
-        return None
-    return min(
-        (
-            cost_model.fused_us(problem, kernel, copy_transports(problem, kernel)[0])
-            for kernel in kernels_for(problem.gpu)
-        ),
-        default=None,
-    )
 
 
 def _remarks(problem: Problem) -> Iterable[str]:

@@ -30,6 +30,7 @@ MEASURED = [
     (512, 8192, 7168, 4, 128.4, 167.3),
     (8192, 8192, 14336, 4, 2842.2, 2627.5),
     (4096, 8192, 14336, 4, 1404.6, 1326.9),
+    (16384, 8192, 14336, 4, 5805.5, 5260.5),
     (512, 8192, 14336, 4, 203.3, 269.5),
     (16384, 4096, 1024, 4, 552.8, 437.4),
     (2048, 4096, 1024, 4, 91.5, 124.6),
@@ -54,7 +55,7 @@ def test_what_saves_its_host_time_by_measurement(
     problem = scattered(rows, n, k, world_size)
     assert cost_model.is_reduce_scatter_fused(problem) == (unfused_us - fused_us > 60)
     assert cost_model.matmul_reduce_scatter_us(problem) == pytest.approx(unfused_us, rel=0.4)
-    assert cost_model.fused_matmul_reduce_scatter_us(problem) == pytest.approx(fused_us, rel=0.4)
+    assert cost_model.fused_matmul_reduce_scatter_us(problem) == pytest.approx(fused_us, rel=0.25)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
