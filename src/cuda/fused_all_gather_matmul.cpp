@@ -15,6 +15,9 @@ namespace agmm {
 namespace {
 
 constexpr int64_t kElementBytes = 2;
+// Of a GPU that ranks share, left to the copies inside it, which are kernels: while these SMs are
+// free they run, however long the matmul beside them waits. An even number, for clusters of 2.
+constexpr int kSmsForCopies = 2;
 
 AsyncInputArgs matmul_of(Weight const& weight, FusedArgs const& args, int rank, int world_size) {
   AsyncInputArgs mm;
@@ -102,6 +105,10 @@ FusedAllGatherMatmul::Call FusedAllGatherMatmul::prepare(FusedArgs const& args,
   std::vector<PreparedMatmul> prepared;
   for (std::size_t i = 0; i < matmuls.size(); ++i) {
     AsyncInputArgs& mm = matmuls[i];
+    // A split of K has to fit into one wave, which is planned for all SMs; few take them all.
+    if (shares_gpu_ && !is_sm_push && mm.config.splits == 1) {
+      mm.sm_count = current_device().sm_count - kSmsForCopies;
+    }
     mm.a = gathered.a;
     mm.signals = gathered.signals;
     mm.tags = gathered.tags;
