@@ -17,7 +17,8 @@
 //
 // Copies inside one GPU are kernels, the driver's too: beside a consumer that fills the GPU and
 // spins they never run (measured), so the consumer starts after the stage kernel, and leaves room
-// for copies where ranks share a GPU. Copies between GPUs are the copy engine's and do.
+// for copies where ranks share a GPU, unless it splits K. Copies between GPUs are the copy engine's
+// and do.
 //
 // Protocol. Every workspace has two gather buffers (slots) that calls use in turn. Per slot, words
 // in symmetric memory, one per source or peer p:

@@ -169,7 +169,7 @@ bool FusedAllGatherMatmul::operator()(FusedArgs const& args, std::vector<Weight>
   bool const captured = gather_.begin(call.request, stream);
   failed_ = !captured;  // of a capture that fails nothing is left
   // A graph's branches begin in the order of their capture, and it ends soonest with the first. But
-  // on a GPU that ranks share, copies are kernels, which a matmul that fills the GPU keeps out.
+  // on a GPU that ranks share, copies are kernels, which a split matmul that fills it keeps out.
   bool const matmul_first = captured && !shares_gpu_;
   if (!matmul_first) gather_.send(call.request);
   for (PreparedMatmul const& mm : call.matmuls) mm.launch(stream);

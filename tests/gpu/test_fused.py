@@ -92,6 +92,23 @@ def test_several_weights_bias_and_leading_dimensions(
         check(results, world_size)
 
 
+@pytest.mark.parametrize(
+    ("transport", "return_A"), [("push", False), ("push", True), ("pull", True)]
+)
+@pytest.mark.parametrize("world_size", ALL[1:])
+def test_copies_beside_a_full_gpu(
+    gpu_pool: RankPool, world_size: int, transport: str, return_A: bool
+) -> None:
+    """There are tiles for every multiprocessor, and they wait for copies that have not begun."""
+    shapes = [LocalShape(2000 // world_size, 3584, 4096), LocalShape(1000, 3584, 1024)] * 3
+    for kernel in gpu_pool.run(gpu_work.kernels)[0][:2]:
+        config = f"{kernel.name}/{transport}"
+        results = gpu_pool.run(
+            gpu_work.products, world_size, shapes, torch.bfloat16, True, return_A, config
+        )
+        check(results, world_size)
+
+
 @pytest.mark.parametrize("world_size", ALL)
 def test_native_op(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(gpu_work.native_op, world_size), world_size)
