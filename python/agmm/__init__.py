@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings as _warnings
 from importlib.metadata import version as _version
 
+import torch as _torch  # noqa: F401 - before the core, whose libraries then are torch's
+
 from agmm import _core, async_tp
 from agmm.errors import AgmmError, InvalidArgument, Unsupported
 from agmm.ops import all_gather_matmul
