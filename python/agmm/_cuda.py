@@ -53,6 +53,22 @@ def _core_config(config: KernelConfig) -> _core.KernelConfig:
     )
 
 
+_CORE_DTYPES = {torch.bfloat16: _core.DType.bfloat16, torch.float16: _core.DType.float16}
+
+
+def _core_dtype(name: str, tensor: torch.Tensor) -> _core.DType:
+    """What the kernels call the dtype of an argument.
+
+    Raises:
+        InvalidArgument: they have no such element type.
+    """
+    found = _CORE_DTYPES.get(tensor.dtype)
+    if found is None:
+        names = " or ".join(str(dtype) for dtype in _CORE_DTYPES)
+        raise InvalidArgument(f"{name}: found dtype {tensor.dtype}, wanted {names}")
+    return found
+
+
 def _core_transport(transport: str) -> tuple[int, int, int, int, int]:
     """As `_core.CudaWorkspace.all_gather_matmul` wants it."""
     sm_push = SmPush.parse(transport)
@@ -185,7 +201,7 @@ def async_input_mm(
                 m,
                 n,
                 k,
-                a.dtype == torch.bfloat16,
+                _core_dtype("a", a),
                 layout.column_major,
                 layout.leading,
                 0 if a_chunk_signals is None else a_chunk_signals.data_ptr(),
@@ -219,7 +235,6 @@ class _Buffers(NamedTuple):
     core: _core.CudaWorkspace
     memory: torch.Tensor
     handle: Any
-    split_scratch: torch.Tensor
     staging_offset: int
     """In `memory`: where `CudaWorkspace.start_all_gather` puts the own shard for the peers. Not
     where pull stages it, since a pull would have to wait until all peers have copied it."""
@@ -323,10 +338,9 @@ class CudaWorkspace:
                 "TORCH_SYMMMEM_IMPLICIT_POOL=0 does without the pool"
             )
         core = _core.CudaWorkspace(self.rank, places, slot_bytes, self._shares_gpu)
-        split_scratch = _split_scratch(self._device)
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group, device_ids=[self._device.index])
-        return _Buffers(core, memory, handle, split_scratch, staging_offset)
+        return _Buffers(core, memory, handle, staging_offset)
 
     def _agree(self, slot_bytes: int) -> None:
         """All ranks want the same slots, and their GPUs reach each other; else all ranks raise."""
@@ -448,7 +462,7 @@ class CudaWorkspace:
             self,
             rows,
             k,
-            A_shard.dtype == torch.bfloat16,
+            _core_dtype("A_shard", A_shard),
             m * k * 2,
             _core_transport(transport or "push"),
             (*leading, k) if return_A else None,
@@ -539,7 +553,7 @@ class FusedCall(NamedTuple):
     workspace: CudaWorkspace
     rows: int
     k: int
-    bf16: bool
+    dtype: _core.DType
     slot_bytes: int
     transport: tuple[int, int, int, int, int]
     gathered_shape: tuple[int, ...] | None
@@ -565,7 +579,7 @@ class FusedCall(NamedTuple):
         Raises:
             InvalidArgument: the kernel cannot take the operands; nothing was enqueued.
         """
-        workspace, rows, k, bf16, slot_bytes, transport, gathered_shape, weights = self
+        workspace, rows, k, dtype, slot_bytes, transport, gathered_shape, weights = self
         if workspace.world_size == 1:
             outs = [
                 async_input_mm(A_shard.view(rows, k), B, None, 0, config=w.config, bias=bias)
@@ -598,12 +612,11 @@ class FusedCall(NamedTuple):
                 _aligned_pointer(A_shard, kept),
                 rows,
                 k,
-                bf16,
+                dtype,
                 arguments,
                 transport,
                 0 if A is None else A.data_ptr(),
                 0 if tile_times is None else tile_times.data_ptr(),
-                buffers.split_scratch.data_ptr(),
                 _stream(A_shard.device),
             )
         except ValueError as error:

@@ -24,6 +24,9 @@ std::size_t AllGather::first_credit_word(int, int) { refuse(); }
 AllGather::AllGather(int, std::vector<uintptr_t> const&, std::size_t) { refuse(); }
 AllGather::~AllGather() = default;
 
+FusedAllGatherMatmul::FusedAllGatherMatmul(int rank, std::vector<uintptr_t> const& bases,
+                                           std::size_t slot_bytes, bool)
+    : gather_(rank, bases, slot_bytes) {}
 bool FusedAllGatherMatmul::operator()(FusedArgs const&, std::vector<Weight> const&, void*) {
   refuse();
 }

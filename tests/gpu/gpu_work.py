@@ -411,6 +411,81 @@ def graphs(
     return exact.faults("graphs")
 
 
+def two_rounds(world_size: int, calls: int, seed: int) -> Faults:
+    """SM push of more than kConsumersCopyBytes, the nearest peer first, by a cooperative kernel:
+    the warp of the first item finds credits that the second round has taken."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    k = 4096
+    rows = 14 * 2**20 // (2 * k * (world_size - 1))
+    kernel = next(c for c in _call_plan.kernels() if c.schedule == "cooperative")
+    exact = ExactCalls(group, LocalShape(rows, 264, k), seed)
+    poison(group)
+    draw = random.Random(seed + exact.rank)
+    for _ in range(calls):
+        exact.new_data()
+        if draw.random() < 0.2:
+            torch.cuda._sleep(draw.randrange(1, 400_000))
+        out = agmm.all_gather_matmul(
+            exact.shard, exact.B, group, config=f"{kernel.name}/sm32x128+1", strict=True
+        )
+        exact.compare(None, out)
+    return exact.faults("two rounds")
+
+
+def captured_by_some(world_size: int, way: str) -> Faults:
+    """Ranks that capture different numbers of calls, and fail in a capture, are still in step."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    exact = ExactCalls(group, LocalShape(192, 256, 512))
+    exact.call(way)
+    torch.cuda.synchronize()
+    dist.barrier(group, device_ids=[device().index])
+    extra, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    for attempt in range(exact.rank):
+        try:
+            with torch.cuda.graph(extra, capture_error_mode="thread_local"):
+                for _ in range(1 + attempt % 2):
+                    exact.call(way)
+                if attempt == 0:
+                    raise InterruptedError
+        except InterruptedError:
+            continue
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        exact.new_data()
+        exact.call(way)
+    for i in range(20):
+        for _ in range(i % 3):
+            graph.replay()
+        exact.new_data()
+        exact.call(way)
+    return exact.faults("captured by some")
+
+
+def profiled_graph(way: str) -> Faults:
+    """A graph of two calls under torch's profiler. In ranks of its own."""
+    group = dist.group.WORLD
+    assert group is not None
+    exact = ExactCalls(group, LocalShape(192, 256, 512))
+    exact.call(way)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(2):
+            exact.new_data()
+            exact.call(way)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities):
+        for _ in range(5):
+            graph.replay()
+            exact.new_data()
+            exact.call(way)
+        torch.cuda.synchronize()
+    return exact.faults("profiled")
+
+
 def graph_outlives_growth() -> Faults:
     """In ranks of its own: a workspace grows only where all ranks have made equally many."""
     group = dist.group.WORLD

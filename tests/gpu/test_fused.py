@@ -218,6 +218,30 @@ def test_graphs(gpu_pool: RankPool, world_size: int, calls_per_graph: int, first
     check(results, world_size)
 
 
+@pytest.mark.parametrize("way", ["push", "pull", "sm"])
+@pytest.mark.parametrize("world_size", ALL[1:])
+def test_captures_of_some_ranks(gpu_pool: RankPool, world_size: int, way: str) -> None:
+    check(gpu_pool.run(gpu_work.captured_by_some, world_size, way), world_size)
+
+
+@pytest.mark.parametrize("world_size", ALL[2:])
+def test_two_rounds_of_an_sm_push(gpu_pool: RankPool, world_size: int) -> None:
+    """With AGMM_STRESS_DELAYS the first credit was lost now and then, and the call ended by its
+    limit."""
+    stress(gpu_pool, gpu_work.two_rounds, world_size)
+
+
+@needs_two
+@pytest.mark.parametrize("way", ["push", "pull", "sm"])
+@pytest.mark.parametrize(
+    "environment", [{}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_LAUNCH_BLOCKING": "1"}]
+)
+def test_graphs_where_streams_may_not_run_at_once(environment: dict[str, str], way: str) -> None:
+    """What a matmul waits for is captured before it."""
+    with RankPool(min(RANKS, 4), "cuda", 120, environment) as pool:
+        check(pool.run(gpu_work.profiled_graph, way), pool.world_size)
+
+
 @needs_two
 @pytest.mark.parametrize("work", [gpu_work.graph_outlives_growth, gpu_work.two_groups])
 def test_with_more_workspaces(work: Callable[[], gpu_work.Faults]) -> None:
