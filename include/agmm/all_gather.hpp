@@ -129,6 +129,10 @@ struct Gathered {
   SmPushArgs push{};  // SM push: what the consumer's spare warps have to do
 };
 
+/// Whether additions of `device` to words in the memory of `peer` are atomic there, which SM push
+/// needs; over NVLink they are. Throws std::runtime_error when CUDA refuses.
+bool has_peer_atomics(int device, int peer);
+
 class AllGather {
  public:
   static constexpr int kSlots = SlotRing::kSlots;
@@ -142,8 +146,10 @@ class AllGather {
   /// slot, and their number: these must be 1 before the first call, every other word 0.
   static std::size_t first_credit_word(int slot, int world_size);
 
-  /// `bases[p]`: address, on the current device, of rank p's symmetric memory.
-  AllGather(int rank, std::vector<uintptr_t> const& bases, std::size_t slot_bytes);
+  /// `bases[p]`: address, on the current device, of rank p's symmetric memory. `reserved_sms`:
+  /// multiprocessors that its kernels leave to others.
+  AllGather(int rank, std::vector<uintptr_t> const& bases, std::size_t slot_bytes,
+            int reserved_sms = 0);
   ~AllGather();
   AllGather(AllGather const&) = delete;
   AllGather& operator=(AllGather const&) = delete;
@@ -172,6 +178,8 @@ class AllGather {
   int world_size() const { return static_cast<int>(bases_.size()); }
   std::size_t slot_bytes() const { return slot_bytes_; }
   int device() const { return device_; }
+  /// Multiprocessors for this workspace's kernels.
+  int sm_count() const { return sm_count_; }
   /// Held for a whole call.
   std::mutex& mutex() { return mutex_; }
 
@@ -213,6 +221,7 @@ class AllGather {
   std::vector<uintptr_t> bases_;
   std::size_t slot_bytes_;
   int device_ = 0;
+  int sm_count_ = 0;
   SlotRing ring_;
   std::mutex mutex_;
   Handles* handles_;

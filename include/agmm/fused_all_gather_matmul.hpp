@@ -42,10 +42,12 @@ struct FusedArgs {
 /// The op on one workspace. Safe to call from several threads.
 class FusedAllGatherMatmul {
  public:
-  /// As AllGather's; loads every kernel. shares_gpu: ranks of the group are on one GPU. Throws
+  /// As AllGather's; loads every kernel. reserved_sms: multiprocessors that matmuls leave free, for
+  /// the kernels of other groups, which a peer may need before it can send what a matmul here waits
+  /// for; and for copies between ranks that share a GPU, which are kernels. Throws
   /// std::runtime_error where this build has no kernel for the device, or CUDA refuses.
   FusedAllGatherMatmul(int rank, std::vector<uintptr_t> const& bases, std::size_t slot_bytes,
-                       bool shares_gpu);
+                       int reserved_sms = 0);
 
   std::size_t slot_bytes() const { return gather_.slot_bytes(); }
 
@@ -72,7 +74,6 @@ class FusedAllGatherMatmul {
   Call const& find_or_prepare(FusedArgs const& args, std::vector<Weight> const& weights);
 
   AllGather gather_;
-  bool shares_gpu_;
   // Of configs that split K, for one call at a time. Not from a pool of the caller's allocator,
   // which may belong to a graph.
   std::shared_ptr<void> split_scratch_;

@@ -46,10 +46,10 @@ CUTLASS_DEVICE uint32_t look_at_credit(SmPushArgs const& push) {
 }
 
 /// Returns when every peer's slot is free for this rank. A credit that has been taken cannot be
-/// seen any more, so the warp that has the first item says in `go` that it saw all of them. All look
-/// at both, that warp too: its CTA's consumers may have said so before (claim_first_item), and the
-/// warp with the first item of the second round may have taken its credits since. Only the first
-/// warp has the limit, for want of registers: the others have what they wait for when it has.
+/// seen any more, so the warp that has the first item says in `go` that it saw all of them. All
+/// look at both, that warp too: its CTA's consumers may have said so before (claim_first_item), and
+/// the warp with the first item of the second round may have taken its credits since. Only the
+/// first warp has the limit, for want of registers: the others have what they wait for when it has.
 CUTLASS_DEVICE void take_credits(SmPushArgs const& push, bool is_first, uint32_t seen,
                                  WaitLimit const& limit) {
   int const lane = lane_id();

@@ -29,6 +29,7 @@ __all__: list[str] = [
     "k_parts",
     "kernels",
     "mismatch_message",
+    "peer_atomics",
     "push_order",
     "shared_rows",
     "split_scratch_bytes",
@@ -204,7 +205,7 @@ class CudaWorkspace:
         rank: int,
         bases: collections.abc.Sequence[int],
         slot_bytes: int,
-        shares_gpu: bool = False,
+        reserved_sms: int = 0,
     ) -> None: ...
     def all_gather_matmul(
         self,
@@ -308,6 +309,11 @@ def kernels() -> list[KernelConfig]:
 def mismatch_message(rank: int, source: int, chunk: int, seen: int, wanted: int) -> str:
     """
     The line printed when a chunk carries the tag of a different call.
+    """
+
+def peer_atomics(device: int, peer: int) -> bool:
+    """
+    Whether additions of one GPU to words in the memory of another are atomic there.
     """
 
 def push_order(

@@ -337,7 +337,8 @@ class CudaWorkspace:
                 "allocation of torch's pool for symmetric memory, wanted one of its own; "
                 "TORCH_SYMMMEM_IMPLICIT_POOL=0 does without the pool"
             )
-        core = _core.CudaWorkspace(self.rank, places, slot_bytes, self._shares_gpu)
+        reserved = _call_plan.group_facts(self._group, self._device).reserved_sms
+        core = _core.CudaWorkspace(self.rank, places, slot_bytes, reserved)
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group, device_ids=[self._device.index])
         return _Buffers(core, memory, handle, staging_offset)
@@ -435,6 +436,7 @@ class CudaWorkspace:
                 world_size=self.world_size,
                 return_A=return_A,
                 column_major=layout.column_major,
+                group=self._group,
             )
             if config is None:
                 chosen = _call_plan.planner(self._group, self._device).fused_plan(problem)
@@ -661,7 +663,7 @@ def timeline(
     )
     workspace = CudaWorkspace.create(group, m * A_shard.shape[1] * 2, A_shard.device)
     problem = _call_plan.problem(
-        m, n, A_shard.shape[1], A_shard.dtype, A_shard.device, world_size=world_size
+        m, n, A_shard.shape[1], A_shard.dtype, A_shard.device, world_size=world_size, group=group
     )
     # The transport of the call that is looked at, as it goes with this kernel.
     wants_sm_push = SmPush.parse(

@@ -167,6 +167,8 @@ void bind_cuda(py::module_& m) {
         py::arg("sm_count"), py::arg("tile_times"), py::arg("split_scratch"), py::arg("stream"),
         py::call_guard<py::gil_scoped_release>(),
         "out = a @ b (+ bias) on a CUDA stream; pointers are device addresses, 0 where absent.");
+  m.def("peer_atomics", &agmm::has_peer_atomics, py::arg("device"), py::arg("peer"),
+        "Whether additions of one GPU to words in the memory of another are atomic there.");
   m.def("split_scratch_bytes", &agmm::max_split_scratch_bytes,
         "Bytes of scratch memory on the current device for configs with splits.");
   m.attr("SPLIT_COUNTER_BYTES") = agmm::kSplitCounterBytes;
@@ -174,12 +176,12 @@ void bind_cuda(py::module_& m) {
   py::class_<FusedAllGatherMatmul, std::unique_ptr<FusedAllGatherMatmul, DeleteWithoutGil>>(
       m, "CudaWorkspace", "Gather buffers, signals and credits of one group.")
       .def(py::init([](int rank, const std::vector<uintptr_t>& bases, std::size_t slot_bytes,
-                       bool shares_gpu) {
+                       int reserved_sms) {
              const py::gil_scoped_release unlocked;  // it loads kernels, which waits for the device
              return std::unique_ptr<FusedAllGatherMatmul, DeleteWithoutGil>(
-                 new FusedAllGatherMatmul(rank, bases, slot_bytes, shares_gpu));
+                 new FusedAllGatherMatmul(rank, bases, slot_bytes, reserved_sms));
            }),
-           py::arg("rank"), py::arg("bases"), py::arg("slot_bytes"), py::arg("shares_gpu") = false)
+           py::arg("rank"), py::arg("bases"), py::arg("slot_bytes"), py::arg("reserved_sms") = 0)
       .def_static("workspace_bytes", &AllGather::workspace_bytes, py::arg("slot_bytes"),
                   py::arg("world_size"))
       .def_static("words_offset", &AllGather::words_offset, py::arg("slot_bytes"),

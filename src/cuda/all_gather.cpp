@@ -12,6 +12,8 @@ namespace agmm {
 
 namespace {
 
+constexpr int kLeastSms = 2;  // for a cluster
+
 // Room for the own shard, which peers read when they pull it: all shards of a slot are equally
 // long.
 std::size_t stage_bytes(std::size_t slot_bytes, int world_size) {
@@ -137,8 +139,26 @@ char* AllGather::staged_shard(int rank, int slot) const {
          slot * stage_bytes(slot_bytes_, world_size());
 }
 
-AllGather::AllGather(int rank, std::vector<uintptr_t> const& bases, std::size_t slot_bytes)
-    : rank_(rank), bases_(bases), slot_bytes_(slot_bytes), device_(kernels_device().index) {
+bool has_peer_atomics(int device, int peer) {
+  if (device == peer) return true;
+  int found = 0;
+  AGMM_CHECK_CUDA(
+      cudaDeviceGetP2PAttribute(&found, cudaDevP2PAttrNativeAtomicSupported, device, peer));
+  return found != 0;
+}
+
+AllGather::AllGather(int rank, std::vector<uintptr_t> const& bases, std::size_t slot_bytes,
+                     int reserved_sms)
+    : rank_(rank),
+      bases_(bases),
+      slot_bytes_(slot_bytes),
+      device_(kernels_device().index),
+      sm_count_(kernels_device().sm_count - reserved_sms) {
+  if (reserved_sms < 0 || sm_count_ < kLeastSms) {
+    throw std::invalid_argument("reserved_sms: found " + std::to_string(reserved_sms) +
+                                ", wanted 0 to " +
+                                std::to_string(kernels_device().sm_count - kLeastSms));
+  }
   if (rank < 0 || rank >= world_size()) {
     throw std::invalid_argument("rank: found " + std::to_string(rank) + ", wanted 0 to " +
                                 std::to_string(world_size() - 1));
@@ -278,7 +298,7 @@ void AllGather::copy_boundary_rows(GatherRequest const& request, int s, void* st
     args.copies[i++] = {shard + (begin - own_offset), gather_buffer(rank_, s) + begin, nullptr,
                         static_cast<std::size_t>(rows.size() * request.row_bytes)};
   }
-  AGMM_CHECK_CUDA(launch_stage(args, current_device().sm_count, static_cast<cudaStream_t>(stream)));
+  AGMM_CHECK_CUDA(launch_stage(args, sm_count_, static_cast<cudaStream_t>(stream)));
 }
 
 /// Pull: the own shard, to where the peers read it and into the caller's A.
@@ -289,7 +309,7 @@ void AllGather::stage_own_shard(GatherRequest const& request, int s, Sequence co
   args.peer_tags = handles_->peer_words + (2 * s + 1) * world_size();
   args.copies[0] = {request.a_shard, staged_shard(rank_, s),
                     static_cast<char*>(request.a_out) + rank_ * shard_bytes, shard_bytes};
-  AGMM_CHECK_CUDA(launch_stage(args, current_device().sm_count, sequence.copies));
+  AGMM_CHECK_CUDA(launch_stage(args, sm_count_, sequence.copies));
   AGMM_CHECK_CUDA(cudaEventRecord(sequence.staged, sequence.copies));
 }
 

@@ -20,10 +20,6 @@ AGMM_FIELDS(Weight, b, ldb, b_layout, n, bias, out, config);
 namespace {
 
 constexpr int64_t kElementBytes = 2;
-// Of a GPU that ranks share, left to the copies inside it, which are kernels: while these SMs are
-// free they run, however long the matmul beside them waits. An even number, for clusters of 2.
-constexpr int kSmsForCopies = 2;
-
 AsyncInputArgs matmul_of(Weight const& weight, FusedArgs const& args, int rank, int world_size) {
   AsyncInputArgs mm;
   mm.problem = {world_size * args.rows, weight.n, args.k, args.dtype, weight.b_layout};
@@ -46,8 +42,8 @@ AsyncInputArgs matmul_of(Weight const& weight, FusedArgs const& args, int rank, 
 }  // namespace
 
 FusedAllGatherMatmul::FusedAllGatherMatmul(int rank, std::vector<uintptr_t> const& bases,
-                                           std::size_t slot_bytes, bool shares_gpu)
-    : gather_(rank, bases, slot_bytes), shares_gpu_(shares_gpu) {
+                                           std::size_t slot_bytes, int reserved_sms)
+    : gather_(rank, bases, slot_bytes, reserved_sms) {
   load_kernels();
   RelaxedCapture const relaxed;
   void* scratch = nullptr;
@@ -113,10 +109,7 @@ FusedAllGatherMatmul::Call FusedAllGatherMatmul::prepare(FusedArgs const& args,
   std::vector<PreparedMatmul> prepared;
   for (std::size_t i = 0; i < matmuls.size(); ++i) {
     AsyncInputArgs& mm = matmuls[i];
-    // A split of K has to fit into one wave, which is planned for all SMs; few take them all.
-    if (shares_gpu_ && !is_sm_push && mm.config.splits == 1) {
-      mm.sm_count = current_device().sm_count - kSmsForCopies;
-    }
+    mm.sm_count = gather_.sm_count();
     mm.split_scratch = split_scratch_.get();
     mm.a = gathered.a;
     mm.signals = gathered.signals;

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 
 import agmm
 from agmm import _call_plan, _core
@@ -539,6 +541,60 @@ def two_groups() -> Faults:
     for thread in threads:
         thread.join()
     return [f for part in parts for f in part.faults("two groups")]
+
+
+_MEETING = """
+extern "C" __global__ void __cluster_dims__(%d, 1, 1) __launch_bounds__(512)
+meet(unsigned* here, unsigned volatile* own, unsigned volatile* peer, unsigned turn) {
+  if (threadIdx.x != 0) return;
+  atomicAdd(here, 1);  // as one that has all of its CTAs: none goes on before all run
+  while (atomicAdd(here, 0) < turn * gridDim.x) {
+  }
+  peer[blockIdx.x] = turn;
+  __threadfence_system();
+  while (own[blockIdx.x] < turn) {
+  }
+}
+"""
+
+
+def two_communicators(ctas: int, cluster: int, way: str) -> Faults:
+    """Another group's kernel meets the calls in an order that only free multiprocessors resolve.
+
+    Rank 0 starts the matmul, which waits for rank 1, then the other kernel on a second stream. Rank
+    1 starts the other kernel, which waits for rank 0's, and its call comes behind it. The kernel
+    has ``ctas`` CTAs of 512 threads, too many to run beside a CTA of the matmul, and wants
+    all of them at once. In two ranks of its own.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    rank = dist.get_rank()
+    exact = ExactCalls(group, LocalShape(1024, 4096, 1024))
+    exact.call(way)
+    words = symm_mem.empty(ctas, dtype=torch.int32, device=device())
+    handle = symm_mem.rendezvous(words, group.group_name)
+    words.zero_()
+    peer = handle.get_buffer(1 - rank, (ctas,), torch.int32)
+    here = torch.zeros(1, dtype=torch.int32, device=device())
+    meet: Any = torch.cuda._compile_kernel(_MEETING % cluster, "meet")
+    other = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    dist.barrier(group, device_ids=[device().index])
+    for turn in range(1, 6):
+        if turn > 1:  # the first one loads the kernel, which waits for the device
+            exact.new_data()
+            if rank == 0:
+                found = exact.product(way)
+                time.sleep(0.1)  # until it has filled the GPU
+        with torch.cuda.stream(other if rank == 0 else torch.cuda.current_stream()):
+            meet((ctas, 1, 1), (512, 1, 1), (here, words, peer, turn))
+        if turn > 1:
+            if rank == 1:
+                found = exact.product(way)
+            exact.compare(*found)
+        torch.cuda.synchronize()
+        dist.barrier(group, device_ids=[device().index])
+    return exact.faults("two communicators")
 
 
 def compiled(world_size: int) -> Faults:

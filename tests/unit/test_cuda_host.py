@@ -64,6 +64,8 @@ def _run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
         "failures_in_captures",
         "copies_come_first",
         "equality",
+        "reserved_sms",
+        "peer_atomics",
         "other_device",
         "no_device",
     ],

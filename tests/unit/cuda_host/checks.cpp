@@ -55,13 +55,13 @@ struct Workspace {
   std::vector<std::vector<char>> memory;
   std::unique_ptr<FusedAllGatherMatmul> op;
 
-  Workspace() {
+  explicit Workspace(int reserved_sms = 0) {
     std::vector<uintptr_t> bases;
     for (int rank = 0; rank < kRanks; ++rank) {
       memory.emplace_back(agmm::AllGather::workspace_bytes(kSlotBytes, kRanks) + 128);
       bases.push_back((reinterpret_cast<uintptr_t>(memory.back().data()) + 127) / 128 * 128);
     }
-    op = std::make_unique<FusedAllGatherMatmul>(1, bases, kSlotBytes, false);
+    op = std::make_unique<FusedAllGatherMatmul>(1, bases, kSlotBytes, reserved_sms);
   }
 
   void call(Transport transport, cudaStream_t stream, int rows = kRows) const {
@@ -253,6 +253,27 @@ void equality() {
   }
 }
 
+/// Matmuls leave them free, whatever moves A.
+void reserved_sms() {
+  for (Transport transport : kTransports) {
+    Workspace const workspace(10);
+    workspace.call(transport, kStream);
+    int const found = state().launched.back().sm_count;
+    check(found > 0 && found <= 132 - 10,
+          std::string(kName[int(transport)]) + ": " + std::to_string(found));
+  }
+  for (int reserved : {-1, 131, 200}) {
+    std::string const error = error_of([&] { Workspace const workspace(reserved); });
+    check(has(error, "reserved_sms: found " + std::to_string(reserved) + ", wanted 0 to 130"),
+          error);
+  }
+}
+
+void peer_atomics() {
+  check(agmm::has_peer_atomics(0, 1) && agmm::has_peer_atomics(2, 2), "atomics");
+  check(!agmm::has_peer_atomics(0, 2), "a link without");
+}
+
 void other_device() {
   state().major = 8;
   std::string const wanted = "no kernel for sm_80; built: sm_90a";
@@ -316,6 +337,8 @@ int main(int count, char** arguments) {
       {"failures_in_captures", &failures_in_captures},
       {"copies_come_first", &copies_come_first},
       {"equality", &equality},
+      {"reserved_sms", &reserved_sms},
+      {"peer_atomics", &peer_atomics},
       {"other_device", &other_device},
       {"no_device", &no_device},
       {"two_devices_report", &two_devices_report},
