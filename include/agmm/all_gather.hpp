@@ -37,7 +37,9 @@
 //      operation with its default barrier (release, system scope). Order in the stage kernel:
 //      src/cuda/stage.cu.
 //   3. No rank waits for a credit of this call's consumers, only of the last call's on the same
-//      slot, whose inputs were all sent before; so ranks cannot wait in a ring.
+//      slot, whose inputs were all sent before; so ranks cannot wait in a ring. That may be the
+//      call just before, as between a graph's replay and an eager call (SlotRing): its consumers
+//      want nothing that comes behind them on any rank's streams.
 //   4. Every wait ends. Those of kernels have a limit; those who push share that of the warp with
 //      the first item, which they wait for too. A wait on a stream (push: credits; pull:
 //      tags) has none, but a consumer that is running, or free to start, waits beside it: a peer
@@ -48,7 +50,8 @@
 //      it. A slot's own rows are written and read by this rank's streams only, one call after
 //      another.
 //   6. All values written are fixed per call site, and every word is reset by its consumer, so a
-//      captured CUDA graph can be replayed any number of times, between eager calls too.
+//      captured CUDA graph can be replayed any number of times, between eager calls too. The slots
+//      of a capture do not depend on what was called or captured before, on this rank or another.
 //   7. SM push: who pushes claims the work, part by part, and waits for credits only; spare warps
 //      and CTAs without a tile wait for each other's part, but not for long and with nothing
 //      claimed; consumers copy an item before they wait for anything but their cluster's start. So
@@ -58,6 +61,12 @@
 //      consumer's last warp awaits the word `sent`, which the copy stream writes after its last
 //      copy; the copies wait for credits only, which the peers give before they await theirs (3).
 //      Pull: the consumer has awaited every copy's signal, and starts after the stage kernel.
+//   9. What a call's copies wait for needs no kernel that is enqueued, or captured, behind them on
+//      this rank: credits (3), and tags, which the stage kernels write. They come before the
+//      consumer. So where streams, or the branches of a graph, run one after the other in that
+//      order (one hardware queue, by CUDA_DEVICE_MAX_CONNECTIONS=1; a tool that serialises), calls
+//      are slow but end. CUDA promises no concurrency; in the other order, with the consumer first,
+//      they would all wait.
 #pragma once
 
 #include <cstddef>
@@ -66,6 +75,7 @@
 #include <vector>
 
 #include "agmm/chunking.hpp"
+#include "agmm/slot_ring.hpp"
 #include "agmm/sm_push.hpp"
 
 namespace agmm {
@@ -119,9 +129,13 @@ struct Gathered {
   SmPushArgs push{};  // SM push: what the consumer's spare warps have to do
 };
 
+/// Whether additions of `device` to words in the memory of `peer` are atomic there, which SM push
+/// needs; over NVLink they are. Throws std::runtime_error when CUDA refuses.
+bool has_peer_atomics(int device, int peer);
+
 class AllGather {
  public:
-  static constexpr int kSlots = 2;
+  static constexpr int kSlots = SlotRing::kSlots;
   static constexpr int kCountBits = 8;  // of a signal of SM push; the tag is above them
 
   /// Bytes of symmetric memory that a workspace needs on every rank.
@@ -132,34 +146,46 @@ class AllGather {
   /// slot, and their number: these must be 1 before the first call, every other word 0.
   static std::size_t first_credit_word(int slot, int world_size);
 
-  /// `bases[p]`: address, on the current device, of rank p's symmetric memory.
-  AllGather(int rank, std::vector<uintptr_t> const& bases, std::size_t slot_bytes);
+  /// `bases[p]`: address, on the current device, of rank p's symmetric memory. `reserved_sms`:
+  /// multiprocessors that its kernels leave to others.
+  AllGather(int rank, std::vector<uintptr_t> const& bases, std::size_t slot_bytes,
+            int reserved_sms = 0);
   ~AllGather();
   AllGather(AllGather const&) = delete;
   AllGather& operator=(AllGather const&) = delete;
 
-  /// What the next begin() will give its consumer. Throws std::invalid_argument when the request
-  /// does not fit; enqueues nothing.
+  // A call, in this order: enter, next, begin, the consumer's launch, end.
+
+  /// A call on `stream`: finds out whether it is being captured. Enqueues nothing. Throws
+  /// std::runtime_error when CUDA refuses, or an earlier call, eager or of this capture, failed
+  /// after its begin().
+  void enter(void* stream);
+  /// What begin() will give the consumer. Throws std::invalid_argument when the request does not
+  /// fit; enqueues nothing.
   Gathered next(GatherRequest const& request) const;
-  /// Enqueues, behind what `stream` holds, what has to come before the consumer. Returns whether
-  /// the stream is being captured.
-  bool begin(GatherRequest const& request, void* stream);
-  /// Enqueues the copies, before or after the consumer.
-  void send(GatherRequest const& request);
+  /// Enqueues, behind what `stream` holds, all that comes before the consumer, the copies included.
+  /// When this or a later step throws, abandon() has to follow, and enter() will refuse.
+  void begin(GatherRequest const& request, void* stream);
   /// What comes on `stream` afterwards finds the shard free for reuse and a_out complete.
   void end(void* stream);
+  /// A call that began does not end: its capture is made invalid, so that no graph has half a call.
+  void abandon(void* stream) noexcept;
 
-  /// The slot of the next call.
-  int next_slot() const { return next_slot_; }
+  /// Of the call entered.
+  int slot() const;
+  bool is_captured() const;
   int rank() const { return rank_; }
   int world_size() const { return static_cast<int>(bases_.size()); }
   std::size_t slot_bytes() const { return slot_bytes_; }
   int device() const { return device_; }
-  /// Held for a whole call: next, begin, send, end.
+  /// Multiprocessors for this workspace's kernels.
+  int sm_count() const { return sm_count_; }
+  /// Held for a whole call.
   std::mutex& mutex() { return mutex_; }
 
  private:
-  struct Handles;  // streams and events
+  struct Handles;   // streams and events
+  struct Sequence;  // those of eager calls, or of one capture
 
   // Offsets in units of one word per rank. From kCounters on single words: the consumer's warps
   // that are done, the push's next items and its word that the credits are taken, the stage
@@ -179,15 +205,14 @@ class AllGather {
   static constexpr int kSingleWords = 6;
   static std::size_t words_per_slot(int world_size);
   uint32_t* words(int rank, int slot, Words kind) const;
-  char* slot(int rank, int slot) const;
+  char* gather_buffer(int rank, int slot) const;
   char* staged_shard(int rank, int slot) const;
-  void order_after_last_call(void* stream);
-  void take_credits(int slot);
+  void take_credits(int slot, Sequence const& sequence);
   StageArgs stage_args(GatherRequest const& request, int slot) const;
   void copy_boundary_rows(GatherRequest const& request, int slot, void* stream);
-  void stage_own_shard(GatherRequest const& request, int slot);
-  void push(GatherRequest const& request, int slot);
-  void pull(GatherRequest const& request, int slot);
+  void stage_own_shard(GatherRequest const& request, int slot, Sequence const& sequence);
+  void push(GatherRequest const& request, int slot, Sequence const& sequence);
+  void pull(GatherRequest const& request, int slot, Sequence const& sequence);
   PushOrder push_order(GatherRequest const& request) const;
   SmPushArgs sm_push_args(GatherRequest const& request, int slot) const;
   static uint32_t tag_of_sum(GatherRequest const& request);
@@ -196,7 +221,8 @@ class AllGather {
   std::vector<uintptr_t> bases_;
   std::size_t slot_bytes_;
   int device_ = 0;
-  int next_slot_ = 0;
+  int sm_count_ = 0;
+  SlotRing ring_;
   std::mutex mutex_;
   Handles* handles_;
 };

@@ -63,8 +63,6 @@ struct AsyncInputArgs {
 
   uint32_t* report_lock = nullptr;  // filled in by the launcher
   TileTimes* tile_times = nullptr;  // [tiles_m * tiles_n], or null
-
-  bool operator==(AsyncInputArgs const& other) const;
 };
 
 /// The kernels of this build.
@@ -80,7 +78,7 @@ std::size_t max_split_scratch_bytes();
 
 /// Loads every kernel of this build on the current device. Loading waits for the device, so a
 /// kernel that is loaded at its first call can wait for another group's call, which waits for its
-/// peers. Throws std::runtime_error when CUDA refuses.
+/// peers. Throws std::runtime_error where there is none for the device, or when CUDA refuses.
 void load_kernels();
 
 /// A matmul that is ready to be launched; cheap to copy.
@@ -98,8 +96,8 @@ class PreparedMatmul {
 
 /// Everything that can fail short of the launch itself: checks, shared memory, TMA descriptors
 /// (kept for the next call with the same arguments). Throws std::invalid_argument when the problem
-/// is not legal for the kernel or the kernel is not in this build, std::runtime_error when CUDA
-/// refuses.
+/// is not legal for the kernel or the kernel is not in this build, std::runtime_error where this
+/// build has none for the device, or when CUDA refuses.
 PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& args);
 
 }  // namespace agmm

@@ -1,6 +1,7 @@
 // out_i = all_gather(A_shard) @ B_i (+ bias_i), one call that enqueues everything.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "agmm/all_gather.hpp"
@@ -36,22 +37,24 @@ struct FusedArgs {
   DType dtype = DType::BFloat16;
   uint64_t limit_ns = 60'000'000'000ull;
   TileTimes* tile_times = nullptr;  // of the first weight's tiles
-  void* split_scratch = nullptr;    // see AsyncInputArgs; where a weight's config splits K
 };
 
 /// The op on one workspace. Safe to call from several threads.
 class FusedAllGatherMatmul {
  public:
-  /// As AllGather's. shares_gpu: ranks of the group are on one GPU.
+  /// As AllGather's; loads every kernel. reserved_sms: multiprocessors that matmuls leave free, for
+  /// the kernels of other groups, which a peer may need before it can send what a matmul here waits
+  /// for; and for copies between ranks that share a GPU, which are kernels. Throws
+  /// std::runtime_error where this build has no kernel for the device, or CUDA refuses.
   FusedAllGatherMatmul(int rank, std::vector<uintptr_t> const& bases, std::size_t slot_bytes,
-                       bool shares_gpu)
-      : gather_(rank, bases, slot_bytes), shares_gpu_(shares_gpu) {}
+                       int reserved_sms = 0);
 
   std::size_t slot_bytes() const { return gather_.slot_bytes(); }
 
   /// Returns whether the stream is being captured into a graph. Throws std::invalid_argument, with
   /// nothing enqueued, when a part of the call is not legal; std::runtime_error when CUDA refuses,
-  /// and in all calls after that: signals and slots of the ranks may no longer be in step.
+  /// and in all calls after that: signals and slots of the ranks may no longer be in step. A
+  /// capture in which a call fails becomes invalid, and nothing is left of it.
   bool operator()(FusedArgs const& args, std::vector<Weight> const& weights, void* stream);
 
  private:
@@ -71,8 +74,9 @@ class FusedAllGatherMatmul {
   Call const& find_or_prepare(FusedArgs const& args, std::vector<Weight> const& weights);
 
   AllGather gather_;
-  bool shares_gpu_;
-  bool failed_ = false;      // half-way
+  // Of configs that split K, for one call at a time. Not from a pool of the caller's allocator,
+  // which may belong to a graph.
+  std::shared_ptr<void> split_scratch_;
   std::vector<Call> calls_;  // prepared last
   std::size_t oldest_ = 0;
 };

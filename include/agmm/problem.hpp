@@ -6,6 +6,7 @@
 #include <string>
 
 #include "agmm/chunking.hpp"
+#include "agmm/fields.hpp"
 
 namespace agmm {
 
@@ -44,17 +45,14 @@ struct KernelShape {
   Schedule schedule = Schedule::Pingpong;
   bool timed = false;  // records agmm::TileTimes; a variant for pictures, never chosen
 
-  bool operator==(KernelShape const& o) const {
-    return tile_m == o.tile_m && tile_n == o.tile_n && tile_k == o.tile_k &&
-           cluster_m == o.cluster_m && cluster_n == o.cluster_n && schedule == o.schedule &&
-           timed == o.timed;
-  }
   std::string str() const {
     return std::to_string(tile_m) + "x" + std::to_string(tile_n) + "x" + std::to_string(tile_k) +
            "_" + std::to_string(cluster_m) + "x" + std::to_string(cluster_n) + "_" +
            to_string(schedule) + (timed ? "_timed" : "");
   }
 };
+AGMM_FIELDS(KernelShape, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, timed);
+inline bool operator==(KernelShape const& a, KernelShape const& b) { return same_fields(a, b); }
 
 /// The blocks of a problem, each what a cluster of CTAs computes at a time, and how many clusters
 /// there is room for.
@@ -113,5 +111,6 @@ struct KernelConfig {
   Raster raster = Raster::AlongM;
   int32_t splits = 1;  // of K: so many CTAs compute a tile together
 };
+AGMM_FIELDS(KernelConfig, shape, max_swizzle, raster, splits);
 
 }  // namespace agmm

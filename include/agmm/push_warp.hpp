@@ -46,9 +46,10 @@ CUTLASS_DEVICE uint32_t look_at_credit(SmPushArgs const& push) {
 }
 
 /// Returns when every peer's slot is free for this rank. A credit that has been taken cannot be
-/// seen any more, so the warp that has the first item says in `go` that it saw all of them; the
-/// others look at both. Only the first warp has the limit, for want of registers: the others have
-/// what they wait for when it has.
+/// seen any more, so the warp that has the first item says in `go` that it saw all of them. All
+/// look at both, that warp too: its CTA's consumers may have said so before (claim_first_item), and
+/// the warp with the first item of the second round may have taken its credits since. Only the
+/// first warp has the limit, for want of registers: the others have what they wait for when it has.
 CUTLASS_DEVICE void take_credits(SmPushArgs const& push, bool is_first, uint32_t seen,
                                  WaitLimit const& limit) {
   int const lane = lane_id();
@@ -56,10 +57,8 @@ CUTLASS_DEVICE void take_credits(SmPushArgs const& push, bool is_first, uint32_t
   CUTLASS_PRAGMA_NO_UNROLL
   for (;; seen = look_at_credit(push)) {
     if (kNoCredit || __all_sync(kAllLanes, seen == 1)) break;
-    if (!is_first) {
-      if (__any_sync(kAllLanes, load_acquire_gpu(push.go) == 1)) break;
-      continue;
-    }
+    if (__any_sync(kAllLanes, load_acquire_gpu(push.go) == 1)) break;
+    if (!is_first) continue;
     uint64_t const now = global_timer_ns();
     if (start == 0) start = now;
     if (seen != 1 && now - start > limit.limit_ns) {

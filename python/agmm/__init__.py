@@ -5,7 +5,10 @@ from __future__ import annotations
 import warnings as _warnings
 from importlib.metadata import version as _version
 
+import torch as _torch  # noqa: F401 - before the core, whose libraries then are torch's
+
 from agmm import _core, async_tp
+from agmm._call_plan import reserve_sms
 from agmm.errors import AgmmError, InvalidArgument, Unsupported
 from agmm.ops import all_gather_matmul
 from agmm.plan import KernelConfig
@@ -30,4 +33,5 @@ __all__ = [
     "all_gather_matmul",
     "async_tp",
     "matmul_reduce_scatter",
+    "reserve_sms",
 ]

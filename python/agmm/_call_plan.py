@@ -2,23 +2,133 @@
 
 from __future__ import annotations
 
+import json
 import time
+import warnings
 import weakref
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import _get_process_group_store, _world
 
-from agmm import _core, plan, tables
-from agmm.errors import AgmmError
+from agmm import _core, _env, _links, plan, tables
+from agmm.errors import AgmmError, InvalidArgument
 from agmm.plan import KernelConfig, Plan, Planner, Problem
 
 _POLL_S = 1e-3
 
 _planners: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Planner]]
 _planners = weakref.WeakKeyDictionary()
+
+
+_SMS_FOR_COPIES = 2
+"""Of a GPU that ranks share, left to the copies inside it, which are kernels: while these are free
+they run, however long the matmul beside them waits. An even number, for clusters of 2."""
+
+_SMS_FOR_OTHER_GROUPS = 8
+
+_LEAST_SMS = 2
+"""For a cluster of a matmul."""
+
+_asked_sms: int | None = None
+"""What `reserve_sms` was told."""
+
+
+class GroupFacts(NamedTuple):
+    """What plans have to know of a group's GPUs; the same on all its ranks."""
+
+    sm_count: int = 0
+    """Multiprocessors for a matmul; 0 on the CPU."""
+    reserved_sms: int = 0
+    """Those that it leaves free."""
+    peer_atomics: bool = True
+
+
+_facts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, GroupFacts]]
+_facts = weakref.WeakKeyDictionary()
+
+
+def reserve_sms(count: int | None) -> None:
+    """Leave multiprocessors to the kernels of other groups, in groups whose first call is to come.
+
+    A matmul that fills its GPU and waits for a peer keeps out the kernels of other groups (a
+    pipeline's or FSDP's NCCL, another group of agmm), and the peer may wait for just these. With
+    some multiprocessors left free they run all the same; matmuls take longer by about the share
+    that is missing. The largest number that a rank of a group says counts for all.
+
+    Args:
+        count: of each GPU; None: as AGMM_RESERVED_SMS says, by default 8 where the process is in
+            other NCCL groups than the default one, else 0.
+
+    Raises:
+        InvalidArgument: ``count`` is negative or no int. (More than a GPU has is found at the first
+            call.)
+    """
+    global _asked_sms
+    if count is not None and (type(count) is not int or count < 0):
+        raise InvalidArgument(f"count: found {count!r}, wanted None or an int of at least 0")
+    _asked_sms = count
+
+
+def _wanted_sms(group: dist.ProcessGroup) -> int:
+    asked = _env.reserved_sms() if _asked_sms is None else _asked_sms
+    if asked is None:
+        asked = _SMS_FOR_OTHER_GROUPS if _has_other_groups(group) else 0
+    return asked
+
+
+def _has_other_groups(group: dist.ProcessGroup) -> bool:
+    """Whether this process is in another group whose NCCL kernels may run beside a call. The
+    default group does not count: all programs have it, most for start and end only."""
+    return any(
+        other is not group
+        and other is not dist.group.WORLD
+        and other.size() > 1
+        and "nccl" in dist.get_backend_config(other)
+        for other in _world.pg_map
+    )
+
+
+def group_facts(group: dist.ProcessGroup, device: torch.device) -> GroupFacts:
+    """The facts of a group. Collective at first use.
+
+    Raises:
+        InvalidArgument: more multiprocessors are set aside than a GPU has; all ranks raise.
+    """
+    by_device = _facts.get(group)
+    if by_device is None:
+        by_device = _facts[group] = {}
+    found = by_device.get(device)
+    if found is None:
+        found = by_device[device] = _agreed_facts(group, device, len(by_device))
+    return found
+
+
+def _agreed_facts(group: dist.ProcessGroup, device: torch.device, number: int) -> GroupFacts:
+    _, sm_count = device_facts(device)
+    if device.type == "cpu" or dist.get_world_size(group) == 1:
+        return GroupFacts(sm_count)
+    own = _links.uuid(device.index)
+    said = json.dumps([own, sm_count, _wanted_sms(group)])
+    ranks = [json.loads(each) for each in _exchange(group, f"agmm/gpus/{number}", said)]
+    uuids = [rank[0] for rank in ranks]
+    reason = _links.why_no_atomics(own, uuids)
+    reasons = [r for r in _exchange(group, f"agmm/links/{number}", reason or "") if r]
+    if reasons:
+        warnings.warn(f"agmm takes no SM push: {reasons[0]}", stacklevel=2)
+    sm_count = min(rank[1] for rank in ranks)
+    reserved = max(rank[2] for rank in ranks)
+    if len(set(uuids)) < len(uuids):
+        reserved = max(reserved, _SMS_FOR_COPIES)
+    if sm_count - reserved < _LEAST_SMS:
+        raise InvalidArgument(
+            f"{_env.RESERVED_SMS.name}, reserve_sms: found {reserved}, wanted at most "
+            f"{sm_count - _LEAST_SMS} of {sm_count} multiprocessors"
+        )
+    return GroupFacts(sm_count - reserved, reserved, not reasons)
 
 
 @cache
@@ -46,11 +156,17 @@ def problem(
     world_size: int = 1,
     return_A: bool = False,
     column_major: bool = True,
+    group: dist.ProcessGroup | None = None,
 ) -> Problem:
+    """Of a group's call, whose facts are collective at first use, or of any call that has all of
+    the GPU to itself."""
     gpu, sm_count = device_facts(device)
+    facts = GroupFacts(sm_count) if group is None else group_facts(group, device)
     name = str(dtype).removeprefix("torch.")
     layout = "column" if column_major else "row"
-    return Problem(m, n, k, name, world_size, return_A, layout, gpu, sm_count)
+    return Problem(
+        m, n, k, name, world_size, return_A, layout, gpu, facts.sm_count, facts.peer_atomics
+    )
 
 
 def planner(group: dist.ProcessGroup | None, device: torch.device) -> Planner:
@@ -83,6 +199,7 @@ def call_plan(
         world_size=world_size,
         return_A=return_A,
         column_major=Bs[0].stride(0) == 1,
+        group=group,
     )
     return planner(group, A_shard.device).plan(asked)
 

@@ -10,6 +10,7 @@ import typing
 __all__: list[str] = [
     "CpuWorkspace",
     "CudaWorkspace",
+    "DType",
     "KernelConfig",
     "SM_PUSH_HEAD_ITEM_BYTES",
     "SPLIT_COUNTER_BYTES",
@@ -28,6 +29,7 @@ __all__: list[str] = [
     "k_parts",
     "kernels",
     "mismatch_message",
+    "peer_atomics",
     "push_order",
     "shared_rows",
     "split_scratch_bytes",
@@ -104,6 +106,41 @@ class CpuWorkspace:
     @property
     def world_size(self) -> int: ...
 
+class DType:
+    """
+    The element types of the kernels, by torch's names.
+
+    Members:
+
+      bfloat16
+
+      float16
+    """
+
+    __members__: typing.ClassVar[dict[str, DType]]
+    bfloat16: typing.ClassVar[DType]
+    float16: typing.ClassVar[DType]
+    @typing.overload
+    def __eq__(self, other: DType) -> bool: ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    @typing.overload
+    def __ne__(self, other: DType) -> bool: ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: int) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
 class KernelConfig:
     """
     A kernel shape and its swizzle and raster.
@@ -168,19 +205,18 @@ class CudaWorkspace:
         rank: int,
         bases: collections.abc.Sequence[int],
         slot_bytes: int,
-        shares_gpu: bool = False,
+        reserved_sms: int = 0,
     ) -> None: ...
     def all_gather_matmul(
         self,
         a_shard: int,
         rows: int,
         k: int,
-        is_bf16: bool,
+        dtype: DType,
         weights: collections.abc.Sequence[tuple[int, int, bool, int, int, int, KernelConfig]],
         transport: tuple[int, int, int, int, int],
         a_out: int,
         tile_times: int,
-        split_scratch: int,
         stream: int,
     ) -> bool:
         """
@@ -197,7 +233,7 @@ def async_input_mm(
     m: int,
     n: int,
     k: int,
-    is_bf16: bool,
+    dtype: DType,
     b_column_major: bool,
     ldb: int,
     signals: int,
@@ -273,6 +309,11 @@ def kernels() -> list[KernelConfig]:
 def mismatch_message(rank: int, source: int, chunk: int, seen: int, wanted: int) -> str:
     """
     The line printed when a chunk carries the tag of a different call.
+    """
+
+def peer_atomics(device: int, peer: int) -> bool:
+    """
+    Whether additions of one GPU to words in the memory of another are atomic there.
     """
 
 def push_order(

@@ -55,6 +55,22 @@ def _core_config(config: KernelConfig) -> _core.KernelConfig:
     )
 
 
+_CORE_DTYPES = {torch.bfloat16: _core.DType.bfloat16, torch.float16: _core.DType.float16}
+
+
+def _core_dtype(name: str, tensor: torch.Tensor) -> _core.DType:
+    """What the kernels call the dtype of an argument.
+
+    Raises:
+        InvalidArgument: they have no such element type.
+    """
+    found = _CORE_DTYPES.get(tensor.dtype)
+    if found is None:
+        names = " or ".join(str(dtype) for dtype in _CORE_DTYPES)
+        raise InvalidArgument(f"{name}: found dtype {tensor.dtype}, wanted {names}")
+    return found
+
+
 def _core_transport(transport: str) -> tuple[int, int, int, int, int]:
     """As `_core.CudaWorkspace.all_gather_matmul` wants it."""
     sm_push = SmPush.parse(transport)
@@ -190,7 +206,7 @@ def async_input_mm(
                 m,
                 n,
                 k,
-                a.dtype == torch.bfloat16,
+                _core_dtype("a", a),
                 layout.column_major,
                 layout.leading,
                 0 if a_chunk_signals is None else a_chunk_signals.data_ptr(),
@@ -224,7 +240,6 @@ class _Buffers(NamedTuple):
     core: _core.CudaWorkspace
     memory: torch.Tensor
     handle: Any
-    split_scratch: torch.Tensor
     staging_offset: int
     """In `memory`: where `CudaWorkspace.start_all_gather` puts the own shard for the peers. Not
     where pull stages it, since a pull would have to wait until all peers have copied it."""
@@ -327,11 +342,11 @@ class CudaWorkspace:
                 "allocation of torch's pool for symmetric memory, wanted one of its own; "
                 "TORCH_SYMMMEM_IMPLICIT_POOL=0 does without the pool"
             )
-        core = _core.CudaWorkspace(self.rank, places, slot_bytes, self._shares_gpu)
-        split_scratch = _split_scratch(self._device)
+        reserved = _call_plan.group_facts(self._group, self._device).reserved_sms
+        core = _core.CudaWorkspace(self.rank, places, slot_bytes, reserved)
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group, device_ids=[self._device.index])
-        return _Buffers(core, memory, handle, split_scratch, staging_offset)
+        return _Buffers(core, memory, handle, staging_offset)
 
     def _agree(self, slot_bytes: int) -> None:
         """All ranks want the same slots, and their GPUs reach each other; else all ranks raise."""
@@ -426,6 +441,7 @@ class CudaWorkspace:
                 world_size=self.world_size,
                 return_A=return_A,
                 column_major=layout.column_major,
+                group=self._group,
             )
             if config is None:
                 chosen = _call_plan.planner(self._group, self._device).fused_plan(problem)
@@ -453,7 +469,7 @@ class CudaWorkspace:
             self,
             rows,
             k,
-            A_shard.dtype == torch.bfloat16,
+            _core_dtype("A_shard", A_shard),
             m * k * 2,
             _core_transport(transport or "push"),
             (*leading, k) if return_A else None,
@@ -544,7 +560,7 @@ class FusedCall(NamedTuple):
     workspace: CudaWorkspace
     rows: int
     k: int
-    bf16: bool
+    dtype: _core.DType
     slot_bytes: int
     transport: tuple[int, int, int, int, int]
     gathered_shape: tuple[int, ...] | None
@@ -570,7 +586,7 @@ class FusedCall(NamedTuple):
         Raises:
             InvalidArgument: the kernel cannot take the operands; nothing was enqueued.
         """
-        workspace, rows, k, bf16, slot_bytes, transport, gathered_shape, weights = self
+        workspace, rows, k, dtype, slot_bytes, transport, gathered_shape, weights = self
         if workspace.world_size == 1:
             outs = [
                 async_input_mm(A_shard.view(rows, k), B, None, 0, config=w.config, bias=bias)
@@ -606,12 +622,11 @@ class FusedCall(NamedTuple):
                 _aligned_pointer(A_shard, kept),
                 rows,
                 k,
-                bf16,
+                dtype,
                 arguments,
                 transport,
                 0 if A is None else A.data_ptr(),
                 0 if tile_times is None else tile_times.data_ptr(),
-                buffers.split_scratch.data_ptr(),
                 _stream(A_shard.device),
             )
         except ValueError as error:
@@ -656,7 +671,7 @@ def timeline(
     )
     workspace = CudaWorkspace.create(group, m * A_shard.shape[1] * 2, A_shard.device)
     problem = _call_plan.problem(
-        m, n, A_shard.shape[1], A_shard.dtype, A_shard.device, world_size=world_size
+        m, n, A_shard.shape[1], A_shard.dtype, A_shard.device, world_size=world_size, group=group
     )
     # The transport of the call that is looked at, as it goes with this kernel.
     wants_sm_push = SmPush.parse(

@@ -35,7 +35,13 @@ SHARED_GPUS: Final = Variable(
     "on: ranks of a group may share a GPU, in turns of milliseconds; for tests of more ranks than "
     "GPUs",
 )
-RUN_TIME: Final = (TIMEOUT_S, COMMIT, CACHE_DIR, CACHE, SHARED_GPUS)
+RESERVED_SMS: Final = Variable(
+    "AGMM_RESERVED_SMS",
+    "auto",
+    "multiprocessors that matmuls leave to kernels of other groups: a number, or auto, which is 8 "
+    "where the process is in other NCCL groups than the default one, else 0",
+)
+RUN_TIME: Final = (TIMEOUT_S, COMMIT, CACHE_DIR, CACHE, SHARED_GPUS, RESERVED_SMS)
 BUILD_TIME: Final = (
     Variable("AGMM_CUDA", "AUTO", "build the CUDA core: AUTO (where nvcc is found), ON or OFF"),
     Variable("AGMM_KERNELS", "default", "which kernels to build: minimal, default or all"),
@@ -58,6 +64,7 @@ def check() -> None:
         raise InvalidArgument(str(error)) from None
     for variable in (CACHE, SHARED_GPUS):
         is_on(variable)
+    reserved_sms()
 
 
 def unknown() -> list[str]:
@@ -76,3 +83,17 @@ def is_on(variable: Variable) -> bool:
     if value not in ("on", "off"):
         raise InvalidArgument(f"{variable.name}: found {value!r}, wanted 'on' or 'off'")
     return value == "on"
+
+
+def reserved_sms() -> int | None:
+    """AGMM_RESERVED_SMS; None for auto.
+
+    Raises:
+        InvalidArgument: it is neither "auto" nor a number.
+    """
+    value = os.environ.get(RESERVED_SMS.name) or RESERVED_SMS.default
+    if value == "auto":
+        return None
+    if not value.isdecimal():
+        raise InvalidArgument(f"{RESERVED_SMS.name}: found {value!r}, wanted 'auto' or a number")
+    return int(value)

@@ -238,6 +238,11 @@ def _links() -> Finding:
     if without:
         found = f"no peer access between {', '.join(f'{i}-{j}' for i, j in without)}{links}"
         return Finding("GPU links", found, "such pairs take all-gather + matmul", "note")
+    lossy = _pairs_without_atomics()
+    if lossy:
+        pairs = ", ".join(f"{i}-{j}" for i, j in lossy)
+        found = f"peer access between all pairs, no native atomics between {pairs}{links}"
+        return Finding("GPU links", found, "such groups take copy engines, never SM push", "note")
     return Finding("GPU links", f"peer access between all pairs{links}", "ranks can push to peers")
 
 
@@ -371,6 +376,18 @@ def _pairs_without_access() -> list[tuple[int, int]]:
         for j in range(count)
         if i != j and not torch.cuda.can_device_access_peer(i, j)
     ]
+
+
+def _pairs_without_atomics() -> list[tuple[int, int]]:
+    core, _ = _load_core()
+    if core is None or not core.cuda_built:
+        return []
+    from agmm import _links
+
+    try:
+        return _links.pairs_without_atomics()
+    except RuntimeError:  # the driver does not say
+        return []
 
 
 def _active_nvlinks(nvml: Any, index: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
 
-from agmm import _call_plan, cost_model, tables
+from agmm import _call_plan, _core, cost_model, tables
 from agmm._terminal import plain_table
 from agmm.errors import InvalidArgument
 from agmm.plan import (
@@ -51,6 +51,15 @@ def _gpu_here() -> str | None:
     return tables.gpu_name(torch.cuda.get_device_name())
 
 
+def _has_atomics_here(gpu: str) -> bool:
+    """Whether the links do, where the problem's GPU is the one here; else they are taken to."""
+    if gpu != _gpu_here() or not _core.cuda_built:
+        return True
+    from agmm import _links
+
+    return not _links.pairs_without_atomics()
+
+
 def kernels_for(gpu: str) -> tuple[KernelConfig, ...]:
     """The kernels of this build; where it has none, those that the GPU's constants name."""
     built = _call_plan.kernels()
@@ -74,6 +83,7 @@ def explain(problem: Problem, planner: Planner) -> RenderableType:
         raise InvalidArgument(
             f"m: found {problem.m}, wanted a multiple of tp, {problem.world_size}"
         )
+    problem = problem._replace(peer_atomics=_has_atomics_here(problem.gpu))
     choice = planner.choose(problem)
     lines = [
         f"out[{problem.m}, {problem.n}] = all_gather(A_shard)[{problem.m}, {problem.k}] @ B, "
@@ -135,6 +145,8 @@ def why(problem: Problem, choice: Choice, planner: Planner) -> str:
 def _remarks(problem: Problem) -> Iterable[str]:
     if problem.gpu == CPU:
         return
+    if not problem.peer_atomics:
+        yield "note: links between the GPUs here have no native atomics, so SM push is not legal"
     used = cost_model.constants(problem.gpu).gpu
     if used != problem.gpu:
         yield f"note: no constants of {problem.gpu} are known, those of {used} stand in"

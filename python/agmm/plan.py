@@ -232,7 +232,8 @@ class Problem(NamedTuple):
     """``out[m, n] = all_gather(A_shard)[m, k] @ B[k, n]``; m is the gathered row count.
 
     ``b_layout`` is ``"column"`` (a transposed ``[n, k]`` weight) or ``"row"``; ``gpu`` the name
-    of `agmm.tables.gpu_name`, or `CPU`; ``sm_count`` 0 means that of the GPU's constants.
+    of `agmm.tables.gpu_name`, or `CPU`; ``sm_count`` the multiprocessors for the matmul, 0 for all
+    that the GPU's constants name; ``peer_atomics`` whether links carry out atomic additions.
     """
 
     m: int
@@ -244,6 +245,7 @@ class Problem(NamedTuple):
     b_layout: str = "column"
     gpu: str = cost_model.DEFAULT_GPU
     sm_count: int = 0
+    peer_atomics: bool = True
 
 
 @dataclass(frozen=True)
@@ -291,6 +293,8 @@ def why_transport_illegal(problem: Problem, kernel: KernelConfig, transport: str
     if sm_push is not None and problem.gpu != CPU and "push" in copying:
         if not 1 < problem.world_size <= MAX_PUSH_RANKS:
             return f"sm push: found {problem.world_size} ranks, wanted 2 to {MAX_PUSH_RANKS}"
+        if not problem.peer_atomics:
+            return "sm push: found links without native atomics, wanted NVLink between all GPUs"
         if 0 < sm_push.head_chunks * sm_push.chunk_columns < problem.k:
             free = _free_sms(problem, kernel)
             if free < 1:
@@ -668,6 +672,7 @@ class Planner:
         # Unfused A costs nothing: what is the fastest with it need not be so without.
         fused = fused or (tuned.return_A and not problem.return_A)
         differs = "" if tuned == problem else f", return_A={tuned.return_A}"
+        whole = tuned._replace(sm_count=0)
         for table in self.tables:
             for row in table.rows(tuned):
                 if row.m in found or (fused and row.plan == UNFUSED):
@@ -675,8 +680,8 @@ class Planner:
                 reason = why_illegal(problem, row.plan, self.kernels)
                 if reason is None:
                     found[row.m] = row, table.name + differs
-                elif why_illegal(tuned._replace(m=row.m), row.plan, self.kernels) is None:
-                    continue  # it is for other calls, as splits of K are for few rows
+                elif why_illegal(whole._replace(m=row.m), row.plan, self.kernels) is None:
+                    continue  # it is for other calls, as splits of K are for few rows and all SMs
                 elif reason not in self._warned:
                     self._warned.add(reason)
                     warnings.warn(f"agmm passes over rows of {table.name}: {reason}", stacklevel=2)

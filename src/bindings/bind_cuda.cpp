@@ -21,6 +21,7 @@ namespace {
 
 using agmm::AllGather;
 using agmm::AsyncInputArgs;
+using agmm::DType;
 using agmm::FusedAllGatherMatmul;
 using agmm::KernelConfig;
 
@@ -54,14 +55,22 @@ using TransportTuple = std::tuple<int, int, int, int, int>;
 agmm::BLayout layout(bool column_major) {
   return column_major ? agmm::BLayout::ColumnMajor : agmm::BLayout::RowMajor;
 }
-agmm::DType dtype(bool is_bf16) { return is_bf16 ? agmm::DType::BFloat16 : agmm::DType::Float16; }
+
+// Destroying a workspace frees device memory, which waits for the device; other threads may have
+// to go on for it to get there.
+struct DeleteWithoutGil {
+  void operator()(FusedAllGatherMatmul* workspace) const {
+    const py::gil_scoped_release unlocked;
+    delete workspace;
+  }
+};
 
 void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int m, int n, int k,
-                    bool is_bf16, bool b_column_major, int64_t ldb, uintptr_t signals, int chunks_m,
+                    DType dtype, bool b_column_major, int64_t ldb, uintptr_t signals, int chunks_m,
                     int chunks_k, int pivot, const KernelConfig& config, int rank, int sm_count,
                     uintptr_t tile_times, uintptr_t split_scratch, uintptr_t stream) {
   AsyncInputArgs args;
-  args.problem = {m, n, k, dtype(is_bf16), layout(b_column_major)};
+  args.problem = {m, n, k, dtype, layout(b_column_major)};
   args.config = config;
   args.a = pointer<void>(a);
   args.b = pointer<void>(b);
@@ -81,10 +90,9 @@ void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int
   agmm::prepare_async_input_mm(args).launch(pointer<void>(stream));
 }
 
-bool all_gather_matmul(FusedAllGatherMatmul& op, uintptr_t a_shard, int rows, int k, bool is_bf16,
+bool all_gather_matmul(FusedAllGatherMatmul& op, uintptr_t a_shard, int rows, int k, DType dtype,
                        const std::vector<WeightTuple>& weights, const TransportTuple& transport,
-                       uintptr_t a_out, uintptr_t tile_times, uintptr_t split_scratch,
-                       uintptr_t stream) {
+                       uintptr_t a_out, uintptr_t tile_times, uintptr_t stream) {
   agmm::FusedArgs args;
   int kind = 0;
   std::tie(kind, args.push_parts, args.chunk_columns, args.first_peers, args.head_chunks) =
@@ -94,10 +102,9 @@ bool all_gather_matmul(FusedAllGatherMatmul& op, uintptr_t a_shard, int rows, in
   args.a_out = pointer<void>(a_out);
   args.rows = rows;
   args.k = k;
-  args.dtype = dtype(is_bf16);
+  args.dtype = dtype;
   args.limit_ns = limit_ns();
   args.tile_times = pointer<agmm::TileTimes>(tile_times);
-  args.split_scratch = pointer<void>(split_scratch);
   std::vector<agmm::Weight> parts;
   for (const auto& [b, ldb, column_major, n, bias, out, config] : weights) {
     parts.push_back({pointer<void>(b), ldb, layout(column_major), n, pointer<void>(bias),
@@ -114,6 +121,9 @@ void bind_cuda(py::module_& m) {
 #else
   m.attr("cuda_built") = false;
 #endif
+  py::enum_<DType>(m, "DType", "The element types of the kernels, by torch's names.")
+      .value("bfloat16", DType::BFloat16)
+      .value("float16", DType::Float16);
   py::class_<KernelConfig>(m, "KernelConfig", "A kernel shape and its swizzle and raster.")
       .def(py::init(&make_config), py::arg("tile_m"), py::arg("tile_n"), py::arg("tile_k"),
            py::arg("cluster_m"), py::arg("cluster_n"), py::arg("schedule"),
@@ -151,24 +161,27 @@ void bind_cuda(py::module_& m) {
       },
       "The kernels of this build; empty without CUDA.");
   m.def("async_input_mm", &async_input_mm, py::arg("a"), py::arg("b"), py::arg("out"),
-        py::arg("bias"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("is_bf16"),
+        py::arg("bias"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("dtype"),
         py::arg("b_column_major"), py::arg("ldb"), py::arg("signals"), py::arg("chunks_m"),
         py::arg("chunks_k"), py::arg("pivot"), py::arg("config"), py::arg("rank"),
         py::arg("sm_count"), py::arg("tile_times"), py::arg("split_scratch"), py::arg("stream"),
         py::call_guard<py::gil_scoped_release>(),
         "out = a @ b (+ bias) on a CUDA stream; pointers are device addresses, 0 where absent.");
+  m.def("peer_atomics", &agmm::has_peer_atomics, py::arg("device"), py::arg("peer"),
+        "Whether additions of one GPU to words in the memory of another are atomic there.");
   m.def("split_scratch_bytes", &agmm::max_split_scratch_bytes,
         "Bytes of scratch memory on the current device for configs with splits.");
   m.attr("SPLIT_COUNTER_BYTES") = agmm::kSplitCounterBytes;
   m.attr("TILE_TIMES_BYTES") = sizeof(agmm::TileTimes);
-  py::class_<FusedAllGatherMatmul>(m, "CudaWorkspace",
-                                   "Gather buffers, signals and credits of one group.")
+  py::class_<FusedAllGatherMatmul, std::unique_ptr<FusedAllGatherMatmul, DeleteWithoutGil>>(
+      m, "CudaWorkspace", "Gather buffers, signals and credits of one group.")
       .def(py::init([](int rank, const std::vector<uintptr_t>& bases, std::size_t slot_bytes,
-                       bool shares_gpu) {
-             agmm::load_kernels();
-             return std::make_unique<FusedAllGatherMatmul>(rank, bases, slot_bytes, shares_gpu);
+                       int reserved_sms) {
+             const py::gil_scoped_release unlocked;  // it loads kernels, which waits for the device
+             return std::unique_ptr<FusedAllGatherMatmul, DeleteWithoutGil>(
+                 new FusedAllGatherMatmul(rank, bases, slot_bytes, reserved_sms));
            }),
-           py::arg("rank"), py::arg("bases"), py::arg("slot_bytes"), py::arg("shares_gpu") = false)
+           py::arg("rank"), py::arg("bases"), py::arg("slot_bytes"), py::arg("reserved_sms") = 0)
       .def_static("workspace_bytes", &AllGather::workspace_bytes, py::arg("slot_bytes"),
                   py::arg("world_size"))
       .def_static("words_offset", &AllGather::words_offset, py::arg("slot_bytes"),
@@ -188,8 +201,8 @@ void bind_cuda(py::module_& m) {
           "The words after the slots that are 1 before the first call; the others are 0.")
       .def_property_readonly("slot_bytes", &FusedAllGatherMatmul::slot_bytes)
       .def("all_gather_matmul", &all_gather_matmul, py::arg("a_shard"), py::arg("rows"),
-           py::arg("k"), py::arg("is_bf16"), py::arg("weights"), py::arg("transport"),
-           py::arg("a_out"), py::arg("tile_times"), py::arg("split_scratch"), py::arg("stream"),
+           py::arg("k"), py::arg("dtype"), py::arg("weights"), py::arg("transport"),
+           py::arg("a_out"), py::arg("tile_times"), py::arg("stream"),
            py::call_guard<py::gil_scoped_release>(),
            "Enqueues gather and matmuls. weights: (b, ldb, b_column_major, n, bias, out, config). "
            "transport: (0 push, 1 pull, 2 SM push; parts, columns of a chunk, first peers, head "

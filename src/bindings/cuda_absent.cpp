@@ -21,9 +21,13 @@ void PreparedMatmul::launch(void*) const { refuse(); }
 std::size_t AllGather::workspace_bytes(std::size_t, int) { refuse(); }
 std::size_t AllGather::words_offset(std::size_t, int) { refuse(); }
 std::size_t AllGather::first_credit_word(int, int) { refuse(); }
-AllGather::AllGather(int, std::vector<uintptr_t> const&, std::size_t) { refuse(); }
+bool has_peer_atomics(int, int) { refuse(); }
+AllGather::AllGather(int, std::vector<uintptr_t> const&, std::size_t, int) { refuse(); }
 AllGather::~AllGather() = default;
 
+FusedAllGatherMatmul::FusedAllGatherMatmul(int rank, std::vector<uintptr_t> const& bases,
+                                           std::size_t slot_bytes, int)
+    : gather_(rank, bases, slot_bytes) {}
 bool FusedAllGatherMatmul::operator()(FusedArgs const&, std::vector<Weight> const&, void*) {
   refuse();
 }

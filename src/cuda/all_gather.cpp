@@ -12,6 +12,8 @@ namespace agmm {
 
 namespace {
 
+constexpr int kLeastSms = 2;  // for a cluster
+
 // Room for the own shard, which peers read when they pull it: all shards of a slot are equally
 // long.
 std::size_t stage_bytes(std::size_t slot_bytes, int world_size) {
@@ -58,38 +60,48 @@ void copy(void* to, void const* from, std::size_t bytes, cudaStream_t stream) {
 
 }  // namespace
 
-struct AllGather::Handles {
+/// A stream of its own, since one that takes part in a capture can serve no other call meanwhile.
+struct AllGather::Sequence {
   cudaStream_t copies = nullptr;
   cudaEvent_t fork = nullptr;
   cudaEvent_t staged = nullptr;
   cudaEvent_t copies_done = nullptr;
   cudaEvent_t call_done = nullptr;
-  cudaEvent_t captured_call_done = nullptr;
-  uint32_t** peer_words = nullptr;  // device, [kSlots][2][w]: this rank's credit and tag at peer p
+  unsigned long long last_stream = 0;  // its id, of the last call
 
-  int slot = 0;                        // of the call under way
-  bool copies_in_use = false;          // by it
-  bool any_call = false;               // eager
-  unsigned long long last_stream = 0;  // its id, of the last eager call
-  unsigned long long stream = 0;       // of the call under way
-  unsigned long long last_capture = 0;
-  unsigned long long capture = 0;  // of the call under way; 0: eager
-
-  Handles() {
+  Sequence() {
     int least = 0;
     int greatest = 0;
     AGMM_CHECK_CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     AGMM_CHECK_CUDA(cudaStreamCreateWithPriority(&copies, cudaStreamNonBlocking, greatest));
-    for (cudaEvent_t* event : {&fork, &staged, &copies_done, &call_done, &captured_call_done}) {
+    for (cudaEvent_t* event : {&fork, &staged, &copies_done, &call_done}) {
       AGMM_CHECK_CUDA(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
     }
   }
-  ~Handles() {
+  ~Sequence() {
     // Destruction at exit may come after the driver is gone: errors mean nothing here.
     if (copies != nullptr) cudaStreamDestroy(copies);
-    for (cudaEvent_t event : {fork, staged, copies_done, call_done, captured_call_done}) {
+    for (cudaEvent_t event : {fork, staged, copies_done, call_done}) {
       if (event != nullptr) cudaEventDestroy(event);
     }
+    cudaGetLastError();
+  }
+  Sequence(Sequence const&) = delete;
+  Sequence& operator=(Sequence const&) = delete;
+};
+
+struct AllGather::Handles {
+  std::unique_ptr<Sequence> sequences[SlotRing::kSequences];  // those that there was a call of
+  uint32_t** peer_words = nullptr;  // device, [kSlots][2][w]: this rank's credit and tag at peer p
+
+  // Of the call entered.
+  SlotRing::Capture capture = 0;
+  unsigned long long stream = 0;  // its id
+  int slot = 0;
+  int sequence = 0;            // since its begin()
+  bool copies_in_use = false;  // by it
+
+  ~Handles() {
     if (peer_words != nullptr) cudaFree(peer_words);
     cudaGetLastError();
   }
@@ -118,7 +130,7 @@ uint32_t* AllGather::words(int rank, int slot, Words kind) const {
          slot * words_per_slot(world_size()) + kind * static_cast<std::size_t>(world_size());
 }
 
-char* AllGather::slot(int rank, int slot) const {
+char* AllGather::gather_buffer(int rank, int slot) const {
   return reinterpret_cast<char*>(bases_[rank]) + slot * slot_bytes_;
 }
 
@@ -127,8 +139,26 @@ char* AllGather::staged_shard(int rank, int slot) const {
          slot * stage_bytes(slot_bytes_, world_size());
 }
 
-AllGather::AllGather(int rank, std::vector<uintptr_t> const& bases, std::size_t slot_bytes)
-    : rank_(rank), bases_(bases), slot_bytes_(slot_bytes), device_(current_device().index) {
+bool has_peer_atomics(int device, int peer) {
+  if (device == peer) return true;
+  int found = 0;
+  AGMM_CHECK_CUDA(
+      cudaDeviceGetP2PAttribute(&found, cudaDevP2PAttrNativeAtomicSupported, device, peer));
+  return found != 0;
+}
+
+AllGather::AllGather(int rank, std::vector<uintptr_t> const& bases, std::size_t slot_bytes,
+                     int reserved_sms)
+    : rank_(rank),
+      bases_(bases),
+      slot_bytes_(slot_bytes),
+      device_(kernels_device().index),
+      sm_count_(kernels_device().sm_count - reserved_sms) {
+  if (reserved_sms < 0 || sm_count_ < kLeastSms) {
+    throw std::invalid_argument("reserved_sms: found " + std::to_string(reserved_sms) +
+                                ", wanted 0 to " +
+                                std::to_string(kernels_device().sm_count - kLeastSms));
+  }
   if (rank < 0 || rank >= world_size()) {
     throw std::invalid_argument("rank: found " + std::to_string(rank) + ", wanted 0 to " +
                                 std::to_string(world_size() - 1));
@@ -138,6 +168,7 @@ AllGather::AllGather(int rank, std::vector<uintptr_t> const& bases, std::size_t 
                                 ", wanted a multiple of 128");
   }
   auto handles = std::make_unique<Handles>();
+  handles->sequences[0] = std::make_unique<Sequence>();
   std::vector<uint32_t*> peer_words;
   for (int s = 0; s < kSlots; ++s) {
     for (int p = 0; p < world_size(); ++p) {
@@ -200,11 +231,11 @@ Gathered AllGather::next(GatherRequest const& request) const {
     throw std::invalid_argument("a_out: found null, wanted the gathered A for the pull transport");
   }
 
-  int const s = next_slot_;
+  int const s = handles_->slot;
   bool const is_pull = request.transport == Transport::CopyEnginePull;
   int column_chunks = 1;
   Gathered gathered;
-  gathered.a = is_pull ? request.a_out : slot(rank_, s);
+  gathered.a = is_pull ? request.a_out : gather_buffer(rank_, s);
   gathered.signals = words(rank_, s, kSignals);
   gathered.tags = is_pull ? words(rank_, s, kTags) : nullptr;
   gathered.ready_value = request.tag;
@@ -230,26 +261,7 @@ Gathered AllGather::next(GatherRequest const& request) const {
   return gathered;
 }
 
-/// Calls of one workspace run one after the other also when they come on different streams. Between
-/// eager calls and graph replays on different streams the caller has to order them, as with NCCL.
-void AllGather::order_after_last_call(void* stream_handle) {
-  auto const stream = static_cast<cudaStream_t>(stream_handle);
-  cudaStreamCaptureStatus status{};
-  unsigned long long id = 0;
-  AGMM_CHECK_CUDA(cudaStreamGetCaptureInfo(stream, &status, &id));
-  handles_->capture = status == cudaStreamCaptureStatusActive ? id : 0;
-  if (handles_->capture == 0) {
-    // By id: another stream may get the handle of one that was destroyed.
-    AGMM_CHECK_CUDA(cudaStreamGetId(stream, &handles_->stream));
-    if (handles_->any_call && handles_->last_stream != handles_->stream) {
-      AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->call_done, 0));
-    }
-  } else if (handles_->last_capture == id) {
-    AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->captured_call_done, 0));
-  }
-}
-
-void AllGather::take_credits(int s) {
+void AllGather::take_credits(int s, Sequence const& sequence) {
   std::vector<CUstreamBatchMemOpParams> ops;
   uint32_t* const credits = words(rank_, s, kCredits);
   for (int i = 1; i < world_size(); ++i) {
@@ -257,7 +269,7 @@ void AllGather::take_credits(int s) {
     ops.push_back(wait_op(credit, 1, CU_STREAM_WAIT_VALUE_EQ));
     ops.push_back(write_op(credit, 0));
   }
-  batch(handles_->copies, ops);
+  batch(sequence.copies, ops);
 }
 
 StageArgs AllGather::stage_args(GatherRequest const& request, int s) const {
@@ -283,39 +295,40 @@ void AllGather::copy_boundary_rows(GatherRequest const& request, int s, void* st
   int i = 0;
   for (Range const rows : {request.shared.head, request.shared.tail}) {
     std::size_t const begin = rows.begin * request.row_bytes;
-    args.copies[i++] = {shard + (begin - own_offset), slot(rank_, s) + begin, nullptr,
+    args.copies[i++] = {shard + (begin - own_offset), gather_buffer(rank_, s) + begin, nullptr,
                         static_cast<std::size_t>(rows.size() * request.row_bytes)};
   }
-  AGMM_CHECK_CUDA(launch_stage(args, current_device().sm_count, static_cast<cudaStream_t>(stream)));
+  AGMM_CHECK_CUDA(launch_stage(args, sm_count_, static_cast<cudaStream_t>(stream)));
 }
 
 /// Pull: the own shard, to where the peers read it and into the caller's A.
-void AllGather::stage_own_shard(GatherRequest const& request, int s) {
+void AllGather::stage_own_shard(GatherRequest const& request, int s, Sequence const& sequence) {
   std::size_t const shard_bytes = request.rows * request.row_bytes;
   StageArgs args = stage_args(request, s);
   args.credits = words(rank_, s, kCredits);
   args.peer_tags = handles_->peer_words + (2 * s + 1) * world_size();
   args.copies[0] = {request.a_shard, staged_shard(rank_, s),
                     static_cast<char*>(request.a_out) + rank_ * shard_bytes, shard_bytes};
-  AGMM_CHECK_CUDA(launch_stage(args, current_device().sm_count, handles_->copies));
-  AGMM_CHECK_CUDA(cudaEventRecord(handles_->staged, handles_->copies));
+  AGMM_CHECK_CUDA(launch_stage(args, sm_count_, sequence.copies));
+  AGMM_CHECK_CUDA(cudaEventRecord(sequence.staged, sequence.copies));
 }
 
-void AllGather::push(GatherRequest const& request, int s) {
+void AllGather::push(GatherRequest const& request, int s, Sequence const& sequence) {
   std::size_t const shard_bytes = request.rows * request.row_bytes;
-  take_credits(s);
+  take_credits(s, sequence);
   // Nearest consumer first: r-1 computes this shard next after its own.
   for (int i = 1; i < world_size(); ++i) {
     int const peer = (rank_ + world_size() - i) % world_size();
-    copy(slot(peer, s) + rank_ * shard_bytes, request.a_shard, shard_bytes, handles_->copies);
+    copy(gather_buffer(peer, s) + rank_ * shard_bytes, request.a_shard, shard_bytes,
+         sequence.copies);
     uint32_t* const signal = words(peer, s, kSignals) + rank_;
     if (i + 1 < world_size()) {
-      write(handles_->copies, signal, request.tag);
+      write(sequence.copies, signal, request.tag);
       continue;
     }
     std::vector<CUstreamBatchMemOpParams> ops{write_op(signal, request.tag),
                                               write_op(words(rank_, s, kCounters) + kSent, 1)};
-    batch(handles_->copies, ops);
+    batch(sequence.copies, ops);
   }
 }
 
@@ -360,7 +373,7 @@ SmPushArgs AllGather::sm_push_args(GatherRequest const& request, int s) const {
   int64_t const sent = (world_size() - 1) * request.rows * request.row_bytes;
   args.consumers_copy = sent <= kConsumersCopyBytes;
   for (int p = 0; p < world_size(); ++p) {
-    args.places[p] = {slot(p, s) + rank_ * request.rows * request.row_bytes,
+    args.places[p] = {gather_buffer(p, s) + rank_ * request.rows * request.row_bytes,
                       words(p, s, kSignals) + rank_ * request.sm_push.chunks};
   }
   args.head = static_cast<int32_t>(request.shared.head.size());
@@ -373,7 +386,7 @@ SmPushArgs AllGather::sm_push_args(GatherRequest const& request, int s) const {
   return args;
 }
 
-void AllGather::pull(GatherRequest const& request, int s) {
+void AllGather::pull(GatherRequest const& request, int s, Sequence const& sequence) {
   std::size_t const shard_bytes = request.rows * request.row_bytes;
   auto* const out = static_cast<char*>(request.a_out);
   uint32_t* const signals = words(rank_, s, kSignals);
@@ -383,62 +396,90 @@ void AllGather::pull(GatherRequest const& request, int s) {
     int const peer = (rank_ + i) % world_size();
     // Any tag will do here: the consumer compares it, and ends the process if it is another call's.
     ops.push_back(wait_op(words(rank_, s, kTags) + peer, 1, CU_STREAM_WAIT_VALUE_GEQ));
-    batch(handles_->copies, ops);
-    copy(out + peer * shard_bytes, staged_shard(peer, s), shard_bytes, handles_->copies);
+    batch(sequence.copies, ops);
+    copy(out + peer * shard_bytes, staged_shard(peer, s), shard_bytes, sequence.copies);
     ops.assign(1, write_op(signals + peer, request.tag));
   }
-  batch(handles_->copies, ops);
+  batch(sequence.copies, ops);
 }
 
-bool AllGather::begin(GatherRequest const& request, void* stream_handle) {
+int AllGather::slot() const { return handles_->slot; }
+bool AllGather::is_captured() const { return handles_->capture != 0; }
+
+void AllGather::enter(void* stream_handle) {
   auto const stream = static_cast<cudaStream_t>(stream_handle);
-  order_after_last_call(stream);
-  int const s = next_slot_;
-  handles_->slot = s;
-  next_slot_ = (next_slot_ + 1) % kSlots;
-  handles_->copies_in_use = request.transport != Transport::SmPush;
-  if (handles_->copies_in_use) {
-    AGMM_CHECK_CUDA(cudaEventRecord(handles_->fork, stream));
-    AGMM_CHECK_CUDA(cudaStreamWaitEvent(handles_->copies, handles_->fork, 0));
+  cudaStreamCaptureStatus status{};
+  SlotRing::Capture id = 0;
+  AGMM_CHECK_CUDA(cudaStreamGetCaptureInfo(stream, &status, &id));
+  if (status == cudaStreamCaptureStatusInvalidated) {
+    throw std::runtime_error("stream: found an invalid capture, wanted a valid one or none");
   }
+  handles_->capture = status == cudaStreamCaptureStatusActive ? id : 0;
+  // By id: another stream may get the handle of one that was destroyed.
+  if (!is_captured()) AGMM_CHECK_CUDA(cudaStreamGetId(stream, &handles_->stream));
+  if (ring_.is_broken(handles_->capture)) {
+    throw std::runtime_error(
+        is_captured()
+            ? "workspace: an earlier call of this capture failed half-way; wanted another "
+              "capture"
+            : "workspace: an earlier call failed half-way, so its ranks may be out of "
+              "step; wanted new processes");
+  }
+  handles_->slot = ring_.next_slot(handles_->capture);
+}
+
+void AllGather::begin(GatherRequest const& request, void* stream_handle) {
+  auto const stream = static_cast<cudaStream_t>(stream_handle);
+  int const s = handles_->slot;
+  bool const is_first = ring_.find(handles_->capture) == SlotRing::kNone;
+  handles_->sequence = ring_.begin(handles_->capture);
+  std::unique_ptr<Sequence>& place = handles_->sequences[handles_->sequence];
+  if (place == nullptr) {
+    RelaxedCapture const relaxed;
+    place = std::make_unique<Sequence>();
+  }
+  Sequence& sequence = *place;
+  // Calls of one workspace run one after the other also when they come on different streams.
+  // Between eager calls and graph replays on different streams the caller has to order them, as
+  // with NCCL.
+  if (!is_first && (is_captured() || sequence.last_stream != handles_->stream)) {
+    AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, sequence.call_done, 0));
+  }
+  handles_->copies_in_use = request.transport != Transport::SmPush;
+  if (!handles_->copies_in_use) return;
+  AGMM_CHECK_CUDA(cudaEventRecord(sequence.fork, stream));
+  AGMM_CHECK_CUDA(cudaStreamWaitEvent(sequence.copies, sequence.fork, 0));
   if (request.transport == Transport::CopyEnginePush) {
     if (!request.shared.head.empty() || !request.shared.tail.empty()) {
       copy_boundary_rows(request, s, stream);
     }
-  } else if (request.transport == Transport::CopyEnginePull) {
-    stage_own_shard(request, s);
-    AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->staged, 0));
-  }
-  return handles_->capture != 0;
-}
-
-void AllGather::send(GatherRequest const& request) {
-  if (!handles_->copies_in_use) return;
-  if (request.transport == Transport::CopyEnginePush) {
-    push(request, handles_->slot);
+    push(request, s, sequence);
   } else {
-    pull(request, handles_->slot);
+    stage_own_shard(request, s, sequence);
+    AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, sequence.staged, 0));
+    pull(request, s, sequence);
   }
   // Else the consumer ends after the copies: it awaits their signals, or their word that all is
   // sent. A capture wants the streams joined too.
-  if (handles_->capture != 0) {
-    AGMM_CHECK_CUDA(cudaEventRecord(handles_->copies_done, handles_->copies));
-  }
+  if (is_captured()) AGMM_CHECK_CUDA(cudaEventRecord(sequence.copies_done, sequence.copies));
 }
 
 void AllGather::end(void* stream_handle) {
   auto const stream = static_cast<cudaStream_t>(stream_handle);
-  if (handles_->copies_in_use && handles_->capture != 0) {
-    AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, handles_->copies_done, 0));
+  Sequence& sequence = *handles_->sequences[handles_->sequence];
+  if (handles_->copies_in_use && is_captured()) {
+    AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, sequence.copies_done, 0));
   }
-  if (handles_->capture == 0) {
-    AGMM_CHECK_CUDA(cudaEventRecord(handles_->call_done, stream));
-    handles_->any_call = true;
-    handles_->last_stream = handles_->stream;
-  } else {
-    AGMM_CHECK_CUDA(cudaEventRecord(handles_->captured_call_done, stream));
-    handles_->last_capture = handles_->capture;
-  }
+  AGMM_CHECK_CUDA(cudaEventRecord(sequence.call_done, stream));
+  sequence.last_stream = handles_->stream;
+  ring_.end(handles_->capture);
+}
+
+void AllGather::abandon(void* stream) noexcept {
+  if (!is_captured()) return;
+  // Not allowed in a capture, which ends it.
+  cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
+  cudaGetLastError();
 }
 
 }  // namespace agmm

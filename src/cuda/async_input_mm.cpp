@@ -1,53 +1,41 @@
 #include "agmm/async_input_mm.hpp"
 
 #include <algorithm>
-#include <functional>
-#include <iterator>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <set>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <unordered_map>
+#include <utility>
 
+#include "agmm/fields.hpp"
 #include "kernel_entry.hpp"
 #include "runtime.hpp"
 
 namespace agmm {
 
+AGMM_FIELDS(Problem, m, n, k, dtype, b_layout);
+AGMM_FIELDS(PushOrder, chunks, log_parts, head_chunks, head_level, tail_level, rounds, chunk_at);
+AGMM_FIELDS(SmPushArgs::Place, rows, signals);
+AGMM_FIELDS(SmPushArgs, rank, world_size, slot, shard, rows, row_vectors, chunk_vectors, order,
+            first_peers, consumers_copy, places, head, tail, tag, credits, claims, tail_claims, go);
+AGMM_FIELDS(AsyncInputArgs, problem, config, a, a_local, b, ldb, bias, out, a_out, signals,
+            ready_value, chunks_m, chunks_k, chunk_pivot, local_begin, local_end, sm_count, rank,
+            chunks_per_rank, mismatch_is_fatal, tags, count_bits, limit_ns, report, release_signals,
+            release_count, counters, counter_count, peer_credits, peer_count, sent, push,
+            split_scratch, report_lock, tile_times);
+
 namespace {
 
-auto fields(AsyncInputArgs const& a) {
-  return std::make_tuple(
-      a.problem.m, a.problem.n, a.problem.k, a.problem.dtype, a.problem.b_layout,
-      a.config.shape.tile_m, a.config.shape.tile_n, a.config.shape.tile_k, a.config.shape.cluster_m,
-      a.config.shape.cluster_n, a.config.shape.schedule, a.config.shape.timed, a.config.max_swizzle,
-      a.config.raster, a.config.splits, a.split_scratch, a.a, a.a_local, a.b, a.ldb, a.bias, a.out,
-      a.a_out, a.signals, a.ready_value, a.chunks_m, a.chunks_k, a.chunk_pivot, a.local_begin,
-      a.local_end, a.sm_count, a.rank, a.chunks_per_rank, a.mismatch_is_fatal, a.tags, a.count_bits,
-      a.limit_ns, a.report, a.release_signals, a.release_count, a.counters, a.counter_count,
-      a.peer_credits, a.peer_count, a.sent, a.report_lock, a.tile_times, a.push.shard, a.push.rows,
-      a.push.row_vectors, a.push.chunk_vectors, a.push.order.chunks, a.push.order.log_parts,
-      a.push.order.head_chunks, a.push.order.head_level, a.push.order.tail_level,
-      a.push.order.rounds, a.push.first_peers, a.push.head, a.push.tail, a.push.tag, a.push.credits,
-      a.push.claims, a.push.tail_claims, a.push.go, a.push.rank, a.push.world_size, a.push.slot);
-}
-
 struct Hash {
-  std::size_t operator()(AsyncInputArgs const& args) const {
-    std::size_t seed = 0;
-    auto const mix = [&seed](auto const& field) {
-      seed ^= std::hash<std::decay_t<decltype(field)>>{}(field) + 0x9e3779b97f4a7c15ull +
-              (seed << 6) + (seed >> 2);
-    };
-    std::apply([&mix](auto const&... field) { (mix(field), ...); }, fields(args));
-    if (args.push.shard != nullptr) {
-      for (SmPushArgs::Place const& place : args.push.places) mix(place.rows);
-      mix(args.push.order.chunk_at[1]);
-    }
-    return seed;
+  std::size_t operator()(AsyncInputArgs const& args) const { return hash_of_fields(args); }
+};
+
+struct IsSame {
+  bool operator()(AsyncInputArgs const& a, AsyncInputArgs const& b) const {
+    return same_fields(a, b);
   }
 };
 
@@ -70,7 +58,7 @@ class ParamsCache {
 
  private:
   static constexpr std::size_t kCapacity = 4096;
-  std::unordered_map<AsyncInputArgs, Params, Hash> params_;
+  std::unordered_map<AsyncInputArgs, Params, Hash, IsSame> params_;
 };
 
 KernelEntry const* find_kernel(AsyncInputArgs const& args) {
@@ -138,13 +126,7 @@ void check(AsyncInputArgs const& args) {
     refuse("a_chunk_pivot", std::to_string(args.chunk_pivot),
            "0 to " + std::to_string(args.chunks_m - 1));
   }
-  DeviceFacts const& device = current_device();
-  if (device.capability_major != 9) {
-    refuse("A",
-           "a device of compute capability " + std::to_string(device.capability_major) + "." +
-               std::to_string(device.capability_minor),
-           "9.0 (Hopper)");
-  }
+  DeviceFacts const& device = kernels_device();
   KernelEntry const* const kernel = find_kernel(args);
   if (kernel == nullptr) {
     refuse("config", args.config.shape.str() + " for " + p.str(), "a kernel of this build");
@@ -182,17 +164,6 @@ void check(AsyncInputArgs const& args) {
 
 }  // namespace
 
-bool AsyncInputArgs::operator==(AsyncInputArgs const& other) const {
-  auto const is_same = [](SmPushArgs::Place const& a, SmPushArgs::Place const& b) {
-    return a.rows == b.rows && a.signals == b.signals;
-  };
-  return fields(*this) == fields(other) &&
-         std::equal(std::begin(push.places), std::end(push.places), std::begin(other.push.places),
-                    is_same) &&
-         std::equal(std::begin(push.order.chunk_at), std::end(push.order.chunk_at),
-                    std::begin(other.push.order.chunk_at));
-}
-
 std::vector<KernelShape> built_kernels() {
   std::vector<KernelShape> shapes;
   for (std::size_t i = 0; i < kKernelCount; ++i) {
@@ -228,8 +199,7 @@ std::size_t max_split_scratch_bytes() {
 }
 
 void load_kernels() {
-  DeviceFacts const& device = current_device();
-  if (device.capability_major != 9) return;  // none of them can be used
+  DeviceFacts const& device = kernels_device();
   for (std::size_t i = 0; i < kKernelCount; ++i) make_ready(*kKernelTable[i], device);
 }
 

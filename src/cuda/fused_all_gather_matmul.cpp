@@ -4,21 +4,22 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <utility>
+#include <vector>
 
+#include "agmm/fields.hpp"
 #include "agmm/signals.hpp"
 #include "runtime.hpp"
 
 namespace agmm {
 
+AGMM_FIELDS(FusedArgs, transport, push_parts, chunk_columns, first_peers, head_chunks, a_shard,
+            a_out, rows, k, dtype, limit_ns, tile_times);
+AGMM_FIELDS(Weight, b, ldb, b_layout, n, bias, out, config);
+
 namespace {
 
 constexpr int64_t kElementBytes = 2;
-// Of a GPU that ranks share, left to the copies inside it, which are kernels: while these SMs are
-// free they run, however long the matmul beside them waits. An even number, for clusters of 2.
-constexpr int kSmsForCopies = 2;
-
 AsyncInputArgs matmul_of(Weight const& weight, FusedArgs const& args, int rank, int world_size) {
   AsyncInputArgs mm;
   mm.problem = {world_size * args.rows, weight.n, args.k, args.dtype, weight.b_layout};
@@ -35,22 +36,25 @@ AsyncInputArgs matmul_of(Weight const& weight, FusedArgs const& args, int rank, 
   mm.rank = rank;
   mm.mismatch_is_fatal = true;
   mm.limit_ns = args.limit_ns;
-  mm.split_scratch = args.split_scratch;
   return mm;
 }
 
-auto fields(FusedArgs const& a) {
-  return std::tie(a.transport, a.push_parts, a.chunk_columns, a.first_peers, a.head_chunks,
-                  a.a_shard, a.a_out, a.rows, a.k, a.dtype, a.limit_ns, a.tile_times,
-                  a.split_scratch);
-}
-
-auto fields(Weight const& w) {
-  return std::tie(w.b, w.ldb, w.b_layout, w.n, w.bias, w.out, w.config.shape, w.config.max_swizzle,
-                  w.config.raster, w.config.splits);
-}
-
 }  // namespace
+
+FusedAllGatherMatmul::FusedAllGatherMatmul(int rank, std::vector<uintptr_t> const& bases,
+                                           std::size_t slot_bytes, int reserved_sms)
+    : gather_(rank, bases, slot_bytes, reserved_sms) {
+  load_kernels();
+  RelaxedCapture const relaxed;
+  void* scratch = nullptr;
+  AGMM_CHECK_CUDA(cudaMalloc(&scratch, max_split_scratch_bytes()));
+  split_scratch_ = {scratch, [](void* memory) {
+                      cudaFree(memory);
+                      cudaGetLastError();
+                    }};
+  std::vector<char> const zeros(kSplitCounterBytes);
+  AGMM_CHECK_CUDA(cudaMemcpy(scratch, zeros.data(), zeros.size(), cudaMemcpyHostToDevice));
+}
 
 FusedAllGatherMatmul::Call FusedAllGatherMatmul::prepare(FusedArgs const& args,
                                                          std::vector<Weight> const& weights) const {
@@ -105,10 +109,8 @@ FusedAllGatherMatmul::Call FusedAllGatherMatmul::prepare(FusedArgs const& args,
   std::vector<PreparedMatmul> prepared;
   for (std::size_t i = 0; i < matmuls.size(); ++i) {
     AsyncInputArgs& mm = matmuls[i];
-    // A split of K has to fit into one wave, which is planned for all SMs; few take them all.
-    if (shares_gpu_ && !is_sm_push && mm.config.splits == 1) {
-      mm.sm_count = current_device().sm_count - kSmsForCopies;
-    }
+    mm.sm_count = gather_.sm_count();
+    mm.split_scratch = split_scratch_.get();
     mm.a = gathered.a;
     mm.signals = gathered.signals;
     mm.tags = gathered.tags;
@@ -134,17 +136,16 @@ FusedAllGatherMatmul::Call FusedAllGatherMatmul::prepare(FusedArgs const& args,
     }
     prepared.push_back(prepare_async_input_mm(mm));
   }
-  return {args, weights, gather_.next_slot(), request, std::move(prepared)};
+  return {args, weights, gather_.slot(), request, std::move(prepared)};
 }
 
 FusedAllGatherMatmul::Call const& FusedAllGatherMatmul::find_or_prepare(
     FusedArgs const& args, std::vector<Weight> const& weights) {
-  int const slot = gather_.next_slot();
-  auto const is_same = [](Weight const& a, Weight const& b) { return fields(a) == fields(b); };
+  int const slot = gather_.slot();
   for (Call const& call : calls_) {
-    if (call.slot == slot && fields(call.args) == fields(args) &&
+    if (call.slot == slot && same_fields(call.args, args) &&
         std::equal(call.weights.begin(), call.weights.end(), weights.begin(), weights.end(),
-                   is_same)) {
+                   same_fields<Weight>)) {
       return call;
     }
   }
@@ -159,24 +160,18 @@ bool FusedAllGatherMatmul::operator()(FusedArgs const& args, std::vector<Weight>
                                       void* stream) {
   std::lock_guard<std::mutex> const lock(gather_.mutex());
   DeviceGuard const device(gather_.device());
-  if (failed_) {
-    throw std::runtime_error(
-        "workspace: an earlier call failed half-way, so its ranks may be out of step; wanted new "
-        "processes");
-  }
+  gather_.enter(stream);
   Call const& call = find_or_prepare(args, weights);
   // Nothing is enqueued before here, and nothing short of a CUDA failure can stop the call now.
-  bool const captured = gather_.begin(call.request, stream);
-  failed_ = !captured;  // of a capture that fails nothing is left
-  // A graph's branches begin in the order of their capture, and it ends soonest with the first. But
-  // on a GPU that ranks share, copies are kernels, which a split matmul that fills it keeps out.
-  bool const matmul_first = captured && !shares_gpu_;
-  if (!matmul_first) gather_.send(call.request);
-  for (PreparedMatmul const& mm : call.matmuls) mm.launch(stream);
-  if (matmul_first) gather_.send(call.request);
-  gather_.end(stream);
-  failed_ = false;
-  return captured;
+  try {
+    gather_.begin(call.request, stream);
+    for (PreparedMatmul const& mm : call.matmuls) mm.launch(stream);
+    gather_.end(stream);
+  } catch (...) {
+    gather_.abandon(stream);
+    throw;
+  }
+  return gather_.is_captured();
 }
 
 }  // namespace agmm

@@ -20,6 +20,17 @@
 
 namespace agmm {
 
+/// By what a kernel of an element type is found; none for a type that is not listed.
+template <class Element>
+inline constexpr DType kDType = [] {
+  static_assert(sizeof(Element) == 0, "an element type without a name in agmm::DType");
+  return DType{};
+}();
+template <>
+inline constexpr DType kDType<cutlass::bfloat16_t> = DType::BFloat16;
+template <>
+inline constexpr DType kDType<cutlass::half_t> = DType::Float16;
+
 /// CUTLASS's kernel, and beside it CTAs that only push.
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksPerMultiprocessor)
@@ -250,7 +261,7 @@ struct KernelInstance {
 
   static constexpr KernelEntry entry() {
     return {{TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed},
-            std::is_same_v<Element, cutlass::bfloat16_t> ? DType::BFloat16 : DType::Float16,
+            kDType<Element>,
             std::is_same_v<LayoutB, cutlass::layout::RowMajor> ? BLayout::RowMajor
                                                                : BLayout::ColumnMajor,
             Mainloop::kCanStoreA,

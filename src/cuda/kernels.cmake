@@ -1,3 +1,5 @@
+cmake_policy(VERSION 3.25)  # as CMakeLists.txt, where the table is included alone
+
 # The kernel table: tile_m tile_n tile_k cluster_m cluster_n schedule set. Each row is built for bf16
 # and fp16 and for both layouts of B, in one translation unit.
 # set: minimal kernels are in every build, default ones in AGMM_KERNELS=default and all, the others

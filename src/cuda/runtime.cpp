@@ -1,5 +1,7 @@
 #include "runtime.hpp"
 
+#include <unistd.h>
+
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -30,16 +32,6 @@ void* driver_entry_point(char const* name, unsigned version) {
   return function;
 }
 
-/// Lets a call that a stream capture in another mode would forbid (an allocation) go through.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 std::string message(WaitReport const& r) {
   double const waited_s = double(r.waited_ns) * 1e-9;
   double const limit_s = double(r.limit_ns) * 1e-9;
@@ -53,43 +45,60 @@ std::string message(WaitReport const& r) {
   }
 }
 
+std::atomic<DescribeReport> describe{&message};
+
 class ReportWatcher {
  public:
   ReportWatcher() {
     void* memory = nullptr;
     AGMM_CHECK_CUDA(
-        cudaHostAlloc(&memory, sizeof(WaitReport), cudaHostAllocPortable | cudaHostAllocMapped));
-    report_ = new (memory) WaitReport{};
+        cudaHostAlloc(&memory, sizeof(Reports), cudaHostAllocPortable | cudaHostAllocMapped));
+    reports_ = new (memory) Reports{};
     thread_ = std::thread([this] { watch(); });
   }
 
   ~ReportWatcher() {
+    // The thread is not copied into a forked child, which has nothing to join.
+    if (::getpid() != owner_) {
+      thread_.detach();
+      return;
+    }
     stop_ = true;
     thread_.join();
   }
 
-  WaitReport* report() const { return report_; }
+  WaitReport* report(int device) const { return &(*reports_)[device]; }
 
  private:
+  using Reports = std::array<WaitReport, kMaxDevices>;
+
   void watch() const {
     while (!stop_) {
-      if (*static_cast<uint32_t volatile*>(&report_->kind) != WaitReport::None) {
+      for (WaitReport const& report : *reports_) {
+        if (*static_cast<uint32_t const volatile*>(&report.kind) == WaitReport::None) continue;
         std::atomic_thread_fence(std::memory_order_acquire);
-        WaitReport const& r = *report_;
-        end_process(message(r));
+        end_process(describe.load()(report));
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
   }
 
-  WaitReport* report_ = nullptr;
+  Reports* reports_ = nullptr;
+  pid_t owner_ = ::getpid();
   std::atomic<bool> stop_{false};
   std::thread thread_;
 };
 
 int current_device_index() {
   int index = 0;
-  AGMM_CHECK_CUDA(cudaGetDevice(&index));
+  cudaError_t const error = cudaGetDevice(&index);
+  if (error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver) {
+    cudaGetLastError();
+    throw std::runtime_error(std::string("agmm: found no CUDA device (") +
+                             cudaGetErrorString(error) + "), wanted one of " +
+                             std::string(kBuiltArchitecture));
+  }
+  check_cuda(error, "cudaGetDevice");
   if (index >= kMaxDevices) throw std::runtime_error("agmm: more than 64 CUDA devices");
   return index;
 }
@@ -139,6 +148,16 @@ DeviceFacts const& current_device() {
   return facts[index];
 }
 
+DeviceFacts const& kernels_device() {
+  DeviceFacts const& device = current_device();
+  if (device.capability_major != 9 || device.capability_minor != 0) {
+    throw std::runtime_error("agmm: no kernel for sm_" + std::to_string(device.capability_major) +
+                             std::to_string(device.capability_minor) +
+                             "; built: " + std::string(kBuiltArchitecture));
+  }
+  return device;
+}
+
 DeviceGuard::DeviceGuard(int index) : previous_(current_device_index()), index_(index) {
   if (index_ != previous_) AGMM_CHECK_CUDA(cudaSetDevice(index_));
 }
@@ -162,7 +181,9 @@ ReportPlace report_place() {
     RelaxedCapture const relaxed;
     return ReportWatcher();
   }();
-  return {watcher.report(), locks[index]};
+  return {watcher.report(index), locks[index]};
 }
+
+void describe_reports_by(DescribeReport by) { describe = by; }
 
 }  // namespace agmm

@@ -6,6 +6,8 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <string>
+#include <string_view>
 
 namespace agmm {
 
@@ -25,13 +27,21 @@ struct Driver {
 };
 Driver const& driver();
 
-/// The place where a kernel whose wait passed its limit reports it. Created at first use, together
-/// with a thread that reads it and ends the process with the message.
+/// What the kernels of this build are compiled for.
+inline constexpr std::string_view kBuiltArchitecture = "sm_90a";
+
+/// The place where a kernel of the current device whose wait passed its limit reports it. Created
+/// at first use, together with a thread that reads it and ends the process with the message.
 struct ReportPlace {
-  WaitReport* report;     // pinned host memory
+  WaitReport* report;     // pinned host memory, of this device alone
   uint32_t* report_lock;  // memory of the current device
 };
 ReportPlace report_place();
+
+/// What that message says. It is called by the thread that reads, at the end of the process, and
+/// may take its time. The default names rank, source, chunk and the words seen.
+using DescribeReport = std::string (*)(WaitReport const& report);
+void describe_reports_by(DescribeReport describe);
 
 struct DeviceFacts {
   int index;
@@ -39,7 +49,23 @@ struct DeviceFacts {
   int capability_major;
   int capability_minor;
 };
+/// Throws std::runtime_error where there is none.
 DeviceFacts const& current_device();
+
+/// The current device, where this build has kernels for it; else throws std::runtime_error.
+DeviceFacts const& kernels_device();
+
+/// Lets a call that a stream capture in another mode would forbid (an allocation) go through.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(RelaxedCapture const&) = delete;
+  RelaxedCapture& operator=(RelaxedCapture const&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
 
 /// Makes a device current for a scope.
 class DeviceGuard {

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 
 import agmm
 from agmm import _call_plan, _core
@@ -411,6 +413,81 @@ def graphs(
     return exact.faults("graphs")
 
 
+def two_rounds(world_size: int, calls: int, seed: int) -> Faults:
+    """SM push of more than kConsumersCopyBytes, the nearest peer first, by a cooperative kernel:
+    the warp of the first item finds credits that the second round has taken."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    k = 4096
+    rows = 14 * 2**20 // (2 * k * (world_size - 1))
+    kernel = next(c for c in _call_plan.kernels() if c.schedule == "cooperative")
+    exact = ExactCalls(group, LocalShape(rows, 264, k), seed)
+    poison(group)
+    draw = random.Random(seed + exact.rank)
+    for _ in range(calls):
+        exact.new_data()
+        if draw.random() < 0.2:
+            torch.cuda._sleep(draw.randrange(1, 400_000))
+        out = agmm.all_gather_matmul(
+            exact.shard, exact.B, group, config=f"{kernel.name}/sm32x128+1", strict=True
+        )
+        exact.compare(None, out)
+    return exact.faults("two rounds")
+
+
+def captured_by_some(world_size: int, way: str) -> Faults:
+    """Ranks that capture different numbers of calls, and fail in a capture, are still in step."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    exact = ExactCalls(group, LocalShape(192, 256, 512))
+    exact.call(way)
+    torch.cuda.synchronize()
+    dist.barrier(group, device_ids=[device().index])
+    extra, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    for attempt in range(exact.rank):
+        try:
+            with torch.cuda.graph(extra, capture_error_mode="thread_local"):
+                for _ in range(1 + attempt % 2):
+                    exact.call(way)
+                if attempt == 0:
+                    raise InterruptedError
+        except InterruptedError:
+            continue
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        exact.new_data()
+        exact.call(way)
+    for i in range(20):
+        for _ in range(i % 3):
+            graph.replay()
+        exact.new_data()
+        exact.call(way)
+    return exact.faults("captured by some")
+
+
+def profiled_graph(way: str) -> Faults:
+    """A graph of two calls under torch's profiler. In ranks of its own."""
+    group = dist.group.WORLD
+    assert group is not None
+    exact = ExactCalls(group, LocalShape(192, 256, 512))
+    exact.call(way)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(2):
+            exact.new_data()
+            exact.call(way)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities):
+        for _ in range(5):
+            graph.replay()
+            exact.new_data()
+            exact.call(way)
+        torch.cuda.synchronize()
+    return exact.faults("profiled")
+
+
 def graph_outlives_growth() -> Faults:
     """In ranks of its own: a workspace grows only where all ranks have made equally many."""
     group = dist.group.WORLD
@@ -464,6 +541,60 @@ def two_groups() -> Faults:
     for thread in threads:
         thread.join()
     return [f for part in parts for f in part.faults("two groups")]
+
+
+_MEETING = """
+extern "C" __global__ void __cluster_dims__(%d, 1, 1) __launch_bounds__(512)
+meet(unsigned* here, unsigned volatile* own, unsigned volatile* peer, unsigned turn) {
+  if (threadIdx.x != 0) return;
+  atomicAdd(here, 1);  // as one that has all of its CTAs: none goes on before all run
+  while (atomicAdd(here, 0) < turn * gridDim.x) {
+  }
+  peer[blockIdx.x] = turn;
+  __threadfence_system();
+  while (own[blockIdx.x] < turn) {
+  }
+}
+"""
+
+
+def two_communicators(ctas: int, cluster: int, way: str) -> Faults:
+    """Another group's kernel meets the calls in an order that only free multiprocessors resolve.
+
+    Rank 0 starts the matmul, which waits for rank 1, then the other kernel on a second stream. Rank
+    1 starts the other kernel, which waits for rank 0's, and its call comes behind it. The kernel
+    has ``ctas`` CTAs of 512 threads, too many to run beside a CTA of the matmul, and wants
+    all of them at once. In two ranks of its own.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    rank = dist.get_rank()
+    exact = ExactCalls(group, LocalShape(1024, 4096, 1024))
+    exact.call(way)
+    words = symm_mem.empty(ctas, dtype=torch.int32, device=device())
+    handle = symm_mem.rendezvous(words, group.group_name)
+    words.zero_()
+    peer = handle.get_buffer(1 - rank, (ctas,), torch.int32)
+    here = torch.zeros(1, dtype=torch.int32, device=device())
+    meet: Any = torch.cuda._compile_kernel(_MEETING % cluster, "meet")
+    other = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    dist.barrier(group, device_ids=[device().index])
+    for turn in range(1, 6):
+        if turn > 1:  # the first one loads the kernel, which waits for the device
+            exact.new_data()
+            if rank == 0:
+                found = exact.product(way)
+                time.sleep(0.1)  # until it has filled the GPU
+        with torch.cuda.stream(other if rank == 0 else torch.cuda.current_stream()):
+            meet((ctas, 1, 1), (512, 1, 1), (here, words, peer, turn))
+        if turn > 1:
+            if rank == 1:
+                found = exact.product(way)
+            exact.compare(*found)
+        torch.cuda.synchronize()
+        dist.barrier(group, device_ids=[device().index])
+    return exact.faults("two communicators")
 
 
 def compiled(world_size: int) -> Faults:

@@ -38,7 +38,6 @@ class StandIn:
         torch.cuda.synchronize()
         places = [memory.data_ptr() for memory in self.memory]
         self.cores = [_core.CudaWorkspace(r, places, slot_bytes) for r in range(world_size)]
-        self.scratch = [_cuda._split_scratch(m.device) for m in self.memory]
         self.streams = [torch.cuda.Stream() for _ in range(world_size)]
 
     def call(
@@ -58,12 +57,11 @@ class StandIn:
                 shards[r].data_ptr(),
                 shards[r].shape[0],
                 A.shape[1],
-                True,
+                _core.DType.bfloat16,
                 [(*weight, _cuda._core_config(config))],
                 _cuda._core_transport(transport),
                 gathered[r].data_ptr(),
                 0,
-                self.scratch[r].data_ptr(),
                 self.streams[r].cuda_stream,
             )
         torch.cuda.synchronize()

@@ -218,6 +218,30 @@ def test_graphs(gpu_pool: RankPool, world_size: int, calls_per_graph: int, first
     check(results, world_size)
 
 
+@pytest.mark.parametrize("way", ["push", "pull", "sm"])
+@pytest.mark.parametrize("world_size", ALL[1:])
+def test_captures_of_some_ranks(gpu_pool: RankPool, world_size: int, way: str) -> None:
+    check(gpu_pool.run(gpu_work.captured_by_some, world_size, way), world_size)
+
+
+@pytest.mark.parametrize("world_size", ALL[2:])
+def test_two_rounds_of_an_sm_push(gpu_pool: RankPool, world_size: int) -> None:
+    """With AGMM_STRESS_DELAYS the first credit was lost now and then, and the call ended by its
+    limit."""
+    stress(gpu_pool, gpu_work.two_rounds, world_size)
+
+
+@needs_two
+@pytest.mark.parametrize("way", ["push", "pull", "sm"])
+@pytest.mark.parametrize(
+    "environment", [{}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_LAUNCH_BLOCKING": "1"}]
+)
+def test_graphs_where_streams_may_not_run_at_once(environment: dict[str, str], way: str) -> None:
+    """What a matmul waits for is captured before it."""
+    with RankPool(min(RANKS, 4), "cuda", 120, environment) as pool:
+        check(pool.run(gpu_work.profiled_graph, way), pool.world_size)
+
+
 @needs_two
 @pytest.mark.parametrize("work", [gpu_work.graph_outlives_growth, gpu_work.two_groups])
 def test_with_more_workspaces(work: Callable[[], gpu_work.Faults]) -> None:
@@ -234,6 +258,25 @@ def test_compiled(gpu_pool: RankPool, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", ALL[1:])
 def test_unfused(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(gpu_work.unfused, world_size), world_size)
+
+
+@needs_two
+@pytest.mark.parametrize("way", ["push", "sm"])
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_another_group_finds_multiprocessors(cluster: int, way: str) -> None:
+    environment = {"AGMM_RESERVED_SMS": "8", "AGMM_TIMEOUT_S": "20"}
+    with RankPool(2, "cuda", 120, environment) as pool:
+        check(pool.run(gpu_work.two_communicators, 8, cluster, way), 2)
+
+
+@needs_two
+def test_without_them_the_groups_wait_for_each_other() -> None:
+    """That the test above can fail. (Ranks that share a GPU leave two, for copies.)"""
+    environment = {"AGMM_RESERVED_SMS": "0", "AGMM_TIMEOUT_S": "5"}
+    with RankPool(2, "cuda", 60, environment) as pool:
+        with pytest.raises(RankError) as failure:
+            pool.run(gpu_work.two_communicators, 8, 1, "push")
+        assert 124 in failure.value.exit_codes.values(), failure.value
 
 
 MISSING = "from rank 1: "

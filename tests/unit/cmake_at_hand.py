@@ -1,4 +1,4 @@
-"""The CMake of this environment, or else of the machine; None where there is none."""
+"""The CMakes of this environment and of the machine, which may be the oldest that is supported."""
 
 from __future__ import annotations
 
@@ -6,4 +6,6 @@ import shutil
 import sys
 from pathlib import Path
 
-CMAKE = shutil.which("cmake", path=str(Path(sys.executable).parent)) or shutil.which("cmake")
+_FOLDERS = (str(Path(sys.executable).parent), None, "/usr/bin")
+CMAKES = tuple(dict.fromkeys(filter(None, (shutil.which("cmake", path=p) for p in _FOLDERS))))
+CMAKE = CMAKES[0] if CMAKES else None

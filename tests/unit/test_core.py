@@ -122,7 +122,7 @@ def test_matmul_refuses_without_cuda() -> None:
             m=128,
             n=128,
             k=64,
-            is_bf16=True,
+            dtype=_core.DType.bfloat16,
             b_column_major=True,
             ldb=64,
             signals=0,

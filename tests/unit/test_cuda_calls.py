@@ -27,7 +27,7 @@ def test_one_rank_uses_the_config_that_was_asked_for(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(_cuda, "async_input_mm", matmul)
     workspace = mock.Mock(world_size=1, _device=torch.device("cpu"))
-    A, B = torch.ones(2, 3, 8), torch.ones(8, 5)
+    A, B = torch.ones(2, 3, 8).bfloat16(), torch.ones(8, 5).bfloat16()
     call = _cuda.CudaWorkspace.prepare(workspace, A, [B], return_A=True, config=CONFIG)
     gathered, (out,) = call(A, [B], [None])
     assert asked == [CONFIG]
@@ -35,6 +35,14 @@ def test_one_rank_uses_the_config_that_was_asked_for(monkeypatch: pytest.MonkeyP
     assert gathered is not None
     assert torch.equal(gathered, A)
     assert gathered.data_ptr() != A.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float8_e4m3fn])
+def test_a_dtype_without_kernels_is_not_taken_for_fp16(dtype: torch.dtype) -> None:
+    workspace = mock.Mock(world_size=1, _device=torch.device("cpu"))
+    A, B = torch.ones(2, 8).to(dtype), torch.ones(8, 8).to(dtype)
+    with pytest.raises(InvalidArgument, match=f"^A_shard: found dtype {dtype}, wanted torch.bfl"):
+        _cuda.CudaWorkspace.prepare(workspace, A, [B], return_A=True, config=CONFIG)
 
 
 def test_kept_calls_end_with_their_group() -> None:

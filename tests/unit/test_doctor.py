@@ -146,6 +146,16 @@ def test_what_stands_against_fusion_is_said(
     assert reason in verdict.found
 
 
+def test_pairs_without_atomics_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_gpus(monkeypatch, (9, 0), peers=True)
+    monkeypatch.setattr(doctor, "_load_core", lambda: (_core(), None))
+    monkeypatch.setattr("agmm._links._core.peer_atomics", lambda a, b: a < b)
+    finding = doctor._links()
+    assert "no native atomics between 1-0" in finding.found
+    assert finding.meaning == "such groups take copy engines, never SM push"
+    assert finding.status == "note"
+
+
 def test_pairs_without_peer_access_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend_gpus(monkeypatch, (9, 0), peers=False)
     assert "0-1, 1-0" in doctor._links().found

@@ -21,7 +21,13 @@ def test_switch(monkeypatch: pytest.MonkeyPatch, value: str | None, wanted: bool
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("AGMM_TIMEOUT_S", "soon"), ("AGMM_CACHE", "maybe"), ("AGMM_SHARED_GPUS", "yes")],
+    [
+        ("AGMM_TIMEOUT_S", "soon"),
+        ("AGMM_CACHE", "maybe"),
+        ("AGMM_SHARED_GPUS", "yes"),
+        ("AGMM_RESERVED_SMS", "-1"),
+        ("AGMM_RESERVED_SMS", "all"),
+    ],
 )
 def test_nonsense_is_found_before_a_run(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
@@ -45,3 +51,9 @@ def test_typo_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         InvalidArgument, match=r"^AGMM_SHARED_GPUS: found 'yes', wanted 'on' or 'off'$"
     ):
         _env.is_on(_env.SHARED_GPUS)
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("", None), ("auto", None), ("0", 0), ("16", 16)])
+def test_reserved_sms(monkeypatch: pytest.MonkeyPatch, value: str, wanted: int | None) -> None:
+    monkeypatch.setenv(_env.RESERVED_SMS.name, value)
+    assert _env.reserved_sms() == wanted

@@ -44,6 +44,18 @@ def test_by_the_cost_model() -> None:
     assert text.count("push, ") == 1 + len(explain.kernels_for(GPU))
 
 
+def test_links_without_atomics_take_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_rows = PROBLEM._replace(m=512)
+    assert "plan: sm" in said(few_rows)
+    monkeypatch.setattr(explain, "_has_atomics_here", lambda gpu: gpu != GPU)
+    text = said(few_rows)
+    assert "plan: push, " in text
+    assert "sm16x" not in text
+    assert (
+        "note: links between the GPUs here have no native atomics, so SM push is not legal" in text
+    )
+
+
 def test_by_a_row(folder: Path) -> None:
     plan = Plan("push", KernelConfig.parse("128x192x64_2x1_cooperative/swizzle2/along_m"))
     tables.save(GPU, 4, [(Key.of(PROBLEM), Row(4096, plan, 351.0, 325.0, 520.0, "0.1.0"))])

@@ -875,3 +875,40 @@ def test_a_warm_look_up_takes_no_time() -> None:
             chooses.plan(Problem(4096, 3584, 8192, "bfloat16", 4, False, "column", TUNED.gpu, 0))
         best_us = min(best_us, (time.perf_counter() - begin) / calls * 1e6)
     assert best_us < 10  # 2 on a quiet machine
+
+
+# --- links and multiprocessors ---
+
+
+def test_links_without_atomics_rule_out_sm_push() -> None:
+    reason = "sm push: found links without native atomics, wanted NVLink between all GPUs"
+    for problem in random_problems(100):
+        without = problem._replace(peer_atomics=False)
+        for p, _ in Planner(KERNELS).alternatives(without):
+            assert plan.SmPush.parse(p.transport) is None
+        if problem.world_size > 1:
+            assert plan.why_transport_illegal(without, SMALL, "sm16x128") == reason
+            assert plan.sm_pushes(without, SMALL) == []
+
+
+def test_rows_of_sm_push_are_passed_over_where_links_have_no_atomics() -> None:
+    problem = Problem(512, 3584, 8192, world_size=4)
+    row = Row(512, Plan("sm16x128", SMALL), 50.0)
+    assert planner(row).plan(problem) == row.plan
+    with pytest.warns(UserWarning, match="passes over rows of a table: plan: sm push: found links"):
+        found = planner(row).plan(problem._replace(peer_atomics=False))
+    assert found.transport in ("push", "unfused")
+
+
+def test_fewer_multiprocessors_take_no_split_that_needs_all() -> None:
+    kernel = next(k for k in KERNELS if k.can_split and k.cluster_m == 2)
+    sms = cost_model.constants(cost_model.DEFAULT_GPU).sm_count
+    problem = Problem(2 * kernel.tile_m, 8 * kernel.tile_n, 8192, world_size=2)
+    most = sms // 16
+    row = Row(problem.m, Plan("push", replace(kernel, splits=most)), 50.0)
+    assert planner(row).plan(problem) == row.plan
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the row is right, for calls that have all of them
+        found = planner(row).plan(problem._replace(sm_count=sms - 8))
+    assert found != row.plan
+    assert found.kernel is None or found.kernel.splits * 16 <= sms - 8

@@ -1,0 +1,79 @@
+"""Whether the links between GPUs carry out atomic additions, which SM push needs."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+
+from agmm import _core
+
+_NVML_P2P_ATOMICS = 3
+_NVML_OK = 0
+
+
+@cache
+def uuid(index: int) -> str:
+    """The UUID of a GPU that this process sees, as NVML names it."""
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+
+
+@cache
+def _visible() -> dict[str, int]:
+    return {uuid(index): index for index in range(torch.cuda.device_count())}
+
+
+def why_no_atomics(own: str, peers: Iterable[str]) -> str | None:
+    """The reason why a GPU cannot add to words in its peers' memory, or None. All by UUID.
+
+    NVLink does it natively. A link that does not would lose additions, or refuse them. The driver
+    is asked of GPUs that this process sees, NVML of the others on this host.
+    """
+    for peer in peers:
+        if peer == own:
+            continue
+        visible = _visible()
+        if own in visible and peer in visible:
+            found: bool | None = _core.peer_atomics(visible[own], visible[peer])
+        else:
+            found = _by_nvml(own, peer)
+        if found is None:
+            return f"it cannot be asked whether the link from {own} to {peer} has native atomics"
+        if not found:
+            return f"the link from {own} to {peer} has no native atomics"
+    return None
+
+
+def pairs_without_atomics() -> list[tuple[int, int]]:
+    """The pairs among the GPUs that this process sees whose links have none."""
+    count = torch.cuda.device_count()
+    return [
+        (a, b)
+        for a in range(count)
+        for b in range(count)
+        if a != b and not _core.peer_atomics(a, b)
+    ]
+
+
+def _by_nvml(own: str, peer: str) -> bool | None:
+    """None where NVML is missing or does not know one of them."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2() != _NVML_OK:
+        return None
+    try:
+        handles = []
+        for name in (own, peer):
+            handle = ctypes.c_void_p()
+            if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)) != _NVML_OK:
+                return None
+            handles.append(handle)
+        status = ctypes.c_int()
+        asked = nvml.nvmlDeviceGetP2PStatus(*handles, _NVML_P2P_ATOMICS, ctypes.byref(status))
+        return status.value == _NVML_OK if asked == _NVML_OK else None
+    finally:
+        nvml.nvmlShutdown()

@@ -1,0 +1,353 @@
+// The host code of src/cuda on a fake CUDA: `checks NAME` runs one of them and says what is wrong.
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "agmm/fused_all_gather_matmul.hpp"
+#include "agmm/wait_report.hpp"
+#include "fake_cuda.hpp"
+#include "runtime.hpp"
+
+namespace {
+
+using agmm::AsyncInputArgs;
+using agmm::FusedAllGatherMatmul;
+using agmm::Transport;
+using fake::state;
+
+void check(bool is_right, std::string const& what) {
+  if (is_right) return;
+  std::fprintf(stderr, "wrong: %s\n", what.c_str());
+  std::exit(1);
+}
+
+template <class Call>
+std::string error_of(Call const& call) {
+  try {
+    call();
+  } catch (std::exception const& error) {
+    return error.what();
+  }
+  return "";
+}
+
+bool has(std::string const& text, std::string const& part) {
+  return text.find(part) != std::string::npos;
+}
+
+constexpr int kRows = 128;
+constexpr int kColumns = 256;
+constexpr int kRanks = 4;
+constexpr std::size_t kSlotBytes = 4 * kRanks * kRows * kColumns;
+constexpr char const* kName[] = {"push", "pull", "SM push"};
+constexpr Transport kTransports[] = {Transport::CopyEnginePush, Transport::CopyEnginePull,
+                                     Transport::SmPush};
+
+/// A workspace of rank 1, and calls on it.
+struct Workspace {
+  std::vector<std::vector<char>> memory;
+  std::unique_ptr<FusedAllGatherMatmul> op;
+
+  explicit Workspace(int reserved_sms = 0) {
+    std::vector<uintptr_t> bases;
+    for (int rank = 0; rank < kRanks; ++rank) {
+      memory.emplace_back(agmm::AllGather::workspace_bytes(kSlotBytes, kRanks) + 128);
+      bases.push_back((reinterpret_cast<uintptr_t>(memory.back().data()) + 127) / 128 * 128);
+    }
+    op = std::make_unique<FusedAllGatherMatmul>(1, bases, kSlotBytes, reserved_sms);
+  }
+
+  void call(Transport transport, cudaStream_t stream, int rows = kRows) const {
+    static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
+    agmm::FusedArgs args;
+    args.transport = transport;
+    args.push_parts = 4;
+    args.chunk_columns = 64;
+    args.a_shard = tensors;
+    args.a_out = transport == Transport::CopyEnginePull ? tensors + (1 << 18) : nullptr;
+    args.rows = rows;
+    args.k = kColumns;
+    agmm::Weight weight;
+    weight.b = tensors + (1 << 17);
+    weight.ldb = kColumns;
+    weight.n = 128;
+    weight.out = tensors + (1 << 19);
+    weight.config.shape = {128, 128, 64, 1, 1, agmm::Schedule::Cooperative, false};
+    (*op)(args, {weight}, stream);
+  }
+
+  /// The slot of a call by push.
+  int slot_of_call(cudaStream_t stream) const {
+    call(Transport::CopyEnginePush, stream);
+    auto const at = reinterpret_cast<uintptr_t>(state().launched.back().a);
+    auto const first = (reinterpret_cast<uintptr_t>(memory[1].data()) + 127) / 128 * 128;
+    return static_cast<int>((at - first) / kSlotBytes);
+  }
+};
+
+cudaStream_t const kStream = fake::stream(1);
+cudaStream_t const kOther = fake::stream(2);
+
+void slots_of_captures() {
+  Workspace const workspace;
+  std::vector<int> eager;
+  auto const call = [&] { eager.push_back(workspace.slot_of_call(kStream)); };
+  call();
+  call();
+  call();
+  for (unsigned long long id : {71ull, 72ull, 73ull, 74ull, 75ull, 76ull, 77ull, 78ull, 79ull}) {
+    // An odd number of calls, as of a graph that is made in several attempts.
+    fake::begin_capture(kStream, id);
+    for (int wanted : {0, 1, 0}) {
+      int const found = workspace.slot_of_call(kStream);
+      check(found == wanted,
+            "slot " + std::to_string(found) + " in a capture, wanted " + std::to_string(wanted));
+    }
+    check(fake::end_capture(id), "a capture was ended");
+    call();
+  }
+  for (std::size_t i = 0; i < eager.size(); ++i) {
+    check(eager[i] == int(i % 2),
+          "eager call " + std::to_string(i) + " took slot " + std::to_string(eager[i]));
+  }
+}
+
+/// Two under way at once, and eager calls between, on any stream.
+void captures_at_once() {
+  for (Transport transport : kTransports) {
+    Workspace const workspace;
+    fake::begin_capture(kStream, 81);
+    fake::begin_capture(kOther, 82);
+    for (int i = 0; i < 3; ++i) {
+      for (cudaStream_t stream : {kStream, kOther, fake::stream(3)}) {
+        std::string const error = error_of([&] { workspace.call(transport, stream); });
+        check(error.empty(), std::string(kName[int(transport)]) + ": " + error);
+      }
+    }
+    check(fake::end_capture(81) && fake::end_capture(82), "a capture was ended");
+  }
+}
+
+/// Whichever operation of a call fails: either nothing was enqueued, and the next call is as if
+/// this one had not been, or all later calls refuse.
+void failures() {
+  for (Transport transport : kTransports) {
+    // Rows that end inside tiles, so that push has a stage kernel.
+    for (int rows : {kRows, kRows - 8}) {
+      for (int failing = 0;; ++failing) {
+        std::string const name =
+            std::string(kName[int(transport)]) + ", operation " + std::to_string(failing);
+        Workspace const workspace;
+        workspace.call(transport, kStream, rows);
+        state().operations.clear();
+        state().fail_at = failing;
+        std::string const error = error_of([&] { workspace.call(transport, kOther, rows); });
+        state().fail_at = -1;
+        if (error.empty()) break;
+        bool const has_begun = !state().operations.empty();
+        std::string const after = error_of([&] { workspace.call(transport, kOther, rows); });
+        check(has(after, "failed half-way") || (!has_begun && after.empty()),
+              name + ": the call after it: " + (after.empty() ? "none" : after));
+        std::string const later = error_of([&] { workspace.call(transport, kStream, rows); });
+        check(later == after, name + ": a later call: " + later);
+      }
+    }
+  }
+}
+
+/// Of a capture that fails nothing is left, and a call of it that failed half-way ends it.
+void failures_in_captures() {
+  unsigned long long id = 100;
+  for (Transport transport : kTransports) {
+    for (int failing = 0;; ++failing) {
+      std::string const name =
+          std::string(kName[int(transport)]) + ", operation " + std::to_string(failing);
+      Workspace const workspace;
+      check(workspace.slot_of_call(kStream) == 0, "first slot");
+      fake::begin_capture(kStream, ++id);
+      workspace.call(transport, kStream);
+      state().operations.clear();
+      state().fail_at = failing;
+      std::string const error = error_of([&] { workspace.call(transport, kStream); });
+      state().fail_at = -1;
+      if (error.empty()) {
+        check(fake::end_capture(id), name + ": a capture was ended");
+        break;
+      }
+      state().operations.clear();
+      std::string const after = error_of([&] { workspace.call(transport, kStream); });
+      check(!after.empty(), name + ": the capture goes on after half a call");
+      check(state().operations.empty(), name + ": enqueued in a broken capture");
+      check(!fake::end_capture(id), name + ": a graph with half a call");
+      for (int wanted : {1, 0}) {
+        int const found = workspace.slot_of_call(kStream);
+        check(found == wanted, name + ": eager slot " + std::to_string(found) + " after it");
+      }
+    }
+  }
+}
+
+/// Branches of a graph may run one after the other, in the order of their capture: then what a
+/// matmul waits for has to come before it.
+void copies_come_first() {
+  unsigned long long id = 200;
+  for (Transport transport : kTransports) {
+    for (bool is_captured : {false, true}) {
+      Workspace const workspace;
+      if (is_captured) fake::begin_capture(kStream, ++id);
+      state().operations.clear();
+      workspace.call(transport, kStream);
+      bool is_kernel_there = false;
+      for (fake::Operation const& operation : state().operations) {
+        bool const moves = operation.name == "copy" || operation.name == "batch" ||
+                           operation.name == "write" || operation.name == "stage";
+        check(!(moves && is_kernel_there),
+              std::string(kName[int(transport)]) + ": " + operation.name + " after the matmul");
+        is_kernel_there = is_kernel_there || operation.name == "kernel";
+      }
+      check(is_kernel_there, "no kernel");
+      if (is_captured) fake::end_capture(id);
+    }
+  }
+}
+
+/// A launch that differs in any field is prepared anew, an equal one is not.
+void equality() {
+  static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
+  AsyncInputArgs args;
+  args.problem = {256, 128, 256};
+  args.config.shape = {128, 128, 64, 1, 1, agmm::Schedule::Cooperative, false};
+  args.a = args.b = tensors;
+  args.out = tensors + 4096;
+  args.ldb = 256;
+  args.push.shard = tensors;
+  std::map<std::string, std::function<void(AsyncInputArgs&)>> const changes = {
+      {"nothing", [](AsyncInputArgs&) {}},
+      {"consumers_copy", [](AsyncInputArgs& a) { a.push.consumers_copy = true; }},
+      {"a place", [](AsyncInputArgs& a) { a.push.places[15].signals = a.push.go + 1; }},
+      {"a row of a place", [](AsyncInputArgs& a) { a.push.places[3].rows = tensors; }},
+      {"a chunk", [](AsyncInputArgs& a) { a.push.order.chunk_at[127] = 1; }},
+      {"rounds", [](AsyncInputArgs& a) { a.push.order.rounds = 2; }},
+      {"go", [](AsyncInputArgs& a) { a.push.go = reinterpret_cast<uint32_t*>(tensors); }},
+      {"swizzle", [](AsyncInputArgs& a) { a.config.max_swizzle = 2; }},
+      {"sent", [](AsyncInputArgs& a) { a.sent = reinterpret_cast<uint32_t*>(tensors); }},
+      {"limit", [](AsyncInputArgs& a) { a.limit_ns = 1; }},
+  };
+  prepare_async_input_mm(args);
+  for (auto const& [name, change] : changes) {
+    AsyncInputArgs changed = args;
+    change(changed);
+    int const before = state().kernels_prepared;
+    prepare_async_input_mm(changed);
+    prepare_async_input_mm(changed);
+    int const wanted = name == "nothing" ? 0 : 1;
+    check(state().kernels_prepared - before == wanted,
+          name + ": " + std::to_string(state().kernels_prepared - before) + " prepared");
+  }
+}
+
+/// Matmuls leave them free, whatever moves A.
+void reserved_sms() {
+  for (Transport transport : kTransports) {
+    Workspace const workspace(10);
+    workspace.call(transport, kStream);
+    int const found = state().launched.back().sm_count;
+    check(found > 0 && found <= 132 - 10,
+          std::string(kName[int(transport)]) + ": " + std::to_string(found));
+  }
+  for (int reserved : {-1, 131, 200}) {
+    std::string const error = error_of([&] { Workspace const workspace(reserved); });
+    check(has(error, "reserved_sms: found " + std::to_string(reserved) + ", wanted 0 to 130"),
+          error);
+  }
+}
+
+void peer_atomics() {
+  check(agmm::has_peer_atomics(0, 1) && agmm::has_peer_atomics(2, 2), "atomics");
+  check(!agmm::has_peer_atomics(0, 2), "a link without");
+}
+
+void other_device() {
+  state().major = 8;
+  std::string const wanted = "no kernel for sm_80; built: sm_90a";
+  for (auto const& [name, call] : std::map<std::string, std::function<void()>>{
+           {"load", [] { agmm::load_kernels(); }},
+           {"prepare", [] { equality(); }},
+           {"workspace", [] { Workspace(); }},
+       }) {
+    std::string const error = error_of(call);
+    check(has(error, wanted), name + ": " + error);
+  }
+}
+
+void no_device() {
+  state().device_error = cudaErrorNoDevice;
+  for (auto const& [name, call] : std::map<std::string, std::function<void()>>{
+           {"load", [] { agmm::load_kernels(); }},
+           {"prepare", [] { equality(); }},
+           {"workspace", [] { Workspace(); }},
+       }) {
+    std::string const error = error_of(call);
+    check(has(error,
+              "found no CUDA device (no CUDA-capable device is detected), wanted one of sm_90a"),
+          name + ": " + error);
+  }
+}
+
+/// Reports of kernels on two devices do not mix. Ends with the code of a timeout and one message.
+void two_devices_report() {
+  state().device = 0;
+  agmm::WaitReport volatile& first = *agmm::report_place().report;
+  state().device = 1;
+  agmm::WaitReport volatile& second = *agmm::report_place().report;
+  second.rank = 5;
+  second.source = 6;
+  second.chunk = 7;
+  first.rank = 1;  // on its way
+  second.kind = agmm::WaitReport::Timeout;
+  ::sleep(5);
+}
+
+std::string described(agmm::WaitReport const& report) {
+  return "rank " + std::to_string(report.rank) + " as asked for";
+}
+
+void describes() {
+  agmm::WaitReport volatile& report = *agmm::report_place().report;
+  agmm::describe_reports_by(&described);
+  report.rank = 5;
+  report.kind = agmm::WaitReport::Timeout;
+  ::sleep(5);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  std::map<std::string, void (*)()> const checks = {
+      {"slots_of_captures", &slots_of_captures},
+      {"captures_at_once", &captures_at_once},
+      {"failures", &failures},
+      {"failures_in_captures", &failures_in_captures},
+      {"copies_come_first", &copies_come_first},
+      {"equality", &equality},
+      {"reserved_sms", &reserved_sms},
+      {"peer_atomics", &peer_atomics},
+      {"other_device", &other_device},
+      {"no_device", &no_device},
+      {"two_devices_report", &two_devices_report},
+      {"describes", &describes},
+  };
+  if (count == 1) {
+    for (auto const& [name, run] : checks) std::printf("%s\n", name.c_str());
+    return 0;
+  }
+  checks.at(arguments[1])();
+  return 0;
+}

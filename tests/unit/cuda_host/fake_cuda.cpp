@@ -1,0 +1,227 @@
+#include "fake_cuda.hpp"
+
+#include <cuda.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "kernel_entry.hpp"
+#include "stage.hpp"
+
+namespace fake {
+
+namespace {
+
+std::map<cudaEvent_t, unsigned long long> recorded_in;  // 0: outside captures
+
+unsigned long long capture_of(cudaStream_t stream) {
+  auto const found = state().captures.find(stream);
+  return found == state().captures.end() ? 0 : found->second;
+}
+
+cudaError_t enqueue(char const* name, cudaStream_t stream) {
+  State& s = state();
+  if (s.fail_at >= 0 && int(s.operations.size()) >= s.fail_at) return cudaErrorUnknown;
+  unsigned long long const capture = capture_of(stream);
+  if (capture != 0 && s.invalid[capture]) return cudaErrorStreamCaptureInvalidated;
+  s.operations.push_back({name, stream});
+  return cudaSuccess;
+}
+
+CUresult enqueue_memory_operation(char const* name, CUstream stream) {
+  return enqueue(name, stream) == cudaSuccess ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN;
+}
+
+CUresult batch(CUstream stream, unsigned, CUstreamBatchMemOpParams*, unsigned) {
+  return enqueue_memory_operation("batch", stream);
+}
+
+CUresult write(CUstream stream, CUdeviceptr, cuuint32_t, unsigned) {
+  return enqueue_memory_operation("write", stream);
+}
+
+CUresult error_string(CUresult, char const** text) {
+  *text = "fake driver error";
+  return CUDA_SUCCESS;
+}
+
+template <class Handle>
+Handle new_handle() {
+  static std::size_t count = 1000;
+  return reinterpret_cast<Handle>(count += 8);
+}
+
+}  // namespace
+
+State& state() {
+  static State state;
+  return state;
+}
+
+cudaStream_t stream(int number) { return reinterpret_cast<cudaStream_t>(std::size_t(number)); }
+
+void begin_capture(cudaStream_t stream, unsigned long long id) { state().captures[stream] = id; }
+
+bool end_capture(unsigned long long id) {
+  auto& captures = state().captures;
+  for (auto i = captures.begin(); i != captures.end();) {
+    i = i->second == id ? captures.erase(i) : std::next(i);
+  }
+  return !state().invalid[id];
+}
+
+}  // namespace fake
+
+using fake::state;
+
+// --- the runtime ---
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = state().device;
+  return state().device_error;
+}
+cudaError_t cudaSetDevice(int device) {
+  state().device = device;
+  return cudaSuccess;
+}
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+char const* cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorNoDevice ? "no CUDA-capable device is detected" : "fake error";
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount      ? 132
+           : attribute == cudaDevAttrComputeCapabilityMajor ? state().major
+           : attribute == cudaDevAttrComputeCapabilityMinor ? state().minor
+                                                            : 0;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr attribute, int, int peer) {
+  *value = attribute == cudaDevP2PAttrNativeAtomicSupported && peer != 2;
+  return cudaSuccess;
+}
+cudaError_t cudaMalloc(void** memory, std::size_t bytes) {
+  *memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* memory) {
+  std::free(memory);
+  return cudaSuccess;
+}
+cudaError_t cudaHostAlloc(void** memory, std::size_t bytes, unsigned) {
+  return cudaMalloc(memory, bytes);
+}
+cudaError_t cudaMemcpy(void* to, void const* from, std::size_t bytes, cudaMemcpyKind) {
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void*, void const*, std::size_t, cudaMemcpyKind, cudaStream_t stream) {
+  return fake::enqueue("copy", stream);
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = *greatest = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+  *stream = fake::new_handle<cudaStream_t>();
+  return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = fake::new_handle<cudaEvent_t>();
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
+  *id = reinterpret_cast<std::size_t>(stream);
+  return cudaSuccess;
+}
+#if CUDART_VERSION >= 13000
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                     unsigned long long* id, cudaGraph_t*, cudaGraphNode_t const**,
+                                     cudaGraphEdgeData const**, std::size_t*) {
+#else
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                     unsigned long long* id) {
+#endif
+  *id = fake::capture_of(stream);
+  *status = *id == 0               ? cudaStreamCaptureStatusNone
+            : state().invalid[*id] ? cudaStreamCaptureStatusInvalidated
+                                   : cudaStreamCaptureStatusActive;
+  return cudaSuccess;
+}
+/// What a capture does not allow: it ends it.
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  unsigned long long const capture = fake::capture_of(stream);
+  if (capture == 0) return cudaSuccess;
+  state().invalid[capture] = true;
+  return cudaErrorStreamCaptureUnsupported;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  cudaError_t const error = fake::enqueue("record", stream);
+  if (error == cudaSuccess) fake::recorded_in[event] = fake::capture_of(stream);
+  return error;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  unsigned long long const source = fake::recorded_in[event];
+  unsigned long long const capture = fake::capture_of(stream);
+  if (capture != 0 && source != capture) return cudaErrorStreamCaptureIsolation;
+  cudaError_t const error = fake::enqueue("wait", stream);
+  if (error == cudaSuccess && source != 0) fake::begin_capture(stream, source);  // it joins
+  return error;
+}
+#if CUDART_VERSION >= 12050
+cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* found) {
+  *found = cudaDriverEntryPointSuccess;
+  std::string const wanted = name;
+  *function = wanted == "cuStreamBatchMemOp"     ? reinterpret_cast<void*>(&fake::batch)
+              : wanted == "cuStreamWriteValue32" ? reinterpret_cast<void*>(&fake::write)
+                                                 : reinterpret_cast<void*>(&fake::error_string);
+  return cudaSuccess;
+}
+#endif
+
+// --- the kernels ---
+
+namespace agmm {
+
+namespace {
+
+char const* prepare(AsyncInputArgs const& args, void* params) {
+  ++state().kernels_prepared;
+  new (params) AsyncInputArgs(args);
+  return nullptr;
+}
+
+int setup() { return cudaSuccess; }
+
+int launch(void* params, void* stream) {
+  cudaError_t const error = fake::enqueue("kernel", static_cast<cudaStream_t>(stream));
+  if (error == cudaSuccess) state().launched.push_back(*static_cast<AsyncInputArgs*>(params));
+  return error;
+}
+
+KernelEntry const kernel{{128, 128, 64, 1, 1, Schedule::Cooperative, false},
+                         DType::BFloat16,
+                         BLayout::ColumnMajor,
+                         true,
+                         true,
+                         sizeof(AsyncInputArgs),
+                         &prepare,
+                         &setup,
+                         &launch};
+
+}  // namespace
+
+KernelEntry const* const kKernelTable[] = {&kernel};
+std::size_t const kKernelCount = 1;
+
+cudaError_t prepare_stage() { return cudaSuccess; }
+cudaError_t launch_stage(StageArgs const&, int, cudaStream_t stream) {
+  return fake::enqueue("stage", stream);
+}
+
+}  // namespace agmm

@@ -1,0 +1,41 @@
+// A CUDA that only notes what is enqueued, so that the host code of src/cuda runs without a GPU.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "agmm/async_input_mm.hpp"
+
+namespace fake {
+
+/// One thing that was enqueued: "wait", "record", "batch", "write", "copy", "stage" or "kernel".
+struct Operation {
+  std::string name;
+  cudaStream_t stream = nullptr;
+};
+
+struct State {
+  cudaError_t device_error = cudaSuccess;  // of every question for a device
+  int device = 0;
+  int major = 9;
+  int minor = 0;
+  std::vector<Operation> operations;
+  int fail_at = -1;  // this operation, counted from 0, and those after it are refused
+  std::vector<agmm::AsyncInputArgs> launched;
+  int kernels_prepared = 0;
+  std::map<cudaStream_t, unsigned long long> captures;  // under way
+  std::map<unsigned long long, bool> invalid;
+};
+
+State& state();
+
+/// A stream of the caller's.
+cudaStream_t stream(int number);
+void begin_capture(cudaStream_t stream, unsigned long long id);
+/// Whether the capture was valid until then.
+bool end_capture(unsigned long long id);
+
+}  // namespace fake

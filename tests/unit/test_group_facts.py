@@ -1,0 +1,137 @@
+"""What the ranks of a group agree on before they plan: links, and multiprocessors set aside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import agmm
+from agmm import _call_plan, _env, _links
+from agmm.errors import InvalidArgument
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This rank's GPU is GPU-a; nothing was asked for."""
+    monkeypatch.delenv(_env.RESERVED_SMS.name, raising=False)
+    monkeypatch.setattr(_call_plan, "device_facts", lambda device: ("nvidia-h200", 132))
+    monkeypatch.setattr(_links, "uuid", lambda index: "GPU-a")
+    monkeypatch.setattr(_links, "_visible", lambda: {"GPU-a": 0, "GPU-b": 1})
+    monkeypatch.setattr("agmm._links._core.peer_atomics", lambda a, b: True)
+    yield
+    agmm.reserve_sms(None)
+
+
+def facts(
+    monkeypatch: pytest.MonkeyPatch, peer: tuple[str, int, int], peers_links: str = ""
+) -> _call_plan.GroupFacts:
+    """Of a group of two, whose other rank says this."""
+    said = {"agmm/gpus/0": json.dumps(peer), "agmm/links/0": peers_links}
+    monkeypatch.setattr(_call_plan, "_exchange", lambda group, prefix, value: [value, said[prefix]])
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    return _call_plan._agreed_facts(mock.Mock(), GPU, 0)
+
+
+def test_two_gpus_over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert facts(monkeypatch, ("GPU-b", 132, 0)) == (132, 0, True)
+
+
+@pytest.mark.parametrize("by", ["the driver", "the peer", "NVML"])
+def test_one_link_without_atomics_counts_for_all(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    peers_links = ""
+    if by == "the driver":
+        monkeypatch.setattr("agmm._links._core.peer_atomics", lambda a, b: False)
+    elif by == "the peer":
+        peers_links = "the link from GPU-b to GPU-a has no native atomics"
+    else:
+        monkeypatch.setattr(_links, "_visible", lambda: {"GPU-a": 0})
+        monkeypatch.setattr(_links, "_by_nvml", lambda own, peer: False)
+    with pytest.warns(
+        UserWarning, match="^agmm takes no SM push: the link from GPU-. to GPU-. has"
+    ):
+        assert facts(monkeypatch, ("GPU-b", 132, 0), peers_links) == (132, 0, False)
+
+
+def test_a_link_that_cannot_be_asked_about_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_links, "_visible", lambda: {"GPU-a": 0})
+    monkeypatch.setattr(_links, "_by_nvml", lambda own, peer: None)
+    with pytest.warns(UserWarning, match="it cannot be asked whether the link from GPU-a to GPU-b"):
+        assert not facts(monkeypatch, ("GPU-b", 132, 0)).peer_atomics
+
+
+def test_nvml_is_asked_of_gpus_that_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_links, "_visible", lambda: {"GPU-a": 0})
+    nvml = mock.Mock()
+    for name in ("nvmlInit_v2", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetP2PStatus"):
+        getattr(nvml, name).return_value = 0
+    monkeypatch.setattr("ctypes.CDLL", lambda name: nvml)
+    assert _links.why_no_atomics("GPU-a", ["GPU-a", "GPU-b"]) is None
+    asked = [call.args[0] for call in nvml.nvmlDeviceGetHandleByUUID.call_args_list]
+    assert asked == [b"GPU-a", b"GPU-b"]
+    nvml.nvmlDeviceGetHandleByUUID.return_value = 6
+    assert _links._by_nvml("GPU-a", "GPU-b") is None
+
+
+def test_the_largest_number_counts_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_env.RESERVED_SMS.name, "4")
+    assert facts(monkeypatch, ("GPU-b", 132, 12)) == (120, 12, True)
+    agmm.reserve_sms(16)
+    assert facts(monkeypatch, ("GPU-b", 130, 12)) == (114, 16, True)
+
+
+def test_ranks_that_share_a_gpu_leave_room_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert facts(monkeypatch, ("GPU-a", 132, 0)) == (130, 2, True)
+    assert facts(monkeypatch, ("GPU-a", 132, 6)) == (126, 6, True)
+
+
+def test_no_more_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    agmm.reserve_sms(131)
+    with pytest.raises(
+        InvalidArgument, match=r"reserve_sms: found 131, wanted at most 130 of 132 multiprocessors$"
+    ):
+        facts(monkeypatch, ("GPU-b", 132, 0))
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, "8", True])
+def test_nonsense_is_refused(count: object) -> None:
+    with pytest.raises(InvalidArgument, match=r"^count: found "):
+        agmm.reserve_sms(count)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("backend", "size", "wanted"),
+    [("cuda:nccl", 2, 8), ("cpu:gloo,cuda:nccl", 4, 8), ("cuda:nccl", 1, 0), ("cpu:gloo", 2, 0)],
+)
+def test_other_groups_are_found(
+    monkeypatch: pytest.MonkeyPatch, backend: str, size: int, wanted: int
+) -> None:
+    own, other = mock.Mock(), mock.Mock()
+    other.size.return_value = size
+    world = mock.Mock(pg_map={own: None, other: None})
+    monkeypatch.setattr(_call_plan, "_world", world)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
+    assert _call_plan._wanted_sms(own) == wanted
+    monkeypatch.setenv(_env.RESERVED_SMS.name, "2")
+    assert _call_plan._wanted_sms(own) == 2
+
+
+def test_the_default_group_does_not_count() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.new_group([0])
+        with mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"):
+            assert not _call_plan._has_other_groups(group)
+            with mock.patch.object(type(group), "size", return_value=2):
+                assert not _call_plan._has_other_groups(group)
+                everyone = dist.group.WORLD
+                assert everyone is not None
+                assert _call_plan._has_other_groups(everyone)
+    finally:
+        dist.destroy_process_group()
