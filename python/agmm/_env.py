@@ -16,9 +16,14 @@ class Variable(NamedTuple):
 
 TIMEOUT_S: Final = Variable(
     "AGMM_TIMEOUT_S",
-    "60",
+    "600",
     "limit of every wait in seconds; past it the process ends with a message and exit code 124 "
     "(read by the C++ core at each call)",
+)
+WARN_S: Final = Variable(
+    "AGMM_WARN_S",
+    "30",
+    "after so many seconds a wait says once on stderr who waits for whom and since when; 0: never",
 )
 COMMIT: Final = Variable(
     "AGMM_COMMIT", "", "commit to name in benchmark reports outside a git checkout of agmm"
@@ -35,7 +40,7 @@ SHARED_GPUS: Final = Variable(
     "on: ranks of a group may share a GPU, in turns of milliseconds; for tests of more ranks than "
     "GPUs",
 )
-RUN_TIME: Final = (TIMEOUT_S, COMMIT, CACHE_DIR, CACHE, SHARED_GPUS)
+RUN_TIME: Final = (TIMEOUT_S, WARN_S, COMMIT, CACHE_DIR, CACHE, SHARED_GPUS)
 BUILD_TIME: Final = (
     Variable("AGMM_CUDA", "AUTO", "build the CUDA core: AUTO (where nvcc is found), ON or OFF"),
     Variable("AGMM_KERNELS", "default", "which kernels to build: minimal, default or all"),
@@ -54,6 +59,7 @@ def check() -> None:
 
     try:
         _core.timeout_seconds()
+        _core.warn_seconds()
     except ValueError as error:
         raise InvalidArgument(str(error)) from None
     for variable in (CACHE, SHARED_GPUS):

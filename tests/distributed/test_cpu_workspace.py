@@ -166,7 +166,4 @@ def test_differing_calls_are_named_not_awaited(
                 f"agmm: rank {rank}: chunk {1 - rank} from rank {1 - rank} carries tag 0x"
                 in pool.stderr(rank)
             )
-            assert (
-                "the ranks called all_gather_matmul with different shapes or dtypes"
-                in pool.stderr(rank)
-            )
+            assert "the ranks made different calls" in pool.stderr(rank)

@@ -21,7 +21,12 @@ def test_switch(monkeypatch: pytest.MonkeyPatch, value: str | None, wanted: bool
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("AGMM_TIMEOUT_S", "soon"), ("AGMM_CACHE", "maybe"), ("AGMM_SHARED_GPUS", "yes")],
+    [
+        ("AGMM_TIMEOUT_S", "soon"),
+        ("AGMM_WARN_S", "-1"),
+        ("AGMM_CACHE", "maybe"),
+        ("AGMM_SHARED_GPUS", "yes"),
+    ],
 )
 def test_nonsense_is_found_before_a_run(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
