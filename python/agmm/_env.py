@@ -52,16 +52,30 @@ TEST_TIME: Final = ("AGMM_TEST_RANKS", "AGMM_STRESS_CALLS")
 """Of the tests, which read them themselves."""
 
 
-def check() -> None:
-    """Raises InvalidArgument for a variable of run time whose value cannot be: before a command
-    measures something, and not in each of its calls."""
+def timeout_s() -> float:
+    """`TIMEOUT_S` as a number. Raises InvalidArgument where it is none."""
+    return _seconds("timeout_seconds")
+
+
+def warn_s() -> float:
+    """`WARN_S` as a number. Raises InvalidArgument where it is none."""
+    return _seconds("warn_seconds")
+
+
+def _seconds(function: str) -> float:
     from agmm import _core  # not above: `agmm doctor` also serves where it does not load
 
     try:
-        _core.timeout_seconds()
-        _core.warn_seconds()
+        return float(getattr(_core, function)())
     except ValueError as error:
         raise InvalidArgument(str(error)) from None
+
+
+def check() -> None:
+    """Raises InvalidArgument for a variable of run time whose value cannot be: before a command
+    measures something, and not in each of its calls."""
+    timeout_s()
+    warn_s()
     for variable in (CACHE, SHARED_GPUS):
         is_on(variable)
 

@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeVar, cast, overload
 import torch
 import torch.distributed as dist
 
-from agmm import _call_plan, _cpu, _cuda, plan
+from agmm import _call_plan, _cpu, _cuda, _group, plan
+from agmm._calls import Call
 from agmm._collectives import (
     group_of,
     group_or_default,
@@ -171,8 +172,8 @@ def _fall_back(reason: str, strict: bool) -> None:
         raise Unsupported(f"{reason}; strict=True refuses the unfused path")
     if reason not in _warned:
         _warned.add(reason)
-        # The caller of all_gather_matmul, over _run and this function.
-        warnings.warn(f"agmm takes the unfused path: {reason}", stacklevel=4)
+        # The caller of all_gather_matmul, over _run, _run_anew and this function.
+        warnings.warn(f"agmm takes the unfused path: {reason}", stacklevel=5)
 
 
 def _why_unfused(
@@ -212,7 +213,8 @@ def _unfused(
     group: dist.ProcessGroup,
     gather_dim: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    A = start_all_gather(A_shard, group.group_name, gather_dim)()
+    call = Call("all_gather_matmul", A_shard=A_shard, B=Bs, gather_dim=gather_dim)
+    A = start_all_gather(A_shard, group.group_name, gather_dim, call=call)()
     outs = []
     for B, bias in zip(Bs, biases, strict=True):
         if B.shape[0] != A.shape[-1]:
@@ -257,7 +259,26 @@ def _run(
     call = None if calls is None else calls.get(key)
     if call is not None:
         return call(A_shard, Bs, biases)
+    with _group.of(group).lock:
+        return _run_anew(
+            A_shard, Bs, biases, group, gather_dim, return_A, config, strict, prefer_fused, key
+        )
 
+
+def _run_anew(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    group: dist.ProcessGroup,
+    gather_dim: int,
+    return_A: bool,
+    config: str,
+    strict: bool,
+    prefer_fused: bool,
+    key: Any,
+) -> _Outs:
+    """A call of a kind that is not kept: always so on the CPU and on the unfused path."""
+    _group.check_alive(group)
     _check_gatherable(A_shard, Bs, biases, gather_dim)
     try:
         kernel, transport = plan.parse_config("" if config == "unfused" else config)
@@ -268,9 +289,9 @@ def _run(
     if may_choose and _call_plan.prefers_unfused(A_shard, Bs, group, return_A=return_A):
         reason, config = "plan: the unfused path is faster", "unfused"
     if reason is None:
-        if A_shard.device.type == "cpu":
-            return _fused_cpu(A_shard, Bs, biases, group, return_A)
         try:
+            if A_shard.device.type == "cpu":
+                return _fused_cpu(A_shard, Bs, biases, group, return_A)
             workspace = cuda_workspace(group, A_shard.device)
             call = workspace.prepare(
                 A_shard, Bs, return_A=return_A, config=kernel, transport=transport
@@ -299,8 +320,7 @@ def _fused_cpu(
 ) -> _Outs:
     k = A_shard.shape[-1]
     shard = A_shard.view(-1, k)
-    gathered_bytes = dist.get_world_size(group) * shard.numel() * shard.element_size()
-    workspace = cpu_workspace(group, gathered_bytes)
+    workspace = cpu_workspace(group)
     chunks = _call_plan.call_plan(A_shard, Bs, group, return_A=return_A).chunks_per_shard
     A, outs = workspace.all_gather_matmul(
         shard, list(Bs), list(biases), return_A=return_A, chunks_per_shard=chunks

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from agmm import _collectives, _scatter_plan
+from agmm._calls import Call
 from agmm.autograd import MatmulReduceScatter
 from agmm.errors import InvalidArgument
 from agmm.ops import autocast, check_matrix, check_same
@@ -79,7 +80,10 @@ def _impl(
         with torch.amp.autocast(A.device.type, enabled=False):
             out = fused(A.contiguous(), B, reduce_op, 0, group_name)
     else:
-        out = _collectives.reduce_scatter(torch.matmul(A, B), group_name, scatter_dim)
+        call = Call("matmul_reduce_scatter", A=A, B=B, scatter_dim=scatter_dim, reduce_op=reduce_op)
+        out = _collectives.reduce_scatter(
+            torch.matmul(A, B), group_name, scatter_dim, call=call, then=f" for {reduce_op}"
+        )
         if reduce_op == "avg":
             out = out.div_(world_size)
     return out if bias is None else out.add_(bias)
