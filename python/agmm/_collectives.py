@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_group_size_by_name, _resolve_process_group
 
+from agmm import _group
+from agmm._calls import Call
 from agmm.errors import InvalidArgument
-from agmm.symmetric_memory import cuda_workspace
+from agmm.symmetric_memory import cuda_workspace, meet
 
 _functional = torch.ops._c10d_functional
 
@@ -95,19 +97,46 @@ def _moved(tensor: torch.Tensor, source: int, target: int) -> torch.Tensor:
     return tensor.contiguous()
 
 
+def _start(
+    kind: str,
+    tensor: torch.Tensor,
+    group_name: str,
+    dim: int,
+    call: Call | None,
+    start: Callable[[], torch.Tensor],
+    then: str = "",
+) -> torch.Tensor:
+    """Starts a collective of the group's backend, on the CPU when all ranks come with the same.
+    What is traced does without that."""
+    if is_traced(tensor):
+        return start()
+    group = group_of(group_name)
+    with _group.of(group).lock:
+        if tensor.device.type == "cpu":
+            what = f"{kind} of {list(tensor.shape)} {tensor.dtype} along {dim % tensor.dim()}{then}"
+            meet(group, what, call or Call(kind, input=tensor, dim=dim))
+        return start()
+
+
 def start_all_gather(
-    shard: torch.Tensor, group_name: str, dim: int, *, by_copies: bool = False
+    shard: torch.Tensor,
+    group_name: str,
+    dim: int,
+    *,
+    by_copies: bool = False,
+    call: Call | None = None,
 ) -> Callable[[], torch.Tensor]:
     """Begin to gather ``shard`` along ``dim``.
 
     Args:
         by_copies: by copy engines instead of the group's backend, on GPUs that reach each other's
             memory. Not while the call is traced.
+        call: what it is for, for messages.
 
     Returns:
         A function to call once, which returns the gathered tensor, contiguous.
     """
-    shard = _moved(shard, dim, 0)
+    given, shard = shard, _moved(shard, dim, 0)
     group = group_of(group_name)
     world_size = dist.get_world_size(group)
     if shard.numel() == 0:
@@ -116,7 +145,12 @@ def start_all_gather(
     if by_copies and not is_traced(shard):
         finish = cuda_workspace(group, shard.device).start_all_gather(shard)
         return lambda: _moved(finish(), 0, dim)
-    started = _functional.all_gather_into_tensor(shard, world_size, group_name)
+
+    def start() -> torch.Tensor:
+        found: torch.Tensor = _functional.all_gather_into_tensor(shard, world_size, group_name)
+        return found
+
+    started = _start("all_gather", given, group_name, dim, call, start)
     return lambda: _moved(_functional.wait_tensor(started), 0, dim)
 
 
@@ -130,16 +164,25 @@ def is_traced(tensor: torch.Tensor) -> bool:
     )
 
 
-def reduce_scatter(partial: torch.Tensor, group_name: str, dim: int) -> torch.Tensor:
+def reduce_scatter(
+    partial: torch.Tensor, group_name: str, dim: int, *, call: Call | None = None, then: str = ""
+) -> torch.Tensor:
     """This rank's part along ``dim`` of the sum over all ranks of ``partial``; contiguous.
 
-    The size of ``dim`` is a multiple of the world size.
+    The size of ``dim`` is a multiple of the world size. ``call`` is what it is for, for messages,
+    and ``then`` what else has to be the same on all ranks.
     """
-    partial = _moved(partial, dim, 0)
+    given, partial = partial, _moved(partial, dim, 0)
     world_size = world_size_of(group_name)
     if partial.numel() == 0:
         part = partial.new_empty(partial.shape[0] // world_size, *partial.shape[1:])
     else:
-        started = _functional.reduce_scatter_tensor(partial, "sum", world_size, group_name)
+
+        def start() -> torch.Tensor:
+            op = _functional.reduce_scatter_tensor
+            found: torch.Tensor = op(partial, "sum", world_size, group_name)
+            return found
+
+        started = _start("reduce_scatter", given, group_name, dim, call, start, then)
         part = _functional.wait_tensor(started)
     return _moved(part, 0, dim)

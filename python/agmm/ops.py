@@ -13,7 +13,8 @@ import torch.autograd.profiler as profiler
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from agmm import _call_plan, _cpu, _cuda, plan
+from agmm import _call_plan, _cpu, _cuda, _group, plan
+from agmm._calls import Call
 from agmm._checks import (
     FLOATS,
     check_async_input,
@@ -110,8 +111,8 @@ def _fall_back(reason: str, strict: bool) -> None:
         raise Unsupported(f"{reason}; strict=True refuses the unfused path")
     if reason not in _warned:
         _warned.add(reason)
-        # The caller of all_gather_matmul, over _run and this function.
-        warnings.warn(f"agmm takes the unfused path: {reason}", stacklevel=4)
+        # The caller of all_gather_matmul, over _run, _run_anew and this function.
+        warnings.warn(f"agmm takes the unfused path: {reason}", stacklevel=5)
 
 
 def _why_unfused(
@@ -151,7 +152,8 @@ def _unfused(
     group: dist.ProcessGroup,
     gather_dim: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    A = start_all_gather(A_shard, group.group_name, gather_dim)()
+    call = Call("all_gather_matmul", A_shard=A_shard, B=Bs, gather_dim=gather_dim)
+    A = start_all_gather(A_shard, group.group_name, gather_dim, call=call)()
     outs = []
     rows = A.flatten(0, -2)
     for B, bias in zip(Bs, biases, strict=True):
@@ -178,6 +180,7 @@ class _CpuCall(NamedTuple):
     ) -> _Outs:
         group = self.group()
         assert group is not None
+        _group.check_alive(group)
         return _fused_cpu(A_shard, Bs, biases, group, self.return_A)
 
 
@@ -210,9 +213,31 @@ def _run(
     key = (gather_dim, return_A, config, may_choose, len(Bs), *kinds)
     calls = _fused_calls.get(group)
     call = None if calls is None else calls.get(key)
-    if call is not None:
-        return call(A_shard, Bs, biases)
+    if calls is not None and call is not None:
+        try:
+            return call(A_shard, Bs, biases)
+        except Unsupported:  # a workspace that cannot grow any more; nothing was begun
+            del calls[key]
+    with _group.of(group).lock:
+        return _run_anew(
+            A_shard, Bs, biases, group, gather_dim, return_A, config, strict, may_choose, key
+        )
 
+
+def _run_anew(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    group: dist.ProcessGroup,
+    gather_dim: int,
+    return_A: bool,
+    config: str,
+    strict: bool,
+    may_choose: bool,
+    key: Any,
+) -> _Outs:
+    """A call of a kind that is not kept."""
+    _group.check_alive(group)
     check_gatherable(A_shard, Bs, biases, gather_dim, group.size())
     try:
         kernel, transport = plan.parse_config("" if config == "unfused" else config)
@@ -228,7 +253,7 @@ def _run(
     if reason is None:
         try:
             if A_shard.device.type == "cpu":
-                call = _CpuCall(weakref.ref(group), return_A)
+                call: _CpuCall | _cuda.FusedCall = _CpuCall(weakref.ref(group), return_A)
             else:
                 call = cuda_workspace(group, A_shard.device).prepare(
                     A_shard, Bs, return_A=return_A, config=kernel, transport=transport
@@ -257,8 +282,7 @@ def _fused_cpu(
 ) -> _Outs:
     k = A_shard.shape[-1]
     shard = A_shard.view(-1, k)
-    gathered_bytes = dist.get_world_size(group) * shard.numel() * shard.element_size()
-    workspace = cpu_workspace(group, gathered_bytes)
+    workspace = cpu_workspace(group)
     chunks = _call_plan.call_plan(A_shard, Bs, group, return_A=return_A).chunks_per_shard
     A, outs = workspace.all_gather_matmul(
         shard, list(Bs), list(biases), return_A=return_A, chunks_per_shard=chunks

@@ -11,6 +11,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm import _collectives, _scatter_plan
+from agmm._calls import Call
 from agmm._checks import check_operand, check_scatterable
 from agmm.autograd import MatmulReduceScatter
 from agmm.errors import InvalidArgument
@@ -58,7 +59,10 @@ def _impl(
             out = fused(A.contiguous(), B, reduce_op, 0, group_name)
         _keep_for_graph(A.device, group)
     else:
-        out = _collectives.reduce_scatter(torch.matmul(A, B), group_name, scatter_dim)
+        call = Call("matmul_reduce_scatter", A=A, B=B, scatter_dim=scatter_dim, reduce_op=reduce_op)
+        out = _collectives.reduce_scatter(
+            torch.matmul(A, B), group_name, scatter_dim, call=call, then=f" for {reduce_op}"
+        )
         if reduce_op == "avg":
             out = out.div_(world_size)
     return out if bias is None else out.add_(bias)

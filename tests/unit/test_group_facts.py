@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import agmm
-from agmm import _call_plan, _env, _links
+from agmm import _call_plan, _env, _group, _links
 from agmm.errors import InvalidArgument
 
 GPU = torch.device("cuda", 0)
@@ -33,10 +33,11 @@ def facts(
     monkeypatch: pytest.MonkeyPatch, peer: tuple[str, int, int], peers_links: str = ""
 ) -> _call_plan.GroupFacts:
     """Of a group of two, whose other rank says this."""
-    said = {"agmm/gpus/0": json.dumps(peer), "agmm/links/0": peers_links}
-    monkeypatch.setattr(_call_plan, "_exchange", lambda group, prefix, value: [value, said[prefix]])
+    said = iter([json.dumps(peer), peers_links])
+    group = mock.Mock(exchange=lambda topic, value: [value, next(said)])
+    monkeypatch.setattr(_group, "of", lambda _: group)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    return _call_plan._agreed_facts(mock.Mock(), GPU, 0)
+    return _call_plan._agreed_facts(mock.Mock(), GPU)
 
 
 def test_two_gpus_over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
