@@ -14,8 +14,9 @@ from typing import Annotated, Any
 
 import typer
 
+from agmm import _installation
 from agmm._terminal import console
-from agmm.errors import InvalidArgument
+from agmm.errors import AgmmError, InvalidArgument
 
 app = typer.Typer(
     name="agmm",
@@ -68,9 +69,11 @@ _Tokens = Annotated[
 
 
 @contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
+def _one_line_errors(*, needs_agmm: bool = True) -> Iterator[None]:
     """Turns bad input, failing ranks, a missing extra, Ctrl-C and warnings into lines and an exit
-    code."""
+    code. What needs agmm ends at once where it is broken, which has been said."""
+    if needs_agmm and _installation.fault() is not None:
+        raise typer.Exit(1)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *rest: print(f"agmm: {message}", file=sys.stderr)
@@ -78,6 +81,8 @@ def _one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print("agmm: interrupted", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
+    except typer.Exit:
+        raise
     except InvalidArgument as e:
         print(f"agmm: {e}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -85,7 +90,7 @@ def _one_line_errors() -> Iterator[None]:
         from agmm._figure import PlotUnavailable
         from agmm.testing.ranks import RankError
 
-        if not isinstance(e, (RankError, PlotUnavailable)):
+        if not isinstance(e, (AgmmError, RankError, PlotUnavailable)):
             raise
         print(f"agmm: {e}", file=sys.stderr)
         raise typer.Exit(1) from None
@@ -93,9 +98,7 @@ def _one_line_errors() -> Iterator[None]:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from agmm.doctor import agmm_version
-
-        print(f"agmm {agmm_version()}")
+        print(f"agmm {_installation.version() or '(not installed as a package)'}")
         raise typer.Exit
 
 
@@ -272,7 +275,7 @@ def bench(
     "  agmm tune --m 4096 --n 3584 --k 8192 --tp 4\n\n"
     "  agmm tune --model llama-3-70b --tokens 512..32768 --tp 4\n\n"
     "  agmm tune --file shapes.txt --tp 2 --device cpu\n\n"
-    "  torchrun --nproc-per-node 4 -m agmm.cli tune --model deepseek-v3"
+    "  torchrun --nproc-per-node 4 -m agmm tune --model deepseek-v3"
 )
 def tune(
     m: Annotated[
@@ -436,7 +439,7 @@ def doctor(
 
     Ends with exit code 1 only where agmm cannot work as installed.
     """
-    with _one_line_errors():
+    with _one_line_errors(needs_agmm=False):
         from agmm import doctor as doctor_module
 
         findings = doctor_module.diagnose()
@@ -461,4 +464,6 @@ def _torch_dtype(dtype: DType) -> Any:
 
 
 if __name__ == "__main__":
-    app()
+    from agmm.__main__ import main
+
+    main()

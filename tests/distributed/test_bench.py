@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-BENCH = [sys.executable, "-m", "agmm.cli", "bench"]
+BENCH = [sys.executable, "-m", "agmm", "bench"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from agmm import benchmarking, demo, doctor
+from agmm import _installation, benchmarking, demo
 from agmm.cli import app
 from agmm.testing.ranks import RankError
 
-AGMM = [sys.executable, "-m", "agmm.cli"]
+AGMM = [sys.executable, "-m", "agmm"]
 runner = CliRunner()
 
 
@@ -50,7 +50,7 @@ def test_help_has_examples(command: str) -> None:
 
 
 def test_version() -> None:
-    assert _invoke("--version").output.strip() == f"agmm {doctor.agmm_version()}"
+    assert _invoke("--version").output.strip() == f"agmm {_installation.version()}"
 
 
 @pytest.mark.parametrize(

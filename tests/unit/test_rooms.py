@@ -64,6 +64,7 @@ CXX_RULES = {
 
 # The commands, and what only they, the tests and the benchmarks use.
 COMMANDS = (
+    "__main__",
     "_figure",
     "_terminal",
     "bench_command",
