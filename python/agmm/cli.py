@@ -218,6 +218,14 @@ def bench(
         ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples per way.")] = 20,
+    limit: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            metavar="SECONDS",
+            help="A way that does not come back within it is left out and named.",
+        ),
+    ] = 120.0,
     world_size: Annotated[
         int | None,
         typer.Option(
@@ -255,6 +263,7 @@ def bench(
             world_size=world_size,
             dtype=None if dtype is None else _torch_dtype(dtype),
             samples=samples,
+            limit_s=limit,
             json_path=json_path,
             source=source,
             compare=compare,

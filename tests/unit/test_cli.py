@@ -124,7 +124,7 @@ def test_wrong_result_fails_the_bench(monkeypatch: pytest.MonkeyPatch, tmp_path:
     report = benchmarking.new_report(benchmarking.Options("cpu").resolved())
     bad = vars(benchmarking.WayResult(wrong=True, reason="relative error 0.5, allowed 0.001"))
     report["shapes"] = [{"M": 8, "N": 8, "K": 8, "sm_clock_mhz": None, "ways": {"agmm": bad}}]
-    monkeypatch.setattr(benchmarking, "run", lambda options, progress, begun: report)
+    monkeypatch.setattr(benchmarking, "run", lambda options, progress, begun, lost: report)
     result = _invoke("bench", "--device", "cpu", "--json", str(tmp_path / "r.json"))
     assert result.exit_code == 1
     assert "wrong results: agmm at 8x8x8" in result.output
@@ -144,7 +144,7 @@ def test_what_is_there_is_kept_when_the_bench_ends_early(
 ) -> None:
     good = vars(benchmarking.WayResult(median_us=3.0, relative_error=0.0))
 
-    def run(options: Any, progress: Any, begun: Any) -> None:
+    def run(options: Any, progress: Any, begun: Any, lost: Any) -> None:
         report = benchmarking.new_report(options.resolved())
         begun(report)
         ways = {"agmm": good}

@@ -66,6 +66,7 @@ CXX_RULES = {
 COMMANDS = (
     "__main__",
     "_figure",
+    "_steps",
     "_terminal",
     "bench_command",
     "benchmarking",
