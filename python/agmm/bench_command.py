@@ -184,6 +184,7 @@ def _measure(request: Request, stderr: Console) -> reports.Report | None:
 
 def _record(request: Request, shapes: Sequence[Shape]) -> None:
     """Records one call of each shape on every rank and writes its trace and its picture."""
+    _env.check()
     kind, ranks = demo.choose(request.device, benchmarking.world_size_or(request.world_size))
     options = Options(
         device=kind, world_size=ranks, shapes=shapes, ways=["agmm"], dtype=request.dtype

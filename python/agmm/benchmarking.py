@@ -38,6 +38,7 @@ import gc
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -59,7 +60,7 @@ from rich.table import Table
 
 import agmm
 from agmm import _steps
-from agmm._terminal import plain_table
+from agmm._terminal import plain_table, print_table, size
 from agmm.doctor import machine_facts
 from agmm.errors import InvalidArgument
 from agmm.testing.cases import BENCH_SHAPES, CPU_BENCH_SHAPES, Operands, Shape, make_operands
@@ -329,7 +330,31 @@ class Options:
         if dtype is None:
             dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         ways = tuple(select_ways(self.ways, self.device))
+        if self.device == "cpu":
+            check_memory(shapes, dtype, self.world_size)
         return replace(self, shapes=tuple(shapes), ways=ways, dtype=dtype)
+
+
+def check_memory(shapes: Sequence[Shape], dtype: torch.dtype, world_size: int) -> None:
+    """Raises InvalidArgument where the operands and the product of the CPU ranks, all on this host,
+    do not fit into what is free: Linux would end a process rather than refuse."""
+    free = _free_memory()
+    for shape in shapes:
+        elements = shape.M * shape.K + shape.N * shape.K + shape.M * shape.N
+        needed = world_size * elements * dtype.itemsize
+        if free is not None and needed > free:
+            raise InvalidArgument(
+                f"shape: found {shape}, of which {world_size} ranks need {size(needed)}, wanted "
+                f"at most {size(free)}, the memory that is free here"
+            )
+
+
+def _free_memory() -> int | None:
+    try:
+        found = re.search(r"^MemAvailable: *(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
+    except OSError:
+        return None
+    return None if found is None else int(found[1]) * 1024
 
 
 @dataclass
@@ -910,15 +935,15 @@ def render(report: dict[str, Any], console: Console) -> None:
         highlight=False,
     )
     for shape_report in report["shapes"]:
-        console.print(shape_table(shape_report))
-    console.print(summary_table(report))
+        print_table(console, shape_table(shape_report))
+    print_table(console, summary_table(report))
 
 
 def shape_table(shape_report: dict[str, Any]) -> Table:
     """One shape's ways: µs, TFLOPS per rank, ratio to the roof, relative error."""
     shape = Shape(shape_report["M"], shape_report["N"], shape_report["K"])
     table = plain_table(f"M x N x K = {shape.M} x {shape.N} x {shape.K}")
-    table.add_column("way", no_wrap=True)
+    table.add_column("way", overflow="fold")
     headings = ["µs", "TFLOPS/rank", "÷ roof", "error"]
     with_host = any(w["host_time_us"] is not None for w in shape_report["ways"].values())
     if with_host:

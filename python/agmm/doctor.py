@@ -18,7 +18,7 @@ from rich.table import Table
 
 from agmm import _env, _installation, tables
 from agmm._installation import load_core, version
-from agmm._terminal import plain_table
+from agmm._terminal import plain_table, size
 from agmm.errors import InvalidArgument
 from agmm.tables import TableError
 
@@ -266,7 +266,7 @@ def _shared_memory() -> Finding:
     except OSError as e:
         return Finding(name, f"{_SHM}: {e.strerror}", "CPU ranks cannot share memory", "broken")
     free, total = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
-    found = f"{_SHM}: {free / 2**20:.0f} of {total / 2**20:.0f} MiB free"
+    found = f"{_SHM}: {size(free)} of {size(total)} free"
     meaning = "each CPU rank takes twice the gathered A"
     if free < _SMALL_SHM_BYTES:
         meaning += "; that is little here (in a container: --shm-size or --ipc=host)"
