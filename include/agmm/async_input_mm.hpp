@@ -67,6 +67,9 @@ struct AsyncInputArgs {
   bool operator==(AsyncInputArgs const& other) const;
 };
 
+/// Writes the GPU's global timer in ns, the clock of TileTimes, when the stream comes to it.
+void record_time(uint64_t* ns, void* stream);
+
 /// The kernels of this build.
 std::vector<KernelShape> built_kernels();
 

@@ -29,6 +29,7 @@ __all__: list[str] = [
     "kernels",
     "mismatch_message",
     "push_order",
+    "record_time",
     "shared_rows",
     "split_scratch_bytes",
     "stress_delays",
@@ -287,6 +288,11 @@ def push_order(
 ) -> list[tuple[int, int, int, int]]:
     """
     The order in which SM push sends a shard: (round, chunk, first part, parts) per item.
+    """
+
+def record_time(ns: int, stream: int) -> None:
+    """
+    Writes the GPU's timer in ns to a device address when the stream comes to it.
     """
 
 def shared_rows(begin: int, end: int, tile_rows: int, total_rows: int) -> tuple[int, int, int, int]:

@@ -172,6 +172,9 @@ def record_timeline(shape: Shape, options: Options) -> Sequence[ChunkEvent]:
             operands.A_shard, [operands.B], [None], return_A=False, timeline=events
         )
     dist.barrier()
+    called_ns = next(e["arrived_ns"] for e in events if e["source"] == dist.get_rank())
+    for event in events:
+        event["called_ns"] = called_ns
     for previous, event in itertools.pairwise(events):
         event["wait_begin_ns"] = previous["end_ns"]
     return events

@@ -157,6 +157,13 @@ void bind_cuda(py::module_& m) {
         py::arg("sm_count"), py::arg("tile_times"), py::arg("split_scratch"), py::arg("stream"),
         py::call_guard<py::gil_scoped_release>(),
         "out = a @ b (+ bias) on a CUDA stream; pointers are device addresses, 0 where absent.");
+  m.def(
+      "record_time",
+      [](uintptr_t ns, uintptr_t stream) {
+        agmm::record_time(pointer<uint64_t>(ns), pointer<void>(stream));
+      },
+      py::arg("ns"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
+      "Writes the GPU's timer in ns to a device address when the stream comes to it.");
   m.def("split_scratch_bytes", &agmm::max_split_scratch_bytes,
         "Bytes of scratch memory on the current device for configs with splits.");
   m.attr("SPLIT_COUNTER_BYTES") = agmm::kSplitCounterBytes;

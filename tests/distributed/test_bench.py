@@ -137,6 +137,8 @@ def _is_sound(found: dict[str, Any], ranks: int) -> None:
         arrived = {e["args"]["chunk"]: e["ts"] for e in mine if e["ph"] == "i"}
         tiles = [e for e in mine if e["ph"] == "X" and e["cat"] == "tile"]
         spans = sorted((e for e in mine if e["ph"] == "X"), key=lambda e: e["ts"])
+        assert min(e["ts"] for e in mine if "ts" in e) >= 0.0  # nothing came before the first call
+        assert arrived[rank] < min(e["ts"] for e in tiles)  # its own rows are there at its call
         order = [e["args"]["chunk"] for e in sorted(tiles, key=lambda e: e["ts"])]
         assert order == [(rank + step) % ranks for step in range(ranks)]
         assert all(arrived[e["args"]["chunk"]] <= e["ts"] for e in tiles)
