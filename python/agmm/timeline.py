@@ -297,7 +297,9 @@ def _draw_lanes(
         FixedFormatter([_chunk_name(c, sources[c], rank) for c in lanes])
     )
     axes.set_ylim(len(lanes) - 0.4, -0.6)
-    axes.set_xlim(left=-0.01 * x(_last_ns(events)), right=x(_last_ns(events)) * 1.02 or 1.0)
+    last = x(_last_ns(events))
+    first = min(0.0, *(x(ns) for ns in arrived.values()))  # a peer may have called earlier
+    axes.set_xlim(left=first - 0.01 * last, right=last * 1.02 or 1.0)
     _figure.strip(axes, grid="x")
 
 

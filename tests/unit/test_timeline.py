@@ -92,6 +92,17 @@ def test_pictures_begin_with_the_call(
         assert min(c.get_paths()[0].vertices[:, 0].min() for c in bars) == pytest.approx(begin)
 
 
+def test_what_arrived_before_the_call_is_in_the_picture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    figures: list[Any] = []
+    monkeypatch.setattr(_figure, "save", lambda figure, path: figures.append(figure))
+    early = [_event(0, 1_000, 1_000, 3_000), _event(1, 400, 3_000, 5_000)]
+    draw(_called(early, 1_000), tmp_path / "x.png", title="t")
+    assert figures[0].axes[0].get_xlim()[0] < -0.6
+
+
 def test_no_events_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="events: found none"):
         waited_share([])
