@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -153,6 +155,20 @@ def test_users_get_the_error_itself(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "ImportError: libtorch.so: undefined symbol: _Z3foo"
+
+
+def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
+    slow = "import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(60)\n"
+    (tmp_path / "torch.py").write_text(slow)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "agmm", "demo"], stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, "agmm: interrupted\n")
 
 
 @pytest.mark.parametrize(
