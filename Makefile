@@ -13,6 +13,11 @@ AGMM_KERNELS ?= default
 CUTLASS_DIR ?=
 JOBS ?= $(shell tools/build_jobs.sh)
 PYTEST_ARGS ?=
+CMAKE_REQUIREMENT ?=
+BUILD_OPTIONS ?=
+SETTINGS ?= build/settings
+# The oldest, the usual and the newest.
+TEST_TORCHES ?= torch==2.11.* torch==2.13.0 torch
 BENCH_ARGS ?=
 export AGMM_CUDA AGMM_KERNELS
 ifneq ($(CUTLASS_DIR),)
@@ -35,10 +40,10 @@ SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE include 
 CXX_SOURCES = $(shell find include src tests benchmarks -type f \
                       \( -name '*.hpp' -o -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
 
-.PHONY: help demo test test-gpu bench build lint format stub clean FORCE
+.PHONY: help demo test test-gpu test-versions bench build lint format stub clean FORCE
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 demo: $(VENV)/.installed ## run the op on 4 ranks, check it, print a table and draw the overlap
 	$(VENV)/bin/agmm demo
@@ -48,6 +53,9 @@ test: $(VENV)/.installed $(VENV)/.model ## build and run every test that needs n
 
 test-gpu: $(VENV)/.installed $(VENV)/.model ## run the GPU tests on the GPUs at hand
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS) tests
+
+test-versions: ## build and test with the oldest, the usual and the newest torch, without CUDA (an hour)
+	PYTEST_ARGS="$(PYTEST_ARGS)" tools/test_versions.sh $(foreach torch,$(TEST_TORCHES),'$(torch)')
 
 bench: $(VENV)/.installed ## time agmm against the other ways on the GPUs at hand
 	$(VENV)/bin/agmm bench $(BENCH_ARGS)
@@ -81,6 +89,7 @@ $(VENV)/.torch: tools/make_venv.sh
 # What builds agmm (--no-build-isolation: the build sees this environment).
 $(VENV)/.build: pyproject.toml tools/build_requirements.py $(VENV)/.torch
 	$(PIP) install -q $$($(PY) tools/build_requirements.py)
+	$(if $(CMAKE_REQUIREMENT),$(PIP) install -q '$(CMAKE_REQUIREMENT)')
 	$(if $(NVCC),$(PIP) install -q --no-deps $$($(PY) tools/build_requirements.py --cutlass))
 	touch $@
 
@@ -97,14 +106,14 @@ $(VENV)/.model: $(VENV)/.torch
 	touch $@
 
 # Rewritten only when a setting of the build changes, so that a change rebuilds.
-build/settings: FORCE
-	@mkdir -p build
+$(SETTINGS): FORCE
+	@mkdir -p $(@D)
 	@echo 'AGMM_CUDA=$(AGMM_CUDA) AGMM_KERNELS=$(AGMM_KERNELS) CUTLASS_DIR=$(CUTLASS_DIR) NVCC=$(NVCC)' > $@.new
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 
-$(VENV)/.installed: $(VENV)/.build build/settings $(SOURCES)
+$(VENV)/.installed: $(VENV)/.build $(SETTINGS) $(SOURCES)
 	@echo "building agmm: AGMM_CUDA=$(AGMM_CUDA), AGMM_KERNELS=$(AGMM_KERNELS), $(JOBS) jobs, nvcc $(or $(NVCC),not found); log in build/install.log"
-	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) install -v --no-build-isolation '.[$(EXTRAS)]' 2>&1 \
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) install -v --no-build-isolation $(BUILD_OPTIONS) '.[$(EXTRAS)]' 2>&1 \
 	    | tee build/install.log | awk '/^ *\[[0-9]+\/[0-9]+\]/ { sub(/^ */, ""); print substr($$0, 1, 120); fflush() }' \
 	    || { tail -n 80 build/install.log; exit 1; }
 	touch $@

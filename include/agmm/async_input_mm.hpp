@@ -65,6 +65,9 @@ struct AsyncInputArgs {
   TileTimes* tile_times = nullptr;  // [tiles_m * tiles_n], or null
 };
 
+/// Writes the GPU's global timer in ns, the clock of TileTimes, when the stream comes to it.
+void record_time(uint64_t* ns, void* stream);
+
 /// The kernels of this build.
 std::vector<KernelShape> built_kernels();
 

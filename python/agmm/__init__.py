@@ -5,24 +5,33 @@ from __future__ import annotations
 import warnings as _warnings
 from importlib.metadata import version as _version
 
-import torch as _torch  # noqa: F401 - before the core, whose libraries then are torch's
+try:
+    # First: the core then takes torch's libraries, and what torch lacks is not taken for its lack.
+    import torch as _torch  # noqa: F401
 
-from agmm import _core, async_tp
-from agmm._call_plan import reserve_sms
-from agmm.errors import AgmmError, InvalidArgument, Unsupported
-from agmm.ops import all_gather_matmul
-from agmm.plan import KernelConfig
-from agmm.reduce_scatter import matmul_reduce_scatter
+    from agmm import _core, async_tp
+    from agmm._call_plan import reserve_sms
+    from agmm.errors import AgmmError, InvalidArgument, Unsupported
+    from agmm.ops import all_gather_matmul
+    from agmm.plan import KernelConfig
+    from agmm.reduce_scatter import matmul_reduce_scatter
 
-__version__ = _version("agmm")
+    __version__ = _version("agmm")
+except (Exception, KeyboardInterrupt) as _error:
+    from agmm import _installation
 
-# A stale core has no such attribute; `agmm doctor` has to be able to say that it is stale.
-if getattr(_core, "fault", ""):
-    _warnings.warn(
-        f"agmm is built with the deliberate fault {_core.fault}: results are wrong; reinstall it",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    # The commands say in a line what is wrong, and so have to be imported.
+    if not _installation.is_command():
+        raise
+    _installation.import_error = _error
+else:
+    if getattr(_core, "fault", ""):  # a stale core has no such attribute
+        _warnings.warn(
+            f"agmm is built with the deliberate fault {_core.fault}: results are wrong; "
+            "reinstall it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 __all__ = [
     "AgmmError",

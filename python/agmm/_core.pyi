@@ -33,6 +33,7 @@ __all__: list[str] = [
     "note_call",
     "peer_atomics",
     "push_order",
+    "record_time",
     "set_call_lookup",
     "shared_rows",
     "split_scratch_bytes",
@@ -348,6 +349,11 @@ def push_order(
 ) -> list[tuple[int, int, int, int]]:
     """
     The order in which SM push sends a shard: (round, chunk, first part, parts) per item.
+    """
+
+def record_time(ns: int, stream: int) -> None:
+    """
+    Writes the GPU's timer in ns to a device address when the stream comes to it.
     """
 
 def set_call_lookup(

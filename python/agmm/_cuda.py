@@ -653,7 +653,8 @@ def timeline(
         For each tile a dict with ``chunk`` (the last one it needs, in the order of arrival),
         ``source`` (its rank), ``row`` and ``column`` (of tiles), ``sm`` (the multiprocessor) and,
         in ns of the GPU's timer, ``arrived_ns`` (when a tile first found all of the chunk there),
-        ``wait_begin_ns``, ``start_ns`` and ``end_ns`` (of the tile's loads).
+        ``wait_begin_ns``, ``start_ns`` and ``end_ns`` (of the tile's loads), and ``called_ns``
+        (when the stream came to the call).
 
     Raises:
         AgmmError: this build has no timed kernel.
@@ -680,12 +681,15 @@ def timeline(
     usual = [p.transport for p in plan.usual_plans(problem, config)]
     transport = usual[-1] if wants_sm_push else usual[0]
     token = torch.zeros(1, device=A_shard.device)
+    called = torch.zeros(1, dtype=torch.int64, device=A_shard.device)
+    stream = torch.cuda.current_stream(A_shard.device).cuda_stream
     call = workspace.prepare(A_shard, [B], return_A=False, config=config, transport=transport)
     for _ in range(3):  # the first calls pay for loading the kernel
         torch.cuda.synchronize(A_shard.device)
         dist.barrier(group, device_ids=[A_shard.device.index])
         torch.cuda._sleep(_ALIGNING_CYCLES)
         dist.all_reduce(token, group=group)
+        _core.record_time(called.data_ptr(), stream)
         call(A_shard, [B], [None], times)
     words = times.cpu().view(torch.int64).view(tiles_m, tiles_n, -1)
     arrived: dict[int, int] = {}
@@ -710,4 +714,7 @@ def timeline(
                     "column": j,
                 }
             )
-    return [{**tile, "arrived_ns": arrived[tile["chunk"]]} for tile in tiles]
+    called_ns = int(called.item())
+    return [
+        {**tile, "arrived_ns": arrived[tile["chunk"]], "called_ns": called_ns} for tile in tiles
+    ]

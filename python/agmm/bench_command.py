@@ -42,6 +42,7 @@ class Request:
     world_size: int | None = None
     dtype: torch.dtype | None = None
     samples: int = SAMPLES
+    limit_s: float = benchmarking.LIMIT_S
     json_path: Path | None = None
     source: Path | None = None
     compare: Path | None = None
@@ -156,6 +157,7 @@ def _measure(request: Request, stderr: Console) -> reports.Report | None:
         ways=request.ways,
         dtype=request.dtype,
         samples=request.samples,
+        limit_s=request.limit_s,
     )
 
     def progress(line: str) -> None:
@@ -163,12 +165,16 @@ def _measure(request: Request, stderr: Console) -> reports.Report | None:
             stderr.print(line)
 
     begun: list[reports.Report] = []
-    try:
-        report = benchmarking.run(options, progress, begun.append)
-    except BaseException:
+
+    def keep() -> None:
         if benchmarking.is_rank_0() and begun and begun[0]["shapes"]:
             _write(begun[0], request, stderr)
             benchmarking.render(begun[0], console())
+
+    try:
+        report = benchmarking.run(options, progress, begun.append, keep)
+    except BaseException:
+        keep()
         raise
     if not benchmarking.is_rank_0():
         return None
@@ -178,6 +184,7 @@ def _measure(request: Request, stderr: Console) -> reports.Report | None:
 
 def _record(request: Request, shapes: Sequence[Shape]) -> None:
     """Records one call of each shape on every rank and writes its trace and its picture."""
+    _env.check()
     kind, ranks = demo.choose(request.device, benchmarking.world_size_or(request.world_size))
     options = Options(
         device=kind, world_size=ranks, shapes=shapes, ways=["agmm"], dtype=request.dtype

@@ -23,6 +23,10 @@ Traps, and what is done about each (the timing itself is in `agmm.testing.timer`
 - Single slow samples: the median is reported, all samples are stored.
 - Data: normal random numbers, since the power drawn, and so the clock, depends on the values. B is
   a transposed weight, as in a layer.
+- Ways that hang: each call is a step that the process outside sees (`agmm._steps`). A way in which
+  no step ends within a limit, or in which a rank dies, is left out and named; its ranks are ended,
+  and the other ways of the shape are measured in new ones. Ranks of torchrun cannot be started
+  anew: what is measured is kept, and the job ends.
 - Other processes on the machine: nothing here sees them. Where `agmm bench --compare` finds that
   the roof changed too, suspect them, or the clocks.
 """
@@ -34,14 +38,19 @@ import gc
 import json
 import math
 import os
+import re
+import shutil
 import statistics
 import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +59,8 @@ from rich.markup import escape
 from rich.table import Table
 
 import agmm
-from agmm._terminal import plain_table
+from agmm import _steps
+from agmm._terminal import plain_table, print_table, size
 from agmm.doctor import machine_facts
 from agmm.errors import InvalidArgument
 from agmm.testing.cases import BENCH_SHAPES, CPU_BENCH_SHAPES, Operands, Shape, make_operands
@@ -65,6 +75,9 @@ from agmm.testing.timer import (
     time_ways,
 )
 
+if TYPE_CHECKING:
+    from agmm.testing.ranks import RankError, RankPool
+
 DEFAULT_WORLD_SIZE = 4
 RECORDED_VARIABLES = (
     "NCCL_NVLS_ENABLE",
@@ -73,7 +86,14 @@ RECORDED_VARIABLES = (
 )
 """Beside all AGMM_* variables, those that change what is measured."""
 
+LIMIT_S = 120.0
+"""So long may one call of a way take."""
+STUCK_EXIT_CODE = 124
+"""Of ranks that torchrun has started, after a way that hangs."""
+
 _SHAPE_TIMEOUT_S = 300.0
+_LATER_S = 10.0
+"""So much later than rank 0, which writes the report, torchrun's other ranks end."""
 _MIB = 2**20
 
 Result = tuple[torch.Tensor | None, torch.Tensor]
@@ -292,6 +312,8 @@ class Options:
     warmup: int = WARMUP
     spin_us: float = SPIN_US
     seed: int = 0
+    limit_s: float = LIMIT_S
+    """So long may one call of a way take; then its ranks are ended, and it has no time."""
 
     def resolved(self) -> Options:
         """The same with every default filled in. Raises InvalidArgument for what cannot run."""
@@ -308,7 +330,31 @@ class Options:
         if dtype is None:
             dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         ways = tuple(select_ways(self.ways, self.device))
+        if self.device == "cpu":
+            check_memory(shapes, dtype, self.world_size)
         return replace(self, shapes=tuple(shapes), ways=ways, dtype=dtype)
+
+
+def check_memory(shapes: Sequence[Shape], dtype: torch.dtype, world_size: int) -> None:
+    """Raises InvalidArgument where the operands and the product of the CPU ranks, all on this host,
+    do not fit into what is free: Linux would end a process rather than refuse."""
+    free = _free_memory()
+    for shape in shapes:
+        elements = shape.M * shape.K + shape.N * shape.K + shape.M * shape.N
+        needed = world_size * elements * dtype.itemsize
+        if free is not None and needed > free:
+            raise InvalidArgument(
+                f"shape: found {shape}, of which {world_size} ranks need {size(needed)}, wanted "
+                f"at most {size(free)}, the memory that is free here"
+            )
+
+
+def _free_memory() -> int | None:
+    try:
+        found = re.search(r"^MemAvailable: *(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
+    except OSError:
+        return None
+    return None if found is None else int(found[1]) * 1024
 
 
 @dataclass
@@ -325,6 +371,26 @@ class WayResult:
     host_time_after_drain_us: float | None = None
     host_times_us_by_rank: list[float] = field(default_factory=list)
     samples_us: list[float] = field(default_factory=list)
+
+
+_writer: _steps.Writer | None = None
+"""Of this rank, where somebody watches it."""
+
+
+def _begin_step(what: int) -> None:
+    if _writer is not None:
+        _writer.at(what)
+
+
+def measure_watched(folder: str, shape: Shape, options: Options) -> dict[str, Any]:
+    """As `measure`. The steps are the ways, by their places in `options.ways`; `folder` is that of
+    the `_steps.Watch`."""
+    global _writer
+    _writer = _steps.Writer(Path(folder), dist.get_rank())
+    try:
+        return measure(shape, options)
+    finally:
+        _writer = None
 
 
 def measure(shape: Shape, options: Options) -> dict[str, Any]:
@@ -349,7 +415,7 @@ def measure(shape: Shape, options: Options) -> dict[str, Any]:
     problem = Problem(shape, group, device, operands)
     results, calls = _prepare_and_check(problem, options.ways)
     timed = time_ways(
-        calls,
+        {name: _as_step(options.ways.index(name), call) for name, call in calls.items()},
         group=group,
         samples=options.samples,
         warmup=options.warmup,
@@ -365,6 +431,7 @@ def measure(shape: Shape, options: Options) -> dict[str, Any]:
     if device.type == "cuda":
         for name in calls:
             if WAYS[name].host_time:
+                _begin_step(options.ways.index(name))
                 mine = torch.tensor(host_time(calls[name], device=device), dtype=torch.float64)
                 by_rank = of_all_ranks(mine, group, device)
                 middle = by_rank.quantile(0.5, dim=0)
@@ -386,6 +453,14 @@ def measure(shape: Shape, options: Options) -> dict[str, Any]:
     }
 
 
+def _as_step(what: int, call: Callable[[], Result]) -> Callable[[], Result]:
+    def step() -> Result:
+        _begin_step(what)
+        return call()
+
+    return step
+
+
 def _prepare_and_check(
     problem: Problem, names: Sequence[str]
 ) -> tuple[dict[str, WayResult], dict[str, Callable[[], Result]]]:
@@ -394,7 +469,8 @@ def _prepare_and_check(
     results: dict[str, WayResult] = {}
     calls: dict[str, Callable[[], Result]] = {}
     allowed = 0.0
-    for name in names:
+    for what, name in enumerate(names):
+        _begin_step(what)
         result, call = check_way(WAYS[name].prepare, problem, reference)
         if name == "roof" and result.relative_error is not None:
             allowed = allowed_error(result.relative_error)
@@ -514,12 +590,14 @@ def run(
     options: Options,
     progress: Callable[[str], None] = lambda line: None,
     begun: Callable[[dict[str, Any]], None] = lambda report: None,
+    lost: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Runs the benchmark and returns the report. `begun` gets it at first, without a shape; a shape
     is in there when it has been measured.
 
-    Under torchrun the ranks are its own and every one of them returns the report; `progress` is
-    then called on rank 0 only. Otherwise this process starts `options.world_size` ranks.
+    Under torchrun the ranks are its own and every one of them returns the report. Where a way hangs
+    there, rank 0 calls `lost` in a thread of its own, and all processes end with STUCK_EXIT_CODE.
+    Otherwise this process starts `options.world_size` ranks.
     Raises InvalidArgument for options that cannot run.
     """
     torchrun_size = torchrun_world_size()
@@ -531,15 +609,151 @@ def run(
             f"world size: found {options.world_size}, wanted at most {torch.cuda.device_count()}, "
             "the number of GPUs here (--device cpu needs none)"
         )
-    with ranks(options.device, options.world_size) as call:
+    assert options.shapes is not None
+    assert options.ways is not None
+    with _Ranks(options, lost) as watched:
         report = new_report(options)
         begun(report)
-        assert options.shapes is not None
-        assert options.ways is not None
         for i, shape in enumerate(options.shapes, 1):
             progress(f"[{i}/{len(options.shapes)}] {shape}: {len(options.ways)} ways")
-            report["shapes"].append(call(measure, shape, options))
+            report["shapes"].append(_measure_in(watched, shape, options, progress))
     return report
+
+
+def _measure_in(
+    watched: _Ranks, shape: Shape, options: Options, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """One shape. Ways that break the ranks are left out, one after the other."""
+    assert options.ways is not None
+    left_out: dict[str, str] = {}
+
+    def leave_out(names: Iterable[str], reason: str) -> None:
+        for name in names:
+            left_out[name] = reason
+            progress(f"{shape}: left out {name}: {reason}")
+
+    while True:
+        names = tuple(name for name in options.ways if name not in left_out)
+        if "roof" in left_out:  # all others are compared with it
+            leave_out(names, "the matmul alone did not run")
+        if "roof" in left_out or not names:
+            report = _unmeasured(shape)
+            break
+        try:
+            report = watched.measure(shape, replace(options, ways=names))
+            break
+        except _WayFailed as failure:
+            leave_out(names if failure.way is None else [failure.way], failure.reason)
+            watched.restart()
+    failed = {name: asdict(WayResult(reason=reason)) for name, reason in left_out.items()}
+    found = {**report["ways"], **failed}
+    return {**report, "ways": {name: found[name] for name in options.ways}}
+
+
+def _unmeasured(shape: Shape) -> dict[str, Any]:
+    return {"M": shape.M, "N": shape.N, "K": shape.K, "sm_clock_mhz": None, "ways": {}}
+
+
+class _WayFailed(Exception):
+    """The ranks are lost; `way` is the one they were in, None before the first."""
+
+    def __init__(self, way: str | None, reason: str) -> None:
+        super().__init__(reason)
+        self.way = way
+        self.reason = reason
+
+
+class _Ranks:
+    """Ranks that measure, torchrun's or its own, each of whose steps has a limit."""
+
+    def __init__(self, options: Options, lost: Callable[[], None]) -> None:
+        self._options = options
+        self._lost = lost
+        self._stack = contextlib.ExitStack()
+        self._folder = Path(tempfile.mkdtemp(prefix="agmm-bench-"))
+
+    def __enter__(self) -> _Ranks:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self._stack.close()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self) -> None:
+        options = self._options
+        self._pool = self._stack.enter_context(_ranks(options.device, options.world_size))
+
+    def restart(self) -> None:
+        """Ends the ranks and starts new ones."""
+        self._stack.close()
+        self._start()
+
+    def measure(self, shape: Shape, options: Options) -> dict[str, Any]:
+        """`measure` in every rank. Raises _WayFailed where the ranks are lost by it."""
+        world_size = options.world_size if self._pool is not None else 1
+        watch = _steps.Watch(self._folder, world_size, options.limit_s, _SHAPE_TIMEOUT_S)
+        if self._pool is None:
+            return self._measure_here(watch, shape, options)
+        from agmm.testing.ranks import RankError
+
+        self._pool.submit(measure_watched, str(self._folder), shape, options)
+        try:
+            results: list[dict[str, Any]] = self._pool.collect(watch.is_stuck)
+        except RankError as error:
+            behind, what = watch.behind(sorted(error.exit_codes) or error.ranks)
+            reason = _cause(error, behind, options.limit_s)
+            raise _WayFailed(_way(options, what), reason) from None
+        return results[0]
+
+    def _measure_here(self, watch: _steps.Watch, shape: Shape, options: Options) -> dict[str, Any]:
+        global _writer
+        rank = dist.get_rank()
+
+        def give_up() -> None:
+            way = _way(options, watch.behind()[1]) or "before the first way"
+            said = f"did not come back within {options.limit_s:g} s"
+            print(f"agmm: rank {rank}: {shape}: {way} {said}", file=sys.stderr, flush=True)
+            if rank:
+                time.sleep(_LATER_S)
+            else:
+                self._lost()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os._exit(STUCK_EXIT_CODE)
+
+        _writer = _steps.Writer(self._folder, 0)
+        end = watch.call_if_stuck(give_up)
+        try:
+            return measure(shape, options)
+        finally:
+            end()
+            _writer = None
+
+
+def _way(options: Options, what: int) -> str | None:
+    assert options.ways is not None
+    return None if what == _steps.BEGINNING else options.ways[what]
+
+
+def _cause(error: RankError, behind: Sequence[int], limit_s: float) -> str:
+    """What became of the ranks that are furthest behind, in a line."""
+    rank = behind[0]
+    code = error.exit_codes.get(rank)
+    of_rank = str(error).partition(f"rank {rank}: ")[2].partition("\nrank ")[0]
+    lines = [line for line in of_rank.splitlines() if line.strip()]
+    if code is not None:
+        last = f": {lines[-1]}" if len(lines) > 1 else ""
+        return f"rank {rank} ended in it with exit code {code}{last}"
+    if not lines or lines[0].startswith("did not answer"):
+        which = f"rank{'s' if len(behind) > 1 else ''} {', '.join(map(str, behind))}"
+        return f"{which} did not come back from it within {limit_s:g} s"
+    return f"rank {rank}: {lines[-1]}"
 
 
 def torchrun_world_size() -> int | None:
@@ -569,9 +783,8 @@ def is_rank_0() -> bool:
 
 
 @contextlib.contextmanager
-def ranks(device_type: str, world_size: int) -> Iterator[Callable[..., Any]]:
-    """Yields a function that calls another one with its arguments in every rank, of torchrun's or
-    started for it, and returns what it returned in rank 0 (under torchrun: in this rank)."""
+def _ranks(device_type: str, world_size: int) -> Iterator[RankPool | None]:
+    """A pool of ranks; None under torchrun, where this process is one of them and has its group."""
     if torchrun_world_size() is not None:
         if device_type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -581,14 +794,25 @@ def ranks(device_type: str, world_size: int) -> Iterator[Callable[..., Any]]:
             torch.set_num_threads(1)
             dist.init_process_group("gloo")
         try:
-            yield lambda fn, *args: fn(*args)
+            yield None
         finally:
             dist.destroy_process_group()
         return
     from agmm.testing.ranks import RankPool
 
     with RankPool(world_size, device=device_type, timeout_s=_SHAPE_TIMEOUT_S) as pool:
-        yield lambda fn, *args: pool.run(fn, *args)[0]
+        yield pool
+
+
+@contextlib.contextmanager
+def ranks(device_type: str, world_size: int) -> Iterator[Callable[..., Any]]:
+    """Yields a function that calls another one with its arguments in every rank, of torchrun's or
+    started for it, and returns what it returned in rank 0 (under torchrun: in this rank)."""
+    with _ranks(device_type, world_size) as pool:
+        if pool is None:
+            yield lambda fn, *args: fn(*args)
+        else:
+            yield lambda fn, *args: pool.run(fn, *args)[0]
 
 
 def new_report(options: Options) -> dict[str, Any]:
@@ -606,6 +830,7 @@ def new_report(options: Options) -> dict[str, Any]:
             "warmup": options.warmup,
             "spin_us": options.spin_us if options.device == "cuda" else None,
             "flush_mib": FLUSH_BYTES // _MIB if options.device == "cuda" else None,
+            "limit_s": options.limit_s,
             "statistic": "median of the samples, each the maximum over the ranks",
             "environment": {
                 name: value
@@ -710,15 +935,15 @@ def render(report: dict[str, Any], console: Console) -> None:
         highlight=False,
     )
     for shape_report in report["shapes"]:
-        console.print(shape_table(shape_report))
-    console.print(summary_table(report))
+        print_table(console, shape_table(shape_report))
+    print_table(console, summary_table(report))
 
 
 def shape_table(shape_report: dict[str, Any]) -> Table:
     """One shape's ways: µs, TFLOPS per rank, ratio to the roof, relative error."""
     shape = Shape(shape_report["M"], shape_report["N"], shape_report["K"])
     table = plain_table(f"M x N x K = {shape.M} x {shape.N} x {shape.K}")
-    table.add_column("way", no_wrap=True)
+    table.add_column("way", overflow="fold")
     headings = ["µs", "TFLOPS/rank", "÷ roof", "error"]
     with_host = any(w["host_time_us"] is not None for w in shape_report["ways"].values())
     if with_host:

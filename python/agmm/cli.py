@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
+import re
 import sys
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from agmm._terminal import console
-from agmm.errors import InvalidArgument
+from agmm import _installation
+from agmm._terminal import console, duration, print_table
+from agmm.errors import AgmmError, InvalidArgument
 
 app = typer.Typer(
     name="agmm",
@@ -28,6 +33,40 @@ app = typer.Typer(
 )
 
 INTERRUPTED = 130
+MAX_EXTENT = 2**31 - 1
+"""That of `agmm.testing.cases`, which needs torch."""
+
+
+class _Command(TyperCommand):
+    """A command whose flags may be followed by true or false, as their <bool> in the help says, and
+    whose paragraphs of help fill the terminal's lines."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        text = inspect.cleandoc(keywords["help"] or "")
+        keywords["help"] = re.sub(r"(?<!\n)\n(?!\n)", " ", text)
+        super().__init__(*args, **keywords)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _as_flags(self.params, args))
+
+
+_BOOLS = {"true": True, "false": False}
+
+
+def _as_flags(params: Iterable[Any], args: Iterable[str]) -> list[str]:
+    """The arguments with "--flag true" and "--flag=true" as the flag, without "--flag false" and
+    "--flag=false"."""
+    flags = {n for param in params if getattr(param, "is_flag", False) for n in param.opts}
+    found: list[str] = []
+    for arg in args:
+        name, has_value, value = arg.partition("=")
+        if has_value and name in flags and value.lower() in _BOOLS:
+            found += [name] if _BOOLS[value.lower()] else []
+        elif found and found[-1] in flags and arg.lower() in _BOOLS:
+            found = found if _BOOLS[arg.lower()] else found[:-1]
+        else:
+            found.append(arg)
+    return found
 
 
 class Device(str, Enum):
@@ -67,10 +106,25 @@ _Tokens = Annotated[
 ]
 
 
+_TP_NAMES = ("--tp", "--world-size")
+_Tp = Annotated[
+    int | None,
+    typer.Option(
+        *_TP_NAMES,
+        min=1,
+        metavar="N",
+        help="Number of ranks. Default: 4, or as many as there are GPUs.",
+    ),
+]
+_ReturnA = Annotated[bool, typer.Option("--return-a", help="Calls that return A.")]
+
+
 @contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
+def _one_line_errors(*, needs_agmm: bool = True) -> Iterator[None]:
     """Turns bad input, failing ranks, a missing extra, Ctrl-C and warnings into lines and an exit
-    code."""
+    code. What needs agmm ends at once where it is broken, which has been said."""
+    if needs_agmm and _installation.fault() is not None:
+        raise typer.Exit(1)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *rest: print(f"agmm: {message}", file=sys.stderr)
@@ -78,6 +132,8 @@ def _one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print("agmm: interrupted", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
+    except typer.Exit:
+        raise
     except InvalidArgument as e:
         print(f"agmm: {e}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -85,17 +141,24 @@ def _one_line_errors() -> Iterator[None]:
         from agmm._figure import PlotUnavailable
         from agmm.testing.ranks import RankError
 
-        if not isinstance(e, (RankError, PlotUnavailable)):
+        if not isinstance(e, (AgmmError, RankError, PlotUnavailable)):
             raise
         print(f"agmm: {e}", file=sys.stderr)
         raise typer.Exit(1) from None
 
 
+def _say_why_cpu(device: Device, tp: int | None) -> None:
+    from agmm import benchmarking
+    from agmm import demo as demo_module
+
+    reason = demo_module.why_cpu(device.value, benchmarking.world_size_or(tp))
+    if reason is not None and benchmarking.is_rank_0():
+        print(f"agmm: {reason}", file=sys.stderr)
+
+
 def _version(wanted: bool) -> None:
     if wanted:
-        from agmm.doctor import agmm_version
-
-        print(f"agmm {agmm_version()}")
+        print(f"agmm {_installation.version() or '(not installed as a package)'}")
         raise typer.Exit
 
 
@@ -110,18 +173,14 @@ def _main(
 
 
 @app.command(
-    epilog="Examples:\n\n"
-    "  agmm demo\n\n"
-    "  agmm demo --device cpu --world-size 2 --output overlap.png"
+    cls=_Command,
+    epilog="Examples:\n\n  agmm demo\n\n  agmm demo --device cpu --tp 2 --output overlap.png",
 )
 def demo(
     device: Annotated[
         Device, typer.Option(help="auto: GPUs where there are at least 2, else CPU processes.")
     ] = Device.auto,
-    world_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of ranks. Default: 4, or as many as there are GPUs."),
-    ] = None,
+    tp: _Tp = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Where to write the picture.", dir_okay=False)
     ] = Path("agmm-demo.png"),
@@ -143,7 +202,8 @@ def demo(
         _env.check()
         _figure.check_path(output, "--output")
         stderr = console(stderr=True)
-        kind, ranks = demo_module.choose(device.value, world_size)
+        kind, ranks = demo_module.choose(device.value, tp)
+        _say_why_cpu(device, tp)
         result = demo_module.run(kind, ranks, output, progress=stderr.print)
         stdout = console()
         machine = result.report["machine"]
@@ -152,7 +212,7 @@ def demo(
             f"all_gather(A_shard) @ B on {ranks} {where} of {machine['device_name']}, "
             f"{result.report['settings']['dtype']}"
         )
-        stdout.print(shape_table(result.report["shapes"][0]))
+        print_table(stdout, shape_table(result.report["shapes"][0]))
         for line in demo_module.explain(result):
             stdout.print(line, soft_wrap=True, markup=False)
         if result.failure is not None:
@@ -161,6 +221,7 @@ def demo(
 
 
 @app.command(
+    cls=_Command,
     epilog="Examples:\n\n"
     "  agmm bench --json benchmarks/results/h200x4.json\n\n"
     "  agmm bench --shapes 4096x3584x8192,1024x3584x8192 --ways agmm,unfused,torch-native\n\n"
@@ -168,8 +229,8 @@ def demo(
     "  agmm bench --compare old.json\n\n"
     "  agmm bench --from new.json --compare old.json --plot pictures\n\n"
     "  agmm bench --timeline 4096x3584x8192 --plot pictures\n\n"
-    "  agmm bench --device cpu --world-size 2\n\n"
-    "  torchrun --nproc-per-node 4 benchmarks/bench.py"
+    "  agmm bench --device cpu --tp 2\n\n"
+    "  torchrun --nproc-per-node 4 benchmarks/bench.py",
 )
 def bench(
     shapes: _Shapes = None,
@@ -215,15 +276,15 @@ def bench(
         ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples per way.")] = 20,
-    world_size: Annotated[
-        int | None,
+    limit: Annotated[
+        float,
         typer.Option(
-            "--world-size",
-            "--tp",
-            min=1,
-            help="Number of ranks. Default: 4, or as many as there are GPUs.",
+            min=1.0,
+            metavar="SECONDS",
+            help="A way that does not come back within it is left out and named.",
         ),
-    ] = None,
+    ] = 120.0,
+    tp: _Tp = None,
     device: Annotated[
         Device, typer.Option(help="auto: GPUs where there are at least 2, else CPU processes.")
     ] = Device.auto,
@@ -249,15 +310,18 @@ def bench(
             presets.ShapeOptions(shapes, file, model, tokens),
             None if ways is None else presets.split(ways),
             device=device.value,
-            world_size=world_size,
+            world_size=tp,
             dtype=None if dtype is None else _torch_dtype(dtype),
             samples=samples,
+            limit_s=limit,
             json_path=json_path,
             source=source,
             compare=compare,
             plot=plot,
             timeline=timeline,
         )
+        if source is None:
+            _say_why_cpu(device, tp)
         found = bench_command.run(request)
         if found.wrong:
             print(f"agmm: wrong results: {', '.join(found.wrong)}", file=sys.stderr)
@@ -268,31 +332,44 @@ def bench(
 
 
 @app.command(
+    cls=_Command,
     epilog="Examples:\n\n"
     "  agmm tune --m 4096 --n 3584 --k 8192 --tp 4\n\n"
     "  agmm tune --model llama-3-70b --tokens 512..32768 --tp 4\n\n"
     "  agmm tune --file shapes.txt --tp 2 --device cpu\n\n"
-    "  torchrun --nproc-per-node 4 -m agmm.cli tune --model deepseek-v3"
+    "  torchrun --nproc-per-node 4 -m agmm tune --model deepseek-v3",
 )
 def tune(
     m: Annotated[
-        int | None, typer.Option("--m", min=1, help="Gathered rows (tokens) of one shape.")
+        int | None,
+        typer.Option(
+            "--m",
+            min=1,
+            max=MAX_EXTENT,
+            metavar="ROWS",
+            help="Gathered rows (tokens) of one shape.",
+        ),
     ] = None,
-    n: Annotated[int | None, typer.Option("--n", min=1, help="Columns of B per rank.")] = None,
-    k: Annotated[int | None, typer.Option("--k", min=1, help="Columns of A.")] = None,
+    n: Annotated[
+        int | None,
+        typer.Option(
+            "--n", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of B per rank."
+        ),
+    ] = None,
+    k: Annotated[
+        int | None,
+        typer.Option("--k", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of A."),
+    ] = None,
     shapes: _Shapes = None,
     file: _File = None,
     model: _Model = None,
     tokens: _Tokens = None,
-    tp: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of ranks. Default: 4, or as many as there are GPUs."),
-    ] = None,
+    tp: _Tp = None,
     dtype: Annotated[
         DType | None,
         typer.Option(help="Element type. Default: bf16 on GPUs, fp32 on the CPU."),
     ] = None,
-    return_a: Annotated[bool, typer.Option("--return-a", help="Calls that return A.")] = False,
+    return_a: _ReturnA = False,
     b_layout: Annotated[
         Layout, typer.Option(help="column: a transposed [N, K] weight.")
     ] = Layout.column,
@@ -314,6 +391,7 @@ def tune(
 
         _env.check()
         kind, ranks = demo_module.choose(device.value, benchmarking.world_size_or(tp))
+        _say_why_cpu(device, tp)
         options = tuner.Options.of(
             kind,
             ranks,
@@ -331,6 +409,7 @@ def tune(
             with _TuningBar(leads) as bar:
                 for outcome in tuner.tune(options, bar):
                     outcomes.append(outcome)
+                    bar.ended(outcome)
                     if leads:
                         keeper.add(outcome)
         except KeyboardInterrupt:
@@ -347,25 +426,33 @@ def tune(
 
 
 class _TuningBar:
-    """Progress of `agmm tune` on stderr: a bar in a terminal, in a pipe only what stays."""
+    """Progress of `agmm tune` on stderr: a bar in a terminal; in a pipe or a file a line as each
+    shape begins and ends, and every so often between."""
+
+    LINE_EVERY_S = 10.0
 
     def __init__(self, visible: bool) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._visible = visible
         stderr = console(stderr=True)
+        self._by_lines = visible and not stderr.is_terminal
         self._bar = Progress(
             BarColumn(bar_width=20),
             TimeElapsedColumn(),
             TextColumn("{task.description}", markup=False),
             console=stderr,
             transient=True,
-            disable=not (visible and stderr.is_terminal),
+            disable=not visible or self._by_lines,
         )
         self._task = self._bar.add_task("starting the ranks", total=1.0)
+        self._label = ""
+        self._line_at = 0.0
 
     def __enter__(self) -> _TuningBar:
         self._bar.start()
+        if self._by_lines:
+            self.say("starting the ranks")
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -373,6 +460,16 @@ class _TuningBar:
 
     def at(self, done: float, text: str) -> None:
         self._bar.update(self._task, completed=done, description=text)
+        label, now = text.partition(":")[0], time.monotonic()
+        if self._by_lines and (
+            label != self._label or now - self._line_at >= _TuningBar.LINE_EVERY_S
+        ):
+            self._label, self._line_at = label, now
+            self.say(f"{done:4.0%} {text}")
+
+    def ended(self, outcome: Any) -> None:
+        if self._by_lines and outcome.row is not None:
+            self.say(f"     {outcome.shape}: {duration(outcome.row.us)}, {outcome.row.plan.name}")
 
     def say(self, line: str) -> None:
         if self._visible:
@@ -383,7 +480,7 @@ def _report_tuning(outcomes: list[Any], keeper: Any) -> None:
     from agmm import tuner
 
     if outcomes:
-        console().print(tuner.summary_table(outcomes))
+        print_table(console(), tuner.summary_table(outcomes))
     if keeper.path is not None:
         print(f"agmm: the plans stand in {keeper.path}", file=sys.stderr)
     failures = [(o.shape, failure) for o in outcomes for failure in o.failures]
@@ -395,21 +492,34 @@ def _report_tuning(outcomes: list[Any], keeper: Any) -> None:
 
 
 @app.command(
+    cls=_Command,
     epilog="Examples:\n\n"
     "  agmm explain --m 4096 --n 3584 --k 8192 --tp 4\n\n"
-    "  agmm explain --m 64 --n 3584 --k 8192 --tp 4 --gpu h200 --return-a"
+    "  agmm explain --m 64 --n 3584 --k 8192 --tp 4 --gpu h200 --return-a",
 )
 def explain(
-    m: Annotated[int, typer.Option("--m", min=1, help="Gathered rows (tokens).")],
-    n: Annotated[int, typer.Option("--n", min=1, help="Columns of B per rank.")],
-    k: Annotated[int, typer.Option("--k", min=1, help="Columns of A.")],
-    tp: Annotated[int, typer.Option(min=1, help="Number of ranks.")],
+    m: Annotated[
+        int,
+        typer.Option("--m", min=1, max=MAX_EXTENT, metavar="ROWS", help="Gathered rows (tokens)."),
+    ],
+    n: Annotated[
+        int,
+        typer.Option(
+            "--n", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of B per rank."
+        ),
+    ],
+    k: Annotated[
+        int, typer.Option("--k", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of A.")
+    ],
+    tp: Annotated[int, typer.Option(*_TP_NAMES, min=1, metavar="N", help="Number of ranks.")],
     dtype: Annotated[DType, typer.Option(help="Element type.")] = DType.bf16,
     gpu: Annotated[
         str | None,
-        typer.Option(help="A GPU of the tables, or cpu. Default: the one here, else the H200."),
+        typer.Option(
+            help="A GPU, such as h200 or 'H100 PCIe', or cpu. Default: the one here, else the H200."
+        ),
     ] = None,
-    return_a: Annotated[bool, typer.Option("--return-a", help="Calls that return A.")] = False,
+    return_a: _ReturnA = False,
     b_layout: Annotated[
         Layout, typer.Option(help="column: a transposed [N, K] weight.")
     ] = Layout.column,
@@ -424,11 +534,14 @@ def explain(
 
         name = explain_module.find_gpu(gpu)
         problem = Problem(m, n, k, _DTYPE_NAMES[dtype], tp, return_a, b_layout.value, name)
+        problem = problem._replace(sm_count=explain_module.HOPPERS.get(name, 0))
         planner = explain_module.planner_for(name, tp)
         console().print(explain_module.explain(problem, planner), soft_wrap=True, markup=False)
 
 
-@app.command(epilog="Examples:\n\n  agmm doctor\n\n  agmm doctor --json | jq .findings")
+@app.command(
+    cls=_Command, epilog="Examples:\n\n  agmm doctor\n\n  agmm doctor --json | jq .findings"
+)
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
@@ -436,7 +549,7 @@ def doctor(
 
     Ends with exit code 1 only where agmm cannot work as installed.
     """
-    with _one_line_errors():
+    with _one_line_errors(needs_agmm=False):
         from agmm import doctor as doctor_module
 
         findings = doctor_module.diagnose()
@@ -445,7 +558,7 @@ def doctor(
             body: dict[str, Any] = {"machine": facts, "findings": [asdict(f) for f in findings]}
             print(json.dumps(body, indent=1))
         else:
-            console().print(doctor_module.table(findings))
+            print_table(console(), doctor_module.table(findings))
         if doctor_module.is_broken(findings):
             raise typer.Exit(1)
 
@@ -461,4 +574,6 @@ def _torch_dtype(dtype: DType) -> Any:
 
 
 if __name__ == "__main__":
-    app()
+    from agmm.__main__ import main
+
+    main()

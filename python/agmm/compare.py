@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from agmm._terminal import plain_table
+from agmm._terminal import plain_table, print_table
 from agmm.benchmarking import RECORDED_VARIABLES
 from agmm.reports import Report, shape_of, title_of
 from agmm.testing.cases import Shape
@@ -151,7 +151,7 @@ def render(comparison: Comparison, console: Console) -> None:
             markup=False,
         )
     for shape in dict.fromkeys(c.shape for c in comparison.changes):
-        console.print(table([c for c in comparison.changes if c.shape == shape]))
+        print_table(console, table([c for c in comparison.changes if c.shape == shape]))
     for heading, lines in (("only old", comparison.only_old), ("only new", comparison.only_new)):
         for line in lines:
             console.print(f"{heading}: {line}", soft_wrap=True, markup=False)

@@ -69,6 +69,16 @@ def choose(device: str, world_size: int | None) -> tuple[str, int]:
     return device, WORLD_SIZE if world_size is None else world_size
 
 
+def why_cpu(device: str, world_size: int | None) -> str | None:
+    """What to say where `choose` takes CPU processes though there are GPUs, else None."""
+    count = torch.cuda.device_count()
+    if device != "auto" or count == 0 or choose(device, world_size)[0] == "cuda":
+        return None
+    if world_size is not None and world_size > count:
+        return f"{world_size} ranks are more than the {count} GPUs here: on CPU processes"
+    return "one GPU is here, and overlap needs 2: on CPU processes"
+
+
 def projection_shape(device: str, world_size: int) -> Shape:
     """The QKV projection of one tensor-parallel rank, scaled down on the CPU."""
     scale = 1 if device == "cuda" else CPU_SCALE
@@ -162,6 +172,9 @@ def record_timeline(shape: Shape, options: Options) -> Sequence[ChunkEvent]:
             operands.A_shard, [operands.B], [None], return_A=False, timeline=events
         )
     dist.barrier()
+    called_ns = next(e["arrived_ns"] for e in events if e["source"] == dist.get_rank())
+    for event in events:
+        event["called_ns"] = called_ns
     for previous, event in itertools.pairwise(events):
         event["wait_begin_ns"] = previous["end_ns"]
     return events

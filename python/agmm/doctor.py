@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import os
 import platform
@@ -14,15 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
 from rich.markup import escape
 from rich.table import Table
 
-from agmm import _env, tables
-from agmm._terminal import plain_table
+from agmm import _env, _installation, tables
+from agmm._installation import load_core, version
+from agmm._terminal import plain_table, size
 from agmm.errors import InvalidArgument
 from agmm.tables import TableError
+
+torch, _torch_error = _installation.load_torch()
 
 Status = Literal["ok", "note", "broken"]
 
@@ -50,31 +50,27 @@ class Finding:
 
 def machine_facts() -> dict[str, Any]:
     """Machine and versions, for reports: strings, numbers and lists only; None where unknown."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    count = 0 if torch is None else torch.cuda.device_count()
+    gpus = [torch.cuda.get_device_name(i) for i in range(count)]
     return {
         "device_name": gpus[0] if gpus else processor_name(),
         "gpus": gpus,
         "host_cores": os.cpu_count(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
+        "torch": None if torch is None else torch.__version__,
+        "cuda": None if torch is None else torch.version.cuda,
         "nccl": nccl_version(),
         "driver": driver_version(),
-        "agmm": agmm_version(),
+        "agmm": version(),
     }
-
-
-def agmm_version() -> str | None:
-    """The installed package's version."""
-    try:
-        return importlib.metadata.version("agmm")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def nccl_version() -> str | None:
     """The version of the NCCL that torch uses."""
+    if torch is None:
+        return None
+    dist = torch.distributed
     if not (torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available()):
         return None
     return ".".join(str(part) for part in torch.cuda.nccl.version())
@@ -106,22 +102,11 @@ def processor_name() -> str:
 
 def diagnose() -> list[Finding]:
     """Looks at everything in turn; never raises for what it finds. The last one is the verdict."""
-    core, core_error = _load_core()
-    findings = [
-        _python(),
-        _torch(),
-        _agmm(core, core_error),
-        _kernels(core),
-        _driver(),
-        _gpus(),
-        _links(),
-        _symmetric_memory(),
-        _collectives(),
-        _shared_memory(),
-        _variables(core),
-        _tuned_plans(),
-        _plots(),
-    ]
+    core, core_error = load_core()
+    findings = [_python(), _torch(), _agmm(core, core_error), _kernels(core), _driver()]
+    if torch is not None:
+        findings += [_gpus(), _links(), _symmetric_memory(), _collectives()]
+    findings += [_shared_memory(), _variables(core), _tuned_plans(), _plots()]
     return [*findings, _verdict(core)]
 
 
@@ -154,6 +139,10 @@ def _python() -> Finding:
 
 
 def _torch() -> Finding:
+    if torch is None:
+        oldest = ".".join(map(str, _OLDEST_TORCH))
+        meaning = f"agmm needs torch {oldest} or later: install it, or repair what is here"
+        return Finding("torch", f"does not load: {_torch_error}", meaning, "broken")
     found = f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}"
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     if version < _OLDEST_TORCH:
@@ -164,27 +153,22 @@ def _torch() -> Finding:
     return Finding("torch", found, "supported")
 
 
-def _load_core() -> tuple[Any, str | None]:
-    try:
-        return importlib.import_module("agmm._core"), None
-    except Exception as e:
-        return None, f"{type(e).__name__}: {e}"
-
-
 def _agmm(core: Any, core_error: str | None) -> Finding:
-    version = agmm_version() or "not installed as a package"
+    here = version() or "not installed as a package"
     if core is None:
-        return Finding("agmm", f"{version}; agmm._core: {core_error}", "reinstall it", "broken")
-    if core.__version__ != version:
-        found = f"{version}, but agmm._core is {core.__version__}"
+        return Finding("agmm", f"{here}; agmm._core: {core_error}", "reinstall it", "broken")
+    if core.__version__ != here:
+        found = f"{here}, but agmm._core is {core.__version__}"
         return Finding("agmm", found, "the compiled part is stale: reinstall", "broken")
+    if _installation.import_error is not None and torch is not None:
+        return Finding("agmm", str(_installation.fault()), "reinstall it", "broken")
     if core.fault:
-        found = f"{version}, built with the deliberate fault {core.fault}"
+        found = f"{here}, built with the deliberate fault {core.fault}"
         return Finding("agmm", found, "a test build, results are wrong: reinstall it", "broken")
     if core.stress_delays:
-        found = f"{version}, built with delays at random"
+        found = f"{here}, built with delays at random"
         return Finding("agmm", found, "a test build, slow: reinstall it", "note")
-    return Finding("agmm", version, "the compiled part loads")
+    return Finding("agmm", here, "the compiled part loads")
 
 
 def _kernels(core: Any) -> Finding:
@@ -200,13 +184,15 @@ def _kernels(core: Any) -> Finding:
 
 
 def _driver() -> Finding:
-    version = driver_version()
-    if version is None:
+    found = driver_version()
+    if found is None:
         return Finding("NVIDIA driver", "none found", "GPUs cannot be used", "note")
-    if torch.version.cuda is not None and not torch.cuda.is_available():
+    if torch is None or torch.version.cuda is None:
+        return Finding("NVIDIA driver", found, "-")
+    if not torch.cuda.is_available():
         meaning = "torch cannot use the GPUs: the driver may be too old for its CUDA, or hidden"
-        return Finding("NVIDIA driver", version, meaning, "note")
-    return Finding("NVIDIA driver", version, "torch can use it" if torch.version.cuda else "-")
+        return Finding("NVIDIA driver", found, meaning, "note")
+    return Finding("NVIDIA driver", found, "torch can use it")
 
 
 def _gpus() -> Finding:
@@ -266,6 +252,7 @@ def _symmetric_memory() -> Finding:
 
 
 def _collectives() -> Finding:
+    dist = torch.distributed
     if not dist.is_available():
         return Finding("collectives", "torch.distributed is missing", "no groups", "broken")
     found = [n for n, there in (("gloo", dist.is_gloo_available()),) if there]
@@ -284,7 +271,7 @@ def _shared_memory() -> Finding:
     except OSError as e:
         return Finding(name, f"{_SHM}: {e.strerror}", "CPU ranks cannot share memory", "broken")
     free, total = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
-    found = f"{_SHM}: {free / 2**20:.0f} of {total / 2**20:.0f} MiB free"
+    found = f"{_SHM}: {size(free)} of {size(total)} free"
     meaning = "each CPU rank takes twice the gathered A"
     if free < _SMALL_SHM_BYTES:
         meaning += "; that is little here (in a container: --shm-size or --ipc=host)"
@@ -329,16 +316,18 @@ def _tuned_plans() -> Finding:
 
 def _plots() -> Finding:
     try:
-        version = importlib.metadata.version("matplotlib")
+        found = importlib.metadata.version("matplotlib")
     except importlib.metadata.PackageNotFoundError:
         meaning = "`agmm demo` draws no picture; pip install 'agmm[plot]' for it"
         return Finding("matplotlib", "not installed", meaning, "note")
-    return Finding("matplotlib", version, "`agmm demo` draws its picture")
+    return Finding("matplotlib", found, "`agmm demo` draws its picture")
 
 
 def _verdict(core: Any) -> Finding:
     name = "all in all"
-    if core is None:
+    if torch is None:
+        return Finding(name, "agmm does not load", "install torch", "broken")
+    if core is None or _installation.import_error is not None:
         return Finding(name, "agmm does not load", "reinstall it", "broken")
     if core.fault:
         return Finding(name, "a test build with a deliberate fault", "reinstall it", "broken")
@@ -379,7 +368,7 @@ def _pairs_without_access() -> list[tuple[int, int]]:
 
 
 def _pairs_without_atomics() -> list[tuple[int, int]]:
-    core, _ = _load_core()
+    core, _ = load_core()
     if core is None or not core.cuda_built:
         return []
     from agmm import _links

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.console import Group, RenderableType
 
 from agmm import _call_plan, _core, cost_model, tables
-from agmm._terminal import plain_table
+from agmm._terminal import duration, plain_table, whole
 from agmm.errors import InvalidArgument
 from agmm.plan import (
     CPU,
@@ -22,6 +22,29 @@ from agmm.plan import (
     why_unfused,
 )
 
+GPUS_OF_A_HOST = 8
+"""Of Hopper, at most; ranks on several hosts take the unfused path."""
+
+HOPPERS = {
+    "nvidia-h100-80gb-hbm3": 132,
+    "nvidia-h100-pcie": 114,
+    "nvidia-h100-nvl": 132,
+    "nvidia-h200": 132,
+    "nvidia-h200-nvl": 132,
+    "nvidia-h20": 78,
+    "nvidia-h800": 132,
+    "nvidia-gh200-480gb": 132,
+}
+"""The names of Hopper GPUs as their driver gives them, with their multiprocessors."""
+_SPOKEN = {
+    "h100": "nvidia-h100-80gb-hbm3",
+    "h100-sxm": "nvidia-h100-80gb-hbm3",
+    "h100-sxm5": "nvidia-h100-80gb-hbm3",
+    "h200-sxm": "nvidia-h200",
+    "gh200": "nvidia-gh200-480gb",
+}
+_BRAND = "nvidia-"
+
 
 def known_gpus() -> list[str]:
     """Every GPU that has constants or a table, and the CPU."""
@@ -29,18 +52,30 @@ def known_gpus() -> list[str]:
 
 
 def find_gpu(name: str | None) -> str:
-    """The GPU that a name or a part of one means; for None the one here, else the default.
+    """The GPU that a name, or some words of one, means; for None the one here, else the default.
+
+    Those with constants or a table come before others of the same words.
 
     Raises InvalidArgument where it means none or several.
     """
     if name is None:
         return _gpu_here() or cost_model.DEFAULT_GPU
     wanted = tables.gpu_name(name)
+    short = wanted.removeprefix(_BRAND)
     known = known_gpus()
-    found = [gpu for gpu in known if gpu == wanted] or [gpu for gpu in known if wanted in gpu]
-    if not wanted or len(found) != 1:
-        raise InvalidArgument(f"gpu: found {name!r}, wanted one of {', '.join(known)}")
-    return found[0]
+    for gpus in (known, HOPPERS):
+        for gpu in (wanted, _BRAND + short, _SPOKEN.get(short, "") if gpus is HOPPERS else ""):
+            if gpu in gpus:
+                return gpu
+        words = {*short.split("-")} - {"", "nvidia"}
+        found = [gpu for gpu in gpus if words and words <= {*gpu.split("-")}]
+        if len(found) == 1:
+            return found[0]
+    others = ", ".join(gpu for gpu in HOPPERS if gpu not in known)
+    raise InvalidArgument(
+        f"gpu: found {name!r}, wanted one of {', '.join(known)}, or, with the constants of "
+        f"{cost_model.DEFAULT_GPU}, of {others}"
+    )
 
 
 def _gpu_here() -> str | None:
@@ -87,7 +122,8 @@ def explain(problem: Problem, planner: Planner) -> RenderableType:
     choice = planner.choose(problem)
     lines = [
         f"out[{problem.m}, {problem.n}] = all_gather(A_shard)[{problem.m}, {problem.k}] @ B, "
-        f"{problem.dtype}, B by {problem.b_layout}, {problem.world_size} ranks on {problem.gpu}"
+        f"{problem.dtype}, B by {problem.b_layout}, {problem.world_size} "
+        f"rank{'s' if problem.world_size > 1 else ''} on {problem.gpu}"
         + (", A returned" if problem.return_A else ""),
         f"plan: {choice.plan.name}",
         f"from: {choice.source}",
@@ -99,23 +135,36 @@ def explain(problem: Problem, planner: Planner) -> RenderableType:
 
 
 def _times(problem: Problem, choice: Choice) -> Iterable[str]:
-    roof = cost_model.matmul_us(problem) if choice.predicted_us is not None else None
-    if choice.predicted_us is not None and roof is not None:
-        yield (
-            f"predicted: {choice.predicted_us:.1f} µs, {choice.predicted_us / roof:.2f} × the "
-            f"matmul alone ({roof:.1f} µs)"
-        )
+    if choice.predicted_us is not None:
+        yield f"predicted: {duration(choice.predicted_us)}, {_beside_roof(problem, choice)}"
     row = choice.row
     if row is None:
         if problem.gpu == CPU or why_unfused(problem.dtype, problem.n, problem.k) is None:
             yield "measured: not yet (agmm tune does it)"
     elif row.roof_us is None:
-        yield f"measured: {row.us:.1f} µs"
+        yield f"measured: {duration(row.us)}"
     else:
         yield (
-            f"measured: {row.us:.1f} µs, {row.us / row.roof_us:.2f} × the matmul alone "
-            f"({row.roof_us:.1f} µs), by agmm {row.agmm}"
+            f"measured: {duration(row.us)}, {row.us / row.roof_us:.2f} × the matmul alone "
+            f"({duration(row.roof_us)}), by agmm {row.agmm}"
         )
+
+
+def _beside_roof(problem: Problem, choice: Choice) -> str:
+    """The prediction beside that of the matmul alone.
+
+    Their ratio is told where it means something. A matmul that is mostly launch and latency is
+    predicted by other constants than the call, and below 1 the two models' errors are all that
+    is left: the call holds that matmul.
+    """
+    assert choice.predicted_us is not None
+    roof = cost_model.matmul_us(problem)
+    c = cost_model.constants(problem.gpu)
+    if c.launch_us + c.matmul_latency_us > roof / 2:
+        return f"the matmul alone {duration(roof)}, mostly latency: their ratio says nothing"
+    if choice.predicted_us < roof:
+        return f"the matmul alone {duration(roof)}: alike, as well as the model knows"
+    return f"{choice.predicted_us / roof:.2f} × the matmul alone ({duration(roof)})"
 
 
 def why(problem: Problem, choice: Choice, planner: Planner) -> str:
@@ -128,10 +177,10 @@ def why(problem: Problem, choice: Choice, planner: Planner) -> str:
         if row is not None:
             return "unfused, it was measured to be the fastest"
         times = [us for plan, us in planner.alternatives(problem) if plan.kernel and us is not None]
-        said = f", {min(times):.1f} µs fused" if times else ""
+        said = f", {duration(min(times))} fused" if times else ""
         return f"unfused is the fastest by {choice.source}{said}"
     if row is not None and row.unfused_us is not None:
-        said = f"fused, the unfused path was measured at {row.unfused_us:.1f} µs"
+        said = f"fused, the unfused path was measured at {duration(row.unfused_us)}"
         within = "" if row.unfused_us >= row.us else ", not faster by more than the noise"
         return said + within
     unfused = predict_us(problem, UNFUSED)
@@ -139,7 +188,7 @@ def why(problem: Problem, choice: Choice, planner: Planner) -> str:
         return "fused, one rank has nothing to gather"
     if unfused is None:
         return "fused, nothing is known of the unfused path"
-    return f"fused, the unfused path is predicted to take {unfused:.1f} µs"
+    return f"fused, the unfused path is predicted to take {duration(unfused)}"
 
 
 def _remarks(problem: Problem) -> Iterable[str]:
@@ -147,6 +196,12 @@ def _remarks(problem: Problem) -> Iterable[str]:
         return
     if not problem.peer_atomics:
         yield "note: links between the GPUs here have no native atomics, so SM push is not legal"
+    gpus, which = _gpus_of_a_host(problem.gpu)
+    if problem.world_size > gpus:
+        yield (
+            f"note: {problem.world_size} ranks are more than the {gpus} GPUs {which}; ranks on "
+            "several hosts take all-gather + matmul, whatever the plan"
+        )
     used = cost_model.constants(problem.gpu).gpu
     if used != problem.gpu:
         yield f"note: no constants of {problem.gpu} are known, those of {used} stand in"
@@ -154,19 +209,27 @@ def _remarks(problem: Problem) -> Iterable[str]:
         yield f"note: this build has no CUDA kernels; assumed are the default ones of {used}"
 
 
+def _gpus_of_a_host(gpu: str) -> tuple[int, str]:
+    import torch
+
+    if gpu == _gpu_here():
+        return torch.cuda.device_count(), "that are visible here"
+    return GPUS_OF_A_HOST, "of a host"
+
+
 def _table(problem: Problem, choice: Choice, planner: Planner) -> RenderableType:
-    table = plain_table("alternatives (predicted µs)")
-    table.add_column("plan", no_wrap=True)
-    table.add_column("µs", justify="right", no_wrap=True)
+    table = plain_table("alternatives (predicted)")
+    table.add_column("plan", overflow="fold")
+    table.add_column("time", justify="right", no_wrap=True)
     table.add_column("÷ plan", justify="right", no_wrap=True)
     for plan, us in planner.alternatives(problem):
         ratio = us / choice.predicted_us if us and choice.predicted_us else None
         table.add_row(
             plan.name + _mark(plan, choice.plan),
-            "-" if us is None else f"{us:.1f}",
+            "-" if us is None else duration(us),
             "-" if ratio is None else f"{ratio:.2f}",
         )
-    return table
+    return whole(table)
 
 
 def _mark(plan: Plan, chosen: Plan) -> str:

@@ -33,14 +33,17 @@ _BARS_WITH_EDGES = 24
 ChunkEvent = Mapping[str, int]
 """One chunk, or one tile of a chunk: 'chunk', 'source' (its rank) and, in ns of one clock,
 'arrived_ns', 'start_ns' and 'end_ns'. Where known also 'wait_begin_ns', from which it was
-awaited until 'start_ns', 'sm', the multiprocessor, and the tile's place, 'row' and 'column'."""
+awaited until 'start_ns', 'sm', the multiprocessor, the tile's place, 'row' and 'column', and
+'called_ns', when the rank made the call: the origin of its times. Without it that is its first
+event."""
 
 
 def waited_share(events: Sequence[ChunkEvent]) -> float:
-    """The share of the time from first start to last end in which nothing was computed."""
+    """The share of the time from the call to the last end in which nothing was computed; from the
+    first start where it is not known when the call was."""
     if not events:
         raise ValueError("events: found none, wanted at least one")
-    begin = min(e["start_ns"] for e in events)
+    begin = min(e.get("called_ns", e["start_ns"]) for e in events)
     end = max(e["end_ns"] for e in events)
     if end <= begin:
         return 0.0
@@ -66,7 +69,7 @@ def draw(events: Sequence[ChunkEvent], path: Path, *, title: str, rank: int = 0)
     origin = _first_ns(events)
     divisor, unit = _unit(_last_ns(events) - origin)
     _draw_lanes(axes, events, rank, origin, divisor)
-    axes.set_xlabel(f"time on rank {rank} since the call began ({unit})")
+    axes.set_xlabel(f"time on rank {rank} since the {_origin_name(events)} ({unit})")
     axes.set_title(f"{title}; {_waiting(events)}", loc="left", fontsize=10.5)
     _legend(figure, [events], columns=3)
     _figure.save(figure, path)
@@ -77,7 +80,7 @@ def draw_ranks(
 ) -> None:
     """As `draw`, with a panel for each rank, all with the same scale of time.
 
-    Time begins with the first event of all ranks where `one_clock` holds, else with each rank's.
+    Time begins with the first call of all ranks where `one_clock` holds, else with each rank's.
     """
     if not by_rank or not all(by_rank):
         raise ValueError("events: found none of some rank, wanted at least one of each")
@@ -90,7 +93,10 @@ def draw_ranks(
     longest = max(_last_ns(events) - o for events, o in zip(by_rank, origins, strict=True))
     divisor, unit = _unit(longest)
     right = longest / divisor
-    since = "first event of all ranks" if one_clock else "rank's first event"
+    origin = _origin_name([e for events in by_rank for e in events])
+    since = (
+        f"first {origin.removeprefix('first ')} of all ranks" if one_clock else f"rank's {origin}"
+    )
     for rank, (events, axes) in enumerate(zip(by_rank, grid.flat, strict=False)):
         _draw_lanes(axes, events, rank, origins[rank], divisor)
         axes.set_title(f"rank {rank}; {_waiting(events)}", loc="left", fontsize=9.5)
@@ -112,13 +118,13 @@ def trace(
 
     A process per rank; in it a thread of the chunks' arrivals (instant events) and one per
     multiprocessor, or per lane of tiles that do not overlap where that is not known. Times are in
-    µs, of all ranks together where `one_clock` holds, else since each rank's own begin.
+    µs, since the first call of all ranks where `one_clock` holds, else since each rank's own.
     """
     origins = _origins(by_rank, one_clock)
     found: list[dict[str, Any]] = []
     for rank, (events, origin) in enumerate(zip(by_rank, origins, strict=True)):
         found += _rank_trace(rank, events, origin)
-    clock = "one clock of all ranks" if one_clock else "each rank since its own begin"
+    clock = "one clock of all ranks" if one_clock else "each rank since its own call"
     return {
         "traceEvents": found,
         "displayTimeUnit": "ns",
@@ -222,7 +228,13 @@ def _tile_name(e: ChunkEvent) -> str:
     return f"chunk {e['chunk']}{place}"
 
 
+def _origin_name(events: Sequence[ChunkEvent]) -> str:
+    return "call" if all("called_ns" in e for e in events) else "first event"
+
+
 def _first_ns(events: Sequence[ChunkEvent]) -> int:
+    if all("called_ns" in e for e in events):
+        return min(e["called_ns"] for e in events)
     return min(min(_begin_ns(e), e["arrived_ns"]) for e in events)
 
 
@@ -285,7 +297,9 @@ def _draw_lanes(
         FixedFormatter([_chunk_name(c, sources[c], rank) for c in lanes])
     )
     axes.set_ylim(len(lanes) - 0.4, -0.6)
-    axes.set_xlim(left=-0.01 * x(_last_ns(events)), right=x(_last_ns(events)) * 1.02 or 1.0)
+    last = x(_last_ns(events))
+    first = min(0.0, *(x(ns) for ns in arrived.values()))  # a peer may have called earlier
+    axes.set_xlim(left=first - 0.01 * last, right=last * 1.02 or 1.0)
     _figure.strip(axes, grid="x")
 
 

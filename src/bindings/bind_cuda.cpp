@@ -169,6 +169,13 @@ void bind_cuda(py::module_& m) {
         "out = a @ b (+ bias) on a CUDA stream; pointers are device addresses, 0 where absent.");
   m.def("peer_atomics", &agmm::has_peer_atomics, py::arg("device"), py::arg("peer"),
         "Whether additions of one GPU to words in the memory of another are atomic there.");
+  m.def(
+      "record_time",
+      [](uintptr_t ns, uintptr_t stream) {
+        agmm::record_time(pointer<uint64_t>(ns), pointer<void>(stream));
+      },
+      py::arg("ns"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
+      "Writes the GPU's timer in ns to a device address when the stream comes to it.");
   m.def("split_scratch_bytes", &agmm::max_split_scratch_bytes,
         "Bytes of scratch memory on the current device for configs with splits.");
   m.attr("SPLIT_COUNTER_BYTES") = agmm::kSplitCounterBytes;

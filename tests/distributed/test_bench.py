@@ -9,9 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bench_work
 import pytest
 
-BENCH = [sys.executable, "-m", "agmm.cli", "bench"]
+from agmm import benchmarking
+from agmm.benchmarking import Options
+from agmm.testing.cases import Shape
+
+BENCH = [sys.executable, "-m", "agmm", "bench"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
 
 
@@ -20,6 +25,88 @@ def not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+LIMIT_S = 6.0
+
+
+@pytest.fixture
+def sick_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ways of `bench_work`, here and in the ranks."""
+    monkeypatch.setattr(benchmarking, "WAYS", dict(benchmarking.WAYS))
+    bench_work.add_sick_ways()
+    monkeypatch.setattr(benchmarking, "measure_watched", bench_work.measure_watched)
+
+
+def _measured(report: dict[str, Any]) -> list[dict[str, str | None]]:
+    """For each shape the reason why a way has no time, None where it has one, by way."""
+    for shape in report["shapes"]:
+        assert all(
+            (way["median_us"] is None) == (way["reason"] is not None)
+            for way in shape["ways"].values()
+        )
+    return [{name: w["reason"] for name, w in s["ways"].items()} for s in report["shapes"]]
+
+
+@pytest.mark.parametrize(
+    ("sick", "reason"),
+    [
+        ("hangs-at-once", "ranks 0, 1 did not come back from it within 6 s"),
+        ("hangs-when-timed", "ranks 0, 1 did not come back from it within 6 s"),
+        ("ends-at-once", "rank 1 ended in it with exit code -9"),
+        ("ends-when-timed", "rank 1 ended in it with exit code -9"),
+    ],
+)
+@pytest.mark.usefixtures("sick_ways")
+def test_a_way_that_breaks_the_ranks_is_left_out(sick: str, reason: str) -> None:
+    others = ["roof", "unfused", "agmm"]
+    shapes = [Shape(8, 8, 8), bench_work.SICK_SHAPE, Shape(32, 8, 24)]
+    ways = ["unfused", sick, "agmm"]
+    options = Options("cpu", 2, shapes, ways, samples=3, limit_s=LIMIT_S)
+    lines: list[str] = []
+    report = benchmarking.run(options, lines.append)
+    sound: dict[str, str | None] = dict.fromkeys(["roof", *ways])
+    assert _measured(report) == [sound, sound | {sick: reason}, sound]
+    assert list(report["shapes"][1]["ways"]) == ["roof", *ways]
+    assert all(len(s["ways"][w]["samples_us"]) == 3 for s in report["shapes"] for w in others)
+    assert [line for line in lines if "left out" in line] == [
+        f"{bench_work.SICK_SHAPE}: left out {sick}: {reason}"
+    ]
+
+
+@pytest.mark.usefixtures("sick_ways")
+def test_several_ways_that_break_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = ["hangs-when-timed", "agmm", "ends-at-once"]
+    options = Options("cpu", 2, [bench_work.SICK_SHAPE], ways, samples=3, limit_s=LIMIT_S)
+    (found,) = _measured(benchmarking.run(options))
+    assert {name for name, reason in found.items() if reason is None} == {"roof", "agmm"}
+
+
+def test_a_shape_that_cannot_be_made_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmarking, "check_memory", lambda *arguments: None)
+    too_large = Shape(2**40, 8, 2**10)
+    options = Options("cpu", 2, [too_large, Shape(16, 8, 8)], ["agmm"], samples=3)
+    large, small = _measured(benchmarking.run(options))
+    assert all(reason and "RuntimeError" in reason for reason in large.values())
+    assert small == {"roof": None, "agmm": None}
+
+
+def test_a_way_that_hangs_under_torchrun_ends_the_job(tmp_path: Path) -> None:
+    report = tmp_path / "r.json"
+    arguments = ["bench", "--device", "cpu", "--samples", "3", "--limit", "6"]
+    shapes = f"9x8x8,{bench_work.SICK_SHAPE}"
+    sick = ["--ways", "agmm,hangs-when-timed", "--shapes", shapes]
+    done = subprocess.run(
+        [*TORCHRUN, bench_work.__file__, *arguments, *sick, "--json", str(report)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode != 0
+    assert "hangs-when-timed did not come back within 6 s" in done.stderr
+    (shape,) = json.loads(report.read_text())["shapes"]
+    assert shape["M"] == 9
+    assert shape["ways"]["agmm"]["median_us"] > 0
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -50,6 +137,8 @@ def _is_sound(found: dict[str, Any], ranks: int) -> None:
         arrived = {e["args"]["chunk"]: e["ts"] for e in mine if e["ph"] == "i"}
         tiles = [e for e in mine if e["ph"] == "X" and e["cat"] == "tile"]
         spans = sorted((e for e in mine if e["ph"] == "X"), key=lambda e: e["ts"])
+        assert min(e["ts"] for e in mine if "ts" in e) >= 0.0  # nothing came before the first call
+        assert arrived[rank] < min(e["ts"] for e in tiles)  # its own rows are there at its call
         order = [e["args"]["chunk"] for e in sorted(tiles, key=lambda e: e["ts"])]
         assert order == [(rank + step) % ranks for step in range(ranks)]
         assert all(arrived[e["args"]["chunk"]] <= e["ts"] for e in tiles)

@@ -21,7 +21,7 @@ from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankPool
 
 SHAPES = (Shape(16, 8, 24), Shape(6, 5, 7), Shape(34, 40, 16))
-TUNE = [sys.executable, "-m", "agmm.cli", "tune", "--device", "cpu", "--tp", "2"]
+TUNE = [sys.executable, "-m", "agmm", "tune", "--device", "cpu", "--tp", "2"]
 PROBLEM = Problem(16, 8, 24, "float32", 2, gpu=CPU)
 
 

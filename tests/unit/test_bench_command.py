@@ -35,7 +35,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     """The options of each run, which times nothing."""
     found: list[Options] = []
 
-    def run(options: Options, progress: Any, begun: Any) -> dict[str, Any]:
+    def run(options: Options, progress: Any, begun: Any, lost: Any) -> dict[str, Any]:
         found.append(options)
         return benchmarking.new_report(options.resolved())
 
@@ -95,6 +95,9 @@ def test_shapes_by_model_and_file(runs: list[Options], tmp_path: Path) -> None:
         None,
     ]
     assert {options.world_size for options in runs} == {2}
+    assert {options.limit_s for options in runs} == {120.0}
+    assert _bench(*arguments, "--limit", "7.5").exit_code == 0
+    assert runs[-1].limit_s == 7.5
 
 
 def test_a_report_is_shown_without_a_run(runs: list[Options]) -> None:

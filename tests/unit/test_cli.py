@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
 import re
@@ -14,13 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from agmm import benchmarking, demo, doctor
+from agmm import _installation, benchmarking, cli, demo, reports, tuner
+from agmm._terminal import duration, size
 from agmm.cli import app
+from agmm.errors import AgmmError
+from agmm.plan import UNFUSED, Problem, Row
+from agmm.reports import narrow
+from agmm.testing.cases import MAX_EXTENT, Shape
 from agmm.testing.ranks import RankError
 
-AGMM = [sys.executable, "-m", "agmm.cli"]
+AGMM = [sys.executable, "-m", "agmm"]
 runner = CliRunner()
 
 
@@ -49,8 +56,14 @@ def test_help_has_examples(command: str) -> None:
     assert f"agmm {command}" in result.output
 
 
+def test_paragraphs_of_help_fill_the_lines() -> None:
+    lines = [line.strip() for line in _invoke("tune", "--help").output.splitlines()]
+    begin = next(i for i, line in enumerate(lines) if line.startswith("Every candidate"))
+    assert all(len(line) > 60 for line in lines[begin : begin + 2])
+
+
 def test_version() -> None:
-    assert _invoke("--version").output.strip() == f"agmm {doctor.agmm_version()}"
+    assert _invoke("--version").output.strip() == f"agmm {_installation.version()}"
 
 
 @pytest.mark.parametrize(
@@ -95,6 +108,125 @@ def test_typos_are_answered(arguments: list[str], hints: list[str]) -> None:
         assert hint in result.output
 
 
+SHAPE = ["--m", "4096", "--n", "3584", "--k", "8192", "--gpu", "h200"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "wanted"),
+    [
+        (["--return-a"], True),
+        (["--return-a", "true"], True),
+        (["--return-a=True"], True),
+        (["--return-a", "false"], False),
+        (["--return-a=false"], False),
+        ([], False),
+    ],
+)
+def test_a_flag_may_have_a_value(flag: list[str], wanted: bool) -> None:
+    result = _invoke("explain", *flag, *SHAPE, "--tp", "4")
+    assert (result.exit_code, ", A returned" in result.output) == (0, wanted), result.output
+
+
+def test_a_flag_of_one_name_may_have_a_value() -> None:
+    assert "matmul alone (roof)" in _invoke("bench", "--list", "true").output
+    result = _invoke("bench", "--list=false", "--from", "/no/file")
+    assert "/no/file cannot be read" in result.output
+    assert "maybe" in _invoke("bench", "--list", "maybe").output
+
+
+@pytest.mark.parametrize("command", ["demo", "bench", "tune", "explain"])
+def test_the_number_of_ranks_has_both_names(command: str) -> None:
+    output = _invoke(command, "--help").output
+    assert "--tp,--world-size" in output
+
+
+def test_both_names_of_the_number_of_ranks_mean_the_same() -> None:
+    outputs = {_invoke("explain", *SHAPE, name, "4").output for name in ("--tp", "--world-size")}
+    assert len(outputs) == 1
+    assert "4 ranks on nvidia-h200" in outputs.pop()
+    for name in ("--tp", "--world-size"):
+        for command in ("bench", "tune"):
+            result = _invoke(command, "--device", "cpu", "--shapes", "9x8x8", name, "2")
+            assert "multiple of the world size, 2" in result.output
+        result = _invoke("demo", "--device", "cpu", name, "0")
+        assert "'--tp'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--shapes", "1000000x1000000x100000"], "of which 2 ranks need 8.73 TiB, wanted at most "),
+        (["--shapes", "99999999999999999998x8x8"], "wanted extents up to 2147483647"),
+        (["--shapes", f"{'9' * 5000}x8x8"], "wanted extents up to 2147483647"),
+        (["--shapes", "²x8x8"], "wanted MxNxK"),
+    ],
+)
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_huge_shapes_are_said_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, command: str, arguments: list[str], hint: str
+) -> None:
+    monkeypatch.setattr(benchmarking, "_Ranks", _never)
+    monkeypatch.setattr(benchmarking, "ranks", _never)
+    result = _invoke(command, "--device", "cpu", "--tp", "2", *arguments)
+    assert (result.exit_code, hint in result.output) == (2, True), result.output[-500:]
+    assert len(result.output.splitlines()) == 1
+
+
+def test_cpu_processes_in_place_of_too_few_gpus_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    result = _invoke("bench", "--tp", "4", "--shapes", "9x8x8")
+    assert result.output.splitlines()[0] == (
+        "agmm: 4 ranks are more than the 2 GPUs here: on CPU processes"
+    )
+
+
+@pytest.mark.parametrize("value", ["abc", "-1"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["demo", "--output", "x.png"],
+        ["bench", "--shapes", "8x8x8"],
+        ["bench", "--timeline", "8x8x8"],
+        ["tune", "--shapes", "8x8x8"],
+    ],
+)
+def test_a_limit_that_is_no_number_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], value: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AGMM_TIMEOUT_S", value)
+    result = _invoke(*arguments, "--device", "cpu")
+    assert result.exit_code == 2
+    (line,) = result.output.splitlines()
+    assert line.startswith(f"agmm: AGMM_TIMEOUT_S: found '{value}', wanted ")
+
+
+def test_any_error_of_agmm_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: Any, **keywords: Any) -> None:
+        raise AgmmError("workspace: found none, wanted one")
+
+    monkeypatch.setattr(demo, "run", failing)
+    result = _invoke("demo", "--device", "cpu")
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1] == "agmm: workspace: found none, wanted one"
+
+
+@pytest.mark.parametrize("width", [40, 60, 100])
+def test_a_narrow_terminal_takes_no_number_away(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    terminal = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    ways = Path(__file__).parents[2] / "benchmarks/results/2026-11-21-h200-x4-ways.json"
+    report = narrow(reports.read(ways), [Shape(4096, 3584, 8192)], None)
+    benchmarking.render(report, terminal)
+    assert isinstance(terminal.file, io.StringIO)
+    text = terminal.file.getvalue()
+    assert "…" not in text
+    for way in report["shapes"][0]["ways"].values():
+        assert f"{way['median_us']:.1f}" in text
+    assert terminal.width == width
+
+
 def test_list_of_ways() -> None:
     output = _invoke("bench", "--list").output
     assert all(name in output for name in benchmarking.WAYS)
@@ -124,7 +256,7 @@ def test_wrong_result_fails_the_bench(monkeypatch: pytest.MonkeyPatch, tmp_path:
     report = benchmarking.new_report(benchmarking.Options("cpu").resolved())
     bad = vars(benchmarking.WayResult(wrong=True, reason="relative error 0.5, allowed 0.001"))
     report["shapes"] = [{"M": 8, "N": 8, "K": 8, "sm_clock_mhz": None, "ways": {"agmm": bad}}]
-    monkeypatch.setattr(benchmarking, "run", lambda options, progress, begun: report)
+    monkeypatch.setattr(benchmarking, "run", lambda options, progress, begun, lost: report)
     result = _invoke("bench", "--device", "cpu", "--json", str(tmp_path / "r.json"))
     assert result.exit_code == 1
     assert "wrong results: agmm at 8x8x8" in result.output
@@ -144,7 +276,7 @@ def test_what_is_there_is_kept_when_the_bench_ends_early(
 ) -> None:
     good = vars(benchmarking.WayResult(median_us=3.0, relative_error=0.0))
 
-    def run(options: Any, progress: Any, begun: Any) -> None:
+    def run(options: Any, progress: Any, begun: Any, lost: Any) -> None:
         report = benchmarking.new_report(options.resolved())
         begun(report)
         ways = {"agmm": good}
@@ -223,6 +355,66 @@ def test_doctor_says_what_is_broken_by_its_exit_code(monkeypatch: pytest.MonkeyP
     assert result.exit_code == 1
     findings = {f["name"]: f for f in json.loads(result.output)["findings"]}
     assert findings["environment"]["status"] == "broken"
+
+
+@pytest.mark.parametrize(
+    ("us", "wanted"),
+    [
+        (0.4, "0.4 µs"),
+        (323.84, "323.8 µs"),
+        (9999.0, "9999.0 µs"),
+        (17100.0, "17.1 ms"),
+        (12.3e6, "12.3 s"),
+        (7.2e9, "2.0 h"),
+        (10 * 86400e6, "10.0 days"),
+        (1e18, "3.17e+04 years"),
+    ],
+)
+def test_durations_can_be_read(us: float, wanted: str) -> None:
+    assert duration(us) == wanted
+
+
+@pytest.mark.parametrize(
+    ("count", "wanted"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (2048, "2 KiB"),
+        (1.5 * 2**30, "1.5 GiB"),
+        (400e9, "373 GiB"),
+        (1e15, "909 TiB"),
+        (2**70, "1048576 PiB"),
+    ],
+)
+def test_sizes_can_be_read(count: float, wanted: str) -> None:
+    assert size(count) == wanted
+
+
+def test_the_largest_extent_is_that_of_the_shapes() -> None:
+    assert cli.MAX_EXTENT == MAX_EXTENT
+
+
+def test_tuning_says_in_a_log_what_it_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    shape = Shape(16, 8, 24)
+    with cli._TuningBar(visible=True) as bar:
+        for i in range(20):
+            bar.at(i / 40, "16x8x24: checking push")
+            now += 1.0
+        bar.at(0.5, "32x8x24: checking push")
+        bar.ended(tuner.Outcome(shape, Problem(*shape), UNFUSED, Row(16, UNFUSED, 43.0)))
+    with cli._TuningBar(visible=False) as bar:
+        bar.at(0.0, "16x8x24: checking push")
+    assert capsys.readouterr().err.splitlines() == [
+        "starting the ranks",
+        "  0% 16x8x24: checking push",
+        " 25% 16x8x24: checking push",
+        " 50% 32x8x24: checking push",
+        "     16x8x24: 43.0 µs, unfused",
+    ]
 
 
 def test_explain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from agmm import doctor
+from agmm import _installation, doctor
 from agmm.doctor import Finding
 
 
@@ -20,7 +20,7 @@ def _named(findings: list[Finding], name: str) -> Finding:
 
 def _core(**changes: Any) -> types.SimpleNamespace:
     values = {
-        "__version__": doctor.agmm_version(),
+        "__version__": _installation.version(),
         "cuda_built": True,
         "fault": "",
         "stress_delays": False,
@@ -54,21 +54,21 @@ def test_this_machine_is_not_broken() -> None:
 
 
 def test_core_that_does_not_load_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_load_core", lambda: (None, "ImportError: libfoo.so is missing"))
+    monkeypatch.setattr(doctor, "load_core", lambda: (None, "ImportError: libfoo.so is missing"))
     findings = doctor.diagnose()
     assert "libfoo.so" in _named(findings, "agmm").found
     assert findings[-1].status == "broken"
 
 
 def test_stale_core_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_load_core", lambda: (_core(__version__="0.0.1"), None))
+    monkeypatch.setattr(doctor, "load_core", lambda: (_core(__version__="0.0.1"), None))
     found = _named(doctor.diagnose(), "agmm")
     assert (found.status, "0.0.1" in found.found) == ("broken", True)
 
 
 def test_deliberate_fault_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend_gpus(monkeypatch, (9, 0), peers=True)
-    monkeypatch.setattr(doctor, "_load_core", lambda: (_core(fault="no_fence"), None))
+    monkeypatch.setattr(doctor, "load_core", lambda: (_core(fault="no_fence"), None))
     findings = doctor.diagnose()
     found = _named(findings, "agmm")
     assert (found.status, "no_fence" in found.found) == ("broken", True)
@@ -148,7 +148,7 @@ def test_what_stands_against_fusion_is_said(
 
 def test_pairs_without_atomics_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend_gpus(monkeypatch, (9, 0), peers=True)
-    monkeypatch.setattr(doctor, "_load_core", lambda: (_core(), None))
+    monkeypatch.setattr(doctor, "load_core", lambda: (_core(), None))
     monkeypatch.setattr("agmm._links._core.peer_atomics", lambda a, b: a < b)
     finding = doctor._links()
     assert "no native atomics between 1-0" in finding.found

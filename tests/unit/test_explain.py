@@ -88,6 +88,30 @@ def test_why_it_is_not_fused() -> None:
     assert "measured" not in text
 
 
+@pytest.mark.parametrize(
+    ("shape", "world_size"), [((4, 8, 8), 2), ((4, 14336, 4096), 4), ((64, 64, 64), 1)]
+)
+def test_no_ratio_where_the_model_has_no_ground(
+    shape: tuple[int, int, int], world_size: int
+) -> None:
+    text = said(Problem(*shape, world_size=world_size))
+    assert "× the matmul alone" not in text
+    wanted = r"predicted: [\d.]+ µs, the matmul alone [\d.]+ µs(, mostly latency|: alike)"
+    assert re.search(wanted, text)
+
+
+def test_more_ranks_than_a_host_has_gpus() -> None:
+    assert "ranks are more than" not in said(PROBLEM._replace(world_size=8))
+    text = said(PROBLEM._replace(world_size=16))
+    assert "note: 16 ranks are more than the 8 GPUs of a host; ranks on several hosts take" in text
+
+
+def test_long_times_can_be_read() -> None:
+    text = said(Problem(2**30, 2**27, 8192, world_size=4))
+    assert "predicted: 40." in text and " days" in text
+    assert not re.search(r"\d{6}\.\d µs", text)
+
+
 def test_one_rank() -> None:
     assert "why: fused, one rank has nothing to gather" in said(PROBLEM._replace(world_size=1))
 
@@ -118,7 +142,32 @@ def test_gpu_names(name: str) -> None:
     assert explain.find_gpu(name) == GPU
 
 
-@pytest.mark.parametrize("name", ["", "b200", "nvidia-h2001"])
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("h100", "nvidia-h100-80gb-hbm3"),
+        ("H100 SXM", "nvidia-h100-80gb-hbm3"),
+        ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"),
+        ("H100 PCIe", "nvidia-h100-pcie"),
+        ("h20", "nvidia-h20"),
+        ("h200 nvl", "nvidia-h200-nvl"),
+        ("GH200", "nvidia-gh200-480gb"),
+        ("CPU", "cpu"),
+    ],
+)
+def test_gpus_without_constants(name: str, gpu: str) -> None:
+    assert explain.find_gpu(name) == gpu
+
+
+def test_a_gpu_with_a_table_comes_before_others() -> None:
+    problem = PROBLEM._replace(gpu="nvidia-h100-pcie")
+    tables.save("nvidia-h100-pcie", 2, [(Key.of(problem), Row(1, UNFUSED, 40.0))])
+    assert explain.find_gpu("h100") == "nvidia-h100-pcie"
+
+
+@pytest.mark.parametrize("name", ["", "b200", "nvidia-h2001", "h", "nvidia"])
 def test_unknown_gpus(name: str) -> None:
-    with pytest.raises(InvalidArgument, match="wanted one of cpu, nvidia-h200"):
+    with pytest.raises(
+        InvalidArgument, match=r"wanted one of cpu, nvidia-h200, or, with .*, nvidia-h100-pcie, "
+    ):
         explain.find_gpu(name)

@@ -64,7 +64,9 @@ CXX_RULES = {
 
 # The commands, and what only they, the tests and the benchmarks use.
 COMMANDS = (
+    "__main__",
     "_figure",
+    "_steps",
     "_terminal",
     "bench_command",
     "benchmarking",

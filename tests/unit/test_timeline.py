@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agmm import demo
+from agmm import _figure, demo
 from agmm._figure import PlotUnavailable
 from agmm.errors import InvalidArgument
 from agmm.timeline import ChunkEvent, draw, draw_ranks, trace, waited_share
@@ -45,6 +45,62 @@ OVERLAPPING = [
 def test_waited_share(events: list[ChunkEvent], share: float) -> None:
     assert waited_share(events) == pytest.approx(share)
     assert waited_share(events[::-1]) == pytest.approx(share)
+
+
+def _called(events: list[ChunkEvent], called_ns: int) -> list[ChunkEvent]:
+    return [{**e, "called_ns": called_ns} for e in events]
+
+
+@pytest.mark.parametrize(
+    ("events", "called_ns", "share"), [(BUSY, 1_000, 0.0), (BUSY, 0, 0.2), (IDLE, 0, 0.6)]
+)
+def test_waiting_counts_from_the_call(
+    events: list[ChunkEvent], called_ns: int, share: float
+) -> None:
+    assert waited_share(_called(events, called_ns)) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(("one_clock", "first"), [(True, 3.0), (False, 1.0)])
+def test_times_count_from_the_call(one_clock: bool, first: float) -> None:
+    later = [{**e, **{k: e[k] + 2_000 for k in e if k.endswith("_ns")}} for e in _called(BUSY, 0)]
+    found = trace([_called(BUSY, 0), later], title="t", one_clock=one_clock)
+    assert min(e["ts"] for e in _of_rank(found, 0, "X")) == 1.0
+    assert min(e["ts"] for e in _of_rank(found, 1, "X")) == first
+
+
+@pytest.mark.parametrize(("events", "name"), [(_called(IDLE, 0), "call"), (IDLE, "first event")])
+def test_pictures_begin_with_the_call(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, events: list[ChunkEvent], name: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    figures: list[Any] = []
+    monkeypatch.setattr(_figure, "save", lambda figure, path: figures.append(figure))
+    draw(events, tmp_path / "x.png", title="t")
+    draw_ranks([events, events], tmp_path / "x.png", title="t", one_clock=False)
+    draw_ranks([events, events], tmp_path / "x.png", title="t", one_clock=True)
+    labels = [figure.axes[-1].get_xlabel() for figure in figures]
+    first = name if name.startswith("first") else f"first {name}"
+    assert labels == [
+        f"time on rank 0 since the {name} (µs)",
+        f"time since the rank's {name} (µs)",
+        f"time since the {first} of all ranks (µs)",
+    ]
+    begin = 1.0 if name == "call" else 0.0
+    for figure in figures:
+        # The first bar of the first lane begins where its event does, in µs after the origin.
+        bars = [c for c in figure.axes[0].collections if c.get_paths()]
+        assert min(c.get_paths()[0].vertices[:, 0].min() for c in bars) == pytest.approx(begin)
+
+
+def test_what_arrived_before_the_call_is_in_the_picture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    figures: list[Any] = []
+    monkeypatch.setattr(_figure, "save", lambda figure, path: figures.append(figure))
+    early = [_event(0, 1_000, 1_000, 3_000), _event(1, 400, 3_000, 5_000)]
+    draw(_called(early, 1_000), tmp_path / "x.png", title="t")
+    assert figures[0].axes[0].get_xlim()[0] < -0.6
 
 
 def test_no_events_are_refused(tmp_path: Path) -> None:

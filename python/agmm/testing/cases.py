@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from agmm.errors import InvalidArgument
+
+MAX_EXTENT = 2**31 - 1
+"""Of M, N and K: the kernels count in 32 bits."""
 
 
 class Shape(NamedTuple):
@@ -25,8 +29,10 @@ class Shape(NamedTuple):
     def parse(cls, text: str) -> Shape:
         """Reads 'MxNxK', e.g. '4096x3584x8192'. Raises InvalidArgument for anything else."""
         parts = text.strip().lower().replace("×", "x").split("x")
-        if len(parts) != 3 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        if len(parts) != 3 or not all(re.fullmatch(r" *0*[1-9][0-9]* *", p) for p in parts):
             raise InvalidArgument(f"shape: found {text!r}, wanted MxNxK, e.g. 4096x3584x8192")
+        if any(len(p.strip(" 0")) > len(str(MAX_EXTENT)) or int(p) > MAX_EXTENT for p in parts):
+            raise InvalidArgument(f"shape: found {text!r}, wanted extents up to {MAX_EXTENT}")
         return cls(*(int(part) for part in parts))
 
     @property

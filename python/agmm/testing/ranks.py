@@ -171,17 +171,28 @@ class RankPool:
             pipe.send_bytes(call)
         self._busy = True
 
-    def collect(self) -> list[Any]:
-        """Results of the last :meth:`submit` by rank. Raises as :meth:`run`."""
+    def collect(self, is_stuck: Callable[[], bool] | None = None) -> list[Any]:
+        """Results of the last :meth:`submit` by rank. Raises as :meth:`run`.
+
+        ``is_stuck`` takes the place of the limit: it is asked at least every half second whether
+        to give up.
+        """
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         deadline = time.monotonic() + self.timeout_s
         waiting = set(range(self.world_size))
         failed = False
-        while waiting and time.monotonic() < deadline:
+        while waiting:
+            if is_stuck is None or failed:
+                if time.monotonic() >= deadline:
+                    break
+            elif is_stuck():
+                break
             handles: list[Any] = [self._pipes[rank] for rank in waiting]
             handles += [self.processes[rank].sentinel for rank in waiting]
-            limit = min(_WAIT_S, max(0.0, deadline - time.monotonic()))
+            limit = _WAIT_S
+            if is_stuck is None or failed:
+                limit = min(_WAIT_S, max(0.0, deadline - time.monotonic()))
             multiprocessing.connection.wait(handles, limit)
             for rank in sorted(waiting):
                 answer = self._answer(rank)
@@ -195,10 +206,12 @@ class RankPool:
                 errors[rank] = value
                 if not failed:
                     failed = True
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+                    grace = time.monotonic() + _GRACE_S
+                    deadline = grace if is_stuck else min(deadline, grace)
         if waiting and not failed:
+            within = "in time" if is_stuck else f"within {self.timeout_s} s"
             for rank in waiting:
-                errors[rank] = f"did not answer within {self.timeout_s} s\n{self.stderr(rank)}"
+                errors[rank] = f"did not answer {within}\n{self.stderr(rank)}"
         self._busy = False
         if not errors:
             return [results[rank] for rank in range(self.world_size)]

@@ -1,0 +1,30 @@
+"""The command `agmm`, also as `python -m agmm`."""
+
+from __future__ import annotations
+
+import sys
+
+from agmm import _installation
+
+
+def main() -> None:
+    """Runs the command line. What is wrong with the installation is said first, in a line;
+    `--help`, `--version` and `doctor` serve nevertheless."""
+    try:
+        if isinstance(_installation.import_error, KeyboardInterrupt):
+            raise KeyboardInterrupt
+        fault = _installation.fault()
+        if fault is not None:
+            print(f"agmm: {fault}; `agmm doctor` says more", file=sys.stderr)
+        from agmm.cli import app
+    except KeyboardInterrupt:
+        print("agmm: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except ImportError as error:
+        print(f"agmm: the commands do not load: {error}", file=sys.stderr)
+        sys.exit(1)
+    app(prog_name="agmm")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Whether agmm can be imported as it is installed, so that its commands can say what is wrong.
+
+Imports neither torch nor the core.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import_error: BaseException | None = None
+"""What `import agmm` failed with in the process of a command."""
+
+_COMMANDS = ("agmm", "agmm.cli")
+
+
+def is_command() -> bool:
+    """Whether Python was told to run a command of agmm: the script or ``python -m``."""
+    with contextlib.suppress(AttributeError, IndexError):  # an embedded interpreter has no argv
+        return os.path.basename(sys.orig_argv[-len(sys.argv)]) in _COMMANDS
+    return False
+
+
+def version() -> str | None:
+    """The installed package's version."""
+    try:
+        return importlib.metadata.version("agmm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def load_torch() -> tuple[Any, str | None]:
+    """torch, or None and the reason. It is not tried twice: the second error would hide the
+    first."""
+    if import_error is not None and "torch" not in sys.modules:
+        return None, _one_line(import_error)
+    try:
+        return importlib.import_module("torch"), None
+    except Exception as error:
+        return None, _one_line(error)
+
+
+def load_core() -> tuple[Any, str | None]:
+    """The core, or None and the reason: it does not load, or is of another build."""
+    try:
+        core = importlib.import_module("agmm._core")
+    except Exception as error:
+        return None, _one_line(error)
+    lacking = _lacking(core)
+    if lacking:
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        return None, f"it is stale, it lacks {', '.join(lacking[:3])}{more}"
+    return core, None
+
+
+def fault() -> str | None:
+    """Why agmm does not work as installed, in a line; None where nothing is known to be wrong."""
+    if import_error is not None:
+        torch_error = load_torch()[1]
+        if torch_error is not None:
+            return f"torch does not load: {torch_error}"
+    core, core_error = load_core()
+    if core is None:
+        return f"agmm._core does not load: {core_error}"
+    if core.__version__ != version():
+        return f"agmm._core is stale: found version {core.__version__}, wanted {version()}"
+    return None if import_error is None else f"agmm does not load: {_one_line(import_error)}"
+
+
+def _lacking(core: Any) -> list[str]:
+    """What the core should have, by its stub, and has not."""
+    try:
+        stub = ast.parse(Path(__file__).with_name("_core.pyi").read_text())
+    except OSError:
+        return []
+    wanted = ["__version__"]
+    for node in stub.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            wanted.append(node.target.id)
+        elif isinstance(node, ast.FunctionDef):
+            wanted.append(node.name)
+        elif isinstance(node, ast.ClassDef):
+            members = (m for m in node.body if isinstance(m, ast.FunctionDef))
+            wanted += [node.name, *(f"{node.name}.{member.name}" for member in members)]
+    wanted.remove("__all__")  # of the stub alone
+    return [name for name in dict.fromkeys(wanted) if not _has(core, name)]
+
+
+def _has(core: Any, name: str) -> bool:
+    for part in name.split("."):
+        if not hasattr(core, part):
+            return False
+        core = getattr(core, part)
+    return True
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

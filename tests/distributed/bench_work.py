@@ -1,0 +1,75 @@
+"""Ways of `agmm bench` that hang or end a rank on purpose; as a program, `agmm bench` with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from agmm import benchmarking
+from agmm.benchmarking import Options, Problem, Result
+from agmm.testing.cases import Shape
+
+SICK_SHAPE = Shape(12, 8, 24)
+CHECKS = 2
+"""Calls of a way before it is timed."""
+
+
+def _sick(fail: Callable[[], Any], *, after: int) -> Callable[[Problem], Callable[[], Result]]:
+    """The unfused way, which fails on the last rank and on `SICK_SHAPE` after some calls."""
+
+    def prepare(p: Problem) -> Callable[[], Result]:
+        call = benchmarking.WAYS["unfused"].prepare(p)
+        calls = 0
+
+        def sick() -> Result:
+            nonlocal calls
+            calls += 1
+            is_last = dist.get_rank() == dist.get_world_size() - 1
+            if p.shape == SICK_SHAPE and is_last and calls > after:
+                fail()
+            return call()
+
+        return sick
+
+    return prepare
+
+
+def _hang() -> None:
+    threading.Event().wait()
+
+
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+SICK_WAYS = {
+    "hangs-at-once": _sick(_hang, after=0),
+    "hangs-when-timed": _sick(_hang, after=CHECKS + 1),
+    "ends-at-once": _sick(_end, after=0),
+    "ends-when-timed": _sick(_end, after=CHECKS + 1),
+}
+
+
+def add_sick_ways() -> None:
+    for name, prepare in SICK_WAYS.items():
+        way = replace(benchmarking.WAYS["unfused"], name=name, title=name, prepare=prepare)
+        benchmarking.WAYS[name] = way
+
+
+def measure_watched(folder: str, shape: Shape, options: Options) -> dict[str, Any]:
+    """As `benchmarking.measure_watched`, in a rank that has the sick ways too."""
+    add_sick_ways()
+    return benchmarking.measure_watched(folder, shape, options)
+
+
+if __name__ == "__main__":
+    from agmm.__main__ import main
+
+    add_sick_ways()
+    main()

@@ -1,0 +1,40 @@
+"""A way of `agmm bench` whose kernel does not end, in ranks on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from agmm import benchmarking
+from agmm.benchmarking import Options, Problem, Result
+from agmm.testing.cases import Shape
+
+NAME = "hangs-on-gpu"
+_CYCLES = 10**13
+"""Hours."""
+
+
+def _prepare(p: Problem) -> Callable[[], Result]:
+    call = benchmarking.WAYS["roof"].prepare(p)
+
+    def hang() -> Result:
+        if dist.get_rank() == 0:
+            torch.cuda._sleep(_CYCLES)
+        return call()
+
+    return hang
+
+
+def add_way() -> None:
+    way = replace(benchmarking.WAYS["roof"], name=NAME, title=NAME, prepare=_prepare)
+    benchmarking.WAYS[NAME] = way
+
+
+def measure_watched(folder: str, shape: Shape, options: Options) -> dict[str, Any]:
+    """As `benchmarking.measure_watched`, in a rank that has the way too."""
+    add_way()
+    return benchmarking.measure_watched(folder, shape, options)

@@ -1,0 +1,39 @@
+"""`agmm bench` on GPUs: a kernel that does not end, and where the times of a timeline begin."""
+
+from __future__ import annotations
+
+import bench_gpu_work
+import pytest
+import torch
+from at_hand import needs_nccl, needs_two
+
+from agmm import _core, benchmarking, demo
+from agmm.benchmarking import Options
+from agmm.testing.cases import Shape
+from agmm.testing.ranks import RankPool
+
+pytestmark = [needs_two, needs_nccl]
+SHAPE = Shape(1024, 256, 512)
+
+
+def test_a_kernel_that_does_not_end_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmarking, "WAYS", dict(benchmarking.WAYS))
+    bench_gpu_work.add_way()
+    monkeypatch.setattr(benchmarking, "measure_watched", bench_gpu_work.measure_watched)
+    ways = [bench_gpu_work.NAME, "unfused", "agmm"]
+    report = benchmarking.run(Options("cuda", 2, [SHAPE], ways, samples=3, limit_s=20.0))
+    found = report["shapes"][0]["ways"]
+    reason = found[bench_gpu_work.NAME]["reason"]
+    assert reason is not None and reason.endswith("did not come back from it within 20 s")
+    assert all(found[way]["median_us"] > 0 for way in ("roof", "unfused", "agmm"))
+
+
+def test_a_timeline_begins_with_the_call() -> None:
+    if not any(kernel.timed for kernel in _core.kernels()):
+        pytest.skip("this build has no timed kernel")
+    options = Options("cuda", 2, [SHAPE], ["agmm"], dtype=torch.bfloat16).resolved()
+    with RankPool(2, "cuda") as pool:
+        for events in pool.run(demo.record_timeline, SHAPE, options):
+            (called_ns,) = {e["called_ns"] for e in events}
+            first_ns = min(e["wait_begin_ns"] for e in events)
+            assert 0 <= first_ns - called_ns < 1_000_000

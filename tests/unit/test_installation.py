@@ -1,0 +1,198 @@
+"""The commands where torch is missing or the core is missing, broken or stale: lines, no traces."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import agmm
+from agmm import _installation
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BROKEN_CORE = 'raise ImportError("libfoo.so.1: cannot open shared object file")\n'
+STALE_CORE = '__version__ = "0.0.1"\n'
+BROKEN_TORCH = 'raise ImportError("libtorch.so: undefined symbol: _Z3foo")\n'
+NO_TORCH = "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n"
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def _entry_point() -> str:
+    found = re.search(
+        r'\[project\.scripts\]\nagmm = "([\w.]+):(\w+)"',
+        (REPOSITORY / "pyproject.toml").read_text(),
+    )
+    assert found is not None
+    return f"import sys\nfrom {found[1]} import {found[2]}\nsys.exit({found[2]}())\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Runs a command in a fresh process, as a script and by -m, with some modules replaced: a text
+    is the module's source, None takes the core away."""
+
+    def run(*arguments: str, how: str, **modules: str | None) -> subprocess.CompletedProcess[str]:
+        source = Path(agmm.__file__).parent
+        if "core" in modules:
+            ignored = shutil.ignore_patterns("_core.*.so", "__pycache__")
+            shutil.copytree(source, tmp_path / "agmm", ignore=ignored)
+        else:
+            (tmp_path / "agmm").symlink_to(source)
+        for name, file in (("core", "agmm/_core.py"), ("torch", "torch.py")):
+            text = modules.get(name)
+            if text is not None:
+                (tmp_path / file).write_text(text)
+        script = tmp_path / "bin" / "agmm"
+        script.parent.mkdir()
+        script.write_text(_entry_point())
+        command = [str(script)] if how == "script" else ["-m", "agmm"]
+        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+        return subprocess.run(
+            [sys.executable, *command, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=tmp_path / "bin",
+            env={**os.environ, "PYTHONPATH": path, "AGMM_CACHE": "off"},
+        )
+
+    return run
+
+
+KINDS: dict[str, tuple[dict[str, str | None], str, str]] = {
+    "no torch": (
+        {"torch": NO_TORCH},
+        "torch does not load: ModuleNotFoundError: No module named 'torch'",
+        "install torch",
+    ),
+    "broken torch": (
+        {"torch": BROKEN_TORCH},
+        "torch does not load: ImportError: libtorch.so: undefined symbol: _Z3foo",
+        "install torch",
+    ),
+    "no core": (
+        {"core": None},
+        "agmm._core does not load: ModuleNotFoundError: No module named 'agmm._core'",
+        "reinstall it",
+    ),
+    "broken core": (
+        {"core": BROKEN_CORE},
+        "agmm._core does not load: ImportError: libfoo.so.1: cannot open shared object file",
+        "reinstall it",
+    ),
+    "stale core": (
+        {"core": STALE_CORE},
+        "agmm._core does not load: it is stale, it lacks CpuWorkspace",
+        "reinstall it",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), [*((kind, "script") for kind in KINDS), ("no torch", "-m"), ("no core", "-m")]
+)
+def test_doctor_says_what_is_wrong(run: Run, kind: str, how: str) -> None:
+    modules, line, cure = KINDS[kind]
+    done = run("doctor", how=how, **modules)
+    assert "Traceback" not in done.stderr
+    assert (done.returncode, "BROKEN" in done.stdout, cure in done.stdout) == (1, True, True)
+    (said,) = done.stderr.splitlines()
+    assert said.startswith(f"agmm: {line}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument"),
+    [
+        ("no torch", "--help"),
+        ("broken torch", "--version"),
+        ("no torch", "bench"),
+        ("broken core", "--help"),
+        ("no core", "--version"),
+        ("stale core", "bench"),
+    ],
+)
+def test_every_command_says_what_is_wrong(run: Run, kind: str, argument: str) -> None:
+    modules, line, _ = KINDS[kind]
+    done = run(argument, how="script", **modules)
+    (said,) = done.stderr.splitlines()
+    assert said.startswith(f"agmm: {line}")
+    assert said.endswith("; `agmm doctor` says more")
+    wanted = {"--help": (0, "Usage: agmm"), "--version": (0, "agmm "), "bench": (1, "")}[argument]
+    assert done.returncode == wanted[0]
+    assert wanted[1] in done.stdout
+
+
+def test_a_sound_installation_says_nothing(run: Run) -> None:
+    done = run("--version", how="-m")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"agmm {_installation.version()}\n"
+
+
+def test_doctor_as_json_without_torch(run: Run) -> None:
+    done = run("doctor", "--json", how="-m", torch=NO_TORCH)
+    assert done.returncode == 1
+    assert '"torch": null' in done.stdout
+
+
+def test_users_get_the_error_itself(tmp_path: Path) -> None:
+    """Only commands go on: an `import agmm` in a program fails as any other."""
+    (tmp_path / "torch.py").write_text(BROKEN_TORCH)
+    done = subprocess.run(
+        [sys.executable, "-c", "import agmm"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ImportError: libtorch.so: undefined symbol: _Z3foo"
+
+
+def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
+    slow = "import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(60)\n"
+    (tmp_path / "torch.py").write_text(slow)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "agmm", "demo"], stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, "agmm: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("orig_argv", "argv", "wanted"),
+    [
+        (["python", "/usr/bin/agmm", "demo"], ["/usr/bin/agmm", "demo"], True),
+        (["python", "-u", "-m", "agmm", "demo"], ["-m", "demo"], True),
+        (["python", "-m", "agmm.cli"], ["-m"], True),
+        (["python", "-m", "pytest", "agmm"], ["-m", "agmm"], False),
+        (["python", "train.py", "agmm"], ["train.py", "agmm"], False),
+        (["python"], [""], False),
+        ([], [], False),
+    ],
+)
+def test_what_is_a_command(
+    monkeypatch: pytest.MonkeyPatch, orig_argv: list[str], argv: list[str], wanted: bool
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", orig_argv)
+    monkeypatch.setattr(sys, "argv", argv)
+    assert _installation.is_command() is wanted
+
+
+def test_a_core_of_another_version_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _installation.fault() is None
+    monkeypatch.setattr(agmm._core, "__version__", "0.0.1")
+    found = _installation.fault()
+    assert found == f"agmm._core is stale: found version 0.0.1, wanted {_installation.version()}"
