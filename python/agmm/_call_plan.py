@@ -88,7 +88,7 @@ def _has_other_groups(group: dist.ProcessGroup) -> bool:
         and other is not dist.group.WORLD
         and other.size() > 1
         and "nccl" in dist.get_backend_config(other)
-        for other in _world.pg_map
+        for other in list(_world.pg_map)
     )
 
 
