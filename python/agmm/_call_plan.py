@@ -98,6 +98,8 @@ def group_facts(group: dist.ProcessGroup, device: torch.device) -> GroupFacts:
     Raises:
         InvalidArgument: more multiprocessors are set aside than a GPU has; all ranks raise.
     """
+    if device.type == "cpu":
+        return GroupFacts()
     by_device = _facts.get(group)
     if by_device is None:
         by_device = _facts[group] = {}
@@ -109,7 +111,7 @@ def group_facts(group: dist.ProcessGroup, device: torch.device) -> GroupFacts:
 
 def _agreed_facts(group: dist.ProcessGroup, device: torch.device, number: int) -> GroupFacts:
     _, sm_count = device_facts(device)
-    if device.type == "cpu" or dist.get_world_size(group) == 1:
+    if dist.get_world_size(group) == 1:
         return GroupFacts(sm_count)
     own = _links.uuid(device.index)
     said = json.dumps([own, sm_count, _wanted_sms(group)])
