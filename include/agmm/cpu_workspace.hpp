@@ -55,6 +55,9 @@ class CpuWorkspace {
 
   double timeout_s() const { return timeout_s_.load(); }
   void set_timeout_s(double seconds);
+  // See warn_seconds(), which it is at first.
+  double warn_s() const { return warn_s_.load(); }
+  void set_warn_s(double seconds) { warn_s_.store(seconds); }
 
   // Maps the segments of all ranks, `names` in rank order, and starts the copy thread. Call
   // unlink() once every rank has returned from here.
@@ -76,7 +79,7 @@ class CpuWorkspace {
 
   // True when the chunk's signal carries `tag`; false when `slice` is over before. Ends the process
   // when `wait` has passed its limit or the signal carries another call's tag.
-  bool wait_chunk(const Wait& wait, int slot, int chunk, uint32_t tag,
+  bool wait_chunk(Wait& wait, int slot, int chunk, uint32_t tag,
                   std::chrono::nanoseconds slice) const;
   // True when every push so far is complete; false when `slice` is over before. The copy thread
   // holds the limit.
@@ -106,6 +109,7 @@ class CpuWorkspace {
   const int64_t slot_bytes_;
   const int chunks_per_shard_;
   std::atomic<double> timeout_s_;
+  std::atomic<double> warn_s_;
   const pid_t owner_;  // a forked child must not touch the thread that it does not have
   std::string name_;
   std::vector<std::unique_ptr<SharedSegment>> segments_;  // by rank; own from the start
@@ -113,7 +117,7 @@ class CpuWorkspace {
 };
 
 // Waits until the word is `wanted`, whatever else it holds before. As CpuWorkspace::wait_chunk.
-bool wait_signal(const Wait& wait, const uint32_t* word, uint32_t wanted, int rank, int source,
+bool wait_signal(Wait& wait, const uint32_t* word, uint32_t wanted, int rank, int source,
                  int64_t chunk, std::chrono::nanoseconds slice);
 
 }  // namespace agmm

@@ -5,17 +5,24 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace agmm {
 
 // Exit status of a process that ends because a wait passed its limit, as timeout(1) uses it.
 constexpr int kTimeoutExitCode = 124;
 
-// Limit of every wait in seconds: the environment variable AGMM_TIMEOUT_S, read at each call,
-// or 60. Throws std::invalid_argument when it is set to anything but a finite number > 0.
+// Limit of every wait in seconds: the environment variable AGMM_TIMEOUT_S, read at each call, or
+// 600 where it is not set or empty. Throws std::invalid_argument when it is anything but a finite
+// number > 0.
 double timeout_seconds();
+
+// After so many seconds a wait says on stderr what it waits for: AGMM_WARN_S, or 30; 0: never. As
+// timeout_seconds().
+double warn_seconds();
 
 // One line for a wait for a chunk that passed its limit. Pass rank < 0 or source < 0 where unknown.
 std::string timeout_message(int rank, int source, int64_t chunk, uint32_t seen, uint32_t wanted,
@@ -25,8 +32,29 @@ std::string timeout_message(int rank, int source, int64_t chunk, uint32_t seen, 
 std::string credit_timeout_message(int rank, int peer, int slot, uint32_t seen, double waited_s,
                                    double limit_s);
 
-// One line for a chunk whose signal carries the tag of a different call.
+// The same two for a wait that goes on: they say since when, by this host's clock.
+std::string waiting_message(int rank, int source, int64_t chunk, uint32_t seen, uint32_t wanted,
+                            double waited_s, double limit_s);
+std::string credit_waiting_message(int rank, int peer, int slot, uint32_t seen, double waited_s,
+                                   double limit_s);
+
+// One line for a chunk whose signal carries the tag of a different call. Where calls can be looked
+// up (set_call_lookup) it names what both ranks called, else the two tags.
 std::string mismatch_message(int rank, int source, int64_t chunk, uint32_t seen, uint32_t wanted);
+
+// Keeps what the calls are whose signals carry `tag`, for mismatch_message. Not on the hot path:
+// where a kind of call is first prepared.
+void note_call(uint32_t tag, std::string what);
+
+// From (rank, source, this rank's tag, what note_call was told of it, or "") to what the two ranks
+// called; empty strings where it is not known. It may wait for the other rank for a few seconds;
+// longer and mismatch_message goes without. It is called on a thread of its own.
+using CallLookup =
+    std::function<std::pair<std::string, std::string>(int, int, uint32_t, const std::string&)>;
+void set_call_lookup(CallLookup lookup);
+
+// Writes `message` as one line to stderr, in one piece.
+void write_line(const std::string& message) noexcept;
 
 // Writes `message` as one line to stderr and ends the process with kTimeoutExitCode. Runs no atexit
 // handlers: other threads may be stuck in the very wait that failed. When several threads call it,
@@ -57,12 +85,13 @@ class Backoff {
 };
 
 // One wait with a limit, done in slices so that the caller can look after other things (Python
-// signals, a stop request) in between.
+// signals, a stop request) in between. Of one thread.
 class Wait {
  public:
   using Clock = std::chrono::steady_clock;
 
-  explicit Wait(double limit_s) : limit_s_(limit_s), start_(Clock::now()) {}
+  // warn_s: see warn_seconds().
+  Wait(double limit_s, double warn_s) : limit_s_(limit_s), warn_s_(warn_s), start_(Clock::now()) {}
 
   // Calls `ready` until it returns true (then true), or until `slice` is over or the limit has
   // passed (then false).
@@ -82,8 +111,14 @@ class Wait {
   double waited_s() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
   bool expired() const { return waited_s() >= limit_s_; }
 
+  // Whether it is time to say what this wait is for: true once, and for the first one only of
+  // several that wait in this process at a time.
+  bool warning_due();
+
  private:
   double limit_s_;
+  double warn_s_;
+  bool warned_ = false;
   Clock::time_point start_;
 };
 

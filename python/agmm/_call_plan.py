@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -12,13 +11,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store, _world
+from torch.distributed.distributed_c10d import _world
 
-from agmm import _core, _env, _links, plan, tables
-from agmm.errors import AgmmError, InvalidArgument
+from agmm import _core, _env, _group, _links, plan, tables
+from agmm.errors import InvalidArgument
 from agmm.plan import KernelConfig, Plan, Planner, Problem
-
-_POLL_S = 1e-3
 
 _planners: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Planner]]
 _planners = weakref.WeakKeyDictionary()
@@ -102,23 +99,29 @@ def group_facts(group: dist.ProcessGroup, device: torch.device) -> GroupFacts:
         return GroupFacts()
     by_device = _facts.get(group)
     if by_device is None:
-        by_device = _facts[group] = {}
+        by_device = _facts.setdefault(group, {})
     found = by_device.get(device)
     if found is None:
-        found = by_device[device] = _agreed_facts(group, device, len(by_device))
+        with _group.of(group).lock:
+            found = by_device.get(device)
+            if found is None:
+                found = by_device[device] = _agreed_facts(group, device)
     return found
 
 
-def _agreed_facts(group: dist.ProcessGroup, device: torch.device, number: int) -> GroupFacts:
+def _agreed_facts(group: dist.ProcessGroup, device: torch.device) -> GroupFacts:
     _, sm_count = device_facts(device)
     if dist.get_world_size(group) == 1:
         return GroupFacts(sm_count)
     own = _links.uuid(device.index)
     said = json.dumps([own, sm_count, _wanted_sms(group)])
-    ranks = [json.loads(each) for each in _exchange(group, f"agmm/gpus/{number}", said)]
+    exchange, hosts = _group.of(group).exchange, _group.of(group).hosts()
+    ranks = [json.loads(each) for each in exchange("their GPUs", said)]
     uuids = [rank[0] for rank in ranks]
-    reason = _links.why_no_atomics(own, uuids)
-    reasons = [r for r in _exchange(group, f"agmm/links/{number}", reason or "") if r]
+    # Ranks on other hosts are not reached at all.
+    near = [u for u, host in zip(uuids, hosts, strict=True) if host == hosts[dist.get_rank(group)]]
+    reason = _links.why_no_atomics(own, near)
+    reasons = [r for r in exchange("what their links lack", reason or "") if r]
     if reasons:
         warnings.warn(f"agmm takes no SM push: {reasons[0]}", stacklevel=2)
     sm_count = min(rank[1] for rank in ranks)
@@ -179,7 +182,10 @@ def planner(group: dist.ProcessGroup | None, device: torch.device) -> Planner:
     gpu, _ = device_facts(device)
     found = by_gpu.get(gpu)
     if found is None:
-        found = by_gpu[gpu] = Planner(kernels(), _agreed_tables(group, gpu))
+        with _group.of(group).lock:
+            found = by_gpu.get(gpu)
+            if found is None:
+                found = by_gpu[gpu] = Planner(kernels(), _agreed_tables(group, gpu))
     return found
 
 
@@ -227,7 +233,8 @@ def _agreed_tables(group: dist.ProcessGroup, gpu: str) -> list[tables.Table]:
     """The user's table where all ranks read the same one, and the packaged one."""
     world_size = dist.get_world_size(group)
     own = tables.user(gpu, world_size)
-    digests = _exchange(group, f"agmm/tables/{gpu}", "" if own is None else own.digest)
+    digest = "" if own is None else own.digest
+    digests = _group.of(group).exchange(f"their tuned tables for {gpu}", digest)
     if len(set(digests)) > 1:
         tables.warn_once(
             f"agmm ignores {tables.file_name(gpu, world_size)} of the user: its ranks found "
@@ -235,26 +242,3 @@ def _agreed_tables(group: dist.ProcessGroup, gpu: str) -> list[tables.Table]:
         )
         own = None
     return _tables(own, tables.packaged(gpu, world_size))
-
-
-def _exchange(group: dist.ProcessGroup, prefix: str, value: str) -> list[str]:
-    """Every rank's value, by rank. Looks again and again instead of waiting in the store, which
-    would hold up the other threads of this process that use it."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    if world_size == 1:
-        return [value]
-    store = _get_process_group_store(group)
-    prefix = f"{prefix}/{group.group_name}"
-    store.set(f"{prefix}/{rank}", value)
-    keys = [f"{prefix}/{peer}" for peer in range(world_size)]
-    limit_s = _core.timeout_seconds()
-    deadline = time.monotonic() + limit_s
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
-            raise AgmmError(
-                f"rank {rank}: waited {limit_s:g} s for ranks {missing} to make their first call "
-                "in this group; wanted the same calls on all ranks"
-            )
-        time.sleep(_POLL_S)
-    return [store.get(key).decode() for key in keys]

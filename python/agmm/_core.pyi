@@ -23,14 +23,17 @@ __all__: list[str] = [
     "clusters_to_launch",
     "cpu_wait_signal",
     "cuda_built",
+    "end_process",
     "fast_divide",
     "fault",
     "first_blocks",
     "k_parts",
     "kernels",
     "mismatch_message",
+    "note_call",
     "peer_atomics",
     "push_order",
+    "set_call_lookup",
     "shared_rows",
     "split_scratch_bytes",
     "stress_delays",
@@ -38,6 +41,9 @@ __all__: list[str] = [
     "tile_order",
     "timeout_message",
     "timeout_seconds",
+    "waiting_message",
+    "warn_seconds",
+    "write_line",
 ]
 
 class CpuWorkspace:
@@ -103,6 +109,10 @@ class CpuWorkspace:
     def timeout_s(self) -> float: ...
     @timeout_s.setter
     def timeout_s(self, arg1: float) -> None: ...
+    @property
+    def warn_s(self) -> float: ...
+    @warn_s.setter
+    def warn_s(self, arg1: float) -> None: ...
     @property
     def world_size(self) -> int: ...
 
@@ -280,6 +290,11 @@ def cpu_wait_signal(
     Waits until the uint32 at `ptr` is `wanted`; ends the process after `timeout_s` seconds. rank and source only serve the message; -1 leaves them out.
     """
 
+def end_process(message: str) -> None:
+    """
+    Writes the line and ends the process with TIMEOUT_EXIT_CODE.
+    """
+
 def fast_divide(n: int, divisor: int) -> int: ...
 def first_blocks(
     m: int,
@@ -311,6 +326,11 @@ def mismatch_message(rank: int, source: int, chunk: int, seen: int, wanted: int)
     The line printed when a chunk carries the tag of a different call.
     """
 
+def note_call(tag: int, what: str) -> None:
+    """
+    Keeps what the calls are whose signals carry the tag, for mismatch_message.
+    """
+
 def peer_atomics(device: int, peer: int) -> bool:
     """
     Whether additions of one GPU to words in the memory of another are atomic there.
@@ -328,6 +348,13 @@ def push_order(
 ) -> list[tuple[int, int, int, int]]:
     """
     The order in which SM push sends a shard: (round, chunk, first part, parts) per item.
+    """
+
+def set_call_lookup(
+    lookup: collections.abc.Callable[[int, int, int, str], tuple[str, str]],
+) -> None:
+    """
+    Says who finds out, from (rank, source, tag, what note_call was told of it), what the two ranks called whose calls differ. It runs on a thread of its own, for some seconds at most.
     """
 
 def shared_rows(begin: int, end: int, tile_rows: int, total_rows: int) -> tuple[int, int, int, int]:
@@ -368,7 +395,24 @@ def timeout_message(
 
 def timeout_seconds() -> float:
     """
-    Limit of every wait in seconds: AGMM_TIMEOUT_S, or 60. Raises ValueError when it is not a number > 0.
+    Limit of every wait in seconds: AGMM_TIMEOUT_S, or 600. Raises ValueError when it is not a number > 0.
+    """
+
+def waiting_message(
+    rank: int, source: int, chunk: int, seen: int, wanted: int, waited_s: float, limit_s: float
+) -> str:
+    """
+    The line printed when a wait for a chunk takes long.
+    """
+
+def warn_seconds() -> float:
+    """
+    After so many seconds a wait says on stderr what it waits for: AGMM_WARN_S, or 30; 0: never. Raises ValueError when it is not a number >= 0.
+    """
+
+def write_line(message: str) -> None:
+    """
+    Writes one line to stderr, in one piece.
     """
 
 SM_PUSH_HEAD_ITEM_BYTES: int

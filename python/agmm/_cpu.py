@@ -5,19 +5,19 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from functools import lru_cache
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
-from agmm import _core
+from agmm import _calls, _core, _env, _group
+from agmm._calls import Call
+from agmm._group import Group
 from agmm.errors import AgmmError, Unsupported
 
-_T = TypeVar("_T")
 _READY = 1
 _NAN_BYTE = 0xFF  # a NaN in every floating-point type when all bytes of the number are this
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def async_input_mm(
@@ -32,7 +32,7 @@ def async_input_mm(
     rows = a.shape[0] // chunks
     base, stride = a_chunk_signals.data_ptr(), 4 * a_chunk_signals.stride(0)
     rank = dist.get_rank() if dist.is_initialized() else -1
-    limit_s = _core.timeout_seconds()
+    limit_s = _env.timeout_s()
     out = a.new_empty(a.shape[0], b.shape[1])
     for step in range(chunks):
         chunk = (pivot + step) % chunks
@@ -42,11 +42,16 @@ def async_input_mm(
     return out
 
 
+@lru_cache(maxsize=4096)
+def _tag(rows: int, k: int, what: str, return_A: bool) -> int:
+    return _core.call_tag(rows, k, what, return_A)
+
+
 class CpuWorkspace:
     """Two gather buffers (slots) per rank of one group, in shared memory.
 
     Every method that is said to be collective must be called by all ranks of the group, in the same
-    order. One thread at a time may use a workspace.
+    order. Threads of a process take turns.
     """
 
     poison: ClassVar[bool] = False
@@ -60,12 +65,15 @@ class CpuWorkspace:
         self, group: dist.ProcessGroup, slot_bytes: int, *, chunks_per_shard: int = 1
     ) -> None:
         # Weakly: workspaces are kept by group, and end with it.
-        self._group = weakref.ref(group)
+        self._group_ref = weakref.ref(group)
+        self._group = _group.of(group)
         self._chunks_per_shard = chunks_per_shard
         self._push_delay_us = 0
         self._shard: torch.Tensor | None = None
         self._interrupted = False
-        self._open(group, slot_bytes)
+        self._refused: tuple[int, int, str] | None = None
+        _calls.be_asked()
+        self._use(_connect(self._group, slot_bytes, chunks_per_shard, poison=self.poison))
 
     @classmethod
     def create(
@@ -74,25 +82,27 @@ class CpuWorkspace:
         """Make the workspace of ``group``. Collective.
 
         Args:
-            group: a process group that can exchange objects between CPUs (gloo).
+            group: a process group.
             slot_bytes: size of one gather buffer in bytes; the largest value of all ranks counts.
             chunks_per_shard: row chunks into which each shard is cut, the same on all ranks.
 
         Raises:
-            Unsupported: the ranks are not all on one host.
-            AgmmError: a rank could not get or map the memory; all ranks raise.
+            Unsupported: the ranks are not all on one host, or a rank could not get or map the
+                memory; all ranks raise.
+            AgmmError: not all ranks came within AGMM_TIMEOUT_S.
         """
         return cls(group, slot_bytes, chunks_per_shard=chunks_per_shard)
 
-    def _open(self, group: dist.ProcessGroup, slot_bytes: int) -> None:
-        self._core = _connect(group, slot_bytes, self._chunks_per_shard, poison=self.poison)
-        self._finalizer = weakref.finalize(self, self._core.close)
-        self.rank = self._core.rank
-        self.world_size = self._core.world_size
-        self.slot_bytes = self._core.slot_bytes
-        self._slots = [_bytes_at(self._core.slot_ptr(s), self.slot_bytes) for s in (0, 1)]
+    def _use(self, core: _core.CpuWorkspace) -> None:
+        self._core = core
+        self._finalizer = weakref.finalize(self, core.close)
+        self.rank = core.rank
+        self.world_size = core.world_size
+        self.slot_bytes = core.slot_bytes
+        self._chunks_per_shard = core.chunks_per_shard
+        self._slots = [_bytes_at(core.slot_ptr(s), self.slot_bytes) for s in (0, 1)]
         self._next_slot = 0
-        self._core.set_push_delay_us(self._push_delay_us)
+        core.set_push_delay_us(self._push_delay_us)
 
     def close(self) -> None:
         """Stop the copy thread and give the memory back. Harmless when called again."""
@@ -117,7 +127,8 @@ class CpuWorkspace:
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         """Gather ``A_shard`` and multiply it by each of ``Bs``. Collective.
 
-        Grows the slots where A [world_size * M_local, K] is too large or has too many chunks.
+        Grows the slots where A [world_size * M_local, K] is too large or has too many chunks. A
+        multiplication that fails leaves the group in step: the call raises when all else is done.
 
         Args:
             A_shard: [M_local, K], contiguous, the same shape and dtype on all ranks. It may be
@@ -135,8 +146,51 @@ class CpuWorkspace:
             A or None, and out [M, N] for each weight.
 
         Raises:
+            Unsupported: the slots would have to grow, and a rank has no memory for it; all ranks
+                raise, and keep the slots they had.
             AgmmError: an earlier call on this workspace was interrupted or the workspace is closed.
         """
+        with self._group.lock:
+            chunks = chunks_per_shard or self._chunks_per_shard
+            name = str(A_shard.dtype).removeprefix("torch.")
+            tag = _tag(*A_shard.shape, f"{name} in {chunks} chunks", return_A)
+            self._begin(tag, Call("all_gather_matmul", A_shard=A_shard, B=Bs, return_A=return_A))
+            try:
+                self._make_room(self.world_size * A_shard.nbytes, chunks, tag)
+                A, outs, error = self._run(A_shard, Bs, biases, return_A, chunks, tag, timeline)
+            except Unsupported:
+                raise
+            except BaseException:
+                self._interrupted = True
+                raise
+            self._group.call = None
+        if error is not None:
+            raise error
+        return A, outs
+
+    def meet(self, what: str, call: Call) -> None:
+        """Waits until all ranks are about to do the same with the group's backend. Collective.
+
+        That has limits and messages of its own, and takes a collective of another kind or shape for
+        this one. After this it finds its peers there, with the same call.
+
+        Args:
+            what: what has to be the same on all ranks.
+            call: the call, for messages.
+        """
+        if self.world_size == 1:
+            return
+        with self._group.lock:
+            tag = _tag(0, 0, what, False)
+            self._begin(tag, call)
+            try:
+                self._pass_tag(tag)
+            except BaseException:
+                self._interrupted = True
+                raise
+            self._group.call = None
+
+    def _begin(self, tag: int, call: Call) -> None:
         if self._interrupted:
             raise AgmmError(
                 "workspace: found one whose last call was interrupted, wanted one in step with "
@@ -144,13 +198,24 @@ class CpuWorkspace:
             )
         if not self._finalizer.alive:
             raise AgmmError("workspace: found a closed one, wanted an open one")
-        self._core.timeout_s = _core.timeout_seconds()
-        try:
-            chunks_per_shard = chunks_per_shard or self._chunks_per_shard
-            return self._run(A_shard, Bs, biases, return_A, chunks_per_shard, timeline)
-        except BaseException:
-            self._interrupted = True
-            raise
+        self._core.timeout_s = _env.timeout_s()
+        self._core.warn_s = _env.warn_s()
+        self._group.calls += 1
+        self._group.call = tag, call
+
+    def _pass_tag(self, tag: int) -> None:
+        """A round in which the tag goes to all ranks, without data."""
+        core, slot = self._core, self._take_slot()
+        core.push(slot, 0, 0, 0, tag)
+        for chunk in range(self.world_size * self._chunks_per_shard):
+            if chunk // self._chunks_per_shard != self.rank:
+                core.wait_chunk(slot, chunk, tag)
+        core.release(slot)
+        core.wait_pushed()
+
+    def _take_slot(self) -> int:
+        slot, self._next_slot = self._next_slot, 1 - self._next_slot
+        return slot
 
     def _run(
         self,
@@ -159,25 +224,25 @@ class CpuWorkspace:
         biases: list[torch.Tensor | None],
         return_A: bool,
         chunks_per_shard: int,
+        tag: int,
         timeline: list[dict[str, int]] | None,
-    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor], Exception | None]:
+        """A, the products, and what went wrong with them."""
         called_ns = time.monotonic_ns()
         m_local, k = shard.shape
-        m, shard_bytes = self.world_size * m_local, shard.numel() * shard.element_size()
+        m, shard_bytes = self.world_size * m_local, shard.nbytes
         gathered_bytes = self.world_size * shard_bytes
-        dtype_name = str(shard.dtype).removeprefix("torch.")
-        tag = _core.call_tag(m_local, k, f"{dtype_name} in {chunks_per_shard} chunks", return_A)
-        if gathered_bytes > self.slot_bytes or chunks_per_shard > self._chunks_per_shard:
-            self._grow(max(gathered_bytes, self.slot_bytes), chunks_per_shard, tag)
+        outs = [shard.new_empty(m, B.shape[1]) for B in Bs]
+        A = shard.new_empty(m, k) if return_A else None
         core, per_shard = self._core, self._chunks_per_shard
         chunk_rows = -(-m_local // chunks_per_shard)
-        slot, self._next_slot = self._next_slot, 1 - self._next_slot
+        slot = self._take_slot()
 
         self._shard = shard  # the copy thread reads it
         core.push(slot, shard.data_ptr(), shard_bytes, chunk_rows * k * shard.element_size(), tag)
         gathered = self._slots[slot][:gathered_bytes].view(shard.dtype).view(m, k)
-        outs = [shard.new_empty(m, B.shape[1]) for B in Bs]
         spans: list[tuple[int, int, int]] = []
+        error: Exception | None = None
         chunks = self.world_size * per_shard
         for step in range(chunks):
             chunk = (self.rank * per_shard + step) % chunks
@@ -192,8 +257,11 @@ class CpuWorkspace:
             if i >= chunks_per_shard:  # the workspace has room for more; their signals come too
                 continue
             start_ns = time.monotonic_ns()
-            for B, bias, out in zip(Bs, biases, outs, strict=True):
-                _multiply(a, B, bias, out[rows])
+            try:
+                for B, bias, out in zip(Bs, biases, outs, strict=True):
+                    _multiply(a, B, bias, out[rows])
+            except Exception as e:  # the peers wait for the rest of this call
+                error = error or e
             spans.append((chunk, start_ns, time.monotonic_ns()))
         if timeline is not None:
             arrived = core.arrival_ns(slot)
@@ -208,34 +276,39 @@ class CpuWorkspace:
                         "end_ns": end_ns,
                     }
                 )
-        A: torch.Tensor | None = None
-        if return_A:
-            A = gathered.clone()
+        if A is not None:
+            A.copy_(gathered)
             A[self.rank * m_local : (self.rank + 1) * m_local] = shard
         if self.poison:
             self._slots[slot].fill_(_NAN_BYTE)
         core.release(slot)
         core.wait_pushed()
         self._shard = None
-        return A, outs
+        return A, outs, error
 
-    def _grow(self, slot_bytes: int, chunks_per_shard: int, tag: int) -> None:
-        """Replace the workspace by one with larger slots or more chunks. Collective.
+    def _make_room(self, slot_bytes: int, chunks_per_shard: int, tag: int) -> None:
+        """Replace the workspace by a larger one where that is too small. Collective then.
 
         Whether to grow is each rank's own decision, and one with another shape would not take part.
         So the tag goes round first, without data: whoever made a different call is found out.
         """
-        group, core, slot = self._group(), self._core, self._next_slot
-        if group is None:
-            raise AgmmError("group: found a destroyed one, wanted one in use")
-        core.push(slot, 0, 0, 0, tag)
-        for chunk in range(self.world_size * self._chunks_per_shard):
-            if chunk // self._chunks_per_shard != self.rank:
-                core.wait_chunk(slot, chunk, tag)
-        core.wait_pushed()
+        if slot_bytes <= self.slot_bytes and chunks_per_shard <= self._chunks_per_shard:
+            return
+        if self._refused is not None:
+            refused_bytes, refused_chunks, reason = self._refused
+            if slot_bytes >= refused_bytes and chunks_per_shard >= refused_chunks:
+                raise Unsupported(reason)
+        self._pass_tag(tag)
+        slot_bytes = max(slot_bytes, self.slot_bytes)
+        chunks_per_shard = max(chunks_per_shard, self._chunks_per_shard)
+        try:
+            core = _connect(self._group, slot_bytes, chunks_per_shard, poison=self.poison)
+        except Unsupported as error:
+            reason = f"workspace: no room for gather buffers of {slot_bytes} bytes: {error}"
+            self._refused = slot_bytes, chunks_per_shard, reason
+            raise Unsupported(reason) from None
         self.close()
-        self._chunks_per_shard = max(self._chunks_per_shard, chunks_per_shard)
-        self._open(group, slot_bytes)
+        self._use(core)
 
 
 def _multiply(
@@ -253,46 +326,40 @@ def _bytes_at(address: int, size: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
 
 
-def _exchange(group: dist.ProcessGroup, value: _T) -> list[_T]:
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def _connect(
-    group: dist.ProcessGroup, slot_bytes: int, chunks_per_shard: int, *, poison: bool
+    group: Group, slot_bytes: int, chunks_per_shard: int, *, poison: bool
 ) -> _core.CpuWorkspace:
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    wishes = _exchange(group, (slot_bytes, _BOOT_ID.read_text()))
-    hosts = len({host for _, host in wishes})
+    """A new workspace of the group. Raises Unsupported on all ranks where one cannot have it."""
+    hosts = len(set(group.hosts()))
     if hosts > 1:
         raise Unsupported(
             f"group: found ranks on {hosts} hosts, wanted one: the CPU backend uses shared memory"
         )
-    slot_bytes = max(wish for wish, _ in wishes)
+    wishes = group.exchange("the size of a workspace", str(slot_bytes))
+    slot_bytes = max(int(wish) for wish in wishes)
 
     core: _core.CpuWorkspace | None = None
     try:
-        error: str | None = None
+        error = ""
         try:
             core = _core.CpuWorkspace(
-                rank, world_size, slot_bytes, chunks_per_shard, _core.timeout_seconds()
+                group.rank, group.world_size, slot_bytes, chunks_per_shard, _env.timeout_s()
             )
         except RuntimeError as e:
             error = str(e)
-        names = _exchange(group, None if core is None else core.name)
-        if core is not None and None not in names:
+        names = group.exchange("the name of a workspace", "" if core is None else core.name)
+        if core is not None and all(names):
             if poison:
                 for slot in (0, 1):
                     _bytes_at(core.slot_ptr(slot), slot_bytes).fill_(_NAN_BYTE)
             try:
-                core.connect([str(name) for name in names])
+                core.connect(names)
             except RuntimeError as e:
                 error = str(e)
         # From here on every rank has mapped what it needs: the names can go.
-        for peer, found in enumerate(_exchange(group, error)):
-            if found is not None:
-                raise AgmmError(f"rank {peer}: {found}")
+        for peer, found in enumerate(group.exchange("whether they have a workspace", error)):
+            if found:
+                raise Unsupported(f"rank {peer}: {found}")
         assert core is not None
         core.unlink()
         return core

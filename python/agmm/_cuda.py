@@ -24,6 +24,8 @@ _SLOT_GRANULE = 32 << 20
 
 _STAGING_ALIGNMENT = 256
 
+_TMA_ALIGNMENT = 16
+
 _HOPPER = (9, 0)
 
 _ALIGNING_CYCLES = 1_000_000
@@ -109,13 +111,12 @@ def b_layout(b: torch.Tensor) -> _Layout | None:
 
 
 def _aligned_pointer(tensor: torch.Tensor, kept: list[torch.Tensor]) -> int:
-    """The tensor's address, or that of a copy in ``kept`` where it is no multiple of 16 bytes (TMA
-    alignment).
+    """The tensor's address, or that of a copy in ``kept`` where it is not as TMA wants it.
 
     A copy, not another path: addresses differ between ranks, and the path must not.
     """
     address = tensor.data_ptr()
-    if address % 16 != 0:
+    if address % _TMA_ALIGNMENT != 0:
         tensor = tensor.clone()
         kept.append(tensor)
         address = tensor.data_ptr()
@@ -158,7 +159,7 @@ def async_input_mm(
     """``a @ b (+ bias)``, each row chunk of ``a`` once its signal is 1.
 
     Args:
-        a: [M, K] bf16 or fp16, row-major and contiguous.
+        a: [M, K] bf16 or fp16, row-major and contiguous; with signals, at a multiple of 16 bytes.
         b: [K, N] of the same dtype, row-major or column-major.
         a_chunk_signals: uint32 [chunks] or [chunks, chunks_k], contiguous; None: all is ready.
         pivot: the first row chunk to compute.
@@ -184,6 +185,10 @@ def async_input_mm(
     kept: list[torch.Tensor] = []  # copies live until the call is enqueued
     chunks_m, chunks_k = 1, 1
     if a_chunk_signals is not None:
+        if a.data_ptr() % _TMA_ALIGNMENT != 0:  # a copy would be made before the chunks have come
+            raise InvalidArgument(
+                f"a: found address {a.data_ptr():#x}, wanted a multiple of {_TMA_ALIGNMENT} bytes"
+            )
         chunks_m = a_chunk_signals.shape[0]
         chunks_k = a_chunk_signals.shape[1] if a_chunk_signals.dim() == 2 else 1
     if config is None:
@@ -587,7 +592,10 @@ class FusedCall(NamedTuple):
                 async_input_mm(A_shard.view(rows, k), B, None, 0, config=w.config, bias=bias)
                 for w, B, bias in zip(weights, Bs, biases, strict=True)
             ]
-            outs = [out.view(w.out_shape) for w, out in zip(weights, outs, strict=True)]
+            outs = [
+                torch.ops.aten._unsafe_view(out, w.out_shape)
+                for w, out in zip(weights, outs, strict=True)
+            ]
             return (None if gathered_shape is None else A_shard.clone()), outs
         buffers = workspace._enter(slot_bytes)
         A = None if gathered_shape is None else A_shard.new_empty(gathered_shape)

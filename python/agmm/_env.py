@@ -16,9 +16,14 @@ class Variable(NamedTuple):
 
 TIMEOUT_S: Final = Variable(
     "AGMM_TIMEOUT_S",
-    "60",
+    "600",
     "limit of every wait in seconds; past it the process ends with a message and exit code 124 "
     "(read by the C++ core at each call)",
+)
+WARN_S: Final = Variable(
+    "AGMM_WARN_S",
+    "30",
+    "after so many seconds a wait says once on stderr who waits for whom and since when; 0: never",
 )
 COMMIT: Final = Variable(
     "AGMM_COMMIT", "", "commit to name in benchmark reports outside a git checkout of agmm"
@@ -41,7 +46,7 @@ RESERVED_SMS: Final = Variable(
     "multiprocessors that matmuls leave to kernels of other groups: a number, or auto, which is 8 "
     "where the process is in other NCCL groups than the default one, else 0",
 )
-RUN_TIME: Final = (TIMEOUT_S, COMMIT, CACHE_DIR, CACHE, SHARED_GPUS, RESERVED_SMS)
+RUN_TIME: Final = (TIMEOUT_S, WARN_S, COMMIT, CACHE_DIR, CACHE, SHARED_GPUS, RESERVED_SMS)
 BUILD_TIME: Final = (
     Variable("AGMM_CUDA", "AUTO", "build the CUDA core: AUTO (where nvcc is found), ON or OFF"),
     Variable("AGMM_KERNELS", "default", "which kernels to build: minimal, default or all"),
@@ -53,15 +58,30 @@ TEST_TIME: Final = ("AGMM_TEST_RANKS", "AGMM_STRESS_CALLS")
 """Of the tests, which read them themselves."""
 
 
-def check() -> None:
-    """Raises InvalidArgument for a variable of run time whose value cannot be: before a command
-    measures something, and not in each of its calls."""
+def timeout_s() -> float:
+    """`TIMEOUT_S` as a number. Raises InvalidArgument where it is none."""
+    return _seconds("timeout_seconds")
+
+
+def warn_s() -> float:
+    """`WARN_S` as a number. Raises InvalidArgument where it is none."""
+    return _seconds("warn_seconds")
+
+
+def _seconds(function: str) -> float:
     from agmm import _core  # not above: `agmm doctor` also serves where it does not load
 
     try:
-        _core.timeout_seconds()
+        return float(getattr(_core, function)())
     except ValueError as error:
         raise InvalidArgument(str(error)) from None
+
+
+def check() -> None:
+    """Raises InvalidArgument for a variable of run time whose value cannot be: before a command
+    measures something, and not in each of its calls."""
+    timeout_s()
+    warn_s()
     for variable in (CACHE, SHARED_GPUS):
         is_on(variable)
     reserved_sms()

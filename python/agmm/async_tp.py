@@ -24,6 +24,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from agmm import _call_plan, ops
+from agmm._checks import check_gatherable
 from agmm.errors import AgmmError, InvalidArgument, Unsupported
 from agmm.symmetric_memory import cuda_workspace
 
@@ -64,7 +65,7 @@ def _why_torch(
         )
     shard = A_shard.new_empty(A_shard.movedim(gather_dim, 0).shape)  # as the kernel will make it
     try:
-        ops._check_gatherable(shard, Bs, [None] * len(Bs), 0)
+        check_gatherable(shard, Bs, [None] * len(Bs), 0, group.size())
     except InvalidArgument as error:
         return str(error)  # torch refuses it in its own words
     return ops._why_unfused(shard, Bs, 0, "")

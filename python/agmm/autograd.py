@@ -49,12 +49,13 @@ class AllGatherMatmul(torch.autograd.Function):
     def forward(
         ctx: Any,
         weights: int,
-        settings: tuple[str, int, bool, str, bool, bool],
+        settings: tuple[Any, ...],
         A_shard: torch.Tensor,
         *Bs_and_biases: _MaybeTensor,
     ) -> tuple[torch.Tensor, ...]:
         _check_real("A_shard", A_shard)
-        group_name, gather_dim, return_A, _, _, save_gathered = settings
+        group_name, _, gather_dim, return_A, _, _, *rest = settings
+        save_gathered = bool(rest and rest[0])
         Bs, biases = Bs_and_biases[:weights], Bs_and_biases[weights:]
         op = torch.ops.agmm._all_gather_matmul.default
         with torch._C._AutoDispatchBelowAutograd():
@@ -148,7 +149,8 @@ def _grad_of_shard(
     products = _products_of_shard(douts, Bs)
     if _is_scattered_by_op(dA, products):
         op = torch.ops.agmm._matmul_reduce_scatter.default
-        dA_shard: torch.Tensor = op(*products[0], None, group_name, gather_dim, "sum")
+        world_size = _collectives.world_size_of(group_name)
+        dA_shard: torch.Tensor = op(*products[0], None, group_name, world_size, gather_dim, "sum")
         return dA_shard
     partial = dA
     for dout, B in products:
@@ -169,17 +171,19 @@ class MatmulReduceScatter(torch.autograd.Function):
         B: torch.Tensor,
         bias: _MaybeTensor,
         group_name: str,
+        world_size: int,
         scatter_dim: int,
         reduce_op: str,
     ) -> torch.Tensor:
         _check_real("A", A)
         op = torch.ops.agmm._matmul_reduce_scatter.default
         with torch._C._AutoDispatchBelowAutograd():
-            out: torch.Tensor = op(A, B, bias, group_name, scatter_dim, reduce_op)
+            out: torch.Tensor = op(A, B, bias, group_name, world_size, scatter_dim, reduce_op)
         needs_A, needs_B = ctx.needs_input_grad[:2]
         ctx.save_for_backward(A if needs_B else None, B if needs_A else None)
         ctx.column_major = _is_column_major(B)
-        ctx.group_name, ctx.scatter_dim, ctx.reduce_op = group_name, scatter_dim, reduce_op
+        ctx.group_name, ctx.world_size = group_name, world_size
+        ctx.scatter_dim, ctx.reduce_op = scatter_dim, reduce_op
         return out
 
     @staticmethod
@@ -201,10 +205,9 @@ class MatmulReduceScatter(torch.autograd.Function):
         if needs_bias and gathered is not None:
             dbias = _grad_of_bias(gathered)
         if ctx.reduce_op == "avg":
-            world_size = _collectives.world_size_of(ctx.group_name)
-            dA = None if dA is None else dA / world_size
-            dB = None if dB is None else dB / world_size
-        return dA, dB, dbias, None, None, None
+            dA = None if dA is None else dA / ctx.world_size
+            dB = None if dB is None else dB / ctx.world_size
+        return dA, dB, dbias, None, None, None, None
 
 
 def _gather_and_multiply(
@@ -212,11 +215,12 @@ def _gather_and_multiply(
 ) -> tuple[torch.Tensor, _MaybeTensor]:
     """``all_gather(dout) @ B`` and the gathered dout where it is wanted."""
     op = torch.ops.agmm._all_gather_matmul.default
+    group = group_name, _collectives.world_size_of(group_name)
     if dim % dout.dim() == dout.dim() - 1:  # the product sums over the gathered dimension
         gathered, (out,) = op(
-            dout.contiguous(), [B], [None], group_name, dim, return_gathered, "unfused", False
+            dout.contiguous(), [B], [None], *group, dim, return_gathered, "unfused", False
         )
         return out, gathered if return_gathered else None
     shard = dout.movedim(dim, 0).contiguous()  # the fused path gathers along dimension 0
-    gathered, (out,) = op(shard, [B], [None], group_name, 0, return_gathered, "", False)
+    gathered, (out,) = op(shard, [B], [None], *group, 0, return_gathered, "", False)
     return out.movedim(0, dim), gathered.movedim(0, dim) if return_gathered else None

@@ -1,18 +1,30 @@
-"""Registers the torch ops; checks arguments and takes the fused or the unfused path."""
+"""Registers the torch ops and takes the fused or the unfused path."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar, cast, overload
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
 
 import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.autograd.profiler as profiler
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from agmm import _call_plan, _cpu, _cuda, plan
+from agmm import _call_plan, _cpu, _cuda, _group, plan
+from agmm._calls import Call
+from agmm._checks import (
+    FLOATS,
+    check_async_input,
+    check_gatherable,
+    check_no_grad,
+    check_operand,
+)
 from agmm._collectives import (
     group_of,
+    group_of_size,
     group_or_default,
     name_of,
     start_all_gather,
@@ -24,7 +36,6 @@ from agmm.plan import KernelConfig
 from agmm.symmetric_memory import cpu_workspace, cuda_workspace
 
 _AUTOCAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_CPU_DTYPES = (*_AUTOCAST_DTYPES, torch.float64)
 
 _library = torch.library.Library("agmm", "DEF")
 _library.define(
@@ -34,97 +45,13 @@ _library.define(
     "_fused_all_gather_matmul_native(Tensor A_shard, Tensor B, str group_name) "
     "-> (Tensor A, Tensor out)"
 )
+# The world size is an argument, so that a graph that torch.compile keeps on disk serves groups of
+# that size only: shapes follow from it, and a group's name says nothing of it.
 _library.define(
     "_all_gather_matmul(Tensor A_shard, Tensor[] Bs, Tensor?[] biases, str group_name, "
-    "int gather_dim, bool return_A, str config, bool strict, bool save_gathered=False) "
-    "-> (Tensor A, Tensor[] outs)"
+    "int world_size, int gather_dim, bool return_A, str config, bool strict, "
+    "bool save_gathered=False, bool prefer_fused=False) -> (Tensor A, Tensor[] outs)"
 )
-
-
-# --- checks: what no path can serve ---
-
-
-def check_matrix(name: str, tensor: torch.Tensor) -> None:
-    if tensor.dim() != 2:
-        raise InvalidArgument(f"{name}: found {tensor.dim()} dimensions, wanted 2")
-
-
-def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    if tensor.dtype != other.dtype:
-        raise InvalidArgument(
-            f"{name}: found dtype {tensor.dtype}, wanted {other.dtype} as {other_name}"
-        )
-    if tensor.device != other.device:
-        raise InvalidArgument(
-            f"{name}: found device {tensor.device}, wanted {other.device} as {other_name}"
-        )
-
-
-def _refuse_grad(tensors: Iterable[torch.Tensor | None]) -> None:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise InvalidArgument(
-            "A_shard, B: found requires_grad=True, wanted a call under torch.no_grad(): this op "
-            "has no backward, agmm.all_gather_matmul has one"
-        )
-
-
-def _check_gatherable(
-    A_shard: torch.Tensor,
-    Bs: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    gather_dim: int,
-) -> None:
-    if A_shard.dim() < 2:
-        raise InvalidArgument(f"A_shard: found {A_shard.dim()} dimensions, wanted at least 2")
-    if not -A_shard.dim() <= gather_dim < A_shard.dim():
-        raise InvalidArgument(
-            f"gather_dim: found {gather_dim}, wanted {-A_shard.dim()} to {A_shard.dim() - 1}"
-        )
-    if not Bs:
-        raise InvalidArgument("B: found an empty list, wanted at least one weight")
-    if len(biases) != len(Bs):
-        raise InvalidArgument(f"bias: found {len(biases)} for {len(Bs)} weights, wanted one each")
-    k = A_shard.shape[-1]
-    for B, bias in zip(Bs, biases, strict=True):
-        check_matrix("B", B)
-        check_same("B", B, "A_shard", A_shard)
-        if gather_dim % A_shard.dim() != A_shard.dim() - 1 and B.shape[0] != k:
-            raise InvalidArgument(f"B: found K={B.shape[0]}, wanted {k} as the columns of A_shard")
-        if bias is not None:
-            check_same("bias", bias, "A_shard", A_shard)
-            if bias.shape != (B.shape[1],):
-                raise InvalidArgument(
-                    f"bias: found shape {tuple(bias.shape)}, wanted ({B.shape[1]},) as B's columns"
-                )
-
-
-def _check_async_input(a: torch.Tensor, b: torch.Tensor, signals: torch.Tensor, pivot: int) -> None:
-    check_matrix("a", a)
-    check_matrix("b", b)
-    check_same("b", b, "a", a)
-    wanted = (torch.bfloat16, torch.float16) if a.device.type == "cuda" else _CPU_DTYPES
-    if a.dtype not in wanted:
-        names = ", ".join(str(dtype) for dtype in wanted)
-        raise InvalidArgument(f"a: found dtype {a.dtype}, wanted one of {names}")
-    if b.shape[0] != a.shape[1]:
-        raise InvalidArgument(f"b: found K={b.shape[0]}, wanted {a.shape[1]} as the columns of a")
-    if not a.is_contiguous():
-        raise InvalidArgument(f"a: found strides {tuple(a.stride())}, wanted contiguous rows")
-    if signals.dtype != torch.uint32:
-        raise InvalidArgument(f"a_chunk_signals: found dtype {signals.dtype}, wanted torch.uint32")
-    if signals.device != a.device:
-        raise InvalidArgument(
-            f"a_chunk_signals: found device {signals.device}, wanted {a.device} as a"
-        )
-    if signals.dim() != 1:
-        raise InvalidArgument(f"a_chunk_signals: found {signals.dim()} dimensions, wanted 1")
-    chunks = signals.shape[0]
-    if chunks == 0 or a.shape[0] % chunks != 0:
-        raise InvalidArgument(
-            f"a_chunk_signals: found {chunks} signals, wanted a divisor of M={a.shape[0]}"
-        )
-    if not 0 <= pivot < chunks:
-        raise InvalidArgument(f"a_chunk_pivot: found {pivot}, wanted 0 to {chunks - 1}")
 
 
 # --- _async_input_mm ---
@@ -133,14 +60,14 @@ def _check_async_input(a: torch.Tensor, b: torch.Tensor, signals: torch.Tensor, 
 def _async_input_mm_cpu(
     a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, a_chunk_pivot: int
 ) -> torch.Tensor:
-    _check_async_input(a, b, a_chunk_signals, a_chunk_pivot)
+    check_async_input(a, b, a_chunk_signals, a_chunk_pivot)
     return _cpu.async_input_mm(a, b, a_chunk_signals, a_chunk_pivot)
 
 
 def _async_input_mm_cuda(
     a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, a_chunk_pivot: int
 ) -> torch.Tensor:
-    _check_async_input(a, b, a_chunk_signals, a_chunk_pivot)
+    check_async_input(a, b, a_chunk_signals, a_chunk_pivot)
     reason = (
         _cuda.why_unfused(a.device)
         or plan.why_unfused(str(a.dtype).removeprefix("torch."), b.shape[1], a.shape[1])
@@ -156,8 +83,21 @@ def _async_input_mm_cuda(
 def _async_input_mm_fake(
     a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, a_chunk_pivot: int
 ) -> torch.Tensor:
-    _check_async_input(a, b, a_chunk_signals, a_chunk_pivot)
+    check_async_input(a, b, a_chunk_signals, a_chunk_pivot)
     return a.new_empty(a.shape[0], b.shape[1])
+
+
+def _async_input_mm_autograd(*arguments: Any) -> torch.Tensor:
+    check_no_grad(arguments[:2])
+    with torch._C._AutoDispatchBelowAutograd():
+        out: torch.Tensor = torch.ops.agmm._async_input_mm.default(*arguments)
+    return out
+
+
+_library.impl("_async_input_mm", _async_input_mm_cpu, "CPU")
+_library.impl("_async_input_mm", _async_input_mm_cuda, "CUDA")
+_library.impl("_async_input_mm", _async_input_mm_fake, "Meta")
+_library.impl("_async_input_mm", _async_input_mm_autograd, "Autograd")
 
 
 # --- all_gather_matmul ---
@@ -171,8 +111,8 @@ def _fall_back(reason: str, strict: bool) -> None:
         raise Unsupported(f"{reason}; strict=True refuses the unfused path")
     if reason not in _warned:
         _warned.add(reason)
-        # The caller of all_gather_matmul, over _run and this function.
-        warnings.warn(f"agmm takes the unfused path: {reason}", stacklevel=4)
+        # The caller of all_gather_matmul, over _run, _run_anew and this function.
+        warnings.warn(f"agmm takes the unfused path: {reason}", stacklevel=5)
 
 
 def _why_unfused(
@@ -189,7 +129,7 @@ def _why_unfused(
     if not A_shard.is_contiguous():
         return f"A_shard: strides {tuple(A_shard.stride())} are not contiguous"
     if A_shard.device.type == "cpu":
-        if A_shard.dtype not in _CPU_DTYPES:
+        if A_shard.dtype not in FLOATS:
             return f"A_shard: dtype={A_shard.dtype}, the CPU backend wants a floating-point type"
         return None
     if A_shard.device.type != "cuda":
@@ -212,22 +152,40 @@ def _unfused(
     group: dist.ProcessGroup,
     gather_dim: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    A = start_all_gather(A_shard, group.group_name, gather_dim)()
+    call = Call("all_gather_matmul", A_shard=A_shard, B=Bs, gather_dim=gather_dim)
+    A = start_all_gather(A_shard, group.group_name, gather_dim, call=call)()
     outs = []
+    rows = A.flatten(0, -2)
     for B, bias in zip(Bs, biases, strict=True):
-        if B.shape[0] != A.shape[-1]:
-            raise InvalidArgument(
-                f"B: found K={B.shape[0]}, wanted {A.shape[-1]} as the columns of the gathered A"
-            )
-        out = torch.matmul(A, B)
-        outs.append(out if bias is None else out.add_(bias))
+        # One rounding, of product and bias together, as the fused path has it.
+        out = torch.mm(rows, B) if bias is None else torch.addmm(bias, rows, B)
+        outs.append(torch.ops.aten._unsafe_view(out, (*A.shape[:-1], B.shape[1])))
     return A, outs
 
 
 _Outs = tuple[torch.Tensor | None, list[torch.Tensor]]
 
-# The calls that were found to be legal for the fused CUDA path; they end with their group.
-_fused_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _cuda.FusedCall]]
+
+class _CpuCall(NamedTuple):
+    """What `_cuda.FusedCall` is on CUDA."""
+
+    group: weakref.ReferenceType[dist.ProcessGroup]  # else a kept call would keep its group
+    return_A: bool
+
+    def __call__(
+        self,
+        A_shard: torch.Tensor,
+        Bs: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+    ) -> _Outs:
+        group = self.group()
+        assert group is not None
+        _group.check_alive(group)
+        return _fused_cpu(A_shard, Bs, biases, group, self.return_A)
+
+
+# The calls that were found to be legal for the fused path; they end with their group.
+_fused_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _CpuCall | _cuda.FusedCall]]
 _fused_calls = weakref.WeakKeyDictionary()
 
 _MAX_FUSED_CALLS = 4096  # per group
@@ -246,35 +204,60 @@ def _run(
     return_A: bool,
     config: str,
     strict: bool,
-    *,
     prefer_fused: bool = False,
     kinds: Sequence[Any] | None = None,
 ) -> _Outs:
     if kinds is None:
         kinds = [None if t is None else _kind(t) for t in (A_shard, *Bs, *biases)]
-    key = (gather_dim, return_A, config, len(Bs), *kinds)
+    may_choose = not (config or strict or prefer_fused)
+    key = (gather_dim, return_A, config, may_choose, len(Bs), *kinds)
     calls = _fused_calls.get(group)
     call = None if calls is None else calls.get(key)
-    if call is not None:
-        return call(A_shard, Bs, biases)
+    if calls is not None and call is not None:
+        try:
+            return call(A_shard, Bs, biases)
+        except Unsupported:  # a workspace that cannot grow any more; nothing was begun
+            del calls[key]
+    with _group.of(group).lock:
+        return _run_anew(
+            A_shard, Bs, biases, group, gather_dim, return_A, config, strict, may_choose, key
+        )
 
-    _check_gatherable(A_shard, Bs, biases, gather_dim)
+
+def _run_anew(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    group: dist.ProcessGroup,
+    gather_dim: int,
+    return_A: bool,
+    config: str,
+    strict: bool,
+    may_choose: bool,
+    key: Any,
+) -> _Outs:
+    """A call of a kind that is not kept."""
+    _group.check_alive(group)
+    check_gatherable(A_shard, Bs, biases, gather_dim, group.size())
     try:
         kernel, transport = plan.parse_config("" if config == "unfused" else config)
     except ValueError as error:
         raise InvalidArgument(str(error)) from None
     reason = _why_unfused(A_shard, Bs, gather_dim, config)
-    may_choose = reason is None and not (config or strict or prefer_fused)
-    if may_choose and _call_plan.prefers_unfused(A_shard, Bs, group, return_A=return_A):
+    if (
+        reason is None
+        and may_choose
+        and _call_plan.prefers_unfused(A_shard, Bs, group, return_A=return_A)
+    ):
         reason, config = "plan: the unfused path is faster", "unfused"
     if reason is None:
-        if A_shard.device.type == "cpu":
-            return _fused_cpu(A_shard, Bs, biases, group, return_A)
         try:
-            workspace = cuda_workspace(group, A_shard.device)
-            call = workspace.prepare(
-                A_shard, Bs, return_A=return_A, config=kernel, transport=transport
-            )
+            if A_shard.device.type == "cpu":
+                call: _CpuCall | _cuda.FusedCall = _CpuCall(weakref.ref(group), return_A)
+            else:
+                call = cuda_workspace(group, A_shard.device).prepare(
+                    A_shard, Bs, return_A=return_A, config=kernel, transport=transport
+                )
             found = call(A_shard, Bs, biases)
         except Unsupported as error:
             reason = str(error)
@@ -299,15 +282,15 @@ def _fused_cpu(
 ) -> _Outs:
     k = A_shard.shape[-1]
     shard = A_shard.view(-1, k)
-    gathered_bytes = dist.get_world_size(group) * shard.numel() * shard.element_size()
-    workspace = cpu_workspace(group, gathered_bytes)
+    workspace = cpu_workspace(group)
     chunks = _call_plan.call_plan(A_shard, Bs, group, return_A=return_A).chunks_per_shard
     A, outs = workspace.all_gather_matmul(
         shard, list(Bs), list(biases), return_A=return_A, chunks_per_shard=chunks
     )
     leading = (dist.get_world_size(group) * A_shard.shape[0], *A_shard.shape[1:-1])
-    outs = [out.view(*leading, out.shape[-1]) for out in outs]
-    return (None if A is None else A.view(*leading, k)), outs
+    # Not views of the workspace's tensors: autograd refuses in-place ops on a Function's views.
+    outs = [torch.ops.aten._unsafe_view(out, (*leading, out.shape[-1])) for out in outs]
+    return (None if A is None else torch.ops.aten._unsafe_view(A, (*leading, k))), outs
 
 
 def _all_gather_matmul_impl(
@@ -315,21 +298,17 @@ def _all_gather_matmul_impl(
     Bs: list[torch.Tensor],
     biases: list[torch.Tensor | None],
     group_name: str,
+    world_size: int,
     gather_dim: int,
     return_A: bool,
     config: str,
     strict: bool,
     save_gathered: bool = False,
+    prefer_fused: bool = False,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    group = group_of(group_name)
-    A, outs = _run(A_shard, Bs, biases, group, gather_dim, return_A, config, strict)
+    group = group_of_size(group_name, world_size)
+    A, outs = _run(A_shard, Bs, biases, group, gather_dim, return_A, config, strict, prefer_fused)
     return (A_shard.new_empty(0) if A is None else A), outs
-
-
-def _gathered_shape(A_shard: torch.Tensor, group_name: str, gather_dim: int) -> list[int]:
-    shape = list(A_shard.shape)
-    shape[gather_dim] = shape[gather_dim] * world_size_of(group_name)
-    return shape
 
 
 def _all_gather_matmul_fake(
@@ -337,55 +316,27 @@ def _all_gather_matmul_fake(
     Bs: list[torch.Tensor],
     biases: list[torch.Tensor | None],
     group_name: str,
+    world_size: int,
     gather_dim: int,
     return_A: bool,
     config: str,
     strict: bool,
     save_gathered: bool = False,
+    prefer_fused: bool = False,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    _check_gatherable(A_shard, Bs, biases, gather_dim)
-    shape = _gathered_shape(A_shard, group_name, gather_dim)
+    check_gatherable(A_shard, Bs, biases, gather_dim, world_size)
+    shape = list(A_shard.shape)
+    shape[gather_dim] = shape[gather_dim] * world_size
     A = A_shard.new_empty(shape if return_A else 0)
     return A, [A_shard.new_empty(*shape[:-1], B.shape[1]) for B in Bs]
-
-
-def _native_impl(
-    A_shard: torch.Tensor, B: torch.Tensor, group_name: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    A, outs = _run(
-        A_shard, [B], [None], group_of(group_name), 0, True, "", False, prefer_fused=True
-    )
-    assert A is not None
-    return A, outs[0]
-
-
-def _native_fake(
-    A_shard: torch.Tensor, B: torch.Tensor, group_name: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    A, outs = _all_gather_matmul_fake(A_shard, [B], [None], group_name, 0, True, "", False)
-    return A, outs[0]
-
-
-def _flat(arguments: Iterable[Any]) -> Iterable[torch.Tensor]:
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            yield argument
-        elif isinstance(argument, (list, tuple)):
-            yield from _flat(argument)
 
 
 def _all_gather_matmul_autograd(
     A_shard: torch.Tensor,
     Bs: list[torch.Tensor],
     biases: list[torch.Tensor | None],
-    group_name: str,
-    gather_dim: int,
-    return_A: bool,
-    config: str,
-    strict: bool,
-    save_gathered: bool = False,
+    *settings: Any,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    settings = group_name, gather_dim, return_A, config, strict, save_gathered
     given = A_shard, *Bs, *biases
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
         A, *outs = AllGatherMatmul.apply(len(Bs), settings, *given)
@@ -395,36 +346,74 @@ def _all_gather_matmul_autograd(
     return A, outs
 
 
-def _below_autograd(name: str) -> Callable[..., Any]:
-    """The op's autograd kernel: there is no backward, and that is said at once."""
-    op = getattr(torch.ops.agmm, name).default
-
-    def call(*arguments: Any) -> Any:
-        _refuse_grad(_flat(arguments))
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*arguments)
-
-    return call
+def _check_operands(A_shard: Any, Bs: Sequence[Any], biases: Sequence[torch.Tensor | None]) -> None:
+    check_operand("A_shard", A_shard)
+    for B in Bs:
+        check_operand("B", B)
+    for bias in biases:
+        if bias is not None:
+            check_operand("bias", bias)
 
 
-for _name in ("_async_input_mm", "_fused_all_gather_matmul_native"):
-    _library.impl(_name, _below_autograd(_name), "Autograd")
-_library.impl("_all_gather_matmul", _all_gather_matmul_autograd, "Autograd")
-for _key, _async_impl in (("CPU", _async_input_mm_cpu), ("CUDA", _async_input_mm_cuda)):
-    _library.impl("_async_input_mm", _async_impl, _key)
-    _library.impl("_all_gather_matmul", _all_gather_matmul_impl, _key)
-    _library.impl("_fused_all_gather_matmul_native", _native_impl, _key)
-_library.impl("_async_input_mm", _async_input_mm_fake, "Meta")
+def _dispatched(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    group_name: str,
+    *settings: Any,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A call that the dispatcher sees."""
+    _check_operands(A_shard, Bs, biases)
+    world_size = world_size_of(group_name)
+    A, outs = torch.ops.agmm._all_gather_matmul.default(
+        A_shard, list(Bs), list(biases), group_name, world_size, *settings
+    )
+    return A, outs
+
+
+def _native(
+    A_shard: torch.Tensor, B: torch.Tensor, group_name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    settings = 0, True, "", False
+    if _is_watched() or not (_is_plain(A_shard) and _is_plain(B)):
+        A, outs = _dispatched(A_shard, [B], [None], group_name, *settings, False, True)
+        return A, outs[0]
+    kept, outs = _run(A_shard, [B], [None], group_of(group_name), *settings, True)
+    assert kept is not None
+    return kept, outs[0]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a call without the dispatcher computes what the tensor stands for."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and not (tensor.requires_grad and torch.is_grad_enabled())
+        and not (tensor.is_neg() or tensor.is_meta)
+        and tensor.layout == torch.strided
+    )
+
+
+_library.impl("_all_gather_matmul", _all_gather_matmul_impl, "CPU")
+_library.impl("_all_gather_matmul", _all_gather_matmul_impl, "CUDA")
 _library.impl("_all_gather_matmul", _all_gather_matmul_fake, "Meta")
-_library.impl("_fused_all_gather_matmul_native", _native_fake, "Meta")
+_library.impl("_all_gather_matmul", _all_gather_matmul_autograd, "Autograd")
+# A composite, so that what is traced is the op above, with the world size.
+_library.impl("_fused_all_gather_matmul_native", _native, "CompositeImplicitAutograd")
 
 
-def _is_traced() -> bool:
-    """Whether the dispatcher has to see the call: compilation, fake tensors, other modes."""
+_transforms = torch._C._functorch.peek_interpreter_stack
+
+
+def _is_watched() -> bool:
+    """Whether the dispatcher has to see the call: compilation, fake tensors, other modes,
+    transforms of torch.func, forward-mode derivatives, and profilers, which name ops."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_torch_function_mode_enabled()
+        or profiler._is_profiler_enabled
+        or forward_ad._current_level >= 0
+        or _transforms() is not None
     )
 
 
@@ -450,7 +439,7 @@ def autocast(tensors: _T, device: torch.device) -> _T:
 def all_gather_matmul(
     A_shard: torch.Tensor,
     B: torch.Tensor,
-    group: dist.ProcessGroup | str | None = ...,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
     *,
     gather_dim: int = ...,
     return_A: Literal[False] = ...,
@@ -463,7 +452,7 @@ def all_gather_matmul(
 def all_gather_matmul(
     A_shard: torch.Tensor,
     B: torch.Tensor,
-    group: dist.ProcessGroup | str | None = ...,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
     *,
     gather_dim: int = ...,
     return_A: Literal[True],
@@ -476,7 +465,7 @@ def all_gather_matmul(
 def all_gather_matmul(
     A_shard: torch.Tensor,
     B: list[torch.Tensor] | tuple[torch.Tensor, ...],
-    group: dist.ProcessGroup | str | None = ...,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
     *,
     gather_dim: int = ...,
     return_A: Literal[False] = ...,
@@ -489,7 +478,7 @@ def all_gather_matmul(
 def all_gather_matmul(
     A_shard: torch.Tensor,
     B: list[torch.Tensor] | tuple[torch.Tensor, ...],
-    group: dist.ProcessGroup | str | None = ...,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
     *,
     gather_dim: int = ...,
     return_A: Literal[True],
@@ -501,7 +490,7 @@ def all_gather_matmul(
 def all_gather_matmul(
     A_shard: torch.Tensor,
     B: torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...],
-    group: dist.ProcessGroup | str | None = None,
+    group: dist.ProcessGroup | DeviceMesh | str | None = None,
     *,
     gather_dim: int = 0,
     return_A: bool = False,
@@ -528,10 +517,11 @@ def all_gather_matmul(
             type on the CPU), K a multiple of 8 on CUDA.
         B: weight [K, N], row-major or column-major (``weight.t()``), or a list of weights that
             share one gather; N a multiple of 8 on CUDA.
-        group: process group or its name; the default group when None.
+        group: process group, its name or a 1-D DeviceMesh; the default group when None.
         gather_dim: dimension of A_shard along which it is gathered. Fused: 0.
         return_A: also return the gathered A, in a tensor of its own.
-        bias: [N], added to the product in float32; for a list of weights one each (or None).
+        bias: [N], added to the product before it is rounded; for a list of weights one each (or
+            None).
         config: a `KernelConfig` or its name to use instead of the chosen one, perhaps with a
             transport (``KERNEL/pull``), or ``"unfused"``.
         strict: raise `Unsupported` instead of taking the unfused path
@@ -555,51 +545,50 @@ def all_gather_matmul(
         biases = (cast("torch.Tensor | None", bias),) * len(Bs)
     else:
         raise InvalidArgument(f"bias: found one for {len(Bs)} weights, wanted a list of one each")
-    plain = True  # neither subclasses nor something that is no tensor
-    needs_grad = False
-    given: tuple[Any, ...] = (A_shard, *Bs, *biases)
-    kinds: list[Any] = []
-    for tensor in given:
-        if tensor is None:
-            if len(kinds) <= len(Bs):
-                name = "B" if kinds else "A_shard"
-                raise InvalidArgument(f"{name}: found None, wanted a tensor")
-            kinds.append(None)
-            continue
-        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-            if not isinstance(tensor, torch.Tensor):
-                kind = type(tensor).__name__
-                raise InvalidArgument(f"A_shard, B, bias: found {kind}, wanted tensors")
-            plain = False
-        needs_grad = needs_grad or tensor.requires_grad
-        kinds.append(_kind(tensor))
-    group = group_or_default(group)
-    if not isinstance(gather_dim, int):
-        raise InvalidArgument(f"gather_dim: found {gather_dim!r}, wanted an int")
-    if isinstance(config, KernelConfig):
+    if config is None:
+        config = ""
+    elif not isinstance(config, str):
+        if not isinstance(config, KernelConfig):
+            raise InvalidArgument(
+                f"config: found {config!r}, wanted a KernelConfig, the name of one, or None"
+            )
         config = config.name
+    if type(gather_dim) is not int:
+        raise InvalidArgument(f"gather_dim: found {gather_dim!r}, wanted an int")
+    # By identity, which takes no call.
+    if return_A is not True and return_A is not False:
+        raise InvalidArgument(f"return_A: found {return_A!r}, wanted True or False")
+    if strict is not True and strict is not False:
+        raise InvalidArgument(f"strict: found {strict!r}, wanted True or False")
+    if save_gathered is not True and save_gathered is not False:
+        raise InvalidArgument(f"save_gathered: found {save_gathered!r}, wanted True or False")
     if torch._C._is_any_autocast_enabled():
+        _check_operands(A_shard, Bs, biases)
         count = len(Bs)
-        given = autocast(given, A_shard.device)
-        A_shard, *others = given
-        kinds = [None if t is None else _kind(t) for t in given]
-        Bs, biases = others[:count], others[count:]
+        cast_shard, *others = autocast((A_shard, *Bs, *biases), A_shard.device)
+        A_shard = cast(torch.Tensor, cast_shard)
+        Bs, biases = cast("list[torch.Tensor]", others[:count]), others[count:]
+    plain = not _is_watched()  # memory that a pointer and strides describe
+    needs_grad = False
+    kinds: list[Any] = []
+    try:
+        for tensor in (A_shard, *Bs, *biases):
+            if tensor is None:
+                plain = plain and len(kinds) > len(Bs)
+                kinds.append(None)
+                continue
+            if plain:
+                kind = type(tensor)
+                plain = kind is torch.Tensor or kind is torch.nn.Parameter
+                plain = plain and not tensor.is_neg()
+                kinds.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
+            needs_grad = needs_grad or tensor.requires_grad
+    except (AttributeError, RuntimeError):  # no tensors, or not strided
+        _check_operands(A_shard, Bs, biases)
+        raise
+    group = group_or_default(group)
     needs_grad = needs_grad and torch.is_grad_enabled()
-    if needs_grad or not plain or _is_traced():
-        op = torch.ops.agmm._all_gather_matmul.default
-        save_gathered = save_gathered and needs_grad and any(B.requires_grad for B in Bs)
-        A, outs = op(
-            A_shard,
-            list(Bs),
-            list(biases),
-            name_of(group),
-            gather_dim,
-            return_A or save_gathered,
-            config or "",
-            strict,
-            save_gathered,
-        )
-    else:
+    if plain and not (needs_grad or A_shard.is_meta):
         resolved = group_of(group) if isinstance(group, str) else group
         A, outs = _run(
             A_shard,
@@ -608,9 +597,23 @@ def all_gather_matmul(
             resolved,
             gather_dim,
             return_A,
-            config or "",
+            config,
             strict,
-            kinds=kinds,
+            False,
+            kinds,
+        )
+    else:
+        save_gathered = save_gathered and needs_grad and any(B.requires_grad for B in Bs)
+        A, outs = _dispatched(
+            A_shard,
+            Bs,
+            biases,
+            name_of(group),
+            gather_dim,
+            return_A or save_gathered,
+            config,
+            strict,
+            save_gathered,
         )
     out = outs if several else outs[0]
-    return (A, out) if return_A else out
+    return (A, out) if return_A else out  # type: ignore[return-value]

@@ -2,63 +2,42 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch.distributed.device_mesh import DeviceMesh
 
 from agmm import _collectives, _scatter_plan
+from agmm._calls import Call
+from agmm._checks import check_operand, check_scatterable
 from agmm.autograd import MatmulReduceScatter
 from agmm.errors import InvalidArgument
-from agmm.ops import autocast, check_matrix, check_same
-
-_REDUCE_OPS = ("sum", "avg")
+from agmm.ops import autocast
 
 _library = torch.library.Library("agmm", "FRAGMENT")
 _library.define(
-    "_matmul_reduce_scatter(Tensor A, Tensor B, Tensor? bias, str group_name, int scatter_dim, "
-    "str reduce_op) -> Tensor"
+    "_matmul_reduce_scatter(Tensor A, Tensor B, Tensor? bias, str group_name, int world_size, "
+    "int scatter_dim, str reduce_op) -> Tensor"
 )
 
 
-def _check(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    bias: torch.Tensor | None,
-    world_size: int,
-    scatter_dim: int,
-    reduce_op: str,
-) -> None:
-    if A.dim() < 2:
-        raise InvalidArgument(f"A: found {A.dim()} dimensions, wanted at least 2")
-    check_matrix("B", B)
-    check_same("B", B, "A", A)
-    if B.shape[0] != A.shape[-1]:
-        raise InvalidArgument(f"B: found K={B.shape[0]}, wanted {A.shape[-1]} as the columns of A")
-    if not -A.dim() <= scatter_dim < A.dim():
-        raise InvalidArgument(
-            f"scatter_dim: found {scatter_dim}, wanted {-A.dim()} to {A.dim() - 1}"
-        )
-    if reduce_op not in _REDUCE_OPS:
-        raise InvalidArgument(f"reduce_op: found {reduce_op!r}, wanted 'sum' or 'avg'")
-    columns = scatter_dim % A.dim() == A.dim() - 1
-    name, size = ("B", B.shape[1]) if columns else ("A", A.shape[scatter_dim])
-    if size % world_size:
-        what = "columns" if columns else f"in dimension {scatter_dim}"
-        raise InvalidArgument(
-            f"{name}: found {size} {what}, wanted a multiple of the world size {world_size}"
-        )
-    if bias is not None:
-        check_same("bias", bias, "A", A)
-        if columns:
-            raise InvalidArgument(
-                f"bias: found one with scatter_dim={scatter_dim}, wanted None: the result's "
-                "columns are scattered"
-            )
-        if bias.shape != (B.shape[1],):
-            raise InvalidArgument(
-                f"bias: found shape {tuple(bias.shape)}, wanted ({B.shape[1]},) as B's columns"
-            )
+# What torch's op uses until it needs more, by group. A CUDA graph writes to it at every replay.
+_workspaces_of_graphs: weakref.WeakKeyDictionary[dist.ProcessGroup, list[torch.Tensor]]
+_workspaces_of_graphs = weakref.WeakKeyDictionary()
+
+
+def _keep_for_graph(device: torch.device, group: dist.ProcessGroup) -> None:
+    """In a capture, keep the workspace of torch's op as long as the group: torch frees it when a
+    later call needs a larger one."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return
+    workspace = symm_mem._group_name_to_workspace_tensor.get(group.group_name)
+    kept = _workspaces_of_graphs.setdefault(group, [])
+    if workspace is not None and all(workspace is not other for other in kept):
+        kept.append(workspace)
 
 
 def _impl(
@@ -66,20 +45,24 @@ def _impl(
     B: torch.Tensor,
     bias: torch.Tensor | None,
     group_name: str,
+    world_size: int,
     scatter_dim: int,
     reduce_op: str,
 ) -> torch.Tensor:
-    group = _collectives.group_of(group_name)
-    world_size = dist.get_world_size(group)
-    _check(A, B, bias, world_size, scatter_dim, reduce_op)
+    group = _collectives.group_of_size(group_name, world_size)
+    check_scatterable(A, B, bias, world_size, scatter_dim, reduce_op)
     out: torch.Tensor
     if _scatter_plan.is_fused(A, B, scatter_dim, group):
         fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
         # It sums with torch.sum, which autocast would have return float32.
         with torch.amp.autocast(A.device.type, enabled=False):
             out = fused(A.contiguous(), B, reduce_op, 0, group_name)
+        _keep_for_graph(A.device, group)
     else:
-        out = _collectives.reduce_scatter(torch.matmul(A, B), group_name, scatter_dim)
+        call = Call("matmul_reduce_scatter", A=A, B=B, scatter_dim=scatter_dim, reduce_op=reduce_op)
+        out = _collectives.reduce_scatter(
+            torch.matmul(A, B), group_name, scatter_dim, call=call, then=f" for {reduce_op}"
+        )
         if reduce_op == "avg":
             out = out.div_(world_size)
     return out if bias is None else out.add_(bias)
@@ -90,11 +73,11 @@ def _fake(
     B: torch.Tensor,
     bias: torch.Tensor | None,
     group_name: str,
+    world_size: int,
     scatter_dim: int,
     reduce_op: str,
 ) -> torch.Tensor:
-    world_size = _collectives.world_size_of(group_name)
-    _check(A, B, bias, world_size, scatter_dim, reduce_op)
+    check_scatterable(A, B, bias, world_size, scatter_dim, reduce_op)
     shape = [*A.shape[:-1], B.shape[1]]
     shape[scatter_dim] = shape[scatter_dim] // world_size
     return A.new_empty(shape)
@@ -116,7 +99,7 @@ _library.impl("_matmul_reduce_scatter", _autograd, "Autograd")
 def matmul_reduce_scatter(
     A: torch.Tensor,
     B: torch.Tensor,
-    group: dist.ProcessGroup | str | None = None,
+    group: dist.ProcessGroup | DeviceMesh | str | None = None,
     *,
     scatter_dim: int = 0,
     reduce_op: str = "sum",
@@ -135,11 +118,12 @@ def matmul_reduce_scatter(
     Args:
         A: [M, ..., K_local], this rank's columns of the whole A; the same shape on all ranks.
         B: [K_local, N], this rank's rows of the whole B, row-major or column-major.
-        group: process group or its name; the default group when None.
+        group: process group, its name or a 1-D DeviceMesh; the default group when None.
         scatter_dim: dimension of ``A @ B`` along which the sum is cut; its size is a multiple of
             the world size.
         reduce_op: "sum", or "avg" for the sum divided by the world size.
-        bias: [N], the same on all ranks, added after the sum. Its gradient is that of the rows of
+        bias: [N], the same on all ranks, added to the sum in its dtype, with a rounding of its
+            own. Its gradient is that of the rows of
             all ranks, and so the same on all ranks. Not with the last dimension scattered.
 
     Returns:
@@ -149,9 +133,15 @@ def matmul_reduce_scatter(
         InvalidArgument: names the argument, the value found and the value wanted.
     """
     for name, tensor in (("A", A), ("B", B), ("bias", bias)):
-        if not isinstance(tensor, torch.Tensor) and not (name == "bias" and tensor is None):
-            raise InvalidArgument(f"{name}: found {type(tensor).__name__}, wanted a tensor")
+        if name != "bias" or tensor is not None:
+            check_operand(name, tensor)
+    if not isinstance(scatter_dim, int):
+        raise InvalidArgument(f"scatter_dim: found {scatter_dim!r}, wanted an int")
+    if not isinstance(reduce_op, str):
+        raise InvalidArgument(f"reduce_op: found {reduce_op!r}, wanted 'sum' or 'avg'")
     A, B, bias = autocast((A, B, bias), A.device)
+    group_name = _collectives.name_of(group)
+    world_size = _collectives.world_size_of(group_name)
     op = torch.ops.agmm._matmul_reduce_scatter.default
-    out: torch.Tensor = op(A, B, bias, _collectives.name_of(group), scatter_dim, reduce_op)
+    out: torch.Tensor = op(A, B, bias, group_name, world_size, scatter_dim, reduce_op)
     return out

@@ -183,8 +183,7 @@ class _Session:
         def prepare(p: benchmarking.Problem) -> Callable[[], benchmarking.Result]:
             A_shard, B, group = p.operands.A_shard, p.operands.B, p.group
             if p.device.type == "cpu" and plan != UNFUSED:
-                nbytes = p.operands.A.numel() * A_shard.element_size()
-                workspace = cpu_workspace(group, nbytes)
+                workspace = cpu_workspace(group)
                 chunks = plan.chunks_per_shard
 
                 def on_cpu() -> benchmarking.Result:

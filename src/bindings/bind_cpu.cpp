@@ -1,10 +1,12 @@
 // agmm._core: the CPU workspace, waits and messages.
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "agmm/cpu_workspace.hpp"
@@ -46,14 +48,33 @@ const uint32_t* signal_at(uintptr_t address) {
 void bind_cpu(py::module_& module) {
   module.attr("TIMEOUT_EXIT_CODE") = agmm::kTimeoutExitCode;
   module.def("timeout_seconds", &agmm::timeout_seconds,
-             "Limit of every wait in seconds: AGMM_TIMEOUT_S, or 60. Raises ValueError when it is "
+             "Limit of every wait in seconds: AGMM_TIMEOUT_S, or 600. Raises ValueError when it is "
              "not a number > 0.");
+  module.def("warn_seconds", &agmm::warn_seconds,
+             "After so many seconds a wait says on stderr what it waits for: AGMM_WARN_S, or 30; "
+             "0: never. Raises ValueError when it is not a number >= 0.");
   module.def("timeout_message", &agmm::timeout_message, py::arg("rank"), py::arg("source"),
              py::arg("chunk"), py::arg("seen"), py::arg("wanted"), py::arg("waited_s"),
              py::arg("limit_s"), "The line printed when a wait for a chunk passes its limit.");
   module.def("mismatch_message", &agmm::mismatch_message, py::arg("rank"), py::arg("source"),
              py::arg("chunk"), py::arg("seen"), py::arg("wanted"),
+             py::call_guard<py::gil_scoped_release>(),
              "The line printed when a chunk carries the tag of a different call.");
+  module.def("waiting_message", &agmm::waiting_message, py::arg("rank"), py::arg("source"),
+             py::arg("chunk"), py::arg("seen"), py::arg("wanted"), py::arg("waited_s"),
+             py::arg("limit_s"), "The line printed when a wait for a chunk takes long.");
+  module.def("write_line", &agmm::write_line, py::arg("message"),
+             "Writes one line to stderr, in one piece.");
+  module.def("end_process", &agmm::end_process, py::arg("message"),
+             "Writes the line and ends the process with TIMEOUT_EXIT_CODE.");
+  module.def("note_call", &agmm::note_call, py::arg("tag"), py::arg("what"),
+             "Keeps what the calls are whose signals carry the tag, for mismatch_message.");
+  module.def(
+      "set_call_lookup", &agmm::set_call_lookup, py::arg("lookup"),
+      py::call_guard<py::gil_scoped_release>(),
+      "Says who finds out, from (rank, source, tag, what note_call was told of it), what the "
+      "two ranks called whose calls differ. It runs on a thread of its own, for some "
+      "seconds at most.");
   module.def("call_tag", &agmm::call_tag, py::arg("m_local"), py::arg("k"), py::arg("dtype"),
              py::arg("return_A"),
              "The nonzero 32-bit value that the signals of one call carry: a hash of what all "
@@ -62,7 +83,7 @@ void bind_cpu(py::module_& module) {
       "cpu_wait_signal",
       [](uintptr_t ptr, uint32_t wanted, int rank, int source, int64_t chunk, double timeout_s) {
         const uint32_t* word = signal_at(ptr);
-        const Wait wait(timeout_s);
+        Wait wait(timeout_s, agmm::warn_seconds());
         wait_interruptibly(
             [&] { return agmm::wait_signal(wait, word, wanted, rank, source, chunk, kSlice); });
       },
@@ -81,6 +102,7 @@ void bind_cpu(py::module_& module) {
       .def_property_readonly("chunks_per_shard", &CpuWorkspace::chunks_per_shard)
       .def_property_readonly("name", &CpuWorkspace::name)
       .def_property("timeout_s", &CpuWorkspace::timeout_s, &CpuWorkspace::set_timeout_s)
+      .def_property("warn_s", &CpuWorkspace::warn_s, &CpuWorkspace::set_warn_s)
       .def("connect", &CpuWorkspace::connect, py::arg("names"),
            "Maps the segments of all ranks, names in rank order, and starts the copy thread.")
       .def("unlink", &CpuWorkspace::unlink,
@@ -112,7 +134,7 @@ void bind_cpu(py::module_& module) {
       .def(
           "wait_chunk",
           [](const CpuWorkspace& self, int slot, int chunk, uint32_t tag) {
-            const Wait wait(self.timeout_s());
+            Wait wait(self.timeout_s(), self.warn_s());
             wait_interruptibly([&] { return self.wait_chunk(wait, slot, chunk, tag, kSlice); });
           },
           py::arg("slot"), py::arg("chunk"), py::arg("tag"),

@@ -130,6 +130,7 @@ CpuWorkspace::CpuWorkspace(int rank, int world_size, int64_t slot_bytes, int chu
       slot_bytes_(slot_bytes),
       chunks_per_shard_(chunks_per_shard),
       timeout_s_(0),
+      warn_s_(warn_seconds()),
       owner_(::getpid()) {
   if (world_size < 1) refuse("world_size", world_size, ">= 1");
   if (rank < 0 || rank >= world_size) {
@@ -253,8 +254,12 @@ void CpuWorkspace::copy(const Job& job, CopyThread& thread) {
 
 void CpuWorkspace::take_credit(int slot, int peer, const CopyThread& thread) const {
   uint32_t* credit = segments_[static_cast<size_t>(rank_)]->credits(slot) + peer;
-  const Wait wait(timeout_s());
+  Wait wait(timeout_s(), warn_s());
   while (!wait.poll([&] { return load_acquire(credit) == 1 || thread.stopping(); }, kStopPoll)) {
+    if (wait.warning_due()) {
+      write_line(credit_waiting_message(rank_, peer, slot, load_acquire(credit), wait.waited_s(),
+                                        wait.limit_s()));
+    }
     if (wait.expired()) {
       end_process(credit_timeout_message(rank_, peer, slot, load_acquire(credit), wait.waited_s(),
                                          wait.limit_s()));
@@ -265,7 +270,7 @@ void CpuWorkspace::take_credit(int slot, int peer, const CopyThread& thread) con
   store_release(credit, 0);
 }
 
-bool CpuWorkspace::wait_chunk(const Wait& wait, int slot, int chunk, uint32_t tag,
+bool CpuWorkspace::wait_chunk(Wait& wait, int slot, int chunk, uint32_t tag,
                               std::chrono::nanoseconds slice) const {
   require_open("wait_chunk");
   require_slot(slot);
@@ -287,6 +292,9 @@ bool CpuWorkspace::wait_chunk(const Wait& wait, int slot, int chunk, uint32_t ta
   }
   if (!arrived && wait.expired()) {
     end_process(timeout_message(rank_, source, chunk, seen, tag, wait.waited_s(), wait.limit_s()));
+  }
+  if (!arrived && wait.warning_due()) {
+    write_line(waiting_message(rank_, source, chunk, seen, tag, wait.waited_s(), wait.limit_s()));
   }
   return false;
 }
@@ -323,12 +331,18 @@ void CpuWorkspace::set_push_delay_us(int us) {
   thread_->set_delay_us(us);
 }
 
-bool wait_signal(const Wait& wait, const uint32_t* word, uint32_t wanted, int rank, int source,
+bool wait_signal(Wait& wait, const uint32_t* word, uint32_t wanted, int rank, int source,
                  int64_t chunk, std::chrono::nanoseconds slice) {
   if (wait.poll([=] { return load_acquire(word) == wanted; }, slice)) return true;
-  if (!wait.expired()) return false;
   const uint32_t seen = load_acquire(word);
   if (seen == wanted) return true;
+  if (!wait.expired()) {
+    if (wait.warning_due()) {
+      write_line(
+          waiting_message(rank, source, chunk, seen, wanted, wait.waited_s(), wait.limit_s()));
+    }
+    return false;
+  }
   end_process(timeout_message(rank, source, chunk, seen, wanted, wait.waited_s(), wait.limit_s()));
 }
 

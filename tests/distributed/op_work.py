@@ -200,9 +200,9 @@ def workspace_follows_its_group() -> tuple[bool, bool, bool]:
     """Whether it is made once, and open before and closed after its group's end."""
     group = dist.new_group(list(range(5)))
     agmm.all_gather_matmul(torch.ones(1, 2), torch.ones(2, 3), group)
-    first = symmetric_memory.cpu_workspace(group, 1)
+    first = symmetric_memory.cpu_workspace(group)
     agmm.all_gather_matmul(torch.ones(1000, 2), torch.ones(2, 3), group)
-    same = first is symmetric_memory.cpu_workspace(group, 1)
+    same = first is symmetric_memory.cpu_workspace(group)
     core = first._core
     open_before = core.slot_ptr(0) != 0
     dist.barrier(group)

@@ -268,17 +268,35 @@ def use_after_close() -> str:
     return ""
 
 
-def use_after_interruption() -> tuple[str, str]:
-    """A call that fails half-way on every rank, and what the next call says."""
+def use_after_failed_product() -> tuple[str, list[float]]:
+    """A multiplication that fails on every rank, and what the next call returns."""
     group = group_of(POOL_SIZE)
     assert group is not None
     workspace = _cpu.CpuWorkspace.create(group, 4096)
+    error = ""
+    shard = torch.full((1, 2), float(dist.get_rank()))
+    try:
+        workspace.all_gather_matmul(shard, [torch.ones(3, 1)], [None], return_A=False)
+    except RuntimeError as e:
+        error = str(e)
+    _, (out,) = workspace.all_gather_matmul(shard, [torch.ones(2, 1)], [None], return_A=False)
+    workspace.close()
+    return error, out.view(-1).tolist()
+
+
+def use_after_interruption() -> tuple[str, str]:
+    """A call that Ctrl-C ends half-way on every rank, and what the next call says."""
+    group = group_of(POOL_SIZE)
+    assert group is not None
+    workspace = _cpu.CpuWorkspace.create(group, 4096)
+    shard, B = torch.ones(1, 2), torch.ones(2, 1)
     errors = []
-    for B in (torch.ones(3, 1), torch.ones(2, 1)):
+    for effect in (KeyboardInterrupt, None):
         try:
-            workspace.all_gather_matmul(torch.ones(1, 2), [B], [None], return_A=False)
-        except RuntimeError as e:
-            errors.append(str(e))
+            with mock.patch.object(_cpu, "_multiply", side_effect=effect):
+                workspace.all_gather_matmul(shard, [B], [None], return_A=False)
+        except (KeyboardInterrupt, RuntimeError) as e:
+            errors.append(repr(e))
     workspace.close()
     return errors[0], errors[1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -317,7 +318,7 @@ sys.exit(4)
     assert process.returncode == 4, process.stderr
 
 
-@pytest.mark.parametrize("text", ["", "abc", "0", "-1", "nan", "inf", "1s"])
+@pytest.mark.parametrize("text", ["abc", "0", "-1", "nan", "inf", "1s"])
 def test_nonsense_limit_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("AGMM_TIMEOUT_S", text)
     wanted = f"AGMM_TIMEOUT_S: found '{text}', wanted a number of seconds > 0"
@@ -327,9 +328,115 @@ def test_nonsense_limit_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -
 
 def test_limit_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AGMM_TIMEOUT_S", raising=False)
-    assert _core.timeout_seconds() == 60
+    assert _core.timeout_seconds() == 600
     monkeypatch.setenv("AGMM_TIMEOUT_S", "2.5")
     assert _core.timeout_seconds() == 2.5
+    monkeypatch.setenv("AGMM_TIMEOUT_S", "")
+    assert _core.timeout_seconds() == 600
+
+
+def test_warning_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AGMM_WARN_S", raising=False)
+    assert _core.warn_seconds() == 30
+    for text, wanted in (("0", 0), ("1.5", 1.5), ("", 30)):
+        monkeypatch.setenv("AGMM_WARN_S", text)
+        assert _core.warn_seconds() == wanted
+    monkeypatch.setenv("AGMM_WARN_S", "-1")
+    with pytest.raises(
+        ValueError, match="AGMM_WARN_S: found '-1', wanted a number of seconds >= 0"
+    ):
+        _core.warn_seconds()
+
+
+_SINCE = r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+
+
+def test_long_wait_says_once_what_it_waits_for() -> None:
+    script = (
+        CONNECTED_PAIR
+        + """
+import threading
+threading.Timer(1.0, lambda: push(pair[0])).start()
+pair[1].wait_chunk(0, 0, 7)
+"""
+    )
+    process = run_script(script, AGMM_WARN_S="0.3")
+    assert process.returncode == 0
+    assert re.fullmatch(
+        rf"agmm: rank 1 has waited 0\.\d s, {_SINCE}, for chunk 0 from rank 0: signal is 0, "
+        r"wanted 7; waiting until it is 60 s \(AGMM_TIMEOUT_S\)\n",
+        process.stderr,
+    )
+    assert run_script(script, AGMM_WARN_S="0").stderr == ""
+
+
+def test_long_wait_for_a_buffer_and_for_a_signal_say_it_too() -> None:
+    script = CONNECTED_PAIR + "push(pair[0]); push(pair[0]); pair[0].wait_pushed()"
+    lines = run_script(script, AGMM_TIMEOUT_S="0.8", AGMM_WARN_S="0.2").stderr.splitlines()
+    assert len(lines) == 2
+    assert re.match(
+        rf"agmm: rank 0 has waited 0\.\d s, {_SINCE}, for gather buffer 0 of rank 1 to be free: "
+        "credit is 0, wanted 1; ",
+        lines[0],
+    )
+    script = """
+import ctypes
+from agmm import _core
+word = ctypes.c_uint32(0)
+_core.cpu_wait_signal(ctypes.addressof(word), 1, -1, -1, 2, 0.8)
+"""
+    lines = run_script(script, AGMM_WARN_S="0.2").stderr.splitlines()
+    assert len(lines) == 2
+    assert re.match(rf"agmm: has waited 0\.\d s, {_SINCE}, for chunk 2: signal is 0, ", lines[0])
+
+
+def test_waits_at_a_time_warn_once() -> None:
+    script = (
+        CONNECTED_PAIR
+        + """
+import threading, time
+push(pair[0]); push(pair[0])  # its copy thread waits for a buffer
+threading.Thread(target=pair[0].wait_chunk, args=(0, 1, 7), daemon=True).start()
+pair[1].wait_chunk(1, 0, 7)
+"""
+    )
+    process = run_script(script, AGMM_TIMEOUT_S="0.8", AGMM_WARN_S="0.5")
+    assert process.stderr.count(" has waited ") == 1
+
+
+def test_mismatch_names_both_calls_where_they_can_be_looked_up() -> None:
+    script = (
+        CONNECTED_PAIR
+        + """
+_core.note_call(8, "a call")
+_core.set_call_lookup(lambda rank, source, tag, own: (own + " of mine", f"{rank} {source} {tag}"))
+push(pair[0]); pair[1].wait_chunk(0, 0, 8)
+"""
+    )
+    process = run_script(script)
+    assert process.returncode == 124
+    assert process.stderr == (
+        "agmm: rank 1: chunk 0 from rank 0 carries tag 0x7 but this rank expects 0x8: the ranks "
+        "made different calls; this rank: a call of mine; rank 0: 1 0 8; ending the process\n"
+    )
+
+
+@pytest.mark.parametrize("lookup", ["lambda *a: 1 / 0", "lambda *a: time.sleep(100)"])
+def test_mismatch_is_told_without_the_other_call_where_that_cannot_be_had(lookup: str) -> None:
+    script = (
+        CONNECTED_PAIR
+        + f"""
+import time
+_core.note_call(8, "a call")
+_core.set_call_lookup({lookup})
+push(pair[0]); pair[1].wait_chunk(0, 0, 8)
+"""
+    )
+    started = time.monotonic()
+    process = run_script(script)
+    assert process.returncode == 124
+    assert time.monotonic() - started < 30
+    assert "; this rank: a call; ending the process\n" in process.stderr
 
 
 def test_messages_leave_out_what_is_not_known() -> None:

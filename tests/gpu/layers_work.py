@@ -142,6 +142,34 @@ def scatter_gradients(shape: LocalShape, reduce_op: str, fused: bool) -> list[st
     return [f"{shape} on rank {rank}: {fault}" for fault in faults]
 
 
+def scatter_in_a_graph() -> list[str]:
+    """Faults of a graph of torch's fused op after an eager call that made its workspace larger."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    faults = []
+    with choices(fused=True, by_copies=False), torch.no_grad():
+        A, B = _randn(world_size * 512, 512, seed=rank), _randn(512, 1024, seed=9)
+        given = A.clone()
+        agmm.matmul_reduce_scatter(given, B)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = agmm.matmul_reduce_scatter(given, B)
+        larger = A.repeat(4, 1)
+        eager = agmm.matmul_reduce_scatter(larger, B)
+        torch.cuda.empty_cache()
+        trash = torch.full((64 << 20,), torch.nan, device=A.device)  # where the old one lay
+        for scale in (1.0, -2.0):
+            out.fill_(torch.nan)
+            given.copy_(A * scale)
+            graph.replay()
+            torch.cuda.synchronize()
+            plain = _plain_reduce_scatter(given @ B)
+            faults += _compare(f"replay, {scale}", out, plain, plain.double())
+        del trash
+        plain = _plain_reduce_scatter(larger @ B)
+        faults += _compare("larger", eager, plain, plain.double())
+    return faults
+
+
 def _mlp() -> tuple[torch.nn.Sequential, torch.nn.Sequential]:
     """A whole module and its sharded copy, bf16."""
     torch.manual_seed(1)

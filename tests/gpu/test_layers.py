@@ -52,6 +52,11 @@ def test_matmul_reduce_scatter(
     assert results == [[]] * layer_pool.world_size
 
 
+def test_matmul_reduce_scatter_in_a_graph(layer_pool: RankPool) -> None:
+    results = layer_pool.run(layers_work.scatter_in_a_graph)
+    assert results == [[]] * layer_pool.world_size
+
+
 @pytest.mark.parametrize("how", ["plain", "compiled", "graph"])
 def test_layers(layer_pool: RankPool, how: str) -> None:
     if layer_pool.world_size == 3:

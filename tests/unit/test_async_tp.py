@@ -268,7 +268,7 @@ def test_served(options: dict[str, Any]) -> None:
     ("options", "reason"),
     [
         ({"dtype": torch.float32}, "dtype=float32"),
-        ({"dtype": torch.float8_e4m3fn}, "dtype=float8_e4m3fn"),
+        ({"dtype": torch.float8_e4m3fn}, "found dtype torch.float8_e4m3fn"),
         ({"gather_dim": 2}, "gather_dim: 2 with 3 dimensions"),
         ({"gather_dim": 3}, "gather_dim: 3 with 3"),
         ({"gather_dim": -3}, "gather_dim: -3 with 3"),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 
-from agmm import _cuda, ops
-from agmm.errors import InvalidArgument
+from agmm import InvalidArgument, _cuda, ops, reduce_scatter
 from agmm.plan import KernelConfig
 
 CONFIG = KernelConfig(128, 128, 64, 1, 1, "pingpong", 4, "along_n")
@@ -47,6 +48,7 @@ def test_a_dtype_without_kernels_is_not_taken_for_fp16(dtype: torch.dtype) -> No
 def test_kept_calls_end_with_their_group() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
+        gc.collect()  # groups of other tests
         before = len(ops._fused_calls)
         group = dist.new_group([0])
         ops._fused_calls[group] = {}
@@ -57,3 +59,47 @@ def test_kept_calls_end_with_their_group() -> None:
         assert len(ops._fused_calls) == before
     finally:
         dist.destroy_process_group()
+
+
+def test_an_a_that_chunks_still_come_to_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy, which TMA's alignment would ask for, would be of what lies there before."""
+    core = mock.Mock()
+    monkeypatch.setattr(_cuda, "_core", core)
+    monkeypatch.setattr(_cuda, "_core_config", mock.Mock())
+    monkeypatch.setattr(_cuda, "_stream", mock.Mock(return_value=0))
+    monkeypatch.setattr(torch.cuda, "device", mock.MagicMock())
+    memory = torch.zeros(4 * 8 + 8, dtype=torch.bfloat16)
+    shift = next(i for i in range(8) if memory[i:].data_ptr() % 16 == 2)
+    a, b = memory[shift : shift + 32].view(4, 8), torch.zeros(8, 16, dtype=torch.bfloat16)
+    signals = torch.ones(2, dtype=torch.uint32)
+    with pytest.raises(InvalidArgument, match=r"^a: found address 0x\w+, wanted a multiple of 16 "):
+        _cuda.async_input_mm(a, b, signals, 0, config=CONFIG)
+    core.async_input_mm.assert_not_called()
+    _cuda.async_input_mm(a, b, None, 0, config=CONFIG)  # there already: a copy will do
+    assert core.async_input_mm.call_args.args[0] % 16 == 0
+
+
+def test_what_a_graph_writes_to_outlives_a_larger_call(
+    group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch frees the workspace of its fused matmul + reduce-scatter when a call needs more."""
+    world = dist.group.WORLD
+    assert world is not None
+    workspaces: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(symm_mem, "_group_name_to_workspace_tensor", workspaces)
+    is_capturing = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_capturing)
+    cuda = torch.device("cuda", 0)
+    alive = []
+    for size, captured in ((8, True), (8, True), (16, False), (32, True)):
+        if group not in workspaces or workspaces[group].numel() < size:
+            workspaces[group] = torch.empty(size)
+            alive.append(weakref.ref(workspaces[group]))
+        is_capturing.return_value = captured
+        reduce_scatter._keep_for_graph(cuda, world)
+    gc.collect()
+    assert [workspace() is not None for workspace in alive] == [True, False, True]
+    workspaces.clear()
+    gc.collect()
+    assert [workspace() is not None for workspace in alive] == [True, False, True]
+    assert len(reduce_scatter._workspaces_of_graphs[world]) == 2

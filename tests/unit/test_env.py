@@ -23,6 +23,7 @@ def test_switch(monkeypatch: pytest.MonkeyPatch, value: str | None, wanted: bool
     ("name", "value"),
     [
         ("AGMM_TIMEOUT_S", "soon"),
+        ("AGMM_WARN_S", "-1"),
         ("AGMM_CACHE", "maybe"),
         ("AGMM_SHARED_GPUS", "yes"),
         ("AGMM_RESERVED_SMS", "-1"),

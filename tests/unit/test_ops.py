@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import agmm
-from agmm import InvalidArgument, Unsupported, _scatter_plan, ops
+from agmm import InvalidArgument, Unsupported, _call_plan, _scatter_plan, ops
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 CONFIG_NAME = "128x256x64_2x1_cooperative/swizzle4/along_m"
@@ -140,8 +140,8 @@ def test_async_input_mm_op_returns_no_unwritten_memory(
     ("change", "message"),
     [
         ({"A_shard": torch.ones(4)}, "A_shard: found 1 dimensions, wanted at least 2"),
-        ({"A_shard": [[1.0]]}, "A_shard, B, bias: found list, wanted tensors"),
-        ({"B": 3}, "A_shard, B, bias: found int, wanted tensors"),
+        ({"A_shard": [[1.0]]}, "A_shard: found list, wanted a tensor"),
+        ({"B": 3}, "B: found int, wanted a tensor"),
         ({"B": torch.ones(4)}, "B: found 1 dimensions, wanted 2"),
         ({"B": torch.ones(1, 4, 3)}, "B: found 3 dimensions, wanted 2"),
         ({"B": torch.ones(5, 3)}, "B: found K=5, wanted 4 as the columns of A_shard"),
@@ -463,7 +463,7 @@ def test_opcheck_all_gather_matmul(
     Bs = [torch.randn(8, 3), torch.randn(5, 8).t()]
     biases = [None, torch.randn(5)]
     for A in (torch.randn(6, 8), torch.randn(2, 3, 8)):
-        arguments = (A, Bs, biases, group, gather_dim, return_A, config, True)
+        arguments = (A, Bs, biases, group, 1, gather_dim, return_A, config, True)
         torch.library.opcheck(torch.ops.agmm._all_gather_matmul.default, arguments)
 
 
@@ -544,13 +544,11 @@ def test_inference_mode(group: str) -> None:
         assert torch.equal(out, A @ B)
 
 
-def test_the_ops_refuse_what_requires_grad(group: str) -> None:
+def test_async_input_mm_refuses_what_requires_grad() -> None:
     A, B = whole_numbers(4, 6).requires_grad_(), whole_numbers(6, 3, seed=1)
     ready = torch.ones(2, dtype=torch.uint32)
     with pytest.raises(InvalidArgument, match="requires_grad=True"):
         torch.ops.agmm._async_input_mm(A, B, ready, 0)
-    with pytest.raises(InvalidArgument, match="requires_grad=True"):
-        torch.ops.agmm._fused_all_gather_matmul_native(A, B, group)
     with torch.no_grad():
         assert torch.equal(torch.ops.agmm._async_input_mm(A, B, ready, 0), A @ B)
 
@@ -655,12 +653,12 @@ def test_matmul_reduce_scatter_by_the_op_of_torch(
 def test_opcheck_with_gradients(group: str, fresh_compiler: None, save_gathered: bool) -> None:
     A, B = torch.randn(6, 8, requires_grad=True), torch.randn(8, 3, requires_grad=True)
     bias = torch.randn(3, requires_grad=True)
-    arguments = A, [torch.randn(8, 2), B], [None, bias], group, 0, True, "", True, save_gathered
+    arguments = A, [torch.randn(8, 2), B], [None, bias], group, 1, 0, True, "", True, save_gathered
     torch.library.opcheck(torch.ops.agmm._all_gather_matmul.default, arguments)
     for scatter_dim, reduce_op in ((0, "sum"), (-2, "avg")):
         torch.library.opcheck(
             torch.ops.agmm._matmul_reduce_scatter.default,
-            (A, B, bias, group, scatter_dim, reduce_op),
+            (A, B, bias, group, 1, scatter_dim, reduce_op),
         )
 
 
@@ -670,3 +668,87 @@ def test_arguments_of_another_type(group: str) -> None:
         all_gather_matmul(A, B, 3)
     with pytest.raises(InvalidArgument, match="gather_dim: found '0', wanted an int"):
         all_gather_matmul(A, B, group, gather_dim="0")
+
+
+# --- what a call does not depend on ---
+
+
+def test_the_path_is_chosen_anew_whatever_was_called_before(
+    group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    A, B = whole_numbers(4, 6), whole_numbers(6, 3, seed=1)
+    taken = []
+
+    def noted(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            taken.append(path)
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(ops, "_fused_cpu", noted("fused", ops._fused_cpu))
+    monkeypatch.setattr(ops, "_unfused", noted("unfused", ops._unfused))
+    monkeypatch.setattr(_call_plan, "prefers_unfused", lambda *_, **__: True)
+    native = torch.ops.agmm._fused_all_gather_matmul_native
+    for _ in range(2):
+        all_gather_matmul(A, B)
+        all_gather_matmul(A, B, strict=True)
+        all_gather_matmul(A, B, return_A=True)
+        native(A, B, group)
+    assert taken == ["unfused", "fused"] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_product_and_bias_are_rounded_once_on_both_paths(group: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    A, B = torch.randn(64, 96).to(dtype), torch.randn(96, 48).to(dtype)
+    bias = (10 * torch.randn(48)).to(dtype)
+    exact = A.double() @ B.double() + bias.double()
+    rounded = exact.to(dtype)
+    twice = (A.double() @ B.double()).to(dtype) + bias
+    outs = [all_gather_matmul(A, B, bias=bias, config=config) for config in (None, "unfused")]
+    assert torch.equal(*outs)
+    # Sums in float32 fall on the other side of a few roundings, where a second one changes many.
+    differing = (outs[0] != rounded).float().mean().item()
+    assert differing < 0.02 < (twice != rounded).float().mean().item()
+
+
+def test_a_profiler_sees_the_op_by_name(group: str) -> None:
+    A, B = whole_numbers(4, 6), whole_numbers(6, 3, seed=1)
+    all_gather_matmul(A, B)
+    with torch.profiler.profile() as profile:
+        all_gather_matmul(A, B)
+    assert "agmm::_all_gather_matmul" in {event.key for event in profile.key_averages()}
+
+
+def test_the_native_op_is_differentiable(group: str) -> None:
+    A, B = whole_numbers(4, 6).requires_grad_(), whole_numbers(6, 3, seed=1).requires_grad_()
+    gathered, out = torch.ops.agmm._fused_all_gather_matmul_native(A, B, group)
+    (gathered.sum() + 2 * out.sum()).backward()
+    assert A.grad is not None and torch.equal(A.grad, (1 + 2 * B.sum(1)).expand(4, 6))
+    assert B.grad is not None and torch.equal(B.grad, 2 * A.sum(0)[:, None].expand(6, 3))
+
+
+def test_a_mesh_is_a_group(group: str) -> None:
+    A, B = whole_numbers(4, 6), whole_numbers(6, 3, seed=1)
+    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    assert torch.equal(all_gather_matmul(A, B, mesh["tp"]), A @ B)
+    assert torch.equal(agmm.matmul_reduce_scatter(A, B, mesh["tp"]), A @ B)
+    assert refusal(lambda: all_gather_matmul(A, B, mesh)) == (
+        "group: found a DeviceMesh of 2 dimensions, wanted 1, e.g. mesh['tp']"
+    )
+
+
+@pytest.mark.parametrize("op", ["gather", "scatter"])
+def test_a_graph_of_another_world_size_is_refused(group: str, op: str) -> None:
+    A, B = whole_numbers(4, 6), whole_numbers(6, 3, seed=1)
+    calls: dict[str, Callable[[], object]] = {
+        "gather": lambda: torch.ops.agmm._all_gather_matmul(
+            A, [B], [None], group, 2, 0, False, "", False
+        ),
+        "scatter": lambda: torch.ops.agmm._matmul_reduce_scatter(A, B, None, group, 2, 0, "sum"),
+    }
+    assert refusal(calls[op]) == (
+        f"world_size: found 2 in the call, wanted 1, the size of group {group!r}: a graph compiled "
+        "for another number of ranks; compile it anew with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
+    )

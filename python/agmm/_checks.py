@@ -1,0 +1,191 @@
+"""What no path can serve: found before the first step of a call that another rank sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.distributed.tensor import DTensor
+
+from agmm.errors import InvalidArgument
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""Those that torch multiplies; fp8 is not among them, since its products need scales."""
+
+_COMPLEX = (torch.complex64, torch.complex128)
+_INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+_DTYPES = {"cuda": (*FLOATS, *_COMPLEX)}
+_OTHER_DTYPES = (*FLOATS, *_COMPLEX, *_INTS)
+
+
+def check_operand(name: str, tensor: Any) -> None:
+    """Refuses what is no tensor of plain memory, or stands for more than itself."""
+    if not isinstance(tensor, torch.Tensor):
+        found = None if tensor is None else type(tensor).__name__
+        raise InvalidArgument(f"{name}: found {found}, wanted a tensor")
+    if torch.compiler.is_compiling():
+        return
+    if isinstance(tensor, DTensor):
+        raise InvalidArgument(f"{name}: found a DTensor, wanted this rank's part, to_local()")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise InvalidArgument(f"{name}: found {kind}, wanted layout torch.strided")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise InvalidArgument(
+            f"{name}: found a tensor inside torch.func (vmap, grad, jvp), wanted one outside: "
+            "the op has a backward, but none of these rules"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise InvalidArgument(
+            f"{name}: found a tangent, wanted none: the op has no forward-mode derivative"
+        )
+
+
+def check_matrix(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() != 2:
+        raise InvalidArgument(f"{name}: found {tensor.dim()} dimensions, wanted 2")
+
+
+def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    if tensor.dtype != other.dtype:
+        raise InvalidArgument(
+            f"{name}: found dtype {tensor.dtype}, wanted {other.dtype} as {other_name}"
+        )
+    if tensor.device != other.device:
+        raise InvalidArgument(
+            f"{name}: found device {tensor.device}, wanted {other.device} as {other_name}"
+        )
+
+
+def check_multipliable(name: str, tensor: torch.Tensor) -> None:
+    """Refuses a dtype that torch.matmul does not have on this device."""
+    wanted = _DTYPES.get(tensor.device.type, _OTHER_DTYPES)
+    if tensor.dtype not in wanted:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in wanted)
+        raise InvalidArgument(f"{name}: found dtype {tensor.dtype}, wanted one of {names}")
+
+
+def check_no_grad(tensors: Iterable[torch.Tensor | None]) -> None:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise InvalidArgument(
+            "a, b: found requires_grad=True, wanted a call under torch.no_grad(): this op has no "
+            "backward, agmm.all_gather_matmul has one"
+        )
+
+
+def check_bias(bias: torch.Tensor, columns: int, like_name: str, like: torch.Tensor) -> None:
+    check_same("bias", bias, like_name, like)
+    if bias.shape != (columns,):
+        raise InvalidArgument(
+            f"bias: found shape {tuple(bias.shape)}, wanted ({columns},) as B's columns"
+        )
+
+
+def check_gatherable(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    gather_dim: int,
+    world_size: int,
+) -> None:
+    """All that is wrong in itself in a call of ``all_gather_matmul``."""
+    for name, tensor in (
+        ("A_shard", A_shard),
+        *(("B", B) for B in Bs),
+        *(("bias", bias) for bias in biases if bias is not None),
+    ):
+        check_operand(name, tensor)
+    if A_shard.dim() < 2:
+        raise InvalidArgument(f"A_shard: found {A_shard.dim()} dimensions, wanted at least 2")
+    check_multipliable("A_shard", A_shard)
+    if not -A_shard.dim() <= gather_dim < A_shard.dim():
+        raise InvalidArgument(
+            f"gather_dim: found {gather_dim}, wanted {-A_shard.dim()} to {A_shard.dim() - 1}"
+        )
+    if not Bs:
+        raise InvalidArgument("B: found an empty list, wanted at least one weight")
+    if len(biases) != len(Bs):
+        raise InvalidArgument(f"bias: found {len(biases)} for {len(Bs)} weights, wanted one each")
+    is_gathered_columns = gather_dim % A_shard.dim() == A_shard.dim() - 1
+    columns = A_shard.shape[-1] * (world_size if is_gathered_columns else 1)
+    which = "the gathered A" if is_gathered_columns else "A_shard"
+    for B, bias in zip(Bs, biases, strict=True):
+        check_matrix("B", B)
+        check_same("B", B, "A_shard", A_shard)
+        if B.shape[0] != columns:
+            raise InvalidArgument(
+                f"B: found K={B.shape[0]}, wanted {columns} as the columns of {which}"
+            )
+        if bias is not None:
+            check_bias(bias, B.shape[1], "A_shard", A_shard)
+
+
+def check_async_input(a: torch.Tensor, b: torch.Tensor, signals: torch.Tensor, pivot: int) -> None:
+    """All that is wrong in itself in a call of ``_async_input_mm``."""
+    check_matrix("a", a)
+    check_matrix("b", b)
+    check_same("b", b, "a", a)
+    wanted = (torch.bfloat16, torch.float16) if a.device.type == "cuda" else FLOATS
+    if a.dtype not in wanted:
+        names = ", ".join(str(dtype) for dtype in wanted)
+        raise InvalidArgument(f"a: found dtype {a.dtype}, wanted one of {names}")
+    if b.shape[0] != a.shape[1]:
+        raise InvalidArgument(f"b: found K={b.shape[0]}, wanted {a.shape[1]} as the columns of a")
+    if not a.is_contiguous():
+        raise InvalidArgument(f"a: found strides {tuple(a.stride())}, wanted contiguous rows")
+    if signals.dtype != torch.uint32:
+        raise InvalidArgument(f"a_chunk_signals: found dtype {signals.dtype}, wanted torch.uint32")
+    if signals.device != a.device:
+        raise InvalidArgument(
+            f"a_chunk_signals: found device {signals.device}, wanted {a.device} as a"
+        )
+    if signals.dim() != 1:
+        raise InvalidArgument(f"a_chunk_signals: found {signals.dim()} dimensions, wanted 1")
+    chunks = signals.shape[0]
+    if chunks == 0 or a.shape[0] % chunks != 0:
+        raise InvalidArgument(
+            f"a_chunk_signals: found {chunks} signals, wanted a divisor of M={a.shape[0]}"
+        )
+    if not 0 <= pivot < chunks:
+        raise InvalidArgument(f"a_chunk_pivot: found {pivot}, wanted 0 to {chunks - 1}")
+
+
+def check_scatterable(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    bias: torch.Tensor | None,
+    world_size: int,
+    scatter_dim: int,
+    reduce_op: str,
+) -> None:
+    """All that is wrong in itself in a call of ``matmul_reduce_scatter``."""
+    if A.dim() < 2:
+        raise InvalidArgument(f"A: found {A.dim()} dimensions, wanted at least 2")
+    check_multipliable("A", A)
+    check_matrix("B", B)
+    check_same("B", B, "A", A)
+    if B.shape[0] != A.shape[-1]:
+        raise InvalidArgument(f"B: found K={B.shape[0]}, wanted {A.shape[-1]} as the columns of A")
+    if not -A.dim() <= scatter_dim < A.dim():
+        raise InvalidArgument(
+            f"scatter_dim: found {scatter_dim}, wanted {-A.dim()} to {A.dim() - 1}"
+        )
+    if reduce_op not in ("sum", "avg"):
+        raise InvalidArgument(f"reduce_op: found {reduce_op!r}, wanted 'sum' or 'avg'")
+    columns = scatter_dim % A.dim() == A.dim() - 1
+    name, size = ("B", B.shape[1]) if columns else ("A", A.shape[scatter_dim])
+    if size % world_size:
+        what = "columns" if columns else f"in dimension {scatter_dim}"
+        raise InvalidArgument(
+            f"{name}: found {size} {what}, wanted a multiple of the world size {world_size}"
+        )
+    if bias is not None:
+        check_same("bias", bias, "A", A)
+        if columns:
+            raise InvalidArgument(
+                f"bias: found one with scatter_dim={scatter_dim}, wanted None: the result's "
+                "columns are scattered"
+            )
+        check_bias(bias, B.shape[1], "A", A)

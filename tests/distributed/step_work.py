@@ -1,0 +1,240 @@
+"""What the tests of lock step run inside ranks: late ranks, different calls, threads, little room,
+groups that end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import agmm
+from agmm import _group, ops, symmetric_memory
+
+gather: Callable[..., Any] = agmm.all_gather_matmul
+
+
+def call(kind: str, rank: int) -> None:
+    """One call of that kind, in which ranks may differ."""
+    shard, B = torch.ones(4, 6), torch.ones(6, 2)
+    if kind == "rows":
+        shard = torch.ones(4 + rank, 6)
+    elif kind == "K":
+        shard, B = torch.ones(4, 6 + rank), torch.ones(6 + rank, 2)
+    elif kind == "dtype":
+        dtype = (torch.float32, torch.float64)[rank]
+        shard, B = shard.to(dtype), B.to(dtype)
+    if kind == "op" and rank == 1:
+        agmm.matmul_reduce_scatter(shard, B)
+    elif kind == "scatter":
+        agmm.matmul_reduce_scatter(torch.ones(4 + 2 * rank, 6), B)
+    elif kind == "reduce_op":
+        agmm.matmul_reduce_scatter(shard, B, reduce_op=("sum", "avg")[rank])
+    elif kind == "path":
+        agmm.all_gather_matmul(shard, B, config=(None, "unfused")[rank])
+    elif kind == "backward":
+        leaf = shard.requires_grad_()
+        out = agmm.all_gather_matmul(leaf, B)
+        (out.sum() if rank == 0 else out.sum() * 0 + leaf.sum()).backward()
+        if rank == 1:
+            agmm.all_gather_matmul(shard.detach(), B, return_A=True)
+    else:
+        gather(shard, B, return_A=kind == "return_A" and rank == 1)
+
+
+def differ(kind: str) -> None:
+    call("good", 0)
+    call(kind, dist.get_rank())
+
+
+def one_is_late(kind: str, late_s: float) -> None:
+    """Rank 1 comes late, to a call of each path."""
+    shard, B = torch.ones(4, 6), torch.ones(6, 2)
+    leaf = shard.clone().requires_grad_()
+    out = agmm.all_gather_matmul(leaf, B)
+    if dist.get_rank() == 1 and kind != "first":
+        time.sleep(late_s)
+    if kind == "unfused":
+        agmm.all_gather_matmul(shard, B, config="unfused")
+    elif kind == "scatter":
+        agmm.matmul_reduce_scatter(shard, B)
+    elif kind == "backward":
+        out.sum().backward()
+    elif kind == "first":
+        group = dist.new_group([0, 1])
+        if dist.get_rank() == 1:
+            time.sleep(late_s)
+        agmm.all_gather_matmul(shard, B, group)
+
+
+def threads_on_one_group(count: int, calls: int) -> list[str]:
+    """Threads that make the same calls in a fresh group, so that any order is the same one."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    faults: list[str] = []
+    ready = threading.Barrier(count)
+    A = torch.arange(12.0 * world_size).view(4 * world_size, 3)
+    B = torch.arange(6.0).view(3, 2)
+    shard = A[4 * rank : 4 * rank + 4].clone()
+    partial = A[:, :3] * 0 + rank
+
+    def work() -> None:
+        try:
+            ready.wait(30)
+            for _ in range(calls):
+                if not torch.equal(agmm.all_gather_matmul(shard, B, group), A @ B):
+                    faults.append("out differs")
+        except BaseException as e:
+            faults.append(repr(e))
+
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    out = agmm.matmul_reduce_scatter(partial, torch.eye(3), group)
+    if not torch.equal(out, torch.full((4, 3), float(sum(range(world_size))))):
+        faults.append("the sum differs")
+    return faults
+
+
+def with_little_room(rows: int, limit_bytes: int) -> dict[str, Any]:
+    """A small call, a large one for which rank 1 has no room, and small ones again."""
+    ops._warned.clear()
+    group = dist.new_group(list(range(dist.get_world_size())))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    found: dict[str, Any] = {}
+
+    def right(m_local: int, **options: Any) -> bool:
+        A = torch.arange(float(world_size * m_local * 8)).remainder(7).view(-1, 8)
+        B = torch.ones(8, 2)
+        out = agmm.all_gather_matmul(A[rank * m_local : (rank + 1) * m_local].clone(), B, group)
+        return bool(torch.equal(out, A @ B))
+
+    found["before"] = right(4)
+    workspace = symmetric_memory.cpu_workspace(group)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found["large"] = [right(rows), right(rows), right(rows + 1)]
+        found["warnings"] = [str(warning.message) for warning in caught]
+        try:
+            shard = torch.ones(rows, 8)
+            agmm.all_gather_matmul(shard, torch.ones(8, 2), group, strict=True)
+        except agmm.Unsupported as error:
+            found["strict"] = str(error)
+        found["after"] = right(4)
+        found["kept"] = symmetric_memory.cpu_workspace(group) is workspace
+        agmm.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 2), group, strict=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return found
+
+
+def without_any_room() -> tuple[bool, list[str]]:
+    """A group that cannot have a workspace at all, called twice."""
+    ops._warned.clear()
+    group = dist.new_group(list(range(dist.get_world_size())))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            outs = [
+                agmm.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 2), group) for _ in (0, 1)
+            ]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    good = all(torch.equal(out, torch.full((4, 2), 8.0)) for out in outs)
+    return good, [str(warning.message) for warning in caught]
+
+
+def calls_after_the_groups_end() -> list[str]:
+    """What each op says of a destroyed subgroup that was used before."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    shard, B = torch.ones(10, 4), torch.ones(4, 2)
+    calls = [
+        lambda: agmm.all_gather_matmul(shard, B, group),
+        lambda: agmm.all_gather_matmul(shard, B, group, config="unfused"),
+        lambda: agmm.matmul_reduce_scatter(shard, B, group),
+    ]
+    for one in calls:
+        one()
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+    errors = []
+    for one in calls:
+        try:
+            one()
+        except agmm.InvalidArgument as error:
+            errors.append(str(error))
+    return errors
+
+
+def same_name_again(times: int) -> list[str]:
+    """Groups of one name, one after the other, whose words in the store stay where they are."""
+    tokens = []
+    for i in range(times):
+        group = dist.new_group(list(range(dist.get_world_size())), group_desc="again")
+        known = _group.of(group)
+        _store_under_one_name(group)
+        found = known.exchange("a word", f"{i} of {known.rank}")
+        assert found == [f"{i} of {rank}" for rank in range(known.world_size)], found
+        tokens.append(known._token)
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+        del group, known
+        gc.collect()
+    return tokens
+
+
+def _store_under_one_name(group: dist.ProcessGroup) -> None:
+    """As if the group had the name and the store of the one before."""
+    known = _group.of(group)
+    world = dist.distributed_c10d._get_default_store()
+    known._store = lambda: world  # type: ignore[method-assign]
+    known._prefix = lambda: "agmm/again"  # type: ignore[method-assign]
+
+
+def first_call_after_words_of_the_past(late: int) -> list[str]:
+    """A group on whose store words of an earlier run are left, by ranks that had come far, and one
+    rank of which is late."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    known = _group.of(group)
+    store, prefix = known._store(), known._prefix()
+    if known.rank == 0:
+        store.set(f"{prefix}/token", "past")
+        for peer in range(1, known.world_size):
+            store.set(f"{prefix}/past/here/{peer}", f"word{peer}")
+            store.set(f"{prefix}/past/0/{peer}", '["a word", "stale"]')
+        store.set(f"{prefix}/past/go", "word1,word2")
+        store.set(f"{prefix}/past/0/0", '["a word", "stale"]')
+    dist.barrier(group)
+    if known.rank == late:
+        time.sleep(0.3)
+    return known.exchange("a word", str(known.rank))
+
+
+def exchange_of_different_things() -> str:
+    group = dist.new_group(list(range(dist.get_world_size())))
+    known = _group.of(group)
+    try:
+        known.exchange(("apples", "pears")[dist.get_rank() % 2], "")
+    except agmm.AgmmError as error:
+        return str(error)
+    return ""
+
+
+def pid() -> int:
+    return os.getpid()
