@@ -85,7 +85,7 @@ def _has_other_groups(group: dist.ProcessGroup) -> bool:
         and other is not dist.group.WORLD
         and other.size() > 1
         and "nccl" in dist.get_backend_config(other)
-        for other in _world.pg_map
+        for other in list(_world.pg_map)
     )
 
 
@@ -95,25 +95,32 @@ def group_facts(group: dist.ProcessGroup, device: torch.device) -> GroupFacts:
     Raises:
         InvalidArgument: more multiprocessors are set aside than a GPU has; all ranks raise.
     """
+    if device.type == "cpu":
+        return GroupFacts()
     by_device = _facts.get(group)
     if by_device is None:
-        by_device = _facts[group] = {}
+        by_device = _facts.setdefault(group, {})
     found = by_device.get(device)
     if found is None:
-        found = by_device[device] = _agreed_facts(group, device)
+        with _group.of(group).lock:
+            found = by_device.get(device)
+            if found is None:
+                found = by_device[device] = _agreed_facts(group, device)
     return found
 
 
 def _agreed_facts(group: dist.ProcessGroup, device: torch.device) -> GroupFacts:
     _, sm_count = device_facts(device)
-    if device.type == "cpu" or dist.get_world_size(group) == 1:
+    if dist.get_world_size(group) == 1:
         return GroupFacts(sm_count)
     own = _links.uuid(device.index)
     said = json.dumps([own, sm_count, _wanted_sms(group)])
-    exchange = _group.of(group).exchange
+    exchange, hosts = _group.of(group).exchange, _group.of(group).hosts()
     ranks = [json.loads(each) for each in exchange("their GPUs", said)]
     uuids = [rank[0] for rank in ranks]
-    reason = _links.why_no_atomics(own, uuids)
+    # Ranks on other hosts are not reached at all.
+    near = [u for u, host in zip(uuids, hosts, strict=True) if host == hosts[dist.get_rank(group)]]
+    reason = _links.why_no_atomics(own, near)
     reasons = [r for r in exchange("what their links lack", reason or "") if r]
     if reasons:
         warnings.warn(f"agmm takes no SM push: {reasons[0]}", stacklevel=2)

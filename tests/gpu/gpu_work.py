@@ -445,10 +445,11 @@ def captured_by_some(world_size: int, way: str) -> Faults:
     exact.call(way)
     torch.cuda.synchronize()
     dist.barrier(group, device_ids=[device().index])
-    extra, graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    for attempt in range(exact.rank):
+    graph = torch.cuda.CUDAGraph()
+    attempts = [torch.cuda.CUDAGraph() for _ in range(exact.rank)]
+    for attempt, unused in enumerate(attempts):
         try:
-            with torch.cuda.graph(extra, capture_error_mode="thread_local"):
+            with torch.cuda.graph(unused, capture_error_mode="thread_local"):
                 for _ in range(1 + attempt % 2):
                     exact.call(way)
                 if attempt == 0:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent / "cuda_host"
-SOURCES = (
-    *(REPOSITORY / "src" / "cuda").glob("*.cpp"),
-    REPOSITORY / "src" / "cpu" / "signals.cpp",
-    *HERE.glob("*.cpp"),
-)
+CORE = (*(REPOSITORY / "src" / "cuda").glob("*.cpp"), REPOSITORY / "src" / "cpu" / "signals.cpp")
+FAKE = HERE / "fake_cuda.cpp"
+BINDINGS = (REPOSITORY / "src" / "bindings" / "bind_cuda.cpp", HERE / "fake_core.cpp")
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 
 
@@ -36,17 +38,41 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checks, compiled with the sources of the core."""
-    built = tmp_path_factory.mktemp("cuda_host") / "checks"
-    folders = (REPOSITORY / "include", REPOSITORY / "src" / "cuda", HERE, _cuda_headers())
-    command = [str(COMPILER), "-std=c++17", "-O0", "-Wall", "-Wextra", "-Werror"]
-    command += [f"-I{folder}" for folder in folders]
-    command += [*map(str, SOURCES), "-o", str(built), "-lpthread"]
+def _compile(folder: Path, sources: Iterable[Path], *options: str) -> list[Path]:
+    """Their object files, two at a time."""
+    roots = [REPOSITORY / "include", REPOSITORY / "src" / "cuda", REPOSITORY / "src" / "bindings"]
+    includes = [f"-I{root}" for root in (*roots, HERE, _cuda_headers())]
+    flags = ["-std=c++17", "-O0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
+
+    def compile_one(source: Path) -> Path:
+        target = folder / f"{source.stem}.o"
+        command = [str(COMPILER), *flags, *includes, *options, "-c", str(source), "-o", str(target)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return target
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(compile_one, sources))
+
+
+def _link(target: Path, objects: Iterable[Path], *options: str) -> Path:
+    command = [str(COMPILER), *options, *map(str, objects), "-o", str(target), "-lpthread"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return built
+    return target
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The objects of the core and of the fake CUDA."""
+    return _compile(tmp_path_factory.mktemp("core"), [*CORE, FAKE])
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory, core: list[Path]) -> Path:
+    """The checks."""
+    folder = tmp_path_factory.mktemp("checks")
+    return _link(folder / "checks", [*core, *_compile(folder, [HERE / "checks.cpp"])])
 
 
 def _run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
@@ -85,3 +111,54 @@ def test_reports_of_two_devices_do_not_mix(program: Path) -> None:
 def test_a_report_is_described_as_asked_for(program: Path) -> None:
     done = _run(program, "describes")
     assert (done.returncode, done.stderr) == (124, "rank 5 as asked for\n")
+
+
+OTHER_THREADS_GO_ON = """
+import ctypes, threading, time
+from fake_core import CudaWorkspace
+
+RANKS, SLOT_BYTES = 2, 4096
+memory = [ctypes.create_string_buffer(CudaWorkspace.workspace_bytes(SLOT_BYTES, RANKS) + 128)
+          for _ in range(RANKS)]
+places = [(ctypes.addressof(m) + 127) // 128 * 128 for m in memory]
+moments = []
+
+def note():
+    while True:
+        time.sleep(0.001)
+        moments.append(time.monotonic())
+
+thread = threading.Thread(target=note, daemon=True)
+thread.start()
+for step in ("made", "dropped"):
+    begin = time.monotonic()
+    if step == "made":
+        workspace = CudaWorkspace(0, places, SLOT_BYTES)
+    else:
+        del workspace
+    end = time.monotonic()
+    assert end - begin > 0.2, f"{step} in {end - begin} s: the device was not busy"
+    inside = sum(begin + 0.05 < moment < end - 0.05 for moment in moments)
+    assert inside > 5, f"{step}: another thread of Python ran {inside} times in {end - begin:.1f} s"
+"""
+
+
+def test_other_threads_go_on_while_the_device_is_waited_for(
+    tmp_path: Path, core: list[Path]
+) -> None:
+    """A workspace loads kernels when it is made, and frees memory when it is dropped."""
+    import pybind11
+
+    includes = (sysconfig.get_path("include"), pybind11.get_include())
+    objects = _compile(tmp_path, BINDINGS, "-DAGMM_WITH_CUDA=1", *(f"-I{i}" for i in includes))
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    _link(tmp_path / f"fake_core{suffix}", [*core, *objects], "-shared")
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_THREADS_GO_ON],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "FAKE_CUDA_BUSY_MS": "300"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

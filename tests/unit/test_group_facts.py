@@ -30,13 +30,17 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def facts(
-    monkeypatch: pytest.MonkeyPatch, peer: tuple[str, int, int], peers_links: str = ""
+    monkeypatch: pytest.MonkeyPatch,
+    peer: tuple[str, int, int],
+    peers_links: str = "",
+    host: str = "a",
 ) -> _call_plan.GroupFacts:
     """Of a group of two, whose other rank says this."""
     said = iter([json.dumps(peer), peers_links])
-    group = mock.Mock(exchange=lambda topic, value: [value, next(said)])
+    group = mock.Mock(exchange=lambda topic, value: [value, next(said)], hosts=lambda: ["a", host])
     monkeypatch.setattr(_group, "of", lambda _: group)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     return _call_plan._agreed_facts(mock.Mock(), GPU)
 
 
@@ -65,6 +69,12 @@ def test_a_link_that_cannot_be_asked_about_is_not_trusted(monkeypatch: pytest.Mo
     monkeypatch.setattr(_links, "_by_nvml", lambda own, peer: None)
     with pytest.warns(UserWarning, match="it cannot be asked whether the link from GPU-a to GPU-b"):
         assert not facts(monkeypatch, ("GPU-b", 132, 0)).peer_atomics
+
+
+def test_links_to_another_host_are_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_links, "_visible", lambda: {"GPU-a": 0})
+    monkeypatch.setattr(_links, "_by_nvml", lambda own, peer: None)
+    assert facts(monkeypatch, ("GPU-b", 132, 0), host="b").peer_atomics
 
 
 def test_nvml_is_asked_of_gpus_that_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,8 @@ CXX_RULES = {
         (
             "include/agmm/problem.hpp",
             "include/agmm/chunking.hpp",
+            "include/agmm/fields.hpp",
+            "include/agmm/slot_ring.hpp",
             "include/agmm/signals.hpp",
             "include/agmm/cpu_workspace.hpp",
             "src/cpu/**/*",

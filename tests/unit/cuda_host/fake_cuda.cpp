@@ -2,9 +2,11 @@
 
 #include <cuda.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <thread>
 
 #include "kernel_entry.hpp"
 #include "stage.hpp"
@@ -44,6 +46,12 @@ CUresult write(CUstream stream, CUdeviceptr, cuuint32_t, unsigned) {
 CUresult error_string(CUresult, char const** text) {
   *text = "fake driver error";
   return CUDA_SUCCESS;
+}
+
+/// As where the device is busy: FAKE_CUDA_BUSY_MS.
+void await_device() {
+  char const* const ms = std::getenv("FAKE_CUDA_BUSY_MS");
+  if (ms != nullptr) std::this_thread::sleep_for(std::chrono::milliseconds(std::atoi(ms)));
 }
 
 template <class Handle>
@@ -105,6 +113,7 @@ cudaError_t cudaMalloc(void** memory, std::size_t bytes) {
   return cudaSuccess;
 }
 cudaError_t cudaFree(void* memory) {
+  fake::await_device();
   std::free(memory);
   return cudaSuccess;
 }
@@ -196,7 +205,10 @@ char const* prepare(AsyncInputArgs const& args, void* params) {
   return nullptr;
 }
 
-int setup() { return cudaSuccess; }
+int setup() {
+  fake::await_device();
+  return cudaSuccess;
+}
 
 int launch(void* params, void* stream) {
   cudaError_t const error = fake::enqueue("kernel", static_cast<cudaStream_t>(stream));
