@@ -51,6 +51,7 @@ from agmm.benchmarking import (
 )
 from agmm.errors import InvalidArgument
 from agmm.nn import ColumnParallelLinear, RowParallelLinear, load_full_state_dict
+from agmm.nn._held import local_part, local_values
 from agmm.nn.linear import ShardedLinear
 from agmm.testing.reference import poison, relative_error
 from agmm.testing.timer import time_ways
@@ -175,14 +176,16 @@ class PlainColumnParallel(ColumnParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows: torch.Tensor = GatherRows.apply(x, self.group_name, self.world_size)
-        return functional.linear(rows, self.weight)
+        (weight,), _ = self.operands()
+        return functional.linear(rows, weight.t())
 
 
 class PlainRowParallel(RowParallelLinear):
     """The layer by a matmul, then a reduce-scatter."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        partial = functional.linear(x, self.weight)
+        (weight,), _ = self.operands()
+        partial = functional.linear(x, weight.t())
         part: torch.Tensor = ScatterRows.apply(partial, self.group_name, self.world_size)
         return part
 
@@ -378,10 +381,14 @@ def make_problem(tokens: int, settings: Settings) -> Problem:
         if len(results) > 1:
             found["x"] = results[1][rows]
         for (name, _), grad in zip(whole.named_parameters(), results[2:], strict=False):
-            owner = sharded.get_submodule(name.rpartition(".")[0])
+            path, _, leaf = name.rpartition(".")
+            owner = sharded.get_submodule(path)
             if isinstance(owner, ShardedLinear):
-                grad = owner.shardings["weight"].part(grad, rank, world_size)
-            found[name] = grad
+                for piece, whole_grad in owner.held[leaf].split(grad).items():
+                    part = local_part(whole_grad, owner.get_parameter(piece))
+                    found[f"{path}.{piece}"] = part
+            else:
+                found[name] = grad
         return {name: tensor.clone() for name, tensor in found.items()}
 
     def whole_results(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -618,6 +625,7 @@ def _errors(p: Problem, results: Tensors) -> dict[str, float]:
     found = dict(zip(p.wanted, results, strict=False))
     errors = {}
     for name, tensor in found.items():
+        tensor = local_values(tensor)
         if "norm" in name:
             tensor = tensor.to(p.wanted[name].dtype, copy=True)
             dist.all_reduce(tensor, group=p.group)

@@ -108,13 +108,42 @@ class AllGatherMatmul(torch.autograd.Function):
         return None, None, dA_shard, *dBs, *dbiases
 
 
-def _products_of_shard(
-    douts: tuple[_MaybeTensor, ...], Bs: list[torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+_Products = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _products_of_shard(douts: tuple[_MaybeTensor, ...], Bs: list[torch.Tensor]) -> _Products:
     return [(dout, B.t()) for dout, B in zip(douts, Bs, strict=True) if dout is not None]
 
 
-def _is_scattered_by_op(dA: _MaybeTensor, products: list[Any]) -> bool:
+def _is_worth_joining(
+    dA: _MaybeTensor, products: _Products, group_name: str, gather_dim: int
+) -> bool:
+    """Whether the sum of several products is to be made one, ``[dout1|dout2] @ [B1; B2]``, so that
+    the fused op scatters it.
+
+    That copies the operands. By the cost model, on H200 with the shapes of Llama's layers, it costs
+    less than the fused op saves while they have no more columns together than the result has, and
+    more than that where they have twice as many.
+    """
+    if dA is not None or len(products) < 2 or _collectives.is_traced(products[0][0]):
+        return False
+    dout, B = products[0]
+    columns = sum(other.shape[-1] for other, _ in products)
+    if columns > B.shape[1]:
+        return False
+    # Of the shapes of the operands, without their memory.
+    joined = dout.new_empty(1).expand(*dout.shape[:-1], columns)
+    weight = B.new_empty(1).expand(columns, B.shape[1])
+    group = _collectives.group_of(group_name)
+    return _scatter_plan.is_fused(joined, weight, gather_dim, group)
+
+
+def _joined(products: _Products) -> _Products:
+    douts, Bs = zip(*products, strict=True)
+    return [(torch.cat(douts, dim=-1), torch.cat(Bs))]
+
+
+def _is_scattered_by_op(dA: _MaybeTensor, products: _Products) -> bool:
     """Whether dA_shard is one product, which `matmul_reduce_scatter` computes."""
     return dA is None and len(products) == 1
 
@@ -131,8 +160,9 @@ def _is_gather_by_copies(
     if not products or _collectives.is_traced(shard):
         return False
     group = _collectives.group_of(group_name)
-    fused = _is_scattered_by_op(dA, products) and _scatter_plan.is_fused(
-        *products[0], gather_dim, group
+    fused = _is_worth_joining(dA, products, group_name, gather_dim) or (
+        _is_scattered_by_op(dA, products)
+        and _scatter_plan.is_fused(*products[0], gather_dim, group)
     )
     # Judged by the largest of several products.
     largest = max(products, key=lambda product: product[0].numel())
@@ -147,18 +177,33 @@ def _grad_of_shard(
     gather_dim: int,
 ) -> _MaybeTensor:
     products = _products_of_shard(douts, Bs)
+    if _is_worth_joining(dA, products, group_name, gather_dim):
+        products = _joined(products)
     if _is_scattered_by_op(dA, products):
         op = torch.ops.agmm._matmul_reduce_scatter.default
         world_size = _collectives.world_size_of(group_name)
         dA_shard: torch.Tensor = op(*products[0], None, group_name, world_size, gather_dim, "sum")
         return dA_shard
-    partial = dA
-    for dout, B in products:
-        product = torch.matmul(dout, B)
-        partial = product if partial is None else partial + product
+    partial = _sum_of_products(dA, products)
     if partial is None:
         return None
     return _collectives.reduce_scatter(partial, group_name, gather_dim)
+
+
+def _sum_of_products(dA: _MaybeTensor, products: _Products) -> _MaybeTensor:
+    """``dA + dout @ B + ...`` in one tensor of that size, to which each matmul adds its own: in
+    the precision of its accumulators, and without a tensor for each product and each sum."""
+    total = dA
+    for dout, B in products:
+        if total is None:
+            total = torch.matmul(dout, B)
+            continue
+        rows, rest = total.reshape(-1, total.shape[-1]), dout.reshape(-1, dout.shape[-1])
+        if total is dA:  # which belongs to autograd
+            total = torch.addmm(rows, rest, B).view(total.shape)
+        else:
+            rows.addmm_(rest, B)  # contiguous, so that the rows are a view of it
+    return total
 
 
 class MatmulReduceScatter(torch.autograd.Function):

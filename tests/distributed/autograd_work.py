@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from rank_work import group_of
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import agmm
+from agmm import autograd
 from agmm.testing.reference import relative_error
 
 _ROWS, _K, _N = 2, 3, 2
@@ -258,3 +261,84 @@ def bad_reduce_scatter(kind: str) -> str:
     except agmm.InvalidArgument as e:
         return str(e)
     return "no error"
+
+
+class _FullSize(TorchDispatchMode):
+    """Counts the tensors of so many numbers that come to be, by their memory."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel = numel
+        self.seen: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, (list, tuple)) else (found,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() == (
+                self.numel * tensor.element_size()
+            ):
+                self.seen[tensor.untyped_storage().data_ptr()] = tensor  # kept, so not used again
+        return found
+
+
+def full_size_tensors(world_size: int, *, return_A: bool) -> tuple[int, float] | None:
+    """How many tensors of the size of the gathered A the backward of three weights makes, and the
+    error of the gradient of A_shard."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    rows, k = 4, 5
+    A_shard = _leaf(rows, k, seed=dist.get_rank())
+    Bs = [_leaf(k, n, seed=n).detach() for n in (2, 3, 6)]
+    found = agmm.all_gather_matmul(A_shard, Bs, group, return_A=True)
+    A, outs = found
+    douts = [torch.full_like(out, i + 1.0) for i, out in enumerate(outs)]
+    given = [*outs, A] if return_A else outs
+    if return_A:
+        douts.append(torch.full_like(A, 7.0))
+    counter = _FullSize(world_size * rows * k)
+    with counter:
+        torch.autograd.backward(given, douts, inputs=[A_shard])
+    wanted = torch.full((k,), 7.0 * world_size if return_A else 0.0, dtype=torch.float64)
+    for i, B in enumerate(Bs):
+        wanted += world_size * (i + 1.0) * B.sum(1)
+    assert A_shard.grad is not None
+    error = relative_error(A_shard.grad, wanted.expand(rows, k).clone())
+    return len(counter.seen), error
+
+
+def joined_products(world_size: int, widths: list[int]) -> tuple[list[Any], int, float] | None:
+    """Where torch's fused op is said to serve: for which shapes it is asked, how often a product is
+    scattered by the op, and the error of the gradient of A_shard."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    rows, k = 4, 8
+    A_shard = _leaf(rows, k, seed=dist.get_rank())
+    Bs = [_leaf(k, n, seed=n).detach() for n in widths]
+    outs = agmm.all_gather_matmul(A_shard, Bs, group)
+    asked: list[Any] = []
+
+    def is_fused(A: torch.Tensor, B: torch.Tensor, dim: int, _: dist.ProcessGroup) -> bool:
+        asked.append((tuple(A.shape), tuple(B.shape), dim))
+        return True
+
+    ops = _Ops()
+    said = mock.Mock(is_fused=is_fused)
+    with mock.patch.object(autograd, "_scatter_plan", said), ops:
+        torch.autograd.backward(outs, [out.detach() for out in outs])
+    wanted = sum((out.detach() @ B.t() for out, B in zip(outs, Bs, strict=True)))
+    assert isinstance(wanted, torch.Tensor) and A_shard.grad is not None
+    dist.all_reduce(wanted, group=group)
+    own = wanted.chunk(world_size)[dist.get_rank(group)]
+    return asked, ops.scattered, relative_error(A_shard.grad, own)
+
+
+class _Ops(TorchDispatchMode):
+    """Counts the products that the op scatters."""
+
+    scattered = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.scattered += func is torch.ops.agmm._matmul_reduce_scatter.default
+        return func(*args, **(kwargs or {}))

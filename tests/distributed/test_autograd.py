@@ -56,6 +56,30 @@ def test_gradcheck_of_matmul_reduce_scatter(
     assert results == [None] * (5 - world_size) + [True] * world_size
 
 
+@pytest.mark.parametrize("return_A", [False, True])
+def test_products_of_several_weights_are_added_up_in_one_tensor(
+    pool: RankPool, return_A: bool
+) -> None:
+    """Three weights took a tensor for each product and each sum: 5. Beside it there is only the
+    gradient of the gathered A, where there is one."""
+    for count, error in pool.run(autograd_work.full_size_tensors, 3, return_A=return_A)[2:]:
+        assert error < 1e-12
+        assert count == 1 + return_A
+
+
+@pytest.mark.parametrize(
+    ("widths", "asked", "scattered"),
+    [([2, 3, 3], [((12, 8), (8, 8), 0)], 1), ([2, 3, 4], [], 0), ([8], [], 1)],
+)
+def test_narrow_products_are_joined_for_the_fused_op(
+    pool: RankPool, widths: list[int], asked: list[Any], scattered: int
+) -> None:
+    """8 columns at most, as the gathered A has; and only where the op serves the joined ones."""
+    for found in pool.run(autograd_work.joined_products, 3, widths)[2:]:
+        assert found[:2] == (asked, scattered)
+        assert found[2] < 1e-12
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_checkpointed_compiled_and_kept_give_the_same(pool: RankPool, world_size: int) -> None:
     results = pool.run(autograd_work.block_variants, world_size)

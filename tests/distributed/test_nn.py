@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import layer_group_work
 import nn_work
 import pytest
 import torch
@@ -46,23 +47,131 @@ def test_bad_state_dict_is_named_and_nothing_is_copied(
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("out_features", "out_features: found 10, wanted a multiple of 4 ranks"),
-        ("one of several", "out_features: found 2, wanted a multiple of 4 ranks"),
-        ("no outputs", "out_features: found an empty list, wanted at least one size"),
-        ("in_features", "in_features: found 10, wanted a multiple of 4 ranks"),
+        (
+            "out_features",
+            "ColumnParallelLinear: out_features: found 10, wanted a multiple of 4 ranks",
+        ),
+        (
+            "one of several",
+            "ColumnParallelLinear: out_features: found 2, wanted a multiple of 4 ranks",
+        ),
+        (
+            "no outputs",
+            "ColumnParallelLinear: out_features: found an empty list, wanted at least one size",
+        ),
+        ("in_features", "RowParallelLinear: in_features: found 10, wanted a multiple of 4 ranks"),
         ("both", "device_mesh: found one beside a group, wanted one of the two"),
-        ("input", "x: found 7 features in its last dimension, wanted 8"),
-        ("row input", "x: found 8 features in its last dimension, wanted 2"),
-        ("rows", "A: found 6 in dimension 0, wanted a multiple of the world size 4"),
-        ("style", "GatherColwiseParallel: found ReLU, wanted torch.nn.Linear"),
-        ("style size", "out_features: found 10, wanted a multiple of 4 ranks"),
-        ("row style size", "in_features: found 10, wanted a multiple of 4 ranks"),
-        ("dimension", "sequence_dim: found 5, wanted one of the 2 dimensions of the input"),
+        ("input", "ColumnParallelLinear: x: found 7 features in its last dimension, wanted 8"),
+        ("row input", "RowParallelLinear: x: found 8 features in its last dimension, wanted 2"),
+        ("rows", "RowParallelLinear: x: found 6 in dimension 0, wanted a multiple of the 4 ranks"),
+        (
+            "style",
+            (
+                "GatherColwiseParallel on ReLU(): found torch.nn.modules.activation.ReLU, wanted "
+                "torch.nn.Linear"
+            ),
+        ),
+        (
+            "style subclass",
+            (
+                "RowwiseScatterParallel on Special(in_features=8, out_features=8, bias=True): "
+                "found nn_work.Special, wanted torch.nn.Linear itself: the style takes the place "
+                "of forward, and a subclass has its own"
+            ),
+        ),
+        (
+            "shared style subclass",
+            (
+                "SharedGatherParallel on 'Sequential.1', Special(in_features=8, out_features=8, "
+                "bias=True): found nn_work.Special, wanted torch.nn.Linear itself: the style "
+                "takes the place of forward, and a subclass has its own"
+            ),
+        ),
+        (
+            "shared style name",
+            (
+                "SharedGatherParallel on Sequential: found no 'wq' in it, wanted the names of its "
+                "torch.nn.Linear modules"
+            ),
+        ),
+        (
+            "style size",
+            (
+                "GatherColwiseParallel on Linear(in_features=8, out_features=10, bias=True): "
+                "out_features: found 10, wanted a multiple of 4 ranks"
+            ),
+        ),
+        (
+            "row style size",
+            (
+                "RowwiseScatterParallel on Linear(in_features=10, out_features=8, bias=True): "
+                "in_features: found 10, wanted a multiple of 4 ranks"
+            ),
+        ),
+        (
+            "dimension",
+            (
+                "GatherColwiseParallel on Linear(in_features=8, out_features=8, bias=True): "
+                "sequence_dim: found 5, wanted one of the 2 dimensions of the input"
+            ),
+        ),
+        (
+            "style features",
+            (
+                "GatherColwiseParallel on Linear(in_features=8, out_features=8, bias=True): "
+                "x: found 7 features in its last dimension, wanted 8"
+            ),
+        ),
+        (
+            "row style rows",
+            (
+                "RowwiseScatterParallel on Linear(in_features=8, out_features=8, bias=True): "
+                "x: found 6 in dimension 0, wanted a multiple of 4 ranks"
+            ),
+        ),
+        (
+            "dtype",
+            (
+                "ColumnParallelLinear: x: found dtype torch.bfloat16, wanted torch.float32 as the "
+                "layer's weight"
+            ),
+        ),
+        (
+            "one dimension",
+            "RowParallelLinear: x: found 1 dimensions, wanted at least 2, rows and features",
+        ),
         ("no names", "names: found none, wanted the names of torch.nn.Linear modules"),
     ],
 )
 def test_bad_layer_is_named_in_one_line(pool: RankPool, kind: str, message: str) -> None:
     assert pool.run(nn_work.bad_layer, kind)[1:] == [message] * 4
+
+
+def test_a_rank_outside_is_told_so(pool: RankPool) -> None:
+    for rank, found in enumerate(pool.run(layer_group_work.layers_of_others)[1:], 1):
+        assert found == ["made"] * 3, rank
+    outside, mesh, not_a_group = pool.run(layer_group_work.layers_of_others)[0]
+    assert outside == (
+        "group: found one which this rank 0 is not in "
+        "(torch.distributed.new_group returned GroupMember.NON_GROUP_MEMBER)"
+    )
+    assert mesh.startswith("device_mesh: found DeviceMesh(") and mesh.endswith(
+        ", which this rank 0 is not in"
+    )
+    assert (
+        not_a_group == "group: found 'no such group', wanted the name of a process group of "
+        "this process"
+    )
+
+
+def test_a_mesh_is_taken_as_a_group(pool: RankPool) -> None:
+    assert pool.run(layer_group_work.mesh_as_group)[1:] == [True] * 4
+
+
+def test_a_pickled_layer_finds_its_own_rank(pool: RankPool) -> None:
+    """The layer of rank 1 of 5, unpickled on every rank, loads that rank's parts."""
+    results = pool.run(layer_group_work.pickled_elsewhere)
+    assert results == [(rank, 5, []) for rank in range(5)]
 
 
 def test_mesh_of_two_dimensions(pool: RankPool) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from agmm.nn.gradients import clip_grad_norm_, sum_replicated_gradients
 from agmm.nn.linear import ColumnParallelLinear, RowParallelLinear
-from agmm.nn.state_dict import full_state_dict, load_full_state_dict, sum_replicated_gradients
+from agmm.nn.state_dict import full_state_dict, load_full_state_dict
 from agmm.nn.styles import GatherColwiseParallel, RowwiseScatterParallel, SharedGatherParallel
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "RowParallelLinear",
     "RowwiseScatterParallel",
     "SharedGatherParallel",
+    "clip_grad_norm_",
     "full_state_dict",
     "load_full_state_dict",
     "sum_replicated_gradients",

@@ -1,49 +1,48 @@
-"""Whole weights into sharded modules and back, and the gradients of what is not sharded."""
+"""Whole weights into sharded modules and back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from agmm._collectives import group_of, name_of
 from agmm.errors import InvalidArgument
-from agmm.nn.linear import ShardedLinear, Sharding
+from agmm.nn._held import Held, local_part, local_values
+from agmm.nn.linear import ShardedLinear
 
 
-def _owners(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, ShardedLinear | None]]:
-    """The tensors of the state dict by name, with the layer that holds only a part of each."""
+def _whole_names(module: torch.nn.Module) -> dict[str, tuple[Held | None, list[torch.Tensor]]]:
+    """By the name in the whole module: the tensors of the state dict that hold it, and how."""
+    held_by_piece: dict[str, tuple[str, Held, ShardedLinear]] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        if isinstance(owner, ShardedLinear):
+            start = f"{prefix}." if prefix else ""
+            for name, held in owner.held.items():
+                for piece in held.names:
+                    held_by_piece[start + piece] = start + name, held, owner
+    found: dict[str, tuple[Held | None, list[torch.Tensor]]] = {}
     for name, tensor in module.state_dict().items():
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        path, _, leaf = name.rpartition(".")
-        owner = module.get_submodule(path)
-        is_part = isinstance(owner, ShardedLinear) and leaf in owner.shardings
-        yield name, tensor, owner if is_part and isinstance(owner, ShardedLinear) else None
-
-
-def _sharding(owner: ShardedLinear, name: str) -> Sharding:
-    return owner.shardings[name.rpartition(".")[2]]
+        if isinstance(tensor, torch.Tensor):
+            if name not in held_by_piece:
+                found[name] = None, [tensor]
+                continue
+            whole, held, owner = held_by_piece[name]
+            found.setdefault(whole, (held, []))[1].append(owner.as_dtensor(tensor, held))
+    return found
 
 
 @torch.no_grad()
 def full_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The state dict of the whole, unsharded module, on every rank. Collective.
 
-    What agmm's layers and DTensors hold in parts is gathered; the rest is taken from this rank.
+    Under the names of the same module with ``torch.nn.Linear`` for agmm's layers. DTensors are
+    gathered, those of FSDP2 too; the rest is taken from this rank.
     """
     found = {}
-    for name, tensor, owner in _owners(module):
-        if isinstance(tensor, DTensor):
-            found[name] = tensor.full_tensor().clone()
-        elif owner is None:
-            found[name] = tensor.clone()
-        else:
-            parts = [torch.empty_like(tensor) for _ in range(owner.world_size)]
-            dist.all_gather(parts, tensor.contiguous(), group=group_of(owner.group_name))
-            found[name] = _sharding(owner, name).join(parts)
+    for name, (held, tensors) in _whole_names(module).items():
+        wholes = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
+        found[name] = wholes[0].clone() if held is None else held.join(wholes).clone()
     return found
 
 
@@ -56,48 +55,30 @@ def load_full_state_dict(module: torch.nn.Module, state_dict: Mapping[str, torch
     same dict. Nothing is copied where an error is raised.
 
     Raises:
-        InvalidArgument: a name is missing or unknown, or a shape is not that of the whole.
+        InvalidArgument: a name is missing or unknown, a value is no tensor with values or has not
+            the shape of the whole, or the module has no memory yet (device "meta").
     """
-    targets = list(_owners(module))
-    for name, tensor, owner in targets:
-        wanted = tuple(tensor.shape)  # a DTensor's is that of the whole
-        if owner is not None:
-            wanted = _sharding(owner, name).full_shape(tensor)
-        if name not in state_dict:
+    targets = _whole_names(module)
+    for name, (_, tensors) in targets.items():
+        rows = sum(tensor.shape[0] for tensor in tensors if tensor.dim())
+        wanted = (rows, *tensors[0].shape[1:]) if tensors[0].dim() else ()
+        value = state_dict.get(name)
+        if value is None:
             raise InvalidArgument(f"state_dict: found no {name!r}, wanted one of shape {wanted}")
-        shape = tuple(state_dict[name].shape)
-        if shape != wanted:
-            raise InvalidArgument(f"state_dict: found {name!r} of shape {shape}, wanted {wanted}")
-    unknown = sorted(set(state_dict) - {name for name, _, _ in targets})
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.is_meta:
+            kind = "a tensor on meta" if type(value) is torch.Tensor else type(value).__name__
+            raise InvalidArgument(f"state_dict: found {kind} as {name!r}, wanted the whole tensor")
+        if tuple(value.shape) != wanted:
+            raise InvalidArgument(
+                f"state_dict: found {name!r} of shape {tuple(value.shape)}, wanted {wanted}"
+            )
+        if any(tensor.is_meta for tensor in tensors):
+            raise InvalidArgument(f"module: found {name!r} on meta, wanted memory (to_empty)")
+    unknown = sorted(set(state_dict) - set(targets))
     if unknown:
         raise InvalidArgument(f"state_dict: found {unknown[0]!r}, wanted no such name")
-    for name, tensor, owner in targets:
-        full = state_dict[name]
-        if isinstance(tensor, DTensor):
-            full = full.to(tensor.device, tensor.dtype)
-            tensor.copy_(
-                distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
-            )
-        elif owner is None:
-            tensor.copy_(full)
-        else:
-            tensor.copy_(_sharding(owner, name).part(full, owner.rank, owner.world_size))
-
-
-@torch.no_grad()
-def sum_replicated_gradients(
-    module: torch.nn.Module, group: dist.ProcessGroup | str | None = None
-) -> None:
-    """Add up over the ranks the gradients of parameters that all ranks hold whole. Collective.
-
-    For parameters that were applied to this rank's rows only, as those of norms under sequence
-    parallelism. Those of agmm's layers and DTensors are left alone: they are right already.
-    Call it after the backward, before the optimizer's step.
-    """
-    resolved = group_of(name_of(group))
-    for owner in module.modules():
-        if isinstance(owner, ShardedLinear):
-            continue
-        for parameter in owner.parameters(recurse=False):
-            if parameter.grad is not None and not isinstance(parameter, DTensor):
-                dist.all_reduce(parameter.grad, group=resolved)
+    for name, (held, tensors) in targets.items():
+        value = state_dict[name]
+        wholes = [value] if held is None else held.split(value).values()
+        for tensor, whole in zip(tensors, wholes, strict=True):
+            local_values(tensor).copy_(local_part(whole, tensor))

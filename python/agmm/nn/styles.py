@@ -7,7 +7,7 @@ forward into agmm's ops.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,20 +16,51 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from agmm._collectives import name_of
 from agmm.errors import InvalidArgument
-from agmm.nn.linear import check_divides
+from agmm.nn._ranks import group_of_mesh
 from agmm.ops import all_gather_matmul
 from agmm.reduce_scatter import matmul_reduce_scatter
 
 
-def _check_linear(style: ParallelStyle, module: torch.nn.Module, mesh: DeviceMesh) -> None:
-    if not isinstance(module, torch.nn.Linear):
-        raise InvalidArgument(
-            f"{type(style).__name__}: found {type(module).__name__}, wanted torch.nn.Linear"
-        )
-    if mesh.ndim != 1:
-        raise InvalidArgument(
-            f"device_mesh: found {mesh.ndim} dimensions, wanted 1, e.g. mesh['tp']"
-        )
+class _Target(NamedTuple):
+    """A module that a style was applied to, for the style's messages."""
+
+    style: ParallelStyle
+    module: torch.nn.Module
+    name: str = ""
+
+    def fault(self, found: str) -> InvalidArgument:
+        """In front of what was found: the style and the module, by its name where that is known."""
+        what = f"{self.name!r}, " if self.name else ""
+        return InvalidArgument(f"{type(self.style).__name__} on {what}{self.module}: {found}")
+
+    def check(self, mesh: DeviceMesh, divided: str) -> None:
+        """That the module is a plain one, whose attribute ``divided`` the ranks can share."""
+        kind = type(self.module)
+        if kind is not torch.nn.Linear:
+            found = f"{kind.__module__}.{kind.__qualname__}"
+            why = ""
+            if isinstance(self.module, torch.nn.Linear):
+                why = " itself: the style takes the place of forward, and a subclass has its own"
+            raise self.fault(f"found {found}, wanted torch.nn.Linear{why}")
+        group_of_mesh(mesh)
+        size = int(getattr(self.module, divided))
+        if size % mesh.size():
+            raise self.fault(f"{divided}: found {size}, wanted a multiple of {mesh.size()} ranks")
+
+    def check_input(self, x: torch.Tensor, weight: torch.Tensor, dim: int, features: int) -> None:
+        """The input as the style's forward takes it, of `features` on all ranks together."""
+        if x.dim() < 2 or not -x.dim() <= dim < x.dim():
+            raise self.fault(
+                f"sequence_dim: found {dim}, wanted one of the {x.dim()} dimensions of the input"
+            )
+        if x.shape[-1] != features:
+            raise self.fault(
+                f"x: found {x.shape[-1]} features in its last dimension, wanted {features}"
+            )
+        if x.device != weight.device:
+            raise self.fault(f"x: found device {x.device}, wanted {weight.device} as the weight")
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise self.fault(f"x: found dtype {x.dtype}, wanted {weight.dtype} as the weight")
 
 
 def _distribute(
@@ -58,15 +89,14 @@ def _local_parameters(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tens
 
 
 def _gathered_products(
-    modules: list[torch.nn.Module], style: _GatherStyle, mesh: DeviceMesh, x: torch.Tensor
+    targets: list[_Target], style: _GatherStyle, mesh: DeviceMesh, x: torch.Tensor
 ) -> list[torch.Tensor]:
     dim = style.sequence_dim
-    if not -x.dim() <= dim < x.dim():
-        raise InvalidArgument(
-            f"sequence_dim: found {dim}, wanted one of the {x.dim()} dimensions of the input"
-        )
+    operands = [_local_parameters(target.module) for target in targets]
+    weights, biases = zip(*operands, strict=True)
+    for target, weight in zip(targets, weights, strict=True):
+        target.check_input(x, weight, dim, weight.shape[0])
     x = _local(x, Shard(dim))
-    weights, biases = zip(*(_local_parameters(module) for module in modules), strict=True)
     outs = all_gather_matmul(
         x.movedim(dim, 0).contiguous(),  # the fused path gathers along dimension 0
         list(weights),
@@ -89,10 +119,9 @@ class _GatherStyle(ParallelStyle):
         self.use_local_output = use_local_output
         self.save_gathered = save_gathered
 
-    def _shard(self, linear: torch.nn.Module, mesh: DeviceMesh) -> None:
-        _check_linear(self, linear, mesh)
-        check_divides("out_features", int(linear.out_features), mesh.size())  # type: ignore[arg-type]
-        _distribute(linear, mesh, {"weight": Shard(0), "bias": Shard(0)}, self.src_data_rank)
+    def _shard(self, target: _Target, mesh: DeviceMesh) -> None:
+        placements: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
+        _distribute(target.module, mesh, placements, self.src_data_rank)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(sequence_dim={self.sequence_dim})"
@@ -110,15 +139,17 @@ class GatherColwiseParallel(_GatherStyle):
     """
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        self._shard(module, device_mesh)
-        module.forward = partial(_gathered_product, module, self, device_mesh)
+        target = _Target(self, module)
+        target.check(device_mesh, "out_features")
+        self._shard(target, device_mesh)
+        module.forward = partial(_gathered_product, target, self, device_mesh)
         return module
 
 
 def _gathered_product(
-    module: torch.nn.Module, style: _GatherStyle, mesh: DeviceMesh, x: torch.Tensor
+    target: _Target, style: _GatherStyle, mesh: DeviceMesh, x: torch.Tensor
 ) -> torch.Tensor:
-    return _gathered_products([module], style, mesh, x)[0]
+    return _gathered_products([target], style, mesh, x)[0]
 
 
 class SharedGatherParallel(_GatherStyle):
@@ -140,12 +171,22 @@ class SharedGatherParallel(_GatherStyle):
         self.names = names
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        linears = [module.get_submodule(name) for name in self.names]
-        for linear in linears:
-            self._shard(linear, device_mesh)
-        shared = _SharedOutputs(linears, self, device_mesh)
-        for i, linear in enumerate(linears):
-            linear.forward = partial(shared.output, i)
+        targets = []
+        for name in self.names:
+            try:
+                linear = module.get_submodule(name)
+            except AttributeError:
+                raise InvalidArgument(
+                    f"SharedGatherParallel on {type(module).__name__}: found no {name!r} in it, "
+                    "wanted the names of its torch.nn.Linear modules"
+                ) from None
+            targets.append(_Target(self, linear, f"{type(module).__name__}.{name}"))
+            targets[-1].check(device_mesh, "out_features")
+        for target in targets:  # none is changed where one can't be
+            self._shard(target, device_mesh)
+        shared = _SharedOutputs(targets, self, device_mesh)
+        for i, target in enumerate(targets):
+            target.module.forward = partial(shared.output, i)
         module.register_forward_hook(shared.forget, always_call=True)
         return module
 
@@ -153,10 +194,8 @@ class SharedGatherParallel(_GatherStyle):
 class _SharedOutputs:
     """The outputs that were computed for linears which have not been called yet."""
 
-    def __init__(
-        self, linears: list[torch.nn.Module], style: _GatherStyle, mesh: DeviceMesh
-    ) -> None:
-        self.linears = linears
+    def __init__(self, targets: list[_Target], style: _GatherStyle, mesh: DeviceMesh) -> None:
+        self.targets = targets
         self.style = style
         self.mesh = mesh
         self.x: torch.Tensor | None = None
@@ -164,7 +203,7 @@ class _SharedOutputs:
 
     def output(self, i: int, x: torch.Tensor) -> torch.Tensor:
         if self.x is not x or i not in self.outs:
-            outs = _gathered_products(self.linears, self.style, self.mesh, x)
+            outs = _gathered_products(self.targets, self.style, self.mesh, x)
             self.x, self.outs = x, dict(enumerate(outs))
         return self.outs.pop(i)
 
@@ -189,12 +228,12 @@ class RowwiseScatterParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        _check_linear(self, module, device_mesh)
-        check_divides("in_features", int(module.in_features), device_mesh.size())  # type: ignore[arg-type]
+        target = _Target(self, module)
+        target.check(device_mesh, "in_features")
         _distribute(
             module, device_mesh, {"weight": Shard(1), "bias": Replicate()}, self.src_data_rank
         )
-        module.forward = partial(_scattered_product, module, self, device_mesh)
+        module.forward = partial(_scattered_product, target, self, device_mesh)
         return module
 
     def __repr__(self) -> str:
@@ -202,11 +241,16 @@ class RowwiseScatterParallel(ParallelStyle):
 
 
 def _scattered_product(
-    module: torch.nn.Module, style: RowwiseScatterParallel, mesh: DeviceMesh, x: torch.Tensor
+    target: _Target, style: RowwiseScatterParallel, mesh: DeviceMesh, x: torch.Tensor
 ) -> torch.Tensor:
     dim = style.sequence_dim
-    weight, bias = _local_parameters(module)
+    weight, bias = _local_parameters(target.module)
     x = _local(x, Shard(x.dim() - 1))
+    target.check_input(x, weight, dim, weight.shape[0])
+    if x.shape[dim] % mesh.size():
+        raise target.fault(
+            f"x: found {x.shape[dim]} in dimension {dim}, wanted a multiple of {mesh.size()} ranks"
+        )
     out = matmul_reduce_scatter(
         x.movedim(dim, 0), weight, name_of(mesh.get_group()), bias=bias
     ).movedim(0, dim)

@@ -1,0 +1,207 @@
+"""The gradients of a model of which some parameters are sharded: their sum and their norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from agmm.errors import InvalidArgument
+from agmm.nn._held import local_values
+from agmm.nn._ranks import resolved
+from agmm.nn.linear import ShardedLinear
+
+
+@torch.no_grad()
+def sum_replicated_gradients(
+    module: torch.nn.Module,
+    group: dist.ProcessGroup | DeviceMesh | str | None = None,
+    *,
+    exclude: Iterable[str] = (),
+) -> None:
+    """Add up over the ranks the gradients of parameters that all ranks hold whole. Collective.
+
+    For parameters that were applied to this rank's rows only, as those of norms under sequence
+    parallelism. One that several modules share counts once. Those of agmm's layers are left alone,
+    and so are DTensors over a mesh with other ranks of the group: they are right already. Of
+    DTensors over other ranks, as FSDP2 makes of norms on a 2-D mesh, this rank's part is summed.
+    Call it after the backward, before `clip_grad_norm_` and the optimizer's step.
+
+    Args:
+        group: the tensor-parallel ranks: a process group, its name or a 1-D mesh; the default
+            group when None.
+        exclude: names of parameters, or of modules with all that they hold, whose gradients stay
+            as they are, e.g. of a layer that every rank gave all rows.
+
+    Raises:
+        InvalidArgument: a name in ``exclude`` that the module has not, or no group of this rank.
+    """
+    ranks = resolved(group)
+    left_alone = {id(p) for p in _named(module, exclude)}
+    for layer in _sharded_layers(module):
+        left_alone |= {id(p) for p in layer.parameters(recurse=False)}
+    members = set(dist.get_process_group_ranks(ranks))
+    for parameter in module.parameters():  # each once
+        grad = parameter.grad
+        if grad is None or id(parameter) in left_alone:
+            continue
+        if isinstance(grad, DTensor):
+            over = set(grad.device_mesh.mesh.flatten().tolist())
+            if len(members & over) > 1:
+                continue
+        part = local_values(grad)
+        if part.is_contiguous():
+            dist.all_reduce(part, group=ranks)
+        else:
+            dense = part.contiguous()
+            dist.all_reduce(dense, group=ranks)
+            part.copy_(dense)
+
+
+def _sharded_layers(module: torch.nn.Module) -> Iterator[ShardedLinear]:
+    return (layer for layer in module.modules() if isinstance(layer, ShardedLinear))
+
+
+def _named(module: torch.nn.Module, names: Iterable[str]) -> Iterator[torch.nn.Parameter]:
+    if isinstance(names, str):
+        raise InvalidArgument(f"exclude: found the string {names!r}, wanted a list of names")
+    modules = dict(module.named_modules(remove_duplicate=False))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name in names:
+        if name in parameters:
+            yield parameters[name]
+        elif name in modules:
+            yield from modules[name].parameters()
+        else:
+            raise InvalidArgument(
+                f"exclude: found {name!r}, wanted the name of a parameter or of a module in "
+                f"{type(module).__name__}"
+            )
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    module_or_parameters: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` of the whole model. Collective.
+
+    The norm is that of all gradients as one vector: parts that the ranks hold of a DTensor are
+    summed over the ranks of its mesh, what every rank holds is counted once. Every rank of those
+    meshes calls it, with the same parameters in the same order. Parameters that are no DTensors
+    count as replicated: call `sum_replicated_gradients` before, where they saw this rank's rows.
+
+    Args:
+        module_or_parameters: the module, or its parameters.
+        max_norm: the largest norm that the gradients keep.
+        norm_type: p of the norm, larger than 0; ``float("inf")`` for the largest magnitude.
+        error_if_nonfinite: raise where the norm is infinite or not a number.
+
+    Returns:
+        The norm before the clipping, a scalar of at least float32; the same on all ranks.
+
+    Raises:
+        InvalidArgument: norm_type is not larger than 0.
+        RuntimeError: the norm is not finite, with ``error_if_nonfinite``; nothing was scaled.
+    """
+    p = float(norm_type)
+    if not p > 0:
+        raise InvalidArgument(f"norm_type: found {norm_type}, wanted a number larger than 0")
+    parameters = list(_each_once(module_or_parameters))
+    if not parameters:
+        return torch.tensor(0.0)
+    dtype = torch.float32
+    parts: list[torch.Tensor] = []
+    # By the groups whose ranks hold parts of them. Ordered by the parameters, not by what has a
+    # gradient, so that all ranks reduce the same.
+    shared: dict[tuple[_Sharers, ...], list[torch.Tensor]] = {}
+    for parameter, sharers in parameters:
+        dtype = torch.promote_types(dtype, parameter.dtype)
+        own = shared.setdefault(sharers, [])
+        grad = parameter.grad
+        if grad is None:
+            continue
+        parts.append(local_values(grad))
+        whole = _without_partial(grad)
+        if whole.numel():
+            own.append(whole)
+    device = local_values(parameters[0][0]).device
+    is_max = p == float("inf")
+    found = []
+    for sharers, own in shared.items():
+        value = _power_of_norm(own, p, dtype, device)
+        for group, kind in sharers:
+            value = value.to(kind)
+            dist.all_reduce(value, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+        found.append(value.to(device))
+    powers = torch.stack(found)
+    total = powers.max() if is_max else powers.sum() ** (1 / p)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the gradients' norm of order {norm_type} is {total.item()}")
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for part in parts:
+        by_device.setdefault(part.device, []).append(part)
+    for place, own in by_device.items():
+        torch._foreach_mul_(own, scale.to(place))
+    return total
+
+
+# A group whose ranks hold parts, and the type of device on which it communicates.
+_Sharers = tuple[dist.ProcessGroup, str]
+
+
+def _each_once(
+    given: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
+) -> Iterator[tuple[torch.Tensor, tuple[_Sharers, ...]]]:
+    """Each parameter and who shares it."""
+    # Layers whose parameters a wrapper has made plain.
+    plain: dict[int, tuple[_Sharers, ...]] = {}
+    if isinstance(given, torch.nn.Module):
+        for layer in _sharded_layers(given):
+            for held in layer.held.values():
+                for own in (layer.get_parameter(name) for name in held.names):
+                    plain[id(own)] = _sharers_of(layer.as_dtensor(own, held))
+        given = given.parameters()
+    elif isinstance(given, torch.Tensor):
+        given = [given]
+    seen = set()
+    for parameter in given:
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield parameter, plain.get(id(parameter)) or _sharers_of(parameter)
+
+
+def _sharers_of(tensor: torch.Tensor) -> tuple[_Sharers, ...]:
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    return tuple(
+        (mesh.get_group(dim), mesh.device_type)
+        for dim, placement in enumerate(tensor.placements)
+        if not placement.is_replicate()
+    )
+
+
+def _without_partial(grad: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the gradient, summed over the ranks where it is not yet."""
+    if isinstance(grad, DTensor) and any(placed.is_partial() for placed in grad.placements):
+        placements = [Replicate() if p.is_partial() else p for p in grad.placements]
+        grad = grad.redistribute(placements=placements)
+    return local_values(grad)
+
+
+def _power_of_norm(
+    tensors: list[torch.Tensor], p: float, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The sum of the absolute values' p-th powers; for infinity the largest of the values."""
+    if not tensors:
+        return torch.zeros((), dtype=dtype, device=device)
+    norms = torch.stack([n.to(device) for n in torch._foreach_norm(tensors, p, dtype=dtype)])
+    return norms.max() if p == float("inf") else (norms**p).sum()

@@ -1,0 +1,165 @@
+"""What the tests of gradients of partly sharded models run inside the ranks of a pool of five."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_work import group_of
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import agmm
+from agmm.nn import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    clip_grad_norm_,
+    sum_replicated_gradients,
+)
+from agmm.nn._held import local_part
+
+
+class Tied(torch.nn.Module):
+    """Two norms that share their weight, a third one of its own, and a sharded layer."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (torch.nn.RMSNorm(4) for _ in range(3))
+        self.second.weight = self.first.weight
+        self.layer = ColumnParallelLinear(4, 6 * dist.get_world_size(group), group=group)
+        for parameter in self.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+    def found(self) -> list[float]:
+        norms = (self.first, self.third)
+        grads = [_part(owner.weight.grad) for owner in (*norms, self.layer)]
+        return [float(grad.sum() / grad.numel()) for grad in grads]
+
+
+def summed(exclude: list[str]) -> list[float] | str | None:
+    """The gradients of the tied norm, of the third one and of the layer; 1 before."""
+    group = group_of(3)
+    if group is None:
+        return None
+    module = Tied(group)
+    try:
+        sum_replicated_gradients(module, DeviceMesh.from_group(group, "cpu"), exclude=exclude)
+    except agmm.InvalidArgument as e:
+        return str(e)
+    return module.found()
+
+
+def summed_over_other_ranks() -> list[list[float]] | None:
+    """The gradients of DTensors: sharded over ranks across those of the group, over those of the
+    group itself, and over both."""
+    if dist.get_rank() == 4:
+        for ranks in ([0, 1], [2, 3]):
+            dist.new_group(ranks)
+        for ranks in ([0, 2], [1, 3]):
+            dist.new_group(ranks)
+        return None
+    rank = dist.get_rank()
+    tp_groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    dp_groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    tp, dp = tp_groups[rank // 2], dp_groups[rank % 2]
+    meshes = [
+        DeviceMesh.from_group(dp, "cpu"),
+        DeviceMesh.from_group(tp, "cpu"),
+        DeviceMesh.from_group(
+            [dp, tp], "cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp")
+        ),
+    ]
+    placements: list[Any] = [[Shard(0)], [Replicate()], [Shard(0), Replicate()]]
+    module = torch.nn.Module()
+    for i, (mesh, placement) in enumerate(zip(meshes, placements, strict=True)):
+        whole = DTensor.from_local(torch.zeros(2), mesh, placement, run_check=False)
+        parameter = torch.nn.Parameter(whole)
+        grad = torch.full((2,), 1.0 + rank)
+        parameter.grad = DTensor.from_local(grad, mesh, placement, run_check=False)
+        module.register_parameter(f"p{i}", parameter)
+    sum_replicated_gradients(module, tp)
+    return [_part(p.grad).tolist() for p in module.parameters()]
+
+
+def _part(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _filled(parameter: torch.Tensor, seed: int) -> torch.Tensor:
+    """A gradient of the whole parameter's shape, the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+
+
+def clipped(world_size: int, norm_type: float, max_norm: float, by_list: bool) -> list[str] | None:
+    """Faults of the norm and of the clipped gradients, against torch's of the whole model."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    torch.manual_seed(3)
+    where: Any = {"group": group, "dtype": torch.float64}
+    model: Any = torch.nn.Sequential(
+        torch.nn.LayerNorm(8, dtype=torch.float64),
+        ColumnParallelLinear(8, [12, 24], **where),
+        RowParallelLinear(12, 8, **where),
+    )
+    model.append(torch.nn.Linear(8, 8, bias=False, dtype=torch.float64))
+    model[3].weight = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.float64))
+    model.register_parameter("tied", model[3].weight)
+    model.register_parameter("unused", torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)))
+    wholes = []
+    for seed, parameter in enumerate(model.parameters()):
+        if parameter is model.unused:
+            continue
+        whole = _filled(parameter, seed)
+        wholes.append(torch.nn.Parameter(torch.zeros_like(whole)))
+        wholes[-1].grad = whole.clone()
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            part = local_part(whole, parameter)
+            parameter.grad = DTensor.from_local(part, mesh, placements, run_check=False)
+        else:
+            parameter.grad = whole.clone()
+    wanted = torch.nn.utils.clip_grad_norm_(wholes, max_norm, norm_type)
+    given: Any = [*model.parameters(), model.tied] if by_list else model
+    found = clip_grad_norm_(given, max_norm, norm_type)
+    faults = []
+    if abs(float(found) - float(wanted)) > 1e-12 * float(wanted):
+        faults.append(f"norm {float(found)}, wanted {float(wanted)}")
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    for grad, whole in zip(grads, wholes, strict=True):
+        assert whole.grad is not None
+        full = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        if not torch.allclose(full, whole.grad, rtol=1e-12, atol=0):
+            faults.append(f"a gradient of shape {tuple(full.shape)} differs")
+    return faults
+
+
+def clip_of_few_bits(world_size: int) -> tuple[float, torch.dtype] | None:
+    """The norm of 4096 ones in bfloat16, which has no number between 64 and 64.5."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    layer = ColumnParallelLinear(64, 65, False, group=group, dtype=torch.bfloat16)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    norm = clip_grad_norm_(layer, 1e9)
+    return float(norm), norm.dtype
+
+
+def refused_clips() -> list[str]:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([float("inf"), 1.0])
+    found = []
+    calls: list[Callable[[], object]] = [
+        lambda: clip_grad_norm_([parameter], 1.0, 0.0),
+        lambda: clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True),
+    ]
+    for call in calls:
+        try:
+            call()
+        except RuntimeError as e:
+            found.append(f"{type(e).__name__}: {e}")
+    return [*found, str(parameter.grad.tolist())]
