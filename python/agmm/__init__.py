@@ -7,6 +7,7 @@ from importlib.metadata import version as _version
 
 from agmm import _core, async_tp
 from agmm.errors import AgmmError, InvalidArgument, Unsupported
+from agmm.memory import release, reserve, workspace_bytes
 from agmm.ops import all_gather_matmul
 from agmm.plan import KernelConfig
 from agmm.reduce_scatter import matmul_reduce_scatter
@@ -30,4 +31,7 @@ __all__ = [
     "all_gather_matmul",
     "async_tp",
     "matmul_reduce_scatter",
+    "release",
+    "reserve",
+    "workspace_bytes",
 ]

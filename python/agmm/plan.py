@@ -550,7 +550,11 @@ class _Way:
         self.tiling = Tiling(problem, config)
         self.copies = copying[0]
         self.is_pull = self.copies == "pull"
-        self.can_push = "push" in copying and 1 < problem.world_size <= MAX_PUSH_RANKS
+        columns = _PUSH_COLUMNS[-1]
+        while problem.k > columns * MAX_COLUMN_CHUNKS:
+            columns *= 2
+        push = SmPush(1, columns).name
+        self.can_push = why_transport_illegal(problem, config, push) is None
         self._orders: dict[bool, KernelConfig] = {}
 
     def in_order(self, problem: Problem) -> KernelConfig:
@@ -676,8 +680,8 @@ class _Family:
                 others = found.setdefault(row.m, [])
                 kept = _KeptRow(problem, row, table.name + differs, self._kernels)
                 others.append(kept)
-                own = tuned._replace(m=row.m)
-                # Else it is for other calls, as splits of K are for few rows.
+                own = tuned._replace(m=row.m, sm_count=0)
+                # Else it is for other calls, as splits of K are for few rows and all SMs.
                 if not kept.is_legal(at) and why_illegal(own, row.plan, self._kernels) is not None:
                     reason = why_illegal(problem, row.plan, self._kernels)
                     planner.warn(f"agmm passes over rows of {table.name}: {reason}", reason or "")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from agmm import _collectives, _scatter_plan
+from agmm import _collectives, _cuda, _scatter_plan
 from agmm._calls import Call
 from agmm.autograd import MatmulReduceScatter
 from agmm.errors import InvalidArgument
@@ -79,6 +79,7 @@ def _impl(
         # It sums with torch.sum, which autocast would have return float32.
         with torch.amp.autocast(A.device.type, enabled=False):
             out = fused(A.contiguous(), B, reduce_op, 0, group_name)
+        _cuda.note_torch_workspaces()
     else:
         call = Call("matmul_reduce_scatter", A=A, B=B, scatter_dim=scatter_dim, reduce_op=reduce_op)
         out = _collectives.reduce_scatter(
