@@ -55,7 +55,7 @@ class CpuWorkspace {
 
   double timeout_s() const { return timeout_s_.load(); }
   void set_timeout_s(double seconds);
-  // See warn_seconds(), which it is at first.
+  // See warn_seconds(); 0 at first.
   double warn_s() const { return warn_s_.load(); }
   void set_warn_s(double seconds) { warn_s_.store(seconds); }
 

@@ -12,6 +12,7 @@ try:
     from agmm import _core, async_tp
     from agmm._call_plan import reserve_sms
     from agmm.errors import AgmmError, InvalidArgument, Unsupported
+    from agmm.memory import release, reserve, workspace_bytes
     from agmm.ops import all_gather_matmul
     from agmm.plan import KernelConfig
     from agmm.reduce_scatter import matmul_reduce_scatter
@@ -42,5 +43,8 @@ __all__ = [
     "all_gather_matmul",
     "async_tp",
     "matmul_reduce_scatter",
+    "release",
+    "reserve",
     "reserve_sms",
+    "workspace_bytes",
 ]

@@ -234,7 +234,7 @@ def _agreed_tables(group: dist.ProcessGroup, gpu: str) -> list[tables.Table]:
     world_size = dist.get_world_size(group)
     own = tables.user(gpu, world_size)
     digest = "" if own is None else own.digest
-    digests = _group.of(group).exchange(f"their tuned tables for {gpu}", digest)
+    digests = _exchange(group, f"their tuned tables for {gpu}", digest)
     if len(set(digests)) > 1:
         tables.warn_once(
             f"agmm ignores {tables.file_name(gpu, world_size)} of the user: its ranks found "
@@ -242,3 +242,8 @@ def _agreed_tables(group: dist.ProcessGroup, gpu: str) -> list[tables.Table]:
         )
         own = None
     return _tables(own, tables.packaged(gpu, world_size))
+
+
+def _exchange(group: dist.ProcessGroup, topic: str, value: str) -> list[str]:
+    """Every rank's value, by rank. Collective."""
+    return _group.of(group).exchange(topic, value)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import ClassVar
 
@@ -150,23 +152,28 @@ class CpuWorkspace:
                 raise, and keep the slots they had.
             AgmmError: an earlier call on this workspace was interrupted or the workspace is closed.
         """
+        call = Call("all_gather_matmul", A_shard=A_shard, B=Bs, return_A=return_A)
+        name = str(A_shard.dtype).removeprefix("torch.")
         with self._group.lock:
             chunks = chunks_per_shard or self._chunks_per_shard
-            name = str(A_shard.dtype).removeprefix("torch.")
             tag = _tag(*A_shard.shape, f"{name} in {chunks} chunks", return_A)
-            self._begin(tag, Call("all_gather_matmul", A_shard=A_shard, B=Bs, return_A=return_A))
-            try:
+            with self._in_step(tag, call):
                 self._make_room(self.world_size * A_shard.nbytes, chunks, tag)
                 A, outs, error = self._run(A_shard, Bs, biases, return_A, chunks, tag, timeline)
-            except Unsupported:
-                raise
-            except BaseException:
-                self._interrupted = True
-                raise
-            self._group.call = None
         if error is not None:
             raise error
         return A, outs
+
+    def reserve(self, slot_bytes: int) -> None:
+        """Grow the slots to at least ``slot_bytes``, the same on all ranks. Collective.
+
+        Raises:
+            Unsupported: a rank has no memory for it; all ranks raise, and keep the slots they had.
+        """
+        tag = _tag(0, 0, f"reserve {slot_bytes}", False)
+        with self._in_step(tag, Call("reserve", nbytes=slot_bytes)):
+            self._pass_tag(tag)
+            self._make_room(slot_bytes, self._chunks_per_shard, tag)
 
     def meet(self, what: str, call: Call) -> None:
         """Waits until all ranks are about to do the same with the group's backend. Collective.
@@ -180,28 +187,35 @@ class CpuWorkspace:
         """
         if self.world_size == 1:
             return
+        tag = _tag(0, 0, what, False)
+        with self._in_step(tag, call):
+            self._pass_tag(tag)
+
+    @contextmanager
+    def _in_step(self, tag: int, call: Call) -> Iterator[None]:
+        """One call of the group. What ends it half-way, other than a refusal that all ranks make,
+        leaves this rank out of step."""
         with self._group.lock:
-            tag = _tag(0, 0, what, False)
-            self._begin(tag, call)
+            if self._interrupted:
+                raise AgmmError(
+                    "workspace: found one whose last call was interrupted, wanted one in step with "
+                    "the other ranks; make a new process group"
+                )
+            if not self._finalizer.alive:
+                raise AgmmError("workspace: found a closed one, wanted an open one")
+            self._core.timeout_s = _env.timeout_s()
+            self._core.warn_s = _env.warn_s()
+            self._group.calls += 1
+            self._group.call = tag, call
             try:
-                self._pass_tag(tag)
+                yield
+            except Unsupported:
+                raise
             except BaseException:
                 self._interrupted = True
                 raise
-            self._group.call = None
-
-    def _begin(self, tag: int, call: Call) -> None:
-        if self._interrupted:
-            raise AgmmError(
-                "workspace: found one whose last call was interrupted, wanted one in step with "
-                "the other ranks; make a new process group"
-            )
-        if not self._finalizer.alive:
-            raise AgmmError("workspace: found a closed one, wanted an open one")
-        self._core.timeout_s = _env.timeout_s()
-        self._core.warn_s = _env.warn_s()
-        self._group.calls += 1
-        self._group.call = tag, call
+            finally:
+                self._group.call = None
 
     def _pass_tag(self, tag: int) -> None:
         """A round in which the tag goes to all ranks, without data."""

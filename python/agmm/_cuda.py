@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
-import socket
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from torch.distributed.distributed_c10d import _get_process_group_store
 
-from agmm import _call_plan, _core, _env, plan
+from agmm import _call_plan, _calls, _core, _env, _group, plan
 from agmm.errors import AgmmError, InvalidArgument, Unsupported
 from agmm.plan import KernelConfig, Plan, SmPush
 
@@ -32,11 +30,42 @@ _ALIGNING_CYCLES = 1_000_000
 """So long the GPU is busy before a timeline's call, so that the hosts' launches are done, and the
 ranks begin when an all-reduce ends."""
 
-_generations: dict[str, int] = {}
-"""How often the ranks of a group have agreed on new slots, by the group's name."""
-
 _rendezvous = 0
-"""How many workspaces this process has made."""
+"""How many rendezvous of symmetric memory this process has made, as far as agmm sees: its own, and
+those of the workspaces that torch's ops make for themselves."""
+
+_torch_workspaces: dict[str, int] = {}
+"""The last size seen of the workspace that torch's ops have made for a group, by its name."""
+
+
+def note_torch_workspaces() -> None:
+    """Counts the rendezvous that torch's own ops have made since the last time: one for each
+    workspace that is new or larger. To be called after each such op that agmm calls."""
+    global _rendezvous
+    for name, workspace in getattr(symm_mem, "_group_name_to_workspace_tensor", {}).items():
+        if workspace is not None and _torch_workspaces.get(name) != workspace.numel():
+            _torch_workspaces[name] = workspace.numel()
+            _rendezvous += 1
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _why_no_peer_access(own: str, uuids: Sequence[str]) -> str:
+    """The reason why GPUs of this host, by UUID, do not reach each other's memory, or "".
+
+    Only those that this process sees can be asked; under Slurm or Ray that is often its own alone.
+    The others are taken to be reached: their memory is mapped by handles, which does not need them
+    to be visible, and where it cannot be the rendezvous says so.
+    """
+    visible = {_uuid(index): index for index in range(torch.cuda.device_count())}
+    here = sorted({visible[uuid] for uuid in uuids if uuid in visible})
+    for a in here:
+        for b in here:
+            if a != b and not torch.cuda.can_device_access_peer(a, b):
+                return f"group: cuda:{a} has no peer access to cuda:{b}"
+    return ""
 
 
 @lru_cache(maxsize=4096)
@@ -259,6 +288,8 @@ class CudaWorkspace:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group_ref = weakref.ref(group)
+        self._known = _group.of(group)
+        self.lock = self._known.lock
         self._device = device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
@@ -267,7 +298,9 @@ class CudaWorkspace:
         self._captured = False
         self._kept: list[_Buffers] = []  # read by CUDA graphs that may be replayed
         self._why_unfused: str | None = None
+        self._refused: tuple[int, str] | None = None
         self._shares_gpu = False
+        _calls.be_asked()
         self._gather_stream: torch.cuda.Stream | None = None
         self._gathered = torch.cuda.Event()  # of the last eager gather by copies
         self._unfinished: torch.Tensor | None = None  # kept while copies may be written to it
@@ -296,38 +329,99 @@ class CudaWorkspace:
         return workspace
 
     def ensure(self, slot_bytes: int) -> None:
-        """Grow the slots to at least ``slot_bytes``. Collective where they have to grow."""
-        if self._why_unfused is not None:
-            raise Unsupported(self._why_unfused)
-        if slot_bytes <= self.slot_bytes or self.world_size == 1:
-            return
-        if torch.cuda.is_current_stream_capturing():
-            raise AgmmError(
-                f"workspace: found slots of {self.slot_bytes} bytes during CUDA graph capture, "
-                f"wanted {slot_bytes}; call once with this shape before the capture"
-            )
-        slot_bytes = -(-slot_bytes // _SLOT_GRANULE) * _SLOT_GRANULE
-        with torch.cuda.device(self._device):
-            self._grow(slot_bytes)
+        """Grow the slots to at least ``slot_bytes``. Collective where they have to grow.
 
-    def _grow(self, slot_bytes: int) -> None:
-        self._agree(slot_bytes)
+        Raises:
+            Unsupported: the GPUs cannot reach each other's memory, or one has too little left; all
+                ranks raise, and the slots are as they were.
+        """
+        with self.lock:
+            if self._why_unfused is not None:
+                raise Unsupported(self._why_unfused)
+            if slot_bytes <= self.slot_bytes or self.world_size == 1:
+                return
+            if self._refused is not None and slot_bytes > self._refused[0]:
+                raise Unsupported(self._refused[1])
+            if torch.cuda.is_current_stream_capturing():
+                raise AgmmError(
+                    f"workspace: found slots of {self.slot_bytes} bytes during CUDA graph capture, "
+                    f"wanted {slot_bytes}; call once with this shape before the capture, or "
+                    "agmm.reserve"
+                )
+            with torch.cuda.device(self._device):
+                self._grow(slot_bytes)
+
+    def release(self) -> None:
+        """Give the memory back; the next call takes it anew. Collective.
+
+        Raises:
+            AgmmError: a CUDA graph was captured with this memory, which it may use at any time; all
+                ranks raise.
+        """
+        with self.lock:
+            if self.world_size == 1:
+                return
+            captured = self._captured or bool(self._kept)
+            found = self._known.exchange("whether graphs need a workspace", json.dumps(captured))
+            ranks = [rank for rank, told in enumerate(found) if json.loads(told)]
+            if ranks:
+                raise AgmmError(
+                    f"workspace: found CUDA graphs that use it on ranks {ranks}, wanted none: a "
+                    "graph may be replayed as long as the group is there"
+                )
+            if self._buffers is None:
+                return
+            with torch.cuda.device(self._device):
+                self._finish_calls()
+            self._buffers, self.slot_bytes, self._refused = None, 0, None
+
+    def _finish_calls(self) -> None:
+        """Behind this no rank reads or writes the buffers any more."""
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group, device_ids=[self._device.index])
+
+    def _grow(self, slot_bytes: int) -> None:
+        wanted = slot_bytes
+        is_captured = self._agree(slot_bytes)
+        if is_captured:
+            # The old buffers stay for the graphs. All that stay are smaller than the new ones.
+            slot_bytes = max(slot_bytes, 2 * self.slot_bytes)
+        slot_bytes = -(-slot_bytes // _SLOT_GRANULE) * _SLOT_GRANULE
+        memory = self._allocate(wanted, slot_bytes)
+        self._finish_calls()
         if self._buffers is not None and self._captured:
             self._kept.append(self._buffers)
         self._buffers = None
         self._captured = False
-        self._buffers = self._open(slot_bytes)
+        self.slot_bytes = 0
+        self._buffers = self._open(memory, slot_bytes)
         self.slot_bytes = slot_bytes
 
-    def _open(self, slot_bytes: int) -> _Buffers:
+    def _sizes(self, slot_bytes: int) -> tuple[int, int]:
+        """The staging place's offset in a workspace, and the size of all."""
         size = _core.CudaWorkspace.workspace_bytes(slot_bytes, self.world_size)
         staging_offset = _aligned(size)
-        staging_bytes = _aligned(-(-slot_bytes // self.world_size))
-        memory = symm_mem.empty(
-            staging_offset + staging_bytes, dtype=torch.uint8, device=self._device
-        )
+        return staging_offset, staging_offset + _aligned(-(-slot_bytes // self.world_size))
+
+    def _allocate(self, wanted: int, slot_bytes: int) -> torch.Tensor:
+        """This rank's part, before anything is given up. All ranks raise where one has no room."""
+        memory, error = None, ""
+        _, size = self._sizes(slot_bytes)
+        try:
+            memory = symm_mem.empty(size, dtype=torch.uint8, device=self._device)
+        except RuntimeError as e:
+            error = f"{size} bytes of GPU memory: {e}".splitlines()[0]
+        errors = self._known.exchange("whether they have memory for a workspace", error)
+        for rank, found in enumerate(errors):
+            if found:
+                reason = f"workspace: rank {rank} could not get {found}"
+                self._refused = wanted - 1, reason
+                raise Unsupported(reason)
+        assert memory is not None
+        return memory
+
+    def _open(self, memory: torch.Tensor, slot_bytes: int) -> _Buffers:
+        staging_offset, _ = self._sizes(slot_bytes)
         global _rendezvous
         _rendezvous += 1
         handle = symm_mem.rendezvous(memory, self._group.group_name)
@@ -348,54 +442,47 @@ class CudaWorkspace:
         dist.barrier(self._group, device_ids=[self._device.index])
         return _Buffers(core, memory, handle, staging_offset)
 
-    def _agree(self, slot_bytes: int) -> None:
-        """All ranks want the same slots, and their GPUs reach each other; else all ranks raise."""
-        name = self._group.group_name
-        _generations[name] = _generations.get(name, 0) + 1
-        store = _get_process_group_store(self._group)
-        prefix = f"agmm/{name}/{_generations[name]}"
-        own = f"{slot_bytes};{socket.gethostname()};{self._device.index};{_rendezvous}"
-        store.set(f"{prefix}/{self.rank}", own)
-        keys = [f"{prefix}/{peer}" for peer in range(self.world_size)]
-        limit_s = _core.timeout_seconds()
-        try:
-            store.wait(keys, timedelta(seconds=limit_s))
-        except RuntimeError:
-            missing = [p for p, key in enumerate(keys) if not store.check([key])]
-            raise AgmmError(
-                f"workspace: rank {self.rank} wants slots of {slot_bytes} bytes, but ranks "
-                f"{missing} did not ask for any in {limit_s:g} s; wanted the same calls with the "
-                "same shapes on all ranks"
-            ) from None
-        found = [store.get(key).decode().split(";") for key in keys]
-        sizes = sorted({int(entry[0]) for entry in found})
+    def _agree(self, slot_bytes: int) -> bool:
+        """All ranks want the same slots, and their GPUs reach each other; else all ranks raise.
+
+        Returns:
+            Whether a rank has captured calls with the present ones.
+        """
+        note_torch_workspaces()
+        own = _uuid(self._device.index)
+        told = json.dumps([slot_bytes, own, _rendezvous, self._captured])
+        found = [json.loads(each) for each in self._known.exchange("the size of a workspace", told)]
+        sizes = sorted({entry[0] for entry in found})
         if len(sizes) > 1:
             raise AgmmError(
                 f"workspace: found ranks that want slots of {sizes} bytes, wanted the same calls "
                 "with the same shapes on all ranks"
             )
-        hosts = {entry[1] for entry in found}
-        devices = [int(entry[2]) for entry in found]
-        made = [int(entry[3]) for entry in found]
-        self._shares_gpu = len(set(devices)) < len(devices)
-        if len(hosts) > 1:
-            self._why_unfused = f"group: found ranks on {len(hosts)} hosts, wanted one"
+        uuids = [entry[1] for entry in found]
+        made = [entry[2] for entry in found]
+        hosts = len(set(self._known.hosts()))
+        self._shares_gpu = len(set(uuids)) < len(uuids)
+        reason = ""
+        if hosts > 1:
+            reason = f"group: found ranks on {hosts} hosts, wanted one"
         elif self._shares_gpu and not _env.is_on(_env.SHARED_GPUS):
-            self._why_unfused = f"group: found ranks on the same GPU {devices}, wanted one each"
+            shared = [rank for rank, uuid in enumerate(uuids) if uuids.count(uuid) > 1]
+            reason = f"group: found ranks {shared} on GPUs that they share, wanted one each"
         elif len(set(made)) > 1:
             # torch numbers the exchanges of a rendezvous with one counter per process; ranks whose
             # counters differ would wait for each other's keys forever (seen with torch 2.11).
-            self._why_unfused = (
+            reason = (
                 f"group: found ranks that have made {made} workspaces before, wanted equally many: "
                 "torch's rendezvous would hang; call in the group with more ranks first"
             )
-        elif all(index < torch.cuda.device_count() for index in devices):
-            for a in devices:
-                for b in devices:
-                    if a != b and not torch.cuda.can_device_access_peer(a, b):
-                        self._why_unfused = f"group: cuda:{a} has no peer access to cuda:{b}"
+        else:
+            reason = _why_no_peer_access(own, uuids)
+        # Ranks may see different GPUs.
+        reasons = self._known.exchange("whether their GPUs reach each other", reason)
+        self._why_unfused = next((each for each in reasons if each), None)
         if self._why_unfused is not None:
             raise Unsupported(self._why_unfused)
+        return any(entry[3] for entry in found)
 
     def prepare(
         self,
@@ -503,6 +590,10 @@ class CudaWorkspace:
             Unsupported: the GPUs of the group cannot reach each other's memory; all ranks raise.
             AgmmError: the slots are smaller than the gathered tensor during CUDA graph capture.
         """
+        with self.lock:
+            return self._start_all_gather(shard)
+
+    def _start_all_gather(self, shard: torch.Tensor) -> Callable[[], torch.Tensor]:
         buffers = self._enter(shard.nbytes * self.world_size)
         stream = torch.cuda.current_stream(self._device)
         is_captured = torch.cuda.is_current_stream_capturing()
@@ -512,7 +603,7 @@ class CudaWorkspace:
             stream.wait_event(self._gathered)
         if self._gather_stream is None:
             self._gather_stream = torch.cuda.Stream(self._device)
-        limit_ms = math.ceil(_core.timeout_seconds() * 1e3)
+        limit_ms = math.ceil(_env.timeout_s() * 1e3)
         gathered = shard.new_empty(self.world_size * shard.shape[0], *shard.shape[1:])
         buffers.handle.barrier(channel=0, timeout_ms=limit_ms)
         buffers.staged(self.rank, shard).copy_(shard)
@@ -597,44 +688,46 @@ class FusedCall(NamedTuple):
                 for w, out in zip(weights, outs, strict=True)
             ]
             return (None if gathered_shape is None else A_shard.clone()), outs
-        buffers = workspace._enter(slot_bytes)
-        A = None if gathered_shape is None else A_shard.new_empty(gathered_shape)
-        kept: list[torch.Tensor] = []  # copies live until the call is enqueued
-        outs = []
-        arguments = []
-        for w, B, bias in zip(weights, Bs, biases, strict=True):
-            out = A_shard.new_empty(w.out_shape)
-            outs.append(out)
-            arguments.append(
-                (
-                    _aligned_pointer(B, kept),
-                    w.leading,
-                    w.column_major,
-                    w.n,
-                    _bias_pointer(bias, kept),
-                    out.data_ptr(),
-                    w.core_config,
+        with workspace.lock:
+            workspace._known.calls += 1
+            buffers = workspace._enter(slot_bytes)
+            A = None if gathered_shape is None else A_shard.new_empty(gathered_shape)
+            kept: list[torch.Tensor] = []  # copies live until the call is enqueued
+            outs = []
+            arguments = []
+            for w, B, bias in zip(weights, Bs, biases, strict=True):
+                out = A_shard.new_empty(w.out_shape)
+                outs.append(out)
+                arguments.append(
+                    (
+                        _aligned_pointer(B, kept),
+                        w.leading,
+                        w.column_major,
+                        w.n,
+                        _bias_pointer(bias, kept),
+                        out.data_ptr(),
+                        w.core_config,
+                    )
                 )
-            )
-        captured = True  # also where the call fails half-way
-        try:
-            captured = buffers.core.all_gather_matmul(
-                _aligned_pointer(A_shard, kept),
-                rows,
-                k,
-                dtype,
-                arguments,
-                transport,
-                0 if A is None else A.data_ptr(),
-                0 if tile_times is None else tile_times.data_ptr(),
-                _stream(A_shard.device),
-            )
-        except ValueError as error:
-            captured = False  # nothing was enqueued
-            raise InvalidArgument(str(error)) from None
-        finally:
-            if captured:
-                workspace._captured = True
+            captured = True  # also where the call fails half-way
+            try:
+                captured = buffers.core.all_gather_matmul(
+                    _aligned_pointer(A_shard, kept),
+                    rows,
+                    k,
+                    dtype,
+                    arguments,
+                    transport,
+                    0 if A is None else A.data_ptr(),
+                    0 if tile_times is None else tile_times.data_ptr(),
+                    _stream(A_shard.device),
+                )
+            except ValueError as error:
+                captured = False  # nothing was enqueued
+                raise InvalidArgument(str(error)) from None
+            finally:
+                if captured:
+                    workspace._captured = True
         return A, outs
 
 

@@ -38,11 +38,14 @@ def is_fused(A: torch.Tensor, B: torch.Tensor, scatter_dim: int, group: dist.Pro
         return False
     if not _has_kernels(A.device, group):
         return False
+    # First, since no workspace is to be made where all are small.
+    if not cost_model.is_reduce_scatter_fused(_problem(A, B, group)):
+        return False
     try:  # finds out whether the GPUs reach each other
         cuda_workspace(group, A.device).ensure(1)
     except Unsupported:
         return False
-    return cost_model.is_reduce_scatter_fused(_problem(A, B, group))
+    return True
 
 
 def is_gather_by_copies(

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import re
 import warnings
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from heapq import heapify, heappop, heappush
 from itertools import product
-from math import log
-from statistics import fmean
+from math import inf, log
 from typing import NamedTuple, Protocol
 
 from agmm import cost_model
+from agmm.cost_model import At, Load, Tiling
 
 ALIGNMENT = 8
 """K and N must be multiples of this: 16-byte TMA alignment of 2-byte elements."""
@@ -68,6 +71,10 @@ RASTERS = ("along_m", "along_n")
 
 _NEIGHBOUR_FACTOR = 4
 """A tuned M says something about an M up to this many times larger or smaller."""
+
+_MAX_PLANS = 4096
+_MAX_FAMILIES = 512
+"""What a planner remembers: plans, and problems that differ in more than M."""
 
 _GATHER_VARIES = 0.2
 _STEADY_GATHER_BYTES = 4e6
@@ -214,6 +221,10 @@ class SmPush(NamedTuple):
         head = f"h{self.head_chunks}" if self.head_chunks else ""
         return f"sm{self.parts}x{self.chunk_columns}{first}{head}"
 
+    def has_ctas(self, k: int) -> bool:
+        """Whether CTAs of their own push a part of K columns."""
+        return 0 < self.head_chunks * self.chunk_columns < k
+
     def why_illegal(self, k: int) -> str | None:
         """The reason why it cannot serve a call with K columns, or None."""
         if not 0 < self.parts <= MAX_PUSH_PARTS or self.parts & (self.parts - 1):
@@ -295,10 +306,8 @@ def why_transport_illegal(problem: Problem, kernel: KernelConfig, transport: str
             return f"sm push: found {problem.world_size} ranks, wanted 2 to {MAX_PUSH_RANKS}"
         if not problem.peer_atomics:
             return "sm push: found links without native atomics, wanted NVLink between all GPUs"
-        if 0 < sm_push.head_chunks * sm_push.chunk_columns < problem.k:
-            free = _free_sms(problem, kernel)
-            if free < 1:
-                return f"sm push: found {kernel.kernel} on all multiprocessors, wanted free ones"
+        if sm_push.has_ctas(problem.k) and _free_sms(problem, kernel) < 1:
+            return f"sm push: found {kernel.kernel} on all multiprocessors, wanted free ones"
         return sm_push.why_illegal(problem.k)
     if transport in copying:
         return None
@@ -345,10 +354,10 @@ def why_illegal(problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]) -
     reason = why_transport_illegal(problem, plan.kernel, plan.transport)
     if reason is not None:
         return f"plan: {reason}"
-    built = [kernel for kernel in kernels if kernel.kernel == plan.kernel.kernel]
-    if not built:
+    built = _built(plan.kernel, kernels)
+    if built is None:
         return f"plan: found kernel {plan.kernel.kernel}, which is not in this build"
-    legal = _legal_splits(problem, built[0])
+    legal = _legal_splits(problem, built)
     if plan.kernel.splits not in legal:
         return (
             f"plan: found {plan.kernel.splits} splits of K for {plan.kernel.kernel}, "
@@ -357,12 +366,21 @@ def why_illegal(problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]) -
     return None
 
 
+def _built(config: KernelConfig, kernels: Iterable[KernelConfig]) -> KernelConfig | None:
+    """This kernel as the build has it."""
+    return next((kernel for kernel in kernels if kernel.kernel == config.kernel), None)
+
+
 def _legal_splits(problem: Problem, kernel: KernelConfig) -> range:
     """Into how many parts K may be split: all parts of all tiles are computed in one wave."""
     if not kernel.can_split:
         return range(1, 2)
     blocks, workers = cost_model.clusters(problem, replace(kernel, splits=1))
-    return range(1, max(1, min(workers // blocks, -(-problem.k // kernel.tile_k))) + 1)
+    return _splits_that_fit(problem.k, kernel.tile_k, blocks, workers)
+
+
+def _splits_that_fit(k: int, tile_k: int, blocks: int, workers: int) -> range:
+    return range(1, max(1, min(workers // blocks, -(-k // tile_k))) + 1)
 
 
 def orders(config: KernelConfig) -> Iterator[KernelConfig]:
@@ -371,12 +389,16 @@ def orders(config: KernelConfig) -> Iterator[KernelConfig]:
         yield replace(config, raster=raster, max_swizzle=max_swizzle)
 
 
+def _has_few_rows_of_tiles(problem: Problem, tile_m: int) -> bool:
+    """In a shard."""
+    return -(-problem.m // (problem.world_size * tile_m)) <= 8
+
+
 def usual_order(problem: Problem, config: KernelConfig) -> KernelConfig:
     """The kernel with the raster and swizzle that were the best, or within 2% of it, on all but a
     few of the shapes measured on H200, within 4% on those (docs/performance.md)."""
     if config.schedule == "pingpong":
-        rows = -(-problem.m // (problem.world_size * config.tile_m))
-        if rows <= 8:
+        if _has_few_rows_of_tiles(problem, config.tile_m):
             return replace(config, raster="along_m", max_swizzle=1)
         # Bands of rows read all of B each: from the L2 cache, or one reading for two tiles.
         reads_b_cheaply = config.cluster_m > 1 or cost_model.is_b_in_l2(problem)
@@ -387,42 +409,50 @@ def usual_order(problem: Problem, config: KernelConfig) -> KernelConfig:
 
 def _free_sms(problem: Problem, kernel: KernelConfig) -> int:
     """Multiprocessors without a tile, in whole clusters; 0 with more than one wave of tiles."""
-    blocks, workers = cost_model.clusters(problem, kernel)
-    return max(0, workers - blocks) * kernel.cluster_m * kernel.cluster_n
+    tiling = Tiling(problem, kernel)
+    return _free_of(tiling, At(problem).blocks(tiling))
 
 
-def _can_have_head(problem: Problem, kernel: KernelConfig) -> bool:
+def _free_of(tiling: Tiling, blocks: int) -> int:
+    return max(0, tiling.workers - blocks) * tiling.ctas
+
+
+def _can_have_head(k: int, free_sms: int) -> bool:
     """Whether CTAs of their own find a multiprocessor, and most of K left to push."""
     columns, chunks = _HEAD
-    return _free_sms(problem, kernel) >= _PUSH_SMS and problem.k >= 2 * columns * chunks
+    return free_sms >= _PUSH_SMS and k >= 2 * columns * chunks
 
 
 def _usual_sm_push(problem: Problem, kernel: KernelConfig) -> SmPush:
+    at, tiling = At(problem), Tiling(problem, kernel)
+    return _usual_sm_push_at(at, tiling, at.load(tiling), kernel.splits)
+
+
+def _usual_sm_push_at(at: At, tiling: Tiling, load: Load, splits: int) -> SmPush:
     # With more than one wave of tiles the nearest consumer's rows go first, since it computes them
     # first.
-    blocks, workers = cost_model.clusters(problem, kernel)
-    rows = max(1, problem.m // problem.world_size)
-    one_wave = blocks <= workers
+    problem, rows = at.problem, max(1, at.rows)
+    one_wave = load.waves <= 1
     # In shorter shards it holds up the others for longer than it helps.
-    straddles = cost_model.straddles(problem, kernel)
-    is_short = straddles or rows < max(256, kernel.tile_m * kernel.cluster_m)
+    straddles = at.straddles(tiling.tile_m)
+    is_short = straddles or rows < max(256, tiling.block_rows)
     first_peers = 0 if one_wave or is_short else 1
     has_one_peer = problem.world_size == 2
     one_peer = first_peers == 1 or has_one_peer
-    has_small_parts = one_peer or (kernel.splits == 1 and not straddles)
+    has_small_parts = one_peer or (splits == 1 and not straddles)
     part_rows = _PUSH_ROWS if has_small_parts else 2 * _PUSH_ROWS
-    rate = cost_model.push_rate_gb_per_s(problem, kernel)
+    rate = at.push_rate_gb_per_s(load)
     waits = rate > (_ONE_PEER_RATE_GB_PER_S if has_one_peer else _PUSH_RATE_GB_PER_S)
     most_parts = MAX_PUSH_PARTS
     if straddles and rate > _LINK_BOUND_GB_PER_S:
         most_parts = max(_LINK_BOUND_PARTS, rows // _LINK_BOUND_ROWS)
-    parts = 1
-    while 2 * parts <= most_parts and 2 * parts * part_rows <= rows:
-        parts *= 2
+    # The largest power of 2 that leaves each part enough rows.
+    parts = 1 << (max(1, min(most_parts, rows // part_rows)).bit_length() - 1)
     is_narrow = one_wave and has_small_parts and not one_peer and not waits
     columns = _PUSH_COLUMNS[0 if is_narrow else 1]
     head_chunks = 0
-    if _can_have_head(problem, kernel) and waits and (one_peer or not straddles):
+    has_head = waits and (one_peer or not straddles)
+    if has_head and _can_have_head(problem.k, _free_of(tiling, load.blocks)):
         columns, head_chunks = _HEAD
     while problem.k > columns * MAX_COLUMN_CHUNKS:
         columns *= 2
@@ -432,7 +462,7 @@ def _usual_sm_push(problem: Problem, kernel: KernelConfig) -> SmPush:
 def sm_pushes(problem: Problem, kernel: KernelConfig) -> list[SmPush]:
     """The legal SM pushes of a call with this kernel that are worth a measurement."""
     usual = _usual_sm_push(problem, kernel)
-    can_have_head = _can_have_head(problem, kernel)
+    can_have_head = _can_have_head(problem.k, _free_sms(problem, kernel))
     found = [
         SmPush(parts, columns, first_peers, head_chunks)
         for parts in dict.fromkeys((usual.parts, max(1, usual.parts // 2)))
@@ -471,21 +501,9 @@ def predict_us(problem: Problem, plan: Plan) -> float | None:
             sm_push.chunk_columns,
             parts=sm_push.parts,
             first_peers=sm_push.first_peers,
-            has_ctas=0 < sm_push.head_chunks * sm_push.chunk_columns < problem.k,
+            has_ctas=sm_push.has_ctas(problem.k),
         )
     return cost_model.fused_us(problem, plan.kernel, plan.transport)
-
-
-def _plan_here(problem: Problem, tuned: Plan) -> Plan:
-    """The plan of another M for this one. Its order of tiles says nothing: the best one there may
-    be best by less than the noise, and take a third longer here. How SM push best cuts whole tiles
-    of a shard says nothing about shards that end inside them."""
-    if tuned.kernel is None:
-        return tuned
-    kernel = usual_order(problem, tuned.kernel)
-    if SmPush.parse(tuned.transport) is None or not cost_model.straddles(problem, kernel):
-        return replace(tuned, kernel=kernel)
-    return replace(tuned, transport=_usual_sm_push(problem, kernel).name, kernel=kernel)
 
 
 @dataclass(frozen=True)
@@ -525,6 +543,281 @@ class Choice:
     """The row of exactly this problem."""
 
 
+class _Way:
+    """A kernel with its splits of K: what M does not change."""
+
+    __slots__ = ("_orders", "can_push", "config", "copies", "is_pull", "tiling")
+
+    def __init__(self, problem: Problem, config: KernelConfig) -> None:
+        copying = copy_transports(problem, config)
+        self.config = config
+        self.tiling = Tiling(problem, config)
+        self.copies = copying[0]
+        self.is_pull = self.copies == "pull"
+        columns = _PUSH_COLUMNS[-1]
+        while problem.k > columns * MAX_COLUMN_CHUNKS:
+            columns *= 2
+        push = SmPush(1, columns).name
+        self.can_push = why_transport_illegal(problem, config, push) is None
+        self._orders: dict[bool, KernelConfig] = {}
+
+    def in_order(self, problem: Problem) -> KernelConfig:
+        """See `usual_order`."""
+        few = self.config.schedule == "pingpong" and _has_few_rows_of_tiles(
+            problem, self.config.tile_m
+        )
+        found = self._orders.get(few)
+        if found is None:
+            found = self._orders[few] = usual_order(problem, self.config)
+        return found
+
+    def copied_us(self, at: At, load: Load, transport: str) -> float:
+        return at.fused_us(self.tiling, load, transport)
+
+    def pushed_us(self, at: At, load: Load, push: SmPush) -> float:
+        has_ctas = push.has_ctas(at.problem.k)
+        return at.sm_push_us(
+            self.tiling, load, push.chunk_columns, push.parts, push.first_peers, has_ctas
+        )
+
+    def usual_push(self, at: At, load: Load) -> SmPush:
+        return _usual_sm_push_at(at, self.tiling, load, self.config.splits)
+
+
+class _KeptRow:
+    """A row of a table, and whether it may serve the problems of a family."""
+
+    __slots__ = ("_built", "_is_legal", "_there_us", "push", "row", "source", "way")
+
+    def __init__(self, problem: Problem, row: Row, source: str, kernels: Sequence[KernelConfig]):
+        self.row, self.source = row, source
+        plan = row.plan
+        self.push = SmPush.parse(plan.transport)
+        self.way: _Way | None = None
+        if plan.kernel is not None and _has_model(problem):
+            self.way = _Way(problem, plan.kernel)
+        self._there_us: tuple[float | None] | None = None
+        # Only splits, and CTAs of their own that push, may be legal for some M.
+        plain, self._built = plan, None
+        if self.way is not None:
+            config = self.way.config
+            if self.push is not None and self.push.has_ctas(problem.k):
+                plain = replace(plain, transport=self.push._replace(head_chunks=0).name)
+            if config.splits > 1:
+                plain = replace(plain, kernel=replace(config, splits=1))
+            built = _built(config, kernels)
+            if plain is not plan and built is not None:
+                self._built = _Way(problem, replace(built, splits=1))
+        self._is_legal = why_illegal(problem, plain, kernels) is None
+
+    def is_legal(self, at: At) -> bool:
+        """See `why_illegal`."""
+        way, built = self.way, self._built
+        if not self._is_legal or way is None or built is None:
+            return self._is_legal
+        k, blocks, workers = at.problem.k, at.blocks(built.tiling), built.tiling.workers
+        splits = way.config.splits
+        if splits > 1:
+            if not built.config.can_split:
+                return False
+            if splits not in _splits_that_fit(k, way.config.tile_k, blocks, workers):
+                return False
+        has_ctas = self.push is not None and self.push.has_ctas(k)
+        return not has_ctas or _free_of(way.tiling, at.blocks(way.tiling)) >= 1
+
+    def there_us(self, problem: Problem) -> float | None:
+        """What the model says of the row's own problem."""
+        if self._there_us is None:
+            self._there_us = (predict_us(problem._replace(m=self.row.m), self.row.plan),)
+        return self._there_us[0]
+
+    def here(self, at: At) -> tuple[Plan, float]:
+        """Its plan for another M, and the predicted time. Its order of tiles says nothing: the best
+        one there may be best by less than the noise, and take a third longer here. How SM push best
+        cuts whole tiles of a shard says nothing about shards that end inside them."""
+        plan, way, push = self.row.plan, self.way, self.push
+        if way is None:
+            return plan, cost_model.unfused_us(at.problem)
+        load, transport = at.load(way.tiling), plan.transport
+        if push is None:
+            us = way.copied_us(at, load, transport)
+        else:
+            if at.straddles(way.tiling.tile_m):
+                push = way.usual_push(at, load)
+                transport = push.name
+            us = way.pushed_us(at, load, push)
+        return Plan(transport, way.in_order(at.problem), plan.chunks_per_shard), us
+
+
+def _has_model(problem: Problem) -> bool:
+    return problem.gpu != CPU and problem.dtype in FUSED_DTYPES
+
+
+_PRUNING = 1.0 + 1e-9
+"""Predictions are compared with floors that are computed in another order of operations."""
+
+
+class _Family:
+    """What a planner knows of all problems that differ in M alone."""
+
+    def __init__(self, planner: Planner, problem: Problem) -> None:
+        self._kernels = planner.kernels
+        self.why_unfused: str | None = None
+        self._ways: list[list[_Way]] = []
+        if problem.gpu != CPU:
+            self.why_unfused = why_unfused(problem.dtype, problem.n, problem.k)
+        if problem.gpu != CPU and self.why_unfused is None:
+            self._ways = [[_Way(problem, kernel)] for kernel in self._kernels]
+        twin = problem._replace(return_A=not problem.return_A)
+        self.rows = [self._rows_of(planner, problem, tuned) for tuned in (problem, twin)]
+        """By M: what was tuned for the problem, and for the one that differs in return_A."""
+        self.tuned_ms = [sorted(rows) for rows in self.rows]
+
+    def _rows_of(
+        self, planner: Planner, problem: Problem, tuned: Problem
+    ) -> dict[int, list[_KeptRow]]:
+        differs = "" if tuned == problem else f", return_A={tuned.return_A}"
+        at = At(problem)
+        found: dict[int, list[_KeptRow]] = {}
+        for table in planner.tables:
+            for row in table.rows(tuned):
+                others = found.setdefault(row.m, [])
+                kept = _KeptRow(problem, row, table.name + differs, self._kernels)
+                others.append(kept)
+                own = tuned._replace(m=row.m, sm_count=0)
+                # Else it is for other calls, as splits of K are for few rows and all SMs.
+                if not kept.is_legal(at) and why_illegal(own, row.plan, self._kernels) is not None:
+                    reason = why_illegal(problem, row.plan, self._kernels)
+                    planner.warn(f"agmm passes over rows of {table.name}: {reason}", reason or "")
+        return found
+
+    def usable_row(self, at: At, which: int, m: int, fused: bool) -> _KeptRow | None:
+        for kept in self.rows[which].get(m, ()):
+            if not (fused and kept.row.plan == UNFUSED) and kept.is_legal(at):
+                return kept
+        return None
+
+    def near_rows(self, at: At, which: int, fused: bool) -> list[_KeptRow]:
+        """The nearest usable rows below and above."""
+        ms, m, found = self.tuned_ms[which], at.problem.m, []
+        if not ms:
+            return []
+        here = bisect_left(ms, m)
+        for i in range(here - 1, -1, -1):
+            if ms[i] < m / _NEIGHBOUR_FACTOR:
+                break
+            row = self.usable_row(at, which, ms[i], fused)
+            if row is not None:
+                found.append(row)
+                break
+        for i in range(here, len(ms)):
+            if ms[i] > m * _NEIGHBOUR_FACTOR:
+                break
+            row = None if ms[i] == m else self.usable_row(at, which, ms[i], fused)
+            if row is not None:
+                found.append(row)
+                break
+        return found
+
+    def fastest(self, at: At) -> tuple[Plan, float] | None:
+        """The fastest of the kernels' `usual_plans` by the cost model, the first of equals.
+
+        Kernels come by the least time that they can take, and so do the numbers of parts that a
+        kernel may split K in; what cannot take less than the best found is not looked at.
+        """
+        # The least time, the number in the order of plans, the load (None: of all splits), and the
+        # least times with copies and with SM push.
+        waiting: list[tuple[float, int, _Way, Load | None, float, float]] = []
+        for i, ways in enumerate(self._ways):
+            way, number = ways[0], _MAX_SPLITS * i
+            load = at.load(way.tiling)
+            least = at.least_us(way.tiling, load, way.is_pull, way.can_push)
+            waiting.append((least[0], number, way, load, least[1], least[2]))
+            if way.config.can_split and 2 * load.blocks <= way.tiling.workers:
+                load = at.least_split_load(way.tiling)
+                least = at.least_us(way.tiling, load, way.is_pull, way.can_push)
+                waiting.append((least[0], number + 1, way, None, 0.0, 0.0))
+        heapify(waiting)
+        best_us, best_number = inf, 0
+        best: tuple[_Way, SmPush | None] | None = None
+        while waiting:
+            least_us, number, way, some_load, copied_us, pushed_us = heappop(waiting)
+            limit_us = best_us * _PRUNING
+            if least_us > limit_us:
+                break
+            if some_load is None:
+                for splits, way in self._splits(at, number // _MAX_SPLITS):
+                    load = at.load(way.tiling)
+                    least = at.least_us(way.tiling, load, way.is_pull, way.can_push)
+                    if least[0] <= limit_us:
+                        of_splits = number + splits - 2
+                        heappush(waiting, (least[0], of_splits, way, load, least[1], least[2]))
+                continue
+            if way.can_push and pushed_us <= limit_us:
+                push = way.usual_push(at, some_load)
+                us = way.pushed_us(at, some_load, push)
+                is_better = us < best_us or (us == best_us and 2 * number + 1 < best_number)
+                if is_better and push.why_illegal(at.problem.k) is None:
+                    best_us, best_number, best = us, 2 * number + 1, (way, push)
+            if copied_us <= best_us * _PRUNING:
+                us = way.copied_us(at, some_load, way.copies)
+                if us < best_us or (us == best_us and 2 * number < best_number):
+                    best_us, best_number, best = us, 2 * number, (way, None)
+        if best is None:
+            return None
+        way, chosen = best
+        transport = way.copies if chosen is None else chosen.name
+        return Plan(transport, way.in_order(at.problem)), best_us
+
+    def _splits(self, at: At, i: int) -> Iterator[tuple[int, _Way]]:
+        """The legal splits of a kernel's K into two parts and more."""
+        ways = self._ways[i]
+        config, tiling = ways[0].config, ways[0].tiling
+        legal = _splits_that_fit(at.problem.k, config.tile_k, at.blocks(tiling), tiling.workers)
+        for splits in legal[1:_MAX_SPLITS]:
+            if len(ways) < splits:
+                ways.append(_Way(at.problem, replace(config, splits=splits)))
+            yield splits, ways[splits - 1]
+
+
+class _Here:
+    """A problem under a planner's eyes; what the choices for it share is worked out once."""
+
+    def __init__(self, family: _Family, problem: Problem) -> None:
+        self.family = family
+        self.problem = problem
+        self.at = At(problem)
+        self._fastest: tuple[tuple[Plan, float] | None] | None = None
+        self._unfused_us: float | None = None
+        self._of_rows: dict[int, tuple[Plan, float]] = {}
+        self.between: tuple[list[_KeptRow], _Found, _Found] | None = None
+        """The last choice between rows: these, the model's favourite, and what was found."""
+
+    def fastest(self) -> tuple[Plan, float] | None:
+        if self._fastest is None:
+            self._fastest = (self.family.fastest(self.at),)
+        return self._fastest[0]
+
+    def of_row(self, kept: _KeptRow) -> tuple[Plan, float]:
+        found = self._of_rows.get(id(kept))
+        if found is None:
+            found = self._of_rows[id(kept)] = kept.here(self.at)
+        return found
+
+    def unfused_us(self) -> float:
+        if self._unfused_us is None:
+            self._unfused_us = cost_model.unfused_us(self.problem)
+        return self._unfused_us
+
+
+class _Found(NamedTuple):
+    plan: Plan
+    source: str
+    us: float | None = None
+    """Predicted, where it had to be."""
+    row: Row | None = None
+
+
 class Planner:
     """Chooses plans for one build and remembers them.
 
@@ -536,16 +829,15 @@ class Planner:
     def __init__(self, kernels: Sequence[KernelConfig], tables: Sequence[Rows] = ()) -> None:
         self.kernels = tuple(kernels)
         self.tables = tuple(tables)
-        self._plans: dict[Problem, Plan] = {}
-        self._fused: dict[Problem, Plan] = {}
         self._warned: set[str] = set()
+        self._plan = lru_cache(_MAX_PLANS)(lambda problem: self._find(problem, False).plan)
+        self._fused = lru_cache(_MAX_PLANS)(lambda problem: self._find(problem, True).plan)
+        self._family = lru_cache(_MAX_FAMILIES)(lambda key: _Family(self, Problem(1, *key)))
+        self._last: _Here | None = None
 
     def plan(self, problem: Problem) -> Plan:
         """`choose(problem).plan`, remembered."""
-        found = self._plans.get(problem)
-        if found is None:
-            found = self._plans[problem] = self.choose(problem).plan
-        return found
+        return self._plan(problem)
 
     def fused_plan(self, problem: Problem) -> Plan:
         """The best fused plan of a GPU problem, remembered.
@@ -553,10 +845,7 @@ class Planner:
         Raises:
             ValueError: there is no kernel to choose from.
         """
-        found = self._fused.get(problem)
-        if found is None:
-            found = self._fused[problem] = self.choose(problem, fused=True).plan
-        return found
+        return self._fused(problem)
 
     def choose(self, problem: Problem, *, fused: bool = False) -> Choice:
         """The plan for a problem.
@@ -578,59 +867,71 @@ class Planner:
         Raises:
             ValueError: ``fused``, and there is no kernel to choose from.
         """
-        twin = problem._replace(return_A=not problem.return_A)
-        rows = []
-        for tuned in (problem, twin):
-            by_m = self._usable_rows(problem, tuned, fused)
-            if problem.m in by_m:
-                row, source = by_m[problem.m]
-                own_row = row if tuned == problem else None
-                return Choice(row.plan, source, predict_us(problem, row.plan), own_row)
-            rows.append(by_m)
-        for by_m in rows:
-            choice = self._choose_between_rows(problem, by_m, fused)
-            if choice is not None:
-                return choice
-        return self._favourite(problem, fused)
+        found = self._find(problem, fused)
+        return Choice(found.plan, found.source, predict_us(problem, found.plan), found.row)
 
-    def _choose_between_rows(
-        self, problem: Problem, rows: dict[int, tuple[Row, str]], fused: bool
-    ) -> Choice | None:
-        """What the rows of other M say; None: nothing."""
-        below = max((m for m in rows if problem.m / _NEIGHBOUR_FACTOR <= m < problem.m), default=0)
-        above = min((m for m in rows if problem.m < m <= problem.m * _NEIGHBOUR_FACTOR), default=0)
-        near = [rows[m][0] for m in (below, above) if m]
-        if not near:
-            return None
-        words = " and ".join(f"M={row.m}" for row in near)
-        source = f"tuned at {words} ({rows[near[-1].m][1]})"
-        plans = [_plan_here(problem, row.plan) for row in near]
+    def warn(self, message: str, reason: str) -> None:
+        """Once for each reason."""
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(message, stacklevel=2)
+
+    def _find(self, problem: Problem, fused: bool) -> _Found:
+        here = self._last
+        if here is None or here.problem != problem:
+            here = self._last = _Here(self._family(problem[1:]), problem)
+        family = here.family
+        # Unfused A costs nothing: what is the fastest with it need not be so without.
+        fused_of_twin = fused or not problem.return_A
+        for which, only_fused in ((0, fused), (1, fused_of_twin)):
+            kept = family.usable_row(here.at, which, problem.m, only_fused)
+            if kept is not None:
+                own_row = kept.row if which == 0 else None
+                return _Found(kept.row.plan, kept.source, None, own_row)
+        for which, only_fused in ((0, fused), (1, fused_of_twin)):
+            near = family.near_rows(here.at, which, only_fused)
+            if near:
+                return self._choose_between_rows(here, near, fused)
+        return self._favourite(here, fused)
+
+    def _choose_between_rows(self, here: _Here, near: list[_KeptRow], fused: bool) -> _Found:
+        """What the rows of other M say."""
+        problem = here.problem
+        favourite = None
+        if _has_model(problem):
+            favourite = self._favourite(here, fused)
+            if here.between is not None:
+                before, of, found = here.between
+                if before == near and of == favourite:
+                    return found
+        words = " and ".join(f"M={kept.row.m}" for kept in near)
+        source = f"tuned at {words} ({near[-1].source})"
+        if favourite is None:
+            nearest = min(reversed(near), key=lambda kept: abs(log(kept.row.m / problem.m)))
+            return _Found(nearest.row.plan, source)
         rated: list[tuple[float, Plan]] = []
-        ratios: list[float] = []
-        for row, plan_here in zip(near, plans, strict=True):
-            there = predict_us(problem._replace(m=row.m), row.plan)
-            here = predict_us(problem, plan_here)
-            if there is None or here is None:
-                nearest = min(reversed(near), key=lambda r: abs(log(r.m / problem.m)))
-                return Choice(nearest.plan, source, None)
-            measured = row.us / there
-            if plan_here.transport != row.plan.transport:
+        ratios: list[tuple[bool, float]] = []
+        for kept in near:
+            plan_here, here_us = here.of_row(kept)
+            there_us = kept.there_us(problem)
+            assert there_us is not None
+            measured = kept.row.us / there_us
+            if plan_here.transport != kept.row.plan.transport:
                 measured = max(1.0, measured)  # it says little of another plan
-            ratios.append(measured)
-            rated.append((here * measured, plan_here))
-        favourite = self._favourite(problem, fused)
-        assert favourite.predicted_us is not None
+            ratios.append((kept.row.plan == UNFUSED, measured))
+            rated.append((here_us * measured, plan_here))
+        assert favourite.us is not None
         best_us, best = min(rated, key=lambda pair: pair[0])
         is_unfused = favourite.plan == UNFUSED
-        alike = [
-            ratio
-            for row, ratio in zip(near, ratios, strict=True)
-            if (row.plan == UNFUSED) == is_unfused
-        ]
-        is_theirs = favourite.plan in plans
-        if not is_theirs and favourite.predicted_us * fmean(alike or ratios) < best_us:
-            return replace(favourite, source=f"cost model, against what was {source}")
-        return Choice(best, source, predict_us(problem, best))
+        alike = [ratio for of_unfused, ratio in ratios if of_unfused == is_unfused]
+        alike = alike or [ratio for _, ratio in ratios]
+        mean = sum(alike) / len(alike)
+        is_theirs = any(favourite.plan == plan for _, plan in rated)
+        found = _Found(best, source)
+        if not is_theirs and favourite.us * mean < best_us:
+            found = favourite._replace(source=f"cost model, against what was {source}")
+        here.between = near, favourite, found
+        return found
 
     def alternatives(self, problem: Problem) -> list[tuple[Plan, float | None]]:
         """`usual_plans` of each kernel and the unfused plan, with predicted µs, fastest first."""
@@ -642,50 +943,25 @@ class Planner:
         timed = [(plan, predict_us(problem, plan)) for plan in plans]
         return sorted(timed, key=lambda pair: (pair[1] is None, pair[1] or 0.0))
 
-    def _favourite(self, problem: Problem, fused: bool) -> Choice:
+    def _favourite(self, here: _Here, fused: bool) -> _Found:
         """What the cost model says; where it says nothing, the plain fused plan."""
-        reason = None if problem.gpu == CPU else why_unfused(problem.dtype, problem.n, problem.k)
-        if reason is not None and not fused:
-            return Choice(UNFUSED, reason, predict_us(problem, UNFUSED))
+        problem, family = here.problem, here.family
         if problem.gpu == CPU:
-            return Choice(Plan("push"), "default of the CPU backend", None)
+            return _Found(Plan("push"), "default of the CPU backend")
+        if family.why_unfused is not None and not fused:
+            return _Found(UNFUSED, family.why_unfused, predict_us(problem, UNFUSED))
         # One rank has nothing to gather: the unfused path would only copy A.
         fused = fused or problem.world_size == 1
-        plans = self.alternatives(problem)
-        best = next((pair for pair in plans if pair[0] != UNFUSED), None)
+        best = here.fastest()
         if best is None and fused:
             raise ValueError("kernels: found none, wanted a build with CUDA kernels")
-        unfused_us = next(us for plan, us in plans if plan == UNFUSED)
         if best is not None:
             gathered = problem.m * problem.k * cost_model.ELEMENT_BYTES
             varies = _GATHER_VARIES if gathered > _STEADY_GATHER_BYTES else 0.0
             margin_us = varies * cost_model.all_gather_us(problem)
-            if fused or (best[1] or 0.0) <= (unfused_us or 0.0) + margin_us:
-                return Choice(best[0], "cost model", best[1])
-        return Choice(UNFUSED, "cost model", unfused_us)
-
-    def _usable_rows(
-        self, problem: Problem, tuned: Problem, fused: bool
-    ) -> dict[int, tuple[Row, str]]:
-        """By M: the row of `tuned` that counts, and its table's name."""
-        found: dict[int, tuple[Row, str]] = {}
-        # Unfused A costs nothing: what is the fastest with it need not be so without.
-        fused = fused or (tuned.return_A and not problem.return_A)
-        differs = "" if tuned == problem else f", return_A={tuned.return_A}"
-        whole = tuned._replace(sm_count=0)
-        for table in self.tables:
-            for row in table.rows(tuned):
-                if row.m in found or (fused and row.plan == UNFUSED):
-                    continue
-                reason = why_illegal(problem, row.plan, self.kernels)
-                if reason is None:
-                    found[row.m] = row, table.name + differs
-                elif why_illegal(whole._replace(m=row.m), row.plan, self.kernels) is None:
-                    continue  # it is for other calls, as splits of K are for few rows and all SMs
-                elif reason not in self._warned:
-                    self._warned.add(reason)
-                    warnings.warn(f"agmm passes over rows of {table.name}: {reason}", stacklevel=2)
-        return found
+            if fused or best[1] <= here.unfused_us() + margin_us:
+                return _Found(best[0], "cost model", best[1])
+        return _Found(UNFUSED, "cost model", here.unfused_us())
 
 
 def parse_config(config: str) -> tuple[KernelConfig | None, str | None]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed.device_mesh import DeviceMesh
 
-from agmm import _collectives, _scatter_plan
+from agmm import _collectives, _cuda, _scatter_plan
 from agmm._calls import Call
 from agmm._checks import check_operand, check_scatterable
 from agmm.autograd import MatmulReduceScatter
@@ -58,6 +58,7 @@ def _impl(
         with torch.amp.autocast(A.device.type, enabled=False):
             out = fused(A.contiguous(), B, reduce_op, 0, group_name)
         _keep_for_graph(A.device, group)
+        _cuda.note_torch_workspaces()
     else:
         call = Call("matmul_reduce_scatter", A=A, B=B, scatter_dim=scatter_dim, reduce_op=reduce_op)
         out = _collectives.reduce_scatter(

@@ -49,6 +49,17 @@ def cpu_workspace(group: dist.ProcessGroup) -> CpuWorkspace:
         return workspace
 
 
+def release_cpu_workspace(group: dist.ProcessGroup) -> None:
+    """Collective. Nothing where the group has none."""
+    with _group.of(group).lock:
+        workspace = _cpu_workspaces.get(group)
+        if workspace is not None:
+            workspace.meet("release", Call("release"))
+            workspace.close()
+            del _cpu_workspaces[group]
+        _why_no_cpu_workspace.pop(group, None)
+
+
 def meet(group: dist.ProcessGroup, what: str, call: Call) -> None:
     """Before a collective of the backend on CPU tensors: see `CpuWorkspace.meet`. Nothing where the
     group has no workspace, as on several hosts: there the backend's own limits hold."""

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -94,8 +95,17 @@ void bind_cpu(py::module_& module) {
 
   py::class_<CpuWorkspace>(module, "CpuWorkspace",
                            "One rank's shared memory and copy thread of one group.")
-      .def(py::init<int, int, int64_t, int, double>(), py::arg("rank"), py::arg("world_size"),
-           py::arg("slot_bytes"), py::arg("chunks_per_shard"), py::arg("timeout_s"))
+      .def(py::init([](int rank, int world_size, int64_t slot_bytes, int chunks_per_shard,
+                       double timeout_s) {
+             const double warn_s = agmm::warn_seconds();
+             const py::gil_scoped_release unlocked;  // it takes and clears all of its memory
+             auto made = std::make_unique<CpuWorkspace>(rank, world_size, slot_bytes,
+                                                        chunks_per_shard, timeout_s);
+             made->set_warn_s(warn_s);
+             return made;
+           }),
+           py::arg("rank"), py::arg("world_size"), py::arg("slot_bytes"),
+           py::arg("chunks_per_shard"), py::arg("timeout_s"))
       .def_property_readonly("rank", &CpuWorkspace::rank)
       .def_property_readonly("world_size", &CpuWorkspace::world_size)
       .def_property_readonly("slot_bytes", &CpuWorkspace::slot_bytes)
@@ -104,6 +114,7 @@ void bind_cpu(py::module_& module) {
       .def_property("timeout_s", &CpuWorkspace::timeout_s, &CpuWorkspace::set_timeout_s)
       .def_property("warn_s", &CpuWorkspace::warn_s, &CpuWorkspace::set_warn_s)
       .def("connect", &CpuWorkspace::connect, py::arg("names"),
+           py::call_guard<py::gil_scoped_release>(),
            "Maps the segments of all ranks, names in rank order, and starts the copy thread.")
       .def("unlink", &CpuWorkspace::unlink,
            "Removes the segment's name; to be called when every rank is connected.")

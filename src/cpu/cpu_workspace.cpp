@@ -130,7 +130,7 @@ CpuWorkspace::CpuWorkspace(int rank, int world_size, int64_t slot_bytes, int chu
       slot_bytes_(slot_bytes),
       chunks_per_shard_(chunks_per_shard),
       timeout_s_(0),
-      warn_s_(warn_seconds()),
+      warn_s_(0),
       owner_(::getpid()) {
   if (world_size < 1) refuse("world_size", world_size, ">= 1");
   if (rank < 0 || rank >= world_size) {

@@ -503,3 +503,27 @@ _cpu.async_input_mm(torch.ones(8, 4), torch.ones(4, 4), signals, 1)
         "agmm: waited 0.5 s for chunk 2: signal is 0, wanted 1; "
         "ending the process (AGMM_TIMEOUT_S=0.5)\n"
     )
+
+
+def test_other_threads_run_while_the_memory_is_taken() -> None:
+    ticks: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(1e-4)
+
+    other = threading.Thread(target=tick)
+    other.start()
+    try:
+        begin = time.perf_counter()
+        workspace = _core.CpuWorkspace(0, 1, 128 << 20, 1, 1.0)
+        end = time.perf_counter()
+    finally:
+        done.set()
+        other.join()
+    workspace.close()
+    # Not where the interpreter may switch by itself, before and after the call.
+    margin = 0.2 * (end - begin)
+    assert sum(begin + margin < t < end - margin for t in ticks) > 3

@@ -1,0 +1,61 @@
+"""Memory taken beforehand and given back, on CPU ranks."""
+
+from __future__ import annotations
+
+import memory_work
+import pytest
+import torch
+
+import agmm
+from agmm.testing.ranks import RankPool
+
+
+def test_reserved_buffers_do_not_grow_again(pool: RankPool) -> None:
+    assert pool.run(memory_work.reserve_and_call) == [(640, 640, 1280)] * 5
+
+
+def test_released_memory_is_given_back_and_taken_anew(pool: RankPool) -> None:
+    for names_before, names_after, good in pool.run(memory_work.release_and_call):
+        assert names_before == 1
+        assert names_after == 0
+        assert good == [True, True]
+
+
+def test_reserve_that_finds_no_room_is_refused_by_all() -> None:
+    with RankPool(2) as pool:
+        for error, good in pool.run(memory_work.reserve_too_much, 500_000):
+            assert error.startswith("workspace: no room for gather buffers of 4000000 bytes: rank ")
+            assert good
+
+
+def test_reserve_of_different_sizes_is_named() -> None:
+    with RankPool(2, env={"AGMM_TIMEOUT_S": "30"}) as pool:
+        pool.submit(memory_work.reserve_own_size)
+        assert pool.join(25) == [124, 124]
+        assert "reserve(nbytes = 1000)" in pool.stderr(0)
+        assert "reserve(nbytes = 1001)" in pool.stderr(0)
+
+
+def test_bytes_of_a_call() -> None:
+    assert agmm.workspace_bytes((128, 4, 64), torch.bfloat16, 8) == 8 * 128 * 4 * 64 * 2
+    assert agmm.workspace_bytes([0, 8], torch.float64, 2) == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "world_size", "message"),
+    [
+        ((-1, 8), torch.float32, 2, r"A_shard_shape: found \(-1, 8\), wanted sizes >= 0"),
+        ((1, 8), torch.float32, 0, "world_size: found 0, wanted at least 1"),
+        ((1, 8), "bfloat16", 2, "dtype: found 'bfloat16', wanted a torch.dtype"),
+    ],
+)
+def test_nonsense_is_refused(
+    shape: tuple[int, ...], dtype: torch.dtype, world_size: int, message: str
+) -> None:
+    with pytest.raises(agmm.InvalidArgument, match=message):
+        agmm.workspace_bytes(shape, dtype, world_size)
+
+
+def test_reserve_below_zero_is_refused() -> None:
+    with pytest.raises(agmm.InvalidArgument, match="nbytes: found -1, wanted at least 0"):
+        agmm.reserve(None, -1)

@@ -1,0 +1,122 @@
+"""An unseen M: the short way to a plan finds what the long one finds, and takes little time."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from statistics import median
+
+import pytest
+
+from agmm import plan, tables
+from agmm.plan import CPU, UNFUSED, Plan, Planner, Problem, Row, default_kernels, why_illegal
+
+GPU = "nvidia-h200"
+KERNELS = default_kernels(GPU)
+
+
+def random_problems(count: int, seed: int) -> Iterator[Problem]:
+    draw = random.Random(seed)
+    for _ in range(count):
+        world_size = draw.choice([1, 2, 2, 3, 4, 4, 4, 8])
+        rows = draw.choice([1, 2, 8, 16, 100, 128, 256, 512, 1000, 2048, draw.randint(1, 9000)])
+        odd = draw.randrange(world_size) if draw.random() < 0.05 else 0
+        yield Problem(
+            world_size * rows + odd,
+            draw.choice([8, 256, 1024, 3584, 4096, 8192, 8 * draw.randint(1, 2000)]),
+            draw.choice([8, 512, 1024, 4096, 8192, 28672, 8 * draw.randint(1, 2000)]),
+            draw.choice(["bfloat16", "float16"]),
+            world_size,
+            draw.random() < 0.4,
+            draw.choice(["column", "column", "row"]),
+            draw.choice([GPU, GPU, GPU, "nvidia-h100"]),
+            draw.choice([0, 132, 114]),
+        )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_favourite_is_the_first_of_all_alternatives(seed: int) -> None:
+    """The planner leaves kernels out that cannot be the fastest; `alternatives` computes all."""
+    kernels = random.Random(seed).sample(KERNELS, len(KERNELS) - 2 * seed)
+    planner = Planner(kernels)
+    for problem in random_problems(300, seed):
+        of_all = [pair for pair in planner.alternatives(problem) if pair[0] != UNFUSED]
+        found = planner.choose(problem, fused=True)
+        assert (found.plan, found.predicted_us) == of_all[0], problem
+        # The choice that shares its work, and the remembered one.
+        assert planner.choose(problem).plan in (found.plan, UNFUSED)
+        assert planner.fused_plan(problem) == found.plan
+        assert planner.plan(problem) == planner.choose(problem).plan
+
+
+def test_least_times_are_below_all_predictions() -> None:
+    for problem in random_problems(150, 11):
+        at = plan.At(problem)
+        for kernel in KERNELS:
+            for one in plan.usual_plans(problem, kernel):
+                assert one.kernel is not None
+                tiling = plan.Tiling(problem, one.kernel)
+                is_pull = plan.copy_transports(problem, one.kernel)[0] == "pull"
+                can_push = not is_pull and problem.world_size > 1
+                least = at.least_us(tiling, at.load(tiling), is_pull, can_push)
+                predicted = plan.predict_us(problem, one)
+                assert predicted is not None
+                own = least[2] if one.transport.startswith("sm") else least[1]
+                assert max(least[0], own) <= predicted * (1 + 1e-9), (problem, one.name)
+                if one.kernel.splits > 1:
+                    whole = plan.Tiling(problem, plan.replace(one.kernel, splits=1))
+                    some = at.least_split_load(whole)
+                    bound = at.least_us(whole, some, is_pull, can_push)[0]
+                    assert bound <= predicted * (1 + 1e-9), (problem, one.name)
+
+
+def test_kept_rows_are_legal_where_their_plans_are() -> None:
+    draw = random.Random(5)
+    seen = set()
+    for problem in random_problems(400, 6):
+        kernel = draw.choice(KERNELS)
+        usual = draw.choice(plan.usual_plans(problem, kernel))
+        assert usual.kernel is not None
+        transport = draw.choice([usual.transport, "push", "pull", "sm8x128", "sm8x128h4"])
+        splits = draw.choice([1, 1, 2, 3, 8])
+        tuned = Plan(transport, plan.replace(usual.kernel, splits=splits))
+        built = draw.sample(KERNELS, len(KERNELS) - 3)
+        kept = plan._KeptRow(problem, Row(problem.m, tuned, 1.0), "", built)
+        for m in (problem.m, 4 * problem.world_size, 1000 * problem.world_size):
+            here = problem._replace(m=m)
+            is_legal = kept.is_legal(plan.At(here))
+            assert is_legal == (why_illegal(here, tuned, built) is None), (here, tuned.name)
+            seen.add((is_legal, transport.startswith("sm"), splits > 1))
+    assert len(seen) == 8  # legal and illegal ones of each kind
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_unseen_m_takes_little_time(world_size: int) -> None:
+    """Measured against the long way, since machines differ: 76 µs and 1.4 ms on one core."""
+    table = tables.packaged(GPU, world_size)
+    assert table is not None
+    planner = Planner(KERNELS, [table])
+    draw = random.Random(1)
+    short, long = [], []
+    for _ in range(150):
+        m = world_size * draw.randint(1, 8000)
+        problem = Problem(m, 3584, 8192, world_size=world_size, gpu=GPU, sm_count=132)
+        begin = time.perf_counter()
+        planner.plan(problem)
+        planner.fused_plan(problem)
+        middle = time.perf_counter()
+        planner.alternatives(problem)
+        short.append(middle - begin)
+        long.append(time.perf_counter() - middle)
+    assert median(short) < 0.25 * median(long)
+
+
+def test_what_a_planner_remembers_is_bounded() -> None:
+    planner = Planner(())
+    for m in range(1, 4200):
+        planner.plan(Problem(m, 8, 8, "float32", 2, gpu=CPU))
+    for n in range(1, 600):
+        planner.plan(Problem(8, n, 8, "float32", 2, gpu=CPU))
+    assert planner._plan.cache_info().currsize <= 4096
+    assert planner._family.cache_info().currsize <= 512
