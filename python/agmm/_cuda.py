@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from agmm import _call_plan, _calls, _core, _env, _group, plan
+from agmm import _call_plan, _calls, _core, _env, _group, _links, plan
 from agmm.errors import AgmmError, InvalidArgument, Unsupported
 from agmm.plan import KernelConfig, Plan, SmPush
 
@@ -48,10 +48,6 @@ def note_torch_workspaces() -> None:
             _rendezvous += 1
 
 
-def _uuid(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid)
-
-
 def _why_no_peer_access(own: str, uuids: Sequence[str]) -> str:
     """The reason why GPUs of this host, by UUID, do not reach each other's memory, or "".
 
@@ -59,7 +55,7 @@ def _why_no_peer_access(own: str, uuids: Sequence[str]) -> str:
     The others are taken to be reached: their memory is mapped by handles, which does not need them
     to be visible, and where it cannot be the rendezvous says so.
     """
-    visible = {_uuid(index): index for index in range(torch.cuda.device_count())}
+    visible = _links.visible()
     here = sorted({visible[uuid] for uuid in uuids if uuid in visible})
     for a in here:
         for b in here:
@@ -449,7 +445,7 @@ class CudaWorkspace:
             Whether a rank has captured calls with the present ones.
         """
         note_torch_workspaces()
-        own = _uuid(self._device.index)
+        own = _links.uuid(self._device.index)
         told = json.dumps([slot_bytes, own, _rendezvous, self._captured])
         found = [json.loads(each) for each in self._known.exchange("the size of a workspace", told)]
         sizes = sorted({entry[0] for entry in found})

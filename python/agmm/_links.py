@@ -21,7 +21,8 @@ def uuid(index: int) -> str:
 
 
 @cache
-def _visible() -> dict[str, int]:
+def visible() -> dict[str, int]:
+    """The index of each GPU that this process sees, by UUID."""
     return {uuid(index): index for index in range(torch.cuda.device_count())}
 
 
@@ -34,7 +35,7 @@ def why_no_atomics(own: str, peers: Iterable[str]) -> str | None:
     for peer in peers:
         if peer == own:
             continue
-        visible = _visible()
+        visible = visible()
         if own in visible and peer in visible:
             found: bool | None = _core.peer_atomics(visible[own], visible[peer])
         else:

@@ -23,7 +23,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(_env.RESERVED_SMS.name, raising=False)
     monkeypatch.setattr(_call_plan, "device_facts", lambda device: ("nvidia-h200", 132))
     monkeypatch.setattr(_links, "uuid", lambda index: "GPU-a")
-    monkeypatch.setattr(_links, "_visible", lambda: {"GPU-a": 0, "GPU-b": 1})
+    monkeypatch.setattr(_links, "visible", lambda: {"GPU-a": 0, "GPU-b": 1})
     monkeypatch.setattr("agmm._links._core.peer_atomics", lambda a, b: True)
     yield
     agmm.reserve_sms(None)
@@ -56,7 +56,7 @@ def test_one_link_without_atomics_counts_for_all(monkeypatch: pytest.MonkeyPatch
     elif by == "the peer":
         peers_links = "the link from GPU-b to GPU-a has no native atomics"
     else:
-        monkeypatch.setattr(_links, "_visible", lambda: {"GPU-a": 0})
+        monkeypatch.setattr(_links, "visible", lambda: {"GPU-a": 0})
         monkeypatch.setattr(_links, "_by_nvml", lambda own, peer: False)
     with pytest.warns(
         UserWarning, match="^agmm takes no SM push: the link from GPU-. to GPU-. has"
@@ -65,20 +65,20 @@ def test_one_link_without_atomics_counts_for_all(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_link_that_cannot_be_asked_about_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_links, "_visible", lambda: {"GPU-a": 0})
+    monkeypatch.setattr(_links, "visible", lambda: {"GPU-a": 0})
     monkeypatch.setattr(_links, "_by_nvml", lambda own, peer: None)
     with pytest.warns(UserWarning, match="it cannot be asked whether the link from GPU-a to GPU-b"):
         assert not facts(monkeypatch, ("GPU-b", 132, 0)).peer_atomics
 
 
 def test_links_to_another_host_are_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_links, "_visible", lambda: {"GPU-a": 0})
+    monkeypatch.setattr(_links, "visible", lambda: {"GPU-a": 0})
     monkeypatch.setattr(_links, "_by_nvml", lambda own, peer: None)
     assert facts(monkeypatch, ("GPU-b", 132, 0), host="b").peer_atomics
 
 
 def test_nvml_is_asked_of_gpus_that_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_links, "_visible", lambda: {"GPU-a": 0})
+    monkeypatch.setattr(_links, "visible", lambda: {"GPU-a": 0})
     nvml = mock.Mock()
     for name in ("nvmlInit_v2", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetP2PStatus"):
         getattr(nvml, name).return_value = 0
