@@ -18,6 +18,7 @@ import agmm
 from agmm import cost_model
 from agmm._cuda import CudaWorkspace
 from agmm.nn import ColumnParallelLinear, RowParallelLinear, load_full_state_dict
+from agmm.nn._held import local_values
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, relative_error
 
@@ -192,13 +193,13 @@ def _gradients(
 ) -> list[torch.Tensor]:
     _zero(leaves)
     run()
-    return [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
+    return [local_values(leaf.grad).clone() for leaf in leaves if leaf.grad is not None]
 
 
 def _zero(leaves: Sequence[torch.Tensor]) -> None:
     for leaf in leaves:
         if leaf.grad is not None:
-            leaf.grad.zero_()
+            local_values(leaf.grad).zero_()
 
 
 def layers(how: str) -> list[str]:
