@@ -1,4 +1,4 @@
-"""The host code of the CUDA room on a CUDA that only notes what is enqueued: no GPU needed."""
+"""The host code of the CUDA core on a CUDA that only notes what is enqueued: no GPU needed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent / "cuda_host"
 SOURCES = (
-    *(REPOSITORY / "src" / "cuda").glob("*.cpp"),
-    REPOSITORY / "src" / "cpu" / "signals.cpp",
+    *(
+        source
+        for role in ("sync", "symmetric", "transport", "ops", "runtime")
+        for source in (REPOSITORY / "src" / role).glob("*.cpp")
+    ),
     *HERE.glob("*.cpp"),
 )
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
@@ -40,7 +43,7 @@ pytestmark = [
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checks, compiled with the sources of the core."""
     built = tmp_path_factory.mktemp("cuda_host") / "checks"
-    folders = (REPOSITORY / "include", REPOSITORY / "src" / "cuda", HERE, _cuda_headers())
+    folders = (REPOSITORY / "include", REPOSITORY / "src", HERE, _cuda_headers())
     command = [str(COMPILER), "-std=c++17", "-O0", "-Wall", "-Wextra", "-Werror"]
     command += [f"-I{folder}" for folder in folders]
     command += [*map(str, SOURCES), "-o", str(built), "-lpthread"]

@@ -6,8 +6,8 @@
 #include <cstring>
 #include <new>
 
-#include "kernel_entry.hpp"
-#include "stage.hpp"
+#include "gemm/kernel_entry.hpp"
+#include "transport/stage.hpp"
 
 namespace fake {
 
