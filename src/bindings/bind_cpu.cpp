@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "agmm/cpu_workspace.hpp"
-#include "agmm/signals.hpp"
+#include "cpu/workspace.hpp"
+#include "sync/signals.hpp"
 
 namespace py = pybind11;
 
