@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "agmm/problem.hpp"
-#include "agmm/sm_push.hpp"
+#include "transport/sm_push.hpp"
 
 namespace agmm {
 

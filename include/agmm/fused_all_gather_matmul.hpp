@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include "agmm/all_gather.hpp"
 #include "agmm/async_input_mm.hpp"
+#include "transport/all_gather.hpp"
 
 namespace agmm {
 

@@ -23,10 +23,10 @@
 
 #include <cstdint>
 
-#include "agmm/chunking.hpp"
-#include "agmm/device_wait.hpp"
-#include "agmm/split_k.hpp"
 #include "cutlass/gemm/kernel/tile_scheduler.hpp"
+#include "gemm/split_k.hpp"
+#include "order/chunking.hpp"
+#include "sync/device_wait.hpp"
 
 namespace cutlass::gemm {
 

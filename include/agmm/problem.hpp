@@ -4,9 +4,9 @@
 
 #include <cstdint>
 #include <string>
+#include <tuple>
 
-#include "agmm/chunking.hpp"
-#include "agmm/fields.hpp"
+#include "order/chunking.hpp"
 
 namespace agmm {
 
@@ -51,8 +51,14 @@ struct KernelShape {
            to_string(schedule) + (timed ? "_timed" : "");
   }
 };
-AGMM_FIELDS(KernelShape, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, timed);
-inline bool operator==(KernelShape const& a, KernelShape const& b) { return same_fields(a, b); }
+inline bool operator==(KernelShape const& a, KernelShape const& b) {
+  auto const fields = [](KernelShape const& shape) {
+    // A structured binding wants all of them, so none can be forgotten.
+    auto const& [tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, timed] = shape;
+    return std::tie(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, timed);
+  };
+  return fields(a) == fields(b);
+}
 
 /// The blocks of a problem, each what a cluster of CTAs computes at a time, and how many clusters
 /// there is room for.
@@ -111,6 +117,5 @@ struct KernelConfig {
   Raster raster = Raster::AlongM;
   int32_t splits = 1;  // of K: so many CTAs compute a tile together
 };
-AGMM_FIELDS(KernelConfig, shape, max_swizzle, raster, splits);
 
 }  // namespace agmm

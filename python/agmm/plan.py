@@ -104,7 +104,7 @@ class _BuiltKernel(Protocol):
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """A kernel of the table in ``src/cuda/kernels.cmake``, with its swizzle and raster.
+    """A kernel of the table in ``src/gemm/kernels.cmake``, with its swizzle and raster.
 
     ``schedule`` is ``"cooperative"`` or ``"pingpong"``; ``raster`` is ``"along_m"`` or
     ``"along_n"``; ``max_swizzle`` is 1, 2, 4 or 8. ``timed`` is the variant that

@@ -7,9 +7,9 @@
 #include <tuple>
 #include <vector>
 
-#include "agmm/chunking.hpp"
-#include "agmm/sm_push.hpp"
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
+#include "order/chunking.hpp"
+#include "transport/sm_push.hpp"
 
 namespace py = pybind11;
 

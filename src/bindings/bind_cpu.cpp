@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "agmm/cpu_workspace.hpp"
-#include "agmm/signals.hpp"
+#include "cpu/workspace.hpp"
+#include "sync/signals.hpp"
 
 namespace py = pybind11;
 

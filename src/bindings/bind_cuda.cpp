@@ -11,9 +11,9 @@
 
 #include "agmm/async_input_mm.hpp"
 #include "agmm/fused_all_gather_matmul.hpp"
-#include "agmm/signals.hpp"
-#include "agmm/wait_report.hpp"
-#include "bindings.hpp"
+#include "bindings/bindings.hpp"
+#include "sync/signals.hpp"
+#include "sync/wait_report.hpp"
 
 namespace py = pybind11;
 

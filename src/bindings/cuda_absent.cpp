@@ -1,4 +1,4 @@
-// Stands in for the CUDA room in a build without CUDA, so that every build binds the same names.
+// Stands in for the CUDA core in a build without CUDA, so that every build binds the same names.
 #include <stdexcept>
 
 #include "agmm/fused_all_gather_matmul.hpp"

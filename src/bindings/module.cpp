@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "agmm/fault.hpp"
+#include "testing/fault.hpp"
 
 namespace py = pybind11;
 

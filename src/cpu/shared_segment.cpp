@@ -1,4 +1,4 @@
-#include "shared_segment.hpp"
+#include "cpu/shared_segment.hpp"
 
 #include <dirent.h>
 #include <fcntl.h>

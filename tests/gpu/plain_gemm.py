@@ -52,6 +52,7 @@ def build(folder: Path) -> Path:
             "-diag-suppress=3288",
             "-Xcompiler=-fPIC",
             f"-I{REPOSITORY / 'include'}",
+            f"-I{REPOSITORY / 'src'}",
             "-isystem",
             str(cutlass_headers()),
             "-shared",

@@ -1,4 +1,4 @@
-"""The host code of the CUDA room on a CUDA that only notes what is enqueued: no GPU needed."""
+"""The host code of the CUDA core on a CUDA that only notes what is enqueued: no GPU needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent / "cuda_host"
-CORE = (*(REPOSITORY / "src" / "cuda").glob("*.cpp"), REPOSITORY / "src" / "cpu" / "signals.cpp")
+CORE = tuple(
+    source
+    for role in ("sync", "symmetric", "transport", "ops", "runtime")
+    for source in (REPOSITORY / "src" / role).glob("*.cpp")
+)
 FAKE = HERE / "fake_cuda.cpp"
 BINDINGS = (REPOSITORY / "src" / "bindings" / "bind_cuda.cpp", HERE / "fake_core.cpp")
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
@@ -40,12 +44,12 @@ pytestmark = [
 
 def _compile(folder: Path, sources: Iterable[Path], *options: str) -> list[Path]:
     """Their object files, two at a time."""
-    roots = [REPOSITORY / "include", REPOSITORY / "src" / "cuda", REPOSITORY / "src" / "bindings"]
-    includes = [f"-I{root}" for root in (*roots, HERE, _cuda_headers())]
+    roots = (REPOSITORY / "include", REPOSITORY / "src", HERE, _cuda_headers())
+    includes = [f"-I{root}" for root in roots]
     flags = ["-std=c++17", "-O0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
 
     def compile_one(source: Path) -> Path:
-        target = folder / f"{source.stem}.o"
+        target = folder / f"{source.parent.name}_{source.stem}.o"
         command = [str(COMPILER), *flags, *includes, *options, "-c", str(source), "-o", str(target)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""The credits of an SM push of two rounds (`include/agmm/push_warp.hpp`), in every interleaving.
+"""The credits of an SM push of two rounds (`src/transport/push_warp.hpp`), in every interleaving.
 
 A model of what its warps do to the words, step by step: the first warp of each CTA's consumers
 claims an item and looks at the credits (`claim_first_item`), later the CTA's pushing warp awaits

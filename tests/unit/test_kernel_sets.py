@@ -11,7 +11,7 @@ from cmake_at_hand import CMAKE, CMAKES
 from agmm import _core
 from agmm.plan import KernelConfig
 
-TABLE = Path(__file__).resolve().parents[2] / "src" / "cuda" / "kernels.cmake"
+TABLE = Path(__file__).resolve().parents[2] / "src" / "gemm" / "kernels.cmake"
 
 SCRIPT = """
 include("{table}")

@@ -12,14 +12,17 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-# What a C++ file may reach, by the name in its #include.
+# What a C++ file may reach, by the name in its #include. A role is a folder of src/.
+ROLES = ("order", "sync", "symmetric", "transport", "gemm", "ops", "runtime", "cpu", "bindings")
 CXX_KINDS = {
     "torch": r"(torch|ATen|c10)/",
     "python": r"(pybind11/|Python\.h$)",
     "cutlass": r"(cutlass|cute)/",
     "cuda": r"(cuda|cuda_\w+|driver_types|vector_types|nccl)\.h$|(cuda|nv)/",
-    "kernel": r"agmm/(persistent_async_input_scheduler|async_input_mainloop|async_input_mm)\.hpp$",
-    "launch": r"agmm/(async_input_mm|all_gather|cpu_workspace)\.hpp$",
+    "scheduler": r"agmm/persistent_async_input_scheduler\.hpp$",
+    "launch": r"agmm/(async_input_mm|fused_all_gather_matmul)\.hpp$",
+    "transport but push": r"transport/(?!sm_push\.hpp$|push_warp\.hpp$)",
+    **{role: f"{role}/" for role in ROLES},
 }
 
 
@@ -31,36 +34,37 @@ class Rule:
     forbidden: tuple[str, ...]
 
 
+MATMUL = ("gemm", "ops", "launch", "scheduler")
 CXX_RULES = {
     "no torch in C++": Rule(("include/**/*", "src/**/*"), ("torch",)),
     "only the bindings know Python": Rule(
-        ("include/**/*", "src/cpu/**/*", "src/cuda/**/*"), ("python",)
+        ("include/**/*", *(f"src/{role}/**/*" for role in (*ROLES[:-1], "testing"))),
+        ("python", "bindings"),
     ),
-    "the bindings know launchers, not kernels": Rule(("src/bindings/**/*",), ("cutlass",)),
-    "the CPU core and what it shares need no CUDA": Rule(
-        (
-            "include/agmm/problem.hpp",
-            "include/agmm/chunking.hpp",
-            "include/agmm/fields.hpp",
-            "include/agmm/slot_ring.hpp",
-            "include/agmm/signals.hpp",
-            "include/agmm/cpu_workspace.hpp",
-            "src/cpu/**/*",
-        ),
-        ("cutlass", "cuda", "kernel"),
+    "the bindings know launchers, not kernels": Rule(
+        ("src/bindings/**/*",), ("cutlass", "cuda", "scheduler")
     ),
-    "transports know no kernels": Rule(
-        ("include/agmm/all_gather*", "src/cuda/all_gather*"), ("cutlass", "kernel")
+    "order is arithmetic": Rule(
+        ("src/order/**/*",), ("cutlass", "cuda", "launch", "scheduler", *ROLES[1:])
     ),
-    "the transports' own kernels know no matmul": Rule(
-        ("src/cuda/push*", "src/cuda/stage*", "src/cuda/credits*"), ("kernel",)
+    "sync knows neither transports nor matmuls": Rule(
+        ("src/sync/**/*",), ("symmetric", "transport", "runtime", "cpu", *MATMUL)
     ),
-    "kernels know no policy": Rule(
-        (
-            "include/agmm/persistent_async_input_scheduler.hpp",
-            "include/agmm/async_input_mainloop.hpp",
-        ),
-        ("launch",),
+    "symmetric memory is laid out without CUDA": Rule(
+        ("src/symmetric/**/*",), ("cutlass", "cuda", "transport", "cpu", *MATMUL)
+    ),
+    "transports know no matmul": Rule(("src/transport/**/*",), ("cpu", *MATMUL)),
+    "the transports' host code needs no CUTLASS": Rule(
+        ("src/transport/*.cpp", "src/transport/all_gather.hpp"), ("cutlass",)
+    ),
+    "matmuls know of transports what push needs": Rule(
+        ("src/gemm/**/*",), ("transport but push", "symmetric", "ops", "runtime", "cpu")
+    ),
+    "the CPU backend needs no CUDA": Rule(
+        ("src/cpu/**/*", "src/sync/*.cpp"), ("cutlass", "cuda", "transport", "runtime", *MATMUL)
+    ),
+    "of the public headers the scheduler alone knows CUTLASS": Rule(
+        ("include/agmm/[!p]*.hpp", "include/agmm/problem.hpp"), ("cutlass", "cuda", "scheduler")
     ),
 }
 
@@ -132,7 +136,7 @@ def _reached(root: Path, path: Path) -> Iterator[tuple[str, str]]:
         file = queue.pop()
         for name in _includes(file):
             yield name, str(file.relative_to(root))
-            for candidate in (root / "include" / name, file.parent / name):
+            for candidate in (root / "include" / name, root / "src" / name):
                 if candidate.is_file() and candidate not in seen:
                     seen.add(candidate)
                     queue.append(candidate)
@@ -221,20 +225,32 @@ def _plant(root: Path, path: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "path", "include"),
     [
-        ("no torch in C++", "src/cuda/launch.cu", "<ATen/ATen.h>"),
+        ("no torch in C++", "src/gemm/launch.cu", "<ATen/ATen.h>"),
         ("no torch in C++", "include/agmm/problem.hpp", '"torch/extension.h"'),
         ("only the bindings know Python", "src/cpu/workspace.cpp", "<pybind11/pybind11.h>"),
         ("the bindings know launchers, not kernels", "src/bindings/m.cpp", '"cute/tensor.hpp"'),
-        ("the CPU core and what it shares need no CUDA", "src/cpu/w.cpp", "<cuda_runtime.h>"),
+        ("order is arithmetic", "src/order/grid.hpp", '"sync/signals.hpp"'),
+        ("order is arithmetic", "src/order/grid.hpp", "<cuda_runtime.h>"),
+        ("sync knows neither transports nor matmuls", "src/sync/w.hpp", '"transport/stage.hpp"'),
+        ("sync knows neither transports nor matmuls", "src/sync/w.hpp", '"gemm/split_k.hpp"'),
+        ("symmetric memory is laid out without CUDA", "src/symmetric/l.hpp", "<cuda.h>"),
+        ("transports know no matmul", "src/transport/stage.cu", '"gemm/sm90/chunk_gate.hpp"'),
+        ("transports know no matmul", "src/transport/pull.cpp", '"agmm/async_input_mm.hpp"'),
         (
-            "transports know no kernels",
-            "src/cuda/all_gather.cu",
-            '"agmm/async_input_mainloop.hpp"',
+            "the transports' host code needs no CUTLASS",
+            "src/transport/pull.cpp",
+            '"cutlass/cutlass.h"',
         ),
         (
-            "kernels know no policy",
-            "include/agmm/async_input_mainloop.hpp",
-            '"agmm/all_gather.hpp"',
+            "matmuls know of transports what push needs",
+            "src/gemm/sm90/mainloop.hpp",
+            '"transport/all_gather.hpp"',
+        ),
+        ("the CPU backend needs no CUDA", "src/cpu/w.cpp", "<cuda_runtime.h>"),
+        (
+            "of the public headers the scheduler alone knows CUTLASS",
+            "include/agmm/async_input_mm.hpp",
+            '"cutlass/cutlass.h"',
         ),
     ],
 )
@@ -243,13 +259,32 @@ def test_planted_include_is_found(tmp_path: Path, name: str, path: str, include:
     assert len(cxx_violations(tmp_path, CXX_RULES[name])) == 1
 
 
+@pytest.mark.parametrize("name", CXX_RULES)
+def test_each_cxx_rule_can_fail(tmp_path: Path, name: str) -> None:
+    samples = {"torch": "torch/a.h", "python": "Python.h", "cuda": "cuda.h"}
+    samples |= {"scheduler": "agmm/persistent_async_input_scheduler.hpp"}
+    samples |= {"launch": "agmm/async_input_mm.hpp", "transport but push": "transport/pull.hpp"}
+    rule = CXX_RULES[name]
+    (path,) = rule.files[:1]
+    file = path.replace("**/*", "file.hpp").replace("[!p]*", "file").replace("*", "file")
+    for kind in rule.forbidden:
+        include = samples.get(kind, f"{kind}/file.hpp")
+        _plant(tmp_path, file, f'#include "{include}"\n')
+        assert cxx_violations(tmp_path, rule), kind
+
+
+def test_what_push_needs_is_allowed_in_a_matmul(tmp_path: Path) -> None:
+    _plant(tmp_path, "src/gemm/sm90/mainloop.hpp", '#include "transport/push_warp.hpp"\n')
+    rule = CXX_RULES["matmuls know of transports what push needs"]
+    assert cxx_violations(tmp_path, rule) == []
+
+
 def test_include_is_found_through_a_header(tmp_path: Path) -> None:
-    _plant(tmp_path, "include/agmm/signals.hpp", "#include <cuda_runtime.h>\n")
-    _plant(tmp_path, "src/cpu/signals.cpp", '#include "agmm/signals.hpp"\n')
-    rule = CXX_RULES["the CPU core and what it shares need no CUDA"]
+    _plant(tmp_path, "src/sync/signals.hpp", "#include <cuda_runtime.h>\n")
+    _plant(tmp_path, "src/cpu/workspace.cpp", '#include "sync/signals.hpp"\n')
+    rule = CXX_RULES["the CPU backend needs no CUDA"]
     assert [line.split(":")[0] for line in cxx_violations(tmp_path, rule)] == [
-        "include/agmm/signals.hpp",
-        "src/cpu/signals.cpp",
+        "src/cpu/workspace.cpp"
     ]
 
 

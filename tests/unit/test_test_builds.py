@@ -31,7 +31,7 @@ def test_cmake_and_header_know_the_same_faults() -> None:
     )
     assert choices is not None
     assert choices[1].split(";") == list(FAULTS)
-    header = (REPOSITORY / "include/agmm/fault.hpp").read_text()
+    header = (REPOSITORY / "src/testing/fault.hpp").read_text()
     assert re.findall(r'kFault == "(\w+)"', header) == list(FAULTS)
 
 

@@ -1,4 +1,5 @@
-// The host code of src/cuda on a fake CUDA: `checks NAME` runs one of them and says what is wrong.
+// The host code of the CUDA core on a fake CUDA: `checks NAME` runs one of them and says what is
+// wrong.
 #include <unistd.h>
 
 #include <cstdio>
@@ -11,9 +12,9 @@
 #include <vector>
 
 #include "agmm/fused_all_gather_matmul.hpp"
-#include "agmm/wait_report.hpp"
 #include "fake_cuda.hpp"
-#include "runtime.hpp"
+#include "runtime/cuda.hpp"
+#include "sync/wait_report.hpp"
 
 namespace {
 

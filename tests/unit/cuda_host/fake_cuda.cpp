@@ -8,8 +8,8 @@
 #include <new>
 #include <thread>
 
-#include "kernel_entry.hpp"
-#include "stage.hpp"
+#include "gemm/kernel_entry.hpp"
+#include "transport/stage.hpp"
 
 namespace fake {
 

@@ -1,4 +1,5 @@
-// A CUDA that only notes what is enqueued, so that the host code of src/cuda runs without a GPU.
+// A CUDA that only notes what is enqueued, so that the host code of the CUDA core runs without a
+// GPU.
 #pragma once
 
 #include <cuda_runtime_api.h>

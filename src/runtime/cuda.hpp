@@ -1,4 +1,4 @@
-// What the host code of the CUDA room shares: error checks, driver entry points looked up at first
+// What the host code of the CUDA core shares: error checks, driver entry points looked up at first
 // use, and the report of a wait that passed its limit.
 #pragma once
 

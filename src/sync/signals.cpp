@@ -1,4 +1,4 @@
-#include "agmm/signals.hpp"
+#include "sync/signals.hpp"
 
 #include <sched.h>
 #include <unistd.h>

@@ -5,12 +5,12 @@
 
 #include <cstdint>
 
-#include "agmm/device_wait.hpp"
-#include "agmm/fault.hpp"
-#include "agmm/named_barrier.hpp"
-#include "agmm/sm_push.hpp"
-#include "agmm/stress_delay.hpp"
 #include "cutlass/cutlass.h"
+#include "sync/device_wait.hpp"
+#include "sync/named_barrier.hpp"
+#include "testing/fault.hpp"
+#include "testing/stress_delay.hpp"
+#include "transport/sm_push.hpp"
 
 namespace agmm {
 

@@ -1,4 +1,4 @@
-#include "runtime.hpp"
+#include "runtime/cuda.hpp"
 
 #include <unistd.h>
 
@@ -11,8 +11,8 @@
 #include <string>
 #include <thread>
 
-#include "agmm/signals.hpp"
-#include "agmm/wait_report.hpp"
+#include "sync/signals.hpp"
+#include "sync/wait_report.hpp"
 
 namespace agmm {
 

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "agmm/async_input_mm.hpp"
-#include "runtime.hpp"
+#include "runtime/cuda.hpp"
 
 namespace agmm {
 

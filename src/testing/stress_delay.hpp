@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-#include "agmm/device_wait.hpp"
-#include "agmm/fault.hpp"
 #include "cutlass/cutlass.h"
+#include "sync/device_wait.hpp"
+#include "testing/fault.hpp"
 
 namespace agmm {
 

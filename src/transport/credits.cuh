@@ -1,7 +1,7 @@
 // How the kernels of the transports wait for the buffers of the peers.
 #pragma once
 
-#include "agmm/device_wait.hpp"
+#include "sync/device_wait.hpp"
 
 namespace agmm {
 

@@ -1,8 +1,8 @@
-#include "stage.hpp"
+#include "transport/stage.hpp"
 
 #include <algorithm>
 
-#include "credits.cuh"
+#include "transport/credits.cuh"
 
 namespace agmm {
 

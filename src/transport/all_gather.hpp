@@ -35,7 +35,7 @@
 //      a reset: the reset is before the credit in p's order, the next signal after it in ours.
 //   2. The signal of a chunk is written after its data on the same stream, by a stream memory
 //      operation with its default barrier (release, system scope). Order in the stage kernel:
-//      src/cuda/stage.cu.
+//      src/transport/stage.cu.
 //   3. No rank waits for a credit of this call's consumers, only of the last call's on the same
 //      slot, whose inputs were all sent before; so ranks cannot wait in a ring. That may be the
 //      call just before, as between a graph's replay and an eager call (SlotRing): its consumers
@@ -74,9 +74,9 @@
 #include <mutex>
 #include <vector>
 
-#include "agmm/chunking.hpp"
-#include "agmm/slot_ring.hpp"
-#include "agmm/sm_push.hpp"
+#include "order/chunking.hpp"
+#include "symmetric/slot_ring.hpp"
+#include "transport/sm_push.hpp"
 
 namespace agmm {
 

@@ -1,11 +1,11 @@
 // What those who carry out the SM push transport have to know. The transport fills this in;
-// src/cuda's kernels run the functions of push_warp.hpp with it.
+// the kernels run the functions of push_warp.hpp with it.
 #pragma once
 
 #include <cstdint>
 
-#include "agmm/chunking.hpp"
-#include "agmm/host_device.hpp"
+#include "order/chunking.hpp"
+#include "order/host_device.hpp"
 
 namespace agmm {
 

@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "agmm/fields.hpp"
-#include "agmm/signals.hpp"
-#include "runtime.hpp"
+#include "ops/call_fields.hpp"
+#include "runtime/cuda.hpp"
+#include "sync/signals.hpp"
 
 namespace agmm {
 

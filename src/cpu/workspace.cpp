@@ -1,4 +1,4 @@
-#include "agmm/cpu_workspace.hpp"
+#include "cpu/workspace.hpp"
 
 #include <pthread.h>
 #include <signal.h>
@@ -16,7 +16,7 @@
 #include <thread>
 #include <utility>
 
-#include "shared_segment.hpp"
+#include "cpu/shared_segment.hpp"
 
 namespace agmm {
 namespace {

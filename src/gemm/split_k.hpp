@@ -4,10 +4,10 @@
 
 #include <cstdint>
 
-#include "agmm/device_wait.hpp"
-#include "agmm/named_barrier.hpp"
-#include "agmm/stress_delay.hpp"
 #include "cutlass/cutlass.h"
+#include "sync/device_wait.hpp"
+#include "sync/named_barrier.hpp"
+#include "testing/stress_delay.hpp"
 
 namespace agmm {
 

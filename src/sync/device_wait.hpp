@@ -12,8 +12,8 @@
 
 #include <cstdint>
 
-#include "agmm/wait_report.hpp"
 #include "cutlass/cutlass.h"
+#include "sync/wait_report.hpp"
 
 namespace agmm {
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "agmm/host_device.hpp"
+#include "order/host_device.hpp"
 
 namespace agmm {
 

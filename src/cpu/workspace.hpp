@@ -28,7 +28,7 @@
 #include <string>
 #include <vector>
 
-#include "agmm/signals.hpp"
+#include "sync/signals.hpp"
 
 namespace agmm {
 

@@ -8,16 +8,16 @@
 
 #include <cstdint>
 
-#include "agmm/chunking.hpp"
-#include "agmm/device_wait.hpp"
-#include "agmm/fault.hpp"
-#include "agmm/push_warp.hpp"
-#include "agmm/release.hpp"
-#include "agmm/stress_delay.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/cuda_host_adapter.hpp"
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/dispatch_policy.hpp"
+#include "order/chunking.hpp"
+#include "sync/device_wait.hpp"
+#include "sync/release.hpp"
+#include "testing/fault.hpp"
+#include "testing/stress_delay.hpp"
+#include "transport/push_warp.hpp"
 
 namespace agmm {
 

@@ -1,12 +1,12 @@
-#include "agmm/all_gather.hpp"
+#include "transport/all_gather.hpp"
 
 #include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
 
-#include "runtime.hpp"
-#include "stage.hpp"
+#include "runtime/cuda.hpp"
+#include "transport/stage.hpp"
 
 namespace agmm {
 

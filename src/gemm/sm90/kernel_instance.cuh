@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "agmm/async_input_mainloop.hpp"
 #include "agmm/async_input_mm.hpp"
 #include "agmm/persistent_async_input_scheduler.hpp"
 #include "cutlass/cutlass.h"
@@ -16,7 +15,8 @@
 #include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
-#include "kernel_entry.hpp"
+#include "gemm/kernel_entry.hpp"
+#include "gemm/sm90/async_input_mainloop.hpp"
 
 namespace agmm {
 
