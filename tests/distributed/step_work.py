@@ -4,7 +4,6 @@ groups that end."""
 from __future__ import annotations
 
 import gc
-import os
 import resource
 import threading
 import time
@@ -43,7 +42,8 @@ def call(kind: str, rank: int) -> None:
         if rank == 1:
             agmm.all_gather_matmul(shard.detach(), B, return_A=True)
     else:
-        agmm.all_gather_matmul(shard, B, return_A=kind == "return_A" and rank == 1)
+        op: Any = agmm.all_gather_matmul
+        op(shard, B, return_A=kind == "return_A" and rank == 1)
 
 
 def differ(kind: str) -> None:
@@ -199,7 +199,7 @@ def same_name_again(times: int) -> list[str]:
 def _store_under_one_name(group: dist.ProcessGroup) -> None:
     """As if the group had the name and the store of the one before."""
     known = _group.of(group)
-    world = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    world = dist.distributed_c10d._get_default_store()
     known._store = lambda: world  # type: ignore[method-assign]
     known._prefix = lambda: "agmm/again"  # type: ignore[method-assign]
 
@@ -231,7 +231,3 @@ def exchange_of_different_things() -> str:
     except agmm.AgmmError as error:
         return str(error)
     return ""
-
-
-def pid() -> int:
-    return os.getpid()
