@@ -4,7 +4,6 @@ groups that end."""
 from __future__ import annotations
 
 import gc
-import os
 import resource
 import threading
 import time
@@ -234,7 +233,3 @@ def exchange_of_different_things() -> str:
     except agmm.AgmmError as error:
         return str(error)
     return ""
-
-
-def pid() -> int:
-    return os.getpid()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import median
 
 import pytest
 
 from agmm import plan, tables
+from agmm.cost_model import At, Tiling
 from agmm.plan import CPU, UNFUSED, Plan, Planner, Problem, Row, default_kernels, why_illegal
 
 GPU = "nvidia-h200"
@@ -52,11 +54,11 @@ def test_favourite_is_the_first_of_all_alternatives(seed: int) -> None:
 
 def test_least_times_are_below_all_predictions() -> None:
     for problem in random_problems(150, 11):
-        at = plan.At(problem)
+        at = At(problem)
         for kernel in KERNELS:
             for one in plan.usual_plans(problem, kernel):
                 assert one.kernel is not None
-                tiling = plan.Tiling(problem, one.kernel)
+                tiling = Tiling(problem, one.kernel)
                 is_pull = plan.copy_transports(problem, one.kernel)[0] == "pull"
                 can_push = not is_pull and problem.world_size > 1
                 least = at.least_us(tiling, at.load(tiling), is_pull, can_push)
@@ -65,7 +67,7 @@ def test_least_times_are_below_all_predictions() -> None:
                 own = least[2] if one.transport.startswith("sm") else least[1]
                 assert max(least[0], own) <= predicted * (1 + 1e-9), (problem, one.name)
                 if one.kernel.splits > 1:
-                    whole = plan.Tiling(problem, plan.replace(one.kernel, splits=1))
+                    whole = Tiling(problem, replace(one.kernel, splits=1))
                     some = at.least_split_load(whole)
                     bound = at.least_us(whole, some, is_pull, can_push)[0]
                     assert bound <= predicted * (1 + 1e-9), (problem, one.name)
@@ -80,12 +82,12 @@ def test_kept_rows_are_legal_where_their_plans_are() -> None:
         assert usual.kernel is not None
         transport = draw.choice([usual.transport, "push", "pull", "sm8x128", "sm8x128h4"])
         splits = draw.choice([1, 1, 2, 3, 8])
-        tuned = Plan(transport, plan.replace(usual.kernel, splits=splits))
+        tuned = Plan(transport, replace(usual.kernel, splits=splits))
         built = draw.sample(KERNELS, len(KERNELS) - 3)
         kept = plan._KeptRow(problem, Row(problem.m, tuned, 1.0), "", built)
         for m in (problem.m, 4 * problem.world_size, 1000 * problem.world_size):
             here = problem._replace(m=m)
-            is_legal = kept.is_legal(plan.At(here))
+            is_legal = kept.is_legal(At(here))
             assert is_legal == (why_illegal(here, tuned, built) is None), (here, tuned.name)
             seen.add((is_legal, transport.startswith("sm"), splits > 1))
     assert len(seen) == 8  # legal and illegal ones of each kind

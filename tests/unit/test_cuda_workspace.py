@@ -1,0 +1,245 @@
+"""What the ranks of a CUDA workspace agree on, with torch's and the core's parts replaced: no GPU
+needed."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from agmm import _cuda, _group
+from agmm.errors import AgmmError, Unsupported
+
+MIB = 1 << 20
+Answer = Callable[[str, Any], Any]
+
+
+class Known:
+    """A group of two as `agmm._group.Group`, whose other rank gives these answers."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, answer: Answer, hosts: list[str]) -> None:
+        self.lock = threading.RLock()
+        self.calls = 0
+        self.topics: list[str] = []
+        self._answer, self._hosts = answer, hosts
+
+    def hosts(self) -> list[str]:
+        return self._hosts
+
+    def exchange(self, topic: str, value: str) -> list[str]:
+        self.topics.append(topic)
+        try:
+            said: Any = json.loads(value)
+        except ValueError:
+            return [value, str(self._answer(topic, value))]
+        return [value, json.dumps(self._answer(topic, said))]
+
+
+def same(topic: str, value: Any) -> Any:
+    """A rank with the other GPU and the same wishes."""
+    if topic == "the size of a workspace":
+        return [value[0], "GPU-1", *value[2:]]
+    return value
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[_cuda.CudaWorkspace, Known]]:
+    def made(
+        answer: Answer = same, hosts: tuple[str, str] = ("a", "a"), visible: int = 2
+    ) -> tuple[_cuda.CudaWorkspace, Known]:
+        known = Known(answer, list(hosts))
+        monkeypatch.setattr(_group, "of", lambda group: known)
+        monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+        monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+        monkeypatch.setattr(dist, "barrier", lambda *_, **__: None)
+        cuda = torch.cuda
+        monkeypatch.setattr(cuda, "Event", mock.Mock())
+        monkeypatch.setattr(cuda, "device", lambda device: mock.MagicMock())
+        monkeypatch.setattr(cuda, "synchronize", lambda device=None: None)
+        monkeypatch.setattr(cuda, "device_count", lambda: visible)
+        monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(cuda, "can_device_access_peer", lambda a, b: True)
+        monkeypatch.setattr(
+            cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{index}")
+        )
+        core = mock.Mock()
+        core.CudaWorkspace.workspace_bytes = lambda slot_bytes, world_size: 3 * slot_bytes
+        monkeypatch.setattr(_cuda, "_core", core)
+        symm_mem = mock.Mock(_group_name_to_workspace_tensor={})
+        monkeypatch.setattr(_cuda, "symm_mem", symm_mem)
+        monkeypatch.setattr(_cuda, "_rendezvous", 0)
+        monkeypatch.setattr(_cuda, "_torch_workspaces", {})
+        monkeypatch.setattr("agmm._calls.be_asked", lambda: None)
+        monkeypatch.setattr(
+            _cuda.CudaWorkspace, "_open", lambda self, memory, size: mock.Mock(memory=memory)
+        )
+        group = mock.Mock(group_name="g")
+        workspace = _cuda.CudaWorkspace(group, torch.device("cuda", 0))
+        workspace.test_group = group  # type: ignore[attr-defined]  # kept weakly
+        return workspace, known
+
+    return made
+
+
+def test_grows_in_steps_once_all_have_the_memory(make: Any) -> None:
+    workspace, known = make()
+    workspace.ensure(MIB)
+    assert workspace.slot_bytes == 32 * MIB
+    assert known.topics[-1] == "whether they have memory for a workspace"
+    before = len(known.topics)
+    workspace.ensure(32 * MIB)
+    assert len(known.topics) == before  # collective only where it grows
+
+
+def test_one_visible_gpu_in_each_process_is_no_shared_gpu(make: Any) -> None:
+    """Both ranks have cuda:0, as under Slurm and Ray."""
+    workspace, _ = make(visible=1)
+    workspace.ensure(MIB)
+    assert workspace.slot_bytes == 32 * MIB
+
+
+def test_same_gpu_is_found_by_its_uuid(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AGMM_SHARED_GPUS", raising=False)
+    workspace, _ = make(lambda topic, value: value)
+    with pytest.raises(Unsupported, match=r"found ranks \[0, 1\] on GPUs that they share"):
+        workspace.ensure(MIB)
+
+
+def test_two_hosts_of_one_name_are_told_apart(make: Any) -> None:
+    workspace, _ = make(hosts=("a", "b"))
+    for _ in range(2):
+        with pytest.raises(Unsupported, match="found ranks on 2 hosts, wanted one"):
+            workspace.ensure(MIB)
+
+
+def test_no_access_seen_by_one_rank_counts_for_all(make: Any) -> None:
+    def answer(topic: str, value: Any) -> Any:
+        if topic == "whether their GPUs reach each other":
+            return "group: cuda:0 has no peer access to cuda:1"
+        return same(topic, value)
+
+    workspace, _ = make(answer, visible=1)
+    with pytest.raises(Unsupported, match="cuda:0 has no peer access to cuda:1"):
+        workspace.ensure(MIB)
+
+
+def test_no_access_is_found_by_uuid(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace, _ = make()
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
+    with pytest.raises(Unsupported, match="cuda:0 has no peer access to cuda:1"):
+        workspace.ensure(MIB)
+
+
+@pytest.mark.parametrize("which", ["own", "peer"])
+def test_workspace_that_cannot_grow_keeps_what_it_had(make: Any, which: str) -> None:
+    fails = False
+
+    def answer(topic: str, value: Any) -> Any:
+        if topic == "whether they have memory for a workspace":
+            return "7 bytes of GPU memory: out of memory" if fails and which == "peer" else ""
+        return same(topic, value)
+
+    workspace, known = make(answer)
+    workspace.ensure(MIB)
+    buffers, fails = workspace._buffers, True
+    if which == "own":
+        vars(_cuda)["symm_mem"].empty.side_effect = torch.OutOfMemoryError("out of memory")
+    rank = 0 if which == "own" else 1
+    for _ in range(2):
+        with pytest.raises(Unsupported, match=f"workspace: rank {rank} could not get .* of GPU m"):
+            workspace.ensure(100 * MIB)
+    assert workspace._buffers is buffers
+    assert workspace.slot_bytes == 32 * MIB
+    # The refusal is remembered: the second time nobody was asked.
+    assert known.topics.count("the size of a workspace") == 2
+    fails = False
+    vars(_cuda)["symm_mem"].empty.side_effect = None
+    workspace.ensure(64 * MIB)
+    assert workspace.slot_bytes == 64 * MIB
+
+
+def test_what_graphs_keep_is_less_than_what_is_in_use(make: Any) -> None:
+    workspace, _ = make()
+    for wanted in range(10, 400, 10):  # captures of ascending sizes
+        workspace.ensure(wanted * MIB)
+        workspace._captured = True
+    sizes = [32 * MIB, 64 * MIB, 128 * MIB, 256 * MIB]
+    assert workspace.slot_bytes == 512 * MIB
+    assert len(workspace._kept) == len(sizes)
+    assert sum(sizes) < workspace.slot_bytes
+
+
+def test_capture_of_the_other_rank_alone_counts_too(make: Any) -> None:
+    captured = False
+
+    def answer(topic: str, value: Any) -> Any:
+        found = same(topic, value)
+        if topic == "the size of a workspace":
+            found[3] = captured
+        return found
+
+    workspace, _ = make(answer)
+    workspace.ensure(MIB)
+    captured = True
+    workspace.ensure(33 * MIB)
+    workspace.ensure(65 * MIB)
+    assert workspace.slot_bytes == 128 * MIB
+
+
+def test_release_gives_back_what_no_graph_needs(make: Any) -> None:
+    workspace, _ = make()
+    workspace.ensure(MIB)
+    workspace.release()
+    assert workspace._buffers is None
+    assert workspace.slot_bytes == 0
+    workspace.ensure(MIB)
+    assert workspace.slot_bytes == 32 * MIB
+
+
+@pytest.mark.parametrize("which", ["own", "peer"])
+def test_release_is_refused_while_a_graph_of_any_rank_needs_it(make: Any, which: str) -> None:
+    def answer(topic: str, value: Any) -> Any:
+        if topic == "whether graphs need a workspace":
+            return which == "peer"
+        return same(topic, value)
+
+    workspace, _ = make(answer)
+    workspace.ensure(MIB)
+    workspace._captured = which == "own"
+    with pytest.raises(
+        AgmmError, match=rf"CUDA graphs that use it on ranks \[{which == 'peer':d}\]"
+    ):
+        workspace.release()
+    assert workspace.slot_bytes == 32 * MIB
+
+
+def test_rendezvous_of_torchs_own_ops_are_counted(make: Any) -> None:
+    """Its counter is one for the process: a rank that has made more would wait for ever."""
+    make()
+    made = vars(_cuda)["symm_mem"]._group_name_to_workspace_tensor
+    made["another group"] = torch.empty(100)
+    _cuda.note_torch_workspaces()
+    _cuda.note_torch_workspaces()
+    made["another group"] = torch.empty(200)
+    _cuda.note_torch_workspaces()
+    assert _cuda._rendezvous == 2
+
+    def answer(topic: str, value: Any) -> Any:
+        found = same(topic, value)
+        if topic == "the size of a workspace":
+            found[2] = 0
+        return found
+
+    behind, _ = make(answer)
+    vars(_cuda)["symm_mem"]._group_name_to_workspace_tensor["another group"] = torch.empty(100)
+    with pytest.raises(Unsupported, match=r"found ranks that have made \[1, 0\] workspaces before"):
+        behind.ensure(MIB)
