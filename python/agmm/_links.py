@@ -35,9 +35,9 @@ def why_no_atomics(own: str, peers: Iterable[str]) -> str | None:
     for peer in peers:
         if peer == own:
             continue
-        visible = visible()
-        if own in visible and peer in visible:
-            found: bool | None = _core.peer_atomics(visible[own], visible[peer])
+        indices = visible()
+        if own in indices and peer in indices:
+            found: bool | None = _core.peer_atomics(indices[own], indices[peer])
         else:
             found = _by_nvml(own, peer)
         if found is None:

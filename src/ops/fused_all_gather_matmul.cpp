@@ -39,6 +39,17 @@ AsyncInputArgs matmul_of(Weight const& weight, FusedArgs const& args, int rank, 
   return mm;
 }
 
+/// For the message to ranks whose calls differ.
+std::string described(FusedArgs const& args, std::vector<Weight> const& weights) {
+  std::string text = "all_gather_matmul(A_shard [" + std::to_string(args.rows) + ", " +
+                     std::to_string(args.k) + "] " + to_string(args.dtype);
+  for (Weight const& weight : weights) {
+    text += ", B [" + std::to_string(args.k) + ", " + std::to_string(weight.n) + "] " +
+            (weight.b_layout == BLayout::RowMajor ? "row-major" : "column-major");
+  }
+  return text + ", return_A " + (args.a_out == nullptr ? "False" : "True") + ")";
+}
+
 }  // namespace
 
 FusedAllGatherMatmul::FusedAllGatherMatmul(int rank, std::vector<uintptr_t> const& bases,
@@ -106,6 +117,7 @@ FusedAllGatherMatmul::Call FusedAllGatherMatmul::prepare(FusedArgs const& args,
   request.shared.tail.begin = std::max(request.shared.tail.begin, request.shared.head.end);
 
   Gathered const gathered = gather_.next(request);
+  note_call(gathered.ready_value, described(args, weights));
   std::vector<PreparedMatmul> prepared;
   for (std::size_t i = 0; i < matmuls.size(); ++i) {
     AsyncInputArgs& mm = matmuls[i];
