@@ -74,14 +74,23 @@ def test_chunks_come_while_it_runs(library: Path, schedule: str, tiles_per_chunk
     chunks, rows = tiles // tiles_per_chunk, tiles_per_chunk * TILE
     source, B = integers(tiles * TILE, K), integers(N, K).t()
     wanted = source @ B
-    feeder = torch.cuda.Stream()
-    # Loaded before: a first launch would wait for the matmul, which waits for it.
     A = torch.full_like(source, torch.nan)
-    A[:rows].copy_(source[:rows])
     signals = torch.zeros(chunks, dtype=torch.int32, device="cuda")
-    signals[0:1].fill_(1)
+    feeder = torch.cuda.Stream()
+
+    def feed(order: list[int]) -> None:
+        with torch.cuda.stream(feeder):
+            for chunk in order:
+                torch.cuda._sleep(200_000)
+                part = slice(chunk * rows, (chunk + 1) * rows)
+                A[part].copy_(source[part])
+                signals[chunk : chunk + 1].fill_(1)
+
+    # All kernels are loaded before: a first launch would wait for the matmul, which waits for it.
+    feed([0])
     start(library, schedule, source, B, torch.empty_like(wanted), None, 1, 0)
     for turn in range(4):
+        torch.cuda.synchronize()
         A.fill_(torch.nan)
         signals.zero_()
         out = torch.full_like(wanted, torch.nan)
@@ -89,11 +98,6 @@ def test_chunks_come_while_it_runs(library: Path, schedule: str, tiles_per_chunk
         start(library, schedule, A, B, out, signals, tiles_per_chunk, turn * 2 % tiles)
         order = list(range(chunks))
         random.Random(turn).shuffle(order)
-        with torch.cuda.stream(feeder):
-            for chunk in order:
-                torch.cuda._sleep(200_000)
-                part = slice(chunk * rows, (chunk + 1) * rows)
-                A[part].copy_(source[part])
-                signals[chunk : chunk + 1].fill_(1)
+        feed(order)
         torch.cuda.synchronize()
         torch.testing.assert_close(out, wanted, rtol=0, atol=0)
