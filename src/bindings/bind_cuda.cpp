@@ -12,8 +12,8 @@
 #include "agmm/async_input_mm.hpp"
 #include "agmm/fused_all_gather_matmul.hpp"
 #include "bindings/bindings.hpp"
+#include "gemm/tile_times.hpp"
 #include "sync/signals.hpp"
-#include "sync/wait_report.hpp"
 
 namespace py = pybind11;
 

@@ -149,10 +149,10 @@ struct KernelInstance {
 
   static AsyncInput async_input(AsyncInputArgs const& args) {
     AsyncInput input;
-    input.chunks = ChunkGrid(args.problem.m, args.problem.k, args.chunks_m, args.chunks_k);
-    input.signals = args.signals;
-    input.ready_value = args.ready_value;
-    input.wait_limit = wait_limit(args);
+    input.arrival.chunks = ChunkGrid(args.problem.m, args.problem.k, args.chunks_m, args.chunks_k);
+    input.arrival.signals = args.signals;
+    input.arrival.ready_value = args.ready_value;
+    input.arrival.wait_limit = wait_limit(args);
     input.local_rows = {args.local_begin, args.local_end};
     input.release = {args.release_signals, args.release_count, args.counters, args.counter_count,
                      args.peer_credits,    args.peer_count,    args.sent};
@@ -194,7 +194,7 @@ struct KernelInstance {
     using Options = typename GemmKernel::TileScheduler::RasterOrderOptions;
     gemm.scheduler.raster_order =
         args.config.raster == Raster::AlongM ? Options::AlongM : Options::AlongN;
-    gemm.scheduler.rows_per_chunk = gemm.mainloop.input.chunks.rows_per_chunk.divisor;
+    gemm.scheduler.rows_per_chunk = gemm.mainloop.input.arrival.chunks.rows_per_chunk.divisor;
     gemm.scheduler.chunk_pivot = args.chunk_pivot;
     gemm.scheduler.split_k = split_k(args);
 
