@@ -16,6 +16,7 @@ __all__: list[str] = [
     "SPLIT_COUNTER_BYTES",
     "TILE_TIMES_BYTES",
     "TIMEOUT_EXIT_CODE",
+    "WorkspaceLayout",
     "async_input_mm",
     "call_tag",
     "chunk_columns",
@@ -115,6 +116,29 @@ class CpuWorkspace:
     def warn_s(self, arg1: float) -> None: ...
     @property
     def world_size(self) -> int: ...
+
+class WorkspaceLayout:
+    """
+    Offsets in bytes of a CUDA workspace's parts.
+    """
+
+    max_column_chunks: typing.ClassVar[int] = 128
+    slots: typing.ClassVar[int] = 2
+    def __init__(self, slot_bytes: int, world_size: int) -> None: ...
+    def credit_words(self) -> list[int]:
+        """
+        Indices from words_offset of the words that are 1 before the first call.
+        """
+    def credits(self, slot: int) -> int: ...
+    def gather_buffer(self, slot: int) -> int: ...
+    def signals(self, slot: int) -> int: ...
+    def single_words(self, slot: int) -> list[int]: ...
+    def staged_shard(self, slot: int) -> int: ...
+    def tags(self, slot: int) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def words_offset(self) -> int: ...
 
 class DType:
     """

@@ -3,9 +3,11 @@
 
 #include <cstddef>
 
-#include "agmm/async_input_mm.hpp"
+#include "agmm/problem.hpp"
 
 namespace agmm {
+
+struct CallSpec;
 
 struct KernelEntry {
   KernelShape shape;
@@ -15,7 +17,7 @@ struct KernelEntry {
   bool can_split;
   std::size_t params_bytes;
   /// Builds the kernel's parameters (TMA descriptors included) in `params`. Empty: success.
-  char const* (*prepare)(AsyncInputArgs const& args, void* params);
+  char const* (*prepare)(CallSpec const& call, void* params);
   /// Once per device: opts in to the shared memory that the kernel needs. Returns a cudaError_t.
   int (*setup)();
   /// Returns a cudaError_t.

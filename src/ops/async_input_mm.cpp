@@ -12,6 +12,7 @@
 
 #include "gemm/kernel_entry.hpp"
 #include "ops/call_fields.hpp"
+#include "ops/prepare.hpp"
 #include "runtime/cuda.hpp"
 
 namespace agmm {
@@ -19,13 +20,11 @@ namespace agmm {
 namespace {
 
 struct Hash {
-  std::size_t operator()(AsyncInputArgs const& args) const { return hash_of_fields(args); }
+  std::size_t operator()(CallSpec const& call) const { return hash_of_fields(call); }
 };
 
 struct IsSame {
-  bool operator()(AsyncInputArgs const& a, AsyncInputArgs const& b) const {
-    return same_fields(a, b);
-  }
+  bool operator()(CallSpec const& a, CallSpec const& b) const { return same_fields(a, b); }
 };
 
 struct AlignedDelete {
@@ -38,16 +37,16 @@ using Params = std::shared_ptr<void>;
 class ParamsCache {
  public:
   template <class Build>
-  Params find_or_build(AsyncInputArgs const& args, Build const& build) {
-    auto const found = params_.find(args);
+  Params find_or_build(CallSpec const& call, Build const& build) {
+    auto const found = params_.find(call);
     if (found != params_.end()) return found->second;
     if (params_.size() >= kCapacity) params_.clear();
-    return params_.emplace(args, build()).first->second;
+    return params_.emplace(call, build()).first->second;
   }
 
  private:
   static constexpr std::size_t kCapacity = 4096;
-  std::unordered_map<AsyncInputArgs, Params, Hash, IsSame> params_;
+  std::unordered_map<CallSpec, Params, Hash, IsSame> params_;
 };
 
 KernelEntry const* find_kernel(AsyncInputArgs const& args) {
@@ -98,22 +97,24 @@ void check(AsyncInputArgs const& args) {
   if (p.k < 1) refuse("A", "K=" + std::to_string(p.k), "at least 1");
   require_multiple_of_8("A", "K", p.k);
   require_multiple_of_8("B", "N", p.n);
-  require_multiple_of_8("B", "leading dimension", args.ldb);
-  require_aligned("A", args.a);
-  require_aligned("B", args.b);
-  require_aligned("out", args.out);
-  if (args.local_end > args.local_begin) require_aligned("A_shard", args.a_local);
-  if (args.bias != nullptr) require_aligned("bias", args.bias);
-  if (args.a_out != nullptr) require_aligned("A", args.a_out);
-  if (args.chunks_m < 1 || args.chunks_k < 1 ||
-      !ChunkGrid(p.m, p.k, args.chunks_m, args.chunks_k).is_legal()) {
+  Operands const& operands = args.operands;
+  require_multiple_of_8("B", "leading dimension", operands.ldb);
+  require_aligned("A", operands.a);
+  require_aligned("B", operands.b);
+  require_aligned("out", operands.out);
+  if (operands.local_end > operands.local_begin) require_aligned("A_shard", operands.a_local);
+  if (operands.bias != nullptr) require_aligned("bias", operands.bias);
+  if (operands.a_out != nullptr) require_aligned("A", operands.a_out);
+  Arrival const& arrival = args.arrival;
+  if (arrival.chunks_m < 1 || arrival.chunks_k < 1 ||
+      !ChunkGrid(p.m, p.k, arrival.chunks_m, arrival.chunks_k).is_legal()) {
     refuse("a_chunk_signals",
-           std::to_string(args.chunks_m) + "x" + std::to_string(args.chunks_k) + " chunks",
+           std::to_string(arrival.chunks_m) + "x" + std::to_string(arrival.chunks_k) + " chunks",
            "at least one row and column of A in each");
   }
-  if (args.chunk_pivot < 0 || args.chunk_pivot >= args.chunks_m) {
-    refuse("a_chunk_pivot", std::to_string(args.chunk_pivot),
-           "0 to " + std::to_string(args.chunks_m - 1));
+  if (arrival.pivot < 0 || arrival.pivot >= arrival.chunks_m) {
+    refuse("a_chunk_pivot", std::to_string(arrival.pivot),
+           "0 to " + std::to_string(arrival.chunks_m - 1));
   }
   DeviceFacts const& device = kernels_device();
   KernelEntry const* const kernel = find_kernel(args);
@@ -146,7 +147,7 @@ void check(AsyncInputArgs const& args) {
     }
     require_aligned("split_scratch", args.split_scratch);
   }
-  if (args.a_out != nullptr && !kernel->can_store_a) {
+  if (operands.a_out != nullptr && !kernel->can_store_a) {
     refuse("config", args.config.shape.str() + " for " + p.str(), "a kernel that can store A");
   }
 }
@@ -192,17 +193,17 @@ void load_kernels() {
   for (std::size_t i = 0; i < kKernelCount; ++i) make_ready(*kKernelTable[i], device);
 }
 
-PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& given) {
-  check(given);
-  KernelEntry const& kernel = *find_kernel(given);
-  AsyncInputArgs args = given;
-  ReportPlace const place = report_place();
-  args.report = place.report;
-  args.report_lock = place.report_lock;
+PreparedMatmul prepare(CallSpec const& given) {
+  check(given.matmul);
+  KernelEntry const& kernel = *find_kernel(given.matmul);
+  CallSpec call = given;
+  call.report_place = report_place();
+  AsyncInputArgs& args = call.matmul;
   DeviceFacts const& device = current_device();
   if (args.sm_count == 0) args.sm_count = device.sm_count;
   KernelShape const& shape = args.config.shape;
-  ChunkGrid const chunks(args.problem.m, args.problem.k, args.chunks_m, args.chunks_k);
+  ChunkGrid const chunks(args.problem.m, args.problem.k, args.arrival.chunks_m,
+                         args.arrival.chunks_k);
   int32_t const clusters = Clusters(args.problem, shape, args.sm_count).to_launch(chunks);
   args.sm_count = min_of(args.sm_count, clusters * shape.cluster_m * shape.cluster_n);
 
@@ -212,16 +213,22 @@ PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& given) {
   std::lock_guard<std::mutex> const lock(mutex);
   PreparedMatmul prepared;
   prepared.kernel_ = &kernel;
-  prepared.params_ = cache.find_or_build(args, [&] {
+  prepared.params_ = cache.find_or_build(call, [&] {
     Params memory(::operator new(kernel.params_bytes, std::align_val_t(kParamsAlignment)),
                   AlignedDelete());
-    if (char const* reason = kernel.prepare(args, memory.get())) {
+    if (char const* reason = kernel.prepare(call, memory.get())) {
       throw std::invalid_argument(std::string("agmm: ") + args.config.shape.str() + " for " +
                                   args.problem.str() + ": " + reason);
     }
     return memory;
   });
   return prepared;
+}
+
+PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& args) {
+  CallSpec call;
+  call.matmul = args;
+  return prepare(call);
 }
 
 void PreparedMatmul::launch(void* stream) const {

@@ -85,6 +85,10 @@ struct KParts {
   }
 };
 
+/// Of the columns of a shard. More than a shard of the longest K in use has, in chunks as small as
+/// the planner takes; each costs a signal per rank and slot.
+constexpr int32_t kMaxColumnChunks = 128;
+
 /// A [rows, depth] cut into chunks_m x chunks_k chunks. Chunk (i, j) has the signal i * chunks_k +
 /// j.
 struct ChunkGrid {

@@ -53,17 +53,12 @@ CUTLASS_DEVICE uint32_t look_at_credit(SmPushArgs const& push) {
 CUTLASS_DEVICE void take_credits(SmPushArgs const& push, bool is_first, uint32_t seen,
                                  WaitLimit const& limit) {
   int const lane = lane_id();
-  uint64_t start = 0;
+  uint32_t since = 0;
   CUTLASS_PRAGMA_NO_UNROLL
   for (;; seen = look_at_credit(push)) {
     if (kNoCredit || __all_sync(kAllLanes, seen == 1)) break;
     if (__any_sync(kAllLanes, load_acquire_gpu(push.go) == 1)) break;
-    if (!is_first) continue;
-    uint64_t const now = global_timer_ns();
-    if (start == 0) start = now;
-    if (seen != 1 && now - start > limit.limit_ns) {
-      report_and_stop(limit, WaitReport::Credit, lane, push.slot, seen, 1, now - start);
-    }
+    if (is_first) check_credit_wait(seen, lane, push.slot, limit, since);
   }
   __syncwarp();
   if (is_first && lane == 0) store_release_gpu(push.go, 1);

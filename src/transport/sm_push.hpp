@@ -11,7 +11,6 @@ namespace agmm {
 
 constexpr int kMaxPushRanks = 16;
 constexpr int kMaxPushParts = 64;  // a power of 2
-constexpr int kMaxColumnChunks = 128;
 
 /// Of an item, to all peers of a round: by a warp beside the matmul (larger items delay the first
 /// chunk and saturate the links, which delays the matmul's own loads) and by a CTA that only

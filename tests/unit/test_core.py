@@ -142,10 +142,6 @@ def test_matmul_refuses_without_cuda() -> None:
 def test_workspace_refuses_without_cuda() -> None:
     with pytest.raises(RuntimeError, match=REFUSAL):
         _core.CudaWorkspace(rank=0, bases=[0, 0], slot_bytes=4096)
-    with pytest.raises(RuntimeError, match=REFUSAL):
-        _core.CudaWorkspace.workspace_bytes(slot_bytes=4096, world_size=2)
-    with pytest.raises(RuntimeError, match=REFUSAL):
-        _core.CudaWorkspace.credit_words(world_size=2)
 
 
 def test_matmul_refuses_the_name_of_a_config() -> None:

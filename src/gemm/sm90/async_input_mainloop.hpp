@@ -16,7 +16,7 @@
 #include "gemm/sm90/stage_store.hpp"
 #include "gemm/sm90/tile_timer.hpp"
 #include "order/chunking.hpp"
-#include "sync/release.hpp"
+#include "sync/device_release.hpp"
 #include "testing/fault.hpp"
 #include "testing/stress_delay.hpp"
 #include "transport/push_warp.hpp"

@@ -190,9 +190,9 @@ namespace agmm {
 
 namespace {
 
-char const* prepare(AsyncInputArgs const& args, void* params) {
+char const* prepare(CallSpec const& call, void* params) {
   ++state().kernels_prepared;
-  new (params) AsyncInputArgs(args);
+  new (params) CallSpec(call);
   return nullptr;
 }
 
@@ -200,7 +200,7 @@ int setup() { return cudaSuccess; }
 
 int launch(void* params, void* stream) {
   cudaError_t const error = fake::enqueue("kernel", static_cast<cudaStream_t>(stream));
-  if (error == cudaSuccess) state().launched.push_back(*static_cast<AsyncInputArgs*>(params));
+  if (error == cudaSuccess) state().launched.push_back(*static_cast<CallSpec*>(params));
   return error;
 }
 
@@ -209,7 +209,7 @@ KernelEntry const kernel{{128, 128, 64, 1, 1, Schedule::Cooperative, false},
                          BLayout::ColumnMajor,
                          true,
                          true,
-                         sizeof(AsyncInputArgs),
+                         sizeof(CallSpec),
                          &prepare,
                          &setup,
                          &launch};
