@@ -9,6 +9,7 @@
 
 #include "bindings/bindings.hpp"
 #include "order/chunking.hpp"
+#include "order/clusters.hpp"
 #include "symmetric/layout.hpp"
 #include "transport/sm_push.hpp"
 

@@ -13,6 +13,7 @@
 #include "gemm/kernel_entry.hpp"
 #include "ops/call_fields.hpp"
 #include "ops/prepare.hpp"
+#include "order/clusters.hpp"
 #include "runtime/cuda.hpp"
 
 namespace agmm {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "agmm/problem.hpp"
 #include "order/host_device.hpp"
 
 namespace agmm {
@@ -149,8 +150,6 @@ struct BlockCoord {
   int32_t m = 0;
   int32_t n = 0;
 };
-
-enum class Raster : int32_t { AlongM = 0, AlongN = 1 };
 
 /// The order in which blocks of output are computed. A block is what one cluster computes at a
 /// time: block_rows x block_cols elements of out, so a block never splits a cluster.
