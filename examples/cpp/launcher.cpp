@@ -26,8 +26,8 @@ float from_bf16(uint16_t value) {
 }
 
 agmm::KernelShape any_kernel() {
-  for (agmm::KernelShape const& shape : agmm::built_kernels()) {
-    if (!shape.timed) return shape;
+  for (agmm::KernelFacts const& facts : agmm::built_kernels()) {
+    if (!facts.shape.timed && facts.dtype == agmm::DType::BFloat16) return facts.shape;
   }
   std::fprintf(stderr, "no kernel in this build\n");
   std::exit(1);

@@ -45,11 +45,8 @@ struct AsyncInputArgs {
   TileTimes* tile_times = nullptr;  // [tiles_m * tiles_n] for kernels with `timed`, or null
 };
 
-/// The kernels of this build.
-std::vector<KernelShape> built_kernels();
-
-/// Whether several CTAs can compute a tile of this kernel together (KernelConfig::splits).
-bool can_split(KernelShape const& shape);
+/// The kernels of this build, one per shape, dtype and layout of B.
+std::vector<KernelFacts> built_kernels();
 
 constexpr std::size_t kSplitCounterBytes = 1024;
 

@@ -8,6 +8,13 @@
 
 namespace agmm {
 
+/// What the kernels of this build are compiled for, and the compute capability of GPUs that run it.
+constexpr char kArchitecture[] = "sm_90a";
+constexpr int kCapabilityMajor = 9;
+constexpr int kCapabilityMinor = 0;
+/// K, N and the leading dimension of B are multiples of so many elements: TMA wants 16 bytes.
+constexpr int32_t kAlignment = 8;
+
 enum class DType : int32_t { BFloat16 = 0, Float16 = 1 };
 enum class BLayout : int32_t { RowMajor = 0, ColumnMajor = 1 };
 enum class Schedule : int32_t { Cooperative = 0, Pingpong = 1 };
@@ -59,6 +66,16 @@ inline bool operator==(KernelShape const& a, KernelShape const& b) {
   };
   return fields(a) == fields(b);
 }
+
+/// What a kernel of this build can do.
+struct KernelFacts {
+  KernelShape shape{};
+  DType dtype = DType::BFloat16;
+  BLayout b_layout = BLayout::ColumnMajor;
+  bool can_split = false;    // KernelConfig::splits above 1
+  bool can_store_a = false;  // Operands::a_out
+  char const* architecture = kArchitecture;
+};
 
 /// A kernel shape and what may change from launch to launch.
 struct KernelConfig {

@@ -8,10 +8,16 @@ import collections.abc
 import typing
 
 __all__: list[str] = [
+    "ALIGNMENT",
+    "CAPABILITY",
     "CpuWorkspace",
     "CudaWorkspace",
     "DType",
     "KernelConfig",
+    "KernelFacts",
+    "MAX_COLUMN_CHUNKS",
+    "MAX_PUSH_PARTS",
+    "MAX_PUSH_RANKS",
     "SM_PUSH_HEAD_ITEM_BYTES",
     "SPLIT_COUNTER_BYTES",
     "TILE_TIMES_BYTES",
@@ -29,6 +35,7 @@ __all__: list[str] = [
     "fault",
     "first_blocks",
     "k_parts",
+    "kernel_facts",
     "kernels",
     "mismatch_message",
     "note_call",
@@ -210,11 +217,35 @@ class KernelConfig:
     @property
     def splits(self) -> int: ...
     @property
+    def stores_A(self) -> list[str]:
+        """
+        The layouts of B with which it can store A.
+        """
+    @property
     def tile_k(self) -> int: ...
     @property
     def tile_m(self) -> int: ...
     @property
     def tile_n(self) -> int: ...
+    @property
+    def timed(self) -> bool: ...
+
+class KernelFacts:
+    """
+    What a kernel of this build can do.
+    """
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def b_layout(self) -> str: ...
+    @property
+    def can_split(self) -> bool: ...
+    @property
+    def can_store_A(self) -> bool: ...
+    @property
+    def dtype(self) -> DType: ...
+    @property
+    def kernel(self) -> str: ...
     @property
     def timed(self) -> bool: ...
 
@@ -340,9 +371,14 @@ def k_parts(k_tiles: int, parts: int) -> list[tuple[int, int]]:
     The half-open ranges of k tiles of the parts when K is split.
     """
 
+def kernel_facts() -> list[KernelFacts]:
+    """
+    One entry per kernel of this build: shape, dtype and layout of B; empty without CUDA.
+    """
+
 def kernels() -> list[KernelConfig]:
     """
-    The kernels of this build; empty without CUDA.
+    The kernels of this build, each shape once; empty without CUDA.
     """
 
 def mismatch_message(rank: int, source: int, chunk: int, seen: int, wanted: int) -> str:
@@ -439,6 +475,11 @@ def write_line(message: str) -> None:
     Writes one line to stderr, in one piece.
     """
 
+ALIGNMENT: int
+CAPABILITY: int
+MAX_COLUMN_CHUNKS: int
+MAX_PUSH_PARTS: int
+MAX_PUSH_RANKS: int
 SM_PUSH_HEAD_ITEM_BYTES: int
 SPLIT_COUNTER_BYTES: int
 TILE_TIMES_BYTES: int

@@ -68,6 +68,9 @@ void bind_chunking(py::module_& m) {
       .def("credit_words", &WorkspaceLayout::credit_words,
            "Indices from words_offset of the words that are 1 before the first call.");
   m.attr("SM_PUSH_HEAD_ITEM_BYTES") = agmm::kHeadItemBytes;
+  m.attr("MAX_PUSH_PARTS") = agmm::kMaxPushParts;
+  m.attr("MAX_PUSH_RANKS") = agmm::kMaxPushRanks;
+  m.attr("MAX_COLUMN_CHUNKS") = agmm::kMaxColumnChunks;
   m.def(
       "tile_order",
       [](int rows, int n, int block_rows, int block_cols, int chunks, int pivot, int max_swizzle,

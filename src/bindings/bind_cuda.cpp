@@ -13,6 +13,7 @@
 #include "agmm/fused_all_gather_matmul.hpp"
 #include "agmm/limits.hpp"
 #include "bindings/bindings.hpp"
+#include "gemm/kernel_facts.hpp"
 #include "gemm/tile_times.hpp"
 #include "symmetric/layout.hpp"
 
@@ -24,6 +25,7 @@ using agmm::AsyncInputArgs;
 using agmm::DType;
 using agmm::FusedAllGatherMatmul;
 using agmm::KernelConfig;
+using agmm::KernelFacts;
 using agmm::WorkspaceLayout;
 
 template <class T>
@@ -55,6 +57,19 @@ using TransportTuple = std::tuple<int, int, int, int, int>;
 
 agmm::BLayout layout(bool column_major) {
   return column_major ? agmm::BLayout::ColumnMajor : agmm::BLayout::RowMajor;
+}
+
+// As plans name them.
+std::string name_of(agmm::BLayout b_layout) {
+  return b_layout == agmm::BLayout::ColumnMajor ? "column" : "row";
+}
+
+std::vector<std::string> layouts_that_store_a(const KernelConfig& config) {
+  std::vector<std::string> found;
+  for (const agmm::BLayout b_layout : {agmm::BLayout::ColumnMajor, agmm::BLayout::RowMajor}) {
+    if (agmm::can_store_a(config.shape, b_layout)) found.push_back(name_of(b_layout));
+  }
+  return found;
 }
 
 // Destroying a workspace frees device memory, which waits for the device; other threads may have
@@ -138,6 +153,8 @@ void bind_cuda(py::module_& m) {
           [](const KernelConfig& c) { return std::string(agmm::to_string(c.shape.schedule)); })
       .def_property_readonly("can_split",
                              [](const KernelConfig& c) { return agmm::can_split(c.shape); })
+      .def_property_readonly("stores_A", &layouts_that_store_a,
+                             "The layouts of B with which it can store A.")
       .def_readonly("splits", &KernelConfig::splits)
       .def_readonly("max_swizzle", &KernelConfig::max_swizzle)
       .def_property_readonly(
@@ -151,12 +168,28 @@ void bind_cuda(py::module_& m) {
       "kernels",
       [] {
         std::vector<KernelConfig> configs;
-        for (const agmm::KernelShape& shape : agmm::built_kernels()) {
-          configs.push_back({shape, 1, agmm::Raster::AlongM});
+        for (const KernelFacts& facts : agmm::built_kernels()) {
+          const bool is_known =
+              std::any_of(configs.begin(), configs.end(),
+                          [&](const KernelConfig& config) { return config.shape == facts.shape; });
+          if (!is_known) configs.push_back({facts.shape, 1, agmm::Raster::AlongM});
         }
         return configs;
       },
-      "The kernels of this build; empty without CUDA.");
+      "The kernels of this build, each shape once; empty without CUDA.");
+  py::class_<KernelFacts>(m, "KernelFacts", "What a kernel of this build can do.")
+      .def_property_readonly("kernel", [](const KernelFacts& f) { return f.shape.str(); })
+      .def_readonly("dtype", &KernelFacts::dtype)
+      .def_property_readonly("b_layout", [](const KernelFacts& f) { return name_of(f.b_layout); })
+      .def_property_readonly("timed", [](const KernelFacts& f) { return f.shape.timed; })
+      .def_readonly("can_split", &KernelFacts::can_split)
+      .def_readonly("can_store_A", &KernelFacts::can_store_a)
+      .def_property_readonly("architecture",
+                             [](const KernelFacts& f) { return std::string(f.architecture); });
+  m.def("kernel_facts", &agmm::built_kernels,
+        "One entry per kernel of this build: shape, dtype and layout of B; empty without CUDA.");
+  m.attr("ALIGNMENT") = agmm::kAlignment;
+  m.attr("CAPABILITY") = 10 * agmm::kCapabilityMajor + agmm::kCapabilityMinor;
   m.def("async_input_mm", &async_input_mm, py::arg("a"), py::arg("b"), py::arg("out"),
         py::arg("bias"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("dtype"),
         py::arg("b_column_major"), py::arg("ldb"), py::arg("signals"), py::arg("chunks_m"),

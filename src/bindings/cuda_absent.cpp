@@ -12,8 +12,7 @@ namespace {
 }
 }  // namespace
 
-std::vector<KernelShape> built_kernels() { return {}; }
-bool can_split(KernelShape const&) { return false; }
+std::vector<KernelFacts> built_kernels() { return {}; }
 std::size_t max_split_scratch_bytes() { refuse(); }
 void load_kernels() { refuse(); }
 PreparedMatmul prepare_async_input_mm(AsyncInputArgs const&) { refuse(); }

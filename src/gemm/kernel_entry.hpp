@@ -10,11 +10,7 @@ namespace agmm {
 struct CallSpec;
 
 struct KernelEntry {
-  KernelShape shape;
-  DType dtype;
-  BLayout b_layout;
-  bool can_store_a;
-  bool can_split;
+  KernelFacts facts;
   std::size_t params_bytes;
   /// Builds the kernel's parameters (TMA descriptors included) in `params`. Empty: success.
   char const* (*prepare)(CallSpec const& call, void* params);

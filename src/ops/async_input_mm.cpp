@@ -53,8 +53,8 @@ class ParamsCache {
 KernelEntry const* find_kernel(AsyncInputArgs const& args) {
   for (std::size_t i = 0; i < kKernelCount; ++i) {
     KernelEntry const& entry = *kKernelTable[i];
-    if (entry.shape == args.config.shape && entry.dtype == args.problem.dtype &&
-        entry.b_layout == args.problem.b_layout) {
+    if (entry.facts.shape == args.config.shape && entry.facts.dtype == args.problem.dtype &&
+        entry.facts.b_layout == args.problem.b_layout) {
       return &entry;
     }
   }
@@ -77,10 +77,10 @@ void make_ready(KernelEntry const& kernel, DeviceFacts const& device) {
 }
 
 template <class T>
-void require_multiple_of_8(char const* argument, char const* name, T value) {
-  if (value % 8 != 0) {
+void require_multiple(char const* argument, char const* name, T value) {
+  if (value % kAlignment != 0) {
     refuse(argument, std::string(name) + "=" + std::to_string(value),
-           "a multiple of 8 (16-byte TMA alignment)");
+           "a multiple of " + std::to_string(kAlignment) + " (16-byte TMA alignment)");
   }
 }
 
@@ -96,10 +96,10 @@ void check(AsyncInputArgs const& args) {
   if (p.m < 1) refuse("A", "M=" + std::to_string(p.m), "at least 1");
   if (p.n < 1) refuse("B", "N=" + std::to_string(p.n), "at least 1");
   if (p.k < 1) refuse("A", "K=" + std::to_string(p.k), "at least 1");
-  require_multiple_of_8("A", "K", p.k);
-  require_multiple_of_8("B", "N", p.n);
+  require_multiple("A", "K", p.k);
+  require_multiple("B", "N", p.n);
   Operands const& operands = args.operands;
-  require_multiple_of_8("B", "leading dimension", operands.ldb);
+  require_multiple("B", "leading dimension", operands.ldb);
   require_aligned("A", operands.a);
   require_aligned("B", operands.b);
   require_aligned("out", operands.out);
@@ -135,7 +135,7 @@ void check(AsyncInputArgs const& args) {
              std::to_string(splits) + " splits of " + std::to_string(k_tiles) + " k tiles",
              "at least a k tile in each");
     }
-    if (!kernel->can_split) {
+    if (!kernel->facts.can_split) {
       refuse("config", std::to_string(splits) + " splits of " + args.config.shape.str(),
              "a kernel that can split K");
     }
@@ -148,35 +148,24 @@ void check(AsyncInputArgs const& args) {
     }
     require_aligned("split_scratch", args.split_scratch);
   }
-  if (operands.a_out != nullptr && !kernel->can_store_a) {
+  if (operands.a_out != nullptr && !kernel->facts.can_store_a) {
     refuse("config", args.config.shape.str() + " for " + p.str(), "a kernel that can store A");
   }
 }
 
 }  // namespace
 
-std::vector<KernelShape> built_kernels() {
-  std::vector<KernelShape> shapes;
-  for (std::size_t i = 0; i < kKernelCount; ++i) {
-    KernelShape const& shape = kKernelTable[i]->shape;
-    bool known = false;
-    for (KernelShape const& s : shapes) known = known || s == shape;
-    if (!known) shapes.push_back(shape);
-  }
-  return shapes;
-}
-
-bool can_split(KernelShape const& shape) {
-  return std::any_of(kKernelTable, kKernelTable + kKernelCount, [&](KernelEntry const* entry) {
-    return entry->shape == shape && entry->can_split;
-  });
+std::vector<KernelFacts> built_kernels() {
+  std::vector<KernelFacts> facts;
+  for (std::size_t i = 0; i < kKernelCount; ++i) facts.push_back(kKernelTable[i]->facts);
+  return facts;
 }
 
 std::size_t max_split_scratch_bytes() {
   std::size_t tile_floats = 0;
   for (std::size_t i = 0; i < kKernelCount; ++i) {
-    KernelShape const& shape = kKernelTable[i]->shape;
-    if (kKernelTable[i]->can_split) {
+    KernelShape const& shape = kKernelTable[i]->facts.shape;
+    if (kKernelTable[i]->facts.can_split) {
       tile_floats = std::max(tile_floats, std::size_t(shape.tile_m) * shape.tile_n);
     }
   }

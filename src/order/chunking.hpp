@@ -93,7 +93,7 @@ constexpr int32_t kMaxColumnChunks = 128;
 /// A [rows, depth] cut into chunks_m x chunks_k chunks. Chunk (i, j) has the signal i * chunks_k +
 /// j.
 struct ChunkGrid {
-  static constexpr int32_t kColumnGranule = 8;  // so that chunks begin at 16-byte addresses
+  static constexpr int32_t kColumnGranule = kAlignment;  // chunks begin at 16-byte addresses
 
   int32_t rows = 0;
   int32_t depth = 0;

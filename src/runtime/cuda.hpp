@@ -7,8 +7,8 @@
 
 #include <cstdint>
 #include <string>
-#include <string_view>
 
+#include "agmm/problem.hpp"
 #include "sync/wait_limit.hpp"
 
 namespace agmm {
@@ -26,9 +26,6 @@ struct Driver {
   CUresult (*get_error_string)(CUresult, char const**);
 };
 Driver const& driver();
-
-/// What the kernels of this build are compiled for.
-inline constexpr std::string_view kBuiltArchitecture = "sm_90a";
 
 /// Of the current device. Created at first use, together with a thread that reads it and ends the
 /// process with the message.

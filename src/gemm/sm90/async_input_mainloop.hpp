@@ -36,28 +36,20 @@ struct AsyncInput {
 template <class Base>
 struct AsyncInputPolicy : Base {};
 
-/// kTimed: records TileTimes; kSplits: takes the part of K that the scheduler says. Variants of
-/// their own, because the producer warp has no register to spare.
-template <class Base, bool kTimed = false, bool kSplits = false>
+/// kTimed: records TileTimes; kSplits: takes the part of K that the scheduler says; kStoresA: may
+/// store A (can_store_a). Variants of their own, because the producer warp has no register to
+/// spare.
+template <class Base, bool kTimed, bool kSplits, bool kStoresA>
 struct AsyncInputMainloop : Base {
   using typename Base::ElementA;
   using typename Base::MainloopPipeline;
   using typename Base::PipelineState;
   using typename Base::TileShape;
   static_assert(!(kTimed && kSplits), "TileTimes are those of a tile's only CTA");
+  static_assert(!kStoresA || cute::size<1>(typename Base::DispatchPolicy::ClusterShape{}) == 1);
   using DispatchPolicy = AsyncInputPolicy<typename Base::DispatchPolicy>;
   using ClusterShape = typename DispatchPolicy::ClusterShape;
   using TMA_A = typename Base::Params::TMA_A;
-
-  /// Whether A can be stored. A stage has to be refilled with A by this CTA alone, whose producer
-  /// knows when the store has read it; and tiles 192 and more wide, or larger than 128 x 256, of a
-  /// row-major B, whose load takes several TMA instructions, leave the producer warp no register
-  /// for it.
-  static constexpr bool kCanStoreA =
-      cute::size<1>(ClusterShape{}) == 1 &&
-      !((cute::size<1>(TileShape{}) >= 192 ||
-         cute::size<0>(TileShape{}) * cute::size<1>(TileShape{}) > 128 * 256) &&
-        cute::is_constant<1, decltype(cute::get<0>(typename Base::StrideB{}))>::value);
 
   /// Whether the last rows of A, where they are no whole tile, have a descriptor of their own: TMA
   /// fills the rows of a tile beyond A so slowly (by inference 4 ns each) that a narrow tile, and
@@ -273,7 +265,7 @@ struct AsyncInputMainloop : Base {
                               k_tile * kTileK, a_row + (is_local ? input.local_rows.begin : 0), 0);
       tma_store_arrive();
     };
-    StageStore<kCanStoreA, kStages, decltype(store_a)> a_store(
+    StageStore<kStoresA, kStages, decltype(store_a)> a_store(
         params.stores_a && m_tile == own_m_tile, input.tiles_n, n_tile, k_begin, store_a);
     auto const acquire_and_load_b = [&](PipelineState const& stage, int k_tile) {
       pipeline.producer_acquire(stage);

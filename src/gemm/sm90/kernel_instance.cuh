@@ -16,6 +16,7 @@
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 #include "gemm/call_spec.hpp"
 #include "gemm/kernel_entry.hpp"
+#include "gemm/kernel_facts.hpp"
 #include "gemm/sm90/async_input_mainloop.hpp"
 
 namespace agmm {
@@ -104,9 +105,12 @@ struct KernelInstance {
           sizeof(typename UsualEpilogue::SharedStorage))>,
       MainloopSchedule>::CollectiveOp;
 
-  // Larger tiles leave no register for it.
-  static constexpr bool kSplits = kCooperative && ClusterN == 1 && TileM * TileN <= 128 * 224;
-  using Mainloop = AsyncInputMainloop<CutlassMainloop, kTimed, kSplits>;
+  static constexpr BLayout kBLayout =
+      std::is_same_v<LayoutB, cutlass::layout::RowMajor> ? BLayout::RowMajor : BLayout::ColumnMajor;
+  static constexpr KernelFacts kFacts = facts_of(
+      {TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed}, kDType<Element>, kBLayout);
+  static constexpr bool kSplits = kFacts.can_split;
+  using Mainloop = AsyncInputMainloop<CutlassMainloop, kTimed, kSplits, kFacts.can_store_a>;
   template <class Epilogue>
   using KernelWith = cutlass::gemm::kernel::GemmUniversal<
       cute::Shape<int, int, int, int>, Mainloop, Epilogue,
@@ -250,16 +254,7 @@ struct KernelInstance {
   }
 
   static constexpr KernelEntry entry() {
-    return {{TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed},
-            kDType<Element>,
-            std::is_same_v<LayoutB, cutlass::layout::RowMajor> ? BLayout::RowMajor
-                                                               : BLayout::ColumnMajor,
-            Mainloop::kCanStoreA,
-            kSplits,
-            sizeof(Params),
-            &prepare,
-            &setup,
-            &launch};
+    return {kFacts, sizeof(Params), &prepare, &setup, &launch};
   }
 };
 

@@ -7,6 +7,7 @@
 #include <new>
 
 #include "gemm/kernel_entry.hpp"
+#include "gemm/kernel_facts.hpp"
 #include "transport/stage.hpp"
 
 namespace fake {
@@ -204,15 +205,9 @@ int launch(void* params, void* stream) {
   return error;
 }
 
-KernelEntry const kernel{{128, 128, 64, 1, 1, Schedule::Cooperative, false},
-                         DType::BFloat16,
-                         BLayout::ColumnMajor,
-                         true,
-                         true,
-                         sizeof(CallSpec),
-                         &prepare,
-                         &setup,
-                         &launch};
+KernelEntry const kernel{facts_of({128, 128, 64, 1, 1, Schedule::Cooperative, false},
+                                  DType::BFloat16, BLayout::ColumnMajor),
+                         sizeof(CallSpec), &prepare, &setup, &launch};
 
 }  // namespace
 
