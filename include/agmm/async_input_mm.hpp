@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "agmm/arrival.hpp"
+#include "agmm/limits.hpp"
 #include "agmm/problem.hpp"
 
 namespace agmm {
@@ -36,9 +37,9 @@ struct AsyncInputArgs {
   KernelConfig config{};
   Operands operands{};
   Arrival arrival{};
-  int32_t rank = 0;                       // for the message when a wait passes its limit
-  uint64_t limit_ns = 60'000'000'000ull;  // of each wait; past it the process ends
-  int32_t sm_count = 0;  // CTAs of the persistent grid at most; 0: the device's SMs
+  int32_t rank = 0;                     // for the message when a wait passes its limit
+  uint64_t limit_ns = kDefaultLimitNs;  // of each wait; past it the process ends
+  int32_t sm_count = 0;                 // CTAs of the persistent grid at most; 0: the device's SMs
   // Of config.splits > 1: max_split_scratch_bytes(), of which the first kSplitCounterBytes are 0
   // before the launch, and after it. Not to be used by two launches at once.
   void* split_scratch = nullptr;
@@ -48,6 +49,7 @@ struct AsyncInputArgs {
 /// The kernels of this build, one per shape, dtype and layout of B.
 std::vector<KernelFacts> built_kernels();
 
+/// A counter of 4 bytes per tile, of which there are no more than multiprocessors where K is split.
 constexpr std::size_t kSplitCounterBytes = 1024;
 
 /// Enough AsyncInputArgs::split_scratch for every kernel of this build on the current device.

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "agmm/limits.hpp"
 #include "agmm/problem.hpp"
 
 namespace agmm {
@@ -26,7 +27,7 @@ struct Gather {
   int32_t rows = 0;
   int32_t k = 0;
   DType dtype = DType::BFloat16;
-  uint64_t limit_ns = 60'000'000'000ull;  // of each wait; past it the process ends
+  uint64_t limit_ns = kDefaultLimitNs;  // of each wait; past it the process ends
 };
 
 /// Whether additions of `device` to words in the memory of `peer` are atomic there, which SM push

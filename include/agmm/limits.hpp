@@ -1,7 +1,12 @@
 // The limits of waits, which the environment sets.
 #pragma once
 
+#include <cstdint>
+
 namespace agmm {
+
+/// Limit of every wait where nobody says otherwise.
+constexpr uint64_t kDefaultLimitNs = 600'000'000'000ull;
 
 /// Exit status of a process that ends because a wait passed its limit, as timeout(1) uses it.
 constexpr int kTimeoutExitCode = 124;

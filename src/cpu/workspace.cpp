@@ -23,7 +23,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kStopPoll{20};
+constexpr milliseconds kStopPoll{20};  // how late a copy thread that waits sees that it should stop
 // How long a rank that found a mismatch stays, so that its peers see its tag too.
 constexpr milliseconds kMismatchLinger{1000};
 

@@ -46,6 +46,7 @@ class ParamsCache {
   }
 
  private:
+  // Of a few KB each: the layers of a large model for some numbers of rows. Then all anew.
   static constexpr std::size_t kCapacity = 4096;
   std::unordered_map<CallSpec, Params, Hash, IsSame> params_;
 };

@@ -44,8 +44,8 @@ struct FusedAllGatherMatmul::Impl {
   Call const& find_or_prepare(Gather const& gather, std::vector<Weight> const& weights,
                               TileTimes* tile_times);
 
-  // Both slots of some calls in turn: loops come back with the same tensors. Each look compares
-  // with all of them.
+  // Both slots of eight calls in turn: loops come back with the same tensors. More would make a
+  // look longer, which compares with all of them, in calls that come with new ones.
   static constexpr std::size_t kKeptCalls = 16;
 
   AllGather all_gather;

@@ -18,7 +18,7 @@ namespace agmm {
 
 namespace {
 
-constexpr int kMaxDevices = 64;
+constexpr int kMaxDevices = 64;  // more than any host has
 
 void* driver_entry_point(char const* name, unsigned version) {
   void* function = nullptr;
@@ -79,6 +79,7 @@ class ReportWatcher {
         std::atomic_thread_fence(std::memory_order_acquire);
         end_process(describe.load()(report));
       }
+      // Often enough for a message after minutes; 50 looks a second are no load.
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
   }

@@ -21,7 +21,7 @@ namespace agmm {
 class WorkspaceLayout {
  public:
   static constexpr int kSlots = SlotRing::kSlots;
-  static constexpr std::size_t kBufferAlignment = 128;  // that of TMA's addresses, and a sector's
+  static constexpr std::size_t kBufferAlignment = 128;  // a cache line; TMA wants 16
 
   enum class Single {
     FinishedWarps,  // of the consumer
@@ -80,7 +80,7 @@ class WorkspaceLayout {
  private:
   static constexpr std::size_t kWordBytes = sizeof(uint32_t);
   static constexpr std::size_t kWordsPerRank = 1 + kMaxColumnChunks + 1;
-  static constexpr std::size_t kLineWords = 32;  // the words of the slots share no cache line
+  static constexpr std::size_t kLineWords = 32;  // of 128 bytes, which the slots do not share
 
   static std::size_t index(int slot) { return static_cast<std::size_t>(slot); }
   static std::size_t round_up(std::size_t value, std::size_t to) {

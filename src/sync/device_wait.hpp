@@ -71,7 +71,8 @@ CUTLASS_DEVICE uint64_t global_timer_ns() {
   return t;
 }
 
-/// Reports once and never returns: the host ends the process; should it not, the kernel traps.
+/// Reports once and never returns: the host, which looks every 20 ms and may take 5 s to find out
+/// more, ends the process; should it not, the kernel traps.
 CUTLASS_DEVICE void report_and_stop(WaitLimit const& limit, WaitReport::Kind kind, int32_t source,
                                     int32_t chunk, uint32_t seen, uint32_t wanted,
                                     uint64_t waited_ns) {

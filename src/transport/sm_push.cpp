@@ -14,9 +14,11 @@ namespace {
 
 using Single = WorkspaceLayout::Single;
 
-constexpr int kCountBits = 8;  // of a signal; the tag is above them
+// Of a signal; the tag is above them. One more than kMaxPushParts wants, and 24 bits are left to
+// tell calls apart.
+constexpr int kCountBits = 8;
 static_assert(kMaxPushParts < (1 << kCountBits), "the count must not reach the tag");
-constexpr int kVectorBytes = 16;
+constexpr int kVectorBytes = 16;  // of the widest load
 
 void refuse(char const* name, int64_t found, std::string const& wanted) {
   throw std::invalid_argument("sm_push: found " + std::string(name) + "=" + std::to_string(found) +

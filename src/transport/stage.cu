@@ -8,6 +8,8 @@ namespace agmm {
 
 namespace {
 
+// Half of the threads that a multiprocessor holds. Not tuned: a shard is copied once, and the links
+// take longer for it.
 constexpr int kThreads = 512;
 constexpr int kCtasPerSm = 2;
 

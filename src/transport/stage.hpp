@@ -21,7 +21,7 @@ struct StageCopy {
 };
 
 struct StageArgs {
-  static constexpr int kMaxCopies = 2;
+  static constexpr int kMaxCopies = 2;  // head and tail of the shard
   StageCopy copies[kMaxCopies]{};
 
   int32_t world_size = 1;

@@ -333,14 +333,14 @@ struct AsyncInputMainloop : Base {
   /// The whole work of a CTA without a tile.
   CUTLASS_DEVICE static void push_only(Params const& params, int32_t ctas_with_tiles,
                                        char* shared_memory) {
-    auto& slots = *reinterpret_cast<PushCta::Slots*>(shared_memory);
+    auto& queue = *reinterpret_cast<PushCta::Queue*>(shared_memory);
     // When most of the warps that push the head have found no more of it. Where consumers claim
     // the first items, only the warps of CTAs that got one go on.
     int32_t const head = params.push.order.head_count();
     int32_t const first_claims = kConsumersPush ? ctas_with_tiles : 0;
     int32_t const warps = kConsumersPush ? min_of(head, ctas_with_tiles) : ctas_with_tiles;
     int32_t const head_claims = max_of(head, first_claims) + warps * 3 / 4;
-    if (push_tail(params.push, slots, head_claims, params.input.arrival.wait_limit)) finish(params);
+    if (push_tail(params.push, queue, head_claims, params.input.arrival.wait_limit)) finish(params);
   }
 
   /// How many warps finish() waits for.

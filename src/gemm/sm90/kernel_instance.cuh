@@ -133,7 +133,7 @@ struct KernelInstance {
   using GemmKernel = KernelWith<CollectiveEpilogue>;
   using Params = typename GemmKernel::Params;
   static_assert(GemmKernel::MaxThreadsPerBlock >= PushCta::kThreads);
-  static_assert(GemmKernel::SharedStorageSize >= sizeof(PushCta::Slots));
+  static_assert(GemmKernel::SharedStorageSize >= sizeof(PushCta::Queue));
   static_assert(GemmKernel::SharedStorageSize <=
                 cutlass::gemm::collective::detail::sm90_smem_capacity_bytes);
   static_assert(alignof(Params) <= kParamsAlignment);
