@@ -35,9 +35,9 @@ EXTRAS := $(EXTRAS),sass
 endif
 endif
 
-SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE include src python third_party \
+SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE cmake include src python third_party \
                    -type f -not -path '*/__pycache__/*' 2>/dev/null)
-CXX_SOURCES = $(shell find include src tests benchmarks -type f \
+CXX_SOURCES = $(shell find include src tests benchmarks examples -type f \
                       \( -name '*.hpp' -o -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
 
 .PHONY: help demo test test-gpu test-versions bench build lint format stub clean FORCE

@@ -8,14 +8,21 @@ import collections.abc
 import typing
 
 __all__: list[str] = [
+    "ALIGNMENT",
+    "CAPABILITY",
     "CpuWorkspace",
     "CudaWorkspace",
     "DType",
     "KernelConfig",
+    "KernelFacts",
+    "MAX_COLUMN_CHUNKS",
+    "MAX_PUSH_PARTS",
+    "MAX_PUSH_RANKS",
     "SM_PUSH_HEAD_ITEM_BYTES",
     "SPLIT_COUNTER_BYTES",
     "TILE_TIMES_BYTES",
     "TIMEOUT_EXIT_CODE",
+    "WorkspaceLayout",
     "async_input_mm",
     "call_tag",
     "chunk_columns",
@@ -28,6 +35,7 @@ __all__: list[str] = [
     "fault",
     "first_blocks",
     "k_parts",
+    "kernel_facts",
     "kernels",
     "mismatch_message",
     "note_call",
@@ -117,6 +125,29 @@ class CpuWorkspace:
     @property
     def world_size(self) -> int: ...
 
+class WorkspaceLayout:
+    """
+    Offsets in bytes of a CUDA workspace's parts.
+    """
+
+    max_column_chunks: typing.ClassVar[int] = 128
+    slots: typing.ClassVar[int] = 2
+    def __init__(self, slot_bytes: int, world_size: int) -> None: ...
+    def credit_words(self) -> list[int]:
+        """
+        Indices from words_offset of the words that are 1 before the first call.
+        """
+    def credits(self, slot: int) -> int: ...
+    def gather_buffer(self, slot: int) -> int: ...
+    def signals(self, slot: int) -> int: ...
+    def single_words(self, slot: int) -> list[int]: ...
+    def staged_shard(self, slot: int) -> int: ...
+    def tags(self, slot: int) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def words_offset(self) -> int: ...
+
 class DType:
     """
     The element types of the kernels, by torch's names.
@@ -187,11 +218,35 @@ class KernelConfig:
     @property
     def splits(self) -> int: ...
     @property
+    def stores_A(self) -> list[str]:
+        """
+        The layouts of B with which it can store A.
+        """
+    @property
     def tile_k(self) -> int: ...
     @property
     def tile_m(self) -> int: ...
     @property
     def tile_n(self) -> int: ...
+    @property
+    def timed(self) -> bool: ...
+
+class KernelFacts:
+    """
+    What a kernel of this build can do.
+    """
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def b_layout(self) -> str: ...
+    @property
+    def can_split(self) -> bool: ...
+    @property
+    def can_store_A(self) -> bool: ...
+    @property
+    def dtype(self) -> DType: ...
+    @property
+    def kernel(self) -> str: ...
     @property
     def timed(self) -> bool: ...
 
@@ -317,9 +372,14 @@ def k_parts(k_tiles: int, parts: int) -> list[tuple[int, int]]:
     The half-open ranges of k tiles of the parts when K is split.
     """
 
+def kernel_facts() -> list[KernelFacts]:
+    """
+    One entry per kernel of this build: shape, dtype and layout of B; empty without CUDA.
+    """
+
 def kernels() -> list[KernelConfig]:
     """
-    The kernels of this build; empty without CUDA.
+    The kernels of this build, each shape once; empty without CUDA.
     """
 
 def mismatch_message(rank: int, source: int, chunk: int, seen: int, wanted: int) -> str:
@@ -421,6 +481,11 @@ def write_line(message: str) -> None:
     Writes one line to stderr, in one piece.
     """
 
+ALIGNMENT: int
+CAPABILITY: int
+MAX_COLUMN_CHUNKS: int
+MAX_PUSH_PARTS: int
+MAX_PUSH_RANKS: int
 SM_PUSH_HEAD_ITEM_BYTES: int
 SPLIT_COUNTER_BYTES: int
 TILE_TIMES_BYTES: int

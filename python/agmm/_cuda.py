@@ -24,7 +24,7 @@ _STAGING_ALIGNMENT = 256
 
 _TMA_ALIGNMENT = 16
 
-_HOPPER = (9, 0)
+_HOPPER = divmod(_core.CAPABILITY, 10)
 
 _ALIGNING_CYCLES = 1_000_000
 """So long the GPU is busy before a timeline's call, so that the hosts' launches are done, and the

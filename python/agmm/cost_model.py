@@ -47,8 +47,6 @@ class Constants:
     row_major_factor: dict[str, float]
     """How much longer a tile takes with a row-major B, by kernel, where that is above 3%: of a
     tile whose width is no multiple of 64 columns, TMA loads it in narrow pieces."""
-    splitting_kernels: list[str]
-    """Those of ``tflops_per_sm`` that can split K."""
     other_tflops_per_sm: float
     """Of a kernel that is not in ``tflops_per_sm``."""
     tile_overhead_us: dict[str, float]

@@ -1,4 +1,4 @@
-"""Problem -> plan: how one call is computed. Pure Python, needs no GPU and no torch.
+"""Problem -> plan: how one call is computed. Needs no GPU and no torch.
 
 A plan comes from the first of these that knows the problem: the user's table, the packaged table
 (`agmm.tables`), the cost model (`agmm.cost_model`). `Planner.choose` has the rule for an M between
@@ -11,17 +11,17 @@ import re
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import product
 from math import inf, log
 from typing import NamedTuple, Protocol
 
-from agmm import cost_model
+from agmm import _core, cost_model
 from agmm.cost_model import At, Load, Tiling
 
-ALIGNMENT = 8
+ALIGNMENT = _core.ALIGNMENT
 """K and N must be multiples of this: 16-byte TMA alignment of 2-byte elements."""
 
 _CONFIG_NAME = re.compile(
@@ -57,11 +57,11 @@ these warps still send."""
 _MAX_SPLITS = 8
 """Of K in the usual plans. With more, adding up takes longer than the matmul."""
 
-MAX_PUSH_PARTS = 64
-MAX_COLUMN_CHUNKS = 128
-MAX_PUSH_RANKS = 16
+MAX_PUSH_PARTS = _core.MAX_PUSH_PARTS
+MAX_COLUMN_CHUNKS = _core.MAX_COLUMN_CHUNKS
+MAX_PUSH_RANKS = _core.MAX_PUSH_RANKS
 
-FUSED_DTYPES = ("bfloat16", "float16")
+FUSED_DTYPES = tuple(_core.DType.__members__)
 
 CPU = "cpu"
 """What `Problem.gpu` says for the CPU backend."""
@@ -98,8 +98,20 @@ class _BuiltKernel(Protocol):
     def schedule(self) -> str: ...
     @property
     def timed(self) -> bool: ...
-    @property
-    def can_split(self) -> bool: ...
+
+
+@cache
+def _core_config(
+    tile_m: int,
+    tile_n: int,
+    tile_k: int,
+    cluster_m: int,
+    cluster_n: int,
+    schedule: str,
+    timed: bool,
+) -> _core.KernelConfig:
+    """The kernel as the core knows it, which knows what it can do whether it is built or not."""
+    return _core.KernelConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, timed=timed)
 
 
 @dataclass(frozen=True)
@@ -109,7 +121,7 @@ class KernelConfig:
     ``schedule`` is ``"cooperative"`` or ``"pingpong"``; ``raster`` is ``"along_m"`` or
     ``"along_n"``; ``max_swizzle`` is 1, 2, 4 or 8. ``timed`` is the variant that
     records when each tile waited and ran. ``splits`` CTAs compute a tile together, each with a part
-    of K, where ``can_split`` (known of the kernels of a build only).
+    of K, where ``can_split``.
     """
 
     tile_m: int
@@ -122,7 +134,6 @@ class KernelConfig:
     raster: str = "along_m"
     timed: bool = False
     splits: int = 1
-    can_split: bool = field(default=False, compare=False)
 
     @classmethod
     def of(
@@ -139,7 +150,6 @@ class KernelConfig:
             max_swizzle,
             raster,
             kernel.timed,
-            can_split=kernel.can_split,
         )
 
     @classmethod
@@ -180,6 +190,28 @@ class KernelConfig:
         )
 
     @property
+    def can_split(self) -> bool:
+        """Whether several CTAs can compute a tile together."""
+        return self._of_core.can_split
+
+    @property
+    def stores_A(self) -> Sequence[str]:
+        """The layouts of B with which it can store A."""
+        return self._of_core.stores_A
+
+    @property
+    def _of_core(self) -> _core.KernelConfig:
+        return _core_config(
+            self.tile_m,
+            self.tile_n,
+            self.tile_k,
+            self.cluster_m,
+            self.cluster_n,
+            self.schedule,
+            self.timed,
+        )
+
+    @property
     def name(self) -> str:
         split = f"/split{self.splits}" if self.splits != 1 else ""
         return f"{self.kernel}{split}/swizzle{self.max_swizzle}/{self.raster}"
@@ -188,10 +220,7 @@ class KernelConfig:
 def default_kernels(gpu: str) -> tuple[KernelConfig, ...]:
     """The kernels of a default build, as the GPU's constants name them."""
     c = cost_model.constants(gpu)
-    return tuple(
-        replace(KernelConfig.parse(name), can_split=name in c.splitting_kernels)
-        for name in c.tflops_per_sm
-    )
+    return tuple(KernelConfig.parse(name) for name in c.tflops_per_sm)
 
 
 class SmPush(NamedTuple):
@@ -317,19 +346,12 @@ def why_transport_illegal(problem: Problem, kernel: KernelConfig, transport: str
 def copy_transports(problem: Problem, kernel: KernelConfig | None = None) -> tuple[str, ...]:
     """The legal transports by copies of a fused call with this kernel, the usual one first.
 
-    Pull copies A into the tensor that is returned. With push the kernel writes that tensor, if its
-    clusters are one tile wide and it has the registers: not with tiles 192 and more
-    wide, or larger than 128 x 256, of a row-major B.
+    Pull copies A into the tensor that is returned. With push the kernel writes that tensor, if it
+    can (`KernelConfig.stores_A`).
     """
     if problem.gpu == CPU or not problem.return_A:
         return ("push",)
-    if kernel is not None and (
-        kernel.cluster_n != 1
-        or (
-            problem.b_layout == "row"
-            and (kernel.tile_n >= 192 or kernel.tile_m * kernel.tile_n > 128 * 256)
-        )
-    ):
+    if kernel is not None and problem.b_layout not in kernel.stores_A:
         return ("pull",)
     return "push", "pull"
 

@@ -9,6 +9,8 @@
 
 #include "bindings/bindings.hpp"
 #include "order/chunking.hpp"
+#include "order/clusters.hpp"
+#include "symmetric/layout.hpp"
 #include "transport/sm_push.hpp"
 
 namespace py = pybind11;
@@ -39,7 +41,36 @@ TileOrder make_order(int m, int n, int block_rows, int block_cols, int chunks, i
 }  // namespace
 
 void bind_chunking(py::module_& m) {
+  using agmm::WorkspaceLayout;
+  py::class_<WorkspaceLayout>(m, "WorkspaceLayout", "Offsets in bytes of a CUDA workspace's parts.")
+      .def(py::init<std::size_t, int>(), py::arg("slot_bytes"), py::arg("world_size"))
+      .def_property_readonly_static("slots",
+                                    [](const py::object&) { return WorkspaceLayout::kSlots; })
+      .def_property_readonly_static("max_column_chunks",
+                                    [](const py::object&) { return agmm::kMaxColumnChunks; })
+      .def_property_readonly("bytes", &WorkspaceLayout::bytes)
+      .def_property_readonly("words_offset", &WorkspaceLayout::words_offset)
+      .def("gather_buffer", &WorkspaceLayout::gather_buffer, py::arg("slot"))
+      .def("staged_shard", &WorkspaceLayout::staged_shard, py::arg("slot"))
+      .def("tags", &WorkspaceLayout::tags, py::arg("slot"))
+      .def("signals", &WorkspaceLayout::signals, py::arg("slot"))
+      .def("credits", &WorkspaceLayout::credits, py::arg("slot"))
+      .def(
+          "single_words",
+          [](const WorkspaceLayout& self, int slot) {
+            std::vector<std::size_t> found;
+            for (int i = 0; i < static_cast<int>(WorkspaceLayout::Single::Count); ++i) {
+              found.push_back(self.single(slot, static_cast<WorkspaceLayout::Single>(i)));
+            }
+            return found;
+          },
+          py::arg("slot"))
+      .def("credit_words", &WorkspaceLayout::credit_words,
+           "Indices from words_offset of the words that are 1 before the first call.");
   m.attr("SM_PUSH_HEAD_ITEM_BYTES") = agmm::kHeadItemBytes;
+  m.attr("MAX_PUSH_PARTS") = agmm::kMaxPushParts;
+  m.attr("MAX_PUSH_RANKS") = agmm::kMaxPushRanks;
+  m.attr("MAX_COLUMN_CHUNKS") = agmm::kMaxColumnChunks;
   m.def(
       "tile_order",
       [](int rows, int n, int block_rows, int block_cols, int chunks, int pivot, int max_swizzle,

@@ -20,7 +20,7 @@ namespace {
 using agmm::CpuWorkspace;
 using agmm::Wait;
 
-constexpr std::chrono::milliseconds kSlice{20};
+constexpr std::chrono::milliseconds kSlice{20};  // how late Ctrl-C is seen
 
 // Waits without the GIL, slice by slice; in between, Python handles its signals (Ctrl-C).
 template <class PollSlice>

@@ -11,19 +11,22 @@
 
 #include "agmm/async_input_mm.hpp"
 #include "agmm/fused_all_gather_matmul.hpp"
+#include "agmm/limits.hpp"
 #include "bindings/bindings.hpp"
-#include "sync/signals.hpp"
-#include "sync/wait_report.hpp"
+#include "gemm/kernel_facts.hpp"
+#include "gemm/tile_times.hpp"
+#include "symmetric/layout.hpp"
 
 namespace py = pybind11;
 
 namespace {
 
-using agmm::AllGather;
 using agmm::AsyncInputArgs;
 using agmm::DType;
 using agmm::FusedAllGatherMatmul;
 using agmm::KernelConfig;
+using agmm::KernelFacts;
+using agmm::WorkspaceLayout;
 
 template <class T>
 T* pointer(uintptr_t address) {
@@ -56,6 +59,19 @@ agmm::BLayout layout(bool column_major) {
   return column_major ? agmm::BLayout::ColumnMajor : agmm::BLayout::RowMajor;
 }
 
+// As plans name them.
+std::string name_of(agmm::BLayout b_layout) {
+  return b_layout == agmm::BLayout::ColumnMajor ? "column" : "row";
+}
+
+std::vector<std::string> layouts_that_store_a(const KernelConfig& config) {
+  std::vector<std::string> found;
+  for (const agmm::BLayout b_layout : {agmm::BLayout::ColumnMajor, agmm::BLayout::RowMajor}) {
+    if (agmm::can_store_a(config.shape, b_layout)) found.push_back(name_of(b_layout));
+  }
+  return found;
+}
+
 // Destroying a workspace frees device memory, which waits for the device; other threads may have
 // to go on for it to get there.
 struct DeleteWithoutGil {
@@ -72,17 +88,14 @@ void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int
   AsyncInputArgs args;
   args.problem = {m, n, k, dtype, layout(b_column_major)};
   args.config = config;
-  args.a = pointer<void>(a);
-  args.b = pointer<void>(b);
-  args.ldb = ldb;
-  args.out = pointer<void>(out);
-  args.bias = pointer<void>(bias);
-  args.signals = pointer<uint32_t>(signals);
-  args.chunks_m = chunks_m;
-  args.chunks_k = chunks_k;
-  args.chunk_pivot = pivot;
+  args.operands.a = pointer<void>(a);
+  args.operands.b = pointer<void>(b);
+  args.operands.ldb = ldb;
+  args.operands.out = pointer<void>(out);
+  args.operands.bias = pointer<void>(bias);
+  args.arrival = {pointer<uint32_t>(signals), 1, chunks_m, chunks_k, pivot, {}};
+  args.arrival.senders.chunks_per_rank = 0;
   args.rank = rank;
-  args.chunks_per_rank = 0;
   args.sm_count = sm_count;
   args.limit_ns = limit_ns();
   args.tile_times = pointer<agmm::TileTimes>(tile_times);
@@ -93,24 +106,23 @@ void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int
 bool all_gather_matmul(FusedAllGatherMatmul& op, uintptr_t a_shard, int rows, int k, DType dtype,
                        const std::vector<WeightTuple>& weights, const TransportTuple& transport,
                        uintptr_t a_out, uintptr_t tile_times, uintptr_t stream) {
-  agmm::FusedArgs args;
+  agmm::Gather gather;
   int kind = 0;
-  std::tie(kind, args.push_parts, args.chunk_columns, args.first_peers, args.head_chunks) =
-      transport;
-  args.transport = static_cast<agmm::Transport>(kind);
-  args.a_shard = pointer<void>(a_shard);
-  args.a_out = pointer<void>(a_out);
-  args.rows = rows;
-  args.k = k;
-  args.dtype = dtype;
-  args.limit_ns = limit_ns();
-  args.tile_times = pointer<agmm::TileTimes>(tile_times);
+  std::tie(kind, gather.push.parts, gather.push.chunk_columns, gather.push.first_peers,
+           gather.push.head_chunks) = transport;
+  gather.transport = static_cast<agmm::Transport>(kind);
+  gather.a_shard = pointer<void>(a_shard);
+  gather.a_out = pointer<void>(a_out);
+  gather.rows = rows;
+  gather.k = k;
+  gather.dtype = dtype;
+  gather.limit_ns = limit_ns();
   std::vector<agmm::Weight> parts;
   for (const auto& [b, ldb, column_major, n, bias, out, config] : weights) {
     parts.push_back({pointer<void>(b), ldb, layout(column_major), n, pointer<void>(bias),
                      pointer<void>(out), *config});
   }
-  return op(args, parts, pointer<void>(stream));
+  return op(gather, parts, pointer<void>(stream), pointer<agmm::TileTimes>(tile_times));
 }
 
 }  // namespace
@@ -141,6 +153,8 @@ void bind_cuda(py::module_& m) {
           [](const KernelConfig& c) { return std::string(agmm::to_string(c.shape.schedule)); })
       .def_property_readonly("can_split",
                              [](const KernelConfig& c) { return agmm::can_split(c.shape); })
+      .def_property_readonly("stores_A", &layouts_that_store_a,
+                             "The layouts of B with which it can store A.")
       .def_readonly("splits", &KernelConfig::splits)
       .def_readonly("max_swizzle", &KernelConfig::max_swizzle)
       .def_property_readonly(
@@ -154,12 +168,28 @@ void bind_cuda(py::module_& m) {
       "kernels",
       [] {
         std::vector<KernelConfig> configs;
-        for (const agmm::KernelShape& shape : agmm::built_kernels()) {
-          configs.push_back({shape, 1, agmm::Raster::AlongM});
+        for (const KernelFacts& facts : agmm::built_kernels()) {
+          const bool is_known =
+              std::any_of(configs.begin(), configs.end(),
+                          [&](const KernelConfig& config) { return config.shape == facts.shape; });
+          if (!is_known) configs.push_back({facts.shape, 1, agmm::Raster::AlongM});
         }
         return configs;
       },
-      "The kernels of this build; empty without CUDA.");
+      "The kernels of this build, each shape once; empty without CUDA.");
+  py::class_<KernelFacts>(m, "KernelFacts", "What a kernel of this build can do.")
+      .def_property_readonly("kernel", [](const KernelFacts& f) { return f.shape.str(); })
+      .def_readonly("dtype", &KernelFacts::dtype)
+      .def_property_readonly("b_layout", [](const KernelFacts& f) { return name_of(f.b_layout); })
+      .def_property_readonly("timed", [](const KernelFacts& f) { return f.shape.timed; })
+      .def_readonly("can_split", &KernelFacts::can_split)
+      .def_readonly("can_store_A", &KernelFacts::can_store_a)
+      .def_property_readonly("architecture",
+                             [](const KernelFacts& f) { return std::string(f.architecture); });
+  m.def("kernel_facts", &agmm::built_kernels,
+        "One entry per kernel of this build: shape, dtype and layout of B; empty without CUDA.");
+  m.attr("ALIGNMENT") = agmm::kAlignment;
+  m.attr("CAPABILITY") = 10 * agmm::kCapabilityMajor + agmm::kCapabilityMinor;
   m.def("async_input_mm", &async_input_mm, py::arg("a"), py::arg("b"), py::arg("out"),
         py::arg("bias"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("dtype"),
         py::arg("b_column_major"), py::arg("ldb"), py::arg("signals"), py::arg("chunks_m"),
@@ -189,21 +219,21 @@ void bind_cuda(py::module_& m) {
                  new FusedAllGatherMatmul(rank, bases, slot_bytes, reserved_sms));
            }),
            py::arg("rank"), py::arg("bases"), py::arg("slot_bytes"), py::arg("reserved_sms") = 0)
-      .def_static("workspace_bytes", &AllGather::workspace_bytes, py::arg("slot_bytes"),
-                  py::arg("world_size"))
-      .def_static("words_offset", &AllGather::words_offset, py::arg("slot_bytes"),
-                  py::arg("world_size"), "Where the words begin, in bytes.")
+      .def_static(
+          "workspace_bytes",
+          [](std::size_t slot_bytes, int world_size) {
+            return WorkspaceLayout(slot_bytes, world_size).bytes();
+          },
+          py::arg("slot_bytes"), py::arg("world_size"))
+      .def_static(
+          "words_offset",
+          [](std::size_t slot_bytes, int world_size) {
+            return WorkspaceLayout(slot_bytes, world_size).words_offset();
+          },
+          py::arg("slot_bytes"), py::arg("world_size"), "Where the words begin, in bytes.")
       .def_static(
           "credit_words",
-          [](int world_size) {
-            std::vector<std::size_t> words;
-            for (int slot = 0; slot < AllGather::kSlots; ++slot) {
-              for (int p = 0; p < world_size; ++p) {
-                words.push_back(AllGather::first_credit_word(slot, world_size) + p);
-              }
-            }
-            return words;
-          },
+          [](int world_size) { return WorkspaceLayout(0, world_size).credit_words(); },
           py::arg("world_size"),
           "The words after the slots that are 1 before the first call; the others are 0.")
       .def_property_readonly("slot_bytes", &FusedAllGatherMatmul::slot_bytes)

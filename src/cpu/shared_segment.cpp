@@ -34,7 +34,7 @@ class FileDescriptor {
 
 namespace {
 
-constexpr size_t kHeaderBytes = 64;
+constexpr size_t kHeaderBytes = 64;  // the fingerprint, in a line of its own
 constexpr size_t kCacheLine = 64;
 constexpr size_t kPage = 4096;
 constexpr char kDirectory[] = "/dev/shm";

@@ -23,7 +23,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kStopPoll{20};
+constexpr milliseconds kStopPoll{20};  // how late a copy thread that waits sees that it should stop
 // How long a rank that found a mismatch stays, so that its peers see its tag too.
 constexpr milliseconds kMismatchLinger{1000};
 
@@ -41,6 +41,15 @@ template <class T>
 uint64_t segment_fingerprint(int world_size, int chunks_per_shard, int64_t slot_bytes) {
   return 0x61676d6d00000001u ^ static_cast<uint64_t>(world_size) << 48 ^
          static_cast<uint64_t>(chunks_per_shard) << 32 ^ static_cast<uint64_t>(slot_bytes);
+}
+
+// What a wait for a chunk's signal says when it ends, or takes long.
+auto message_of_chunk(const Wait& wait, const uint32_t* word, uint32_t wanted, int rank, int source,
+                      int64_t chunk) {
+  return [=, &wait](bool ends) {
+    return (ends ? timeout_message : waiting_message)(rank, source, chunk, load_acquire(word),
+                                                      wanted, wait.waited_s(), wait.limit_s());
+  };
 }
 
 }  // namespace
@@ -255,15 +264,12 @@ void CpuWorkspace::copy(const Job& job, CopyThread& thread) {
 void CpuWorkspace::take_credit(int slot, int peer, const CopyThread& thread) const {
   uint32_t* credit = segments_[static_cast<size_t>(rank_)]->credits(slot) + peer;
   Wait wait(timeout_s(), warn_s());
-  while (!wait.poll([&] { return load_acquire(credit) == 1 || thread.stopping(); }, kStopPoll)) {
-    if (wait.warning_due()) {
-      write_line(credit_waiting_message(rank_, peer, slot, load_acquire(credit), wait.waited_s(),
-                                        wait.limit_s()));
-    }
-    if (wait.expired()) {
-      end_process(credit_timeout_message(rank_, peer, slot, load_acquire(credit), wait.waited_s(),
-                                         wait.limit_s()));
-    }
+  const auto is_over = [&] { return load_acquire(credit) == 1 || thread.stopping(); };
+  const auto message = [&](bool ends) {
+    return (ends ? credit_timeout_message : credit_waiting_message)(
+        rank_, peer, slot, load_acquire(credit), wait.waited_s(), wait.limit_s());
+  };
+  while (!wait.poll(is_over, kStopPoll, message)) {
   }
   if (thread.stopping()) return;
   // Plain order is enough: the peer gives the next credit only after it has seen our signal.
@@ -283,20 +289,12 @@ bool CpuWorkspace::wait_chunk(Wait& wait, int slot, int chunk, uint32_t tag,
     refuse("chunk", chunk, "a chunk of another rank (this is rank " + std::to_string(rank_) + ")");
   }
   const uint32_t* word = signals(slot) + chunk;
-  const bool arrived = wait.poll([word] { return load_acquire(word) != 0; }, slice);
+  const auto message = message_of_chunk(wait, word, tag, rank_, source, chunk);
+  if (!wait.poll([word] { return load_acquire(word) != 0; }, slice, message)) return false;
   const uint32_t seen = load_acquire(word);
   if (seen == tag) return true;
-  if (seen != 0) {
-    if (thread_) thread_->wait_idle(kMismatchLinger);
-    end_process(mismatch_message(rank_, source, chunk, seen, tag));
-  }
-  if (!arrived && wait.expired()) {
-    end_process(timeout_message(rank_, source, chunk, seen, tag, wait.waited_s(), wait.limit_s()));
-  }
-  if (!arrived && wait.warning_due()) {
-    write_line(waiting_message(rank_, source, chunk, seen, tag, wait.waited_s(), wait.limit_s()));
-  }
-  return false;
+  if (thread_) thread_->wait_idle(kMismatchLinger);
+  end_process(mismatch_message(rank_, source, chunk, seen, tag));
 }
 
 bool CpuWorkspace::wait_pushed(std::chrono::nanoseconds slice) {
@@ -333,17 +331,8 @@ void CpuWorkspace::set_push_delay_us(int us) {
 
 bool wait_signal(Wait& wait, const uint32_t* word, uint32_t wanted, int rank, int source,
                  int64_t chunk, std::chrono::nanoseconds slice) {
-  if (wait.poll([=] { return load_acquire(word) == wanted; }, slice)) return true;
-  const uint32_t seen = load_acquire(word);
-  if (seen == wanted) return true;
-  if (!wait.expired()) {
-    if (wait.warning_due()) {
-      write_line(
-          waiting_message(rank, source, chunk, seen, wanted, wait.waited_s(), wait.limit_s()));
-    }
-    return false;
-  }
-  end_process(timeout_message(rank, source, chunk, seen, wanted, wait.waited_s(), wait.limit_s()));
+  return wait.poll([=] { return load_acquire(word) == wanted; }, slice,
+                   message_of_chunk(wait, word, wanted, rank, source, chunk));
 }
 
 }  // namespace agmm

@@ -12,6 +12,8 @@
 
 #include "gemm/kernel_entry.hpp"
 #include "ops/call_fields.hpp"
+#include "ops/prepare.hpp"
+#include "order/clusters.hpp"
 #include "runtime/cuda.hpp"
 
 namespace agmm {
@@ -19,13 +21,11 @@ namespace agmm {
 namespace {
 
 struct Hash {
-  std::size_t operator()(AsyncInputArgs const& args) const { return hash_of_fields(args); }
+  std::size_t operator()(CallSpec const& call) const { return hash_of_fields(call); }
 };
 
 struct IsSame {
-  bool operator()(AsyncInputArgs const& a, AsyncInputArgs const& b) const {
-    return same_fields(a, b);
-  }
+  bool operator()(CallSpec const& a, CallSpec const& b) const { return same_fields(a, b); }
 };
 
 struct AlignedDelete {
@@ -38,23 +38,24 @@ using Params = std::shared_ptr<void>;
 class ParamsCache {
  public:
   template <class Build>
-  Params find_or_build(AsyncInputArgs const& args, Build const& build) {
-    auto const found = params_.find(args);
+  Params find_or_build(CallSpec const& call, Build const& build) {
+    auto const found = params_.find(call);
     if (found != params_.end()) return found->second;
     if (params_.size() >= kCapacity) params_.clear();
-    return params_.emplace(args, build()).first->second;
+    return params_.emplace(call, build()).first->second;
   }
 
  private:
+  // Of a few KB each: the layers of a large model for some numbers of rows. Then all anew.
   static constexpr std::size_t kCapacity = 4096;
-  std::unordered_map<AsyncInputArgs, Params, Hash, IsSame> params_;
+  std::unordered_map<CallSpec, Params, Hash, IsSame> params_;
 };
 
 KernelEntry const* find_kernel(AsyncInputArgs const& args) {
   for (std::size_t i = 0; i < kKernelCount; ++i) {
     KernelEntry const& entry = *kKernelTable[i];
-    if (entry.shape == args.config.shape && entry.dtype == args.problem.dtype &&
-        entry.b_layout == args.problem.b_layout) {
+    if (entry.facts.shape == args.config.shape && entry.facts.dtype == args.problem.dtype &&
+        entry.facts.b_layout == args.problem.b_layout) {
       return &entry;
     }
   }
@@ -77,10 +78,10 @@ void make_ready(KernelEntry const& kernel, DeviceFacts const& device) {
 }
 
 template <class T>
-void require_multiple_of_8(char const* argument, char const* name, T value) {
-  if (value % 8 != 0) {
+void require_multiple(char const* argument, char const* name, T value) {
+  if (value % kAlignment != 0) {
     refuse(argument, std::string(name) + "=" + std::to_string(value),
-           "a multiple of 8 (16-byte TMA alignment)");
+           "a multiple of " + std::to_string(kAlignment) + " (16-byte TMA alignment)");
   }
 }
 
@@ -96,24 +97,26 @@ void check(AsyncInputArgs const& args) {
   if (p.m < 1) refuse("A", "M=" + std::to_string(p.m), "at least 1");
   if (p.n < 1) refuse("B", "N=" + std::to_string(p.n), "at least 1");
   if (p.k < 1) refuse("A", "K=" + std::to_string(p.k), "at least 1");
-  require_multiple_of_8("A", "K", p.k);
-  require_multiple_of_8("B", "N", p.n);
-  require_multiple_of_8("B", "leading dimension", args.ldb);
-  require_aligned("A", args.a);
-  require_aligned("B", args.b);
-  require_aligned("out", args.out);
-  if (args.local_end > args.local_begin) require_aligned("A_shard", args.a_local);
-  if (args.bias != nullptr) require_aligned("bias", args.bias);
-  if (args.a_out != nullptr) require_aligned("A", args.a_out);
-  if (args.chunks_m < 1 || args.chunks_k < 1 ||
-      !ChunkGrid(p.m, p.k, args.chunks_m, args.chunks_k).is_legal()) {
+  require_multiple("A", "K", p.k);
+  require_multiple("B", "N", p.n);
+  Operands const& operands = args.operands;
+  require_multiple("B", "leading dimension", operands.ldb);
+  require_aligned("A", operands.a);
+  require_aligned("B", operands.b);
+  require_aligned("out", operands.out);
+  if (operands.local_end > operands.local_begin) require_aligned("A_shard", operands.a_local);
+  if (operands.bias != nullptr) require_aligned("bias", operands.bias);
+  if (operands.a_out != nullptr) require_aligned("A", operands.a_out);
+  Arrival const& arrival = args.arrival;
+  if (arrival.chunks_m < 1 || arrival.chunks_k < 1 ||
+      !ChunkGrid(p.m, p.k, arrival.chunks_m, arrival.chunks_k).is_legal()) {
     refuse("a_chunk_signals",
-           std::to_string(args.chunks_m) + "x" + std::to_string(args.chunks_k) + " chunks",
+           std::to_string(arrival.chunks_m) + "x" + std::to_string(arrival.chunks_k) + " chunks",
            "at least one row and column of A in each");
   }
-  if (args.chunk_pivot < 0 || args.chunk_pivot >= args.chunks_m) {
-    refuse("a_chunk_pivot", std::to_string(args.chunk_pivot),
-           "0 to " + std::to_string(args.chunks_m - 1));
+  if (arrival.pivot < 0 || arrival.pivot >= arrival.chunks_m) {
+    refuse("a_chunk_pivot", std::to_string(arrival.pivot),
+           "0 to " + std::to_string(arrival.chunks_m - 1));
   }
   DeviceFacts const& device = kernels_device();
   KernelEntry const* const kernel = find_kernel(args);
@@ -133,7 +136,7 @@ void check(AsyncInputArgs const& args) {
              std::to_string(splits) + " splits of " + std::to_string(k_tiles) + " k tiles",
              "at least a k tile in each");
     }
-    if (!kernel->can_split) {
+    if (!kernel->facts.can_split) {
       refuse("config", std::to_string(splits) + " splits of " + args.config.shape.str(),
              "a kernel that can split K");
     }
@@ -146,35 +149,24 @@ void check(AsyncInputArgs const& args) {
     }
     require_aligned("split_scratch", args.split_scratch);
   }
-  if (args.a_out != nullptr && !kernel->can_store_a) {
+  if (operands.a_out != nullptr && !kernel->facts.can_store_a) {
     refuse("config", args.config.shape.str() + " for " + p.str(), "a kernel that can store A");
   }
 }
 
 }  // namespace
 
-std::vector<KernelShape> built_kernels() {
-  std::vector<KernelShape> shapes;
-  for (std::size_t i = 0; i < kKernelCount; ++i) {
-    KernelShape const& shape = kKernelTable[i]->shape;
-    bool known = false;
-    for (KernelShape const& s : shapes) known = known || s == shape;
-    if (!known) shapes.push_back(shape);
-  }
-  return shapes;
-}
-
-bool can_split(KernelShape const& shape) {
-  return std::any_of(kKernelTable, kKernelTable + kKernelCount, [&](KernelEntry const* entry) {
-    return entry->shape == shape && entry->can_split;
-  });
+std::vector<KernelFacts> built_kernels() {
+  std::vector<KernelFacts> facts;
+  for (std::size_t i = 0; i < kKernelCount; ++i) facts.push_back(kKernelTable[i]->facts);
+  return facts;
 }
 
 std::size_t max_split_scratch_bytes() {
   std::size_t tile_floats = 0;
   for (std::size_t i = 0; i < kKernelCount; ++i) {
-    KernelShape const& shape = kKernelTable[i]->shape;
-    if (kKernelTable[i]->can_split) {
+    KernelShape const& shape = kKernelTable[i]->facts.shape;
+    if (kKernelTable[i]->facts.can_split) {
       tile_floats = std::max(tile_floats, std::size_t(shape.tile_m) * shape.tile_n);
     }
   }
@@ -192,17 +184,17 @@ void load_kernels() {
   for (std::size_t i = 0; i < kKernelCount; ++i) make_ready(*kKernelTable[i], device);
 }
 
-PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& given) {
-  check(given);
-  KernelEntry const& kernel = *find_kernel(given);
-  AsyncInputArgs args = given;
-  ReportPlace const place = report_place();
-  args.report = place.report;
-  args.report_lock = place.report_lock;
+PreparedMatmul prepare(CallSpec const& given) {
+  check(given.matmul);
+  KernelEntry const& kernel = *find_kernel(given.matmul);
+  CallSpec call = given;
+  call.report_place = report_place();
+  AsyncInputArgs& args = call.matmul;
   DeviceFacts const& device = current_device();
   if (args.sm_count == 0) args.sm_count = device.sm_count;
   KernelShape const& shape = args.config.shape;
-  ChunkGrid const chunks(args.problem.m, args.problem.k, args.chunks_m, args.chunks_k);
+  ChunkGrid const chunks(args.problem.m, args.problem.k, args.arrival.chunks_m,
+                         args.arrival.chunks_k);
   int32_t const clusters = Clusters(args.problem, shape, args.sm_count).to_launch(chunks);
   args.sm_count = min_of(args.sm_count, clusters * shape.cluster_m * shape.cluster_n);
 
@@ -212,16 +204,22 @@ PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& given) {
   std::lock_guard<std::mutex> const lock(mutex);
   PreparedMatmul prepared;
   prepared.kernel_ = &kernel;
-  prepared.params_ = cache.find_or_build(args, [&] {
+  prepared.params_ = cache.find_or_build(call, [&] {
     Params memory(::operator new(kernel.params_bytes, std::align_val_t(kParamsAlignment)),
                   AlignedDelete());
-    if (char const* reason = kernel.prepare(args, memory.get())) {
+    if (char const* reason = kernel.prepare(call, memory.get())) {
       throw std::invalid_argument(std::string("agmm: ") + args.config.shape.str() + " for " +
                                   args.problem.str() + ": " + reason);
     }
     return memory;
   });
   return prepared;
+}
+
+PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& args) {
+  CallSpec call;
+  call.matmul = args;
+  return prepare(call);
 }
 
 void PreparedMatmul::launch(void* stream) const {

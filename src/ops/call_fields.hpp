@@ -1,7 +1,8 @@
 // The fields of the structs that describe a call, for its equality and hash.
 #pragma once
 
-#include "agmm/async_input_mm.hpp"
+#include "agmm/fused_all_gather_matmul.hpp"
+#include "gemm/call_spec.hpp"
 #include "ops/fields.hpp"
 
 namespace agmm {
@@ -9,14 +10,21 @@ namespace agmm {
 AGMM_FIELDS(Problem, m, n, k, dtype, b_layout);
 AGMM_FIELDS(KernelShape, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, timed);
 AGMM_FIELDS(KernelConfig, shape, max_swizzle, raster, splits);
+AGMM_FIELDS(Operands, a, a_local, local_begin, local_end, a_out, b, ldb, bias, out);
+AGMM_FIELDS(Senders, tags, chunks_per_rank, count_bits, mismatch_is_fatal);
+AGMM_FIELDS(Arrival, signals, ready_value, chunks_m, chunks_k, pivot, senders);
+AGMM_FIELDS(AsyncInputArgs, problem, config, operands, arrival, rank, limit_ns, sm_count,
+            split_scratch, tile_times);
+AGMM_FIELDS(Release, signals, signal_count, counters, counter_count, peer_credits, peer_count,
+            sent);
 AGMM_FIELDS(PushOrder, chunks, log_parts, head_chunks, head_level, tail_level, rounds, chunk_at);
 AGMM_FIELDS(SmPushArgs::Place, rows, signals);
 AGMM_FIELDS(SmPushArgs, rank, world_size, slot, shard, rows, row_vectors, chunk_vectors, order,
             first_peers, consumers_copy, places, head, tail, tag, credits, claims, tail_claims, go);
-AGMM_FIELDS(AsyncInputArgs, problem, config, a, a_local, b, ldb, bias, out, a_out, signals,
-            ready_value, chunks_m, chunks_k, chunk_pivot, local_begin, local_end, sm_count, rank,
-            chunks_per_rank, mismatch_is_fatal, tags, count_bits, limit_ns, report, release_signals,
-            release_count, counters, counter_count, peer_credits, peer_count, sent, push,
-            split_scratch, report_lock, tile_times);
+AGMM_FIELDS(ReportPlace, report, report_lock);
+AGMM_FIELDS(CallSpec, matmul, release, push, report_place);
+AGMM_FIELDS(SmPushCut, parts, chunk_columns, first_peers, head_chunks);
+AGMM_FIELDS(Gather, transport, push, a_shard, a_out, rows, k, dtype, limit_ns);
+AGMM_FIELDS(Weight, b, ldb, b_layout, n, bias, out, config);
 
 }  // namespace agmm

@@ -8,106 +8,115 @@
 #include <vector>
 
 #include "ops/call_fields.hpp"
+#include "ops/prepare.hpp"
 #include "runtime/cuda.hpp"
 #include "sync/signals.hpp"
+#include "transport/all_gather.hpp"
 
 namespace agmm {
 
-AGMM_FIELDS(FusedArgs, transport, push_parts, chunk_columns, first_peers, head_chunks, a_shard,
-            a_out, rows, k, dtype, limit_ns, tile_times);
-AGMM_FIELDS(Weight, b, ldb, b_layout, n, bias, out, config);
-
 namespace {
 
-constexpr int64_t kElementBytes = 2;
-AsyncInputArgs matmul_of(Weight const& weight, FusedArgs const& args, int rank, int world_size) {
-  AsyncInputArgs mm;
-  mm.problem = {world_size * args.rows, weight.n, args.k, args.dtype, weight.b_layout};
-  mm.config = weight.config;
-  mm.a_local = args.a_shard;
-  mm.local_begin = rank * args.rows;
-  mm.local_end = mm.local_begin + args.rows;
-  mm.b = weight.b;
-  mm.ldb = weight.ldb;
-  mm.bias = weight.bias;
-  mm.out = weight.out;
-  mm.chunks_m = world_size;
-  mm.chunk_pivot = rank;
-  mm.rank = rank;
-  mm.mismatch_is_fatal = true;
-  mm.limit_ns = args.limit_ns;
-  return mm;
-}
+/// All that comes before the first launch; it takes longer than a launch.
+struct Call {
+  Gather gather;
+  TileTimes* tile_times;
+  std::vector<Weight> weights;
+  int slot;
+  GatherRequest request;
+  Gathered gathered;
+  std::vector<PreparedMatmul> matmuls;
+
+  bool is_for(Gather const& other, std::vector<Weight> const& others, TileTimes const* times,
+              int its_slot) const {
+    return slot == its_slot && tile_times == times && same_fields(gather, other) &&
+           std::equal(weights.begin(), weights.end(), others.begin(), others.end(),
+                      same_fields<Weight>);
+  }
+};
 
 /// For the message to ranks whose calls differ.
-std::string described(FusedArgs const& args, std::vector<Weight> const& weights) {
-  std::string text = "all_gather_matmul(A_shard [" + std::to_string(args.rows) + ", " +
-                     std::to_string(args.k) + "] " + to_string(args.dtype);
+std::string described(Gather const& gather, std::vector<Weight> const& weights) {
+  std::string text = "all_gather_matmul(A_shard [" + std::to_string(gather.rows) + ", " +
+                     std::to_string(gather.k) + "] " + to_string(gather.dtype);
   for (Weight const& weight : weights) {
-    text += ", B [" + std::to_string(args.k) + ", " + std::to_string(weight.n) + "] " +
+    text += ", B [" + std::to_string(gather.k) + ", " + std::to_string(weight.n) + "] " +
             (weight.b_layout == BLayout::RowMajor ? "row-major" : "column-major");
   }
-  return text + ", return_A " + (args.a_out == nullptr ? "False" : "True") + ")";
+  return text + ", return_A " + (gather.a_out == nullptr ? "False" : "True") + ")";
 }
 
 }  // namespace
 
+struct FusedAllGatherMatmul::Impl {
+  Impl(int rank, std::vector<uintptr_t> const& bases, std::size_t slot_bytes, int reserved_sms)
+      : all_gather(rank, bases, slot_bytes, reserved_sms) {}
+
+  Call prepare_call(Gather const& gather, std::vector<Weight> const& weights,
+                    TileTimes* tile_times) const;
+  Call const& find_or_prepare(Gather const& gather, std::vector<Weight> const& weights,
+                              TileTimes* tile_times);
+
+  // Both slots of eight calls in turn: loops come back with the same tensors. More would make a
+  // look longer, which compares with all of them, in calls that come with new ones.
+  static constexpr std::size_t kKeptCalls = 16;
+
+  AllGather all_gather;
+  // Of configs that split K, for one call at a time. Not from a pool of the caller's allocator,
+  // which may belong to a graph.
+  std::shared_ptr<void> split_scratch;
+  std::vector<Call> calls;  // prepared last
+  std::size_t oldest = 0;
+};
+
+std::size_t FusedAllGatherMatmul::workspace_bytes(std::size_t slot_bytes, int world_size) {
+  return WorkspaceLayout(slot_bytes, world_size).bytes();
+}
+
+void FusedAllGatherMatmul::initialise_workspace(void* memory, std::size_t slot_bytes,
+                                                int world_size, void* stream_handle) {
+  WorkspaceLayout const layout(slot_bytes, world_size);
+  auto const stream = static_cast<cudaStream_t>(stream_handle);
+  std::vector<uint32_t> words((layout.bytes() - layout.words_offset()) / sizeof(uint32_t));
+  for (std::size_t const i : layout.credit_words()) words[i] = 1;
+  AGMM_CHECK_CUDA(cudaMemcpyAsync(static_cast<char*>(memory) + layout.words_offset(), words.data(),
+                                  words.size() * sizeof(uint32_t), cudaMemcpyHostToDevice, stream));
+  AGMM_CHECK_CUDA(cudaStreamSynchronize(stream));
+}
+
 FusedAllGatherMatmul::FusedAllGatherMatmul(int rank, std::vector<uintptr_t> const& bases,
                                            std::size_t slot_bytes, int reserved_sms)
-    : gather_(rank, bases, slot_bytes, reserved_sms) {
+    : impl_(std::make_unique<Impl>(rank, bases, slot_bytes, reserved_sms)) {
   load_kernels();
   RelaxedCapture const relaxed;
   void* scratch = nullptr;
   AGMM_CHECK_CUDA(cudaMalloc(&scratch, max_split_scratch_bytes()));
-  split_scratch_ = {scratch, [](void* memory) {
-                      cudaFree(memory);
-                      cudaGetLastError();
-                    }};
+  impl_->split_scratch = {scratch, [](void* memory) {
+                            cudaFree(memory);
+                            cudaGetLastError();
+                          }};
   std::vector<char> const zeros(kSplitCounterBytes);
   AGMM_CHECK_CUDA(cudaMemcpy(scratch, zeros.data(), zeros.size(), cudaMemcpyHostToDevice));
 }
 
-FusedAllGatherMatmul::Call FusedAllGatherMatmul::prepare(FusedArgs const& args,
-                                                         std::vector<Weight> const& weights) const {
+FusedAllGatherMatmul::~FusedAllGatherMatmul() = default;
+
+std::size_t FusedAllGatherMatmul::slot_bytes() const { return impl_->all_gather.slot_bytes(); }
+
+Call FusedAllGatherMatmul::Impl::prepare_call(Gather const& gather,
+                                              std::vector<Weight> const& weights,
+                                              TileTimes* tile_times) const {
   if (weights.empty()) throw std::invalid_argument("B: found no weight, wanted at least one");
-  int const world_size = gather_.world_size();
-  Range const own{gather_.rank() * args.rows, (gather_.rank() + 1) * args.rows};
+  int32_t const all_rows = all_gather.world_size() * gather.rows;
+  Range const own{all_gather.rank() * gather.rows, (all_gather.rank() + 1) * gather.rows};
 
   GatherRequest request;
-  request.transport = args.transport;
-  request.a_shard = args.a_shard;
-  bool const is_pull = args.transport == Transport::CopyEnginePull;
-  request.a_out = is_pull ? args.a_out : nullptr;
-  request.rows = args.rows;
-  request.row_bytes = args.k * kElementBytes;
-  request.limit_ns = args.limit_ns;
-  bool const is_sm_push = args.transport == Transport::SmPush;
-  std::string call = args.dtype == DType::BFloat16 ? "bfloat16" : "float16";
-  if (is_sm_push) {
-    int const columns = std::max(args.chunk_columns, 1);
-    int const chunks = ceil_div(args.k, columns);
-    // As many chunks, as the grid cuts them.
-    int const cut = ChunkGrid(1, args.k, 1, chunks).columns_per_chunk;
-    request.sm_push = {args.push_parts, chunks, static_cast<int32_t>(cut * kElementBytes),
-                       args.first_peers, args.head_chunks};
-    KernelConfig const& config = weights[0].config;  // the other matmuls run when the push is over
-    if (config.splits > 1) {
-      int const tile_k = config.shape.tile_k;
-      KParts const parts(ceil_div(args.k, tile_k), config.splits);
-      request.sm_push.stretches = config.splits;
-      request.sm_push.stretch_chunks = parts.stretch_chunks(tile_k, cut, chunks);
-    }
-    // Ranks that push in other parts must not take each other's sums for their own.
-    call += " in " + std::to_string(args.push_parts) + "x" + std::to_string(chunks);
-  }
-  // 31 bits, not 0: the pull transport waits on its stream for "at least 1" as a signed number.
-  request.tag = call_tag(args.rows, args.k, call, is_pull) & 0x7fffffffu;
-  request.tag = std::max(request.tag, 1u);
-
-  std::vector<AsyncInputArgs> matmuls;
+  request.gather = gather;
+  KernelConfig const& first = weights[0].config;  // the other matmuls run when the gather is over
+  request.splits = first.splits;
+  request.tile_k = first.shape.tile_k;
   for (Weight const& weight : weights) {
-    matmuls.push_back(matmul_of(weight, args, gather_.rank(), world_size));
-    SharedRows const shared = shared_rows(own, weight.config.shape.tile_m, world_size * args.rows);
+    SharedRows const shared = shared_rows(own, weight.config.shape.tile_m, all_rows);
     request.shared.head = {own.begin, std::max(request.shared.head.end, shared.head.end)};
     request.shared.tail = {request.shared.tail.empty()
                                ? shared.tail.begin
@@ -116,74 +125,66 @@ FusedAllGatherMatmul::Call FusedAllGatherMatmul::prepare(FusedArgs const& args,
   }
   request.shared.tail.begin = std::max(request.shared.tail.begin, request.shared.head.end);
 
-  Gathered const gathered = gather_.next(request);
-  note_call(gathered.ready_value, described(args, weights));
-  std::vector<PreparedMatmul> prepared;
-  for (std::size_t i = 0; i < matmuls.size(); ++i) {
-    AsyncInputArgs& mm = matmuls[i];
-    mm.sm_count = gather_.sm_count();
-    mm.split_scratch = split_scratch_.get();
-    mm.a = gathered.a;
-    mm.signals = gathered.signals;
-    mm.tags = gathered.tags;
-    mm.ready_value = gathered.ready_value;
-    mm.count_bits = gathered.count_bits;
-    if (is_sm_push) {
-      mm.chunks_k = request.sm_push.chunks;
-      mm.chunks_per_rank = mm.chunks_k;
-      if (i == 0) mm.push = gathered.push;
+  Gathered const gathered = all_gather.next(request);
+  note_call(gathered.arrival.ready_value, described(gather, weights));
+  std::vector<PreparedMatmul> matmuls;
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    Weight const& weight = weights[i];
+    bool const is_first = i == 0;
+    CallSpec call;
+    AsyncInputArgs& mm = call.matmul;
+    mm.problem = {all_rows, weight.n, gather.k, gather.dtype, weight.b_layout};
+    mm.config = weight.config;
+    mm.operands = {
+        gathered.a, gather.a_shard, own.begin,   own.end,   is_first ? gathered.a_out : nullptr,
+        weight.b,   weight.ldb,     weight.bias, weight.out};
+    mm.arrival = gathered.arrival;
+    mm.rank = all_gather.rank();
+    mm.limit_ns = gather.limit_ns;
+    mm.sm_count = all_gather.sm_count();
+    mm.split_scratch = split_scratch.get();
+    if (is_first) {
+      mm.tile_times = tile_times;
+      call.push = gathered.push;
     }
-    if (i == 0) {
-      mm.tile_times = args.tile_times;
-      if (!is_pull) mm.a_out = args.a_out;
-    }
-    if (i + 1 == matmuls.size()) {
-      mm.release_signals = gathered.reset_words;
-      mm.release_count = gathered.reset_count;
-      mm.counters = gathered.counters;
-      mm.counter_count = gathered.counter_count;
-      mm.peer_credits = gathered.peer_credits;
-      mm.peer_count = world_size;
-      mm.sent = gathered.sent;
-    }
-    prepared.push_back(prepare_async_input_mm(mm));
+    if (i + 1 == weights.size()) call.release = gathered.release;
+    matmuls.push_back(prepare(call));
   }
-  return {args, weights, gather_.slot(), request, std::move(prepared)};
+  return {gather, tile_times, weights, all_gather.slot(), request, gathered, std::move(matmuls)};
 }
 
-FusedAllGatherMatmul::Call const& FusedAllGatherMatmul::find_or_prepare(
-    FusedArgs const& args, std::vector<Weight> const& weights) {
-  int const slot = gather_.slot();
-  for (Call const& call : calls_) {
-    if (call.slot == slot && same_fields(call.args, args) &&
-        std::equal(call.weights.begin(), call.weights.end(), weights.begin(), weights.end(),
-                   same_fields<Weight>)) {
-      return call;
-    }
+Call const& FusedAllGatherMatmul::Impl::find_or_prepare(Gather const& gather,
+                                                        std::vector<Weight> const& weights,
+                                                        TileTimes* tile_times) {
+  for (Call const& call : calls) {
+    if (call.is_for(gather, weights, tile_times, all_gather.slot())) return call;
   }
-  if (calls_.size() < kKeptCalls) return calls_.emplace_back(prepare(args, weights));
-  Call& call = calls_[oldest_];
-  call = prepare(args, weights);
-  oldest_ = (oldest_ + 1) % kKeptCalls;
+  if (calls.size() < kKeptCalls) {
+    return calls.emplace_back(prepare_call(gather, weights, tile_times));
+  }
+  Call& call = calls[oldest];
+  call = prepare_call(gather, weights, tile_times);
+  oldest = (oldest + 1) % kKeptCalls;
   return call;
 }
 
-bool FusedAllGatherMatmul::operator()(FusedArgs const& args, std::vector<Weight> const& weights,
-                                      void* stream) {
-  std::lock_guard<std::mutex> const lock(gather_.mutex());
-  DeviceGuard const device(gather_.device());
-  gather_.enter(stream);
-  Call const& call = find_or_prepare(args, weights);
+bool FusedAllGatherMatmul::operator()(Gather const& gather, std::vector<Weight> const& weights,
+                                      void* stream, TileTimes* tile_times) {
+  AllGather& all_gather = impl_->all_gather;
+  std::lock_guard<std::mutex> const lock(all_gather.mutex());
+  DeviceGuard const device(all_gather.device());
+  all_gather.enter(stream);
+  Call const& call = impl_->find_or_prepare(gather, weights, tile_times);
   // Nothing is enqueued before here, and nothing short of a CUDA failure can stop the call now.
   try {
-    gather_.begin(call.request, stream);
+    all_gather.begin(call.request, call.gathered, stream);
     for (PreparedMatmul const& mm : call.matmuls) mm.launch(stream);
-    gather_.end(stream);
+    all_gather.end(stream);
   } catch (...) {
-    gather_.abandon(stream);
+    all_gather.abandon(stream);
     throw;
   }
-  return gather_.is_captured();
+  return all_gather.is_captured();
 }
 
 }  // namespace agmm

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "agmm/problem.hpp"
 #include "order/host_device.hpp"
 
 namespace agmm {
@@ -60,6 +61,8 @@ struct Range {
 /// The k tiles of each part when K is split. The last part is longer: the others have left their
 /// sums where it finds them when it ends.
 struct KParts {
+  // Measured on 2 H200 as 4 ranks, 512 x 3584 x 8192: 0, 4, 8, 12, 16 give 62.9, 62.7, 62.0, 63.5,
+  // 64.8 us (docs/small-m.md). Less than the best of halves, since with thirds a lead costs more.
   static constexpr int32_t kLead = 6;
 
   int32_t k_tiles = 1;
@@ -85,10 +88,14 @@ struct KParts {
   }
 };
 
+/// Of the columns of a shard. More than a shard of the longest K in use has, in chunks as small as
+/// the planner takes; each costs a signal per rank and slot.
+constexpr int32_t kMaxColumnChunks = 128;
+
 /// A [rows, depth] cut into chunks_m x chunks_k chunks. Chunk (i, j) has the signal i * chunks_k +
 /// j.
 struct ChunkGrid {
-  static constexpr int32_t kColumnGranule = 8;  // so that chunks begin at 16-byte addresses
+  static constexpr int32_t kColumnGranule = kAlignment;  // chunks begin at 16-byte addresses
 
   int32_t rows = 0;
   int32_t depth = 0;
@@ -146,8 +153,6 @@ struct BlockCoord {
   int32_t n = 0;
 };
 
-enum class Raster : int32_t { AlongM = 0, AlongN = 1 };
-
 /// The order in which blocks of output are computed. A block is what one cluster computes at a
 /// time: block_rows x block_cols elements of out, so a block never splits a cluster.
 ///
@@ -162,6 +167,8 @@ enum class Raster : int32_t { AlongM = 0, AlongN = 1 };
 /// first tile before it can do anything else, and the consumers each next one before they can go
 /// on.
 struct TileOrder {
+  // As many chunks of rows as a host has GPUs; each group takes 32 bytes of the kernel's
+  // parameters.
   static constexpr int32_t kTabledGroups = 8;
 
   /// Rows of blocks, counted from the pivot.
@@ -286,7 +293,7 @@ struct TileOrder {
 /// instructions, each of which waits for the one before. Where the blocks are too many for a byte
 /// each way, the table is empty.
 struct FirstBlocks {
-  static constexpr int32_t kMost = 144;  // no Hopper GPU has more multiprocessors
+  static constexpr int32_t kMost = 144;  // a whole GH100 has 144 multiprocessors, an H100 132
   static constexpr uint16_t kUnknown = 0xffff;
 
   uint16_t blocks[kMost];  // m, and n in the upper byte

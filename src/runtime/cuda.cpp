@@ -18,7 +18,7 @@ namespace agmm {
 
 namespace {
 
-constexpr int kMaxDevices = 64;
+constexpr int kMaxDevices = 64;  // more than any host has
 
 void* driver_entry_point(char const* name, unsigned version) {
   void* function = nullptr;
@@ -79,6 +79,7 @@ class ReportWatcher {
         std::atomic_thread_fence(std::memory_order_acquire);
         end_process(describe.load()(report));
       }
+      // Often enough for a message after minutes; 50 looks a second are no load.
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
   }
@@ -96,7 +97,7 @@ int current_device_index() {
     cudaGetLastError();
     throw std::runtime_error(std::string("agmm: found no CUDA device (") +
                              cudaGetErrorString(error) + "), wanted one of " +
-                             std::string(kBuiltArchitecture));
+                             std::string(kArchitecture));
   }
   check_cuda(error, "cudaGetDevice");
   if (index >= kMaxDevices) throw std::runtime_error("agmm: more than 64 CUDA devices");
@@ -150,10 +151,10 @@ DeviceFacts const& current_device() {
 
 DeviceFacts const& kernels_device() {
   DeviceFacts const& device = current_device();
-  if (device.capability_major != 9 || device.capability_minor != 0) {
+  if (device.capability_major != kCapabilityMajor || device.capability_minor != kCapabilityMinor) {
     throw std::runtime_error("agmm: no kernel for sm_" + std::to_string(device.capability_major) +
                              std::to_string(device.capability_minor) +
-                             "; built: " + std::string(kBuiltArchitecture));
+                             "; built: " + std::string(kArchitecture));
   }
   return device;
 }

@@ -7,11 +7,11 @@
 
 #include <cstdint>
 #include <string>
-#include <string_view>
+
+#include "agmm/problem.hpp"
+#include "sync/wait_limit.hpp"
 
 namespace agmm {
-
-struct WaitReport;
 
 /// Throws std::runtime_error that names the call when `error` is not cudaSuccess.
 void check_cuda(cudaError_t error, char const* call);
@@ -27,15 +27,8 @@ struct Driver {
 };
 Driver const& driver();
 
-/// What the kernels of this build are compiled for.
-inline constexpr std::string_view kBuiltArchitecture = "sm_90a";
-
-/// The place where a kernel of the current device whose wait passed its limit reports it. Created
-/// at first use, together with a thread that reads it and ends the process with the message.
-struct ReportPlace {
-  WaitReport* report;     // pinned host memory, of this device alone
-  uint32_t* report_lock;  // memory of the current device
-};
+/// Of the current device. Created at first use, together with a thread that reads it and ends the
+/// process with the message.
 ReportPlace report_place();
 
 /// What that message says. It is called by the thread that reads, at the end of the process, and

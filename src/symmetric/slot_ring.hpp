@@ -14,8 +14,12 @@ namespace agmm {
 /// A capture's end is not seen, so the captures of the last calls are remembered.
 class SlotRing {
  public:
+  // With two, a call writes while the one before is still read; a third would take half the memory
+  // more.
   static constexpr int kSlots = 2;
-  static constexpr int kCaptures = 4;  // that may be under way at once
+  // That may be under way at once. A choice: more than one is rare. Of more than these, the oldest
+  // is forgotten, and begins with slot 0 again.
+  static constexpr int kCaptures = 4;
   static constexpr int kSequences = 1 + kCaptures;
   static constexpr int kNone = -1;
 

@@ -13,27 +13,10 @@
 #include <cstdint>
 
 #include "cutlass/cutlass.h"
+#include "sync/wait_limit.hpp"
 #include "sync/wait_report.hpp"
 
 namespace agmm {
-
-/// How a wait ends when the signal does not come.
-struct WaitLimit {
-  WaitReport volatile* report = nullptr;  // pinned host memory
-  uint32_t* report_lock = nullptr;        // device memory, 0 until one thread has reported
-  uint64_t limit_ns = 0;
-  int32_t rank = 0;
-  int32_t chunks_per_rank = 1;  // source rank of a chunk = chunk / chunks_per_rank; 0: unknown
-  // A nonzero value other than the wanted one: the source rank called with another problem. Without
-  // it every value but the wanted one means "not ready".
-  bool mismatch_is_fatal = false;
-  // Where several CTAs of the source add to a signal: the low bits count them, and the tag above
-  // is added by one of them. 0: the signal is written once.
-  uint32_t count_bits = 0;
-  // Where a transport's signals are written by this rank itself (pull), the words that carry the
-  // sources' own tags; null where the signals do.
-  uint32_t const* tags = nullptr;
-};
 
 CUTLASS_DEVICE uint32_t load_acquire_system(uint32_t const* word) {
   uint32_t value;
@@ -88,20 +71,22 @@ CUTLASS_DEVICE uint64_t global_timer_ns() {
   return t;
 }
 
-/// Reports once and never returns: the host ends the process; should it not, the kernel traps.
+/// Reports once and never returns: the host, which looks every 20 ms and may take 5 s to find out
+/// more, ends the process; should it not, the kernel traps.
 CUTLASS_DEVICE void report_and_stop(WaitLimit const& limit, WaitReport::Kind kind, int32_t source,
                                     int32_t chunk, uint32_t seen, uint32_t wanted,
                                     uint64_t waited_ns) {
-  if (limit.report != nullptr && atomicCAS(limit.report_lock, 0u, 1u) == 0u) {
-    limit.report->rank = limit.rank;
-    limit.report->source = source;
-    limit.report->chunk = chunk;
-    limit.report->seen = seen;
-    limit.report->wanted = wanted;
-    limit.report->waited_ns = waited_ns;
-    limit.report->limit_ns = limit.limit_ns;
+  WaitReport volatile* const report = limit.place.report;
+  if (report != nullptr && atomicCAS(limit.place.report_lock, 0u, 1u) == 0u) {
+    report->rank = limit.rank;
+    report->source = source;
+    report->chunk = chunk;
+    report->seen = seen;
+    report->wanted = wanted;
+    report->waited_ns = waited_ns;
+    report->limit_ns = limit.limit_ns;
     __threadfence_system();
-    limit.report->kind = kind;
+    report->kind = kind;
     __threadfence_system();
   }
   uint64_t const start = global_timer_ns();
@@ -109,29 +94,55 @@ CUTLASS_DEVICE void report_and_stop(WaitLimit const& limit, WaitReport::Kind kin
   __trap();
 }
 
+/// The clock of a wait counts in units of 2^20 ns, in 32 bits: the producer warp has no register to
+/// spare. A little more than a millisecond is fine enough for limits of seconds.
+constexpr int kLogWaitUnitNs = 20;
+
+/// Since the first look of a wait, in its units. `since`: 0 at the first look, then when that was.
+CUTLASS_DEVICE uint32_t waited_units(uint32_t& since) {
+  auto const now = static_cast<uint32_t>(global_timer_ns() >> kLogWaitUnitNs);
+  if (since == 0) since = now;
+  return now - since;
+}
+
+CUTLASS_DEVICE uint32_t limit_units(WaitLimit const& limit) {
+  return uint32_t(limit.limit_ns >> kLogWaitUnitNs);
+}
+
 /// What a look at a signal finds: the signal, or, where it has the wanted value and the sources'
 /// tags lie apart, the tag; the tag was there before the signal.
 CUTLASS_DEVICE uint32_t look_at_signal(uint32_t const* word, uint32_t wanted, int32_t chunk,
                                        WaitLimit const& limit) {
   uint32_t const seen = load_acquire_system(word);
-  return seen == wanted && limit.tags != nullptr ? load_acquire_system(limit.tags + chunk) : seen;
+  uint32_t const* const tags = limit.senders.tags;
+  return seen == wanted && tags != nullptr ? load_acquire_system(tags + chunk) : seen;
 }
 
 /// After a look that did not find the wanted value: returns unless the wait has passed its limit or
-/// the source called with something else. `since`: 0 at the first look of a wait, then when that
-/// was, in units of 2^20 ns, because the producer warp has no register to spare.
+/// the source called with something else. `since`: see waited_units().
 CUTLASS_DEVICE void check_wait(uint32_t seen, uint32_t wanted, int32_t chunk,
                                WaitLimit const& limit, uint32_t& since) {
-  auto const now = static_cast<uint32_t>(global_timer_ns() >> 20);
-  if (since == 0) since = now;
-  uint32_t const tag = seen >> limit.count_bits;
-  bool const mismatch = limit.mismatch_is_fatal && tag != 0 &&
-                        (limit.count_bits == 0 || tag != wanted >> limit.count_bits);
-  // A little late, so that a kernel of a transport that waits too reports first: it knows more.
-  if (mismatch || now - since > uint32_t(limit.limit_ns >> 20) + 2) {
-    int32_t const source = limit.chunks_per_rank > 0 ? chunk / limit.chunks_per_rank : -1;
+  uint32_t const waited = waited_units(since);
+  Senders const& senders = limit.senders;
+  uint32_t const tag = seen >> senders.count_bits;
+  bool const mismatch = senders.mismatch_is_fatal && tag != 0 &&
+                        (senders.count_bits == 0 || tag != wanted >> senders.count_bits);
+  // A little late, so that a wait for a credit, which says more, reports first.
+  constexpr uint32_t kGraceUnits = 2;
+  if (mismatch || waited > limit_units(limit) + kGraceUnits) {
+    int32_t const source = senders.chunks_per_rank > 0 ? chunk / senders.chunks_per_rank : -1;
     report_and_stop(limit, mismatch ? WaitReport::Mismatch : WaitReport::Timeout, source, chunk,
-                    seen, wanted, uint64_t(now - since) << 20);
+                    seen, wanted, uint64_t(waited) << kLogWaitUnitNs);
+  }
+}
+
+/// The same for the credit of `peer`'s buffer `slot`.
+CUTLASS_DEVICE void check_credit_wait(uint32_t seen, int32_t peer, int32_t slot,
+                                      WaitLimit const& limit, uint32_t& since) {
+  uint32_t const waited = waited_units(since);
+  if (seen != 1 && waited > limit_units(limit)) {
+    report_and_stop(limit, WaitReport::Credit, peer, slot, seen, 1,
+                    uint64_t(waited) << kLogWaitUnitNs);
   }
 }
 
@@ -145,6 +156,18 @@ CUTLASS_DEVICE void wait_signal(uint32_t const* word, uint32_t wanted, int32_t c
     uint32_t const seen = look_at_signal(word, wanted, chunk, limit);
     if (seen == wanted) return;
     check_wait(seen, wanted, chunk, limit, since);
+  }
+}
+
+/// Returns when `credits[peer]` is 1, acquired at system scope. Past the limit it does not.
+CUTLASS_DEVICE void wait_credit(uint32_t const* credits, int32_t peer, int32_t slot,
+                                WaitLimit const& limit) {
+  uint32_t since = 0;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (;;) {
+    uint32_t const seen = load_acquire_system(credits + peer);
+    if (seen == 1) return;
+    check_credit_wait(seen, peer, slot, limit, since);
   }
 }
 

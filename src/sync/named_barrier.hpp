@@ -8,8 +8,8 @@
 
 namespace agmm {
 
-/// Those that CUTLASS's kernels leave to others, from 8 on. A CTA that only pushes has no tile, and
-/// none of CUTLASS's.
+/// Those that CUTLASS's kernels leave to others, from 8 on (cutlass::arch::ReservedNamedBarriers).
+/// A CTA that only pushes has no tile, and none of CUTLASS's.
 enum class NamedBarrier : int {
   kTailCopied = 1,
   kSplitK = 8,

@@ -20,10 +20,16 @@
 namespace agmm {
 namespace {
 
-constexpr double kDefaultTimeoutS = 600.0;
+// As the default of torch's process groups.
+constexpr double kDefaultTimeoutS = static_cast<double>(kDefaultLimitNs) * 1e-9;
+// No call that goes well takes so long, and who looks at a job that stands still wants to know.
 constexpr double kDefaultWarnS = 30.0;
+// What the end of a process may be put off for the sake of its message.
 constexpr std::chrono::seconds kLongestLookup{5};
+// More kinds of calls than a program makes; kept small because nobody removes them.
 constexpr size_t kMostNotedCalls = 4096;
+// A wait spins, then lets others run, then sleeps, so that eight ranks on two cores get on. A
+// choice, not tuned: the CPU backend is for tests.
 constexpr int kSpins = 64;
 constexpr int kYields = 64;
 constexpr int kLongestSleepUs = 100;

@@ -10,19 +10,9 @@
 #include <string_view>
 #include <utility>
 
+#include "agmm/limits.hpp"
+
 namespace agmm {
-
-// Exit status of a process that ends because a wait passed its limit, as timeout(1) uses it.
-constexpr int kTimeoutExitCode = 124;
-
-// Limit of every wait in seconds: the environment variable AGMM_TIMEOUT_S, read at each call, or
-// 600 where it is not set or empty. Throws std::invalid_argument when it is anything but a finite
-// number > 0.
-double timeout_seconds();
-
-// After so many seconds a wait says on stderr what it waits for: AGMM_WARN_S, or 30; 0: never. As
-// timeout_seconds().
-double warn_seconds();
 
 // One line for a wait for a chunk that passed its limit. Pass rank < 0 or source < 0 where unknown.
 std::string timeout_message(int rank, int source, int64_t chunk, uint32_t seen, uint32_t wanted,
@@ -105,6 +95,16 @@ class Wait {
       backoff.pause();
     }
     return true;
+  }
+
+  // The same, and the rest of what a wait is: past the limit the process ends with a message, and
+  // when a warning is due it is written. `message(ends)` makes either from what is seen then.
+  template <class Ready, class Message>
+  bool poll(const Ready& ready, std::chrono::nanoseconds slice, const Message& message) {
+    if (poll(ready, slice) || ready()) return true;
+    if (expired()) end_process(message(true));
+    if (warning_due()) write_line(message(false));
+    return false;
   }
 
   double limit_s() const { return limit_s_; }

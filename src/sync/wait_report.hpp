@@ -19,16 +19,4 @@ struct WaitReport {
   uint64_t limit_ns;
 };
 
-/// Per tile of out, for pictures: when the wait for A began and ended (with its first columns),
-/// when the last columns were found to be there, when the last load was issued (nanoseconds of the
-/// GPU's global timer), and the multiprocessor that computed it.
-struct TileTimes {
-  uint64_t wait_begin_ns;
-  uint64_t wait_end_ns;
-  uint64_t found_ns;
-  uint64_t loads_end_ns;
-  uint32_t sm;
-  uint32_t reserved;
-};
-
 }  // namespace agmm

@@ -74,80 +74,15 @@
 #include <mutex>
 #include <vector>
 
-#include "order/chunking.hpp"
 #include "symmetric/slot_ring.hpp"
-#include "transport/sm_push.hpp"
+#include "transport/gather_transport.hpp"
 
 namespace agmm {
 
-struct StageArgs;
-
-enum class Transport : int32_t { CopyEnginePush = 0, CopyEnginePull = 1, SmPush = 2 };
-
-/// Of the SM push transport.
-struct SmPush {
-  int32_t parts = 0;        // the rows of a chunk are cut into; a power of 2
-  int32_t chunks = 1;       // columns of the shard are cut into
-  int32_t chunk_bytes = 0;  // of a row, a multiple of 16; the last chunk may be shorter
-  int32_t first_peers = 0;  // this many nearest consumers get the whole shard before the others
-  int32_t head_chunks = 0;  // 0: all. CTAs without a tile push the others
-  int32_t stretches = 1;    // of chunks, that take turns, all but the last of stretch_chunks
-  int32_t stretch_chunks = 0;
-};
-
-/// One call: a shard of `rows` rows of `row_bytes` bytes on every rank.
-struct GatherRequest {
-  Transport transport = Transport::CopyEnginePush;
-  void const* a_shard = nullptr;
-  void* a_out = nullptr;  // pull: [w * rows, row_bytes], filled in completely
-  int64_t rows = 0;
-  int64_t row_bytes = 0;
-  SmPush sm_push{};
-  SharedRows shared{};  // push: rows of the gathered A that the consumer does not read from a_shard
-  uint32_t tag = 1;     // in [1, 2^31), the same on all ranks that call for the same problem
-  uint64_t limit_ns = 60'000'000'000ull;  // of the stage kernel's wait
-};
-
-/// What the consumer of one call has to know.
-struct Gathered {
-  void const* a = nullptr;  // [w * rows, row_bytes]; own rows only as far as `shared` says
-  // w words; signals[p] == ready_value: p's shard is here. SM push: [w][chunks], the low
-  // count_bits counting the parts that are there.
-  uint32_t const* signals = nullptr;
-  uint32_t count_bits = 0;
-  uint32_t const* tags = nullptr;  // pull: w words that must equal ready_value, else null
-  uint32_t ready_value = 1;
-  // To be done by the consumer once it has read everything.
-  uint32_t* reset_words = nullptr;
-  int32_t reset_count = 0;
-  uint32_t* counters = nullptr;
-  int32_t counter_count = 1;
-  uint32_t* const* peer_credits = nullptr;  // device array of w pointers, null at this rank's place
-  // Becomes 1 when copies beside the consumer have sent the shard. The consumer awaits it before it
-  // ends, so that what follows it may overwrite the shard, and resets it. Null: nothing to await.
-  uint32_t* sent = nullptr;
-  SmPushArgs push{};  // SM push: what the consumer's spare warps have to do
-};
-
-/// Whether additions of `device` to words in the memory of `peer` are atomic there, which SM push
-/// needs; over NVLink they are. Throws std::runtime_error when CUDA refuses.
-bool has_peer_atomics(int device, int peer);
-
 class AllGather {
  public:
-  static constexpr int kSlots = SlotRing::kSlots;
-  static constexpr int kCountBits = 8;  // of a signal of SM push; the tag is above them
-
-  /// Bytes of symmetric memory that a workspace needs on every rank.
-  static std::size_t workspace_bytes(std::size_t slot_bytes, int world_size);
-  /// Where the words begin, after the slots and the places for staged shards.
-  static std::size_t words_offset(std::size_t slot_bytes, int world_size);
-  /// Index, in words from the start of the words, of the first credit of a
-  /// slot, and their number: these must be 1 before the first call, every other word 0.
-  static std::size_t first_credit_word(int slot, int world_size);
-
-  /// `bases[p]`: address, on the current device, of rank p's symmetric memory. `reserved_sms`:
-  /// multiprocessors that its kernels leave to others.
+  /// `bases[p]`: address, on the current device, of rank p's symmetric memory, laid out by
+  /// WorkspaceLayout. `reserved_sms`: multiprocessors that its kernels leave to others.
   AllGather(int rank, std::vector<uintptr_t> const& bases, std::size_t slot_bytes,
             int reserved_sms = 0);
   ~AllGather();
@@ -165,7 +100,7 @@ class AllGather {
   Gathered next(GatherRequest const& request) const;
   /// Enqueues, behind what `stream` holds, all that comes before the consumer, the copies included.
   /// When this or a later step throws, abandon() has to follow, and enter() will refuse.
-  void begin(GatherRequest const& request, void* stream);
+  void begin(GatherRequest const& request, Gathered const& gathered, void* stream);
   /// What comes on `stream` afterwards finds the shard free for reuse and a_out complete.
   void end(void* stream);
   /// A call that began does not end: its capture is made invalid, so that no graph has half a call.
@@ -174,12 +109,12 @@ class AllGather {
   /// Of the call entered.
   int slot() const;
   bool is_captured() const;
-  int rank() const { return rank_; }
-  int world_size() const { return static_cast<int>(bases_.size()); }
-  std::size_t slot_bytes() const { return slot_bytes_; }
+  int rank() const { return links_.memory.rank(); }
+  int world_size() const { return links_.memory.world_size(); }
+  std::size_t slot_bytes() const { return links_.memory.slot_bytes(); }
   int device() const { return device_; }
   /// Multiprocessors for this workspace's kernels.
-  int sm_count() const { return sm_count_; }
+  int sm_count() const { return links_.sm_count; }
   /// Held for a whole call.
   std::mutex& mutex() { return mutex_; }
 
@@ -187,41 +122,8 @@ class AllGather {
   struct Handles;   // streams and events
   struct Sequence;  // those of eager calls, or of one capture
 
-  // Offsets in units of one word per rank. From kCounters on single words: the consumer's warps
-  // that are done, the push's next items and its word that the credits are taken, the stage
-  // kernel's CTAs that are done, and the copies' word that the shard has been sent.
-  enum Words {
-    kTags = 0,
-    kSignals = 1,
-    kCredits = kSignals + kMaxColumnChunks,
-    kCounters = kCredits + 1,
-  };
-  static constexpr int kClaims = 1;
-  static constexpr int kTailClaims = 2;
-  static constexpr int kGo = 3;
-  static constexpr int kConsumerCounters = 4;
-  static constexpr int kStageCtas = 4;
-  static constexpr int kSent = 5;
-  static constexpr int kSingleWords = 6;
-  static std::size_t words_per_slot(int world_size);
-  uint32_t* words(int rank, int slot, Words kind) const;
-  char* gather_buffer(int rank, int slot) const;
-  char* staged_shard(int rank, int slot) const;
-  void take_credits(int slot, Sequence const& sequence);
-  StageArgs stage_args(GatherRequest const& request, int slot) const;
-  void copy_boundary_rows(GatherRequest const& request, int slot, void* stream);
-  void stage_own_shard(GatherRequest const& request, int slot, Sequence const& sequence);
-  void push(GatherRequest const& request, int slot, Sequence const& sequence);
-  void pull(GatherRequest const& request, int slot, Sequence const& sequence);
-  PushOrder push_order(GatherRequest const& request) const;
-  SmPushArgs sm_push_args(GatherRequest const& request, int slot) const;
-  static uint32_t tag_of_sum(GatherRequest const& request);
-
-  int rank_;
-  std::vector<uintptr_t> bases_;
-  std::size_t slot_bytes_;
+  Links links_;
   int device_ = 0;
-  int sm_count_ = 0;
   SlotRing ring_;
   std::mutex mutex_;
   Handles* handles_;

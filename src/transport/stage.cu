@@ -2,12 +2,14 @@
 
 #include <algorithm>
 
-#include "transport/credits.cuh"
+#include "sync/device_wait.hpp"
 
 namespace agmm {
 
 namespace {
 
+// Half of the threads that a multiprocessor holds. Not tuned: a shard is copied once, and the links
+// take longer for it.
 constexpr int kThreads = 512;
 constexpr int kCtasPerSm = 2;
 
@@ -16,14 +18,10 @@ constexpr int kCtasPerSm = 2;
 // acquired those of all others, and its releases at system scope carry them on. A credit is reset
 // before the tag, and the peer gives the next one only after it has seen tag or data of this call.
 __global__ void __launch_bounds__(kThreads) stage_kernel(StageArgs const args) {
-  WaitLimit limit;
-  limit.report = args.report;
-  limit.report_lock = args.report_lock;
-  limit.limit_ns = args.limit_ns;
-  limit.rank = args.rank;
+  int const rank = args.limit.rank;
   for (int peer = threadIdx.x; peer < args.world_size; peer += kThreads) {
-    if (args.credits != nullptr && peer != args.rank) {
-      wait_for_credit(args.credits, peer, args.slot, limit);
+    if (args.credits != nullptr && peer != rank) {
+      wait_credit(args.credits, peer, args.slot, args.limit);
     }
   }
   __syncthreads();
@@ -47,9 +45,9 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(StageArgs const args) {
   __syncthreads();
   if (!is_last) return;
   for (int peer = threadIdx.x; peer < args.world_size; peer += kThreads) {
-    if (args.credits != nullptr && peer != args.rank) args.credits[peer] = 0;
+    if (args.credits != nullptr && peer != rank) args.credits[peer] = 0;
     if (args.peer_tags != nullptr) store_release_system(args.peer_tags[peer], args.tag);
-    if (peer == args.rank) {
+    if (peer == rank) {
       *args.finished_ctas = 0;
       store_release_system(args.own_signal, args.tag);
     }

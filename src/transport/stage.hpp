@@ -8,9 +8,9 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace agmm {
+#include "sync/wait_limit.hpp"
 
-struct WaitReport;
+namespace agmm {
 
 /// Addresses and bytes are multiples of 16.
 struct StageCopy {
@@ -21,10 +21,9 @@ struct StageCopy {
 };
 
 struct StageArgs {
-  static constexpr int kMaxCopies = 2;
+  static constexpr int kMaxCopies = 2;  // head and tail of the shard
   StageCopy copies[kMaxCopies]{};
 
-  int32_t rank = 0;
   int32_t world_size = 1;
   int32_t slot = 0;  // for the message
   // One per rank, or null: those of the peers are awaited (1) before anything is written, and taken
@@ -37,9 +36,7 @@ struct StageArgs {
   uint32_t* const* peer_tags = nullptr;  // device array of world_size words to write, or null
   uint32_t* own_signal = nullptr;
 
-  uint64_t limit_ns = 0;
-  WaitReport* report = nullptr;
-  uint32_t* report_lock = nullptr;
+  WaitLimit limit{};
 };
 
 /// Loads the kernel on the current device: loading waits for the device, so not in mid-call.

@@ -105,9 +105,49 @@ def test_the_cost_model_knows_the_size_of_an_item() -> None:
 
 @pytest.mark.skipif(len(_core.kernels()) < 9, reason="agmm._core is no default CUDA build")
 def test_the_default_kernels_are_those_that_the_cost_model_knows() -> None:
-    built = [plan.KernelConfig.of(kernel) for kernel in _core.kernels() if not kernel.timed]
-    wanted = plan.default_kernels(cost_model.DEFAULT_GPU)
-    assert {(k.kernel, k.can_split) for k in built} == {(k.kernel, k.can_split) for k in wanted}
+    built = {plan.KernelConfig.of(kernel).kernel for kernel in _core.kernels() if not kernel.timed}
+    assert built == {kernel.kernel for kernel in plan.default_kernels(cost_model.DEFAULT_GPU)}
+
+
+@pytest.mark.parametrize(
+    ("name", "can_split", "stores_A"),
+    [
+        ("128x224x64_2x1_cooperative", True, ("column",)),
+        ("128x112x64_2x1_cooperative", True, ("column", "row")),
+        ("128x256x64_2x1_cooperative", False, ("column",)),
+        ("256x144x64_2x1_cooperative", False, ("column",)),
+        ("256x128x64_2x1_cooperative", False, ("column", "row")),
+        ("128x128x64_1x1_pingpong", False, ("column", "row")),
+        ("128x160x64_1x1_pingpong", False, ("column", "row")),
+        ("128x128x64_1x2_cooperative", False, ()),
+    ],
+)
+def test_what_a_kernel_can_do_is_known_without_building_it(
+    name: str, can_split: bool, stores_A: tuple[str, ...]
+) -> None:
+    config = plan.KernelConfig.parse(name)
+    assert (config.can_split, tuple(config.stores_A)) == (can_split, stores_A)
+    known = _core.KernelConfig(
+        config.tile_m,
+        config.tile_n,
+        config.tile_k,
+        config.cluster_m,
+        config.cluster_n,
+        config.schedule,
+    )
+    assert (known.can_split, tuple(known.stores_A)) == (can_split, stores_A)
+
+
+def test_kernels_register_what_they_can_do() -> None:
+    facts = _core.kernel_facts()
+    configs = {kernel.name: kernel for kernel in _core.kernels()}
+    assert {fact.kernel for fact in facts} == set(configs)
+    assert len({(f.kernel, f.dtype, f.b_layout) for f in facts}) == len(facts)
+    for fact in facts:
+        config = configs[fact.kernel]
+        assert (fact.timed, fact.can_split) == (config.timed, config.can_split)
+        assert fact.can_store_A == (fact.b_layout in config.stores_A)
+        assert fact.architecture == "sm_90a"
 
 
 @without_cuda
@@ -142,10 +182,6 @@ def test_matmul_refuses_without_cuda() -> None:
 def test_workspace_refuses_without_cuda() -> None:
     with pytest.raises(RuntimeError, match=REFUSAL):
         _core.CudaWorkspace(rank=0, bases=[0, 0], slot_bytes=4096)
-    with pytest.raises(RuntimeError, match=REFUSAL):
-        _core.CudaWorkspace.workspace_bytes(slot_bytes=4096, world_size=2)
-    with pytest.raises(RuntimeError, match=REFUSAL):
-        _core.CudaWorkspace.credit_words(world_size=2)
 
 
 def test_matmul_refuses_the_name_of_a_config() -> None:

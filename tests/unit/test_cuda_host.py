@@ -93,6 +93,7 @@ def _run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
         "failures",
         "failures_in_captures",
         "copies_come_first",
+        "duties",
         "equality",
         "reserved_sms",
         "peer_atomics",

@@ -22,6 +22,7 @@ CXX_KINDS = {
     "scheduler": r"agmm/persistent_async_input_scheduler\.hpp$",
     "launch": r"agmm/(async_input_mm|fused_all_gather_matmul)\.hpp$",
     "transport but push": r"transport/(?!sm_push\.hpp$|push_warp\.hpp$)",
+    "testing": "testing/",
     **{role: f"{role}/" for role in ROLES},
 }
 
@@ -63,8 +64,13 @@ CXX_RULES = {
     "the CPU backend needs no CUDA": Rule(
         ("src/cpu/**/*", "src/sync/*.cpp"), ("cutlass", "cuda", "transport", "runtime", *MATMUL)
     ),
-    "of the public headers the scheduler alone knows CUTLASS": Rule(
-        ("include/agmm/[!p]*.hpp", "include/agmm/problem.hpp"), ("cutlass", "cuda", "scheduler")
+    "public headers include public headers": Rule(
+        ("include/agmm/[!p]*.hpp", "include/agmm/problem.hpp"),
+        ("cutlass", "cuda", "scheduler", "testing", *ROLES),
+    ),
+    "the scheduler's header reaches what is installed with it": Rule(
+        ("include/agmm/persistent_async_input_scheduler.hpp",),
+        ("launch", "symmetric", "transport", "ops", "runtime", "cpu"),
     ),
 }
 
@@ -248,7 +254,7 @@ def _plant(root: Path, path: str, text: str) -> None:
         ),
         ("the CPU backend needs no CUDA", "src/cpu/w.cpp", "<cuda_runtime.h>"),
         (
-            "of the public headers the scheduler alone knows CUTLASS",
+            "public headers include public headers",
             "include/agmm/async_input_mm.hpp",
             '"cutlass/cutlass.h"',
         ),

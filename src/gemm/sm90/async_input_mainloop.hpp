@@ -1,9 +1,8 @@
 // A TMA warp-specialised mainloop whose A arrives while the kernel runs: CUTLASS's sm90 collective
-// with another producer. Per k tile the producer warp issues B's load, acquires the signals of
-// the chunks that the tile of A touches unless it has done so for this tile, and only then issues
-// A's. Its 32 lanes look at 32 columns of chunks at once. Where the gathered A is wanted, each tile
-// also stores a share of what it loaded. A spare warp may help with the SM push transport, and the
-// consumers with its first items; else their side is CUTLASS's.
+// with another producer. Here are the operands: where a tile of A or B lies, and how it is loaded
+// and stored. When it may be loaded is ChunkGate's, in which order ProducerLoop's, which k tiles of
+// the gathered A a tile stores StageStore's. A spare warp may help with the SM push transport, and
+// the consumers with its first items; else their side is CUTLASS's.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +11,12 @@
 #include "cutlass/cuda_host_adapter.hpp"
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/dispatch_policy.hpp"
+#include "gemm/sm90/chunk_gate.hpp"
+#include "gemm/sm90/producer_loop.hpp"
+#include "gemm/sm90/stage_store.hpp"
+#include "gemm/sm90/tile_timer.hpp"
 #include "order/chunking.hpp"
-#include "sync/device_wait.hpp"
-#include "sync/release.hpp"
+#include "sync/device_release.hpp"
 #include "testing/fault.hpp"
 #include "testing/stress_delay.hpp"
 #include "transport/push_warp.hpp"
@@ -22,10 +24,7 @@
 namespace agmm {
 
 struct AsyncInput {
-  ChunkGrid chunks{};
-  uint32_t const* signals = nullptr;  // null: all of A is ready
-  uint32_t ready_value = 1;
-  WaitLimit wait_limit{};
+  ChunkArrival arrival{};
   Range local_rows{};  // these rows are read from A_local and need no signal
   Release release{};
   TileTimes* tile_times = nullptr;  // null: not recorded
@@ -37,28 +36,20 @@ struct AsyncInput {
 template <class Base>
 struct AsyncInputPolicy : Base {};
 
-/// kTimed: records TileTimes; kSplits: takes the part of K that the scheduler says. Variants of
-/// their own, because the producer warp has no register to spare.
-template <class Base, bool kTimed = false, bool kSplits = false>
+/// kTimed: records TileTimes; kSplits: takes the part of K that the scheduler says; kStoresA: may
+/// store A (can_store_a). Variants of their own, because the producer warp has no register to
+/// spare.
+template <class Base, bool kTimed, bool kSplits, bool kStoresA>
 struct AsyncInputMainloop : Base {
   using typename Base::ElementA;
   using typename Base::MainloopPipeline;
   using typename Base::PipelineState;
   using typename Base::TileShape;
   static_assert(!(kTimed && kSplits), "TileTimes are those of a tile's only CTA");
+  static_assert(!kStoresA || cute::size<1>(typename Base::DispatchPolicy::ClusterShape{}) == 1);
   using DispatchPolicy = AsyncInputPolicy<typename Base::DispatchPolicy>;
   using ClusterShape = typename DispatchPolicy::ClusterShape;
   using TMA_A = typename Base::Params::TMA_A;
-
-  /// Whether A can be stored. A stage has to be refilled with A by this CTA alone, whose producer
-  /// knows when the store has read it; and tiles 192 and more wide, or larger than 128 x 256, of a
-  /// row-major B, whose load takes several TMA instructions, leave the producer warp no register
-  /// for it.
-  static constexpr bool kCanStoreA =
-      cute::size<1>(ClusterShape{}) == 1 &&
-      !((cute::size<1>(TileShape{}) >= 192 ||
-         cute::size<0>(TileShape{}) * cute::size<1>(TileShape{}) > 128 * 256) &&
-        cute::is_constant<1, decltype(cute::get<0>(typename Base::StrideB{}))>::value);
 
   /// Whether the last rows of A, where they are no whole tile, have a descriptor of their own: TMA
   /// fills the rows of a tile beyond A so slowly (by inference 4 ns each) that a narrow tile, and
@@ -210,14 +201,14 @@ struct AsyncInputMainloop : Base {
     // A CTA whose rows only pad the cluster takes those before: TMA fills what is out of bounds so
     // slowly that the whole cluster would wait for it. Its products are not stored.
     int32_t const own_m_tile = get<0>(blk_coord);
-    int32_t const m_tile = min_of(own_m_tile, (params.input.chunks.rows - 1) / kTileM);
+    int32_t const m_tile = min_of(own_m_tile, (params.input.arrival.chunks.rows - 1) / kTileM);
     int32_t const n_tile = get<1>(blk_coord);
 
     // A tile that lies wholly in the local rows reads them where the caller has them; every other
     // tile reads gathered A for all of its rows, so that one load is never split.
     AsyncInput const& input = params.input;
     int32_t const tile_begin = m_tile * kTileM;
-    Range const rows{tile_begin, min_of(tile_begin + kTileM, input.chunks.rows)};
+    Range const rows{tile_begin, min_of(tile_begin + kTileM, input.arrival.chunks.rows)};
     bool const is_local = !input.local_rows.empty() && input.local_rows.contains(rows);
     int32_t const a_row = tile_begin - (is_local ? input.local_rows.begin : 0);
     bool const is_partial = rows.size() < kTileM;
@@ -245,7 +236,7 @@ struct AsyncInputMainloop : Base {
     }
 
     auto const load_a = [&](PipelineState const& stage, int k_tile) {
-      stress_delay(input.wait_limit.rank);
+      stress_delay(input.arrival.wait_limit.rank);
       if constexpr (kFitsLastRows) {
         if (is_partial) {
           auto* const barrier = pipeline.producer_get_barrier(stage);
@@ -266,16 +257,6 @@ struct AsyncInputMainloop : Base {
       copy(params.tma_load_a.with(descriptor, *pipeline.producer_get_barrier(stage), mcast_mask_a),
            tAgA(_, _, _, k_tile), tAsA(_, _, _, stage.index()));
     };
-    // The tiles of one row of tiles all read the same rows of A; each stores its share of the k
-    // tiles, since the stores of all of A by one column of tiles do not keep up with its loads.
-    // Only the next of them is kept: where the producer's step is longer than a stage's MMAs, as it
-    // soon is with small tiles, it is what bounds the kernel.
-    bool const stores = kCanStoreA && params.stores_a && m_tile == own_m_tile;
-    int next_store = kNever;
-    if (stores) {
-      int const ahead = n_tile - input.tiles_n.remainder(k_begin);
-      next_store = k_begin + (ahead < 0 ? ahead + input.tiles_n.divisor : ahead);
-    }
     auto const store_a = [&](int stage, int k_tile) {
       // Not &sA(0, 0, stage): where the buffer does not begin at a multiple of 1024 bytes, that
       // swizzles the address of the first element, and TMA wants the buffer's.
@@ -284,104 +265,36 @@ struct AsyncInputMainloop : Base {
                               k_tile * kTileK, a_row + (is_local ? input.local_rows.begin : 0), 0);
       tma_store_arrive();
     };
-    auto const load_b = [&](PipelineState const& stage, int k_tile) {
+    StageStore<kStoresA, kStages, decltype(store_a)> a_store(
+        params.stores_a && m_tile == own_m_tile, input.tiles_n, n_tile, k_begin, store_a);
+    auto const acquire_and_load_b = [&](PipelineState const& stage, int k_tile) {
+      pipeline.producer_acquire(stage);
+      bool const is_stored = a_store.before_refill(stage.index(), k_tile);
       copy(params.tma_load_b.with(*pipeline.producer_get_barrier(stage), mcast_mask_b),
            tBgB(_, _, _, k_tile), tBsB(_, _, _, stage.index()));
+      if (is_stored) a_store.wait();
     };
 
-    auto const acquire_for_b = [&](PipelineState const& stage, int k_tile) {
-      pipeline.producer_acquire(stage);
-      // What the stage still holds of A has landed, since it has been consumed. The other stages
-      // keep the consumers busy while it is stored.
-      bool const is_stored = kCanStoreA && k_tile - kStages == next_store;
-      if (is_stored) {
-        store_a(stage.index(), next_store);
-        next_store += input.tiles_n.divisor;
-      }
-      load_b(stage, k_tile);
-      if (is_stored) tma_store_wait<0>();  // until it has been read
-    };
-
-    int const timed_tile = timed_tile_of(input, own_m_tile, n_tile);
-    if (kTimed && issues && timed_tile >= 0) {
-      TileTimes& times = input.tile_times[timed_tile];
-      times.wait_begin_ns = times.wait_end_ns = times.found_ns = global_timer_ns();
-    }
-
-    // Column chunks known to have arrived.
-    bool const awaits = input.signals != nullptr && !is_local;
-    int ready = awaits && !kNoWait ? k_begin * kTileK / input.chunks.columns_per_chunk
-                                   : input.chunks.chunks_k;
-    // All lanes look at signals together; in between lane 0 alone issues all that has arrived. If
-    // that is nothing it sends for B's next tile, once.
-    int k_tile = k_begin;
-    bool has_stage = false;
-    bool b_ahead = false;
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (;;) {
-      int const k_end = ready == input.chunks.chunks_k
-                            ? k_stop
-                            : min_of(k_stop, ready * input.chunks.columns_per_chunk / kTileK);
-      if (issues) {
-        if (has_stage && k_tile < k_end) {
-          load_a(smem_pipe_write, k_tile);
-          has_stage = false;
-          ++k_tile;
-          ++smem_pipe_write;
-        }
-        int const b_end = b_ahead && !has_stage ? k_end + 1 : k_end;
-        CUTLASS_PRAGMA_NO_UNROLL
-        for (; k_tile < b_end; ++k_tile, ++smem_pipe_write) {
-          acquire_for_b(smem_pipe_write, k_tile);
-          has_stage = k_tile == k_end;
-          if (has_stage) break;
-          load_a(smem_pipe_write, k_tile);
-        }
-      }
-      __syncwarp();
-      if (k_end == k_stop) break;
-      int const arrived = look(input, a_row, ready, b_ahead);
-      b_ahead = arrived == 0;
-      if (b_ahead) continue;
-      fence_proxy_async_global();
-      ready += arrived;
-      if (kTimed && issues && timed_tile >= 0) {
-        TileTimes& times = input.tile_times[timed_tile];
-        times.found_ns = global_timer_ns();
-        if (k_tile == k_begin) times.wait_end_ns = times.found_ns;
-      }
-    }
-    if constexpr (kNoWait) {
-      // Signals and credits stay in step, so that wrong elements are all that comes of it.
-      for (ready = 0; awaits && ready < input.chunks.chunks_k;) {
-        ready += look(input, a_row, ready, true);
-      }
-    }
-    if constexpr (kCanStoreA) {
-      if (issues && stores) {
-        CUTLASS_PRAGMA_NO_UNROLL
-        for (k_tile = k_stop - kStages; k_tile < k_stop; ++k_tile, ++smem_pipe_write) {
-          if (k_tile != next_store) continue;
-          next_store += input.tiles_n.divisor;
-          // The phase in which the stage is full. Not consumer_wait(): this warp is no consumer.
-          MainloopPipeline::FullBarrier::wait(pipeline.producer_get_barrier(smem_pipe_write),
-                                              smem_pipe_write.phase());
-          store_a(smem_pipe_write.index(), k_tile);
-        }
-        tma_store_wait<0>();  // the next tile's loads are not held against these stores
-      }
+    TileTimer<kTimed> const timer(input.tile_times,
+                                  issues ? timed_tile_of(input, own_m_tile, n_tile) : -1);
+    timer.begins();
+    ChunkGate<kTileM, kTileK> gate(input.arrival, a_row, {k_begin, k_stop}, is_local);
+    ProducerLoop const loop{gate, acquire_and_load_b, load_a};
+    loop(smem_pipe_write, k_begin, issues, [&](bool is_first) { timer.found(is_first); });
+    if constexpr (kNoWait) gate.look_too_late();
+    if (issues) {
+      a_store.finish(smem_pipe_write, k_stop, [&](PipelineState const& stage) {
+        // The phase in which the stage is full. Not consumer_wait(): this warp is no consumer.
+        MainloopPipeline::FullBarrier::wait(pipeline.producer_get_barrier(stage), stage.phase());
+      });
     }
     // The kernel advances its own state, of which this is not a copy: a copy would take registers.
     // States come again after two turns of the ring.
     constexpr int kPeriod = 2 * kStages;
-    int const advanced = k_stop - k_begin + (stores ? kStages : 0);
+    int const advanced = k_stop - k_begin + (a_store.stores() ? kStages : 0);
     if (issues) smem_pipe_write.advance(kPeriod - advanced % kPeriod);
 
-    if (kTimed && issues && timed_tile >= 0) {
-      TileTimes& times = input.tile_times[timed_tile];
-      times.loads_end_ns = global_timer_ns();
-      asm volatile("mov.u32 %0, %%smid;" : "=r"(times.sm));
-    }
+    timer.ends();
   }
 
   /// The fourth producer warp's only work. It exits here: what the kernel would keep for its next
@@ -395,9 +308,9 @@ struct AsyncInputMainloop : Base {
     if (params.push.shard != nullptr) {
       if constexpr (kConsumersPush) {
         push_head_after<kConsumers>(shared_tensors.first_item, params.push,
-                                    params.input.wait_limit);
+                                    params.input.arrival.wait_limit);
       } else {
-        push_head(params.push, params.input.wait_limit);
+        push_head(params.push, params.input.arrival.wait_limit);
       }
       finish(params);
     }
@@ -420,14 +333,14 @@ struct AsyncInputMainloop : Base {
   /// The whole work of a CTA without a tile.
   CUTLASS_DEVICE static void push_only(Params const& params, int32_t ctas_with_tiles,
                                        char* shared_memory) {
-    auto& slots = *reinterpret_cast<PushCta::Slots*>(shared_memory);
+    auto& queue = *reinterpret_cast<PushCta::Queue*>(shared_memory);
     // When most of the warps that push the head have found no more of it. Where consumers claim
     // the first items, only the warps of CTAs that got one go on.
     int32_t const head = params.push.order.head_count();
     int32_t const first_claims = kConsumersPush ? ctas_with_tiles : 0;
     int32_t const warps = kConsumersPush ? min_of(head, ctas_with_tiles) : ctas_with_tiles;
     int32_t const head_claims = max_of(head, first_claims) + warps * 3 / 4;
-    if (push_tail(params.push, slots, head_claims, params.input.wait_limit)) finish(params);
+    if (push_tail(params.push, queue, head_claims, params.input.arrival.wait_limit)) finish(params);
   }
 
   /// How many warps finish() waits for.
@@ -439,52 +352,18 @@ struct AsyncInputMainloop : Base {
 
  private:
   CUTLASS_DEVICE static void finish(Params const& params) {
-    agmm::finish(params.input.release, params.finishing_warps, params.input.wait_limit);
+    agmm::finish(params.input.release, params.finishing_warps, params.input.arrival.wait_limit);
   }
 
   static constexpr int kStages = Base::DispatchPolicy::Stages;
   static constexpr int kConsumers = cute::size(typename Base::TiledMma{});
-  static constexpr int kNever = 1 << 30;
   static constexpr int kTileM = cute::size<0>(TileShape{});
   static constexpr int kTileK = cute::size<2>(TileShape{});
-
-  CUTLASS_DEVICE static Range chunks_of(AsyncInput const& input, int32_t tile_begin) {
-    return input.chunks.row_chunks({tile_begin, tile_begin + kTileM});
-  }
-
-  /// How many columns of chunks from `first` on are there for the tile's rows, acquired; at most
-  /// one per lane. `waits`: until there is one.
-  CUTLASS_DEVICE static int look(AsyncInput const& input, int32_t tile_begin, int32_t first,
-                                 bool waits) {
-    stress_delay_warp(input.wait_limit.rank);
-    uint32_t since = 0;
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (;;) {
-      Range const chunks = chunks_of(input, tile_begin);
-      int32_t const chunk_k = first + lane_id();
-      bool is_ready = chunk_k < input.chunks.chunks_k;
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int32_t chunk_m = chunks.begin; is_ready && chunk_m < chunks.end; ++chunk_m) {
-        int32_t const i = input.chunks.signal_index(chunk_m, chunk_k);
-        uint32_t const seen =
-            look_at_signal(input.signals + i, input.ready_value, i, input.wait_limit);
-        is_ready = seen == input.ready_value;
-        if (!is_ready && lane_id() == 0) {
-          check_wait(seen, input.ready_value, i, input.wait_limit, since);
-        }
-      }
-      __syncwarp();
-      // The lanes below the first one whose chunks are not there; all where there is none.
-      uint32_t const missing = ~__ballot_sync(0xffffffffu, is_ready);
-      int const arrived = missing == 0 ? 32 : __ffs(int(missing)) - 1;
-      if (arrived != 0 || !waits) return arrived;
-    }
-  }
 
   /// Index of the tile in tile_times, or -1 when it is not recorded.
   CUTLASS_DEVICE static int timed_tile_of(AsyncInput const& input, int32_t tile_m, int32_t tile_n) {
     bool const recorded = kTimed && input.tile_times != nullptr && tile_n < input.tiles_n.divisor &&
-                          tile_m * kTileM < input.chunks.rows;
+                          tile_m * kTileM < input.arrival.chunks.rows;
     return recorded ? tile_m * input.tiles_n.divisor + tile_n : -1;
   }
 

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "agmm/async_input_mm.hpp"
 #include "agmm/persistent_async_input_scheduler.hpp"
 #include "cutlass/cutlass.h"
 #include "cutlass/device_kernel.h"
@@ -15,7 +14,9 @@
 #include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
+#include "gemm/call_spec.hpp"
 #include "gemm/kernel_entry.hpp"
+#include "gemm/kernel_facts.hpp"
 #include "gemm/sm90/async_input_mainloop.hpp"
 
 namespace agmm {
@@ -104,9 +105,12 @@ struct KernelInstance {
           sizeof(typename UsualEpilogue::SharedStorage))>,
       MainloopSchedule>::CollectiveOp;
 
-  // Larger tiles leave no register for it.
-  static constexpr bool kSplits = kCooperative && ClusterN == 1 && TileM * TileN <= 128 * 224;
-  using Mainloop = AsyncInputMainloop<CutlassMainloop, kTimed, kSplits>;
+  static constexpr BLayout kBLayout =
+      std::is_same_v<LayoutB, cutlass::layout::RowMajor> ? BLayout::RowMajor : BLayout::ColumnMajor;
+  static constexpr KernelFacts kFacts = facts_of(
+      {TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed}, kDType<Element>, kBLayout);
+  static constexpr bool kSplits = kFacts.can_split;
+  using Mainloop = AsyncInputMainloop<CutlassMainloop, kTimed, kSplits, kFacts.can_store_a>;
   template <class Epilogue>
   using KernelWith = cutlass::gemm::kernel::GemmUniversal<
       cute::Shape<int, int, int, int>, Mainloop, Epilogue,
@@ -129,74 +133,64 @@ struct KernelInstance {
   using GemmKernel = KernelWith<CollectiveEpilogue>;
   using Params = typename GemmKernel::Params;
   static_assert(GemmKernel::MaxThreadsPerBlock >= PushCta::kThreads);
-  static_assert(GemmKernel::SharedStorageSize >= sizeof(PushCta::Slots));
+  static_assert(GemmKernel::SharedStorageSize >= sizeof(PushCta::Queue));
   static_assert(GemmKernel::SharedStorageSize <=
                 cutlass::gemm::collective::detail::sm90_smem_capacity_bytes);
   static_assert(alignof(Params) <= kParamsAlignment);
 
-  static WaitLimit wait_limit(AsyncInputArgs const& args) {
-    WaitLimit limit;
-    limit.report = args.report;
-    limit.report_lock = args.report_lock;
-    limit.limit_ns = args.limit_ns;
-    limit.rank = args.rank;
-    limit.chunks_per_rank = args.chunks_per_rank;
-    limit.mismatch_is_fatal = args.mismatch_is_fatal;
-    limit.tags = args.tags;
-    limit.count_bits = args.count_bits;
-    return limit;
-  }
-
-  static AsyncInput async_input(AsyncInputArgs const& args) {
+  static AsyncInput async_input(CallSpec const& call) {
+    AsyncInputArgs const& mm = call.matmul;
+    Arrival const& arrival = mm.arrival;
     AsyncInput input;
-    input.chunks = ChunkGrid(args.problem.m, args.problem.k, args.chunks_m, args.chunks_k);
-    input.signals = args.signals;
-    input.ready_value = args.ready_value;
-    input.wait_limit = wait_limit(args);
-    input.local_rows = {args.local_begin, args.local_end};
-    input.release = {args.release_signals, args.release_count, args.counters, args.counter_count,
-                     args.peer_credits,    args.peer_count,    args.sent};
-    input.tile_times = args.tile_times;
-    input.tiles_n = FastDiv(ceil_div(args.problem.n, TileN));
-    input.k_tiles = ceil_div(args.problem.k, TileK);
+    input.arrival = {ChunkGrid(mm.problem.m, mm.problem.k, arrival.chunks_m, arrival.chunks_k),
+                     arrival.signals,
+                     arrival.ready_value,
+                     {call.report_place, mm.limit_ns, arrival.senders, mm.rank}};
+    input.local_rows = {mm.operands.local_begin, mm.operands.local_end};
+    input.release = call.release;
+    input.tile_times = mm.tile_times;
+    input.tiles_n = FastDiv(ceil_div(mm.problem.n, TileN));
+    input.k_tiles = ceil_div(mm.problem.k, TileK);
     return input;
   }
 
-  static SplitK split_k(AsyncInputArgs const& args) {
-    auto* const scratch = static_cast<char*>(args.split_scratch);
-    return {args.config.splits, reinterpret_cast<float4*>(scratch + kSplitCounterBytes),
+  static SplitK split_k(AsyncInputArgs const& mm) {
+    auto* const scratch = static_cast<char*>(mm.split_scratch);
+    return {mm.config.splits, reinterpret_cast<float4*>(scratch + kSplitCounterBytes),
             reinterpret_cast<uint32_t*>(scratch)};
   }
 
-  static char const* prepare(AsyncInputArgs const& args, void* params_memory) {
+  static char const* prepare(CallSpec const& call, void* params_memory) {
     using namespace cute;
-    auto const [m, n, k] = std::tuple(args.problem.m, args.problem.n, args.problem.k);
+    AsyncInputArgs const& mm = call.matmul;
+    Operands const& operands = mm.operands;
+    auto const [m, n, k] = std::tuple(mm.problem.m, mm.problem.n, mm.problem.k);
     typename GemmKernel::Arguments gemm{};
     gemm.mode = cutlass::gemm::GemmUniversalMode::kGemm;
     gemm.problem_shape = {m, n, k, 1};
-    gemm.mainloop.ptr_A = static_cast<Element const*>(args.a);
+    gemm.mainloop.ptr_A = static_cast<Element const*>(operands.a);
     get<0>(gemm.mainloop.dA) = int64_t(k);
-    gemm.mainloop.ptr_B = static_cast<Element const*>(args.b);
+    gemm.mainloop.ptr_B = static_cast<Element const*>(operands.b);
     if constexpr (std::is_same_v<LayoutB, cutlass::layout::RowMajor>) {
-      get<1>(gemm.mainloop.dB) = args.ldb;
+      get<1>(gemm.mainloop.dB) = operands.ldb;
     } else {
-      get<0>(gemm.mainloop.dB) = args.ldb;
+      get<0>(gemm.mainloop.dB) = operands.ldb;
     }
-    gemm.mainloop.ptr_A_local = static_cast<Element const*>(args.a_local);
-    gemm.mainloop.ptr_A_out = static_cast<Element*>(args.a_out);
-    gemm.mainloop.input = async_input(args);
-    gemm.mainloop.push = args.push;
-    gemm.epilogue.ptr_D = static_cast<Element*>(args.out);
+    gemm.mainloop.ptr_A_local = static_cast<Element const*>(operands.a_local);
+    gemm.mainloop.ptr_A_out = static_cast<Element*>(operands.a_out);
+    gemm.mainloop.input = async_input(call);
+    gemm.mainloop.push = call.push;
+    gemm.epilogue.ptr_D = static_cast<Element*>(operands.out);
     get<0>(gemm.epilogue.dD) = int64_t(n);
-    gemm.epilogue.thread = {{static_cast<Element const*>(args.bias)}, {}, {}};
-    gemm.hw_info.sm_count = args.sm_count;
-    gemm.scheduler.max_swizzle_size = args.config.max_swizzle;
+    gemm.epilogue.thread = {{static_cast<Element const*>(operands.bias)}, {}, {}};
+    gemm.hw_info.sm_count = mm.sm_count;
+    gemm.scheduler.max_swizzle_size = mm.config.max_swizzle;
     using Options = typename GemmKernel::TileScheduler::RasterOrderOptions;
     gemm.scheduler.raster_order =
-        args.config.raster == Raster::AlongM ? Options::AlongM : Options::AlongN;
-    gemm.scheduler.rows_per_chunk = gemm.mainloop.input.chunks.rows_per_chunk.divisor;
-    gemm.scheduler.chunk_pivot = args.chunk_pivot;
-    gemm.scheduler.split_k = split_k(args);
+        mm.config.raster == Raster::AlongM ? Options::AlongM : Options::AlongN;
+    gemm.scheduler.rows_per_chunk = gemm.mainloop.input.arrival.chunks.rows_per_chunk.divisor;
+    gemm.scheduler.chunk_pivot = mm.arrival.pivot;
+    gemm.scheduler.split_k = split_k(mm);
 
     if (!GemmKernel::can_implement(gemm)) return "CUTLASS cannot implement this problem";
     Params* const params =
@@ -204,11 +198,11 @@ struct KernelInstance {
     dim3 const ctas = grid(*params);
     auto const all = static_cast<int32_t>(ctas.x * ctas.y);
     auto const with_tiles = std::min(all, int32_t(params->scheduler.blocks_per_problem_));
-    if (has_push_ctas(args.push) && with_tiles == all) {
+    if (has_push_ctas(call.push) && with_tiles == all) {
       return "found a tile on every multiprocessor, wanted free ones for CTAs that push";
     }
     params->mainloop.finishing_warps =
-        Mainloop::finishing_warps(args.push, with_tiles, all - with_tiles);
+        Mainloop::finishing_warps(call.push, with_tiles, all - with_tiles);
     // CUTLASS only prints when the driver refuses a TMA descriptor, and leaves it zeroed.
     for (auto const* descriptor :
          {params->mainloop.tma_load_a.get_tma_descriptor(),
@@ -260,16 +254,7 @@ struct KernelInstance {
   }
 
   static constexpr KernelEntry entry() {
-    return {{TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed},
-            kDType<Element>,
-            std::is_same_v<LayoutB, cutlass::layout::RowMajor> ? BLayout::RowMajor
-                                                               : BLayout::ColumnMajor,
-            Mainloop::kCanStoreA,
-            kSplits,
-            sizeof(Params),
-            &prepare,
-            &setup,
-            &launch};
+    return {kFacts, sizeof(Params), &prepare, &setup, &launch};
   }
 };
 

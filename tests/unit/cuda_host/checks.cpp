@@ -11,14 +11,16 @@
 #include <string>
 #include <vector>
 
+#include "agmm/async_input_mm.hpp"
 #include "agmm/fused_all_gather_matmul.hpp"
 #include "fake_cuda.hpp"
+#include "ops/prepare.hpp"
 #include "runtime/cuda.hpp"
 #include "sync/wait_report.hpp"
 
 namespace {
 
-using agmm::AsyncInputArgs;
+using agmm::CallSpec;
 using agmm::FusedAllGatherMatmul;
 using agmm::Transport;
 using fake::state;
@@ -59,35 +61,37 @@ struct Workspace {
   explicit Workspace(int reserved_sms = 0) {
     std::vector<uintptr_t> bases;
     for (int rank = 0; rank < kRanks; ++rank) {
-      memory.emplace_back(agmm::AllGather::workspace_bytes(kSlotBytes, kRanks) + 128);
+      memory.emplace_back(FusedAllGatherMatmul::workspace_bytes(kSlotBytes, kRanks) + 128);
       bases.push_back((reinterpret_cast<uintptr_t>(memory.back().data()) + 127) / 128 * 128);
     }
     op = std::make_unique<FusedAllGatherMatmul>(1, bases, kSlotBytes, reserved_sms);
   }
 
-  void call(Transport transport, cudaStream_t stream, int rows = kRows) const {
+  void call(Transport transport, cudaStream_t stream, int rows = kRows, int weights = 1,
+            bool wants_a = false) const {
     static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
-    agmm::FusedArgs args;
-    args.transport = transport;
-    args.push_parts = 4;
-    args.chunk_columns = 64;
-    args.a_shard = tensors;
-    args.a_out = transport == Transport::CopyEnginePull ? tensors + (1 << 18) : nullptr;
-    args.rows = rows;
-    args.k = kColumns;
+    agmm::Gather gather;
+    gather.transport = transport;
+    gather.push.parts = 4;
+    gather.push.chunk_columns = 64;
+    gather.a_shard = tensors;
+    gather.a_out =
+        wants_a || transport == Transport::CopyEnginePull ? tensors + (1 << 18) : nullptr;
+    gather.rows = rows;
+    gather.k = kColumns;
     agmm::Weight weight;
     weight.b = tensors + (1 << 17);
     weight.ldb = kColumns;
     weight.n = 128;
     weight.out = tensors + (1 << 19);
     weight.config.shape = {128, 128, 64, 1, 1, agmm::Schedule::Cooperative, false};
-    (*op)(args, {weight}, stream);
+    (*op)(gather, std::vector<agmm::Weight>(std::size_t(weights), weight), stream);
   }
 
   /// The slot of a call by push.
   int slot_of_call(cudaStream_t stream) const {
     call(Transport::CopyEnginePush, stream);
-    auto const at = reinterpret_cast<uintptr_t>(state().launched.back().a);
+    auto const at = reinterpret_cast<uintptr_t>(state().launched.back().matmul.operands.a);
     auto const first = (reinterpret_cast<uintptr_t>(memory[1].data()) + 127) / 128 * 128;
     return static_cast<int>((at - first) / kSlotBytes);
   }
@@ -222,35 +226,70 @@ void copies_come_first() {
 /// A launch that differs in any field is prepared anew, an equal one is not.
 void equality() {
   static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
-  AsyncInputArgs args;
-  args.problem = {256, 128, 256};
-  args.config.shape = {128, 128, 64, 1, 1, agmm::Schedule::Cooperative, false};
-  args.a = args.b = tensors;
-  args.out = tensors + 4096;
-  args.ldb = 256;
-  args.push.shard = tensors;
-  std::map<std::string, std::function<void(AsyncInputArgs&)>> const changes = {
-      {"nothing", [](AsyncInputArgs&) {}},
-      {"consumers_copy", [](AsyncInputArgs& a) { a.push.consumers_copy = true; }},
-      {"a place", [](AsyncInputArgs& a) { a.push.places[15].signals = a.push.go + 1; }},
-      {"a row of a place", [](AsyncInputArgs& a) { a.push.places[3].rows = tensors; }},
-      {"a chunk", [](AsyncInputArgs& a) { a.push.order.chunk_at[127] = 1; }},
-      {"rounds", [](AsyncInputArgs& a) { a.push.order.rounds = 2; }},
-      {"go", [](AsyncInputArgs& a) { a.push.go = reinterpret_cast<uint32_t*>(tensors); }},
-      {"swizzle", [](AsyncInputArgs& a) { a.config.max_swizzle = 2; }},
-      {"sent", [](AsyncInputArgs& a) { a.sent = reinterpret_cast<uint32_t*>(tensors); }},
-      {"limit", [](AsyncInputArgs& a) { a.limit_ns = 1; }},
+  CallSpec call;
+  agmm::AsyncInputArgs& mm = call.matmul;
+  mm.problem = {256, 128, 256};
+  mm.config.shape = {128, 128, 64, 1, 1, agmm::Schedule::Cooperative, false};
+  mm.operands.a = mm.operands.b = tensors;
+  mm.operands.out = tensors + 4096;
+  mm.operands.ldb = 256;
+  call.push.shard = tensors;
+  auto* const word = reinterpret_cast<uint32_t*>(tensors);
+  std::map<std::string, std::function<void(CallSpec&)>> const changes = {
+      {"nothing", [](CallSpec&) {}},
+      {"consumers_copy", [](CallSpec& c) { c.push.consumers_copy = true; }},
+      {"a place", [](CallSpec& c) { c.push.places[15].signals = c.push.go + 1; }},
+      {"a row of a place", [](CallSpec& c) { c.push.places[3].rows = tensors; }},
+      {"a chunk", [](CallSpec& c) { c.push.order.chunk_at[127] = 1; }},
+      {"rounds", [](CallSpec& c) { c.push.order.rounds = 2; }},
+      {"go", [&](CallSpec& c) { c.push.go = word; }},
+      {"swizzle", [](CallSpec& c) { c.matmul.config.max_swizzle = 2; }},
+      {"sent", [&](CallSpec& c) { c.release.sent = word; }},
+      {"limit", [](CallSpec& c) { c.matmul.limit_ns = 1; }},
+      {"signals", [&](CallSpec& c) { c.matmul.arrival.signals = word; }},
+      {"tags", [&](CallSpec& c) { c.matmul.arrival.senders.tags = word; }},
+      {"bias", [](CallSpec& c) { c.matmul.operands.bias = tensors; }},
   };
-  prepare_async_input_mm(args);
+  prepare(call);
   for (auto const& [name, change] : changes) {
-    AsyncInputArgs changed = args;
+    CallSpec changed = call;
     change(changed);
     int const before = state().kernels_prepared;
-    prepare_async_input_mm(changed);
-    prepare_async_input_mm(changed);
+    prepare(changed);
+    prepare(changed);
     int const wanted = name == "nothing" ? 0 : 1;
     check(state().kernels_prepared - before == wanted,
           name + ": " + std::to_string(state().kernels_prepared - before) + " prepared");
+  }
+}
+
+/// What the consumer of each transport is told: the parts of the gather go into the launch as they
+/// are, and the first and the last of several matmuls have their own duties.
+void duties() {
+  for (Transport transport : kTransports) {
+    std::string const name = kName[int(transport)];
+    Workspace const workspace;
+    state().launched.clear();
+    workspace.call(transport, kStream, kRows, 3, true);
+    check(state().launched.size() == 3, name + ": matmuls");
+    bool const copies_a = transport == Transport::CopyEnginePull;
+    for (std::size_t i = 0; i < 3; ++i) {
+      CallSpec const& call = state().launched[i];
+      agmm::Arrival const& arrival = call.matmul.arrival;
+      int const chunks = transport == Transport::SmPush ? kColumns / 64 : 1;
+      check(arrival.chunks_m == kRanks && arrival.chunks_k == chunks && arrival.pivot == 1,
+            name + ": chunks");
+      check(arrival.senders.chunks_per_rank == chunks && arrival.senders.mismatch_is_fatal,
+            name + ": senders");
+      check((arrival.senders.tags != nullptr) == copies_a, name + ": tags");
+      check((call.push.shard != nullptr) == (transport == Transport::SmPush && i == 0),
+            name + ": push");
+      check((call.matmul.operands.a_out != nullptr) == (!copies_a && i == 0), name + ": a_out");
+      check((call.release.signals != nullptr) == (i == 2), name + ": release");
+      check((call.release.sent != nullptr) == (transport == Transport::CopyEnginePush && i == 2),
+            name + ": sent");
+      check(call.release.signal_count == (i == 2 ? kRanks * (1 + chunks) : 0), name + ": words");
+    }
   }
 }
 
@@ -259,7 +298,7 @@ void reserved_sms() {
   for (Transport transport : kTransports) {
     Workspace const workspace(10);
     workspace.call(transport, kStream);
-    int const found = state().launched.back().sm_count;
+    int const found = state().launched.back().matmul.sm_count;
     check(found > 0 && found <= 132 - 10,
           std::string(kName[int(transport)]) + ": " + std::to_string(found));
   }
@@ -337,6 +376,7 @@ int main(int count, char** arguments) {
       {"failures", &failures},
       {"failures_in_captures", &failures_in_captures},
       {"copies_come_first", &copies_come_first},
+      {"duties", &duties},
       {"equality", &equality},
       {"reserved_sms", &reserved_sms},
       {"peer_atomics", &peer_atomics},

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "gemm/kernel_entry.hpp"
+#include "gemm/kernel_facts.hpp"
 #include "transport/stage.hpp"
 
 namespace fake {
@@ -199,9 +200,9 @@ namespace agmm {
 
 namespace {
 
-char const* prepare(AsyncInputArgs const& args, void* params) {
+char const* prepare(CallSpec const& call, void* params) {
   ++state().kernels_prepared;
-  new (params) AsyncInputArgs(args);
+  new (params) CallSpec(call);
   return nullptr;
 }
 
@@ -212,19 +213,13 @@ int setup() {
 
 int launch(void* params, void* stream) {
   cudaError_t const error = fake::enqueue("kernel", static_cast<cudaStream_t>(stream));
-  if (error == cudaSuccess) state().launched.push_back(*static_cast<AsyncInputArgs*>(params));
+  if (error == cudaSuccess) state().launched.push_back(*static_cast<CallSpec*>(params));
   return error;
 }
 
-KernelEntry const kernel{{128, 128, 64, 1, 1, Schedule::Cooperative, false},
-                         DType::BFloat16,
-                         BLayout::ColumnMajor,
-                         true,
-                         true,
-                         sizeof(AsyncInputArgs),
-                         &prepare,
-                         &setup,
-                         &launch};
+KernelEntry const kernel{facts_of({128, 128, 64, 1, 1, Schedule::Cooperative, false},
+                                  DType::BFloat16, BLayout::ColumnMajor),
+                         sizeof(CallSpec), &prepare, &setup, &launch};
 
 }  // namespace
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "agmm/async_input_mm.hpp"
+#include "gemm/call_spec.hpp"
 
 namespace fake {
 
@@ -25,7 +25,7 @@ struct State {
   int minor = 0;
   std::vector<Operation> operations;
   int fail_at = -1;  // this operation, counted from 0, and those after it are refused
-  std::vector<agmm::AsyncInputArgs> launched;
+  std::vector<agmm::CallSpec> launched;
   int kernels_prepared = 0;
   std::map<cudaStream_t, unsigned long long> captures;  // under way
   std::map<unsigned long long, bool> invalid;

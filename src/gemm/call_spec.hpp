@@ -1,0 +1,19 @@
+// The one description of a launch: what a caller of the public API says of a matmul, and what an op
+// adds to it. Its parts pass through whole, from where they are made to the kernel's parameters.
+#pragma once
+
+#include "agmm/async_input_mm.hpp"
+#include "sync/release.hpp"
+#include "sync/wait_limit.hpp"
+#include "transport/sm_push.hpp"
+
+namespace agmm {
+
+struct CallSpec {
+  AsyncInputArgs matmul{};
+  Release release{};           // what the kernel does when it has read A
+  SmPushArgs push{};           // what its spare warps push; a null shard: nothing
+  ReportPlace report_place{};  // filled in by the launcher
+};
+
+}  // namespace agmm

@@ -1,0 +1,31 @@
+// What a kernel of a shape can do: the one definition of these rules, for the kernels themselves,
+// the launcher and, through the bindings, for plans, in builds without CUDA too.
+#pragma once
+
+#include "agmm/problem.hpp"
+
+namespace agmm {
+
+/// Whether several CTAs can compute a tile together. The CTAs of a tile are neighbours only where
+/// clusters are one tile wide, their sums are those of all consumers' threads (cooperative), and
+/// tiles larger than 128 x 224 leave these no register to add up another's.
+constexpr bool can_split(KernelShape const& shape) {
+  return shape.schedule == Schedule::Cooperative && shape.cluster_n == 1 && !shape.timed &&
+         shape.tile_m * shape.tile_n <= 128 * 224;
+}
+
+/// Whether A can be stored. A stage has to be refilled with A by this CTA alone, whose producer
+/// knows when the store has read it; and tiles 192 and more wide, or larger than 128 x 256, of a
+/// row-major B, whose load takes several TMA instructions, leave the producer warp no register for
+/// it.
+constexpr bool can_store_a(KernelShape const& shape, BLayout b_layout) {
+  bool const is_large = shape.tile_n >= 192 || shape.tile_m * shape.tile_n > 128 * 256;
+  return shape.cluster_n == 1 && !(is_large && b_layout == BLayout::RowMajor);
+}
+
+/// Of a kernel that is built.
+constexpr KernelFacts facts_of(KernelShape const& shape, DType dtype, BLayout b_layout) {
+  return {shape, dtype, b_layout, can_split(shape), can_store_a(shape, b_layout), kArchitecture};
+}
+
+}  // namespace agmm

@@ -1,0 +1,47 @@
+// Records TileTimes, in the kernels that are built to.
+#pragma once
+
+#include <cstdint>
+
+#include "cutlass/cutlass.h"
+#include "gemm/tile_times.hpp"
+#include "sync/device_wait.hpp"
+
+namespace agmm {
+
+/// Of one tile; for the lane that issues its loads. Without kTimed nothing is left of it.
+template <bool kTimed>
+class TileTimer {
+ public:
+  /// `times`: of all tiles; null: nothing is recorded. `tile`: -1 for one that is not recorded.
+  CUTLASS_DEVICE TileTimer(TileTimes* times, int tile) : times_(times), tile_(tile) {}
+
+  CUTLASS_DEVICE void begins() const {
+    if (!is_recorded()) return;
+    TileTimes& times = times_[tile_];
+    times.wait_begin_ns = times.wait_end_ns = times.found_ns = global_timer_ns();
+  }
+
+  /// More chunks have been found; `is_first`: no load of the tile was issued before.
+  CUTLASS_DEVICE void found(bool is_first) const {
+    if (!is_recorded()) return;
+    TileTimes& times = times_[tile_];
+    times.found_ns = global_timer_ns();
+    if (is_first) times.wait_end_ns = times.found_ns;
+  }
+
+  CUTLASS_DEVICE void ends() const {
+    if (!is_recorded()) return;
+    TileTimes& times = times_[tile_];
+    times.loads_end_ns = global_timer_ns();
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(times.sm));
+  }
+
+ private:
+  CUTLASS_DEVICE bool is_recorded() const { return kTimed && tile_ >= 0; }
+
+  TileTimes* times_;
+  int tile_;
+};
+
+}  // namespace agmm
