@@ -52,7 +52,7 @@ SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE include 
 CXX_SOURCES = $(shell find include src tests benchmarks -type f \
                       \( -name '*.hpp' -o -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
 
-.PHONY: help demo test test-gpu test-versions bench build lint format stub clean FORCE
+.PHONY: help demo test test-gpu test-versions bench build docs lint format stub clean FORCE
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -73,6 +73,9 @@ bench: $(VENV)/.installed ## time agmm against the other ways on the GPUs at han
 	$(VENV)/bin/agmm bench $(BENCH_ARGS)
 
 build: $(VENV)/.installed ## make the environment and install agmm into it
+
+docs: $(VENV)/.docs ## build the documentation into build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 lint: $(VENV)/.installed $(VENV)/.lint ## ruff, mypy, clang-format, stub check
 	$(PY) -m ruff check .
@@ -106,6 +109,10 @@ $(VENV)/.build: pyproject.toml tools/build_requirements.py $(VENV)/.torch
 
 $(VENV)/.cutlass: pyproject.toml tools/build_requirements.py $(VENV)/.torch
 	$(PIP) install -q --no-deps $$($(PY) tools/build_requirements.py --cutlass)
+	touch $@
+
+$(VENV)/.docs: pyproject.toml tools/build_requirements.py $(VENV)/.torch
+	$(PIP) install -q $$($(PY) tools/build_requirements.py --extra docs)
 	touch $@
 
 $(VENV)/.lint: pyproject.toml tools/build_requirements.py $(VENV)/.torch
