@@ -14,7 +14,6 @@ CUTLASS_DIR ?=
 JOBS ?= $(shell tools/build_jobs.sh)
 PYTEST_ARGS ?=
 CMAKE_REQUIREMENT ?=
-BUILD_OPTIONS ?=
 SETTINGS ?= build/settings
 # The oldest, the usual and the newest.
 TEST_TORCHES ?= torch==2.11.* torch==2.13.0 torch
@@ -26,10 +25,23 @@ endif
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
-NVCC := $(shell command -v nvcc || command -v "$${CUDA_HOME:-/usr/local/cuda}/bin/nvcc")
+NVCC := $(shell command -v "$${CUDACXX:-nvcc}" || command -v "$${CUDA_HOME:-/usr/local/cuda}/bin/nvcc")
+ifeq ($(AGMM_CUDA),AUTO)
+ifeq ($(NVCC),)
+AGMM_CUDA := OFF
+else ifeq ($(MAKECMDGOALS),demo)
+# Nothing here could run the kernels, which take minutes to build.
+ifeq ($(shell nvidia-smi -L 2>/dev/null),)
+AGMM_CUDA := OFF
+endif
+endif
+endif
+WITH_CUDA := $(if $(filter OFF,$(AGMM_CUDA)),,$(NVCC))
+# A build tree of its own, so that neither build throws away the other.
+BUILD_OPTIONS ?= $(if $(WITH_CUDA),,-C build-dir=build/cpu/{wheel_tag})
 CUOBJDUMP := $(shell command -v cuobjdump)
 EXTRAS := test,plot
-ifneq ($(NVCC),)
+ifneq ($(WITH_CUDA),)
 ifeq ($(CUOBJDUMP),)
 EXTRAS := $(EXTRAS),sass
 endif
@@ -40,7 +52,7 @@ SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE cmake in
 CXX_SOURCES = $(shell find include src tests benchmarks examples -type f \
                       \( -name '*.hpp' -o -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
 
-.PHONY: help demo test test-gpu test-versions bench build lint format stub clean FORCE
+.PHONY: help demo test test-gpu test-versions bench build docs lint format stub clean FORCE
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -61,6 +73,9 @@ bench: $(VENV)/.installed ## time agmm against the other ways on the GPUs at han
 	$(VENV)/bin/agmm bench $(BENCH_ARGS)
 
 build: $(VENV)/.installed ## make the environment and install agmm into it
+
+docs: $(VENV)/.docs ## build the documentation into build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 lint: $(VENV)/.installed $(VENV)/.lint ## ruff, mypy, clang-format, stub check
 	$(PY) -m ruff check .
@@ -90,7 +105,14 @@ $(VENV)/.torch: tools/make_venv.sh
 $(VENV)/.build: pyproject.toml tools/build_requirements.py $(VENV)/.torch
 	$(PIP) install -q $$($(PY) tools/build_requirements.py)
 	$(if $(CMAKE_REQUIREMENT),$(PIP) install -q '$(CMAKE_REQUIREMENT)')
-	$(if $(NVCC),$(PIP) install -q --no-deps $$($(PY) tools/build_requirements.py --cutlass))
+	touch $@
+
+$(VENV)/.cutlass: pyproject.toml tools/build_requirements.py $(VENV)/.torch
+	$(PIP) install -q --no-deps $$($(PY) tools/build_requirements.py --cutlass)
+	touch $@
+
+$(VENV)/.docs: pyproject.toml tools/build_requirements.py $(VENV)/.torch
+	$(PIP) install -q $$($(PY) tools/build_requirements.py --extra docs)
 	touch $@
 
 $(VENV)/.lint: pyproject.toml tools/build_requirements.py $(VENV)/.torch
@@ -108,11 +130,11 @@ $(VENV)/.model: $(VENV)/.torch
 # Rewritten only when a setting of the build changes, so that a change rebuilds.
 $(SETTINGS): FORCE
 	@mkdir -p $(@D)
-	@echo 'AGMM_CUDA=$(AGMM_CUDA) AGMM_KERNELS=$(AGMM_KERNELS) CUTLASS_DIR=$(CUTLASS_DIR) NVCC=$(NVCC)' > $@.new
+	@echo 'AGMM_CUDA=$(AGMM_CUDA) AGMM_KERNELS=$(AGMM_KERNELS) CUTLASS_DIR=$(CUTLASS_DIR) NVCC=$(WITH_CUDA)' > $@.new
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 
-$(VENV)/.installed: $(VENV)/.build $(SETTINGS) $(SOURCES)
-	@echo "building agmm: AGMM_CUDA=$(AGMM_CUDA), AGMM_KERNELS=$(AGMM_KERNELS), $(JOBS) jobs, nvcc $(or $(NVCC),not found); log in build/install.log"
+$(VENV)/.installed: $(VENV)/.build $(if $(WITH_CUDA),$(VENV)/.cutlass) $(SETTINGS) $(SOURCES)
+	@echo "building agmm: AGMM_CUDA=$(AGMM_CUDA), AGMM_KERNELS=$(AGMM_KERNELS), $(JOBS) jobs, nvcc $(or $(WITH_CUDA),not used); log in build/install.log"
 	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) install -v --no-build-isolation $(BUILD_OPTIONS) '.[$(EXTRAS)]' 2>&1 \
 	    | tee build/install.log | awk '/^ *\[[0-9]+\/[0-9]+\]/ { sub(/^ */, ""); print substr($$0, 1, 120); fflush() }' \
 	    || { tail -n 80 build/install.log; exit 1; }

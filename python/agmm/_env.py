@@ -17,23 +17,21 @@ class Variable(NamedTuple):
 TIMEOUT_S: Final = Variable(
     "AGMM_TIMEOUT_S",
     "600",
-    "limit of every wait in seconds; past it the process ends with a message and exit code 124 "
-    "(read by the C++ core at each call)",
+    "seconds that any wait for another rank may take; past them the process ends with a message "
+    "and exit code 124",
 )
 WARN_S: Final = Variable(
     "AGMM_WARN_S",
     "30",
-    "after so many seconds a wait says once on stderr who waits for whom and since when; 0: never",
+    "after so many seconds a wait says on stderr who waits for whom and since when; 0: never",
 )
 COMMIT: Final = Variable(
-    "AGMM_COMMIT", "", "commit to name in benchmark reports outside a git checkout of agmm"
+    "AGMM_COMMIT", "", "commit that `agmm bench` reports outside a git checkout of agmm"
 )
 CACHE_DIR: Final = Variable(
-    "AGMM_CACHE_DIR", "", "folder of the tuned tables; default: agmm in the user's cache folder"
+    "AGMM_CACHE_DIR", "", "folder of your tuned plans; default: agmm in the user's cache folder"
 )
-CACHE: Final = Variable(
-    "AGMM_CACHE", "on", "off: the user's tuned tables are neither read nor written"
-)
+CACHE: Final = Variable("AGMM_CACHE", "on", "off: your tuned plans are neither read nor written")
 SHARED_GPUS: Final = Variable(
     "AGMM_SHARED_GPUS",
     "off",
@@ -48,9 +46,15 @@ RESERVED_SMS: Final = Variable(
 )
 RUN_TIME: Final = (TIMEOUT_S, WARN_S, COMMIT, CACHE_DIR, CACHE, SHARED_GPUS, RESERVED_SMS)
 BUILD_TIME: Final = (
-    Variable("AGMM_CUDA", "AUTO", "build the CUDA core: AUTO (where nvcc is found), ON or OFF"),
-    Variable("AGMM_KERNELS", "default", "which kernels to build: minimal, default or all"),
-    Variable("CUTLASS_DIR", "", "CUTLASS headers to use instead of the package nvidia-cutlass"),
+    Variable("AGMM_CUDA", "AUTO", "the CUDA kernels: AUTO (where nvcc is found), ON or OFF"),
+    Variable(
+        "AGMM_KERNELS",
+        "default",
+        "default, minimal for quick builds, or all: also kernels that hardly gained on H200",
+    ),
+    Variable(
+        "CUTLASS_DIR", "", "a CUTLASS 4.2.0 checkout to use instead of the nvidia-cutlass package"
+    ),
 )
 
 

@@ -418,7 +418,7 @@ def _has_few_rows_of_tiles(problem: Problem, tile_m: int) -> bool:
 
 def usual_order(problem: Problem, config: KernelConfig) -> KernelConfig:
     """The kernel with the raster and swizzle that were the best, or within 2% of it, on all but a
-    few of the shapes measured on H200, within 4% on those (docs/performance.md)."""
+    few of the shapes measured on H200, within 4% on those (docs/dev/tried.md)."""
     if config.schedule == "pingpong":
         if _has_few_rows_of_tiles(problem, config.tile_m):
             return replace(config, raster="along_m", max_swizzle=1)

@@ -3,7 +3,7 @@ cmake_policy(VERSION 3.25)  # as CMakeLists.txt, where the table is included alo
 # The kernel table: tile_m tile_n tile_k cluster_m cluster_n schedule set. Each row is built for bf16
 # and fp16 and for both layouts of B, in one translation unit.
 # set: minimal kernels are in every build, default ones in AGMM_KERNELS=default and all, the others
-# in all only: on H200 they hardly gain (docs/performance.md), and are there to be measured
+# in all only: on H200 they hardly gain (docs/dev/tried.md), and are there to be measured
 # elsewhere. timed: the variant that records when each tile waited and ran, for pictures; in every
 # build, bf16 and column-major.
 set(AGMM_KERNEL_TABLE

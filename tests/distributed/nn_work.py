@@ -306,7 +306,7 @@ class FeedForward(torch.nn.Module):
 
 
 class TitanBlock(torch.nn.Module):
-    """A block with the names that docs/integrations.md uses."""
+    """A block with the names that docs/layers.md uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ def _documented() -> list[str]:
 
 
 def documented_plan() -> float:
-    """The error of a model that was sharded as docs/integrations.md says."""
+    """The error of a model that was sharded as docs/layers.md says."""
     group = group_of(2)
     if group is None:
         return 0.0
@@ -341,7 +341,7 @@ def documented_plan() -> float:
 
 
 def documented_layers() -> list[str]:
-    """Faults of the gradients of the module in docs/integrations.md; of all five ranks."""
+    """Faults of the gradients of the module in docs/layers.md; of all five ranks."""
     rank, code = dist.get_rank(), _documented()[1]
     definition, use = code.split("model = SwiGLU", 1)
     torch.manual_seed(_SEED)

@@ -1,4 +1,4 @@
-"""That the stress test can fail: it finds a deliberate fault (docs/small-m.md)."""
+"""That the stress test can fail: it finds a deliberate fault (docs/dev/sm-push.md)."""
 
 from __future__ import annotations
 

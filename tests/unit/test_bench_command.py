@@ -16,7 +16,7 @@ from agmm.cli import app
 from agmm.testing.cases import Shape
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-WAYS = str(RESULTS / "2026-11-21-h200-x4-ways.json")
+WAYS = str(RESULTS / "nvidia-h200-x4.json")
 runner = CliRunner()
 
 
@@ -48,7 +48,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     [
         (["--from", "/no/file"], ["/no/file cannot be read"]),
         (["--compare", "/no/file", "--device", "cpu"], ["/no/file cannot be read"]),
-        (["--from", WAYS, "--shapes", "1x1x1"], ["found 1x1x1", "wanted one of 1024x3584x8192"]),
+        (["--from", WAYS, "--shapes", "1x1x1"], ["found 1x1x1", "wanted one of 512x3584x8192"]),
         (["--from", WAYS, "--ways", "agm"], ["found 'agm'", "wanted one of roof"]),
         (["--from", WAYS, "--json", "x"], ["--from: found it with --json"]),
         (["--from", WAYS, "--model", "llama-3-8b"], ["--from: found it with --file or --model"]),
@@ -109,8 +109,14 @@ def test_a_report_is_shown_without_a_run(runs: list[Options]) -> None:
     assert runs == []
 
 
-def test_a_report_of_unknown_ways_is_shown() -> None:
-    result = _bench("--from", str(RESULTS / "2026-11-21-h200-gemm.json"))
+def test_a_report_of_unknown_ways_is_shown(tmp_path: Path) -> None:
+    """As those of benchmarks/gemm.py."""
+    report = json.loads(Path(WAYS).read_text())
+    way = {"median_us": 93.9, "ratio_to_mm": 1.1, "tflops": 640.0, "reason": None}
+    for entry in report["shapes"]:
+        entry["ways"] = {"torch.mm": way, "128x256x64_2x1_cooperative along_m swizzle 4": way}
+    (tmp_path / "gemm.json").write_text(json.dumps(report))
+    result = _bench("--from", str(tmp_path / "gemm.json"))
     assert result.exit_code == 0, result.exception
     assert "128x256x64_2x1_cooperative along_m swizzle 4" in result.output
 
@@ -125,10 +131,14 @@ def test_a_report_is_compared_without_a_run(runs: list[Options], tmp_path: Path)
     new = str(tmp_path / "new.json")
     result = _bench("--from", new, "--compare", WAYS)
     assert result.exit_code == 0
-    assert "91 times in both: 7 faster, 84 within noise." in result.output
+    shapes = len(report["shapes"])
+    times = sum(len(entry["ways"]) for entry in report["shapes"])
+    words = f"{times} times in both: {shapes} faster, {times - shapes} within noise."
+    assert words in result.output
     assert "summary" not in result.output
     narrow = _bench("--from", new, "--compare", WAYS, "--ways", "agmm,unfused")
-    assert "21 times in both: 7 faster, 14 within noise." in narrow.output
+    words = f"{3 * shapes} times in both: {shapes} faster, {2 * shapes} within noise."
+    assert words in narrow.output
     assert "only old" not in narrow.output
     assert runs == []
 

@@ -216,7 +216,7 @@ def test_a_narrow_terminal_takes_no_number_away(
     monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     terminal = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    ways = Path(__file__).parents[2] / "benchmarks/results/2026-11-21-h200-x4-ways.json"
+    ways = Path(__file__).parents[2] / "benchmarks/results/nvidia-h200-x4.json"
     report = narrow(reports.read(ways), [Shape(4096, 3584, 8192)], None)
     benchmarking.render(report, terminal)
     assert isinstance(terminal.file, io.StringIO)

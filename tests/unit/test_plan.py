@@ -439,7 +439,7 @@ def test_pull_is_slower_than_push() -> None:
 
 
 def test_predictions_are_near_what_was_measured() -> None:
-    # docs/performance.md, 4 ranks: matmul alone, NCCL + cuBLAS, agmm. The kernels are faster since,
+    # 4 H200, 2026-11-22: matmul alone, NCCL + cuBLAS, agmm. The kernels are faster since,
     # on 2 ranks by 3 us at 512 rows.
     for m, n, k, roof, unfused, fused in (
         (512, 3584, 8192, 44.7, 90.9, 61.6),
@@ -485,7 +485,7 @@ def test_narrow_kernels_are_slow_with_a_row_major_weight() -> None:
 def test_predictions_of_few_rows_are_near_what_was_measured(
     m: int, n: int, k: int, roof: float | None, unfused: float, fused: float
 ) -> None:
-    # 2 ranks: benchmarks/results/experiments/2026-11-23-h200-x2-plans.json, docs/small-m.md.
+    # Measured on 2 H200, 2026-11-23.
     problem = Problem(m, n, k, world_size=2)
     if roof is not None:
         assert cost_model.matmul_us(problem) == pytest.approx(roof, rel=0.1)

@@ -12,7 +12,7 @@ from agmm.errors import InvalidArgument
 from agmm.testing.cases import Shape
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-WAYS = RESULTS / "2026-11-21-h200-x4-ways.json"
+WAYS = RESULTS / "nvidia-h200-x4.json"
 ONE_WAY = '{"M": 1, "N": 1, "K": 1, "ways": {"a": {}}}'
 
 
@@ -63,8 +63,8 @@ def test_shapes_and_ways_are_chosen() -> None:
     found = reports.narrow(report, [shape], ["agmm"])
     assert [reports.shape_of(entry) for entry in found["shapes"]] == [shape]
     assert list(found["shapes"][0]["ways"]) == ["roof", "agmm"]
-    assert len(report["shapes"]) == 7
-    with pytest.raises(InvalidArgument, match="shape: found 1x1x1, wanted one of 1024x3584x8192"):
+    assert len(report["shapes"]) > 1
+    with pytest.raises(InvalidArgument, match="shape: found 1x1x1, wanted one of 512x3584x8192"):
         reports.narrow(report, [Shape(1, 1, 1)], None)
     with pytest.raises(InvalidArgument, match="way: found 'agm', wanted one of roof, unfused"):
         reports.narrow(report, None, ["agm"])

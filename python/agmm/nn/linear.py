@@ -362,8 +362,10 @@ class ColumnParallelLinear(ShardedLinear):
         group: process group, its name or a 1-D mesh; the default group when None.
         device_mesh: 1-D mesh, instead of ``group``. With FSDP2 around the layer it has to be a
             dimension of the mesh of which FSDP2 is given another.
-        save_gathered, strict: see `agmm.all_gather_matmul`.
-        device, dtype: of the parameters.
+        save_gathered: see `agmm.all_gather_matmul`.
+        strict: see `agmm.all_gather_matmul`.
+        device: of the parameters.
+        dtype: of the parameters.
 
     Attributes:
         weight: DTensor [out_features, in_features], Shard(0) over the ranks. With several outputs
@@ -450,7 +452,8 @@ class RowParallelLinear(ShardedLinear):
         group: process group, its name or a 1-D mesh; the default group when None.
         device_mesh: 1-D mesh, instead of ``group``. With FSDP2 around the layer it has to be a
             dimension of the mesh of which FSDP2 is given another.
-        device, dtype: of the parameters.
+        device: of the parameters.
+        dtype: of the parameters.
 
     Attributes:
         weight: DTensor [out_features, in_features], Shard(1) over the ranks.

@@ -161,7 +161,8 @@ class SharedGatherParallel(_GatherStyle):
 
     Args:
         names: the linear modules, by their names in the module.
-        sequence_dim, use_local_output, save_gathered: as of `GatherColwiseParallel`.
+        **options: ``sequence_dim``, ``use_local_output`` and ``save_gathered``, as of
+            `GatherColwiseParallel`.
     """
 
     def __init__(self, *names: str, **options: Any) -> None:

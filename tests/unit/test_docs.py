@@ -1,0 +1,254 @@
+"""The documentation says what the package has: variables, commands, messages, links, code."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from agmm import _env
+from agmm.cli import app
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+RESULTS = REPOSITORY / "benchmarks" / "results"
+TROUBLESHOOTING = REPOSITORY / "docs" / "troubleshooting.md"
+
+
+def _id(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+# --- environment variables ---
+
+
+def test_readme_has_each_variable_as_the_package_defines_it() -> None:
+    text = (REPOSITORY / "README.md").read_text()
+    section = text.split("[start:environment]")[1].split("[end:environment]")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if "| `" in line]
+    found = [tuple(cell.replace("`", "") for cell in row) for row in rows]
+    kinds = (("run", _env.RUN_TIME), ("build", _env.BUILD_TIME))
+    assert found == [
+        (variable.name, when, variable.default or "–", variable.meaning.replace("`", ""))
+        for when, variables in kinds
+        for variable in variables
+    ]
+
+
+def test_pages_speak_of_all_variables_and_no_others() -> None:
+    known = {variable.name for variable in (*_env.RUN_TIME, *_env.BUILD_TIME)}
+    known |= {*_env.TEST_TIME, "AGMM_FAULT", "AGMM_STRESS_DELAYS"}  # the last two are CMake's
+    found = {name for page in PAGES for name in re.findall(r"\bAGMM_[A-Z_]+\b", page.read_text())}
+    assert found | {"CUTLASS_DIR"} == known
+
+
+# --- commands ---
+
+
+def test_each_command_and_option_is_described() -> None:
+    text = (REPOSITORY / "docs" / "reference" / "commands.md").read_text()
+    sections = dict(re.findall(r"^## agmm (\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    commands: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+    assert set(sections) == set(commands)
+    for name, command in commands.items():
+        options = {o for parameter in command.params for o in parameter.opts if o.startswith("--")}
+        missing = {o for o in options if f"`{o}" not in sections[name]} - {"--help"}
+        assert not missing, f"agmm {name}"
+
+
+# --- messages ---
+
+_CALLS = {
+    *("warn", "warn_once", "_warn", "_fall_back"),
+    *("AgmmError", "InvalidArgument", "RuntimeError", "TableError", "Unsupported"),
+}
+
+
+_NO_MESSAGES = {"why_cpu", "why_not_fused"}
+"""What commands say of this machine. Other functions why_… give reasons of warnings and errors."""
+
+
+def _gives_a_reason(name: str) -> bool:
+    return name.startswith("why_") and name not in _NO_MESSAGES
+
+
+def _is_text(node: ast.expr) -> bool:
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str)
+    return isinstance(node, ast.JoinedStr)
+
+
+def _template(node: ast.expr) -> str:
+    """A message with `…` for what it fills in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values)
+    if isinstance(node, ast.BinOp):
+        return _template(node.left) + _template(node.right)
+    return "…"
+
+
+def _messages(source: str) -> Iterator[str]:
+    """What is raised, warned of, or given as a reason why a call is not fused."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and _gives_a_reason(node.name.lstrip("_")):
+            returned = [n.value for n in ast.walk(node) if isinstance(n, ast.Return)]
+            yield from (_template(value) for value in returned if value and _is_text(value))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "reason":
+            yield from (_template(node.value),) if _is_text(node.value) else ()
+        if isinstance(node, ast.Call) and node.args:
+            function = node.func
+            name = getattr(function, "attr", getattr(function, "id", ""))
+            if name in _CALLS:
+                yield _template(node.args[0])
+
+
+def _subject(message: str) -> str | None:
+    """What a reader would look up: of "argument: found …" the argument, else the first words. None
+    where the message is put together elsewhere, or begins with what was found."""
+    begin = re.split(r": | \(|…", message, maxsplit=1)[0].strip()
+    return begin or None
+
+
+def _undescribed(messages: Iterator[str], text: str) -> list[str]:
+    return sorted({m for m in messages if (s := _subject(m)) is not None and f"`{s}" not in text})
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in sorted((REPOSITORY / "python" / "agmm").rglob("*.py")) if "testing" not in p.parts],
+    ids=_id,
+)
+def test_each_message_is_in_troubleshooting(path: Path) -> None:
+    assert _undescribed(_messages(path.read_text()), TROUBLESHOOTING.read_text()) == []
+
+
+def test_a_new_message_is_missed() -> None:
+    source = "raise InvalidArgument(f'colour: found {x}, wanted red')\nwarnings.warn('agmm is sad')"
+    assert _undescribed(_messages(source), "| `group` |") == [
+        "agmm is sad",
+        "colour: found …, wanted red",
+    ]
+    assert _undescribed(_messages(source), "| `colour`, `agmm is sad` |") == []
+
+
+# --- links ---
+
+
+def _slug(heading: str) -> str:
+    kept = re.sub(r"[^\w\s-]", "", re.sub(r"[`*]|\[([^]]*)\]\([^)]*\)", r"\1", heading))
+    return re.sub(r"[\s-]+", "-", kept.strip().lower())
+
+
+def _anchors(page: Path) -> set[str]:
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return {_slug(heading) for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", [*PAGES, REPOSITORY / "CHANGELOG.md"], ids=_id)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"https?://", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.is_file(), link
+        assert not anchor or anchor in _anchors(target), link
+
+
+# --- figures ---
+
+
+def _rows(text: str) -> list[list[str]]:
+    """The cells of a table below its head."""
+    return [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_times_of_the_op_are_those_of_the_report(ranks: int) -> None:
+    text = (REPOSITORY / "docs" / "performance.md").read_text()
+    section = text.split(f"(`nvidia-h200-x{ranks}.json`")[1].split("\n\n")[1]
+    report = json.loads((RESULTS / f"nvidia-h200-x{ranks}.json").read_text())
+    assert report["commit"] in text
+    wanted = []
+    for shape in report["shapes"]:
+        us = {name: way["median_us"] for name, way in shape["ways"].items()}
+        others = {n: v for n, v in us.items() if not n.startswith(("roof", "agmm"))}
+        with_A = {
+            n: v for n, v in others.items() if not re.fullmatch("torch-decomposed(-graph)?", n)
+        }
+        best = min(others.values())
+        times = [f"{time:.1f}" for time in (us["roof"], best, us["agmm"])]
+        ratios = [f"{ratio:.2f}" for ratio in (us["agmm"] / us["roof"], best / us["agmm"])]
+        times_A = [f"{time:.1f}" for time in (min(with_A.values()), us["agmm-A"])]
+        wanted.append([f"{shape['M']} × {shape['N']} × {shape['K']}", *times, *ratios, *times_A])
+    assert _rows(section) == wanted
+
+
+def test_times_of_the_block_are_those_of_the_report() -> None:
+    text = (REPOSITORY / "docs" / "performance.md").read_text()
+    names = ("nccl", "nccl-compiled", "torch-async-tp", "agmm", "agmm-compiled", "agmm-async-tp")
+    for entry in json.loads((RESULTS / "block" / "nvidia-h200-x4.json").read_text())["tokens"]:
+        for kind in ("forward", "forward + backward"):
+            times = [f"{entry['ways'][name][kind]['median_us']:.0f}" for name in names]
+            assert f"| {entry['tokens']} | {kind} | {' | '.join(times)} |" in text
+
+
+# --- code ---
+
+
+def _blocks() -> Iterator[tuple[str, bool, str]]:
+    """Each block's name, whether it runs as it stands, and its code."""
+    pattern = re.compile(r"^(<!-- run -->\n)?```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    for page in PAGES:
+        for i, (run, code) in enumerate(pattern.findall(page.read_text())):
+            yield f"{_id(page)}-{i}", bool(run), code
+
+
+BLOCKS = list(_blocks())
+
+
+@pytest.mark.parametrize("code", [b[2] for b in BLOCKS], ids=[b[0] for b in BLOCKS])
+def test_code_uses_what_there_is(code: str) -> None:
+    """It compiles, and what it takes from agmm is there and has such arguments."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("agmm"):
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                assert hasattr(module, alias.name), alias.name
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("agmm."):
+            found: Any = importlib.import_module("agmm")
+            for name in ast.unparse(node.func).split(".")[1:]:
+                found = getattr(found, name)
+            names = [keyword.arg for keyword in node.keywords if keyword.arg]
+            inspect.signature(found).bind(*node.args, **dict.fromkeys(names))
+
+
+@pytest.mark.parametrize("code", [b[2] for b in BLOCKS if b[1]], ids=[b[0] for b in BLOCKS if b[1]])
+def test_code_runs_on_two_ranks(code: str, tmp_path: Path) -> None:
+    script = tmp_path / "first_call.py"
+    script.write_text(code)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    process = subprocess.run(
+        [*torchrun, str(script)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "agmm takes the unfused path" not in process.stderr
