@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agmm import _cuda, _group
+from agmm import _cuda, _group, _links
 from agmm.errors import AgmmError, Unsupported
 
 MIB = 1 << 20
@@ -68,9 +67,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[_cuda.CudaWorks
         monkeypatch.setattr(cuda, "device_count", lambda: visible)
         monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(cuda, "can_device_access_peer", lambda a, b: True)
-        monkeypatch.setattr(
-            cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"GPU-{index}")
-        )
+        monkeypatch.setattr(_links, "visible", lambda: {f"GPU-{i}": i for i in range(visible)})
+        monkeypatch.setattr(_links, "uuid", lambda index: f"GPU-{index}")
         core = mock.Mock()
         core.CudaWorkspace.workspace_bytes = lambda slot_bytes, world_size: 3 * slot_bytes
         monkeypatch.setattr(_cuda, "_core", core)
