@@ -127,8 +127,9 @@ CUTLASS_DEVICE void check_wait(uint32_t seen, uint32_t wanted, int32_t chunk,
   uint32_t const tag = seen >> senders.count_bits;
   bool const mismatch = senders.mismatch_is_fatal && tag != 0 &&
                         (senders.count_bits == 0 || tag != wanted >> senders.count_bits);
-  // A little late, so that a wait for a credit, which says more, reports first.
-  constexpr uint32_t kGraceUnits = 2;
+  // A little late, so that a wait for a credit, which says more, reports first; also where ranks
+  // share a GPU, which runs each for some milliseconds at a time.
+  constexpr uint32_t kGraceUnits = 64;
   if (mismatch || waited > limit_units(limit) + kGraceUnits) {
     int32_t const source = senders.chunks_per_rank > 0 ? chunk / senders.chunks_per_rank : -1;
     report_and_stop(limit, mismatch ? WaitReport::Mismatch : WaitReport::Timeout, source, chunk,
