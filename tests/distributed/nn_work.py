@@ -322,7 +322,7 @@ class TitanBlock(torch.nn.Module):
 
 
 def _documented() -> list[str]:
-    page = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "layers.md"
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 

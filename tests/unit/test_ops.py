@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import agmm
 from agmm import InvalidArgument, Unsupported, _call_plan, _scatter_plan, ops
+from agmm.nn import ColumnParallelLinear
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 CONFIG_NAME = "128x256x64_2x1_cooperative/swizzle4/along_m"
@@ -755,3 +756,19 @@ def test_a_graph_of_another_world_size_is_refused(group: str, op: str) -> None:
         f"world_size: found 2 in the call, wanted 1, the size of group {group!r}: a graph compiled "
         "for another number of ranks; compile it anew with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
     )
+
+
+@pytest.mark.parametrize("out_features", [12, [6, 4, 2]], ids=str)
+def test_an_output_of_a_layer_may_be_changed_in_place(group: str, out_features: Any) -> None:
+    """One of several: they are views of one tensor."""
+    layer = ColumnParallelLinear(6, out_features)
+    grads = []
+    for relu in (torch.relu_, torch.relu):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        outs = layer(x)
+        parts = [outs] if isinstance(outs, torch.Tensor) else list(outs)
+        parts[0] = relu(parts[0])
+        torch.cat(parts, -1).sum().backward()
+        assert x.grad is not None
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -436,7 +437,10 @@ class ColumnParallelLinear(ShardedLinear):
         if self._sizes is None:
             return outs[0]
         if len(outs) == 1:
-            outs = list(outs[0].split(self._sizes, dim=-1))
+            # Not by split(), whose views autograd lets nobody change in place.
+            ends = list(accumulate(self._sizes))
+            spans = zip(ends, self._sizes, strict=True)
+            outs = [outs[0].narrow(-1, end - size, size) for end, size in spans]
         return tuple(outs)
 
 
