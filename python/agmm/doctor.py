@@ -16,11 +16,10 @@ from typing import Any, Literal
 from rich.markup import escape
 from rich.table import Table
 
-from agmm import _env, _installation, tables
+from agmm import _env, _installation
 from agmm._installation import load_core, version
 from agmm._terminal import plain_table, size
 from agmm.errors import InvalidArgument
-from agmm.tables import TableError
 
 torch, _torch_error = _installation.load_torch()
 
@@ -301,9 +300,13 @@ def _variables(core: Any) -> Finding:
 
 def _tuned_plans() -> Finding:
     name = "tuned plans"
+    if _installation.import_error is not None:  # what reads them asks the core
+        return Finding(name, "not looked at", "-")
+    from agmm import tables
+
     try:
         folder = tables.user_folder()
-    except TableError as e:
+    except tables.TableError as e:
         return Finding(name, str(e), "`agmm tune` cannot keep its plans", "note")
     if folder is None:
         return Finding(name, "AGMM_CACHE=off", "the packaged tables and the cost model choose")
