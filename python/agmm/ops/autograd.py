@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from agmm.errors import InvalidArgument
 from agmm.ops import scatter_plan
-from agmm.runtime import collectives
+from agmm.runtime import collectives, groups
 
 _MaybeTensor = torch.Tensor | None
 
@@ -135,7 +135,7 @@ def _is_worth_joining(
     # Of the shapes of the operands, without their memory.
     joined = dout.new_empty(1).expand(*dout.shape[:-1], columns)
     weight = B.new_empty(1).expand(columns, B.shape[1])
-    group = collectives.group_of(group_name)
+    group = groups.group_of(group_name)
     return scatter_plan.is_fused(joined, weight, gather_dim, group)
 
 
@@ -160,7 +160,7 @@ def _is_gather_by_copies(
     products = _products_of_shard(douts, Bs)
     if not products or collectives.is_traced(shard):
         return False
-    group = collectives.group_of(group_name)
+    group = groups.group_of(group_name)
     fused = _is_worth_joining(dA, products, group_name, gather_dim) or (
         _is_scattered_by_op(dA, products) and scatter_plan.is_fused(*products[0], gather_dim, group)
     )
@@ -181,7 +181,7 @@ def _grad_of_shard(
         products = _joined(products)
     if _is_scattered_by_op(dA, products):
         op = torch.ops.agmm._matmul_reduce_scatter.default
-        world_size = collectives.world_size_of(group_name)
+        world_size = groups.world_size_of(group_name)
         dA_shard: torch.Tensor = op(*products[0], None, group_name, world_size, gather_dim, "sum")
         return dA_shard
     partial = _sum_of_products(dA, products)
@@ -260,7 +260,7 @@ def _gather_and_multiply(
 ) -> tuple[torch.Tensor, _MaybeTensor]:
     """``all_gather(dout) @ B`` and the gathered dout where it is wanted."""
     op = torch.ops.agmm._all_gather_matmul.default
-    group = group_name, collectives.world_size_of(group_name)
+    group = group_name, groups.world_size_of(group_name)
     if dim % dout.dim() == dout.dim() - 1:  # the product sums over the gathered dimension
         gathered, (out,) = op(
             dout.contiguous(), [B], [None], *group, dim, return_gathered, "unfused", False

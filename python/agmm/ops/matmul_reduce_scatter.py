@@ -16,7 +16,7 @@ from agmm.ops.autograd import MatmulReduceScatter
 from agmm.ops.checks import check_operand, check_scatterable
 from agmm.ops.library import library
 from agmm.ops.operands import autocast
-from agmm.runtime import collectives, cuda
+from agmm.runtime import collectives, cuda, groups
 from agmm.runtime.calls import Call
 
 # What torch's op uses until it needs more, by group. A CUDA graph writes to it at every replay.
@@ -44,7 +44,7 @@ def _impl(
     scatter_dim: int,
     reduce_op: str,
 ) -> torch.Tensor:
-    group = collectives.group_of_size(group_name, world_size)
+    group = groups.group_of_size(group_name, world_size)
     check_scatterable(A, B, bias, world_size, scatter_dim, reduce_op)
     out: torch.Tensor
     if scatter_plan.is_fused(A, B, scatter_dim, group):
@@ -136,8 +136,8 @@ def matmul_reduce_scatter(
     if not isinstance(reduce_op, str):
         raise InvalidArgument(f"reduce_op: found {reduce_op!r}, wanted 'sum' or 'avg'")
     A, B, bias = autocast((A, B, bias), A.device)
-    group_name = collectives.name_of(group)
-    world_size = collectives.world_size_of(group_name)
+    group_name = groups.name_of(group)
+    world_size = groups.world_size_of(group_name)
     op = torch.ops.agmm._matmul_reduce_scatter.default
     out: torch.Tensor = op(A, B, bias, group_name, world_size, scatter_dim, reduce_op)
     return out
