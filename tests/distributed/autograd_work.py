@@ -325,7 +325,7 @@ def joined_products(world_size: int, widths: list[int]) -> tuple[list[Any], int,
 
     ops = _Ops()
     said = mock.Mock(is_fused=is_fused)
-    with mock.patch.object(autograd, "_scatter_plan", said), ops:
+    with mock.patch.object(autograd, "scatter_plan", said), ops:
         torch.autograd.backward(outs, [out.detach() for out in outs])
     wanted = sum((out.detach() @ B.t() for out, B in zip(outs, Bs, strict=True)))
     assert isinstance(wanted, torch.Tensor) and A_shard.grad is not None
