@@ -574,9 +574,3 @@ def _torch_dtype(dtype: DType) -> Any:
         DType.fp16: torch.float16,
         DType.fp32: torch.float32,
     }[dtype]
-
-
-if __name__ == "__main__":
-    from agmm.__main__ import main
-
-    main()
