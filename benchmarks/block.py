@@ -36,6 +36,7 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional
 
+from agmm.bench.exchange import of_all_ranks
 from agmm.bench.launcher import is_rank_0, ranks, torchrun_world_size
 from agmm.bench.measure import release_memory
 from agmm.bench.options import DEFAULT_WORLD_SIZE, Options
@@ -596,9 +597,7 @@ class Result:
 
 def _agree(p: Problem, mine: Any) -> list[Any]:
     """The ranks' values, by rank."""
-    everyone: list[Any] = [None] * dist.get_world_size(p.group)
-    dist.all_gather_object(everyone, mine, group=p.group)
-    return everyone
+    return of_all_ranks("what came of a pass", mine, p.group)
 
 
 def _first_failure(p: Problem, reason: str | None) -> str | None:

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from agmm.bench import steps
+from agmm.bench.exchange import of_all_ranks
 from agmm.bench.options import Options
-from agmm.bench.timer import host_time, of_all_ranks, time_ways
+from agmm.bench.timer import host_time, time_ways
 from agmm.bench.ways import WAYS, Problem, Result
 from agmm.runtime import devices, links
 from agmm.testing.cases import Shape, make_operands
@@ -99,11 +100,14 @@ def measure(shape: Shape, options: Options) -> dict[str, Any]:
         for name in calls:
             if WAYS[name].host_time:
                 _begin_step(options.ways.index(name))
-                mine = torch.tensor(host_time(calls[name], device=device), dtype=torch.float64)
-                by_rank = of_all_ranks(mine, group, device)
-                middle = by_rank.quantile(0.5, dim=0)
-                results[name].host_time_us, results[name].host_time_after_drain_us = middle.tolist()
-                results[name].host_times_us_by_rank = by_rank[:, 0].tolist()
+                mine = host_time(calls[name], device=device)
+                by_rank = of_all_ranks("host times", mine, group)
+                result = results[name]
+                result.host_times_us_by_rank = [each.us for each in by_rank]
+                result.host_time_us = statistics.median(result.host_times_us_by_rank)
+                result.host_time_after_drain_us = statistics.median(
+                    each.after_drain_us for each in by_rank
+                )
     roof = results["roof"].median_us
     if roof is not None:
         for result in results.values():
@@ -214,12 +218,11 @@ def _agree(
     group: dist.ProcessGroup, error: float | None, wrong: str | None, reason: str | None
 ) -> WayResult:
     """Makes one result of the ranks' own: the worst error, or the first rank's reason."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (error, wrong, reason), group=group)
+    everyone = of_all_ranks("what came of a way", (error, wrong, reason), group)
     for rank, (_, _, failed) in enumerate(everyone):
         if failed is not None:
             return WayResult(reason=f"rank {rank}: {failed}")
-    worst = max(e for e, _, _ in everyone)
+    worst = max(e for e, _, _ in everyone if e is not None)
     for rank, (_, differs, _) in enumerate(everyone):
         if differs is not None:
             return WayResult(relative_error=worst, wrong=True, reason=f"rank {rank}: {differs}")
