@@ -14,6 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+EXTRAS = {"typer": "cli", "rich": "cli", "matplotlib": "plot", "cuda": "cuda"}
+"""The extra of agmm that brings a package, by its name in an import."""
+
 import_error: BaseException | None = None
 """What `import agmm` failed with in the process of a command."""
 
@@ -31,6 +34,16 @@ def version() -> str | None:
         return importlib.metadata.version("agmm")
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def how_to_get(package: str) -> str:
+    """What to type for a package that an extra brings."""
+    return f"pip install 'agmm[{EXTRAS[package]}]'"
+
+
+def lacks(package: str) -> str:
+    """What to say where a package that an extra brings is missing."""
+    return f"{package} is not installed; {how_to_get(package)} brings it"
 
 
 def load_torch() -> tuple[Any, str | None]:

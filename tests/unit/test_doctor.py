@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from agmm import _installation
-from agmm.bench import machine
 from agmm.cli import doctor
 from agmm.cli.doctor import Finding
 
@@ -171,9 +170,3 @@ def test_small_shared_memory_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctor._shared_memory()
     assert found.status == "note"
     assert "--shm-size" in found.meaning
-
-
-def test_driver_version_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"
-    monkeypatch.setattr(Path, "read_text", lambda self: line)
-    assert machine.driver_version() == "580.159.04"

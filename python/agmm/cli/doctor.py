@@ -16,8 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from agmm import _env, _installation
-from agmm._installation import load_core, version
-from agmm.bench.machine import driver_version, nccl_version, torch, torch_error
+from agmm._installation import how_to_get, load_core, version
+from agmm.bench.machine import nccl_version, torch, torch_error
 from agmm.bench.units import size
 from agmm.cli.terminal import plain_table
 from agmm.errors import InvalidArgument
@@ -131,7 +131,7 @@ def _kernels(core: Any) -> Finding:
 
 
 def _driver() -> Finding:
-    found = driver_version()
+    found = devices.driver_version()
     if found is None:
         return Finding("NVIDIA driver", "none found", "GPUs cannot be used", "note")
     if torch is None or torch.version.cuda is None:
@@ -268,7 +268,7 @@ def _plots() -> Finding:
     try:
         found = importlib.metadata.version("matplotlib")
     except importlib.metadata.PackageNotFoundError:
-        meaning = "`agmm demo` draws no picture; pip install 'agmm[plot]' for it"
+        meaning = f"`agmm demo` draws no picture; {how_to_get('matplotlib')} for it"
         return Finding("matplotlib", "not installed", meaning, "note")
     return Finding("matplotlib", found, "`agmm demo` draws its picture")
 
