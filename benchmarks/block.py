@@ -47,7 +47,7 @@ from agmm.errors import InvalidArgument
 from agmm.integrations import async_tp
 from agmm.nn import ColumnParallelLinear, RowParallelLinear, load_full_state_dict
 from agmm.nn._held import local_part, local_values
-from agmm.nn.linear import ShardedLinear
+from agmm.nn._sharded import ShardedLinear
 from agmm.runtime.groups import group_of
 from agmm.testing.reference import poison, relative_error
 
