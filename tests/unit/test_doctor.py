@@ -22,6 +22,7 @@ def _named(findings: list[Finding], name: str) -> Finding:
 def _core(**changes: Any) -> types.SimpleNamespace:
     values = {
         "__version__": _installation.version(),
+        "CAPABILITY": 90,
         "cuda_built": True,
         "fault": "",
         "stress_delays": False,
@@ -123,7 +124,7 @@ def test_hopper_with_kernels_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = doctor._verdict(_core())
     assert verdict.status == "ok"
     assert "CUDA tensors: fused" in verdict.found
-    assert doctor._gpus().status == "ok"
+    assert doctor._gpus(_core()).status == "ok"
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from agmm._installation import one_line
 from agmm.bench import steps
 from agmm.bench.exchange import of_all_ranks
 from agmm.bench.options import Options
 from agmm.bench.timer import host_time, time_ways
-from agmm.bench.ways import WAYS, Problem, Result
+from agmm.bench.ways import ROOF, WAYS, Problem, Result
 from agmm.runtime import devices, links
 from agmm.testing.cases import Shape, make_operands
 from agmm.testing.reference import allowed_error, gathered_product, poison, relative_error
@@ -108,7 +109,7 @@ def measure(shape: Shape, options: Options) -> dict[str, Any]:
                 result.host_time_after_drain_us = statistics.median(
                     each.after_drain_us for each in by_rank
                 )
-    roof = results["roof"].median_us
+    roof = results[ROOF].median_us
     if roof is not None:
         for result in results.values():
             if result.median_us is not None:
@@ -143,7 +144,7 @@ def _prepare_and_check(
     for what, name in enumerate(names):
         _begin_step(what)
         result, call = check_way(WAYS[name].prepare, problem, reference)
-        if name == "roof" and result.relative_error is not None:
+        if name == ROOF and result.relative_error is not None:
             allowed = allowed_error(result.relative_error)
         judge(result, allowed)
         results[name] = result
@@ -168,7 +169,7 @@ def check_way(
         call = prepare(problem)
         _call_and_poison(call, problem)
     except Exception as e:
-        reason = _one_line(e)
+        reason = one_line(e)
     # Before the next call, in which the others would wait for a rank that has failed.
     result = _agree(problem.group, 0.0, None, reason)
     if call is None or result.reason is not None:
@@ -176,7 +177,7 @@ def check_way(
     try:
         error, wrong = _check(call, problem, reference)
     except Exception as e:
-        reason = _one_line(e)
+        reason = one_line(e)
     return _agree(problem.group, error, wrong, reason), call
 
 
@@ -227,11 +228,6 @@ def _agree(
         if differs is not None:
             return WayResult(relative_error=worst, wrong=True, reason=f"rank {rank}: {differs}")
     return WayResult(relative_error=worst)
-
-
-def _one_line(e: BaseException) -> str:
-    lines = str(e).strip().splitlines()
-    return f"{type(e).__name__}: {lines[0][:300]}" if lines else type(e).__name__
 
 
 def release_memory(device: torch.device) -> None:

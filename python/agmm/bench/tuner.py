@@ -23,7 +23,8 @@ import agmm
 from agmm.bench import launcher
 from agmm.bench.candidates import candidates, other_orders, other_pushes
 from agmm.bench.exchange import of_all_ranks
-from agmm.bench.tuning_session import ROOF, Options, Verdict, begin, check, first_problem, measure
+from agmm.bench.tuning_session import Options, Verdict, begin, check, first_problem, measure
+from agmm.bench.ways import ROOF
 from agmm.planning import call_plans, tables
 from agmm.planning.planner import Planner
 from agmm.planning.plans import UNFUSED, KernelConfig, Plan, Problem, Row
