@@ -10,11 +10,12 @@ from statistics import median
 
 import pytest
 
-from agmm.planning import heuristics, legality, planner, tables
+from agmm.planning import heuristics, legality, tables
 from agmm.planning.cost_model import At, Tiling, default_kernels
 from agmm.planning.legality import why_illegal
 from agmm.planning.planner import Planner
 from agmm.planning.plans import CPU, UNFUSED, Plan, Problem, Row
+from agmm.planning.tuned_rows import TunedRow
 
 GPU = "nvidia-h200"
 KERNELS = default_kernels(GPU)
@@ -86,7 +87,7 @@ def test_kept_rows_are_legal_where_their_plans_are() -> None:
         splits = draw.choice([1, 1, 2, 3, 8])
         tuned = Plan(transport, replace(usual.kernel, splits=splits))
         built = draw.sample(KERNELS, len(KERNELS) - 3)
-        kept = planner._KeptRow(problem, Row(problem.m, tuned, 1.0), "", built)
+        kept = TunedRow(problem, Row(problem.m, tuned, 1.0), "", built)
         for m in (problem.m, 4 * problem.world_size, 1000 * problem.world_size):
             here = problem._replace(m=m)
             is_legal = kept.is_legal(At(here))
