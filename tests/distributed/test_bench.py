@@ -52,6 +52,7 @@ def _measured(report: dict[str, Any]) -> list[dict[str, str | None]]:
     return [{name: w["reason"] for name, w in s["ways"].items()} for s in report["shapes"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sick", "reason"),
     [
@@ -78,6 +79,7 @@ def test_a_way_that_breaks_the_ranks_is_left_out(sick: str, reason: str) -> None
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sick_ways")
 def test_several_ways_that_break_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = ["hangs-when-timed", "agmm", "ends-at-once"]
@@ -95,6 +97,7 @@ def test_a_shape_that_cannot_be_made_is_passed_over(monkeypatch: pytest.MonkeyPa
     assert small == {"roof": None, "agmm": None}
 
 
+@pytest.mark.slow
 def test_a_way_that_hangs_under_torchrun_ends_the_job(tmp_path: Path) -> None:
     report = tmp_path / "r.json"
     arguments = ["bench", "--device", "cpu", "--samples", "3", "--limit", "6"]
@@ -119,6 +122,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.slow
 def test_run_compare_and_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report, folder = str(tmp_path / "old.json"), tmp_path / "pictures"
@@ -149,6 +153,7 @@ def _is_sound(found: dict[str, Any], ranks: int) -> None:
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-6 for a, b in itertools.pairwise(spans))
 
 
+@pytest.mark.slow
 def test_timelines_under_torchrun(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--timeline", "48x8x24,96x16x24", "--plot", str(tmp_path)]
     done = _run(*TORCHRUN, *BENCH[1:], *arguments)

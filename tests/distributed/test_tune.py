@@ -121,6 +121,7 @@ def run(*arguments: str, **keywords: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed(folder: Path, tmp_path: Path) -> None:
     shapes = [Shape(2 * m, 8, 8) for m in range(1, 40)]
     file = tmp_path / "shapes.txt"
@@ -153,6 +154,7 @@ def test_interrupted_and_resumed(folder: Path, tmp_path: Path) -> None:
     assert len(tuned_shapes(folder)) == done + 1
 
 
+@pytest.mark.slow
 def test_two_at_once(folder: Path) -> None:
     processes = [
         subprocess.Popen(
@@ -179,6 +181,7 @@ def test_rows_that_cannot_be_saved_are_printed() -> None:
     assert [row["m"] for row in table["rows"]] == [10]
 
 
+@pytest.mark.slow
 def test_under_torchrun(folder: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = [*launcher, "--standalone", *TUNE[1:], "--shapes", "10x8x8"]

@@ -237,6 +237,7 @@ def test_code_uses_what_there_is(code: str) -> None:
             inspect.signature(found).bind(*node.args, **dict.fromkeys(names))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [b[2] for b in BLOCKS if b[1]], ids=[b[0] for b in BLOCKS if b[1]])
 def test_code_runs_on_two_ranks(code: str, tmp_path: Path) -> None:
     script = tmp_path / "first_call.py"
