@@ -18,16 +18,18 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from agmm import _core, _cuda
-from agmm._terminal import console, plain_table
-from agmm.benchmarking import Options, new_report, release_memory, write_json
-from agmm.plan import KernelConfig
+from agmm import _core
+from agmm.bench.measure import release_memory
+from agmm.bench.options import Options
+from agmm.bench.reports import new_report, write_json
+from agmm.bench.timer import SAMPLES, time_ways
+from agmm.cli.terminal import console, plain_table
+from agmm.ops import async_input_mm
+from agmm.planning.heuristics import orders
+from agmm.planning.plans import KernelConfig
 from agmm.testing.cases import BENCH_SHAPES, Shape, make_operands
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
-from agmm.testing.timer import SAMPLES, time_ways
 
-SWIZZLES = (1, 2, 4, 8)
-RASTERS = ("along_m", "along_n")
 ROOF = "torch.mm"
 
 
@@ -36,21 +38,8 @@ def configs(substring: str) -> Iterator[tuple[str, KernelConfig]]:
     for kernel in _core.kernels():
         if substring not in kernel.name:
             continue
-        for raster in RASTERS:
-            for swizzle in SWIZZLES:
-                yield (
-                    f"{kernel.name} {raster} swizzle {swizzle}",
-                    KernelConfig(
-                        tile_m=kernel.tile_m,
-                        tile_n=kernel.tile_n,
-                        tile_k=kernel.tile_k,
-                        cluster_m=kernel.cluster_m,
-                        cluster_n=kernel.cluster_n,
-                        schedule=kernel.schedule,
-                        max_swizzle=swizzle,
-                        raster=raster,
-                    ),
-                )
+        for config in orders(KernelConfig.of(kernel)):
+            yield f"{kernel.name} {config.raster} swizzle {config.max_swizzle}", config
 
 
 def measure(
@@ -96,7 +85,7 @@ def measure(
 def _call(
     A: torch.Tensor, B: torch.Tensor, signals: torch.Tensor, pivot: int, config: KernelConfig
 ) -> Callable[[], torch.Tensor]:
-    return lambda: _cuda.async_input_mm(A, B, signals, pivot, config=config)
+    return lambda: async_input_mm.on_cuda(A, B, signals, pivot, config=config)
 
 
 def main(

@@ -16,12 +16,16 @@ def main() -> None:
         fault = _installation.fault()
         if fault is not None:
             print(f"agmm: {fault}; `agmm doctor` says more", file=sys.stderr)
-        from agmm.cli import app
+        from agmm.cli.app import app
     except KeyboardInterrupt:
         print("agmm: interrupted", file=sys.stderr)
         sys.exit(130)
     except ImportError as error:
-        print(f"agmm: the commands do not load: {error}", file=sys.stderr)
+        if error.name in _installation.EXTRAS:
+            reason = _installation.lacks(error.name)
+        else:
+            reason = f"the commands do not load: {error}"
+        print(f"agmm: {reason}", file=sys.stderr)
         sys.exit(1)
     app(prog_name="agmm")
 

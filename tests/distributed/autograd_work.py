@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import agmm
-from agmm import autograd
+from agmm.ops import autograd
 from agmm.testing.reference import relative_error
 
 _ROWS, _K, _N = 2, 3, 2
@@ -325,7 +325,7 @@ def joined_products(world_size: int, widths: list[int]) -> tuple[list[Any], int,
 
     ops = _Ops()
     said = mock.Mock(is_fused=is_fused)
-    with mock.patch.object(autograd, "_scatter_plan", said), ops:
+    with mock.patch.object(autograd, "scatter_plan", said), ops:
         torch.autograd.backward(outs, [out.detach() for out in outs])
     wanted = sum((out.detach() @ B.t() for out, B in zip(outs, Bs, strict=True)))
     assert isinstance(wanted, torch.Tensor) and A_shard.grad is not None

@@ -6,14 +6,17 @@ import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import bench_work
 import pytest
 
-from agmm import benchmarking
-from agmm.benchmarking import Options
+from agmm.bench import runner
+from agmm.bench.options import Options
+from agmm.bench.ways import WAYS
 from agmm.testing.cases import Shape
 
 BENCH = [sys.executable, "-m", "agmm", "bench"]
@@ -31,11 +34,12 @@ LIMIT_S = 6.0
 
 
 @pytest.fixture
-def sick_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def sick_ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The ways of `bench_work`, here and in the ranks."""
-    monkeypatch.setattr(benchmarking, "WAYS", dict(benchmarking.WAYS))
-    bench_work.add_sick_ways()
-    monkeypatch.setattr(benchmarking, "measure_watched", bench_work.measure_watched)
+    monkeypatch.setattr(runner, "measure_watched", bench_work.measure_watched)
+    with mock.patch.dict(WAYS):
+        bench_work.add_sick_ways()
+        yield
 
 
 def _measured(report: dict[str, Any]) -> list[dict[str, str | None]]:
@@ -48,6 +52,7 @@ def _measured(report: dict[str, Any]) -> list[dict[str, str | None]]:
     return [{name: w["reason"] for name, w in s["ways"].items()} for s in report["shapes"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sick", "reason"),
     [
@@ -64,7 +69,7 @@ def test_a_way_that_breaks_the_ranks_is_left_out(sick: str, reason: str) -> None
     ways = ["unfused", sick, "agmm"]
     options = Options("cpu", 2, shapes, ways, samples=3, limit_s=LIMIT_S)
     lines: list[str] = []
-    report = benchmarking.run(options, lines.append)
+    report = runner.run(options, lines.append)
     sound: dict[str, str | None] = dict.fromkeys(["roof", *ways])
     assert _measured(report) == [sound, sound | {sick: reason}, sound]
     assert list(report["shapes"][1]["ways"]) == ["roof", *ways]
@@ -74,23 +79,25 @@ def test_a_way_that_breaks_the_ranks_is_left_out(sick: str, reason: str) -> None
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sick_ways")
 def test_several_ways_that_break_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = ["hangs-when-timed", "agmm", "ends-at-once"]
     options = Options("cpu", 2, [bench_work.SICK_SHAPE], ways, samples=3, limit_s=LIMIT_S)
-    (found,) = _measured(benchmarking.run(options))
+    (found,) = _measured(runner.run(options))
     assert {name for name, reason in found.items() if reason is None} == {"roof", "agmm"}
 
 
 def test_a_shape_that_cannot_be_made_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmarking, "check_memory", lambda *arguments: None)
+    monkeypatch.setattr("agmm.bench.options.check_memory", lambda *arguments: None)
     too_large = Shape(2**40, 8, 2**10)
     options = Options("cpu", 2, [too_large, Shape(16, 8, 8)], ["agmm"], samples=3)
-    large, small = _measured(benchmarking.run(options))
+    large, small = _measured(runner.run(options))
     assert all(reason and "RuntimeError" in reason for reason in large.values())
     assert small == {"roof": None, "agmm": None}
 
 
+@pytest.mark.slow
 def test_a_way_that_hangs_under_torchrun_ends_the_job(tmp_path: Path) -> None:
     report = tmp_path / "r.json"
     arguments = ["bench", "--device", "cpu", "--samples", "3", "--limit", "6"]
@@ -115,6 +122,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.slow
 def test_run_compare_and_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report, folder = str(tmp_path / "old.json"), tmp_path / "pictures"
@@ -145,6 +153,7 @@ def _is_sound(found: dict[str, Any], ranks: int) -> None:
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-6 for a, b in itertools.pairwise(spans))
 
 
+@pytest.mark.slow
 def test_timelines_under_torchrun(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--timeline", "48x8x24,96x16x24", "--plot", str(tmp_path)]
     done = _run(*TORCHRUN, *BENCH[1:], *arguments)

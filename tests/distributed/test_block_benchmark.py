@@ -22,6 +22,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 def test_report(tmp_path: Path) -> None:
     path = tmp_path / "block.json"
     done = subprocess.run(

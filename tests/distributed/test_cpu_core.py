@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from agmm import _core, _cpu
+from agmm import _core
+from agmm.runtime import cpu
 
 TAG = 7
 SHM = Path("/dev/shm")
@@ -351,6 +352,7 @@ def test_warning_time(monkeypatch: pytest.MonkeyPatch) -> None:
 _SINCE = r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
 
+@pytest.mark.slow
 def test_long_wait_says_once_what_it_waits_for() -> None:
     script = (
         CONNECTED_PAIR
@@ -370,6 +372,7 @@ pair[1].wait_chunk(0, 0, 7)
     assert run_script(script, AGMM_WARN_S="0").stderr == ""
 
 
+@pytest.mark.slow
 def test_long_wait_for_a_buffer_and_for_a_signal_say_it_too() -> None:
     script = CONNECTED_PAIR + "push(pair[0]); push(pair[0]); pair[0].wait_pushed()"
     lines = run_script(script, AGMM_TIMEOUT_S="0.8", AGMM_WARN_S="0.2").stderr.splitlines()
@@ -421,6 +424,7 @@ push(pair[0]); pair[1].wait_chunk(0, 0, 8)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookup", ["lambda *a: 1 / 0", "lambda *a: time.sleep(100)"])
 def test_mismatch_is_told_without_the_other_call_where_that_cannot_be_had(lookup: str) -> None:
     script = (
@@ -485,7 +489,7 @@ def test_async_input_mm_waits_for_each_chunk(dtype: torch.dtype, chunks: int, pi
 
     sender = threading.Thread(target=deliver)
     sender.start()
-    out = _cpu.async_input_mm(a, b, signals, pivot)
+    out = cpu.async_input_mm(a, b, signals, pivot)
     sender.join()
     torch.testing.assert_close(out, wanted @ b)
 
@@ -493,9 +497,9 @@ def test_async_input_mm_waits_for_each_chunk(dtype: torch.dtype, chunks: int, pi
 def test_async_input_mm_ends_when_a_signal_never_comes() -> None:
     script = """
 import torch
-from agmm import _cpu
+from agmm.runtime import cpu
 signals = torch.tensor([1, 1, 0, 1], dtype=torch.uint32)
-_cpu.async_input_mm(torch.ones(8, 4), torch.ones(4, 4), signals, 1)
+cpu.async_input_mm(torch.ones(8, 4), torch.ones(4, 4), signals, 1)
 """
     process = run_script(script, AGMM_TIMEOUT_S="0.5")
     assert process.returncode == 124

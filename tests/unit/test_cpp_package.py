@@ -70,6 +70,7 @@ def test_public_header_stands_alone(prefix: Path, tmp_path: Path, header: str) -
     _run(*command, f"-I{prefix / 'include'}", str(source))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 @pytest.mark.skipif(_cutlass() is None, reason="no CUTLASS")
 @pytest.mark.timeout(600)

@@ -18,7 +18,7 @@ import pytest
 from typer.main import get_command
 
 from agmm import _env
-from agmm.cli import app
+from agmm.cli.app import app
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -237,6 +237,7 @@ def test_code_uses_what_there_is(code: str) -> None:
             inspect.signature(found).bind(*node.args, **dict.fromkeys(names))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [b[2] for b in BLOCKS if b[1]], ids=[b[0] for b in BLOCKS if b[1]])
 def test_code_runs_on_two_ranks(code: str, tmp_path: Path) -> None:
     script = tmp_path / "first_call.py"

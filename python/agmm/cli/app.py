@@ -1,0 +1,388 @@
+"""The command `agmm`: demo, bench, tune, explain and doctor."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from agmm import _installation
+from agmm.cli.options import (
+    DTYPE_NAMES,
+    MAX_EXTENT,
+    TP_NAMES,
+    Command,
+    Device,
+    DType,
+    File,
+    Layout,
+    Model,
+    ReturnA,
+    Shapes,
+    Tokens,
+    Tp,
+    one_line_errors,
+    say_why_cpu,
+    torch_dtype,
+)
+from agmm.cli.terminal import console, print_table
+from agmm.errors import InvalidArgument
+
+app = typer.Typer(
+    name="agmm",
+    help="Fused all-gather + matmul for tensor-parallel layers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"agmm {_installation.version() or '(not installed as a package)'}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    cls=Command,
+    epilog="Examples:\n\n  agmm demo\n\n  agmm demo --device cpu --tp 2 --output overlap.png",
+)
+def demo(
+    device: Annotated[
+        Device, typer.Option(help="auto: GPUs where there are at least 2, else CPU processes.")
+    ] = Device.auto,
+    tp: Tp = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Where to write the picture.", dir_okay=False)
+    ] = Path("agmm-demo.png"),
+) -> None:
+    """Run the op on a Llama-70B-shaped projection, check it, time it and draw the overlap.
+
+    Starts its own ranks. Prints a table of ways with time, ratio to the matmul alone and error, and
+    writes a picture of when each chunk of A arrived and when its tiles were computed.
+    """
+    with one_line_errors():
+        from agmm import _env
+        from agmm.bench import figures, launcher
+        from agmm.cli import demo as demo_module
+        from agmm.cli.report_tables import shape_table
+
+        if launcher.torchrun_world_size() is not None:
+            raise InvalidArgument(
+                "demo: found torchrun around it, wanted none: it starts its ranks"
+            )
+        _env.check()
+        figures.check_path(output, "--output")
+        stderr = console(stderr=True)
+        kind, ranks = launcher.choose(device.value, tp)
+        say_why_cpu(device, tp)
+        result = demo_module.run(kind, ranks, output, progress=stderr.print)
+        stdout = console()
+        machine = result.report["machine"]
+        where = "GPUs" if kind == "cuda" else "processes"
+        stdout.print(
+            f"all_gather(A_shard) @ B on {ranks} {where} of {machine['device_name']}, "
+            f"{result.report['settings']['dtype']}"
+        )
+        print_table(stdout, shape_table(result.report["shapes"][0]))
+        for line in demo_module.explain(result):
+            stdout.print(line, soft_wrap=True, markup=False)
+        if result.failure is not None:
+            print(f"agmm: demo failed: {result.failure}", file=sys.stderr)
+            raise typer.Exit(1)
+
+
+@app.command(
+    cls=Command,
+    epilog="Examples:\n\n"
+    "  agmm bench --json benchmarks/results/h200x4.json\n\n"
+    "  agmm bench --shapes 4096x3584x8192,1024x3584x8192 --ways agmm,unfused,torch-native\n\n"
+    "  agmm bench --model llama-3-70b --tokens 1024..8192 --tp 4 --plot pictures\n\n"
+    "  agmm bench --compare old.json\n\n"
+    "  agmm bench --from new.json --compare old.json --plot pictures\n\n"
+    "  agmm bench --timeline 4096x3584x8192 --plot pictures\n\n"
+    "  agmm bench --device cpu --tp 2\n\n"
+    "  torchrun --nproc-per-node 4 benchmarks/bench.py",
+)
+def bench(
+    shapes: Shapes = None,
+    file: File = None,
+    model: Model = None,
+    tokens: Tokens = None,
+    ways: Annotated[
+        str | None,
+        typer.Option(help="Ways, comma-separated. Default: all there are.", metavar="WAY,..."),
+    ] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            help="Write the report with every sample, machine, versions and commit here.",
+            dir_okay=False,
+        ),
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", help="Take this report instead of a run; needs no GPU.", dir_okay=False
+        ),
+    ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(help="Show what changed since this report.", dir_okay=False),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw time_over_roof.png and speedup.png into this folder.",
+            metavar="DIR",
+            file_okay=False,
+        ),
+    ] = None,
+    timeline: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of timing, record when chunks arrived and tiles ran: a trace for "
+            "ui.perfetto.dev and a PNG per shape, in --plot or here.",
+            metavar="MxNxK,...",
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples per way.")] = 20,
+    limit: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            metavar="SECONDS",
+            help="A way that does not come back within it is left out and named.",
+        ),
+    ] = 120.0,
+    tp: Tp = None,
+    device: Annotated[
+        Device, typer.Option(help="auto: GPUs where there are at least 2, else CPU processes.")
+    ] = Device.auto,
+    dtype: Annotated[
+        DType | None,
+        typer.Option(help="Element type. Default: bf16 on GPUs, fp32 on the CPU."),
+    ] = None,
+    list_ways: Annotated[bool, typer.Option("--list", help="List the ways and stop.")] = False,
+) -> None:
+    """Time agmm beside the matmul alone, NCCL + cuBLAS and torch's fused ops, in one run.
+
+    Samples of all ways are interleaved; each is checked against a reference before it is timed.
+    L2 is flushed, a spin hides launches, and a sample is the maximum over the ranks. Compare times
+    within one run only: a warm card is slower. Starts its own ranks unless torchrun did.
+    """
+    with one_line_errors():
+        from agmm.bench import presets
+        from agmm.cli import bench_command
+
+        if list_ways:
+            bench_command.list_ways()
+            return
+        request = bench_command.Request(
+            presets.ShapeOptions(shapes, file, model, tokens),
+            None if ways is None else presets.split(ways),
+            device=device.value,
+            world_size=tp,
+            dtype=None if dtype is None else torch_dtype(dtype),
+            samples=samples,
+            limit_s=limit,
+            json_path=json_path,
+            source=source,
+            compare=compare,
+            plot=plot,
+            timeline=timeline,
+        )
+        if source is None:
+            say_why_cpu(device, tp)
+        found = bench_command.run(request)
+        if found.wrong:
+            print(f"agmm: wrong results: {', '.join(found.wrong)}", file=sys.stderr)
+        if found.failed:
+            print(f"agmm: did not run: {', '.join(found.failed)}", file=sys.stderr)
+        if found.wrong or found.failed:
+            raise typer.Exit(1)
+
+
+@app.command(
+    cls=Command,
+    epilog="Examples:\n\n"
+    "  agmm tune --m 4096 --n 3584 --k 8192 --tp 4\n\n"
+    "  agmm tune --model llama-3-70b --tokens 512..32768 --tp 4\n\n"
+    "  agmm tune --file shapes.txt --tp 2 --device cpu\n\n"
+    "  torchrun --nproc-per-node 4 -m agmm tune --model deepseek-v3",
+)
+def tune(
+    m: Annotated[
+        int | None,
+        typer.Option(
+            "--m",
+            min=1,
+            max=MAX_EXTENT,
+            metavar="ROWS",
+            help="Gathered rows (tokens) of one shape.",
+        ),
+    ] = None,
+    n: Annotated[
+        int | None,
+        typer.Option(
+            "--n", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of B per rank."
+        ),
+    ] = None,
+    k: Annotated[
+        int | None,
+        typer.Option("--k", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of A."),
+    ] = None,
+    shapes: Shapes = None,
+    file: File = None,
+    model: Model = None,
+    tokens: Tokens = None,
+    tp: Tp = None,
+    dtype: Annotated[
+        DType | None,
+        typer.Option(help="Element type. Default: bf16 on GPUs, fp32 on the CPU."),
+    ] = None,
+    return_a: ReturnA = False,
+    b_layout: Annotated[
+        Layout, typer.Option(help="column: a transposed [N, K] weight.")
+    ] = Layout.column,
+    device: Annotated[
+        Device, typer.Option(help="auto: GPUs where there are at least 2, else CPU processes.")
+    ] = Device.auto,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure shapes anew that were tuned before.")
+    ] = False,
+) -> None:
+    """Measure the plans of each shape and keep the fastest in your table.
+
+    Every candidate is checked against a reference before it is timed. Ctrl-C keeps the shapes that
+    are done, and the same command goes on with the rest. Starts its own ranks unless torchrun did.
+    """
+    with one_line_errors():
+        from agmm import _env
+        from agmm.bench import launcher, presets, tuner, tuning_session
+        from agmm.cli.tuning import TuningBar, report_tuning
+
+        _env.check()
+        kind, ranks = launcher.choose(device.value, launcher.world_size_or(tp))
+        say_why_cpu(device, tp)
+        options = tuning_session.Options.of(
+            kind,
+            ranks,
+            presets.ShapeOptions(shapes, file, model, tokens, (m, n, k)).read(ranks),
+            None if dtype is None else torch_dtype(dtype),
+            return_A=return_a,
+            row_major=b_layout is Layout.row,
+            again=again,
+        )
+        outcomes: list[tuner.Outcome] = []
+        keeper = tuner.Keeper(ranks)
+        leads = launcher.is_rank_0()
+        interrupted = False
+        try:
+            with TuningBar(leads) as bar:
+                for outcome in tuner.tune(options, bar):
+                    outcomes.append(outcome)
+                    bar.ended(outcome)
+                    if leads:
+                        keeper.add(outcome)
+        except KeyboardInterrupt:
+            interrupted = True
+        if leads:
+            report_tuning(outcomes, keeper)
+        if interrupted:
+            if leads and outcomes:
+                print("agmm: the same command goes on with the rest", file=sys.stderr)
+            raise KeyboardInterrupt
+        failed = any(outcome.failures or outcome.row is None for outcome in outcomes)
+        if failed or keeper.unsaved:
+            raise typer.Exit(1)
+
+
+@app.command(
+    cls=Command,
+    epilog="Examples:\n\n"
+    "  agmm explain --m 4096 --n 3584 --k 8192 --tp 4\n\n"
+    "  agmm explain --m 64 --n 3584 --k 8192 --tp 4 --gpu h200 --return-a",
+)
+def explain(
+    m: Annotated[
+        int,
+        typer.Option("--m", min=1, max=MAX_EXTENT, metavar="ROWS", help="Gathered rows (tokens)."),
+    ],
+    n: Annotated[
+        int,
+        typer.Option(
+            "--n", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of B per rank."
+        ),
+    ],
+    k: Annotated[
+        int, typer.Option("--k", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of A.")
+    ],
+    tp: Annotated[int, typer.Option(*TP_NAMES, min=1, metavar="N", help="Number of ranks.")],
+    dtype: Annotated[DType, typer.Option(help="Element type.")] = DType.bf16,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="A GPU, such as h200 or 'H100 PCIe', or cpu. Default: the one here, else the H200."
+        ),
+    ] = None,
+    return_a: ReturnA = False,
+    b_layout: Annotated[
+        Layout, typer.Option(help="column: a transposed [N, K] weight.")
+    ] = Layout.column,
+) -> None:
+    """Say which plan a call gets, where it comes from, and what the others would cost.
+
+    Needs no GPU.
+    """
+    with one_line_errors():
+        from agmm.cli import explain as explain_module
+        from agmm.planning.plans import Problem
+
+        name = explain_module.find_gpu(gpu)
+        problem = Problem(m, n, k, DTYPE_NAMES[dtype], tp, return_a, b_layout.value, name)
+        problem = problem._replace(sm_count=explain_module.HOPPERS.get(name, 0))
+        planner = explain_module.planner_for(name, tp)
+        console().print(explain_module.explain(problem, planner), soft_wrap=True, markup=False)
+
+
+@app.command(
+    cls=Command, epilog="Examples:\n\n  agmm doctor\n\n  agmm doctor --json | jq .findings"
+)
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """Say what is here (GPU, driver, links, torch, kernels built) and what that means for you.
+
+    Ends with exit code 1 only where agmm cannot work as installed.
+    """
+    with one_line_errors(needs_agmm=False):
+        from agmm.bench.machine import machine_facts
+        from agmm.cli import doctor as doctor_module
+
+        findings = doctor_module.diagnose()
+        if as_json:
+            facts = machine_facts()
+            body: dict[str, Any] = {"machine": facts, "findings": [asdict(f) for f in findings]}
+            print(json.dumps(body, indent=1))
+        else:
+            print_table(console(), doctor_module.table(findings))
+        if doctor_module.is_broken(findings):
+            raise typer.Exit(1)

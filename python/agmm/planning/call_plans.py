@@ -1,0 +1,133 @@
+"""The plan of a call, from its tensors and its group; the same on every rank of the group."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+from agmm import _core
+from agmm.planning import plans, tables
+from agmm.planning.planner import Planner
+from agmm.planning.plans import KernelConfig, Plan, Problem
+from agmm.runtime import groups
+from agmm.runtime.group_gpus import GroupFacts, group_facts
+
+_planners: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Planner]]
+_planners = weakref.WeakKeyDictionary()
+
+
+@cache
+def kernels() -> tuple[KernelConfig, ...]:
+    """The kernels of this build to choose from."""
+    return tuple(KernelConfig.of(kernel) for kernel in _core.kernels() if not kernel.timed)
+
+
+@cache
+def device_facts(device: torch.device) -> tuple[str, int]:
+    """`Problem.gpu` and `Problem.sm_count` of a device."""
+    if device.type == "cpu":
+        return plans.CPU, 0
+    facts = torch.cuda.get_device_properties(device)
+    return tables.gpu_name(facts.name), facts.multi_processor_count
+
+
+def problem(
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    world_size: int = 1,
+    return_A: bool = False,
+    column_major: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> Problem:
+    """Of a group's call, whose facts are collective at first use, or of any call that has all of
+    the GPU to itself."""
+    gpu, sm_count = device_facts(device)
+    facts = GroupFacts(sm_count) if group is None else group_facts(group, device)
+    name = str(dtype).removeprefix("torch.")
+    layout = "column" if column_major else "row"
+    return Problem(
+        m, n, k, name, world_size, return_A, layout, gpu, facts.sm_count, facts.peer_atomics
+    )
+
+
+def planner(group: dist.ProcessGroup | None, device: torch.device) -> Planner:
+    """The planner of a group, of this process alone for None. Collective at first use."""
+    if group is None:
+        return _lone_planner(device)
+    by_gpu = _planners.setdefault(group, {})
+    gpu, _ = device_facts(device)
+    found = by_gpu.get(gpu)
+    if found is None:
+        with groups.of(group).lock:
+            found = by_gpu.get(gpu)
+            if found is None:
+                found = by_gpu[gpu] = Planner(kernels(), _agreed_tables(group, gpu))
+    return found
+
+
+def call_plan(
+    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, return_A: bool
+) -> Plan:
+    """How a legal call is best computed, chosen by the weights' columns together.
+
+    The kernel of each weight is another question: see `Planner.fused_plan`.
+    """
+    k = A_shard.shape[-1]
+    world_size = dist.get_world_size(group)
+    asked = problem(
+        world_size * (A_shard.numel() // k),
+        sum(B.shape[1] for B in Bs),
+        k,
+        A_shard.dtype,
+        A_shard.device,
+        world_size=world_size,
+        return_A=return_A,
+        column_major=Bs[0].stride(0) == 1,
+        group=group,
+    )
+    return planner(group, A_shard.device).plan(asked)
+
+
+def prefers_unfused(
+    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, return_A: bool
+) -> bool:
+    """Whether a call that may be fused is faster without."""
+    return call_plan(A_shard, Bs, group, return_A=return_A) == plans.UNFUSED
+
+
+@cache
+def _lone_planner(device: torch.device) -> Planner:
+    gpu, _ = device_facts(device)
+    return Planner(kernels(), _tables(tables.user(gpu, 1), tables.packaged(gpu, 1)))
+
+
+def _tables(*found: tables.Table | None) -> list[tables.Table]:
+    return [table for table in found if table is not None]
+
+
+def _agreed_tables(group: dist.ProcessGroup, gpu: str) -> list[tables.Table]:
+    """The user's table where all ranks read the same one, and the packaged one."""
+    world_size = dist.get_world_size(group)
+    own = tables.user(gpu, world_size)
+    digest = "" if own is None else own.digest
+    digests = _exchange(group, f"their tuned tables for {gpu}", digest)
+    if len(set(digests)) > 1:
+        tables.warn_once(
+            f"agmm ignores {tables.file_name(gpu, world_size)} of the user: its ranks found "
+            f"{len(set(digests))} versions of it, wanted one"
+        )
+        own = None
+    return _tables(own, tables.packaged(gpu, world_size))
+
+
+def _exchange(group: dist.ProcessGroup, topic: str, value: str) -> list[str]:
+    """Every rank's value, by rank. Collective."""
+    return groups.of(group).exchange(topic, value)

@@ -1,0 +1,246 @@
+"""Problem -> plan: how one call is computed. Needs no GPU and no torch.
+
+A plan comes from the first of these that knows the problem: the user's table, the packaged table
+(`agmm.planning.tables`), the cost model (`agmm.planning.cost_model`). `Planner.choose` has the rule
+for an M between two tuned ones.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import log
+from typing import NamedTuple
+
+from agmm.planning import cost_model
+from agmm.planning.cost_model import At
+from agmm.planning.heuristics import has_model, predict_us, usual_plans
+from agmm.planning.legality import why_unfused
+from agmm.planning.plans import CPU, UNFUSED, KernelConfig, Plan, Problem, Row
+from agmm.planning.search import Search
+from agmm.planning.tuned_rows import Rows, TunedRow, TunedRows
+
+_MAX_PLANS = 4096
+_MAX_FAMILIES = 512
+"""What a planner remembers: plans, and problems that differ in more than M."""
+
+_GATHER_VARIES = 0.2
+_STEADY_GATHER_BYTES = 4e6
+"""The model takes the unfused plan where the fused ones take longer than it by more than so much of
+its all-gather: that of more bytes than these varies from run to run. With fewer it takes its
+latency, which is steady."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan, where it comes from, and its time in µs, predicted and measured (None: unknown)."""
+
+    plan: Plan
+    source: str
+    predicted_us: float | None
+    row: Row | None = None
+    """The row of exactly this problem."""
+
+
+class _Family:
+    """What a planner knows of all problems that differ in M alone."""
+
+    def __init__(self, planner: Planner, problem: Problem) -> None:
+        self.why_unfused: str | None = None
+        kernels: Sequence[KernelConfig] = ()
+        if problem.gpu != CPU:
+            self.why_unfused = why_unfused(problem.dtype, problem.n, problem.k)
+            kernels = planner.kernels if self.why_unfused is None else ()
+        self.search = Search(problem, kernels)
+        twin = problem._replace(return_A=not problem.return_A)
+        self.rows = [
+            TunedRows(problem, tuned, planner.tables, planner.kernels, planner.warn)
+            for tuned in (problem, twin)
+        ]
+        """What was tuned for the problem, and for the one that differs in return_A."""
+
+
+class _Here:
+    """A problem under a planner's eyes; what the choices for it share is worked out once."""
+
+    def __init__(self, family: _Family, problem: Problem) -> None:
+        self.family = family
+        self.problem = problem
+        self.at = At(problem)
+        self._fastest: tuple[tuple[Plan, float] | None] | None = None
+        self._unfused_us: float | None = None
+        self._of_rows: dict[int, tuple[Plan, float]] = {}
+        self.between: tuple[list[TunedRow], _Found, _Found] | None = None
+        """The last choice between rows: these, the model's favourite, and what was found."""
+
+    def fastest(self) -> tuple[Plan, float] | None:
+        if self._fastest is None:
+            self._fastest = (self.family.search.fastest(self.at),)
+        return self._fastest[0]
+
+    def of_row(self, kept: TunedRow) -> tuple[Plan, float]:
+        found = self._of_rows.get(id(kept))
+        if found is None:
+            found = self._of_rows[id(kept)] = kept.here(self.at)
+        return found
+
+    def unfused_us(self) -> float:
+        if self._unfused_us is None:
+            self._unfused_us = cost_model.unfused_us(self.problem)
+        return self._unfused_us
+
+
+class _Found(NamedTuple):
+    plan: Plan
+    source: str
+    us: float | None = None
+    """Predicted, where it had to be."""
+    row: Row | None = None
+
+
+class Planner:
+    """Chooses plans for one build and remembers them.
+
+    Args:
+        kernels: the kernels to choose from, in any order and raster.
+        tables: the tables to look into; of two rows for one problem the first table's counts.
+    """
+
+    def __init__(self, kernels: Sequence[KernelConfig], tables: Sequence[Rows] = ()) -> None:
+        self.kernels = tuple(kernels)
+        self.tables = tuple(tables)
+        self._warned: set[str] = set()
+        self._plan = lru_cache(_MAX_PLANS)(lambda problem: self._find(problem, False).plan)
+        self._fused = lru_cache(_MAX_PLANS)(lambda problem: self._find(problem, True).plan)
+        self._family = lru_cache(_MAX_FAMILIES)(lambda key: _Family(self, Problem(1, *key)))
+        self._last: _Here | None = None
+
+    def plan(self, problem: Problem) -> Plan:
+        """`choose(problem).plan`, remembered."""
+        return self._plan(problem)
+
+    def fused_plan(self, problem: Problem) -> Plan:
+        """The best fused plan of a GPU problem, remembered.
+
+        Raises:
+            ValueError: there is no kernel to choose from.
+        """
+        return self._fused(problem)
+
+    def choose(self, problem: Problem, *, fused: bool = False) -> Choice:
+        """The plan for a problem.
+
+        A row of exactly this problem decides, or else one that differs in ``return_A`` alone. Else
+        the nearest rows below and above count, each at most 4 times away in M. Each plan is rated
+        by the cost model's time at this M, times what its row measured over what the model says
+        there. The model's own favourite, where it is none of these, takes part at the mean of these
+        ratios (of the fused rows where it is fused). The order of tiles is the usual one, and so is
+        SM push where shards end inside tiles. Where there is no model, the row nearest in M decides
+        as it is (of two equally near the one above). Without any such row those of the problem that
+        differs in ``return_A`` count in the same way, and without these it is the model's
+        favourite. Rows whose plan this build cannot run are passed over, with one warning per
+        reason.
+
+        Args:
+            fused: leave the unfused plan out.
+
+        Raises:
+            ValueError: ``fused``, and there is no kernel to choose from.
+        """
+        found = self._find(problem, fused)
+        return Choice(found.plan, found.source, predict_us(problem, found.plan), found.row)
+
+    def warn(self, message: str, reason: str) -> None:
+        """Once for each reason."""
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(message, stacklevel=2)
+
+    def _find(self, problem: Problem, fused: bool) -> _Found:
+        here = self._last
+        if here is None or here.problem != problem:
+            here = self._last = _Here(self._family(problem[1:]), problem)
+        family = here.family
+        # Unfused A costs nothing: what is the fastest with it need not be so without.
+        fused_of_twin = fused or not problem.return_A
+        for which, only_fused in ((0, fused), (1, fused_of_twin)):
+            kept = family.rows[which].usable(here.at, problem.m, only_fused)
+            if kept is not None:
+                own_row = kept.row if which == 0 else None
+                return _Found(kept.row.plan, kept.source, None, own_row)
+        for which, only_fused in ((0, fused), (1, fused_of_twin)):
+            near = family.rows[which].near(here.at, only_fused)
+            if near:
+                return self._choose_between_rows(here, near, fused)
+        return self._favourite(here, fused)
+
+    def _choose_between_rows(self, here: _Here, near: list[TunedRow], fused: bool) -> _Found:
+        """What the rows of other M say."""
+        problem = here.problem
+        favourite = None
+        if has_model(problem):
+            favourite = self._favourite(here, fused)
+            if here.between is not None:
+                before, of, found = here.between
+                if before == near and of == favourite:
+                    return found
+        words = " and ".join(f"M={kept.row.m}" for kept in near)
+        source = f"tuned at {words} ({near[-1].source})"
+        if favourite is None:
+            nearest = min(reversed(near), key=lambda kept: abs(log(kept.row.m / problem.m)))
+            return _Found(nearest.row.plan, source)
+        rated: list[tuple[float, Plan]] = []
+        ratios: list[tuple[bool, float]] = []
+        for kept in near:
+            plan_here, here_us = here.of_row(kept)
+            there_us = kept.there_us(problem)
+            assert there_us is not None
+            measured = kept.row.us / there_us
+            if plan_here.transport != kept.row.plan.transport:
+                measured = max(1.0, measured)  # it says little of another plan
+            ratios.append((kept.row.plan == UNFUSED, measured))
+            rated.append((here_us * measured, plan_here))
+        assert favourite.us is not None
+        best_us, best = min(rated, key=lambda pair: pair[0])
+        is_unfused = favourite.plan == UNFUSED
+        alike = [ratio for of_unfused, ratio in ratios if of_unfused == is_unfused]
+        alike = alike or [ratio for _, ratio in ratios]
+        mean = sum(alike) / len(alike)
+        is_theirs = any(favourite.plan == plan for _, plan in rated)
+        found = _Found(best, source)
+        if not is_theirs and favourite.us * mean < best_us:
+            found = favourite._replace(source=f"cost model, against what was {source}")
+        here.between = near, favourite, found
+        return found
+
+    def alternatives(self, problem: Problem) -> list[tuple[Plan, float | None]]:
+        """`usual_plans` of each kernel and the unfused plan, with predicted µs, fastest first."""
+        plans = [UNFUSED]
+        if problem.gpu == CPU:
+            plans.insert(0, Plan("push"))
+        elif why_unfused(problem.dtype, problem.n, problem.k) is None:
+            plans += [plan for kernel in self.kernels for plan in usual_plans(problem, kernel)]
+        timed = [(plan, predict_us(problem, plan)) for plan in plans]
+        return sorted(timed, key=lambda pair: (pair[1] is None, pair[1] or 0.0))
+
+    def _favourite(self, here: _Here, fused: bool) -> _Found:
+        """What the cost model says; where it says nothing, the plain fused plan."""
+        problem, family = here.problem, here.family
+        if problem.gpu == CPU:
+            return _Found(Plan("push"), "default of the CPU backend")
+        if family.why_unfused is not None and not fused:
+            return _Found(UNFUSED, family.why_unfused, predict_us(problem, UNFUSED))
+        # One rank has nothing to gather: the unfused path would only copy A.
+        fused = fused or problem.world_size == 1
+        best = here.fastest()
+        if best is None and fused:
+            raise ValueError("kernels: found none, wanted a build with CUDA kernels")
+        if best is not None:
+            gathered = problem.m * problem.k * cost_model.ELEMENT_BYTES
+            varies = _GATHER_VARIES if gathered > _STEADY_GATHER_BYTES else 0.0
+            margin_us = varies * cost_model.all_gather_us(problem)
+            if fused or best[1] <= here.unfused_us() + margin_us:
+                return _Found(best[0], "cost model", best[1])
+        return _Found(UNFUSED, "cost model", here.unfused_us())

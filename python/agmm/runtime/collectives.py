@@ -1,0 +1,114 @@
+"""All-gather and reduce-scatter along any dimension, as ops that ``torch.compile`` can trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from agmm.runtime import groups
+from agmm.runtime.calls import Call
+from agmm.runtime.groups import group_of, world_size_of
+from agmm.runtime.workspaces import cuda_workspace, meet
+
+_functional = torch.ops._c10d_functional
+
+
+def _moved(tensor: torch.Tensor, source: int, target: int) -> torch.Tensor:
+    """The tensor with a dimension moved, contiguous; the tensor itself where nothing changes: a
+    view, as movedim always makes one, could not be changed in place after an autograd Function."""
+    if source % tensor.dim() != target % tensor.dim():
+        tensor = tensor.movedim(source, target)
+    return tensor.contiguous()
+
+
+def _start(
+    kind: str,
+    tensor: torch.Tensor,
+    group_name: str,
+    dim: int,
+    call: Call | None,
+    start: Callable[[], torch.Tensor],
+    then: str = "",
+) -> torch.Tensor:
+    """Starts a collective of the group's backend, on the CPU when all ranks come with the same.
+    What is traced does without that."""
+    if is_traced(tensor):
+        return start()
+    group = group_of(group_name)
+    with groups.of(group).lock:
+        if tensor.device.type == "cpu":
+            what = f"{kind} of {list(tensor.shape)} {tensor.dtype} along {dim % tensor.dim()}{then}"
+            meet(group, what, call or Call(kind, input=tensor, dim=dim))
+        return start()
+
+
+def start_all_gather(
+    shard: torch.Tensor,
+    group_name: str,
+    dim: int,
+    *,
+    by_copies: bool = False,
+    call: Call | None = None,
+) -> Callable[[], torch.Tensor]:
+    """Begin to gather ``shard`` along ``dim``.
+
+    Args:
+        by_copies: by copy engines instead of the group's backend, on GPUs that reach each other's
+            memory. Not while the call is traced.
+        call: what it is for, for messages.
+
+    Returns:
+        A function to call once, which returns the gathered tensor, contiguous.
+    """
+    given, shard = shard, _moved(shard, dim, 0)
+    group = group_of(group_name)
+    world_size = dist.get_world_size(group)
+    if shard.numel() == 0:
+        empty = shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
+        return lambda: _moved(empty, 0, dim)
+    if by_copies and not is_traced(shard):
+        finish = cuda_workspace(group, shard.device).start_all_gather(shard)
+        return lambda: _moved(finish(), 0, dim)
+
+    def start() -> torch.Tensor:
+        found: torch.Tensor = _functional.all_gather_into_tensor(shard, world_size, group_name)
+        return found
+
+    started = _start("all_gather", given, group_name, dim, call, start)
+    return lambda: _moved(_functional.wait_tensor(started), 0, dim)
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a graph is being made of what is done to the tensor; also for tensors of a subclass,
+    which may stand for others."""
+    return (
+        torch.compiler.is_compiling()
+        or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    )
+
+
+def reduce_scatter(
+    partial: torch.Tensor, group_name: str, dim: int, *, call: Call | None = None, then: str = ""
+) -> torch.Tensor:
+    """This rank's part along ``dim`` of the sum over all ranks of ``partial``; contiguous.
+
+    The size of ``dim`` is a multiple of the world size. ``call`` is what it is for, for messages,
+    and ``then`` what else has to be the same on all ranks.
+    """
+    given, partial = partial, _moved(partial, dim, 0)
+    world_size = world_size_of(group_name)
+    if partial.numel() == 0:
+        part = partial.new_empty(partial.shape[0] // world_size, *partial.shape[1:])
+    else:
+
+        def start() -> torch.Tensor:
+            op = _functional.reduce_scatter_tensor
+            found: torch.Tensor = op(partial, "sum", world_size, group_name)
+            return found
+
+        started = _start("reduce_scatter", given, group_name, dim, call, start, then)
+        part = _functional.wait_tensor(started)
+    return _moved(part, 0, dim)

@@ -1,0 +1,302 @@
+"""Groups by their names, and a group as this process sees it: one call at a time, and exchanges of
+words through its store.
+
+Order is the caller's: as with any collective, all ranks make the calls of one group in the same
+order, also where several threads of a process make them. The lock only keeps two calls from running
+into each other.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import (
+    _get_group_size_by_name,
+    _get_process_group_store,
+    _resolve_process_group,
+)
+
+from agmm import _core, _env
+from agmm.errors import AgmmError, InvalidArgument
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_FIRST_POLL_S = 2e-4
+_LONGEST_POLL_S = 2e-2
+
+
+def host_id() -> str:
+    """What tells this host from others: a name may be shared by several."""
+    return _BOOT_ID.read_text().strip()
+
+
+class Group:
+    """What this process keeps of one group object; it ends with it. See `of`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        # Weakly: it is kept by group.
+        self._group = weakref.ref(group)
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.lock = threading.RLock()
+        """Held for a call, from its first step that other ranks see to its last."""
+        self.calls = 0
+        """How many calls this process has begun in the group."""
+        self.call: tuple[int, object] | None = None
+        """The tag of the call under way on the CPU, and in words what it is."""
+        self._token = ""
+        self._exchanges = 0
+        self._hosts: list[str] | None = None
+
+    def exchange(self, topic: str, value: str) -> list[str]:
+        """Every rank's value, by rank. Collective.
+
+        Looks again and again instead of waiting in the store, which would hold up the other threads
+        of this process that use it.
+
+        Args:
+            topic: what is exchanged, for messages; the same on all ranks.
+
+        Raises:
+            AgmmError: a rank did not come within AGMM_TIMEOUT_S, or came with another topic.
+        """
+        if self.world_size == 1:
+            return [value]
+        with self.lock:
+            store = self._store()
+            prefix = f"{self._prefix()}/{self._agreed_token(store)}/{self._exchanges}"
+            self._exchanges += 1
+            keys = [f"{prefix}/{peer}" for peer in range(self.world_size)]
+            store.set(keys[self.rank], json.dumps([topic, value]))
+            self._await(
+                lambda: bool(store.check(keys)),
+                lambda: [peer for peer, key in enumerate(keys) if not store.check([key])],
+                f"to exchange {topic}",
+            )
+            found = [json.loads(store.get(key)) for key in keys]
+        topics = {peer: theirs for peer, (theirs, _) in enumerate(found) if theirs != topic}
+        if topics:
+            peer, theirs = next(iter(topics.items()))
+            raise AgmmError(
+                f"group: found rank {self.rank} about to exchange {topic} and rank {peer} "
+                f"{theirs}, wanted the same calls on all ranks"
+            )
+        return [value for _, value in found]
+
+    def hosts(self) -> list[str]:
+        """The host of each rank, by rank. Collective at first use."""
+        with self.lock:
+            if self._hosts is None:
+                self._hosts = self.exchange("their hosts", host_id())
+            return self._hosts
+
+    def tell(self, topic: str, value: str) -> None:
+        """Leaves a word for the other ranks, who need not take part. See `told`."""
+        self._store().set(self._told_key(topic, self.rank), value)
+
+    def told(self, topic: str, peer: int, limit_s: float) -> str | None:
+        """What a rank told; None where it tells nothing for ``limit_s`` seconds."""
+        store, key = self._store(), self._told_key(topic, peer)
+        deadline = time.monotonic() + limit_s
+        while not store.check([key]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_LONGEST_POLL_S)
+        return bytes(store.get(key)).decode()
+
+    def _told_key(self, topic: str, peer: int) -> str:
+        return f"{self._prefix()}/{self._token}/{topic}/{peer}"
+
+    def _prefix(self) -> str:
+        return f"agmm/{self._alive().group_name}"
+
+    def _store(self) -> dist.Store:
+        return _get_process_group_store(self._alive())
+
+    def _alive(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise InvalidArgument("group: found a destroyed one, wanted one in use")
+        return group
+
+    def _agreed_token(self, store: dist.Store) -> str:
+        """The part of all keys that no earlier group of this name had: its keys may still be there.
+
+        Rank 0 makes a token and each other rank a word of its own. A rank that has read a token
+        leaves its word under it, and takes the token as the group's when rank 0 has answered that
+        word. That is never so with a token of the past, whose maker knew none of today's words;
+        then the rank looks again whether there is another one. Rank 0 answers when every rank has
+        left its word, and nobody did so before it made the token. So all ranks take the same one.
+        """
+        if self._token:
+            return self._token
+        word = secrets.token_hex(8)
+        prefix = self._prefix()
+        if self.rank == 0:
+            here = [f"{prefix}/{word}/here/{peer}" for peer in range(1, self.world_size)]
+            store.set(f"{prefix}/token", word)
+            self._await(
+                lambda: bool(store.check(here)),
+                lambda: [peer for peer, key in enumerate(here, 1) if not store.check([key])],
+                "to make their first call in this group",
+            )
+            words = [bytes(store.get(key)).decode() for key in here]
+            store.set(f"{prefix}/{word}/go", ",".join(words))
+            self._token = word
+            return word
+        seen = ""
+
+        def answered() -> bool:
+            nonlocal seen
+            if not store.check([f"{prefix}/token"]):
+                return False
+            token = bytes(store.get(f"{prefix}/token")).decode()
+            if token != seen:
+                store.set(f"{prefix}/{token}/here/{self.rank}", word)
+                seen = token
+            go = f"{prefix}/{token}/go"
+            return store.check([go]) and word in bytes(store.get(go)).decode().split(",")
+
+        def missing() -> list[int]:
+            if not seen:
+                return [0]
+            here = {p: f"{prefix}/{seen}/here/{p}" for p in range(1, self.world_size)}
+            return [p for p, key in here.items() if not store.check([key])] or [0]
+
+        self._await(answered, missing, "to make their first call in this group")
+        self._token = seen
+        return seen
+
+    def _await(self, ready: Callable[[], bool], missing: Callable[[], list[int]], to: str) -> None:
+        limit_s, warn_s = _env.timeout_s(), _env.warn_s()
+        begin, warned, pause_s = time.monotonic(), False, _FIRST_POLL_S
+        while not ready():
+            waited_s = time.monotonic() - begin
+            if waited_s > limit_s:
+                raise AgmmError(
+                    f"rank {self.rank}: waited {limit_s:g} s for ranks {missing()} {to}; wanted "
+                    "the same calls on all ranks"
+                )
+            if warn_s and waited_s > warn_s and not warned:
+                warned = True
+                since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - waited_s))
+                _core.write_line(
+                    f"agmm: rank {self.rank} has waited {waited_s:.1f} s, since {since}, for ranks "
+                    f"{missing()} {to}; waiting until it is {limit_s:g} s (AGMM_TIMEOUT_S)"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+
+
+# Keyed by the group object: a name may come back for another group after destroy_process_group.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
+_groups_lock = threading.Lock()
+
+
+def of(group: dist.ProcessGroup) -> Group:
+    """What this process keeps of the group."""
+    found = _groups.get(group)
+    if found is None:
+        check_alive(group)
+        with _groups_lock:
+            found = _groups.get(group)
+            if found is None:
+                found = _groups[group] = Group(group)
+    return found
+
+
+def all_known() -> list[Group]:
+    """All groups of this process that have been asked for."""
+    with _groups_lock:
+        return list(_groups.values())
+
+
+def check_alive(group: dist.ProcessGroup) -> None:
+    """Raises InvalidArgument for a group that has been destroyed."""
+    try:
+        dist.get_rank(group)
+    except ValueError:
+        raise InvalidArgument(
+            "group: found a destroyed one (torch.distributed.destroy_process_group), wanted one in "
+            "use"
+        ) from None
+
+
+def group_of(group_name: str) -> dist.ProcessGroup:
+    """The group of that name. Raises InvalidArgument where this process has none."""
+    try:
+        return _resolve_process_group(cast(Any, group_name))  # torch 2.13 wants a NewType of str
+    except (RuntimeError, ValueError, KeyError):
+        raise InvalidArgument(
+            f"group: found {group_name!r}, wanted the name of a process group of this process"
+        ) from None
+
+
+def group_of_size(group_name: str, world_size: int) -> dist.ProcessGroup:
+    """The group of that name. Raises InvalidArgument where its size is another one, as that of a
+    graph which was compiled for more or fewer ranks and kept on disk."""
+    group = group_of(group_name)
+    if group.size() != world_size:
+        raise InvalidArgument(
+            f"world_size: found {world_size} in the call, wanted {group.size()}, the size of group "
+            f"{group_name!r}: a graph compiled for another number of ranks; compile it anew with "
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
+        )
+    return group
+
+
+def group_or_default(
+    group: dist.ProcessGroup | DeviceMesh | str | None,
+) -> dist.ProcessGroup | str:
+    """The group that was given, a 1-D mesh's group, or the default group for None."""
+    given: Any = group  # not always what it should be: traced, a group is a stand-in
+    if isinstance(given, (dist.ProcessGroup, str)):
+        return given
+    if given is None:
+        if not dist.is_initialized():
+            raise InvalidArgument(
+                "group: found None without a default process group, wanted a group or "
+                "torch.distributed.init_process_group"
+            )
+        return cast(dist.ProcessGroup, dist.group.WORLD)
+    if isinstance(given, DeviceMesh):
+        if given.ndim != 1:
+            raise InvalidArgument(
+                f"group: found a DeviceMesh of {given.ndim} dimensions, wanted 1, e.g. mesh['tp']"
+            )
+        if given.get_coordinate() is None:
+            raise InvalidArgument(
+                "group: found a DeviceMesh that this rank is not in, wanted a mesh of this rank"
+            )
+        return given.get_group()
+    if torch.compiler.is_compiling():
+        return cast(dist.ProcessGroup, given)
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidArgument(
+            "group: found a group that this rank is not in, wanted a group of this rank"
+        )
+    raise InvalidArgument(
+        f"group: found {given!r}, wanted a process group, its name or a 1-D DeviceMesh"
+    )
+
+
+def name_of(group: dist.ProcessGroup | DeviceMesh | str | None) -> str:
+    """The name of a group, the default group's for None."""
+    found = group_or_default(group)
+    return found if isinstance(found, str) else found.group_name
+
+
+def world_size_of(group_name: str) -> int:
+    if torch.compiler.is_compiling():
+        # Which is traced as a constant.
+        return _get_group_size_by_name(group_name)  # type: ignore[arg-type]  # a NewType of str
+    return group_of(group_name).size()
