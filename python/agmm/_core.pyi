@@ -45,9 +45,8 @@ __all__: list[str] = [
     "push_order",
     "record_time",
     "scatter_bands",
-    "scatter_owners",
+    "scatter_owner",
     "scatter_slot_bytes",
-    "scatter_tiles",
     "set_call_lookup",
     "shared_rows",
     "split_scratch_bytes",
@@ -416,9 +415,9 @@ def note_call(tag: int, what: str) -> None:
     Keeps what the calls are whose signals carry the tag, for mismatch_message.
     """
 
-def part_place(source: int, owner: int) -> int:
+def part_place(source: int, owner: int, world_size: int) -> int:
     """
-    Which of the parts in the owner's slot is the source's.
+    Where the owner keeps the part of the source.
     """
 
 def peer_atomics(device: int, peer: int) -> bool:
@@ -450,21 +449,14 @@ def scatter_bands(rows: int, world_size: int) -> list[tuple[int, int]]:
     The bands in which matmul + reduce-scatter takes its rows: half-open ranges of the rows of each rank.
     """
 
-def scatter_owners(rank: int, world_size: int) -> list[int]:
+def scatter_owner(rank: int, position: int, world_size: int) -> int:
     """
-    The ranks whose rows a rank computes, in order.
+    The rank whose rows `rank` computes at this position.
     """
 
 def scatter_slot_bytes(rows: int, row_bytes: int, world_size: int) -> int:
     """
     Bytes of a slot for the parts of matmul + reduce-scatter with so many rows of A @ B.
-    """
-
-def scatter_tiles(
-    rank: int, world_size: int, rows_per_rank: int, tile_rows: int
-) -> list[tuple[int, int]]:
-    """
-    The tiles of rows in a rank's order: (tile, position of its first row's owner) per step.
     """
 
 def set_call_lookup(

@@ -47,18 +47,6 @@ agmm::ScatterBands make_bands(int rows, int world_size) {
   return agmm::ScatterBands(rows, world_size);
 }
 
-agmm::ScatterOrder make_scatter_order(int world_size, int rank, int rows_per_rank) {
-  if (rank < 0 || rank >= world_size) {
-    throw std::invalid_argument("rank: found " + std::to_string(rank) + ", wanted 0 to " +
-                                std::to_string(world_size - 1));
-  }
-  if (rows_per_rank < 1) {
-    throw std::invalid_argument("rows_per_rank: found " + std::to_string(rows_per_rank) +
-                                ", wanted at least 1");
-  }
-  return agmm::ScatterOrder(world_size, rank, rows_per_rank);
-}
-
 }  // namespace
 
 void bind_chunking(py::module_& m) {
@@ -242,32 +230,8 @@ void bind_chunking(py::module_& m) {
       },
       py::arg("rows"), py::arg("row_bytes"), py::arg("world_size"),
       "Bytes of a slot for the parts of matmul + reduce-scatter with so many rows of A @ B.");
-  m.def(
-      "scatter_owners",
-      [](int rank, int world_size) {
-        const agmm::ScatterOrder order = make_scatter_order(world_size, rank, 1);
-        std::vector<int> owners;
-        for (int i = 0; i < world_size; ++i) owners.push_back(order.owner_at(i));
-        return owners;
-      },
-      py::arg("rank"), py::arg("world_size"), "The ranks whose rows a rank computes, in order.");
-  m.def("part_place", &agmm::part_place, py::arg("source"), py::arg("owner"),
-        "Which of the parts in the owner's slot is the source's.");
-  m.def(
-      "scatter_tiles",
-      [](int rank, int world_size, int rows_per_rank, int tile_rows) {
-        if (tile_rows < 1) {
-          throw std::invalid_argument("tile_rows: found " + std::to_string(tile_rows) +
-                                      ", wanted at least 1");
-        }
-        const agmm::ScatterOrder order = make_scatter_order(world_size, rank, rows_per_rank);
-        std::vector<std::tuple<int, int>> steps;
-        for (int step = 0; step < order.tiles(tile_rows); ++step) {
-          const int tile = order.tile_at(tile_rows, step);
-          steps.emplace_back(tile, order.position_of(order.owner_of(tile * tile_rows)));
-        }
-        return steps;
-      },
-      py::arg("rank"), py::arg("world_size"), py::arg("rows_per_rank"), py::arg("tile_rows"),
-      "The tiles of rows in a rank's order: (tile, position of its first row's owner) per step.");
+  m.def("scatter_owner", &agmm::scatter_owner, py::arg("rank"), py::arg("position"),
+        py::arg("world_size"), "The rank whose rows `rank` computes at this position.");
+  m.def("part_place", &agmm::part_place, py::arg("source"), py::arg("owner"), py::arg("world_size"),
+        "Where the owner keeps the part of the source.");
 }

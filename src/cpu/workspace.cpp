@@ -283,11 +283,10 @@ void CpuWorkspace::send(int slot, int owner, int index, const void* piece, int64
     refuse("piece_bytes", piece_bytes, "0 to " + std::to_string(part_bytes - offset));
   }
   if (tag == 0) refuse("tag", tag, "a nonzero value");
-  const int64_t at = part_place(rank_, owner) * part_bytes + offset;
+  const int64_t at = part_place(rank_, owner, world_size_) * part_bytes + offset;
   const auto* from = static_cast<const char*>(piece);
-  thread_->add([=](CopyThread& thread) {
-    write(slot, owner, at, from, piece_bytes, index, tag, thread);
-  });
+  thread_->add(
+      [=](CopyThread& thread) { write(slot, owner, at, from, piece_bytes, index, tag, thread); });
 }
 
 // Writes one chunk to the peer's slot, whose credit has been taken, and signals it.
