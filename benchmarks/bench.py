@@ -6,7 +6,7 @@ torchrun --nproc-per-node 4 benchmarks/bench.py --json benchmarks/results/h200x4
 
 import typer
 
-from agmm.cli import bench
+from agmm.cli.app import bench
 
 if __name__ == "__main__":
     typer.run(bench)

@@ -36,10 +36,7 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional
 
-from agmm import async_tp
-from agmm._collectives import group_of
-from agmm._terminal import console, plain_table
-from agmm.benchmarking import (
+from agmm.bench.benchmarking import (
     DEFAULT_WORLD_SIZE,
     Options,
     is_rank_0,
@@ -49,10 +46,13 @@ from agmm.benchmarking import (
     torchrun_world_size,
     write_json,
 )
+from agmm.cli.terminal import console, plain_table
 from agmm.errors import InvalidArgument
+from agmm.integrations import async_tp
 from agmm.nn import ColumnParallelLinear, RowParallelLinear, load_full_state_dict
 from agmm.nn._held import local_part, local_values
 from agmm.nn.linear import ShardedLinear
+from agmm.runtime.collectives import group_of
 from agmm.testing.reference import poison, relative_error
 from agmm.testing.timer import time_ways
 

@@ -10,12 +10,12 @@ try:
     import torch as _torch  # noqa: F401
 
     from agmm import _core, async_tp
-    from agmm._call_plan import reserve_sms
     from agmm.errors import AgmmError, InvalidArgument, Unsupported
-    from agmm.memory import release, reserve, workspace_bytes
-    from agmm.ops import all_gather_matmul
-    from agmm.plan import KernelConfig
-    from agmm.reduce_scatter import matmul_reduce_scatter
+    from agmm.ops.all_gather_matmul import all_gather_matmul
+    from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
+    from agmm.planning.call_plans import reserve_sms
+    from agmm.planning.plans import KernelConfig
+    from agmm.runtime.memory import release, reserve, workspace_bytes
 
     __version__ = _version("agmm")
 except (Exception, KeyboardInterrupt) as _error:

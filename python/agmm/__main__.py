@@ -16,7 +16,7 @@ def main() -> None:
         fault = _installation.fault()
         if fault is not None:
             print(f"agmm: {fault}; `agmm doctor` says more", file=sys.stderr)
-        from agmm.cli import app
+        from agmm.cli.app import app
     except KeyboardInterrupt:
         print("agmm: interrupted", file=sys.stderr)
         sys.exit(130)

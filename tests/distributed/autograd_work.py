@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import agmm
-from agmm import autograd
+from agmm.ops import autograd
 from agmm.testing.reference import relative_error
 
 _ROWS, _K, _N = 2, 3, 2

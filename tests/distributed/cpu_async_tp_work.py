@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from agmm import async_tp, ops
+from agmm.integrations import async_tp
+from agmm.ops import paths
 
 op: Callable[..., Any] = torch.ops.symm_mem.fused_all_gather_matmul
 
@@ -138,7 +139,7 @@ def compiled(world_size: int, shape: tuple[int, ...], weights: int, return_A: bo
 
     x = op_work._random(shape, torch.float32, dist.get_rank(group))
     Bs = [op_work._random((shape[-1], 8 + i), torch.float32, 9 + i) for i in range(weights)]
-    served = mock.patch.object(ops, "_fused_cpu", wraps=ops._fused_cpu)
+    served = mock.patch.object(paths, "fused_cpu", wraps=paths.fused_cpu)
     faults = []
     with async_tp.enable(), served as calls:
         again, found, code = _compile(function, group, x, Bs)  # type: ignore[arg-type]
@@ -179,7 +180,7 @@ def parallel_module(world_size: int) -> list[str]:
         wanted = model(A).tensor_split(world_size, 1)[rank]
         mesh = DeviceMesh.from_group(group, "cpu")
         sharded = parallelize_module(model, mesh, {"0": ColwiseParallel(input_layouts=Shard(0))})
-        served = mock.patch.object(ops, "_fused_cpu", wraps=ops._fused_cpu)
+        served = mock.patch.object(paths, "fused_cpu", wraps=paths.fused_cpu)
         with async_tp.enable(), served as calls:
             _, found, code = _compile(sharded, group, A.tensor_split(world_size)[rank])
     faults = [] if "fused_all_gather_matmul" in code else [f"not fused: {code}"]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import agmm
-from agmm import symmetric_memory
+from agmm.runtime import workspaces
 
 
 def _group() -> dist.ProcessGroup:
@@ -36,10 +36,10 @@ def reserve_and_call() -> tuple[int, int, int]:
     """The size of a buffer once reserved, after a call that fits, and after a larger one."""
     group = _group()
     agmm.reserve(group, agmm.workspace_bytes((4, 8), torch.float32, 5))
-    sizes = [symmetric_memory.cpu_workspace(group).slot_bytes]
+    sizes = [workspaces.cpu_workspace(group).slot_bytes]
     for m_local in (4, 8):
         assert _call(group, m_local)
-        sizes.append(symmetric_memory.cpu_workspace(group).slot_bytes)
+        sizes.append(workspaces.cpu_workspace(group).slot_bytes)
     agmm.release(group)
     return sizes[0], sizes[1], sizes[2]
 

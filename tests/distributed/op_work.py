@@ -15,7 +15,8 @@ import torch.distributed as dist
 from rank_work import group_of
 
 import agmm
-from agmm import _cpu, ops, symmetric_memory
+from agmm.ops import paths
+from agmm.runtime import cpu, workspaces
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
@@ -28,7 +29,7 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tens
 
 
 def _prepare(world_size: int) -> dist.ProcessGroup | None:
-    _cpu.CpuWorkspace.poison = True
+    cpu.CpuWorkspace.poison = True
     torch.use_deterministic_algorithms(True)  # torch.empty fills with NaN
     return group_of(world_size)
 
@@ -200,9 +201,9 @@ def workspace_follows_its_group() -> tuple[bool, bool, bool]:
     """Whether it is made once, and open before and closed after its group's end."""
     group = dist.new_group(list(range(5)))
     agmm.all_gather_matmul(torch.ones(1, 2), torch.ones(2, 3), group)
-    first = symmetric_memory.cpu_workspace(group)
+    first = workspaces.cpu_workspace(group)
     agmm.all_gather_matmul(torch.ones(1000, 2), torch.ones(2, 3), group)
-    same = first is symmetric_memory.cpu_workspace(group)
+    same = first is workspaces.cpu_workspace(group)
     core = first._core
     open_before = core.slot_ptr(0) != 0
     dist.barrier(group)
@@ -219,7 +220,7 @@ def workspace_follows_its_group() -> tuple[bool, bool, bool]:
 def unfused_products(kind: str) -> tuple[list[str], list[str], str]:
     """Faults, warnings of two calls, and the error under strict, where the fused path cannot go."""
     _prepare(5)
-    ops._warned.clear()  # each reason is warned of once in a process
+    paths._warned.clear()  # each reason is warned of once in a process
     rank = dist.get_rank()
     A = torch.randint(-8, 9, (10, 20), generator=torch.Generator().manual_seed(3)).double()
     B = torch.randint(-8, 9, (20, 3), generator=torch.Generator().manual_seed(4)).double()

@@ -12,18 +12,19 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from agmm import _core, _cpu
+from agmm import _core
 from agmm.errors import AgmmError
+from agmm.runtime import cpu
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
 POOL_SIZE = 5
 
 _groups: dict[int, dist.ProcessGroup] = {}
-_workspaces: dict[tuple[int, int], _cpu.CpuWorkspace] = {}
+_workspaces: dict[tuple[int, int], cpu.CpuWorkspace] = {}
 
 
-class PoisonedWorkspace(_cpu.CpuWorkspace):
+class PoisonedWorkspace(cpu.CpuWorkspace):
     poison = True
 
 
@@ -38,7 +39,7 @@ def group_of(world_size: int) -> dist.ProcessGroup | None:
     return _groups[world_size] if member else None
 
 
-def workspace_of(world_size: int, chunks_per_shard: int = 1) -> _cpu.CpuWorkspace | None:
+def workspace_of(world_size: int, chunks_per_shard: int = 1) -> cpu.CpuWorkspace | None:
     """A workspace that lives as long as the pool, so that tests find it in any state."""
     # Makes torch fill what torch.empty returns with NaN.
     torch.use_deterministic_algorithms(True)
@@ -104,7 +105,7 @@ def products(
 
 
 def _exact_step(
-    workspace: _cpu.CpuWorkspace, step: int, m_local: int, shard: torch.Tensor, return_A: bool
+    workspace: cpu.CpuWorkspace, step: int, m_local: int, shard: torch.Tensor, return_A: bool
 ) -> str | None:
     """One call with small whole numbers, whose product is exact; the fault found or None."""
     world_size, k = workspace.world_size, shard.shape[1]
@@ -149,7 +150,7 @@ def two_groups_at_once(calls: int) -> list[str]:
     """Two groups with ranks in common, each driven by a thread of its own."""
     faults: list[str | None] = []
 
-    def work(workspace: _cpu.CpuWorkspace, m_local: int) -> None:
+    def work(workspace: cpu.CpuWorkspace, m_local: int) -> None:
         shard = torch.empty(m_local, 21)
         try:
             for step in range(calls):
@@ -225,7 +226,7 @@ def timeline_of_a_call(world_size: int, chunks_per_shard: int) -> list[dict[str,
 def names_left_after_create() -> list[str]:
     group = group_of(POOL_SIZE)
     assert group is not None
-    workspace = _cpu.CpuWorkspace.create(group, 4096)
+    workspace = cpu.CpuWorkspace.create(group, 4096)
     left = shm_names_of_this_process()
     workspace.close()
     return left
@@ -234,7 +235,7 @@ def names_left_after_create() -> list[str]:
 def create_with_differing_sizes() -> int:
     group = group_of(POOL_SIZE)
     assert group is not None
-    workspace = _cpu.CpuWorkspace.create(group, 1000 + dist.get_rank())
+    workspace = cpu.CpuWorkspace.create(group, 1000 + dist.get_rank())
     workspace.close()
     return workspace.slot_bytes
 
@@ -247,9 +248,9 @@ def create_where_one_fails(fails: int) -> tuple[str, list[str]]:
     try:
         if dist.get_rank() == fails:
             with refuse:
-                _cpu.CpuWorkspace.create(group, 4096)
+                cpu.CpuWorkspace.create(group, 4096)
         else:
-            _cpu.CpuWorkspace.create(group, 4096)
+            cpu.CpuWorkspace.create(group, 4096)
     except AgmmError as e:
         return str(e), shm_names_of_this_process()
     return "", shm_names_of_this_process()
@@ -258,7 +259,7 @@ def create_where_one_fails(fails: int) -> tuple[str, list[str]]:
 def use_after_close() -> str:
     group = group_of(POOL_SIZE)
     assert group is not None
-    workspace = _cpu.CpuWorkspace.create(group, 4096)
+    workspace = cpu.CpuWorkspace.create(group, 4096)
     workspace.close()
     workspace.close()
     try:
@@ -272,7 +273,7 @@ def use_after_failed_product() -> tuple[str, list[float]]:
     """A multiplication that fails on every rank, and what the next call returns."""
     group = group_of(POOL_SIZE)
     assert group is not None
-    workspace = _cpu.CpuWorkspace.create(group, 4096)
+    workspace = cpu.CpuWorkspace.create(group, 4096)
     error = ""
     shard = torch.full((1, 2), float(dist.get_rank()))
     try:
@@ -288,12 +289,12 @@ def use_after_interruption() -> tuple[str, str]:
     """A call that Ctrl-C ends half-way on every rank, and what the next call says."""
     group = group_of(POOL_SIZE)
     assert group is not None
-    workspace = _cpu.CpuWorkspace.create(group, 4096)
+    workspace = cpu.CpuWorkspace.create(group, 4096)
     shard, B = torch.ones(1, 2), torch.ones(2, 1)
     errors = []
     for effect in (KeyboardInterrupt, None):
         try:
-            with mock.patch.object(_cpu, "_multiply", side_effect=effect):
+            with mock.patch.object(cpu, "_multiply", side_effect=effect):
                 workspace.all_gather_matmul(shard, [B], [None], return_A=False)
         except (KeyboardInterrupt, RuntimeError) as e:
             errors.append(repr(e))
@@ -305,7 +306,7 @@ def call_forever() -> None:
     """Calls without end in the default group, for a rank to be killed in the middle."""
     group = dist.group.WORLD
     assert group is not None
-    workspace = _cpu.CpuWorkspace.create(group, 4096)
+    workspace = cpu.CpuWorkspace.create(group, 4096)
     shard, B = torch.ones(4, 64), torch.ones(64, 4)
     while True:
         workspace.all_gather_matmul(shard, [B], [None], return_A=False)
@@ -315,7 +316,7 @@ def call_with_own_shape(slot_bytes: int, rows: list[int], return_A: list[bool]) 
     """A good call, then one for which each rank has its own idea of M_local and return_A."""
     group = dist.group.WORLD
     assert group is not None
-    workspace = _cpu.CpuWorkspace.create(group, slot_bytes)
+    workspace = cpu.CpuWorkspace.create(group, slot_bytes)
     B = torch.ones(4, 2)
     workspace.all_gather_matmul(torch.ones(1, 4), [B], [None], return_A=False)
     rank = dist.get_rank()

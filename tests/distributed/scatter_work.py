@@ -11,19 +11,19 @@ import rank_work
 import torch
 import torch.distributed as dist
 
-from agmm import _cpu, _cpu_scatter
-from agmm._calls import Call
 from agmm.errors import AgmmError
+from agmm.runtime import cpu, cpu_scatter
+from agmm.runtime.calls import Call
 from agmm.testing.reference import relative_error
 
 CALL = Call("a scatter of the tests")
 _SUM_DTYPES = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _Shape = tuple[int, int, int]  # rows per rank, N, K
 
-_whole: dict[int, _cpu.CpuWorkspace] = {}
+_whole: dict[int, cpu.CpuWorkspace] = {}
 
 
-def workspace_of(world_size: int, chunks_per_shard: int = 1) -> _cpu.CpuWorkspace | None:
+def workspace_of(world_size: int, chunks_per_shard: int = 1) -> cpu.CpuWorkspace | None:
     """As rank_work.workspace_of; in a pool of another size, that of all ranks."""
     if dist.get_world_size() == rank_work.POOL_SIZE:
         return rank_work.workspace_of(world_size, chunks_per_shard)
@@ -158,7 +158,7 @@ def in_bands(world_size: int, rows: list[int]) -> list[tuple[bool, int]] | None:
 
 
 def _step(
-    workspace: _cpu.CpuWorkspace, kind: int, dtype: torch.dtype, As: list[torch.Tensor]
+    workspace: cpu.CpuWorkspace, kind: int, dtype: torch.dtype, As: list[torch.Tensor]
 ) -> torch.Tensor:
     """A call of one of several kinds of data, each of which has the same in every call."""
     A, B = operands((5, 9, 33), workspace.rank, workspace.world_size, dtype, kind)
@@ -205,12 +205,12 @@ def after(kind: str) -> tuple[str, str]:
     """What a call says that ends half-way on every rank, and what the next one says."""
     group = rank_work.group_of(rank_work.POOL_SIZE)
     assert group is not None
-    workspace = _cpu.CpuWorkspace.create(group, 4096)
+    workspace = cpu.CpuWorkspace.create(group, 4096)
     A, B = torch.ones(10, 2), torch.ones(2, 3)
     effects = {"interrupted": KeyboardInterrupt, "failed": RuntimeError("no such product")}
     errors = []
     for effect in (effects[kind], None):
-        broken = mock.patch.object(_cpu_scatter.Summands, "product", side_effect=effect)
+        broken = mock.patch.object(cpu_scatter.Summands, "product", side_effect=effect)
         try:
             with broken:
                 workspace.matmul_reduce_scatter([A], [B], None, "sum", CALL)
@@ -225,8 +225,8 @@ def without_memory() -> tuple[str, list[float]]:
     group = rank_work.group_of(rank_work.POOL_SIZE)
     assert group is not None
     A, B = torch.ones(10, 2), torch.ones(2, 1)
-    workspace = _cpu.CpuWorkspace.create(group, 4096)
-    with mock.patch.object(_cpu_scatter, "Summands", side_effect=MemoryError("none left")):
+    workspace = cpu.CpuWorkspace.create(group, 4096)
+    with mock.patch.object(cpu_scatter, "Summands", side_effect=MemoryError("none left")):
         try:
             workspace.matmul_reduce_scatter([A], [B], None, "sum", CALL)
             said = "no error"
@@ -237,7 +237,7 @@ def without_memory() -> tuple[str, list[float]]:
     except AgmmError as error:
         said += f"; {error}"
     workspace.close()
-    workspace = _cpu.CpuWorkspace.create(group, 4096)
+    workspace = cpu.CpuWorkspace.create(group, 4096)
     out = workspace.matmul_reduce_scatter([A], [B], None, "sum", CALL)
     workspace.close()
     return said, out.view(-1).tolist()
@@ -247,7 +247,7 @@ def call_forever() -> None:
     """Calls without end in the default group, for a rank to be killed in the middle."""
     group = dist.group.WORLD
     assert group is not None
-    workspace = _cpu.CpuWorkspace.create(group, 4096)
+    workspace = cpu.CpuWorkspace.create(group, 4096)
     A, B = torch.ones(12, 64), torch.ones(64, 4)
     while True:
         workspace.matmul_reduce_scatter([A], [B], None, "sum", CALL)
@@ -257,7 +257,7 @@ def call_with_own(kind: str) -> None:
     """A good call, then one in which the two ranks differ."""
     group = dist.group.WORLD
     assert group is not None
-    workspace = _cpu.CpuWorkspace.create(group, 4096)
+    workspace = cpu.CpuWorkspace.create(group, 4096)
     is_other = dist.get_rank() == 1
 
     def scatter(rows: int = 4, n: int = 3, dtype: torch.dtype = torch.float32) -> None:

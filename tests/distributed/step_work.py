@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 import agmm
-from agmm import _group, ops, symmetric_memory
+from agmm.ops import paths
+from agmm.runtime import groups, workspaces
 
 gather: Callable[..., Any] = agmm.all_gather_matmul
 
@@ -106,7 +107,7 @@ def threads_on_one_group(count: int, calls: int) -> list[str]:
 
 def with_little_room(rows: int, limit_bytes: int) -> dict[str, Any]:
     """A small call, a large one for which rank 1 has no room, and small ones again."""
-    ops._warned.clear()
+    paths._warned.clear()
     group = dist.new_group(list(range(dist.get_world_size())))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {}
@@ -118,7 +119,7 @@ def with_little_room(rows: int, limit_bytes: int) -> dict[str, Any]:
         return bool(torch.equal(out, A @ B))
 
     found["before"] = right(4)
-    workspace = symmetric_memory.cpu_workspace(group)
+    workspace = workspaces.cpu_workspace(group)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
@@ -133,7 +134,7 @@ def with_little_room(rows: int, limit_bytes: int) -> dict[str, Any]:
         except agmm.Unsupported as error:
             found["strict"] = str(error)
         found["after"] = right(4)
-        found["kept"] = symmetric_memory.cpu_workspace(group) is workspace
+        found["kept"] = workspaces.cpu_workspace(group) is workspace
         agmm.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 2), group, strict=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -142,7 +143,7 @@ def with_little_room(rows: int, limit_bytes: int) -> dict[str, Any]:
 
 def without_any_room() -> tuple[bool, list[str]]:
     """A group that cannot have a workspace at all, called twice."""
-    ops._warned.clear()
+    paths._warned.clear()
     group = dist.new_group(list(range(dist.get_world_size())))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
@@ -186,7 +187,7 @@ def same_name_again(times: int) -> list[str]:
     tokens = []
     for i in range(times):
         group = dist.new_group(list(range(dist.get_world_size())), group_desc="again")
-        known = _group.of(group)
+        known = groups.of(group)
         _store_under_one_name(group)
         found = known.exchange("a word", f"{i} of {known.rank}")
         assert found == [f"{i} of {rank}" for rank in range(known.world_size)], found
@@ -200,7 +201,7 @@ def same_name_again(times: int) -> list[str]:
 
 def _store_under_one_name(group: dist.ProcessGroup) -> None:
     """As if the group had the name and the store of the one before."""
-    known = _group.of(group)
+    known = groups.of(group)
     world = dist.distributed_c10d._get_default_store()
     known._store = lambda: world  # type: ignore[method-assign]
     known._prefix = lambda: "agmm/again"  # type: ignore[method-assign]
@@ -210,7 +211,7 @@ def first_call_after_words_of_the_past(late: int) -> list[str]:
     """A group on whose store words of an earlier run are left, by ranks that had come far, and one
     rank of which is late."""
     group = dist.new_group(list(range(dist.get_world_size())))
-    known = _group.of(group)
+    known = groups.of(group)
     store, prefix = known._store(), known._prefix()
     if known.rank == 0:
         store.set(f"{prefix}/token", "past")
@@ -227,7 +228,7 @@ def first_call_after_words_of_the_past(late: int) -> list[str]:
 
 def exchange_of_different_things() -> str:
     group = dist.new_group(list(range(dist.get_world_size())))
-    known = _group.of(group)
+    known = groups.of(group)
     try:
         known.exchange(("apples", "pears")[dist.get_rank() % 2], "")
     except agmm.AgmmError as error:

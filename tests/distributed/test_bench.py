@@ -12,8 +12,8 @@ from typing import Any
 import bench_work
 import pytest
 
-from agmm import benchmarking
-from agmm.benchmarking import Options
+from agmm.bench import benchmarking
+from agmm.bench.benchmarking import Options
 from agmm.testing.cases import Shape
 
 BENCH = [sys.executable, "-m", "agmm", "bench"]

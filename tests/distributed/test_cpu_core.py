@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from agmm import _core, _cpu
+from agmm import _core
+from agmm.runtime import cpu
 
 TAG = 7
 SHM = Path("/dev/shm")
@@ -576,7 +577,7 @@ def test_async_input_mm_waits_for_each_chunk(dtype: torch.dtype, chunks: int, pi
 
     sender = threading.Thread(target=deliver)
     sender.start()
-    out = _cpu.async_input_mm(a, b, signals, pivot)
+    out = cpu.async_input_mm(a, b, signals, pivot)
     sender.join()
     torch.testing.assert_close(out, wanted @ b)
 
@@ -584,9 +585,9 @@ def test_async_input_mm_waits_for_each_chunk(dtype: torch.dtype, chunks: int, pi
 def test_async_input_mm_ends_when_a_signal_never_comes() -> None:
     script = """
 import torch
-from agmm import _cpu
+from agmm.runtime import cpu
 signals = torch.tensor([1, 1, 0, 1], dtype=torch.uint32)
-_cpu.async_input_mm(torch.ones(8, 4), torch.ones(4, 4), signals, 1)
+cpu.async_input_mm(torch.ones(8, 4), torch.ones(4, 4), signals, 1)
 """
     process = run_script(script, AGMM_TIMEOUT_S="0.5")
     assert process.returncode == 124

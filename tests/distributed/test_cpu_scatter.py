@@ -12,7 +12,7 @@ import pytest
 import scatter_work
 import torch
 
-from agmm import _cpu_scatter
+from agmm.runtime import cpu_scatter
 from agmm.testing.ranks import RankPool
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -80,7 +80,7 @@ def test_bits_are_those_of_the_definition(
 
 def test_a_sum_of_negative_zeros_is_one() -> None:
     A, B = torch.ones(2, 1, dtype=torch.bfloat16), torch.ones(1, 3, dtype=torch.bfloat16)
-    summands = _cpu_scatter.Summands([A], [B], 2)
+    summands = cpu_scatter.Summands([A], [B], 2)
     zeros = torch.full((2, 3), -0.0)
     out = torch.ones(2, 3, dtype=torch.bfloat16)
     for rank in range(3):

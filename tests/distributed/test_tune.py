@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import tune_work
 
-from agmm import tables, tuner
-from agmm.plan import CPU, UNFUSED, Plan, Problem, Row
-from agmm.tables import Key
+from agmm.bench import tuner
+from agmm.planning import tables
+from agmm.planning.plans import CPU, UNFUSED, Plan, Problem, Row
+from agmm.planning.tables import Key
 from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankPool
 

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 import agmm
-from agmm import _cpu, tuner
-from agmm.plan import UNFUSED, Plan
+from agmm.bench import tuner
+from agmm.planning.plans import UNFUSED, Plan
+from agmm.runtime import cpu
 
 
 def check_with_faults(plan: Plan) -> tuner.Verdict:
@@ -19,7 +20,7 @@ def check_with_faults(plan: Plan) -> tuner.Verdict:
     last = dist.get_rank() == dist.get_world_size() - 1
     if plan.chunks_per_shard == 8 and last:
         os._exit(7)
-    original = _cpu.CpuWorkspace.all_gather_matmul
+    original = cpu.CpuWorkspace.all_gather_matmul
 
     def faulty(workspace: Any, *arguments: Any, **keywords: Any) -> Any:
         A, outs = original(workspace, *arguments, **keywords)
@@ -29,11 +30,11 @@ def check_with_faults(plan: Plan) -> tuner.Verdict:
             outs[0][0, 0] += 1.0
         return A, outs
 
-    _cpu.CpuWorkspace.all_gather_matmul = faulty  # type: ignore[method-assign,assignment]
+    cpu.CpuWorkspace.all_gather_matmul = faulty  # type: ignore[method-assign,assignment]
     try:
         return tuner.check(plan)
     finally:
-        _cpu.CpuWorkspace.all_gather_matmul = original  # type: ignore[method-assign]
+        cpu.CpuWorkspace.all_gather_matmul = original  # type: ignore[method-assign]
 
 
 def check_with_none_fused(plan: Plan) -> tuner.Verdict:
@@ -44,7 +45,7 @@ def check_with_none_fused(plan: Plan) -> tuner.Verdict:
 def call_with_table(m: int, n: int, k: int, strict: bool) -> tuple[bool, int, list[str]]:
     """Whether the product is right; its chunks per shard, 0 unfused; what was warned of."""
     chunks = 0
-    original = _cpu.CpuWorkspace.all_gather_matmul
+    original = cpu.CpuWorkspace.all_gather_matmul
 
     def counted(workspace: Any, *arguments: Any, **keywords: Any) -> Any:
         nonlocal chunks
@@ -54,14 +55,14 @@ def call_with_table(m: int, n: int, k: int, strict: bool) -> tuple[bool, int, li
     rank, rows = dist.get_rank(), m // dist.get_world_size()
     A = torch.randint(-8, 9, (m, k), generator=torch.Generator().manual_seed(1)).float()
     Bs = [torch.full((n - 1, k), 2.0).t(), torch.full((1, k), 3.0).t()]  # the table knows their sum
-    _cpu.CpuWorkspace.all_gather_matmul = counted  # type: ignore[method-assign,assignment]
+    cpu.CpuWorkspace.all_gather_matmul = counted  # type: ignore[method-assign,assignment]
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             shard = A[rank * rows : (rank + 1) * rows].clone()
             outs = agmm.all_gather_matmul(shard, Bs, strict=strict)
     finally:
-        _cpu.CpuWorkspace.all_gather_matmul = original  # type: ignore[method-assign]
+        cpu.CpuWorkspace.all_gather_matmul = original  # type: ignore[method-assign]
     right = all(torch.equal(out, A @ B) for out, B in zip(outs, Bs, strict=True))
     return right, chunks, [str(w.message) for w in caught]
 

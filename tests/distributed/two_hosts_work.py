@@ -14,20 +14,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import agmm
-from agmm import _group, ops
 from agmm.nn import ColumnParallelLinear, RowParallelLinear
+from agmm.ops import paths
+from agmm.runtime import groups
 
 SPANS = "agmm takes the unfused path: group: found ranks on 2 hosts, wanted one: "
 
 
 def job(host: int) -> list[str]:
     """Faults, in words, of one rank on that host of two."""
-    with mock.patch.object(_group, "host_id", return_value=f"host {host}"):
+    with mock.patch.object(groups, "host_id", return_value=f"host {host}"):
         return _job()
 
 
 def _job() -> list[str]:
-    ops._warned.clear()
+    paths._warned.clear()
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensor"))
     faults: list[str] = []

@@ -24,7 +24,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from agmm import _call_plan, async_tp
+from agmm.integrations import async_tp
+from agmm.planning import call_plans
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import relative_error
 
@@ -309,7 +310,7 @@ def compiled(dims: int, gather_dim: int, return_A: bool) -> Faults:
     faults += gpu_work.fault(label, out.reshape(-1, 24), A.reshape(-1, k), B, None)
     fused = "fused_all_gather_matmul" in code
     by_agmm = any("PersistentAsyncInputScheduler" in name for name in names)
-    planned = fused and not _call_plan.prefers_unfused(
+    planned = fused and not call_plans.prefers_unfused(
         shard.movedim(gather_dim, 0), [B], group, return_A=return_A
     )
     if left or by_agmm != planned:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from agmm import benchmarking
-from agmm.benchmarking import Options, Problem, Result
+from agmm.bench import benchmarking
+from agmm.bench.benchmarking import Options, Problem, Result
 from agmm.testing.cases import Shape
 
 NAME = "hangs-on-gpu"

@@ -14,9 +14,10 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import agmm
-from agmm import _call_plan, _core
-from agmm.plan import KernelConfig
-from agmm.symmetric_memory import cuda_workspace
+from agmm import _core
+from agmm.planning import call_plans
+from agmm.planning.plans import KernelConfig
+from agmm.runtime.workspaces import cuda_workspace
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
@@ -47,7 +48,7 @@ def config_of(way: str) -> str | None:
     _, transport = WAYS[way]
     if not transport:
         return None
-    kernels = _call_plan.kernels()
+    kernels = call_plans.kernels()
     if "split" in way:  # in a build without such a kernel it is the transport alone
         kernels = tuple(replace(k, splits=2) for k in kernels if k.can_split) or kernels
     return f"{kernels[0].name}/{transport}"
@@ -421,7 +422,7 @@ def two_rounds(world_size: int, calls: int, seed: int) -> Faults:
         return None
     k = 4096
     rows = 14 * 2**20 // (2 * k * (world_size - 1))
-    kernel = next(c for c in _call_plan.kernels() if c.schedule == "cooperative")
+    kernel = next(c for c in call_plans.kernels() if c.schedule == "cooperative")
     exact = ExactCalls(group, LocalShape(rows, 264, k), seed)
     poison(group)
     draw = random.Random(seed + exact.rank)
@@ -714,4 +715,4 @@ def credit_missing(way: str) -> None:
 
 
 def kernels() -> list[KernelConfig]:
-    return list(_call_plan.kernels())
+    return list(call_plans.kernels())

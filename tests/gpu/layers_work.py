@@ -15,10 +15,10 @@ import torch._inductor.decomposition
 import torch.distributed as dist
 
 import agmm
-from agmm import cost_model
-from agmm._cuda import CudaWorkspace
 from agmm.nn import ColumnParallelLinear, RowParallelLinear, load_full_state_dict
 from agmm.nn._held import local_values
+from agmm.planning import cost_model
+from agmm.runtime.cuda import CudaWorkspace
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, relative_error
 

@@ -16,8 +16,10 @@ from dataclasses import replace
 
 import torch
 
-from agmm import _call_plan, _core, _cuda
-from agmm.plan import KernelConfig
+from agmm import _core
+from agmm.planning import call_plans
+from agmm.planning.plans import KernelConfig
+from agmm.runtime import cuda
 
 TRANSPORTS = ("push", "sm4x64", "sm8x64+1", "sm4x64h1")
 
@@ -58,8 +60,8 @@ class StandIn:
                 shards[r].shape[0],
                 A.shape[1],
                 _core.DType.bfloat16,
-                [(*weight, _cuda._core_config(config))],
-                _cuda._core_transport(transport),
+                [(*weight, cuda._core_config(config))],
+                cuda._core_transport(transport),
                 gathered[r].data_ptr(),
                 0,
                 self.streams[r].cuda_stream,
@@ -71,7 +73,7 @@ class StandIn:
 def check(calls: int) -> None:
     for world_size, rows, n, k in ((2, 128, 128, 200), (3, 40, 72, 136)):
         ranks = StandIn(world_size, (world_size * rows * k * 2 + 127) // 128 * 128)
-        kernels = _call_plan.kernels()
+        kernels = call_plans.kernels()
         for config in [*kernels, *(replace(c, splits=2) for c in kernels if c.can_split)]:
             for transport in TRANSPORTS:
                 for _ in range(calls):

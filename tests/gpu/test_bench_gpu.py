@@ -7,8 +7,10 @@ import pytest
 import torch
 from at_hand import needs_nccl, needs_two
 
-from agmm import _core, benchmarking, demo
-from agmm.benchmarking import Options
+from agmm import _core
+from agmm.bench import benchmarking
+from agmm.bench.benchmarking import Options
+from agmm.cli import demo
 from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankPool
 

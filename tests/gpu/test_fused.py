@@ -11,7 +11,7 @@ import pytest
 import torch
 from at_hand import RANKS, needs_nccl, needs_two, world_sizes
 
-from agmm.plan import SmPush
+from agmm.planning.plans import SmPush
 from agmm.testing.cases import UGLY_SHAPES, LocalShape, random_local_shapes
 from agmm.testing.ranks import RankError, RankPool
 

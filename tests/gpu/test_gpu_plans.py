@@ -9,9 +9,11 @@ import torch
 import tune_gpu_work
 from at_hand import needs_nccl, needs_two
 
-from agmm import _call_plan, tables, tuner
-from agmm.plan import UNFUSED, Problem, Row, why_illegal
-from agmm.tables import Key
+from agmm.bench import tuner
+from agmm.planning import call_plans, tables
+from agmm.planning.legality import why_illegal
+from agmm.planning.plans import UNFUSED, Problem, Row
+from agmm.planning.tables import Key
 from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankPool
 
@@ -43,7 +45,7 @@ def test_tune(return_A: bool) -> None:
     for shape in shapes:
         (row,) = table.rows(problem._replace(n=shape.N, k=shape.K))
         assert row.m == shape.M
-        assert why_illegal(problem, row.plan, _call_plan.kernels()) is None
+        assert why_illegal(problem, row.plan, call_plans.kernels()) is None
     assert list(tuner.tune(options)) == []
 
 

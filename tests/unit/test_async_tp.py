@@ -15,8 +15,11 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from agmm import _call_plan, _cuda, async_tp, ops
 from agmm.errors import AgmmError, Unsupported
+from agmm.integrations import async_tp
+from agmm.ops import paths
+from agmm.planning import call_plans
+from agmm.runtime import cuda
 
 OP = "symm_mem::fused_all_gather_matmul"
 op: Callable[..., Any] = torch.ops.symm_mem.fused_all_gather_matmul
@@ -159,7 +162,7 @@ def test_failed_registration_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_calls_reach_agmm_only_while_enabled(group: str) -> None:
     A, B = torch.randn(4, 8), torch.randn(8, 3)
-    with async_tp.enable(), mock.patch.object(ops, "_fused_cpu", wraps=ops._fused_cpu) as fused:
+    with async_tp.enable(), mock.patch.object(paths, "fused_cpu", wraps=paths.fused_cpu) as fused:
         gathered, (out,) = op(A, [B], 0, group)
         assert op(A, [B], 0, group, return_A=False)[0] is None
         assert fused.call_count == 2
@@ -238,7 +241,7 @@ class Case:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fake CUDA tensors, and a device that runs the kernels."""
-    monkeypatch.setattr(_cuda, "why_unfused", lambda device: None)
+    monkeypatch.setattr(cuda, "why_unfused", lambda device: None)
     with FakeTensorMode():
         yield
 
@@ -292,7 +295,7 @@ def test_left_to_torch(options: dict[str, Any], reason: str) -> None:
 
 @pytest.mark.usefixtures("group")
 def test_other_gpus_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cuda, "why_unfused", lambda device: f"{device} is no Hopper")
+    monkeypatch.setattr(cuda, "why_unfused", lambda device: f"{device} is no Hopper")
     with FakeTensorMode():
         assert Case().why() == "cuda:0 is no Hopper"
 
@@ -323,7 +326,7 @@ class Workspace:
         self.prepared += 1
         shape = (3 * A.shape[0], *A.shape[1:])
 
-        def call(shard: torch.Tensor, Bs: list[torch.Tensor], biases: Any) -> ops._Outs:
+        def call(shard: torch.Tensor, Bs: list[torch.Tensor], biases: Any) -> paths.Outs:
             assert len(biases) == len(Bs) and not any(biases)
             self.shards.append(shard)
             if self.error is not None:
@@ -338,7 +341,7 @@ class Workspace:
 def workspace(monkeypatch: pytest.MonkeyPatch) -> Workspace:
     made = Workspace()
     monkeypatch.setattr(async_tp, "cuda_workspace", lambda group, device: made)
-    monkeypatch.setattr(_call_plan, "prefers_unfused", lambda *call, return_A: False)
+    monkeypatch.setattr(call_plans, "prefers_unfused", lambda *call, return_A: False)
     return made
 
 
@@ -352,9 +355,9 @@ def test_plan_that_prefers_unfused(
         asked.append(return_A)
         return True
 
-    monkeypatch.setattr(_call_plan, "prefers_unfused", prefers_unfused)
+    monkeypatch.setattr(call_plans, "prefers_unfused", prefers_unfused)
     A = torch.empty(0)
-    monkeypatch.setattr(ops, "_unfused", lambda shard, Bs, biases, group, dim: (A, list(Bs)))
+    monkeypatch.setattr(paths, "unfused", lambda shard, Bs, biases, group, dim: (A, list(Bs)))
     torch_kernel = mock.Mock()
     kernel = async_tp._kernel_over(torch_kernel)
     A_shard = torch.empty(4, 64, dtype=torch.bfloat16, device="cuda:0")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from agmm import benchmarking
-from agmm.benchmarking import Options
-from agmm.cli import app
+from agmm.bench import benchmarking
+from agmm.bench.benchmarking import Options
+from agmm.cli.app import app
 from agmm.testing.cases import Shape
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from agmm import benchmarking
-from agmm.benchmarking import Options, Problem, Result, Way, WayResult
+from agmm.bench import benchmarking
+from agmm.bench.benchmarking import Options, Problem, Result, Way, WayResult
 from agmm.errors import InvalidArgument
 from agmm.testing.cases import BENCH_SHAPES, Shape
 

@@ -18,12 +18,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from agmm import _installation, benchmarking, cli, demo, reports, tuner
-from agmm._terminal import duration, size
-from agmm.cli import app
+from agmm import _installation
+from agmm.bench import benchmarking, reports, tuner
+from agmm.bench.reports import narrow
+from agmm.cli import app as app_module
+from agmm.cli import demo
+from agmm.cli.app import app
+from agmm.cli.terminal import duration, size
 from agmm.errors import AgmmError
-from agmm.plan import UNFUSED, Problem, Row
-from agmm.reports import narrow
+from agmm.planning.plans import UNFUSED, Problem, Row
 from agmm.testing.cases import MAX_EXTENT, Shape
 from agmm.testing.ranks import RankError
 
@@ -391,7 +394,7 @@ def test_sizes_can_be_read(count: float, wanted: str) -> None:
 
 
 def test_the_largest_extent_is_that_of_the_shapes() -> None:
-    assert cli.MAX_EXTENT == MAX_EXTENT
+    assert app_module.MAX_EXTENT == MAX_EXTENT
 
 
 def test_tuning_says_in_a_log_what_it_does(
@@ -400,13 +403,13 @@ def test_tuning_says_in_a_log_what_it_does(
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     shape = Shape(16, 8, 24)
-    with cli._TuningBar(visible=True) as bar:
+    with app_module._TuningBar(visible=True) as bar:
         for i in range(20):
             bar.at(i / 40, "16x8x24: checking push")
             now += 1.0
         bar.at(0.5, "32x8x24: checking push")
         bar.ended(tuner.Outcome(shape, Problem(*shape), UNFUSED, Row(16, UNFUSED, 43.0)))
-    with cli._TuningBar(visible=False) as bar:
+    with app_module._TuningBar(visible=False) as bar:
         bar.at(0.0, "16x8x24: checking push")
     assert capsys.readouterr().err.splitlines() == [
         "starting the ranks",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agmm.compare import Verdict, compare, noise_us, render
+from agmm.cli.compare import Verdict, compare, noise_us, render
 from agmm.testing.cases import Shape
 
 SHAPE = Shape(16, 8, 32)

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 import agmm
-from agmm import _core, cost_model, plan
+from agmm import _core
+from agmm.planning import cost_model, plans
+from agmm.planning.plans import DEFAULT_GPU
 
 without_cuda = pytest.mark.skipif(
     _core.cuda_built, reason="this build has CUDA, so its calls do not refuse"
@@ -45,9 +47,9 @@ def test_config_defaults() -> None:
 @pytest.mark.parametrize("schedule", ["cooperative", "pingpong"])
 def test_core_and_plan_agree_on_names(schedule: str, timed: bool) -> None:
     core = _core.KernelConfig(128, 256, 64, 2, 1, schedule, 8, "along_n", timed)
-    config = plan.KernelConfig.of(core, max_swizzle=core.max_swizzle, raster=core.raster)
+    config = plans.KernelConfig.of(core, max_swizzle=core.max_swizzle, raster=core.raster)
     assert config.kernel == core.name
-    assert plan.KernelConfig.parse(config.name) == config
+    assert plans.KernelConfig.parse(config.name) == config
     assert config.timed is timed
 
 
@@ -105,8 +107,8 @@ def test_the_cost_model_knows_the_size_of_an_item() -> None:
 
 @pytest.mark.skipif(len(_core.kernels()) < 9, reason="agmm._core is no default CUDA build")
 def test_the_default_kernels_are_those_that_the_cost_model_knows() -> None:
-    built = {plan.KernelConfig.of(kernel).kernel for kernel in _core.kernels() if not kernel.timed}
-    assert built == {kernel.kernel for kernel in plan.default_kernels(cost_model.DEFAULT_GPU)}
+    built = {plans.KernelConfig.of(kernel).kernel for kernel in _core.kernels() if not kernel.timed}
+    assert built == {kernel.kernel for kernel in cost_model.default_kernels(DEFAULT_GPU)}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_the_default_kernels_are_those_that_the_cost_model_knows() -> None:
 def test_what_a_kernel_can_do_is_known_without_building_it(
     name: str, can_split: bool, stores_A: tuple[str, ...]
 ) -> None:
-    config = plan.KernelConfig.parse(name)
+    config = plans.KernelConfig.parse(name)
     assert (config.can_split, tuple(config.stores_A)) == (can_split, stores_A)
     known = _core.KernelConfig(
         config.tile_m,

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from agmm import InvalidArgument, _cuda, ops, reduce_scatter
-from agmm.plan import KernelConfig
+from agmm import InvalidArgument
+from agmm.ops import matmul_reduce_scatter, paths
+from agmm.planning.plans import KernelConfig
+from agmm.runtime import cuda
 
 CONFIG = KernelConfig(128, 128, 64, 1, 1, "pingpong", 4, "along_n")
 
@@ -25,10 +27,10 @@ def test_one_rank_uses_the_config_that_was_asked_for(monkeypatch: pytest.MonkeyP
         asked.append(options["config"])
         return a @ b
 
-    monkeypatch.setattr(_cuda, "async_input_mm", matmul)
+    monkeypatch.setattr(cuda, "async_input_mm", matmul)
     workspace = mock.Mock(world_size=1, _device=torch.device("cpu"))
     A, B = torch.ones(2, 3, 8).bfloat16(), torch.ones(8, 5).bfloat16()
-    call = _cuda.CudaWorkspace.prepare(workspace, A, [B], return_A=True, config=CONFIG)
+    call = cuda.CudaWorkspace.prepare(workspace, A, [B], return_A=True, config=CONFIG)
     gathered, (out,) = call(A, [B], [None])
     assert asked == [CONFIG]
     assert out.shape == (2, 3, 5)
@@ -42,21 +44,21 @@ def test_a_dtype_without_kernels_is_not_taken_for_fp16(dtype: torch.dtype) -> No
     workspace = mock.Mock(world_size=1, _device=torch.device("cpu"))
     A, B = torch.ones(2, 8).to(dtype), torch.ones(8, 8).to(dtype)
     with pytest.raises(InvalidArgument, match=f"^A_shard: found dtype {dtype}, wanted torch.bfl"):
-        _cuda.CudaWorkspace.prepare(workspace, A, [B], return_A=True, config=CONFIG)
+        cuda.CudaWorkspace.prepare(workspace, A, [B], return_A=True, config=CONFIG)
 
 
 def test_kept_calls_end_with_their_group() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         gc.collect()  # groups of other tests
-        before = len(ops._fused_calls)
+        before = len(paths._fused_calls)
         group = dist.new_group([0])
-        ops._fused_calls[group] = {}
-        assert len(ops._fused_calls) == before + 1
+        paths._fused_calls[group] = {}
+        assert len(paths._fused_calls) == before + 1
         dist.destroy_process_group(group)
         del group
         gc.collect()
-        assert len(ops._fused_calls) == before
+        assert len(paths._fused_calls) == before
     finally:
         dist.destroy_process_group()
 
@@ -64,18 +66,18 @@ def test_kept_calls_end_with_their_group() -> None:
 def test_an_a_that_chunks_still_come_to_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy, which TMA's alignment would ask for, would be of what lies there before."""
     core = mock.Mock()
-    monkeypatch.setattr(_cuda, "_core", core)
-    monkeypatch.setattr(_cuda, "_core_config", mock.Mock())
-    monkeypatch.setattr(_cuda, "_stream", mock.Mock(return_value=0))
+    monkeypatch.setattr(cuda, "_core", core)
+    monkeypatch.setattr(cuda, "_core_config", mock.Mock())
+    monkeypatch.setattr(cuda, "_stream", mock.Mock(return_value=0))
     monkeypatch.setattr(torch.cuda, "device", mock.MagicMock())
     memory = torch.zeros(4 * 8 + 8, dtype=torch.bfloat16)
     shift = next(i for i in range(8) if memory[i:].data_ptr() % 16 == 2)
     a, b = memory[shift : shift + 32].view(4, 8), torch.zeros(8, 16, dtype=torch.bfloat16)
     signals = torch.ones(2, dtype=torch.uint32)
     with pytest.raises(InvalidArgument, match=r"^a: found address 0x\w+, wanted a multiple of 16 "):
-        _cuda.async_input_mm(a, b, signals, 0, config=CONFIG)
+        cuda.async_input_mm(a, b, signals, 0, config=CONFIG)
     core.async_input_mm.assert_not_called()
-    _cuda.async_input_mm(a, b, None, 0, config=CONFIG)  # there already: a copy will do
+    cuda.async_input_mm(a, b, None, 0, config=CONFIG)  # there already: a copy will do
     assert core.async_input_mm.call_args.args[0] % 16 == 0
 
 
@@ -96,10 +98,10 @@ def test_what_a_graph_writes_to_outlives_a_larger_call(
             workspaces[group] = torch.empty(size)
             alive.append(weakref.ref(workspaces[group]))
         is_capturing.return_value = captured
-        reduce_scatter._keep_for_graph(cuda, world)
+        matmul_reduce_scatter._keep_for_graph(cuda, world)
     gc.collect()
     assert [workspace() is not None for workspace in alive] == [True, False, True]
     workspaces.clear()
     gc.collect()
     assert [workspace() is not None for workspace in alive] == [True, False, True]
-    assert len(reduce_scatter._workspaces_of_graphs[world]) == 2
+    assert len(matmul_reduce_scatter._workspaces_of_graphs[world]) == 2

@@ -13,15 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agmm import _cuda, _group, _links
 from agmm.errors import AgmmError, Unsupported
+from agmm.runtime import cuda, devices, groups
 
 MIB = 1 << 20
 Answer = Callable[[str, Any], Any]
 
 
 class Known:
-    """A group of two as `agmm._group.Group`, whose other rank gives these answers."""
+    """A group of two as `agmm.runtime.groups.Group`, whose other rank gives these answers."""
 
     rank, world_size = 0, 2
 
@@ -51,37 +51,37 @@ def same(topic: str, value: Any) -> Any:
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[_cuda.CudaWorkspace, Known]]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[cuda.CudaWorkspace, Known]]:
     def made(
         answer: Answer = same, hosts: tuple[str, str] = ("a", "a"), visible: int = 2
-    ) -> tuple[_cuda.CudaWorkspace, Known]:
+    ) -> tuple[cuda.CudaWorkspace, Known]:
         known = Known(answer, list(hosts))
-        monkeypatch.setattr(_group, "of", lambda group: known)
+        monkeypatch.setattr(groups, "of", lambda group: known)
         monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
         monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
         monkeypatch.setattr(dist, "barrier", lambda *_, **__: None)
-        cuda = torch.cuda
-        monkeypatch.setattr(cuda, "Event", mock.Mock())
-        monkeypatch.setattr(cuda, "device", lambda device: mock.MagicMock())
-        monkeypatch.setattr(cuda, "synchronize", lambda device=None: None)
-        monkeypatch.setattr(cuda, "device_count", lambda: visible)
-        monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: False)
-        monkeypatch.setattr(cuda, "can_device_access_peer", lambda a, b: True)
-        monkeypatch.setattr(_links, "visible", lambda: {f"GPU-{i}": i for i in range(visible)})
-        monkeypatch.setattr(_links, "uuid", lambda index: f"GPU-{index}")
+        of_torch = torch.cuda
+        monkeypatch.setattr(of_torch, "Event", mock.Mock())
+        monkeypatch.setattr(of_torch, "device", lambda device: mock.MagicMock())
+        monkeypatch.setattr(of_torch, "synchronize", lambda device=None: None)
+        monkeypatch.setattr(of_torch, "device_count", lambda: visible)
+        monkeypatch.setattr(of_torch, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(of_torch, "can_device_access_peer", lambda a, b: True)
+        monkeypatch.setattr(devices, "visible", lambda: {f"GPU-{i}": i for i in range(visible)})
+        monkeypatch.setattr(devices, "uuid", lambda index: f"GPU-{index}")
         core = mock.Mock()
         core.CudaWorkspace.workspace_bytes = lambda slot_bytes, world_size: 3 * slot_bytes
-        monkeypatch.setattr(_cuda, "_core", core)
+        monkeypatch.setattr(cuda, "_core", core)
         symm_mem = mock.Mock(_group_name_to_workspace_tensor={})
-        monkeypatch.setattr(_cuda, "symm_mem", symm_mem)
-        monkeypatch.setattr(_cuda, "_rendezvous", 0)
-        monkeypatch.setattr(_cuda, "_torch_workspaces", {})
-        monkeypatch.setattr("agmm._calls.be_asked", lambda: None)
+        monkeypatch.setattr(cuda, "symm_mem", symm_mem)
+        monkeypatch.setattr(cuda, "_rendezvous", 0)
+        monkeypatch.setattr(cuda, "_torch_workspaces", {})
+        monkeypatch.setattr("agmm.runtime.calls.be_asked", lambda: None)
         monkeypatch.setattr(
-            _cuda.CudaWorkspace, "_open", lambda self, memory, size: mock.Mock(memory=memory)
+            cuda.CudaWorkspace, "_open", lambda self, memory, size: mock.Mock(memory=memory)
         )
         group = mock.Mock(group_name="g")
-        workspace = _cuda.CudaWorkspace(group, torch.device("cuda", 0))
+        workspace = cuda.CudaWorkspace(group, torch.device("cuda", 0))
         workspace.test_group = group  # type: ignore[attr-defined]  # kept weakly
         return workspace, known
 
@@ -150,7 +150,7 @@ def test_workspace_that_cannot_grow_keeps_what_it_had(make: Any, which: str) -> 
     workspace.ensure(MIB)
     buffers, fails = workspace._buffers, True
     if which == "own":
-        vars(_cuda)["symm_mem"].empty.side_effect = torch.OutOfMemoryError("out of memory")
+        vars(cuda)["symm_mem"].empty.side_effect = torch.OutOfMemoryError("out of memory")
     rank = 0 if which == "own" else 1
     for _ in range(2):
         with pytest.raises(Unsupported, match=f"workspace: rank {rank} could not get .* of GPU m"):
@@ -160,7 +160,7 @@ def test_workspace_that_cannot_grow_keeps_what_it_had(make: Any, which: str) -> 
     # The refusal is remembered: the second time nobody was asked.
     assert known.topics.count("the size of a workspace") == 2
     fails = False
-    vars(_cuda)["symm_mem"].empty.side_effect = None
+    vars(cuda)["symm_mem"].empty.side_effect = None
     workspace.ensure(64 * MIB)
     assert workspace.slot_bytes == 64 * MIB
 
@@ -223,13 +223,13 @@ def test_release_is_refused_while_a_graph_of_any_rank_needs_it(make: Any, which:
 def test_rendezvous_of_torchs_own_ops_are_counted(make: Any) -> None:
     """Its counter is one for the process: a rank that has made more would wait for ever."""
     make()
-    made = vars(_cuda)["symm_mem"]._group_name_to_workspace_tensor
+    made = vars(cuda)["symm_mem"]._group_name_to_workspace_tensor
     made["another group"] = torch.empty(100)
-    _cuda.note_torch_workspaces()
-    _cuda.note_torch_workspaces()
+    cuda.note_torch_workspaces()
+    cuda.note_torch_workspaces()
     made["another group"] = torch.empty(200)
-    _cuda.note_torch_workspaces()
-    assert _cuda._rendezvous == 2
+    cuda.note_torch_workspaces()
+    assert cuda._rendezvous == 2
 
     def answer(topic: str, value: Any) -> Any:
         found = same(topic, value)
@@ -238,6 +238,6 @@ def test_rendezvous_of_torchs_own_ops_are_counted(make: Any) -> None:
         return found
 
     behind, _ = make(answer)
-    vars(_cuda)["symm_mem"]._group_name_to_workspace_tensor["another group"] = torch.empty(100)
+    vars(cuda)["symm_mem"]._group_name_to_workspace_tensor["another group"] = torch.empty(100)
     with pytest.raises(Unsupported, match=r"found ranks that have made \[1, 0\] workspaces before"):
         behind.ensure(MIB)

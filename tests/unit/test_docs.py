@@ -18,7 +18,7 @@ import pytest
 from typer.main import get_command
 
 from agmm import _env
-from agmm.cli import app
+from agmm.cli.app import app
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]

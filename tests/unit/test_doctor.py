@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from agmm import _installation, doctor
-from agmm.doctor import Finding
+from agmm import _installation
+from agmm.cli import doctor
+from agmm.cli.doctor import Finding
 
 
 def _named(findings: list[Finding], name: str) -> Finding:
@@ -149,7 +150,7 @@ def test_what_stands_against_fusion_is_said(
 def test_pairs_without_atomics_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend_gpus(monkeypatch, (9, 0), peers=True)
     monkeypatch.setattr(doctor, "load_core", lambda: (_core(), None))
-    monkeypatch.setattr("agmm._links._core.peer_atomics", lambda a, b: a < b)
+    monkeypatch.setattr("agmm.runtime.devices._core.peer_atomics", lambda a, b: a < b)
     finding = doctor._links()
     assert "no native atomics between 1-0" in finding.found
     assert finding.meaning == "such groups take copy engines, never SM push"

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agmm import explain, tables
+from agmm.cli import explain
 from agmm.errors import InvalidArgument
-from agmm.plan import CPU, UNFUSED, KernelConfig, Plan, Problem, Row
-from agmm.tables import Key
+from agmm.planning import tables
+from agmm.planning.plans import CPU, UNFUSED, KernelConfig, Plan, Problem, Row
+from agmm.planning.tables import Key
 
 GPU = "nvidia-h200"
 PROBLEM = Problem(4096, 3576, 8192, world_size=4)  # in no packaged table

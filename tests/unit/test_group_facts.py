@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 import agmm
-from agmm import _call_plan, _env, _group, _links
+from agmm import _env
 from agmm.errors import InvalidArgument
+from agmm.planning import call_plans
+from agmm.runtime import devices, groups
 
 GPU = torch.device("cuda", 0)
 
@@ -21,10 +23,10 @@ GPU = torch.device("cuda", 0)
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This rank's GPU is GPU-a; nothing was asked for."""
     monkeypatch.delenv(_env.RESERVED_SMS.name, raising=False)
-    monkeypatch.setattr(_call_plan, "device_facts", lambda device: ("nvidia-h200", 132))
-    monkeypatch.setattr(_links, "uuid", lambda index: "GPU-a")
-    monkeypatch.setattr(_links, "visible", lambda: {"GPU-a": 0, "GPU-b": 1})
-    monkeypatch.setattr("agmm._links._core.peer_atomics", lambda a, b: True)
+    monkeypatch.setattr(call_plans, "device_facts", lambda device: ("nvidia-h200", 132))
+    monkeypatch.setattr(devices, "uuid", lambda index: "GPU-a")
+    monkeypatch.setattr(devices, "visible", lambda: {"GPU-a": 0, "GPU-b": 1})
+    monkeypatch.setattr("agmm.runtime.devices._core.peer_atomics", lambda a, b: True)
     yield
     agmm.reserve_sms(None)
 
@@ -34,14 +36,14 @@ def facts(
     peer: tuple[str, int, int],
     peers_links: str = "",
     host: str = "a",
-) -> _call_plan.GroupFacts:
+) -> call_plans.GroupFacts:
     """Of a group of two, whose other rank says this."""
     said = iter([json.dumps(peer), peers_links])
     group = mock.Mock(exchange=lambda topic, value: [value, next(said)], hosts=lambda: ["a", host])
-    monkeypatch.setattr(_group, "of", lambda _: group)
+    monkeypatch.setattr(groups, "of", lambda _: group)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
-    return _call_plan._agreed_facts(mock.Mock(), GPU)
+    return call_plans._agreed_facts(mock.Mock(), GPU)
 
 
 def test_two_gpus_over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,12 +54,12 @@ def test_two_gpus_over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_link_without_atomics_counts_for_all(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     peers_links = ""
     if by == "the driver":
-        monkeypatch.setattr("agmm._links._core.peer_atomics", lambda a, b: False)
+        monkeypatch.setattr("agmm.runtime.devices._core.peer_atomics", lambda a, b: False)
     elif by == "the peer":
         peers_links = "the link from GPU-b to GPU-a has no native atomics"
     else:
-        monkeypatch.setattr(_links, "visible", lambda: {"GPU-a": 0})
-        monkeypatch.setattr(_links, "_by_nvml", lambda own, peer: False)
+        monkeypatch.setattr(devices, "visible", lambda: {"GPU-a": 0})
+        monkeypatch.setattr(devices, "_by_nvml", lambda own, peer: False)
     with pytest.warns(
         UserWarning, match="^agmm takes no SM push: the link from GPU-. to GPU-. has"
     ):
@@ -65,29 +67,29 @@ def test_one_link_without_atomics_counts_for_all(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_link_that_cannot_be_asked_about_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_links, "visible", lambda: {"GPU-a": 0})
-    monkeypatch.setattr(_links, "_by_nvml", lambda own, peer: None)
+    monkeypatch.setattr(devices, "visible", lambda: {"GPU-a": 0})
+    monkeypatch.setattr(devices, "_by_nvml", lambda own, peer: None)
     with pytest.warns(UserWarning, match="it cannot be asked whether the link from GPU-a to GPU-b"):
         assert not facts(monkeypatch, ("GPU-b", 132, 0)).peer_atomics
 
 
 def test_links_to_another_host_are_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_links, "visible", lambda: {"GPU-a": 0})
-    monkeypatch.setattr(_links, "_by_nvml", lambda own, peer: None)
+    monkeypatch.setattr(devices, "visible", lambda: {"GPU-a": 0})
+    monkeypatch.setattr(devices, "_by_nvml", lambda own, peer: None)
     assert facts(monkeypatch, ("GPU-b", 132, 0), host="b").peer_atomics
 
 
 def test_nvml_is_asked_of_gpus_that_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_links, "visible", lambda: {"GPU-a": 0})
+    monkeypatch.setattr(devices, "visible", lambda: {"GPU-a": 0})
     nvml = mock.Mock()
     for name in ("nvmlInit_v2", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetP2PStatus"):
         getattr(nvml, name).return_value = 0
     monkeypatch.setattr("ctypes.CDLL", lambda name: nvml)
-    assert _links.why_no_atomics("GPU-a", ["GPU-a", "GPU-b"]) is None
+    assert devices.why_no_atomics("GPU-a", ["GPU-a", "GPU-b"]) is None
     asked = [call.args[0] for call in nvml.nvmlDeviceGetHandleByUUID.call_args_list]
     assert asked == [b"GPU-a", b"GPU-b"]
     nvml.nvmlDeviceGetHandleByUUID.return_value = 6
-    assert _links._by_nvml("GPU-a", "GPU-b") is None
+    assert devices._by_nvml("GPU-a", "GPU-b") is None
 
 
 def test_the_largest_number_counts_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,11 +128,11 @@ def test_other_groups_are_found(
     own, other = mock.Mock(), mock.Mock()
     other.size.return_value = size
     world = mock.Mock(pg_map={own: None, other: None})
-    monkeypatch.setattr(_call_plan, "_world", world)
+    monkeypatch.setattr(call_plans, "_world", world)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
-    assert _call_plan._wanted_sms(own) == wanted
+    assert call_plans._wanted_sms(own) == wanted
     monkeypatch.setenv(_env.RESERVED_SMS.name, "2")
-    assert _call_plan._wanted_sms(own) == 2
+    assert call_plans._wanted_sms(own) == 2
 
 
 def test_the_default_group_does_not_count() -> None:
@@ -138,11 +140,11 @@ def test_the_default_group_does_not_count() -> None:
     try:
         group = dist.new_group([0])
         with mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"):
-            assert not _call_plan._has_other_groups(group)
+            assert not call_plans._has_other_groups(group)
             with mock.patch.object(type(group), "size", return_value=2):
-                assert not _call_plan._has_other_groups(group)
+                assert not call_plans._has_other_groups(group)
                 everyone = dist.group.WORLD
                 assert everyone is not None
-                assert _call_plan._has_other_groups(everyone)
+                assert call_plans._has_other_groups(everyone)
     finally:
         dist.destroy_process_group()

@@ -9,7 +9,7 @@ import pytest
 from cmake_at_hand import CMAKE, CMAKES
 
 from agmm import _core
-from agmm.plan import KernelConfig
+from agmm.planning.plans import KernelConfig
 
 TABLE = Path(__file__).resolve().parents[2] / "src" / "gemm" / "kernels.cmake"
 

@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 
 import agmm
-from agmm import InvalidArgument, Unsupported, _call_plan, _scatter_plan, ops
+from agmm import InvalidArgument, Unsupported
 from agmm.nn import ColumnParallelLinear
+from agmm.ops import paths, scatter_plan
+from agmm.ops.async_input_mm import _async_input_mm_cpu
+from agmm.planning import call_plans
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 CONFIG_NAME = "128x256x64_2x1_cooperative/swizzle4/along_m"
@@ -29,7 +32,7 @@ def whole_numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0
 
 @pytest.fixture(autouse=True)
 def nothing_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_warned", set())
+    monkeypatch.setattr(paths, "_warned", set())
 
 
 @pytest.fixture
@@ -122,7 +125,7 @@ def test_async_input_mm_names_what_is_wrong(change: dict[str, Any], message: str
 @pytest.mark.parametrize(("change", "message"), DEVICE_FAULTS, ids=["b", "signals"])
 def test_async_input_mm_names_a_device(change: dict[str, Any], message: str) -> None:
     arguments = async_call(change)
-    assert refusal(lambda: ops._async_input_mm_cpu(*arguments)) == message
+    assert refusal(lambda: _async_input_mm_cpu(*arguments)) == message
 
 
 @pytest.mark.parametrize(("change", "message"), DEVICE_FAULTS, ids=["b", "signals"])
@@ -408,7 +411,7 @@ def test_strict_refuses_the_unfused_path(group: str, kind: str, reason: str) -> 
         lambda: all_gather_matmul(A, B, gather_dim=gather_dim, strict=True), Unsupported
     )
     assert message == f"{reason}; strict=True refuses the unfused path"
-    assert ops._warned == set()
+    assert paths._warned == set()
 
 
 def test_every_reason_is_warned_of(group: str) -> None:
@@ -642,7 +645,7 @@ def test_matmul_reduce_scatter_by_the_op_of_torch(
         return torch.matmul(*arguments[:2])
 
     monkeypatch.setattr(torch.ops.symm_mem, "fused_matmul_reduce_scatter", fused)
-    monkeypatch.setattr(_scatter_plan, "is_fused", lambda *_: True)
+    monkeypatch.setattr(scatter_plan, "is_fused", lambda *_: True)
     A, B, bias = whole_numbers(6, 4).t(), whole_numbers(6, 3, seed=1), whole_numbers(3, seed=2)
     out = agmm.matmul_reduce_scatter(A, B, reduce_op="avg", scatter_dim=-2, bias=bias)
     assert torch.equal(out, A @ B + bias)
@@ -690,9 +693,9 @@ def test_the_path_is_chosen_anew_whatever_was_called_before(
 
         return call
 
-    monkeypatch.setattr(ops, "_fused_cpu", noted("fused", ops._fused_cpu))
-    monkeypatch.setattr(ops, "_unfused", noted("unfused", ops._unfused))
-    monkeypatch.setattr(_call_plan, "prefers_unfused", lambda *_, **__: True)
+    monkeypatch.setattr(paths, "fused_cpu", noted("fused", paths.fused_cpu))
+    monkeypatch.setattr(paths, "unfused", noted("unfused", paths.unfused))
+    monkeypatch.setattr(call_plans, "prefers_unfused", lambda *_, **__: True)
     native = torch.ops.agmm._fused_all_gather_matmul_native
     for _ in range(2):
         all_gather_matmul(A, B)

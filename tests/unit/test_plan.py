@@ -11,10 +11,11 @@ from itertools import pairwise, product
 
 import pytest
 
-from agmm import cost_model, plan
-from agmm.plan import CPU, UNFUSED, KernelConfig, Plan, Planner, Problem, Row
+from agmm.planning import cost_model, heuristics, legality, plans
+from agmm.planning.planner import Planner
+from agmm.planning.plans import CPU, DEFAULT_GPU, UNFUSED, KernelConfig, Plan, Problem, Row
 
-KERNELS = plan.default_kernels(cost_model.DEFAULT_GPU)
+KERNELS = cost_model.default_kernels(DEFAULT_GPU)
 WIDE, SMALL = (
     KernelConfig.parse(f"{kernel}/swizzle2/along_m")
     for kernel in ("128x256x64_2x1_cooperative", "128x128x64_1x1_pingpong")
@@ -128,21 +129,24 @@ def test_other_names_are_refused(name: str) -> None:
 
 def test_parse_config() -> None:
     config = KERNELS[0]
-    assert plan.parse_config("") == (None, None)
-    assert plan.parse_config(config.name) == (config, None)
-    assert plan.parse_config(f"{config.name}/pull") == (config, "pull")
-    assert plan.parse_config(f"{config.name}/sm16x128+1") == (config, "sm16x128+1")
-    assert plan.parse_config(f"{config.kernel}/push") == (KernelConfig.parse(config.kernel), "push")
+    assert plans.parse_config("") == (None, None)
+    assert plans.parse_config(config.name) == (config, None)
+    assert plans.parse_config(f"{config.name}/pull") == (config, "pull")
+    assert plans.parse_config(f"{config.name}/sm16x128+1") == (config, "sm16x128+1")
+    assert plans.parse_config(f"{config.kernel}/push") == (
+        KernelConfig.parse(config.kernel),
+        "push",
+    )
     for name in ("fast", "3", "fast/pull", f"{config.name}/teleport", "/pull", "pull"):
         with pytest.raises(ValueError, match=r"^config: found '.*', wanted a name such as "):
-            plan.parse_config(name)
+            plans.parse_config(name)
 
 
 def test_sm_push_names() -> None:
-    for push in (plan.SmPush(16, 128), plan.SmPush(8, 256, 1), plan.SmPush(64, 96, 0, 4)):
-        assert plan.SmPush.parse(push.name) == push
-    assert plan.SmPush(8, 256, 1).name == "sm8x256+1"
-    assert plan.SmPush(64, 96, 0, 4).name == "sm64x96h4"
+    for push in (plans.SmPush(16, 128), plans.SmPush(8, 256, 1), plans.SmPush(64, 96, 0, 4)):
+        assert plans.SmPush.parse(push.name) == push
+    assert plans.SmPush(8, 256, 1).name == "sm8x256+1"
+    assert plans.SmPush(64, 96, 0, 4).name == "sm64x96h4"
     for name in (
         "push",
         "sm",
@@ -153,33 +157,33 @@ def test_sm_push_names() -> None:
         "xsm16x128",
         "sm8x8h0",
     ):
-        assert plan.SmPush.parse(name) is None
+        assert plans.SmPush.parse(name) is None
 
 
 def test_ctas_of_their_own_push_where_the_matmul_needs_it_fast() -> None:
     """120 of 132 multiprocessors have a tile, and the rows of the others are needed at 256 GB/s."""
     narrow = Problem(2048, 2112, 7168, world_size=4)
     kernel = KernelConfig(256, 144, 64, 2, 1, "cooperative")
-    transports = [p.transport for p in plan.usual_plans(narrow, kernel)]
+    transports = [p.transport for p in heuristics.usual_plans(narrow, kernel)]
     assert transports == ["push", "sm64x128h4"]
     wide = KernelConfig(128, 224, 64, 2, 1, "cooperative")
     few_free = Problem(1024, 3584, 8192, world_size=4)
-    assert [p.transport for p in plan.usual_plans(few_free, wide)] == ["push", "sm32x64"]
+    assert [p.transport for p in heuristics.usual_plans(few_free, wide)] == ["push", "sm32x64"]
 
 
 def test_one_peer_needs_ctas_of_their_own_sooner() -> None:
     """Measured at 129 GB/s: 57.5 us, 63.8 without them; no free multiprocessors: 61 and 137."""
     problem = Problem(784, 2048, 7168, world_size=2)
     free, taken = (KernelConfig(128, 128, 64, cluster_m, 1, "pingpong") for cluster_m in (1, 2))
-    assert [p.transport for p in plan.usual_plans(problem, free)] == ["push", "sm32x128h4"]
-    assert [p.transport for p in plan.usual_plans(problem, taken)] == ["push", "sm32x128"]
-    assert any(p.head_chunks for p in plan.sm_pushes(problem, free))
-    assert not any(p.head_chunks for p in plan.sm_pushes(problem, taken))
+    assert [p.transport for p in heuristics.usual_plans(problem, free)] == ["push", "sm32x128h4"]
+    assert [p.transport for p in heuristics.usual_plans(problem, taken)] == ["push", "sm32x128"]
+    assert any(p.head_chunks for p in heuristics.sm_pushes(problem, free))
+    assert not any(p.head_chunks for p in heuristics.sm_pushes(problem, taken))
     # At 65 GB/s they gain 2%, and in a K of 8 chunks there is little left for them.
     slow = Problem(720, 5120, 8192, world_size=2)
     tile = KernelConfig(128, 256, 64, 2, 1, "cooperative")
-    assert [p.transport for p in plan.usual_plans(slow, tile)] == ["push", "sm32x128"]
-    assert [p.transport for p in plan.usual_plans(problem._replace(k=1016), free)] == [
+    assert [p.transport for p in heuristics.usual_plans(slow, tile)] == ["push", "sm32x128"]
+    assert [p.transport for p in heuristics.usual_plans(problem._replace(k=1016), free)] == [
         "push",
         "sm32x128",
     ]
@@ -202,23 +206,25 @@ def test_bands_read_b_from_where_it_is_cheap(
     m: int, n: int, k: int, kernel: str, order: str
 ) -> None:
     config = KernelConfig.parse(f"{kernel}/swizzle2/along_m")
-    assert plan.usual_order(Problem(m, n, k, world_size=2), config).name == f"{kernel}/{order}"
+    assert (
+        heuristics.usual_order(Problem(m, n, k, world_size=2), config).name == f"{kernel}/{order}"
+    )
 
 
 def test_few_tiles_are_split() -> None:
     """64 tiles of 128 x 224 on 132 multiprocessors may be 128 halves, and no more."""
     problem = Problem(512, 3584, 8192, world_size=4)
     wide = next(kernel for kernel in KERNELS if kernel.tile_n == 224)
-    plans = plan.usual_plans(problem, wide)
+    plans = heuristics.usual_plans(problem, wide)
     assert [p.kernel.splits for p in plans if p.kernel] == [1, 1, 2, 2]
-    assert all(plan.why_illegal(problem, p, KERNELS) is None for p in plans)
+    assert all(legality.why_illegal(problem, p, KERNELS) is None for p in plans)
     thirds = Plan("push", replace(wide, splits=3))
     reason = "plan: found 3 splits of K for 128x224x64_2x1_cooperative, wanted 1 to 2"
-    assert plan.why_illegal(problem, thirds, KERNELS) == reason
-    assert plan.why_illegal(problem._replace(m=256), thirds, KERNELS) is None
+    assert legality.why_illegal(problem, thirds, KERNELS) == reason
+    assert legality.why_illegal(problem._replace(m=256), thirds, KERNELS) is None
     # One k tile cannot be split, nor what other kernels compute.
-    assert len(plan.usual_plans(problem._replace(k=64), wide)) == 2
-    assert "2 splits" in str(plan.why_illegal(problem, push(replace(WIDE, splits=2)), KERNELS))
+    assert len(heuristics.usual_plans(problem._replace(k=64), wide)) == 2
+    assert "2 splits" in str(legality.why_illegal(problem, push(replace(WIDE, splits=2)), KERNELS))
 
 
 def test_configs_and_problems_are_values() -> None:
@@ -238,10 +244,10 @@ def test_of_copies_every_field() -> None:
 # --- why_unfused ---
 
 
-@pytest.mark.parametrize("dtype", plan.FUSED_DTYPES)
+@pytest.mark.parametrize("dtype", plans.FUSED_DTYPES)
 def test_aligned_half_precision_is_fused(dtype: str) -> None:
     for n, k in product((8, 16, 1000, 28672), (8, 24, 4096)):
-        assert plan.why_unfused(dtype, n, k) is None
+        assert legality.why_unfused(dtype, n, k) is None
 
 
 @pytest.mark.parametrize(
@@ -261,7 +267,7 @@ def test_aligned_half_precision_is_fused(dtype: str) -> None:
     ],
 )
 def test_reasons_against_the_fused_path(dtype: str, n: int, k: int, reason: str) -> None:
-    assert plan.why_unfused(dtype, n, k) == reason
+    assert legality.why_unfused(dtype, n, k) == reason
 
 
 # --- why_illegal ---
@@ -271,8 +277,8 @@ def test_reasons_against_the_fused_path(dtype: str, n: int, k: int, reason: str)
 def test_what_the_planner_chooses_is_legal(problem: Problem) -> None:
     chosen = Planner(KERNELS).choose(problem, fused=True).plan
     assert chosen.transport == "push"
-    assert plan.why_illegal(problem, chosen, KERNELS) is None
-    assert plan.why_illegal(problem, UNFUSED, ()) is None
+    assert legality.why_illegal(problem, chosen, KERNELS) is None
+    assert legality.why_illegal(problem, UNFUSED, ()) is None
 
 
 @pytest.mark.parametrize(
@@ -320,12 +326,12 @@ def test_what_the_planner_chooses_is_legal(problem: Problem) -> None:
     ],
 )
 def test_illegal_plans(problem: Problem, found: Plan, reason: str) -> None:
-    assert reason in str(plan.why_illegal(problem, found, KERNELS))
+    assert reason in str(legality.why_illegal(problem, found, KERNELS))
 
 
 def test_the_cpu_takes_any_columns_and_chunks() -> None:
     problem = Problem(5, 3, 7, "float64", gpu=CPU)
-    assert plan.why_illegal(problem, Plan("push", chunks_per_shard=3), ()) is None
+    assert legality.why_illegal(problem, Plan("push", chunks_per_shard=3), ()) is None
 
 
 # --- the cost model ---
@@ -551,9 +557,9 @@ def test_a_little_slower_than_a_large_unfused_gather_is_fused() -> None:
     for m in range(520, 1200, 8):
         problem = Problem(m, 29568, 8192, world_size=2)  # B takes longer than any gather
         us = min(
-            plan.predict_us(problem, p) or 0.0
+            heuristics.predict_us(problem, p) or 0.0
             for kernel in KERNELS
-            for p in plan.usual_plans(problem, kernel)
+            for p in heuristics.usual_plans(problem, kernel)
         )
         late = (us - cost_model.unfused_us(problem)) / cost_model.all_gather_us(problem)
         behind.append(late)
@@ -597,7 +603,7 @@ def test_in_one_wave_idle_multiprocessors_leave_the_others_their_clock() -> None
 
 
 def test_an_unknown_gpu_gets_the_default_constants_and_its_own_multiprocessors() -> None:
-    assert cost_model.constants("nvidia-h999").gpu == cost_model.DEFAULT_GPU
+    assert cost_model.constants("nvidia-h999").gpu == DEFAULT_GPU
     problem = Problem(8192, 8192, 8192, gpu="nvidia-h999", sm_count=66)
     half, whole = (cost_model.fused_us(problem._replace(sm_count=c), WIDE) for c in (66, 0))
     assert half > 1.9 * whole
@@ -609,9 +615,9 @@ def test_an_unknown_gpu_gets_the_default_constants_and_its_own_multiprocessors()
 def test_choice_is_the_least_predicted_time() -> None:
     for problem in [*random_problems(60), Problem(1, 8, 8), Problem(7, 8, 8, world_size=7)]:
         choice = Planner(KERNELS).choose(problem)
-        assert plan.why_illegal(problem, choice.plan, KERNELS) is None
-        plans = [p for kernel in KERNELS for p in plan.usual_plans(problem, kernel)]
-        times = [plan.predict_us(problem, p) for p in plans]
+        assert legality.why_illegal(problem, choice.plan, KERNELS) is None
+        plans = [p for kernel in KERNELS for p in heuristics.usual_plans(problem, kernel)]
+        times = [heuristics.predict_us(problem, p) for p in plans]
         if problem.world_size > 1:
             times.append(cost_model.unfused_us(problem))
         assert choice.predicted_us == min(us for us in times if us is not None)
@@ -631,7 +637,7 @@ def test_choice_looks_at_the_problem() -> None:
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.kernel)
 def test_only_kernel_is_chosen(kernel: KernelConfig) -> None:
     assert Planner([kernel]).fused_plan(Problem(4096, 1000, 512)) == push(
-        plan.usual_order(Problem(4096, 1000, 512), kernel)
+        heuristics.usual_order(Problem(4096, 1000, 512), kernel)
     )
 
 
@@ -657,7 +663,7 @@ def test_what_the_kernels_cannot_compute_is_unfused() -> None:
     for problem in (Problem(8192, 8192, 8190), Problem(8192, 8192, 8192, "float32")):
         choice = Planner(KERNELS).choose(problem)
         assert choice.plan == UNFUSED
-        assert choice.source == plan.why_unfused(problem.dtype, problem.n, problem.k)
+        assert choice.source == legality.why_unfused(problem.dtype, problem.n, problem.k)
 
 
 def test_alternatives_are_sorted() -> None:
@@ -670,7 +676,7 @@ def test_alternatives_are_sorted() -> None:
 
 
 def test_every_order_of_a_kernel() -> None:
-    names = [config.name for config in plan.orders(WIDE)]
+    names = [config.name for config in heuristics.orders(WIDE)]
     assert len(set(names)) == 8
     assert all(KernelConfig.parse(name).kernel == WIDE.kernel for name in names)
 
@@ -699,7 +705,7 @@ def test_the_first_table_wins() -> None:
 def test_neighbours_that_agree_decide() -> None:
     chooses = planner(Row(2048, push(WIDE), 9e9), Row(8192, push(WIDE), 1.0))
     choice = chooses.choose(TUNED)
-    assert choice.plan == push(plan.usual_order(TUNED, WIDE)) != push(WIDE)
+    assert choice.plan == push(heuristics.usual_order(TUNED, WIDE)) != push(WIDE)
     assert "M=2048 and M=8192" in choice.source
     assert choice.row is None
 
@@ -718,7 +724,7 @@ def test_of_neighbours_that_disagree_the_faster_at_this_m_wins(m: int) -> None:
             rows = calibrated(2048, lower, first), calibrated(8192, upper, second)
             wanted = lower if model[lower] * first < model[upper] * second else upper
             found = planner(*rows, kernels=(WIDE, SMALL)).plan(problem)
-            assert found == push(plan.usual_order(problem, wanted))
+            assert found == push(heuristics.usual_order(problem, wanted))
 
 
 def test_the_models_favourite_takes_part() -> None:
@@ -743,10 +749,10 @@ def test_a_plan_of_a_row_is_rated_by_its_own_row() -> None:
 
 def test_sm_push_cut_anew_is_not_rated_by_how_fast_it_was_cut_otherwise() -> None:
     problem = TUNED._replace(m=4104)  # its shards end inside tiles
-    kernel = plan.usual_order(problem, WIDE)
+    kernel = heuristics.usual_order(problem, WIDE)
     row = Plan("sm8x256", kernel)
-    there = plan.predict_us(TUNED, row)
-    here = plan.predict_us(problem, plan.usual_plans(problem, kernel)[1])
+    there = heuristics.predict_us(TUNED, row)
+    here = heuristics.predict_us(problem, heuristics.usual_plans(problem, kernel)[1])
     assert there is not None and here is not None
     fast = planner(Row(4096, row, 0.5 * there), kernels=(WIDE,)).choose(problem)
     slow = planner(Row(4096, row, 2.0 * there), kernels=(WIDE,)).choose(problem)
@@ -885,10 +891,10 @@ def test_links_without_atomics_rule_out_sm_push() -> None:
     for problem in random_problems(100):
         without = problem._replace(peer_atomics=False)
         for p, _ in Planner(KERNELS).alternatives(without):
-            assert plan.SmPush.parse(p.transport) is None
+            assert plans.SmPush.parse(p.transport) is None
         if problem.world_size > 1:
-            assert plan.why_transport_illegal(without, SMALL, "sm16x128") == reason
-            assert plan.sm_pushes(without, SMALL) == []
+            assert legality.why_transport_illegal(without, SMALL, "sm16x128") == reason
+            assert heuristics.sm_pushes(without, SMALL) == []
 
 
 def test_rows_of_sm_push_are_passed_over_where_links_have_no_atomics() -> None:
@@ -902,7 +908,7 @@ def test_rows_of_sm_push_are_passed_over_where_links_have_no_atomics() -> None:
 
 def test_fewer_multiprocessors_take_no_split_that_needs_all() -> None:
     kernel = next(k for k in KERNELS if k.can_split and k.cluster_m == 2)
-    sms = cost_model.constants(cost_model.DEFAULT_GPU).sm_count
+    sms = cost_model.constants(DEFAULT_GPU).sm_count
     problem = Problem(2 * kernel.tile_m, 8 * kernel.tile_n, 8192, world_size=2)
     most = sms // 16
     row = Row(problem.m, Plan("push", replace(kernel, splits=most)), 50.0)

@@ -10,9 +10,11 @@ from statistics import median
 
 import pytest
 
-from agmm import plan, tables
-from agmm.cost_model import At, Tiling
-from agmm.plan import CPU, UNFUSED, Plan, Planner, Problem, Row, default_kernels, why_illegal
+from agmm.planning import heuristics, legality, planner, tables
+from agmm.planning.cost_model import At, Tiling, default_kernels
+from agmm.planning.legality import why_illegal
+from agmm.planning.planner import Planner
+from agmm.planning.plans import CPU, UNFUSED, Plan, Problem, Row
 
 GPU = "nvidia-h200"
 KERNELS = default_kernels(GPU)
@@ -56,13 +58,13 @@ def test_least_times_are_below_all_predictions() -> None:
     for problem in random_problems(150, 11):
         at = At(problem)
         for kernel in KERNELS:
-            for one in plan.usual_plans(problem, kernel):
+            for one in heuristics.usual_plans(problem, kernel):
                 assert one.kernel is not None
                 tiling = Tiling(problem, one.kernel)
-                is_pull = plan.copy_transports(problem, one.kernel)[0] == "pull"
+                is_pull = legality.copy_transports(problem, one.kernel)[0] == "pull"
                 can_push = not is_pull and problem.world_size > 1
                 least = at.least_us(tiling, at.load(tiling), is_pull, can_push)
-                predicted = plan.predict_us(problem, one)
+                predicted = heuristics.predict_us(problem, one)
                 assert predicted is not None
                 own = least[2] if one.transport.startswith("sm") else least[1]
                 assert max(least[0], own) <= predicted * (1 + 1e-9), (problem, one.name)
@@ -78,13 +80,13 @@ def test_kept_rows_are_legal_where_their_plans_are() -> None:
     seen = set()
     for problem in random_problems(400, 6):
         kernel = draw.choice(KERNELS)
-        usual = draw.choice(plan.usual_plans(problem, kernel))
+        usual = draw.choice(heuristics.usual_plans(problem, kernel))
         assert usual.kernel is not None
         transport = draw.choice([usual.transport, "push", "pull", "sm8x128", "sm8x128h4"])
         splits = draw.choice([1, 1, 2, 3, 8])
         tuned = Plan(transport, replace(usual.kernel, splits=splits))
         built = draw.sample(KERNELS, len(KERNELS) - 3)
-        kept = plan._KeptRow(problem, Row(problem.m, tuned, 1.0), "", built)
+        kept = planner._KeptRow(problem, Row(problem.m, tuned, 1.0), "", built)
         for m in (problem.m, 4 * problem.world_size, 1000 * problem.world_size):
             here = problem._replace(m=m)
             is_legal = kept.is_legal(At(here))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agmm import plots, reports
-from agmm._figure import PlotUnavailable
+from agmm.bench import plots, reports
+from agmm.bench.figures import PlotUnavailable
 from agmm.errors import InvalidArgument
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

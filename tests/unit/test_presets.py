@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agmm import presets
+from agmm.bench import presets
 from agmm.errors import InvalidArgument
 from agmm.testing.cases import Shape
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agmm import benchmarking, reports
-from agmm.benchmarking import Options
+from agmm.bench import benchmarking, reports
+from agmm.bench.benchmarking import Options
 from agmm.errors import InvalidArgument
 from agmm.testing.cases import Shape
 

@@ -74,55 +74,32 @@ CXX_RULES = {
     ),
 }
 
-# The commands, and what only they, the tests and the benchmarks use.
-COMMANDS = (
-    "__main__",
-    "_figure",
-    "_steps",
-    "_terminal",
-    "bench_command",
-    "benchmarking",
-    "cli",
-    "compare",
-    "demo",
-    "doctor",
-    "explain",
-    "plots",
-    "presets",
-    "reports",
-    "testing",
-    "timeline",
-    "tuner",
-)
 PYTHON_RULES = {
-    "legality and tables need no torch": Rule(
+    "plans need no torch": Rule(
         (
-            "python/agmm/plan.py",
-            "python/agmm/cost_model.py",
-            "python/agmm/tables/*.py",
+            *(
+                f"python/agmm/planning/{name}.py"
+                for name in ("plans", "legality", "heuristics", "cost_model", "planner")
+            ),
+            "python/agmm/planning/tables/*.py",
             "python/agmm/errors.py",
             "python/agmm/_env.py",
         ),
         ("torch",),
     ),
-    "the library does without what its commands use": Rule(
-        ("python/agmm/*.py",),
-        ("typer", "rich", "agmm.testing", *(f"agmm.{name}" for name in COMMANDS)),
+    "an op needs no extra": Rule(
+        tuple(
+            f"python/agmm/{package}/**/*.py"
+            for package in ("ops", "runtime", "planning", "nn", "integrations")
+        ),
+        ("typer", "rich", "agmm.testing", "agmm.bench", "agmm.cli"),
     ),
     "plotting is an extra": Rule(("python/agmm/**/*.py",), ("matplotlib",)),
     "test tools stay in tests": Rule(("python/agmm/**/*.py",), ("pytest", "hypothesis")),
     "a call goes down from the ops": Rule(
-        (
-            "python/agmm/plan.py",
-            "python/agmm/_call_plan.py",
-            "python/agmm/symmetric_memory.py",
-            "python/agmm/_cpu.py",
-            "python/agmm/_cuda.py",
-        ),
-        ("agmm.ops",),
+        ("python/agmm/planning/**/*.py", "python/agmm/runtime/**/*.py"), ("agmm.ops",)
     ),
 }
-COMMANDS_ARE_EXEMPT_FROM = "the library does without what its commands use"
 
 
 def _files(root: Path, rule: Rule) -> list[Path]:
@@ -188,12 +165,10 @@ def _imports(path: Path, package: str) -> Iterator[str]:
     yield from walk(ast.parse(path.read_text()).body)
 
 
-def python_violations(root: Path, rule: Rule, exempt: tuple[str, ...] = ()) -> list[str]:
+def python_violations(root: Path, rule: Rule) -> list[str]:
     """One line for each import in `root` that breaks `rule`."""
     found = []
     for path in _files(root, rule):
-        if path.stem in exempt:
-            continue
         package = ".".join(path.parent.relative_to(root / "python").parts)
         for name in sorted(set(_imports(path, package))):
             if any(name == banned or name.startswith(f"{banned}.") for banned in rule.forbidden):
@@ -211,9 +186,8 @@ def test_cxx_room(name: str) -> None:
 @pytest.mark.parametrize("name", PYTHON_RULES)
 def test_python_room(name: str) -> None:
     rule = PYTHON_RULES[name]
-    exempt = COMMANDS if name == COMMANDS_ARE_EXEMPT_FROM else ()
     assert _files(REPOSITORY, rule)
-    assert python_violations(REPOSITORY, rule, exempt) == []
+    assert python_violations(REPOSITORY, rule) == []
 
 
 def test_third_party_holds_no_vendored_code() -> None:
@@ -297,16 +271,16 @@ def test_include_is_found_through_a_header(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "path", "text"),
     [
-        ("legality and tables need no torch", "python/agmm/plan.py", "import torch.distributed"),
-        (COMMANDS_ARE_EXEMPT_FROM, "python/agmm/ops.py", "from .testing import timer"),
-        (COMMANDS_ARE_EXEMPT_FROM, "python/agmm/ops.py", "from agmm import cli"),
+        ("plans need no torch", "python/agmm/planning/plans.py", "import torch.distributed"),
+        ("an op needs no extra", "python/agmm/ops/paths.py", "from ..testing import timer"),
+        ("an op needs no extra", "python/agmm/ops/paths.py", "from agmm import cli"),
         (
             "plotting is an extra",
-            "python/agmm/timeline.py",
+            "python/agmm/bench/timeline.py",
             "try:\n    import matplotlib\nfinally: 1",
         ),
         ("test tools stay in tests", "python/agmm/testing/cases.py", "import hypothesis"),
-        ("a call goes down from the ops", "python/agmm/_cpu.py", "from . import ops"),
+        ("a call goes down from the ops", "python/agmm/runtime/cpu.py", "from .. import ops"),
     ],
 )
 def test_planted_import_is_found(tmp_path: Path, name: str, path: str, text: str) -> None:
@@ -323,6 +297,6 @@ def test_planted_import_is_found(tmp_path: Path, name: str, path: str, text: str
     ],
 )
 def test_lawful_import_passes(tmp_path: Path, text: str) -> None:
-    _plant(tmp_path, "python/agmm/plan.py", text + "\n")
-    rule = PYTHON_RULES["legality and tables need no torch"]
+    _plant(tmp_path, "python/agmm/planning/plans.py", text + "\n")
+    rule = PYTHON_RULES["plans need no torch"]
     assert python_violations(tmp_path, rule) == []

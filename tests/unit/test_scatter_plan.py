@@ -8,8 +8,10 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from agmm import _collectives, _cuda, _scatter_plan, cost_model
-from agmm.plan import Problem
+from agmm.ops import scatter_plan
+from agmm.planning import cost_model
+from agmm.planning.plans import Problem
+from agmm.runtime import collectives, cuda
 
 
 def scattered(rows: int, n: int, k: int, world_size: int = 4) -> Problem:
@@ -84,24 +86,24 @@ def test_never_on_the_cpu(
 ) -> None:
     monkeypatch.setattr(cost_model, "is_reduce_scatter_fused", lambda _: True)
     monkeypatch.setattr(cost_model, "is_gather_by_copies", lambda *_, **__: True)
-    monkeypatch.setattr(_cuda, "why_unfused", lambda _: None)
+    monkeypatch.setattr(cuda, "why_unfused", lambda _: None)
     monkeypatch.setattr(dist, "get_world_size", lambda _: 4)
-    everyone = _collectives.group_of(group)
+    everyone = collectives.group_of(group)
     A, B = torch.randn(shape, dtype=torch.bfloat16), torch.randn(32, 8, dtype=torch.bfloat16)
-    assert not _scatter_plan.is_fused(A, B, 0, everyone)
-    assert not _scatter_plan.is_gather_by_copies(A, A, B, everyone, is_scatter_fused=True)
+    assert not scatter_plan.is_fused(A, B, 0, everyone)
+    assert not scatter_plan.is_gather_by_copies(A, A, B, everyone, is_scatter_fused=True)
 
 
 def test_what_is_traced() -> None:
     tensor = torch.ones(2)
-    assert not _collectives.is_traced(tensor)
-    assert not _collectives.is_traced(torch.nn.Parameter(tensor))
+    assert not collectives.is_traced(tensor)
+    assert not collectives.is_traced(torch.nn.Parameter(tensor))
     with FakeTensorMode() as mode:
-        assert _collectives.is_traced(mode.from_tensor(tensor))
+        assert collectives.is_traced(mode.from_tensor(tensor))
     seen = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(_collectives.is_traced(x))
+        seen.append(collectives.is_traced(x))
         return x + 1
 
     make_fx(look, tracing_mode="real")(tensor)

@@ -12,18 +12,12 @@ from typing import Any
 
 import pytest
 
-from agmm import cost_model, tables
-from agmm.plan import (
-    UNFUSED,
-    KernelConfig,
-    Plan,
-    Planner,
-    Problem,
-    Row,
-    default_kernels,
-    why_illegal,
-)
-from agmm.tables import Key, NewerSchema, OtherTable, TableError
+from agmm.planning import cost_model, tables
+from agmm.planning.cost_model import default_kernels
+from agmm.planning.legality import why_illegal
+from agmm.planning.planner import Planner
+from agmm.planning.plans import UNFUSED, KernelConfig, Plan, Problem, Row
+from agmm.planning.tables import Key, NewerSchema, OtherTable, TableError
 
 GPU = "nvidia-h200"
 KERNEL = KernelConfig.parse("128x128x64_1x1_pingpong/swizzle4/along_n")

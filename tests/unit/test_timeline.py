@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from agmm import _figure, demo
-from agmm._figure import PlotUnavailable
+from agmm.bench import figures
+from agmm.bench.figures import PlotUnavailable
+from agmm.bench.timeline import ChunkEvent, draw, draw_ranks, trace, waited_share
+from agmm.cli import demo
 from agmm.errors import InvalidArgument
-from agmm.timeline import ChunkEvent, draw, draw_ranks, trace, waited_share
 
 
 def _event(chunk: int, arrived: int, start: int, end: int) -> ChunkEvent:
@@ -73,12 +74,12 @@ def test_pictures_begin_with_the_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, events: list[ChunkEvent], name: str
 ) -> None:
     pytest.importorskip("matplotlib")
-    figures: list[Any] = []
-    monkeypatch.setattr(_figure, "save", lambda figure, path: figures.append(figure))
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
     draw(events, tmp_path / "x.png", title="t")
     draw_ranks([events, events], tmp_path / "x.png", title="t", one_clock=False)
     draw_ranks([events, events], tmp_path / "x.png", title="t", one_clock=True)
-    labels = [figure.axes[-1].get_xlabel() for figure in figures]
+    labels = [figure.axes[-1].get_xlabel() for figure in drawn]
     first = name if name.startswith("first") else f"first {name}"
     assert labels == [
         f"time on rank 0 since the {name} (µs)",
@@ -86,7 +87,7 @@ def test_pictures_begin_with_the_call(
         f"time since the {first} of all ranks (µs)",
     ]
     begin = 1.0 if name == "call" else 0.0
-    for figure in figures:
+    for figure in drawn:
         # The first bar of the first lane begins where its event does, in µs after the origin.
         bars = [c for c in figure.axes[0].collections if c.get_paths()]
         assert min(c.get_paths()[0].vertices[:, 0].min() for c in bars) == pytest.approx(begin)
@@ -96,11 +97,11 @@ def test_what_arrived_before_the_call_is_in_the_picture(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
-    figures: list[Any] = []
-    monkeypatch.setattr(_figure, "save", lambda figure, path: figures.append(figure))
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
     early = [_event(0, 1_000, 1_000, 3_000), _event(1, 400, 3_000, 5_000)]
     draw(_called(early, 1_000), tmp_path / "x.png", title="t")
-    assert figures[0].axes[0].get_xlim()[0] < -0.6
+    assert drawn[0].axes[0].get_xlim()[0] < -0.6
 
 
 def test_no_events_are_refused(tmp_path: Path) -> None:

@@ -13,24 +13,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from agmm import cost_model, tables, tuner
+from agmm.bench import tuner
 from agmm.errors import InvalidArgument
-from agmm.plan import (
-    CPU,
-    UNFUSED,
-    KernelConfig,
-    Plan,
-    Problem,
-    Row,
-    default_kernels,
-    predict_us,
-    usual_plans,
-    why_illegal,
-)
-from agmm.tables import TableError
+from agmm.planning import tables
+from agmm.planning.cost_model import default_kernels
+from agmm.planning.heuristics import predict_us, usual_plans
+from agmm.planning.legality import why_illegal
+from agmm.planning.plans import CPU, DEFAULT_GPU, UNFUSED, KernelConfig, Plan, Problem, Row
+from agmm.planning.tables import TableError
 from agmm.testing.cases import Shape
 
-KERNELS = default_kernels(cost_model.DEFAULT_GPU)
+KERNELS = default_kernels(DEFAULT_GPU)
 GPU_PROBLEM = Problem(4096, 3584, 8192, world_size=4)
 CPU_PROBLEM = Problem(64, 8, 8, "float32", 2, gpu=CPU)
 

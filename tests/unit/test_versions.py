@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agmm import doctor
+from agmm.cli import doctor
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STAND_IN = """#!/usr/bin/env bash

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from agmm._collectives import group_of, group_or_default
 from agmm.errors import InvalidArgument
+from agmm.runtime.collectives import group_of, group_or_default
 
 # The meshes of groups that were given without one, by type of device; they end with their group.
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]]

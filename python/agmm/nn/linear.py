@@ -31,8 +31,8 @@ from agmm.nn._held import (
     one_below_another,
 )
 from agmm.nn._ranks import Ranks
-from agmm.ops import all_gather_matmul
-from agmm.reduce_scatter import matmul_reduce_scatter
+from agmm.ops.all_gather_matmul import all_gather_matmul
+from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
 
 class _Joined(NamedTuple):

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from agmm._collectives import name_of
 from agmm.errors import InvalidArgument
 from agmm.nn._ranks import group_of_mesh
-from agmm.ops import all_gather_matmul
-from agmm.reduce_scatter import matmul_reduce_scatter
+from agmm.ops.all_gather_matmul import all_gather_matmul
+from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from agmm.runtime.collectives import name_of
 
 
 class _Target(NamedTuple):

@@ -1,0 +1,341 @@
+"""Pictures of a report of `agmm bench`: time over the roof by M, and speed-ups as bars."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agmm.bench import figures
+from agmm.bench.reports import Report, shape_of, title_of, where
+from agmm.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+TIME_OVER_ROOF = "time_over_roof.png"
+SPEEDUP = "speedup.png"
+BASELINE = "unfused"
+ROOF = "roof"
+OURS = "agmm"
+
+_MAX_COLUMNS = 3
+_GROUPS_PER_ROW = 8
+_LOG_FROM_RATIO = 4.0
+"""A largest ratio from which the y axis is logarithmic."""
+_ROOF_SHOWN, _LOWEST_TOP = 2.0, 0.1
+"""The bars' y axis ends at most this many times as far above 1 as the highest bar, and no lower
+than that; a roof above is a number, so that it does not flatten the bars."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a way looks: colour by implementation, dashed or hatched as a CUDA graph, hollow or pale
+    where it returns A, thick for agmm."""
+
+    color: str
+    marker: str
+    graph: bool
+    returns_A: bool
+    emphasised: bool
+
+    @classmethod
+    def of(cls, name: str, others: Sequence[str]) -> Style:
+        """The style of a way; `others` are those unknown to this version, in their order."""
+        base = name.removesuffix("-graph")
+        family = base.removesuffix("-A")
+        looks = {
+            "agmm": (figures.VERMILION, "o"),
+            "unfused": (figures.GREY, "s"),
+            "torch-decomposed": (figures.SKY, "^"),
+            "torch-native": (figures.GREEN, "D"),
+        }
+        spare = [
+            (figures.BLUE, "v"),
+            (figures.PURPLE, "P"),
+            (figures.ORANGE, "X"),
+            (figures.BLACK, "*"),
+        ]
+        color, marker = looks[family] if family in looks else spare[others.index(name) % len(spare)]
+        return cls(
+            color,
+            marker,
+            graph=base != name,
+            returns_A=base.endswith("-A") or base == "torch-native",
+            emphasised=family == "agmm",
+        )
+
+
+def write(report: Report, folder: Path) -> tuple[list[Path], list[str]]:
+    """Writes the pictures that the report has the times for into `folder`, which is made.
+
+    Returns their paths, and for each picture left out why. Raises PlotUnavailable without
+    matplotlib, and InvalidArgument where the folder cannot be written to.
+    """
+    figures.need_matplotlib()
+    written, left_out = [], []
+    for name, draw in ((TIME_OVER_ROOF, time_over_roof), (SPEEDUP, speedup)):
+        try:
+            figure = draw(report)
+        except InvalidArgument as error:
+            left_out.append(f"no {name}: {error}")
+            continue
+        try:
+            figures.save(figure, folder / name)
+        except OSError as error:
+            raise InvalidArgument(f"plot: {folder} cannot be written to ({error})") from None
+        written.append(folder / name)
+    return written, left_out
+
+
+def time_over_roof(report: Report) -> Figure:
+    """Time over that of the matmul alone by M: a line per way, a panel per (N, K).
+
+    Raises InvalidArgument where no shape has a time of the roof and of another way.
+    """
+    panels: dict[tuple[int, int], dict[int, dict[str, float]]] = {}
+    for entry in report["shapes"]:
+        ratios = _ratios(entry, ROOF)
+        if ratios:
+            shape = shape_of(entry)
+            panels.setdefault((shape.N, shape.K), {})[shape.M] = ratios
+    if not panels:
+        raise InvalidArgument(
+            f"report: found no shape with times of {ROOF!r} and another way, wanted one"
+        )
+    names = _names(by_m for panel in panels.values() for by_m in panel.values())
+    styles = _styles(names)
+    columns = min(_MAX_COLUMNS, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    one_row = rows == 1
+    widths = [max(3.0, 1.4 * len(panel)) for panel in panels.values()] if one_row else None
+    figure = figures.new_figure(
+        max(8.0, sum(widths) + 1.0) if widths else 4.8 * columns, 4.0 * rows + 1.4
+    )
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=True, width_ratios=widths)
+    largest = max(r for panel in panels.values() for by_m in panel.values() for r in by_m.values())
+    for axes, ((n, k), panel) in zip(grid.flat, panels.items(), strict=False):
+        _ratio_panel(axes, panel, styles)
+        axes.set_title(f"N = {n} per rank, K = {k}", loc="left", fontsize=10)
+        axes.tick_params(labelleft=True)
+        if largest >= _LOG_FROM_RATIO:
+            axes.set_yscale("log", base=2)
+            _log2_ticks(axes.yaxis, [2.0**i for i in range(math.ceil(math.log2(largest)) + 1)])
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.remove()
+    for line in grid[:, 0]:
+        line.set_ylabel("time ÷ matmul alone")
+    _title(figure, report, "Time over the matmul alone (1 is the roof; lower is better)")
+    _legend(figure, _line_handles(styles))
+    return figure
+
+
+def speedup(report: Report) -> Figure:
+    """Bars of the time of all-gather then matmul over that of each way, a group per shape.
+
+    Bars start at 1, so that they point down where a way is slower. A line over each group, or a
+    number where that is far above, is the matmul alone. Raises InvalidArgument where no shape has
+    a time of the baseline and of another way.
+    """
+    groups: dict[Any, dict[str, float]] = {}
+    roofs: dict[Any, float] = {}
+    for entry in report["shapes"]:
+        ratios = _ratios(entry, BASELINE)
+        roof = ratios.pop(ROOF, None)
+        if ratios:
+            shape = shape_of(entry)
+            groups[shape] = {name: 1.0 / r for name, r in ratios.items()}
+            if roof is not None:
+                roofs[shape] = 1.0 / roof
+    if not groups:
+        raise InvalidArgument(
+            f"report: found no shape with times of {BASELINE!r} and another way, wanted one"
+        )
+    names = _names(groups.values())
+    styles = _styles(names)
+    rows = math.ceil(len(groups) / _GROUPS_PER_ROW)
+    per_row = math.ceil(len(groups) / rows)
+    width = max(8.0, 1.0 + per_row * (0.5 + 0.14 * len(names)))
+    figure = figures.new_figure(width, 3.9 * rows + 1.4)
+    highest = max(value for by_way in groups.values() for value in by_way.values())
+    needed = 1.1 * (max(highest, *roofs.values(), 1.0) - 1.0)
+    top = 1.0 + max(_LOWEST_TOP, min(needed, _ROOF_SHOWN * (highest - 1.0)))
+    shapes = list(groups)
+    for i, axes in enumerate(figure.subplots(rows, 1, squeeze=False, sharey=True).flat):
+        mine = shapes[i * per_row : (i + 1) * per_row]
+        _bar_row(axes, mine, groups, roofs, styles, top)
+        axes.set_xlim(-0.6, per_row - 0.4)
+        axes.set_ylabel("speed-up")
+    _title(figure, report, "Speed-up over all-gather, then matmul (higher is better)")
+    _legend(figure, _bar_handles(styles, bool(roofs)))
+    return figure
+
+
+def _ratio_panel(
+    axes: Axes, panel: Mapping[int, Mapping[str, float]], styles: Mapping[str, Style]
+) -> None:
+    ms = sorted(panel)
+    # Where there is one M, all points would lie on each other.
+    apart = 0.9 if len(ms) == 1 else 0.0
+    shifts = {n: 2.0 ** (apart * ((i + 0.5) / len(styles) - 0.5)) for i, n in enumerate(styles)}
+    for name, style in styles.items():
+        points = [(m, panel[m][name]) for m in ms if name in panel[m]]
+        if points:
+            axes.plot(
+                [m * shifts[name] for m, _ in points],
+                [ratio for _, ratio in points],
+                color=style.color,
+                marker=style.marker,
+                markerfacecolor="white" if style.returns_A else style.color,
+                linestyle=(0, (4, 2)) if style.graph else "-",
+                linewidth=2.6 if style.emphasised else 1.2,
+                markersize=7 if style.emphasised else 5,
+                alpha=1.0 if style.emphasised else 0.85,
+                zorder=3 if style.emphasised else 2,
+            )
+    for m in ms:
+        ours = panel[m].get(OURS)
+        if ours is not None:
+            _label(axes, m * shifts[OURS], ours, f"{ours:.2f}", below=True)
+    axes.axhline(1.0, color=figures.BLACK, linewidth=1.0, zorder=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(ms[0] * 2**-0.6, ms[-1] * 2**0.6)
+    _log2_ticks(axes.xaxis, ms)
+    axes.set_xlabel("M, gathered rows")
+    axes.margins(y=0.09)
+    figures.strip(axes, grid="y")
+
+
+def _label(axes: Axes, x: float, y: float, text: str, *, below: bool = False) -> None:
+    """A figure of agmm's beside its mark, legible on any line behind it."""
+    from matplotlib.patheffects import withStroke
+
+    axes.annotate(
+        text,
+        (x, y),
+        textcoords="offset points",
+        xytext=(0, -15 if below else 3),
+        ha="center",
+        fontsize=8.5,
+        fontweight="bold",
+        color=figures.VERMILION,
+        path_effects=[withStroke(linewidth=3.5, foreground="white")],
+        zorder=5,
+    )
+
+
+def _bar_row(
+    axes: Axes,
+    shapes: Sequence[Any],
+    groups: Mapping[Any, Mapping[str, float]],
+    roofs: Mapping[Any, float],
+    styles: Mapping[str, Style],
+    top: float,
+) -> None:
+    from matplotlib.ticker import FixedLocator
+
+    width = 0.86 / len(styles)
+    for place, shape in enumerate(shapes):
+        for i, (name, style) in enumerate(styles.items()):
+            value = groups[shape].get(name)
+            if value is None:
+                continue
+            x = place - 0.43 + (i + 0.5) * width
+            axes.bar(x, value - 1.0, width * 0.92, bottom=1.0, **_bar_look(style))
+            if name == OURS:
+                _label(axes, x, max(value, 1.0), f"{value:.2f}")
+        roof = roofs.get(shape)
+        if roof is not None and roof <= top:
+            axes.hlines(roof, place - 0.45, place + 0.45, color=figures.BLACK, linewidth=1.6)
+        elif roof is not None:
+            axes.text(place, top, f"roof ↑ {roof:.2f}", ha="center", va="top", fontsize=8.5)
+    axes.set_ylim(top=top)
+    axes.axhline(1.0, color=figures.BLACK, linewidth=1.0)
+    axes.xaxis.set_major_locator(FixedLocator(list(range(len(shapes)))))
+    axes.set_xticklabels([f"M = {s.M}\nN = {s.N}\nK = {s.K}" for s in shapes], fontsize=8.5)
+    axes.tick_params(axis="x", length=0)
+    figures.strip(axes, grid="y")
+
+
+def _bar_look(style: Style) -> dict[str, Any]:
+    return {
+        "facecolor": (style.color, 0.45 if style.returns_A else 1.0),
+        "edgecolor": "white" if style.graph else style.color,
+        "hatch": "////" if style.graph else None,
+        "linewidth": 0.0 if style.graph else 0.8,
+    }
+
+
+def _line_handles(styles: Mapping[str, Style]) -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    roof = Line2D([], [], color=figures.BLACK, linewidth=1.0, label=title_of(ROOF))
+    return [
+        *(
+            Line2D(
+                [],
+                [],
+                color=style.color,
+                marker=style.marker,
+                markerfacecolor="white" if style.returns_A else style.color,
+                linestyle=(0, (4, 2)) if style.graph else "-",
+                linewidth=2.6 if style.emphasised else 1.2,
+                label=title_of(name),
+            )
+            for name, style in styles.items()
+        ),
+        roof,
+    ]
+
+
+def _bar_handles(styles: Mapping[str, Style], with_roof: bool) -> list[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    bars = [Patch(label=title_of(name), **_bar_look(style)) for name, style in styles.items()]
+    roof = Line2D([], [], color=figures.BLACK, linewidth=1.6, label=title_of(ROOF))
+    return [*bars, roof] if with_roof else bars
+
+
+def _legend(figure: Figure, handles: list[Any]) -> None:
+    figure.legend(
+        handles=handles,
+        loc="outside lower left",
+        ncols=max(1, min(4, int(figure.get_size_inches()[0] // 2.8))),
+        fontsize=8.5,
+        frameon=False,
+        handlelength=3.2,
+    )
+
+
+def _title(figure: Figure, report: Report, text: str) -> None:
+    figure.suptitle(f"{text}\n{where(report)}", x=0.01, ha="left", fontsize=11)
+
+
+def _log2_ticks(axis: Any, values: Sequence[float]) -> None:
+    from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+
+    axis.set_major_locator(FixedLocator(list(values)))
+    axis.set_major_formatter(FixedFormatter([f"{value:g}" for value in values]))
+    axis.set_minor_locator(NullLocator())
+
+
+def _ratios(entry: dict[str, Any], base: str) -> dict[str, float]:
+    """The time of each other way over that of `base`; empty without one."""
+    times = {n: w["median_us"] for n, w in entry["ways"].items() if w["median_us"] is not None}
+    if base not in times:
+        return {}
+    return {name: us / times[base] for name, us in times.items() if name != base}
+
+
+def _names(ratios: Any) -> list[str]:
+    """All ways of these, agmm's last, so that they are drawn over the others."""
+    names = list(dict.fromkeys(name for by_way in ratios for name in by_way))
+    return sorted(names, key=lambda name: name.startswith("agmm"))
+
+
+def _styles(names: Sequence[str]) -> dict[str, Style]:
+    return {name: Style.of(name, list(names)) for name in names}

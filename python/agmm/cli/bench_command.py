@@ -1,0 +1,231 @@
+"""What `agmm bench` does with its options: run or read a report, compare it, draw it, or record
+timelines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from agmm import _core, _env
+from agmm.bench import benchmarking, figures, plots, presets, reports, timeline
+from agmm.bench.benchmarking import Options
+from agmm.cli import compare, demo
+from agmm.cli.terminal import check_writable, console
+from agmm.errors import InvalidArgument
+from agmm.testing.cases import Shape
+from agmm.testing.timer import SAMPLES
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of `agmm bench`. `source` is a report to take instead of a run, `timeline` the
+    shapes to record, which is done instead of timing."""
+
+    shapes: presets.ShapeOptions
+    ways: Sequence[str] | None = None
+    device: str = "auto"
+    world_size: int | None = None
+    dtype: torch.dtype | None = None
+    samples: int = SAMPLES
+    limit_s: float = benchmarking.LIMIT_S
+    json_path: Path | None = None
+    source: Path | None = None
+    compare: Path | None = None
+    plot: Path | None = None
+    timeline: str | None = None
+
+    def check(self) -> None:
+        """Raises InvalidArgument for options that do not go together."""
+        named = self.shapes
+        by_preset = named.model or named.file or named.tokens
+        excluded: list[tuple[str, object, str, object]] = [
+            ("--from", self.source, "--json", self.json_path),
+            ("--from", self.source, "--file or --model", by_preset),
+            ("--timeline", self.timeline, "--from", self.source),
+            ("--timeline", self.timeline, "--compare", self.compare),
+            ("--timeline", self.timeline, "--json", self.json_path),
+            ("--timeline", self.timeline, "--ways", self.ways),
+            ("--timeline", self.timeline, "--shapes, --file or --model", named.shapes or by_preset),
+        ]
+        for option, value, other, other_value in excluded:
+            if value is not None and other_value is not None:
+                raise InvalidArgument(f"{option}: found it with {other}, wanted one of the two")
+
+
+def list_ways() -> None:
+    """Prints the ways with their titles."""
+    for way in benchmarking.WAYS.values():
+        print(f"{way.name:26}{way.title}{'' if way.on_cpu else ' (GPUs only)'}")
+
+
+class Found(NamedTuple):
+    """'way at shape' for each wrong result of the report, and for each way of agmm that failed."""
+
+    wrong: list[str]
+    failed: list[str]
+
+
+def run(request: Request) -> Found:
+    """Does what the options say.
+
+    Under torchrun every rank calls this; rank 0 alone prints and writes.
+
+    Raises:
+        InvalidArgument: options that cannot be, or a report that cannot be read.
+        PlotUnavailable: pictures are wanted and matplotlib is not installed; before any run.
+    """
+    request.check()
+    if request.timeline is not None:
+        _record(request, presets.parse_shapes(request.timeline, "--timeline"))
+        return Found([], [])
+    if request.plot is not None:
+        figures.need_matplotlib()
+        _make(request.plot)
+    old = None if request.compare is None else reports.read(request.compare)
+    stderr = console(stderr=True)
+    if request.source is None:
+        report = _measure(request, stderr)
+    else:
+        report, old = _read(request, request.source, old)
+    if report is None:
+        return Found([], [])
+    _write(report, request, stderr)
+    if old is not None:
+        compare.render(compare.compare(old, report), console())
+    if request.plot is not None:
+        written, left_out = plots.write(report, request.plot)
+        for line in (*(f"wrote {path}" for path in written), *left_out):
+            stderr.print(line, soft_wrap=True, markup=False)
+    failed = benchmarking.failed_ways(report) if request.source is None else []
+    return Found(benchmarking.wrong_ways(report), failed)
+
+
+def _write(report: reports.Report, request: Request, stderr: Console) -> None:
+    if request.json_path is not None:
+        benchmarking.write_json(report, request.json_path)
+        stderr.print(f"wrote {request.json_path}", soft_wrap=True, markup=False)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgument(f"plot: {folder} cannot be made ({error})") from None
+
+
+def _read(
+    request: Request, source: Path, old: reports.Report | None
+) -> tuple[reports.Report, reports.Report | None]:
+    """The report of the file and the old one, both narrowed to the shapes and ways wanted. Prints
+    its tables where nothing else is to be done with it."""
+    listed = request.shapes.shapes
+    shapes = None if listed is None else presets.parse_shapes(listed, "--shapes")
+    report = reports.narrow(reports.read(source), shapes, request.ways)
+    if request.compare is None and request.plot is None:
+        benchmarking.render(report, console())
+    if old is not None:
+        old = reports.narrow(old, shapes, request.ways, missing_ok=True)
+    return report, old
+
+
+def _measure(request: Request, stderr: Console) -> reports.Report | None:
+    """Runs the benchmark and prints its tables; None on torchrun's other ranks. What is there when
+    it ends early is printed and written."""
+    _env.check()
+    if request.json_path is not None and benchmarking.is_rank_0():
+        check_writable(request.json_path, "--json")
+    kind, ranks = demo.choose(request.device, benchmarking.world_size_or(request.world_size))
+    options = Options(
+        device=kind,
+        world_size=ranks,
+        shapes=request.shapes.read(ranks) if request.shapes.given else None,
+        ways=request.ways,
+        dtype=request.dtype,
+        samples=request.samples,
+        limit_s=request.limit_s,
+    )
+
+    def progress(line: str) -> None:
+        if benchmarking.is_rank_0():
+            stderr.print(line)
+
+    begun: list[reports.Report] = []
+
+    def keep() -> None:
+        if benchmarking.is_rank_0() and begun and begun[0]["shapes"]:
+            _write(begun[0], request, stderr)
+            benchmarking.render(begun[0], console())
+
+    try:
+        report = benchmarking.run(options, progress, begun.append, keep)
+    except BaseException:
+        keep()
+        raise
+    if not benchmarking.is_rank_0():
+        return None
+    benchmarking.render(report, console())
+    return report
+
+
+def _record(request: Request, shapes: Sequence[Shape]) -> None:
+    """Records one call of each shape on every rank and writes its trace and its picture."""
+    _env.check()
+    kind, ranks = demo.choose(request.device, benchmarking.world_size_or(request.world_size))
+    options = Options(
+        device=kind, world_size=ranks, shapes=shapes, ways=["agmm"], dtype=request.dtype
+    ).resolved()
+    if kind == "cuda":
+        _need_timed_kernel(options)
+    stderr = console(stderr=True)
+    leads = benchmarking.is_rank_0()
+    folder = Path() if request.plot is None else request.plot
+    _make(folder)
+    where = "GPUs" if kind == "cuda" else "CPU processes"
+    one_clock = kind == "cpu"  # the timers of two GPUs are not known to be in step
+    with benchmarking.ranks(kind, ranks) as call:
+        for i, shape in enumerate(shapes, 1):
+            if leads:
+                stderr.print(f"[{i}/{len(shapes)}] {shape}: recording one call on {ranks} {where}")
+            by_rank = call(record_all_ranks, shape, options)
+            if not leads:
+                continue
+            title = f"agmm on {ranks} {where}, M x N x K = {shape.M} x {shape.N} x {shape.K}"
+            path = folder / f"timeline-{shape}.json"
+            try:
+                timeline.write_trace(by_rank, path, title=title, one_clock=one_clock)
+                lines = [f"wrote {path}"]
+                try:
+                    timeline.draw_ranks(
+                        by_rank, path.with_suffix(".png"), title=title, one_clock=one_clock
+                    )
+                    lines.append(f"wrote {path.with_suffix('.png')}")
+                except figures.PlotUnavailable as error:
+                    lines.append(f"no picture: {error}")
+            except OSError as error:
+                raise InvalidArgument(f"plot: {folder} cannot be written to ({error})") from None
+            for line in lines:
+                stderr.print(line, soft_wrap=True, markup=False)
+
+
+def _need_timed_kernel(options: Options) -> None:
+    if options.dtype is not torch.bfloat16:
+        raise InvalidArgument(
+            f"dtype: found {options.dtype}, wanted torch.bfloat16, that of the timed kernel"
+        )
+    if not any(kernel.timed for kernel in _core.kernels()):
+        raise InvalidArgument("timeline: found a build without the timed kernel, wanted one")
+
+
+def record_all_ranks(shape: Shape, options: Options) -> list[list[timeline.ChunkEvent]]:
+    """One call's times on every rank. Every rank of the default group calls this."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, demo.record_timeline(shape, options))
+    if options.device == "cuda":
+        benchmarking.release_memory(torch.device("cuda", torch.cuda.current_device()))
+    return everyone

@@ -1,0 +1,415 @@
+"""What this machine has, and what that means for a user of agmm."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.markup import escape
+from rich.table import Table
+
+from agmm import _env, _installation
+from agmm._installation import load_core, version
+from agmm.cli.terminal import plain_table, size
+from agmm.errors import InvalidArgument
+
+torch, _torch_error = _installation.load_torch()
+
+Status = Literal["ok", "note", "broken"]
+
+HOPPER = (9, 0)
+_OLDEST_PYTHON = (3, 10)
+_OLDEST_TORCH = (2, 11)
+_SHM = Path("/dev/shm")
+_SMALL_SHM_BYTES = 256 * 2**20
+_INTERESTING_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "NCCL_NVLS_ENABLE",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST",
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fact, and its meaning for the user. 'broken' means that agmm cannot work as installed."""
+
+    name: str
+    found: str
+    meaning: str
+    status: Status = "ok"
+
+
+def machine_facts() -> dict[str, Any]:
+    """Machine and versions, for reports: strings, numbers and lists only; None where unknown."""
+    count = 0 if torch is None else torch.cuda.device_count()
+    gpus = [torch.cuda.get_device_name(i) for i in range(count)]
+    return {
+        "device_name": gpus[0] if gpus else processor_name(),
+        "gpus": gpus,
+        "host_cores": os.cpu_count(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": None if torch is None else torch.__version__,
+        "cuda": None if torch is None else torch.version.cuda,
+        "nccl": nccl_version(),
+        "driver": driver_version(),
+        "agmm": version(),
+    }
+
+
+def nccl_version() -> str | None:
+    """The version of the NCCL that torch uses."""
+    if torch is None:
+        return None
+    dist = torch.distributed
+    if not (torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available()):
+        return None
+    return ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, as the kernel module or NVML states it."""
+    try:
+        line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        line = ""
+    found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", line)
+    if found:
+        return found.group(1)
+    version: str | None = _nvml(lambda nvml: _text(nvml.nvmlSystemGetDriverVersion()))
+    return version
+
+
+def processor_name() -> str:
+    """The CPU's model name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.machine()
+
+
+def diagnose() -> list[Finding]:
+    """Looks at everything in turn; never raises for what it finds. The last one is the verdict."""
+    core, core_error = load_core()
+    findings = [_python(), _torch(), _agmm(core, core_error), _kernels(core), _driver()]
+    if torch is not None:
+        findings += [_gpus(), _links(), _symmetric_memory(), _collectives()]
+    findings += [_shared_memory(), _variables(core), _tuned_plans(), _plots()]
+    return [*findings, _verdict(core)]
+
+
+def table(findings: list[Finding]) -> Table:
+    """The findings as a table."""
+    marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "broken": "[bold red]BROKEN[/]"}
+    out = plain_table()
+    out.add_column("")
+    out.add_column("what", no_wrap=True)
+    out.add_column("found", overflow="fold", ratio=1)
+    out.add_column("what it means", overflow="fold", ratio=1)
+    for f in findings:
+        out.add_row(marks[f.status], f.name, escape(f.found), escape(f.meaning))
+    return out
+
+
+def is_broken(findings: list[Finding]) -> bool:
+    """Whether any finding says that agmm cannot work as installed."""
+    return any(f.status == "broken" for f in findings)
+
+
+def _python() -> Finding:
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.platform != "linux":
+        return Finding("Python", found, "agmm runs on Linux only", "broken")
+    if sys.version_info < _OLDEST_PYTHON:
+        oldest = ".".join(map(str, _OLDEST_PYTHON))
+        return Finding("Python", found, f"agmm needs Python {oldest} or later", "broken")
+    return Finding("Python", found, "supported")
+
+
+def _torch() -> Finding:
+    if torch is None:
+        oldest = ".".join(map(str, _OLDEST_TORCH))
+        meaning = f"agmm needs torch {oldest} or later: install it, or repair what is here"
+        return Finding("torch", f"does not load: {_torch_error}", meaning, "broken")
+    found = f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}"
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if version < _OLDEST_TORCH:
+        oldest = ".".join(map(str, _OLDEST_TORCH))
+        return Finding("torch", found, f"agmm needs torch {oldest} or later", "broken")
+    if torch.version.cuda is None:
+        return Finding("torch", found, "CPU tensors only: this torch knows no CUDA", "note")
+    return Finding("torch", found, "supported")
+
+
+def _agmm(core: Any, core_error: str | None) -> Finding:
+    here = version() or "not installed as a package"
+    if core is None:
+        return Finding("agmm", f"{here}; agmm._core: {core_error}", "reinstall it", "broken")
+    if core.__version__ != here:
+        found = f"{here}, but agmm._core is {core.__version__}"
+        return Finding("agmm", found, "the compiled part is stale: reinstall", "broken")
+    if _installation.import_error is not None and torch is not None:
+        return Finding("agmm", str(_installation.fault()), "reinstall it", "broken")
+    if core.fault:
+        found = f"{here}, built with the deliberate fault {core.fault}"
+        return Finding("agmm", found, "a test build, results are wrong: reinstall it", "broken")
+    if core.stress_delays:
+        found = f"{here}, built with delays at random"
+        return Finding("agmm", found, "a test build, slow: reinstall it", "note")
+    return Finding("agmm", here, "the compiled part loads")
+
+
+def _kernels(core: Any) -> Finding:
+    if core is None or not core.cuda_built:
+        meaning = "no fused CUDA op: CUDA tensors take all-gather + matmul; CPU tensors are served"
+        if shutil.which("nvcc") is not None:
+            meaning += "; nvcc is here: reinstall with AGMM_CUDA=ON for it"
+        return Finding("CUDA kernels", "not built", meaning, "note")
+    names = [k.name for k in core.kernels()]
+    if not names:
+        return Finding("CUDA kernels", "built with CUDA, 0 kernels", "reinstall it", "broken")
+    return Finding("CUDA kernels", f"{len(names)}: {', '.join(names)}", "built for sm_90a (Hopper)")
+
+
+def _driver() -> Finding:
+    found = driver_version()
+    if found is None:
+        return Finding("NVIDIA driver", "none found", "GPUs cannot be used", "note")
+    if torch is None or torch.version.cuda is None:
+        return Finding("NVIDIA driver", found, "-")
+    if not torch.cuda.is_available():
+        meaning = "torch cannot use the GPUs: the driver may be too old for its CUDA, or hidden"
+        return Finding("NVIDIA driver", found, meaning, "note")
+    return Finding("NVIDIA driver", found, "torch can use it")
+
+
+def _gpus() -> Finding:
+    count = torch.cuda.device_count()
+    if count == 0:
+        return Finding("GPUs", "none", "`agmm demo` and `agmm bench` use CPU processes", "note")
+    each = []
+    for i in range(count):
+        p = torch.cuda.get_device_properties(i)
+        each.append(
+            f"{i}: {p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB, "
+            f"{p.multi_processor_count} SMs"
+        )
+    if not _all_hopper():
+        meaning = "the fused kernels need Hopper (sm_90); others take all-gather + matmul"
+        return Finding("GPUs", "\n".join(each), meaning, "note")
+    if count == 1:
+        return Finding("GPUs", each[0], "one rank fits; overlap needs at least 2", "note")
+    return Finding("GPUs", "\n".join(each), "Hopper: the fused kernels run here")
+
+
+def _links() -> Finding:
+    count = torch.cuda.device_count()
+    if count < 2:
+        return Finding("GPU links", "-", "nothing to link")
+    without = _pairs_without_access()
+    nvlinks = _nvml(lambda nvml: [_active_nvlinks(nvml, i) for i in range(count)])
+    links = f"; active NVLinks per GPU: {nvlinks}" if nvlinks is not None else ""
+    if without:
+        found = f"no peer access between {', '.join(f'{i}-{j}' for i, j in without)}{links}"
+        return Finding("GPU links", found, "such pairs take all-gather + matmul", "note")
+    lossy = _pairs_without_atomics()
+    if lossy:
+        pairs = ", ".join(f"{i}-{j}" for i, j in lossy)
+        found = f"peer access between all pairs, no native atomics between {pairs}{links}"
+        return Finding("GPU links", found, "such groups take copy engines, never SM push", "note")
+    return Finding("GPU links", f"peer access between all pairs{links}", "ranks can push to peers")
+
+
+def _symmetric_memory() -> Finding:
+    name = "symmetric memory"
+    if torch.cuda.device_count() == 0:
+        return Finding(name, "POSIX shared memory (CPU)", "CPU ranks exchange chunks through it")
+    try:
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        buffer = _SymmetricMemory.empty_strided_p2p(
+            (1024,), (1,), torch.uint8, torch.device("cuda", torch.cuda.current_device())
+        )
+        del buffer
+    except Exception as e:
+        found = (
+            f"torch cannot allocate it: {str(e).splitlines()[0] if str(e) else type(e).__name__}"
+        )
+        return Finding(name, found, "CUDA tensors take all-gather + matmul", "note")
+    return Finding(name, "torch allocates it", "ranks on this host's GPUs can push to each other")
+
+
+def _collectives() -> Finding:
+    dist = torch.distributed
+    if not dist.is_available():
+        return Finding("collectives", "torch.distributed is missing", "no groups", "broken")
+    found = [n for n, there in (("gloo", dist.is_gloo_available()),) if there]
+    if dist.is_nccl_available():
+        found.append(f"nccl {nccl_version() or ''}".strip())
+    if "gloo" not in found:
+        return Finding("collectives", ", ".join(found), "no gloo: no CPU ranks", "note")
+    meaning = "groups of GPUs and of CPU processes" if len(found) > 1 else "groups of CPU processes"
+    return Finding("collectives", ", ".join(found), meaning)
+
+
+def _shared_memory() -> Finding:
+    name = "shared memory"
+    try:
+        stat = os.statvfs(_SHM)
+    except OSError as e:
+        return Finding(name, f"{_SHM}: {e.strerror}", "CPU ranks cannot share memory", "broken")
+    free, total = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
+    found = f"{_SHM}: {size(free)} of {size(total)} free"
+    meaning = "each CPU rank takes twice the gathered A"
+    if free < _SMALL_SHM_BYTES:
+        meaning += "; that is little here (in a container: --shm-size or --ipc=host)"
+        return Finding(name, found, meaning, "note")
+    return Finding(name, found, meaning)
+
+
+def _variables(core: Any) -> Finding:
+    set_here = {
+        n: v
+        for n, v in sorted(os.environ.items())
+        if n.startswith("AGMM_") or n in _INTERESTING_VARIABLES
+    }
+    found = "\n".join(f"{n}={v}" for n, v in set_here.items()) or "none set"
+    if core is None:
+        return Finding("environment", found, "-")
+    try:
+        _env.check()
+    except InvalidArgument as e:
+        return Finding("environment", found, str(e), "broken")
+    limit = f"a wait ends the process after {core.timeout_seconds():g} s"
+    unknown = _env.unknown()
+    if unknown:
+        return Finding("environment", found, f"{limit}; unknown: {', '.join(unknown)}", "note")
+    return Finding("environment", found, limit)
+
+
+def _tuned_plans() -> Finding:
+    name = "tuned plans"
+    if _installation.import_error is not None:  # what reads them asks the core
+        return Finding(name, "not looked at", "-")
+    from agmm.planning import tables
+
+    try:
+        folder = tables.user_folder()
+    except tables.TableError as e:
+        return Finding(name, str(e), "`agmm tune` cannot keep its plans", "note")
+    if folder is None:
+        return Finding(name, "AGMM_CACHE=off", "the packaged tables and the cost model choose")
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        found = f"{folder}: {there} is no folder that can be written to"
+        return Finding(name, found, "`agmm tune` cannot keep its plans", "note")
+    return Finding(name, str(folder), "where `agmm tune` keeps them")
+
+
+def _plots() -> Finding:
+    try:
+        found = importlib.metadata.version("matplotlib")
+    except importlib.metadata.PackageNotFoundError:
+        meaning = "`agmm demo` draws no picture; pip install 'agmm[plot]' for it"
+        return Finding("matplotlib", "not installed", meaning, "note")
+    return Finding("matplotlib", found, "`agmm demo` draws its picture")
+
+
+def _verdict(core: Any) -> Finding:
+    name = "all in all"
+    if torch is None:
+        return Finding(name, "agmm does not load", "install torch", "broken")
+    if core is None or _installation.import_error is not None:
+        return Finding(name, "agmm does not load", "reinstall it", "broken")
+    if core.fault:
+        return Finding(name, "a test build with a deliberate fault", "reinstall it", "broken")
+    cpu = "CPU tensors: fused, over shared memory"
+    reason = _why_not_fused(core)
+    if reason is None:
+        return Finding(name, f"{cpu}\nCUDA tensors: fused", "`agmm demo` runs on GPUs")
+    found = f"{cpu}\nCUDA tensors: all-gather + matmul ({reason})"
+    return Finding(name, found, "`agmm demo` shows what works here", "note")
+
+
+def _why_not_fused(core: Any) -> str | None:
+    if torch.cuda.device_count() == 0:
+        return "no GPU"
+    if not core.cuda_built:
+        return "kernels not built"
+    if not _all_hopper():
+        return "not all GPUs are Hopper"
+    if _pairs_without_access():
+        return "no peer access"
+    return None
+
+
+def _all_hopper() -> bool:
+    return all(
+        torch.cuda.get_device_capability(i) == HOPPER for i in range(torch.cuda.device_count())
+    )
+
+
+def _pairs_without_access() -> list[tuple[int, int]]:
+    count = torch.cuda.device_count()
+    return [
+        (i, j)
+        for i in range(count)
+        for j in range(count)
+        if i != j and not torch.cuda.can_device_access_peer(i, j)
+    ]
+
+
+def _pairs_without_atomics() -> list[tuple[int, int]]:
+    core, _ = load_core()
+    if core is None or not core.cuda_built:
+        return []
+    from agmm.runtime import devices
+
+    try:
+        return devices.pairs_without_atomics()
+    except RuntimeError:  # the driver does not say
+        return []
+
+
+def _active_nvlinks(nvml: Any, index: int) -> int:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    active = 0
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            active += int(nvml.nvmlDeviceGetNvLinkState(handle, link) == 1)
+        except nvml.NVMLError:
+            break
+    return active
+
+
+def _nvml(read: Callable[[Any], Any]) -> Any:
+    """What `read` gets from NVML; None without nvidia-ml-py or a driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return read(pynvml)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

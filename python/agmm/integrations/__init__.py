@@ -1,0 +1,1 @@
+"""agmm inside other libraries."""

@@ -1,0 +1,298 @@
+"""``agmm.all_gather_matmul`` and its torch ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, cast, overload
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from agmm.errors import InvalidArgument
+from agmm.ops.autograd import AllGatherMatmul
+from agmm.ops.checks import check_gatherable
+from agmm.ops.library import library
+from agmm.ops.operands import autocast, check_operands, is_plain, is_watched
+from agmm.ops.paths import run
+from agmm.planning.plans import KernelConfig
+from agmm.runtime.collectives import (
+    group_of,
+    group_of_size,
+    group_or_default,
+    name_of,
+    world_size_of,
+)
+
+
+def _all_gather_matmul_impl(
+    A_shard: torch.Tensor,
+    Bs: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    group_name: str,
+    world_size: int,
+    gather_dim: int,
+    return_A: bool,
+    config: str,
+    strict: bool,
+    save_gathered: bool = False,
+    prefer_fused: bool = False,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    group = group_of_size(group_name, world_size)
+    A, outs = run(A_shard, Bs, biases, group, gather_dim, return_A, config, strict, prefer_fused)
+    return (A_shard.new_empty(0) if A is None else A), outs
+
+
+def _all_gather_matmul_fake(
+    A_shard: torch.Tensor,
+    Bs: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    group_name: str,
+    world_size: int,
+    gather_dim: int,
+    return_A: bool,
+    config: str,
+    strict: bool,
+    save_gathered: bool = False,
+    prefer_fused: bool = False,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    check_gatherable(A_shard, Bs, biases, gather_dim, world_size)
+    shape = list(A_shard.shape)
+    shape[gather_dim] = shape[gather_dim] * world_size
+    A = A_shard.new_empty(shape if return_A else 0)
+    return A, [A_shard.new_empty(*shape[:-1], B.shape[1]) for B in Bs]
+
+
+def _all_gather_matmul_autograd(
+    A_shard: torch.Tensor,
+    Bs: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    *settings: Any,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    given = A_shard, *Bs, *biases
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+        A, *outs = AllGatherMatmul.apply(len(Bs), settings, *given)
+        return A, outs
+    with torch._C._AutoDispatchBelowAutograd():
+        A, outs = torch.ops.agmm._all_gather_matmul.default(A_shard, Bs, biases, *settings)
+    return A, outs
+
+
+def _dispatched(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    group_name: str,
+    *settings: Any,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A call that the dispatcher sees."""
+    check_operands(A_shard, Bs, biases)
+    world_size = world_size_of(group_name)
+    A, outs = torch.ops.agmm._all_gather_matmul.default(
+        A_shard, list(Bs), list(biases), group_name, world_size, *settings
+    )
+    return A, outs
+
+
+def _native(
+    A_shard: torch.Tensor, B: torch.Tensor, group_name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    settings = 0, True, "", False
+    if is_watched() or not (is_plain(A_shard) and is_plain(B)):
+        A, outs = _dispatched(A_shard, [B], [None], group_name, *settings, False, True)
+        return A, outs[0]
+    kept, outs = run(A_shard, [B], [None], group_of(group_name), *settings, True)
+    assert kept is not None
+    return kept, outs[0]
+
+
+library.impl("_all_gather_matmul", _all_gather_matmul_impl, "CPU")
+library.impl("_all_gather_matmul", _all_gather_matmul_impl, "CUDA")
+library.impl("_all_gather_matmul", _all_gather_matmul_fake, "Meta")
+library.impl("_all_gather_matmul", _all_gather_matmul_autograd, "Autograd")
+# A composite, so that what is traced is the op above, with the world size.
+library.impl("_fused_all_gather_matmul_native", _native, "CompositeImplicitAutograd")
+
+
+@overload
+def all_gather_matmul(
+    A_shard: torch.Tensor,
+    B: torch.Tensor,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    return_A: Literal[False] = ...,
+    bias: torch.Tensor | None = ...,
+    config: KernelConfig | str | None = ...,
+    strict: bool = ...,
+    save_gathered: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def all_gather_matmul(
+    A_shard: torch.Tensor,
+    B: torch.Tensor,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    return_A: Literal[True],
+    bias: torch.Tensor | None = ...,
+    config: KernelConfig | str | None = ...,
+    strict: bool = ...,
+    save_gathered: bool = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def all_gather_matmul(
+    A_shard: torch.Tensor,
+    B: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    return_A: Literal[False] = ...,
+    bias: Sequence[torch.Tensor | None] | None = ...,
+    config: KernelConfig | str | None = ...,
+    strict: bool = ...,
+    save_gathered: bool = ...,
+) -> list[torch.Tensor]: ...
+@overload
+def all_gather_matmul(
+    A_shard: torch.Tensor,
+    B: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    return_A: Literal[True],
+    bias: Sequence[torch.Tensor | None] | None = ...,
+    config: KernelConfig | str | None = ...,
+    strict: bool = ...,
+    save_gathered: bool = ...,
+) -> tuple[torch.Tensor, list[torch.Tensor]]: ...
+def all_gather_matmul(
+    A_shard: torch.Tensor,
+    B: torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...],
+    group: dist.ProcessGroup | DeviceMesh | str | None = None,
+    *,
+    gather_dim: int = 0,
+    return_A: bool = False,
+    bias: Sequence[torch.Tensor | None] | torch.Tensor | None = None,
+    config: KernelConfig | str | None = None,
+    strict: bool = False,
+    save_gathered: bool = False,
+) -> (
+    torch.Tensor
+    | list[torch.Tensor]
+    | tuple[torch.Tensor, torch.Tensor]
+    | tuple[torch.Tensor, list[torch.Tensor]]
+):
+    """``all_gather(A_shard) @ B (+ bias)``, the gather overlapped with the product. Collective.
+
+    Every rank of the group calls with the same shapes, dtypes and layouts, in the same order, as
+    with any collective. Differentiable once, with respect to A_shard, B and bias; the backward of
+    A_shard is a matmul and a reduce-scatter (`matmul_reduce_scatter`). Under autocast the operands
+    are cast as ``torch.nn.functional.linear`` casts them. May be captured in a CUDA graph after one
+    eager call with the same shape.
+
+    Args:
+        A_shard: [M_local, ..., K]. Fused: contiguous, bf16 or fp16 on CUDA (any floating-point
+            type on the CPU), K a multiple of 8 on CUDA.
+        B: weight [K, N], row-major or column-major (``weight.t()``), or a list of weights that
+            share one gather; N a multiple of 8 on CUDA.
+        group: process group, its name or a 1-D DeviceMesh; the default group when None.
+        gather_dim: dimension of A_shard along which it is gathered. Fused: 0.
+        return_A: also return the gathered A, in a tensor of its own.
+        bias: [N], added to the product before it is rounded; for a list of weights one each (or
+            None).
+        config: a `KernelConfig` or its name to use instead of the chosen one, perhaps with a
+            transport (``KERNEL/pull``), or ``"unfused"``.
+        strict: raise `Unsupported` instead of taking the unfused path
+            (``all_gather_into_tensor`` + ``matmul``) with one warning.
+        save_gathered: keep the gathered A for the backward of B, instead of A_shard, which takes
+            1 / world_size of the memory and is gathered again.
+
+    Returns:
+        ``out`` [world_size * M_local, ..., N], or ``(A, out)`` with ``return_A``. For a list of
+        weights ``out`` is a list.
+
+    Raises:
+        InvalidArgument: an argument that no path can serve; names it, the value found and wanted.
+        Unsupported: under ``strict`` only.
+    """
+    several = not isinstance(B, torch.Tensor)
+    Bs: Sequence[torch.Tensor] = B if isinstance(B, (list, tuple)) else (B,)
+    if isinstance(bias, (list, tuple)):
+        biases: Sequence[torch.Tensor | None] = bias
+    elif bias is None or len(Bs) == 1:
+        biases = (cast("torch.Tensor | None", bias),) * len(Bs)
+    else:
+        raise InvalidArgument(f"bias: found one for {len(Bs)} weights, wanted a list of one each")
+    if config is None:
+        config = ""
+    elif not isinstance(config, str):
+        if not isinstance(config, KernelConfig):
+            raise InvalidArgument(
+                f"config: found {config!r}, wanted a KernelConfig, the name of one, or None"
+            )
+        config = config.name
+    if type(gather_dim) is not int:
+        raise InvalidArgument(f"gather_dim: found {gather_dim!r}, wanted an int")
+    # By identity, which takes no call.
+    if return_A is not True and return_A is not False:
+        raise InvalidArgument(f"return_A: found {return_A!r}, wanted True or False")
+    if strict is not True and strict is not False:
+        raise InvalidArgument(f"strict: found {strict!r}, wanted True or False")
+    if save_gathered is not True and save_gathered is not False:
+        raise InvalidArgument(f"save_gathered: found {save_gathered!r}, wanted True or False")
+    if torch._C._is_any_autocast_enabled():
+        check_operands(A_shard, Bs, biases)
+        count = len(Bs)
+        cast_shard, *others = autocast((A_shard, *Bs, *biases), A_shard.device)
+        A_shard = cast(torch.Tensor, cast_shard)
+        Bs, biases = cast("list[torch.Tensor]", others[:count]), others[count:]
+    plain = not is_watched()  # memory that a pointer and strides describe
+    needs_grad = False
+    kinds: list[Any] = []
+    try:
+        for tensor in (A_shard, *Bs, *biases):
+            if tensor is None:
+                plain = plain and len(kinds) > len(Bs)
+                kinds.append(None)
+                continue
+            if plain:
+                kind = type(tensor)
+                plain = kind is torch.Tensor or kind is torch.nn.Parameter
+                plain = plain and not tensor.is_neg()
+                kinds.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
+            needs_grad = needs_grad or tensor.requires_grad
+    except (AttributeError, RuntimeError):  # no tensors, or not strided
+        check_operands(A_shard, Bs, biases)
+        raise
+    group = group_or_default(group)
+    needs_grad = needs_grad and torch.is_grad_enabled()
+    if plain and not (needs_grad or A_shard.is_meta):
+        resolved = group_of(group) if isinstance(group, str) else group
+        A, outs = run(
+            A_shard,
+            Bs,
+            biases,
+            resolved,
+            gather_dim,
+            return_A,
+            config,
+            strict,
+            False,
+            kinds,
+        )
+    else:
+        save_gathered = save_gathered and needs_grad and any(B.requires_grad for B in Bs)
+        A, outs = _dispatched(
+            A_shard,
+            Bs,
+            biases,
+            name_of(group),
+            gather_dim,
+            return_A or save_gathered,
+            config,
+            strict,
+            save_gathered,
+        )
+    out = outs if several else outs[0]
+    return (A, out) if return_A else out  # type: ignore[return-value]

@@ -1,0 +1,25 @@
+"""The torch library of agmm and the schemas of its ops."""
+
+from __future__ import annotations
+
+import torch
+
+library = torch.library.Library("agmm", "DEF")
+library.define(
+    "_async_input_mm(Tensor a, Tensor b, Tensor a_chunk_signals, int a_chunk_pivot) -> Tensor"
+)
+library.define(
+    "_fused_all_gather_matmul_native(Tensor A_shard, Tensor B, str group_name) "
+    "-> (Tensor A, Tensor out)"
+)
+# The world size is an argument, so that a graph that torch.compile keeps on disk serves groups of
+# that size only: shapes follow from it, and a group's name says nothing of it.
+library.define(
+    "_all_gather_matmul(Tensor A_shard, Tensor[] Bs, Tensor?[] biases, str group_name, "
+    "int world_size, int gather_dim, bool return_A, str config, bool strict, "
+    "bool save_gathered=False, bool prefer_fused=False) -> (Tensor A, Tensor[] outs)"
+)
+library.define(
+    "_matmul_reduce_scatter(Tensor A, Tensor B, Tensor? bias, str group_name, int world_size, "
+    "int scatter_dim, str reduce_op) -> Tensor"
+)

@@ -1,0 +1,209 @@
+"""The fused or the unfused path of an ``all_gather_matmul``. Calls that were found to be legal for
+the fused one are kept."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from agmm.errors import InvalidArgument, Unsupported
+from agmm.ops.checks import FLOATS, check_gatherable
+from agmm.planning import call_plans, legality, plans
+from agmm.runtime import cuda, groups
+from agmm.runtime.calls import Call
+from agmm.runtime.collectives import start_all_gather
+from agmm.runtime.workspaces import cpu_workspace, cuda_workspace
+
+_warned: set[str] = set()
+
+
+def _fall_back(reason: str, strict: bool) -> None:
+    if strict:
+        raise Unsupported(f"{reason}; strict=True refuses the unfused path")
+    if reason not in _warned:
+        _warned.add(reason)
+        # The caller of all_gather_matmul, over run, _run_anew and this function.
+        warnings.warn(f"agmm takes the unfused path: {reason}", stacklevel=5)
+
+
+def why_unfused(
+    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, config: str
+) -> str | None:
+    """The reason why the fused path cannot serve this call, or None. The same on all ranks, as long
+    as they call with the same shapes, dtypes and layouts."""
+    if config == "unfused":
+        return "config: unfused was asked for"
+    if gather_dim % A_shard.dim() != 0:
+        return f"gather_dim: {gather_dim}, the fused path wants 0"
+    if A_shard.numel() == 0:
+        return f"A_shard: shape {tuple(A_shard.shape)} has no elements"
+    if not A_shard.is_contiguous():
+        return f"A_shard: strides {tuple(A_shard.stride())} are not contiguous"
+    if A_shard.device.type == "cpu":
+        if A_shard.dtype not in FLOATS:
+            return f"A_shard: dtype={A_shard.dtype}, the CPU backend wants a floating-point type"
+        return None
+    if A_shard.device.type != "cuda":
+        return f"A_shard: device {A_shard.device}, the fused path wants cuda or cpu"
+    reason = cuda.why_unfused(A_shard.device)
+    dtype = str(A_shard.dtype).removeprefix("torch.")
+    for B in Bs:
+        reason = (
+            reason
+            or legality.why_unfused(dtype, B.shape[1], A_shard.shape[-1])
+            or cuda.why_b_unfused(B)
+        )
+    return reason
+
+
+def unfused(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    group: dist.ProcessGroup,
+    gather_dim: int,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    call = Call("all_gather_matmul", A_shard=A_shard, B=Bs, gather_dim=gather_dim)
+    A = start_all_gather(A_shard, group.group_name, gather_dim, call=call)()
+    outs = []
+    rows = A.flatten(0, -2)
+    for B, bias in zip(Bs, biases, strict=True):
+        # One rounding, of product and bias together, as the fused path has it.
+        out = torch.mm(rows, B) if bias is None else torch.addmm(bias, rows, B)
+        outs.append(torch.ops.aten._unsafe_view(out, (*A.shape[:-1], B.shape[1])))
+    return A, outs
+
+
+Outs = tuple[torch.Tensor | None, list[torch.Tensor]]
+
+
+class _CpuCall(NamedTuple):
+    """What `cuda.FusedCall` is on CUDA."""
+
+    group: weakref.ReferenceType[dist.ProcessGroup]  # else a kept call would keep its group
+    return_A: bool
+
+    def __call__(
+        self,
+        A_shard: torch.Tensor,
+        Bs: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+    ) -> Outs:
+        group = self.group()
+        assert group is not None
+        groups.check_alive(group)
+        return fused_cpu(A_shard, Bs, biases, group, self.return_A)
+
+
+# The calls that were found to be legal for the fused path; they end with their group.
+_fused_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _CpuCall | cuda.FusedCall]]
+_fused_calls = weakref.WeakKeyDictionary()
+
+_MAX_FUSED_CALLS = 4096  # per group
+
+
+def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def run(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    group: dist.ProcessGroup,
+    gather_dim: int,
+    return_A: bool,
+    config: str,
+    strict: bool,
+    prefer_fused: bool = False,
+    kinds: Sequence[Any] | None = None,
+) -> Outs:
+    if kinds is None:
+        kinds = [None if t is None else kind_of(t) for t in (A_shard, *Bs, *biases)]
+    may_choose = not (config or strict or prefer_fused)
+    key = (gather_dim, return_A, config, may_choose, len(Bs), *kinds)
+    calls = _fused_calls.get(group)
+    call = None if calls is None else calls.get(key)
+    if calls is not None and call is not None:
+        try:
+            return call(A_shard, Bs, biases)
+        except Unsupported:  # a workspace that cannot grow any more; nothing was begun
+            del calls[key]
+    with groups.of(group).lock:
+        return _run_anew(
+            A_shard, Bs, biases, group, gather_dim, return_A, config, strict, may_choose, key
+        )
+
+
+def _run_anew(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    group: dist.ProcessGroup,
+    gather_dim: int,
+    return_A: bool,
+    config: str,
+    strict: bool,
+    may_choose: bool,
+    key: Any,
+) -> Outs:
+    """A call of a kind that is not kept."""
+    groups.check_alive(group)
+    check_gatherable(A_shard, Bs, biases, gather_dim, group.size())
+    try:
+        kernel, transport = plans.parse_config("" if config == "unfused" else config)
+    except ValueError as error:
+        raise InvalidArgument(str(error)) from None
+    reason = why_unfused(A_shard, Bs, gather_dim, config)
+    if (
+        reason is None
+        and may_choose
+        and call_plans.prefers_unfused(A_shard, Bs, group, return_A=return_A)
+    ):
+        reason, config = "plan: the unfused path is faster", "unfused"
+    if reason is None:
+        try:
+            if A_shard.device.type == "cpu":
+                call: _CpuCall | cuda.FusedCall = _CpuCall(weakref.ref(group), return_A)
+            else:
+                call = cuda_workspace(group, A_shard.device).prepare(
+                    A_shard, Bs, return_A=return_A, config=kernel, transport=transport
+                )
+            found = call(A_shard, Bs, biases)
+        except Unsupported as error:
+            reason = str(error)
+        else:
+            calls = _fused_calls.setdefault(group, {})
+            if len(calls) >= _MAX_FUSED_CALLS:
+                calls.clear()
+            calls[key] = call
+            return found
+    if config != "unfused":
+        _fall_back(reason, strict)
+    A, outs = unfused(A_shard, Bs, biases, group, gather_dim)
+    return (A if return_A else None), outs
+
+
+def fused_cpu(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    group: dist.ProcessGroup,
+    return_A: bool,
+) -> Outs:
+    k = A_shard.shape[-1]
+    shard = A_shard.view(-1, k)
+    workspace = cpu_workspace(group)
+    chunks = call_plans.call_plan(A_shard, Bs, group, return_A=return_A).chunks_per_shard
+    A, outs = workspace.all_gather_matmul(
+        shard, list(Bs), list(biases), return_A=return_A, chunks_per_shard=chunks
+    )
+    leading = (dist.get_world_size(group) * A_shard.shape[0], *A_shard.shape[1:-1])
+    # Not views of the workspace's tensors: autograd refuses in-place ops on a Function's views.
+    outs = [torch.ops.aten._unsafe_view(out, (*leading, out.shape[-1])) for out in outs]
+    return (None if A is None else torch.ops.aten._unsafe_view(A, (*leading, k))), outs

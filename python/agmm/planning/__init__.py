@@ -1,0 +1,1 @@
+"""Which transport and kernel a call gets."""

@@ -1,0 +1,174 @@
+"""The usual orders of tiles and transports of a kernel, as measurements on H200 have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from agmm.planning import cost_model
+from agmm.planning.cost_model import At, Load, Tiling
+from agmm.planning.legality import (
+    copy_transports,
+    free_of,
+    free_sms,
+    legal_splits,
+    why_transport_illegal,
+)
+from agmm.planning.plans import (
+    ALIGNMENT,
+    CPU,
+    FUSED_DTYPES,
+    MAX_COLUMN_CHUNKS,
+    MAX_PUSH_PARTS,
+    RASTERS,
+    SWIZZLES,
+    UNFUSED,
+    KernelConfig,
+    Plan,
+    Problem,
+    SmPush,
+)
+
+_PUSH_ROWS = 8
+PUSH_COLUMNS = (64, 128)
+"""Of the usual SM push: the rows of a part, and the columns of a chunk. The narrow chunks begin
+earlier but send less in a second: for matmuls whose only wave takes longer than the sending, with
+tiles of one shard each that one CTA computes. Twice the rows where K is split or shards end inside
+tiles, which wait for two ranks. Calls of two ranks, and those whose nearest peer goes first, have
+one peer to send to at a time."""
+
+_PUSH_SMS = 8
+_PUSH_RATE_GB_PER_S = 220.0
+_ONE_PEER_RATE_GB_PER_S = 100.0
+"""What a matmul must need at least to be held to wait for the sending: to several peers, and to
+one, whose fences are not shared."""
+_LINK_BOUND_GB_PER_S = 300.0
+_LINK_BOUND_PARTS = 8
+_LINK_BOUND_ROWS = 48
+"""Where a matmul needs more than that and shards end inside tiles: more parts than these only of
+as many rows each."""
+_HEAD = (128, 4)
+"""CTAs of their own push where so many multiprocessors are free, and the matmul takes the rows of
+the others faster than its own warps send them; then the columns of a chunk, and the chunks that
+these warps still send."""
+
+MAX_SPLITS = 8
+"""Of K in the usual plans. With more, adding up takes longer than the matmul."""
+
+
+def orders(config: KernelConfig) -> Iterator[KernelConfig]:
+    """The kernel with every raster and swizzle."""
+    for raster, max_swizzle in product(RASTERS, SWIZZLES):
+        yield replace(config, raster=raster, max_swizzle=max_swizzle)
+
+
+def has_few_rows_of_tiles(problem: Problem, tile_m: int) -> bool:
+    """In a shard."""
+    return -(-problem.m // (problem.world_size * tile_m)) <= 8
+
+
+def usual_order(problem: Problem, config: KernelConfig) -> KernelConfig:
+    """The kernel with the raster and swizzle that were the best, or within 2% of it, on all but a
+    few of the shapes measured on H200, within 4% on those (docs/dev/tried.md)."""
+    if config.schedule == "pingpong":
+        if has_few_rows_of_tiles(problem, config.tile_m):
+            return replace(config, raster="along_m", max_swizzle=1)
+        # Bands of rows read all of B each: from the L2 cache, or one reading for two tiles.
+        reads_b_cheaply = config.cluster_m > 1 or cost_model.is_b_in_l2(problem)
+        raster = "along_n" if reads_b_cheaply else "along_m"
+        return replace(config, raster=raster, max_swizzle=4)
+    return replace(config, raster="along_n", max_swizzle=4 if config.tile_m > config.tile_n else 8)
+
+
+def _can_have_head(k: int, free_sms: int) -> bool:
+    """Whether CTAs of their own find a multiprocessor, and most of K left to push."""
+    columns, chunks = _HEAD
+    return free_sms >= _PUSH_SMS and k >= 2 * columns * chunks
+
+
+def usual_sm_push(problem: Problem, kernel: KernelConfig) -> SmPush:
+    at, tiling = At(problem), Tiling(problem, kernel)
+    return usual_sm_push_at(at, tiling, at.load(tiling), kernel.splits)
+
+
+def usual_sm_push_at(at: At, tiling: Tiling, load: Load, splits: int) -> SmPush:
+    # With more than one wave of tiles the nearest consumer's rows go first, since it computes them
+    # first.
+    problem, rows = at.problem, max(1, at.rows)
+    one_wave = load.waves <= 1
+    # In shorter shards it holds up the others for longer than it helps.
+    straddles = at.straddles(tiling.tile_m)
+    is_short = straddles or rows < max(256, tiling.block_rows)
+    first_peers = 0 if one_wave or is_short else 1
+    has_one_peer = problem.world_size == 2
+    one_peer = first_peers == 1 or has_one_peer
+    has_small_parts = one_peer or (splits == 1 and not straddles)
+    part_rows = _PUSH_ROWS if has_small_parts else 2 * _PUSH_ROWS
+    rate = at.push_rate_gb_per_s(load)
+    waits = rate > (_ONE_PEER_RATE_GB_PER_S if has_one_peer else _PUSH_RATE_GB_PER_S)
+    most_parts = MAX_PUSH_PARTS
+    if straddles and rate > _LINK_BOUND_GB_PER_S:
+        most_parts = max(_LINK_BOUND_PARTS, rows // _LINK_BOUND_ROWS)
+    # The largest power of 2 that leaves each part enough rows.
+    parts = 1 << (max(1, min(most_parts, rows // part_rows)).bit_length() - 1)
+    is_narrow = one_wave and has_small_parts and not one_peer and not waits
+    columns = PUSH_COLUMNS[0 if is_narrow else 1]
+    head_chunks = 0
+    has_head = waits and (one_peer or not straddles)
+    if has_head and _can_have_head(problem.k, free_of(tiling, load.blocks)):
+        columns, head_chunks = _HEAD
+    while problem.k > columns * MAX_COLUMN_CHUNKS:
+        columns *= 2
+    return SmPush(parts, min(columns, max(ALIGNMENT, problem.k)), first_peers, head_chunks)
+
+
+def sm_pushes(problem: Problem, kernel: KernelConfig) -> list[SmPush]:
+    """The legal SM pushes of a call with this kernel that are worth a measurement."""
+    usual = usual_sm_push(problem, kernel)
+    can_have_head = _can_have_head(problem.k, free_sms(problem, kernel))
+    found = [
+        SmPush(parts, columns, first_peers, head_chunks)
+        for parts in dict.fromkeys((usual.parts, max(1, usual.parts // 2)))
+        for columns in (64, 128, 192, 256)
+        for first_peers in dict.fromkeys((0, usual.first_peers))
+        for head_chunks in ((0, _HEAD[1]) if can_have_head else (0,))
+    ]
+    return [p for p in found if why_transport_illegal(problem, kernel, p.name) is None]
+
+
+def usual_plans(problem: Problem, kernel: KernelConfig) -> list[Plan]:
+    """The kernel with copies, and with SM push where that is legal; in the order of tiles that
+    serves each best; where there are few tiles, with K split too."""
+    plans = []
+    for splits in legal_splits(problem, kernel)[:MAX_SPLITS]:
+        config = replace(usual_order(problem, kernel), splits=splits)
+        plans.append(Plan(copy_transports(problem, config)[0], config))
+        push = usual_sm_push(problem, config)
+        if why_transport_illegal(problem, config, push.name) is None:
+            plans.append(Plan(push.name, config))
+    return plans
+
+
+def predict_us(problem: Problem, plan: Plan) -> float | None:
+    """Predicted time of a call in µs; None where there is no cost model (the CPU, other dtypes)."""
+    if problem.gpu == CPU or problem.dtype not in FUSED_DTYPES:
+        return None
+    if plan == UNFUSED:
+        return cost_model.unfused_us(problem)
+    assert plan.kernel is not None
+    sm_push = SmPush.parse(plan.transport)
+    if sm_push is not None:
+        return cost_model.sm_push_us(
+            problem,
+            plan.kernel,
+            sm_push.chunk_columns,
+            parts=sm_push.parts,
+            first_peers=sm_push.first_peers,
+            has_ctas=sm_push.has_ctas(problem.k),
+        )
+    return cost_model.fused_us(problem, plan.kernel, plan.transport)
+
+
+def has_model(problem: Problem) -> bool:
+    return problem.gpu != CPU and problem.dtype in FUSED_DTYPES

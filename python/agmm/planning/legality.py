@@ -1,0 +1,120 @@
+"""What a plan must fulfil, said once. Needs no GPU and no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from agmm.planning import cost_model
+from agmm.planning.cost_model import At, Tiling
+from agmm.planning.plans import (
+    ALIGNMENT,
+    CPU,
+    FUSED_DTYPES,
+    MAX_PUSH_RANKS,
+    UNFUSED,
+    KernelConfig,
+    Plan,
+    Problem,
+    SmPush,
+)
+
+
+def why_unfused(dtype: str, n: int, k: int) -> str | None:
+    """The reason why the CUDA kernels cannot compute this product, or None."""
+    if dtype not in FUSED_DTYPES:
+        return f"A_shard: dtype={dtype}, the fused path wants bfloat16 or float16"
+    if k < 1 or k % ALIGNMENT != 0:
+        return f"A_shard: K={k} is not a positive multiple of {ALIGNMENT} (16-byte TMA alignment)"
+    if n < 1 or n % ALIGNMENT != 0:
+        return f"B: N={n} is not a positive multiple of {ALIGNMENT} (16-byte TMA alignment)"
+    return None
+
+
+def why_transport_illegal(problem: Problem, kernel: KernelConfig, transport: str) -> str | None:
+    """The reason why a fused call with this kernel cannot use the transport, or None."""
+    sm_push = SmPush.parse(transport)
+    copying = copy_transports(problem, kernel)
+    if sm_push is not None and problem.gpu != CPU and "push" in copying:
+        if not 1 < problem.world_size <= MAX_PUSH_RANKS:
+            return f"sm push: found {problem.world_size} ranks, wanted 2 to {MAX_PUSH_RANKS}"
+        if not problem.peer_atomics:
+            return "sm push: found links without native atomics, wanted NVLink between all GPUs"
+        if sm_push.has_ctas(problem.k) and free_sms(problem, kernel) < 1:
+            return f"sm push: found {kernel.kernel} on all multiprocessors, wanted free ones"
+        return sm_push.why_illegal(problem.k)
+    if transport in copying:
+        return None
+    return f"found transport {transport}, wanted {' or '.join(copying)}"
+
+
+def copy_transports(problem: Problem, kernel: KernelConfig | None = None) -> tuple[str, ...]:
+    """The legal transports by copies of a fused call with this kernel, the usual one first.
+
+    Pull copies A into the tensor that is returned. With push the kernel writes that tensor, if it
+    can (`KernelConfig.stores_A`).
+    """
+    if problem.gpu == CPU or not problem.return_A:
+        return ("push",)
+    if kernel is not None and problem.b_layout not in kernel.stores_A:
+        return ("pull",)
+    return "push", "pull"
+
+
+def why_illegal(problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]) -> str | None:
+    """The reason why this build, whose kernels are ``kernels``, cannot run the plan, or None."""
+    if plan == UNFUSED:
+        return None
+    if plan.chunks_per_shard < 1:
+        return f"plan: found {plan.chunks_per_shard} chunks per shard, wanted at least 1"
+    if problem.gpu == CPU:
+        if plan.transport != "push":
+            return f"plan: found transport {plan.transport}, wanted push or unfused on the CPU"
+        return None if plan.kernel is None else f"plan: found kernel {plan.kernel.name} on the CPU"
+    reason = why_unfused(problem.dtype, problem.n, problem.k)
+    if reason is not None:
+        return reason
+    if plan.chunks_per_shard != 1:
+        return f"plan: found {plan.chunks_per_shard} chunks per shard, wanted 1 on a GPU"
+    if plan.kernel is None:
+        return "plan: found no kernel, wanted one"
+    reason = why_transport_illegal(problem, plan.kernel, plan.transport)
+    if reason is not None:
+        return f"plan: {reason}"
+    built = built_as(plan.kernel, kernels)
+    if built is None:
+        return f"plan: found kernel {plan.kernel.kernel}, which is not in this build"
+    legal = legal_splits(problem, built)
+    if plan.kernel.splits not in legal:
+        return (
+            f"plan: found {plan.kernel.splits} splits of K for {plan.kernel.kernel}, "
+            f"wanted 1 to {legal[-1]}"
+        )
+    return None
+
+
+def built_as(config: KernelConfig, kernels: Iterable[KernelConfig]) -> KernelConfig | None:
+    """This kernel as the build has it."""
+    return next((kernel for kernel in kernels if kernel.kernel == config.kernel), None)
+
+
+def legal_splits(problem: Problem, kernel: KernelConfig) -> range:
+    """Into how many parts K may be split: all parts of all tiles are computed in one wave."""
+    if not kernel.can_split:
+        return range(1, 2)
+    blocks, workers = cost_model.clusters(problem, replace(kernel, splits=1))
+    return splits_that_fit(problem.k, kernel.tile_k, blocks, workers)
+
+
+def splits_that_fit(k: int, tile_k: int, blocks: int, workers: int) -> range:
+    return range(1, max(1, min(workers // blocks, -(-k // tile_k))) + 1)
+
+
+def free_sms(problem: Problem, kernel: KernelConfig) -> int:
+    """Multiprocessors without a tile, in whole clusters; 0 with more than one wave of tiles."""
+    tiling = Tiling(problem, kernel)
+    return free_of(tiling, At(problem).blocks(tiling))
+
+
+def free_of(tiling: Tiling, blocks: int) -> int:
+    return max(0, tiling.workers - blocks) * tiling.ctas

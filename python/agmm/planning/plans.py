@@ -1,0 +1,295 @@
+"""The words of a plan: problems, kernels, transports, plans and their names. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple, Protocol
+
+from agmm import _core
+
+ALIGNMENT = _core.ALIGNMENT
+"""K and N must be multiples of this: 16-byte TMA alignment of 2-byte elements."""
+
+_CONFIG_NAME = re.compile(
+    r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)_([1-9]\d*)x([1-9]\d*)_(cooperative|pingpong)(_timed)?"
+    r"(?:/split([2-9]|[1-9]\d+))?(?:/swizzle([1248])(?:/(along_m|along_n))?)?"
+)
+
+_SM_PUSH_NAME = re.compile(r"sm([1-9]\d*)x([1-9]\d*)(?:\+([1-9]\d*)|h([1-9]\d*))?")
+
+MAX_PUSH_PARTS = _core.MAX_PUSH_PARTS
+MAX_COLUMN_CHUNKS = _core.MAX_COLUMN_CHUNKS
+MAX_PUSH_RANKS = _core.MAX_PUSH_RANKS
+
+FUSED_DTYPES = tuple(_core.DType.__members__)
+
+DEFAULT_GPU = "nvidia-h200"
+"""Its constants serve every GPU that has none of its own."""
+
+CPU = "cpu"
+"""What `Problem.gpu` says for the CPU backend."""
+
+SWIZZLES = (1, 2, 4, 8)
+RASTERS = ("along_m", "along_n")
+
+
+class _BuiltKernel(Protocol):
+    @property
+    def tile_m(self) -> int: ...
+    @property
+    def tile_n(self) -> int: ...
+    @property
+    def tile_k(self) -> int: ...
+    @property
+    def cluster_m(self) -> int: ...
+    @property
+    def cluster_n(self) -> int: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def timed(self) -> bool: ...
+
+
+@cache
+def _core_config(
+    tile_m: int,
+    tile_n: int,
+    tile_k: int,
+    cluster_m: int,
+    cluster_n: int,
+    schedule: str,
+    timed: bool,
+) -> _core.KernelConfig:
+    """The kernel as the core knows it, which knows what it can do whether it is built or not."""
+    return _core.KernelConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, timed=timed)
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """A kernel of the table in ``src/gemm/kernels.cmake``, with its swizzle and raster.
+
+    ``schedule`` is ``"cooperative"`` or ``"pingpong"``; ``raster`` is ``"along_m"`` or
+    ``"along_n"``; ``max_swizzle`` is 1, 2, 4 or 8. ``timed`` is the variant that
+    records when each tile waited and ran. ``splits`` CTAs compute a tile together, each with a part
+    of K, where ``can_split``.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    cluster_m: int
+    cluster_n: int
+    schedule: str
+    max_swizzle: int = 1
+    raster: str = "along_m"
+    timed: bool = False
+    splits: int = 1
+
+    @classmethod
+    def of(
+        cls, kernel: _BuiltKernel, *, max_swizzle: int = 1, raster: str = "along_m"
+    ) -> KernelConfig:
+        """The config of a built kernel (an element of ``_core.kernels()``)."""
+        return cls(
+            kernel.tile_m,
+            kernel.tile_n,
+            kernel.tile_k,
+            kernel.cluster_m,
+            kernel.cluster_n,
+            kernel.schedule,
+            max_swizzle,
+            raster,
+            kernel.timed,
+        )
+
+    @classmethod
+    def parse(cls, name: str) -> KernelConfig:
+        """The inverse of ``name``; splits, swizzle and raster may be left out.
+
+        Raises:
+            ValueError: ``name`` is not of the form
+                ``128x256x64_2x1_cooperative[/splitN][/swizzleN[/raster]]``.
+        """
+        found = _CONFIG_NAME.fullmatch(name)
+        if found is None:
+            raise ValueError(
+                f"config: found {name!r}, wanted a name such as "
+                "128x256x64_2x1_cooperative/swizzle4/along_m"
+            )
+        tile_m, tile_n, tile_k, cluster_m, cluster_n = (int(v) for v in found.groups()[:5])
+        schedule, timed, splits, max_swizzle, raster = found.groups()[5:]
+        return cls(
+            tile_m,
+            tile_n,
+            tile_k,
+            cluster_m,
+            cluster_n,
+            schedule,
+            int(max_swizzle or 1),
+            raster or "along_m",
+            timed is not None,
+            int(splits or 1),
+        )
+
+    @property
+    def kernel(self) -> str:
+        """Tile, cluster and schedule: what is compiled in."""
+        return (
+            f"{self.tile_m}x{self.tile_n}x{self.tile_k}"
+            f"_{self.cluster_m}x{self.cluster_n}_{self.schedule}{'_timed' if self.timed else ''}"
+        )
+
+    @property
+    def can_split(self) -> bool:
+        """Whether several CTAs can compute a tile together."""
+        return self._of_core.can_split
+
+    @property
+    def stores_A(self) -> Sequence[str]:
+        """The layouts of B with which it can store A."""
+        return self._of_core.stores_A
+
+    @property
+    def _of_core(self) -> _core.KernelConfig:
+        return _core_config(
+            self.tile_m,
+            self.tile_n,
+            self.tile_k,
+            self.cluster_m,
+            self.cluster_n,
+            self.schedule,
+            self.timed,
+        )
+
+    @property
+    def name(self) -> str:
+        split = f"/split{self.splits}" if self.splits != 1 else ""
+        return f"{self.kernel}{split}/swizzle{self.max_swizzle}/{self.raster}"
+
+
+class SmPush(NamedTuple):
+    """The SM push transport: spare warps of the matmul write the shard, ``chunk_columns`` columns
+    at a time, each chunk in ``parts`` parts of its rows; the ``first_peers`` nearest consumers get
+    the whole shard before the others get any of it. With ``head_chunks`` they write so many chunks
+    only, and CTAs of their own, on multiprocessors that have no tile, write the others.
+
+    Its name, in configs and tables: ``sm16x128``, ``sm16x128+1`` with one first peer, ``sm64x96h4``
+    with 4 chunks in the head.
+    """
+
+    parts: int
+    chunk_columns: int
+    first_peers: int = 0
+    head_chunks: int = 0
+
+    @classmethod
+    def parse(cls, name: str) -> SmPush | None:
+        """The inverse of ``name``; None for every other string."""
+        found = _SM_PUSH_NAME.fullmatch(name)
+        return None if found is None else cls(*(int(v or 0) for v in found.groups()))
+
+    @property
+    def name(self) -> str:
+        first = f"+{self.first_peers}" if self.first_peers else ""
+        head = f"h{self.head_chunks}" if self.head_chunks else ""
+        return f"sm{self.parts}x{self.chunk_columns}{first}{head}"
+
+    def has_ctas(self, k: int) -> bool:
+        """Whether CTAs of their own push a part of K columns."""
+        return 0 < self.head_chunks * self.chunk_columns < k
+
+    def why_illegal(self, k: int) -> str | None:
+        """The reason why it cannot serve a call with K columns, or None."""
+        if not 0 < self.parts <= MAX_PUSH_PARTS or self.parts & (self.parts - 1):
+            return f"sm push: found {self.parts} parts, wanted a power of 2 up to {MAX_PUSH_PARTS}"
+        if self.chunk_columns < 1 or self.chunk_columns % ALIGNMENT != 0:
+            return f"sm push: found {self.chunk_columns} columns, wanted a multiple of {ALIGNMENT}"
+        if self.first_peers and self.head_chunks:
+            return f"sm push: found first peers and a head in {self.name}, wanted one of them"
+        chunks = -(-k // self.chunk_columns)
+        if chunks > MAX_COLUMN_CHUNKS:
+            return f"sm push: found {chunks} chunks, wanted at most {MAX_COLUMN_CHUNKS}"
+        return None
+
+
+class Problem(NamedTuple):
+    """``out[m, n] = all_gather(A_shard)[m, k] @ B[k, n]``; m is the gathered row count.
+
+    ``b_layout`` is ``"column"`` (a transposed ``[n, k]`` weight) or ``"row"``; ``gpu`` the name
+    of `agmm.planning.tables.gpu_name`, or `CPU`; ``sm_count`` the multiprocessors for the matmul, 0
+    for all that the GPU's constants name; ``peer_atomics`` whether links carry out atomic
+    additions.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str = "bfloat16"
+    world_size: int = 1
+    return_A: bool = False
+    b_layout: str = "column"
+    gpu: str = DEFAULT_GPU
+    sm_count: int = 0
+    peer_atomics: bool = True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a problem is computed.
+
+    ``transport`` is ``"push"`` or ``"pull"`` (copy engine; on the CPU ``"push"`` by the copy
+    thread), the name of an `SmPush`, or ``"unfused"``: all-gather, then matmul. ``kernel`` is None
+    on the CPU and unfused. ``chunks_per_shard`` is the number of row chunks of each shard; more
+    than 1 on the CPU only.
+    """
+
+    transport: str
+    kernel: KernelConfig | None = None
+    chunks_per_shard: int = 1
+
+    @property
+    def name(self) -> str:
+        parts = [self.transport]
+        if self.kernel is not None:
+            parts.append(self.kernel.name)
+        if self.chunks_per_shard != 1:
+            parts.append(f"{self.chunks_per_shard} chunks per shard")
+        return ", ".join(parts)
+
+
+UNFUSED = Plan("unfused")
+
+
+@dataclass(frozen=True)
+class Row:
+    """The outcome of tuning one problem. Times in µs, medians of one run; None: not measured.
+
+    ``roof_us`` is the matmul alone on the gathered A, ``agmm`` the version that measured.
+    """
+
+    m: int
+    plan: Plan
+    us: float
+    roof_us: float | None = None
+    unfused_us: float | None = None
+    agmm: str = ""
+
+
+def parse_config(config: str) -> tuple[KernelConfig | None, str | None]:
+    """Kernel and transport of a config: a kernel's name, and perhaps ``/push``, ``/pull`` or the
+    name of an `SmPush`.
+
+    None where the config leaves it open; the empty one leaves both open.
+
+    Raises:
+        ValueError: it is neither a kernel's name nor one followed by a transport.
+    """
+    if not config:
+        return None, None
+    kernel, slash, transport = config.rpartition("/")
+    if slash and (transport in ("push", "pull") or SmPush.parse(transport) is not None):
+        return KernelConfig.parse(kernel), transport
+    return KernelConfig.parse(config), None

@@ -1,0 +1,290 @@
+"""Tables of tuned plans: one JSON file per GPU and world size, packaged and the user's own.
+
+The user's folder is ``AGMM_CACHE_DIR``, or `platformdirs`' cache folder; ``AGMM_CACHE=off`` leaves
+it alone. Files are replaced as a whole, under a lock, so readers need none and writers lose no
+rows of each other. A file that cannot be read is reported once and ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from agmm import _env
+from agmm.errors import AgmmError, InvalidArgument
+from agmm.planning.plans import KernelConfig, Plan, Problem, Row
+
+SCHEMA = 1
+_PACKAGED = Path(__file__).parent
+_LOCK_TIMEOUT_S = 30.0
+_warned: set[str] = set()
+
+
+class TableError(AgmmError):
+    """A table that cannot be read or written; the message names the file."""
+
+
+class NewerSchema(TableError):
+    """A table of a later version of agmm."""
+
+
+class OtherTable(TableError):
+    """A table for another GPU or world size than its file's name says."""
+
+
+class Key(NamedTuple):
+    """What all rows have in common that may serve one problem, M left out."""
+
+    dtype: str
+    b_layout: str
+    return_A: bool
+    n: int
+    k: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> Key:
+        return cls(problem.dtype, problem.b_layout, problem.return_A, problem.n, problem.k)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of one file."""
+
+    name: str
+    by_key: dict[Key, dict[int, Row]]
+    digest: str = ""
+    """Of the file's bytes."""
+
+    def rows(self, problem: Problem) -> Sequence[Row]:
+        """Rows that differ from the problem in M alone, by rising M."""
+        rows = self.by_key.get(Key.of(problem), {})
+        return [rows[m] for m in sorted(rows)]
+
+
+def gpu_name(device_name: str) -> str:
+    """A GPU's name as in the names of the files: ``"NVIDIA H200"`` is ``"nvidia-h200"``."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+
+
+def user_folder() -> Path | None:
+    """The folder of the user's tables; None where AGMM_CACHE switches it off.
+
+    Raises:
+        TableError: AGMM_CACHE is neither "on" nor "off".
+    """
+    try:
+        if not _env.is_on(_env.CACHE):
+            return None
+    except InvalidArgument as error:
+        raise TableError(str(error)) from None
+    given = os.environ.get(_env.CACHE_DIR.name)
+    if given:
+        return Path(given)
+    import platformdirs  # only here: most processes are told the folder or find no file
+
+    return Path(platformdirs.user_cache_dir("agmm", appauthor=False))
+
+
+def file_name(gpu: str, world_size: int) -> str:
+    return f"{gpu}-x{world_size}.json"
+
+
+def read(path: Path, name: str | None = None, *, of: tuple[str, int] | None = None) -> Table:
+    """The table in a file; `of` is the GPU and the world size that it should be for.
+
+    Raises:
+        FileNotFoundError: there is none.
+        NewerSchema: it is of a later version.
+        OtherTable: it is for something else.
+        TableError: it cannot be read, or is no table.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise TableError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        body = json.loads(content)
+        schema = body["schema"]
+        if isinstance(schema, int) and schema > SCHEMA:
+            raise NewerSchema(f"{path}: found schema {schema}, wanted at most {SCHEMA}")
+        if schema != SCHEMA:
+            raise ValueError(f"schema {schema!r}")
+        found_for = body["gpu"], body["world_size"]
+        if of is not None and found_for != of:
+            raise OtherTable(
+                f"{path}: found a table for {found_for[0]} and {found_for[1]} ranks, wanted one "
+                f"for {of[0]} and {of[1]}"
+            )
+        by_key: dict[Key, dict[int, Row]] = {}
+        for entry in body["rows"]:
+            key, row = _row_from_json(entry)
+            by_key.setdefault(key, {})[row.m] = row
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise TableError(f"{path}: found a corrupt table ({found}), wanted JSON rows") from None
+    return Table(name or str(path), by_key, hashlib.sha256(content).hexdigest())
+
+
+def packaged(gpu: str, world_size: int) -> Table | None:
+    """The table that comes with agmm, or None."""
+    file = file_name(gpu, world_size)
+    with contextlib.suppress(FileNotFoundError):
+        return read(_PACKAGED / file, f"packaged table {file}", of=(gpu, world_size))
+    return None
+
+
+def user(gpu: str, world_size: int) -> Table | None:
+    """The user's table, or None; one that cannot be used is reported once and ignored."""
+    try:
+        folder = user_folder()
+        if folder is None:
+            return None
+        return read(folder / file_name(gpu, world_size), of=(gpu, world_size))
+    except FileNotFoundError:
+        return None
+    except TableError as error:
+        warn_once(f"agmm ignores a table of plans: {error}")
+        return None
+
+
+def warn_once(message: str) -> None:
+    """Warns of each thing once in a process, whatever the filters say."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=3)
+
+
+def known_gpus() -> set[str]:
+    """The GPUs that have a table, packaged or the user's."""
+    folders = [_PACKAGED]
+    with contextlib.suppress(TableError):
+        folders += [folder] if (folder := user_folder()) is not None else []
+    names = (path.stem for folder in folders for path in folder.glob("*-x*.json"))
+    return {found[1] for name in names if (found := re.fullmatch(r"(.+)-x\d+", name))}
+
+
+def save(gpu: str, world_size: int, rows: Iterable[tuple[Key, Row]]) -> Path:
+    """Adds rows to the user's table, in place of those of the same problems; returns its path.
+
+    A corrupt file is kept beside the new one as ``*.corrupt``.
+
+    Raises:
+        TableError: they could not be written; the file is as it was.
+    """
+    from filelock import FileLock
+
+    folder = user_folder()
+    if folder is None:
+        raise TableError(f"{_env.CACHE.name}: found 'off', wanted 'on' to keep what was tuned")
+    path = folder / file_name(gpu, world_size)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_S):
+            by_key = _current(path, (gpu, world_size))
+            for key, row in rows:
+                by_key.setdefault(key, {})[row.m] = row
+            _replace(path, to_text(gpu, world_size, by_key))
+    except OSError as error:
+        raise TableError(f"{path}: cannot be written ({error.strerror or error})") from None
+    return path
+
+
+def to_text(gpu: str, world_size: int, by_key: dict[Key, dict[int, Row]]) -> str:
+    """A table as it stands in its file: one row a line, sorted."""
+    entries = [
+        json.dumps(_row_to_json(key, row))
+        for key, rows in sorted(by_key.items())
+        for _, row in sorted(rows.items())
+    ]
+    head = json.dumps({"schema": SCHEMA, "gpu": gpu, "world_size": world_size})[1:-1]
+    return f'{{{head}, "rows": [\n' + ",\n".join(entries) + "\n]}\n"
+
+
+def _current(path: Path, of: tuple[str, int]) -> dict[Key, dict[int, Row]]:
+    try:
+        return read(path, of=of).by_key
+    except FileNotFoundError:
+        return {}
+    except (NewerSchema, OtherTable):
+        raise
+    except TableError:
+        if not path.is_file() or not os.access(path, os.R_OK):
+            raise
+        aside = path.with_name(f"{path.name}.corrupt")
+        os.replace(path, aside)
+        warnings.warn(f"agmm keeps the corrupt {path} as {aside.name}", stacklevel=3)
+        return {}
+
+
+def _replace(path: Path, text: str) -> None:
+    """The file is the old one or the new one at any time. To be called under the lock."""
+    temporary = path.with_name(f"{path.name}.new")
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _row_to_json(key: Key, row: Row) -> dict[str, Any]:
+    plan: dict[str, Any] = {"transport": row.plan.transport}
+    if row.plan.kernel is not None:
+        plan["kernel"] = row.plan.kernel.name
+    if row.plan.chunks_per_shard != 1:
+        plan["chunks_per_shard"] = row.plan.chunks_per_shard
+    times = {"us": row.us, "roof_us": row.roof_us, "unfused_us": row.unfused_us}
+    times = {name: None if us is None else round(us, 2) for name, us in times.items()}
+    return {**key._asdict(), "m": row.m, "plan": plan, **times, "agmm": row.agmm}
+
+
+def _row_from_json(entry: dict[str, Any]) -> tuple[Key, Row]:
+    key = Key(*(_typed(entry[name], kind) for name, kind in _KEY_TYPES.items()))
+    plan = entry["plan"]
+    kernel = plan.get("kernel")
+    row = Row(
+        _positive(entry["m"], int),
+        Plan(
+            _typed(plan["transport"], str),
+            None if kernel is None else KernelConfig.parse(kernel),
+            _positive(plan.get("chunks_per_shard", 1), int),
+        ),
+        _positive(entry["us"], float),
+        _time_or_none(entry["roof_us"]),
+        _time_or_none(entry["unfused_us"]),
+        _typed(entry["agmm"], str),
+    )
+    return key, row
+
+
+_KEY_TYPES = {"dtype": str, "b_layout": str, "return_A": bool, "n": int, "k": int}
+
+
+def _time_or_none(us: Any) -> float | None:
+    return None if us is None else float(_positive(us, float))
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    return value
+
+
+def _positive(value: Any, kind: type) -> Any:
+    if not _typed(value, kind) > 0:
+        raise ValueError(f"{value!r} is not positive")
+    return value

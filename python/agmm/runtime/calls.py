@@ -1,0 +1,84 @@
+"""What the ranks called, in words: for the message to ranks whose calls differ."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import Any
+
+import torch
+
+from agmm import _core
+from agmm.runtime import groups
+from agmm.runtime.groups import Group
+
+_TOPIC = "call"
+_PEER_S = 2.0
+_OTHERS_S = 0.5
+"""So long a rank that has its peer's answer stays for the other ranks to ask: it may be the one
+that serves the store."""
+
+
+class Call:
+    """One call of an op, by the names of its arguments. Holds its tensors, so for its time only."""
+
+    __slots__ = ("arguments", "op")
+
+    def __init__(self, op: str, **arguments: Any) -> None:
+        self.op = op
+        self.arguments = arguments
+
+    def __str__(self) -> str:
+        words = [f"{name} {_in_words(value)}" for name, value in self.arguments.items()]
+        return f"{self.op}({', '.join(words)})"
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{list(value.shape)} {dtype} {_layout(value)}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_in_words(one) for one in value)}]"
+    return f"= {value!r}"
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    if tensor.is_contiguous():
+        return "row-major"
+    if tensor.dim() == 2 and tensor.t().is_contiguous():
+        return "column-major"
+    return f"strides {tuple(tensor.stride())}"
+
+
+@cache
+def be_asked() -> None:
+    """From now on the message of ranks whose calls differ names both calls."""
+    _core.set_call_lookup(_look_up)
+
+
+def _look_up(rank: int, source: int, tag: int, noted: str) -> tuple[str, str]:
+    """As `_core.set_call_lookup` wants it: what this rank and ``source`` called.
+
+    The core does not say in which group. A rank tells its call in each that it may be, and only a
+    rank whose calls differ from another's tells one.
+    """
+    known = [g for g in groups.all_known() if g.rank == rank and source < g.world_size]
+    known = [g for g in known if g.call is not None and g.call[0] == tag] or known
+    own = ""
+    for group in known:
+        own = _of_group(group, tag, noted)
+        group.tell(_TOPIC, own)
+    deadline = time.monotonic() + _PEER_S
+    theirs = ""
+    while not theirs and time.monotonic() < deadline:
+        for group in known:
+            theirs = theirs or group.told(_TOPIC, source, 0.02) or ""
+    time.sleep(_OTHERS_S)
+    return own or noted, theirs
+
+
+def _of_group(group: Group, tag: int, noted: str) -> str:
+    if group.call is not None and group.call[0] == tag:
+        return f"call {group.calls} of the group, {group.call[1]}"
+    what = noted or "unknown"
+    return f"one of its first {group.calls} calls of the group, {what}"

@@ -1,0 +1,498 @@
+"""The CPU backend: all-gather and reduce-scatter through POSIX shared memory, multiplication by
+torch."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from agmm import _core, _env
+from agmm.errors import AgmmError, Unsupported
+from agmm.runtime import calls, cpu_scatter, groups
+from agmm.runtime.calls import Call
+from agmm.runtime.groups import Group
+
+_READY = 1
+_NAN_BYTE = 0xFF  # a NaN in every floating-point type when all bytes of the number are this
+
+
+def async_input_mm(
+    a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, pivot: int
+) -> torch.Tensor:
+    """Multiply ``a`` [M, K] by ``b`` [K, N], each row chunk of ``a`` once its signal is 1.
+
+    Takes the chunks in ring order from ``pivot``. The arguments have been checked by the caller:
+    ``a_chunk_signals`` is a 1-D uint32 tensor whose length divides M.
+    """
+    chunks = a_chunk_signals.numel()
+    rows = a.shape[0] // chunks
+    base, stride = a_chunk_signals.data_ptr(), 4 * a_chunk_signals.stride(0)
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    limit_s = _env.timeout_s()
+    out = a.new_empty(a.shape[0], b.shape[1])
+    for step in range(chunks):
+        chunk = (pivot + step) % chunks
+        _core.cpu_wait_signal(base + chunk * stride, _READY, rank, -1, chunk, limit_s)
+        part = slice(chunk * rows, (chunk + 1) * rows)
+        _multiply(a[part], b, None, out[part])
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _tag(rows: int, k: int, what: str, return_A: bool) -> int:
+    return _core.call_tag(rows, k, what, return_A)
+
+
+class CpuWorkspace:
+    """Two slots per rank of one group, in shared memory: each for a gathered A or a sum's parts.
+
+    Every method that is said to be collective must be called by all ranks of the group, in the same
+    order. Threads of a process take turns.
+    """
+
+    poison: ClassVar[bool] = False
+    """For tests: fill each slot with NaN before its senders may write to it."""
+
+    rank: int
+    world_size: int
+    slot_bytes: int
+
+    def __init__(
+        self, group: dist.ProcessGroup, slot_bytes: int, *, chunks_per_shard: int = 1
+    ) -> None:
+        # Weakly: workspaces are kept by group, and end with it.
+        self._group_ref = weakref.ref(group)
+        self._group = groups.of(group)
+        self._chunks_per_shard = chunks_per_shard
+        self._push_delay_us = 0
+        self._lent: torch.Tensor | None = None  # the copy thread reads it
+        self._interrupted = False
+        self._refused: tuple[int, int, str] | None = None
+        calls.be_asked()
+        self._use(_connect(self._group, slot_bytes, chunks_per_shard, poison=self.poison))
+
+    @classmethod
+    def create(
+        cls, group: dist.ProcessGroup, slot_bytes: int, *, chunks_per_shard: int = 1
+    ) -> CpuWorkspace:
+        """Make the workspace of ``group``. Collective.
+
+        Args:
+            group: a process group.
+            slot_bytes: size of one slot in bytes; the largest value of all ranks counts.
+            chunks_per_shard: row chunks into which each shard is cut, the same on all ranks.
+
+        Raises:
+            Unsupported: the ranks are not all on one host, or a rank could not get or map the
+                memory; all ranks raise.
+            AgmmError: not all ranks came within AGMM_TIMEOUT_S.
+        """
+        return cls(group, slot_bytes, chunks_per_shard=chunks_per_shard)
+
+    def _use(self, core: _core.CpuWorkspace) -> None:
+        self._core = core
+        self._finalizer = weakref.finalize(self, core.close)
+        self.rank = core.rank
+        self.world_size = core.world_size
+        self.slot_bytes = core.slot_bytes
+        self._chunks_per_shard = core.chunks_per_shard
+        self._slots = [_bytes_at(core.slot_ptr(s), self.slot_bytes) for s in (0, 1)]
+        self._next_slot = 0
+        core.set_push_delay_us(self._push_delay_us)
+
+    def close(self) -> None:
+        """Stop the copy thread and give the memory back. Harmless when called again."""
+        self._slots = []
+        self._finalizer()
+
+    def set_push_delay_us(self, us: int) -> None:
+        """For tests: delay every chunk by a random time up to ``us`` before it is pushed."""
+        self._push_delay_us = us
+        self._core.set_push_delay_us(us)
+
+    @torch.no_grad()
+    def all_gather_matmul(
+        self,
+        A_shard: torch.Tensor,
+        Bs: list[torch.Tensor],
+        biases: list[torch.Tensor | None],
+        *,
+        return_A: bool,
+        chunks_per_shard: int | None = None,
+        timeline: list[dict[str, int]] | None = None,
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Gather ``A_shard`` and multiply it by each of ``Bs``. Collective.
+
+        Grows the slots where A [world_size * M_local, K] is too large or has too many chunks. A
+        multiplication that fails leaves the group in step: the call raises when all else is done.
+
+        Args:
+            A_shard: [M_local, K], contiguous, the same shape and dtype on all ranks. It may be
+                overwritten as soon as this returns.
+            Bs: weights [K, N], N free for each of them and on each rank.
+            biases: for each weight a bias [N] or None.
+            return_A: whether A [M, K] is wanted, in a tensor of its own.
+            chunks_per_shard: row chunks of each shard, the same on all ranks; None: as many as the
+                workspace has room for.
+            timeline: where given, receives for each chunk a dict with ``chunk``, ``source`` and,
+                in ns of ``time.monotonic_ns``, ``arrived_ns``, ``start_ns`` and ``end_ns`` of its
+                multiplication. ``arrived_ns`` of the rank's own chunks is the time of the call.
+
+        Returns:
+            A or None, and out [M, N] for each weight.
+
+        Raises:
+            Unsupported: the slots would have to grow, and a rank has no memory for it; all ranks
+                raise, and keep the slots they had.
+            AgmmError: an earlier call on this workspace was interrupted or the workspace is closed.
+        """
+        call = Call("all_gather_matmul", A_shard=A_shard, B=Bs, return_A=return_A)
+        name = str(A_shard.dtype).removeprefix("torch.")
+        with self._group.lock:
+            chunks = chunks_per_shard or self._chunks_per_shard
+            tag = _tag(*A_shard.shape, f"{name} in {chunks} chunks", return_A)
+            with self._in_step(tag, call):
+                self._make_room(self.world_size * A_shard.nbytes, chunks, tag)
+                A, outs, error = self._run(A_shard, Bs, biases, return_A, chunks, tag, timeline)
+        if error is not None:
+            raise error
+        return A, outs
+
+    @torch.no_grad()
+    def matmul_reduce_scatter(
+        self,
+        As: list[torch.Tensor],
+        Bs: list[torch.Tensor],
+        bias: torch.Tensor | None,
+        reduce_op: str,
+        call: Call,
+        *,
+        pieces: int | None = None,
+    ) -> torch.Tensor:
+        """This rank's rows of the sum over the ranks of ``sum(A @ B)``. Collective.
+
+        Products and sums are made in float32 (float64 for float64); what goes to another rank is
+        rounded to the dtype of ``As`` once, and so is the result. The parts are added in the order
+        of the ranks, so the result has the same bits in every call. Grows the slots where they are
+        too small. Large calls go through them in bands (`_core.scatter_bands`).
+
+        Args:
+            As: [M, K_i], of one dtype, M a multiple of the world size and the same on all ranks.
+            Bs: [K_i, N], one for each of ``As``; N at least 1 and the same on all ranks.
+            bias: [N] or None; added to the sum before it is rounded.
+            reduce_op: "sum", or "avg" for the sum divided by the world size.
+            call: the call, for messages.
+            pieces: into how many pieces of rows each rank's part of a band is cut, the same on all
+                ranks; None: as many as the workspace has room for.
+
+        Returns:
+            out [M / world_size, N].
+
+        Raises:
+            Unsupported: as `all_gather_matmul`.
+            AgmmError: as `all_gather_matmul`.
+        """
+        A, columns = As[0], Bs[0].shape[1]
+        name = str(A.dtype).removeprefix("torch.")
+        with self._group.lock:
+            pieces = pieces or self._chunks_per_shard
+            tag = _tag(A.shape[0], columns, f"{reduce_op} of {name} in {pieces} pieces", False)
+            slot_bytes = _core.scatter_slot_bytes(
+                A.shape[0], columns * A.element_size(), self.world_size
+            )
+            with self._in_step(tag, call):
+                self._make_room(slot_bytes, pieces, tag)
+                divisor = self.world_size if reduce_op == "avg" else 1
+                return self._run_scatter(As, Bs, bias, divisor, pieces, tag)
+
+    def reserve(self, slot_bytes: int) -> None:
+        """Grow the slots to at least ``slot_bytes``, the same on all ranks. Collective.
+
+        Raises:
+            Unsupported: a rank has no memory for it; all ranks raise, and keep the slots they had.
+        """
+        tag = _tag(0, 0, f"reserve {slot_bytes}", False)
+        with self._in_step(tag, Call("reserve", nbytes=slot_bytes)):
+            self._pass_tag(tag)
+            self._make_room(slot_bytes, self._chunks_per_shard, tag)
+
+    def meet(self, what: str, call: Call) -> None:
+        """Waits until all ranks are about to do the same with the group's backend. Collective.
+
+        That has limits and messages of its own, and takes a collective of another kind or shape for
+        this one. After this it finds its peers there, with the same call.
+
+        Args:
+            what: what has to be the same on all ranks.
+            call: the call, for messages.
+        """
+        if self.world_size == 1:
+            return
+        tag = _tag(0, 0, what, False)
+        with self._in_step(tag, call):
+            self._pass_tag(tag)
+
+    @contextmanager
+    def _in_step(self, tag: int, call: Call) -> Iterator[None]:
+        """One call of the group. What ends it half-way, other than a refusal that all ranks make,
+        leaves this rank out of step."""
+        with self._group.lock:
+            if self._interrupted:
+                raise AgmmError(
+                    "workspace: found one whose last call was interrupted, wanted one in step with "
+                    "the other ranks; make a new process group"
+                )
+            if not self._finalizer.alive:
+                raise AgmmError("workspace: found a closed one, wanted an open one")
+            self._core.timeout_s = _env.timeout_s()
+            self._core.warn_s = _env.warn_s()
+            self._group.calls += 1
+            self._group.call = tag, call
+            try:
+                yield
+            except Unsupported:
+                raise
+            except BaseException:
+                self._interrupted = True
+                raise
+            finally:
+                self._group.call = None
+
+    def _pass_tag(self, tag: int) -> None:
+        """A round in which the tag goes to all ranks, without data."""
+        core, slot = self._core, self._take_slot()
+        core.push(slot, 0, 0, 0, tag)
+        for chunk in range(self.world_size * self._chunks_per_shard):
+            if chunk // self._chunks_per_shard != self.rank:
+                core.wait_chunk(slot, chunk, tag)
+        core.release(slot)
+        core.wait_pushed()
+
+    def _take_slot(self) -> int:
+        slot, self._next_slot = self._next_slot, 1 - self._next_slot
+        return slot
+
+    def _run(
+        self,
+        shard: torch.Tensor,
+        Bs: list[torch.Tensor],
+        biases: list[torch.Tensor | None],
+        return_A: bool,
+        chunks_per_shard: int,
+        tag: int,
+        timeline: list[dict[str, int]] | None,
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor], Exception | None]:
+        """A, the products, and what went wrong with them."""
+        called_ns = time.monotonic_ns()
+        m_local, k = shard.shape
+        m, shard_bytes = self.world_size * m_local, shard.nbytes
+        gathered_bytes = self.world_size * shard_bytes
+        outs = [shard.new_empty(m, B.shape[1]) for B in Bs]
+        A = shard.new_empty(m, k) if return_A else None
+        core, per_shard = self._core, self._chunks_per_shard
+        chunk_rows = -(-m_local // chunks_per_shard)
+        slot = self._take_slot()
+
+        self._lent = shard
+        core.push(slot, shard.data_ptr(), shard_bytes, chunk_rows * k * shard.element_size(), tag)
+        gathered = self._slots[slot][:gathered_bytes].view(shard.dtype).view(m, k)
+        spans: list[tuple[int, int, int]] = []
+        error: Exception | None = None
+        chunks = self.world_size * per_shard
+        for step in range(chunks):
+            chunk = (self.rank * per_shard + step) % chunks
+            source, i = divmod(chunk, per_shard)
+            begin, end = min(i * chunk_rows, m_local), min((i + 1) * chunk_rows, m_local)
+            rows = slice(source * m_local + begin, source * m_local + end)
+            if source == self.rank:
+                a = shard[begin:end]
+            else:
+                core.wait_chunk(slot, chunk, tag)
+                a = gathered[rows]
+            if i >= chunks_per_shard:  # the workspace has room for more; their signals come too
+                continue
+            start_ns = time.monotonic_ns()
+            try:
+                for B, bias, out in zip(Bs, biases, outs, strict=True):
+                    _multiply(a, B, bias, out[rows])
+            except Exception as e:  # the peers wait for the rest of this call
+                error = error or e
+            spans.append((chunk, start_ns, time.monotonic_ns()))
+        if timeline is not None:
+            arrived = core.arrival_ns(slot)
+            for chunk, start_ns, end_ns in spans:
+                source = chunk // per_shard
+                timeline.append(
+                    {
+                        "chunk": chunk,
+                        "source": source,
+                        "arrived_ns": called_ns if source == self.rank else arrived[chunk],
+                        "start_ns": start_ns,
+                        "end_ns": end_ns,
+                    }
+                )
+        if A is not None:
+            A.copy_(gathered)
+            A[self.rank * m_local : (self.rank + 1) * m_local] = shard
+        if self.poison:
+            self._slots[slot].fill_(_NAN_BYTE)
+        core.release(slot)
+        core.wait_pushed()
+        self._lent = None
+        return A, outs, error
+
+    def _run_scatter(
+        self,
+        As: list[torch.Tensor],
+        Bs: list[torch.Tensor],
+        bias: torch.Tensor | None,
+        divisor: int,
+        pieces: int,
+        tag: int,
+    ) -> torch.Tensor:
+        core, rank = self._core, self.rank
+        A, columns = As[0], Bs[0].shape[1]
+        m_local = A.shape[0] // self.world_size
+        bands = _core.scatter_bands(A.shape[0], self.world_size)
+        band_rows = max(end - begin for begin, end in bands)
+        owners = [_core.scatter_owner(rank, i, self.world_size) for i in range(self.world_size - 1)]
+        sources = [source for source in range(self.world_size) if source != rank]
+        out = A.new_empty(m_local, columns)
+        sent = A.new_empty(len(owners), band_rows, columns)
+        summands = cpu_scatter.Summands(As, Bs, -(-band_rows // pieces))
+        row_bytes = columns * A.element_size()
+        self._lent = sent
+        for begin, end in bands:
+            slot, part_bytes = self._take_slot(), (end - begin) * row_bytes
+            piece_rows = -(-(end - begin) // pieces)
+            cuts = [  # of the band; the workspace may have room for more than there are
+                slice(min(i * piece_rows, end - begin), min((i + 1) * piece_rows, end - begin))
+                for i in range(self._chunks_per_shard)
+            ]
+            core.take_credits(slot)
+            for owner, part in zip(owners, sent, strict=True):
+                first = owner * m_local + begin
+                for i, cut in enumerate(cuts):
+                    piece = part[cut]
+                    if len(piece):
+                        piece.copy_(summands.product(slice(first + cut.start, first + cut.stop)))
+                    core.send(
+                        slot,
+                        owner,
+                        i,
+                        piece.data_ptr(),
+                        piece.nbytes,
+                        part_bytes,
+                        cut.start * row_bytes,
+                        tag,
+                    )
+            arrived = self._slots[slot][: len(sources) * part_bytes].view(A.dtype)
+            arrived = arrived.view(len(sources), end - begin, columns)
+            first = rank * m_local + begin
+            for i, cut in enumerate(cuts):
+                own = slice(first + cut.start, first + cut.stop)
+                product = summands.product(own) if own.stop > own.start else None
+                for source in sources:
+                    core.wait_chunk(slot, source * self._chunks_per_shard + i, tag)
+                if product is not None:
+                    parts = [
+                        arrived[_core.part_place(s, rank, self.world_size)][cut] for s in sources
+                    ]
+                    rows = slice(begin + cut.start, begin + cut.stop)
+                    summands.sum(product, parts, rank, divisor, bias, out[rows])
+            if self.poison:
+                self._slots[slot].fill_(_NAN_BYTE)
+            core.release(slot)
+            core.wait_pushed()  # what was sent may be overwritten
+        self._lent = None
+        return out
+
+    def _make_room(self, slot_bytes: int, chunks_per_shard: int, tag: int) -> None:
+        """Replace the workspace by a larger one where that is too small. Collective then.
+
+        Whether to grow is each rank's own decision, and one with another shape would not take part.
+        So the tag goes round first, without data: whoever made a different call is found out.
+        """
+        if slot_bytes <= self.slot_bytes and chunks_per_shard <= self._chunks_per_shard:
+            return
+        if self._refused is not None:
+            refused_bytes, refused_chunks, reason = self._refused
+            if slot_bytes >= refused_bytes and chunks_per_shard >= refused_chunks:
+                raise Unsupported(reason)
+        self._pass_tag(tag)
+        slot_bytes = max(slot_bytes, self.slot_bytes)
+        chunks_per_shard = max(chunks_per_shard, self._chunks_per_shard)
+        try:
+            core = _connect(self._group, slot_bytes, chunks_per_shard, poison=self.poison)
+        except Unsupported as error:
+            reason = f"workspace: no room for gather buffers of {slot_bytes} bytes: {error}"
+            self._refused = slot_bytes, chunks_per_shard, reason
+            raise Unsupported(reason) from None
+        self.close()
+        self._use(core)
+
+
+def _multiply(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    if bias is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(bias, a, b, out=out)
+
+
+def _bytes_at(address: int, size: int) -> torch.Tensor:
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
+
+
+def _connect(
+    group: Group, slot_bytes: int, chunks_per_shard: int, *, poison: bool
+) -> _core.CpuWorkspace:
+    """A new workspace of the group. Raises Unsupported on all ranks where one cannot have it."""
+    hosts = len(set(group.hosts()))
+    if hosts > 1:
+        raise Unsupported(
+            f"group: found ranks on {hosts} hosts, wanted one: the CPU backend uses shared memory"
+        )
+    wishes = group.exchange("the size of a workspace", str(slot_bytes))
+    slot_bytes = max(int(wish) for wish in wishes)
+
+    core: _core.CpuWorkspace | None = None
+    try:
+        error = ""
+        try:
+            core = _core.CpuWorkspace(
+                group.rank, group.world_size, slot_bytes, chunks_per_shard, _env.timeout_s()
+            )
+        except RuntimeError as e:
+            error = str(e)
+        names = group.exchange("the name of a workspace", "" if core is None else core.name)
+        if core is not None and all(names):
+            if poison:
+                for slot in (0, 1):
+                    _bytes_at(core.slot_ptr(slot), slot_bytes).fill_(_NAN_BYTE)
+            try:
+                core.connect(names)
+            except RuntimeError as e:
+                error = str(e)
+        # From here on every rank has mapped what it needs: the names can go.
+        for peer, found in enumerate(group.exchange("whether they have a workspace", error)):
+            if found:
+                raise Unsupported(f"rank {peer}: {found}")
+        assert core is not None
+        core.unlink()
+        return core
+    except BaseException:
+        if core is not None:
+            core.close()
+        raise

@@ -1,0 +1,85 @@
+"""The workspaces of this process: one for each group and kind of device, made at first use."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from agmm.errors import Unsupported
+from agmm.runtime import groups
+from agmm.runtime.calls import Call
+
+if TYPE_CHECKING:
+    from agmm.runtime.cpu import CpuWorkspace
+    from agmm.runtime.cuda import CudaWorkspace
+
+# Keyed by the group object: a name may come back for another group after destroy_process_group.
+_why_no_cpu_workspace: weakref.WeakKeyDictionary[dist.ProcessGroup, str]
+_why_no_cpu_workspace = weakref.WeakKeyDictionary()
+_cpu_workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, CpuWorkspace]
+_cpu_workspaces = weakref.WeakKeyDictionary()
+_cuda_workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, CudaWorkspace]]
+_cuda_workspaces = weakref.WeakKeyDictionary()
+
+
+def cpu_workspace(group: dist.ProcessGroup) -> CpuWorkspace:
+    """The CPU workspace of ``group``; collective at first use. It grows when it is used.
+
+    Raises:
+        Unsupported: the group can have none; all ranks raise.
+        InvalidArgument: the group has been destroyed.
+    """
+    groups.check_alive(group)
+    with groups.of(group).lock:
+        workspace = _cpu_workspaces.get(group)
+        if workspace is None:
+            from agmm.runtime.cpu import CpuWorkspace
+
+            reason = _why_no_cpu_workspace.get(group)
+            if reason is not None:
+                raise Unsupported(reason)
+            try:
+                workspace = _cpu_workspaces[group] = CpuWorkspace.create(group, 0)
+            except Unsupported as error:
+                _why_no_cpu_workspace[group] = str(error)
+                raise
+        return workspace
+
+
+def release_cpu_workspace(group: dist.ProcessGroup) -> None:
+    """Collective. Nothing where the group has none."""
+    with groups.of(group).lock:
+        workspace = _cpu_workspaces.get(group)
+        if workspace is not None:
+            workspace.meet("release", Call("release"))
+            workspace.close()
+            del _cpu_workspaces[group]
+        _why_no_cpu_workspace.pop(group, None)
+
+
+def meet(group: dist.ProcessGroup, what: str, call: Call) -> None:
+    """Before a collective of the backend on CPU tensors: see `CpuWorkspace.meet`. Nothing where the
+    group has no workspace, as on several hosts: there the backend's own limits hold."""
+    try:
+        workspace = cpu_workspace(group)
+    except Unsupported:
+        return
+    workspace.meet(what, call)
+
+
+def cuda_workspace(group: dist.ProcessGroup, device: torch.device) -> CudaWorkspace:
+    """The CUDA workspace of ``group`` on ``device``. It takes its memory at its first call."""
+    by_device = _cuda_workspaces.get(group)
+    workspace = None if by_device is None else by_device.get(device.index)
+    if workspace is None:
+        from agmm.runtime.cuda import CudaWorkspace
+
+        with groups.of(group).lock:
+            by_device = _cuda_workspaces.setdefault(group, {})
+            workspace = by_device.get(device.index)
+            if workspace is None:
+                workspace = by_device[device.index] = CudaWorkspace(group, device)
+    return workspace
