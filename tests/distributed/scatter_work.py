@@ -89,7 +89,7 @@ def products(
         b = _random(shape[1:2], dtype, seed + 5) if bias else None
         As = [A.t().contiguous().t() if i % 2 else A for i, (A, _) in enumerate(every[rank], seed)]
         Bs = [B if i % 2 else B.t().contiguous().t() for i, (_, B) in enumerate(every[rank], seed)]
-        out = workspace.matmul_reduce_scatter(As, Bs, b, reduce_op, CALL)
+        out = workspace.matmul_reduce_scatter(As, Bs, b, reduce_op, CALL, pieces=chunks_per_shard)
         own = slice(rank * shape[0], (rank + 1) * shape[0])
 
         def of_ranks(
@@ -126,7 +126,7 @@ def bits(
     every = [operands(shape, r, world_size, dtype, 3) for r in range(world_size)]
     b = _random(shape[1:2], dtype, 5) if bias else None
     A, B = every[rank]
-    out = workspace.matmul_reduce_scatter([A], [B], b, reduce_op, CALL)
+    out = workspace.matmul_reduce_scatter([A], [B], b, reduce_op, CALL, pieces=2)
     own = slice(rank * shape[0], (rank + 1) * shape[0])
     parts = [A[own].to(wide) @ B.to(wide) for A, B in every]
     divisor = world_size if reduce_op == "avg" else 1
@@ -149,7 +149,7 @@ def in_bands(world_size: int, rows: list[int]) -> list[tuple[bool, int]] | None:
         A = torch.randint(-8, 9, (world_size * m_local, 2), generator=generator).float()
         B = torch.randint(-8, 9, (2, 3), generator=generator).float()
         weight = 1.0 + workspace.rank
-        out = workspace.matmul_reduce_scatter([A], [weight * B], None, "sum", CALL)
+        out = workspace.matmul_reduce_scatter([A], [weight * B], None, "sum", CALL, pieces=3)
         weights = world_size * (world_size + 1) / 2
         own = A[workspace.rank * m_local : (workspace.rank + 1) * m_local]
         found.append((torch.equal(out, weights * (own @ B)), workspace.slot_bytes))
@@ -158,12 +158,17 @@ def in_bands(world_size: int, rows: list[int]) -> list[tuple[bool, int]] | None:
 
 
 def _step(
-    workspace: cpu.CpuWorkspace, kind: int, dtype: torch.dtype, As: list[torch.Tensor]
+    workspace: cpu.CpuWorkspace,
+    kind: int,
+    dtype: torch.dtype,
+    As: list[torch.Tensor],
+    pieces: int,
 ) -> torch.Tensor:
     """A call of one of several kinds of data, each of which has the same in every call."""
     A, B = operands((5, 9, 33), workspace.rank, workspace.world_size, dtype, kind)
     As[0].copy_(A)
-    out = workspace.matmul_reduce_scatter(As, [B], None, "avg" if kind % 2 else "sum", CALL)
+    op = "avg" if kind % 2 else "sum"
+    out = workspace.matmul_reduce_scatter(As, [B], None, op, CALL, pieces=pieces)
     As[0].fill_(torch.nan)
     return out
 
@@ -177,7 +182,7 @@ def repeated(
         return None
     kinds = 5
     As = [torch.empty(5 * world_size, 33, dtype=dtype)]
-    wanted = [_step(workspace, kind, dtype, As) for kind in range(kinds)]
+    wanted = [_step(workspace, kind, dtype, As, chunks_per_shard) for kind in range(kinds)]
     draw, faults = random.Random(workspace.rank), []
     try:
         for step in range(calls):
@@ -193,7 +198,7 @@ def repeated(
                 if A is None or not torch.equal(A, (step + ranks).expand(-1, 3)):
                     faults.append(f"gather {step} on rank {workspace.rank} differs")
             kind = step % kinds
-            out = _step(workspace, kind, dtype, As)
+            out = _step(workspace, kind, dtype, As, chunks_per_shard)
             if not torch.equal(out.view(torch.uint8), wanted[kind].view(torch.uint8)):
                 faults.append(f"call {step} on rank {workspace.rank} has other bits")
     finally:

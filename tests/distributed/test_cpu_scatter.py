@@ -88,6 +88,18 @@ def test_a_sum_of_negative_zeros_is_one() -> None:
         assert torch.equal(out, torch.zeros_like(out)) and out.signbit().all()
 
 
+def test_bits_do_not_depend_on_where_the_operands_lie() -> None:
+    """MKL's products with a vector do, by up to the last bits."""
+    torch.manual_seed(0)
+    A, B = torch.randn(17, 333), torch.randn(333, 1)
+    found = []
+    for at in range(16):
+        a = torch.empty(A.numel() + 16)[at : at + A.numel()].view(A.shape).copy_(A)
+        b = torch.empty(B.numel() + 16)[at : at + B.numel()].view(B.shape).copy_(B)
+        found.append(cpu_scatter.Summands([a], [b], 17).product(slice(0, 17)).clone())
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_large_calls_go_in_bands_through_bounded_memory(pool: RankPool, world_size: int) -> None:
     most = 8192 // world_size

@@ -175,7 +175,8 @@ class CpuWorkspace:
         reduce_op: str,
         call: Call,
         *,
-        pieces: int | None = None,
+        agreed: str = "",
+        pieces: int = 1,
     ) -> torch.Tensor:
         """This rank's rows of the sum over the ranks of ``sum(A @ B)``. Collective.
 
@@ -190,8 +191,9 @@ class CpuWorkspace:
             bias: [N] or None; added to the sum before it is rounded.
             reduce_op: "sum", or "avg" for the sum divided by the world size.
             call: the call, for messages.
+            agreed: what else has to be the same on all ranks.
             pieces: into how many pieces of rows each rank's part of a band is cut, the same on all
-                ranks; None: as many as the workspace has room for.
+                ranks.
 
         Returns:
             out [M / world_size, N].
@@ -203,8 +205,8 @@ class CpuWorkspace:
         A, columns = As[0], Bs[0].shape[1]
         name = str(A.dtype).removeprefix("torch.")
         with self._group.lock:
-            pieces = pieces or self._chunks_per_shard
-            tag = _tag(A.shape[0], columns, f"{reduce_op} of {name} in {pieces} pieces", False)
+            what = f"{reduce_op} of {name} in {pieces} pieces {agreed}"
+            tag = _tag(A.shape[0], columns, what, False)
             slot_bytes = _core.scatter_slot_bytes(
                 A.shape[0], columns * A.element_size(), self.world_size
             )

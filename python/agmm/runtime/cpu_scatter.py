@@ -20,15 +20,17 @@ class Summands:
     ) -> None:
         dtype = _SUM_DTYPES.get(As[0].dtype, As[0].dtype)
         self._As = As
-        self._Bs = [B.to(dtype) for B in Bs]
+        # In memory of their own, at addresses of one alignment, on which products may depend.
+        self._Bs = [B.to(dtype, copy=True) for B in Bs]
+        self._rows = [A.new_empty(most_rows, A.shape[1], dtype=dtype) for A in As]
         self._product = As[0].new_empty(most_rows, Bs[0].shape[1], dtype=dtype)
         self._total = torch.empty_like(self._product)
 
     def product(self, rows: slice) -> torch.Tensor:
         """The sum over the pairs of ``A[rows] @ B``, not rounded. Valid until the next one."""
         product = self._product[: rows.stop - rows.start]
-        for i, (A, B) in enumerate(zip(self._As, self._Bs, strict=True)):
-            a = A[rows].to(B.dtype)
+        for i, (A, B, copy) in enumerate(zip(self._As, self._Bs, self._rows, strict=True)):
+            a = copy[: len(product)].copy_(A[rows])
             # Into given memory, which autocast leaves alone.
             if i == 0:
                 torch.mm(a, B, out=product)
