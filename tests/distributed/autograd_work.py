@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import agmm
-from agmm.ops import autograd
+from agmm.ops import matmul_reduce_scatter as scatter
+from agmm.ops import scatter_plan
 from agmm.testing.reference import relative_error
 
 _ROWS, _K, _N = 2, 3, 2
@@ -112,29 +114,35 @@ def gradcheck_matmul_reduce_scatter(
     frozen: tuple[str, ...] = (),
     column_major: bool = False,
     reduce_op: str = "sum",
+    pairs: int | None = None,
 ) -> bool | None:
+    """Of one product, or of a list of pairs."""
     group = group_of(world_size)
     if group is None:
         return None
-    shape = [_ROWS, *leading, _K]
-    last = scatter_dim % len(shape) == len(shape) - 1
-    n = world_size * _N if last else _N
-    if not last:
-        shape[scatter_dim] *= world_size
-    inputs = {
-        "A": _leaf(world_size, *shape, seed=1),
-        "B": _leaf(world_size, *((n, _K) if column_major else (_K, n)), seed=2),
-    }
+    inputs = {}
+    for i in range(pairs or 1):
+        shape, k = [_ROWS, *leading, _K + i], _K + i
+        last = scatter_dim % len(shape) == len(shape) - 1
+        n = world_size * _N if last else _N
+        if not last:
+            shape[scatter_dim] *= world_size
+        inputs[f"A{i}"] = _leaf(world_size, *shape, seed=1 + 10 * i)
+        B_shape = (n, k) if column_major else (k, n)
+        inputs[f"B{i}"] = _leaf(world_size, *B_shape, seed=2 + 10 * i)
     if bias:
         inputs["bias"] = _leaf(n, seed=3)
     for name, whole in inputs.items():
         whole.requires_grad_(name not in frozen)
 
-    def fn(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        A, B = _OwnPart.apply(A, group), _OwnPart.apply(B, group)
-        out = agmm.matmul_reduce_scatter(
-            A,
-            B.t() if column_major else B,
+    def fn(*wholes: torch.Tensor) -> torch.Tensor:
+        given = dict(zip(inputs, wholes, strict=True))
+        bias = given.pop("bias", None)
+        own = [_OwnPart.apply(whole, group) for whole in given.values()]
+        As, Bs = own[::2], [B.t() if column_major else B for B in own[1::2]]
+        op: Callable[..., torch.Tensor] = agmm.matmul_reduce_scatter
+        out = op(
+            *((As, Bs) if pairs else (As[0], Bs[0])),
             group,
             scatter_dim=scatter_dim,
             bias=bias,
@@ -253,7 +261,7 @@ def bad_reduce_scatter(kind: str) -> str:
         "reduce_op": {"reduce_op": "max"},
         "bias": {"bias": torch.ones(4)},
         "bias columns": {"bias": torch.ones(3), "scatter_dim": 1},
-        "type": {"A": [1.0]},
+        "type": {"A": [1.0], "B": [1.0]},
         "group": {"group": "no such group"},
     }
     try:
@@ -281,13 +289,14 @@ class _FullSize(TorchDispatchMode):
         return found
 
 
-def full_size_tensors(world_size: int, *, return_A: bool) -> tuple[int, float] | None:
+def full_size_tensors(world_size: int, *, return_A: bool, native: bool) -> tuple[int, float] | None:
     """How many tensors of the size of the gathered A the backward of three weights makes, and the
     error of the gradient of A_shard."""
     group = group_of(world_size)
     if group is None:
         return None
     rows, k = 4, 5
+    agmm.reserve(group, 4096)  # so that the slots have another size
     A_shard = _leaf(rows, k, seed=dist.get_rank())
     Bs = [_leaf(k, n, seed=n).detach() for n in (2, 3, 6)]
     found = agmm.all_gather_matmul(A_shard, Bs, group, return_A=True)
@@ -297,7 +306,19 @@ def full_size_tensors(world_size: int, *, return_A: bool) -> tuple[int, float] |
     if return_A:
         douts.append(torch.full_like(A, 7.0))
     counter = _FullSize(world_size * rows * k)
-    with counter:
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        with counter:  # which the op hides what it does from
+            return scatter._impl(*arguments)
+
+    op = mock.Mock(default=counted)
+    reason = None if native else "for the test"
+    with (
+        mock.patch.object(torch.ops.agmm, "_matmul_reduce_scatter", op),
+        mock.patch.object(scatter_plan, "why_not_native", return_value=reason),
+        mock.patch.object(scatter, "fall_back"),
+        counter if return_A else contextlib.nullcontext(),
+    ):
         torch.autograd.backward(given, douts, inputs=[A_shard])
     wanted = torch.full((k,), 7.0 * world_size if return_A else 0.0, dtype=torch.float64)
     for i, B in enumerate(Bs):
@@ -308,8 +329,8 @@ def full_size_tensors(world_size: int, *, return_A: bool) -> tuple[int, float] |
 
 
 def joined_products(world_size: int, widths: list[int]) -> tuple[list[Any], int, float] | None:
-    """Where torch's fused op is said to serve: for which shapes it is asked, how often a product is
-    scattered by the op, and the error of the gradient of A_shard."""
+    """Where torch's fused op is said to serve: for which shapes it is asked, how many products it
+    computes in the end (0: not served), and the error of the gradient of A_shard."""
     group = group_of(world_size)
     if group is None:
         return None
@@ -323,22 +344,24 @@ def joined_products(world_size: int, widths: list[int]) -> tuple[list[Any], int,
         asked.append((tuple(A.shape), tuple(B.shape), dim))
         return True
 
-    ops = _Ops()
-    said = mock.Mock(is_fused=is_fused)
-    with mock.patch.object(autograd, "_scatter_plan", said), ops:
+    served = 0
+
+    def by_torch(
+        A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup, reduce_op: str
+    ) -> torch.Tensor:
+        nonlocal served
+        served += 1
+        return scatter._unfused([A], [B], None, group, 0, reduce_op)
+
+    with (
+        mock.patch.object(scatter_plan, "is_fused", is_fused),
+        mock.patch.object(scatter_plan, "why_not_native", return_value="as on a GPU"),
+        mock.patch.object(scatter, "_by_the_op_of_torch", by_torch),
+        mock.patch.object(scatter, "fall_back"),
+    ):
         torch.autograd.backward(outs, [out.detach() for out in outs])
     wanted = sum((out.detach() @ B.t() for out, B in zip(outs, Bs, strict=True)))
     assert isinstance(wanted, torch.Tensor) and A_shard.grad is not None
     dist.all_reduce(wanted, group=group)
     own = wanted.chunk(world_size)[dist.get_rank(group)]
-    return asked, ops.scattered, relative_error(A_shard.grad, own)
-
-
-class _Ops(TorchDispatchMode):
-    """Counts the products that the op scatters."""
-
-    scattered = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.scattered += func is torch.ops.agmm._matmul_reduce_scatter.default
-        return func(*args, **(kwargs or {}))
+    return asked, served, relative_error(A_shard.grad, own)
