@@ -52,7 +52,7 @@ from agmm.integrations import async_tp
 from agmm.nn import ColumnParallelLinear, RowParallelLinear, load_full_state_dict
 from agmm.nn._held import local_part, local_values
 from agmm.nn.linear import ShardedLinear
-from agmm.runtime.collectives import group_of
+from agmm.runtime.groups import group_of
 from agmm.testing.reference import poison, relative_error
 from agmm.testing.timer import time_ways
 

@@ -21,8 +21,8 @@ import typer
 from agmm import _core
 from agmm.bench.benchmarking import Options, new_report, release_memory, write_json
 from agmm.cli.terminal import console, plain_table
+from agmm.ops import async_input_mm
 from agmm.planning.plans import KernelConfig
-from agmm.runtime import cuda
 from agmm.testing.cases import BENCH_SHAPES, Shape, make_operands
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 from agmm.testing.timer import SAMPLES, time_ways
@@ -97,7 +97,7 @@ def measure(
 def _call(
     A: torch.Tensor, B: torch.Tensor, signals: torch.Tensor, pivot: int, config: KernelConfig
 ) -> Callable[[], torch.Tensor]:
-    return lambda: cuda.async_input_mm(A, B, signals, pivot, config=config)
+    return lambda: async_input_mm.on_cuda(A, B, signals, pivot, config=config)
 
 
 def main(

@@ -13,8 +13,8 @@ try:
     from agmm.errors import AgmmError, InvalidArgument, Unsupported
     from agmm.ops.all_gather_matmul import all_gather_matmul
     from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
-    from agmm.planning.call_plans import reserve_sms
     from agmm.planning.plans import KernelConfig
+    from agmm.runtime.group_gpus import reserve_sms
     from agmm.runtime.memory import release, reserve, workspace_bytes
 
     __version__ = _version("agmm")

@@ -18,8 +18,7 @@ import torch
 
 from agmm import _core
 from agmm.planning import call_plans
-from agmm.planning.plans import KernelConfig
-from agmm.runtime import cuda
+from agmm.planning.plans import KernelConfig, core_transport
 
 TRANSPORTS = ("push", "sm4x64", "sm8x64+1", "sm4x64h1")
 
@@ -60,8 +59,8 @@ class StandIn:
                 shards[r].shape[0],
                 A.shape[1],
                 _core.DType.bfloat16,
-                [(*weight, cuda._core_config(config))],
-                cuda._core_transport(transport),
+                [(*weight, config.core)],
+                core_transport(transport),
                 gathered[r].data_ptr(),
                 0,
                 self.streams[r].cuda_stream,

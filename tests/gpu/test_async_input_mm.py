@@ -14,9 +14,9 @@ import torch
 
 import agmm
 from agmm import _core
+from agmm.ops import async_input_mm
 from agmm.planning import call_plans, heuristics
 from agmm.planning.plans import KernelConfig
-from agmm.runtime import cuda
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
 KERNELS = list(call_plans.kernels())
@@ -63,7 +63,7 @@ def test_every_kernel(kernel: KernelConfig, column_major: bool, dtype: torch.dty
         name = f"{kernel.kernel}/swizzle{draw.choice((1, 2, 4, 8))}/{raster}"
         poison_freed_memory(m, n)
         pivot = draw.randrange(chunks)
-        out = cuda.async_input_mm(a, b, signals, pivot, config=KernelConfig.parse(name))
+        out = async_input_mm.on_cuda(a, b, signals, pivot, config=KernelConfig.parse(name))
         assert_close(out, a, b, f"{m}x{n}x{k} chunks {chunks} pivot {pivot} {name}")
 
 
@@ -77,7 +77,7 @@ def test_last_rows(kernel: KernelConfig) -> None:
             m = tiles_before * kernel.tile_m + last
             a = randn(m, k, dtype=torch.bfloat16)
             poison_freed_memory(m, n)
-            out = cuda.async_input_mm(a, b, None, 0, config=kernel)
+            out = async_input_mm.on_cuda(a, b, None, 0, config=kernel)
             assert_close(out[-last:], a[-last:], b, f"last {last} of {m} rows")
             assert_close(out, a, b, f"{m} rows")
 
@@ -115,7 +115,7 @@ def test_splits_of_k(column_major: bool) -> None:
         assert configs
         for config in configs:
             poison_freed_memory(m, n)
-            outs = [cuda.async_input_mm(a, b, signals, 0, config=config) for _ in range(20)]
+            outs = [async_input_mm.on_cuda(a, b, signals, 0, config=config) for _ in range(20)]
             assert_close(outs[0], a, b, f"{m}x{n}x{k} {config.name}")
             assert all(torch.equal(out, outs[0]) for out in outs), f"{config.name} does not repeat"
 
@@ -131,9 +131,9 @@ def test_illegal_splits() -> None:
         (replace(narrow, splits=2), "a kernel that can split K"),
     ):
         with pytest.raises(agmm.InvalidArgument, match=words):
-            cuda.async_input_mm(a, b, None, 0, config=config)
+            async_input_mm.on_cuda(a, b, None, 0, config=config)
     with pytest.raises(agmm.InvalidArgument, match="wanted one wave"):
-        cuda.async_input_mm(a, b, None, 0, config=replace(wide, splits=2), sm_count=4)
+        async_input_mm.on_cuda(a, b, None, 0, config=replace(wide, splits=2), sm_count=4)
 
 
 def feed(
@@ -178,7 +178,7 @@ def test_waits_for_chunks_that_come_late(kernel: KernelConfig, chunks_k: int) ->
         signals.zero_()
         poison_freed_memory(m, n)
         torch.cuda.synchronize()
-        out = cuda.async_input_mm(
+        out = async_input_mm.on_cuda(
             a, b, signals.view(torch.uint32), draw.randrange(chunks), config=kernel, sm_count=48
         )
         feed(feeder, parts, source, a, signals)
@@ -192,7 +192,7 @@ def test_op_and_bias() -> None:
     assert_close(torch.ops.agmm._async_input_mm(a, b, signals, 3), a, b, "op")
     torch.library.opcheck(torch.ops.agmm._async_input_mm.default, (a, b, signals, 1))
     bias = randn(264, dtype=torch.bfloat16)
-    out = cuda.async_input_mm(a, b, signals, 0, bias=bias)
+    out = async_input_mm.on_cuda(a, b, signals, 0, bias=bias)
     reference = gathered_product(a, b, bias)
     assert relative_error(out, reference) <= allowed_error(
         relative_error(torch.addmm(bias, a, b), reference)
@@ -205,7 +205,7 @@ def test_strided_weight() -> None:
         randn(128, 512, dtype=torch.bfloat16)[:, 64:328],
         randn(264, 256, dtype=torch.bfloat16)[:, 128:].t(),
     ):
-        out = cuda.async_input_mm(a, b, None, 0)
+        out = async_input_mm.on_cuda(a, b, None, 0)
         assert_close(out, a, b, f"strides {b.stride()}")
 
 
@@ -234,7 +234,7 @@ def test_bad_input() -> None:
         assert "\n" not in message
         assert all(word in message for word in words), message
     with pytest.raises(agmm.InvalidArgument, match="a kernel of this build"):
-        cuda.async_input_mm(a, b, ready, 0, config=KernelConfig(64, 64, 64, 1, 1, "pingpong"))
+        async_input_mm.on_cuda(a, b, ready, 0, config=KernelConfig(64, 64, 64, 1, 1, "pingpong"))
     torch.cuda.synchronize()
 
 
@@ -266,7 +266,7 @@ MEMCHECK = """
 from dataclasses import replace
 import torch
 from agmm.planning import call_plans
-from agmm.runtime import cuda
+from agmm.ops import async_input_mm
 from agmm.planning.plans import KernelConfig
 for kernel in call_plans.kernels():
     for m, n, k, chunks in ((8, 8, 8, 8), (200, 136, 72, 5), (384, 264, 136, 3)):
@@ -275,7 +275,7 @@ for kernel in call_plans.kernels():
         signals = torch.ones(chunks, dtype=torch.int32, device="cuda").view(torch.uint32)
         for splits in (1, 2) if kernel.can_split and k > 64 else (1,):
             config = replace(kernel, splits=splits)
-            cuda.async_input_mm(a, b, signals, chunks - 1, config=config)
+            async_input_mm.on_cuda(a, b, signals, chunks - 1, config=config)
 torch.cuda.synchronize()
 print("kernels", len(call_plans.kernels()))
 """

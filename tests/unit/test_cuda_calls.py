@@ -14,8 +14,9 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from agmm import InvalidArgument
 from agmm.ops import matmul_reduce_scatter, paths
+from agmm.ops.prepare import prepare
 from agmm.planning.plans import KernelConfig
-from agmm.runtime import cuda
+from agmm.runtime import cuda_calls
 
 CONFIG = KernelConfig(128, 128, 64, 1, 1, "pingpong", 4, "along_n")
 
@@ -27,12 +28,12 @@ def test_one_rank_uses_the_config_that_was_asked_for(monkeypatch: pytest.MonkeyP
         asked.append(options["config"])
         return a @ b
 
-    monkeypatch.setattr(cuda, "async_input_mm", matmul)
-    workspace = mock.Mock(world_size=1, _device=torch.device("cpu"))
+    monkeypatch.setattr(cuda_calls, "async_input_mm", matmul)
+    workspace = mock.Mock(world_size=1, device=torch.device("cpu"))
     A, B = torch.ones(2, 3, 8).bfloat16(), torch.ones(8, 5).bfloat16()
-    call = cuda.CudaWorkspace.prepare(workspace, A, [B], return_A=True, config=CONFIG)
+    call = prepare(workspace, A, [B], return_A=True, config=CONFIG)
     gathered, (out,) = call(A, [B], [None])
-    assert asked == [CONFIG]
+    assert [str(config) for config in asked] == [str(CONFIG.core)]
     assert out.shape == (2, 3, 5)
     assert gathered is not None
     assert torch.equal(gathered, A)
@@ -41,10 +42,10 @@ def test_one_rank_uses_the_config_that_was_asked_for(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float8_e4m3fn])
 def test_a_dtype_without_kernels_is_not_taken_for_fp16(dtype: torch.dtype) -> None:
-    workspace = mock.Mock(world_size=1, _device=torch.device("cpu"))
+    workspace = mock.Mock(world_size=1, device=torch.device("cpu"))
     A, B = torch.ones(2, 8).to(dtype), torch.ones(8, 8).to(dtype)
     with pytest.raises(InvalidArgument, match=f"^A_shard: found dtype {dtype}, wanted torch.bfl"):
-        cuda.CudaWorkspace.prepare(workspace, A, [B], return_A=True, config=CONFIG)
+        prepare(workspace, A, [B], return_A=True, config=CONFIG)
 
 
 def test_kept_calls_end_with_their_group() -> None:
@@ -66,18 +67,17 @@ def test_kept_calls_end_with_their_group() -> None:
 def test_an_a_that_chunks_still_come_to_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy, which TMA's alignment would ask for, would be of what lies there before."""
     core = mock.Mock()
-    monkeypatch.setattr(cuda, "_core", core)
-    monkeypatch.setattr(cuda, "_core_config", mock.Mock())
-    monkeypatch.setattr(cuda, "_stream", mock.Mock(return_value=0))
+    monkeypatch.setattr(cuda_calls, "_core", core)
+    monkeypatch.setattr(cuda_calls, "_stream", mock.Mock(return_value=0))
     monkeypatch.setattr(torch.cuda, "device", mock.MagicMock())
     memory = torch.zeros(4 * 8 + 8, dtype=torch.bfloat16)
     shift = next(i for i in range(8) if memory[i:].data_ptr() % 16 == 2)
     a, b = memory[shift : shift + 32].view(4, 8), torch.zeros(8, 16, dtype=torch.bfloat16)
     signals = torch.ones(2, dtype=torch.uint32)
     with pytest.raises(InvalidArgument, match=r"^a: found address 0x\w+, wanted a multiple of 16 "):
-        cuda.async_input_mm(a, b, signals, 0, config=CONFIG)
+        cuda_calls.async_input_mm(a, b, signals, 0, config=CONFIG.core)
     core.async_input_mm.assert_not_called()
-    cuda.async_input_mm(a, b, None, 0, config=CONFIG)  # there already: a copy will do
+    cuda_calls.async_input_mm(a, b, None, 0, config=CONFIG.core)  # there already: a copy will do
     assert core.async_input_mm.call_args.args[0] % 16 == 0
 
 

@@ -169,7 +169,7 @@ def test_what_graphs_keep_is_less_than_what_is_in_use(make: Any) -> None:
     workspace, _ = make()
     for wanted in range(10, 400, 10):  # captures of ascending sizes
         workspace.ensure(wanted * MIB)
-        workspace._captured = True
+        workspace.captured = True
     sizes = [32 * MIB, 64 * MIB, 128 * MIB, 256 * MIB]
     assert workspace.slot_bytes == 512 * MIB
     assert len(workspace._kept) == len(sizes)
@@ -212,7 +212,7 @@ def test_release_is_refused_while_a_graph_of_any_rank_needs_it(make: Any, which:
 
     workspace, _ = make(answer)
     workspace.ensure(MIB)
-    workspace._captured = which == "own"
+    workspace.captured = which == "own"
     with pytest.raises(
         AgmmError, match=rf"CUDA graphs that use it on ranks \[{which == 'peer':d}\]"
     ):

@@ -13,8 +13,7 @@ import torch.distributed as dist
 import agmm
 from agmm import _env
 from agmm.errors import InvalidArgument
-from agmm.planning import call_plans
-from agmm.runtime import devices, groups
+from agmm.runtime import devices, group_gpus, groups
 
 GPU = torch.device("cuda", 0)
 
@@ -23,7 +22,8 @@ GPU = torch.device("cuda", 0)
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This rank's GPU is GPU-a; nothing was asked for."""
     monkeypatch.delenv(_env.RESERVED_SMS.name, raising=False)
-    monkeypatch.setattr(call_plans, "device_facts", lambda device: ("nvidia-h200", 132))
+    properties = mock.Mock(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(devices, "uuid", lambda index: "GPU-a")
     monkeypatch.setattr(devices, "visible", lambda: {"GPU-a": 0, "GPU-b": 1})
     monkeypatch.setattr("agmm.runtime.devices._core.peer_atomics", lambda a, b: True)
@@ -36,14 +36,14 @@ def facts(
     peer: tuple[str, int, int],
     peers_links: str = "",
     host: str = "a",
-) -> call_plans.GroupFacts:
+) -> group_gpus.GroupFacts:
     """Of a group of two, whose other rank says this."""
     said = iter([json.dumps(peer), peers_links])
     group = mock.Mock(exchange=lambda topic, value: [value, next(said)], hosts=lambda: ["a", host])
     monkeypatch.setattr(groups, "of", lambda _: group)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
-    return call_plans._agreed_facts(mock.Mock(), GPU)
+    return group_gpus._agreed_facts(mock.Mock(), GPU)
 
 
 def test_two_gpus_over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,11 +128,11 @@ def test_other_groups_are_found(
     own, other = mock.Mock(), mock.Mock()
     other.size.return_value = size
     world = mock.Mock(pg_map={own: None, other: None})
-    monkeypatch.setattr(call_plans, "_world", world)
+    monkeypatch.setattr(group_gpus, "_world", world)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
-    assert call_plans._wanted_sms(own) == wanted
+    assert group_gpus._wanted_sms(own) == wanted
     monkeypatch.setenv(_env.RESERVED_SMS.name, "2")
-    assert call_plans._wanted_sms(own) == 2
+    assert group_gpus._wanted_sms(own) == 2
 
 
 def test_the_default_group_does_not_count() -> None:
@@ -140,11 +140,11 @@ def test_the_default_group_does_not_count() -> None:
     try:
         group = dist.new_group([0])
         with mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"):
-            assert not call_plans._has_other_groups(group)
+            assert not group_gpus._has_other_groups(group)
             with mock.patch.object(type(group), "size", return_value=2):
-                assert not call_plans._has_other_groups(group)
+                assert not group_gpus._has_other_groups(group)
                 everyone = dist.group.WORLD
                 assert everyone is not None
-                assert call_plans._has_other_groups(everyone)
+                assert group_gpus._has_other_groups(everyone)
     finally:
         dist.destroy_process_group()

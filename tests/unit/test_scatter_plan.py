@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from agmm.ops import scatter_plan
 from agmm.planning import cost_model
 from agmm.planning.plans import Problem
-from agmm.runtime import collectives, cuda
+from agmm.runtime import collectives, cuda, groups
 
 
 def scattered(rows: int, n: int, k: int, world_size: int = 4) -> Problem:
@@ -88,7 +88,7 @@ def test_never_on_the_cpu(
     monkeypatch.setattr(cost_model, "is_gather_by_copies", lambda *_, **__: True)
     monkeypatch.setattr(cuda, "why_unfused", lambda _: None)
     monkeypatch.setattr(dist, "get_world_size", lambda _: 4)
-    everyone = collectives.group_of(group)
+    everyone = groups.group_of(group)
     A, B = torch.randn(shape, dtype=torch.bfloat16), torch.randn(32, 8, dtype=torch.bfloat16)
     assert not scatter_plan.is_fused(A, B, 0, everyone)
     assert not scatter_plan.is_gather_by_copies(A, A, B, everyone, is_scatter_fused=True)

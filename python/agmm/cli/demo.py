@@ -157,9 +157,9 @@ def record_timeline(shape: Shape, options: Options) -> Sequence[ChunkEvent]:
         shape, dist.get_rank(), dist.get_world_size(), dtype=options.dtype, device=device
     )
     if options.device == "cuda":
-        from agmm.runtime import cuda
+        from agmm.bench import record
 
-        return cuda.timeline(operands.A_shard, operands.B, group)
+        return record.tiles_on_cuda(operands.A_shard, operands.B, group)
     from agmm.runtime.cpu import CpuWorkspace
 
     slot_bytes = shape.M * shape.K * options.dtype.itemsize

@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from agmm.errors import AgmmError, InvalidArgument, Unsupported
 from agmm.ops import paths
 from agmm.ops.checks import check_gatherable
+from agmm.ops.prepare import prepare
 from agmm.planning import call_plans
 from agmm.runtime.workspaces import cuda_workspace
 
@@ -85,7 +86,8 @@ def _new_route(
     shard = A_shard.movedim(gather_dim, 0)
     if call_plans.prefers_unfused(shard, Bs, group, return_A=return_A):
         return lambda shard, Bs, group: _unfused(shard, Bs, biases, group, return_A)
-    call = cuda_workspace(group, A_shard.device).prepare(shard, Bs, return_A=return_A)
+    workspace = cuda_workspace(group, A_shard.device)
+    call = prepare(workspace, shard, Bs, return_A=return_A)
     return lambda shard, Bs, group: call(shard, Bs, biases)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.runtime.collectives import group_of, group_or_default
+from agmm.runtime.groups import group_of, group_or_default
 
 # The meshes of groups that were given without one, by type of device; they end with their group.
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]]

@@ -18,7 +18,7 @@ from agmm.errors import InvalidArgument
 from agmm.nn._ranks import group_of_mesh
 from agmm.ops.all_gather_matmul import all_gather_matmul
 from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from agmm.runtime.collectives import name_of
+from agmm.runtime.groups import name_of
 
 
 class _Target(NamedTuple):

@@ -16,13 +16,7 @@ from agmm.ops.library import library
 from agmm.ops.operands import autocast, check_operands, is_plain, is_watched
 from agmm.ops.paths import run
 from agmm.planning.plans import KernelConfig
-from agmm.runtime.collectives import (
-    group_of,
-    group_of_size,
-    group_or_default,
-    name_of,
-    world_size_of,
-)
+from agmm.runtime.groups import group_of, group_of_size, group_or_default, name_of, world_size_of
 
 
 def _all_gather_matmul_impl(

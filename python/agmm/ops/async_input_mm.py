@@ -9,8 +9,9 @@ import torch
 from agmm.errors import InvalidArgument
 from agmm.ops.checks import check_async_input, check_no_grad
 from agmm.ops.library import library
-from agmm.planning import legality
-from agmm.runtime import cpu, cuda
+from agmm.planning import call_plans, legality
+from agmm.planning.plans import KernelConfig
+from agmm.runtime import cpu, cuda, cuda_calls
 
 
 def _async_input_mm_cpu(
@@ -27,13 +28,47 @@ def _async_input_mm_cuda(
     reason = (
         cuda.why_unfused(a.device)
         or legality.why_unfused(str(a.dtype).removeprefix("torch."), b.shape[1], a.shape[1])
-        or cuda.why_b_unfused(b)
+        or cuda_calls.why_b_unfused(b)
     )
     if reason is None and not a_chunk_signals.is_contiguous():
         reason = "a_chunk_signals: found a strided tensor, wanted a contiguous one"
     if reason is not None:
         raise InvalidArgument(reason)
-    return cuda.async_input_mm(a, b, a_chunk_signals, a_chunk_pivot)
+    return on_cuda(a, b, a_chunk_signals, a_chunk_pivot)
+
+
+def on_cuda(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_chunk_signals: torch.Tensor | None,
+    pivot: int,
+    *,
+    config: KernelConfig | None = None,
+    bias: torch.Tensor | None = None,
+    tile_times: torch.Tensor | None = None,
+    sm_count: int = 0,
+) -> torch.Tensor:
+    """`agmm.runtime.cuda_calls.async_input_mm` with the planner's kernel where ``config`` is None.
+
+    Raises:
+        InvalidArgument: the kernel cannot take the operands; the message says why.
+    """
+    if config is None:
+        m, k, n = *a.shape, b.shape[1]
+        column_major = b.stride(0) == 1
+        problem = call_plans.problem(m, n, k, a.dtype, a.device, column_major=column_major)
+        config = call_plans.planner(None, a.device).fused_plan(problem).kernel
+        assert config is not None
+    return cuda_calls.async_input_mm(
+        a,
+        b,
+        a_chunk_signals,
+        pivot,
+        config=config.core,
+        bias=bias,
+        tile_times=tile_times,
+        sm_count=sm_count,
+    )
 
 
 def _async_input_mm_fake(

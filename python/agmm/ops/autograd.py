@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from agmm.errors import InvalidArgument
 from agmm.ops import scatter_plan
 from agmm.ops.products import sum_of_products
-from agmm.runtime import collectives
+from agmm.runtime import collectives, groups
 
 _MaybeTensor = torch.Tensor | None
 
@@ -129,7 +129,7 @@ def _is_gather_by_copies(
     As, weights = _operands_of_shard(douts, Bs)
     if not As or collectives.is_traced(shard):
         return False
-    group = collectives.group_of(group_name)
+    group = groups.group_of(group_name)
     fused = dA is None and (
         scatter_plan.is_worth_joining(As, weights, gather_dim, group)
         or (len(As) == 1 and scatter_plan.is_fused(As[0], weights[0], gather_dim, group))
@@ -150,7 +150,7 @@ def _grad_of_shard(
     # The last dimension no fused path scatters, as none gathered it: nobody is to be warned again.
     if dA is None and As and gather_dim % As[0].dim() != As[0].dim() - 1:
         op = torch.ops.agmm._matmul_reduce_scatter.default
-        world_size = collectives.world_size_of(group_name)
+        world_size = groups.world_size_of(group_name)
         dA_shard: torch.Tensor = op(As, weights, None, group_name, world_size, gather_dim, "sum")
         return dA_shard
     partial = sum_of_products(dA, As, weights)
@@ -223,7 +223,7 @@ def _gather_and_multiply(
     """``all_gather(dout) @ B`` for each weight and the gathered dout where it is wanted."""
     op = torch.ops.agmm._all_gather_matmul.default
     biases = [None] * len(Bs)
-    group = group_name, collectives.world_size_of(group_name)
+    group = group_name, groups.world_size_of(group_name)
     if dim % dout.dim() == dout.dim() - 1:  # the product sums over the gathered dimension
         gathered, outs = op(
             dout.contiguous(), Bs, biases, *group, dim, return_gathered, "unfused", False

@@ -18,7 +18,7 @@ from agmm.ops.library import library
 from agmm.ops.operands import autocast
 from agmm.ops.paths import fall_back
 from agmm.ops.products import joined, sum_of_products
-from agmm.runtime import collectives, cuda
+from agmm.runtime import collectives, cuda, groups
 from agmm.runtime.calls import Call
 from agmm.runtime.workspaces import cpu_workspace
 
@@ -48,7 +48,7 @@ def _impl(
     reduce_op: str,
     strict: bool = False,
 ) -> torch.Tensor:
-    group = collectives.group_of_size(group_name, world_size)
+    group = groups.group_of_size(group_name, world_size)
     check_scatterable(As, Bs, bias, world_size, scatter_dim, reduce_op)
     scatter_dim %= As[0].dim()
     reason = scatter_plan.why_not_native(As, Bs, scatter_dim)
@@ -160,7 +160,7 @@ def _autograd(
 def _native(A: torch.Tensor, B: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
     check_operand("A", A)
     check_operand("B", B)
-    world_size = collectives.world_size_of(group_name)
+    world_size = groups.world_size_of(group_name)
     op = torch.ops.agmm._matmul_reduce_scatter.default
     out: torch.Tensor = op([A], [B], None, group_name, world_size, 0, reduce_op)
     return out
@@ -240,8 +240,8 @@ def matmul_reduce_scatter(
     if strict is not True and strict is not False:
         raise InvalidArgument(f"strict: found {strict!r}, wanted True or False")
     bias, *operands = autocast((bias, *As, *Bs), As[0].device)
-    group_name = collectives.name_of(group)
-    world_size = collectives.world_size_of(group_name)
+    group_name = groups.name_of(group)
+    world_size = groups.world_size_of(group_name)
     op = torch.ops.agmm._matmul_reduce_scatter.default
     out: torch.Tensor = op(
         operands[: len(As)],

@@ -15,10 +15,12 @@ import torch.distributed as dist
 
 from agmm.errors import InvalidArgument, Unsupported
 from agmm.ops.checks import FLOATS, check_gatherable
+from agmm.ops.prepare import prepare
 from agmm.planning import call_plans, legality, plans
-from agmm.runtime import cuda, groups
+from agmm.runtime import cuda, cuda_calls, groups
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import start_all_gather
+from agmm.runtime.cuda_calls import FusedCall
 from agmm.runtime.workspaces import cpu_workspace, cuda_workspace
 
 _warned: set[str] = set()
@@ -71,7 +73,7 @@ def why_unfused(
         reason = (
             reason
             or legality.why_unfused(dtype, B.shape[1], A_shard.shape[-1])
-            or cuda.why_b_unfused(B)
+            or cuda_calls.why_b_unfused(B)
         )
     return reason
 
@@ -98,7 +100,7 @@ Outs = tuple[torch.Tensor | None, list[torch.Tensor]]
 
 
 class _CpuCall(NamedTuple):
-    """What `cuda.FusedCall` is on CUDA."""
+    """What `FusedCall` is on CUDA."""
 
     group: weakref.ReferenceType[dist.ProcessGroup]  # else a kept call would keep its group
     return_A: bool
@@ -116,7 +118,7 @@ class _CpuCall(NamedTuple):
 
 
 # The calls that were found to be legal for the fused path; they end with their group.
-_fused_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _CpuCall | cuda.FusedCall]]
+_fused_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _CpuCall | FusedCall]]
 _fused_calls = weakref.WeakKeyDictionary()
 
 _MAX_FUSED_CALLS = 4096  # per group
@@ -184,10 +186,11 @@ def _run_anew(
     if reason is None:
         try:
             if A_shard.device.type == "cpu":
-                call: _CpuCall | cuda.FusedCall = _CpuCall(weakref.ref(group), return_A)
+                call: _CpuCall | FusedCall = _CpuCall(weakref.ref(group), return_A)
             else:
-                call = cuda_workspace(group, A_shard.device).prepare(
-                    A_shard, Bs, return_A=return_A, config=kernel, transport=transport
+                workspace = cuda_workspace(group, A_shard.device)
+                call = prepare(
+                    workspace, A_shard, Bs, return_A=return_A, config=kernel, transport=transport
                 )
             found = call(A_shard, Bs, biases)
         except Unsupported as error:

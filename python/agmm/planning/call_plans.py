@@ -2,141 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import warnings
 import weakref
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
-from agmm import _core, _env
-from agmm.errors import InvalidArgument
+from agmm import _core
 from agmm.planning import plans, tables
 from agmm.planning.planner import Planner
 from agmm.planning.plans import KernelConfig, Plan, Problem
-from agmm.runtime import devices, groups
+from agmm.runtime import groups
+from agmm.runtime.group_gpus import GroupFacts, group_facts
 
 _planners: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Planner]]
 _planners = weakref.WeakKeyDictionary()
-
-
-_SMS_FOR_COPIES = 2
-"""Of a GPU that ranks share, left to the copies inside it, which are kernels: while these are free
-they run, however long the matmul beside them waits. An even number, for clusters of 2."""
-
-_SMS_FOR_OTHER_GROUPS = 8
-
-_LEAST_SMS = 2
-"""For a cluster of a matmul."""
-
-_asked_sms: int | None = None
-"""What `reserve_sms` was told."""
-
-
-class GroupFacts(NamedTuple):
-    """What plans have to know of a group's GPUs; the same on all its ranks."""
-
-    sm_count: int = 0
-    """Multiprocessors for a matmul; 0 on the CPU."""
-    reserved_sms: int = 0
-    """Those that it leaves free."""
-    peer_atomics: bool = True
-
-
-_facts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, GroupFacts]]
-_facts = weakref.WeakKeyDictionary()
-
-
-def reserve_sms(count: int | None) -> None:
-    """Leave multiprocessors to the kernels of other groups, in groups whose first call is to come.
-
-    A matmul that fills its GPU and waits for a peer keeps out the kernels of other groups (a
-    pipeline's or FSDP's NCCL, another group of agmm), and the peer may wait for just these. With
-    some multiprocessors left free they run all the same; matmuls take longer by about the share
-    that is missing. The largest number that a rank of a group says counts for all.
-
-    Args:
-        count: of each GPU; None: as AGMM_RESERVED_SMS says, by default 8 where the process is in
-            other NCCL groups than the default one, else 0.
-
-    Raises:
-        InvalidArgument: ``count`` is negative or no int. (More than a GPU has is found at the first
-            call.)
-    """
-    global _asked_sms
-    if count is not None and (type(count) is not int or count < 0):
-        raise InvalidArgument(f"count: found {count!r}, wanted None or an int of at least 0")
-    _asked_sms = count
-
-
-def _wanted_sms(group: dist.ProcessGroup) -> int:
-    asked = _env.reserved_sms() if _asked_sms is None else _asked_sms
-    if asked is None:
-        asked = _SMS_FOR_OTHER_GROUPS if _has_other_groups(group) else 0
-    return asked
-
-
-def _has_other_groups(group: dist.ProcessGroup) -> bool:
-    """Whether this process is in another group whose NCCL kernels may run beside a call. The
-    default group does not count: all programs have it, most for start and end only."""
-    return any(
-        other is not group
-        and other is not dist.group.WORLD
-        and other.size() > 1
-        and "nccl" in dist.get_backend_config(other)
-        for other in list(_world.pg_map)
-    )
-
-
-def group_facts(group: dist.ProcessGroup, device: torch.device) -> GroupFacts:
-    """The facts of a group. Collective at first use.
-
-    Raises:
-        InvalidArgument: more multiprocessors are set aside than a GPU has; all ranks raise.
-    """
-    if device.type == "cpu":
-        return GroupFacts()
-    by_device = _facts.get(group)
-    if by_device is None:
-        by_device = _facts.setdefault(group, {})
-    found = by_device.get(device)
-    if found is None:
-        with groups.of(group).lock:
-            found = by_device.get(device)
-            if found is None:
-                found = by_device[device] = _agreed_facts(group, device)
-    return found
-
-
-def _agreed_facts(group: dist.ProcessGroup, device: torch.device) -> GroupFacts:
-    _, sm_count = device_facts(device)
-    if dist.get_world_size(group) == 1:
-        return GroupFacts(sm_count)
-    own = devices.uuid(device.index)
-    said = json.dumps([own, sm_count, _wanted_sms(group)])
-    exchange, hosts = groups.of(group).exchange, groups.of(group).hosts()
-    ranks = [json.loads(each) for each in exchange("their GPUs", said)]
-    uuids = [rank[0] for rank in ranks]
-    # Ranks on other hosts are not reached at all.
-    near = [u for u, host in zip(uuids, hosts, strict=True) if host == hosts[dist.get_rank(group)]]
-    reason = devices.why_no_atomics(own, near)
-    reasons = [r for r in exchange("what their links lack", reason or "") if r]
-    if reasons:
-        warnings.warn(f"agmm takes no SM push: {reasons[0]}", stacklevel=2)
-    sm_count = min(rank[1] for rank in ranks)
-    reserved = max(rank[2] for rank in ranks)
-    if len(set(uuids)) < len(uuids):
-        reserved = max(reserved, _SMS_FOR_COPIES)
-    if sm_count - reserved < _LEAST_SMS:
-        raise InvalidArgument(
-            f"{_env.RESERVED_SMS.name}, reserve_sms: found {reserved}, wanted at most "
-            f"{sm_count - _LEAST_SMS} of {sm_count} multiprocessors"
-        )
-    return GroupFacts(sm_count - reserved, reserved, not reasons)
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from agmm import _core
@@ -53,18 +53,20 @@ class _BuiltKernel(Protocol):
     def timed(self) -> bool: ...
 
 
-@cache
-def _core_config(
-    tile_m: int,
-    tile_n: int,
-    tile_k: int,
-    cluster_m: int,
-    cluster_n: int,
-    schedule: str,
-    timed: bool,
-) -> _core.KernelConfig:
-    """The kernel as the core knows it, which knows what it can do whether it is built or not."""
-    return _core.KernelConfig(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, timed=timed)
+@lru_cache(maxsize=4096)
+def _of_core(config: KernelConfig) -> _core.KernelConfig:
+    return _core.KernelConfig(
+        config.tile_m,
+        config.tile_n,
+        config.tile_k,
+        config.cluster_m,
+        config.cluster_n,
+        config.schedule,
+        config.max_swizzle,
+        config.raster,
+        config.timed,
+        config.splits,
+    )
 
 
 @dataclass(frozen=True)
@@ -145,24 +147,17 @@ class KernelConfig:
     @property
     def can_split(self) -> bool:
         """Whether several CTAs can compute a tile together."""
-        return self._of_core.can_split
+        return self.core.can_split
 
     @property
     def stores_A(self) -> Sequence[str]:
         """The layouts of B with which it can store A."""
-        return self._of_core.stores_A
+        return self.core.stores_A
 
     @property
-    def _of_core(self) -> _core.KernelConfig:
-        return _core_config(
-            self.tile_m,
-            self.tile_n,
-            self.tile_k,
-            self.cluster_m,
-            self.cluster_n,
-            self.schedule,
-            self.timed,
-        )
+    def core(self) -> _core.KernelConfig:
+        """The same as the core knows it, which knows what it can do whether it is built or not."""
+        return _of_core(self)
 
     @property
     def name(self) -> str:
@@ -293,3 +288,11 @@ def parse_config(config: str) -> tuple[KernelConfig | None, str | None]:
     if slash and (transport in ("push", "pull") or SmPush.parse(transport) is not None):
         return KernelConfig.parse(kernel), transport
     return KernelConfig.parse(config), None
+
+
+def core_transport(transport: str) -> tuple[int, int, int, int, int]:
+    """As `_core.CudaWorkspace.all_gather_matmul` wants it."""
+    sm_push = SmPush.parse(transport)
+    if sm_push is not None:
+        return 2, *sm_push
+    return int(transport == "pull"), 0, 0, 0, 0

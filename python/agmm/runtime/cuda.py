@@ -1,4 +1,4 @@
-"""The CUDA backend: kernels and transports of `agmm._core` on torch's symmetric memory."""
+"""The CUDA workspace: gather buffers, signals and credits on torch's symmetric memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,23 +14,16 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from agmm import _core, _env
-from agmm.errors import AgmmError, InvalidArgument, Unsupported
-from agmm.planning import call_plans, heuristics, legality, plans
-from agmm.planning.plans import KernelConfig, Plan, SmPush
+from agmm.errors import AgmmError, Unsupported
 from agmm.runtime import calls, devices, groups
+from agmm.runtime.group_gpus import group_facts
 
 _SLOT_GRANULE = 32 << 20
 """Slots grow in steps of this many bytes, so that slightly larger calls do not grow them again."""
 
 _STAGING_ALIGNMENT = 256
 
-_TMA_ALIGNMENT = 16
-
 _HOPPER = divmod(_core.CAPABILITY, 10)
-
-_ALIGNING_CYCLES = 1_000_000
-"""So long the GPU is busy before a timeline's call, so that the hosts' launches are done, and the
-ranks begin when an all-reduce ends."""
 
 _rendezvous = 0
 """How many rendezvous of symmetric memory this process has made, as far as agmm sees: its own, and
@@ -66,46 +59,6 @@ def _why_no_peer_access(own: str, uuids: Sequence[str]) -> str:
     return ""
 
 
-@lru_cache(maxsize=4096)
-def _core_config(config: KernelConfig) -> _core.KernelConfig:
-    return _core.KernelConfig(
-        config.tile_m,
-        config.tile_n,
-        config.tile_k,
-        config.cluster_m,
-        config.cluster_n,
-        config.schedule,
-        config.max_swizzle,
-        config.raster,
-        config.timed,
-        config.splits,
-    )
-
-
-_CORE_DTYPES = {torch.bfloat16: _core.DType.bfloat16, torch.float16: _core.DType.float16}
-
-
-def _core_dtype(name: str, tensor: torch.Tensor) -> _core.DType:
-    """What the kernels call the dtype of an argument.
-
-    Raises:
-        InvalidArgument: they have no such element type.
-    """
-    found = _CORE_DTYPES.get(tensor.dtype)
-    if found is None:
-        names = " or ".join(str(dtype) for dtype in _CORE_DTYPES)
-        raise InvalidArgument(f"{name}: found dtype {tensor.dtype}, wanted {names}")
-    return found
-
-
-def _core_transport(transport: str) -> tuple[int, int, int, int, int]:
-    """As `_core.CudaWorkspace.all_gather_matmul` wants it."""
-    sm_push = SmPush.parse(transport)
-    if sm_push is not None:
-        return 2, *sm_push
-    return int(transport == "pull"), 0, 0, 0, 0
-
-
 @cache
 def why_unfused(device: torch.device) -> str | None:
     """The reason why this device cannot run the kernels, or None."""
@@ -117,153 +70,11 @@ def why_unfused(device: torch.device) -> str | None:
     return None
 
 
-class _Layout(NamedTuple):
-    column_major: bool
-    leading: int
-
-
-def b_layout(b: torch.Tensor) -> _Layout | None:
-    """Row-major or column-major with its leading dimension; None where B is neither."""
-    rows, columns = b.stride()
-    if rows == 1 and columns >= b.shape[0]:
-        return _Layout(True, columns)
-    if columns == 1 and rows >= b.shape[1]:
-        return _Layout(False, rows)
-    # A direction of length 1 may have any stride.
-    if b.shape[1] == 1:
-        return _Layout(True, b.shape[0]) if rows == 1 else None
-    if b.shape[0] == 1:
-        return _Layout(False, b.shape[1]) if columns == 1 else None
-    return None
-
-
-def _aligned_pointer(tensor: torch.Tensor, kept: list[torch.Tensor]) -> int:
-    """The tensor's address, or that of a copy in ``kept`` where it is not as TMA wants it.
-
-    A copy, not another path: addresses differ between ranks, and the path must not.
-    """
-    address = tensor.data_ptr()
-    if address % _TMA_ALIGNMENT != 0:
-        tensor = tensor.clone()
-        kept.append(tensor)
-        address = tensor.data_ptr()
-    return address
-
-
-def _bias_pointer(bias: torch.Tensor | None, kept: list[torch.Tensor]) -> int:
-    if bias is None:
-        return 0
-    if not bias.is_contiguous():
-        bias = bias.contiguous()
-        kept.append(bias)
-    return _aligned_pointer(bias, kept)
-
-
-def why_b_unfused(b: torch.Tensor) -> str | None:
-    layout = b_layout(b)
-    if layout is None:
-        return f"B: strides {tuple(b.stride())} are neither row-major nor column-major"
-    if layout.leading % plans.ALIGNMENT != 0:
-        return f"B: leading dimension {layout.leading} is not a multiple of {plans.ALIGNMENT}"
-    return None
-
-
-def _stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(device.index)
-
-
-def async_input_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_chunk_signals: torch.Tensor | None,
-    pivot: int,
-    *,
-    config: KernelConfig | None = None,
-    bias: torch.Tensor | None = None,
-    tile_times: torch.Tensor | None = None,
-    sm_count: int = 0,
-) -> torch.Tensor:
-    """``a @ b (+ bias)``, each row chunk of ``a`` once its signal is 1.
-
-    Args:
-        a: [M, K] bf16 or fp16, row-major and contiguous; with signals, at a multiple of 16 bytes.
-        b: [K, N] of the same dtype, row-major or column-major.
-        a_chunk_signals: uint32 [chunks] or [chunks, chunks_k], contiguous; None: all is ready.
-        pivot: the first row chunk to compute.
-        config: the kernel; chosen by `agmm.planning` when None.
-        bias: [N], or None.
-        tile_times: uint8, where the kernel records when each tile waited and ran (timed kernels).
-        sm_count: CTAs at most; 0: as many as there are multiprocessors. Fewer are launched where
-            they take no longer.
-
-    Raises:
-        InvalidArgument: the kernel cannot take the operands; the message says why.
-    """
-    m, k = a.shape
-    n = b.shape[1]
-    layout = b_layout(b)
-    if layout is None:
-        raise InvalidArgument(
-            f"b: found strides {tuple(b.stride())}, wanted row-major or column-major"
-        )
-    out = a.new_empty(m, n)
-    if m == 0:
-        return out
-    kept: list[torch.Tensor] = []  # copies live until the call is enqueued
-    chunks_m, chunks_k = 1, 1
-    if a_chunk_signals is not None:
-        if a.data_ptr() % _TMA_ALIGNMENT != 0:  # a copy would be made before the chunks have come
-            raise InvalidArgument(
-                f"a: found address {a.data_ptr():#x}, wanted a multiple of {_TMA_ALIGNMENT} bytes"
-            )
-        chunks_m = a_chunk_signals.shape[0]
-        chunks_k = a_chunk_signals.shape[1] if a_chunk_signals.dim() == 2 else 1
-    if config is None:
-        problem = call_plans.problem(m, n, k, a.dtype, a.device, column_major=layout.column_major)
-        config = call_plans.planner(None, a.device).fused_plan(problem).kernel
-        assert config is not None
-    with torch.cuda.device(a.device):
-        scratch = None if config.splits == 1 else _split_scratch(a.device)
-        try:
-            _core.async_input_mm(
-                _aligned_pointer(a, kept),
-                _aligned_pointer(b, kept),
-                out.data_ptr(),
-                _bias_pointer(bias, kept),
-                m,
-                n,
-                k,
-                _core_dtype("a", a),
-                layout.column_major,
-                layout.leading,
-                0 if a_chunk_signals is None else a_chunk_signals.data_ptr(),
-                chunks_m,
-                chunks_k,
-                pivot,
-                _core_config(config),
-                dist.get_rank() if dist.is_initialized() else 0,
-                sm_count,
-                0 if tile_times is None else tile_times.data_ptr(),
-                0 if scratch is None else scratch.data_ptr(),
-                _stream(a.device),
-            )
-        except ValueError as error:
-            raise InvalidArgument(str(error)) from None
-    return out
-
-
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _STAGING_ALIGNMENT) * _STAGING_ALIGNMENT
 
 
-def _split_scratch(device: torch.device) -> torch.Tensor:
-    """What calls that split K need, for one call at a time. On the current stream."""
-    scratch = torch.empty(_core.split_scratch_bytes(), dtype=torch.uint8, device=device)
-    scratch[: _core.SPLIT_COUNTER_BYTES].zero_()
-    return scratch
-
-
-class _Buffers(NamedTuple):
+class Buffers(NamedTuple):
     core: _core.CudaWorkspace
     memory: torch.Tensor
     handle: Any
@@ -286,15 +97,16 @@ class CudaWorkspace:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group_ref = weakref.ref(group)
-        self._known = groups.of(group)
-        self.lock = self._known.lock
-        self._device = device
+        self.known = groups.of(group)
+        self.lock = self.known.lock
+        self.device = device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.slot_bytes = 0
-        self._buffers: _Buffers | None = None
-        self._captured = False
-        self._kept: list[_Buffers] = []  # read by CUDA graphs that may be replayed
+        self._buffers: Buffers | None = None
+        self.captured = False
+        """Whether the buffers are used in a CUDA graph."""
+        self._kept: list[Buffers] = []  # read by CUDA graphs that may be replayed
         self._why_unfused: str | None = None
         self._refused: tuple[int, str] | None = None
         self._shares_gpu = False
@@ -304,7 +116,7 @@ class CudaWorkspace:
         self._unfinished: torch.Tensor | None = None  # kept while copies may be written to it
 
     @property
-    def _group(self) -> dist.ProcessGroup:
+    def group(self) -> dist.ProcessGroup:
         group = self._group_ref()
         if group is None:
             raise AgmmError("group: found a destroyed one, wanted one that is alive")
@@ -346,7 +158,7 @@ class CudaWorkspace:
                     f"wanted {slot_bytes}; call once with this shape before the capture, or "
                     "agmm.reserve"
                 )
-            with torch.cuda.device(self._device):
+            with torch.cuda.device(self.device):
                 self._grow(slot_bytes)
 
     def release(self) -> None:
@@ -359,8 +171,8 @@ class CudaWorkspace:
         with self.lock:
             if self.world_size == 1:
                 return
-            captured = self._captured or bool(self._kept)
-            found = self._known.exchange("whether graphs need a workspace", json.dumps(captured))
+            captured = self.captured or bool(self._kept)
+            found = self.known.exchange("whether graphs need a workspace", json.dumps(captured))
             ranks = [rank for rank, told in enumerate(found) if json.loads(told)]
             if ranks:
                 raise AgmmError(
@@ -369,14 +181,14 @@ class CudaWorkspace:
                 )
             if self._buffers is None:
                 return
-            with torch.cuda.device(self._device):
+            with torch.cuda.device(self.device):
                 self._finish_calls()
             self._buffers, self.slot_bytes, self._refused = None, 0, None
 
     def _finish_calls(self) -> None:
         """Behind this no rank reads or writes the buffers any more."""
-        torch.cuda.synchronize(self._device)
-        dist.barrier(self._group, device_ids=[self._device.index])
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.group, device_ids=[self.device.index])
 
     def _grow(self, slot_bytes: int) -> None:
         wanted = slot_bytes
@@ -387,10 +199,10 @@ class CudaWorkspace:
         slot_bytes = -(-slot_bytes // _SLOT_GRANULE) * _SLOT_GRANULE
         memory = self._allocate(wanted, slot_bytes)
         self._finish_calls()
-        if self._buffers is not None and self._captured:
+        if self._buffers is not None and self.captured:
             self._kept.append(self._buffers)
         self._buffers = None
-        self._captured = False
+        self.captured = False
         self.slot_bytes = 0
         self._buffers = self._open(memory, slot_bytes)
         self.slot_bytes = slot_bytes
@@ -406,10 +218,10 @@ class CudaWorkspace:
         memory, error = None, ""
         _, size = self._sizes(slot_bytes)
         try:
-            memory = symm_mem.empty(size, dtype=torch.uint8, device=self._device)
+            memory = symm_mem.empty(size, dtype=torch.uint8, device=self.device)
         except RuntimeError as e:
             error = f"{size} bytes of GPU memory: {e}".splitlines()[0]
-        errors = self._known.exchange("whether they have memory for a workspace", error)
+        errors = self.known.exchange("whether they have memory for a workspace", error)
         for rank, found in enumerate(errors):
             if found:
                 reason = f"workspace: rank {rank} could not get {found}"
@@ -418,11 +230,11 @@ class CudaWorkspace:
         assert memory is not None
         return memory
 
-    def _open(self, memory: torch.Tensor, slot_bytes: int) -> _Buffers:
+    def _open(self, memory: torch.Tensor, slot_bytes: int) -> Buffers:
         staging_offset, _ = self._sizes(slot_bytes)
         global _rendezvous
         _rendezvous += 1
-        handle = symm_mem.rendezvous(memory, self._group.group_name)
+        handle = symm_mem.rendezvous(memory, self.group.group_name)
         first_word = _core.CudaWorkspace.words_offset(slot_bytes, self.world_size)
         words = memory[first_word:].view(torch.int32)
         words.zero_()
@@ -434,11 +246,11 @@ class CudaWorkspace:
                 "allocation of torch's pool for symmetric memory, wanted one of its own; "
                 "TORCH_SYMMMEM_IMPLICIT_POOL=0 does without the pool"
             )
-        reserved = call_plans.group_facts(self._group, self._device).reserved_sms
+        reserved = group_facts(self.group, self.device).reserved_sms
         core = _core.CudaWorkspace(self.rank, places, slot_bytes, reserved)
-        torch.cuda.synchronize(self._device)
-        dist.barrier(self._group, device_ids=[self._device.index])
-        return _Buffers(core, memory, handle, staging_offset)
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.group, device_ids=[self.device.index])
+        return Buffers(core, memory, handle, staging_offset)
 
     def _agree(self, slot_bytes: int) -> bool:
         """All ranks want the same slots, and their GPUs reach each other; else all ranks raise.
@@ -447,9 +259,9 @@ class CudaWorkspace:
             Whether a rank has captured calls with the present ones.
         """
         note_torch_workspaces()
-        own = devices.uuid(self._device.index)
-        told = json.dumps([slot_bytes, own, _rendezvous, self._captured])
-        found = [json.loads(each) for each in self._known.exchange("the size of a workspace", told)]
+        own = devices.uuid(self.device.index)
+        told = json.dumps([slot_bytes, own, _rendezvous, self.captured])
+        found = [json.loads(each) for each in self.known.exchange("the size of a workspace", told)]
         sizes = sorted({entry[0] for entry in found})
         if len(sizes) > 1:
             raise AgmmError(
@@ -458,7 +270,7 @@ class CudaWorkspace:
             )
         uuids = [entry[1] for entry in found]
         made = [entry[2] for entry in found]
-        hosts = len(set(self._known.hosts()))
+        hosts = len(set(self.known.hosts()))
         self._shares_gpu = len(set(uuids)) < len(uuids)
         reason = ""
         if hosts > 1:
@@ -476,90 +288,11 @@ class CudaWorkspace:
         else:
             reason = _why_no_peer_access(own, uuids)
         # Ranks may see different GPUs.
-        reasons = self._known.exchange("whether their GPUs reach each other", reason)
+        reasons = self.known.exchange("whether their GPUs reach each other", reason)
         self._why_unfused = next((each for each in reasons if each), None)
         if self._why_unfused is not None:
             raise Unsupported(self._why_unfused)
         return any(entry[3] for entry in found)
-
-    def prepare(
-        self,
-        A_shard: torch.Tensor,
-        Bs: Sequence[torch.Tensor],
-        *,
-        return_A: bool,
-        config: KernelConfig | None = None,
-        transport: str | None = None,
-    ) -> FusedCall:
-        """Everything about a call that depends on shapes, dtypes and layouts alone.
-
-        Args:
-            A_shard: [M_local, ..., K], contiguous, the same shape and dtype on all ranks.
-            Bs: weights [K, N], N free for each of them, row-major or column-major.
-            return_A: whether A is wanted, in a tensor of its own.
-            config: the kernel; chosen by `agmm.planning` when None.
-            transport: "push", "pull" or the name of an `SmPush`; that of the first weight's plan
-                when None.
-
-        Raises:
-            InvalidArgument: a weight is neither row-major nor column-major; the first weight's
-                kernel does not go with the transport.
-        """
-        k = A_shard.shape[-1]
-        rows = A_shard.numel() // k
-        m = self.world_size * rows
-        leading = (self.world_size * A_shard.shape[0], *A_shard.shape[1:-1])
-        weights: list[_Weight] = []
-        for B in Bs:
-            layout = b_layout(B)
-            if layout is None:
-                raise InvalidArgument(
-                    f"B: found strides {tuple(B.stride())}, wanted row-major or column-major"
-                )
-            n = B.shape[1]
-            problem = call_plans.problem(
-                m,
-                n,
-                k,
-                A_shard.dtype,
-                self._device,
-                world_size=self.world_size,
-                return_A=return_A,
-                column_major=layout.column_major,
-                group=self._group,
-            )
-            if config is None:
-                chosen = call_plans.planner(self._group, self._device).fused_plan(problem)
-            else:
-                chosen = Plan(legality.copy_transports(problem, config)[0], config)
-            assert chosen.kernel is not None
-            if not weights:
-                transport = transport or chosen.transport
-                reason = legality.why_transport_illegal(problem, chosen.kernel, transport)
-                if reason is not None:
-                    raise InvalidArgument(
-                        f"config: {chosen.kernel.kernel}, return_A={return_A}: {reason}"
-                    )
-            weights.append(
-                _Weight(
-                    layout.leading,
-                    layout.column_major,
-                    n,
-                    (*leading, n),
-                    chosen.kernel,
-                    _core_config(chosen.kernel),
-                )
-            )
-        return FusedCall(
-            self,
-            rows,
-            k,
-            _core_dtype("A_shard", A_shard),
-            m * k * 2,
-            _core_transport(transport or "push"),
-            (*leading, k) if return_A else None,
-            tuple(weights),
-        )
 
     @torch.no_grad()
     def start_all_gather(self, shard: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -592,15 +325,15 @@ class CudaWorkspace:
             return self._start_all_gather(shard)
 
     def _start_all_gather(self, shard: torch.Tensor) -> Callable[[], torch.Tensor]:
-        buffers = self._enter(shard.nbytes * self.world_size)
-        stream = torch.cuda.current_stream(self._device)
+        buffers = self.enter(shard.nbytes * self.world_size)
+        stream = torch.cuda.current_stream(self.device)
         is_captured = torch.cuda.is_current_stream_capturing()
         if is_captured:
-            self._captured = True
+            self.captured = True
         else:
             stream.wait_event(self._gathered)
         if self._gather_stream is None:
-            self._gather_stream = torch.cuda.Stream(self._device)
+            self._gather_stream = torch.cuda.Stream(self.device)
         limit_ms = math.ceil(_env.timeout_s() * 1e3)
         gathered = shard.new_empty(self.world_size * shard.shape[0], *shard.shape[1:])
         buffers.handle.barrier(channel=0, timeout_ms=limit_ms)
@@ -621,191 +354,15 @@ class CudaWorkspace:
             self._gathered = done
 
         def finish() -> torch.Tensor:
-            torch.cuda.current_stream(self._device).wait_event(done)
+            torch.cuda.current_stream(self.device).wait_event(done)
             self._unfinished = None
             return gathered
 
         return finish
 
-    def _enter(self, slot_bytes: int) -> _Buffers:
+    def enter(self, slot_bytes: int) -> Buffers:
+        """The buffers of a call that needs slots of that size. Under `lock`."""
         if slot_bytes > self.slot_bytes:
             self.ensure(slot_bytes)
         assert self._buffers is not None
         return self._buffers
-
-
-class _Weight(NamedTuple):
-    leading: int
-    column_major: bool
-    n: int
-    out_shape: tuple[int, ...]
-    config: KernelConfig
-    core_config: _core.KernelConfig
-
-
-class FusedCall(NamedTuple):
-    """A call that is ready to be made any number of times with tensors of the same kind."""
-
-    workspace: CudaWorkspace
-    rows: int
-    k: int
-    dtype: _core.DType
-    slot_bytes: int
-    transport: tuple[int, int, int, int, int]
-    gathered_shape: tuple[int, ...] | None
-    weights: tuple[_Weight, ...]
-
-    def __call__(
-        self,
-        A_shard: torch.Tensor,
-        Bs: Sequence[torch.Tensor],
-        biases: Sequence[torch.Tensor | None],
-        tile_times: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """Gather and multiply. Collective.
-
-        Args:
-            A_shard, Bs: as given to `CudaWorkspace.prepare`.
-            biases: for each weight a bias [N] or None.
-            tile_times: uint8, see `async_input_mm`; of the first weight's tiles.
-
-        Returns:
-            A or None, and out [world_size * M_local, ..., N] for each weight.
-
-        Raises:
-            InvalidArgument: the kernel cannot take the operands; nothing was enqueued.
-        """
-        workspace, rows, k, dtype, slot_bytes, transport, gathered_shape, weights = self
-        if workspace.world_size == 1:
-            outs = [
-                async_input_mm(A_shard.view(rows, k), B, None, 0, config=w.config, bias=bias)
-                for w, B, bias in zip(weights, Bs, biases, strict=True)
-            ]
-            outs = [
-                torch.ops.aten._unsafe_view(out, w.out_shape)
-                for w, out in zip(weights, outs, strict=True)
-            ]
-            return (None if gathered_shape is None else A_shard.clone()), outs
-        with workspace.lock:
-            workspace._known.calls += 1
-            buffers = workspace._enter(slot_bytes)
-            A = None if gathered_shape is None else A_shard.new_empty(gathered_shape)
-            kept: list[torch.Tensor] = []  # copies live until the call is enqueued
-            outs = []
-            arguments = []
-            for w, B, bias in zip(weights, Bs, biases, strict=True):
-                out = A_shard.new_empty(w.out_shape)
-                outs.append(out)
-                arguments.append(
-                    (
-                        _aligned_pointer(B, kept),
-                        w.leading,
-                        w.column_major,
-                        w.n,
-                        _bias_pointer(bias, kept),
-                        out.data_ptr(),
-                        w.core_config,
-                    )
-                )
-            captured = True  # also where the call fails half-way
-            try:
-                captured = buffers.core.all_gather_matmul(
-                    _aligned_pointer(A_shard, kept),
-                    rows,
-                    k,
-                    dtype,
-                    arguments,
-                    transport,
-                    0 if A is None else A.data_ptr(),
-                    0 if tile_times is None else tile_times.data_ptr(),
-                    _stream(A_shard.device),
-                )
-            except ValueError as error:
-                captured = False  # nothing was enqueued
-                raise InvalidArgument(str(error)) from None
-            finally:
-                if captured:
-                    workspace._captured = True
-        return A, outs
-
-
-def timeline(
-    A_shard: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup
-) -> list[dict[str, int]]:
-    """When each chunk arrived and when its tiles were computed, in one fused call. Collective.
-
-    Uses the timed kernel, which reads the GPU's global timer in the warp that loads the tiles.
-
-    Args:
-        A_shard: [M_local, K] bf16, contiguous.
-        B: [K, N] bf16, column-major.
-
-    Returns:
-        For each tile a dict with ``chunk`` (the last one it needs, in the order of arrival),
-        ``source`` (its rank), ``row`` and ``column`` (of tiles), ``sm`` (the multiprocessor) and,
-        in ns of the GPU's timer, ``arrived_ns`` (when a tile first found all of the chunk there),
-        ``wait_begin_ns``, ``start_ns`` and ``end_ns`` (of the tile's loads), and ``called_ns``
-        (when the stream came to the call).
-
-    Raises:
-        AgmmError: this build has no timed kernel.
-    """
-    timed = [KernelConfig.of(kernel) for kernel in _core.kernels() if kernel.timed]
-    if not timed:
-        raise AgmmError("config: found no timed kernel in this build, wanted one")
-    config = timed[0]
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    m_local = A_shard.shape[0]
-    m, n = world_size * m_local, B.shape[1]
-    tiles_m, tiles_n = -(-m // config.tile_m), -(-n // config.tile_n)
-    times = torch.zeros(
-        tiles_m * tiles_n, _core.TILE_TIMES_BYTES, dtype=torch.uint8, device=A_shard.device
-    )
-    workspace = CudaWorkspace.create(group, m * A_shard.shape[1] * 2, A_shard.device)
-    problem = call_plans.problem(
-        m, n, A_shard.shape[1], A_shard.dtype, A_shard.device, world_size=world_size, group=group
-    )
-    # The transport of the call that is looked at, as it goes with this kernel.
-    wants_sm_push = SmPush.parse(
-        call_plans.planner(group, A_shard.device).fused_plan(problem).transport
-    )
-    usual = [p.transport for p in heuristics.usual_plans(problem, config)]
-    transport = usual[-1] if wants_sm_push else usual[0]
-    token = torch.zeros(1, device=A_shard.device)
-    called = torch.zeros(1, dtype=torch.int64, device=A_shard.device)
-    stream = torch.cuda.current_stream(A_shard.device).cuda_stream
-    call = workspace.prepare(A_shard, [B], return_A=False, config=config, transport=transport)
-    for _ in range(3):  # the first calls pay for loading the kernel
-        torch.cuda.synchronize(A_shard.device)
-        dist.barrier(group, device_ids=[A_shard.device.index])
-        torch.cuda._sleep(_ALIGNING_CYCLES)
-        dist.all_reduce(token, group=group)
-        _core.record_time(called.data_ptr(), stream)
-        call(A_shard, [B], [None], times)
-    words = times.cpu().view(torch.int64).view(tiles_m, tiles_n, -1)
-    arrived: dict[int, int] = {}
-    tiles = []
-    for i in range(tiles_m):
-        first, end = _core.chunks_of_rows(
-            m, world_size, i * config.tile_m, min((i + 1) * config.tile_m, m)
-        )
-        chunk = max(range(first, end), key=lambda c: (c - rank) % world_size)
-        for j in range(tiles_n):
-            wait_begin, start, found, stop, sm = (int(v) for v in words[i, j, :5])
-            arrived[chunk] = min(arrived.get(chunk, found), found)
-            tiles.append(
-                {
-                    "chunk": chunk,
-                    "source": chunk,
-                    "wait_begin_ns": wait_begin,
-                    "start_ns": wait_begin if chunk == rank else start,
-                    "end_ns": stop,
-                    "sm": sm & 0xFFFFFFFF,
-                    "row": i,
-                    "column": j,
-                }
-            )
-    called_ns = int(called.item())
-    return [
-        {**tile, "arrived_ns": arrived[tile["chunk"]], "called_ns": called_ns} for tile in tiles
-    ]

@@ -1,4 +1,5 @@
-"""A group as this process sees it: one call at a time, and exchanges of words through its store.
+"""Groups by their names, and a group as this process sees it: one call at a time, and exchanges of
+words through its store.
 
 Order is the caller's: as with any collective, all ranks make the calls of one group in the same
 order, also where several threads of a process make them. The lock only keeps two calls from running
@@ -14,9 +15,16 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import (
+    _get_group_size_by_name,
+    _get_process_group_store,
+    _resolve_process_group,
+)
 
 from agmm import _core, _env
 from agmm.errors import AgmmError, InvalidArgument
@@ -221,3 +229,74 @@ def check_alive(group: dist.ProcessGroup) -> None:
             "group: found a destroyed one (torch.distributed.destroy_process_group), wanted one in "
             "use"
         ) from None
+
+
+def group_of(group_name: str) -> dist.ProcessGroup:
+    """The group of that name. Raises InvalidArgument where this process has none."""
+    try:
+        return _resolve_process_group(cast(Any, group_name))  # torch 2.13 wants a NewType of str
+    except (RuntimeError, ValueError, KeyError):
+        raise InvalidArgument(
+            f"group: found {group_name!r}, wanted the name of a process group of this process"
+        ) from None
+
+
+def group_of_size(group_name: str, world_size: int) -> dist.ProcessGroup:
+    """The group of that name. Raises InvalidArgument where its size is another one, as that of a
+    graph which was compiled for more or fewer ranks and kept on disk."""
+    group = group_of(group_name)
+    if group.size() != world_size:
+        raise InvalidArgument(
+            f"world_size: found {world_size} in the call, wanted {group.size()}, the size of group "
+            f"{group_name!r}: a graph compiled for another number of ranks; compile it anew with "
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
+        )
+    return group
+
+
+def group_or_default(
+    group: dist.ProcessGroup | DeviceMesh | str | None,
+) -> dist.ProcessGroup | str:
+    """The group that was given, a 1-D mesh's group, or the default group for None."""
+    given: Any = group  # not always what it should be: traced, a group is a stand-in
+    if isinstance(given, (dist.ProcessGroup, str)):
+        return given
+    if given is None:
+        if not dist.is_initialized():
+            raise InvalidArgument(
+                "group: found None without a default process group, wanted a group or "
+                "torch.distributed.init_process_group"
+            )
+        return cast(dist.ProcessGroup, dist.group.WORLD)
+    if isinstance(given, DeviceMesh):
+        if given.ndim != 1:
+            raise InvalidArgument(
+                f"group: found a DeviceMesh of {given.ndim} dimensions, wanted 1, e.g. mesh['tp']"
+            )
+        if given.get_coordinate() is None:
+            raise InvalidArgument(
+                "group: found a DeviceMesh that this rank is not in, wanted a mesh of this rank"
+            )
+        return given.get_group()
+    if torch.compiler.is_compiling():
+        return cast(dist.ProcessGroup, given)
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidArgument(
+            "group: found a group that this rank is not in, wanted a group of this rank"
+        )
+    raise InvalidArgument(
+        f"group: found {given!r}, wanted a process group, its name or a 1-D DeviceMesh"
+    )
+
+
+def name_of(group: dist.ProcessGroup | DeviceMesh | str | None) -> str:
+    """The name of a group, the default group's for None."""
+    found = group_or_default(group)
+    return found if isinstance(found, str) else found.group_name
+
+
+def world_size_of(group_name: str) -> int:
+    if torch.compiler.is_compiling():
+        # Which is traced as a constant.
+        return _get_group_size_by_name(group_name)  # type: ignore[arg-type]  # a NewType of str
+    return group_of(group_name).size()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import InvalidArgument, Unsupported
-from agmm.runtime import collectives, groups, workspaces
+from agmm.runtime import groups, workspaces
 
 
 def workspace_bytes(A_shard_shape: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
@@ -100,9 +100,9 @@ def release(
 def _resolved(
     group: dist.ProcessGroup | str | None, device: torch.device | str | None
 ) -> tuple[dist.ProcessGroup, torch.device]:
-    found = collectives.group_or_default(group)
+    found = groups.group_or_default(group)
     if isinstance(found, str):
-        found = collectives.group_of(found)
+        found = groups.group_of(found)
     groups.check_alive(found)
     if device is None:
         on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(found)

@@ -1,0 +1,100 @@
+"""One call with its times: when each chunk arrived and when its tiles were computed."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from agmm import _core
+from agmm.errors import AgmmError
+from agmm.ops.prepare import prepare
+from agmm.planning import call_plans
+from agmm.planning.heuristics import usual_plans
+from agmm.planning.plans import KernelConfig, SmPush
+from agmm.runtime.cuda import CudaWorkspace
+
+_ALIGNING_CYCLES = 1_000_000
+"""So long the GPU is busy before a timeline's call, so that the hosts' launches are done, and the
+ranks begin when an all-reduce ends."""
+
+
+def tiles_on_cuda(
+    A_shard: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup
+) -> list[dict[str, int]]:
+    """When each chunk arrived and when its tiles were computed, in one fused call. Collective.
+
+    Uses the timed kernel, which reads the GPU's global timer in the warp that loads the tiles.
+
+    Args:
+        A_shard: [M_local, K] bf16, contiguous.
+        B: [K, N] bf16, column-major.
+
+    Returns:
+        For each tile a dict with ``chunk`` (the last one it needs, in the order of arrival),
+        ``source`` (its rank), ``row`` and ``column`` (of tiles), ``sm`` (the multiprocessor) and,
+        in ns of the GPU's timer, ``arrived_ns`` (when a tile first found all of the chunk there),
+        ``wait_begin_ns``, ``start_ns`` and ``end_ns`` (of the tile's loads), and ``called_ns``
+        (when the stream came to the call).
+
+    Raises:
+        AgmmError: this build has no timed kernel.
+    """
+    timed = [KernelConfig.of(kernel) for kernel in _core.kernels() if kernel.timed]
+    if not timed:
+        raise AgmmError("config: found no timed kernel in this build, wanted one")
+    config = timed[0]
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    m_local = A_shard.shape[0]
+    m, n = world_size * m_local, B.shape[1]
+    tiles_m, tiles_n = -(-m // config.tile_m), -(-n // config.tile_n)
+    times = torch.zeros(
+        tiles_m * tiles_n, _core.TILE_TIMES_BYTES, dtype=torch.uint8, device=A_shard.device
+    )
+    workspace = CudaWorkspace.create(group, m * A_shard.shape[1] * 2, A_shard.device)
+    problem = call_plans.problem(
+        m, n, A_shard.shape[1], A_shard.dtype, A_shard.device, world_size=world_size, group=group
+    )
+    # The transport of the call that is looked at, as it goes with this kernel.
+    wants_sm_push = SmPush.parse(
+        call_plans.planner(group, A_shard.device).fused_plan(problem).transport
+    )
+    usual = [p.transport for p in usual_plans(problem, config)]
+    transport = usual[-1] if wants_sm_push else usual[0]
+    token = torch.zeros(1, device=A_shard.device)
+    called = torch.zeros(1, dtype=torch.int64, device=A_shard.device)
+    stream = torch.cuda.current_stream(A_shard.device).cuda_stream
+    call = prepare(workspace, A_shard, [B], return_A=False, config=config, transport=transport)
+    for _ in range(3):  # the first calls pay for loading the kernel
+        torch.cuda.synchronize(A_shard.device)
+        dist.barrier(group, device_ids=[A_shard.device.index])
+        torch.cuda._sleep(_ALIGNING_CYCLES)
+        dist.all_reduce(token, group=group)
+        _core.record_time(called.data_ptr(), stream)
+        call(A_shard, [B], [None], times)
+    words = times.cpu().view(torch.int64).view(tiles_m, tiles_n, -1)
+    arrived: dict[int, int] = {}
+    tiles = []
+    for i in range(tiles_m):
+        first, end = _core.chunks_of_rows(
+            m, world_size, i * config.tile_m, min((i + 1) * config.tile_m, m)
+        )
+        chunk = max(range(first, end), key=lambda c: (c - rank) % world_size)
+        for j in range(tiles_n):
+            wait_begin, start, found, stop, sm = (int(v) for v in words[i, j, :5])
+            arrived[chunk] = min(arrived.get(chunk, found), found)
+            tiles.append(
+                {
+                    "chunk": chunk,
+                    "source": chunk,
+                    "wait_begin_ns": wait_begin,
+                    "start_ns": wait_begin if chunk == rank else start,
+                    "end_ns": stop,
+                    "sm": sm & 0xFFFFFFFF,
+                    "row": i,
+                    "column": j,
+                }
+            )
+    called_ns = int(called.item())
+    return [
+        {**tile, "arrived_ns": arrived[tile["chunk"]], "called_ns": called_ns} for tile in tiles
+    ]

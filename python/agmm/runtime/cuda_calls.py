@@ -1,0 +1,263 @@
+"""Planned calls of the CUDA kernels: what the core wants to know of tensors, and the calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from agmm import _core
+from agmm.errors import InvalidArgument
+from agmm.runtime.cuda import CudaWorkspace
+
+_TMA_ALIGNMENT = 16
+
+
+_CORE_DTYPES = {torch.bfloat16: _core.DType.bfloat16, torch.float16: _core.DType.float16}
+
+
+def core_dtype(name: str, tensor: torch.Tensor) -> _core.DType:
+    """What the kernels call the dtype of an argument.
+
+    Raises:
+        InvalidArgument: they have no such element type.
+    """
+    found = _CORE_DTYPES.get(tensor.dtype)
+    if found is None:
+        names = " or ".join(str(dtype) for dtype in _CORE_DTYPES)
+        raise InvalidArgument(f"{name}: found dtype {tensor.dtype}, wanted {names}")
+    return found
+
+
+class Layout(NamedTuple):
+    column_major: bool
+    leading: int
+
+
+def b_layout(b: torch.Tensor) -> Layout | None:
+    """Row-major or column-major with its leading dimension; None where B is neither."""
+    rows, columns = b.stride()
+    if rows == 1 and columns >= b.shape[0]:
+        return Layout(True, columns)
+    if columns == 1 and rows >= b.shape[1]:
+        return Layout(False, rows)
+    # A direction of length 1 may have any stride.
+    if b.shape[1] == 1:
+        return Layout(True, b.shape[0]) if rows == 1 else None
+    if b.shape[0] == 1:
+        return Layout(False, b.shape[1]) if columns == 1 else None
+    return None
+
+
+def _aligned_pointer(tensor: torch.Tensor, kept: list[torch.Tensor]) -> int:
+    """The tensor's address, or that of a copy in ``kept`` where it is not as TMA wants it.
+
+    A copy, not another path: addresses differ between ranks, and the path must not.
+    """
+    address = tensor.data_ptr()
+    if address % _TMA_ALIGNMENT != 0:
+        tensor = tensor.clone()
+        kept.append(tensor)
+        address = tensor.data_ptr()
+    return address
+
+
+def _bias_pointer(bias: torch.Tensor | None, kept: list[torch.Tensor]) -> int:
+    if bias is None:
+        return 0
+    if not bias.is_contiguous():
+        bias = bias.contiguous()
+        kept.append(bias)
+    return _aligned_pointer(bias, kept)
+
+
+def why_b_unfused(b: torch.Tensor) -> str | None:
+    layout = b_layout(b)
+    if layout is None:
+        return f"B: strides {tuple(b.stride())} are neither row-major nor column-major"
+    if layout.leading % _core.ALIGNMENT != 0:
+        return f"B: leading dimension {layout.leading} is not a multiple of {_core.ALIGNMENT}"
+    return None
+
+
+def _stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def async_input_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_chunk_signals: torch.Tensor | None,
+    pivot: int,
+    *,
+    config: _core.KernelConfig,
+    bias: torch.Tensor | None = None,
+    tile_times: torch.Tensor | None = None,
+    sm_count: int = 0,
+) -> torch.Tensor:
+    """``a @ b (+ bias)``, each row chunk of ``a`` once its signal is 1.
+
+    Args:
+        a: [M, K] bf16 or fp16, row-major and contiguous; with signals, at a multiple of 16 bytes.
+        b: [K, N] of the same dtype, row-major or column-major.
+        a_chunk_signals: uint32 [chunks] or [chunks, chunks_k], contiguous; None: all is ready.
+        pivot: the first row chunk to compute.
+        config: the kernel.
+        bias: [N], or None.
+        tile_times: uint8, where the kernel records when each tile waited and ran (timed kernels).
+        sm_count: CTAs at most; 0: as many as there are multiprocessors. Fewer are launched where
+            they take no longer.
+
+    Raises:
+        InvalidArgument: the kernel cannot take the operands; the message says why.
+    """
+    m, k = a.shape
+    n = b.shape[1]
+    layout = b_layout(b)
+    if layout is None:
+        raise InvalidArgument(
+            f"b: found strides {tuple(b.stride())}, wanted row-major or column-major"
+        )
+    out = a.new_empty(m, n)
+    if m == 0:
+        return out
+    kept: list[torch.Tensor] = []  # copies live until the call is enqueued
+    chunks_m, chunks_k = 1, 1
+    if a_chunk_signals is not None:
+        if a.data_ptr() % _TMA_ALIGNMENT != 0:  # a copy would be made before the chunks have come
+            raise InvalidArgument(
+                f"a: found address {a.data_ptr():#x}, wanted a multiple of {_TMA_ALIGNMENT} bytes"
+            )
+        chunks_m = a_chunk_signals.shape[0]
+        chunks_k = a_chunk_signals.shape[1] if a_chunk_signals.dim() == 2 else 1
+    with torch.cuda.device(a.device):
+        scratch = None if config.splits == 1 else _split_scratch(a.device)
+        try:
+            _core.async_input_mm(
+                _aligned_pointer(a, kept),
+                _aligned_pointer(b, kept),
+                out.data_ptr(),
+                _bias_pointer(bias, kept),
+                m,
+                n,
+                k,
+                core_dtype("a", a),
+                layout.column_major,
+                layout.leading,
+                0 if a_chunk_signals is None else a_chunk_signals.data_ptr(),
+                chunks_m,
+                chunks_k,
+                pivot,
+                config,
+                dist.get_rank() if dist.is_initialized() else 0,
+                sm_count,
+                0 if tile_times is None else tile_times.data_ptr(),
+                0 if scratch is None else scratch.data_ptr(),
+                _stream(a.device),
+            )
+        except ValueError as error:
+            raise InvalidArgument(str(error)) from None
+    return out
+
+
+def _split_scratch(device: torch.device) -> torch.Tensor:
+    """What calls that split K need, for one call at a time. On the current stream."""
+    scratch = torch.empty(_core.split_scratch_bytes(), dtype=torch.uint8, device=device)
+    scratch[: _core.SPLIT_COUNTER_BYTES].zero_()
+    return scratch
+
+
+class Weight(NamedTuple):
+    leading: int
+    column_major: bool
+    n: int
+    out_shape: tuple[int, ...]
+    config: _core.KernelConfig
+
+
+class FusedCall(NamedTuple):
+    """A call that is ready to be made any number of times with tensors of the same kind."""
+
+    workspace: CudaWorkspace
+    rows: int
+    k: int
+    dtype: _core.DType
+    slot_bytes: int
+    transport: tuple[int, int, int, int, int]
+    gathered_shape: tuple[int, ...] | None
+    weights: tuple[Weight, ...]
+
+    def __call__(
+        self,
+        A_shard: torch.Tensor,
+        Bs: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        tile_times: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Gather and multiply. Collective.
+
+        Args:
+            A_shard, Bs: as given to `agmm.ops.prepare.prepare`.
+            biases: for each weight a bias [N] or None.
+            tile_times: uint8, see `async_input_mm`; of the first weight's tiles.
+
+        Returns:
+            A or None, and out [world_size * M_local, ..., N] for each weight.
+
+        Raises:
+            InvalidArgument: the kernel cannot take the operands; nothing was enqueued.
+        """
+        workspace, rows, k, dtype, slot_bytes, transport, gathered_shape, weights = self
+        if workspace.world_size == 1:
+            outs = [
+                async_input_mm(A_shard.view(rows, k), B, None, 0, config=w.config, bias=bias)
+                for w, B, bias in zip(weights, Bs, biases, strict=True)
+            ]
+            outs = [
+                torch.ops.aten._unsafe_view(out, w.out_shape)
+                for w, out in zip(weights, outs, strict=True)
+            ]
+            return (None if gathered_shape is None else A_shard.clone()), outs
+        with workspace.lock:
+            workspace.known.calls += 1
+            buffers = workspace.enter(slot_bytes)
+            A = None if gathered_shape is None else A_shard.new_empty(gathered_shape)
+            kept: list[torch.Tensor] = []  # copies live until the call is enqueued
+            outs = []
+            arguments = []
+            for w, B, bias in zip(weights, Bs, biases, strict=True):
+                out = A_shard.new_empty(w.out_shape)
+                outs.append(out)
+                arguments.append(
+                    (
+                        _aligned_pointer(B, kept),
+                        w.leading,
+                        w.column_major,
+                        w.n,
+                        _bias_pointer(bias, kept),
+                        out.data_ptr(),
+                        w.config,
+                    )
+                )
+            captured = True  # also where the call fails half-way
+            try:
+                captured = buffers.core.all_gather_matmul(
+                    _aligned_pointer(A_shard, kept),
+                    rows,
+                    k,
+                    dtype,
+                    arguments,
+                    transport,
+                    0 if A is None else A.data_ptr(),
+                    0 if tile_times is None else tile_times.data_ptr(),
+                    _stream(A_shard.device),
+                )
+            except ValueError as error:
+                captured = False  # nothing was enqueued
+                raise InvalidArgument(str(error)) from None
+            finally:
+                if captured:
+                    workspace.captured = True
+        return A, outs
