@@ -77,10 +77,11 @@ build: $(VENV)/.installed ## make the environment and install agmm into it
 docs: $(VENV)/.docs ## build the documentation into build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
-lint: $(VENV)/.installed $(VENV)/.lint ## ruff, mypy, clang-format, stub check
+lint: $(VENV)/.installed $(VENV)/.lint ## ruff, mypy, import-linter, clang-format, stub check
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	PYTHONPATH=python $(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES)
 	$(PY) tools/generate_stub.py --check
 

@@ -36,16 +36,11 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional
 
-from agmm.bench.benchmarking import (
-    DEFAULT_WORLD_SIZE,
-    Options,
-    is_rank_0,
-    new_report,
-    ranks,
-    release_memory,
-    torchrun_world_size,
-    write_json,
-)
+from agmm.bench.launcher import is_rank_0, ranks, torchrun_world_size
+from agmm.bench.measure import release_memory
+from agmm.bench.options import DEFAULT_WORLD_SIZE, Options
+from agmm.bench.reports import new_report, write_json
+from agmm.bench.timer import time_ways
 from agmm.cli.terminal import console, plain_table
 from agmm.errors import InvalidArgument
 from agmm.integrations import async_tp
@@ -54,7 +49,6 @@ from agmm.nn._held import local_part, local_values
 from agmm.nn.linear import ShardedLinear
 from agmm.runtime.groups import group_of
 from agmm.testing.reference import poison, relative_error
-from agmm.testing.timer import time_ways
 
 SAMPLES = 8
 WARMUP = 2

@@ -19,13 +19,15 @@ import torch
 import typer
 
 from agmm import _core
-from agmm.bench.benchmarking import Options, new_report, release_memory, write_json
+from agmm.bench.measure import release_memory
+from agmm.bench.options import Options
+from agmm.bench.reports import new_report, write_json
+from agmm.bench.timer import SAMPLES, time_ways
 from agmm.cli.terminal import console, plain_table
 from agmm.ops import async_input_mm
 from agmm.planning.plans import KernelConfig
 from agmm.testing.cases import BENCH_SHAPES, Shape, make_operands
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
-from agmm.testing.timer import SAMPLES, time_ways
 
 SWIZZLES = (1, 2, 4, 8)
 RASTERS = ("along_m", "along_n")

@@ -17,13 +17,11 @@ from typing import Any
 import_error: BaseException | None = None
 """What `import agmm` failed with in the process of a command."""
 
-_COMMANDS = ("agmm", "agmm.cli")
-
 
 def is_command() -> bool:
     """Whether Python was told to run a command of agmm: the script or ``python -m``."""
     with contextlib.suppress(AttributeError, IndexError):  # an embedded interpreter has no argv
-        return os.path.basename(sys.orig_argv[-len(sys.argv)]) in _COMMANDS
+        return os.path.basename(sys.orig_argv[-len(sys.argv)]) == "agmm"
     return False
 
 

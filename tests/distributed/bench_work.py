@@ -11,8 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from agmm.bench import benchmarking
-from agmm.bench.benchmarking import Options, Problem, Result
+from agmm.bench import measure
+from agmm.bench.options import Options
+from agmm.bench.ways import WAYS, Problem, Result
 from agmm.testing.cases import Shape
 
 SICK_SHAPE = Shape(12, 8, 24)
@@ -24,7 +25,7 @@ def _sick(fail: Callable[[], Any], *, after: int) -> Callable[[Problem], Callabl
     """The unfused way, which fails on the last rank and on `SICK_SHAPE` after some calls."""
 
     def prepare(p: Problem) -> Callable[[], Result]:
-        call = benchmarking.WAYS["unfused"].prepare(p)
+        call = WAYS["unfused"].prepare(p)
         calls = 0
 
         def sick() -> Result:
@@ -58,14 +59,14 @@ SICK_WAYS = {
 
 def add_sick_ways() -> None:
     for name, prepare in SICK_WAYS.items():
-        way = replace(benchmarking.WAYS["unfused"], name=name, title=name, prepare=prepare)
-        benchmarking.WAYS[name] = way
+        way = replace(WAYS["unfused"], name=name, title=name, prepare=prepare)
+        WAYS[name] = way
 
 
 def measure_watched(folder: str, shape: Shape, options: Options) -> dict[str, Any]:
-    """As `benchmarking.measure_watched`, in a rank that has the sick ways too."""
+    """As `measure.measure_watched`, in a rank that has the sick ways too."""
     add_sick_ways()
-    return benchmarking.measure_watched(folder, shape, options)
+    return measure.measure_watched(folder, shape, options)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,10 @@ def call(kind: str, rank: int) -> None:
         agmm.matmul_reduce_scatter(shard, B)
     elif kind == "scatter":
         agmm.matmul_reduce_scatter(torch.ones(4 + 2 * rank, 6), B)
+    elif kind == "scatter_dim":
+        agmm.matmul_reduce_scatter(torch.ones(4, 4, 6), B, scatter_dim=rank)
+    elif kind == "pairs":
+        agmm.matmul_reduce_scatter([shard, shard], [torch.ones(6, 2 + rank)] * 2)
     elif kind == "reduce_op":
         agmm.matmul_reduce_scatter(shard, B, reduce_op=("sum", "avg")[rank])
     elif kind == "path":

@@ -6,14 +6,17 @@ import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import bench_work
 import pytest
 
-from agmm.bench import benchmarking
-from agmm.bench.benchmarking import Options
+from agmm.bench import runner
+from agmm.bench.options import Options
+from agmm.bench.ways import WAYS
 from agmm.testing.cases import Shape
 
 BENCH = [sys.executable, "-m", "agmm", "bench"]
@@ -31,11 +34,12 @@ LIMIT_S = 6.0
 
 
 @pytest.fixture
-def sick_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def sick_ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The ways of `bench_work`, here and in the ranks."""
-    monkeypatch.setattr(benchmarking, "WAYS", dict(benchmarking.WAYS))
-    bench_work.add_sick_ways()
-    monkeypatch.setattr(benchmarking, "measure_watched", bench_work.measure_watched)
+    monkeypatch.setattr(runner, "measure_watched", bench_work.measure_watched)
+    with mock.patch.dict(WAYS):
+        bench_work.add_sick_ways()
+        yield
 
 
 def _measured(report: dict[str, Any]) -> list[dict[str, str | None]]:
@@ -64,7 +68,7 @@ def test_a_way_that_breaks_the_ranks_is_left_out(sick: str, reason: str) -> None
     ways = ["unfused", sick, "agmm"]
     options = Options("cpu", 2, shapes, ways, samples=3, limit_s=LIMIT_S)
     lines: list[str] = []
-    report = benchmarking.run(options, lines.append)
+    report = runner.run(options, lines.append)
     sound: dict[str, str | None] = dict.fromkeys(["roof", *ways])
     assert _measured(report) == [sound, sound | {sick: reason}, sound]
     assert list(report["shapes"][1]["ways"]) == ["roof", *ways]
@@ -78,15 +82,15 @@ def test_a_way_that_breaks_the_ranks_is_left_out(sick: str, reason: str) -> None
 def test_several_ways_that_break_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = ["hangs-when-timed", "agmm", "ends-at-once"]
     options = Options("cpu", 2, [bench_work.SICK_SHAPE], ways, samples=3, limit_s=LIMIT_S)
-    (found,) = _measured(benchmarking.run(options))
+    (found,) = _measured(runner.run(options))
     assert {name for name, reason in found.items() if reason is None} == {"roof", "agmm"}
 
 
 def test_a_shape_that_cannot_be_made_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmarking, "check_memory", lambda *arguments: None)
+    monkeypatch.setattr("agmm.bench.options.check_memory", lambda *arguments: None)
     too_large = Shape(2**40, 8, 2**10)
     options = Options("cpu", 2, [too_large, Shape(16, 8, 8)], ["agmm"], samples=3)
-    large, small = _measured(benchmarking.run(options))
+    large, small = _measured(runner.run(options))
     assert all(reason and "RuntimeError" in reason for reason in large.values())
     assert small == {"roof": None, "agmm": None}
 

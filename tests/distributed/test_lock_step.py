@@ -21,6 +21,8 @@ from agmm.testing.ranks import RankPool
         ("return_A", ["return_A = False", "return_A = True"]),
         ("op", ["all_gather_matmul(A_shard [4, 6]", "matmul_reduce_scatter(A [4, 6]"]),
         ("scatter", ["matmul_reduce_scatter(A [4, 6]", "matmul_reduce_scatter(A [6, 6]"]),
+        ("scatter_dim", ["scatter_dim = 0", "scatter_dim = 1"]),
+        ("pairs", ["B [[6, 2] float32 row-major, [6, 2]", "B [[6, 3] float32 row-major, [6, 3]"]),
         ("reduce_op", ["reduce_op = 'sum'", "reduce_op = 'avg'"]),
         ("path", ["return_A = False", "gather_dim = 0"]),
     ],

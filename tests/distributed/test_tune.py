@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tune_work
 
-from agmm.bench import tuner
+from agmm.bench import tuner, tuning_session
 from agmm.planning import tables
 from agmm.planning.plans import CPU, UNFUSED, Plan, Problem, Row
 from agmm.planning.tables import Key
@@ -59,7 +59,7 @@ def tuned_shapes(folder: Path) -> list[Shape]:
 
 
 def test_tune_and_again(folder: Path) -> None:
-    options = tuner.Options.of("cpu", 2, SHAPES[:2], return_A=True, row_major=True)
+    options = tuning_session.Options.of("cpu", 2, SHAPES[:2], return_A=True, row_major=True)
     notes, keeper = Notes(), tuner.Keeper(2)
     outcomes = list(tuner.tune(options, notes))
     for outcome in outcomes:
@@ -73,17 +73,19 @@ def test_tune_and_again(folder: Path) -> None:
     assert sorted(tuned_shapes(folder)) == sorted(SHAPES[:2])
     assert notes.lines == []
 
-    more = tuner.Options.of("cpu", 2, SHAPES, return_A=True, row_major=True)
+    more = tuning_session.Options.of("cpu", 2, SHAPES, return_A=True, row_major=True)
     notes = Notes()
     assert [o.shape for o in tuner.tune(more, notes)] == [SHAPES[2]]
     assert notes.lines == ["2 of 3 shapes were tuned before (--again repeats)"]
-    once_more = tuner.Options.of("cpu", 2, SHAPES[:1], return_A=True, row_major=True, again=True)
+    once_more = tuning_session.Options.of(
+        "cpu", 2, SHAPES[:1], return_A=True, row_major=True, again=True
+    )
     assert [o.shape for o in tuner.tune(once_more)] == [SHAPES[0]]
 
 
 def test_rows_of_another_version_are_tuned_again() -> None:
     tables.save(CPU, 2, [(Key.of(PROBLEM), Row(16, UNFUSED, 1.0, 1.0, 1.0, "0.0.1"))])
-    outcomes = list(tuner.tune(tuner.Options.of("cpu", 2, SHAPES[:1])))
+    outcomes = list(tuner.tune(tuning_session.Options.of("cpu", 2, SHAPES[:1])))
     assert [(o.shape, o.old) for o in outcomes] == [(SHAPES[0], UNFUSED)]
 
 
@@ -92,7 +94,7 @@ def test_wrong_failing_and_dying_plans_are_left_out_and_named(
 ) -> None:
     monkeypatch.setattr(tuner, "check", tune_work.check_with_faults)
     notes = Notes()
-    (outcome,) = tuner.tune(tuner.Options.of("cpu", 2, SHAPES[:1]), notes)
+    (outcome,) = tuner.tune(tuning_session.Options.of("cpu", 2, SHAPES[:1]), notes)
     reasons = {failure.plan.chunks_per_shard: failure.reason for failure in outcome.failures}
     assert set(reasons) == {2, 4, 8}
     assert "relative error" in reasons[2]
@@ -107,7 +109,7 @@ def test_wrong_failing_and_dying_plans_are_left_out_and_named(
 def test_no_row_where_no_fused_plan_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "check", tune_work.check_with_none_fused)
     notes = Notes()
-    (outcome,) = tuner.tune(tuner.Options.of("cpu", 2, SHAPES[:1]), notes)
+    (outcome,) = tuner.tune(tuning_session.Options.of("cpu", 2, SHAPES[:1]), notes)
     assert outcome.row is None
     assert outcome.failures
     assert notes.lines[-1] == "16x8x24: no row, since no fused plan could be measured"

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 import agmm
-from agmm.bench import tuner
+from agmm.bench import tuning_session
 from agmm.planning.plans import UNFUSED, Plan
 from agmm.runtime import cpu
 
 
-def check_with_faults(plan: Plan) -> tuner.Verdict:
-    """As `tuner.check`, but 2 chunks are wrong, 4 raise in one rank and 8 end it."""
+def check_with_faults(plan: Plan) -> tuning_session.Verdict:
+    """As `tuning_session.check`, but 2 chunks are wrong, 4 raise in one rank and 8 end it."""
     last = dist.get_rank() == dist.get_world_size() - 1
     if plan.chunks_per_shard == 8 and last:
         os._exit(7)
@@ -32,14 +32,16 @@ def check_with_faults(plan: Plan) -> tuner.Verdict:
 
     cpu.CpuWorkspace.all_gather_matmul = faulty  # type: ignore[method-assign,assignment]
     try:
-        return tuner.check(plan)
+        return tuning_session.check(plan)
     finally:
         cpu.CpuWorkspace.all_gather_matmul = original  # type: ignore[method-assign]
 
 
-def check_with_none_fused(plan: Plan) -> tuner.Verdict:
-    """As `tuner.check`, but every fused plan fails."""
-    return tuner.check(plan) if plan == UNFUSED else tuner.Verdict("ValueError: no")
+def check_with_none_fused(plan: Plan) -> tuning_session.Verdict:
+    """As `tuning_session.check`, but every fused plan fails."""
+    return (
+        tuning_session.check(plan) if plan == UNFUSED else tuning_session.Verdict("ValueError: no")
+    )
 
 
 def call_with_table(m: int, n: int, k: int, strict: bool) -> tuple[bool, int, list[str]]:

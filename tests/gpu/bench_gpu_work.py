@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from agmm.bench import benchmarking
-from agmm.bench.benchmarking import Options, Problem, Result
+from agmm.bench import measure
+from agmm.bench.options import Options
+from agmm.bench.ways import WAYS, Problem, Result
 from agmm.testing.cases import Shape
 
 NAME = "hangs-on-gpu"
@@ -19,7 +20,7 @@ _CYCLES = 10**13
 
 
 def _prepare(p: Problem) -> Callable[[], Result]:
-    call = benchmarking.WAYS["roof"].prepare(p)
+    call = WAYS["roof"].prepare(p)
 
     def hang() -> Result:
         if dist.get_rank() == 0:
@@ -30,11 +31,11 @@ def _prepare(p: Problem) -> Callable[[], Result]:
 
 
 def add_way() -> None:
-    way = replace(benchmarking.WAYS["roof"], name=NAME, title=NAME, prepare=_prepare)
-    benchmarking.WAYS[NAME] = way
+    way = replace(WAYS["roof"], name=NAME, title=NAME, prepare=_prepare)
+    WAYS[NAME] = way
 
 
 def measure_watched(folder: str, shape: Shape, options: Options) -> dict[str, Any]:
-    """As `benchmarking.measure_watched`, in a rank that has the way too."""
+    """As `measure.measure_watched`, in a rank that has the way too."""
     add_way()
-    return benchmarking.measure_watched(folder, shape, options)
+    return measure.measure_watched(folder, shape, options)

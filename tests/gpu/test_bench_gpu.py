@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import bench_gpu_work
 import pytest
 import torch
 from at_hand import needs_nccl, needs_two
 
 from agmm import _core
-from agmm.bench import benchmarking
-from agmm.bench.benchmarking import Options
-from agmm.cli import demo
+from agmm.bench import record, runner
+from agmm.bench.options import Options
+from agmm.bench.ways import WAYS
 from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankPool
 
@@ -19,11 +21,11 @@ SHAPE = Shape(1024, 256, 512)
 
 
 def test_a_kernel_that_does_not_end_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmarking, "WAYS", dict(benchmarking.WAYS))
-    bench_gpu_work.add_way()
-    monkeypatch.setattr(benchmarking, "measure_watched", bench_gpu_work.measure_watched)
-    ways = [bench_gpu_work.NAME, "unfused", "agmm"]
-    report = benchmarking.run(Options("cuda", 2, [SHAPE], ways, samples=3, limit_s=20.0))
+    monkeypatch.setattr(runner, "measure_watched", bench_gpu_work.measure_watched)
+    names = [bench_gpu_work.NAME, "unfused", "agmm"]
+    with mock.patch.dict(WAYS):
+        bench_gpu_work.add_way()
+        report = runner.run(Options("cuda", 2, [SHAPE], names, samples=3, limit_s=20.0))
     found = report["shapes"][0]["ways"]
     reason = found[bench_gpu_work.NAME]["reason"]
     assert reason is not None and reason.endswith("did not come back from it within 20 s")
@@ -35,7 +37,7 @@ def test_a_timeline_begins_with_the_call() -> None:
         pytest.skip("this build has no timed kernel")
     options = Options("cuda", 2, [SHAPE], ["agmm"], dtype=torch.bfloat16).resolved()
     with RankPool(2, "cuda") as pool:
-        for events in pool.run(demo.record_timeline, SHAPE, options):
+        for events in pool.run(record.record_timeline, SHAPE, options):
             (called_ns,) = {e["called_ns"] for e in events}
             first_ns = min(e["wait_begin_ns"] for e in events)
             assert 0 <= first_ns - called_ns < 1_000_000

@@ -9,7 +9,7 @@ import torch
 import tune_gpu_work
 from at_hand import needs_nccl, needs_two
 
-from agmm.bench import tuner
+from agmm.bench import tuner, tuning_session
 from agmm.planning import call_plans, tables
 from agmm.planning.legality import why_illegal
 from agmm.planning.plans import UNFUSED, Problem, Row
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("return_A", [False, True])
 def test_tune(return_A: bool) -> None:
     shapes = [Shape(2048, 1024, 2048), Shape(16, 512, 1024)]
-    options = tuner.Options.of("cuda", 2, shapes, return_A=return_A)
+    options = tuning_session.Options.of("cuda", 2, shapes, return_A=return_A)
     keeper = tuner.Keeper(2)
     for outcome in tuner.tune(options):
         keeper.add(outcome)

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from agmm.bench import benchmarking
-from agmm.bench.benchmarking import Options
+from agmm.bench import reports, runner
+from agmm.bench.options import Options
 from agmm.cli.app import app
 from agmm.testing.cases import Shape
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 WAYS = str(RESULTS / "nvidia-h200-x4.json")
-runner = CliRunner()
+cli_runner = CliRunner()
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _bench(*arguments: str) -> Any:
-    return runner.invoke(app, ["bench", *arguments], prog_name="agmm")
+    return cli_runner.invoke(app, ["bench", *arguments], prog_name="agmm")
 
 
 @pytest.fixture
@@ -37,9 +37,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
 
     def run(options: Options, progress: Any, begun: Any, lost: Any) -> dict[str, Any]:
         found.append(options)
-        return benchmarking.new_report(options.resolved())
+        return reports.new_report(options.resolved())
 
-    monkeypatch.setattr(benchmarking, "run", run)
+    monkeypatch.setattr(runner, "run", run)
     return found
 
 

@@ -15,8 +15,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from agmm.bench import benchmarking
-from agmm.bench.benchmarking import Options, Problem, Result, Way, WayResult
+from agmm.bench import measure, reports
+from agmm.bench.measure import WayResult
+from agmm.bench.options import Options
+from agmm.bench.ways import WAYS, Problem, Result, Way, select_ways
+from agmm.cli import report_tables
 from agmm.errors import InvalidArgument
 from agmm.testing.cases import BENCH_SHAPES, Shape
 
@@ -59,10 +62,10 @@ def _right(p: Problem) -> Callable[[], Result]:
 def test_only_right_ways_are_timed(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for prepare in (_raises, _leaves_a_hole, _off_by_a_little, _wrong_A, _right):
         way = Way(prepare.__name__, prepare.__name__, prepare, on_cpu=True)
-        monkeypatch.setitem(benchmarking.WAYS, way.name, way)
+        monkeypatch.setitem(WAYS, way.name, way)
     names = ["_raises", "_leaves_a_hole", "_off_by_a_little", "_wrong_A", "_right"]
     options = Options("cpu", 1, (SHAPE,), names, samples=3).resolved()
-    ways = benchmarking.measure(SHAPE, options)["ways"]
+    ways = measure.measure(SHAPE, options)["ways"]
     assert list(ways) == ["roof", *names]
     assert {n for n, w in ways.items() if w["median_us"] is not None} == {"roof", "_right"}
     assert {n for n, w in ways.items() if w["wrong"]} == set(names[1:4])
@@ -77,7 +80,7 @@ def test_only_right_ways_are_timed(one_rank: None, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("way", ["agmm", "agmm-A", "unfused"])
 def test_ways_of_the_cpu_are_right(one_rank: None, way: str) -> None:
     options = Options("cpu", 1, (SHAPE,), [way], samples=2).resolved()
-    result = benchmarking.measure(SHAPE, options)["ways"][way]
+    result = measure.measure(SHAPE, options)["ways"][way]
     assert result["reason"] is None
     assert result["median_us"] > 0
     assert result["tflops"] == pytest.approx(SHAPE.flops / result["median_us"] / 1e6)
@@ -88,19 +91,19 @@ def test_ways_of_the_cpu_are_right(one_rank: None, way: str) -> None:
 )
 def test_judge(error: float, wrong: bool) -> None:
     result = WayResult(relative_error=error)
-    benchmarking.judge(result, 1e-3)
+    measure.judge(result, 1e-3)
     assert result.wrong is wrong
     assert (result.reason is not None) is wrong
 
 
 def test_ways_are_chosen_by_name() -> None:
-    assert benchmarking.select_ways(["agmm", "agmm"], "cpu") == ["roof", "agmm"]
-    assert benchmarking.select_ways(None, "cuda") == list(benchmarking.WAYS)
-    assert benchmarking.select_ways(None, "cpu") == ["roof", "unfused", "agmm", "agmm-A"]
+    assert select_ways(["agmm", "agmm"], "cpu") == ["roof", "agmm"]
+    assert select_ways(None, "cuda") == list(WAYS)
+    assert select_ways(None, "cpu") == ["roof", "unfused", "agmm", "agmm-A"]
     with pytest.raises(InvalidArgument, match=r"found 'torch-nativ'.*did you mean 'torch-native'"):
-        benchmarking.select_ways(["torch-nativ"], "cuda")
+        select_ways(["torch-nativ"], "cuda")
     with pytest.raises(InvalidArgument, match="found 'torch-native', which needs GPUs"):
-        benchmarking.select_ways(["torch-native"], "cpu")
+        select_ways(["torch-native"], "cpu")
 
 
 def test_defaults_by_device() -> None:
@@ -119,14 +122,14 @@ def _report(**times: float | None) -> dict[str, Any]:
         if value is None:
             result.reason = "rank 2: RuntimeError: [no] such thing"
         ways[key.replace("_", "-")] = vars(result)
-    report = benchmarking.new_report(Options("cpu", 2).resolved())
+    report = reports.new_report(Options("cpu", 2).resolved())
     report["shapes"].append({"M": 16, "N": 8, "K": 32, "sm_clock_mhz": None, "ways": ways})
     return report
 
 
 def test_summary_compares_with_the_best_of_the_others() -> None:
     report = _report(roof=100.0, unfused=200.0, unfused_graph=150.0, agmm=110.0, agmm_A=90.0)
-    summary = benchmarking.summarize(report["shapes"][0])
+    summary = reports.summarize(report["shapes"][0])
     assert (summary.best_other, summary.best_other_us) == ("unfused-graph", 150.0)
     assert summary.agmm_ratio == pytest.approx(1.1)
     assert summary.speedup == pytest.approx(150 / 110)
@@ -134,7 +137,7 @@ def test_summary_compares_with_the_best_of_the_others() -> None:
 
 
 def test_summary_of_nothing() -> None:
-    summary = benchmarking.summarize(_report(roof=None, agmm=None)["shapes"][0])
+    summary = reports.summarize(_report(roof=None, agmm=None)["shapes"][0])
     assert (summary.roof, summary.best_other, summary.speedup) == (None, None, None)
 
 
@@ -142,28 +145,28 @@ def test_report_reads_well_in_a_file_and_as_json(tmp_path: Path) -> None:
     report = _report(roof=100.0, unfused=None, agmm=123.4)
     report["shapes"][0]["ways"]["agmm"]["wrong"] = True
     out = io.StringIO()
-    benchmarking.render(report, Console(file=out, width=160))
+    report_tables.render(report, Console(file=out, width=160))
     text = out.getvalue()
     assert "M x N x K = 16 x 8 x 32" in text
     assert "rank 2: RuntimeError: [no] such thing" in text
     assert "WRONG" in text
     assert "100.0" in text
     path = tmp_path / "results" / "r.json"
-    benchmarking.write_json(report, path)
+    reports.write_json(report, path)
     read = json.loads(path.read_text())
     assert read["shapes"][0]["ways"]["agmm"]["samples_us"] == [123.4]
     assert {"gpus", "driver", "cuda", "torch", "nccl", "agmm"} <= read["machine"].keys()
     assert read["settings"]["world_size"] == 2
-    assert benchmarking.wrong_ways(report) == ["agmm at 16x8x32"]
+    assert reports.wrong_ways(report) == ["agmm at 16x8x32"]
 
 
 def test_commit_can_be_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AGMM_COMMIT", "abc123")
-    assert benchmarking.commit() == "abc123"
+    assert reports.commit() == "abc123"
     monkeypatch.delenv("AGMM_COMMIT")
     monkeypatch.chdir(tmp_path)
-    assert benchmarking.commit() is None
+    assert reports.commit() is None
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "another project"]):
         subprocess.run([*git, *command], check=True, timeout=30)
-    assert benchmarking.commit() is None
+    assert reports.commit() is None

@@ -19,23 +19,25 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from agmm import _installation
-from agmm.bench import benchmarking, reports, tuner
+from agmm.bench import launcher, measure, reports, runner, tuner
+from agmm.bench.options import Options
 from agmm.bench.reports import narrow
+from agmm.bench.units import duration, size
+from agmm.bench.ways import WAYS
 from agmm.cli import app as app_module
-from agmm.cli import demo
+from agmm.cli import demo, report_tables
 from agmm.cli.app import app
-from agmm.cli.terminal import duration, size
 from agmm.errors import AgmmError
 from agmm.planning.plans import UNFUSED, Problem, Row
 from agmm.testing.cases import MAX_EXTENT, Shape
 from agmm.testing.ranks import RankError
 
 AGMM = [sys.executable, "-m", "agmm"]
-runner = CliRunner()
+cli_runner = CliRunner()
 
 
 def _invoke(*arguments: str) -> Any:
-    return runner.invoke(app, arguments, prog_name="agmm")
+    return cli_runner.invoke(app, arguments, prog_name="agmm")
 
 
 @pytest.fixture(autouse=True)
@@ -168,8 +170,8 @@ def test_both_names_of_the_number_of_ranks_mean_the_same() -> None:
 def test_huge_shapes_are_said_before_the_run(
     monkeypatch: pytest.MonkeyPatch, command: str, arguments: list[str], hint: str
 ) -> None:
-    monkeypatch.setattr(benchmarking, "_Ranks", _never)
-    monkeypatch.setattr(benchmarking, "ranks", _never)
+    monkeypatch.setattr(runner, "_Ranks", _never)
+    monkeypatch.setattr(launcher, "ranks", _never)
     result = _invoke(command, "--device", "cpu", "--tp", "2", *arguments)
     assert (result.exit_code, hint in result.output) == (2, True), result.output[-500:]
     assert len(result.output.splitlines()) == 1
@@ -221,7 +223,7 @@ def test_a_narrow_terminal_takes_no_number_away(
     terminal = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     ways = Path(__file__).parents[2] / "benchmarks/results/nvidia-h200-x4.json"
     report = narrow(reports.read(ways), [Shape(4096, 3584, 8192)], None)
-    benchmarking.render(report, terminal)
+    report_tables.render(report, terminal)
     assert isinstance(terminal.file, io.StringIO)
     text = terminal.file.getvalue()
     assert "…" not in text
@@ -232,14 +234,14 @@ def test_a_narrow_terminal_takes_no_number_away(
 
 def test_list_of_ways() -> None:
     output = _invoke("bench", "--list").output
-    assert all(name in output for name in benchmarking.WAYS)
+    assert all(name in output for name in WAYS)
 
 
 def test_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: Any, **keywords: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(benchmarking, "run", interrupted)
+    monkeypatch.setattr(runner, "run", interrupted)
     result = _invoke("bench", "--device", "cpu")
     assert result.exit_code == 130
     assert result.output == "agmm: interrupted\n"
@@ -256,10 +258,10 @@ def test_failing_rank_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrong_result_fails_the_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    report = benchmarking.new_report(benchmarking.Options("cpu").resolved())
-    bad = vars(benchmarking.WayResult(wrong=True, reason="relative error 0.5, allowed 0.001"))
+    report = reports.new_report(Options("cpu").resolved())
+    bad = vars(measure.WayResult(wrong=True, reason="relative error 0.5, allowed 0.001"))
     report["shapes"] = [{"M": 8, "N": 8, "K": 8, "sm_clock_mhz": None, "ways": {"agmm": bad}}]
-    monkeypatch.setattr(benchmarking, "run", lambda options, progress, begun, lost: report)
+    monkeypatch.setattr(runner, "run", lambda options, progress, begun, lost: report)
     result = _invoke("bench", "--device", "cpu", "--json", str(tmp_path / "r.json"))
     assert result.exit_code == 1
     assert "wrong results: agmm at 8x8x8" in result.output
@@ -277,16 +279,16 @@ def test_wrong_result_fails_the_bench(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_what_is_there_is_kept_when_the_bench_ends_early(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: BaseException, code: int
 ) -> None:
-    good = vars(benchmarking.WayResult(median_us=3.0, relative_error=0.0))
+    good = vars(measure.WayResult(median_us=3.0, relative_error=0.0))
 
     def run(options: Any, progress: Any, begun: Any, lost: Any) -> None:
-        report = benchmarking.new_report(options.resolved())
+        report = reports.new_report(options.resolved())
         begun(report)
         ways = {"agmm": good}
         report["shapes"].append({"M": 8, "N": 8, "K": 8, "sm_clock_mhz": None, "ways": ways})
         raise error
 
-    monkeypatch.setattr(benchmarking, "run", run)
+    monkeypatch.setattr(runner, "run", run)
     result = _invoke("bench", "--device", "cpu", "--json", str(tmp_path / "r.json"))
     assert result.exit_code == code
     (shape,) = json.loads((tmp_path / "r.json").read_text())["shapes"]
@@ -311,7 +313,7 @@ def test_what_cannot_be_written_is_said_before_the_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    monkeypatch.setattr(benchmarking, "run", _never)
+    monkeypatch.setattr(runner, "run", _never)
     monkeypatch.setattr(demo, "run", _never)
     given = [argument.replace("FILE", str(tmp_path / "file")) for argument in arguments]
     result = _invoke(*given, "--device", "cpu")
@@ -344,7 +346,7 @@ def test_a_nonsense_environment_is_said_before_the_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AGMM_TIMEOUT_S", "soon")
     monkeypatch.setattr(demo, "run", _never)
-    monkeypatch.setattr(benchmarking, "run", _never)
+    monkeypatch.setattr(runner, "run", _never)
     more = ["--shapes", "8x8x8"] if command == "tune" else []
     result = _invoke(command, "--device", "cpu", *more)
     assert result.exit_code == 2

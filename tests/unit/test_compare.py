@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agmm.cli.compare import Verdict, compare, noise_us, render
+from agmm.bench.compare import Verdict, compare, noise_us
+from agmm.cli.report_tables import render_comparison
 from agmm.testing.cases import Shape
 
 SHAPE = Shape(16, 8, 32)
@@ -39,7 +40,7 @@ def _report(**ways: dict[str, Any]) -> dict[str, Any]:
 
 def _text(old: dict[str, Any], new: dict[str, Any]) -> str:
     out = io.StringIO()
-    render(compare(old, new), Console(file=out, width=160))
+    render_comparison(compare(old, new), Console(file=out, width=160))
     return out.getvalue()
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import AgmmError, Unsupported
-from agmm.runtime import cuda, devices, groups
+from agmm.runtime import cuda, groups, links
 
 MIB = 1 << 20
 Answer = Callable[[str, Any], Any]
@@ -67,8 +67,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[cuda.CudaWorksp
         monkeypatch.setattr(of_torch, "device_count", lambda: visible)
         monkeypatch.setattr(of_torch, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(of_torch, "can_device_access_peer", lambda a, b: True)
-        monkeypatch.setattr(devices, "visible", lambda: {f"GPU-{i}": i for i in range(visible)})
-        monkeypatch.setattr(devices, "uuid", lambda index: f"GPU-{index}")
+        monkeypatch.setattr(links, "visible", lambda: {f"GPU-{i}": i for i in range(visible)})
+        monkeypatch.setattr(links, "uuid", lambda index: f"GPU-{index}")
         core = mock.Mock()
         core.CudaWorkspace.workspace_bytes = lambda slot_bytes, world_size: 3 * slot_bytes
         monkeypatch.setattr(cuda, "_core", core)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from agmm import _installation
+from agmm.bench import machine
 from agmm.cli import doctor
 from agmm.cli.doctor import Finding
 
@@ -150,7 +151,7 @@ def test_what_stands_against_fusion_is_said(
 def test_pairs_without_atomics_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend_gpus(monkeypatch, (9, 0), peers=True)
     monkeypatch.setattr(doctor, "load_core", lambda: (_core(), None))
-    monkeypatch.setattr("agmm.runtime.devices._core.peer_atomics", lambda a, b: a < b)
+    monkeypatch.setattr("agmm.runtime.links._core.peer_atomics", lambda a, b: a < b)
     finding = doctor._links()
     assert "no native atomics between 1-0" in finding.found
     assert finding.meaning == "such groups take copy engines, never SM push"
@@ -175,4 +176,4 @@ def test_small_shared_memory_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_driver_version_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"
     monkeypatch.setattr(Path, "read_text", lambda self: line)
-    assert doctor.driver_version() == "580.159.04"
+    assert machine.driver_version() == "580.159.04"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import agmm
 from agmm import _env
 from agmm.errors import InvalidArgument
-from agmm.runtime import devices, group_gpus, groups
+from agmm.runtime import devices, group_gpus, groups, links
 
 GPU = torch.device("cuda", 0)
 
@@ -24,9 +24,9 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(_env.RESERVED_SMS.name, raising=False)
     properties = mock.Mock(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(devices, "uuid", lambda index: "GPU-a")
-    monkeypatch.setattr(devices, "visible", lambda: {"GPU-a": 0, "GPU-b": 1})
-    monkeypatch.setattr("agmm.runtime.devices._core.peer_atomics", lambda a, b: True)
+    monkeypatch.setattr(links, "uuid", lambda index: "GPU-a")
+    monkeypatch.setattr(links, "visible", lambda: {"GPU-a": 0, "GPU-b": 1})
+    monkeypatch.setattr("agmm.runtime.links._core.peer_atomics", lambda a, b: True)
     yield
     agmm.reserve_sms(None)
 
@@ -54,12 +54,12 @@ def test_two_gpus_over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_link_without_atomics_counts_for_all(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     peers_links = ""
     if by == "the driver":
-        monkeypatch.setattr("agmm.runtime.devices._core.peer_atomics", lambda a, b: False)
+        monkeypatch.setattr("agmm.runtime.links._core.peer_atomics", lambda a, b: False)
     elif by == "the peer":
         peers_links = "the link from GPU-b to GPU-a has no native atomics"
     else:
-        monkeypatch.setattr(devices, "visible", lambda: {"GPU-a": 0})
-        monkeypatch.setattr(devices, "_by_nvml", lambda own, peer: False)
+        monkeypatch.setattr(links, "visible", lambda: {"GPU-a": 0})
+        monkeypatch.setattr(devices, "have_atomics", lambda own, peer: False)
     with pytest.warns(
         UserWarning, match="^agmm takes no SM push: the link from GPU-. to GPU-. has"
     ):
@@ -67,29 +67,45 @@ def test_one_link_without_atomics_counts_for_all(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_link_that_cannot_be_asked_about_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "visible", lambda: {"GPU-a": 0})
-    monkeypatch.setattr(devices, "_by_nvml", lambda own, peer: None)
-    with pytest.warns(UserWarning, match="it cannot be asked whether the link from GPU-a to GPU-b"):
+    monkeypatch.setattr(links, "visible", lambda: {"GPU-a": 0})
+    monkeypatch.setattr(devices, "have_atomics", lambda own, peer: None)
+    with pytest.warns(
+        UserWarning,
+        match="the link from GPU-a to GPU-b has native atomics is unknown: cuda-bindings",
+    ):
         assert not facts(monkeypatch, ("GPU-b", 132, 0)).peer_atomics
 
 
 def test_links_to_another_host_are_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "visible", lambda: {"GPU-a": 0})
-    monkeypatch.setattr(devices, "_by_nvml", lambda own, peer: None)
+    monkeypatch.setattr(links, "visible", lambda: {"GPU-a": 0})
+    monkeypatch.setattr(devices, "have_atomics", lambda own, peer: None)
     assert facts(monkeypatch, ("GPU-b", 132, 0), host="b").peer_atomics
 
 
-def test_nvml_is_asked_of_gpus_that_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "visible", lambda: {"GPU-a": 0})
+@pytest.mark.parametrize(("status", "wanted"), [(0, None), (5, "has no native atomics")])
+def test_nvml_is_asked_of_gpus_that_are_not_seen(
+    monkeypatch: pytest.MonkeyPatch, status: int, wanted: str | None
+) -> None:
+    monkeypatch.setattr(links, "visible", lambda: {"GPU-a": 0})
+    nvml = mock.Mock(device_get_handle_by_uuid=lambda uuid: uuid)
+    nvml.device_get_p2p_status.return_value = status
+    monkeypatch.setattr(devices, "nvml", lambda: nvml)
+    reason = links.why_no_atomics("GPU-a", ["GPU-a", "GPU-b"])
+    assert (reason or "").endswith(wanted or "") and bool(reason) == bool(wanted)
+    nvml.device_get_p2p_status.assert_called_once_with("GPU-a", "GPU-b", 3)
+    assert nvml.init_v2.call_count == nvml.shutdown.call_count == 1
+
+
+def test_what_nvml_does_not_know_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = mock.Mock()
-    for name in ("nvmlInit_v2", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetP2PStatus"):
-        getattr(nvml, name).return_value = 0
-    monkeypatch.setattr("ctypes.CDLL", lambda name: nvml)
-    assert devices.why_no_atomics("GPU-a", ["GPU-a", "GPU-b"]) is None
-    asked = [call.args[0] for call in nvml.nvmlDeviceGetHandleByUUID.call_args_list]
-    assert asked == [b"GPU-a", b"GPU-b"]
-    nvml.nvmlDeviceGetHandleByUUID.return_value = 6
-    assert devices._by_nvml("GPU-a", "GPU-b") is None
+    nvml.device_get_handle_by_uuid.side_effect = RuntimeError("Not Found")
+    monkeypatch.setattr(devices, "nvml", lambda: nvml)
+    assert devices.have_atomics("GPU-a", "GPU-b") is None
+    assert nvml.shutdown.call_count == 1
+    nvml.init_v2.side_effect = RuntimeError("Driver Not Loaded")
+    assert devices.driver_version() is None
+    assert devices.why_unknown() == "the driver's NVML does not load"
+    assert nvml.shutdown.call_count == 1
 
 
 def test_the_largest_number_counts_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

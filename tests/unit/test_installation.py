@@ -176,7 +176,6 @@ def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
     [
         (["python", "/usr/bin/agmm", "demo"], ["/usr/bin/agmm", "demo"], True),
         (["python", "-u", "-m", "agmm", "demo"], ["-m", "demo"], True),
-        (["python", "-m", "agmm.cli"], ["-m"], True),
         (["python", "-m", "pytest", "agmm"], ["-m", "agmm"], False),
         (["python", "train.py", "agmm"], ["train.py", "agmm"], False),
         (["python"], [""], False),

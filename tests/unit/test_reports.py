@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agmm.bench import benchmarking, reports
-from agmm.bench.benchmarking import Options
+from agmm.bench import reports
+from agmm.bench.options import Options
 from agmm.errors import InvalidArgument
 from agmm.testing.cases import Shape
 
@@ -17,8 +17,8 @@ ONE_WAY = '{"M": 1, "N": 1, "K": 1, "ways": {"a": {}}}'
 
 
 def test_own_reports_are_read(tmp_path: Path) -> None:
-    written = benchmarking.new_report(Options("cpu", 2).resolved())
-    benchmarking.write_json(written, tmp_path / "r.json")
+    written = reports.new_report(Options("cpu", 2).resolved())
+    reports.write_json(written, tmp_path / "r.json")
     assert reports.read(tmp_path / "r.json")["settings"] == written["settings"]
     assert reports.where(written).startswith("2 ranks on ")
 

@@ -1,8 +1,8 @@
-"""Which room may import what: the rules, and a check that each of them can fail."""
+"""What a C++ file may include: the rules, and a check that each of them can fail. Those of Python
+are in test_import_contracts.py."""
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -74,33 +74,6 @@ CXX_RULES = {
     ),
 }
 
-PYTHON_RULES = {
-    "plans need no torch": Rule(
-        (
-            *(
-                f"python/agmm/planning/{name}.py"
-                for name in ("plans", "legality", "heuristics", "cost_model", "planner")
-            ),
-            "python/agmm/planning/tables/*.py",
-            "python/agmm/errors.py",
-            "python/agmm/_env.py",
-        ),
-        ("torch",),
-    ),
-    "an op needs no extra": Rule(
-        tuple(
-            f"python/agmm/{package}/**/*.py"
-            for package in ("ops", "runtime", "planning", "nn", "integrations")
-        ),
-        ("typer", "rich", "agmm.testing", "agmm.bench", "agmm.cli"),
-    ),
-    "plotting is an extra": Rule(("python/agmm/**/*.py",), ("matplotlib",)),
-    "test tools stay in tests": Rule(("python/agmm/**/*.py",), ("pytest", "hypothesis")),
-    "a call goes down from the ops": Rule(
-        ("python/agmm/planning/**/*.py", "python/agmm/runtime/**/*.py"), ("agmm.ops",)
-    ),
-}
-
 
 def _files(root: Path, rule: Rule) -> list[Path]:
     found = {path for pattern in rule.files for path in root.glob(pattern) if path.is_file()}
@@ -137,57 +110,11 @@ def cxx_violations(root: Path, rule: Rule) -> list[str]:
     ]
 
 
-def _imports(path: Path, package: str) -> Iterator[str]:
-    """The modules that `path` imports when it is imported, by their full names."""
-
-    def walk(nodes: list[ast.stmt]) -> Iterator[str]:
-        for node in nodes:
-            if isinstance(node, ast.Import):
-                yield from (alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                base = node.module or ""
-                if node.level:
-                    parents = package.split(".")
-                    stem = ".".join(parents[: len(parents) - node.level + 1])
-                    base = f"{stem}.{base}" if base else stem
-                yield base
-                yield from (f"{base}.{alias.name}" for alias in node.names)
-            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                continue
-            elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-                yield from walk(node.orelse)
-            else:
-                for field in ("body", "orelse", "finalbody"):
-                    yield from walk(getattr(node, field, []))
-                for handler in getattr(node, "handlers", []):
-                    yield from walk(handler.body)
-
-    yield from walk(ast.parse(path.read_text()).body)
-
-
-def python_violations(root: Path, rule: Rule) -> list[str]:
-    """One line for each import in `root` that breaks `rule`."""
-    found = []
-    for path in _files(root, rule):
-        package = ".".join(path.parent.relative_to(root / "python").parts)
-        for name in sorted(set(_imports(path, package))):
-            if any(name == banned or name.startswith(f"{banned}.") for banned in rule.forbidden):
-                found.append(f"{path.relative_to(root)}: imports {name}")
-    return found
-
-
 @pytest.mark.parametrize("name", CXX_RULES)
 def test_cxx_room(name: str) -> None:
     rule = CXX_RULES[name]
     assert _files(REPOSITORY, rule)
     assert cxx_violations(REPOSITORY, rule) == []
-
-
-@pytest.mark.parametrize("name", PYTHON_RULES)
-def test_python_room(name: str) -> None:
-    rule = PYTHON_RULES[name]
-    assert _files(REPOSITORY, rule)
-    assert python_violations(REPOSITORY, rule) == []
 
 
 def test_third_party_holds_no_vendored_code() -> None:
@@ -266,37 +193,3 @@ def test_include_is_found_through_a_header(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in cxx_violations(tmp_path, rule)] == [
         "src/cpu/workspace.cpp"
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "path", "text"),
-    [
-        ("plans need no torch", "python/agmm/planning/plans.py", "import torch.distributed"),
-        ("an op needs no extra", "python/agmm/ops/paths.py", "from ..testing import timer"),
-        ("an op needs no extra", "python/agmm/ops/paths.py", "from agmm import cli"),
-        (
-            "plotting is an extra",
-            "python/agmm/bench/timeline.py",
-            "try:\n    import matplotlib\nfinally: 1",
-        ),
-        ("test tools stay in tests", "python/agmm/testing/cases.py", "import hypothesis"),
-        ("a call goes down from the ops", "python/agmm/runtime/cpu.py", "from .. import ops"),
-    ],
-)
-def test_planted_import_is_found(tmp_path: Path, name: str, path: str, text: str) -> None:
-    _plant(tmp_path, path, text + "\n")
-    assert python_violations(tmp_path, PYTHON_RULES[name])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
-        "def table() -> None:\n    import torch",
-        "import torchvision",
-    ],
-)
-def test_lawful_import_passes(tmp_path: Path, text: str) -> None:
-    _plant(tmp_path, "python/agmm/planning/plans.py", text + "\n")
-    rule = PYTHON_RULES["plans need no torch"]
-    assert python_violations(tmp_path, rule) == []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agmm.bench import figures
+from agmm.bench import figures, launcher
 from agmm.bench.figures import PlotUnavailable
 from agmm.bench.timeline import ChunkEvent, draw, draw_ranks, trace, waited_share
 from agmm.cli import demo
@@ -199,15 +199,15 @@ def test_projection_suits_the_ranks(device: str, world_size: int) -> None:
 
 def test_demo_needs_gpus_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert demo.choose("auto", None) == ("cpu", 4)
-    assert demo.choose("auto", 3) == ("cpu", 3)
+    assert launcher.choose("auto", None) == ("cpu", 4)
+    assert launcher.choose("auto", 3) == ("cpu", 3)
     with pytest.raises(InvalidArgument, match="device: found cuda, wanted cpu"):
-        demo.choose("cuda", None)
+        launcher.choose("cuda", None)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert demo.choose("auto", None) == ("cuda", 2)
-    assert demo.choose("auto", 3) == ("cpu", 3)
+    assert launcher.choose("auto", None) == ("cuda", 2)
+    assert launcher.choose("auto", 3) == ("cpu", 3)
     with pytest.raises(InvalidArgument, match="world size: found 3, wanted 1 to 2"):
-        demo.choose("cuda", 3)
+        launcher.choose("cuda", 3)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    assert demo.choose("auto", None) == ("cuda", 4)
-    assert demo.choose("auto", 8) == ("cuda", 8)
+    assert launcher.choose("auto", None) == ("cuda", 4)
+    assert launcher.choose("auto", 8) == ("cuda", 8)

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agmm.testing import timer
+from agmm.bench import timer
+from agmm.bench.timer import host_time, max_over_ranks, of_all_ranks, pick_device, time_ways
 from agmm.testing.ranks import RankPool
-from agmm.testing.timer import host_time, max_over_ranks, of_all_ranks, pick_device, time_ways
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from agmm.bench import tuner
+from agmm.bench import candidates, tuner, tuning_session
+from agmm.cli import report_tables
 from agmm.errors import InvalidArgument
 from agmm.planning import tables
 from agmm.planning.cost_model import default_kernels
@@ -41,7 +42,7 @@ def outcome(problem: Problem = CPU_PROBLEM, us: float = 8.0) -> tuner.Outcome:
 def test_candidates_on_a_gpu(return_A: bool) -> None:
     problem = GPU_PROBLEM._replace(return_A=return_A)
     old = Plan("push", KernelConfig.parse("256x128x64_2x1_cooperative/swizzle8/along_m"))
-    plans = tuner.candidates(problem, KERNELS, old)
+    plans = candidates.candidates(problem, KERNELS, old)
     assert plans[0] == old
     assert plans[-1] == UNFUSED
     assert len(set(plans)) == len(plans)
@@ -53,8 +54,8 @@ def test_slow_kernels_are_pruned() -> None:
     few = Problem(64, 3584, 8192, world_size=4)
     fused = [plan for kernel in KERNELS for plan in usual_plans(few, kernel)]
     times = {plan: predict_us(few, plan) or 0.0 for plan in fused}
-    limit = tuner.PRUNE_FACTOR * min(times.values())
-    kept = [plan for plan in tuner.candidates(few, KERNELS, UNFUSED) if plan != UNFUSED]
+    limit = candidates.PRUNE_FACTOR * min(times.values())
+    kept = [plan for plan in candidates.candidates(few, KERNELS, UNFUSED) if plan != UNFUSED]
     assert set(kept) == {plan for plan, us in times.items() if us <= limit}
     assert 0 < len(kept) < len(fused)
 
@@ -62,18 +63,18 @@ def test_slow_kernels_are_pruned() -> None:
 @pytest.mark.parametrize(("rows", "chunks"), [(1, [1]), (3, [1, 2]), (8, [1, 2, 4, 8])])
 def test_candidates_on_the_cpu(rows: int, chunks: list[int]) -> None:
     problem = CPU_PROBLEM._replace(m=2 * rows)
-    plans = tuner.candidates(problem, (), Plan("push"))
+    plans = candidates.candidates(problem, (), Plan("push"))
     assert plans == [*(Plan("push", chunks_per_shard=c) for c in chunks), UNFUSED]
 
 
 def test_the_best_kernels_are_tried_in_all_orders() -> None:
     medians = {Plan("push", kernel): float(i) for i, kernel in enumerate(KERNELS)}
     medians[UNFUSED] = -1.0
-    more = tuner.other_orders(medians)
+    more = candidates.other_orders(medians)
     assert len(more) == len(set(more)) == 2 * 7
     assert {p.kernel.kernel for p in more if p.kernel} == {k.kernel for k in KERNELS[:2]}
     assert not set(more) & set(medians)
-    assert tuner.other_orders({Plan("push"): 1.0, UNFUSED: 2.0}) == []
+    assert candidates.other_orders({Plan("push"): 1.0, UNFUSED: 2.0}) == []
 
 
 # --- settling ---
@@ -85,7 +86,7 @@ class Clock:
     def __init__(self, noise: float, **times: float) -> None:
         self._draw = random.Random(1)
         self._noise = noise
-        self._times = {**times, tuner.ROOF: 1.0}
+        self._times = {**times, tuning_session.ROOF: 1.0}
         self.asked: list[list[str]] = []
 
     def __call__(self, names: Sequence[str], number: int) -> dict[str, list[float]]:
@@ -94,7 +95,7 @@ class Clock:
         drift = [1.0 + 0.2 * self._draw.random() for _ in range(tuner.ROUND_SAMPLES)]
         return {
             name: [self._times[name] * d + self._draw.gauss(0, self._noise) for d in drift]
-            for name in (*names, tuner.ROOF)
+            for name in (*names, tuning_session.ROOF)
         }
 
 
@@ -104,20 +105,20 @@ def test_a_clear_winner_takes_one_round() -> None:
     assert winner == "a"
     assert clock.asked == [["b", "a", "c"]]
     assert {len(taken) for taken in samples.values()} == {tuner.ROUND_SAMPLES}
-    assert tuner.ROOF in samples
+    assert tuning_session.ROOF in samples
 
 
 def test_other_chunks_are_tried_where_sm_push_is_the_fastest() -> None:
     problem = Problem(1024, 3584, 8192, world_size=4)
     kernel = KernelConfig.parse("128x224x64_2x1_cooperative/swizzle8/along_n")
     push, copies = Plan("sm32x128", kernel), Plan("push", kernel)
-    more = tuner.other_pushes(problem, {push: 1.0, copies: 2.0})
+    more = candidates.other_pushes(problem, {push: 1.0, copies: 2.0})
     assert len(more) == len(set(more)) > 6
     assert push not in more
     assert {p.kernel for p in more} == {kernel}
     assert all(why_illegal(problem, p, KERNELS) is None for p in more)
-    assert tuner.other_pushes(problem, {push: 2.0, copies: 1.0}) == []
-    assert tuner.other_pushes(problem, {}) == []
+    assert candidates.other_pushes(problem, {push: 2.0, copies: 1.0}) == []
+    assert candidates.other_pushes(problem, {}) == []
 
 
 def test_the_clearly_slower_are_timed_no_more_but_the_old_one_is() -> None:
@@ -142,7 +143,7 @@ def test_more_rounds_tell_what_one_cannot() -> None:
     def time_round(names: Sequence[str], number: int) -> dict[str, list[float]]:
         flat = [100.0] * tuner.ROUND_SAMPLES
         slower = [100.0 + d for d in rounds[number]]
-        return {"a": flat, "b": slower, tuner.ROOF: flat}
+        return {"a": flat, "b": slower, tuning_session.ROOF: flat}
 
     winner, samples = tuner.settle(time_round, ["a", "b"], old="b")
     assert winner == "a"
@@ -161,11 +162,11 @@ def test_ahead_is_about_pairs() -> None:
 
 
 def test_options_are_checked() -> None:
-    assert tuner.Options.of("cpu", 2, [Shape(4, 3, 5)]).dtype == torch.float32
+    assert tuning_session.Options.of("cpu", 2, [Shape(4, 3, 5)]).dtype == torch.float32
     with pytest.raises(InvalidArgument, match="found 5x8x8, wanted an M that is a multiple"):
-        tuner.Options.of("cpu", 2, [Shape(5, 8, 8)])
+        tuning_session.Options.of("cpu", 2, [Shape(5, 8, 8)])
     with pytest.raises(InvalidArgument, match="found 4x3x8, which cannot be fused: B: N=3"):
-        tuner.Options.of("cuda", 2, [Shape(4, 3, 8)])
+        tuning_session.Options.of("cuda", 2, [Shape(4, 3, 8)])
 
 
 # --- keeping ---
@@ -206,7 +207,7 @@ def test_what_could_not_be_measured_is_not_kept() -> None:
 def test_summary() -> None:
     nothing = tuner.Outcome(Shape(8, 8, 8), CPU_PROBLEM, UNFUSED)
     console = Console(file=io.StringIO(), width=160)
-    console.print(tuner.summary_table([outcome(), nothing]))
+    console.print(report_tables.tuning_table([outcome(), nothing]))
     assert isinstance(console.file, io.StringIO)
     lines = [line.split() for line in console.file.getvalue().splitlines()]
     assert ["64x8x8", "push", "unfused", "10.0", "8.0", "20.0%", "2.000", "8.0"] in lines

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agmm.cli.terminal import check_writable
 from agmm.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -32,6 +31,26 @@ def need_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise PlotUnavailable(f"matplotlib is not installed; {PLOT_EXTRA} brings it") from error
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Makes the folder of a file that is to be written, and tries the file, before a long run.
+
+    Raises:
+        InvalidArgument: it cannot be written.
+    """
+    try:
+        is_new = not path.exists()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InvalidArgument(
+            f"{option}: found {path}, wanted a file that can be written ({reason})"
+        ) from None
 
 
 def check_path(path: Path, option: str) -> None:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
 from agmm import _core
+from agmm.bench.options import Options
+from agmm.bench.timeline import ChunkEvent
 from agmm.errors import AgmmError
 from agmm.ops.prepare import prepare
 from agmm.planning import call_plans
 from agmm.planning.heuristics import usual_plans
 from agmm.planning.plans import KernelConfig, SmPush
+from agmm.runtime.cpu import CpuWorkspace
 from agmm.runtime.cuda import CudaWorkspace
+from agmm.testing.cases import Shape, make_operands
+
+_CALLS_BEFORE_TIMELINE = 3
 
 _ALIGNING_CYCLES = 1_000_000
 """So long the GPU is busy before a timeline's call, so that the hosts' launches are done, and the
@@ -98,3 +107,33 @@ def tiles_on_cuda(
     return [
         {**tile, "arrived_ns": arrived[tile["chunk"]], "called_ns": called_ns} for tile in tiles
     ]
+
+
+def record_timeline(shape: Shape, options: Options) -> Sequence[ChunkEvent]:
+    """One call's times on this rank, by tile on CUDA and by chunk on the CPU. Every rank of the
+    default group calls this."""
+    group = dist.group.WORLD
+    assert group is not None
+    assert options.dtype is not None
+    device = torch.device(options.device)
+    operands = make_operands(
+        shape, dist.get_rank(), dist.get_world_size(), dtype=options.dtype, device=device
+    )
+    if options.device == "cuda":
+        return tiles_on_cuda(operands.A_shard, operands.B, group)
+    slot_bytes = shape.M * shape.K * options.dtype.itemsize
+    workspace = CpuWorkspace.create(group, slot_bytes)
+    events: list[dict[str, int]] = []
+    for _ in range(_CALLS_BEFORE_TIMELINE):
+        events.clear()
+        dist.barrier()
+        workspace.all_gather_matmul(
+            operands.A_shard, [operands.B], [None], return_A=False, timeline=events
+        )
+    dist.barrier()
+    called_ns = next(e["arrived_ns"] for e in events if e["source"] == dist.get_rank())
+    for event in events:
+        event["called_ns"] = called_ns
+    for previous, event in itertools.pairwise(events):
+        event["wait_begin_ns"] = previous["end_ns"]
+    return events

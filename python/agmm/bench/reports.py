@@ -1,13 +1,20 @@
-"""Reports of `agmm bench`: read from a file, narrowed to some shapes and ways, named in a line."""
+"""Reports of `agmm bench`: made, written, read from a file, narrowed, summed up."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from agmm.bench.benchmarking import WAYS
+from agmm.bench.machine import machine_facts
+from agmm.bench.options import Options
+from agmm.bench.timer import FLUSH_BYTES
+from agmm.bench.ways import WAYS
 from agmm.errors import InvalidArgument
 from agmm.testing.cases import Shape
 
@@ -117,3 +124,118 @@ def where(report: Report) -> str:
 
 def _listed(values: Sequence[object]) -> str:
     return ", ".join(map(str, values)) or "none"
+
+
+RECORDED_VARIABLES = (
+    "NCCL_NVLS_ENABLE",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+)
+"""Beside all AGMM_* variables, those that change what is measured."""
+_MIB = 2**20
+
+
+def new_report(options: Options) -> dict[str, Any]:
+    """A report without shapes: machine, versions, commit, date and settings."""
+    return {
+        "schema": SCHEMA,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": machine_facts(),
+        "settings": {
+            "device": options.device,
+            "world_size": options.world_size,
+            "dtype": str(options.dtype).removeprefix("torch."),
+            "samples": options.samples,
+            "warmup": options.warmup,
+            "spin_us": options.spin_us if options.device == "cuda" else None,
+            "flush_mib": FLUSH_BYTES // _MIB if options.device == "cuda" else None,
+            "limit_s": options.limit_s,
+            "statistic": "median of the samples, each the maximum over the ranks",
+            "environment": {
+                name: value
+                for name, value in sorted(os.environ.items())
+                if name.startswith("AGMM_") or name in RECORDED_VARIABLES
+            },
+        },
+        "shapes": [],
+    }
+
+
+def commit() -> str | None:
+    """$AGMM_COMMIT, or the commit of the working directory ('+' after it: with changes), if that is
+    a checkout of agmm."""
+    given = os.environ.get("AGMM_COMMIT")
+    if given:
+        return given
+    try:
+        _git("ls-files", "--error-unmatch", ":/python/agmm/__init__.py")
+        head = _git("rev-parse", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(*args: str) -> str:
+    done = subprocess.run(["git", *args], capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+def write_json(report: dict[str, Any], path: Path) -> None:
+    """Writes the report, every sample included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1, allow_nan=False, default=str) + "\n")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One shape's outcome in a line. Times in µs; None where there is no such time."""
+
+    shape: Shape
+    roof: float | None
+    best_other: str | None
+    best_other_us: float | None
+    agmm: float | None
+    agmm_graph: float | None
+    agmm_ratio: float | None
+    speedup: float | None
+
+
+def summarize(shape_report: dict[str, Any]) -> Summary:
+    """agmm beside the roof and the fastest of the ways that are neither."""
+    ways = shape_report["ways"]
+    times = {name: w["median_us"] for name, w in ways.items() if w["median_us"] is not None}
+    ours_too = {name for name in times if name in WAYS and WAYS[name].is_agmm}
+    others = {n: t for n, t in times.items() if n != "roof" and n not in ours_too}
+    best = min(others, key=lambda n: others[n]) if others else None
+    ours, roof = times.get("agmm"), times.get("roof")
+    return Summary(
+        shape=Shape(shape_report["M"], shape_report["N"], shape_report["K"]),
+        roof=roof,
+        best_other=best,
+        best_other_us=others[best] if best else None,
+        agmm=ours,
+        agmm_graph=times.get("agmm-graph"),
+        agmm_ratio=ours / roof if ours and roof else None,
+        speedup=others[best] / ours if best and ours else None,
+    )
+
+
+def wrong_ways(report: dict[str, Any]) -> list[str]:
+    """'way at shape' for every result that failed its check."""
+    return [
+        f"{name} at {Shape(s['M'], s['N'], s['K'])}"
+        for s in report["shapes"]
+        for name, way in s["ways"].items()
+        if way["wrong"]
+    ]
+
+
+def failed_ways(report: dict[str, Any]) -> list[str]:
+    """'way at shape' for every way of agmm that did not run."""
+    return [
+        f"{name} at {Shape(s['M'], s['N'], s['K'])}"
+        for s in report["shapes"]
+        for name, way in s["ways"].items()
+        if name in WAYS and WAYS[name].is_agmm and way["median_us"] is None and not way["wrong"]
+    ]

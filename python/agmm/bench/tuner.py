@@ -19,88 +19,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
-from rich.table import Table
 
 import agmm
-from agmm.bench import benchmarking
-from agmm.cli.terminal import plain_table
-from agmm.errors import InvalidArgument
+from agmm.bench import launcher
+from agmm.bench.candidates import candidates, other_orders, other_pushes
+from agmm.bench.tuning_session import ROOF, Options, Verdict, begin, check, first_problem, measure
 from agmm.planning import call_plans, tables
-from agmm.planning.heuristics import orders, predict_us, sm_pushes, usual_order, usual_plans
-from agmm.planning.legality import copy_transports, why_unfused
 from agmm.planning.planner import Planner
-from agmm.planning.plans import CPU, UNFUSED, KernelConfig, Plan, Problem, Row, SmPush
+from agmm.planning.plans import UNFUSED, KernelConfig, Plan, Problem, Row
 from agmm.planning.tables import Key, TableError
-from agmm.runtime.workspaces import cpu_workspace
-from agmm.testing.cases import Shape, make_operands
+from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankError
-from agmm.testing.reference import allowed_error, gathered_product
-from agmm.testing.timer import time_ways
-
-ROOF = "roof"
-CPU_CHUNKS = (1, 2, 4, 8)
-"""Row chunks per shard that are tried on the CPU."""
-
-PRUNE_FACTOR = 1.3
-"""Kernels that the cost model says take this many times the best one's time are left out."""
 
 COARSE_SAMPLES = 5
-KERNELS_IN_ALL_ORDERS = 2
 FINALISTS = 4
 ROUND_SAMPLES = 10
 MAX_ROUNDS = 5
 _NOISES_AHEAD = 3.0
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to tune, on "cuda" or "cpu"; ``shapes`` are gathered and divisible by the ranks."""
-
-    device: str
-    world_size: int
-    shapes: tuple[Shape, ...]
-    dtype: torch.dtype
-    return_A: bool = False
-    row_major: bool = False
-    again: bool = False
-    """Measure shapes anew that this version of agmm has tuned before."""
-
-    @classmethod
-    def of(
-        cls,
-        device: str,
-        world_size: int,
-        shapes: Sequence[Shape],
-        dtype: torch.dtype | None = None,
-        **others: bool,
-    ) -> Options:
-        """With dtype's default filled in. Raises InvalidArgument for what cannot be tuned."""
-        given = benchmarking.Options(device, world_size, tuple(shapes), dtype=dtype).resolved()
-        assert given.dtype is not None
-        options = cls(device, world_size, tuple(shapes), given.dtype, **others)
-        for shape in shapes:
-            reason = why_unfused(options.dtype_name, shape.N, shape.K)
-            if device == "cuda" and reason is not None:
-                raise InvalidArgument(f"shape: found {shape}, which cannot be fused: {reason}")
-        return options
-
-    @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
-
-    def problem(self, shape: Shape, device: torch.device) -> Problem:
-        return call_plans.problem(
-            *shape,
-            self.dtype,
-            device,
-            world_size=self.world_size,
-            return_A=self.return_A,
-            column_major=not self.row_major,
-        )
 
 
 class Failure(NamedTuple):
@@ -140,113 +78,6 @@ class Silent:
         pass
 
 
-# --- inside the ranks ---
-
-
-class _Session:
-    """One shape's operands and checked calls in one rank."""
-
-    def __init__(self, shape: Shape, options: Options) -> None:
-        group = dist.group.WORLD
-        assert group is not None
-        device = _device(options.device)
-        operands = make_operands(
-            shape, dist.get_rank(), dist.get_world_size(), dtype=options.dtype, device=device
-        )
-        if options.row_major:
-            operands.B = operands.B.contiguous()
-        self.return_A = options.return_A
-        self.problem = benchmarking.Problem(shape, group, device, operands)
-        self.reference = gathered_product(operands.A, operands.B)
-        roof = benchmarking.WAYS[ROOF]
-        result, call = benchmarking.check_way(roof.prepare, self.problem, self.reference)
-        if call is None or result.relative_error is None:
-            raise RuntimeError(f"the matmul alone failed: {result.reason}")
-        self.allowed = allowed_error(result.relative_error)
-        self.calls: dict[str, Callable[[], Any]] = {ROOF: call}
-
-    def prepare(self, plan: Plan) -> Callable[[benchmarking.Problem], Callable[[], Any]]:
-        return_A = self.return_A
-
-        def prepare(p: benchmarking.Problem) -> Callable[[], benchmarking.Result]:
-            A_shard, B, group = p.operands.A_shard, p.operands.B, p.group
-            if p.device.type == "cpu" and plan != UNFUSED:
-                workspace = cpu_workspace(group)
-                chunks = plan.chunks_per_shard
-
-                def on_cpu() -> benchmarking.Result:
-                    A, outs = workspace.all_gather_matmul(
-                        A_shard, [B], [None], return_A=return_A, chunks_per_shard=chunks
-                    )
-                    return A, outs[0]
-
-                return on_cpu
-            config = "unfused" if plan.kernel is None else f"{plan.kernel.name}/{plan.transport}"
-
-            def by_op() -> benchmarking.Result:
-                op: Any = agmm.all_gather_matmul
-                found = op(A_shard, B, group, return_A=return_A, config=config, strict=True)
-                return found if return_A else (None, found)
-
-            return by_op
-
-        return prepare
-
-
-_session: _Session | None = None
-
-
-def _device(kind: str) -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(CPU)
-    )
-
-
-def _current() -> _Session:
-    assert _session is not None
-    return _session
-
-
-def first_problem(options: Options) -> Problem:
-    """The problem of the first shape, as this rank's device has it. In every rank."""
-    return options.problem(options.shapes[0], _device(options.device))
-
-
-def begin(shape: Shape, options: Options) -> None:
-    """Makes the operands and the reference. In every rank, as all that follow."""
-    global _session
-    _session = None
-    benchmarking.release_memory(_device(options.device))
-    _session = _Session(shape, options)
-
-
-class Verdict(NamedTuple):
-    """Why a plan may not be timed, or None; ``broken``: a rank raised, so that what it left
-    behind may spoil other plans."""
-
-    reason: str | None
-    broken: bool = False
-
-
-def check(plan: Plan) -> Verdict:
-    """Compares a plan with the reference; `measure` knows it afterwards if it is right."""
-    session = _current()
-    result, call = benchmarking.check_way(session.prepare(plan), session.problem, session.reference)
-    benchmarking.judge(result, session.allowed)
-    if result.reason is None:
-        assert call is not None
-        session.calls[plan.name] = call
-    return Verdict(result.reason, broken=result.reason is not None and not result.wrong)
-
-
-def measure(names: Sequence[str], samples: int) -> dict[str, list[float]]:
-    """Interleaved samples in µs of plans that `check` found right, by name, and of the roof."""
-    session = _current()
-    calls = {name: session.calls[name] for name in (*names, ROOF)}
-    group, device = session.problem.group, session.problem.device
-    return time_ways(calls, group=group, samples=samples, device=device)
-
-
 # --- what leads them ---
 
 
@@ -273,13 +104,13 @@ class _Ranks:
         self._start()
 
     def _start(self) -> None:
-        ranks = benchmarking.ranks(self._options.device, self._options.world_size)
+        ranks = launcher.ranks(self._options.device, self._options.world_size)
         self._call = self._stack.enter_context(ranks)
 
 
 def _from_rank_0(value: _T) -> _T:
     """Under torchrun rank 0's value, else just the value."""
-    if benchmarking.torchrun_world_size() is None:
+    if launcher.torchrun_world_size() is None:
         return value
     shared: list[Any] = [value]
     dist.broadcast_object_list(shared, src=0)
@@ -344,44 +175,6 @@ class _Part:
 
     def leads(self, name: str, us: float) -> None:
         self.best = f"{us:.1f} µs, {name}"
-
-
-def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> list[Plan]:
-    """The plans to check at first: each kernel in its usual order that the cost model leaves, the
-    unfused path, and the plan in use."""
-    if problem.gpu == CPU:
-        rows = problem.m // problem.world_size
-        plans = [Plan("push", chunks_per_shard=c) for c in CPU_CHUNKS if c <= max(1, rows)]
-    else:
-        fused = [
-            Plan(transport, usual_order(problem, kernel))
-            for kernel in kernels
-            for transport in copy_transports(problem, kernel)
-        ]
-        fused += [plan for kernel in kernels for plan in usual_plans(problem, kernel)]
-        predicted = {plan: predict_us(problem, plan) or 0.0 for plan in fused}
-        limit = PRUNE_FACTOR * min(predicted.values(), default=0.0)
-        plans = [plan for plan, us in predicted.items() if us <= limit]
-    return list(dict.fromkeys([old, *plans, UNFUSED]))
-
-
-def other_orders(medians: Mapping[Plan, float]) -> list[Plan]:
-    """The best kernels in all orders that are not among the plans yet."""
-    fused = sorted((p for p in medians if p.kernel is not None), key=lambda p: medians[p])
-    more = []
-    for plan in fused[:KERNELS_IN_ALL_ORDERS]:
-        assert plan.kernel is not None
-        more += [Plan(plan.transport, order) for order in orders(plan.kernel)]
-    return [plan for plan in dict.fromkeys(more) if plan not in medians]
-
-
-def other_pushes(problem: Problem, medians: Mapping[Plan, float]) -> list[Plan]:
-    """Where SM push is the fastest: the same with other chunks that are not among the plans yet."""
-    best = min(medians, key=lambda plan: medians[plan], default=UNFUSED)
-    if best.kernel is None or SmPush.parse(best.transport) is None:
-        return []
-    plans = [Plan(push.name, best.kernel) for push in sm_pushes(problem, best.kernel)]
-    return [plan for plan in plans if plan not in medians]
 
 
 def _tune_shape(
@@ -454,7 +247,7 @@ def _check(
         verdict = ranks(check, plan)
     except RankError as error:
         verdict = Verdict(_cause(error), broken=True)
-    if verdict.broken and benchmarking.torchrun_world_size() is None:
+    if verdict.broken and launcher.torchrun_world_size() is None:
         ranks.restart()
         ranks(begin, outcome.shape, options)
         for other in checked:
@@ -542,34 +335,3 @@ class Keeper:
         for key, row in self.unsaved:
             by_key.setdefault(key, {})[row.m] = row
         return tables.to_text(self._gpu, self._world_size, by_key)
-
-
-def summary_table(outcomes: Sequence[Outcome]) -> Table:
-    """One row per shape: old and new plan with their times, gain, and ratio to the roof."""
-    table = plain_table("tuned (µs)")
-    table.add_column("shape", no_wrap=True)
-    table.add_column("old plan", overflow="fold")
-    table.add_column("new plan", overflow="fold")
-    for heading in ("old", "new", "gain", "÷ roof", "unfused"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for o in outcomes:
-        if o.row is None:
-            table.add_row(str(o.shape), o.old.name, "none could be measured", *["-"] * 5)
-            continue
-        gain = None if o.old_us is None else 100 * (1 - o.row.us / o.old_us)
-        ratio = None if o.row.roof_us is None else o.row.us / o.row.roof_us
-        table.add_row(
-            str(o.shape),
-            o.old.name,
-            "the same" if o.row.plan == o.old else o.row.plan.name,
-            _number(o.old_us, ".1f"),
-            _number(o.row.us, ".1f"),
-            "-" if gain is None else f"{gain:.1f}%",
-            _number(ratio, ".3f"),
-            _number(o.row.unfused_us, ".1f"),
-        )
-    return table
-
-
-def _number(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)

@@ -19,7 +19,8 @@ import typer
 from typer.core import TyperCommand
 
 from agmm import _installation
-from agmm.cli.terminal import console, duration, print_table
+from agmm.bench.units import duration
+from agmm.cli.terminal import console, print_table
 from agmm.errors import AgmmError, InvalidArgument
 
 app = typer.Typer(
@@ -148,11 +149,10 @@ def _one_line_errors(*, needs_agmm: bool = True) -> Iterator[None]:
 
 
 def _say_why_cpu(device: Device, tp: int | None) -> None:
-    from agmm.bench import benchmarking
-    from agmm.cli import demo as demo_module
+    from agmm.bench import launcher
 
-    reason = demo_module.why_cpu(device.value, benchmarking.world_size_or(tp))
-    if reason is not None and benchmarking.is_rank_0():
+    reason = launcher.why_cpu(device.value, launcher.world_size_or(tp))
+    if reason is not None and launcher.is_rank_0():
         print(f"agmm: {reason}", file=sys.stderr)
 
 
@@ -192,18 +192,18 @@ def demo(
     """
     with _one_line_errors():
         from agmm import _env
-        from agmm.bench import figures
-        from agmm.bench.benchmarking import shape_table, torchrun_world_size
+        from agmm.bench import figures, launcher
         from agmm.cli import demo as demo_module
+        from agmm.cli.report_tables import shape_table
 
-        if torchrun_world_size() is not None:
+        if launcher.torchrun_world_size() is not None:
             raise InvalidArgument(
                 "demo: found torchrun around it, wanted none: it starts its ranks"
             )
         _env.check()
         figures.check_path(output, "--output")
         stderr = console(stderr=True)
-        kind, ranks = demo_module.choose(device.value, tp)
+        kind, ranks = launcher.choose(device.value, tp)
         _say_why_cpu(device, tp)
         result = demo_module.run(kind, ranks, output, progress=stderr.print)
         stdout = console()
@@ -389,13 +389,12 @@ def tune(
     """
     with _one_line_errors():
         from agmm import _env
-        from agmm.bench import benchmarking, presets, tuner
-        from agmm.cli import demo as demo_module
+        from agmm.bench import launcher, presets, tuner, tuning_session
 
         _env.check()
-        kind, ranks = demo_module.choose(device.value, benchmarking.world_size_or(tp))
+        kind, ranks = launcher.choose(device.value, launcher.world_size_or(tp))
         _say_why_cpu(device, tp)
-        options = tuner.Options.of(
+        options = tuning_session.Options.of(
             kind,
             ranks,
             presets.ShapeOptions(shapes, file, model, tokens, (m, n, k)).read(ranks),
@@ -406,7 +405,7 @@ def tune(
         )
         outcomes: list[tuner.Outcome] = []
         keeper = tuner.Keeper(ranks)
-        leads = benchmarking.is_rank_0()
+        leads = launcher.is_rank_0()
         interrupted = False
         try:
             with _TuningBar(leads) as bar:
@@ -480,10 +479,10 @@ class _TuningBar:
 
 
 def _report_tuning(outcomes: list[Any], keeper: Any) -> None:
-    from agmm.bench import tuner
+    from agmm.cli.report_tables import tuning_table
 
     if outcomes:
-        print_table(console(), tuner.summary_table(outcomes))
+        print_table(console(), tuning_table(outcomes))
     if keeper.path is not None:
         print(f"agmm: the plans stand in {keeper.path}", file=sys.stderr)
     failures = [(o.shape, failure) for o in outcomes for failure in o.failures]
@@ -553,11 +552,12 @@ def doctor(
     Ends with exit code 1 only where agmm cannot work as installed.
     """
     with _one_line_errors(needs_agmm=False):
+        from agmm.bench.machine import machine_facts
         from agmm.cli import doctor as doctor_module
 
         findings = doctor_module.diagnose()
         if as_json:
-            facts = doctor_module.machine_facts()
+            facts = machine_facts()
             body: dict[str, Any] = {"machine": facts, "findings": [asdict(f) for f in findings]}
             print(json.dumps(body, indent=1))
         else:
@@ -574,9 +574,3 @@ def _torch_dtype(dtype: DType) -> Any:
         DType.fp16: torch.float16,
         DType.fp32: torch.float32,
     }[dtype]
-
-
-if __name__ == "__main__":
-    from agmm.__main__ import main
-
-    main()

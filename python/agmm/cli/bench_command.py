@@ -13,13 +13,27 @@ import torch.distributed as dist
 from rich.console import Console
 
 from agmm import _core, _env
-from agmm.bench import benchmarking, figures, plots, presets, reports, timeline
-from agmm.bench.benchmarking import Options
-from agmm.cli import compare, demo
-from agmm.cli.terminal import check_writable, console
+from agmm.bench import (
+    compare,
+    figures,
+    launcher,
+    measure,
+    options,
+    plots,
+    presets,
+    record,
+    reports,
+    runner,
+    timeline,
+    ways,
+)
+from agmm.bench.figures import check_writable
+from agmm.bench.options import Options
+from agmm.bench.timer import SAMPLES
+from agmm.cli import report_tables
+from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
 from agmm.testing.cases import Shape
-from agmm.testing.timer import SAMPLES
 
 
 @dataclass(frozen=True)
@@ -33,7 +47,7 @@ class Request:
     world_size: int | None = None
     dtype: torch.dtype | None = None
     samples: int = SAMPLES
-    limit_s: float = benchmarking.LIMIT_S
+    limit_s: float = options.LIMIT_S
     json_path: Path | None = None
     source: Path | None = None
     compare: Path | None = None
@@ -60,7 +74,7 @@ class Request:
 
 def list_ways() -> None:
     """Prints the ways with their titles."""
-    for way in benchmarking.WAYS.values():
+    for way in ways.WAYS.values():
         print(f"{way.name:26}{way.title}{'' if way.on_cpu else ' (GPUs only)'}")
 
 
@@ -97,18 +111,18 @@ def run(request: Request) -> Found:
         return Found([], [])
     _write(report, request, stderr)
     if old is not None:
-        compare.render(compare.compare(old, report), console())
+        report_tables.render_comparison(compare.compare(old, report), console())
     if request.plot is not None:
         written, left_out = plots.write(report, request.plot)
         for line in (*(f"wrote {path}" for path in written), *left_out):
             stderr.print(line, soft_wrap=True, markup=False)
-    failed = benchmarking.failed_ways(report) if request.source is None else []
-    return Found(benchmarking.wrong_ways(report), failed)
+    failed = reports.failed_ways(report) if request.source is None else []
+    return Found(reports.wrong_ways(report), failed)
 
 
 def _write(report: reports.Report, request: Request, stderr: Console) -> None:
     if request.json_path is not None:
-        benchmarking.write_json(report, request.json_path)
+        reports.write_json(report, request.json_path)
         stderr.print(f"wrote {request.json_path}", soft_wrap=True, markup=False)
 
 
@@ -128,7 +142,7 @@ def _read(
     shapes = None if listed is None else presets.parse_shapes(listed, "--shapes")
     report = reports.narrow(reports.read(source), shapes, request.ways)
     if request.compare is None and request.plot is None:
-        benchmarking.render(report, console())
+        report_tables.render(report, console())
     if old is not None:
         old = reports.narrow(old, shapes, request.ways, missing_ok=True)
     return report, old
@@ -138,9 +152,9 @@ def _measure(request: Request, stderr: Console) -> reports.Report | None:
     """Runs the benchmark and prints its tables; None on torchrun's other ranks. What is there when
     it ends early is printed and written."""
     _env.check()
-    if request.json_path is not None and benchmarking.is_rank_0():
+    if request.json_path is not None and launcher.is_rank_0():
         check_writable(request.json_path, "--json")
-    kind, ranks = demo.choose(request.device, benchmarking.world_size_or(request.world_size))
+    kind, ranks = launcher.choose(request.device, launcher.world_size_or(request.world_size))
     options = Options(
         device=kind,
         world_size=ranks,
@@ -152,43 +166,43 @@ def _measure(request: Request, stderr: Console) -> reports.Report | None:
     )
 
     def progress(line: str) -> None:
-        if benchmarking.is_rank_0():
+        if launcher.is_rank_0():
             stderr.print(line)
 
     begun: list[reports.Report] = []
 
     def keep() -> None:
-        if benchmarking.is_rank_0() and begun and begun[0]["shapes"]:
+        if launcher.is_rank_0() and begun and begun[0]["shapes"]:
             _write(begun[0], request, stderr)
-            benchmarking.render(begun[0], console())
+            report_tables.render(begun[0], console())
 
     try:
-        report = benchmarking.run(options, progress, begun.append, keep)
+        report = runner.run(options, progress, begun.append, keep)
     except BaseException:
         keep()
         raise
-    if not benchmarking.is_rank_0():
+    if not launcher.is_rank_0():
         return None
-    benchmarking.render(report, console())
+    report_tables.render(report, console())
     return report
 
 
 def _record(request: Request, shapes: Sequence[Shape]) -> None:
     """Records one call of each shape on every rank and writes its trace and its picture."""
     _env.check()
-    kind, ranks = demo.choose(request.device, benchmarking.world_size_or(request.world_size))
+    kind, ranks = launcher.choose(request.device, launcher.world_size_or(request.world_size))
     options = Options(
         device=kind, world_size=ranks, shapes=shapes, ways=["agmm"], dtype=request.dtype
     ).resolved()
     if kind == "cuda":
         _need_timed_kernel(options)
     stderr = console(stderr=True)
-    leads = benchmarking.is_rank_0()
+    leads = launcher.is_rank_0()
     folder = Path() if request.plot is None else request.plot
     _make(folder)
     where = "GPUs" if kind == "cuda" else "CPU processes"
     one_clock = kind == "cpu"  # the timers of two GPUs are not known to be in step
-    with benchmarking.ranks(kind, ranks) as call:
+    with launcher.ranks(kind, ranks) as call:
         for i, shape in enumerate(shapes, 1):
             if leads:
                 stderr.print(f"[{i}/{len(shapes)}] {shape}: recording one call on {ranks} {where}")
@@ -225,7 +239,7 @@ def _need_timed_kernel(options: Options) -> None:
 def record_all_ranks(shape: Shape, options: Options) -> list[list[timeline.ChunkEvent]]:
     """One call's times on every rank. Every rank of the default group calls this."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, demo.record_timeline(shape, options))
+    dist.all_gather_object(everyone, record.record_timeline(shape, options))
     if options.device == "cuda":
-        benchmarking.release_memory(torch.device("cuda", torch.cuda.current_device()))
+        measure.release_memory(torch.device("cuda", torch.cuda.current_device()))
     return everyone

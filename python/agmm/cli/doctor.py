@@ -8,7 +8,6 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +17,11 @@ from rich.table import Table
 
 from agmm import _env, _installation
 from agmm._installation import load_core, version
-from agmm.cli.terminal import plain_table, size
+from agmm.bench.machine import driver_version, nccl_version, torch, torch_error
+from agmm.bench.units import size
+from agmm.cli.terminal import plain_table
 from agmm.errors import InvalidArgument
-
-torch, _torch_error = _installation.load_torch()
+from agmm.runtime import devices
 
 Status = Literal["ok", "note", "broken"]
 
@@ -45,58 +45,6 @@ class Finding:
     found: str
     meaning: str
     status: Status = "ok"
-
-
-def machine_facts() -> dict[str, Any]:
-    """Machine and versions, for reports: strings, numbers and lists only; None where unknown."""
-    count = 0 if torch is None else torch.cuda.device_count()
-    gpus = [torch.cuda.get_device_name(i) for i in range(count)]
-    return {
-        "device_name": gpus[0] if gpus else processor_name(),
-        "gpus": gpus,
-        "host_cores": os.cpu_count(),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "torch": None if torch is None else torch.__version__,
-        "cuda": None if torch is None else torch.version.cuda,
-        "nccl": nccl_version(),
-        "driver": driver_version(),
-        "agmm": version(),
-    }
-
-
-def nccl_version() -> str | None:
-    """The version of the NCCL that torch uses."""
-    if torch is None:
-        return None
-    dist = torch.distributed
-    if not (torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available()):
-        return None
-    return ".".join(str(part) for part in torch.cuda.nccl.version())
-
-
-def driver_version() -> str | None:
-    """The NVIDIA driver's version, as the kernel module or NVML states it."""
-    try:
-        line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-    except (OSError, IndexError):
-        line = ""
-    found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", line)
-    if found:
-        return found.group(1)
-    version: str | None = _nvml(lambda nvml: _text(nvml.nvmlSystemGetDriverVersion()))
-    return version
-
-
-def processor_name() -> str:
-    """The CPU's model name."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.machine()
 
 
 def diagnose() -> list[Finding]:
@@ -141,7 +89,7 @@ def _torch() -> Finding:
     if torch is None:
         oldest = ".".join(map(str, _OLDEST_TORCH))
         meaning = f"agmm needs torch {oldest} or later: install it, or repair what is here"
-        return Finding("torch", f"does not load: {_torch_error}", meaning, "broken")
+        return Finding("torch", f"does not load: {torch_error}", meaning, "broken")
     found = f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}"
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     if version < _OLDEST_TORCH:
@@ -218,8 +166,7 @@ def _links() -> Finding:
     if count < 2:
         return Finding("GPU links", "-", "nothing to link")
     without = _pairs_without_access()
-    nvlinks = _nvml(lambda nvml: [_active_nvlinks(nvml, i) for i in range(count)])
-    links = f"; active NVLinks per GPU: {nvlinks}" if nvlinks is not None else ""
+    links = f"; active NVLinks per GPU: {_active_nvlinks(count)}"
     if without:
         found = f"no peer access between {', '.join(f'{i}-{j}' for i, j in without)}{links}"
         return Finding("GPU links", found, "such pairs take all-gather + matmul", "note")
@@ -374,42 +321,19 @@ def _pairs_without_atomics() -> list[tuple[int, int]]:
     core, _ = load_core()
     if core is None or not core.cuda_built:
         return []
-    from agmm.runtime import devices
+    from agmm.runtime import links
 
     try:
-        return devices.pairs_without_atomics()
+        return links.pairs_without_atomics()
     except RuntimeError:  # the driver does not say
         return []
 
 
-def _active_nvlinks(nvml: Any, index: int) -> int:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    active = 0
-    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        try:
-            active += int(nvml.nvmlDeviceGetNvLinkState(handle, link) == 1)
-        except nvml.NVMLError:
-            break
-    return active
+def _active_nvlinks(count: int) -> str:
+    unknown = devices.why_unknown()
+    if unknown is not None:
+        return f"unknown, since {unknown}"
+    from agmm.runtime import links
 
-
-def _nvml(read: Callable[[Any], Any]) -> Any:
-    """What `read` gets from NVML; None without nvidia-ml-py or a driver."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        return read(pynvml)
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    found = [devices.active_nvlinks(links.uuid(index)) for index in range(count)]
+    return ", ".join("unknown" if active is None else str(active) for active in found)

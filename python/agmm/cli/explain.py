@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from rich.console import Group, RenderableType
 
 from agmm import _core
-from agmm.cli.terminal import duration, plain_table, whole
+from agmm.bench.units import duration
+from agmm.cli.terminal import plain_table, whole
 from agmm.errors import InvalidArgument
 from agmm.planning import call_plans, cost_model, tables
 from agmm.planning.cost_model import default_kernels
@@ -84,9 +85,9 @@ def _has_atomics_here(gpu: str) -> bool:
     """Whether the links do, where the problem's GPU is the one here; else they are taken to."""
     if gpu != _gpu_here() or not _core.cuda_built:
         return True
-    from agmm.runtime import devices
+    from agmm.runtime import links
 
-    return not devices.pairs_without_atomics()
+    return not links.pairs_without_atomics()
 
 
 def kernels_for(gpu: str) -> tuple[KernelConfig, ...]:

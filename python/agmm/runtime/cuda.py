@@ -15,7 +15,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from agmm import _core, _env
 from agmm.errors import AgmmError, Unsupported
-from agmm.runtime import calls, devices, groups
+from agmm.runtime import calls, groups, links
 from agmm.runtime.group_gpus import group_facts
 
 _SLOT_GRANULE = 32 << 20
@@ -50,7 +50,7 @@ def _why_no_peer_access(own: str, uuids: Sequence[str]) -> str:
     The others are taken to be reached: their memory is mapped by handles, which does not need them
     to be visible, and where it cannot be the rendezvous says so.
     """
-    visible = devices.visible()
+    visible = links.visible()
     here = sorted({visible[uuid] for uuid in uuids if uuid in visible})
     for a in here:
         for b in here:
@@ -259,7 +259,7 @@ class CudaWorkspace:
             Whether a rank has captured calls with the present ones.
         """
         note_torch_workspaces()
-        own = devices.uuid(self.device.index)
+        own = links.uuid(self.device.index)
         told = json.dumps([slot_bytes, own, _rendezvous, self.captured])
         found = [json.loads(each) for each in self.known.exchange("the size of a workspace", told)]
         sizes = sorted({entry[0] for entry in found})

@@ -1,80 +1,97 @@
-"""Whether the links between GPUs carry out atomic additions, which SM push needs."""
+"""What Python asks of the NVIDIA driver's management library, by NVIDIA's own bindings.
+
+No other module asks it. No op needs an answer: where the bindings (the extra `cuda`) or the driver
+are missing, or do not know a GPU, it is None, and `why_unknown` says what is missing. GPUs are
+named by their UUIDs, since other processes may see them in another order. Loads without torch and
+without the core.
+"""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterable
-from functools import cache
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-import torch
+_T = TypeVar("_T")
 
-from agmm import _core
+CUDA_EXTRA = "pip install 'agmm[cuda]'"
 
-_NVML_P2P_ATOMICS = 3
-_NVML_OK = 0
-
-
-@cache
-def uuid(index: int) -> str:
-    """The UUID of a GPU that this process sees, as NVML names it."""
-    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+# Of NVML's C header; what the bindings call these has changed between their versions.
+_OK = 0
+_P2P_ATOMICS = 3
+_NVLINK_IS_ACTIVE = 1
+_SM_CLOCK = 1
 
 
-@cache
-def visible() -> dict[str, int]:
-    """The index of each GPU that this process sees, by UUID."""
-    return {uuid(index): index for index in range(torch.cuda.device_count())}
-
-
-def why_no_atomics(own: str, peers: Iterable[str]) -> str | None:
-    """The reason why a GPU cannot add to words in its peers' memory, or None. All by UUID.
-
-    NVLink does it natively. A link that does not would lose additions, or refuse them. The driver
-    is asked of GPUs that this process sees, NVML of the others on this host.
-    """
-    for peer in peers:
-        if peer == own:
-            continue
-        indices = visible()
-        if own in indices and peer in indices:
-            found: bool | None = _core.peer_atomics(indices[own], indices[peer])
-        else:
-            found = _by_nvml(own, peer)
-        if found is None:
-            return f"it cannot be asked whether the link from {own} to {peer} has native atomics"
-        if not found:
-            return f"the link from {own} to {peer} has no native atomics"
-    return None
-
-
-def pairs_without_atomics() -> list[tuple[int, int]]:
-    """The pairs among the GPUs that this process sees whose links have none."""
-    count = torch.cuda.device_count()
-    return [
-        (a, b)
-        for a in range(count)
-        for b in range(count)
-        if a != b and not _core.peer_atomics(a, b)
-    ]
-
-
-def _by_nvml(own: str, peer: str) -> bool | None:
-    """None where NVML is missing or does not know one of them."""
+def nvml() -> Any:
+    """The bindings' module; None where it is not installed."""
     try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
+        return importlib.import_module("cuda.bindings.nvml")
+    except ImportError:
         return None
-    if nvml.nvmlInit_v2() != _NVML_OK:
+
+
+def why_unknown() -> str | None:
+    """Why NVML cannot be asked, or None."""
+    if nvml() is None:
+        return f"cuda-bindings 13.2 or later is not installed ({CUDA_EXTRA} brings it)"
+    return None if _ask(lambda _: True) else "the driver's NVML does not load"
+
+
+def driver_version() -> str | None:
+    """As NVML states it."""
+    return _ask(lambda nvml: str(nvml.system_get_driver_version()))
+
+
+def have_atomics(uuid: str, peer: str) -> bool | None:
+    """Whether one GPU's additions to words in the other's memory are atomic there."""
+
+    def read(nvml: Any) -> bool:
+        handles = [nvml.device_get_handle_by_uuid(name) for name in (uuid, peer)]
+        return int(nvml.device_get_p2p_status(*handles, _P2P_ATOMICS)) == _OK
+
+    return _ask(read)
+
+
+def active_nvlinks(uuid: str) -> int | None:
+    """How many NVLinks of a GPU are active."""
+
+    def read(nvml: Any) -> int:
+        handle = nvml.device_get_handle_by_uuid(uuid)
+        active = 0
+        for link in range(int(nvml.NVLINK_MAX_LINKS)):
+            try:
+                state = int(nvml.device_get_nvlink_state(handle, link))
+            except Exception:  # it has no more links
+                break
+            active += state == _NVLINK_IS_ACTIVE
+        return active
+
+    return _ask(read)
+
+
+def sm_clock_mhz(uuid: str) -> int | None:
+    """The present clock of a GPU's multiprocessors."""
+    return _ask(
+        lambda nvml: int(
+            nvml.device_get_clock_info(nvml.device_get_handle_by_uuid(uuid), _SM_CLOCK)
+        )
+    )
+
+
+def _ask(read: Callable[[Any], _T]) -> _T | None:
+    """What ``read`` finds out. The bindings raise errors of many classes, which all mean here that
+    it is not known."""
+    module = nvml()
+    if module is None:
         return None
     try:
-        handles = []
-        for name in (own, peer):
-            handle = ctypes.c_void_p()
-            if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)) != _NVML_OK:
-                return None
-            handles.append(handle)
-        status = ctypes.c_int()
-        asked = nvml.nvmlDeviceGetP2PStatus(*handles, _NVML_P2P_ATOMICS, ctypes.byref(status))
-        return status.value == _NVML_OK if asked == _NVML_OK else None
+        module.init_v2()
+    except Exception:
+        return None
+    try:
+        return read(module)
+    except Exception:
+        return None
     finally:
-        nvml.nvmlShutdown()
+        module.shutdown()

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _world
 
 from agmm import _env
 from agmm.errors import InvalidArgument
-from agmm.runtime import devices, groups
+from agmm.runtime import groups, links
 
 _SMS_FOR_COPIES = 2
 """Of a GPU that ranks share, left to the copies inside it, which are kernels: while these are free
@@ -107,14 +107,14 @@ def _agreed_facts(group: dist.ProcessGroup, device: torch.device) -> GroupFacts:
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
     if dist.get_world_size(group) == 1:
         return GroupFacts(sm_count)
-    own = devices.uuid(device.index)
+    own = links.uuid(device.index)
     said = json.dumps([own, sm_count, _wanted_sms(group)])
     exchange, hosts = groups.of(group).exchange, groups.of(group).hosts()
     ranks = [json.loads(each) for each in exchange("their GPUs", said)]
     uuids = [rank[0] for rank in ranks]
     # Ranks on other hosts are not reached at all.
     near = [u for u, host in zip(uuids, hosts, strict=True) if host == hosts[dist.get_rank(group)]]
-    reason = devices.why_no_atomics(own, near)
+    reason = links.why_no_atomics(own, near)
     reasons = [r for r in exchange("what their links lack", reason or "") if r]
     if reasons:
         warnings.warn(f"agmm takes no SM push: {reasons[0]}", stacklevel=2)

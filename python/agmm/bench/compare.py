@@ -13,12 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from agmm.bench.benchmarking import RECORDED_VARIABLES
-from agmm.bench.reports import Report, shape_of, title_of
-from agmm.cli.terminal import plain_table, print_table
+from agmm.bench.reports import RECORDED_VARIABLES, Report, shape_of
 from agmm.testing.cases import Shape
 
 MIN_SAMPLES = 5
@@ -139,47 +134,6 @@ def noise_us(old: Sequence[float], new: Sequence[float]) -> float | None:
     if min(len(old), len(new)) < MIN_SAMPLES:
         return None
     return math.hypot(_standard_error(old), _standard_error(new))
-
-
-def render(comparison: Comparison, console: Console) -> None:
-    """Prints the warning, a table per shape, what only one report has, and a summary."""
-    if comparison.differences:
-        console.print(
-            f"not the same conditions: {'; '.join(comparison.differences)}",
-            style="yellow",
-            soft_wrap=True,
-            markup=False,
-        )
-    for shape in dict.fromkeys(c.shape for c in comparison.changes):
-        print_table(console, table([c for c in comparison.changes if c.shape == shape]))
-    for heading, lines in (("only old", comparison.only_old), ("only new", comparison.only_new)):
-        for line in lines:
-            console.print(f"{heading}: {line}", soft_wrap=True, markup=False)
-    console.print(summary(comparison), soft_wrap=True, markup=False)
-
-
-def table(changes: Sequence[Change]) -> Table:
-    """The changes of one shape, a row per way."""
-    shape = changes[0].shape
-    built = plain_table(f"M x N x K = {shape.M} x {shape.N} x {shape.K}")
-    built.add_column("way", no_wrap=True)
-    for heading in ("old µs", "new µs", "new ÷ old", "± noise", "in roofs"):
-        built.add_column(heading, justify="right", no_wrap=True)
-    built.add_column("", no_wrap=True)
-    for c in changes:
-        flagged = c.verdict in (Verdict.faster, Verdict.slower)
-        noise = None if c.noise_us is None else STANDARD_ERRORS * c.noise_us / c.old_us
-        built.add_row(
-            title_of(c.way),
-            f"{c.old_us:.1f}",
-            f"{c.new_us:.1f}",
-            f"{c.ratio:.3f}",
-            "-" if noise is None else f"{noise:.3f}",
-            "-" if c.ratio_in_roofs is None else f"{c.ratio_in_roofs:.3f}",
-            c.verdict.value.upper() if flagged else c.verdict.value,
-            style={Verdict.faster: "green", Verdict.slower: "red"}.get(c.verdict),
-        )
-    return built
 
 
 def summary(comparison: Comparison) -> str:

@@ -1,0 +1,54 @@
+"""The plans that tuning measures. Needs no GPU and no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from agmm.planning.heuristics import orders, predict_us, sm_pushes, usual_order, usual_plans
+from agmm.planning.legality import copy_transports
+from agmm.planning.plans import CPU, UNFUSED, KernelConfig, Plan, Problem, SmPush
+
+CPU_CHUNKS = (1, 2, 4, 8)
+"""Row chunks per shard that are tried on the CPU."""
+
+PRUNE_FACTOR = 1.3
+"""Kernels that the cost model says take this many times the best one's time are left out."""
+KERNELS_IN_ALL_ORDERS = 2
+
+
+def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> list[Plan]:
+    """The plans to check at first: each kernel in its usual order that the cost model leaves, the
+    unfused path, and the plan in use."""
+    if problem.gpu == CPU:
+        rows = problem.m // problem.world_size
+        plans = [Plan("push", chunks_per_shard=c) for c in CPU_CHUNKS if c <= max(1, rows)]
+    else:
+        fused = [
+            Plan(transport, usual_order(problem, kernel))
+            for kernel in kernels
+            for transport in copy_transports(problem, kernel)
+        ]
+        fused += [plan for kernel in kernels for plan in usual_plans(problem, kernel)]
+        predicted = {plan: predict_us(problem, plan) or 0.0 for plan in fused}
+        limit = PRUNE_FACTOR * min(predicted.values(), default=0.0)
+        plans = [plan for plan, us in predicted.items() if us <= limit]
+    return list(dict.fromkeys([old, *plans, UNFUSED]))
+
+
+def other_orders(medians: Mapping[Plan, float]) -> list[Plan]:
+    """The best kernels in all orders that are not among the plans yet."""
+    fused = sorted((p for p in medians if p.kernel is not None), key=lambda p: medians[p])
+    more = []
+    for plan in fused[:KERNELS_IN_ALL_ORDERS]:
+        assert plan.kernel is not None
+        more += [Plan(plan.transport, order) for order in orders(plan.kernel)]
+    return [plan for plan in dict.fromkeys(more) if plan not in medians]
+
+
+def other_pushes(problem: Problem, medians: Mapping[Plan, float]) -> list[Plan]:
+    """Where SM push is the fastest: the same with other chunks that are not among the plans yet."""
+    best = min(medians, key=lambda plan: medians[plan], default=UNFUSED)
+    if best.kernel is None or SmPush.parse(best.transport) is None:
+        return []
+    plans = [Plan(push.name, best.kernel) for push in sm_pushes(problem, best.kernel)]
+    return [plan for plan in plans if plan not in medians]

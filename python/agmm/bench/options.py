@@ -1,0 +1,79 @@
+"""What a benchmark is to run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from agmm.bench.timer import SAMPLES, SPIN_US, WARMUP
+from agmm.bench.units import size
+from agmm.bench.ways import select_ways
+from agmm.errors import InvalidArgument
+from agmm.testing.cases import BENCH_SHAPES, CPU_BENCH_SHAPES, Shape
+
+DEFAULT_WORLD_SIZE = 4
+
+LIMIT_S = 120.0
+"""So long may one call of a way take."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run. `shapes` and `ways` None: all of the device's defaults; spin in µs."""
+
+    device: str = "cuda"
+    world_size: int = DEFAULT_WORLD_SIZE
+    shapes: Sequence[Shape] | None = None
+    ways: Sequence[str] | None = None
+    dtype: torch.dtype | None = None
+    samples: int = SAMPLES
+    warmup: int = WARMUP
+    spin_us: float = SPIN_US
+    seed: int = 0
+    limit_s: float = LIMIT_S
+    """So long may one call of a way take; then its ranks are ended, and it has no time."""
+
+    def resolved(self) -> Options:
+        """The same with every default filled in. Raises InvalidArgument for what cannot run."""
+        shapes = self.shapes
+        if shapes is None:
+            shapes = BENCH_SHAPES if self.device == "cuda" else CPU_BENCH_SHAPES
+        for shape in shapes:
+            if shape.M % self.world_size:
+                raise InvalidArgument(
+                    f"shape: found {shape}, wanted an M that is a multiple of the world size, "
+                    f"{self.world_size}"
+                )
+        dtype = self.dtype
+        if dtype is None:
+            dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        ways = tuple(select_ways(self.ways, self.device))
+        if self.device == "cpu":
+            check_memory(shapes, dtype, self.world_size)
+        return replace(self, shapes=tuple(shapes), ways=ways, dtype=dtype)
+
+
+def check_memory(shapes: Sequence[Shape], dtype: torch.dtype, world_size: int) -> None:
+    """Raises InvalidArgument where the operands and the product of the CPU ranks, all on this host,
+    do not fit into what is free: Linux would end a process rather than refuse."""
+    free = _free_memory()
+    for shape in shapes:
+        elements = shape.M * shape.K + shape.N * shape.K + shape.M * shape.N
+        needed = world_size * elements * dtype.itemsize
+        if free is not None and needed > free:
+            raise InvalidArgument(
+                f"shape: found {shape}, of which {world_size} ranks need {size(needed)}, wanted "
+                f"at most {size(free)}, the memory that is free here"
+            )
+
+
+def _free_memory() -> int | None:
+    try:
+        found = re.search(r"^MemAvailable: *(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
+    except OSError:
+        return None
+    return None if found is None else int(found[1]) * 1024

@@ -1,0 +1,179 @@
+"""What each rank does for `agmm tune`: one shape's operands, plans checked and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import agmm
+from agmm.bench import options as bench_options
+from agmm.bench import ways
+from agmm.bench.measure import check_way, judge, release_memory
+from agmm.bench.timer import time_ways
+from agmm.errors import InvalidArgument
+from agmm.planning import call_plans
+from agmm.planning.legality import why_unfused
+from agmm.planning.plans import CPU, UNFUSED, Plan, Problem
+from agmm.runtime.workspaces import cpu_workspace
+from agmm.testing.cases import Shape, make_operands
+from agmm.testing.reference import allowed_error, gathered_product
+
+ROOF = "roof"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to tune, on "cuda" or "cpu"; ``shapes`` are gathered and divisible by the ranks."""
+
+    device: str
+    world_size: int
+    shapes: tuple[Shape, ...]
+    dtype: torch.dtype
+    return_A: bool = False
+    row_major: bool = False
+    again: bool = False
+    """Measure shapes anew that this version of agmm has tuned before."""
+
+    @classmethod
+    def of(
+        cls,
+        device: str,
+        world_size: int,
+        shapes: Sequence[Shape],
+        dtype: torch.dtype | None = None,
+        **others: bool,
+    ) -> Options:
+        """With dtype's default filled in. Raises InvalidArgument for what cannot be tuned."""
+        given = bench_options.Options(device, world_size, tuple(shapes), dtype=dtype).resolved()
+        assert given.dtype is not None
+        options = cls(device, world_size, tuple(shapes), given.dtype, **others)
+        for shape in shapes:
+            reason = why_unfused(options.dtype_name, shape.N, shape.K)
+            if device == "cuda" and reason is not None:
+                raise InvalidArgument(f"shape: found {shape}, which cannot be fused: {reason}")
+        return options
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def problem(self, shape: Shape, device: torch.device) -> Problem:
+        return call_plans.problem(
+            *shape,
+            self.dtype,
+            device,
+            world_size=self.world_size,
+            return_A=self.return_A,
+            column_major=not self.row_major,
+        )
+
+
+# --- inside the ranks ---
+
+
+class _Session:
+    """One shape's operands and checked calls in one rank."""
+
+    def __init__(self, shape: Shape, options: Options) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        device = _device(options.device)
+        operands = make_operands(
+            shape, dist.get_rank(), dist.get_world_size(), dtype=options.dtype, device=device
+        )
+        if options.row_major:
+            operands.B = operands.B.contiguous()
+        self.return_A = options.return_A
+        self.problem = ways.Problem(shape, group, device, operands)
+        self.reference = gathered_product(operands.A, operands.B)
+        roof = ways.WAYS[ROOF]
+        result, call = check_way(roof.prepare, self.problem, self.reference)
+        if call is None or result.relative_error is None:
+            raise RuntimeError(f"the matmul alone failed: {result.reason}")
+        self.allowed = allowed_error(result.relative_error)
+        self.calls: dict[str, Callable[[], Any]] = {ROOF: call}
+
+    def prepare(self, plan: Plan) -> Callable[[ways.Problem], Callable[[], Any]]:
+        return_A = self.return_A
+
+        def prepare(p: ways.Problem) -> Callable[[], ways.Result]:
+            A_shard, B, group = p.operands.A_shard, p.operands.B, p.group
+            if p.device.type == "cpu" and plan != UNFUSED:
+                workspace = cpu_workspace(group)
+                chunks = plan.chunks_per_shard
+
+                def on_cpu() -> ways.Result:
+                    A, outs = workspace.all_gather_matmul(
+                        A_shard, [B], [None], return_A=return_A, chunks_per_shard=chunks
+                    )
+                    return A, outs[0]
+
+                return on_cpu
+            config = "unfused" if plan.kernel is None else f"{plan.kernel.name}/{plan.transport}"
+
+            def by_op() -> ways.Result:
+                op: Any = agmm.all_gather_matmul
+                found = op(A_shard, B, group, return_A=return_A, config=config, strict=True)
+                return found if return_A else (None, found)
+
+            return by_op
+
+        return prepare
+
+
+_session: _Session | None = None
+
+
+def _device(kind: str) -> torch.device:
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(CPU)
+    )
+
+
+def _current() -> _Session:
+    assert _session is not None
+    return _session
+
+
+def first_problem(options: Options) -> Problem:
+    """The problem of the first shape, as this rank's device has it. In every rank."""
+    return options.problem(options.shapes[0], _device(options.device))
+
+
+def begin(shape: Shape, options: Options) -> None:
+    """Makes the operands and the reference. In every rank, as all that follow."""
+    global _session
+    _session = None
+    release_memory(_device(options.device))
+    _session = _Session(shape, options)
+
+
+class Verdict(NamedTuple):
+    """Why a plan may not be timed, or None; ``broken``: a rank raised, so that what it left
+    behind may spoil other plans."""
+
+    reason: str | None
+    broken: bool = False
+
+
+def check(plan: Plan) -> Verdict:
+    """Compares a plan with the reference; `measure` knows it afterwards if it is right."""
+    session = _current()
+    result, call = check_way(session.prepare(plan), session.problem, session.reference)
+    judge(result, session.allowed)
+    if result.reason is None:
+        assert call is not None
+        session.calls[plan.name] = call
+    return Verdict(result.reason, broken=result.reason is not None and not result.wrong)
+
+
+def measure(names: Sequence[str], samples: int) -> dict[str, list[float]]:
+    """Interleaved samples in µs of plans that `check` found right, by name, and of the roof."""
+    session = _current()
+    calls = {name: session.calls[name] for name in (*names, ROOF)}
+    group, device = session.problem.group, session.problem.device
+    return time_ways(calls, group=group, samples=samples, device=device)

@@ -1,0 +1,218 @@
+"""The ways to compute the gathered product that are timed beside each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import agmm
+from agmm.errors import InvalidArgument
+from agmm.testing.cases import Operands, Shape
+
+Result = tuple[torch.Tensor | None, torch.Tensor]
+"""The gathered A, where the way returns it, and the product."""
+
+
+@dataclass
+class Problem:
+    """One rank's view of one shape."""
+
+    shape: Shape
+    group: dist.ProcessGroup
+    device: torch.device
+    operands: Operands
+
+    @property
+    def group_name(self) -> Any:
+        return self.group.group_name
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute the gathered product.
+
+    `prepare` builds whatever the way may keep between calls and returns the call that is timed.
+    """
+
+    name: str
+    title: str
+    prepare: Callable[[Problem], Callable[[], Result]]
+    on_cpu: bool = False
+    is_agmm: bool = False
+    host_time: bool = False
+
+
+def _roof(p: Problem) -> Callable[[], Result]:
+    out = torch.empty(p.shape.M, p.shape.N, dtype=p.operands.A.dtype, device=p.device)
+    A, B = p.operands.A, p.operands.B
+
+    def call() -> Result:
+        return None, torch.mm(A, B, out=out)
+
+    return call
+
+
+def _unfused(p: Problem) -> Callable[[], Result]:
+    A = torch.empty_like(p.operands.A)
+    out = torch.empty(p.shape.M, p.shape.N, dtype=A.dtype, device=p.device)
+    A_shard, B, group = p.operands.A_shard, p.operands.B, p.group
+    # The same function: torch 2.13 renamed it.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+    def call() -> Result:
+        all_gather(A, A_shard, group=group)
+        return A, torch.mm(A, B, out=out)
+
+    return call
+
+
+def _torch_decomposed(return_A: bool) -> Callable[[Problem], Callable[[], Result]]:
+    def prepare(p: Problem) -> Callable[[], Result]:
+        import torch.distributed._symmetric_memory
+
+        # The same op takes torch's native path where this variable is set.
+        os.environ.pop("TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP", None)
+        A_shard, Bs, name = p.operands.A_shard, [p.operands.B], p.group_name
+
+        def call() -> Result:
+            A, outs = torch.ops.symm_mem.fused_all_gather_matmul(
+                A_shard, Bs, gather_dim=0, group_name=name, return_A=return_A
+            )
+            return A, outs[0]
+
+        return call
+
+    return prepare
+
+
+# With torch 2.11 the process aborted when such a tensor was freed after a run; why is not known.
+_native_shards: list[torch.Tensor] = []
+
+
+def _torch_native(p: Problem) -> Callable[[], Result]:
+    import torch.distributed._symmetric_memory as symm_mem
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    M_local, K = p.operands.A_shard.shape
+    if M_local % 128 or p.shape.M % 256:
+        raise InvalidArgument(
+            f"M_local: found {M_local}, wanted a multiple of 128 (and M one of 256): torch's "
+            "native op can hang on other sizes"
+        )
+    A_shard = _SymmetricMemory.empty_strided_p2p(
+        (M_local, K), (K, 1), p.operands.A_shard.dtype, p.device
+    )
+    _native_shards.append(A_shard)
+    A_shard.copy_(p.operands.A_shard)
+    symm_mem.rendezvous(A_shard, p.group_name)
+    B, name = p.operands.B, p.group_name
+    op = symm_mem._fused_all_gather_matmul_native
+
+    def call() -> Result:
+        A, out = op(A_shard, B, name)
+        return A, out
+
+    return call
+
+
+def _agmm(return_A: bool) -> Callable[[Problem], Callable[[], Result]]:
+    def prepare(p: Problem) -> Callable[[], Result]:
+        A_shard, B, group = p.operands.A_shard, p.operands.B, p.group
+        op = agmm.all_gather_matmul
+
+        def with_A() -> Result:
+            A, out = op(A_shard, B, group, return_A=True)
+            return A, out
+
+        def without_A() -> Result:
+            return None, op(A_shard, B, group)
+
+        return with_A if return_A else without_A
+
+    return prepare
+
+
+def _as_graph(
+    prepare: Callable[[Problem], Callable[[], Result]],
+) -> Callable[[Problem], Callable[[], Result]]:
+    def prepare_graph(p: Problem) -> Callable[[], Result]:
+        call = prepare(p)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog thread may touch CUDA during the capture.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = call()
+
+        def replay() -> Result:
+            graph.replay()
+            return result
+
+        return replay
+
+    return prepare_graph
+
+
+def _ways() -> dict[str, Way]:
+    ways = [
+        Way("roof", "matmul alone (roof)", _roof, on_cpu=True),
+        Way("unfused", "all-gather, then matmul", _unfused, on_cpu=True),
+        Way("unfused-graph", "all-gather, then matmul, graph", _as_graph(_unfused)),
+        Way("torch-decomposed", "torch decomposed", _torch_decomposed(False)),
+        Way(
+            "torch-decomposed-graph",
+            "torch decomposed, graph",
+            _as_graph(_torch_decomposed(False)),
+        ),
+        Way("torch-decomposed-A", "torch decomposed, returns A", _torch_decomposed(True)),
+        Way(
+            "torch-decomposed-A-graph",
+            "torch decomposed, returns A, graph",
+            _as_graph(_torch_decomposed(True)),
+        ),
+        Way("torch-native", "torch native, returns A", _torch_native),
+        Way("torch-native-graph", "torch native, returns A, graph", _as_graph(_torch_native)),
+        Way("agmm", "agmm", _agmm(False), on_cpu=True, is_agmm=True, host_time=True),
+        Way("agmm-graph", "agmm, graph", _as_graph(_agmm(False)), is_agmm=True),
+        Way("agmm-A", "agmm, returns A", _agmm(True), on_cpu=True, is_agmm=True, host_time=True),
+        Way("agmm-A-graph", "agmm, returns A, graph", _as_graph(_agmm(True)), is_agmm=True),
+    ]
+    return {way.name: way for way in ways}
+
+
+WAYS = _ways()
+"""Every way by name. All-gather is NCCL's on GPUs and gloo's on the CPU; the matmul is torch.mm."""
+
+
+def select_ways(names: Iterable[str] | None, device_type: str) -> list[str]:
+    """The ways to run on 'cuda' or 'cpu': those named, or all that exist there; always the roof.
+
+    Raises InvalidArgument that names an unknown way and the nearest known one.
+    """
+    there = [way.name for way in WAYS.values() if device_type == "cuda" or way.on_cpu]
+    if names is None:
+        return there
+    chosen = ["roof"]
+    for name in names:
+        if name not in WAYS:
+            close = get_close_matches(name, WAYS, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise InvalidArgument(f"way: found {name!r}, wanted one of {', '.join(WAYS)}{hint}")
+        if name not in there:
+            raise InvalidArgument(
+                f"way: found {name!r}, which needs GPUs, wanted one of {', '.join(there)}"
+            )
+        if name not in chosen:
+            chosen.append(name)
+    return chosen

@@ -1,0 +1,1 @@
+"""Ranks, operands and references for tests, benchmarks and examples."""
