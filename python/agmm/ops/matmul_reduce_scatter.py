@@ -54,7 +54,7 @@ def _impl(
     reason = scatter_plan.why_not_native(As, Bs, scatter_dim)
     if reason is None:
         try:
-            return _native_cpu(As, Bs, bias, group, scatter_dim, reduce_op)
+            return native_cpu(As, Bs, bias, group, scatter_dim, reduce_op)
         except Unsupported as error:
             reason = str(error)
     if scatter_plan.is_worth_joining(As, Bs, scatter_dim, group):
@@ -74,7 +74,7 @@ def _call_of(
     return Call("matmul_reduce_scatter", A=A, B=B, scatter_dim=scatter_dim, reduce_op=reduce_op)
 
 
-def _native_cpu(
+def native_cpu(
     As: list[torch.Tensor],
     Bs: list[torch.Tensor],
     bias: torch.Tensor | None,

@@ -32,12 +32,12 @@ def fall_back(reason: str, strict: bool) -> None:
         raise Unsupported(f"{reason}; strict=True refuses the unfused path")
     if reason not in _warned:
         _warned.add(reason)
-        warnings.warn(f"agmm takes the unfused path: {reason}", stacklevel=_levels_to_caller())
+        warnings.warn(f"agmm takes the unfused path: {reason}", stacklevel=levels_to_caller())
 
 
-def _levels_to_caller() -> int:
-    """For warnings of this module's caller: how far up is the code that called agmm. The dispatcher
-    and autograd lie between, or not."""
+def levels_to_caller() -> int:
+    """For a function that warns: how far up is the code that called agmm. The dispatcher and
+    autograd lie between, or not."""
     frame: FrameType | None = sys._getframe(1)
     levels = 0
     while frame is not None:
