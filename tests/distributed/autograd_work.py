@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import agmm
-from agmm.ops import matmul_reduce_scatter as scatter
-from agmm.ops import scatter_plan
+from agmm.ops import scatter_paths, scatter_plan
 from agmm.testing.reference import relative_error
 
 _ROWS, _K, _N = 2, 3, 2
@@ -307,16 +306,17 @@ def full_size_tensors(world_size: int, *, return_A: bool, native: bool) -> tuple
         douts.append(torch.full_like(A, 7.0))
     counter = _FullSize(world_size * rows * k)
 
-    def counted(*arguments: Any) -> torch.Tensor:
-        with counter:  # which the op hides what it does from
-            return scatter._impl(*arguments)
+    run = scatter_paths.run
 
-    op = mock.Mock(default=counted)
+    def counted(*arguments: Any, **options: Any) -> torch.Tensor:
+        with counter:
+            return run(*arguments, **options)
+
     reason = None if native else "for the test"
     with (
-        mock.patch.object(torch.ops.agmm, "_matmul_reduce_scatter", op),
+        mock.patch.object(scatter_paths, "run", counted),
         mock.patch.object(scatter_plan, "why_not_native", return_value=reason),
-        mock.patch.object(scatter, "fall_back"),
+        mock.patch.object(scatter_paths, "fall_back"),
         counter if return_A else contextlib.nullcontext(),
     ):
         torch.autograd.backward(given, douts, inputs=[A_shard])
@@ -351,13 +351,13 @@ def joined_products(world_size: int, widths: list[int]) -> tuple[list[Any], int,
     ) -> torch.Tensor:
         nonlocal served
         served += 1
-        return scatter._unfused([A], [B], None, group, 0, reduce_op)
+        return scatter_paths.unfused([A], [B], None, group, 0, reduce_op)
 
     with (
         mock.patch.object(scatter_plan, "is_fused", is_fused),
         mock.patch.object(scatter_plan, "why_not_native", return_value="as on a GPU"),
-        mock.patch.object(scatter, "_by_the_op_of_torch", by_torch),
-        mock.patch.object(scatter, "fall_back"),
+        mock.patch.object(scatter_paths, "by_the_op_of_torch", by_torch),
+        mock.patch.object(scatter_paths, "fall_back"),
     ):
         torch.autograd.backward(outs, [out.detach() for out in outs])
     wanted = sum((out.detach() @ B.t() for out, B in zip(outs, Bs, strict=True)))

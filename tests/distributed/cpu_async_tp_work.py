@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from agmm.integrations import async_tp
 from agmm.ops import paths
-from agmm.ops.matmul_reduce_scatter import native_cpu
+from agmm.ops.scatter_paths import native_cpu
 from agmm.testing.reference import relative_error
 
 op: Callable[..., Any] = torch.ops.symm_mem.fused_all_gather_matmul

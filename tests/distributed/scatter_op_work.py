@@ -10,11 +10,15 @@ import rank_work
 import torch
 import torch.distributed as dist
 from scatter_work import in_order
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import agmm
-from agmm.nn import ColumnParallelLinear, RowParallelLinear
-from agmm.ops import matmul_reduce_scatter as scatter
+from agmm.nn import ColumnParallelLinear, RowParallelLinear, SharedGatherParallel
+from agmm.ops import autograd, scatter_paths, scatter_plan
+from agmm.runtime import collectives
+from agmm.runtime.workspaces import cpu_workspace
 from agmm.testing.reference import relative_error
 
 matmul_reduce_scatter: Callable[..., torch.Tensor] = agmm.matmul_reduce_scatter
@@ -182,8 +186,86 @@ def of_a_layer(world_size: int) -> list[str] | None:
     column = ColumnParallelLinear(8, [4 * world_size, 2 * world_size], group=group)
     row = RowParallelLinear(4 * world_size, 8, group=group)
     x = torch.randn(3, 8, requires_grad=True)
-    refuse = mock.patch.object(scatter, "_unfused", side_effect=AssertionError)
-    with refuse, mock.patch.object(scatter, "native_cpu", wraps=scatter.native_cpu) as served:
+    refuse = mock.patch.object(scatter_paths, "unfused", side_effect=AssertionError)
+    native = mock.patch.object(scatter_paths, "native_cpu", wraps=scatter_paths.native_cpu)
+    with refuse, native as served:
         first, second = column(x)
         (row(first).sum() + second.sum()).backward()
-    return [] if served.call_count == 2 else [f"{served.call_count} scatters by agmm, wanted 2"]
+        shared = torch.nn.ModuleDict({name: torch.nn.Linear(8, 2 * world_size) for name in "ab"})
+        shared.forward = lambda x: [linear(x) for linear in shared.values()]
+        mesh = DeviceMesh.from_group(group, "cpu")
+        parallelize_module(shared, mesh, {"": SharedGatherParallel("a", "b", sequence_dim=0)})
+        sum(out.sum() for out in shared(x)).backward()
+    products = [len(call.args[0]) for call in served.call_args_list]
+    return [] if products == [1, 1, 2] else [f"scatters by agmm of {products} products"]
+
+
+def beside_the_scatter(world_size: int, native: bool) -> tuple[str, float] | None:
+    """What the backward of a gather does, in order, a letter each: sends a part, multiplies for the
+    weight's gradient, awaits; and the largest error of the gradients."""
+    group = _group(world_size)
+    if group is None:
+        return None
+    rank, done = dist.get_rank(group), ""
+    x = _random((3, 8), torch.float64, rank).requires_grad_()
+    B = _random((8, 5), torch.float64, 9 + rank).requires_grad_()
+    out = agmm.all_gather_matmul(x, B, group, save_gathered=True)
+    workspace = cpu_workspace(group)
+    core = workspace._core
+
+    def note(letter: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal done
+            done += letter
+            return function(*args, **kwargs)
+
+        return noted
+
+    noted_core = mock.Mock(wraps=core)
+    noted_core.send, noted_core.wait_chunk = note("s", core.send), note("w", core.wait_chunk)
+    wait = mock.Mock(wraps=collectives._functional)
+    wait.reduce_scatter_tensor = note("s", wait.reduce_scatter_tensor)
+    wait.wait_tensor = note("w", wait.wait_tensor)
+    reason = None if native else "for the test"
+    with (
+        mock.patch.object(autograd, "_grad_of_weight", note("m", autograd._grad_of_weight)),
+        mock.patch.object(scatter_plan, "why_not_native", return_value=reason),
+        mock.patch.object(scatter_paths, "fall_back"),
+        mock.patch.object(workspace, "_core", noted_core)
+        if native
+        else mock.patch.object(collectives, "_functional", wait),
+    ):
+        out.sum().backward()
+    whole = torch.cat([_random((3, 8), torch.float64, r) for r in range(world_size)])
+    B_sum = torch.stack([_random((8, 5), torch.float64, 9 + r) for r in range(world_size)])
+    assert x.grad is not None and B.grad is not None
+    error = max(
+        relative_error(x.grad, B_sum.sum((0, 2)).expand(3, 8).clone()),
+        relative_error(B.grad, whole.sum(0)[:, None].expand(8, 5).clone()),
+    )
+    return done, error
+
+
+def failing_beside_the_scatter(native: bool) -> list[str]:
+    """What a failed product for the weight's gradient leaves: its error, and ranks in step."""
+    group = _group(rank_work.POOL_SIZE)
+    assert group is not None
+    x = torch.ones(2, 4, requires_grad=True)
+    B = torch.ones(4, 3, requires_grad=True)
+    said = []
+    reason = None if native else "for the test"
+    for effect in (MemoryError("no room for dB"), None):
+        x.grad = None
+        out = agmm.all_gather_matmul(x, B, group)
+        wrapped = mock.Mock(wraps=autograd._grad_of_weight, side_effect=effect)
+        with (
+            mock.patch.object(autograd, "_grad_of_weight", wrapped),
+            mock.patch.object(scatter_plan, "why_not_native", return_value=reason),
+            mock.patch.object(scatter_paths, "fall_back"),
+        ):
+            try:
+                out.sum().backward()
+                said.append(str(x.grad.unique().tolist()) if x.grad is not None else "none")
+            except MemoryError as error:
+                said.append(str(error))
+    return said

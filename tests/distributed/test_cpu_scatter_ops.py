@@ -64,3 +64,24 @@ def test_backward_of_several_products_gathers_once(pool: RankPool) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_layers_scatter_by_agmm(pool: RankPool, world_size: int) -> None:
     check(pool.run(scatter_op_work.of_a_layer, world_size), world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.parametrize("native", [True, False])
+def test_gradient_of_the_weight_is_made_while_parts_are_on_their_way(
+    pool: RankPool, native: bool, world_size: int
+) -> None:
+    parts = world_size - 1 if native else 1
+    for done, error in pool.run(scatter_op_work.beside_the_scatter, world_size, native)[
+        5 - world_size :
+    ]:
+        assert done == "s" * parts + "m" + "w" * parts
+        assert error < 1e-12
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_failed_gradient_of_the_weight_leaves_the_ranks_in_step(
+    pool: RankPool, native: bool
+) -> None:
+    found = pool.run(scatter_op_work.failing_beside_the_scatter, native)
+    assert found == [["no room for dB", "[15.0]"]] * 5

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from agmm.errors import AgmmError, Unsupported
 from agmm.integrations import async_tp
 from agmm.ops import paths
-from agmm.ops.matmul_reduce_scatter import native_cpu
+from agmm.ops.scatter_paths import native_cpu
 from agmm.planning import call_plans
 from agmm.runtime import cuda
 

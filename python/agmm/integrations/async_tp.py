@@ -27,8 +27,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from agmm.errors import AgmmError, InvalidArgument, Unsupported
 from agmm.ops import paths, scatter_plan
 from agmm.ops.checks import check_gatherable, check_scatterable
-from agmm.ops.matmul_reduce_scatter import native_cpu
 from agmm.ops.prepare import prepare
+from agmm.ops.scatter_paths import native_cpu
 from agmm.planning import call_plans
 from agmm.runtime.workspaces import cuda_workspace
 

@@ -15,7 +15,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from agmm.errors import InvalidArgument
-from agmm.ops import scatter_plan
+from agmm.ops import scatter_paths, scatter_plan
+from agmm.ops.operands import is_watched
 from agmm.ops.products import sum_of_products
 from agmm.runtime import collectives, groups
 
@@ -81,11 +82,10 @@ class AllGatherMatmul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dA: _MaybeTensor, *douts: _MaybeTensor) -> tuple[Any, ...]:
         kept, *Bs = ctx.saved_tensors
-        wanted_dBs = [
-            need and dout is not None for need, dout in zip(ctx.needs_B, douts, strict=True)
-        ]
+        # Of each weight whose gradient is wanted, the gradient of its product.
+        of_weights = [dout if need else None for need, dout in zip(ctx.needs_B, douts, strict=True)]
         finish_gather = None
-        if any(wanted_dBs) and not ctx.is_gathered:
+        if any(dout is not None for dout in of_weights) and not ctx.is_gathered:
             # Begun here, so that it runs beside the product of dA_shard.
             by_copies = ctx.needs_A and _is_gather_by_copies(
                 kept, dA, douts, Bs, ctx.group_name, ctx.gather_dim
@@ -93,21 +93,26 @@ class AllGatherMatmul(torch.autograd.Function):
             finish_gather = collectives.start_all_gather(
                 kept, ctx.group_name, ctx.gather_dim, by_copies=by_copies
             )
+        grads: list[_MaybeTensor] = []
+
+        def other_gradients() -> None:
+            nonlocal finish_gather
+            A = kept
+            if finish_gather is not None:
+                A, finish_gather = finish_gather(), None  # which may hold another copy
+            for dout, column_major in zip(of_weights, ctx.column_major, strict=True):
+                grads.append(None if dout is None else _grad_of_weight(A, dout, column_major))
+            for need, dout in zip(ctx.needs_bias, douts, strict=True):
+                grads.append(_grad_of_bias(dout) if need and dout is not None else None)
+
         dA_shard = None
         if ctx.needs_A:
-            dA_shard = _grad_of_shard(dA, douts, Bs, ctx.group_name, ctx.gather_dim)
-        A = kept
-        if finish_gather is not None:
-            A, finish_gather = finish_gather(), None  # which may hold another copy
-        dBs = [
-            _grad_of_weight(A, dout, column_major) if wanted and dout is not None else None
-            for wanted, dout, column_major in zip(wanted_dBs, douts, ctx.column_major, strict=True)
-        ]
-        dbiases = [
-            _grad_of_bias(dout) if need and dout is not None else None
-            for need, dout in zip(ctx.needs_bias, douts, strict=True)
-        ]
-        return None, None, dA_shard, *dBs, *dbiases
+            dA_shard = _grad_of_shard(
+                dA, douts, Bs, ctx.group_name, ctx.gather_dim, other_gradients
+            )
+        else:
+            other_gradients()
+        return None, None, dA_shard, *grads
 
 
 def _operands_of_shard(
@@ -145,18 +150,25 @@ def _grad_of_shard(
     Bs: list[torch.Tensor],
     group_name: str,
     gather_dim: int,
+    meanwhile: scatter_paths.Meanwhile,
 ) -> _MaybeTensor:
+    """The scatter of dA_shard, and beside it ``meanwhile``, which is called once."""
     As, weights = _operands_of_shard(douts, Bs)
     # The last dimension no fused path scatters, as none gathered it: nobody is to be warned again.
     if dA is None and As and gather_dim % As[0].dim() != As[0].dim() - 1:
-        op = torch.ops.agmm._matmul_reduce_scatter.default
         world_size = groups.world_size_of(group_name)
-        dA_shard: torch.Tensor = op(As, weights, None, group_name, world_size, gather_dim, "sum")
+        call = As, weights, None, group_name, world_size, gather_dim, "sum"
+        dA_shard: torch.Tensor
+        if not (is_watched() or collectives.is_traced(As[0])):
+            return scatter_paths.run(*call, meanwhile=meanwhile)
+        dA_shard = torch.ops.agmm._matmul_reduce_scatter.default(*call)
+        meanwhile()
         return dA_shard
     partial = sum_of_products(dA, As, weights)
     if partial is None:
+        meanwhile()
         return None
-    return collectives.reduce_scatter(partial, group_name, gather_dim)
+    return collectives.reduce_scatter(partial, group_name, gather_dim, meanwhile=meanwhile)
 
 
 class MatmulReduceScatter(torch.autograd.Function):

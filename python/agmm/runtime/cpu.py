@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import ClassVar
@@ -177,6 +177,7 @@ class CpuWorkspace:
         *,
         agreed: str = "",
         pieces: int = 1,
+        meanwhile: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """This rank's rows of the sum over the ranks of ``sum(A @ B)``. Collective.
 
@@ -194,6 +195,8 @@ class CpuWorkspace:
             agreed: what else has to be the same on all ranks.
             pieces: into how many pieces of rows each rank's part of a band is cut, the same on all
                 ranks.
+            meanwhile: called once, when all has been sent to the other ranks and their last parts
+                are still to be awaited. What it raises is raised when the call is done.
 
         Returns:
             out [M / world_size, N].
@@ -213,7 +216,10 @@ class CpuWorkspace:
             with self._in_step(tag, call):
                 self._make_room(slot_bytes, pieces, tag)
                 divisor = self.world_size if reduce_op == "avg" else 1
-                return self._run_scatter(As, Bs, bias, divisor, pieces, tag)
+                out, error = self._run_scatter(As, Bs, bias, divisor, pieces, tag, meanwhile)
+        if error is not None:
+            raise error
+        return out
 
     def reserve(self, slot_bytes: int) -> None:
         """Grow the slots to at least ``slot_bytes``, the same on all ranks. Collective.
@@ -359,7 +365,10 @@ class CpuWorkspace:
         divisor: int,
         pieces: int,
         tag: int,
-    ) -> torch.Tensor:
+        meanwhile: Callable[[], None] | None,
+    ) -> tuple[torch.Tensor, Exception | None]:
+        """The sum, and what went wrong in ``meanwhile``."""
+        error: Exception | None = None
         core, rank = self._core, self.rank
         A, columns = As[0], Bs[0].shape[1]
         m_local = A.shape[0] // self.world_size
@@ -396,6 +405,11 @@ class CpuWorkspace:
                         cut.start * row_bytes,
                         tag,
                     )
+            if meanwhile is not None and end == m_local:
+                try:
+                    meanwhile()
+                except Exception as e:  # the peers wait for the rest of this call
+                    error = e
             arrived = self._slots[slot][: len(sources) * part_bytes].view(A.dtype)
             arrived = arrived.view(len(sources), end - begin, columns)
             first = rank * m_local + begin
@@ -415,7 +429,7 @@ class CpuWorkspace:
             core.release(slot)
             core.wait_pushed()  # what was sent may be overwritten
         self._lent = None
-        return out
+        return out, error
 
     def _make_room(self, slot_bytes: int, chunks_per_shard: int, tag: int) -> None:
         """Replace the workspace by a larger one where that is too small. Collective then.
