@@ -40,7 +40,7 @@ WITH_CUDA := $(if $(filter OFF,$(AGMM_CUDA)),,$(NVCC))
 # A build tree of its own, so that neither build throws away the other.
 BUILD_OPTIONS ?= $(if $(WITH_CUDA),,-C build-dir=build/cpu/{wheel_tag})
 CUOBJDUMP := $(shell command -v cuobjdump)
-EXTRAS := test,plot
+EXTRAS := all,test
 ifneq ($(WITH_CUDA),)
 ifeq ($(CUOBJDUMP),)
 EXTRAS := $(EXTRAS),sass

@@ -36,19 +36,22 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional
 
+from agmm._installation import one_line
+from agmm.bench.exchange import of_all_ranks
 from agmm.bench.launcher import is_rank_0, ranks, torchrun_world_size
 from agmm.bench.measure import release_memory
 from agmm.bench.options import DEFAULT_WORLD_SIZE, Options
 from agmm.bench.reports import new_report, write_json
 from agmm.bench.timer import time_ways
+from agmm.cli.report_tables import number
 from agmm.cli.terminal import console, plain_table
 from agmm.errors import InvalidArgument
 from agmm.integrations import async_tp
 from agmm.nn import ColumnParallelLinear, RowParallelLinear, load_full_state_dict
 from agmm.nn._held import local_part, local_values
-from agmm.nn.linear import ShardedLinear
+from agmm.nn._sharded import ShardedLinear
 from agmm.runtime.groups import group_of
-from agmm.testing.reference import poison, relative_error
+from agmm.testing.reference import allowed_error, poison, relative_error
 
 SAMPLES = 8
 WARMUP = 2
@@ -61,7 +64,6 @@ COMPILE_LIMIT_S = 75.0
 ERROR_FACTOR = 3.0
 """A result may have this many times the error of the whole block in the same dtype: the ranks'
 partial sums are rounded before they are added up."""
-_ROUNDING_FLOOR = 1e-6
 
 FORWARD, STEP = "forward", "forward + backward"
 _MIB = 2**20
@@ -396,7 +398,7 @@ def make_problem(tokens: int, settings: Settings) -> Problem:
     release_memory(device)
     same_dtype = whole_results(dtype)
     allowed = {
-        name: ERROR_FACTOR * relative_error(found, wanted[name]) + _ROUNDING_FLOOR
+        name: allowed_error(relative_error(found, wanted[name]), ERROR_FACTOR)
         for name, found in same_dtype.items()
     }
     return Problem(
@@ -596,9 +598,7 @@ class Result:
 
 def _agree(p: Problem, mine: Any) -> list[Any]:
     """The ranks' values, by rank."""
-    everyone: list[Any] = [None] * dist.get_world_size(p.group)
-    dist.all_gather_object(everyone, mine, group=p.group)
-    return everyone
+    return of_all_ranks("what came of a pass", mine, p.group)
 
 
 def _first_failure(p: Problem, reason: str | None) -> str | None:
@@ -607,11 +607,6 @@ def _first_failure(p: Problem, reason: str | None) -> str | None:
         if failed is not None:
             return f"rank {rank}: {failed}"
     return None
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
 def _errors(p: Problem, results: Tensors) -> dict[str, float]:
@@ -640,7 +635,7 @@ def prepare_and_check(p: Problem, way: Way, which: str) -> tuple[Result, Call | 
         try:
             prepared = way.prepare(p, which)
         except Exception as error:
-            reason = _one_line(error)
+            reason = one_line(error)
         # Before the next call, in which the others would wait for a rank that has failed.
         reason = _first_failure(p, reason)
         if prepared is not None and reason is None:
@@ -648,7 +643,7 @@ def prepare_and_check(p: Problem, way: Way, which: str) -> tuple[Result, Call | 
                 for tensor in prepared.call():
                     poison(tensor)
             except Exception as error:
-                reason = _one_line(error)
+                reason = one_line(error)
             reason = _first_failure(p, reason)
         if prepared is None or reason is not None:
             return Result(reason=reason, prepare_s=time.perf_counter() - began), None
@@ -657,7 +652,7 @@ def prepare_and_check(p: Problem, way: Way, which: str) -> tuple[Result, Call | 
                 results = prepared.call()
             peak = measured[0] if prepared.peak_bytes is None else prepared.peak_bytes
         except Exception as error:
-            reason = _one_line(error)
+            reason = one_line(error)
         reason = _first_failure(p, reason)
         if reason is None:
             errors = _errors(p, results)
@@ -746,10 +741,6 @@ def measure(tokens: int, settings: Settings) -> dict[str, Any]:
 # --- the report ---
 
 
-def _number(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
-
-
 def _median(entry: dict[str, Any], name: str, which: str) -> float | None:
     found: float | None = entry["ways"].get(name, {}).get(which, {}).get("median_us")
     return found
@@ -770,8 +761,8 @@ def token_table(entry: dict[str, Any], passes: Sequence[str]) -> Table:
         for which in passes:
             result = by_pass[which]
             median, base = result["median_us"], _median(entry, BASE, which)
-            cells.append("WRONG" if result["wrong"] else _number(median, ".1f"))
-            cells.append(_number(base / median if base and median else None, ".3f"))
+            cells.append("WRONG" if result["wrong"] else number(median, ".1f"))
+            cells.append(number(base / median if base and median else None, ".3f"))
             text = result["reason"] or result["note"]
             if text:
                 notes[which] = text
@@ -782,8 +773,8 @@ def token_table(entry: dict[str, Any], passes: Sequence[str]) -> Table:
         table.add_row(
             name,
             *cells,
-            _number(last["peak_mib"] if len(passes) > 1 else None, ".0f"),
-            _number(max(errors, default=None), ".1e"),
+            number(last["peak_mib"] if len(passes) > 1 else None, ".0f"),
+            number(max(errors, default=None), ".1e"),
             escape("; ".join(shown)),
         )
     return table
@@ -812,13 +803,13 @@ def summary_table(entries: Sequence[dict[str, Any]], passes: Sequence[str]) -> T
             table.add_row(
                 str(entry["tokens"]),
                 which,
-                _number(base, ".1f"),
-                _number(other, ".1f"),
+                number(base, ".1f"),
+                number(other, ".1f"),
                 other_name,
-                _number(ours, ".1f"),
+                number(ours, ".1f"),
                 our_name,
-                _number(base / ours if base and ours else None, ".3f"),
-                _number(other / ours if other and ours else None, ".3f"),
+                number(base / ours if base and ours else None, ".3f"),
+                number(other / ours if other and ours else None, ".3f"),
             )
     return table
 

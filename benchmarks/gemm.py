@@ -25,12 +25,11 @@ from agmm.bench.reports import new_report, write_json
 from agmm.bench.timer import SAMPLES, time_ways
 from agmm.cli.terminal import console, plain_table
 from agmm.ops import async_input_mm
+from agmm.planning.heuristics import orders
 from agmm.planning.plans import KernelConfig
 from agmm.testing.cases import BENCH_SHAPES, Shape, make_operands
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
-SWIZZLES = (1, 2, 4, 8)
-RASTERS = ("along_m", "along_n")
 ROOF = "torch.mm"
 
 
@@ -39,21 +38,8 @@ def configs(substring: str) -> Iterator[tuple[str, KernelConfig]]:
     for kernel in _core.kernels():
         if substring not in kernel.name:
             continue
-        for raster in RASTERS:
-            for swizzle in SWIZZLES:
-                yield (
-                    f"{kernel.name} {raster} swizzle {swizzle}",
-                    KernelConfig(
-                        tile_m=kernel.tile_m,
-                        tile_n=kernel.tile_n,
-                        tile_k=kernel.tile_k,
-                        cluster_m=kernel.cluster_m,
-                        cluster_n=kernel.cluster_n,
-                        schedule=kernel.schedule,
-                        max_swizzle=swizzle,
-                        raster=raster,
-                    ),
-                )
+        for config in orders(KernelConfig.of(kernel)):
+            yield f"{kernel.name} {config.raster} swizzle {config.max_swizzle}", config
 
 
 def measure(

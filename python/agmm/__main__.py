@@ -21,7 +21,11 @@ def main() -> None:
         print("agmm: interrupted", file=sys.stderr)
         sys.exit(130)
     except ImportError as error:
-        print(f"agmm: the commands do not load: {error}", file=sys.stderr)
+        if error.name in _installation.EXTRAS:
+            reason = _installation.lacks(error.name)
+        else:
+            reason = f"the commands do not load: {error}"
+        print(f"agmm: {reason}", file=sys.stderr)
         sys.exit(1)
     app(prog_name="agmm")
 

@@ -14,6 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+EXTRAS = {"typer": "cli", "rich": "cli", "matplotlib": "plot", "cuda": "cuda"}
+"""The extra of agmm that brings a package, by its name in an import."""
+
 import_error: BaseException | None = None
 """What `import agmm` failed with in the process of a command."""
 
@@ -33,15 +36,25 @@ def version() -> str | None:
         return None
 
 
+def how_to_get(package: str) -> str:
+    """What to type for a package that an extra brings."""
+    return f"pip install 'agmm[{EXTRAS[package]}]'"
+
+
+def lacks(package: str) -> str:
+    """What to say where a package that an extra brings is missing."""
+    return f"{package} is not installed; {how_to_get(package)} brings it"
+
+
 def load_torch() -> tuple[Any, str | None]:
     """torch, or None and the reason. It is not tried twice: the second error would hide the
     first."""
     if import_error is not None and "torch" not in sys.modules:
-        return None, _one_line(import_error)
+        return None, one_line(import_error)
     try:
         return importlib.import_module("torch"), None
     except Exception as error:
-        return None, _one_line(error)
+        return None, one_line(error)
 
 
 def load_core() -> tuple[Any, str | None]:
@@ -49,7 +62,7 @@ def load_core() -> tuple[Any, str | None]:
     try:
         core = importlib.import_module("agmm._core")
     except Exception as error:
-        return None, _one_line(error)
+        return None, one_line(error)
     lacking = _lacking(core)
     if lacking:
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
@@ -68,7 +81,7 @@ def fault() -> str | None:
         return f"agmm._core does not load: {core_error}"
     if core.__version__ != version():
         return f"agmm._core is stale: found version {core.__version__}, wanted {version()}"
-    return None if import_error is None else f"agmm does not load: {_one_line(import_error)}"
+    return None if import_error is None else f"agmm does not load: {one_line(import_error)}"
 
 
 def _lacking(core: Any) -> list[str]:
@@ -98,6 +111,7 @@ def _has(core: Any, name: str) -> bool:
     return True
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """An error's kind and the first line of what it says, of 300 characters at most."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -24,9 +24,9 @@ from agmm.bench.options import Options
 from agmm.bench.reports import narrow
 from agmm.bench.units import duration, size
 from agmm.bench.ways import WAYS
-from agmm.cli import app as app_module
-from agmm.cli import demo, report_tables
+from agmm.cli import demo, options, report_tables
 from agmm.cli.app import app
+from agmm.cli.tuning import TuningBar
 from agmm.errors import AgmmError
 from agmm.planning.plans import UNFUSED, Problem, Row
 from agmm.testing.cases import MAX_EXTENT, Shape
@@ -396,7 +396,7 @@ def test_sizes_can_be_read(count: float, wanted: str) -> None:
 
 
 def test_the_largest_extent_is_that_of_the_shapes() -> None:
-    assert app_module.MAX_EXTENT == MAX_EXTENT
+    assert options.MAX_EXTENT == MAX_EXTENT
 
 
 def test_tuning_says_in_a_log_what_it_does(
@@ -405,13 +405,13 @@ def test_tuning_says_in_a_log_what_it_does(
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     shape = Shape(16, 8, 24)
-    with app_module._TuningBar(visible=True) as bar:
+    with TuningBar(visible=True) as bar:
         for i in range(20):
             bar.at(i / 40, "16x8x24: checking push")
             now += 1.0
         bar.at(0.5, "32x8x24: checking push")
         bar.ended(tuner.Outcome(shape, Problem(*shape), UNFUSED, Row(16, UNFUSED, 43.0)))
-    with app_module._TuningBar(visible=False) as bar:
+    with TuningBar(visible=False) as bar:
         bar.at(0.0, "16x8x24: checking push")
     assert capsys.readouterr().err.splitlines() == [
         "starting the ranks",

@@ -101,10 +101,6 @@ def test_kernels_is_a_list_of_configs() -> None:
     assert len(_core.kernels()) == len(kernels) - 1
 
 
-def test_the_cost_model_knows_the_size_of_an_item() -> None:
-    assert cost_model.MERGED_BYTES == _core.SM_PUSH_HEAD_ITEM_BYTES
-
-
 @pytest.mark.skipif(len(_core.kernels()) < 9, reason="agmm._core is no default CUDA build")
 def test_the_default_kernels_are_those_that_the_cost_model_knows() -> None:
     built = {plans.KernelConfig.of(kernel).kernel for kernel in _core.kernels() if not kernel.timed}

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from agmm import _installation
-from agmm.bench import machine
 from agmm.cli import doctor
 from agmm.cli.doctor import Finding
 
@@ -23,6 +22,7 @@ def _named(findings: list[Finding], name: str) -> Finding:
 def _core(**changes: Any) -> types.SimpleNamespace:
     values = {
         "__version__": _installation.version(),
+        "CAPABILITY": 90,
         "cuda_built": True,
         "fault": "",
         "stress_delays": False,
@@ -124,7 +124,7 @@ def test_hopper_with_kernels_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = doctor._verdict(_core())
     assert verdict.status == "ok"
     assert "CUDA tensors: fused" in verdict.found
-    assert doctor._gpus().status == "ok"
+    assert doctor._gpus(_core()).status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -171,9 +171,3 @@ def test_small_shared_memory_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctor._shared_memory()
     assert found.status == "note"
     assert "--shm-size" in found.meaning
-
-
-def test_driver_version_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"
-    monkeypatch.setattr(Path, "read_text", lambda self: line)
-    assert machine.driver_version() == "580.159.04"

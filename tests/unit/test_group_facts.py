@@ -68,10 +68,11 @@ def test_one_link_without_atomics_counts_for_all(monkeypatch: pytest.MonkeyPatch
 
 def test_a_link_that_cannot_be_asked_about_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "visible", lambda: {"GPU-a": 0})
-    monkeypatch.setattr(devices, "have_atomics", lambda own, peer: None)
+    monkeypatch.setattr(devices, "nvml", lambda: None)
     with pytest.warns(
         UserWarning,
-        match="the link from GPU-a to GPU-b has native atomics is unknown: cuda-bindings",
+        match="the link from GPU-a to GPU-b has native atomics is unknown: no "
+        "cuda-bindings with NVML is installed .pip install 'agmm.cuda.'",
     ):
         assert not facts(monkeypatch, ("GPU-b", 132, 0)).peer_atomics
 
@@ -103,7 +104,7 @@ def test_what_nvml_does_not_know_is_unknown(monkeypatch: pytest.MonkeyPatch) -> 
     assert devices.have_atomics("GPU-a", "GPU-b") is None
     assert nvml.shutdown.call_count == 1
     nvml.init_v2.side_effect = RuntimeError("Driver Not Loaded")
-    assert devices.driver_version() is None
+    assert devices.active_nvlinks("GPU-a") is None
     assert devices.why_unknown() == "the driver's NVML does not load"
     assert nvml.shutdown.call_count == 1
 

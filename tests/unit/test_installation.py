@@ -1,7 +1,9 @@
-"""The commands where torch is missing or the core is missing, broken or stale: lines, no traces."""
+"""An installation that lacks something. Commands say what in a line where torch, the core or an
+extra is missing or broken; ops need torch alone; what is imported is declared."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -17,11 +19,22 @@ import pytest
 import agmm
 from agmm import _installation
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from pip._vendor import tomli as tomllib
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 BROKEN_CORE = 'raise ImportError("libfoo.so.1: cannot open shared object file")\n'
 STALE_CORE = '__version__ = "0.0.1"\n'
 BROKEN_TORCH = 'raise ImportError("libtorch.so: undefined symbol: _Z3foo")\n'
-NO_TORCH = "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n"
+
+
+def _missing(package: str) -> str:
+    return f"raise ModuleNotFoundError(\"No module named '{package}'\", name={package!r})\n"
+
+
+NO_TORCH = _missing("torch")
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -47,9 +60,9 @@ def run(tmp_path: Path) -> Run:
             shutil.copytree(source, tmp_path / "agmm", ignore=ignored)
         else:
             (tmp_path / "agmm").symlink_to(source)
-        for name, file in (("core", "agmm/_core.py"), ("torch", "torch.py")):
-            text = modules.get(name)
+        for name, text in modules.items():
             if text is not None:
+                file = "agmm/_core.py" if name == "core" else f"{name}.py"
                 (tmp_path / file).write_text(text)
         script = tmp_path / "bin" / "agmm"
         script.parent.mkdir()
@@ -135,6 +148,119 @@ def test_a_sound_installation_says_nothing(run: Run) -> None:
     done = run("--version", how="-m")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"agmm {_installation.version()}\n"
+
+
+@pytest.mark.parametrize(("how", "package"), [("script", "typer"), ("-m", "rich")])
+@pytest.mark.parametrize("argument", ["--help", "demo", "doctor"])
+def test_commands_name_the_extra_that_is_missing(
+    run: Run, how: str, package: str, argument: str
+) -> None:
+    done = run(argument, how=how, **{package: _missing(package)})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (f"agmm: {package} is not installed; pip install 'agmm[cli]' brings it\n")
+
+
+def test_without_torch_and_extras_both_are_named(run: Run) -> None:
+    done = run("doctor", how="script", torch=NO_TORCH, typer=_missing("typer"))
+    assert done.returncode == 1
+    assert [line.partition(" ")[2][:9] for line in done.stderr.splitlines()] == [
+        "torch doe",
+        "typer is ",
+    ]
+
+
+BARE = """
+import sys
+import warnings
+
+import torch  # which warns itself where numpy is missing
+import torch.distributed as dist
+
+warnings.simplefilter("error")
+import agmm
+from agmm.bench import runner
+from agmm.bench.options import Options
+from agmm.nn import ColumnParallelLinear
+from agmm.testing.cases import Shape
+from agmm.testing.ranks import RankPool
+
+
+def work():
+    rank = float(dist.get_rank())
+    gathered = agmm.all_gather_matmul(torch.full((2, 8), rank), torch.eye(8))
+    scattered = agmm.matmul_reduce_scatter(torch.ones(4, 8), torch.eye(8))
+    outputs = ColumnParallelLinear(8, 8)(torch.ones(2, 8))
+    outputs.sum().backward()
+    return gathered[:, 0].tolist(), scattered.shape[0]
+
+
+if __name__ == "__main__":
+    with RankPool(2) as pool:
+        assert pool.run(work) == [([0.0, 0.0, 1.0, 1.0], 2)] * 2
+    options = Options(device="cpu", world_size=2, shapes=[Shape(8, 8, 8)], samples=1)
+    (shape,) = runner.run(options.resolved())["shapes"]
+    assert shape["ways"]["agmm"]["median_us"] > 0, shape
+    print(sorted(set(sys.modules) & {"cuda", "matplotlib", "numpy", "rich", "typer"}))
+"""
+
+
+def test_an_op_needs_torch_alone(tmp_path: Path) -> None:
+    """Also a layer and a measurement, which the commands only show."""
+    for package in ("cuda", "matplotlib", "numpy", "rich", "typer"):
+        (tmp_path / f"{package}.py").write_text(_missing(package))
+    (tmp_path / "bare.py").write_text(BARE)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "bare.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "AGMM_CACHE": "off"},
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def _declared() -> dict[str, set[str]]:
+    """The required packages by extra; those that are always required by the empty one."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    return {
+        extra: {re.split(r"[^\w-]", requirement)[0] for requirement in requirements}
+        for extra, requirements in {
+            "": project["dependencies"],
+            **project["optional-dependencies"],
+        }.items()
+    }
+
+
+def _imported() -> set[str]:
+    """The packages that agmm imports, by any of its modules."""
+    names: set[str] = set()
+    for path in Path(agmm.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.add(str(node.module))
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+                names |= {str(a.value) for a in node.args if isinstance(a, ast.Constant)}
+    packages = {name.partition(".")[0] for name in names}
+    return packages - set(sys.stdlib_module_names) - {"agmm"}
+
+
+def test_what_is_imported_is_declared_and_nothing_else() -> None:
+    declared, extras = _declared(), _installation.EXTRAS
+    distributions = {"cuda": "cuda-bindings"}
+    brought: dict[str, set[str]] = {extra: set() for extra in ("", *extras.values())}
+    for package in _imported():
+        brought[extras.get(package, "")].add(distributions.get(package, package))
+    assert {extra: declared[extra] for extra in brought} == brought
+
+
+def test_all_brings_every_extra_that_a_user_may_want() -> None:
+    pyproject = (REPOSITORY / "pyproject.toml").read_text()
+    wanted = ",".join(sorted(set(_installation.EXTRAS.values())))
+    assert f'all = ["agmm[{wanted}]"]' in pyproject
 
 
 def test_doctor_as_json_without_torch(run: Run) -> None:

@@ -12,6 +12,7 @@ from itertools import pairwise, product
 import pytest
 
 from agmm.planning import cost_model, heuristics, legality, plans
+from agmm.planning.cost_model import gather
 from agmm.planning.planner import Planner
 from agmm.planning.plans import CPU, DEFAULT_GPU, UNFUSED, KernelConfig, Plan, Problem, Row
 
@@ -402,8 +403,8 @@ def fused_us_tile_by_tile(problem: Problem, config: KernelConfig) -> float:
 
 
 def test_fused_time_is_that_of_the_tiles_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost_model, "_memory_us", lambda *_: 0.0)
-    monkeypatch.setattr(cost_model, "_lost_clock_us", lambda *_: 0.0)
+    monkeypatch.setattr(gather, "matmul_memory_us", lambda *_: 0.0)
+    monkeypatch.setattr(gather, "lost_clock_us", lambda *_: 0.0)
     for problem in random_problems(60):
         for kernel in KERNELS:
             slow = fused_us_tile_by_tile(problem, kernel)

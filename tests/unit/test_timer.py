@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from agmm.bench import timer
-from agmm.bench.timer import host_time, max_over_ranks, of_all_ranks, pick_device, time_ways
+from agmm.bench.exchange import of_all_ranks
+from agmm.bench.timer import host_time, pick_device, time_ways
 from agmm.testing.ranks import RankPool
 
 CPU = torch.device("cpu")
@@ -80,22 +81,13 @@ def test_host_time_is_the_median_in_microseconds() -> None:
         host_time(lambda: None, calls_per_burst=1, device=CPU)
 
 
-def test_without_a_group_the_values_stay() -> None:
-    values = torch.tensor([3.0, 1.0], dtype=torch.float64)
-    assert max_over_ranks(values, None, CPU) is values
-
-
-def _own_rows() -> list[list[float]]:
-    return _rows(dist.get_rank())
-
-
-def _rows(rank: int) -> list[list[float]]:
-    return of_all_ranks(torch.tensor([rank + 0.5, 7.0], dtype=torch.float64), None, CPU).tolist()
+def _own_values(topic: str = "values") -> list[tuple[int, str]]:
+    return of_all_ranks(topic, (dist.get_rank(), "x" * dist.get_rank()))
 
 
 def test_values_of_all_ranks_come_by_rank(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_own_rows) == [[[0.5, 7.0], [1.5, 7.0]]] * 2
-    assert _rows(3) == [[3.5, 7.0]]
+    assert two_ranks.run(_own_values) == [[(0, ""), (1, "x")]] * 2
+    assert of_all_ranks("values", (3, "y")) == [(3, "y")]
 
 
 class _FakeEvent:

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from agmm.bench import candidates, tuner, tuning_session
+from agmm.bench.ways import ROOF
 from agmm.cli import report_tables
 from agmm.errors import InvalidArgument
 from agmm.planning import tables
@@ -86,7 +87,7 @@ class Clock:
     def __init__(self, noise: float, **times: float) -> None:
         self._draw = random.Random(1)
         self._noise = noise
-        self._times = {**times, tuning_session.ROOF: 1.0}
+        self._times = {**times, ROOF: 1.0}
         self.asked: list[list[str]] = []
 
     def __call__(self, names: Sequence[str], number: int) -> dict[str, list[float]]:
@@ -95,7 +96,7 @@ class Clock:
         drift = [1.0 + 0.2 * self._draw.random() for _ in range(tuner.ROUND_SAMPLES)]
         return {
             name: [self._times[name] * d + self._draw.gauss(0, self._noise) for d in drift]
-            for name in (*names, tuning_session.ROOF)
+            for name in (*names, ROOF)
         }
 
 
@@ -105,7 +106,7 @@ def test_a_clear_winner_takes_one_round() -> None:
     assert winner == "a"
     assert clock.asked == [["b", "a", "c"]]
     assert {len(taken) for taken in samples.values()} == {tuner.ROUND_SAMPLES}
-    assert tuning_session.ROOF in samples
+    assert ROOF in samples
 
 
 def test_other_chunks_are_tried_where_sm_push_is_the_fastest() -> None:
@@ -143,7 +144,7 @@ def test_more_rounds_tell_what_one_cannot() -> None:
     def time_round(names: Sequence[str], number: int) -> dict[str, list[float]]:
         flat = [100.0] * tuner.ROUND_SAMPLES
         slower = [100.0 + d for d in rounds[number]]
-        return {"a": flat, "b": slower, tuning_session.ROOF: flat}
+        return {"a": flat, "b": slower, ROOF: flat}
 
     winner, samples = tuner.settle(time_round, ["a", "b"], old="b")
     assert winner == "a"

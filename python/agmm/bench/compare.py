@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 from agmm.bench.reports import RECORDED_VARIABLES, Report, shape_of
+from agmm.bench.ways import ROOF
 from agmm.testing.cases import Shape
 
 MIN_SAMPLES = 5
@@ -103,7 +104,7 @@ def compare(old: Report, new: Report) -> Comparison:
             continue
         old_ways = before[shape]
         both = [name for name in ways if name in old_ways]
-        old_roof, new_roof = (_median(w.get("roof")) for w in (old_ways, ways))
+        old_roof, new_roof = (_median(w.get(ROOF)) for w in (old_ways, ways))
         missing = [name for name in old_ways if name not in ways]
         added = [name for name in ways if name not in old_ways]
         for name in both:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agmm import _installation
 from agmm.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-PLOT_EXTRA = "pip install 'agmm[plot]'"
 
 BLACK, GREY = "#000000", "#767676"
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
@@ -30,7 +29,7 @@ def need_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise PlotUnavailable(f"matplotlib is not installed; {PLOT_EXTRA} brings it") from error
+        raise PlotUnavailable(_installation.lacks("matplotlib")) from error
 
 
 def check_writable(path: Path, option: str) -> None:

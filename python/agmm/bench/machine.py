@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ def machine_facts() -> dict[str, Any]:
         "torch": None if torch is None else torch.__version__,
         "cuda": None if torch is None else torch.version.cuda,
         "nccl": nccl_version(),
-        "driver": driver_version(),
+        "driver": devices.driver_version(),
         "agmm": version(),
     }
 
@@ -41,18 +40,6 @@ def nccl_version() -> str | None:
     if not (torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available()):
         return None
     return ".".join(str(part) for part in torch.cuda.nccl.version())
-
-
-def driver_version() -> str | None:
-    """The NVIDIA driver's version, as the kernel module or NVML states it."""
-    try:
-        line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-    except (OSError, IndexError):
-        line = ""
-    found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", line)
-    if found:
-        return found.group(1)
-    return devices.driver_version()
 
 
 def processor_name() -> str:

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from agmm._installation import one_line
 from agmm.bench import steps
+from agmm.bench.exchange import of_all_ranks
 from agmm.bench.options import Options
-from agmm.bench.timer import host_time, of_all_ranks, time_ways
-from agmm.bench.ways import WAYS, Problem, Result
+from agmm.bench.timer import host_time, time_ways
+from agmm.bench.ways import ROOF, WAYS, Problem, Result
 from agmm.runtime import devices, links
 from agmm.testing.cases import Shape, make_operands
 from agmm.testing.reference import allowed_error, gathered_product, poison, relative_error
@@ -99,12 +101,15 @@ def measure(shape: Shape, options: Options) -> dict[str, Any]:
         for name in calls:
             if WAYS[name].host_time:
                 _begin_step(options.ways.index(name))
-                mine = torch.tensor(host_time(calls[name], device=device), dtype=torch.float64)
-                by_rank = of_all_ranks(mine, group, device)
-                middle = by_rank.quantile(0.5, dim=0)
-                results[name].host_time_us, results[name].host_time_after_drain_us = middle.tolist()
-                results[name].host_times_us_by_rank = by_rank[:, 0].tolist()
-    roof = results["roof"].median_us
+                mine = host_time(calls[name], device=device)
+                by_rank = of_all_ranks("host times", mine, group)
+                result = results[name]
+                result.host_times_us_by_rank = [each.us for each in by_rank]
+                result.host_time_us = statistics.median(result.host_times_us_by_rank)
+                result.host_time_after_drain_us = statistics.median(
+                    each.after_drain_us for each in by_rank
+                )
+    roof = results[ROOF].median_us
     if roof is not None:
         for result in results.values():
             if result.median_us is not None:
@@ -139,7 +144,7 @@ def _prepare_and_check(
     for what, name in enumerate(names):
         _begin_step(what)
         result, call = check_way(WAYS[name].prepare, problem, reference)
-        if name == "roof" and result.relative_error is not None:
+        if name == ROOF and result.relative_error is not None:
             allowed = allowed_error(result.relative_error)
         judge(result, allowed)
         results[name] = result
@@ -164,7 +169,7 @@ def check_way(
         call = prepare(problem)
         _call_and_poison(call, problem)
     except Exception as e:
-        reason = _one_line(e)
+        reason = one_line(e)
     # Before the next call, in which the others would wait for a rank that has failed.
     result = _agree(problem.group, 0.0, None, reason)
     if call is None or result.reason is not None:
@@ -172,7 +177,7 @@ def check_way(
     try:
         error, wrong = _check(call, problem, reference)
     except Exception as e:
-        reason = _one_line(e)
+        reason = one_line(e)
     return _agree(problem.group, error, wrong, reason), call
 
 
@@ -214,21 +219,15 @@ def _agree(
     group: dist.ProcessGroup, error: float | None, wrong: str | None, reason: str | None
 ) -> WayResult:
     """Makes one result of the ranks' own: the worst error, or the first rank's reason."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (error, wrong, reason), group=group)
+    everyone = of_all_ranks("what came of a way", (error, wrong, reason), group)
     for rank, (_, _, failed) in enumerate(everyone):
         if failed is not None:
             return WayResult(reason=f"rank {rank}: {failed}")
-    worst = max(e for e, _, _ in everyone)
+    worst = max(e for e, _, _ in everyone if e is not None)
     for rank, (_, differs, _) in enumerate(everyone):
         if differs is not None:
             return WayResult(relative_error=worst, wrong=True, reason=f"rank {rank}: {differs}")
     return WayResult(relative_error=worst)
-
-
-def _one_line(e: BaseException) -> str:
-    lines = str(e).strip().splitlines()
-    return f"{type(e).__name__}: {lines[0][:300]}" if lines else type(e).__name__
 
 
 def release_memory(device: torch.device) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from agmm.bench import figures
 from agmm.bench.reports import Report, shape_of, title_of, where
+from agmm.bench.ways import ROOF
 from agmm.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 TIME_OVER_ROOF = "time_over_roof.png"
 SPEEDUP = "speedup.png"
 BASELINE = "unfused"
-ROOF = "roof"
 OURS = "agmm"
 
 _MAX_COLUMNS = 3

@@ -14,7 +14,7 @@ from typing import Any
 from agmm.bench.machine import machine_facts
 from agmm.bench.options import Options
 from agmm.bench.timer import FLUSH_BYTES
-from agmm.bench.ways import WAYS
+from agmm.bench.ways import ROOF, WAYS
 from agmm.errors import InvalidArgument
 from agmm.testing.cases import Shape
 
@@ -94,7 +94,7 @@ def narrow(
                 "ways": {
                     name: way
                     for name, way in entry["ways"].items()
-                    if ways is None or name == "roof" or name in ways
+                    if ways is None or name == ROOF or name in ways
                 },
             }
             for entry in report["shapes"]
@@ -206,9 +206,9 @@ def summarize(shape_report: dict[str, Any]) -> Summary:
     ways = shape_report["ways"]
     times = {name: w["median_us"] for name, w in ways.items() if w["median_us"] is not None}
     ours_too = {name for name in times if name in WAYS and WAYS[name].is_agmm}
-    others = {n: t for n, t in times.items() if n != "roof" and n not in ours_too}
+    others = {n: t for n, t in times.items() if n != ROOF and n not in ours_too}
     best = min(others, key=lambda n: others[n]) if others else None
-    ours, roof = times.get("agmm"), times.get("roof")
+    ours, roof = times.get("agmm"), times.get(ROOF)
     return Summary(
         shape=Shape(shape_report["M"], shape_report["N"], shape_report["K"]),
         roof=roof,

@@ -52,6 +52,7 @@ from agmm.bench.launcher import SHAPE_TIMEOUT_S, rank_pool, torchrun_world_size
 from agmm.bench.measure import WayResult, measure_watched
 from agmm.bench.options import Options
 from agmm.bench.reports import new_report
+from agmm.bench.ways import ROOF
 from agmm.errors import InvalidArgument
 from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankError
@@ -110,9 +111,9 @@ def _measure_in(
 
     while True:
         names = tuple(name for name in options.ways if name not in left_out)
-        if "roof" in left_out:  # all others are compared with it
+        if ROOF in left_out:  # all others are compared with it
             leave_out(names, "the matmul alone did not run")
-        if "roof" in left_out or not names:
+        if ROOF in left_out or not names:
             report = _unmeasured(shape)
             break
         try:

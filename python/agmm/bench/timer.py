@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from agmm.bench.exchange import group_or_alone, of_all_ranks
+
 SAMPLES = 20
 WARMUP = 3
 SPIN_US = 400.0
@@ -36,7 +38,7 @@ def pick_device(group: dist.ProcessGroup | None = None) -> torch.device:
 
     A group without NCCL is one of CPU processes and is timed on the CPU.
     """
-    group = _resolve(group)
+    group = group_or_alone(group)
     on_gpu = group is None or "nccl" in dist.get_backend_config(group)
     if on_gpu and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -68,24 +70,27 @@ def time_ways(
         raise ValueError(f"warmup: found {warmup}, wanted at least 0")
     if not ways:
         return {}
-    group = _resolve(group)
+    group = group_or_alone(group)
     device = pick_device(group) if device is None else device
     names = list(ways)
-    matrix = torch.zeros(len(names), samples, dtype=torch.float64)
+    mine: dict[str, list[float]] = {name: [] for name in names}
     sample: Callable[[Callable[[], Any]], float]
     if device.type == "cuda":
         sample = _CudaSampler(group, device, spin_us, flush_l2)
     else:
         sample = _CpuSampler(group)
     for i in range(-warmup, samples):
-        order = list(range(len(names)))
+        order = list(names)
         random.Random(i).shuffle(order)
-        for row in order:
-            elapsed = sample(ways[names[row]])
+        for name in order:
+            elapsed = sample(ways[name])
             if i >= 0:
-                matrix[row, i] = elapsed
-    matrix = max_over_ranks(matrix, group, device)
-    return {name: matrix[row].tolist() for row, name in enumerate(names)}
+                mine[name].append(elapsed)
+    by_rank = of_all_ranks("samples", mine, group)
+    return {
+        name: [max(sample) for sample in zip(*(rank[name] for rank in by_rank), strict=True)]
+        for name in names
+    }
 
 
 class HostTime(NamedTuple):
@@ -133,30 +138,6 @@ def host_time(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return HostTime(statistics.median(following), statistics.median(first))
-
-
-def max_over_ranks(
-    values: torch.Tensor, group: dist.ProcessGroup | None, device: torch.device
-) -> torch.Tensor:
-    """The elementwise maximum of a float64 CPU tensor over the ranks of `group`, on the CPU."""
-    group = _resolve(group)
-    if group is None or dist.get_world_size(group) == 1:
-        return values
-    on_device = values.to(device)
-    dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=group)
-    return on_device.cpu()
-
-
-def of_all_ranks(
-    values: torch.Tensor, group: dist.ProcessGroup | None, device: torch.device
-) -> torch.Tensor:
-    """A 1-D float64 CPU tensor of every rank of `group` as a row, by rank, on the CPU."""
-    group = _resolve(group)
-    if group is None or dist.get_world_size(group) == 1:
-        return values[None]
-    rows = torch.empty(dist.get_world_size(group), len(values), dtype=values.dtype, device=device)
-    dist.all_gather_into_tensor(rows.view(-1), values.to(device), group=group)
-    return rows.cpu()
 
 
 class _CudaSampler:
@@ -214,11 +195,3 @@ def _cycles_per_us(device_index: int | None) -> float:
         end.record()
         torch.cuda.synchronize()
         return _CALIBRATION_CYCLES / (float(begin.elapsed_time(end)) * 1e3)
-
-
-def _resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    if group is not None:
-        return group
-    if dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
-    return None

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import torch.distributed as dist
-
 import agmm
 from agmm.bench import launcher
 from agmm.bench.candidates import candidates, other_orders, other_pushes
-from agmm.bench.tuning_session import ROOF, Options, Verdict, begin, check, first_problem, measure
+from agmm.bench.exchange import of_all_ranks
+from agmm.bench.tuning_session import Options, Verdict, begin, check, first_problem, measure
+from agmm.bench.ways import ROOF
 from agmm.planning import call_plans, tables
 from agmm.planning.planner import Planner
 from agmm.planning.plans import UNFUSED, KernelConfig, Plan, Problem, Row
@@ -112,10 +112,7 @@ def _from_rank_0(value: _T) -> _T:
     """Under torchrun rank 0's value, else just the value."""
     if launcher.torchrun_world_size() is None:
         return value
-    shared: list[Any] = [value]
-    dist.broadcast_object_list(shared, src=0)
-    result: _T = shared[0]
-    return result
+    return of_all_ranks("what to tune", value)[0]
 
 
 def tune(options: Options, progress: Progress | None = None) -> Iterator[Outcome]:

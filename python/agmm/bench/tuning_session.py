@@ -14,6 +14,7 @@ from agmm.bench import options as bench_options
 from agmm.bench import ways
 from agmm.bench.measure import check_way, judge, release_memory
 from agmm.bench.timer import time_ways
+from agmm.bench.ways import ROOF
 from agmm.errors import InvalidArgument
 from agmm.planning import call_plans
 from agmm.planning.legality import why_unfused
@@ -21,8 +22,6 @@ from agmm.planning.plans import CPU, UNFUSED, Plan, Problem
 from agmm.runtime.workspaces import cpu_workspace
 from agmm.testing.cases import Shape, make_operands
 from agmm.testing.reference import allowed_error, gathered_product
-
-ROOF = "roof"
 
 
 @dataclass(frozen=True)

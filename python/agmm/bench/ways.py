@@ -15,6 +15,9 @@ import agmm
 from agmm.errors import InvalidArgument
 from agmm.testing.cases import Operands, Shape
 
+ROOF = "roof"
+"""The way that all others are compared with: the matmul alone."""
+
 Result = tuple[torch.Tensor | None, torch.Tensor]
 """The gathered A, where the way returns it, and the product."""
 
@@ -166,7 +169,7 @@ def _as_graph(
 
 def _ways() -> dict[str, Way]:
     ways = [
-        Way("roof", "matmul alone (roof)", _roof, on_cpu=True),
+        Way(ROOF, "matmul alone (roof)", _roof, on_cpu=True),
         Way("unfused", "all-gather, then matmul", _unfused, on_cpu=True),
         Way("unfused-graph", "all-gather, then matmul, graph", _as_graph(_unfused)),
         Way("torch-decomposed", "torch decomposed", _torch_decomposed(False)),
@@ -203,7 +206,7 @@ def select_ways(names: Iterable[str] | None, device_type: str) -> list[str]:
     there = [way.name for way in WAYS.values() if device_type == "cuda" or way.on_cpu]
     if names is None:
         return there
-    chosen = ["roof"]
+    chosen = [ROOF]
     for name in names:
         if name not in WAYS:
             close = get_close_matches(name, WAYS, n=1)

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import json
-import re
 import sys
-import time
-import warnings
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from agmm import _installation
-from agmm.bench.units import duration
+from agmm.cli.options import (
+    DTYPE_NAMES,
+    MAX_EXTENT,
+    TP_NAMES,
+    Command,
+    Device,
+    DType,
+    File,
+    Layout,
+    Model,
+    ReturnA,
+    Shapes,
+    Tokens,
+    Tp,
+    one_line_errors,
+    say_why_cpu,
+    torch_dtype,
+)
 from agmm.cli.terminal import console, print_table
-from agmm.errors import AgmmError, InvalidArgument
+from agmm.errors import InvalidArgument
 
 app = typer.Typer(
     name="agmm",
@@ -32,128 +41,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-INTERRUPTED = 130
-MAX_EXTENT = 2**31 - 1
-"""That of `agmm.testing.cases`, which needs torch."""
-
-
-class _Command(TyperCommand):
-    """A command whose flags may be followed by true or false, as their <bool> in the help says, and
-    whose paragraphs of help fill the terminal's lines."""
-
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        text = inspect.cleandoc(keywords["help"] or "")
-        keywords["help"] = re.sub(r"(?<!\n)\n(?!\n)", " ", text)
-        super().__init__(*args, **keywords)
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, _as_flags(self.params, args))
-
-
-_BOOLS = {"true": True, "false": False}
-
-
-def _as_flags(params: Iterable[Any], args: Iterable[str]) -> list[str]:
-    """The arguments with "--flag true" and "--flag=true" as the flag, without "--flag false" and
-    "--flag=false"."""
-    flags = {n for param in params if getattr(param, "is_flag", False) for n in param.opts}
-    found: list[str] = []
-    for arg in args:
-        name, has_value, value = arg.partition("=")
-        if has_value and name in flags and value.lower() in _BOOLS:
-            found += [name] if _BOOLS[value.lower()] else []
-        elif found and found[-1] in flags and arg.lower() in _BOOLS:
-            found = found if _BOOLS[arg.lower()] else found[:-1]
-        else:
-            found.append(arg)
-    return found
-
-
-class Device(str, Enum):
-    auto = "auto"
-    cuda = "cuda"
-    cpu = "cpu"
-
-
-class DType(str, Enum):
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
-
-
-_DTYPE_NAMES = {DType.bf16: "bfloat16", DType.fp16: "float16", DType.fp32: "float32"}
-
-
-class Layout(str, Enum):
-    column = "column"
-    row = "row"
-
-
-_Shapes = Annotated[
-    str | None,
-    typer.Option(help="Gathered MxNxK, comma-separated; N is per rank.", metavar="MxNxK,..."),
-]
-_File = Annotated[
-    Path | None,
-    typer.Option(help="Shapes, one MxNxK a line; # begins a comment.", dir_okay=False),
-]
-_Model = Annotated[str | None, typer.Option(help="The QKV and gate/up projections of this model.")]
-_Tokens = Annotated[
-    str | None,
-    typer.Option(
-        help="Gathered rows for --model: a..b doubles through, a,b,c lists. Default: 512..32768."
-    ),
-]
-
-
-_TP_NAMES = ("--tp", "--world-size")
-_Tp = Annotated[
-    int | None,
-    typer.Option(
-        *_TP_NAMES,
-        min=1,
-        metavar="N",
-        help="Number of ranks. Default: 4, or as many as there are GPUs.",
-    ),
-]
-_ReturnA = Annotated[bool, typer.Option("--return-a", help="Calls that return A.")]
-
-
-@contextlib.contextmanager
-def _one_line_errors(*, needs_agmm: bool = True) -> Iterator[None]:
-    """Turns bad input, failing ranks, a missing extra, Ctrl-C and warnings into lines and an exit
-    code. What needs agmm ends at once where it is broken, which has been said."""
-    if needs_agmm and _installation.fault() is not None:
-        raise typer.Exit(1)
-    try:
-        with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *rest: print(f"agmm: {message}", file=sys.stderr)
-            yield
-    except KeyboardInterrupt:
-        print("agmm: interrupted", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from None
-    except typer.Exit:
-        raise
-    except InvalidArgument as e:
-        print(f"agmm: {e}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    except RuntimeError as e:
-        from agmm.bench.figures import PlotUnavailable
-        from agmm.testing.ranks import RankError
-
-        if not isinstance(e, (AgmmError, RankError, PlotUnavailable)):
-            raise
-        print(f"agmm: {e}", file=sys.stderr)
-        raise typer.Exit(1) from None
-
-
-def _say_why_cpu(device: Device, tp: int | None) -> None:
-    from agmm.bench import launcher
-
-    reason = launcher.why_cpu(device.value, launcher.world_size_or(tp))
-    if reason is not None and launcher.is_rank_0():
-        print(f"agmm: {reason}", file=sys.stderr)
 
 
 def _version(wanted: bool) -> None:
@@ -173,14 +60,14 @@ def _main(
 
 
 @app.command(
-    cls=_Command,
+    cls=Command,
     epilog="Examples:\n\n  agmm demo\n\n  agmm demo --device cpu --tp 2 --output overlap.png",
 )
 def demo(
     device: Annotated[
         Device, typer.Option(help="auto: GPUs where there are at least 2, else CPU processes.")
     ] = Device.auto,
-    tp: _Tp = None,
+    tp: Tp = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Where to write the picture.", dir_okay=False)
     ] = Path("agmm-demo.png"),
@@ -190,7 +77,7 @@ def demo(
     Starts its own ranks. Prints a table of ways with time, ratio to the matmul alone and error, and
     writes a picture of when each chunk of A arrived and when its tiles were computed.
     """
-    with _one_line_errors():
+    with one_line_errors():
         from agmm import _env
         from agmm.bench import figures, launcher
         from agmm.cli import demo as demo_module
@@ -204,7 +91,7 @@ def demo(
         figures.check_path(output, "--output")
         stderr = console(stderr=True)
         kind, ranks = launcher.choose(device.value, tp)
-        _say_why_cpu(device, tp)
+        say_why_cpu(device, tp)
         result = demo_module.run(kind, ranks, output, progress=stderr.print)
         stdout = console()
         machine = result.report["machine"]
@@ -222,7 +109,7 @@ def demo(
 
 
 @app.command(
-    cls=_Command,
+    cls=Command,
     epilog="Examples:\n\n"
     "  agmm bench --json benchmarks/results/h200x4.json\n\n"
     "  agmm bench --shapes 4096x3584x8192,1024x3584x8192 --ways agmm,unfused,torch-native\n\n"
@@ -234,10 +121,10 @@ def demo(
     "  torchrun --nproc-per-node 4 benchmarks/bench.py",
 )
 def bench(
-    shapes: _Shapes = None,
-    file: _File = None,
-    model: _Model = None,
-    tokens: _Tokens = None,
+    shapes: Shapes = None,
+    file: File = None,
+    model: Model = None,
+    tokens: Tokens = None,
     ways: Annotated[
         str | None,
         typer.Option(help="Ways, comma-separated. Default: all there are.", metavar="WAY,..."),
@@ -285,7 +172,7 @@ def bench(
             help="A way that does not come back within it is left out and named.",
         ),
     ] = 120.0,
-    tp: _Tp = None,
+    tp: Tp = None,
     device: Annotated[
         Device, typer.Option(help="auto: GPUs where there are at least 2, else CPU processes.")
     ] = Device.auto,
@@ -301,7 +188,7 @@ def bench(
     L2 is flushed, a spin hides launches, and a sample is the maximum over the ranks. Compare times
     within one run only: a warm card is slower. Starts its own ranks unless torchrun did.
     """
-    with _one_line_errors():
+    with one_line_errors():
         from agmm.bench import presets
         from agmm.cli import bench_command
 
@@ -313,7 +200,7 @@ def bench(
             None if ways is None else presets.split(ways),
             device=device.value,
             world_size=tp,
-            dtype=None if dtype is None else _torch_dtype(dtype),
+            dtype=None if dtype is None else torch_dtype(dtype),
             samples=samples,
             limit_s=limit,
             json_path=json_path,
@@ -323,7 +210,7 @@ def bench(
             timeline=timeline,
         )
         if source is None:
-            _say_why_cpu(device, tp)
+            say_why_cpu(device, tp)
         found = bench_command.run(request)
         if found.wrong:
             print(f"agmm: wrong results: {', '.join(found.wrong)}", file=sys.stderr)
@@ -334,7 +221,7 @@ def bench(
 
 
 @app.command(
-    cls=_Command,
+    cls=Command,
     epilog="Examples:\n\n"
     "  agmm tune --m 4096 --n 3584 --k 8192 --tp 4\n\n"
     "  agmm tune --model llama-3-70b --tokens 512..32768 --tp 4\n\n"
@@ -362,16 +249,16 @@ def tune(
         int | None,
         typer.Option("--k", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of A."),
     ] = None,
-    shapes: _Shapes = None,
-    file: _File = None,
-    model: _Model = None,
-    tokens: _Tokens = None,
-    tp: _Tp = None,
+    shapes: Shapes = None,
+    file: File = None,
+    model: Model = None,
+    tokens: Tokens = None,
+    tp: Tp = None,
     dtype: Annotated[
         DType | None,
         typer.Option(help="Element type. Default: bf16 on GPUs, fp32 on the CPU."),
     ] = None,
-    return_a: _ReturnA = False,
+    return_a: ReturnA = False,
     b_layout: Annotated[
         Layout, typer.Option(help="column: a transposed [N, K] weight.")
     ] = Layout.column,
@@ -387,18 +274,19 @@ def tune(
     Every candidate is checked against a reference before it is timed. Ctrl-C keeps the shapes that
     are done, and the same command goes on with the rest. Starts its own ranks unless torchrun did.
     """
-    with _one_line_errors():
+    with one_line_errors():
         from agmm import _env
         from agmm.bench import launcher, presets, tuner, tuning_session
+        from agmm.cli.tuning import TuningBar, report_tuning
 
         _env.check()
         kind, ranks = launcher.choose(device.value, launcher.world_size_or(tp))
-        _say_why_cpu(device, tp)
+        say_why_cpu(device, tp)
         options = tuning_session.Options.of(
             kind,
             ranks,
             presets.ShapeOptions(shapes, file, model, tokens, (m, n, k)).read(ranks),
-            None if dtype is None else _torch_dtype(dtype),
+            None if dtype is None else torch_dtype(dtype),
             return_A=return_a,
             row_major=b_layout is Layout.row,
             again=again,
@@ -408,7 +296,7 @@ def tune(
         leads = launcher.is_rank_0()
         interrupted = False
         try:
-            with _TuningBar(leads) as bar:
+            with TuningBar(leads) as bar:
                 for outcome in tuner.tune(options, bar):
                     outcomes.append(outcome)
                     bar.ended(outcome)
@@ -417,7 +305,7 @@ def tune(
         except KeyboardInterrupt:
             interrupted = True
         if leads:
-            _report_tuning(outcomes, keeper)
+            report_tuning(outcomes, keeper)
         if interrupted:
             if leads and outcomes:
                 print("agmm: the same command goes on with the rest", file=sys.stderr)
@@ -427,74 +315,8 @@ def tune(
             raise typer.Exit(1)
 
 
-class _TuningBar:
-    """Progress of `agmm tune` on stderr: a bar in a terminal; in a pipe or a file a line as each
-    shape begins and ends, and every so often between."""
-
-    LINE_EVERY_S = 10.0
-
-    def __init__(self, visible: bool) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._visible = visible
-        stderr = console(stderr=True)
-        self._by_lines = visible and not stderr.is_terminal
-        self._bar = Progress(
-            BarColumn(bar_width=20),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}", markup=False),
-            console=stderr,
-            transient=True,
-            disable=not visible or self._by_lines,
-        )
-        self._task = self._bar.add_task("starting the ranks", total=1.0)
-        self._label = ""
-        self._line_at = 0.0
-
-    def __enter__(self) -> _TuningBar:
-        self._bar.start()
-        if self._by_lines:
-            self.say("starting the ranks")
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
-
-    def at(self, done: float, text: str) -> None:
-        self._bar.update(self._task, completed=done, description=text)
-        label, now = text.partition(":")[0], time.monotonic()
-        if self._by_lines and (
-            label != self._label or now - self._line_at >= _TuningBar.LINE_EVERY_S
-        ):
-            self._label, self._line_at = label, now
-            self.say(f"{done:4.0%} {text}")
-
-    def ended(self, outcome: Any) -> None:
-        if self._by_lines and outcome.row is not None:
-            self.say(f"     {outcome.shape}: {duration(outcome.row.us)}, {outcome.row.plan.name}")
-
-    def say(self, line: str) -> None:
-        if self._visible:
-            self._bar.console.print(line, markup=False, soft_wrap=True)
-
-
-def _report_tuning(outcomes: list[Any], keeper: Any) -> None:
-    from agmm.cli.report_tables import tuning_table
-
-    if outcomes:
-        print_table(console(), tuning_table(outcomes))
-    if keeper.path is not None:
-        print(f"agmm: the plans stand in {keeper.path}", file=sys.stderr)
-    failures = [(o.shape, failure) for o in outcomes for failure in o.failures]
-    for shape, failure in failures:
-        print(f"agmm: {shape}: {failure.plan.name}: {failure.reason}", file=sys.stderr)
-    if keeper.unsaved:
-        print(f"agmm: {keeper.error}; these rows were not saved:", file=sys.stderr)
-        print(keeper.unsaved_text(), end="")
-
-
 @app.command(
-    cls=_Command,
+    cls=Command,
     epilog="Examples:\n\n"
     "  agmm explain --m 4096 --n 3584 --k 8192 --tp 4\n\n"
     "  agmm explain --m 64 --n 3584 --k 8192 --tp 4 --gpu h200 --return-a",
@@ -513,7 +335,7 @@ def explain(
     k: Annotated[
         int, typer.Option("--k", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of A.")
     ],
-    tp: Annotated[int, typer.Option(*_TP_NAMES, min=1, metavar="N", help="Number of ranks.")],
+    tp: Annotated[int, typer.Option(*TP_NAMES, min=1, metavar="N", help="Number of ranks.")],
     dtype: Annotated[DType, typer.Option(help="Element type.")] = DType.bf16,
     gpu: Annotated[
         str | None,
@@ -521,7 +343,7 @@ def explain(
             help="A GPU, such as h200 or 'H100 PCIe', or cpu. Default: the one here, else the H200."
         ),
     ] = None,
-    return_a: _ReturnA = False,
+    return_a: ReturnA = False,
     b_layout: Annotated[
         Layout, typer.Option(help="column: a transposed [N, K] weight.")
     ] = Layout.column,
@@ -530,19 +352,19 @@ def explain(
 
     Needs no GPU.
     """
-    with _one_line_errors():
+    with one_line_errors():
         from agmm.cli import explain as explain_module
         from agmm.planning.plans import Problem
 
         name = explain_module.find_gpu(gpu)
-        problem = Problem(m, n, k, _DTYPE_NAMES[dtype], tp, return_a, b_layout.value, name)
+        problem = Problem(m, n, k, DTYPE_NAMES[dtype], tp, return_a, b_layout.value, name)
         problem = problem._replace(sm_count=explain_module.HOPPERS.get(name, 0))
         planner = explain_module.planner_for(name, tp)
         console().print(explain_module.explain(problem, planner), soft_wrap=True, markup=False)
 
 
 @app.command(
-    cls=_Command, epilog="Examples:\n\n  agmm doctor\n\n  agmm doctor --json | jq .findings"
+    cls=Command, epilog="Examples:\n\n  agmm doctor\n\n  agmm doctor --json | jq .findings"
 )
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
@@ -551,7 +373,7 @@ def doctor(
 
     Ends with exit code 1 only where agmm cannot work as installed.
     """
-    with _one_line_errors(needs_agmm=False):
+    with one_line_errors(needs_agmm=False):
         from agmm.bench.machine import machine_facts
         from agmm.cli import doctor as doctor_module
 
@@ -564,13 +386,3 @@ def doctor(
             print_table(console(), doctor_module.table(findings))
         if doctor_module.is_broken(findings):
             raise typer.Exit(1)
-
-
-def _torch_dtype(dtype: DType) -> Any:
-    import torch
-
-    return {
-        DType.bf16: torch.bfloat16,
-        DType.fp16: torch.float16,
-        DType.fp32: torch.float32,
-    }[dtype]

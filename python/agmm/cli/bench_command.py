@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 
 from agmm import _core, _env
@@ -27,6 +26,7 @@ from agmm.bench import (
     timeline,
     ways,
 )
+from agmm.bench.exchange import of_all_ranks
 from agmm.bench.figures import check_writable
 from agmm.bench.options import Options
 from agmm.bench.timer import SAMPLES
@@ -238,8 +238,7 @@ def _need_timed_kernel(options: Options) -> None:
 
 def record_all_ranks(shape: Shape, options: Options) -> list[list[timeline.ChunkEvent]]:
     """One call's times on every rank. Every rank of the default group calls this."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, record.record_timeline(shape, options))
+    everyone = of_all_ranks("the times of a call", list(record.record_timeline(shape, options)))
     if options.device == "cuda":
         measure.release_memory(torch.device("cuda", torch.cuda.current_device()))
     return everyone

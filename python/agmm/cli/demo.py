@@ -11,6 +11,7 @@ from agmm.bench import measure, record, reports
 from agmm.bench.figures import PlotUnavailable
 from agmm.bench.options import Options
 from agmm.bench.timeline import draw
+from agmm.bench.ways import ROOF
 from agmm.testing.cases import Shape
 
 WORLD_SIZE = 4
@@ -21,12 +22,11 @@ QKV_WIDTH = (64 + 8 + 8) * 128
 CPU_SCALE = 8
 """On the CPU every dimension is this many times smaller."""
 
-CPU_WAYS = ("roof", "unfused", "agmm")
-CUDA_WAYS = ("roof", "unfused", "unfused-graph", "agmm", "agmm-graph")
+CPU_WAYS = (ROOF, "unfused", "agmm")
+CUDA_WAYS = (ROOF, "unfused", "unfused-graph", "agmm", "agmm-graph")
 
 _ROW_MULTIPLE = {"cuda": 128, "cpu": 1}
 _TIMEOUT_S = 120.0
-_CALLS_BEFORE_TIMELINE = 3
 
 
 @dataclass(frozen=True)

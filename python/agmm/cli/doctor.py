@@ -16,8 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from agmm import _env, _installation
-from agmm._installation import load_core, version
-from agmm.bench.machine import driver_version, nccl_version, torch, torch_error
+from agmm._installation import how_to_get, load_core, version
+from agmm.bench.machine import nccl_version, torch, torch_error
 from agmm.bench.units import size
 from agmm.cli.terminal import plain_table
 from agmm.errors import InvalidArgument
@@ -25,7 +25,6 @@ from agmm.runtime import devices
 
 Status = Literal["ok", "note", "broken"]
 
-HOPPER = (9, 0)
 _OLDEST_PYTHON = (3, 10)
 _OLDEST_TORCH = (2, 11)
 _SHM = Path("/dev/shm")
@@ -52,7 +51,7 @@ def diagnose() -> list[Finding]:
     core, core_error = load_core()
     findings = [_python(), _torch(), _agmm(core, core_error), _kernels(core), _driver()]
     if torch is not None:
-        findings += [_gpus(), _links(), _symmetric_memory(), _collectives()]
+        findings += [_gpus(core), _links(), _symmetric_memory(), _collectives()]
     findings += [_shared_memory(), _variables(core), _tuned_plans(), _plots()]
     return [*findings, _verdict(core)]
 
@@ -131,7 +130,7 @@ def _kernels(core: Any) -> Finding:
 
 
 def _driver() -> Finding:
-    found = driver_version()
+    found = devices.driver_version()
     if found is None:
         return Finding("NVIDIA driver", "none found", "GPUs cannot be used", "note")
     if torch is None or torch.version.cuda is None:
@@ -142,7 +141,7 @@ def _driver() -> Finding:
     return Finding("NVIDIA driver", found, "torch can use it")
 
 
-def _gpus() -> Finding:
+def _gpus(core: Any) -> Finding:
     count = torch.cuda.device_count()
     if count == 0:
         return Finding("GPUs", "none", "`agmm demo` and `agmm bench` use CPU processes", "note")
@@ -153,7 +152,9 @@ def _gpus() -> Finding:
             f"{i}: {p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB, "
             f"{p.multi_processor_count} SMs"
         )
-    if not _all_hopper():
+    if core is None:
+        return Finding("GPUs", "\n".join(each), "-")
+    if not _all_hopper(core):
         meaning = "the fused kernels need Hopper (sm_90); others take all-gather + matmul"
         return Finding("GPUs", "\n".join(each), meaning, "note")
     if count == 1:
@@ -268,7 +269,7 @@ def _plots() -> Finding:
     try:
         found = importlib.metadata.version("matplotlib")
     except importlib.metadata.PackageNotFoundError:
-        meaning = "`agmm demo` draws no picture; pip install 'agmm[plot]' for it"
+        meaning = f"`agmm demo` draws no picture; {how_to_get('matplotlib')} for it"
         return Finding("matplotlib", "not installed", meaning, "note")
     return Finding("matplotlib", found, "`agmm demo` draws its picture")
 
@@ -294,16 +295,17 @@ def _why_not_fused(core: Any) -> str | None:
         return "no GPU"
     if not core.cuda_built:
         return "kernels not built"
-    if not _all_hopper():
+    if not _all_hopper(core):
         return "not all GPUs are Hopper"
     if _pairs_without_access():
         return "no peer access"
     return None
 
 
-def _all_hopper() -> bool:
+def _all_hopper(core: Any) -> bool:
+    wanted = divmod(core.CAPABILITY, 10)
     return all(
-        torch.cuda.get_device_capability(i) == HOPPER for i in range(torch.cuda.device_count())
+        torch.cuda.get_device_capability(i) == wanted for i in range(torch.cuda.device_count())
     )
 
 

@@ -50,11 +50,11 @@ def shape_table(shape_report: dict[str, Any]) -> Table:
     for name, w in shape_report["ways"].items():
         table.add_row(
             WAYS[name].title if name in WAYS else name,
-            "WRONG" if w["wrong"] else _number(w["median_us"], ".1f"),
-            _number(w["tflops"], ".4g"),
-            _number(w["ratio_to_roof"], ".3f"),
-            _number(w["relative_error"], ".2e"),
-            *([_number(w["host_time_us"], ".1f")] if with_host else []),
+            "WRONG" if w["wrong"] else number(w["median_us"], ".1f"),
+            number(w["tflops"], ".4g"),
+            number(w["ratio_to_roof"], ".3f"),
+            number(w["relative_error"], ".2e"),
+            *([number(w["host_time_us"], ".1f")] if with_host else []),
             escape(w["reason"] or ""),
         )
     return table
@@ -74,14 +74,14 @@ def summary_table(report: dict[str, Any]) -> Table:
         host = shape_report["ways"].get("agmm", {}).get("host_time_us")
         table.add_row(
             str(s.shape),
-            _number(s.roof, ".1f"),
-            _number(s.best_other_us, ".1f"),
+            number(s.roof, ".1f"),
+            number(s.best_other_us, ".1f"),
             s.best_other or "-",
-            _number(s.agmm, ".1f"),
-            _number(s.agmm_graph, ".1f"),
-            _number(s.agmm_ratio, ".3f"),
-            _number(s.speedup, ".3f"),
-            _number(host, ".1f"),
+            number(s.agmm, ".1f"),
+            number(s.agmm_graph, ".1f"),
+            number(s.agmm_ratio, ".3f"),
+            number(s.speedup, ".3f"),
+            number(host, ".1f"),
         )
     return table
 
@@ -145,14 +145,15 @@ def tuning_table(outcomes: Sequence[Outcome]) -> Table:
             str(o.shape),
             o.old.name,
             "the same" if o.row.plan == o.old else o.row.plan.name,
-            _number(o.old_us, ".1f"),
-            _number(o.row.us, ".1f"),
+            number(o.old_us, ".1f"),
+            number(o.row.us, ".1f"),
             "-" if gain is None else f"{gain:.1f}%",
-            _number(ratio, ".3f"),
-            _number(o.row.unfused_us, ".1f"),
+            number(ratio, ".3f"),
+            number(o.row.unfused_us, ".1f"),
         )
     return table
 
 
-def _number(value: float | None, spec: str) -> str:
+def number(value: float | None, spec: str) -> str:
+    """The value in that format, a dash for None."""
     return "-" if value is None else format(value, spec)

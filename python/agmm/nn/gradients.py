@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from agmm.errors import InvalidArgument
 from agmm.nn._held import local_values
 from agmm.nn._ranks import resolved
-from agmm.nn.linear import ShardedLinear
+from agmm.nn._sharded import ShardedLinear
 
 
 @torch.no_grad()

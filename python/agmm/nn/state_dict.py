@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from agmm.errors import InvalidArgument
 from agmm.nn._held import Held, local_part, local_values
-from agmm.nn.linear import ShardedLinear
+from agmm.nn._sharded import ShardedLinear
 
 
 def _whole_names(module: torch.nn.Module) -> dict[str, tuple[Held | None, list[torch.Tensor]]]:

@@ -1,20 +1,24 @@
-"""What Python asks of the NVIDIA driver's management library, by NVIDIA's own bindings.
+"""What Python asks of the NVIDIA driver and its management library, by NVIDIA's own bindings.
 
-No other module asks it. No op needs an answer: where the bindings (the extra `cuda`) or the driver
-are missing, or do not know a GPU, it is None, and `why_unknown` says what is missing. GPUs are
-named by their UUIDs, since other processes may see them in another order. Loads without torch and
-without the core.
+No other module asks them what torch and the core cannot say. No op needs an answer: where the
+bindings (the extra `cuda`) or the driver are missing, or do not know a GPU, it is None, and
+`why_unknown` says what is missing. GPUs are named by their UUIDs, since other processes may see
+them in another order. Loads without torch and without the core.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
+
+from agmm._installation import how_to_get
 
 _T = TypeVar("_T")
 
-CUDA_EXTRA = "pip install 'agmm[cuda]'"
+_KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 
 # Of NVML's C header; what the bindings call these has changed between their versions.
 _OK = 0
@@ -24,7 +28,7 @@ _SM_CLOCK = 1
 
 
 def nvml() -> Any:
-    """The bindings' module; None where it is not installed."""
+    """The bindings' module; None where it is not installed, or older than its NVML."""
     try:
         return importlib.import_module("cuda.bindings.nvml")
     except ImportError:
@@ -34,13 +38,21 @@ def nvml() -> Any:
 def why_unknown() -> str | None:
     """Why NVML cannot be asked, or None."""
     if nvml() is None:
-        return f"cuda-bindings 13.2 or later is not installed ({CUDA_EXTRA} brings it)"
+        return f"no cuda-bindings with NVML is installed ({how_to_get('cuda')} brings one)"
     return None if _ask(lambda _: True) else "the driver's NVML does not load"
 
 
 def driver_version() -> str | None:
-    """As NVML states it."""
-    return _ask(lambda nvml: str(nvml.system_get_driver_version()))
+    """As NVML states it, or the kernel module."""
+    said = _ask(lambda nvml: str(nvml.system_get_driver_version()))
+    if said is not None:
+        return said
+    try:
+        line = _KERNEL_MODULE.read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return None
+    found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", line)
+    return None if found is None else found.group(1)
 
 
 def have_atomics(uuid: str, peer: str) -> bool | None:

@@ -46,12 +46,12 @@ def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
     return difference / norm
 
 
-def allowed_error(mm_error: float) -> float:
+def allowed_error(mm_error: float, factor: float = ERROR_FACTOR) -> float:
     """The largest relative error a result may have, from that of torch.mm on the same data.
 
     The small constant is there for float32 and wider, where torch.mm itself may be almost exact.
     """
-    return ERROR_FACTOR * mm_error + _ROUNDING_FLOOR
+    return factor * mm_error + _ROUNDING_FLOOR
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,151 @@
+"""What the commands of `agmm` have in common: options, their types, and how errors are said."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from agmm import _installation
+from agmm.errors import AgmmError, InvalidArgument
+
+INTERRUPTED = 130
+MAX_EXTENT = 2**31 - 1
+"""That of `agmm.testing.cases`, which needs torch."""
+
+
+class Command(TyperCommand):
+    """A command whose flags may be followed by true or false, as their <bool> in the help says, and
+    whose paragraphs of help fill the terminal's lines."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        text = inspect.cleandoc(keywords["help"] or "")
+        keywords["help"] = re.sub(r"(?<!\n)\n(?!\n)", " ", text)
+        super().__init__(*args, **keywords)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _as_flags(self.params, args))
+
+
+_BOOLS = {"true": True, "false": False}
+
+
+def _as_flags(params: Iterable[Any], args: Iterable[str]) -> list[str]:
+    """The arguments with "--flag true" and "--flag=true" as the flag, without "--flag false" and
+    "--flag=false"."""
+    flags = {n for param in params if getattr(param, "is_flag", False) for n in param.opts}
+    found: list[str] = []
+    for arg in args:
+        name, has_value, value = arg.partition("=")
+        if has_value and name in flags and value.lower() in _BOOLS:
+            found += [name] if _BOOLS[value.lower()] else []
+        elif found and found[-1] in flags and arg.lower() in _BOOLS:
+            found = found if _BOOLS[arg.lower()] else found[:-1]
+        else:
+            found.append(arg)
+    return found
+
+
+class Device(str, Enum):
+    auto = "auto"
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+class DType(str, Enum):
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+DTYPE_NAMES = {DType.bf16: "bfloat16", DType.fp16: "float16", DType.fp32: "float32"}
+
+
+class Layout(str, Enum):
+    column = "column"
+    row = "row"
+
+
+Shapes = Annotated[
+    str | None,
+    typer.Option(help="Gathered MxNxK, comma-separated; N is per rank.", metavar="MxNxK,..."),
+]
+File = Annotated[
+    Path | None,
+    typer.Option(help="Shapes, one MxNxK a line; # begins a comment.", dir_okay=False),
+]
+Model = Annotated[str | None, typer.Option(help="The QKV and gate/up projections of this model.")]
+Tokens = Annotated[
+    str | None,
+    typer.Option(
+        help="Gathered rows for --model: a..b doubles through, a,b,c lists. Default: 512..32768."
+    ),
+]
+
+
+TP_NAMES = ("--tp", "--world-size")
+Tp = Annotated[
+    int | None,
+    typer.Option(
+        *TP_NAMES,
+        min=1,
+        metavar="N",
+        help="Number of ranks. Default: 4, or as many as there are GPUs.",
+    ),
+]
+ReturnA = Annotated[bool, typer.Option("--return-a", help="Calls that return A.")]
+
+
+@contextlib.contextmanager
+def one_line_errors(*, needs_agmm: bool = True) -> Iterator[None]:
+    """Turns bad input, failing ranks, a missing extra, Ctrl-C and warnings into lines and an exit
+    code. What needs agmm ends at once where it is broken, which has been said."""
+    if needs_agmm and _installation.fault() is not None:
+        raise typer.Exit(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *rest: print(f"agmm: {message}", file=sys.stderr)
+            yield
+    except KeyboardInterrupt:
+        print("agmm: interrupted", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    except typer.Exit:
+        raise
+    except InvalidArgument as e:
+        print(f"agmm: {e}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except RuntimeError as e:
+        from agmm.bench.figures import PlotUnavailable
+        from agmm.testing.ranks import RankError
+
+        if not isinstance(e, (AgmmError, RankError, PlotUnavailable)):
+            raise
+        print(f"agmm: {e}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def say_why_cpu(device: Device, tp: int | None) -> None:
+    from agmm.bench import launcher
+
+    reason = launcher.why_cpu(device.value, launcher.world_size_or(tp))
+    if reason is not None and launcher.is_rank_0():
+        print(f"agmm: {reason}", file=sys.stderr)
+
+
+def torch_dtype(dtype: DType) -> Any:
+    import torch
+
+    return {
+        DType.bf16: torch.bfloat16,
+        DType.fp16: torch.float16,
+        DType.fp32: torch.float32,
+    }[dtype]

@@ -1,0 +1,76 @@
+"""How `agmm tune` shows what it does and what came of it."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from agmm.bench import tuner
+from agmm.bench.units import duration
+from agmm.cli.report_tables import tuning_table
+from agmm.cli.terminal import console, print_table
+
+
+class TuningBar:
+    """Progress of `agmm tune` on stderr: a bar in a terminal; in a pipe or a file a line as each
+    shape begins and ends, and every so often between."""
+
+    LINE_EVERY_S = 10.0
+
+    def __init__(self, visible: bool) -> None:
+        self._visible = visible
+        stderr = console(stderr=True)
+        self._by_lines = visible and not stderr.is_terminal
+        self._bar = Progress(
+            BarColumn(bar_width=20),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+            console=stderr,
+            transient=True,
+            disable=not visible or self._by_lines,
+        )
+        self._task = self._bar.add_task("starting the ranks", total=1.0)
+        self._label = ""
+        self._line_at = 0.0
+
+    def __enter__(self) -> TuningBar:
+        self._bar.start()
+        if self._by_lines:
+            self.say("starting the ranks")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def at(self, done: float, text: str) -> None:
+        self._bar.update(self._task, completed=done, description=text)
+        label, now = text.partition(":")[0], time.monotonic()
+        if self._by_lines and (
+            label != self._label or now - self._line_at >= TuningBar.LINE_EVERY_S
+        ):
+            self._label, self._line_at = label, now
+            self.say(f"{done:4.0%} {text}")
+
+    def ended(self, outcome: tuner.Outcome) -> None:
+        if self._by_lines and outcome.row is not None:
+            self.say(f"     {outcome.shape}: {duration(outcome.row.us)}, {outcome.row.plan.name}")
+
+    def say(self, line: str) -> None:
+        if self._visible:
+            self._bar.console.print(line, markup=False, soft_wrap=True)
+
+
+def report_tuning(outcomes: list[tuner.Outcome], keeper: tuner.Keeper) -> None:
+    """Prints what came of each shape, where the plans are kept, and what failed."""
+    if outcomes:
+        print_table(console(), tuning_table(outcomes))
+    if keeper.path is not None:
+        print(f"agmm: the plans stand in {keeper.path}", file=sys.stderr)
+    failures = [(o.shape, failure) for o in outcomes for failure in o.failures]
+    for shape, failure in failures:
+        print(f"agmm: {shape}: {failure.plan.name}: {failure.reason}", file=sys.stderr)
+    if keeper.unsaved:
+        print(f"agmm: {keeper.error}; these rows were not saved:", file=sys.stderr)
+        print(keeper.unsaved_text(), end="")

@@ -1,0 +1,65 @@
+"""What a call should cost, in a few lines. Pure Python, needs no GPU and no torch.
+
+Fused: tiles run in waves over the multiprocessors, each for the time that its kernel needs per
+tile, in the order in which the persistent kernel takes them; the chunks of the ring come one after
+the other, and no tile starts before its chunk has arrived; memory traffic is longer than that with
+few rows. Unfused: a latency, the bytes over the rate of the collective, and the matmul alone. The
+matmul alone: arithmetic at the library's rate, or a latency and the memory traffic where that is
+longer. A matmul that computes for long loses its clock.
+
+The constants of a GPU stand in ``tables/<gpu>.json``, with where they come from. `matmul` serves
+every op, `gather` the fused all-gather -> matmul, `libraries` the calls that agmm's replace.
+"""
+
+from __future__ import annotations
+
+from agmm.planning.cost_model.gather import (
+    At,
+    arrival_us,
+    clusters,
+    fused_us,
+    push_rate_gb_per_s,
+    sm_push_us,
+    straddles,
+)
+from agmm.planning.cost_model.gpu_constants import (
+    ELEMENT_BYTES,
+    Constants,
+    constants,
+    default_kernels,
+    known_gpus,
+)
+from agmm.planning.cost_model.libraries import (
+    all_gather_us,
+    fused_matmul_reduce_scatter_us,
+    is_gather_by_copies,
+    is_reduce_scatter_fused,
+    matmul_reduce_scatter_us,
+    unfused_us,
+)
+from agmm.planning.cost_model.matmul import Load, Tiling, is_b_in_l2, matmul_us
+
+__all__ = [
+    "ELEMENT_BYTES",
+    "At",
+    "Constants",
+    "Load",
+    "Tiling",
+    "all_gather_us",
+    "arrival_us",
+    "clusters",
+    "constants",
+    "default_kernels",
+    "fused_matmul_reduce_scatter_us",
+    "fused_us",
+    "is_b_in_l2",
+    "is_gather_by_copies",
+    "is_reduce_scatter_fused",
+    "known_gpus",
+    "matmul_reduce_scatter_us",
+    "matmul_us",
+    "push_rate_gb_per_s",
+    "sm_push_us",
+    "straddles",
+    "unfused_us",
+]

@@ -1,0 +1,109 @@
+"""The constants of each GPU, as its file in ``tables/`` has them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from agmm.planning.plans import DEFAULT_GPU, KernelConfig
+
+_FOLDER = Path(__file__).parents[1] / "tables"
+ELEMENT_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The constants of one GPU. Rates are sustained; GB/s are received bytes per rank."""
+
+    gpu: str
+    sm_count: int
+    launch_us: float
+    tflops_per_sm: dict[str, float]
+    """Of one multiprocessor inside the main loop, by kernel."""
+    row_major_factor: dict[str, float]
+    """How much longer a tile takes with a row-major B, by kernel, where that is above 3%: of a
+    tile whose width is no multiple of 64 columns, TMA loads it in narrow pieces."""
+    other_tflops_per_sm: float
+    """Of a kernel that is not in ``tflops_per_sm``."""
+    tile_overhead_us: dict[str, float]
+    """Between the main loops of two tiles, by schedule."""
+    idle_gain: float
+    """How much less time the main loop of a tile takes in one wave, times the share of the
+    multiprocessors that have none: the clock is higher, and nobody takes its loads."""
+    steady_clock_us: float
+    """For so long a matmul keeps its clock."""
+    falling_clock: dict[str, float]
+    """How many times as long what is left then takes, by schedule, and for the library's matmul."""
+    split_us: float
+    """Of each part when K is split: leaving its sums, or adding up another's."""
+    copy_overhead_us: float
+    """Of one copy-engine copy and its signal."""
+    push_gb_per_s: float
+    pull_gb_per_s: float
+    staging_gb_per_s: float
+    """Of the copy of A_shard that pull makes."""
+    sm_push_us: float
+    """Until the first chunk of an SM push has arrived."""
+    sm_push_straddling_us: float
+    """What such a call of one wave, with more than a row of blocks, takes longer where a shard ends
+    inside a tile, which waits for two ranks."""
+    sm_push_disturbance: float
+    """How much of the time of sending the matmul loses by it."""
+    sm_push_cta_disturbance: float
+    """The same where CTAs of their own send."""
+    sm_push_gb_per_s: float
+    """Sent by one rank, to all peers, at most."""
+    sm_push_gb_per_s_and_cta: float
+    """What a CTA with a tile can send beside it, its fences apart."""
+    sm_push_fence_us: float
+    """Between what such a CTA sends and its signal."""
+    sm_push_gb_per_s_and_own_cta: float
+    """What a CTA that does nothing else can send."""
+    sm_push_one_peer_factor: float
+    """How much longer a MB takes where there is one peer, so that a fence is for one of them."""
+    all_gather_us: float
+    all_gather_gb_per_s: float
+    small_gather_us: float
+    small_gather_gb_per_s: float
+    small_gather_mb: float
+    """A gather that receives less than so much has a shorter latency and a lower rate."""
+    reduce_scatter_us: float
+    reduce_scatter_gb_per_s: float
+    """Of NCCL's, after the matmul. Sent by one rank."""
+    fused_reduce_scatter_us: float
+    fused_reduce_scatter_us_per_rank: float
+    """What torch's fused op takes beside its matmuls, copies and sum: its barriers."""
+    fused_reduce_scatter_gb_per_s: float
+    """Of its copies."""
+    fused_reduce_scatter_gain_us: float
+    """What it has to save for its host time."""
+    matmul_tflops: float
+    memory_gb_per_s: float
+    matmul_gb_per_s: float
+    """Of the same memory, what a matmul gets."""
+    matmul_latency_us: float
+    """What the library's adds to its memory traffic."""
+    l2_mb: float
+    """What stays in the L2 cache from one chunk's tiles to the next one's."""
+    sources: str
+
+
+@cache
+def known_gpus() -> tuple[str, ...]:
+    """The GPUs that have constants."""
+    return tuple(sorted(p.stem for p in _FOLDER.glob("*.json") if "tflops_per_sm" in p.read_text()))
+
+
+@cache
+def constants(gpu: str) -> Constants:
+    """The constants of ``gpu``, or those of `DEFAULT_GPU` where it has none (see ``.gpu``)."""
+    name = gpu if gpu in known_gpus() else DEFAULT_GPU
+    return Constants(**json.loads((_FOLDER / f"{name}.json").read_text()))
+
+
+def default_kernels(gpu: str) -> tuple[KernelConfig, ...]:
+    """The kernels of a default build, as the GPU's constants name them."""
+    c = constants(gpu)
+    return tuple(KernelConfig.parse(name) for name in c.tflops_per_sm)

@@ -1,0 +1,102 @@
+"""What a call costs by NCCL and the library's matmul, and by torch's fused op."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants
+from agmm.planning.cost_model.matmul import (
+    arithmetic_us,
+    lost_clock_us,
+    matmul_memory_us,
+    matmul_us,
+    roofline_us,
+)
+from agmm.planning.plans import Problem
+
+GATHER_ROOM = 1.7
+"""See `is_gather_by_copies`."""
+
+
+def _shard_bytes(problem: Problem) -> int:
+    return problem.m // problem.world_size * problem.k * ELEMENT_BYTES
+
+
+def all_gather_us(problem: Problem) -> float:
+    """Predicted time of the library's all-gather of A in µs."""
+    c = constants(problem.gpu)
+    received = (problem.world_size - 1) * _shard_bytes(problem)
+    if received < c.small_gather_mb * 1e6:
+        return c.small_gather_us + received / (c.small_gather_gb_per_s * 1e3)
+    return c.all_gather_us + received / (c.all_gather_gb_per_s * 1e3)
+
+
+def unfused_us(problem: Problem) -> float:
+    """Predicted time of all-gather, then matmul, in µs."""
+    return all_gather_us(problem) + matmul_us(problem)
+
+
+def _scattered_bytes(problem: Problem) -> float:
+    """What a rank sends of its partial sums, and receives."""
+    return (1 - 1 / problem.world_size) * problem.m * problem.n * ELEMENT_BYTES
+
+
+def matmul_reduce_scatter_us(problem: Problem) -> float:
+    """Predicted time of the matmul, then NCCL's reduce-scatter of its rows, in µs. m, n and k are
+    those of the matmul that each rank makes."""
+    c = constants(problem.gpu)
+    sent = _scattered_bytes(problem) / (c.reduce_scatter_gb_per_s * 1e3)
+    return matmul_us(problem) + c.reduce_scatter_us + sent
+
+
+def fused_matmul_reduce_scatter_us(problem: Problem) -> float:
+    """The same for torch's ``symm_mem.fused_matmul_reduce_scatter``.
+
+    It multiplies the rows for one rank after the other, copies each product when it is there beside
+    the next one, and sums up what it has received. So the time is that of the products, or of the
+    first one and the copies, and of the sum.
+    """
+    c = constants(problem.gpu)
+    ranks = problem.world_size
+    part = problem._replace(m=problem.m // ranks)
+    # One after the other: the latency of the next one is hidden, and the clock falls over all.
+    part_us = roofline_us(arithmetic_us(part), matmul_memory_us(part))
+    products_us = ranks * part_us
+    products_us += lost_clock_us(c, products_us, "library")
+    copies_us = _scattered_bytes(problem) / (c.fused_reduce_scatter_gb_per_s * 1e3)
+    summed = (1 + 1 / ranks) * problem.m * problem.n * ELEMENT_BYTES
+    barriers_us = c.fused_reduce_scatter_us + c.fused_reduce_scatter_us_per_rank * ranks
+    return (
+        c.launch_us
+        + barriers_us
+        + max(products_us, part_us + copies_us)
+        + summed / (c.memory_gb_per_s * 1e3)
+    )
+
+
+@lru_cache(maxsize=4096)
+def is_reduce_scatter_fused(problem: Problem) -> bool:
+    """Whether torch's fused op is to be taken for a matmul whose rows are scattered.
+
+    It makes 17 launches from Python with 4 ranks, and has to save ``fused_reduce_scatter_gain_us``
+    on the GPU for the host's time. The same in CUDA graphs, so that the calls before a capture make
+    the workspace that torch's op needs.
+    """
+    saved_us = matmul_reduce_scatter_us(problem) - fused_matmul_reduce_scatter_us(problem)
+    return saved_us > constants(problem.gpu).fused_reduce_scatter_gain_us
+
+
+def is_gather_by_copies(problem: Problem, *, is_scatter_fused: bool) -> bool:
+    """Whether copy engines should gather the rows of a backward beside the product that is
+    scattered, rather than NCCL, whose kernel takes multiprocessors from the product.
+
+    Args:
+        problem: the product ``dout @ B`` on one rank; the gathered tensor is as large.
+        is_scatter_fused: by torch's fused op, which copies over the same links. Both are hidden
+            where the product takes `GATHER_ROOM` times as long as the gather. Where NCCL scatters,
+            its gather has to be over before.
+    """
+    if not is_scatter_fused:
+        return True
+    gathered = problem._replace(k=problem.n)  # a tensor of the size of the product
+    return matmul_us(problem) > GATHER_ROOM * all_gather_us(gathered)

@@ -1,0 +1,97 @@
+"""What a matmul costs by itself: the library's, and the tiles of a kernel of the build."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, Constants, constants
+from agmm.planning.plans import KernelConfig, Problem
+
+
+class Tiling:
+    """What a kernel, with its splits of K, makes of all problems that differ in M alone."""
+
+    __slots__ = (
+        "block_rows",
+        "blocks_in_row",
+        "busy_us",
+        "ctas",
+        "fixed_us",
+        "least_split_us",
+        "schedule",
+        "split_us",
+        "tile_m",
+        "workers",
+    )
+
+    def __init__(self, problem: Problem, config: KernelConfig) -> None:
+        c = constants(problem.gpu)
+        sms = problem.sm_count or c.sm_count
+        self.tile_m = config.tile_m
+        self.block_rows = config.tile_m * config.cluster_m
+        self.blocks_in_row = -(-problem.n // (config.tile_n * config.cluster_n)) * config.splits
+        self.ctas = config.cluster_m * config.cluster_n
+        """Of a cluster."""
+        self.workers = sms // self.ctas
+        """Clusters that are computed at once."""
+        kernel = config.kernel
+        rate = c.tflops_per_sm.get(kernel, c.other_tflops_per_sm)
+        busy_us = 2e-6 * config.tile_m * config.tile_n * problem.k / config.splits / rate
+        if problem.b_layout == "row":
+            busy_us *= c.row_major_factor.get(kernel, 1.0)
+        self.busy_us = busy_us
+        """Of a tile, when all multiprocessors have one."""
+        self.fixed_us = c.tile_overhead_us[config.schedule]
+        self.split_us = c.split_us * config.splits if config.splits > 1 else 0.0
+        # In n parts: busy / n * (1 - gain) + fixed + n * split, at the best n of all numbers.
+        parts_us = 2 * (max(0.0, 1 - c.idle_gain) * busy_us * c.split_us) ** 0.5
+        self.least_split_us = self.fixed_us + parts_us
+        """Of a tile whose K is split."""
+        self.schedule = config.schedule
+
+
+class Load(NamedTuple):
+    """What the tiles of a matmul ask of the GPU, however the rows come."""
+
+    tile_us: float
+    blocks: int
+    """Clusters of tiles, or of splits of them."""
+    waves: int
+    memory_us: float
+    lost_us: float
+    """To the falling clock."""
+
+
+def roofline_us(arithmetic_us: float, memory_us: float) -> float:
+    """What takes both: the longer one, and up to a fifth more where they are alike."""
+    return float((arithmetic_us**4 + memory_us**4) ** 0.25)
+
+
+def is_b_in_l2(problem: Problem) -> bool:
+    """Whether B stays in the L2 cache from one chunk's tiles to the next one's."""
+    return problem.n * problem.k * ELEMENT_BYTES <= constants(problem.gpu).l2_mb * 1e6
+
+
+def lost_clock_us(c: Constants, busy_us: float, schedule: str) -> float:
+    """What a matmul takes longer that would compute for ``busy_us`` at its first clock."""
+    return (c.falling_clock[schedule] - 1) * max(0.0, busy_us - c.steady_clock_us)
+
+
+def matmul_memory_us(problem: Problem, readings_of_b: int = 1) -> float:
+    """Time of the memory traffic of a matmul on the gathered A."""
+    c = constants(problem.gpu)
+    m, n, k = problem.m, problem.n, problem.k
+    elements = m * k + n * k * readings_of_b + m * n
+    return elements * ELEMENT_BYTES / (c.matmul_gb_per_s * 1e3)
+
+
+def arithmetic_us(problem: Problem) -> float:
+    """Time of the library's arithmetic on the gathered A."""
+    return 2e-6 * problem.m * problem.n * problem.k / constants(problem.gpu).matmul_tflops
+
+
+def matmul_us(problem: Problem) -> float:
+    """Predicted time of the library's matmul on the gathered A (the roof), in µs."""
+    c = constants(problem.gpu)
+    us = roofline_us(arithmetic_us(problem), c.matmul_latency_us + matmul_memory_us(problem))
+    return c.launch_us + us + lost_clock_us(c, us, "library")
