@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_work import group_of
+from rank_work import POOL_SIZE, group_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -149,6 +149,35 @@ def gradcheck_matmul_reduce_scatter(
         )
         whole: torch.Tensor = _AllParts.apply(out, group)
         return whole
+
+    return _in_step(fn, list(inputs.values()))
+
+
+def gradcheck_matmul_all_reduce(
+    world_size: int,
+    *,
+    bias: bool = False,
+    leading: tuple[int, ...] = (),
+    frozen: tuple[str, ...] = (),
+    column_major: bool = False,
+) -> bool | None:
+    """As that of a scatter, but every rank has the whole output and the same gradient of it."""
+    group = group_of(world_size) if dist.get_world_size() == POOL_SIZE else dist.group.WORLD
+    if group is None:
+        return None
+    inputs = {
+        "A": _leaf(world_size, _ROWS, *leading, _K, seed=1),
+        "B": _leaf(world_size, *((_N, _K) if column_major else (_K, _N)), seed=2),
+    }
+    if bias:
+        inputs["bias"] = _leaf(_N, seed=3)
+    for name, whole in inputs.items():
+        whole.requires_grad_(name not in frozen)
+
+    def fn(A: torch.Tensor, B: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+        A, B = _OwnPart.apply(A, group), _OwnPart.apply(B, group)
+        b = bias[0] if bias else None
+        return agmm.matmul_all_reduce(A, B.t() if column_major else B, group, bias=b, strict=True)
 
     return _in_step(fn, list(inputs.values()))
 

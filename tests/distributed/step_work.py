@@ -41,6 +41,12 @@ def call(kind: str, rank: int) -> None:
         agmm.matmul_reduce_scatter([shard, shard], [torch.ones(6, 2 + rank)] * 2)
     elif kind == "reduce_op":
         agmm.matmul_reduce_scatter(shard, B, reduce_op=("sum", "avg")[rank])
+    elif kind == "all_reduce":
+        agmm.matmul_all_reduce(torch.ones(3 + rank, 6), B)
+    elif kind == "sum" and rank == 1:
+        agmm.matmul_all_reduce(shard, B)
+    elif kind == "sum":
+        agmm.matmul_reduce_scatter(shard, B)
     elif kind == "path":
         agmm.all_gather_matmul(shard, B, config=(None, "unfused")[rank])
     elif kind == "backward":

@@ -24,6 +24,8 @@ from agmm.testing.ranks import RankPool
         ("scatter_dim", ["scatter_dim = 0", "scatter_dim = 1"]),
         ("pairs", ["B [[6, 2] float32 row-major, [6, 2]", "B [[6, 3] float32 row-major, [6, 3]"]),
         ("reduce_op", ["reduce_op = 'sum'", "reduce_op = 'avg'"]),
+        ("all_reduce", ["matmul_all_reduce(A [3, 6]", "matmul_all_reduce(A [4, 6]"]),
+        ("sum", ["matmul_reduce_scatter(A [4, 6]", "matmul_all_reduce(A [4, 6]"]),
         ("path", ["return_A = False", "gather_dim = 0"]),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,13 +34,6 @@ def whole_numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0
 @pytest.fixture(autouse=True)
 def nothing_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "_warned", set())
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def refusal(call: Callable[[], object], kind: type[Exception] = InvalidArgument) -> str:

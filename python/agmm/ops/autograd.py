@@ -1,9 +1,11 @@
-"""The backward of the two collective matmuls: each one's is made of the other.
+"""The backward of the collective matmuls. Those of the first two are made of each other.
 
 With ``out = all_gather(A_shard) @ B``, summed over several weights:
 ``dA_shard = reduce_scatter(dout @ Bᵀ)`` and ``dB = Aᵀ @ dout``.
 With ``out = reduce_scatter(A @ B)``, summed over several products:
 ``dA = all_gather(dout) @ Bᵀ`` and ``dB = Aᵀ @ all_gather(dout)``.
+With ``out = all_reduce(A @ B)``, whose gradient is the same on all ranks:
+``dA = dout @ Bᵀ`` and ``dB = Aᵀ @ dout``.
 (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022.)
 """
 
@@ -245,3 +247,29 @@ def _gather_and_multiply(
     gathered, outs = op(shard, Bs, biases, *group, 0, return_gathered, "", False)
     outs = [out.movedim(0, dim) for out in outs]
     return outs, gathered.movedim(0, dim) if return_gathered else None
+
+
+class MatmulAllReduce(torch.autograd.Function):
+    """``torch.ops.agmm._matmul_all_reduce`` with its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, A: torch.Tensor, B: torch.Tensor, bias: _MaybeTensor, *settings: Any
+    ) -> torch.Tensor:
+        _check_real("A", A)
+        with torch._C._AutoDispatchBelowAutograd():
+            out: torch.Tensor = torch.ops.agmm._matmul_all_reduce.default(A, B, bias, *settings)
+        needs_A, needs_B, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(A if needs_B else None, B if needs_A else None)
+        ctx.column_major = _is_column_major(B)
+        ctx.settings = len(settings)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+        A, B = ctx.saved_tensors
+        dA = None if B is None else dout @ B.t()
+        dB = None if A is None else _grad_of_weight(A, dout, ctx.column_major)
+        dbias = _grad_of_bias(dout) if ctx.needs_input_grad[2] else None
+        return dA, dB, dbias, *(None,) * ctx.settings

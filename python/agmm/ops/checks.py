@@ -152,15 +152,8 @@ def check_async_input(a: torch.Tensor, b: torch.Tensor, signals: torch.Tensor, p
         raise InvalidArgument(f"a_chunk_pivot: found {pivot}, wanted 0 to {chunks - 1}")
 
 
-def check_scatterable(
-    As: Sequence[torch.Tensor],
-    Bs: Sequence[torch.Tensor],
-    bias: torch.Tensor | None,
-    world_size: int,
-    scatter_dim: int,
-    reduce_op: str,
-) -> None:
-    """All that is wrong in itself in a call of ``matmul_reduce_scatter``."""
+def _check_products(As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor]) -> None:
+    """That the products can be computed and added up."""
     if not As:
         raise InvalidArgument("A: found an empty list, wanted at least one")
     if len(Bs) != len(As):
@@ -186,6 +179,19 @@ def check_scatterable(
             raise InvalidArgument(
                 f"B: found {B.shape[1]} columns, wanted {weight.shape[1]} as the first of the list"
             )
+
+
+def check_scatterable(
+    As: Sequence[torch.Tensor],
+    Bs: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    world_size: int,
+    scatter_dim: int,
+    reduce_op: str,
+) -> None:
+    """All that is wrong in itself in a call of ``matmul_reduce_scatter``."""
+    _check_products(As, Bs)
+    first, weight = As[0], Bs[0]
     if not -first.dim() <= scatter_dim < first.dim():
         raise InvalidArgument(
             f"scatter_dim: found {scatter_dim}, wanted {-first.dim()} to {first.dim() - 1}"
@@ -207,3 +213,10 @@ def check_scatterable(
                 "columns are scattered"
             )
         check_bias(bias, weight.shape[1], "A", first)
+
+
+def check_reducible(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """All that is wrong in itself in a call of ``matmul_all_reduce``."""
+    _check_products([A], [B])
+    if bias is not None:
+        check_bias(bias, B.shape[1], "A", A)

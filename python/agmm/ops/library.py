@@ -27,3 +27,7 @@ library.define(
     "_matmul_reduce_scatter(Tensor[] As, Tensor[] Bs, Tensor? bias, str group_name, "
     "int world_size, int scatter_dim, str reduce_op, bool strict=False) -> Tensor"
 )
+library.define(
+    "_matmul_all_reduce(Tensor A, Tensor B, Tensor? bias, str group_name, int world_size, "
+    "bool strict=False) -> Tensor"
+)

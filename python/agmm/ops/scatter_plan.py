@@ -45,7 +45,7 @@ def why_not_native(
     on all ranks, as long as they call with the same shapes and dtypes."""
     A = As[0]
     if A.device.type != "cpu":
-        return f"A: device {A.device}, agmm's own matmul + reduce-scatter wants cpu"
+        return f"A: device {A.device}, agmm's own sums over the ranks want cpu"
     if scatter_dim % A.dim() == A.dim() - 1:
         return f"scatter_dim: {scatter_dim}, the fused path wants another than the last"
     if A.dtype not in FLOATS:

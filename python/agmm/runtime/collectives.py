@@ -1,4 +1,5 @@
-"""All-gather and reduce-scatter along any dimension, as ops that ``torch.compile`` can trace."""
+"""All-gather and reduce-scatter along any dimension, and all-reduce: ops that ``torch.compile`` can
+trace."""
 
 from __future__ import annotations
 
@@ -125,3 +126,18 @@ def reduce_scatter(
         finally:
             part = _functional.wait_tensor(started)
     return _moved(part, 0, dim)
+
+
+def all_reduce(partial: torch.Tensor, group_name: str, *, call: Call | None = None) -> torch.Tensor:
+    """The sum over all ranks of ``partial``, contiguous. ``call`` is what it is for, for
+    messages."""
+    given, partial = partial, partial.contiguous()
+
+    def start() -> torch.Tensor:
+        found: torch.Tensor = _functional.all_reduce(partial, "sum", group_name)
+        return found
+
+    out: torch.Tensor = _functional.wait_tensor(
+        _start("all_reduce", given, group_name, 0, call, start)
+    )
+    return out

@@ -221,6 +221,58 @@ class CpuWorkspace:
             raise error
         return out
 
+    @torch.no_grad()
+    def matmul_all_reduce(
+        self,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        bias: torch.Tensor | None,
+        call: Call,
+        *,
+        agreed: str = "",
+    ) -> torch.Tensor:
+        """The sum over the ranks of ``A @ B``, with the same bits on all of them. Collective.
+
+        Band after band of rows (`_core.scatter_bands`) is scattered as `matmul_reduce_scatter` does
+        it, then the parts of the sum are gathered. A band whose rows the ranks cannot share equally
+        is filled up with zeros. Grows the slots where they are too small.
+
+        Args:
+            A: [M, K], of any number of rows, the same on all ranks; at least 1.
+            B: [K, N], of one N on all ranks; at least 1.
+            bias: [N] or None; added to the sum before it is rounded.
+            call: the call, for messages.
+            agreed: what else has to be the same on all ranks.
+
+        Returns:
+            out [M, N], contiguous.
+
+        Raises:
+            Unsupported: as `all_gather_matmul`.
+            AgmmError: as `all_gather_matmul`.
+        """
+        rows, columns = A.shape[0], B.shape[1]
+        shared = -(-rows // self.world_size)
+        name = str(A.dtype).removeprefix("torch.")
+        bands = _core.scatter_bands(shared * self.world_size, self.world_size)
+        with self._group.lock:
+            tag = _tag(rows, columns, f"all_reduce of {name} {agreed}", False)
+            most_rows = max(end - begin for begin, end in bands) * self.world_size
+            with self._in_step(tag, call):
+                self._make_room(most_rows * columns * A.element_size(), 1, tag)
+                out = A.new_empty(rows, columns)
+                for begin, end in bands:
+                    band = slice(begin * self.world_size, min(end * self.world_size, rows))
+                    a = A[band]
+                    missing = (end - begin) * self.world_size - len(a)
+                    if missing:
+                        a = torch.nn.functional.pad(a, (0, 0, 0, missing))
+                    part, _ = self._run_scatter([a], [B], bias, 1, 1, tag, None)
+                    whole, _, _ = self._run(part, [], [], True, 1, tag, None)
+                    assert whole is not None
+                    out[band] = whole[: len(out[band])]
+        return out
+
     def reserve(self, slot_bytes: int) -> None:
         """Grow the slots to at least ``slot_bytes``, the same on all ranks. Collective.
 

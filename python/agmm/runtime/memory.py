@@ -12,7 +12,7 @@ from agmm import _core
 from agmm.errors import InvalidArgument, Unsupported
 from agmm.runtime import groups, workspaces
 
-_OPS = ("all_gather_matmul", "matmul_reduce_scatter")
+_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 def workspace_bytes(
@@ -21,22 +21,22 @@ def workspace_bytes(
     """Bytes that a slot of the workspace needs for a call: the gathered A, or the parts of a sum.
 
     Args:
-        shape: for "all_gather_matmul" of A_shard, [M_local, ..., K]; for "matmul_reduce_scatter" of
-            ``A @ B``, [M, ..., N], before it is scattered.
+        shape: for "all_gather_matmul" of A_shard, [M_local, ..., K]; for "matmul_reduce_scatter"
+            and "matmul_all_reduce" of ``A @ B``, [M, ..., N], before it is scattered.
         dtype: of the operands.
         world_size: number of ranks.
-        op: "all_gather_matmul" or "matmul_reduce_scatter". The latter's parts come from all other
-            ranks, of 8192 rows at a time.
+        op: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce". The parts of the
+            latter two come from all other ranks, of 8192 rows at a time.
 
     Returns:
         What to pass to `reserve`, the largest of all calls. A workspace has two slots on each rank.
         On a GPU it also has places for two staged shards and one of the backward, so it takes
         ``(2 + 3 / world_size)`` times as much, and up to 64 MiB more, since slots grow in steps of
-        32 MiB. There "matmul_reduce_scatter" needs nothing of it.
+        32 MiB. There only "all_gather_matmul" needs it.
 
     Raises:
-        InvalidArgument: a size below 0, a world size below 1, no dtype, another op, or rows that
-            are no multiple of the world size.
+        InvalidArgument: a size below 0, a world size below 1, no dtype, another op, or rows of a
+            scatter that are no multiple of the world size.
     """
     if not isinstance(dtype, torch.dtype):
         raise InvalidArgument(f"dtype: found {dtype!r}, wanted a torch.dtype")
@@ -48,13 +48,18 @@ def workspace_bytes(
         raise InvalidArgument(f"shape: found {tuple(shape)}, wanted sizes >= 0")
     if op == "all_gather_matmul":
         return world_size * prod(shape) * dtype.itemsize
-    rows = prod(shape[:-1])
-    if len(shape) < 2 or rows % world_size:
+    rows, is_scatter = prod(shape[:-1]), op == "matmul_reduce_scatter"
+    if len(shape) < 2 or (is_scatter and rows % world_size):
+        also = f", and rows that are a multiple of the world size {world_size}"
         raise InvalidArgument(
-            f"shape: found {tuple(shape)}, wanted at least 2 sizes, and rows that are a multiple "
-            f"of the world size {world_size}"
+            f"shape: found {tuple(shape)}, wanted at least 2 sizes{also if is_scatter else ''}"
         )
-    return _core.scatter_slot_bytes(rows, shape[-1] * dtype.itemsize, world_size)
+    row_bytes = shape[-1] * dtype.itemsize
+    if is_scatter:
+        return _core.scatter_slot_bytes(rows, row_bytes, world_size)
+    shared = -(-rows // world_size) * world_size
+    bands = _core.scatter_bands(shared, world_size)
+    return max((end - begin for begin, end in bands), default=0) * world_size * row_bytes
 
 
 def reserve(
