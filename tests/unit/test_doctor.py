@@ -13,6 +13,7 @@ import torch
 from agmm import _installation
 from agmm.cli import doctor
 from agmm.cli.doctor import Finding
+from agmm.runtime import devices
 
 
 def _named(findings: list[Finding], name: str) -> Finding:
@@ -46,6 +47,12 @@ def _pretend_gpus(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: peers)
+    monkeypatch.setattr(devices, "nvml", lambda: None)
+
+
+def _diagnose(monkeypatch: pytest.MonkeyPatch, core: Any) -> list[Finding]:
+    monkeypatch.setattr(doctor, "load_core", lambda: (core, None))
+    return doctor.diagnose()
 
 
 def test_this_machine_is_not_broken() -> None:
@@ -63,22 +70,20 @@ def test_core_that_does_not_load_is_broken(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_stale_core_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "load_core", lambda: (_core(__version__="0.0.1"), None))
-    found = _named(doctor.diagnose(), "agmm")
+    found = _named(_diagnose(monkeypatch, _core(__version__="0.0.1")), "agmm")
     assert (found.status, "0.0.1" in found.found) == ("broken", True)
 
 
 def test_deliberate_fault_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend_gpus(monkeypatch, (9, 0), peers=True)
-    monkeypatch.setattr(doctor, "load_core", lambda: (_core(fault="no_fence"), None))
-    findings = doctor.diagnose()
+    findings = _diagnose(monkeypatch, _core(fault="no_fence"))
     found = _named(findings, "agmm")
     assert (found.status, "no_fence" in found.found) == ("broken", True)
     assert findings[-1].status == "broken"
 
 
-def test_stress_delays_are_noted() -> None:
-    found = doctor._agmm(_core(stress_delays=True), None)
+def test_stress_delays_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _named(_diagnose(monkeypatch, _core(stress_delays=True)), "agmm")
     assert (found.status, "test build" in found.meaning) == ("note", True)
 
 
@@ -116,15 +121,15 @@ def test_where_tuned_plans_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def test_torch_version(monkeypatch: pytest.MonkeyPatch, version: str, status: str) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert doctor._torch().status == status
+    assert _named(doctor.diagnose(), "torch").status == status
 
 
 def test_hopper_with_kernels_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend_gpus(monkeypatch, (9, 0), peers=True)
-    verdict = doctor._verdict(_core())
-    assert verdict.status == "ok"
-    assert "CUDA tensors: fused" in verdict.found
-    assert doctor._gpus(_core()).status == "ok"
+    findings = _diagnose(monkeypatch, _core())
+    assert findings[-1].status == "ok"
+    assert "CUDA tensors: fused" in findings[-1].found
+    assert _named(findings, "GPUs").status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -143,16 +148,15 @@ def test_what_stands_against_fusion_is_said(
     reason: str,
 ) -> None:
     _pretend_gpus(monkeypatch, capability, peers)
-    verdict = doctor._verdict(_core(cuda_built=built))
+    verdict = _diagnose(monkeypatch, _core(cuda_built=built))[-1]
     assert verdict.status == "note"
     assert reason in verdict.found
 
 
 def test_pairs_without_atomics_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend_gpus(monkeypatch, (9, 0), peers=True)
-    monkeypatch.setattr(doctor, "load_core", lambda: (_core(), None))
     monkeypatch.setattr("agmm.runtime.links._core.peer_atomics", lambda a, b: a < b)
-    finding = doctor._links()
+    finding = _named(_diagnose(monkeypatch, _core()), "GPU links")
     assert "no native atomics between 1-0" in finding.found
     assert finding.meaning == "such groups take copy engines, never SM push"
     assert finding.status == "note"
@@ -160,7 +164,7 @@ def test_pairs_without_atomics_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_pairs_without_peer_access_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend_gpus(monkeypatch, (9, 0), peers=False)
-    assert "0-1, 1-0" in doctor._links().found
+    assert "0-1, 1-0" in _named(doctor.diagnose(), "GPU links").found
 
 
 def test_small_shared_memory_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +172,6 @@ def test_small_shared_memory_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
         return types.SimpleNamespace(f_bavail=16, f_blocks=16, f_frsize=2**20)
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    found = doctor._shared_memory()
+    found = _named(doctor.diagnose(), "shared memory")
     assert found.status == "note"
     assert "--shm-size" in found.meaning

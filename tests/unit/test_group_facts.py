@@ -39,11 +39,13 @@ def facts(
 ) -> group_gpus.GroupFacts:
     """Of a group of two, whose other rank says this."""
     said = iter([json.dumps(peer), peers_links])
-    group = mock.Mock(exchange=lambda topic, value: [value, next(said)], hosts=lambda: ["a", host])
+    group = mock.MagicMock(
+        exchange=lambda topic, value: [value, next(said)], hosts=lambda: ["a", host]
+    )
     monkeypatch.setattr(groups, "of", lambda _: group)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
-    return group_gpus._agreed_facts(mock.Mock(), GPU)
+    return group_gpus.group_facts(mock.Mock(), GPU)
 
 
 def test_two_gpus_over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:

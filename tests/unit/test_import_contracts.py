@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -108,3 +109,19 @@ def test_an_import_of_what_users_see_is_found(tmp_path: Path) -> None:
         "from agmm import _core, errors, all_gather_matmul\ndef late():\n    import agmm\n"
     )
     assert _taken_from_the_root(planted) == ["all_gather_matmul", "agmm"]
+
+
+def test_the_page_on_the_package_names_what_there_is() -> None:
+    """Every package, with modules that it has, in the order of the layers."""
+    page = (REPOSITORY / "docs" / "dev" / "python.md").read_text()
+    table = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", page, re.MULTILINE)
+    found = {package: re.findall(r"`([\w.]+)`", modules) for package, modules in table}
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert set(found) == packages
+    for package, modules in found.items():
+        there = {entry.stem for entry in (PACKAGE / package).iterdir()}
+        assert {module for module in modules if "." not in module} <= there, package
+    config = (REPOSITORY / "pyproject.toml").read_text()
+    layers = re.findall(r'"(.*)"', config.partition("layers = [")[2].partition("]")[0])
+    order = [name for layer in layers for name in layer.split(" | ") if name in packages]
+    assert list(found) == order

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 
 import pytest
 
-from agmm.planning import heuristics, legality, planner, tables
+from agmm.planning import heuristics, legality, tables
 from agmm.planning.cost_model import At, Tiling, default_kernels
 from agmm.planning.legality import why_illegal
 from agmm.planning.planner import Planner
 from agmm.planning.plans import CPU, UNFUSED, Plan, Problem, Row
+from agmm.planning.tuned_rows import TunedRow
 
 GPU = "nvidia-h200"
 KERNELS = default_kernels(GPU)
@@ -86,7 +89,7 @@ def test_kept_rows_are_legal_where_their_plans_are() -> None:
         splits = draw.choice([1, 1, 2, 3, 8])
         tuned = Plan(transport, replace(usual.kernel, splits=splits))
         built = draw.sample(KERNELS, len(KERNELS) - 3)
-        kept = planner._KeptRow(problem, Row(problem.m, tuned, 1.0), "", built)
+        kept = TunedRow(problem, Row(problem.m, tuned, 1.0), "", built)
         for m in (problem.m, 4 * problem.world_size, 1000 * problem.world_size):
             here = problem._replace(m=m)
             is_legal = kept.is_legal(At(here))
@@ -117,10 +120,20 @@ def test_unseen_m_takes_little_time(world_size: int) -> None:
 
 
 def test_what_a_planner_remembers_is_bounded() -> None:
+    """In all of a server's life: as many problems again take no more memory."""
     planner = Planner(())
-    for m in range(1, 4200):
-        planner.plan(Problem(m, 8, 8, "float32", 2, gpu=CPU))
-    for n in range(1, 600):
-        planner.plan(Problem(8, n, 8, "float32", 2, gpu=CPU))
-    assert planner._plan.cache_info().currsize <= 4096
-    assert planner._family.cache_info().currsize <= 512
+
+    def plan_many(first: int) -> int:
+        for m in range(first, first + 5000):
+            planner.plan(Problem(m, 8, 8, "float32", 2, gpu=CPU))
+            planner.plan(Problem(8, m, 8, "float32", 2, gpu=CPU))
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        once = plan_many(1)
+        assert once > 0
+        assert plan_many(10_000) < 1.05 * once
+    finally:
+        tracemalloc.stop()

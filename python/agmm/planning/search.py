@@ -1,0 +1,137 @@
+"""The fastest plan of the build's kernels by the cost model, without a look at all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+from math import inf
+
+from agmm.planning.cost_model import At, Load, Tiling
+from agmm.planning.heuristics import (
+    MAX_SPLITS,
+    PUSH_COLUMNS,
+    has_few_rows_of_tiles,
+    usual_order,
+    usual_sm_push_at,
+)
+from agmm.planning.legality import copy_transports, splits_that_fit, why_transport_illegal
+from agmm.planning.plans import MAX_COLUMN_CHUNKS, KernelConfig, Plan, Problem, SmPush
+
+
+class SplitKernel:
+    """A kernel with its splits of K, for problems that differ in M alone."""
+
+    __slots__ = ("_orders", "can_push", "config", "copies", "is_pull", "tiling")
+
+    def __init__(self, problem: Problem, config: KernelConfig) -> None:
+        copying = copy_transports(problem, config)
+        self.config = config
+        self.tiling = Tiling(problem, config)
+        self.copies = copying[0]
+        self.is_pull = self.copies == "pull"
+        columns = PUSH_COLUMNS[-1]
+        while problem.k > columns * MAX_COLUMN_CHUNKS:
+            columns *= 2
+        push = SmPush(1, columns).name
+        self.can_push = why_transport_illegal(problem, config, push) is None
+        self._orders: dict[bool, KernelConfig] = {}
+
+    def in_order(self, problem: Problem) -> KernelConfig:
+        """See `usual_order`."""
+        few = self.config.schedule == "pingpong" and has_few_rows_of_tiles(
+            problem, self.config.tile_m
+        )
+        found = self._orders.get(few)
+        if found is None:
+            found = self._orders[few] = usual_order(problem, self.config)
+        return found
+
+    def copied_us(self, at: At, load: Load, transport: str) -> float:
+        return at.fused_us(self.tiling, load, transport)
+
+    def pushed_us(self, at: At, load: Load, push: SmPush) -> float:
+        has_ctas = push.has_ctas(at.problem.k)
+        return at.sm_push_us(
+            self.tiling, load, push.chunk_columns, push.parts, push.first_peers, has_ctas
+        )
+
+    def usual_push(self, at: At, load: Load) -> SmPush:
+        return usual_sm_push_at(at, self.tiling, load, self.config.splits)
+
+
+_PRUNING = 1.0 + 1e-9
+"""Predictions are compared with floors that are computed in another order of operations."""
+
+
+class Search:
+    """Of all-gather -> matmul, for problems that differ in M alone.
+
+    Args:
+        problem: any of them.
+        kernels: the kernels to choose from.
+    """
+
+    def __init__(self, problem: Problem, kernels: Sequence[KernelConfig]) -> None:
+        # By the number of parts that K is split in, from 1 on.
+        self._of_kernels = [[SplitKernel(problem, kernel)] for kernel in kernels]
+
+    def fastest(self, at: At) -> tuple[Plan, float] | None:
+        """The fastest of the kernels' `usual_plans` by the cost model, the first of equals.
+
+        Kernels come by the least time that they can take, and so do the numbers of parts that a
+        kernel may split K in; what cannot take less than the best found is not looked at.
+        """
+        # The least time, the number in the order of plans, the load (None: of all splits), and the
+        # least times with copies and with SM push.
+        waiting: list[tuple[float, int, SplitKernel, Load | None, float, float]] = []
+        for i, of_kernel in enumerate(self._of_kernels):
+            kernel, number = of_kernel[0], MAX_SPLITS * i
+            load = at.load(kernel.tiling)
+            least = at.least_us(kernel.tiling, load, kernel.is_pull, kernel.can_push)
+            waiting.append((least[0], number, kernel, load, least[1], least[2]))
+            if kernel.config.can_split and 2 * load.blocks <= kernel.tiling.workers:
+                load = at.least_split_load(kernel.tiling)
+                least = at.least_us(kernel.tiling, load, kernel.is_pull, kernel.can_push)
+                waiting.append((least[0], number + 1, kernel, None, 0.0, 0.0))
+        heapify(waiting)
+        best_us, best_number = inf, 0
+        best: tuple[SplitKernel, SmPush | None] | None = None
+        while waiting:
+            least_us, number, kernel, some_load, copied_us, pushed_us = heappop(waiting)
+            limit_us = best_us * _PRUNING
+            if least_us > limit_us:
+                break
+            if some_load is None:
+                for splits, kernel in self._splits(at, number // MAX_SPLITS):
+                    load = at.load(kernel.tiling)
+                    least = at.least_us(kernel.tiling, load, kernel.is_pull, kernel.can_push)
+                    if least[0] <= limit_us:
+                        of_splits = number + splits - 2
+                        heappush(waiting, (least[0], of_splits, kernel, load, least[1], least[2]))
+                continue
+            if kernel.can_push and pushed_us <= limit_us:
+                push = kernel.usual_push(at, some_load)
+                us = kernel.pushed_us(at, some_load, push)
+                is_better = us < best_us or (us == best_us and 2 * number + 1 < best_number)
+                if is_better and push.why_illegal(at.problem.k) is None:
+                    best_us, best_number, best = us, 2 * number + 1, (kernel, push)
+            if copied_us <= best_us * _PRUNING:
+                us = kernel.copied_us(at, some_load, kernel.copies)
+                if us < best_us or (us == best_us and 2 * number < best_number):
+                    best_us, best_number, best = us, 2 * number, (kernel, None)
+        if best is None:
+            return None
+        kernel, chosen = best
+        transport = kernel.copies if chosen is None else chosen.name
+        return Plan(transport, kernel.in_order(at.problem)), best_us
+
+    def _splits(self, at: At, i: int) -> Iterator[tuple[int, SplitKernel]]:
+        """The legal splits of a kernel's K into two parts and more."""
+        of_kernel = self._of_kernels[i]
+        config, tiling = of_kernel[0].config, of_kernel[0].tiling
+        legal = splits_that_fit(at.problem.k, config.tile_k, at.blocks(tiling), tiling.workers)
+        for splits in legal[1:MAX_SPLITS]:
+            if len(of_kernel) < splits:
+                of_kernel.append(SplitKernel(at.problem, replace(config, splits=splits)))
+            yield splits, of_kernel[splits - 1]

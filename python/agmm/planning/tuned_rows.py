@@ -1,0 +1,157 @@
+"""Rows of the tables of tuned plans, as they serve a problem of another M."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from agmm.planning import cost_model
+from agmm.planning.cost_model import At
+from agmm.planning.heuristics import has_model, predict_us
+from agmm.planning.legality import built_as, free_of, splits_that_fit, why_illegal
+from agmm.planning.plans import UNFUSED, KernelConfig, Plan, Problem, Row, SmPush
+from agmm.planning.search import SplitKernel
+
+_NEIGHBOUR_FACTOR = 4
+"""A tuned M says something about an M up to this many times larger or smaller."""
+
+
+class Rows(Protocol):
+    """A table as the look-up sees it."""
+
+    @property
+    def name(self) -> str:
+        """Where the rows come from, for people."""
+
+    def rows(self, problem: Problem) -> Sequence[Row]:
+        """Rows that differ from the problem in M alone."""
+
+
+class TunedRow:
+    """A row of a table, and whether it may serve the problems of a family."""
+
+    __slots__ = ("_built", "_is_legal", "_there_us", "kernel", "push", "row", "source")
+
+    def __init__(self, problem: Problem, row: Row, source: str, kernels: Sequence[KernelConfig]):
+        self.row, self.source = row, source
+        plan = row.plan
+        self.push = SmPush.parse(plan.transport)
+        self.kernel: SplitKernel | None = None
+        if plan.kernel is not None and has_model(problem):
+            self.kernel = SplitKernel(problem, plan.kernel)
+        self._there_us: tuple[float | None] | None = None
+        # Only splits, and CTAs of their own that push, may be legal for some M.
+        plain, self._built = plan, None
+        if self.kernel is not None:
+            config = self.kernel.config
+            if self.push is not None and self.push.has_ctas(problem.k):
+                plain = replace(plain, transport=self.push._replace(head_chunks=0).name)
+            if config.splits > 1:
+                plain = replace(plain, kernel=replace(config, splits=1))
+            built = built_as(config, kernels)
+            if plain is not plan and built is not None:
+                self._built = SplitKernel(problem, replace(built, splits=1))
+        self._is_legal = why_illegal(problem, plain, kernels) is None
+
+    def is_legal(self, at: At) -> bool:
+        """See `why_illegal`."""
+        kernel, built = self.kernel, self._built
+        if not self._is_legal or kernel is None or built is None:
+            return self._is_legal
+        k, blocks, workers = at.problem.k, at.blocks(built.tiling), built.tiling.workers
+        splits = kernel.config.splits
+        if splits > 1:
+            if not built.config.can_split:
+                return False
+            if splits not in splits_that_fit(k, kernel.config.tile_k, blocks, workers):
+                return False
+        has_ctas = self.push is not None and self.push.has_ctas(k)
+        return not has_ctas or free_of(kernel.tiling, at.blocks(kernel.tiling)) >= 1
+
+    def there_us(self, problem: Problem) -> float | None:
+        """What the model says of the row's own problem."""
+        if self._there_us is None:
+            self._there_us = (predict_us(problem._replace(m=self.row.m), self.row.plan),)
+        return self._there_us[0]
+
+    def here(self, at: At) -> tuple[Plan, float]:
+        """Its plan for another M, and the predicted time. Its order of tiles says nothing: the best
+        one there may be best by less than the noise, and take a third longer here. How SM push best
+        cuts whole tiles of a shard says nothing about shards that end inside them."""
+        plan, kernel, push = self.row.plan, self.kernel, self.push
+        if kernel is None:
+            return plan, cost_model.unfused_us(at.problem)
+        load, transport = at.load(kernel.tiling), plan.transport
+        if push is None:
+            us = kernel.copied_us(at, load, transport)
+        else:
+            if at.straddles(kernel.tiling.tile_m):
+                push = kernel.usual_push(at, load)
+                transport = push.name
+            us = kernel.pushed_us(at, load, push)
+        return Plan(transport, kernel.in_order(at.problem), plan.chunks_per_shard), us
+
+
+class TunedRows:
+    """What was tuned for problems that differ in M alone, and may serve others of the same kind.
+
+    Args:
+        problem: any of those that are to be served.
+        tuned: any of those that the rows were measured for.
+        tables: of two rows for one problem the first table's counts.
+        kernels: of the build.
+        warn: takes a message and the reason why rows are passed over.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        tuned: Problem,
+        tables: Sequence[Rows],
+        kernels: Sequence[KernelConfig],
+        warn: Callable[[str, str], None],
+    ) -> None:
+        differs = "" if tuned == problem else f", return_A={tuned.return_A}"
+        at = At(problem)
+        self._rows: dict[int, list[TunedRow]] = {}
+        for table in tables:
+            for row in table.rows(tuned):
+                found = TunedRow(problem, row, table.name + differs, kernels)
+                self._rows.setdefault(row.m, []).append(found)
+                own = tuned._replace(m=row.m, sm_count=0)
+                # Else it is for other calls, as splits of K are for few rows and all SMs.
+                if not found.is_legal(at) and why_illegal(own, row.plan, kernels) is not None:
+                    reason = why_illegal(problem, row.plan, kernels)
+                    warn(f"agmm passes over rows of {table.name}: {reason}", reason or "")
+        self._ms = sorted(self._rows)
+
+    def usable(self, at: At, m: int, fused: bool) -> TunedRow | None:
+        """The row of that M which may serve, without the unfused plan where ``fused``."""
+        for row in self._rows.get(m, ()):
+            if not (fused and row.row.plan == UNFUSED) and row.is_legal(at):
+                return row
+        return None
+
+    def near(self, at: At, fused: bool) -> list[TunedRow]:
+        """The nearest usable rows below and above."""
+        ms, m, found = self._ms, at.problem.m, []
+        if not ms:
+            return []
+        here = bisect_left(ms, m)
+        for i in range(here - 1, -1, -1):
+            if ms[i] < m / _NEIGHBOUR_FACTOR:
+                break
+            row = self.usable(at, ms[i], fused)
+            if row is not None:
+                found.append(row)
+                break
+        for i in range(here, len(ms)):
+            if ms[i] > m * _NEIGHBOUR_FACTOR:
+                break
+            row = None if ms[i] == m else self.usable(at, ms[i], fused)
+            if row is not None:
+                found.append(row)
+                break
+        return found
