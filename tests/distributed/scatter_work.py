@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import rank_work
@@ -283,3 +284,57 @@ def call_with_own(kind: str) -> None:
         workspace.all_gather_matmul(torch.ones(4, 2), [torch.ones(2, 3)], [None], return_A=False)
     else:
         scatter()
+
+
+class _FaultyCore:
+    """The core of a workspace with a deliberate fault of the protocol."""
+
+    def __init__(self, core: Any, fault: str) -> None:
+        object.__setattr__(self, "_core", core)
+        object.__setattr__(self, "_fault", fault)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._core, name, value)
+
+    def take_credits(self, slot: int) -> None:
+        if self._fault != "no credit":
+            self._core.take_credits(slot)
+
+    def send(self, slot: int, owner: int, index: int, piece: int, nbytes: int, *rest: int) -> None:
+        if self._fault == "signal before data":
+            self._core.send(slot, owner, index, piece, 0, *rest)
+        self._core.send(slot, owner, index, piece, nbytes, *rest)
+
+    def wait_chunk(self, slot: int, chunk: int, tag: int) -> None:
+        if self._fault != "own rows before the others' sums":
+            self._core.wait_chunk(slot, chunk, tag)
+
+
+def with_fault(fault: str, op: str, calls: int) -> int:
+    """How many calls went wrong, all through one slot, which credits alone protect, with delays at
+    random in every rank."""
+    group = dist.group.WORLD
+    assert group is not None
+    torch.use_deterministic_algorithms(True)
+    workspace = rank_work.PoisonedWorkspace.create(group, 1 << 16)
+    rank, world_size, dtype = workspace.rank, workspace.world_size, torch.bfloat16
+
+    def step(kind: int) -> torch.Tensor:
+        A, B = operands((3, 9, 5), rank, world_size, dtype, kind)
+        if op == "all_reduce":
+            return workspace.matmul_all_reduce(A, B, None, CALL)
+        return workspace.matmul_reduce_scatter([A], [B], None, "sum", CALL)
+
+    wanted = [step(kind) for kind in range(4)]
+    draw, wrong = random.Random(rank), 0
+    workspace._core = _FaultyCore(workspace._core, fault)  # type: ignore[assignment]
+    workspace.set_push_delay_us(300)
+    with mock.patch.object(workspace, "_take_slot", return_value=0):
+        for call in range(calls):
+            if draw.random() < 0.1:
+                time.sleep(1e-3 * draw.random())
+            wrong += not torch.equal(step(call % 4), wanted[call % 4])
+    return wrong

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from agmm.testing.ranks import RankPool
 
+CALLS = int(os.environ.get("AGMM_STRESS_CALLS", "5000"))
 SHAPES = [  # M, ..., N, K
     (1, 1, 1),
     (1, 7, 65),
@@ -64,6 +66,12 @@ def test_same_bits_in_every_call_with_each_rank_late_in_turn(
     pool: RankPool, world_size: int
 ) -> None:
     check(pool.run(all_reduce_work.repeated, world_size, 300, 3000), world_size, [])
+
+
+def test_many_calls(pool: RankPool) -> None:
+    """By hand with more: AGMM_STRESS_CALLS. In batches that a pool's time allows."""
+    for done in range(0, CALLS, 5_000):
+        check(pool.run(all_reduce_work.repeated, 4, min(5_000, CALLS - done), 200), 4, [])
 
 
 @pytest.mark.parametrize("world_size", range(1, 6))

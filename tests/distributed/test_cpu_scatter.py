@@ -13,7 +13,7 @@ import scatter_work
 import torch
 
 from agmm.runtime import cpu_scatter
-from agmm.testing.ranks import RankPool
+from agmm.testing.ranks import RankError, RankPool
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 SHAPES = [  # rows per rank, N, K
@@ -123,8 +123,24 @@ def test_many_calls(pool: RankPool) -> None:
     """By hand with more: AGMM_STRESS_CALLS. In batches that a pool's time allows."""
     for done in range(0, CALLS, 10_000):
         calls = min(10_000, CALLS - done)
-        results = pool.run(scatter_work.repeated, 4, calls, 2, 0, torch.bfloat16)
+        results = pool.run(scatter_work.repeated, 4, calls, 2, 100, torch.bfloat16)
         assert faults_of(results, 4) == []
+
+
+FAULTS = ["signal before data", "no credit", "own rows before the others' sums"]
+
+
+@pytest.mark.parametrize("op", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("fault", ["none", *FAULTS])
+def test_deliberate_faults_are_found(fault: str, op: str) -> None:
+    """By wrong sums, or by ranks that end since they miss a signal. Without a fault there are none:
+    credits alone protect the one slot that all of these calls take."""
+    with RankPool(4, env={"AGMM_TIMEOUT_S": "3"}) as pool:
+        try:
+            wrong = pool.run(scatter_work.with_fault, fault, op, 300)
+        except RankError as error:
+            wrong = [124 in error.exit_codes.values()]
+    assert any(wrong) == (fault != "none")
 
 
 @pytest.mark.parametrize(
