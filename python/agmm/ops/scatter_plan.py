@@ -11,7 +11,7 @@ import torch.distributed as dist
 from agmm.errors import Unsupported
 from agmm.ops.checks import FLOATS
 from agmm.planning import call_plans, cost_model
-from agmm.planning.plans import Problem
+from agmm.planning.plans import BY_TORCH, MATMUL_REDUCE_SCATTER, Problem
 from agmm.runtime import cuda
 from agmm.runtime.workspaces import cuda_workspace
 
@@ -29,9 +29,10 @@ def _has_kernels(device: torch.device, group: dist.ProcessGroup) -> bool:
 def _problem(A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup) -> Problem:
     rows = A.numel() // A.shape[-1]
     world_size = dist.get_world_size(group)
-    return call_plans.problem(
+    asked = call_plans.problem(
         rows, B.shape[1], B.shape[0], A.dtype, A.device, world_size=world_size
     )
+    return asked._replace(op=MATMUL_REDUCE_SCATTER)
 
 
 _MOST_ROWS = 2**31 - 1
@@ -60,14 +61,14 @@ def why_not_native(
 
 def is_fused(A: torch.Tensor, B: torch.Tensor, scatter_dim: int, group: dist.ProcessGroup) -> bool:
     """Whether torch's ``symm_mem.fused_matmul_reduce_scatter`` serves ``A @ B``: where it is legal
-    and, by the cost model, faster than a matmul and a reduce-scatter by what it costs the
-    host."""
+    and planned, by a row of a table or since the cost model has it faster than a matmul and a
+    reduce-scatter by what it costs the host."""
     if A.dtype not in _FUSED_DTYPES or scatter_dim % A.dim() != 0 or A.numel() == 0:
         return False
     if not _has_kernels(A.device, group):
         return False
     # First, since no workspace is to be made where all are small.
-    if not cost_model.is_reduce_scatter_fused(_problem(A, B, group)):
+    if call_plans.planner(group, A.device).plan(_problem(A, B, group)) != BY_TORCH:
         return False
     try:  # finds out whether the GPUs reach each other
         cuda_workspace(group, A.device).ensure(1)
