@@ -20,6 +20,11 @@ from agmm.testing.reference import relative_error
 _ROWS, _K, _N = 2, 3, 2
 
 
+def _group(world_size: int) -> dist.ProcessGroup | None:
+    """As group_of; in a pool of another size, that of all ranks."""
+    return group_of(world_size) if dist.get_world_size() == POOL_SIZE else dist.group.WORLD
+
+
 class _OwnPart(torch.autograd.Function):
     """This rank's entry of a tensor that all ranks hold whole; the gradient is whole again."""
 
@@ -116,7 +121,7 @@ def gradcheck_matmul_reduce_scatter(
     pairs: int | None = None,
 ) -> bool | None:
     """Of one product, or of a list of pairs."""
-    group = group_of(world_size)
+    group = _group(world_size)
     if group is None:
         return None
     inputs = {}
@@ -162,7 +167,7 @@ def gradcheck_matmul_all_reduce(
     column_major: bool = False,
 ) -> bool | None:
     """As that of a scatter, but every rank has the whole output and the same gradient of it."""
-    group = group_of(world_size) if dist.get_world_size() == POOL_SIZE else dist.group.WORLD
+    group = _group(world_size)
     if group is None:
         return None
     inputs = {

@@ -75,6 +75,8 @@ def one_is_late(kind: str, late_s: float) -> None:
         agmm.all_gather_matmul(shard, B, config="unfused")
     elif kind == "scatter":
         agmm.matmul_reduce_scatter(shard, B)
+    elif kind == "all_reduce":
+        agmm.matmul_all_reduce(shard, B)
     elif kind == "backward":
         out.sum().backward()
     elif kind == "first":

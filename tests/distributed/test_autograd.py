@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import autograd_work
@@ -72,6 +73,11 @@ def test_products_of_several_weights_are_added_up_without_more_full_size_tensors
     for count, error in pool.run(autograd_work.full_size_tensors, 3, **options)[2:]:
         assert error < 1e-12
         assert count == wanted
+
+
+def test_gradcheck_of_a_scatter_over_eight_ranks(rank_pools: Callable[..., RankPool]) -> None:
+    scatter = autograd_work.gradcheck_matmul_reduce_scatter
+    assert rank_pools(8).run(scatter, 8, bias=True, reduce_op="avg") == [True] * 8
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_more_rows_take_longer_and_are_fused_in_the_end(k: int, world_size: int)
 def test_never_on_the_cpu(
     group: str, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(cost_model, "is_reduce_scatter_fused", lambda _: True)
+    monkeypatch.setattr(scatter_plan, "_is_planned", lambda *_: True)
     monkeypatch.setattr(cost_model, "is_gather_by_copies", lambda *_, **__: True)
     monkeypatch.setattr(cuda, "why_unfused", lambda _: None)
     monkeypatch.setattr(dist, "get_world_size", lambda _: 4)

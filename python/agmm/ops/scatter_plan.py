@@ -35,6 +35,11 @@ def _problem(A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup) -> Prob
     return asked._replace(op=MATMUL_REDUCE_SCATTER)
 
 
+def _is_planned(A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether the plan of ``A @ B`` on a GPU is torch's fused op. Collective at first use."""
+    return call_plans.planner(group, A.device).plan(_problem(A, B, group)) == BY_TORCH
+
+
 _MOST_ROWS = 2**31 - 1
 """The core counts them in 32 bits."""
 
@@ -68,7 +73,7 @@ def is_fused(A: torch.Tensor, B: torch.Tensor, scatter_dim: int, group: dist.Pro
     if not _has_kernels(A.device, group):
         return False
     # First, since no workspace is to be made where all are small.
-    if call_plans.planner(group, A.device).plan(_problem(A, B, group)) != BY_TORCH:
+    if not _is_planned(A, B, group):
         return False
     try:  # finds out whether the GPUs reach each other
         cuda_workspace(group, A.device).ensure(1)
