@@ -37,8 +37,8 @@ def _impl(
     reason = scatter_plan.why_not_native([A], [B], 0)
     if reason is None:
         rows = A.reshape(A.shape[:-1].numel(), A.shape[-1])
-        workspace = cpu_workspace(group)
         try:
+            workspace = cpu_workspace(group)
             out = workspace.matmul_all_reduce(rows, B, bias, call, agreed=f"{list(shape)}")
         except Unsupported as error:
             reason = str(error)
