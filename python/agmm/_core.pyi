@@ -18,6 +18,7 @@ __all__: list[str] = [
     "MAX_COLUMN_CHUNKS",
     "MAX_PUSH_PARTS",
     "MAX_PUSH_RANKS",
+    "SCATTER_BAND_ROWS",
     "SM_PUSH_HEAD_ITEM_BYTES",
     "SPLIT_COUNTER_BYTES",
     "TILE_TIMES_BYTES",
@@ -39,9 +40,13 @@ __all__: list[str] = [
     "kernels",
     "mismatch_message",
     "note_call",
+    "part_place",
     "peer_atomics",
     "push_order",
     "record_time",
+    "scatter_bands",
+    "scatter_owner",
+    "scatter_slot_bytes",
     "set_call_lookup",
     "shared_rows",
     "split_scratch_bytes",
@@ -82,6 +87,20 @@ class CpuWorkspace:
         """
         Says that this rank has read the slot: resets its signals and gives the credits.
         """
+    def send(
+        self,
+        slot: int,
+        owner: int,
+        index: int,
+        piece_ptr: int,
+        piece_bytes: int,
+        part_bytes: int,
+        offset: int,
+        tag: int,
+    ) -> None:
+        """
+        Hands a piece of this rank's part of the owner's sum to the copy thread; it must stay unchanged until wait_pushed().
+        """
     def set_push_delay_us(self, us: int) -> None:
         """
         For tests: delays every chunk by a random time up to `us` microseconds.
@@ -92,7 +111,11 @@ class CpuWorkspace:
         """
     def slot_ptr(self, slot: int) -> int:
         """
-        Address of this rank's gather buffer, slot_bytes long.
+        Address of this rank's slot, slot_bytes long.
+        """
+    def take_credits(self, slot: int) -> None:
+        """
+        Has the copy thread take the credit of every peer's slot, before the sends.
         """
     def unlink(self) -> None:
         """
@@ -104,7 +127,7 @@ class CpuWorkspace:
         """
     def wait_pushed(self) -> None:
         """
-        Waits until every shard handed to push() may be overwritten.
+        Waits until all that was handed to push() and send() may be overwritten.
         """
     @property
     def chunks_per_shard(self) -> int: ...
@@ -392,6 +415,11 @@ def note_call(tag: int, what: str) -> None:
     Keeps what the calls are whose signals carry the tag, for mismatch_message.
     """
 
+def part_place(source: int, owner: int, world_size: int) -> int:
+    """
+    Where the owner keeps the part of the source.
+    """
+
 def peer_atomics(device: int, peer: int) -> bool:
     """
     Whether additions of one GPU to words in the memory of another are atomic there.
@@ -414,6 +442,21 @@ def push_order(
 def record_time(ns: int, stream: int) -> None:
     """
     Writes the GPU's timer in ns to a device address when the stream comes to it.
+    """
+
+def scatter_bands(rows: int, world_size: int) -> list[tuple[int, int]]:
+    """
+    The bands in which matmul + reduce-scatter takes its rows: half-open ranges of the rows of each rank.
+    """
+
+def scatter_owner(rank: int, position: int, world_size: int) -> int:
+    """
+    The rank whose rows `rank` computes at this position.
+    """
+
+def scatter_slot_bytes(rows: int, row_bytes: int, world_size: int) -> int:
+    """
+    Bytes of a slot for the parts of matmul + reduce-scatter with so many rows of A @ B.
     """
 
 def set_call_lookup(
@@ -486,6 +529,7 @@ CAPABILITY: int
 MAX_COLUMN_CHUNKS: int
 MAX_PUSH_PARTS: int
 MAX_PUSH_RANKS: int
+SCATTER_BAND_ROWS: int
 SM_PUSH_HEAD_ITEM_BYTES: int
 SPLIT_COUNTER_BYTES: int
 TILE_TIMES_BYTES: int

@@ -10,6 +10,7 @@
 #include "bindings/bindings.hpp"
 #include "order/chunking.hpp"
 #include "order/clusters.hpp"
+#include "order/scatter_order.hpp"
 #include "symmetric/layout.hpp"
 #include "transport/sm_push.hpp"
 
@@ -36,6 +37,14 @@ TileOrder make_order(int m, int n, int block_rows, int block_cols, int chunks, i
   }
   return TileOrder(ChunkGrid(m, 1, chunks), n, block_rows, block_cols, pivot, max_swizzle,
                    agmm::parse_raster(raster));
+}
+
+agmm::ScatterBands make_bands(int rows, int world_size) {
+  if (world_size < 1 || rows < 0 || rows % world_size != 0) {
+    throw std::invalid_argument("rows: found " + std::to_string(rows) + ", wanted a multiple of " +
+                                "the world size " + std::to_string(world_size));
+  }
+  return agmm::ScatterBands(rows, world_size);
 }
 
 }  // namespace
@@ -200,4 +209,29 @@ void bind_chunking(py::module_& m) {
         return agmm::FastDiv(divisor).divide(n);
       },
       py::arg("n"), py::arg("divisor"));
+  m.attr("SCATTER_BAND_ROWS") = agmm::ScatterBands::kMostRows;
+  m.def(
+      "scatter_bands",
+      [](int rows, int world_size) {
+        const agmm::ScatterBands bands = make_bands(rows, world_size);
+        std::vector<std::tuple<int, int>> found;
+        for (int band = 0; band < bands.count(); ++band) {
+          found.emplace_back(bands.rows(band).begin, bands.rows(band).end);
+        }
+        return found;
+      },
+      py::arg("rows"), py::arg("world_size"),
+      "The bands in which matmul + reduce-scatter takes its rows: half-open ranges of the rows of "
+      "each rank.");
+  m.def(
+      "scatter_slot_bytes",
+      [](int rows, int64_t row_bytes, int world_size) {
+        return make_bands(rows, world_size).slot_bytes(row_bytes);
+      },
+      py::arg("rows"), py::arg("row_bytes"), py::arg("world_size"),
+      "Bytes of a slot for the parts of matmul + reduce-scatter with so many rows of A @ B.");
+  m.def("scatter_owner", &agmm::scatter_owner, py::arg("rank"), py::arg("position"),
+        py::arg("world_size"), "The rank whose rows `rank` computes at this position.");
+  m.def("part_place", &agmm::part_place, py::arg("source"), py::arg("owner"), py::arg("world_size"),
+        "Where the owner keeps the part of the source.");
 }

@@ -125,7 +125,7 @@ void bind_cpu(py::module_& module) {
           [](const CpuWorkspace& self, int slot) {
             return reinterpret_cast<uintptr_t>(self.slot(slot));
           },
-          py::arg("slot"), "Address of this rank's gather buffer, slot_bytes long.")
+          py::arg("slot"), "Address of this rank's slot, slot_bytes long.")
       .def(
           "signals_ptr",
           [](const CpuWorkspace& self, int slot) {
@@ -142,6 +142,19 @@ void bind_cpu(py::module_& module) {
           py::arg("slot"), py::arg("shard_ptr"), py::arg("shard_bytes"), py::arg("chunk_bytes"),
           py::arg("tag"),
           "Hands the shard to the copy thread; it must stay unchanged until wait_pushed().")
+      .def("take_credits", &CpuWorkspace::take_credits, py::arg("slot"),
+           "Has the copy thread take the credit of every peer's slot, before the sends.")
+      .def(
+          "send",
+          [](CpuWorkspace& self, int slot, int owner, int index, uintptr_t piece_ptr,
+             int64_t piece_bytes, int64_t part_bytes, int64_t offset, uint32_t tag) {
+            self.send(slot, owner, index, reinterpret_cast<const void*>(piece_ptr), piece_bytes,
+                      part_bytes, offset, tag);
+          },
+          py::arg("slot"), py::arg("owner"), py::arg("index"), py::arg("piece_ptr"),
+          py::arg("piece_bytes"), py::arg("part_bytes"), py::arg("offset"), py::arg("tag"),
+          "Hands a piece of this rank's part of the owner's sum to the copy thread; it must stay "
+          "unchanged until wait_pushed().")
       .def(
           "wait_chunk",
           [](const CpuWorkspace& self, int slot, int chunk, uint32_t tag) {
@@ -154,7 +167,7 @@ void bind_cpu(py::module_& module) {
       .def(
           "wait_pushed",
           [](CpuWorkspace& self) { wait_interruptibly([&] { return self.wait_pushed(kSlice); }); },
-          "Waits until every shard handed to push() may be overwritten.")
+          "Waits until all that was handed to push() and send() may be overwritten.")
       .def("release", &CpuWorkspace::release, py::arg("slot"),
            "Says that this rank has read the slot: resets its signals and gives the credits.")
       .def("arrival_ns", &CpuWorkspace::arrival_ns, py::arg("slot"),

@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <limits>
 #include <mutex>
 #include <random>
@@ -17,6 +18,7 @@
 #include <utility>
 
 #include "cpu/shared_segment.hpp"
+#include "order/scatter_order.hpp"
 
 namespace agmm {
 namespace {
@@ -54,18 +56,12 @@ auto message_of_chunk(const Wait& wait, const uint32_t* word, uint32_t wanted, i
 
 }  // namespace
 
-struct CpuWorkspace::Job {
-  int slot;
-  const char* shard;
-  int64_t shard_bytes;
-  int64_t chunk_bytes;
-  uint32_t tag;
-};
-
 // A queue of jobs and the thread that does them in order.
 class CpuWorkspace::CopyThread {
  public:
-  explicit CopyThread(CpuWorkspace& workspace) : workspace_(workspace) {
+  using Job = std::function<void(CopyThread&)>;
+
+  CopyThread() {
     // Signals such as SIGINT are for the threads of the application.
     sigset_t all;
     sigset_t before;
@@ -84,10 +80,10 @@ class CpuWorkspace::CopyThread {
     thread_.join();
   }
 
-  void add(const Job& job) {
+  void add(Job job) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      jobs_.push_back(job);
+      jobs_.push_back(std::move(job));
     }
     changed_.notify_all();
   }
@@ -113,16 +109,15 @@ class CpuWorkspace::CopyThread {
     for (;;) {
       changed_.wait(lock, [this] { return stopping() || !jobs_.empty(); });
       if (stopping()) return;
-      const Job job = jobs_.front();  // stays in the queue until done, so that idle means done
+      const Job& job = jobs_.front();  // stays in the queue until done, so that idle means done
       lock.unlock();
-      workspace_.copy(job, *this);
+      job(*this);
       lock.lock();
       jobs_.pop_front();
       changed_.notify_all();
     }
   }
 
-  CpuWorkspace& workspace_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Job> jobs_;
@@ -183,7 +178,7 @@ void CpuWorkspace::connect(const std::vector<std::string>& names) {
     segments_[peer] =
         std::make_unique<SharedSegment>(SharedSegment::map(names[peer], layout, fingerprint));
   }
-  thread_ = std::make_unique<CopyThread>(*this);
+  thread_ = std::make_unique<CopyThread>();
 }
 
 void CpuWorkspace::unlink() noexcept {
@@ -205,6 +200,11 @@ void CpuWorkspace::require_open(const char* what) const {
   if (segments_.empty()) throw std::runtime_error(std::string(what) + ": the workspace is closed");
 }
 
+void CpuWorkspace::require_connected(const char* what) const {
+  require_open(what);
+  if (!thread_) throw std::runtime_error(std::string(what) + ": call connect first");
+}
+
 void CpuWorkspace::require_slot(int slot) const {
   if (slot < 0 || slot >= kSlots) refuse("slot", slot, "0 or 1");
 }
@@ -223,9 +223,8 @@ uint32_t* CpuWorkspace::signals(int slot) const {
 
 void CpuWorkspace::push(int slot, const void* shard, int64_t shard_bytes, int64_t chunk_bytes,
                         uint32_t tag) {
-  require_open("push");
+  require_connected("push");
   require_slot(slot);
-  if (!thread_) throw std::runtime_error("push: call connect first");
   if (shard_bytes < 0 || shard_bytes > slot_bytes_ / world_size_) {
     refuse("shard_bytes", shard_bytes,
            "0 to slot_bytes / world_size = " + std::to_string(slot_bytes_ / world_size_));
@@ -237,28 +236,68 @@ void CpuWorkspace::push(int slot, const void* shard, int64_t shard_bytes, int64_
                std::to_string(shard_bytes) + " bytes");
   }
   if (tag == 0) refuse("tag", tag, "a nonzero value");
-  thread_->add(Job{slot, static_cast<const char*>(shard), shard_bytes, chunk_bytes, tag});
+  const auto* from = static_cast<const char*>(shard);
+  thread_->add([=](CopyThread& thread) {
+    for (int distance = 1; distance < world_size_; ++distance) {
+      const int peer = (rank_ - distance + world_size_) % world_size_;
+      take_credit(slot, peer, thread);
+      if (thread.stopping()) return;
+      for (int i = 0; i < chunks_per_shard_; ++i) {
+        const int64_t begin = std::min(i * chunk_bytes, shard_bytes);
+        const int64_t end = std::min(begin + chunk_bytes, shard_bytes);
+        write(slot, peer, rank_ * shard_bytes + begin, from + begin, end - begin, i, tag, thread);
+      }
+    }
+  });
 }
 
-void CpuWorkspace::copy(const Job& job, CopyThread& thread) {
-  for (int distance = 1; distance < world_size_; ++distance) {
-    const int peer = (rank_ - distance + world_size_) % world_size_;
-    take_credit(job.slot, peer, thread);
-    if (thread.stopping()) return;
-    const SharedSegment& segment = *segments_[static_cast<size_t>(peer)];
-    char* to = segment.slot(job.slot) + rank_ * job.shard_bytes;
-    for (int i = 0; i < chunks_per_shard_; ++i) {
-      thread.delay();
-      const int64_t begin = std::min(i * job.chunk_bytes, job.shard_bytes);
-      const int64_t end = std::min(begin + job.chunk_bytes, job.shard_bytes);
-      if (end > begin) {
-        std::memcpy(to + begin, job.shard + begin, static_cast<size_t>(end - begin));
-      }
-      const int chunk = rank_ * chunks_per_shard_ + i;
-      segment.arrivals(job.slot)[chunk] = now_ns();
-      store_release(segment.signals(job.slot) + chunk, job.tag);
+void CpuWorkspace::take_credits(int slot) {
+  require_connected("take_credits");
+  require_slot(slot);
+  thread_->add([=](CopyThread& thread) {
+    for (int distance = 1; distance < world_size_ && !thread.stopping(); ++distance) {
+      take_credit(slot, (rank_ + distance) % world_size_, thread);
     }
+  });
+}
+
+void CpuWorkspace::send(int slot, int owner, int index, const void* piece, int64_t piece_bytes,
+                        int64_t part_bytes, int64_t offset, uint32_t tag) {
+  require_connected("send");
+  require_slot(slot);
+  if (owner < 0 || owner >= world_size_ || owner == rank_) {
+    refuse("owner", owner, "another rank of " + std::to_string(world_size_));
   }
+  if (index < 0 || index >= chunks_per_shard_) {
+    refuse("index", index, "0 <= index < " + std::to_string(chunks_per_shard_));
+  }
+  const int64_t most = slot_bytes_ / (world_size_ - 1);
+  if (part_bytes < 0 || part_bytes > most) {
+    refuse("part_bytes", part_bytes,
+           "0 to slot_bytes / (world_size - 1) = " + std::to_string(most));
+  }
+  if (offset < 0 || offset > part_bytes) {
+    refuse("offset", offset, "0 to part_bytes = " + std::to_string(part_bytes));
+  }
+  if (piece_bytes < 0 || piece_bytes > part_bytes - offset) {
+    refuse("piece_bytes", piece_bytes, "0 to " + std::to_string(part_bytes - offset));
+  }
+  if (tag == 0) refuse("tag", tag, "a nonzero value");
+  const int64_t at = part_place(rank_, owner, world_size_) * part_bytes + offset;
+  const auto* from = static_cast<const char*>(piece);
+  thread_->add(
+      [=](CopyThread& thread) { write(slot, owner, at, from, piece_bytes, index, tag, thread); });
+}
+
+// Writes one chunk to the peer's slot, whose credit has been taken, and signals it.
+void CpuWorkspace::write(int slot, int peer, int64_t at, const char* from, int64_t bytes, int index,
+                         uint32_t tag, CopyThread& thread) const {
+  thread.delay();
+  const SharedSegment& segment = *segments_[static_cast<size_t>(peer)];
+  if (bytes > 0) std::memcpy(segment.slot(slot) + at, from, static_cast<size_t>(bytes));
+  const int chunk = rank_ * chunks_per_shard_ + index;
+  segment.arrivals(slot)[chunk] = now_ns();
+  store_release(segment.signals(slot) + chunk, tag);
 }
 
 void CpuWorkspace::take_credit(int slot, int peer, const CopyThread& thread) const {
@@ -303,9 +342,8 @@ bool CpuWorkspace::wait_pushed(std::chrono::nanoseconds slice) {
 }
 
 void CpuWorkspace::release(int slot) {
-  require_open("release");
+  require_connected("release");
   require_slot(slot);
-  if (!thread_) throw std::runtime_error("release: call connect first");
   uint32_t* words = signals(slot);
   for (int chunk = 0; chunk < world_size_ * chunks_per_shard_; ++chunk) {
     store_release(words + chunk, 0);
@@ -325,7 +363,7 @@ std::vector<int64_t> CpuWorkspace::arrival_ns(int slot) const {
 
 void CpuWorkspace::set_push_delay_us(int us) {
   if (us < 0) refuse("us", us, ">= 0");
-  if (!thread_) throw std::runtime_error("set_push_delay_us: call connect first");
+  require_connected("set_push_delay_us");
   thread_->set_delay_us(us);
 }
 

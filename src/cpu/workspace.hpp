@@ -1,8 +1,12 @@
 // The CPU backend's symmetric memory: one POSIX shared-memory segment per rank, a thread that
-// pushes the rank's shard into the peers' gather buffers, and the waits of the consumer.
+// writes into the peers' slots, and the waits of the consumer.
 //
-// The protocol. Each rank's segment holds two gather buffers (slots; calls alternate between them)
-// and, per slot,
+// Both directions have one protocol. On the way in (all-gather) a rank pushes its shard to every
+// peer, and a slot is the gathered A. On the way out (reduce-scatter) it sends each peer the part
+// of the sum that this one owns, and a slot holds the parts of all peers (order/scatter_order.hpp).
+//
+// The protocol. Each rank's segment holds two slots (calls, and the bands of a reduce-scatter,
+// alternate between them) and, per slot,
 //   signals[source * chunks_per_shard + i]  written by rank `source`, reset by the segment's owner
 //   credits[peer]                           set to 1 by rank `peer`, taken by the segment's owner
 // Invariants, for ranks r (consumer) and s (sender), s != r, and one slot:
@@ -64,7 +68,7 @@ class CpuWorkspace {
   void connect(const std::vector<std::string>& names);
   // Removes the segment's name; the memory lives on until the last rank unmaps it or ends.
   void unlink() noexcept;
-  // Unlinks, stops the copy thread (a push that has not found its credit is dropped) and unmaps.
+  // Unlinks, stops the copy thread (what has not found its credit is dropped) and unmaps.
   void close() noexcept;
 
   char* slot(int slot) const;
@@ -77,12 +81,22 @@ class CpuWorkspace {
   // `shard` must stay unchanged until wait_pushed() has returned true.
   void push(int slot, const void* shard, int64_t shard_bytes, int64_t chunk_bytes, uint32_t tag);
 
+  // Has the copy thread take the credit of every peer's slot, before the sends that follow.
+  void take_credits(int slot);
+  // Hands one piece of this rank's part of the owner's sum to the copy thread and returns at once:
+  // it copies the piece to `offset` bytes into the part, parts of `part_bytes` each lying in the
+  // owner's slot by part_place(), and signals it with `tag`. After take_credits(), and each of the
+  // chunks_per_shard pieces once for each owner; they may be empty. `piece` must stay unchanged
+  // until wait_pushed() has returned true.
+  void send(int slot, int owner, int index, const void* piece, int64_t piece_bytes,
+            int64_t part_bytes, int64_t offset, uint32_t tag);
+
   // True when the chunk's signal carries `tag`; false when `slice` is over before. Ends the process
   // when `wait` has passed its limit or the signal carries another call's tag.
   bool wait_chunk(Wait& wait, int slot, int chunk, uint32_t tag,
                   std::chrono::nanoseconds slice) const;
-  // True when every push so far is complete; false when `slice` is over before. The copy thread
-  // holds the limit.
+  // True when every push and send so far is complete; false when `slice` is over before. The copy
+  // thread holds the limit.
   bool wait_pushed(std::chrono::nanoseconds slice);
 
   // The consumer is done with the slot: resets its signals and gives a credit to every peer.
@@ -96,12 +110,13 @@ class CpuWorkspace {
   void set_push_delay_us(int us);
 
  private:
-  struct Job;
   class CopyThread;
 
   void require_open(const char* what) const;
+  void require_connected(const char* what) const;
   void require_slot(int slot) const;
-  void copy(const Job& job, CopyThread& thread);
+  void write(int slot, int peer, int64_t at, const char* from, int64_t bytes, int index,
+             uint32_t tag, CopyThread& thread) const;
   void take_credit(int slot, int peer, const CopyThread& thread) const;
 
   const int rank_;

@@ -9,9 +9,9 @@
 
 namespace agmm {
 
-AGMM_HOST_DEVICE int32_t ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b; }
-AGMM_HOST_DEVICE int32_t min_of(int32_t a, int32_t b) { return a < b ? a : b; }
-AGMM_HOST_DEVICE int32_t max_of(int32_t a, int32_t b) { return a > b ? a : b; }
+AGMM_HOST_DEVICE constexpr int32_t ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b; }
+AGMM_HOST_DEVICE constexpr int32_t min_of(int32_t a, int32_t b) { return a < b ? a : b; }
+AGMM_HOST_DEVICE constexpr int32_t max_of(int32_t a, int32_t b) { return a > b ? a : b; }
 
 /// Division of 0 <= n < 2^31 by a divisor fixed at construction: one multiply and one shift, so
 /// that the tile mapping costs tens of cycles per tile, not hundreds (Granlund and Montgomery,

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_work import group_of
+from rank_work import POOL_SIZE, group_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import agmm
-from agmm.ops import autograd
+from agmm.ops import scatter_paths, scatter_plan
 from agmm.testing.reference import relative_error
 
 _ROWS, _K, _N = 2, 3, 2
+
+
+def _group(world_size: int) -> dist.ProcessGroup | None:
+    """As group_of; in a pool of another size, that of all ranks."""
+    return group_of(world_size) if dist.get_world_size() == POOL_SIZE else dist.group.WORLD
 
 
 class _OwnPart(torch.autograd.Function):
@@ -112,29 +118,35 @@ def gradcheck_matmul_reduce_scatter(
     frozen: tuple[str, ...] = (),
     column_major: bool = False,
     reduce_op: str = "sum",
+    pairs: int | None = None,
 ) -> bool | None:
-    group = group_of(world_size)
+    """Of one product, or of a list of pairs."""
+    group = _group(world_size)
     if group is None:
         return None
-    shape = [_ROWS, *leading, _K]
-    last = scatter_dim % len(shape) == len(shape) - 1
-    n = world_size * _N if last else _N
-    if not last:
-        shape[scatter_dim] *= world_size
-    inputs = {
-        "A": _leaf(world_size, *shape, seed=1),
-        "B": _leaf(world_size, *((n, _K) if column_major else (_K, n)), seed=2),
-    }
+    inputs = {}
+    for i in range(pairs or 1):
+        shape, k = [_ROWS, *leading, _K + i], _K + i
+        last = scatter_dim % len(shape) == len(shape) - 1
+        n = world_size * _N if last else _N
+        if not last:
+            shape[scatter_dim] *= world_size
+        inputs[f"A{i}"] = _leaf(world_size, *shape, seed=1 + 10 * i)
+        B_shape = (n, k) if column_major else (k, n)
+        inputs[f"B{i}"] = _leaf(world_size, *B_shape, seed=2 + 10 * i)
     if bias:
         inputs["bias"] = _leaf(n, seed=3)
     for name, whole in inputs.items():
         whole.requires_grad_(name not in frozen)
 
-    def fn(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        A, B = _OwnPart.apply(A, group), _OwnPart.apply(B, group)
-        out = agmm.matmul_reduce_scatter(
-            A,
-            B.t() if column_major else B,
+    def fn(*wholes: torch.Tensor) -> torch.Tensor:
+        given = dict(zip(inputs, wholes, strict=True))
+        bias = given.pop("bias", None)
+        own = [_OwnPart.apply(whole, group) for whole in given.values()]
+        As, Bs = own[::2], [B.t() if column_major else B for B in own[1::2]]
+        op: Callable[..., torch.Tensor] = agmm.matmul_reduce_scatter
+        out = op(
+            *((As, Bs) if pairs else (As[0], Bs[0])),
             group,
             scatter_dim=scatter_dim,
             bias=bias,
@@ -142,6 +154,35 @@ def gradcheck_matmul_reduce_scatter(
         )
         whole: torch.Tensor = _AllParts.apply(out, group)
         return whole
+
+    return _in_step(fn, list(inputs.values()))
+
+
+def gradcheck_matmul_all_reduce(
+    world_size: int,
+    *,
+    bias: bool = False,
+    leading: tuple[int, ...] = (),
+    frozen: tuple[str, ...] = (),
+    column_major: bool = False,
+) -> bool | None:
+    """As that of a scatter, but every rank has the whole output and the same gradient of it."""
+    group = _group(world_size)
+    if group is None:
+        return None
+    inputs = {
+        "A": _leaf(world_size, _ROWS, *leading, _K, seed=1),
+        "B": _leaf(world_size, *((_N, _K) if column_major else (_K, _N)), seed=2),
+    }
+    if bias:
+        inputs["bias"] = _leaf(_N, seed=3)
+    for name, whole in inputs.items():
+        whole.requires_grad_(name not in frozen)
+
+    def fn(A: torch.Tensor, B: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+        A, B = _OwnPart.apply(A, group), _OwnPart.apply(B, group)
+        b = bias[0] if bias else None
+        return agmm.matmul_all_reduce(A, B.t() if column_major else B, group, bias=b, strict=True)
 
     return _in_step(fn, list(inputs.values()))
 
@@ -253,7 +294,7 @@ def bad_reduce_scatter(kind: str) -> str:
         "reduce_op": {"reduce_op": "max"},
         "bias": {"bias": torch.ones(4)},
         "bias columns": {"bias": torch.ones(3), "scatter_dim": 1},
-        "type": {"A": [1.0]},
+        "type": {"A": [1.0], "B": [1.0]},
         "group": {"group": "no such group"},
     }
     try:
@@ -281,13 +322,14 @@ class _FullSize(TorchDispatchMode):
         return found
 
 
-def full_size_tensors(world_size: int, *, return_A: bool) -> tuple[int, float] | None:
+def full_size_tensors(world_size: int, *, return_A: bool, native: bool) -> tuple[int, float] | None:
     """How many tensors of the size of the gathered A the backward of three weights makes, and the
     error of the gradient of A_shard."""
     group = group_of(world_size)
     if group is None:
         return None
     rows, k = 4, 5
+    agmm.reserve(group, 4096)  # so that the slots have another size
     A_shard = _leaf(rows, k, seed=dist.get_rank())
     Bs = [_leaf(k, n, seed=n).detach() for n in (2, 3, 6)]
     found = agmm.all_gather_matmul(A_shard, Bs, group, return_A=True)
@@ -297,7 +339,20 @@ def full_size_tensors(world_size: int, *, return_A: bool) -> tuple[int, float] |
     if return_A:
         douts.append(torch.full_like(A, 7.0))
     counter = _FullSize(world_size * rows * k)
-    with counter:
+
+    run = scatter_paths.run
+
+    def counted(*arguments: Any, **options: Any) -> torch.Tensor:
+        with counter:
+            return run(*arguments, **options)
+
+    reason = None if native else "for the test"
+    with (
+        mock.patch.object(scatter_paths, "run", counted),
+        mock.patch.object(scatter_plan, "why_not_native", return_value=reason),
+        mock.patch.object(scatter_paths, "fall_back"),
+        counter if return_A else contextlib.nullcontext(),
+    ):
         torch.autograd.backward(given, douts, inputs=[A_shard])
     wanted = torch.full((k,), 7.0 * world_size if return_A else 0.0, dtype=torch.float64)
     for i, B in enumerate(Bs):
@@ -308,8 +363,8 @@ def full_size_tensors(world_size: int, *, return_A: bool) -> tuple[int, float] |
 
 
 def joined_products(world_size: int, widths: list[int]) -> tuple[list[Any], int, float] | None:
-    """Where torch's fused op is said to serve: for which shapes it is asked, how often a product is
-    scattered by the op, and the error of the gradient of A_shard."""
+    """Where torch's fused op is said to serve: for which shapes it is asked, how many products it
+    computes in the end (0: not served), and the error of the gradient of A_shard."""
     group = group_of(world_size)
     if group is None:
         return None
@@ -323,22 +378,24 @@ def joined_products(world_size: int, widths: list[int]) -> tuple[list[Any], int,
         asked.append((tuple(A.shape), tuple(B.shape), dim))
         return True
 
-    ops = _Ops()
-    said = mock.Mock(is_fused=is_fused)
-    with mock.patch.object(autograd, "scatter_plan", said), ops:
+    served = 0
+
+    def by_torch(
+        A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup, reduce_op: str
+    ) -> torch.Tensor:
+        nonlocal served
+        served += 1
+        return scatter_paths.unfused([A], [B], None, group, 0, reduce_op)
+
+    with (
+        mock.patch.object(scatter_plan, "is_fused", is_fused),
+        mock.patch.object(scatter_plan, "why_not_native", return_value="as on a GPU"),
+        mock.patch.object(scatter_paths, "by_the_op_of_torch", by_torch),
+        mock.patch.object(scatter_paths, "fall_back"),
+    ):
         torch.autograd.backward(outs, [out.detach() for out in outs])
     wanted = sum((out.detach() @ B.t() for out, B in zip(outs, Bs, strict=True)))
     assert isinstance(wanted, torch.Tensor) and A_shard.grad is not None
     dist.all_reduce(wanted, group=group)
     own = wanted.chunk(world_size)[dist.get_rank(group)]
-    return asked, ops.scattered, relative_error(A_shard.grad, own)
-
-
-class _Ops(TorchDispatchMode):
-    """Counts the products that the op scatters."""
-
-    scattered = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.scattered += func is torch.ops.agmm._matmul_reduce_scatter.default
-        return func(*args, **(kwargs or {}))
+    return asked, served, relative_error(A_shard.grad, own)

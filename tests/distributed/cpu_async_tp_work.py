@@ -15,15 +15,20 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from agmm.integrations import async_tp
 from agmm.ops import paths
+from agmm.ops.scatter_paths import native_cpu
+from agmm.testing.reference import relative_error
 
 op: Callable[..., Any] = torch.ops.symm_mem.fused_all_gather_matmul
 
-# torch 2.13 renamed it and deprecates the old name.
+scatter: Callable[..., Any] = torch.ops.symm_mem.fused_matmul_reduce_scatter
+
+# torch 2.13 renamed them and deprecates the old names.
 all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 
 LAYOUTS = ("contiguous", "optimal", "strided")
 
@@ -184,6 +189,108 @@ def parallel_module(world_size: int) -> list[str]:
         with async_tp.enable(), served as calls:
             _, found, code = _compile(sharded, group, A.tensor_split(world_size)[rank])
     faults = [] if "fused_all_gather_matmul" in code else [f"not fused: {code}"]
+    if calls.call_count != 1:
+        faults.append(f"agmm served {calls.call_count} calls")
+    if not torch.allclose(found, wanted, atol=1e-5):
+        faults.append("out differs")
+    return faults
+
+
+def scattered(
+    world_size: int,
+    shape: tuple[int, ...],
+    scatter_dim: int,
+    reduce_op: str,
+    dtype: torch.dtype,
+    layout: str,
+) -> op_work.Result:
+    """Faults of a product whose sum is scattered: `shape` is A's [..., K]. Against float64, and in
+    shape and strides against torch's decomposition; all but the last scatter_dim by agmm."""
+    group = op_work._prepare(world_size)
+    if group is None:
+        return None
+    rank, size = dist.get_rank(group), list(shape)
+    size[scatter_dim] *= world_size
+    columns = 5 * world_size
+    every = [
+        (
+            op_work._random(tuple(size), dtype, 10 + r),
+            op_work._random((columns, size[-1]), dtype, 30 + r).t(),
+        )
+        for r in range(world_size)
+    ]
+    A, B = every[rank]
+    if layout == "optimal":
+        A = symm_mem.restride_A_for_fused_matmul_reduce_scatter(A, scatter_dim)
+    elif layout == "strided":
+        A = torch.stack([A, A], -1)[..., 0]
+    with async_tp.enable(), mock.patch.object(async_tp, "_warn") as warn:
+        out = scatter(A, B, reduce_op, scatter_dim, group.group_name)
+    is_last = scatter_dim == len(shape) - 1
+    sums = torch.stack([a.double() @ b.double() for a, b in every]).sum(0)
+    wanted = sums.tensor_split(world_size, scatter_dim)[rank]
+    wanted = wanted / world_size if reduce_op == "avg" else wanted
+    by_torch = symm_mem._fused_matmul_reduce_scatter_fallback(
+        A.clone(),
+        B,
+        "sum",
+        scatter_dim,
+        group.group_name,
+    )
+    faults = []
+    if warn.called != is_last:
+        faults.append(f"served by agmm: {not warn.called}")
+    if (out.shape, out.stride()) != (by_torch.shape, by_torch.stride()):
+        faults.append(f"{out.shape} {out.stride()}, torch has {by_torch.shape} {by_torch.stride()}")
+    if relative_error(out, wanted) > 4 * torch.finfo(dtype).eps:
+        faults.append(f"error {relative_error(out, wanted)}")
+    return [f"{shape} {scatter_dim=} {reduce_op} {layout}: {fault}" for fault in faults]
+
+
+def compiled_scatter(world_size: int, shape: tuple[int, ...]) -> list[str]:
+    """A matmul and a reduce-scatter, compiled: agmm computes them."""
+    group = op_work._prepare(world_size)
+    if group is None:
+        return []
+
+    def function(x: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = reduce_scatter(x @ B, "sum", 0, group)
+        return out
+
+    rank = dist.get_rank(group)
+    x = op_work._random(shape, torch.float32, rank)
+    B = op_work._random((shape[-1], 8), torch.float32, 9 + rank)
+    served = mock.patch.object(async_tp, "native_cpu", wraps=native_cpu)
+    with async_tp.enable(), served as calls:
+        _, found, code = _compile(function, group, x, B)
+    wanted = function(x, B)
+    faults = []
+    if "fused_matmul_reduce_scatter" not in code or "reduce_scatter_tensor" in code:
+        faults.append(f"not fused: {code}")
+    if calls.call_count != 1:
+        faults.append(f"agmm served {calls.call_count} calls")
+    if not torch.allclose(found, wanted, atol=1e-5) or found.stride() != wanted.stride():
+        faults.append(f"out differs, strides {found.stride()} and {wanted.stride()}")
+    return faults
+
+
+def parallel_rows(world_size: int) -> list[str]:
+    """A module sharded by torch's own plan for the second half of a layer."""
+    group = op_work._prepare(world_size)
+    if group is None:
+        return []
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8 * world_size, 16, bias=False))
+    A = op_work._random((4 * world_size, 8 * world_size), torch.float32, 1)
+    rank = dist.get_rank(group)
+    with torch.no_grad():
+        wanted = model(A).tensor_split(world_size)[rank]
+        mesh = DeviceMesh.from_group(group, "cpu")
+        sharded = parallelize_module(model, mesh, {"0": RowwiseParallel(output_layouts=Shard(0))})
+        served = mock.patch.object(async_tp, "native_cpu", wraps=native_cpu)
+        with async_tp.enable(), served as calls:
+            _, found, code = _compile(sharded, group, A.tensor_split(world_size, 1)[rank])
+    faults = [] if "fused_matmul_reduce_scatter" in code else [f"not fused: {code}"]
     if calls.call_count != 1:
         faults.append(f"agmm served {calls.call_count} calls")
     if not torch.allclose(found, wanted, atol=1e-5):

@@ -44,6 +44,22 @@ def reserve_and_call() -> tuple[int, int, int]:
     return sizes[0], sizes[1], sizes[2]
 
 
+def reserve_and_scatter() -> tuple[int, int, int]:
+    """The size of a slot once reserved, after a scatter that fits, and after a larger one."""
+    group, found = _group(), []
+    options = {"op": "matmul_reduce_scatter"}
+    agmm.reserve(group, agmm.workspace_bytes((10, 5, 3), torch.float64, 5, **options))
+    sizes = [workspaces.cpu_workspace(group).slot_bytes]
+    for rows in (10, 11):
+        A = torch.ones(5, rows, 2, dtype=torch.float64)
+        out = agmm.matmul_reduce_scatter(A, torch.ones(2, 3, dtype=torch.float64), group)
+        found.append(torch.equal(out, torch.full((1, rows, 3), 10.0, dtype=torch.float64)))
+        sizes.append(workspaces.cpu_workspace(group).slot_bytes)
+    assert all(found)
+    agmm.release(group)
+    return sizes[0], sizes[1], sizes[2]
+
+
 def release_and_call() -> tuple[int, int, list[bool]]:
     group = _group()
     before = _mapped()

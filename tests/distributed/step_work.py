@@ -35,8 +35,18 @@ def call(kind: str, rank: int) -> None:
         agmm.matmul_reduce_scatter(shard, B)
     elif kind == "scatter":
         agmm.matmul_reduce_scatter(torch.ones(4 + 2 * rank, 6), B)
+    elif kind == "scatter_dim":
+        agmm.matmul_reduce_scatter(torch.ones(4, 4, 6), B, scatter_dim=rank)
+    elif kind == "pairs":
+        agmm.matmul_reduce_scatter([shard, shard], [torch.ones(6, 2 + rank)] * 2)
     elif kind == "reduce_op":
         agmm.matmul_reduce_scatter(shard, B, reduce_op=("sum", "avg")[rank])
+    elif kind == "all_reduce":
+        agmm.matmul_all_reduce(torch.ones(3 + rank, 6), B)
+    elif kind == "sum" and rank == 1:
+        agmm.matmul_all_reduce(shard, B)
+    elif kind == "sum":
+        agmm.matmul_reduce_scatter(shard, B)
     elif kind == "path":
         agmm.all_gather_matmul(shard, B, config=(None, "unfused")[rank])
     elif kind == "backward":
@@ -65,6 +75,8 @@ def one_is_late(kind: str, late_s: float) -> None:
         agmm.all_gather_matmul(shard, B, config="unfused")
     elif kind == "scatter":
         agmm.matmul_reduce_scatter(shard, B)
+    elif kind == "all_reduce":
+        agmm.matmul_all_reduce(shard, B)
     elif kind == "backward":
         out.sum().backward()
     elif kind == "first":

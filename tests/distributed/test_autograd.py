@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import autograd_work
@@ -32,9 +33,13 @@ SCATTER_CASES: list[dict[str, Any]] = [
     {"leading": (2,), "scatter_dim": 1, "bias": True},
     {"scatter_dim": -1},
     {"scatter_dim": -3, "leading": (1,), "reduce_op": "avg", "bias": True},
-    {"frozen": ("A",), "bias": True},
-    {"frozen": ("B",)},
-    {"frozen": ("A", "B"), "bias": True},
+    {"frozen": ("A0",), "bias": True},
+    {"frozen": ("B0",)},
+    {"frozen": ("A0", "B0"), "bias": True},
+    {"pairs": 3, "bias": True, "column_major": True},
+    {"pairs": 2, "reduce_op": "avg", "scatter_dim": 1, "leading": (2,)},
+    {"pairs": 2, "scatter_dim": -1},
+    {"pairs": 3, "frozen": ("A1", "B0", "B2")},
 ]
 
 
@@ -56,27 +61,39 @@ def test_gradcheck_of_matmul_reduce_scatter(
     assert results == [None] * (5 - world_size) + [True] * world_size
 
 
-@pytest.mark.parametrize("return_A", [False, True])
-def test_products_of_several_weights_are_added_up_in_one_tensor(
-    pool: RankPool, return_A: bool
+@pytest.mark.parametrize(
+    ("return_A", "native", "wanted"), [(False, True, 0), (False, False, 1), (True, True, 1)]
+)
+def test_products_of_several_weights_are_added_up_without_more_full_size_tensors(
+    pool: RankPool, return_A: bool, native: bool, wanted: int
 ) -> None:
-    """Three weights took a tensor for each product and each sum: 5. Beside it there is only the
-    gradient of the gathered A, where there is one."""
-    for count, error in pool.run(autograd_work.full_size_tensors, 3, return_A=return_A)[2:]:
+    """Three weights took a tensor for each product and each sum: 5. In agmm's own scatter there is
+    none; with a gradient of the gathered A, which belongs to autograd, there is one."""
+    options = {"return_A": return_A, "native": native}
+    for count, error in pool.run(autograd_work.full_size_tensors, 3, **options)[2:]:
         assert error < 1e-12
-        assert count == 1 + return_A
+        assert count == wanted
+
+
+def test_gradcheck_of_a_scatter_over_eight_ranks(rank_pools: Callable[..., RankPool]) -> None:
+    scatter = autograd_work.gradcheck_matmul_reduce_scatter
+    assert rank_pools(8).run(scatter, 8, bias=True, reduce_op="avg") == [True] * 8
 
 
 @pytest.mark.parametrize(
-    ("widths", "asked", "scattered"),
-    [([2, 3, 3], [((12, 8), (8, 8), 0)], 1), ([2, 3, 4], [], 0), ([8], [], 1)],
+    ("widths", "asked", "served"),
+    [
+        ([2, 3, 3], [((12, 8), (8, 8), 0)] * 2, 1),  # joined or not, and then by whom
+        ([2, 3, 4], [], 0),
+        ([8], [((12, 8), (8, 8), 0)], 1),
+    ],
 )
 def test_narrow_products_are_joined_for_the_fused_op(
-    pool: RankPool, widths: list[int], asked: list[Any], scattered: int
+    pool: RankPool, widths: list[int], asked: list[Any], served: int
 ) -> None:
     """8 columns at most, as the gathered A has; and only where the op serves the joined ones."""
     for found in pool.run(autograd_work.joined_products, 3, widths)[2:]:
-        assert found[:2] == (asked, scattered)
+        assert found[:2] == (asked, served)
         assert found[2] < 1e-12
 
 
@@ -116,7 +133,7 @@ def test_only_the_shard_is_kept_unless_asked(pool: RankPool) -> None:
             "bias columns",
             "bias: found one with scatter_dim=1, wanted None: the result's columns are scattered",
         ),
-        ("type", "A: found list, wanted a tensor"),
+        ("type", "A: found float, wanted a tensor"),
         (
             "group",
             "group: found 'no such group', wanted the name of a process group of this process",

@@ -1,4 +1,4 @@
-"""torch.ops.symm_mem.fused_all_gather_matmul served by agmm, on CPU ranks."""
+"""torch's async-TP ops served by agmm, on CPU ranks."""
 
 from __future__ import annotations
 
@@ -48,4 +48,41 @@ def test_compiled(pool: RankPool, shape: tuple[int, ...], weights: int, return_A
 
 def test_parallel_module(pool: RankPool) -> None:
     results = pool.run(work.parallel_module, 2)
+    assert [fault for result in results for fault in result] == []
+
+
+SCATTERS = [
+    (shape, dim, reduce_op)
+    for shape, dim in (
+        ((3, 7), 0),
+        ((1, 1), 0),
+        ((2, 3, 5, 7), 0),
+        ((3, 2, 7), 1),
+        ((1, 4, 1, 8), 2),
+    )
+    for reduce_op in ("sum", "avg")
+]
+
+
+# The last dimension is torch's to scatter: by gloo, which has no avg.
+@pytest.mark.parametrize("world_size", range(1, 6))
+@pytest.mark.parametrize(("shape", "scatter_dim", "reduce_op"), [*SCATTERS, ((3, 4), 1, "sum")])
+def test_scatters(
+    pool: RankPool, shape: tuple[int, ...], scatter_dim: int, reduce_op: str, world_size: int
+) -> None:
+    for dtype, layout in zip(
+        (torch.float32, torch.bfloat16, torch.float64), work.LAYOUTS, strict=True
+    ):
+        results = pool.run(work.scattered, world_size, shape, scatter_dim, reduce_op, dtype, layout)
+        check(results, world_size)
+
+
+@pytest.mark.parametrize("shape", [(6, 32), (4, 3, 32)])
+def test_compiled_scatter(pool: RankPool, shape: tuple[int, ...]) -> None:
+    results = pool.run(work.compiled_scatter, 2, shape)
+    assert [fault for result in results for fault in result] == []
+
+
+def test_parallel_rows(pool: RankPool) -> None:
+    results = pool.run(work.parallel_rows, 2)
     assert [fault for result in results for fault in result] == []

@@ -134,6 +134,97 @@ def test_wait_pushed_waits_for_a_delayed_push() -> None:
         assert words(second.signals_ptr(0), 4) == [TAG] * 4
 
 
+def send(
+    workspace: _core.CpuWorkspace, owner: int, index: int, piece: torch.Tensor, offset: int
+) -> None:
+    size = piece.numel()
+    workspace.send(1, owner, index, piece.data_ptr(), size, 5, offset, TAG)
+
+
+def test_send_delivers_each_owner_its_own_part() -> None:
+    with connected(3, chunks_per_shard=2) as ranks:
+        kept = []
+        for rank, workspace in enumerate(ranks):
+            workspace.take_credits(1)
+            for owner in {0, 1, 2} - {rank}:
+                part = torch.full((5,), 10 * rank + owner, dtype=torch.uint8)
+                kept.append(part)
+                send(workspace, owner, 0, part[:3], 0)
+                send(workspace, owner, 1, part[3:], 3)
+        for rank, workspace in enumerate(ranks):
+            for chunk in range(6):
+                if chunk // 2 != rank:
+                    workspace.wait_chunk(1, chunk, TAG)
+            sources = [(rank + 1) % 3, (rank + 2) % 3]
+            wanted = [value for source in sources for value in [10 * source + rank] * 5]
+            assert read(workspace, 1, 0, 10) == bytes(wanted)
+            mine = [TAG if chunk // 2 != rank else 0 for chunk in range(6)]
+            assert words(workspace.signals_ptr(1), 6) == mine
+        for workspace in ranks:
+            workspace.wait_pushed()
+            workspace.release(1)
+
+
+def test_no_piece_is_sent_before_all_credits_are_there() -> None:
+    with connected(3) as (first, second, third):
+        old, new = torch.full((5,), 1, dtype=torch.uint8), torch.full((5,), 2, dtype=torch.uint8)
+        for piece in (old, new):
+            first.take_credits(1)
+            send(first, 1, 0, piece, 0)
+            send(first, 2, 0, piece, 0)
+        second.wait_chunk(1, 0, TAG)
+        third.wait_chunk(1, 0, TAG)
+        second.release(1)
+        time.sleep(0.1)  # rank 2 still reads, so that rank 1 gets nothing new either
+        assert read(second, 1, 5, 5) == read(third, 1, 0, 5) == bytes([1] * 5)
+        third.release(1)
+        second.wait_chunk(1, 0, TAG)
+        third.wait_chunk(1, 0, TAG)
+        assert read(second, 1, 5, 5) == read(third, 1, 0, 5) == bytes([2] * 5)
+        first.wait_pushed()
+
+
+def test_close_drops_pieces_that_wait_for_credits() -> None:
+    with connected(2) as (first, second):
+        piece = torch.full((5,), 3, dtype=torch.uint8)
+        for _ in range(2):
+            first.take_credits(1)
+            send(first, 1, 0, piece, 0)
+        second.wait_chunk(1, 0, TAG)
+        started = time.monotonic()
+        first.close()
+        assert time.monotonic() - started < 2
+        with pytest.raises(RuntimeError, match="send: the workspace is closed"):
+            send(first, 1, 0, piece, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slot": 2}, "slot: found 2, wanted 0 or 1"),
+        ({"owner": 0}, "owner: found 0, wanted another rank of 3"),
+        ({"owner": 3}, "owner: found 3, wanted another rank of 3"),
+        ({"index": 2}, "index: found 2, wanted 0 <= index < 2"),
+        (
+            {"part_bytes": 33},
+            r"part_bytes: found 33, wanted 0 to slot_bytes / \(world_size - 1\) = 32",
+        ),
+        ({"offset": 9}, "offset: found 9, wanted 0 to part_bytes = 8"),
+        ({"piece_bytes": 5}, "piece_bytes: found 5, wanted 0 to 4"),
+        ({"tag": 0}, "tag: found 0, wanted a nonzero value"),
+    ],
+)
+def test_bad_send_arguments(change: dict[str, int], message: str) -> None:
+    piece = torch.zeros(64, dtype=torch.uint8)
+    call = {"slot": 0, "owner": 1, "index": 0, "piece_ptr": piece.data_ptr(), "piece_bytes": 4}
+    call |= {"part_bytes": 8, "offset": 4, "tag": TAG, **change}
+    with (
+        connected(3, slot_bytes=64, chunks_per_shard=2) as (first, *_),
+        pytest.raises(ValueError, match=message),
+    ):
+        first.send(**call)
+
+
 def test_waits_let_other_threads_run() -> None:
     with connected(2) as (first, second):
         shard = torch.zeros(1, dtype=torch.uint8)

@@ -21,7 +21,11 @@ from agmm.testing.ranks import RankPool
         ("return_A", ["return_A = False", "return_A = True"]),
         ("op", ["all_gather_matmul(A_shard [4, 6]", "matmul_reduce_scatter(A [4, 6]"]),
         ("scatter", ["matmul_reduce_scatter(A [4, 6]", "matmul_reduce_scatter(A [6, 6]"]),
+        ("scatter_dim", ["scatter_dim = 0", "scatter_dim = 1"]),
+        ("pairs", ["B [[6, 2] float32 row-major, [6, 2]", "B [[6, 3] float32 row-major, [6, 3]"]),
         ("reduce_op", ["reduce_op = 'sum'", "reduce_op = 'avg'"]),
+        ("all_reduce", ["matmul_all_reduce(A [3, 6]", "matmul_all_reduce(A [4, 6]"]),
+        ("sum", ["matmul_reduce_scatter(A [4, 6]", "matmul_all_reduce(A [4, 6]"]),
         ("path", ["return_A = False", "gather_dim = 0"]),
     ],
 )
@@ -41,7 +45,7 @@ def test_calls_that_differ_are_both_named(kind: str, words: list[str]) -> None:
             assert words[1 - rank] in theirs
 
 
-@pytest.mark.parametrize("kind", ["unfused", "scatter", "backward"])
+@pytest.mark.parametrize("kind", ["unfused", "scatter", "all_reduce", "backward"])
 def test_late_rank_ends_a_wait_of_any_path(kind: str) -> None:
     environment = {"AGMM_TIMEOUT_S": "2", "AGMM_WARN_S": "0.5"}
     with RankPool(2, env=environment) as pool:

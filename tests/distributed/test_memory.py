@@ -42,9 +42,57 @@ def test_bytes_of_a_call() -> None:
 
 
 @pytest.mark.parametrize(
+    ("shape", "world_size", "wanted"),
+    [
+        ((4096, 8192), 4, 3 * 1024 * 8192 * 2),
+        ((16, 1024, 8192), 4, 3 * 2048 * 8192 * 2),  # 8192 rows at a time
+        ((0, 8), 4, 0),
+        ((64, 8), 1, 0),
+    ],
+)
+def test_bytes_of_a_scatter(shape: tuple[int, ...], world_size: int, wanted: int) -> None:
+    options = {"op": "matmul_reduce_scatter"}
+    assert agmm.workspace_bytes(shape, torch.bfloat16, world_size, **options) == wanted
+
+
+@pytest.mark.parametrize(
+    ("shape", "world_size", "wanted"),
+    [
+        ((4096, 8192), 4, 4096 * 8192 * 2),
+        ((16, 1024, 8192), 4, 8192 * 8192 * 2),  # 8192 rows at a time
+        ((7, 8), 3, 9 * 8 * 2),  # filled up to equal parts
+        ((0, 8), 4, 0),
+        ((64, 8), 1, 64 * 8 * 2),
+    ],
+)
+def test_bytes_of_an_all_reduce(shape: tuple[int, ...], world_size: int, wanted: int) -> None:
+    options = {"op": "matmul_all_reduce"}
+    assert agmm.workspace_bytes(shape, torch.bfloat16, world_size, **options) == wanted
+
+
+def test_reserved_slots_are_enough_for_a_scatter(pool: RankPool) -> None:
+    """10 rows a rank of 3 columns from 4 ranks, in float64; one row more is too much."""
+    assert pool.run(memory_work.reserve_and_scatter) == [(960, 960, 1056)] * 5
+
+
+@pytest.mark.parametrize(
+    ("shape", "op", "message"),
+    [
+        ((8, 8), "scatter", r"op: found 'scatter', wanted one of \('all_gather_matmul', "),
+        ((7, 8), "matmul_reduce_scatter", r"shape: found \(7, 8\), wanted at least 2 sizes, and "),
+        ((8,), "matmul_reduce_scatter", r"shape: found \(8,\), wanted at least 2 sizes, and rows"),
+        ((8,), "matmul_all_reduce", r"shape: found \(8,\), wanted at least 2 sizes$"),
+    ],
+)
+def test_nonsense_of_a_scatter_is_refused(shape: tuple[int, ...], op: str, message: str) -> None:
+    with pytest.raises(agmm.InvalidArgument, match=message):
+        agmm.workspace_bytes(shape, torch.float32, 2, op=op)
+
+
+@pytest.mark.parametrize(
     ("shape", "dtype", "world_size", "message"),
     [
-        ((-1, 8), torch.float32, 2, r"A_shard_shape: found \(-1, 8\), wanted sizes >= 0"),
+        ((-1, 8), torch.float32, 2, r"shape: found \(-1, 8\), wanted sizes >= 0"),
         ((1, 8), torch.float32, 0, "world_size: found 0, wanted at least 1"),
         ((1, 8), "bfloat16", 2, "dtype: found 'bfloat16', wanted a torch.dtype"),
     ],

@@ -48,6 +48,8 @@ def _job() -> list[str]:
         part = agmm.matmul_reduce_scatter(A, B, group)
         if not torch.equal(part, size * (A @ B)[4 * rank : 4 * rank + 4]):
             faults.append(f"{size} ranks: the sum differs")
+        if not torch.equal(agmm.matmul_all_reduce(A, B, group, strict=strict), size * (A @ B)):
+            faults.append(f"{size} ranks: the sum of all rows differs")
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

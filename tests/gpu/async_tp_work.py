@@ -54,8 +54,8 @@ def enabled() -> Iterator[list[torch.dtype]]:
     left: list[torch.dtype] = []
     find = async_tp._torch_kernel
 
-    def counting(key: str) -> Callable[..., Any]:
-        kernel = find(key)
+    def counting(op: str, key: str) -> Callable[..., Any]:
+        kernel = find(op, key)
 
         def call(A_shard: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             left.append(A_shard.dtype)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import agmm
 from agmm.nn import ColumnParallelLinear, RowParallelLinear, load_full_state_dict
 from agmm.nn._held import local_values
+from agmm.ops import matmul_all_reduce, scatter_plan
 from agmm.planning import cost_model
 from agmm.runtime.cuda import CudaWorkspace
 from agmm.testing.cases import LocalShape
@@ -49,7 +50,7 @@ class Taken:
 
 @contextmanager
 def choices(*, fused: bool, by_copies: bool) -> Iterator[Taken]:
-    """The cost model says so; counts what was done."""
+    """The plan and the cost model say so; counts what was done."""
     taken = Taken()
     op, start = torch.ops.symm_mem.fused_matmul_reduce_scatter, CudaWorkspace.start_all_gather
 
@@ -63,7 +64,7 @@ def choices(*, fused: bool, by_copies: bool) -> Iterator[Taken]:
         return start(workspace, shard)
 
     with (
-        mock.patch.object(cost_model, "is_reduce_scatter_fused", return_value=fused),
+        mock.patch.object(scatter_plan, "_is_planned", return_value=fused),
         mock.patch.object(cost_model, "is_gather_by_copies", return_value=by_copies),
         mock.patch.object(torch.ops.symm_mem, "fused_matmul_reduce_scatter", scatter),
         mock.patch.object(CudaWorkspace, "start_all_gather", gather),
@@ -265,3 +266,27 @@ def _layers(how: str) -> list[str]:
             if error > 0.01:
                 faults.append(f"{how}, turn {turn}: error {error}")
     return [f"rank {rank}: {fault}" for fault in faults]
+
+
+def all_reduce(shape: LocalShape) -> list[str]:
+    """Faults of `matmul_all_reduce` and its gradients in bf16, whose path CUDA warns of once."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    m = world_size * shape.M_local + 1  # which the ranks need not share equally
+    As = [_randn(m, shape.K, seed=10 + r) for r in range(world_size)]
+    weights = [_randn(shape.N, shape.K, seed=20 + r) for r in range(world_size)]
+    bias, dout = _randn(shape.N, seed=2), _randn(m, shape.N, seed=1)
+    A, weight = As[rank].clone().requires_grad_(), weights[rank].clone().requires_grad_()
+    with mock.patch.object(matmul_all_reduce, "fall_back") as warned:
+        out = agmm.matmul_all_reduce(A, weight.t(), bias=bias)
+    out.backward(dout)
+    faults = [] if warned.call_count == 1 else ["the unfused path was taken without a word"]
+    wanted = sum(a.double() @ w.double().t() for a, w in zip(As, weights, strict=True))
+    assert isinstance(wanted, torch.Tensor) and A.grad is not None and weight.grad is not None
+    plain = As[rank] @ weights[rank].t()
+    dist.all_reduce(plain)
+    faults += _compare("out", out.detach(), plain + bias, wanted + bias.double())
+    of_A = dout.double() @ weights[rank].double()
+    faults += _compare("A", A.grad, dout @ weights[rank], of_A)
+    of_B = dout.double().t() @ As[rank].double()
+    faults += _compare("B", weight.grad, dout.t() @ As[rank], of_B)
+    return [f"{shape} on rank {rank}: {fault}" for fault in faults]

@@ -57,6 +57,11 @@ def test_matmul_reduce_scatter_in_a_graph(layer_pool: RankPool) -> None:
     assert results == [[]] * layer_pool.world_size
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matmul_all_reduce(layer_pool: RankPool, shape: LocalShape) -> None:
+    assert layer_pool.run(layers_work.all_reduce, shape) == [[]] * layer_pool.world_size
+
+
 @pytest.mark.parametrize("how", ["plain", "compiled", "graph"])
 def test_layers(layer_pool: RankPool, how: str) -> None:
     if layer_pool.world_size == 3:

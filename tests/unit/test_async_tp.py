@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from agmm.errors import AgmmError, Unsupported
 from agmm.integrations import async_tp
 from agmm.ops import paths
+from agmm.ops.scatter_paths import native_cpu
 from agmm.planning import call_plans
 from agmm.runtime import cuda
 
@@ -25,11 +26,15 @@ OP = "symm_mem::fused_all_gather_matmul"
 op: Callable[..., Any] = torch.ops.symm_mem.fused_all_gather_matmul
 
 
-def registered() -> tuple[str, str, frozenset[str]]:
-    """All that torch knows of the op's kernels."""
-    table: str = torch._C._dispatch_dump_table(OP)
+SCATTER = "symm_mem::fused_matmul_reduce_scatter"
+scatter: Callable[..., Any] = torch.ops.symm_mem.fused_matmul_reduce_scatter
+
+
+def registered() -> tuple[str, frozenset[str], str, str, str]:
+    """All that torch knows of the ops' kernels."""
     impls = frozenset(key for key in torch.library._impls if key.startswith("symm_mem/"))
-    return torch._C._dispatch_dump(OP), table, impls
+    dump, table = torch._C._dispatch_dump, torch._C._dispatch_dump_table
+    return dump(OP), impls, table(OP), dump(SCATTER), table(SCATTER)
 
 
 @pytest.fixture(autouse=True)
@@ -50,15 +55,16 @@ def test_import_overrides_nothing() -> None:
 import torch
 import torch.distributed._symmetric_memory
 dumps = torch._C._dispatch_dump, torch._C._dispatch_dump_table
-before = [dump({OP!r}) for dump in dumps], set(torch.library._impls)
+ops = {OP!r}, {SCATTER!r}
+before = [dump(op) for op in ops for dump in dumps], set(torch.library._impls)
 import agmm
 import agmm.async_tp
 impls = {{key for key in torch.library._impls if key.startswith("symm_mem/")}}
-assert [dump({OP!r}) for dump in dumps] == before[0]
+assert [dump(op) for op in ops for dump in dumps] == before[0]
 assert impls == {{key for key in before[1] if key.startswith("symm_mem/")}}
 assert not agmm.async_tp.is_enabled()
 agmm.async_tp.enable()  # with no warning, in a process where nothing was overridden before
-assert dumps[0]({OP!r}) != before[0][0]
+assert dumps[0](ops[0]) != before[0][0] and dumps[0](ops[1]) != before[0][2]
 """
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=120
@@ -73,10 +79,11 @@ def test_enable_covers_cuda_and_cpu_and_disable_uncovers_them() -> None:
     assert async_tp.is_enabled()
     during = registered()
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    assert has(OP, "CPU") and has(OP, "CUDA")
-    kernels = [line.split(":")[0].split()[0] for line in during[0].splitlines() if " :: " in line]
+    assert has(OP, "CPU") and has(OP, "CUDA") and has(SCATTER, "CPU")
     # torch's own stay below, and Meta as it was.
-    assert [kernels.count(key) for key in ("CUDA", "CPU", "Meta")] == [2, 1, 1]
+    for dump, wanted in ((during[0], [2, 1, 1]), (during[3], [1, 1, 1])):
+        kernels = [line.split(":")[0].split()[0] for line in dump.splitlines() if " :: " in line]
+        assert [kernels.count(key) for key in ("CUDA", "CPU", "Meta")] == wanted
     assert before[0] != during[0]
     async_tp.disable()
     assert not async_tp.is_enabled()
@@ -128,18 +135,20 @@ def test_enable_is_for_all_threads() -> None:
     assert seen == [True]
 
 
+@pytest.mark.parametrize("op", range(2))
 @pytest.mark.parametrize(
-    ("name", "schema"),
-    [("_OP", "symm_mem::no_such_op"), ("_SCHEMA", f"{OP}(Tensor A, int another) -> Tensor")],
+    "schema", ["symm_mem::no_such_op(Tensor A) -> Tensor", f"{OP}(Tensor A, int another) -> Tensor"]
 )
-def test_torch_without_the_op(monkeypatch: pytest.MonkeyPatch, name: str, schema: str) -> None:
+def test_torch_without_an_op(monkeypatch: pytest.MonkeyPatch, op: int, schema: str) -> None:
     before = registered()
-    monkeypatch.setattr(async_tp, name, schema)
+    ops = list(async_tp._OPS)
+    ops[op] = ops[op]._replace(schema=schema)
+    monkeypatch.setattr(async_tp, "_OPS", ops)
     with pytest.raises(AgmmError) as refused:
         async_tp.enable()
     message = str(refused.value)
     assert "\n" not in message
-    assert torch.__version__ in message and "wanted symm_mem::fused_all_gather_matmul(" in message
+    assert torch.__version__ in message and f"wanted {schema}" in message
     assert not async_tp.is_enabled()
     assert registered() == before
 
@@ -181,14 +190,14 @@ def test_torch_kernel_is_torchs_own(group: str) -> None:
         return None, [torch.zeros(1)]
 
     A, B = torch.randn(4, 8), torch.randn(8, 3)
-    cuda = async_tp._torch_kernel("CUDA")
+    cuda = async_tp._torch_kernel(OP, "CUDA")
     # In torch's test mode its CUDA kernel calls this function, and its Meta kernel does not.
     with (
         symm_mem._test_mode(),
         mock.patch.object(symm_mem, "_fused_all_gather_matmul_fallback", fallback),
     ):
         found = cuda(A, [B], 0, group, return_A=False)
-        other = async_tp._torch_kernel("CPU")(A, [B], 0, group, return_A=True)
+        other = async_tp._torch_kernel(OP, "CPU")(A, [B], 0, group, return_A=True)
     assert len(calls) == 1
     assert calls[0][1] == {"return_A": False}
     assert found[0] is None and torch.equal(found[1][0], torch.zeros(1))
@@ -198,7 +207,7 @@ def test_torch_kernel_is_torchs_own(group: str) -> None:
 def test_test_mode_of_torch_is_left_to_torch(group: str) -> None:
     A, B = torch.randn(4, 8), torch.randn(8, 3)
     torch_kernel = mock.Mock(return_value=(None, []))
-    kernel = async_tp._kernel_over(torch_kernel)
+    kernel = async_tp._gather_over(torch_kernel)
     with symm_mem._test_mode():
         kernel(A, [B], 0, group, return_A=False)
     torch_kernel.assert_called_once_with(A, [B], 0, group, return_A=False)
@@ -360,7 +369,7 @@ def test_plan_that_prefers_unfused(
     A = torch.empty(0)
     monkeypatch.setattr(paths, "unfused", lambda shard, Bs, biases, group, dim: (A, list(Bs)))
     torch_kernel = mock.Mock()
-    kernel = async_tp._kernel_over(torch_kernel)
+    kernel = async_tp._gather_over(torch_kernel)
     A_shard = torch.empty(4, 64, dtype=torch.bfloat16, device="cuda:0")
     B = torch.empty(8, 64, dtype=torch.bfloat16, device="cuda:0").t()
     for _ in range(2):
@@ -378,7 +387,7 @@ def test_gather_dim_is_moved_and_moved_back(
     group: str, workspace: Workspace, gather_dim: int, return_A: bool
 ) -> None:
     torch_kernel = mock.Mock()
-    kernel = async_tp._kernel_over(torch_kernel)
+    kernel = async_tp._gather_over(torch_kernel)
     shape = (2, 3, 5, 64)
     # The layout in which the compiler pass gives the shard.
     order = [gather_dim, *(d for d in range(4) if d != gather_dim)]
@@ -402,7 +411,7 @@ def test_gather_dim_is_moved_and_moved_back(
 @pytest.mark.usefixtures("hopper")
 def test_decided_once_for_each_kind(group: str, workspace: Workspace) -> None:
     torch_kernel = mock.Mock(return_value=(None, []))
-    kernel = async_tp._kernel_over(torch_kernel)
+    kernel = async_tp._gather_over(torch_kernel)
     why = mock.Mock(wraps=async_tp._why_torch)
     with mock.patch.object(async_tp, "_why_torch", why):
         for _ in range(3):
@@ -426,7 +435,7 @@ def test_workspace_that_cannot_be_had(group: str, workspace: Workspace) -> None:
     workspace.error = Unsupported("group: found ranks on 2 hosts, wanted one")
     answer = None, [torch.empty(0)]
     torch_kernel = mock.Mock(return_value=answer)
-    kernel = async_tp._kernel_over(torch_kernel)
+    kernel = async_tp._gather_over(torch_kernel)
     case = Case()
     with pytest.warns(UserWarning, match="2 hosts"):
         found = kernel(case.A_shard, case.Bs, 0, group, return_A=False)
@@ -441,7 +450,7 @@ def test_number_of_kept_decisions_is_limited(
     group: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_tp, "_MAX_ROUTES", 4)
-    kernel = async_tp._kernel_over(mock.Mock())
+    kernel = async_tp._gather_over(mock.Mock())
     for rows in range(1, 12):
         case = Case(shape=(rows, 64))
         kernel(case.A_shard, case.Bs, 0, group)
@@ -502,3 +511,129 @@ def test_warning_points_at_the_caller(group: str) -> None:
     with async_tp.enable(), pytest.warns(UserWarning, match="agmm leaves") as caught:
         op(A, [B], 1, group)
     assert [warning.filename for warning in caught] == [__file__]
+
+
+# --- fused_matmul_reduce_scatter ---
+
+
+def why(shape: tuple[int, ...] = (4, 6, 8), **options: Any) -> str | None:
+    given: dict[str, Any] = {"reduce_op": "sum", "scatter_dim": 0, "dtype": torch.float32}
+    given |= {"n": 5, "k": shape[-1], "device": "cpu"} | options
+    A = torch.empty(shape, dtype=given["dtype"], device=given["device"])
+    B = torch.empty(given["k"], given["n"], dtype=given["dtype"], device=given["device"])
+    assert dist.group.WORLD is not None
+    return async_tp._why_torch_scatters(
+        A, B, given["reduce_op"], given["scatter_dim"], dist.group.WORLD
+    )
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shape": (4, 8)},
+        {"reduce_op": "avg"},
+        {"scatter_dim": 1},
+        {"dtype": torch.bfloat16},
+        {"k": 0, "shape": (4, 0)},
+    ],
+    ids=str,
+)
+def test_scatters_that_agmm_serves(options: dict[str, Any]) -> None:
+    assert why(**options) is None
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"scatter_dim": 2}, "scatter_dim: 2 with 3 dimensions"),
+        ({"scatter_dim": -3}, "scatter_dim: -3 with 3"),
+        ({"shape": (8,)}, "scatter_dim: 0 with 1"),
+        ({"reduce_op": "max"}, "reduce_op: found 'max'"),
+        ({"dtype": torch.int32}, "dtype=torch.int32"),
+        ({"k": 7}, "found K=7, wanted 8"),
+        ({"n": 0}, "no elements"),
+        ({"shape": (0, 8)}, "no elements"),
+        ({"device": "meta"}, "device meta"),
+    ],
+    ids=str,
+)
+def test_scatters_that_are_left_to_torch(options: dict[str, Any], reason: str) -> None:
+    said = why(**options)
+    assert said is not None and reason in said
+
+
+def test_scatters_reach_agmm_only_while_enabled(group: str) -> None:
+    A, B = torch.randn(4, 8), torch.randn(8, 3)
+    served = mock.patch.object(async_tp, "native_cpu", wraps=native_cpu)
+    with async_tp.enable(), served as calls:
+        out = scatter(A, B, "sum", 0, group)
+        assert scatter(A.unsqueeze(0), B, "avg", 1, group).shape == (1, 4, 3)
+        assert calls.call_count == 2
+    torch.testing.assert_close(out, A @ B)
+    with pytest.raises(NotImplementedError, match="fused_matmul_reduce_scatter"):
+        scatter(A, B, "sum", 0, group)
+
+
+def test_scatter_that_agmm_leaves_is_torchs_and_said_once(group: str) -> None:
+    A, B = torch.randn(4, 8), torch.randn(8, 3)
+    with async_tp.enable():
+        with pytest.warns(UserWarning, match="leaves symm_mem.fused_matmul_reduce_scatter") as said:
+            out = scatter(A, B, "sum", 1, group)
+        assert [warning.filename for warning in said] == [__file__]
+        again = scatter(A, B, "sum", 1, group)
+    torch.testing.assert_close(out, A @ B)
+    assert torch.equal(out, again)
+
+
+def test_test_mode_leaves_scatters_to_torch(group: str) -> None:
+    A, B = torch.randn(4, 8), torch.randn(8, 3)
+    torch_kernel = mock.Mock(return_value=A)
+    with symm_mem._test_mode():
+        assert async_tp._scatter_over(torch_kernel)(A, B, "sum", 0, group) is A
+    torch_kernel.assert_called_once_with(A, B, "sum", 0, group)
+
+
+def test_scatter_of_a_workspace_that_cannot_be_had(
+    group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    A, B = torch.randn(4, 8), torch.randn(8, 3)
+    refused = mock.Mock(side_effect=Unsupported("group: found ranks on 2 hosts, wanted one"))
+    monkeypatch.setattr(async_tp, "native_cpu", refused)
+    torch_kernel = mock.Mock(return_value=A)
+    kernel = async_tp._scatter_over(torch_kernel)
+    with pytest.warns(UserWarning, match="2 hosts"):
+        assert kernel(A, B, "sum", 0, group) is A
+    assert kernel(A, B, "sum", 0, group) is A
+    assert refused.call_count == 1 and torch_kernel.call_count == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        lambda A, B: (A, B, "sum", 7),
+        lambda A, B: (A, B, "no such", 0),
+        lambda A, B: (A, B[:5], "sum", 0),
+        lambda A, B: (A, B.double(), "sum", 0),
+    ],
+    ids=["scatter_dim", "reduce_op", "K", "dtype"],
+)
+@pytest.mark.filterwarnings("ignore:agmm leaves")
+def test_bad_scatters_are_refused_as_torch_refuses_them(
+    group: str, arguments: Callable[..., tuple[Any, ...]]
+) -> None:
+    given = arguments(torch.randn(4, 8), torch.randn(8, 3))
+
+    def refusal(call: Callable[..., Any]) -> tuple[type[Exception], str] | None:
+        try:
+            call(*given, group)
+        except Exception as error:
+            return type(error), str(error)
+        return None
+
+    with async_tp.enable():
+        found = refusal(scatter)
+    assert found is not None
+    assert found == refusal(symm_mem._fused_matmul_reduce_scatter_fallback)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from agmm import InvalidArgument
-from agmm.ops import matmul_reduce_scatter, paths
+from agmm.ops import paths, scatter_paths
 from agmm.ops.prepare import prepare
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import cuda_calls
@@ -98,10 +98,10 @@ def test_what_a_graph_writes_to_outlives_a_larger_call(
             workspaces[group] = torch.empty(size)
             alive.append(weakref.ref(workspaces[group]))
         is_capturing.return_value = captured
-        matmul_reduce_scatter._keep_for_graph(cuda, world)
+        scatter_paths._keep_for_graph(cuda, world)
     gc.collect()
     assert [workspace() is not None for workspace in alive] == [True, False, True]
     workspaces.clear()
     gc.collect()
     assert [workspace() is not None for workspace in alive] == [True, False, True]
-    assert len(matmul_reduce_scatter._workspaces_of_graphs[world]) == 2
+    assert len(scatter_paths._workspaces_of_graphs[world]) == 2

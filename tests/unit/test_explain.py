@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.console import Console
 from agmm.cli import explain
 from agmm.errors import InvalidArgument
 from agmm.planning import tables
-from agmm.planning.plans import CPU, UNFUSED, KernelConfig, Plan, Problem, Row
+from agmm.planning.plans import BY_TORCH, CPU, UNFUSED, KernelConfig, Plan, Problem, Row
 from agmm.planning.tables import Key
 
 GPU = "nvidia-h200"
@@ -172,3 +173,65 @@ def test_unknown_gpus(name: str) -> None:
         InvalidArgument, match=r"wanted one of cpu, nvidia-h200, or, with .*, nvidia-h100-pcie, "
     ):
         explain.find_gpu(name)
+
+
+SCATTER = Problem(4096, 8192, 2048, world_size=4, op="matmul_reduce_scatter")
+
+
+def test_a_scatter_by_the_cost_model() -> None:
+    text = said(SCATTER)
+    assert "out[1024, 8192] = reduce_scatter(A[4096, 2048] @ B), bfloat16" in text
+    assert "plan: torch\nfrom: cost model\npredicted: 305.0 µs, 1.66 × the matmul alone" in text
+    assert "why: torch's fused op, which saves more than the 60.0 µs that it costs the host" in text
+    few = said(SCATTER._replace(m=512))
+    assert "plan: unfused\nfrom: cost model" in few
+    assert "why: unfused, torch's fused op saves nothing, wanted 60.0 µs" in few
+    for each in (text, few):
+        assert each.count("(the plan)") == 1 and "agmm tune" not in each and "128x" not in each
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"gpu": CPU}, ["plan: push\n", "from: default of the CPU", "why: agmm's own, each rank"]),
+        (
+            {"dtype": "float32"},
+            ["plan: unfused\n", "why: unfused, A: dtype=float32, torch's fused"],
+        ),
+        ({"world_size": 1}, ["plan: unfused\n", "why: unfused, group: found 1 rank"]),
+        ({"world_size": 16}, ["several hosts take matmul + reduce-scatter, whatever the plan"]),
+    ],
+    ids=str,
+)
+def test_scatters_of_other_kinds(change: dict[str, Any], words: list[str]) -> None:
+    text = said(SCATTER._replace(**change))
+    assert all(word in text for word in words), text
+
+
+def test_a_scatter_by_a_row(folder: Path) -> None:
+    rows = [(Key.of(SCATTER), Row(4096, UNFUSED, 290.0, 180.0, 290.0, "0.2.0"))]
+    tables.save(GPU, 4, [*rows, (Key.of(PROBLEM), Row(4096, UNFUSED, 1.0))])
+    text = said(SCATTER)
+    assert f"plan: unfused\nfrom: {folder}" in text
+    assert "measured: 290.0 µs, 1.61 × the matmul alone (180.0 µs), by agmm 0.2.0" in text
+    assert "why: it was measured to be the fastest" in text
+    assert "plan: torch\n" in said(SCATTER._replace(m=8192))  # a row decides its own M alone
+
+
+def test_a_row_that_no_scatter_can_run_is_passed_over() -> None:
+    kernel = KernelConfig.parse("128x128x64_1x1_pingpong")
+    tables.save(GPU, 4, [(Key.of(SCATTER), Row(4096, Plan("push", kernel), 1.0))])
+    with pytest.warns(UserWarning, match="agmm passes over rows of .*wanted torch or unfused for"):
+        assert "plan: torch\n" in said(SCATTER)
+
+
+def test_a_scatter_returns_no_A() -> None:
+    with pytest.raises(InvalidArgument, match="return_A: found True with matmul_reduce_scatter"):
+        said(SCATTER._replace(return_A=True))
+
+
+def test_fused_plan_of_a_scatter() -> None:
+    planner = explain.planner_for(GPU, 4)
+    assert planner.fused_plan(SCATTER._replace(m=64)) == BY_TORCH
+    with pytest.raises(ValueError, match="found no fused one of matmul_reduce_scatter"):
+        planner.fused_plan(SCATTER._replace(world_size=1))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,13 +34,6 @@ def whole_numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0
 @pytest.fixture(autouse=True)
 def nothing_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "_warned", set())
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def refusal(call: Callable[[], object], kind: type[Exception] = InvalidArgument) -> str:
@@ -628,9 +622,97 @@ def test_matmul_reduce_scatter(group: str, shape: tuple[int, ...], reduce_op: st
     A, B = whole_numbers(*shape), whole_numbers(shape[-1], 3, seed=1)
     bias = whole_numbers(3, seed=2)
     for scatter_dim in range(-len(shape), len(shape)):
-        out = agmm.matmul_reduce_scatter(A, B, scatter_dim=scatter_dim, reduce_op=reduce_op)
+        unfused = scatter_dim % len(shape) == len(shape) - 1 or 0 in shape[:-1]
+        with warnings.catch_warnings():
+            if unfused:
+                warnings.filterwarnings("ignore", "agmm takes the unfused path")
+            out = agmm.matmul_reduce_scatter(A, B, scatter_dim=scatter_dim, reduce_op=reduce_op)
         assert torch.equal(out, A @ B) and out.is_contiguous()
-    assert torch.equal(agmm.matmul_reduce_scatter(A, B, group, bias=bias), A @ B + bias)
+    if 0 not in shape[:-1]:
+        out = agmm.matmul_reduce_scatter(A, B, group, bias=bias, strict=True)
+        assert torch.equal(out, A @ B + bias)
+
+
+UNFUSED_SCATTERS: list[tuple[torch.Tensor, int, str]] = [
+    (torch.ones(4, 6), 1, "scatter_dim: 1, the fused path wants another than the last"),
+    (torch.ones(4, 6).int(), 0, "A: dtype=torch.int32, the CPU backend wants a floating-point"),
+    (torch.ones(0, 6), 0, "A @ B: shape (0, 3) has no elements"),
+]
+
+
+@pytest.mark.parametrize(("A", "scatter_dim", "reason"), UNFUSED_SCATTERS)
+def test_unfused_scatter_is_warned_of_once_and_refused_if_strict(
+    group: str, A: torch.Tensor, scatter_dim: int, reason: str
+) -> None:
+    B = torch.ones(6, 3, dtype=A.dtype)
+    with pytest.warns(UserWarning, match=re.escape(f"takes the unfused path: {reason}")) as caught:
+        out = agmm.matmul_reduce_scatter(A, B, scatter_dim=scatter_dim)
+    assert caught[0].filename == __file__
+    assert torch.equal(out, A @ B)
+    agmm.matmul_reduce_scatter(A, B, scatter_dim=scatter_dim)  # a warning would be an error
+    with pytest.raises(agmm.Unsupported, match=re.escape(reason)):
+        agmm.matmul_reduce_scatter(A, B, scatter_dim=scatter_dim, strict=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_several_products_and_a_bias_are_rounded_once(group: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    As = [torch.randn(64, k).to(dtype) for k in (96, 40)]
+    Bs = [torch.randn(k, 48).to(dtype) for k in (96, 40)]
+    bias = (10 * torch.randn(48)).to(dtype)
+    products = [A.double() @ B.double() for A, B in zip(As, Bs, strict=True)]
+    rounded = (sum(products) + bias.double()).to(dtype)
+    twice = sum(product.to(dtype) for product in products) + bias
+    out = agmm.matmul_reduce_scatter(As, Bs, bias=bias, strict=True)
+    # Sums in float32 fall on the other side of a few roundings, where a second one changes many.
+    differing = (out != rounded).float().mean().item()
+    assert differing < 0.02 < (twice != rounded).float().mean().item()
+
+
+def test_the_native_scatter(group: str) -> None:
+    A, B = whole_numbers(4, 6).requires_grad_(), whole_numbers(6, 3, seed=1).requires_grad_()
+    out = torch.ops.agmm._fused_matmul_reduce_scatter_native(A, B, "avg", group)
+    assert torch.equal(out, A @ B)
+    (2 * out.sum()).backward()
+    assert A.grad is not None and torch.equal(A.grad, 2 * B.sum(1).expand(4, 6))
+    assert B.grad is not None and torch.equal(B.grad, 2 * A.sum(0)[:, None].expand(6, 3))
+
+
+def test_a_scatter_of_no_columns_of_A_has_gradients(group: str) -> None:
+    A, B = torch.ones(4, 0, requires_grad=True), torch.ones(0, 3, requires_grad=True)
+    bias = torch.ones(3, requires_grad=True)
+    out = agmm.matmul_reduce_scatter(A, B, bias=bias)
+    out.sum().backward()
+    assert torch.equal(out, torch.ones(4, 3))
+    assert A.grad is not None and A.grad.shape == (4, 0)
+    assert B.grad is not None and B.grad.shape == (0, 3)
+    assert bias.grad is not None and torch.equal(bias.grad, torch.full((3,), 4.0))
+
+
+def test_bad_lists_of_a_scatter_are_named(group: str) -> None:
+    A, B = whole_numbers(4, 6), whole_numbers(6, 3)
+    scatter: Callable[..., object] = agmm.matmul_reduce_scatter
+    for call, message in (
+        (lambda: scatter([A], B), "B: found a Tensor, wanted a list as A, both lists or neither"),
+        (lambda: scatter(A, (B,)), "B: found a tuple, wanted a Tensor as A, both lists or neither"),
+        (lambda: scatter([], []), "A: found an empty list, wanted at least one"),
+        (lambda: scatter([A, A], [B]), "B: found 1 for 2 of A, wanted one each"),
+        (
+            lambda: scatter([A, A[:2]], [B, B]),
+            "A: found leading sizes (2,), wanted (4,) as the first of the list",
+        ),
+        (
+            lambda: scatter([A, A], [B, B[:, :2]]),
+            "B: found 2 columns, wanted 3 as the first of the list",
+        ),
+        (
+            lambda: scatter([A, A.double()], [B, B]),
+            "A: found dtype torch.float64, wanted torch.float32 as the first of the list",
+        ),
+        (lambda: scatter([A, None], [B, B]), "A: found None, wanted a tensor"),
+        (lambda: scatter(A, B, strict=1), "strict: found 1, wanted True or False"),
+    ):
+        assert refusal(call) == message
 
 
 def test_matmul_reduce_scatter_by_the_op_of_torch(
@@ -646,6 +728,7 @@ def test_matmul_reduce_scatter_by_the_op_of_torch(
 
     monkeypatch.setattr(torch.ops.symm_mem, "fused_matmul_reduce_scatter", fused)
     monkeypatch.setattr(scatter_plan, "is_fused", lambda *_: True)
+    monkeypatch.setattr(scatter_plan, "why_not_native", lambda *_: "as on a GPU")
     A, B, bias = whole_numbers(6, 4).t(), whole_numbers(6, 3, seed=1), whole_numbers(3, seed=2)
     out = agmm.matmul_reduce_scatter(A, B, reduce_op="avg", scatter_dim=-2, bias=bias)
     assert torch.equal(out, A @ B + bias)
@@ -665,7 +748,7 @@ def test_opcheck_with_gradients(group: str, fresh_compiler: None, save_gathered:
     for scatter_dim, reduce_op in ((0, "sum"), (-2, "avg")):
         torch.library.opcheck(
             torch.ops.agmm._matmul_reduce_scatter.default,
-            (A, B, bias, group, 1, scatter_dim, reduce_op),
+            ([A, A[:, :2]], [B, B[:2]], bias, group, 1, scatter_dim, reduce_op, True),
         )
 
 
@@ -753,7 +836,9 @@ def test_a_graph_of_another_world_size_is_refused(group: str, op: str) -> None:
         "gather": lambda: torch.ops.agmm._all_gather_matmul(
             A, [B], [None], group, 2, 0, False, "", False
         ),
-        "scatter": lambda: torch.ops.agmm._matmul_reduce_scatter(A, B, None, group, 2, 0, "sum"),
+        "scatter": lambda: torch.ops.agmm._matmul_reduce_scatter(
+            [A], [B], None, group, 2, 0, "sum"
+        ),
     }
     assert refusal(calls[op]) == (
         f"world_size: found 2 in the call, wanted 1, the size of group {group!r}: a graph compiled "

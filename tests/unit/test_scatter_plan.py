@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from agmm.ops import scatter_plan
-from agmm.planning import cost_model
-from agmm.planning.plans import Problem
+from agmm.planning import call_plans, cost_model
+from agmm.planning.plans import BY_TORCH, UNFUSED, Plan, Problem
 from agmm.runtime import collectives, cuda, groups
 
 
@@ -33,7 +35,7 @@ def test_more_rows_take_longer_and_are_fused_in_the_end(k: int, world_size: int)
 def test_never_on_the_cpu(
     group: str, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(cost_model, "is_reduce_scatter_fused", lambda _: True)
+    monkeypatch.setattr(scatter_plan, "_is_planned", lambda *_: True)
     monkeypatch.setattr(cost_model, "is_gather_by_copies", lambda *_, **__: True)
     monkeypatch.setattr(cuda, "why_unfused", lambda _: None)
     monkeypatch.setattr(dist, "get_world_size", lambda _: 4)
@@ -41,6 +43,29 @@ def test_never_on_the_cpu(
     A, B = torch.randn(shape, dtype=torch.bfloat16), torch.randn(32, 8, dtype=torch.bfloat16)
     assert not scatter_plan.is_fused(A, B, 0, everyone)
     assert not scatter_plan.is_gather_by_copies(A, A, B, everyone, is_scatter_fused=True)
+
+
+@pytest.mark.parametrize(("plan", "fused"), [(BY_TORCH, True), (UNFUSED, False)])
+def test_the_plan_decides(
+    group: str, monkeypatch: pytest.MonkeyPatch, plan: Plan, fused: bool
+) -> None:
+    asked = []
+
+    class Planner:
+        def plan(self, problem: Problem) -> Plan:
+            asked.append(problem)
+            return plan
+
+    monkeypatch.setattr(scatter_plan, "_has_kernels", lambda *_: True)
+    monkeypatch.setattr(scatter_plan, "cuda_workspace", mock.Mock())
+    monkeypatch.setattr(call_plans, "planner", lambda *_: Planner())
+    monkeypatch.setattr(call_plans, "device_facts", lambda _: ("nvidia-h200", 132))
+    with FakeTensorMode():
+        A = torch.empty(8, 4, 16, dtype=torch.bfloat16, device="cuda:0")
+        B = torch.empty(16, 24, dtype=torch.bfloat16, device="cuda:0")
+    assert scatter_plan.is_fused(A, B, 0, groups.group_of(group)) == fused
+    wanted = Problem(32, 24, 16, gpu="nvidia-h200", sm_count=132, op="matmul_reduce_scatter")
+    assert asked == [wanted]
 
 
 def test_what_is_traced() -> None:

@@ -65,7 +65,8 @@ def test_rows_are_found_by_everything_but_m() -> None:
     table = tables.user(GPU, 4)
     assert table is not None
     assert len(table.rows(PROBLEM._replace(m=8, sm_count=7))) == 1
-    for other in ({"n": 8}, {"k": 8}, {"dtype": "float16"}, {"b_layout": "row"}):
+    scatter = {"op": "matmul_reduce_scatter"}
+    for other in ({"n": 8}, {"k": 8}, {"dtype": "float16"}, {"b_layout": "row"}, scatter):
         assert not table.rows(PROBLEM._replace(**other))
     assert not table.rows(PROBLEM._replace(return_A=True))
 
@@ -115,6 +116,7 @@ def test_packaged_plans_are_legal() -> None:
                     key.return_A,
                     key.b_layout,
                     gpu,
+                    op=key.op,
                 )
                 assert why_illegal(problem, row.plan, kernels) is None, (key, row)
 
@@ -225,11 +227,12 @@ def test_processes_that_save_at_once_lose_no_rows() -> None:
 # --- files that are no tables ---
 
 
-def _text(**changes: Any) -> str:
+def _text(schema: int = tables.SCHEMA, **changes: Any) -> str:
     entry = json.loads(tables.to_text(GPU, 4, {KEY: {1: row(1)}}))["rows"][0]
     plan = {**entry["plan"], **changes.pop("plan", {})}
     entry = {name: v for name, v in {**entry, "plan": plan, **changes}.items() if v != "absent"}
-    return json.dumps({"schema": 1, "gpu": GPU, "world_size": 4, "rows": [entry]})
+    head = {"schema": schema, "gpu": GPU, "world_size": 4}
+    return json.dumps({**head, "rows": [entry]})
 
 
 @pytest.mark.parametrize(
@@ -244,6 +247,8 @@ def _text(**changes: Any) -> str:
         '{"schema": "1", "rows": []}',
         '{"schema": 0, "rows": []}',
         '{"schema": 1, "rows": []}',
+        '{"schema": 2, "rows": []}',
+        '{"schema": true, "rows": []}',
         f'{{"schema": 1, "gpu": "{GPU}", "world_size": 4}}',
         f'{{"schema": 1, "gpu": "{GPU}", "world_size": 4, "rows": [3]}}',
         _text(us=-1.0),
@@ -253,6 +258,8 @@ def _text(**changes: Any) -> str:
         _text(m=1.5),
         _text(n="absent"),
         _text(return_A=0),
+        _text(op=1),
+        _text(op="absent"),
         _text(roof_us=0),
         _text(plan={"kernel": "128x128"}),
         _text(plan={"chunks_per_shard": 0}),
@@ -284,6 +291,20 @@ def test_the_text_that_the_corrupt_ones_are_made_of_is_sound(folder: Path) -> No
     assert saved_ms() == [1]
 
 
+def test_a_table_from_before_there_were_several_ops_is_of_the_first(folder: Path) -> None:
+    folder.mkdir()
+    path = folder / tables.file_name(GPU, 4)
+    path.write_text(_text(schema=1, op="absent"))
+    before = tables.read(path).by_key
+    assert before == {KEY: {1: row(1)}} and KEY.op == "all_gather_matmul"
+    scattered = Key.of(PROBLEM._replace(op="matmul_reduce_scatter"))
+    tables.save(GPU, 4, [(scattered, Row(8, UNFUSED, 4.0))])
+    entries = json.loads(path.read_text())
+    assert entries["schema"] == 2
+    assert [entry["op"] for entry in entries["rows"]] == [KEY.op, scattered.op]
+    assert tables.read(path).by_key == {**before, scattered: {8: Row(8, UNFUSED, 4.0)}}
+
+
 @pytest.mark.parametrize(("gpu", "world_size"), [(GPU, 2), ("nvidia-h100", 4)])
 def test_a_table_for_something_else_is_ignored(folder: Path, gpu: str, world_size: int) -> None:
     folder.mkdir()
@@ -302,9 +323,9 @@ def test_a_file_of_a_newer_schema_is_left_alone(folder: Path) -> None:
     path = folder / tables.file_name(GPU, 4)
     content = json.dumps({"schema": tables.SCHEMA + 1, "rows": {"in": "another way"}})
     path.write_text(content)
-    with pytest.warns(UserWarning, match="found schema 2, wanted at most 1"):
+    with pytest.warns(UserWarning, match="found schema 3, wanted at most 2"):
         assert tables.user(GPU, 4) is None
-    with pytest.raises(NewerSchema, match="found schema 2, wanted at most 1"):
+    with pytest.raises(NewerSchema, match="found schema 3, wanted at most 2"):
         tables.save(GPU, 4, [(KEY, row(1))])
     assert path.read_text() == content
 

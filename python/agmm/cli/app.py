@@ -21,6 +21,7 @@ from agmm.cli.options import (
     File,
     Layout,
     Model,
+    Op,
     ReturnA,
     Shapes,
     Tokens,
@@ -319,12 +320,15 @@ def tune(
     cls=Command,
     epilog="Examples:\n\n"
     "  agmm explain --m 4096 --n 3584 --k 8192 --tp 4\n\n"
-    "  agmm explain --m 64 --n 3584 --k 8192 --tp 4 --gpu h200 --return-a",
+    "  agmm explain --m 64 --n 3584 --k 8192 --tp 4 --gpu h200 --return-a\n\n"
+    "  agmm explain --m 4096 --n 8192 --k 2048 --tp 4 --op matmul_reduce_scatter",
 )
 def explain(
     m: Annotated[
         int,
-        typer.Option("--m", min=1, max=MAX_EXTENT, metavar="ROWS", help="Gathered rows (tokens)."),
+        typer.Option(
+            "--m", min=1, max=MAX_EXTENT, metavar="ROWS", help="Rows (tokens) of all ranks."
+        ),
     ],
     n: Annotated[
         int,
@@ -336,6 +340,9 @@ def explain(
         int, typer.Option("--k", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of A.")
     ],
     tp: Annotated[int, typer.Option(*TP_NAMES, min=1, metavar="N", help="Number of ranks.")],
+    op: Annotated[
+        Op, typer.Option(help="Which call. The rows of matmul_reduce_scatter are those of A.")
+    ] = Op.all_gather_matmul,
     dtype: Annotated[DType, typer.Option(help="Element type.")] = DType.bf16,
     gpu: Annotated[
         str | None,
@@ -358,7 +365,7 @@ def explain(
 
         name = explain_module.find_gpu(gpu)
         problem = Problem(m, n, k, DTYPE_NAMES[dtype], tp, return_a, b_layout.value, name)
-        problem = problem._replace(sm_count=explain_module.HOPPERS.get(name, 0))
+        problem = problem._replace(sm_count=explain_module.HOPPERS.get(name, 0), op=op.value)
         planner = explain_module.planner_for(name, tp)
         console().print(explain_module.explain(problem, planner), soft_wrap=True, markup=False)
 

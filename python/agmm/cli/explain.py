@@ -13,9 +13,18 @@ from agmm.errors import InvalidArgument
 from agmm.planning import call_plans, cost_model, tables
 from agmm.planning.cost_model import default_kernels
 from agmm.planning.heuristics import predict_us
-from agmm.planning.legality import why_unfused
+from agmm.planning.legality import why_scatter_illegal, why_unfused
 from agmm.planning.planner import Choice, Planner
-from agmm.planning.plans import CPU, DEFAULT_GPU, UNFUSED, KernelConfig, Plan, Problem
+from agmm.planning.plans import (
+    BY_TORCH,
+    CPU,
+    DEFAULT_GPU,
+    MATMUL_REDUCE_SCATTER,
+    UNFUSED,
+    KernelConfig,
+    Plan,
+    Problem,
+)
 
 GPUS_OF_A_HOST = 8
 """Of Hopper, at most; ranks on several hosts take the unfused path."""
@@ -107,8 +116,11 @@ def planner_for(gpu: str, world_size: int) -> Planner:
 def explain(problem: Problem, planner: Planner) -> RenderableType:
     """The explanation of the planner's choice, ready to print.
 
-    Raises InvalidArgument where the ranks cannot have equally many rows.
+    Raises InvalidArgument where the ranks cannot have equally many rows, or nothing is gathered
+    that could be returned.
     """
+    if problem.return_A and problem.op == MATMUL_REDUCE_SCATTER:
+        raise InvalidArgument("return_A: found True with matmul_reduce_scatter, wanted False")
     if problem.m % problem.world_size:
         raise InvalidArgument(
             f"m: found {problem.m}, wanted a multiple of tp, {problem.world_size}"
@@ -116,8 +128,7 @@ def explain(problem: Problem, planner: Planner) -> RenderableType:
     problem = problem._replace(peer_atomics=_has_atomics_here(problem.gpu))
     choice = planner.choose(problem)
     lines = [
-        f"out[{problem.m}, {problem.n}] = all_gather(A_shard)[{problem.m}, {problem.k}] @ B, "
-        f"{problem.dtype}, B by {problem.b_layout}, {problem.world_size} "
+        f"{_call(problem)}, {problem.dtype}, B by {problem.b_layout}, {problem.world_size} "
         f"rank{'s' if problem.world_size > 1 else ''} on {problem.gpu}"
         + (", A returned" if problem.return_A else ""),
         f"plan: {choice.plan.name}",
@@ -129,12 +140,21 @@ def explain(problem: Problem, planner: Planner) -> RenderableType:
     return Group("\n".join(lines), _table(problem, choice, planner))
 
 
+def _call(problem: Problem) -> str:
+    m, n, k = problem.m, problem.n, problem.k
+    if problem.op == MATMUL_REDUCE_SCATTER:
+        return f"out[{m // problem.world_size}, {n}] = reduce_scatter(A[{m}, {k}] @ B)"
+    return f"out[{m}, {n}] = all_gather(A_shard)[{m}, {k}] @ B"
+
+
 def _times(problem: Problem, choice: Choice) -> Iterable[str]:
     if choice.predicted_us is not None:
         yield f"predicted: {duration(choice.predicted_us)}, {_beside_roof(problem, choice)}"
     row = choice.row
     if row is None:
-        if problem.gpu == CPU or why_unfused(problem.dtype, problem.n, problem.k) is None:
+        if problem.op == MATMUL_REDUCE_SCATTER:
+            yield "measured: not yet"
+        elif problem.gpu == CPU or why_unfused(problem.dtype, problem.n, problem.k) is None:
             yield "measured: not yet (agmm tune does it)"
     elif row.roof_us is None:
         yield f"measured: {duration(row.us)}"
@@ -164,6 +184,8 @@ def _beside_roof(problem: Problem, choice: Choice) -> str:
 
 def why(problem: Problem, choice: Choice, planner: Planner) -> str:
     """Why the call is fused, or why not, in a sentence."""
+    if problem.op == MATMUL_REDUCE_SCATTER:
+        return _said_of_scatter(problem, choice)
     illegal = None if problem.gpu == CPU else why_unfused(problem.dtype, problem.n, problem.k)
     if illegal is not None:
         return f"unfused, the kernels cannot compute it: {illegal}"
@@ -186,21 +208,40 @@ def why(problem: Problem, choice: Choice, planner: Planner) -> str:
     return f"fused, the unfused path is predicted to take {duration(unfused)}"
 
 
+def _said_of_scatter(problem: Problem, choice: Choice) -> str:
+    if choice.row is not None:
+        return "it was measured to be the fastest"
+    if problem.gpu == CPU:
+        return "agmm's own, each rank sends the others their parts as they are computed"
+    illegal = why_scatter_illegal(problem, BY_TORCH)
+    if illegal is not None:
+        return f"unfused, {illegal}"
+    times = [predict_us(problem, plan) for plan in (UNFUSED, BY_TORCH)]
+    assert times[0] is not None and times[1] is not None
+    least = duration(cost_model.constants(problem.gpu).fused_reduce_scatter_gain_us)
+    if choice.plan == BY_TORCH:
+        return f"torch's fused op, which saves more than the {least} that it costs the host"
+    saved = f"saves {duration(times[0] - times[1])}" if times[1] < times[0] else "saves nothing"
+    return f"unfused, torch's fused op {saved}, wanted {least}, which it costs the host"
+
+
 def _remarks(problem: Problem) -> Iterable[str]:
     if problem.gpu == CPU:
         return
-    if not problem.peer_atomics:
+    is_scatter = problem.op == MATMUL_REDUCE_SCATTER
+    if not (problem.peer_atomics or is_scatter):
         yield "note: links between the GPUs here have no native atomics, so SM push is not legal"
     gpus, which = _gpus_of_a_host(problem.gpu)
     if problem.world_size > gpus:
+        unfused = "matmul + reduce-scatter" if is_scatter else "all-gather + matmul"
         yield (
             f"note: {problem.world_size} ranks are more than the {gpus} GPUs {which}; ranks on "
-            "several hosts take all-gather + matmul, whatever the plan"
+            f"several hosts take {unfused}, whatever the plan"
         )
     used = cost_model.constants(problem.gpu).gpu
     if used != problem.gpu:
         yield f"note: no constants of {problem.gpu} are known, those of {used} stand in"
-    if not call_plans.kernels():
+    if not (call_plans.kernels() or is_scatter):
         yield f"note: this build has no CUDA kernels; assumed are the default ones of {used}"
 
 

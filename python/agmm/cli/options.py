@@ -70,6 +70,11 @@ class DType(str, Enum):
 DTYPE_NAMES = {DType.bf16: "bfloat16", DType.fp16: "float16", DType.fp32: "float32"}
 
 
+class Op(str, Enum):
+    all_gather_matmul = "all_gather_matmul"
+    matmul_reduce_scatter = "matmul_reduce_scatter"
+
+
 class Layout(str, Enum):
     column = "column"
     row = "row"

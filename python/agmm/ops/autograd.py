@@ -1,9 +1,11 @@
-"""The backward of the two collective matmuls: each one's is made of the other.
+"""The backward of the collective matmuls. Those of the first two are made of each other.
 
 With ``out = all_gather(A_shard) @ B``, summed over several weights:
 ``dA_shard = reduce_scatter(dout @ Bᵀ)`` and ``dB = Aᵀ @ dout``.
-With ``out = reduce_scatter(A @ B)``: ``dA = all_gather(dout) @ Bᵀ`` and
-``dB = Aᵀ @ all_gather(dout)``.
+With ``out = reduce_scatter(A @ B)``, summed over several products:
+``dA = all_gather(dout) @ Bᵀ`` and ``dB = Aᵀ @ all_gather(dout)``.
+With ``out = all_reduce(A @ B)``, whose gradient is the same on all ranks:
+``dA = dout @ Bᵀ`` and ``dB = Aᵀ @ dout``.
 (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022.)
 """
 
@@ -15,7 +17,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from agmm.errors import InvalidArgument
-from agmm.ops import scatter_plan
+from agmm.ops import scatter_paths, scatter_plan
+from agmm.ops.operands import is_watched
+from agmm.ops.products import sum_of_products
 from agmm.runtime import collectives, groups
 
 _MaybeTensor = torch.Tensor | None
@@ -31,12 +35,12 @@ def _check_real(name: str, tensor: torch.Tensor) -> None:
 
 def _grad_of_weight(A: torch.Tensor, dout: torch.Tensor, column_major: bool) -> torch.Tensor:
     """``Aᵀ @ dout`` over all rows, in the layout of the weight, so that no copy is made later."""
-    A2, dout2 = A.reshape(-1, A.shape[-1]), dout.reshape(-1, dout.shape[-1])
+    A2, dout2 = A.flatten(0, -2), dout.flatten(0, -2)
     return (dout2.t() @ A2).t() if column_major else A2.t() @ dout2
 
 
 def _grad_of_bias(dout: torch.Tensor) -> torch.Tensor:
-    return dout.reshape(-1, dout.shape[-1]).sum(0)
+    return dout.flatten(0, -2).sum(0)
 
 
 def _is_column_major(B: torch.Tensor) -> bool:
@@ -80,11 +84,10 @@ class AllGatherMatmul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dA: _MaybeTensor, *douts: _MaybeTensor) -> tuple[Any, ...]:
         kept, *Bs = ctx.saved_tensors
-        wanted_dBs = [
-            need and dout is not None for need, dout in zip(ctx.needs_B, douts, strict=True)
-        ]
+        # Of each weight whose gradient is wanted, the gradient of its product.
+        of_weights = [dout if need else None for need, dout in zip(ctx.needs_B, douts, strict=True)]
         finish_gather = None
-        if any(wanted_dBs) and not ctx.is_gathered:
+        if any(dout is not None for dout in of_weights) and not ctx.is_gathered:
             # Begun here, so that it runs beside the product of dA_shard.
             by_copies = ctx.needs_A and _is_gather_by_copies(
                 kept, dA, douts, Bs, ctx.group_name, ctx.gather_dim
@@ -92,61 +95,34 @@ class AllGatherMatmul(torch.autograd.Function):
             finish_gather = collectives.start_all_gather(
                 kept, ctx.group_name, ctx.gather_dim, by_copies=by_copies
             )
+        grads: list[_MaybeTensor] = []
+
+        def other_gradients() -> None:
+            nonlocal finish_gather
+            A = kept
+            if finish_gather is not None:
+                A, finish_gather = finish_gather(), None  # which may hold another copy
+            for dout, column_major in zip(of_weights, ctx.column_major, strict=True):
+                grads.append(None if dout is None else _grad_of_weight(A, dout, column_major))
+            for need, dout in zip(ctx.needs_bias, douts, strict=True):
+                grads.append(_grad_of_bias(dout) if need and dout is not None else None)
+
         dA_shard = None
         if ctx.needs_A:
-            dA_shard = _grad_of_shard(dA, douts, Bs, ctx.group_name, ctx.gather_dim)
-        A = kept
-        if finish_gather is not None:
-            A, finish_gather = finish_gather(), None  # which may hold another copy
-        dBs = [
-            _grad_of_weight(A, dout, column_major) if wanted and dout is not None else None
-            for wanted, dout, column_major in zip(wanted_dBs, douts, ctx.column_major, strict=True)
-        ]
-        dbiases = [
-            _grad_of_bias(dout) if need and dout is not None else None
-            for need, dout in zip(ctx.needs_bias, douts, strict=True)
-        ]
-        return None, None, dA_shard, *dBs, *dbiases
+            dA_shard = _grad_of_shard(
+                dA, douts, Bs, ctx.group_name, ctx.gather_dim, other_gradients
+            )
+        else:
+            other_gradients()
+        return None, None, dA_shard, *grads
 
 
-_Products = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-def _products_of_shard(douts: tuple[_MaybeTensor, ...], Bs: list[torch.Tensor]) -> _Products:
-    return [(dout, B.t()) for dout, B in zip(douts, Bs, strict=True) if dout is not None]
-
-
-def _is_worth_joining(
-    dA: _MaybeTensor, products: _Products, group_name: str, gather_dim: int
-) -> bool:
-    """Whether the sum of several products is to be made one, ``[dout1|dout2] @ [B1; B2]``, so that
-    the fused op scatters it.
-
-    That copies the operands. By the cost model, on H200 with the shapes of Llama's layers, it costs
-    less than the fused op saves while they have no more columns together than the result has, and
-    more than that where they have twice as many.
-    """
-    if dA is not None or len(products) < 2 or collectives.is_traced(products[0][0]):
-        return False
-    dout, B = products[0]
-    columns = sum(other.shape[-1] for other, _ in products)
-    if columns > B.shape[1]:
-        return False
-    # Of the shapes of the operands, without their memory.
-    joined = dout.new_empty(1).expand(*dout.shape[:-1], columns)
-    weight = B.new_empty(1).expand(columns, B.shape[1])
-    group = groups.group_of(group_name)
-    return scatter_plan.is_fused(joined, weight, gather_dim, group)
-
-
-def _joined(products: _Products) -> _Products:
-    douts, Bs = zip(*products, strict=True)
-    return [(torch.cat(douts, dim=-1), torch.cat(Bs))]
-
-
-def _is_scattered_by_op(dA: _MaybeTensor, products: _Products) -> bool:
-    """Whether dA_shard is one product, which `matmul_reduce_scatter` computes."""
-    return dA is None and len(products) == 1
+def _operands_of_shard(
+    douts: tuple[_MaybeTensor, ...], Bs: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The operands of the products whose sum is dA_shard before it is scattered."""
+    found = [(dout, B.t()) for dout, B in zip(douts, Bs, strict=True) if dout is not None]
+    return [dout for dout, _ in found], [B for _, B in found]
 
 
 def _is_gather_by_copies(
@@ -157,15 +133,16 @@ def _is_gather_by_copies(
     group_name: str,
     gather_dim: int,
 ) -> bool:
-    products = _products_of_shard(douts, Bs)
-    if not products or collectives.is_traced(shard):
+    As, weights = _operands_of_shard(douts, Bs)
+    if not As or collectives.is_traced(shard):
         return False
     group = groups.group_of(group_name)
-    fused = _is_worth_joining(dA, products, group_name, gather_dim) or (
-        _is_scattered_by_op(dA, products) and scatter_plan.is_fused(*products[0], gather_dim, group)
+    fused = dA is None and (
+        scatter_plan.is_worth_joining(As, weights, gather_dim, group)
+        or (len(As) == 1 and scatter_plan.is_fused(As[0], weights[0], gather_dim, group))
     )
     # Judged by the largest of several products.
-    largest = max(products, key=lambda product: product[0].numel())
+    largest = max(zip(As, weights, strict=True), key=lambda product: product[0].numel())
     return scatter_plan.is_gather_by_copies(shard, *largest, group, is_scatter_fused=fused)
 
 
@@ -175,35 +152,25 @@ def _grad_of_shard(
     Bs: list[torch.Tensor],
     group_name: str,
     gather_dim: int,
+    meanwhile: scatter_paths.Meanwhile,
 ) -> _MaybeTensor:
-    products = _products_of_shard(douts, Bs)
-    if _is_worth_joining(dA, products, group_name, gather_dim):
-        products = _joined(products)
-    if _is_scattered_by_op(dA, products):
-        op = torch.ops.agmm._matmul_reduce_scatter.default
+    """The scatter of dA_shard, and beside it ``meanwhile``, which is called once."""
+    As, weights = _operands_of_shard(douts, Bs)
+    # The last dimension no fused path scatters, as none gathered it: nobody is to be warned again.
+    if dA is None and As and gather_dim % As[0].dim() != As[0].dim() - 1:
         world_size = groups.world_size_of(group_name)
-        dA_shard: torch.Tensor = op(*products[0], None, group_name, world_size, gather_dim, "sum")
+        call = As, weights, None, group_name, world_size, gather_dim, "sum"
+        dA_shard: torch.Tensor
+        if not (is_watched() or collectives.is_traced(As[0])):
+            return scatter_paths.run(*call, meanwhile=meanwhile)
+        dA_shard = torch.ops.agmm._matmul_reduce_scatter.default(*call)
+        meanwhile()
         return dA_shard
-    partial = _sum_of_products(dA, products)
+    partial = sum_of_products(dA, As, weights)
     if partial is None:
+        meanwhile()
         return None
-    return collectives.reduce_scatter(partial, group_name, gather_dim)
-
-
-def _sum_of_products(dA: _MaybeTensor, products: _Products) -> _MaybeTensor:
-    """``dA + dout @ B + ...`` in one tensor of that size, to which each matmul adds its own: in
-    the precision of its accumulators, and without a tensor for each product and each sum."""
-    total = dA
-    for dout, B in products:
-        if total is None:
-            total = torch.matmul(dout, B)
-            continue
-        rows, rest = total.reshape(-1, total.shape[-1]), dout.reshape(-1, dout.shape[-1])
-        if total is dA:  # which belongs to autograd
-            total = torch.addmm(rows, rest, B).view(total.shape)
-        else:
-            rows.addmm_(rest, B)  # contiguous, so that the rows are a view of it
-    return total
+    return collectives.reduce_scatter(partial, group_name, gather_dim, meanwhile=meanwhile)
 
 
 class MatmulReduceScatter(torch.autograd.Function):
@@ -212,60 +179,97 @@ class MatmulReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        A: torch.Tensor,
-        B: torch.Tensor,
+        pairs: int,
+        settings: tuple[Any, ...],
         bias: _MaybeTensor,
-        group_name: str,
-        world_size: int,
-        scatter_dim: int,
-        reduce_op: str,
+        *As_and_Bs: torch.Tensor,
     ) -> torch.Tensor:
-        _check_real("A", A)
+        As, Bs = As_and_Bs[:pairs], As_and_Bs[pairs:]
+        _check_real("A", As[0])
         op = torch.ops.agmm._matmul_reduce_scatter.default
         with torch._C._AutoDispatchBelowAutograd():
-            out: torch.Tensor = op(A, B, bias, group_name, world_size, scatter_dim, reduce_op)
-        needs_A, needs_B = ctx.needs_input_grad[:2]
+            out: torch.Tensor = op(list(As), list(Bs), bias, *settings)
+        _, _, ctx.needs_bias, *needs = ctx.needs_input_grad
+        ctx.needs_A, ctx.needs_B = needs[:pairs], needs[pairs:]
+        ctx.save_for_backward(
+            *(A if need else None for A, need in zip(As, ctx.needs_B, strict=True)),
+            *(B if need else None for B, need in zip(Bs, ctx.needs_A, strict=True)),
+        )
+        ctx.column_major = [_is_column_major(B) for B in Bs]
+        ctx.group_name, ctx.world_size, ctx.scatter_dim, ctx.reduce_op, *_ = settings
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+        pairs = len(ctx.column_major)
+        saved = ctx.saved_tensors  # once: checkpoints give them out once
+        As, Bs = saved[:pairs], saved[pairs:]
+        # The gathered dout [M, ..., N]: of out's own rows, of all ranks.
+        needs_gathered = any(ctx.needs_B) or ctx.needs_bias
+        gathered: _MaybeTensor = None
+        products: list[torch.Tensor] = []
+        if any(ctx.needs_A):
+            products, gathered = _gather_and_multiply(
+                dout,
+                [B.t() for B in Bs if B is not None],
+                ctx.group_name,
+                ctx.scatter_dim,
+                needs_gathered,
+            )
+        elif needs_gathered:
+            gathered = collectives.start_all_gather(dout, ctx.group_name, ctx.scatter_dim)()
+        of_As = iter(products)
+        grads = [next(of_As) if need else None for need in ctx.needs_A]
+        grads += [
+            _grad_of_weight(A, gathered, column_major) if need and gathered is not None else None
+            for A, need, column_major in zip(As, ctx.needs_B, ctx.column_major, strict=True)
+        ]
+        if ctx.reduce_op == "avg":
+            grads = [None if grad is None else grad / ctx.world_size for grad in grads]
+        dbias = _grad_of_bias(gathered) if ctx.needs_bias and gathered is not None else None
+        return None, None, dbias, *grads
+
+
+def _gather_and_multiply(
+    dout: torch.Tensor, Bs: list[torch.Tensor], group_name: str, dim: int, return_gathered: bool
+) -> tuple[list[torch.Tensor], _MaybeTensor]:
+    """``all_gather(dout) @ B`` for each weight and the gathered dout where it is wanted."""
+    op = torch.ops.agmm._all_gather_matmul.default
+    biases = [None] * len(Bs)
+    group = group_name, groups.world_size_of(group_name)
+    if dim % dout.dim() == dout.dim() - 1:  # the product sums over the gathered dimension
+        gathered, outs = op(
+            dout.contiguous(), Bs, biases, *group, dim, return_gathered, "unfused", False
+        )
+        return outs, gathered if return_gathered else None
+    shard = dout.movedim(dim, 0).contiguous()  # the fused path gathers along dimension 0
+    gathered, outs = op(shard, Bs, biases, *group, 0, return_gathered, "", False)
+    outs = [out.movedim(0, dim) for out in outs]
+    return outs, gathered.movedim(0, dim) if return_gathered else None
+
+
+class MatmulAllReduce(torch.autograd.Function):
+    """``torch.ops.agmm._matmul_all_reduce`` with its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, A: torch.Tensor, B: torch.Tensor, bias: _MaybeTensor, *settings: Any
+    ) -> torch.Tensor:
+        _check_real("A", A)
+        with torch._C._AutoDispatchBelowAutograd():
+            out: torch.Tensor = torch.ops.agmm._matmul_all_reduce.default(A, B, bias, *settings)
+        needs_A, needs_B, *_ = ctx.needs_input_grad
         ctx.save_for_backward(A if needs_B else None, B if needs_A else None)
         ctx.column_major = _is_column_major(B)
-        ctx.group_name, ctx.world_size = group_name, world_size
-        ctx.scatter_dim, ctx.reduce_op = scatter_dim, reduce_op
+        ctx.settings = len(settings)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
         A, B = ctx.saved_tensors
-        needs_A, needs_B, needs_bias = ctx.needs_input_grad[:3]
-        # The gathered dout [M, ..., N]: of out's own rows, of all ranks.
-        gathered: _MaybeTensor = None
-        dA = dB = dbias = None
-        if needs_A:
-            dA, gathered = _gather_and_multiply(
-                dout, B.t(), ctx.group_name, ctx.scatter_dim, needs_B or needs_bias
-            )
-        elif needs_B or needs_bias:
-            gathered = collectives.start_all_gather(dout, ctx.group_name, ctx.scatter_dim)()
-        if needs_B and gathered is not None:
-            dB = _grad_of_weight(A, gathered, ctx.column_major)
-        if needs_bias and gathered is not None:
-            dbias = _grad_of_bias(gathered)
-        if ctx.reduce_op == "avg":
-            dA = None if dA is None else dA / ctx.world_size
-            dB = None if dB is None else dB / ctx.world_size
-        return dA, dB, dbias, None, None, None, None
-
-
-def _gather_and_multiply(
-    dout: torch.Tensor, B: torch.Tensor, group_name: str, dim: int, return_gathered: bool
-) -> tuple[torch.Tensor, _MaybeTensor]:
-    """``all_gather(dout) @ B`` and the gathered dout where it is wanted."""
-    op = torch.ops.agmm._all_gather_matmul.default
-    group = group_name, groups.world_size_of(group_name)
-    if dim % dout.dim() == dout.dim() - 1:  # the product sums over the gathered dimension
-        gathered, (out,) = op(
-            dout.contiguous(), [B], [None], *group, dim, return_gathered, "unfused", False
-        )
-        return out, gathered if return_gathered else None
-    shard = dout.movedim(dim, 0).contiguous()  # the fused path gathers along dimension 0
-    gathered, (out,) = op(shard, [B], [None], *group, 0, return_gathered, "", False)
-    return out.movedim(0, dim), gathered.movedim(0, dim) if return_gathered else None
+        dA = None if B is None else dout @ B.t()
+        dB = None if A is None else _grad_of_weight(A, dout, ctx.column_major)
+        dbias = _grad_of_bias(dout) if ctx.needs_input_grad[2] else None
+        return dA, dB, dbias, *(None,) * ctx.settings

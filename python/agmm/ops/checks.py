@@ -152,40 +152,71 @@ def check_async_input(a: torch.Tensor, b: torch.Tensor, signals: torch.Tensor, p
         raise InvalidArgument(f"a_chunk_pivot: found {pivot}, wanted 0 to {chunks - 1}")
 
 
+def _check_products(As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor]) -> None:
+    """That the products can be computed and added up."""
+    if not As:
+        raise InvalidArgument("A: found an empty list, wanted at least one")
+    if len(Bs) != len(As):
+        raise InvalidArgument(f"B: found {len(Bs)} for {len(As)} of A, wanted one each")
+    first, weight = As[0], Bs[0]
+    if first.dim() < 2:
+        raise InvalidArgument(f"A: found {first.dim()} dimensions, wanted at least 2")
+    check_multipliable("A", first)
+    for A, B in zip(As, Bs, strict=True):
+        if A.shape[:-1] != first.shape[:-1]:
+            raise InvalidArgument(
+                f"A: found leading sizes {tuple(A.shape[:-1])}, wanted {tuple(first.shape[:-1])} "
+                "as the first of the list"
+            )
+        check_same("A", A, "the first of the list", first)
+        check_matrix("B", B)
+        check_same("B", B, "A", first)
+        if B.shape[0] != A.shape[-1]:
+            raise InvalidArgument(
+                f"B: found K={B.shape[0]}, wanted {A.shape[-1]} as the columns of A"
+            )
+        if B.shape[1] != weight.shape[1]:
+            raise InvalidArgument(
+                f"B: found {B.shape[1]} columns, wanted {weight.shape[1]} as the first of the list"
+            )
+
+
 def check_scatterable(
-    A: torch.Tensor,
-    B: torch.Tensor,
+    As: Sequence[torch.Tensor],
+    Bs: Sequence[torch.Tensor],
     bias: torch.Tensor | None,
     world_size: int,
     scatter_dim: int,
     reduce_op: str,
 ) -> None:
     """All that is wrong in itself in a call of ``matmul_reduce_scatter``."""
-    if A.dim() < 2:
-        raise InvalidArgument(f"A: found {A.dim()} dimensions, wanted at least 2")
-    check_multipliable("A", A)
-    check_matrix("B", B)
-    check_same("B", B, "A", A)
-    if B.shape[0] != A.shape[-1]:
-        raise InvalidArgument(f"B: found K={B.shape[0]}, wanted {A.shape[-1]} as the columns of A")
-    if not -A.dim() <= scatter_dim < A.dim():
+    _check_products(As, Bs)
+    first, weight = As[0], Bs[0]
+    if not -first.dim() <= scatter_dim < first.dim():
         raise InvalidArgument(
-            f"scatter_dim: found {scatter_dim}, wanted {-A.dim()} to {A.dim() - 1}"
+            f"scatter_dim: found {scatter_dim}, wanted {-first.dim()} to {first.dim() - 1}"
         )
     if reduce_op not in ("sum", "avg"):
         raise InvalidArgument(f"reduce_op: found {reduce_op!r}, wanted 'sum' or 'avg'")
-    columns = scatter_dim % A.dim() == A.dim() - 1
-    name, size = ("B", B.shape[1]) if columns else ("A", A.shape[scatter_dim])
+    columns = scatter_dim % first.dim() == first.dim() - 1
+    name, size = ("B", weight.shape[1]) if columns else ("A", first.shape[scatter_dim])
     if size % world_size:
         what = "columns" if columns else f"in dimension {scatter_dim}"
         raise InvalidArgument(
             f"{name}: found {size} {what}, wanted a multiple of the world size {world_size}"
         )
     if bias is not None:
-        check_same("bias", bias, "A", A)
+        check_same("bias", bias, "A", first)
         if columns:
             raise InvalidArgument(
                 f"bias: found one with scatter_dim={scatter_dim}, wanted None: the result's "
                 "columns are scattered"
             )
+        check_bias(bias, weight.shape[1], "A", first)
+
+
+def check_reducible(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """All that is wrong in itself in a call of ``matmul_all_reduce``."""
+    _check_products([A], [B])
+    if bias is not None:
         check_bias(bias, B.shape[1], "A", A)

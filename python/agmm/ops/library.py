@@ -20,6 +20,14 @@ library.define(
     "bool save_gathered=False, bool prefer_fused=False) -> (Tensor A, Tensor[] outs)"
 )
 library.define(
-    "_matmul_reduce_scatter(Tensor A, Tensor B, Tensor? bias, str group_name, int world_size, "
-    "int scatter_dim, str reduce_op) -> Tensor"
+    "_fused_matmul_reduce_scatter_native(Tensor A, Tensor B, str reduce_op, str group_name) "
+    "-> Tensor"
+)
+library.define(
+    "_matmul_reduce_scatter(Tensor[] As, Tensor[] Bs, Tensor? bias, str group_name, "
+    "int world_size, int scatter_dim, str reduce_op, bool strict=False) -> Tensor"
+)
+library.define(
+    "_matmul_all_reduce(Tensor A, Tensor B, Tensor? bias, str group_name, int world_size, "
+    "bool strict=False) -> Tensor"
 )

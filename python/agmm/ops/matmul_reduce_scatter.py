@@ -2,142 +2,141 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.ops import scatter_plan
+from agmm.ops import scatter_paths
 from agmm.ops.autograd import MatmulReduceScatter
 from agmm.ops.checks import check_operand, check_scatterable
 from agmm.ops.library import library
 from agmm.ops.operands import autocast
-from agmm.runtime import collectives, cuda, groups
-from agmm.runtime.calls import Call
-
-# What torch's op uses until it needs more, by group. A CUDA graph writes to it at every replay.
-_workspaces_of_graphs: weakref.WeakKeyDictionary[dist.ProcessGroup, list[torch.Tensor]]
-_workspaces_of_graphs = weakref.WeakKeyDictionary()
-
-
-def _keep_for_graph(device: torch.device, group: dist.ProcessGroup) -> None:
-    """In a capture, keep the workspace of torch's op as long as the group: torch frees it when a
-    later call needs a larger one."""
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        return
-    workspace = symm_mem._group_name_to_workspace_tensor.get(group.group_name)
-    kept = _workspaces_of_graphs.setdefault(group, [])
-    if workspace is not None and all(workspace is not other for other in kept):
-        kept.append(workspace)
-
-
-def _impl(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    bias: torch.Tensor | None,
-    group_name: str,
-    world_size: int,
-    scatter_dim: int,
-    reduce_op: str,
-) -> torch.Tensor:
-    group = groups.group_of_size(group_name, world_size)
-    check_scatterable(A, B, bias, world_size, scatter_dim, reduce_op)
-    out: torch.Tensor
-    if scatter_plan.is_fused(A, B, scatter_dim, group):
-        fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
-        # It sums with torch.sum, which autocast would have return float32.
-        with torch.amp.autocast(A.device.type, enabled=False):
-            out = fused(A.contiguous(), B, reduce_op, 0, group_name)
-        _keep_for_graph(A.device, group)
-        cuda.note_torch_workspaces()
-    else:
-        call = Call("matmul_reduce_scatter", A=A, B=B, scatter_dim=scatter_dim, reduce_op=reduce_op)
-        out = collectives.reduce_scatter(
-            torch.matmul(A, B), group_name, scatter_dim, call=call, then=f" for {reduce_op}"
-        )
-        if reduce_op == "avg":
-            out = out.div_(world_size)
-    return out if bias is None else out.add_(bias)
+from agmm.runtime import groups
 
 
 def _fake(
-    A: torch.Tensor,
-    B: torch.Tensor,
+    As: list[torch.Tensor],
+    Bs: list[torch.Tensor],
     bias: torch.Tensor | None,
     group_name: str,
     world_size: int,
     scatter_dim: int,
     reduce_op: str,
+    strict: bool = False,
 ) -> torch.Tensor:
-    check_scatterable(A, B, bias, world_size, scatter_dim, reduce_op)
-    shape = [*A.shape[:-1], B.shape[1]]
+    check_scatterable(As, Bs, bias, world_size, scatter_dim, reduce_op)
+    shape = [*As[0].shape[:-1], Bs[0].shape[1]]
     shape[scatter_dim] = shape[scatter_dim] // world_size
-    return A.new_empty(shape)
+    return As[0].new_empty(shape)
 
 
-def _autograd(*arguments: Any) -> Any:
-    if torch.is_grad_enabled():
-        return MatmulReduceScatter.apply(*arguments)
+def _autograd(
+    As: list[torch.Tensor], Bs: list[torch.Tensor], bias: torch.Tensor | None, *settings: Any
+) -> Any:
+    given = bias, *As, *Bs
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+        return MatmulReduceScatter.apply(len(As), settings, *given)
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.agmm._matmul_reduce_scatter.default(*arguments)
+        return torch.ops.agmm._matmul_reduce_scatter.default(As, Bs, bias, *settings)
+
+
+def _native(A: torch.Tensor, B: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
+    check_operand("A", A)
+    check_operand("B", B)
+    world_size = groups.world_size_of(group_name)
+    op = torch.ops.agmm._matmul_reduce_scatter.default
+    out: torch.Tensor = op([A], [B], None, group_name, world_size, 0, reduce_op)
+    return out
 
 
 for _key in ("CPU", "CUDA"):
-    library.impl("_matmul_reduce_scatter", _impl, _key)
+    library.impl("_matmul_reduce_scatter", scatter_paths.run, _key)
 library.impl("_matmul_reduce_scatter", _fake, "Meta")
 library.impl("_matmul_reduce_scatter", _autograd, "Autograd")
+# A composite, so that what is traced is the op above, with the world size.
+library.impl("_fused_matmul_reduce_scatter_native", _native, "CompositeImplicitAutograd")
+
+
+_Operand = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 
 def matmul_reduce_scatter(
-    A: torch.Tensor,
-    B: torch.Tensor,
+    A: _Operand,
+    B: _Operand,
     group: dist.ProcessGroup | DeviceMesh | str | None = None,
     *,
     scatter_dim: int = 0,
     reduce_op: str = "sum",
     bias: torch.Tensor | None = None,
+    strict: bool = False,
 ) -> torch.Tensor:
     """``reduce_scatter(A @ B) (+ bias)``: the second half of a tensor-parallel layer. Collective.
 
     The sum over the ranks of ``A @ B``, of which each rank gets its part. Differentiable once; the
-    backward is an all-gather and a matmul (`all_gather_matmul`). On CUDA it is torch's
-    ``symm_mem.fused_matmul_reduce_scatter`` where the fused all-gather would run too, the type is
-    bf16 or fp16, ``scatter_dim`` is 0, and the cost model says that it is faster by what it
-    costs the host (on 4 H200 for 8192 columns and K_local of 2048 or more from about 4096 rows on);
-    else a matmul and a reduce-scatter. Under autocast the operands are cast as
-    ``torch.nn.functional.linear`` casts them.
+    backward is an all-gather and a matmul (`all_gather_matmul`). Under autocast the operands are
+    cast as ``torch.nn.functional.linear`` casts them.
+
+    On CUDA it is torch's ``symm_mem.fused_matmul_reduce_scatter`` where the fused all-gather would
+    run too, the type is bf16 or fp16, ``scatter_dim`` is 0, and the cost model says that it is
+    faster by what it costs the host (on 4 H200 for 8192 columns and K_local of 2048 or more from
+    about 4096 rows on); else a matmul and a reduce-scatter. On the CPU agmm sends each rank its
+    part as soon as it is computed, for floating-point types and any ``scatter_dim`` but the last:
+    sums are made in float32 (float64 for float64) and in the order of the ranks, so the same call
+    has the same bits every time.
 
     Args:
-        A: [M, ..., K_local], this rank's columns of the whole A; the same shape on all ranks.
-        B: [K_local, N], this rank's rows of the whole B, row-major or column-major.
+        A: [M, ..., K_local], this rank's columns of the whole A; the same leading sizes on all
+            ranks. Or a list, for the sum of several products: K_local is free for each.
+        B: [K_local, N], this rank's rows of the whole B, row-major or column-major; for a list of
+            A a list of as many, of one N.
         group: process group, its name or a 1-D DeviceMesh; the default group when None.
         scatter_dim: dimension of ``A @ B`` along which the sum is cut; its size is a multiple of
             the world size.
         reduce_op: "sum", or "avg" for the sum divided by the world size.
-        bias: [N], the same on all ranks, added to the sum in its dtype, with a rounding of its
-            own. Its gradient is that of the rows of
-            all ranks, and so the same on all ranks. Not with the last dimension scattered.
+        bias: [N], the same on all ranks. Added to the (divided) sum: on the CPU before it is
+            rounded, on CUDA in its dtype, with a rounding of its own. Its gradient is that of the
+            rows of all ranks, and so the same on all ranks. Not with the last dimension scattered.
+        strict: raise `Unsupported` instead of taking the unfused path (``matmul`` +
+            ``reduce_scatter_tensor``), of which the CPU warns once for each reason.
 
     Returns:
         ``out`` [M / world_size, ..., N] for ``scatter_dim`` 0.
 
     Raises:
         InvalidArgument: names the argument, the value found and the value wanted.
+        Unsupported: under ``strict`` only.
     """
-    for name, tensor in (("A", A), ("B", B), ("bias", bias)):
-        if name != "bias" or tensor is not None:
+    As = list(A) if isinstance(A, (list, tuple)) else [A]
+    Bs = list(B) if isinstance(B, (list, tuple)) else [B]
+    if isinstance(A, (list, tuple)) != isinstance(B, (list, tuple)):
+        found, wanted = type(B).__name__, type(A).__name__
+        raise InvalidArgument(f"B: found a {found}, wanted a {wanted} as A, both lists or neither")
+    for name, tensors in (("A", As), ("B", Bs), ("bias", [] if bias is None else [bias])):
+        for tensor in tensors:
             check_operand(name, tensor)
+    if not As:
+        raise InvalidArgument("A: found an empty list, wanted at least one")
     if not isinstance(scatter_dim, int):
         raise InvalidArgument(f"scatter_dim: found {scatter_dim!r}, wanted an int")
     if not isinstance(reduce_op, str):
         raise InvalidArgument(f"reduce_op: found {reduce_op!r}, wanted 'sum' or 'avg'")
-    A, B, bias = autocast((A, B, bias), A.device)
+    if strict is not True and strict is not False:
+        raise InvalidArgument(f"strict: found {strict!r}, wanted True or False")
+    bias, *operands = autocast((bias, *As, *Bs), As[0].device)
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)
     op = torch.ops.agmm._matmul_reduce_scatter.default
-    out: torch.Tensor = op(A, B, bias, group_name, world_size, scatter_dim, reduce_op)
+    out: torch.Tensor = op(
+        operands[: len(As)],
+        operands[len(As) :],
+        bias,
+        group_name,
+        world_size,
+        scatter_dim,
+        reduce_op,
+        strict,
+    )
     return out

@@ -3,9 +3,11 @@ the fused one are kept."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +26,26 @@ from agmm.runtime.workspaces import cpu_workspace, cuda_workspace
 _warned: set[str] = set()
 
 
-def _fall_back(reason: str, strict: bool) -> None:
+def fall_back(reason: str, strict: bool) -> None:
+    """Raises Unsupported if strict, else warns of each reason once in a process."""
     if strict:
         raise Unsupported(f"{reason}; strict=True refuses the unfused path")
     if reason not in _warned:
         _warned.add(reason)
-        # The caller of all_gather_matmul, over run, _run_anew and this function.
-        warnings.warn(f"agmm takes the unfused path: {reason}", stacklevel=5)
+        warnings.warn(f"agmm takes the unfused path: {reason}", stacklevel=levels_to_caller())
+
+
+def levels_to_caller() -> int:
+    """For a function that warns: how far up is the code that called agmm. The dispatcher and
+    autograd lie between, or not."""
+    frame: FrameType | None = sys._getframe(1)
+    levels = 0
+    while frame is not None:
+        levels += 1
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("agmm", "torch"):
+            break
+        frame = frame.f_back
+    return levels
 
 
 def why_unfused(
@@ -187,7 +202,7 @@ def _run_anew(
             calls[key] = call
             return found
     if config != "unfused":
-        _fall_back(reason, strict)
+        fall_back(reason, strict)
     A, outs = unfused(A_shard, Bs, biases, group, gather_dim)
     return (A if return_A else None), outs
 

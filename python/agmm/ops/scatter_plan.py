@@ -3,12 +3,15 @@ same on all ranks, as long as they call with the same shapes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
 from agmm.errors import Unsupported
+from agmm.ops.checks import FLOATS
 from agmm.planning import call_plans, cost_model
-from agmm.planning.plans import Problem
+from agmm.planning.plans import BY_TORCH, MATMUL_REDUCE_SCATTER, Problem
 from agmm.runtime import cuda
 from agmm.runtime.workspaces import cuda_workspace
 
@@ -26,27 +29,81 @@ def _has_kernels(device: torch.device, group: dist.ProcessGroup) -> bool:
 def _problem(A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup) -> Problem:
     rows = A.numel() // A.shape[-1]
     world_size = dist.get_world_size(group)
-    return call_plans.problem(
+    asked = call_plans.problem(
         rows, B.shape[1], B.shape[0], A.dtype, A.device, world_size=world_size
     )
+    return asked._replace(op=MATMUL_REDUCE_SCATTER)
+
+
+def _is_planned(A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether the plan of ``A @ B`` on a GPU is torch's fused op. Collective at first use."""
+    return call_plans.planner(group, A.device).plan(_problem(A, B, group)) == BY_TORCH
+
+
+_MOST_ROWS = 2**31 - 1
+"""The core counts them in 32 bits."""
+
+
+def why_not_native(
+    As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], scatter_dim: int
+) -> str | None:
+    """The reason why agmm's own matmul + reduce-scatter cannot serve this call, or None. The same
+    on all ranks, as long as they call with the same shapes and dtypes."""
+    A = As[0]
+    if A.device.type != "cpu":
+        return f"A: device {A.device}, agmm's own sums over the ranks want cpu"
+    if scatter_dim % A.dim() == A.dim() - 1:
+        return f"scatter_dim: {scatter_dim}, the fused path wants another than the last"
+    if A.dtype not in FLOATS:
+        return f"A: dtype={A.dtype}, the CPU backend wants a floating-point type"
+    rows = A.shape[:-1].numel()
+    if rows == 0 or Bs[0].shape[1] == 0:
+        return f"A @ B: shape {(*A.shape[:-1], Bs[0].shape[1])} has no elements"
+    if rows > _MOST_ROWS:
+        return f"A: {rows} rows, the CPU backend wants at most {_MOST_ROWS}"
+    return None
 
 
 def is_fused(A: torch.Tensor, B: torch.Tensor, scatter_dim: int, group: dist.ProcessGroup) -> bool:
     """Whether torch's ``symm_mem.fused_matmul_reduce_scatter`` serves ``A @ B``: where it is legal
-    and, by the cost model, faster than a matmul and a reduce-scatter by what it costs the
-    host."""
+    and planned, by a row of a table or since the cost model has it faster than a matmul and a
+    reduce-scatter by what it costs the host."""
     if A.dtype not in _FUSED_DTYPES or scatter_dim % A.dim() != 0 or A.numel() == 0:
         return False
     if not _has_kernels(A.device, group):
         return False
     # First, since no workspace is to be made where all are small.
-    if not cost_model.is_reduce_scatter_fused(_problem(A, B, group)):
+    if not _is_planned(A, B, group):
         return False
     try:  # finds out whether the GPUs reach each other
         cuda_workspace(group, A.device).ensure(1)
     except Unsupported:
         return False
     return True
+
+
+def is_worth_joining(
+    As: Sequence[torch.Tensor],
+    Bs: Sequence[torch.Tensor],
+    scatter_dim: int,
+    group: dist.ProcessGroup,
+) -> bool:
+    """Whether the sum of several products is to be made one, ``[A1|A2] @ [B1; B2]``, so that
+    torch's fused op scatters it.
+
+    That copies the operands. By the cost model, on H200 with the shapes of Llama's layers, it costs
+    less than the fused op saves while they have no more columns together than the result has, and
+    more than that where they have twice as many.
+    """
+    if len(As) < 2:
+        return False
+    columns = sum(A.shape[-1] for A in As)
+    if columns > Bs[0].shape[1]:
+        return False
+    # Of the shapes of the operands, without their memory.
+    A = As[0].new_empty(1).expand(*As[0].shape[:-1], columns)
+    B = Bs[0].new_empty(1).expand(columns, Bs[0].shape[1])
+    return is_fused(A, B, scatter_dim, group)
 
 
 def is_gather_by_copies(

@@ -13,12 +13,15 @@ from agmm.planning.legality import (
     free_of,
     free_sms,
     legal_splits,
+    why_scatter_illegal,
     why_transport_illegal,
 )
 from agmm.planning.plans import (
     ALIGNMENT,
+    BY_TORCH,
     CPU,
     FUSED_DTYPES,
+    MATMUL_REDUCE_SCATTER,
     MAX_COLUMN_CHUNKS,
     MAX_PUSH_PARTS,
     RASTERS,
@@ -150,10 +153,20 @@ def usual_plans(problem: Problem, kernel: KernelConfig) -> list[Plan]:
     return plans
 
 
+def scatter_plans(problem: Problem) -> list[Plan]:
+    """The legal plans of a matmul + reduce-scatter."""
+    plans = (Plan("push"), BY_TORCH, UNFUSED)
+    return [plan for plan in plans if why_scatter_illegal(problem, plan) is None]
+
+
 def predict_us(problem: Problem, plan: Plan) -> float | None:
     """Predicted time of a call in µs; None where there is no cost model (the CPU, other dtypes)."""
     if problem.gpu == CPU or problem.dtype not in FUSED_DTYPES:
         return None
+    if problem.op == MATMUL_REDUCE_SCATTER:
+        by_torch = plan == BY_TORCH
+        of = (cost_model.matmul_reduce_scatter_us, cost_model.fused_matmul_reduce_scatter_us)
+        return of[by_torch](problem)
     if plan == UNFUSED:
         return cost_model.unfused_us(problem)
     assert plan.kernel is not None

@@ -9,8 +9,10 @@ from agmm.planning import cost_model
 from agmm.planning.cost_model import At, Tiling
 from agmm.planning.plans import (
     ALIGNMENT,
+    BY_TORCH,
     CPU,
     FUSED_DTYPES,
+    MATMUL_REDUCE_SCATTER,
     MAX_PUSH_RANKS,
     UNFUSED,
     KernelConfig,
@@ -63,6 +65,8 @@ def copy_transports(problem: Problem, kernel: KernelConfig | None = None) -> tup
 
 def why_illegal(problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]) -> str | None:
     """The reason why this build, whose kernels are ``kernels``, cannot run the plan, or None."""
+    if problem.op == MATMUL_REDUCE_SCATTER:
+        return why_scatter_illegal(problem, plan)
     if plan == UNFUSED:
         return None
     if plan.chunks_per_shard < 1:
@@ -90,6 +94,21 @@ def why_illegal(problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]) -
             f"plan: found {plan.kernel.splits} splits of K for {plan.kernel.kernel}, "
             f"wanted 1 to {legal[-1]}"
         )
+    return None
+
+
+def why_scatter_illegal(problem: Problem, plan: Plan) -> str | None:
+    """The reason why a matmul + reduce-scatter cannot be computed by the plan, or None."""
+    if plan == UNFUSED:
+        return None
+    own = Plan("push") if problem.gpu == CPU else BY_TORCH
+    if plan != own:
+        return f"plan: found {plan.name}, wanted {own.name} or unfused for {problem.op}"
+    if problem.gpu != CPU:
+        if problem.dtype not in FUSED_DTYPES:
+            return f"A: dtype={problem.dtype}, torch's fused op is taken for bfloat16 and float16"
+        if problem.world_size == 1:
+            return "group: found 1 rank, torch's fused op wants several"
     return None
 
 

@@ -16,9 +16,18 @@ from typing import NamedTuple
 
 from agmm.planning import cost_model
 from agmm.planning.cost_model import At
-from agmm.planning.heuristics import has_model, predict_us, usual_plans
-from agmm.planning.legality import why_unfused
-from agmm.planning.plans import CPU, UNFUSED, KernelConfig, Plan, Problem, Row
+from agmm.planning.heuristics import has_model, predict_us, scatter_plans, usual_plans
+from agmm.planning.legality import why_scatter_illegal, why_unfused
+from agmm.planning.plans import (
+    BY_TORCH,
+    CPU,
+    MATMUL_REDUCE_SCATTER,
+    UNFUSED,
+    KernelConfig,
+    Plan,
+    Problem,
+    Row,
+)
 from agmm.planning.search import Search
 from agmm.planning.tuned_rows import Rows, TunedRow, TunedRows
 
@@ -140,7 +149,8 @@ class Planner:
         SM push where shards end inside tiles. Where there is no model, the row nearest in M decides
         as it is (of two equally near the one above). Without any such row those of the problem that
         differs in ``return_A`` count in the same way, and without these it is the model's
-        favourite. Rows whose plan this build cannot run are passed over, with one warning per
+        favourite. For "matmul_reduce_scatter" a row of exactly this problem decides, else the
+        model. Rows whose plan this build cannot run are passed over, with one warning per
         reason.
 
         Args:
@@ -159,6 +169,8 @@ class Planner:
             warnings.warn(message, stacklevel=2)
 
     def _find(self, problem: Problem, fused: bool) -> _Found:
+        if problem.op == MATMUL_REDUCE_SCATTER:
+            return self._scattered(problem, fused)
         here = self._last
         if here is None or here.problem != problem:
             here = self._last = _Here(self._family(problem[1:]), problem)
@@ -215,10 +227,32 @@ class Planner:
         here.between = near, favourite, found
         return found
 
-    def alternatives(self, problem: Problem) -> list[tuple[Plan, float | None]]:
-        """`usual_plans` of each kernel and the unfused plan, with predicted µs, fastest first."""
-        plans = [UNFUSED]
+    def _scattered(self, problem: Problem, fused: bool) -> _Found:
+        """The plan of a matmul + reduce-scatter."""
+        for table in self.tables:
+            for row in table.rows(problem):
+                if row.m != problem.m or (fused and row.plan == UNFUSED):
+                    continue
+                reason = why_scatter_illegal(problem, row.plan)
+                if reason is None:
+                    return _Found(row.plan, table.name, None, row)
+                self.warn(f"agmm passes over rows of {table.name}: {reason}", reason)
+        legal = [plan for plan in scatter_plans(problem) if not (fused and plan == UNFUSED)]
+        if not legal:
+            raise ValueError(f"plan: found no fused one of {problem.op}, wanted unfused ones too")
         if problem.gpu == CPU:
+            return _Found(legal[0], "default of the CPU backend")
+        is_fused = BY_TORCH in legal and cost_model.is_reduce_scatter_fused(problem)
+        plan = BY_TORCH if fused or is_fused else UNFUSED
+        return _Found(plan, "cost model", predict_us(problem, plan))
+
+    def alternatives(self, problem: Problem) -> list[tuple[Plan, float | None]]:
+        """`usual_plans` of each kernel and the unfused plan, or `scatter_plans`, with predicted µs,
+        fastest first."""
+        plans = [UNFUSED]
+        if problem.op == MATMUL_REDUCE_SCATTER:
+            plans = scatter_plans(problem)
+        elif problem.gpu == CPU:
             plans.insert(0, Plan("push"))
         elif why_unfused(problem.dtype, problem.n, problem.k) is None:
             plans += [plan for kernel in self.kernels for plan in usual_plans(problem, kernel)]

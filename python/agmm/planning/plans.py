@@ -210,8 +210,16 @@ class SmPush(NamedTuple):
         return None
 
 
+ALL_GATHER_MATMUL = "all_gather_matmul"
+MATMUL_REDUCE_SCATTER = "matmul_reduce_scatter"
+OPS = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER)
+"""What `Problem.op` says."""
+
+
 class Problem(NamedTuple):
-    """``out[m, n] = all_gather(A_shard)[m, k] @ B[k, n]``; m is the gathered row count.
+    """``out[m, n] = all_gather(A_shard)[m, k] @ B[k, n]``; m is the gathered row count. For the op
+    "matmul_reduce_scatter" ``reduce_scatter(A[m, k] @ B[k, n])``, of which each rank gets
+    ``[m / world_size, n]``.
 
     ``b_layout`` is ``"column"`` (a transposed ``[n, k]`` weight) or ``"row"``; ``gpu`` the name
     of `agmm.planning.tables.gpu_name`, or `CPU`; ``sm_count`` the multiprocessors for the matmul, 0
@@ -229,6 +237,7 @@ class Problem(NamedTuple):
     gpu: str = DEFAULT_GPU
     sm_count: int = 0
     peer_atomics: bool = True
+    op: str = ALL_GATHER_MATMUL
 
 
 @dataclass(frozen=True)
@@ -236,8 +245,9 @@ class Plan:
     """How a problem is computed.
 
     ``transport`` is ``"push"`` or ``"pull"`` (copy engine; on the CPU ``"push"`` by the copy
-    thread), the name of an `SmPush`, or ``"unfused"``: all-gather, then matmul. ``kernel`` is None
-    on the CPU and unfused. ``chunks_per_shard`` is the number of row chunks of each shard; more
+    thread), the name of an `SmPush`, ``"unfused"``: all-gather, then matmul, or matmul, then
+    reduce-scatter, or ``"torch"``: torch's fused matmul + reduce-scatter. ``kernel`` is None where
+    it is not agmm's. ``chunks_per_shard`` is the number of row chunks of each shard; more
     than 1 on the CPU only.
     """
 
@@ -256,6 +266,7 @@ class Plan:
 
 
 UNFUSED = Plan("unfused")
+BY_TORCH = Plan("torch")
 
 
 @dataclass(frozen=True)

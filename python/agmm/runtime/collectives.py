@@ -1,4 +1,5 @@
-"""All-gather and reduce-scatter along any dimension, as ops that ``torch.compile`` can trace."""
+"""All-gather and reduce-scatter along any dimension, and all-reduce: ops that ``torch.compile`` can
+trace."""
 
 from __future__ import annotations
 
@@ -91,17 +92,26 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 
 def reduce_scatter(
-    partial: torch.Tensor, group_name: str, dim: int, *, call: Call | None = None, then: str = ""
+    partial: torch.Tensor,
+    group_name: str,
+    dim: int,
+    *,
+    call: Call | None = None,
+    then: str = "",
+    meanwhile: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """This rank's part along ``dim`` of the sum over all ranks of ``partial``; contiguous.
 
     The size of ``dim`` is a multiple of the world size. ``call`` is what it is for, for messages,
-    and ``then`` what else has to be the same on all ranks.
+    ``then`` what else has to be the same on all ranks, and ``meanwhile`` is called between its
+    start and its end.
     """
     given, partial = partial, _moved(partial, dim, 0)
     world_size = world_size_of(group_name)
     if partial.numel() == 0:
         part = partial.new_empty(partial.shape[0] // world_size, *partial.shape[1:])
+        if meanwhile is not None:
+            meanwhile()
     else:
 
         def start() -> torch.Tensor:
@@ -110,5 +120,24 @@ def reduce_scatter(
             return found
 
         started = _start("reduce_scatter", given, group_name, dim, call, start, then)
-        part = _functional.wait_tensor(started)
+        try:
+            if meanwhile is not None:
+                meanwhile()
+        finally:
+            part = _functional.wait_tensor(started)
     return _moved(part, 0, dim)
+
+
+def all_reduce(partial: torch.Tensor, group_name: str, *, call: Call | None = None) -> torch.Tensor:
+    """The sum over all ranks of ``partial``, contiguous. ``call`` is what it is for, for
+    messages."""
+    given, partial = partial, partial.contiguous()
+
+    def start() -> torch.Tensor:
+        found: torch.Tensor = _functional.all_reduce(partial, "sum", group_name)
+        return found
+
+    out: torch.Tensor = _functional.wait_tensor(
+        _start("all_reduce", given, group_name, 0, call, start)
+    )
+    return out

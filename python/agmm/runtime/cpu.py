@@ -1,11 +1,12 @@
-"""The CPU backend: all-gather through POSIX shared memory, multiplication by torch."""
+"""The CPU backend: all-gather and reduce-scatter through POSIX shared memory, multiplication by
+torch."""
 
 from __future__ import annotations
 
 import ctypes
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import ClassVar
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from agmm import _core, _env
 from agmm.errors import AgmmError, Unsupported
-from agmm.runtime import calls, groups
+from agmm.runtime import calls, cpu_scatter, groups
 from agmm.runtime.calls import Call
 from agmm.runtime.groups import Group
 
@@ -51,7 +52,7 @@ def _tag(rows: int, k: int, what: str, return_A: bool) -> int:
 
 
 class CpuWorkspace:
-    """Two gather buffers (slots) per rank of one group, in shared memory.
+    """Two slots per rank of one group, in shared memory: each for a gathered A or a sum's parts.
 
     Every method that is said to be collective must be called by all ranks of the group, in the same
     order. Threads of a process take turns.
@@ -72,7 +73,7 @@ class CpuWorkspace:
         self._group = groups.of(group)
         self._chunks_per_shard = chunks_per_shard
         self._push_delay_us = 0
-        self._shard: torch.Tensor | None = None
+        self._lent: torch.Tensor | None = None  # the copy thread reads it
         self._interrupted = False
         self._refused: tuple[int, int, str] | None = None
         calls.be_asked()
@@ -86,7 +87,7 @@ class CpuWorkspace:
 
         Args:
             group: a process group.
-            slot_bytes: size of one gather buffer in bytes; the largest value of all ranks counts.
+            slot_bytes: size of one slot in bytes; the largest value of all ranks counts.
             chunks_per_shard: row chunks into which each shard is cut, the same on all ranks.
 
         Raises:
@@ -164,6 +165,113 @@ class CpuWorkspace:
         if error is not None:
             raise error
         return A, outs
+
+    @torch.no_grad()
+    def matmul_reduce_scatter(
+        self,
+        As: list[torch.Tensor],
+        Bs: list[torch.Tensor],
+        bias: torch.Tensor | None,
+        reduce_op: str,
+        call: Call,
+        *,
+        agreed: str = "",
+        pieces: int = 1,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """This rank's rows of the sum over the ranks of ``sum(A @ B)``. Collective.
+
+        Products and sums are made in float32 (float64 for float64); what goes to another rank is
+        rounded to the dtype of ``As`` once, and so is the result. The parts are added in the order
+        of the ranks, so the result has the same bits in every call. Grows the slots where they are
+        too small. Large calls go through them in bands (`_core.scatter_bands`).
+
+        Args:
+            As: [M, K_i], of one dtype, M a multiple of the world size and the same on all ranks.
+            Bs: [K_i, N], one for each of ``As``; N at least 1 and the same on all ranks.
+            bias: [N] or None; added to the sum before it is rounded.
+            reduce_op: "sum", or "avg" for the sum divided by the world size.
+            call: the call, for messages.
+            agreed: what else has to be the same on all ranks.
+            pieces: into how many pieces of rows each rank's part of a band is cut, the same on all
+                ranks.
+            meanwhile: called once, when all has been sent to the other ranks and their last parts
+                are still to be awaited. What it raises is raised when the call is done.
+
+        Returns:
+            out [M / world_size, N].
+
+        Raises:
+            Unsupported: as `all_gather_matmul`.
+            AgmmError: as `all_gather_matmul`.
+        """
+        A, columns = As[0], Bs[0].shape[1]
+        name = str(A.dtype).removeprefix("torch.")
+        with self._group.lock:
+            what = f"{reduce_op} of {name} in {pieces} pieces {agreed}"
+            tag = _tag(A.shape[0], columns, what, False)
+            slot_bytes = _core.scatter_slot_bytes(
+                A.shape[0], columns * A.element_size(), self.world_size
+            )
+            with self._in_step(tag, call):
+                self._make_room(slot_bytes, pieces, tag)
+                divisor = self.world_size if reduce_op == "avg" else 1
+                out, error = self._run_scatter(As, Bs, bias, divisor, pieces, tag, meanwhile)
+        if error is not None:
+            raise error
+        return out
+
+    @torch.no_grad()
+    def matmul_all_reduce(
+        self,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        bias: torch.Tensor | None,
+        call: Call,
+        *,
+        agreed: str = "",
+    ) -> torch.Tensor:
+        """The sum over the ranks of ``A @ B``, with the same bits on all of them. Collective.
+
+        Band after band of rows (`_core.scatter_bands`) is scattered as `matmul_reduce_scatter` does
+        it, then the parts of the sum are gathered. A band whose rows the ranks cannot share equally
+        is filled up with zeros. Grows the slots where they are too small.
+
+        Args:
+            A: [M, K], of any number of rows, the same on all ranks; at least 1.
+            B: [K, N], of one N on all ranks; at least 1.
+            bias: [N] or None; added to the sum before it is rounded.
+            call: the call, for messages.
+            agreed: what else has to be the same on all ranks.
+
+        Returns:
+            out [M, N], contiguous.
+
+        Raises:
+            Unsupported: as `all_gather_matmul`.
+            AgmmError: as `all_gather_matmul`.
+        """
+        rows, columns = A.shape[0], B.shape[1]
+        shared = -(-rows // self.world_size)
+        name = str(A.dtype).removeprefix("torch.")
+        bands = _core.scatter_bands(shared * self.world_size, self.world_size)
+        with self._group.lock:
+            tag = _tag(rows, columns, f"all_reduce of {name} {agreed}", False)
+            most_rows = max(end - begin for begin, end in bands) * self.world_size
+            with self._in_step(tag, call):
+                self._make_room(most_rows * columns * A.element_size(), 1, tag)
+                out = A.new_empty(rows, columns)
+                for begin, end in bands:
+                    band = slice(begin * self.world_size, min(end * self.world_size, rows))
+                    a = A[band]
+                    missing = (end - begin) * self.world_size - len(a)
+                    if missing:
+                        a = torch.nn.functional.pad(a, (0, 0, 0, missing))
+                    part, _ = self._run_scatter([a], [B], bias, 1, 1, tag, None)
+                    whole, _, _ = self._run(part, [], [], True, 1, tag, None)
+                    assert whole is not None
+                    out[band] = whole[: len(out[band])]
+        return out
 
     def reserve(self, slot_bytes: int) -> None:
         """Grow the slots to at least ``slot_bytes``, the same on all ranks. Collective.
@@ -253,7 +361,7 @@ class CpuWorkspace:
         chunk_rows = -(-m_local // chunks_per_shard)
         slot = self._take_slot()
 
-        self._shard = shard  # the copy thread reads it
+        self._lent = shard
         core.push(slot, shard.data_ptr(), shard_bytes, chunk_rows * k * shard.element_size(), tag)
         gathered = self._slots[slot][:gathered_bytes].view(shard.dtype).view(m, k)
         spans: list[tuple[int, int, int]] = []
@@ -298,8 +406,82 @@ class CpuWorkspace:
             self._slots[slot].fill_(_NAN_BYTE)
         core.release(slot)
         core.wait_pushed()
-        self._shard = None
+        self._lent = None
         return A, outs, error
+
+    def _run_scatter(
+        self,
+        As: list[torch.Tensor],
+        Bs: list[torch.Tensor],
+        bias: torch.Tensor | None,
+        divisor: int,
+        pieces: int,
+        tag: int,
+        meanwhile: Callable[[], None] | None,
+    ) -> tuple[torch.Tensor, Exception | None]:
+        """The sum, and what went wrong in ``meanwhile``."""
+        error: Exception | None = None
+        core, rank = self._core, self.rank
+        A, columns = As[0], Bs[0].shape[1]
+        m_local = A.shape[0] // self.world_size
+        bands = _core.scatter_bands(A.shape[0], self.world_size)
+        band_rows = max(end - begin for begin, end in bands)
+        owners = [_core.scatter_owner(rank, i, self.world_size) for i in range(self.world_size - 1)]
+        sources = [source for source in range(self.world_size) if source != rank]
+        out = A.new_empty(m_local, columns)
+        sent = A.new_empty(len(owners), band_rows, columns)
+        summands = cpu_scatter.Summands(As, Bs, -(-band_rows // pieces))
+        row_bytes = columns * A.element_size()
+        self._lent = sent
+        for begin, end in bands:
+            slot, part_bytes = self._take_slot(), (end - begin) * row_bytes
+            piece_rows = -(-(end - begin) // pieces)
+            cuts = [  # of the band; the workspace may have room for more than there are
+                slice(min(i * piece_rows, end - begin), min((i + 1) * piece_rows, end - begin))
+                for i in range(self._chunks_per_shard)
+            ]
+            core.take_credits(slot)
+            for owner, part in zip(owners, sent, strict=True):
+                first = owner * m_local + begin
+                for i, cut in enumerate(cuts):
+                    piece = part[cut]
+                    if len(piece):
+                        piece.copy_(summands.product(slice(first + cut.start, first + cut.stop)))
+                    core.send(
+                        slot,
+                        owner,
+                        i,
+                        piece.data_ptr(),
+                        piece.nbytes,
+                        part_bytes,
+                        cut.start * row_bytes,
+                        tag,
+                    )
+            if meanwhile is not None and end == m_local:
+                try:
+                    meanwhile()
+                except Exception as e:  # the peers wait for the rest of this call
+                    error = e
+            arrived = self._slots[slot][: len(sources) * part_bytes].view(A.dtype)
+            arrived = arrived.view(len(sources), end - begin, columns)
+            first = rank * m_local + begin
+            for i, cut in enumerate(cuts):
+                own = slice(first + cut.start, first + cut.stop)
+                product = summands.product(own) if own.stop > own.start else None
+                for source in sources:
+                    core.wait_chunk(slot, source * self._chunks_per_shard + i, tag)
+                if product is not None:
+                    parts = [
+                        arrived[_core.part_place(s, rank, self.world_size)][cut] for s in sources
+                    ]
+                    rows = slice(begin + cut.start, begin + cut.stop)
+                    summands.sum(product, parts, rank, divisor, bias, out[rows])
+            if self.poison:
+                self._slots[slot].fill_(_NAN_BYTE)
+            core.release(slot)
+            core.wait_pushed()  # what was sent may be overwritten
+        self._lent = None
+        return out, error
 
     def _make_room(self, slot_bytes: int, chunks_per_shard: int, tag: int) -> None:
         """Replace the workspace by a larger one where that is too small. Collective then.

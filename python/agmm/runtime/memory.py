@@ -8,34 +8,58 @@ from math import prod
 import torch
 import torch.distributed as dist
 
+from agmm import _core
 from agmm.errors import InvalidArgument, Unsupported
 from agmm.runtime import groups, workspaces
 
+_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
-def workspace_bytes(A_shard_shape: Sequence[int], dtype: torch.dtype, world_size: int) -> int:
-    """Bytes that a gather buffer needs for a call of `agmm.all_gather_matmul`: the gathered A.
+
+def workspace_bytes(
+    shape: Sequence[int], dtype: torch.dtype, world_size: int, *, op: str = "all_gather_matmul"
+) -> int:
+    """Bytes that a slot of the workspace needs for a call: the gathered A, or the parts of a sum.
 
     Args:
-        A_shard_shape: [M_local, ..., K] of each rank.
-        dtype: of A_shard.
+        shape: for "all_gather_matmul" of A_shard, [M_local, ..., K]; for "matmul_reduce_scatter"
+            and "matmul_all_reduce" of ``A @ B``, [M, ..., N], before it is scattered.
+        dtype: of the operands.
         world_size: number of ranks.
+        op: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce". The parts of the
+            latter two come from all other ranks, of 8192 rows at a time.
 
     Returns:
-        What to pass to `reserve`. A workspace has two such buffers on each rank. On a GPU it also
-        has places for two staged shards and one of the backward, so it takes
-        ``(2 + 3 / world_size)`` times as much, and up to 64 MiB more, since buffers grow in steps
-        of 32 MiB.
+        What to pass to `reserve`, the largest of all calls. A workspace has two slots on each rank.
+        On a GPU it also has places for two staged shards and one of the backward, so it takes
+        ``(2 + 3 / world_size)`` times as much, and up to 64 MiB more, since slots grow in steps of
+        32 MiB. There only "all_gather_matmul" needs it.
 
     Raises:
-        InvalidArgument: a size below 0, a world size below 1, or no dtype.
+        InvalidArgument: a size below 0, a world size below 1, no dtype, another op, or rows of a
+            scatter that are no multiple of the world size.
     """
     if not isinstance(dtype, torch.dtype):
         raise InvalidArgument(f"dtype: found {dtype!r}, wanted a torch.dtype")
     if world_size < 1:
         raise InvalidArgument(f"world_size: found {world_size}, wanted at least 1")
-    if any(size < 0 for size in A_shard_shape):
-        raise InvalidArgument(f"A_shard_shape: found {tuple(A_shard_shape)}, wanted sizes >= 0")
-    return world_size * prod(A_shard_shape) * dtype.itemsize
+    if op not in _OPS:
+        raise InvalidArgument(f"op: found {op!r}, wanted one of {_OPS}")
+    if any(size < 0 for size in shape):
+        raise InvalidArgument(f"shape: found {tuple(shape)}, wanted sizes >= 0")
+    if op == "all_gather_matmul":
+        return world_size * prod(shape) * dtype.itemsize
+    rows, is_scatter = prod(shape[:-1]), op == "matmul_reduce_scatter"
+    if len(shape) < 2 or (is_scatter and rows % world_size):
+        also = f", and rows that are a multiple of the world size {world_size}"
+        raise InvalidArgument(
+            f"shape: found {tuple(shape)}, wanted at least 2 sizes{also if is_scatter else ''}"
+        )
+    row_bytes = shape[-1] * dtype.itemsize
+    if is_scatter:
+        return _core.scatter_slot_bytes(rows, row_bytes, world_size)
+    shared = -(-rows // world_size) * world_size
+    bands = _core.scatter_bands(shared, world_size)
+    return max((end - begin for begin, end in bands), default=0) * world_size * row_bytes
 
 
 def reserve(
@@ -44,7 +68,7 @@ def reserve(
     *,
     device: torch.device | str | None = None,
 ) -> None:
-    """Make the gather buffers of ``group`` at least ``nbytes`` large. Collective.
+    """Make the slots of ``group``'s workspace at least ``nbytes`` large. Collective.
 
     Without it they grow with the first call that needs more, which waits for all ranks and for the
     GPU, and cannot be done while a CUDA graph is captured. Buffers that a graph uses stay as they

@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 
 from agmm import _env
 from agmm.errors import AgmmError, InvalidArgument
-from agmm.planning.plans import KernelConfig, Plan, Problem, Row
+from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Plan, Problem, Row
 
-SCHEMA = 1
+SCHEMA = 2
+_WITHOUT_OP = 1
+"""The schema whose rows were all of `ALL_GATHER_MATMUL` and did not say so."""
 _PACKAGED = Path(__file__).parent
 _LOCK_TIMEOUT_S = 30.0
 _warned: set[str] = set()
@@ -48,10 +50,13 @@ class Key(NamedTuple):
     return_A: bool
     n: int
     k: int
+    op: str = ALL_GATHER_MATMUL
 
     @classmethod
     def of(cls, problem: Problem) -> Key:
-        return cls(problem.dtype, problem.b_layout, problem.return_A, problem.n, problem.k)
+        return cls(
+            problem.dtype, problem.b_layout, problem.return_A, problem.n, problem.k, problem.op
+        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ def read(path: Path, name: str | None = None, *, of: tuple[str, int] | None = No
         schema = body["schema"]
         if isinstance(schema, int) and schema > SCHEMA:
             raise NewerSchema(f"{path}: found schema {schema}, wanted at most {SCHEMA}")
-        if schema != SCHEMA:
+        if schema not in (_WITHOUT_OP, SCHEMA) or isinstance(schema, bool):
             raise ValueError(f"schema {schema!r}")
         found_for = body["gpu"], body["world_size"]
         if of is not None and found_for != of:
@@ -127,6 +132,8 @@ def read(path: Path, name: str | None = None, *, of: tuple[str, int] | None = No
             )
         by_key: dict[Key, dict[int, Row]] = {}
         for entry in body["rows"]:
+            if schema == _WITHOUT_OP:
+                entry = {**entry, "op": ALL_GATHER_MATMUL}
             key, row = _row_from_json(entry)
             by_key.setdefault(key, {})[row.m] = row
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -271,7 +278,7 @@ def _row_from_json(entry: dict[str, Any]) -> tuple[Key, Row]:
     return key, row
 
 
-_KEY_TYPES = {"dtype": str, "b_layout": str, "return_A": bool, "n": int, "k": int}
+_KEY_TYPES = {"dtype": str, "b_layout": str, "return_A": bool, "n": int, "k": int, "op": str}
 
 
 def _time_or_none(us: Any) -> float | None:

@@ -1,0 +1,136 @@
+"""``agmm.matmul_all_reduce`` and its torch op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from agmm.errors import InvalidArgument, Unsupported
+from agmm.ops import scatter_plan
+from agmm.ops.autograd import MatmulAllReduce
+from agmm.ops.checks import check_operand, check_reducible
+from agmm.ops.library import library
+from agmm.ops.operands import autocast
+from agmm.ops.paths import fall_back
+from agmm.runtime import collectives, groups
+from agmm.runtime.calls import Call
+from agmm.runtime.workspaces import cpu_workspace
+
+
+def _impl(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    world_size: int,
+    strict: bool = False,
+) -> torch.Tensor:
+    group = groups.group_of_size(group_name, world_size)
+    check_reducible(A, B, bias)
+    call = Call("matmul_all_reduce", A=A, B=B)
+    shape = (*A.shape[:-1], B.shape[1])
+    if 0 in shape:  # on all ranks alike
+        return A.new_empty(shape)
+    reason = scatter_plan.why_not_native([A], [B], 0)
+    if reason is None:
+        rows = A.reshape(A.shape[:-1].numel(), A.shape[-1])
+        try:
+            workspace = cpu_workspace(group)
+            out = workspace.matmul_all_reduce(rows, B, bias, call, agreed=f"{list(shape)}")
+        except Unsupported as error:
+            reason = str(error)
+        else:
+            # Not a view: autograd refuses in-place ops on a Function's views.
+            found: torch.Tensor = torch.ops.aten._unsafe_view(out, shape)
+            return found
+    fall_back(reason, strict)
+    out = collectives.all_reduce(torch.matmul(A, B), group.group_name, call=call)
+    return out if bias is None else out.add_(bias)
+
+
+def _fake(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    world_size: int,
+    strict: bool = False,
+) -> torch.Tensor:
+    check_reducible(A, B, bias)
+    return A.new_empty((*A.shape[:-1], B.shape[1]))
+
+
+def _autograd(
+    A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, *settings: Any
+) -> torch.Tensor:
+    given = A, B, bias
+    out: torch.Tensor
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+        out = MatmulAllReduce.apply(*given, *settings)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            out = torch.ops.agmm._matmul_all_reduce.default(*given, *settings)
+    return out
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("_matmul_all_reduce", _impl, _key)
+library.impl("_matmul_all_reduce", _fake, "Meta")
+library.impl("_matmul_all_reduce", _autograd, "Autograd")
+
+
+def matmul_all_reduce(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    group: dist.ProcessGroup | DeviceMesh | str | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    strict: bool = False,
+) -> torch.Tensor:
+    """``all_reduce(A @ B) (+ bias)``: the end of a tensor-parallel layer without sequence
+    parallelism, as in serving. Collective.
+
+    On the CPU agmm sends each rank its part of the rows as soon as it is computed, and the finished
+    sums back to all: every rank gets the same bits, in every call. Sums are made in float32
+    (float64 for float64), in the order of the ranks, and rounded once; what goes to another rank on
+    the way is rounded too. On CUDA it is a matmul and the backend's all-reduce as yet, with one
+    warning.
+
+    Differentiable once. The gradient of ``out`` is taken to be the same on all ranks, as it is
+    where all of them compute the same from ``out``, so the backward communicates nothing: ``dA =
+    dout @ Bᵀ`` and ``dB = Aᵀ @ dout``. It is that of Megatron's and torch's row-parallel layers
+    without sequence parallelism. Ranks that use ``out`` for something of their own have to sum its
+    gradient over the ranks themselves. Under autocast the operands are cast as
+    ``torch.nn.functional.linear`` casts them.
+
+    Args:
+        A: [M, ..., K_local], this rank's columns of the whole A; the same leading sizes, of any
+            number of rows, on all ranks.
+        B: [K_local, N], this rank's rows of the whole B, row-major or column-major. K_local is free
+            on each rank.
+        group: process group, its name or a 1-D DeviceMesh; the default group when None.
+        bias: [N], the same on all ranks; added once, to the sum. On the CPU before it is rounded,
+            on CUDA in its dtype, with a rounding of its own. Its gradient is the same on all ranks.
+        strict: raise `Unsupported` instead of taking the unfused path (``matmul`` +
+            ``all_reduce``), of which agmm warns once for each reason.
+
+    Returns:
+        ``out`` [M, ..., N], the same on all ranks.
+
+    Raises:
+        InvalidArgument: names the argument, the value found and the value wanted.
+        Unsupported: under ``strict`` only.
+    """
+    for name, tensor in (("A", A), ("B", B), *([] if bias is None else [("bias", bias)])):
+        check_operand(name, tensor)
+    if strict is not True and strict is not False:
+        raise InvalidArgument(f"strict: found {strict!r}, wanted True or False")
+    bias, A, B = autocast((bias, A, B), A.device)
+    group_name = groups.name_of(group)
+    world_size = groups.world_size_of(group_name)
+    op = torch.ops.agmm._matmul_all_reduce.default
+    out: torch.Tensor = op(A, B, bias, group_name, world_size, strict)
+    return out

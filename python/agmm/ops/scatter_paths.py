@@ -1,0 +1,146 @@
+"""How a ``matmul_reduce_scatter`` is carried out: by agmm, by torch's fused op, or unfused."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+from agmm.errors import Unsupported
+from agmm.ops import scatter_plan
+from agmm.ops.checks import check_scatterable
+from agmm.ops.paths import fall_back
+from agmm.ops.products import joined, sum_of_products
+from agmm.runtime import collectives, cuda, groups
+from agmm.runtime.calls import Call
+from agmm.runtime.workspaces import cpu_workspace
+
+Meanwhile = Callable[[], None]
+"""What a rank does while its parts are on their way. Called once; what it raises is raised when the
+call is done, since the other ranks wait for that."""
+
+# What torch's op uses until it needs more, by group. A CUDA graph writes to it at every replay.
+_workspaces_of_graphs: weakref.WeakKeyDictionary[dist.ProcessGroup, list[torch.Tensor]]
+_workspaces_of_graphs = weakref.WeakKeyDictionary()
+
+
+def _keep_for_graph(device: torch.device, group: dist.ProcessGroup) -> None:
+    """In a capture, keep the workspace of torch's op as long as the group: torch frees it when a
+    later call needs a larger one."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return
+    workspace = symm_mem._group_name_to_workspace_tensor.get(group.group_name)
+    kept = _workspaces_of_graphs.setdefault(group, [])
+    if workspace is not None and all(workspace is not other for other in kept):
+        kept.append(workspace)
+
+
+def run(
+    As: list[torch.Tensor],
+    Bs: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    group_name: str,
+    world_size: int,
+    scatter_dim: int,
+    reduce_op: str,
+    strict: bool = False,
+    *,
+    meanwhile: Meanwhile | None = None,
+) -> torch.Tensor:
+    """The op ``_matmul_reduce_scatter``, of checked or unchecked operands."""
+    group = groups.group_of_size(group_name, world_size)
+    check_scatterable(As, Bs, bias, world_size, scatter_dim, reduce_op)
+    scatter_dim %= As[0].dim()
+    reason = scatter_plan.why_not_native(As, Bs, scatter_dim)
+    if reason is None:
+        try:
+            return native_cpu(As, Bs, bias, group, scatter_dim, reduce_op, meanwhile)
+        except Unsupported as error:
+            reason = str(error)
+    if scatter_plan.is_worth_joining(As, Bs, scatter_dim, group):
+        As, Bs = ([one] for one in joined(As, Bs))
+    if len(As) == 1 and scatter_plan.is_fused(As[0], Bs[0], scatter_dim, group):
+        out = by_the_op_of_torch(As[0], Bs[0], group, reduce_op)
+        if meanwhile is not None:  # torch's op has no end that could be awaited later
+            meanwhile()
+        return out if bias is None else out.add_(bias)
+    if strict or As[0].device.type == "cpu":  # on CUDA it is a choice, of which nobody is warned
+        fall_back(reason, strict)
+    return unfused(As, Bs, bias, group, scatter_dim, reduce_op, meanwhile)
+
+
+def _call_of(
+    As: list[torch.Tensor], Bs: list[torch.Tensor], scatter_dim: int, reduce_op: str
+) -> Call:
+    A, B = (As[0], Bs[0]) if len(As) == 1 else (As, Bs)
+    return Call("matmul_reduce_scatter", A=A, B=B, scatter_dim=scatter_dim, reduce_op=reduce_op)
+
+
+def native_cpu(
+    As: list[torch.Tensor],
+    Bs: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    scatter_dim: int,
+    reduce_op: str,
+    meanwhile: Meanwhile | None = None,
+) -> torch.Tensor:
+    """By the CPU backend, of checked operands for which `scatter_plan.why_not_native` has no
+    reason."""
+    # The scattered dimension first, and all but the columns in one.
+    moved = [A.movedim(scatter_dim, 0) for A in As]
+    rows = moved[0].shape[:-1]
+    out = cpu_workspace(group).matmul_reduce_scatter(
+        [A.reshape(rows.numel(), A.shape[-1]) for A in moved],
+        Bs,
+        bias,
+        reduce_op,
+        _call_of(As, Bs, scatter_dim, reduce_op),
+        agreed=f"{list(As[0].shape[:-1])} along {scatter_dim}",
+        meanwhile=meanwhile,
+    )
+    shape = (rows[0] // group.size(), *rows[1:], out.shape[1])
+    out = out.view(shape).movedim(0, scatter_dim).contiguous()
+    # Not a view: autograd refuses in-place ops on a Function's views.
+    found: torch.Tensor = torch.ops.aten._unsafe_view(out, out.shape)
+    return found
+
+
+def by_the_op_of_torch(
+    A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup, reduce_op: str
+) -> torch.Tensor:
+    fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
+    # It sums with torch.sum, which autocast would have return float32.
+    with torch.amp.autocast(A.device.type, enabled=False):
+        out: torch.Tensor = fused(A.contiguous(), B, reduce_op, 0, group.group_name)
+    _keep_for_graph(A.device, group)
+    cuda.note_torch_workspaces()
+    return out
+
+
+def unfused(
+    As: list[torch.Tensor],
+    Bs: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    scatter_dim: int,
+    reduce_op: str,
+    meanwhile: Meanwhile | None = None,
+) -> torch.Tensor:
+    partial = sum_of_products(None, As, Bs)
+    assert partial is not None
+    call = _call_of(As, Bs, scatter_dim, reduce_op)
+    out = collectives.reduce_scatter(
+        partial,
+        group.group_name,
+        scatter_dim,
+        call=call,
+        then=f" for {reduce_op}",
+        meanwhile=meanwhile,
+    )
+    if reduce_op == "avg":
+        out = out.div_(group.size())
+    return out if bias is None else out.add_(bias)

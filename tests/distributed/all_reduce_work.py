@@ -1,0 +1,199 @@
+"""What the tests of `agmm.matmul_all_reduce` run inside the ranks of a pool."""
+
+from __future__ import annotations
+
+import random
+import time
+from unittest import mock
+
+import rank_work
+import torch
+import torch.distributed as dist
+from scatter_work import in_order
+
+import agmm
+from agmm.runtime.workspaces import cpu_workspace
+from agmm.testing.reference import relative_error
+
+_Shape = tuple[int, ...]  # M, ..., N, K
+
+
+def _group(world_size: int) -> dist.ProcessGroup | None:
+    torch.use_deterministic_algorithms(True)
+    if dist.get_world_size() == rank_work.POOL_SIZE:
+        return rank_work.group_of(world_size)
+    return dist.group.WORLD
+
+
+def _random(shape: _Shape, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _operands(
+    shape: _Shape, world_size: int, dtype: torch.dtype, seed: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    *rows, n, k = shape
+    return [
+        (
+            _random((*rows, k + r), dtype, 1000 * seed + 10 * r),
+            _random((n, k + r), dtype, 1000 * seed + 10 * r + 1).t(),
+        )
+        for r in range(world_size)
+    ]
+
+
+def _of_all(out: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    found = [torch.empty_like(out) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, out, group=group)
+    return found
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def products(
+    world_size: int, shapes: list[_Shape], dtype: torch.dtype, bias: bool
+) -> list[str] | None:
+    """Faults found, in words; each rank has its own K_local."""
+    group = _group(world_size)
+    if group is None:
+        return None
+    rank, faults = dist.get_rank(group), []
+    wide = torch.float32 if dtype.itemsize == 2 else dtype
+    for seed, shape in enumerate(shapes):
+        every = _operands(shape, world_size, dtype, seed)
+        b = _random(shape[-2:-1], dtype, seed + 5) if bias else None
+        A, B = every[rank]
+        A = torch.stack([A, A], -1)[..., 0] if seed % 2 else A
+        out = agmm.matmul_all_reduce(A, B, group, bias=b, strict=True)
+        again = agmm.matmul_all_reduce(A, B, group, bias=b, strict=True)
+        exact = torch.stack([A.double() @ B.double() for A, B in every]).sum(0)
+        exact = exact if b is None else exact + b.double()
+        parts = [A.to(wide) @ B.to(wide) for A, B in every]
+        plain = in_order(parts, -1, dtype, 1, b)
+        cancelled = torch.stack(parts).double().abs().sum(0).norm() / exact.norm()
+        allowed = relative_error(plain, exact)
+        if exact.norm() > 0:
+            allowed += 4 * torch.finfo(dtype).eps * max(1.0, float(cancelled))
+        label = f"{shape} {dtype} on rank {rank} of {world_size}"
+        error = relative_error(out, exact)
+        if not error <= allowed or out.dtype != dtype or out.shape != exact.shape:
+            faults.append(f"{label}: {out.shape} {out.dtype}, error {error}, allowed {allowed}")
+        if not out.is_contiguous() or out._is_view():
+            faults.append(f"{label}: strides {out.stride()}")
+        if not all(torch.equal(_bits(one), _bits(out)) for one in _of_all(out, group)):
+            faults.append(f"{label}: the ranks have other bits")
+        if not torch.equal(_bits(again), _bits(out)):
+            faults.append(f"{label}: the next call has other bits")
+    return faults
+
+
+def defined_bits(world_size: int, rows: int, dtype: torch.dtype, bias: bool) -> bool | None:
+    """Whether a result has the very bits of its definition, row by row: the owner's part is not
+    rounded. For K = 1, whose products are exact in the sums' type."""
+    group = _group(world_size)
+    if group is None:
+        return None
+    rank, wide = dist.get_rank(group), torch.float32
+    every = [
+        (_random((rows, 1), dtype, 7 + r), _random((1, 9), dtype, 70 + r))
+        for r in range(world_size)
+    ]
+    b = _random((9,), dtype, 5) if bias else None
+    out = agmm.matmul_all_reduce(*every[rank], group, bias=b, strict=True)
+    parts = [A.to(wide) @ B.to(wide) for A, B in every]
+    shared = -(-rows // world_size)
+    wanted = torch.empty_like(out)
+    for owner in range(world_size):
+        own = slice(owner * shared, min((owner + 1) * shared, rows))
+        wanted[own] = in_order([part[own] for part in parts], owner, dtype, 1, b)
+    return torch.equal(out, wanted)
+
+
+def in_bands(world_size: int, rows: list[int]) -> list[tuple[bool, bool]] | None:
+    """Whether each sum is right, and whether the slots are as large as said."""
+    group = _group(world_size)
+    if group is None:
+        return None
+    rank, found = dist.get_rank(group), []
+    for seed, m in enumerate(rows):
+        generator = torch.Generator().manual_seed(seed)
+        A = torch.randint(-8, 9, (m, 2), generator=generator).double()
+        B = torch.randint(-8, 9, (2, 3), generator=generator).double()
+        agmm.release(group)
+        said = agmm.workspace_bytes((m, 3), torch.float64, world_size, op="matmul_all_reduce")
+        agmm.reserve(group, said)
+        before = cpu_workspace(group).slot_bytes
+        out = agmm.matmul_all_reduce(A, (1.0 + rank) * B, group, strict=True)
+        enough = cpu_workspace(group).slot_bytes == before == said
+        found.append((torch.equal(out, world_size * (world_size + 1) / 2 * (A @ B)), enough))
+    return found
+
+
+def repeated(world_size: int, calls: int, delay_us: int) -> list[str] | None:
+    """Calls whose data changes in between, each rank late in turn, with other ops among them."""
+    group = _group(world_size)
+    if group is None:
+        return None
+    rank, kinds, dtype = dist.get_rank(group), 5, torch.bfloat16
+    workspace = cpu_workspace(group)
+    A = torch.empty(7, 33, dtype=dtype)
+    every = [
+        (_random((7, 33), dtype, 10 * kind + rank), _random((33, 6), dtype, 100 * kind + rank))
+        for kind in range(kinds)
+    ]
+
+    def step(kind: int) -> torch.Tensor:
+        A.copy_(every[kind][0])
+        out = agmm.matmul_all_reduce(A, every[kind][1], group, strict=True)
+        A.fill_(torch.nan)
+        return out
+
+    wanted = [step(kind) for kind in range(kinds)]
+    draw, faults = random.Random(rank), []
+    with mock.patch.object(type(workspace), "poison", True):
+        for call in range(calls):
+            if rank == call * world_size // calls and call % 4 == 0:
+                time.sleep(draw.random() * delay_us * 1e-6)
+            if call % 7 == 3:
+                shard = torch.full((2, 3), float(call + rank))
+                found = agmm.all_gather_matmul(shard, torch.eye(3), group)
+                ranks = torch.arange(float(world_size)).repeat_interleave(2)[:, None]
+                if not torch.equal(found, (call + ranks).expand(-1, 3)):
+                    faults.append(f"gather {call} on rank {rank} differs")
+            if not torch.equal(_bits(step(call % kinds)), _bits(wanted[call % kinds])):
+                faults.append(f"call {call} on rank {rank} has other bits")
+    return faults
+
+
+def compiled(world_size: int) -> bool | None:
+    """Whether a compiled call, forward and backward, has the bits of an eager one."""
+    group = _group(world_size)
+    if group is None:
+        return None
+    rank = dist.get_rank(group)
+    A = _random((5, 8), torch.float32, rank).requires_grad_()
+    B = _random((8, 3), torch.float32, 9 + rank).requires_grad_()
+
+    def function(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return agmm.matmul_all_reduce(A, B, group, strict=True).relu()
+
+    torch.compiler.reset()
+    found, wanted = torch.compile(function, fullgraph=True)(A, B), function(A, B)
+    grads = [torch.autograd.grad(out.sum(), (A, B)) for out in (found, wanted)]
+    torch.compiler.reset()
+    return torch.equal(found, wanted) and all(map(torch.equal, *grads))
+
+
+def without_kernel(world_size: int) -> list[float] | None:
+    """Of a type that agmm does not sum: the backend does it, along the unfused path."""
+    group = _group(world_size)
+    if group is None:
+        return None
+    A, B = torch.ones(3, 2, dtype=torch.int32), torch.ones(2, 2, dtype=torch.int32)
+    with mock.patch("agmm.ops.matmul_all_reduce.fall_back") as warned:
+        out = agmm.matmul_all_reduce(A, B, group, bias=torch.arange(2, dtype=torch.int32))
+    assert warned.call_count == 1
+    return out[-1].tolist()
