@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from check_wheels import read_elf
 from cmake_at_hand import CMAKE
 
 from agmm import _core
@@ -19,28 +19,10 @@ from agmm import _core
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENTRY = {"PyInit__core"}
 
-_SHT_DYNSYM = 11
-_STB_LOCAL = 0
-_SHN_UNDEF = 0
-
 
 def exported(library: Path) -> set[str]:
-    """The symbols that a 64-bit little-endian ELF library defines for others."""
-    data = library.read_bytes()
-    assert data[:6] == b"\x7fELF\x02\x01"
-    (section_table,) = struct.unpack_from("<Q", data, 0x28)
-    size, count = struct.unpack_from("<HH", data, 0x3A)
-    sections = [
-        struct.unpack_from("<IIQQQQIIQQ", data, section_table + i * size) for i in range(count)
-    ]
-    (symbols,) = [section for section in sections if section[1] == _SHT_DYNSYM]
-    offset, length, names = symbols[4], symbols[5], sections[symbols[6]][4]
-    found = set()
-    for at in range(offset, offset + length, 24):
-        name, info, _, section = struct.unpack_from("<IBBH", data, at)
-        if info >> 4 != _STB_LOCAL and section != _SHN_UNDEF:
-            found.add(data[names + name : data.index(b"\0", names + name)].decode())
-    return found
+    """The symbols that a library defines for others."""
+    return set(read_elf(library.read_bytes()).exported)
 
 
 def test_the_reader_sees_what_another_library_exports() -> None:
