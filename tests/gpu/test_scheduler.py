@@ -87,7 +87,8 @@ def test_chunks_come_while_it_runs(library: Path, schedule: str, tiles_per_chunk
                 signals[chunk : chunk + 1].fill_(1)
 
     # All kernels are loaded before: a first launch would wait for the matmul, which waits for it.
-    feed([0])
+    # All chunks: how torch fills a word, and so by which kernel, depends on its address.
+    feed(list(range(chunks)))
     start(library, schedule, source, B, torch.empty_like(wanted), None, 1, 0)
     for turn in range(4):
         torch.cuda.synchronize()
