@@ -13,7 +13,7 @@ WHEEL_CUDA := $(if $(filter OFF,$(AGMM_CUDA)),OFF,ON)
 WHEEL_KERNELS := $(or $(AGMM_KERNELS),all)
 WHEEL_PYTHONS ?= 3.10 3.11 3.12 3.13
 WHEEL_PLAT ?= auto
-WHEEL_TORCH ?= torch==2.13.0+cpu
+WHEEL_TORCH ?=
 AGMM_CUDA ?= AUTO
 AGMM_KERNELS ?= default
 CUTLASS_DIR ?=
@@ -82,7 +82,7 @@ build: $(VENV)/.installed ## make the environment and install agmm into it
 
 wheels: $(VENV)/.build $(VENV)/.wheels $(if $(filter ON,$(WHEEL_CUDA)),$(VENV)/.cutlass) ## build wheels for all Pythons into dist, and check them
 	$(PY) tools/build_wheels.py --pythons $(WHEEL_PYTHONS) --cuda $(WHEEL_CUDA) --kernels $(WHEEL_KERNELS) \
-	    --plat $(WHEEL_PLAT) --torch '$(WHEEL_TORCH)' --jobs $(JOBS)
+	    --plat $(WHEEL_PLAT) $(if $(WHEEL_TORCH),--torch '$(WHEEL_TORCH)') --jobs $(JOBS)
 
 docs: $(VENV)/.docs ## build the documentation into build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict

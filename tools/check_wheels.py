@@ -1,11 +1,10 @@
 """Check built wheels of agmm: what is in them, and that they work in a bare environment.
 
 Of each wheel: auditwheel's platform tag, one exported symbol, no library but the system's, the
-files of the package and no others. Then it is installed into a bare virtual environment of its
-Python, with torch where `--torch` is to be had for that Python, and has to import, answer
-`agmm --version` and `agmm doctor`, run `agmm demo` on CPU ranks and pass `tools/wheel_smoke.py`.
-Without torch it is the compiled module that has to load, and the commands have to say that torch is
-missing.
+files of the package and no others. Then it is installed with torch into a bare virtual
+environment of its Python, where it has to import and to pass `tools/wheel_smoke.py`, and, with the
+extra `cli` if there is one, to answer `agmm --version` and `agmm doctor` and to run `agmm demo` on
+CPU ranks.
 
 Prints a table; exits with 1 where anything is wrong.
 """
@@ -22,6 +21,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from email.parser import HeaderParser
 from pathlib import Path
 
 from pythons import Python, find_python, make_environment
@@ -29,7 +29,7 @@ from pythons import Python, find_python, make_environment
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "python" / "agmm"
 ENTRY = ["PyInit__core"]
-TORCH = "torch==2.13.0+cpu"  # a version that only indexes of CPU builds have
+TORCH = "torch==2.13.0"  # its CPU build where pip is given an index that has it
 
 SYSTEM_LIBRARIES = re.compile(
     r"(libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+|ld-linux-x86-64)\.so\.\d+$"
@@ -172,16 +172,12 @@ def check_tag(wheel: Path, report: Report) -> None:
 def check_installed(wheel: Path, report: Report, python: Python, torch: str, folder: Path) -> None:
     """Installs the wheel into a new environment in `folder` and uses it there."""
     environment = make_environment(python, folder / "venv", [])
-    has_torch = environment.install(torch) is None
-    if has_torch:
-        fault = environment.install(f"{wheel}[cli]")
-    else:
-        fault = environment.install("--no-deps", str(wheel))
-        lines = environment.run("-c", _REQUIREMENTS).stdout.splitlines()
-        fault = fault or environment.install(*_without_torch(lines))
-    if fault:
-        report.faults.append(f"does not install: {fault}")
-        return
+
+    def install(requirement: str) -> bool:
+        fault = environment.install(requirement)
+        if fault:
+            report.faults.append(f"{requirement} does not install: {fault}")
+        return fault is None
 
     def use(*arguments: str, code: int = 0, says: str = "") -> str:
         done = environment.run(*arguments, cwd=folder)
@@ -193,50 +189,46 @@ def check_installed(wheel: Path, report: Report, python: Python, torch: str, fol
             )
         return done.stdout
 
+    if not (install(torch) and install(str(wheel))):
+        return
     version = wheel.name.split("-")[1]
-    facts = use("-c", "from agmm import _core\n" + _FACTS if has_torch else _LOAD + _FACTS)
+    facts = use("-c", _FACTS)
     if facts:
         found = json.loads(facts)
         report.kernels = str(found["kernels"]) if found["cuda_built"] else "none (CPU)"
         if found["version"] != version or found["fault"] or found["stress_delays"]:
             report.faults.append(f"module: found {found}, wanted version {version} for use")
-    use("-m", "agmm", "--version", says=f"agmm {version}\n")
-    if not has_torch:
-        use("-m", "agmm", "doctor", code=1, says="torch does not load: ModuleNotFoundError")
-        report.demo = f"no {torch}"
-        return
-    use("-m", "agmm", "doctor")
-    before = len(report.faults)
-    use("-m", "agmm", "demo", "--device", "cpu")
-    report.demo = "ok" if len(report.faults) == before else "FAILED"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     use(*torchrun, str(REPOSITORY / "tools" / "wheel_smoke.py"), says="smoke test passed")
+
+    # The commands may be an extra: then they say so where it is not installed.
+    demo = ["-m", "agmm", "demo", "--device", "cpu"]
+    if "cli" in _extras(wheel):
+        use(*demo, code=1, says="agmm[cli]")
+        if not install(f"{wheel}[cli]"):
+            return
+    use("-m", "agmm", "--version", says=f"agmm {version}\n")
+    use("-m", "agmm", "doctor")
+    before = len(report.faults)
+    use(*demo)
+    report.demo = "ok" if len(report.faults) == before else "FAILED"
 
 
 _FACTS = """
 import json
+from agmm import _core
 names = ("cuda_built", "fault", "stress_delays")
 facts = {name: getattr(_core, name) for name in names}
-print(json.dumps({**facts, "version": _core.__version__, "kernels": len(_core.kernels())}))
+facts["kernels"] = len(_core.kernels())
+facts["version"] = _core.__version__
+print(json.dumps(facts))
 """
-# Not `import agmm._core`, which imports agmm, which imports torch.
-_LOAD = """
-import importlib.metadata, importlib.util
-(path,) = [f for f in importlib.metadata.files("agmm") if f.name.startswith("_core.cpython")]
-spec = importlib.util.spec_from_file_location("_core", path.locate())
-_core = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(_core)
-"""
-_REQUIREMENTS = "import importlib.metadata as m; print(*m.requires('agmm') or [], sep='\\n')"
 
 
-def _without_torch(requirements: Sequence[str]) -> list[str]:
-    """What the commands need, but torch."""
-    from packaging.requirements import Requirement
-
-    parsed = [Requirement(line) for line in requirements]
-    wanted = [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": "cli"})]
-    return [f"{r.name}{r.specifier}" for r in wanted if r.name != "torch"]
+def _extras(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        return HeaderParser().parsestr(archive.read(name).decode()).get_all("Provides-Extra", [])
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -273,7 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("wheels", nargs="+", type=Path)
     parser.add_argument("--pythons", nargs="+", default=[], help="where to find them, by path")
-    parser.add_argument("--torch", default=TORCH)
+    parser.add_argument("--torch", default=TORCH, help="what to test them with")
     parser.add_argument("--no-install", action="store_true", help="only look into the wheels")
     given = parser.parse_args()
     pythons = [find_python(name) for name in given.pythons]
