@@ -245,6 +245,7 @@ def check(wheels: Sequence[Path], pythons: Sequence[Python], torch: str, install
             check_contents(wheel, report)
             check_tag(wheel, report)
             if install:
+                print(f"check: {wheel.name}, with {torch} in a bare environment", flush=True)
                 python = next((p for p in pythons if p.version == report.python), None)
                 python = python or find_python(report.python)
                 with tempfile.TemporaryDirectory(prefix="agmm-wheel-") as folder:
