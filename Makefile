@@ -66,7 +66,7 @@ help: ## list the targets
 demo: $(VENV)/.installed ## run the op on 4 ranks, check it, print a table and draw the overlap
 	$(VENV)/bin/agmm demo
 
-test: $(VENV)/.installed $(VENV)/.model $(VENV)/.wheels ## build and run every test that needs no GPU
+test: $(VENV)/.installed $(VENV)/.model ## build and run every test that needs no GPU
 	$(PY) -m pytest -m "not gpu" $(PYTEST_ARGS) tests
 
 test-gpu: $(VENV)/.installed $(VENV)/.model ## run the GPU tests on the GPUs at hand
@@ -132,7 +132,8 @@ $(VENV)/.lint: pyproject.toml tools/build_requirements.py $(VENV)/.torch
 	    $$($(PY) tools/build_requirements.py --extra lint | grep -o 'clang-format[^ ]*')
 	touch $@
 
-# What gives wheels their tag.
+# What gives wheels their tag, which is tested too.
+test: $(VENV)/.wheels
 $(VENV)/.wheels: pyproject.toml tools/build_requirements.py $(VENV)/.torch
 	$(PIP) install -q $$($(PY) tools/build_requirements.py --group wheels)
 	touch $@
