@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,16 +44,34 @@ def _run(log: Path, *command: str, **variables: str) -> str:
     return said
 
 
+def find_toolkit() -> str:
+    """The version of the CUDA toolkit whose nvcc CMake will find, as "13.0".
+
+    Raises:
+        FileNotFoundError: there is no nvcc.
+    """
+    nvcc = shutil.which(os.environ.get("CUDACXX") or "nvcc")
+    if nvcc is None:
+        raise FileNotFoundError("nvcc: found none, wanted it on PATH, CUDACXX=<nvcc> or --cuda OFF")
+    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+    release = re.search(r"release (\d+\.\d+)", done.stdout)
+    if release is None:
+        raise FileNotFoundError(f"{nvcc}: found no version in what it says, wanted nvcc")
+    return release[1]
+
+
 def build_core(given: argparse.Namespace) -> Path:
     """Compiles all that knows no Python; returns its build tree."""
-    tree = Path(given.work).resolve() / f"core-{given.cuda.lower()}-{given.kernels}"
-    print(f"core: CUDA {given.cuda}, kernels {given.kernels}; log in {tree}.log", flush=True)
+    # One tree for each toolkit: CMake keeps the nvcc that a tree was made with.
+    what = f"cuda{find_toolkit()}-{given.kernels}" if given.cuda == "ON" else "cpu"
+    tree = Path(given.work).resolve() / f"core-{what}"
+    log = tree.parent / f"{tree.name}.log"
+    print(f"core: {what}; log in {log}", flush=True)
     settings = {
         "AGMM_PYTHON": "OFF",
         "CMAKE_BUILD_TYPE": given.build_type,
         "Python_EXECUTABLE": sys.executable,
     }
-    log = tree.with_suffix(".log")
     # The environment wins over -D there.
     variables = {"AGMM_CUDA": given.cuda, "AGMM_KERNELS": given.kernels}
     defines = [f"-D{name}={value}" for name, value in settings.items()]

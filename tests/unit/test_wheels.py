@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from build_wheels import find_toolkit
 from check_wheels import Report, check_contents, check_tag, read_elf
 from cmake_at_hand import CMAKE
 from pythons import find_python
@@ -43,7 +44,7 @@ class Built:
 
     @property
     def core(self) -> Path:
-        return self.work / "core-off-minimal"
+        return self.work / "core-cpu"
 
 
 def _static_flags() -> str:
@@ -59,7 +60,7 @@ def _static_flags() -> str:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """A wheel for this Python: no CUDA, not optimised, libstdc++ linked statically."""
     folder = tmp_path_factory.mktemp("wheels")
-    options = ["--cuda", "OFF", "--kernels", "minimal", "--build-type", "None", "--no-install"]
+    options = ["--cuda", "OFF", "--build-type", "None", "--no-install"]
     options += ["--work", str(folder / "work"), "--out", str(folder / "dist"), "--jobs", "2"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("AGMM_")}
     done = subprocess.run(
@@ -107,7 +108,7 @@ def test_a_wheel_holds_what_users_need_and_no_tests(content: Path) -> None:
 def test_the_core_is_compiled_once(built: Built) -> None:
     """By the core's own build; the wheel's compiles the bindings alone."""
     sources = [*REPOSITORY.glob("src/cpu/*.cpp"), *REPOSITORY.glob("src/sync/*.cpp")]
-    log = built.core.with_suffix(".log").read_text()
+    log = (built.work / "core-cpu.log").read_text()
     for source in sources:
         assert log.count(f"src/{source.parent.name}/{source.name}.o") == 1
     bindings = {path.name for path in REPOSITORY.glob("src/bindings/*.cpp")} - {"cuda_absent.cpp"}
@@ -212,3 +213,23 @@ def test_a_core_for_something_else_is_refused(
 def test_a_python_that_is_not_there_is_named() -> None:
     with pytest.raises(FileNotFoundError, match=r"found none by the name '3\.1', wanted a path"):
         find_python("3.1")
+
+
+def test_the_toolkit_is_that_of_the_nvcc_that_cmake_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tree that an nvcc of another version made would go on with that one."""
+    for version in ("12.8", "13.0"):
+        nvcc = tmp_path / version / "nvcc"
+        nvcc.parent.mkdir()
+        said = f"Cuda compilation tools, release {version}, V{version}"
+        nvcc.write_text(f"#!/bin/sh\necho '{said}'\n")
+        nvcc.chmod(0o755)
+    monkeypatch.delenv("CUDACXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="nvcc: found none, wanted it on PATH"):
+        find_toolkit()
+    monkeypatch.setenv("PATH", str(tmp_path / "13.0"))
+    assert find_toolkit() == "13.0"
+    monkeypatch.setenv("CUDACXX", str(tmp_path / "12.8" / "nvcc"))
+    assert find_toolkit() == "12.8"
