@@ -8,6 +8,12 @@ SHELL := /bin/bash
 VENV ?= .venv
 TORCH ?=
 PYTHON ?=
+# A wheel is for others' machines: with CUDA and every kernel, unless it is asked for otherwise.
+WHEEL_CUDA := $(if $(filter OFF,$(AGMM_CUDA)),OFF,ON)
+WHEEL_KERNELS := $(or $(AGMM_KERNELS),all)
+WHEEL_PYTHONS ?= 3.10 3.11 3.12 3.13
+WHEEL_PLAT ?= auto
+WHEEL_TORCH ?=
 AGMM_CUDA ?= AUTO
 AGMM_KERNELS ?= default
 CUTLASS_DIR ?=
@@ -52,7 +58,7 @@ SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE cmake in
 CXX_SOURCES = $(shell find include src tests benchmarks examples -type f \
                       \( -name '*.hpp' -o -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
 
-.PHONY: help demo test test-gpu test-versions bench build docs lint format stub clean FORCE
+.PHONY: help demo test test-gpu test-versions bench build wheels docs lint format stub clean FORCE
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -73,6 +79,10 @@ bench: $(VENV)/.installed ## time agmm against the other ways on the GPUs at han
 	$(VENV)/bin/agmm bench $(BENCH_ARGS)
 
 build: $(VENV)/.installed ## make the environment and install agmm into it
+
+wheels: $(VENV)/.build $(VENV)/.wheels $(if $(filter ON,$(WHEEL_CUDA)),$(VENV)/.cutlass) ## build wheels for all Pythons into dist, and check them
+	$(PY) tools/build_wheels.py --pythons $(WHEEL_PYTHONS) --cuda $(WHEEL_CUDA) --kernels $(WHEEL_KERNELS) \
+	    --plat $(WHEEL_PLAT) $(if $(WHEEL_TORCH),--torch '$(WHEEL_TORCH)') --jobs $(JOBS)
 
 docs: $(VENV)/.docs ## build the documentation into build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
@@ -121,6 +131,12 @@ $(VENV)/.lint: pyproject.toml tools/build_requirements.py $(VENV)/.torch
 	# One that the interpreter already had counts as installed, but leaves no command here.
 	test -x $(VENV)/bin/clang-format || $(PIP) install -q --ignore-installed --no-deps \
 	    $$($(PY) tools/build_requirements.py --extra lint | grep -o 'clang-format[^ ]*')
+	touch $@
+
+# What gives wheels their tag, which is tested too.
+test: $(VENV)/.wheels
+$(VENV)/.wheels: pyproject.toml tools/build_requirements.py $(VENV)/.torch
+	$(PIP) install -q $$($(PY) tools/build_requirements.py --group wheels)
 	touch $@
 
 # The trained model of examples/minilm.py: 90 MB; its requirements are not needed to read it.

@@ -26,6 +26,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kStopPoll{20};  // how late a copy thread that waits sees that it should stop
+constexpr std::chrono::hours kIdlePoll{1};  // of an idle copy thread, which is woken for a job
 // How long a rank that found a mismatch stays, so that its peers see its tag too.
 constexpr milliseconds kMismatchLinger{1000};
 
@@ -107,7 +108,9 @@ class CpuWorkspace::CopyThread {
   void run() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      changed_.wait(lock, [this] { return stopping() || !jobs_.empty(); });
+      // Not wait(): GCC 12's would bind wheels to the libstdc++ of a system newer than they need.
+      const auto is_due = [this] { return stopping() || !jobs_.empty(); };
+      while (!changed_.wait_for(lock, kIdlePoll, is_due)) continue;
       if (stopping()) return;
       const Job& job = jobs_.front();  // stays in the queue until done, so that idle means done
       lock.unlock();

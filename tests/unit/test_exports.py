@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 import os
-import shutil
-import struct
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
-from cmake_at_hand import CMAKE
+from check_wheels import read_elf
 
 from agmm import _core
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 ENTRY = {"PyInit__core"}
-
-_SHT_DYNSYM = 11
-_STB_LOCAL = 0
-_SHN_UNDEF = 0
 
 
 def exported(library: Path) -> set[str]:
-    """The symbols that a 64-bit little-endian ELF library defines for others."""
-    data = library.read_bytes()
-    assert data[:6] == b"\x7fELF\x02\x01"
-    (section_table,) = struct.unpack_from("<Q", data, 0x28)
-    size, count = struct.unpack_from("<HH", data, 0x3A)
-    sections = [
-        struct.unpack_from("<IIQQQQIIQQ", data, section_table + i * size) for i in range(count)
-    ]
-    (symbols,) = [section for section in sections if section[1] == _SHT_DYNSYM]
-    offset, length, names = symbols[4], symbols[5], sections[symbols[6]][4]
-    found = set()
-    for at in range(offset, offset + length, 24):
-        name, info, _, section = struct.unpack_from("<IBBH", data, at)
-        if info >> 4 != _STB_LOCAL and section != _SHN_UNDEF:
-            found.add(data[names + name : data.index(b"\0", names + name)].decode())
-    return found
+    """The symbols that a library defines for others."""
+    return set(read_elf(library.read_bytes()).exported)
 
 
 def test_the_reader_sees_what_another_library_exports() -> None:
@@ -52,7 +30,7 @@ def test_the_core_exports_its_entry_alone() -> None:
     assert exported(Path(_core.__file__)) == ENTRY
 
 
-def _import(*modules: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+def import_in_order(*modules: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Imports them in this order in a new process, and throws and catches an exception in each."""
     program = "\n".join(
         [
@@ -86,54 +64,6 @@ def _import(*modules: str, path: Path | None = None) -> subprocess.CompletedProc
 
 @pytest.mark.parametrize("first", ["agmm", "torch"])
 def test_import_order_is_free(first: str) -> None:
-    done = _import(first)
+    done = import_in_order(first)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == _core.__file__
-
-
-@pytest.mark.skipif(CMAKE is None, reason="no cmake")
-@pytest.mark.timeout(600)
-def test_a_static_build_exports_no_more(tmp_path: Path) -> None:
-    """As on machines whose compiler links libstdc++ statically: of 4623 exported symbols torch's
-    libraries took some, and the process ended by a segmentation fault."""
-    import pybind11
-
-    compiler = os.environ.get("CXX", "c++")
-    archive = subprocess.run(
-        [compiler, "-print-file-name=libstdc++.a"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    if not os.path.isabs(archive):
-        pytest.skip(f"{compiler} has no libstdc++.a")
-    package = tmp_path / "path" / "agmm"
-    shutil.copytree(REPOSITORY / "python" / "agmm", package, ignore=shutil.ignore_patterns("*.so"))
-    settings = {
-        "AGMM_CUDA": "OFF",
-        "CMAKE_BUILD_TYPE": "Debug",  # compiles in half of the time
-        "CMAKE_MODULE_LINKER_FLAGS": "-static-libstdc++ -static-libgcc",
-        "CMAKE_LIBRARY_OUTPUT_DIRECTORY": str(package),
-        "Python_EXECUTABLE": sys.executable,
-        "pybind11_DIR": pybind11.get_cmake_dir(),
-    }
-    environment = {k: v for k, v in os.environ.items() if k not in settings}  # it would win
-    scripts = Path(sys.executable).parent
-    environment["PATH"] = f"{scripts}{os.pathsep}{environment['PATH']}"
-    environment["CMAKE_GENERATOR"] = "Ninja"
-    build = tmp_path / "build"
-    for command in (
-        ["-S", str(REPOSITORY), "-B", str(build), *(f"-D{k}={v}" for k, v in settings.items())],
-        ["--build", str(build), "--parallel"],
-    ):
-        done = subprocess.run(
-            [str(CMAKE), *command],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=500,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    library = package / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
-    assert exported(library) == ENTRY
-    done = _import("agmm", path=package.parent)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == str(library)

@@ -62,3 +62,22 @@ def test_kernels_are_left_out_of_the_demo_only_and_without_a_gpu(
     assert ("-C build-dir=build/cpu/" in run) is not cuda
     assert f"nvcc {commands / 'nvcc' if cuda else 'not used'};" in run
     assert ("AGMM_CUDA=OFF" in run) is not cuda
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cuda", "kernels"),
+    [
+        ([], "ON", "all"),
+        (["AGMM_KERNELS=minimal"], "ON", "minimal"),
+        (["AGMM_CUDA=OFF"], "OFF", "all"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_wheels_have_all_kernels_unless_asked_for_otherwise(
+    commands: Path, arguments: list[str], cuda: str, kernels: str
+) -> None:
+    """Also where no nvcc is found: that fails, for a wheel without kernels would pass for one."""
+    _command(commands, "nvcc", 1)
+    run = _dry_run(commands, "wheels", *arguments)
+    assert f"--cuda {cuda} --kernels {kernels} " in run
+    assert ("--cutlass" in run) is (cuda == "ON")
