@@ -11,6 +11,7 @@ __all__: list[str] = [
     "ALIGNMENT",
     "CAPABILITY",
     "CpuWorkspace",
+    "CudaScatterWorkspace",
     "CudaWorkspace",
     "DType",
     "KernelConfig",
@@ -18,6 +19,7 @@ __all__: list[str] = [
     "MAX_COLUMN_CHUNKS",
     "MAX_PUSH_PARTS",
     "MAX_PUSH_RANKS",
+    "MAX_SCATTER_TILES",
     "SCATTER_BAND_ROWS",
     "SM_PUSH_HEAD_ITEM_BYTES",
     "SPLIT_COUNTER_BYTES",
@@ -45,8 +47,11 @@ __all__: list[str] = [
     "push_order",
     "record_time",
     "scatter_bands",
+    "scatter_kernels",
     "scatter_owner",
+    "scatter_part_bytes",
     "scatter_slot_bytes",
+    "scatter_steps",
     "set_call_lookup",
     "shared_rows",
     "split_scratch_bytes",
@@ -55,6 +60,7 @@ __all__: list[str] = [
     "tile_order",
     "timeout_message",
     "timeout_seconds",
+    "virtual_link_gbs",
     "waiting_message",
     "warn_seconds",
     "write_line",
@@ -314,6 +320,48 @@ class CudaWorkspace:
     @property
     def slot_bytes(self) -> int: ...
 
+class CudaScatterWorkspace:
+    """
+    The sums that the ranks of a group send each other.
+    """
+    @staticmethod
+    def credit_words(world_size: int) -> list[int]:
+        """
+        The words after the sums that are 1 before the first call; the others are 0.
+        """
+    @staticmethod
+    def words_offset(part_bytes: int, world_size: int) -> int:
+        """
+        Where the words begin, in bytes.
+        """
+    @staticmethod
+    def workspace_bytes(part_bytes: int, world_size: int) -> int: ...
+    def __init__(
+        self,
+        rank: int,
+        bases: collections.abc.Sequence[int],
+        part_bytes: int,
+        reserved_sms: int = 0,
+    ) -> None: ...
+    def matmul_reduce_scatter(
+        self,
+        products: collections.abc.Sequence[tuple[int, int, int, int, int]],
+        rows: int,
+        n: int,
+        dtype: DType,
+        b_column_major: bool,
+        bias: int,
+        out: int,
+        is_average: bool,
+        config: KernelConfig,
+        stream: int,
+    ) -> bool:
+        """
+        Enqueues the matmuls, whose kernels send. products: (a, lda, b, ldb, k). Returns whether the stream is being captured.
+        """
+    @property
+    def part_bytes(self) -> int: ...
+
 def async_input_mm(
     a: int,
     b: int,
@@ -449,14 +497,31 @@ def scatter_bands(rows: int, world_size: int) -> list[tuple[int, int]]:
     The bands in which matmul + reduce-scatter takes its rows: half-open ranges of the rows of each rank.
     """
 
+def scatter_kernels() -> list[KernelConfig]:
+    """
+    Those of matmul + reduce-scatter.
+    """
+
 def scatter_owner(rank: int, position: int, world_size: int) -> int:
     """
     The rank whose rows `rank` computes at this position.
     """
 
+def scatter_part_bytes(rows: int, n: int, world_size: int, config: KernelConfig) -> int:
+    """
+    Bytes that a matmul + reduce-scatter sends from one rank to another at a time.
+    """
+
 def scatter_slot_bytes(rows: int, row_bytes: int, world_size: int) -> int:
     """
     Bytes of a slot for the parts of matmul + reduce-scatter with so many rows of A @ B.
+    """
+
+def scatter_steps(
+    rank: int, world_size: int, rows: int, n: int, config: KernelConfig
+) -> list[list[tuple[int, int, int, int, int]]]:
+    """
+    For each launch of a matmul + reduce-scatter, each tile in order: (owner, first row of A, rows, first column, tile of the chunk or -1 where it only pads).
     """
 
 def set_call_lookup(
@@ -529,6 +594,7 @@ CAPABILITY: int
 MAX_COLUMN_CHUNKS: int
 MAX_PUSH_PARTS: int
 MAX_PUSH_RANKS: int
+MAX_SCATTER_TILES: int
 SCATTER_BAND_ROWS: int
 SM_PUSH_HEAD_ITEM_BYTES: int
 SPLIT_COUNTER_BYTES: int
@@ -538,3 +604,4 @@ __version__: str
 cuda_built: bool
 fault: str
 stress_delays: bool
+virtual_link_gbs: int

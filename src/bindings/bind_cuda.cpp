@@ -11,11 +11,14 @@
 
 #include "agmm/async_input_mm.hpp"
 #include "agmm/fused_all_gather_matmul.hpp"
+#include "agmm/fused_matmul_reduce_scatter.hpp"
 #include "agmm/limits.hpp"
 #include "bindings/bindings.hpp"
 #include "gemm/kernel_facts.hpp"
 #include "gemm/tile_times.hpp"
+#include "order/scatter_tiles.hpp"
 #include "symmetric/layout.hpp"
+#include "symmetric/scatter_layout.hpp"
 
 namespace py = pybind11;
 
@@ -24,8 +27,10 @@ namespace {
 using agmm::AsyncInputArgs;
 using agmm::DType;
 using agmm::FusedAllGatherMatmul;
+using agmm::FusedMatmulReduceScatter;
 using agmm::KernelConfig;
 using agmm::KernelFacts;
+using agmm::ScatterLayout;
 using agmm::WorkspaceLayout;
 
 template <class T>
@@ -75,11 +80,92 @@ std::vector<std::string> layouts_that_store_a(const KernelConfig& config) {
 // Destroying a workspace frees device memory, which waits for the device; other threads may have
 // to go on for it to get there.
 struct DeleteWithoutGil {
-  void operator()(FusedAllGatherMatmul* workspace) const {
+  template <class Workspace>
+  void operator()(Workspace* workspace) const {
     const py::gil_scoped_release unlocked;
     delete workspace;
   }
 };
+template <class Workspace>
+using Held = std::unique_ptr<Workspace, DeleteWithoutGil>;
+
+// Making one loads kernels, which waits for the device.
+template <class Workspace>
+Held<Workspace> make_workspace(int rank, const std::vector<uintptr_t>& bases, std::size_t bytes,
+                               int reserved_sms) {
+  const py::gil_scoped_release unlocked;
+  return Held<Workspace>(new Workspace(rank, bases, bytes, reserved_sms));
+}
+
+// a, lda, b, ldb, k
+using ProductTuple = std::tuple<uintptr_t, int64_t, uintptr_t, int64_t, int>;
+
+bool matmul_reduce_scatter(FusedMatmulReduceScatter& op, const std::vector<ProductTuple>& products,
+                           int rows, int n, DType dtype, bool b_column_major, uintptr_t bias,
+                           uintptr_t out, bool is_average, const KernelConfig& config,
+                           uintptr_t stream) {
+  agmm::MatmulScatter call;
+  call.rows = rows;
+  call.n = n;
+  call.dtype = dtype;
+  call.b_layout = layout(b_column_major);
+  for (const auto& [a, lda, b, ldb, k] : products) {
+    call.products.push_back({pointer<void>(a), lda, pointer<void>(b), ldb, k});
+  }
+  call.bias = pointer<void>(bias);
+  call.out = pointer<void>(out);
+  call.is_average = is_average;
+  call.config = config;
+  call.limit_ns = limit_ns();
+  return op(call, pointer<void>(stream));
+}
+
+// owner, first row of A, rows, first column, tile of the chunk or -1
+using ScatterStep = std::tuple<int, int, int, int, int>;
+
+// For each launch, each tile in the order in which clusters of CTAs take them.
+std::vector<std::vector<ScatterStep>> scatter_steps(int rank, int world_size, int rows, int n,
+                                                    const KernelConfig& config) {
+  const agmm::KernelShape& shape = config.shape;
+  const int chunk_rows = rows / world_size;
+  const int band = agmm::scatter_band_rows(chunk_rows, world_size, shape);
+  std::vector<std::vector<ScatterStep>> launches;
+  for (int row = 0; row < chunk_rows; row += band) {
+    const agmm::ScatterTiles tiles(rank, world_size, chunk_rows,
+                                   {row, std::min(row + band, chunk_rows)}, n, shape.tile_m,
+                                   shape.tile_n, shape.cluster_m);
+    agmm::ChunkGrid chunks(tiles.padded_rows(), 1, world_size);
+    const agmm::TileOrder order(chunks, n, shape.tile_m * shape.cluster_m,
+                                shape.tile_n * shape.cluster_n, tiles.first_chunk(),
+                                config.max_swizzle, config.raster);
+    std::vector<ScatterStep>& steps = launches.emplace_back();
+    for (int step = 0; step < order.count(); ++step) {
+      const agmm::BlockCoord block = order.block_at(step);
+      for (int i = 0; i < shape.cluster_m * shape.cluster_n; ++i) {
+        const int tile_m = block.m * shape.cluster_m + i % shape.cluster_m;
+        const int tile_n = block.n * shape.cluster_n + i / shape.cluster_m;
+        const int padded_row = tile_m * shape.tile_m;
+        const int in_chunk = tiles.row_of(padded_row);
+        steps.emplace_back(tiles.owner(padded_row), tiles.a_row(padded_row),
+                           std::max(0, std::min(tiles.rows - in_chunk, int(shape.tile_m))),
+                           tile_n * shape.tile_n, tiles.tile(in_chunk / shape.tile_m, tile_n));
+      }
+    }
+  }
+  return launches;
+}
+
+// Each shape once.
+std::vector<KernelConfig> shapes_of(const std::vector<KernelFacts>& kernels) {
+  std::vector<KernelConfig> configs;
+  for (const KernelFacts& facts : kernels) {
+    const bool is_known =
+        std::any_of(configs.begin(), configs.end(),
+                    [&](const KernelConfig& config) { return config.shape == facts.shape; });
+    if (!is_known) configs.push_back({facts.shape, 1, agmm::Raster::AlongM});
+  }
+  return configs;
+}
 
 void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int m, int n, int k,
                     DType dtype, bool b_column_major, int64_t ldb, uintptr_t signals, int chunks_m,
@@ -165,18 +251,11 @@ void bind_cuda(py::module_& m) {
                agmm::to_string(c.raster);
       });
   m.def(
-      "kernels",
-      [] {
-        std::vector<KernelConfig> configs;
-        for (const KernelFacts& facts : agmm::built_kernels()) {
-          const bool is_known =
-              std::any_of(configs.begin(), configs.end(),
-                          [&](const KernelConfig& config) { return config.shape == facts.shape; });
-          if (!is_known) configs.push_back({facts.shape, 1, agmm::Raster::AlongM});
-        }
-        return configs;
-      },
+      "kernels", [] { return shapes_of(agmm::built_kernels()); },
       "The kernels of this build, each shape once; empty without CUDA.");
+  m.def(
+      "scatter_kernels", [] { return shapes_of(agmm::built_scatter_kernels()); },
+      "Those of matmul + reduce-scatter.");
   py::class_<KernelFacts>(m, "KernelFacts", "What a kernel of this build can do.")
       .def_property_readonly("kernel", [](const KernelFacts& f) { return f.shape.str(); })
       .def_readonly("dtype", &KernelFacts::dtype)
@@ -210,15 +289,10 @@ void bind_cuda(py::module_& m) {
         "Bytes of scratch memory on the current device for configs with splits.");
   m.attr("SPLIT_COUNTER_BYTES") = agmm::kSplitCounterBytes;
   m.attr("TILE_TIMES_BYTES") = sizeof(agmm::TileTimes);
-  py::class_<FusedAllGatherMatmul, std::unique_ptr<FusedAllGatherMatmul, DeleteWithoutGil>>(
+  py::class_<FusedAllGatherMatmul, Held<FusedAllGatherMatmul>>(
       m, "CudaWorkspace", "Gather buffers, signals and credits of one group.")
-      .def(py::init([](int rank, const std::vector<uintptr_t>& bases, std::size_t slot_bytes,
-                       int reserved_sms) {
-             const py::gil_scoped_release unlocked;  // it loads kernels, which waits for the device
-             return std::unique_ptr<FusedAllGatherMatmul, DeleteWithoutGil>(
-                 new FusedAllGatherMatmul(rank, bases, slot_bytes, reserved_sms));
-           }),
-           py::arg("rank"), py::arg("bases"), py::arg("slot_bytes"), py::arg("reserved_sms") = 0)
+      .def(py::init(&make_workspace<FusedAllGatherMatmul>), py::arg("rank"), py::arg("bases"),
+           py::arg("slot_bytes"), py::arg("reserved_sms") = 0)
       .def_static(
           "workspace_bytes",
           [](std::size_t slot_bytes, int world_size) {
@@ -245,4 +319,44 @@ void bind_cuda(py::module_& m) {
            "transport: (0 push, 1 pull, 2 SM push; parts, columns of a chunk, first peers, head "
            "chunks). "
            "Returns whether the stream is being captured.");
+  py::class_<FusedMatmulReduceScatter, Held<FusedMatmulReduceScatter>>(
+      m, "CudaScatterWorkspace", "The sums that the ranks of a group send each other.")
+      .def(py::init(&make_workspace<FusedMatmulReduceScatter>), py::arg("rank"), py::arg("bases"),
+           py::arg("part_bytes"), py::arg("reserved_sms") = 0)
+      .def_static(
+          "workspace_bytes",
+          [](std::size_t part_bytes, int world_size) {
+            return ScatterLayout(part_bytes, world_size).bytes();
+          },
+          py::arg("part_bytes"), py::arg("world_size"))
+      .def_static(
+          "words_offset",
+          [](std::size_t part_bytes, int world_size) {
+            return ScatterLayout(part_bytes, world_size).words_offset();
+          },
+          py::arg("part_bytes"), py::arg("world_size"), "Where the words begin, in bytes.")
+      .def_static(
+          "credit_words",
+          [](int world_size) { return ScatterLayout(0, world_size).credit_words(); },
+          py::arg("world_size"),
+          "The words after the sums that are 1 before the first call; the others are 0.")
+      .def_property_readonly("part_bytes", &FusedMatmulReduceScatter::part_bytes)
+      .def("matmul_reduce_scatter", &matmul_reduce_scatter, py::arg("products"), py::arg("rows"),
+           py::arg("n"), py::arg("dtype"), py::arg("b_column_major"), py::arg("bias"),
+           py::arg("out"), py::arg("is_average"), py::arg("config"), py::arg("stream"),
+           py::call_guard<py::gil_scoped_release>(),
+           "Enqueues the matmuls, whose kernels send. products: (a, lda, b, ldb, k). Returns "
+           "whether the stream is being captured.");
+  m.attr("MAX_SCATTER_TILES") = agmm::kMaxScatterTiles;
+  m.def("scatter_steps", &scatter_steps, py::arg("rank"), py::arg("world_size"), py::arg("rows"),
+        py::arg("n"), py::arg("config"),
+        "For each launch of a matmul + reduce-scatter, each tile in order: (owner, first row of A, "
+        "rows, first column, tile of the chunk or -1 where it only pads).");
+  m.def(
+      "scatter_part_bytes",
+      [](int rows, int n, int world_size, const KernelConfig& config) {
+        return agmm::scatter_part_bytes(rows, n, world_size, config.shape);
+      },
+      py::arg("rows"), py::arg("n"), py::arg("world_size"), py::arg("config"),
+      "Bytes that a matmul + reduce-scatter sends from one rank to another at a time.");
 }

@@ -3,6 +3,7 @@
 
 #include "agmm/async_input_mm.hpp"
 #include "agmm/fused_all_gather_matmul.hpp"
+#include "agmm/fused_matmul_reduce_scatter.hpp"
 
 namespace agmm {
 
@@ -30,5 +31,15 @@ bool FusedAllGatherMatmul::operator()(Gather const&, std::vector<Weight> const&,
                                       TileTimes*) {
   refuse();
 }
+
+std::vector<KernelFacts> built_scatter_kernels() { return {}; }
+struct FusedMatmulReduceScatter::Impl {};
+FusedMatmulReduceScatter::FusedMatmulReduceScatter(int, std::vector<uintptr_t> const&, std::size_t,
+                                                   int) {
+  refuse();
+}
+FusedMatmulReduceScatter::~FusedMatmulReduceScatter() = default;
+std::size_t FusedMatmulReduceScatter::part_bytes() const { refuse(); }
+bool FusedMatmulReduceScatter::operator()(MatmulScatter const&, void*) { refuse(); }
 
 }  // namespace agmm

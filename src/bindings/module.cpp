@@ -16,6 +16,7 @@ PYBIND11_MODULE(_core, m) {
   m.attr("__version__") = AGMM_VERSION;
   m.attr("fault") = std::string(agmm::kFault);  // "" in a build for use
   m.attr("stress_delays") = agmm::kStressDelays;
+  m.attr("virtual_link_gbs") = agmm::kVirtualLinkGBs;  // 0 in a build for use
   bind_cpu(m);
   bind_chunking(m);
   bind_cuda(m);

@@ -1,17 +1,12 @@
 #include "agmm/async_input_mm.hpp"
 
 #include <algorithm>
-#include <memory>
-#include <mutex>
-#include <new>
-#include <set>
 #include <stdexcept>
 #include <string>
-#include <unordered_map>
-#include <utility>
 
 #include "gemm/kernel_entry.hpp"
 #include "ops/call_fields.hpp"
+#include "ops/launching.hpp"
 #include "ops/prepare.hpp"
 #include "order/clusters.hpp"
 #include "runtime/cuda.hpp"
@@ -19,37 +14,6 @@
 namespace agmm {
 
 namespace {
-
-struct Hash {
-  std::size_t operator()(CallSpec const& call) const { return hash_of_fields(call); }
-};
-
-struct IsSame {
-  bool operator()(CallSpec const& a, CallSpec const& b) const { return same_fields(a, b); }
-};
-
-struct AlignedDelete {
-  void operator()(void* p) const { ::operator delete(p, std::align_val_t(kParamsAlignment)); }
-};
-using Params = std::shared_ptr<void>;
-
-/// Kernel parameters of the launches seen lately. TMA descriptors cost microseconds to build, and a
-/// training or serving loop calls with the same pointers again.
-class ParamsCache {
- public:
-  template <class Build>
-  Params find_or_build(CallSpec const& call, Build const& build) {
-    auto const found = params_.find(call);
-    if (found != params_.end()) return found->second;
-    if (params_.size() >= kCapacity) params_.clear();
-    return params_.emplace(call, build()).first->second;
-  }
-
- private:
-  // Of a few KB each: the layers of a large model for some numbers of rows. Then all anew.
-  static constexpr std::size_t kCapacity = 4096;
-  std::unordered_map<CallSpec, Params, Hash, IsSame> params_;
-};
 
 KernelEntry const* find_kernel(AsyncInputArgs const& args) {
   for (std::size_t i = 0; i < kKernelCount; ++i) {
@@ -60,36 +24,6 @@ KernelEntry const* find_kernel(AsyncInputArgs const& args) {
     }
   }
   return nullptr;
-}
-
-/// Loads the kernel on the device and opts in to its shared memory, once.
-void make_ready(KernelEntry const& kernel, DeviceFacts const& device) {
-  static std::mutex mutex;
-  static std::set<std::pair<KernelEntry const*, int>> ready;
-  std::lock_guard<std::mutex> const lock(mutex);
-  if (ready.count({&kernel, device.index}) != 0) return;
-  check_cuda(static_cast<cudaError_t>(kernel.setup()), "cudaFuncSetAttribute");
-  ready.insert({&kernel, device.index});
-}
-
-[[noreturn]] void refuse(std::string const& argument, std::string const& found,
-                         std::string const& wanted) {
-  throw std::invalid_argument(argument + ": found " + found + ", wanted " + wanted);
-}
-
-template <class T>
-void require_multiple(char const* argument, char const* name, T value) {
-  if (value % kAlignment != 0) {
-    refuse(argument, std::string(name) + "=" + std::to_string(value),
-           "a multiple of " + std::to_string(kAlignment) + " (16-byte TMA alignment)");
-  }
-}
-
-void require_aligned(char const* argument, void const* pointer) {
-  if (pointer == nullptr) refuse(argument, "null", "device memory");
-  if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) {
-    refuse(argument, "an address that is no multiple of 16 bytes", "one that is (TMA alignment)");
-  }
 }
 
 void check(AsyncInputArgs const& args) {
@@ -199,14 +133,11 @@ PreparedMatmul prepare(CallSpec const& given) {
   args.sm_count = min_of(args.sm_count, clusters * shape.cluster_m * shape.cluster_n);
 
   make_ready(kernel, device);
-  static std::mutex mutex;
-  static ParamsCache cache;
-  std::lock_guard<std::mutex> const lock(mutex);
+  static KeptParams<CallSpec> kept;
   PreparedMatmul prepared;
   prepared.kernel_ = &kernel;
-  prepared.params_ = cache.find_or_build(call, [&] {
-    Params memory(::operator new(kernel.params_bytes, std::align_val_t(kParamsAlignment)),
-                  AlignedDelete());
+  prepared.params_ = kept.find_or_build(call, [&] {
+    KernelParams memory = allocate_params(kernel.params_bytes);
     if (char const* reason = kernel.prepare(call, memory.get())) {
       throw std::invalid_argument(std::string("agmm: ") + args.config.shape.str() + " for " +
                                   args.problem.str() + ": " + reason);

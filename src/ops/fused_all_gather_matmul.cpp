@@ -181,7 +181,7 @@ bool FusedAllGatherMatmul::operator()(Gather const& gather, std::vector<Weight> 
     for (PreparedMatmul const& mm : call.matmuls) mm.launch(stream);
     all_gather.end(stream);
   } catch (...) {
-    all_gather.abandon(stream);
+    all_gather.abandon();
     throw;
   }
   return all_gather.is_captured();

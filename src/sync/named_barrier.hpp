@@ -15,6 +15,7 @@ enum class NamedBarrier : int {
   kSplitK = 8,
   kFirstItemClaimed = 9,
   kFirstItemCopied = 10,
+  kPartsAdded = 11,
 };
 
 /// For whole warps, `kThreads` threads in all; those of a warp need not come together.

@@ -1,5 +1,6 @@
-// Test builds: a deliberate fault (AGMM_FAULT), which the stress test has to find, and delays
-// (AGMM_STRESS_DELAYS). CMakeLists.txt defines these; a build for use has neither.
+// Test builds: a deliberate fault (AGMM_FAULT), which the stress test has to find, delays
+// (AGMM_STRESS_DELAYS) and a link that is not there (AGMM_VIRTUAL_LINK). CMakeLists.txt defines
+// these; a build for use has neither.
 #pragma once
 
 #include <string_view>
@@ -10,6 +11,9 @@
 #ifndef AGMM_STRESS_DELAYS
 #define AGMM_STRESS_DELAYS 0
 #endif
+#ifndef AGMM_VIRTUAL_LINK
+#define AGMM_VIRTUAL_LINK 0
+#endif
 
 namespace agmm {
 
@@ -19,8 +23,15 @@ inline constexpr bool kSignalFirst = kFault == "signal_first";  // signals befor
 inline constexpr bool kNoCredit = kFault == "no_credit";        // SM push awaits no credit
 inline constexpr bool kNoWait = kFault == "no_wait";            // loads await no signal
 inline constexpr bool kNoSent = kFault == "no_sent";            // ends before the shard is sent
-static_assert(kFault.empty() || kNoFence || kSignalFirst || kNoCredit || kNoWait || kNoSent);
+inline constexpr bool kReadSignal = kFault == "read_signal";    // a tile's signal once it is read
+inline constexpr bool kNoParts = kFault == "no_parts";          // sums are added before they come
+static_assert(kReadSignal || kNoParts || kFault.empty() || kNoFence || kSignalFirst || kNoCredit ||
+              kNoWait || kNoSent);
 
 inline constexpr bool kStressDelays = AGMM_STRESS_DELAYS != 0;
+
+/// GB/s of a link that one GPU imagines, so that what it sends to itself takes as long as to
+/// another; 0: none.
+inline constexpr int kVirtualLinkGBs = AGMM_VIRTUAL_LINK;
 
 }  // namespace agmm

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "runtime/call_stream.hpp"
 #include "runtime/cuda.hpp"
 #include "transport/stage.hpp"
 #include "transport/stream_ops.hpp"
@@ -25,8 +26,7 @@ struct AllGather::Handles {
   uint32_t** peer_words = nullptr;  // device, [kSlots][2][w]: this rank's credit and tag at peer p
 
   // Of the call entered.
-  SlotRing::Capture capture = 0;
-  unsigned long long stream = 0;  // its id
+  CallStream stream;
   int slot = 0;
   int sequence = 0;            // since its begin()
   bool copies_in_use = false;  // by it
@@ -82,34 +82,19 @@ Gathered AllGather::next(GatherRequest const& request) const {
 }
 
 int AllGather::slot() const { return handles_->slot; }
-bool AllGather::is_captured() const { return handles_->capture != 0; }
+bool AllGather::is_captured() const { return handles_->stream.is_captured(); }
 
-void AllGather::enter(void* stream_handle) {
-  auto const stream = static_cast<cudaStream_t>(stream_handle);
-  cudaStreamCaptureStatus status{};
-  SlotRing::Capture id = 0;
-  AGMM_CHECK_CUDA(cudaStreamGetCaptureInfo(stream, &status, &id));
-  if (status == cudaStreamCaptureStatusInvalidated) {
-    throw std::runtime_error("stream: found an invalid capture, wanted a valid one or none");
-  }
-  handles_->capture = status == cudaStreamCaptureStatusActive ? id : 0;
-  // By id: another stream may get the handle of one that was destroyed.
-  if (!is_captured()) AGMM_CHECK_CUDA(cudaStreamGetId(stream, &handles_->stream));
-  if (ring_.is_broken(handles_->capture)) {
-    throw std::runtime_error(
-        is_captured()
-            ? "workspace: an earlier call of this capture failed half-way; wanted another "
-              "capture"
-            : "workspace: an earlier call failed half-way, so its ranks may be out of "
-              "step; wanted new processes");
-  }
-  handles_->slot = ring_.next_slot(handles_->capture);
+void AllGather::enter(void* stream) {
+  handles_->stream = CallStream(static_cast<cudaStream_t>(stream));
+  SlotRing::Capture const capture = handles_->stream.capture;
+  if (ring_.is_broken(capture)) throw std::runtime_error(handles_->stream.broken());
+  handles_->slot = ring_.next_slot(capture);
 }
 
 void AllGather::begin(GatherRequest const& request, Gathered const& gathered, void* stream_handle) {
   auto const stream = static_cast<cudaStream_t>(stream_handle);
-  bool const is_first = ring_.find(handles_->capture) == SlotRing::kNone;
-  handles_->sequence = ring_.begin(handles_->capture);
+  bool const is_first = ring_.find(handles_->stream.capture) == SlotRing::kNone;
+  handles_->sequence = ring_.begin(handles_->stream.capture);
   std::unique_ptr<Sequence>& place = handles_->sequences[handles_->sequence];
   if (place == nullptr) {
     RelaxedCapture const relaxed;
@@ -119,7 +104,7 @@ void AllGather::begin(GatherRequest const& request, Gathered const& gathered, vo
   // Calls of one workspace run one after the other also when they come on different streams.
   // Between eager calls and graph replays on different streams the caller has to order them, as
   // with NCCL.
-  if (!is_first && (is_captured() || sequence.last_stream != handles_->stream)) {
+  if (!is_first && (is_captured() || sequence.last_stream != handles_->stream.id)) {
     AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, sequence.call_done, 0));
   }
   handles_->copies_in_use = gathered.transport->has_copies();
@@ -141,15 +126,10 @@ void AllGather::end(void* stream_handle) {
     AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, sequence.copies_done, 0));
   }
   AGMM_CHECK_CUDA(cudaEventRecord(sequence.call_done, stream));
-  sequence.last_stream = handles_->stream;
-  ring_.end(handles_->capture);
+  sequence.last_stream = handles_->stream.id;
+  ring_.end(handles_->stream.capture);
 }
 
-void AllGather::abandon(void* stream) noexcept {
-  if (!is_captured()) return;
-  // Not allowed in a capture, which ends it.
-  cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
-  cudaGetLastError();
-}
+void AllGather::abandon() noexcept { handles_->stream.abandon(); }
 
 }  // namespace agmm

@@ -104,7 +104,7 @@ class AllGather {
   /// What comes on `stream` afterwards finds the shard free for reuse and a_out complete.
   void end(void* stream);
   /// A call that began does not end: its capture is made invalid, so that no graph has half a call.
-  void abandon(void* stream) noexcept;
+  void abandon() noexcept;
 
   /// Of the call entered.
   int slot() const;

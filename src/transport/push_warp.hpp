@@ -7,6 +7,7 @@
 
 #include "cutlass/cutlass.h"
 #include "sync/device_wait.hpp"
+#include "sync/mbarrier.hpp"
 #include "sync/named_barrier.hpp"
 #include "testing/fault.hpp"
 #include "testing/stress_delay.hpp"
@@ -334,35 +335,6 @@ struct PushCta {
 
 namespace push_detail {
 
-// mbarriers with a clobber, so that the compiler moves no memory access over them. An arrival
-// releases, and a test that succeeds acquires, at CTA scope.
-
-CUTLASS_DEVICE void mbarrier_init(uint64_t* barrier) {
-  auto const at = uint32_t(__cvta_generic_to_shared(barrier));
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
-}
-
-CUTLASS_DEVICE void mbarrier_arrive(uint64_t* barrier) {
-  auto const at = uint32_t(__cvta_generic_to_shared(barrier));
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
-}
-
-/// Whether the phase of this parity, the present one or the one before, is over.
-CUTLASS_DEVICE bool mbarrier_test(uint64_t* barrier, uint32_t parity) {
-  auto const at = uint32_t(__cvta_generic_to_shared(barrier));
-  uint32_t is_over;
-  asm volatile(
-      "{\n\t"
-      ".reg .pred p;\n\t"
-      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
-      "selp.b32 %0, 1, 0, p;\n\t"
-      "}"
-      : "=r"(is_over)
-      : "r"(at), "r"(parity)
-      : "memory");
-  return is_over != 0;
-}
-
 /// For kCopyThreads threads. The tail is begun after the head: all at once would fill the links,
 /// and the first chunk would come late. Nothing is taken while they wait, so nobody waits for it.
 /// The last item, which is not copied, is one beyond the tail.
@@ -444,8 +416,8 @@ CUTLASS_DEVICE bool push_tail(SmPushArgs const& push, PushCta::Queue& queue, int
   if (threadIdx.x == 0) {
     CUTLASS_PRAGMA_NO_UNROLL
     for (uint32_t place = 0; place < PushCta::kQueued; ++place) {
-      mbarrier_init(&queue.copied[place]);
-      mbarrier_init(&queue.taken[place]);
+      mbarrier_init(&queue.copied[place], 1);
+      mbarrier_init(&queue.taken[place], 1);
     }
   }
   __syncthreads();

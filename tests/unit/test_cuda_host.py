@@ -80,6 +80,13 @@ def program(tmp_path_factory: pytest.TempPathFactory, core: list[Path]) -> Path:
     return _link(folder / "checks", [*core, *_compile(folder, [HERE / "checks.cpp"])])
 
 
+@pytest.fixture(scope="module")
+def scatter_program(tmp_path_factory: pytest.TempPathFactory, core: list[Path]) -> Path:
+    """Those of matmul + reduce-scatter."""
+    folder = tmp_path_factory.mktemp("scatter_checks")
+    return _link(folder / "checks", [*core, *_compile(folder, [HERE / "scatter_checks.cpp"])])
+
+
 def _run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(program), name], capture_output=True, text=True, timeout=60, check=False
@@ -104,6 +111,14 @@ def _run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
 )
 def test_host_code(program: Path, name: str) -> None:
     done = _run(program, name)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["sums", "equality", "refusals", "failures", "order", "reserved_sms"]
+)
+def test_scatter(scatter_program: Path, name: str) -> None:
+    done = _run(scatter_program, name)
     assert done.returncode == 0, done.stderr
 
 

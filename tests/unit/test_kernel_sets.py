@@ -27,7 +27,7 @@ def _generated(kernels: str, folder: Path, cmake: str | None = CMAKE) -> set[str
         [str(cmake), "-P", str(script)], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-    return {path.stem.removeprefix("kernel_") for path in (folder / kernels).glob("*.cu")}
+    return {path.stem.removeprefix("kernel_") for path in (folder / kernels).glob("kernel_*.cu")}
 
 
 @pytest.mark.skipif(CMAKE is None, reason="no cmake")

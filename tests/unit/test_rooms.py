@@ -20,8 +20,8 @@ CXX_KINDS = {
     "cutlass": r"(cutlass|cute)/",
     "cuda": r"(cuda|cuda_\w+|driver_types|vector_types|nccl)\.h$|(cuda|nv)/",
     "scheduler": r"agmm/persistent_async_input_scheduler\.hpp$",
-    "launch": r"agmm/(async_input_mm|fused_all_gather_matmul)\.hpp$",
-    "transport but push": r"transport/(?!sm_push\.hpp$|push_warp\.hpp$)",
+    "launch": r"agmm/(async_input_mm|fused_\w+)\.hpp$",
+    "transport but push": r"transport/(?!(sm_push|push_warp|tile_push|tile_push_device)\.hpp$)",
     "testing": "testing/",
     **{role: f"{role}/" for role in ROLES},
 }

@@ -17,7 +17,15 @@ import agmm
 from agmm import _core
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FAULTS = ("no_fence", "signal_first", "no_credit", "no_wait", "no_sent")
+FAULTS = (
+    "no_fence",
+    "signal_first",
+    "no_credit",
+    "no_wait",
+    "no_sent",
+    "read_signal",
+    "no_parts",
+)
 
 
 def test_core_says_what_it_is() -> None:

@@ -2,14 +2,19 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <new>
 #include <thread>
 
 #include "gemm/kernel_entry.hpp"
 #include "gemm/kernel_facts.hpp"
+#include "gemm/scatter_entry.hpp"
+#include "gemm/scatter_spec.hpp"
+#include "sync/signals.hpp"
 #include "transport/stage.hpp"
 
 namespace fake {
@@ -24,6 +29,8 @@ unsigned long long capture_of(cudaStream_t stream) {
 }
 
 cudaError_t enqueue(char const* name, cudaStream_t stream) {
+  static std::mutex mutex;  // ranks are threads here
+  std::lock_guard<std::mutex> const lock(mutex);
   State& s = state();
   if (s.fail_at >= 0 && int(s.operations.size()) >= s.fail_at) return cudaErrorUnknown;
   unsigned long long const capture = capture_of(stream);
@@ -125,7 +132,9 @@ cudaError_t cudaMemcpy(void* to, void const* from, std::size_t bytes, cudaMemcpy
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
-cudaError_t cudaMemcpyAsync(void*, void const*, std::size_t, cudaMemcpyKind, cudaStream_t stream) {
+cudaError_t cudaMemcpyAsync(void* to, void const* from, std::size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream) {
+  if (kind == cudaMemcpyHostToDevice) std::memcpy(to, from, bytes);  // into a workspace
   return fake::enqueue("copy", stream);
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
@@ -221,10 +230,111 @@ KernelEntry const kernel{facts_of({128, 128, 64, 1, 1, Schedule::Cooperative, fa
                                   DType::BFloat16, BLayout::ColumnMajor),
                          sizeof(CallSpec), &prepare, &setup, &launch};
 
+// What the kernel of a scatter does, as one CTA that computes tile after tile; elements are whole
+// numbers of 16 bits.
+using Element = uint16_t;
+constexpr int kTile = 128;
+constexpr std::size_t kTileBytes = kTile * kTile * sizeof(Element);
+
+char const* prepare_scatter(ScatterSpec const& call, void* params) {
+  ++state().kernels_prepared;
+  new (params) ScatterSpec(call);
+  return nullptr;
+}
+
+Element dot(ScatterSpec const& call, int row, int column) {
+  unsigned sum = 0;
+  for (int i = 0; i < call.product_count; ++i) {
+    Product const& product = call.products[i];
+    auto const* const a = static_cast<Element const*>(product.a) + row * product.lda;
+    auto const* const b = static_cast<Element const*>(product.b) + column * product.ldb;
+    for (int k = 0; k < product.k; ++k) sum += unsigned(a[k]) * b[k];
+  }
+  return static_cast<Element>(sum);
+}
+
+void await(uint32_t const* word, uint32_t value) {
+  Backoff backoff;
+  while (load_acquire(word) != value) backoff.pause();
+}
+
+void run_tile(ScatterSpec const& call, int owner, int a_row, int row, int column, int tile) {
+  TilePushArgs const& push = call.push;
+  int const rows = std::min(push.tiles.rows - row, kTile);
+  int const columns = std::min(call.n - column, kTile);
+  bool const is_own = owner == push.tiles.rank;
+  int const others = push.tiles.world_size - 1;
+  if (is_own) {
+    for (int place = 0; place < others; ++place) {
+      uint32_t* const signal = push.signals + place * kMaxScatterTiles + tile;
+      await(signal, push.tag);
+      *signal = 0;
+    }
+  }
+  TilePushArgs::Peer const& peer = push.peers[is_own ? 0 : push.tiles.place(owner)];
+  auto* const sent = reinterpret_cast<Element*>(peer.part + tile * kTileBytes);
+  for (int i = 0; i < rows; ++i) {
+    for (int j = 0; j < columns; ++j) {
+      Element sum = dot(call, a_row + i, column + j);
+      if (!is_own) {
+        sent[i * kTile + j] = sum;
+        continue;
+      }
+      for (int place = 0; place < others; ++place) {
+        char const* const part = push.parts + push.tiles.place_in_order(place) * push.part_bytes;
+        sum = static_cast<Element>(
+            sum + reinterpret_cast<Element const*>(part + tile * kTileBytes)[i * kTile + j]);
+      }
+      if (call.bias != nullptr) {
+        sum = static_cast<Element>(sum + static_cast<Element const*>(call.bias)[column + j]);
+      }
+      static_cast<Element*>(call.out)[(row + i) * call.n + column + j] = sum;
+    }
+  }
+  if (!is_own) store_release(peer.signals + tile, push.tag);
+}
+
+int launch_scatter(void* params, void* stream) {
+  auto const& call = *static_cast<ScatterSpec*>(params);
+  cudaError_t const error = fake::enqueue("scatter", static_cast<cudaStream_t>(stream));
+  if (error != cudaSuccess || !state().runs_scatters) return error;
+  TilePushArgs const& push = call.push;
+  ScatterTiles const& tiles = push.tiles;
+  for (int place = 0; place < tiles.world_size - 1; ++place) {
+    await(push.credits + place, 1);
+    push.credits[place] = 0;
+  }
+  TileOrder const order(ChunkGrid(tiles.padded_rows(), 1, tiles.world_size), call.n, kTile, kTile,
+                        tiles.first_chunk(), 1, Raster::AlongM);
+  for (int step = 0; step < order.count(); ++step) {
+    BlockCoord const block = order.block_at(step);
+    int const padded_row = block.m * kTile;
+    int const row = tiles.row_of(padded_row);
+    int const tile = tiles.tile(row / kTile, block.n);
+    if (tile >= 0) {
+      run_tile(call, tiles.owner(padded_row), tiles.a_row(padded_row), row, block.n * kTile, tile);
+    }
+  }
+  for (int place = 0; place < tiles.world_size - 1; ++place) {
+    store_release(push.peers[place].credit, 1);
+  }
+  return cudaSuccess;
+}
+
+ScatterEntry const scatter_kernel{facts_of({kTile, kTile, 64, 1, 1, Schedule::Pingpong, false},
+                                           DType::BFloat16, BLayout::ColumnMajor),
+                                  sizeof(ScatterSpec),
+                                  kTileBytes,
+                                  &prepare_scatter,
+                                  &setup,
+                                  &launch_scatter};
+
 }  // namespace
 
 KernelEntry const* const kKernelTable[] = {&kernel};
 std::size_t const kKernelCount = 1;
+ScatterEntry const* const kScatterTable[] = {&scatter_kernel};
+std::size_t const kScatterCount = 1;
 
 cudaError_t prepare_stage() { return cudaSuccess; }
 cudaError_t launch_stage(StageArgs const&, int, cudaStream_t stream) {

@@ -12,7 +12,8 @@
 
 namespace fake {
 
-/// One thing that was enqueued: "wait", "record", "batch", "write", "copy", "stage" or "kernel".
+/// One thing that was enqueued: "wait", "record", "batch", "write", "copy", "stage", "kernel" or
+/// "scatter".
 struct Operation {
   std::string name;
   cudaStream_t stream = nullptr;
@@ -27,6 +28,7 @@ struct State {
   int fail_at = -1;  // this operation, counted from 0, and those after it are refused
   std::vector<agmm::CallSpec> launched;
   int kernels_prepared = 0;
+  bool runs_scatters = false;  // their kernels compute, at once, and wait for those of other ranks
   std::map<cudaStream_t, unsigned long long> captures;  // under way
   std::map<unsigned long long, bool> invalid;
 };

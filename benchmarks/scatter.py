@@ -1,0 +1,108 @@
+"""Matmul + reduce-scatter of one rank, on one GPU: the rank sends to itself what it would send to
+the others. Built with -DAGMM_VIRTUAL_LINK=380, what it sends takes as long as over a link of
+380 GB/s.
+
+    python benchmarks/scatter.py
+    python benchmarks/scatter.py --shapes 1024x8192x2048 --kernels pingpong --json scatter.json
+
+M is that of the gathered rows, K this rank's. The roof is torch.mm of the same product.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from agmm import _core
+from agmm.bench.timer import SAMPLES, time_ways
+from agmm.cli.terminal import console, plain_table
+from agmm.planning.plans import KernelConfig
+from agmm.testing.cases import Shape
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
+from scatter_stand_in import Alone, Products, empty_out, enqueue, kernels
+
+SHAPES = [Shape(m, 8192, k) for k in (2048, 7168) for m in (512, 1024, 2048, 4096, 8192, 16384)]
+ROOF = "torch.mm"
+
+
+def configs(substring: str) -> Iterator[KernelConfig]:
+    for kernel in kernels():
+        for raster in ("along_m", "along_n"):
+            for swizzle in (1, 2, 4, 8):
+                config = replace(kernel, max_swizzle=swizzle, raster=raster)
+                if substring in config.name:
+                    yield config
+
+
+def measure(shape: Shape, world_size: int, substring: str, samples: int) -> dict[str, float]:
+    """Median time in µs of every kernel that holds `substring`, and of torch.mm."""
+    needed = max(
+        _core.scatter_part_bytes(shape.M, shape.N, world_size, config.core)
+        for config in configs(substring)
+    )
+    rank = Alone(world_size, 0, needed)
+    A = torch.randn(shape.M, shape.K, device="cuda").bfloat16()
+    B = torch.randn(shape.N, shape.K, device="cuda").bfloat16().t()
+    what = Products([A], [B])
+    product = torch.empty(shape.M, shape.N, dtype=A.dtype, device="cuda")
+    out = empty_out(what, world_size)
+    expected = rank.expected(what).float()
+    calls: dict[str, Callable[[], Any]] = {ROOF: lambda: torch.mm(A, B, out=product)}
+    for config in configs(substring):
+        out.fill_(torch.nan)
+        call = _call(rank, what, out, config)
+        call()
+        error = float((out.float() - expected).norm() / expected.norm())
+        if not error < 4e-3:
+            raise SystemExit(f"{shape} {config.name}: relative error {error}")
+        calls[config.name] = call
+    timed = time_ways(calls, samples=samples, device=A.device)
+    return {name: statistics.median(values) for name, values in timed.items()}
+
+
+def _call(
+    rank: Alone, what: Products, out: torch.Tensor, config: KernelConfig
+) -> Callable[[], None]:
+    return lambda: enqueue(rank.core, what, out, config, torch.cuda.current_stream())
+
+
+def main(
+    shapes: Annotated[str | None, typer.Option(help="MxNxK, comma-separated.")] = None,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks to stand in for.")] = 4,
+    kernels: Annotated[str, typer.Option(help="Only kernels whose name holds this.")] = "",
+    samples: Annotated[int, typer.Option(min=1)] = SAMPLES,
+    best: Annotated[int, typer.Option(min=1, help="Rows to print per shape.")] = 4,
+    json_path: Annotated[Path | None, typer.Option("--json", dir_okay=False)] = None,
+) -> None:
+    """Time one rank of matmul + reduce-scatter beside torch.mm on one GPU."""
+    chosen = SHAPES if shapes is None else [Shape.parse(s) for s in shapes.split(",")]
+    stdout = console()
+    link = _core.virtual_link_gbs
+    results: dict[str, Any] = {"virtual_link_gbs": link, "ranks": ranks, "shapes": []}
+    table = plain_table(f"{ranks} ranks, link: {link or 'none'} GB/s")
+    table.add_column("M x N x K", no_wrap=True)
+    table.add_column("kernel", no_wrap=True)
+    for heading in ("µs", "÷ torch.mm"):
+        table.add_column(heading, justify="right")
+    for shape in chosen:
+        times = measure(shape, ranks, kernels, samples)
+        results["shapes"].append({"M": shape.M, "N": shape.N, "K": shape.K, "us": times})
+        for name in [ROOF, *sorted(times.keys() - {ROOF}, key=times.__getitem__)[:best]]:
+            ratio = times[name] / times[ROOF]
+            table.add_row(str(shape), name, f"{times[name]:.1f}", f"{ratio:.3f}")
+    stdout.print(table)
+    if json_path is not None:
+        json_path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

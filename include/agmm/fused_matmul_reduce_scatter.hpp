@@ -1,0 +1,75 @@
+// out = reduce_scatter(sum of A_i @ B_i) (+ bias), one call that enqueues everything.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "agmm/limits.hpp"
+#include "agmm/problem.hpp"
+
+namespace agmm {
+
+/// A [rows, k] row-major @ B [k, n]: device memory, aligned to 16 bytes.
+struct Product {
+  void const* a = nullptr;
+  int64_t lda = 0;  // elements between rows of A
+  void const* b = nullptr;
+  int64_t ldb = 0;  // elements between rows (RowMajor) or columns (ColumnMajor) of B
+  int32_t k = 0;
+};
+
+/// What a call of w ranks computes: rank r gets rows [r, r + 1) * rows / w of the sum over all
+/// ranks.
+struct MatmulScatter {
+  int32_t rows = 0;  // of A on each rank; a multiple of w
+  int32_t n = 0;
+  DType dtype = DType::BFloat16;
+  BLayout b_layout = BLayout::ColumnMajor;
+  std::vector<Product> products;  // their sum; 1 to 3
+  void const* bias = nullptr;     // [n], the dtype of A, added once to the whole sum; or null
+  void* out = nullptr;            // [rows / w, n]
+  bool is_average = false;        // the sum is divided by w, before the bias
+  KernelConfig config{};
+  uint64_t limit_ns = kDefaultLimitNs;  // of each wait; past it the process ends
+};
+
+/// The kernels of this build that send tiles.
+std::vector<KernelFacts> built_scatter_kernels();
+
+/// The op on one workspace: symmetric memory of a group of ranks for the sums that they send each
+/// other, signals and credits. Safe to call from several threads.
+///
+/// Sums travel rounded once to the dtype; an owner adds them to its own float32 sum in the order of
+/// the ranks, then the bias, and rounds once. So a config always gives the same bits; another may
+/// give others.
+class FusedMatmulReduceScatter {
+ public:
+  /// Bytes that each rank sends to each other one at a time, a workspace's `part_bytes`. A multiple
+  /// of 128. Calls of more than 8192 rows (of A) are computed in several launches, which bounds it.
+  static std::size_t needed_part_bytes(int32_t rows, int32_t n, int world_size,
+                                       KernelShape const& shape);
+  /// Bytes of symmetric memory that a workspace needs on every rank.
+  static std::size_t workspace_bytes(std::size_t part_bytes, int world_size);
+
+  /// As FusedAllGatherMatmul's, for at least 2 ranks.
+  static void initialise_workspace(void* memory, std::size_t part_bytes, int world_size,
+                                   void* stream);
+  FusedMatmulReduceScatter(int rank, std::vector<uintptr_t> const& bases, std::size_t part_bytes,
+                           int reserved_sms = 0);
+  ~FusedMatmulReduceScatter();
+  FusedMatmulReduceScatter(FusedMatmulReduceScatter const&) = delete;
+  FusedMatmulReduceScatter& operator=(FusedMatmulReduceScatter const&) = delete;
+
+  std::size_t part_bytes() const;
+
+  /// Returns whether the stream is being captured into a graph. Throws as FusedAllGatherMatmul.
+  bool operator()(MatmulScatter const& call, void* stream);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace agmm

@@ -1,0 +1,28 @@
+// The one description of a launch of matmul + reduce-scatter.
+#pragma once
+
+#include <cstdint>
+
+#include "agmm/fused_matmul_reduce_scatter.hpp"
+#include "agmm/problem.hpp"
+#include "transport/tile_push.hpp"
+
+namespace agmm {
+
+struct ScatterSpec {
+  static constexpr int kMaxProducts = 3;  // query, key and value
+
+  KernelConfig config{};
+  int32_t rows = 0;  // of A
+  int32_t n = 0;
+  DType dtype = DType::BFloat16;
+  BLayout b_layout = BLayout::ColumnMajor;
+  Product products[kMaxProducts]{};
+  int32_t product_count = 1;
+  void const* bias = nullptr;  // [n] or null
+  void* out = nullptr;         // [rows of a chunk, n], where this launch's rows begin
+  TilePushArgs push{};
+  int32_t sm_count = 0;
+};
+
+}  // namespace agmm

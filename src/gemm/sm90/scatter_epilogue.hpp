@@ -1,0 +1,125 @@
+// The epilogue of matmul + reduce-scatter: CUTLASS's for the tiles of this rank's chunk, once the
+// others' sums are added; the other tiles go to their owners. The warp that loads C in other
+// kernels sends.
+#pragma once
+
+#include <cstdint>
+
+#include "cute/tensor.hpp"
+#include "cutlass/cutlass.h"
+#include "transport/tile_push_device.hpp"
+
+namespace agmm {
+
+/// `Base`: CUTLASS's TMA epilogue without C. `kGroups`: groups of consumers that compute tiles in
+/// turn, 2 in pingpong kernels.
+template <class Base, class Element, int kTileThreads, int kGroups, int kPieces, int kBuffers>
+struct ScatterEpilogue : Base {
+  using CtaTile = typename Base::CtaTileMNK;
+  static constexpr int kTileM = cute::size<0>(CtaTile{});
+  static constexpr int kTileN = cute::size<1>(CtaTile{});
+  static constexpr int kFloats = kTileM * kTileN / kTileThreads;
+  using Push = TilePush<Element, kTileThreads, kFloats, kPieces, kBuffers>;
+
+  struct TensorStorage : Base::TensorStorage {
+    typename Push::Storage push;
+  };
+  struct SharedStorage {
+    TensorStorage tensors;
+    typename Base::PipelineStorage pipeline;
+  };
+
+  struct Arguments : Base::Arguments {
+    TilePushArgs push{};
+  };
+  struct Params : Base::Params {
+    TilePushArgs push;
+  };
+
+  template <class ProblemShape>
+  CUTLASS_HOST_DEVICE static auto own_problem(ProblemShape const& problem,
+                                              TilePushArgs const& push) {
+    return cute::make_shape(push.tiles.rows, int32_t(cute::get<1>(problem)),
+                            int32_t(cute::get<2>(problem)), int32_t(1));
+  }
+
+  template <class ProblemShape>
+  static Params to_underlying_arguments(ProblemShape const& problem, Arguments const& args,
+                                        void* workspace) {
+    return {Base::to_underlying_arguments(own_problem(problem, args.push), args, workspace),
+            args.push};
+  }
+
+  template <class ProblemShape>
+  static bool can_implement(ProblemShape const& problem, Arguments const& args) {
+    return Base::can_implement(own_problem(problem, args.push), args);
+  }
+
+  CUTLASS_DEVICE ScatterEpilogue(Params const& params, TensorStorage& shared)
+      : Base(params, shared), push_(&params.push) {}
+
+  CUTLASS_DEVICE bool is_producer_load_needed() const { return true; }
+
+  template <class ProblemShape, class TileShape, class TileCoord, class TiledMma>
+  CUTLASS_DEVICE auto load(typename Base::LoadPipeline, typename Base::LoadPipelineState state,
+                           ProblemShape const&, TileShape, TileCoord const& coord, TiledMma, int,
+                           TensorStorage& shared, int = -1) {
+    ScatterTiles const& tiles = push_->tiles;
+    int32_t const row = int32_t(cute::get<0>(coord)) * kTileM;
+    int32_t const owner = tiles.owner(row);
+    if (owner == tiles.rank) return state;
+    int32_t const tile = tiles.tile(tiles.row_of(row) / kTileM, int32_t(cute::get<1>(coord)));
+    // Not before a tile that only pads: nobody counts who sends nothing, and `go` may have been
+    // reset when it looks.
+    if (tile >= 0 && sent_ == 0) Push::await_credits(*push_);
+    if (lane_id() == 0) Push::send(*push_, shared.push, number_, owner, tile);
+    sent_ += tile >= 0 ? 1 : 0;
+    __syncwarp();
+    ++number_;
+    return state;
+  }
+
+  CUTLASS_DEVICE auto load_tail(typename Base::LoadPipeline,
+                                typename Base::LoadPipelineState state) {
+    if (lane_id() == 0) Push::count_done(*push_, sent_);
+    return state;
+  }
+
+  template <class ProblemShape, class TileShape, class TileCoord, class Engine, class Layout,
+            class TiledMma>
+  CUTLASS_DEVICE auto store(typename Base::LoadPipeline load_pipeline,
+                            typename Base::LoadPipelineState load_state,
+                            typename Base::StorePipeline store_pipeline,
+                            typename Base::StorePipelineState store_state,
+                            ProblemShape const& problem, TileShape tile_shape,
+                            TileCoord const& coord, cute::Tensor<Engine, Layout> accumulators,
+                            TiledMma tiled_mma, int thread, TensorStorage& shared,
+                            int subtile = -1) {
+    static_assert(cute::size(Layout{}) == kFloats);
+    static_assert(cute::size(TiledMma{}) == kTileThreads);
+    ScatterTiles const& tiles = push_->tiles;
+    int32_t const row = int32_t(cute::get<0>(coord)) * kTileM;
+    if (tiles.owner(row) != tiles.rank) {
+      // Every group computes each kGroups-th tile of the CTA, the first one the first.
+      int const group = kGroups == 1 ? 0 : int(threadIdx.x) / kTileThreads - 1;
+      Push::put(shared.push, accumulators.data(), number_ * kGroups + group, thread, tiles.rank);
+      ++number_;
+      return cute::make_tuple(load_state, store_state);
+    }
+    int32_t const tile_m = tiles.row_of(row) / kTileM;
+    int32_t const tile = tiles.tile(tile_m, int32_t(cute::get<1>(coord)));
+    if (tile >= 0) Push::add_parts(*push_, accumulators.data(), tile, thread);
+    return Base::store(
+        load_pipeline, load_state, store_pipeline, store_state, own_problem(problem, *push_),
+        tile_shape,
+        cute::make_coord(tile_m, cute::get<1>(coord), cute::get<2>(coord), cute::get<3>(coord)),
+        accumulators, tiled_mma, thread, shared, subtile);
+  }
+
+ private:
+  TilePushArgs const* push_;
+  int number_ = 0;  // tiles of other chunks so far, of this group or sender
+  int sent_ = 0;    // by this sender, without those that only pad
+};
+
+}  // namespace agmm

@@ -1,0 +1,157 @@
+// The one definition of the matmul + reduce-scatter kernels; every generated translation unit
+// instantiates it for one row of the kernel table.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "agmm/persistent_async_input_scheduler.hpp"
+#include "cutlass/cutlass.h"
+#include "cutlass/epilogue/collective/collective_builder.hpp"
+#include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
+#include "cutlass/gemm/collective/collective_builder.hpp"
+#include "cutlass/gemm/kernel/gemm_universal.hpp"
+#include "gemm/scatter_entry.hpp"
+#include "gemm/scatter_spec.hpp"
+#include "gemm/sm90/kernel_instance.cuh"
+#include "gemm/sm90/scatter_epilogue.hpp"
+#include "gemm/sm90/scatter_mainloop.hpp"
+
+namespace agmm {
+
+/// CUTLASS's kernel, with barriers that it does not know.
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksPerMultiprocessor)
+    scatter_kernel(CUTLASS_GRID_CONSTANT typename Kernel::Params const params) {
+  extern __shared__ char shared_memory[];
+  auto& shared = *reinterpret_cast<typename Kernel::SharedStorage*>(shared_memory);
+  if (threadIdx.x == 0) {
+    Kernel::CollectiveEpilogue::Push::init(shared.tensors.epilogue.push);
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+  Kernel{}(params, shared_memory);
+}
+
+template <class Element, class LayoutB, int TileM, int TileN, int TileK, int ClusterM, int ClusterN,
+          Schedule kSchedule>
+struct ScatterInstance {
+  using Plain =
+      KernelInstance<Element, LayoutB, TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, false>;
+  static constexpr bool kCooperative = Plain::kCooperative;
+  static constexpr int kTileThreads = kCooperative ? 256 : 128;
+  static constexpr int kTileBytes = TileM * TileN * int(sizeof(Element));
+  // A cooperative kernel's consumers wait while their tile leaves, so it fits into the buffers as a
+  // whole, at the price of a stage: on H200, with a link of 380 GB/s, 4096 x 8192 x 7168 takes 1.04
+  // times torch.mm with 64 KB, 1.11 with 48 KB and a stage more, and 1.14 with 16 KB. In a pingpong
+  // kernel another tile is computed meanwhile: 16 KB do, and leave a stage more than 48 KB.
+  static constexpr int kPieceBytes = 8192;
+  static constexpr int kBufferBytes = kCooperative ? kTileBytes : TileM == 64 ? 32768 : 16384;
+  static_assert(kTileBytes % kPieceBytes == 0 && kBufferBytes % kPieceBytes == 0);
+  static constexpr int kPieces = kTileBytes / kPieceBytes;
+  static constexpr int kBuffers = kBufferBytes / kPieceBytes;
+
+  using CollectiveEpilogue = ScatterEpilogue<typename Plain::UsualEpilogue, Element, kTileThreads,
+                                             kCooperative ? 1 : 2, kPieces, kBuffers>;
+  using CutlassMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor,
+      Plain::kAlignment, Element, LayoutB, Plain::kAlignment, float, typename Plain::TileShape,
+      typename Plain::ClusterShape,
+      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
+          sizeof(typename CollectiveEpilogue::SharedStorage))>,
+      typename Plain::MainloopSchedule>::CollectiveOp;
+  using Mainloop = ScatterMainloop<CutlassMainloop>;
+  using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
+      cute::Shape<int, int, int, int>, Mainloop, CollectiveEpilogue,
+      cutlass::gemm::PersistentAsyncInputScheduler<typename Plain::MainloopSchedule,
+                                                   cutlass::gemm::AsyncInputWait::Mainloop>>;
+  using Params = typename GemmKernel::Params;
+  static_assert(GemmKernel::SharedStorageSize <=
+                cutlass::gemm::collective::detail::sm90_smem_capacity_bytes);
+  static_assert(alignof(Params) <= kParamsAlignment);
+  static_assert(CollectiveEpilogue::Push::kTileBytes == kTileBytes);
+
+  static char const* prepare(ScatterSpec const& call, void* params_memory) {
+    using namespace cute;
+    ScatterTiles const& tiles = call.push.tiles;
+    typename GemmKernel::Arguments gemm{};
+    gemm.mode = cutlass::gemm::GemmUniversalMode::kGemm;
+    auto& mainloop = gemm.mainloop;
+    mainloop.count = call.product_count;
+    mainloop.rows = call.rows;
+    mainloop.tiles = tiles;
+    for (int i = 0; i < call.product_count; ++i) {
+      agmm::Product const& product = call.products[i];
+      auto& operands = mainloop.products[i].operands;
+      operands.ptr_A = static_cast<Element const*>(product.a);
+      get<0>(operands.dA) = product.lda;
+      operands.ptr_B = static_cast<Element const*>(product.b);
+      if constexpr (std::is_same_v<LayoutB, cutlass::layout::RowMajor>) {
+        get<1>(operands.dB) = product.ldb;
+      } else {
+        get<0>(operands.dB) = product.ldb;
+      }
+      mainloop.products[i].k = product.k;
+    }
+    gemm.problem_shape = {tiles.padded_rows(), call.n, Mainloop::all_k_tiles(mainloop) * TileK, 1};
+    gemm.epilogue.ptr_D = static_cast<Element*>(call.out);
+    get<0>(gemm.epilogue.dD) = int64_t(call.n);
+    // Without a bias -0 is added, which keeps a sum of -0.
+    gemm.epilogue.thread = {{static_cast<Element const*>(call.bias), Element(-0.0f)}, {}, {}};
+    gemm.epilogue.push = call.push;
+    gemm.hw_info.sm_count = call.sm_count;
+    gemm.scheduler.max_swizzle_size = call.config.max_swizzle;
+    using Options = typename GemmKernel::TileScheduler::RasterOrderOptions;
+    gemm.scheduler.raster_order =
+        call.config.raster == Raster::AlongM ? Options::AlongM : Options::AlongN;
+    gemm.scheduler.rows_per_chunk = tiles.padded.divisor;
+    gemm.scheduler.chunk_pivot = tiles.first_chunk();
+    if (!GemmKernel::can_implement(gemm)) return "CUTLASS cannot implement this problem";
+    Params* const params =
+        new (params_memory) Params(GemmKernel::to_underlying_arguments(gemm, nullptr));
+    TmaDescriptor const zero{};
+    auto const refused = [&](TmaDescriptor const* descriptor) {
+      return std::memcmp(descriptor, &zero, sizeof(zero)) == 0;
+    };
+    auto const product_refused = [&](typename CutlassMainloop::Params const& product) {
+      return refused(product.tma_load_a.get_tma_descriptor()) ||
+             refused(product.tma_load_b.get_tma_descriptor());
+    };
+    bool any = product_refused(params->mainloop) ||
+               refused(params->epilogue.tma_store_d.get_tma_descriptor());
+    for (auto const& product : params->mainloop.others) any = any || product_refused(product);
+    return any ? "the driver refused a TMA descriptor" : nullptr;
+  }
+
+  static int setup() {
+    return cudaFuncSetAttribute(reinterpret_cast<void const*>(scatter_kernel<GemmKernel>),
+                                cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                GemmKernel::SharedStorageSize);
+  }
+
+  static int launch(void* params, void* stream) {
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {ClusterM, ClusterN, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = GemmKernel::get_grid_shape(*static_cast<Params*>(params));
+    config.blockDim = GemmKernel::get_block_shape();
+    config.dynamicSmemBytes = GemmKernel::SharedStorageSize;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &cluster;
+    config.numAttrs = ClusterM * ClusterN == 1 ? 0 : 1;
+    return cudaLaunchKernelExC(&config, reinterpret_cast<void const*>(scatter_kernel<GemmKernel>),
+                               &params);
+  }
+
+  static constexpr ScatterEntry entry() {
+    return {facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, false}, kDType<Element>,
+                     Plain::kBLayout),
+            sizeof(Params),
+            kTileBytes,
+            &prepare,
+            &setup,
+            &launch};
+  }
+};
+
+}  // namespace agmm

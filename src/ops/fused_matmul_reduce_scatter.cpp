@@ -1,0 +1,324 @@
+#include "agmm/fused_matmul_reduce_scatter.hpp"
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "gemm/scatter_entry.hpp"
+#include "ops/launching.hpp"
+#include "ops/scatter_fields.hpp"
+#include "order/scatter_tiles.hpp"
+#include "runtime/call_stream.hpp"
+#include "runtime/cuda.hpp"
+#include "symmetric/scatter_layout.hpp"
+#include "symmetric/slot_ring.hpp"
+#include "sync/signals.hpp"
+
+namespace agmm {
+
+namespace {
+
+using Single = ScatterLayout::Single;
+
+constexpr int kLeastSms = 2;  // for a cluster of two CTAs
+
+ScatterEntry const* find_kernel(MatmulScatter const& call) {
+  for (std::size_t i = 0; i < kScatterCount; ++i) {
+    KernelFacts const& facts = kScatterTable[i]->facts;
+    if (facts.shape == call.config.shape && facts.dtype == call.dtype &&
+        facts.b_layout == call.b_layout) {
+      return kScatterTable[i];
+    }
+  }
+  return nullptr;
+}
+
+std::string described(MatmulScatter const& call) {
+  std::string text = "matmul_reduce_scatter(";
+  for (Product const& product : call.products) {
+    text += "A [" + std::to_string(call.rows) + ", " + std::to_string(product.k) + "] " +
+            to_string(call.dtype) + ", B [" + std::to_string(product.k) + ", " +
+            std::to_string(call.n) + "], ";
+  }
+  return text + (call.is_average ? "avg" : "sum") + ", " + call.config.shape.str() + ")";
+}
+
+/// What the ranks have to agree on: the sums of different products may differ in nothing else.
+uint32_t tag_of(MatmulScatter const& call) {
+  int64_t k = 0;
+  for (Product const& product : call.products) k = k * 31 + product.k;
+  std::string const what = std::string("scatter ") + to_string(call.dtype) + " " +
+                           std::to_string(call.n) + " " + call.config.shape.str() +
+                           (call.is_average ? " avg" : " sum");
+  return call_tag(call.rows, k, what, false);
+}
+
+void check(MatmulScatter const& call, int world_size, std::size_t part_bytes) {
+  if (call.rows < 1 || call.rows % world_size != 0) {
+    refuse("A", "M=" + std::to_string(call.rows),
+           "a positive multiple of the " + std::to_string(world_size) + " ranks");
+  }
+  if (call.n < 1) refuse("B", "N=" + std::to_string(call.n), "at least 1");
+  require_multiple("B", "N", call.n);
+  if (call.products.empty() || call.products.size() > ScatterSpec::kMaxProducts) {
+    refuse("A", std::to_string(call.products.size()) + " products",
+           "1 to " + std::to_string(ScatterSpec::kMaxProducts));
+  }
+  for (Product const& product : call.products) {
+    if (product.k < 1) refuse("A", "K=" + std::to_string(product.k), "at least 1");
+    require_multiple("A", "K", product.k);
+    require_multiple("A", "leading dimension", product.lda);
+    require_multiple("B", "leading dimension", product.ldb);
+    require_aligned("A", product.a);
+    require_aligned("B", product.b);
+  }
+  require_aligned("out", call.out);
+  if (call.bias != nullptr) require_aligned("bias", call.bias);
+  if (call.config.splits != 1) {
+    refuse("config", std::to_string(call.config.splits) + " splits", "1: this op does not split K");
+  }
+  if (find_kernel(call) == nullptr) {
+    refuse("config",
+           call.config.shape.str() + " " + to_string(call.dtype) + " B " + to_string(call.b_layout),
+           "a kernel of this build that sends tiles");
+  }
+  std::size_t const needed = scatter_part_bytes(call.rows, call.n, world_size, call.config.shape);
+  if (needed > part_bytes) {
+    refuse("A", std::to_string(needed) + " bytes for each other rank",
+           "at most the workspace's " + std::to_string(part_bytes));
+  }
+}
+
+/// One launch of a call.
+struct Launch {
+  ScatterEntry const* kernel;
+  KernelParams params;
+};
+
+struct Call {
+  MatmulScatter what;
+  std::vector<Launch> launches;
+};
+
+bool is_same(MatmulScatter const& a, MatmulScatter const& b) {
+  auto const fields = [](MatmulScatter const& call) {
+    auto const& [rows, n, dtype, b_layout, products, bias, out, is_average, config, limit_ns] =
+        call;
+    static_cast<void>(products);
+    static_cast<void>(config);
+    return std::tie(rows, n, dtype, b_layout, bias, out, is_average, limit_ns);
+  };
+  return fields(a) == fields(b) && same_fields(a.config, b.config) &&
+         std::equal(a.products.begin(), a.products.end(), b.products.begin(), b.products.end(),
+                    same_fields<Product>);
+}
+
+}  // namespace
+
+struct FusedMatmulReduceScatter::Impl {
+  Impl(int rank_, std::vector<uintptr_t> bases_, std::size_t part_bytes, int reserved_sms)
+      : rank(rank_),
+        bases(std::move(bases_)),
+        layout(part_bytes, static_cast<int>(bases.size())),
+        device(kernels_device().index),
+        sm_count(kernels_device().sm_count - reserved_sms) {}
+
+  ~Impl() {
+    for (cudaEvent_t const event : call_done) {
+      if (event != nullptr) cudaEventDestroy(event);
+    }
+    cudaGetLastError();
+  }
+
+  int world_size() const { return static_cast<int>(bases.size()); }
+  template <class T>
+  T* at(int of_rank, std::size_t offset) const {
+    return reinterpret_cast<T*>(bases[static_cast<std::size_t>(of_rank)] + offset);
+  }
+
+  TilePushArgs push_args(MatmulScatter const& call, ScatterTiles const& tiles,
+                         std::size_t tile_bytes) const;
+  Call prepare_call(MatmulScatter const& call) const;
+  Call const& find_or_prepare(MatmulScatter const& call);
+
+  // As FusedAllGatherMatmul keeps.
+  static constexpr std::size_t kKeptCalls = 16;
+
+  int rank;
+  std::vector<uintptr_t> bases;
+  ScatterLayout layout;
+  int device;
+  int sm_count;  // multiprocessors for this workspace's kernels
+  std::mutex mutex;
+  // Which calls are ordered among themselves: eager ones, and those of a capture. There is one
+  // slot.
+  SlotRing sequences;
+  std::array<cudaEvent_t, SlotRing::kSequences> call_done{};
+  std::array<unsigned long long, SlotRing::kSequences> last_stream{};  // its id
+  std::vector<Call> calls;                                             // prepared last
+  std::size_t oldest = 0;
+};
+
+std::vector<KernelFacts> built_scatter_kernels() {
+  std::vector<KernelFacts> facts;
+  for (std::size_t i = 0; i < kScatterCount; ++i) facts.push_back(kScatterTable[i]->facts);
+  return facts;
+}
+
+std::size_t FusedMatmulReduceScatter::needed_part_bytes(int32_t rows, int32_t n, int world_size,
+                                                        KernelShape const& shape) {
+  return scatter_part_bytes(rows, n, world_size, shape);
+}
+
+std::size_t FusedMatmulReduceScatter::workspace_bytes(std::size_t part_bytes, int world_size) {
+  return ScatterLayout(part_bytes, world_size).bytes();
+}
+
+void FusedMatmulReduceScatter::initialise_workspace(void* memory, std::size_t part_bytes,
+                                                    int world_size, void* stream_handle) {
+  ScatterLayout const layout(part_bytes, world_size);
+  auto const stream = static_cast<cudaStream_t>(stream_handle);
+  std::vector<uint32_t> words((layout.bytes() - layout.words_offset()) / sizeof(uint32_t));
+  for (std::size_t const i : layout.credit_words()) words[i] = 1;
+  AGMM_CHECK_CUDA(cudaMemcpyAsync(static_cast<char*>(memory) + layout.words_offset(), words.data(),
+                                  words.size() * sizeof(uint32_t), cudaMemcpyHostToDevice, stream));
+  AGMM_CHECK_CUDA(cudaStreamSynchronize(stream));
+}
+
+FusedMatmulReduceScatter::FusedMatmulReduceScatter(int rank, std::vector<uintptr_t> const& bases,
+                                                   std::size_t part_bytes, int reserved_sms)
+    : impl_(std::make_unique<Impl>(rank, bases, part_bytes, reserved_sms)) {
+  if (rank < 0 || rank >= impl_->world_size()) {
+    refuse("rank", std::to_string(rank), "0 to " + std::to_string(impl_->world_size() - 1));
+  }
+  if (impl_->world_size() > kMaxPushRanks) {
+    refuse("group", std::to_string(impl_->world_size()) + " ranks",
+           "at most " + std::to_string(kMaxPushRanks));
+  }
+  int const all = impl_->sm_count + reserved_sms;
+  if (reserved_sms < 0 || impl_->sm_count < kLeastSms) {
+    refuse("reserved_sms", std::to_string(reserved_sms), "0 to " + std::to_string(all - kLeastSms));
+  }
+  for (std::size_t i = 0; i < kScatterCount; ++i) make_ready(*kScatterTable[i], kernels_device());
+}
+
+FusedMatmulReduceScatter::~FusedMatmulReduceScatter() = default;
+
+std::size_t FusedMatmulReduceScatter::part_bytes() const { return impl_->layout.part_bytes(); }
+
+TilePushArgs FusedMatmulReduceScatter::Impl::push_args(MatmulScatter const& call,
+                                                       ScatterTiles const& tiles,
+                                                       std::size_t tile_bytes) const {
+  TilePushArgs push;
+  push.tiles = tiles;
+  push.tag = tag_of(call);
+  push.scale = call.is_average ? 1.0f / static_cast<float>(world_size()) : 1.0f;
+  push.parts = at<char>(rank, layout.part(0));
+  push.part_bytes = static_cast<int64_t>(std::size_t(tiles.tiles()) * tile_bytes);
+  push.signals = at<uint32_t>(rank, layout.signals(0));
+  push.credits = at<uint32_t>(rank, layout.credit(0));
+  push.go = at<uint32_t>(rank, layout.single(Single::Go));
+  push.done = at<uint32_t>(rank, layout.single(Single::Done));
+  for (int place = 0; place < world_size() - 1; ++place) {
+    int const peer = tiles.at_place(place);
+    int const there = part_place(rank, peer, world_size());
+    push.peers[place] = {at<char>(peer, layout.part(0)) + push.part_bytes * there,
+                         at<uint32_t>(peer, layout.signals(there)),
+                         at<uint32_t>(peer, layout.credit(there))};
+  }
+  push.limit.place = report_place();
+  push.limit.limit_ns = call.limit_ns;
+  push.limit.senders = {nullptr, kMaxScatterTiles, 0, true};
+  push.limit.rank = rank;
+  return push;
+}
+
+Call FusedMatmulReduceScatter::Impl::prepare_call(MatmulScatter const& call) const {
+  check(call, world_size(), layout.part_bytes());
+  ScatterEntry const& kernel = *find_kernel(call);
+  KernelShape const& shape = call.config.shape;
+  int32_t const chunk_rows = call.rows / world_size();
+  int32_t const band = scatter_band_rows(chunk_rows, world_size(), shape);
+  note_call(tag_of(call), described(call));
+  Call prepared{call, {}};
+  for (int32_t row = 0; row < chunk_rows; row += band) {
+    ScatterTiles const tiles(rank, world_size(), chunk_rows, {row, min_of(row + band, chunk_rows)},
+                             call.n, shape.tile_m, shape.tile_n, shape.cluster_m);
+    if (tiles.tiles() > kMaxScatterTiles) {
+      refuse("B", std::to_string(tiles.tiles()) + " tiles in a chunk",
+             "at most " + std::to_string(kMaxScatterTiles));
+    }
+    ScatterSpec spec;
+    spec.config = call.config;
+    spec.rows = call.rows;
+    spec.n = call.n;
+    spec.dtype = call.dtype;
+    spec.b_layout = call.b_layout;
+    std::copy(call.products.begin(), call.products.end(), spec.products);
+    spec.product_count = static_cast<int32_t>(call.products.size());
+    spec.bias = call.bias;
+    spec.out = static_cast<char*>(call.out) + std::size_t(row) * std::size_t(call.n) * 2;
+    spec.push = push_args(call, tiles, kernel.tile_bytes);
+    spec.sm_count = sm_count;
+    static KeptParams<ScatterSpec> kept;
+    KernelParams params = kept.find_or_build(spec, [&] {
+      KernelParams memory = allocate_params(kernel.params_bytes);
+      if (char const* reason = kernel.prepare(spec, memory.get())) {
+        throw std::invalid_argument("agmm: " + described(call) + ": " + reason);
+      }
+      return memory;
+    });
+    prepared.launches.push_back({&kernel, std::move(params)});
+  }
+  return prepared;
+}
+
+Call const& FusedMatmulReduceScatter::Impl::find_or_prepare(MatmulScatter const& call) {
+  for (Call const& known : calls) {
+    if (is_same(known.what, call)) return known;
+  }
+  if (calls.size() < kKeptCalls) return calls.emplace_back(prepare_call(call));
+  Call& place = calls[oldest];
+  place = prepare_call(call);
+  oldest = (oldest + 1) % kKeptCalls;
+  return place;
+}
+
+bool FusedMatmulReduceScatter::operator()(MatmulScatter const& what, void* stream_handle) {
+  Impl& impl = *impl_;
+  std::lock_guard<std::mutex> const lock(impl.mutex);
+  DeviceGuard const device(impl.device);
+  auto const stream = static_cast<cudaStream_t>(stream_handle);
+  CallStream const calling(stream);
+  if (impl.sequences.is_broken(calling.capture)) throw std::runtime_error(calling.broken());
+  Call const& call = impl.find_or_prepare(what);
+  // Nothing is enqueued before here, and nothing short of a CUDA failure can stop the call now.
+  bool const is_first = impl.sequences.find(calling.capture) == SlotRing::kNone;
+  auto const i = static_cast<std::size_t>(impl.sequences.begin(calling.capture));
+  try {
+    if (impl.call_done[i] == nullptr) {
+      RelaxedCapture const relaxed;
+      AGMM_CHECK_CUDA(cudaEventCreateWithFlags(&impl.call_done[i], cudaEventDisableTiming));
+    }
+    // Calls of one workspace run one after the other also when they come on different streams.
+    if (!is_first && (calling.is_captured() || impl.last_stream[i] != calling.id)) {
+      AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, impl.call_done[i], 0));
+    }
+    for (Launch const& launch : call.launches) {
+      check_cuda(static_cast<cudaError_t>(launch.kernel->launch(launch.params.get(), stream)),
+                 "kernel launch");
+    }
+    AGMM_CHECK_CUDA(cudaEventRecord(impl.call_done[i], stream));
+  } catch (...) {
+    calling.abandon();
+    throw;
+  }
+  impl.last_stream[i] = calling.id;
+  impl.sequences.end(calling.capture);
+  return calling.is_captured();
+}
+
+}  // namespace agmm

@@ -1,0 +1,87 @@
+// What the launchers share: kernel parameters of the launches seen lately, and kernels that are
+// loaded once.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "gemm/kernel_entry.hpp"
+#include "ops/fields.hpp"
+#include "runtime/cuda.hpp"
+
+namespace agmm {
+
+using KernelParams = std::shared_ptr<void>;
+
+inline KernelParams allocate_params(std::size_t bytes) {
+  auto const free = [](void* p) { ::operator delete(p, std::align_val_t(kParamsAlignment)); };
+  return {::operator new(bytes, std::align_val_t(kParamsAlignment)), free};
+}
+
+/// By what is launched. TMA descriptors cost microseconds to build, and a training or serving loop
+/// calls with the same pointers again.
+template <class Spec>
+class KeptParams {
+ public:
+  template <class Build>
+  KernelParams find_or_build(Spec const& spec, Build const& build) {
+    std::lock_guard<std::mutex> const lock(mutex_);
+    auto const found = params_.find(spec);
+    if (found != params_.end()) return found->second;
+    if (params_.size() >= kCapacity) params_.clear();
+    return params_.emplace(spec, build()).first->second;
+  }
+
+ private:
+  struct Hash {
+    std::size_t operator()(Spec const& spec) const { return hash_of_fields(spec); }
+  };
+  struct IsSame {
+    bool operator()(Spec const& a, Spec const& b) const { return same_fields(a, b); }
+  };
+
+  // Of a few KB each: the layers of a large model for some numbers of rows. Then all anew.
+  static constexpr std::size_t kCapacity = 4096;
+  std::mutex mutex_;
+  std::unordered_map<Spec, KernelParams, Hash, IsSame> params_;
+};
+
+/// Loads a kernel on the device and opts in to its shared memory, once.
+template <class Entry>
+void make_ready(Entry const& kernel, DeviceFacts const& device) {
+  static std::mutex mutex;
+  static std::set<std::pair<Entry const*, int>> ready;
+  std::lock_guard<std::mutex> const lock(mutex);
+  if (ready.count({&kernel, device.index}) != 0) return;
+  check_cuda(static_cast<cudaError_t>(kernel.setup()), "cudaFuncSetAttribute");
+  ready.insert({&kernel, device.index});
+}
+
+[[noreturn]] inline void refuse(std::string const& argument, std::string const& found,
+                                std::string const& wanted) {
+  throw std::invalid_argument(argument + ": found " + found + ", wanted " + wanted);
+}
+
+template <class T>
+void require_multiple(char const* argument, char const* name, T value) {
+  if (value % kAlignment != 0) {
+    refuse(argument, std::string(name) + "=" + std::to_string(value),
+           "a multiple of " + std::to_string(kAlignment) + " (16-byte TMA alignment)");
+  }
+}
+
+inline void require_aligned(char const* argument, void const* pointer) {
+  if (pointer == nullptr) refuse(argument, "null", "device memory");
+  if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) {
+    refuse(argument, "an address that is no multiple of 16 bytes", "one that is (TMA alignment)");
+  }
+}
+
+}  // namespace agmm

@@ -1,0 +1,38 @@
+#include "runtime/call_stream.hpp"
+
+#include <stdexcept>
+
+#include "runtime/cuda.hpp"
+
+namespace agmm {
+
+CallStream::CallStream(cudaStream_t stream_) : stream(stream_) {
+  cudaStreamCaptureStatus status{};
+  SlotRing::Capture found = 0;
+  AGMM_CHECK_CUDA(cudaStreamGetCaptureInfo(stream, &status, &found));
+  if (status == cudaStreamCaptureStatusInvalidated) {
+    throw std::runtime_error("stream: found an invalid capture, wanted a valid one or none");
+  }
+  if (status == cudaStreamCaptureStatusActive) {
+    capture = found;
+  } else {
+    AGMM_CHECK_CUDA(cudaStreamGetId(stream, &id));
+  }
+}
+
+std::string CallStream::broken() const {
+  return is_captured()
+             ? "workspace: an earlier call of this capture failed half-way; wanted another capture"
+             : "workspace: an earlier call failed half-way, so its ranks may be out of step; "
+               "wanted "
+               "new processes";
+}
+
+void CallStream::abandon() const noexcept {
+  if (!is_captured()) return;
+  // Not allowed in a capture, which ends it.
+  cudaStreamSynchronize(stream);
+  cudaGetLastError();
+}
+
+}  // namespace agmm

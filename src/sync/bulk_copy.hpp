@@ -1,0 +1,37 @@
+// Bulk copies from shared to global memory, a peer's too (PTX cp.async.bulk), of one thread. They
+// are the async proxy's: what it reads needs fence_proxy_async_shared() of the threads that wrote
+// it, and where it writes, fence_proxy_async_global() after the acquire that allowed it.
+#pragma once
+
+#include <cstdint>
+
+#include "cutlass/cutlass.h"
+
+namespace agmm {
+
+/// Between writes to shared memory and the barrier behind which bulk copies read them.
+CUTLASS_DEVICE void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/// A group of its own. Addresses and `bytes`: multiples of 16.
+CUTLASS_DEVICE void bulk_copy_to_global(void* to, void const* from, uint32_t bytes) {
+  auto const at = uint32_t(__cvta_generic_to_shared(from));
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n\t"
+      "cp.async.bulk.commit_group;" ::"l"(to),
+      "r"(at), "r"(bytes)
+      : "memory");
+}
+
+/// Returns when all but the last `kLeft` of this thread's groups have been read from shared memory.
+template <int kLeft>
+CUTLASS_DEVICE void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
+}
+
+/// Returns when all of this thread's groups are complete: what they wrote is visible to it, and to
+/// whoever acquires what it releases then. That they have been read is not enough for that.
+CUTLASS_DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+}  // namespace agmm

@@ -1,0 +1,251 @@
+// Device side of matmul + reduce-scatter: a tile of another rank's chunk goes to its owner as soon
+// as it is computed, and what the others sent is added to an own tile.
+//
+// Of one CTA, with consumers (the warps that multiply) and a sender (a warp beside them):
+//   consumers   tile -> send buffers, piece by piece | next tile ... | own tile: wait, add, store
+//   sender      credits | piece -> owner, piece -> owner | complete | signal | ...
+//
+// Who waits for whom, and why it ends. Every CTA computes all tiles of other ranks' chunks before
+// its own tiles (ScatterTiles, TileOrder). A sender waits for credits, which peers give at the end
+// of the call before, and then for nobody. So all tiles are sent, whoever is late, and own tiles,
+// which wait for nothing else, have what they wait for. All CTAs of a kernel are on the GPU
+// together.
+//
+// Memory order.
+//   Out. Consumers write a piece to shared memory, each thread executes fence.proxy.async, the warp
+//   meets, one lane arrives at the buffer's mbarrier; the sender's test acquires, and its bulk copy
+//   (async proxy) reads what they wrote. The sender waits until its copies are complete, not just
+//   read, and then releases the tile's signal at system scope.
+//   In. One lane for each source acquires its signal at system scope; a barrier of the consumers
+//   carries that to all of them, and they load with ordinary loads, past L1.
+//   Again. An owner's loads come before a barrier of the consumers, that before the addition to
+//   `done` (acquire-release), the last of which before the credit (release, system scope). The CTA
+//   that takes the credits acquires them at system scope and releases `go`; every sender acquires
+//   that, executes fence.proxy.async and only then copies. Signals are reset by the lane that saw
+//   them, before the same barrier: so before the credit that lets a peer write them again. A credit
+//   is taken before `go`, and a peer gives the next one only when it has this call's tiles, which
+//   come after `go`. `go` and `done` are reset by who makes `done` full, which takes the addition
+//   of everyone who looks at `go`, made when it has seen it: who has nothing to send does not look.
+#pragma once
+
+#include <cstdint>
+
+#include "cutlass/array.h"
+#include "cutlass/cutlass.h"
+#include "cutlass/numeric_conversion.h"
+#include "sync/bulk_copy.hpp"
+#include "sync/device_wait.hpp"
+#include "sync/mbarrier.hpp"
+#include "sync/named_barrier.hpp"
+#include "testing/fault.hpp"
+#include "testing/stress_delay.hpp"
+#include "testing/virtual_link.hpp"
+#include "transport/tile_push.hpp"
+
+namespace agmm {
+
+/// Of a CTA whose tiles are computed by `kTileThreads` threads, `kFloats` elements of each. A tile
+/// travels in fragment order: vector by vector of 8 elements, thread by thread; its owner's same
+/// kernel has the same threads. It leaves in pieces, through `kBuffers` buffers of one each.
+template <class Element, int kTileThreads_, int kFloats, int kPieces, int kBuffers>
+struct TilePush {
+  static constexpr int kTileThreads = kTileThreads_;
+  static constexpr int kVectorElements = 16 / int(sizeof(Element));
+  static constexpr int kVectors = kFloats / kVectorElements / kPieces;  // of a thread, in a piece
+  static constexpr int kPieceBytes = kVectors * kTileThreads * 16;
+  static constexpr int kTileBytes = kPieces * kPieceBytes;
+  static constexpr int kWarps = kTileThreads / 32;
+  static_assert(kFloats % (kVectorElements * kPieces) == 0);
+  using Vector = cutlass::Array<Element, kVectorElements>;
+
+  struct Storage {
+    alignas(128) uint4 pieces[kBuffers][kPieceBytes / sizeof(uint4)];
+    alignas(8) uint64_t full[kBuffers];
+    uint64_t empty[kBuffers];
+  };
+
+  /// By one thread, before a barrier of the CTA.
+  CUTLASS_DEVICE static void init(Storage& storage) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kBuffers; ++i) {
+      mbarrier_init(&storage.full[i], kWarps);
+      mbarrier_init(&storage.empty[i], 1);
+    }
+  }
+
+  /// The consumers' share of sending: the tile is the `number`-th of the CTA that does not stay.
+  CUTLASS_DEVICE static void put(Storage& storage, float const* sum, int number, int thread,
+                                 int32_t rank) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int piece = 0; piece < kPieces; ++piece) {
+      uint32_t const i = uint32_t(number) * kPieces + piece;
+      uint32_t const buffer = i % kBuffers;
+      // Free in the first turn; then the phase that ended in the turn before.
+      if (i >= kBuffers) mbarrier_wait(&storage.empty[buffer], (i / kBuffers - 1) % 2);
+      uint4* const to = storage.pieces[buffer] + thread;
+      CUTLASS_PRAGMA_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        to[v * kTileThreads] = rounded(sum + (piece * kVectors + v) * kVectorElements);
+      }
+      stress_delay(rank);
+      if constexpr (!kNoFence) fence_proxy_async_shared();
+      __syncwarp();
+      if (thread % 32 == 0) mbarrier_arrive(&storage.full[buffer]);
+    }
+  }
+
+  /// The sender's. For one lane, once it has seen `go`.
+  CUTLASS_DEVICE static void send(TilePushArgs const& push, Storage& storage, int number,
+                                  int32_t owner, int32_t tile) {
+    TilePushArgs::Peer const& peer = push.peers[push.tiles.place(owner)];
+    char* const to = peer.part + int64_t(tile) * kTileBytes;
+    uint32_t released = uint32_t(number) * kPieces;
+    uint64_t passed = 0;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int piece = 0; piece < kPieces; ++piece) {
+      uint32_t const i = uint32_t(number) * kPieces + piece;
+      mbarrier_wait(&storage.full[i % kBuffers], i / kBuffers % 2);
+      // A tile that only pads goes nowhere.
+      if (tile >= 0) {
+        stress_delay(push.tiles.rank);
+        bulk_copy_to_global(to + piece * kPieceBytes, storage.pieces[i % kBuffers], kPieceBytes);
+        passed = virtual_link_take(kPieceBytes, passed);
+        bulk_wait_read<kBuffers - 1>();
+      }
+      if (i + 1 - released == kBuffers) mbarrier_arrive(&storage.empty[released++ % kBuffers]);
+    }
+    if (tile >= 0) bulk_wait_read<0>();
+    for (; released != uint32_t(number + 1) * kPieces; ++released) {
+      mbarrier_arrive(&storage.empty[released % kBuffers]);
+    }
+    if (tile < 0) return;
+    if constexpr (!kReadSignal) bulk_wait();
+    virtual_link_wait(passed);
+    stress_delay(push.tiles.rank);
+    store_release_system(peer.signals + tile, push.tag);
+  }
+
+  /// Adds what the others sent for an own tile to its sum, in the order of the ranks. For all
+  /// kTileThreads.
+  CUTLASS_DEVICE static void add_parts(TilePushArgs const& push, float* sum, int32_t tile,
+                                       int thread) {
+    int const others = push.tiles.world_size - 1;
+    // Thread i waits for the i-th sum. All look at once, so that sums that are there cost one look.
+    int32_t const place = thread < others ? push.tiles.place_in_order(thread) : 0;
+    uint32_t* const signal = push.signals + place * kMaxScatterTiles + tile;
+    int32_t const chunk = push.tiles.at_place(place) * kMaxScatterTiles + tile;
+    stress_delay(push.tiles.rank);
+    bool is_awaited = thread < others && load_acquire_system(signal) != push.tag;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = 0; i < others; ++i) {
+      if (thread == i && is_awaited && !kNoParts) {
+        wait_signal(signal, push.tag, chunk, push.limit);
+        is_awaited = false;
+      }
+      sync();
+      add(reinterpret_cast<uint4 const*>(push.parts +
+                                         push.tiles.place_in_order(i) * push.part_bytes +
+                                         int64_t(tile) * kTileBytes) +
+              thread,
+          sum);
+    }
+    // With the fault, so that signals and credits stay in step.
+    if (is_awaited) wait_signal(signal, push.tag, chunk, push.limit);
+    if (thread < others) *signal = 0;
+    if (push.scale != 1.0f) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kFloats; ++i) sum[i] *= push.scale;
+    }
+    sync();
+    if (thread == 0) count_done(push, 1);
+  }
+
+  /// `count` more tiles are sent, or their sums are read. By one thread, for others behind a
+  /// barrier. Who makes them all gives the credits.
+  CUTLASS_DEVICE static void count_done(TilePushArgs const& push, int32_t count) {
+    if (count == 0) return;
+    uint32_t const before = add_acq_rel_gpu(push.done, uint32_t(count));
+    if (before + uint32_t(count) != uint32_t(push.tiles.all_tiles())) return;
+    *push.done = 0;
+    *push.go = 0;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int place = 0; place < push.tiles.world_size - 1; ++place) {
+      store_release_system(push.peers[place].credit, 1);
+    }
+  }
+
+  /// Before the first send of a sender, which counts what it sends (count_done): `go` is reset once
+  /// all is counted. For all lanes of its warp. The first CTA takes the credits, which cannot be
+  /// seen any more afterwards; it has a tile to send, the first of all.
+  CUTLASS_DEVICE static void await_credits(TilePushArgs const& push) {
+    uint32_t since = 0;
+    stress_delay(push.tiles.rank);
+    if (blockIdx.x == 0 && blockIdx.y == 0) {
+      int const place = lane_id();
+      if (place < push.tiles.world_size - 1 && !kNoCredit) {
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (;;) {
+          uint32_t const seen = load_acquire_system(push.credits + place);
+          if (seen == 1) break;
+          check_credit_wait(seen, push.tiles.at_place(place), 0, push.limit, since);
+        }
+      }
+      if (place < push.tiles.world_size - 1) push.credits[place] = 0;
+      __syncwarp();
+      if (place == 0) store_release_gpu(push.go, 1);
+    } else if (lane_id() == 0) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      while (load_acquire_gpu(push.go) != 1) {
+        // The first CTA reports, which knows whose credit is missing; should it not run, this one.
+        if (waited_units(since) > 2 * limit_units(push.limit) + kLateUnits) {
+          report_and_stop(push.limit, WaitReport::Timeout, -1, -1, 0, 1,
+                          uint64_t(waited_units(since)) << kLogWaitUnitNs);
+        }
+      }
+    }
+    __syncwarp();
+    fence_proxy_async_global();
+  }
+
+ private:
+  static constexpr uint32_t kLateUnits = 64;
+
+  CUTLASS_DEVICE static void sync() {
+    named_barrier_sync<NamedBarrier::kPartsAdded, kTileThreads>();
+  }
+
+  CUTLASS_DEVICE static uint4 rounded(float const* from) {
+    cutlass::Array<float, kVectorElements> floats;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVectorElements; ++i) floats[i] = from[i];
+    Vector const vector =
+        cutlass::NumericArrayConverter<Element, float, kVectorElements>::convert(floats);
+    return reinterpret_cast<uint4 const&>(vector);
+  }
+
+  CUTLASS_DEVICE static void add(uint4 const* part, float* sum) {
+    constexpr int kAll = kPieces * kVectors;
+    // Loads that a thread has under way: as many as there are registers for beside the sum.
+    constexpr int kInFlight = kAll < 16 ? kAll : 16;
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < kAll; v += kInFlight) {
+      uint4 loaded[kInFlight];
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kInFlight && v + j < kAll; ++j) {
+        loaded[j] = __ldcg(part + (v + j) * kTileThreads);
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kInFlight && v + j < kAll; ++j) {
+        auto const floats =
+            cutlass::NumericArrayConverter<float, Element, kVectorElements>::convert(
+                reinterpret_cast<Vector const&>(loaded[j]));
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kVectorElements; ++i) {
+          sum[(v + j) * kVectorElements + i] += floats[i];
+        }
+      }
+    }
+  }
+};
+
+}  // namespace agmm

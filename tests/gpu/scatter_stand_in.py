@@ -1,0 +1,226 @@
+"""Ranks of matmul + reduce-scatter on one GPU: either several workspaces of one process that are
+each other's peers, each with its part of the multiprocessors, or one rank that is all its own
+peers, with all of them.
+
+As a program it makes calls of every kernel and compares the results (for compute-sanitizer):
+    python scatter_stand_in.py [calls per kernel]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from agmm import _core
+from agmm.planning.plans import KernelConfig
+
+DTYPES = {torch.bfloat16: _core.DType.bfloat16, torch.float16: _core.DType.float16}
+PART_BYTES = 64 << 20
+
+
+def kernels() -> list[KernelConfig]:
+    """Those of this build."""
+    return [KernelConfig.of(kernel) for kernel in _core.scatter_kernels()]
+
+
+@dataclass
+class Products:
+    """A list of products to be summed: ``As`` are [rows, k], ``Bs`` are [k, n]."""
+
+    As: list[torch.Tensor]
+    Bs: list[torch.Tensor]
+    bias: torch.Tensor | None = None
+    is_average: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.As[0].shape[0]
+
+    @property
+    def n(self) -> int:
+        return self.Bs[0].shape[1]
+
+    def sum(self) -> torch.Tensor:
+        """In float64."""
+        return sum(
+            (A.double() @ B.double() for A, B in zip(self.As, self.Bs, strict=True)),
+            torch.zeros((), dtype=torch.float64, device=self.As[0].device),
+        )
+
+
+def drawn(
+    rows: int,
+    n: int,
+    ks: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    column_major: bool = True,
+    bias: bool = False,
+    is_average: bool = False,
+) -> Products:
+    """Whole numbers, whose products are exact in float32."""
+
+    def whole(*shape: int) -> torch.Tensor:
+        return torch.randint(-3, 4, shape, device="cuda").to(dtype)
+
+    As = [whole(rows, k) for k in ks]
+    Bs = [whole(n, k).t() if column_major else whole(k, n) for k in ks]
+    return Products(As, Bs, whole(n) if bias else None, is_average)
+
+
+def enqueue(
+    core: _core.CudaScatterWorkspace,
+    what: Products,
+    out: torch.Tensor,
+    config: KernelConfig,
+    stream: torch.cuda.Stream,
+) -> None:
+    """One call of one rank."""
+    column_major = what.Bs[0].stride(0) == 1
+    core.matmul_reduce_scatter(
+        [
+            (A.data_ptr(), A.stride(0), B.data_ptr(), B.stride(int(column_major)), A.shape[1])
+            for A, B in zip(what.As, what.Bs, strict=True)
+        ],
+        what.rows,
+        what.n,
+        DTYPES[out.dtype],
+        column_major,
+        0 if what.bias is None else what.bias.data_ptr(),
+        out.data_ptr(),
+        what.is_average,
+        config.core,
+        stream.cuda_stream,
+    )
+
+
+def symmetric_memory(world_size: int, part_bytes: int) -> torch.Tensor:
+    """Of one rank: NaN in all parts, every credit given."""
+    size = _core.CudaScatterWorkspace.workspace_bytes(part_bytes, world_size)
+    memory = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
+    words = memory[_core.CudaScatterWorkspace.words_offset(part_bytes, world_size) :]
+    words = words.view(torch.int32)
+    words.zero_()
+    words[torch.tensor(_core.CudaScatterWorkspace.credit_words(world_size))] = 1
+    return memory
+
+
+def empty_out(what: Products, world_size: int) -> torch.Tensor:
+    rows, n = what.rows // world_size, what.n
+    return torch.full((rows, n), torch.nan, dtype=what.As[0].dtype, device="cuda")
+
+
+def finish(own: torch.Tensor, others: Sequence[torch.Tensor], what: Products) -> torch.Tensor:
+    """What a rank makes of its own sum and the others', in the order in which they are given."""
+    dtype = what.As[0].dtype
+    sum_ = own.float()
+    for other in others:
+        sum_ += other.to(dtype).float()
+    if what.is_average:
+        sum_ *= 1 / (len(others) + 1)
+    if what.bias is not None:
+        sum_ += what.bias.float()
+    return sum_.to(dtype)
+
+
+class Alone:
+    """A rank that sends to itself what it would send to the others."""
+
+    def __init__(self, world_size: int, rank: int, part_bytes: int = PART_BYTES) -> None:
+        self.world_size, self.rank = world_size, rank
+        self.memory = symmetric_memory(world_size, part_bytes)
+        torch.cuda.synchronize()
+        places = [self.memory.data_ptr()] * world_size
+        self.core = _core.CudaScatterWorkspace(rank, places, part_bytes)
+
+    def call(self, what: Products, config: KernelConfig) -> torch.Tensor:
+        out = empty_out(what, self.world_size)
+        enqueue(self.core, what, out, config, torch.cuda.current_stream())
+        return out
+
+    def expected(self, what: Products) -> torch.Tensor:
+        """The chunk for the peer at distance d ahead lies where that from the rank at distance d
+        behind would."""
+        chunks = what.sum().chunk(self.world_size)
+        w, me = self.world_size, self.rank
+        others = [chunks[(2 * me - source) % w] for source in range(w) if source != me]
+        return finish(chunks[me], others, what)
+
+
+class Together:
+    """All ranks, each with its part of the multiprocessors, so that all their kernels fit."""
+
+    def __init__(self, world_size: int, part_bytes: int = PART_BYTES) -> None:
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        self.memory = [symmetric_memory(world_size, part_bytes) for _ in range(world_size)]
+        torch.cuda.synchronize()
+        places = [memory.data_ptr() for memory in self.memory]
+        # Clusters of two need pairs.
+        share = sms // world_size // 2 * 2 - 2
+        self.cores = [
+            _core.CudaScatterWorkspace(rank, places, part_bytes, sms - share)
+            for rank in range(world_size)
+        ]
+        self.streams = [torch.cuda.Stream() for _ in range(world_size)]
+
+    def enqueue(self, whats: Sequence[Products], config: KernelConfig) -> list[torch.Tensor]:
+        """A call of every rank, whose results come with the streams."""
+        outs = [empty_out(what, len(self.cores)) for what in whats]
+        for stream in self.streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        for core, what, out, stream in zip(self.cores, whats, outs, self.streams, strict=True):
+            enqueue(core, what, out, config, stream)
+        return outs
+
+    def wait(self) -> None:
+        for stream in self.streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    @staticmethod
+    def expected(whats: Sequence[Products]) -> list[torch.Tensor]:
+        w = len(whats)
+        sums = [what.sum().chunk(w) for what in whats]
+        return [
+            finish(
+                sums[owner][owner],
+                [sums[source][owner] for source in range(w) if source != owner],
+                whats[owner],
+            )
+            for owner in range(w)
+        ]
+
+
+def configs() -> Iterator[KernelConfig]:
+    for kernel in kernels():
+        yield kernel
+        yield replace(kernel, max_swizzle=2, raster="along_n")
+
+
+def check(calls: int) -> None:
+    """Calls of every kernel, four back to back."""
+    for world_size, rows, n, ks in ((2, 70, 136, (72, 8)), (3, 130, 264, (136,))):
+        ranks = Together(world_size, 1 << 20)
+        for config in configs():
+            for _ in range(calls):
+                turns = [
+                    [drawn(world_size * rows, n, ks, torch.bfloat16) for _ in range(world_size)]
+                    for _ in range(4)
+                ]
+                torch.cuda.synchronize()
+                found = [ranks.enqueue(whats, config) for whats in turns]
+                torch.cuda.synchronize()
+                for whats, outs in zip(turns, found, strict=True):
+                    for rank, (out, wanted) in enumerate(
+                        zip(outs, ranks.expected(whats), strict=True)
+                    ):
+                        if not torch.equal(out, wanted):
+                            raise SystemExit(f"{config.name} {world_size} {rows} {n} {ks}: {rank}")
+    print("all equal")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    check(int(sys.argv[1]) if len(sys.argv) > 1 else 1)

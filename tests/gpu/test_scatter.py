@@ -1,0 +1,215 @@
+"""The kernels of matmul + reduce-scatter, on one GPU (scatter_stand_in.py)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import scatter_stand_in
+import torch
+from scatter_stand_in import Alone, Products, Together, drawn
+
+from agmm import _core
+from agmm.planning.plans import KernelConfig
+
+PROGRAM = Path(__file__).parent / "scatter_stand_in.py"
+# Rows of a chunk, N, K of each product.
+UGLY = [
+    (1, 8, (8,)),
+    (17, 40, (72,)),
+    (127, 264, (136,)),
+    (130, 520, (64, 8)),
+    (257, 128, (8, 200, 64)),
+    (2300, 136, (72,)),  # two bands with four ranks
+]
+DEFAULT = KernelConfig.parse("128x128x64_1x1_pingpong")
+
+
+def config_names() -> list[str]:
+    return [config.name for config in scatter_stand_in.configs()]
+
+
+def check(found: torch.Tensor, expected: torch.Tensor) -> None:
+    wrong = (found != expected) | found.isnan()
+    assert not wrong.any(), f"{int(wrong.sum())} wrong, first at {wrong.nonzero()[0].tolist()}"
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("shape", UGLY, ids=str)
+def test_every_kernel(world_size: int, shape: tuple[int, int, tuple[int, ...]]) -> None:
+    rows, n, ks = shape
+    rank = Alone(world_size, world_size // 2)
+    for name in config_names():
+        for dtype in (torch.bfloat16, torch.float16):
+            for column_major in (True, False):
+                what = drawn(world_size * rows, n, ks, dtype, column_major=column_major)
+                check(rank.call(what, KernelConfig.parse(name)), rank.expected(what))
+
+
+@pytest.mark.parametrize("is_average", [False, True], ids=["sum", "avg"])
+def test_bias_and_average(is_average: bool) -> None:
+    rank = Alone(4, 1)
+    for name in config_names():
+        what = drawn(4 * 130, 264, (136,), torch.bfloat16, bias=True, is_average=is_average)
+        check(rank.call(what, KernelConfig.parse(name)), rank.expected(what))
+
+
+def test_error_is_that_of_rounded_parts() -> None:
+    """No larger than of the parts rounded to bf16 and summed in float32."""
+    world_size, rows, n, k = 4, 256, 512, 2048
+    rank = Alone(world_size, 2)
+    what = Products(
+        [torch.randn(world_size * rows, k, device="cuda").bfloat16()],
+        [torch.randn(n, k, device="cuda").bfloat16().t()],
+    )
+    exact = what.sum().chunk(world_size)
+    order = [(4 - source) % 4 for source in (0, 1, 3)]
+    reference = exact[2] + sum(exact[i] for i in order)
+    parts = sum((exact[i].bfloat16().float() for i in (2, *order)), torch.zeros_like(exact[2]))
+    allowed = (parts.bfloat16().double() - reference).norm()
+    for name in config_names():
+        error = (rank.call(what, KernelConfig.parse(name)).double() - reference).norm()
+        assert error <= 1.001 * allowed
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_ranks_together(world_size: int) -> None:
+    ranks = Together(world_size)
+    for rows, n, ks in UGLY:
+        for kernel in scatter_stand_in.kernels():
+            whats = [
+                drawn(world_size * rows, n, ks, torch.bfloat16, bias=True)
+                for _ in range(world_size)
+            ]
+            outs = ranks.enqueue(whats, kernel)
+            torch.cuda.synchronize()
+            for out, expected in zip(outs, ranks.expected(whats), strict=True):
+                check(out, expected)
+
+
+@pytest.mark.parametrize("config", [DEFAULT, None], ids=["one kernel", "kernels in turn"])
+def test_back_to_back(config: KernelConfig | None) -> None:
+    """2000 calls with new data, every eighth by a graph, without a pause. Calls with the data of an
+    earlier one have its bits."""
+    world_size, rows, n, k = 4, 130, 392, 136
+    ranks = Together(world_size, 4 << 20)
+    kernels = [config] if config is not None else scatter_stand_in.kernels()
+    sets = [
+        [drawn(world_size * rows, n, (k,), torch.bfloat16) for _ in range(world_size)]
+        for _ in range(5)
+    ]
+    for whats in sets:
+        for what in whats:
+            what.As[0] *= torch.rand((), device="cuda").bfloat16()  # not exact any more
+    first: dict[tuple[int, int], list[torch.Tensor]] = {}
+    captured = torch.cuda.CUDAGraph()
+    ranks.enqueue(sets[0], kernels[0])
+    torch.cuda.synchronize()
+    with torch.cuda.graph(captured):
+        graph_outs = ranks.enqueue(sets[0], kernels[0])
+        ranks.wait()
+    for i in range(2000):
+        which, kernel = i % len(sets), i % len(kernels)
+        if i % 8 == 5:
+            for out in graph_outs:
+                out.fill_(torch.nan)
+            captured.replay()
+            outs, key = graph_outs, (0, 0)
+            torch.cuda.synchronize()
+        else:
+            outs, key = ranks.enqueue(sets[which], kernels[kernel]), (which, kernel)
+        if i % 50 < 20 or outs is graph_outs:
+            ranks.wait()
+            if key in first:
+                for out, before in zip(outs, first[key], strict=True):
+                    check(out, before)
+            else:
+                first[key] = [out.clone() for out in outs]
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_a_late_rank(late: int) -> None:
+    ranks = Together(4, 4 << 20)
+    for _ in range(20):
+        whats = [drawn(4 * 130, 392, (136,), torch.bfloat16) for _ in range(4)]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(ranks.streams[late]):
+            torch.cuda._sleep(2_000_000)
+        outs = ranks.enqueue(whats, DEFAULT)
+        torch.cuda.synchronize()
+        for out, expected in zip(outs, ranks.expected(whats), strict=True):
+            check(out, expected)
+
+
+MISSING = """
+import sys, threading, torch
+from scatter_stand_in import *
+missing, first = int(sys.argv[1]), int(sys.argv[2])
+ranks = Together(4, 1 << 20)
+config = kernels()[0]
+whats = [drawn(4 * 130, 264, (136,), torch.bfloat16) for _ in range(4)]
+for _ in range(first):
+    ranks.enqueue(whats, config)
+torch.cuda.synchronize()
+outs = [empty_out(what, 4) for what in whats]
+for rank in range(4):
+    if rank != missing:
+        enqueue(ranks.cores[rank], whats[rank], outs[rank], config, ranks.streams[rank])
+threading.Event().wait(30)
+print("not ended")
+"""
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_missing_rank_ends_the_call(first: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MISSING, "2", str(first)],
+        env={**os.environ, "AGMM_TIMEOUT_S": "2", "PYTHONPATH": _path()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode != 0, done.stdout
+    assert re.search(r"\brank 2\b", done.stderr), done.stderr
+
+
+def _path() -> str:
+    return os.pathsep.join([str(PROGRAM.parent), *sys.path])
+
+
+def run(*command: str) -> str:
+    process = subprocess.run(
+        [*command, sys.executable, str(PROGRAM)],
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "AGMM_TIMEOUT_S": "60"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-2000:]
+    return process.stdout
+
+
+def test_results() -> None:
+    assert "all equal" in run()
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer(tool: str) -> None:
+    sanitizer = shutil.which("compute-sanitizer", path="/usr/local/cuda/bin:" + os.environ["PATH"])
+    if sanitizer is None:
+        pytest.skip("no compute-sanitizer")
+    output = run(sanitizer, "--tool", tool, "--error-exitcode", "9")
+    assert "all equal" in output
+    assert re.search(r"\b0 errors", output)
+
+
+def test_a_build_for_use_has_no_link_that_is_not_there() -> None:
+    assert _core.virtual_link_gbs == 0

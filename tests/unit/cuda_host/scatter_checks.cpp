@@ -1,0 +1,292 @@
+// The host code of matmul + reduce-scatter on a fake CUDA, whose kernel does on the host what the
+// real one does: `scatter_checks NAME` runs one of the checks and says what is wrong.
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "agmm/fused_matmul_reduce_scatter.hpp"
+#include "fake_cuda.hpp"
+
+namespace {
+
+using agmm::FusedMatmulReduceScatter;
+using agmm::MatmulScatter;
+using fake::state;
+using Element = uint16_t;
+
+constexpr std::size_t kPartBytes = 16 << 20;
+cudaStream_t const kStream = fake::stream(1);
+cudaStream_t const kOther = fake::stream(2);
+
+void check(bool is_right, std::string const& what) {
+  if (is_right) return;
+  std::fprintf(stderr, "wrong: %s\n", what.c_str());
+  std::exit(1);
+}
+
+template <class Call>
+std::string error_of(Call const& call) {
+  try {
+    call();
+  } catch (std::exception const& error) {
+    return error.what();
+  }
+  return "";
+}
+
+/// Aligned as TMA wants it.
+struct Memory {
+  explicit Memory(std::size_t bytes) : at(std::aligned_alloc(128, (bytes + 127) / 128 * 128)) {}
+  ~Memory() { std::free(at); }
+  Memory(Memory const&) = delete;
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(at);
+  }
+  void* at;
+};
+
+struct Ranks {
+  std::vector<std::unique_ptr<Memory>> memory;
+  std::vector<std::unique_ptr<FusedMatmulReduceScatter>> ops;
+
+  explicit Ranks(int count, int reserved_sms = 0) {
+    std::size_t const bytes = FusedMatmulReduceScatter::workspace_bytes(kPartBytes, count);
+    std::vector<uintptr_t> bases;
+    for (int rank = 0; rank < count; ++rank) {
+      memory.push_back(std::make_unique<Memory>(bytes));
+      bases.push_back(reinterpret_cast<uintptr_t>(memory.back()->at));
+      FusedMatmulReduceScatter::initialise_workspace(memory.back()->at, kPartBytes, count, kStream);
+    }
+    for (int rank = 0; rank < count; ++rank) {
+      ops.push_back(
+          std::make_unique<FusedMatmulReduceScatter>(rank, bases, kPartBytes, reserved_sms));
+    }
+  }
+};
+
+Element drawn(unsigned seed) { return static_cast<Element>((seed * 2654435761u) >> 20); }
+
+MatmulScatter call_of(int rows, int n, std::vector<int> const& ks, Memory const& a, Memory const& b,
+                      Memory const* bias, Memory const& out) {
+  MatmulScatter call;
+  call.rows = rows;
+  call.n = n;
+  call.config.shape = {128, 128, 64, 1, 1, agmm::Schedule::Pingpong, false};
+  auto const* from_a = a.as<Element>();
+  auto const* from_b = b.as<Element>();
+  for (int const k : ks) {
+    call.products.push_back({from_a, k, from_b, k, k});
+    from_a += std::size_t(rows) * std::size_t(k);
+    from_b += std::size_t(n) * std::size_t(k);
+  }
+  call.bias = bias == nullptr ? nullptr : bias->at;
+  call.out = out.at;
+  return call;
+}
+
+/// What each rank gets is the sum, over ranks and products, of its rows.
+void sums() {
+  state().runs_scatters = true;
+  struct Case {
+    int ranks, chunk_rows, n;
+    std::vector<int> ks;
+    bool has_bias;
+  };
+  for (Case const& c : std::vector<Case>{{2, 128, 128, {8}, false},
+                                         {2, 1, 8, {16}, true},
+                                         {3, 130, 136, {8, 24}, true},
+                                         {4, 300, 264, {8, 8, 16}, false},
+                                         {5, 17, 400, {8}, true},
+                                         {8, 129, 128, {8}, false},
+                                         {4, 2100, 16, {8}, true}}) {  // two launches
+    Ranks const ranks(c.ranks);
+    int const rows = c.ranks * c.chunk_rows;
+    int k_all = 0;
+    for (int const k : c.ks) k_all += k;
+    std::vector<std::unique_ptr<Memory>> as, bs, outs;
+    Memory const bias(std::size_t(c.n) * 2);
+    for (int j = 0; j < c.n; ++j) bias.as<Element>()[j] = drawn(unsigned(j) + 5);
+    for (int rank = 0; rank < c.ranks; ++rank) {
+      as.push_back(std::make_unique<Memory>(std::size_t(rows) * std::size_t(k_all) * 2));
+      bs.push_back(std::make_unique<Memory>(std::size_t(c.n) * std::size_t(k_all) * 2));
+      outs.push_back(std::make_unique<Memory>(std::size_t(c.chunk_rows) * std::size_t(c.n) * 2));
+    }
+    for (unsigned turn = 0; turn < 3; ++turn) {
+      for (int rank = 0; rank < c.ranks; ++rank) {
+        auto const r = std::size_t(rank);
+        for (int i = 0; i < rows * k_all; ++i) {
+          as[r]->as<Element>()[i] = drawn(unsigned(i) * 7 + unsigned(rank) + 100 * turn);
+        }
+        for (int i = 0; i < c.n * k_all; ++i) {
+          bs[r]->as<Element>()[i] = drawn(unsigned(i) * 13 + unsigned(rank) * 3 + turn);
+        }
+      }
+      std::vector<std::thread> threads;
+      for (int rank = 0; rank < c.ranks; ++rank) {
+        threads.emplace_back([&, rank] {
+          auto const r = std::size_t(rank);
+          MatmulScatter const call =
+              call_of(rows, c.n, c.ks, *as[r], *bs[r], c.has_bias ? &bias : nullptr, *outs[r]);
+          (*ranks.ops[r])(call, fake::stream(rank + 1));
+        });
+      }
+      for (std::thread& thread : threads) thread.join();
+      for (int row = 0; row < rows; ++row) {
+        for (int j = 0; j < c.n; ++j) {
+          unsigned wanted = c.has_bias ? bias.as<Element>()[j] : 0;
+          for (std::size_t r = 0; r < as.size(); ++r) {
+            auto const* a = as[r]->as<Element>();
+            auto const* b = bs[r]->as<Element>();
+            for (int const k : c.ks) {
+              for (int i = 0; i < k; ++i) wanted += unsigned(a[row * k + i]) * b[j * k + i];
+              a += rows * k;
+              b += c.n * k;
+            }
+          }
+          auto const owner = std::size_t(row / c.chunk_rows);
+          Element const found = outs[owner]->as<Element>()[row % c.chunk_rows * c.n + j];
+          check(found == static_cast<Element>(wanted),
+                std::to_string(c.ranks) + " ranks, row " + std::to_string(row) + ", column " +
+                    std::to_string(j) + ": " + std::to_string(found));
+        }
+      }
+    }
+  }
+}
+
+/// One call on rank 1 of 4, whose kernel computes nothing.
+struct One {
+  Ranks ranks{4};
+  Memory tensor{1 << 20};
+
+  MatmulScatter call(int rows = 512) const {
+    return call_of(rows, 128, {64}, tensor, tensor, nullptr, tensor);
+  }
+  void operator()(MatmulScatter const& what, cudaStream_t stream) const {
+    (*ranks.ops[1])(what, stream);
+  }
+};
+
+/// An equal call is not prepared again, one that differs in any field is.
+void equality() {
+  One const one;
+  one(one.call(), kStream);
+  std::map<std::string, void (*)(MatmulScatter&)> const changes = {
+      {"nothing", [](MatmulScatter&) {}},
+      {"rows", [](MatmulScatter& c) { c.rows = 1024; }},
+      {"n", [](MatmulScatter& c) { c.n = 64; }},
+      {"k", [](MatmulScatter& c) { c.products[0].k = 32; }},
+      {"a product", [](MatmulScatter& c) { c.products.push_back(c.products[0]); }},
+      {"average", [](MatmulScatter& c) { c.is_average = true; }},
+      {"swizzle", [](MatmulScatter& c) { c.config.max_swizzle = 2; }},
+      {"bias", [](MatmulScatter& c) { c.bias = c.out; }},
+      {"limit", [](MatmulScatter& c) { c.limit_ns = 1; }},
+  };
+  for (auto const& [name, change] : changes) {
+    MatmulScatter changed = one.call();
+    change(changed);
+    int const before = state().kernels_prepared;
+    one(changed, kStream);
+    one(changed, kOther);
+    check(state().kernels_prepared - before == (name == "nothing" ? 0 : 1), name);
+  }
+}
+
+/// Nothing is enqueued by a call that is refused.
+void refusals() {
+  One const one;
+  struct Case {
+    std::string message;
+    void (*change)(MatmulScatter&);
+  };
+  for (Case const& c : std::vector<Case>{
+           {"A: found M=510", [](MatmulScatter& call) { call.rows = 510; }},
+           {"B: found N=12", [](MatmulScatter& call) { call.n = 12; }},
+           {"A: found K=20", [](MatmulScatter& call) { call.products[0].k = 20; }},
+           {"A: found leading dimension=65",
+            [](MatmulScatter& call) { call.products[0].lda = 65; }},
+           {"A: found 0 products", [](MatmulScatter& call) { call.products.clear(); }},
+           {"out: found null", [](MatmulScatter& call) { call.out = nullptr; }},
+           {"config: found 64x128", [](MatmulScatter& call) { call.config.shape.tile_m = 64; }},
+           {"config: found 2 splits", [](MatmulScatter& call) { call.config.splits = 2; }},
+           {"bytes for each other rank", [](MatmulScatter& call) { call.n = 1 << 15; }}}) {
+    MatmulScatter call = one.call(8192);
+    c.change(call);
+    state().operations.clear();
+    std::string const error = error_of([&] { one(call, kStream); });
+    check(error.find(c.message) != std::string::npos, c.message + ": " + error);
+    check(state().operations.empty(), c.message + ": enqueued");
+  }
+}
+
+/// Whichever operation fails: either nothing was enqueued, or all later calls refuse; and nothing
+/// is left of a capture.
+void failures() {
+  unsigned long long id = 100;
+  for (bool is_captured : {false, true}) {
+    for (int failing = 0;; ++failing) {
+      One const one;
+      one(one.call(), kStream);
+      if (is_captured) fake::begin_capture(kOther, ++id);
+      state().operations.clear();
+      state().fail_at = failing;
+      std::string const error = error_of([&] { one(one.call(16384), kOther); });
+      state().fail_at = -1;
+      if (error.empty()) {
+        check(failing > 2, "no operation that can fail");
+        if (is_captured) check(fake::end_capture(id), "a capture was ended");
+        break;
+      }
+      std::string const name = "operation " + std::to_string(failing);
+      if (is_captured) {
+        check(!error_of([&] { one(one.call(), kOther); }).empty(), name + ": goes on");
+        check(!fake::end_capture(id), name + ": a graph with half a call");
+        check(error_of([&] { one(one.call(), kStream); }).empty(), name + ": eager calls");
+      } else {
+        std::string const after = error_of([&] { one(one.call(), kOther); });
+        check(after.find("failed half-way") != std::string::npos, name + ": " + after);
+      }
+    }
+  }
+}
+
+/// Calls on several streams are ordered, eager ones only where the stream changes.
+void order() {
+  One const one;
+  auto const waits = [&](cudaStream_t stream) {
+    state().operations.clear();
+    one(one.call(), stream);
+    int count = 0;
+    for (fake::Operation const& operation : state().operations) count += operation.name == "wait";
+    return count;
+  };
+  check(waits(kStream) == 0, "the first call waits");
+  check(waits(kStream) == 0, "a call waits for its own stream");
+  check(waits(kOther) == 1, "a call on another stream does not wait");
+  check(waits(kOther) == 0, "a call waits for its own stream");
+}
+
+void reserved_sms() {
+  for (int reserved : {-1, 131, 200}) {
+    std::string const error = error_of([&] { Ranks const ranks(2, reserved); });
+    check(error.find("reserved_sms: found " + std::to_string(reserved) + ", wanted 0 to 130") !=
+              std::string::npos,
+          error);
+  }
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  std::map<std::string, void (*)()> const checks = {
+      {"sums", &sums},         {"equality", &equality}, {"refusals", &refusals},
+      {"failures", &failures}, {"order", &order},       {"reserved_sms", &reserved_sms},
+  };
+  checks.at(arguments[1])();
+  return 0;
+}
