@@ -17,7 +17,7 @@ import agmm
 from agmm import _core
 from agmm.planning import call_plans
 from agmm.planning.plans import KernelConfig
-from agmm.runtime.workspaces import cuda_workspace
+from agmm.runtime.workspaces import cuda_workspace, scatter_workspace
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
@@ -25,6 +25,8 @@ Faults = list[str] | None
 _NAN_BYTE = 0xFF
 SLOT_BYTES = 64 << 20
 """Large enough for every shape of the tests but the one that grows the workspace."""
+PART_BYTES = 8 << 20
+"""The same of what ranks send each other in a scatter."""
 WAYS = {
     "planned": (False, ""),
     "planned-A": (True, ""),
@@ -71,6 +73,7 @@ def _make_groups() -> None:
         _groups[ranks] = dist.new_group(list(ranks))
         if dist.get_rank() in ranks:
             cuda_workspace(_groups[ranks], device()).ensure(SLOT_BYTES)
+            scatter_workspace(_groups[ranks], device()).ensure(PART_BYTES)
 
 
 def last_ranks(world_size: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from agmm.integrations import async_tp
 from agmm.ops import paths
 from agmm.ops.scatter_paths import native_cpu
 from agmm.planning import call_plans
-from agmm.runtime import cuda
+from agmm.runtime import symmetric
 
 OP = "symm_mem::fused_all_gather_matmul"
 op: Callable[..., Any] = torch.ops.symm_mem.fused_all_gather_matmul
@@ -250,7 +250,7 @@ class Case:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fake CUDA tensors, and a device that runs the kernels."""
-    monkeypatch.setattr(cuda, "why_unfused", lambda device: None)
+    monkeypatch.setattr(symmetric, "why_unfused", lambda device: None)
     with FakeTensorMode():
         yield
 
@@ -304,7 +304,7 @@ def test_left_to_torch(options: dict[str, Any], reason: str) -> None:
 
 @pytest.mark.usefixtures("group")
 def test_other_gpus_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "why_unfused", lambda device: f"{device} is no Hopper")
+    monkeypatch.setattr(symmetric, "why_unfused", lambda device: f"{device} is no Hopper")
     with FakeTensorMode():
         assert Case().why() == "cuda:0 is no Hopper"
 

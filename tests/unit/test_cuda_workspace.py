@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import AgmmError, Unsupported
-from agmm.runtime import cuda, groups, links
+from agmm.runtime import cuda, groups, links, symmetric
 
 MIB = 1 << 20
 Answer = Callable[[str, Any], Any]
@@ -70,12 +70,12 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[cuda.CudaWorksp
         monkeypatch.setattr(links, "visible", lambda: {f"GPU-{i}": i for i in range(visible)})
         monkeypatch.setattr(links, "uuid", lambda index: f"GPU-{index}")
         core = mock.Mock()
-        core.CudaWorkspace.workspace_bytes = lambda slot_bytes, world_size: 3 * slot_bytes
-        monkeypatch.setattr(cuda, "_core", core)
+        core.workspace_bytes = lambda slot_bytes, world_size: 3 * slot_bytes
+        monkeypatch.setattr(cuda.CudaWorkspace, "_core_class", core)
         symm_mem = mock.Mock(_group_name_to_workspace_tensor={})
-        monkeypatch.setattr(cuda, "symm_mem", symm_mem)
-        monkeypatch.setattr(cuda, "_rendezvous", 0)
-        monkeypatch.setattr(cuda, "_torch_workspaces", {})
+        monkeypatch.setattr(symmetric, "symm_mem", symm_mem)
+        monkeypatch.setattr(symmetric, "_rendezvous", 0)
+        monkeypatch.setattr(symmetric, "_torch_workspaces", {})
         monkeypatch.setattr("agmm.runtime.calls.be_asked", lambda: None)
         monkeypatch.setattr(
             cuda.CudaWorkspace, "_open", lambda self, memory, size: mock.Mock(memory=memory)
@@ -150,7 +150,7 @@ def test_workspace_that_cannot_grow_keeps_what_it_had(make: Any, which: str) -> 
     workspace.ensure(MIB)
     buffers, fails = workspace._buffers, True
     if which == "own":
-        vars(cuda)["symm_mem"].empty.side_effect = torch.OutOfMemoryError("out of memory")
+        vars(symmetric)["symm_mem"].empty.side_effect = torch.OutOfMemoryError("out of memory")
     rank = 0 if which == "own" else 1
     for _ in range(2):
         with pytest.raises(Unsupported, match=f"workspace: rank {rank} could not get .* of GPU m"):
@@ -160,7 +160,7 @@ def test_workspace_that_cannot_grow_keeps_what_it_had(make: Any, which: str) -> 
     # The refusal is remembered: the second time nobody was asked.
     assert known.topics.count("the size of a workspace") == 2
     fails = False
-    vars(cuda)["symm_mem"].empty.side_effect = None
+    vars(symmetric)["symm_mem"].empty.side_effect = None
     workspace.ensure(64 * MIB)
     assert workspace.slot_bytes == 64 * MIB
 
@@ -223,13 +223,13 @@ def test_release_is_refused_while_a_graph_of_any_rank_needs_it(make: Any, which:
 def test_rendezvous_of_torchs_own_ops_are_counted(make: Any) -> None:
     """Its counter is one for the process: a rank that has made more would wait for ever."""
     make()
-    made = vars(cuda)["symm_mem"]._group_name_to_workspace_tensor
+    made = vars(symmetric)["symm_mem"]._group_name_to_workspace_tensor
     made["another group"] = torch.empty(100)
-    cuda.note_torch_workspaces()
-    cuda.note_torch_workspaces()
+    symmetric.note_torch_workspaces()
+    symmetric.note_torch_workspaces()
     made["another group"] = torch.empty(200)
-    cuda.note_torch_workspaces()
-    assert cuda._rendezvous == 2
+    symmetric.note_torch_workspaces()
+    assert symmetric._rendezvous == 2
 
     def answer(topic: str, value: Any) -> Any:
         found = same(topic, value)
@@ -238,6 +238,6 @@ def test_rendezvous_of_torchs_own_ops_are_counted(make: Any) -> None:
         return found
 
     behind, _ = make(answer)
-    vars(cuda)["symm_mem"]._group_name_to_workspace_tensor["another group"] = torch.empty(100)
+    vars(symmetric)["symm_mem"]._group_name_to_workspace_tensor["another group"] = torch.empty(100)
     with pytest.raises(Unsupported, match=r"found ranks that have made \[1, 0\] workspaces before"):
         behind.ensure(MIB)

@@ -181,9 +181,17 @@ SCATTER = Problem(4096, 8192, 2048, world_size=4, op="matmul_reduce_scatter")
 def test_a_scatter_by_the_cost_model() -> None:
     text = said(SCATTER)
     assert "out[1024, 8192] = reduce_scatter(A[4096, 2048] @ B), bfloat16" in text
-    assert "plan: torch\nfrom: cost model\npredicted: 305.0 µs, 1.66 × the matmul alone" in text
+    assert "plan: push, 128x128x64_1x1_pingpong/swizzle4/along_n\nfrom: cost model" in text
+    assert "why: agmm's own, whose kernel sends tiles as they are computed" in text
+    assert "305.0 µs by torch's fused op" in text
+
+
+def test_a_scatter_that_no_kernel_can_compute() -> None:
+    """Its columns are no multiple of 8."""
+    text = said(SCATTER._replace(n=8188))
+    assert "plan: torch\nfrom: cost model\npredicted: 304." in text
     assert "why: torch's fused op, which saves more than the 60.0 µs that it costs the host" in text
-    few = said(SCATTER._replace(m=512))
+    few = said(SCATTER._replace(n=8188, m=512))
     assert "plan: unfused\nfrom: cost model" in few
     assert "why: unfused, torch's fused op saves nothing, wanted 60.0 µs" in few
     for each in (text, few):
@@ -215,14 +223,14 @@ def test_a_scatter_by_a_row(folder: Path) -> None:
     assert f"plan: unfused\nfrom: {folder}" in text
     assert "measured: 290.0 µs, 1.61 × the matmul alone (180.0 µs), by agmm 0.2.0" in text
     assert "why: it was measured to be the fastest" in text
-    assert "plan: torch\n" in said(SCATTER._replace(m=8192))  # a row decides its own M alone
+    assert "plan: push, 128x" in said(SCATTER._replace(m=8192))  # a row decides its own M alone
 
 
 def test_a_row_that_no_scatter_can_run_is_passed_over() -> None:
-    kernel = KernelConfig.parse("128x128x64_1x1_pingpong")
+    kernel = KernelConfig.parse("256x128x64_2x1_cooperative")
     tables.save(GPU, 4, [(Key.of(SCATTER), Row(4096, Plan("push", kernel), 1.0))])
-    with pytest.warns(UserWarning, match="agmm passes over rows of .*wanted torch or unfused for"):
-        assert "plan: torch\n" in said(SCATTER)
+    with pytest.warns(UserWarning, match="agmm passes over rows of .*does not send tiles"):
+        assert "plan: push, 128x" in said(SCATTER)
 
 
 def test_a_scatter_returns_no_A() -> None:
@@ -232,6 +240,7 @@ def test_a_scatter_returns_no_A() -> None:
 
 def test_fused_plan_of_a_scatter() -> None:
     planner = explain.planner_for(GPU, 4)
-    assert planner.fused_plan(SCATTER._replace(m=64)) == BY_TORCH
+    assert planner.fused_plan(SCATTER).kernel is not None
+    assert planner.fused_plan(SCATTER._replace(m=64, n=8188)) == BY_TORCH
     with pytest.raises(ValueError, match="found no fused one of matmul_reduce_scatter"):
         planner.fused_plan(SCATTER._replace(world_size=1))

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from agmm.ops import scatter_plan
 from agmm.planning import call_plans, cost_model
 from agmm.planning.plans import BY_TORCH, UNFUSED, Plan, Problem
-from agmm.runtime import collectives, cuda, groups
+from agmm.runtime import collectives, groups, symmetric
 
 
 def scattered(rows: int, n: int, k: int, world_size: int = 4) -> Problem:
@@ -37,7 +37,7 @@ def test_never_on_the_cpu(
 ) -> None:
     monkeypatch.setattr(scatter_plan, "_is_planned", lambda *_: True)
     monkeypatch.setattr(cost_model, "is_gather_by_copies", lambda *_, **__: True)
-    monkeypatch.setattr(cuda, "why_unfused", lambda _: None)
+    monkeypatch.setattr(symmetric, "why_unfused", lambda _: None)
     monkeypatch.setattr(dist, "get_world_size", lambda _: 4)
     everyone = groups.group_of(group)
     A, B = torch.randn(shape, dtype=torch.bfloat16), torch.randn(32, 8, dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ from agmm.bench.units import duration
 from agmm.cli.terminal import plain_table, whole
 from agmm.errors import InvalidArgument
 from agmm.planning import call_plans, cost_model, tables
-from agmm.planning.cost_model import default_kernels
+from agmm.planning.cost_model import default_kernels, default_scatter_kernels
 from agmm.planning.heuristics import predict_us
 from agmm.planning.legality import why_scatter_illegal, why_unfused
 from agmm.planning.planner import Choice, Planner
@@ -107,10 +107,18 @@ def kernels_for(gpu: str) -> tuple[KernelConfig, ...]:
     return default_kernels(gpu)
 
 
+def _scatter_kernels_for(gpu: str) -> tuple[KernelConfig, ...]:
+    built = call_plans.scatter_kernels()
+    if call_plans.kernels() or gpu == CPU:
+        return built
+    return default_scatter_kernels(gpu)
+
+
 def planner_for(gpu: str, world_size: int) -> Planner:
     """A planner with the tables of any GPU."""
     found = tables.user(gpu, world_size), tables.packaged(gpu, world_size)
-    return Planner(kernels_for(gpu), [table for table in found if table is not None])
+    known = [table for table in found if table is not None]
+    return Planner(kernels_for(gpu), known, _scatter_kernels_for(gpu))
 
 
 def explain(problem: Problem, planner: Planner) -> RenderableType:
@@ -218,6 +226,9 @@ def _said_of_scatter(problem: Problem, choice: Choice) -> str:
         return f"unfused, {illegal}"
     times = [predict_us(problem, plan) for plan in (UNFUSED, BY_TORCH)]
     assert times[0] is not None and times[1] is not None
+    if choice.plan.kernel is not None:
+        others = f"{duration(times[0])} unfused, {duration(times[1])} by torch's fused op"
+        return f"agmm's own, whose kernel sends tiles as they are computed; {others}"
     least = duration(cost_model.constants(problem.gpu).fused_reduce_scatter_gain_us)
     if choice.plan == BY_TORCH:
         return f"torch's fused op, which saves more than the {least} that it costs the host"

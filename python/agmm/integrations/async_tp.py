@@ -209,7 +209,7 @@ def _why_torch_scatters(
         check_scatterable([A], [B], None, group.size(), scatter_dim, reduce_op)
     except InvalidArgument as error:
         return str(error)  # torch refuses it in its own words
-    return scatter_plan.why_not_native([A], [B], scatter_dim)
+    return scatter_plan.why_not_on_cpu([A], [B], scatter_dim)
 
 
 def _scatter_over(torch_kernel: _Kernel) -> _Kernel:

@@ -11,7 +11,7 @@ from agmm.ops.checks import check_async_input, check_no_grad
 from agmm.ops.library import library
 from agmm.planning import call_plans, legality
 from agmm.planning.plans import KernelConfig
-from agmm.runtime import cpu, cuda, cuda_calls
+from agmm.runtime import cpu, cuda_calls, symmetric
 
 
 def _async_input_mm_cpu(
@@ -26,7 +26,7 @@ def _async_input_mm_cuda(
 ) -> torch.Tensor:
     check_async_input(a, b, a_chunk_signals, a_chunk_pivot)
     reason = (
-        cuda.why_unfused(a.device)
+        symmetric.why_unfused(a.device)
         or legality.why_unfused(str(a.dtype).removeprefix("torch."), b.shape[1], a.shape[1])
         or cuda_calls.why_b_unfused(b)
     )

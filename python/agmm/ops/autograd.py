@@ -139,6 +139,7 @@ def _is_gather_by_copies(
     group = groups.group_of(group_name)
     fused = dA is None and (
         scatter_plan.is_worth_joining(As, weights, gather_dim, group)
+        or scatter_plan.is_by_kernel(As, weights, gather_dim, group)
         or (len(As) == 1 and scatter_plan.is_fused(As[0], weights[0], gather_dim, group))
     )
     # Judged by the largest of several products.

@@ -34,7 +34,7 @@ def _impl(
     shape = (*A.shape[:-1], B.shape[1])
     if 0 in shape:  # on all ranks alike
         return A.new_empty(shape)
-    reason = scatter_plan.why_not_native([A], [B], 0)
+    reason = scatter_plan.why_not_on_cpu([A], [B], 0)
     if reason is None:
         rows = A.reshape(A.shape[:-1].numel(), A.shape[-1])
         try:

@@ -79,13 +79,12 @@ def matmul_reduce_scatter(
     backward is an all-gather and a matmul (`all_gather_matmul`). Under autocast the operands are
     cast as ``torch.nn.functional.linear`` casts them.
 
-    On CUDA it is torch's ``symm_mem.fused_matmul_reduce_scatter`` where the fused all-gather would
-    run too, the type is bf16 or fp16, ``scatter_dim`` is 0, and the cost model says that it is
-    faster by what it costs the host (on 4 H200 for 8192 columns and K_local of 2048 or more from
-    about 4096 rows on); else a matmul and a reduce-scatter. On the CPU agmm sends each rank its
-    part as soon as it is computed, for floating-point types and any ``scatter_dim`` but the last:
-    sums are made in float32 (float64 for float64) and in the order of the ranks, so the same call
-    has the same bits every time.
+    agmm sends each rank its part as soon as it is computed, for any ``scatter_dim`` but the last:
+    on the CPU for floating-point types, on Hopper for bf16 and fp16 with N and K_local multiples of
+    8, in one kernel. Sums are made in float32 (float64 for float64) and in the order of the ranks,
+    on CUDA after the own part, so the same call has the same bits every time. Other calls on CUDA
+    are torch's ``symm_mem.fused_matmul_reduce_scatter`` where that is legal and the cost model says
+    that it is faster by what it costs the host, else a matmul and a reduce-scatter.
 
     Args:
         A: [M, ..., K_local], this rank's columns of the whole A; the same leading sizes on all
@@ -96,9 +95,10 @@ def matmul_reduce_scatter(
         scatter_dim: dimension of ``A @ B`` along which the sum is cut; its size is a multiple of
             the world size.
         reduce_op: "sum", or "avg" for the sum divided by the world size.
-        bias: [N], the same on all ranks. Added to the (divided) sum: on the CPU before it is
-            rounded, on CUDA in its dtype, with a rounding of its own. Its gradient is that of the
-            rows of all ranks, and so the same on all ranks. Not with the last dimension scattered.
+        bias: [N], the same on all ranks. Added to the (divided) sum before it is rounded; where
+            agmm's own does not serve, in its dtype, with a rounding of its own. Its gradient is
+            that of the rows of all ranks, and so the same on all ranks. Not with the last
+            dimension scattered.
         strict: raise `Unsupported` instead of taking the unfused path (``matmul`` +
             ``reduce_scatter_tensor``), of which the CPU warns once for each reason.
 

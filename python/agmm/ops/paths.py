@@ -17,7 +17,7 @@ from agmm.errors import InvalidArgument, Unsupported
 from agmm.ops.checks import FLOATS, check_gatherable
 from agmm.ops.prepare import prepare
 from agmm.planning import call_plans, legality, plans
-from agmm.runtime import cuda, cuda_calls, groups
+from agmm.runtime import cuda_calls, groups, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import start_all_gather
 from agmm.runtime.cuda_calls import FusedCall
@@ -67,7 +67,7 @@ def why_unfused(
         return None
     if A_shard.device.type != "cuda":
         return f"A_shard: device {A_shard.device}, the fused path wants cuda or cpu"
-    reason = cuda.why_unfused(A_shard.device)
+    reason = symmetric.why_unfused(A_shard.device)
     dtype = str(A_shard.dtype).removeprefix("torch.")
     for B in Bs:
         reason = (

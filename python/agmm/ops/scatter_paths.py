@@ -10,11 +10,11 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from agmm.errors import Unsupported
-from agmm.ops import scatter_plan
+from agmm.ops import scatter_cuda, scatter_plan
 from agmm.ops.checks import check_scatterable
 from agmm.ops.paths import fall_back
 from agmm.ops.products import joined, sum_of_products
-from agmm.runtime import collectives, cuda, groups
+from agmm.runtime import collectives, groups, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.workspaces import cpu_workspace
 
@@ -57,7 +57,14 @@ def run(
     reason = scatter_plan.why_not_native(As, Bs, scatter_dim)
     if reason is None:
         try:
-            return native_cpu(As, Bs, bias, group, scatter_dim, reduce_op, meanwhile)
+            if As[0].device.type == "cpu":
+                return native_cpu(As, Bs, bias, group, scatter_dim, reduce_op, meanwhile)
+            out = scatter_cuda.run(As, Bs, bias, group, scatter_dim, reduce_op, strict=strict)
+            if out is not None:
+                if meanwhile is not None:  # the kernel fills the GPU
+                    meanwhile()
+                return out
+            reason = "plan: the unfused path is faster"
         except Unsupported as error:
             reason = str(error)
     if scatter_plan.is_worth_joining(As, Bs, scatter_dim, group):
@@ -117,7 +124,7 @@ def by_the_op_of_torch(
     with torch.amp.autocast(A.device.type, enabled=False):
         out: torch.Tensor = fused(A.contiguous(), B, reduce_op, 0, group.group_name)
     _keep_for_graph(A.device, group)
-    cuda.note_torch_workspaces()
+    symmetric.note_torch_workspaces()
     return out
 
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from agmm.errors import Unsupported
 from agmm.ops.checks import FLOATS
-from agmm.planning import call_plans, cost_model
-from agmm.planning.plans import BY_TORCH, MATMUL_REDUCE_SCATTER, Problem
-from agmm.runtime import cuda
+from agmm.planning import call_plans, cost_model, legality
+from agmm.planning.plans import BY_TORCH, MATMUL_REDUCE_SCATTER, Plan, Problem
+from agmm.runtime import symmetric
 from agmm.runtime.workspaces import cuda_workspace
 
 _FUSED_DTYPES = (torch.bfloat16, torch.float16)
@@ -21,7 +21,7 @@ _FUSED_DTYPES = (torch.bfloat16, torch.float16)
 def _has_kernels(device: torch.device, group: dist.ProcessGroup) -> bool:
     return (
         device.type == "cuda"
-        and cuda.why_unfused(device) is None
+        and symmetric.why_unfused(device) is None
         and dist.get_world_size(group) > 1
     )
 
@@ -49,19 +49,93 @@ def why_not_native(
 ) -> str | None:
     """The reason why agmm's own matmul + reduce-scatter cannot serve this call, or None. The same
     on all ranks, as long as they call with the same shapes and dtypes."""
+    if As[0].device.type != "cuda":
+        return why_not_on_cpu(As, Bs, scatter_dim)
+    return _why_no_product(As, Bs, scatter_dim) or _why_no_kernel(As, Bs)
+
+
+def why_not_on_cpu(
+    As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], scatter_dim: int
+) -> str | None:
+    """The same for the CPU backend."""
     A = As[0]
     if A.device.type != "cpu":
         return f"A: device {A.device}, agmm's own sums over the ranks want cpu"
-    if scatter_dim % A.dim() == A.dim() - 1:
-        return f"scatter_dim: {scatter_dim}, the fused path wants another than the last"
     if A.dtype not in FLOATS:
         return f"A: dtype={A.dtype}, the CPU backend wants a floating-point type"
+    return _why_no_product(As, Bs, scatter_dim)
+
+
+def _why_no_product(
+    As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], scatter_dim: int
+) -> str | None:
+    A = As[0]
+    if scatter_dim % A.dim() == A.dim() - 1:
+        return f"scatter_dim: {scatter_dim}, the fused path wants another than the last"
     rows = A.shape[:-1].numel()
     if rows == 0 or Bs[0].shape[1] == 0:
         return f"A @ B: shape {(*A.shape[:-1], Bs[0].shape[1])} has no elements"
     if rows > _MOST_ROWS:
-        return f"A: {rows} rows, the CPU backend wants at most {_MOST_ROWS}"
+        return f"A: {rows} rows, the fused path wants at most {_MOST_ROWS}"
     return None
+
+
+MOST_PRODUCTS = 3
+"""Of which a kernel makes one sum (`ScatterSpec::kMaxProducts`)."""
+
+
+def _why_no_kernel(As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor]) -> str | None:
+    reason = symmetric.why_unfused(As[0].device)
+    dtype = str(As[0].dtype).removeprefix("torch.")
+    for B in Bs:
+        reason = reason or legality.why_unfused(dtype, B.shape[1], B.shape[0])
+    if reason is None and len(As) > MOST_PRODUCTS:
+        return f"A: {len(As)} products, a kernel sums at most {MOST_PRODUCTS}"
+    return reason
+
+
+def kernel_plan(
+    As: Sequence[torch.Tensor],
+    Bs: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    *,
+    strict: bool = False,
+) -> Plan | None:
+    """How one of agmm's kernels is to compute the sum of products for which `why_not_native` has no
+    reason; None where another way is planned. Collective at first use.
+
+    Args:
+        strict: leave the unfused way out.
+    """
+    columns = sum(B.shape[0] for B in Bs)
+    problem = call_plans.problem(
+        As[0].shape[:-1].numel(),
+        Bs[0].shape[1],
+        columns,
+        As[0].dtype,
+        As[0].device,
+        world_size=dist.get_world_size(group),
+        column_major=Bs[0].stride(0) == 1,
+        group=group,
+    )
+    planner = call_plans.planner(group, As[0].device)
+    choose = planner.fused_plan if strict else planner.plan
+    plan = choose(problem._replace(op=MATMUL_REDUCE_SCATTER))
+    return None if plan.kernel is None else plan
+
+
+def is_by_kernel(
+    As: Sequence[torch.Tensor],
+    Bs: Sequence[torch.Tensor],
+    scatter_dim: int,
+    group: dist.ProcessGroup,
+) -> bool:
+    """Whether one of agmm's kernels computes and scatters the sum of products on a GPU."""
+    if As[0].device.type != "cuda" or dist.get_world_size(group) == 1:
+        return False
+    if why_not_native(As, Bs, scatter_dim) is not None:
+        return False
+    return kernel_plan(As, Bs, group) is not None
 
 
 def is_fused(A: torch.Tensor, B: torch.Tensor, scatter_dim: int, group: dist.ProcessGroup) -> bool:

@@ -27,6 +27,12 @@ def kernels() -> tuple[KernelConfig, ...]:
 
 
 @cache
+def scatter_kernels() -> tuple[KernelConfig, ...]:
+    """The kernels of this build that send tiles, to choose from."""
+    return tuple(KernelConfig.of(kernel) for kernel in _core.scatter_kernels())
+
+
+@cache
 def device_facts(device: torch.device) -> tuple[str, int]:
     """`Problem.gpu` and `Problem.sm_count` of a device."""
     if device.type == "cpu":
@@ -69,7 +75,9 @@ def planner(group: dist.ProcessGroup | None, device: torch.device) -> Planner:
         with groups.of(group).lock:
             found = by_gpu.get(gpu)
             if found is None:
-                found = by_gpu[gpu] = Planner(kernels(), _agreed_tables(group, gpu))
+                found = by_gpu[gpu] = Planner(
+                    kernels(), _agreed_tables(group, gpu), scatter_kernels()
+                )
     return found
 
 
@@ -106,7 +114,8 @@ def prefers_unfused(
 @cache
 def _lone_planner(device: torch.device) -> Planner:
     gpu, _ = device_facts(device)
-    return Planner(kernels(), _tables(tables.user(gpu, 1), tables.packaged(gpu, 1)))
+    found = _tables(tables.user(gpu, 1), tables.packaged(gpu, 1))
+    return Planner(kernels(), found, scatter_kernels())
 
 
 def _tables(*found: tables.Table | None) -> list[tables.Table]:

@@ -14,6 +14,7 @@ from agmm.planning.plans import (
     FUSED_DTYPES,
     MATMUL_REDUCE_SCATTER,
     MAX_PUSH_RANKS,
+    MAX_SCATTER_TILES,
     UNFUSED,
     KernelConfig,
     Plan,
@@ -66,7 +67,7 @@ def copy_transports(problem: Problem, kernel: KernelConfig | None = None) -> tup
 def why_illegal(problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]) -> str | None:
     """The reason why this build, whose kernels are ``kernels``, cannot run the plan, or None."""
     if problem.op == MATMUL_REDUCE_SCATTER:
-        return why_scatter_illegal(problem, plan)
+        return why_scatter_illegal(problem, plan, kernels)
     if plan == UNFUSED:
         return None
     if plan.chunks_per_shard < 1:
@@ -97,10 +98,15 @@ def why_illegal(problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]) -
     return None
 
 
-def why_scatter_illegal(problem: Problem, plan: Plan) -> str | None:
-    """The reason why a matmul + reduce-scatter cannot be computed by the plan, or None."""
+def why_scatter_illegal(
+    problem: Problem, plan: Plan, kernels: Iterable[KernelConfig] = ()
+) -> str | None:
+    """The reason why a matmul + reduce-scatter cannot be computed by the plan, or None. `kernels`:
+    those of the build that send tiles."""
     if plan == UNFUSED:
         return None
+    if problem.gpu != CPU and plan.kernel is not None:
+        return _why_tile_push_illegal(problem, plan, plan.kernel, kernels)
     own = Plan("push") if problem.gpu == CPU else BY_TORCH
     if plan != own:
         return f"plan: found {plan.name}, wanted {own.name} or unfused for {problem.op}"
@@ -109,6 +115,24 @@ def why_scatter_illegal(problem: Problem, plan: Plan) -> str | None:
             return f"A: dtype={problem.dtype}, torch's fused op is taken for bfloat16 and float16"
         if problem.world_size == 1:
             return "group: found 1 rank, torch's fused op wants several"
+    return None
+
+
+def _why_tile_push_illegal(
+    problem: Problem, plan: Plan, kernel: KernelConfig, kernels: Iterable[KernelConfig]
+) -> str | None:
+    reason = why_unfused(problem.dtype, problem.n, problem.k)
+    if reason is not None:
+        return reason
+    if not 1 < problem.world_size <= MAX_PUSH_RANKS:
+        return f"group: found {problem.world_size} ranks, wanted 2 to {MAX_PUSH_RANKS}"
+    if plan.transport != "push" or kernel.splits != 1:
+        return f"plan: found {plan.name}, wanted push without splits of K for {problem.op}"
+    if built_as(kernel, kernels) is None:
+        return f"plan: found kernel {kernel.kernel}, which in this build does not send tiles"
+    tiles = cost_model.scatter_tiles(problem, kernel)
+    if tiles > MAX_SCATTER_TILES:
+        return f"plan: found {tiles} tiles in a chunk, wanted at most {MAX_SCATTER_TILES}"
     return None
 
 

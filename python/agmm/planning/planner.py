@@ -21,6 +21,7 @@ from agmm.planning.legality import why_scatter_illegal, why_unfused
 from agmm.planning.plans import (
     BY_TORCH,
     CPU,
+    FUSED_DTYPES,
     MATMUL_REDUCE_SCATTER,
     UNFUSED,
     KernelConfig,
@@ -115,10 +116,17 @@ class Planner:
     Args:
         kernels: the kernels to choose from, in any order and raster.
         tables: the tables to look into; of two rows for one problem the first table's counts.
+        scatter_kernels: those that send tiles, for "matmul_reduce_scatter".
     """
 
-    def __init__(self, kernels: Sequence[KernelConfig], tables: Sequence[Rows] = ()) -> None:
+    def __init__(
+        self,
+        kernels: Sequence[KernelConfig],
+        tables: Sequence[Rows] = (),
+        scatter_kernels: Sequence[KernelConfig] = (),
+    ) -> None:
         self.kernels = tuple(kernels)
+        self.scatter_kernels = tuple(scatter_kernels)
         self.tables = tuple(tables)
         self._warned: set[str] = set()
         self._plan = lru_cache(_MAX_PLANS)(lambda problem: self._find(problem, False).plan)
@@ -233,25 +241,33 @@ class Planner:
             for row in table.rows(problem):
                 if row.m != problem.m or (fused and row.plan == UNFUSED):
                     continue
-                reason = why_scatter_illegal(problem, row.plan)
+                reason = why_scatter_illegal(problem, row.plan, self.scatter_kernels)
                 if reason is None:
                     return _Found(row.plan, table.name, None, row)
                 self.warn(f"agmm passes over rows of {table.name}: {reason}", reason)
-        legal = [plan for plan in scatter_plans(problem) if not (fused and plan == UNFUSED)]
+        plans = scatter_plans(problem, self.scatter_kernels)
+        legal = [plan for plan in plans if not (fused and plan == UNFUSED)]
         if not legal:
             raise ValueError(f"plan: found no fused one of {problem.op}, wanted unfused ones too")
         if problem.gpu == CPU:
             return _Found(legal[0], "default of the CPU backend")
+        if problem.dtype not in FUSED_DTYPES:
+            return _Found(UNFUSED, "cost model", None)
+        own = [plan for plan in legal if plan.kernel is not None]
         is_fused = BY_TORCH in legal and cost_model.is_reduce_scatter_fused(problem)
-        plan = BY_TORCH if fused or is_fused else UNFUSED
-        return _Found(plan, "cost model", predict_us(problem, plan))
+        others = [BY_TORCH if is_fused or (fused and not own) else UNFUSED]
+        rated = [(predict_us(problem, plan) or 0.0, plan) for plan in own]
+        if not (fused and own):
+            rated += [(predict_us(problem, plan) or 0.0, plan) for plan in others]
+        us, plan = min(rated, key=lambda pair: pair[0])
+        return _Found(plan, "cost model", us)
 
     def alternatives(self, problem: Problem) -> list[tuple[Plan, float | None]]:
         """`usual_plans` of each kernel and the unfused plan, or `scatter_plans`, with predicted µs,
         fastest first."""
         plans = [UNFUSED]
         if problem.op == MATMUL_REDUCE_SCATTER:
-            plans = scatter_plans(problem)
+            plans = scatter_plans(problem, self.scatter_kernels)
         elif problem.gpu == CPU:
             plans.insert(0, Plan("push"))
         elif why_unfused(problem.dtype, problem.n, problem.k) is None:

@@ -23,6 +23,8 @@ _SM_PUSH_NAME = re.compile(r"sm([1-9]\d*)x([1-9]\d*)(?:\+([1-9]\d*)|h([1-9]\d*))
 MAX_PUSH_PARTS = _core.MAX_PUSH_PARTS
 MAX_COLUMN_CHUNKS = _core.MAX_COLUMN_CHUNKS
 MAX_PUSH_RANKS = _core.MAX_PUSH_RANKS
+MAX_SCATTER_TILES = _core.MAX_SCATTER_TILES
+"""Of a rank's rows in a launch of a matmul + reduce-scatter."""
 
 FUSED_DTYPES = tuple(_core.DType.__members__)
 
@@ -246,9 +248,9 @@ class Plan:
 
     ``transport`` is ``"push"`` or ``"pull"`` (copy engine; on the CPU ``"push"`` by the copy
     thread), the name of an `SmPush`, ``"unfused"``: all-gather, then matmul, or matmul, then
-    reduce-scatter, or ``"torch"``: torch's fused matmul + reduce-scatter. ``kernel`` is None where
-    it is not agmm's. ``chunks_per_shard`` is the number of row chunks of each shard; more
-    than 1 on the CPU only.
+    reduce-scatter, or ``"torch"``: torch's fused matmul + reduce-scatter. The kernel of a
+    "matmul_reduce_scatter" on a GPU pushes tiles. ``kernel`` is None where it is not agmm's.
+    ``chunks_per_shard`` is the number of row chunks of each shard; more than 1 on the CPU only.
     """
 
     transport: str

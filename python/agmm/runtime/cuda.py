@@ -1,298 +1,47 @@
-"""The CUDA workspace: gather buffers, signals and credits on torch's symmetric memory."""
+"""The CUDA workspace of gathers: slots, signals and credits on torch's symmetric memory."""
 
 from __future__ import annotations
 
-import json
 import math
-import weakref
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 
 from agmm import _core, _env
-from agmm.errors import AgmmError, Unsupported
-from agmm.runtime import calls, groups, links
-from agmm.runtime.group_gpus import group_facts
-
-_SLOT_GRANULE = 32 << 20
-"""Slots grow in steps of this many bytes, so that slightly larger calls do not grow them again."""
+from agmm.runtime.symmetric import Buffers, SymmetricWorkspace
 
 _STAGING_ALIGNMENT = 256
-
-_HOPPER = divmod(_core.CAPABILITY, 10)
-
-_rendezvous = 0
-"""How many rendezvous of symmetric memory this process has made, as far as agmm sees: its own, and
-those of the workspaces that torch's ops make for themselves."""
-
-_torch_workspaces: dict[str, int] = {}
-"""The last size seen of the workspace that torch's ops have made for a group, by its name."""
-
-
-def note_torch_workspaces() -> None:
-    """Counts the rendezvous that torch's own ops have made since the last time: one for each
-    workspace that is new or larger. To be called after each such op that agmm calls."""
-    global _rendezvous
-    for name, workspace in getattr(symm_mem, "_group_name_to_workspace_tensor", {}).items():
-        if workspace is not None and _torch_workspaces.get(name) != workspace.numel():
-            _torch_workspaces[name] = workspace.numel()
-            _rendezvous += 1
-
-
-def _why_no_peer_access(own: str, uuids: Sequence[str]) -> str:
-    """The reason why GPUs of this host, by UUID, do not reach each other's memory, or "".
-
-    Only those that this process sees can be asked; under Slurm or Ray that is often its own alone.
-    The others are taken to be reached: their memory is mapped by handles, which does not need them
-    to be visible, and where it cannot be the rendezvous says so.
-    """
-    visible = links.visible()
-    here = sorted({visible[uuid] for uuid in uuids if uuid in visible})
-    for a in here:
-        for b in here:
-            if a != b and not torch.cuda.can_device_access_peer(a, b):
-                return f"group: cuda:{a} has no peer access to cuda:{b}"
-    return ""
-
-
-@cache
-def why_unfused(device: torch.device) -> str | None:
-    """The reason why this device cannot run the kernels, or None."""
-    if not _core.cuda_built:
-        return "this build of agmm has no CUDA kernels (AGMM_CUDA=ON builds them)"
-    capability = torch.cuda.get_device_capability(device)
-    if capability != _HOPPER:
-        return f"{device} has compute capability {capability[0]}.{capability[1]}, wanted 9.0"
-    return None
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _STAGING_ALIGNMENT) * _STAGING_ALIGNMENT
 
 
-class Buffers(NamedTuple):
-    core: _core.CudaWorkspace
-    memory: torch.Tensor
-    handle: Any
-    staging_offset: int
-    """In `memory`: where `CudaWorkspace.start_all_gather` puts the own shard for the peers. Not
-    where pull stages it, since a pull would have to wait until all peers have copied it."""
+class CudaWorkspace(SymmetricWorkspace):
+    """Gather buffers, signals and credits of one group on one device."""
 
-    def staged(self, rank: int, like: torch.Tensor) -> torch.Tensor:
-        """What that rank has staged, a tensor as `like`."""
-        offset = self.staging_offset // like.element_size()
-        staged: torch.Tensor = self.handle.get_buffer(rank, like.shape, like.dtype, offset)
-        return staged
-
-
-class CudaWorkspace:
-    """Gather buffers, signals and credits of one group on one device.
-
-    Every rank of the group must make the same calls in the same order, as with any collective.
-    """
+    _core_class = _core.CudaWorkspace
+    _granule = 32 << 20
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group_ref = weakref.ref(group)
-        self.known = groups.of(group)
-        self.lock = self.known.lock
-        self.device = device
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        self.slot_bytes = 0
-        self._buffers: Buffers | None = None
-        self.captured = False
-        """Whether the buffers are used in a CUDA graph."""
-        self._kept: list[Buffers] = []  # read by CUDA graphs that may be replayed
-        self._why_unfused: str | None = None
-        self._refused: tuple[int, str] | None = None
-        self._shares_gpu = False
-        calls.be_asked()
+        super().__init__(group, device)
         self._gather_stream: torch.cuda.Stream | None = None
         self._gathered = torch.cuda.Event()  # of the last eager gather by copies
         self._unfinished: torch.Tensor | None = None  # kept while copies may be written to it
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        group = self._group_ref()
-        if group is None:
-            raise AgmmError("group: found a destroyed one, wanted one that is alive")
-        return group
+    def _staging_offset(self, slot_bytes: int) -> int:
+        return _aligned(super()._size(slot_bytes))
 
-    @classmethod
-    def create(
-        cls, group: dist.ProcessGroup, slot_bytes: int, device: torch.device | None = None
-    ) -> CudaWorkspace:
-        """Make the workspace of ``group``. Collective.
+    def _size(self, slot_bytes: int) -> int:
+        return self._staging_offset(slot_bytes) + _aligned(-(-slot_bytes // self.world_size))
 
-        Raises:
-            Unsupported: the GPUs of the group cannot reach each other's memory; all ranks raise.
-            AgmmError: not all ranks came within AGMM_TIMEOUT_S.
-        """
-        if device is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        workspace = cls(group, device)
-        workspace.ensure(slot_bytes)
-        return workspace
-
-    def ensure(self, slot_bytes: int) -> None:
-        """Grow the slots to at least ``slot_bytes``. Collective where they have to grow.
-
-        Raises:
-            Unsupported: the GPUs cannot reach each other's memory, or one has too little left; all
-                ranks raise, and the slots are as they were.
-        """
-        with self.lock:
-            if self._why_unfused is not None:
-                raise Unsupported(self._why_unfused)
-            if slot_bytes <= self.slot_bytes or self.world_size == 1:
-                return
-            if self._refused is not None and slot_bytes > self._refused[0]:
-                raise Unsupported(self._refused[1])
-            if torch.cuda.is_current_stream_capturing():
-                raise AgmmError(
-                    f"workspace: found slots of {self.slot_bytes} bytes during CUDA graph capture, "
-                    f"wanted {slot_bytes}; call once with this shape before the capture, or "
-                    "agmm.reserve"
-                )
-            with torch.cuda.device(self.device):
-                self._grow(slot_bytes)
-
-    def release(self) -> None:
-        """Give the memory back; the next call takes it anew. Collective.
-
-        Raises:
-            AgmmError: a CUDA graph was captured with this memory, which it may use at any time; all
-                ranks raise.
-        """
-        with self.lock:
-            if self.world_size == 1:
-                return
-            captured = self.captured or bool(self._kept)
-            found = self.known.exchange("whether graphs need a workspace", json.dumps(captured))
-            ranks = [rank for rank, told in enumerate(found) if json.loads(told)]
-            if ranks:
-                raise AgmmError(
-                    f"workspace: found CUDA graphs that use it on ranks {ranks}, wanted none: a "
-                    "graph may be replayed as long as the group is there"
-                )
-            if self._buffers is None:
-                return
-            with torch.cuda.device(self.device):
-                self._finish_calls()
-            self._buffers, self.slot_bytes, self._refused = None, 0, None
-
-    def _finish_calls(self) -> None:
-        """Behind this no rank reads or writes the buffers any more."""
-        torch.cuda.synchronize(self.device)
-        dist.barrier(self.group, device_ids=[self.device.index])
-
-    def _grow(self, slot_bytes: int) -> None:
-        wanted = slot_bytes
-        is_captured = self._agree(slot_bytes)
-        if is_captured:
-            # The old buffers stay for the graphs. All that stay are smaller than the new ones.
-            slot_bytes = max(slot_bytes, 2 * self.slot_bytes)
-        slot_bytes = -(-slot_bytes // _SLOT_GRANULE) * _SLOT_GRANULE
-        memory = self._allocate(wanted, slot_bytes)
-        self._finish_calls()
-        if self._buffers is not None and self.captured:
-            self._kept.append(self._buffers)
-        self._buffers = None
-        self.captured = False
-        self.slot_bytes = 0
-        self._buffers = self._open(memory, slot_bytes)
-        self.slot_bytes = slot_bytes
-
-    def _sizes(self, slot_bytes: int) -> tuple[int, int]:
-        """The staging place's offset in a workspace, and the size of all."""
-        size = _core.CudaWorkspace.workspace_bytes(slot_bytes, self.world_size)
-        staging_offset = _aligned(size)
-        return staging_offset, staging_offset + _aligned(-(-slot_bytes // self.world_size))
-
-    def _allocate(self, wanted: int, slot_bytes: int) -> torch.Tensor:
-        """This rank's part, before anything is given up. All ranks raise where one has no room."""
-        memory, error = None, ""
-        _, size = self._sizes(slot_bytes)
-        try:
-            memory = symm_mem.empty(size, dtype=torch.uint8, device=self.device)
-        except RuntimeError as e:
-            error = f"{size} bytes of GPU memory: {e}".splitlines()[0]
-        errors = self.known.exchange("whether they have memory for a workspace", error)
-        for rank, found in enumerate(errors):
-            if found:
-                reason = f"workspace: rank {rank} could not get {found}"
-                self._refused = wanted - 1, reason
-                raise Unsupported(reason)
-        assert memory is not None
-        return memory
-
-    def _open(self, memory: torch.Tensor, slot_bytes: int) -> Buffers:
-        staging_offset, _ = self._sizes(slot_bytes)
-        global _rendezvous
-        _rendezvous += 1
-        handle = symm_mem.rendezvous(memory, self.group.group_name)
-        first_word = _core.CudaWorkspace.words_offset(slot_bytes, self.world_size)
-        words = memory[first_word:].view(torch.int32)
-        words.zero_()
-        words[torch.tensor(_core.CudaWorkspace.credit_words(self.world_size))] = 1
-        places = list(handle.buffer_ptrs)
-        if places[self.rank] != memory.data_ptr():
-            raise AgmmError(
-                f"workspace: found it {memory.data_ptr() - places[self.rank]} bytes inside another "
-                "allocation of torch's pool for symmetric memory, wanted one of its own; "
-                "TORCH_SYMMMEM_IMPLICIT_POOL=0 does without the pool"
-            )
-        reserved = group_facts(self.group, self.device).reserved_sms
-        core = _core.CudaWorkspace(self.rank, places, slot_bytes, reserved)
-        torch.cuda.synchronize(self.device)
-        dist.barrier(self.group, device_ids=[self.device.index])
-        return Buffers(core, memory, handle, staging_offset)
-
-    def _agree(self, slot_bytes: int) -> bool:
-        """All ranks want the same slots, and their GPUs reach each other; else all ranks raise.
-
-        Returns:
-            Whether a rank has captured calls with the present ones.
-        """
-        note_torch_workspaces()
-        own = links.uuid(self.device.index)
-        told = json.dumps([slot_bytes, own, _rendezvous, self.captured])
-        found = [json.loads(each) for each in self.known.exchange("the size of a workspace", told)]
-        sizes = sorted({entry[0] for entry in found})
-        if len(sizes) > 1:
-            raise AgmmError(
-                f"workspace: found ranks that want slots of {sizes} bytes, wanted the same calls "
-                "with the same shapes on all ranks"
-            )
-        uuids = [entry[1] for entry in found]
-        made = [entry[2] for entry in found]
-        hosts = len(set(self.known.hosts()))
-        self._shares_gpu = len(set(uuids)) < len(uuids)
-        reason = ""
-        if hosts > 1:
-            reason = f"group: found ranks on {hosts} hosts, wanted one"
-        elif self._shares_gpu and not _env.is_on(_env.SHARED_GPUS):
-            shared = [rank for rank, uuid in enumerate(uuids) if uuids.count(uuid) > 1]
-            reason = f"group: found ranks {shared} on GPUs that they share, wanted one each"
-        elif len(set(made)) > 1:
-            # torch numbers the exchanges of a rendezvous with one counter per process; ranks whose
-            # counters differ would wait for each other's keys forever (seen with torch 2.11).
-            reason = (
-                f"group: found ranks that have made {made} workspaces before, wanted equally many: "
-                "torch's rendezvous would hang; call in the group with more ranks first"
-            )
-        else:
-            reason = _why_no_peer_access(own, uuids)
-        # Ranks may see different GPUs.
-        reasons = self.known.exchange("whether their GPUs reach each other", reason)
-        self._why_unfused = next((each for each in reasons if each), None)
-        if self._why_unfused is not None:
-            raise Unsupported(self._why_unfused)
-        return any(entry[3] for entry in found)
+    def _staged(self, buffers: Buffers, rank: int, like: torch.Tensor) -> torch.Tensor:
+        """What that rank has staged for the peers of `start_all_gather`, a tensor as `like`. Not
+        where pull stages it, since a pull would have to wait until all peers have copied it."""
+        offset = self._staging_offset(buffers.core.slot_bytes) // like.element_size()
+        staged: torch.Tensor = buffers.handle.get_buffer(rank, like.shape, like.dtype, offset)
+        return staged
 
     @torch.no_grad()
     def start_all_gather(self, shard: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -337,7 +86,7 @@ class CudaWorkspace:
         limit_ms = math.ceil(_env.timeout_s() * 1e3)
         gathered = shard.new_empty(self.world_size * shard.shape[0], *shard.shape[1:])
         buffers.handle.barrier(channel=0, timeout_ms=limit_ms)
-        buffers.staged(self.rank, shard).copy_(shard)
+        self._staged(buffers, self.rank, shard).copy_(shard)
         buffers.handle.barrier(channel=0, timeout_ms=limit_ms)
         self._gather_stream.wait_stream(stream)
         done = torch.cuda.Event()
@@ -348,7 +97,7 @@ class CudaWorkspace:
             parts = gathered.chunk(self.world_size)
             for i in range(self.world_size):  # the own one last: nobody waits for its links
                 source = (self.rank + 1 + i) % self.world_size
-                parts[source].copy_(buffers.staged(source, shard))
+                parts[source].copy_(self._staged(buffers, source, shard))
             done.record()
         if not is_captured:
             self._gathered = done
@@ -359,10 +108,3 @@ class CudaWorkspace:
             return gathered
 
         return finish
-
-    def enter(self, slot_bytes: int) -> Buffers:
-        """The buffers of a call that needs slots of that size. Under `lock`."""
-        if slot_bytes > self.slot_bytes:
-            self.ensure(slot_bytes)
-        assert self._buffers is not None
-        return self._buffers

@@ -51,7 +51,7 @@ def b_layout(b: torch.Tensor) -> Layout | None:
     return None
 
 
-def _aligned_pointer(tensor: torch.Tensor, kept: list[torch.Tensor]) -> int:
+def aligned_pointer(tensor: torch.Tensor, kept: list[torch.Tensor]) -> int:
     """The tensor's address, or that of a copy in ``kept`` where it is not as TMA wants it.
 
     A copy, not another path: addresses differ between ranks, and the path must not.
@@ -64,13 +64,14 @@ def _aligned_pointer(tensor: torch.Tensor, kept: list[torch.Tensor]) -> int:
     return address
 
 
-def _bias_pointer(bias: torch.Tensor | None, kept: list[torch.Tensor]) -> int:
+def bias_pointer(bias: torch.Tensor | None, kept: list[torch.Tensor]) -> int:
+    """The same of a bias, contiguous; 0 where there is none."""
     if bias is None:
         return 0
     if not bias.is_contiguous():
         bias = bias.contiguous()
         kept.append(bias)
-    return _aligned_pointer(bias, kept)
+    return aligned_pointer(bias, kept)
 
 
 def why_b_unfused(b: torch.Tensor) -> str | None:
@@ -82,7 +83,8 @@ def why_b_unfused(b: torch.Tensor) -> str | None:
     return None
 
 
-def _stream(device: torch.device) -> int:
+def stream_of(device: torch.device) -> int:
+    """The current one."""
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
@@ -136,10 +138,10 @@ def async_input_mm(
         scratch = None if config.splits == 1 else _split_scratch(a.device)
         try:
             _core.async_input_mm(
-                _aligned_pointer(a, kept),
-                _aligned_pointer(b, kept),
+                aligned_pointer(a, kept),
+                aligned_pointer(b, kept),
                 out.data_ptr(),
-                _bias_pointer(bias, kept),
+                bias_pointer(bias, kept),
                 m,
                 n,
                 k,
@@ -155,7 +157,7 @@ def async_input_mm(
                 sm_count,
                 0 if tile_times is None else tile_times.data_ptr(),
                 0 if scratch is None else scratch.data_ptr(),
-                _stream(a.device),
+                stream_of(a.device),
             )
         except ValueError as error:
             raise InvalidArgument(str(error)) from None
@@ -232,11 +234,11 @@ class FusedCall(NamedTuple):
                 outs.append(out)
                 arguments.append(
                     (
-                        _aligned_pointer(B, kept),
+                        aligned_pointer(B, kept),
                         w.leading,
                         w.column_major,
                         w.n,
-                        _bias_pointer(bias, kept),
+                        bias_pointer(bias, kept),
                         out.data_ptr(),
                         w.config,
                     )
@@ -244,7 +246,7 @@ class FusedCall(NamedTuple):
             captured = True  # also where the call fails half-way
             try:
                 captured = buffers.core.all_gather_matmul(
-                    _aligned_pointer(A_shard, kept),
+                    aligned_pointer(A_shard, kept),
                     rows,
                     k,
                     dtype,
@@ -252,7 +254,7 @@ class FusedCall(NamedTuple):
                     transport,
                     0 if A is None else A.data_ptr(),
                     0 if tile_times is None else tile_times.data_ptr(),
-                    _stream(A_shard.device),
+                    stream_of(A_shard.device),
                 )
             except ValueError as error:
                 captured = False  # nothing was enqueued

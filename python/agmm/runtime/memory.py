@@ -32,7 +32,8 @@ def workspace_bytes(
         What to pass to `reserve`, the largest of all calls. A workspace has two slots on each rank.
         On a GPU it also has places for two staged shards and one of the backward, so it takes
         ``(2 + 3 / world_size)`` times as much, and up to 64 MiB more, since slots grow in steps of
-        32 MiB. There only "all_gather_matmul" needs it.
+        32 MiB. "matmul_reduce_scatter" has memory of its own there, one slot on each rank, which
+        grows in steps of 8 MiB for each other rank; "matmul_all_reduce" needs none.
 
     Raises:
         InvalidArgument: a size below 0, a world size below 1, no dtype, another op, or rows of a
@@ -56,7 +57,12 @@ def workspace_bytes(
         )
     row_bytes = shape[-1] * dtype.itemsize
     if is_scatter:
-        return _core.scatter_slot_bytes(rows, row_bytes, world_size)
+        parts = _core.scatter_slot_bytes(rows, row_bytes, world_size)
+        whole_tiles = [
+            (world_size - 1) * _core.scatter_part_bytes(rows, shape[-1], world_size, kernel)
+            for kernel in _core.scatter_kernels()
+        ]
+        return max(parts, *whole_tiles, 0)
     shared = -(-rows // world_size) * world_size
     bands = _core.scatter_bands(shared, world_size)
     return max((end - begin for begin, end in bands), default=0) * world_size * row_bytes
@@ -67,6 +73,7 @@ def reserve(
     nbytes: int,
     *,
     device: torch.device | str | None = None,
+    op: str = "all_gather_matmul",
 ) -> None:
     """Make the slots of ``group``'s workspace at least ``nbytes`` large. Collective.
 
@@ -78,30 +85,37 @@ def reserve(
         group: process group or its name; the default group when None.
         nbytes: see `workspace_bytes`; the same on all ranks.
         device: None: the current GPU where the group has NCCL, else the CPU.
+        op: whose memory; "matmul_reduce_scatter" has its own on a GPU.
 
     Raises:
         Unsupported: the group cannot have such buffers (ranks on several hosts, GPUs that do not
             reach each other, too little memory); all ranks raise, and keep what they had.
-        InvalidArgument: ``nbytes`` is below 0 or the group is none of this process.
+        InvalidArgument: ``nbytes`` is below 0, another op, or the group is none of this process.
     """
     if nbytes < 0:
         raise InvalidArgument(f"nbytes: found {nbytes}, wanted at least 0")
+    if op not in _OPS:
+        raise InvalidArgument(f"op: found {op!r}, wanted one of {_OPS}")
     found, on = _resolved(group, device)
     if on.type == "cpu":
         workspaces.cpu_workspace(found).reserve(nbytes)
         return
-    from agmm.runtime import cuda
+    from agmm.runtime import symmetric
 
-    reason = cuda.why_unfused(on)
+    reason = symmetric.why_unfused(on)
     if reason is not None:
         raise Unsupported(reason)
-    workspaces.cuda_workspace(found, on).ensure(nbytes)
+    if op == "matmul_reduce_scatter":
+        workspace = workspaces.scatter_workspace(found, on)
+        workspace.ensure(-(-nbytes // max(1, workspace.world_size - 1)))
+    elif op == "all_gather_matmul":
+        workspaces.cuda_workspace(found, on).ensure(nbytes)
 
 
 def release(
     group: dist.ProcessGroup | str | None, *, device: torch.device | str | None = None
 ) -> None:
-    """Give back the gather buffers of ``group``; the next call takes them anew. Collective.
+    """Give back the buffers of ``group``; the next call takes them anew. Collective.
 
     It returns when all ranks have finished their calls, and waits for the GPU.
 
@@ -118,7 +132,11 @@ def release(
     if on.type == "cpu":
         workspaces.release_cpu_workspace(found)
     else:
-        workspaces.cuda_workspace(found, on).release()
+        both = workspaces.cuda_workspace(found, on), workspaces.scatter_workspace(found, on)
+        for workspace in both:  # before any is released
+            workspace.check_no_graphs()
+        for workspace in both:
+            workspace.release()
 
 
 def _resolved(

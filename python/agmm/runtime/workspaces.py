@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from agmm.runtime.calls import Call
 if TYPE_CHECKING:
     from agmm.runtime.cpu import CpuWorkspace
     from agmm.runtime.cuda import CudaWorkspace
+    from agmm.runtime.cuda_scatter import ScatterWorkspace
+
+_Workspace = TypeVar("_Workspace")
 
 # Keyed by the group object: a name may come back for another group after destroy_process_group.
 _why_no_cpu_workspace: weakref.WeakKeyDictionary[dist.ProcessGroup, str]
@@ -23,6 +27,8 @@ _cpu_workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, CpuWorkspace]
 _cpu_workspaces = weakref.WeakKeyDictionary()
 _cuda_workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, CudaWorkspace]]
 _cuda_workspaces = weakref.WeakKeyDictionary()
+_scatter_workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, ScatterWorkspace]]
+_scatter_workspaces = weakref.WeakKeyDictionary()
 
 
 def cpu_workspace(group: dist.ProcessGroup) -> CpuWorkspace:
@@ -77,9 +83,30 @@ def cuda_workspace(group: dist.ProcessGroup, device: torch.device) -> CudaWorksp
     if workspace is None:
         from agmm.runtime.cuda import CudaWorkspace
 
-        with groups.of(group).lock:
-            by_device = _cuda_workspaces.setdefault(group, {})
-            workspace = by_device.get(device.index)
-            if workspace is None:
-                workspace = by_device[device.index] = CudaWorkspace(group, device)
+        workspace = _kept(_cuda_workspaces, CudaWorkspace, group, device)
     return workspace
+
+
+def scatter_workspace(group: dist.ProcessGroup, device: torch.device) -> ScatterWorkspace:
+    """The same for matmul + reduce-scatter."""
+    by_device = _scatter_workspaces.get(group)
+    workspace = None if by_device is None else by_device.get(device.index)
+    if workspace is None:
+        from agmm.runtime.cuda_scatter import ScatterWorkspace
+
+        workspace = _kept(_scatter_workspaces, ScatterWorkspace, group, device)
+    return workspace
+
+
+def _kept(
+    known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _Workspace]],
+    make: Callable[[dist.ProcessGroup, torch.device], _Workspace],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> _Workspace:
+    """The one workspace of its kind, made where there is none."""
+    with groups.of(group).lock:
+        by_device = known.setdefault(group, {})
+        if device.index not in by_device:
+            by_device[device.index] = make(group, device)
+        return by_device[device.index]

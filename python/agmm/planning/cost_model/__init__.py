@@ -8,7 +8,8 @@ matmul alone: arithmetic at the library's rate, or a latency and the memory traf
 longer. A matmul that computes for long loses its clock.
 
 The constants of a GPU stand in ``tables/<gpu>.json``, with where they come from. `matmul` serves
-every op, `gather` the fused all-gather -> matmul, `libraries` the calls that agmm's replace.
+every op, `gather` the fused all-gather -> matmul, `scatter` the
+fused matmul -> reduce-scatter, `libraries` the calls that agmm's replace.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from agmm.planning.cost_model.gpu_constants import (
     Constants,
     constants,
     default_kernels,
+    default_scatter_kernels,
     known_gpus,
 )
 from agmm.planning.cost_model.libraries import (
@@ -38,6 +40,7 @@ from agmm.planning.cost_model.libraries import (
     unfused_us,
 )
 from agmm.planning.cost_model.matmul import Load, Tiling, is_b_in_l2, matmul_us
+from agmm.planning.cost_model.scatter import scatter_tiles, tile_push_scatter_us
 
 __all__ = [
     "ELEMENT_BYTES",
@@ -50,6 +53,7 @@ __all__ = [
     "clusters",
     "constants",
     "default_kernels",
+    "default_scatter_kernels",
     "fused_matmul_reduce_scatter_us",
     "fused_us",
     "is_b_in_l2",
@@ -59,7 +63,9 @@ __all__ = [
     "matmul_reduce_scatter_us",
     "matmul_us",
     "push_rate_gb_per_s",
+    "scatter_tiles",
     "sm_push_us",
     "straddles",
+    "tile_push_scatter_us",
     "unfused_us",
 ]

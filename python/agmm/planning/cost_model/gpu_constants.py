@@ -79,6 +79,12 @@ class Constants:
     """Of its copies."""
     fused_reduce_scatter_gain_us: float
     """What it has to save for its host time."""
+    scatter_us: float
+    """Of a matmul + reduce-scatter whose kernel sends tiles, beside its waves of tiles."""
+    scatter_tile_us: dict[str, tuple[float, float]]
+    """Of a tile there, by kernel: for each column of A, and beside that."""
+    scatter_gb_per_s: float
+    """Sent by one rank there."""
     matmul_tflops: float
     memory_gb_per_s: float
     matmul_gb_per_s: float
@@ -107,3 +113,8 @@ def default_kernels(gpu: str) -> tuple[KernelConfig, ...]:
     """The kernels of a default build, as the GPU's constants name them."""
     c = constants(gpu)
     return tuple(KernelConfig.parse(name) for name in c.tflops_per_sm)
+
+
+def default_scatter_kernels(gpu: str) -> tuple[KernelConfig, ...]:
+    """Those of them that send tiles, in the same way."""
+    return tuple(KernelConfig.parse(name) for name in constants(gpu).scatter_tile_us)

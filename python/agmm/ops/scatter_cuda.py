@@ -1,0 +1,114 @@
+"""``matmul_reduce_scatter`` by agmm's kernels. Calls that were found to be legal are kept."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from agmm import _core
+from agmm.errors import Unsupported
+from agmm.ops import scatter_plan
+from agmm.ops.paths import kind_of
+from agmm.runtime import groups
+from agmm.runtime.cuda_calls import b_layout, core_dtype
+from agmm.runtime.cuda_scatter import OperandLayout, ScatterCall
+from agmm.runtime.workspaces import scatter_workspace
+
+_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, ScatterCall | None]]
+_calls = weakref.WeakKeyDictionary()
+"""None where another way is planned. They end with their group."""
+
+_MAX_CALLS = 4096  # per group
+
+
+def run(
+    As: Sequence[torch.Tensor],
+    Bs: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    scatter_dim: int,
+    reduce_op: str,
+    *,
+    strict: bool,
+) -> torch.Tensor | None:
+    """Checked operands for which `scatter_plan.why_not_native` has no reason. Collective.
+
+    Returns:
+        out, or None where another way is planned; not that under ``strict``.
+
+    Raises:
+        Unsupported: the group's GPUs do not reach each other, or have too little memory; all ranks
+            raise.
+    """
+    if dist.get_world_size(group) == 1:
+        raise Unsupported("group: 1 rank, which has nothing to scatter")
+    if scatter_dim != 0:
+        As = [A.movedim(scatter_dim, 0) for A in As]
+    # Copies, not another path: strides differ between ranks, and the path must not.
+    As = [A if A.is_contiguous() else A.contiguous() for A in As]
+    layouts = [b_layout(B) for B in Bs]
+    is_column_major = all(layout is not None and layout.column_major for layout in layouts)
+    Bs = [_as_tma_wants(B, is_column_major) for B in Bs]
+    bias_kind = None if bias is None else kind_of(bias)
+    key = (reduce_op, strict, bias_kind, *(kind_of(t) for t in (*As, *Bs)))
+    known = _calls.setdefault(group, {})
+    if key in known:
+        call = known[key]
+    else:
+        with groups.of(group).lock:
+            groups.check_alive(group)
+            call = _prepare(As, Bs, group, is_column_major, reduce_op, strict)
+            if len(known) >= _MAX_CALLS:
+                known.clear()
+            known[key] = call
+    if call is None:
+        return None
+    out = call(As, Bs, bias)
+    return out if scatter_dim == 0 else out.movedim(0, scatter_dim).contiguous()
+
+
+def _as_tma_wants(B: torch.Tensor, is_column_major: bool) -> torch.Tensor:
+    layout = b_layout(B)
+    wanted = layout is not None and (is_column_major, 0) == (
+        layout.column_major,
+        layout.leading % _core.ALIGNMENT,
+    )
+    if wanted:
+        return B
+    return B.t().contiguous().t() if is_column_major else B.contiguous()
+
+
+def _prepare(
+    As: Sequence[torch.Tensor],
+    Bs: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    is_column_major: bool,
+    reduce_op: str,
+    strict: bool,
+) -> ScatterCall | None:
+    plan = scatter_plan.kernel_plan(As, Bs, group, strict=strict)
+    if plan is None or plan.kernel is None:
+        return None
+    A, n, world_size = As[0], Bs[0].shape[1], dist.get_world_size(group)
+    rows = A.shape[:-1].numel()
+    products = []
+    for B in Bs:
+        layout = b_layout(B)
+        assert layout is not None and layout.column_major == is_column_major
+        products.append(OperandLayout(B.shape[0], layout.leading, B.shape[0]))
+    return ScatterCall(
+        scatter_workspace(group, A.device),
+        rows,
+        n,
+        core_dtype("A", A),
+        is_column_major,
+        tuple(products),
+        (A.shape[0] // world_size, *A.shape[1:-1], n),
+        reduce_op == "avg",
+        plan.kernel.core,
+        _core.scatter_part_bytes(rows, n, world_size, plan.kernel.core),
+    )

@@ -1,0 +1,44 @@
+"""What a matmul + reduce-scatter costs whose kernel sends tiles to their owners."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from agmm import _core
+from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants
+from agmm.planning.plans import KernelConfig, Problem
+
+
+def scatter_tiles(problem: Problem, kernel: KernelConfig) -> int:
+    """Tiles that a rank sends to another in a launch."""
+    part = _core.scatter_part_bytes(problem.m, problem.n, problem.world_size, kernel.core)
+    return part // (kernel.tile_m * kernel.tile_n * ELEMENT_BYTES)
+
+
+def tile_push_scatter_us(problem: Problem, kernel: KernelConfig) -> float:
+    """Predicted time in µs. m, n and k are those of the matmul that each rank makes.
+
+    Every rank's rows are padded to whole blocks of tiles. The time is that of the waves of tiles,
+    and of the tiles of others' rows in the last wave on their way, which own tiles of that wave
+    await; or that of the links, where they are slower.
+    """
+    c = constants(problem.gpu)
+    block_m, block_n = kernel.tile_m * kernel.cluster_m, kernel.tile_n * kernel.cluster_n
+    own = ceil(problem.m // problem.world_size / block_m) * ceil(problem.n / block_n)
+    blocks = own * problem.world_size
+    at_once = (problem.sm_count or c.sm_count) // (kernel.cluster_m * kernel.cluster_n)
+    waves = ceil(blocks / at_once)
+    us_per_k, overhead_us = c.scatter_tile_us.get(
+        kernel.kernel,
+        (2e-6 * kernel.tile_m * kernel.tile_n / c.other_tflops_per_sm, _OTHER_OVERHEAD_US),
+    )
+    tile_us = overhead_us + us_per_k * problem.k
+    block_us = block_m * block_n * ELEMENT_BYTES / (c.scatter_gb_per_s * 1e3)
+    sent_last = max(0, blocks - (waves - 1) * at_once - own)
+    multiplied_us = waves * tile_us + sent_last * block_us
+    linked_us = tile_us + (blocks - own) * block_us
+    return c.scatter_us + max(multiplied_us, linked_us)
+
+
+_OTHER_OVERHEAD_US = 4.0
+"""Of a kernel without constants: as the slowest of those that have some."""

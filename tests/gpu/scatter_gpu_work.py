@@ -1,0 +1,166 @@
+"""What the tests of `agmm.matmul_reduce_scatter` on GPUs run inside the ranks of a pool."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from gpu_work import group_of, last_ranks
+
+import agmm
+from agmm.ops import scatter_paths
+from agmm.testing.reference import allowed_error, relative_error
+
+
+def _whole(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Whole numbers, whose products are exact in float32."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=generator, device=device).to(dtype)
+
+
+def _operands(
+    rank: int,
+    rows: tuple[int, ...],
+    n: int,
+    ks: tuple[int, ...],
+    dtype: torch.dtype,
+    column_major: bool,
+    seed: int,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    As, Bs = [], []
+    for i, k in enumerate(ks):
+        of = 1000 * seed + 10 * rank + i
+        As.append(_whole(*rows, k, seed=of, dtype=dtype))
+        B = _whole(n, k, seed=of + 500, dtype=dtype)
+        Bs.append(B.t() if column_major else B.t().contiguous())
+    return As, Bs
+
+
+def _expected(
+    world_size: int,
+    rank: int,
+    products: list[tuple[list[torch.Tensor], list[torch.Tensor]]],
+    scatter_dim: int,
+    is_average: bool,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """As the kernel rounds: the own part not at all, then the others' in the order of the ranks."""
+    dtype = products[0][0][0].dtype
+    order = [rank, *(r for r in range(world_size) if r != rank)]
+    total: Any = None
+    for r in order:
+        As, Bs = products[r]
+        exact: Any = sum(A.double() @ B.double() for A, B in zip(As, Bs, strict=True))
+        part = exact.chunk(world_size, scatter_dim)[rank]
+        total = part.float() if total is None else total + part.to(dtype).float()
+    if is_average:
+        total = total * (1 / world_size)
+    if bias is not None:
+        total = total + bias.float()
+    found: torch.Tensor = total.to(dtype)
+    return found
+
+
+def products(
+    world_size: int,
+    shapes: list[tuple[int, int, tuple[int, ...]]],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    leading: tuple[int, ...] = (),
+    scatter_dim: int = 0,
+    reduce_op: str = "sum",
+    bias: bool = False,
+    column_major: bool = True,
+    calls: int = 3,
+) -> list[str] | None:
+    """Faults, in words. Shapes are (rows of a rank, N, K of each product)."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank, faults = dist.get_rank(group), []
+    for seed, (size, n, ks) in enumerate(shapes):
+        rows = list(leading)
+        rows.insert(scatter_dim, world_size * size)
+        for turn in range(calls):
+            every = [
+                _operands(r, tuple(rows), n, ks, dtype, column_major, 10 * seed + turn)
+                for r in range(world_size)
+            ]
+            of_bias = _whole(n, seed=seed, dtype=dtype) if bias else None
+            As, Bs = every[rank]
+            with mock.patch.object(scatter_paths, "unfused", side_effect=AssertionError):
+                out = agmm.matmul_reduce_scatter(
+                    As if len(ks) > 1 else As[0],
+                    Bs if len(ks) > 1 else Bs[0],
+                    group,
+                    scatter_dim=scatter_dim,
+                    reduce_op=reduce_op,
+                    bias=of_bias,
+                    strict=True,
+                )
+            wanted = _expected(world_size, rank, every, scatter_dim, reduce_op == "avg", of_bias)
+            wrong = (out != wanted) | out.isnan()
+            if out.shape != wanted.shape or wrong.any():
+                faults.append(f"rank {rank}: {size}, {n}, {ks}, call {turn}: {int(wrong.sum())}")
+    return faults
+
+
+def in_graphs(world_size: int) -> list[str] | None:
+    """Replays in turn with eager calls, with new data each; equal data has equal bits."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank, faults = dist.get_rank(group), []
+    A = torch.randn(world_size * 130, 264, device="cuda").bfloat16()
+    B = torch.randn(392, 264, device="cuda").bfloat16().t()
+    datas = [torch.randn_like(A) for _ in range(3)]
+    first = []
+    for data in datas:
+        A.copy_(data)
+        first.append(agmm.matmul_reduce_scatter(A, B, group, strict=True).clone())
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = agmm.matmul_reduce_scatter(A, B, group, strict=True)
+    for turn in range(30):
+        A.copy_(datas[turn % 3])
+        captured.fill_(torch.nan)
+        graph.replay()
+        if not torch.equal(captured, first[turn % 3]):
+            faults.append(f"rank {rank}: replay {turn}")
+        A.copy_(datas[(turn + 1) % 3])
+        if not torch.equal(agmm.matmul_reduce_scatter(A, B, group), first[(turn + 1) % 3]):
+            faults.append(f"rank {rank}: eager call {turn}")
+    return faults
+
+
+def gradients(world_size: int) -> list[str] | None:
+    """Of operands and bias, against float64."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank = dist.get_rank(group)
+    every = [
+        _operands(r, (world_size * 24,), 64, (72,), torch.bfloat16, True, 3)
+        for r in range(world_size)
+    ]
+    A, B = (t[0].clone().requires_grad_() for t in every[rank])
+    bias = _whole(64, seed=5, dtype=torch.bfloat16).requires_grad_()
+    douts = [_whole(24, 64, seed=90 + r, dtype=torch.bfloat16) for r in range(world_size)]
+    agmm.matmul_reduce_scatter(A, B, group, bias=bias, strict=True).backward(douts[rank])
+    dout = torch.cat(douts)
+    wanted = {
+        "A": (A.grad, dout.double() @ B.detach().double().t()),
+        "B": (B.grad, A.detach().double().t() @ dout.double()),
+        "bias": (bias.grad, dout.double().sum(0)),
+    }
+    faults = []
+    for name, (found, exact) in wanted.items():
+        assert found is not None
+        if relative_error(found, exact) > allowed_error(relative_error(exact.bfloat16(), exact)):
+            faults.append(f"rank {rank}: {name}")
+    return faults
