@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.ops import scatter_paths
+from agmm.ops import scatter_cuda, scatter_paths
 from agmm.ops.autograd import MatmulReduceScatter
 from agmm.ops.checks import check_operand, check_scatterable
 from agmm.ops.library import library
-from agmm.ops.operands import autocast
+from agmm.ops.operands import autocast, is_plain, is_watched
 from agmm.runtime import groups
 
 
@@ -43,7 +43,36 @@ def _autograd(
         return torch.ops.agmm._matmul_reduce_scatter.default(As, Bs, bias, *settings)
 
 
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _kept(
+    A: Any, B: Any, bias: Any, group: Any, reduce_op: Any, strict: bool
+) -> torch.Tensor | None:
+    """What an eager call without gradients computes by a kept call of one product, for which the
+    dispatcher has nothing to do; None where there is none."""
+    if not isinstance(A, torch.Tensor) or not isinstance(B, torch.Tensor) or not _is_on_gpu(A):
+        return None
+    if is_watched() or torch._C._is_any_autocast_enabled() or type(reduce_op) is not str:
+        return None
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    if not (is_plain(A) and is_plain(B) and (bias is None or is_plain(bias))):
+        return None
+    call = scatter_cuda.kept((A,), (B,), bias, group, reduce_op, strict)
+    if call is None:
+        return None
+    groups.check_alive(group)
+    return call((A,), (B,), bias)
+
+
 def _native(A: torch.Tensor, B: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
+    known = _kept(A, B, None, groups.group_of(group_name), reduce_op, False)
+    if known is not None:
+        return known
     check_operand("A", A)
     check_operand("B", B)
     world_size = groups.world_size_of(group_name)
@@ -109,6 +138,10 @@ def matmul_reduce_scatter(
         InvalidArgument: names the argument, the value found and the value wanted.
         Unsupported: under ``strict`` only.
     """
+    if scatter_dim == 0 and (strict is False or strict is True):
+        known = _kept(A, B, bias, group, reduce_op, strict)
+        if known is not None:
+            return known
     As = list(A) if isinstance(A, (list, tuple)) else [A]
     Bs = list(B) if isinstance(B, (list, tuple)) else [B]
     if isinstance(A, (list, tuple)) != isinstance(B, (list, tuple)):
