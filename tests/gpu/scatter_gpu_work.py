@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from gpu_work import group_of, last_ranks
 
 import agmm
+from agmm import async_tp
 from agmm.ops import scatter_paths
 from agmm.testing.reference import allowed_error, relative_error
 
@@ -163,4 +165,24 @@ def gradients(world_size: int) -> list[str] | None:
         assert found is not None
         if relative_error(found, exact) > allowed_error(relative_error(exact.bfloat16(), exact)):
             faults.append(f"rank {rank}: {name}")
+    return faults
+
+
+def by_async_tp(world_size: int) -> list[str] | None:
+    """torch's op, computed by agmm: no call is left to torch, of which it would warn."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank, faults = dist.get_rank(group), []
+    A = torch.randn(2, world_size * 130, 264, device="cuda").bfloat16()
+    B = torch.randn(392, 264, device="cuda").bfloat16().t()
+    with warnings.catch_warnings(), async_tp.enable():
+        warnings.simplefilter("error")
+        for reduce_op in ("sum", "avg"):
+            found = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+                A, B, reduce_op, 1, group.group_name
+            )
+            own = agmm.matmul_reduce_scatter(A, B, group, reduce_op=reduce_op, scatter_dim=1)
+            if not torch.equal(found, own):
+                faults.append(f"rank {rank}: {reduce_op}")
     return faults

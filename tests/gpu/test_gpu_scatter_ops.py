@@ -52,3 +52,8 @@ def test_graphs_in_turn_with_eager_calls(gpu_pool: RankPool, world_size: int) ->
 @pytest.mark.parametrize("world_size", world_sizes(2, 4))
 def test_gradients(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(scatter_gpu_work.gradients, world_size), world_size)
+
+
+@pytest.mark.parametrize("world_size", world_sizes(2, 4))
+def test_async_tp(gpu_pool: RankPool, world_size: int) -> None:
+    check(gpu_pool.run(scatter_gpu_work.by_async_tp, world_size), world_size)

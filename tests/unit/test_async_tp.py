@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from agmm.errors import AgmmError, Unsupported
 from agmm.integrations import async_tp
-from agmm.ops import paths
+from agmm.ops import paths, scatter_paths
 from agmm.ops.scatter_paths import native_cpu
 from agmm.planning import call_plans
 from agmm.runtime import symmetric
@@ -79,15 +79,23 @@ def test_enable_covers_cuda_and_cpu_and_disable_uncovers_them() -> None:
     assert async_tp.is_enabled()
     during = registered()
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    assert has(OP, "CPU") and has(OP, "CUDA") and has(SCATTER, "CPU")
+    assert has(OP, "CPU") and has(OP, "CUDA")
+    assert has(SCATTER, "CPU") and has(SCATTER, "CUDA")
     # torch's own stay below, and Meta as it was.
-    for dump, wanted in ((during[0], [2, 1, 1]), (during[3], [1, 1, 1])):
+    for dump in (during[0], during[3]):
         kernels = [line.split(":")[0].split()[0] for line in dump.splitlines() if " :: " in line]
-        assert [kernels.count(key) for key in ("CUDA", "CPU", "Meta")] == wanted
+        assert [kernels.count(key) for key in ("CUDA", "CPU", "Meta")] == [2, 1, 1]
     assert before[0] != during[0]
     async_tp.disable()
     assert not async_tp.is_enabled()
     assert registered() == before
+
+
+def test_agmms_own_scatter_takes_torchs_kernel_past_that_of_agmm() -> None:
+    assert scatter_paths.kernel_of_torch is None
+    with async_tp.enable():
+        assert scatter_paths.kernel_of_torch is not None
+    assert scatter_paths.kernel_of_torch is None
 
 
 def test_enabling_and_disabling_twice() -> None:

@@ -1,6 +1,6 @@
 """agmm as the backend of PyTorch's async tensor parallelism.
 
-After `enable` agmm computes ``torch.ops.symm_mem.fused_all_gather_matmul`` and, on CPU tensors,
+After `enable` agmm computes ``torch.ops.symm_mem.fused_all_gather_matmul`` and
 ``fused_matmul_reduce_scatter``, which torch's compiler pass
 (``torch._inductor.config._micro_pipeline_tp``), torchtitan and vLLM call. What agmm does not
 support goes to torch's own kernel, unchanged. Importing this module changes nothing.
@@ -16,6 +16,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from agmm.errors import AgmmError, InvalidArgument, Unsupported
-from agmm.ops import paths, scatter_plan
+from agmm.ops import paths, scatter_cuda, scatter_paths, scatter_plan
 from agmm.ops.checks import check_gatherable, check_scatterable
 from agmm.ops.prepare import prepare
 from agmm.ops.scatter_paths import native_cpu
@@ -209,7 +210,20 @@ def _why_torch_scatters(
         check_scatterable([A], [B], None, group.size(), scatter_dim, reduce_op)
     except InvalidArgument as error:
         return str(error)  # torch refuses it in its own words
-    return scatter_plan.why_not_on_cpu([A], [B], scatter_dim)
+    if A.device.type == "cpu":
+        return scatter_plan.why_not_on_cpu([A], [B], scatter_dim)
+    reason = scatter_plan.why_not_native([A], [B], scatter_dim)
+    if reason is None and group.size() == 1:
+        reason = "group: 1 rank, which has nothing to scatter"
+    if reason is None and scatter_plan.kernel_plan([A], [B], group) is None:
+        reason = "plan: torch's op is faster"
+    return reason
+
+
+def _scatter_route(device: torch.device) -> _Route:
+    if device.type == "cpu":
+        return native_cpu
+    return partial(scatter_cuda.run, strict=False)
 
 
 def _scatter_over(torch_kernel: _Kernel) -> _Kernel:
@@ -226,7 +240,7 @@ def _scatter_over(torch_kernel: _Kernel) -> _Kernel:
                 group,
                 (reduce_op, scatter_dim, *map(paths.kind_of, (A, B))),
                 lambda: _why_torch_scatters(A, B, reduce_op, scatter_dim, group),
-                lambda: native_cpu,
+                lambda: _scatter_route(A.device),
                 lambda route: route([A], [B], None, group, scatter_dim, reduce_op),
             )
         if found is None:
@@ -262,7 +276,7 @@ _OPS = (
     _Op(
         f"{_NAMESPACE}::fused_matmul_reduce_scatter(Tensor A, Tensor B, str reduce_op, "
         "int scatter_dim, str group_name) -> Tensor",
-        ("CPU",),  # on CUDA agmm's own op takes torch's kernel too
+        ("CUDA", "CPU"),
         _scatter_over,
     ),
 )
@@ -287,7 +301,10 @@ class _Override:
             raise
 
     def _put_over(self, op: _Op, key: str) -> None:
-        kernel = op.kernel_over(_torch_kernel(op.name, key))
+        torchs = _torch_kernel(op.name, key)
+        if op.kernel_over is _scatter_over and key == "CUDA":
+            scatter_paths.kernel_of_torch = torchs  # which agmm's own op takes where it cannot
+        kernel = op.kernel_over(torchs)
         impl = f"{op.name.replace('::', '/')}/{key}"
         is_torchs = impl in torch.library._impls
         # allow_override became the default in torch 2.13.
@@ -300,6 +317,7 @@ class _Override:
     def end(self) -> None:
         """Uncover torch's kernels."""
         self._library._destroy()
+        scatter_paths.kernel_of_torch = None
 
 
 def _check_schema(op: _Op) -> None:
@@ -361,8 +379,8 @@ def _switch(on: bool) -> bool:
 
 
 def enable() -> _Restore:
-    """Let agmm serve ``torch.ops.symm_mem.fused_all_gather_matmul``, and on CPU tensors
-    ``fused_matmul_reduce_scatter``, in this whole process.
+    """Let agmm serve ``torch.ops.symm_mem.fused_all_gather_matmul`` and
+    ``fused_matmul_reduce_scatter`` in this whole process.
 
     May be used as ``with agmm.async_tp.enable(): ...``, which puts back at its end, also after an
     exception, what was there before; such blocks may be nested. Enabling twice is enabling once.

@@ -38,6 +38,10 @@ def _keep_for_graph(device: torch.device, group: dist.ProcessGroup) -> None:
         kept.append(workspace)
 
 
+kernel_of_torch: Callable[..., torch.Tensor] | None = None
+"""torch's own CUDA kernel of the op, while `agmm.async_tp` has put agmm's over it."""
+
+
 def run(
     As: list[torch.Tensor],
     Bs: list[torch.Tensor],
@@ -119,7 +123,7 @@ def native_cpu(
 def by_the_op_of_torch(
     A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup, reduce_op: str
 ) -> torch.Tensor:
-    fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
+    fused = kernel_of_torch or torch.ops.symm_mem.fused_matmul_reduce_scatter
     # It sums with torch.sum, which autocast would have return float32.
     with torch.amp.autocast(A.device.type, enabled=False):
         out: torch.Tensor = fused(A.contiguous(), B, reduce_op, 0, group.group_name)
