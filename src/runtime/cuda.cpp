@@ -72,9 +72,10 @@ class ReportWatcher {
  private:
   using Reports = std::array<WaitReport, kMaxDevices>;
 
-  void watch() const {
+  void watch() {
     while (!stop_) {
-      for (WaitReport const& report : *reports_) {
+      for (WaitReport& report : *reports_) {
+        warn_if_late(static_cast<uint64_t volatile*>(&report.late));
         if (*static_cast<uint32_t const volatile*>(&report.kind) == WaitReport::None) continue;
         std::atomic_thread_fence(std::memory_order_acquire);
         end_process(describe.load()(report));
@@ -84,6 +85,25 @@ class ReportWatcher {
     }
   }
 
+  /// One line for all waits that began before it was written.
+  void warn_if_late(uint64_t volatile* word) {
+    uint64_t const found = *word;
+    if (found == 0) return;
+    *word = 0;
+    LateWait const late = LateWait::of(found);
+    Clock::time_point const now = Clock::now();
+    auto const began = now - std::chrono::duration_cast<Clock::duration>(
+                                 std::chrono::duration<double>(late.seconds()));
+    if (warn_s_ <= 0 || late.seconds() < warn_s_ || began < last_line_) return;
+    last_line_ = now;
+    write_line(late_message(late.rank, late.source, late.chunk, late.is_credit, late.seconds(),
+                            timeout_seconds()));
+  }
+
+  using Clock = std::chrono::steady_clock;
+
+  double const warn_s_ = warn_seconds();
+  Clock::time_point last_line_{};
   Reports* reports_ = nullptr;
   pid_t owner_ = ::getpid();
   std::atomic<bool> stop_{false};

@@ -109,6 +109,14 @@ CUTLASS_DEVICE uint32_t limit_units(WaitLimit const& limit) {
   return uint32_t(limit.limit_ns >> kLogWaitUnitNs);
 }
 
+/// Leaves word of a wait that goes on. The host says so once it has taken AGMM_WARN_S.
+CUTLASS_DEVICE void note_late(WaitLimit const& limit, bool is_credit, int32_t source, int32_t chunk,
+                              uint32_t waited) {
+  WaitReport volatile* const report = limit.place.report;
+  if (waited < LateWait::kUnits || waited % LateWait::kUnits != 0 || report == nullptr) return;
+  report->late = LateWait{is_credit, limit.rank, source, chunk, waited / LateWait::kUnits}.packed();
+}
+
 /// What a look at a signal finds: the signal, or, where it has the wanted value and the sources'
 /// tags lie apart, the tag; the tag was there before the signal.
 CUTLASS_DEVICE uint32_t look_at_signal(uint32_t const* word, uint32_t wanted, int32_t chunk,
@@ -130,8 +138,9 @@ CUTLASS_DEVICE void check_wait(uint32_t seen, uint32_t wanted, int32_t chunk,
   // A little late, so that a wait for a credit, which says more, reports first; also where ranks
   // share a GPU, which runs each for some milliseconds at a time.
   constexpr uint32_t kGraceUnits = 64;
+  int32_t const source = senders.chunks_per_rank > 0 ? chunk / senders.chunks_per_rank : -1;
+  note_late(limit, false, source, chunk, waited);
   if (mismatch || waited > limit_units(limit) + kGraceUnits) {
-    int32_t const source = senders.chunks_per_rank > 0 ? chunk / senders.chunks_per_rank : -1;
     report_and_stop(limit, mismatch ? WaitReport::Mismatch : WaitReport::Timeout, source, chunk,
                     seen, wanted, uint64_t(waited) << kLogWaitUnitNs);
   }
@@ -141,6 +150,7 @@ CUTLASS_DEVICE void check_wait(uint32_t seen, uint32_t wanted, int32_t chunk,
 CUTLASS_DEVICE void check_credit_wait(uint32_t seen, int32_t peer, int32_t slot,
                                       WaitLimit const& limit, uint32_t& since) {
   uint32_t const waited = waited_units(since);
+  note_late(limit, true, peer, slot, waited);
   if (seen != 1 && waited > limit_units(limit)) {
     report_and_stop(limit, WaitReport::Credit, peer, slot, seen, 1,
                     uint64_t(waited) << kLogWaitUnitNs);

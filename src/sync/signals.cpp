@@ -63,18 +63,24 @@ std::string has_waited(double waited_s) {
   return format(" has waited %.1f s, since %s, for", waited_s, text);
 }
 
-std::string what_of_chunk(int rank, int source, int64_t chunk, uint32_t seen, uint32_t wanted) {
+std::string name_of_chunk(int rank, int source, int64_t chunk) {
   // A GPU awaits its own shard too: staged, where a tile has rows of another, and at the end sent.
   bool const is_own = rank >= 0 && source == rank;
   auto const number = static_cast<long long>(chunk);
-  std::string const what = is_own ? format(" its own chunk %lld to be staged or sent", number)
-                                  : format(" chunk %lld", number) + origin(source);
-  return what + format(": signal is %u, wanted %u", seen, wanted);
+  return is_own ? format(" its own chunk %lld to be staged or sent", number)
+                : format(" chunk %lld", number) + origin(source);
+}
+
+std::string what_of_chunk(int rank, int source, int64_t chunk, uint32_t seen, uint32_t wanted) {
+  return name_of_chunk(rank, source, chunk) + format(": signal is %u, wanted %u", seen, wanted);
+}
+
+std::string name_of_buffer(int peer, int64_t slot) {
+  return format(" buffer %lld of rank %d to be free", static_cast<long long>(slot), peer);
 }
 
 std::string what_of_credit(int peer, int slot, uint32_t seen) {
-  return format(" gather buffer %d of rank %d to be free: credit is %u, wanted 1", slot, peer,
-                seen);
+  return name_of_buffer(peer, slot) + format(": credit is %u, wanted 1", seen);
 }
 
 double seconds_of(const char* name, double fallback, bool zero_too) {
@@ -153,6 +159,13 @@ std::string waiting_message(int rank, int source, int64_t chunk, uint32_t seen, 
 std::string credit_waiting_message(int rank, int peer, int slot, uint32_t seen, double waited_s,
                                    double limit_s) {
   return subject(rank) + has_waited(waited_s) + what_of_credit(peer, slot, seen) +
+         going_on(limit_s);
+}
+
+std::string late_message(int rank, int source, int64_t chunk, bool is_credit, double waited_s,
+                         double limit_s) {
+  return subject(rank) + has_waited(waited_s) +
+         (is_credit ? name_of_buffer(source, chunk) : name_of_chunk(rank, source, chunk)) +
          going_on(limit_s);
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -132,6 +133,15 @@ def test_reports_of_two_devices_do_not_mix(program: Path) -> None:
 def test_a_report_is_described_as_asked_for(program: Path) -> None:
     done = _run(program, "describes")
     assert (done.returncode, done.stderr) == (124, "rank 5 as asked for\n")
+
+
+def test_a_late_wait_is_told_once_and_goes_on(program: Path) -> None:
+    done = _run(program, "late_waits")
+    assert done.returncode == 0
+    (line,) = done.stderr.splitlines()
+    assert re.fullmatch(
+        r"agmm: rank 5 has waited 42\.9 s, since .*, for chunk 1000000 from rank 6; .*600.*", line
+    )
 
 
 OTHER_THREADS_GO_ON = """

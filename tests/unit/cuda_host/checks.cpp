@@ -367,6 +367,20 @@ void describes() {
   ::sleep(5);
 }
 
+/// A wait that takes long is told once, and goes on.
+void late_waits() {
+  uint64_t volatile& late = agmm::report_place().report->late;
+  auto const note = [&](agmm::LateWait const& wait) {
+    late = wait.packed();
+    for (int i = 0; late != 0 && i < 500; ++i) ::usleep(10'000);
+    check(late == 0, "nobody looked");
+  };
+  note({false, 5, 6, 7, 20});  // 21 s
+  note({false, 5, 6, 1'000'000, 40});
+  note({false, 5, 6, 8, 41});  // the same wait, or another of that time
+  note({true, 5, 0, 1, 40});
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -384,6 +398,7 @@ int main(int count, char** arguments) {
       {"no_device", &no_device},
       {"two_devices_report", &two_devices_report},
       {"describes", &describes},
+      {"late_waits", &late_waits},
   };
   if (count == 1) {
     for (auto const& [name, run] : checks) std::printf("%s\n", name.c_str());
