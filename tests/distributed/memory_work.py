@@ -44,11 +44,10 @@ def reserve_and_call() -> tuple[int, int, int]:
     return sizes[0], sizes[1], sizes[2]
 
 
-def reserve_and_scatter() -> tuple[int, int, int]:
+def reserve_and_scatter(nbytes: int) -> tuple[int, int, int]:
     """The size of a slot once reserved, after a scatter that fits, and after a larger one."""
     group, found = _group(), []
-    options = {"op": "matmul_reduce_scatter"}
-    agmm.reserve(group, agmm.workspace_bytes((10, 5, 3), torch.float64, 5, **options))
+    agmm.reserve(group, nbytes)
     sizes = [workspaces.cpu_workspace(group).slot_bytes]
     for rows in (10, 11):
         A = torch.ones(5, rows, 2, dtype=torch.float64)

@@ -72,7 +72,15 @@ def test_bytes_of_an_all_reduce(shape: tuple[int, ...], world_size: int, wanted:
 
 def test_reserved_slots_are_enough_for_a_scatter(pool: RankPool) -> None:
     """10 rows a rank of 3 columns from 4 ranks, in float64; one row more is too much."""
-    assert pool.run(memory_work.reserve_and_scatter) == [(960, 960, 1056)] * 5
+    assert pool.run(memory_work.reserve_and_scatter, 960) == [(960, 960, 1056)] * 5
+
+
+def test_bytes_of_a_scatter_are_enough_on_every_device(pool: RankPool) -> None:
+    """A build with kernels counts whole tiles, more than CPU ranks use."""
+    nbytes = agmm.workspace_bytes((50, 3), torch.float64, 5, op="matmul_reduce_scatter")
+    assert nbytes >= 960
+    for reserved, after_call, _ in pool.run(memory_work.reserve_and_scatter, nbytes):
+        assert reserved == after_call == nbytes
 
 
 @pytest.mark.parametrize(
