@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from agmm.bench import measure
 from agmm.bench.options import Options
-from agmm.bench.ways import WAYS, Problem, Result
+from agmm.bench.ways import SCATTER_WAYS, WAYS, Problem, Result
 from agmm.testing.cases import Shape
 
 SICK_SHAPE = Shape(12, 8, 24)
@@ -57,7 +57,33 @@ SICK_WAYS = {
 }
 
 
+def _lacks_a_rank(p: Problem) -> Callable[[], Result]:
+    """A scatter to which the last rank brings nothing."""
+    A = p.operands.A if dist.get_rank() < dist.get_world_size() - 1 else p.operands.A.new_zeros(())
+    A = A.expand(p.operands.A.shape).clone()
+    return SCATTER_WAYS["agmm"].prepare(replace(p, operands=replace(p.operands, A=A)))
+
+
+def _sums_in_bf16(p: Problem) -> Callable[[], Result]:
+    call = SCATTER_WAYS["agmm"].prepare(p)
+
+    def rounded() -> Result:
+        _, out = call()
+        return None, out.bfloat16().to(out.dtype)
+
+    return rounded
+
+
+WRONG_SCATTERS: dict[str, Callable[[Problem], Callable[[], Result]]] = {
+    "lacks-a-rank": _lacks_a_rank,
+    "sums-in-bf16": _sums_in_bf16,
+}
+
+
 def add_sick_ways() -> None:
+    for name, prepare in WRONG_SCATTERS.items():
+        wrong = replace(SCATTER_WAYS["agmm"], name=name, title=name, prepare=prepare)
+        SCATTER_WAYS[name] = wrong
     for name, prepare in SICK_WAYS.items():
         way = replace(WAYS["unfused"], name=name, title=name, prepare=prepare)
         WAYS[name] = way

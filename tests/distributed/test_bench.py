@@ -14,11 +14,12 @@ from unittest import mock
 import bench_work
 import pytest
 
-from agmm.bench import runner
+from agmm.bench import reports, runner
 from agmm.bench.options import Options
-from agmm.bench.ways import WAYS
+from agmm.bench.ways import SCATTER_WAYS, WAYS
 from agmm.testing.cases import Shape
 
+SCATTER = "matmul_reduce_scatter"
 BENCH = [sys.executable, "-m", "agmm", "bench"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
 
@@ -134,6 +135,32 @@ def test_run_compare_and_plot(tmp_path: Path) -> None:
     for name in ("time_over_roof.png", "speedup.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
         assert f"wrote {folder / name}" in again.stderr
+
+
+def test_ways_of_a_scatter(tmp_path: Path) -> None:
+    shapes = [Shape(6, 5, 7), Shape(96, 24, 16)]
+    report = runner.run(Options("cpu", 3, shapes, samples=3, op=SCATTER))
+    names = ["roof", "unfused", "agmm", "agmm-fused"]
+    assert _measured(report) == [dict.fromkeys(names)] * 2
+    for found, shape in zip(report["shapes"], shapes, strict=True):
+        assert all(len(way["samples_us"]) == 3 for way in found["ways"].values())
+        roof = found["ways"]["roof"]
+        assert roof["tflops"] == pytest.approx(shape.flops / roof["median_us"] / 1e6)
+    reports.write_json(report, tmp_path / "r.json")
+    assert reports.op_of(reports.read(tmp_path / "r.json")) == SCATTER
+
+
+def test_a_wrong_scatter_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "measure_watched", bench_work.measure_watched)
+    names = ["lacks-a-rank", "sums-in-bf16", "agmm"]
+    with mock.patch.dict(SCATTER_WAYS):
+        bench_work.add_sick_ways()
+        options = Options("cpu", 2, [Shape(64, 24, 16)], names, samples=3, op=SCATTER)
+        (found,) = runner.run(options)["shapes"]
+    ways = found["ways"]
+    assert [name for name in names if ways[name]["wrong"]] == names[:2]
+    assert all("relative error" in ways[name]["reason"] for name in names[:2])
+    assert ways["agmm"]["median_us"] > 0 and ways["agmm"]["reason"] is None
 
 
 def _is_sound(found: dict[str, Any], ranks: int) -> None:

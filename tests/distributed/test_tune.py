@@ -24,6 +24,7 @@ from agmm.testing.ranks import RankPool
 SHAPES = (Shape(16, 8, 24), Shape(6, 5, 7), Shape(34, 40, 16))
 TUNE = [sys.executable, "-m", "agmm", "tune", "--device", "cpu", "--tp", "2"]
 PROBLEM = Problem(16, 8, 24, "float32", 2, gpu=CPU)
+SCATTER = PROBLEM._replace(op="matmul_reduce_scatter")
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +82,34 @@ def test_tune_and_again(folder: Path) -> None:
         "cpu", 2, SHAPES[:1], return_A=True, row_major=True, again=True
     )
     assert [o.shape for o in tuner.tune(once_more)] == [SHAPES[0]]
+
+
+def test_tune_a_scatter(folder: Path) -> None:
+    options = tuning_session.Options.of("cpu", 2, SHAPES, row_major=True, op=SCATTER.op)
+    notes, keeper = Notes(), tuner.Keeper(2)
+    for outcome in tuner.tune(options, notes):
+        keeper.add(outcome)
+        row = outcome.row
+        assert outcome.failures == []
+        assert (outcome.problem.op, outcome.problem.b_layout) == (SCATTER.op, "row")
+        assert row is not None and row.plan in (Plan("push"), UNFUSED)
+        assert row.roof_us is not None and row.unfused_us is not None and outcome.old_us is not None
+    assert sorted(tuned_shapes(folder)) == sorted(SHAPES)
+    assert notes.lines == []
+    assert [o.shape for o in tuner.tune(options, notes)] == []
+    assert notes.lines == ["3 of 3 shapes were tuned before (--again repeats)"]
+    # Rows of one op say nothing of the other.
+    gathers = tuning_session.Options.of("cpu", 2, SHAPES[:1], row_major=True)
+    assert [o.shape for o in tuner.tune(gathers)] == [SHAPES[0]]
+
+
+def test_wrong_scatters_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner, "check", tune_work.check_with_wrong_scatter)
+    options = tuning_session.Options.of("cpu", 2, SHAPES[:1], op=SCATTER.op)
+    (outcome,) = tuner.tune(options)
+    assert [failure.plan for failure in outcome.failures] == [Plan("push")]
+    assert "relative error" in outcome.failures[0].reason
+    assert outcome.row is None
 
 
 def test_rows_of_another_version_are_tuned_again() -> None:
@@ -219,3 +248,19 @@ def test_ranks_with_different_tables_ignore_them(tmp_path: Path) -> None:
     found = call(Plan("push", chunks_per_shard=4), elsewhere=str(tmp_path / "none"))
     words = "agmm ignores cpu-x2.json of the user: its ranks found 2 versions of it, wanted one"
     assert found == 2 * [(True, 1, [words])]
+
+
+@pytest.mark.parametrize(
+    ("plan", "strict", "native"),
+    [
+        (None, False, True),
+        (Plan("push"), False, True),
+        (UNFUSED, False, False),
+        (UNFUSED, True, True),
+    ],
+)
+def test_a_scatter_takes_the_tables_plan(plan: Plan | None, strict: bool, native: bool) -> None:
+    if plan is not None:
+        tables.save(CPU, 2, [(Key.of(SCATTER), Row(16, plan, 1.0))])
+    with RankPool(2) as pool:
+        assert pool.run(tune_work.scatter_with_table, 16, 8, 24, strict) == 2 * [(True, native, [])]

@@ -69,6 +69,50 @@ def call_with_table(m: int, n: int, k: int, strict: bool) -> tuple[bool, int, li
     return right, chunks, [str(w.message) for w in caught]
 
 
+def check_with_wrong_scatter(plan: Plan) -> tuning_session.Verdict:
+    """As `tuning_session.check`, but the last rank's own sums are wrong."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    original = cpu.CpuWorkspace.matmul_reduce_scatter
+
+    def faulty(workspace: Any, *arguments: Any, **keywords: Any) -> Any:
+        out = original(workspace, *arguments, **keywords)
+        if last:
+            out[0, 0] += 1.0
+        return out
+
+    cpu.CpuWorkspace.matmul_reduce_scatter = faulty  # type: ignore[method-assign,assignment]
+    try:
+        return tuning_session.check(plan)
+    finally:
+        cpu.CpuWorkspace.matmul_reduce_scatter = original  # type: ignore[method-assign]
+
+
+def scatter_with_table(m: int, n: int, k: int, strict: bool) -> tuple[bool, bool, list[str]]:
+    """Whether the sum is right; whether agmm made it; what was warned of."""
+    calls = 0
+    original = cpu.CpuWorkspace.matmul_reduce_scatter
+
+    def counted(workspace: Any, *arguments: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(workspace, *arguments, **keywords)
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    draw = torch.Generator().manual_seed(1)
+    As = [torch.randint(-8, 9, (m, k), generator=draw).float() for _ in range(world_size)]
+    Bs = [torch.randint(-8, 9, (n, k), generator=draw).float().t() for _ in range(world_size)]
+    cpu.CpuWorkspace.matmul_reduce_scatter = counted  # type: ignore[method-assign,assignment]
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            out = agmm.matmul_reduce_scatter(As[rank], Bs[rank], strict=strict)
+    finally:
+        cpu.CpuWorkspace.matmul_reduce_scatter = original  # type: ignore[method-assign]
+    whole = torch.stack([A @ B for A, B in zip(As, Bs, strict=True)]).sum(0)
+    right = torch.equal(out, whole.chunk(world_size)[rank])
+    return right, calls == 1, [str(w.message) for w in caught]
+
+
 def use_folder_of_rank(folders: list[str]) -> None:
     """Each rank reads its own tables from now on."""
     os.environ["AGMM_CACHE_DIR"] = folders[dist.get_rank()]

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from agmm.bench.compare import Verdict, compare, noise_us
 from agmm.cli.report_tables import render_comparison
+from agmm.errors import InvalidArgument
 from agmm.testing.cases import Shape
 
 SHAPE = Shape(16, 8, 32)
@@ -42,6 +43,21 @@ def _text(old: dict[str, Any], new: dict[str, Any]) -> str:
     out = io.StringIO()
     render_comparison(compare(old, new), Console(file=out, width=160))
     return out.getvalue()
+
+
+def test_reports_of_different_ops_are_not_compared() -> None:
+    old, new = _report(roof=_way(100)), _report(roof=_way(100))
+    new["settings"]["op"] = "matmul_reduce_scatter"
+    found = "found one of all_gather_matmul beside one of matmul_reduce_scatter, wanted the same"
+    with pytest.raises(InvalidArgument, match=found):
+        compare(old, new)
+    old["settings"]["op"] = "matmul_reduce_scatter"
+    assert "matmul, then reduce-scatter" in _text(_report_of(old), _report_of(new))
+
+
+def _report_of(report: dict[str, Any]) -> dict[str, Any]:
+    report["shapes"][0]["ways"]["unfused"] = _way(200)
+    return report
 
 
 def test_only_changes_beyond_the_noise_are_flagged() -> None:

@@ -223,7 +223,18 @@ def test_a_scatter_by_a_row(folder: Path) -> None:
     assert f"plan: unfused\nfrom: {folder}" in text
     assert "measured: 290.0 µs, 1.61 × the matmul alone (180.0 µs), by agmm 0.2.0" in text
     assert "why: it was measured to be the fastest" in text
-    assert "plan: push, 128x" in said(SCATTER._replace(m=8192))  # a row decides its own M alone
+
+
+def test_a_scatter_between_rows(folder: Path) -> None:
+    kernel = KernelConfig.parse("128x128x64_1x1_pingpong/swizzle2/along_m")
+    rows = [Row(m, Plan("push", kernel), m / 32, m / 64, m / 16, "0.2.0") for m in (4096, 8192)]
+    tables.save(GPU, 4, [(Key.of(SCATTER), row) for row in rows])
+    text = said(SCATTER._replace(m=6000))
+    assert "plan: push, 128x128x64_1x1_pingpong/swizzle4/along_n\nfrom: tuned at M=4096 and" in text
+    assert "why: it is the fastest by what was tuned at M=4096 and M=8192" in text
+    assert "measured: not yet (agmm tune --op matmul_reduce_scatter does it)" in text
+    assert ", 256.0 µs unfused" in said(SCATTER)
+    assert "from: cost model\n" in said(SCATTER._replace(m=512))
 
 
 def test_a_row_that_no_scatter_can_run_is_passed_over() -> None:

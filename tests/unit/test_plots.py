@@ -72,6 +72,19 @@ def test_speedups_are_over_the_baseline() -> None:
     assert 1.25 < axes.get_ylim()[1] < 2.0
 
 
+def test_a_report_of_scatters_says_so() -> None:
+    pytest.importorskip("matplotlib")
+    found = _small(roof=50.0, unfused=100.0, torch_fused=90.0, agmm_fused=70.0, agmm=60.0)
+    found["settings"]["op"] = "matmul_reduce_scatter"
+    lines, bars = plots.time_over_roof(found), plots.speedup(found)
+    (axes,) = lines.axes
+    assert axes.get_title(loc="left") == "N = 8, K = 32 per rank"
+    assert axes.get_xlabel() == "M, rows before the scatter"
+    assert bars.get_suptitle().startswith("Speed-up over matmul, then reduce-scatter (")
+    labels = [text.get_text() for text in lines.legends[0].get_texts()]
+    assert {"torch fused", "matmul, then reduce-scatter", "agmm, never unfused"} <= {*labels}
+
+
 def test_ways_without_a_time_and_unknown_ways_are_no_trouble(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     ours = {f"way{i}": 60.0 + i for i in range(6)}

@@ -30,6 +30,22 @@ def test_projections(model: str, tp: int, widths: set[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "tp", "widths"),
+    [
+        ("llama-3-8b", 1, {(4096, 4096), (4096, 14336)}),
+        ("llama-3-70b", 4, {(8192, 2048), (8192, 7168)}),
+        ("qwen-2.5-7b", 2, {(3584, 1792), (3584, 9472)}),
+        ("deepseek-v3", 4, {(7168, 4096), (7168, 4608), (7168, 512)}),
+    ],
+)
+def test_row_parallel_projections(model: str, tp: int, widths: set[tuple[int, int]]) -> None:
+    shapes = presets.shapes(model, [512], tp, "matmul_reduce_scatter")
+    assert {(s.N, s.K) for s in shapes} == widths
+    with pytest.raises(InvalidArgument, match="tp: found 3, wanted a divisor of"):
+        presets.shapes(model, [512], 3, "matmul_reduce_scatter")
+
+
+@pytest.mark.parametrize(
     ("model", "tp", "words"),
     [
         ("llama-4", 4, "found 'llama-4', wanted one of llama-3-8b, "),

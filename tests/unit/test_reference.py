@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,11 +13,19 @@ from agmm.testing.cases import (
     BENCH_SHAPES,
     UGLY_SHAPES,
     LocalShape,
+    Operands,
     Shape,
     make_operands,
+    make_scatter_operands,
     random_local_shapes,
 )
-from agmm.testing.reference import allowed_error, gathered_product, poison, relative_error
+from agmm.testing.reference import (
+    allowed_error,
+    gathered_product,
+    poison,
+    relative_error,
+    scattered_sum,
+)
 
 
 def test_product_is_exact_where_bf16_is_not() -> None:
@@ -101,11 +110,30 @@ def test_ranks_agree_on_A_and_have_weights_of_their_own() -> None:
     assert not torch.equal(ranks[0].B, ranks[1].B)
 
 
-def test_rows_must_divide() -> None:
+def test_a_scattered_sum_is_that_of_all_ranks() -> None:
+    shape, world_size = Shape(12, 8, 16), 3
+
+    def made(rank: int) -> Operands:
+        return make_scatter_operands(shape, rank, world_size, dtype=torch.bfloat16, device="cpu")
+
+    ranks = [made(rank) for rank in range(world_size)]
+    assert all(torch.equal(made(1).A, ranks[1].A) for _ in range(2))
+    assert not torch.equal(ranks[0].A, ranks[1].A) and not torch.equal(ranks[0].B, ranks[1].B)
+    assert all(o.A_shard is o.A and o.B.t().is_contiguous() for o in ranks)
+    whole = torch.stack([o.A.double() @ o.B.double() for o in ranks]).sum(0)
+    for rank in range(world_size):
+        found = scattered_sum(lambda source: (ranks[source].A, ranks[source].B), rank, world_size)
+        torch.testing.assert_close(found.rows, whole[4 * rank : 4 * rank + 4])
+        # bf16: 8 bits, rounded once and again with each sum.
+        assert 2**-10 < found.error < 2**-7
+
+
+@pytest.mark.parametrize("make", [make_operands, make_scatter_operands])
+def test_rows_must_divide(make: Callable[..., Operands]) -> None:
     with pytest.raises(
         InvalidArgument, match="M: found 10, wanted a multiple of the world size, 4"
     ):
-        make_operands(Shape(10, 8, 8), 0, 4, dtype=torch.float32, device="cpu")
+        make(Shape(10, 8, 8), 0, 4, dtype=torch.float32, device="cpu")
 
 
 def test_cases_are_legal_for_the_kernels() -> None:

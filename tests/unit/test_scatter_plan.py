@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from agmm.ops import scatter_plan
 from agmm.planning import call_plans, cost_model
-from agmm.planning.plans import BY_TORCH, UNFUSED, Plan, Problem
+from agmm.planning.heuristics import predict_us
+from agmm.planning.planner import Choice, Planner
+from agmm.planning.plans import BY_TORCH, UNFUSED, Plan, Problem, Row
 from agmm.runtime import collectives, groups, symmetric
 
 
@@ -82,3 +86,62 @@ def test_what_is_traced() -> None:
 
     make_fx(look, tracing_mode="real")(tensor)
     assert seen == [True]
+
+
+KERNELS = cost_model.default_scatter_kernels("nvidia-h200")
+
+
+class Table:
+    """Of one problem's rows."""
+
+    name = "a table"
+
+    def __init__(self, *rows: Row) -> None:
+        self._rows = rows
+
+    def rows(self, problem: Problem) -> Sequence[Row]:
+        return self._rows
+
+
+def choose(m: int, *rows: Row, fused: bool = False, **others: Any) -> Choice:
+    problem = scattered(m, 8192, 2048)._replace(op="matmul_reduce_scatter", **others)
+    return Planner((), [Table(*rows)], KERNELS).choose(problem, fused=fused)
+
+
+def row(m: int, plan: Plan, times_predicted: float, **others: Any) -> Row:
+    problem = scattered(m, 8192, 2048)._replace(op="matmul_reduce_scatter", **others)
+    return Row(m, plan, times_predicted * (predict_us(problem, plan) or 1.0))
+
+
+@pytest.mark.parametrize("m", [2052, 4000, 5000, 8000])
+def test_rows_correct_the_model_at_other_m(m: int) -> None:
+    """No more than 4 times away."""
+    model = choose(m)
+    assert model.plan.kernel is not None and model.source == "cost model"
+    slower = choose(m, row(2048, model.plan, 1.3), row(64, UNFUSED, 0.01))
+    assert (slower.plan, slower.source) == (model.plan, "tuned at M=2048 (a table)")
+    rows = row(2048, UNFUSED, 0.3), row(8192, model.plan, 1.0)
+    unfused = choose(m, *rows)
+    assert (unfused.plan, unfused.source) == (UNFUSED, "tuned at M=2048 and M=8192 (a table)")
+    fused = choose(m, *rows, fused=True)
+    assert (fused.plan, fused.source) == (model.plan, "tuned at M=8192 (a table)")
+    # Of a kernel that was not measured as much slower or faster as the others were.
+    other = Plan("push", next(k for k in KERNELS if k.kernel != model.plan.kernel.kernel))
+    found = choose(m, row(2048, other, 1.2))
+    assert found.plan == model.plan
+    assert found.source == "cost model, against what was tuned at M=2048 (a table)"
+    assert choose(4 * 2048 + 4, row(2048, UNFUSED, 0.01)).source == "cost model"
+
+
+def test_a_row_of_this_m_decides() -> None:
+    rows = [row(m, BY_TORCH, 5.0) for m in (1024, 4096)]
+    found = choose(4096, *rows, row(4100, UNFUSED, 0.01))
+    assert (found.plan, found.source, found.row) == (BY_TORCH, "a table", rows[1])
+
+
+def test_without_a_model_the_nearest_row_decides() -> None:
+    rows = [Row(m, plan, 1.0) for m, plan in ((64, UNFUSED), (256, Plan("push")))]
+    assert choose(80, *rows, gpu="cpu").plan == UNFUSED
+    assert choose(200, *rows, gpu="cpu").plan == Plan("push")
+    assert choose(80, *rows, gpu="cpu", fused=True).source == "tuned at M=256 (a table)"
+    assert choose(4096, *rows, gpu="cpu").source == "default of the CPU backend"

@@ -13,19 +13,31 @@ import pytest
 import torch
 from rich.console import Console
 
+import agmm
 from agmm.bench import candidates, tuner, tuning_session
 from agmm.bench.ways import ROOF
 from agmm.cli import report_tables
 from agmm.errors import InvalidArgument
-from agmm.planning import tables
-from agmm.planning.cost_model import default_kernels
-from agmm.planning.heuristics import predict_us, usual_plans
+from agmm.planning import cost_model, tables
+from agmm.planning.cost_model import default_kernels, default_scatter_kernels
+from agmm.planning.heuristics import predict_us, usual_plans, usual_scatter_order
 from agmm.planning.legality import why_illegal
-from agmm.planning.plans import CPU, DEFAULT_GPU, UNFUSED, KernelConfig, Plan, Problem, Row
+from agmm.planning.plans import (
+    BY_TORCH,
+    CPU,
+    DEFAULT_GPU,
+    UNFUSED,
+    KernelConfig,
+    Plan,
+    Problem,
+    Row,
+)
 from agmm.planning.tables import TableError
 from agmm.testing.cases import Shape
 
 KERNELS = default_kernels(DEFAULT_GPU)
+SENDERS = default_scatter_kernels(DEFAULT_GPU)
+SCATTER = Problem(4096, 8192, 2048, world_size=4, op="matmul_reduce_scatter")
 GPU_PROBLEM = Problem(4096, 3584, 8192, world_size=4)
 CPU_PROBLEM = Problem(64, 8, 8, "float32", 2, gpu=CPU)
 
@@ -66,6 +78,54 @@ def test_candidates_on_the_cpu(rows: int, chunks: list[int]) -> None:
     problem = CPU_PROBLEM._replace(m=2 * rows)
     plans = candidates.candidates(problem, (), Plan("push"))
     assert plans == [*(Plan("push", chunks_per_shard=c) for c in chunks), UNFUSED]
+
+
+@pytest.mark.parametrize("m", [512, 16384])
+def test_candidates_of_a_scatter(m: int) -> None:
+    problem = SCATTER._replace(m=m)
+    plans = candidates.candidates(problem, SENDERS, UNFUSED)
+    times = {kernel: cost_model.tile_push_scatter_us(problem, kernel) for kernel in SENDERS}
+    near = [k for k in SENDERS if times[k] <= candidates.PRUNE_FACTOR * min(times.values())]
+    own = [plan.kernel for plan in plans if plan.kernel is not None]
+    assert own == [usual_scatter_order(kernel) for kernel in near] and len(own) > 0
+    assert {plan for plan in plans if plan.kernel is None} == {BY_TORCH, UNFUSED}
+    assert all(why_illegal(problem, plan, SENDERS) is None for plan in plans)
+    more = candidates.other_orders({plan: 1.0 + i for i, plan in enumerate(plans)})
+    assert len(more) == 7 * min(2, len(own))
+    assert all(why_illegal(problem, plan, SENDERS) is None for plan in more)
+    on_cpu = candidates.candidates(problem._replace(gpu=CPU), (), Plan("push"))
+    assert on_cpu == [Plan("push"), UNFUSED]
+
+
+def test_torchs_op_has_to_be_faster_by_what_it_costs_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 100 µs, where another takes 130 and the host 60."""
+    own = Plan("push", SENDERS[0])
+    taken = {own.name: 130.0, BY_TORCH.name: 100.0, UNFUSED.name: 150.0, ROOF: 50.0}
+
+    def ranks(fn: Any, *arguments: Any) -> Any:
+        if fn is tuning_session.check:
+            return tuning_session.Verdict(None)
+        if fn is tuning_session.measure:
+            return {name: [taken[name]] * arguments[1] for name in (*arguments[0], ROOF)}
+        return None
+
+    monkeypatch.setattr(tuner, "candidates", lambda *_: [own, BY_TORCH, UNFUSED])
+    monkeypatch.setattr(tuner, "other_orders", lambda _: [])
+    options = tuning_session.Options("cuda", 4, (), torch.bfloat16, op=SCATTER.op)
+    for us, winner in ((100.0, own), (60.0, BY_TORCH)):
+        taken[BY_TORCH.name] = us
+        found = tuner.Outcome(Shape(4096, 8192, 2048), SCATTER, UNFUSED)
+        part = tuner._Part(tuner.Silent(), 0.0, 1.0, "a shape")
+        ranks_: Any = ranks
+        tuner._tune_shape(found, SENDERS, options, ranks_, part)
+        assert found.row == Row(4096, winner, taken[winner.name], 50.0, 150.0, agmm.__version__)
+
+
+def test_a_scatter_returns_no_A() -> None:
+    with pytest.raises(InvalidArgument, match="return_A: found True with matmul_reduce_scatter"):
+        tuning_session.Options.of("cpu", 2, [Shape(4, 8, 8)], op=SCATTER.op, return_A=True)
 
 
 def test_the_best_kernels_are_tried_in_all_orders() -> None:

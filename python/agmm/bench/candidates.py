@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from agmm.planning.heuristics import orders, predict_us, sm_pushes, usual_order, usual_plans
+from agmm.planning.heuristics import (
+    orders,
+    predict_us,
+    scatter_plans,
+    sm_pushes,
+    usual_order,
+    usual_plans,
+)
 from agmm.planning.legality import copy_transports
-from agmm.planning.plans import CPU, UNFUSED, KernelConfig, Plan, Problem, SmPush
+from agmm.planning.plans import (
+    CPU,
+    MATMUL_REDUCE_SCATTER,
+    UNFUSED,
+    KernelConfig,
+    Plan,
+    Problem,
+    SmPush,
+)
 
 CPU_CHUNKS = (1, 2, 4, 8)
 """Row chunks per shard that are tried on the CPU."""
@@ -18,8 +33,10 @@ KERNELS_IN_ALL_ORDERS = 2
 
 def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> list[Plan]:
     """The plans to check at first: each kernel in its usual order that the cost model leaves, the
-    unfused path, and the plan in use."""
-    if problem.gpu == CPU:
+    unfused path, torch's fused op where it is legal, and the plan in use."""
+    if problem.op == MATMUL_REDUCE_SCATTER:
+        plans = _without_slow_kernels(problem, scatter_plans(problem, kernels))
+    elif problem.gpu == CPU:
         rows = problem.m // problem.world_size
         plans = [Plan("push", chunks_per_shard=c) for c in CPU_CHUNKS if c <= max(1, rows)]
     else:
@@ -29,10 +46,16 @@ def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> 
             for transport in copy_transports(problem, kernel)
         ]
         fused += [plan for kernel in kernels for plan in usual_plans(problem, kernel)]
-        predicted = {plan: predict_us(problem, plan) or 0.0 for plan in fused}
-        limit = PRUNE_FACTOR * min(predicted.values(), default=0.0)
-        plans = [plan for plan, us in predicted.items() if us <= limit]
+        plans = _without_slow_kernels(problem, fused)
     return list(dict.fromkeys([old, *plans, UNFUSED]))
+
+
+def _without_slow_kernels(problem: Problem, plans: Sequence[Plan]) -> list[Plan]:
+    predicted = {
+        plan: predict_us(problem, plan) or 0.0 for plan in plans if plan.kernel is not None
+    }
+    limit = PRUNE_FACTOR * min(predicted.values(), default=0.0)
+    return [plan for plan in plans if predicted.get(plan, 0.0) <= limit]
 
 
 def other_orders(medians: Mapping[Plan, float]) -> list[Plan]:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from agmm.bench.reports import RECORDED_VARIABLES, Report, shape_of
+from agmm.bench.reports import RECORDED_VARIABLES, Report, op_of, shape_of
 from agmm.bench.ways import ROOF
+from agmm.errors import InvalidArgument
 from agmm.testing.cases import Shape
 
 MIN_SAMPLES = 5
@@ -87,6 +88,7 @@ class Comparison:
     only_old: list[str]
     only_new: list[str]
     differences: list[str]
+    op: str
 
     @property
     def beyond_noise(self) -> list[Change]:
@@ -94,7 +96,14 @@ class Comparison:
 
 
 def compare(old: Report, new: Report) -> Comparison:
-    """The times that both reports have, and what only one has."""
+    """The times that both reports have, and what only one has.
+
+    Raises InvalidArgument where they are of different ops.
+    """
+    if op_of(old) != op_of(new):
+        raise InvalidArgument(
+            f"report: found one of {op_of(old)} beside one of {op_of(new)}, wanted the same op"
+        )
     before, after = _by_shape(old), _by_shape(new)
     changes: list[Change] = []
     only_old = [f"{shape}: all ways" for shape in before if shape not in after]
@@ -124,7 +133,7 @@ def compare(old: Report, new: Report) -> Comparison:
             only_old.append(f"{shape}: {_listed(missing)}")
         if added:
             only_new.append(f"{shape}: {_listed(added)}")
-    return Comparison(changes, only_old, only_new, _differences(old, new))
+    return Comparison(changes, only_old, only_new, _differences(old, new), op_of(new))
 
 
 def noise_us(old: Sequence[float], new: Sequence[float]) -> float | None:

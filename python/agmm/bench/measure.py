@@ -17,11 +17,12 @@ from agmm._installation import one_line
 from agmm.bench import steps
 from agmm.bench.exchange import of_all_ranks
 from agmm.bench.options import Options
+from agmm.bench.references import make_problem, references
 from agmm.bench.timer import host_time, time_ways
-from agmm.bench.ways import ROOF, WAYS, Problem, Result
+from agmm.bench.ways import ROOF, Problem, Result, ways_of
 from agmm.runtime import devices, links
-from agmm.testing.cases import Shape, make_operands
-from agmm.testing.reference import allowed_error, gathered_product, poison, relative_error
+from agmm.testing.cases import Shape
+from agmm.testing.reference import poison, relative_error
 
 
 @dataclass
@@ -72,17 +73,13 @@ def measure(shape: Shape, options: Options) -> dict[str, Any]:
     assert group is not None
     assert options.ways is not None
     assert options.dtype is not None
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     device = (
         torch.device("cuda", torch.cuda.current_device())
         if options.device == "cuda"
         else torch.device("cpu")
     )
-    operands = make_operands(
-        shape, rank, world_size, dtype=options.dtype, device=device, seed=options.seed
-    )
-    problem = Problem(shape, group, device, operands)
-    results, calls = _prepare_and_check(problem, options.ways)
+    problem = make_problem(options.op, shape, group, device, dtype=options.dtype, seed=options.seed)
+    results, calls = _prepare_and_check(problem, options.ways, options.seed)
     timed = time_ways(
         {name: _as_step(options.ways.index(name), call) for name, call in calls.items()},
         group=group,
@@ -99,7 +96,7 @@ def measure(shape: Shape, options: Options) -> dict[str, Any]:
         result.tflops = shape.flops / result.median_us / 1e6
     if device.type == "cuda":
         for name in calls:
-            if WAYS[name].host_time:
+            if ways_of(options.op)[name].host_time:
                 _begin_step(options.ways.index(name))
                 mine = host_time(calls[name], device=device)
                 by_rank = of_all_ranks("host times", mine, group)
@@ -114,7 +111,7 @@ def measure(shape: Shape, options: Options) -> dict[str, Any]:
         for result in results.values():
             if result.median_us is not None:
                 result.ratio_to_roof = result.median_us / roof
-    del calls, problem, operands
+    del calls, problem
     release_memory(device)
     return {
         "M": shape.M,
@@ -134,24 +131,24 @@ def _as_step(what: int, call: Callable[[], Result]) -> Callable[[], Result]:
 
 
 def _prepare_and_check(
-    problem: Problem, names: Sequence[str]
+    problem: Problem, names: Sequence[str], seed: int
 ) -> tuple[dict[str, WayResult], dict[str, Callable[[], Result]]]:
     """Prepares each way, checks it, and keeps those that are right on every rank."""
-    reference = gathered_product(problem.operands.A, problem.operands.B)
+    wanted = references(problem, seed)
     results: dict[str, WayResult] = {}
     calls: dict[str, Callable[[], Result]] = {}
     allowed = 0.0
     for what, name in enumerate(names):
         _begin_step(what)
-        result, call = check_way(WAYS[name].prepare, problem, reference)
+        result, call = check_way(ways_of(problem.op)[name].prepare, problem, wanted.of(name))
         if name == ROOF and result.relative_error is not None:
-            allowed = allowed_error(result.relative_error)
+            allowed = wanted.allowed(result.relative_error)
         judge(result, allowed)
         results[name] = result
         if result.reason is None and call is not None:
             calls[name] = call
         del call
-    del reference
+    del wanted
     release_memory(problem.device)
     return results, calls
 

@@ -13,7 +13,8 @@ from agmm.bench.timer import SAMPLES, SPIN_US, WARMUP
 from agmm.bench.units import size
 from agmm.bench.ways import select_ways
 from agmm.errors import InvalidArgument
-from agmm.testing.cases import BENCH_SHAPES, CPU_BENCH_SHAPES, Shape
+from agmm.planning.plans import ALL_GATHER_MATMUL
+from agmm.testing.cases import BENCH_SHAPES, CPU_BENCH_SHAPES, SCATTER_BENCH_SHAPES, Shape
 
 DEFAULT_WORLD_SIZE = 4
 
@@ -36,12 +37,14 @@ class Options:
     seed: int = 0
     limit_s: float = LIMIT_S
     """So long may one call of a way take; then its ranks are ended, and it has no time."""
+    op: str = ALL_GATHER_MATMUL
 
     def resolved(self) -> Options:
         """The same with every default filled in. Raises InvalidArgument for what cannot run."""
         shapes = self.shapes
         if shapes is None:
-            shapes = BENCH_SHAPES if self.device == "cuda" else CPU_BENCH_SHAPES
+            on_gpus = BENCH_SHAPES if self.op == ALL_GATHER_MATMUL else SCATTER_BENCH_SHAPES
+            shapes = on_gpus if self.device == "cuda" else CPU_BENCH_SHAPES
         for shape in shapes:
             if shape.M % self.world_size:
                 raise InvalidArgument(
@@ -51,7 +54,7 @@ class Options:
         dtype = self.dtype
         if dtype is None:
             dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        ways = tuple(select_ways(self.ways, self.device))
+        ways = tuple(select_ways(self.ways, self.device, self.op))
         if self.device == "cpu":
             check_memory(shapes, dtype, self.world_size)
         return replace(self, shapes=tuple(shapes), ways=ways, dtype=dtype)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agmm.bench import figures
-from agmm.bench.reports import Report, shape_of, title_of, where
+from agmm.bench.reports import Report, op_of, shape_of, title_of, where
 from agmm.bench.ways import ROOF
 from agmm.errors import InvalidArgument
+from agmm.planning.plans import ALL_GATHER_MATMUL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,7 +51,9 @@ class Style:
         looks = {
             "agmm": (figures.VERMILION, "o"),
             "unfused": (figures.GREY, "s"),
+            "agmm-fused": (figures.ORANGE, "o"),
             "torch-decomposed": (figures.SKY, "^"),
+            "torch-fused": (figures.SKY, "^"),
             "torch-native": (figures.GREEN, "D"),
         }
         spare = [
@@ -119,7 +122,13 @@ def time_over_roof(report: Report) -> Figure:
     largest = max(r for panel in panels.values() for by_m in panel.values() for r in by_m.values())
     for axes, ((n, k), panel) in zip(grid.flat, panels.items(), strict=False):
         _ratio_panel(axes, panel, styles)
-        axes.set_title(f"N = {n} per rank, K = {k}", loc="left", fontsize=10)
+        is_gather = op_of(report) == ALL_GATHER_MATMUL
+        axes.set_title(
+            f"N = {n} per rank, K = {k}" if is_gather else f"N = {n}, K = {k} per rank",
+            loc="left",
+            fontsize=10,
+        )
+        axes.set_xlabel("M, gathered rows" if is_gather else "M, rows before the scatter")
         axes.tick_params(labelleft=True)
         if largest >= _LOG_FROM_RATIO:
             axes.set_yscale("log", base=2)
@@ -129,12 +138,12 @@ def time_over_roof(report: Report) -> Figure:
     for line in grid[:, 0]:
         line.set_ylabel("time ÷ matmul alone")
     _title(figure, report, "Time over the matmul alone (1 is the roof; lower is better)")
-    _legend(figure, _line_handles(styles))
+    _legend(figure, _line_handles(styles, op_of(report)))
     return figure
 
 
 def speedup(report: Report) -> Figure:
-    """Bars of the time of all-gather then matmul over that of each way, a group per shape.
+    """Bars of the time of matmul and collective, unfused, over that of each way, a group per shape.
 
     Bars start at 1, so that they point down where a way is slower. A line over each group, or a
     number where that is far above, is the matmul alone. Raises InvalidArgument where no shape has
@@ -169,8 +178,9 @@ def speedup(report: Report) -> Figure:
         _bar_row(axes, mine, groups, roofs, styles, top)
         axes.set_xlim(-0.6, per_row - 0.4)
         axes.set_ylabel("speed-up")
-    _title(figure, report, "Speed-up over all-gather, then matmul (higher is better)")
-    _legend(figure, _bar_handles(styles, bool(roofs)))
+    baseline = title_of(BASELINE, op_of(report))
+    _title(figure, report, f"Speed-up over {baseline} (higher is better)")
+    _legend(figure, _bar_handles(styles, bool(roofs), op_of(report)))
     return figure
 
 
@@ -204,7 +214,6 @@ def _ratio_panel(
     axes.set_xscale("log", base=2)
     axes.set_xlim(ms[0] * 2**-0.6, ms[-1] * 2**0.6)
     _log2_ticks(axes.xaxis, ms)
-    axes.set_xlabel("M, gathered rows")
     axes.margins(y=0.09)
     figures.strip(axes, grid="y")
 
@@ -269,10 +278,10 @@ def _bar_look(style: Style) -> dict[str, Any]:
     }
 
 
-def _line_handles(styles: Mapping[str, Style]) -> list[Any]:
+def _line_handles(styles: Mapping[str, Style], op: str) -> list[Any]:
     from matplotlib.lines import Line2D
 
-    roof = Line2D([], [], color=figures.BLACK, linewidth=1.0, label=title_of(ROOF))
+    roof = Line2D([], [], color=figures.BLACK, linewidth=1.0, label=title_of(ROOF, op))
     return [
         *(
             Line2D(
@@ -283,7 +292,7 @@ def _line_handles(styles: Mapping[str, Style]) -> list[Any]:
                 markerfacecolor="white" if style.returns_A else style.color,
                 linestyle=(0, (4, 2)) if style.graph else "-",
                 linewidth=2.6 if style.emphasised else 1.2,
-                label=title_of(name),
+                label=title_of(name, op),
             )
             for name, style in styles.items()
         ),
@@ -291,12 +300,12 @@ def _line_handles(styles: Mapping[str, Style]) -> list[Any]:
     ]
 
 
-def _bar_handles(styles: Mapping[str, Style], with_roof: bool) -> list[Any]:
+def _bar_handles(styles: Mapping[str, Style], with_roof: bool, op: str) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    bars = [Patch(label=title_of(name), **_bar_look(style)) for name, style in styles.items()]
-    roof = Line2D([], [], color=figures.BLACK, linewidth=1.6, label=title_of(ROOF))
+    bars = [Patch(label=title_of(name, op), **_bar_look(style)) for name, style in styles.items()]
+    roof = Line2D([], [], color=figures.BLACK, linewidth=1.6, label=title_of(ROOF, op))
     return [*bars, roof] if with_roof else bars
 
 

@@ -1,5 +1,6 @@
-"""Shapes by name: the column-parallel projections that a tensor-parallel rank computes of a model,
-and the options by which `agmm tune` and `agmm bench` name shapes."""
+"""Shapes by name: the projections that a tensor-parallel rank computes of a model, column-parallel
+ones for an all-gather and row-parallel ones for a reduce-scatter, and the options by which
+`agmm tune` and `agmm bench` name shapes."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agmm.errors import InvalidArgument
+from agmm.planning.plans import ALL_GATHER_MATMUL
 from agmm.testing.cases import Shape
 
 
 @dataclass(frozen=True)
 class Projection:
-    """``[tokens, k] @ [k, n]`` on one rank; n is that rank's share of the columns."""
+    """``[tokens, k] @ [k, n]`` on one rank; n, or k of a row-parallel one, is that rank's share."""
 
     name: str
     n: int
@@ -32,26 +34,39 @@ class Attention:
     def projections(self, tp: int) -> list[Projection]:
         """QKV as one weight and gate/up as one weight. Key and value heads are repeated where
         there are more ranks than such heads."""
-        if self.heads % tp or max(tp, self.kv_heads) % min(tp, self.kv_heads):
-            raise InvalidArgument(
-                f"tp: found {tp}, wanted a divisor of {self.heads} heads that goes with "
-                f"{self.kv_heads} key and value heads"
-            )
+        self._check(tp)
         heads = self.heads // tp + 2 * max(1, self.kv_heads // tp)
         return [
             Projection("qkv", heads * self.head_dim, self.hidden),
             Projection("gate_up", 2 * _share(self.feed_forward, tp), self.hidden),
         ]
 
+    def row_projections(self, tp: int) -> list[Projection]:
+        """The output of the attention, and down."""
+        self._check(tp)
+        return [
+            Projection("attention_out", self.hidden, self.heads // tp * self.head_dim),
+            Projection("down", self.hidden, _share(self.feed_forward, tp)),
+        ]
+
+    def _check(self, tp: int) -> None:
+        if self.heads % tp or max(tp, self.kv_heads) % min(tp, self.kv_heads):
+            raise InvalidArgument(
+                f"tp: found {tp}, wanted a divisor of {self.heads} heads that goes with "
+                f"{self.kv_heads} key and value heads"
+            )
+
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention with a mixture of experts (DeepSeek-V3)."""
+    """Multi-head latent attention with a mixture of experts (DeepSeek-V3). ``values``: columns of
+    the values of all heads."""
 
     hidden: int
     q_rank: int
     kv_rank: int
     rope_dim: int
+    values: int
     feed_forward: int
     shared_experts: int
 
@@ -62,6 +77,14 @@ class LatentAttention:
             Projection("qkv_down", self.q_rank + self.kv_rank + self.rope_dim, self.hidden),
             Projection("gate_up", 2 * _share(self.feed_forward, tp), self.hidden),
             Projection("shared_gate_up", 2 * _share(self.shared_experts, tp), self.hidden),
+        ]
+
+    def row_projections(self, tp: int) -> list[Projection]:
+        """The output of the attention, and down of the dense layers and of the shared experts."""
+        return [
+            Projection("attention_out", self.hidden, _share(self.values, tp)),
+            Projection("down", self.hidden, _share(self.feed_forward, tp)),
+            Projection("shared_down", self.hidden, _share(self.shared_experts, tp)),
         ]
 
 
@@ -76,20 +99,22 @@ MODELS: dict[str, Attention | LatentAttention] = {
     "llama-3-70b": Attention(8192, 64, 8, 128, 28672),
     "qwen-2.5-7b": Attention(3584, 28, 4, 128, 18944),
     "qwen-2.5-72b": Attention(8192, 64, 8, 128, 29568),
-    "deepseek-v3": LatentAttention(7168, 1536, 512, 64, 18432, 2048),
+    "deepseek-v3": LatentAttention(7168, 1536, 512, 64, 16384, 18432, 2048),
 }
 """By name; the sizes are those of the models' published configurations."""
 
 
-def shapes(model: str, tokens: list[int], tp: int) -> list[Shape]:
-    """The projections of a model at each token count (the gathered rows, M).
+def shapes(model: str, tokens: list[int], tp: int, op: str = ALL_GATHER_MATMUL) -> list[Shape]:
+    """The projections of a model that call the op, at each token count (the rows of all ranks, M).
 
     Raises InvalidArgument for an unknown model or a ``tp`` that does not divide it.
     """
     found = MODELS.get(model)
     if found is None:
         raise InvalidArgument(f"model: found {model!r}, wanted one of {', '.join(MODELS)}")
-    widths = {(p.n, p.k): None for p in found.projections(tp)}
+    is_gather = op == ALL_GATHER_MATMUL
+    projections = found.projections(tp) if is_gather else found.row_projections(tp)
+    widths = {(p.n, p.k): None for p in projections}
     return [Shape(m, n, k) for n, k in widths for m in tokens]
 
 
@@ -134,8 +159,8 @@ class ShapeOptions:
         """Whether any of them was given."""
         return self._count() > 0 or self.tokens is not None
 
-    def read(self, tp: int) -> list[Shape]:
-        """The shapes that they name, for `tp` ranks.
+    def read(self, tp: int, op: str = ALL_GATHER_MATMUL) -> list[Shape]:
+        """The shapes that they name, for `tp` ranks and the op.
 
         Raises InvalidArgument where they are not named in exactly one way, or cannot be read.
         """
@@ -146,7 +171,7 @@ class ShapeOptions:
                 "--shapes, --file, --model"
             )
         if self.model is not None:
-            return shapes(self.model, parse_tokens(self.tokens or DEFAULT_TOKENS), tp)
+            return shapes(self.model, parse_tokens(self.tokens or DEFAULT_TOKENS), tp, op)
         if self.tokens is not None:
             raise InvalidArgument(f"tokens: found {self.tokens!r} without --model, wanted both")
         if self.file is not None:

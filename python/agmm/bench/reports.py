@@ -14,8 +14,9 @@ from typing import Any
 from agmm.bench.machine import machine_facts
 from agmm.bench.options import Options
 from agmm.bench.timer import FLUSH_BYTES
-from agmm.bench.ways import ROOF, WAYS
+from agmm.bench.ways import ROOF, ways_of
 from agmm.errors import InvalidArgument
+from agmm.planning.plans import ALL_GATHER_MATMUL, OPS
 from agmm.testing.cases import Shape
 
 SCHEMA = 1
@@ -53,6 +54,9 @@ def read(path: Path) -> Report:
     for key in ("machine", "settings"):
         if not isinstance(report.get(key), dict):
             raise InvalidArgument(f"report: found no {key} in {path}, {wanted}")
+    op = report["settings"].setdefault("op", ALL_GATHER_MATMUL)  # older ones are all of that
+    if op not in OPS:
+        raise InvalidArgument(f"report: found op {op!r} in {path}, wanted one of {', '.join(OPS)}")
     for i, entry in enumerate(report["shapes"]):
         whole = isinstance(entry, dict) and {"M", "N", "K", "ways"} <= entry.keys()
         if not whole or not isinstance(entry["ways"], dict):
@@ -108,9 +112,20 @@ def shape_of(entry: dict[str, Any]) -> Shape:
     return Shape(entry["M"], entry["N"], entry["K"])
 
 
-def title_of(name: str) -> str:
-    """What tables and plots call a way: its title where this version knows it."""
-    return WAYS[name].title if name in WAYS else name
+def op_of(report: Report) -> str:
+    """What a report is of."""
+    return str(report["settings"].get("op", ALL_GATHER_MATMUL))
+
+
+def title_of(name: str, op: str = ALL_GATHER_MATMUL) -> str:
+    """What tables and plots call a way of an op: its title where this version knows it."""
+    way = ways_of(op).get(name)
+    return name if way is None else way.title
+
+
+def _is_agmm(name: str, op: str) -> bool:
+    way = ways_of(op).get(name)
+    return way is not None and way.is_agmm
 
 
 def where(report: Report) -> str:
@@ -143,6 +158,7 @@ def new_report(options: Options) -> dict[str, Any]:
         "commit": commit(),
         "machine": machine_facts(),
         "settings": {
+            "op": options.op,
             "device": options.device,
             "world_size": options.world_size,
             "dtype": str(options.dtype).removeprefix("torch."),
@@ -201,11 +217,11 @@ class Summary:
     speedup: float | None
 
 
-def summarize(shape_report: dict[str, Any]) -> Summary:
+def summarize(shape_report: dict[str, Any], op: str = ALL_GATHER_MATMUL) -> Summary:
     """agmm beside the roof and the fastest of the ways that are neither."""
     ways = shape_report["ways"]
     times = {name: w["median_us"] for name, w in ways.items() if w["median_us"] is not None}
-    ours_too = {name for name in times if name in WAYS and WAYS[name].is_agmm}
+    ours_too = {name for name in times if _is_agmm(name, op)}
     others = {n: t for n, t in times.items() if n != ROOF and n not in ours_too}
     best = min(others, key=lambda n: others[n]) if others else None
     ours, roof = times.get("agmm"), times.get(ROOF)
@@ -237,5 +253,5 @@ def failed_ways(report: dict[str, Any]) -> list[str]:
         f"{name} at {Shape(s['M'], s['N'], s['K'])}"
         for s in report["shapes"]
         for name, way in s["ways"].items()
-        if name in WAYS and WAYS[name].is_agmm and way["median_us"] is None and not way["wrong"]
+        if _is_agmm(name, op_of(report)) and way["median_us"] is None and not way["wrong"]
     ]

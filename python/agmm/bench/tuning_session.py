@@ -13,15 +13,23 @@ import agmm
 from agmm.bench import options as bench_options
 from agmm.bench import ways
 from agmm.bench.measure import check_way, judge, release_memory
+from agmm.bench.references import make_problem, references
 from agmm.bench.timer import time_ways
 from agmm.bench.ways import ROOF
 from agmm.errors import InvalidArgument
+from agmm.ops import scatter_paths
 from agmm.planning import call_plans
 from agmm.planning.legality import why_unfused
-from agmm.planning.plans import CPU, UNFUSED, Plan, Problem
+from agmm.planning.plans import (
+    ALL_GATHER_MATMUL,
+    CPU,
+    MATMUL_REDUCE_SCATTER,
+    UNFUSED,
+    Plan,
+    Problem,
+)
 from agmm.runtime.workspaces import cpu_workspace
-from agmm.testing.cases import Shape, make_operands
-from agmm.testing.reference import allowed_error, gathered_product
+from agmm.testing.cases import Shape
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,7 @@ class Options:
     row_major: bool = False
     again: bool = False
     """Measure shapes anew that this version of agmm has tuned before."""
+    op: str = ALL_GATHER_MATMUL
 
     @classmethod
     def of(
@@ -44,12 +53,15 @@ class Options:
         world_size: int,
         shapes: Sequence[Shape],
         dtype: torch.dtype | None = None,
+        op: str = ALL_GATHER_MATMUL,
         **others: bool,
     ) -> Options:
         """With dtype's default filled in. Raises InvalidArgument for what cannot be tuned."""
+        if op == MATMUL_REDUCE_SCATTER and others.get("return_A"):
+            raise InvalidArgument(f"return_A: found True with {op}, wanted False")
         given = bench_options.Options(device, world_size, tuple(shapes), dtype=dtype).resolved()
         assert given.dtype is not None
-        options = cls(device, world_size, tuple(shapes), given.dtype, **others)
+        options = cls(device, world_size, tuple(shapes), given.dtype, op=op, **others)
         for shape in shapes:
             reason = why_unfused(options.dtype_name, shape.N, shape.K)
             if device == "cuda" and reason is not None:
@@ -61,7 +73,7 @@ class Options:
         return str(self.dtype).removeprefix("torch.")
 
     def problem(self, shape: Shape, device: torch.device) -> Problem:
-        return call_plans.problem(
+        problem = call_plans.problem(
             *shape,
             self.dtype,
             device,
@@ -69,6 +81,7 @@ class Options:
             return_A=self.return_A,
             column_major=not self.row_major,
         )
+        return problem._replace(op=self.op)
 
 
 # --- inside the ranks ---
@@ -81,23 +94,23 @@ class _Session:
         group = dist.group.WORLD
         assert group is not None
         device = _device(options.device)
-        operands = make_operands(
-            shape, dist.get_rank(), dist.get_world_size(), dtype=options.dtype, device=device
-        )
+        self.problem = make_problem(options.op, shape, group, device, dtype=options.dtype)
         if options.row_major:
-            operands.B = operands.B.contiguous()
+            self.problem.operands.B = self.problem.operands.B.contiguous()
         self.return_A = options.return_A
-        self.problem = ways.Problem(shape, group, device, operands)
-        self.reference = gathered_product(operands.A, operands.B)
-        roof = ways.WAYS[ROOF]
-        result, call = check_way(roof.prepare, self.problem, self.reference)
+        wanted = references(self.problem)
+        self.reference = wanted.others
+        roof = ways.ways_of(options.op)[ROOF]
+        result, call = check_way(roof.prepare, self.problem, wanted.roof)
         if call is None or result.relative_error is None:
             raise RuntimeError(f"the matmul alone failed: {result.reason}")
-        self.allowed = allowed_error(result.relative_error)
+        self.allowed = wanted.allowed(result.relative_error)
         self.calls: dict[str, Callable[[], Any]] = {ROOF: call}
 
     def prepare(self, plan: Plan) -> Callable[[ways.Problem], Callable[[], Any]]:
         return_A = self.return_A
+        if self.problem.op == MATMUL_REDUCE_SCATTER:
+            return lambda p: _scatter(p, plan)
 
         def prepare(p: ways.Problem) -> Callable[[], ways.Result]:
             A_shard, B, group = p.operands.A_shard, p.operands.B, p.group
@@ -122,6 +135,15 @@ class _Session:
             return by_op
 
         return prepare
+
+
+def _scatter(p: ways.Problem, plan: Plan) -> Callable[[], ways.Result]:
+    A, B, group = p.operands.A, p.operands.B, p.group
+
+    def call() -> ways.Result:
+        return None, scatter_paths.by_plan(plan, A, B, group)
+
+    return call
 
 
 _session: _Session | None = None

@@ -1,4 +1,4 @@
-"""The ways to compute the gathered product that are timed beside each other."""
+"""The ways to compute each op that are timed beside each other."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 import agmm
 from agmm.errors import InvalidArgument
+from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from agmm.testing.cases import Operands, Shape
 
 ROOF = "roof"
 """The way that all others are compared with: the matmul alone."""
 
 Result = tuple[torch.Tensor | None, torch.Tensor]
-"""The gathered A, where the way returns it, and the product."""
+"""The gathered A, where the way returns it, and what the op returns; of the roof the product."""
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Problem:
     group: dist.ProcessGroup
     device: torch.device
     operands: Operands
+    op: str = ALL_GATHER_MATMUL
 
     @property
     def group_name(self) -> Any:
@@ -38,7 +40,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to compute the gathered product.
+    """One way to compute an op.
 
     `prepare` builds whatever the way may keep between calls and returns the call that is timed.
     """
@@ -167,9 +169,56 @@ def _as_graph(
     return prepare_graph
 
 
-def _ways() -> dict[str, Way]:
-    ways = [
-        Way(ROOF, "matmul alone (roof)", _roof, on_cpu=True),
+def _scatter_unfused(p: Problem) -> Callable[[], Result]:
+    A, B, group = p.operands.A, p.operands.B, p.group
+    partial = torch.empty(p.shape.M, p.shape.N, dtype=A.dtype, device=p.device)
+    rows = p.shape.M // dist.get_world_size(group)
+    out = torch.empty(rows, p.shape.N, dtype=A.dtype, device=p.device)
+    # The same function: torch 2.13 renamed it.
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def call() -> Result:
+        reduce_scatter(out, torch.mm(A, B, out=partial), group=group)
+        return None, out
+
+    return call
+
+
+def _torch_fused(p: Problem) -> Callable[[], Result]:
+    import torch.distributed._symmetric_memory
+
+    A, B, name = p.operands.A, p.operands.B, p.group_name
+    op = torch.ops.symm_mem.fused_matmul_reduce_scatter
+
+    def call() -> Result:
+        return None, op(A, B, "sum", 0, name)
+
+    return call
+
+
+def _scatter_agmm(strict: bool) -> Callable[[Problem], Callable[[], Result]]:
+    def prepare(p: Problem) -> Callable[[], Result]:
+        A, B, group = p.operands.A, p.operands.B, p.group
+        op = agmm.matmul_reduce_scatter
+
+        def call() -> Result:
+            return None, op(A, B, group, strict=strict)
+
+        return call
+
+    return prepare
+
+
+def _by_name(*ways: Way) -> dict[str, Way]:
+    return {way.name: way for way in ways}
+
+
+_TITLE_OF_ROOF = "matmul alone (roof)"
+
+
+def _gather_ways() -> dict[str, Way]:
+    return _by_name(
+        Way(ROOF, _TITLE_OF_ROOF, _roof, on_cpu=True),
         Way("unfused", "all-gather, then matmul", _unfused, on_cpu=True),
         Way("unfused-graph", "all-gather, then matmul, graph", _as_graph(_unfused)),
         Way("torch-decomposed", "torch decomposed", _torch_decomposed(False)),
@@ -190,28 +239,54 @@ def _ways() -> dict[str, Way]:
         Way("agmm-graph", "agmm, graph", _as_graph(_agmm(False)), is_agmm=True),
         Way("agmm-A", "agmm, returns A", _agmm(True), on_cpu=True, is_agmm=True, host_time=True),
         Way("agmm-A-graph", "agmm, returns A, graph", _as_graph(_agmm(True)), is_agmm=True),
-    ]
-    return {way.name: way for way in ways}
+    )
 
 
-WAYS = _ways()
-"""Every way by name. All-gather is NCCL's on GPUs and gloo's on the CPU; the matmul is torch.mm."""
+def _scatter_ways() -> dict[str, Way]:
+    planned, own = _scatter_agmm(False), _scatter_agmm(True)
+    return _by_name(
+        Way(ROOF, _TITLE_OF_ROOF, _roof, on_cpu=True),
+        Way("unfused", "matmul, then reduce-scatter", _scatter_unfused, on_cpu=True),
+        Way("unfused-graph", "matmul, then reduce-scatter, graph", _as_graph(_scatter_unfused)),
+        Way("torch-fused", "torch fused", _torch_fused),
+        Way("torch-fused-graph", "torch fused, graph", _as_graph(_torch_fused)),
+        Way("agmm", "agmm", planned, on_cpu=True, is_agmm=True, host_time=True),
+        Way("agmm-graph", "agmm, graph", _as_graph(planned), is_agmm=True),
+        Way("agmm-fused", "agmm, never unfused", own, on_cpu=True, is_agmm=True, host_time=True),
+        Way("agmm-fused-graph", "agmm, never unfused, graph", _as_graph(own), is_agmm=True),
+    )
 
 
-def select_ways(names: Iterable[str] | None, device_type: str) -> list[str]:
+WAYS = _gather_ways()
+"""Every way of `ALL_GATHER_MATMUL` by name. Collectives are NCCL's on GPUs and gloo's on the CPU;
+the matmul is torch.mm."""
+SCATTER_WAYS = _scatter_ways()
+"""Those of `MATMUL_REDUCE_SCATTER`."""
+_WAYS_OF = {ALL_GATHER_MATMUL: WAYS, MATMUL_REDUCE_SCATTER: SCATTER_WAYS}
+
+
+def ways_of(op: str) -> dict[str, Way]:
+    """Every way of an op by name."""
+    return _WAYS_OF[op]
+
+
+def select_ways(
+    names: Iterable[str] | None, device_type: str, op: str = ALL_GATHER_MATMUL
+) -> list[str]:
     """The ways to run on 'cuda' or 'cpu': those named, or all that exist there; always the roof.
 
     Raises InvalidArgument that names an unknown way and the nearest known one.
     """
-    there = [way.name for way in WAYS.values() if device_type == "cuda" or way.on_cpu]
+    known = ways_of(op)
+    there = [way.name for way in known.values() if device_type == "cuda" or way.on_cpu]
     if names is None:
         return there
     chosen = [ROOF]
     for name in names:
-        if name not in WAYS:
-            close = get_close_matches(name, WAYS, n=1)
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise InvalidArgument(f"way: found {name!r}, wanted one of {', '.join(WAYS)}{hint}")
+            raise InvalidArgument(f"way: found {name!r}, wanted one of {', '.join(known)}{hint}")
         if name not in there:
             raise InvalidArgument(
                 f"way: found {name!r}, which needs GPUs, wanted one of {', '.join(there)}"

@@ -119,6 +119,7 @@ def demo(
     "  agmm bench --from new.json --compare old.json --plot pictures\n\n"
     "  agmm bench --timeline 4096x3584x8192 --plot pictures\n\n"
     "  agmm bench --device cpu --tp 2\n\n"
+    "  agmm bench --op matmul_reduce_scatter --model llama-3-70b --tp 4\n\n"
     "  torchrun --nproc-per-node 4 benchmarks/bench.py",
 )
 def bench(
@@ -126,6 +127,7 @@ def bench(
     file: File = None,
     model: Model = None,
     tokens: Tokens = None,
+    op: Annotated[Op | None, typer.Option(help="Which call. Default: all_gather_matmul.")] = None,
     ways: Annotated[
         str | None,
         typer.Option(help="Ways, comma-separated. Default: all there are.", metavar="WAY,..."),
@@ -159,7 +161,7 @@ def bench(
     timeline: Annotated[
         str | None,
         typer.Option(
-            help="Instead of timing, record when chunks arrived and tiles ran: a trace for "
+            help="Instead of timing, record when chunks came or went and tiles ran: a trace for "
             "ui.perfetto.dev and a PNG per shape, in --plot or here.",
             metavar="MxNxK,...",
         ),
@@ -194,7 +196,7 @@ def bench(
         from agmm.cli import bench_command
 
         if list_ways:
-            bench_command.list_ways()
+            bench_command.list_ways(None if op is None else op.value)
             return
         request = bench_command.Request(
             presets.ShapeOptions(shapes, file, model, tokens),
@@ -209,6 +211,7 @@ def bench(
             compare=compare,
             plot=plot,
             timeline=timeline,
+            op=None if op is None else op.value,
         )
         if source is None:
             say_why_cpu(device, tp)
@@ -227,6 +230,7 @@ def bench(
     "  agmm tune --m 4096 --n 3584 --k 8192 --tp 4\n\n"
     "  agmm tune --model llama-3-70b --tokens 512..32768 --tp 4\n\n"
     "  agmm tune --file shapes.txt --tp 2 --device cpu\n\n"
+    "  agmm tune --op matmul_reduce_scatter --model llama-3-70b --tp 4\n\n"
     "  torchrun --nproc-per-node 4 -m agmm tune --model deepseek-v3",
 )
 def tune(
@@ -254,6 +258,9 @@ def tune(
     file: File = None,
     model: Model = None,
     tokens: Tokens = None,
+    op: Annotated[
+        Op, typer.Option(help="Which call. The rows of matmul_reduce_scatter are those of A.")
+    ] = Op.all_gather_matmul,
     tp: Tp = None,
     dtype: Annotated[
         DType | None,
@@ -286,11 +293,12 @@ def tune(
         options = tuning_session.Options.of(
             kind,
             ranks,
-            presets.ShapeOptions(shapes, file, model, tokens, (m, n, k)).read(ranks),
+            presets.ShapeOptions(shapes, file, model, tokens, (m, n, k)).read(ranks, op.value),
             None if dtype is None else torch_dtype(dtype),
             return_A=return_a,
             row_major=b_layout is Layout.row,
             again=again,
+            op=op.value,
         )
         outcomes: list[tuner.Outcome] = []
         keeper = tuner.Keeper(ranks)

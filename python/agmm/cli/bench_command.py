@@ -33,13 +33,15 @@ from agmm.bench.timer import SAMPLES
 from agmm.cli import report_tables
 from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
+from agmm.planning.plans import ALL_GATHER_MATMUL
 from agmm.testing.cases import Shape
 
 
 @dataclass(frozen=True)
 class Request:
-    """The options of `agmm bench`. `source` is a report to take instead of a run, `timeline` the
-    shapes to record, which is done instead of timing."""
+    """The options of `agmm bench`. `op` None: `ALL_GATHER_MATMUL`, or that of the report. `source`
+    is a report to take instead of a run, `timeline` the shapes to record, which is done instead of
+    timing."""
 
     shapes: presets.ShapeOptions
     ways: Sequence[str] | None = None
@@ -53,6 +55,7 @@ class Request:
     compare: Path | None = None
     plot: Path | None = None
     timeline: str | None = None
+    op: str | None = None
 
     def check(self) -> None:
         """Raises InvalidArgument for options that do not go together."""
@@ -61,6 +64,7 @@ class Request:
         excluded: list[tuple[str, object, str, object]] = [
             ("--from", self.source, "--json", self.json_path),
             ("--from", self.source, "--file or --model", by_preset),
+            ("--from", self.source, "--op", self.op),
             ("--timeline", self.timeline, "--from", self.source),
             ("--timeline", self.timeline, "--compare", self.compare),
             ("--timeline", self.timeline, "--json", self.json_path),
@@ -72,9 +76,9 @@ class Request:
                 raise InvalidArgument(f"{option}: found it with {other}, wanted one of the two")
 
 
-def list_ways() -> None:
-    """Prints the ways with their titles."""
-    for way in ways.WAYS.values():
+def list_ways(op: str | None) -> None:
+    """Prints the ways of the op with their titles."""
+    for way in ways.ways_of(op or ALL_GATHER_MATMUL).values():
         print(f"{way.name:26}{way.title}{'' if way.on_cpu else ' (GPUs only)'}")
 
 
@@ -155,14 +159,16 @@ def _measure(request: Request, stderr: Console) -> reports.Report | None:
     if request.json_path is not None and launcher.is_rank_0():
         check_writable(request.json_path, "--json")
     kind, ranks = launcher.choose(request.device, launcher.world_size_or(request.world_size))
+    op = request.op or ALL_GATHER_MATMUL
     options = Options(
         device=kind,
         world_size=ranks,
-        shapes=request.shapes.read(ranks) if request.shapes.given else None,
+        shapes=request.shapes.read(ranks, op) if request.shapes.given else None,
         ways=request.ways,
         dtype=request.dtype,
         samples=request.samples,
         limit_s=request.limit_s,
+        op=op,
     )
 
     def progress(line: str) -> None:

@@ -16,6 +16,7 @@ from agmm.planning.heuristics import predict_us
 from agmm.planning.legality import why_scatter_illegal, why_unfused
 from agmm.planning.planner import Choice, Planner
 from agmm.planning.plans import (
+    ALL_GATHER_MATMUL,
     BY_TORCH,
     CPU,
     DEFAULT_GPU,
@@ -160,10 +161,11 @@ def _times(problem: Problem, choice: Choice) -> Iterable[str]:
         yield f"predicted: {duration(choice.predicted_us)}, {_beside_roof(problem, choice)}"
     row = choice.row
     if row is None:
-        if problem.op == MATMUL_REDUCE_SCATTER:
+        if problem.gpu == CPU or why_unfused(problem.dtype, problem.n, problem.k) is None:
+            option = "" if problem.op == ALL_GATHER_MATMUL else f" --op {problem.op}"
+            yield f"measured: not yet (agmm tune{option} does it)"
+        elif problem.op == MATMUL_REDUCE_SCATTER:
             yield "measured: not yet"
-        elif problem.gpu == CPU or why_unfused(problem.dtype, problem.n, problem.k) is None:
-            yield "measured: not yet (agmm tune does it)"
     elif row.roof_us is None:
         yield f"measured: {duration(row.us)}"
     else:
@@ -218,7 +220,11 @@ def why(problem: Problem, choice: Choice, planner: Planner) -> str:
 
 def _said_of_scatter(problem: Problem, choice: Choice) -> str:
     if choice.row is not None:
-        return "it was measured to be the fastest"
+        us = None if choice.plan == UNFUSED else choice.row.unfused_us
+        beside = "" if us is None else f", {duration(us)} unfused"
+        return f"it was measured to be the fastest{beside}"
+    if choice.source.startswith("tuned at"):
+        return f"it is the fastest by what was {choice.source}"
     if problem.gpu == CPU:
         return "agmm's own, each rank sends the others their parts as they are computed"
     illegal = why_scatter_illegal(problem, BY_TORCH)

@@ -82,13 +82,22 @@ class Layout(str, Enum):
 
 Shapes = Annotated[
     str | None,
-    typer.Option(help="Gathered MxNxK, comma-separated; N is per rank.", metavar="MxNxK,..."),
+    typer.Option(
+        help="MxNxK, comma-separated: the rows of all ranks, and what a rank multiplies.",
+        metavar="MxNxK,...",
+    ),
 ]
 File = Annotated[
     Path | None,
     typer.Option(help="Shapes, one MxNxK a line; # begins a comment.", dir_okay=False),
 ]
-Model = Annotated[str | None, typer.Option(help="The QKV and gate/up projections of this model.")]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="The projections of this model: QKV and gate/up; of matmul_reduce_scatter the "
+        "attention's output and down."
+    ),
+]
 Tokens = Annotated[
     str | None,
     typer.Option(

@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from agmm.bench.compare import STANDARD_ERRORS, Change, Comparison, Verdict, summary
-from agmm.bench.reports import summarize, title_of
+from agmm.bench.reports import op_of, summarize, title_of
 from agmm.bench.tuner import Outcome
-from agmm.bench.ways import WAYS
 from agmm.cli.terminal import plain_table, print_table
+from agmm.planning.plans import ALL_GATHER_MATMUL
 from agmm.testing.cases import Shape
 
 
@@ -21,7 +21,8 @@ def render(report: dict[str, Any], console: Console) -> None:
     """Prints a table per shape and the summary of them all."""
     machine, settings = report["machine"], report["settings"]
     console.print(
-        f"{settings['world_size']} ranks on {machine['device_name']}, {settings['dtype']}; "
+        f"{op_of(report)}, {settings['world_size']} ranks on {machine['device_name']}, "
+        f"{settings['dtype']}; "
         f"torch {machine['torch']}, CUDA {machine['cuda'] or '-'}, NCCL {machine['nccl'] or '-'}, "
         f"driver {machine['driver'] or '-'}, agmm {machine['agmm']}, commit {report['commit']}",
         highlight=False,
@@ -31,11 +32,11 @@ def render(report: dict[str, Any], console: Console) -> None:
         highlight=False,
     )
     for shape_report in report["shapes"]:
-        print_table(console, shape_table(shape_report))
+        print_table(console, shape_table(shape_report, op_of(report)))
     print_table(console, summary_table(report))
 
 
-def shape_table(shape_report: dict[str, Any]) -> Table:
+def shape_table(shape_report: dict[str, Any], op: str = ALL_GATHER_MATMUL) -> Table:
     """One shape's ways: µs, TFLOPS per rank, ratio to the roof, relative error."""
     shape = Shape(shape_report["M"], shape_report["N"], shape_report["K"])
     table = plain_table(f"M x N x K = {shape.M} x {shape.N} x {shape.K}")
@@ -49,7 +50,7 @@ def shape_table(shape_report: dict[str, Any]) -> Table:
     table.add_column("note", overflow="fold")
     for name, w in shape_report["ways"].items():
         table.add_row(
-            WAYS[name].title if name in WAYS else name,
+            title_of(name, op),
             "WRONG" if w["wrong"] else number(w["median_us"], ".1f"),
             number(w["tflops"], ".4g"),
             number(w["ratio_to_roof"], ".3f"),
@@ -70,7 +71,7 @@ def summary_table(report: dict[str, Any]) -> Table:
     for heading in ("agmm", "agmm graph", "agmm ÷ roof", "best other ÷ agmm", "host µs"):
         table.add_column(heading, justify="right")
     for shape_report in report["shapes"]:
-        s = summarize(shape_report)
+        s = summarize(shape_report, op_of(report))
         host = shape_report["ways"].get("agmm", {}).get("host_time_us")
         table.add_row(
             str(s.shape),
@@ -96,14 +97,15 @@ def render_comparison(comparison: Comparison, console: Console) -> None:
             markup=False,
         )
     for shape in dict.fromkeys(c.shape for c in comparison.changes):
-        print_table(console, comparison_table([c for c in comparison.changes if c.shape == shape]))
+        changes = [c for c in comparison.changes if c.shape == shape]
+        print_table(console, comparison_table(changes, comparison.op))
     for heading, lines in (("only old", comparison.only_old), ("only new", comparison.only_new)):
         for line in lines:
             console.print(f"{heading}: {line}", soft_wrap=True, markup=False)
     console.print(summary(comparison), soft_wrap=True, markup=False)
 
 
-def comparison_table(changes: Sequence[Change]) -> Table:
+def comparison_table(changes: Sequence[Change], op: str) -> Table:
     """The changes of one shape, a row per way."""
     shape = changes[0].shape
     built = plain_table(f"M x N x K = {shape.M} x {shape.N} x {shape.K}")
@@ -115,7 +117,7 @@ def comparison_table(changes: Sequence[Change]) -> Table:
         flagged = c.verdict in (Verdict.faster, Verdict.slower)
         noise = None if c.noise_us is None else STANDARD_ERRORS * c.noise_us / c.old_us
         built.add_row(
-            title_of(c.way),
+            title_of(c.way, op),
             f"{c.old_us:.1f}",
             f"{c.new_us:.1f}",
             f"{c.ratio:.3f}",

@@ -13,6 +13,7 @@ from agmm import _core
 from agmm.errors import Unsupported
 from agmm.ops import scatter_plan
 from agmm.ops.paths import kind_of
+from agmm.planning.plans import KernelConfig
 from agmm.runtime import groups
 from agmm.runtime.cuda_calls import b_layout, core_dtype
 from agmm.runtime.cuda_scatter import OperandLayout, ScatterCall
@@ -89,7 +90,7 @@ def run(
     else:
         with groups.of(group).lock:
             groups.check_alive(group)
-            call = _prepare(As, Bs, group, is_column_major, reduce_op, strict)
+            call = _prepare(As, Bs, group, reduce_op, strict)
             if len(known) >= _MAX_CALLS:
                 known.clear()
             known[key] = call
@@ -119,19 +120,31 @@ def _prepare(
     As: Sequence[torch.Tensor],
     Bs: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
-    is_column_major: bool,
     reduce_op: str,
     strict: bool,
 ) -> ScatterCall | None:
     plan = scatter_plan.kernel_plan(As, Bs, group, strict=strict)
     if plan is None or plan.kernel is None:
         return None
+    return call_with(plan.kernel, As, Bs, group, reduce_op)
+
+
+def call_with(
+    kernel: KernelConfig,
+    As: Sequence[torch.Tensor],
+    Bs: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    reduce_op: str,
+) -> ScatterCall:
+    """The call of one of agmm's kernels, of contiguous A along dimension 0 and of B as TMA wants
+    it, all of one layout. Collective at a group's first."""
     A, n, world_size = As[0], Bs[0].shape[1], dist.get_world_size(group)
     rows = A.shape[:-1].numel()
-    products = []
+    products, is_column_major = [], True
     for B in Bs:
         layout = b_layout(B)
-        assert layout is not None and layout.column_major == is_column_major
+        assert layout is not None
+        is_column_major = layout.column_major
         products.append(OperandLayout(B.shape[0], layout.leading, B.shape[0]))
     return ScatterCall(
         scatter_workspace(group, A.device),
@@ -142,6 +155,6 @@ def _prepare(
         tuple(products),
         (A.shape[0] // world_size, *A.shape[1:-1], n),
         reduce_op == "avg",
-        plan.kernel.core,
-        _core.scatter_part_bytes(rows, n, world_size, plan.kernel.core),
+        kernel.core,
+        _core.scatter_part_bytes(rows, n, world_size, kernel.core),
     )

@@ -14,6 +14,7 @@ from agmm.ops import scatter_cuda, scatter_plan
 from agmm.ops.checks import check_scatterable
 from agmm.ops.paths import fall_back
 from agmm.ops.products import joined, sum_of_products
+from agmm.planning.plans import BY_TORCH, UNFUSED, Plan
 from agmm.runtime import collectives, groups, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.workspaces import cpu_workspace
@@ -62,6 +63,8 @@ def run(
     if reason is None:
         try:
             if As[0].device.type == "cpu":
+                if not strict and scatter_plan.prefers_unfused_on_cpu(As, Bs, group):
+                    return unfused(As, Bs, bias, group, scatter_dim, reduce_op, meanwhile)
                 return native_cpu(As, Bs, bias, group, scatter_dim, reduce_op, meanwhile)
             out = scatter_cuda.run(As, Bs, bias, group, scatter_dim, reduce_op, strict=strict)
             if out is not None:
@@ -118,6 +121,18 @@ def native_cpu(
     # Not a view: autograd refuses in-place ops on a Function's views.
     found: torch.Tensor = torch.ops.aten._unsafe_view(out, out.shape)
     return found
+
+
+def by_plan(plan: Plan, A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum along dimension 0 as a plan that is legal for it has it, whatever is planned: to
+    measure it. A [M, K] is contiguous and B [K, N] as TMA wants it. Collective."""
+    if plan == UNFUSED:
+        return unfused([A], [B], None, group, 0, "sum")
+    if plan == BY_TORCH:
+        return by_the_op_of_torch(A, B, group, "sum")
+    if plan.kernel is None:
+        return native_cpu([A], [B], None, group, 0, "sum")
+    return scatter_cuda.call_with(plan.kernel, [A], [B], group, "sum")([A], [B], None)
 
 
 def by_the_op_of_torch(

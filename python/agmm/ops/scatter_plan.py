@@ -11,7 +11,7 @@ import torch.distributed as dist
 from agmm.errors import Unsupported
 from agmm.ops.checks import FLOATS
 from agmm.planning import call_plans, cost_model, legality
-from agmm.planning.plans import BY_TORCH, MATMUL_REDUCE_SCATTER, Plan, Problem
+from agmm.planning.plans import BY_TORCH, MATMUL_REDUCE_SCATTER, UNFUSED, Plan, Problem
 from agmm.runtime import symmetric
 from agmm.runtime.workspaces import cuda_workspace
 
@@ -38,6 +38,25 @@ def _problem(A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup) -> Prob
 def _is_planned(A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """Whether the plan of ``A @ B`` on a GPU is torch's fused op. Collective at first use."""
     return call_plans.planner(group, A.device).plan(_problem(A, B, group)) == BY_TORCH
+
+
+def prefers_unfused_on_cpu(
+    As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> bool:
+    """Whether a table says that the CPU backend is slower than a matmul and a reduce-scatter.
+    Collective at first use."""
+    A, B = As[0], Bs[0]
+    problem = call_plans.problem(
+        A.shape[:-1].numel(),
+        B.shape[1],
+        sum(B.shape[0] for B in Bs),
+        A.dtype,
+        A.device,
+        world_size=dist.get_world_size(group),
+        column_major=B.stride(0) == 1,
+    )
+    planner = call_plans.planner(group, A.device)
+    return planner.plan(problem._replace(op=MATMUL_REDUCE_SCATTER)) == UNFUSED
 
 
 _MOST_ROWS = 2**31 - 1

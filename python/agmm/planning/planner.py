@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log
+from statistics import fmean
 from typing import NamedTuple
 
 from agmm.planning import cost_model
 from agmm.planning.cost_model import At
-from agmm.planning.heuristics import has_model, predict_us, scatter_plans, usual_plans
+from agmm.planning.heuristics import (
+    has_model,
+    predict_us,
+    scatter_plans,
+    usual_plans,
+    usual_scatter_order,
+)
 from agmm.planning.legality import why_scatter_illegal, why_unfused
 from agmm.planning.plans import (
     BY_TORCH,
@@ -30,7 +37,7 @@ from agmm.planning.plans import (
     Row,
 )
 from agmm.planning.search import Search
-from agmm.planning.tuned_rows import Rows, TunedRow, TunedRows
+from agmm.planning.tuned_rows import Rows, TunedRow, TunedRows, near_in_m
 
 _MAX_PLANS = 4096
 _MAX_FAMILIES = 512
@@ -157,9 +164,9 @@ class Planner:
         SM push where shards end inside tiles. Where there is no model, the row nearest in M decides
         as it is (of two equally near the one above). Without any such row those of the problem that
         differs in ``return_A`` count in the same way, and without these it is the model's
-        favourite. For "matmul_reduce_scatter" a row of exactly this problem decides, else the
-        model. Rows whose plan this build cannot run are passed over, with one warning per
-        reason.
+        favourite. Rows of "matmul_reduce_scatter" serve in the same way; the favourite counts at
+        the mean of those that are carried out as it is. Rows whose plan this build cannot run are
+        passed over, with one warning per reason.
 
         Args:
             fused: leave the unfused plan out.
@@ -237,14 +244,60 @@ class Planner:
 
     def _scattered(self, problem: Problem, fused: bool) -> _Found:
         """The plan of a matmul + reduce-scatter."""
+        rows = self._scatter_rows(problem, fused)
+        if problem.m in rows:
+            name, row = rows[problem.m]
+            return _Found(row.plan, name, None, row)
+        near = near_in_m(problem.m, rows)
+        favourite = None
+        if has_model(problem) or not near:
+            favourite = self._scatter_favourite(problem, fused)
+        if not near:
+            assert favourite is not None
+            return favourite
+        words = " and ".join(f"M={m}" for m in near)
+        source = f"tuned at {words} ({rows[near[-1]][0]})"
+        if favourite is None:
+            nearest = min(reversed(near), key=lambda m: abs(log(m / problem.m)))
+            return _Found(rows[nearest][1].plan, source)
+        rated: list[tuple[float, Plan]] = []
+        ratios: list[tuple[str, float]] = []
+        for m in near:
+            row = rows[m][1]
+            there_us = predict_us(problem._replace(m=m), row.plan)
+            here = row.plan
+            if here.kernel is not None:
+                here = replace(here, kernel=usual_scatter_order(here.kernel))
+            here_us = predict_us(problem, here)
+            assert there_us is not None and here_us is not None
+            ratios.append((here.transport, row.us / there_us))
+            rated.append((here_us * row.us / there_us, here))
+        best_us, best = min(rated, key=lambda pair: pair[0])
+        alike = [ratio for transport, ratio in ratios if transport == favourite.plan.transport]
+        mean = fmean(alike or [ratio for _, ratio in ratios])
+        is_theirs = any(favourite.plan == plan for _, plan in rated)
+        assert favourite.us is not None
+        if not is_theirs and favourite.us * mean < best_us:
+            return favourite._replace(source=f"cost model, against what was {source}")
+        return _Found(best, source)
+
+    def _scatter_rows(self, problem: Problem, fused: bool) -> dict[int, tuple[str, Row]]:
+        """Those that may serve the problem, with their tables' names, by M."""
+        found: dict[int, tuple[str, Row]] = {}
         for table in self.tables:
             for row in table.rows(problem):
-                if row.m != problem.m or (fused and row.plan == UNFUSED):
+                if row.m in found or (fused and row.plan == UNFUSED):
                     continue
-                reason = why_scatter_illegal(problem, row.plan, self.scatter_kernels)
-                if reason is None:
-                    return _Found(row.plan, table.name, None, row)
-                self.warn(f"agmm passes over rows of {table.name}: {reason}", reason)
+                own = problem._replace(m=row.m)
+                reason = why_scatter_illegal(own, row.plan, self.scatter_kernels)
+                if reason is not None:
+                    self.warn(f"agmm passes over rows of {table.name}: {reason}", reason)
+                elif why_scatter_illegal(problem, row.plan, self.scatter_kernels) is None:
+                    found[row.m] = table.name, row
+        return found
+
+    def _scatter_favourite(self, problem: Problem, fused: bool) -> _Found:
+        """What the cost model says of a matmul + reduce-scatter."""
         plans = scatter_plans(problem, self.scatter_kernels)
         legal = [plan for plan in plans if not (fused and plan == UNFUSED)]
         if not legal:
@@ -252,7 +305,7 @@ class Planner:
         if problem.gpu == CPU:
             return _Found(legal[0], "default of the CPU backend")
         if problem.dtype not in FUSED_DTYPES:
-            return _Found(UNFUSED, "cost model", None)
+            return _Found(UNFUSED, "cost model")
         own = [plan for plan in legal if plan.kernel is not None]
         is_fused = BY_TORCH in legal and cost_model.is_reduce_scatter_fused(problem)
         others = [BY_TORCH if is_fused or (fused and not own) else UNFUSED]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,6 +16,13 @@ from agmm.planning.search import SplitKernel
 
 _NEIGHBOUR_FACTOR = 4
 """A tuned M says something about an M up to this many times larger or smaller."""
+
+
+def near_in_m(m: int, tuned: Iterable[int]) -> list[int]:
+    """The nearest tuned M below and the nearest above, each at most so many times away."""
+    below = [other for other in tuned if m / _NEIGHBOUR_FACTOR <= other < m]
+    above = [other for other in tuned if m < other <= m * _NEIGHBOUR_FACTOR]
+    return [*sorted(below)[-1:], *sorted(above)[:1]]
 
 
 class Rows(Protocol):

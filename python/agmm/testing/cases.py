@@ -64,12 +64,17 @@ BENCH_SHAPES = (
 )
 """What is reported for 4 GPUs."""
 
+SCATTER_BENCH_SHAPES = tuple(
+    Shape(m, 8192, k) for k in (2048, 7168) for m in (512, 1024, 2048, 4096, 8192, 16384)
+)
+"""The same of matmul + reduce-scatter."""
+
 CPU_BENCH_SHAPES = (
     Shape(256, 256, 512),
     Shape(512, 512, 1024),
     Shape(1024, 640, 1024),
 )
-"""What is reported for CPU processes: sizes that take milliseconds."""
+"""What is reported for CPU processes, of either op: sizes that take milliseconds."""
 
 UGLY_SHAPES = (
     LocalShape(1, 8, 8),
@@ -116,7 +121,8 @@ def random_local_shapes(
 
 @dataclass
 class Operands:
-    """A problem's tensors on one rank: A_shard `[M_local, K]`, A `[M, K]`, B `[K, N]`."""
+    """A problem's tensors on one rank: A_shard `[M_local, K]`, A `[M, K]`, B `[K, N]`. Of a matmul
+    + reduce-scatter A_shard is A, this rank's columns of it, and K is theirs."""
 
     A_shard: torch.Tensor
     A: torch.Tensor
@@ -137,15 +143,40 @@ def make_operands(
     B differs from rank to rank and is column-major, as the transpose of an `[N, K]` weight.
     Raises InvalidArgument where the ranks cannot have equally many rows.
     """
-    if shape.M % world_size:
-        raise InvalidArgument(
-            f"M: found {shape.M}, wanted a multiple of the world size, {world_size}"
-        )
+    _check_rows(shape, world_size)
     device = torch.device(device)
     A = _random_normal((shape.M, shape.K), 2 * seed, dtype, device)
     weight = _random_normal((shape.N, shape.K), 2 * (seed + rank) + 1, dtype, device)
     M_local = shape.M // world_size
     return Operands(A[rank * M_local : (rank + 1) * M_local].clone(), A, weight.t())
+
+
+def make_scatter_operands(
+    shape: Shape,
+    rank: int,
+    world_size: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int = 0,
+) -> Operands:
+    """Random normal operands of a matmul + reduce-scatter: another A and B on every rank, which
+    each rank can make too, so that nothing need be sent to check. B is column-major.
+
+    Raises InvalidArgument where the ranks cannot have equally many rows.
+    """
+    _check_rows(shape, world_size)
+    device = torch.device(device)
+    A = _random_normal((shape.M, shape.K), 2 * (seed + rank), dtype, device)
+    weight = _random_normal((shape.N, shape.K), 2 * (seed + rank) + 1, dtype, device)
+    return Operands(A, A, weight.t())
+
+
+def _check_rows(shape: Shape, world_size: int) -> None:
+    if shape.M % world_size:
+        raise InvalidArgument(
+            f"M: found {shape.M}, wanted a multiple of the world size, {world_size}"
+        )
 
 
 def _random_normal(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +23,34 @@ def gathered_product(
     """
     out = torch.matmul(A.to(torch.float64), B.to(torch.float64))
     return out if bias is None else out.add_(bias.to(torch.float64))
+
+
+class ScatteredSum(NamedTuple):
+    """What a rank should get of a matmul + reduce-scatter, in float64, and the relative error of
+    its computation in the operands' own dtype: a `torch.mm` of each rank, added one by one."""
+
+    rows: torch.Tensor
+    error: float
+
+
+def scattered_sum(
+    operands_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]], rank: int, world_size: int
+) -> ScatteredSum:
+    """Of `reduce_scatter(A @ B)`, without communication.
+
+    `operands_of` takes a rank and returns its A `[M, K]` and B `[K, N]`; M is a multiple of the
+    world size. `rows` are `[M / world_size, N]`.
+    """
+    exact: torch.Tensor | None = None
+    plain: torch.Tensor | None = None
+    for source in range(world_size):
+        A, B = operands_of(source)
+        part = A.chunk(world_size)[rank]
+        product, rounded = gathered_product(part, B), torch.mm(part, B)
+        exact = product if exact is None else exact.add_(product)
+        plain = rounded if plain is None else plain.add_(rounded)
+    assert exact is not None and plain is not None
+    return ScatteredSum(exact, relative_error(plain, exact))
 
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:

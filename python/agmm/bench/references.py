@@ -1,0 +1,72 @@
+"""A rank's operands of a shape, and what each way has to make of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from agmm.bench.exchange import of_all_ranks
+from agmm.bench.ways import ROOF, Problem
+from agmm.planning.plans import MATMUL_REDUCE_SCATTER
+from agmm.testing.cases import Shape, make_operands, make_scatter_operands
+from agmm.testing.reference import allowed_error, gathered_product, scattered_sum
+
+
+class References(NamedTuple):
+    """In float64, and the error of the op's usual computation in its own dtype, the largest of all
+    ranks; None: that of the roof."""
+
+    roof: torch.Tensor
+    others: torch.Tensor
+    error: float | None = None
+
+    def of(self, way: str) -> torch.Tensor:
+        return self.roof if way == ROOF else self.others
+
+    def allowed(self, roof_error: float) -> float:
+        """The largest relative error of a way that is right."""
+        return allowed_error(roof_error if self.error is None else self.error)
+
+
+def make_problem(
+    op: str,
+    shape: Shape,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    seed: int = 0,
+) -> Problem:
+    """This rank's. Raises InvalidArgument where the ranks cannot have equally many rows."""
+    make = make_scatter_operands if op == MATMUL_REDUCE_SCATTER else make_operands
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    operands = make(shape, rank, world_size, dtype=dtype, device=device, seed=seed)
+    return Problem(shape, group, device, operands, op)
+
+
+def references(problem: Problem, seed: int = 0) -> References:
+    """Of a problem made with that seed. Collective."""
+    operands, group = problem.operands, problem.group
+    product = gathered_product(operands.A, operands.B)
+    if problem.op != MATMUL_REDUCE_SCATTER:
+        return References(product, product)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+
+    def operands_of(source: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if source == rank:
+            return operands.A, operands.B
+        made = make_scatter_operands(
+            problem.shape,
+            source,
+            world_size,
+            dtype=operands.A.dtype,
+            device=problem.device,
+            seed=seed,
+        )
+        return made.A, made.B
+
+    found = scattered_sum(operands_of, rank, world_size)
+    errors = of_all_ranks("the error that is allowed", found.error, group)
+    return References(product, found.rows, max(errors))
