@@ -11,6 +11,8 @@
 
 namespace agmm {
 
+struct ScatterTimes;
+
 /// A [rows, k] row-major @ B [k, n]: device memory, aligned to 16 bytes.
 struct Product {
   void const* a = nullptr;
@@ -33,6 +35,8 @@ struct MatmulScatter {
   bool is_average = false;        // the sum is divided by w, before the bias
   KernelConfig config{};
   uint64_t limit_ns = kDefaultLimitNs;  // of each wait; past it the process ends
+  /// For kernels with `timed`: of each launch [w][tiles of a chunk]; or null.
+  ScatterTimes* tile_times = nullptr;
 };
 
 /// The kernels of this build that send tiles.

@@ -21,6 +21,7 @@ __all__: list[str] = [
     "MAX_PUSH_RANKS",
     "MAX_SCATTER_TILES",
     "SCATTER_BAND_ROWS",
+    "SCATTER_TIMES_BYTES",
     "SM_PUSH_HEAD_ITEM_BYTES",
     "SPLIT_COUNTER_BYTES",
     "TILE_TIMES_BYTES",
@@ -355,9 +356,10 @@ class CudaScatterWorkspace:
         is_average: bool,
         config: KernelConfig,
         stream: int,
+        tile_times: int = 0,
     ) -> bool:
         """
-        Enqueues the matmuls, whose kernels send. products: (a, lda, b, ldb, k). Returns whether the stream is being captured.
+        Enqueues the matmuls, whose kernels send. products: (a, lda, b, ldb, k). tile_times: of each launch SCATTER_TIMES_BYTES for each rank's tiles. Returns whether the stream is being captured.
         """
     @property
     def part_bytes(self) -> int: ...
@@ -596,6 +598,7 @@ MAX_PUSH_PARTS: int
 MAX_PUSH_RANKS: int
 MAX_SCATTER_TILES: int
 SCATTER_BAND_ROWS: int
+SCATTER_TIMES_BYTES: int
 SM_PUSH_HEAD_ITEM_BYTES: int
 SPLIT_COUNTER_BYTES: int
 TILE_TIMES_BYTES: int

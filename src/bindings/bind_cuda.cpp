@@ -103,7 +103,7 @@ using ProductTuple = std::tuple<uintptr_t, int64_t, uintptr_t, int64_t, int>;
 bool matmul_reduce_scatter(FusedMatmulReduceScatter& op, const std::vector<ProductTuple>& products,
                            int rows, int n, DType dtype, bool b_column_major, uintptr_t bias,
                            uintptr_t out, bool is_average, const KernelConfig& config,
-                           uintptr_t stream) {
+                           uintptr_t stream, uintptr_t tile_times) {
   agmm::MatmulScatter call;
   call.rows = rows;
   call.n = n;
@@ -117,6 +117,7 @@ bool matmul_reduce_scatter(FusedMatmulReduceScatter& op, const std::vector<Produ
   call.is_average = is_average;
   call.config = config;
   call.limit_ns = limit_ns();
+  call.tile_times = pointer<agmm::ScatterTimes>(tile_times);
   return op(call, pointer<void>(stream));
 }
 
@@ -341,12 +342,15 @@ void bind_cuda(py::module_& m) {
           py::arg("world_size"),
           "The words after the sums that are 1 before the first call; the others are 0.")
       .def_property_readonly("part_bytes", &FusedMatmulReduceScatter::part_bytes)
-      .def("matmul_reduce_scatter", &matmul_reduce_scatter, py::arg("products"), py::arg("rows"),
-           py::arg("n"), py::arg("dtype"), py::arg("b_column_major"), py::arg("bias"),
-           py::arg("out"), py::arg("is_average"), py::arg("config"), py::arg("stream"),
-           py::call_guard<py::gil_scoped_release>(),
-           "Enqueues the matmuls, whose kernels send. products: (a, lda, b, ldb, k). Returns "
-           "whether the stream is being captured.");
+      .def(
+          "matmul_reduce_scatter", &matmul_reduce_scatter, py::arg("products"), py::arg("rows"),
+          py::arg("n"), py::arg("dtype"), py::arg("b_column_major"), py::arg("bias"),
+          py::arg("out"), py::arg("is_average"), py::arg("config"), py::arg("stream"),
+          py::arg("tile_times") = 0, py::call_guard<py::gil_scoped_release>(),
+          "Enqueues the matmuls, whose kernels send. products: (a, lda, b, ldb, k). tile_times: of "
+          "each launch SCATTER_TIMES_BYTES for each rank's tiles. Returns whether the stream is "
+          "being captured.");
+  m.attr("SCATTER_TIMES_BYTES") = sizeof(agmm::ScatterTimes);
   m.attr("MAX_SCATTER_TILES") = agmm::kMaxScatterTiles;
   m.def("scatter_steps", &scatter_steps, py::arg("rank"), py::arg("world_size"), py::arg("rows"),
         py::arg("n"), py::arg("config"),

@@ -34,7 +34,8 @@ set(AGMM_SCATTER_TABLE
     "128 256 64 2 1 Cooperative default"
     "64  128 64 1 1 Pingpong    default"
     "128 128 64 2 1 Pingpong    all"
-    "128 160 64 1 1 Pingpong    all")
+    "128 160 64 1 1 Pingpong    all"
+    "128 128 64 1 1 Pingpong    timed")
 
 # What a translation unit of each exports.
 set(AGMM_KERNEL_ENTRY KernelEntry)

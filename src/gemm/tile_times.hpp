@@ -16,4 +16,15 @@ struct TileTimes {
   uint32_t reserved;
 };
 
+/// The same of a matmul + reduce-scatter: when the first and the last load were issued, when the
+/// sum was computed, and when the tile was sent, or, of an own tile, the others' sums were added.
+struct ScatterTimes {
+  uint64_t loads_begin_ns;
+  uint64_t loads_end_ns;
+  uint64_t computed_ns;
+  uint64_t done_ns;
+  uint32_t sm;
+  uint32_t reserved;
+};
+
 }  // namespace agmm

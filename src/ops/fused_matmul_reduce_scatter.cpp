@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "gemm/scatter_entry.hpp"
+#include "gemm/tile_times.hpp"
 #include "ops/launching.hpp"
 #include "ops/scatter_fields.hpp"
 #include "order/scatter_tiles.hpp"
@@ -105,11 +106,11 @@ struct Call {
 
 bool is_same(MatmulScatter const& a, MatmulScatter const& b) {
   auto const fields = [](MatmulScatter const& call) {
-    auto const& [rows, n, dtype, b_layout, products, bias, out, is_average, config, limit_ns] =
-        call;
+    auto const& [rows, n, dtype, b_layout, products, bias, out, is_average, config, limit_ns,
+                 tile_times] = call;
     static_cast<void>(products);
     static_cast<void>(config);
-    return std::tie(rows, n, dtype, b_layout, bias, out, is_average, limit_ns);
+    return std::tie(rows, n, dtype, b_layout, bias, out, is_average, limit_ns, tile_times);
   };
   return fields(a) == fields(b) && same_fields(a.config, b.config) &&
          std::equal(a.products.begin(), a.products.end(), b.products.begin(), b.products.end(),
@@ -244,6 +245,7 @@ Call FusedMatmulReduceScatter::Impl::prepare_call(MatmulScatter const& call) con
   int32_t const band = scatter_band_rows(chunk_rows, world_size(), shape);
   note_call(tag_of(call), described(call));
   Call prepared{call, {}};
+  ScatterTimes* times = call.tile_times;
   for (int32_t row = 0; row < chunk_rows; row += band) {
     ScatterTiles const tiles(rank, world_size(), chunk_rows, {row, min_of(row + band, chunk_rows)},
                              call.n, shape.tile_m, shape.tile_n, shape.cluster_m);
@@ -263,6 +265,8 @@ Call FusedMatmulReduceScatter::Impl::prepare_call(MatmulScatter const& call) con
     spec.out = static_cast<char*>(call.out) + std::size_t(row) * std::size_t(call.n) * 2;
     spec.push = push_args(call, tiles, kernel.tile_bytes);
     spec.sm_count = sm_count;
+    spec.tile_times = times;
+    if (times != nullptr) times += tiles.all_tiles();
     static KeptParams<ScatterSpec> kept;
     KernelParams params = kept.find_or_build(spec, [&] {
       KernelParams memory = allocate_params(kernel.params_bytes);

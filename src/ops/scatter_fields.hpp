@@ -16,6 +16,6 @@ AGMM_FIELDS(TilePushArgs::Peer, part, signals, credit);
 AGMM_FIELDS(TilePushArgs, tiles, tag, scale, parts, part_bytes, signals, credits, go, done, peers,
             limit);
 AGMM_FIELDS(ScatterSpec, config, rows, n, dtype, b_layout, products, product_count, bias, out, push,
-            sm_count);
+            sm_count, tile_times);
 
 }  // namespace agmm

@@ -180,6 +180,31 @@ def _is_sound(found: dict[str, Any], ranks: int) -> None:
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-6 for a, b in itertools.pairwise(spans))
 
 
+def test_a_timeline_of_a_scatter(tmp_path: Path) -> None:
+    ranks = 3
+    arguments = ["--op", SCATTER, "--timeline", "48x8x24", "--plot", str(tmp_path), "--tp", "3"]
+    done = _run(*BENCH, "--device", "cpu", *arguments)
+    path = tmp_path / "timeline-48x8x24.json"
+    assert f"wrote {path}" in done.stderr
+    events = json.loads(path.read_text())["traceEvents"]
+    for rank in range(ranks):
+        mine = [e for e in events if e["pid"] == rank]
+        assert min(e["ts"] for e in mine if "ts" in e) >= 0.0
+        marks = {e["args"]["chunk"]: e for e in mine if e["ph"] == "i"}
+        tiles = [e for e in mine if e["ph"] == "X" and e["cat"] == "tile"]
+        order = [e["args"]["chunk"] for e in sorted(tiles, key=lambda e: e["ts"])]
+        assert order == [(rank + step) % ranks for step in (1, 2, 0)]  # the own one last
+        assert all(marks[e["args"]["chunk"]]["ts"] >= e["ts"] + e["dur"] - 1e-6 for e in tiles)
+        assert marks[rank]["name"] == f"chunk {rank} (own) has all sums"
+        (wait,) = (e for e in mine if e["ph"] == "X" and e["cat"] == "wait")
+        own = next(e for e in tiles if e["args"]["chunk"] == rank)
+        assert wait["name"] == "wait for the others' sums"
+        assert own["ts"] + own["dur"] <= wait["ts"] + 1e-6
+        assert wait["ts"] + wait["dur"] == pytest.approx(marks[rank]["ts"])
+    if "no picture" not in done.stderr:
+        assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.slow
 def test_timelines_under_torchrun(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--timeline", "48x8x24,96x16x24", "--plot", str(tmp_path)]

@@ -22,8 +22,8 @@ PART_BYTES = 64 << 20
 
 
 def kernels() -> list[KernelConfig]:
-    """Those of this build."""
-    return [KernelConfig.of(kernel) for kernel in _core.scatter_kernels()]
+    """Those of this build to choose from."""
+    return [KernelConfig.of(kernel) for kernel in _core.scatter_kernels() if not kernel.timed]
 
 
 @dataclass
@@ -77,6 +77,7 @@ def enqueue(
     out: torch.Tensor,
     config: KernelConfig,
     stream: torch.cuda.Stream,
+    tile_times: torch.Tensor | None = None,
 ) -> None:
     """One call of one rank."""
     column_major = what.Bs[0].stride(0) == 1
@@ -94,6 +95,7 @@ def enqueue(
         what.is_average,
         config.core,
         stream.cuda_stream,
+        0 if tile_times is None else tile_times.data_ptr(),
     )
 
 

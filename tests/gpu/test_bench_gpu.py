@@ -32,6 +32,30 @@ def test_a_kernel_that_does_not_end_is_left_out(monkeypatch: pytest.MonkeyPatch)
     assert all(found[way]["median_us"] > 0 for way in ("roof", "unfused", "agmm"))
 
 
+def test_a_timeline_of_a_scatter() -> None:
+    if record.timed_scatter_kernel() is None:
+        pytest.skip("this build has no timed kernel")
+    op = "matmul_reduce_scatter"
+    options = Options("cuda", 2, [SHAPE], ["agmm"], dtype=torch.bfloat16, op=op).resolved()
+    with RankPool(2, "cuda") as pool:
+        for rank, events in enumerate(pool.run(record.record_timeline, SHAPE, options)):
+            (called_ns,) = {e["called_ns"] for e in events}
+            first_ns = min(e["start_ns"] for e in events)
+            assert 0 <= first_ns - called_ns < 1_000_000
+            own = [e for e in events if e["chunk"] == rank]
+            assert 2 * len(own) == len(events)
+            assert all(e["computed_ns"] <= e["wait_end_ns"] for e in own)
+            assert all(e["wait_end_ns"] <= e["arrived_ns"] for e in own)
+
+
+@pytest.mark.parametrize("way", ["agmm", "agmm-graph", "agmm-fused", "unfused", "torch-fused"])
+def test_ways_of_a_scatter(way: str) -> None:
+    options = Options("cuda", 2, [SHAPE], [way], samples=3, op="matmul_reduce_scatter")
+    found = runner.run(options)["shapes"][0]["ways"]
+    assert (found[way]["reason"], found["roof"]["reason"]) == (None, None)
+    assert found[way]["median_us"] > 0
+
+
 def test_a_timeline_begins_with_the_call() -> None:
     if not any(kernel.timed for kernel in _core.kernels()):
         pytest.skip("this build has no timed kernel")

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import scatter_stand_in
 import torch
-from scatter_stand_in import Alone, Products, Together, drawn
+from scatter_stand_in import Alone, Products, Together, drawn, empty_out, enqueue
 
 from agmm import _core
+from agmm.bench import record
 from agmm.planning.plans import KernelConfig
 
 PROGRAM = Path(__file__).parent / "scatter_stand_in.py"
@@ -145,6 +146,41 @@ def test_a_late_rank(late: int) -> None:
         torch.cuda.synchronize()
         for out, expected in zip(outs, ranks.expected(whats), strict=True):
             check(out, expected)
+
+
+def test_times_of_tiles() -> None:
+    """In the order in which a tile goes: loaded, computed, sent or added."""
+    config = record.timed_scatter_kernel()
+    if config is None:
+        pytest.skip("this build has no timed kernel")
+    world_size, me, rows, n = 4, 1, 2300, 520  # two bands
+    rank = Alone(world_size, me)
+    what = drawn(world_size * rows, n, (136,), torch.bfloat16)
+    launches = _core.scatter_steps(me, world_size, world_size * rows, n, config.core)
+    tiles = sum(tile >= 0 for steps in launches for *_, tile in steps)
+    times = torch.zeros(tiles, _core.SCATTER_TIMES_BYTES, dtype=torch.uint8, device="cuda")
+    called = torch.zeros(1, dtype=torch.int64, device="cuda")
+    stream = torch.cuda.current_stream()
+    for _ in range(3):
+        out = empty_out(what, world_size)
+        times.zero_()
+        _core.record_time(called.data_ptr(), stream.cuda_stream)
+        enqueue(rank.core, what, out, config, stream, times)
+    check(out, rank.expected(what))
+    called_ns = int(called.item())
+    found = record.decode_scatter_times(times, launches, world_size, config, called_ns)
+    assert len(found) == tiles
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    for tile in found:
+        assert called_ns <= tile["start_ns"] <= tile["end_ns"] <= tile["done_ns"]
+        assert tile["end_ns"] <= tile["computed_ns"] <= tile["done_ns"]
+        assert tile["sm"] < sms
+    # A launch's own tiles come after all that it sends, on each multiprocessor.
+    band = found[: sum(tile >= 0 for *_, tile in launches[0])]
+    for sm in {tile["sm"] for tile in band}:
+        begins = [tile["start_ns"] for tile in band if tile["sm"] == sm and tile["chunk"] == me]
+        sent = [tile["start_ns"] for tile in band if tile["sm"] == sm and tile["chunk"] != me]
+        assert not begins or not sent or max(sent) < min(begins)
 
 
 MISSING = """

@@ -51,6 +51,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
         (["--from", WAYS, "--shapes", "1x1x1"], ["found 1x1x1", "wanted one of 512x3584x8192"]),
         (["--from", WAYS, "--ways", "agm"], ["found 'agm'", "wanted one of roof"]),
         (["--from", WAYS, "--json", "x"], ["--from: found it with --json"]),
+        (["--from", WAYS, "--op", "all_gather_matmul"], ["--from: found it with --op"]),
         (["--from", WAYS, "--model", "llama-3-8b"], ["--from: found it with --file or --model"]),
         (["--timeline", "8x8x8", "--ways", "agmm"], ["--timeline: found it with --ways"]),
         (["--timeline", "8x8x8", "--shapes", "8x8x8"], ["--timeline: found it with --shapes"]),
@@ -72,6 +73,12 @@ def test_typos_are_answered(arguments: list[str], hints: list[str], tmp_path: Pa
     assert len(result.output.splitlines()) == 1
     for hint in hints:
         assert hint in result.output
+
+
+def test_ways_are_listed_by_op() -> None:
+    scattered = _bench("--list", "--op", "matmul_reduce_scatter").output
+    assert "matmul, then reduce-scatter" in scattered and "all-gather" not in scattered
+    assert "all-gather, then matmul" in _bench("--list").output
 
 
 def test_timelines_on_gpus_need_the_timed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from agmm.bench import figures, launcher
+from agmm import _core
+from agmm.bench import figures, launcher, record
 from agmm.bench.figures import PlotUnavailable
 from agmm.bench.timeline import ChunkEvent, draw, draw_ranks, trace, waited_share
 from agmm.cli import demo
 from agmm.errors import InvalidArgument
+from agmm.planning.plans import KernelConfig
+
+SCATTER = "matmul_reduce_scatter"
 
 
 def _event(chunk: int, arrived: int, start: int, end: int) -> ChunkEvent:
@@ -154,6 +159,89 @@ def test_trace_has_a_process_per_rank_and_a_thread_per_sm() -> None:
         ]
     arrivals = [(e["name"], e["ts"], e["tid"]) for e in _of_rank(found, 1, "i")]
     assert arrivals == [("chunk 0, rank 0 arrived", 0.0, 0), ("chunk 1 (own) arrived", 3.8, 0)]
+
+
+def _scattered(chunk: int, start: int, done: int, *, rank: int = 1, sm: int = 7) -> ChunkEvent:
+    """A tile of 1 µs of loads that is computed 0.5 µs later."""
+    found = {**_event(chunk, done, start, start + 1_000), "called_ns": 0, "sm": sm}
+    found["computed_ns"] = start + 1_500
+    if chunk == rank:
+        found |= {"wait_begin_ns": start + 1_500, "wait_end_ns": done}
+    return found
+
+
+SCATTERED = [
+    _scattered(2, 1_000, 3_000),
+    _scattered(0, 2_000, 4_000),
+    _scattered(2, 1_000, 3_500, sm=8),
+    _scattered(1, 3_000, 9_500),
+    _scattered(1, 4_000, 9_000, sm=8),
+]
+
+
+def test_trace_of_a_scatter_has_waits_beside_the_tiles() -> None:
+    both = trace([SCATTERED, SCATTERED], title="t", one_clock=True, op=SCATTER)
+    names = _thread_names(both, 1)
+    assert [names[tid] for tid in sorted(names)] == [
+        "chunks sent",
+        "SM 7",
+        "SM 8",
+        "SM 7, own tiles",
+        "SM 8, own tiles",
+    ]
+    waits = [
+        (names[e["tid"]], e["name"], e["ts"], e["dur"])
+        for e in _of_rank(both, 1, "X")
+        if e["cat"] == "wait"
+    ]
+    assert waits == [
+        ("SM 7, own tiles", "wait for the others' sums", 4.5, 5.0),
+        ("SM 8, own tiles", "wait for the others' sums", 5.5, 3.5),
+    ]
+    marks = [(e["name"], e["ts"]) for e in _of_rank(both, 1, "i")]
+    assert marks == [
+        ("chunk 2, rank 2 sent", 3.5),
+        ("chunk 0, rank 0 sent", 4.0),
+        ("chunk 1 (own) has all sums", 9.5),
+    ]
+
+
+def test_picture_of_a_scatter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
+    path = tmp_path / "x.png"
+    draw_ranks([SCATTERED] * 2, path, title="t", one_clock=True, op=SCATTER)
+    (figure,) = drawn
+    lanes = [label.get_text() for label in figure.axes[1].get_yticklabels()]
+    assert lanes == ["chunk 2, rank 2", "chunk 0, rank 0", "chunk 1 (own)"]
+    dashed = [line for line in figure.axes[1].get_lines() if line.get_linestyle() == "--"]
+    assert [line.get_xdata()[0] for line in dashed] == [5.5]  # the last tile is computed
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "chunk sent; own: all sums here" in words
+    # 1 to 5 µs of the 9.5 until the last sum was there.
+    assert waited_share(SCATTERED) == pytest.approx(5.5 / 9.5)
+    assert "58% of the time waiting" in figure.axes[1].get_title(loc="left")
+
+
+@pytest.mark.parametrize("rows", [70, 9000])
+def test_records_of_a_scatters_tiles(rows: int) -> None:
+    """Each tile's own record, also where a call is made in several launches."""
+    config = KernelConfig.parse("128x128x64_1x1_pingpong_timed")
+    world_size, rank, n = 3, 1, 200
+    launches = _core.scatter_steps(rank, world_size, world_size * rows, n, config.core)
+    assert len(launches) == (1 if rows == 70 else 4)
+    tiles = [step for steps in launches for step in steps if step[4] >= 0]
+    size = _core.SCATTER_TIMES_BYTES // 8
+    times = (10 * torch.arange(len(tiles)).view(-1, 1) + torch.arange(size)).view(torch.uint8)
+    found = record.decode_scatter_times(times, launches, world_size, config, 77)
+    places = {(e["chunk"], e["row"], e["column"]) for e in found}
+    assert len(places) == len(found) == len(tiles) == world_size * 2 * -(-rows // 128)
+    assert sorted(e["start_ns"] for e in found) == [10 * i for i in range(len(tiles))]
+    for e in found:
+        keys = ("end_ns", "computed_ns", "done_ns", "sm")
+        assert [e[key] - e["start_ns"] for key in keys] == [1, 2, 3, 4]
+        assert e["called_ns"] == 77
 
 
 @pytest.mark.parametrize(("one_clock", "first"), [(True, 0.01), (False, 0.0)])

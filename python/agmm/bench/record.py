@@ -1,4 +1,5 @@
-"""One call with its times: when each chunk arrived and when its tiles were computed."""
+"""One call with its times: when each chunk arrived, or was sent, and when its tiles were
+computed."""
 
 from __future__ import annotations
 
@@ -12,13 +13,15 @@ from agmm import _core
 from agmm.bench.options import Options
 from agmm.bench.timeline import ChunkEvent
 from agmm.errors import AgmmError
+from agmm.ops import scatter_cuda
 from agmm.ops.prepare import prepare
 from agmm.planning import call_plans
-from agmm.planning.heuristics import usual_plans
-from agmm.planning.plans import KernelConfig, SmPush
+from agmm.planning.heuristics import usual_plans, usual_scatter_order
+from agmm.planning.plans import MATMUL_REDUCE_SCATTER, KernelConfig, SmPush
+from agmm.runtime.calls import Call
 from agmm.runtime.cpu import CpuWorkspace
 from agmm.runtime.cuda import CudaWorkspace
-from agmm.testing.cases import Shape, make_operands
+from agmm.testing.cases import Shape, make_operands, make_scatter_operands
 
 _CALLS_BEFORE_TIMELINE = 3
 
@@ -109,6 +112,85 @@ def tiles_on_cuda(
     ]
 
 
+def timed_scatter_kernel() -> KernelConfig | None:
+    """The kernel of this build that sends tiles and records when, in its usual order."""
+    timed = (KernelConfig.of(kernel) for kernel in _core.scatter_kernels() if kernel.timed)
+    return next((usual_scatter_order(kernel) for kernel in timed), None)
+
+
+def scattered_tiles_on_cuda(
+    A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup
+) -> list[dict[str, int]]:
+    """When each tile of one matmul + reduce-scatter was computed and sent. Collective.
+
+    Args:
+        A: [M, K] bf16, contiguous.
+        B: [K, N] bf16, column-major.
+
+    Returns:
+        For each tile a dict with ``chunk`` (its owner), ``row`` and ``column`` (of tiles), ``sm``
+        (the multiprocessor) and, in ns of the GPU's timer, ``start_ns`` and ``end_ns`` (of the
+        tile's loads), ``computed_ns``, ``done_ns`` (when it was sent, or, of an own tile, when the
+        others' sums were added), and ``called_ns`` (when the stream came to the call).
+
+    Raises:
+        AgmmError: this build has no timed kernel.
+    """
+    config = timed_scatter_kernel()
+    if config is None:
+        raise AgmmError("config: found no timed kernel that sends tiles in this build, wanted one")
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    launches = _core.scatter_steps(rank, world_size, A.shape[0], B.shape[1], config.core)
+    count = sum(tile >= 0 for steps in launches for *_, tile in steps)
+    times = torch.zeros(count, _core.SCATTER_TIMES_BYTES, dtype=torch.uint8, device=A.device)
+    token = torch.zeros(1, device=A.device)
+    called = torch.zeros(1, dtype=torch.int64, device=A.device)
+    stream = torch.cuda.current_stream(A.device).cuda_stream
+    call = scatter_cuda.call_with(config, [A], [B], group, "sum")
+    for _ in range(3):  # the first calls pay for loading the kernel
+        torch.cuda.synchronize(A.device)
+        dist.barrier(group, device_ids=[A.device.index])
+        torch.cuda._sleep(_ALIGNING_CYCLES)
+        dist.all_reduce(token, group=group)
+        _core.record_time(called.data_ptr(), stream)
+        call([A], [B], None, times)
+    return decode_scatter_times(times, launches, world_size, config, int(called.item()))
+
+
+def decode_scatter_times(
+    times: torch.Tensor,
+    launches: Sequence[Sequence[tuple[int, int, int, int, int]]],
+    world_size: int,
+    config: KernelConfig,
+    called_ns: int,
+) -> list[dict[str, int]]:
+    """What `scattered_tiles_on_cuda` returns, of the kernel's records ``times`` and the tiles of
+    each launch (`_core.scatter_steps`)."""
+    words = times.cpu().view(torch.int64).view(-1, _core.SCATTER_TIMES_BYTES // 8).tolist()
+    found, before = [], 0
+    for steps in launches:
+        in_chunk = sum(tile >= 0 for *_, tile in steps) // world_size
+        for owner, row, _, column, tile in steps:
+            if tile < 0:
+                continue
+            start, end, computed, done, sm = words[before + owner * in_chunk + tile]
+            found.append(
+                {
+                    "chunk": owner,
+                    "row": row // config.tile_m,
+                    "column": column // config.tile_n,
+                    "sm": sm & 0xFFFFFFFF,
+                    "start_ns": start,
+                    "end_ns": end,
+                    "computed_ns": computed,
+                    "done_ns": done,
+                    "called_ns": called_ns,
+                }
+            )
+        before += world_size * in_chunk
+    return found
+
+
 def record_timeline(shape: Shape, options: Options) -> Sequence[ChunkEvent]:
     """One call's times on this rank, by tile on CUDA and by chunk on the CPU. Every rank of the
     default group calls this."""
@@ -116,6 +198,8 @@ def record_timeline(shape: Shape, options: Options) -> Sequence[ChunkEvent]:
     assert group is not None
     assert options.dtype is not None
     device = torch.device(options.device)
+    if options.op == MATMUL_REDUCE_SCATTER:
+        return _record_scatter(shape, options, group)
     operands = make_operands(
         shape, dist.get_rank(), dist.get_world_size(), dtype=options.dtype, device=device
     )
@@ -137,3 +221,41 @@ def record_timeline(shape: Shape, options: Options) -> Sequence[ChunkEvent]:
     for previous, event in itertools.pairwise(events):
         event["wait_begin_ns"] = previous["end_ns"]
     return events
+
+
+def _record_scatter(
+    shape: Shape, options: Options, group: dist.ProcessGroup
+) -> Sequence[ChunkEvent]:
+    assert options.dtype is not None
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    device = torch.device(options.device)
+    operands = make_scatter_operands(shape, rank, world_size, dtype=options.dtype, device=device)
+    A, B = operands.A, operands.B
+    if options.device == "cuda":
+        return _scatter_events(scattered_tiles_on_cuda(A, B, group), rank)
+    slot_bytes = _core.scatter_slot_bytes(shape.M, shape.N * A.element_size(), world_size)
+    workspace = CpuWorkspace.create(group, slot_bytes)
+    call = Call("matmul_reduce_scatter", A=A, B=B)
+    events: list[dict[str, int]] = []
+    for _ in range(_CALLS_BEFORE_TIMELINE):
+        events.clear()
+        dist.barrier()
+        workspace.matmul_reduce_scatter([A], [B], None, "sum", call, timeline=events)
+    return _scatter_events(events, rank)
+
+
+def _scatter_events(events: list[dict[str, int]], rank: int) -> list[ChunkEvent]:
+    """Of what was recorded of the tiles, or pieces, of a matmul + reduce-scatter."""
+    sent: dict[int, int] = {}
+    for event in events:
+        sent[event["chunk"]] = max(sent.get(event["chunk"], 0), event["done_ns"])
+    found: list[ChunkEvent] = []
+    for event in events:
+        chunk, done_ns = event["chunk"], event["done_ns"]
+        known = {key: value for key, value in event.items() if key != "done_ns"}
+        wait = {}
+        if chunk == rank:
+            begin_ns = event.get("computed_ns", event["end_ns"])
+            wait = {"wait_begin_ns": begin_ns, "wait_end_ns": max(begin_ns, done_ns)}
+        found.append({**known, "source": chunk, "arrived_ns": sent[chunk], **wait})
+    return found

@@ -1,13 +1,15 @@
-"""When each chunk of A arrived and when its tiles were computed: pictures, and traces to open."""
+"""When each chunk arrived, or was sent, and when its tiles were computed: pictures, and traces to
+open."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agmm.bench import figures
+from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,16 +37,56 @@ ChunkEvent = Mapping[str, int]
 'arrived_ns', 'start_ns' and 'end_ns'. Where known also 'wait_begin_ns', from which it was
 awaited until 'start_ns', 'sm', the multiprocessor, the tile's place, 'row' and 'column', and
 'called_ns', when the rank made the call: the origin of its times. Without it that is its first
-event."""
+event.
+
+Of a matmul + reduce-scatter 'source' is the rank whose rows these are, and 'arrived_ns' when the
+chunk's last tile had been sent; of the own chunk, when the last of the others' sums was there. An
+own tile waited for them from 'wait_begin_ns' to 'wait_end_ns', after 'end_ns'. 'computed_ns': where
+that is another than 'end_ns'."""
+
+
+class _Words(NamedTuple):
+    """What legends and traces say of an op."""
+
+    bars: str
+    wait: str
+    mark: str
+    marked: str
+    """Of a chunk of another rank."""
+    own_marked: str
+    marks: str
+    line: str
+
+
+_WORDS = {
+    ALL_GATHER_MATMUL: _Words(
+        bars="computing its tiles (colour: source rank)",
+        wait="a tile waiting for it",
+        mark="chunk arrived",
+        marked="arrived",
+        own_marked="arrived",
+        marks="chunk arrivals",
+        line="all of A here: all-gather + matmul would start only now",
+    ),
+    MATMUL_REDUCE_SCATTER: _Words(
+        bars="computing its tiles (colour: owner)",
+        wait="an own tile waiting for the others' sums",
+        mark="chunk sent; own: all sums here",
+        marked="sent",
+        own_marked="has all sums",
+        marks="chunks sent",
+        line="all tiles computed: matmul + reduce-scatter would send only now",
+    ),
+}
 
 
 def waited_share(events: Sequence[ChunkEvent]) -> float:
-    """The share of the time from the call to the last end in which nothing was computed; from the
-    first start where it is not known when the call was."""
+    """The share of the time from the call to the last end, or the end of the last wait, in which
+    nothing was computed; from the first start where it is not known when the call was."""
     if not events:
         raise ValueError("events: found none, wanted at least one")
     begin = min(e.get("called_ns", e["start_ns"]) for e in events)
-    end = max(e["end_ns"] for e in events)
+    end = max(max(e["end_ns"], e.get("wait_end_ns", 0)) for e in events)
     if end <= begin:
         return 0.0
     busy, reached = 0, begin
@@ -55,7 +97,8 @@ def waited_share(events: Sequence[ChunkEvent]) -> float:
 
 
 def draw(events: Sequence[ChunkEvent], path: Path, *, title: str, rank: int = 0) -> None:
-    """Writes the picture of one rank's call to `path` (PNG, or what the suffix says).
+    """Writes the picture of one rank's call to `path` (PNG, or what the suffix says). Not of a
+    matmul + reduce-scatter.
 
     One lane per chunk, in the order in which they are computed: a mark where it arrived, bars where
     its tiles were computed, grey where they waited. A dashed line stands where all of A had
@@ -68,19 +111,26 @@ def draw(events: Sequence[ChunkEvent], path: Path, *, title: str, rank: int = 0)
     axes = figure.subplots()
     origin = _first_ns(events)
     divisor, unit = _unit(_last_ns(events) - origin)
-    _draw_lanes(axes, events, rank, origin, divisor)
+    _draw_lanes(axes, events, rank, origin, divisor, ALL_GATHER_MATMUL)
     axes.set_xlabel(f"time on rank {rank} since the {_origin_name(events)} ({unit})")
     axes.set_title(f"{title}; {_waiting(events)}", loc="left", fontsize=10.5)
-    _legend(figure, [events], columns=3)
+    _legend(figure, [events], columns=3, op=ALL_GATHER_MATMUL)
     figures.save(figure, path)
 
 
 def draw_ranks(
-    by_rank: Sequence[Sequence[ChunkEvent]], path: Path, *, title: str, one_clock: bool
+    by_rank: Sequence[Sequence[ChunkEvent]],
+    path: Path,
+    *,
+    title: str,
+    one_clock: bool,
+    op: str = ALL_GATHER_MATMUL,
 ) -> None:
     """As `draw`, with a panel for each rank, all with the same scale of time.
 
-    Time begins with the first call of all ranks where `one_clock` holds, else with each rank's.
+    Of a matmul + reduce-scatter the mark is where a chunk had been sent, grey comes after an own
+    tile, and the dashed line is where the last tile was computed. Time begins with the first call
+    of all ranks where `one_clock` holds, else with each rank's.
     """
     if not by_rank or not all(by_rank):
         raise ValueError("events: found none of some rank, wanted at least one of each")
@@ -98,7 +148,7 @@ def draw_ranks(
         f"first {origin.removeprefix('first ')} of all ranks" if one_clock else f"rank's {origin}"
     )
     for rank, (events, axes) in enumerate(zip(by_rank, grid.flat, strict=False)):
-        _draw_lanes(axes, events, rank, origins[rank], divisor)
+        _draw_lanes(axes, events, rank, origins[rank], divisor, op)
         axes.set_title(f"rank {rank}; {_waiting(events)}", loc="left", fontsize=9.5)
         axes.set_xlim(-0.01 * right, right * 1.02 or 1.0)
         axes.tick_params(labelsize=8.5, labelbottom=True)
@@ -107,23 +157,28 @@ def draw_ranks(
     for axes in list(grid.flat)[len(by_rank) :]:
         axes.remove()
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    _legend(figure, by_rank, columns=2 if columns == 1 else 4)
+    _legend(figure, by_rank, columns=2 if columns == 1 else 4, op=op)
     figures.save(figure, path)
 
 
 def trace(
-    by_rank: Sequence[Sequence[ChunkEvent]], *, title: str, one_clock: bool
+    by_rank: Sequence[Sequence[ChunkEvent]],
+    *,
+    title: str,
+    one_clock: bool,
+    op: str = ALL_GATHER_MATMUL,
 ) -> dict[str, Any]:
     """The events of each rank in the format of Chrome's tracing, which Perfetto reads too.
 
-    A process per rank; in it a thread of the chunks' arrivals (instant events) and one per
-    multiprocessor, or per lane of tiles that do not overlap where that is not known. Times are in
+    A process per rank; in it a thread of when the chunks arrived or had been sent (instant events)
+    and one per multiprocessor, or per lane of tiles that do not overlap where that is not known;
+    waits that come after a tile, beside the next one, have threads of their own. Times are in
     µs, since the first call of all ranks where `one_clock` holds, else since each rank's own.
     """
     origins = _origins(by_rank, one_clock)
     found: list[dict[str, Any]] = []
     for rank, (events, origin) in enumerate(zip(by_rank, origins, strict=True)):
-        found += _rank_trace(rank, events, origin)
+        found += _rank_trace(rank, events, origin, op)
     clock = "one clock of all ranks" if one_clock else "each rank since its own call"
     return {
         "traceEvents": found,
@@ -133,21 +188,34 @@ def trace(
 
 
 def write_trace(
-    by_rank: Sequence[Sequence[ChunkEvent]], path: Path, *, title: str, one_clock: bool
+    by_rank: Sequence[Sequence[ChunkEvent]],
+    path: Path,
+    *,
+    title: str,
+    one_clock: bool,
+    op: str = ALL_GATHER_MATMUL,
 ) -> None:
     """Writes `trace` as JSON and makes the folder of `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(trace(by_rank, title=title, one_clock=one_clock)) + "\n")
+    path.write_text(json.dumps(trace(by_rank, title=title, one_clock=one_clock, op=op)) + "\n")
 
 
-def _rank_trace(rank: int, events: Sequence[ChunkEvent], origin: int) -> list[dict[str, Any]]:
+def _rank_trace(
+    rank: int, events: Sequence[ChunkEvent], origin: int, op: str
+) -> list[dict[str, Any]]:
+    words = _WORDS[op]
+
     def us(ns: int) -> float:
         return (ns - origin) / 1e3
 
     sms = _threads(events)
     by_sm = all("sm" in e for e in events)
-    names = {0: "chunk arrivals"}
-    names |= {sm + 1: f"SM {sm}" if by_sm else f"lane {sm}" for sm in sms}
+    name_of = {sm: f"SM {sm}" if by_sm else f"lane {sm}" for sm in sms}
+    names = {0: words.marks} | {sm + 1: name for sm, name in name_of.items()}
+    waits_tid = max(names) + 1  # of those after the tile
+    for sm, tiles in sms.items():
+        if any("wait_end_ns" in e for e in tiles):
+            names[waits_tid + sm] = f"{name_of[sm]}, own tiles"
     found: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},
         {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}},
@@ -156,14 +224,18 @@ def _rank_trace(rank: int, events: Sequence[ChunkEvent], origin: int) -> list[di
         place = {"pid": rank, "tid": tid}
         found.append({"ph": "M", "name": "thread_name", **place, "args": {"name": names[tid]}})
         found.append({"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": tid}})
-    arrivals = {e["chunk"]: e for e in events}
+    arrivals: dict[int, ChunkEvent] = {}
+    for e in events:
+        if e["arrived_ns"] >= arrivals.get(e["chunk"], e)["arrived_ns"]:
+            arrivals[e["chunk"]] = e
     for chunk, e in sorted(arrivals.items(), key=lambda item: item[1]["arrived_ns"]):
+        marked = words.own_marked if e["source"] == rank else words.marked
         found.append(
             {
                 "ph": "i",
                 "s": "t",
                 "cat": "arrival",
-                "name": f"{_chunk_name(chunk, e['source'], rank)} arrived",
+                "name": f"{_chunk_name(chunk, e['source'], rank)} {marked}",
                 "pid": rank,
                 "tid": 0,
                 "ts": us(e["arrived_ns"]),
@@ -174,16 +246,19 @@ def _rank_trace(rank: int, events: Sequence[ChunkEvent], origin: int) -> list[di
         place = {"pid": rank, "tid": sm + 1}
         for e in tiles:
             args = {key: e[key] for key in ("chunk", "source", "row", "column") if key in e}
-            waited = e["start_ns"] - e.get("wait_begin_ns", e["start_ns"])
-            if waited > 0:
+            begin, end = _wait(e)
+            if begin < end:
+                is_after = "wait_end_ns" in e
+                what = "the others' sums" if is_after else f"chunk {e['chunk']}"
                 found.append(
                     {
                         "ph": "X",
                         "cat": "wait",
-                        "name": f"wait for chunk {e['chunk']}",
-                        **place,
-                        "ts": us(e["wait_begin_ns"]),
-                        "dur": waited / 1e3,
+                        "name": f"wait for {what}",
+                        "pid": rank,
+                        "tid": waits_tid + sm if is_after else sm + 1,
+                        "ts": us(begin),
+                        "dur": (end - begin) / 1e3,
                         "args": args,
                     }
                 )
@@ -239,7 +314,7 @@ def _first_ns(events: Sequence[ChunkEvent]) -> int:
 
 
 def _last_ns(events: Sequence[ChunkEvent]) -> int:
-    return max(max(e["end_ns"], e["arrived_ns"]) for e in events)
+    return max(max(e["end_ns"], e["arrived_ns"], e.get("wait_end_ns", 0)) for e in events)
 
 
 def _origins(by_rank: Sequence[Sequence[ChunkEvent]], one_clock: bool) -> list[int]:
@@ -265,7 +340,7 @@ def _waiting(events: Sequence[ChunkEvent]) -> str:
 
 
 def _draw_lanes(
-    axes: Axes, events: Sequence[ChunkEvent], rank: int, origin: int, divisor: float
+    axes: Axes, events: Sequence[ChunkEvent], rank: int, origin: int, divisor: float, op: str
 ) -> None:
     from matplotlib.ticker import FixedFormatter, FixedLocator
 
@@ -274,10 +349,12 @@ def _draw_lanes(
 
     lanes = _lanes(events)
     sources = {e["chunk"]: e["source"] for e in events}
-    arrived = {e["chunk"]: e["arrived_ns"] for e in events}
+    arrived: dict[int, int] = {}
+    for e in events:
+        arrived[e["chunk"]] = max(arrived.get(e["chunk"], e["arrived_ns"]), e["arrived_ns"])
     for chunk, lane in lanes.items():
         mine = [e for e in events if e["chunk"] == chunk]
-        waits = [(e["wait_begin_ns"], e["start_ns"]) for e in mine if _waited(e)]
+        waits = [_wait(e) for e in mine if _waited(e)]
         axes.broken_barh(
             [(x(begin), x(end) - x(begin)) for begin, end in waits],
             (lane - 0.1, 0.2),
@@ -291,7 +368,10 @@ def _draw_lanes(
             linewidth=0.4 if len(mine) <= _BARS_WITH_EDGES else 0.0,
         )
         axes.plot([x(arrived[chunk])] * 2, [lane - 0.4, lane + 0.4], color=_ARRIVAL, linewidth=2.2)
-    axes.axvline(x(max(arrived.values())), color=_ARRIVAL, linestyle="--", linewidth=1.2, zorder=0)
+    is_scatter = op == MATMUL_REDUCE_SCATTER
+    computed_ns = max(e.get("computed_ns", e["end_ns"]) for e in events)
+    line_ns = computed_ns if is_scatter else max(arrived.values())
+    axes.axvline(x(line_ns), color=_ARRIVAL, linestyle="--", linewidth=1.2, zorder=0)
     axes.yaxis.set_major_locator(FixedLocator(list(lanes.values())))
     axes.yaxis.set_major_formatter(
         FixedFormatter([_chunk_name(c, sources[c], rank) for c in lanes])
@@ -303,26 +383,36 @@ def _draw_lanes(
     figures.strip(axes, grid="x")
 
 
+def _wait(e: ChunkEvent) -> tuple[int, int]:
+    """Begin and end; the same where it did not wait."""
+    end = e.get("wait_end_ns", e["start_ns"])
+    return e.get("wait_begin_ns", end), end
+
+
 def _waited(e: ChunkEvent) -> bool:
-    return e.get("wait_begin_ns", e["start_ns"]) < e["start_ns"]
+    begin, end = _wait(e)
+    return begin < end
 
 
-def _legend(figure: Figure, by_rank: Sequence[Sequence[ChunkEvent]], *, columns: int) -> None:
+def _legend(
+    figure: Figure, by_rank: Sequence[Sequence[ChunkEvent]], *, columns: int, op: str
+) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Any] = [Patch(color="#888888", label="computing its tiles (colour: source rank)")]
+    words = _WORDS[op]
+    handles: list[Any] = [Patch(color="#888888", label=words.bars)]
     if any(_waited(e) for events in by_rank for e in events):
-        handles.append(Patch(color=_WAITING, label="a tile waiting for it"))
+        handles.append(Patch(color=_WAITING, label=words.wait))
     handles += [
-        Line2D([], [], color=_ARRIVAL, linewidth=2.2, label="chunk arrived"),
+        Line2D([], [], color=_ARRIVAL, linewidth=2.2, label=words.mark),
         Line2D(
             [],
             [],
             color=_ARRIVAL,
             linestyle="--",
             linewidth=1.2,
-            label="all of A here: all-gather + matmul would start only now",
+            label=words.line,
         ),
     ]
     figure.legend(

@@ -197,8 +197,9 @@ def _record(request: Request, shapes: Sequence[Shape]) -> None:
     """Records one call of each shape on every rank and writes its trace and its picture."""
     _env.check()
     kind, ranks = launcher.choose(request.device, launcher.world_size_or(request.world_size))
+    op = request.op or ALL_GATHER_MATMUL
     options = Options(
-        device=kind, world_size=ranks, shapes=shapes, ways=["agmm"], dtype=request.dtype
+        device=kind, world_size=ranks, shapes=shapes, ways=["agmm"], dtype=request.dtype, op=op
     ).resolved()
     if kind == "cuda":
         _need_timed_kernel(options)
@@ -215,14 +216,15 @@ def _record(request: Request, shapes: Sequence[Shape]) -> None:
             by_rank = call(record_all_ranks, shape, options)
             if not leads:
                 continue
-            title = f"agmm on {ranks} {where}, M x N x K = {shape.M} x {shape.N} x {shape.K}"
+            what = "agmm" if op == ALL_GATHER_MATMUL else f"{op} of agmm"
+            title = f"{what} on {ranks} {where}, M x N x K = {shape.M} x {shape.N} x {shape.K}"
             path = folder / f"timeline-{shape}.json"
             try:
-                timeline.write_trace(by_rank, path, title=title, one_clock=one_clock)
+                timeline.write_trace(by_rank, path, title=title, one_clock=one_clock, op=op)
                 lines = [f"wrote {path}"]
                 try:
                     timeline.draw_ranks(
-                        by_rank, path.with_suffix(".png"), title=title, one_clock=one_clock
+                        by_rank, path.with_suffix(".png"), title=title, one_clock=one_clock, op=op
                     )
                     lines.append(f"wrote {path.with_suffix('.png')}")
                 except figures.PlotUnavailable as error:
@@ -238,7 +240,8 @@ def _need_timed_kernel(options: Options) -> None:
         raise InvalidArgument(
             f"dtype: found {options.dtype}, wanted torch.bfloat16, that of the timed kernel"
         )
-    if not any(kernel.timed for kernel in _core.kernels()):
+    built = _core.kernels() if options.op == ALL_GATHER_MATMUL else _core.scatter_kernels()
+    if not any(kernel.timed for kernel in built):
         raise InvalidArgument("timeline: found a build without the timed kernel, wanted one")
 
 

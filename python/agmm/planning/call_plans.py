@@ -29,7 +29,7 @@ def kernels() -> tuple[KernelConfig, ...]:
 @cache
 def scatter_kernels() -> tuple[KernelConfig, ...]:
     """The kernels of this build that send tiles, to choose from."""
-    return tuple(KernelConfig.of(kernel) for kernel in _core.scatter_kernels())
+    return tuple(KernelConfig.of(kernel) for kernel in _core.scatter_kernels() if not kernel.timed)
 
 
 @cache

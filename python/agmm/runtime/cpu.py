@@ -178,6 +178,7 @@ class CpuWorkspace:
         agreed: str = "",
         pieces: int = 1,
         meanwhile: Callable[[], None] | None = None,
+        timeline: list[dict[str, int]] | None = None,
     ) -> torch.Tensor:
         """This rank's rows of the sum over the ranks of ``sum(A @ B)``. Collective.
 
@@ -197,6 +198,10 @@ class CpuWorkspace:
                 ranks.
             meanwhile: called once, when all has been sent to the other ranks and their last parts
                 are still to be awaited. What it raises is raised when the call is done.
+            timeline: is extended by a dict for each piece: its ``chunk`` (the rank that owns the
+                rows), ``start_ns`` and ``end_ns`` (of the product), ``done_ns`` (when it was handed
+                to the copying thread, or, of an own piece, when the others' parts were there), by
+                `time.monotonic_ns`, and ``called_ns``.
 
         Returns:
             out [M / world_size, N].
@@ -216,7 +221,9 @@ class CpuWorkspace:
             with self._in_step(tag, call):
                 self._make_room(slot_bytes, pieces, tag)
                 divisor = self.world_size if reduce_op == "avg" else 1
-                out, error = self._run_scatter(As, Bs, bias, divisor, pieces, tag, meanwhile)
+                out, error = self._run_scatter(
+                    As, Bs, bias, divisor, pieces, tag, meanwhile, timeline
+                )
         if error is not None:
             raise error
         return out
@@ -418,8 +425,10 @@ class CpuWorkspace:
         pieces: int,
         tag: int,
         meanwhile: Callable[[], None] | None,
+        timeline: list[dict[str, int]] | None = None,
     ) -> tuple[torch.Tensor, Exception | None]:
         """The sum, and what went wrong in ``meanwhile``."""
+        called_ns = time.monotonic_ns()
         error: Exception | None = None
         core, rank = self._core, self.rank
         A, columns = As[0], Bs[0].shape[1]
@@ -445,8 +454,10 @@ class CpuWorkspace:
                 first = owner * m_local + begin
                 for i, cut in enumerate(cuts):
                     piece = part[cut]
+                    start_ns = time.monotonic_ns()
                     if len(piece):
                         piece.copy_(summands.product(slice(first + cut.start, first + cut.stop)))
+                    end_ns = time.monotonic_ns()
                     core.send(
                         slot,
                         owner,
@@ -457,6 +468,8 @@ class CpuWorkspace:
                         cut.start * row_bytes,
                         tag,
                     )
+                    if len(piece) and timeline is not None:
+                        timeline.append(_piece_times(called_ns, owner, start_ns, end_ns))
             if meanwhile is not None and end == m_local:
                 try:
                     meanwhile()
@@ -467,10 +480,14 @@ class CpuWorkspace:
             first = rank * m_local + begin
             for i, cut in enumerate(cuts):
                 own = slice(first + cut.start, first + cut.stop)
+                start_ns = time.monotonic_ns()
                 product = summands.product(own) if own.stop > own.start else None
+                end_ns = time.monotonic_ns()
                 for source in sources:
                     core.wait_chunk(slot, source * self._chunks_per_shard + i, tag)
                 if product is not None:
+                    if timeline is not None:
+                        timeline.append(_piece_times(called_ns, rank, start_ns, end_ns))
                     parts = [
                         arrived[_core.part_place(s, rank, self.world_size)][cut] for s in sources
                     ]
@@ -506,6 +523,16 @@ class CpuWorkspace:
             raise Unsupported(reason) from None
         self.close()
         self._use(core)
+
+
+def _piece_times(called_ns: int, owner: int, start_ns: int, end_ns: int) -> dict[str, int]:
+    return {
+        "chunk": owner,
+        "called_ns": called_ns,
+        "start_ns": start_ns,
+        "end_ns": end_ns,
+        "done_ns": time.monotonic_ns(),
+    }
 
 
 def _multiply(

@@ -47,6 +47,7 @@ class ScatterCall(NamedTuple):
         As: Sequence[torch.Tensor],
         Bs: Sequence[torch.Tensor],
         bias: torch.Tensor | None,
+        tile_times: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Multiply and scatter. Collective.
 
@@ -54,6 +55,8 @@ class ScatterCall(NamedTuple):
             As: [M, ..., K] each, whose rows are evenly apart.
             Bs: [K, N] each.
             bias: [N] or None.
+            tile_times: uint8, where the kernel records when each tile was computed and sent (timed
+                kernels).
 
         Returns:
             out [M / world_size, ..., N].
@@ -91,6 +94,7 @@ class ScatterCall(NamedTuple):
                     self.is_average,
                     self.config,
                     stream_of(out.device),
+                    0 if tile_times is None else tile_times.data_ptr(),
                 )
             except ValueError as error:
                 captured = False  # nothing was enqueued

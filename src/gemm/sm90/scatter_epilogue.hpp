@@ -7,13 +7,15 @@
 
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
+#include "gemm/sm90/tile_timer.hpp"
 #include "transport/tile_push_device.hpp"
 
 namespace agmm {
 
 /// `Base`: CUTLASS's TMA epilogue without C. `kGroups`: groups of consumers that compute tiles in
-/// turn, 2 in pingpong kernels.
-template <class Base, class Element, int kTileThreads, int kGroups, int kPieces, int kBuffers>
+/// turn, 2 in pingpong kernels. kTimed: records ScatterTimes.
+template <class Base, class Element, int kTileThreads, int kGroups, int kPieces, int kBuffers,
+          bool kTimed>
 struct ScatterEpilogue : Base {
   using CtaTile = typename Base::CtaTileMNK;
   static constexpr int kTileM = cute::size<0>(CtaTile{});
@@ -31,9 +33,11 @@ struct ScatterEpilogue : Base {
 
   struct Arguments : Base::Arguments {
     TilePushArgs push{};
+    ScatterTimes* times = nullptr;
   };
   struct Params : Base::Params {
     TilePushArgs push;
+    ScatterTimes* times;
   };
 
   template <class ProblemShape>
@@ -47,7 +51,7 @@ struct ScatterEpilogue : Base {
   static Params to_underlying_arguments(ProblemShape const& problem, Arguments const& args,
                                         void* workspace) {
     return {Base::to_underlying_arguments(own_problem(problem, args.push), args, workspace),
-            args.push};
+            args.push, args.times};
   }
 
   template <class ProblemShape>
@@ -56,7 +60,7 @@ struct ScatterEpilogue : Base {
   }
 
   CUTLASS_DEVICE ScatterEpilogue(Params const& params, TensorStorage& shared)
-      : Base(params, shared), push_(&params.push) {}
+      : Base(params, shared), params_(&params) {}
 
   CUTLASS_DEVICE bool is_producer_load_needed() const { return true; }
 
@@ -64,15 +68,19 @@ struct ScatterEpilogue : Base {
   CUTLASS_DEVICE auto load(typename Base::LoadPipeline, typename Base::LoadPipelineState state,
                            ProblemShape const&, TileShape, TileCoord const& coord, TiledMma, int,
                            TensorStorage& shared, int = -1) {
-    ScatterTiles const& tiles = push_->tiles;
+    TilePushArgs const& push = params_->push;
+    ScatterTiles const& tiles = push.tiles;
     int32_t const row = int32_t(cute::get<0>(coord)) * kTileM;
     int32_t const owner = tiles.owner(row);
     if (owner == tiles.rank) return state;
     int32_t const tile = tiles.tile(tiles.row_of(row) / kTileM, int32_t(cute::get<1>(coord)));
     // Not before a tile that only pads: nobody counts who sends nothing, and `go` may have been
     // reset when it looks.
-    if (tile >= 0 && sent_ == 0) Push::await_credits(*push_);
-    if (lane_id() == 0) Push::send(*push_, shared.push, number_, owner, tile);
+    if (tile >= 0 && sent_ == 0) Push::await_credits(push);
+    if (lane_id() == 0) {
+      Push::send(push, shared.push, number_, owner, tile);
+      ScatterTimer<kTimed>(params_->times, tiles, owner, tile).done();
+    }
     sent_ += tile >= 0 ? 1 : 0;
     __syncwarp();
     ++number_;
@@ -81,7 +89,7 @@ struct ScatterEpilogue : Base {
 
   CUTLASS_DEVICE auto load_tail(typename Base::LoadPipeline,
                                 typename Base::LoadPipelineState state) {
-    if (lane_id() == 0) Push::count_done(*push_, sent_);
+    if (lane_id() == 0) Push::count_done(params_->push, sent_);
     return state;
   }
 
@@ -97,27 +105,32 @@ struct ScatterEpilogue : Base {
                             int subtile = -1) {
     static_assert(cute::size(Layout{}) == kFloats);
     static_assert(cute::size(TiledMma{}) == kTileThreads);
-    ScatterTiles const& tiles = push_->tiles;
+    TilePushArgs const& push = params_->push;
+    ScatterTiles const& tiles = push.tiles;
     int32_t const row = int32_t(cute::get<0>(coord)) * kTileM;
-    if (tiles.owner(row) != tiles.rank) {
+    int32_t const owner = tiles.owner(row);
+    int32_t const tile_m = tiles.row_of(row) / kTileM;
+    int32_t const tile = tiles.tile(tile_m, int32_t(cute::get<1>(coord)));
+    ScatterTimer<kTimed> const timer(params_->times, tiles, owner, tile);
+    if (kTimed && thread == 0) timer.computed();
+    if (owner != tiles.rank) {
       // Every group computes each kGroups-th tile of the CTA, the first one the first.
       int const group = kGroups == 1 ? 0 : int(threadIdx.x) / kTileThreads - 1;
       Push::put(shared.push, accumulators.data(), number_ * kGroups + group, thread, tiles.rank);
       ++number_;
       return cute::make_tuple(load_state, store_state);
     }
-    int32_t const tile_m = tiles.row_of(row) / kTileM;
-    int32_t const tile = tiles.tile(tile_m, int32_t(cute::get<1>(coord)));
-    if (tile >= 0) Push::add_parts(*push_, accumulators.data(), tile, thread);
+    if (tile >= 0) Push::add_parts(push, accumulators.data(), tile, thread);
+    if (kTimed && thread == 0) timer.done();
     return Base::store(
-        load_pipeline, load_state, store_pipeline, store_state, own_problem(problem, *push_),
+        load_pipeline, load_state, store_pipeline, store_state, own_problem(problem, push),
         tile_shape,
         cute::make_coord(tile_m, cute::get<1>(coord), cute::get<2>(coord), cute::get<3>(coord)),
         accumulators, tiled_mma, thread, shared, subtile);
   }
 
  private:
-  TilePushArgs const* push_;
+  Params const* params_;
   int number_ = 0;  // tiles of other chunks so far, of this group or sender
   int sent_ = 0;    // by this sender, without those that only pad
 };

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksP
 }
 
 template <class Element, class LayoutB, int TileM, int TileN, int TileK, int ClusterM, int ClusterN,
-          Schedule kSchedule>
+          Schedule kSchedule, bool kTimed>
 struct ScatterInstance {
   using Plain =
       KernelInstance<Element, LayoutB, TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, false>;
@@ -51,7 +51,7 @@ struct ScatterInstance {
   static constexpr int kBuffers = kBufferBytes / kPieceBytes;
 
   using CollectiveEpilogue = ScatterEpilogue<typename Plain::UsualEpilogue, Element, kTileThreads,
-                                             kCooperative ? 1 : 2, kPieces, kBuffers>;
+                                             kCooperative ? 1 : 2, kPieces, kBuffers, kTimed>;
   using CutlassMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor,
       Plain::kAlignment, Element, LayoutB, Plain::kAlignment, float, typename Plain::TileShape,
@@ -59,7 +59,7 @@ struct ScatterInstance {
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
           sizeof(typename CollectiveEpilogue::SharedStorage))>,
       typename Plain::MainloopSchedule>::CollectiveOp;
-  using Mainloop = ScatterMainloop<CutlassMainloop>;
+  using Mainloop = ScatterMainloop<CutlassMainloop, kTimed>;
   using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
       cute::Shape<int, int, int, int>, Mainloop, CollectiveEpilogue,
       cutlass::gemm::PersistentAsyncInputScheduler<typename Plain::MainloopSchedule,
@@ -79,6 +79,7 @@ struct ScatterInstance {
     mainloop.count = call.product_count;
     mainloop.rows = call.rows;
     mainloop.tiles = tiles;
+    mainloop.times = call.tile_times;
     for (int i = 0; i < call.product_count; ++i) {
       agmm::Product const& product = call.products[i];
       auto& operands = mainloop.products[i].operands;
@@ -98,6 +99,7 @@ struct ScatterInstance {
     // Without a bias -0 is added, which keeps a sum of -0.
     gemm.epilogue.thread = {{static_cast<Element const*>(call.bias), Element(-0.0f)}, {}, {}};
     gemm.epilogue.push = call.push;
+    gemm.epilogue.times = call.tile_times;
     gemm.hw_info.sm_count = call.sm_count;
     gemm.scheduler.max_swizzle_size = call.config.max_swizzle;
     using Options = typename GemmKernel::TileScheduler::RasterOrderOptions;
@@ -144,7 +146,7 @@ struct ScatterInstance {
   }
 
   static constexpr ScatterEntry entry() {
-    return {facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, false}, kDType<Element>,
+    return {facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed}, kDType<Element>,
                      Plain::kBLayout),
             sizeof(Params),
             kTileBytes,

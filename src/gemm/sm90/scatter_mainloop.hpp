@@ -7,11 +7,13 @@
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 #include "gemm/scatter_spec.hpp"
+#include "gemm/sm90/tile_timer.hpp"
 #include "order/scatter_tiles.hpp"
 
 namespace agmm {
 
-template <class Base>
+/// kTimed: records ScatterTimes.
+template <class Base, bool kTimed>
 struct ScatterMainloop : Base {
   using typename Base::MainloopPipeline;
   using typename Base::PipelineState;
@@ -32,6 +34,7 @@ struct ScatterMainloop : Base {
     int32_t count = 1;
     int32_t rows = 0;
     ScatterTiles tiles{};
+    ScatterTimes* times = nullptr;
   };
 
   struct Params : Base::Params {  // of the first product
@@ -39,6 +42,7 @@ struct ScatterMainloop : Base {
     int32_t k_tiles[kMaxProducts];
     int32_t count;
     ScatterTiles tiles;
+    ScatterTimes* times;
   };
 
   /// k tiles of all products: none has columns of two.
@@ -57,7 +61,7 @@ struct ScatterMainloop : Base {
           cute::make_shape(args.rows, int32_t(cute::get<1>(problem)), product.k, int32_t(1));
       return Base::to_underlying_arguments(own, product.operands, workspace);
     };
-    Params params{of(0), {}, {}, args.count, args.tiles};
+    Params params{of(0), {}, {}, args.count, args.tiles, args.times};
     for (int i = 0; i < kMaxProducts; ++i) {
       if (i > 0) params.others[i - 1] = of(i);
       params.k_tiles[i] = i < args.count ? ceil_div(args.products[i].k, kTileK) : 0;
@@ -91,6 +95,29 @@ struct ScatterMainloop : Base {
                            cute::tuple<TensorA, TensorB> const& inputs, BlockCoord const& blk_coord,
                            KTileIterator k_tile_iter, int k_tile_count, int thread_idx,
                            uint32_t block_rank_in_cluster, TensorStorage& shared_tensors) {
+    using namespace cute;
+    ScatterTiles const& tiles = params.tiles;
+    int32_t const padded_row = int32_t(get<0>(blk_coord)) * kTileM;
+    ScatterTimer<kTimed> const timer(
+        params.times, tiles, tiles.owner(padded_row),
+        tiles.tile(tiles.row_of(padded_row) / kTileM, int32_t(get<1>(blk_coord))));
+    if (kTimed && thread_idx % 32 == 0) timer.loads_begin();
+    load_products(params, pipeline, stage, inputs, blk_coord, k_tile_iter, k_tile_count, thread_idx,
+                  block_rank_in_cluster, shared_tensors);
+    if constexpr (kTimed) {
+      __syncwarp();  // one lane of all issues the loads
+      if (thread_idx % 32 == 0) timer.loads_end();
+    }
+  }
+
+ private:
+  template <class TensorA, class TensorB, class KTileIterator, class BlockCoord>
+  CUTLASS_DEVICE void load_products(Params const& params, MainloopPipeline pipeline,
+                                    PipelineState stage,
+                                    cute::tuple<TensorA, TensorB> const& inputs,
+                                    BlockCoord const& blk_coord, KTileIterator k_tile_iter,
+                                    int k_tile_count, int thread_idx,
+                                    uint32_t block_rank_in_cluster, TensorStorage& shared_tensors) {
     using namespace cute;
     // A tile that only pads its chunk takes rows of the next one, which nobody stores.
     int32_t const row = params.tiles.a_row(int32_t(get<0>(blk_coord)) * kTileM);

@@ -1,10 +1,11 @@
-// Records TileTimes, in the kernels that are built to.
+// Records TileTimes and ScatterTimes, in the kernels that are built to.
 #pragma once
 
 #include <cstdint>
 
 #include "cutlass/cutlass.h"
 #include "gemm/tile_times.hpp"
+#include "order/scatter_tiles.hpp"
 #include "sync/device_wait.hpp"
 
 namespace agmm {
@@ -42,6 +43,42 @@ class TileTimer {
 
   TileTimes* times_;
   int tile_;
+};
+
+/// The same for a tile of a matmul + reduce-scatter; each function for one thread.
+template <bool kTimed>
+class ScatterTimer {
+ public:
+  /// `times`: [w][tiles of a chunk]; null: nothing is recorded. `tile`: -1 for one that only pads.
+  CUTLASS_DEVICE ScatterTimer(ScatterTimes* times, ScatterTiles const& tiles, int32_t owner,
+                              int32_t tile) {
+    if constexpr (kTimed) {
+      if (times != nullptr && tile >= 0) of_tile_ = times + owner * tiles.tiles() + tile;
+    }
+  }
+
+  CUTLASS_DEVICE void loads_begin() const {
+    if (is_recorded()) of_tile_->loads_begin_ns = global_timer_ns();
+  }
+
+  CUTLASS_DEVICE void loads_end() const {
+    if (!is_recorded()) return;
+    of_tile_->loads_end_ns = global_timer_ns();
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(of_tile_->sm));
+  }
+
+  CUTLASS_DEVICE void computed() const {
+    if (is_recorded()) of_tile_->computed_ns = global_timer_ns();
+  }
+
+  CUTLASS_DEVICE void done() const {
+    if (is_recorded()) of_tile_->done_ns = global_timer_ns();
+  }
+
+ private:
+  CUTLASS_DEVICE bool is_recorded() const { return kTimed && of_tile_ != nullptr; }
+
+  ScatterTimes* of_tile_ = nullptr;
 };
 
 }  // namespace agmm
