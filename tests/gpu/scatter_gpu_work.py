@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from typing import Any
 from unittest import mock
@@ -108,6 +109,28 @@ def products(
             if out.shape != wanted.shape or wrong.any():
                 faults.append(f"rank {rank}: {size}, {n}, {ks}, call {turn}: {int(wrong.sum())}")
     return faults
+
+
+def stress(world_size: int, calls: int, seed: int) -> list[str] | None:
+    """Calls back to back, with other data than the one before, and whole ranks late at random."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank, sets = dist.get_rank(group), 3
+    shape = (world_size * 256,), 8192, (1024,), torch.bfloat16, True
+    data = [[_operands(r, *shape, seed + i) for r in range(world_size)] for i in range(sets)]
+    wanted = [_expected(world_size, rank, every, 0, False, None) for every in data]
+    same, own = random.Random(seed), random.Random(seed + 1 + rank)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    which = 0
+    for _ in range(calls):
+        which = (which + same.randrange(1, sets)) % sets
+        if own.random() < 0.2:
+            torch.cuda._sleep(own.randrange(1, 400_000))
+        As, Bs = data[which][rank]
+        out = agmm.matmul_reduce_scatter(As[0], Bs[0], group, strict=True)
+        wrong += (out != wanted[which]).sum()  # NaN too
+    return [f"rank {rank}: {int(wrong)} wrong elements"] if int(wrong) else []
 
 
 def in_graphs(world_size: int) -> list[str] | None:

@@ -2,12 +2,15 @@
 each other's peers, each with its part of the multiprocessors, or one rank that is all its own
 peers, with all of them.
 
-As a program it makes calls of every kernel and compares the results (for compute-sanitizer):
+As a program it makes calls of every kernel and compares the results (for compute-sanitizer), or
+calls back to back with ranks late at random, until one is wrong:
     python scatter_stand_in.py [calls per kernel]
+    python scatter_stand_in.py stress CALLS SEED
 """
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -223,6 +226,44 @@ def check(calls: int) -> None:
     print("all equal")
 
 
+WRONG = 3
+"""The program's exit code where `stress` finds a wrong element."""
+
+
+def stress(calls: int, seed: int, world_size: int = 3) -> None:
+    """Each call with other data than the one before."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    ranks = Together(world_size, 4 << 20)
+    sets = [
+        [drawn(world_size * 400, 1048, (136,), torch.bfloat16) for _ in range(world_size)]
+        for _ in range(3)
+    ]
+    expected = [ranks.expected(whats) for whats in sets]
+    configs_ = list(configs())
+    wrong = torch.zeros(world_size, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    which = 0
+    for _ in range(calls):
+        which = (which + draw.randrange(1, len(sets))) % len(sets)
+        config = draw.choice(configs_)
+        for rank, (core, stream) in enumerate(zip(ranks.cores, ranks.streams, strict=True)):
+            with torch.cuda.stream(stream):
+                if draw.random() < 0.3:
+                    torch.cuda._sleep(draw.randrange(1, 400_000))
+                what = sets[which][rank]
+                out = empty_out(what, world_size)
+                enqueue(core, what, out, config, stream)
+                wrong[rank] += (out != expected[which][rank]).sum()  # NaN too
+    torch.cuda.synchronize()
+    if int(wrong.sum()):
+        print(f"{wrong.tolist()} wrong elements by rank in {calls} calls", file=sys.stderr)
+        raise SystemExit(WRONG)
+
+
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    check(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    if sys.argv[1:2] == ["stress"]:
+        stress(int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        torch.manual_seed(0)
+        check(int(sys.argv[1]) if len(sys.argv) > 1 else 1)

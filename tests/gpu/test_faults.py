@@ -1,12 +1,17 @@
-"""That the stress test can fail: it finds a deliberate fault (docs/dev/sm-push.md)."""
+"""That the stress tests can fail: they find a deliberate fault (docs/dev/sm-push.md)."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 
 import gpu_work
 import pytest
+import scatter_gpu_work
+import scatter_stand_in
 from at_hand import RANKS, needs_two
 
 from agmm import _core
@@ -16,42 +21,108 @@ SEARCH_S = 180.0
 FIRST_BATCH, LARGEST_BATCH = 10, 1000
 WORK = {"no_credit": gpu_work.back_to_back, "no_sent": gpu_work.overwritten}
 """What finds a fault, where it is not the stress of SM push at its size."""
+OF_SCATTERS = ("no_parts", "read_signal", "no_credit", "no_fence")
+"""Faults that the kernels of matmul + reduce-scatter have."""
+OF_GATHERS = ("no_fence", "signal_first", "no_wait", "no_sent", "no_credit")
+WAIT_S = "5"
+ENDED = 124
+
+needs_fault_of_scatters = pytest.mark.skipif(
+    _core.fault not in OF_SCATTERS or not _core.scatter_kernels(),
+    reason=f"agmm is built with AGMM_FAULT={_core.fault!r}, wanted one of {', '.join(OF_SCATTERS)}",
+)
 
 
-def _search(pool: RankPool, most_calls: int) -> tuple[list[str], int]:
-    """What the stress finds, and within how many calls; they come in batches, larger and larger."""
-    ends = _core.fault == "no_credit"  # a signal of the next call is counted in this one, or lost
-    work = WORK.get(_core.fault, gpu_work.sm_push_at_its_size)
+def _ends() -> bool:
+    """Whether the fault may be found as a wait without end: a signal of the next call is counted in
+    this one, or lost."""
+    return _core.fault == "no_credit"
+
+
+def _search(run: Callable[[int, int], list[str]]) -> tuple[list[str], int]:
+    """What `run` finds, which takes the calls of a batch and those so far, and within how many
+    calls; batches are larger and larger. AGMM_STRESS_CALLS is the most calls that it makes."""
+    most_calls = int(os.environ.get("AGMM_STRESS_CALLS", "100000"))
     begin = time.monotonic()
     calls, batch = 0, FIRST_BATCH
     found: list[str] = []
     while not found and calls < most_calls and time.monotonic() - begin < SEARCH_S:
         batch = min(batch, most_calls - calls)
         calls += batch
-        try:
-            results = pool.run(work, pool.world_size, batch, calls)
-            found = [fault for result in results for fault in result or []]
-        except RankError as error:
-            if not ends or 124 not in error.exit_codes.values():
-                raise
-            found = [str(error)]
+        found = run(batch, calls)
         batch = min(2 * batch, LARGEST_BATCH)
     return found, calls
 
 
+def _in_ranks(
+    pool: RankPool, work: Callable[..., list[str] | None], batch: int, calls: int
+) -> list[str]:
+    try:
+        results = pool.run(work, pool.world_size, batch, calls)
+        return [fault for result in results for fault in result or []]
+    except RankError as error:
+        if not _ends() or ENDED not in error.exit_codes.values():
+            raise
+        return [str(error)]
+
+
+def _on_one_gpu(batch: int, calls: int) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, scatter_stand_in.__file__, "stress", str(batch), str(calls)],
+        env={**os.environ, "AGMM_TIMEOUT_S": WAIT_S, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=SEARCH_S,
+        check=False,
+    )
+    if done.returncode == 0:
+        return []
+    last = done.stderr.strip().splitlines()[-1:]
+    is_found = done.returncode == scatter_stand_in.WRONG or (_ends() and done.returncode == ENDED)
+    assert is_found, f"exit code {done.returncode}: {done.stderr[-2000:]}"
+    return last or [f"exit code {done.returncode}"]
+
+
+def _check(
+    capsys: pytest.CaptureFixture[str], search: Callable[[], tuple[list[str], int]], where: str
+) -> None:
+    found, calls = search()
+    build = f"{_core.fault}{' with delays' if _core.stress_delays else ''}, {where}"
+    with capsys.disabled():
+        print(f"\n{build}: {'found within' if found else 'not found in'} {calls} calls", *found)
+    assert found != []
+
+
 @needs_two
-@pytest.mark.skipif(_core.fault == "", reason="agmm is built without AGMM_FAULT")
+@pytest.mark.skipif(
+    _core.fault not in OF_GATHERS,
+    reason=f"agmm is built with AGMM_FAULT={_core.fault!r}, wanted one of {', '.join(OF_GATHERS)}",
+)
 @pytest.mark.skipif(
     _core.fault == "no_credit" and not _core.stress_delays,
     reason="without AGMM_STRESS_DELAYS ranks are hardly ever so far apart that no_credit shows",
 )
 @pytest.mark.timeout(SEARCH_S + 200)
 def test_stress_finds_the_fault(capsys: pytest.CaptureFixture[str]) -> None:
-    """AGMM_STRESS_CALLS is the most calls that it makes."""
-    most_calls = int(os.environ.get("AGMM_STRESS_CALLS", "100000"))
-    with RankPool(min(RANKS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": "5"}) as pool:
-        found, calls = _search(pool, most_calls)
-    build = f"{_core.fault}{' with delays' if _core.stress_delays else ''}"
-    with capsys.disabled():
-        print(f"\n{build}: {'found within' if found else 'not found in'} {calls} calls", *found)
-    assert found != []
+    work = WORK.get(_core.fault, gpu_work.sm_push_at_its_size)
+    with RankPool(min(RANKS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": WAIT_S}) as pool:
+        _check(capsys, lambda: _search(lambda *n: _in_ranks(pool, work, *n)), "gathers")
+
+
+@needs_fault_of_scatters
+@pytest.mark.skipif(
+    _core.fault == "read_signal",
+    reason="a GPU sees its own writes in time, also those whose signal comes too early",
+)
+@pytest.mark.timeout(2 * SEARCH_S + 60)
+def test_one_gpu_finds_the_fault_of_a_scatter(capsys: pytest.CaptureFixture[str]) -> None:
+    _check(capsys, lambda: _search(_on_one_gpu), "scatters on one GPU")
+
+
+@needs_two
+@needs_fault_of_scatters
+@pytest.mark.timeout(SEARCH_S + 200)
+def test_ranks_find_the_fault_of_a_scatter(capsys: pytest.CaptureFixture[str]) -> None:
+    work = scatter_gpu_work.stress
+    with RankPool(min(RANKS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": WAIT_S}) as pool:
+        _check(capsys, lambda: _search(lambda *n: _in_ranks(pool, work, *n)), "scatters")

@@ -237,6 +237,11 @@ def test_results() -> None:
     assert "all equal" in run()
 
 
+def test_stress_finds_nothing() -> None:
+    """That of `test_faults.py`, in a build without one."""
+    scatter_stand_in.stress(300, 1)
+
+
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool: str) -> None:
     sanitizer = shutil.which("compute-sanitizer", path="/usr/local/cuda/bin:" + os.environ["PATH"])
