@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,7 +18,7 @@ from agmm.ops import scatter_plan
 from agmm.planning import call_plans, cost_model
 from agmm.planning.heuristics import predict_us
 from agmm.planning.planner import Choice, Planner
-from agmm.planning.plans import BY_TORCH, UNFUSED, Plan, Problem, Row
+from agmm.planning.plans import BY_TORCH, UNFUSED, KernelConfig, Plan, Problem, Row
 from agmm.runtime import collectives, groups, symmetric
 
 
@@ -145,3 +147,36 @@ def test_without_a_model_the_nearest_row_decides() -> None:
     assert choose(200, *rows, gpu="cpu").plan == Plan("push")
     assert choose(80, *rows, gpu="cpu", fused=True).source == "tuned at M=256 (a table)"
     assert choose(4096, *rows, gpu="cpu").source == "default of the CPU backend"
+
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/scatter/nvidia-h200-x4-stand-in.json"
+
+
+def measured() -> dict[tuple[int, int, int], dict[str, float]]:
+    """Of each shape the kernels' times in their best orders, and torch.mm's."""
+    found: dict[tuple[int, int, int], dict[str, float]] = {}
+    for entry in json.loads(RESULTS.read_text())["shapes"]:
+        best = found.setdefault((entry["M"], entry["N"], entry["K"]), {})
+        for name, us in entry["us"].items():
+            kernel = name if name == "torch.mm" else KernelConfig.parse(name).kernel
+            best[kernel] = min(best.get(kernel, us), us)
+    return found
+
+
+@pytest.mark.parametrize("shape", measured(), ids=str)
+def test_the_model_agrees_with_what_was_measured(shape: tuple[int, int, int]) -> None:
+    """Within 5%, at 512 rows within 10, and the kernel that it prefers within 4% of the fastest."""
+    times = measured()[shape]
+    problem = scattered(*shape)._replace(op="matmul_reduce_scatter")
+    predicted = {k.kernel: cost_model.tile_push_scatter_us(problem, k) for k in KERNELS}
+    chosen = min(predicted, key=lambda kernel: predicted[kernel])
+    fastest = min(times[kernel] for kernel in predicted)
+    assert predicted[chosen] == pytest.approx(fastest, rel=0.1 if shape[0] == 512 else 0.05)
+    assert times[chosen] <= 1.04 * fastest
+    assert cost_model.matmul_us(problem) == pytest.approx(times["torch.mm"], rel=0.07)
+
+
+def test_a_long_scatter_loses_its_clock_as_the_matmul_does() -> None:
+    problem = scattered(16384, 8192, 7168)._replace(op="matmul_reduce_scatter")
+    fastest = min(cost_model.tile_push_scatter_us(problem, kernel) for kernel in KERNELS)
+    assert fastest == pytest.approx(cost_model.matmul_us(problem), rel=0.05)

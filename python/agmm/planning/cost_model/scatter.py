@@ -6,6 +6,7 @@ from math import ceil
 
 from agmm import _core
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants
+from agmm.planning.cost_model.matmul import lost_clock_us
 from agmm.planning.plans import KernelConfig, Problem
 
 
@@ -37,6 +38,7 @@ def tile_push_scatter_us(problem: Problem, kernel: KernelConfig) -> float:
     sent_last = max(0, blocks - (waves - 1) * at_once - own)
     multiplied_us = waves * tile_us + sent_last * block_us
     linked_us = tile_us + (blocks - own) * block_us
+    multiplied_us += lost_clock_us(c, multiplied_us, kernel.schedule)
     return c.scatter_us + max(multiplied_us, linked_us)
 
 
