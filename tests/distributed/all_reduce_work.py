@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 from unittest import mock
 
 import rank_work
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from scatter_work import in_order
 
 import agmm
+from agmm.ops import matmul_all_reduce, scatter_cuda, scatter_paths, scatter_plan
+from agmm.runtime.calls import Call
 from agmm.runtime.workspaces import cpu_workspace
 from agmm.testing.reference import relative_error
 
@@ -87,6 +90,55 @@ def products(
             faults.append(f"{label}: the ranks have other bits")
         if not torch.equal(_bits(again), _bits(out)):
             faults.append(f"{label}: the next call has other bits")
+    return faults
+
+
+def scattered_and_gathered(world_size: int, bias: bool) -> list[str] | None:
+    """Faults of `matmul_all_reduce._on_cuda`, whose kernel the CPU backend stands in for: planned
+    or strict it scatters, else it leaves the call to the unfused path."""
+    group = _group(world_size)
+    if group is None:
+        return None
+    rank, faults = dist.get_rank(group), []
+    scattered = 0
+
+    def scatter(
+        As: Any, Bs: Any, bias: Any, group: Any, scatter_dim: int, reduce_op: str, *, strict: bool
+    ) -> torch.Tensor:
+        nonlocal scattered
+        scattered += 1
+        assert strict  # it has been decided
+        return scatter_paths.native_cpu(As, Bs, bias, group, scatter_dim, reduce_op)
+
+    generator = torch.Generator().manual_seed(world_size)
+    for rows in (1, world_size, 2 * world_size + 1):
+        A, B = (
+            torch.randint(-8, 9, size, generator=generator).float() for size in ((rows, 6), (6, 4))
+        )
+        b = torch.arange(4.0) if bias else None
+        call = Call("matmul_all_reduce", A=A, B=B)
+        for is_planned, strict in ((True, False), (False, True), (False, False)):
+            before = scattered
+            with (
+                mock.patch.object(scatter_cuda, "run", scatter),
+                mock.patch.object(scatter_plan, "why_not_native", return_value=None),
+                mock.patch.object(
+                    scatter_plan, "is_all_reduce_scattered", return_value=is_planned
+                ) as asked,
+            ):
+                out = matmul_all_reduce._on_cuda(
+                    A, (1.0 + rank) * B, b, group, call, agreed="", strict=strict
+                )
+            label = f"rank {rank}: {rows} rows, planned {is_planned}, strict {strict}"
+            if (out is None) != (not is_planned and not strict) or (out is None) != (
+                scattered == before
+            ):
+                faults.append(f"{label}: {scattered - before} scatters")
+            if not strict and asked.call_args.args[0] != -(-rows // world_size) * world_size:
+                faults.append(f"{label}: asked for {asked.call_args.args[0]} rows")
+            wanted = world_size * (world_size + 1) / 2 * (A @ B) + (0 if b is None else b)
+            if out is not None and not torch.equal(out, wanted):
+                faults.append(f"{label}: wrong")
     return faults
 
 

@@ -101,5 +101,12 @@ def test_compiled(pool: RankPool, world_size: int) -> None:
     check(pool.run(all_reduce_work.compiled, world_size), world_size, True)
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_scatter_by_a_kernel_and_a_gather(pool: RankPool, world_size: int, bias: bool) -> None:
+    """What CUDA does, with the CPU's scatter in place of the kernel."""
+    check(pool.run(all_reduce_work.scattered_and_gathered, world_size, bias), world_size, [])
+
+
 def test_what_agmm_does_not_sum_the_backend_does(pool: RankPool) -> None:
     check(pool.run(all_reduce_work.without_kernel, 3), 3, [6, 7])

@@ -60,7 +60,7 @@ def test_bytes_of_a_scatter(shape: tuple[int, ...], world_size: int, wanted: int
     [
         ((4096, 8192), 4, 4096 * 8192 * 2),
         ((16, 1024, 8192), 4, 8192 * 8192 * 2),  # 8192 rows at a time
-        ((7, 8), 3, 9 * 8 * 2),  # filled up to equal parts
+        ((1022, 256), 4, 1024 * 256 * 2),  # filled up to equal parts
         ((0, 8), 4, 0),
         ((64, 8), 1, 64 * 8 * 2),
     ],

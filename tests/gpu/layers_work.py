@@ -269,7 +269,7 @@ def _layers(how: str) -> list[str]:
 
 
 def all_reduce(shape: LocalShape) -> list[str]:
-    """Faults of `matmul_all_reduce` and its gradients in bf16, whose path CUDA warns of once."""
+    """Faults of `matmul_all_reduce` and its gradients in bf16: as planned, and by a kernel."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     m = world_size * shape.M_local + 1  # which the ranks need not share equally
     As = [_randn(m, shape.K, seed=10 + r) for r in range(world_size)]
@@ -278,13 +278,20 @@ def all_reduce(shape: LocalShape) -> list[str]:
     A, weight = As[rank].clone().requires_grad_(), weights[rank].clone().requires_grad_()
     with mock.patch.object(matmul_all_reduce, "fall_back") as warned:
         out = agmm.matmul_all_reduce(A, weight.t(), bias=bias)
+        by_kernel = [agmm.matmul_all_reduce(A, weight.t(), bias=bias, strict=True) for _ in "12"]
     out.backward(dout)
-    faults = [] if warned.call_count == 1 else ["the unfused path was taken without a word"]
+    faults = [f"{warned.call_args}"] if warned.call_count else []
+    for again in by_kernel:
+        found = [torch.empty_like(again) for _ in range(world_size)]
+        dist.all_gather(found, again.detach())
+        if not all(torch.equal(other, by_kernel[0]) for other in found):
+            faults.append("other bits by a kernel")
     wanted = sum(a.double() @ w.double().t() for a, w in zip(As, weights, strict=True))
     assert isinstance(wanted, torch.Tensor) and A.grad is not None and weight.grad is not None
     plain = As[rank] @ weights[rank].t()
     dist.all_reduce(plain)
-    faults += _compare("out", out.detach(), plain + bias, wanted + bias.double())
+    for name, each in (("out", out), ("out by a kernel", by_kernel[0])):
+        faults += _compare(name, each.detach(), plain + bias, wanted + bias.double())
     of_A = dout.double() @ weights[rank].double()
     faults += _compare("A", A.grad, dout @ weights[rank], of_A)
     of_B = dout.double().t() @ As[rank].double()

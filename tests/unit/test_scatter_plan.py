@@ -20,6 +20,7 @@ from agmm.planning.heuristics import predict_us
 from agmm.planning.planner import Choice, Planner
 from agmm.planning.plans import BY_TORCH, UNFUSED, KernelConfig, Plan, Problem, Row
 from agmm.runtime import collectives, groups, symmetric
+from agmm.runtime.group_gpus import GroupFacts
 
 
 def scattered(rows: int, n: int, k: int, world_size: int = 4) -> Problem:
@@ -180,3 +181,32 @@ def test_a_long_scatter_loses_its_clock_as_the_matmul_does() -> None:
     problem = scattered(16384, 8192, 7168)._replace(op="matmul_reduce_scatter")
     fastest = min(cost_model.tile_push_scatter_us(problem, kernel) for kernel in KERNELS)
     assert fastest == pytest.approx(cost_model.matmul_us(problem), rel=0.05)
+
+
+def test_an_all_reduce_is_scattered_from_some_rows_on() -> None:
+    """With few, as in decoding, a kernel's tiles and another launch take longer than they hide."""
+    for world_size, k in ((4, 2048), (4, 7168), (8, 2048)):
+        decided = []
+        for m in (8, 64, 256, 1024, 4096, 16384):
+            problem = scattered(m, 8192, k, world_size)._replace(op="matmul_reduce_scatter")
+            plan = Planner((), (), KERNELS).fused_plan(problem)
+            assert plan.kernel is not None
+            decided.append(cost_model.is_all_reduce_scattered(problem, plan.kernel))
+        assert decided == sorted(decided) and not decided[1] and decided[-2]
+
+
+@pytest.mark.parametrize(("rows", "wanted"), [(64, False), (4096, True)])
+def test_the_plan_of_an_all_reduce(
+    group: str, monkeypatch: pytest.MonkeyPatch, rows: int, wanted: bool
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 4)
+    monkeypatch.setattr(call_plans, "device_facts", lambda _: ("nvidia-h200", 132))
+    monkeypatch.setattr(call_plans, "group_facts", lambda *_: GroupFacts(132))
+    for kernels in (KERNELS, ()):
+        planner = Planner((), (), kernels)
+        monkeypatch.setattr(call_plans, "planner", lambda *_, found=planner: found)
+        with FakeTensorMode():
+            A = torch.empty(rows - 1, 2048, dtype=torch.bfloat16, device="cuda:0")
+            B = torch.empty(8192, 2048, dtype=torch.bfloat16, device="cuda:0").t()
+        found = scatter_plan.is_all_reduce_scattered(rows, A, B, groups.group_of(group))
+        assert found == (wanted and kernels == KERNELS)

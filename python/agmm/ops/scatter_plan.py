@@ -126,21 +126,38 @@ def kernel_plan(
     Args:
         strict: leave the unfused way out.
     """
-    columns = sum(B.shape[0] for B in Bs)
-    problem = call_plans.problem(
-        As[0].shape[:-1].numel(),
-        Bs[0].shape[1],
-        columns,
-        As[0].dtype,
-        As[0].device,
-        world_size=dist.get_world_size(group),
-        column_major=Bs[0].stride(0) == 1,
-        group=group,
-    )
+    rows = As[0].shape[:-1].numel()
+    problem = _kernel_problem(rows, sum(B.shape[0] for B in Bs), As[0], Bs[0], group)
     planner = call_plans.planner(group, As[0].device)
     choose = planner.fused_plan if strict else planner.plan
-    plan = choose(problem._replace(op=MATMUL_REDUCE_SCATTER))
+    plan = choose(problem)
     return None if plan.kernel is None else plan
+
+
+def _kernel_problem(
+    rows: int, columns: int, A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup
+) -> Problem:
+    problem = call_plans.problem(
+        rows,
+        B.shape[1],
+        columns,
+        A.dtype,
+        A.device,
+        world_size=dist.get_world_size(group),
+        column_major=B.stride(0) == 1,
+        group=group,
+    )
+    return problem._replace(op=MATMUL_REDUCE_SCATTER)
+
+
+def is_all_reduce_scattered(
+    rows: int, A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup
+) -> bool:
+    """Whether the all-reduce of ``A @ B``, of so many rows once the ranks can share them, is to be
+    a scatter by one of agmm's kernels and a gather. Collective at first use."""
+    problem = _kernel_problem(rows, B.shape[0], A, B, group)
+    plan = call_plans.planner(group, A.device).fused_plan(problem)
+    return plan.kernel is not None and cost_model.is_all_reduce_scattered(problem, plan.kernel)
 
 
 def is_by_kernel(

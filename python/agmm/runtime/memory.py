@@ -32,8 +32,8 @@ def workspace_bytes(
         What to pass to `reserve`, the largest of all calls. A workspace has two slots on each rank.
         On a GPU it also has places for two staged shards and one of the backward, so it takes
         ``(2 + 3 / world_size)`` times as much, and up to 64 MiB more, since slots grow in steps of
-        32 MiB. "matmul_reduce_scatter" has memory of its own there, one slot on each rank, which
-        grows in steps of 8 MiB for each other rank; "matmul_all_reduce" needs none.
+        32 MiB. "matmul_reduce_scatter" and "matmul_all_reduce" share memory of their own there,
+        one slot on each rank, which grows in steps of 8 MiB for each other rank.
 
     Raises:
         InvalidArgument: a size below 0, a world size below 1, no dtype, another op, or rows of a
@@ -56,16 +56,16 @@ def workspace_bytes(
             f"shape: found {tuple(shape)}, wanted at least 2 sizes{also if is_scatter else ''}"
         )
     row_bytes = shape[-1] * dtype.itemsize
-    if is_scatter:
-        parts = _core.scatter_slot_bytes(rows, row_bytes, world_size)
-        whole_tiles = [
-            (world_size - 1) * _core.scatter_part_bytes(rows, shape[-1], world_size, kernel)
-            for kernel in _core.scatter_kernels()
-        ]
-        return max(parts, *whole_tiles, 0)
     shared = -(-rows // world_size) * world_size
+    whole_tiles = [
+        (world_size - 1) * _core.scatter_part_bytes(shared, shape[-1], world_size, kernel)
+        for kernel in _core.scatter_kernels()
+    ]
+    if is_scatter:
+        return max(_core.scatter_slot_bytes(rows, row_bytes, world_size), *whole_tiles, 0)
     bands = _core.scatter_bands(shared, world_size)
-    return max((end - begin for begin, end in bands), default=0) * world_size * row_bytes
+    of_cpu = max((end - begin for begin, end in bands), default=0) * world_size * row_bytes
+    return max(of_cpu, *whole_tiles, 0)
 
 
 def reserve(
@@ -85,7 +85,7 @@ def reserve(
         group: process group or its name; the default group when None.
         nbytes: see `workspace_bytes`; the same on all ranks.
         device: None: the current GPU where the group has NCCL, else the CPU.
-        op: whose memory; "matmul_reduce_scatter" has its own on a GPU.
+        op: whose memory; "matmul_reduce_scatter" and "matmul_all_reduce" have their own on a GPU.
 
     Raises:
         Unsupported: the group cannot have such buffers (ranks on several hosts, GPUs that do not
@@ -105,10 +105,10 @@ def reserve(
     reason = symmetric.why_unfused(on)
     if reason is not None:
         raise Unsupported(reason)
-    if op == "matmul_reduce_scatter":
+    if op != "all_gather_matmul":
         workspace = workspaces.scatter_workspace(found, on)
         workspace.ensure(-(-nbytes // max(1, workspace.world_size - 1)))
-    elif op == "all_gather_matmul":
+    else:
         workspaces.cuda_workspace(found, on).ensure(nbytes)
 
 

@@ -36,11 +36,16 @@ from agmm.planning.cost_model.libraries import (
     fused_matmul_reduce_scatter_us,
     is_gather_by_copies,
     is_reduce_scatter_fused,
+    matmul_all_reduce_us,
     matmul_reduce_scatter_us,
     unfused_us,
 )
 from agmm.planning.cost_model.matmul import Load, Tiling, is_b_in_l2, matmul_us
-from agmm.planning.cost_model.scatter import scatter_tiles, tile_push_scatter_us
+from agmm.planning.cost_model.scatter import (
+    is_all_reduce_scattered,
+    scatter_tiles,
+    tile_push_scatter_us,
+)
 
 __all__ = [
     "ELEMENT_BYTES",
@@ -56,10 +61,12 @@ __all__ = [
     "default_scatter_kernels",
     "fused_matmul_reduce_scatter_us",
     "fused_us",
+    "is_all_reduce_scattered",
     "is_b_in_l2",
     "is_gather_by_copies",
     "is_reduce_scatter_fused",
     "known_gpus",
+    "matmul_all_reduce_us",
     "matmul_reduce_scatter_us",
     "matmul_us",
     "push_rate_gb_per_s",

@@ -49,6 +49,14 @@ def matmul_reduce_scatter_us(problem: Problem) -> float:
     return matmul_us(problem) + c.reduce_scatter_us + sent
 
 
+def matmul_all_reduce_us(problem: Problem) -> float:
+    """Predicted time of the matmul, then NCCL's all-reduce: taken to send as its reduce-scatter and
+    its all-gather do one after the other, with the latency of the first. Not measured."""
+    c = constants(problem.gpu)
+    gathered = _scattered_bytes(problem) / (c.all_gather_gb_per_s * 1e3)
+    return matmul_reduce_scatter_us(problem) + gathered
+
+
 def fused_matmul_reduce_scatter_us(problem: Problem) -> float:
     """The same for torch's ``symm_mem.fused_matmul_reduce_scatter``.
 
