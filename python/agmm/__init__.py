@@ -9,7 +9,7 @@ try:
     # First: the core then takes torch's libraries, and what torch lacks is not taken for its lack.
     import torch as _torch  # noqa: F401
 
-    from agmm import _core, async_tp
+    from agmm import _core, async_tp, collectives
     from agmm.errors import AgmmError, InvalidArgument, Unsupported
     from agmm.ops.all_gather_matmul import all_gather_matmul
     from agmm.ops.matmul_all_reduce import matmul_all_reduce
@@ -43,6 +43,7 @@ __all__ = [
     "__version__",
     "all_gather_matmul",
     "async_tp",
+    "collectives",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "release",
