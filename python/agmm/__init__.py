@@ -17,6 +17,7 @@ try:
     from agmm.planning.plans import KernelConfig
     from agmm.runtime.group_gpus import reserve_sms
     from agmm.runtime.memory import release, reserve, workspace_bytes
+    from agmm.runtime.nan_check import check_nan
 
     __version__ = _version("agmm")
 except (Exception, KeyboardInterrupt) as _error:
@@ -43,6 +44,7 @@ __all__ = [
     "__version__",
     "all_gather_matmul",
     "async_tp",
+    "check_nan",
     "collectives",
     "matmul_all_reduce",
     "matmul_reduce_scatter",

@@ -18,6 +18,7 @@ import rank_work
 import torch
 import torch.distributed as dist
 from autograd_work import _AllParts, _in_step, _leaf, _OwnPart
+from scatter_work import _FaultyCore
 
 import agmm
 from agmm.collectives import paths
@@ -265,6 +266,32 @@ def repeated(world_size: int, calls: int, delay_us: int, seed: int = 0) -> list[
                     faults.append(f"product {at} on rank {rank} differs")
         end(0)
     return faults[:5]
+
+
+def with_fault(fault: str, kind: str, calls: int) -> int:
+    """How many calls went wrong with a deliberate fault of the protocol, all through one slot,
+    which credits alone protect, with delays at random in every rank."""
+    torch.use_deterministic_algorithms(True)
+    group = dist.group.WORLD
+    assert group is not None
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    every = [inputs(kind, (9,), world_size, 0, torch.bfloat16, seed) for seed in range(4)]
+    wanted = [wanted_of(kind, each, "sum", 0, rank) for each in every]
+    call(kind, every[0][rank], group, "sum", 0, strict=True)
+    workspace = cpu_workspace(group)
+    draw, wrong = random.Random(rank), 0
+    workspace._core = _FaultyCore(workspace._core, fault)  # type: ignore[assignment]
+    workspace.set_push_delay_us(300)
+    with (
+        mock.patch.object(workspace, "_take_slot", return_value=0),
+        mock.patch.object(type(workspace), "poison", True),
+    ):
+        for i in range(calls):
+            if draw.random() < 0.1:
+                time.sleep(1e-3 * draw.random())
+            out = call(kind, every[i % 4][rank], group, "sum", 0, strict=True)
+            wrong += not same(out, wanted[i % 4])
+    return wrong
 
 
 def progress_without_waiting() -> list[bool]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from agmm.runtime.cpu_collectives import BAND_BYTES
-from agmm.testing.ranks import RankPool
+from agmm.testing.ranks import RankError, RankPool
 
 CALLS = int(os.environ.get("AGMM_STRESS_CALLS", "5000"))
 SHAPES = [(), (0,), (1,), (7,), (2, 3), (3, 1, 5), (2, 0, 4), (1001,)]
@@ -93,6 +93,20 @@ def test_many_calls(pool: RankPool) -> None:
 def test_a_hundred_thousand_calls(pool: RankPool) -> None:
     for done in range(0, 100_000, 5_000):
         check(pool.run(collectives_work.repeated, 4, 5_000, 100, 7 + done), 4, FAULTS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "fault", ["none", "signal before data", "no credit", "own rows before the others' sums"]
+)
+def test_deliberate_faults_are_found(fault: str, kind: str) -> None:
+    """By wrong results, or by ranks that end since they miss a signal."""
+    with RankPool(4, env={"AGMM_TIMEOUT_S": "5"}) as pool:
+        try:
+            wrong = pool.run(collectives_work.with_fault, fault, kind, 300)
+        except RankError as error:
+            wrong = [124 in error.exit_codes.values()]
+    assert any(wrong) == (fault != "none")
 
 
 # --- in the background ---

@@ -11,7 +11,7 @@ from agmm.collectives.checks import check_dim, check_op, check_out, shape_of_res
 from agmm.collectives.paths import SHARED_MEMORY, TORCH, Kind, Path, choose, leave_to_torch
 from agmm.collectives.work import Work
 from agmm.errors import Unsupported
-from agmm.runtime import cpu_collectives, groups
+from agmm.runtime import cpu_collectives, groups, nan_check
 from agmm.runtime.background import Task
 from agmm.runtime.calls import Call
 from agmm.runtime.workspaces import cpu_workspace, meet
@@ -52,6 +52,8 @@ def start(
         target.copy_(sent)
         found = finish()
         return Work(lambda: found, lambda: True) if async_op else found
+    if nan_check.active:
+        nan_check.look_through(kind, "x", x, rank)
     arguments: dict[str, str | int] = {} if kind == "all_gather" else {"op": op}
     if kind != "all_reduce":
         arguments["dim"] = dim

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from agmm import _core, _env
 from agmm.errors import AgmmError, Unsupported
-from agmm.runtime import calls, cpu_collectives, cpu_scatter, groups
+from agmm.runtime import calls, cpu_collectives, cpu_scatter, groups, nan_check
 from agmm.runtime.background import Task, Worker
 from agmm.runtime.calls import Call
 from agmm.runtime.groups import Group
@@ -157,6 +157,8 @@ class CpuWorkspace:
             AgmmError: an earlier call on this workspace was interrupted or the workspace is closed.
         """
         call = Call("all_gather_matmul", A_shard=A_shard, B=Bs, return_A=return_A)
+        if nan_check.active:
+            nan_check.look_through(call.op, "A_shard", A_shard, self.rank)
         name = str(A_shard.dtype).removeprefix("torch.")
         with self._group.lock:
             chunks = chunks_per_shard or self._chunks_per_shard
@@ -218,7 +220,9 @@ class CpuWorkspace:
             with self._in_step(tag, call):
                 self._make_room(slot_bytes, pieces, tag)
                 divisor = self.world_size if reduce_op == "avg" else 1
-                out, error = self._run_scatter(As, Bs, bias, divisor, pieces, tag, meanwhile)
+                out, error = self._run_scatter(
+                    As, Bs, bias, divisor, pieces, tag, call.op, meanwhile
+                )
         if error is not None:
             raise error
         return out
@@ -269,7 +273,9 @@ class CpuWorkspace:
                     missing = (end - begin) * self.world_size - len(a)
                     if missing:
                         a = torch.nn.functional.pad(a, (0, 0, 0, missing))
-                    part, _ = self._run_scatter([a], [B], bias, 1, 1, tag, None)
+                    part, _ = self._run_scatter(
+                        [a], [B], bias, 1, 1, tag, call.op, row_of_A=band.start, rows_of_A=rows
+                    )
                     whole, _, _ = self._run(part, [], [], True, 1, tag, None)
                     assert whole is not None
                     out[band] = whole[: len(out[band])]
@@ -528,9 +534,13 @@ class CpuWorkspace:
         divisor: int,
         pieces: int,
         tag: int,
-        meanwhile: Callable[[], None] | None,
+        op: str,
+        meanwhile: Callable[[], None] | None = None,
+        row_of_A: int = 0,
+        rows_of_A: int = 0,
     ) -> tuple[torch.Tensor, Exception | None]:
-        """The sum, and what went wrong in ``meanwhile``."""
+        """The sum, and what went wrong in ``meanwhile``. The op, and at which of how many rows of
+        its A ``As`` begin, are for messages."""
         error: Exception | None = None
         core, rank = self._core, self.rank
         A, columns = As[0], Bs[0].shape[1]
@@ -558,6 +568,10 @@ class CpuWorkspace:
                     piece = part[cut]
                     if len(piece):
                         piece.copy_(summands.product(slice(first + cut.start, first + cut.stop)))
+                        if nan_check.active:
+                            row = row_of_A + first + cut.start
+                            place = row, rows_of_A or len(A)
+                            nan_check.look_through(op, "A @ B", piece, rank, rows=place)
                     core.send(
                         slot,
                         owner,
