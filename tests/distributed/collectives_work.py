@@ -327,6 +327,28 @@ def order_of_calls() -> list[float]:
     return x.tolist()
 
 
+def release_and_end() -> list[str]:
+    """Memory that is given back behind calls in the background, and what a group's end leaves."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    x = torch.ones(50_000)
+    agmm.collectives.all_reduce(x, group)
+    works = [agmm.collectives.all_reduce(x, group, async_op=True) for _ in range(4)]
+    agmm.release(group)
+    assert all(work.is_completed() for work in works)
+    agmm.reserve(group, 2 << 20)
+    works = [agmm.collectives.all_gather(x, group, async_op=True)]
+    faults = [] if works[0].wait().sum() == 50_000 * dist.get_world_size() else ["differs"]
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+    for options in ({}, {"async_op": True}):
+        try:
+            collectives: Any = agmm.collectives
+            collectives.all_reduce(x, group, **options)
+        except agmm.InvalidArgument as error:
+            faults.append(str(error).partition(",")[0])
+    return faults
+
+
 def threads(count: int, calls: int) -> list[str]:
     group = dist.new_group(list(range(dist.get_world_size())))
     world_size, faults = dist.get_world_size(), []

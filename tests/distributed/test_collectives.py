@@ -83,16 +83,16 @@ def test_right_with_each_rank_late_in_turn(pool: RankPool, world_size: int) -> N
 
 def test_many_calls(pool: RankPool) -> None:
     """By hand with more: AGMM_STRESS_CALLS. In batches that a pool's time allows."""
-    for done in range(0, CALLS, 5_000):
-        calls = min(5_000, CALLS - done)
+    for done in range(0, CALLS, 2_500):
+        calls = min(2_500, CALLS - done)
         check(pool.run(collectives_work.repeated, 4, calls, 200, done), 4, FAULTS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_hundred_thousand_calls(pool: RankPool) -> None:
-    for done in range(0, 100_000, 5_000):
-        check(pool.run(collectives_work.repeated, 4, 5_000, 100, 7 + done), 4, FAULTS)
+    for done in range(0, 100_000, 2_500):
+        check(pool.run(collectives_work.repeated, 4, 2_500, 100, 7 + done), 4, FAULTS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,6 +118,12 @@ def test_work_in_the_background_goes_on_without_a_wait(pool: RankPool) -> None:
 
 def test_calls_keep_their_order(pool: RankPool) -> None:
     assert pool.run(collectives_work.order_of_calls) == [[5.0**6] * 4] * 5
+
+
+def test_memory_is_given_back_behind_calls_in_the_background(pool: RankPool) -> None:
+    for faults in pool.run(collectives_work.release_and_end):
+        assert len(faults) == 2
+        assert all(fault.startswith("group: found ") for fault in faults)
 
 
 def test_threads_of_a_rank_take_turns(pool: RankPool) -> None:

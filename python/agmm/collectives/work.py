@@ -10,9 +10,9 @@ import torch
 class Work:
     """A collective that ``async_op=True`` has begun.
 
-    What was passed must stay as it is, and the result unread, until `wait` has returned. Handles
-    may be waited for in any order, or not at all; the calls of a group are carried out in the order
-    in which they were made.
+    What was passed must stay as it is until `wait` has returned, and the result is there only then.
+    Handles may be waited for in any order, each by one thread at a time; the calls of a group are
+    carried out in the order in which they were made.
     """
 
     def __init__(self, finish: Callable[[], torch.Tensor], is_done: Callable[[], bool]) -> None:
