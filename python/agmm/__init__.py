@@ -9,7 +9,7 @@ try:
     # First: the core then takes torch's libraries, and what torch lacks is not taken for its lack.
     import torch as _torch  # noqa: F401
 
-    from agmm import _core, async_tp
+    from agmm import _core, async_tp, collectives
     from agmm.errors import AgmmError, InvalidArgument, Unsupported
     from agmm.ops.all_gather_matmul import all_gather_matmul
     from agmm.ops.matmul_all_reduce import matmul_all_reduce
@@ -17,6 +17,7 @@ try:
     from agmm.planning.plans import KernelConfig
     from agmm.runtime.group_gpus import reserve_sms
     from agmm.runtime.memory import release, reserve, workspace_bytes
+    from agmm.runtime.nan_check import check_nan
 
     __version__ = _version("agmm")
 except (Exception, KeyboardInterrupt) as _error:
@@ -43,6 +44,8 @@ __all__ = [
     "__version__",
     "all_gather_matmul",
     "async_tp",
+    "check_nan",
+    "collectives",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "release",

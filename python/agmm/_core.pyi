@@ -86,6 +86,10 @@ class CpuWorkspace:
         """
         Maps the segments of all ranks, names in rank order, and starts the copy thread.
         """
+    def end_waits(self) -> None:
+        """
+        Has every wait on this workspace raise RuntimeError, those under way too; before close, where another thread may wait.
+        """
     def push(self, slot: int, shard_ptr: int, shard_bytes: int, chunk_bytes: int, tag: int) -> None:
         """
         Hands the shard to the copy thread; it must stay unchanged until wait_pushed().

@@ -44,7 +44,15 @@ RESERVED_SMS: Final = Variable(
     "multiprocessors that matmuls leave to kernels of other groups: a number, or auto, which is 8 "
     "where the process is in other NCCL groups than the default one, else 0",
 )
-RUN_TIME: Final = (TIMEOUT_S, WARN_S, COMMIT, CACHE_DIR, CACHE, SHARED_GPUS, RESERVED_SMS)
+CHECK_NAN: Final = Variable(
+    "AGMM_CHECK_NAN",
+    "off",
+    "look for NaNs in what a rank is about to send: `off`, `warn` or `raise`, see `agmm.check_nan`",
+)
+NAN_MODES: Final = ("off", "warn", "raise")
+RUN_TIME: Final = (
+    *(TIMEOUT_S, WARN_S, COMMIT, CACHE_DIR, CACHE, SHARED_GPUS, RESERVED_SMS, CHECK_NAN),
+)
 BUILD_TIME: Final = (
     Variable("AGMM_CUDA", "AUTO", "the CUDA kernels: AUTO (where nvcc is found), ON or OFF"),
     Variable(
@@ -89,6 +97,7 @@ def check() -> None:
     for variable in (CACHE, SHARED_GPUS):
         is_on(variable)
     reserved_sms()
+    check_nan()
 
 
 def unknown() -> list[str]:
@@ -107,6 +116,18 @@ def is_on(variable: Variable) -> bool:
     if value not in ("on", "off"):
         raise InvalidArgument(f"{variable.name}: found {value!r}, wanted 'on' or 'off'")
     return value == "on"
+
+
+def check_nan() -> str:
+    """AGMM_CHECK_NAN.
+
+    Raises:
+        InvalidArgument: it is none of `NAN_MODES`.
+    """
+    value = os.environ.get(CHECK_NAN.name) or CHECK_NAN.default
+    if value not in NAN_MODES:
+        raise InvalidArgument(f"{CHECK_NAN.name}: found {value!r}, wanted one of {NAN_MODES}")
+    return value
 
 
 def reserved_sms() -> int | None:

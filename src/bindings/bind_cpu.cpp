@@ -121,6 +121,10 @@ void bind_cpu(py::module_& module) {
       .def("close", &CpuWorkspace::close, py::call_guard<py::gil_scoped_release>(),
            "Stops the copy thread and unmaps everything.")
       .def(
+          "end_waits", &CpuWorkspace::end_waits,
+          "Has every wait on this workspace raise RuntimeError, those under way too; before close, "
+          "where another thread may wait.")
+      .def(
           "slot_ptr",
           [](const CpuWorkspace& self, int slot) {
             return reinterpret_cast<uintptr_t>(self.slot(slot));

@@ -212,6 +212,10 @@ void CpuWorkspace::require_slot(int slot) const {
   if (slot < 0 || slot >= kSlots) refuse("slot", slot, "0 or 1");
 }
 
+void CpuWorkspace::require_waits() const {
+  if (waits_ended_.load()) throw std::runtime_error("wait: this workspace is about to be closed");
+}
+
 char* CpuWorkspace::slot(int slot) const {
   require_open("slot");
   require_slot(slot);
@@ -322,6 +326,7 @@ bool CpuWorkspace::wait_chunk(Wait& wait, int slot, int chunk, uint32_t tag,
                               std::chrono::nanoseconds slice) const {
   require_open("wait_chunk");
   require_slot(slot);
+  require_waits();
   const int chunks = world_size_ * chunks_per_shard_;
   if (chunk < 0 || chunk >= chunks) {
     refuse("chunk", chunk, "0 <= chunk < " + std::to_string(chunks));
@@ -341,6 +346,7 @@ bool CpuWorkspace::wait_chunk(Wait& wait, int slot, int chunk, uint32_t tag,
 
 bool CpuWorkspace::wait_pushed(std::chrono::nanoseconds slice) {
   require_open("wait_pushed");
+  require_waits();
   return !thread_ || thread_->wait_idle(slice);
 }
 

@@ -68,8 +68,12 @@ class CpuWorkspace {
   void connect(const std::vector<std::string>& names);
   // Removes the segment's name; the memory lives on until the last rank unmaps it or ends.
   void unlink() noexcept;
-  // Unlinks, stops the copy thread (what has not found its credit is dropped) and unmaps.
+  // Unlinks, stops the copy thread (what has not found its credit is dropped) and unmaps. No other
+  // thread may be in a call; end_waits() gets those out that wait.
   void close() noexcept;
+  // From now on wait_chunk() and wait_pushed() throw std::runtime_error, also those under way, by
+  // the end of their slice. For a thread that waits while this process comes to its end.
+  void end_waits() noexcept { waits_ended_.store(true); }
 
   char* slot(int slot) const;
   uint32_t* signals(int slot) const;
@@ -115,6 +119,7 @@ class CpuWorkspace {
   void require_open(const char* what) const;
   void require_connected(const char* what) const;
   void require_slot(int slot) const;
+  void require_waits() const;
   void write(int slot, int peer, int64_t at, const char* from, int64_t bytes, int index,
              uint32_t tag, CopyThread& thread) const;
   void take_credit(int slot, int peer, const CopyThread& thread) const;
@@ -125,6 +130,7 @@ class CpuWorkspace {
   const int chunks_per_shard_;
   std::atomic<double> timeout_s_;
   std::atomic<double> warn_s_;
+  std::atomic<bool> waits_ended_{false};
   const pid_t owner_;  // a forked child must not touch the thread that it does not have
   std::string name_;
   std::vector<std::unique_ptr<SharedSegment>> segments_;  // by rank; own from the start

@@ -31,6 +31,7 @@ from agmm.ops.checks import check_gatherable, check_scatterable
 from agmm.ops.prepare import prepare
 from agmm.ops.scatter_paths import native_cpu
 from agmm.planning import call_plans
+from agmm.runtime import nan_check
 from agmm.runtime.workspaces import cuda_workspace
 
 _NAMESPACE = "symm_mem"
@@ -45,6 +46,8 @@ _Route = Callable[..., Any]
 # By the op and the kind of call; None: torch serves it. They end with their group.
 _routes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Route | None]]
 _routes = weakref.WeakKeyDictionary()
+
+nan_check.on_change(_routes.clear)
 
 _MAX_ROUTES = 4096  # per group
 
@@ -136,7 +139,7 @@ def _new_route(
     if call_plans.prefers_unfused(shard, Bs, group, return_A=return_A):
         return lambda shard, Bs, group: _unfused(shard, Bs, biases, group, return_A)
     workspace = cuda_workspace(group, A_shard.device)
-    call = prepare(workspace, shard, Bs, return_A=return_A)
+    call = paths.looking(prepare(workspace, shard, Bs, return_A=return_A), group)
     return lambda shard, Bs, group: call(shard, Bs, biases)
 
 

@@ -31,3 +31,13 @@ library.define(
     "_matmul_all_reduce(Tensor A, Tensor B, Tensor? bias, str group_name, int world_size, "
     "bool strict=False) -> Tensor"
 )
+library.define(
+    "_all_gather(Tensor x, str group_name, int world_size, int dim, bool strict=False) -> Tensor"
+)
+library.define(
+    "_reduce_scatter(Tensor x, str group_name, int world_size, str op, int dim, "
+    "bool strict=False) -> Tensor"
+)
+library.define(
+    "_all_reduce(Tensor x, str group_name, int world_size, str op, bool strict=False) -> Tensor"
+)

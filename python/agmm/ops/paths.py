@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from agmm.errors import InvalidArgument, Unsupported
 from agmm.ops.checks import FLOATS, check_gatherable
 from agmm.ops.prepare import prepare
 from agmm.planning import call_plans, legality, plans
-from agmm.runtime import cuda_calls, groups, symmetric
+from agmm.runtime import cuda_calls, groups, nan_check, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import start_all_gather
 from agmm.runtime.cuda_calls import FusedCall
@@ -117,11 +117,25 @@ class _CpuCall(NamedTuple):
         return fused_cpu(A_shard, Bs, biases, group, self.return_A)
 
 
+_Kept = _CpuCall | FusedCall | Callable[..., Outs]
+
 # The calls that were found to be legal for the fused path; they end with their group.
-_fused_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _CpuCall | FusedCall]]
+_fused_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Kept]]
 _fused_calls = weakref.WeakKeyDictionary()
 
+nan_check.on_change(_fused_calls.clear)
+
 _MAX_FUSED_CALLS = 4096  # per group
+
+
+def looking(call: FusedCall, group: dist.ProcessGroup) -> FusedCall | Callable[..., Outs]:
+    """The call, which looks for NaNs in its shard first where that was asked for."""
+    rank = dist.get_rank(group)
+
+    def look(A_shard: torch.Tensor, *_: object) -> None:
+        nan_check.look_through("all_gather_matmul", "A_shard", A_shard, rank)
+
+    return nan_check.before(call, look)
 
 
 def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -186,11 +200,19 @@ def _run_anew(
     if reason is None:
         try:
             if A_shard.device.type == "cpu":
-                call: _CpuCall | FusedCall = _CpuCall(weakref.ref(group), return_A)
+                call: _Kept = _CpuCall(weakref.ref(group), return_A)
             else:
                 workspace = cuda_workspace(group, A_shard.device)
-                call = prepare(
-                    workspace, A_shard, Bs, return_A=return_A, config=kernel, transport=transport
+                call = looking(
+                    prepare(
+                        workspace,
+                        A_shard,
+                        Bs,
+                        return_A=return_A,
+                        config=kernel,
+                        transport=transport,
+                    ),
+                    group,
                 )
             found = call(A_shard, Bs, biases)
         except Unsupported as error:

@@ -14,7 +14,7 @@ from agmm.errors import Unsupported
 from agmm.ops import scatter_plan
 from agmm.ops.paths import kind_of
 from agmm.planning.plans import KernelConfig
-from agmm.runtime import groups
+from agmm.runtime import groups, nan_check
 from agmm.runtime.cuda_calls import b_layout, core_dtype
 from agmm.runtime.cuda_scatter import OperandLayout, ScatterCall
 from agmm.runtime.workspaces import scatter_workspace
@@ -26,6 +26,8 @@ _calls = weakref.WeakKeyDictionary()
 _ready: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, ScatterCall]]
 _ready = weakref.WeakKeyDictionary()
 """Those that take their operands as they are given, along dimension 0: see `kept`."""
+
+nan_check.on_change(_ready.clear)
 
 _MAX_CALLS = 4096  # per group
 
@@ -76,6 +78,11 @@ def run(
     if dist.get_world_size(group) == 1:
         raise Unsupported("group: 1 rank, which has nothing to scatter")
     given = [*As, *Bs]
+    if nan_check.active:  # the kernel sends products as it computes them
+        for name, tensors in (("A", As), ("B", Bs)):
+            for tensor in tensors:
+                rank = dist.get_rank(group)
+                nan_check.look_through("matmul_reduce_scatter", name, tensor, rank)
     if scatter_dim != 0:
         As = [A.movedim(scatter_dim, 0) for A in As]
     # Copies, not another path: strides differ between ranks, and the path must not.
@@ -97,7 +104,8 @@ def run(
     if call is None:
         return None
     out = call(As, Bs, bias)
-    if all(one is other for one, other in zip(given, (*As, *Bs), strict=True)):
+    as_given = all(one is other for one, other in zip(given, (*As, *Bs), strict=True))
+    if as_given and not nan_check.active:  # these go without a look
         ready = _ready.setdefault(group, {})
         if len(ready) >= _MAX_CALLS:
             ready.clear()

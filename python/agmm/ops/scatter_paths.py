@@ -15,7 +15,7 @@ from agmm.ops.checks import check_scatterable
 from agmm.ops.paths import fall_back
 from agmm.ops.products import joined, sum_of_products
 from agmm.planning.plans import BY_TORCH, UNFUSED, Plan
-from agmm.runtime import collectives, groups, symmetric
+from agmm.runtime import collectives, groups, nan_check, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.workspaces import cpu_workspace
 
@@ -138,6 +138,10 @@ def by_plan(plan: Plan, A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGro
 def by_the_op_of_torch(
     A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup, reduce_op: str
 ) -> torch.Tensor:
+    if nan_check.active:
+        for name, tensor in (("A", A), ("B", B)):
+            rank = dist.get_rank(group)
+            nan_check.look_through("matmul_reduce_scatter", name, tensor, rank)
     fused = kernel_of_torch or torch.ops.symm_mem.fused_matmul_reduce_scatter
     # It sums with torch.sum, which autocast would have return float32.
     with torch.amp.autocast(A.device.type, enabled=False):

@@ -24,7 +24,7 @@ class Call:
 
     __slots__ = ("arguments", "op")
 
-    def __init__(self, op: str, **arguments: Any) -> None:
+    def __init__(self, op: str, /, **arguments: Any) -> None:
         self.op = op
         self.arguments = arguments
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from agmm.runtime import groups
+from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.groups import group_of, world_size_of
 from agmm.runtime.workspaces import cuda_workspace, meet
@@ -38,11 +38,22 @@ def _start(
     if is_traced(tensor):
         return start()
     group = group_of(group_name)
+    if nan_check.active:
+        _look_through(kind, tensor, group, call)
     with groups.of(group).lock:
         if tensor.device.type == "cpu":
             what = f"{kind} of {list(tensor.shape)} {tensor.dtype} along {dim % tensor.dim()}{then}"
             meet(group, what, call or Call(kind, input=tensor, dim=dim))
         return start()
+
+
+def _look_through(
+    kind: str, tensor: torch.Tensor, group: dist.ProcessGroup, call: Call | None
+) -> None:
+    name = "input"
+    if call is not None:
+        name = next((n for n, value in call.arguments.items() if value is tensor), "A @ B")
+    nan_check.look_through(call.op if call else kind, name, tensor, groups.of(group).rank)
 
 
 def start_all_gather(
@@ -70,6 +81,8 @@ def start_all_gather(
         empty = shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
         return lambda: _moved(empty, 0, dim)
     if by_copies and not is_traced(shard):
+        if nan_check.active:
+            _look_through("all_gather", given, group, call)
         finish = cuda_workspace(group, shard.device).start_all_gather(shard)
         return lambda: _moved(finish(), 0, dim)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import ClassVar
@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from agmm import _core, _env
 from agmm.errors import AgmmError, Unsupported
-from agmm.runtime import calls, cpu_scatter, groups
+from agmm.runtime import calls, cpu_collectives, cpu_scatter, groups, nan_check
+from agmm.runtime.background import Task, Worker
 from agmm.runtime.calls import Call
 from agmm.runtime.groups import Group
 
@@ -73,7 +74,8 @@ class CpuWorkspace:
         self._group = groups.of(group)
         self._chunks_per_shard = chunks_per_shard
         self._push_delay_us = 0
-        self._lent: torch.Tensor | None = None  # the copy thread reads it
+        self._lent: Sequence[torch.Tensor] | torch.Tensor | None = None  # the copy thread reads it
+        self._worker = Worker()
         self._interrupted = False
         self._refused: tuple[int, int, str] | None = None
         calls.be_asked()
@@ -99,7 +101,7 @@ class CpuWorkspace:
 
     def _use(self, core: _core.CpuWorkspace) -> None:
         self._core = core
-        self._finalizer = weakref.finalize(self, core.close)
+        self._finalizer = weakref.finalize(self, _close, core, self._worker)
         self.rank = core.rank
         self.world_size = core.world_size
         self.slot_bytes = core.slot_bytes
@@ -155,6 +157,8 @@ class CpuWorkspace:
             AgmmError: an earlier call on this workspace was interrupted or the workspace is closed.
         """
         call = Call("all_gather_matmul", A_shard=A_shard, B=Bs, return_A=return_A)
+        if nan_check.active:
+            nan_check.look_through(call.op, "A_shard", A_shard, self.rank)
         name = str(A_shard.dtype).removeprefix("torch.")
         with self._group.lock:
             chunks = chunks_per_shard or self._chunks_per_shard
@@ -222,7 +226,7 @@ class CpuWorkspace:
                 self._make_room(slot_bytes, pieces, tag)
                 divisor = self.world_size if reduce_op == "avg" else 1
                 out, error = self._run_scatter(
-                    As, Bs, bias, divisor, pieces, tag, meanwhile, timeline
+                    As, Bs, bias, divisor, pieces, tag, call.op, meanwhile, timeline=timeline
                 )
         if error is not None:
             raise error
@@ -274,11 +278,69 @@ class CpuWorkspace:
                     missing = (end - begin) * self.world_size - len(a)
                     if missing:
                         a = torch.nn.functional.pad(a, (0, 0, 0, missing))
-                    part, _ = self._run_scatter([a], [B], bias, 1, 1, tag, None)
+                    part, _ = self._run_scatter(
+                        [a], [B], bias, 1, 1, tag, call.op, row_of_A=band.start, rows_of_A=rows
+                    )
                     whole, _, _ = self._run(part, [], [], True, 1, tag, None)
                     assert whole is not None
                     out[band] = whole[: len(out[band])]
         return out
+
+    @torch.no_grad()
+    def collective(
+        self,
+        job: cpu_collectives.Job,
+        call: Call,
+        finish: Callable[[], torch.Tensor],
+        *,
+        agreed: str,
+        in_background: bool = False,
+    ) -> Task[torch.Tensor] | torch.Tensor:
+        """A collective without a matmul. Collective.
+
+        Grows the slots where they are too small, to a power of two. Large tensors go through them
+        in bands, so that they need no more than `cpu_collectives.BAND_BYTES`.
+
+        Args:
+            job: what is exchanged, and what becomes of it.
+            call: the call, for messages.
+            finish: called when that is done, for what this returns.
+            agreed: what has to be the same on all ranks.
+            in_background: return once the call has its place in the order of the group's calls. A
+                thread of the workspace carries it out, and later calls wait for it.
+
+        Returns:
+            what ``finish`` returns, or the task that returns it.
+
+        Raises:
+            Unsupported: as `all_gather_matmul`.
+            AgmmError: as `all_gather_matmul`.
+        """
+        tag = _tag(0, 0, agreed, False)
+        slot_bytes = job.slot_bytes()
+
+        def run() -> torch.Tensor:
+            self._lent = job.lent
+            job.run(lambda outgoing, incoming: self._exchange(outgoing, incoming, tag))
+            found = finish()
+            self._lent = None
+            return found
+
+        def later() -> torch.Tensor:
+            with torch.no_grad():  # which is for each thread
+                self._check_usable()
+                with self._under_way(tag, call):
+                    return run()
+
+        with self._group.lock:
+            if in_background and slot_bytes <= self.slot_bytes:
+                self._begin()
+                return self._worker.add(later)
+            with self._in_step(tag, call):
+                self._make_room(slot_bytes, 1, tag)
+                if not in_background:
+                    return run()
+            return self._worker.add(later)
 
     def reserve(self, slot_bytes: int) -> None:
         """Grow the slots to at least ``slot_bytes``, the same on all ranks. Collective.
@@ -309,29 +371,82 @@ class CpuWorkspace:
 
     @contextmanager
     def _in_step(self, tag: int, call: Call) -> Iterator[None]:
-        """One call of the group. What ends it half-way, other than a refusal that all ranks make,
-        leaves this rank out of step."""
+        """One call of the group, after those in the background."""
         with self._group.lock:
-            if self._interrupted:
-                raise AgmmError(
-                    "workspace: found one whose last call was interrupted, wanted one in step with "
-                    "the other ranks; make a new process group"
-                )
-            if not self._finalizer.alive:
-                raise AgmmError("workspace: found a closed one, wanted an open one")
-            self._core.timeout_s = _env.timeout_s()
-            self._core.warn_s = _env.warn_s()
-            self._group.calls += 1
-            self._group.call = tag, call
-            try:
+            self._worker.wait_idle()
+            self._begin()
+            with self._under_way(tag, call):
                 yield
-            except Unsupported:
-                raise
-            except BaseException:
-                self._interrupted = True
-                raise
-            finally:
-                self._group.call = None
+
+    def _begin(self) -> None:
+        """What precedes each call of the group, in their order."""
+        self._check_usable()
+        self._core.timeout_s = _env.timeout_s()
+        self._core.warn_s = _env.warn_s()
+        self._group.calls += 1
+
+    def _check_usable(self) -> None:
+        if self._interrupted:
+            raise AgmmError(
+                "workspace: found one whose last call was interrupted, wanted one in step with "
+                "the other ranks; make a new process group"
+            )
+        if not self._finalizer.alive:
+            raise AgmmError("workspace: found a closed one, wanted an open one")
+
+    @contextmanager
+    def _under_way(self, tag: int, call: Call) -> Iterator[None]:
+        """What ends a call half-way, other than a refusal that all ranks make, leaves this rank out
+        of step."""
+        self._group.call = tag, call
+        try:
+            yield
+        except Unsupported:
+            raise
+        except BaseException:
+            self._interrupted = True
+            raise
+        finally:
+            self._group.call = None
+
+    def _exchange(
+        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[int], tag: int
+    ) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        """Sends each rank its own tensor, band after band, as `cpu_collectives.Exchange`.
+
+        All bands are handed to the copy thread at once. It takes a slot's credits before it writes
+        to it, and those come with the release of the band before the last, so two are under way.
+        """
+        core, rank, slots = self._core, self.rank, []
+        owners = [_core.scatter_owner(rank, i, self.world_size) for i in range(self.world_size - 1)]
+        own = outgoing[rank]
+        bands = cpu_collectives.bands(outgoing, incoming)
+        for begin, end in bands:
+            slot, part_bytes = self._take_slot(), (end - begin) * own.element_size()
+            slots.append(slot)
+            core.take_credits(slot)
+            for owner in owners:
+                piece = outgoing[owner][begin:end]
+                core.send(slot, owner, 0, piece.data_ptr(), piece.nbytes, part_bytes, 0, tag)
+                for i in range(1, self._chunks_per_shard):  # of other calls: empty in this one
+                    core.send(slot, owner, i, 0, 0, part_bytes, 0, tag)
+        for slot, (begin, end) in zip(slots, bands, strict=True):
+            part_bytes = (end - begin) * own.element_size()
+            parts = []
+            for source in range(self.world_size):
+                if source == rank:
+                    parts.append(own[begin:end])
+                    continue
+                for i in range(self._chunks_per_shard):
+                    core.wait_chunk(slot, source * self._chunks_per_shard + i, tag)
+                at = _core.part_place(source, rank, self.world_size) * part_bytes
+                part = self._slots[slot][at : at + part_bytes].view(own.dtype)
+                parts.append(part[: max(0, min(end, incoming[source]) - begin)])
+            yield slice(begin, end), parts
+            if self.poison:
+                self._slots[slot].fill_(_NAN_BYTE)
+            core.release(slot)
+        core.wait_pushed()
 
     def _pass_tag(self, tag: int) -> None:
         """A round in which the tag goes to all ranks, without data."""
@@ -424,10 +539,14 @@ class CpuWorkspace:
         divisor: int,
         pieces: int,
         tag: int,
-        meanwhile: Callable[[], None] | None,
+        op: str,
+        meanwhile: Callable[[], None] | None = None,
+        row_of_A: int = 0,
+        rows_of_A: int = 0,
         timeline: list[dict[str, int]] | None = None,
     ) -> tuple[torch.Tensor, Exception | None]:
-        """The sum, and what went wrong in ``meanwhile``."""
+        """The sum, and what went wrong in ``meanwhile``. The op, and at which of how many rows of
+        its A ``As`` begin, are for messages."""
         called_ns = time.monotonic_ns()
         error: Exception | None = None
         core, rank = self._core, self.rank
@@ -458,6 +577,10 @@ class CpuWorkspace:
                     if len(piece):
                         piece.copy_(summands.product(slice(first + cut.start, first + cut.stop)))
                     end_ns = time.monotonic_ns()
+                    if len(piece) and nan_check.active:
+                        row = row_of_A + first + cut.start
+                        place = row, rows_of_A or len(A)
+                        nan_check.look_through(op, "A @ B", piece, rank, rows=place)
                     core.send(
                         slot,
                         owner,
@@ -533,6 +656,12 @@ def _piece_times(called_ns: int, owner: int, start_ns: int, end_ns: int) -> dict
         "end_ns": end_ns,
         "done_ns": time.monotonic_ns(),
     }
+
+
+def _close(core: _core.CpuWorkspace, worker: Worker) -> None:
+    core.end_waits()
+    worker.stop()
+    core.close()
 
 
 def _multiply(

@@ -1,4 +1,4 @@
-"""The arithmetic of matmul + reduce-scatter on the CPU: products by torch, sums in one order."""
+"""The arithmetic of sums over the ranks on the CPU: products by torch, sums in one order."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ from collections.abc import Sequence
 import torch
 
 _SUM_DTYPES = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which numbers of that type are added up."""
+    return _SUM_DTYPES.get(dtype, dtype)
+
+
+def add_up(parts: Sequence[torch.Tensor], divisor: int, total: torch.Tensor) -> None:
+    """Into ``total``, of `sum_dtype`: the parts in their order, divided."""
+    total.copy_(parts[0])  # not added to 0, so that -0 stays -0
+    for part in parts[1:]:
+        total.add_(part)
+    if divisor != 1:
+        total.div_(divisor)
 
 
 class Summands:
@@ -18,7 +32,7 @@ class Summands:
     def __init__(
         self, As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], most_rows: int
     ) -> None:
-        dtype = _SUM_DTYPES.get(As[0].dtype, As[0].dtype)
+        dtype = sum_dtype(As[0].dtype)
         self._As = As
         # In memory of their own, at addresses of one alignment, on which products may depend.
         self._Bs = [B.to(dtype, copy=True) for B in Bs]
@@ -50,12 +64,7 @@ class Summands:
         """Into ``out``, rounded once: the parts in the order of the ranks, with ``product`` as that
         of ``rank``, divided, and the bias."""
         total = self._total[: product.shape[0]]
-        ordered = [*parts[:rank], product, *parts[rank:]]
-        total.copy_(ordered[0])  # not added to 0, so that -0 stays -0
-        for part in ordered[1:]:
-            total.add_(part)
-        if divisor != 1:
-            total.div_(divisor)
+        add_up([*parts[:rank], product, *parts[rank:]], divisor, total)
         if bias is not None:
             total.add_(bias)
         out.copy_(total)

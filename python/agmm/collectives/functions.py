@@ -1,0 +1,352 @@
+"""``agmm.collectives``: the public functions and their torch ops."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast, overload
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from agmm.collectives.autograd import AllGather, AllReduce, ReduceScatter
+from agmm.collectives.checks import (
+    check_dim,
+    check_op,
+    check_out,
+    check_settings,
+    shape_of_result,
+)
+from agmm.collectives.paths import Kind
+from agmm.collectives.run import start
+from agmm.collectives.work import Work
+from agmm.errors import InvalidArgument
+from agmm.ops.checks import check_operand
+from agmm.ops.library import library
+from agmm.runtime import groups
+from agmm.runtime.collectives import is_traced
+
+Group = dist.ProcessGroup | DeviceMesh | str | None
+
+
+def _all_gather_impl(
+    x: torch.Tensor, group_name: str, world_size: int, dim: int, strict: bool = False
+) -> torch.Tensor:
+    group = groups.group_of_size(group_name, world_size)
+    found = start("all_gather", x, group, "sum", dim, None, async_op=False, strict=strict)
+    return cast(torch.Tensor, found)
+
+
+def _reduce_scatter_impl(
+    x: torch.Tensor, group_name: str, world_size: int, op: str, dim: int, strict: bool = False
+) -> torch.Tensor:
+    group = groups.group_of_size(group_name, world_size)
+    found = start("reduce_scatter", x, group, op, dim, None, async_op=False, strict=strict)
+    return cast(torch.Tensor, found)
+
+
+def _all_reduce_impl(
+    x: torch.Tensor, group_name: str, world_size: int, op: str, strict: bool = False
+) -> torch.Tensor:
+    group = groups.group_of_size(group_name, world_size)
+    found = start("all_reduce", x, group, op, 0, None, async_op=False, strict=strict)
+    return cast(torch.Tensor, found)
+
+
+def _all_gather_fake(
+    x: torch.Tensor, group_name: str, world_size: int, dim: int, strict: bool = False
+) -> torch.Tensor:
+    dim = check_dim(x, dim)
+    return x.new_empty(shape_of_result("all_gather", x, world_size, dim))
+
+
+def _reduce_scatter_fake(
+    x: torch.Tensor, group_name: str, world_size: int, op: str, dim: int, strict: bool = False
+) -> torch.Tensor:
+    dim = check_dim(x, dim)
+    check_op(op, x)
+    return x.new_empty(shape_of_result("reduce_scatter", x, world_size, dim))
+
+
+def _all_reduce_fake(
+    x: torch.Tensor, group_name: str, world_size: int, op: str, strict: bool = False
+) -> torch.Tensor:
+    check_op(op, x)
+    return x.new_empty(x.shape)
+
+
+def _autograd_of(op: Any, function: Any) -> Any:
+    def kernel(x: torch.Tensor, *settings: Any) -> torch.Tensor:
+        out: torch.Tensor
+        if torch.is_grad_enabled() and x.requires_grad:
+            out = function.apply(x, *settings)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                out = op(x, *settings)
+        return out
+
+    return kernel
+
+
+for _name, _impl, _fake, _function in (
+    ("_all_gather", _all_gather_impl, _all_gather_fake, AllGather),
+    ("_reduce_scatter", _reduce_scatter_impl, _reduce_scatter_fake, ReduceScatter),
+    ("_all_reduce", _all_reduce_impl, _all_reduce_fake, AllReduce),
+):
+    for _key in ("CPU", "CUDA"):
+        library.impl(_name, _impl, _key)
+    library.impl(_name, _fake, "Meta")
+    _op = getattr(torch.ops.agmm, _name).default
+    library.impl(_name, _autograd_of(_op, _function), "Autograd")
+
+
+def _called(
+    kind: Kind,
+    x: Any,
+    group: Group,
+    out: Any,
+    settings: tuple[Any, ...],
+    *,
+    op: str,
+    dim: int,
+    async_op: bool,
+    strict: bool,
+) -> torch.Tensor | Work:
+    """A call of a public function. ``settings``: what its torch op takes between the world size and
+    ``strict``."""
+    check_operand("x", x)
+    if out is not None:
+        check_operand("out", out)
+    check_settings(async_op, strict)
+    check_dim(x, dim)
+    check_op(op, x)
+    group_name = groups.name_of(group)
+    world_size = groups.world_size_of(group_name)
+    if torch.is_grad_enabled() and out is not None and out.requires_grad:
+        raise InvalidArgument(
+            "out: found one with requires_grad=True, wanted a call under torch.no_grad(), or none"
+        )
+    traced = is_traced(x)
+    if traced or not (async_op or out is not None):
+        torch_op = getattr(torch.ops.agmm, f"_{kind}").default
+        found: torch.Tensor = torch_op(x, group_name, world_size, *settings, strict)
+        if out is not None:
+            check_out(out, x, list(found.shape))
+            found = out.copy_(found)
+        return Work(lambda: found, lambda: True) if async_op else found
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise InvalidArgument(
+            "x: found requires_grad=True with async_op or out, wanted a call under "
+            "torch.no_grad(), or neither"
+        )
+    return start(
+        kind, x, groups.group_of(group_name), op, dim, out, async_op=async_op, strict=strict
+    )
+
+
+@overload
+def all_gather(
+    x: torch.Tensor,
+    group: Group = ...,
+    *,
+    dim: int = ...,
+    out: torch.Tensor | None = ...,
+    async_op: Literal[False] = ...,
+    strict: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def all_gather(
+    x: torch.Tensor,
+    group: Group = ...,
+    *,
+    dim: int = ...,
+    out: torch.Tensor | None = ...,
+    async_op: Literal[True],
+    strict: bool = ...,
+) -> Work: ...
+@overload
+def all_gather(
+    x: torch.Tensor,
+    group: Group = ...,
+    *,
+    dim: int = ...,
+    out: torch.Tensor | None = ...,
+    async_op: bool,
+    strict: bool = ...,
+) -> torch.Tensor | Work: ...
+def all_gather(
+    x: torch.Tensor,
+    group: Group = None,
+    *,
+    dim: int = 0,
+    out: torch.Tensor | None = None,
+    async_op: bool = False,
+    strict: bool = False,
+) -> torch.Tensor | Work:
+    """The tensors of all ranks, one after the other along ``dim``. Collective.
+
+    Every rank of the group calls with the same shape, dtype and settings, in the same order, as
+    with any collective. On the CPU agmm moves any dtype through shared memory. On CUDA it is the
+    backend's collective (NCCL) as yet. Differentiable; the backward is `reduce_scatter` of the sum.
+
+    Args:
+        x: [..., n, ...], of any shape, layout and number of elements; with no dimension it counts
+            as [1].
+        group: process group, its name or a 1-D DeviceMesh; the default group when None.
+        dim: dimension along which the tensors are put one after the other.
+        out: [..., world_size * n, ...], of the dtype and device of ``x``, to write to. ``x`` may be
+            this rank's part of it, where nothing is copied then. Has no gradient.
+        async_op: return a `Work` once the call has its place among those of the group, and carry
+            it out beside what follows. Has no gradient. What is traced is carried out at once.
+        strict: raise `Unsupported` instead of leaving the call to the backend's collective, of
+            which agmm warns once for each reason on the CPU.
+
+    Returns:
+        ``out`` or a new contiguous tensor [..., world_size * n, ...]; with ``async_op`` a `Work`,
+        whose ``wait()`` returns it.
+
+    Raises:
+        InvalidArgument: names the argument, the value found and the value wanted.
+        Unsupported: under ``strict`` only.
+    """
+    given = {"op": "sum", "dim": dim, "async_op": async_op, "strict": strict}
+    return _called("all_gather", x, group, out, (dim,), **given)  # type: ignore[arg-type]
+
+
+@overload
+def reduce_scatter(
+    x: torch.Tensor,
+    group: Group = ...,
+    *,
+    op: str = ...,
+    dim: int = ...,
+    out: torch.Tensor | None = ...,
+    async_op: Literal[False] = ...,
+    strict: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def reduce_scatter(
+    x: torch.Tensor,
+    group: Group = ...,
+    *,
+    op: str = ...,
+    dim: int = ...,
+    out: torch.Tensor | None = ...,
+    async_op: Literal[True],
+    strict: bool = ...,
+) -> Work: ...
+@overload
+def reduce_scatter(
+    x: torch.Tensor,
+    group: Group = ...,
+    *,
+    op: str = ...,
+    dim: int = ...,
+    out: torch.Tensor | None = ...,
+    async_op: bool,
+    strict: bool = ...,
+) -> torch.Tensor | Work: ...
+def reduce_scatter(
+    x: torch.Tensor,
+    group: Group = None,
+    *,
+    op: str = "sum",
+    dim: int = 0,
+    out: torch.Tensor | None = None,
+    async_op: bool = False,
+    strict: bool = False,
+) -> torch.Tensor | Work:
+    """This rank's part along ``dim`` of the sum over the ranks of ``x``. Collective.
+
+    By agmm bf16, fp16, float32 and float64 on the CPU: summed in the order of the ranks, in float32
+    (float64 for float64), and rounded once, so the same call has the same bits every time. Others,
+    and those on CUDA as yet, by the backend's collective. Differentiable; the backward is
+    `all_gather`, divided by the world size for "avg".
+
+    Args:
+        x: [..., world_size * n, ...], of any shape with at least one dimension.
+        group: process group, its name or a 1-D DeviceMesh; the default group when None.
+        op: "sum", or "avg" for the sum divided by the world size.
+        dim: dimension along which the sum is cut; its size is a multiple of the world size.
+        out: [..., n, ...], of the dtype and device of ``x``, to write to; it may be this rank's
+            part of ``x``. Has no gradient.
+        async_op: as for `all_gather`.
+        strict: as for `all_gather`.
+
+    Returns:
+        ``out`` or a new contiguous tensor [..., n, ...]; with ``async_op`` a `Work`, whose
+        ``wait()`` returns it.
+
+    Raises:
+        InvalidArgument: names the argument, the value found and the value wanted.
+        Unsupported: under ``strict`` only.
+    """
+    given = {"op": op, "dim": dim, "async_op": async_op, "strict": strict}
+    return _called("reduce_scatter", x, group, out, (op, dim), **given)  # type: ignore[arg-type]
+
+
+@overload
+def all_reduce(
+    x: torch.Tensor,
+    group: Group = ...,
+    *,
+    op: str = ...,
+    out: torch.Tensor | None = ...,
+    async_op: Literal[False] = ...,
+    strict: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def all_reduce(
+    x: torch.Tensor,
+    group: Group = ...,
+    *,
+    op: str = ...,
+    out: torch.Tensor | None = ...,
+    async_op: Literal[True],
+    strict: bool = ...,
+) -> Work: ...
+@overload
+def all_reduce(
+    x: torch.Tensor,
+    group: Group = ...,
+    *,
+    op: str = ...,
+    out: torch.Tensor | None = ...,
+    async_op: bool,
+    strict: bool = ...,
+) -> torch.Tensor | Work: ...
+def all_reduce(
+    x: torch.Tensor,
+    group: Group = None,
+    *,
+    op: str = "sum",
+    out: torch.Tensor | None = None,
+    async_op: bool = False,
+    strict: bool = False,
+) -> torch.Tensor | Work:
+    """The sum over the ranks of ``x``, the same bits on all of them where agmm sums. Collective.
+
+    Sums are those of `reduce_scatter`: whatever the size, and so the way, the bits are the same.
+    Differentiable as torch's functional all-reduce is: the backward is an all-reduce of the
+    gradients, since ``x`` goes into the result of every rank. Where all ranks compute the same from
+    the result, as behind a row-parallel layer, that is world_size times the gradient of Megatron's,
+    which communicates nothing; `agmm.matmul_all_reduce` has that one.
+
+    Args:
+        x: of any shape.
+        group: process group, its name or a 1-D DeviceMesh; the default group when None.
+        op: "sum", or "avg" for the sum divided by the world size.
+        out: of the shape, dtype and device of ``x``, to write to; ``x`` itself for in place. Has no
+            gradient.
+        async_op: as for `all_gather`.
+        strict: as for `all_gather`.
+
+    Returns:
+        ``out`` or a new contiguous tensor of the shape of ``x``; with ``async_op`` a `Work`, whose
+        ``wait()`` returns it.
+
+    Raises:
+        InvalidArgument: names the argument, the value found and the value wanted.
+        Unsupported: under ``strict`` only.
+    """
+    given = {"op": op, "dim": 0, "async_op": async_op, "strict": strict}
+    return _called("all_reduce", x, group, out, (op,), **given)  # type: ignore[arg-type]

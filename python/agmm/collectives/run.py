@@ -1,0 +1,173 @@
+"""How a collective is carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from agmm.collectives.checks import check_dim, check_op, check_out, shape_of_result
+from agmm.collectives.paths import SHARED_MEMORY, TORCH, Kind, Path, choose, leave_to_torch
+from agmm.collectives.work import Work
+from agmm.errors import Unsupported
+from agmm.runtime import cpu_collectives, groups, nan_check
+from agmm.runtime.background import Task
+from agmm.runtime.calls import Call
+from agmm.runtime.workspaces import cpu_workspace, meet
+
+Found = torch.Tensor | Work
+
+
+@torch.no_grad()
+def start(
+    kind: Kind,
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: str,
+    dim: int,
+    out: torch.Tensor | None,
+    *,
+    async_op: bool,
+    strict: bool,
+) -> Found:
+    """A collective of tensors of plain memory. Collective.
+
+    Args:
+        op: "sum" or "avg"; of no meaning for an all-gather.
+        dim: of no meaning for an all-reduce.
+
+    Returns:
+        The result, or with ``async_op`` the handle.
+    """
+    groups.check_alive(group)
+    world_size, rank = group.size(), groups.of(group).rank
+    dim = check_dim(x, dim)
+    check_op(op, x)
+    shape = shape_of_result(kind, x, world_size, dim)
+    if out is not None:
+        check_out(out, x, shape)
+    sent, target, finish = _memory(kind, x, rank, dim, shape, out)
+    if world_size == 1 or x.numel() == 0:  # on all ranks alike
+        target.copy_(sent)
+        found = finish()
+        return Work(lambda: found, lambda: True) if async_op else found
+    if nan_check.active:
+        nan_check.look_through(kind, "x", x, rank)
+    arguments: dict[str, str | int] = {} if kind == "all_gather" else {"op": op}
+    if kind != "all_reduce":
+        arguments["dim"] = dim
+    call = Call(kind, x=x, **arguments)
+    what = f"{kind} of {list(x.shape)} {x.dtype}, {arguments}"
+    path = choose(kind, x)
+    if path.by == SHARED_MEMORY:
+        jobs = {
+            "all_gather": lambda: cpu_collectives.AllGather(rank, world_size, sent, target),
+            "reduce_scatter": lambda: cpu_collectives.ReduceScatter(
+                rank, world_size, sent, target, op == "avg"
+            ),
+            "all_reduce": lambda: cpu_collectives.AllReduce(
+                rank, world_size, sent, target, op == "avg"
+            ),
+        }
+        try:
+            done = cpu_workspace(group).collective(
+                jobs[kind](), call, finish, agreed=what, in_background=async_op
+            )
+            return Work(done.wait, done.is_done) if isinstance(done, Task) else done
+        except Unsupported as error:
+            path = Path(TORCH, str(error))
+    leave_to_torch(kind, path, strict)
+    with groups.of(group).lock:
+        if x.device.type == "cpu":
+            meet(group, f"torch's {what}", call)
+        begun, last = _by_torch(kind, sent, target, group, op)
+
+    def wait() -> torch.Tensor:
+        begun.wait()
+        with torch.no_grad():
+            last()
+            return finish()
+
+    return Work(wait, begun.is_completed) if async_op else wait()
+
+
+def _memory(
+    kind: Kind, x: torch.Tensor, rank: int, dim: int, shape: list[int], out: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]:
+    """What is sent and what receives, 1-D and contiguous, the ranks' parts one after the other; and
+    what makes the result of it."""
+    x = x.resolve_conj().resolve_neg()
+    moved = x.movedim(dim, 0) if dim else x
+    sent = _flat(moved.contiguous())
+    first = [shape[dim], *shape[:dim], *shape[dim + 1 :]] if shape else []
+    if out is not None and dim == 0 and _may_receive(kind, sent, out, rank):
+        return sent, _flat(out), lambda: out
+    whole = x.new_empty(first)
+
+    def finish() -> torch.Tensor:
+        if out is None and dim == 0:
+            return whole
+        receiver = x.new_empty(shape) if out is None else out
+        return receiver.copy_(whole.movedim(0, dim) if dim else whole)
+
+    return sent, _flat(whole), finish
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous memory as one dimension; a view may keep the odd stride of a single number."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _may_receive(kind: Kind, sent: torch.Tensor, out: torch.Tensor, rank: int) -> bool:
+    """Whether ``out`` can be written to while what is sent is still read: it has other memory, or
+    this rank's part lies at its place."""
+    if not out.is_contiguous() or out.is_conj() or out.is_neg():
+        return False
+    begin, at = sent.data_ptr(), out.data_ptr()
+    if at + out.nbytes <= begin or begin + sent.nbytes <= at:
+        return True
+    if kind == "all_gather":
+        return begin == at + rank * sent.nbytes
+    return at == begin + (rank * out.nbytes if kind == "reduce_scatter" else 0)
+
+
+def _by_torch(
+    kind: Kind, sent: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup, op: str
+) -> tuple[dist.Work, Callable[[], object]]:
+    """What was begun, and what is left to do when it is done."""
+
+    def nothing() -> None:
+        return None
+
+    if kind == "all_gather":
+        if sent.dtype not in _BACKENDS_MOVE:
+            sent, target = sent.view(torch.uint8), target.view(torch.uint8)
+        gather = _by_newer_name("all_gather_single", "all_gather_into_tensor")
+        return gather(target, sent, group, async_op=True), nothing
+    has_avg = sent.is_cuda and "nccl" in dist.get_backend_config(group)
+    reduce_op = dist.ReduceOp.AVG if op == "avg" and has_avg else dist.ReduceOp.SUM
+    if kind == "reduce_scatter":
+        scatter = _by_newer_name("reduce_scatter_single", "reduce_scatter_tensor")
+        begun = scatter(target, sent, reduce_op, group, async_op=True)
+    else:
+        if target.data_ptr() != sent.data_ptr():
+            target.copy_(sent)
+        begun = dist.all_reduce(target, reduce_op, group, async_op=True)
+    if op == "avg" and not has_avg:
+        world_size = group.size()
+        return begun, lambda: target.div_(world_size)
+    return begun, nothing
+
+
+def _by_newer_name(newer: str, older: str) -> Callable[..., dist.Work]:
+    """Of torch.distributed: from torch 2.13 on the older one warns that it is deprecated."""
+    found: Callable[..., dist.Work] = getattr(dist, newer, None) or getattr(dist, older)
+    return found
+
+
+_BACKENDS_MOVE = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64),
+)
+"""Other types are moved as bytes."""

@@ -1,0 +1,158 @@
+"""Collectives without a matmul on the CPU: what the ranks exchange, and what becomes of it.
+
+All three are made of one step, in which each rank sends every other rank a tensor: its shard to
+all (all-gather), or to each the part that this one sums (reduce-scatter). An all-reduce of little
+is one such step, of all to all, and each rank adds everything up; an all-reduce of much is a
+reduce-scatter, then an all-gather of the sums. Parts are added as they were given, in the order of
+the ranks, in float32 (float64 for float64), and rounded once, so both ways have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from agmm.runtime.cpu_scatter import add_up, sum_dtype
+
+BAND_BYTES = 2 << 20
+"""What a slot holds at most: of 8 ranks all slots are 32 MiB, half of what a container's /dev/shm
+has by default. Of 0.5 to 16 MiB none was faster, on 2 and 4 ranks."""
+
+_LEAST_BYTES = 64 << 10
+"""A slot's at least, so that sizes which grow bit by bit do not make it grow each time."""
+
+ONE_STEP_BYTES = 64 << 10
+"""An all-reduce of no more is one step, which takes half of the time of two on 2 ranks. On 4 the
+bytes cost more than the second step from 256 KiB on."""
+
+Band = tuple[int, int]
+Exchange = Callable[
+    [Sequence[torch.Tensor], Sequence[int]], Iterator[tuple[slice, list[torch.Tensor]]]
+]
+"""Sends ``outgoing[r]`` to each rank r and takes a tensor of ``incoming[r]`` numbers from it, all
+of one dtype. For each band: which part of the tensors it is, and that part of what came from each
+rank, by rank, with ``outgoing`` at the own place; valid until the next one. After the last band
+nobody reads ``outgoing`` any more."""
+
+
+def bands(outgoing: Sequence[torch.Tensor], incoming: Sequence[int]) -> list[Band]:
+    """In which parts the tensors go through a slot: the same on all ranks."""
+    most = max(*incoming, *(len(part) for part in outgoing))
+    others = max(1, len(outgoing) - 1)
+    each = max(1, BAND_BYTES // (others * outgoing[0].element_size()))
+    return [(begin, min(begin + each, most)) for begin in range(0, most, each)]
+
+
+def _slot_bytes(most: int, itemsize: int, world_size: int) -> int:
+    """For parts of ``most`` numbers at most, rounded up to a power of two."""
+    others = world_size - 1
+    # A band has at least one number, however many ranks there are.
+    needed = max(min(others * most * itemsize, BAND_BYTES), others * itemsize)
+    return max(_LEAST_BYTES, 1 << (needed - 1).bit_length())
+
+
+def _gather(
+    exchange: Exchange, rank: int, shard: torch.Tensor, parts: Sequence[torch.Tensor]
+) -> None:
+    for band, arrived in exchange([shard] * len(parts), [len(part) for part in parts]):
+        for source, (part, found) in enumerate(zip(parts, arrived, strict=True)):
+            target = part[band]
+            if source != rank or target.data_ptr() != found.data_ptr():
+                target.copy_(found)
+
+
+def _scatter(
+    exchange: Exchange, rank: int, parts: Sequence[torch.Tensor], divisor: int, out: torch.Tensor
+) -> None:
+    total = out.new_empty(0, dtype=sum_dtype(out.dtype))
+    for band, arrived in exchange(parts, [len(out)] * len(parts)):
+        target = out[band]
+        if len(total) < len(target):  # the first band is the longest
+            total = torch.empty_like(target, dtype=total.dtype)
+        found = total[: len(target)]
+        add_up(arrived, divisor, found)
+        target.copy_(found)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One collective of this rank. Memory is 1-D, contiguous and of one dtype. ``out`` overlaps
+    what is sent nowhere, or holds this rank's part at its place."""
+
+    rank: int
+    world_size: int
+    sent: torch.Tensor
+    out: torch.Tensor
+
+    @property
+    def lent(self) -> Sequence[torch.Tensor]:
+        """What others may read or write as long as the job runs."""
+        return self.sent, self.out
+
+    def slot_bytes(self) -> int:
+        return _slot_bytes(self._most(), self.sent.element_size(), self.world_size)
+
+    def _most(self) -> int:
+        """Of the numbers that one rank sends another."""
+        raise NotImplementedError
+
+    def run(self, exchange: Exchange) -> None:
+        raise NotImplementedError
+
+
+class AllGather(Job):
+    """``sent`` [n], of one n on all ranks, to ``out`` [world_size * n]."""
+
+    def _most(self) -> int:
+        return len(self.sent)
+
+    def run(self, exchange: Exchange) -> None:
+        _gather(exchange, self.rank, self.sent, list(self.out.view(self.world_size, -1)))
+
+
+@dataclass(frozen=True)
+class _Sum(Job):
+    is_avg: bool
+
+    @property
+    def _divisor(self) -> int:
+        return self.world_size if self.is_avg else 1
+
+
+class ReduceScatter(_Sum):
+    """``sent`` [world_size * n], to ``out`` [n]: the sum of this rank's part."""
+
+    def _most(self) -> int:
+        return len(self.out)
+
+    def run(self, exchange: Exchange) -> None:
+        parts = list(self.sent.view(self.world_size, -1))
+        _scatter(exchange, self.rank, parts, self._divisor, self.out)
+
+
+class AllReduce(_Sum):
+    """``sent`` [n], of one n on all ranks, to ``out`` [n]; they may be one tensor."""
+
+    def _is_one_step(self) -> bool:
+        nbytes = self.sent.nbytes
+        return nbytes <= ONE_STEP_BYTES and nbytes * (self.world_size - 1) <= BAND_BYTES
+
+    def _most(self) -> int:
+        n = len(self.sent)
+        return n if self._is_one_step() else -(-n // self.world_size)
+
+    def run(self, exchange: Exchange) -> None:
+        most = self._most()
+        if self._is_one_step():
+            total = torch.empty_like(self.sent, dtype=sum_dtype(self.sent.dtype))
+            for _, arrived in exchange([self.sent] * self.world_size, [most] * self.world_size):
+                add_up(arrived, self._divisor, total)
+            self.out.copy_(total)  # not before: it may be what is sent
+            return
+        # The last ranks have less, or nothing, where n is no multiple of the world size.
+        cuts = [slice(i * most, (i + 1) * most) for i in range(self.world_size)]
+        sent, sums = ([whole[cut] for cut in cuts] for whole in (self.sent, self.out))
+        _scatter(exchange, self.rank, sent, self._divisor, sums[self.rank])
+        _gather(exchange, self.rank, sums[self.rank], sums)

@@ -1,0 +1,194 @@
+"""Whether what a rank is about to send has a NaN in it: `agmm.check_nan`."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from agmm import _core, _env
+from agmm.errors import AgmmError, InvalidArgument
+
+active = (os.environ.get(_env.CHECK_NAN.name) or _env.CHECK_NAN.default) != "off"
+"""Whether anything is to be looked through: what an op asks. A value that cannot be counts as one,
+so that the first look refuses it."""
+
+_mode: str | None = None
+"""None: as the environment says, which is asked when it is first needed."""
+
+_told: set[tuple[str, str, int]] = set()
+_forget: list[Callable[[], None]] = []
+_captures_told = False
+
+_Call = TypeVar("_Call")
+
+
+def check_nan(mode: str) -> str:
+    """Look for NaNs in what this rank is about to send, in every op of agmm from the next call on.
+
+    A NaN spreads to all ranks with the first collective; here the rank is named that had it first.
+    What is looked through is the rank's own part before it goes: ``A_shard``, the partial products
+    of a matmul + reduce-scatter or all-reduce, the tensor of a collective, and what a backward
+    gathers or scatters. Where a CUDA kernel sends products as it computes them, they are nowhere to
+    be looked at before, and the operands are looked through instead. What `torch.compile` has made
+    of the backend's own collectives is not looked at, nor a call that is captured in a CUDA graph.
+
+    Args:
+        mode: "off"; "warn": a line on stderr for each op and tensor that had one, and the call goes
+            on; "raise": `AgmmError`, and nothing of that tensor is sent. The other ranks then wait
+            for this one until AGMM_TIMEOUT_S, so end the process. The default is AGMM_CHECK_NAN.
+
+    Returns:
+        The mode before.
+
+    Raises:
+        InvalidArgument: another mode.
+    """
+    global active, _mode
+    if mode not in _env.NAN_MODES:
+        raise InvalidArgument(f"mode: found {mode!r}, wanted one of {_env.NAN_MODES}")
+    before = _current()
+    _say_what_came()
+    active, _mode = mode != "off", mode
+    _told.clear()
+    for forget in _forget:
+        forget()
+    return before
+
+
+def _current() -> str:
+    global _mode
+    if _mode is None:
+        _mode = _env.check_nan()
+    return _mode
+
+
+def on_change(forget: Callable[[], None]) -> None:
+    """``forget`` is called when the mode changes: it drops calls that are kept with or without a
+    look, so that those without need not ask."""
+    _forget.append(forget)
+
+
+def before(call: _Call, look: Callable[..., None]) -> _Call | Callable[..., Any]:
+    """The call, to be kept; while the check is on one that looks first, at the same arguments."""
+    if not active:
+        return call
+
+    def looking(*arguments: Any) -> Any:
+        look(*arguments)
+        return call(*arguments)  # type: ignore[operator]  # mypy has named tuples not callable
+
+    return looking
+
+
+def look_through(
+    op: str, name: str, tensor: torch.Tensor, rank: int, *, rows: tuple[int, int] | None = None
+) -> None:
+    """Before the tensor goes; only where `active`.
+
+    On CUDA on the current stream, for which the communication waits. "warn" does not wait for it:
+    what was found is copied to the host behind it and said with a later call. "raise" waits, as
+    nothing could be raised in time otherwise.
+
+    Args:
+        op, name: for the message.
+        rank: of this process in the group.
+        rows: where the tensor is some rows of a larger one: its first, and how many that one has.
+
+    Raises:
+        AgmmError: there is a NaN, in mode "raise".
+        InvalidArgument: AGMM_CHECK_NAN is none of its values.
+    """
+    global _captures_told
+    mode = _current()
+    if mode == "off" or not (tensor.is_floating_point() or tensor.is_complex()):
+        return
+    if tensor.numel() == 0 or tensor.is_meta:
+        return
+    first_row, all_rows = (0, None) if rows is None else rows
+    shape = list(tensor.shape)
+    if all_rows is not None:
+        shape[0] = all_rows
+    first = first_row * (tensor[0].numel() if first_row else 0)
+    seen = _Seen(op, name, rank, shape, tensor.dtype, first)
+    with torch.no_grad():
+        if not _is_on_gpu(tensor):
+            _found(seen, int(_first_nan(tensor)), mode)
+            return
+        if torch.cuda.is_current_stream_capturing():
+            if not _captures_told:
+                _captures_told = True
+                _core.write_line(
+                    "agmm: check_nan: what is captured in a CUDA graph is not looked through"
+                )
+            return
+        _say_what_came()
+        where = _first_nan(tensor)
+        if mode == "raise":
+            _found(seen, int(where), mode)
+            return
+        # By the allocator of pinned memory, which gives none out again before the copy is done.
+        on_host = where.to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        _coming.append((seen, on_host, arrived))
+
+
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+class _Seen(NamedTuple):
+    op: str
+    name: str
+    rank: int
+    shape: list[int]
+    dtype: torch.dtype
+    first: int
+    """What the index among all numbers counts from."""
+
+    def __str__(self) -> str:
+        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
+
+
+_coming: deque[tuple[_Seen, torch.Tensor, torch.cuda.Event]] = deque()
+"""What GPUs were told to look through, in this order."""
+
+
+def _say_what_came() -> None:
+    while _coming and _coming[0][2].query():
+        seen, on_host, _ = _coming.popleft()
+        _found(seen, int(on_host), "warn")
+
+
+def _first_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """The index of the first NaN among all numbers, -1 for none; where the tensor is."""
+    if tensor.is_floating_point() and tensor.itemsize == 1:
+        tensor = tensor.float()  # torch looks for none in these
+    flags = torch.isnan(tensor).reshape(-1)
+    return torch.where(flags.any(), flags.to(torch.uint8).argmax(), -1)
+
+
+def _found(seen: _Seen, at: int, mode: str) -> None:
+    if at < 0:
+        return
+    at += seen.first
+    index: list[int] = []
+    for size in reversed(seen.shape):
+        at, place = divmod(at, size)
+        index.insert(0, place)
+    if mode == "raise":
+        raise AgmmError(
+            f"{seen.name}: found a NaN at {index} of {seen}, which rank {seen.rank} was about to "
+            f"send in {seen.op}; wanted none (agmm.check_nan)"
+        )
+    key = seen.op, seen.name, seen.rank
+    if key not in _told:
+        _told.add(key)
+        _core.write_line(
+            f"agmm: rank {seen.rank} sends a NaN in {seen.op}: {seen.name} at {index} of {seen}; "
+            "further ones of this op and tensor are not reported"
+        )

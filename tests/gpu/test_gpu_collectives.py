@@ -1,0 +1,59 @@
+"""`agmm.collectives` and `agmm.check_nan` on GPUs."""
+
+from __future__ import annotations
+
+import collectives_gpu_work
+import pytest
+import torch
+from at_hand import RANKS, needs_nccl, needs_two, world_sizes
+
+from agmm.testing.ranks import RankPool
+
+
+def check(results: list[list[str] | None], world_size: int) -> None:
+    assert sum(result is not None for result in results) == world_size
+    assert [fault for result in results for fault in result or []] == []
+
+
+@needs_nccl
+@pytest.mark.parametrize("world_size", world_sizes(1, 2, 4, 8))
+@pytest.mark.parametrize("kind", collectives_gpu_work.KINDS)
+def test_values(gpu_pool: RankPool, world_size: int, kind: str) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        check(gpu_pool.run(collectives_gpu_work.values, world_size, kind, dtype), world_size)
+
+
+@needs_nccl
+@pytest.mark.parametrize("world_size", world_sizes(2, 4))
+def test_graphs_in_turn_with_eager_calls(gpu_pool: RankPool, world_size: int) -> None:
+    check(gpu_pool.run(collectives_gpu_work.in_graphs, world_size), world_size)
+
+
+@needs_nccl
+@needs_two
+def test_the_rank_that_sends_a_nan_says_so() -> None:
+    with RankPool(2, "cuda") as pool:
+        pool.run(collectives_gpu_work.nan_warned, 2)
+        for rank in (0, 1):
+            lines = [x for x in pool.stderr(rank).splitlines() if "sends a NaN" in x]
+            wanted = [
+                "all_gather_matmul: A_shard at [3, 5] of [64, 64] bfloat16",
+                "matmul_reduce_scatter: A at [3, 5] of [128, 64] bfloat16",
+                "matmul_reduce_scatter: B at [3, 5] of [64, 64] bfloat16",
+                "all_reduce: x at [3, 5] of [64, 64] bfloat16",
+            ]
+            found = [line.split("a NaN in ")[1].split(";")[0] for line in lines]
+            # Where the plan has no kernel of agmm for it, the partial product is looked through.
+            found = [line for line in found if "A @ B" not in line]
+            assert set(found) <= set(wanted)
+            assert (wanted[0] in found and wanted[3] in found) is (rank == 1)
+
+
+@needs_nccl
+@pytest.mark.parametrize("world_size", world_sizes(2))
+def test_nothing_is_sent_where_it_raises(gpu_pool: RankPool, world_size: int) -> None:
+    for found in gpu_pool.run(collectives_gpu_work.nan_raised, world_size)[RANKS - world_size :]:
+        gather, scatter, collective = found
+        assert gather == "A_shard[3, 5]"
+        assert scatter in ("A[3, 5]", "A @ B[3, 0]")
+        assert collective == "x[3, 5]"

@@ -1,0 +1,193 @@
+"""`agmm.check_nan` in one process: what is found, and that a check that is off costs nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import agmm
+from agmm import _core
+from agmm.ops import paths, scatter_cuda
+from agmm.runtime import nan_check
+
+
+@pytest.fixture(autouse=True)
+def off() -> Iterator[None]:
+    agmm.check_nan("off")
+    yield
+    agmm.check_nan("off")
+    nan_check._coming.clear()
+
+
+def _look(tensor: torch.Tensor) -> None:
+    nan_check.look_through("an_op", "x", tensor, 3)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn],
+    ids=str,
+)
+def test_first_index(dtype: torch.dtype) -> None:
+    x = torch.zeros(4, 5, 6)
+    x[2, 3, 1] = x[2, 4, 0] = torch.nan
+    agmm.check_nan("raise")
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(agmm.AgmmError) as caught:
+        _look(x.to(dtype))
+    assert str(caught.value) == (
+        f"x: found a NaN at [2, 3, 1] of [4, 5, 6] {name}, which rank 3 was about to send in "
+        "an_op; wanted none (agmm.check_nan)"
+    )
+    with pytest.raises(agmm.AgmmError, match=r"NaN at \[0, 4, 2\] of \[6, 5, 4\] "):
+        _look(x.to(dtype).permute(2, 1, 0))
+
+
+def test_numbers_that_are_none_and_those_that_cannot_be() -> None:
+    agmm.check_nan("raise")
+    with pytest.raises(agmm.AgmmError, match=r"NaN at \[\] of \[\] float32"):
+        _look(torch.tensor(torch.nan))
+    with pytest.raises(agmm.AgmmError, match=r"NaN at \[1\] of \[2\] complex64"):
+        _look(torch.tensor([1 + 2j, complex(0, float("nan"))]))
+    for good in (torch.tensor([torch.inf, -torch.inf]), torch.ones(0), torch.ones(2).int()):
+        _look(good)
+
+
+def test_modes() -> None:
+    found = [(agmm.check_nan(mode), nan_check.active) for mode in ("warn", "raise", "off")]
+    assert found == [("off", True), ("warn", True), ("raise", False)]
+    with pytest.raises(agmm.InvalidArgument, match=r"mode: found 'loud', wanted one of \('off'"):
+        agmm.check_nan("loud")
+
+
+def test_a_kept_call_knows_nothing_of_the_check_that_is_off(group: str) -> None:
+    called: list[Any] = []
+    assert nan_check.before(called.append, called.clear) == called.append
+    A, B = torch.ones(2, 3), torch.ones(3, 2)
+    with mock.patch.object(nan_check, "look_through") as look:
+        agmm.all_gather_matmul(A, B)
+        agmm.matmul_reduce_scatter(A, B)
+        agmm.collectives.all_reduce(A)
+        assert look.call_count == 0
+        of_group = dist.group.WORLD
+        assert of_group is not None and paths._fused_calls[of_group]
+        scatter_cuda._ready[of_group] = {"a call": mock.Mock()}
+        agmm.check_nan("warn")
+        assert not paths._fused_calls and not scatter_cuda._ready
+        agmm.all_gather_matmul(A, B)
+        assert [call.args[:2] for call in look.call_args_list] == [("all_gather_matmul", "A_shard")]
+
+
+def test_kept_calls_of_kernels_look_first(group: str) -> None:
+    """A call of a kernel that is kept, on a stand-in of it."""
+    of_group = dist.group.WORLD
+    assert of_group is not None
+    done: list[str] = []
+
+    def kernel(shard: torch.Tensor, Bs: Any, biases: Any) -> None:
+        done.append("sent")
+
+    call: Any = kernel
+    looks: Any = paths.looking(call, of_group)
+    assert looks is kernel
+    agmm.check_nan("raise")
+    looks = paths.looking(call, of_group)
+    looks(torch.ones(2, 2), [], [])
+    with pytest.raises(agmm.AgmmError, match="A_shard: found a NaN at"):
+        looks(torch.full((2, 2), torch.nan), [], [])
+    assert done == ["sent"]
+
+
+class _Event:
+    """Of a GPU that is behind."""
+
+    done = False
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.done
+
+
+def test_on_a_gpu_a_warning_comes_later_and_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On CPU tensors that stand in for those of a GPU."""
+    monkeypatch.setattr(nan_check, "_is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    said: list[str] = []
+    monkeypatch.setattr(_core, "write_line", said.append)
+    bad = torch.tensor([1.0, torch.nan])
+    agmm.check_nan("warn")
+    _look(bad)
+    _look(torch.ones(2))
+    assert said == [] and len(nan_check._coming) == 2
+    monkeypatch.setattr(_Event, "done", True)
+    _look(torch.ones(2))
+    assert len(nan_check._coming) == 1
+    (line,) = said
+    assert line.startswith("agmm: rank 3 sends a NaN in an_op: x at [1] of [2] float32; further ")
+    agmm.check_nan("raise")
+    with pytest.raises(agmm.AgmmError, match=r"x: found a NaN at \[1\]"):
+        _look(bad)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(nan_check, "_captures_told", False)
+    _look(bad)
+    _look(bad)
+    assert said[1:] == ["agmm: check_nan: what is captured in a CUDA graph is not looked through"]
+
+
+def test_operands_of_a_scatter_kernel_are_looked_through(group: str) -> None:
+    of_group: Any = mock.Mock()
+    A, B = torch.ones(4, 2), torch.ones(2, 2)
+    B[1, 0] = torch.nan
+    agmm.check_nan("raise")
+    with (
+        mock.patch.object(scatter_cuda.dist, "get_world_size", return_value=2),  # type: ignore[attr-defined]
+        mock.patch.object(scatter_cuda.dist, "get_rank", return_value=1),  # type: ignore[attr-defined]
+        pytest.raises(agmm.AgmmError, match=r"B: found a NaN at \[1, 0\] .* in matmul_reduce_sca"),
+    ):
+        scatter_cuda.run([A], [B], None, of_group, 0, "sum", strict=False)
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        ("raise", "agmm.errors.AgmmError: A_shard: found a NaN at [0, 1] of [2, 2] float32, which"),
+        (
+            "maybe",
+            "agmm.errors.InvalidArgument: AGMM_CHECK_NAN: found 'maybe', wanted one of ('off'",
+        ),
+        ("off", "done"),
+        ("", "done"),
+    ],
+)
+def test_environment(value: str, wanted: str) -> None:
+    script = (
+        "import torch, torch.distributed as dist\n"
+        "import agmm\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "A = torch.ones(2, 2)\n"
+        "A[0, 1] = torch.nan\n"
+        "agmm.all_gather_matmul(A, A)\n"
+        "print('done')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "AGMM_CHECK_NAN": value},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert wanted in (done.stdout + done.stderr).strip().splitlines()[-1]
