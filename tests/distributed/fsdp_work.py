@@ -28,10 +28,16 @@ def _mesh(dp: int, tp: int) -> DeviceMesh:
     return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
 
 
+@cache
+def _alone() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("all", "one"))["one"]
+
+
 class Block(torch.nn.Module):
     def __init__(self, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         super().__init__()
         self.norm = torch.nn.LayerNorm(WIDTH, dtype=dtype)
+        self.scale = torch.nn.Parameter(torch.ones(7, dtype=dtype))  # some ranks have less of it
         if mesh.size() == 1:
             self.up: torch.nn.Module = torch.nn.Linear(WIDTH, 3 * WIDTH, dtype=dtype)
             self.down: torch.nn.Module = torch.nn.Linear(3 * WIDTH, WIDTH, dtype=dtype)
@@ -40,23 +46,27 @@ class Block(torch.nn.Module):
             self.down = RowParallelLinear(3 * WIDTH, WIDTH, device_mesh=mesh, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        out: torch.Tensor = x + self.down(torch.relu(self.up(self.norm(x)))) * self.scale.mean()
         return out
 
 
-def _model(mesh: DeviceMesh, dtype: torch.dtype, mixed: bool, reshard: bool) -> torch.nn.Module:
-    torch.manual_seed(17 + mesh["tp"].get_local_rank())
-    model = torch.nn.Sequential(*(Block(mesh["tp"], dtype) for _ in range(3)))
+def _model(
+    mesh: DeviceMesh, dtype: torch.dtype, mixed: bool, reshard: bool, replicas: bool = False
+) -> torch.nn.Module:
+    """``replicas``: the mesh's first dimension is of replicas, the second of shards; no tp."""
+    tp = _alone() if replicas else mesh["tp"]
+    torch.manual_seed(17 + tp.get_local_rank())
+    model = torch.nn.Sequential(*(Block(tp, dtype) for _ in range(3)))
+    sharding = mesh if replicas else mesh["dp"]
     policy = MixedPrecisionPolicy()
     if mixed:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model:
-        fully_shard(block, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=reshard)
+    for module in (*model, model):
+        fully_shard(module, mesh=sharding, mp_policy=policy, reshard_after_forward=reshard)
     return model
 
 
-def _train(model: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype, steps: int) -> list[Any]:
+def _train(model: torch.nn.Module, dtype: torch.dtype, steps: int) -> list[Any]:
     """The parameters of this rank after each step, and the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     found = []
@@ -144,12 +154,13 @@ def trains(
     mixed: bool = False,
     reshard: bool = True,
     asyn: bool = False,
+    replicas: bool = False,
     slot_bytes: int = 0,
 ) -> list[str]:
     """Faults found, in words: what training gives that is not what torch's collectives give."""
     mesh = _mesh(dp, tp)
-    wanted = _train(_model(mesh, dtype, mixed, reshard), mesh, dtype, 3)
-    model = _model(mesh, dtype, mixed, reshard)
+    wanted = _train(_model(mesh, dtype, mixed, reshard, replicas), dtype, 3)
+    model = _model(mesh, dtype, mixed, reshard, replicas)
     fsdp.enable(model)
     if asyn:
         model._set_unshard_async_op(True)  # type: ignore[operator]
@@ -165,9 +176,9 @@ def trains(
         warnings.simplefilter("error")
         if slot_bytes:
             with by_copies(slot_bytes):
-                found = _train(model, mesh, dtype, 3)
+                found = _train(model, dtype, 3)
         else:
-            found = _train(model, mesh, dtype, 3)
+            found = _train(model, dtype, 3)
     faults = []
     # Three blocks and three steps: gathers forward and backward, reduce-scatters.
     calls, least = (StandIn.calls, 18) if slot_bytes else (len(met), 18)
@@ -224,6 +235,33 @@ def refusals() -> list[str]:
     errors(lambda: fsdp.enable(model))
     first = fsdp._param_groups(model.get_submodule("0"))[0]  # type: ignore[arg-type]
     said.append(type(first._all_gather_comm).__name__)
+    return said
+
+
+def several_meshes() -> list[str]:
+    """What `enable` says of a module that torch takes no custom collectives for."""
+    mesh = _mesh(dist.get_world_size(), 1)
+    model = _model(mesh, torch.float32, False, True)
+    param_groups = fsdp._param_groups
+    odd = model.get_submodule("1")
+    said = []
+
+    def twice(module: Any) -> list[Any]:
+        return param_groups(module) * (2 if module is odd else 1)
+
+    def kinds() -> str:
+        found = [param_groups(module)[0] for module in model.children()]  # type: ignore[arg-type]
+        return " ".join(type(each._all_gather_comm).__name__ for each in found)
+
+    with mock.patch.object(fsdp, "_param_groups", twice):
+        try:
+            fsdp.enable(model, strict=True)
+        except Unsupported as error:
+            said += [str(error), kinds()]
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            fsdp.enable(model)
+        said += [*(str(warning.message) for warning in found), kinds()]
     return said
 
 

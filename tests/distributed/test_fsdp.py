@@ -54,6 +54,24 @@ def test_trains_through_slots(
     check(rank_pools(mesh[0] * mesh[1]).run(fsdp_work.trains, *mesh, **case))
 
 
+@pytest.mark.parametrize("slot_bytes", [0, 4096], ids=["backend", "slots"])
+def test_replicas_and_shards(rank_pools: Pools, slot_bytes: int) -> None:
+    """The all-reduce between replicas stays the backend's."""
+    case: dict[str, Any] = {"dtype": torch.float32, "replicas": True, "slot_bytes": slot_bytes}
+    check(rank_pools(4).run(fsdp_work.trains, 2, 2, **case))
+
+
+def test_several_meshes(rank_pools: Pools) -> None:
+    reason = "1 has parameters over several meshes"
+    for said in rank_pools(2).run(fsdp_work.several_meshes):
+        assert said == [
+            f"fsdp: {reason}",
+            "DefaultAllGather DefaultAllGather DefaultAllGather",
+            f"agmm leaves FSDP to the group's backend: {reason}",
+            "AllGather DefaultAllGather AllGather",
+        ]
+
+
 def test_on_and_off(rank_pools: Pools) -> None:
     torchs, agmms = "DefaultAllGather/DefaultReduceScatter", "AllGather/ReduceScatter"
     for seen in rank_pools(2).run(fsdp_work.turned_off_and_on):

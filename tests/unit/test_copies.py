@@ -233,3 +233,32 @@ def test_slots_lie_in_the_memory_of_each_rank(events: list[str]) -> None:
         assert slots.of(1).shape == (count, 512)
         slots.barrier()
     assert handle.barrier.call_args.kwargs["timeout_ms"] > 0
+
+
+def test_a_gather_that_is_waited_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copies are behind what the current stream has done, and the stream that waits goes on
+    behind them."""
+    from agmm.integrations import fsdp
+
+    noted: list[str] = []
+    own = mock.MagicMock()
+    own.wait_stream.side_effect = noted.append
+    event = mock.Mock()
+    event.record.side_effect = lambda: noted.append("record")
+    event.wait.side_effect = lambda: noted.append("wait")
+    workspace = mock.Mock()
+    workspace.all_gather.side_effect = lambda out, shard: noted.append("gather")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: own)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the current one")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: mock.MagicMock())
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(fsdp, "_goes_by_copies", lambda tensor: True)
+    monkeypatch.setattr("agmm.runtime.workspaces.gather_copies", lambda group, device: workspace)
+    gather = fsdp.AllGather()
+    out = torch.zeros(4)
+    work = gather(out, out[:2], mock.Mock(), async_op=True)
+    assert noted == ["the current one", "gather", "record"]
+    assert isinstance(work, torch.distributed.Work) and work.wait()
+    assert noted[3:] == ["wait"]
+    assert gather(out, out[:2], mock.Mock()) is None
+    assert noted[4:] == ["gather"]

@@ -231,8 +231,7 @@ def test_code_uses_what_there_is(code: str) -> None:
             module = importlib.import_module(str(node.module))
             for alias in node.names:
                 submodule = f"{node.module}.{alias.name}"
-                found = hasattr(module, alias.name) or importlib.util.find_spec(submodule)
-                assert found, alias.name
+                assert hasattr(module, alias.name) or importlib.util.find_spec(submodule), submodule
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("agmm."):
             found: Any = importlib.import_module("agmm")
             for name in ast.unparse(node.func).split(".")[1:]:
