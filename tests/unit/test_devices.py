@@ -76,6 +76,11 @@ def test_the_bindings_have_what_is_asked() -> None:
     nvml = pytest.importorskip("cuda.bindings.nvml", reason="needs the extra cuda")
     # By their ends: older ones begin with the enumeration's name in C.
     assert nvml.GpuP2PCapsIndex(devices._P2P_ATOMICS).name.endswith("ATOMICS")
+    assert nvml.GpuP2PCapsIndex(devices._P2P_READ).name.endswith("READ")
+    assert nvml.GpuP2PCapsIndex(devices._P2P_WRITE).name.endswith("WRITE")
+    assert nvml.GpuP2PCapsIndex(devices._P2P_NVLINK).name.endswith("NVLINK")
+    for level in devices._PCIE_WAYS:
+        assert nvml.GpuTopologyLevel(level)
     assert nvml.ClockType(devices._SM_CLOCK).name.endswith("SM")
     assert nvml.GpuP2PStatus(devices._OK).name.endswith("OK")
     assert nvml.EnableState(devices._NVLINK_IS_ACTIVE).name.endswith("ENABLED")
@@ -84,7 +89,11 @@ def test_the_bindings_have_what_is_asked() -> None:
         "device_get_clock_info",
         "device_get_handle_by_uuid",
         "device_get_nvlink_state",
+        "device_get_nvlink_remote_device_type",
+        "device_get_nvlink_remote_pci_info_v2",
         "device_get_p2p_status",
+        "device_get_pci_info_v3",
+        "device_get_topology_common_ancestor",
         "init_v2",
         "shutdown",
         "system_get_driver_version",

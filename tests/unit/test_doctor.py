@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from agmm import _installation
 from agmm.cli import doctor
 from agmm.cli.doctor import Finding
-from agmm.runtime import devices
+from agmm.runtime import devices, links
+from agmm.testing import machines
 
 
 def _named(findings: list[Finding], name: str) -> Finding:
@@ -175,3 +177,64 @@ def test_small_shared_memory_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     found = _named(doctor.diagnose(), "shared memory")
     assert found.status == "note"
     assert "--shm-size" in found.meaning
+
+
+def _pretend_machine(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """GPUs with such links; peer access over NVLink and where the text has no "-"."""
+    matrix = machines.matrix(text)
+    _pretend_gpus(monkeypatch, (9, 0), peers=True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(matrix))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: bool(matrix[a][b].peer))
+    monkeypatch.setattr(links, "uuid", lambda index: f"GPU-{index}")
+    monkeypatch.setattr(devices, "nvml", lambda: machines.Driver(matrix))
+    monkeypatch.setattr("agmm.runtime.links._core.peer_atomics", lambda a, b: True)
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "meaning", "status"),
+    [
+        (machines.DGX_H100, "fully connected by NVSwitch", "can push to peers", "ok"),
+        (machines.HGX_H100_4, "fully connected, NVLinks between all", "can push to peers", "ok"),
+        (
+            machines.DGX_1V,
+            "hybrid cube mesh of 0-1-2-3, 4-5-6-7; pairs without NVLink have a GPU between them",
+            "such pairs take all-gather + matmul; ranks of one half reach",
+            "note",
+        ),
+        (
+            machines.H100_NVL_4,
+            "peer access between all pairs; NVLink pairs of 0-1, 2-3",
+            "the two ranks of a pair reach each other over NVLink, larger groups not",
+            "note",
+        ),
+        (machines.PCIE_8, "PCIe only", "slower than plans take NVLink to be", "note"),
+        (machines.RTX_4090_4, "no peer access", "such pairs take all-gather + matmul", "note"),
+    ],
+    ids=["H100", "H100 of four", "V100", "NVL", "PCIe", "4090"],
+)
+def test_links_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, text: str, found: str, meaning: str, status: str
+) -> None:
+    _pretend_machine(monkeypatch, text)
+    finding = _named(_diagnose(monkeypatch, _core()), "GPU links")
+    assert found in finding.found
+    assert meaning in finding.meaning
+    assert finding.status == status
+
+
+def test_links_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    from agmm.cli.app import app
+
+    _pretend_machine(monkeypatch, machines.DGX_1V)
+    monkeypatch.setattr(doctor, "diagnose", lambda: [Finding("a", "b", "c")])
+    monkeypatch.setattr(doctor, "load_core", lambda: (_core(), None))
+    lines = [line.split() for line in CliRunner().invoke(app, ["doctor"]).stdout.splitlines()]
+    assert ["0", "X", "NV1", "NV1", "NV2", "NV2", "SYS-", "SYS-", "SYS-"] in lines
+    assert ["7", "SYS-", "SYS-", "SYS-", "NV1", "NV2", "NV1", "NV2", "X"] in lines
+
+
+def test_links_that_cannot_be_asked_about_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_machine(monkeypatch, machines.DGX_1V)
+    monkeypatch.setattr(devices, "nvml", lambda: None)
+    assert doctor.gpu_links() is None
+    assert "active NVLinks per GPU: unknown" in doctor._links().found

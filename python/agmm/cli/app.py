@@ -393,11 +393,16 @@ def doctor(
         from agmm.cli import doctor as doctor_module
 
         findings = doctor_module.diagnose()
+        links = doctor_module.gpu_links()
         if as_json:
             facts = machine_facts()
             body: dict[str, Any] = {"machine": facts, "findings": [asdict(f) for f in findings]}
+            if links is not None:
+                body["gpu_links"] = [[str(link) for link in row] for row in links]
             print(json.dumps(body, indent=1))
         else:
             print_table(console(), doctor_module.table(findings))
+            if links is not None:
+                print_table(console(), doctor_module.link_table(links))
         if doctor_module.is_broken(findings):
             raise typer.Exit(1)

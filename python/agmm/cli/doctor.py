@@ -8,6 +8,7 @@ import platform
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,16 @@ from agmm.bench.units import size
 from agmm.cli.terminal import plain_table
 from agmm.errors import InvalidArgument
 from agmm.runtime import devices
+from agmm.runtime.topology import (
+    FULLY_CONNECTED,
+    Kind,
+    Matrix,
+    islands,
+    kind_of,
+    matrix_of,
+    quads,
+    schedule_of,
+)
 
 Status = Literal["ok", "note", "broken"]
 
@@ -162,21 +173,91 @@ def _gpus(core: Any) -> Finding:
     return Finding("GPUs", "\n".join(each), "Hopper: the fused kernels run here")
 
 
+def gpu_links() -> Matrix | None:
+    """The links between the GPUs that this process sees; None where there are fewer than two, or
+    NVML cannot be asked."""
+    count = 0 if torch is None else torch.cuda.device_count()
+    if count < 2 or devices.why_unknown() is not None or load_core()[0] is None:
+        return None
+    from agmm.runtime import links
+
+    uuids = [links.uuid(index) for index in range(count)]
+    reports = {uuid: devices.links_of(uuid, uuids) for uuid in uuids}
+    known = {uuid: report for uuid, report in reports.items() if report is not None}
+    if len(known) < count:
+        return None
+    return [
+        [
+            link._replace(peer=a == b or torch.cuda.can_device_access_peer(a, b))
+            for b, link in enumerate(row)
+        ]
+        for a, row in enumerate(matrix_of(known))
+    ]
+
+
+def link_table(links: Matrix) -> Table:
+    """The matrix as a table."""
+    out = plain_table("GPU links")
+    out.caption = (
+        "NV2: 2 NVLinks; PIX, PXB, PHB, NODE, SYS: PCIe, the farther the later, as `nvidia-smi "
+        "topo -m` has it; -: no peer access"
+    )
+    out.caption_justify = "left"
+    out.add_column("")
+    for gpu in range(len(links)):
+        out.add_column(str(gpu))
+    for a, row in enumerate(links):
+        out.add_row(str(a), *("X" if a == b else str(link) for b, link in enumerate(row)))
+    return out
+
+
+_LINKS_MEAN = {
+    Kind.CUBE_MESH: "ranks of one half reach each other over NVLink, those of both not all",
+    Kind.PAIRS: "the two ranks of a pair reach each other over NVLink, larger groups not",
+    Kind.PARTIAL: "only groups whose pairs all have NVLinks are as fast as plans take them to be",
+    Kind.PCIE: "ranks can push to peers, slower than plans take NVLink to be: `agmm tune`",
+}
+
+
 def _links() -> Finding:
+    name = "GPU links"
     count = torch.cuda.device_count()
     if count < 2:
-        return Finding("GPU links", "-", "nothing to link")
+        return Finding(name, "-", "nothing to link")
+    links = gpu_links()
+    kind = None if links is None else kind_of(links)
+    known = "" if links is None or kind is None else _kind_in_words(kind, links)
+    seen = f"; {known or f'active NVLinks per GPU: {_active_nvlinks(count)}'}"
+    slow = None if kind is None else _LINKS_MEAN.get(kind)
     without = _pairs_without_access()
-    links = f"; active NVLinks per GPU: {_active_nvlinks(count)}"
     if without:
-        found = f"no peer access between {', '.join(f'{i}-{j}' for i, j in without)}{links}"
-        return Finding("GPU links", found, "such pairs take all-gather + matmul", "note")
+        found = f"no peer access between {', '.join(f'{i}-{j}' for i, j in without)}{seen}"
+        means = [mean for mean in ("such pairs take all-gather + matmul", slow) if mean]
+        return Finding(name, found, "; ".join(means), "note")
     lossy = _pairs_without_atomics()
     if lossy:
         pairs = ", ".join(f"{i}-{j}" for i, j in lossy)
-        found = f"peer access between all pairs, no native atomics between {pairs}{links}"
-        return Finding("GPU links", found, "such groups take copy engines, never SM push", "note")
-    return Finding("GPU links", f"peer access between all pairs{links}", "ranks can push to peers")
+        found = f"peer access between all pairs, no native atomics between {pairs}{seen}"
+        means = [m for m in ("such groups take copy engines, never SM push", slow) if m]
+        return Finding(name, found, "; ".join(means), "note")
+    found = f"peer access between all pairs{seen}"
+    if slow is not None:
+        return Finding(name, found, slow, "note")
+    return Finding(name, found, "ranks can push to peers")
+
+
+def _kind_in_words(kind: Kind, links: Matrix) -> str:
+    halves = quads(links)
+    parts: Sequence[Sequence[int]] = ()
+    if halves is not None:
+        parts = [sorted(half) for half in halves]
+    elif kind in (Kind.PAIRS, Kind.PARTIAL):
+        parts = [island for island in islands(links) if len(island) > 1]
+    of = ", ".join("-".join(map(str, part)) for part in parts)
+    words = f"{kind.value}{f' of {of}' if of else ''}"
+    if kind not in FULLY_CONNECTED and schedule_of(links) is not None:
+        words += "; pairs without NVLink have a GPU between them with links to both"
+    return words
 
 
 def _symmetric_memory() -> Finding:

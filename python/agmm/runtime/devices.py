@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,9 +23,11 @@ _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 
 # Of NVML's C header; what the bindings call these has changed between their versions.
 _OK = 0
-_P2P_ATOMICS = 3
+_P2P_READ, _P2P_WRITE, _P2P_NVLINK, _P2P_ATOMICS = range(4)
 _NVLINK_IS_ACTIVE = 1
 _SM_CLOCK = 1
+_NVLINK_ENDS = {0: "gpu", 1: "cpu", 2: "switch"}
+_PCIE_WAYS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 
 def nvml() -> Any:
@@ -68,18 +71,71 @@ def have_atomics(uuid: str, peer: str) -> bool | None:
 def active_nvlinks(uuid: str) -> int | None:
     """How many NVLinks of a GPU are active."""
 
-    def read(nvml: Any) -> int:
+    return _ask(lambda nvml: len(_active(nvml, nvml.device_get_handle_by_uuid(uuid))))
+
+
+def links_of(uuid: str, peers: Iterable[str]) -> dict[str, Any] | None:
+    """What NVML knows of a GPU's links, as `topology.matrix_of` takes it.
+
+    Args:
+        peers: other GPUs of this host by UUID; those that NVML does not know here are left out.
+
+    Returns:
+        "bus": its place on PCIe. "nvlinks": for each active one what is at the other end ("gpu",
+        "switch", "cpu" or "unknown") and its place. By peer: "pcie" (PIX, PXB, PHB, NODE or SYS),
+        "peer" (whether it reaches that one's memory) and "nvlink_peer" (whether over NVLink).
+        None where NVML cannot be asked.
+    """
+
+    def read(nvml: Any) -> dict[str, Any]:
         handle = nvml.device_get_handle_by_uuid(uuid)
-        active = 0
-        for link in range(int(nvml.NVLINK_MAX_LINKS)):
-            try:
-                state = int(nvml.device_get_nvlink_state(handle, link))
-            except Exception:  # it has no more links
-                break
-            active += state == _NVLINK_IS_ACTIVE
-        return active
+        ends = [_other_end(nvml, handle, link) for link in _active(nvml, handle)]
+        found: dict[str, Any] = {"bus": _place(nvml.device_get_pci_info_v3(handle))}
+        found |= {"nvlinks": ends, "pcie": {}, "peer": {}, "nvlink_peer": {}}
+        for name in peers:
+            peer = _or_none(partial(nvml.device_get_handle_by_uuid, name))
+            if name == uuid or peer is None:  # hidden from this process
+                continue
+            level = _or_none(partial(nvml.device_get_topology_common_ancestor, handle, peer))
+            found["pcie"][name] = "" if level is None else _PCIE_WAYS.get(int(level), "")
+            found["peer"][name] = _can(nvml, handle, peer, _P2P_READ, _P2P_WRITE)
+            found["nvlink_peer"][name] = _can(nvml, handle, peer, _P2P_NVLINK)
+        return found
 
     return _ask(read)
+
+
+def _can(nvml: Any, handle: Any, peer: Any, *what: int) -> bool | None:
+    """Whether one GPU can do all that to another; None where NVML does not say."""
+    found: list[Any]
+    found = [_or_none(partial(nvml.device_get_p2p_status, handle, peer, each)) for each in what]
+    return None if None in found else [int(status) for status in found] == [_OK] * len(what)
+
+
+def _active(nvml: Any, handle: Any) -> list[int]:
+    """The numbers of a GPU's active NVLinks."""
+    active = []
+    for link in range(int(nvml.NVLINK_MAX_LINKS)):
+        state = _or_none(partial(nvml.device_get_nvlink_state, handle, link))
+        if state is None:  # it has no more links
+            break
+        if int(state) == _NVLINK_IS_ACTIVE:
+            active.append(link)
+    return active
+
+
+def _other_end(nvml: Any, handle: Any, link: int) -> tuple[str, str]:
+    """What is at the other end of an NVLink, and where. In virtual machines it may be hidden."""
+    kind = _or_none(partial(nvml.device_get_nvlink_remote_device_type, handle, link))
+    pci = _or_none(partial(nvml.device_get_nvlink_remote_pci_info_v2, handle, link))
+    end = "unknown" if kind is None else _NVLINK_ENDS.get(int(kind), "unknown")
+    return end, "" if pci is None else _place(pci)
+
+
+def _place(pci: Any) -> str:
+    """A device's place on PCIe in one spelling, as 00000000:07:00.0."""
+    found = pci.bus_id
+    return (found.decode() if isinstance(found, bytes) else str(found)).strip("\0").lower()
 
 
 def sm_clock_mhz(uuid: str) -> int | None:
@@ -89,6 +145,14 @@ def sm_clock_mhz(uuid: str) -> int | None:
             nvml.device_get_clock_info(nvml.device_get_handle_by_uuid(uuid), _SM_CLOCK)
         )
     )
+
+
+def _or_none(ask: Callable[[], _T]) -> _T | None:
+    """What NVML answers; None for an error, which here means that it has no answer."""
+    try:
+        return ask()
+    except Exception:
+        return None
 
 
 def _ask(read: Callable[[Any], _T]) -> _T | None:
@@ -102,8 +166,6 @@ def _ask(read: Callable[[Any], _T]) -> _T | None:
     except Exception:
         return None
     try:
-        return read(module)
-    except Exception:
-        return None
+        return _or_none(lambda: read(module))
     finally:
         module.shutdown()

@@ -132,10 +132,15 @@ def release(
     if on.type == "cpu":
         workspaces.release_cpu_workspace(found)
     else:
-        both = workspaces.cuda_workspace(found, on), workspaces.scatter_workspace(found, on)
-        for workspace in both:  # before any is released
+        of_group = (
+            workspaces.cuda_workspace(found, on),
+            workspaces.scatter_workspace(found, on),
+            workspaces.gather_copies(found, on),
+            workspaces.scatter_copies(found, on),
+        )
+        for workspace in of_group:  # before any is released
             workspace.check_no_graphs()
-        for workspace in both:
+        for workspace in of_group:
             workspace.release()
 
 

@@ -231,10 +231,7 @@ class SymmetricWorkspace:
         global _rendezvous
         _rendezvous += 1
         handle = symm_mem.rendezvous(memory, self.group.group_name)
-        first_word = self._core_class.words_offset(slot_bytes, self.world_size)
-        words = memory[first_word:].view(torch.int32)
-        words.zero_()
-        words[torch.tensor(self._core_class.credit_words(self.world_size))] = 1
+        self._set_words(memory, slot_bytes)
         places = list(handle.buffer_ptrs)
         if places[self.rank] != memory.data_ptr():
             raise AgmmError(
@@ -242,11 +239,22 @@ class SymmetricWorkspace:
                 "allocation of torch's pool for symmetric memory, wanted one of its own; "
                 "TORCH_SYMMMEM_IMPLICIT_POOL=0 does without the pool"
             )
-        reserved = group_facts(self.group, self.device).reserved_sms
-        core = self._core_class(self.rank, places, slot_bytes, reserved)
+        core = self._core_of(places, handle, slot_bytes)
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group, device_ids=[self.device.index])
         return Buffers(core, memory, handle)
+
+    def _set_words(self, memory: torch.Tensor, slot_bytes: int) -> None:
+        """What the words are before the first call."""
+        first_word = self._core_class.words_offset(slot_bytes, self.world_size)
+        words = memory[first_word:].view(torch.int32)
+        words.zero_()
+        words[torch.tensor(self._core_class.credit_words(self.world_size))] = 1
+
+    def _core_of(self, places: list[int], handle: Any, slot_bytes: int) -> Any:
+        """What makes calls with the memory that lies at these addresses, by rank."""
+        reserved = group_facts(self.group, self.device).reserved_sms
+        return self._core_class(self.rank, places, slot_bytes, reserved)
 
     def _agree(self, slot_bytes: int) -> bool:
         """All ranks want the same slots, and their GPUs reach each other; else all ranks raise.

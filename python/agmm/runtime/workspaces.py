@@ -14,6 +14,7 @@ from agmm.runtime import groups
 from agmm.runtime.calls import Call
 
 if TYPE_CHECKING:
+    from agmm.runtime.copies import GatherCopies, ScatterCopies
     from agmm.runtime.cpu import CpuWorkspace
     from agmm.runtime.cuda import CudaWorkspace
     from agmm.runtime.cuda_scatter import ScatterWorkspace
@@ -29,6 +30,10 @@ _cuda_workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, CudaWor
 _cuda_workspaces = weakref.WeakKeyDictionary()
 _scatter_workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, ScatterWorkspace]]
 _scatter_workspaces = weakref.WeakKeyDictionary()
+_gather_copies: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, GatherCopies]]
+_gather_copies = weakref.WeakKeyDictionary()
+_scatter_copies: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, ScatterCopies]]
+_scatter_copies = weakref.WeakKeyDictionary()
 
 
 def cpu_workspace(group: dist.ProcessGroup) -> CpuWorkspace:
@@ -96,6 +101,20 @@ def scatter_workspace(group: dist.ProcessGroup, device: torch.device) -> Scatter
 
         workspace = _kept(_scatter_workspaces, ScatterWorkspace, group, device)
     return workspace
+
+
+def gather_copies(group: dist.ProcessGroup, device: torch.device) -> GatherCopies:
+    """Of ``group`` on ``device``: for all-gathers by copy engines."""
+    from agmm.runtime.copies import GatherCopies
+
+    return _kept(_gather_copies, GatherCopies, group, device)
+
+
+def scatter_copies(group: dist.ProcessGroup, device: torch.device) -> ScatterCopies:
+    """The same for reduce-scatters, which come on another stream."""
+    from agmm.runtime.copies import ScatterCopies
+
+    return _kept(_scatter_copies, ScatterCopies, group, device)
 
 
 def _kept(

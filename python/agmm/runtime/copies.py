@@ -1,0 +1,198 @@
+"""All-gather and reduce-scatter by copy engines, of tensors that lie anywhere: through slots in
+symmetric memory that are made once. Beside a matmul they take one multiprocessor, for a barrier."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from agmm import _env
+from agmm.runtime.symmetric import SymmetricWorkspace
+
+MOST_BYTES = 32 << 20
+"""Of a slot. What is larger goes through it in pieces: at 300 GB/s a slot takes 0.1 ms for each
+peer, a barrier 5 µs."""
+
+_ALIGNMENT = 256
+
+
+class Slots(Protocol):
+    """Slots of equal size on every rank, which all ranks of a group reach."""
+
+    rank: int
+    world_size: int
+
+    def of(self, rank: int) -> torch.Tensor:
+        """The slots of that rank, uint8 [number of slots, bytes of a slot]."""
+        ...
+
+    def barrier(self) -> None:
+        """Behind it, in the order of the stream, all ranks have come here."""
+        ...
+
+
+def all_gather(slots: Slots, out: torch.Tensor, shard: torch.Tensor, turn: int) -> int:
+    """Copies every rank's shard to ``out``. Needs two slots on each rank.
+
+    Each rank copies its shard to one of its slots, and after a barrier the others' from theirs. The
+    slots are taken in turn, so a rank overwrites what it had two barriers ago, and every rank has
+    come to the second of these after its copies from there.
+
+    Args:
+        out: [world_size * n], contiguous.
+        shard: [n], contiguous; it may be this rank's part of ``out``.
+        turn: what the last call returned, 0 before the first.
+    """
+    parts = _bytes(out).view(slots.world_size, -1)
+    own = _bytes(shard)
+    for begin, end in _pieces(own.numel(), slots.of(slots.rank).shape[1]):
+        size = end - begin
+        slots.of(slots.rank)[turn, :size].copy_(own[begin:end])
+        slots.barrier()
+        for source in _others(slots):
+            parts[source, begin:end].copy_(slots.of(source)[turn, :size])
+        turn = 1 - turn
+    if parts[slots.rank].data_ptr() != own.data_ptr():
+        parts[slots.rank].copy_(own)
+    return turn
+
+
+def reduce_scatter(slots: Slots, out: torch.Tensor, parts: torch.Tensor, *, average: bool) -> None:
+    """Sums every rank's part for this one into ``out``. Needs a slot for each rank on each.
+
+    Each rank copies its parts to the slots of those whose they are. Before that, a barrier says
+    that all have summed what was there; behind another one kernel sums what has come. The sum is
+    float32 inside for dtypes of 16 bits, rounded once, and has the same bits in every call of the
+    same sizes.
+
+    Args:
+        out: [n], contiguous, floating.
+        parts: [world_size * n], contiguous, of the same dtype.
+        average: divide by the number of ranks.
+    """
+    rows = parts.view(slots.world_size, -1)
+    come = slots.of(slots.rank).view(out.dtype)
+    for begin, end in _pieces(out.numel(), come.shape[1]):
+        size = end - begin
+        slots.barrier()
+        for target in _others(slots):
+            slot = slots.of(target)[slots.rank].view(out.dtype)
+            slot[:size].copy_(rows[target, begin:end])
+        come[slots.rank, :size].copy_(rows[slots.rank, begin:end])
+        slots.barrier()
+        (torch.mean if average else torch.sum)(come[:, :size], dim=0, out=out[begin:end])
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _others(slots: Slots) -> Iterator[int]:
+    """The other ranks from the next one on, so that no two ranks use a third's links at a time."""
+    for i in range(1, slots.world_size):
+        yield (slots.rank + i) % slots.world_size
+
+
+def _pieces(size: int, most: int) -> Iterator[tuple[int, int]]:
+    for begin in range(0, size, most):
+        yield begin, min(size, begin + most)
+
+
+class _CudaSlots:
+    """Slots in torch's symmetric memory."""
+
+    def __init__(self, handle: Any, slot_bytes: int, count: int) -> None:
+        self.rank: int = handle.rank
+        self.world_size: int = handle.world_size
+        self._handle = handle
+        self._limit_ms = math.ceil(_env.timeout_s() * 1e3)
+        self._slots: list[torch.Tensor] = [
+            handle.get_buffer(rank, (count, slot_bytes), torch.uint8)
+            for rank in range(self.world_size)
+        ]
+
+    def of(self, rank: int) -> torch.Tensor:
+        return self._slots[rank]
+
+    def barrier(self) -> None:
+        self._handle.barrier(channel=0, timeout_ms=self._limit_ms)
+
+
+class CopyWorkspace(SymmetricWorkspace):
+    """Slots of a group on one device. Calls are ordered on whichever streams they come; those of a
+    CUDA graph's capture, and replays, the caller has to order."""
+
+    _granule = 4 << 20
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._done = torch.cuda.Event()
+
+    def _slots_per_rank(self) -> int:
+        raise NotImplementedError
+
+    def _size(self, slot_bytes: int) -> int:
+        return self._slots_per_rank() * slot_bytes
+
+    def _set_words(self, memory: torch.Tensor, slot_bytes: int) -> None:
+        """It has none: torch's barrier has words of its own."""
+
+    def _core_of(self, places: list[int], handle: Any, slot_bytes: int) -> _CudaSlots:
+        return _CudaSlots(handle, slot_bytes, self._slots_per_rank())
+
+    def _begin(self, nbytes: int) -> Slots:
+        """The slots for a call that sends so many bytes to each rank."""
+        wanted = min(-(-nbytes // _ALIGNMENT) * _ALIGNMENT, MOST_BYTES)
+        slots: Slots = self.enter(wanted).core
+        if torch.cuda.is_current_stream_capturing():
+            self.captured = True
+        else:
+            torch.cuda.current_stream(self.device).wait_event(self._done)
+        return slots
+
+    def _end(self) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            self._done.record(torch.cuda.current_stream(self.device))
+
+
+class GatherCopies(CopyWorkspace):
+    """For all-gathers."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._turn = 0
+
+    def _slots_per_rank(self) -> int:
+        return 2
+
+    @torch.no_grad()
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+        """Enqueue an all-gather on the current stream. Collective; arguments as `all_gather`'s.
+
+        Raises:
+            Unsupported: the GPUs of the group cannot reach each other's memory; all ranks raise.
+            AgmmError: the slots would have to grow during CUDA graph capture.
+        """
+        with self.lock:
+            slots = self._begin(shard.nbytes)
+            self._turn = all_gather(slots, out, shard, self._turn)
+            self._end()
+
+
+class ScatterCopies(CopyWorkspace):
+    """For reduce-scatters."""
+
+    def _slots_per_rank(self) -> int:
+        return self.world_size
+
+    @torch.no_grad()
+    def reduce_scatter(self, out: torch.Tensor, parts: torch.Tensor, *, average: bool) -> None:
+        """Enqueue a reduce-scatter on the current stream. Collective; arguments as
+        `reduce_scatter`'s, errors as `GatherCopies.all_gather`'s."""
+        with self.lock:
+            reduce_scatter(self._begin(out.nbytes), out, parts, average=average)
+            self._end()
