@@ -12,8 +12,10 @@ try:
     from agmm import _core, async_tp, collectives
     from agmm.errors import AgmmError, InvalidArgument, Unsupported
     from agmm.ops.all_gather_matmul import all_gather_matmul
+    from agmm.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
     from agmm.ops.matmul_all_reduce import matmul_all_reduce
     from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
+    from agmm.ops.scaled_matmul_reduce_scatter import scaled_matmul_reduce_scatter
     from agmm.planning.plans import KernelConfig
     from agmm.runtime.group_gpus import reserve_sms
     from agmm.runtime.memory import release, reserve, workspace_bytes
@@ -43,6 +45,7 @@ __all__ = [
     "Unsupported",
     "__version__",
     "all_gather_matmul",
+    "all_gather_scaled_matmul",
     "async_tp",
     "check_nan",
     "collectives",
@@ -51,5 +54,6 @@ __all__ = [
     "release",
     "reserve",
     "reserve_sms",
+    "scaled_matmul_reduce_scatter",
     "workspace_bytes",
 ]

@@ -1,5 +1,17 @@
 """The public functions, their torch ops and autograd. Importing it registers the ops."""
 
-from agmm.ops import all_gather_matmul, async_input_mm, matmul_reduce_scatter
+from agmm.ops import (
+    all_gather_matmul,
+    all_gather_scaled_matmul,
+    async_input_mm,
+    matmul_reduce_scatter,
+    scaled_matmul_reduce_scatter,
+)
 
-__all__ = ["all_gather_matmul", "async_input_mm", "matmul_reduce_scatter"]
+__all__ = [
+    "all_gather_matmul",
+    "all_gather_scaled_matmul",
+    "async_input_mm",
+    "matmul_reduce_scatter",
+    "scaled_matmul_reduce_scatter",
+]

@@ -41,3 +41,14 @@ library.define(
 library.define(
     "_all_reduce(Tensor x, str group_name, int world_size, str op, bool strict=False) -> Tensor"
 )
+library.define(
+    "_all_gather_scaled_matmul(Tensor A_shard, Tensor scale_a, Tensor[] Bs, Tensor[] scale_bs, "
+    "Tensor?[] biases, Tensor?[] result_scales, str group_name, int world_size, int gather_dim, "
+    "bool return_A, ScalarType out_dtype, bool use_fast_accum, bool strict=False) "
+    "-> (Tensor A, Tensor scale_A, Tensor[] outs)"
+)
+library.define(
+    "_scaled_matmul_reduce_scatter(Tensor A, Tensor B, Tensor scale_a, Tensor scale_b, "
+    "Tensor? bias, Tensor? result_scale, str group_name, int world_size, int scatter_dim, "
+    "str reduce_op, ScalarType out_dtype, bool use_fast_accum, bool strict=False) -> Tensor"
+)

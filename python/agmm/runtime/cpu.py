@@ -171,6 +171,59 @@ class CpuWorkspace:
         return A, outs
 
     @torch.no_grad()
+    def all_gather_records(
+        self,
+        records: torch.Tensor,
+        consume: Callable[[int, int, torch.Tensor], None],
+        call: Call,
+        *,
+        agreed: str,
+    ) -> None:
+        """Hand the records of all ranks to ``consume``, each once it has arrived. Collective.
+
+        Grows the slots where they are too small.
+
+        Args:
+            records: uint8 [chunks, bytes], contiguous, the same shape on all ranks; at least one
+                chunk. It may be overwritten as soon as this returns.
+            consume: called for each record with the rank that it is from, its number there and the
+                record, which is valid during the call; the own ones first. What it raises is raised
+                when the call is done.
+            call: the call, for messages.
+            agreed: what else has to be the same on all ranks.
+
+        Raises:
+            Unsupported: as `all_gather_matmul`.
+            AgmmError: as `all_gather_matmul`.
+        """
+        chunks, record_bytes = records.shape
+        error: Exception | None = None
+        with self._group.lock:
+            tag = _tag(chunks, record_bytes, f"records {agreed}", False)
+            with self._in_step(tag, call):
+                self._make_room(self.world_size * records.nbytes, chunks, tag)
+                core, slot = self._core, self._take_slot()
+                self._lent = records
+                core.push(slot, records.data_ptr(), records.nbytes, record_bytes, tag)
+                arrived = self._slots[slot][: self.world_size * records.nbytes]
+                arrived = arrived.view(self.world_size, chunks, record_bytes)
+                for source, i in self._arrivals(slot, tag):
+                    if i >= chunks:
+                        continue
+                    try:
+                        own = source == self.rank
+                        consume(source, i, records[i] if own else arrived[source, i])
+                    except Exception as e:  # the peers wait for the rest of this call
+                        error = error or e
+                if self.poison:
+                    self._slots[slot].fill_(_NAN_BYTE)
+                core.release(slot)
+                core.wait_pushed()
+                self._lent = None
+        if error is not None:
+            raise error
+
+    @torch.no_grad()
     def matmul_reduce_scatter(
         self,
         As: list[torch.Tensor],
@@ -184,17 +237,53 @@ class CpuWorkspace:
         meanwhile: Callable[[], None] | None = None,
         timeline: list[dict[str, int]] | None = None,
     ) -> torch.Tensor:
-        """This rank's rows of the sum over the ranks of ``sum(A @ B)``. Collective.
-
-        Products and sums are made in float32 (float64 for float64); what goes to another rank is
-        rounded to the dtype of ``As`` once, and so is the result. The parts are added in the order
-        of the ranks, so the result has the same bits in every call. Grows the slots where they are
-        too small. Large calls go through them in bands (`_core.scatter_bands`).
+        """`reduce_scatter` of ``sum(A @ B)``. Collective.
 
         Args:
             As: [M, K_i], of one dtype, M a multiple of the world size and the same on all ranks.
             Bs: [K_i, N], one for each of ``As``; N at least 1 and the same on all ranks.
             bias: [N] or None; added to the sum before it is rounded.
+            reduce_op, call, agreed, pieces, meanwhile, timeline: as `reduce_scatter`.
+
+        Returns:
+            out [M / world_size, N].
+
+        Raises:
+            Unsupported: as `all_gather_matmul`.
+            AgmmError: as `all_gather_matmul`.
+        """
+        return self.reduce_scatter(
+            cpu_scatter.plain_sum(As, Bs, bias),
+            reduce_op,
+            call,
+            agreed=agreed,
+            pieces=pieces,
+            meanwhile=meanwhile,
+            timeline=timeline,
+        )
+
+    @torch.no_grad()
+    def reduce_scatter(
+        self,
+        summed: cpu_scatter.Sum,
+        reduce_op: str,
+        call: Call,
+        *,
+        agreed: str = "",
+        pieces: int = 1,
+        meanwhile: Callable[[], None] | None = None,
+        timeline: list[dict[str, int]] | None = None,
+    ) -> torch.Tensor:
+        """This rank's rows of the sum over the ranks of their products. Collective.
+
+        Products and sums are made in float32 (float64 for float64); what goes to another rank is
+        rounded once, and so is the result. The parts are added in the order of the ranks, so the
+        result has the same bits in every call. Grows the slots where they are too small. Large
+        calls go through them in bands (`_core.scatter_bands`).
+
+        Args:
+            summed: of a number of rows that is a multiple of the world size; rows, columns and
+                dtypes the same on all ranks, at least one column.
             reduce_op: "sum", or "avg" for the sum divided by the world size.
             call: the call, for messages.
             agreed: what else has to be the same on all ranks.
@@ -214,19 +303,19 @@ class CpuWorkspace:
             Unsupported: as `all_gather_matmul`.
             AgmmError: as `all_gather_matmul`.
         """
-        A, columns = As[0], Bs[0].shape[1]
-        name = str(A.dtype).removeprefix("torch.")
+        rows, columns = summed.rows, summed.columns
+        name = str(summed.sent_dtype).removeprefix("torch.")
         with self._group.lock:
             what = f"{reduce_op} of {name} in {pieces} pieces {agreed}"
-            tag = _tag(A.shape[0], columns, what, False)
+            tag = _tag(rows, columns, what, False)
             slot_bytes = _core.scatter_slot_bytes(
-                A.shape[0], columns * A.element_size(), self.world_size
+                rows, columns * summed.sent_dtype.itemsize, self.world_size
             )
             with self._in_step(tag, call):
                 self._make_room(slot_bytes, pieces, tag)
                 divisor = self.world_size if reduce_op == "avg" else 1
                 out, error = self._run_scatter(
-                    As, Bs, bias, divisor, pieces, tag, call.op, meanwhile, timeline=timeline
+                    summed, divisor, pieces, tag, call.op, meanwhile, timeline=timeline
                 )
         if error is not None:
             raise error
@@ -279,7 +368,13 @@ class CpuWorkspace:
                     if missing:
                         a = torch.nn.functional.pad(a, (0, 0, 0, missing))
                     part, _ = self._run_scatter(
-                        [a], [B], bias, 1, 1, tag, call.op, row_of_A=band.start, rows_of_A=rows
+                        cpu_scatter.plain_sum([a], [B], bias),
+                        1,
+                        1,
+                        tag,
+                        call.op,
+                        row_of_A=band.start,
+                        rows_of_A=rows,
                     )
                     whole, _, _ = self._run(part, [], [], True, 1, tag, None)
                     assert whole is not None
@@ -462,6 +557,17 @@ class CpuWorkspace:
         slot, self._next_slot = self._next_slot, 1 - self._next_slot
         return slot
 
+    def _arrivals(self, slot: int, tag: int) -> Iterator[tuple[int, int]]:
+        """Source and number of each chunk that the workspace has room for, once it has arrived: the
+        own ones first, then around the ring."""
+        chunks = self.world_size * self._chunks_per_shard
+        for step in range(chunks):
+            chunk = (self.rank * self._chunks_per_shard + step) % chunks
+            source, i = divmod(chunk, self._chunks_per_shard)
+            if source != self.rank:
+                self._core.wait_chunk(slot, chunk, tag)
+            yield source, i
+
     def _run(
         self,
         shard: torch.Tensor,
@@ -488,17 +594,10 @@ class CpuWorkspace:
         gathered = self._slots[slot][:gathered_bytes].view(shard.dtype).view(m, k)
         spans: list[tuple[int, int, int]] = []
         error: Exception | None = None
-        chunks = self.world_size * per_shard
-        for step in range(chunks):
-            chunk = (self.rank * per_shard + step) % chunks
-            source, i = divmod(chunk, per_shard)
+        for source, i in self._arrivals(slot, tag):
             begin, end = min(i * chunk_rows, m_local), min((i + 1) * chunk_rows, m_local)
             rows = slice(source * m_local + begin, source * m_local + end)
-            if source == self.rank:
-                a = shard[begin:end]
-            else:
-                core.wait_chunk(slot, chunk, tag)
-                a = gathered[rows]
+            a = shard[begin:end] if source == self.rank else gathered[rows]
             if i >= chunks_per_shard:  # the workspace has room for more; their signals come too
                 continue
             start_ns = time.monotonic_ns()
@@ -507,7 +606,7 @@ class CpuWorkspace:
                     _multiply(a, B, bias, out[rows])
             except Exception as e:  # the peers wait for the rest of this call
                 error = error or e
-            spans.append((chunk, start_ns, time.monotonic_ns()))
+            spans.append((source * per_shard + i, start_ns, time.monotonic_ns()))
         if timeline is not None:
             arrived = core.arrival_ns(slot)
             for chunk, start_ns, end_ns in spans:
@@ -533,9 +632,7 @@ class CpuWorkspace:
 
     def _run_scatter(
         self,
-        As: list[torch.Tensor],
-        Bs: list[torch.Tensor],
-        bias: torch.Tensor | None,
+        summed: cpu_scatter.Sum,
         divisor: int,
         pieces: int,
         tag: int,
@@ -546,20 +643,20 @@ class CpuWorkspace:
         timeline: list[dict[str, int]] | None = None,
     ) -> tuple[torch.Tensor, Exception | None]:
         """The sum, and what went wrong in ``meanwhile``. The op, and at which of how many rows of
-        its A ``As`` begin, are for messages."""
+        its A ``summed`` begins, are for messages."""
         called_ns = time.monotonic_ns()
         error: Exception | None = None
         core, rank = self._core, self.rank
-        A, columns = As[0], Bs[0].shape[1]
-        m_local = A.shape[0] // self.world_size
-        bands = _core.scatter_bands(A.shape[0], self.world_size)
+        columns, dtype = summed.columns, summed.sent_dtype
+        m_local = summed.rows // self.world_size
+        bands = _core.scatter_bands(summed.rows, self.world_size)
         band_rows = max(end - begin for begin, end in bands)
         owners = [_core.scatter_owner(rank, i, self.world_size) for i in range(self.world_size - 1)]
         sources = [source for source in range(self.world_size) if source != rank]
-        out = A.new_empty(m_local, columns)
-        sent = A.new_empty(len(owners), band_rows, columns)
-        summands = cpu_scatter.Summands(As, Bs, -(-band_rows // pieces))
-        row_bytes = columns * A.element_size()
+        out = torch.empty(m_local, columns, dtype=summed.out_dtype)
+        sent = torch.empty(len(owners), band_rows, columns, dtype=dtype)
+        summands = summed.summands(-(-band_rows // pieces))
+        row_bytes = columns * dtype.itemsize
         self._lent = sent
         for begin, end in bands:
             slot, part_bytes = self._take_slot(), (end - begin) * row_bytes
@@ -579,7 +676,7 @@ class CpuWorkspace:
                     end_ns = time.monotonic_ns()
                     if len(piece) and nan_check.active:
                         row = row_of_A + first + cut.start
-                        place = row, rows_of_A or len(A)
+                        place = row, rows_of_A or summed.rows
                         nan_check.look_through(op, "A @ B", piece, rank, rows=place)
                     core.send(
                         slot,
@@ -598,7 +695,7 @@ class CpuWorkspace:
                     meanwhile()
                 except Exception as e:  # the peers wait for the rest of this call
                     error = e
-            arrived = self._slots[slot][: len(sources) * part_bytes].view(A.dtype)
+            arrived = self._slots[slot][: len(sources) * part_bytes].view(dtype)
             arrived = arrived.view(len(sources), end - begin, columns)
             first = rank * m_local + begin
             for i, cut in enumerate(cuts):
@@ -615,7 +712,7 @@ class CpuWorkspace:
                         arrived[_core.part_place(s, rank, self.world_size)][cut] for s in sources
                     ]
                     rows = slice(begin + cut.start, begin + cut.stop)
-                    summands.sum(product, parts, rank, divisor, bias, out[rows])
+                    summands.sum(product, parts, rank, divisor, summed.bias, out[rows])
             if self.poison:
                 self._slots[slot].fill_(_NAN_BYTE)
             core.release(slot)

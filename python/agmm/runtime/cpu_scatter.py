@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
-_SUM_DTYPES = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+from agmm.runtime.scaled import FP8, Scaled, Weight, rounded_into
+
+_SUM_DTYPES = dict.fromkeys((torch.bfloat16, torch.float16, *FP8), torch.float32)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -44,13 +47,16 @@ class Summands:
         """The sum over the pairs of ``A[rows] @ B``, not rounded. Valid until the next one."""
         product = self._product[: rows.stop - rows.start]
         for i, (A, B, copy) in enumerate(zip(self._As, self._Bs, self._rows, strict=True)):
-            a = copy[: len(product)].copy_(A[rows])
+            a = self._load(A, rows, copy[: len(product)])
             # Into given memory, which autocast leaves alone.
             if i == 0:
                 torch.mm(a, B, out=product)
             else:
                 torch.addmm(product, a, B, out=product)
         return product
+
+    def _load(self, A: torch.Tensor, rows: slice, into: torch.Tensor) -> torch.Tensor:
+        return into.copy_(A[rows])
 
     def sum(
         self,
@@ -67,4 +73,75 @@ class Summands:
         add_up([*parts[:rank], product, *parts[rank:]], divisor, total)
         if bias is not None:
             total.add_(bias)
+        self._round(total, out)
+
+    def _round(self, total: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(total)
+
+
+class ScaledSummands(Summands):
+    """The product of fp8 operands."""
+
+    def __init__(
+        self, A: Scaled, weight: Weight, bias_of_each: torch.Tensor | None, most_rows: int
+    ) -> None:
+        super().__init__([A.values], [weight.B.values], most_rows)
+        self._Bs[0].mul_(weight.B.spread())
+        self._A, self._weight, self._bias_of_each = A, weight, bias_of_each
+
+    def _load(self, A: torch.Tensor, rows: slice, into: torch.Tensor) -> torch.Tensor:
+        return self._A.rows(rows).dequantised(into)
+
+    def product(self, rows: slice) -> torch.Tensor:
+        product = super().product(rows)
+        return product if self._bias_of_each is None else product.add_(self._bias_of_each)
+
+    def _round(self, total: torch.Tensor, out: torch.Tensor) -> None:
+        rounded_into(out, total, self._weight.result_scale)
+
+
+class Sum(NamedTuple):
+    """What is summed over the ranks, and how it is sent and returned."""
+
+    rows: int
+    columns: int
+    sent_dtype: torch.dtype
+    out_dtype: torch.dtype
+    bias: torch.Tensor | None
+    """[N]; added once."""
+    summands: Callable[[int], Summands]
+    """Makes this rank's, of at most so many rows at a time."""
+
+
+def plain_sum(
+    As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], bias: torch.Tensor | None
+) -> Sum:
+    """Of ``sum(A @ B)``."""
+    A = As[0]
+    return Sum(
+        A.shape[0],
+        Bs[0].shape[1],
+        A.dtype,
+        A.dtype,
+        bias,
+        lambda most_rows: Summands(As, Bs, most_rows),
+    )
+
+
+def scaled_sum(A: Scaled, weight: Weight, *, is_bias_of_each: bool = False) -> Sum:
+    """Of ``A @ B``, both dequantised.
+
+    Args:
+        is_bias_of_each: the weight's bias is this rank's own, a part of its product.
+    """
+    out_dtype = weight.out_dtype
+    sent_dtype = torch.bfloat16 if out_dtype in FP8 else out_dtype
+    of_each, of_all = (weight.bias, None) if is_bias_of_each else (None, weight.bias)
+    return Sum(
+        A.values.shape[0],
+        weight.B.values.shape[1],
+        sent_dtype,
+        out_dtype,
+        of_all,
+        lambda most_rows: ScaledSummands(A, weight, of_each, most_rows),
+    )

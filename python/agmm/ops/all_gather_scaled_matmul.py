@@ -1,0 +1,283 @@
+"""``agmm.all_gather_scaled_matmul`` and its torch op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from agmm.errors import InvalidArgument
+from agmm.ops import scaled_paths
+from agmm.ops.library import library
+from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_gather, scaling_of
+from agmm.runtime import groups
+from agmm.runtime.scaling import ALL
+
+_Maybes = Sequence[torch.Tensor | None]
+
+
+def _impl(
+    A_shard: torch.Tensor,
+    scale_a: torch.Tensor,
+    Bs: list[torch.Tensor],
+    scale_bs: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    result_scales: list[torch.Tensor | None],
+    group_name: str,
+    world_size: int,
+    gather_dim: int,
+    return_A: bool,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    strict: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    group = groups.group_of_size(group_name, world_size)
+    A, scale_A, outs = scaled_paths.gather(
+        A_shard,
+        scale_a,
+        Bs,
+        scale_bs,
+        biases,
+        result_scales,
+        [out_dtype] * len(Bs),
+        [use_fast_accum] * len(Bs),
+        group,
+        gather_dim,
+        return_A,
+        strict,
+    )
+    if not return_A:
+        A, scale_A = A_shard.new_empty(0), scale_a.new_empty(0)
+    if gather_dim % A_shard.dim() != 0:
+        outs = [out.movedim(0, gather_dim).contiguous() for out in outs]
+        if return_A:
+            A = A.movedim(0, gather_dim).contiguous()
+            if scale_A.dim() == A.dim():
+                scale_A = scale_A.movedim(0, gather_dim).contiguous()
+    return A, scale_A, outs
+
+
+def _fake(
+    A_shard: torch.Tensor,
+    scale_a: torch.Tensor,
+    Bs: list[torch.Tensor],
+    scale_bs: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    result_scales: list[torch.Tensor | None],
+    group_name: str,
+    world_size: int,
+    gather_dim: int,
+    return_A: bool,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    strict: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    dtypes = [out_dtype] * len(Bs)
+    check_scaled_gather(A_shard, scale_a, Bs, scale_bs, biases, result_scales, dtypes, gather_dim)
+    shape = list(A_shard.shape)
+    shape[gather_dim] = shape[gather_dim] * world_size
+    outs = [A_shard.new_empty(*shape[:-1], B.shape[1], dtype=out_dtype) for B in Bs]
+    if not return_A:
+        return A_shard.new_empty(0), scale_a.new_empty(0), outs
+    if scaling_of(A_shard, scale_a, Bs[0], scale_bs[0]).a[0] == ALL:
+        scale_A = scale_a.new_empty(world_size, 1)
+    else:
+        scale_A = scale_a.new_empty(*shape[:-1], scale_a.shape[-1])
+    return A_shard.new_empty(shape), scale_A, outs
+
+
+def _autograd(*arguments: Any) -> Any:
+    A_shard, scale_a, Bs, scale_bs, biases, result_scales, *_ = arguments
+    check_no_backward(
+        [("A_shard", A_shard), ("scale_a", scale_a), *(("B", B) for B in Bs)]
+        + [("scale_b", scale) for scale in scale_bs]
+        + [("bias", bias) for bias in biases]
+        + [("result_scale", scale) for scale in result_scales]
+    )
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.agmm._all_gather_scaled_matmul.default(*arguments)
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("_all_gather_scaled_matmul", _impl, _key)
+library.impl("_all_gather_scaled_matmul", _fake, "Meta")
+library.impl("_all_gather_scaled_matmul", _autograd, "Autograd")
+
+
+def _one_each(name: str, given: Any, count: int) -> list[torch.Tensor | None]:
+    if isinstance(given, (list, tuple)):
+        return list(given)
+    if given is None or count == 1:
+        return [given] * count
+    raise InvalidArgument(f"{name}: found one for {count} weights, wanted a list of one each")
+
+
+@overload
+def all_gather_scaled_matmul(
+    A_shard: torch.Tensor,
+    B: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    return_A: Literal[False] = ...,
+    bias: torch.Tensor | None = ...,
+    result_scale: torch.Tensor | None = ...,
+    out_dtype: torch.dtype = ...,
+    use_fast_accum: bool = ...,
+    strict: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def all_gather_scaled_matmul(
+    A_shard: torch.Tensor,
+    B: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    return_A: Literal[True],
+    bias: torch.Tensor | None = ...,
+    result_scale: torch.Tensor | None = ...,
+    out_dtype: torch.dtype = ...,
+    use_fast_accum: bool = ...,
+    strict: bool = ...,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+@overload
+def all_gather_scaled_matmul(
+    A_shard: torch.Tensor,
+    B: Sequence[torch.Tensor],
+    scale_a: torch.Tensor,
+    scale_b: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    return_A: Literal[False] = ...,
+    bias: _Maybes | None = ...,
+    result_scale: _Maybes | None = ...,
+    out_dtype: torch.dtype = ...,
+    use_fast_accum: bool = ...,
+    strict: bool = ...,
+) -> list[torch.Tensor]: ...
+@overload
+def all_gather_scaled_matmul(
+    A_shard: torch.Tensor,
+    B: Sequence[torch.Tensor],
+    scale_a: torch.Tensor,
+    scale_b: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    return_A: Literal[True],
+    bias: _Maybes | None = ...,
+    result_scale: _Maybes | None = ...,
+    out_dtype: torch.dtype = ...,
+    use_fast_accum: bool = ...,
+    strict: bool = ...,
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]: ...
+def all_gather_scaled_matmul(
+    A_shard: torch.Tensor,
+    B: torch.Tensor | Sequence[torch.Tensor],
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor | Sequence[torch.Tensor],
+    group: dist.ProcessGroup | DeviceMesh | str | None = None,
+    *,
+    gather_dim: int = 0,
+    return_A: bool = False,
+    bias: _Maybes | torch.Tensor | None = None,
+    result_scale: _Maybes | torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
+    strict: bool = False,
+) -> (
+    torch.Tensor
+    | list[torch.Tensor]
+    | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    | tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
+):
+    """``all_gather(A_shard * scale_a) @ (B * scale_b) (+ bias)`` of fp8 operands. Collective.
+
+    The result is that of the dequantised operands, multiplied and summed in float32 and rounded
+    once. The scales travel with the chunks of A_shard. On the CPU agmm overlaps the gather with the
+    products; on CUDA no kernel of this build does as yet, so bytes and scales are gathered by the
+    backend, and ``torch._scaled_mm`` multiplies where it has the scales, else float32. Of both agmm
+    warns once. The op has no backward.
+
+    The shapes of the scales say which kind they are; a scale is what a value is multiplied with:
+
+    ============= ============================ ==================== ============================
+    kind          scale_a                      scale_b              covers
+    ============= ============================ ==================== ============================
+    tensorwise    one number                   one number           A_shard; B
+    rowwise       [M_local, ..., 1]            [1, N]               a row of A; a column of B
+    block         [M_local, ..., ceil(K/128)]  [ceil(K/128),        1 × 128 of A; 128 × 128 of B
+                                               ceil(N/128)]
+    block 1x128   [M_local, ..., ceil(K/128)]  [ceil(K/128), N]     1 × 128 of A; 128 × 1 of B
+    ============= ============================ ==================== ============================
+
+    A tensorwise scale_a is that of this rank's shard and counts for its rows; ranks that agreed on
+    one pass the same. It may differ from rank to rank, which ``torch._scaled_mm`` of a gathered A
+    does not know.
+
+    Args:
+        A_shard: [M_local, ..., K], float8_e4m3fn or float8_e5m2, K a multiple of 16; the same on
+            all ranks.
+        B: weight [K, N], float8_e4m3fn or float8_e5m2 (not both float8_e5m2), best column-major
+            (``weight.t()``); or a list of weights that share one gather.
+        scale_a: float32, of A_shard; one for all weights.
+        scale_b: float32, of B; for a list of weights a list of one each.
+        group: process group, its name or a 1-D DeviceMesh; the default group when None.
+        gather_dim: dimension of A_shard along which it is gathered, any but the last.
+        return_A: also return the gathered A and its scales, in tensors of their own.
+        bias: [N], bf16, fp16 or float32, added before the result is rounded; for a list of weights
+            one each (or None).
+        result_scale: one float32 with which a result in fp8 is multiplied before it is rounded; for
+            a list of weights one each (or None).
+        out_dtype: bf16, fp16, float32, or an fp8 dtype. fp8 results are cut at the largest number.
+        use_fast_accum: let a GPU accumulate with less precision. No difference on the CPU.
+        strict: raise `Unsupported` instead of taking the unfused path.
+
+    Returns:
+        ``out`` [world_size * M_local, ..., N], or ``(A, scale_A, out)`` with ``return_A``: scale_A
+        is [world_size, 1] where A_shard has one scale, else [world_size * M_local, ..., as
+        scale_a]. For a list of weights ``out`` is a list.
+
+    Raises:
+        InvalidArgument: names the argument, the value found and the value wanted.
+        Unsupported: under ``strict`` only.
+    """
+    several = not isinstance(B, torch.Tensor)
+    Bs: list[Any] = list(B) if isinstance(B, (list, tuple)) else [B]
+    scale_bs: list[Any] = list(scale_b) if isinstance(scale_b, (list, tuple)) else [scale_b]
+    if type(gather_dim) is not int:
+        raise InvalidArgument(f"gather_dim: found {gather_dim!r}, wanted an int")
+    flags = (("return_A", return_A), ("use_fast_accum", use_fast_accum), ("strict", strict))
+    for name, flag in flags:
+        check_flag(name, flag)
+    biases = _one_each("bias", bias, len(Bs))
+    result_scales = _one_each("result_scale", result_scale, len(Bs))
+    # Before the op's schema refuses in its own words what is no tensor.
+    dtypes = [out_dtype] * len(Bs)
+    check_scaled_gather(A_shard, scale_a, Bs, scale_bs, biases, result_scales, dtypes, gather_dim)
+    group_name = groups.name_of(group)
+    A, scale_A, outs = torch.ops.agmm._all_gather_scaled_matmul.default(
+        A_shard,
+        scale_a,
+        Bs,
+        scale_bs,
+        biases,
+        result_scales,
+        group_name,
+        groups.world_size_of(group_name),
+        gather_dim,
+        return_A,
+        out_dtype,
+        use_fast_accum,
+        strict,
+    )
+    out = outs if several else outs[0]
+    return (A, scale_A, out) if return_A else out

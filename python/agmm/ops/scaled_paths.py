@@ -1,0 +1,241 @@
+"""How calls on fp8 operands are carried out: by agmm or unfused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from agmm.errors import Unsupported
+from agmm.ops import scaled_products
+from agmm.ops.paths import fall_back
+from agmm.ops.scaled_checks import check_scaled_gather, check_scaled_scatter, scaling_of
+from agmm.planning import call_plans
+from agmm.runtime import collectives, cpu_scatter, groups
+from agmm.runtime.calls import Call
+from agmm.runtime.cpu_scaled import all_gather_scaled_matmul as all_gather_on_cpu
+from agmm.runtime.scaled import FP8, Scaled, Weight, rounded_into
+from agmm.runtime.scaling import ALL, Tile
+from agmm.runtime.workspaces import cpu_workspace
+
+
+def why_no_kernel(device: torch.device) -> str | None:
+    """The reason why agmm itself computes nothing of fp8 on the device, or None. The one place
+    that decides it, for both ops and for `agmm.async_tp`."""
+    if device.type == "cpu":
+        return None
+    return f"fp8: device {device.type}, this build has no fused fp8 kernel"
+
+
+def _why_unfused(shape: Sequence[int], device: torch.device) -> str | None:
+    reason = why_no_kernel(device)
+    if reason is None and 0 in shape:
+        return f"fp8: shape {tuple(shape)} has no elements"
+    return reason
+
+
+def rows_of(A: torch.Tensor, scale: torch.Tensor, tile: Tile, dim: int) -> Scaled:
+    """A [..., K] as [M, K], contiguous, the rows in the order that ``dim`` first gives."""
+    values = A.movedim(dim, 0).reshape(-1, A.shape[-1])
+    if tile[0] == ALL:
+        return Scaled(values.contiguous(), scale.reshape(1, 1), tile)
+    found = scale.movedim(dim, 0).reshape(len(values), scale.shape[-1])
+    return Scaled(values.contiguous(), found, tile)
+
+
+def weight_of(
+    A: torch.Tensor,
+    scale_a: torch.Tensor,
+    B: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    result_scale: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> tuple[Tile, Weight]:
+    """The tiles of A's scales, and the weight; of checked operands."""
+    scaling = scaling_of(A, scale_a, B, scale_b)
+    if scaling.b == (ALL, ALL):
+        scale_b = scale_b.reshape(1, 1)
+    operand = Scaled(B, scale_b, scaling.b)
+    return scaling.a, Weight(operand, bias, result_scale, out_dtype, fast_accum)
+
+
+# --- all-gather + scaled matmul ---
+
+Outs = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
+"""A, its scales and the products, with the gathered dimension first."""
+
+
+def gather(
+    A_shard: torch.Tensor,
+    scale_a: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    scale_bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    result_scales: Sequence[torch.Tensor | None],
+    out_dtypes: Sequence[torch.dtype],
+    fast_accum: Sequence[bool],
+    group: dist.ProcessGroup,
+    gather_dim: int,
+    return_A: bool,
+    strict: bool,
+) -> Outs:
+    """``all_gather_scaled_matmul`` of checked or unchecked operands. What A and its scales are
+    without ``return_A`` is nobody's to look at."""
+    check_scaled_gather(
+        A_shard, scale_a, Bs, scale_bs, biases, result_scales, out_dtypes, gather_dim
+    )
+    described = [
+        weight_of(A_shard, scale_a, *given)
+        for given in zip(Bs, scale_bs, biases, result_scales, out_dtypes, fast_accum, strict=True)
+    ]
+    weights = [weight for _, weight in described]
+    shard = rows_of(A_shard, scale_a, described[0][0], gather_dim)
+    call = Call(
+        "all_gather_scaled_matmul",
+        A_shard=A_shard,
+        B=list(Bs),
+        scale_a=scale_a,
+        scale_b=list(scale_bs),
+        gather_dim=gather_dim,
+        return_A=return_A,
+    )
+    A: torch.Tensor | None
+    scale_A: torch.Tensor | None
+    reason = _why_unfused(A_shard.shape, A_shard.device)
+    if reason is None:
+        try:
+            plan = call_plans.call_plan(shard.values, Bs, group, return_A=return_A)
+            workspace = cpu_workspace(group)
+            A, scale_A, outs = all_gather_on_cpu(
+                workspace,
+                shard,
+                weights,
+                call,
+                return_A=return_A,
+                chunks=plan.chunks_per_shard,
+            )
+        except Unsupported as error:
+            reason = str(error)
+    if reason is not None:
+        fall_back(reason, strict)
+        A, scale_A, outs = _gather_unfused(shard, weights, group, call)
+    front = A_shard.movedim(gather_dim, 0).shape
+    leading = (group.size() * front[0], *front[1:-1])
+
+    def unfolded(rows: torch.Tensor | None) -> torch.Tensor:
+        if rows is None:
+            return A_shard.new_empty(0)
+        return rows.view(*leading, rows.shape[-1])
+
+    if scale_A is None:
+        scale_A = scale_a.new_empty(0)
+    elif shard.tile[0] != ALL:
+        scale_A = unfolded(scale_A)
+    return unfolded(A), scale_A, [unfolded(out) for out in outs]
+
+
+def _gather_unfused(
+    shard: Scaled, weights: list[Weight], group: dist.ProcessGroup, call: Call
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    name = group.group_name
+    # As bytes: not all backends know the dtypes. Both are begun before one is awaited.
+    with groups.of(group).lock:
+        finishes = [
+            collectives.start_all_gather(tensor, name, 0, call=call)
+            for tensor in (shard.values.view(torch.uint8), shard.scale)
+        ]
+    values, scale = (finish() for finish in finishes)
+    tile = shard.tile
+    if tile[0] == ALL:
+        tile = (len(shard.values), ALL)
+    A = Scaled(values.view(shard.values.dtype), scale, tile)
+    return A.values, scale, [scaled_products.product(A, weight) for weight in weights]
+
+
+# --- scaled matmul + reduce-scatter ---
+
+
+def scatter(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    result_scale: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    scatter_dim: int,
+    reduce_op: str,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    strict: bool,
+    *,
+    is_bias_of_each: bool = False,
+) -> torch.Tensor:
+    """``scaled_matmul_reduce_scatter`` of checked or unchecked operands; contiguous.
+
+    Args:
+        is_bias_of_each: the bias is this rank's own, a part of its product.
+    """
+    world_size = group.size()
+    check_scaled_scatter(
+        A,
+        B,
+        scale_a,
+        scale_b,
+        bias,
+        result_scale,
+        out_dtype,
+        world_size,
+        scatter_dim,
+        reduce_op,
+    )
+    tile, weight = weight_of(A, scale_a, B, scale_b, bias, result_scale, out_dtype, fast_accum)
+    call = Call(
+        "scaled_matmul_reduce_scatter",
+        A=A,
+        B=B,
+        scale_a=scale_a,
+        scale_b=scale_b,
+        scatter_dim=scatter_dim,
+        reduce_op=reduce_op,
+    )
+    scatter_dim %= A.dim()
+    reason = _why_unfused((*A.shape[:-1], B.shape[1]), A.device)
+    if reason is None and scatter_dim == A.dim() - 1:
+        reason = f"scatter_dim: {scatter_dim}, the fused path wants another than the last"
+    if reason is None:
+        try:
+            out = cpu_workspace(group).reduce_scatter(
+                cpu_scatter.scaled_sum(
+                    rows_of(A, scale_a, tile, scatter_dim), weight, is_bias_of_each=is_bias_of_each
+                ),
+                reduce_op,
+                call,
+                agreed=f"scaled, {list(A.shape[:-1])} along {scatter_dim}",
+            )
+        except Unsupported as error:
+            reason = str(error)
+        else:
+            front = A.movedim(scatter_dim, 0).shape
+            out = out.view(front[0] // world_size, *front[1:-1], out.shape[1])
+            return out.movedim(0, scatter_dim).contiguous()
+    fall_back(reason, strict)
+    # Summed before it is rounded to what cannot be summed, and scaled.
+    of_each = weight if is_bias_of_each else weight._replace(bias=None)
+    if out_dtype in FP8:
+        of_each = of_each._replace(result_scale=None, out_dtype=torch.bfloat16)
+    partial_sum = scaled_products.product(rows_of(A, scale_a, tile, 0), of_each)
+    partial_sum = partial_sum.view(*A.shape[:-1], B.shape[1])
+    out = collectives.reduce_scatter(
+        partial_sum, group.group_name, scatter_dim, call=call, then=f" for {reduce_op}"
+    )
+    if reduce_op == "avg":
+        out = out.div_(world_size)
+    if bias is not None and not is_bias_of_each:
+        out = out.add_(bias)
+    if out_dtype in FP8:
+        return rounded_into(out.new_empty(out.shape, dtype=out_dtype), out.float(), result_scale)
+    return out

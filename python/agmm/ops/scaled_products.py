@@ -1,0 +1,72 @@
+"""Products of fp8 operands on one device: by ``torch._scaled_mm`` on CUDA where it has the kind of
+scales, else of dequantised operands."""
+
+from __future__ import annotations
+
+import torch
+
+from agmm.ops.paths import fall_back
+from agmm.runtime.scaled import Scaled, Weight, multiply
+from agmm.runtime.scaling import ALL, BLOCK
+
+
+def product(A: Scaled, weight: Weight) -> torch.Tensor:
+    """``A @ B`` [M, N], with all else that the weight wants.
+
+    Args:
+        A: [M, K]. A tile may have a part of the rows: those of a shard with one scale.
+    """
+    out = A.values.new_empty(A.values.shape[0], weight.B.values.shape[1], dtype=weight.out_dtype)
+    if out.numel() == 0:
+        return out
+    if out.is_cuda and A.values.shape[1]:
+        try:
+            return by_torch(A, weight, out)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:  # checked before anything is launched
+            why = str(error).partition("\n")[0]
+            fall_back(
+                f"torch._scaled_mm: {why}; the product is made of operands dequantised to "
+                "float32, which is slow",
+                strict=False,
+            )
+    return multiply(A.dequantised(), weight.B.dequantised(), weight, out)
+
+
+def by_torch(A: Scaled, weight: Weight, out: torch.Tensor) -> torch.Tensor:
+    """The same by ``torch._scaled_mm``, which raises where it does not have it."""
+    B = weight.B
+    if A.tile[1] == ALL and A.tile[0] != 1:  # one scale for each shard
+        rows = A.values.shape[0] // len(A.scale)
+        parts = [
+            (A.values[begin : begin + rows], scale, out[begin : begin + rows])
+            for begin, scale in zip(range(0, len(out), rows), A.scale, strict=True)
+        ]
+    else:
+        parts = [(A.values, _as_torch_wants_it(A), out)]
+    for values, scale, part in parts:
+        torch.ops.aten._scaled_mm.out(
+            values,
+            B.values,
+            scale,
+            _as_torch_wants_it(B),
+            weight.bias,
+            weight.result_scale,
+            weight.out_dtype,
+            weight.fast_accum,
+            out=part,
+        )
+    return out
+
+
+def _as_torch_wants_it(operand: Scaled) -> torch.Tensor:
+    """The scales in the layout that ``torch._scaled_mm`` takes them in."""
+    scale, tile = operand.scale, operand.tile
+    if tile == (1, BLOCK):  # the rows of A side by side
+        return scale.t().contiguous().t()
+    if tile == (BLOCK, BLOCK):  # as of Bᵀ, whose rows of scales begin at multiples of 16 bytes
+        blocks_of_k, blocks_of_n = scale.shape
+        padded = scale.new_empty(blocks_of_n, -(-blocks_of_k // 4) * 4)
+        return padded[:, :blocks_of_k].copy_(scale.t()).t()
+    return scale.contiguous()

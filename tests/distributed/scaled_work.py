@@ -1,0 +1,506 @@
+"""What the tests of the ops on fp8 operands run inside the ranks of a pool of five or eight."""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+import agmm
+from agmm.integrations import async_tp
+from agmm.ops import paths, scaled_paths
+from agmm.runtime import cpu, workspaces
+from agmm.testing.reference import relative_error
+
+Result = list[str] | None
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+KINDS = ("tensorwise", "rowwise", "block", "block 1x128")
+SHAPES = [(1, 16, 1), (3, 144, 7), (17, 128, 130), (5, 272, 40), (33, 16, 9)]
+"""M_local, K, N"""
+
+# The largest relative error of one rounding; for float32, what sums may add.
+_ROUNDING = {
+    torch.bfloat16: 2**-8,
+    torch.float16: 2**-11,
+    torch.float32: 2**-19,
+    E4M3: 2**-4,
+    E5M2: 2**-3,
+}
+
+
+def group_of(world_size: int) -> dist.ProcessGroup | None:
+    """The group of the pool's last ranks, None in the others. Collective."""
+    cpu.CpuWorkspace.poison = True
+    torch.use_deterministic_algorithms(True)  # torch.empty fills with NaN
+    found = _groups.get(world_size)
+    if found is None:
+        ranks = range(dist.get_world_size() - world_size, dist.get_world_size())
+        found = _groups[world_size] = dist.new_group(list(ranks))
+    return found if dist.get_rank() >= dist.get_world_size() - world_size else None
+
+
+_groups: dict[int, dist.ProcessGroup] = {}
+
+
+class Operands(NamedTuple):
+    """Of all ranks, by rank: the same on all of them."""
+
+    values: list[torch.Tensor]
+    scales: list[torch.Tensor]
+
+    def dequantised(self, rank: int) -> torch.Tensor:
+        """In float64, by another way than the package's: each value times the scale at its index
+        divided by how many values there are to a scale."""
+        values, scale = self.values[rank].double(), self.scales[rank].double()
+        if scale.numel() == 1:
+            return values * scale.reshape(())
+        rows, columns = values.shape[-2:]
+        r = torch.arange(rows) // (1 if scale.shape[-2] == rows else 128)
+        c = torch.arange(columns) // (1 if scale.shape[-1] == columns else 128)
+        if scale.shape[-2] == 1:
+            r = torch.zeros(rows, dtype=torch.long)
+        if scale.shape[-1] == 1:
+            c = torch.zeros(columns, dtype=torch.long)
+        return values * scale[..., r[:, None], c[None, :]]
+
+
+def _random(shape: Sequence[int], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator)
+
+
+def _scale(shape: Sequence[int], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(tuple(shape), generator=generator) + 0.5
+
+
+def _blocks(size: int) -> int:
+    return -(-size // 128)
+
+
+def operands_a(
+    kind: str, world_size: int, shape: Sequence[int], dtype: torch.dtype, seed: int
+) -> Operands:
+    """Shards [..., K] with scales."""
+    columns = {"tensorwise": 0, "rowwise": 1}.get(kind, _blocks(shape[-1]))
+    of_scale: tuple[int, ...] = (*shape[:-1], columns) if columns else ()
+    return Operands(
+        [_random(shape, 100 * seed + rank).to(dtype) for rank in range(world_size)],
+        [_scale(of_scale, 1000 + 100 * seed + rank) for rank in range(world_size)],
+    )
+
+
+def operand_b(kind: str, k: int, n: int, dtype: torch.dtype, seed: int) -> Operands:
+    """One B, column-major, with its scales."""
+    of_scale: tuple[int, ...] = {
+        "tensorwise": (1,),
+        "rowwise": (1, n),
+        "block": (_blocks(k), _blocks(n)),
+        "block 1x128": (_blocks(k), n),
+    }[kind]
+    values = _random((n, k), 7 * seed + 1).to(dtype).t()
+    return Operands([values], [_scale(of_scale, 7 * seed + 2)])
+
+
+def fault(label: str, out: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> list[str]:
+    if out.dtype != dtype or out.shape != wanted.shape:
+        return [f"{label}: {out.dtype} {tuple(out.shape)}, wanted {dtype} {tuple(wanted.shape)}"]
+    error = relative_error(out, wanted)
+    allowed = _ROUNDING[dtype] + 2**-19
+    return [] if error <= allowed else [f"{label}: error {error}, allowed {allowed}"]
+
+
+def gathered(
+    world_size: int,
+    kind: str,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    dtypes: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3),
+    bias: bool = False,
+    weights: int | None = None,
+    return_A: bool = False,
+    leading: tuple[int, ...] = (),
+    gather_dim: int = 0,
+    result_scale: bool = False,
+    row_major: bool = False,
+    strict: bool = True,
+    shapes: Sequence[tuple[int, int, int]] = tuple(SHAPES),
+) -> Result:
+    """Faults of `agmm.all_gather_scaled_matmul`, in words."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    rank = dist.get_rank(group)
+    faults = []
+    for seed, (m_local, k, n) in enumerate(shapes):
+        label = f"{kind} {(m_local, k, n)} {out_dtype} rank {rank} of {world_size}"
+        shard_shape = (m_local, *leading, k)
+        a = operands_a(kind, world_size, shard_shape, dtypes[0], seed)
+        count = weights or 1
+        bs = [operand_b(kind, k, n + i, dtypes[1], seed + i) for i in range(count)]
+        biases = [_random((n + i,), seed + i).bfloat16() if bias else None for i in range(count)]
+        factor = torch.tensor([3.0]) if result_scale else None
+        Bs = [b.values[0].contiguous() if row_major else b.values[0] for b in bs]
+        scale_bs = [b.scales[0] for b in bs]
+        shard, scale = a.values[rank].clone(), a.scales[rank].clone()
+        op: Callable[..., Any] = agmm.all_gather_scaled_matmul
+        found = op(
+            shard,
+            Bs[0] if weights is None else Bs,
+            scale,
+            scale_bs[0] if weights is None else scale_bs,
+            group,
+            gather_dim=gather_dim,
+            return_A=return_A,
+            bias=biases[0] if weights is None else biases,
+            result_scale=factor if weights is None or factor is None else [factor] * weights,
+            out_dtype=out_dtype,
+            strict=strict,
+        )
+        shard.view(torch.uint8).fill_(0x7F)
+        scale.fill_(torch.nan)
+        if return_A:
+            A, scale_A, found = found
+            values = [one.view(torch.uint8) for one in a.values]
+            if not torch.equal(A.view(torch.uint8), torch.cat(values, gather_dim)):
+                faults.append(f"{label}: A differs")
+            scales = [s.reshape(1, 1) if kind == "tensorwise" else s for s in a.scales]
+            dim = 0 if kind == "tensorwise" else gather_dim
+            if not torch.equal(scale_A, torch.cat(scales, dim)):
+                faults.append(f"{label}: its scales differ")
+        outs = [found] if weights is None else found
+        whole = torch.cat([a.dequantised(r) for r in range(world_size)], gather_dim)
+        for b, one_bias, out in zip(bs, biases, outs, strict=True):
+            wanted = whole @ b.dequantised(0)
+            wanted = wanted if one_bias is None else wanted + one_bias.double()
+            if factor is not None:
+                largest = torch.finfo(out_dtype).max
+                wanted = (wanted * 3).clamp(-largest, largest)
+            faults += fault(label, out, wanted, out_dtype)
+            if not out.is_contiguous():
+                faults.append(f"{label}: strides {out.stride()}")
+    return faults
+
+
+def scattered(
+    world_size: int,
+    kind: str,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    dtypes: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3),
+    bias: bool = False,
+    reduce_op: str = "sum",
+    leading: tuple[int, ...] = (),
+    scatter_dim: int = 0,
+    result_scale: bool = False,
+    strict: bool = True,
+    shapes: Sequence[tuple[int, int, int]] = tuple(SHAPES),
+) -> Result:
+    """Faults of `agmm.scaled_matmul_reduce_scatter`, in words. K differs from rank to rank."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    rank = dist.get_rank(group)
+    faults = []
+    for seed, (m_local, k, n) in enumerate(shapes):
+        label = f"{kind} {(m_local, k, n)} {out_dtype} {reduce_op} rank {rank} of {world_size}"
+        ks = [k + 16 * (r % 3) for r in range(world_size)]
+        shape = [m_local, *leading]
+        if scatter_dim == len(shape):
+            n *= world_size
+        else:
+            shape[scatter_dim] *= world_size
+        summands, own = [], None
+        for r in range(world_size):
+            a = operands_a(kind, 1, (*shape, ks[r]), dtypes[0], 10 * seed + r)
+            b = operand_b(kind, ks[r], n, dtypes[1], 10 * seed + r)
+            summands.append(a.dequantised(0) @ b.dequantised(0))
+            own = (a, b) if r == rank else own
+        assert own is not None
+        (a, b), one_bias = own, _random((n,), seed).bfloat16() if bias else None
+        out = agmm.scaled_matmul_reduce_scatter(
+            a.values[0],
+            b.values[0],
+            a.scales[0],
+            b.scales[0],
+            group,
+            scatter_dim=scatter_dim,
+            reduce_op=reduce_op,
+            bias=one_bias,
+            result_scale=torch.tensor(3.0) if result_scale else None,
+            out_dtype=out_dtype,
+            strict=strict,
+        )
+        wanted = torch.stack(summands).sum(0)
+        wanted = wanted / world_size if reduce_op == "avg" else wanted
+        wanted = wanted if one_bias is None else wanted + one_bias.double()
+        if result_scale:
+            largest = torch.finfo(out_dtype).max
+            wanted = (wanted * 3).clamp(-largest, largest)
+        wanted = wanted.chunk(world_size, scatter_dim)[rank]
+        # What is sent is rounded too.
+        found = fault(label, out, wanted, out_dtype)
+        spread = max(1.0, float(torch.stack(summands).norm() / max(float(wanted.norm()), 1e-9)))
+        if found and relative_error(out, wanted) > 3 * spread * _ROUNDING[out_dtype]:
+            faults += found
+        if not out.is_contiguous():
+            faults.append(f"{label}: strides {out.stride()}")
+    return faults
+
+
+def delayed(world_size: int, kind: str) -> Result:
+    """Chunks and their scales that come late and in any order, several to a shard, in slots that
+    are NaN before: what is multiplied has to have come with its scales."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    rank = dist.get_rank(group)
+    faults = []
+    workspace = workspaces.cpu_workspace(group)
+    workspace.set_push_delay_us(3000)
+    plan = mock.Mock(chunks_per_shard=3)
+    try:
+        with mock.patch.object(scaled_paths.call_plans, "call_plan", return_value=plan):
+            for step in range(6):
+                time.sleep(random.Random(7 * step + rank).random() / 100)
+                found = gathered(
+                    world_size, kind, return_A=True, bias=True, shapes=[(5, 144, 9), (2, 16, 3)]
+                )
+                faults += found or []
+    finally:
+        workspace.set_push_delay_us(0)
+    return faults
+
+
+def repeated(world_size: int) -> Result:
+    """The same call has the same bits every time."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    rank = dist.get_rank(group)
+    a = operands_a("block", world_size, (world_size * 4, 256), E4M3, 1)
+    b = operand_b("block", 256, 24, E4M3, rank)
+    arguments = a.values[rank], b.values[0], a.scales[rank], b.scales[0], group
+    found = [
+        (
+            agmm.all_gather_scaled_matmul(*arguments, strict=True),
+            agmm.scaled_matmul_reduce_scatter(*arguments, strict=True),
+        )
+        for _ in range(4)
+    ]
+    first = found[0]
+    same = all(torch.equal(one, first[0]) and torch.equal(two, first[1]) for one, two in found)
+    return [] if same else [f"rank {rank}: other bits"]
+
+
+def compiled(world_size: int, kind: str) -> Result:
+    """Both ops inside ``torch.compile`` against the same calls outside."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    rank = dist.get_rank(group)
+    a = operands_a(kind, world_size, (world_size * 3, 144), E4M3, 1)
+    b, c = (operand_b(kind, 144, 24, E4M3, seed) for seed in (2, 3))
+    bias = _random((24,), 1)
+
+    def function(A: Any, B: Any, C: Any, sa: Any, sb: Any, sc: Any) -> Any:
+        _, scale, outs = agmm.all_gather_scaled_matmul(
+            A, [B, C], sa, [sb, sc], group, return_A=True, bias=[bias, None], strict=True
+        )
+        summed = agmm.scaled_matmul_reduce_scatter(
+            A, B, sa, sb, group, bias=bias, out_dtype=torch.float32, strict=True
+        )
+        return scale * 2, outs[0].relu(), outs[1].relu(), summed.relu()
+
+    given = a.values[rank], b.values[0], c.values[0], a.scales[rank], b.scales[0], c.scales[0]
+    torch.compiler.reset()
+    found = torch.compile(function, fullgraph=True)(*given)
+    wanted = function(*given)
+    torch.compiler.reset()
+    pairs = enumerate(zip(found, wanted, strict=True))
+    return [f"rank {rank}: result {i} differs" for i, (x, y) in pairs if not torch.equal(x, y)]
+
+
+def unfused(world_size: int, kind: str) -> Result:
+    """The path of groups with no shared memory: bytes and scales by gloo."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    refusal = agmm.Unsupported("group: found ranks on 2 hosts, wanted one")
+    faults = []
+    with mock.patch.object(scaled_paths, "cpu_workspace", side_effect=refusal):
+        for call in (gathered, scattered):
+            paths._warned.clear()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                faults += call(world_size, kind, strict=False, bias=True) or []
+                if call is gathered:
+                    faults += call(world_size, kind, strict=False, return_A=True) or []
+            messages = [str(warning.message) for warning in caught]
+            if (
+                len(messages) != 1
+                or "takes the unfused path: group: found ranks" not in messages[0]
+            ):
+                faults.append(f"{messages}")
+    return faults
+
+
+# --- torch's ops, served by agmm ---
+
+
+def served_gather(
+    world_size: int,
+    scales: str,
+    gather_dim: int,
+    out_dtype: torch.dtype | None = torch.bfloat16,
+    result_scale: bool = False,
+) -> Result:
+    """Faults of torch's fused_all_gather_scaled_matmul over agmm."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    rank = dist.get_rank(group)
+    kind = "tensorwise" if scales == "tensorwise" else "rowwise"
+    shape = (2, 3, 144)
+    a = operands_a(kind, world_size, shape, E4M3, 1)
+    if kind == "tensorwise":  # torch knows one for all ranks
+        a = a._replace(scales=[a.scales[0]] * world_size)
+    bs = [operand_b(kind, 144, 16 * (i + 1), E4M3, i) for i in range(2)]
+    bias, factor = _random((16,), 3).bfloat16(), torch.tensor(0.5)
+    scale = a.scales[rank]
+    if scales == "replicated":
+        scale = torch.cat(a.scales, gather_dim)
+    op: Callable[..., Any] = torch.ops.symm_mem.fused_all_gather_scaled_matmul
+    refuse = mock.patch.object(async_tp, "_warn", side_effect=AssertionError)
+    with async_tp.enable(), refuse:
+        A, outs = op(
+            a.values[rank],
+            [b.values[0] for b in bs],
+            scale,
+            [b.scales[0] for b in bs],
+            gather_dim,
+            group.group_name,
+            [bias, None],
+            [factor if result_scale else None, None],
+            [out_dtype, torch.float32],
+            [False, True],
+        )
+    faults = []
+    values = torch.cat([one.view(torch.uint8) for one in a.values], gather_dim)
+    if not torch.equal(A.view(torch.uint8), values):
+        faults.append(f"rank {rank}: A differs")
+    whole = torch.cat([a.dequantised(r) for r in range(world_size)], gather_dim)
+    wanted = [whole @ b.dequantised(0) for b in bs]
+    wanted[0] += bias.double()
+    dtype = out_dtype or E4M3
+    if result_scale and dtype == E4M3:
+        wanted[0] *= 0.5
+    for out, w, d in zip(outs, wanted, (dtype, torch.float32), strict=True):
+        faults += fault(f"{scales} {gather_dim} rank {rank}", out, w, d)
+        front = out.movedim(gather_dim, 0)
+        if not front.is_contiguous():
+            faults.append(f"rank {rank}: strides {out.stride()}")
+    return faults
+
+
+def served_scatter(world_size: int, kind: str, scatter_dim: int, reduce_op: str) -> Result:
+    """Faults of torch's fused_scaled_matmul_reduce_scatter over agmm, of a 3-D A and of one that
+    was made 2-D; each rank has a bias of its own, which is a part of its product."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    rank = dist.get_rank(group)
+    shape = [2, 3]
+    shape[scatter_dim] *= world_size
+    summands, own = [], None
+    for r in range(world_size):
+        a = operands_a(kind, 1, (*shape, 144), E4M3, r)
+        b = operand_b(kind, 144, 16, E4M3, r)
+        bias = _random((16,), r).bfloat16()
+        summands.append(a.dequantised(0) @ b.dequantised(0) + bias.double())
+        own = (a.values[0], b.values[0], a.scales[0], b.scales[0], bias) if r == rank else own
+    assert own is not None
+    A, B, scale_a, scale_b, bias = own
+    wanted = torch.stack(summands).sum(0)
+    wanted = wanted / world_size if reduce_op == "avg" else wanted
+    wanted = wanted.chunk(world_size, scatter_dim)[rank]
+    op: Callable[..., Any] = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter
+    refuse = mock.patch.object(async_tp, "_warn", side_effect=AssertionError)
+    faults = []
+    for flat in (False, True):
+        if flat:
+            A = A.flatten(0, 1)
+            scale_a = scale_a if kind == "tensorwise" else scale_a.flatten(0, 1)
+        with async_tp.enable(), refuse:
+            out = op(
+                A,
+                B,
+                scale_a,
+                scale_b,
+                reduce_op,
+                scatter_dim,
+                0 if flat else scatter_dim,
+                group.group_name,
+                [*shape, 16],
+                bias,
+                torch.tensor(0.5),  # which counts for results in fp8 only, as in torch
+                torch.bfloat16,
+                True,
+            )
+        faults += fault(f"{kind} {scatter_dim} {flat=} rank {rank}", out, wanted, torch.bfloat16)
+    return faults
+
+
+def as_torch(world_size: int, kind: str, gather_dim: int) -> Result:
+    """agmm against torch's own decomposition over gloo, which knows no fp8: its gather is replaced
+    by one of bytes."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    rank = dist.get_rank(group)
+    a = operands_a(kind, world_size, (2, 16, 144), E4M3, 1)
+    if kind == "tensorwise":
+        a = a._replace(scales=[a.scales[0]] * world_size)
+    b = operand_b(kind, 144, 32, E4M3, 1)
+    given: tuple[Any, ...] = (
+        a.values[rank],
+        [b.values[0]],
+        a.scales[rank],
+        [b.scales[0]],
+        gather_dim,
+        group.group_name,
+        [None],
+        [None],
+        [torch.bfloat16],
+        [False],
+    )
+    with async_tp.enable():
+        A, (out,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(*given)
+    functional = torch.ops._c10d_functional
+
+    class Bytes:
+        wait_tensor = functional.wait_tensor
+
+        @staticmethod
+        def all_gather_into_tensor(tensor: torch.Tensor, size: int, name: str) -> torch.Tensor:
+            raw = functional.all_gather_into_tensor(tensor.view(torch.uint8), size, name)
+            return functional.wait_tensor(raw).view(tensor.dtype)  # type: ignore[no-any-return]
+
+    with mock.patch.object(symm_mem.torch.ops, "_c10d_functional", Bytes):  # type: ignore[attr-defined]
+        wanted_A, (wanted,) = symm_mem._fused_all_gather_scaled_matmul_fallback(*given)
+    faults = []
+    if not torch.equal(A.view(torch.uint8), wanted_A.view(torch.uint8)):
+        faults.append(f"rank {rank}: A differs")
+    if A.stride() != wanted_A.stride() or out.stride() != wanted.stride():
+        faults.append(f"rank {rank}: strides {A.stride()} {out.stride()}, {wanted.stride()}")
+    if relative_error(out, wanted.double()) > 2**-8:
+        faults.append(f"rank {rank}: error {relative_error(out, wanted.double())}")
+    return faults
