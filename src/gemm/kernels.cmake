@@ -41,11 +41,6 @@ set(AGMM_SCATTER_TABLE
 set(AGMM_KERNEL_ENTRY KernelEntry)
 set(AGMM_SCATTER_ENTRY ScatterEntry)
 
-# The N of the warpgroup MMAs that CUTLASS knows by default. A tile of another width gets the whole
-# set; without it CUTLASS builds a tile 160 wide out of MMAs 32 wide, at two
-# thirds of the speed. Not set for all: it adds 50 s to a translation unit's compile time.
-set(AGMM_COMMON_MMA_WIDTHS 8 16 32 64 96 128 192 256)
-
 # Writes one translation unit per row into `directory`, and the table that lists their kernels;
 # returns the sources in `out_sources`. A row's dtypes and layouts share a translation unit because
 # they share most of CuTe's instantiations: four kernels take 94 s together and 66 s each alone.
@@ -93,9 +88,6 @@ function(agmm_generate_kernels kernels directory out_sources)
       endforeach()
       set(source "${directory}/${name}.cu")
       configure_file("${CMAKE_CURRENT_FUNCTION_LIST_DIR}/sm90/${op}_instance.cu.in" "${source}" @ONLY)
-      if(NOT tile_n IN_LIST AGMM_COMMON_MMA_WIDTHS)
-        set_property(SOURCE "${source}" PROPERTY COMPILE_DEFINITIONS CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
-      endif()
       list(APPEND sources "${source}")
     endforeach()
     set(AGMM_${OP}_DECLARATIONS "${declarations}")

@@ -12,12 +12,20 @@
 #include "cutlass/device_kernel.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
-#include "cutlass/gemm/collective/collective_builder.hpp"
-#include "cutlass/gemm/kernel/gemm_universal.hpp"
+// Not gemm/collective/collective_builder.hpp and gemm/kernel/gemm_universal.hpp, which are those of
+// every architecture.
+#include "cutlass/gemm/collective/collective_builder_decl.hpp"
+#include "cutlass/gemm/collective/collective_mma_decl.hpp"
+// What the next two need comes first.
+#include "cutlass/gemm/collective/builders/sm90_gmma_builder.inl"
+#include "cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp"
+#include "cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_cooperative.hpp"
+#include "cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_pingpong.hpp"
 #include "gemm/call_spec.hpp"
 #include "gemm/kernel_entry.hpp"
 #include "gemm/kernel_facts.hpp"
 #include "gemm/sm90/async_input_mainloop.hpp"
+#include "gemm/sm90/wgmma.hpp"
 
 namespace agmm {
 
@@ -64,6 +72,19 @@ struct WithStoreBuffers<
       Others...>;
 };
 
+/// The mainloop with another MMA.
+template <class Mainloop, class Mma>
+struct WithMma;
+
+template <class Policy, class Tile, class A, class StrideA, class B, class StrideB, class UsualMma,
+          class... Others, class Mma>
+struct WithMma<cutlass::gemm::collective::CollectiveMma<Policy, Tile, A, StrideA, B, StrideB,
+                                                        UsualMma, Others...>,
+               Mma> {
+  using type = cutlass::gemm::collective::CollectiveMma<Policy, Tile, A, StrideA, B, StrideB, Mma,
+                                                        Others...>;
+};
+
 template <class Element_, class LayoutB_, int TileM, int TileN, int TileK, int ClusterM,
           int ClusterN, Schedule kSchedule, bool kTimed>
 struct KernelInstance {
@@ -98,19 +119,28 @@ struct KernelInstance {
       float, float, void, cutlass::layout::RowMajor, kAlignment, Element, cutlass::layout::RowMajor,
       kAlignment, EpilogueSchedule, Fusion>::CollectiveOp;
 
-  using CutlassMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor,
-      kAlignment, Element, LayoutB, kAlignment, float, TileShape, ClusterShape,
-      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
-          sizeof(typename UsualEpilogue::SharedStorage))>,
-      MainloopSchedule>::CollectiveOp;
-
   static constexpr BLayout kBLayout =
       std::is_same_v<LayoutB, cutlass::layout::RowMajor> ? BLayout::RowMajor : BLayout::ColumnMajor;
+  using Mma = decltype(cute::make_tiled_mma(
+      Wgmma<Element, wgmma_columns(TileN), cute::GMMA::Major::K,
+            kBLayout == BLayout::RowMajor ? cute::GMMA::Major::MN : cute::GMMA::Major::K>{},
+      cute::Layout<cute::Shape<cute::Int<kCooperative ? 2 : 1>, cute::_1, cute::_1>>{}));
+  /// With as many stages as fit beside an epilogue.
+  template <class Epilogue>
+  using CutlassMainloop = typename WithMma<
+      typename cutlass::gemm::collective::CollectiveBuilder<
+          cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor,
+          kAlignment, Element, LayoutB, kAlignment, float, TileShape, ClusterShape,
+          cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
+              sizeof(typename Epilogue::SharedStorage))>,
+          MainloopSchedule>::CollectiveOp,
+      Mma>::type;
+
   static constexpr KernelFacts kFacts = facts_of(
       {TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed}, kDType<Element>, kBLayout);
   static constexpr bool kSplits = kFacts.can_split;
-  using Mainloop = AsyncInputMainloop<CutlassMainloop, kTimed, kSplits, kFacts.can_store_a>;
+  using Mainloop =
+      AsyncInputMainloop<CutlassMainloop<UsualEpilogue>, kTimed, kSplits, kFacts.can_store_a>;
   template <class Epilogue>
   using KernelWith = cutlass::gemm::kernel::GemmUniversal<
       cute::Shape<int, int, int, int>, Mainloop, Epilogue,

@@ -6,10 +6,6 @@
 
 #include "agmm/persistent_async_input_scheduler.hpp"
 #include "cutlass/cutlass.h"
-#include "cutlass/epilogue/collective/collective_builder.hpp"
-#include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
-#include "cutlass/gemm/collective/collective_builder.hpp"
-#include "cutlass/gemm/kernel/gemm_universal.hpp"
 #include "gemm/scatter_entry.hpp"
 #include "gemm/scatter_spec.hpp"
 #include "gemm/sm90/kernel_instance.cuh"
@@ -52,13 +48,7 @@ struct ScatterInstance {
 
   using CollectiveEpilogue = ScatterEpilogue<typename Plain::UsualEpilogue, Element, kTileThreads,
                                              kCooperative ? 1 : 2, kPieces, kBuffers, kTimed>;
-  using CutlassMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor,
-      Plain::kAlignment, Element, LayoutB, Plain::kAlignment, float, typename Plain::TileShape,
-      typename Plain::ClusterShape,
-      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
-          sizeof(typename CollectiveEpilogue::SharedStorage))>,
-      typename Plain::MainloopSchedule>::CollectiveOp;
+  using CutlassMainloop = typename Plain::template CutlassMainloop<CollectiveEpilogue>;
   using Mainloop = ScatterMainloop<CutlassMainloop, kTimed>;
   using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
       cute::Shape<int, int, int, int>, Mainloop, CollectiveEpilogue,
