@@ -221,6 +221,18 @@ def bad_layer(kind: str) -> str:
             torch.nn.Linear(10, 8), mesh, RowwiseScatterParallel()
         ),
         "no names": lambda: SharedGatherParallel(),
+        "sparse": lambda: ColumnParallelLinear(8, 8, group=group)(torch.ones(2, 8).to_sparse()),
+        "none": lambda: RowParallelLinear(8, 8, group=group)(None),
+        "dtensor": lambda: ColumnParallelLinear(8, 8, group=group)(
+            DTensor.from_local(torch.ones(2, 8), mesh, [Shard(0)], run_check=False)
+        ),
+        "vmap": lambda: torch.vmap(ColumnParallelLinear(8, 8, group=group))(torch.ones(3, 2, 8)),
+        "row style none": lambda: parallelize_module(
+            torch.nn.Linear(8, 8), mesh, RowwiseScatterParallel()
+        )(None),
+        "style sparse": lambda: parallelize_module(
+            torch.nn.Linear(8, 8), mesh, GatherColwiseParallel(sequence_dim=0)
+        )(torch.ones(2, 8).to_sparse()),
     }
     try:
         calls[kind]()
