@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import agmm
 
 gather: Callable[..., Any] = agmm.all_gather_matmul
 scatter: Callable[..., Any] = agmm.matmul_reduce_scatter
+reduce: Callable[..., Any] = agmm.matmul_all_reduce
 
 
 def _numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -23,9 +25,11 @@ def _numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(-3, 4, shape, generator=generator).float()
 
 
-def _dual(A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup) -> Any:
+def _dual(
+    A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup, op: Callable[..., Any] = gather
+) -> Any:
     with forward_ad.dual_level():
-        return gather(forward_ad.make_dual(A, A), B, group)
+        return op(forward_ad.make_dual(A, A), B, group)
 
 
 def _mesh_of_others(A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup) -> Any:
@@ -64,6 +68,22 @@ CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], Any]]
     "scatter: fp8": lambda A, B, group: scatter(
         A.to(torch.float8_e4m3fn), B.to(torch.float8_e4m3fn), group
     ),
+    "scatter: native": lambda A, B, group: torch.ops.agmm._fused_matmul_reduce_scatter_native(
+        A, B.to_sparse(), "sum", group.group_name
+    ),
+    "native": lambda A, B, group: torch.ops.agmm._fused_all_gather_matmul_native(
+        A, B.to_sparse(), group.group_name
+    ),
+    "reduce: sparse B": lambda A, B, group: reduce(A, B.to_sparse(), group),
+    "reduce: sparse bias": lambda A, B, group: reduce(A, B, group, bias=B[0].to_sparse()),
+    "reduce: strict": lambda A, B, group: reduce(A, B, group, strict="no"),
+    "reduce: vmap": lambda A, B, group: torch.vmap(lambda a: reduce(a, B, group))(
+        torch.stack([A, A])
+    ),
+    "reduce: dual": lambda A, B, group: _dual(A, B, group, reduce),
+    "reduce: fp8": lambda A, B, group: reduce(
+        A.to(torch.float8_e4m3fn), B.to(torch.float8_e4m3fn), group
+    ),
 }
 
 
@@ -81,6 +101,13 @@ def refused(kind: str) -> tuple[str, str, bool] | None:
     except Exception as error:
         name, message = type(error).__name__, str(error)
     return name, message, torch.equal(gather(shard, B, group), A @ B)
+
+
+def unfused_reduce(*arguments: Any) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out: torch.Tensor = reduce(*arguments)
+    return out
 
 
 def lazy_operands() -> list[str] | None:
@@ -102,9 +129,18 @@ def lazy_operands() -> list[str] | None:
             -A @ B,
         ),
         "scatter": (scatter(negated(A), B, group), (-3 * A @ B)[own]),
+        "scatter's bias": (
+            scatter(A, B, group, bias=negated(bias)),
+            (3 * A @ B - bias)[own],
+        ),
+        "reduce": (reduce(negated(A), negated(B), group, bias=negated(bias)), 3 * A @ B - bias),
     }
     A_complex, B_complex = torch.complex(A, A + 1), torch.complex(B, -B)
     found["conj"] = (gather(A_complex.conj()[own], B_complex, group), A_complex.conj() @ B_complex)
+    found["conj reduced"] = (
+        unfused_reduce(A_complex.conj(), B_complex, group),
+        3 * (A_complex.conj() @ B_complex),
+    )
     for name, (out, wanted) in found.items():
         if not torch.equal(out, wanted):
             faults.append(f"{name}: differs by {(out - wanted).abs().max().item()}")

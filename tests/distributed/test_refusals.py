@@ -40,6 +40,14 @@ MESSAGES = {
     "scatter: scatter_dim": "scatter_dim: found '0', wanted an int",
     "scatter: vmap": f"A: {INSIDE_FUNC}",
     "scatter: fp8": f"A: {FP8}",
+    "scatter: native": "B: found layout torch.sparse_coo, wanted layout torch.strided",
+    "native": "B: found layout torch.sparse_coo, wanted layout torch.strided",
+    "reduce: sparse B": "B: found layout torch.sparse_coo, wanted layout torch.strided",
+    "reduce: sparse bias": "bias: found layout torch.sparse_coo, wanted layout torch.strided",
+    "reduce: strict": "strict: found 'no', wanted True or False",
+    "reduce: vmap": f"A: {INSIDE_FUNC}",
+    "reduce: dual": "A: found a tangent, wanted none: the op has no forward-mode derivative",
+    "reduce: fp8": f"A: {FP8}",
 }
 
 
