@@ -204,6 +204,12 @@ def test_a_pickled_layer_finds_its_own_rank(pool: RankPool) -> None:
     assert results == [(rank, 5, []) for rank in range(5)]
 
 
+@pytest.mark.parametrize("with_fsdp", [False, True])
+def test_activations_may_change_what_layers_return(pool: RankPool, with_fsdp: bool) -> None:
+    """FSDP2 warns of outputs that are views of an autograd Function."""
+    assert pool.run(nn_work.activations_in_place, with_fsdp) == [[]] * 5
+
+
 def test_mesh_of_two_dimensions(pool: RankPool) -> None:
     message = "device_mesh: found 2 dimensions, wanted 1, e.g. mesh['tp']"
     layer = "in_features=5, out_features=5, bias=True, world_size=5"
