@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -42,6 +44,11 @@ def _as_dtensor(tensor: torch.Tensor) -> DTensor:
     return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
 
 
+def _with_limit(call: Callable[[], Any]) -> Any:
+    with mock.patch.dict(os.environ, {"AGMM_TIMEOUT_S": "abc"}):
+        return call()
+
+
 CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], Any]] = {
     "return_A": lambda A, B, group: gather(A, B, group, return_A="no"),
     "strict": lambda A, B, group: gather(A, B, group, strict="no"),
@@ -59,6 +66,11 @@ CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], Any]]
     "dual": _dual,
     "another mesh": _mesh_of_others,
     "group of others": lambda A, B, group: gather(A, B, dist.GroupMember.NON_GROUP_MEMBER),
+    "limit": lambda A, B, group: _with_limit(lambda: gather(A, B, group)),
+    "limit, unfused": lambda A, B, group: _with_limit(
+        lambda: gather(A, B, group, config="unfused")
+    ),
+    "scatter: limit": lambda A, B, group: _with_limit(lambda: scatter(A, B, group)),
     "scatter: sparse B": lambda A, B, group: scatter(A, B.to_sparse(), group),
     "scatter: reduce_op": lambda A, B, group: scatter(A, B, group, reduce_op=3),
     "scatter: scatter_dim": lambda A, B, group: scatter(A, B, group, scatter_dim="0"),

@@ -10,7 +10,7 @@ import pytest
 
 from agmm.testing.ranks import RankPool
 
-KINDS = ["gather", "gather with gradients", "scatter", "reduce", "layers"]
+KINDS = ["gather", "gather with gradients", "sums", "layers"]
 NATIVE = ["native", "native scatter"]
 
 
