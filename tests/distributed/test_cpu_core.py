@@ -601,6 +601,11 @@ cpu.async_input_mm(torch.ones(8, 4), torch.ones(4, 4), signals, 1)
 
 
 def test_other_threads_run_while_the_memory_is_taken() -> None:
+    """On a busy machine the other thread may not get a processor in time: so several times."""
+    assert any(_ticks_while_memory_is_taken() > 3 for _ in range(10))
+
+
+def _ticks_while_memory_is_taken() -> int:
     ticks: list[float] = []
     done = threading.Event()
 
@@ -621,4 +626,4 @@ def test_other_threads_run_while_the_memory_is_taken() -> None:
     workspace.close()
     # Not where the interpreter may switch by itself, before and after the call.
     margin = 0.2 * (end - begin)
-    assert sum(begin + margin < t < end - margin for t in ticks) > 3
+    return sum(begin + margin < t < end - margin for t in ticks)
