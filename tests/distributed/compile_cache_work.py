@@ -22,6 +22,10 @@ def _layers(x: torch.Tensor, column: Any, row: Any) -> torch.Tensor:
     return row(column(x)).relu()  # type: ignore[no-any-return]
 
 
+def _sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return agmm.matmul_reduce_scatter(a, b).relu() + agmm.matmul_all_reduce(a, b).relu().sum(0)
+
+
 def _functions() -> dict[str, tuple[Callable[..., torch.Tensor], tuple[Any, ...]]]:
     """By name: a function of tensors whose shapes are the same for every world size."""
     world = dist.group.WORLD
@@ -33,15 +37,17 @@ def _functions() -> dict[str, tuple[Callable[..., torch.Tensor], tuple[Any, ...]
         layer.requires_grad_(False)
     B, shard, whole = _numbers(8, 6, seed=1), _numbers(4, 8, seed=2), _numbers(12, 8, seed=3)
     native = torch.ops.agmm._fused_all_gather_matmul_native
+    native_scatter = torch.ops.agmm._fused_matmul_reduce_scatter_native
     return {
         "gather": (lambda a, b: agmm.all_gather_matmul(a, b).relu(), (shard, B)),
         "gather with gradients": (
             lambda a, b: agmm.all_gather_matmul(a, b).relu(),
             (shard.clone().requires_grad_(), B),
         ),
-        "scatter": (lambda a, b: agmm.matmul_reduce_scatter(a, b).relu(), (whole, B)),
+        "sums": (_sums, (whole, B)),
         "layers": (_layers, (shard, column, row)),
         "native": (lambda a, b: native(a, b, name)[1].relu(), (shard, B)),
+        "native scatter": (lambda a, b: native_scatter(a, b, "sum", name).relu(), (whole, B)),
     }
 
 

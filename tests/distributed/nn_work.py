@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from rank_work import group_of
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
@@ -221,12 +223,56 @@ def bad_layer(kind: str) -> str:
             torch.nn.Linear(10, 8), mesh, RowwiseScatterParallel()
         ),
         "no names": lambda: SharedGatherParallel(),
+        "sparse": lambda: ColumnParallelLinear(8, 8, group=group)(torch.ones(2, 8).to_sparse()),
+        "none": lambda: RowParallelLinear(8, 8, group=group)(None),
+        "dtensor": lambda: ColumnParallelLinear(8, 8, group=group)(
+            DTensor.from_local(torch.ones(2, 8), mesh, [Shard(0)], run_check=False)
+        ),
+        "vmap": lambda: torch.vmap(ColumnParallelLinear(8, 8, group=group))(torch.ones(3, 2, 8)),
+        "row style none": lambda: parallelize_module(
+            torch.nn.Linear(8, 8), mesh, RowwiseScatterParallel()
+        )(None),
+        "style sparse": lambda: parallelize_module(
+            torch.nn.Linear(8, 8), mesh, GatherColwiseParallel(sequence_dim=0)
+        )(torch.ones(2, 8).to_sparse()),
     }
     try:
         calls[kind]()
     except agmm.InvalidArgument as e:
         return str(e)
     return "no error"
+
+
+def activations_in_place(with_fsdp: bool) -> list[str] | None:
+    """Faults of a model whose activations change what the layers return, against one whose do not,
+    and what it warns of."""
+    world_size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "tp"))
+    where: Any = {"device_mesh": mesh["tp"], "dtype": torch.float64}
+    grads = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for inplace in (False, True):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(
+                ColumnParallelLinear(8, 2 * world_size, **where),
+                torch.nn.ReLU(inplace=inplace),
+                RowParallelLinear(2 * world_size, 8, **where),
+                torch.nn.ReLU(inplace=inplace),
+            )
+            if with_fsdp:
+                for module in (model[0], model[2], model):
+                    fully_shard(module, mesh=mesh["dp"])
+            generator = torch.Generator().manual_seed(1)
+            x = torch.randn(2, 8, generator=generator, dtype=torch.float64).requires_grad_()
+            model(x).square().sum().backward()
+            found = [x.grad, *(parameter.grad for parameter in model.parameters())]
+            grads.append([g.full_tensor() if isinstance(g, DTensor) else g for g in found])
+    faults = [str(warning.message) for warning in caught]
+    for i, (one, other) in enumerate(zip(*grads, strict=True)):
+        if one is None or other is None or not torch.equal(one, other):
+            faults.append(f"gradient {i} differs")
+    return faults
 
 
 def mesh_of_two_dimensions() -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -16,6 +19,7 @@ import agmm
 
 gather: Callable[..., Any] = agmm.all_gather_matmul
 scatter: Callable[..., Any] = agmm.matmul_reduce_scatter
+reduce: Callable[..., Any] = agmm.matmul_all_reduce
 
 
 def _numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -23,9 +27,11 @@ def _numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(-3, 4, shape, generator=generator).float()
 
 
-def _dual(A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup) -> Any:
+def _dual(
+    A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup, op: Callable[..., Any] = gather
+) -> Any:
     with forward_ad.dual_level():
-        return gather(forward_ad.make_dual(A, A), B, group)
+        return op(forward_ad.make_dual(A, A), B, group)
 
 
 def _mesh_of_others(A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup) -> Any:
@@ -36,6 +42,11 @@ def _mesh_of_others(A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup) 
 def _as_dtensor(tensor: torch.Tensor) -> DTensor:
     mesh = DeviceMesh("cpu", [dist.get_rank()], _init_backend=False)
     return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+
+def _with_limit(call: Callable[[], Any]) -> Any:
+    with mock.patch.dict(os.environ, {"AGMM_TIMEOUT_S": "abc"}):
+        return call()
 
 
 CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], Any]] = {
@@ -55,6 +66,11 @@ CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], Any]]
     "dual": _dual,
     "another mesh": _mesh_of_others,
     "group of others": lambda A, B, group: gather(A, B, dist.GroupMember.NON_GROUP_MEMBER),
+    "limit": lambda A, B, group: _with_limit(lambda: gather(A, B, group)),
+    "limit, unfused": lambda A, B, group: _with_limit(
+        lambda: gather(A, B, group, config="unfused")
+    ),
+    "scatter: limit": lambda A, B, group: _with_limit(lambda: scatter(A, B, group)),
     "scatter: sparse B": lambda A, B, group: scatter(A, B.to_sparse(), group),
     "scatter: reduce_op": lambda A, B, group: scatter(A, B, group, reduce_op=3),
     "scatter: scatter_dim": lambda A, B, group: scatter(A, B, group, scatter_dim="0"),
@@ -62,6 +78,22 @@ CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], Any]]
         torch.stack([A, A])
     ),
     "scatter: fp8": lambda A, B, group: scatter(
+        A.to(torch.float8_e4m3fn), B.to(torch.float8_e4m3fn), group
+    ),
+    "scatter: native": lambda A, B, group: torch.ops.agmm._fused_matmul_reduce_scatter_native(
+        A, B.to_sparse(), "sum", group.group_name
+    ),
+    "native": lambda A, B, group: torch.ops.agmm._fused_all_gather_matmul_native(
+        A, B.to_sparse(), group.group_name
+    ),
+    "reduce: sparse B": lambda A, B, group: reduce(A, B.to_sparse(), group),
+    "reduce: sparse bias": lambda A, B, group: reduce(A, B, group, bias=B[0].to_sparse()),
+    "reduce: strict": lambda A, B, group: reduce(A, B, group, strict="no"),
+    "reduce: vmap": lambda A, B, group: torch.vmap(lambda a: reduce(a, B, group))(
+        torch.stack([A, A])
+    ),
+    "reduce: dual": lambda A, B, group: _dual(A, B, group, reduce),
+    "reduce: fp8": lambda A, B, group: reduce(
         A.to(torch.float8_e4m3fn), B.to(torch.float8_e4m3fn), group
     ),
 }
@@ -83,6 +115,13 @@ def refused(kind: str) -> tuple[str, str, bool] | None:
     return name, message, torch.equal(gather(shard, B, group), A @ B)
 
 
+def unfused_reduce(*arguments: Any) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out: torch.Tensor = reduce(*arguments)
+    return out
+
+
 def lazy_operands() -> list[str] | None:
     """Faults where an operand is a view whose elements are to be negated or conjugated."""
     group = group_of(3)
@@ -102,9 +141,18 @@ def lazy_operands() -> list[str] | None:
             -A @ B,
         ),
         "scatter": (scatter(negated(A), B, group), (-3 * A @ B)[own]),
+        "scatter's bias": (
+            scatter(A, B, group, bias=negated(bias)),
+            (3 * A @ B - bias)[own],
+        ),
+        "reduce": (reduce(negated(A), negated(B), group, bias=negated(bias)), 3 * A @ B - bias),
     }
     A_complex, B_complex = torch.complex(A, A + 1), torch.complex(B, -B)
     found["conj"] = (gather(A_complex.conj()[own], B_complex, group), A_complex.conj() @ B_complex)
+    found["conj reduced"] = (
+        unfused_reduce(A_complex.conj(), B_complex, group),
+        3 * (A_complex.conj() @ B_complex),
+    )
     for name, (out, wanted) in found.items():
         if not torch.equal(out, wanted):
             faults.append(f"{name}: differs by {(out - wanted).abs().max().item()}")

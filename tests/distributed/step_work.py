@@ -86,7 +86,7 @@ def one_is_late(kind: str, late_s: float) -> None:
         agmm.all_gather_matmul(shard, B, group)
 
 
-def threads_on_one_group(count: int, calls: int) -> list[str]:
+def threads_on_one_group(count: int, calls: int, kind: str) -> list[str]:
     """Threads that make the same calls in a fresh group, so that any order is the same one."""
     group = dist.new_group(list(range(dist.get_world_size())))
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -94,15 +94,22 @@ def threads_on_one_group(count: int, calls: int) -> list[str]:
     ready = threading.Barrier(count)
     A = torch.arange(12.0 * world_size).view(4 * world_size, 3)
     B = torch.arange(6.0).view(3, 2)
-    shard = A[4 * rank : 4 * rank + 4].clone()
+    own = slice(4 * rank, 4 * rank + 4)
+    shard = A[own].clone()
     partial = A[:, :3] * 0 + rank
+    ops: dict[str, Callable[[], torch.Tensor]] = {
+        "gather": lambda: agmm.all_gather_matmul(shard, B, group),
+        "scatter": lambda: agmm.matmul_reduce_scatter(A, B, group),
+        "reduce": lambda: agmm.matmul_all_reduce(A, B, group),
+    }
+    wanted = {"gather": A @ B, "scatter": world_size * (A @ B)[own], "reduce": world_size * A @ B}
 
     def work() -> None:
         try:
             ready.wait(30)
             for _ in range(calls):
-                if not torch.equal(agmm.all_gather_matmul(shard, B, group), A @ B):
-                    faults.append("out differs")
+                if not torch.equal(ops[kind](), wanted[kind]):
+                    faults.append(f"{kind} differs")
         except BaseException as e:
             faults.append(repr(e))
 
@@ -180,6 +187,9 @@ def calls_after_the_groups_end() -> list[str]:
         lambda: agmm.all_gather_matmul(shard, B, group),
         lambda: agmm.all_gather_matmul(shard, B, group, config="unfused"),
         lambda: agmm.matmul_reduce_scatter(shard, B, group),
+        lambda: agmm.matmul_all_reduce(shard, B, group),
+        lambda: agmm.reserve(group, 4096),
+        lambda: agmm.release(group),
     ]
     for one in calls:
         one()

@@ -79,9 +79,10 @@ def test_first_call_of_a_group_has_a_limit() -> None:
             pool.collect()
 
 
-def test_threads_of_a_rank_take_turns(pool: RankPool) -> None:
+@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce"])
+def test_threads_of_a_rank_take_turns(pool: RankPool, kind: str) -> None:
     for _ in range(3):
-        assert pool.run(step_work.threads_on_one_group, 4, 20) == [[]] * 5
+        assert pool.run(step_work.threads_on_one_group, 4, 20, kind) == [[]] * 5
 
 
 def test_large_call_goes_unfused_where_there_is_no_room_for_it() -> None:
@@ -110,7 +111,7 @@ def test_group_without_any_room_goes_unfused() -> None:
 
 def test_destroyed_group_is_refused(pool: RankPool) -> None:
     for errors in pool.run(step_work.calls_after_the_groups_end):
-        assert len(errors) == 3
+        assert len(errors) == 6
         assert all(error.startswith("group: found ") for error in errors)
 
 

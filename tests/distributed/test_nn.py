@@ -141,6 +141,36 @@ def test_bad_state_dict_is_named_and_nothing_is_copied(
             "RowParallelLinear: x: found 1 dimensions, wanted at least 2, rows and features",
         ),
         ("no names", "names: found none, wanted the names of torch.nn.Linear modules"),
+        (
+            "sparse",
+            ("ColumnParallelLinear: x: found layout torch.sparse_coo, wanted layout torch.strided"),
+        ),
+        ("none", "RowParallelLinear: x: found None, wanted a tensor"),
+        (
+            "dtensor",
+            "ColumnParallelLinear: x: found a DTensor, wanted this rank's part, to_local()",
+        ),
+        (
+            "vmap",
+            (
+                "ColumnParallelLinear: x: found a tensor inside torch.func (vmap, grad, jvp), "
+                "wanted one outside: the op has a backward, but none of these rules"
+            ),
+        ),
+        (
+            "row style none",
+            (
+                "RowwiseScatterParallel on Linear(in_features=8, out_features=8, bias=True): "
+                "x: found None, wanted a tensor"
+            ),
+        ),
+        (
+            "style sparse",
+            (
+                "GatherColwiseParallel on Linear(in_features=8, out_features=8, bias=True): "
+                "x: found layout torch.sparse_coo, wanted layout torch.strided"
+            ),
+        ),
     ],
 )
 def test_bad_layer_is_named_in_one_line(pool: RankPool, kind: str, message: str) -> None:
@@ -172,6 +202,12 @@ def test_a_pickled_layer_finds_its_own_rank(pool: RankPool) -> None:
     """The layer of rank 1 of 5, unpickled on every rank, loads that rank's parts."""
     results = pool.run(layer_group_work.pickled_elsewhere)
     assert results == [(rank, 5, []) for rank in range(5)]
+
+
+@pytest.mark.parametrize("with_fsdp", [False, True])
+def test_activations_may_change_what_layers_return(pool: RankPool, with_fsdp: bool) -> None:
+    """FSDP2 warns of outputs that are views of an autograd Function."""
+    assert pool.run(nn_work.activations_in_place, with_fsdp) == [[]] * 5
 
 
 def test_mesh_of_two_dimensions(pool: RankPool) -> None:

@@ -16,6 +16,7 @@ FP8 = (
     "found dtype torch.float8_e4m3fn, wanted one of bfloat16, float16, float32, float64, "
     "complex64, complex128, int8, uint8, int16, int32, int64"
 )
+LIMIT = "AGMM_TIMEOUT_S: found 'abc', wanted a number of seconds > 0"
 MESSAGES = {
     "return_A": "return_A: found 'no', wanted True or False",
     "strict": "strict: found 'no', wanted True or False",
@@ -35,11 +36,22 @@ MESSAGES = {
         "group: found a DeviceMesh that this rank is not in, wanted a mesh of this rank"
     ),
     "group of others": "group: found a group that this rank is not in, wanted a group of this rank",
+    "limit": LIMIT,
+    "limit, unfused": LIMIT,
+    "scatter: limit": LIMIT,
     "scatter: sparse B": "B: found layout torch.sparse_coo, wanted layout torch.strided",
     "scatter: reduce_op": "reduce_op: found 3, wanted 'sum' or 'avg'",
     "scatter: scatter_dim": "scatter_dim: found '0', wanted an int",
     "scatter: vmap": f"A: {INSIDE_FUNC}",
     "scatter: fp8": f"A: {FP8}",
+    "scatter: native": "B: found layout torch.sparse_coo, wanted layout torch.strided",
+    "native": "B: found layout torch.sparse_coo, wanted layout torch.strided",
+    "reduce: sparse B": "B: found layout torch.sparse_coo, wanted layout torch.strided",
+    "reduce: sparse bias": "bias: found layout torch.sparse_coo, wanted layout torch.strided",
+    "reduce: strict": "strict: found 'no', wanted True or False",
+    "reduce: vmap": f"A: {INSIDE_FUNC}",
+    "reduce: dual": "A: found a tangent, wanted none: the op has no forward-mode derivative",
+    "reduce: fp8": f"A: {FP8}",
 }
 
 

@@ -677,6 +677,41 @@ def different_shapes(way: str) -> None:
     _wait_for_the_end()
 
 
+def _small_scatter(group: dist.ProcessGroup, k: int) -> torch.Tensor:
+    """How many elements are wrong. Every rank adds the same, whose bf16 is exact."""
+    A, B = (integers(shape, 1).clamp(-1, 1) for shape in ((64 * group.size(), k), (64, k)))
+    B = B.t()
+    out = agmm.matmul_reduce_scatter(A, B, group, strict=True)
+    wanted = group.size() * torch.mm(A.float(), B.float())
+    rank = dist.get_rank(group)
+    return torch.ne(out, wanted[64 * rank : 64 * rank + 64].to(out.dtype)).sum()
+
+
+def different_scatters(_: str) -> None:
+    """The same of matmul + reduce-scatter."""
+    group = _everyone()
+    for k in (64, 128 if dist.get_rank() == 0 else 64):
+        _small_scatter(group, k)
+    _wait_for_the_end()
+
+
+def one_rank_late(way: str, late_s: float) -> list[str]:
+    """Faults of a call to which rank 1 comes late."""
+    group = _everyone()
+    exact = ExactCalls(group, LocalShape(64, 64, 512))
+    for turn in range(2):
+        if turn == 1 and dist.get_rank() == 1:
+            time.sleep(late_s)
+        if way == "scatter":
+            exact.wrong += _small_scatter(group, 64)
+        else:
+            exact.new_data()
+            exact.call(way)
+        torch.cuda.synchronize()
+        dist.barrier(group, device_ids=[device().index])
+    return exact.faults(f"{way}, a late rank")
+
+
 def one_rank_missing(way: str) -> None:
     """Rank 1 stays away from the second call."""
     group = _everyone()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import agmm
 from agmm.nn import ColumnParallelLinear, RowParallelLinear, load_full_state_dict
 from agmm.nn._held import local_values
-from agmm.ops import matmul_all_reduce, scatter_plan
+from agmm.ops import matmul_all_reduce, scatter_cuda, scatter_plan
 from agmm.planning import cost_model
 from agmm.runtime.cuda import CudaWorkspace
 from agmm.testing.cases import LocalShape
@@ -45,14 +45,24 @@ def _plain_reduce_scatter(partial: torch.Tensor) -> torch.Tensor:
 @dataclass
 class Taken:
     fused_scatters: int = 0
+    scatters_by_kernel: int = 0
     gathers_by_copies: int = 0
 
 
 @contextmanager
-def choices(*, fused: bool, by_copies: bool) -> Iterator[Taken]:
-    """The plan and the cost model say so; counts what was done."""
+def choices(*, fused: bool, by_copies: bool, by_kernel: bool = False) -> Iterator[Taken]:
+    """The plans and the cost model say so; counts what was done. Scatters are agmm's kernels'
+    (by_kernel), else torch's op's (fused), else unfused."""
     taken = Taken()
     op, start = torch.ops.symm_mem.fused_matmul_reduce_scatter, CudaWorkspace.start_all_gather
+    run_kernel = scatter_cuda.run
+
+    def by_agmm(*arguments: Any, **options: Any) -> torch.Tensor | None:
+        if not by_kernel:
+            return None
+        out = run_kernel(*arguments, **options)
+        taken.scatters_by_kernel += out is not None
+        return out
 
     def scatter(*arguments: Any) -> torch.Tensor:
         taken.fused_scatters += 1
@@ -64,6 +74,7 @@ def choices(*, fused: bool, by_copies: bool) -> Iterator[Taken]:
         return start(workspace, shard)
 
     with (
+        mock.patch.object(scatter_cuda, "run", by_agmm),
         mock.patch.object(scatter_plan, "_is_planned", return_value=fused),
         mock.patch.object(cost_model, "is_gather_by_copies", return_value=by_copies),
         mock.patch.object(torch.ops.symm_mem, "fused_matmul_reduce_scatter", scatter),
@@ -148,7 +159,7 @@ def scatter_in_a_graph() -> list[str]:
     """Faults of a graph of torch's fused op after an eager call that made its workspace larger."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     faults = []
-    with choices(fused=True, by_copies=False), torch.no_grad():
+    with choices(fused=True, by_copies=False) as taken, torch.no_grad():
         A, B = _randn(world_size * 512, 512, seed=rank), _randn(512, 1024, seed=9)
         given = A.clone()
         agmm.matmul_reduce_scatter(given, B)
@@ -169,6 +180,8 @@ def scatter_in_a_graph() -> list[str]:
         del trash
         plain = _plain_reduce_scatter(larger @ B)
         faults += _compare("larger", eager, plain, plain.double())
+    if taken.fused_scatters != 3:
+        faults.append(f"torch's op ran {taken.fused_scatters} times, wanted 3")
     return faults
 
 
@@ -203,12 +216,16 @@ def _zero(leaves: Sequence[torch.Tensor]) -> None:
             local_values(leaf.grad).zero_()
 
 
-def layers(how: str) -> list[str]:
+def layers(how: str, by_kernel: bool) -> list[str]:
     """Faults of sharded layers: plain against the whole module; compiled and captured in a CUDA
-    graph against plain ones. By torch's fused reduce-scatter, and gathers beside it by copies."""
-    with choices(fused=True, by_copies=True) as taken:
+    graph against plain ones. By agmm's matmul + reduce-scatter or torch's, and gathers beside it
+    by copies."""
+    with choices(fused=not by_kernel, by_copies=True, by_kernel=by_kernel) as taken:
         faults = _layers(how)
-    if not taken.fused_scatters or not taken.gathers_by_copies:
+    scatters = (taken.fused_scatters, taken.scatters_by_kernel)
+    if [count > 0 for count in scatters] != [not by_kernel, by_kernel] or (
+        not taken.gathers_by_copies
+    ):
         faults.append(f"not by the ways that were asked for: {taken}")
     return faults
 

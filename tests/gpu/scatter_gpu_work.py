@@ -191,6 +191,48 @@ def gradients(world_size: int) -> list[str] | None:
     return faults
 
 
+def gradients_of_a_shared_gather(world_size: int) -> list[str] | None:
+    """Of a shard under three weights: their products are scattered as one sum, by a kernel."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank, k, ns, rows = dist.get_rank(group), 72, (64, 40, 136), 130
+    dtype = torch.bfloat16
+    A = _whole(world_size * rows, k, seed=1, dtype=dtype)
+    every = []  # of each rank: the gradients of its outputs, and its weights
+    for r in range(world_size):
+        douts = [
+            _whole(world_size * rows, n, seed=100 * r + i, dtype=dtype) for i, n in enumerate(ns)
+        ]
+        weights = [_whole(n, k, seed=100 * r + 50 + i, dtype=dtype) for i, n in enumerate(ns)]
+        every.append((douts, weights))
+    shard = A[rank * rows : (rank + 1) * rows].clone().requires_grad_()
+    douts, weights = every[rank]
+    leaves = [weight.clone().requires_grad_() for weight in weights]
+    outs = agmm.all_gather_matmul(
+        shard, [leaf.t() for leaf in leaves], group, save_gathered=True, strict=True
+    )
+    others = ("unfused", "by_the_op_of_torch")
+    with (
+        mock.patch.object(scatter_paths, others[0], side_effect=AssertionError),
+        mock.patch.object(scatter_paths, others[1], side_effect=AssertionError),
+    ):
+        torch.autograd.backward(outs, douts)
+    assert shard.grad is not None
+    faults = []
+    wanted = _expected(world_size, rank, every, 0, False, None)
+    if not torch.equal(shard.grad, wanted):
+        faults.append(f"rank {rank}: {int((shard.grad != wanted).sum())} of the shard")
+    for i, (leaf, dout) in enumerate(zip(leaves, douts, strict=True)):
+        exact = dout.double().t() @ A.double()
+        assert leaf.grad is not None
+        if relative_error(leaf.grad, exact) > allowed_error(
+            relative_error(exact.bfloat16(), exact)
+        ):
+            faults.append(f"rank {rank}: weight {i}")
+    return faults
+
+
 def by_async_tp(world_size: int) -> list[str] | None:
     """torch's op, computed by agmm: no call is left to torch, of which it would warn."""
     group = group_of(last_ranks(world_size))

@@ -286,7 +286,7 @@ def test_without_them_the_groups_wait_for_each_other() -> None:
 
 MISSING = "from rank 1: "
 DIFFERENT = "all_gather_matmul(A_shard ["
-CREDIT = "s for gather buffer 0 of rank 1 to be free: credit is 0"
+CREDIT = "s for buffer 0 of rank 1 to be free: credit is 0"
 
 
 @needs_two
@@ -296,6 +296,7 @@ CREDIT = "s for gather buffer 0 of rank 1 to be free: credit is 0"
         (gpu_work.different_shapes, "planned", DIFFERENT),
         (gpu_work.different_shapes, "push", DIFFERENT),
         (gpu_work.different_shapes, "sm", DIFFERENT),
+        (gpu_work.different_scatters, "scatter", "matmul_reduce_scatter(A ["),
         (gpu_work.one_rank_missing, "push", MISSING),
         (gpu_work.one_rank_missing, "pull", MISSING),
         (gpu_work.one_rank_missing, "sm-A", MISSING),
@@ -318,3 +319,14 @@ def test_ends_with_a_message(work: Callable[[str], None], way: str, wanted: str)
         stderr = "".join(pool.stderr(rank) for rank in range(pool.world_size))
     assert 124 in failure.value.exit_codes.values(), (failure.value, stderr)
     assert wanted in stderr, stderr
+
+
+@needs_two
+@pytest.mark.parametrize("way", ["push", "pull", "sm", "scatter"])
+def test_a_late_rank_is_told_and_awaited(way: str) -> None:
+    """Once, from the kernel that waits."""
+    with RankPool(2, "cuda", 120, {"AGMM_TIMEOUT_S": "60", "AGMM_WARN_S": "2"}) as pool:
+        check(pool.run(gpu_work.one_rank_late, way, 8.0), 2)
+        said = [line for line in pool.stderr(0).splitlines() if " from rank 1;" in line]
+        assert len(said) == 1, pool.stderr(0)
+        assert said[0].startswith("agmm: rank 0 has waited ")

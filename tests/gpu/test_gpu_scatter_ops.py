@@ -55,5 +55,10 @@ def test_gradients(gpu_pool: RankPool, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", world_sizes(2, 4))
+def test_gradients_of_a_shared_gather(gpu_pool: RankPool, world_size: int) -> None:
+    check(gpu_pool.run(scatter_gpu_work.gradients_of_a_shared_gather, world_size), world_size)
+
+
+@pytest.mark.parametrize("world_size", world_sizes(2, 4))
 def test_async_tp(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(scatter_gpu_work.by_async_tp, world_size), world_size)

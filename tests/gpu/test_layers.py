@@ -62,11 +62,12 @@ def test_matmul_all_reduce(layer_pool: RankPool, shape: LocalShape) -> None:
     assert layer_pool.run(layers_work.all_reduce, shape) == [[]] * layer_pool.world_size
 
 
+@pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("how", ["plain", "compiled", "graph"])
-def test_layers(layer_pool: RankPool, how: str) -> None:
+def test_layers(layer_pool: RankPool, how: str, by_kernel: bool) -> None:
     if layer_pool.world_size == 3:
         pytest.skip("1024 features are no multiple of 3 ranks")
-    assert layer_pool.run(layers_work.layers, how) == [[]] * layer_pool.world_size
+    assert layer_pool.run(layers_work.layers, how, by_kernel) == [[]] * layer_pool.world_size
 
 
 @needs_two

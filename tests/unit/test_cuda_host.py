@@ -108,6 +108,8 @@ def _run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
         "peer_atomics",
         "other_device",
         "no_device",
+        "forked_child",
+        "split_scratch",
     ],
 )
 def test_host_code(program: Path, name: str) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import platform
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -83,6 +86,21 @@ def test_links_to_another_host_are_not_asked_about(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(links, "visible", lambda: {"GPU-a": 0})
     monkeypatch.setattr(devices, "have_atomics", lambda own, peer: None)
     assert facts(monkeypatch, ("GPU-b", 132, 0), host="b").peer_atomics
+
+
+def test_hosts_are_told_apart_by_their_boot_not_their_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = set()
+    for boot, name in (("first", "node"), ("second", "node"), ("second", "another")):
+        (tmp_path / boot).write_text(f"{boot}\n")
+        monkeypatch.setattr(groups, "_BOOT_ID", tmp_path / boot)
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        monkeypatch.setattr(platform, "node", lambda name=name: name)
+        found.add(groups.host_id())
+    assert found == {"first", "second"}
+    monkeypatch.undo()
+    assert groups.host_id() == groups.host_id() != ""
 
 
 @pytest.mark.parametrize(("status", "wanted"), [(0, None), (5, "has no native atomics")])

@@ -17,6 +17,7 @@ from agmm.nn import ColumnParallelLinear
 from agmm.ops import paths, scatter_plan
 from agmm.ops.async_input_mm import _async_input_mm_cpu
 from agmm.planning import call_plans
+from agmm.runtime import groups
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 CONFIG_NAME = "128x256x64_2x1_cooperative/swizzle4/along_m"
@@ -721,9 +722,10 @@ def test_matmul_reduce_scatter_by_the_op_of_torch(
     op = torch.ops.symm_mem.fused_matmul_reduce_scatter
     names = [argument.name for argument in op.default._schema.arguments]
     given: dict[str, Any] = {}
+    lock: Any = groups.of(groups.group_of(group)).lock
 
     def fused(*arguments: Any) -> torch.Tensor:
-        given.update(zip(names, arguments, strict=True))
+        given.update(zip(names, arguments, strict=True), locked=lock._is_owned())
         return torch.matmul(*arguments[:2])
 
     monkeypatch.setattr(torch.ops.symm_mem, "fused_matmul_reduce_scatter", fused)
@@ -733,6 +735,7 @@ def test_matmul_reduce_scatter_by_the_op_of_torch(
     out = agmm.matmul_reduce_scatter(A, B, reduce_op="avg", scatter_dim=-2, bias=bias)
     assert torch.equal(out, A @ B + bias)
     assert torch.equal(given.pop("A"), A) and torch.equal(given.pop("B"), B)
+    assert given.pop("locked")  # threads of a process call in one group in turn
     assert given == {"reduce_op": "avg", "scatter_dim": 0, "group_name": group}
 
 
@@ -824,6 +827,8 @@ def test_a_mesh_is_a_group(group: str) -> None:
     mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
     assert torch.equal(all_gather_matmul(A, B, mesh["tp"]), A @ B)
     assert torch.equal(agmm.matmul_reduce_scatter(A, B, mesh["tp"]), A @ B)
+    agmm.reserve(mesh["tp"], 100)
+    agmm.release(mesh["tp"])
     assert refusal(lambda: all_gather_matmul(A, B, mesh)) == (
         "group: found a DeviceMesh of 2 dimensions, wanted 1, e.g. mesh['tp']"
     )

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import agmm
-from agmm.ops import matmul_reduce_scatter, scatter_cuda
+from agmm.ops import matmul_reduce_scatter, scatter_cuda, scatter_plan
+from agmm.planning.plans import BY_TORCH, UNFUSED, Plan
 
 A = torch.randn(8, 16).bfloat16()
 B = torch.randn(24, 16).bfloat16().t()
@@ -67,3 +68,16 @@ def test_compilers_and_profilers_see_the_op(kept: mock.Mock) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         agmm.matmul_reduce_scatter(A, B)
     assert kept.call_count == 0
+
+
+@pytest.mark.parametrize("plan", [None, UNFUSED, BY_TORCH], ids=str)
+def test_no_memory_is_taken_where_no_kernel_is_planned(
+    group: str, monkeypatch: pytest.MonkeyPatch, plan: Plan | None
+) -> None:
+    everyone, workspace = dist.group.WORLD, mock.Mock()
+    assert everyone is not None
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 4)
+    monkeypatch.setattr(scatter_cuda, "scatter_workspace", workspace)
+    monkeypatch.setattr(scatter_plan, "kernel_plan", lambda *_, **__: plan)
+    assert scatter_cuda.run([A], [B], None, everyone, 0, "sum", strict=False) is None
+    assert not workspace.called

@@ -64,7 +64,8 @@ def test_the_plan_decides(
             return plan
 
     monkeypatch.setattr(scatter_plan, "_has_kernels", lambda *_: True)
-    monkeypatch.setattr(scatter_plan, "cuda_workspace", mock.Mock())
+    workspace = mock.Mock()
+    monkeypatch.setattr(scatter_plan, "cuda_workspace", workspace)
     monkeypatch.setattr(call_plans, "planner", lambda *_: Planner())
     monkeypatch.setattr(call_plans, "device_facts", lambda _: ("nvidia-h200", 132))
     with FakeTensorMode():
@@ -73,6 +74,7 @@ def test_the_plan_decides(
     assert scatter_plan.is_fused(A, B, 0, groups.group_of(group)) == fused
     wanted = Problem(32, 24, 16, gpu="nvidia-h200", sm_count=132, op="matmul_reduce_scatter")
     assert asked == [wanted]
+    assert workspace.called == fused  # none is made where all scatters are small
 
 
 def test_what_is_traced() -> None:

@@ -30,6 +30,7 @@ from agmm.nn._held import (
     one_below_another,
 )
 from agmm.nn._ranks import Ranks
+from agmm.ops.checks import check_operand
 
 
 class _Joined(NamedTuple):
@@ -318,6 +319,10 @@ class ShardedLinear(torch.nn.Module):
                 return None
         found: torch.Tensor = TracedWhole.apply(whole, *parts)
         return found
+
+    def _check_operand(self, x: Any) -> None:
+        """Before the parameters are looked at."""
+        check_operand(f"{type(self).__name__}: x", x)
 
     def _check_input(self, x: torch.Tensor, weight: torch.Tensor) -> None:
         features = weight.shape[0]

@@ -92,6 +92,7 @@ class ColumnParallelLinear(ShardedLinear):
         Raises:
             InvalidArgument: names x, what was found and what the layer wants.
         """
+        self._check_operand(x)
         weights, biases = self.operands()
         self._check_input(x, weights[0])
         outs = all_gather_matmul(
@@ -166,6 +167,7 @@ class RowParallelLinear(ShardedLinear):
         Raises:
             InvalidArgument: names x, what was found and what the layer wants.
         """
+        self._check_operand(x)
         (weight,), (bias,) = self.operands()
         self._check_input(x, weight)
         if x.shape[0] % self._parts:

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from agmm.errors import InvalidArgument
 from agmm.nn._ranks import group_of_mesh
 from agmm.ops.all_gather_matmul import all_gather_matmul
+from agmm.ops.checks import check_operand
 from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from agmm.runtime.groups import name_of
 
@@ -46,6 +47,15 @@ class _Target(NamedTuple):
         size = int(getattr(self.module, divided))
         if size % mesh.size():
             raise self.fault(f"{divided}: found {size}, wanted a multiple of {mesh.size()} ranks")
+
+    def check_operand(self, x: Any) -> None:
+        """That the input is a tensor that the ops take. Of a DTensor they are given its part."""
+        if isinstance(x, DTensor):
+            return
+        try:
+            check_operand("x", x)
+        except InvalidArgument as error:
+            raise self.fault(str(error)) from None
 
     def check_input(self, x: torch.Tensor, weight: torch.Tensor, dim: int, features: int) -> None:
         """The input as the style's forward takes it, of `features` on all ranks together."""
@@ -92,6 +102,7 @@ def _gathered_products(
     targets: list[_Target], style: _GatherStyle, mesh: DeviceMesh, x: torch.Tensor
 ) -> list[torch.Tensor]:
     dim = style.sequence_dim
+    targets[0].check_operand(x)
     operands = [_local_parameters(target.module) for target in targets]
     weights, biases = zip(*operands, strict=True)
     for target, weight in zip(targets, weights, strict=True):
@@ -245,6 +256,7 @@ def _scattered_product(
     target: _Target, style: RowwiseScatterParallel, mesh: DeviceMesh, x: torch.Tensor
 ) -> torch.Tensor:
     dim = style.sequence_dim
+    target.check_operand(x)
     weight, bias = _local_parameters(target.module)
     x = _local(x, Shard(x.dim() - 1))
     target.check_input(x, weight, dim, weight.shape[0])

@@ -186,8 +186,8 @@ def all_gather_matmul(
     eager call with the same shape.
 
     Args:
-        A_shard: [M_local, ..., K]. Fused: contiguous, bf16 or fp16 on CUDA (any floating-point
-            type on the CPU), K a multiple of 8 on CUDA.
+        A_shard: [M_local, ..., K]. Fused: contiguous, bf16 or fp16 (on the CPU float32 and float64
+            too), K a multiple of 8 on CUDA.
         B: weight [K, N], row-major or column-major (``weight.t()``), or a list of weights that
             share one gather; N a multiple of 8 on CUDA.
         group: process group, its name or a 1-D DeviceMesh; the default group when None.

@@ -116,8 +116,9 @@ def matmul_reduce_scatter(
     that it is faster by what it costs the host, else a matmul and a reduce-scatter.
 
     Args:
-        A: [M, ..., K_local], this rank's columns of the whole A; the same leading sizes on all
-            ranks. Or a list, for the sum of several products: K_local is free for each.
+        A: [M, ..., K_local], this rank's columns of the whole A; the same shape on all ranks (on
+            the CPU K_local may differ). Or a list, for the sum of several products, each with a
+            K_local of its own.
         B: [K_local, N], this rank's rows of the whole B, row-major or column-major; for a list of
             A a list of as many, of one N.
         group: process group, its name or a 1-D DeviceMesh; the default group when None.

@@ -144,10 +144,10 @@ def by_the_op_of_torch(
             nan_check.look_through("matmul_reduce_scatter", name, tensor, rank)
     fused = kernel_of_torch or torch.ops.symm_mem.fused_matmul_reduce_scatter
     # It sums with torch.sum, which autocast would have return float32.
-    with torch.amp.autocast(A.device.type, enabled=False):
+    with groups.of(group).lock, torch.amp.autocast(A.device.type, enabled=False):
         out: torch.Tensor = fused(A.contiguous(), B, reduce_op, 0, group.group_name)
-    _keep_for_graph(A.device, group)
-    symmetric.note_torch_workspaces()
+        _keep_for_graph(A.device, group)
+        symmetric.note_torch_workspaces()
     return out
 
 

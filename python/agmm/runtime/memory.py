@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from agmm import _core
 from agmm.errors import InvalidArgument, Unsupported
@@ -69,7 +70,7 @@ def workspace_bytes(
 
 
 def reserve(
-    group: dist.ProcessGroup | str | None,
+    group: dist.ProcessGroup | DeviceMesh | str | None,
     nbytes: int,
     *,
     device: torch.device | str | None = None,
@@ -82,7 +83,7 @@ def reserve(
     are when larger ones are made.
 
     Args:
-        group: process group or its name; the default group when None.
+        group: process group, its name or a 1-D DeviceMesh; the default group when None.
         nbytes: see `workspace_bytes`; the same on all ranks.
         device: None: the current GPU where the group has NCCL, else the CPU.
         op: whose memory; "matmul_reduce_scatter" and "matmul_all_reduce" have their own on a GPU.
@@ -113,14 +114,16 @@ def reserve(
 
 
 def release(
-    group: dist.ProcessGroup | str | None, *, device: torch.device | str | None = None
+    group: dist.ProcessGroup | DeviceMesh | str | None,
+    *,
+    device: torch.device | str | None = None,
 ) -> None:
     """Give back the buffers of ``group``; the next call takes them anew. Collective.
 
     It returns when all ranks have finished their calls, and waits for the GPU.
 
     Args:
-        group: process group or its name; the default group when None.
+        group: process group, its name or a 1-D DeviceMesh; the default group when None.
         device: as for `reserve`.
 
     Raises:
@@ -145,7 +148,7 @@ def release(
 
 
 def _resolved(
-    group: dist.ProcessGroup | str | None, device: torch.device | str | None
+    group: dist.ProcessGroup | DeviceMesh | str | None, device: torch.device | str | None
 ) -> tuple[dist.ProcessGroup, torch.device]:
     found = groups.group_or_default(group)
     if isinstance(found, str):

@@ -1,5 +1,6 @@
 // The host code of the CUDA core on a fake CUDA: `checks NAME` runs one of them and says what is
 // wrong.
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -381,6 +382,50 @@ void late_waits() {
   note({true, 5, 0, 1, 40});
 }
 
+/// It is the workspace's own, also where its first call is captured: nothing of the graph's.
+void split_scratch() {
+  Workspace const workspace;
+  Workspace const other;
+  fake::begin_capture(kStream, 300);
+  workspace.call(Transport::CopyEnginePush, kStream);
+  void* const captured = state().launched.back().matmul.split_scratch;
+  check(fake::end_capture(300), "a capture was ended");
+  check(captured != nullptr, "none");
+  for (Transport transport : kTransports) {
+    workspace.call(transport, kStream, kRows, 2);
+    for (std::size_t i = 1; i <= 2; ++i) {
+      void* const found = state().launched[state().launched.size() - i].matmul.split_scratch;
+      check(found == captured, std::string(kName[int(transport)]) + ": another one");
+    }
+  }
+  other.call(Transport::CopyEnginePush, kStream);
+  check(state().launched.back().matmul.split_scratch != captured, "that of another workspace");
+  auto const* const words = static_cast<uint32_t const*>(captured);
+  for (std::size_t i = 0; i < agmm::kSplitCounterBytes / sizeof(uint32_t); ++i) {
+    check(words[i] == 0, "a counter that does not begin as 0");
+  }
+}
+
+/// A child, as of a data loader, has a copy of what waits for the watching thread at the end,
+/// and no such thread.
+void forked_child() {
+  agmm::report_place();
+  pid_t const child = ::fork();
+  if (child == 0) {
+    ::alarm(10);  // a child that waits for the thread would do so for ever
+    std::exit(7);
+  }
+  int status = 0;
+  check(::waitpid(child, &status, 0) == child, "no child");
+  check(WIFEXITED(status) && WEXITSTATUS(status) == 7,
+        "the child ended with status " + std::to_string(status));
+  // The parent's thread goes on.
+  uint64_t volatile& late = agmm::report_place().report->late;
+  late = agmm::LateWait{false, 5, 6, 7, 1}.packed();
+  for (int i = 0; late != 0 && i < 500; ++i) ::usleep(10'000);
+  check(late == 0, "nobody looks in the parent");
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -399,6 +444,8 @@ int main(int count, char** arguments) {
       {"two_devices_report", &two_devices_report},
       {"describes", &describes},
       {"late_waits", &late_waits},
+      {"forked_child", &forked_child},
+      {"split_scratch", &split_scratch},
   };
   if (count == 1) {
     for (auto const& [name, run] : checks) std::printf("%s\n", name.c_str());
