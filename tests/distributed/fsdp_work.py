@@ -275,6 +275,8 @@ def fallbacks() -> list[str]:
     out, shard = torch.zeros(2 * size), torch.full((2,), 1.0 + dist.get_rank())
     part, parts = torch.zeros(2), torch.arange(2.0 * size)
     said = []
+    model = _model(_mesh(size, 1), torch.float32, False, True)
+    fsdp.enable(model)
     with (
         mock.patch.object(workspaces, "gather_copies", refuse),
         mock.patch.object(workspaces, "scatter_copies", refuse),
@@ -283,6 +285,7 @@ def fallbacks() -> list[str]:
         gather, scatter = fsdp.AllGather(), fsdp.ReduceScatter()
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
+            _train(model, torch.float32, 2)
             for _ in range(3):
                 gather(out, shard, group)
                 scatter(part, parts, group, dist.ReduceOp.SUM)

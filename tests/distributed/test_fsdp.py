@@ -94,7 +94,8 @@ def test_fallbacks_are_said_once(rank_pools: Pools) -> None:
     left = "agmm leaves FSDP to the group's backend: "
     for said in rank_pools(2).run(fsdp_work.fallbacks):
         assert said == [
-            left + reason,
+            left + reason,  # of a whole model
+            left + reason,  # of collectives that know nothing of each other
             left + reason,
             left + "a reduce-scatter that neither sums nor takes the mean",
             left + "a reduce-scatter of torch.int64",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from agmm import _core
-from agmm.runtime import devices, links
+from agmm.runtime import devices, links, topology
 
 pytestmark = pytest.mark.skipif(
     devices.nvml() is None, reason="needs the extra cuda (cuda-bindings with NVML)"
@@ -29,3 +29,20 @@ def test_nvml_and_the_driver_agree_on_atomics() -> None:
     for index in range(1, count):
         by_nvml = devices.have_atomics(links.uuid(0), links.uuid(index))
         assert by_nvml == _core.peer_atomics(0, index)
+
+
+def test_links_of_this_machine() -> None:
+    """As many as there are, with an end each; the same from both ends, and no longer ways than
+    torch sees."""
+    uuids = [links.uuid(index) for index in range(torch.cuda.device_count())]
+    reports = {uuid: devices.links_of(uuid, uuids) for uuid in uuids}
+    for uuid, report in reports.items():
+        assert report is not None
+        assert report["bus"].count(":") == 2
+        assert len(report["nvlinks"]) == devices.active_nvlinks(uuid)
+        assert {end for end, _ in report["nvlinks"]} <= {"gpu", "switch", "unknown"}
+    found = topology.matrix_of({uuid: report for uuid, report in reports.items() if report})
+    for a in range(len(uuids)):
+        for b in range(a):
+            assert found[a][b] == found[b][a]
+            assert found[a][b].peer == torch.cuda.can_device_access_peer(a, b)

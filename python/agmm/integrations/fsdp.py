@@ -232,6 +232,7 @@ def enable(model: torch.nn.Module, *, strict: bool = False) -> None:
             changed.
     """
     gather, scatter = AllGather(strict=strict), ReduceScatter(strict=strict)
+    scatter._unserved = gather._unserved  # the same reason is said once for both
     chosen = []
     several = ""
     for name, module in _sharded(model):
