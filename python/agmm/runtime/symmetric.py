@@ -234,8 +234,8 @@ class SymmetricWorkspace:
         first_word = self._core_class.words_offset(slot_bytes, self.world_size)
         words = memory[first_word:].view(torch.int32)
         words.zero_()
-        credits = self._core_class.credit_words(self.world_size)
-        words[torch.tensor(credits, dtype=torch.long)] = 1
+        given = self._core_class.credit_words(self.world_size)
+        words[torch.tensor(given, dtype=torch.long)] = 1
         places = list(handle.buffer_ptrs)
         if places[self.rank] != memory.data_ptr():
             raise AgmmError(
