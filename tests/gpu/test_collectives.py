@@ -54,8 +54,7 @@ def test_a_sum_of_negative_zeros_stays_negative() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_back_to_back(world_size: int) -> None:
-    """2000 calls of all kinds in turn, every eighth by a graph, without a pause; calls with the data
-    of an earlier one have its bits."""
+    """2000 calls of all kinds in turn, every eighth by a graph, without a pause."""
     torch.manual_seed(world_size)
     ranks = StandIn(world_size)
     drawn = [
