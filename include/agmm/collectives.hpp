@@ -32,7 +32,7 @@ struct Collective {
   void const* in = nullptr;  // [count], of ReduceScatter [w, count]
   void* out = nullptr;       // [count], of AllGather [w, count]; may be `in` of AllReduce
   int64_t count = 0;
-  bool is_average = false;              // sums are divided by w
+  bool is_average = false;              // sums are multiplied by 1 / w
   int32_t ctas = 0;                     // of a launch; 0: what the size wants. Alike on all ranks
   uint64_t limit_ns = kDefaultLimitNs;  // of each wait; past it the process ends
 };

@@ -10,14 +10,14 @@
 // is sent when the first is there. CTAs start in the order of their numbers: where not all find
 // room at once, the lowest that is not done runs on every rank, and nothing keeps it from ending.
 //
-// Why two slots are enough, without credits. A call ends on no rank before it has begun on all: it
-// ends when something has come from every rank, or a sum of what has. Calls of a rank run one after
-// the other. So who begins call n + 2 has ended call n + 1, which the others have begun, so they
-// have ended call n and have taken everything out of its slot. The same slot is taken by all, since
-// all make the same calls; each CTA counts for itself and for those that a smaller grid leaves out
-// (`turns`), so nobody has to be last.
+// Why two slots are enough, without credits. A launch ends on no rank before it has begun on all:
+// it ends when something has come from every rank, or a sum of what has. Launches of a rank run one
+// after the other, each from its start to its end. So who begins launch n + 2 has ended n + 1,
+// which the others have begun, so they have ended launch n and have taken everything out of its
+// slot. The same slot is taken by all, since all make the same calls; each CTA counts for itself
+// and for those that a smaller grid leaves out (`turns`), so nobody has to be last.
 //
-// Every flag and signal is reset by the thread that has seen it, at most one per call and place;
+// Every flag and signal is reset by the thread that has seen it, at most one per launch and place;
 // the reset is in the owner's memory before its next kernel begins, which is before a peer can
 // write there again. So nothing that was left over is ever taken for new, in replayed graphs too.
 //
@@ -38,8 +38,6 @@ namespace agmm {
 
 namespace {
 
-constexpr int kGroupsPerThread = kBlockGroups / kExchangeThreads;
-
 /// Time between looks for a call of another kind, in the units of a wait (2^20 ns).
 constexpr uint32_t kOtherCallUnits = 1;
 
@@ -48,6 +46,8 @@ constexpr uint32_t kOtherCallUnits = 1;
 CUTLASS_DEVICE void check_exchange_wait(ExchangeArgs const& args, int slot, uint32_t seen,
                                         int source, uint32_t& since) {
   uint32_t const waited = waited_units(since);
+  // Past a millisecond a peer is late: leave the memory to others.
+  if (waited >= kOtherCallUnits) __nanosleep(200);
   if (seen == 0 && waited >= kOtherCallUnits) {
     // The source may have sent less, or by the other carrier: its first words of either.
     char const* const own = args.memory[args.rank];
@@ -58,7 +58,6 @@ CUTLASS_DEVICE void check_exchange_wait(ExchangeArgs const& args, int slot, uint
     if (seen == 0 || seen == args.tag) seen = load_acquire_system(signals + source * args.blocks);
     if (seen == args.tag) seen = 0;
   }
-  note_late(args.limit, false, source, 0, waited);
   bool const mismatch = seen != 0 && seen != args.tag;
   if (mismatch || waited > limit_units(args.limit)) {
     report_and_stop(args.limit, mismatch ? WaitReport::Mismatch : WaitReport::Timeout, source, 0,
@@ -73,7 +72,7 @@ struct Exchange {
   static constexpr int kElements = kWords * 4 / int(sizeof(Element));
   using Elements = cutlass::Array<Element, kElements>;
 
-  struct Group {
+  struct alignas(kWords == 4 ? kGroupBytes : 4) Group {
     uint32_t words[kWords];
   };
 
@@ -191,7 +190,8 @@ struct Exchange {
   // Places in the memory of a rank.
 
   CUTLASS_DEVICE char* stretch(int of_rank, int step, int source) const {
-    return args.memory[of_rank] + args.data[slot] +
+    int const data_slot = kOneSlot && kCarrier == Carrier::Blocks ? 0 : slot;
+    return args.memory[of_rank] + args.data[data_slot] +
            int64_t(step * args.world_size + source) * args.stretch_bytes;
   }
   CUTLASS_DEVICE Packet* packets(int of_rank, int step, int source) const {
@@ -208,9 +208,9 @@ struct Exchange {
   // Packets. A thread takes every so-many-th group.
 
   CUTLASS_DEVICE static int32_t first_group() {
-    return int32_t(blockIdx.x * kExchangeThreads + threadIdx.x);
+    return int32_t(blockIdx.x * blockDim.x + threadIdx.x);
   }
-  CUTLASS_DEVICE static int32_t group_stride() { return int32_t(gridDim.x * kExchangeThreads); }
+  CUTLASS_DEVICE static int32_t group_stride() { return int32_t(gridDim.x * blockDim.x); }
 
   CUTLASS_DEVICE static Packet packet_of(Group const& group, uint32_t tag) {
     return {{group.words[0], group.words[1], group.words[2]}, tag};
@@ -219,18 +219,28 @@ struct Exchange {
   CUTLASS_DEVICE void send_packets() const {
     int32_t const end = groups(args.count);
     for (int32_t g = first_group(); g < end; g += group_stride()) {
-      Group group{};
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int distance = 1; distance < args.world_size; ++distance) {
-        int const peer = after(distance);
-        if (distance == 1 || args.in_stride != 0) group = load(input(peer), g, length(peer));
+      Group group[kMaxExchangeRanks - 1];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kMaxExchangeRanks - 1; ++i) {  // all are under way together
+        if (i + 1 >= args.world_size) break;
+        if (i > 0 && args.in_stride == 0) {
+          group[i] = group[0];
+        } else {
+          group[i] = load(input(after(i + 1)), g, length(after(i + 1)));
+        }
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kMaxExchangeRanks - 1; ++i) {
+        if (i + 1 >= args.world_size) break;
+        int const peer = after(i + 1);
         stress_delay(args.rank);
         if (g < groups(length(peer))) {
-          store_packet(packets(peer, 0, args.rank) + g, packet_of(group, args.tag));
+          store_packet(packets(peer, 0, args.rank) + g, packet_of(group[i], args.tag));
         }
       }
       if constexpr (kStep == ExchangeStep::Gather) {
-        if (output(args.rank) != input(args.rank)) store(output(args.rank), g, args.count, group);
+        if (output(args.rank) != input(args.rank))
+          store(output(args.rank), g, args.count, group[0]);
       }
     }
   }
@@ -248,33 +258,38 @@ struct Exchange {
   template <class Counts>
   CUTLASS_DEVICE void take(int step, int32_t group, Counts const& counts,
                            Packet (&found)[kMaxExchangeRanks]) const {
-    uint32_t since = 0;
-    int missing;
+    uint32_t pending = 0;  // a bit for each source
     CUTLASS_PRAGMA_UNROLL
-    for (Packet& packet : found) packet.flag = 0;
+    for (int source = 0; source < kMaxExchangeRanks; ++source) {
+      found[source] = Packet{};
+      if (comes_from(source, group, counts(source))) pending |= 1u << source;
+    }
+    uint32_t const coming = pending;
+    uint32_t since = 0;
     CUTLASS_PRAGMA_NO_UNROLL
     do {
       // All are under way together.
       CUTLASS_PRAGMA_UNROLL
       for (int source = 0; source < kMaxExchangeRanks; ++source) {
-        if (found[source].flag != args.tag && comes_from(source, group, counts(source))) {
-          found[source] = load_packet(packets(args.rank, step, source) + group);
-        }
+        load_packet_if((pending >> source & 1u) != 0, found[source],
+                       packets(args.rank, step, source) + group);
       }
-      missing = -1;
+      int missing = -1;
       uint32_t seen = 0;
       CUTLASS_PRAGMA_UNROLL
       for (int source = 0; source < kMaxExchangeRanks; ++source) {
-        if (found[source].flag != args.tag && comes_from(source, group, counts(source))) {
-          missing = source;
+        if (found[source].flag == args.tag) {
+          pending &= ~(1u << source);
+        } else if ((pending >> source & 1u) != 0 && seen == 0) {
+          missing = source;  // rather one that called with something else
           seen = found[source].flag;
         }
       }
-      if (missing >= 0) check_exchange_wait(args, slot, seen, missing, since);
-    } while (missing >= 0 && !kNoWait);
+      if (pending != 0) check_exchange_wait(args, slot, seen, missing, since);
+    } while (pending != 0 && !kNoWait);
     CUTLASS_PRAGMA_UNROLL
     for (int source = 0; source < kMaxExchangeRanks; ++source) {
-      if (!comes_from(source, group, counts(source))) continue;
+      if ((coming >> source & 1u) == 0) continue;
       Packet* const place = packets(args.rank, step, source) + group;
       if constexpr (kNoWait) {
         // With the fault too every packet is taken out once.
@@ -324,12 +339,17 @@ struct Exchange {
   }
 
   // Blocks. A CTA takes every so-many-th.
+  //
+  // Invariant, here and for packets: a group of any segment is read, to be sent or added, and its
+  // result or what came in its place is written, by one and the same thread, which sends first. So
+  // an all-reduce may work in place.
 
   CUTLASS_DEVICE int32_t block_count() const {
-    return (groups(args.count) + kBlockGroups - 1) / kBlockGroups;
+    int32_t const block = args.thread_groups * kExchangeThreads;
+    return (groups(args.count) + block - 1) / block;
   }
-  CUTLASS_DEVICE static int32_t group_at(int32_t block, int i) {
-    return block * kBlockGroups + i * kExchangeThreads + int(threadIdx.x);
+  CUTLASS_DEVICE int32_t group_at(int32_t block, int i) const {
+    return (block * args.thread_groups + i) * kExchangeThreads + int(threadIdx.x);
   }
 
   /// A block has been written to all peers by all threads; also an empty one, so that every rank
@@ -369,15 +389,17 @@ struct Exchange {
       for (int distance = 1; distance < args.world_size; ++distance) {
         int const peer = after(distance);
         int32_t const count = length(peer);
-        Group loaded[kGroupsPerThread];
+        Group loaded[kMaxThreadGroups];
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kGroupsPerThread; ++i) {
+        for (int i = 0; i < kMaxThreadGroups; ++i) {
+          if (i >= args.thread_groups) break;
           loaded[i] = load(input(peer), group_at(block, i), count);
         }
         stress_delay(args.rank);
         uint4* const to = vectors(peer, 0, args.rank);
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kGroupsPerThread; ++i) {
+        for (int i = 0; i < kMaxThreadGroups; ++i) {
+          if (i >= args.thread_groups) break;
           if (group_at(block, i) < groups(count)) {
             to[group_at(block, i)] = reinterpret_cast<uint4 const&>(loaded[i]);
           }
@@ -403,7 +425,8 @@ struct Exchange {
     for (int32_t block = int32_t(blockIdx.x); block < block_count(); block += int32_t(gridDim.x)) {
       if constexpr (!kNoWait) await_block(0, block);
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kGroupsPerThread; ++i) {
+      for (int i = 0; i < kMaxThreadGroups; ++i) {
+        if (i >= args.thread_groups) break;
         int32_t const g = group_at(block, i);
         if (g >= groups(count)) continue;
         Group parts[kMaxExchangeRanks];
@@ -439,10 +462,17 @@ struct Exchange {
       for (int distance = 1; distance < args.world_size; ++distance) {
         int const source = after(distance);
         int32_t const count = length(source);
+        Group found[kMaxThreadGroups];
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kGroupsPerThread; ++i) {
+        for (int i = 0; i < kMaxThreadGroups; ++i) {
+          if (i >= args.thread_groups) break;
+          found[i] = received(step, source, group_at(block, i));  // in the workspace, sent or not
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kMaxThreadGroups; ++i) {
+          if (i >= args.thread_groups) break;
           int32_t const g = group_at(block, i);
-          if (g < groups(count)) store(output(source), g, count, received(step, source, g));
+          if (g < groups(count)) store(output(source), g, count, found[i]);
         }
       }
       if constexpr (kNoWait) await_block(step, block);
@@ -454,11 +484,11 @@ template <class Element, ExchangeStep kStep, Carrier kCarrier>
 __global__ void __launch_bounds__(kExchangeThreads, 1)
     exchange_kernel(__grid_constant__ ExchangeArgs const args) {
   auto* const turns = reinterpret_cast<uint32_t*>(args.memory[args.rank] + args.turns);
-  int const slot = kOneSlot ? 0 : int(__ldcg(turns + blockIdx.x));
+  int const slot = int(__ldcg(turns + blockIdx.x));
   Exchange<Element, kStep, kCarrier>(args, slot).run();
   __syncthreads();  // all have read the turn
   for (int i = blockIdx.x + threadIdx.x * gridDim.x; i < kMaxExchangeCtas;
-       i += kExchangeThreads * gridDim.x) {
+       i += blockDim.x * gridDim.x) {
     turns[i] = uint32_t(1 - slot);
   }
 }
@@ -512,10 +542,12 @@ cudaError_t prepare_exchanges() {
 }
 
 cudaError_t launch_exchange(ExchangeArgs const& args, CollectiveElement element, ExchangeStep step,
-                            Carrier carrier, int ctas, cudaStream_t stream) {
-  Kernel const kernel = kernel_of(element, step, carrier);
-  kernel<<<unsigned(ctas), kExchangeThreads, 0, stream>>>(args);
-  return cudaGetLastError();
+                            Carrier carrier, ExchangeGrid const& grid, cudaStream_t stream) {
+  ExchangeArgs copy = args;
+  void* params[] = {&copy};
+  auto const* const kernel = reinterpret_cast<void const*>(kernel_of(element, step, carrier));
+  return cudaLaunchKernel(kernel, dim3(unsigned(grid.ctas)), dim3(unsigned(grid.threads)), params,
+                          0, stream);
 }
 
 }  // namespace agmm

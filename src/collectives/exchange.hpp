@@ -40,15 +40,22 @@ struct ExchangeArgs {
   int64_t signals[CollectiveLayout::kSlots]{};
   int64_t packets[CollectiveLayout::kSlots]{};  // whatever the carrier
   int32_t packet_stretch_bytes = 0;
-  int32_t blocks = 0;  // signals of a stretch
+  int32_t blocks = 0;         // signals of a stretch
+  int32_t thread_groups = 1;  // of a block, that a thread moves at a time; up to kMaxThreadGroups
   int64_t turns = 0;
 
   WaitLimit limit{};
 };
 
+/// Alike on all ranks. Blocks want kExchangeThreads.
+struct ExchangeGrid {
+  int ctas = 1;
+  int threads = kExchangeThreads;
+};
+
 /// Loads the kernels on the current device.
 cudaError_t prepare_exchanges();
 cudaError_t launch_exchange(ExchangeArgs const& args, CollectiveElement element, ExchangeStep step,
-                            Carrier carrier, int ctas, cudaStream_t stream);
+                            Carrier carrier, ExchangeGrid const& grid, cudaStream_t stream);
 
 }  // namespace agmm

@@ -49,4 +49,25 @@ CUTLASS_DEVICE Packet load_packet(Packet const* from) {
   return packet;
 }
 
+/// The same where `wanted`, without a branch: several are under way together.
+CUTLASS_DEVICE void load_packet_if(bool wanted, Packet& packet, Packet const* from) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      ".reg .b64 low, high;\n"
+      ".reg .b128 all;\n"
+      "setp.ne.u32 p, %5, 0;\n"
+      "mov.b64 low, {%0, %1};\n"
+      "mov.b64 high, {%2, %3};\n"
+      "mov.b128 all, {low, high};\n"
+      "@p ld.relaxed.sys.global.b128 all, [%4];\n"
+      "mov.b128 {low, high}, all;\n"
+      "mov.b64 {%0, %1}, low;\n"
+      "mov.b64 {%2, %3}, high;\n"
+      "}\n"
+      : "+r"(packet.data[0]), "+r"(packet.data[1]), "+r"(packet.data[2]), "+r"(packet.flag)
+      : "l"(from), "r"(uint32_t(wanted))
+      : "memory");
+}
+
 }  // namespace agmm

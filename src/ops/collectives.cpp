@@ -17,8 +17,10 @@ namespace agmm {
 
 namespace {
 
-// More send no faster over the links, and take multiprocessors from what runs beside.
+// Not timed. More send no faster over the links, and take multiprocessors from what runs beside.
 constexpr int64_t kUsualCtas = 64;
+// Of a CTA that has few packets: they are spread over more multiprocessors.
+constexpr int64_t kLeastThreads = 128;
 
 int64_t bytes_of(CollectiveElement element) {
   switch (element) {
@@ -91,6 +93,27 @@ Carrier carrier_of(CollectiveMethod method) {
   return method == CollectiveMethod::Blocks ? Carrier::Blocks : Carrier::Packets;
 }
 
+int64_t ceil_of(int64_t value, int64_t to) { return (value + to - 1) / to; }
+
+/// For the groups of a segment. `ctas`: as the caller wants, or 0.
+ExchangeGrid grid_of(Carrier carrier, int64_t groups, int ctas, int64_t most_ctas) {
+  ExchangeGrid grid;
+  if (carrier == Carrier::Packets) {
+    int64_t const spread = ceil_of(ceil_of(groups, ctas > 0 ? ctas : most_ctas), kLeastThreads);
+    grid.threads = static_cast<int>(
+        std::clamp<int64_t>(spread * kLeastThreads, kLeastThreads, kExchangeThreads));
+  }
+  int64_t const usual = std::clamp<int64_t>(ceil_of(groups, grid.threads), 1, most_ctas);
+  grid.ctas = ctas > 0 ? ctas : static_cast<int>(usual);
+  return grid;
+}
+
+/// As large blocks as leave every CTA one.
+int32_t thread_groups_of(int64_t groups, ExchangeGrid const& grid) {
+  int64_t const each = groups / (int64_t(grid.ctas) * kExchangeThreads);
+  return static_cast<int32_t>(std::clamp<int64_t>(each, 1, kMaxThreadGroups));
+}
+
 void check(Collective const& call) {
   if (call.count < 0) refuse("count", std::to_string(call.count), "at least 0");
   if (call.method == CollectiveMethod::TwoShot && call.op != CollectiveOp::AllReduce) {
@@ -123,6 +146,12 @@ struct Collectives::Impl {
         ordered(kernels_device().index) {}
 
   int world_size() const { return static_cast<int>(bases.size()); }
+  int64_t most_ctas() const { return std::min<int64_t>(kUsualCtas, sm_count); }
+  // The ranks have to have the same grid.
+  uint32_t tag_of(Collective call) const {
+    if (call.ctas == 0) call.ctas = static_cast<int32_t>(-most_ctas());
+    return agmm::tag_of(call);
+  }
   ExchangeArgs args_of(Collective const& call) const;
   void enqueue(Collective call, cudaStream_t stream) const;
 
@@ -183,7 +212,7 @@ void Collectives::Impl::enqueue(Collective call, cudaStream_t stream) const {
     args.in_stride = call.op == CollectiveOp::ReduceScatter ? call.count : 0;
     args.out_stride = call.op == CollectiveOp::AllGather ? call.count : 0;
     if (step == ExchangeStep::SumAndShare) {
-      int64_t const segment = ((count + w - 1) / w + group - 1) / group * group;
+      int64_t const segment = ceil_of(ceil_of(count, w), group) * group;
       args.total = args.count;
       args.count = static_cast<int32_t>(segment);
       args.in_stride = args.out_stride = segment;
@@ -193,12 +222,9 @@ void Collectives::Impl::enqueue(Collective call, cudaStream_t stream) const {
                       is_multiple(reinterpret_cast<uintptr_t>(args.out)) &&
                       is_multiple(args.in_stride * element_bytes) &&
                       is_multiple(args.out_stride * element_bytes);
-    int64_t const groups = (args.count + group - 1) / group;
-    int64_t const per_cta = carrier == Carrier::Packets ? kExchangeThreads : kBlockGroups;
-    int64_t const usual = std::clamp<int64_t>((groups + per_cta - 1) / per_cta, 1,
-                                              std::min<int64_t>(kUsualCtas, sm_count));
-    int const ctas = call.ctas > 0 ? call.ctas : static_cast<int>(usual);
-    check_cuda(launch_exchange(args, call.element, step, carrier, ctas, stream), "kernel launch");
+    ExchangeGrid const grid = grid_of(carrier, ceil_of(args.count, group), call.ctas, most_ctas());
+    args.thread_groups = thread_groups_of(ceil_of(args.count, group), grid);
+    check_cuda(launch_exchange(args, call.element, step, carrier, grid, stream), "kernel launch");
   }
 }
 
@@ -229,7 +255,8 @@ std::size_t Collectives::slot_bytes() const { return impl_->layout.slot_bytes();
 bool Collectives::operator()(Collective const& call, void* stream) {
   return impl_->ordered.make(stream, [&] {
     check(call);
-    if (impl_->noted.insert(tag_of(call)).second) note_call(tag_of(call), described(call));
+    uint32_t const tag = impl_->tag_of(call);
+    if (impl_->noted.insert(tag).second) note_call(tag, described(call));
     return [&](cudaStream_t on) { impl_->enqueue(call, on); };
   });
 }

@@ -21,9 +21,10 @@ enum class Carrier : int32_t { Packets = 0, Blocks = 1 };
 constexpr int kGroupBytes = 16;
 constexpr int kPacketDataBytes = 12;
 
-constexpr int kExchangeThreads = 512;  // of a CTA
-/// Groups of a block; a block is what one CTA sends and signals at once.
-constexpr int kBlockGroups = 4 * kExchangeThreads;
+constexpr int kExchangeThreads = 512;  // of a CTA, at most
+/// A block is what one CTA sends and signals at once: 1 to 4 groups of each thread.
+constexpr int kMaxThreadGroups = 4;
+constexpr int kLeastBlockGroups = kExchangeThreads;
 /// CTAs of a launch, at most.
 constexpr int kMaxExchangeCtas = 256;
 constexpr int kMaxExchangeRanks = 8;
@@ -41,6 +42,8 @@ class CollectiveLayout {
   /// Of a slot's packets. What takes more goes faster in blocks.
   static constexpr std::size_t kPacketBytes = std::size_t(4) << 20;
 
+  static constexpr std::size_t kMaxSlotBytes = std::size_t(1) << 30;  // kernels count in 32 bits
+
   /// `slot_bytes`: of a slot's blocks.
   CollectiveLayout(std::size_t slot_bytes, int world_size)
       : slot_bytes_(slot_bytes), stretches_(std::size_t(kSteps) * std::size_t(world_size)) {
@@ -48,9 +51,10 @@ class CollectiveLayout {
       throw std::invalid_argument("world_size: found " + std::to_string(world_size) +
                                   ", wanted 2 to " + std::to_string(kMaxExchangeRanks));
     }
-    if (slot_bytes % kAlignment != 0) {
+    if (slot_bytes % kAlignment != 0 || slot_bytes > kMaxSlotBytes) {
       throw std::invalid_argument("slot_bytes: found " + std::to_string(slot_bytes) +
-                                  ", wanted a multiple of " + std::to_string(kAlignment));
+                                  ", wanted a multiple of " + std::to_string(kAlignment) +
+                                  " up to " + std::to_string(kMaxSlotBytes));
     }
   }
 
@@ -58,14 +62,15 @@ class CollectiveLayout {
 
   /// Groups that one rank can send to another in a step.
   std::size_t groups(Carrier carrier) const {
-    return carrier == Carrier::Packets ? packet_stretch() / kGroupBytes : blocks() * kBlockGroups;
+    return carrier == Carrier::Packets ? packet_stretch() / kGroupBytes
+                                       : blocks() * kLeastBlockGroups;
   }
   /// From one source's stretch to the next.
   std::size_t stretch_bytes(Carrier carrier) const {
     return carrier == Carrier::Packets ? packet_stretch() : block_stretch();
   }
   /// Blocks, and so signals, of a stretch.
-  std::size_t blocks() const { return block_stretch() / kGroupBytes / kBlockGroups; }
+  std::size_t blocks() const { return block_stretch() / kGroupBytes / kLeastBlockGroups; }
 
   std::size_t data(Carrier carrier, int slot) const {
     std::size_t const i = static_cast<std::size_t>(slot);

@@ -8,6 +8,7 @@ compute-sanitizer); if asked for, it then times rank 0 of 4, whose peers have se
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -133,13 +134,17 @@ class StandIn:
         )
 
     def call(
-        self, kind: Kind, inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+        self,
+        kind: Kind,
+        inputs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        ctas: int = 0,
     ) -> None:
         """One call of every rank, behind the current stream, whose results come with `wait`."""
         for stream in self.streams:
             stream.wait_stream(torch.cuda.current_stream())
         for rank, (given, out) in enumerate(zip(inputs, outs, strict=True)):
-            self.enqueue(rank, kind, given, out)
+            self.enqueue(rank, kind, given, out, ctas)
 
     def wait(self) -> None:
         for stream in self.streams:
@@ -182,6 +187,35 @@ def wrong_calls(world_size: int, counts: Sequence[int], turns: int) -> list[str]
     return [*found, *([f"{left} words left behind"] if left else [])]
 
 
+def wrong_in_turn(world_size: int, calls: int, seed: int) -> list[str]:
+    """Calls of random kinds and grids, enqueued rank by rank without a pause, so that ranks get
+    ahead of others: what was wrong."""
+    draw = random.Random(seed)
+    ranks = StandIn(world_size)
+    most = torch.cuda.get_device_properties(0).multi_processor_count // world_size
+    every = list(kinds((1, 7, 13, 60, 1001, 3000, 30_000, 200_000)))
+    drawn = [(draw.choice(every), draw.choice((0, 1, 2, 5, most))) for _ in range(calls)]
+    inputs = [kind.inputs(world_size) for kind, _ in drawn]
+    outs = [kind.empty_outs(world_size) for kind, _ in drawn]
+    wanted = [kind.wanted(each) for (kind, _), each in zip(drawn, inputs, strict=True)]
+    torch.cuda.synchronize()
+    for begin in range(0, calls, 10):  # as far ahead as the queues of launches allow
+        order = draw.sample(range(world_size), world_size)
+        for rank in order:
+            for i in range(begin, min(begin + 10, calls)):
+                kind, ctas = drawn[i]
+                ranks.enqueue(rank, kind, inputs[i][rank], outs[i][rank], ctas)
+    torch.cuda.synchronize()
+    found = [
+        f"call {i} of {calls}, {drawn[i]}, rank {rank}"
+        for i in range(calls)
+        for rank in range(world_size)
+        if not torch.equal(outs[i][rank], wanted[i][rank])
+    ]
+    left = ranks.unclean_words()
+    return [*found, *([f"{left} words left behind"] if left else [])]
+
+
 def time_us(world_size: int, kind: Kind, samples: int = 200, ctas: int = 0) -> tuple[float, float]:
     """Medians: of rank 0's call, whose peers have sent what it waits for, and of an empty kernel
     between the same two events."""
@@ -213,6 +247,7 @@ def main() -> None:
     torch.manual_seed(0)
     for world_size in (2, 3, 8):
         wrong = wrong_calls(world_size, (1, 7, 1003, 40_001), 2)
+        wrong += wrong_in_turn(world_size, 30, world_size)
         if wrong:
             raise SystemExit("\n".join([f"{world_size} ranks:", *wrong[:20]]))
     print("all equal")

@@ -26,6 +26,12 @@ def test_every_kind(world_size: int) -> None:
     assert collectives_stand_in.wrong_calls(world_size, COUNTS, 3) == []
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_ranks_that_get_ahead(world_size: int) -> None:
+    for seed in range(5):
+        assert collectives_stand_in.wrong_in_turn(world_size, 100, seed) == []
+
+
 def test_all_methods_have_the_same_bits() -> None:
     found = []
     for method in METHODS:
@@ -67,7 +73,7 @@ def test_back_to_back(world_size: int) -> None:
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
-        for _ in range(3):
+        for _ in range(3):  # an odd number: the next call takes the other slot
             ranks.call(kind, inputs, graph_outs)
         ranks.wait()
     wrong = 0
@@ -158,9 +164,9 @@ def _path() -> str:
 
 @pytest.mark.skipif(_core.fault == "", reason="agmm is built without AGMM_FAULT")
 def test_the_fault_is_found() -> None:
-    """With no_wait, signal_first, no_fence or one_slot; the latter two need AGMM_STRESS_DELAYS."""
-    for _ in range(20):
-        if collectives_stand_in.wrong_calls(4, COUNTS, 6):
+    """With no_wait, signal_first or one_slot; and, with AGMM_STRESS_DELAYS, no_fence."""
+    for seed in range(40):
+        if collectives_stand_in.wrong_in_turn(4, 100, seed):
             return
     pytest.fail(f"{_core.fault} not found")
 
