@@ -10,12 +10,19 @@ import typing
 __all__: list[str] = [
     "ALIGNMENT",
     "CAPABILITY",
+    "COLLECTIVE_PACKET_BYTES",
+    "CollectiveElement",
+    "CollectiveMethod",
+    "CollectiveOp",
     "CpuWorkspace",
+    "CudaCollectives",
     "CudaScatterWorkspace",
     "CudaWorkspace",
     "DType",
     "KernelConfig",
     "KernelFacts",
+    "MAX_COLLECTIVE_CTAS",
+    "MAX_COLLECTIVE_RANKS",
     "MAX_COLUMN_CHUNKS",
     "MAX_PUSH_PARTS",
     "MAX_PUSH_RANKS",
@@ -32,6 +39,7 @@ __all__: list[str] = [
     "chunk_columns",
     "chunks_of_rows",
     "clusters_to_launch",
+    "collective_bytes",
     "cpu_wait_signal",
     "cuda_built",
     "end_process",
@@ -368,6 +376,162 @@ class CudaScatterWorkspace:
     @property
     def part_bytes(self) -> int: ...
 
+class CollectiveOp:
+    """
+    Members:
+
+      all_gather
+
+      reduce_scatter
+
+      all_reduce
+    """
+
+    __members__: typing.ClassVar[dict[str, CollectiveOp]]
+    all_gather: typing.ClassVar[CollectiveOp]
+    all_reduce: typing.ClassVar[CollectiveOp]
+    reduce_scatter: typing.ClassVar[CollectiveOp]
+    @typing.overload
+    def __eq__(self, other: CollectiveOp) -> bool: ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    @typing.overload
+    def __ne__(self, other: CollectiveOp) -> bool: ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: int) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class CollectiveMethod:
+    """
+    How the data travels, in how many steps.
+
+    Members:
+
+      one_shot
+
+      two_shot
+
+      blocks
+    """
+
+    __members__: typing.ClassVar[dict[str, CollectiveMethod]]
+    blocks: typing.ClassVar[CollectiveMethod]
+    one_shot: typing.ClassVar[CollectiveMethod]
+    two_shot: typing.ClassVar[CollectiveMethod]
+    @typing.overload
+    def __eq__(self, other: CollectiveMethod) -> bool: ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    @typing.overload
+    def __ne__(self, other: CollectiveMethod) -> bool: ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: int) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class CollectiveElement:
+    """
+    By torch's names; bytes are gathered only.
+
+    Members:
+
+      uint8
+
+      bfloat16
+
+      float16
+
+      float32
+    """
+
+    __members__: typing.ClassVar[dict[str, CollectiveElement]]
+    bfloat16: typing.ClassVar[CollectiveElement]
+    float16: typing.ClassVar[CollectiveElement]
+    float32: typing.ClassVar[CollectiveElement]
+    uint8: typing.ClassVar[CollectiveElement]
+    @typing.overload
+    def __eq__(self, other: CollectiveElement) -> bool: ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    @typing.overload
+    def __ne__(self, other: CollectiveElement) -> bool: ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: int) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class CudaCollectives:
+    """
+    Slots of one group for all_gather, reduce_scatter and all_reduce.
+    """
+    @staticmethod
+    def credit_words(world_size: int) -> list[int]:
+        """
+        None: all words are 0 before the first call.
+        """
+    @staticmethod
+    def words_offset(slot_bytes: int, world_size: int) -> int:
+        """
+        Where the words begin, in bytes.
+        """
+    @staticmethod
+    def workspace_bytes(slot_bytes: int, world_size: int) -> int: ...
+    def __init__(
+        self,
+        rank: int,
+        bases: collections.abc.Sequence[int],
+        slot_bytes: int,
+        reserved_sms: int = 0,
+    ) -> None: ...
+    def call(
+        self,
+        op: CollectiveOp,
+        method: CollectiveMethod,
+        element: CollectiveElement,
+        input: int,
+        out: int,
+        count: int,
+        is_average: bool,
+        stream: int,
+        ctas: int = 0,
+    ) -> bool:
+        """
+        Enqueues a collective. count: elements of the input, of reduce_scatter those of out. ctas: 0 for the usual, alike on all ranks. Returns whether the stream is being captured.
+        """
+    @property
+    def slot_bytes(self) -> int: ...
+
 def async_input_mm(
     a: int,
     b: int,
@@ -414,6 +578,11 @@ def clusters_to_launch(
 ) -> int:
     """
     How many of the clusters of CTAs that there is room for are launched.
+    """
+
+def collective_bytes(method: CollectiveMethod, slot_bytes: int, world_size: int) -> int:
+    """
+    Bytes that a rank can send to another in one step of a launch; what is larger takes several launches.
     """
 
 def cpu_wait_signal(
@@ -597,6 +766,9 @@ def write_line(message: str) -> None:
 
 ALIGNMENT: int
 CAPABILITY: int
+COLLECTIVE_PACKET_BYTES: int
+MAX_COLLECTIVE_CTAS: int
+MAX_COLLECTIVE_RANKS: int
 MAX_COLUMN_CHUNKS: int
 MAX_PUSH_PARTS: int
 MAX_PUSH_RANKS: int

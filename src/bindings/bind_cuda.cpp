@@ -38,9 +38,6 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// At most eleven days: kernels count in 32 bits, of 2^20 ns each.
-uint64_t limit_ns() { return static_cast<uint64_t>(std::min(agmm::timeout_seconds(), 1e6) * 1e9); }
-
 KernelConfig make_config(int tile_m, int tile_n, int tile_k, int cluster_m, int cluster_n,
                          const std::string& schedule, int max_swizzle, const std::string& raster,
                          bool timed, int splits) {
@@ -77,25 +74,9 @@ std::vector<std::string> layouts_that_store_a(const KernelConfig& config) {
   return found;
 }
 
-// Destroying a workspace frees device memory, which waits for the device; other threads may have
-// to go on for it to get there.
-struct DeleteWithoutGil {
-  template <class Workspace>
-  void operator()(Workspace* workspace) const {
-    const py::gil_scoped_release unlocked;
-    delete workspace;
-  }
-};
-template <class Workspace>
-using Held = std::unique_ptr<Workspace, DeleteWithoutGil>;
-
-// Making one loads kernels, which waits for the device.
-template <class Workspace>
-Held<Workspace> make_workspace(int rank, const std::vector<uintptr_t>& bases, std::size_t bytes,
-                               int reserved_sms) {
-  const py::gil_scoped_release unlocked;
-  return Held<Workspace>(new Workspace(rank, bases, bytes, reserved_sms));
-}
+using agmm::Held;
+using agmm::limit_ns;
+using agmm::make_workspace;
 
 // a, lda, b, ldb, k
 using ProductTuple = std::tuple<uintptr_t, int64_t, uintptr_t, int64_t, int>;

@@ -1,11 +1,42 @@
+// What the files that bind the core share.
 #pragma once
 
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
+#include "agmm/limits.hpp"
 #include "agmm/problem.hpp"
 
 namespace agmm {
+
+/// At most eleven days: kernels count in 32 bits, of 2^20 ns each.
+inline uint64_t limit_ns() { return static_cast<uint64_t>(std::min(timeout_seconds(), 1e6) * 1e9); }
+
+/// Destroying a workspace frees device memory, which waits for the device; other threads may have
+/// to go on for it to get there.
+struct DeleteWithoutGil {
+  template <class Workspace>
+  void operator()(Workspace* workspace) const {
+    const pybind11::gil_scoped_release unlocked;
+    delete workspace;
+  }
+};
+template <class Workspace>
+using Held = std::unique_ptr<Workspace, DeleteWithoutGil>;
+
+/// Making one loads kernels, which waits for the device.
+template <class Workspace>
+Held<Workspace> make_workspace(int rank, const std::vector<uintptr_t>& bases, std::size_t bytes,
+                               int reserved_sms) {
+  const pybind11::gil_scoped_release unlocked;
+  return Held<Workspace>(new Workspace(rank, bases, bytes, reserved_sms));
+}
 
 inline Raster parse_raster(const std::string& name) {
   if (name == "along_m") return Raster::AlongM;

@@ -2,6 +2,7 @@
 #include <stdexcept>
 
 #include "agmm/async_input_mm.hpp"
+#include "agmm/collectives.hpp"
 #include "agmm/fused_all_gather_matmul.hpp"
 #include "agmm/fused_matmul_reduce_scatter.hpp"
 
@@ -41,5 +42,11 @@ FusedMatmulReduceScatter::FusedMatmulReduceScatter(int, std::vector<uintptr_t> c
 FusedMatmulReduceScatter::~FusedMatmulReduceScatter() = default;
 std::size_t FusedMatmulReduceScatter::part_bytes() const { refuse(); }
 bool FusedMatmulReduceScatter::operator()(MatmulScatter const&, void*) { refuse(); }
+
+struct Collectives::Impl {};
+Collectives::Collectives(int, std::vector<uintptr_t> const&, std::size_t, int) { refuse(); }
+Collectives::~Collectives() = default;
+std::size_t Collectives::slot_bytes() const { refuse(); }
+bool Collectives::operator()(Collective const&, void*) { refuse(); }
 
 }  // namespace agmm

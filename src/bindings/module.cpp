@@ -10,6 +10,7 @@ namespace py = pybind11;
 void bind_cpu(py::module_& m);
 void bind_chunking(py::module_& m);
 void bind_cuda(py::module_& m);
+void bind_collectives(py::module_& m);
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The torch-free core of agmm.";
@@ -20,4 +21,5 @@ PYBIND11_MODULE(_core, m) {
   bind_cpu(m);
   bind_chunking(m);
   bind_cuda(m);
+  bind_collectives(m);
 }

@@ -1,8 +1,6 @@
 #include "agmm/fused_matmul_reduce_scatter.hpp"
 
 #include <algorithm>
-#include <array>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -12,10 +10,9 @@
 #include "ops/launching.hpp"
 #include "ops/scatter_fields.hpp"
 #include "order/scatter_tiles.hpp"
-#include "runtime/call_stream.hpp"
 #include "runtime/cuda.hpp"
+#include "runtime/ordered_calls.hpp"
 #include "symmetric/scatter_layout.hpp"
-#include "symmetric/slot_ring.hpp"
 #include "sync/signals.hpp"
 
 namespace agmm {
@@ -124,15 +121,8 @@ struct FusedMatmulReduceScatter::Impl {
       : rank(rank_),
         bases(std::move(bases_)),
         layout(part_bytes, static_cast<int>(bases.size())),
-        device(kernels_device().index),
-        sm_count(kernels_device().sm_count - reserved_sms) {}
-
-  ~Impl() {
-    for (cudaEvent_t const event : call_done) {
-      if (event != nullptr) cudaEventDestroy(event);
-    }
-    cudaGetLastError();
-  }
+        sm_count(kernels_device().sm_count - reserved_sms),
+        ordered(kernels_device().index) {}
 
   int world_size() const { return static_cast<int>(bases.size()); }
   template <class T>
@@ -151,15 +141,9 @@ struct FusedMatmulReduceScatter::Impl {
   int rank;
   std::vector<uintptr_t> bases;
   ScatterLayout layout;
-  int device;
   int sm_count;  // multiprocessors for this workspace's kernels
-  std::mutex mutex;
-  // Which calls are ordered among themselves: eager ones, and those of a capture. There is one
-  // slot.
-  SlotRing sequences;
-  std::array<cudaEvent_t, SlotRing::kSequences> call_done{};
-  std::array<unsigned long long, SlotRing::kSequences> last_stream{};  // its id
-  std::vector<Call> calls;                                             // prepared last
+  OrderedCalls ordered;
+  std::vector<Call> calls;  // prepared last
   std::size_t oldest = 0;
 };
 
@@ -292,37 +276,15 @@ Call const& FusedMatmulReduceScatter::Impl::find_or_prepare(MatmulScatter const&
 }
 
 bool FusedMatmulReduceScatter::operator()(MatmulScatter const& what, void* stream_handle) {
-  Impl& impl = *impl_;
-  std::lock_guard<std::mutex> const lock(impl.mutex);
-  DeviceGuard const device(impl.device);
-  auto const stream = static_cast<cudaStream_t>(stream_handle);
-  CallStream const calling(stream);
-  if (impl.sequences.is_broken(calling.capture)) throw std::runtime_error(calling.broken());
-  Call const& call = impl.find_or_prepare(what);
-  // Nothing is enqueued before here, and nothing short of a CUDA failure can stop the call now.
-  bool const is_first = impl.sequences.find(calling.capture) == SlotRing::kNone;
-  auto const i = static_cast<std::size_t>(impl.sequences.begin(calling.capture));
-  try {
-    if (impl.call_done[i] == nullptr) {
-      RelaxedCapture const relaxed;
-      AGMM_CHECK_CUDA(cudaEventCreateWithFlags(&impl.call_done[i], cudaEventDisableTiming));
-    }
-    // Calls of one workspace run one after the other also when they come on different streams.
-    if (!is_first && (calling.is_captured() || impl.last_stream[i] != calling.id)) {
-      AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, impl.call_done[i], 0));
-    }
-    for (Launch const& launch : call.launches) {
-      check_cuda(static_cast<cudaError_t>(launch.kernel->launch(launch.params.get(), stream)),
-                 "kernel launch");
-    }
-    AGMM_CHECK_CUDA(cudaEventRecord(impl.call_done[i], stream));
-  } catch (...) {
-    calling.abandon();
-    throw;
-  }
-  impl.last_stream[i] = calling.id;
-  impl.sequences.end(calling.capture);
-  return calling.is_captured();
+  return impl_->ordered.make(stream_handle, [&] {
+    Call const& call = impl_->find_or_prepare(what);
+    return [&call](cudaStream_t stream) {
+      for (Launch const& launch : call.launches) {
+        check_cuda(static_cast<cudaError_t>(launch.kernel->launch(launch.params.get(), stream)),
+                   "kernel launch");
+      }
+    };
+  });
 }
 
 }  // namespace agmm

@@ -7,13 +7,13 @@
 #include <mutex>
 #include <new>
 #include <set>
-#include <stdexcept>
 #include <string>
 #include <unordered_map>
 #include <utility>
 
 #include "gemm/kernel_entry.hpp"
 #include "ops/fields.hpp"
+#include "ops/refuse.hpp"
 #include "runtime/cuda.hpp"
 
 namespace agmm {
@@ -62,11 +62,6 @@ void make_ready(Entry const& kernel, DeviceFacts const& device) {
   if (ready.count({&kernel, device.index}) != 0) return;
   check_cuda(static_cast<cudaError_t>(kernel.setup()), "cudaFuncSetAttribute");
   ready.insert({&kernel, device.index});
-}
-
-[[noreturn]] inline void refuse(std::string const& argument, std::string const& found,
-                                std::string const& wanted) {
-  throw std::invalid_argument(argument + ": found " + found + ", wanted " + wanted);
 }
 
 template <class T>

@@ -13,14 +13,25 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 # What a C++ file may reach, by the name in its #include. A role is a folder of src/.
-ROLES = ("order", "sync", "symmetric", "transport", "gemm", "ops", "runtime", "cpu", "bindings")
+ROLES = (
+    "order",
+    "sync",
+    "symmetric",
+    "transport",
+    "collectives",
+    "gemm",
+    "ops",
+    "runtime",
+    "cpu",
+    "bindings",
+)
 CXX_KINDS = {
     "torch": r"(torch|ATen|c10)/",
     "python": r"(pybind11/|Python\.h$)",
     "cutlass": r"(cutlass|cute)/",
     "cuda": r"(cuda|cuda_\w+|driver_types|vector_types|nccl)\.h$|(cuda|nv)/",
     "scheduler": r"agmm/persistent_async_input_scheduler\.hpp$",
-    "launch": r"agmm/(async_input_mm|fused_\w+)\.hpp$",
+    "launch": r"agmm/(async_input_mm|fused_\w+|collectives)\.hpp$",
     "transport but push": r"transport/(?!(sm_push|push_warp|tile_push|tile_push_device)\.hpp$)",
     "testing": "testing/",
     **{role: f"{role}/" for role in ROLES},
@@ -53,6 +64,9 @@ CXX_RULES = {
     ),
     "symmetric memory is laid out without CUDA": Rule(
         ("src/symmetric/**/*",), ("cutlass", "cuda", "transport", "cpu", *MATMUL)
+    ),
+    "collectives know neither transports nor matmuls": Rule(
+        ("src/collectives/**/*",), ("transport", "gemm", "ops", "scheduler", "runtime", "cpu")
     ),
     "transports know no matmul": Rule(("src/transport/**/*",), ("cpu", *MATMUL)),
     "the transports' host code needs no CUTLASS": Rule(
@@ -141,6 +155,11 @@ def _plant(root: Path, path: str, text: str) -> None:
         ("sync knows neither transports nor matmuls", "src/sync/w.hpp", '"transport/stage.hpp"'),
         ("sync knows neither transports nor matmuls", "src/sync/w.hpp", '"gemm/split_k.hpp"'),
         ("symmetric memory is laid out without CUDA", "src/symmetric/l.hpp", "<cuda.h>"),
+        (
+            "collectives know neither transports nor matmuls",
+            "src/collectives/exchange.cu",
+            '"transport/stage.hpp"',
+        ),
         ("transports know no matmul", "src/transport/stage.cu", '"gemm/sm90/chunk_gate.hpp"'),
         ("transports know no matmul", "src/transport/pull.cpp", '"agmm/async_input_mm.hpp"'),
         (

@@ -249,7 +249,8 @@ class SymmetricWorkspace:
         first_word = self._core_class.words_offset(slot_bytes, self.world_size)
         words = memory[first_word:].view(torch.int32)
         words.zero_()
-        words[torch.tensor(self._core_class.credit_words(self.world_size))] = 1
+        given = self._core_class.credit_words(self.world_size)
+        words[torch.tensor(given, dtype=torch.long)] = 1
 
     def _core_of(self, places: list[int], handle: Any, slot_bytes: int) -> Any:
         """What makes calls with the memory that lies at these addresses, by rank."""

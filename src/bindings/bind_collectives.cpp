@@ -1,0 +1,98 @@
+// agmm._core: the collectives on CUDA.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "agmm/collectives.hpp"
+#include "bindings/bindings.hpp"
+#include "symmetric/collective_layout.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+using agmm::Carrier;
+using agmm::Collective;
+using agmm::CollectiveElement;
+using agmm::CollectiveLayout;
+using agmm::CollectiveMethod;
+using agmm::CollectiveOp;
+using agmm::Collectives;
+
+bool call(Collectives& collectives, CollectiveOp op, CollectiveMethod method,
+          CollectiveElement element, uintptr_t in, uintptr_t out, int64_t count, bool is_average,
+          uintptr_t stream, int ctas) {
+  Collective what;
+  what.op = op;
+  what.method = method;
+  what.element = element;
+  what.in = reinterpret_cast<void const*>(in);
+  what.out = reinterpret_cast<void*>(out);
+  what.count = count;
+  what.is_average = is_average;
+  what.ctas = ctas;
+  what.limit_ns = agmm::limit_ns();
+  return collectives(what, reinterpret_cast<void*>(stream));
+}
+
+}  // namespace
+
+void bind_collectives(py::module_& m) {
+  py::enum_<CollectiveOp>(m, "CollectiveOp")
+      .value("all_gather", CollectiveOp::AllGather)
+      .value("reduce_scatter", CollectiveOp::ReduceScatter)
+      .value("all_reduce", CollectiveOp::AllReduce);
+  py::enum_<CollectiveMethod>(m, "CollectiveMethod", "How the data travels, in how many steps.")
+      .value("one_shot", CollectiveMethod::OneShot)
+      .value("two_shot", CollectiveMethod::TwoShot)
+      .value("blocks", CollectiveMethod::Blocks);
+  py::enum_<CollectiveElement>(m, "CollectiveElement", "By torch's names; bytes are gathered only.")
+      .value("uint8", CollectiveElement::Byte)
+      .value("bfloat16", CollectiveElement::BFloat16)
+      .value("float16", CollectiveElement::Float16)
+      .value("float32", CollectiveElement::Float32);
+  m.attr("MAX_COLLECTIVE_RANKS") = agmm::kMaxExchangeRanks;
+  m.attr("MAX_COLLECTIVE_CTAS") = agmm::kMaxExchangeCtas;
+  m.attr("COLLECTIVE_PACKET_BYTES") = CollectiveLayout::kPacketBytes;  // of a slot
+  m.def(
+      "collective_bytes",
+      [](CollectiveMethod method, std::size_t slot_bytes, int world_size) {
+        const bool blocks = method == CollectiveMethod::Blocks;
+        const CollectiveLayout layout(slot_bytes, world_size);
+        const std::size_t bytes = blocks ? agmm::kGroupBytes : agmm::kPacketDataBytes;
+        return layout.groups(blocks ? Carrier::Blocks : Carrier::Packets) * bytes;
+      },
+      py::arg("method"), py::arg("slot_bytes"), py::arg("world_size"),
+      "Bytes that a rank can send to another in one step of a launch; what is larger takes several "
+      "launches.");
+  py::class_<Collectives, agmm::Held<Collectives>>(
+      m, "CudaCollectives", "Slots of one group for all_gather, reduce_scatter and all_reduce.")
+      .def(py::init(&agmm::make_workspace<Collectives>), py::arg("rank"), py::arg("bases"),
+           py::arg("slot_bytes"), py::arg("reserved_sms") = 0)
+      .def_static(
+          "workspace_bytes",
+          [](std::size_t slot_bytes, int world_size) {
+            return CollectiveLayout(slot_bytes, world_size).bytes();
+          },
+          py::arg("slot_bytes"), py::arg("world_size"))
+      .def_static(
+          "words_offset",
+          [](std::size_t slot_bytes, int world_size) {
+            return CollectiveLayout(slot_bytes, world_size).words_offset();
+          },
+          py::arg("slot_bytes"), py::arg("world_size"), "Where the words begin, in bytes.")
+      .def_static(
+          "credit_words",
+          [](int world_size) { return CollectiveLayout(0, world_size).credit_words(); },
+          py::arg("world_size"), "None: all words are 0 before the first call.")
+      .def_property_readonly("slot_bytes", &Collectives::slot_bytes)
+      .def("call", &call, py::arg("op"), py::arg("method"), py::arg("element"), py::arg("input"),
+           py::arg("out"), py::arg("count"), py::arg("is_average"), py::arg("stream"),
+           py::arg("ctas") = 0, py::call_guard<py::gil_scoped_release>(),
+           "Enqueues a collective. count: elements of the input, of reduce_scatter those of out. "
+           "ctas: 0 for the usual, alike on all ranks. Returns whether the stream is being "
+           "captured.");
+}

@@ -1,0 +1,282 @@
+"""Ranks of the collectives on one GPU: workspaces of one process that are each other's peers, on a
+stream each.
+
+As a program it makes calls of every op, method and element type and compares the results (for
+compute-sanitizer); if asked for, it then times rank 0 of 4, whose peers have sent before:
+    python collectives_stand_in.py [--time]
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from agmm import _core
+
+SLOT_BYTES = 4 << 20
+OPS = (
+    _core.CollectiveOp.all_gather,
+    _core.CollectiveOp.reduce_scatter,
+    _core.CollectiveOp.all_reduce,
+)
+METHODS = (
+    _core.CollectiveMethod.one_shot,
+    _core.CollectiveMethod.two_shot,
+    _core.CollectiveMethod.blocks,
+)
+ELEMENTS = {
+    torch.bfloat16: _core.CollectiveElement.bfloat16,
+    torch.float16: _core.CollectiveElement.float16,
+    torch.float32: _core.CollectiveElement.float32,
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A call but for its data. ``count`` is of elements of a rank's input, of reduce_scatter of its
+    output; ``offset`` is how far both begin inside their memory."""
+
+    op: _core.CollectiveOp
+    method: _core.CollectiveMethod
+    dtype: torch.dtype
+    count: int
+    offset: int = 0
+    is_average: bool = False
+
+    def inputs(self, world_size: int) -> list[torch.Tensor]:
+        """Of each rank, NaN around it."""
+        is_scatter = self.op == _core.CollectiveOp.reduce_scatter
+        return [
+            _inside(torch.randn(self.count * (world_size if is_scatter else 1)), self)
+            for _ in range(world_size)
+        ]
+
+    def empty_outs(self, world_size: int) -> list[torch.Tensor]:
+        is_gather = self.op == _core.CollectiveOp.all_gather
+        size = self.count * (world_size if is_gather else 1)
+        return [_inside(torch.full((size,), torch.nan), self) for _ in range(world_size)]
+
+    def wanted(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Bit for bit: sums in float32, in the order of the ranks, rounded once."""
+        ranks = len(inputs)
+        if self.op == _core.CollectiveOp.all_gather:
+            return [torch.cat(list(inputs))] * ranks
+        total = inputs[0].float()
+        for each in inputs[1:]:
+            total = total + each.float()
+        if self.is_average:
+            total = total * (1.0 / ranks)
+        result = total.to(self.dtype)
+        if self.op == _core.CollectiveOp.all_reduce:
+            return [result] * ranks
+        return list(result.chunk(ranks))
+
+
+def _inside(values: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """``values`` on the GPU as ``kind`` wants them to lie."""
+    memory = torch.full((kind.offset + values.numel() + 16,), torch.nan, device="cuda")
+    memory = memory.to(kind.dtype)
+    found = memory[kind.offset : kind.offset + values.numel()]
+    found.copy_(values)
+    return found
+
+
+def kinds(counts: Sequence[int]) -> Iterator[Kind]:
+    for op in OPS:
+        for method in METHODS:
+            if method == _core.CollectiveMethod.two_shot and op != _core.CollectiveOp.all_reduce:
+                continue
+            for dtype in ELEMENTS:
+                for i, count in enumerate(counts):
+                    is_sum = op != _core.CollectiveOp.all_gather
+                    yield Kind(op, method, dtype, count, i % 3, is_sum and i % 2 == 1)
+
+
+class StandIn:
+    """All ranks, each with its part of the multiprocessors, so that all their CTAs are on the GPU
+    together."""
+
+    def __init__(self, world_size: int, slot_bytes: int = SLOT_BYTES) -> None:
+        size = _core.CudaCollectives.workspace_bytes(slot_bytes, world_size)
+        first = _core.CudaCollectives.words_offset(slot_bytes, world_size)
+        self.memory = [
+            torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(world_size)
+        ]
+        for memory in self.memory:
+            memory[first:].zero_()
+        torch.cuda.synchronize()
+        places = [memory.data_ptr() for memory in self.memory]
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        self.cores = [
+            _core.CudaCollectives(rank, places, slot_bytes, sms - sms // world_size)
+            for rank in range(world_size)
+        ]
+        self.streams = [torch.cuda.Stream() for _ in range(world_size)]
+
+    def enqueue(
+        self, rank: int, kind: Kind, given: torch.Tensor, out: torch.Tensor, ctas: int = 0
+    ) -> None:
+        self.cores[rank].call(
+            kind.op,
+            kind.method,
+            ELEMENTS[kind.dtype],
+            given.data_ptr(),
+            out.data_ptr(),
+            kind.count,
+            kind.is_average,
+            self.streams[rank].cuda_stream,
+            ctas,
+        )
+
+    def call(
+        self,
+        kind: Kind,
+        inputs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        ctas: int = 0,
+    ) -> None:
+        """One call of every rank, behind the current stream, whose results come with `wait`."""
+        for stream in self.streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        for rank, (given, out) in enumerate(zip(inputs, outs, strict=True)):
+            self.enqueue(rank, kind, given, out, ctas)
+
+    def wait(self) -> None:
+        for stream in self.streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def unclean_words(self) -> int:
+        """Signals and flags that a call has left behind; the turns are not counted."""
+        slot_bytes = self.cores[0].slot_bytes
+        first = _core.CudaCollectives.words_offset(slot_bytes, len(self.cores))
+        packets = 2 * _core.COLLECTIVE_PACKET_BYTES
+        found = 0
+        for memory in self.memory:
+            flags = memory[first : first + packets].view(torch.int32).view(-1, 4)[:, 3]
+            signals = memory[first + packets :].view(torch.int32)[: -_core.MAX_COLLECTIVE_CTAS]
+            found += int((flags != 0).sum()) + int((signals != 0).sum())
+        return found
+
+
+def wrong_calls(world_size: int, counts: Sequence[int], turns: int) -> list[str]:
+    """Of calls of every kind, some back to back: what was wrong."""
+    ranks = StandIn(world_size)
+    found = []
+    for kind in kinds(counts):
+        inputs = [kind.inputs(world_size) for _ in range(turns)]
+        outs = [kind.empty_outs(world_size) for _ in range(turns)]
+        wanted = [kind.wanted(each) for each in inputs]
+        for given, out in zip(inputs, outs, strict=True):
+            ranks.call(kind, given, out)
+        if kind.op == _core.CollectiveOp.all_reduce:  # in place too
+            inputs.append([each.clone() for each in inputs[0]])
+            outs.append(inputs[-1])
+            wanted.append(wanted[0])
+            ranks.call(kind, inputs[-1], outs[-1])
+        torch.cuda.synchronize()
+        for turn, (out, want) in enumerate(zip(outs, wanted, strict=True)):
+            for rank in range(world_size):
+                if not torch.equal(out[rank], want[rank]):
+                    found.append(f"{kind}, turn {turn}, rank {rank}")
+    left = ranks.unclean_words()
+    return [*found, *([f"{left} words left behind"] if left else [])]
+
+
+def wrong_in_turn(world_size: int, calls: int, seed: int) -> list[str]:
+    """Calls of random kinds and grids, enqueued rank by rank without a pause, so that ranks get
+    ahead of others: what was wrong."""
+    draw = random.Random(seed)
+    ranks = StandIn(world_size)
+    most = torch.cuda.get_device_properties(0).multi_processor_count // world_size
+    every = list(kinds((1, 7, 13, 60, 1001, 3000, 30_000, 200_000)))
+    drawn = [(draw.choice(every), draw.choice((0, 1, 2, 5, most))) for _ in range(calls)]
+    inputs = [kind.inputs(world_size) for kind, _ in drawn]
+    outs = [kind.empty_outs(world_size) for kind, _ in drawn]
+    wanted = [kind.wanted(each) for (kind, _), each in zip(drawn, inputs, strict=True)]
+    torch.cuda.synchronize()
+    for begin in range(0, calls, 10):  # as far ahead as the queues of launches allow
+        order = draw.sample(range(world_size), world_size)
+        for rank in order:
+            for i in range(begin, min(begin + 10, calls)):
+                kind, ctas = drawn[i]
+                ranks.enqueue(rank, kind, inputs[i][rank], outs[i][rank], ctas)
+    torch.cuda.synchronize()
+    found = [
+        f"call {i} of {calls}, {drawn[i]}, rank {rank}"
+        for i in range(calls)
+        for rank in range(world_size)
+        if not torch.equal(outs[i][rank], wanted[i][rank])
+    ]
+    left = ranks.unclean_words()
+    return [*found, *([f"{left} words left behind"] if left else [])]
+
+
+def time_us(world_size: int, kind: Kind, samples: int = 200, ctas: int = 0) -> tuple[float, float]:
+    """Medians: of rank 0's call, whose peers have sent what it waits for, and of an empty kernel
+    between the same two events."""
+    ranks = StandIn(world_size, 32 << 20)
+    inputs = kind.inputs(world_size)
+    outs = kind.empty_outs(world_size)
+    stream = ranks.streams[0]
+    empty = torch.zeros(1, device="cuda")
+    calls, nothing = [], []
+    torch.cuda.synchronize()
+    for _ in range(samples):
+        for rank in range(1, world_size):
+            ranks.enqueue(rank, kind, inputs[rank], outs[rank], ctas)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000)  # the others have sent, and this rank's launches are queued
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            events[0].record()
+            ranks.enqueue(0, kind, inputs[0], outs[0], ctas)
+            events[1].record()
+            empty.zero_()
+            events[2].record()
+        torch.cuda.synchronize()
+        calls.append(1e3 * events[0].elapsed_time(events[1]))
+        nothing.append(1e3 * events[1].elapsed_time(events[2]))
+    return median(calls), median(nothing)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for world_size in (2, 3, 8):
+        wrong = wrong_calls(world_size, (1, 7, 1003, 40_001), 2)
+        wrong += wrong_in_turn(world_size, 30, world_size)
+        if wrong:
+            raise SystemExit("\n".join([f"{world_size} ranks:", *wrong[:20]]))
+    print("all equal")
+    if "--time" in sys.argv:
+        print_times()
+
+
+def print_times() -> None:
+    (gather, scatter, reduce), (one_shot, two_shot, blocks) = OPS, METHODS
+    for op, method, size in (
+        (reduce, one_shot, 8 << 10),
+        (reduce, one_shot, 64 << 10),
+        (reduce, two_shot, 64 << 10),
+        (reduce, two_shot, 256 << 10),
+        (reduce, two_shot, 1 << 20),
+        (reduce, blocks, 1 << 20),
+        (reduce, blocks, 8 << 20),
+        (gather, one_shot, 8 << 10),
+        (gather, blocks, 4 << 20),
+        (scatter, one_shot, 8 << 10),
+    ):
+        for ctas in (1, 4, 16, 32):
+            took, empty = time_us(4, Kind(op, method, torch.bfloat16, size // 2), ctas=ctas)
+            print(
+                f"{op.name:14} {method.name:8} {size:8} bytes, {ctas:2} CTAs: {took:7.2f} us, "
+                f"{took - empty:6.2f} more than an empty kernel",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
