@@ -219,8 +219,8 @@ def small_bands(world_size: int, nbytes: int) -> list[str] | None:
 
 
 def repeated(world_size: int, calls: int, delay_us: int, seed: int = 0) -> list[str] | None:
-    """Calls of all kinds with new data, each rank late in turn, alone, in the background, and among
-    other ops; after each call what was sent and the slots are NaN."""
+    """Calls of all kinds with new data, each rank late in turn, alone, in place, in the background,
+    and among other ops; after each call what was sent and the slots are NaN."""
     group = group_of(world_size)
     if group is None:
         return None
@@ -239,9 +239,10 @@ def repeated(world_size: int, calls: int, delay_us: int, seed: int = 0) -> list[
                 faults.append(f"call {at} in the background on rank {rank} differs")
             x.fill_(torch.nan)
 
+    workspace.set_push_delay_us(delay_us // 10)
     with mock.patch.object(type(workspace), "poison", True):
         for at in range(calls):
-            kind, n = draw.choice(KINDS), draw.choice((1, 3, 64, 1001))
+            kind, n = draw.choice(KINDS), draw.choice((1, 1, 3, 3, 64, 64, 1001, 20_003))
             in_background, dtype = draw.random() < 0.3, draw.choice((torch.float32, torch.bfloat16))
             if rank == at * world_size // calls and alone.random() < 0.25:
                 time.sleep(alone.random() * delay_us * 1e-6)
@@ -252,7 +253,8 @@ def repeated(world_size: int, calls: int, delay_us: int, seed: int = 0) -> list[
             if kind == "all_gather":
                 wanted = (base + ranks).repeat_interleave(n)
             x, wanted = x.to(dtype), wanted.to(dtype)
-            out = call(kind, x, group, "sum", 0, strict=True, async_op=in_background)
+            given = x if kind == "all_reduce" and draw.random() < 0.3 else None
+            out = call(kind, x, group, "sum", 0, strict=True, async_op=in_background, out=given)
             if in_background:
                 under_way.append((at, x, out, wanted))
                 end(4)
@@ -265,6 +267,7 @@ def repeated(world_size: int, calls: int, delay_us: int, seed: int = 0) -> list[
                 if not torch.equal(product, torch.full((2 * world_size, 3), base)):
                     faults.append(f"product {at} on rank {rank} differs")
         end(0)
+    workspace.set_push_delay_us(0)
     return faults[:5]
 
 
@@ -279,6 +282,7 @@ def with_fault(fault: str, kind: str, calls: int) -> int:
     wanted = [wanted_of(kind, each, "sum", 0, rank) for each in every]
     call(kind, every[0][rank], group, "sum", 0, strict=True)
     workspace = cpu_workspace(group)
+    os.environ["AGMM_TIMEOUT_S"] = "5"  # from here on, as a busy machine is slow to start
     draw, wrong = random.Random(rank), 0
     workspace._core = _FaultyCore(workspace._core, fault)  # type: ignore[assignment]
     workspace.set_push_delay_us(300)

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -232,6 +233,30 @@ def test_waits_let_other_threads_run() -> None:
         timer.start()
         second.wait_chunk(0, 0, TAG)  # would never end if the thread could not run
         timer.join()
+
+
+def test_waits_of_other_threads_end_before_a_close() -> None:
+    with connected(2) as (first, second):
+        shard = torch.ones(16, dtype=torch.uint8)
+        for _ in (0, 1):  # the second one finds no credit
+            second.push(0, shard.data_ptr(), 16, 16, TAG)
+        waits: list[Callable[[], None]] = [
+            lambda: first.wait_chunk(1, 1, TAG),
+            second.wait_pushed,
+        ]
+        with ThreadPoolExecutor(2) as threads:
+            found = [threads.submit(wait) for wait in waits]
+            time.sleep(0.05)
+            assert not any(future.done() for future in found)
+            for rank in (first, second):
+                rank.end_waits()
+            for future in found:
+                with pytest.raises(
+                    RuntimeError, match="wait: this workspace is about to be closed"
+                ):
+                    future.result(10)
+        with pytest.raises(RuntimeError, match="about to be closed"):
+            first.wait_chunk(0, 1, TAG)  # though it is there
 
 
 def test_close_drops_a_push_that_waits_for_a_credit() -> None:
