@@ -126,7 +126,8 @@ def matmul_reduce_scatter(
             the world size.
         reduce_op: "sum", or "avg" for the sum divided by the world size.
         bias: [N], the same on all ranks. Added to the (divided) sum before it is rounded; where
-            agmm's own does not serve, in its dtype, with a rounding of its own. Its gradient is
+            agmm's own does not serve, in its dtype, with a rounding of its own (0.21% off, not
+            0.17%, in bf16, in the Frobenius norm, with a bias as large as the sum). Its gradient is
             that of the rows of all ranks, and so the same on all ranks. Not with the last
             dimension scattered.
         strict: raise `Unsupported` instead of taking the unfused path (``matmul`` +
