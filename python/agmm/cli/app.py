@@ -35,7 +35,7 @@ from agmm.errors import InvalidArgument
 
 app = typer.Typer(
     name="agmm",
-    help="Fused all-gather + matmul for tensor-parallel layers.",
+    help="Fused all-gather + matmul and matmul + reduce-scatter for tensor-parallel layers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
