@@ -94,3 +94,31 @@ def test_compiled(pool: RankPool, kind: str) -> None:
 @pytest.mark.parametrize("kind", work.KINDS)
 def test_unfused(pool: RankPool, kind: str) -> None:
     check(pool.run(work.unfused, 3, kind), 3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("gather_dim", [0, 1])
+@pytest.mark.parametrize("scales", ["tensorwise", "rowwise", "replicated"])
+def test_torchs_gather(pool: RankPool, scales: str, gather_dim: int, world_size: int) -> None:
+    check(pool.run(work.served_gather, world_size, scales, gather_dim), world_size)
+
+
+def test_torchs_gather_scales_fp8_results_only(pool: RankPool) -> None:
+    for out_dtype in (None, torch.bfloat16):
+        results = pool.run(work.served_gather, 3, "rowwise", 0, out_dtype, True)
+        check(results, 3)
+
+
+@pytest.mark.parametrize("gather_dim", [0, 1])
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+def test_as_torch(pool: RankPool, kind: str, gather_dim: int) -> None:
+    check(pool.run(work.as_torch, 3, kind, gather_dim), 3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("scatter_dim", [0, 1])
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+def test_torchs_scatter(pool: RankPool, kind: str, scatter_dim: int, world_size: int) -> None:
+    for reduce_op in ("sum", "avg"):
+        results = pool.run(work.served_scatter, world_size, kind, scatter_dim, reduce_op)
+        check(results, world_size)

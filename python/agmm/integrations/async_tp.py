@@ -2,8 +2,9 @@
 
 After `enable` agmm computes ``torch.ops.symm_mem.fused_all_gather_matmul`` and
 ``fused_matmul_reduce_scatter``, which torch's compiler pass
-(``torch._inductor.config._micro_pipeline_tp``), torchtitan and vLLM call. What agmm does not
-support goes to torch's own kernel, unchanged. Importing this module changes nothing.
+(``torch._inductor.config._micro_pipeline_tp``), torchtitan and vLLM call, and on CPU tensors those
+of fp8 operands (`scaled_async_tp`). What agmm does not support goes to torch's own kernel,
+unchanged. Importing this module changes nothing.
 
 Only kernels of the CUDA and CPU dispatch keys are put over torch's. The Meta kernels stay, so
 tracing and compiled graphs are the same with and without agmm, and a graph that was compiled before
@@ -26,6 +27,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from agmm.errors import AgmmError, InvalidArgument, Unsupported
+from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
 from agmm.ops import paths, scatter_cuda, scatter_paths, scatter_plan
 from agmm.ops.checks import check_gatherable, check_scatterable
 from agmm.ops.prepare import prepare
@@ -37,6 +39,7 @@ from agmm.runtime.workspaces import cuda_workspace
 _NAMESPACE = "symm_mem"
 
 _Kernel = Callable[..., Any]
+_KernelOver = Callable[[_Kernel], _Kernel]
 _Route = Callable[..., Any]
 """Computes calls of one kind."""
 
@@ -254,6 +257,33 @@ def _scatter_over(torch_kernel: _Kernel) -> _Kernel:
     return kernel
 
 
+# --- the same of fp8 operands ---
+
+
+def _scaled_over(op: str, call_type: type[GatherCall | ScatterCall]) -> _KernelOver:
+    """Makes a kernel of one of both: agmm where it can, else ``torch_kernel``."""
+
+    def over(torch_kernel: _Kernel) -> _Kernel:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            found = None
+            if not symm_mem._is_test_mode:
+                given = call_type(*args, **kwargs)
+                group = _resolve_process_group(given.group_name)  # type: ignore[arg-type]
+                found = _served(
+                    op,
+                    group,
+                    given.kind(),
+                    lambda: _why_group(group) or given.why_torch(group),
+                    lambda: call_type.run,
+                    lambda route: route(given, group),
+                )
+            return torch_kernel(*args, **kwargs) if found is None else found
+
+        return kernel
+
+    return over
+
+
 # --- registration: all that depends on torch's version ---
 
 
@@ -262,7 +292,7 @@ class _Op(NamedTuple):
 
     schema: str
     keys: tuple[str, ...]
-    kernel_over: Callable[[_Kernel], _Kernel]
+    kernel_over: _KernelOver
 
     @property
     def name(self) -> str:
@@ -281,6 +311,23 @@ _OPS = (
         "int scatter_dim, str group_name) -> Tensor",
         ("CUDA", "CPU"),
         _scatter_over,
+    ),
+    _Op(
+        f"{_NAMESPACE}::fused_all_gather_scaled_matmul(Tensor A, Tensor[] Bs, Tensor A_scale, "
+        "Tensor[] B_scales, int gather_dim, str group_name, Tensor?[] biases, "
+        "Tensor?[] result_scales, ScalarType?[] out_dtypes, bool[] use_fast_accum) "
+        "-> (Tensor, Tensor[])",
+        ("CUDA", "CPU"),
+        _scaled_over("fused_all_gather_scaled_matmul", GatherCall),
+    ),
+    _Op(
+        f"{_NAMESPACE}::fused_scaled_matmul_reduce_scatter(Tensor A, Tensor B, Tensor A_scale, "
+        "Tensor B_scale, str reduce_op, int orig_scatter_dim, "
+        "int scatter_dim_after_maybe_reshape, str group_name, SymInt[]? output_shape, "
+        "Tensor? bias=None, Tensor? result_scale=None, ScalarType? out_dtype=None, "
+        "bool use_fast_accum=False) -> Tensor",
+        ("CUDA", "CPU"),
+        _scaled_over("fused_scaled_matmul_reduce_scatter", ScatterCall),
     ),
 )
 
@@ -382,8 +429,9 @@ def _switch(on: bool) -> bool:
 
 
 def enable() -> _Restore:
-    """Let agmm serve ``torch.ops.symm_mem.fused_all_gather_matmul`` and
-    ``fused_matmul_reduce_scatter`` in this whole process.
+    """Let agmm serve ``torch.ops.symm_mem.fused_all_gather_matmul``,
+    ``fused_matmul_reduce_scatter``, ``fused_all_gather_scaled_matmul`` and
+    ``fused_scaled_matmul_reduce_scatter`` in this whole process.
 
     May be used as ``with agmm.async_tp.enable(): ...``, which puts back at its end, also after an
     exception, what was there before; such blocks may be nested. Enabling twice is enabling once.
@@ -394,7 +442,9 @@ def enable() -> _Restore:
     A shard that is not contiguous once gather_dim is moved to the front is copied. Results have the
     strides of torch's own. A call may be captured in a CUDA graph after one eager call with the
     same shape. What is scattered has the sums, dtypes and sizes of `agmm.matmul_reduce_scatter`
-    along any dimension but the last. All other calls go to torch's kernel, with one warning for
+    along any dimension but the last. Of fp8 operands agmm serves CPU tensors, with every kind of
+    scales that torch's ops have and scales of blocks; on CUDA this build has no fused fp8 kernel.
+    All other calls go to torch's kernel, with one warning for
     each reason; those on CPU tensors, for which torch has no kernel, to the decomposition that
     torch traces with. Neither op has a backward of its own: torchtitan's layers bring theirs.
 

@@ -28,7 +28,8 @@ def why_no_kernel(device: torch.device) -> str | None:
     return f"fp8: device {device.type}, this build has no fused fp8 kernel"
 
 
-def _why_unfused(shape: Sequence[int], device: torch.device) -> str | None:
+def why_unfused(shape: Sequence[int], device: torch.device) -> str | None:
+    """The same for a call whose sizes those are."""
     reason = why_no_kernel(device)
     if reason is None and 0 in shape:
         return f"fp8: shape {tuple(shape)} has no elements"
@@ -37,7 +38,7 @@ def _why_unfused(shape: Sequence[int], device: torch.device) -> str | None:
 
 def rows_of(A: torch.Tensor, scale: torch.Tensor, tile: Tile, dim: int) -> Scaled:
     """A [..., K] as [M, K], contiguous, the rows in the order that ``dim`` first gives."""
-    values = A.movedim(dim, 0).reshape(-1, A.shape[-1])
+    values = A.movedim(dim, 0).flatten(0, -2)
     if tile[0] == ALL:
         return Scaled(values.contiguous(), scale.reshape(1, 1), tile)
     found = scale.movedim(dim, 0).reshape(len(values), scale.shape[-1])
@@ -104,7 +105,7 @@ def gather(
     )
     A: torch.Tensor | None
     scale_A: torch.Tensor | None
-    reason = _why_unfused(A_shard.shape, A_shard.device)
+    reason = why_unfused(A_shard.shape, A_shard.device)
     if reason is None:
         try:
             plan = call_plans.call_plan(shard.values, Bs, group, return_A=return_A)
@@ -203,7 +204,7 @@ def scatter(
         reduce_op=reduce_op,
     )
     scatter_dim %= A.dim()
-    reason = _why_unfused((*A.shape[:-1], B.shape[1]), A.device)
+    reason = why_unfused((*A.shape[:-1], B.shape[1]), A.device)
     if reason is None and scatter_dim == A.dim() - 1:
         reason = f"scatter_dim: {scatter_dim}, the fused path wants another than the last"
     if reason is None:
