@@ -1,7 +1,7 @@
 cmake_policy(VERSION 3.25)  # as CMakeLists.txt, where the table is included alone
 
 # The kernel table: tile_m tile_n tile_k cluster_m cluster_n schedule set. Each row is built for bf16
-# and fp16 and for both layouts of B, in one translation unit.
+# and fp16 and for both layouts of B.
 # set: minimal kernels are in every build, default ones in AGMM_KERNELS=default and all, the others
 # in all only: on H200 they hardly gain (docs/dev/tried.md), and are there to be measured
 # elsewhere. timed: the variant that records when each tile waited and ran, for pictures; in every
@@ -37,15 +37,23 @@ set(AGMM_SCATTER_TABLE
     "128 160 64 1 1 Pingpong    all"
     "128 128 64 1 1 Pingpong    timed")
 
-# What a translation unit of each exports.
+# What a row exports, and what instantiates it.
 set(AGMM_KERNEL_ENTRY KernelEntry)
 set(AGMM_SCATTER_ENTRY ScatterEntry)
+set(AGMM_KERNEL_INSTANCE KernelInstance)
+set(AGMM_SCATTER_INSTANCE ScatterInstance)
 
-# Writes one translation unit per row into `directory`, and the table that lists their kernels;
-# returns the sources in `out_sources`. A row's dtypes and layouts share a translation unit because
-# they share most of CuTe's instantiations: four kernels take 94 s together and 66 s each alone.
+# Rows in a translation unit. Its first kernel takes most of the time, in headers and in what of CuTe
+# the others instantiate too: the four of a row take 62 s alone and 17 to 25 s beside those of
+# another row. More rows would leave too few units for many cores.
+set(AGMM_ROWS_PER_UNIT 4)
+
+# Writes the translation units into `directory`, and the table that lists their kernels; returns the
+# sources in `out_sources`. Rows of the same schedule share units, as they have most in common.
 function(agmm_generate_kernels kernels directory out_sources)
-  set(sources)
+  set(units)
+  set(rows_Cooperative 0)
+  set(rows_Pingpong 0)
   foreach(op IN ITEMS kernel scatter)
     string(TOUPPER "${op}" OP)
     set(declarations "")
@@ -57,44 +65,50 @@ function(agmm_generate_kernels kernels directory out_sources)
       list(GET field 2 tile_k)
       list(GET field 3 cluster_m)
       list(GET field 4 cluster_n)
-      list(GET field 5 AGMM_SCHEDULE)
+      list(GET field 5 schedule)
       list(GET field 6 set)
       if((set STREQUAL "all" AND NOT kernels STREQUAL "all")
          OR (set STREQUAL "default" AND kernels STREQUAL "minimal"))
         continue()
       endif()
-      string(TOLOWER "${AGMM_SCHEDULE}" schedule)
+      string(TOLOWER "${schedule}" schedule_name)
+      math(EXPR number "${rows_${schedule}} / ${AGMM_ROWS_PER_UNIT}")
+      math(EXPR rows_${schedule} "${rows_${schedule}} + 1")
+      set(unit "${schedule_name}_${number}")
+      list(APPEND units "${unit}")
+      set(name "${op}_${tile_m}x${tile_n}x${tile_k}_${cluster_m}x${cluster_n}_${schedule_name}")
+      set(arguments "${tile_m}, ${tile_n}, ${tile_k}, ${cluster_m}, ${cluster_n}, Schedule::${schedule}")
       set(dtypes bf16 fp16)
       set(layouts row col)
-      set(AGMM_TIMED false)
       if(set STREQUAL "timed")
-        set(AGMM_TIMED true)
-        string(APPEND schedule "_timed")
+        string(APPEND name "_timed")
+        string(APPEND arguments ", true")
         set(dtypes bf16)
         set(layouts col)
       endif()
-      set(name "${op}_${tile_m}x${tile_n}x${tile_k}_${cluster_m}x${cluster_n}_${schedule}")
-      set(AGMM_TILE_CLUSTER "${tile_m}, ${tile_n}, ${tile_k}, ${cluster_m}, ${cluster_n}")
-      set(AGMM_ENTRIES "")
       foreach(dtype IN LISTS dtypes)
         foreach(layout IN LISTS layouts)
           set(entry "${name}_${dtype}_${layout}")
           set(declaration "extern ${AGMM_${OP}_ENTRY} const ${entry};\n")
           string(APPEND declarations "${declaration}")
           string(APPEND list "\n    &${entry},")
-          string(APPEND AGMM_ENTRIES "${declaration}"
-                 "${AGMM_${OP}_ENTRY} const ${entry} = Kernel<${dtype}, ${layout}>::entry();\n")
+          string(APPEND entries_${unit} "${declaration}${AGMM_${OP}_ENTRY} const ${entry} =\n"
+                 "    ${AGMM_${OP}_INSTANCE}<${dtype}, ${layout}, ${arguments}>::entry();\n")
         endforeach()
       endforeach()
-      set(source "${directory}/${name}.cu")
-      configure_file("${CMAKE_CURRENT_FUNCTION_LIST_DIR}/sm90/${op}_instance.cu.in" "${source}" @ONLY)
-      list(APPEND sources "${source}")
     endforeach()
     set(AGMM_${OP}_DECLARATIONS "${declarations}")
     set(AGMM_${OP}_LIST "${list}")
   endforeach()
+  set(sources "${directory}/kernel_table.cpp")
   configure_file("${CMAKE_CURRENT_FUNCTION_LIST_DIR}/kernel_table.cpp.in"
                  "${directory}/kernel_table.cpp" @ONLY)
-  list(APPEND sources "${directory}/kernel_table.cpp")
+  list(REMOVE_DUPLICATES units)
+  foreach(unit IN LISTS units)
+    set(AGMM_ENTRIES "${entries_${unit}}")
+    configure_file("${CMAKE_CURRENT_FUNCTION_LIST_DIR}/sm90/instances.cu.in"
+                   "${directory}/${unit}.cu" @ONLY)
+    list(APPEND sources "${directory}/${unit}.cu")
+  endforeach()
   set(${out_sources} "${sources}" PARENT_SCOPE)
 endfunction()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -20,14 +21,18 @@ agmm_generate_kernels({kernels} "{directory}" sources)
 
 
 def _generated(kernels: str, folder: Path, cmake: str | None = CMAKE) -> set[str]:
-    """The names of the kernels in the translation units that CMake writes."""
+    """The names of the kernels in the table that CMake writes, each of which one unit has."""
     script = folder / "generate.cmake"
     script.write_text(SCRIPT.format(table=TABLE, kernels=kernels, directory=folder / kernels))
     done = subprocess.run(
         [str(cmake), "-P", str(script)], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-    return {path.stem.removeprefix("kernel_") for path in (folder / kernels).glob("kernel_*.cu")}
+    table = (folder / kernels / "kernel_table.cpp").read_text()
+    entries = re.findall(r"extern \w+ const (\w+);", table)
+    units = "".join(unit.read_text() for unit in (folder / kernels).glob("*.cu"))
+    assert sorted(re.findall(r"^\w+ const (\w+) =", units, re.MULTILINE)) == sorted(entries)
+    return set(re.findall(r"\bkernel_(\w+)_bf16_col\b", "\n".join(entries)))
 
 
 @pytest.mark.skipif(CMAKE is None, reason="no cmake")

@@ -85,11 +85,11 @@ def test_typo_is_refused(tmp_path: Path, setting: str, wanted: str) -> None:
 @pytest.mark.skipif(CMAKE is None, reason="no cmake")
 @pytest.mark.timeout(600)
 def test_a_fault_with_delays_compiles(tmp_path: Path) -> None:
-    """Of one kernel, which has the code of every fault: what is off in a build is compiled too."""
+    """Of one unit, which has the code of every fault: what is off in a build is compiled too."""
     import pybind11
 
     scripts = Path(sys.executable).parent
-    kernel = "kernel_128x128x64_1x1_pingpong_timed.cu.o"
+    unit = "pingpong_0.cu.o"
     settings = {
         "AGMM_CUDA": "ON",
         "AGMM_KERNELS": "minimal",
@@ -103,7 +103,7 @@ def test_a_fault_with_delays_compiles(tmp_path: Path) -> None:
     environment["CMAKE_GENERATOR"] = "Ninja"
     for command in (
         ["-S", str(REPOSITORY), "-B", str(tmp_path), *(f"-D{k}={v}" for k, v in settings.items())],
-        ["--build", str(tmp_path), "--target", f"CMakeFiles/agmm_kernels.dir/kernels/{kernel}"],
+        ["--build", str(tmp_path), "--target", f"CMakeFiles/agmm_kernels.dir/kernels/{unit}"],
     ):
         done = subprocess.run(
             [str(CMAKE), *command],

@@ -1,5 +1,5 @@
-// The one definition of the async-input kernels; every generated translation unit instantiates it
-// for one row of the kernel table.
+// The one definition of the async-input kernels; generated translation units instantiate it for the
+// rows of the kernel table.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -86,7 +86,7 @@ struct WithMma<cutlass::gemm::collective::CollectiveMma<Policy, Tile, A, StrideA
 };
 
 template <class Element_, class LayoutB_, int TileM, int TileN, int TileK, int ClusterM,
-          int ClusterN, Schedule kSchedule, bool kTimed>
+          int ClusterN, Schedule kSchedule, bool kTimed = false>
 struct KernelInstance {
   using Element = Element_;
   using LayoutB = LayoutB_;

@@ -1,5 +1,5 @@
-// The one definition of the matmul + reduce-scatter kernels; every generated translation unit
-// instantiates it for one row of the kernel table.
+// The one definition of the matmul + reduce-scatter kernels; generated translation units
+// instantiate it for the rows of their table.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -29,10 +29,10 @@ __global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksP
 }
 
 template <class Element, class LayoutB, int TileM, int TileN, int TileK, int ClusterM, int ClusterN,
-          Schedule kSchedule, bool kTimed>
+          Schedule kSchedule, bool kTimed = false>
 struct ScatterInstance {
   using Plain =
-      KernelInstance<Element, LayoutB, TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, false>;
+      KernelInstance<Element, LayoutB, TileM, TileN, TileK, ClusterM, ClusterN, kSchedule>;
   static constexpr bool kCooperative = Plain::kCooperative;
   static constexpr int kTileThreads = kCooperative ? 256 : 128;
   static constexpr int kTileBytes = TileM * TileN * int(sizeof(Element));
