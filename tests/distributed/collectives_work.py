@@ -526,7 +526,9 @@ def differ(kind: str) -> None:
     elif kind == "other op":
         agmm.all_gather_matmul(x, torch.ones(2, 2))
     elif kind == "background":
-        collectives.all_gather(torch.ones(4 + rank), async_op=True).wait()
+        collectives.all_gather(torch.ones(4 + rank), async_op=True)
+        collectives.all_gather(x, async_op=True)
+        collectives.all_gather(x, async_op=True).wait()
     elif kind == "torch":
         collectives.all_reduce(torch.ones(4 + rank, dtype=torch.int32))
 

@@ -22,10 +22,12 @@ that serves the store."""
 class Call:
     """One call of an op, by the names of its arguments. Holds its tensors, so for its time only."""
 
-    __slots__ = ("arguments", "op")
+    __slots__ = ("arguments", "number", "op")
 
     def __init__(self, op: str, /, **arguments: Any) -> None:
         self.op = op
+        self.number = 0
+        """Among the calls of its group; those in the background end behind others that began."""
         self.arguments = arguments
 
     def __str__(self) -> str:
@@ -79,6 +81,7 @@ def _look_up(rank: int, source: int, tag: int, noted: str) -> tuple[str, str]:
 
 def _of_group(group: Group, tag: int, noted: str) -> str:
     if group.call is not None and group.call[0] == tag:
-        return f"call {group.calls} of the group, {group.call[1]}"
+        number = getattr(group.call[1], "number", 0) or group.calls
+        return f"call {number} of the group, {group.call[1]}"
     what = noted or "unknown"
     return f"one of its first {group.calls} calls of the group, {what}"

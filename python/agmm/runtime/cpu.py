@@ -429,7 +429,7 @@ class CpuWorkspace:
 
         with self._group.lock:
             if in_background and slot_bytes <= self.slot_bytes:
-                self._begin()
+                self._begin(call)
                 return self._worker.add(later)
             with self._in_step(tag, call):
                 self._make_room(slot_bytes, 1, tag)
@@ -469,16 +469,17 @@ class CpuWorkspace:
         """One call of the group, after those in the background."""
         with self._group.lock:
             self._worker.wait_idle()
-            self._begin()
+            self._begin(call)
             with self._under_way(tag, call):
                 yield
 
-    def _begin(self) -> None:
+    def _begin(self, call: Call) -> None:
         """What precedes each call of the group, in their order."""
         self._check_usable()
         self._core.timeout_s = _env.timeout_s()
         self._core.warn_s = _env.warn_s()
         self._group.calls += 1
+        call.number = self._group.calls
 
     def _check_usable(self) -> None:
         if self._interrupted:
