@@ -25,6 +25,7 @@ FAULTS = (
     "no_sent",
     "read_signal",
     "no_parts",
+    "one_slot",
 )
 
 
