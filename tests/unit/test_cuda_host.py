@@ -88,6 +88,13 @@ def scatter_program(tmp_path_factory: pytest.TempPathFactory, core: list[Path]) 
     return _link(folder / "checks", [*core, *_compile(folder, [HERE / "scatter_checks.cpp"])])
 
 
+@pytest.fixture(scope="module")
+def collective_program(tmp_path_factory: pytest.TempPathFactory, core: list[Path]) -> Path:
+    """Those of the collectives."""
+    folder = tmp_path_factory.mktemp("collective_checks")
+    return _link(folder / "checks", [*core, *_compile(folder, [HERE / "collective_checks.cpp"])])
+
+
 def _run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(program), name], capture_output=True, text=True, timeout=60, check=False
@@ -122,6 +129,12 @@ def test_host_code(program: Path, name: str) -> None:
 )
 def test_scatter(scatter_program: Path, name: str) -> None:
     done = _run(scatter_program, name)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["bands", "layouts", "agreement", "refusals", "order"])
+def test_collectives(collective_program: Path, name: str) -> None:
+    done = _run(collective_program, name)
     assert done.returncode == 0, done.stderr
 
 

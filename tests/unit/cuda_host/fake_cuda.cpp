@@ -341,4 +341,11 @@ cudaError_t launch_stage(StageArgs const&, int, cudaStream_t stream) {
   return fake::enqueue("stage", stream);
 }
 
+cudaError_t prepare_exchanges() { return cudaSuccess; }
+cudaError_t launch_exchange(ExchangeArgs const& args, CollectiveElement element, ExchangeStep step,
+                            Carrier carrier, ExchangeGrid const& grid, cudaStream_t stream) {
+  fake::state().exchanges.push_back({args, element, step, carrier, grid});
+  return fake::enqueue("exchange", stream);
+}
+
 }  // namespace agmm

@@ -8,15 +8,25 @@
 #include <string>
 #include <vector>
 
+#include "collectives/exchange.hpp"
 #include "gemm/call_spec.hpp"
 
 namespace fake {
 
-/// One thing that was enqueued: "wait", "record", "batch", "write", "copy", "stage", "kernel" or
-/// "scatter".
+/// One thing that was enqueued: "wait", "record", "batch", "write", "copy", "stage", "kernel",
+/// "scatter" or "exchange".
 struct Operation {
   std::string name;
   cudaStream_t stream = nullptr;
+};
+
+/// A launch of a collective.
+struct Exchange {
+  agmm::ExchangeArgs args;
+  agmm::CollectiveElement element;
+  agmm::ExchangeStep step;
+  agmm::Carrier carrier;
+  agmm::ExchangeGrid grid;
 };
 
 struct State {
@@ -27,6 +37,7 @@ struct State {
   std::vector<Operation> operations;
   int fail_at = -1;  // this operation, counted from 0, and those after it are refused
   std::vector<agmm::CallSpec> launched;
+  std::vector<Exchange> exchanges;
   int kernels_prepared = 0;
   bool runs_scatters = false;  // their kernels compute, at once, and wait for those of other ranks
   std::map<cudaStream_t, unsigned long long> captures;  // under way

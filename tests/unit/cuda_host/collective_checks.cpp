@@ -1,0 +1,257 @@
+// The host code of the collectives on a fake CUDA, whose kernels only say how they were launched:
+// `collective_checks NAME` runs one of the checks and says what is wrong.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "agmm/collectives.hpp"
+#include "fake_cuda.hpp"
+
+namespace {
+
+using agmm::Carrier;
+using agmm::Collective;
+using agmm::CollectiveElement;
+using agmm::CollectiveLayout;
+using agmm::CollectiveMethod;
+using agmm::CollectiveOp;
+using agmm::Collectives;
+using agmm::ExchangeArgs;
+using agmm::ExchangeStep;
+using fake::state;
+
+constexpr std::size_t kSlotBytes = 2 << 20;
+cudaStream_t const kStream = fake::stream(1);
+cudaStream_t const kOther = fake::stream(2);
+
+void check(bool is_right, std::string const& what) {
+  if (is_right) return;
+  std::fprintf(stderr, "wrong: %s\n", what.c_str());
+  std::exit(1);
+}
+
+template <class Call>
+std::string error_of(Call const& call) {
+  try {
+    call();
+  } catch (std::exception const& error) {
+    return error.what();
+  }
+  return "";
+}
+
+/// The workspace of one rank, at addresses that nothing reads.
+struct Workspace {
+  int rank;
+  int world_size;
+  std::vector<uintptr_t> bases;
+  std::unique_ptr<Collectives> op;
+
+  Workspace(int rank_, int world_size_, int reserved_sms = 0)
+      : rank(rank_), world_size(world_size_) {
+    for (int i = 0; i < world_size; ++i) bases.push_back(uintptr_t(i + 1) << 32);
+    op = std::make_unique<Collectives>(rank, bases, kSlotBytes, reserved_sms);
+  }
+
+  std::vector<fake::Exchange> call(Collective const& what, cudaStream_t stream = kStream) {
+    state().exchanges.clear();
+    (*op)(what, stream);
+    return state().exchanges;
+  }
+};
+
+Collective collective(CollectiveOp op, CollectiveMethod method, int64_t count) {
+  Collective call;
+  call.op = op;
+  call.method = method;
+  call.element = CollectiveElement::BFloat16;
+  call.in = reinterpret_cast<void const*>(uintptr_t(1) << 60);
+  call.out = reinterpret_cast<void*>(uintptr_t(1) << 61);
+  call.count = count;
+  return call;
+}
+
+std::vector<Collective> every(int64_t count) {
+  std::vector<Collective> found;
+  for (CollectiveOp const op :
+       {CollectiveOp::AllGather, CollectiveOp::ReduceScatter, CollectiveOp::AllReduce}) {
+    for (CollectiveMethod const method :
+         {CollectiveMethod::OneShot, CollectiveMethod::TwoShot, CollectiveMethod::Blocks}) {
+      if (method == CollectiveMethod::TwoShot && op != CollectiveOp::AllReduce) continue;
+      found.push_back(collective(op, method, count));
+    }
+  }
+  return found;
+}
+
+/// The launches of a call cover its elements once, in order, and fit into a slot.
+void bands() {
+  for (int const w : {2, 3, 8}) {
+    CollectiveLayout const layout(kSlotBytes, w);
+    Workspace workspace(w - 1, w);
+    for (int64_t const count : {1, 5, 7, 4096, 1'000'003, 5'000'000}) {
+      for (Collective const& call : every(count)) {
+        std::string const name = std::to_string(w) + " ranks, " + std::to_string(count) + ", op " +
+                                 std::to_string(int(call.op)) + ", method " +
+                                 std::to_string(int(call.method));
+        bool const is_gather = call.op == CollectiveOp::AllGather;
+        int64_t const element_bytes = is_gather ? 1 : 2;
+        int64_t done = 0;
+        for (fake::Exchange const& launch : workspace.call(call)) {
+          ExchangeArgs const& args = launch.args;
+          bool const is_shared = launch.step == ExchangeStep::SumAndShare;
+          int64_t const elements = is_shared ? args.total : args.count;
+          auto const offset = [&](auto const* at, auto const* from) {
+            return static_cast<char const*>(at) - static_cast<char const*>(from);
+          };
+          check(offset(args.in, call.in) == done * element_bytes, name + ": begins elsewhere");
+          check(offset(args.out, call.out) == done * element_bytes, name + ": stored elsewhere");
+          int64_t const group = (launch.carrier == Carrier::Packets ? 12 : 16) / element_bytes;
+          int64_t const groups = (args.count + group - 1) / group;
+          check(groups <= int64_t(layout.groups(launch.carrier)), name + ": does not fit");
+          check(groups > 0 && elements > 0, name + ": nothing to do");
+          if (is_shared) {
+            check(args.count * w >= args.total, name + ": elements of nobody");
+            check(args.count % group == 0, name + ": a group of two segments");
+            check(args.in_stride == args.count && args.out_stride == args.count, name + ": stride");
+          } else {
+            int64_t const all = count * (is_gather ? 2 : 1);
+            check(args.in_stride == (call.op == CollectiveOp::ReduceScatter ? all : 0),
+                  name + ": stride of what is sent");
+            check(args.out_stride == (is_gather ? all : 0), name + ": stride of what is received");
+          }
+          int64_t const block = int64_t(args.thread_groups) * agmm::kExchangeThreads;
+          check(launch.carrier == Carrier::Packets ||
+                    (groups + block - 1) / block <= int64_t(layout.blocks()),
+                name + ": more blocks than signals");
+          check(launch.grid.ctas >= 1 && launch.grid.ctas <= agmm::kMaxExchangeCtas, name);
+          done += elements;
+        }
+        check(done == count * (is_gather ? 2 : 1), name + ": " + std::to_string(done) + " done");
+      }
+    }
+  }
+}
+
+/// All that lies in a workspace lies apart.
+void layouts() {
+  for (int w = 2; w <= agmm::kMaxExchangeRanks; ++w) {
+    CollectiveLayout const layout(kSlotBytes, w);
+    std::map<std::size_t, std::size_t> ends;  // by begin
+    auto const take = [&](std::size_t begin, std::size_t bytes) {
+      check(ends.emplace(begin, begin + bytes).second, "two begin at one place");
+    };
+    for (int slot = 0; slot < CollectiveLayout::kSlots; ++slot) {
+      for (Carrier const carrier : {Carrier::Packets, Carrier::Blocks}) {
+        check(layout.groups(carrier) * agmm::kGroupBytes <= layout.stretch_bytes(carrier),
+              "a stretch too short");
+        for (int i = 0; i < CollectiveLayout::kSteps * w; ++i) {
+          take(layout.data(carrier, slot) + std::size_t(i) * layout.stretch_bytes(carrier),
+               layout.stretch_bytes(carrier));
+        }
+      }
+      take(layout.signals(slot), CollectiveLayout::kSteps * std::size_t(w) * layout.blocks() * 4);
+    }
+    take(layout.turns(), agmm::kMaxExchangeCtas * 4);
+    std::size_t last = 0;
+    for (auto const& [begin, end] : ends) {
+      check(begin >= last, "two overlap with " + std::to_string(w) + " ranks");
+      last = end;
+    }
+    check(last == layout.bytes(), "does not end with the last");
+  }
+}
+
+/// Ranks have the same grid, and signals say whether they call alike.
+void agreement() {
+  for (Collective const& call : every(100'000)) {
+    Workspace first(0, 4);
+    Workspace other(3, 4);
+    auto const a = first.call(call);
+    auto const b = other.call(call);
+    check(a.size() == b.size(), "launches");
+    for (std::size_t i = 0; i < a.size(); ++i) {
+      check(a[i].grid.ctas == b[i].grid.ctas && a[i].grid.threads == b[i].grid.threads, "grid");
+      check(a[i].args.tag == b[i].args.tag && a[i].args.tag != 0, "tag");
+      check(a[i].args.thread_groups == b[i].args.thread_groups, "blocks");
+    }
+    std::vector<Collective> others = every(100'000);
+    for (Collective& each : others) {
+      bool const is_same = each.op == call.op && each.method == call.method;
+      check((other.call(each)[0].args.tag == a[0].args.tag) == is_same, "tag of another call");
+    }
+    for (auto const change :
+         {+[](Collective& c) { c.count = 1; }, +[](Collective& c) { c.is_average = true; },
+          +[](Collective& c) { c.element = CollectiveElement::Float32; },
+          +[](Collective& c) { c.ctas = 3; }}) {
+      Collective changed = call;
+      change(changed);
+      check(other.call(changed)[0].args.tag != a[0].args.tag, "tag of a changed call");
+    }
+    Workspace fewer(3, 4, 100);
+    check(fewer.call(call)[0].args.tag != a[0].args.tag, "tag of another number of CTAs");
+  }
+}
+
+void refusals() {
+  Workspace workspace(1, 4);
+  auto const refused = [&](auto const& change) {
+    Collective call = collective(CollectiveOp::AllReduce, CollectiveMethod::OneShot, 64);
+    change(call);
+    std::size_t const before = state().operations.size();
+    std::string const error = error_of([&] { workspace.call(call); });
+    check(state().operations.size() == before, "something was enqueued");
+    check(error.find("found") != std::string::npos, "no error, or: " + error);
+  };
+  refused([](Collective& call) { call.count = -1; });
+  refused([](Collective& call) { call.in = nullptr; });
+  refused([](Collective& call) { call.out = reinterpret_cast<void*>(uintptr_t(3)); });
+  refused([](Collective& call) { call.element = CollectiveElement::Byte; });
+  refused([](Collective& call) { call.ctas = agmm::kMaxExchangeCtas + 1; });
+  refused([](Collective& call) {
+    call.op = CollectiveOp::AllGather;
+    call.method = CollectiveMethod::TwoShot;
+  });
+  check(workspace.call(collective(CollectiveOp::AllReduce, CollectiveMethod::OneShot, 64)).size() ==
+            1,
+        "a call after those that were refused");
+  check(workspace.call(collective(CollectiveOp::AllReduce, CollectiveMethod::OneShot, 0)).empty(),
+        "a launch for nothing");
+  for (int const w : {1, agmm::kMaxExchangeRanks + 1}) {
+    check(!error_of([&] { Workspace(0, w); }).empty(), std::to_string(w) + " ranks");
+  }
+  check(!error_of([&] { Workspace(4, 4); }).empty(), "a rank outside the group");
+}
+
+/// Calls on several streams run one after the other.
+void order() {
+  Workspace workspace(1, 4);
+  Collective const call = collective(CollectiveOp::AllReduce, CollectiveMethod::OneShot, 64);
+  workspace.call(call, kStream);
+  state().operations.clear();
+  workspace.call(call, kStream);
+  workspace.call(call, kOther);
+  std::string names;
+  for (fake::Operation const& operation : state().operations) names += operation.name + " ";
+  check(names == "exchange record wait exchange record ", names);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  std::map<std::string, void (*)()> const checks = {{"bands", &bands},
+                                                    {"layouts", &layouts},
+                                                    {"agreement", &agreement},
+                                                    {"refusals", &refusals},
+                                                    {"order", &order}};
+  if (count == 1) {
+    for (auto const& [name, run] : checks) std::printf("%s\n", name.c_str());
+    return 0;
+  }
+  checks.at(arguments[1])();
+  return 0;
+}
