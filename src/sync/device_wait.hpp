@@ -109,10 +109,6 @@ CUTLASS_DEVICE uint32_t limit_units(WaitLimit const& limit) {
   return uint32_t(limit.limit_ns >> kLogWaitUnitNs);
 }
 
-/// Whether a wait that goes on leaves word of it. The producers of all-gather + matmul do not:
-/// their warp has no register left for it.
-enum class LateWaits { Silent, Told };
-
 /// Leaves word of a wait that goes on. The host says so once it has taken AGMM_WARN_S.
 CUTLASS_DEVICE void note_late(WaitLimit const& limit, bool is_credit, int32_t source, int32_t chunk,
                               uint32_t waited) {
@@ -132,7 +128,6 @@ CUTLASS_DEVICE uint32_t look_at_signal(uint32_t const* word, uint32_t wanted, in
 
 /// After a look that did not find the wanted value: returns unless the wait has passed its limit or
 /// the source called with something else. `since`: see waited_units().
-template <LateWaits kLate = LateWaits::Silent>
 CUTLASS_DEVICE void check_wait(uint32_t seen, uint32_t wanted, int32_t chunk,
                                WaitLimit const& limit, uint32_t& since) {
   uint32_t const waited = waited_units(since);
@@ -143,23 +138,19 @@ CUTLASS_DEVICE void check_wait(uint32_t seen, uint32_t wanted, int32_t chunk,
   // A little late, so that a wait for a credit, which says more, reports first; also where ranks
   // share a GPU, which runs each for some milliseconds at a time.
   constexpr uint32_t kGraceUnits = 64;
-  // Where it is needed alone: a division ahead of the branch costs the producer warp registers.
-  auto const source = [&] {
-    return senders.chunks_per_rank > 0 ? chunk / senders.chunks_per_rank : -1;
-  };
-  if constexpr (kLate == LateWaits::Told) note_late(limit, false, source(), chunk, waited);
+  int32_t const source = senders.chunks_per_rank > 0 ? chunk / senders.chunks_per_rank : -1;
+  note_late(limit, false, source, chunk, waited);
   if (mismatch || waited > limit_units(limit) + kGraceUnits) {
-    report_and_stop(limit, mismatch ? WaitReport::Mismatch : WaitReport::Timeout, source(), chunk,
+    report_and_stop(limit, mismatch ? WaitReport::Mismatch : WaitReport::Timeout, source, chunk,
                     seen, wanted, uint64_t(waited) << kLogWaitUnitNs);
   }
 }
 
 /// The same for the credit of `peer`'s buffer `slot`.
-template <LateWaits kLate = LateWaits::Silent>
 CUTLASS_DEVICE void check_credit_wait(uint32_t seen, int32_t peer, int32_t slot,
                                       WaitLimit const& limit, uint32_t& since) {
   uint32_t const waited = waited_units(since);
-  if constexpr (kLate == LateWaits::Told) note_late(limit, true, peer, slot, waited);
+  note_late(limit, true, peer, slot, waited);
   if (seen != 1 && waited > limit_units(limit)) {
     report_and_stop(limit, WaitReport::Credit, peer, slot, seen, 1,
                     uint64_t(waited) << kLogWaitUnitNs);
@@ -168,7 +159,6 @@ CUTLASS_DEVICE void check_credit_wait(uint32_t seen, int32_t peer, int32_t slot,
 
 /// Returns when the signal has the wanted value, acquired at system scope. The caller still has to
 /// execute fence_proxy_async_global() before its TMA loads. Past the limit this does not return.
-template <LateWaits kLate = LateWaits::Silent>
 CUTLASS_DEVICE void wait_signal(uint32_t const* word, uint32_t wanted, int32_t chunk,
                                 WaitLimit const& limit) {
   uint32_t since = 0;
@@ -176,12 +166,11 @@ CUTLASS_DEVICE void wait_signal(uint32_t const* word, uint32_t wanted, int32_t c
   for (;;) {
     uint32_t const seen = look_at_signal(word, wanted, chunk, limit);
     if (seen == wanted) return;
-    check_wait<kLate>(seen, wanted, chunk, limit, since);
+    check_wait(seen, wanted, chunk, limit, since);
   }
 }
 
 /// Returns when `credits[peer]` is 1, acquired at system scope. Past the limit it does not.
-template <LateWaits kLate = LateWaits::Silent>
 CUTLASS_DEVICE void wait_credit(uint32_t const* credits, int32_t peer, int32_t slot,
                                 WaitLimit const& limit) {
   uint32_t since = 0;
@@ -189,7 +178,7 @@ CUTLASS_DEVICE void wait_credit(uint32_t const* credits, int32_t peer, int32_t s
   for (;;) {
     uint32_t const seen = load_acquire_system(credits + peer);
     if (seen == 1) return;
-    check_credit_wait<kLate>(seen, peer, slot, limit, since);
+    check_credit_wait(seen, peer, slot, limit, since);
   }
 }
 

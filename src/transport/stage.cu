@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(StageArgs const args) {
   int const rank = args.limit.rank;
   for (int peer = threadIdx.x; peer < args.world_size; peer += kThreads) {
     if (args.credits != nullptr && peer != rank) {
-      wait_credit<LateWaits::Told>(args.credits, peer, args.slot, args.limit);
+      wait_credit(args.credits, peer, args.slot, args.limit);
     }
   }
   __syncthreads();

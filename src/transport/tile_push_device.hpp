@@ -139,7 +139,7 @@ struct TilePush {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < others; ++i) {
       if (thread == i && is_awaited && !kNoParts) {
-        wait_signal<LateWaits::Told>(signal, push.tag, chunk, push.limit);
+        wait_signal(signal, push.tag, chunk, push.limit);
         is_awaited = false;
       }
       sync();
@@ -187,8 +187,7 @@ struct TilePush {
         for (;;) {
           uint32_t const seen = load_acquire_system(push.credits + place);
           if (seen == 1) break;
-          check_credit_wait<LateWaits::Told>(seen, push.tiles.at_place(place), 0, push.limit,
-                                             since);
+          check_credit_wait(seen, push.tiles.at_place(place), 0, push.limit, since);
         }
       }
       if (place < push.tiles.world_size - 1) push.credits[place] = 0;
