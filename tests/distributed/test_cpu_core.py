@@ -359,7 +359,7 @@ def test_credit_wait_over_its_limit_ends_the_process() -> None:
     process = run_script(script, AGMM_TIMEOUT_S="0.5")
     assert process.returncode == 124
     assert process.stderr == (
-        "agmm: rank 0 waited 0.5 s for gather buffer 0 of rank 1 to be free: credit is 0, "
+        "agmm: rank 0 waited 0.5 s for buffer 0 of rank 1 to be free: credit is 0, "
         "wanted 1; ending the process (AGMM_TIMEOUT_S=0.5)\n"
     )
 
@@ -469,7 +469,7 @@ def test_long_wait_for_a_buffer_and_for_a_signal_say_it_too() -> None:
     lines = run_script(script, AGMM_TIMEOUT_S="0.8", AGMM_WARN_S="0.2").stderr.splitlines()
     assert len(lines) == 2
     assert re.match(
-        rf"agmm: rank 0 has waited 0\.\d s, {_SINCE}, for gather buffer 0 of rank 1 to be free: "
+        rf"agmm: rank 0 has waited 0\.\d s, {_SINCE}, for buffer 0 of rank 1 to be free: "
         "credit is 0, wanted 1; ",
         lines[0],
     )
