@@ -63,6 +63,7 @@ CUTLASS_DEVICE void check_exchange_wait(ExchangeArgs const& args, int slot, uint
     report_and_stop(args.limit, mismatch ? WaitReport::Mismatch : WaitReport::Timeout, source, 0,
                     seen, args.tag, uint64_t(waited) << kLogWaitUnitNs);
   }
+  if (lane_id() == 0) note_late(args.limit, false, source, waited);
 }
 
 template <class Element_, ExchangeStep kStep, Carrier kCarrier>

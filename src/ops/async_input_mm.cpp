@@ -122,7 +122,7 @@ PreparedMatmul prepare(CallSpec const& given) {
   check(given.matmul);
   KernelEntry const& kernel = *find_kernel(given.matmul);
   CallSpec call = given;
-  call.report_place = report_place();
+  call.report_place = report_place(call.matmul.rank, call.matmul.arrival.senders.chunks_per_rank);
   AsyncInputArgs& args = call.matmul;
   DeviceFacts const& device = current_device();
   if (args.sm_count == 0) args.sm_count = device.sm_count;

@@ -180,7 +180,7 @@ ExchangeArgs Collectives::Impl::args_of(Collective const& call) const {
   args.packet_stretch_bytes = static_cast<int32_t>(layout.stretch_bytes(Carrier::Packets));
   args.blocks = static_cast<int32_t>(layout.blocks());
   args.turns = static_cast<int64_t>(layout.turns());
-  args.limit.place = report_place();
+  args.limit.place = report_place(rank, 1);
   args.limit.limit_ns = call.limit_ns;
   args.limit.rank = rank;
   return args;

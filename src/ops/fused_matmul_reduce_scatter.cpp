@@ -214,7 +214,7 @@ TilePushArgs FusedMatmulReduceScatter::Impl::push_args(MatmulScatter const& call
                          at<uint32_t>(peer, layout.signals(there)),
                          at<uint32_t>(peer, layout.credit(there))};
   }
-  push.limit.place = report_place();
+  push.limit.place = report_place(rank, kMaxScatterTiles);
   push.limit.limit_ns = call.limit_ns;
   push.limit.senders = {nullptr, kMaxScatterTiles, 0, true};
   push.limit.rank = rank;

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -10,6 +11,8 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "sync/signals.hpp"
 #include "sync/wait_report.hpp"
@@ -47,6 +50,39 @@ std::string message(WaitReport const& r) {
 
 std::atomic<DescribeReport> describe{&message};
 
+/// Ranks and chunks of a rank of those that wait, by the keys that stand for them in what kernels
+/// write (LateWait).
+class WaitingRanks {
+ public:
+  using Entry = std::pair<int, int>;
+
+  uint32_t key(Entry const& entry) {
+    std::lock_guard<std::mutex> const lock(mutex_);
+    auto const found = std::find(entries_.begin(), entries_.end(), entry);
+    if (found != entries_.end()) return uint32_t(found - entries_.begin()) + 1;
+    if (entries_.size() == kMost) return kMost;  // then the line says no rank
+    entries_.push_back(entries_.size() == kMost - 1 ? kUnknown : entry);
+    return uint32_t(entries_.size());
+  }
+
+  Entry at(uint32_t key) {
+    std::lock_guard<std::mutex> const lock(mutex_);
+    return key == 0 || key > entries_.size() ? kUnknown : entries_[key - 1];
+  }
+
+ private:
+  static constexpr uint32_t kMost = (1u << LateWait::kKeyBits) - 1;
+  static constexpr Entry kUnknown{-1, 0};
+  std::mutex mutex_;
+  std::vector<Entry> entries_;
+};
+
+WaitingRanks& waiting_ranks() {
+  // Never destroyed: the watcher reads it to the end of the process.
+  static auto* const ranks = new WaitingRanks();
+  return *ranks;
+}
+
 class ReportWatcher {
  public:
   ReportWatcher() {
@@ -75,7 +111,7 @@ class ReportWatcher {
   void watch() {
     while (!stop_) {
       for (WaitReport& report : *reports_) {
-        warn_if_late(static_cast<uint64_t volatile*>(&report.late));
+        warn_if_late(report);
         if (*static_cast<uint32_t const volatile*>(&report.kind) == WaitReport::None) continue;
         std::atomic_thread_fence(std::memory_order_acquire);
         end_process(describe.load()(report));
@@ -86,18 +122,25 @@ class ReportWatcher {
   }
 
   /// One line for all waits that began before it was written.
-  void warn_if_late(uint64_t volatile* word) {
-    uint64_t const found = *word;
-    if (found == 0) return;
-    *word = 0;
-    LateWait const late = LateWait::of(found);
+  void warn_if_late(WaitReport volatile& report) {
+    uint32_t const what = report.late_what;
+    if (what == 0) return;
+    report.late_what = 0;
+    double const seconds = double(report.late_units) * double(1 << 20) * 1e-9;
     Clock::time_point const now = Clock::now();
-    auto const began = now - std::chrono::duration_cast<Clock::duration>(
-                                 std::chrono::duration<double>(late.seconds()));
-    if (warn_s_ <= 0 || late.seconds() < warn_s_ || began < last_line_) return;
+    auto const began =
+        now - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+    if (warn_s_ <= 0 || seconds < warn_s_ || began < last_line_) return;
     last_line_ = now;
-    write_line(late_message(late.rank, late.source, late.chunk, late.is_credit, late.seconds(),
-                            timeout_seconds()));
+    auto const [rank, chunks_per_rank] = waiting_ranks().at(LateWait::key(what));
+    int32_t const chunk = LateWait::chunk(what);
+    double const limit_s = timeout_seconds();
+    if (LateWait::is_credit(what)) {
+      write_line(late_credit_message(rank, chunk, seconds, limit_s));
+    } else {
+      int const source = chunks_per_rank > 0 ? chunk / chunks_per_rank : -1;
+      write_line(late_message(rank, source, chunk, seconds, limit_s));
+    }
   }
 
   using Clock = std::chrono::steady_clock;
@@ -187,7 +230,7 @@ DeviceGuard::~DeviceGuard() {
   if (index_ != previous_) cudaSetDevice(previous_);
 }
 
-ReportPlace report_place() {
+ReportPlace report_place(int rank, int chunks_per_rank) {
   static std::array<std::once_flag, kMaxDevices> once;
   static std::array<uint32_t*, kMaxDevices> locks;
   int const index = current_device_index();
@@ -202,7 +245,8 @@ ReportPlace report_place() {
     RelaxedCapture const relaxed;
     return ReportWatcher();
   }();
-  return {watcher.report(index), locks[index]};
+  uint32_t const key = waiting_ranks().key({rank, chunks_per_rank});
+  return {watcher.report(index), locks[index], LateWait::what(key, false, 0)};
 }
 
 void describe_reports_by(DescribeReport by) { describe = by; }

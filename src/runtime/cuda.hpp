@@ -28,8 +28,9 @@ struct Driver {
 Driver const& driver();
 
 /// Of the current device. Created at first use, together with a thread that reads it and ends the
-/// process with the message.
-ReportPlace report_place();
+/// process with the message. `rank` and `chunks_per_rank`: of who waits there, for the line that
+/// says so after AGMM_WARN_S; -1 and 0 where they are unknown.
+ReportPlace report_place(int rank = -1, int chunks_per_rank = 0);
 
 /// What that message says. It is called by the thread that reads, at the end of the process, and
 /// may take its time. The default names rank, source, chunk and the words seen.

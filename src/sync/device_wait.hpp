@@ -110,11 +110,11 @@ CUTLASS_DEVICE uint32_t limit_units(WaitLimit const& limit) {
 }
 
 /// Leaves word of a wait that goes on. The host says so once it has taken AGMM_WARN_S.
-CUTLASS_DEVICE void note_late(WaitLimit const& limit, bool is_credit, int32_t source, int32_t chunk,
+CUTLASS_DEVICE void note_late(WaitLimit const& limit, bool is_credit, int32_t chunk,
                               uint32_t waited) {
-  WaitReport volatile* const report = limit.place.report;
-  if (waited < LateWait::kUnits || waited % LateWait::kUnits != 0 || report == nullptr) return;
-  report->late = LateWait{is_credit, limit.rank, source, chunk, waited / LateWait::kUnits}.packed();
+  if (waited % LateWait::kUnits != LateWait::kUnits - 1 || limit.place.report == nullptr) return;
+  limit.place.report->late_units = waited;
+  limit.place.report->late_what = limit.place.late + LateWait::what(0, is_credit, chunk);
 }
 
 /// What a look at a signal finds: the signal, or, where it has the wanted value and the sources'
@@ -138,23 +138,23 @@ CUTLASS_DEVICE void check_wait(uint32_t seen, uint32_t wanted, int32_t chunk,
   // A little late, so that a wait for a credit, which says more, reports first; also where ranks
   // share a GPU, which runs each for some milliseconds at a time.
   constexpr uint32_t kGraceUnits = 64;
-  int32_t const source = senders.chunks_per_rank > 0 ? chunk / senders.chunks_per_rank : -1;
-  note_late(limit, false, source, chunk, waited);
   if (mismatch || waited > limit_units(limit) + kGraceUnits) {
+    int32_t const source = senders.chunks_per_rank > 0 ? chunk / senders.chunks_per_rank : -1;
     report_and_stop(limit, mismatch ? WaitReport::Mismatch : WaitReport::Timeout, source, chunk,
                     seen, wanted, uint64_t(waited) << kLogWaitUnitNs);
   }
+  note_late(limit, false, chunk, waited);
 }
 
 /// The same for the credit of `peer`'s buffer `slot`.
 CUTLASS_DEVICE void check_credit_wait(uint32_t seen, int32_t peer, int32_t slot,
                                       WaitLimit const& limit, uint32_t& since) {
   uint32_t const waited = waited_units(since);
-  note_late(limit, true, peer, slot, waited);
   if (seen != 1 && waited > limit_units(limit)) {
     report_and_stop(limit, WaitReport::Credit, peer, slot, seen, 1,
                     uint64_t(waited) << kLogWaitUnitNs);
   }
+  note_late(limit, true, peer, waited);
 }
 
 /// Returns when the signal has the wanted value, acquired at system scope. The caller still has to

@@ -162,10 +162,13 @@ std::string credit_waiting_message(int rank, int peer, int slot, uint32_t seen, 
          going_on(limit_s);
 }
 
-std::string late_message(int rank, int source, int64_t chunk, bool is_credit, double waited_s,
-                         double limit_s) {
-  return subject(rank) + has_waited(waited_s) +
-         (is_credit ? name_of_buffer(source, chunk) : name_of_chunk(rank, source, chunk)) +
+std::string late_message(int rank, int source, int64_t chunk, double waited_s, double limit_s) {
+  return subject(rank) + has_waited(waited_s) + name_of_chunk(rank, source, chunk) +
+         going_on(limit_s);
+}
+
+std::string late_credit_message(int rank, int peer, double waited_s, double limit_s) {
+  return subject(rank) + has_waited(waited_s) + format(" a buffer of rank %d to be free", peer) +
          going_on(limit_s);
 }
 

@@ -28,9 +28,9 @@ std::string waiting_message(int rank, int source, int64_t chunk, uint32_t seen, 
 std::string credit_waiting_message(int rank, int peer, int slot, uint32_t seen, double waited_s,
                                    double limit_s);
 
-// The same of a wait on a GPU, which does not say what it sees. chunk: the slot of a credit.
-std::string late_message(int rank, int source, int64_t chunk, bool is_credit, double waited_s,
-                         double limit_s);
+// The same of waits on a GPU, which do not say what they see.
+std::string late_message(int rank, int source, int64_t chunk, double waited_s, double limit_s);
+std::string late_credit_message(int rank, int peer, double waited_s, double limit_s);
 
 // One line for a chunk whose signal carries the tag of a different call. Where calls can be looked
 // up (set_call_lookup) it names what both ranks called, else the two tags.

@@ -13,6 +13,7 @@ struct WaitReport;
 struct ReportPlace {
   WaitReport volatile* report = nullptr;  // pinned host memory, of this device alone
   uint32_t* report_lock = nullptr;        // device memory, 0 until one thread has reported
+  uint32_t late = 0;                      // LateWait::what of chunk 0 of who waits
 };
 
 /// How a wait ends when the signal does not come.

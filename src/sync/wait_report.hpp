@@ -6,35 +6,21 @@
 
 namespace agmm {
 
-/// Word of a wait that takes long and goes on. In 64 bits, which one store writes: waits of many
-/// threads, that write to one place, do not mix. 0: none.
+/// A wait that takes long and goes on, as it leaves word of itself. Who waits stands in a key that
+/// the host knows (report_place), since the warp that waits has no register left for more.
 struct LateWait {
-  /// A wait says that it takes long each time that so many of its units (2^20 ns) have passed,
-  /// during one unit.
+  /// A wait says that it takes long each time that so many of its units (2^20 ns) are over.
   static constexpr uint32_t kUnits = 1024;
+  static constexpr int kKeyBits = 9;
+  static constexpr int kChunkBits = 22;
 
-  bool is_credit = false;
-  int32_t rank = 0;
-  int32_t source = -1;  // -1: unknown
-  int32_t chunk = 0;
-  uint32_t turns = 0;  // of kUnits each
-
-  AGMM_HOST_DEVICE uint64_t packed() const {
-    return uint64_t(1) << 63 | uint64_t(is_credit) << 62 | field(uint32_t(rank), 12) << 50 |
-           field(uint32_t(source + 1), 12) << 38 | field(uint32_t(chunk), 22) << 16 |
-           field(turns, 16);
+  /// Of a chunk or, where a credit is awaited, of the peer that is to give it. `key`: not 0.
+  AGMM_HOST_DEVICE static constexpr uint32_t what(uint32_t key, bool is_credit, int32_t chunk) {
+    return key << (kChunkBits + 1) | uint32_t(is_credit) << kChunkBits | uint32_t(chunk);
   }
-  static LateWait of(uint64_t word) {
-    return {(word >> 62 & 1) != 0, int32_t(word >> 50 & 0xfff), int32_t(word >> 38 & 0xfff) - 1,
-            int32_t(word >> 16 & 0x3fffff), uint32_t(word & 0xffff)};
-  }
-  double seconds() const { return double(turns) * kUnits * double(1 << 20) * 1e-9; }
-
- private:
-  /// What does not fit into a field is cut: it is read by people.
-  AGMM_HOST_DEVICE static uint64_t field(uint32_t value, int bits) {
-    return value & ((uint32_t(1) << bits) - 1);
-  }
+  static uint32_t key(uint32_t what) { return what >> (kChunkBits + 1); }
+  static bool is_credit(uint32_t what) { return (what >> kChunkBits & 1) != 0; }
+  static int32_t chunk(uint32_t what) { return int32_t(what & ((1u << kChunkBits) - 1)); }
 };
 
 /// What a kernel says of a wait that passed its limit. In pinned host memory; a host thread reads
@@ -50,7 +36,8 @@ struct WaitReport {
   uint32_t wanted;
   uint64_t waited_ns;
   uint64_t limit_ns;
-  uint64_t late;  // a LateWait, packed
+  uint32_t late_what;   // LateWait::what; 0: none. Several may write; what they say mixes, and
+  uint32_t late_units;  // all of it is late
 };
 
 }  // namespace agmm

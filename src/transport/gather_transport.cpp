@@ -46,7 +46,7 @@ StageArgs GatherTransport::stage_args(Links const& links, GatherRequest const& r
   args.finished_ctas = memory.single(slot, WorkspaceLayout::Single::StageCtas);
   args.tag = tag;
   args.own_signal = memory.signals(memory.rank(), slot) + memory.rank();
-  args.limit.place = report_place();
+  args.limit.place = report_place(memory.rank());
   args.limit.limit_ns = request.gather.limit_ns;
   args.limit.rank = memory.rank();
   return args;

@@ -370,16 +370,29 @@ void describes() {
 
 /// A wait that takes long is told once, and goes on.
 void late_waits() {
-  uint64_t volatile& late = agmm::report_place().report->late;
-  auto const note = [&](agmm::LateWait const& wait) {
-    late = wait.packed();
-    for (int i = 0; late != 0 && i < 500; ++i) ::usleep(10'000);
-    check(late == 0, "nobody looked");
+  agmm::ReportPlace const place = agmm::report_place(5, 1000);
+  check(place.late == agmm::report_place(5, 1000).late, "another key for the same");
+  check(place.late != agmm::report_place(4, 1000).late, "the same key for another");
+  agmm::WaitReport volatile& report = *place.report;
+  auto const note = [&](bool is_credit, int chunk, double seconds) {
+    report.late_units = uint32_t(seconds * 1e9) >> 20;
+    report.late_what = place.late + agmm::LateWait::what(0, is_credit, chunk);
+    for (int i = 0; report.late_what != 0 && i < 500; ++i) ::usleep(10'000);
+    check(report.late_what == 0, "nobody looked");
   };
-  note({false, 5, 6, 7, 20});  // 21 s
-  note({false, 5, 6, 1'000'000, 40});
-  note({false, 5, 6, 8, 41});  // the same wait, or another of that time
-  note({true, 5, 0, 1, 40});
+  note(false, 6007, 2);
+  note(false, 6001, 4);
+  note(false, 6008, 4.1);  // the same wait, or another of that time
+  note(true, 6, 4);
+}
+
+/// Of credits the line says which peer is awaited.
+void late_credits() {
+  agmm::ReportPlace const place = agmm::report_place(5, 1000);
+  agmm::WaitReport volatile& report = *place.report;
+  report.late_units = 4000;
+  report.late_what = place.late + agmm::LateWait::what(0, true, 6);
+  for (int i = 0; report.late_what != 0 && i < 500; ++i) ::usleep(10'000);
 }
 
 /// It is the workspace's own, also where its first call is captured: nothing of the graph's.
@@ -420,8 +433,8 @@ void forked_child() {
   check(WIFEXITED(status) && WEXITSTATUS(status) == 7,
         "the child ended with status " + std::to_string(status));
   // The parent's thread goes on.
-  uint64_t volatile& late = agmm::report_place().report->late;
-  late = agmm::LateWait{false, 5, 6, 7, 1}.packed();
+  uint32_t volatile& late = agmm::report_place().report->late_what;
+  late = agmm::report_place().late;
   for (int i = 0; late != 0 && i < 500; ++i) ::usleep(10'000);
   check(late == 0, "nobody looks in the parent");
 }
@@ -444,6 +457,7 @@ int main(int count, char** arguments) {
       {"two_devices_report", &two_devices_report},
       {"describes", &describes},
       {"late_waits", &late_waits},
+      {"late_credits", &late_credits},
       {"forked_child", &forked_child},
       {"split_scratch", &split_scratch},
   };
