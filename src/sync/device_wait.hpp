@@ -139,6 +139,7 @@ CUTLASS_DEVICE void check_wait(uint32_t seen, uint32_t wanted, int32_t chunk,
   // share a GPU, which runs each for some milliseconds at a time.
   constexpr uint32_t kGraceUnits = 64;
   if (mismatch || waited > limit_units(limit) + kGraceUnits) {
+    // Not ahead of the branch: a division there costs producer warps registers, and spills.
     int32_t const source = senders.chunks_per_rank > 0 ? chunk / senders.chunks_per_rank : -1;
     report_and_stop(limit, mismatch ? WaitReport::Mismatch : WaitReport::Timeout, source, chunk,
                     seen, wanted, uint64_t(waited) << kLogWaitUnitNs);
