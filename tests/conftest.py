@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from agmm.testing import ranks
 from agmm.testing.ranks import RankPool
 
 # A shell that starts the tests in the background has SIGINT ignored; the processes that the tests
@@ -16,6 +17,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A developer's own tables must not steer the tests.
 os.environ.setdefault("AGMM_CACHE", "off")
+
+# What some ranks would import anew: seconds for each.
+ranks.PRELOADED += [
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+]
+# Else Inductor starts processes in every rank that import torch: one to compile in, and one for
+# each kind of vector instructions, to try what a compiler makes of it. No test depends on that.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 
 @pytest.fixture(scope="session")
