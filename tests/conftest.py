@@ -1,4 +1,5 @@
-"""Fixtures for all tests: pools of rank processes, which are slow to start and so are shared."""
+"""Fixtures for all tests: pools of rank processes, which are slow to start and so are shared, a
+group of one process, and a compiler that remembers nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import signal
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from agmm.testing import ranks
 from agmm.testing.ranks import RankPool
@@ -47,3 +50,27 @@ def rank_pools() -> Iterator[Callable[..., RankPool]]:
     yield get
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture
+def pool(rank_pools: Callable[..., RankPool]) -> RankPool:
+    """Five CPU ranks; smaller world sizes are groups of the last ones (see rank_work.group_of)."""
+    return rank_pools(5)
+
+
+@pytest.fixture
+def group() -> Iterator[str]:
+    """The name of the default group, of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD.group_name
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
