@@ -68,8 +68,8 @@ def _in_step(fn: Callable[..., Any], inputs: list[torch.Tensor]) -> bool:
     all inputs and all outputs, so that every rank perturbs the same numbers at the same time and
     sees what it does on all ranks. The functions are linear in each input, so that differences are
     exact but for rounding."""
-    options = {"eps": 1e-3, "atol": 1e-9, "rtol": 1e-9, "fast_mode": True}
-    return bool(torch.autograd.gradcheck(fn, inputs, **options))
+    check = torch.autograd.gradcheck
+    return bool(check(fn, inputs, eps=1e-3, atol=1e-9, rtol=1e-9, fast_mode=True))
 
 
 def gradcheck_all_gather_matmul(
