@@ -20,7 +20,8 @@ from agmm.bench.options import Options
 from agmm.bench.ways import WAYS
 from agmm.testing.cases import Shape
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+BENCH = [sys.executable, "-m", "agmm", "bench"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +100,7 @@ def test_a_way_that_hangs_under_torchrun_ends_the_job(tmp_path: Path) -> None:
     shapes = f"8x8x8,{bench_work.SICK_SHAPE}"
     sick = ["--ways", "agmm,hangs-when-timed", "--shapes", shapes]
     done = subprocess.run(
-        [*TORCHRUN, "2", bench_work.__file__, *arguments, *sick, "--json", str(report)],
+        [*TORCHRUN[:-1], "2", bench_work.__file__, *arguments, *sick, "--json", str(report)],
         capture_output=True,
         text=True,
         timeout=240,
@@ -109,6 +110,12 @@ def test_a_way_that_hangs_under_torchrun_ends_the_job(tmp_path: Path) -> None:
     (shape,) = json.loads(report.read_text())["shapes"]
     assert shape["M"] == 8
     assert shape["ways"]["agmm"]["median_us"] > 0
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def test_run_compare_and_plot(tmp_path: Path) -> None:
@@ -144,10 +151,8 @@ def _is_sound(found: dict[str, Any], ranks: int) -> None:
 
 @pytest.mark.slow
 def test_timelines_under_torchrun(tmp_path: Path) -> None:
-    bench = ["-m", "agmm", "bench", "--device", "cpu", "--timeline", "48x8x24,96x16x24"]
-    command = [*TORCHRUN, "3", *bench, "--plot", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    arguments = ["--device", "cpu", "--timeline", "48x8x24,96x16x24", "--plot", str(tmp_path)]
+    done = _run(*TORCHRUN, *BENCH[1:], *arguments)
     for shape in ("48x8x24", "96x16x24"):
         path = tmp_path / f"timeline-{shape}.json"
         assert done.stderr.count(f"wrote {path}") == 1
