@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 
+import compiles
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,6 +33,26 @@ ranks.PRELOADED += [
 # each kind of vector instructions, to try what a compiler makes of it. No test depends on that.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
+
+def _is_skipped(item: pytest.Item) -> bool:
+    return any(bool(mark.args and mark.args[0]) for mark in item.iter_markers("skipif"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("compiles") is not None)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if not session.config.option.collectonly:
+        wanted = [item for item in session.items if not _is_skipped(item)]
+        marks = (mark for item in wanted for mark in item.iter_markers("compiles"))
+        compiles.begin(job for mark in marks for job in mark.args)
+
+
+def pytest_unconfigure() -> None:
+    compiles.close()
 
 
 @pytest.fixture(scope="session")
