@@ -1,5 +1,6 @@
-"""What takes a compiler long: begun with the session, beside the tests, two at a time, and waited
-for by the tests that want it, which come last. A test names it by the mark `compiles`."""
+"""What takes a compiler long, or a reader of machine code: begun with the session, beside the
+tests, two at a time, and waited for by the tests that want it, which come last. A test names it by
+the mark `compiles`."""
 
 from __future__ import annotations
 
