@@ -6,8 +6,9 @@ import ctypes
 import importlib.metadata
 import os
 import shutil
-import subprocess
 from pathlib import Path
+
+import compiles
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).parent / "scheduler" / "plain_gemm.cu"
@@ -42,7 +43,7 @@ def build(folder: Path) -> Path:
         RuntimeError: nvcc refuses it.
     """
     library = folder / "plain_gemm.so"
-    done = subprocess.run(
+    done = compiles.run(
         [
             str(NVCC),
             "-O3",
@@ -60,10 +61,7 @@ def build(folder: Path) -> Path:
             "-o",
             str(library),
         ],
-        capture_output=True,
-        text=True,
         timeout=500,
-        check=False,
     )
     if done.returncode != 0:
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-4000:])

@@ -28,6 +28,10 @@ import torch.distributed as dist
 
 from agmm import _env
 
+PRELOADED = [__name__]
+"""Modules that CPU ranks find imported, for a program to add to before its first pool. One process
+imports them, of which all its CPU ranks are forked."""
+
 _HOST = "127.0.0.1"
 _TAIL_BYTES = 4000
 # After one rank has failed: how long the others may take to answer or to end by themselves.
@@ -99,7 +103,7 @@ class RankPool:
         # Those of GPUs import it anew, since what it does with CUDA does not outlive a fork.
         context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
         if device == "cpu":
-            context.set_forkserver_preload([__name__])
+            context.set_forkserver_preload(PRELOADED)
         defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else {}
         try:
             # This process serves the store, so that it outlives every rank.

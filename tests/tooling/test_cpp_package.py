@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
+import compiles
 import pytest
 from cmake_at_hand import CMAKE
 
@@ -33,17 +33,13 @@ def _cutlass() -> Path | None:
 
 def _run(*command: str, timeout: float = 60) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("AGMM_")}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    done = compiles.run(command, timeout, environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _installed(folder: Path) -> Path:
     """An installation of the headers, which needs neither CUDA nor Python."""
-    folder = tmp_path_factory.mktemp("cpp")
     settings = ["AGMM_PYTHON=OFF", "AGMM_CUDA=OFF", "AGMM_INSTALL_CPP=ON"]
     settings.append(f"CMAKE_INSTALL_PREFIX={folder / 'prefix'}")
     _run(
@@ -53,6 +49,11 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     _run(str(CMAKE), "--install", str(folder / "build"), "--component", "cpp")
     return folder / "prefix"
+
+
+@pytest.fixture
+def prefix() -> Path:
+    return compiles.result(_installed)
 
 
 def test_what_is_installed_is_the_api_and_what_the_scheduler_needs(prefix: Path) -> None:
@@ -70,19 +71,25 @@ def test_public_header_stands_alone(prefix: Path, tmp_path: Path, header: str) -
     _run(*command, f"-I{prefix / 'include'}", str(source))
 
 
+def _examples(folder: Path) -> str:
+    """The scheduler's is linked; the launcher's is not, since it would want all kernels."""
+    prefix = _installed(folder / "of examples")
+    settings = [f"CMAKE_PREFIX_PATH={prefix}", f"CUTLASS_DIR={_cutlass()}"]
+    _run(
+        str(CMAKE),
+        *("-S", str(REPOSITORY / "examples" / "cpp"), "-B", str(folder)),
+        *(f"-D{setting}" for setting in settings),
+    )
+    said = _run(str(CMAKE), "--build", str(folder), timeout=500)
+    assert (folder / "scheduler").is_file()
+    return said
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 @pytest.mark.skipif(_cutlass() is None, reason="no CUTLASS")
 @pytest.mark.timeout(600)
-def test_the_examples_find_the_package_and_compile(prefix: Path, tmp_path: Path) -> None:
-    """The scheduler's is linked; the launcher's is not, since it would want all kernels."""
-    settings = [f"CMAKE_PREFIX_PATH={prefix}", f"CUTLASS_DIR={_cutlass()}"]
-    _run(
-        str(CMAKE),
-        *("-S", str(REPOSITORY / "examples" / "cpp"), "-B", str(tmp_path)),
-        *(f"-D{setting}" for setting in settings),
-    )
-    said = _run(str(CMAKE), "--build", str(tmp_path), timeout=500)
-    assert (tmp_path / "scheduler").is_file()
+@pytest.mark.compiles.with_args(_examples)
+def test_the_examples_find_the_package_and_compile() -> None:
     # What CUTLASS's kernels say where something in them is not inlined.
-    assert "Potential Performance Loss" not in said
+    assert "Potential Performance Loss" not in compiles.result(_examples)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import compiles
 import pytest
 import torch
 from build_wheels import find_toolkit
@@ -56,24 +57,27 @@ def _static_flags() -> str:
     return "-static-libstdc++ -static-libgcc" if os.path.isabs(done.stdout.strip()) else ""
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+def _build(folder: Path) -> Built:
     """A wheel for this Python: no CUDA, not optimised, libstdc++ linked statically."""
-    folder = tmp_path_factory.mktemp("wheels")
     options = ["--cuda", "OFF", "--build-type", "None", "--no-install"]
     options += ["--work", str(folder / "work"), "--out", str(folder / "dist"), "--jobs", "2"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("AGMM_")}
-    done = subprocess.run(
+    done = compiles.run(
         [sys.executable, str(TOOLS / "build_wheels.py"), *options, "--pythons", THIS],
-        env={**environment, "LDFLAGS": _static_flags()},
-        capture_output=True,
-        text=True,
         timeout=500,
-        check=False,
+        env={**environment, "LDFLAGS": _static_flags()},
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (wheel,) = (folder / "dist").glob("*.whl")
     return Built(folder / "work", wheel)
+
+
+@pytest.fixture
+def built() -> Built:
+    return compiles.result(_build)
+
+
+of_a_wheel = pytest.mark.compiles.with_args(_build)
 
 
 @pytest.fixture
@@ -84,6 +88,7 @@ def content(built: Built, tmp_path: Path) -> Path:
     return tmp_path / "content"
 
 
+@of_a_wheel
 def test_a_wheel_is_for_one_python_and_manylinux(built: Built) -> None:
     abi = f"cp{THIS.replace('.', '')}"
     assert re.fullmatch(
@@ -96,6 +101,7 @@ def test_a_wheel_is_for_one_python_and_manylinux(built: Built) -> None:
     assert (report.python, report.exported) == (THIS, "PyInit__core")
 
 
+@of_a_wheel
 def test_a_wheel_holds_what_users_need_and_no_tests(content: Path) -> None:
     names = {path.relative_to(content).as_posix() for path in content.rglob("*")}
     tables = {p.name for p in (REPOSITORY / "python" / "agmm").rglob("tables/*.json")}
@@ -105,6 +111,7 @@ def test_a_wheel_holds_what_users_need_and_no_tests(content: Path) -> None:
     assert not [name for name in names if re.search(r"(^|/)(tests?|conftest|include)[/.]", name)]
 
 
+@of_a_wheel
 def test_the_core_is_compiled_once(built: Built) -> None:
     """By the core's own build; the wheel's compiles the bindings alone."""
     sources = [*REPOSITORY.glob("src/cpu/*.cpp"), *REPOSITORY.glob("src/sync/*.cpp")]
@@ -117,6 +124,7 @@ def test_the_core_is_compiled_once(built: Built) -> None:
     assert sorted(compiled) == sorted(f"CMakeFiles/_core.dir/src/bindings/{n}" for n in bindings)
 
 
+@of_a_wheel
 def test_a_module_with_a_static_libstdcpp_works_beside_torch(content: Path) -> None:
     """Of 4623 symbols that it exported torch's libraries took some, and the process ended by a
     segmentation fault."""
@@ -154,6 +162,7 @@ def _export_more(folder: Path) -> None:
     shutil.copy(Path(torch.__file__).parent / "lib" / "libshm.so", _module(folder))
 
 
+@of_a_wheel
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -176,6 +185,7 @@ def test_what_should_not_be_in_a_wheel_is_found(
     assert [fault for fault in report.faults if fault.startswith(said)]
 
 
+@of_a_wheel
 def test_a_tag_that_promises_too_much_is_found(built: Built, tmp_path: Path) -> None:
     name = re.sub(r"manylinux_2_\d+", "manylinux_2_5", built.wheel.name)
     report = Report(wheel := Path(shutil.copy(built.wheel, tmp_path / name)))
@@ -187,6 +197,7 @@ def test_a_tag_that_promises_too_much_is_found(built: Built, tmp_path: Path) -> 
 # --- which core a module takes ---
 
 
+@of_a_wheel
 @pytest.mark.parametrize(
     ("setting", "said"),
     [

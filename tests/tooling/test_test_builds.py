@@ -10,6 +10,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import compiles
 import pytest
 from cmake_at_hand import CMAKE
 
@@ -82,10 +83,7 @@ def test_typo_is_refused(tmp_path: Path, setting: str, wanted: str) -> None:
     assert f"{setting.split('=')[0]}: {wanted}" in " ".join(done.stderr.split())
 
 
-@pytest.mark.skipif(not _core.cuda_built, reason="agmm._core is built without CUDA")
-@pytest.mark.skipif(CMAKE is None, reason="no cmake")
-@pytest.mark.timeout(600)
-def test_a_fault_with_delays_compiles(tmp_path: Path) -> None:
+def _a_fault_with_delays(folder: Path) -> None:
     """Of one unit, which has the code of every fault: what is off in a build is compiled too."""
     import pybind11
 
@@ -103,15 +101,16 @@ def test_a_fault_with_delays_compiles(tmp_path: Path) -> None:
     environment["PATH"] = f"{scripts}{os.pathsep}{environment['PATH']}"
     environment["CMAKE_GENERATOR"] = "Ninja"
     for command in (
-        ["-S", str(REPOSITORY), "-B", str(tmp_path), *(f"-D{k}={v}" for k, v in settings.items())],
-        ["--build", str(tmp_path), "--target", f"CMakeFiles/agmm_kernels.dir/kernels/{unit}"],
+        ["-S", str(REPOSITORY), "-B", str(folder), *(f"-D{k}={v}" for k, v in settings.items())],
+        ["--build", str(folder), "--target", f"CMakeFiles/agmm_kernels.dir/kernels/{unit}"],
     ):
-        done = subprocess.run(
-            [str(CMAKE), *command],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=500,
-            check=False,
-        )
+        done = compiles.run([str(CMAKE), *command], timeout=500, env=environment)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(not _core.cuda_built, reason="agmm._core is built without CUDA")
+@pytest.mark.skipif(CMAKE is None, reason="no cmake")
+@pytest.mark.timeout(600)
+@pytest.mark.compiles.with_args(_a_fault_with_delays)
+def test_a_fault_with_delays_compiles() -> None:
+    compiles.result(_a_fault_with_delays)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+import compiles
 import plain_gemm
 import pytest
 
@@ -13,7 +12,8 @@ from agmm import _core
 @pytest.mark.skipif(not _core.cuda_built, reason="agmm._core is built without CUDA")
 @pytest.mark.skipif(plain_gemm.why_not() is not None, reason=str(plain_gemm.why_not()))
 @pytest.mark.timeout(600)
-def test_it_compiles(tmp_path: Path) -> None:
-    library = plain_gemm.build(tmp_path)
+@pytest.mark.compiles.with_args(plain_gemm.build)
+def test_it_compiles() -> None:
+    library = compiles.result(plain_gemm.build)
     for schedule in plain_gemm.SCHEDULES:
         assert plain_gemm.function(library, schedule)

@@ -9,17 +9,21 @@ import inspect
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from typer.main import get_command
 
 from agmm import _env
 from agmm.cli.app import app
+from agmm.testing.ranks import RankPool
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -240,9 +244,13 @@ def test_code_uses_what_there_is(code: str) -> None:
             inspect.signature(found).bind(*node.args, **dict.fromkeys(names))
 
 
+RUN = [block for block in BLOCKS if block[1]]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [b[2] for b in BLOCKS if b[1]], ids=[b[0] for b in BLOCKS if b[1]])
-def test_code_runs_on_two_ranks(code: str, tmp_path: Path) -> None:
+def test_code_of_the_readme_runs_under_torchrun(tmp_path: Path) -> None:
+    name, _, code = RUN[0]
+    assert name.startswith("README.md")
     script = tmp_path / "first_call.py"
     script.write_text(code)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -256,3 +264,23 @@ def test_code_runs_on_two_ranks(code: str, tmp_path: Path) -> None:
     )
     assert process.returncode == 0, process.stdout + process.stderr
     assert "agmm takes the unfused path" not in process.stderr
+
+
+def _run_as_under_torchrun(code: str, port: int) -> None:
+    """In a rank that has no group yet, and the variables by which torchrun's ranks find another."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    variables = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    warnings.simplefilter("error")
+    exec(compile(code, "documentation", "exec"), {})
+
+
+@pytest.mark.parametrize("code", [b[2] for b in RUN[1:]], ids=[b[0] for b in RUN[1:]])
+def test_code_runs_on_two_ranks(code: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with RankPool(2) as pool:
+        pool.run(_run_as_under_torchrun, code, port)

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import compiles
 import pytest
 
 import agmm._core
@@ -78,10 +80,15 @@ def test_faults_are_named(arch: str, local: int, instruction: str, faults: list[
     assert kernel.faults() == faults
 
 
+def _inspected(folder: Path) -> list[Any]:
+    return list(check_machine_code.inspect(check_machine_code.installed_core()))
+
+
 @needs_cuda_build
 @needs_build_for_use
+@pytest.mark.compiles.with_args(_inspected)
 def test_kernels_are_hopper_code_in_registers() -> None:
-    kernels = check_machine_code.inspect(check_machine_code.installed_core())
+    kernels = compiles.result(_inspected)
     assert {k.name: k.faults() for k in kernels if k.faults()} == {}
     matmuls = [kernel for kernel in kernels if kernel.is_gemm]
     assert len(matmuls) >= len(agmm._core.kernels()) > 0

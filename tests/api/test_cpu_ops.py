@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -240,21 +238,10 @@ def test_async_input_mm_computes_what_has_arrived(dtype: torch.dtype, pivot: int
 
 
 def test_async_input_mm_ends_when_a_signal_never_comes() -> None:
-    script = """
-import torch, agmm
-signals = torch.tensor([0, 1], dtype=torch.uint32)
-torch.ops.agmm._async_input_mm(torch.ones(8, 4), torch.ones(4, 4), signals, 1)
-"""
-    process = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "AGMM_TIMEOUT_S": "0.5"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert process.returncode == 124
-    assert process.stderr == (
-        "agmm: waited 0.5 s for chunk 0: signal is 0, wanted 1; "
-        "ending the process (AGMM_TIMEOUT_S=0.5)\n"
-    )
+    with RankPool(1, env={"AGMM_TIMEOUT_S": "0.5"}) as pool:
+        pool.submit(op_work.wait_for_a_signal_that_never_comes)
+        assert pool.join(20) == [124]
+        assert pool.stderr(0) == (
+            "agmm: rank 0 waited 0.5 s for chunk 0: signal is 0, wanted 1; "
+            "ending the process (AGMM_TIMEOUT_S=0.5)\n"
+        )

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import tune_work
+from command import agmm
 
 from agmm.bench import tuner, tuning_session
 from agmm.planning import tables
@@ -22,7 +23,8 @@ from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankPool
 
 SHAPES = (Shape(16, 8, 24), Shape(6, 5, 7), Shape(34, 40, 16))
-TUNE = [sys.executable, "-m", "agmm", "tune", "--device", "cpu", "--tp", "2"]
+ARGUMENTS = ["tune", "--device", "cpu", "--tp", "2"]
+TUNE = [sys.executable, "-m", "agmm", *ARGUMENTS]
 PROBLEM = Problem(16, 8, 24, "float32", 2, gpu=CPU)
 SCATTER = PROBLEM._replace(op="matmul_reduce_scatter")
 
@@ -144,12 +146,6 @@ def test_no_row_where_no_fused_plan_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert notes.lines[-1] == "16x8x24: no row, since no fused plan could be measured"
 
 
-def run(*arguments: str, **keywords: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*TUNE, *arguments], capture_output=True, text=True, timeout=240, **keywords
-    )
-
-
 @pytest.mark.slow
 def test_interrupted_and_resumed(folder: Path, tmp_path: Path) -> None:
     shapes = [Shape(2 * m, 8, 8) for m in range(1, 40)]
@@ -177,7 +173,7 @@ def test_interrupted_and_resumed(folder: Path, tmp_path: Path) -> None:
     assert all(str(shape) in stdout for shape in tuned_shapes(folder))
 
     file.write_text("\n".join(map(str, [*tuned_shapes(folder), Shape(200, 8, 8)])))
-    again = run("--file", str(file))
+    again = agmm(*ARGUMENTS, "--file", str(file))
     assert again.returncode == 0, again.stderr
     assert f"{done} of {done + 1} shapes were tuned before" in again.stderr
     assert len(tuned_shapes(folder)) == done + 1
@@ -200,9 +196,9 @@ def test_two_at_once(folder: Path) -> None:
     assert sorted(tuned_shapes(folder)) == [Shape(10, 8, 8), Shape(12, 8, 8)]
 
 
-def test_rows_that_cannot_be_saved_are_printed() -> None:
-    environment = {**os.environ, "AGMM_CACHE_DIR": "/proc/agmm"}
-    done = run("--m", "10", "--n", "8", "--k", "8", env=environment)
+def test_rows_that_cannot_be_saved_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGMM_CACHE_DIR", "/proc/agmm")
+    done = agmm(*ARGUMENTS, "--m", "10", "--n", "8", "--k", "8")
     assert done.returncode == 1
     assert "/proc/agmm/cpu-x2.json: cannot be written (" in done.stderr
     assert "these rows were not saved:" in done.stderr

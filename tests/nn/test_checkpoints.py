@@ -22,7 +22,6 @@ Pools = Callable[..., RankPool]
         (4, (2, 2, True), (1, 4, False)),
         (4, (1, 4, False), (2, 2, True)),
         (8, (2, 4, True), (4, 2, True)),
-        (8, (1, 8, False), (4, 2, True)),
     ],
 )
 def test_a_checkpoint_goes_on_with_another_layout(

@@ -277,3 +277,8 @@ def bad_call(kind: str) -> str:
     except agmm.InvalidArgument as e:
         return str(e)
     return "no error"
+
+
+def wait_for_a_signal_that_never_comes() -> None:
+    signals = torch.tensor([0, 1], dtype=torch.uint32)
+    torch.ops.agmm._async_input_mm(torch.ones(8, 4), torch.ones(4, 4), signals, 1)

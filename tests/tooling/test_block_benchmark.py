@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer import Typer
+from typer.testing import CliRunner
 
 from agmm.errors import InvalidArgument
 from agmm.testing.ranks import RankPool
@@ -22,18 +22,18 @@ SMALL = (
 )
 
 
-@pytest.mark.slow
-def test_report(tmp_path: Path) -> None:
+@pytest.fixture
+def block(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(REPOSITORY))
+    return importlib.import_module("benchmarks.block")
+
+
+def test_report(block: Any, tmp_path: Path) -> None:
     path = tmp_path / "block.json"
-    done = subprocess.run(
-        [sys.executable, "benchmarks/block.py", *SMALL.split(), "--json", str(path)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    program = Typer()
+    program.command()(block.main)
+    done = CliRunner().invoke(program, [*SMALL.split(), "--json", str(path)])
+    assert done.exit_code == 0, done.output
     report = json.loads(path.read_text())
     assert {"date", "commit", "machine", "settings"} <= report.keys()
     assert report["settings"]["block"] == {"hidden": 64, "ffn": 48, "heads": 4, "kv_heads": 2}
@@ -47,12 +47,6 @@ def test_report(tmp_path: Path) -> None:
                 assert result["reason"] is None and result["relative_error"] < 1e-5
     assert "8 tokens" in done.stdout and "summary" in done.stdout
     assert done.stderr.startswith("[1/2] 16 tokens: 2 ways\n")
-
-
-@pytest.fixture
-def block(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(REPOSITORY))
-    return importlib.import_module("benchmarks.block")
 
 
 def test_what_cannot_run_is_refused(block: Any) -> None:
