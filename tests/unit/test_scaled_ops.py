@@ -14,7 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import agmm
 from agmm.integrations import async_tp
-from agmm.ops import paths, scaled_paths, scaled_products
+from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
+from agmm.ops import paths, quantize, scaled_paths, scaled_products
+from agmm.ops.scaled_checks import scaling_of
 from agmm.runtime import scaling
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.runtime.scaling import SCALINGS
@@ -65,7 +67,7 @@ def test_each_kind_is_told_by_its_shapes() -> None:
     assert list(SHAPES) == [kind.name for kind in SCALINGS]
     for kind in SCALINGS:
         arguments = given(kind.name)
-        found = scaled_paths.scaling_of(*(arguments[n] for n in ("A", "scale_a", "B", "scale_b")))
+        found = scaling_of(*(arguments[n] for n in ("A", "scale_a", "B", "scale_b")))
         assert found is kind
 
 
@@ -402,7 +404,7 @@ def test_what_is_left_to_torch_is_said_once(
     arguments = torchs("rowwise", group=group, **changes)
     torch_kernel = mock.Mock(return_value="torch's")
     name = "fused_all_gather_scaled_matmul"
-    kernel = async_tp._scaled_over(name, async_tp.GatherCall)(torch_kernel)
+    kernel = async_tp._scaled_over(name, GatherCall)(torch_kernel)
     with pytest.warns(UserWarning, match=re.escape(f"leaves symm_mem.{name} to torch: {reason}")):
         assert kernel(*arguments) == "torch's"
     assert kernel(*arguments) == "torch's"  # a warning would be an error
@@ -412,10 +414,10 @@ def test_what_is_left_to_torch_is_said_once(
 def test_without_a_kernel_both_are_torchs(group: str, as_on_cuda: None) -> None:
     a, b, sa, sb = given("rowwise").values()
     calls = (
-        ("fused_all_gather_scaled_matmul", async_tp.GatherCall, torchs("rowwise", group=group)),
+        ("fused_all_gather_scaled_matmul", GatherCall, torchs("rowwise", group=group)),
         (
             "fused_scaled_matmul_reduce_scatter",
-            async_tp.ScatterCall,
+            ScatterCall,
             (a, b, sa, sb, "sum", 0, 0, group, [6, 48]),
         ),
     )
@@ -437,3 +439,118 @@ def test_torchs_ops_are_agmms(group: str, kind: str) -> None:
     assert torch.equal(A.view(torch.uint8), a.view(torch.uint8))
     assert torch.equal(out, gather(**_named(gather, arguments), strict=True))
     assert torch.equal(part, scatter(**arguments, out_dtype=torch.float32, strict=True))
+
+
+# --- operands that are quantised on the way ---
+
+
+def _torchaos(x: torch.Tensor, kind: str, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """torchao.float8's dynamic cast of a matrix, in its words: tensor_to_scale, then the product in
+    float32, saturated."""
+    amax = x.abs().max() if kind == "tensorwise" else x.abs().amax(dim, keepdim=True)
+    scale = (torch.finfo(E4M3).max / amax.double().clamp(min=1e-12)).float()
+    return (x.float() * scale).clamp(-448, 448).to(E4M3), scale.reciprocal()
+
+
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_scales_are_torchaos(kind: str, dtype: torch.dtype) -> None:
+    of_a, of_b = scaling.BY_NAME[kind][1:]
+    for tile, dim in ((of_a, 1), (of_b, 0)):
+        for x in (scales(6, 48), torch.zeros(6, 48), 1e30 * scales(6, 48)):
+            x = x.to(dtype)
+            values, scale = quantize.quantised(x, tile)
+            wanted, wanted_scale = _torchaos(x, kind, dim)
+            assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
+            assert torch.equal(scale.flatten(), wanted_scale.flatten())
+
+
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+def test_scales_are_those_of_torchao_itself(kind: str) -> None:
+    reason = "torchao is optional: pip install 'torchao>=0.18'"
+    utils = pytest.importorskip("torchao.float8.float8_utils", reason=reason)
+    config = pytest.importorskip("torchao.float8.config", reason=reason)
+    granularity = {"tensorwise": "TENSORWISE", "rowwise": "AXISWISE"}[kind]
+    x = torch.randn(6, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    up = utils.tensor_to_scale(
+        x,
+        E4M3,
+        scaling_granularity=config.ScalingGranularity[granularity],
+        axiswise_dim=None if kind == "tensorwise" else 1,
+    )
+    values, scale = quantize.quantised(x, scaling.BY_NAME[kind].a)
+    wanted = utils.to_fp8_saturated(x.float() * up, E4M3)
+    assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(scale.flatten(), up.reciprocal().flatten())
+
+
+@pytest.mark.parametrize("shape", [(6, 144), (3, 128), (130, 272)], ids=str)
+def test_blocks_have_their_own_scales(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for tile in (scaling.BY_NAME["block"].a, scaling.BY_NAME["block"].b):
+        values, scale = quantize.quantised(x, tile)
+        assert tuple(scale.shape) == scaling.scale_shape(shape, tile)
+        for i in range(scale.shape[0]):
+            for j in range(scale.shape[1]):
+                rows = slice(i * tile[0], (i + 1) * tile[0])
+                columns = slice(j * tile[1], (j + 1) * tile[1])
+                wanted, wanted_scale = _torchaos(x[rows, columns], "tensorwise", 0)
+                assert torch.equal(values[rows, columns].float(), wanted.float())
+                assert scale[i, j] == wanted_scale
+        column_major, _ = quantize.quantised(x.t().contiguous().t(), tile)
+        assert column_major.stride() == (1, shape[0]), "the layout that Hopper multiplies"
+
+
+def test_compiled_scales_are_the_same(fresh_compiler: None) -> None:
+    x = torch.randn((5, 144), generator=torch.Generator().manual_seed(0)).bfloat16()
+    for kind in quantize.KINDS:
+        for tile in (scaling.BY_NAME[kind].a, scaling.BY_NAME[kind].b):
+            found = torch.compile(quantize.quantised)(x, tile)
+            for one, other in zip(found, quantize.quantised(x, tile), strict=True):
+                assert torch.equal(one.float(), other.float())
+
+
+@pytest.mark.parametrize("kind", quantize.KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_quantised_gather(group: str, kind: str, dtype: torch.dtype) -> None:
+    A, bias = torch.randn(2, 3, 144).to(dtype), torch.randn(48).to(dtype)
+    Bs = [torch.randn(48, 144).to(dtype).t(), torch.randn(144, 32).to(dtype)]
+    op: Callable[..., Any] = agmm.all_gather_matmul
+    outs = op(A, Bs, quantize=kind, bias=[bias, None], strict=True)
+    assert torch.equal(op(A, Bs[1], quantize=kind, strict=True), outs[1])
+    for out, wanted in zip(outs, (A @ Bs[0] + bias, A @ Bs[1]), strict=True):
+        assert out.dtype == dtype and out.shape == wanted.shape
+        assert 0.005 < relative_error(out, wanted) < 0.05  # e4m3 has three bits of a fraction
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"quantize": "columns"},
+            "quantize: found 'columns', wanted one of 'tensorwise', 'rowwise'",
+        ),
+        ({"return_A": True}, "return_A: found True with quantize, wanted False"),
+        ({"save_gathered": True}, "save_gathered: found True with quantize, wanted False"),
+        ({"config": "unfused"}, "config: found 'unfused' with quantize, wanted None"),
+        (
+            {"A_shard": torch.ones(6, 144).double()},
+            "A_shard: found dtype torch.float64 with quantize",
+        ),
+        ({"A_shard": torch.ones(6, 24)}, "A_shard: found K=24, wanted a multiple of 16"),
+        ({"A_shard": torch.ones(144)}, "A_shard: found 1 dimensions, wanted at least 2"),
+        ({"B": torch.ones(144)}, "B: found 1 dimensions, wanted 2"),
+        (
+            {"A_shard": torch.ones(6, 144, requires_grad=True)},
+            "A_shard: found requires_grad=True, wanted a call under torch.no_grad()",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_input_of_a_quantised_gather(
+    group: str, arguments: dict[str, Any], message: str
+) -> None:
+    op: Callable[..., Any] = agmm.all_gather_matmul
+    given_here = {"A_shard": torch.ones(6, 144), "B": torch.ones(144, 48), "quantize": "rowwise"}
+    with pytest.raises(agmm.InvalidArgument, match=f"^{re.escape(message)}"):
+        op(**(given_here | arguments))

@@ -96,6 +96,12 @@ def test_unfused(pool: RankPool, kind: str) -> None:
     check(pool.run(work.unfused, 3, kind), 3)
 
 
+@pytest.mark.parametrize("world_size", [1, 3, 5])
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise", "block"])
+def test_quantised_before_the_gather(pool: RankPool, kind: str, world_size: int) -> None:
+    check(pool.run(work.quantised, world_size, kind), world_size)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("gather_dim", [0, 1])
 @pytest.mark.parametrize("scales", ["tensorwise", "rowwise", "replicated"])
