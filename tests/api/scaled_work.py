@@ -16,6 +16,7 @@ import torch.distributed._symmetric_memory as symm_mem
 import agmm
 from agmm.integrations import async_tp
 from agmm.ops import paths, scaled_paths
+from agmm.planning import call_plans
 from agmm.runtime import cpu, workspaces
 from agmm.testing.reference import relative_error
 
@@ -268,7 +269,7 @@ def delayed(world_size: int, kind: str) -> Result:
     workspace.set_push_delay_us(3000)
     plan = mock.Mock(chunks_per_shard=3)
     try:
-        with mock.patch.object(scaled_paths.call_plans, "call_plan", return_value=plan):
+        with mock.patch.object(call_plans, "call_plan", return_value=plan):
             for step in range(6):
                 time.sleep(random.Random(7 * step + rank).random() / 100)
                 found = gathered(
@@ -350,6 +351,32 @@ def unfused(world_size: int, kind: str) -> Result:
                 or "takes the unfused path: group: found ranks" not in messages[0]
             ):
                 faults.append(f"{messages}")
+    return faults
+
+
+def quantised(world_size: int, kind: str) -> Result:
+    """`agmm.all_gather_matmul` with operands quantised before the gather, eager and compiled. The
+    shards' magnitudes differ by 1000 from rank to rank: each has scales of its own."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    rank = dist.get_rank(group)
+    shards = [_random((5, 144), r).mul(1000**r).bfloat16() for r in range(world_size)]
+    B, bias = _random((24, 144), 9).bfloat16().t(), _random((24,), 9).bfloat16()
+    op: Callable[..., Any] = agmm.all_gather_matmul
+    out = op(shards[rank], B, group, quantize=kind, bias=bias, strict=True)
+    faults = []
+    for r, (part, shard) in enumerate(zip(out.chunk(world_size), shards, strict=True)):
+        error = relative_error(part, shard.double() @ B.double() + bias.double())
+        if not error < 0.05 or part.dtype != torch.bfloat16:
+            faults.append(f"{kind} rank {rank}, rows of rank {r}: error {error}")
+    torch.compiler.reset()
+    again = torch.compile(
+        lambda a, b, c: op(a, b, group, quantize=kind, bias=c, strict=True).relu(), fullgraph=True
+    )(shards[rank], B, bias)
+    torch.compiler.reset()
+    if relative_error(again, out.relu().double()) > 0.01:
+        faults.append(f"{kind} rank {rank}: compiled differs")
     return faults
 
 
@@ -494,7 +521,7 @@ def as_torch(world_size: int, kind: str, gather_dim: int) -> Result:
             raw = functional.all_gather_into_tensor(tensor.view(torch.uint8), size, name)
             return functional.wait_tensor(raw).view(tensor.dtype)  # type: ignore[no-any-return]
 
-    with mock.patch.object(symm_mem.torch.ops, "_c10d_functional", Bytes):  # type: ignore[attr-defined]
+    with mock.patch.object(symm_mem.torch.ops, "_c10d_functional", Bytes):
         wanted_A, (wanted,) = symm_mem._fused_all_gather_scaled_matmul_fallback(*given)
     faults = []
     if not torch.equal(A.view(torch.uint8), wanted_A.view(torch.uint8)):

@@ -1,124 +1,556 @@
-"""The ops on fp8 operands on CPU ranks, against float64 products of the dequantised operands."""
+"""The ops on fp8 operands in one process: bad input, fake tensors, fallbacks, the CUDA path."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
-import scaled_work as work
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from agmm.testing.ranks import RankPool
+import agmm
+from agmm.integrations import async_tp
+from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
+from agmm.ops import paths, quantize, scaled_paths, scaled_products
+from agmm.ops.scaled_checks import scaling_of
+from agmm.runtime import scaling
+from agmm.runtime.scaled import Scaled, Weight
+from agmm.runtime.scaling import SCALINGS
+from agmm.testing.reference import relative_error
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+gather: Callable[..., Any] = agmm.all_gather_scaled_matmul
+scatter: Callable[..., Any] = agmm.scaled_matmul_reduce_scatter
 
 
-def check(results: list[list[str] | None], world_size: int) -> None:
-    assert sum(result is not None for result in results) == world_size
-    assert [fault for result in results for fault in result or []] == []
+@pytest.fixture(autouse=True)
+def nothing_warned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(paths, "_warned", set())
+    monkeypatch.setattr(async_tp, "_warned", set())
+    yield
+    async_tp.disable()
 
 
-@pytest.mark.parametrize("world_size", range(1, 6))
-@pytest.mark.parametrize("kind", work.KINDS)
-def test_gather(pool: RankPool, kind: str, world_size: int) -> None:
-    check(pool.run(work.gathered, world_size, kind, return_A=True), world_size)
-    check(pool.run(work.gathered, world_size, kind, bias=True, weights=3), world_size)
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
 
 
-GATHERS: list[dict[str, Any]] = [
-    {"out_dtype": torch.float16, "bias": True},
-    {"out_dtype": torch.float32, "bias": True, "row_major": True},
-    {"out_dtype": E4M3, "result_scale": True},
-    {"out_dtype": E5M2, "result_scale": True, "weights": 2},
-    {"dtypes": (E5M2, E4M3), "return_A": True},
-    {"dtypes": (E4M3, E5M2)},
-    {"leading": (2, 3), "return_A": True},
-    {"leading": (4,), "gather_dim": 1, "return_A": True},
-    {"leading": (2, 3), "gather_dim": -2, "weights": 2, "return_A": True},
+def scales(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
+
+
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "tensorwise": ((), ()),
+    "rowwise": ((6, 1), (1, 48)),
+    "block": ((6, 2), (2, 1)),
+    "block 1x128": ((6, 2), (2, 48)),
+}
+
+
+def given(kind: str) -> dict[str, Any]:
+    """6 × 144 times 144 × 48."""
+    of_a, of_b = SHAPES[kind]
+    return {
+        "A": numbers(6, 144),
+        "B": numbers(48, 144, seed=1).t(),
+        "scale_a": scales(*of_a),
+        "scale_b": scales(*of_b, seed=1),
+    }
+
+
+def test_each_kind_is_told_by_its_shapes() -> None:
+    assert list(SHAPES) == [kind.name for kind in SCALINGS]
+    for kind in SCALINGS:
+        arguments = given(kind.name)
+        found = scaling_of(*(arguments[n] for n in ("A", "scale_a", "B", "scale_b")))
+        assert found is kind
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_result_is_rounded_once(group: str, kind: str) -> None:
+    arguments, bias = given(kind), scales(48)
+    A, B = arguments["A"].double(), arguments["B"].double()
+    a, b = (arguments[name].double() for name in ("scale_a", "scale_b"))
+    if "block" in kind:
+        a = a[:, [0] * 128 + [1] * 16]
+        b = b[[0] * 128 + [1] * 16]
+    exact = (A * a) @ (B * b) + bias.double()
+    for op in (gather, scatter):
+        out = op(**_named(op, arguments), bias=bias, strict=True)
+        differing = (out != exact.bfloat16()).float().mean().item()
+        twice = ((exact - bias).bfloat16() + bias).bfloat16()
+        assert differing < 0.02 < (twice != exact.bfloat16()).float().mean().item()
+
+
+def _named(op: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    found = dict(arguments)
+    if op is gather and "A" in found:
+        found["A_shard"] = found.pop("A")
+    return found
+
+
+E5 = numbers(48, 144, dtype=E5M2).t()
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"A": None}, "A: found None, wanted a tensor"),
+    ({"A": numbers(144)}, "A: found 1 dimensions, wanted at least 2"),
+    (
+        {"A": torch.ones(6, 144)},
+        "A: found dtype torch.float32, wanted one of float8_e4m3fn, float8_e5m2",
+    ),
+    ({"B": torch.ones(144, 48).bfloat16()}, "B: found dtype torch.bfloat16, wanted one of"),
+    ({"A": numbers(6, 144, dtype=E5M2), "B": E5}, "B: found dtype torch.float8_e5m2 as A, wanted"),
+    ({"A": numbers(6, 24)}, "A: found K=24, wanted a multiple of 16"),
+    ({"B": numbers(48, 160).t()}, "B: found K=160, wanted 144 as the columns of A"),
+    ({"B": numbers(2, 144, 48)}, "B: found 3 dimensions, wanted 2"),
+    ({"B": numbers(144, 48).to("meta")}, "B: found device meta, wanted cpu as A"),
+    ({"scale_a": 1.0}, "scale_a: found float, wanted a tensor"),
+    (
+        {"scale_b": torch.ones((), dtype=torch.float64)},
+        "scale_b: found dtype torch.float64, wanted",
+    ),
+    ({"scale_a": torch.ones(6, 1, device="meta")}, "scale_a: found device meta, wanted cpu as A"),
+    (
+        {"scale_a": torch.ones(6)},
+        "scale_a: found shape (6,), wanted one number (tensorwise) or (6, 1) (rowwise) or (6, 2) (",
+    ),
+    ({"scale_a": torch.ones(6, 2).to_sparse()}, "scale_a: found layout torch.sparse_coo, wanted"),
+    (
+        {"scale_a": torch.ones(6, 1)},
+        "scale_b: found shape (), wanted (1, 48) (rowwise), which goes with scale_a of shape (6,",
+    ),
+    ({"scale_a": torch.ones(6, 2)}, "scale_b: found shape (), wanted (2, 1) (block) or (2, 48)"),
+    ({"bias": torch.ones(47)}, "bias: found shape (47,), wanted (48,) as B's columns"),
+    ({"bias": torch.ones(48).double()}, "bias: found dtype torch.float64, wanted one of bfloat16"),
+    ({"out_dtype": torch.float64}, "out_dtype: found torch.float64, wanted one of bfloat16"),
+    ({"out_dtype": "bf16"}, "out_dtype: found bf16, wanted one of bfloat16"),
+    (
+        {"result_scale": torch.ones(())},
+        "result_scale: found one with out_dtype torch.bfloat16, wanted None",
+    ),
+    (
+        {"result_scale": torch.ones(2), "out_dtype": E4M3},
+        "result_scale: found shape (2,), wanted one number",
+    ),
+    ({"use_fast_accum": 1}, "use_fast_accum: found 1, wanted True or False"),
+    ({"strict": None}, "strict: found None, wanted True or False"),
 ]
 
 
-@pytest.mark.parametrize("case", GATHERS, ids=str)
-def test_gathers(pool: RankPool, case: dict[str, Any]) -> None:
-    for kind in work.KINDS:
-        check(pool.run(work.gathered, 3, kind, **case), 3)
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[message for _, message in BAD])
+def test_bad_input_is_named(group: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(agmm.InvalidArgument, match=f"^{re.escape(message)}"):
+        scatter(**(given("tensorwise") | arguments))
+    message = re.sub(r"^A:", "A_shard:", re.sub(r"as A\b", "as A_shard", message))
+    message = message.replace("columns of A", "columns of A_shard")
+    with pytest.raises(agmm.InvalidArgument, match=f"^{re.escape(message)}"):
+        gather(**_named(gather, given("tensorwise") | arguments))
 
 
-@pytest.mark.parametrize("world_size", range(1, 6))
-@pytest.mark.parametrize("kind", work.KINDS)
-def test_scatter(pool: RankPool, kind: str, world_size: int) -> None:
-    check(pool.run(work.scattered, world_size, kind), world_size)
-    results = pool.run(work.scattered, world_size, kind, bias=True, reduce_op="avg")
-    check(results, world_size)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gather_dim": 1}, "gather_dim: found 1, wanted 0 to 0: scales cover K"),
+        ({"gather_dim": 0.0}, "gather_dim: found 0.0, wanted an int"),
+        ({"return_A": 1}, "return_A: found 1, wanted True or False"),
+        ({"B": []}, "B: found an empty list, wanted at least one weight"),
+        ({"B": [E5, E5]}, "scale_b: found 1 for 2 weights, wanted one each"),
+        ({"B": [E5, E5], "bias": torch.ones(48)}, "bias: found one for 2 weights, wanted a list"),
+    ],
+    ids=str,
+)
+def test_bad_input_of_a_gather(group: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(agmm.InvalidArgument, match=f"^{re.escape(message)}"):
+        gather(**_named(gather, given("tensorwise") | arguments))
 
 
-SCATTERS: list[dict[str, Any]] = [
-    {"out_dtype": torch.float16, "bias": True},
-    {"out_dtype": torch.float32, "bias": True, "reduce_op": "avg"},
-    {"out_dtype": E4M3, "result_scale": True},
-    {"dtypes": (E5M2, E4M3)},
-    {"dtypes": (E4M3, E5M2), "bias": True},
-    {"leading": (2, 3)},
-    {"leading": (2,), "scatter_dim": 1, "bias": True},
-]
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scatter_dim": 2}, "scatter_dim: found 2, wanted -2 to 1"),
+        ({"scatter_dim": "0"}, "scatter_dim: found '0', wanted an int"),
+        ({"reduce_op": "max"}, "reduce_op: found 'max', wanted 'sum' or 'avg'"),
+        ({"scatter_dim": 1, "bias": torch.ones(48)}, "bias: found one with scatter_dim=1, wanted"),
+    ],
+    ids=str,
+)
+def test_bad_input_of_a_scatter(group: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(agmm.InvalidArgument, match=f"^{re.escape(message)}"):
+        scatter(**(given("tensorwise") | arguments))
 
 
-@pytest.mark.parametrize("case", SCATTERS, ids=str)
-def test_scatters(pool: RankPool, case: dict[str, Any]) -> None:
-    for kind in work.KINDS:
-        check(pool.run(work.scattered, 3, kind, **case), 3)
+def test_gradients_are_refused(group: str) -> None:
+    bias = torch.ones(48, requires_grad=True)
+    for op in (gather, scatter):
+        with pytest.raises(agmm.InvalidArgument, match="bias: found requires_grad=True"):
+            op(**_named(op, given("rowwise")), bias=bias)
+        with torch.no_grad():
+            assert not op(**_named(op, given("rowwise")), bias=bias).requires_grad
 
 
-def test_eight_ranks(rank_pools: Callable[..., RankPool]) -> None:
-    pool = rank_pools(8)
-    for kind in work.KINDS:
-        check(pool.run(work.gathered, 8, kind, return_A=True), 8)
-        check(pool.run(work.scattered, 8, kind, bias=True), 8)
+def test_a_graph_of_another_world_size_is_refused(group: str) -> None:
+    a, b, sa, sb = given("rowwise").values()
+    ops = torch.ops.agmm
+    settings = torch.bfloat16, False
+    with pytest.raises(agmm.InvalidArgument, match="world_size: found 2 in the call, wanted 1"):
+        ops._all_gather_scaled_matmul(
+            a, sa, [b], [sb], [None], [None], group, 2, 0, False, *settings
+        )
+    with pytest.raises(agmm.InvalidArgument, match="world_size: found 2 in the call, wanted 1"):
+        ops._scaled_matmul_reduce_scatter(a, b, sa, sb, None, None, group, 2, 0, "sum", *settings)
 
 
-@pytest.mark.parametrize("kind", work.KINDS)
-def test_scales_come_with_their_chunk(pool: RankPool, kind: str) -> None:
-    check(pool.run(work.delayed, 4, kind), 4)
+# opcheck of torch 2.14 and later: see test_matmul_all_reduce.
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not:UserWarning")
+@pytest.mark.parametrize("kind", SHAPES)
+def test_opcheck(group: str, fresh_compiler: None, kind: str) -> None:
+    a, b, sa, sb = given(kind).values()
+    ops = torch.ops.agmm
+    # Not test_schema, which multiplies the arguments: torch has no product of two fp8 tensors.
+    utils = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
+    for bias in (None, scales(48)):
+        arguments = a, sa, [b, b], [sb, sb], [bias, None], [None, None], group, 1, 0
+        torch.library.opcheck(
+            ops._all_gather_scaled_matmul.default,
+            (*arguments, False, torch.bfloat16, True),
+            test_utils=utils,
+        )
+        torch.library.opcheck(
+            ops._scaled_matmul_reduce_scatter.default,
+            (a, b, sa, sb, bias, None, group, 1, 0, "avg", torch.float32, False),
+            test_utils=utils,
+        )
 
 
-def test_same_bits(pool: RankPool) -> None:
-    check(pool.run(work.repeated, 4), 4)
-
-
+@pytest.mark.parametrize("gather_dim", [0, 1])
 @pytest.mark.parametrize("kind", ["tensorwise", "rowwise", "block"])
-def test_compiled(pool: RankPool, kind: str) -> None:
-    check(pool.run(work.compiled, 2, kind), 2)
+def test_fake_tensors(group: str, kind: str, gather_dim: int) -> None:
+    columns = {"tensorwise": 0, "rowwise": 1, "block": 2}[kind]
+    of_a = (2, 3, columns) if columns else ()
+    given_b = given(kind)["B"], given(kind)["scale_b"]
+    A, scale_a = numbers(2, 3, 144), scales(*of_a)
+    real = gather(
+        A, given_b[0], scale_a, given_b[1], gather_dim=gather_dim, return_A=True, strict=True
+    )
+    with FakeTensorMode() as mode:
+        B, scale_b = map(mode.from_tensor, given_b)
+        fake = gather(
+            mode.from_tensor(A),
+            B,
+            mode.from_tensor(scale_a),
+            scale_b,
+            gather_dim=gather_dim,
+            return_A=True,
+        )
+    for one, other in zip(real, fake, strict=True):
+        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
 
 
-@pytest.mark.parametrize("kind", work.KINDS)
-def test_unfused(pool: RankPool, kind: str) -> None:
-    check(pool.run(work.unfused, 3, kind), 3)
+@pytest.mark.parametrize("shape", [(0, 144, 48), (6, 144, 0), (6, 0, 48)], ids=str)
+def test_empty_operands(group: str, shape: tuple[int, int, int]) -> None:
+    m, k, n = shape
+    A, B, bias = numbers(m, k), numbers(n, k).t(), scales(n)
+    with pytest.raises(agmm.Unsupported, match="has no elements; strict=True refuses"):
+        gather(numbers(0, 16), numbers(8, 16).t(), scales(), scales(), strict=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of elements that are not there
+        for of_a, of_b in (((), ()), ((m, 1), (1, n))):
+            out = gather(A, B, scales(*of_a), scales(*of_b), bias=bias)
+            assert torch.equal(out, bias.bfloat16().expand(m, n))
+            out = scatter(A, B, scales(*of_a), scales(*of_b), bias=bias)
+            assert torch.equal(out, bias.bfloat16().expand(m, n))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize("gather_dim", [0, 1])
-@pytest.mark.parametrize("scales", ["tensorwise", "rowwise", "replicated"])
-def test_torchs_gather(pool: RankPool, scales: str, gather_dim: int, world_size: int) -> None:
-    check(pool.run(work.served_gather, world_size, scales, gather_dim), world_size)
+def test_the_last_dimension_is_scattered_unfused(group: str) -> None:
+    reason = "scatter_dim: 1, the fused path wants another than the last"
+    with pytest.warns(UserWarning, match=f"takes the unfused path: {reason}"):
+        out = scatter(**given("block"), scatter_dim=1)
+    assert torch.equal(out, scatter(**given("block"), strict=True))
+    with pytest.raises(agmm.Unsupported, match=reason):
+        scatter(**given("block"), scatter_dim=1, strict=True)
 
 
-def test_torchs_gather_scales_fp8_results_only(pool: RankPool) -> None:
-    for out_dtype in (None, torch.bfloat16):
-        results = pool.run(work.served_gather, 3, "rowwise", 0, out_dtype, True)
-        check(results, 3)
+# --- CUDA, whose path is the unfused one ---
+
+NO_KERNEL = "fp8: device cuda, this build has no fused fp8 kernel"
 
 
-@pytest.mark.parametrize("gather_dim", [0, 1])
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaled_paths, "why_no_kernel", lambda device: NO_KERNEL)
+
+
+def test_the_reason_names_the_device() -> None:
+    assert scaled_paths.why_no_kernel(torch.device("cuda:0")) == NO_KERNEL
+    assert scaled_paths.why_no_kernel(torch.device("cpu")) is None
+
+
+def test_unfused_path_is_warned_of_once_and_refused_if_strict(group: str, as_on_cuda: None) -> None:
+    arguments = given("rowwise")
+    wanted = arguments["A"].double() * arguments["scale_a"].double()
+    wanted = wanted @ (arguments["B"].double() * arguments["scale_b"].double())
+    with pytest.warns(UserWarning, match=f"takes the unfused path: {NO_KERNEL}") as caught:
+        out = gather(**_named(gather, arguments))
+    assert [warning.filename for warning in caught] == [__file__]
+    assert relative_error(out, wanted) < 2**-8
+    assert relative_error(scatter(**arguments), wanted) < 2**-8  # a warning would be an error
+    for op in (gather, scatter):
+        with pytest.raises(agmm.Unsupported, match=NO_KERNEL):
+            op(**_named(op, arguments), strict=True)
+
+
+def product_of(kind: str, rows: int, k: int, n: int) -> tuple[Scaled, Weight]:
+    scale = scaling.BY_NAME[kind]
+    of_a = scaling.scale_shape((rows, k), scale.a)
+    of_b = scaling.scale_shape((k, n), scale.b)
+    B = Scaled(numbers(n, k, seed=1).t(), scales(*of_b, seed=1), scale.b)
+    A = Scaled(numbers(rows, k), scales(*of_a), scale.a)
+    return A, Weight(B, None, None, torch.bfloat16, False)
+
+
 @pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
-def test_as_torch(pool: RankPool, kind: str, gather_dim: int) -> None:
-    check(pool.run(work.as_torch, 3, kind, gather_dim), 3)
+def test_scaled_mm_gets_what_it_wants(kind: str) -> None:
+    """On the CPU torch has it for these kinds too."""
+    A, weight = product_of(kind, 32, 144, 48)
+    found = scaled_products.by_torch(A, weight, torch.empty(32, 48, dtype=torch.bfloat16))
+    wanted = A.dequantised().double() @ weight.B.dequantised().double()
+    assert relative_error(found, wanted) < 2**-8
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-@pytest.mark.parametrize("scatter_dim", [0, 1])
+def test_scaled_mm_of_shards_with_scales_of_their_own() -> None:
+    A, weight = product_of("tensorwise", 32, 144, 48)
+    A = A._replace(scale=torch.tensor([[0.5], [3.0]]), tile=(16, scaling.ALL))
+    found = scaled_products.by_torch(A, weight, torch.empty(32, 48, dtype=torch.bfloat16))
+    each = torch.tensor([0.5] * 16 + [3.0] * 16).double()[:, None]
+    wanted = (A.values.double() * each) @ weight.B.dequantised().double()
+    assert relative_error(found, wanted) < 2**-8
+
+
+@pytest.mark.parametrize(("k", "blocks"), [(512, 4), (640, 5), (144, 2)])
+def test_layouts_of_block_scales(k: int, blocks: int) -> None:
+    """As torch._scaled_mm checks them on CUDA: A's scales lie row beside row, those of B's blocks
+    in rows of Bᵀ that begin at multiples of 16 bytes, those of 128 × 1 with B's columns side by
+    side."""
+    A, weight = product_of("block", 32, k, 272)
+    of_a, of_b = map(scaled_products._as_torch_wants_it, (A, weight.B))
+    assert torch.equal(of_a, A.scale) and of_a.stride() == (1, 32)
+    assert torch.equal(of_b, weight.B.scale)
+    assert of_b.t().stride() == (-(-blocks // 4) * 4, 1)
+    _, weight = product_of("block 1x128", 32, k, 272)
+    of_b = scaled_products._as_torch_wants_it(weight.B)
+    assert torch.equal(of_b, weight.B.scale) and of_b.stride() == (272, 1)
+
+
+class _OnGpu(torch.Tensor):
+    """Memory of the CPU that says it is a GPU's."""
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+
+def test_what_scaled_mm_refuses_is_dequantised_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    A, weight = product_of("block", 32, 144, 48)
+    A = A._replace(values=A.values.as_subclass(_OnGpu))
+    with pytest.warns(UserWarning, match=r"torch\._scaled_mm: .*; the product is made of operands"):
+        found = scaled_products.product(A, weight)
+    wanted = A.dequantised().double() @ weight.B.dequantised().double()
+    assert relative_error(found.as_subclass(torch.Tensor), wanted) < 2**-8
+    refuse = mock.Mock(side_effect=torch.OutOfMemoryError("full"))
+    monkeypatch.setattr(scaled_products, "by_torch", refuse)
+    with pytest.raises(torch.OutOfMemoryError):
+        scaled_products.product(A, weight)
+
+
+# --- torch's ops over agmm ---
+
+
+def torchs(kind: str, **changes: Any) -> tuple[Any, ...]:
+    a, b, sa, sb = given(kind).values()
+    arguments: dict[str, Any] = {
+        "A": a,
+        "Bs": [b],
+        "A_scale": sa,
+        "B_scales": [sb],
+        "gather_dim": 0,
+        "group": "0",
+        "biases": [None],
+        "result_scales": [None],
+        "out_dtypes": [torch.bfloat16],
+        "fast": [True],
+    }
+    return tuple((arguments | changes).values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"gather_dim": 1}, "gather_dim: 1 with 2 dimensions, agmm gathers along any but the last"),
+        ({"A_scale": torch.ones(6)}, "scale_a: found shape (6,), wanted one number"),
+        ({"fast": []}, "use_fast_accum: 0 for 1 weights"),
+        ({"out_dtypes": [torch.float64]}, "out_dtype: found torch.float64"),
+    ],
+    ids=str,
+)
+def test_what_is_left_to_torch_is_said_once(
+    group: str, changes: dict[str, Any], reason: str
+) -> None:
+    arguments = torchs("rowwise", group=group, **changes)
+    torch_kernel = mock.Mock(return_value="torch's")
+    name = "fused_all_gather_scaled_matmul"
+    kernel = async_tp._scaled_over(name, GatherCall)(torch_kernel)
+    with pytest.warns(UserWarning, match=re.escape(f"leaves symm_mem.{name} to torch: {reason}")):
+        assert kernel(*arguments) == "torch's"
+    assert kernel(*arguments) == "torch's"  # a warning would be an error
+    assert torch_kernel.call_args_list == [mock.call(*arguments)] * 2
+
+
+def test_without_a_kernel_both_are_torchs(group: str, as_on_cuda: None) -> None:
+    a, b, sa, sb = given("rowwise").values()
+    calls = (
+        ("fused_all_gather_scaled_matmul", GatherCall, torchs("rowwise", group=group)),
+        (
+            "fused_scaled_matmul_reduce_scatter",
+            ScatterCall,
+            (a, b, sa, sb, "sum", 0, 0, group, [6, 48]),
+        ),
+    )
+    for name, call_type, arguments in calls:
+        kernel = async_tp._scaled_over(name, call_type)(lambda *_: "torch's")
+        with pytest.warns(UserWarning, match=f"leaves symm_mem.{name} to torch: {NO_KERNEL}"):
+            assert kernel(*arguments) == "torch's"
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_torchs_ops_are_agmms(group: str, kind: str) -> None:
+    arguments = given(kind)
+    a, b, sa, sb = arguments.values()
+    with async_tp.enable():
+        A, (out,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(*torchs(kind, group=group))
+        part = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
+            a, b, sa, sb, "sum", 0, 0, group, [6, 48], None, None, torch.float32
+        )
+    assert torch.equal(A.view(torch.uint8), a.view(torch.uint8))
+    assert torch.equal(out, gather(**_named(gather, arguments), strict=True))
+    assert torch.equal(part, scatter(**arguments, out_dtype=torch.float32, strict=True))
+
+
+# --- operands that are quantised on the way ---
+
+
+def _torchaos(x: torch.Tensor, kind: str, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """torchao.float8's dynamic cast of a matrix, in its words: tensor_to_scale, then the product in
+    float32, saturated."""
+    amax = x.abs().max() if kind == "tensorwise" else x.abs().amax(dim, keepdim=True)
+    scale = (torch.finfo(E4M3).max / amax.double().clamp(min=1e-12)).float()
+    return (x.float() * scale).clamp(-448, 448).to(E4M3), scale.reciprocal()
+
+
 @pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
-def test_torchs_scatter(pool: RankPool, kind: str, scatter_dim: int, world_size: int) -> None:
-    for reduce_op in ("sum", "avg"):
-        results = pool.run(work.served_scatter, world_size, kind, scatter_dim, reduce_op)
-        check(results, world_size)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_scales_are_torchaos(kind: str, dtype: torch.dtype) -> None:
+    of_a, of_b = scaling.BY_NAME[kind][1:]
+    for tile, dim in ((of_a, 1), (of_b, 0)):
+        for x in (scales(6, 48), torch.zeros(6, 48), 1e30 * scales(6, 48)):
+            x = x.to(dtype)
+            values, scale = quantize.quantised(x, tile)
+            wanted, wanted_scale = _torchaos(x, kind, dim)
+            assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
+            assert torch.equal(scale.flatten(), wanted_scale.flatten())
+
+
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+def test_scales_are_those_of_torchao_itself(kind: str) -> None:
+    reason = "torchao is optional: pip install 'torchao>=0.18'"
+    utils = pytest.importorskip("torchao.float8.float8_utils", reason=reason)
+    config = pytest.importorskip("torchao.float8.config", reason=reason)
+    granularity = {"tensorwise": "TENSORWISE", "rowwise": "AXISWISE"}[kind]
+    x = torch.randn(6, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    up = utils.tensor_to_scale(
+        x,
+        E4M3,
+        scaling_granularity=config.ScalingGranularity[granularity],
+        axiswise_dim=None if kind == "tensorwise" else 1,
+    )
+    values, scale = quantize.quantised(x, scaling.BY_NAME[kind].a)
+    wanted = utils.to_fp8_saturated(x.float() * up, E4M3)
+    assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(scale.flatten(), up.reciprocal().flatten())
+
+
+@pytest.mark.parametrize("shape", [(6, 144), (3, 128), (130, 272)], ids=str)
+def test_blocks_have_their_own_scales(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for tile in (scaling.BY_NAME["block"].a, scaling.BY_NAME["block"].b):
+        values, scale = quantize.quantised(x, tile)
+        assert tuple(scale.shape) == scaling.scale_shape(shape, tile)
+        for i in range(scale.shape[0]):
+            for j in range(scale.shape[1]):
+                rows = slice(i * tile[0], (i + 1) * tile[0])
+                columns = slice(j * tile[1], (j + 1) * tile[1])
+                wanted, wanted_scale = _torchaos(x[rows, columns], "tensorwise", 0)
+                assert torch.equal(values[rows, columns].float(), wanted.float())
+                assert scale[i, j] == wanted_scale
+        column_major, _ = quantize.quantised(x.t().contiguous().t(), tile)
+        assert column_major.stride() == (1, shape[0]), "the layout that Hopper multiplies"
+
+
+def test_compiled_scales_are_the_same(fresh_compiler: None) -> None:
+    x = torch.randn((5, 144), generator=torch.Generator().manual_seed(0)).bfloat16()
+    for kind in quantize.KINDS:
+        for tile in (scaling.BY_NAME[kind].a, scaling.BY_NAME[kind].b):
+            found = torch.compile(quantize.quantised)(x, tile)
+            for one, other in zip(found, quantize.quantised(x, tile), strict=True):
+                assert torch.equal(one.float(), other.float())
+
+
+@pytest.mark.parametrize("kind", quantize.KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_quantised_gather(group: str, kind: str, dtype: torch.dtype) -> None:
+    A, bias = torch.randn(2, 3, 144).to(dtype), torch.randn(48).to(dtype)
+    Bs = [torch.randn(48, 144).to(dtype).t(), torch.randn(144, 32).to(dtype)]
+    op: Callable[..., Any] = agmm.all_gather_matmul
+    outs = op(A, Bs, quantize=kind, bias=[bias, None], strict=True)
+    assert torch.equal(op(A, Bs[1], quantize=kind, strict=True), outs[1])
+    for out, wanted in zip(outs, (A @ Bs[0] + bias, A @ Bs[1]), strict=True):
+        assert out.dtype == dtype and out.shape == wanted.shape
+        assert 0.005 < relative_error(out, wanted) < 0.05  # e4m3 has three bits of a fraction
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"quantize": "columns"},
+            "quantize: found 'columns', wanted one of 'tensorwise', 'rowwise'",
+        ),
+        ({"return_A": True}, "return_A: found True with quantize, wanted False"),
+        ({"save_gathered": True}, "save_gathered: found True with quantize, wanted False"),
+        ({"config": "unfused"}, "config: found 'unfused' with quantize, wanted None"),
+        (
+            {"A_shard": torch.ones(6, 144).double()},
+            "A_shard: found dtype torch.float64 with quantize",
+        ),
+        ({"A_shard": torch.ones(6, 24)}, "A_shard: found K=24, wanted a multiple of 16"),
+        ({"A_shard": torch.ones(144)}, "A_shard: found 1 dimensions, wanted at least 2"),
+        ({"B": torch.ones(144)}, "B: found 1 dimensions, wanted 2"),
+        (
+            {"A_shard": torch.ones(6, 144, requires_grad=True)},
+            "A_shard: found requires_grad=True, wanted a call under torch.no_grad()",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_input_of_a_quantised_gather(
+    group: str, arguments: dict[str, Any], message: str
+) -> None:
+    op: Callable[..., Any] = agmm.all_gather_matmul
+    given_here = {"A_shard": torch.ones(6, 144), "B": torch.ones(144, 48), "quantize": "rowwise"}
+    with pytest.raises(agmm.InvalidArgument, match=f"^{re.escape(message)}"):
+        op(**(given_here | arguments))

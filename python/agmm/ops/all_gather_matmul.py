@@ -15,6 +15,7 @@ from agmm.ops.checks import check_gatherable
 from agmm.ops.library import library
 from agmm.ops.operands import autocast, check_operands, is_plain, is_watched
 from agmm.ops.paths import run
+from agmm.ops.quantize import gather_quantised
 from agmm.planning.plans import KernelConfig
 from agmm.runtime.groups import group_of, group_of_size, group_or_default, name_of, world_size_of
 
@@ -120,6 +121,7 @@ def all_gather_matmul(
     config: KernelConfig | str | None = ...,
     strict: bool = ...,
     save_gathered: bool = ...,
+    quantize: str | None = ...,
 ) -> torch.Tensor: ...
 @overload
 def all_gather_matmul(
@@ -146,6 +148,7 @@ def all_gather_matmul(
     config: KernelConfig | str | None = ...,
     strict: bool = ...,
     save_gathered: bool = ...,
+    quantize: str | None = ...,
 ) -> list[torch.Tensor]: ...
 @overload
 def all_gather_matmul(
@@ -171,6 +174,7 @@ def all_gather_matmul(
     config: KernelConfig | str | None = None,
     strict: bool = False,
     save_gathered: bool = False,
+    quantize: str | None = None,
 ) -> (
     torch.Tensor
     | list[torch.Tensor]
@@ -201,6 +205,11 @@ def all_gather_matmul(
             (``all_gather_into_tensor`` + ``matmul``) with one warning.
         save_gathered: keep the gathered A for the backward of B, instead of A_shard, which takes
             1 / world_size of the memory and is gathered again.
+        quantize: ``"tensorwise"``, ``"rowwise"`` or ``"block"``: quantise A_shard before the gather
+            and B to float8_e4m3fn, with dynamic scales of that kind (`all_gather_scaled_matmul`),
+            tensorwise of each rank's shard; K a multiple of 16. The result has the dtype of
+            A_shard. A weight that stays the same is better quantised once. Without backward, and
+            not with ``return_A``, ``config`` or ``save_gathered``.
 
     Returns:
         ``out`` [world_size * M_local, ..., N], or ``(A, out)`` with ``return_A``. For a list of
@@ -241,6 +250,14 @@ def all_gather_matmul(
         cast_shard, *others = autocast((A_shard, *Bs, *biases), A_shard.device)
         A_shard = cast(torch.Tensor, cast_shard)
         Bs, biases = cast("list[torch.Tensor]", others[:count]), others[count:]
+    if quantize is not None:
+        for name, given in (("return_A", return_A), ("save_gathered", save_gathered)):
+            if given:
+                raise InvalidArgument(f"{name}: found True with quantize, wanted False")
+        if config:
+            raise InvalidArgument(f"config: found {config!r} with quantize, wanted None")
+        outs = gather_quantised(A_shard, Bs, biases, group, gather_dim, quantize, strict)
+        return outs if several else outs[0]
     plain = not is_watched()  # memory that a pointer and strides describe
     needs_grad = False
     kinds: list[Any] = []

@@ -37,8 +37,9 @@ class Scaled(NamedTuple):
         scale = self.scale
         for dim, size_of_tile in enumerate(self.tile):
             if size_of_tile not in (ALL, 1):
-                scale = scale.repeat_interleave(size_of_tile, dim)
-                scale = scale.narrow(dim, 0, self.values.shape[dim])
+                # By index: Inductor (torch 2.13, CPU) cuts a repeat_interleave wrong.
+                at = torch.arange(self.values.shape[dim], device=scale.device) // size_of_tile
+                scale = scale.index_select(dim, at)
         return scale
 
 

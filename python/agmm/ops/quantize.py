@@ -1,0 +1,96 @@
+"""Dynamic quantisation to fp8, by torchao's definition of the scales: what a value is divided by is
+amax ÷ the largest number of the dtype, the quotient made in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from agmm.errors import InvalidArgument
+from agmm.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
+from agmm.ops.checks import check_operand
+from agmm.ops.scaled_checks import BIAS_DTYPES
+from agmm.runtime.scaled import Scaled
+from agmm.runtime.scaling import ALL, BY_NAME, Tile
+
+KINDS = ("tensorwise", "rowwise", "block")
+
+_LEAST_AMAX = 1e-12
+
+
+def _amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """Of each tile of a matrix."""
+    found = x.abs()
+    for dim, size in enumerate(tile):
+        if size == ALL:
+            found = found.amax(dim, keepdim=True)
+        elif size != 1:
+            missing = -found.shape[dim] % size
+            pad = (0, 0, 0, missing) if dim == 0 else (0, missing)
+            found = torch.nn.functional.pad(found, pad)
+            found = found.unflatten(dim, (-1, size)).amax(dim + 1)
+    return found
+
+
+def quantised(
+    x: torch.Tensor, tile: Tile, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix as fp8 values, in its layout, and the scales [...] to multiply them with."""
+    if x.numel() == 0:
+        shape = (1 if size == ALL else -(-n // size) for n, size in zip(x.shape, tile, strict=True))
+        return x.to(dtype), x.new_ones(tuple(shape), dtype=torch.float32)
+    largest = torch.finfo(dtype).max
+    amax = _amax(x, tile).to(torch.float64)
+    up = (largest / amax.clamp(min=_LEAST_AMAX)).to(torch.float32)
+    scaled = x.to(torch.float32) * Scaled(x, up, tile).spread()
+    return scaled.clamp(-largest, largest).to(dtype), up.reciprocal()
+
+
+def _check(A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], quantize: Any) -> None:
+    if quantize not in KINDS:
+        names = ", ".join(repr(kind) for kind in KINDS)
+        raise InvalidArgument(f"quantize: found {quantize!r}, wanted one of {names} or None")
+    for name, tensor in (("A_shard", A_shard), *(("B", B) for B in Bs)):
+        check_operand(name, tensor)
+        if tensor.dtype not in BIAS_DTYPES:
+            raise InvalidArgument(
+                f"{name}: found dtype {tensor.dtype} with quantize={quantize!r}, wanted bfloat16, "
+                "float16 or float32"
+            )
+    if A_shard.dim() < 2:
+        raise InvalidArgument(f"A_shard: found {A_shard.dim()} dimensions, wanted at least 2")
+    for B in Bs:
+        if B.dim() != 2:
+            raise InvalidArgument(f"B: found {B.dim()} dimensions, wanted 2")
+
+
+def gather_quantised(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    group: Any,
+    gather_dim: int,
+    quantize: str,
+    strict: bool,
+) -> list[torch.Tensor]:
+    """``all_gather_matmul`` of operands that are quantised before the gather, in the dtype of
+    A_shard."""
+    _check(A_shard, Bs, quantize)
+    scaling = BY_NAME[quantize]
+    rows, scale_a = quantised(A_shard.flatten(0, -2), scaling.a)
+    if scaling.a[0] != ALL:
+        scale_a = scale_a.view(*A_shard.shape[:-1], scale_a.shape[-1])
+    weights = [quantised(B.t().contiguous().t(), scaling.b) for B in Bs]
+    return all_gather_scaled_matmul(
+        rows.view(A_shard.shape),
+        [B for B, _ in weights],
+        scale_a,
+        [scale for _, scale in weights],
+        group,
+        gather_dim=gather_dim,
+        bias=biases,
+        out_dtype=A_shard.dtype,
+        strict=strict,
+    )
