@@ -80,7 +80,7 @@ def test_the_bindings_have_what_is_asked() -> None:
     assert nvml.GpuP2PCapsIndex(devices._P2P_WRITE).name.endswith("WRITE")
     assert nvml.GpuP2PCapsIndex(devices._P2P_NVLINK).name.endswith("NVLINK")
     for level in devices._PCIE_WAYS:
-        assert nvml.GpuTopologyLevel(level)
+        assert nvml.GpuTopologyLevel(level) == level
     assert nvml.ClockType(devices._SM_CLOCK).name.endswith("SM")
     assert nvml.GpuP2PStatus(devices._OK).name.endswith("OK")
     assert nvml.EnableState(devices._NVLINK_IS_ACTIVE).name.endswith("ENABLED")

@@ -39,7 +39,7 @@ LIMIT_S = 4.0
 def sick_ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The ways of `bench_work`, here and in the ranks."""
     monkeypatch.setattr(runner, "measure_watched", bench_work.measure_watched)
-    with mock.patch.dict(WAYS):
+    with mock.patch.dict(WAYS), mock.patch.dict(SCATTER_WAYS):
         bench_work.add_sick_ways()
         yield
 
@@ -146,13 +146,11 @@ def test_ways_of_a_scatter(tmp_path: Path) -> None:
     assert reports.op_of(reports.read(tmp_path / "r.json")) == SCATTER
 
 
-def test_a_wrong_scatter_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "measure_watched", bench_work.measure_watched)
+@pytest.mark.usefixtures("sick_ways")
+def test_a_wrong_scatter_is_not_timed() -> None:
     names = ["lacks-a-rank", "sums-in-bf16", "agmm"]
-    with mock.patch.dict(SCATTER_WAYS):
-        bench_work.add_sick_ways()
-        options = Options("cpu", 2, [Shape(64, 24, 16)], names, samples=3, op=SCATTER)
-        (found,) = runner.run(options)["shapes"]
+    options = Options("cpu", 2, [Shape(64, 24, 16)], names, samples=3, op=SCATTER)
+    (found,) = runner.run(options)["shapes"]
     ways = found["ways"]
     assert [name for name in names if ways[name]["wrong"]] == names[:2]
     assert all("relative error" in ways[name]["reason"] for name in names[:2])

@@ -37,9 +37,11 @@ class Scaled(NamedTuple):
         scale = self.scale
         for dim, size_of_tile in enumerate(self.tile):
             if size_of_tile not in (ALL, 1):
-                # By index: Inductor (torch 2.13, CPU) cuts a repeat_interleave wrong.
-                at = torch.arange(self.values.shape[dim], device=scale.device) // size_of_tile
-                scale = scale.index_select(dim, at)
+                # Searched for, not divided: Inductor (torch 2.13, CPU) splits a loop where an index
+                # has a division, and leaves out the rows behind the last whole tile.
+                at = torch.arange(self.values.shape[dim], device=scale.device)
+                ends = torch.arange(1, scale.shape[dim], device=scale.device) * size_of_tile
+                scale = scale.index_select(dim, torch.bucketize(at, ends, right=True))
         return scale
 
 
