@@ -218,6 +218,8 @@ TilePushArgs FusedMatmulReduceScatter::Impl::push_args(MatmulScatter const& call
   push.limit.limit_ns = call.limit_ns;
   push.limit.senders = {nullptr, kMaxScatterTiles, 0, true};
   push.limit.rank = rank;
+  int32_t const sent = tiles.tiles() * (world_size() - 1);
+  push.pace_cycles = pace_of(min_of(sm_count, sent), kernels_device().clock_khz);
   return push;
 }
 

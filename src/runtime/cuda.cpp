@@ -201,8 +201,9 @@ DeviceFacts const& current_device() {
   static std::array<DeviceFacts, kMaxDevices> facts;
   int const index = current_device_index();
   std::call_once(once[index], [index] {
-    DeviceFacts f{index, 0, 0, 0};
+    DeviceFacts f{index, 0, 0, 0, 0};
     AGMM_CHECK_CUDA(cudaDeviceGetAttribute(&f.sm_count, cudaDevAttrMultiProcessorCount, index));
+    AGMM_CHECK_CUDA(cudaDeviceGetAttribute(&f.clock_khz, cudaDevAttrClockRate, index));
     AGMM_CHECK_CUDA(
         cudaDeviceGetAttribute(&f.capability_major, cudaDevAttrComputeCapabilityMajor, index));
     AGMM_CHECK_CUDA(

@@ -40,6 +40,7 @@ void describe_reports_by(DescribeReport describe);
 struct DeviceFacts {
   int index;
   int sm_count;
+  int clock_khz;  // at most
   int capability_major;
   int capability_minor;
 };

@@ -30,8 +30,12 @@ CUTLASS_DEVICE void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
 }
 
-/// Returns when all of this thread's groups are complete: what they wrote is visible to it, and to
-/// whoever acquires what it releases then. That they have been read is not enough for that.
-CUTLASS_DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+/// Returns when all but the last `kLeft` of this thread's groups are complete: what they wrote is
+/// visible to it, and to whoever acquires what it releases then. That they have been read is not
+/// enough for that.
+template <int kLeft>
+CUTLASS_DEVICE void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kLeft) : "memory");
+}
 
 }  // namespace agmm

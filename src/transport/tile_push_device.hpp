@@ -11,6 +11,11 @@
 // which wait for nothing else, have what they wait for. All CTAs of a kernel are on the GPU
 // together.
 //
+// How fast. A link that has more to carry than it can makes the multiprocessors' stores wait, and
+// with them the loads that the next tile wants: what was to be hidden behind a matmul then adds to
+// it. CTAs finish their tiles at about the same time, so each sends no more than its share, in
+// small copies: one every `pace_cycles`, of which a few are not complete.
+//
 // Memory order.
 //   Out. Consumers write a piece to shared memory, each thread executes fence.proxy.async, the warp
 //   meets, one lane arrives at the buffer's mbarrier; the sender's test acquires, and its bulk copy
@@ -56,6 +61,10 @@ struct TilePush {
   static constexpr int kTileBytes = kPieces * kPieceBytes;
   static constexpr int kWarps = kTileThreads / 32;
   static_assert(kFloats % (kVectorElements * kPieces) == 0);
+  static constexpr int kSendsUnderWay = 4;
+  // So a piece's copies are complete, and its buffer is free, when the next one's are under way.
+  static_assert(kPieceBytes % kSendBytes == 0 && kPieceBytes >= kSendsUnderWay * kSendBytes);
+  static_assert(kBuffers >= 2);
   using Vector = cutlass::Array<Element, kVectorElements>;
 
   struct Storage {
@@ -101,6 +110,7 @@ struct TilePush {
     char* const to = peer.part + int64_t(tile) * kTileBytes;
     uint32_t released = uint32_t(number) * kPieces;
     uint64_t passed = 0;
+    int64_t next = clock64();
     CUTLASS_PRAGMA_NO_UNROLL
     for (int piece = 0; piece < kPieces; ++piece) {
       uint32_t const i = uint32_t(number) * kPieces + piece;
@@ -108,18 +118,23 @@ struct TilePush {
       // A tile that only pads goes nowhere.
       if (tile >= 0) {
         stress_delay(push.tiles.rank);
-        bulk_copy_to_global(to + piece * kPieceBytes, storage.pieces[i % kBuffers], kPieceBytes);
+        auto const* const from = reinterpret_cast<char const*>(storage.pieces[i % kBuffers]);
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int at = 0; at < kPieceBytes; at += kSendBytes) {
+          next = pause_until(next) + push.pace_cycles;
+          bulk_copy_to_global(to + piece * kPieceBytes + at, from + at, kSendBytes);
+          bulk_wait<kSendsUnderWay - 1>();
+        }
         passed = virtual_link_take(kPieceBytes, passed);
-        bulk_wait_read<kBuffers - 1>();
       }
-      if (i + 1 - released == kBuffers) mbarrier_arrive(&storage.empty[released++ % kBuffers]);
+      if (i != released) mbarrier_arrive(&storage.empty[released++ % kBuffers]);
     }
     if (tile >= 0) bulk_wait_read<0>();
     for (; released != uint32_t(number + 1) * kPieces; ++released) {
       mbarrier_arrive(&storage.empty[released % kBuffers]);
     }
     if (tile < 0) return;
-    if constexpr (!kReadSignal) bulk_wait();
+    if constexpr (!kReadSignal) bulk_wait<0>();
     virtual_link_wait(passed);
     stress_delay(push.tiles.rank);
     store_release_system(peer.signals + tile, push.tag);
@@ -209,6 +224,13 @@ struct TilePush {
 
  private:
   static constexpr uint32_t kLateUnits = 64;
+
+  /// Returns the time when it is over: `when`, or now where that has passed.
+  CUTLASS_DEVICE static int64_t pause_until(int64_t when) {
+    int64_t now = clock64();
+    while (now < when) now = clock64();
+    return now;
+  }
 
   CUTLASS_DEVICE static void sync() {
     named_barrier_sync<NamedBarrier::kPartsAdded, kTileThreads>();

@@ -107,6 +107,7 @@ char const* cudaGetErrorString(cudaError_t error) {
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrMultiProcessorCount      ? 132
+           : attribute == cudaDevAttrClockRate              ? 1980000
            : attribute == cudaDevAttrComputeCapabilityMajor ? state().major
            : attribute == cudaDevAttrComputeCapabilityMinor ? state().minor
                                                             : 0;
