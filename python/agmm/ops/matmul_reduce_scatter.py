@@ -106,8 +106,8 @@ def matmul_reduce_scatter(
 
     agmm sends each rank its part as soon as it is computed, for any ``scatter_dim`` but the last:
     on the CPU for floating-point types, on Hopper for bf16 and fp16 with N and K_local multiples of
-    8, in one kernel. Sums are made in float32 (float64 for float64) and in the order of the ranks,
-    on CUDA after the own part, so the same call has the same bits every time. Other calls on CUDA
+    8, in one kernel. Sums are made in float32 (float64 for float64) and always in the same order,
+    on the CPU that of the ranks, so the same call has the same bits every time. Other calls on CUDA
     are torch's ``symm_mem.fused_matmul_reduce_scatter`` where that is legal and the cost model says
     that it is faster by what it costs the host, else a matmul and a reduce-scatter.
 
