@@ -35,6 +35,7 @@ set(AGMM_SCATTER_TABLE
     "64  128 64 1 1 Pingpong    default"
     "128 128 64 2 1 Pingpong    all"
     "128 160 64 1 1 Pingpong    all"
+    "128 256 64 1 1 Cooperative all"
     "128 128 64 1 1 Pingpong    timed")
 
 # What a row exports, and what instantiates it.

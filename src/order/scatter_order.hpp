@@ -4,9 +4,10 @@
 // Every rank computes A @ B for all rows and keeps the sum over the ranks of its own rows. The part
 // that a rank (the source) adds to another's rows (the owner's) goes to a slot in the owner's
 // memory, rounded once to the element type; the owner's own part stays in its accumulator and is
-// not rounded. The owner adds the parts in the order of the ranks, 0 to world_size - 1; its own
-// comes at its place among them on the CPU, and first on a GPU, whose accumulator holds it. It
-// starts from the first one, not from 0, so that a sum of -0 keeps its sign.
+// not rounded. The owner adds the parts in an order that is always the same: on the CPU in that of
+// the ranks, 0 to world_size - 1; on a GPU its own first, which its accumulator holds, then the
+// others' as they come, so that only the last is added when all else is done. It starts from the
+// first one, not from 0, so that a sum of -0 keeps its sign.
 #pragma once
 
 #include <cstdint>

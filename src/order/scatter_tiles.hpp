@@ -71,12 +71,9 @@ struct ScatterTiles {
   AGMM_HOST_DEVICE int32_t at_place(int32_t place) const {
     return scatter_owner(rank, place, world_size);
   }
-  /// The place of the i-th of the peers, in the order of the ranks, in which their sums are added
-  /// to the own one, which is not rounded and comes first.
-  AGMM_HOST_DEVICE int32_t place_in_order(int32_t i) const {
-    int32_t const place = i + world_size - 1 - rank;
-    return place < world_size - 1 ? place : place - (world_size - 1);
-  }
+  /// The place of the peer whose sums come as the i-th, and are added as the i-th to the own one,
+  /// which is not rounded and comes first: its position of this rank's rows is i (scatter_owner).
+  AGMM_HOST_DEVICE int32_t place_by_arrival(int32_t i) const { return world_size - 2 - i; }
 };
 
 /// Of a chunk in a launch, each with a signal at each place. As many as a band of 4096 rows and

@@ -140,13 +140,13 @@ struct TilePush {
     store_release_system(peer.signals + tile, push.tag);
   }
 
-  /// Adds what the others sent for an own tile to its sum, in the order of the ranks. For all
-  /// kTileThreads.
+  /// Adds what the others sent for an own tile to its sum, in the order of ScatterTiles::
+  /// place_by_arrival. For all kTileThreads.
   CUTLASS_DEVICE static void add_parts(TilePushArgs const& push, float* sum, int32_t tile,
                                        int thread) {
     int const others = push.tiles.world_size - 1;
     // Thread i waits for the i-th sum. All look at once, so that sums that are there cost one look.
-    int32_t const place = thread < others ? push.tiles.place_in_order(thread) : 0;
+    int32_t const place = thread < others ? push.tiles.place_by_arrival(thread) : 0;
     uint32_t* const signal = push.signals + place * kMaxScatterTiles + tile;
     int32_t const chunk = push.tiles.at_place(place) * kMaxScatterTiles + tile;
     stress_delay(push.tiles.rank);
@@ -159,7 +159,7 @@ struct TilePush {
       }
       sync();
       add(reinterpret_cast<uint4 const*>(push.parts +
-                                         push.tiles.place_in_order(i) * push.part_bytes +
+                                         push.tiles.place_by_arrival(i) * push.part_bytes +
                                          int64_t(tile) * kTileBytes) +
               thread,
           sum);

@@ -50,9 +50,9 @@ def _expected(
     is_average: bool,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As the kernel rounds: the own part not at all, then the others' in the order of the ranks."""
+    """As the kernel rounds: the own part not at all, then the others' as they come."""
     dtype = products[0][0][0].dtype
-    order = [rank, *(r for r in range(world_size) if r != rank)]
+    order = [(rank - distance) % world_size for distance in range(world_size)]
     total: Any = None
     for r in order:
         As, Bs = products[r]

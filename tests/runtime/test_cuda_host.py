@@ -125,7 +125,7 @@ def test_host_code(program: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["sums", "equality", "refusals", "failures", "order", "reserved_sms"]
+    "name", ["sums", "equality", "refusals", "failures", "order", "reserved_sms", "arrivals"]
 )
 def test_scatter(scatter_program: Path, name: str) -> None:
     done = _run(scatter_program, name)

@@ -13,7 +13,7 @@ from agmm.ops import scatter_cuda, scatter_paths
 from agmm.ops.autograd import MatmulReduceScatter
 from agmm.ops.checks import check_operand, check_scatterable
 from agmm.ops.library import library
-from agmm.ops.operands import autocast, is_plain, is_watched
+from agmm.ops.operands import autocast, is_watched
 from agmm.runtime import groups
 
 
@@ -43,27 +43,23 @@ def _autograd(
         return torch.ops.agmm._matmul_reduce_scatter.default(As, Bs, bias, *settings)
 
 
-def _is_on_gpu(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda
-
-
 def _kept(
     A: Any, B: Any, bias: Any, group: Any, reduce_op: Any, strict: bool
 ) -> torch.Tensor | None:
     """What an eager call without gradients computes by a kept call of one product, for which the
-    dispatcher has nothing to do; None where there is none."""
-    if not isinstance(A, torch.Tensor) or not isinstance(B, torch.Tensor) or not _is_on_gpu(A):
-        return None
-    if is_watched() or torch._C._is_any_autocast_enabled() or type(reduce_op) is not str:
+    dispatcher has nothing to do; None where there is none. On the way of every call: a look into
+    one dictionary, and no check that the look makes needless."""
+    if is_watched() or torch._C._is_any_autocast_enabled():
         return None
     if group is None:
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         return None
-    if not (is_plain(A) and is_plain(B) and (bias is None or is_plain(bias))):
+    call = scatter_cuda.kept(A, B, bias, group, reduce_op, strict)
+    if call is None or A.is_neg() or B.is_neg() or (bias is not None and bias.is_neg()):
         return None
-    call = scatter_cuda.kept((A,), (B,), bias, group, reduce_op, strict)
-    if call is None:
+    needs_grad = A.requires_grad or B.requires_grad or (bias is not None and bias.requires_grad)
+    if needs_grad and torch.is_grad_enabled():
         return None
     groups.check_alive(group)
     return call((A,), (B,), bias)
@@ -110,8 +106,8 @@ def matmul_reduce_scatter(
 
     agmm sends each rank its part as soon as it is computed, for any ``scatter_dim`` but the last:
     on the CPU for floating-point types, on Hopper for bf16 and fp16 with N and K_local multiples of
-    8, in one kernel. Sums are made in float32 (float64 for float64) and in the order of the ranks,
-    on CUDA after the own part, so the same call has the same bits every time. Other calls on CUDA
+    8, in one kernel. Sums are made in float32 (float64 for float64) and always in the same order,
+    on the CPU that of the ranks, so the same call has the same bits every time. Other calls on CUDA
     are torch's ``symm_mem.fused_matmul_reduce_scatter`` where that is legal and the cost model says
     that it is faster by what it costs the host, else a matmul and a reduce-scatter.
 

@@ -25,24 +25,45 @@ _calls = weakref.WeakKeyDictionary()
 
 _ready: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, ScatterCall]]
 _ready = weakref.WeakKeyDictionary()
-"""Those that take their operands as they are given, along dimension 0: see `kept`."""
+"""Those of one product that take their operands as they are given, along dimension 0: see `kept`.
+"""
 
 nan_check.on_change(_ready.clear)
 
 _MAX_CALLS = 4096  # per group
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def kept(
-    As: Sequence[torch.Tensor],
-    Bs: Sequence[torch.Tensor],
-    bias: torch.Tensor | None,
-    group: dist.ProcessGroup,
-    reduce_op: str,
-    strict: bool,
+    A: Any, B: Any, bias: Any, group: dist.ProcessGroup, reduce_op: Any, strict: bool
 ) -> ScatterCall | None:
-    """The call that served such operands before, which then need no checks; or None."""
+    """The call that served one product of such operands before, which then need no checks but
+    whether they require gradients or are to be negated; or None, also for what is no tensor."""
     calls = _ready.get(group)
-    return None if calls is None else calls.get(_key(As, Bs, bias, reduce_op, strict))
+    if calls is None:
+        return None
+    try:
+        return calls.get(_ready_key(A, B, bias, reduce_op, strict))
+    except (AttributeError, RuntimeError, TypeError):  # no tensors, not strided, or no name
+        return None
+
+
+def _ready_key(A: Any, B: Any, bias: Any, reduce_op: Any, strict: bool) -> Any:
+    return (
+        type(A),
+        A.shape,
+        A.stride(),
+        A.dtype,
+        A.get_device(),
+        type(B),
+        B.shape,
+        B.stride(),
+        B.dtype,
+        B.get_device(),
+        None if bias is None else (type(bias), *kind_of(bias)),
+        reduce_op,
+        strict,
+    )
 
 
 def _key(
@@ -105,11 +126,12 @@ def run(
         return None
     out = call(As, Bs, bias)
     as_given = all(one is other for one, other in zip(given, (*As, *Bs), strict=True))
-    if as_given and not nan_check.active:  # these go without a look
+    is_plain = all(type(one) in _PLAIN for one in given)
+    if len(As) == 1 and as_given and is_plain and not nan_check.active:  # these go without a look
         ready = _ready.setdefault(group, {})
         if len(ready) >= _MAX_CALLS:
             ready.clear()
-        ready[key] = call
+        ready[_ready_key(As[0], Bs[0], bias, reduce_op, strict)] = call
     return out if scatter_dim == 0 else out.movedim(0, scatter_dim).contiguous()
 
 

@@ -71,16 +71,9 @@ class ScatterCall(NamedTuple):
             buffers = workspace.enter(self.part_bytes)
             kept: list[torch.Tensor] = []  # copies live until the call is enqueued
             out = As[0].new_empty(self.out_shape)
-            products = [
-                (
-                    aligned_pointer(A, kept),
-                    layout.lda,
-                    aligned_pointer(B, kept),
-                    layout.ldb,
-                    layout.k,
-                )
-                for A, B, layout in zip(As, Bs, self.products, strict=True)
-            ]
+            products = []
+            for A, B, (lda, ldb, k) in zip(As, Bs, self.products, strict=True):
+                products.append((aligned_pointer(A, kept), lda, aligned_pointer(B, kept), ldb, k))
             captured = True  # also where the call fails half-way
             try:
                 captured = buffers.core.matmul_reduce_scatter(
@@ -93,7 +86,7 @@ class ScatterCall(NamedTuple):
                     out.data_ptr(),
                     self.is_average,
                     self.config,
-                    stream_of(out.device),
+                    stream_of(workspace.device),
                     0 if tile_times is None else tile_times.data_ptr(),
                 )
             except ValueError as error:

@@ -282,7 +282,7 @@ void run_tile(ScatterSpec const& call, int owner, int a_row, int row, int column
         continue;
       }
       for (int place = 0; place < others; ++place) {
-        char const* const part = push.parts + push.tiles.place_in_order(place) * push.part_bytes;
+        char const* const part = push.parts + push.tiles.place_by_arrival(place) * push.part_bytes;
         sum = static_cast<Element>(
             sum + reinterpret_cast<Element const*>(part + tile * kTileBytes)[i * kTile + j]);
       }

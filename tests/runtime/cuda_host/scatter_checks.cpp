@@ -10,6 +10,7 @@
 
 #include "agmm/fused_matmul_reduce_scatter.hpp"
 #include "fake_cuda.hpp"
+#include "order/scatter_tiles.hpp"
 
 namespace {
 
@@ -271,6 +272,21 @@ void order() {
   check(waits(kOther) == 0, "a call waits for its own stream");
 }
 
+/// The i-th sum that an owner adds is that of the rank which computes its rows at position i.
+void arrivals() {
+  for (int ranks : {2, 3, 4, 8}) {
+    for (int rank = 0; rank < ranks; ++rank) {
+      agmm::ScatterTiles const tiles(rank, ranks, 128, {0, 128}, 128, 128, 128, 1);
+      for (int i = 0; i + 1 < ranks; ++i) {
+        int const source = tiles.at_place(tiles.place_by_arrival(i));
+        check(source != rank && agmm::scatter_owner(source, i, ranks) == rank,
+              "rank " + std::to_string(rank) + " of " + std::to_string(ranks) + ", sum " +
+                  std::to_string(i) + ": of rank " + std::to_string(source));
+      }
+    }
+  }
+}
+
 void reserved_sms() {
   for (int reserved : {-1, 131, 200}) {
     std::string const error = error_of([&] { Ranks const ranks(2, reserved); });
@@ -286,6 +302,7 @@ int main(int, char** arguments) {
   std::map<std::string, void (*)()> const checks = {
       {"sums", &sums},         {"equality", &equality}, {"refusals", &refusals},
       {"failures", &failures}, {"order", &order},       {"reserved_sms", &reserved_sms},
+      {"arrivals", &arrivals},
   };
   checks.at(arguments[1])();
   return 0;
