@@ -208,6 +208,7 @@ struct TilePush {
   }
 
  private:
+  // As the grace of a wait for a chunk (device_wait.hpp).
   static constexpr uint32_t kLateUnits = 64;
 
   CUTLASS_DEVICE static void sync() {
