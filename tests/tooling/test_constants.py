@@ -14,12 +14,8 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "_core.p
 OBVIOUS = {0, 1, -1}
 
 
-def _numbers(node: ast.expr) -> list[float]:
-    return [
-        n.value
-        for n in ast.walk(node)
-        if isinstance(n, ast.Constant) and type(n.value) in (int, float)
-    ]
+def _numbers(node: ast.expr) -> list[object]:
+    return [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
 
 
 def _is_number(node: ast.expr) -> bool:
