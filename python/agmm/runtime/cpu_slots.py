@@ -225,6 +225,7 @@ def _connect(
     group: Group, slot_bytes: int, chunks_per_shard: int, *, poison: bool
 ) -> _core.CpuWorkspace:
     """A new workspace of the group. Raises Unsupported on all ranks where one cannot have it."""
+    limit_s = _env.timeout_s()
     hosts = len(set(group.hosts()))
     if hosts > 1:
         raise Unsupported(
@@ -238,7 +239,7 @@ def _connect(
         error = ""
         try:
             core = _core.CpuWorkspace(
-                group.rank, group.world_size, slot_bytes, chunks_per_shard, _env.timeout_s()
+                group.rank, group.world_size, slot_bytes, chunks_per_shard, limit_s
             )
         except RuntimeError as e:
             error = str(e)
