@@ -20,7 +20,6 @@ from agmm.runtime.workspaces import gather_copies, scatter_copies
 
 Faults = list[str] | None
 WIDTH = 256
-SLOT_BYTES = 4 << 20
 
 
 def _values(rank: int, call: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -30,25 +29,9 @@ def _values(rank: int, call: int, size: int, dtype: torch.dtype) -> torch.Tensor
     return torch.randint(-9, 10, (size,), generator=generator, device=device).to(dtype)
 
 
-def _group(world_size: int) -> dist.ProcessGroup | None:
-    """The group of the last ranks, with slots that need not grow. Collective over all ranks.
-
-    Those of all groups are made at once, the larger groups' first: torch's rendezvous needs ranks
-    that have taken part in equally many before.
-    """
-    everyone = dist.get_world_size()
-    device = torch.device("cuda", torch.cuda.current_device())
-    for size in range(everyone, 1, -1):
-        group = group_of(last_ranks(size))
-        if group is not None:
-            gather_copies(group, device).ensure(SLOT_BYTES)
-            scatter_copies(group, device).ensure(SLOT_BYTES)
-    return group_of(last_ranks(world_size))
-
-
 def collectives(world_size: int, calls: int, most_bytes: int, beside: bool) -> Faults:
     """Gathers and reduce-scatters in turn on streams of their own; ``beside`` a matmul each."""
-    group = _group(world_size)
+    group = group_of(last_ranks(world_size))
     if group is None:
         return None
     rank, faults = dist.get_rank(group), []
@@ -95,7 +78,7 @@ def collectives(world_size: int, calls: int, most_bytes: int, beside: bool) -> F
 
 def repeated_bits(world_size: int) -> Faults:
     """Sums of the same values have the same bits."""
-    group = _group(world_size)
+    group = group_of(last_ranks(world_size))
     if group is None:
         return None
     scatter = fsdp.ReduceScatter(strict=True)

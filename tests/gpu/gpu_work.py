@@ -17,7 +17,12 @@ import agmm
 from agmm import _core
 from agmm.planning import call_plans
 from agmm.planning.plans import KernelConfig
-from agmm.runtime.workspaces import cuda_workspace, scatter_workspace
+from agmm.runtime.workspaces import (
+    cuda_workspace,
+    gather_copies,
+    scatter_copies,
+    scatter_workspace,
+)
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
@@ -27,6 +32,8 @@ SLOT_BYTES = 64 << 20
 """Large enough for every shape of the tests but the one that grows the workspace."""
 PART_BYTES = 8 << 20
 """The same of what ranks send each other in a scatter."""
+COPY_SLOT_BYTES = 4 << 20
+"""Of the tests that send by copy engines."""
 WAYS = {
     "planned": (False, ""),
     "planned-A": (True, ""),
@@ -74,6 +81,8 @@ def _make_groups() -> None:
         if dist.get_rank() in ranks:
             cuda_workspace(_groups[ranks], device()).ensure(SLOT_BYTES)
             scatter_workspace(_groups[ranks], device()).ensure(PART_BYTES)
+            gather_copies(_groups[ranks], device()).ensure(COPY_SLOT_BYTES)
+            scatter_copies(_groups[ranks], device()).ensure(COPY_SLOT_BYTES)
 
 
 def last_ranks(world_size: int) -> tuple[int, ...]:

@@ -21,6 +21,12 @@ PROGRAM = Path(__file__).parent / "collectives_stand_in.py"
 COUNTS = (1, 5, 6, 4096, 40_001, 1_500_007)
 
 
+@pytest.fixture(autouse=True)
+def _limit_of_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that wait for each other end the process, and say so."""
+    monkeypatch.setenv("AGMM_TIMEOUT_S", collectives_stand_in.LIMIT_S)
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
 def test_every_kind(world_size: int) -> None:
     assert collectives_stand_in.wrong_calls(world_size, COUNTS, 3) == []
@@ -60,7 +66,8 @@ def test_a_sum_of_negative_zeros_stays_negative() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_back_to_back(world_size: int) -> None:
-    """2000 calls of all kinds in turn, every eighth by a graph, without a pause."""
+    """2000 calls of all kinds in turn, every eighth by a graph, with a pause at the graphs alone:
+    a graph's calls and eager ones are ordered by who enqueues them."""
     torch.manual_seed(world_size)
     ranks = StandIn(world_size)
     drawn = [
@@ -76,9 +83,10 @@ def test_back_to_back(world_size: int) -> None:
         for _ in range(3):  # an odd number: the next call takes the other slot
             ranks.call(kind, inputs, graph_outs)
         ranks.wait()
-    wrong = 0
+    wrong, unfinished = 0, []
     for i in range(2000):
         if i % 8 == 5:
+            ranks.wait()
             for out in graph_outs:
                 out.fill_(torch.nan)
             captured.replay()
@@ -89,8 +97,10 @@ def test_back_to_back(world_size: int) -> None:
             kind, inputs = drawn[which]
             outs = kind.empty_outs(world_size)
             ranks.call(kind, inputs, outs)
+            unfinished.append(outs)  # so that no other call gets its memory meanwhile
         if i % 50 < 20 or outs is graph_outs:
             ranks.wait()
+            unfinished.clear()
             pairs = zip(outs, wanted[which], strict=True)
             wrong += sum(not torch.equal(out, want) for out, want in pairs)
     torch.cuda.synchronize()
