@@ -272,8 +272,8 @@ def tune(
     """
     with one_line_errors():
         from agmm import _env
-        from agmm.bench import launcher, presets, tuner, tuning_session
-        from agmm.cli.tuning import TuningBar, report_tuning
+        from agmm.bench import launcher, presets, tuning_session
+        from agmm.cli import tuning
 
         _env.check()
         kind, ranks = launcher.choose(device.value, launcher.world_size_or(tp))
@@ -288,27 +288,7 @@ def tune(
             again=again,
             op=op.value,
         )
-        outcomes: list[tuner.Outcome] = []
-        keeper = tuner.Keeper(ranks)
-        leads = launcher.is_rank_0()
-        interrupted = False
-        try:
-            with TuningBar(leads) as bar:
-                for outcome in tuner.tune(options, bar):
-                    outcomes.append(outcome)
-                    bar.ended(outcome)
-                    if leads:
-                        keeper.add(outcome)
-        except KeyboardInterrupt:
-            interrupted = True
-        if leads:
-            report_tuning(outcomes, keeper)
-        if interrupted:
-            if leads and outcomes:
-                print("agmm: the same command goes on with the rest", file=sys.stderr)
-            raise KeyboardInterrupt
-        failed = any(outcome.failures or outcome.row is None for outcome in outcomes)
-        if failed or keeper.unsaved:
+        if not tuning.run(options, ranks):
             raise typer.Exit(1)
 
 
