@@ -1,7 +1,7 @@
 """Front end of the benchmark harness, for torchrun and for a checkout: the same as `agmm bench`.
 
 python benchmarks/bench.py
-torchrun --nproc-per-node 4 benchmarks/bench.py --json benchmarks/results/h200x4.json
+torchrun --nproc-per-node 4 benchmarks/bench.py --json new.json
 """
 
 import typer

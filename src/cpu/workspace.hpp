@@ -40,7 +40,7 @@ class SharedSegment;
 
 class CpuWorkspace {
  public:
-  static constexpr int kSlots = 2;
+  static constexpr int kSlots = 2;  // as SlotRing has
 
   // Creates this rank's segment, with two slots of `slot_bytes`, under a fresh name. Also removes
   // segments left behind by processes that no longer exist. Throws std::invalid_argument for

@@ -27,6 +27,7 @@ struct SplitK {
 
 namespace split_detail {
 
+// CUTLASS's cooperative kernels: a warpgroup that loads, two that multiply.
 constexpr int kProducerThreads = 128;
 constexpr int kConsumerThreads = 256;
 

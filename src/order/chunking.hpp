@@ -62,7 +62,7 @@ struct Range {
 /// sums where it finds them when it ends.
 struct KParts {
   // Measured on 2 H200 as 4 ranks, 512 x 3584 x 8192: 0, 4, 8, 12, 16 give 62.9, 62.7, 62.0, 63.5,
-  // 64.8 us (docs/small-m.md). Less than the best of halves, since with thirds a lead costs more.
+  // 64.8 us. Less than the best of halves, since with thirds a lead costs more.
   static constexpr int32_t kLead = 6;
 
   int32_t k_tiles = 1;

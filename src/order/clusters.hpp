@@ -32,7 +32,7 @@ struct Clusters {
   /// same number of waves, three or more, whichever of the chunks are still to come, on any rank:
   /// the last wave is then nearly full, and what is left idle saves power and cache. On H200 that
   /// takes 1 to 3% less time (median of 39 shapes); with fewer still, or a wave more after a late
-  /// chunk, up to 16% more (docs/performance.md). All with more chunks than kMostChunks, since
+  /// chunk, up to 16% more. All with more chunks than kMostChunks, since
   /// looking at each would take long.
   int32_t to_launch(ChunkGrid const& chunks) const {
     int64_t const waves = waves_of(blocks(), at_once);

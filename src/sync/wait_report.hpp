@@ -11,6 +11,8 @@ namespace agmm {
 struct LateWait {
   /// A wait says that it takes long each time that so many of its units (2^20 ns) are over.
   static constexpr uint32_t kUnits = 1024;
+  // With the bit of a credit 32 bits. A key for each rank of each group of the process, for 511 of
+  // them; four million chunks.
   static constexpr int kKeyBits = 9;
   static constexpr int kChunkBits = 22;
 

@@ -18,7 +18,7 @@ constexpr int kMaxPushParts = 64;
 /// Of an item, to all peers of a round: by a warp beside the matmul (larger items delay the first
 /// chunk and saturate the links, which delays the matmul's own loads) and by a CTA that only
 /// pushes, of which smaller ones do not keep the links busy. Measured on 4 H200, the second at
-/// 2048 x 2112 x 7168, where items of half the size cost 20 us of 108 (docs/small-m.md).
+/// 2048 x 2112 x 7168, where items of half the size cost 20 us of 108 (docs/dev/tried.md).
 constexpr int64_t kHeadItemBytes = 12288;
 constexpr int64_t kTailItemBytes = 49152;
 

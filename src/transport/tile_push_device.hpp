@@ -223,6 +223,7 @@ struct TilePush {
   }
 
  private:
+  // As the grace of a wait for a chunk (device_wait.hpp).
   static constexpr uint32_t kLateUnits = 64;
 
   /// Returns the time when it is over: `when`, or now where that has passed.

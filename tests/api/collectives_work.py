@@ -284,10 +284,10 @@ def with_fault(fault: str, kind: str, calls: int) -> int:
     workspace = cpu_workspace(group)
     os.environ["AGMM_TIMEOUT_S"] = "5"  # from here on, as a busy machine is slow to start
     draw, wrong = random.Random(rank), 0
-    workspace._core = _FaultyCore(workspace._core, fault)  # type: ignore[assignment]
+    workspace.core = _FaultyCore(workspace.core, fault)  # type: ignore[assignment]
     workspace.set_push_delay_us(300)
     with (
-        mock.patch.object(workspace, "_take_slot", return_value=0),
+        mock.patch.object(workspace, "take_slot", return_value=0),
         mock.patch.object(type(workspace), "poison", True),
     ):
         for i in range(calls):

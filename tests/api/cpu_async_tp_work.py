@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from agmm.integrations import async_tp
+from agmm.integrations import async_tp, async_tp_kernels
 from agmm.ops import paths
 from agmm.ops.scatter_paths import native_cpu
 from agmm.testing.reference import relative_error
@@ -73,7 +73,7 @@ def products(
         for layout in LAYOUTS:
             label = f"{shape} {gather_dim=} {dtype} {layout} rank {dist.get_rank(group)}"
             shard = _shard(A, gather_dim, group, layout)
-            refuse = mock.patch.object(async_tp, "_warn", side_effect=AssertionError)
+            refuse = mock.patch.object(async_tp_kernels, "_warn", side_effect=AssertionError)
             with async_tp.enable(), refuse:
                 found, outs = op(shard, Bs, gather_dim, group.group_name, return_A=return_A)
             if return_A and not torch.equal(found, A):
@@ -104,7 +104,7 @@ def as_torch(world_size: int, gather_dim: int) -> op_work.Result:
     name = group.group_name
     by_torch: Any = symm_mem._fused_all_gather_matmul_fallback(shard, Bs, gather_dim, name)
     wanted_A, wanted = by_torch
-    with async_tp.enable(), mock.patch.object(async_tp, "_warn") as warn:
+    with async_tp.enable(), mock.patch.object(async_tp_kernels, "_warn") as warn:
         found_A, found = op(shard, Bs, gather_dim, name)
     faults = []
     if not torch.equal(found_A, wanted_A) or found_A.stride() != wanted_A.stride():
@@ -224,7 +224,7 @@ def scattered(
         A = symm_mem.restride_A_for_fused_matmul_reduce_scatter(A, scatter_dim)
     elif layout == "strided":
         A = torch.stack([A, A], -1)[..., 0]
-    with async_tp.enable(), mock.patch.object(async_tp, "_warn") as warn:
+    with async_tp.enable(), mock.patch.object(async_tp_kernels, "_warn") as warn:
         out = scatter(A, B, reduce_op, scatter_dim, group.group_name)
     is_last = scatter_dim == len(shape) - 1
     sums = torch.stack([a.double() @ b.double() for a, b in every]).sum(0)
@@ -260,7 +260,7 @@ def compiled_scatter(world_size: int, shape: tuple[int, ...]) -> list[str]:
     rank = dist.get_rank(group)
     x = op_work._random(shape, torch.float32, rank)
     B = op_work._random((shape[-1], 8), torch.float32, 9 + rank)
-    served = mock.patch.object(async_tp, "native_cpu", wraps=native_cpu)
+    served = mock.patch.object(async_tp_kernels, "native_cpu", wraps=native_cpu)
     with async_tp.enable(), served as calls:
         _, found, code = _compile(function, group, x, B)
     wanted = function(x, B)
@@ -287,7 +287,7 @@ def parallel_rows(world_size: int) -> list[str]:
         wanted = model(A).tensor_split(world_size)[rank]
         mesh = DeviceMesh.from_group(group, "cpu")
         sharded = parallelize_module(model, mesh, {"0": RowwiseParallel(output_layouts=Shard(0))})
-        served = mock.patch.object(async_tp, "native_cpu", wraps=native_cpu)
+        served = mock.patch.object(async_tp_kernels, "native_cpu", wraps=native_cpu)
         with async_tp.enable(), served as calls:
             _, found, code = _compile(sharded, group, A.tensor_split(world_size, 1)[rank])
     faults = [] if "fused_matmul_reduce_scatter" in code else [f"not fused: {code}"]

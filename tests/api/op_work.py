@@ -204,7 +204,7 @@ def workspace_follows_its_group() -> tuple[bool, bool, bool]:
     first = workspaces.cpu_workspace(group)
     agmm.all_gather_matmul(torch.ones(1000, 2), torch.ones(2, 3), group)
     same = first is workspaces.cpu_workspace(group)
-    core = first._core
+    core = first.core
     open_before = core.slot_ptr(0) != 0
     dist.barrier(group)
     dist.destroy_process_group(group)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import agmm
-from agmm.integrations import async_tp
+from agmm.integrations import async_tp, async_tp_kernels
 from agmm.ops import paths, scaled_paths
 from agmm.planning import call_plans
 from agmm.runtime import cpu, workspaces
@@ -406,7 +406,7 @@ def served_gather(
     if scales == "replicated":
         scale = torch.cat(a.scales, gather_dim)
     op: Callable[..., Any] = torch.ops.symm_mem.fused_all_gather_scaled_matmul
-    refuse = mock.patch.object(async_tp, "_warn", side_effect=AssertionError)
+    refuse = mock.patch.object(async_tp_kernels, "_warn", side_effect=AssertionError)
     with async_tp.enable(), refuse:
         A, outs = op(
             a.values[rank],
@@ -460,7 +460,7 @@ def served_scatter(world_size: int, kind: str, scatter_dim: int, reduce_op: str)
     wanted = wanted / world_size if reduce_op == "avg" else wanted
     wanted = wanted.chunk(world_size, scatter_dim)[rank]
     op: Callable[..., Any] = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter
-    refuse = mock.patch.object(async_tp, "_warn", side_effect=AssertionError)
+    refuse = mock.patch.object(async_tp_kernels, "_warn", side_effect=AssertionError)
     faults = []
     for flat in (False, True):
         if flat:

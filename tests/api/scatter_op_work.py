@@ -211,7 +211,7 @@ def beside_the_scatter(world_size: int, native: bool) -> tuple[str, float] | Non
     B = _random((8, 5), torch.float64, 9 + rank).requires_grad_()
     out = agmm.all_gather_matmul(x, B, group, save_gathered=True)
     workspace = cpu_workspace(group)
-    core = workspace._core
+    core = workspace.core
 
     def note(letter: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -231,7 +231,7 @@ def beside_the_scatter(world_size: int, native: bool) -> tuple[str, float] | Non
         mock.patch.object(autograd, "_grad_of_weight", note("m", autograd._grad_of_weight)),
         mock.patch.object(scatter_plan, "why_not_native", return_value=reason),
         mock.patch.object(scatter_paths, "fall_back"),
-        mock.patch.object(workspace, "_core", noted_core)
+        mock.patch.object(workspace, "core", noted_core)
         if native
         else mock.patch.object(collectives, "_functional", wait),
     ):

@@ -16,7 +16,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from agmm.errors import AgmmError, Unsupported
-from agmm.integrations import async_tp
+from agmm.integrations import async_tp, async_tp_kernels
 from agmm.ops import paths, scatter_paths
 from agmm.ops.scatter_paths import native_cpu
 from agmm.planning import call_plans
@@ -40,7 +40,7 @@ def registered() -> tuple[str, frozenset[str], str, str, str]:
 @pytest.fixture(autouse=True)
 def as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing warned or decided yet; the registration afterwards is the one before."""
-    monkeypatch.setattr(async_tp, "_warned", set())
+    monkeypatch.setattr(async_tp_kernels, "_warned", set())
     before = registered()
     yield
     async_tp.disable()
@@ -216,7 +216,7 @@ def test_torch_kernel_is_torchs_own(group: str) -> None:
 def test_test_mode_of_torch_is_left_to_torch(group: str) -> None:
     A, B = torch.randn(4, 8), torch.randn(8, 3)
     torch_kernel = mock.Mock(return_value=(None, []))
-    kernel = async_tp._gather_over(torch_kernel)
+    kernel = async_tp_kernels.gather_over(torch_kernel)
     with symm_mem._test_mode():
         kernel(A, [B], 0, group, return_A=False)
     torch_kernel.assert_called_once_with(A, [B], 0, group, return_A=False)
@@ -253,7 +253,7 @@ class Case:
 
     def why(self) -> str | None:
         assert dist.group.WORLD is not None
-        return async_tp._why_torch(self.A_shard, self.Bs, self.gather_dim, dist.group.WORLD)
+        return async_tp_kernels._why_torch(self.A_shard, self.Bs, self.gather_dim, dist.group.WORLD)
 
 
 @pytest.fixture
@@ -358,8 +358,8 @@ class Workspace:
 @pytest.fixture
 def workspace(monkeypatch: pytest.MonkeyPatch) -> Workspace:
     made = Workspace()
-    monkeypatch.setattr(async_tp, "cuda_workspace", lambda group, device: made)
-    monkeypatch.setattr(async_tp, "prepare", Workspace.prepare)
+    monkeypatch.setattr(async_tp_kernels, "cuda_workspace", lambda group, device: made)
+    monkeypatch.setattr(async_tp_kernels, "prepare", Workspace.prepare)
     monkeypatch.setattr(call_plans, "prefers_unfused", lambda *call, return_A: False)
     return made
 
@@ -378,7 +378,7 @@ def test_plan_that_prefers_unfused(
     A = torch.empty(0)
     monkeypatch.setattr(paths, "unfused", lambda shard, Bs, biases, group, dim: (A, list(Bs)))
     torch_kernel = mock.Mock()
-    kernel = async_tp._gather_over(torch_kernel)
+    kernel = async_tp_kernels.gather_over(torch_kernel)
     A_shard = torch.empty(4, 64, dtype=torch.bfloat16, device="cuda:0")
     B = torch.empty(8, 64, dtype=torch.bfloat16, device="cuda:0").t()
     for _ in range(2):
@@ -396,7 +396,7 @@ def test_gather_dim_is_moved_and_moved_back(
     group: str, workspace: Workspace, gather_dim: int, return_A: bool
 ) -> None:
     torch_kernel = mock.Mock()
-    kernel = async_tp._gather_over(torch_kernel)
+    kernel = async_tp_kernels.gather_over(torch_kernel)
     shape = (2, 3, 5, 64)
     # The layout in which the compiler pass gives the shard.
     order = [gather_dim, *(d for d in range(4) if d != gather_dim)]
@@ -420,9 +420,9 @@ def test_gather_dim_is_moved_and_moved_back(
 @pytest.mark.usefixtures("hopper")
 def test_decided_once_for_each_kind(group: str, workspace: Workspace) -> None:
     torch_kernel = mock.Mock(return_value=(None, []))
-    kernel = async_tp._gather_over(torch_kernel)
-    why = mock.Mock(wraps=async_tp._why_torch)
-    with mock.patch.object(async_tp, "_why_torch", why):
+    kernel = async_tp_kernels.gather_over(torch_kernel)
+    why = mock.Mock(wraps=async_tp_kernels._why_torch)
+    with mock.patch.object(async_tp_kernels, "_why_torch", why):
         for _ in range(3):
             case = Case()
             kernel(case.A_shard, case.Bs, 0, group)
@@ -444,7 +444,7 @@ def test_workspace_that_cannot_be_had(group: str, workspace: Workspace) -> None:
     workspace.error = Unsupported("group: found ranks on 2 hosts, wanted one")
     answer = None, [torch.empty(0)]
     torch_kernel = mock.Mock(return_value=answer)
-    kernel = async_tp._gather_over(torch_kernel)
+    kernel = async_tp_kernels.gather_over(torch_kernel)
     case = Case()
     with pytest.warns(UserWarning, match="2 hosts"):
         found = kernel(case.A_shard, case.Bs, 0, group, return_A=False)
@@ -458,14 +458,14 @@ def test_workspace_that_cannot_be_had(group: str, workspace: Workspace) -> None:
 def test_number_of_kept_decisions_is_limited(
     group: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_tp, "_MAX_ROUTES", 4)
-    kernel = async_tp._gather_over(mock.Mock())
+    monkeypatch.setattr(async_tp_kernels, "_MAX_ROUTES", 4)
+    kernel = async_tp_kernels.gather_over(mock.Mock())
     for rows in range(1, 12):
         case = Case(shape=(rows, 64))
         kernel(case.A_shard, case.Bs, 0, group)
     assert workspace.prepared == 11
     assert dist.group.WORLD is not None
-    assert len(async_tp._routes[dist.group.WORLD]) <= 4
+    assert len(async_tp_kernels._routes[dist.group.WORLD]) <= 4
 
 
 def test_decisions_end_with_their_group() -> None:
@@ -475,10 +475,10 @@ def test_decisions_end_with_their_group() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             assert dist.group.WORLD is not None
-            assert dist.group.WORLD not in async_tp._routes
+            assert dist.group.WORLD not in async_tp_kernels._routes
             with async_tp.enable():
                 op(A, [B], 0, dist.group.WORLD.group_name)
-            assert dist.group.WORLD in async_tp._routes
+            assert dist.group.WORLD in async_tp_kernels._routes
         finally:
             dist.destroy_process_group()
 
@@ -531,7 +531,7 @@ def why(shape: tuple[int, ...] = (4, 6, 8), **options: Any) -> str | None:
     A = torch.empty(shape, dtype=given["dtype"], device=given["device"])
     B = torch.empty(given["k"], given["n"], dtype=given["dtype"], device=given["device"])
     assert dist.group.WORLD is not None
-    return async_tp._why_torch_scatters(
+    return async_tp_kernels._why_torch_scatters(
         A, B, given["reduce_op"], given["scatter_dim"], dist.group.WORLD
     )
 
@@ -576,7 +576,7 @@ def test_scatters_that_are_left_to_torch(options: dict[str, Any], reason: str) -
 
 def test_scatters_reach_agmm_only_while_enabled(group: str) -> None:
     A, B = torch.randn(4, 8), torch.randn(8, 3)
-    served = mock.patch.object(async_tp, "native_cpu", wraps=native_cpu)
+    served = mock.patch.object(async_tp_kernels, "native_cpu", wraps=native_cpu)
     with async_tp.enable(), served as calls:
         out = scatter(A, B, "sum", 0, group)
         assert scatter(A.unsqueeze(0), B, "avg", 1, group).shape == (1, 4, 3)
@@ -601,7 +601,7 @@ def test_test_mode_leaves_scatters_to_torch(group: str) -> None:
     A, B = torch.randn(4, 8), torch.randn(8, 3)
     torch_kernel = mock.Mock(return_value=A)
     with symm_mem._test_mode():
-        assert async_tp._scatter_over(torch_kernel)(A, B, "sum", 0, group) is A
+        assert async_tp_kernels.scatter_over(torch_kernel)(A, B, "sum", 0, group) is A
     torch_kernel.assert_called_once_with(A, B, "sum", 0, group)
 
 
@@ -610,9 +610,9 @@ def test_scatter_of_a_workspace_that_cannot_be_had(
 ) -> None:
     A, B = torch.randn(4, 8), torch.randn(8, 3)
     refused = mock.Mock(side_effect=Unsupported("group: found ranks on 2 hosts, wanted one"))
-    monkeypatch.setattr(async_tp, "native_cpu", refused)
+    monkeypatch.setattr(async_tp_kernels, "native_cpu", refused)
     torch_kernel = mock.Mock(return_value=A)
-    kernel = async_tp._scatter_over(torch_kernel)
+    kernel = async_tp_kernels.scatter_over(torch_kernel)
     with pytest.warns(UserWarning, match="2 hosts"):
         assert kernel(A, B, "sum", 0, group) is A
     assert kernel(A, B, "sum", 0, group) is A

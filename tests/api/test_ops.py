@@ -232,6 +232,19 @@ def test_a_destroyed_group_is_refused(group: str) -> None:
     assert refusal(lambda: all_gather_matmul(*call)).startswith(f"group: found {name!r}, ")
 
 
+def test_a_limit_that_is_no_number_is_refused_by_one_rank_too(
+    group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = dist.new_group([0])
+    call = torch.ones(2, 4), torch.ones(4, 3), other
+    monkeypatch.setenv("AGMM_TIMEOUT_S", "abc")
+    wanted = "AGMM_TIMEOUT_S: found 'abc', wanted a number of seconds > 0"
+    assert refusal(lambda: all_gather_matmul(*call)) == wanted
+    monkeypatch.delenv("AGMM_TIMEOUT_S")
+    assert torch.equal(all_gather_matmul(*call), torch.full((2, 3), 4.0))
+    dist.destroy_process_group(other)
+
+
 def test_native_op_names_what_is_wrong(group: str) -> None:
     native = torch.ops.agmm._fused_all_gather_matmul_native
     A, B = torch.ones(2, 4), torch.ones(4, 3)

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import agmm
-from agmm.integrations import async_tp
+from agmm.integrations import async_tp, async_tp_kernels
 from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
 from agmm.ops import paths, quantize, scaled_paths, scaled_products
 from agmm.ops.scaled_checks import scaling_of
@@ -30,7 +30,7 @@ scatter: Callable[..., Any] = agmm.scaled_matmul_reduce_scatter
 @pytest.fixture(autouse=True)
 def nothing_warned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(paths, "_warned", set())
-    monkeypatch.setattr(async_tp, "_warned", set())
+    monkeypatch.setattr(async_tp_kernels, "_warned", set())
     yield
     async_tp.disable()
 
@@ -404,7 +404,7 @@ def test_what_is_left_to_torch_is_said_once(
     arguments = torchs("rowwise", group=group, **changes)
     torch_kernel = mock.Mock(return_value="torch's")
     name = "fused_all_gather_scaled_matmul"
-    kernel = async_tp._scaled_over(name, GatherCall)(torch_kernel)
+    kernel = async_tp_kernels.scaled_over(name, GatherCall)(torch_kernel)
     with pytest.warns(UserWarning, match=re.escape(f"leaves symm_mem.{name} to torch: {reason}")):
         assert kernel(*arguments) == "torch's"
     assert kernel(*arguments) == "torch's"  # a warning would be an error
@@ -422,7 +422,7 @@ def test_without_a_kernel_both_are_torchs(group: str, as_on_cuda: None) -> None:
         ),
     )
     for name, call_type, arguments in calls:
-        kernel = async_tp._scaled_over(name, call_type)(lambda *_: "torch's")
+        kernel = async_tp_kernels.scaled_over(name, call_type)(lambda *_: "torch's")
         with pytest.warns(UserWarning, match=f"leaves symm_mem.{name} to torch: {NO_KERNEL}"):
             assert kernel(*arguments) == "torch's"
 

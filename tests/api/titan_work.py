@@ -13,7 +13,7 @@ import op_work
 import torch
 import torch.distributed as dist
 
-from agmm.integrations import async_tp
+from agmm.integrations import async_tp, async_tp_kernels
 from agmm.testing.reference import relative_error
 
 
@@ -81,7 +81,7 @@ def run(world_size: int, which: str, dtype: torch.dtype) -> op_work.Result:
         for t, dim in zip(wholes, dims, strict=False)
     ]
     given: list[Any] = [*leaves, group, group.group_name]
-    served = mock.patch.object(async_tp, "_warn", side_effect=AssertionError)
+    served = mock.patch.object(async_tp_kernels, "_warn", side_effect=AssertionError)
     with async_tp.enable(), served:
         found = getattr(linears(), which).apply(*given)
         outs = found if isinstance(found, tuple) else (found,)

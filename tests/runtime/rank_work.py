@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from agmm import _core
 from agmm.errors import AgmmError
-from agmm.runtime import cpu
+from agmm.runtime import cpu, cpu_gather
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
@@ -294,7 +294,7 @@ def use_after_interruption() -> tuple[str, str]:
     errors = []
     for effect in (KeyboardInterrupt, None):
         try:
-            with mock.patch.object(cpu, "_multiply", side_effect=effect):
+            with mock.patch.object(cpu_gather, "multiply", side_effect=effect):
                 workspace.all_gather_matmul(shard, [B], [None], return_A=False)
         except (KeyboardInterrupt, RuntimeError) as e:
             errors.append(repr(e))

@@ -330,9 +330,9 @@ def with_fault(fault: str, op: str, calls: int) -> int:
 
     wanted = [step(kind) for kind in range(4)]
     draw, wrong = random.Random(rank), 0
-    workspace._core = _FaultyCore(workspace._core, fault)  # type: ignore[assignment]
+    workspace.core = _FaultyCore(workspace.core, fault)  # type: ignore[assignment]
     workspace.set_push_delay_us(300)
-    with mock.patch.object(workspace, "_take_slot", return_value=0):
+    with mock.patch.object(workspace, "take_slot", return_value=0):
         for call in range(calls):
             if draw.random() < 0.1:
                 time.sleep(1e-3 * draw.random())

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from agmm import _core
-from agmm.runtime import cpu
+from agmm.runtime import cpu_async_input
 
 TAG = 7
 SHM = Path("/dev/shm")
@@ -615,7 +615,7 @@ def test_async_input_mm_waits_for_each_chunk(dtype: torch.dtype, chunks: int, pi
 
     sender = threading.Thread(target=deliver)
     sender.start()
-    out = cpu.async_input_mm(a, b, signals, pivot)
+    out = cpu_async_input.async_input_mm(a, b, signals, pivot)
     sender.join()
     torch.testing.assert_close(out, wanted @ b)
 

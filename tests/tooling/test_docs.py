@@ -174,6 +174,32 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in _anchors(target), link
 
 
+_NAMED = re.compile(r"(?<![\w/.-])(?:docs|tests|benchmarks|tools|examples|src)/[\w/-]+\.\w+")
+
+
+def _files_named(text: str) -> set[str]:
+    """Files of the repository by their paths in it, as comments and pages name them."""
+    return {name for name in _NAMED.findall(text) if "*" not in name}
+
+
+@pytest.mark.parametrize("folder", ["src", "include", "python", "docs", "benchmarks", "examples"])
+def test_files_that_are_named_are_there(folder: str) -> None:
+    kinds = {".hpp", ".cu", ".cpp", ".py", ".md"}
+    paths = [path for path in (REPOSITORY / folder).rglob("*") if path.suffix in kinds]
+    assert paths
+    missing = {
+        (_id(path), name)
+        for path in paths
+        for name in _files_named(path.read_text())
+        if not (REPOSITORY / name).is_file()
+    }
+    assert not missing
+
+
+def test_a_file_that_is_not_there_is_found() -> None:
+    assert _files_named("as (docs/gone.md) says; /docs/x.md; a/src/b.hpp") == {"docs/gone.md"}
+
+
 # --- figures ---
 
 

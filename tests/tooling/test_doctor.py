@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from agmm import _installation
-from agmm.cli import doctor
-from agmm.cli.doctor import Finding
+from agmm.cli import doctor, doctor_links
+from agmm.cli.findings import Finding, is_broken
 from agmm.runtime import devices, links
 from agmm.testing import machines
 
@@ -59,7 +59,7 @@ def _diagnose(monkeypatch: pytest.MonkeyPatch, core: Any) -> list[Finding]:
 
 def test_this_machine_is_not_broken() -> None:
     findings = doctor.diagnose()
-    assert not doctor.is_broken(findings), [f for f in findings if f.status == "broken"]
+    assert not is_broken(findings), [f for f in findings if f.status == "broken"]
     assert len({f.name for f in findings}) == len(findings)
     assert all(f.found and f.meaning for f in findings)
 
@@ -227,7 +227,7 @@ def test_links_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
     _pretend_machine(monkeypatch, machines.DGX_1V)
     monkeypatch.setattr(doctor, "diagnose", lambda: [Finding("a", "b", "c")])
-    monkeypatch.setattr(doctor, "load_core", lambda: (_core(), None))
+    monkeypatch.setattr(_installation, "load_core", lambda: (_core(), None))
     lines = [line.split() for line in CliRunner().invoke(app, ["doctor"]).stdout.splitlines()]
     assert ["0", "X", "NV1", "NV1", "NV2", "NV2", "SYS-", "SYS-", "SYS-"] in lines
     assert ["7", "SYS-", "SYS-", "SYS-", "NV1", "NV2", "NV1", "NV2", "X"] in lines
@@ -236,5 +236,5 @@ def test_links_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_links_that_cannot_be_asked_about_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend_machine(monkeypatch, machines.DGX_1V)
     monkeypatch.setattr(devices, "nvml", lambda: None)
-    assert doctor.gpu_links() is None
-    assert "active NVLinks per GPU: unknown" in doctor._links().found
+    assert doctor_links.gpu_links(_core()) is None
+    assert "active NVLinks per GPU: unknown" in doctor_links.finding(_core()).found

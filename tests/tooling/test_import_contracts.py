@@ -125,3 +125,9 @@ def test_the_page_on_the_package_names_what_there_is() -> None:
     layers = re.findall(r'"(.*)"', config.partition("layers = [")[2].partition("]")[0])
     order = [name for layer in layers for name in layer.split(" | ") if name in packages]
     assert list(found) == order
+
+
+def test_no_module_is_long() -> None:
+    """More than 400 lines are several things: a module each."""
+    lengths = {path.name: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}

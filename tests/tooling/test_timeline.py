@@ -14,7 +14,9 @@ import torch
 from agmm import _core
 from agmm.bench import figures, launcher, record
 from agmm.bench.figures import PlotUnavailable
-from agmm.bench.timeline import ChunkEvent, draw, draw_ranks, trace, waited_share
+from agmm.bench.timeline import ChunkEvent, waited_share
+from agmm.bench.timeline_picture import draw, draw_ranks
+from agmm.bench.timeline_trace import trace
 from agmm.cli import demo
 from agmm.errors import InvalidArgument
 from agmm.planning.plans import KernelConfig

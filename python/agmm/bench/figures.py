@@ -17,7 +17,7 @@ ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 """The palette of Okabe and Ito, told apart by colour-blind eyes too."""
 
-_DPI = 120
+_DPI = 120  # a page of the docs is some 1100 pixels wide
 
 
 class PlotUnavailable(RuntimeError):

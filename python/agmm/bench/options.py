@@ -16,7 +16,7 @@ from agmm.errors import InvalidArgument
 from agmm.planning.plans import ALL_GATHER_MATMUL
 from agmm.testing.cases import BENCH_SHAPES, CPU_BENCH_SHAPES, SCATTER_BENCH_SHAPES, Shape
 
-DEFAULT_WORLD_SIZE = 4
+DEFAULT_WORLD_SIZE = 4  # as in the figures that the project started from
 
 LIMIT_S = 120.0
 """So long may one call of a way take."""

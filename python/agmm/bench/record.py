@@ -23,7 +23,7 @@ from agmm.runtime.cpu import CpuWorkspace
 from agmm.runtime.cuda import CudaWorkspace
 from agmm.testing.cases import Shape, make_operands, make_scatter_operands
 
-_CALLS_BEFORE_TIMELINE = 3
+_CALLS_BEFORE_TIMELINE = 3  # both slots have been used then, and one of them again
 
 _ALIGNING_CYCLES = 1_000_000
 """So long the GPU is busy before a timeline's call, so that the hosts' launches are done, and the

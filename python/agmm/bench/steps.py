@@ -18,7 +18,7 @@ _STEP = struct.Struct("<qq")
 BEGINNING = -1
 """What a rank does before its first numbered thing."""
 
-_POLL_S = 0.5
+_POLL_S = 0.5  # short beside the limits of a way, which are seconds
 
 
 def _path(folder: Path, rank: int) -> Path:

@@ -25,12 +25,12 @@ import torch.distributed as dist
 
 from agmm.bench.exchange import group_or_alone, of_all_ranks
 
-SAMPLES = 20
-WARMUP = 3
-SPIN_US = 400.0
-FLUSH_BYTES = 256 * 2**20
+SAMPLES = 20  # of which the median is reported
+WARMUP = 3  # both slots of agmm have been used then, and one of them again
+SPIN_US = 400.0  # more than the launches of a call take
+FLUSH_BYTES = 256 * 2**20  # several times the 50 MB of a Hopper's L2
 
-_CALIBRATION_CYCLES = 4_000_000
+_CALIBRATION_CYCLES = 4_000_000  # some 2 ms, beside which the events cost nothing
 
 
 def pick_device(group: dist.ProcessGroup | None = None) -> torch.device:

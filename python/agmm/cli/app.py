@@ -18,14 +18,18 @@ from agmm.cli.options import (
     Command,
     Device,
     DType,
+    ElementType,
     File,
     Layout,
+    LayoutOfB,
     Model,
     Op,
+    PlannedOp,
     ReturnA,
     Shapes,
     Tokens,
     Tp,
+    Where,
     one_line_errors,
     say_why_cpu,
     torch_dtype,
@@ -65,9 +69,7 @@ def _main(
     epilog="Examples:\n\n  agmm demo\n\n  agmm demo --device cpu --tp 2 --output overlap.png",
 )
 def demo(
-    device: Annotated[
-        Device, typer.Option(help="auto: GPUs where there are at least 2, else CPU processes.")
-    ] = Device.auto,
+    device: Where = Device.auto,
     tp: Tp = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Where to write the picture.", dir_okay=False)
@@ -112,7 +114,7 @@ def demo(
 @app.command(
     cls=Command,
     epilog="Examples:\n\n"
-    "  agmm bench --json benchmarks/results/h200x4.json\n\n"
+    "  agmm bench --json new.json\n\n"
     "  agmm bench --shapes 4096x3584x8192,1024x3584x8192 --ways agmm,unfused,torch-native\n\n"
     "  agmm bench --model llama-3-70b --tokens 1024..8192 --tp 4 --plot pictures\n\n"
     "  agmm bench --compare old.json\n\n"
@@ -176,13 +178,8 @@ def bench(
         ),
     ] = 120.0,
     tp: Tp = None,
-    device: Annotated[
-        Device, typer.Option(help="auto: GPUs where there are at least 2, else CPU processes.")
-    ] = Device.auto,
-    dtype: Annotated[
-        DType | None,
-        typer.Option(help="Element type. Default: bf16 on GPUs, fp32 on the CPU."),
-    ] = None,
+    device: Where = Device.auto,
+    dtype: ElementType = None,
     list_ways: Annotated[bool, typer.Option("--list", help="List the ways and stop.")] = False,
 ) -> None:
     """Time agmm beside the matmul alone, NCCL + cuBLAS and torch's fused ops, in one run.
@@ -258,21 +255,12 @@ def tune(
     file: File = None,
     model: Model = None,
     tokens: Tokens = None,
-    op: Annotated[
-        Op, typer.Option(help="Which call. The rows of matmul_reduce_scatter are those of A.")
-    ] = Op.all_gather_matmul,
+    op: PlannedOp = Op.all_gather_matmul,
     tp: Tp = None,
-    dtype: Annotated[
-        DType | None,
-        typer.Option(help="Element type. Default: bf16 on GPUs, fp32 on the CPU."),
-    ] = None,
+    dtype: ElementType = None,
     return_a: ReturnA = False,
-    b_layout: Annotated[
-        Layout, typer.Option(help="column: a transposed [N, K] weight.")
-    ] = Layout.column,
-    device: Annotated[
-        Device, typer.Option(help="auto: GPUs where there are at least 2, else CPU processes.")
-    ] = Device.auto,
+    b_layout: LayoutOfB = Layout.column,
+    device: Where = Device.auto,
     again: Annotated[
         bool, typer.Option("--again", help="Measure shapes anew that were tuned before.")
     ] = False,
@@ -284,8 +272,8 @@ def tune(
     """
     with one_line_errors():
         from agmm import _env
-        from agmm.bench import launcher, presets, tuner, tuning_session
-        from agmm.cli.tuning import TuningBar, report_tuning
+        from agmm.bench import launcher, presets, tuning_session
+        from agmm.cli import tuning
 
         _env.check()
         kind, ranks = launcher.choose(device.value, launcher.world_size_or(tp))
@@ -300,27 +288,7 @@ def tune(
             again=again,
             op=op.value,
         )
-        outcomes: list[tuner.Outcome] = []
-        keeper = tuner.Keeper(ranks)
-        leads = launcher.is_rank_0()
-        interrupted = False
-        try:
-            with TuningBar(leads) as bar:
-                for outcome in tuner.tune(options, bar):
-                    outcomes.append(outcome)
-                    bar.ended(outcome)
-                    if leads:
-                        keeper.add(outcome)
-        except KeyboardInterrupt:
-            interrupted = True
-        if leads:
-            report_tuning(outcomes, keeper)
-        if interrupted:
-            if leads and outcomes:
-                print("agmm: the same command goes on with the rest", file=sys.stderr)
-            raise KeyboardInterrupt
-        failed = any(outcome.failures or outcome.row is None for outcome in outcomes)
-        if failed or keeper.unsaved:
+        if not tuning.run(options, ranks):
             raise typer.Exit(1)
 
 
@@ -348,9 +316,7 @@ def explain(
         int, typer.Option("--k", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of A.")
     ],
     tp: Annotated[int, typer.Option(*TP_NAMES, min=1, metavar="N", help="Number of ranks.")],
-    op: Annotated[
-        Op, typer.Option(help="Which call. The rows of matmul_reduce_scatter are those of A.")
-    ] = Op.all_gather_matmul,
+    op: PlannedOp = Op.all_gather_matmul,
     dtype: Annotated[DType, typer.Option(help="Element type.")] = DType.bf16,
     gpu: Annotated[
         str | None,
@@ -359,9 +325,7 @@ def explain(
         ),
     ] = None,
     return_a: ReturnA = False,
-    b_layout: Annotated[
-        Layout, typer.Option(help="column: a transposed [N, K] weight.")
-    ] = Layout.column,
+    b_layout: LayoutOfB = Layout.column,
 ) -> None:
     """Say which plan a call gets, where it comes from, and what the others would cost.
 
@@ -391,18 +355,19 @@ def doctor(
     with one_line_errors(needs_agmm=False):
         from agmm.bench.machine import machine_facts
         from agmm.cli import doctor as doctor_module
+        from agmm.cli import doctor_links, findings
 
-        findings = doctor_module.diagnose()
-        links = doctor_module.gpu_links()
+        found = doctor_module.diagnose()
+        links = doctor_links.gpu_links(_installation.load_core()[0])
         if as_json:
             facts = machine_facts()
-            body: dict[str, Any] = {"machine": facts, "findings": [asdict(f) for f in findings]}
+            body: dict[str, Any] = {"machine": facts, "findings": [asdict(f) for f in found]}
             if links is not None:
                 body["gpu_links"] = [[str(link) for link in row] for row in links]
             print(json.dumps(body, indent=1))
         else:
-            print_table(console(), doctor_module.table(findings))
+            print_table(console(), findings.table(found))
             if links is not None:
-                print_table(console(), doctor_module.link_table(links))
-        if doctor_module.is_broken(findings):
+                print_table(console(), doctor_links.link_table(links))
+        if findings.is_broken(found):
             raise typer.Exit(1)

@@ -24,6 +24,8 @@ from agmm.bench import (
     reports,
     runner,
     timeline,
+    timeline_picture,
+    timeline_trace,
     ways,
 )
 from agmm.bench.exchange import of_all_ranks
@@ -220,10 +222,10 @@ def _record(request: Request, shapes: Sequence[Shape]) -> None:
             title = f"{what} on {ranks} {where}, M x N x K = {shape.M} x {shape.N} x {shape.K}"
             path = folder / f"timeline-{shape}.json"
             try:
-                timeline.write_trace(by_rank, path, title=title, one_clock=one_clock, op=op)
+                timeline_trace.write_trace(by_rank, path, title=title, one_clock=one_clock, op=op)
                 lines = [f"wrote {path}"]
                 try:
-                    timeline.draw_ranks(
+                    timeline_picture.draw_ranks(
                         by_rank, path.with_suffix(".png"), title=title, one_clock=one_clock, op=op
                     )
                     lines.append(f"wrote {path.with_suffix('.png')}")

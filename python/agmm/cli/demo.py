@@ -10,7 +10,7 @@ from typing import Any
 from agmm.bench import measure, record, reports
 from agmm.bench.figures import PlotUnavailable
 from agmm.bench.options import Options
-from agmm.bench.timeline import draw
+from agmm.bench.timeline_picture import draw
 from agmm.bench.ways import ROOF
 from agmm.testing.cases import Shape
 
@@ -26,7 +26,7 @@ CPU_WAYS = (ROOF, "unfused", "agmm")
 CUDA_WAYS = (ROOF, "unfused", "unfused-graph", "agmm", "agmm-graph")
 
 _ROW_MULTIPLE = {"cuda": 128, "cpu": 1}
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 120.0  # for all of it, which takes some 10 s on 2 cores
 
 
 @dataclass(frozen=True)

@@ -8,38 +8,23 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-from rich.markup import escape
-from rich.table import Table
+from typing import Any
 
 from agmm import _env, _installation
 from agmm._installation import how_to_get, load_core, version
 from agmm.bench.machine import nccl_version, torch, torch_error
 from agmm.bench.units import size
-from agmm.cli.terminal import plain_table
+from agmm.cli import doctor_links
+from agmm.cli.findings import Finding
 from agmm.errors import InvalidArgument
 from agmm.runtime import devices
-from agmm.runtime.topology import (
-    FULLY_CONNECTED,
-    Kind,
-    Matrix,
-    islands,
-    kind_of,
-    matrix_of,
-    quads,
-    schedule_of,
-)
 
-Status = Literal["ok", "note", "broken"]
-
+# As pyproject.toml has them, which a broken installation cannot be asked for.
 _OLDEST_PYTHON = (3, 10)
 _OLDEST_TORCH = (2, 11)
 _SHM = Path("/dev/shm")
-_SMALL_SHM_BYTES = 256 * 2**20
+_SMALL_SHM_BYTES = 256 * 2**20  # a container has 64 MiB unless told otherwise
 _INTERESTING_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "NCCL_NVLS_ENABLE",
@@ -47,42 +32,14 @@ _INTERESTING_VARIABLES = (
 )
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One fact, and its meaning for the user. 'broken' means that agmm cannot work as installed."""
-
-    name: str
-    found: str
-    meaning: str
-    status: Status = "ok"
-
-
 def diagnose() -> list[Finding]:
     """Looks at everything in turn; never raises for what it finds. The last one is the verdict."""
     core, core_error = load_core()
     findings = [_python(), _torch(), _agmm(core, core_error), _kernels(core), _driver()]
     if torch is not None:
-        findings += [_gpus(core), _links(), _symmetric_memory(), _collectives()]
+        findings += [_gpus(core), doctor_links.finding(core), _symmetric_memory(), _collectives()]
     findings += [_shared_memory(), _variables(core), _tuned_plans(), _plots()]
     return [*findings, _verdict(core)]
-
-
-def table(findings: list[Finding]) -> Table:
-    """The findings as a table."""
-    marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "broken": "[bold red]BROKEN[/]"}
-    out = plain_table()
-    out.add_column("")
-    out.add_column("what", no_wrap=True)
-    out.add_column("found", overflow="fold", ratio=1)
-    out.add_column("what it means", overflow="fold", ratio=1)
-    for f in findings:
-        out.add_row(marks[f.status], f.name, escape(f.found), escape(f.meaning))
-    return out
-
-
-def is_broken(findings: list[Finding]) -> bool:
-    """Whether any finding says that agmm cannot work as installed."""
-    return any(f.status == "broken" for f in findings)
 
 
 def _python() -> Finding:
@@ -171,93 +128,6 @@ def _gpus(core: Any) -> Finding:
     if count == 1:
         return Finding("GPUs", each[0], "one rank fits; overlap needs at least 2", "note")
     return Finding("GPUs", "\n".join(each), "Hopper: the fused kernels run here")
-
-
-def gpu_links() -> Matrix | None:
-    """The links between the GPUs that this process sees; None where there are fewer than two, or
-    NVML cannot be asked."""
-    count = 0 if torch is None else torch.cuda.device_count()
-    if count < 2 or devices.why_unknown() is not None or load_core()[0] is None:
-        return None
-    from agmm.runtime import links
-
-    uuids = [links.uuid(index) for index in range(count)]
-    reports = {uuid: devices.links_of(uuid, uuids) for uuid in uuids}
-    known = {uuid: report for uuid, report in reports.items() if report is not None}
-    if len(known) < count:
-        return None
-    return [
-        [
-            link._replace(peer=a == b or torch.cuda.can_device_access_peer(a, b))
-            for b, link in enumerate(row)
-        ]
-        for a, row in enumerate(matrix_of(known))
-    ]
-
-
-def link_table(links: Matrix) -> Table:
-    """The matrix as a table."""
-    out = plain_table("GPU links")
-    out.caption = (
-        "NV2: 2 NVLinks; PIX, PXB, PHB, NODE, SYS: PCIe, the farther the later, as `nvidia-smi "
-        "topo -m` has it; -: no peer access"
-    )
-    out.caption_justify = "left"
-    out.add_column("")
-    for gpu in range(len(links)):
-        out.add_column(str(gpu))
-    for a, row in enumerate(links):
-        out.add_row(str(a), *("X" if a == b else str(link) for b, link in enumerate(row)))
-    return out
-
-
-_LINKS_MEAN = {
-    Kind.CUBE_MESH: "ranks of one half reach each other over NVLink, those of both not all",
-    Kind.PAIRS: "the two ranks of a pair reach each other over NVLink, larger groups not",
-    Kind.PARTIAL: "only groups whose pairs all have NVLinks are as fast as plans take them to be",
-    Kind.PCIE: "ranks can push to peers, slower than plans take NVLink to be: `agmm tune`",
-}
-
-
-def _links() -> Finding:
-    name = "GPU links"
-    count = torch.cuda.device_count()
-    if count < 2:
-        return Finding(name, "-", "nothing to link")
-    links = gpu_links()
-    kind = None if links is None else kind_of(links)
-    known = "" if links is None or kind is None else _kind_in_words(kind, links)
-    seen = f"; {known or f'active NVLinks per GPU: {_active_nvlinks(count)}'}"
-    slow = None if kind is None else _LINKS_MEAN.get(kind)
-    without = _pairs_without_access()
-    if without:
-        found = f"no peer access between {', '.join(f'{i}-{j}' for i, j in without)}{seen}"
-        means = [mean for mean in ("such pairs take all-gather + matmul", slow) if mean]
-        return Finding(name, found, "; ".join(means), "note")
-    lossy = _pairs_without_atomics()
-    if lossy:
-        pairs = ", ".join(f"{i}-{j}" for i, j in lossy)
-        found = f"peer access between all pairs, no native atomics between {pairs}{seen}"
-        means = [m for m in ("such groups take copy engines, never SM push", slow) if m]
-        return Finding(name, found, "; ".join(means), "note")
-    found = f"peer access between all pairs{seen}"
-    if slow is not None:
-        return Finding(name, found, slow, "note")
-    return Finding(name, found, "ranks can push to peers")
-
-
-def _kind_in_words(kind: Kind, links: Matrix) -> str:
-    halves = quads(links)
-    parts: Sequence[Sequence[int]] = ()
-    if halves is not None:
-        parts = [sorted(half) for half in halves]
-    elif kind in (Kind.PAIRS, Kind.PARTIAL):
-        parts = [island for island in islands(links) if len(island) > 1]
-    of = ", ".join("-".join(map(str, part)) for part in parts)
-    words = f"{kind.value}{f' of {of}' if of else ''}"
-    if kind not in FULLY_CONNECTED and schedule_of(links) is not None:
-        words += "; pairs without NVLink have a GPU between them with links to both"
-    return words
 
 
 def _symmetric_memory() -> Finding:
@@ -378,7 +248,7 @@ def _why_not_fused(core: Any) -> str | None:
         return "kernels not built"
     if not _all_hopper(core):
         return "not all GPUs are Hopper"
-    if _pairs_without_access():
+    if doctor_links.pairs_without_access():
         return "no peer access"
     return None
 
@@ -388,35 +258,3 @@ def _all_hopper(core: Any) -> bool:
     return all(
         torch.cuda.get_device_capability(i) == wanted for i in range(torch.cuda.device_count())
     )
-
-
-def _pairs_without_access() -> list[tuple[int, int]]:
-    count = torch.cuda.device_count()
-    return [
-        (i, j)
-        for i in range(count)
-        for j in range(count)
-        if i != j and not torch.cuda.can_device_access_peer(i, j)
-    ]
-
-
-def _pairs_without_atomics() -> list[tuple[int, int]]:
-    core, _ = load_core()
-    if core is None or not core.cuda_built:
-        return []
-    from agmm.runtime import links
-
-    try:
-        return links.pairs_without_atomics()
-    except RuntimeError:  # the driver does not say
-        return []
-
-
-def _active_nvlinks(count: int) -> str:
-    unknown = devices.why_unknown()
-    if unknown is not None:
-        return f"unknown, since {unknown}"
-    from agmm.runtime import links
-
-    found = [devices.active_nvlinks(links.uuid(index)) for index in range(count)]
-    return ", ".join("unknown" if active is None else str(active) for active in found)

@@ -104,8 +104,6 @@ Tokens = Annotated[
         help="Gathered rows for --model: a..b doubles through, a,b,c lists. Default: 512..32768."
     ),
 ]
-
-
 TP_NAMES = ("--tp", "--world-size")
 Tp = Annotated[
     int | None,
@@ -116,6 +114,16 @@ Tp = Annotated[
         help="Number of ranks. Default: 4, or as many as there are GPUs.",
     ),
 ]
+Where = Annotated[
+    Device, typer.Option(help="auto: GPUs where there are at least 2, else CPU processes.")
+]
+ElementType = Annotated[
+    DType | None, typer.Option(help="Element type. Default: bf16 on GPUs, fp32 on the CPU.")
+]
+PlannedOp = Annotated[
+    Op, typer.Option(help="Which call. The rows of matmul_reduce_scatter are those of A.")
+]
+LayoutOfB = Annotated[Layout, typer.Option(help="column: a transposed [N, K] weight.")]
 ReturnA = Annotated[bool, typer.Option("--return-a", help="Calls that return A.")]
 
 

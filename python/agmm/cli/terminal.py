@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-_PIPED_WIDTH = 160
-_FOLDED_WIDTH = 16
+_PIPED_WIDTH = 160  # the widest table fits
+_FOLDED_WIDTH = 16  # narrower, a column of text has a word a line
 
 
 def console(*, stderr: bool = False) -> Console:

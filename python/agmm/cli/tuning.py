@@ -1,4 +1,4 @@
-"""How `agmm tune` shows what it does and what came of it."""
+"""`agmm tune`: it shows what it does, keeps each shape that is done, and says what came of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import time
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from agmm.bench import tuner
+from agmm.bench import launcher, tuner
+from agmm.bench.tuning_session import Options
 from agmm.bench.units import duration
 from agmm.cli.report_tables import tuning_table
 from agmm.cli.terminal import console, print_table
@@ -62,7 +63,33 @@ class TuningBar:
             self._bar.console.print(line, markup=False, soft_wrap=True)
 
 
-def report_tuning(outcomes: list[tuner.Outcome], keeper: tuner.Keeper) -> None:
+def run(options: Options, world_size: int) -> bool:
+    """Whether every shape has a plan that was saved, and no candidate failed. After Ctrl-C it
+    reports what is done, and raises."""
+    outcomes: list[tuner.Outcome] = []
+    keeper = tuner.Keeper(world_size)
+    leads = launcher.is_rank_0()
+    interrupted = False
+    try:
+        with TuningBar(leads) as bar:
+            for outcome in tuner.tune(options, bar):
+                outcomes.append(outcome)
+                bar.ended(outcome)
+                if leads:
+                    keeper.add(outcome)
+    except KeyboardInterrupt:
+        interrupted = True
+    if leads:
+        _report(outcomes, keeper)
+    if interrupted:
+        if leads and outcomes:
+            print("agmm: the same command goes on with the rest", file=sys.stderr)
+        raise KeyboardInterrupt
+    failed = any(outcome.failures or outcome.row is None for outcome in outcomes)
+    return not failed and not keeper.unsaved
+
+
+def _report(outcomes: list[tuner.Outcome], keeper: tuner.Keeper) -> None:
     """Prints what came of each shape, where the plans are kept, and what failed."""
     if outcomes:
         print_table(console(), tuning_table(outcomes))

@@ -11,14 +11,14 @@ from agmm.ops.checks import check_async_input, check_no_grad
 from agmm.ops.library import library
 from agmm.planning import call_plans, legality
 from agmm.planning.plans import KernelConfig
-from agmm.runtime import cpu, cuda_calls, symmetric
+from agmm.runtime import cpu_async_input, cuda_calls, symmetric
 
 
 def _async_input_mm_cpu(
     a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, a_chunk_pivot: int
 ) -> torch.Tensor:
     check_async_input(a, b, a_chunk_signals, a_chunk_pivot)
-    return cpu.async_input_mm(a, b, a_chunk_signals, a_chunk_pivot)
+    return cpu_async_input.async_input_mm(a, b, a_chunk_signals, a_chunk_pivot)
 
 
 def _async_input_mm_cuda(

@@ -17,7 +17,7 @@ from agmm.runtime.scaling import ALL, BY_NAME, Tile
 
 KINDS = ("tensorwise", "rowwise", "block")
 
-_LEAST_AMAX = 1e-12
+_LEAST_AMAX = 1e-12  # torchao's
 
 
 def _amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:

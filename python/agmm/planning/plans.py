@@ -34,7 +34,7 @@ DEFAULT_GPU = "nvidia-h200"
 CPU = "cpu"
 """What `Problem.gpu` says for the CPU backend."""
 
-SWIZZLES = (1, 2, 4, 8)
+SWIZZLES = (1, 2, 4, 8)  # of CUTLASS's schedulers
 RASTERS = ("along_m", "along_n")
 
 

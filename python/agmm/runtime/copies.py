@@ -17,7 +17,7 @@ MOST_BYTES = 32 << 20
 """Of a slot. What is larger goes through it in pieces: at 300 GB/s a slot takes 0.1 ms for each
 peer, a barrier 5 µs."""
 
-_ALIGNMENT = 256
+_ALIGNMENT = 256  # that of CUDA's own allocations
 
 
 class Slots(Protocol):

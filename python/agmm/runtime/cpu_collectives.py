@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from agmm import _core
 from agmm.runtime.cpu_scatter import add_up, sum_dtype
+from agmm.runtime.cpu_slots import CpuSlots
 
 BAND_BYTES = 2 << 20
 """What a slot holds at most: of 8 ranks all slots are 32 MiB, half of what a container's /dev/shm
@@ -43,6 +45,45 @@ def bands(outgoing: Sequence[torch.Tensor], incoming: Sequence[int]) -> list[Ban
     others = max(1, len(outgoing) - 1)
     each = max(1, BAND_BYTES // (others * outgoing[0].element_size()))
     return [(begin, min(begin + each, most)) for begin in range(0, most, each)]
+
+
+def exchange(
+    slots: CpuSlots, tag: int, outgoing: Sequence[torch.Tensor], incoming: Sequence[int]
+) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+    """An `Exchange` through the slots, band after band.
+
+    All bands are handed to the copy thread at once. It takes a slot's credits before it writes to
+    it, and those come with the release of the band before the last, so two are under way.
+    """
+    core, rank = slots.core, slots.rank
+    taken: list[int] = []
+    owners = [_core.scatter_owner(rank, i, slots.world_size) for i in range(slots.world_size - 1)]
+    own = outgoing[rank]
+    cuts = bands(outgoing, incoming)
+    for begin, end in cuts:
+        slot, part_bytes = slots.take_slot(), (end - begin) * own.element_size()
+        taken.append(slot)
+        core.take_credits(slot)
+        for owner in owners:
+            piece = outgoing[owner][begin:end]
+            core.send(slot, owner, 0, piece.data_ptr(), piece.nbytes, part_bytes, 0, tag)
+            for i in range(1, slots.chunks_per_shard):  # of other calls: empty in this one
+                core.send(slot, owner, i, 0, 0, part_bytes, 0, tag)
+    for slot, (begin, end) in zip(taken, cuts, strict=True):
+        part_bytes = (end - begin) * own.element_size()
+        parts = []
+        for source in range(slots.world_size):
+            if source == rank:
+                parts.append(own[begin:end])
+                continue
+            for i in range(slots.chunks_per_shard):
+                core.wait_chunk(slot, source * slots.chunks_per_shard + i, tag)
+            at = _core.part_place(source, rank, slots.world_size) * part_bytes
+            part = slots.memory_of(slot)[at : at + part_bytes].view(own.dtype)
+            parts.append(part[: max(0, min(end, incoming[source]) - begin)])
+        yield slice(begin, end), parts
+        slots.give_back(slot)
+    core.wait_pushed()
 
 
 def _slot_bytes(most: int, itemsize: int, world_size: int) -> int:

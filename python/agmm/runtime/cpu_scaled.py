@@ -11,7 +11,7 @@ from agmm.runtime.cpu import CpuWorkspace
 from agmm.runtime.scaled import Scaled, Weight, multiply
 from agmm.runtime.scaling import ALL
 
-_SCALE_BYTES = 4
+_SCALE_BYTES = 4  # of float32
 
 
 class _Records(NamedTuple):

@@ -1,12 +1,16 @@
-"""The arithmetic of sums over the ranks on the CPU: products by torch, sums in one order."""
+"""Matmul + reduce-scatter on the CPU: products by torch, sums over the ranks in one order."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from agmm import _core
+from agmm.runtime import nan_check
+from agmm.runtime.cpu_slots import CpuSlots
 from agmm.runtime.scaled import FP8, Scaled, Weight, rounded_into
 
 _SUM_DTYPES = dict.fromkeys((torch.bfloat16, torch.float16, *FP8), torch.float32)
@@ -145,3 +149,100 @@ def scaled_sum(A: Scaled, weight: Weight, *, is_bias_of_each: bool = False) -> S
         of_all,
         lambda most_rows: ScaledSummands(A, weight, of_each, most_rows),
     )
+
+
+def send_and_sum(
+    slots: CpuSlots,
+    summed: Sum,
+    divisor: int,
+    pieces: int,
+    tag: int,
+    op: str,
+    meanwhile: Callable[[], None] | None = None,
+    row_of_A: int = 0,
+    rows_of_A: int = 0,
+    timeline: list[dict[str, int]] | None = None,
+) -> tuple[torch.Tensor, Exception | None]:
+    """The sum, and what went wrong in ``meanwhile``. The op, and at which of how many rows of
+    its A ``summed`` begins, are for messages."""
+    called_ns = time.monotonic_ns()
+    error: Exception | None = None
+    core, rank = slots.core, slots.rank
+    columns, dtype = summed.columns, summed.sent_dtype
+    m_local = summed.rows // slots.world_size
+    bands = _core.scatter_bands(summed.rows, slots.world_size)
+    band_rows = max(end - begin for begin, end in bands)
+    owners = [_core.scatter_owner(rank, i, slots.world_size) for i in range(slots.world_size - 1)]
+    sources = [source for source in range(slots.world_size) if source != rank]
+    out = torch.empty(m_local, columns, dtype=summed.out_dtype)
+    sent = torch.empty(len(owners), band_rows, columns, dtype=dtype)
+    summands = summed.summands(-(-band_rows // pieces))
+    row_bytes = columns * dtype.itemsize
+    slots.lent = sent
+    for begin, end in bands:
+        slot, part_bytes = slots.take_slot(), (end - begin) * row_bytes
+        piece_rows = -(-(end - begin) // pieces)
+        cuts = [  # of the band; the workspace may have room for more than there are
+            slice(min(i * piece_rows, end - begin), min((i + 1) * piece_rows, end - begin))
+            for i in range(slots.chunks_per_shard)
+        ]
+        core.take_credits(slot)
+        for owner, part in zip(owners, sent, strict=True):
+            first = owner * m_local + begin
+            for i, cut in enumerate(cuts):
+                piece = part[cut]
+                start_ns = time.monotonic_ns()
+                if len(piece):
+                    piece.copy_(summands.product(slice(first + cut.start, first + cut.stop)))
+                end_ns = time.monotonic_ns()
+                if len(piece) and nan_check.active:
+                    row = row_of_A + first + cut.start
+                    place = row, rows_of_A or summed.rows
+                    nan_check.look_through(op, "A @ B", piece, rank, rows=place)
+                core.send(
+                    slot,
+                    owner,
+                    i,
+                    piece.data_ptr(),
+                    piece.nbytes,
+                    part_bytes,
+                    cut.start * row_bytes,
+                    tag,
+                )
+                if len(piece) and timeline is not None:
+                    timeline.append(_piece_times(called_ns, owner, start_ns, end_ns))
+        if meanwhile is not None and end == m_local:
+            try:
+                meanwhile()
+            except Exception as e:  # the peers wait for the rest of this call
+                error = e
+        arrived = slots.memory_of(slot)[: len(sources) * part_bytes].view(dtype)
+        arrived = arrived.view(len(sources), end - begin, columns)
+        first = rank * m_local + begin
+        for i, cut in enumerate(cuts):
+            own = slice(first + cut.start, first + cut.stop)
+            start_ns = time.monotonic_ns()
+            product = summands.product(own) if own.stop > own.start else None
+            end_ns = time.monotonic_ns()
+            for source in sources:
+                core.wait_chunk(slot, source * slots.chunks_per_shard + i, tag)
+            if product is not None:
+                if timeline is not None:
+                    timeline.append(_piece_times(called_ns, rank, start_ns, end_ns))
+                parts = [arrived[_core.part_place(s, rank, slots.world_size)][cut] for s in sources]
+                rows = slice(begin + cut.start, begin + cut.stop)
+                summands.sum(product, parts, rank, divisor, summed.bias, out[rows])
+        slots.give_back(slot)
+        core.wait_pushed()  # what was sent may be overwritten
+    slots.lent = None
+    return out, error
+
+
+def _piece_times(called_ns: int, owner: int, start_ns: int, end_ns: int) -> dict[str, int]:
+    return {
+        "chunk": owner,
+        "called_ns": called_ns,
+        "start_ns": start_ns,
+        "end_ns": end_ns,
+        "done_ns": time.monotonic_ns(),
+    }

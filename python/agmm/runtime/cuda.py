@@ -11,7 +11,7 @@ import torch.distributed as dist
 from agmm import _core, _env
 from agmm.runtime.symmetric import Buffers, SymmetricWorkspace
 
-_STAGING_ALIGNMENT = 256
+_STAGING_ALIGNMENT = 256  # that of CUDA's own allocations
 
 
 def _aligned(nbytes: int) -> int:

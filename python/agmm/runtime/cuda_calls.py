@@ -12,7 +12,7 @@ from agmm import _core
 from agmm.errors import InvalidArgument
 from agmm.runtime.cuda import CudaWorkspace
 
-_TMA_ALIGNMENT = 16
+_TMA_ALIGNMENT = 16  # of the address that a TMA descriptor takes
 
 
 _CORE_DTYPES = {torch.bfloat16: _core.DType.bfloat16, torch.float16: _core.DType.float16}

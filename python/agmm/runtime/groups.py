@@ -31,6 +31,8 @@ from agmm import _core, _env
 from agmm.errors import AgmmError, InvalidArgument
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# Between looks at the store: a choice. Peers usually come at once; one that is late is not worth
+# its server's time.
 _FIRST_POLL_S = 2e-4
 _LONGEST_POLL_S = 2e-2
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 ALL = 0
 """In place of a number of rows or columns: as many as there are."""
 
-BLOCK = 128
+BLOCK = 128  # that of DeepSeek-V3, DeepGEMM and `torch._scaled_mm`
 
 Tile = tuple[int, int]
 """How many rows and columns of an operand one scale covers, `ALL` or a number."""

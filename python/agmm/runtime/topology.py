@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 MOST_RELAYED = 8
 """GPUs for which relays are looked for. Hosts with more have switches."""
 
-_QUAD = 4
+_QUAD = 4  # GPUs of one half of a hybrid cube mesh
 
 
 class Link(NamedTuple):

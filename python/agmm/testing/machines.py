@@ -111,7 +111,7 @@ def bus(gpu: int) -> str:
 
 
 _LEVELS = {"PIX": 10, "PXB": 20, "PHB": 30, "NODE": 40, "SYS": 50}
-_OVER_NVLINK = 2
+_OVER_NVLINK = 2  # NVML's number for it, as in agmm.runtime.devices
 
 
 class Driver:

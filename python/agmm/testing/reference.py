@@ -11,7 +11,7 @@ import torch
 ERROR_FACTOR = 1.1
 """A result may have this many times the error of torch.mm on the same data."""
 
-_ROUNDING_FLOOR = 1e-6
+_ROUNDING_FLOOR = 1e-6  # a product that torch.mm has exactly may be rounded in float32
 
 
 def gathered_product(

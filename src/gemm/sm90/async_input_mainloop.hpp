@@ -19,6 +19,7 @@
 #include "sync/device_release.hpp"
 #include "testing/fault.hpp"
 #include "testing/stress_delay.hpp"
+#include "transport/push_cta.hpp"
 #include "transport/push_warp.hpp"
 
 namespace agmm {

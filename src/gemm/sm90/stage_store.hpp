@@ -62,7 +62,7 @@ class StageStore {
   CUTLASS_DEVICE bool stores() const { return stores_; }
 
  private:
-  static constexpr int kNever = 1 << 30;
+  static constexpr int kNever = 1 << 30;  // more k tiles than there are
 
   bool const stores_;
   FastDiv const& tiles_;

@@ -10,7 +10,7 @@ from pathlib import Path
 from agmm.planning.plans import DEFAULT_GPU, KernelConfig
 
 _FOLDER = Path(__file__).parents[1] / "tables"
-ELEMENT_BYTES = 2
+ELEMENT_BYTES = 2  # of bf16 and fp16, for which there are kernels
 
 
 @dataclass(frozen=True)
