@@ -16,12 +16,12 @@ from agmm.collectives.checks import (
     check_settings,
     shape_of_result,
 )
-from agmm.collectives.paths import Kind
 from agmm.collectives.run import start
 from agmm.collectives.work import Work
 from agmm.errors import InvalidArgument
 from agmm.ops.checks import check_operand
 from agmm.ops.library import library
+from agmm.planning.cost_model.collectives import Kind
 from agmm.runtime import groups
 from agmm.runtime.collectives import is_traced
 
