@@ -239,10 +239,10 @@ def _run_anew(
             config = plans.UNFUSED.name
     if reason is None:
         try:
-            if A_shard.device.type == "cpu":
-                call: _Kept = _CpuCall(weakref.ref(group), return_A)
-            elif config == plans.GATHERED.name:
-                call = looking(_GatherCall(weakref.ref(group), return_A), group)
+            if config == plans.GATHERED.name:
+                call: _Kept = looking(_GatherCall(weakref.ref(group), return_A), group)
+            elif A_shard.device.type == "cpu":
+                call = _CpuCall(weakref.ref(group), return_A)
             else:
                 workspace = cuda_workspace(group, A_shard.device)
                 call = looking(

@@ -32,6 +32,7 @@ class CudaBackground:
         self._is_captured = torch.cuda.is_current_stream_capturing()
         self._done = torch.cuda.Event()
         self._done.record(stream)
+        self._is_over = False  # of a capture, beyond which its events mean nothing
         self._kept: tuple[torch.Tensor, ...] = ()
         if self._is_captured:
             self._kept = sent, out
@@ -42,6 +43,7 @@ class CudaBackground:
     def wait(self) -> None:
         """The current stream waits for it."""
         torch.cuda.current_stream(self._device).wait_event(self._done)
+        self._is_over = self._is_captured
         self._kept = ()
 
     def is_done(self) -> bool:
@@ -51,9 +53,12 @@ class CudaBackground:
         """See `agmm.runtime.groups.Background`. The order of eager calls and replays is the
         caller's."""
         is_capturing = torch.cuda.is_current_stream_capturing()
-        if is_capturing == self._is_captured:
-            self.wait()
-        return is_capturing or not (self._is_captured or self.is_done())
+        if self._is_over or (self._is_captured and not is_capturing):
+            return False
+        if is_capturing and not self._is_captured:
+            return True
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+        return not self.is_done()
 
 
 class CollectivesWorkspace(SymmetricWorkspace):
