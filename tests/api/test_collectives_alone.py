@@ -20,6 +20,7 @@ from agmm.collectives.work import Work
 from agmm.ops import small_collectives
 from agmm.planning.cost_model.collectives import Kind
 from agmm.runtime import groups, symmetric
+from agmm.runtime.group_gpus import GroupFacts
 
 all_gather: Callable[..., Any] = collectives.all_gather
 reduce_scatter: Callable[..., Any] = collectives.reduce_scatter
@@ -290,6 +291,7 @@ def of_four(monkeypatch: pytest.MonkeyPatch) -> Any:
 def workspace(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     found = mock.Mock()
     monkeypatch.setattr(small_collectives, "collectives_workspace", lambda group, device: found)
+    monkeypatch.setattr(small_collectives, "group_facts", lambda group, device: GroupFacts(132))
     return found
 
 
@@ -310,6 +312,18 @@ def test_cuda_tensors_go_to_the_kernels(hopper: None, of_four: Any, workspace: m
         run.start("all_reduce", large, of_four, "sum", 0, large, async_op=False, strict=False)
         op, method, sent, target = workspace.call.call_args.args
         assert (op, method) == (CollectiveOp.all_reduce, CollectiveMethod.blocks)
+
+
+def test_links_that_may_tear_packets_carry_blocks(
+    hopper: None, of_four: Any, workspace: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pcie = GroupFacts(132, peer_atomics=False)
+    monkeypatch.setattr(small_collectives, "group_facts", lambda group, device: pcie)
+    with FakeTensorMode():
+        x = torch.empty(8, device="cuda")
+        for is_async, call in ((False, workspace.call), (True, workspace.start)):
+            run.start("all_reduce", x, of_four, "sum", 0, None, async_op=is_async, strict=True)
+            assert call.call_args.args[1] == CollectiveMethod.blocks
 
 
 def test_a_call_in_the_background_is_awaited_once(

@@ -17,6 +17,7 @@ from agmm.ops import paths, small_collectives
 from agmm.planning import call_plans
 from agmm.runtime import collectives, symmetric
 from agmm.runtime.calls import Call
+from agmm.runtime.group_gpus import GroupFacts
 
 A, B = torch.randn(4, 8), torch.randn(8, 16)
 
@@ -98,6 +99,7 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     """Of a group of 4 ranks."""
     found = mock.Mock(is_ready=False)
     monkeypatch.setattr(small_collectives, "collectives_workspace", lambda group, device: found)
+    monkeypatch.setattr(small_collectives, "group_facts", lambda group, device: GroupFacts(132))
     monkeypatch.setattr(symmetric, "why_unfused", lambda device: None)
     monkeypatch.setattr(collectives, "is_traced", lambda tensor: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -14,6 +14,7 @@ from agmm.planning.cost_model.collectives import Kind, Method, collective_method
 from agmm.runtime import collectives, groups, nan_check, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_collectives import ELEMENTS, CudaBackground
+from agmm.runtime.group_gpus import group_facts
 from agmm.runtime.workspaces import collectives_workspace
 
 SUMMED = tuple(ELEMENTS)
@@ -31,6 +32,14 @@ _METHODS: dict[Method, _core.CollectiveMethod] = {
 }
 
 
+def _core_method(
+    method: Method, group: dist.ProcessGroup, device: torch.device
+) -> _core.CollectiveMethod:
+    """As the links allow: a packet has to arrive as a whole, which only NVLink is known to do."""
+    has_nvlink = group_facts(group, device).peer_atomics
+    return _METHODS[method if has_nvlink else "blocks"]
+
+
 def call(
     kind: Kind,
     method: Method,
@@ -41,8 +50,9 @@ def call(
     is_average: bool = False,
 ) -> None:
     """Enqueue one. Collective; arguments and errors as those of `CollectivesWorkspace.call`."""
+    core_method = _core_method(method, group, sent.device)
     workspace = collectives_workspace(group, sent.device)
-    workspace.call(_OPS[kind], _METHODS[method], sent, out, is_average=is_average)
+    workspace.call(_OPS[kind], core_method, sent, out, is_average=is_average)
 
 
 def start(
@@ -55,8 +65,9 @@ def start(
     is_average: bool = False,
 ) -> CudaBackground:
     """The same on a stream of its own: see `CollectivesWorkspace.start`."""
+    core_method = _core_method(method, group, sent.device)
     workspace = collectives_workspace(group, sent.device)
-    return workspace.start(_OPS[kind], _METHODS[method], sent, out, is_average=is_average)
+    return workspace.start(_OPS[kind], core_method, sent, out, is_average=is_average)
 
 
 def why_not(kind: Kind, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
