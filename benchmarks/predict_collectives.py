@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -78,7 +78,8 @@ def main(
     ] = None,
 ) -> None:
     """Predict a collective by agmm's kernels and by NCCL."""
-    kind, name = cast(Kind, op.value), find_gpu(gpu)
+    kind: Kind = op.value
+    name = find_gpu(gpu)
     counts = [int(count) for count in ranks.split(",")]
     headings = ["in all"]
     for count in counts:
