@@ -72,7 +72,7 @@ def test_it_is_taken_where_it_is_planned(
     assert len(gathers) == 3
 
 
-def test_of_a_choice_that_cannot_be_nobody_is_warned(
+def test_where_a_choice_cannot_be_the_call_is_fused_this_time(
     gathers: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_plans, "prefers_gather", lambda *_, **__: True)
@@ -81,6 +81,9 @@ def test_of_a_choice_that_cannot_be_nobody_is_warned(
         warnings.simplefilter("error")
         assert torch.equal(agmm.all_gather_matmul(A, B), A @ B)
     assert gathers == []
+    monkeypatch.setattr(paths, "_why_not_gathered", lambda *_: None)
+    agmm.all_gather_matmul(A, B)
+    assert len(gathers) == 1
 
 
 def test_it_is_refused_on_the_cpu(group: str) -> None:

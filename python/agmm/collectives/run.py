@@ -63,17 +63,17 @@ def start(
         return Work(lambda: found, lambda: True) if async_op else found
     if nan_check.active:
         nan_check.look_through(kind, "x", x, rank)
-    arguments: dict[str, str | int] = {} if kind == "all_gather" else {"op": op}
-    if kind != "all_reduce":
-        arguments["dim"] = dim
-    call = Call(kind, x=x, **arguments)
-    what = f"{kind} of {list(x.shape)} {x.dtype}, {arguments}"
     path = choose(kind, x, world_size, strict=strict)
     if path.by == SYMMETRIC_MEMORY:
         try:
             return _by_kernel(kind, path, sent, target, finish, group, op, async_op)
         except Unsupported as error:  # nothing was begun, on no rank
             path = Path(TORCH, str(error))
+    arguments: dict[str, str | int] = {} if kind == "all_gather" else {"op": op}
+    if kind != "all_reduce":
+        arguments["dim"] = dim
+    call = Call(kind, x=x, **arguments)
+    what = f"{kind} of {list(x.shape)} {x.dtype}, {arguments}"
     if path.by == SHARED_MEMORY:
         jobs = {
             "all_gather": lambda: cpu_collectives.AllGather(rank, world_size, sent, target),

@@ -229,14 +229,18 @@ def _run_anew(
         and call_plans.prefers_unfused(A_shard, Bs, group, return_A=return_A)
     ):
         reason, config = "plan: the unfused path is faster", "unfused"
-    is_chosen = False
-    if reason is None and may_choose:
-        is_chosen = call_plans.prefers_gather(A_shard, Bs, group, return_A=return_A)
-    if is_chosen or (reason is None and config == plans.GATHERED.name):
-        config = plans.GATHERED.name
+    is_kept = True
+    if reason is None and config == plans.GATHERED.name:
         reason = _why_not_gathered(A_shard, group)
-        if reason is not None and is_chosen:  # of a choice nobody is warned
-            config = plans.UNFUSED.name
+    elif (
+        reason is None
+        and may_choose
+        and call_plans.prefers_gather(A_shard, Bs, group, return_A=return_A)
+    ):
+        is_kept = _why_not_gathered(A_shard, group) is None
+        if is_kept:
+            config = plans.GATHERED.name
+        # Else it is captured before the gather has memory: fused this time.
     if reason is None:
         try:
             if config == plans.GATHERED.name:
@@ -260,10 +264,11 @@ def _run_anew(
         except Unsupported as error:
             reason = str(error)
         else:
-            calls = _fused_calls.setdefault(group, {})
-            if len(calls) >= _MAX_FUSED_CALLS:
-                calls.clear()
-            calls[key] = call
+            if is_kept:
+                calls = _fused_calls.setdefault(group, {})
+                if len(calls) >= _MAX_FUSED_CALLS:
+                    calls.clear()
+                calls[key] = call
             return found
     if config != "unfused":
         fall_back(reason, strict)
