@@ -360,7 +360,8 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> Workspace:
     made = Workspace()
     monkeypatch.setattr(async_tp_kernels, "cuda_workspace", lambda group, device: made)
     monkeypatch.setattr(async_tp_kernels, "prepare", Workspace.prepare)
-    monkeypatch.setattr(call_plans, "prefers_unfused", lambda *call, return_A: False)
+    for name in ("prefers_unfused", "prefers_gather"):
+        monkeypatch.setattr(call_plans, name, lambda *call, return_A: False)
     return made
 
 

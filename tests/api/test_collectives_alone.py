@@ -14,9 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import agmm
 from agmm import collectives
+from agmm._core import CollectiveMethod, CollectiveOp
 from agmm.collectives import paths, run
 from agmm.collectives.work import Work
-from agmm.runtime import groups
+from agmm.ops import small_collectives
+from agmm.planning.cost_model.collectives import Kind
+from agmm.runtime import groups, symmetric
+from agmm.runtime.group_gpus import GroupFacts
 
 all_gather: Callable[..., Any] = collectives.all_gather
 reduce_scatter: Callable[..., Any] = collectives.reduce_scatter
@@ -168,10 +172,10 @@ def test_opcheck(group: str, fresh_compiler: None, shape: tuple[int, ...]) -> No
 def test_path_of_cpu_tensors() -> None:
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            assert paths.choose(kind, torch.ones(2, dtype=dtype)).by == paths.SHARED_MEMORY
+            assert paths.choose(kind, torch.ones(2, dtype=dtype), 4).by == paths.SHARED_MEMORY
     ints = torch.ones(2, dtype=torch.int64)
-    assert paths.choose("all_gather", ints).by == paths.SHARED_MEMORY
-    path = paths.choose("all_reduce", ints)
+    assert paths.choose("all_gather", ints, 4).by == paths.SHARED_MEMORY
+    path = paths.choose("all_reduce", ints, 4)
     assert (path.by, path.is_choice) == (paths.TORCH, False)
     with pytest.warns(UserWarning, match=r"agmm leaves all_reduce to torch: x: dtype=torch.int64"):
         paths.leave_to_torch("all_reduce", path, False)
@@ -182,15 +186,70 @@ def test_path_of_cpu_tensors() -> None:
         paths.leave_to_torch("all_reduce", path, True)
 
 
-def test_path_of_cuda_tensors() -> None:
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric, "why_unfused", lambda device: None)
+
+
+def on_cuda(nbytes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     with FakeTensorMode():
-        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-            path = paths.choose(kind, torch.empty(2, device="cuda"))
-            assert path == (paths.TORCH, f"{kind}: agmm has no kernel of it on CUDA as yet", True)
-            paths.leave_to_torch(kind, path, False)  # a warning would be an error
-            with pytest.raises(agmm.Unsupported, match="no kernel of it on CUDA as yet; strict"):
-                paths.leave_to_torch(kind, path, True)
-        assert paths.choose("all_gather", torch.empty(2, device="xpu")).by == paths.TORCH
+        return torch.empty(nbytes // dtype.itemsize, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nbytes", "world_size", "method"),
+    [
+        ("all_reduce", 8 << 10, 8, "one_shot"),
+        ("all_reduce", 64 << 10, 8, "one_shot"),
+        ("all_reduce", 256 << 10, 8, "two_shot"),
+        ("all_reduce", 256 << 10, 4, "one_shot"),
+        ("all_reduce", 1 << 20, 4, "two_shot"),
+        ("all_reduce", 10 << 20, 8, "blocks"),
+        ("all_gather", 2 << 10, 8, "one_shot"),
+        ("all_gather", 1 << 20, 8, "blocks"),
+        ("reduce_scatter", 64 << 10, 8, "one_shot"),
+        ("reduce_scatter", 8 << 20, 2, "blocks"),
+    ],
+)
+def test_path_of_cuda_tensors(
+    hopper: None, kind: Any, nbytes: int, world_size: int, method: Any
+) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        path = paths.choose(kind, on_cuda(nbytes, dtype), world_size)
+        assert path == paths.Path(paths.SYMMETRIC_MEMORY, "", False, method)
+
+
+def test_much_is_torchs_choice_unless_it_is_refused(hopper: None) -> None:
+    kinds: list[tuple[Kind, int]]
+    kinds = [("all_reduce", (10 << 20) + 2), ("all_gather", (10 << 18) + 2)]
+    for kind, nbytes in kinds:
+        path = paths.choose(kind, on_cuda(nbytes), 4)
+        assert path.by == paths.TORCH and path.is_choice
+        paths.leave_to_torch(kind, path, False)  # a warning would be an error
+        assert paths.choose(kind, on_cuda(nbytes), 4, strict=True).method == "blocks"
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "world_size", "reason"),
+    [
+        ("all_reduce", torch.int32, 4, "x: dtype=torch.int32, agmm's kernels sum bfloat16, float1"),
+        ("reduce_scatter", torch.float64, 4, "x: dtype=torch.float64, agmm's kernels sum"),
+        ("all_gather", torch.int32, 9, "group: 9 ranks, agmm's kernels serve at most 8"),
+    ],
+)
+def test_what_no_kernel_serves_is_said(
+    hopper: None, kind: Any, dtype: torch.dtype, world_size: int, reason: str
+) -> None:
+    path = paths.choose(kind, on_cuda(64, dtype), world_size)
+    assert path.by == paths.TORCH and not path.is_choice and path.reason.startswith(reason)
+    assert paths.choose("all_gather", on_cuda(64, dtype), 8).by == paths.SYMMETRIC_MEMORY
+
+
+def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric, "why_unfused", lambda device: "no Hopper")
+    assert paths.choose("all_gather", on_cuda(64), 2) == (paths.TORCH, "no Hopper", False, None)
+    with FakeTensorMode():
+        assert paths.choose("all_gather", torch.empty(2, device="xpu"), 2).by == paths.TORCH
 
 
 class _Called:
@@ -215,14 +274,98 @@ class _Called:
         return self.waited > 0
 
 
+@pytest.fixture
+def of_four(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A group of 4 ranks, as rank 1 sees it, whose CUDA tensors are fake."""
+    monkeypatch.setattr(run, "_may_receive", lambda *_: True)  # fake tensors have no address
+    known = mock.Mock(rank=1)
+    known.lock = mock.MagicMock()
+    monkeypatch.setattr(groups, "of", lambda group: known)
+    monkeypatch.setattr(groups, "check_alive", lambda group: None)
+    group = mock.Mock()
+    group.size.return_value = 4
+    return group
+
+
+@pytest.fixture
+def workspace(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    found = mock.Mock()
+    monkeypatch.setattr(small_collectives, "collectives_workspace", lambda group, device: found)
+    monkeypatch.setattr(small_collectives, "group_facts", lambda group, device: GroupFacts(132))
+    return found
+
+
+def test_cuda_tensors_go_to_the_kernels(hopper: None, of_four: Any, workspace: mock.Mock) -> None:
+    with FakeTensorMode():
+        x = torch.empty(8, 3, device="cuda", dtype=torch.bfloat16)
+        out = run.start("all_gather", x, of_four, "sum", 0, None, async_op=False, strict=True)
+        assert isinstance(out, torch.Tensor) and out.shape == (32, 3)
+        (op, method, sent, target), options = workspace.call.call_args
+        assert (op, method) == (CollectiveOp.all_gather, CollectiveMethod.one_shot)
+        assert (sent.shape, target.shape, options) == ((24,), (96,), {"is_average": False})
+        given = torch.empty(2, 3, device="cuda", dtype=torch.bfloat16)
+        run.start("reduce_scatter", x, of_four, "avg", 0, given, async_op=False, strict=True)
+        (op, method, sent, target), options = workspace.call.call_args
+        assert (op, method) == (CollectiveOp.reduce_scatter, CollectiveMethod.one_shot)
+        assert (sent.shape, target.shape, options) == ((24,), (6,), {"is_average": True})
+        large = torch.empty(1 << 19, device="cuda")
+        run.start("all_reduce", large, of_four, "sum", 0, large, async_op=False, strict=False)
+        op, method, sent, target = workspace.call.call_args.args
+        assert (op, method) == (CollectiveOp.all_reduce, CollectiveMethod.blocks)
+
+
+def test_links_that_may_tear_packets_carry_blocks(
+    hopper: None, of_four: Any, workspace: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pcie = GroupFacts(132, peer_atomics=False)
+    monkeypatch.setattr(small_collectives, "group_facts", lambda group, device: pcie)
+    with FakeTensorMode():
+        x = torch.empty(8, device="cuda")
+        for is_async, call in ((False, workspace.call), (True, workspace.start)):
+            run.start("all_reduce", x, of_four, "sum", 0, None, async_op=is_async, strict=True)
+            assert call.call_args.args[1] == CollectiveMethod.blocks
+
+
+def test_a_call_in_the_background_is_awaited_once(
+    hopper: None, of_four: Any, workspace: mock.Mock
+) -> None:
+    begun = workspace.start.return_value
+    begun.is_done.return_value = False
+    with FakeTensorMode():
+        x = torch.empty(8, 3, device="cuda")
+        work = run.start("all_reduce", x, of_four, "avg", 0, None, async_op=True, strict=True)
+        assert isinstance(work, Work) and not work.is_completed() and not begun.wait.called
+        assert work.wait() is work.wait() and work.is_completed()
+    assert begun.wait.call_count == 1 and not workspace.call.called
+
+
+def test_a_group_without_kernels_is_said_once(
+    hopper: None, of_four: Any, workspace: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace.call.side_effect = agmm.Unsupported("group: found ranks on 2 hosts, wanted one")
+    by_torch = mock.Mock(return_value=(mock.Mock(), lambda: None))
+    monkeypatch.setattr(run, "_by_torch", by_torch)
+    with FakeTensorMode():
+        x = torch.empty(8, device="cuda")
+        with pytest.warns(UserWarning, match="agmm leaves all_reduce to torch: group: found ranks"):
+            run.start("all_reduce", x, of_four, "sum", 0, None, async_op=False, strict=False)
+        run.start("all_reduce", x, of_four, "sum", 0, None, async_op=False, strict=False)
+        assert by_torch.call_count == 2
+        with pytest.raises(agmm.Unsupported, match="found ranks on 2 hosts"):
+            run.start("all_reduce", x, of_four, "sum", 0, None, async_op=False, strict=True)
+
+
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:gloo"])
-def test_cuda_tensors_go_to_the_backend(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_tensors_go_to_the_backend(
+    backend: str, of_four: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On stand-ins of 4 ranks: which call with which sizes, and what is made of the result."""
     called = _Called()
     for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
         monkeypatch.setattr(dist, name, called.begin(name), raising=False)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
-    monkeypatch.setattr(run, "_may_receive", lambda *_: True)  # fake tensors have no address
+    monkeypatch.setattr(paths, "MOST_BYTES", 0)
+    monkeypatch.setattr(symmetric, "why_unfused", lambda device: "no Hopper")
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda self: id(self))
     changed: list[str] = []  # nor is there a GPU to do it
 
@@ -235,12 +378,7 @@ def test_cuda_tensors_go_to_the_backend(backend: str, monkeypatch: pytest.Monkey
 
     for name in ("copy_", "div_"):
         monkeypatch.setattr(torch.Tensor, name, change(name))
-    known = mock.Mock(rank=1)
-    known.lock = mock.MagicMock()
-    monkeypatch.setattr(groups, "of", lambda group: known)
-    monkeypatch.setattr(groups, "check_alive", lambda group: None)
-    group: Any = mock.Mock()
-    group.size.return_value = 4
+    group = of_four
     reduce_op = dist.ReduceOp.AVG if backend == "nccl" else dist.ReduceOp.SUM
     with FakeTensorMode():
         x = torch.empty(8, 3, device="cuda", dtype=torch.bfloat16)

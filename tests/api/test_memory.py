@@ -70,6 +70,29 @@ def test_bytes_of_an_all_reduce(shape: tuple[int, ...], world_size: int, wanted:
     assert agmm.workspace_bytes(shape, torch.bfloat16, world_size, **options) == wanted
 
 
+@pytest.mark.parametrize(
+    ("op", "shape", "world_size", "wanted"),
+    [
+        ("all_gather", (100,), 4, 64 << 10),  # the least
+        ("all_gather", (1 << 20,), 4, 2 << 20),  # the most
+        ("all_reduce", (32, 1024), 4, 256 << 10),  # 64 KiB to each of the others
+        ("all_reduce", (64, 1024), 4, 128 << 10),  # a quarter of 128 KiB, in two steps
+        ("reduce_scatter", (64, 1024), 4, 128 << 10),
+        ("reduce_scatter", (0, 4), 4, 0),
+        ("all_reduce", (100,), 1, 0),
+    ],
+)
+def test_bytes_of_a_collective(
+    op: str, shape: tuple[int, ...], world_size: int, wanted: int
+) -> None:
+    assert agmm.workspace_bytes(shape, torch.bfloat16, world_size, op=op) == wanted
+
+
+def test_a_collective_that_the_ranks_cannot_share_has_no_bytes() -> None:
+    with pytest.raises(agmm.InvalidArgument, match="shape: found 7 elements, wanted a multiple"):
+        agmm.workspace_bytes((7,), torch.bfloat16, 4, op="reduce_scatter")
+
+
 def test_reserved_slots_are_enough_for_a_scatter(pool: RankPool) -> None:
     """10 rows a rank of 3 columns from 4 ranks, in float64; one row more is too much."""
     assert pool.run(memory_work.reserve_and_scatter, 960) == [(960, 960, 1056)] * 5

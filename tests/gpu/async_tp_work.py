@@ -310,9 +310,9 @@ def compiled(dims: int, gather_dim: int, return_A: bool) -> Faults:
     faults += gpu_work.fault(label, out.reshape(-1, 24), A.reshape(-1, k), B, None)
     fused = "fused_all_gather_matmul" in code
     by_agmm = any("PersistentAsyncInputScheduler" in name for name in names)
-    planned = fused and not call_plans.prefers_unfused(
-        shard.movedim(gather_dim, 0), [B], group, return_A=return_A
-    )
+    moved = shard.movedim(gather_dim, 0)
+    plan = call_plans.call_plan(moved, [B], group, return_A=return_A)
+    planned = fused and plan.kernel is not None
     if left or by_agmm != planned:
         faults.append(f"{label}: fused {fused}, by agmm {by_agmm}, left to torch {len(left)}")
     if gather_dim == 0 and not (fused and "all_gather_into_tensor" not in code):

@@ -4,6 +4,8 @@ pool."""
 from __future__ import annotations
 
 import itertools
+import random
+import time
 from typing import Any
 
 import torch
@@ -11,9 +13,12 @@ import torch.distributed as dist
 from gpu_work import group_of, last_ranks
 
 import agmm
+from agmm.runtime.workspaces import collectives_workspace
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-_SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (7,), (2, 3), (3, 1, 5), (1001,), (300_001,)]
+_SHAPES: list[tuple[int, ...]]
+_SHAPES = [(), (0,), (1,), (7,), (2, 3), (3, 1, 5), (1001,), (300_001,), (1_500_007,)]
+"""The last one is more than is NCCL's without strict=True."""
 
 
 def _inputs(
@@ -39,6 +44,8 @@ def _wanted(kind: str, every: list[torch.Tensor], op: str, dim: int, rank: int) 
 
 
 def _call(kind: str, x: torch.Tensor, group: Any, op: str, dim: int, **options: Any) -> Any:
+    """By a kernel."""
+    options["strict"] = True
     if kind == "all_gather":
         return agmm.collectives.all_gather(x, group, dim=dim, **options)
     if kind == "reduce_scatter":
@@ -75,7 +82,8 @@ def values(world_size: int, kind: str, dtype: torch.dtype) -> list[str] | None:
 
 
 def in_graphs(world_size: int) -> list[str] | None:
-    """Replays in turn with eager calls, with new data each."""
+    """Replays in turn with eager calls, with new data each; the captured ones in the background
+    too."""
     group = group_of(last_ranks(world_size))
     if group is None:
         return None
@@ -87,15 +95,177 @@ def in_graphs(world_size: int) -> list[str] | None:
         dist.barrier(group)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            work = _call(kind, x, group, "avg", 0, async_op=True)
             captured = _call(kind, x, group, "sum", 0)
+            averaged = work.wait()
         for turn in range(20):
             x.fill_(turn + rank)
             graph.replay()
+            work = _call(kind, x, group, "avg", 0, async_op=True)
             eager = _call(kind, x, group, "sum", 0)
-            torch.cuda.synchronize()
-            if not torch.equal(captured, eager) or not float(eager.sum()) > 0:
-                faults.append(f"rank {rank}: {kind}, turn {turn}")
+            for found, wanted in ((captured, eager), (averaged, work.wait())):
+                if not torch.equal(found, wanted) or not float(wanted.sum()) > 0:
+                    faults.append(f"rank {rank}: {kind}, turn {turn}")
         del graph
+    return faults
+
+
+def in_turn(world_size: int, calls: int, seed: int) -> list[str] | None:
+    """Calls of all kinds and sizes with new data each, in the background or not, by late ranks."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank, draw = dist.get_rank(group), random.Random(seed)
+    own = random.Random(100 * seed + rank)
+    wrong = torch.zeros(len(KINDS), dtype=torch.int64, device="cuda")
+    waiting: list[tuple[int, Any, torch.Tensor]] = []
+
+    def finish() -> None:
+        for which, work, wanted in waiting:
+            wrong[which] += (work.wait() != wanted).sum()
+        waiting.clear()
+
+    for call in range(calls):
+        which = draw.randrange(len(KINDS))
+        kind, dtype = KINDS[which], draw.choice((torch.bfloat16, torch.float16, torch.float32))
+        shape = (draw.choice((1, 7, 64, 1001, 4096, 50_000, 700_001)),)
+        every = _inputs(kind, shape, world_size, 0, dtype, 1000 * seed + call)
+        wanted, x = _wanted(kind, every, "sum", 0, rank), every[rank].clone()
+        if own.random() < 0.3:
+            torch.cuda._sleep(own.randrange(1, 2_000_000))
+        if draw.random() < 0.4:
+            waiting.append((which, _call(kind, x, group, "sum", 0, async_op=True), wanted))
+            continue
+        if kind == "all_reduce" and draw.random() < 0.5:
+            found = _call(kind, x, group, "sum", 0, out=x)
+        else:
+            found = _call(kind, x, group, "sum", 0)
+            x.fill_(torch.nan)  # behind the call
+        wrong[which] += (found != wanted).sum()
+        if len(waiting) > 3:
+            finish()
+    finish()
+    faults = dict(zip(KINDS, wrong.tolist(), strict=True))
+    return [f"rank {rank}: wrong elements {faults}"] if any(faults.values()) else []
+
+
+def repeated_bits(world_size: int) -> list[str] | None:
+    """Of random data: the same in every call and on every rank, and those of sums in float32 in the
+    order of the ranks."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank, faults = dist.get_rank(group), []
+    for numbers in (1000, 100_000, 2_000_000):
+        generator = torch.Generator("cuda").manual_seed(numbers)
+        shape = world_size, numbers
+        every = torch.randn(shape, generator=generator, device="cuda").bfloat16()
+        wanted = every[0].float()
+        for other in every[1:]:
+            wanted = wanted + other.float()
+        for _ in range(3):
+            if not torch.equal(
+                _call("all_reduce", every[rank], group, "sum", 0), wanted.bfloat16()
+            ):
+                faults.append(f"rank {rank}: all_reduce of {numbers} has other bits")
+    return faults
+
+
+def beside_a_matmul(world_size: int) -> list[str] | None:
+    """The ops with a matmul of few rows: by a gather, and with a small all-reduce."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank, faults = dist.get_rank(group), []
+
+    def whole(*shape: int, seed: int) -> torch.Tensor:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        return torch.randint(-2, 3, shape, generator=generator, device="cuda").bfloat16()
+
+    for rows in (1, 7, 16):
+        every, B = whole(world_size * rows, 256, seed=rows), whole(256, 128, seed=50 + rank)
+        shard = every.chunk(world_size)[rank]
+        for config in ("gather", None):
+            found = agmm.all_gather_matmul(shard, B, group, return_A=True, config=config)
+            if not (torch.equal(found[0], every) and torch.equal(found[1], every @ B)):
+                faults.append(f"rank {rank}: {rows} rows by {config}")
+        As = [whole(rows, 64, seed=100 + each) for each in range(world_size)]
+        Bs = [whole(64, 128, seed=200 + each) for each in range(world_size)]
+        wanted = sum(
+            (A.float() @ B.float() for A, B in zip(As, Bs, strict=True)), torch.zeros(()).cuda()
+        )
+        if not torch.equal(agmm.matmul_all_reduce(As[rank], Bs[rank], group), wanted.bfloat16()):
+            faults.append(f"rank {rank}: matmul_all_reduce of {rows} rows")
+    return faults
+
+
+def late(late_s: float) -> list[str]:
+    """Faults of calls to which rank 1 comes late."""
+    group, faults = dist.group.WORLD, []
+    assert group is not None
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x = torch.full((5000,), float(rank), device="cuda")
+    for turn in range(2):
+        if turn == 1 and rank == 1:
+            time.sleep(late_s)
+        total = _call("all_reduce", x, group, "sum", 0)
+        if not bool((total == ranks * (ranks - 1) / 2).all()):
+            faults.append(f"rank {rank}, turn {turn}: {total[:4].tolist()}")
+    return faults
+
+
+def missing(numbers: int) -> None:
+    """Rank 1 stays away from the second call."""
+    x = torch.ones(numbers, device="cuda")
+    _call("all_reduce", x, None, "sum", 0)
+    torch.cuda.synchronize()
+    if dist.get_rank() != 1:
+        _call("all_reduce", x, None, "sum", 0)
+        torch.cuda.synchronize()
+    time.sleep(30)
+
+
+def different(numbers: int) -> None:
+    """Rank 1 sums other numbers."""
+    x = torch.ones(numbers, device="cuda")
+    _call("all_reduce", x, None, "sum", 0)
+    torch.cuda.synchronize()
+    _call("all_reduce", x[: numbers - dist.get_rank() % 2], None, "sum", 0)
+    torch.cuda.synchronize()
+    time.sleep(30)
+
+
+def reserved_and_released() -> list[str]:
+    """In ranks of its own: memory taken before a capture, and given back without graphs."""
+    group = dist.group.WORLD
+    assert group is not None
+    faults, device = [], torch.device("cuda", torch.cuda.current_device())
+    workspace = collectives_workspace(group, device)
+    x = torch.ones(1000, device="cuda")
+    _call("all_reduce", x, group, "sum", 0)
+    agmm.release(group, device=device)
+    if workspace.is_ready:
+        faults.append("it has memory after its release")
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            _call("all_reduce", x, group, "sum", 0)
+        faults.append("a capture took memory")
+    except agmm.AgmmError as error:
+        if "during CUDA graph capture" not in str(error):
+            faults.append(str(error))
+    agmm.reserve(group, 0, device=device, op="all_reduce")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        total = _call("all_reduce", x, group, "sum", 0)
+    graph.replay()
+    if not bool((total == dist.get_world_size()).all()):
+        faults.append("a replay is wrong")
+    try:
+        agmm.release(group, device=device)
+        faults.append("memory of a graph was released")
+    except agmm.AgmmError:
+        pass
     return faults
 
 

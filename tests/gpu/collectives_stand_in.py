@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import median
 
 import torch
@@ -100,6 +101,13 @@ def kinds(counts: Sequence[int]) -> Iterator[Kind]:
                     yield Kind(op, method, dtype, count, i % 3, is_sum and i % 2 == 1)
 
 
+@cache
+def _streams() -> list[torch.cuda.Stream]:
+    """Made one after the other, so that each has a hardware queue of its own: a rank's second call,
+    which awaits its first, would keep those of a rank behind it in the same queue."""
+    return [torch.cuda.Stream() for _ in range(_core.MAX_COLLECTIVE_RANKS)]
+
+
 class StandIn:
     """All ranks, each with its part of the multiprocessors, so that all their CTAs are on the GPU
     together."""
@@ -119,7 +127,7 @@ class StandIn:
             _core.CudaCollectives(rank, places, slot_bytes, sms - sms // world_size)
             for rank in range(world_size)
         ]
-        self.streams = [torch.cuda.Stream() for _ in range(world_size)]
+        self.streams = _streams()[:world_size]
         # A kernel's first launch loads it, which may wait for all that runs: for ranks that wait
         # for one that comes behind it. So those between the ranks' calls are launched before.
         for stream in self.streams:

@@ -18,6 +18,7 @@ from agmm import _core
 from agmm.planning import call_plans
 from agmm.planning.plans import KernelConfig
 from agmm.runtime.workspaces import (
+    collectives_workspace,
     cuda_workspace,
     gather_copies,
     scatter_copies,
@@ -83,6 +84,7 @@ def _make_groups() -> None:
             scatter_workspace(_groups[ranks], device()).ensure(PART_BYTES)
             gather_copies(_groups[ranks], device()).ensure(COPY_SLOT_BYTES)
             scatter_copies(_groups[ranks], device()).ensure(COPY_SLOT_BYTES)
+            collectives_workspace(_groups[ranks], device()).ensure(1)
 
 
 def last_ranks(world_size: int) -> tuple[int, ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import collectives_gpu_work
 import pytest
 import torch
 from at_hand import RANKS, needs_nccl, needs_two, world_sizes
 
-from agmm.testing.ranks import RankPool
+from agmm.testing.ranks import RankError, RankPool
 
 
 def check(results: list[list[str] | None], world_size: int) -> None:
@@ -15,18 +17,63 @@ def check(results: list[list[str] | None], world_size: int) -> None:
     assert [fault for result in results for fault in result or []] == []
 
 
-@needs_nccl
-@pytest.mark.parametrize("world_size", world_sizes(1, 2, 4, 8))
+@pytest.mark.parametrize("world_size", world_sizes(1, 2, 3, 4, 8))
 @pytest.mark.parametrize("kind", collectives_gpu_work.KINDS)
 def test_values(gpu_pool: RankPool, world_size: int, kind: str) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         check(gpu_pool.run(collectives_gpu_work.values, world_size, kind, dtype), world_size)
 
 
-@needs_nccl
-@pytest.mark.parametrize("world_size", world_sizes(2, 4))
+@pytest.mark.parametrize("world_size", world_sizes(2, 4, 8))
 def test_graphs_in_turn_with_eager_calls(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(collectives_gpu_work.in_graphs, world_size), world_size)
+
+
+@pytest.mark.parametrize("world_size", world_sizes(2, 4, 8))
+def test_calls_in_turn_by_late_ranks(gpu_pool: RankPool, world_size: int) -> None:
+    check(gpu_pool.run(collectives_gpu_work.in_turn, world_size, 400, 1), world_size)
+
+
+@pytest.mark.parametrize("world_size", world_sizes(2, 4, 8))
+def test_bits_are_repeatable(gpu_pool: RankPool, world_size: int) -> None:
+    check(gpu_pool.run(collectives_gpu_work.repeated_bits, world_size), world_size)
+
+
+@pytest.mark.parametrize("world_size", world_sizes(2, 4))
+def test_beside_a_matmul(gpu_pool: RankPool, world_size: int) -> None:
+    check(gpu_pool.run(collectives_gpu_work.beside_a_matmul, world_size), world_size)
+
+
+@needs_two
+def test_memory_is_reserved_and_released() -> None:
+    with RankPool(2, "cuda") as pool:
+        check(pool.run(collectives_gpu_work.reserved_and_released), 2)
+
+
+@needs_two
+def test_a_late_rank_is_told_and_awaited() -> None:
+    with RankPool(2, "cuda", 120, {"AGMM_TIMEOUT_S": "60", "AGMM_WARN_S": "2"}) as pool:
+        check(pool.run(collectives_gpu_work.late, 8.0), 2)
+        said = [line for line in pool.stderr(0).splitlines() if " rank 1" in line]
+        assert len(said) == 1, pool.stderr(0)
+
+
+@needs_two
+@pytest.mark.parametrize("numbers", [1000, 100_000, 1_000_000])
+@pytest.mark.parametrize(
+    ("work", "wanted"),
+    [
+        (collectives_gpu_work.missing, "from rank 1"),
+        (collectives_gpu_work.different, "the ranks made different calls"),
+    ],
+)
+def test_ends_with_a_message(work: Callable[[int], None], wanted: str, numbers: int) -> None:
+    with RankPool(min(RANKS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": "3"}) as pool:
+        with pytest.raises(RankError) as failure:
+            pool.run(work, numbers)
+        stderr = "".join(pool.stderr(rank) for rank in range(pool.world_size))
+    assert 124 in failure.value.exit_codes.values(), (failure.value, stderr)
+    assert wanted in stderr, stderr
 
 
 @needs_nccl

@@ -13,6 +13,8 @@ from rich.console import Console
 from agmm.cli import explain
 from agmm.errors import InvalidArgument
 from agmm.planning import tables
+from agmm.planning.cost_model import collectives
+from agmm.planning.cost_model.collectives import Kind
 from agmm.planning.plans import BY_TORCH, CPU, UNFUSED, KernelConfig, Plan, Problem, Row
 from agmm.planning.tables import Key
 
@@ -47,7 +49,7 @@ def test_by_the_cost_model() -> None:
 
 
 def test_links_without_atomics_take_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    few_rows = PROBLEM._replace(m=512)
+    few_rows = PROBLEM._replace(m=1024)
     assert "plan: sm" in said(few_rows)
     monkeypatch.setattr(explain, "_has_atomics_here", lambda gpu: gpu != GPU)
     text = said(few_rows)
@@ -82,7 +84,11 @@ def test_a_row_that_noise_has_kept(folder: Path) -> None:
 
 def test_why_it_is_not_fused() -> None:
     few = PROBLEM._replace(m=24, n=5120, world_size=2)
-    assert re.search(r"why: unfused is the fastest by cost model, [\d.]+ µs fused", said(few))
+    text = said(few)
+    assert re.search(r"why: agmm's gather, .*; [\d.]+ µs by NCCL's gather, [\d.]+ µs fused", text)
+    many_ranks = few._replace(m=32, world_size=16)  # more than a kernel's
+    text = said(many_ranks)
+    assert re.search(r"why: unfused is the fastest by cost model, [\d.]+ µs fused", text)
     tables.save(GPU, 2, [(Key.of(few), Row(24, UNFUSED, 43.0))])
     assert "why: unfused, it was measured to be the fastest" in said(few)
     text = said(PROBLEM._replace(k=8190))
@@ -255,3 +261,48 @@ def test_fused_plan_of_a_scatter() -> None:
     assert planner.fused_plan(SCATTER._replace(m=64, n=8188)) == BY_TORCH
     with pytest.raises(ValueError, match="found no fused one of matmul_reduce_scatter"):
         planner.fused_plan(SCATTER._replace(world_size=1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "world_size", "plan", "why"),
+    [
+        ("all_reduce", 4, 8, "one_shot", "one_shot to 64 KiB, two_shot to 1 MiB, blocks to 10"),
+        (
+            "all_reduce",
+            64,
+            8,
+            "two_shot",
+            "one_shot to 64 KiB, two_shot to 1 MiB, blocks to 10",
+        ),
+        ("all_gather", 256, 4, "blocks", "one_shot to 1 MiB, blocks to 10 MiB, NCCL beyond"),
+        ("reduce_scatter", 4096, 2, "NCCL", "one_shot to 1 MiB, blocks to 10 MiB, NCCL beyond"),
+        ("all_reduce", 4, 9, "NCCL", "9 ranks, agmm's kernels serve at most 8"),
+    ],
+)
+def test_collectives(kind: Kind, rows: int, world_size: int, plan: str, why: str) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    found = explain.explain_collective(kind, rows, 8192, 2, world_size, GPU)
+    console.print(found, soft_wrap=True, markup=False)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert f"plan: {plan}\n" in text and f"why: {why}" in text
+    assert f" {plan} (the plan) " in text
+
+
+def test_predictions_of_collectives() -> None:
+    """Those that docs/collectives.md has for 4 and 8 GPUs, before a run there."""
+    page = (Path(__file__).parents[2] / "docs" / "collectives.md").read_text()
+    rows = re.findall(
+        r"\| (\d+) ([KM])iB \| ([\d.]+) \| (\w+) \| ([\d.]+) \| ([\d.]+) \| (\w+) \| ([\d.]+) \|",
+        page,
+    )
+    assert len(rows) == 5
+    most_us = dict(zip(("8 K", "64 K", "256 K", "1 M", "10 M"), (5, 7, 8, 14, 60), strict=True))
+    for size, unit, *cells in rows:
+        nbytes = int(size) << {"K": 10, "M": 20}[unit]
+        for world_size, (us, method, library_us) in ((4, cells[:3]), (8, cells[3:])):
+            found = collectives.by_kernel_us("all_reduce", nbytes, world_size)
+            by_library = collectives.by_library_us("all_reduce", nbytes, world_size, GPU)
+            assert (us, library_us) == (f"{found:.1f}", f"{by_library:.1f}")
+            assert method == collectives.collective_method("all_reduce", nbytes, world_size)
+            assert found <= most_us[f"{size} {unit}"] and found < by_library

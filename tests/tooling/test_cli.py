@@ -95,6 +95,7 @@ def test_version() -> None:
         ),
         (["tune", "--device", "cpu", "--shapes", "8x8x8", "--model", "llama-3-8b"], ["found 2"]),
         (["explain", "--m", "8", "--n", "8", "--k", "8"], ["--tp"]),
+        (["explain", "--m", "8", "--k", "8", "--tp", "2"], ["n: found none", "columns of B"]),
         (
             ["explain", "--m", "9", "--n", "8", "--k", "8", "--tp", "2"],
             ["m: found 9", "multiple of tp, 2"],

@@ -12,9 +12,10 @@ from agmm.planning.heuristics import (
     usual_order,
     usual_plans,
 )
-from agmm.planning.legality import copy_transports
+from agmm.planning.legality import copy_transports, why_illegal
 from agmm.planning.plans import (
     CPU,
+    GATHERED,
     MATMUL_REDUCE_SCATTER,
     UNFUSED,
     KernelConfig,
@@ -33,7 +34,8 @@ KERNELS_IN_ALL_ORDERS = 2
 
 def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> list[Plan]:
     """The plans to check at first: each kernel in its usual order that the cost model leaves, the
-    unfused path, torch's fused op where it is legal, and the plan in use."""
+    unfused path, a gather by agmm's kernel and torch's fused op where they are legal, and the plan
+    in use."""
     if problem.op == MATMUL_REDUCE_SCATTER:
         plans = _without_slow_kernels(problem, scatter_plans(problem, kernels))
     elif problem.gpu == CPU:
@@ -47,6 +49,8 @@ def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> 
         ]
         fused += [plan for kernel in kernels for plan in usual_plans(problem, kernel)]
         plans = _without_slow_kernels(problem, fused)
+        if why_illegal(problem, GATHERED, ()) is None:
+            plans.append(GATHERED)
     return list(dict.fromkeys([old, *plans, UNFUSED]))
 
 

@@ -30,6 +30,7 @@ from agmm.planning.planner import Planner
 from agmm.planning.plans import (
     BY_TORCH,
     CPU,
+    GATHERED,
     MATMUL_REDUCE_SCATTER,
     UNFUSED,
     KernelConfig,
@@ -225,7 +226,7 @@ def _tune_shape(
         try_plans(more, 0.6, 0.7)
     if not medians:
         return
-    if outcome.failures and all(plan == UNFUSED for plan in medians):
+    if outcome.failures and all(plan in (UNFUSED, GATHERED) for plan in medians):
         part.progress.say(f"{shape}: no row, since no fused plan could be measured")
         return
     finalists = sorted(medians, key=lambda plan: medians[plan])[:FINALISTS]

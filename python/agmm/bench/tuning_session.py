@@ -125,7 +125,8 @@ class _Session:
                     return A, outs[0]
 
                 return on_cpu
-            config = "unfused" if plan.kernel is None else f"{plan.kernel.name}/{plan.transport}"
+            kernel = plan.kernel
+            config = plan.transport if kernel is None else f"{kernel.name}/{plan.transport}"
 
             def by_op() -> ways.Result:
                 op: Any = agmm.all_gather_matmul

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import typer
 
@@ -19,6 +19,7 @@ from agmm.cli.options import (
     Device,
     DType,
     ElementType,
+    ExplainedOp,
     File,
     Layout,
     LayoutOfB,
@@ -297,7 +298,8 @@ def tune(
     epilog="Examples:\n\n"
     "  agmm explain --m 4096 --n 3584 --k 8192 --tp 4\n\n"
     "  agmm explain --m 64 --n 3584 --k 8192 --tp 4 --gpu h200 --return-a\n\n"
-    "  agmm explain --m 4096 --n 8192 --k 2048 --tp 4 --op matmul_reduce_scatter",
+    "  agmm explain --m 4096 --n 8192 --k 2048 --tp 4 --op matmul_reduce_scatter\n\n"
+    "  agmm explain --m 64 --k 8192 --tp 8 --op all_reduce",
 )
 def explain(
     m: Annotated[
@@ -306,17 +308,27 @@ def explain(
             "--m", min=1, max=MAX_EXTENT, metavar="ROWS", help="Rows (tokens) of all ranks."
         ),
     ],
-    n: Annotated[
+    k: Annotated[
         int,
+        typer.Option(
+            "--k",
+            min=1,
+            max=MAX_EXTENT,
+            metavar="COLUMNS",
+            help="Columns of A, or of what a collective gathers, scatters or sums.",
+        ),
+    ],
+    tp: Annotated[int, typer.Option(*TP_NAMES, min=1, metavar="N", help="Number of ranks.")],
+    n: Annotated[
+        int | None,
         typer.Option(
             "--n", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of B per rank."
         ),
-    ],
-    k: Annotated[
-        int, typer.Option("--k", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of A.")
-    ],
-    tp: Annotated[int, typer.Option(*TP_NAMES, min=1, metavar="N", help="Number of ranks.")],
-    op: PlannedOp = Op.all_gather_matmul,
+    ] = None,
+    op: Annotated[
+        ExplainedOp,
+        typer.Option(help="Which call. The rows of matmul_reduce_scatter are those of A."),
+    ] = ExplainedOp.all_gather_matmul,
     dtype: Annotated[DType, typer.Option(help="Element type.")] = DType.bf16,
     gpu: Annotated[
         str | None,
@@ -333,9 +345,19 @@ def explain(
     """
     with one_line_errors():
         from agmm.cli import explain as explain_module
+        from agmm.planning.cost_model.collectives import Kind
         from agmm.planning.plans import Problem
 
         name = explain_module.find_gpu(gpu)
+        kind = op.value
+        if kind in get_args(Kind):
+            itemsize = 4 if dtype is DType.fp32 else 2
+            collective = cast(Kind, kind)
+            said = explain_module.explain_collective(collective, m, k, itemsize, tp, name)
+            console().print(said, soft_wrap=True, markup=False)
+            return
+        if n is None:
+            raise InvalidArgument(f"n: found none, wanted the columns of B for {kind}")
         problem = Problem(m, n, k, DTYPE_NAMES[dtype], tp, return_a, b_layout.value, name)
         problem = problem._replace(sm_count=explain_module.HOPPERS.get(name, 0), op=op.value)
         planner = explain_module.planner_for(name, tp)

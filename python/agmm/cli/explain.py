@@ -11,7 +11,9 @@ from agmm.bench.units import duration
 from agmm.cli.terminal import plain_table, whole
 from agmm.errors import InvalidArgument
 from agmm.planning import call_plans, cost_model, tables
+from agmm.planning.cost_model import collectives as collective_costs
 from agmm.planning.cost_model import default_kernels, default_scatter_kernels
+from agmm.planning.cost_model.collectives import Kind
 from agmm.planning.heuristics import predict_us
 from agmm.planning.legality import why_scatter_illegal, why_unfused
 from agmm.planning.planner import Choice, Planner
@@ -20,6 +22,7 @@ from agmm.planning.plans import (
     BY_TORCH,
     CPU,
     DEFAULT_GPU,
+    GATHERED,
     MATMUL_REDUCE_SCATTER,
     UNFUSED,
     KernelConfig,
@@ -149,6 +152,47 @@ def explain(problem: Problem, planner: Planner) -> RenderableType:
     return Group("\n".join(lines), _table(problem, choice, planner))
 
 
+def explain_collective(
+    kind: Kind, rows: int, columns: int, itemsize: int, world_size: int, gpu: str
+) -> RenderableType:
+    """The same of one of `agmm.collectives`, of the whole tensor."""
+    nbytes = rows * columns * itemsize
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+    lines = [f"{kind} of [{rows}, {columns}], {nbytes} bytes in all, {ranks} on {gpu}"]
+    if gpu == CPU or world_size == 1:
+        by = "a copy" if world_size == 1 else "agmm, through shared memory"
+        return Group(*lines, f"plan: {by}")
+    library, methods = "NCCL", collective_costs.methods(kind)
+    chosen: str = library
+    predicted: dict[str, float] = {}
+    if collective_costs.is_by_kernel(nbytes, world_size):
+        chosen = collective_costs.collective_method(kind, nbytes, world_size)
+    lines.append(f"plan: {chosen}")
+    if world_size <= collective_costs.MOST_RANKS:
+        limits = [
+            f"{method} to {_size(limit)}"
+            for method, limit in collective_costs.thresholds(kind, world_size)
+        ]
+        lines.append(f"why: {', '.join(limits)}, {library} beyond, as predicted")
+        for method in methods:
+            us = collective_costs.collective_us(kind, method, nbytes, world_size)
+            predicted[method] = us
+    else:
+        most = collective_costs.MOST_RANKS
+        lines.append(f"why: {world_size} ranks, agmm's kernels serve at most {most}")
+    predicted[library] = collective_costs.by_library_us(kind, nbytes, world_size, gpu)
+    table = plain_table("alternatives (predicted)")
+    table.add_column("plan", overflow="fold")
+    table.add_column("time", justify="right", no_wrap=True)
+    for name, us in sorted(predicted.items(), key=lambda pair: pair[1]):
+        table.add_row(name + (" (the plan)" if name == chosen else ""), duration(us))
+    return Group("\n".join(lines), whole(table))
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+
+
 def _call(problem: Problem) -> str:
     m, n, k = problem.m, problem.n, problem.k
     if problem.op == MATMUL_REDUCE_SCATTER:
@@ -200,11 +244,16 @@ def why(problem: Problem, choice: Choice, planner: Planner) -> str:
     if illegal is not None:
         return f"unfused, the kernels cannot compute it: {illegal}"
     row = choice.row
+    fused = [us for plan, us in planner.alternatives(problem) if plan.kernel and us is not None]
+    if choice.plan == GATHERED:
+        library = predict_us(problem, UNFUSED)
+        others = [] if library is None else [f"{duration(library)} by NCCL's gather"]
+        others += [f"{duration(min(fused))} fused"] if fused else []
+        return f"agmm's gather, then the library's matmul; {', '.join(others)}"
     if choice.plan == UNFUSED:
         if row is not None:
             return "unfused, it was measured to be the fastest"
-        times = [us for plan, us in planner.alternatives(problem) if plan.kernel and us is not None]
-        said = f", {duration(min(times))} fused" if times else ""
+        said = f", {duration(min(fused))} fused" if fused else ""
         return f"unfused is the fastest by {choice.source}{said}"
     if row is not None and row.unfused_us is not None:
         said = f"fused, the unfused path was measured at {duration(row.unfused_us)}"

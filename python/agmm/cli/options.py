@@ -75,6 +75,14 @@ class Op(str, Enum):
     matmul_reduce_scatter = "matmul_reduce_scatter"
 
 
+class ExplainedOp(str, Enum):
+    all_gather_matmul = "all_gather_matmul"
+    matmul_reduce_scatter = "matmul_reduce_scatter"
+    all_gather = "all_gather"
+    reduce_scatter = "reduce_scatter"
+    all_reduce = "all_reduce"
+
+
 class Layout(str, Enum):
     column = "column"
     row = "row"

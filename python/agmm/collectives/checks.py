@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from agmm.collectives.paths import Kind
 from agmm.errors import InvalidArgument
+from agmm.planning.cost_model.collectives import Kind
 
 
 def check_settings(async_op: Any, strict: Any) -> None:

@@ -16,12 +16,12 @@ from agmm.collectives.checks import (
     check_settings,
     shape_of_result,
 )
-from agmm.collectives.paths import Kind
 from agmm.collectives.run import start
 from agmm.collectives.work import Work
 from agmm.errors import InvalidArgument
 from agmm.ops.checks import check_operand
 from agmm.ops.library import library
+from agmm.planning.cost_model.collectives import Kind
 from agmm.runtime import groups
 from agmm.runtime.collectives import is_traced
 
@@ -185,8 +185,9 @@ def all_gather(
     """The tensors of all ranks, one after the other along ``dim``. Collective.
 
     Every rank of the group calls with the same shape, dtype and settings, in the same order, as
-    with any collective. On the CPU agmm moves any dtype through shared memory. On CUDA it is the
-    backend's collective (NCCL) as yet. Differentiable; the backward is `reduce_scatter` of the sum.
+    with any collective. agmm moves any dtype, on the CPU through shared memory, on Hopper by a
+    kernel through symmetric memory; on CUDA the backend's collective (NCCL) gathers more than 10
+    MiB. Differentiable; the backward is `reduce_scatter` of the sum.
 
     Args:
         x: [..., n, ...], of any shape, layout and number of elements; with no dimension it counts
@@ -198,7 +199,7 @@ def all_gather(
         async_op: return a `Work` once the call has its place among those of the group, and carry
             it out beside what follows. Has no gradient. What is traced is carried out at once.
         strict: raise `Unsupported` instead of leaving the call to the backend's collective, of
-            which agmm warns once for each reason on the CPU.
+            which agmm warns once for each reason but the size; of any size then it is agmm's.
 
     Returns:
         ``out`` or a new contiguous tensor [..., world_size * n, ...]; with ``async_op`` a `Work`,
@@ -257,10 +258,10 @@ def reduce_scatter(
 ) -> torch.Tensor | Work:
     """This rank's part along ``dim`` of the sum over the ranks of ``x``. Collective.
 
-    By agmm bf16, fp16, float32 and float64 on the CPU: summed in the order of the ranks, in float32
-    (float64 for float64), and rounded once, so the same call has the same bits every time. Others,
-    and those on CUDA as yet, by the backend's collective. Differentiable; the backward is
-    `all_gather`, divided by the world size for "avg".
+    By agmm bf16, fp16 and float32, on the CPU float64 too: summed in the order of the ranks, in
+    float32 (float64 for float64), and rounded once, so the same call has the same bits every time.
+    Others, and on CUDA more than 10 MiB of ``x``, by the backend's collective. Differentiable; the
+    backward is `all_gather`, divided by the world size for "avg".
 
     Args:
         x: [..., world_size * n, ...], of any shape with at least one dimension.

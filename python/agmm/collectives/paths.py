@@ -3,43 +3,72 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from agmm.errors import Unsupported
 from agmm.ops.checks import FLOATS
 from agmm.ops.paths import levels_to_caller
+from agmm.ops.small_collectives import SUMMED
+from agmm.planning.cost_model.collectives import (
+    MOST_BYTES,
+    MOST_RANKS,
+    Kind,
+    Method,
+    collective_method,
+)
+from agmm.runtime import symmetric
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 SHARED_MEMORY = "shared memory"
 """agmm's, between the processes of a host."""
+SYMMETRIC_MEMORY = "symmetric memory"
+"""agmm's kernels, between the GPUs of a host."""
 TORCH = "torch's collective"
 """By the group's backend: NCCL, gloo."""
 
 
 class Path(NamedTuple):
     by: str
-    """`SHARED_MEMORY` or `TORCH`."""
+    """`SHARED_MEMORY`, `SYMMETRIC_MEMORY` or `TORCH`."""
     reason: str
     """Why torch's; empty for agmm's own."""
     is_choice: bool = False
     """Whether torch's is what is meant to serve such calls, so that nobody is warned."""
+    method: Method | None = None
+    """Of agmm's kernels."""
 
 
-def choose(kind: Kind, x: torch.Tensor) -> Path:
+def choose(kind: Kind, x: torch.Tensor, world_size: int, *, strict: bool = False) -> Path:
     """The path of a collective of more than one rank and more than no element. The same on all
     ranks, as long as they call with the same shapes and dtypes.
 
     Args:
         x: what this rank sends.
+        strict: leave out what torch is the choice for.
     """
     if x.device.type == "cpu":
         reason = _why_not_in_shared_memory(kind, x)
         return Path(SHARED_MEMORY, "") if reason is None else Path(TORCH, reason)
-    if x.device.type == "cuda":
-        return Path(TORCH, f"{kind}: agmm has no kernel of it on CUDA as yet", is_choice=True)
-    return Path(TORCH, f"x: device {x.device}, agmm's own collectives want cpu")
+    if x.device.type != "cuda":
+        return Path(TORCH, f"x: device {x.device}, agmm's own collectives want cpu or cuda")
+    nbytes = x.nbytes * world_size if kind == "all_gather" else x.nbytes
+    if nbytes > MOST_BYTES and not strict:
+        reason = f"{kind}: {nbytes} bytes, torch's is taken for more than {MOST_BYTES}"
+        return Path(TORCH, reason, is_choice=True)
+    reason = _why_not_by_kernel(kind, x, world_size)
+    if reason is not None:
+        return Path(TORCH, reason)
+    return Path(SYMMETRIC_MEMORY, "", method=collective_method(kind, nbytes, world_size))
+
+
+def _why_not_by_kernel(kind: Kind, x: torch.Tensor, world_size: int) -> str | None:
+    if world_size > MOST_RANKS:
+        return f"group: {world_size} ranks, agmm's kernels serve at most {MOST_RANKS}"
+    if kind != "all_gather" and x.dtype not in SUMMED:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUMMED)
+        return f"x: dtype={x.dtype}, agmm's kernels sum {names}"
+    return symmetric.why_unfused(x.device)
 
 
 def _why_not_in_shared_memory(kind: Kind, x: torch.Tensor) -> str | None:

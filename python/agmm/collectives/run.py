@@ -8,9 +8,18 @@ import torch
 import torch.distributed as dist
 
 from agmm.collectives.checks import check_dim, check_op, check_out, shape_of_result
-from agmm.collectives.paths import SHARED_MEMORY, TORCH, Kind, Path, choose, leave_to_torch
+from agmm.collectives.paths import (
+    SHARED_MEMORY,
+    SYMMETRIC_MEMORY,
+    TORCH,
+    Path,
+    choose,
+    leave_to_torch,
+)
 from agmm.collectives.work import Work
 from agmm.errors import Unsupported
+from agmm.ops import small_collectives
+from agmm.planning.cost_model.collectives import Kind
 from agmm.runtime import cpu_collectives, groups, nan_check
 from agmm.runtime.background import Task
 from agmm.runtime.calls import Call
@@ -54,12 +63,17 @@ def start(
         return Work(lambda: found, lambda: True) if async_op else found
     if nan_check.active:
         nan_check.look_through(kind, "x", x, rank)
+    path = choose(kind, x, world_size, strict=strict)
+    if path.by == SYMMETRIC_MEMORY:
+        try:
+            return _by_kernel(kind, path, sent, target, finish, group, op, async_op)
+        except Unsupported as error:  # nothing was begun, on no rank
+            path = Path(TORCH, str(error))
     arguments: dict[str, str | int] = {} if kind == "all_gather" else {"op": op}
     if kind != "all_reduce":
         arguments["dim"] = dim
     call = Call(kind, x=x, **arguments)
     what = f"{kind} of {list(x.shape)} {x.dtype}, {arguments}"
-    path = choose(kind, x)
     if path.by == SHARED_MEMORY:
         jobs = {
             "all_gather": lambda: cpu_collectives.AllGather(rank, world_size, sent, target),
@@ -90,6 +104,30 @@ def start(
             return finish()
 
     return Work(wait, begun.is_completed) if async_op else wait()
+
+
+def _by_kernel(
+    kind: Kind,
+    path: Path,
+    sent: torch.Tensor,
+    target: torch.Tensor,
+    finish: Callable[[], torch.Tensor],
+    group: dist.ProcessGroup,
+    op: str,
+    async_op: bool,
+) -> Found:
+    assert path.method is not None
+    if not async_op:
+        small_collectives.call(kind, path.method, sent, target, group, is_average=op == "avg")
+        return finish()
+    begun = small_collectives.start(kind, path.method, sent, target, group, is_average=op == "avg")
+
+    def wait() -> torch.Tensor:
+        begun.wait()
+        with torch.no_grad():
+            return finish()
+
+    return Work(wait, begun.is_done)
 
 
 def _memory(

@@ -200,7 +200,8 @@ def all_gather_matmul(
         bias: [N], added to the product before it is rounded; for a list of weights one each (or
             None).
         config: a `KernelConfig` or its name to use instead of the chosen one, perhaps with a
-            transport (``KERNEL/pull``), or ``"unfused"``.
+            transport (``KERNEL/pull``); ``"gather"`` for agmm's gather and the library's matmul on
+            CUDA, at most 10 MiB gathered; or ``"unfused"``.
         strict: raise `Unsupported` instead of taking the unfused path
             (``all_gather_into_tensor`` + ``matmul``) with one warning.
         save_gathered: keep the gathered A for the backward of B, instead of A_shard, which takes

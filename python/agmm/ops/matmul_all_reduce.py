@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument, Unsupported
-from agmm.ops import scatter_cuda, scatter_plan
+from agmm.ops import scatter_cuda, scatter_plan, small_collectives
 from agmm.ops.autograd import MatmulAllReduce
 from agmm.ops.checks import check_operand, check_reducible
 from agmm.ops.library import library
 from agmm.ops.operands import autocast
 from agmm.ops.paths import fall_back
-from agmm.runtime import collectives, groups
+from agmm.runtime import groups
 from agmm.runtime.calls import Call
 from agmm.runtime.workspaces import cpu_workspace
 
@@ -45,7 +45,7 @@ def _impl(
         # Not a view: autograd refuses in-place ops on a Function's views.
         found: torch.Tensor = torch.ops.aten._unsafe_view(out, shape)
         return found
-    out = collectives.all_reduce(torch.matmul(A, B), group.group_name, call=call)
+    out = small_collectives.all_reduced(torch.matmul(A, B), group, call)
     return out if bias is None else out.add_(bias)
 
 
@@ -92,7 +92,7 @@ def _on_cuda(
     part = scatter_cuda.run([whole], [B], bias, group, 0, "sum", strict=True)
     if part is None:
         raise Unsupported("plan: found no kernel of this build that sends tiles, wanted one")
-    return collectives.start_all_gather(part, group.group_name, 0, call=call)()[: A.shape[0]]
+    return small_collectives.all_gathered(part, group, call)[: A.shape[0]]
 
 
 def _fake(
@@ -142,8 +142,9 @@ def matmul_all_reduce(
     (float64 for float64), in the order of the ranks, and rounded once; what goes to another rank on
     the way is rounded too. On Hopper, for bf16 and fp16 with N and K_local multiples of 8, it is
     the scatter of `matmul_reduce_scatter` in one kernel and an all-gather of the result, with the
-    same promise, where the cost model has that a tenth faster than a matmul and the backend's
-    all-reduce, as with some thousand rows; else these.
+    same promise, where the cost model has that a tenth faster than a matmul and an all-reduce, as
+    with some thousand rows; else these. The all-reduce is agmm's where that is meant to serve it
+    (`agmm.collectives.all_reduce`), with the same bits on all ranks, else the backend's.
 
     Differentiable once. The gradient of ``out`` is taken to be the same on all ranks, as it is
     where all of them compute the same from ``out``, so the backward communicates nothing: ``dA =

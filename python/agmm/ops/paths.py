@@ -8,12 +8,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from agmm.errors import InvalidArgument, Unsupported
+from agmm.ops import small_collectives
 from agmm.ops.checks import FLOATS, check_gatherable
 from agmm.ops.prepare import prepare
 from agmm.planning import call_plans, legality, plans
@@ -87,13 +88,19 @@ def unfused(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     call = Call("all_gather_matmul", A_shard=A_shard, B=Bs, gather_dim=gather_dim)
     A = start_all_gather(A_shard, group.group_name, gather_dim, call=call)()
+    return A, _products(A, Bs, biases)
+
+
+def _products(
+    A: torch.Tensor, Bs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
     outs = []
     rows = A.flatten(0, -2)
     for B, bias in zip(Bs, biases, strict=True):
         # One rounding, of product and bias together, as the fused path has it.
         out = torch.mm(rows, B) if bias is None else torch.addmm(bias, rows, B)
         outs.append(torch.ops.aten._unsafe_view(out, (*A.shape[:-1], B.shape[1])))
-    return A, outs
+    return outs
 
 
 Outs = tuple[torch.Tensor | None, list[torch.Tensor]]
@@ -117,7 +124,26 @@ class _CpuCall(NamedTuple):
         return fused_cpu(A_shard, Bs, biases, group, self.return_A)
 
 
-_Kept = _CpuCall | FusedCall | Callable[..., Outs]
+class _GatherCall(NamedTuple):
+    """An all-gather by agmm's kernel, then the library's matmul."""
+
+    group: weakref.ReferenceType[dist.ProcessGroup]
+    return_A: bool
+
+    def __call__(
+        self,
+        A_shard: torch.Tensor,
+        Bs: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+    ) -> Outs:
+        group = self.group()
+        assert group is not None
+        groups.check_alive(group)
+        A = small_collectives.gather(A_shard, group)
+        return (A if self.return_A else None), _products(A, Bs, biases)
+
+
+_Kept = _CpuCall | _GatherCall | FusedCall | Callable[..., Outs]
 
 # The calls that were found to be legal for the fused path; they end with their group.
 _fused_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Kept]]
@@ -125,10 +151,16 @@ _fused_calls = weakref.WeakKeyDictionary()
 
 nan_check.on_change(_fused_calls.clear)
 
+_BY_LIBRARY = (plans.UNFUSED.name, plans.GATHERED.name)
+"""Configs whose matmul is the library's."""
+
 _MAX_FUSED_CALLS = 4096  # per group
 
 
-def looking(call: FusedCall, group: dist.ProcessGroup) -> FusedCall | Callable[..., Outs]:
+_Sending = TypeVar("_Sending", FusedCall, _GatherCall)
+
+
+def looking(call: _Sending, group: dist.ProcessGroup) -> _Sending | Callable[..., Outs]:
     """The call, which looks for NaNs in its shard first where that was asked for."""
     rank = dist.get_rank(group)
 
@@ -187,7 +219,7 @@ def _run_anew(
     groups.check_alive(group)
     check_gatherable(A_shard, Bs, biases, gather_dim, group.size())
     try:
-        kernel, transport = plans.parse_config("" if config == "unfused" else config)
+        kernel, transport = plans.parse_config("" if config in _BY_LIBRARY else config)
     except ValueError as error:
         raise InvalidArgument(str(error)) from None
     reason = why_unfused(A_shard, Bs, gather_dim, config)
@@ -197,10 +229,24 @@ def _run_anew(
         and call_plans.prefers_unfused(A_shard, Bs, group, return_A=return_A)
     ):
         reason, config = "plan: the unfused path is faster", "unfused"
+    is_kept = True
+    if reason is None and config == plans.GATHERED.name:
+        reason = _why_not_gathered(A_shard, group)
+    elif (
+        reason is None
+        and may_choose
+        and call_plans.prefers_gather(A_shard, Bs, group, return_A=return_A)
+    ):
+        is_kept = _why_not_gathered(A_shard, group) is None
+        if is_kept:
+            config = plans.GATHERED.name
+        # Else it is captured before the gather has memory: fused this time.
     if reason is None:
         try:
-            if A_shard.device.type == "cpu":
-                call: _Kept = _CpuCall(weakref.ref(group), return_A)
+            if config == plans.GATHERED.name:
+                call: _Kept = looking(_GatherCall(weakref.ref(group), return_A), group)
+            elif A_shard.device.type == "cpu":
+                call = _CpuCall(weakref.ref(group), return_A)
             else:
                 workspace = cuda_workspace(group, A_shard.device)
                 call = looking(
@@ -218,15 +264,23 @@ def _run_anew(
         except Unsupported as error:
             reason = str(error)
         else:
-            calls = _fused_calls.setdefault(group, {})
-            if len(calls) >= _MAX_FUSED_CALLS:
-                calls.clear()
-            calls[key] = call
+            if is_kept:
+                calls = _fused_calls.setdefault(group, {})
+                if len(calls) >= _MAX_FUSED_CALLS:
+                    calls.clear()
+                calls[key] = call
             return found
     if config != "unfused":
         fall_back(reason, strict)
     A, outs = unfused(A_shard, Bs, biases, group, gather_dim)
     return (A if return_A else None), outs
+
+
+def _why_not_gathered(A_shard: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+    """The reason why agmm's kernel cannot gather what could be fused, or None."""
+    if A_shard.device.type != "cuda":
+        return f"config: {plans.GATHERED.name} was asked for on {A_shard.device}, it wants cuda"
+    return small_collectives.why_not("all_gather", A_shard, group)
 
 
 def fused_cpu(

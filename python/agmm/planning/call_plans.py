@@ -111,6 +111,13 @@ def prefers_unfused(
     return call_plan(A_shard, Bs, group, return_A=return_A) == plans.UNFUSED
 
 
+def prefers_gather(
+    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, return_A: bool
+) -> bool:
+    """Whether it is faster by agmm's gather and the library's matmul."""
+    return call_plan(A_shard, Bs, group, return_A=return_A) == plans.GATHERED
+
+
 @cache
 def _lone_planner(device: torch.device) -> Planner:
     gpu, _ = device_facts(device)

@@ -21,6 +21,7 @@ from agmm.planning.plans import (
     BY_TORCH,
     CPU,
     FUSED_DTYPES,
+    GATHERED,
     MATMUL_REDUCE_SCATTER,
     MAX_COLUMN_CHUNKS,
     MAX_PUSH_PARTS,
@@ -179,6 +180,8 @@ def predict_us(problem: Problem, plan: Plan) -> float | None:
         return of[by_torch](problem)
     if plan == UNFUSED:
         return cost_model.unfused_us(problem)
+    if plan == GATHERED:
+        return cost_model.gathered_us(problem)
     assert plan.kernel is not None
     sm_push = SmPush.parse(plan.transport)
     if sm_push is not None:

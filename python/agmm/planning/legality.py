@@ -12,6 +12,7 @@ from agmm.planning.plans import (
     BY_TORCH,
     CPU,
     FUSED_DTYPES,
+    GATHERED,
     MATMUL_REDUCE_SCATTER,
     MAX_PUSH_RANKS,
     MAX_SCATTER_TILES,
@@ -70,6 +71,8 @@ def why_illegal(problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]) -
         return why_scatter_illegal(problem, plan, kernels)
     if plan == UNFUSED:
         return None
+    if plan == GATHERED:
+        return cost_model.why_not_gathered(problem)
     if plan.chunks_per_shard < 1:
         return f"plan: found {plan.chunks_per_shard} chunks per shard, wanted at least 1"
     if problem.gpu == CPU:

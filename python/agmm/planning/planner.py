@@ -29,6 +29,7 @@ from agmm.planning.plans import (
     BY_TORCH,
     CPU,
     FUSED_DTYPES,
+    GATHERED,
     MATMUL_REDUCE_SCATTER,
     UNFUSED,
     KernelConfig,
@@ -43,11 +44,19 @@ _MAX_PLANS = 4096
 _MAX_FAMILIES = 512
 """What a planner remembers: plans, and problems that differ in more than M."""
 
+_WITHOUT_GATHER = "0.1."
+"""Versions of agmm whose unfused plan had only the library's gather to take."""
+
 _GATHER_VARIES = 0.2
 _STEADY_GATHER_BYTES = 4e6
 """The model takes the unfused plan where the fused ones take longer than it by more than so much of
 its all-gather: that of more bytes than these varies from run to run. With fewer it takes its
 latency, which is steady."""
+
+
+_GATHERED_GAIN = 0.9
+"""A gather by agmm's kernel before the matmul has to save a tenth of a fused call: nobody has
+measured them beside each other."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ class _Here:
         self.problem = problem
         self.at = At(problem)
         self._fastest: tuple[tuple[Plan, float] | None] | None = None
-        self._unfused_us: float | None = None
+        self._unfused: tuple[Plan, float] | None = None
         self._of_rows: dict[int, tuple[Plan, float]] = {}
         self.between: tuple[list[TunedRow], _Found, _Found] | None = None
         """The last choice between rows: these, the model's favourite, and what was found."""
@@ -103,10 +112,15 @@ class _Here:
             found = self._of_rows[id(kept)] = kept.here(self.at)
         return found
 
-    def unfused_us(self) -> float:
-        if self._unfused_us is None:
-            self._unfused_us = cost_model.unfused_us(self.problem)
-        return self._unfused_us
+    def unfused(self) -> tuple[Plan, float]:
+        """The faster of the plans with the library's matmul, and its time by the cost model."""
+        if self._unfused is None:
+            self._unfused = UNFUSED, cost_model.unfused_us(self.problem)
+            if cost_model.why_not_gathered(self.problem) is None:
+                gathered_us = cost_model.gathered_us(self.problem)
+                if gathered_us < self._unfused[1]:
+                    self._unfused = GATHERED, gathered_us
+        return self._unfused
 
 
 class _Found(NamedTuple):
@@ -195,6 +209,11 @@ class Planner:
         for which, only_fused in ((0, fused), (1, fused_of_twin)):
             kept = family.rows[which].usable(here.at, problem.m, only_fused)
             if kept is not None:
+                if kept.row.plan == UNFUSED and kept.row.agmm.startswith(_WITHOUT_GATHER):
+                    plan, us = here.unfused()
+                    if plan == GATHERED:
+                        source = f"cost model, against what was {kept.source}"
+                        return _Found(plan, source, us)
                 own_row = kept.row if which == 0 else None
                 return _Found(kept.row.plan, kept.source, None, own_row)
         for which, only_fused in ((0, fused), (1, fused_of_twin)):
@@ -227,11 +246,11 @@ class Planner:
             measured = kept.row.us / there_us
             if plan_here.transport != kept.row.plan.transport:
                 measured = max(1.0, measured)  # it says little of another plan
-            ratios.append((kept.row.plan == UNFUSED, measured))
+            ratios.append((kept.row.plan.kernel is None, measured))
             rated.append((here_us * measured, plan_here))
         assert favourite.us is not None
         best_us, best = min(rated, key=lambda pair: pair[0])
-        is_unfused = favourite.plan == UNFUSED
+        is_unfused = favourite.plan.kernel is None
         alike = [ratio for of_unfused, ratio in ratios if of_unfused == is_unfused]
         alike = alike or [ratio for _, ratio in ratios]
         mean = sum(alike) / len(alike)
@@ -316,8 +335,8 @@ class Planner:
         return _Found(plan, "cost model", us)
 
     def alternatives(self, problem: Problem) -> list[tuple[Plan, float | None]]:
-        """`usual_plans` of each kernel and the unfused plan, or `scatter_plans`, with predicted µs,
-        fastest first."""
+        """`usual_plans` of each kernel and those with the library's matmul, or `scatter_plans`;
+        with predicted µs, fastest first."""
         plans = [UNFUSED]
         if problem.op == MATMUL_REDUCE_SCATTER:
             plans = scatter_plans(problem, self.scatter_kernels)
@@ -325,6 +344,8 @@ class Planner:
             plans.insert(0, Plan("push"))
         elif why_unfused(problem.dtype, problem.n, problem.k) is None:
             plans += [plan for kernel in self.kernels for plan in usual_plans(problem, kernel)]
+            if cost_model.why_not_gathered(problem) is None:
+                plans.append(GATHERED)
         timed = [(plan, predict_us(problem, plan)) for plan in plans]
         return sorted(timed, key=lambda pair: (pair[1] is None, pair[1] or 0.0))
 
@@ -344,6 +365,12 @@ class Planner:
             gathered = problem.m * problem.k * cost_model.ELEMENT_BYTES
             varies = _GATHER_VARIES if gathered > _STEADY_GATHER_BYTES else 0.0
             margin_us = varies * cost_model.all_gather_us(problem)
-            if fused or best[1] <= here.unfused_us() + margin_us:
+            unfused, unfused_us = here.unfused()
+            if unfused == GATHERED:  # whose time does not vary
+                is_faster = best[1] <= unfused_us / _GATHERED_GAIN
+            else:
+                is_faster = best[1] <= unfused_us + margin_us
+            if fused or is_faster:
                 return _Found(best[0], "cost model", best[1])
-        return _Found(UNFUSED, "cost model", here.unfused_us())
+        plan, us = here.unfused()
+        return _Found(plan, "cost model", us)

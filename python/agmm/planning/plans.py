@@ -248,9 +248,11 @@ class Plan:
 
     ``transport`` is ``"push"`` or ``"pull"`` (copy engine; on the CPU ``"push"`` by the copy
     thread), the name of an `SmPush`, ``"unfused"``: all-gather, then matmul, or matmul, then
-    reduce-scatter, or ``"torch"``: torch's fused matmul + reduce-scatter. The kernel of a
-    "matmul_reduce_scatter" on a GPU pushes tiles. ``kernel`` is None where it is not agmm's.
-    ``chunks_per_shard`` is the number of row chunks of each shard; more than 1 on the CPU only.
+    reduce-scatter, by the group's backend and the library, ``"gather"``: all-gather by agmm's
+    kernel, then the library's matmul, or ``"torch"``: torch's fused matmul + reduce-scatter. The
+    kernel of a "matmul_reduce_scatter" on a GPU pushes tiles. ``kernel`` is the matmul's, None
+    where it is not agmm's. ``chunks_per_shard`` is the number of row chunks of each shard; more
+    than 1 on the CPU only.
     """
 
     transport: str
@@ -268,6 +270,7 @@ class Plan:
 
 
 UNFUSED = Plan("unfused")
+GATHERED = Plan("gather")
 BY_TORCH = Plan("torch")
 
 

@@ -11,7 +11,15 @@ from agmm.planning import cost_model
 from agmm.planning.cost_model import At
 from agmm.planning.heuristics import has_model, predict_us
 from agmm.planning.legality import built_as, free_of, splits_that_fit, why_illegal
-from agmm.planning.plans import UNFUSED, KernelConfig, Plan, Problem, Row, SmPush
+from agmm.planning.plans import (
+    GATHERED,
+    UNFUSED,
+    KernelConfig,
+    Plan,
+    Problem,
+    Row,
+    SmPush,
+)
 from agmm.planning.search import SplitKernel
 
 _NEIGHBOUR_FACTOR = 4
@@ -65,6 +73,8 @@ class TunedRow:
     def is_legal(self, at: At) -> bool:
         """See `why_illegal`."""
         kernel, built = self.kernel, self._built
+        if self.row.plan == GATHERED:
+            return cost_model.why_not_gathered(at.problem) is None
         if not self._is_legal or kernel is None or built is None:
             return self._is_legal
         k, blocks, workers = at.problem.k, at.blocks(built.tiling), built.tiling.workers
@@ -89,7 +99,8 @@ class TunedRow:
         cuts whole tiles of a shard says nothing about shards that end inside them."""
         plan, kernel, push = self.row.plan, self.kernel, self.push
         if kernel is None:
-            return plan, cost_model.unfused_us(at.problem)
+            by = cost_model.gathered_us if plan == GATHERED else cost_model.unfused_us
+            return plan, by(at.problem)
         load, transport = at.load(kernel.tiling), plan.transport
         if push is None:
             us = kernel.copied_us(at, load, transport)
@@ -137,7 +148,7 @@ class TunedRows:
     def usable(self, at: At, m: int, fused: bool) -> TunedRow | None:
         """The row of that M which may serve, without the unfused plan where ``fused``."""
         for row in self._rows.get(m, ()):
-            if not (fused and row.row.plan == UNFUSED) and row.is_legal(at):
+            if not (fused and row.row.plan in (UNFUSED, GATHERED)) and row.is_legal(at):
                 return row
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from agmm import _core
 from agmm.runtime.cuda_calls import stream_of
@@ -16,11 +17,88 @@ ELEMENTS = {
 """What sums are made of. Anything is gathered."""
 
 
+SLOT_BYTES = 32 << 20
+"""Of every workspace, which no call makes grow: an all-reduce of 16 MiB takes one launch, a larger
+one several. So all calls but a group's first can be captured."""
+
+
+class CudaBackground:
+    """A collective that was enqueued on a stream of its own."""
+
+    def __init__(self, device: torch.device, sent: torch.Tensor, out: torch.Tensor) -> None:
+        """To be made behind the call, with its stream as the current one."""
+        stream = torch.cuda.current_stream(device)
+        self._device = device
+        self._is_captured = torch.cuda.is_current_stream_capturing()
+        self._done = torch.cuda.Event()
+        self._done.record(stream)
+        self._is_over = False  # of a capture, beyond which its events mean nothing
+        self._kept: tuple[torch.Tensor, ...] = ()
+        if self._is_captured:
+            self._kept = sent, out
+        else:
+            for tensor in (sent, out):  # whose memory may be freed before it ends
+                tensor.record_stream(stream)
+
+    def wait(self) -> None:
+        """The current stream waits for it."""
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+        self._is_over = self._is_captured
+        self._kept = ()
+
+    def is_done(self) -> bool:
+        return not self._is_captured and self._done.query()
+
+    def precede(self) -> bool:
+        """See `agmm.runtime.groups.Background`. The order of eager calls and replays is the
+        caller's."""
+        is_capturing = torch.cuda.is_current_stream_capturing()
+        if self._is_over or (self._is_captured and not is_capturing):
+            return False
+        if is_capturing and not self._is_captured:
+            return True
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+        return not self.is_done()
+
+
 class CollectivesWorkspace(SymmetricWorkspace):
     """The slots through which the ranks of a group send each other data. Calls of all sizes fit."""
 
     _core_class = _core.CudaCollectives
-    _granule = 32 << 20
+    _granule = SLOT_BYTES
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._stream: torch.cuda.Stream | None = None  # of calls in the background
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a call takes no step on the host that other ranks see. The same on all ranks."""
+        return self.slot_bytes > 0
+
+    def start(
+        self,
+        op: _core.CollectiveOp,
+        method: _core.CollectiveMethod,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        is_average: bool = False,
+    ) -> CudaBackground:
+        """`call` behind the current stream, on another one. Later calls of the group come behind
+        it, whatever their streams: else a matmul that fills the GPU and waits for a peer could
+        keep this one from running, and this one the peer's matmul.
+        """
+        with self.lock:
+            self.ensure(SLOT_BYTES)  # may raise, with nothing forked yet
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self.device)
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._stream):
+                self.call(op, method, x, out, is_average=is_average)
+                background = CudaBackground(self.device, x, out)
+            self.known.background = background
+            return background
 
     def call(
         self,
@@ -45,7 +123,7 @@ class CollectivesWorkspace(SymmetricWorkspace):
         """
         with self.lock:
             self.known.calls += 1
-            buffers = self.enter(self._granule)
+            buffers = self.enter(SLOT_BYTES)
             count = out.numel() if op == _core.CollectiveOp.reduce_scatter else x.numel()
             element = ELEMENTS.get(x.dtype)
             if op == _core.CollectiveOp.all_gather:

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,15 @@ def host_id() -> str:
     return _BOOT_ID.read_text().strip()
 
 
+class Background(Protocol):
+    """A call on a stream of its own."""
+
+    def precede(self) -> bool:
+        """Whatever is enqueued on the current stream from now on comes behind it. Returns whether
+        others may still have to."""
+        ...
+
+
 class Group:
     """What this process keeps of one group object; it ends with it. See `of`."""
 
@@ -56,6 +65,9 @@ class Group:
         """How many calls this process has begun in the group."""
         self.call: tuple[int, object] | None = None
         """The tag of the call under way on the CPU, and in words what it is."""
+        self.background: Background | None = None
+        """The last one on CUDA that was not seen to end; later calls of the group come behind it.
+        Under `lock`."""
         self._token = ""
         self._exchanges = 0
         self._hosts: list[str] | None = None

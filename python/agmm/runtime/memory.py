@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agmm import _core
 from agmm.errors import InvalidArgument, Unsupported
-from agmm.runtime import groups, workspaces
+from agmm.runtime import cpu_collectives, groups, workspaces
 
-_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", *_COLLECTIVES)
 
 
 def workspace_bytes(
@@ -23,22 +24,25 @@ def workspace_bytes(
 
     Args:
         shape: for "all_gather_matmul" of A_shard, [M_local, ..., K]; for "matmul_reduce_scatter"
-            and "matmul_all_reduce" of ``A @ B``, [M, ..., N], before it is scattered.
+            and "matmul_all_reduce" of ``A @ B``, [M, ..., N], before it is scattered; for those of
+            `agmm.collectives` of ``x``.
         dtype: of the operands.
         world_size: number of ranks.
-        op: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce". The parts of the
-            latter two come from all other ranks, of 8192 rows at a time.
+        op: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce", whose parts come
+            from all other ranks, of 8192 rows at a time; "all_gather", "reduce_scatter" or
+            "all_reduce", of `agmm.collectives`, whose slots hold 2 MiB at most.
 
     Returns:
         What to pass to `reserve`, the largest of all calls. A workspace has two slots on each rank.
         On a GPU it also has places for two staged shards and one of the backward, so it takes
         ``(2 + 3 / world_size)`` times as much, and up to 64 MiB more, since slots grow in steps of
         32 MiB. "matmul_reduce_scatter" and "matmul_all_reduce" share memory of their own there,
-        one slot on each rank, which grows in steps of 8 MiB for each other rank.
+        one slot on each rank, which grows in steps of 8 MiB for each other rank. Those of
+        `agmm.collectives` share 72 MiB there, whatever the size.
 
     Raises:
-        InvalidArgument: a size below 0, a world size below 1, no dtype, another op, or rows of a
-            scatter that are no multiple of the world size.
+        InvalidArgument: a size below 0, a world size below 1, no dtype, another op, or what is
+            scattered is no multiple of the world size.
     """
     if not isinstance(dtype, torch.dtype):
         raise InvalidArgument(f"dtype: found {dtype!r}, wanted a torch.dtype")
@@ -50,6 +54,8 @@ def workspace_bytes(
         raise InvalidArgument(f"shape: found {tuple(shape)}, wanted sizes >= 0")
     if op == "all_gather_matmul":
         return world_size * prod(shape) * dtype.itemsize
+    if op in _COLLECTIVES:
+        return _collective_bytes(prod(shape), dtype, world_size, op)
     rows, is_scatter = prod(shape[:-1]), op == "matmul_reduce_scatter"
     if len(shape) < 2 or (is_scatter and rows % world_size):
         also = f", and rows that are a multiple of the world size {world_size}"
@@ -69,6 +75,25 @@ def workspace_bytes(
     return max(of_cpu, *whole_tiles, 0)
 
 
+def _collective_bytes(numbers: int, dtype: torch.dtype, world_size: int, op: str) -> int:
+    if op == "reduce_scatter" and numbers % world_size:
+        raise InvalidArgument(
+            f"shape: found {numbers} elements, wanted a multiple of the world size {world_size}"
+        )
+    if world_size == 1 or numbers == 0:
+        return 0
+    sent = torch.empty(numbers, dtype=dtype, device="meta")
+    job: cpu_collectives.Job
+    if op == "all_gather":
+        job = cpu_collectives.AllGather(0, world_size, sent, sent)
+    elif op == "reduce_scatter":
+        part = sent[: numbers // world_size]
+        job = cpu_collectives.ReduceScatter(0, world_size, sent, part, False)
+    else:
+        job = cpu_collectives.AllReduce(0, world_size, sent, sent, False)
+    return job.slot_bytes()
+
+
 def reserve(
     group: dist.ProcessGroup | DeviceMesh | str | None,
     nbytes: int,
@@ -86,7 +111,9 @@ def reserve(
         group: process group, its name or a 1-D DeviceMesh; the default group when None.
         nbytes: see `workspace_bytes`; the same on all ranks.
         device: None: the current GPU where the group has NCCL, else the CPU.
-        op: whose memory; "matmul_reduce_scatter" and "matmul_all_reduce" have their own on a GPU.
+        op: whose memory. On a GPU "matmul_reduce_scatter" and "matmul_all_reduce" have their own;
+            so have "all_gather", "reduce_scatter" and "all_reduce", of one size whatever ``nbytes``
+            is, which small calls of the ops with a matmul use too.
 
     Raises:
         Unsupported: the group cannot have such buffers (ranks on several hosts, GPUs that do not
@@ -106,7 +133,11 @@ def reserve(
     reason = symmetric.why_unfused(on)
     if reason is not None:
         raise Unsupported(reason)
-    if op != "all_gather_matmul":
+    if op in _COLLECTIVES:
+        from agmm.runtime.cuda_collectives import SLOT_BYTES
+
+        workspaces.collectives_workspace(found, on).ensure(SLOT_BYTES)
+    elif op != "all_gather_matmul":
         workspace = workspaces.scatter_workspace(found, on)
         workspace.ensure(-(-nbytes // max(1, workspace.world_size - 1)))
     else:
@@ -140,6 +171,7 @@ def release(
             workspaces.scatter_workspace(found, on),
             workspaces.gather_copies(found, on),
             workspaces.scatter_copies(found, on),
+            workspaces.collectives_workspace(found, on),
         )
         for workspace in of_group:  # before any is released
             workspace.check_no_graphs()

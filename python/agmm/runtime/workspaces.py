@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from agmm.runtime.copies import GatherCopies, ScatterCopies
     from agmm.runtime.cpu import CpuWorkspace
     from agmm.runtime.cuda import CudaWorkspace
+    from agmm.runtime.cuda_collectives import CollectivesWorkspace
     from agmm.runtime.cuda_scatter import ScatterWorkspace
 
 _Workspace = TypeVar("_Workspace")
@@ -34,6 +35,8 @@ _gather_copies: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, GatherCop
 _gather_copies = weakref.WeakKeyDictionary()
 _scatter_copies: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, ScatterCopies]]
 _scatter_copies = weakref.WeakKeyDictionary()
+_collectives: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, CollectivesWorkspace]]
+_collectives = weakref.WeakKeyDictionary()
 
 
 def cpu_workspace(group: dist.ProcessGroup) -> CpuWorkspace:
@@ -100,6 +103,17 @@ def scatter_workspace(group: dist.ProcessGroup, device: torch.device) -> Scatter
         from agmm.runtime.cuda_scatter import ScatterWorkspace
 
         workspace = _kept(_scatter_workspaces, ScatterWorkspace, group, device)
+    return workspace
+
+
+def collectives_workspace(group: dist.ProcessGroup, device: torch.device) -> CollectivesWorkspace:
+    """The same for collectives without a matmul."""
+    by_device = _collectives.get(group)
+    workspace = None if by_device is None else by_device.get(device.index)
+    if workspace is None:
+        from agmm.runtime.cuda_collectives import CollectivesWorkspace
+
+        workspace = _kept(_collectives, CollectivesWorkspace, group, device)
     return workspace
 
 

@@ -9,11 +9,13 @@ longer. A matmul that computes for long loses its clock.
 
 The constants of a GPU stand in ``tables/<gpu>.json``, with where they come from. `matmul` serves
 every op, `gather` the fused all-gather -> matmul, `scatter` the
-fused matmul -> reduce-scatter, `libraries` the calls that agmm's replace.
+fused matmul -> reduce-scatter, `libraries` the calls that agmm's replace, `collectives` those
+without a matmul.
 """
 
 from __future__ import annotations
 
+from agmm.planning.cost_model.collectives import gathered_us, why_not_gathered
 from agmm.planning.cost_model.gather import (
     At,
     arrival_us,
@@ -36,13 +38,13 @@ from agmm.planning.cost_model.libraries import (
     fused_matmul_reduce_scatter_us,
     is_gather_by_copies,
     is_reduce_scatter_fused,
-    matmul_all_reduce_us,
     matmul_reduce_scatter_us,
     unfused_us,
 )
 from agmm.planning.cost_model.matmul import Load, Tiling, is_b_in_l2, matmul_us
 from agmm.planning.cost_model.scatter import (
     is_all_reduce_scattered,
+    matmul_all_reduce_us,
     scatter_tiles,
     tile_push_scatter_us,
 )
@@ -61,6 +63,7 @@ __all__ = [
     "default_scatter_kernels",
     "fused_matmul_reduce_scatter_us",
     "fused_us",
+    "gathered_us",
     "is_all_reduce_scattered",
     "is_b_in_l2",
     "is_gather_by_copies",
@@ -75,4 +78,5 @@ __all__ = [
     "straddles",
     "tile_push_scatter_us",
     "unfused_us",
+    "why_not_gathered",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants
+from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, Constants, constants
 from agmm.planning.cost_model.matmul import (
     arithmetic_us,
     lost_clock_us,
@@ -24,8 +24,12 @@ def _shard_bytes(problem: Problem) -> int:
 
 def all_gather_us(problem: Problem) -> float:
     """Predicted time of the library's all-gather of A in µs."""
-    c = constants(problem.gpu)
     received = (problem.world_size - 1) * _shard_bytes(problem)
+    return library_all_gather_us(constants(problem.gpu), received)
+
+
+def library_all_gather_us(c: Constants, received: float) -> float:
+    """Of so many bytes that a rank receives."""
     if received < c.small_gather_mb * 1e6:
         return c.small_gather_us + received / (c.small_gather_gb_per_s * 1e3)
     return c.all_gather_us + received / (c.all_gather_gb_per_s * 1e3)
@@ -44,17 +48,13 @@ def _scattered_bytes(problem: Problem) -> float:
 def matmul_reduce_scatter_us(problem: Problem) -> float:
     """Predicted time of the matmul, then NCCL's reduce-scatter of its rows, in µs. m, n and k are
     those of the matmul that each rank makes."""
-    c = constants(problem.gpu)
-    sent = _scattered_bytes(problem) / (c.reduce_scatter_gb_per_s * 1e3)
-    return matmul_us(problem) + c.reduce_scatter_us + sent
+    sent = _scattered_bytes(problem)
+    return matmul_us(problem) + library_reduce_scatter_us(constants(problem.gpu), sent)
 
 
-def matmul_all_reduce_us(problem: Problem) -> float:
-    """Predicted time of the matmul, then NCCL's all-reduce: taken to send as its reduce-scatter and
-    its all-gather do one after the other, with the latency of the first. Not measured."""
-    c = constants(problem.gpu)
-    gathered = _scattered_bytes(problem) / (c.all_gather_gb_per_s * 1e3)
-    return matmul_reduce_scatter_us(problem) + gathered
+def library_reduce_scatter_us(c: Constants, sent: float) -> float:
+    """Of so many bytes that a rank sends."""
+    return c.reduce_scatter_us + sent / (c.reduce_scatter_gb_per_s * 1e3)
 
 
 def fused_matmul_reduce_scatter_us(problem: Problem) -> float:

@@ -6,9 +6,9 @@ from functools import lru_cache
 from math import ceil
 
 from agmm import _core
+from agmm.planning.cost_model.collectives import fastest_us
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants
-from agmm.planning.cost_model.libraries import all_gather_us, matmul_all_reduce_us
-from agmm.planning.cost_model.matmul import lost_clock_us
+from agmm.planning.cost_model.matmul import lost_clock_us, matmul_us
 from agmm.planning.plans import KernelConfig, Problem
 
 
@@ -44,12 +44,18 @@ def tile_push_scatter_us(problem: Problem, kernel: KernelConfig) -> float:
     return c.scatter_us + max(multiplied_us, linked_us)
 
 
+def matmul_all_reduce_us(problem: Problem) -> float:
+    """Predicted time of the matmul, then an all-reduce, by agmm or NCCL. Not measured."""
+    nbytes = problem.m * problem.n * ELEMENT_BYTES
+    return matmul_us(problem) + fastest_us("all_reduce", nbytes, problem)
+
+
 @lru_cache(maxsize=4096)
 def is_all_reduce_scattered(problem: Problem, kernel: KernelConfig) -> bool:
-    """Whether a matmul + all-reduce is to be a scatter by this kernel and the library's all-gather
-    of the result, rather than a matmul and the library's all-reduce: where it is predicted to save
-    a tenth, since nobody has measured them beside each other. m is a multiple of the ranks."""
-    gather_us = all_gather_us(problem._replace(k=problem.n))  # of a tensor as large as the result
+    """Whether a matmul + all-reduce is to be a scatter by this kernel and an all-gather of the
+    result, rather than a matmul and an all-reduce: where it is predicted to save a tenth, since
+    nobody has measured them beside each other. m is a multiple of the ranks."""
+    gather_us = fastest_us("all_gather", problem.m * problem.n * ELEMENT_BYTES, problem)
     scattered_us = tile_push_scatter_us(problem, kernel) + gather_us
     return scattered_us < _ALL_REDUCE_GAIN * matmul_all_reduce_us(problem)
 

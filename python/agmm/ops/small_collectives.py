@@ -1,0 +1,136 @@
+"""Collectives by agmm's kernels on CUDA: for `agmm.collectives`, and before or behind a matmul of
+few rows, which hides none."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+
+from agmm import _core
+from agmm.errors import Unsupported
+from agmm.planning.cost_model.collectives import Kind, Method, collective_method, is_by_kernel
+from agmm.runtime import collectives, groups, nan_check, symmetric
+from agmm.runtime.calls import Call
+from agmm.runtime.cuda_collectives import ELEMENTS, CudaBackground
+from agmm.runtime.group_gpus import group_facts
+from agmm.runtime.workspaces import collectives_workspace
+
+SUMMED = tuple(ELEMENTS)
+"""The dtypes of sums. Anything is gathered."""
+
+_OPS: dict[Kind, _core.CollectiveOp] = {
+    "all_gather": _core.CollectiveOp.all_gather,
+    "reduce_scatter": _core.CollectiveOp.reduce_scatter,
+    "all_reduce": _core.CollectiveOp.all_reduce,
+}
+_METHODS: dict[Method, _core.CollectiveMethod] = {
+    "one_shot": _core.CollectiveMethod.one_shot,
+    "two_shot": _core.CollectiveMethod.two_shot,
+    "blocks": _core.CollectiveMethod.blocks,
+}
+
+
+def _core_method(
+    method: Method, group: dist.ProcessGroup, device: torch.device
+) -> _core.CollectiveMethod:
+    """As the links allow: a packet has to arrive as a whole, which only NVLink is known to do."""
+    has_nvlink = group_facts(group, device).peer_atomics
+    return _METHODS[method if has_nvlink else "blocks"]
+
+
+def call(
+    kind: Kind,
+    method: Method,
+    sent: torch.Tensor,
+    out: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    is_average: bool = False,
+) -> None:
+    """Enqueue one. Collective; arguments and errors as those of `CollectivesWorkspace.call`."""
+    core_method = _core_method(method, group, sent.device)
+    workspace = collectives_workspace(group, sent.device)
+    workspace.call(_OPS[kind], core_method, sent, out, is_average=is_average)
+
+
+def start(
+    kind: Kind,
+    method: Method,
+    sent: torch.Tensor,
+    out: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    is_average: bool = False,
+) -> CudaBackground:
+    """The same on a stream of its own: see `CollectivesWorkspace.start`."""
+    core_method = _core_method(method, group, sent.device)
+    workspace = collectives_workspace(group, sent.device)
+    return workspace.start(_OPS[kind], core_method, sent, out, is_average=is_average)
+
+
+def why_not(kind: Kind, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+    """The reason why no kernel serves a collective of ``x`` on a GPU as a part of another op, or
+    None. The same on all ranks, as long as they call with the same shapes and dtypes."""
+    world_size = dist.get_world_size(group)
+    nbytes = _whole_bytes(kind, x, world_size)
+    if not is_by_kernel(nbytes, world_size):
+        return f"{kind}: {nbytes} bytes of {world_size} ranks, NCCL is taken for that"
+    if kind != "all_gather" and x.dtype not in SUMMED:
+        return f"{kind}: dtype={x.dtype}, which agmm's kernels do not sum"
+    reason = symmetric.why_unfused(x.device)
+    if reason is not None:
+        return reason
+    is_captured = torch.cuda.is_current_stream_capturing()
+    if is_captured and not collectives_workspace(group, x.device).is_ready:
+        return "workspace: found none for collectives during CUDA graph capture"
+    return None
+
+
+def _whole_bytes(kind: Kind, x: torch.Tensor, world_size: int) -> int:
+    return x.nbytes * world_size if kind == "all_gather" else x.nbytes
+
+
+def all_reduced(partial: torch.Tensor, group: dist.ProcessGroup, for_call: Call) -> torch.Tensor:
+    """The sum over the ranks of a product, which may be overwritten: by a kernel, or the group's
+    backend."""
+    if _is_by_kernel("all_reduce", partial, group):
+        partial = partial.contiguous()
+        _look_through(partial, group, for_call)
+        method = collective_method("all_reduce", partial.nbytes, group.size())
+        with contextlib.suppress(Unsupported):  # nothing was begun, on no rank
+            call("all_reduce", method, partial, partial, group)
+            return partial
+    return collectives.all_reduce(partial, group.group_name, call=for_call)
+
+
+def all_gathered(shard: torch.Tensor, group: dist.ProcessGroup, for_call: Call) -> torch.Tensor:
+    """The shards along dimension 0, in the same way. ``shard`` is contiguous."""
+    if _is_by_kernel("all_gather", shard, group):
+        _look_through(shard, group, for_call)
+        with contextlib.suppress(Unsupported):
+            return gather(shard, group)
+    return collectives.start_all_gather(shard, group.group_name, 0, call=for_call)()
+
+
+def _is_by_kernel(kind: Kind, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    return x.is_cuda and not collectives.is_traced(x) and why_not(kind, x, group) is None
+
+
+def _look_through(x: torch.Tensor, group: dist.ProcessGroup, for_call: Call) -> None:
+    if nan_check.active:
+        nan_check.look_through(for_call.op, "A @ B", x, groups.of(group).rank)
+
+
+def gather(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """By a kernel. ``shard`` is contiguous and `why_not` has no reason. Collective.
+
+    Raises:
+        Unsupported: the GPUs of the group do not reach each other; all ranks raise.
+    """
+    world_size = dist.get_world_size(group)
+    out = shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
+    method = collective_method("all_gather", out.nbytes, world_size)
+    call("all_gather", method, shard, out, group)
+    return out

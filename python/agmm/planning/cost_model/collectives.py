@@ -1,0 +1,134 @@
+"""What agmm's collectives take on CUDA by each method, and which one serves a call: the one place
+of these numbers.
+
+"one_shot" and "two_shot" send packets, 12 bytes of data and their signal in one store; "blocks"
+sends data, then a signal. Each is one kernel. All-gather and reduce-scatter send once. All-reduce
+sends everything to all in one shot, or a sum of each part and then the sums.
+
+Predicted, not measured on several GPUs.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+from typing import Literal
+
+from agmm import _core
+from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants
+from agmm.planning.cost_model.libraries import library_all_gather_us, library_reduce_scatter_us
+from agmm.planning.cost_model.matmul import matmul_us
+from agmm.planning.plans import CPU, DEFAULT_GPU, Problem
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Method = Literal["one_shot", "two_shot", "blocks"]
+
+MOST_BYTES = 10 << 20
+"""Of the tensor that is gathered, scattered or summed; NCCL is taken beyond. There torch's
+all-reduce inside a host leaves off too (pytorch pull request 114001)."""
+
+MOST_RANKS = _core.MAX_COLLECTIVE_RANKS
+
+KERNEL_US = 3.0
+"""Of a launch behind another, its end, and one trip over the links. sglang's kernel takes 3.7 for
+4 KB with 4 ranks."""
+TRIP_US = 1.5
+"""Of a second step: stores, and the loads that see them."""
+SIGNAL_US = 1.5
+"""Of a block's barrier, release and acquire, for each step."""
+PACKET_SHARE = 12 / 16
+"""How much of a packet is data."""
+
+
+def methods(kind: Kind) -> tuple[Method, ...]:
+    if kind == "all_reduce":
+        return "one_shot", "two_shot", "blocks"
+    return "one_shot", "blocks"
+
+
+def collective_us(kind: Kind, method: Method, nbytes: int, world_size: int) -> float:
+    """Predicted time of one method in µs. The links carry what SM push gets out of an H200's, on
+    whichever GPU, so that all ranks choose alike.
+
+    Args:
+        nbytes: of the whole tensor, which is gathered, scattered or summed.
+    """
+    to_all = kind == "all_reduce" and method == "one_shot"
+    sent = nbytes if to_all else ceil(nbytes / world_size)  # to each peer in a step
+    steps = 2 if kind == "all_reduce" and not to_all else 1
+    rate = constants(DEFAULT_GPU).sm_push_gb_per_s * 1e3
+    if method == "blocks":
+        kernel_us = KERNEL_US + (steps - 1) * TRIP_US + steps * SIGNAL_US
+        return kernel_us + steps * (world_size - 1) * sent / rate
+    of_a_launch = PACKET_SHARE * _core.COLLECTIVE_PACKET_BYTES / (2 * world_size)
+    kernel_us = ceil(sent / of_a_launch) * (KERNEL_US + (steps - 1) * TRIP_US)
+    return kernel_us + steps * (world_size - 1) * sent / PACKET_SHARE / rate
+
+
+@lru_cache(maxsize=4096)
+def collective_method(kind: Kind, nbytes: int, world_size: int) -> Method:
+    """The one that is predicted to be the fastest."""
+    return min(methods(kind), key=lambda one: collective_us(kind, one, nbytes, world_size))
+
+
+def by_kernel_us(kind: Kind, nbytes: int, world_size: int) -> float:
+    """Predicted time of agmm's collective in µs, by the method that it takes."""
+    return collective_us(kind, collective_method(kind, nbytes, world_size), nbytes, world_size)
+
+
+def is_by_kernel(nbytes: int, world_size: int) -> bool:
+    """Whether agmm's kernels are meant to serve a collective on CUDA, rather than NCCL's."""
+    return 1 < world_size <= MOST_RANKS and nbytes <= MOST_BYTES
+
+
+def by_library_us(kind: Kind, nbytes: int, world_size: int, gpu: str) -> float:
+    """Predicted time of NCCL's collective in µs; of its all-reduce that of a reduce-scatter and of
+    an all-gather without its latency."""
+    c, moved = constants(gpu), nbytes * (world_size - 1) / world_size
+    if kind == "all_gather":
+        return library_all_gather_us(c, moved)
+    scattered_us = library_reduce_scatter_us(c, moved)
+    if kind == "reduce_scatter":
+        return scattered_us
+    return scattered_us + moved / (c.all_gather_gb_per_s * 1e3)
+
+
+def fastest_us(kind: Kind, nbytes: int, problem: Problem) -> float:
+    """Predicted time in µs by whom such a collective is left to, on the problem's ranks."""
+    if is_by_kernel(nbytes, problem.world_size):
+        return by_kernel_us(kind, nbytes, problem.world_size)
+    return by_library_us(kind, nbytes, problem.world_size, problem.gpu)
+
+
+def gathered_us(problem: Problem) -> float:
+    """Predicted time in µs of an all-gather by agmm's kernel, then the library's matmul."""
+    nbytes = problem.m * problem.k * ELEMENT_BYTES
+    return by_kernel_us("all_gather", nbytes, problem.world_size) + matmul_us(problem)
+
+
+def why_not_gathered(problem: Problem) -> str | None:
+    """The reason why a call cannot be that, or None."""
+    if problem.gpu == CPU:
+        return "plan: found gather on the CPU, wanted a GPU"
+    nbytes = problem.m * problem.k * ELEMENT_BYTES
+    if not is_by_kernel(nbytes, problem.world_size):
+        return (
+            f"plan: found gather of {nbytes} bytes by {problem.world_size} ranks, wanted at most "
+            f"{MOST_BYTES} by 2 to {MOST_RANKS}"
+        )
+    return None
+
+
+def thresholds(kind: Kind, world_size: int) -> list[tuple[Method, int]]:
+    """The methods in the order of sizes, each with the most bytes that it serves: a power of 2, or
+    `MOST_BYTES`."""
+    found: list[tuple[Method, int]] = []
+    nbytes = 1024
+    while nbytes < 2 * MOST_BYTES:
+        nbytes = min(nbytes, MOST_BYTES)
+        method = collective_method(kind, nbytes, world_size)
+        if found and found[-1][0] == method:
+            found.pop()
+        found.append((method, nbytes))
+        nbytes *= 2
+    return found

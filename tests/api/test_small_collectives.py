@@ -1,0 +1,178 @@
+"""Collectives by a kernel beside a matmul of few rows: where they are taken, without a GPU."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import agmm
+from agmm._core import CollectiveMethod, CollectiveOp
+from agmm.ops import paths, small_collectives
+from agmm.planning import call_plans
+from agmm.runtime import collectives, symmetric
+from agmm.runtime.calls import Call
+from agmm.runtime.group_gpus import GroupFacts
+
+A, B = torch.randn(4, 8), torch.randn(8, 16)
+
+
+@pytest.fixture(autouse=True)
+def nothing_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "_warned", set())
+
+
+# --- the gather before a matmul ---
+
+
+@pytest.fixture
+def gathers(group: str, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What is gathered, of two ranks with the same shard."""
+    taken: list[torch.Tensor] = []
+
+    def gather(shard: torch.Tensor, _: Any) -> torch.Tensor:
+        taken.append(shard)
+        return torch.cat([shard, shard])
+
+    monkeypatch.setattr(small_collectives, "gather", gather)
+    monkeypatch.setattr(paths, "_why_not_gathered", lambda *_: None)
+    return taken
+
+
+def test_it_is_taken_where_it_is_asked_for(gathers: list[torch.Tensor]) -> None:
+    whole, bias = torch.cat([A, A]), torch.randn(16)
+    for _ in range(2):
+        out = agmm.all_gather_matmul(A, B, config="gather", strict=True)
+        assert torch.equal(out, whole @ B)
+        found, outs = agmm.all_gather_matmul(
+            A, [B, B], config="gather", return_A=True, bias=[None, bias]
+        )
+        assert torch.equal(found, whole) and torch.equal(outs[0], whole @ B)
+        assert torch.equal(outs[1], torch.addmm(bias, whole, B))
+    assert len(gathers) == 4
+    deep = A.view(2, 2, 8)
+    assert agmm.all_gather_matmul(deep, B, config="gather").shape == (4, 2, 16)
+
+
+def test_it_is_taken_where_it_is_planned(
+    gathers: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = mock.Mock(return_value=True)
+    monkeypatch.setattr(call_plans, "prefers_gather", asked)
+    for _ in range(3):
+        assert agmm.all_gather_matmul(A, B).shape == (8, 16)
+    assert len(gathers) == 3 and asked.call_count == 1  # the call is kept
+    assert agmm.all_gather_matmul(A, B, strict=True).shape == (4, 16)  # fused, of one rank
+    assert agmm.all_gather_matmul(A, B, config="unfused").shape == (4, 16)
+    assert len(gathers) == 3
+
+
+def test_where_a_choice_cannot_be_the_call_is_fused_this_time(
+    gathers: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_plans, "prefers_gather", lambda *_, **__: True)
+    monkeypatch.setattr(paths, "_why_not_gathered", lambda *_: "workspace: none")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(agmm.all_gather_matmul(A, B), A @ B)
+    assert gathers == []
+    monkeypatch.setattr(paths, "_why_not_gathered", lambda *_: None)
+    agmm.all_gather_matmul(A, B)
+    assert len(gathers) == 1
+
+
+def test_it_is_refused_on_the_cpu(group: str) -> None:
+    reason = "config: gather was asked for on cpu, it wants cuda"
+    with pytest.warns(UserWarning, match=f"takes the unfused path: {reason}"):
+        assert torch.equal(agmm.all_gather_matmul(A, B, config="gather"), A @ B)
+    with pytest.raises(agmm.Unsupported, match=reason):
+        agmm.all_gather_matmul(A, B, config="gather", strict=True)
+
+
+# --- where a kernel serves ---
+
+
+@pytest.fixture
+def workspace(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """Of a group of 4 ranks."""
+    found = mock.Mock(is_ready=False)
+    monkeypatch.setattr(small_collectives, "collectives_workspace", lambda group, device: found)
+    monkeypatch.setattr(small_collectives, "group_facts", lambda group, device: GroupFacts(132))
+    monkeypatch.setattr(symmetric, "why_unfused", lambda device: None)
+    monkeypatch.setattr(collectives, "is_traced", lambda tensor: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
+    return found
+
+
+def on_cuda(numbers: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(numbers, device="cuda", dtype=dtype)
+
+
+def test_what_no_kernel_serves(workspace: mock.Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, few = mock.Mock(), on_cuda(8)
+    why_not = small_collectives.why_not
+    assert why_not("all_reduce", few, group) is None
+    assert "NCCL is taken" in str(why_not("all_reduce", on_cuda((5 << 20) + 1), group))
+    assert why_not("all_gather", on_cuda(5 << 18), group) is None
+    assert "NCCL is taken" in str(why_not("all_gather", on_cuda((5 << 18) + 1), group))
+    assert "do not sum" in str(why_not("all_reduce", on_cuda(8, torch.float64), group))
+    assert why_not("all_gather", on_cuda(8, torch.float64), group) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert "found none for collectives" in str(why_not("all_reduce", few, group))
+    workspace.is_ready = True
+    assert why_not("all_reduce", few, group) is None
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 9)
+    assert "9 ranks, NCCL is taken" in str(why_not("all_reduce", few, group))
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(symmetric, "why_unfused", lambda device: "no Hopper")
+    assert why_not("all_reduce", few, group) == "no Hopper"
+
+
+def test_a_small_product_is_summed_by_a_kernel(
+    workspace: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_backend = mock.Mock()
+    monkeypatch.setattr(collectives, "all_reduce", by_backend)
+    group, call = mock.Mock(), Call("matmul_all_reduce")
+    group.size.return_value = 4
+    with FakeTensorMode():
+        partial = torch.empty(64, 128, device="cuda", dtype=torch.bfloat16)
+        assert small_collectives.all_reduced(partial, group, call) is partial
+        arguments = workspace.call.call_args.args
+        assert arguments == (
+            CollectiveOp.all_reduce,
+            CollectiveMethod.one_shot,
+            partial,
+            partial,
+        )
+        assert not by_backend.called
+        workspace.call.side_effect = agmm.Unsupported("group: found ranks on 2 hosts")
+        small_collectives.all_reduced(partial, group, call)
+        assert by_backend.call_count == 1
+        large = torch.empty(1 << 23, device="cuda", dtype=torch.bfloat16)
+        small_collectives.all_reduced(large, group, call)
+        assert by_backend.call_count == 2 and workspace.call.call_count == 2
+
+
+def test_a_small_part_is_gathered_by_a_kernel(
+    workspace: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_backend = mock.Mock()
+    monkeypatch.setattr(collectives, "start_all_gather", by_backend)
+    group, call = mock.Mock(), Call("matmul_all_reduce")
+    with FakeTensorMode():
+        part = torch.empty(16, 128, device="cuda", dtype=torch.bfloat16)
+        assert small_collectives.all_gathered(part, group, call).shape == (64, 128)
+        op, method, sent, out = workspace.call.call_args.args
+        assert (op, method) == (CollectiveOp.all_gather, CollectiveMethod.one_shot)
+        assert sent is part and out.shape == (64, 128) and not by_backend.called
+        large = torch.empty(1 << 23, device="cuda", dtype=torch.bfloat16)
+        small_collectives.all_gathered(large, group, call)
+        assert by_backend.call_count == 1
