@@ -67,6 +67,16 @@ def test_another_one_is_not(
     assert kept.call_count == 0
 
 
+def test_a_destroyed_group_is_refused_where_calls_are_kept(group: str) -> None:
+    other, call = dist.new_group([0]), mock.Mock()
+    scatter_cuda._ready[other] = {scatter_cuda._ready_key(A, B, None, "sum", False): call}
+    agmm.matmul_reduce_scatter(A, B, other)
+    dist.destroy_process_group(other)
+    with pytest.raises(agmm.InvalidArgument, match=r"^group: found a destroyed one"):
+        agmm.matmul_reduce_scatter(A, B, other)
+    assert call.call_count == 1
+
+
 def test_compilers_and_profilers_see_the_op(kept: mock.Mock) -> None:
     with torch.profiler.profile() as profiled:
         agmm.matmul_reduce_scatter(A, B)
