@@ -25,25 +25,30 @@ _READY = 1
 _NAN_BYTE = 0xFF  # a NaN in every floating-point type when all bytes of the number are this
 
 
+def arrivals(m: int, a_chunk_signals: torch.Tensor, pivot: int) -> Iterator[slice]:
+    """The rows of each chunk of ``m`` rows once its signal is 1, in ring order from ``pivot``. The
+    signals are a 1-D uint32 tensor whose length divides ``m``."""
+    chunks = a_chunk_signals.numel()
+    rows = m // chunks
+    base, stride = a_chunk_signals.data_ptr(), 4 * a_chunk_signals.stride(0)
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    limit_s = _env.timeout_s()
+    for step in range(chunks):
+        chunk = (pivot + step) % chunks
+        _core.cpu_wait_signal(base + chunk * stride, _READY, rank, -1, chunk, limit_s)
+        yield slice(chunk * rows, (chunk + 1) * rows)
+
+
 def async_input_mm(
     a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, pivot: int
 ) -> torch.Tensor:
     """Multiply ``a`` [M, K] by ``b`` [K, N], each row chunk of ``a`` once its signal is 1.
 
-    Takes the chunks in ring order from ``pivot``. The arguments have been checked by the caller:
-    ``a_chunk_signals`` is a 1-D uint32 tensor whose length divides M.
+    The arguments have been checked by the caller.
     """
-    chunks = a_chunk_signals.numel()
-    rows = a.shape[0] // chunks
-    base, stride = a_chunk_signals.data_ptr(), 4 * a_chunk_signals.stride(0)
-    rank = dist.get_rank() if dist.is_initialized() else -1
-    limit_s = _env.timeout_s()
     out = a.new_empty(a.shape[0], b.shape[1])
-    for step in range(chunks):
-        chunk = (pivot + step) % chunks
-        _core.cpu_wait_signal(base + chunk * stride, _READY, rank, -1, chunk, limit_s)
-        part = slice(chunk * rows, (chunk + 1) * rows)
-        _multiply(a[part], b, None, out[part])
+    for rows in arrivals(a.shape[0], a_chunk_signals, pivot):
+        _multiply(a[rows], b, None, out[rows])
     return out
 
 
