@@ -128,17 +128,17 @@ void AllGather::release(Gathered const& gathered, void* stream_handle) {
   SymmetricMemory const& memory = links_.memory;
   Release const& release = gathered.release;
   stream_ops::Batch ops;
-  // This wait needs no limit: peers gave their credits before they sent what the consumer has read.
-  if (release.sent != nullptr) {
-    ops.push_back(stream_ops::wait_op(release.sent, 1, CU_STREAM_WAIT_VALUE_EQ));
-    ops.push_back(stream_ops::write_op(release.sent, 0));
-  }
   for (int i = 0; i < release.signal_count; ++i) {
     ops.push_back(stream_ops::write_op(release.signals + i, 0));
   }
   for (int i = 1; i < memory.world_size(); ++i) {
     uint32_t* const credits = memory.credits(memory.rank_before(i), slot());
     ops.push_back(stream_ops::write_op(credits + memory.rank(), 1));
+  }
+  // This wait needs no limit: peers gave their credits before they sent what the consumer has read.
+  if (release.sent != nullptr) {
+    ops.push_back(stream_ops::wait_op(release.sent, 1, CU_STREAM_WAIT_VALUE_EQ));
+    ops.push_back(stream_ops::write_op(release.sent, 0));
   }
   stream_ops::batch(static_cast<cudaStream_t>(stream_handle), ops);
 }
