@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from gpu_work import Faults, device, group_of, last_ranks, poison, poison_freed_memory
+from gpu_work import Faults, config_of, device, group_of, last_ranks, poison, poison_freed_memory
 
 import agmm
 from agmm.testing.cases import LocalShape
@@ -63,7 +63,7 @@ def by_torch(given: Operands, fast_accum: bool, bias: torch.Tensor | None = None
         return torch._scaled_mm(
             *given, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast_accum
         )
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         return given.product(bias).to(torch.bfloat16)
 
 
@@ -148,6 +148,8 @@ def back_to_back(world_size: int, scaling: str, count: int) -> Faults:
     A, scale_a = own.A.clone(), own.scale_a.clone()
     weight = torch.randn(528, 272, device=device(), dtype=torch.bfloat16)
     op: Callable[..., Any] = agmm.all_gather_scaled_matmul
+    other: Callable[..., Any] = agmm.all_gather_matmul
+    push = config_of("push")
 
     def call() -> torch.Tensor:
         out: torch.Tensor = op(A, own.B, scale_a, own.scale_b, group, strict=True)
@@ -176,7 +178,7 @@ def back_to_back(world_size: int, scaling: str, count: int) -> Faults:
             graph.replay()
             out = replayed
         else:
-            agmm.all_gather_matmul(A.view(torch.uint8).to(torch.bfloat16), weight, group)
+            other(A.view(torch.uint8).to(torch.bfloat16), weight, group, config=push, strict=True)
             out = call()
         wrong += (out != wanted * factor).sum()
     count_wrong = int(wrong)
