@@ -5,6 +5,10 @@ kernel is chosen per shape.
 
     python benchmarks/gemm.py
     python benchmarks/gemm.py --shapes 1024x3584x8192 --kernels pingpong --json gemm.json
+    python benchmarks/gemm.py --fp8 rowwise
+
+With --fp8 it is the kernels of e4m3 operands beside torch._scaled_mm: fast accumulation, and with
+--slow-accum the slow one.
 """
 
 from __future__ import annotations
@@ -24,13 +28,16 @@ from agmm.bench.options import Options
 from agmm.bench.reports import new_report, write_json
 from agmm.bench.timer import SAMPLES, time_ways
 from agmm.cli.terminal import console, plain_table
-from agmm.ops import async_input_mm
+from agmm.ops import async_input_mm, async_input_scaled_mm
+from agmm.planning import fp8_kernels
 from agmm.planning.heuristics import orders
 from agmm.planning.plans import KernelConfig
 from agmm.testing.cases import BENCH_SHAPES, Shape, make_operands
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
 ROOF = "torch.mm"
+SCALED_ROOF = "torch._scaled_mm"
+E4M3 = torch.float8_e4m3fn
 
 
 def configs(substring: str) -> Iterator[tuple[str, KernelConfig]]:
@@ -68,9 +75,72 @@ def measure(
         if reason is None:
             calls[name] = call
     del reference
+    return _timed(shape, calls, results, ROOF, samples)
+
+
+def measure_scaled(
+    shape: Shape,
+    chunks: int,
+    pivot: int,
+    substring: str,
+    samples: int,
+    scaling: str,
+    fast_accum: bool,
+) -> dict[str, dict[str, Any]]:
+    """The same of the fp8 kernels."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    draw = torch.Generator(device).manual_seed(0)
+    A = torch.randn(shape.M, shape.K, generator=draw, device=device).to(E4M3)
+    B = torch.randn(shape.N, shape.K, generator=draw, device=device).to(E4M3).t()
+    of_a, of_b = ((shape.M, 1), (1, shape.N)) if scaling == "rowwise" else ((), ())
+    scale_a, scale_b = (
+        torch.rand(size, generator=draw, device=device) + 0.5 for size in (of_a, of_b)
+    )
+    signals = torch.ones(chunks, dtype=torch.int32, device=device).view(torch.uint32)
+    out = torch.empty(shape.M, shape.N, dtype=torch.bfloat16, device=device)
+
+    def by_torch() -> torch.Tensor:
+        found: torch.Tensor = torch.ops.aten._scaled_mm.out(
+            A, B, scale_a, scale_b, None, None, torch.bfloat16, fast_accum, out=out
+        )
+        return found
+
+    def call_of(config: KernelConfig) -> Callable[[], torch.Tensor]:
+        return lambda: async_input_scaled_mm.on_cuda(
+            A, B, scale_a, scale_b, signals, pivot, fast_accum=fast_accum, config=config
+        )
+
+    reference = gathered_product(A.double() * scale_a.double(), B.double() * scale_b.double())
+    allowed = allowed_error(relative_error(by_torch(), reference))
+    calls: dict[str, Callable[[], Any]] = {SCALED_ROOF: by_torch}
+    results: dict[str, dict[str, Any]] = {SCALED_ROOF: {"reason": None}}
+    for kernel in fp8_kernels.built("float8_e4m3fn_float8_e4m3fn", fast_accum):
+        if substring not in kernel.kernel:
+            continue
+        for config in orders(kernel):
+            name = f"{kernel.kernel} {config.raster} swizzle {config.max_swizzle}"
+            error = relative_error(call_of(config)(), reference)
+            reason = None
+            if error > allowed:
+                reason = f"relative error {error:.3g}, allowed {allowed:.3g}"
+            else:
+                calls[name] = call_of(config)
+            results[name] = {"reason": reason}
+    del reference
+    return _timed(shape, calls, results, SCALED_ROOF, samples)
+
+
+def _timed(
+    shape: Shape,
+    calls: dict[str, Callable[[], Any]],
+    results: dict[str, dict[str, Any]],
+    roof_name: str,
+    samples: int,
+) -> dict[str, dict[str, Any]]:
+    device = torch.device("cuda", torch.cuda.current_device())
     release_memory(device)
     timed = time_ways(calls, samples=samples, device=device)
-    roof = statistics.median(timed[ROOF])
+    roof = statistics.median(timed[roof_name])
     for name, values in timed.items():
         median = statistics.median(values)
         results[name] |= {
@@ -95,22 +165,30 @@ def main(
     pivot: Annotated[int, typer.Option(min=0, help="The first chunk.")] = 1,
     samples: Annotated[int, typer.Option(min=1)] = SAMPLES,
     best: Annotated[int, typer.Option(min=1, help="Rows to print per shape.")] = 12,
+    fp8: Annotated[str | None, typer.Option(help="rowwise or tensorwise scales.")] = None,
+    slow_accum: Annotated[bool, typer.Option(help="Of fp8: accumulate slowly.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", dir_okay=False)] = None,
 ) -> None:
     """Time every built kernel, raster and swizzle beside torch.mm on one GPU."""
+    if fp8 not in (None, "rowwise", "tensorwise"):
+        raise typer.BadParameter(f"found {fp8}, wanted rowwise or tensorwise", param_hint="--fp8")
+    roof_name = ROOF if fp8 is None else SCALED_ROOF
     chosen = BENCH_SHAPES if shapes is None else [Shape.parse(s) for s in shapes.split(",")]
     stdout, stderr = console(), console(stderr=True)
     report = new_report(replace(Options(world_size=1, samples=samples).resolved(), ways=None))
     for i, shape in enumerate(chosen, 1):
         stderr.print(f"[{i}/{len(chosen)}] {shape}")
-        results = measure(shape, chunks, pivot, kernels, samples)
+        if fp8 is None:
+            results = measure(shape, chunks, pivot, kernels, samples)
+        else:
+            results = measure_scaled(shape, chunks, pivot, kernels, samples, fp8, not slow_accum)
         report["shapes"].append({"M": shape.M, "N": shape.N, "K": shape.K, "ways": results})
         table = plain_table(f"M x N x K = {shape.M} x {shape.N} x {shape.K}")
         table.add_column("kernel", no_wrap=True)
-        for heading in ("µs", "TFLOPS", "÷ torch.mm"):
+        for heading in ("µs", "TFLOPS", f"÷ {roof_name}"):
             table.add_column(heading, justify="right")
         timed = [(n, r) for n, r in results.items() if "median_us" in r]
-        shown = timed[:best] + [(n, r) for n, r in timed[best:] if n == ROOF]
+        shown = timed[:best] + [(n, r) for n, r in timed[best:] if n == roof_name]
         for name, r in shown:
             table.add_row(
                 name, f"{r['median_us']:.1f}", f"{r['tflops']:.0f}", f"{r['ratio_to_mm']:.3f}"

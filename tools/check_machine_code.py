@@ -1,7 +1,7 @@
 """Check the machine code of the CUDA kernels in a built `agmm._core`.
 
-Every kernel must be sm_90a code that multiplies with warpgroup instructions (HGMMA) and keeps its
-values in registers (no local memory, no LDL or STL).
+Every kernel must be sm_90a code that multiplies with warpgroup instructions (HGMMA, of fp8 QGMMA)
+and keeps its values in registers (no local memory, no LDL or STL).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Kernel:
     arch: str
     registers: int = 0
     local_bytes: int = 0
-    hgmma: int = 0
+    gmma: int = 0
     local_accesses: int = 0
 
     @property
@@ -41,8 +41,8 @@ class Kernel:
         found = []
         if self.arch != "sm_90a":
             found.append(f"built for {self.arch}, wanted sm_90a")
-        if self.is_gemm and self.hgmma == 0:
-            found.append("no HGMMA instruction")
+        if self.is_gemm and self.gmma == 0:
+            found.append("no HGMMA or QGMMA instruction")
         if self.is_gemm and self.local_accesses:
             found.append(f"{self.local_accesses} LDL or STL instructions, wanted 0")
         if self.is_gemm and self.local_bytes:
@@ -104,8 +104,8 @@ def parse(resource_usage: str, sass: str) -> list[Kernel]:
         elif match := re.match(r"\s*Function : (\S+)", line):
             current = kernels.setdefault((arch, match[1]), Kernel(name=match[1], arch=arch))
         elif current and (match := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\w+)", line)):
-            if match[1] == "HGMMA":
-                current.hgmma += 1
+            if match[1] in ("HGMMA", "QGMMA"):
+                current.gmma += 1
             elif match[1] in ("LDL", "STL"):
                 current.local_accesses += 1
     return sorted(kernels.values(), key=lambda kernel: kernel.name)
@@ -139,7 +139,7 @@ def main() -> int:
     kernels = inspect(library)
     for kernel in kernels:
         verdict = "; ".join(kernel.faults()) or "ok"
-        print(f"{kernel.arch} {kernel.registers:4} registers {kernel.hgmma:5} HGMMA  {verdict}")
+        print(f"{kernel.arch} {kernel.registers:4} registers {kernel.gmma:5} GMMA  {verdict}")
         print(f"    {kernel.name[:160]}")
     gemms = sum(kernel.is_gemm for kernel in kernels)
     faulty = sum(bool(kernel.faults()) for kernel in kernels)

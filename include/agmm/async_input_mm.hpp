@@ -17,6 +17,16 @@ struct CallSpec;
 struct KernelEntry;
 struct TileTimes;
 
+/// float32 on the device: out = (scale of the row * scale of the column) * sum + bias.
+struct Scales {
+  float const* a = nullptr;        // [m] or [1]; read with the rows of A, so they may come as late
+  float const* b = nullptr;        // [n] or [1]
+  bool a_per_row = false;          // else one for all rows
+  bool b_per_column = false;       // else one for all columns
+  float const* a_local = nullptr;  // those of the rows that Operands::a_local has
+  float* a_out = nullptr;          // [m], where the kernel writes those of all rows; or null
+};
+
 /// A and A_local are row-major with leading dimension k, out with leading dimension n. All pointers
 /// are device memory, aligned to 16 bytes.
 struct Operands {
@@ -27,8 +37,9 @@ struct Operands {
   void* a_out = nullptr;  // [m, k], where the kernel writes all of A; or null
   void const* b = nullptr;
   int64_t ldb = 0;             // elements between rows (RowMajor) or columns (ColumnMajor) of B
-  void const* bias = nullptr;  // [n], the dtype of A; or null
+  void const* bias = nullptr;  // [n], the dtype of out; or null
   void* out = nullptr;
+  Scales scales{};  // of fp8 operands
 };
 
 /// out = A @ B (+ bias), where A is read chunk by chunk as it arrives.
@@ -49,7 +60,7 @@ struct AsyncInputArgs {
 /// Writes the GPU's global timer in ns, the clock of TileTimes, when the stream comes to it.
 void record_time(uint64_t* ns, void* stream);
 
-/// The kernels of this build, one per shape, dtype and layout of B.
+/// The kernels of this build, one per shape, dtype, layout of B and accumulation.
 std::vector<KernelFacts> built_kernels();
 
 /// A counter of 4 bytes per tile, of which there are no more than multiprocessors where K is split.

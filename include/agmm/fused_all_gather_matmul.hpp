@@ -22,6 +22,10 @@ struct Weight {
   void const* bias = nullptr;
   void* out = nullptr;  // [w * rows, n]
   KernelConfig config{};
+  // Of fp8:
+  float const* scales = nullptr;  // [n] or [1]
+  bool scale_per_column = false;  // else one for all columns
+  Accumulation accumulation = Accumulation::Fast;
 };
 
 /// The op on one workspace: symmetric memory of a group of ranks, with buffers for the gathered A

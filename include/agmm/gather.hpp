@@ -28,6 +28,8 @@ struct Gather {
   int32_t k = 0;
   DType dtype = DType::BFloat16;
   uint64_t limit_ns = kDefaultLimitNs;  // of each wait; past it the process ends
+  float const* scales = nullptr;  // [rows], of fp8, which push takes alone; behind A in a slot
+  float* scales_out = nullptr;    // [w * rows], or null
 };
 
 /// Whether additions of `device` to words in the memory of `peer` are atomic there, which SM push

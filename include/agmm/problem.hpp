@@ -12,16 +12,41 @@ namespace agmm {
 constexpr char kArchitecture[] = "sm_90a";
 constexpr int kCapabilityMajor = 9;
 constexpr int kCapabilityMinor = 0;
-/// K, N and the leading dimension of B are multiples of so many elements: TMA wants 16 bytes.
+/// TMA wants strides that are multiples of 16 bytes, and so of this many elements of 16 bits.
 constexpr int32_t kAlignment = 8;
 
-enum class DType : int32_t { BFloat16 = 0, Float16 = 1 };
+/// The element types of A and B, in fp8 A's by B's. The result has A's, of fp8 operands BFloat16.
+enum class DType : int32_t { BFloat16 = 0, Float16 = 1, E4M3 = 2, E4M3ByE5M2 = 3, E5M2ByE4M3 = 4 };
+/// How sums of fp8 products are kept: by the tensor cores, with fewer bits than float32 has, or
+/// promoted to float32 every 128 of K. Of other types there is the first alone, which loses
+/// nothing.
+enum class Accumulation : int32_t { Fast = 0, Slow = 1 };
 enum class BLayout : int32_t { RowMajor = 0, ColumnMajor = 1 };
 enum class Schedule : int32_t { Cooperative = 0, Pingpong = 1 };
 /// The direction in which neighbouring tiles of out follow one another.
 enum class Raster : int32_t { AlongM = 0, AlongN = 1 };
 
-inline char const* to_string(DType d) { return d == DType::BFloat16 ? "bf16" : "fp16"; }
+constexpr bool is_fp8(DType d) { return d != DType::BFloat16 && d != DType::Float16; }
+constexpr int32_t element_bytes(DType d) { return is_fp8(d) ? 1 : 2; }  // of A
+/// Of which K and the leading dimension of B are multiples; N where B is row-major, else of 8.
+constexpr int32_t alignment_of(DType d) { return is_fp8(d) ? 16 : kAlignment; }
+
+inline char const* to_string(DType d) {
+  switch (d) {
+    case DType::BFloat16:
+      return "bf16";
+    case DType::Float16:
+      return "fp16";
+    case DType::E4M3:
+      return "e4m3";
+    case DType::E4M3ByE5M2:
+      return "e4m3_e5m2";
+    case DType::E5M2ByE4M3:
+      return "e5m2_e4m3";
+  }
+  return "?";
+}
+inline char const* to_string(Accumulation a) { return a == Accumulation::Fast ? "fast" : "slow"; }
 inline char const* to_string(BLayout l) { return l == BLayout::RowMajor ? "row" : "col"; }
 inline char const* to_string(Schedule s) {
   return s == Schedule::Cooperative ? "cooperative" : "pingpong";
@@ -35,10 +60,13 @@ struct Problem {
   int32_t k = 0;
   DType dtype = DType::BFloat16;
   BLayout b_layout = BLayout::ColumnMajor;
+  Accumulation accumulation = Accumulation::Fast;
 
   std::string str() const {
-    return std::to_string(m) + "x" + std::to_string(n) + "x" + std::to_string(k) + " " +
-           to_string(dtype) + " B " + to_string(b_layout);
+    std::string const words = std::to_string(m) + "x" + std::to_string(n) + "x" +
+                              std::to_string(k) + " " + to_string(dtype) + " B " +
+                              to_string(b_layout);
+    return is_fp8(dtype) ? words + " " + to_string(accumulation) : words;
   }
 };
 
@@ -75,6 +103,7 @@ struct KernelFacts {
   bool can_split = false;    // KernelConfig::splits above 1
   bool can_store_a = false;  // Operands::a_out
   char const* architecture = kArchitecture;
+  Accumulation accumulation = Accumulation::Fast;
 };
 
 /// A kernel shape and what may change from launch to launch.

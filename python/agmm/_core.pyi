@@ -19,6 +19,7 @@ __all__: list[str] = [
     "CudaScatterWorkspace",
     "CudaWorkspace",
     "DType",
+    "FP8_ALIGNMENT",
     "KernelConfig",
     "KernelFacts",
     "MAX_COLLECTIVE_CTAS",
@@ -35,6 +36,7 @@ __all__: list[str] = [
     "TIMEOUT_EXIT_CODE",
     "WorkspaceLayout",
     "async_input_mm",
+    "async_input_scaled_mm",
     "call_tag",
     "chunk_columns",
     "chunks_of_rows",
@@ -192,18 +194,27 @@ class WorkspaceLayout:
 
 class DType:
     """
-    The element types of the kernels, by torch's names.
+    The element types of the kernels, by torch's names; in fp8 A's and B's.
 
     Members:
 
       bfloat16
 
       float16
+
+      float8_e4m3fn_float8_e4m3fn
+
+      float8_e4m3fn_float8_e5m2
+
+      float8_e5m2_float8_e4m3fn
     """
 
     __members__: typing.ClassVar[dict[str, DType]]
     bfloat16: typing.ClassVar[DType]
     float16: typing.ClassVar[DType]
+    float8_e4m3fn_float8_e4m3fn: typing.ClassVar[DType]
+    float8_e4m3fn_float8_e5m2: typing.ClassVar[DType]
+    float8_e5m2_float8_e4m3fn: typing.ClassVar[DType]
     @typing.overload
     def __eq__(self, other: DType) -> bool: ...
     @typing.overload
@@ -288,6 +299,10 @@ class KernelFacts:
     @property
     def dtype(self) -> DType: ...
     @property
+    def fast_accum(self) -> bool: ...
+    @property
+    def is_fp8(self) -> bool: ...
+    @property
     def kernel(self) -> str: ...
     @property
     def timed(self) -> bool: ...
@@ -329,6 +344,23 @@ class CudaWorkspace:
     ) -> bool:
         """
         Enqueues gather and matmuls. weights: (b, ldb, b_column_major, n, bias, out, config). transport: (0 push, 1 pull, 2 SM push; parts, columns of a chunk, first peers, head chunks). Returns whether the stream is being captured.
+        """
+    def all_gather_scaled_matmul(
+        self,
+        a_shard: int,
+        scales: int,
+        rows: int,
+        k: int,
+        dtype: DType,
+        weights: collections.abc.Sequence[
+            tuple[int, int, int, int, int, KernelConfig, int, bool, bool]
+        ],
+        a_out: int,
+        scales_out: int,
+        stream: int,
+    ) -> bool:
+        """
+        The same in fp8 by push, with a scale for each row. weights: (b, ldb, n, bias, out, config, scale_b, one for each column?, fast accumulation).
         """
     @property
     def slot_bytes(self) -> int: ...
@@ -558,6 +590,30 @@ def async_input_mm(
     out = a @ b (+ bias) on a CUDA stream; pointers are device addresses, 0 where absent.
     """
 
+def async_input_scaled_mm(
+    a: int,
+    b: int,
+    out: int,
+    bias: int,
+    scales: tuple[int, bool, int, bool],
+    m: int,
+    n: int,
+    k: int,
+    dtype: DType,
+    fast_accum: bool,
+    ldb: int,
+    signals: int,
+    chunks_m: int,
+    pivot: int,
+    config: KernelConfig,
+    rank: int,
+    sm_count: int,
+    stream: int,
+) -> None:
+    """
+    The same of fp8 operands, B column-major, out in bfloat16. scales: (scale_a, one for each row?, scale_b, one for each column?).
+    """
+
 def call_tag(m_local: int, k: int, dtype: str, return_A: bool) -> int:
     """
     The nonzero 32-bit value that the signals of one call carry: a hash of what all ranks have to agree on.
@@ -620,12 +676,12 @@ def k_parts(k_tiles: int, parts: int) -> list[tuple[int, int]]:
 
 def kernel_facts() -> list[KernelFacts]:
     """
-    One entry per kernel of this build: shape, dtype and layout of B; empty without CUDA.
+    One entry per kernel of this build: shape, dtype, layout of B and accumulation; empty without CUDA.
     """
 
 def kernels() -> list[KernelConfig]:
     """
-    The kernels of this build, each shape once; empty without CUDA.
+    The kernels of this build for operands of 16 bits, each shape once; empty without CUDA.
     """
 
 def mismatch_message(rank: int, source: int, chunk: int, seen: int, wanted: int) -> str:
@@ -767,6 +823,7 @@ def write_line(message: str) -> None:
 ALIGNMENT: int
 CAPABILITY: int
 COLLECTIVE_PACKET_BYTES: int
+FP8_ALIGNMENT: int
 MAX_COLLECTIVE_CTAS: int
 MAX_COLLECTIVE_RANKS: int
 MAX_COLUMN_CHUNKS: int

@@ -54,11 +54,20 @@ KernelConfig make_config(int tile_m, int tile_n, int tile_k, int cluster_m, int 
 using WeightTuple =
     std::tuple<uintptr_t, int64_t, bool, int, uintptr_t, uintptr_t, const KernelConfig*>;
 
+// The same in fp8, column-major: b, ldb, n, bias (0: none), out, config, scale_b, whether there is
+// one for each column, fast accumulation
+using ScaledWeightTuple = std::tuple<uintptr_t, int64_t, int, uintptr_t, uintptr_t,
+                                     const KernelConfig*, uintptr_t, bool, bool>;
+
 // kind, and for SM push: parts, columns of a chunk, first peers, head chunks
 using TransportTuple = std::tuple<int, int, int, int, int>;
 
 agmm::BLayout layout(bool column_major) {
   return column_major ? agmm::BLayout::ColumnMajor : agmm::BLayout::RowMajor;
+}
+
+agmm::Accumulation accumulation(bool fast) {
+  return fast ? agmm::Accumulation::Fast : agmm::Accumulation::Slow;
 }
 
 // As plans name them.
@@ -137,10 +146,11 @@ std::vector<std::vector<ScatterStep>> scatter_steps(int rank, int world_size, in
   return launches;
 }
 
-// Each shape once.
+// Each shape once, of kernels whose operands are of 16 bits.
 std::vector<KernelConfig> shapes_of(const std::vector<KernelFacts>& kernels) {
   std::vector<KernelConfig> configs;
   for (const KernelFacts& facts : kernels) {
+    if (agmm::is_fp8(facts.dtype)) continue;
     const bool is_known =
         std::any_of(configs.begin(), configs.end(),
                     [&](const KernelConfig& config) { return config.shape == facts.shape; });
@@ -169,6 +179,54 @@ void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int
   args.tile_times = pointer<agmm::TileTimes>(tile_times);
   args.split_scratch = pointer<void>(split_scratch);
   agmm::prepare_async_input_mm(args).launch(pointer<void>(stream));
+}
+
+// scale_a, whether there is one for each row, scale_b, whether there is one for each column
+using ScalesTuple = std::tuple<uintptr_t, bool, uintptr_t, bool>;
+
+void async_input_scaled_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias,
+                           const ScalesTuple& scales, int m, int n, int k, DType dtype,
+                           bool fast_accum, int64_t ldb, uintptr_t signals, int chunks_m, int pivot,
+                           const KernelConfig& config, int rank, int sm_count, uintptr_t stream) {
+  AsyncInputArgs args;
+  args.problem = {m, n, k, dtype, agmm::BLayout::ColumnMajor, accumulation(fast_accum)};
+  args.config = config;
+  args.operands.a = pointer<void>(a);
+  args.operands.b = pointer<void>(b);
+  args.operands.ldb = ldb;
+  args.operands.out = pointer<void>(out);
+  args.operands.bias = pointer<void>(bias);
+  const auto& [scale_a, a_per_row, scale_b, b_per_column] = scales;
+  args.operands.scales = {pointer<float>(scale_a), pointer<float>(scale_b), a_per_row,
+                          b_per_column};
+  args.arrival = {pointer<uint32_t>(signals), 1, chunks_m, 1, pivot, {}};
+  args.arrival.senders.chunks_per_rank = 0;
+  args.rank = rank;
+  args.sm_count = sm_count;
+  args.limit_ns = limit_ns();
+  agmm::prepare_async_input_mm(args).launch(pointer<void>(stream));
+}
+
+bool all_gather_scaled_matmul(FusedAllGatherMatmul& op, uintptr_t a_shard, uintptr_t scales,
+                              int rows, int k, DType dtype,
+                              const std::vector<ScaledWeightTuple>& weights, uintptr_t a_out,
+                              uintptr_t scales_out, uintptr_t stream) {
+  agmm::Gather gather;
+  gather.a_shard = pointer<void>(a_shard);
+  gather.a_out = pointer<void>(a_out);
+  gather.rows = rows;
+  gather.k = k;
+  gather.dtype = dtype;
+  gather.limit_ns = limit_ns();
+  gather.scales = pointer<float>(scales);
+  gather.scales_out = pointer<float>(scales_out);
+  std::vector<agmm::Weight> parts;
+  for (const auto& [b, ldb, n, bias, out, config, scale_b, per_column, fast] : weights) {
+    parts.push_back({pointer<void>(b), ldb, agmm::BLayout::ColumnMajor, n, pointer<void>(bias),
+                     pointer<void>(out), *config, pointer<float>(scale_b), per_column,
+                     accumulation(fast)});
+  }
+  return op(gather, parts, pointer<void>(stream));
 }
 
 bool all_gather_matmul(FusedAllGatherMatmul& op, uintptr_t a_shard, int rows, int k, DType dtype,
@@ -201,9 +259,14 @@ void bind_cuda(py::module_& m) {
 #else
   m.attr("cuda_built") = false;
 #endif
-  py::enum_<DType>(m, "DType", "The element types of the kernels, by torch's names.")
+  py::enum_<DType>(m, "DType",
+                   "The element types of the kernels, by torch's names; in fp8 A's and "
+                   "B's.")
       .value("bfloat16", DType::BFloat16)
-      .value("float16", DType::Float16);
+      .value("float16", DType::Float16)
+      .value("float8_e4m3fn_float8_e4m3fn", DType::E4M3)
+      .value("float8_e4m3fn_float8_e5m2", DType::E4M3ByE5M2)
+      .value("float8_e5m2_float8_e4m3fn", DType::E5M2ByE4M3);
   py::class_<KernelConfig>(m, "KernelConfig", "A kernel shape and its swizzle and raster.")
       .def(py::init(&make_config), py::arg("tile_m"), py::arg("tile_n"), py::arg("tile_k"),
            py::arg("cluster_m"), py::arg("cluster_n"), py::arg("schedule"),
@@ -234,7 +297,7 @@ void bind_cuda(py::module_& m) {
       });
   m.def(
       "kernels", [] { return shapes_of(agmm::built_kernels()); },
-      "The kernels of this build, each shape once; empty without CUDA.");
+      "The kernels of this build for operands of 16 bits, each shape once; empty without CUDA.");
   m.def(
       "scatter_kernels", [] { return shapes_of(agmm::built_scatter_kernels()); },
       "Those of matmul + reduce-scatter.");
@@ -245,10 +308,15 @@ void bind_cuda(py::module_& m) {
       .def_property_readonly("timed", [](const KernelFacts& f) { return f.shape.timed; })
       .def_readonly("can_split", &KernelFacts::can_split)
       .def_readonly("can_store_A", &KernelFacts::can_store_a)
+      .def_property_readonly("is_fp8", [](const KernelFacts& f) { return agmm::is_fp8(f.dtype); })
+      .def_property_readonly(
+          "fast_accum",
+          [](const KernelFacts& f) { return f.accumulation == agmm::Accumulation::Fast; })
       .def_property_readonly("architecture",
                              [](const KernelFacts& f) { return std::string(f.architecture); });
   m.def("kernel_facts", &agmm::built_kernels,
-        "One entry per kernel of this build: shape, dtype and layout of B; empty without CUDA.");
+        "One entry per kernel of this build: shape, dtype, layout of B and accumulation; empty "
+        "without CUDA.");
   m.attr("ALIGNMENT") = agmm::kAlignment;
   m.attr("CAPABILITY") = 10 * agmm::kCapabilityMajor + agmm::kCapabilityMinor;
   m.def("async_input_mm", &async_input_mm, py::arg("a"), py::arg("b"), py::arg("out"),
@@ -258,6 +326,14 @@ void bind_cuda(py::module_& m) {
         py::arg("sm_count"), py::arg("tile_times"), py::arg("split_scratch"), py::arg("stream"),
         py::call_guard<py::gil_scoped_release>(),
         "out = a @ b (+ bias) on a CUDA stream; pointers are device addresses, 0 where absent.");
+  m.def("async_input_scaled_mm", &async_input_scaled_mm, py::arg("a"), py::arg("b"), py::arg("out"),
+        py::arg("bias"), py::arg("scales"), py::arg("m"), py::arg("n"), py::arg("k"),
+        py::arg("dtype"), py::arg("fast_accum"), py::arg("ldb"), py::arg("signals"),
+        py::arg("chunks_m"), py::arg("pivot"), py::arg("config"), py::arg("rank"),
+        py::arg("sm_count"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
+        "The same of fp8 operands, B column-major, out in bfloat16. scales: (scale_a, one for each "
+        "row?, scale_b, one for each column?).");
+  m.attr("FP8_ALIGNMENT") = agmm::alignment_of(DType::E4M3);
   m.def("peer_atomics", &agmm::has_peer_atomics, py::arg("device"), py::arg("peer"),
         "Whether additions of one GPU to words in the memory of another are atomic there.");
   m.def(
@@ -300,7 +376,13 @@ void bind_cuda(py::module_& m) {
            "Enqueues gather and matmuls. weights: (b, ldb, b_column_major, n, bias, out, config). "
            "transport: (0 push, 1 pull, 2 SM push; parts, columns of a chunk, first peers, head "
            "chunks). "
-           "Returns whether the stream is being captured.");
+           "Returns whether the stream is being captured.")
+      .def("all_gather_scaled_matmul", &all_gather_scaled_matmul, py::arg("a_shard"),
+           py::arg("scales"), py::arg("rows"), py::arg("k"), py::arg("dtype"), py::arg("weights"),
+           py::arg("a_out"), py::arg("scales_out"), py::arg("stream"),
+           py::call_guard<py::gil_scoped_release>(),
+           "The same in fp8 by push, with a scale for each row. weights: (b, ldb, n, bias, out, "
+           "config, scale_b, one for each column?, fast accumulation).");
   py::class_<FusedMatmulReduceScatter, Held<FusedMatmulReduceScatter>>(
       m, "CudaScatterWorkspace", "The sums that the ranks of a group send each other.")
       .def(py::init(&make_workspace<FusedMatmulReduceScatter>), py::arg("rank"), py::arg("bases"),

@@ -24,8 +24,10 @@ constexpr bool can_store_a(KernelShape const& shape, BLayout b_layout) {
 }
 
 /// Of a kernel that is built.
-constexpr KernelFacts facts_of(KernelShape const& shape, DType dtype, BLayout b_layout) {
-  return {shape, dtype, b_layout, can_split(shape), can_store_a(shape, b_layout), kArchitecture};
+constexpr KernelFacts facts_of(KernelShape const& shape, DType dtype, BLayout b_layout,
+                               Accumulation accumulation = Accumulation::Fast) {
+  return {shape,         dtype,       b_layout, can_split(shape), can_store_a(shape, b_layout),
+          kArchitecture, accumulation};
 }
 
 }  // namespace agmm

@@ -28,7 +28,14 @@ set(AGMM_KERNEL_TABLE
     "256 192 64 2 1 Cooperative all"
     "128 128 64 1 1 Pingpong    timed")
 
-# Those of matmul + reduce-scatter, as above.
+# Those of fp8 operands, with column-major B: as above, then how they accumulate and for which dtypes
+# (A's, and B's where it is another).
+set(AGMM_FP8_TABLE
+    "128 128 128 1 1 Pingpong    default Fast e4m3"
+    "128 256 128 2 1 Cooperative default Fast e4m3"
+    "128 128 128 2 1 Cooperative default Slow e4m3 e4m3_e5m2 e5m2_e4m3")
+
+# Those of matmul + reduce-scatter, as the first.
 set(AGMM_SCATTER_TABLE
     "128 128 64 1 1 Pingpong    minimal"
     "128 256 64 2 1 Cooperative default"
@@ -40,8 +47,10 @@ set(AGMM_SCATTER_TABLE
 
 # What a row exports, and what instantiates it.
 set(AGMM_KERNEL_ENTRY KernelEntry)
+set(AGMM_FP8_ENTRY KernelEntry)
 set(AGMM_SCATTER_ENTRY ScatterEntry)
 set(AGMM_KERNEL_INSTANCE KernelInstance)
+set(AGMM_FP8_INSTANCE KernelInstance)
 set(AGMM_SCATTER_INSTANCE ScatterInstance)
 
 # Rows in a translation unit. Its first kernel takes most of the time, in headers and in what of CuTe
@@ -50,12 +59,14 @@ set(AGMM_SCATTER_INSTANCE ScatterInstance)
 set(AGMM_ROWS_PER_UNIT 4)
 
 # Writes the translation units into `directory`, and the table that lists their kernels; returns the
-# sources in `out_sources`. Rows of the same schedule share units, as they have most in common.
+# sources in `out_sources`. Rows of the same schedule share units, as they have most in common, and
+# so do those of fp8.
 function(agmm_generate_kernels kernels directory out_sources)
   set(units)
   set(rows_Cooperative 0)
   set(rows_Pingpong 0)
-  foreach(op IN ITEMS kernel scatter)
+  set(rows_fp8 0)
+  foreach(op IN ITEMS kernel fp8 scatter)
     string(TOUPPER "${op}" OP)
     set(declarations "")
     set(list "")
@@ -73,9 +84,13 @@ function(agmm_generate_kernels kernels directory out_sources)
         continue()
       endif()
       string(TOLOWER "${schedule}" schedule_name)
-      math(EXPR number "${rows_${schedule}} / ${AGMM_ROWS_PER_UNIT}")
-      math(EXPR rows_${schedule} "${rows_${schedule}} + 1")
-      set(unit "${schedule_name}_${number}")
+      set(kind "${schedule}")
+      if(op STREQUAL "fp8")
+        set(kind fp8)
+      endif()
+      math(EXPR number "${rows_${kind}} / ${AGMM_ROWS_PER_UNIT}")
+      math(EXPR rows_${kind} "${rows_${kind}} + 1")
+      string(TOLOWER "${kind}_${number}" unit)
       list(APPEND units "${unit}")
       set(name "${op}_${tile_m}x${tile_n}x${tile_k}_${cluster_m}x${cluster_n}_${schedule_name}")
       set(arguments "${tile_m}, ${tile_n}, ${tile_k}, ${cluster_m}, ${cluster_n}, Schedule::${schedule}")
@@ -86,6 +101,13 @@ function(agmm_generate_kernels kernels directory out_sources)
         string(APPEND arguments ", true")
         set(dtypes bf16)
         set(layouts col)
+      endif()
+      if(op STREQUAL "fp8")
+        list(GET field 7 accumulation)
+        list(SUBLIST field 8 -1 dtypes)
+        set(layouts col)
+        string(TOLOWER "${name}_${accumulation}" name)
+        string(APPEND arguments ", false, Accumulation::${accumulation}")
       endif()
       foreach(dtype IN LISTS dtypes)
         foreach(layout IN LISTS layouts)

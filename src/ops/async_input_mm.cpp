@@ -19,7 +19,8 @@ KernelEntry const* find_kernel(AsyncInputArgs const& args) {
   for (std::size_t i = 0; i < kKernelCount; ++i) {
     KernelEntry const& entry = *kKernelTable[i];
     if (entry.facts.shape == args.config.shape && entry.facts.dtype == args.problem.dtype &&
-        entry.facts.b_layout == args.problem.b_layout) {
+        entry.facts.b_layout == args.problem.b_layout &&
+        entry.facts.accumulation == args.problem.accumulation) {
       return &entry;
     }
   }
@@ -31,10 +32,14 @@ void check(AsyncInputArgs const& args) {
   if (p.m < 1) refuse("A", "M=" + std::to_string(p.m), "at least 1");
   if (p.n < 1) refuse("B", "N=" + std::to_string(p.n), "at least 1");
   if (p.k < 1) refuse("A", "K=" + std::to_string(p.k), "at least 1");
-  require_multiple("A", "K", p.k);
+  require_multiple("A", "K", p.k, alignment_of(p.dtype));
   require_multiple("B", "N", p.n);
   Operands const& operands = args.operands;
-  require_multiple("B", "leading dimension", operands.ldb);
+  require_multiple("B", "leading dimension", operands.ldb, alignment_of(p.dtype));
+  if (is_fp8(p.dtype)) {
+    if (operands.scales.a == nullptr) refuse("scale_a", "null", "device memory");
+    if (operands.scales.b == nullptr) refuse("scale_b", "null", "device memory");
+  }
   require_aligned("A", operands.a);
   require_aligned("B", operands.b);
   require_aligned("out", operands.out);

@@ -106,6 +106,9 @@ std::size_t FusedAllGatherMatmul::slot_bytes() const { return impl_->all_gather.
 Call FusedAllGatherMatmul::Impl::prepare_call(Gather const& gather,
                                               std::vector<Weight> const& weights,
                                               TileTimes* tile_times) const {
+  if (is_fp8(gather.dtype) && gather.scales == nullptr) {
+    throw std::invalid_argument("scale_a: found null, wanted device memory");
+  }
   if (weights.empty()) throw std::invalid_argument("B: found no weight, wanted at least one");
   int32_t const all_rows = all_gather.world_size() * gather.rows;
   Range const own{all_gather.rank() * gather.rows, (all_gather.rank() + 1) * gather.rows};
@@ -133,11 +136,14 @@ Call FusedAllGatherMatmul::Impl::prepare_call(Gather const& gather,
     bool const is_first = i == 0;
     CallSpec call;
     AsyncInputArgs& mm = call.matmul;
-    mm.problem = {all_rows, weight.n, gather.k, gather.dtype, weight.b_layout};
+    mm.problem = {all_rows, weight.n, gather.k, gather.dtype, weight.b_layout, weight.accumulation};
     mm.config = weight.config;
     mm.operands = {
         gathered.a, gather.a_shard, own.begin,   own.end,   is_first ? gathered.a_out : nullptr,
         weight.b,   weight.ldb,     weight.bias, weight.out};
+    mm.operands.scales = {
+        gathered.scales,         weight.scales, true,
+        weight.scale_per_column, gather.scales, is_first ? gather.scales_out : nullptr};
     mm.arrival = gathered.arrival;
     mm.rank = all_gather.rank();
     mm.limit_ns = gather.limit_ns;
@@ -147,7 +153,7 @@ Call FusedAllGatherMatmul::Impl::prepare_call(Gather const& gather,
       mm.tile_times = tile_times;
       call.push = gathered.push;
     }
-    if (i + 1 == weights.size()) call.release = gathered.release;
+    if (i + 1 == weights.size() && !is_fp8(gather.dtype)) call.release = gathered.release;
     matmuls.push_back(prepare(call));
   }
   return {gather, tile_times, weights, all_gather.slot(), request, gathered, std::move(matmuls)};
@@ -179,6 +185,7 @@ bool FusedAllGatherMatmul::operator()(Gather const& gather, std::vector<Weight> 
   try {
     all_gather.begin(call.request, call.gathered, stream);
     for (PreparedMatmul const& mm : call.matmuls) mm.launch(stream);
+    if (is_fp8(gather.dtype)) all_gather.release(call.gathered, stream);
     all_gather.end(stream);
   } catch (...) {
     all_gather.abandon();

@@ -65,10 +65,11 @@ void make_ready(Entry const& kernel, DeviceFacts const& device) {
 }
 
 template <class T>
-void require_multiple(char const* argument, char const* name, T value) {
-  if (value % kAlignment != 0) {
+void require_multiple(char const* argument, char const* name, T value,
+                      int32_t multiple = kAlignment) {
+  if (value % multiple != 0) {
     refuse(argument, std::string(name) + "=" + std::to_string(value),
-           "a multiple of " + std::to_string(kAlignment) + " (16-byte TMA alignment)");
+           "a multiple of " + std::to_string(multiple) + " (16-byte TMA alignment)");
   }
 }
 

@@ -72,7 +72,12 @@ AllGather::AllGather(int rank, std::vector<uintptr_t> const& bases, std::size_t 
 AllGather::~AllGather() { delete handles_; }
 
 Gathered AllGather::next(GatherRequest const& request) const {
-  std::size_t const bytes = std::size_t(world_size()) * request.shard_bytes();
+  Gather const& gather = request.gather;
+  if (is_fp8(gather.dtype) && gather.transport != Transport::CopyEnginePush) {
+    throw std::invalid_argument("transport: found another than push, wanted push for fp8");
+  }
+  std::size_t const bytes =
+      std::size_t(world_size()) * (request.shard_bytes() + request.scale_bytes());
   if (bytes > slot_bytes()) {
     throw std::invalid_argument("A_shard: gathered it has " + std::to_string(bytes) +
                                 " bytes, wanted at most the workspace's slot of " +
@@ -117,6 +122,25 @@ void AllGather::begin(GatherRequest const& request, Gathered const& gathered, vo
   // capture wants the streams joined too.
   if (handles_->copies_in_use && is_captured())
     AGMM_CHECK_CUDA(cudaEventRecord(sequence.copies_done, sequence.copies));
+}
+
+void AllGather::release(Gathered const& gathered, void* stream_handle) {
+  SymmetricMemory const& memory = links_.memory;
+  Release const& release = gathered.release;
+  stream_ops::Batch ops;
+  for (int i = 0; i < release.signal_count; ++i) {
+    ops.push_back(stream_ops::write_op(release.signals + i, 0));
+  }
+  for (int i = 1; i < memory.world_size(); ++i) {
+    uint32_t* const credits = memory.credits(memory.rank_before(i), slot());
+    ops.push_back(stream_ops::write_op(credits + memory.rank(), 1));
+  }
+  // This wait needs no limit: peers gave their credits before they sent what the consumer has read.
+  if (release.sent != nullptr) {
+    ops.push_back(stream_ops::wait_op(release.sent, 1, CU_STREAM_WAIT_VALUE_EQ));
+    ops.push_back(stream_ops::write_op(release.sent, 0));
+  }
+  stream_ops::batch(static_cast<cudaStream_t>(stream_handle), ops);
 }
 
 void AllGather::end(void* stream_handle) {

@@ -101,6 +101,8 @@ class AllGather {
   /// Enqueues, behind what `stream` holds, all that comes before the consumer, the copies included.
   /// When this or a later step throws, abandon() has to follow, and enter() will refuse.
   void begin(GatherRequest const& request, Gathered const& gathered, void* stream);
+  /// Behind the consumer, where that does not do what `gathered.release` says.
+  void release(Gathered const& gathered, void* stream);
   /// What comes on `stream` afterwards finds the shard free for reuse and a_out complete.
   void end(void* stream);
   /// A call that began does not end: its capture is made invalid, so that no graph has half a call.

@@ -71,6 +71,10 @@ class CopyEnginePush final : public GatherTransport {
       int const peer = memory.rank_before(i);
       stream_ops::copy(memory.gather_buffer(peer, slot) + std::size_t(rank) * request.shard_bytes(),
                        request.gather.a_shard, request.shard_bytes(), copy_stream.copies);
+      stream_ops::copy(memory.gather_buffer(peer, slot) +
+                           std::size_t(memory.world_size()) * request.shard_bytes() +
+                           std::size_t(rank) * request.scale_bytes(),
+                       request.gather.scales, request.scale_bytes(), copy_stream.copies);
       uint32_t* const signal = memory.signals(peer, slot) + rank;
       if (i + 1 < memory.world_size()) {
         stream_ops::write(copy_stream.copies, signal, tag);

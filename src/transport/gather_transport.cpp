@@ -15,13 +15,22 @@ Gathered GatherTransport::usual(Links const& links, GatherRequest const& request
   SymmetricMemory const& memory = links.memory;
   int const rank = memory.rank();
   Gather const& gather = request.gather;
-  std::string const what = (gather.dtype == DType::BFloat16 ? "bfloat16" : "float16") + how;
+  bool const is_bf16 = gather.dtype == DType::BFloat16;
+  std::string const what = (is_fp8(gather.dtype) ? to_string(gather.dtype)
+                            : is_bf16            ? "bfloat16"
+                                                 : "float16") +
+                           how;
   // 31 bits, not 0: pull waits on its stream for "at least 1" as a signed number.
   uint32_t const tag = std::max(call_tag(gather.rows, gather.k, what, copies_a) & 0x7fffffffu, 1u);
 
   Gathered gathered;
   gathered.transport = this;
-  gathered.a = memory.gather_buffer(rank, slot);
+  char const* const buffer = memory.gather_buffer(rank, slot);
+  gathered.a = buffer;
+  if (is_fp8(gather.dtype)) {
+    std::size_t const all_shards = std::size_t(memory.world_size()) * request.shard_bytes();
+    gathered.scales = reinterpret_cast<float const*>(buffer + all_shards);
+  }
   gathered.a_out = gather.a_out;
   gathered.arrival = {
       memory.signals(rank, slot),       tag, memory.world_size(), column_chunks, rank,

@@ -29,16 +29,21 @@ struct GatherRequest {
   int32_t splits = 1;
   int32_t tile_k = 64;
 
-  std::size_t row_bytes() const { return static_cast<std::size_t>(gather.k) * kElementBytes; }
+  std::size_t row_bytes() const {
+    return static_cast<std::size_t>(gather.k) * element_bytes(gather.dtype);
+  }
   std::size_t shard_bytes() const { return static_cast<std::size_t>(gather.rows) * row_bytes(); }
-
-  static constexpr int32_t kElementBytes = 2;  // of every DType
+  /// Of a shard's scales, which lie behind all shards in the gather buffer.
+  std::size_t scale_bytes() const {
+    return is_fp8(gather.dtype) ? static_cast<std::size_t>(gather.rows) * sizeof(float) : 0;
+  }
 };
 
 /// What the consumer of one call has to know. The parts go into its CallSpec as they are.
 struct Gathered {
-  void const* a = nullptr;  // [w * rows, k]; own rows only as far as `shared` says
-  void* a_out = nullptr;    // where the consumer has to store all of A, or null
+  void const* a = nullptr;        // [w * rows, k]; own rows only as far as `shared` says
+  float const* scales = nullptr;  // [w * rows] of fp8, without the own ones
+  void* a_out = nullptr;          // where the consumer has to store all of A, or null
   Arrival arrival{};
   Release release{};  // to be done by the consumer once it has read everything
   SmPushArgs push{};  // what the consumer's spare warps have to do

@@ -19,6 +19,7 @@ using Single = WorkspaceLayout::Single;
 constexpr int kCountBits = 8;
 static_assert(kMaxPushParts < (1 << kCountBits), "the count must not reach the tag");
 constexpr int kVectorBytes = 16;  // of the widest load
+constexpr int kElementBytes = 2;  // no fp8
 
 void refuse(char const* name, int64_t found, std::string const& wanted) {
   throw std::invalid_argument("sm_push: found " + std::string(name) + "=" + std::to_string(found) +
@@ -61,7 +62,7 @@ PushOrder push_order(GatherRequest const& request, ChunkGrid const& columns, int
   int const peers = std::max(world_size - 1, 1);
   bool const two_rounds = 0 < cut.first_peers && cut.first_peers < peers;
   int64_t const chunk_bytes = int64_t(request.gather.rows) * columns.columns_per_chunk *
-                              GatherRequest::kElementBytes * (two_rounds ? cut.first_peers : peers);
+                              kElementBytes * (two_rounds ? cut.first_peers : peers);
   PushOrder order(chunks, request.splits, stretch_chunks);
   while (1 << order.log_parts < cut.parts) ++order.log_parts;
   auto const level_of = [&](int64_t most) {
@@ -114,7 +115,7 @@ class SmPush final : public GatherTransport {
     args.shard = gather.a_shard;
     args.rows = gather.rows;
     args.row_vectors = static_cast<int32_t>(request.row_bytes() / kVectorBytes);
-    args.chunk_vectors = columns.columns_per_chunk * GatherRequest::kElementBytes / kVectorBytes;
+    args.chunk_vectors = columns.columns_per_chunk * kElementBytes / kVectorBytes;
     args.order = push_order(request, columns, memory.world_size());
     args.first_peers = gather.push.first_peers;
     args.consumers_copy =

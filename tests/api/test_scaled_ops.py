@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import agmm
+from agmm import _core
 from agmm.integrations import async_tp, async_tp_kernels
 from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
 from agmm.ops import paths, quantize, scaled_paths, scaled_products
@@ -284,7 +285,8 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaled_paths, "why_no_kernel", lambda device: NO_KERNEL)
 
 
-def test_the_reason_names_the_device() -> None:
+def test_the_reason_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "kernel_facts", list)
     assert scaled_paths.why_no_kernel(torch.device("cuda:0")) == NO_KERNEL
     assert scaled_paths.why_no_kernel(torch.device("cpu")) is None
 

@@ -110,6 +110,7 @@ def _run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
         "failures_in_captures",
         "copies_come_first",
         "duties",
+        "scaled_push",
         "equality",
         "reserved_sms",
         "peer_atomics",

@@ -60,14 +60,15 @@ arch = {arch}
     ("arch", "local", "instruction", "faults"),
     [
         ("sm_90a", 0, "HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24", []),
-        ("sm_90a", 0, "FFMA R4, R5, R6, R7", ["no HGMMA instruction"]),
+        ("sm_90a", 0, "QGMMA.64x256x32.F32.E4M3.E4M3 R24, gdesc[UR8], R24", []),
+        ("sm_90a", 0, "FFMA R4, R5, R6, R7", ["no HGMMA or QGMMA instruction"]),
         ("sm_90", 0, "HGMMA.64x256x16 R24, R24", ["built for sm_90, wanted sm_90a"]),
         ("sm_90a", 16, "HGMMA.64x256x16 R24, R24", ["16 bytes of local memory, wanted 0"]),
         (
             "sm_90a",
             0,
             "STL.128 [R1], R12",
-            ["no HGMMA instruction", "1 LDL or STL instructions, wanted 0"],
+            ["no HGMMA or QGMMA instruction", "1 LDL or STL instructions, wanted 0"],
         ),
     ],
 )

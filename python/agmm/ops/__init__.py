@@ -4,6 +4,7 @@ from agmm.ops import (
     all_gather_matmul,
     all_gather_scaled_matmul,
     async_input_mm,
+    async_input_scaled_mm,
     matmul_reduce_scatter,
     scaled_matmul_reduce_scatter,
 )
@@ -12,6 +13,7 @@ __all__ = [
     "all_gather_matmul",
     "all_gather_scaled_matmul",
     "async_input_mm",
+    "async_input_scaled_mm",
     "matmul_reduce_scatter",
     "scaled_matmul_reduce_scatter",
 ]

@@ -133,13 +133,18 @@ def check_async_input(a: torch.Tensor, b: torch.Tensor, signals: torch.Tensor, p
         raise InvalidArgument(f"a: found dtype {a.dtype}, wanted one of {names}")
     if b.shape[0] != a.shape[1]:
         raise InvalidArgument(f"b: found K={b.shape[0]}, wanted {a.shape[1]} as the columns of a")
+    check_chunk_signals("a", a, signals, pivot)
+
+
+def check_chunk_signals(name: str, a: torch.Tensor, signals: torch.Tensor, pivot: int) -> None:
+    """What is wrong with the signals of the row chunks of ``a`` [M, K], or with its rows."""
     if not a.is_contiguous():
-        raise InvalidArgument(f"a: found strides {tuple(a.stride())}, wanted contiguous rows")
+        raise InvalidArgument(f"{name}: found strides {tuple(a.stride())}, wanted contiguous rows")
     if signals.dtype != torch.uint32:
         raise InvalidArgument(f"a_chunk_signals: found dtype {signals.dtype}, wanted torch.uint32")
     if signals.device != a.device:
         raise InvalidArgument(
-            f"a_chunk_signals: found device {signals.device}, wanted {a.device} as a"
+            f"a_chunk_signals: found device {signals.device}, wanted {a.device} as {name}"
         )
     if signals.dim() != 1:
         raise InvalidArgument(f"a_chunk_signals: found {signals.dim()} dimensions, wanted 1")

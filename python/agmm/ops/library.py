@@ -9,6 +9,10 @@ library.define(
     "_async_input_mm(Tensor a, Tensor b, Tensor a_chunk_signals, int a_chunk_pivot) -> Tensor"
 )
 library.define(
+    "_async_input_scaled_mm(Tensor A, Tensor B, Tensor scale_a, Tensor scale_b, Tensor? bias, "
+    "Tensor a_chunk_signals, int a_chunk_pivot, bool use_fast_accum) -> Tensor"
+)
+library.define(
     "_fused_all_gather_matmul_native(Tensor A_shard, Tensor B, str group_name) "
     "-> (Tensor A, Tensor out)"
 )

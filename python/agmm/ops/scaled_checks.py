@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from agmm.errors import InvalidArgument
-from agmm.ops.checks import check_matrix, check_operand
+from agmm.ops.checks import check_chunk_signals, check_matrix, check_operand
 from agmm.runtime.scaled import FP8
 from agmm.runtime.scaling import ALL, K_MULTIPLE, SCALINGS, Scaling, Tile, scale_shape
 
@@ -184,6 +184,24 @@ def check_scaled_gather(
         raise InvalidArgument(
             f"gather_dim: found {gather_dim}, wanted 0 to {A_shard.dim() - 2}: scales cover K"
         )
+
+
+def check_scaled_async_input(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    signals: torch.Tensor,
+    pivot: int,
+) -> None:
+    """All that is wrong in itself in a call of ``_async_input_scaled_mm``."""
+    check_matrix("A", A)
+    _check_product("A", A, scale_a, B, scale_b)
+    _check_result("A", A, B.shape[1], bias, None, torch.bfloat16)
+    if A.shape[1] == 0:
+        raise InvalidArgument("A: found K=0, wanted at least 16")
+    check_chunk_signals("A", A, signals, pivot)
 
 
 def check_scaled_scatter(

@@ -7,25 +7,28 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from agmm import _core
 from agmm.errors import Unsupported
 from agmm.ops import scaled_products
 from agmm.ops.paths import fall_back
 from agmm.ops.scaled_checks import check_scaled_gather, check_scaled_scatter, scaling_of
-from agmm.planning import call_plans
-from agmm.runtime import collectives, cpu_scatter, groups
+from agmm.planning import call_plans, fp8_kernels
+from agmm.runtime import collectives, cpu_scatter, cuda_scaled, groups, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu_scaled import all_gather_scaled_matmul as all_gather_on_cpu
 from agmm.runtime.scaled import FP8, Scaled, Weight, rounded_into
 from agmm.runtime.scaling import ALL, Tile
-from agmm.runtime.workspaces import cpu_workspace
+from agmm.runtime.workspaces import cpu_workspace, cuda_workspace
 
 
 def why_no_kernel(device: torch.device) -> str | None:
     """The reason why agmm itself computes nothing of fp8 on the device, or None. The one place
-    that decides it, for both ops and for `agmm.async_tp`."""
+    that decides it."""
     if device.type == "cpu":
         return None
-    return f"fp8: device {device.type}, this build has no fused fp8 kernel"
+    if device.type != "cuda" or not any(facts.is_fp8 for facts in _core.kernel_facts()):
+        return f"fp8: device {device.type}, this build has no fused fp8 kernel"
+    return symmetric.why_unfused(device)
 
 
 def why_unfused(shape: Sequence[int], device: torch.device) -> str | None:
@@ -64,6 +67,22 @@ def weight_of(
 
 
 # --- all-gather + scaled matmul ---
+
+
+def cuda_kernel(A: Scaled, weight: Weight, m: int) -> cuda_scaled.Kernel | str:
+    """The kernel for a product of ``m`` rows, or the reason why there is none."""
+    reason = cuda_scaled.why_illegal(A, weight)
+    if reason is not None:
+        return reason
+    dtype = cuda_scaled.dtype_name(A.values.dtype, weight.B.values.dtype)
+    kernels = fp8_kernels.built(dtype, weight.fast_accum)
+    if not kernels:
+        return f"fp8: {dtype}, this build has no kernel for it"
+    _, sm_count = call_plans.device_facts(A.values.device)
+    config = fp8_kernels.choose(kernels, m, weight.B.values.shape[1], sm_count)
+    fast = weight.fast_accum and fp8_kernels.accumulates_fast(dtype, config.kernel)
+    return cuda_scaled.Kernel(config.core, fast)
+
 
 Outs = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
 """A, its scales and the products, with the gathered dimension first."""
@@ -106,7 +125,17 @@ def gather(
     A: torch.Tensor | None
     scale_A: torch.Tensor | None
     reason = why_unfused(A_shard.shape, A_shard.device)
-    if reason is None:
+    kernels: list[cuda_scaled.Kernel] = []
+    if reason is None and A_shard.is_cuda:
+        kernels, reason = _cuda_kernels(shard, weights, group)
+    if reason is None and A_shard.is_cuda:
+        try:
+            A, scale_A, outs = cuda_scaled.all_gather_scaled_matmul(
+                cuda_workspace(group, A_shard.device), shard, weights, kernels, return_A=return_A
+            )
+        except Unsupported as error:
+            reason = str(error)
+    elif reason is None:
         try:
             plan = call_plans.call_plan(shard.values, Bs, group, return_A=return_A)
             workspace = cpu_workspace(group)
@@ -136,6 +165,22 @@ def gather(
     elif shard.tile[0] != ALL:
         scale_A = unfolded(scale_A)
     return unfolded(A), scale_A, [unfolded(out) for out in outs]
+
+
+def _cuda_kernels(
+    shard: Scaled, weights: list[Weight], group: dist.ProcessGroup
+) -> tuple[list[cuda_scaled.Kernel], str | None]:
+    """A kernel for each weight, or the reason why not all have one."""
+    first = weights[0].B.values.dtype
+    kernels: list[cuda_scaled.Kernel] = []
+    for weight in weights:
+        if weight.B.values.dtype != first:
+            return [], f"B: dtypes {first} and {weight.B.values.dtype} share no gather on CUDA"
+        found = cuda_kernel(shard, weight, group.size() * len(shard.values))
+        if isinstance(found, str):
+            return [], found
+        kernels.append(found)
+    return kernels, None
 
 
 def _gather_unfused(
@@ -205,6 +250,8 @@ def scatter(
     )
     scatter_dim %= A.dim()
     reason = why_unfused((*A.shape[:-1], B.shape[1]), A.device)
+    if reason is None and A.is_cuda:
+        reason = "fp8: device cuda, no fused kernel for matmul + reduce-scatter"
     if reason is None and scatter_dim == A.dim() - 1:
         reason = f"scatter_dim: {scatter_dim}, the fused path wants another than the last"
     if reason is None:

@@ -26,7 +26,8 @@ MAX_PUSH_RANKS = _core.MAX_PUSH_RANKS
 MAX_SCATTER_TILES = _core.MAX_SCATTER_TILES
 """Of a rank's rows in a launch of a matmul + reduce-scatter."""
 
-FUSED_DTYPES = tuple(_core.DType.__members__)
+FUSED_DTYPES = tuple(name for name in _core.DType.__members__ if not name.startswith("float8"))
+"""Of operands that need no scales."""
 
 DEFAULT_GPU = "nvidia-h200"
 """Its constants serve every GPU that has none of its own."""

@@ -8,6 +8,7 @@ import torch
 
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu import CpuWorkspace
+from agmm.runtime.cpu_async_input import arrivals
 from agmm.runtime.scaled import Scaled, Weight, multiply
 from agmm.runtime.scaling import ALL
 
@@ -110,3 +111,16 @@ def all_gather_scaled_matmul(
         agreed=f"of {m_local} rows of {k} {dtype}, scales {list(shard.scale.shape)}",
     )
     return A, scale_A, outs
+
+
+def async_input_mm(
+    A: Scaled, weight: Weight, a_chunk_signals: torch.Tensor, pivot: int
+) -> torch.Tensor:
+    """Multiply, each row chunk of ``A`` [M, K] once its signal is 1, which counts for its scales
+    too. The arguments have been checked by the caller."""
+    B = weight.B.dequantised()
+    m = A.values.shape[0]
+    out = A.values.new_empty(m, B.shape[1], dtype=weight.out_dtype)
+    for rows in arrivals(m, a_chunk_signals, pivot):
+        multiply(A.rows(rows).dequantised(), B, weight, out[rows])
+    return out

@@ -13,6 +13,7 @@
 #include "cutlass/gemm/dispatch_policy.hpp"
 #include "gemm/sm90/chunk_gate.hpp"
 #include "gemm/sm90/producer_loop.hpp"
+#include "gemm/sm90/promoting_mma.hpp"
 #include "gemm/sm90/stage_store.hpp"
 #include "gemm/sm90/tile_timer.hpp"
 #include "order/chunking.hpp"
@@ -38,9 +39,9 @@ template <class Base>
 struct AsyncInputPolicy : Base {};
 
 /// kTimed: records TileTimes; kSplits: takes the part of K that the scheduler says; kStoresA: may
-/// store A (can_store_a). Variants of their own, because the producer warp has no register to
-/// spare.
-template <class Base, bool kTimed, bool kSplits, bool kStoresA>
+/// store A (can_store_a); kPromotes: accumulates slowly. Variants of their own, because the
+/// producer warp has no register to spare.
+template <class Base, bool kTimed, bool kSplits, bool kStoresA, bool kPromotes>
 struct AsyncInputMainloop : Base {
   using typename Base::ElementA;
   using typename Base::MainloopPipeline;
@@ -165,8 +166,13 @@ struct AsyncInputMainloop : Base {
         copy_first_item<kConsumers>(params.push, shared_tensors.first_item, thread_idx);
       }
     }
-    Base::mma(pipeline, smem_pipe_read, accumulators, k_tile_count, thread_idx, shared_tensors,
-              params);
+    if constexpr (kPromotes) {
+      promoting_mma<Base>(pipeline, smem_pipe_read, accumulators, k_tile_count, thread_idx,
+                          shared_tensors);
+    } else {
+      Base::mma(pipeline, smem_pipe_read, accumulators, k_tile_count, thread_idx, shared_tensors,
+                params);
+    }
   }
 
   template <class ProblemShape_MNKL>

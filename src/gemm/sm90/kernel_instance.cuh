@@ -11,7 +11,6 @@
 #include "cutlass/cutlass.h"
 #include "cutlass/device_kernel.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
-#include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
 // Not gemm/collective/collective_builder.hpp and gemm/kernel/gemm_universal.hpp, which are those of
 // every architecture.
 #include "cutlass/gemm/collective/collective_builder_decl.hpp"
@@ -25,20 +24,11 @@
 #include "gemm/kernel_entry.hpp"
 #include "gemm/kernel_facts.hpp"
 #include "gemm/sm90/async_input_mainloop.hpp"
+#include "gemm/sm90/element_types.hpp"
+#include "gemm/sm90/fusion.hpp"
 #include "gemm/sm90/wgmma.hpp"
 
 namespace agmm {
-
-/// By what a kernel of an element type is found; none for a type that is not listed.
-template <class Element>
-inline constexpr DType kDType = [] {
-  static_assert(sizeof(Element) == 0, "an element type without a name in agmm::DType");
-  return DType{};
-}();
-template <>
-inline constexpr DType kDType<cutlass::bfloat16_t> = DType::BFloat16;
-template <>
-inline constexpr DType kDType<cutlass::half_t> = DType::Float16;
 
 /// CUTLASS's kernel, and beside it CTAs that only push.
 template <class Kernel>
@@ -86,9 +76,13 @@ struct WithMma<cutlass::gemm::collective::CollectiveMma<Policy, Tile, A, StrideA
 };
 
 template <class Element_, class LayoutB_, int TileM, int TileN, int TileK, int ClusterM,
-          int ClusterN, Schedule kSchedule, bool kTimed = false>
+          int ClusterN, Schedule kSchedule, bool kTimed = false,
+          Accumulation kAccumulation = Accumulation::Fast>
 struct KernelInstance {
-  using Element = Element_;
+  using Types = TypesOf<Element_>;
+  using ElementA = typename Types::A;
+  using ElementB = typename Types::B;
+  using Element = typename Types::Out;
   using LayoutB = LayoutB_;
   using TileShape = cute::Shape<cute::Int<TileM>, cute::Int<TileN>, cute::Int<TileK>>;
   using ClusterShape = cute::Shape<cute::Int<ClusterM>, cute::Int<ClusterN>, cute::_1>;
@@ -101,14 +95,17 @@ struct KernelInstance {
       cute::conditional_t<kCooperative, cutlass::epilogue::TmaWarpSpecializedCooperative,
                           cutlass::epilogue::TmaWarpSpecialized>;
 
-  static constexpr int kAlignment = 16 / sizeof(Element);
+  /// The mainloop's, by whose name CUTLASS tells accumulations apart. The slow one is
+  /// AsyncInputMainloop's own, on the fast one's collective.
+  using BuilderSchedule = cute::conditional_t<
+      !Types::kIsFp8, MainloopSchedule,
+      cute::conditional_t<kCooperative,
+                          cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8FastAccum,
+                          cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum>>;
+  static constexpr bool kPromotes = kAccumulation == Accumulation::Slow;
 
-  // out = accumulator + bias, added in float32; a null bias reads as 0.
-  using Bias = cutlass::epilogue::fusion::Sm90RowBroadcast<0, TileShape, Element, float>;
-  using Fusion = cutlass::epilogue::fusion::Sm90EVT<
-      cutlass::epilogue::fusion::Sm90Compute<cutlass::plus, Element, float,
-                                             cutlass::FloatRoundStyle::round_to_nearest>,
-      Bias, cutlass::epilogue::fusion::Sm90AccFetch>;
+  static constexpr int kOutAlignment = 16 / sizeof(Element);
+  static constexpr int kAlignment = 16 / sizeof(ElementA);
 
   // CUTLASS stores 16 columns at a time where the width is no multiple of 32.
   using EpilogueTile = cute::conditional_t<kCooperative && TileN % 32 != 0 && TileN % 48 == 0,
@@ -116,31 +113,35 @@ struct KernelInstance {
                                            cutlass::epilogue::collective::EpilogueTileAuto>;
   using UsualEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape, EpilogueTile,
-      float, float, void, cutlass::layout::RowMajor, kAlignment, Element, cutlass::layout::RowMajor,
-      kAlignment, EpilogueSchedule, Fusion>::CollectiveOp;
+      float, float, void, cutlass::layout::RowMajor, kOutAlignment, Element,
+      cutlass::layout::RowMajor, kOutAlignment, EpilogueSchedule,
+      typename Fusion<Element_, TileShape>::type>::CollectiveOp;
 
   static constexpr BLayout kBLayout =
       std::is_same_v<LayoutB, cutlass::layout::RowMajor> ? BLayout::RowMajor : BLayout::ColumnMajor;
+  /// Promoted sums are in registers twice, those of an atom: no wider than 128 columns.
+  static constexpr int kMmaColumns = wgmma_columns(kPromotes && TileN > 192 ? TileN / 2 : TileN);
   using Mma = decltype(cute::make_tiled_mma(
-      Wgmma<Element, wgmma_columns(TileN), cute::GMMA::Major::K,
+      Wgmma<ElementA, ElementB, kMmaColumns, cute::GMMA::Major::K,
             kBLayout == BLayout::RowMajor ? cute::GMMA::Major::MN : cute::GMMA::Major::K>{},
       cute::Layout<cute::Shape<cute::Int<kCooperative ? 2 : 1>, cute::_1, cute::_1>>{}));
   /// With as many stages as fit beside an epilogue.
   template <class Epilogue>
   using CutlassMainloop = typename WithMma<
       typename cutlass::gemm::collective::CollectiveBuilder<
-          cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor,
-          kAlignment, Element, LayoutB, kAlignment, float, TileShape, ClusterShape,
+          cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementA, cutlass::layout::RowMajor,
+          kAlignment, ElementB, LayoutB, kAlignment, float, TileShape, ClusterShape,
           cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
               sizeof(typename Epilogue::SharedStorage))>,
-          MainloopSchedule>::CollectiveOp,
+          BuilderSchedule>::CollectiveOp,
       Mma>::type;
 
-  static constexpr KernelFacts kFacts = facts_of(
-      {TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed}, kDType<Element>, kBLayout);
+  static constexpr KernelFacts kFacts =
+      facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed}, kDType<Element_>,
+               kBLayout, kAccumulation);
   static constexpr bool kSplits = kFacts.can_split;
-  using Mainloop =
-      AsyncInputMainloop<CutlassMainloop<UsualEpilogue>, kTimed, kSplits, kFacts.can_store_a>;
+  using Mainloop = AsyncInputMainloop<CutlassMainloop<UsualEpilogue>, kTimed, kSplits,
+                                      kFacts.can_store_a, kPromotes>;
   template <class Epilogue>
   using KernelWith = cutlass::gemm::kernel::GemmUniversal<
       cute::Shape<int, int, int, int>, Mainloop, Epilogue,
@@ -198,21 +199,21 @@ struct KernelInstance {
     typename GemmKernel::Arguments gemm{};
     gemm.mode = cutlass::gemm::GemmUniversalMode::kGemm;
     gemm.problem_shape = {m, n, k, 1};
-    gemm.mainloop.ptr_A = static_cast<Element const*>(operands.a);
+    gemm.mainloop.ptr_A = static_cast<ElementA const*>(operands.a);
     get<0>(gemm.mainloop.dA) = int64_t(k);
-    gemm.mainloop.ptr_B = static_cast<Element const*>(operands.b);
+    gemm.mainloop.ptr_B = static_cast<ElementB const*>(operands.b);
     if constexpr (std::is_same_v<LayoutB, cutlass::layout::RowMajor>) {
       get<1>(gemm.mainloop.dB) = operands.ldb;
     } else {
       get<0>(gemm.mainloop.dB) = operands.ldb;
     }
-    gemm.mainloop.ptr_A_local = static_cast<Element const*>(operands.a_local);
-    gemm.mainloop.ptr_A_out = static_cast<Element*>(operands.a_out);
+    gemm.mainloop.ptr_A_local = static_cast<ElementA const*>(operands.a_local);
+    gemm.mainloop.ptr_A_out = static_cast<ElementA*>(operands.a_out);
     gemm.mainloop.input = async_input(call);
     gemm.mainloop.push = call.push;
     gemm.epilogue.ptr_D = static_cast<Element*>(operands.out);
     get<0>(gemm.epilogue.dD) = int64_t(n);
-    gemm.epilogue.thread = {{static_cast<Element const*>(operands.bias)}, {}, {}};
+    gemm.epilogue.thread = Fusion<Element_, TileShape>::arguments(operands);
     gemm.hw_info.sm_count = mm.sm_count;
     gemm.scheduler.max_swizzle_size = mm.config.max_swizzle;
     using Options = typename GemmKernel::TileScheduler::RasterOrderOptions;

@@ -1,6 +1,6 @@
-// The warpgroup MMA of bf16 or fp16 operands in shared memory, 64 rows by any multiple of 8 columns
-// up to 256. Not CUTLASS's: those beside the usual widths are in headers (thousands of structs, for
-// every type) that take 29 s of each translation unit's compile time.
+// The warpgroup MMA of bf16, fp16 or fp8 operands in shared memory, 64 rows by any multiple of 8
+// columns up to 256. Not CUTLASS's: those beside the usual widths are in headers (thousands of
+// structs, for every type) that take 29 s of each translation unit's compile time.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +12,25 @@
 namespace agmm {
 
 /// For cute::MMA_Atom.
-template <class Element, int kColumns, cute::GMMA::Major kMajorA, cute::GMMA::Major kMajorB>
+template <class ElementA, class ElementB, int kColumns, cute::GMMA::Major kMajorA,
+          cute::GMMA::Major kMajorB>
 struct Wgmma {
-  static_assert(std::is_same_v<Element, cutlass::bfloat16_t> ||
-                std::is_same_v<Element, cutlass::half_t>);
+  template <class Element>
+  static constexpr bool kAre =
+      std::is_same_v<ElementA, Element> && std::is_same_v<ElementB, Element>;
+  template <class Element>
+  static constexpr bool kIsFp8 = std::is_same_v<Element, cutlass::float_e4m3_t> ||
+                                 std::is_same_v<Element, cutlass::float_e5m2_t>;
+  static constexpr bool kAreFp8 = kIsFp8<ElementA> && kIsFp8<ElementB>;
+  static constexpr bool kAIsE4m3 = std::is_same_v<ElementA, cutlass::float_e4m3_t>;
+  static constexpr bool kBIsE4m3 = std::is_same_v<ElementB, cutlass::float_e4m3_t>;
+  static constexpr bool kAreBf16 = kAre<cutlass::bfloat16_t>;
+  static_assert(kAreBf16 || kAre<cutlass::half_t> || kAreFp8);
+  static_assert(!kAreFp8 || (kMajorA == cute::GMMA::Major::K && kMajorB == cute::GMMA::Major::K),
+                "the instruction reads fp8 along K only");
   static_assert(kColumns % 8 == 0 && 8 <= kColumns && kColumns <= 256);
-  static constexpr bool kIsBf16 = std::is_same_v<Element, cutlass::bfloat16_t>;
   static constexpr int kFloats = kColumns / 2;  // of each thread
+  static constexpr int kDepth = 32 / sizeof(ElementA);
 
   /// sum = A * B, or sum + A * B if `adds`.
   CUTLASS_HOST_DEVICE static void fma(float (&sum)[kFloats], uint64_t a, uint64_t b, int32_t adds);
@@ -114,17 +126,38 @@ constexpr int wgmma_columns(int tile_columns) {
                                   "}\n"                                                       \
       : AGMM_FLOATS_##columns                                                                 \
       : "l"(a), "l"(b), "r"(adds), "n"(int(kMajorA)), "n"(int(kMajorB)))
-#define AGMM_WGMMA(columns, ...)                   \
-  if constexpr (kColumns == columns) {             \
-    if constexpr (kIsBf16) {                       \
-      AGMM_WGMMA_OF("bf16", columns, __VA_ARGS__); \
-    } else {                                       \
-      AGMM_WGMMA_OF("f16", columns, __VA_ARGS__);  \
-    }                                              \
+#define AGMM_WGMMA_OF_FP8(type_a, type_b, columns, a_, b_, adds_, major_a, major_b) \
+  asm volatile(                                                                     \
+      "{\n"                                                                         \
+      ".reg .pred p;\n"                                                             \
+      "setp.ne.b32 p, %" #adds_                                                     \
+      ", 0;\n"                                                                      \
+      "wgmma.mma_async.sync.aligned.m64n" #columns "k32.f32." type_a "." type_b     \
+      " {" AGMM_NUMBERS_##columns "}, %" #a_ ", %" #b_                              \
+                                  ", p, 1, 1;\n"                                    \
+                                  "}\n"                                             \
+      : AGMM_FLOATS_##columns                                                       \
+      : "l"(a), "l"(b), "r"(adds))
+#define AGMM_WGMMA(columns, ...)                               \
+  if constexpr (kColumns == columns) {                         \
+    if constexpr (kAreBf16) {                                  \
+      AGMM_WGMMA_OF("bf16", columns, __VA_ARGS__);             \
+    } else if constexpr (!kAreFp8) {                           \
+      AGMM_WGMMA_OF("f16", columns, __VA_ARGS__);              \
+    } else if constexpr (!kAIsE4m3 && !kBIsE4m3) {             \
+      AGMM_WGMMA_OF_FP8("e5m2", "e5m2", columns, __VA_ARGS__); \
+    } else if constexpr (!kAIsE4m3) {                          \
+      AGMM_WGMMA_OF_FP8("e5m2", "e4m3", columns, __VA_ARGS__); \
+    } else if constexpr (!kBIsE4m3) {                          \
+      AGMM_WGMMA_OF_FP8("e4m3", "e5m2", columns, __VA_ARGS__); \
+    } else {                                                   \
+      AGMM_WGMMA_OF_FP8("e4m3", "e4m3", columns, __VA_ARGS__); \
+    }                                                          \
   }
 
-template <class Element, int kColumns, cute::GMMA::Major kMajorA, cute::GMMA::Major kMajorB>
-CUTLASS_HOST_DEVICE void Wgmma<Element, kColumns, kMajorA, kMajorB>::fma(
+template <class ElementA, class ElementB, int kColumns, cute::GMMA::Major kMajorA,
+          cute::GMMA::Major kMajorB>
+CUTLASS_HOST_DEVICE void Wgmma<ElementA, ElementB, kColumns, kMajorA, kMajorB>::fma(
     [[maybe_unused]] float (&sum)[kFloats], [[maybe_unused]] uint64_t a,
     [[maybe_unused]] uint64_t b, [[maybe_unused]] int32_t adds) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -164,14 +197,14 @@ CUTLASS_HOST_DEVICE void Wgmma<Element, kColumns, kMajorA, kMajorB>::fma(
 }
 
 /// What cute::MMA_Atom calls. The accumulators are read and written in place.
-template <class Element, int kColumns, cute::GMMA::Major kMajorA, cute::GMMA::Major kMajorB,
-          class Sum, class SumLayout, class A, class ALayout, class B, class BLayout, class C,
-          class CLayout>
+template <class ElementA, class ElementB, int kColumns, cute::GMMA::Major kMajorA,
+          cute::GMMA::Major kMajorB, class Sum, class SumLayout, class A, class ALayout, class B,
+          class BLayout, class C, class CLayout>
 CUTLASS_HOST_DEVICE void mma_unpack(
-    cute::MMA_Traits<Wgmma<Element, kColumns, kMajorA, kMajorB>> const& traits,
+    cute::MMA_Traits<Wgmma<ElementA, ElementB, kColumns, kMajorA, kMajorB>> const& traits,
     cute::Tensor<Sum, SumLayout>& sum, cute::Tensor<A, ALayout> const& a,
     cute::Tensor<B, BLayout> const& b, cute::Tensor<C, CLayout> const&) {
-  using Op = Wgmma<Element, kColumns, kMajorA, kMajorB>;
+  using Op = Wgmma<ElementA, ElementB, kColumns, kMajorA, kMajorB>;
   static_assert(cute::is_rmem<Sum>::value && std::is_same_v<SumLayout, CLayout>);
   static_assert(cute::size(SumLayout{}) == Op::kFloats && cute::cosize(SumLayout{}) == Op::kFloats);
   Op::fma(reinterpret_cast<float (&)[Op::kFloats]>(*sum.data()), uint64_t(*a.data()),
@@ -182,18 +215,19 @@ CUTLASS_HOST_DEVICE void mma_unpack(
 
 namespace cute {
 
-template <class Element, int kColumns, GMMA::Major kMajorA, GMMA::Major kMajorB>
-struct MMA_Traits<agmm::Wgmma<Element, kColumns, kMajorA, kMajorB>> {
-  using ValTypeA = Element;
-  using ValTypeB = Element;
+template <class ElementA, class ElementB, int kColumns, GMMA::Major kMajorA, GMMA::Major kMajorB>
+struct MMA_Traits<agmm::Wgmma<ElementA, ElementB, kColumns, kMajorA, kMajorB>> {
+  static constexpr int kDepth = agmm::Wgmma<ElementA, ElementB, kColumns, kMajorA, kMajorB>::kDepth;
+  using ValTypeA = ElementA;
+  using ValTypeB = ElementB;
   using ValTypeC = float;
   using ValTypeD = float;
   using FrgTypeA = GMMA::smem_desc<kMajorA>;
   using FrgTypeB = GMMA::smem_desc<kMajorB>;
-  using Shape_MNK = Shape<_64, Int<kColumns>, _16>;
+  using Shape_MNK = Shape<_64, Int<kColumns>, Int<kDepth>>;
   using ThrID = Layout<_128>;
-  using ALayout = GMMA::ABLayout<64, 16>;
-  using BLayout = GMMA::ABLayout<kColumns, 16>;
+  using ALayout = GMMA::ABLayout<64, kDepth>;
+  using BLayout = GMMA::ABLayout<kColumns, kDepth>;
   using CLayout = GMMA::CLayout_64xN<kColumns>;
 
   GMMA::ScaleOut accumulate_ = GMMA::ScaleOut::One;

@@ -294,6 +294,78 @@ void duties() {
   }
 }
 
+/// In fp8 scales are sent before the signal of their shard, and the slot is given back behind the
+/// matmuls, whose epilogues read scales until they end.
+void scaled_push() {
+  static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
+  Workspace const workspace;
+  auto* const scale_a = reinterpret_cast<float*>(tensors + (1 << 19));
+  agmm::Gather gather;
+  gather.a_shard = tensors;
+  gather.a_out = tensors + (1 << 18);
+  gather.rows = kRows;
+  gather.k = kColumns;
+  gather.dtype = agmm::DType::E4M3;
+  gather.scales = scale_a;
+  gather.scales_out = scale_a + 1024;
+  agmm::Weight weight;
+  weight.b = tensors + (1 << 17);
+  weight.ldb = kColumns;
+  weight.n = 136;
+  weight.out = tensors + (1 << 19);
+  weight.config.shape = {128, 128, 128, 1, 1, agmm::Schedule::Pingpong, false};
+  weight.scales = scale_a + 2048;
+  weight.scale_per_column = true;
+  weight.accumulation = agmm::Accumulation::Slow;
+  std::vector<agmm::Weight> const weights(2, weight);
+  state().operations.clear();
+  state().launched.clear();
+  (*workspace.op)(gather, weights, kStream);
+
+  std::string copies, main;
+  for (fake::Operation const& operation : state().operations) {
+    if (operation.name == "record" || operation.name == "wait") continue;
+    (operation.stream == kStream ? main : copies) += operation.name + " ";
+  }
+  check(copies == "batch copy copy write copy copy write copy copy batch ", "copies: " + copies);
+  check(main == "kernel kernel batch ", "main: " + main);
+  check(state().launched.size() == 2, "matmuls");
+  for (std::size_t i = 0; i < 2; ++i) {
+    agmm::CallSpec const& call = state().launched[i];
+    agmm::Operands const& operands = call.matmul.operands;
+    agmm::Scales const& scales = operands.scales;
+    check(call.release.signals == nullptr, "the matmul gives the slot back");
+    check(reinterpret_cast<char const*>(scales.a) ==
+              static_cast<char const*>(operands.a) + kRanks * kRows * kColumns,
+          "gathered scales");
+    check(scales.a_per_row && scales.b_per_column && scales.b == weight.scales, "scales");
+    check(scales.a_local == scale_a && operands.local_begin == kRows, "own scales");
+    check((scales.a_out != nullptr) == (i == 0), "scales_out");
+    check(call.matmul.problem.accumulation == agmm::Accumulation::Slow, "accumulation");
+  }
+
+  auto const refusal = [&](std::function<void(agmm::Gather&, agmm::Weight&)> const& change) {
+    agmm::Gather other = gather;
+    agmm::Weight changed = weight;
+    change(other, changed);
+    return error_of([&] { (*workspace.op)(other, {changed}, kStream); });
+  };
+  auto const refused = [&](auto const& change, std::string const& wanted) {
+    std::string const error = refusal(change);
+    check(has(error, wanted), error + "; wanted " + wanted);
+  };
+  refused([](agmm::Gather& g, agmm::Weight&) { g.transport = Transport::CopyEnginePull; },
+          "wanted push for fp8");
+  refused([](agmm::Gather& g, agmm::Weight&) { g.scales = nullptr; }, "scale_a: found null");
+  refused([](agmm::Gather&, agmm::Weight& w) { w.scales = nullptr; }, "scale_b: found null");
+  refused([](agmm::Gather& g, agmm::Weight&) { g.k = kColumns + 8; },
+          "A: found K=264, wanted a multiple of 16");
+  refused([](agmm::Gather&, agmm::Weight& w) { w.accumulation = agmm::Accumulation::Fast; },
+          "512x136x256 e4m3 B col fast");
+  // With their scales the shards no longer fit.
+  refused([](agmm::Gather& g, agmm::Weight&) { g.rows = 4 * kRows; }, "wanted at most the");
+}
+
 /// Matmuls leave them free, whatever moves A.
 void reserved_sms() {
   for (Transport transport : kTransports) {
@@ -449,6 +521,7 @@ int main(int count, char** arguments) {
       {"failures_in_captures", &failures_in_captures},
       {"copies_come_first", &copies_come_first},
       {"duties", &duties},
+      {"scaled_push", &scaled_push},
       {"equality", &equality},
       {"reserved_sms", &reserved_sms},
       {"peer_atomics", &peer_atomics},

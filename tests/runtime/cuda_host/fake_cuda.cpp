@@ -230,6 +230,9 @@ int launch(void* params, void* stream) {
 KernelEntry const kernel{facts_of({128, 128, 64, 1, 1, Schedule::Cooperative, false},
                                   DType::BFloat16, BLayout::ColumnMajor),
                          sizeof(CallSpec), &prepare, &setup, &launch};
+KernelEntry const fp8_kernel{facts_of({128, 128, 128, 1, 1, Schedule::Pingpong, false}, DType::E4M3,
+                                      BLayout::ColumnMajor, Accumulation::Slow),
+                             sizeof(CallSpec), &prepare, &setup, &launch};
 
 // What the kernel of a scatter does, as one CTA that computes tile after tile; elements are whole
 // numbers of 16 bits.
@@ -332,8 +335,8 @@ ScatterEntry const scatter_kernel{facts_of({kTile, kTile, 64, 1, 1, Schedule::Pi
 
 }  // namespace
 
-KernelEntry const* const kKernelTable[] = {&kernel};
-std::size_t const kKernelCount = 1;
+KernelEntry const* const kKernelTable[] = {&kernel, &fp8_kernel};
+std::size_t const kKernelCount = 2;
 ScatterEntry const* const kScatterTable[] = {&scatter_kernel};
 std::size_t const kScatterCount = 1;
 

@@ -1,0 +1,133 @@
+"""``torch.ops.agmm._async_input_scaled_mm``: `_async_input_mm` of fp8 operands. The scales of A
+come with its rows; the result is bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from agmm.errors import InvalidArgument
+from agmm.ops import scaled_paths
+from agmm.ops.library import library
+from agmm.ops.scaled_checks import check_no_backward, check_scaled_async_input
+from agmm.planning.plans import KernelConfig
+from agmm.runtime import cpu_scaled, cuda_scaled
+from agmm.runtime.scaled import Scaled, Weight
+
+
+def _described(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    fast_accum: bool,
+) -> tuple[Scaled, Weight]:
+    tile, weight = scaled_paths.weight_of(
+        A, scale_a, B, scale_b, bias, None, torch.bfloat16, fast_accum
+    )
+    return scaled_paths.rows_of(A, scale_a, tile, 0), weight
+
+
+def _on_cpu(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    a_chunk_signals: torch.Tensor,
+    a_chunk_pivot: int,
+    use_fast_accum: bool,
+) -> torch.Tensor:
+    check_scaled_async_input(A, B, scale_a, scale_b, bias, a_chunk_signals, a_chunk_pivot)
+    operand, weight = _described(A, B, scale_a, scale_b, bias, use_fast_accum)
+    return cpu_scaled.async_input_mm(operand, weight, a_chunk_signals, a_chunk_pivot)
+
+
+def _on_cuda(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    a_chunk_signals: torch.Tensor,
+    a_chunk_pivot: int,
+    use_fast_accum: bool,
+) -> torch.Tensor:
+    check_scaled_async_input(A, B, scale_a, scale_b, bias, a_chunk_signals, a_chunk_pivot)
+    if not a_chunk_signals.is_contiguous():
+        raise InvalidArgument("a_chunk_signals: found a strided tensor, wanted a contiguous one")
+    return on_cuda(
+        A,
+        B,
+        scale_a,
+        scale_b,
+        a_chunk_signals,
+        a_chunk_pivot,
+        bias=bias,
+        fast_accum=use_fast_accum,
+    )
+
+
+def on_cuda(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    a_chunk_signals: torch.Tensor | None,
+    pivot: int,
+    *,
+    bias: torch.Tensor | None = None,
+    fast_accum: bool = True,
+    config: KernelConfig | None = None,
+    sm_count: int = 0,
+) -> torch.Tensor:
+    """`agmm.runtime.cuda_scaled.async_input_mm`, with a kernel of this build where ``config`` is
+    None.
+
+    Raises:
+        InvalidArgument: the kernel cannot take the operands; the message says why.
+    """
+    operand, weight = _described(A, B, scale_a, scale_b, bias, fast_accum)
+    reason = scaled_paths.why_no_kernel(A.device) or cuda_scaled.why_illegal(operand, weight)
+    if reason is not None:
+        raise InvalidArgument(reason)
+    if config is not None:
+        kernel = cuda_scaled.Kernel(config.core, fast_accum)
+    else:
+        found = scaled_paths.cuda_kernel(operand, weight, A.shape[0])
+        if isinstance(found, str):
+            raise InvalidArgument(found)
+        kernel = found
+    return cuda_scaled.async_input_mm(
+        operand, weight, kernel, a_chunk_signals, pivot, sm_count=sm_count
+    )
+
+
+def _fake(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    a_chunk_signals: torch.Tensor,
+    a_chunk_pivot: int,
+    use_fast_accum: bool,
+) -> torch.Tensor:
+    check_scaled_async_input(A, B, scale_a, scale_b, bias, a_chunk_signals, a_chunk_pivot)
+    return A.new_empty(A.shape[0], B.shape[1], dtype=torch.bfloat16)
+
+
+def _autograd(*arguments: Any) -> torch.Tensor:
+    names = ("A", "B", "scale_a", "scale_b", "bias")
+    check_no_backward(list(zip(names, arguments[:5], strict=True)))
+    with torch._C._AutoDispatchBelowAutograd():
+        out: torch.Tensor = torch.ops.agmm._async_input_scaled_mm.default(*arguments)
+    return out
+
+
+library.impl("_async_input_scaled_mm", _on_cpu, "CPU")
+library.impl("_async_input_scaled_mm", _on_cuda, "CUDA")
+library.impl("_async_input_scaled_mm", _fake, "Meta")
+library.impl("_async_input_scaled_mm", _autograd, "Autograd")

@@ -1,0 +1,58 @@
+"""Which kernel an fp8 product gets. There is no cost model for fp8: it goes by whole waves."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from agmm import _core
+from agmm.planning.plans import KernelConfig
+
+_NARROW = 1.1
+"""How much longer a tile takes for its size where it is narrower than 256 columns: it reads more
+from shared memory for each product. An estimate."""
+
+_FEW_ROWS_OF_TILES = 8
+
+
+@cache
+def built(dtype: str, fast_accum: bool) -> tuple[KernelConfig, ...]:
+    """The kernels of this build for a dtype of `_core.DType`. Where none accumulates fast, those
+    that do it slowly, which is only more exact."""
+    facts = [f for f in _core.kernel_facts() if f.is_fp8 and f.dtype.name == dtype]
+    wanted = [f for f in facts if f.fast_accum == fast_accum]
+    if fast_accum and not wanted:
+        wanted = facts
+    return tuple(KernelConfig.parse(f.kernel) for f in wanted)
+
+
+@cache
+def accumulates_fast(dtype: str, kernel: str) -> bool:
+    """Whether there is that kernel with fast accumulation."""
+    return any(
+        f.is_fp8 and f.fast_accum and (f.dtype.name, f.kernel) == (dtype, kernel)
+        for f in _core.kernel_facts()
+    )
+
+
+def choose(kernels: tuple[KernelConfig, ...], m: int, n: int, sm_count: int) -> KernelConfig:
+    """One of them with an order of tiles, for a product [m, n]; ``kernels`` are not none."""
+    return _ordered(min(kernels, key=lambda kernel: _time(kernel, m, n, sm_count)), m)
+
+
+def _time(kernel: KernelConfig, m: int, n: int, sm_count: int) -> float:
+    ctas = kernel.cluster_m * kernel.cluster_n
+    rows = kernel.tile_m * kernel.cluster_m
+    columns = kernel.tile_n * kernel.cluster_n
+    clusters = -(-m // rows) * -(-n // columns)
+    waves = -(-clusters // max(1, sm_count // ctas))
+    size = kernel.tile_m * kernel.tile_n
+    return waves * size * (1 if kernel.tile_n >= 256 else _NARROW)
+
+
+def _ordered(kernel: KernelConfig, m: int) -> KernelConfig:
+    """As `heuristics.usual_order` has it for operands of 16 bits."""
+    raster, max_swizzle = "along_n", 8
+    if kernel.schedule == "pingpong":
+        has_few_rows = -(-m // kernel.tile_m) <= _FEW_ROWS_OF_TILES
+        raster, max_swizzle = "along_m", 1 if has_few_rows else 4
+    return KernelConfig.parse(f"{kernel.kernel}/swizzle{max_swizzle}/{raster}")

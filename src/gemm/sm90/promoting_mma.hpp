@@ -1,0 +1,61 @@
+// The consumers' side of the mainloop for fp8 with slow accumulation. The tensor cores add fp8
+// products with fewer bits than float32 has, so each k tile is summed up anew, and its sums are
+// added to float32 registers: as cuBLAS does, every 128 of K.
+#pragma once
+
+#include "cute/tensor.hpp"
+#include "cutlass/cutlass.h"
+
+namespace agmm {
+
+/// As Mainloop::mma(), and like it leaves the last stage for mma_tail() to release. `sums` are
+/// taken atom by atom, so that the registers of one atom more are enough.
+template <class Mainloop, class Sums>
+CUTLASS_DEVICE void promoting_mma(typename Mainloop::MainloopPipeline& pipeline,
+                                  typename Mainloop::PipelineState read, Sums& sums, int k_tiles,
+                                  int thread, typename Mainloop::TensorStorage& storage) {
+  using namespace cute;
+  using TiledMma = typename Mainloop::TiledMma;
+  static_assert(Mainloop::K_PIPE_MMAS == 1, "mma_tail() releases one stage");
+  static_assert(size<2>(typename Mainloop::TileShape{}) == 128, "promotes every 128 of K");
+
+  Tensor sA = make_tensor(make_smem_ptr(storage.smem_A.data()), typename Mainloop::SmemLayoutA{});
+  Tensor sB = make_tensor(make_smem_ptr(storage.smem_B.data()), typename Mainloop::SmemLayoutB{});
+  constexpr int kWarpgroups = size(TiledMma{}) / cutlass::NumThreadsPerWarpGroup;
+  int const warpgroup = __shfl_sync(0xffffffff, thread / cutlass::NumThreadsPerWarpGroup, 0);
+  TiledMma mma;
+  auto const part_of_mma = mma.get_slice(
+      make_layout(Int<kWarpgroups>{}, Int<cutlass::NumThreadsPerWarpGroup>{})(warpgroup));
+  Tensor a = part_of_mma.make_fragment_A(part_of_mma.partition_A(sA));  // (MMA,MMA_M,MMA_K,PIPE)
+  Tensor b = part_of_mma.make_fragment_B(part_of_mma.partition_B(sB));  // (MMA,MMA_N,MMA_K,PIPE)
+  Tensor part = make_fragment_like(sums(_, 0, 0));
+
+  clear(sums);
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (; k_tiles > 0; --k_tiles, ++read) {
+    pipeline.consumer_wait(read, pipeline.consumer_try_wait(read));
+    CUTLASS_PRAGMA_UNROLL
+    for (int m = 0; m < size<1>(sums); ++m) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int n = 0; n < size<2>(sums); ++n) {
+        warpgroup_fence_operand(part);
+        warpgroup_arrive();
+        mma.accumulate_ = GMMA::ScaleOut::Zero;
+        CUTLASS_PRAGMA_UNROLL
+        for (int k = 0; k < size<2>(a); ++k) {
+          cute::gemm(mma, a(_, m, k, read.index()), b(_, n, k, read.index()), part);
+          mma.accumulate_ = GMMA::ScaleOut::One;
+        }
+        warpgroup_commit_batch();
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(part);
+        bool const is_read = m + 1 == size<1>(sums) && n + 1 == size<2>(sums);
+        if (is_read && k_tiles > 1) pipeline.consumer_release(read);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < size(part); ++i) sums(i, m, n) += part(i);
+      }
+    }
+  }
+}
+
+}  // namespace agmm

@@ -1,0 +1,185 @@
+"""What the tests of the fp8 kernels run, in one process and inside the ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from gpu_work import Faults, config_of, device, group_of, last_ranks, poison, poison_freed_memory
+
+import agmm
+from agmm.testing.cases import LocalShape
+from agmm.testing.reference import allowed_error, relative_error
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+class Operands(NamedTuple):
+    """In the order of the ops."""
+
+    A: torch.Tensor
+    B: torch.Tensor
+    scale_a: torch.Tensor
+    scale_b: torch.Tensor
+
+    def product(self, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """In float64, of the dequantised operands."""
+        a = self.A.double() * self.scale_a.double()
+        out = a @ (self.B.double() * self.scale_b.double())
+        return out if bias is None else out + bias.double()
+
+    def rows(self, rows: slice) -> Operands:
+        one = self.scale_a.numel() == 1
+        return self._replace(A=self.A[rows], scale_a=self.scale_a if one else self.scale_a[rows])
+
+
+def operands(
+    scaling: str, m: int, n: int, k: int, dtypes: tuple[torch.dtype, torch.dtype], seed: int
+) -> Operands:
+    """On the current GPU; B is column-major."""
+    generator = torch.Generator(device()).manual_seed(seed)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device())
+
+    def scales(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator, device=device()) + 0.5
+
+    is_rowwise = scaling == "rowwise"
+    return Operands(
+        numbers(m, k).to(dtypes[0]),
+        numbers(n, k).to(dtypes[1]).t(),
+        scales(m, 1) if is_rowwise else scales(),
+        scales(1, n) if is_rowwise else scales(),
+    )
+
+
+def by_torch(given: Operands, fast_accum: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The product by ``torch._scaled_mm``; where it has no such kernel, rounded once."""
+    try:
+        return torch._scaled_mm(
+            *given, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast_accum
+        )
+    except (RuntimeError, ValueError):
+        return given.product(bias).to(torch.bfloat16)
+
+
+def _fault(
+    label: str, out: torch.Tensor, given: Operands, bias: torch.Tensor | None, fast_accum: bool
+) -> list[str]:
+    reference = given.product(bias)
+    error = relative_error(out, reference)
+    allowed = allowed_error(relative_error(by_torch(given, fast_accum, bias), reference))
+    return [] if error <= allowed else [f"{label}: error {error:.3g}, allowed {allowed:.3g}"]
+
+
+def gathered(
+    world_size: int,
+    shapes: list[LocalShape],
+    scaling: str,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    fast_accum: bool,
+    weights: int,
+    return_A: bool,
+) -> Faults:
+    """Faults of `agmm.all_gather_scaled_matmul`, in words."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank = dist.get_rank(group)
+    faults: list[str] = []
+    op: Callable[..., Any] = agmm.all_gather_scaled_matmul
+    for seed, shape in enumerate(shapes):
+        label = f"{shape} {scaling} {dtypes} {fast_accum=} rank {rank}/{world_size}"
+        m = world_size * shape.M_local
+        everything = operands(scaling, m, shape.N, shape.K, dtypes, seed)
+        rows = slice(rank * shape.M_local, (rank + 1) * shape.M_local)
+        own = everything.rows(rows)
+        Bs, biases = [], []
+        for i in range(weights):
+            other = operands(
+                scaling, 1, shape.N + 16 * i, shape.K, dtypes, 1000 + 10 * seed + rank + i
+            )
+            Bs.append((other.B, other.scale_b))
+            bias = torch.randn(shape.N + 16 * i, device=device(), dtype=torch.bfloat16)
+            biases.append(bias if i == 0 else None)
+        poison(group)
+        for _ in range(2):  # both slots
+            poison_freed_memory(m * (shape.N * 2 + shape.K) * (weights + 1))
+            found = op(
+                own.A.clone(),
+                [B for B, _ in Bs],
+                own.scale_a.clone(),
+                [scale for _, scale in Bs],
+                group,
+                return_A=return_A,
+                bias=biases,
+                use_fast_accum=fast_accum,
+                strict=True,
+            )
+            outs = found
+            if return_A:
+                A, scale_A, outs = found
+                if not torch.equal(A.view(torch.uint8), everything.A.view(torch.uint8)):
+                    faults.append(f"{label}: A differs")
+                wanted = everything.scale_a
+                if wanted.numel() == 1:
+                    wanted = wanted.reshape(1, 1).expand(world_size, 1)
+                if not torch.equal(scale_A.reshape(-1), wanted.reshape(-1)):
+                    faults.append(f"{label}: scale_A differs")
+            for (B, scale_b), addend, out in zip(Bs, biases, outs, strict=True):
+                given = everything._replace(B=B, scale_b=scale_b)
+                faults += _fault(label, out, given, addend, fast_accum)
+    return faults
+
+
+def back_to_back(world_size: int, scaling: str, count: int) -> Faults:
+    """Calls whose data changes every time, in fp8 and bfloat16, eager and replayed in turn."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank = dist.get_rank(group)
+    rows = 200  # tiles are shared by two ranks
+    everything = operands(scaling, world_size * rows, 272, 528, (E4M3, E4M3), 0)
+    own = everything.rows(slice(rank * rows, (rank + 1) * rows))
+    A, scale_a = own.A.clone(), own.scale_a.clone()
+    weight = torch.randn(528, 272, device=device(), dtype=torch.bfloat16)
+    op: Callable[..., Any] = agmm.all_gather_scaled_matmul
+    other: Callable[..., Any] = agmm.all_gather_matmul
+    push = config_of("push")
+
+    def call() -> torch.Tensor:
+        out: torch.Tensor = op(A, own.B, scale_a, own.scale_b, group, strict=True)
+        return out
+
+    wanted = call().clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            replayed = call()
+    torch.cuda.current_stream().wait_stream(stream)
+    draw = random.Random(rank)
+    wrong = torch.zeros((), dtype=torch.int64, device=device())
+    for step in range(count):
+        factor = 2.0 ** (step % 5 - 2)  # of all ranks alike: exact in the result
+        torch.mul(own.scale_a, factor, out=scale_a)
+        if draw.random() < 0.3:
+            torch.cuda._sleep(draw.randrange(100_000))
+        kind = step % 3
+        if kind == 0:
+            out = call()
+        elif kind == 1:
+            graph.replay()
+            out = replayed
+        else:
+            other(A.view(torch.uint8).to(torch.bfloat16), weight, group, config=push, strict=True)
+            out = call()
+        wrong += (out != wanted * factor).sum()
+    count_wrong = int(wrong)
+    return [] if count_wrong == 0 else [f"rank {rank}: {count_wrong} elements differ"]

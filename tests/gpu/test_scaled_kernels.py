@@ -1,0 +1,313 @@
+"""The fp8 kernels on one GPU, and all-gather + scaled matmul with several ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import scaled_gpu_work
+import torch
+from at_hand import world_sizes
+from gpu_work import poison_freed_memory
+from scaled_gpu_work import E4M3, E5M2, Operands, by_torch, operands
+
+import agmm
+from agmm import _core
+from agmm.ops import async_input_scaled_mm, scaled_paths
+from agmm.planning import fp8_kernels
+from agmm.planning.plans import KernelConfig
+from agmm.testing.cases import LocalShape
+from agmm.testing.ranks import RankPool
+from agmm.testing.reference import allowed_error, relative_error
+
+on_cuda: Callable[..., torch.Tensor] = async_input_scaled_mm.on_cuda
+
+
+class Kernel(NamedTuple):
+    dtypes: tuple[torch.dtype, torch.dtype]
+    fast_accum: bool
+    config: KernelConfig
+
+    def __str__(self) -> str:
+        names = [str(dtype).rpartition("_")[2] for dtype in self.dtypes]
+        speed = "fast" if self.fast_accum else "slow"
+        return "-".join((self.config.kernel, speed, *names))
+
+
+PAIRS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
+KERNELS = [
+    Kernel(pair, fact.fast_accum, KernelConfig.parse(fact.kernel))
+    for pair in PAIRS
+    for fact in _core.kernel_facts()
+    if fact.is_fp8
+    and fact.dtype.name == "_".join(str(dtype).removeprefix("torch.") for dtype in pair)
+]
+if not KERNELS:
+    pytest.skip("this build has no fp8 kernels: AGMM_KERNELS=default", allow_module_level=True)
+
+every_kernel = pytest.mark.parametrize(
+    "kernel",
+    KERNELS,
+    ids=lambda k: (
+        f"{k.config.kernel}-{'fast' if k.fast_accum else 'slow'}-{k.dtypes[0]}-{k.dtypes[1]}"
+    ),
+)
+SCALINGS = ("rowwise", "tensorwise")
+SHAPES = [
+    # M, N, K, chunks
+    (16, 16, 16, 1),
+    (8, 16, 16, 8),
+    (1, 144, 272, 1),
+    (128, 256, 128, 2),
+    (100, 144, 80, 4),
+    (385, 272, 528, 5),
+    (1000, 528, 144, 5),
+    (640, 2112, 1040, 5),
+    (1024, 3584, 2048, 4),
+    (4096, 384, 256, 4),
+]
+
+
+def ready(chunks: int) -> torch.Tensor:
+    return torch.ones(chunks, dtype=torch.int32, device="cuda").view(torch.uint32)
+
+
+def assert_close(
+    out: torch.Tensor,
+    given: Operands,
+    fast_accum: bool,
+    label: str,
+    bias: torch.Tensor | None = None,
+) -> None:
+    reference = given.product(bias)
+    allowed = allowed_error(relative_error(by_torch(given, fast_accum, bias), reference))
+    error = relative_error(out, reference)
+    assert error <= allowed, f"{label}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+@every_kernel
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_every_kernel(kernel: Kernel, scaling: str) -> None:
+    draw = random.Random(1)
+    for seed, (m, n, k, chunks) in enumerate(SHAPES):
+        given = operands(scaling, m, n, k, kernel.dtypes, seed)
+        config = replace(
+            kernel.config,
+            raster=draw.choice(("along_m", "along_n")),
+            max_swizzle=draw.choice((1, 2, 4, 8)),
+        )
+        pivot = draw.randrange(chunks)
+        poison_freed_memory(m * n * 2)
+        out = on_cuda(*given, ready(chunks), pivot, fast_accum=kernel.fast_accum, config=config)
+        label = f"{m}x{n}x{k} chunks {chunks} pivot {pivot} {config.name}"
+        assert_close(out, given, kernel.fast_accum, label)
+
+
+@every_kernel
+def test_each_scale_is_that_of_its_row_and_column(kernel: Kernel) -> None:
+    """Exactly: sums of small whole numbers, scales that are powers of two."""
+    for seed, (m, n, k, chunks) in enumerate(SHAPES):
+        given = operands("rowwise", m, n, k, kernel.dtypes, seed)
+        draw = torch.Generator("cuda").manual_seed(seed)
+
+        def whole(like: torch.Tensor, least: int, most: int) -> torch.Tensor:
+            drawn = torch.randint(least, most, like.shape, generator=draw, device="cuda")  # noqa: B023
+            return drawn.to(torch.float32)
+
+        given = Operands(
+            whole(given.A, -1, 2).to(kernel.dtypes[0]),
+            whole(given.B.t(), -1, 2).to(kernel.dtypes[1]).t(),
+            torch.exp2(whole(given.scale_a, -6, 7)),
+            torch.exp2(whole(given.scale_b, -6, 7)),
+        )
+        poison_freed_memory(m * n * 2)
+        out = on_cuda(*given, ready(chunks), 0, fast_accum=kernel.fast_accum, config=kernel.config)
+        wanted = given.product().to(torch.bfloat16)
+        wrong = (out != wanted).nonzero()
+        assert len(wrong) == 0, f"{m}x{n}x{k}: {len(wrong)} wrong, first at {wrong[0].tolist()}"
+
+
+@every_kernel
+def test_last_rows_and_bias(kernel: Kernel) -> None:
+    config = kernel.config
+    n, k = 2 * config.tile_n - 16, 7 * config.tile_k + 16  # more k tiles than stages
+    bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    for last in (1, 7, 9, 33, 64, config.tile_m - 1):
+        for tiles_before in (0, 3):
+            m = tiles_before * config.tile_m + last
+            for scaling in SCALINGS:
+                given = operands(scaling, m, n, k, kernel.dtypes, last)
+                poison_freed_memory(m * n * 2)
+                out = on_cuda(
+                    *given, None, 0, bias=bias, fast_accum=kernel.fast_accum, config=config
+                )
+                assert_close(out, given, kernel.fast_accum, f"{m} rows {scaling}", bias)
+
+
+@every_kernel
+def test_columns_that_torch_does_not_multiply(kernel: Kernel) -> None:
+    """A multiple of 8 that is none of 16, and a strided B."""
+    given = operands("rowwise", 200, 264, 144, kernel.dtypes, 3)
+    wide = torch.zeros(264, 288, device="cuda").to(kernel.dtypes[1])
+    wide.view(torch.uint8)[:, 144:].copy_(given.B.t().view(torch.uint8))
+    given = given._replace(B=wide[:, 144:].t())
+    poison_freed_memory(200 * 264 * 2)
+    out = on_cuda(*given, None, 0, fast_accum=kernel.fast_accum, config=kernel.config)
+    assert relative_error(out, given.product()) < 2**-7
+
+
+def test_slow_accumulation_is_the_more_exact() -> None:
+    """Of numbers that do not cancel, so that the sum outgrows what the tensor cores keep."""
+    given = operands("tensorwise", 256, 256, 8192, (E4M3, E4M3), 0)
+    given = given._replace(
+        A=given.A.float().abs().to(E4M3), B=given.B.t().float().abs().to(E4M3).t()
+    )
+    reference = given.product()
+    fast, slow = (
+        relative_error(on_cuda(*given, None, 0, fast_accum=fast), reference)
+        for fast in (True, False)
+    )
+    by_cublas = relative_error(by_torch(given, False), reference)
+    assert slow <= allowed_error(by_cublas)
+    assert slow < fast
+
+
+@every_kernel
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_waits_for_chunks_and_scales_that_come_late(kernel: Kernel, scaling: str) -> None:
+    """Every chunk and its scales are NaN until just before its signal, in a random order."""
+    draw = random.Random(2)
+    for m, n, k, chunks in ((512, 512, 256, 4), (1000, 272, 144, 5), (96, 128, 128, 96)):
+        given = operands(scaling, m, n, k, kernel.dtypes, 1)
+        A, scale_a = given.A.clone(), given.scale_a.clone()
+        signals = torch.zeros(chunks, dtype=torch.int32, device="cuda")
+        order = list(range(chunks))
+        draw.shuffle(order)
+        feeder = torch.cuda.Stream()
+
+        def feed(
+            order: list[int] = order,
+            feeder: torch.cuda.Stream = feeder,
+            given: Operands = given,
+            A: torch.Tensor = A,
+            scale_a: torch.Tensor = scale_a,
+            signals: torch.Tensor = signals,
+            rows: int = m // chunks,
+        ) -> None:
+            with torch.cuda.stream(feeder):
+                for i in order:
+                    torch.cuda._sleep(draw.randrange(1, 40_000))
+                    part = slice(i * rows, (i + 1) * rows)
+                    # A copy may wait for the device.
+                    torch.add(given.A.view(torch.int8)[part], 0, out=A.view(torch.int8)[part])
+                    if scale_a.numel() > 1:
+                        torch.add(given.scale_a[part], 0, out=scale_a[part])
+                    signals[i].fill_(1)
+
+        feed()  # kernels are loaded at their first launch, which waits for the device
+        torch.cuda.synchronize()
+        A.view(torch.uint8).fill_(0x7F)  # NaN
+        if scale_a.numel() > 1:
+            scale_a.fill_(torch.nan)
+        signals.zero_()
+        poison_freed_memory(m * n * 2)
+        torch.cuda.synchronize()
+        late = given._replace(A=A, scale_a=scale_a)
+        out = on_cuda(
+            *late,
+            signals.view(torch.uint32),
+            draw.randrange(chunks),
+            fast_accum=kernel.fast_accum,
+            config=kernel.config,
+            sm_count=48,
+        )
+        feed()
+        torch.cuda.synchronize()
+        assert_close(out, given, kernel.fast_accum, f"{m}x{n}x{k}")
+
+
+def test_op() -> None:
+    given = operands("rowwise", 256, 272, 128, (E4M3, E4M3), 0)
+    bias = torch.randn(272, device="cuda", dtype=torch.bfloat16)
+    op: Any = torch.ops.agmm._async_input_scaled_mm
+    for fast_accum in (True, False):
+        out = op(*given, bias, ready(4), 3, fast_accum)
+        assert_close(out, given, fast_accum, "op", bias)
+    for dtypes in PAIRS[1:]:  # with a kernel that accumulates slowly
+        mixed = operands("rowwise", 256, 272, 128, dtypes, 0)
+        assert_close(op(*mixed, None, ready(4), 0, True), mixed, False, str(dtypes))
+
+
+def test_bad_input() -> None:
+    given = operands("rowwise", 64, 64, 64, (E4M3, E4M3), 0)
+    op: Any = torch.ops.agmm._async_input_scaled_mm
+    for change, words in (
+        ({"scale_a": given.scale_a.cpu()}, ("scale_a: ", "cpu", "cuda")),
+        ({"scale_b": given.scale_b.half()}, ("scale_b: ", "float16", "float32")),
+        ({"B": given.B.contiguous()}, ("B: ", "strides", "column-major")),
+        ({"B": given.B[:, :60], "scale_b": given.scale_b[:, :60]}, ("N=60", "multiple of 8")),
+    ):
+        with pytest.raises(agmm.InvalidArgument) as error:
+            op(*given._replace(**change), None, ready(4), 0, True)
+        message = str(error.value)
+        assert "\n" not in message
+        assert all(word in message for word in words), message
+    with pytest.raises(agmm.InvalidArgument, match="a kernel of this build"):
+        on_cuda(*given, None, 0, config=KernelConfig(64, 64, 64, 1, 1, "pingpong"))
+    torch.cuda.synchronize()
+
+
+def test_the_chosen_kernel_is_built() -> None:
+    for fast_accum in (True, False):
+        name = "float8_e4m3fn_float8_e4m3fn"
+        assert fp8_kernels.built(name, fast_accum)
+    assert scaled_paths.why_no_kernel(torch.device("cuda", 0)) is None
+
+
+# --- several ranks ---
+
+ALL = world_sizes(1, 2, 3, 4, 8)
+
+
+def check(results: list[list[str] | None], world_size: int) -> None:
+    assert sum(result is not None for result in results) == world_size
+    assert [fault for result in results for fault in result or []] == []
+
+
+@pytest.mark.parametrize("return_A", [False, True])
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("world_size", ALL)
+def test_gather(gpu_pool: RankPool, world_size: int, scaling: str, return_A: bool) -> None:
+    shapes = [
+        LocalShape(1, 16, 16),
+        LocalShape(17, 144, 80),
+        LocalShape(100, 272, 528),
+        LocalShape(256, 1024, 1040),
+        LocalShape(385, 528, 144),
+    ]
+    for dtypes, fast_accum, weights in (
+        ((E4M3, E4M3), True, 1),
+        ((E4M3, E4M3), False, 2),
+        ((E5M2, E4M3), False, 1),
+    ):
+        results = gpu_pool.run(
+            scaled_gpu_work.gathered,
+            world_size,
+            shapes,
+            scaling,
+            dtypes,
+            fast_accum,
+            weights,
+            return_A,
+        )
+        check(results, world_size)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("world_size", ALL[1:])
+def test_calls_back_to_back(gpu_pool: RankPool, world_size: int, scaling: str) -> None:
+    """Eager and replayed, mixed with calls in bfloat16 on the same slots; ranks are delayed."""
+    check(gpu_pool.run(scaled_gpu_work.back_to_back, world_size, scaling, 300), world_size)
