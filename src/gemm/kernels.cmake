@@ -1,7 +1,7 @@
 cmake_policy(VERSION 3.25)  # as CMakeLists.txt, where the table is included alone
 
-# The kernel table: tile_m tile_n tile_k cluster_m cluster_n schedule set. Each row is built for bf16
-# and fp16 and for both layouts of B.
+# The kernel table: tile_m tile_n tile_k cluster_m cluster_n schedule set, and perhaps swapped
+# (KernelShape). Each row is built for bf16 and fp16 and for both layouts of B.
 # set: minimal kernels are in every build, default ones in AGMM_KERNELS=default and all, the others
 # in all only: on H200 they hardly gain (docs/dev/tried.md), and are there to be measured
 # elsewhere. timed: the variant that records when each tile waited and ran, for pictures; in every
@@ -26,6 +26,15 @@ set(AGMM_KERNEL_TABLE
     "256 128 64 1 1 Cooperative all"
     "256 128 64 1 2 Cooperative all"
     "256 192 64 2 1 Cooperative all"
+    "32  128 64 1 1 Cooperative all swapped"
+    "64  128 64 1 1 Cooperative all swapped"
+    "64  128 64 1 2 Cooperative all swapped"
+    "96  128 64 1 1 Cooperative all swapped"
+    "64  256 64 1 1 Cooperative all swapped"
+    "192 128 64 1 2 Cooperative all swapped"
+    "32  64  64 1 1 Pingpong    all swapped"
+    "64  64  64 1 1 Pingpong    all swapped"
+    "128 192 64 1 1 Pingpong    all swapped"
     "128 128 64 1 1 Pingpong    timed")
 
 # Those of matmul + reduce-scatter, as above.
@@ -49,11 +58,13 @@ set(AGMM_SCATTER_INSTANCE ScatterInstance)
 set(AGMM_ROWS_PER_UNIT 4)
 
 # Writes the translation units into `directory`, and the table that lists their kernels; returns the
-# sources in `out_sources`. Rows of the same schedule share units, as they have most in common.
+# sources in `out_sources`. Rows of the same schedule and operands share units, as they have most in
+# common.
 function(agmm_generate_kernels kernels directory out_sources)
   set(units)
-  set(rows_Cooperative 0)
-  set(rows_Pingpong 0)
+  foreach(kind IN ITEMS cooperative pingpong cooperative_swapped pingpong_swapped)
+    set(rows_${kind} 0)
+  endforeach()
   foreach(op IN ITEMS kernel scatter)
     string(TOUPPER "${op}" OP)
     set(declarations "")
@@ -71,15 +82,21 @@ function(agmm_generate_kernels kernels directory out_sources)
          OR (set STREQUAL "default" AND kernels STREQUAL "minimal"))
         continue()
       endif()
-      string(TOLOWER "${schedule}" schedule_name)
-      math(EXPR number "${rows_${schedule}} / ${AGMM_ROWS_PER_UNIT}")
-      math(EXPR rows_${schedule} "${rows_${schedule}} + 1")
-      set(unit "${schedule_name}_${number}")
+      string(TOLOWER "${schedule}" kind)
+      if("swapped" IN_LIST field)
+        string(APPEND kind "_swapped")
+      endif()
+      math(EXPR number "${rows_${kind}} / ${AGMM_ROWS_PER_UNIT}")
+      math(EXPR rows_${kind} "${rows_${kind}} + 1")
+      set(unit "${kind}_${number}")
       list(APPEND units "${unit}")
-      set(name "${op}_${tile_m}x${tile_n}x${tile_k}_${cluster_m}x${cluster_n}_${schedule_name}")
+      set(name "${op}_${tile_m}x${tile_n}x${tile_k}_${cluster_m}x${cluster_n}_${kind}")
       set(arguments "${tile_m}, ${tile_n}, ${tile_k}, ${cluster_m}, ${cluster_n}, Schedule::${schedule}")
       set(dtypes bf16 fp16)
       set(layouts row col)
+      if("swapped" IN_LIST field)
+        string(APPEND arguments ", false, true")
+      endif()
       if(set STREQUAL "timed")
         string(APPEND name "_timed")
         string(APPEND arguments ", true")
