@@ -1,10 +1,12 @@
-"""The matmul alone on one GPU: every built kernel, raster and swizzle beside torch.mm.
+"""The matmul alone on one GPU: every built kernel, raster and swizzle beside torch.mm, and if
+asked for with K in several parts.
 
 All signals are set beforehand, so this is the time of a gather that costs nothing. It is how a
 kernel is chosen per shape.
 
     python benchmarks/gemm.py
     python benchmarks/gemm.py --shapes 1024x3584x8192 --kernels pingpong --json gemm.json
+    python benchmarks/gemm.py --shapes 64x7168x8192 --kernels swapped --usual-order --splits 8
     python benchmarks/gemm.py --fp8 rowwise
 
 With --fp8 it is the kernels of e4m3 operands beside torch._scaled_mm: fast accumulation, and with
@@ -16,6 +18,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,9 +32,9 @@ from agmm.bench.reports import new_report, write_json
 from agmm.bench.timer import SAMPLES, time_ways
 from agmm.cli.terminal import console, plain_table
 from agmm.ops import async_input_mm, async_input_scaled_mm
-from agmm.planning import fp8_kernels
-from agmm.planning.heuristics import orders
-from agmm.planning.plans import KernelConfig
+from agmm.planning import call_plans, fp8_kernels, heuristics
+from agmm.planning.legality import legal_splits
+from agmm.planning.plans import KernelConfig, Problem
 from agmm.testing.cases import BENCH_SHAPES, Shape, make_operands
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
@@ -40,29 +43,59 @@ SCALED_ROOF = "torch._scaled_mm"
 E4M3 = torch.float8_e4m3fn
 
 
-def configs(substring: str) -> Iterator[tuple[str, KernelConfig]]:
-    """Every built kernel whose name holds `substring`, with every raster and swizzle, named."""
-    for kernel in _core.kernels():
-        if substring not in kernel.name:
+class BLayout(Enum):
+    COLUMN = "column"
+    ROW = "row"
+
+
+def configs(
+    problem: Problem, substring: str, most_splits: int, is_usual_order: bool
+) -> Iterator[tuple[str, KernelConfig]]:
+    """Every built kernel whose name holds `substring`, with every raster and swizzle or the usual
+    ones, and in every legal number of parts of K up to `most_splits`, named."""
+    for built in _core.kernels():
+        kernel = KernelConfig.of(built)
+        if substring not in kernel.kernel:
             continue
-        for config in orders(KernelConfig.of(kernel)):
-            yield f"{kernel.name} {config.raster} swizzle {config.max_swizzle}", config
+        ordered = list(heuristics.orders(kernel))
+        if is_usual_order:
+            ordered = [heuristics.usual_order(problem, kernel)]
+        for splits in legal_splits(problem, kernel)[:most_splits]:
+            for order in ordered:
+                config = replace(order, splits=splits)
+                parts = f" split {splits}" if splits > 1 else ""
+                name = f"{kernel.kernel}{parts} {config.raster} swizzle {config.max_swizzle}"
+                yield name, config
 
 
 def measure(
-    shape: Shape, chunks: int, pivot: int, substring: str, samples: int
+    shape: Shape,
+    chunks: int,
+    pivot: int,
+    samples: int,
+    *,
+    substring: str,
+    b_layout: BLayout,
+    most_splits: int,
+    is_usual_order: bool,
 ) -> dict[str, dict[str, Any]]:
     """Checks and times every config on one shape; by name, fastest first."""
     device = torch.device("cuda", torch.cuda.current_device())
     operands = make_operands(shape, 0, 1, dtype=torch.bfloat16, device=device)
     A, B = operands.A, operands.B
+    is_column_major = b_layout is BLayout.COLUMN
+    if not is_column_major:
+        B = B.contiguous()
+    problem = call_plans.problem(
+        shape.M, shape.N, shape.K, A.dtype, device, column_major=is_column_major
+    )
     signals = torch.ones(chunks, dtype=torch.int32, device=device).view(torch.uint32)
     out = torch.empty(shape.M, shape.N, dtype=A.dtype, device=device)
     reference = gathered_product(A, B)
     allowed = allowed_error(relative_error(torch.mm(A, B), reference))
     calls: dict[str, Callable[[], Any]] = {ROOF: lambda: torch.mm(A, B, out=out)}
     results: dict[str, dict[str, Any]] = {ROOF: {"reason": None}}
-    for name, config in configs(substring):
+    for name, config in configs(problem, substring, most_splits, is_usual_order):
         call = _call(A, B, signals, pivot, config)
         reason = None
         try:
@@ -164,6 +197,12 @@ def main(
     chunks: Annotated[int, typer.Option(min=1, help="Row chunks of A.")] = 4,
     pivot: Annotated[int, typer.Option(min=0, help="The first chunk.")] = 1,
     samples: Annotated[int, typer.Option(min=1)] = SAMPLES,
+    b_layout: Annotated[BLayout, typer.Option(help="Of B.")] = BLayout.COLUMN,
+    splits: Annotated[int, typer.Option(min=1, help="K in up to so many parts.")] = 1,
+    usual_order: Annotated[
+        bool,
+        typer.Option("--usual-order", help="Only the usual raster and swizzle."),
+    ] = False,
     best: Annotated[int, typer.Option(min=1, help="Rows to print per shape.")] = 12,
     fp8: Annotated[str | None, typer.Option(help="rowwise or tensorwise scales.")] = None,
     slow_accum: Annotated[bool, typer.Option(help="Of fp8: accumulate slowly.")] = False,
@@ -179,7 +218,16 @@ def main(
     for i, shape in enumerate(chosen, 1):
         stderr.print(f"[{i}/{len(chosen)}] {shape}")
         if fp8 is None:
-            results = measure(shape, chunks, pivot, kernels, samples)
+            results = measure(
+                shape,
+                chunks,
+                pivot,
+                samples,
+                substring=kernels,
+                b_layout=b_layout,
+                most_splits=splits,
+                is_usual_order=usual_order,
+            )
         else:
             results = measure_scaled(shape, chunks, pivot, kernels, samples, fp8, not slow_accum)
         report["shapes"].append({"M": shape.M, "N": shape.N, "K": shape.K, "ways": results})

@@ -6,6 +6,9 @@
 // only the place of a tile changes. Works with the cooperative and the pingpong warp-specialised
 // kernels, which see an ordinary scheduler.
 //
+// A transposed product has the operand that arrives as its B (Gathered::B): then rows of N come in
+// chunks, and what is said here of M holds for N.
+//
 // One problem, no batch: L has to be 1. (A place in the batch would be one more value that the
 // warps keep, and the largest kernels have no register for it.)
 //
@@ -32,22 +35,31 @@ namespace cutlass::gemm {
 
 enum class AsyncInputWait { Scheduler, Mainloop };
 enum class SplitsK { No, Yes };
+/// Which operand arrives in chunks of its rows.
+enum class Gathered { A, B };
 
 template <class KernelSchedule_, AsyncInputWait Wait_ = AsyncInputWait::Scheduler,
-          SplitsK Splits_ = SplitsK::No>
+          SplitsK Splits_ = SplitsK::No, Gathered Gathered_ = Gathered::A>
 struct PersistentAsyncInputScheduler {
   using KernelSchedule = KernelSchedule_;
   static constexpr AsyncInputWait Wait = Wait_;
   static constexpr SplitsK Splits = Splits_;
+  static constexpr Gathered Operand = Gathered_;
 };
 
 namespace kernel::detail {
 
-template <AsyncInputWait Wait, SplitsK Splits, int TileM, int TileN, int TileK, int ClusterM,
-          int ClusterN>
+template <AsyncInputWait Wait, SplitsK Splits, Gathered Operand, int TileM, int TileN, int TileK,
+          int ClusterM, int ClusterN>
 class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   using Base = PersistentTileSchedulerSm90;
   static constexpr bool kSplits = Splits == SplitsK::Yes;
+  static constexpr bool kGathersB = Operand == Gathered::B;
+  // Of the gathered operand, and of the other.
+  static constexpr int kTileRows = kGathersB ? TileN : TileM;
+  static constexpr int kTileColumns = kGathersB ? TileM : TileN;
+  static constexpr int kBlockRows = kTileRows * (kGathersB ? ClusterN : ClusterM);
+  static constexpr int kBlockColumns = kTileColumns * (kGathersB ? ClusterM : ClusterN);
   static_assert(!kSplits || (ClusterN == 1 && Wait == AsyncInputWait::Mainloop));
 
   struct SplitWork : Base::WorkTileInfo {
@@ -112,21 +124,22 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
                                       epilogue_subtile, ktile_start_alignment_count);
 
     CUTLASS_ASSERT(cute::size(cute::get<3>(problem)) == 1);
-    int const m = cute::size<0>(problem);
-    int const n = cute::size<1>(problem);
+    int const rows = cute::size<kGathersB ? 1 : 0>(problem);
+    int const columns = cute::size<kGathersB ? 0 : 1>(problem);
     int const k = cute::size<2>(problem);
     int rows_per_chunk =
-        args.rows_per_chunk != 0 ? args.rows_per_chunk : args.tiles_per_chunk_m * TileM;
-    if (rows_per_chunk <= 0 || rows_per_chunk > m) rows_per_chunk = m;
-    agmm::ChunkGrid chunks(m, k, agmm::ceil_div(m, rows_per_chunk));
+        args.rows_per_chunk != 0 ? args.rows_per_chunk : args.tiles_per_chunk_m * kTileRows;
+    if (rows_per_chunk <= 0 || rows_per_chunk > rows) rows_per_chunk = rows;
+    agmm::ChunkGrid chunks(rows, k, agmm::ceil_div(rows, rows_per_chunk));
     chunks.rows_per_chunk = agmm::FastDiv(rows_per_chunk);
-    int const pivot = args.chunk_pivot >= 0
-                          ? args.chunk_pivot
-                          : agmm::min_of(args.tile_idx_pivot_m * TileM, m - 1) / rows_per_chunk;
+    int const pivot =
+        args.chunk_pivot >= 0
+            ? args.chunk_pivot
+            : agmm::min_of(args.tile_idx_pivot_m * kTileRows, rows - 1) / rows_per_chunk;
     RasterOrder const raster = Params::get_rasterization_order(
-        agmm::ceil_div(m, TileM), agmm::ceil_div(n, TileN), args.raster_order);
+        agmm::ceil_div(rows, kTileRows), agmm::ceil_div(columns, kTileColumns), args.raster_order);
     params.order = agmm::TileOrder(
-        chunks, n, TileM * ClusterM, TileN * ClusterN, pivot, args.max_swizzle_size,
+        chunks, columns, kBlockRows, kBlockColumns, pivot, args.max_swizzle_size,
         raster == RasterOrder::AlongN ? agmm::Raster::AlongN : agmm::Raster::AlongM);
     params.first_blocks = agmm::FirstBlocks(params.order, hw_info.sm_count / (ClusterM * ClusterN));
     params.chunk_signals = args.chunk_signals;
@@ -186,8 +199,8 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     agmm::BlockCoord const block = first != agmm::FirstBlocks::kUnknown
                                        ? agmm::FirstBlocks::coord(first)
                                        : params_->order.block_at(cluster);
-    work.M_idx = block.m * ClusterM + blockIdx.x;
-    work.N_idx = block.n * ClusterN + blockIdx.y % ClusterN;
+    work.M_idx = (kGathersB ? block.n : block.m) * ClusterM + blockIdx.x;
+    work.N_idx = (kGathersB ? block.m : block.n) * ClusterN + blockIdx.y % ClusterN;
     work.L_idx = 0;
     if constexpr (Wait == AsyncInputWait::Scheduler) wait_for_chunks(work);
     return work;
@@ -263,8 +276,9 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   /// Only the warp that issues the TMA loads (warp 0 of the CTA in both schedules) waits.
   CUTLASS_DEVICE void wait_for_chunks(WorkTileInfo const& work) const {
     if (params_->chunk_signals == nullptr || canonical_warp_idx_sync() != 0) return;
+    int32_t const tile = kGathersB ? work.N_idx : work.M_idx;
     agmm::Range const touched =
-        params_->order.chunks.row_chunks({work.M_idx * TileM, (work.M_idx + 1) * TileM});
+        params_->order.chunks.row_chunks({tile * kTileRows, (tile + 1) * kTileRows});
     for (int chunk = touched.begin; chunk < touched.end; ++chunk) {
       agmm::wait_signal(params_->chunk_signals + chunk, params_->ready_value, chunk,
                         params_->wait_limit);
@@ -282,13 +296,13 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   uint32_t waves_ = 0;
 };
 
-template <class KernelSchedule, AsyncInputWait Wait, SplitsK Splits, class TileShape,
-          class ClusterShape, uint32_t SchedulerPipelineStageCount>
-struct TileSchedulerSelector<PersistentAsyncInputScheduler<KernelSchedule, Wait, Splits>,
+template <class KernelSchedule, AsyncInputWait Wait, SplitsK Splits, Gathered Operand,
+          class TileShape, class ClusterShape, uint32_t SchedulerPipelineStageCount>
+struct TileSchedulerSelector<PersistentAsyncInputScheduler<KernelSchedule, Wait, Splits, Operand>,
                              arch::Sm90, TileShape, ClusterShape, SchedulerPipelineStageCount> {
   static_assert(cute::is_static_v<ClusterShape>, "the tile order needs a static cluster shape");
   using Scheduler = PersistentAsyncInputSchedulerSm90<
-      Wait, Splits, cute::size<0>(TileShape{}), cute::size<1>(TileShape{}),
+      Wait, Splits, Operand, cute::size<0>(TileShape{}), cute::size<1>(TileShape{}),
       cute::size<2>(TileShape{}), cute::size<0>(ClusterShape{}), cute::size<1>(ClusterShape{})>;
 };
 

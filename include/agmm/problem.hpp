@@ -79,18 +79,21 @@ struct KernelShape {
   int32_t cluster_n = 1;
   Schedule schedule = Schedule::Pingpong;
   bool timed = false;  // records agmm::TileTimes; a variant for pictures, never chosen
+  // Multiplies transposed: the rows of a tile are columns of the MMA, of which it has any multiple
+  // of 8, and the tile's columns its rows, a multiple of 64.
+  bool swapped = false;
 
   std::string str() const {
     return std::to_string(tile_m) + "x" + std::to_string(tile_n) + "x" + std::to_string(tile_k) +
            "_" + std::to_string(cluster_m) + "x" + std::to_string(cluster_n) + "_" +
-           to_string(schedule) + (timed ? "_timed" : "");
+           to_string(schedule) + (swapped ? "_swapped" : "") + (timed ? "_timed" : "");
   }
 };
 inline bool operator==(KernelShape const& a, KernelShape const& b) {
   auto const fields = [](KernelShape const& shape) {
     // A structured binding wants all of them, so none can be forgotten.
-    auto const& [tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, timed] = shape;
-    return std::tie(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, timed);
+    auto const& [tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, timed, swapped] = shape;
+    return std::tie(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, timed, swapped);
   };
   return fields(a) == fields(b);
 }

@@ -252,6 +252,7 @@ class KernelConfig:
         raster: str = "along_m",
         timed: bool = False,
         splits: int = 1,
+        swapped: bool = False,
     ) -> None: ...
     def __repr__(self) -> str: ...
     @property
@@ -275,6 +276,8 @@ class KernelConfig:
         """
         The layouts of B with which it can store A.
         """
+    @property
+    def swapped(self) -> bool: ...
     @property
     def tile_k(self) -> int: ...
     @property

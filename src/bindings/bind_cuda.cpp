@@ -40,10 +40,10 @@ T* pointer(uintptr_t address) {
 
 KernelConfig make_config(int tile_m, int tile_n, int tile_k, int cluster_m, int cluster_n,
                          const std::string& schedule, int max_swizzle, const std::string& raster,
-                         bool timed, int splits) {
+                         bool timed, int splits, bool swapped) {
   KernelConfig config;
   config.shape = {tile_m, tile_n, tile_k, cluster_m, cluster_n, agmm::parse_schedule(schedule),
-                  timed};
+                  timed,  swapped};
   config.max_swizzle = max_swizzle;
   config.raster = agmm::parse_raster(raster);
   config.splits = splits;
@@ -271,8 +271,9 @@ void bind_cuda(py::module_& m) {
       .def(py::init(&make_config), py::arg("tile_m"), py::arg("tile_n"), py::arg("tile_k"),
            py::arg("cluster_m"), py::arg("cluster_n"), py::arg("schedule"),
            py::arg("max_swizzle") = 1, py::arg("raster") = "along_m", py::arg("timed") = false,
-           py::arg("splits") = 1)
+           py::arg("splits") = 1, py::arg("swapped") = false)
       .def_property_readonly("timed", [](const KernelConfig& c) { return c.shape.timed; })
+      .def_property_readonly("swapped", [](const KernelConfig& c) { return c.shape.swapped; })
       .def_property_readonly("name", [](const KernelConfig& c) { return c.shape.str(); })
       .def_property_readonly("tile_m", [](const KernelConfig& c) { return c.shape.tile_m; })
       .def_property_readonly("tile_n", [](const KernelConfig& c) { return c.shape.tile_n; })

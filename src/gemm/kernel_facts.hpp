@@ -7,10 +7,11 @@
 namespace agmm {
 
 /// Whether several CTAs can compute a tile together. The CTAs of a tile are neighbours only where
-/// clusters are one tile wide, their sums are those of all consumers' threads (cooperative), and
-/// tiles larger than 128 x 224 leave these no register to add up another's.
+/// clusters are one tile wide in the MMA's columns, their sums are those of all consumers' threads
+/// (cooperative), and tiles larger than 128 x 224 leave these no register to add up another's.
 constexpr bool can_split(KernelShape const& shape) {
-  return shape.schedule == Schedule::Cooperative && shape.cluster_n == 1 && !shape.timed &&
+  int const cluster_columns = shape.swapped ? shape.cluster_m : shape.cluster_n;
+  return shape.schedule == Schedule::Cooperative && cluster_columns == 1 && !shape.timed &&
          shape.tile_m * shape.tile_n <= 128 * 224;
 }
 

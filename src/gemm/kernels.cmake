@@ -1,7 +1,7 @@
 cmake_policy(VERSION 3.25)  # as CMakeLists.txt, where the table is included alone
 
-# The kernel table: tile_m tile_n tile_k cluster_m cluster_n schedule set. Each row is built for bf16
-# and fp16 and for both layouts of B.
+# The kernel table: tile_m tile_n tile_k cluster_m cluster_n schedule set, and perhaps swapped
+# (KernelShape). Each row is built for bf16 and fp16 and for both layouts of B.
 # set: minimal kernels are in every build, default ones in AGMM_KERNELS=default and all, the others
 # in all only: on H200 they hardly gain (docs/dev/tried.md), and are there to be measured
 # elsewhere. timed: the variant that records when each tile waited and ran, for pictures; in every
@@ -26,6 +26,15 @@ set(AGMM_KERNEL_TABLE
     "256 128 64 1 1 Cooperative all"
     "256 128 64 1 2 Cooperative all"
     "256 192 64 2 1 Cooperative all"
+    "32  128 64 1 1 Cooperative all swapped"
+    "64  128 64 1 1 Cooperative all swapped"
+    "64  128 64 1 2 Cooperative all swapped"
+    "96  128 64 1 1 Cooperative all swapped"
+    "64  256 64 1 1 Cooperative all swapped"
+    "192 128 64 1 2 Cooperative all swapped"
+    "32  64  64 1 1 Pingpong    all swapped"
+    "64  64  64 1 1 Pingpong    all swapped"
+    "128 192 64 1 1 Pingpong    all swapped"
     "128 128 64 1 1 Pingpong    timed")
 
 # Those of fp8 operands, with column-major B: as above, then how they accumulate and for which dtypes
@@ -59,13 +68,13 @@ set(AGMM_SCATTER_INSTANCE ScatterInstance)
 set(AGMM_ROWS_PER_UNIT 4)
 
 # Writes the translation units into `directory`, and the table that lists their kernels; returns the
-# sources in `out_sources`. Rows of the same schedule share units, as they have most in common, and
-# so do those of fp8.
+# sources in `out_sources`. Rows of the same schedule and operands share units, as they have most in
+# common, and so do those of fp8.
 function(agmm_generate_kernels kernels directory out_sources)
   set(units)
-  set(rows_Cooperative 0)
-  set(rows_Pingpong 0)
-  set(rows_fp8 0)
+  foreach(kind IN ITEMS cooperative pingpong cooperative_swapped pingpong_swapped fp8)
+    set(rows_${kind} 0)
+  endforeach()
   foreach(op IN ITEMS kernel fp8 scatter)
     string(TOUPPER "${op}" OP)
     set(declarations "")
@@ -84,18 +93,24 @@ function(agmm_generate_kernels kernels directory out_sources)
         continue()
       endif()
       string(TOLOWER "${schedule}" schedule_name)
-      set(kind "${schedule}")
+      if("swapped" IN_LIST field)
+        string(APPEND schedule_name "_swapped")
+      endif()
+      set(kind "${schedule_name}")
       if(op STREQUAL "fp8")
         set(kind fp8)
       endif()
       math(EXPR number "${rows_${kind}} / ${AGMM_ROWS_PER_UNIT}")
       math(EXPR rows_${kind} "${rows_${kind}} + 1")
-      string(TOLOWER "${kind}_${number}" unit)
+      set(unit "${kind}_${number}")
       list(APPEND units "${unit}")
       set(name "${op}_${tile_m}x${tile_n}x${tile_k}_${cluster_m}x${cluster_n}_${schedule_name}")
       set(arguments "${tile_m}, ${tile_n}, ${tile_k}, ${cluster_m}, ${cluster_n}, Schedule::${schedule}")
       set(dtypes bf16 fp16)
       set(layouts row col)
+      if("swapped" IN_LIST field)
+        string(APPEND arguments ", false, true")
+      endif()
       if(set STREQUAL "timed")
         string(APPEND name "_timed")
         string(APPEND arguments ", true")
@@ -107,7 +122,7 @@ function(agmm_generate_kernels kernels directory out_sources)
         list(SUBLIST field 8 -1 dtypes)
         set(layouts col)
         string(TOLOWER "${name}_${accumulation}" name)
-        string(APPEND arguments ", false, Accumulation::${accumulation}")
+        string(APPEND arguments ", false, false, Accumulation::${accumulation}")
       endif()
       foreach(dtype IN LISTS dtypes)
         foreach(layout IN LISTS layouts)

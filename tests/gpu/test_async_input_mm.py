@@ -15,8 +15,8 @@ import torch
 import agmm
 from agmm import _core
 from agmm.ops import async_input_mm
-from agmm.planning import call_plans, heuristics
-from agmm.planning.plans import KernelConfig
+from agmm.planning import call_plans, heuristics, legality
+from agmm.planning.plans import KernelConfig, Problem
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
 KERNELS = list(call_plans.kernels())
@@ -65,6 +65,21 @@ def test_every_kernel(kernel: KernelConfig, column_major: bool, dtype: torch.dty
         pivot = draw.randrange(chunks)
         out = async_input_mm.on_cuda(a, b, signals, pivot, config=KernelConfig.parse(name))
         assert_close(out, a, b, f"{m}x{n}x{k} chunks {chunks} pivot {pivot} {name}")
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.kernel)
+@pytest.mark.parametrize("column_major", [True, False])
+def test_bias_and_leading_dimension(kernel: KernelConfig, column_major: bool) -> None:
+    for m, n, k in ((100, 136, 72), (333, 520, 328)):
+        a, bias = randn(m, k, dtype=torch.bfloat16), randn(n, dtype=torch.bfloat16)
+        rows, columns = (n, k) if column_major else (k, n)
+        b = randn(rows, columns + 24, dtype=torch.bfloat16)[:, :columns]
+        b = b.t() if column_major else b
+        poison_freed_memory(m, n)
+        out = async_input_mm.on_cuda(a, b, None, 0, bias=bias, config=kernel)
+        reference = gathered_product(a, b, bias)
+        allowed = allowed_error(relative_error(torch.addmm(bias, a, b), reference))
+        assert relative_error(out, reference) <= allowed, f"{m}x{n}x{k}"
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.kernel)
@@ -153,6 +168,12 @@ def feed(
             signals[i, j].fill_(1)
 
 
+def fits_in_one_wave(kernel: KernelConfig, m: int, n: int, k: int, sm_count: int) -> bool:
+    """Only tiles whose K is split have to."""
+    problem = Problem(m, n, k, sm_count=sm_count)
+    return kernel.splits in legality.legal_splits(problem, kernel)
+
+
 @pytest.mark.parametrize(
     "kernel",
     [*KERNELS, *(replace(kernel, splits=2) for kernel in KERNELS if kernel.can_split)],
@@ -162,7 +183,15 @@ def feed(
 def test_waits_for_chunks_that_come_late(kernel: KernelConfig, chunks_k: int) -> None:
     """Every chunk is NaN until just before its signal; chunks come in a random order."""
     draw = random.Random(2)
-    for m, n, k, chunks in ((512, 512, 256, 4), (1000, 264, 136, 5), (96, 128, 128, 96)):
+    sm_count = 48
+    for m, n, k, chunks in (
+        (512, 512, 256, 4),
+        (1000, 264, 136, 5),
+        (96, 128, 128, 96),
+        (128, 264, 136, 4),
+    ):
+        if not fits_in_one_wave(kernel, m, n, k, sm_count):
+            continue
         source = randn(m, k, dtype=torch.bfloat16)
         a = torch.empty_like(source)
         b = randn(n, k, dtype=torch.bfloat16).t()
@@ -179,7 +208,12 @@ def test_waits_for_chunks_that_come_late(kernel: KernelConfig, chunks_k: int) ->
         poison_freed_memory(m, n)
         torch.cuda.synchronize()
         out = async_input_mm.on_cuda(
-            a, b, signals.view(torch.uint32), draw.randrange(chunks), config=kernel, sm_count=48
+            a,
+            b,
+            signals.view(torch.uint32),
+            draw.randrange(chunks),
+            config=kernel,
+            sm_count=sm_count,
         )
         feed(feeder, parts, source, a, signals)
         torch.cuda.synchronize()

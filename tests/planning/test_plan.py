@@ -80,12 +80,17 @@ def test_name_and_parse_are_inverse() -> None:
         config = KernelConfig(*tile, *cluster, schedule, swizzle, raster, timed)
         assert KernelConfig.parse(config.name) == config
         assert config.name == f"{config.kernel}/swizzle{swizzle}/{raster}"
+        swapped = replace(config, swapped=True)
+        assert KernelConfig.parse(swapped.name) == swapped
 
 
 def test_name_written_out() -> None:
     config = KernelConfig(128, 256, 64, 2, 1, "cooperative", 4, "along_n")
     assert config.name == "128x256x64_2x1_cooperative/swizzle4/along_n"
     assert replace(config, timed=True).kernel == "128x256x64_2x1_cooperative_timed"
+    swapped = replace(config, swapped=True)
+    assert swapped.kernel == "128x256x64_2x1_cooperative_swapped"
+    assert replace(swapped, timed=True).kernel == "128x256x64_2x1_cooperative_swapped_timed"
     split = replace(config, splits=12)
     assert split.name == "128x256x64_2x1_cooperative/split12/swizzle4/along_n"
     assert KernelConfig.parse(split.name) == split

@@ -85,7 +85,7 @@ def test_bad_types_are_refused(fields: tuple[Any, ...]) -> None:
 
 def test_configs_cannot_be_changed() -> None:
     config: Any = _core.KernelConfig(128, 128, 64, 1, 1, "pingpong")
-    for field in ("tile_m", "schedule", "max_swizzle", "raster", "timed", "name"):
+    for field in ("tile_m", "schedule", "max_swizzle", "raster", "timed", "swapped", "name"):
         with pytest.raises(AttributeError):
             setattr(config, field, getattr(config, field))
 
@@ -118,6 +118,10 @@ def test_the_default_kernels_are_those_that_the_cost_model_knows() -> None:
         ("128x128x64_1x1_pingpong", False, ("column", "row")),
         ("128x160x64_1x1_pingpong", False, ("column", "row")),
         ("128x128x64_1x2_cooperative", False, ()),
+        ("64x128x64_1x1_cooperative_swapped", True, ("column", "row")),
+        ("64x128x64_1x2_cooperative_swapped", True, ()),
+        ("64x128x64_2x1_cooperative_swapped", False, ("column", "row")),
+        ("64x64x64_1x1_pingpong_swapped", False, ("column", "row")),
     ],
 )
 def test_what_a_kernel_can_do_is_known_without_building_it(
@@ -132,6 +136,7 @@ def test_what_a_kernel_can_do_is_known_without_building_it(
         config.cluster_m,
         config.cluster_n,
         config.schedule,
+        swapped=config.swapped,
     )
     assert (known.can_split, tuple(known.stores_A)) == (can_split, stores_A)
 

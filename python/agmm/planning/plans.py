@@ -14,8 +14,8 @@ ALIGNMENT = _core.ALIGNMENT
 """K and N must be multiples of this: 16-byte TMA alignment of 2-byte elements."""
 
 _CONFIG_NAME = re.compile(
-    r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)_([1-9]\d*)x([1-9]\d*)_(cooperative|pingpong)(_timed)?"
-    r"(?:/split([2-9]|[1-9]\d+))?(?:/swizzle([1248])(?:/(along_m|along_n))?)?"
+    r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)_([1-9]\d*)x([1-9]\d*)_(cooperative|pingpong)(_swapped)?"
+    r"(_timed)?(?:/split([2-9]|[1-9]\d+))?(?:/swizzle([1248])(?:/(along_m|along_n))?)?"
 )
 
 _SM_PUSH_NAME = re.compile(r"sm([1-9]\d*)x([1-9]\d*)(?:\+([1-9]\d*)|h([1-9]\d*))?")
@@ -54,6 +54,8 @@ class _BuiltKernel(Protocol):
     def schedule(self) -> str: ...
     @property
     def timed(self) -> bool: ...
+    @property
+    def swapped(self) -> bool: ...
 
 
 @lru_cache(maxsize=4096)
@@ -69,6 +71,7 @@ def _of_core(config: KernelConfig) -> _core.KernelConfig:
         config.raster,
         config.timed,
         config.splits,
+        config.swapped,
     )
 
 
@@ -79,7 +82,8 @@ class KernelConfig:
     ``schedule`` is ``"cooperative"`` or ``"pingpong"``; ``raster`` is ``"along_m"`` or
     ``"along_n"``; ``max_swizzle`` is 1, 2, 4 or 8. ``timed`` is the variant that
     records when each tile waited and ran. ``splits`` CTAs compute a tile together, each with a part
-    of K, where ``can_split``.
+    of K, where ``can_split``. ``swapped`` multiplies transposed, with the tile's rows in steps of 8
+    and its columns in steps of 64.
     """
 
     tile_m: int
@@ -92,6 +96,7 @@ class KernelConfig:
     raster: str = "along_m"
     timed: bool = False
     splits: int = 1
+    swapped: bool = False
 
     @classmethod
     def of(
@@ -108,6 +113,7 @@ class KernelConfig:
             max_swizzle,
             raster,
             kernel.timed,
+            swapped=kernel.swapped,
         )
 
     @classmethod
@@ -125,7 +131,7 @@ class KernelConfig:
                 "128x256x64_2x1_cooperative/swizzle4/along_m"
             )
         tile_m, tile_n, tile_k, cluster_m, cluster_n = (int(v) for v in found.groups()[:5])
-        schedule, timed, splits, max_swizzle, raster = found.groups()[5:]
+        schedule, swapped, timed, splits, max_swizzle, raster = found.groups()[5:]
         return cls(
             tile_m,
             tile_n,
@@ -137,14 +143,16 @@ class KernelConfig:
             raster or "along_m",
             timed is not None,
             int(splits or 1),
+            swapped is not None,
         )
 
     @property
     def kernel(self) -> str:
         """Tile, cluster and schedule: what is compiled in."""
+        variant = ("_swapped" if self.swapped else "") + ("_timed" if self.timed else "")
         return (
             f"{self.tile_m}x{self.tile_n}x{self.tile_k}"
-            f"_{self.cluster_m}x{self.cluster_n}_{self.schedule}{'_timed' if self.timed else ''}"
+            f"_{self.cluster_m}x{self.cluster_n}_{self.schedule}{variant}"
         )
 
     @property

@@ -1,8 +1,9 @@
 // A TMA warp-specialised mainloop whose A arrives while the kernel runs: CUTLASS's sm90 collective
 // with another producer. Here are the operands: where a tile of A or B lies, and how it is loaded
 // and stored. When it may be loaded is ChunkGate's, in which order ProducerLoop's, which k tiles of
-// the gathered A a tile stores StageStore's. A spare warp may help with the SM push transport, and
-// the consumers with its first items; else their side is CUTLASS's.
+// the gathered A a tile stores StageStore's. A is what arrives, whichever of the MMA's two operands
+// it is. A spare warp may help with the SM push transport, and the consumers with its first items;
+// else their side is CUTLASS's.
 #pragma once
 
 #include <cstdint>
@@ -38,26 +39,43 @@ struct AsyncInput {
 template <class Base>
 struct AsyncInputPolicy : Base {};
 
+/// kSwapped: A is the MMA's second operand, whose rows are columns of the MMA (KernelShape);
 /// kTimed: records TileTimes; kSplits: takes the part of K that the scheduler says; kStoresA: may
 /// store A (can_store_a); kPromotes: accumulates slowly. Variants of their own, because the
 /// producer warp has no register to spare.
-template <class Base, bool kTimed, bool kSplits, bool kStoresA, bool kPromotes>
+template <class Base, bool kSwapped, bool kTimed, bool kSplits, bool kStoresA, bool kPromotes>
 struct AsyncInputMainloop : Base {
-  using typename Base::ElementA;
   using typename Base::MainloopPipeline;
   using typename Base::PipelineState;
   using typename Base::TileShape;
-  static_assert(!(kTimed && kSplits), "TileTimes are those of a tile's only CTA");
-  static_assert(!kStoresA || cute::size<1>(typename Base::DispatchPolicy::ClusterShape{}) == 1);
   using DispatchPolicy = AsyncInputPolicy<typename Base::DispatchPolicy>;
   using ClusterShape = typename DispatchPolicy::ClusterShape;
-  using TMA_A = typename Base::Params::TMA_A;
+
+  /// Which operands of the MMA A and B are, and so which modes of a tile, of a cluster and of the
+  /// problem their rows are.
+  static constexpr int kA = kSwapped ? 1 : 0;
+  static constexpr int kB = 1 - kA;
+  template <class OfFirst, class OfSecond>
+  using OfA = cute::conditional_t<kSwapped, OfSecond, OfFirst>;
+  template <class OfFirst, class OfSecond>
+  using OfB = cute::conditional_t<kSwapped, OfFirst, OfSecond>;
+  using Element = OfA<typename Base::ElementA, typename Base::ElementB>;  // A's
+  using StrideOfA = OfA<typename Base::StrideA, typename Base::StrideB>;
+  using SmemLayoutOfA = OfA<typename Base::SmemLayoutA, typename Base::SmemLayoutB>;
+  using SmemLayoutOfB = OfB<typename Base::SmemLayoutA, typename Base::SmemLayoutB>;
+  using TmaLoadOfA = OfA<typename Base::Params::TMA_A, typename Base::Params::TMA_B>;
+
+  /// Whether no other CTA of the cluster has a part in the loads of A.
+  static constexpr bool kLoadsAAlone = cute::size<kB>(ClusterShape{}) == 1;
+
+  static_assert(!(kTimed && kSplits), "TileTimes are those of a tile's only CTA");
+  static_assert(!kStoresA || kLoadsAAlone);
 
   /// Whether the last rows of A, where they are no whole tile, have a descriptor of their own: TMA
   /// fills the rows of a tile beyond A so slowly (by inference 4 ns each) that a narrow tile, and
   /// its whole cluster, would wait for it. What the stage holds instead is multiplied but not
   /// stored.
-  static constexpr bool kFitsLastRows = cute::size<1>(ClusterShape{}) == 1;
+  static constexpr bool kFitsLastRows = kLoadsAAlone;
 
   /// Whether the consumers push the first items: where all of them multiply the same tile.
   static constexpr bool kConsumersPush =
@@ -69,44 +87,45 @@ struct AsyncInputMainloop : Base {
   };
 
   struct Arguments : Base::Arguments {
-    ElementA const* ptr_A_local = nullptr;  // [local rows, K], rows local_rows.begin ... of A
-    ElementA* ptr_A_out = nullptr;          // [M, K] with A's strides: all of A is written; or null
+    Element const* ptr_A_local = nullptr;  // [local rows, K], rows local_rows.begin ... of A
+    Element* ptr_A_out = nullptr;          // [M, K] with A's strides: all of A is written; or null
     AsyncInput input{};
     SmPushArgs push{};
   };
 
-  static auto make_tma_store_a(ElementA* ptr, int32_t m, int32_t k, int32_t l,
-                               typename Base::StrideA const& stride) {
+  static auto make_tma_store_a(Element* ptr, int32_t rows, int32_t k, int32_t l,
+                               StrideOfA const& stride) {
     using namespace cute;
-    return make_tma_copy(SM90_TMA_STORE{},
-                         make_tensor(make_gmem_ptr(ptr), make_layout(make_shape(m, k, l), stride)),
-                         typename Base::SmemLayoutA{}(_, _, Int<0>{}),
-                         make_shape(shape<0>(TileShape{}), shape<2>(TileShape{})), _1{});
+    return make_tma_copy(
+        SM90_TMA_STORE{},
+        make_tensor(make_gmem_ptr(ptr), make_layout(make_shape(rows, k, l), stride)),
+        SmemLayoutOfA{}(_, _, Int<0>{}), make_shape(shape<kA>(TileShape{}), shape<2>(TileShape{})),
+        _1{});
   }
-  using TMA_A_Store = decltype(make_tma_store_a(nullptr, 0, 0, 0, typename Base::StrideA{}));
+  using TmaStoreOfA = decltype(make_tma_store_a(nullptr, 0, 0, 0, StrideOfA{}));
 
   /// As make_tma_copy's for A, but for the number of rows, which cute wants at compile time. All
   /// zeros, as cute's, where the driver refuses it.
-  static cute::TmaDescriptor last_rows_descriptor(ElementA const* ptr, int32_t m, int32_t k,
-                                                  typename Base::StrideA const& stride,
-                                                  int32_t last_rows) {
+  static cute::TmaDescriptor last_rows_descriptor(Element const* ptr, int32_t rows, int32_t k,
+                                                  StrideOfA const& stride, int32_t last_rows) {
     using namespace cute;
-    static_assert(is_same_v<typename Base::SmemLayoutAtomA, GMMA::Layout_K_SW128_Atom<ElementA>>);
-    uint64_t const shape[] = {uint64_t(k), uint64_t(m)};
-    uint64_t const row_bytes[] = {uint64_t(get<0>(stride)) * sizeof(ElementA)};
+    static_assert(is_same_v<OfA<typename Base::SmemLayoutAtomA, typename Base::SmemLayoutAtomB>,
+                            GMMA::Layout_K_SW128_Atom<Element>>);
+    uint64_t const shape[] = {uint64_t(k), uint64_t(rows)};
+    uint64_t const row_bytes[] = {uint64_t(get<0>(stride)) * sizeof(Element)};
     uint32_t const box[] = {uint32_t(kTileK), uint32_t(last_rows)};
     uint32_t const steps[] = {1, 1};
     TmaDescriptor descriptor{};
     CUresult const result = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
-        &descriptor, TMA::to_CUtensorMapDataType<ElementA>(), 2, const_cast<ElementA*>(ptr), shape,
+        &descriptor, TMA::to_CUtensorMapDataType<Element>(), 2, const_cast<Element*>(ptr), shape,
         row_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
         CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? descriptor : TmaDescriptor{};
   }
 
   struct Params : Base::Params {
-    TMA_A tma_load_a_local;
-    TMA_A_Store tma_store_a;
+    TmaLoadOfA tma_load_a_local;
+    TmaStoreOfA tma_store_a;
     cute::TmaDescriptor last_rows_a;  // of A or A_local; of no use where tiles divide M
     bool stores_a = false;
     AsyncInput input;
@@ -114,29 +133,64 @@ struct AsyncInputMainloop : Base {
     int32_t finishing_warps = 1;  // of the whole grid
   };
 
+  /// Of one of the MMA's operands.
+  template <int kOperand, class BaseParams>
+  CUTLASS_HOST_DEVICE static auto const& tma_load_of(BaseParams const& params) {
+    if constexpr (kOperand == 0) {
+      return params.tma_load_a;
+    } else {
+      return params.tma_load_b;
+    }
+  }
+  template <int kOperand>
+  CUTLASS_DEVICE static auto& smem_of(TensorStorage& storage) {
+    if constexpr (kOperand == 0) {
+      return storage.smem_A;
+    } else {
+      return storage.smem_B;
+    }
+  }
+  static auto& ptr_of_a(typename Base::Arguments& args) {
+    if constexpr (kSwapped) {
+      return args.ptr_B;
+    } else {
+      return args.ptr_A;
+    }
+  }
+  static StrideOfA& stride_of_a(typename Base::Arguments& args) {
+    if constexpr (kSwapped) {
+      return args.dB;
+    } else {
+      return args.dA;
+    }
+  }
+
   template <class ProblemShape>
   static Params to_underlying_arguments(ProblemShape const& problem, Arguments const& args,
                                         void* workspace) {
     auto const base = Base::to_underlying_arguments(problem, args, workspace);
+    typename Base::Arguments local_args = args;
+    Element const* const a = ptr_of_a(local_args);
+    StrideOfA const& stride = stride_of_a(local_args);
     // Without a tensor to store to, A stands in for it: the descriptor has to be a legal one.
     bool const stores_a = args.ptr_A_out != nullptr;
-    auto const [m, n, k, l] = cute::append<4>(problem, 1);
-    auto const store = make_tma_store_a(
-        stores_a ? args.ptr_A_out : const_cast<ElementA*>(args.ptr_A), m, k, l, args.dA);
-    auto local = base.tma_load_a;
+    int32_t const rows = cute::get<kA>(problem);
+    int32_t const k = cute::get<2>(problem);
+    auto const store =
+        make_tma_store_a(stores_a ? args.ptr_A_out : const_cast<Element*>(a), rows, k, 1, stride);
+    auto local = tma_load_of<kA>(base);
     if (!args.input.local_rows.empty()) {
       auto local_problem = problem;
-      cute::get<0>(local_problem) = args.input.local_rows.size();
-      typename Base::Arguments local_args = args;
-      local_args.ptr_A = args.ptr_A_local;
-      local = Base::to_underlying_arguments(local_problem, local_args, workspace).tma_load_a;
+      cute::get<kA>(local_problem) = args.input.local_rows.size();
+      ptr_of_a(local_args) = args.ptr_A_local;
+      local = tma_load_of<kA>(Base::to_underlying_arguments(local_problem, local_args, workspace));
     }
-    auto last_rows_a = *base.tma_load_a.get_tma_descriptor();
-    if (kFitsLastRows && m % kTileM != 0) {
-      bool const is_local = args.input.local_rows.contains({m / kTileM * kTileM, m});
-      last_rows_a =
-          last_rows_descriptor(is_local ? args.ptr_A_local : args.ptr_A,
-                               is_local ? args.input.local_rows.size() : m, k, args.dA, m % kTileM);
+    auto last_rows_a = *tma_load_of<kA>(base).get_tma_descriptor();
+    if (kFitsLastRows && rows % kTileRows != 0) {
+      bool const is_local = args.input.local_rows.contains({rows / kTileRows * kTileRows, rows});
+      last_rows_a = last_rows_descriptor(is_local ? args.ptr_A_local : a,
+                                         is_local ? args.input.local_rows.size() : rows, k, stride,
+                                         rows % kTileRows);
     }
     return {base, local, store, last_rows_a, stores_a, args.input, args.push, 1};
   }
@@ -192,83 +246,76 @@ struct AsyncInputMainloop : Base {
     // Lane 0, which the pipeline counts on, issues.
     bool const issues = cute::elect_one_sync();
 
-    Tensor sA = make_tensor(make_smem_ptr(shared_tensors.smem_A.data()),
-                            typename Base::SmemLayoutA{});  // (BLK_M,BLK_K,PIPE)
-    Tensor sB = make_tensor(make_smem_ptr(shared_tensors.smem_B.data()),
-                            typename Base::SmemLayoutB{});  // (BLK_N,BLK_K,PIPE)
+    Tensor sA = make_tensor(make_smem_ptr(smem_of<kA>(shared_tensors).data()),
+                            SmemLayoutOfA{});  // (rows of A,BLK_K,PIPE)
+    Tensor sB = make_tensor(make_smem_ptr(smem_of<kB>(shared_tensors).data()),
+                            SmemLayoutOfB{});  // (columns of B,BLK_K,PIPE)
 
     constexpr uint32_t cluster_m = size<0>(ClusterShape{});
     uint32_t const cta_m = block_rank_in_cluster % cluster_m;
     uint32_t const cta_n = block_rank_in_cluster / cluster_m;
-    auto const cta_tma_a = params.tma_load_a.get_slice(cta_n);
-    auto const cta_tma_b = params.tma_load_b.get_slice(cta_m);
+    auto const& tma_load_a = tma_load_of<kA>(params);
+    auto const& tma_load_b = tma_load_of<kB>(params);
+    auto const cta_tma_a = tma_load_a.get_slice(kSwapped ? cta_m : cta_n);
+    auto const cta_tma_b = tma_load_b.get_slice(kSwapped ? cta_n : cta_m);
 
     int const k_begin = kSplits ? int(*k_tile_iter) : 0;
     int const k_stop = kSplits ? k_begin + k_tile_count : params.input.k_tiles;
     // A CTA whose rows only pad the cluster takes those before: TMA fills what is out of bounds so
     // slowly that the whole cluster would wait for it. Its products are not stored.
-    int32_t const own_m_tile = get<0>(blk_coord);
-    int32_t const m_tile = min_of(own_m_tile, (params.input.arrival.chunks.rows - 1) / kTileM);
-    int32_t const n_tile = get<1>(blk_coord);
+    int32_t const own_m_tile = get<kA>(blk_coord);
+    int32_t const m_tile = min_of(own_m_tile, (params.input.arrival.chunks.rows - 1) / kTileRows);
+    int32_t const own_n_tile = get<kB>(blk_coord);
+    int32_t const n_tile = kSwapped && size<kB>(ClusterShape{}) > 1
+                               ? min_of(own_n_tile, params.input.tiles_n.divisor - 1)
+                               : own_n_tile;
 
     // A tile that lies wholly in the local rows reads them where the caller has them; every other
     // tile reads gathered A for all of its rows, so that one load is never split.
     AsyncInput const& input = params.input;
-    int32_t const tile_begin = m_tile * kTileM;
-    Range const rows{tile_begin, min_of(tile_begin + kTileM, input.arrival.chunks.rows)};
+    int32_t const tile_begin = m_tile * kTileRows;
+    Range const rows{tile_begin, min_of(tile_begin + kTileRows, input.arrival.chunks.rows)};
     bool const is_local = !input.local_rows.empty() && input.local_rows.contains(rows);
     int32_t const a_row = tile_begin - (is_local ? input.local_rows.begin : 0);
-    bool const is_partial = rows.size() < kTileM;
+    bool const is_partial = rows.size() < kTileRows;
 
     Tensor gA = domain_offset(make_coord(a_row, 0, 0),
-                              get<0>(load_inputs)(_, _, 0, _, 0));  // (BLK_M,BLK_K,k)
-    Tensor gB = get<1>(load_inputs)(_, _, n_tile, _, 0);            // (BLK_N,BLK_K,k)
+                              get<kA>(load_inputs)(_, _, 0, _, 0));  // (rows of A,BLK_K,k)
+    Tensor gB = get<kB>(load_inputs)(_, _, n_tile, _, 0);            // (columns of B,BLK_K,k)
     Tensor tAgA = cta_tma_a.partition_S(gA);
     Tensor tAsA = cta_tma_a.partition_D(sA);
     Tensor tBgB = cta_tma_b.partition_S(gB);
     Tensor tBsB = cta_tma_b.partition_D(sB);
 
-    uint16_t mcast_mask_a = 0;
-    uint16_t mcast_mask_b = 0;
-    auto const cluster_layout = Layout<ClusterShape>{};
-    if constexpr (is_same_v<typename Base::GmemTiledCopyA, SM90_TMA_LOAD_MULTICAST>) {
-      for (int n = 0; n < size<1>(cluster_layout); ++n) {
-        mcast_mask_a |= uint16_t(1) << cluster_layout(cta_m, n, Int<0>{});
-      }
-    }
-    if constexpr (is_same_v<typename Base::GmemTiledCopyB, SM90_TMA_LOAD_MULTICAST>) {
-      for (int m = 0; m < size<0>(cluster_layout); ++m) {
-        mcast_mask_b |= uint16_t(1) << cluster_layout(m, cta_n, Int<0>{});
-      }
-    }
+    uint16_t const mcast_mask_a = multicast_mask<kA>(cta_m, cta_n);
+    uint16_t const mcast_mask_b = multicast_mask<kB>(cta_m, cta_n);
 
     auto const load_a = [&](PipelineState const& stage, int k_tile) {
       stress_delay(input.arrival.wait_limit.rank);
       if constexpr (kFitsLastRows) {
         if (is_partial) {
           auto* const barrier = pipeline.producer_get_barrier(stage);
-          SM90_TMA_LOAD_2D::copy(&params.last_rows_a, barrier,
-                                 static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
-                                 shared_tensors.smem_A.begin() + stage.index() * kTileM * kTileK,
-                                 k_tile * kTileK, a_row);
+          SM90_TMA_LOAD_2D::copy(
+              &params.last_rows_a, barrier, static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
+              smem_of<kA>(shared_tensors).begin() + stage.index() * kTileRows * kTileK,
+              k_tile * kTileK, a_row);
           // What the barrier expects of a whole tile.
           MainloopPipeline::FullBarrier::complete_transaction(
               barrier, block_rank_in_cluster,
-              static_cast<uint32_t>((kTileM - rows.size()) * kTileK * sizeof(ElementA)));
+              static_cast<uint32_t>((kTileRows - rows.size()) * kTileK * sizeof(Element)));
           return;
         }
       }
-      TmaDescriptor const* const descriptor = is_local
-                                                  ? params.tma_load_a_local.get_tma_descriptor()
-                                                  : params.tma_load_a.get_tma_descriptor();
-      copy(params.tma_load_a.with(descriptor, *pipeline.producer_get_barrier(stage), mcast_mask_a),
+      TmaDescriptor const* const descriptor =
+          is_local ? params.tma_load_a_local.get_tma_descriptor() : tma_load_a.get_tma_descriptor();
+      copy(tma_load_a.with(descriptor, *pipeline.producer_get_barrier(stage), mcast_mask_a),
            tAgA(_, _, _, k_tile), tAsA(_, _, _, stage.index()));
     };
     auto const store_a = [&](int stage, int k_tile) {
       // Not &sA(0, 0, stage): where the buffer does not begin at a multiple of 1024 bytes, that
       // swizzles the address of the first element, and TMA wants the buffer's.
       SM90_TMA_STORE_3D::copy(params.tma_store_a.get_tma_descriptor(),
-                              shared_tensors.smem_A.begin() + stage * kTileM * kTileK,
+                              smem_of<kA>(shared_tensors).begin() + stage * kTileRows * kTileK,
                               k_tile * kTileK, a_row + (is_local ? input.local_rows.begin : 0), 0);
       tma_store_arrive();
     };
@@ -277,7 +324,7 @@ struct AsyncInputMainloop : Base {
     auto const acquire_and_load_b = [&](PipelineState const& stage, int k_tile) {
       pipeline.producer_acquire(stage);
       bool const is_stored = a_store.before_refill(stage.index(), k_tile);
-      copy(params.tma_load_b.with(*pipeline.producer_get_barrier(stage), mcast_mask_b),
+      copy(tma_load_b.with(*pipeline.producer_get_barrier(stage), mcast_mask_b),
            tBgB(_, _, _, k_tile), tBsB(_, _, _, stage.index()));
       if (is_stored) a_store.wait();
     };
@@ -285,7 +332,7 @@ struct AsyncInputMainloop : Base {
     TileTimer<kTimed> const timer(input.tile_times,
                                   issues ? timed_tile_of(input, own_m_tile, n_tile) : -1);
     timer.begins();
-    ChunkGate<kTileM, kTileK> gate(input.arrival, a_row, {k_begin, k_stop}, is_local);
+    ChunkGate<kTileRows, kTileK> gate(input.arrival, a_row, {k_begin, k_stop}, is_local);
     ProducerLoop const loop{gate, acquire_and_load_b, load_a};
     loop(smem_pipe_write, k_begin, issues, [&](bool is_first) { timer.found(is_first); });
     if constexpr (kNoWait) gate.look_too_late();
@@ -364,14 +411,32 @@ struct AsyncInputMainloop : Base {
 
   static constexpr int kStages = Base::DispatchPolicy::Stages;
   static constexpr int kConsumers = cute::size(typename Base::TiledMma{});
-  static constexpr int kTileM = cute::size<0>(TileShape{});
+  static constexpr int kTileRows = cute::size<kA>(TileShape{});  // of A
   static constexpr int kTileK = cute::size<2>(TileShape{});
 
   /// Index of the tile in tile_times, or -1 when it is not recorded.
   CUTLASS_DEVICE static int timed_tile_of(AsyncInput const& input, int32_t tile_m, int32_t tile_n) {
     bool const recorded = kTimed && input.tile_times != nullptr && tile_n < input.tiles_n.divisor &&
-                          tile_m * kTileM < input.arrival.chunks.rows;
+                          tile_m * kTileRows < input.arrival.chunks.rows;
     return recorded ? tile_m * input.tiles_n.divisor + tile_n : -1;
+  }
+
+  /// The CTAs of the cluster that an operand's load is for.
+  template <int kOperand>
+  CUTLASS_DEVICE static uint16_t multicast_mask(uint32_t cta_m, uint32_t cta_n) {
+    using namespace cute;
+    using Copy =
+        conditional_t<kOperand == 0, typename Base::GmemTiledCopyA, typename Base::GmemTiledCopyB>;
+    uint16_t mask = 0;
+    if constexpr (is_same_v<Copy, SM90_TMA_LOAD_MULTICAST>) {
+      auto const layout = Layout<ClusterShape>{};
+      for (int i = 0; i < size<1 - kOperand>(layout); ++i) {
+        uint32_t const m = kOperand == 0 ? cta_m : i;
+        uint32_t const n = kOperand == 0 ? i : cta_n;
+        mask |= uint16_t(1) << layout(m, n, Int<0>{});
+      }
+    }
+    return mask;
   }
 
   Params const* params_ = nullptr;

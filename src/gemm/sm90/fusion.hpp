@@ -10,17 +10,20 @@
 
 namespace agmm {
 
-/// A null bias reads as 0.
-template <class Element, class TileShape>
-using BiasNode = cutlass::epilogue::fusion::Sm90RowBroadcast<0, TileShape, Element, float>;
+/// A null bias reads as 0. kSwapped: the columns of out are rows of the tile (KernelShape).
+template <class Element, class TileShape, bool kSwapped>
+using BiasNode =
+    cute::conditional_t<kSwapped,
+                        cutlass::epilogue::fusion::Sm90ColBroadcast<0, TileShape, Element, float>,
+                        cutlass::epilogue::fusion::Sm90RowBroadcast<0, TileShape, Element, float>>;
 
 /// out = sum + bias, added in float32.
-template <class Element, class TileShape>
+template <class Element, class TileShape, bool kSwapped>
 struct Fusion {
   using type = cutlass::epilogue::fusion::Sm90EVT<
       cutlass::epilogue::fusion::Sm90Compute<cutlass::plus, Element, float,
                                              cutlass::FloatRoundStyle::round_to_nearest>,
-      BiasNode<Element, TileShape>, cutlass::epilogue::fusion::Sm90AccFetch>;
+      BiasNode<Element, TileShape, kSwapped>, cutlass::epilogue::fusion::Sm90AccFetch>;
 
   static typename type::Arguments arguments(Operands const& operands) {
     return {{static_cast<Element const*>(operands.bias)}, {}, {}};
@@ -29,7 +32,7 @@ struct Fusion {
 
 /// out = scale of the row * (scale of the column * sum) + bias, in float32.
 template <class A, class B, class TileShape>
-struct Fusion<Fp8<A, B>, TileShape> {
+struct Fusion<Fp8<A, B>, TileShape, false> {
   using Out = typename TypesOf<Fp8<A, B>>::Out;
   /// The bool: a scale for each column, else one for all.
   using ColumnScales =
@@ -42,7 +45,7 @@ struct Fusion<Fp8<A, B>, TileShape> {
   using type = cutlass::epilogue::fusion::Sm90EVT<
       cutlass::epilogue::fusion::Sm90Compute<cutlass::homogeneous_multiply_add, Out, float,
                                              cutlass::FloatRoundStyle::round_to_nearest>,
-      RowScales, ScaledSum, BiasNode<Out, TileShape>>;
+      RowScales, ScaledSum, BiasNode<Out, TileShape, false>>;
 
   static typename type::Arguments arguments(Operands const& operands) {
     Scales const& scales = operands.scales;

@@ -76,7 +76,7 @@ struct WithMma<cutlass::gemm::collective::CollectiveMma<Policy, Tile, A, StrideA
 };
 
 template <class Element_, class LayoutB_, int TileM, int TileN, int TileK, int ClusterM,
-          int ClusterN, Schedule kSchedule, bool kTimed = false,
+          int ClusterN, Schedule kSchedule, bool kTimed = false, bool kSwapped = false,
           Accumulation kAccumulation = Accumulation::Fast>
 struct KernelInstance {
   using Types = TypesOf<Element_>;
@@ -84,8 +84,21 @@ struct KernelInstance {
   using ElementB = typename Types::B;
   using Element = typename Types::Out;
   using LayoutB = LayoutB_;
-  using TileShape = cute::Shape<cute::Int<TileM>, cute::Int<TileN>, cute::Int<TileK>>;
-  using ClusterShape = cute::Shape<cute::Int<ClusterM>, cute::Int<ClusterN>, cute::_1>;
+
+  // As CUTLASS has it. Swapped, it computes out^T = B^T A^T.
+  static constexpr int kMmaM = kSwapped ? TileN : TileM;
+  static constexpr int kMmaN = kSwapped ? TileM : TileN;
+  static constexpr int kMmaClusterM = kSwapped ? ClusterN : ClusterM;
+  static constexpr int kMmaClusterN = kSwapped ? ClusterM : ClusterN;
+  using TileShape = cute::Shape<cute::Int<kMmaM>, cute::Int<kMmaN>, cute::Int<TileK>>;
+  using ClusterShape = cute::Shape<cute::Int<kMmaClusterM>, cute::Int<kMmaClusterN>, cute::_1>;
+  template <class Layout>
+  using Transposed = cute::conditional_t<std::is_same_v<Layout, cutlass::layout::RowMajor>,
+                                         cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>;
+  using FirstLayout = cute::conditional_t<kSwapped, Transposed<LayoutB>, cutlass::layout::RowMajor>;
+  using SecondLayout = cute::conditional_t<kSwapped, cutlass::layout::ColumnMajor, LayoutB>;
+  using OutLayout =
+      cute::conditional_t<kSwapped, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>;
 
   static constexpr bool kCooperative = kSchedule == Schedule::Cooperative;
   using MainloopSchedule =
@@ -106,48 +119,53 @@ struct KernelInstance {
 
   static constexpr int kOutAlignment = 16 / sizeof(Element);
   static constexpr int kAlignment = 16 / sizeof(ElementA);
+  using EpilogueFusion = Fusion<Element_, TileShape, kSwapped>;
 
   // CUTLASS stores 16 columns at a time where the width is no multiple of 32.
-  using EpilogueTile = cute::conditional_t<kCooperative && TileN % 32 != 0 && TileN % 48 == 0,
+  using EpilogueTile = cute::conditional_t<kCooperative && kMmaN % 32 != 0 && kMmaN % 48 == 0,
                                            cute::Shape<cute::_128, cute::Int<48>>,
                                            cutlass::epilogue::collective::EpilogueTileAuto>;
   using UsualEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape, EpilogueTile,
-      float, float, void, cutlass::layout::RowMajor, kOutAlignment, Element,
-      cutlass::layout::RowMajor, kOutAlignment, EpilogueSchedule,
-      typename Fusion<Element_, TileShape>::type>::CollectiveOp;
+      float, float, void, OutLayout, kOutAlignment, Element, OutLayout, kOutAlignment,
+      EpilogueSchedule, typename EpilogueFusion::type>::CollectiveOp;
 
   static constexpr BLayout kBLayout =
       std::is_same_v<LayoutB, cutlass::layout::RowMajor> ? BLayout::RowMajor : BLayout::ColumnMajor;
+  static constexpr auto kBMajor =
+      kBLayout == BLayout::RowMajor ? cute::GMMA::Major::MN : cute::GMMA::Major::K;
   /// Promoted sums are in registers twice, those of an atom: no wider than 128 columns.
-  static constexpr int kMmaColumns = wgmma_columns(kPromotes && TileN > 192 ? TileN / 2 : TileN);
+  static constexpr int kMmaColumns = wgmma_columns(kPromotes && kMmaN > 192 ? kMmaN / 2 : kMmaN);
+  using FirstElement = cute::conditional_t<kSwapped, ElementB, ElementA>;
+  using SecondElement = cute::conditional_t<kSwapped, ElementA, ElementB>;
   using Mma = decltype(cute::make_tiled_mma(
-      Wgmma<ElementA, ElementB, kMmaColumns, cute::GMMA::Major::K,
-            kBLayout == BLayout::RowMajor ? cute::GMMA::Major::MN : cute::GMMA::Major::K>{},
+      Wgmma<FirstElement, SecondElement, kMmaColumns, kSwapped ? kBMajor : cute::GMMA::Major::K,
+            kSwapped ? cute::GMMA::Major::K : kBMajor>{},
       cute::Layout<cute::Shape<cute::Int<kCooperative ? 2 : 1>, cute::_1, cute::_1>>{}));
   /// With as many stages as fit beside an epilogue.
   template <class Epilogue>
   using CutlassMainloop = typename WithMma<
       typename cutlass::gemm::collective::CollectiveBuilder<
-          cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementA, cutlass::layout::RowMajor,
-          kAlignment, ElementB, LayoutB, kAlignment, float, TileShape, ClusterShape,
+          cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, FirstElement, FirstLayout,
+          kAlignment, SecondElement, SecondLayout, kAlignment, float, TileShape, ClusterShape,
           cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
               sizeof(typename Epilogue::SharedStorage))>,
           BuilderSchedule>::CollectiveOp,
       Mma>::type;
 
   static constexpr KernelFacts kFacts =
-      facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed}, kDType<Element_>,
-               kBLayout, kAccumulation);
+      facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed, kSwapped},
+               kDType<Element_>, kBLayout, kAccumulation);
   static constexpr bool kSplits = kFacts.can_split;
-  using Mainloop = AsyncInputMainloop<CutlassMainloop<UsualEpilogue>, kTimed, kSplits,
+  using Mainloop = AsyncInputMainloop<CutlassMainloop<UsualEpilogue>, kSwapped, kTimed, kSplits,
                                       kFacts.can_store_a, kPromotes>;
   template <class Epilogue>
   using KernelWith = cutlass::gemm::kernel::GemmUniversal<
       cute::Shape<int, int, int, int>, Mainloop, Epilogue,
       cutlass::gemm::PersistentAsyncInputScheduler<
           MainloopSchedule, cutlass::gemm::AsyncInputWait::Mainloop,
-          kSplits ? cutlass::gemm::SplitsK::Yes : cutlass::gemm::SplitsK::No>>;
+          kSplits ? cutlass::gemm::SplitsK::Yes : cutlass::gemm::SplitsK::No,
+          kSwapped ? cutlass::gemm::Gathered::B : cutlass::gemm::Gathered::A>>;
 
   // The consumers wait for a buffer of the epilogue again and again while they have nothing to
   // multiply. So it gets as many as fit into what the stages of the mainloop leave.
@@ -198,22 +216,30 @@ struct KernelInstance {
     auto const [m, n, k] = std::tuple(mm.problem.m, mm.problem.n, mm.problem.k);
     typename GemmKernel::Arguments gemm{};
     gemm.mode = cutlass::gemm::GemmUniversalMode::kGemm;
-    gemm.problem_shape = {m, n, k, 1};
-    gemm.mainloop.ptr_A = static_cast<ElementA const*>(operands.a);
-    get<0>(gemm.mainloop.dA) = int64_t(k);
-    gemm.mainloop.ptr_B = static_cast<ElementB const*>(operands.b);
-    if constexpr (std::is_same_v<LayoutB, cutlass::layout::RowMajor>) {
-      get<1>(gemm.mainloop.dB) = operands.ldb;
+    auto const* const a = static_cast<ElementA const*>(operands.a);
+    auto const* const b = static_cast<ElementB const*>(operands.b);
+    constexpr int kLeadingOfB = kBLayout == BLayout::RowMajor ? 1 : 0;
+    if constexpr (kSwapped) {
+      gemm.problem_shape = {n, m, k, 1};
+      gemm.mainloop.ptr_A = b;
+      get<kLeadingOfB>(gemm.mainloop.dA) = operands.ldb;
+      gemm.mainloop.ptr_B = a;
+      get<0>(gemm.mainloop.dB) = int64_t(k);
+      get<1>(gemm.epilogue.dD) = int64_t(n);
     } else {
-      get<0>(gemm.mainloop.dB) = operands.ldb;
+      gemm.problem_shape = {m, n, k, 1};
+      gemm.mainloop.ptr_A = a;
+      get<0>(gemm.mainloop.dA) = int64_t(k);
+      gemm.mainloop.ptr_B = b;
+      get<kLeadingOfB>(gemm.mainloop.dB) = operands.ldb;
+      get<0>(gemm.epilogue.dD) = int64_t(n);
     }
     gemm.mainloop.ptr_A_local = static_cast<ElementA const*>(operands.a_local);
     gemm.mainloop.ptr_A_out = static_cast<ElementA*>(operands.a_out);
     gemm.mainloop.input = async_input(call);
     gemm.mainloop.push = call.push;
     gemm.epilogue.ptr_D = static_cast<Element*>(operands.out);
-    get<0>(gemm.epilogue.dD) = int64_t(n);
-    gemm.epilogue.thread = Fusion<Element_, TileShape>::arguments(operands);
+    gemm.epilogue.thread = EpilogueFusion::arguments(operands);
     gemm.hw_info.sm_count = mm.sm_count;
     gemm.scheduler.max_swizzle_size = mm.config.max_swizzle;
     using Options = typename GemmKernel::TileScheduler::RasterOrderOptions;
@@ -253,11 +279,11 @@ struct KernelInstance {
     return push.shard != nullptr && push.order.tail_count() != 0;
   }
 
-  /// (ClusterM, rest, 1), as CUTLASS's.
+  /// (kMmaClusterM, rest, 1), as CUTLASS's.
   static dim3 grid(Params const& params) {
     dim3 grid = GemmKernel::get_grid_shape(params);
     if (has_push_ctas(params.mainloop.push)) {
-      grid.y = params.hw_info.sm_count / (ClusterM * ClusterN) * ClusterN;
+      grid.y = params.hw_info.sm_count / (ClusterM * ClusterN) * kMmaClusterN;
     }
     return grid;
   }
@@ -272,7 +298,7 @@ struct KernelInstance {
   static int launch(void* params, void* stream) {
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {ClusterM, ClusterN, 1};
+    cluster.val.clusterDim = {kMmaClusterM, kMmaClusterN, 1};
     cudaLaunchConfig_t config{};
     config.gridDim = grid(*static_cast<Params*>(params));
     config.blockDim = GemmKernel::get_block_shape();

@@ -27,6 +27,9 @@ class Constants:
     tile whose width is no multiple of 64 columns, TMA loads it in narrow pieces."""
     other_tflops_per_sm: float
     """Of a kernel that is not in ``tflops_per_sm``."""
+    other_swapped_tflops_per_sm: float
+    """Of a swapped one. None is measured yet, and none is to be chosen before: so low a rate that
+    they are taken by explicit config only."""
     tile_overhead_us: dict[str, float]
     """Between the main loops of two tiles, by schedule."""
     idle_gain: float

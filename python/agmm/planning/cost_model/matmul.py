@@ -35,7 +35,8 @@ class Tiling:
         self.workers = sms // self.ctas
         """Clusters that are computed at once."""
         kernel = config.kernel
-        rate = c.tflops_per_sm.get(kernel, c.other_tflops_per_sm)
+        other = c.other_swapped_tflops_per_sm if config.swapped else c.other_tflops_per_sm
+        rate = c.tflops_per_sm.get(kernel, other)
         busy_us = 2e-6 * config.tile_m * config.tile_n * problem.k / config.splits / rate
         if problem.b_layout == "row":
             busy_us *= c.row_major_factor.get(kernel, 1.0)
