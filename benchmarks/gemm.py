@@ -150,7 +150,7 @@ def measure_scaled(
     for kernel in fp8_kernels.built("float8_e4m3fn_float8_e4m3fn", fast_accum):
         if substring not in kernel.kernel:
             continue
-        for config in orders(kernel):
+        for config in heuristics.orders(kernel):
             name = f"{kernel.kernel} {config.raster} swizzle {config.max_swizzle}"
             error = relative_error(call_of(config)(), reference)
             reason = None
