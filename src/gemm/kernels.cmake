@@ -4,7 +4,7 @@ cmake_policy(VERSION 3.25)  # as CMakeLists.txt, where the table is included alo
 # (KernelShape). Each row is built for bf16 and fp16 and for both layouts of B.
 # set: minimal kernels are in every build, default ones in AGMM_KERNELS=default and all, the others
 # in all only: on H200 they hardly gain (docs/dev/tried.md), and are there to be measured
-# elsewhere. timed: the variant that records when each tile waited and ran, for pictures; in every
+# elsewhere; the swapped ones have not been measured at all. timed: the variant that records when each tile waited and ran, for pictures; in every
 # build, bf16 and column-major.
 set(AGMM_KERNEL_TABLE
     "128 256 64 2 1 Cooperative default"

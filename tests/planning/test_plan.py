@@ -384,6 +384,18 @@ def fused_us_tile_by_tile(problem: Problem, config: KernelConfig) -> float:
     return c.launch_us + staging + max(last + tile_us, *free_at)
 
 
+def test_swapped_kernels_are_not_chosen_before_they_are_measured() -> None:
+    swapped = [replace(kernel, swapped=True) for kernel in KERNELS]
+    small = replace(SMALL, tile_m=32, tile_n=64, swapped=True)
+    few_rows = [
+        Problem(w * m, 1024, k, world_size=w)
+        for w, m, k in product((1, 4), (8, 32), (64, 128, 8192))
+    ]
+    for problem in [*random_problems(60), *few_rows]:
+        usual = planner().fused_plan(problem)
+        assert planner(kernels=(*swapped, small, *KERNELS)).fused_plan(problem) == usual
+
+
 def test_fused_time_is_that_of_the_tiles_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "matmul_memory_us", lambda *_: 0.0)
     monkeypatch.setattr(gather, "lost_clock_us", lambda *_: 0.0)
