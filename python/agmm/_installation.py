@@ -115,3 +115,12 @@ def one_line(error: BaseException) -> str:
     """An error's kind and the first line of what it says, of 300 characters at most."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def raised_line(told: str) -> str:
+    """Of what a process told of its end, the line that says what its traceback raised; without a
+    traceback the last one. Errors of CUDA go on for several lines with general advice."""
+    lines = [line for line in told.splitlines() if line.strip()]
+    begins = [i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    raised = [line for line in lines[begins[-1] + 1 :] if line[0] != " "] if begins else lines[-1:]
+    return raised[0] if raised else ""

@@ -229,6 +229,20 @@ def test_times_of_the_op_are_those_of_the_report(ranks: int) -> None:
     assert _rows(section) == wanted
 
 
+def test_times_of_scatters_are_those_of_the_report() -> None:
+    text = (REPOSITORY / "docs" / "performance.md").read_text()
+    section = text.split("## The second half")[1]
+    report = json.loads((RESULTS / "scatter" / "nvidia-h100-x2.json").read_text())
+    assert report["commit"] in section
+    wanted = []
+    for shape in report["shapes"]:
+        us = {name: way["median_us"] for name, way in shape["ways"].items()}
+        times = [f"{us[n]:.1f}" for n in ("roof", "unfused", "torch-fused-graph", "agmm")]
+        ratio = f"{us['agmm'] / us['roof']:.2f}"
+        wanted.append([f"{shape['M']} × {shape['N']} × {shape['K']}", *times, ratio])
+    assert _rows(section.split("\n\n")[2]) == wanted
+
+
 def test_times_of_the_block_are_those_of_the_report() -> None:
     text = (REPOSITORY / "docs" / "performance.md").read_text()
     names = ("nccl", "nccl-compiled", "torch-async-tp", "agmm", "agmm-compiled", "agmm-async-tp")

@@ -331,3 +331,23 @@ def test_a_core_of_another_version_is_stale(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(agmm._core, "__version__", "0.0.1")
     found = _installation.fault()
     assert found == f"agmm._core is stale: found version 0.0.1, wanted {_installation.version()}"
+
+
+FRAMES = "Traceback (most recent call last):\n  File 'a', line 1, in f\n    f()\n"
+
+
+@pytest.mark.parametrize(
+    ("told", "line"),
+    [
+        (f"rank 0: {FRAMES}E: CUDA error: bad\nCompile with more.\n", "E: CUDA error: bad"),
+        (
+            f"{FRAMES}KeyError: 1\n\nDuring this another:\n\n{FRAMES}E: what counts",
+            "E: what counts",
+        ),
+        ("ended with exit code 9\nlast words\n", "last words"),
+        ("", ""),
+    ],
+    ids=["advice behind it", "two", "none", "nothing"],
+)
+def test_of_a_traceback_what_was_raised_is_told(told: str, line: str) -> None:
+    assert _installation.raised_line(told) == line

@@ -47,6 +47,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from agmm._installation import raised_line
 from agmm.bench import steps
 from agmm.bench.launcher import SHAPE_TIMEOUT_S, rank_pool, torchrun_world_size
 from agmm.bench.measure import WayResult, measure_watched
@@ -220,9 +221,9 @@ def _cause(error: RankError, behind: Sequence[int], limit_s: float) -> str:
     of_rank = str(error).partition(f"rank {rank}: ")[2].partition("\nrank ")[0]
     lines = [line for line in of_rank.splitlines() if line.strip()]
     if code is not None:
-        last = f": {lines[-1]}" if len(lines) > 1 else ""
+        last = f": {raised_line(of_rank)}" if len(lines) > 1 else ""
         return f"rank {rank} ended in it with exit code {code}{last}"
     if not lines or lines[0].startswith("did not answer"):
         which = f"rank{'s' if len(behind) > 1 else ''} {', '.join(map(str, behind))}"
         return f"{which} did not come back from it within {limit_s:g} s"
-    return f"rank {rank}: {lines[-1]}"
+    return f"rank {rank}: {raised_line(of_rank)}"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import agmm
+from agmm._installation import raised_line
 from agmm.bench import launcher
 from agmm.bench.candidates import candidates, other_orders, other_pushes
 from agmm.bench.exchange import of_all_ranks
@@ -324,10 +325,10 @@ def is_ahead(first: Sequence[float], second: Sequence[float]) -> bool:
 
 
 def _cause(error: RankError) -> str:
-    """The error's heads, one per rank, or its last line where they say no more than Traceback."""
+    """The error's heads, one per rank, or what was raised where they say no more than Traceback."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     heads = [line for line in lines if re.match(r"rank \d+: (?!Traceback)", line)]
-    return "; ".join(heads) or lines[-1]
+    return "; ".join(heads) or raised_line(str(error))
 
 
 class Keeper:
