@@ -1,0 +1,91 @@
+"""`agmm.collectives` beside the backend's: NCCL on GPUs, gloo on CPU processes.
+
+    torchrun --nproc-per-node 2 benchmarks/collectives.py
+    torchrun --nproc-per-node 2 benchmarks/collectives.py --sizes 8192,1048576 --json out.json
+
+A size is that of each rank's tensor, in bytes. "nothing" is the time of no work at all between the
+same events, which the others contain.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+
+from agmm import collectives
+from agmm.bench.timer import SAMPLES, time_ways
+from agmm.cli.terminal import console, plain_table
+from agmm.testing.reference import relative_error
+
+SIZES = "8192,65536,262144,1048576,4194304,10485760"
+NOTHING = "nothing"
+
+
+def measure(size: int, samples: int, device: torch.device) -> dict[str, float]:
+    """Median µs by name, each sample the maximum over the ranks. Collective.
+
+    Raises:
+        SystemExit: agmm's sum or gather is wrong.
+    """
+    world_size = dist.get_world_size()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    x = torch.randn(max(1, size // dtype.itemsize), device=device).to(dtype)
+    gathered = torch.empty(world_size * x.numel(), dtype=dtype, device=device)
+    summed = torch.zeros_like(x)
+    dist.all_gather_into_tensor(gathered, x)
+    total = gathered.double().view(world_size, -1).sum(0)
+    if relative_error(collectives.all_reduce(x), total) > 2e-2:
+        raise SystemExit(f"all_reduce of {size} bytes: found a wrong sum")
+    if not torch.equal(collectives.all_gather(x), gathered):
+        raise SystemExit(f"all_gather of {size} bytes: found wrong values")
+    ways: dict[str, Callable[[], Any]] = {
+        NOTHING: lambda: None,
+        "all_reduce, agmm": lambda: collectives.all_reduce(x),
+        "all_reduce, backend": lambda: dist.all_reduce(summed),
+        "all_gather, agmm": lambda: collectives.all_gather(x),
+        "all_gather, backend": lambda: dist.all_gather_into_tensor(gathered, x),
+    }
+    timed = time_ways(ways, samples=samples, group=dist.group.WORLD, device=device)
+    return {name: statistics.median(values) for name, values in timed.items()}
+
+
+def main(
+    sizes: Annotated[str, typer.Option(help="Bytes of each rank's tensor.")] = SIZES,
+    samples: Annotated[int, typer.Option(min=1)] = SAMPLES,
+    json_path: Annotated[Path | None, typer.Option("--json", dir_okay=False)] = None,
+) -> None:
+    """Time all_reduce and all_gather of agmm and of the backend, in one run. Under torchrun."""
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("found no torchrun; torchrun --nproc-per-node 2 benchmarks/collectives.py")
+    on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cpu")
+    if on_gpus:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpus else "gloo")
+    times = {size: measure(size, samples, device) for size in map(int, sizes.split(","))}
+    if dist.get_rank() == 0:
+        name = torch.cuda.get_device_name() if on_gpus else "CPU"
+        table = plain_table(f"{dist.get_world_size()} ranks on {name}, µs")
+        table.add_column("bytes of a rank", justify="right")
+        for way in next(iter(times.values())):
+            table.add_column(way, justify="right")
+        for size, by_way in times.items():
+            table.add_row(str(size), *(f"{us:.1f}" for us in by_way.values()))
+        console().print(table)
+        if json_path is not None:
+            report = {"gpu": name, "ranks": dist.get_world_size(), "us": times}
+            json_path.write_text(json.dumps(report, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)
