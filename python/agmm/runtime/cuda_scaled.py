@@ -15,7 +15,7 @@ from agmm.runtime.cuda_calls import aligned_pointer, b_layout, bias_pointer, str
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.runtime.scaling import ALL
 
-_SCALE_BYTES = 4
+_SCALE_BYTES = 4  # float32
 
 
 class Kernel(NamedTuple):
