@@ -39,6 +39,9 @@ def test_reserve_of_different_sizes_is_named() -> None:
 def test_bytes_of_a_call() -> None:
     assert agmm.workspace_bytes((128, 4, 64), torch.bfloat16, 8) == 8 * 128 * 4 * 64 * 2
     assert agmm.workspace_bytes([0, 8], torch.float64, 2) == 0
+    # With a scale for each row and 128 columns.
+    fp8 = agmm.workspace_bytes((2048, 4096), torch.float8_e4m3fn, 4)
+    assert fp8 == 4 * 2048 * (4096 + 4 * 32)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,18 @@ def test_an_a_that_chunks_still_come_to_is_not_copied(monkeypatch: pytest.Monkey
     assert core.async_input_mm.call_args.args[0] % 16 == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_misaligned_part_of_a_wider_weight_keeps_its_strides(dtype: torch.dtype) -> None:
+    """The kernel gets the leading dimension of the caller's tensor."""
+    wide = torch.arange(6 * 64).view(6, 64).remainder(7).to(dtype)
+    B = wide[:, 4:36].t()
+    kept: list[torch.Tensor] = []
+    address = cuda_calls.aligned_pointer(B, kept)
+    assert address % 16 == 0 and [copy.data_ptr() for copy in kept] == [address]
+    assert kept[0].stride() == B.stride()
+    assert torch.equal(kept[0].float(), B.float())
+
+
 def test_what_a_graph_writes_to_outlives_a_larger_call(
     group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,7 +126,8 @@ def _new_route(
     if A_shard.device.type == "cpu":
         return lambda shard, Bs, group: paths.fused_cpu(shard, Bs, biases, group, return_A)
     shard = A_shard.movedim(gather_dim, 0)
-    if call_plans.prefers_unfused(shard, Bs, group, return_A=return_A):
+    prefers = (call_plans.prefers_unfused, call_plans.prefers_gather)
+    if any(prefer(shard, Bs, group, return_A=return_A) for prefer in prefers):
         return lambda shard, Bs, group: _unfused(shard, Bs, biases, group, return_A)
     workspace = cuda_workspace(group, A_shard.device)
     call = paths.looking(prepare(workspace, shard, Bs, return_A=return_A), group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,15 @@ from agmm.ops import scaled_paths
 from agmm.ops.paths import kind_of
 from agmm.ops.scaled_checks import check_scaled_gather, check_scaled_scatter
 from agmm.runtime.scaled import FP8
+
+
+def _why_torch(shape: Sequence[int], device: torch.device) -> str | None:
+    """The reason why torch has to serve calls of those sizes, or None. On CUDA always: torch has
+    the rank's own tensor-wise scale for all rows, and which calls have a kernel depends on strides,
+    which may differ between ranks."""
+    if device.type == "cuda":
+        return "fp8: device cuda, torch's op serves it"
+    return scaled_paths.why_unfused(shape, device)
 
 
 def _result_scale(scale: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor | None:
@@ -67,7 +77,7 @@ class GatherCall(NamedTuple):
     def why_torch(self, group: dist.ProcessGroup) -> str | None:
         """The reason why torch has to serve such calls, or None; the same on all ranks, as long as
         they call with the same shapes and dtypes."""
-        reason = scaled_paths.why_unfused(self.A_shard.shape, self.A_shard.device)
+        reason = _why_torch(self.A_shard.shape, self.A_shard.device)
         if reason is not None:
             return reason
         if not 0 <= self.gather_dim < self.A_shard.dim() - 1:
@@ -172,7 +182,7 @@ class ScatterCall(NamedTuple):
 
     def why_torch(self, group: dist.ProcessGroup) -> str | None:
         """As `GatherCall.why_torch`."""
-        reason = scaled_paths.why_unfused((*self.A.shape[:-1], *self.B.shape), self.A.device)
+        reason = _why_torch((*self.A.shape[:-1], *self.B.shape), self.A.device)
         if reason is not None:
             return reason
         try:

@@ -58,7 +58,8 @@ def aligned_pointer(tensor: torch.Tensor, kept: list[torch.Tensor]) -> int:
     """
     address = tensor.data_ptr()
     if address % _TMA_ALIGNMENT != 0:
-        tensor = tensor.clone()
+        # With the same strides, which the call names; clone() closes gaps.
+        tensor = tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
         kept.append(tensor)
         address = tensor.data_ptr()
     return address

@@ -33,17 +33,21 @@ class CudaBackground:
         self._done = torch.cuda.Event()
         self._done.record(stream)
         self._is_over = False  # of a capture, beyond which its events mean nothing
-        self._kept: tuple[torch.Tensor, ...] = ()
-        if self._is_captured:
-            self._kept = sent, out
-        else:
+        self._kept: tuple[torch.Tensor, ...] = (sent, out)
+        if not self._is_captured:
             for tensor in (sent, out):  # whose memory may be freed before it ends
                 tensor.record_stream(stream)
 
     def wait(self) -> None:
         """The current stream waits for it."""
-        torch.cuda.current_stream(self._device).wait_event(self._done)
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._done)
         self._is_over = self._is_captured
+        if not self._is_captured:
+            for tensor in self._kept[
+                1:
+            ]:  # the caller reads it on this stream, which may be another
+                tensor.record_stream(stream)
         self._kept = ()
 
     def is_done(self) -> bool:

@@ -33,6 +33,8 @@ def why_illegal(A: Scaled, weight: Weight) -> str | None:
     B, bias = weight.B, weight.bias
     if A.tile[1] != ALL:
         return "scale_a: block scales, the kernels want row-wise or tensor-wise ones"
+    if B.tile not in ((ALL, ALL), (ALL, 1)):
+        return "scale_b: block scales, the kernels want row-wise or tensor-wise ones"
     if weight.out_dtype != torch.bfloat16:
         return f"out_dtype: {weight.out_dtype}, the kernels write torch.bfloat16"
     if weight.result_scale is not None:
@@ -40,6 +42,8 @@ def why_illegal(A: Scaled, weight: Weight) -> str | None:
     if bias is not None and bias.dtype != torch.bfloat16:
         return f"bias: dtype {bias.dtype}, the kernels add torch.bfloat16"
     n = B.values.shape[1]
+    if n < 1:
+        return "B: N=0, the kernels want columns"
     if n % _core.ALIGNMENT != 0:
         return f"B: N={n} is not a multiple of {_core.ALIGNMENT} (16-byte TMA alignment)"
     layout = b_layout(B.values)

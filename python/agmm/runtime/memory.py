@@ -53,7 +53,7 @@ def workspace_bytes(
     if any(size < 0 for size in shape):
         raise InvalidArgument(f"shape: found {tuple(shape)}, wanted sizes >= 0")
     if op == "all_gather_matmul":
-        return world_size * prod(shape) * dtype.itemsize
+        return world_size * (prod(shape) * dtype.itemsize + _scale_bytes(shape, dtype))
     if op in _COLLECTIVES:
         return _collective_bytes(prod(shape), dtype, world_size, op)
     rows, is_scatter = prod(shape[:-1]), op == "matmul_reduce_scatter"
@@ -73,6 +73,14 @@ def workspace_bytes(
     bands = _core.scatter_bands(shared, world_size)
     of_cpu = max((end - begin for begin, end in bands), default=0) * world_size * row_bytes
     return max(of_cpu, *whole_tiles, 0)
+
+
+def _scale_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Of what travels with fp8 operands: a float32 for each row and 128 columns, as block scales
+    have the most."""
+    if not shape or not (dtype.is_floating_point and dtype.itemsize == 1):
+        return 0
+    return 4 * prod(shape[:-1]) * -(-shape[-1] // 128)
 
 
 def _collective_bytes(numbers: int, dtype: torch.dtype, world_size: int, op: str) -> int:
@@ -136,6 +144,11 @@ def reserve(
     if op in _COLLECTIVES:
         from agmm.runtime.cuda_collectives import SLOT_BYTES
 
+        if found.size() > _core.MAX_COLLECTIVE_RANKS:
+            ranks = (
+                f"{found.size()} ranks, agmm's kernels serve at most {_core.MAX_COLLECTIVE_RANKS}"
+            )
+            raise Unsupported(f"group: {ranks}")
         workspaces.collectives_workspace(found, on).ensure(SLOT_BYTES)
     elif op != "all_gather_matmul":
         workspace = workspaces.scatter_workspace(found, on)
