@@ -41,9 +41,9 @@ struct TilePushArgs {
 /// Bytes of one bulk copy to a peer.
 constexpr int kSendBytes = 1024;
 /// Bytes per ns that all CTAs together send. More than links take makes them wait in the crossbar,
-/// and behind them the loads of the same multiprocessor. Copy engines measure 380 to 394 on H200
-/// and H100 (18 links); a little more keeps a link busy while some CTAs have nothing to send: of
-/// the paces tried on 2 H100, the best at K = 2048 and at K = 7168.
+/// and behind them the loads of the same multiprocessor. A copy engine pushes 381 between H200 (18
+/// links); a little more keeps a link busy while some CTAs have nothing to send: of
+/// the paces tried on 2 H100 (1980 MHz at most), the best at K = 2048 and at K = 7168.
 constexpr int64_t kSendBytesPerNs = 430;
 
 /// `senders`: CTAs that may send at a time. `clock_khz`: of the multiprocessors.

@@ -13,14 +13,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import agmm
-from agmm import _core
 from agmm.integrations import async_tp, async_tp_kernels
 from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
 from agmm.ops import paths, quantize, scaled_paths, scaled_products
 from agmm.ops.scaled_checks import scaling_of
-from agmm.runtime import scaling
+from agmm.planning import fp8_kernels
+from agmm.runtime import cuda_scaled, scaling
 from agmm.runtime.scaled import Scaled, Weight
-from agmm.runtime.scaling import SCALINGS
+from agmm.runtime.scaling import ALL, SCALINGS
 from agmm.testing.reference import relative_error
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -285,8 +285,22 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaled_paths, "why_no_kernel", lambda device: NO_KERNEL)
 
 
+@pytest.mark.parametrize(
+    ("operand", "tiles"),
+    [("scale_a", ((1, 128), (ALL, 1))), ("scale_b", ((1, ALL), (128, 128)))],
+)
+def test_kernels_refuse_blocks_of_either_operand(
+    operand: str, tiles: tuple[tuple[int, int], tuple[int, int]]
+) -> None:
+    """The kind of the first weight says nothing of the others."""
+    A, B = (Scaled(torch.empty(8, 128), torch.empty(1), tile) for tile in tiles)
+    weight = Weight(B, None, None, torch.bfloat16, True)
+    reason = cuda_scaled.why_illegal(A, weight)
+    assert reason is not None and reason.startswith(f"{operand}: block scales")
+
+
 def test_the_reason_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_core, "kernel_facts", list)
+    monkeypatch.setattr(fp8_kernels, "are_built", lambda: False)
     assert scaled_paths.why_no_kernel(torch.device("cuda:0")) == NO_KERNEL
     assert scaled_paths.why_no_kernel(torch.device("cpu")) is None
 

@@ -142,8 +142,9 @@ def matmul_all_reduce(
     (float64 for float64), in the order of the ranks, and rounded once; what goes to another rank on
     the way is rounded too. On Hopper, for bf16 and fp16 with N and K_local multiples of 8, it is
     the scatter of `matmul_reduce_scatter` in one kernel and an all-gather of the result, with the
-    same promise, where the cost model has that a tenth faster than a matmul and an all-reduce, as
-    with some thousand rows; else these. The all-reduce is agmm's where that is meant to serve it
+    same promise but for the order of a sum, which is each row's own and always the same. It is
+    taken where the cost model has it a tenth faster than a matmul and an all-reduce, as with some
+    thousand rows; else these. The all-reduce is agmm's where that is meant to serve it
     (`agmm.collectives.all_reduce`), with the same bits on all ranks, else the backend's.
 
     Differentiable once. The gradient of ``out`` is taken to be the same on all ranks, as it is

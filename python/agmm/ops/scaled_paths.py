@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from agmm import _core
 from agmm.errors import Unsupported
 from agmm.ops import scaled_products
 from agmm.ops.paths import fall_back
@@ -26,7 +25,7 @@ def why_no_kernel(device: torch.device) -> str | None:
     that decides it."""
     if device.type == "cpu":
         return None
-    if device.type != "cuda" or not any(facts.is_fp8 for facts in _core.kernel_facts()):
+    if device.type != "cuda" or not fp8_kernels.are_built():
         return f"fp8: device {device.type}, this build has no fused fp8 kernel"
     return symmetric.why_unfused(device)
 

@@ -16,6 +16,12 @@ _FEW_ROWS_OF_TILES = 8
 
 
 @cache
+def are_built() -> bool:
+    """Whether this build has any."""
+    return any(facts.is_fp8 for facts in _core.kernel_facts())
+
+
+@cache
 def built(dtype: str, fast_accum: bool) -> tuple[KernelConfig, ...]:
     """The kernels of this build for a dtype of `_core.DType`. Where none accumulates fast, those
     that do it slowly, which is only more exact."""
