@@ -9,7 +9,6 @@ same events, which the others contain.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 from collections.abc import Callable
@@ -21,12 +20,18 @@ import torch.distributed as dist
 import typer
 
 from agmm import collectives
+from agmm.bench.options import Options
+from agmm.bench.reports import new_report, write_json
 from agmm.bench.timer import SAMPLES, time_ways
 from agmm.cli.terminal import console, plain_table
 from agmm.testing.reference import relative_error
 
 SIZES = "8192,65536,262144,1048576,4194304,10485760"
 NOTHING = "nothing"
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def measure(size: int, samples: int, device: torch.device) -> dict[str, float]:
@@ -36,7 +41,7 @@ def measure(size: int, samples: int, device: torch.device) -> dict[str, float]:
         SystemExit: agmm's sum or gather is wrong.
     """
     world_size = dist.get_world_size()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = _dtype(device)
     x = torch.randn(max(1, size // dtype.itemsize), device=device).to(dtype)
     gathered = torch.empty(world_size * x.numel(), dtype=dtype, device=device)
     summed = torch.zeros_like(x)
@@ -55,6 +60,20 @@ def measure(size: int, samples: int, device: torch.device) -> dict[str, float]:
     }
     timed = time_ways(ways, samples=samples, group=dist.group.WORLD, device=device)
     return {name: statistics.median(values) for name, values in timed.items()}
+
+
+def _report(
+    times: dict[int, dict[str, float]], samples: int, device: torch.device
+) -> dict[str, Any]:
+    dtype, world_size = _dtype(device), dist.get_world_size()
+    report = new_report(
+        Options(device=device.type, world_size=world_size, samples=samples, dtype=dtype)
+    )
+    report["settings"]["op"] = "collectives"
+    for size, by_name in times.items():
+        ways = {name: {"median_us": us} for name, us in by_name.items()}
+        report["shapes"].append({"bytes": size, "ways": ways})
+    return report
 
 
 def main(
@@ -82,8 +101,7 @@ def main(
             table.add_row(str(size), *(f"{us:.1f}" for us in by_way.values()))
         console().print(table)
         if json_path is not None:
-            report = {"gpu": name, "ranks": dist.get_world_size(), "us": times}
-            json_path.write_text(json.dumps(report, indent=1) + "\n")
+            write_json(_report(times, samples, device), json_path)
     dist.destroy_process_group()
 
 

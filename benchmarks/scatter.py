@@ -10,7 +10,6 @@ M is that of the gathered rows, K this rank's. The roof is torch.mm of the same 
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -22,16 +21,18 @@ import torch
 import typer
 
 from agmm import _core
+from agmm.bench.options import Options
+from agmm.bench.reports import new_report, write_json
 from agmm.bench.timer import SAMPLES, time_ways
+from agmm.bench.ways import ROOF
 from agmm.cli.terminal import console, plain_table
-from agmm.planning.plans import KernelConfig
+from agmm.planning.plans import MATMUL_REDUCE_SCATTER, KernelConfig
 from agmm.testing.cases import Shape
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
 from scatter_stand_in import Alone, Products, empty_out, enqueue, kernels
 
 SHAPES = [Shape(m, 8192, k) for k in (2048, 7168) for m in (512, 1024, 2048, 4096, 8192, 16384)]
-ROOF = "torch.mm"
 
 
 def configs(substring: str) -> Iterator[KernelConfig]:
@@ -87,7 +88,10 @@ def main(
     chosen = SHAPES if shapes is None else [Shape.parse(s) for s in shapes.split(",")]
     stdout = console()
     link = _core.virtual_link_gbs
-    results: dict[str, Any] = {"virtual_link_gbs": link, "ranks": ranks, "shapes": []}
+    report = new_report(
+        Options(op=MATMUL_REDUCE_SCATTER, world_size=ranks, samples=samples, dtype=torch.bfloat16)
+    )
+    report["settings"] |= {"stands_in_for": "rank 0", "virtual_link_gbs": link}
     table = plain_table(f"{ranks} ranks, link: {link or 'none'} GB/s")
     table.add_column("M x N x K", no_wrap=True)
     table.add_column("kernel", no_wrap=True)
@@ -95,13 +99,14 @@ def main(
         table.add_column(heading, justify="right")
     for shape in chosen:
         times = measure(shape, ranks, kernels, samples)
-        results["shapes"].append({"M": shape.M, "N": shape.N, "K": shape.K, "us": times})
+        by_name = {name: {"median_us": us} for name, us in times.items()}
+        report["shapes"].append({"M": shape.M, "N": shape.N, "K": shape.K, "ways": by_name})
         for name in [ROOF, *sorted(times.keys() - {ROOF}, key=times.__getitem__)[:best]]:
             ratio = times[name] / times[ROOF]
             table.add_row(str(shape), name, f"{times[name]:.1f}", f"{ratio:.3f}")
     stdout.print(table)
     if json_path is not None:
-        json_path.write_text(json.dumps(results, indent=1) + "\n")
+        write_json(report, json_path)
 
 
 if __name__ == "__main__":

@@ -8,41 +8,42 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks import block
 
-SIZES = block.Sizes(hidden=64, ffn=48, heads=4, kv_heads=2)
+from benchmarks.block import measure, model, problem, ways
+
+SIZES = model.Sizes(hidden=64, ffn=48, heads=4, kv_heads=2)
 
 
-def _broken(p: block.Problem, which: str) -> block.Prepared:
+def _broken(p: problem.Problem, which: str) -> problem.Prepared:
     if dist.get_rank() == 1:
         raise RuntimeError("no such kernel\nand more")
-    return block.WAYS["agmm"].prepare(p, which)
+    return ways.WAYS["agmm"].prepare(p, which)
 
 
-def _wrong(p: block.Problem, which: str) -> block.Prepared:
-    prepared = block.WAYS["agmm"].prepare(p, which)
+def _wrong(p: problem.Problem, which: str) -> problem.Prepared:
+    prepared = ways.WAYS["agmm"].prepare(p, which)
 
-    def call() -> block.Tensors:
+    def call() -> problem.Tensors:
         *others, last = prepared.call()
         return *others, last * 1.01
 
-    return block.Prepared(call)
+    return problem.Prepared(call)
 
 
-def _stale(p: block.Problem, which: str) -> block.Prepared:
-    results = block.WAYS["agmm"].prepare(p, which).call()
-    return block.Prepared(lambda: results)
+def _stale(p: problem.Problem, which: str) -> problem.Prepared:
+    results = ways.WAYS["agmm"].prepare(p, which).call()
+    return problem.Prepared(lambda: results)
 
 
 def checks() -> dict[str, dict[str, Any]]:
     """What the check finds of a right way and of three that are not, and whether it has a call."""
-    settings = block.Settings("cpu", SIZES, (), 1, True, False, 0.0)
-    p = block.make_problem(4 * dist.get_world_size(), settings)
-    ways: dict[str, Callable[[block.Problem, str], block.Prepared]]
-    ways = {"right": block.WAYS["agmm"].prepare, "broken": _broken, "wrong": _wrong}
+    settings = problem.Settings("cpu", SIZES, (), 1, True, False, 0.0)
+    p = problem.make_problem(4 * dist.get_world_size(), settings)
+    kinds: dict[str, Callable[[problem.Problem, str], problem.Prepared]]
+    kinds = {"right": ways.WAYS["agmm"].prepare, "broken": _broken, "wrong": _wrong}
     found = {}
-    for name, prepare in {**ways, "stale": _stale}.items():
-        result, call = block.prepare_and_check(p, block.Way(name, name, prepare), block.STEP)
+    for name, prepare in {**kinds, "stale": _stale}.items():
+        result, call = measure.prepare_and_check(p, ways.Way(name, name, prepare), problem.STEP)
         found[name] = asdict(result) | {"has_call": call is not None}
     torch.compiler.reset()
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,39 @@ def test_own_reports_are_read(tmp_path: Path) -> None:
     assert reports.where(written).startswith("2 ranks on ")
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
-def test_committed_reports_are_read(path: Path) -> None:
-    report = reports.read(path)
+def _committed() -> list[Path]:
+    return sorted(RESULTS.rglob("*.json"))
+
+
+def _id(path: Path) -> str:
+    return str(path.relative_to(RESULTS))
+
+
+@pytest.mark.parametrize("path", _committed(), ids=_id)
+def test_committed_reports_have_one_schema(path: Path) -> None:
+    report = json.loads(path.read_text())
+    assert report.keys() == {"schema", "date", "commit", "machine", "settings", "shapes"}
+    assert report["schema"] == reports.SCHEMA
+    assert {"device_name", "torch", "cuda"} <= report["machine"].keys()
+    assert {"device", "world_size", "dtype", "statistic"} <= report["settings"].keys()
     assert report["shapes"]
-    assert all(way["wrong"] is False for s in report["shapes"] for way in s["ways"].values())
+    for entry in report["shapes"]:
+        sizes = entry.keys() - {"ways", "sm_clock_mhz"}
+        assert sizes in ({"M", "N", "K"}, {"tokens", "pass"}, {"bytes"})
+        assert entry["ways"]
+        for way in entry["ways"].values():
+            assert way["median_us"] is None or way["median_us"] > 0
+            assert not way.get("wrong", False)
+
+
+@pytest.mark.parametrize("path", _committed(), ids=_id)
+def test_committed_reports_are_read_or_refused_by_their_op(path: Path) -> None:
+    found = json.loads(path.read_text())
+    if "M" in found["shapes"][0]:
+        assert len(reports.read(path)["shapes"]) == len(found["shapes"])
+        return
+    with pytest.raises(InvalidArgument, match=f"found op '{found['settings']['op']}' in"):
+        reports.read(path)
 
 
 @pytest.mark.parametrize(
