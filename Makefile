@@ -19,6 +19,8 @@ AGMM_KERNELS ?= default
 CUTLASS_DIR ?=
 JOBS ?= $(shell tools/build_jobs.sh)
 PYTEST_ARGS ?=
+# Processes that run tests; each starts up to eight ranks, and waits for them much of its time.
+TEST_JOBS ?= 2
 CMAKE_REQUIREMENT ?=
 SETTINGS ?= build/settings
 # The oldest, the usual and the newest.
@@ -58,7 +60,7 @@ SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE cmake in
 CXX_SOURCES = $(shell find include src tests benchmarks examples -type f \
                       \( -name '*.hpp' -o -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
 
-.PHONY: help demo test test-gpu test-versions bench build wheels docs lint format stub clean FORCE
+.PHONY: help demo test test-slow test-gpu test-versions bench build wheels docs lint format stub clean FORCE
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -66,8 +68,11 @@ help: ## list the targets
 demo: $(VENV)/.installed ## run the op on 4 ranks, check it, print a table and draw the overlap
 	$(VENV)/bin/agmm demo
 
-test: $(VENV)/.installed $(VENV)/.model $(VENV)/.titan ## build and run every test that needs no GPU
-	$(PY) -m pytest -m "not gpu" $(PYTEST_ARGS) tests
+test: $(VENV)/.installed $(VENV)/.model $(VENV)/.titan ## build and run the tests that need no GPU
+	$(PY) -m pytest -m "not gpu and not slow" -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS) tests
+
+test-slow: $(VENV)/.installed ## build and run what takes longer: stress, and compiling for tests alone
+	$(PY) -m pytest -m "slow and not gpu" $(PYTEST_ARGS) tests
 
 test-gpu: $(VENV)/.installed $(VENV)/.model ## run the GPU tests on the GPUs at hand
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS) tests

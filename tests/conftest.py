@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import compiles
 import pytest
@@ -44,6 +46,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("compiles") is not None)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    worker = getattr(config, "workerinput", None)
+    if worker is not None:
+        compiles.share(Path(worker["compiles"]), worker["workercount"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of pytest-xdist, in the process that starts the others."""
+    node.workerinput["compiles"] = str(compiles.open_folder())
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     if not session.config.option.collectonly:
         wanted = [item for item in session.items if not _is_skipped(item)]
@@ -51,8 +65,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         compiles.begin(job for mark in marks for job in mark.args)
 
 
-def pytest_unconfigure() -> None:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    shared = hasattr(session.config, "workerinput")
+    if shared and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        compiles.finish()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
     compiles.close()
+    if not hasattr(config, "workerinput"):
+        compiles.remove_folder()
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ra
         pool.close()
 
 
-@pytest.mark.slow
 def test_graphs_of_two_ranks_and_of_three(run: Callable[[int], RankPool]) -> None:
     faults = []
     for world_size, is_second in ((2, False), (2, True), (3, False)):

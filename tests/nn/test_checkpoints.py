@@ -13,7 +13,6 @@ from agmm.testing.ranks import RankPool
 Pools = Callable[..., RankPool]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "before", "after"),
     [

@@ -206,7 +206,6 @@ def _save_rows(first: int, count: int) -> None:
         tables.save(GPU, 4, [(KEY, row(m))])
 
 
-@pytest.mark.slow
 def test_processes_that_save_at_once_lose_no_rows() -> None:
     count, processes = 25, []
     for i in range(3):

@@ -146,7 +146,6 @@ def test_no_row_where_no_fused_plan_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert notes.lines[-1] == "16x8x24: no row, since no fused plan could be measured"
 
 
-@pytest.mark.slow
 def test_interrupted_and_resumed(folder: Path, tmp_path: Path) -> None:
     shapes = [Shape(2 * m, 8, 8) for m in range(1, 40)]
     file = tmp_path / "shapes.txt"
@@ -179,7 +178,6 @@ def test_interrupted_and_resumed(folder: Path, tmp_path: Path) -> None:
     assert len(tuned_shapes(folder)) == done + 1
 
 
-@pytest.mark.slow
 def test_two_at_once(folder: Path) -> None:
     processes = [
         subprocess.Popen(
@@ -206,7 +204,6 @@ def test_rows_that_cannot_be_saved_are_printed(monkeypatch: pytest.MonkeyPatch) 
     assert [row["m"] for row in table["rows"]] == [10]
 
 
-@pytest.mark.slow
 def test_under_torchrun(folder: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = [*launcher, "--standalone", *TUNE[1:], "--shapes", "10x8x8"]

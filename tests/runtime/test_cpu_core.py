@@ -478,7 +478,6 @@ def test_warning_time(monkeypatch: pytest.MonkeyPatch) -> None:
 _SINCE = r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
 
-@pytest.mark.slow
 def test_long_wait_says_once_what_it_waits_for() -> None:
     script = (
         CONNECTED_PAIR
@@ -498,7 +497,6 @@ pair[1].wait_chunk(0, 0, 7)
     assert run_script(script, AGMM_WARN_S="0").stderr == ""
 
 
-@pytest.mark.slow
 def test_long_wait_for_a_buffer_and_for_a_signal_say_it_too() -> None:
     script = CONNECTED_PAIR + "push(pair[0]); push(pair[0]); pair[0].wait_pushed()"
     lines = run_script(script, AGMM_TIMEOUT_S="0.8", AGMM_WARN_S="0.2").stderr.splitlines()
@@ -551,7 +549,6 @@ push(pair[0]); pair[1].wait_chunk(0, 0, 8)
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lookup", ["lambda *a: 1 / 0", "lambda *a: time.sleep(100)"])
 def test_mismatch_is_told_without_the_other_call_where_that_cannot_be_had(lookup: str) -> None:
     script = (

@@ -38,7 +38,6 @@ def _cuda_headers() -> Path | None:
 
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
     pytest.mark.skipif(_cuda_headers() is None, reason="no CUDA headers"),
 ]

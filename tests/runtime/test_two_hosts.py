@@ -30,7 +30,6 @@ def on_own_host() -> list[str]:
     return two_hosts_work.job(dist.get_rank() // (dist.get_world_size() // 2))
 
 
-@pytest.mark.slow
 def test_job_of_two_nodes_as_torchrun_starts_it() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

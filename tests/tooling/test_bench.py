@@ -58,7 +58,6 @@ _HUNG = "ranks 0, 1 did not come back from it within 4 s"
 _ENDED = "rank 1 ended in it with exit code -9"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "sick",
     [
@@ -94,7 +93,6 @@ def test_a_shape_that_cannot_be_made_is_passed_over(monkeypatch: pytest.MonkeyPa
     assert small == {"roof": None, "agmm": None}
 
 
-@pytest.mark.slow
 def test_a_way_that_hangs_under_torchrun_ends_the_job(tmp_path: Path) -> None:
     report = tmp_path / "r.json"
     arguments = ["bench", "--device", "cpu", "--samples", "3", "--limit", "4"]
@@ -199,7 +197,6 @@ def test_a_timeline_of_a_scatter(tmp_path: Path) -> None:
         assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_timelines_under_torchrun(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--timeline", "48x8x24,96x16x24", "--plot", str(tmp_path)]
     done = _run(*TORCHRUN, *BENCH[1:], *arguments)

@@ -447,7 +447,6 @@ def test_warnings_are_lines(tmp_path: Path) -> None:
     assert line.startswith("agmm: agmm ignores a table of plans: ")
 
 
-@pytest.mark.slow
 def test_demo_end_to_end(tmp_path: Path) -> None:
     picture = tmp_path / "overlap.png"
     command = [*AGMM, "demo", "--device", "cpu", "--world-size", "2", "--output", str(picture)]
@@ -488,7 +487,6 @@ def _interrupt_another_thread(pid: int) -> None:
     pytest.fail("the process has one thread")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("when", ["starting", "measuring", "measuring, to another thread"])
 def test_ctrl_c_leaves_nothing_behind(when: str) -> None:
     command = [*AGMM, "bench", "--device", "cpu", "--world-size", "2", "--samples", "1000000"]

@@ -85,7 +85,6 @@ def _examples(folder: Path) -> str:
     return said
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 @pytest.mark.skipif(_cutlass() is None, reason="no CUTLASS")
 @pytest.mark.timeout(600)

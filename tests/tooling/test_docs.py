@@ -286,7 +286,6 @@ def test_code_uses_what_there_is(code: str) -> None:
 RUN = [block for block in BLOCKS if block[1]]
 
 
-@pytest.mark.slow
 def test_code_of_the_readme_runs_under_torchrun(tmp_path: Path) -> None:
     name, _, code = RUN[0]
     assert name.startswith("README.md")

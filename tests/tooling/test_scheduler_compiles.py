@@ -1,4 +1,5 @@
-"""The public scheduler compiles with its default arguments, in a CUTLASS program of a user's."""
+"""The public scheduler compiles with its default arguments, in a CUTLASS program of a user's: with
+either schedule. `make test` compiles one, in examples/cpp."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 from agmm import _core
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not _core.cuda_built, reason="agmm._core is built without CUDA")
 @pytest.mark.skipif(plain_gemm.why_not() is not None, reason=str(plain_gemm.why_not()))
 @pytest.mark.timeout(600)

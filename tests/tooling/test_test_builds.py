@@ -108,6 +108,7 @@ def _a_fault_with_delays(folder: Path) -> None:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not _core.cuda_built, reason="agmm._core is built without CUDA")
 @pytest.mark.skipif(CMAKE is None, reason="no cmake")
 @pytest.mark.timeout(600)
