@@ -93,6 +93,7 @@ def _run_once(job: Callable[[Path], Any], folder: Path) -> None:
         return
     work = folder / "work"
     work.mkdir()
+    answer: tuple[Any, Exception | None]
     try:
         answer = job(work), None
     except Exception as error:
