@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from short_ids import short
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import agmm
@@ -106,7 +107,7 @@ def test_gradients_may_be_had_and_the_output_changed_in_place(group: str) -> Non
         (all_reduce, {"x": torch.eye(3).to_sparse()}, "x: found layout torch.sparse_coo"),
         (all_reduce, {"group": "nobody"}, "group: found 'nobody', wanted the name"),
     ],
-    ids=str,
+    ids=short,
 )
 def test_bad_input_is_named(
     group: str, function: Callable[..., Any], arguments: dict[str, Any], message: str

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from short_ids import short
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import agmm
@@ -86,7 +87,7 @@ def test_autocast_is_that_of_linear(group: str, dtype: torch.dtype) -> None:
         ({"strict": 1}, "strict: found 1, wanted True or False"),
         ({"A": torch.ones(4, 6).to(torch.float8_e4m3fn)}, "A: found dtype torch.float8_e4m3fn"),
     ],
-    ids=str,
+    ids=short,
 )
 def test_bad_input_is_named(group: str, arguments: dict[str, Any], message: str) -> None:
     given = {"A": torch.ones(4, 6), "B": torch.ones(6, 3)} | arguments

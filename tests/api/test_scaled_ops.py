@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from short_ids import short
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import agmm
@@ -162,7 +163,7 @@ def test_bad_input_is_named(group: str, arguments: dict[str, Any], message: str)
         ({"B": [E5, E5]}, "scale_b: found 1 for 2 weights, wanted one each"),
         ({"B": [E5, E5], "bias": torch.ones(48)}, "bias: found one for 2 weights, wanted a list"),
     ],
-    ids=str,
+    ids=short,
 )
 def test_bad_input_of_a_gather(group: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(agmm.InvalidArgument, match=f"^{re.escape(message)}"):
@@ -177,7 +178,7 @@ def test_bad_input_of_a_gather(group: str, arguments: dict[str, Any], message: s
         ({"reduce_op": "max"}, "reduce_op: found 'max', wanted 'sum' or 'avg'"),
         ({"scatter_dim": 1, "bias": torch.ones(48)}, "bias: found one with scatter_dim=1, wanted"),
     ],
-    ids=str,
+    ids=short,
 )
 def test_bad_input_of_a_scatter(group: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(agmm.InvalidArgument, match=f"^{re.escape(message)}"):
@@ -412,7 +413,7 @@ def torchs(kind: str, **changes: Any) -> tuple[Any, ...]:
         ({"fast": []}, "use_fast_accum: 0 for 1 weights"),
         ({"out_dtypes": [torch.float64]}, "out_dtype: found torch.float64"),
     ],
-    ids=str,
+    ids=short,
 )
 def test_what_is_left_to_torch_is_said_once(
     group: str, changes: dict[str, Any], reason: str
@@ -563,7 +564,7 @@ def test_quantised_gather(group: str, kind: str, dtype: torch.dtype) -> None:
             "A_shard: found requires_grad=True, wanted a call under torch.no_grad()",
         ),
     ],
-    ids=str,
+    ids=short,
 )
 def test_bad_input_of_a_quantised_gather(
     group: str, arguments: dict[str, Any], message: str

@@ -7,13 +7,12 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
+import left_to_torch
 import op_work
 import torch
 import torch.distributed as dist
 
-from agmm.integrations import async_tp, async_tp_kernels
 from agmm.testing.reference import relative_error
 
 
@@ -81,13 +80,12 @@ def run(world_size: int, which: str, dtype: torch.dtype) -> op_work.Result:
         for t, dim in zip(wholes, dims, strict=False)
     ]
     given: list[Any] = [*leaves, group, group.group_name]
-    served = mock.patch.object(async_tp_kernels, "_warn", side_effect=AssertionError)
-    with async_tp.enable(), served:
+    with left_to_torch.enabled() as left:
         found = getattr(linears(), which).apply(*given)
         outs = found if isinstance(found, tuple) else (found,)
         out_dim = 1 if gathers else 0
         torch.autograd.backward(outs, [part(d, out_dim).contiguous() for d in douts[:outputs]])
-    faults = []
+    faults = list(left)
     pairs = [
         (out, part(whole.detach(), out_dim), "output")
         for out, whole in zip(outs, wanted, strict=True)

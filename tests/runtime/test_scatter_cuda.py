@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from short_ids import short
 
 import agmm
 from agmm import _core
@@ -57,7 +58,7 @@ def test_a_known_call_is_made_at_once(kept: mock.Mock, group: str) -> None:
         ({}, {"A": [A], "B": [B]}),
         ({}, {"B": torch.nn.Parameter(B)}),
     ],
-    ids=str,
+    ids=short,
 )
 def test_another_one_is_not(
     kept: mock.Mock, arguments: dict[str, Any], words: dict[str, Any]
