@@ -83,12 +83,3 @@ def raised(name: str) -> list[str]:
     agmm.check_nan("off")
     out = agmm.collectives.all_reduce(torch.ones(2))
     return [*found, str(out.tolist())]
-
-
-def of_a_gather_with_a_nan() -> str:
-    """What is raised in a new process, by the mode that the environment asks for."""
-    try:
-        CALLS["gather"](0)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "done"
