@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from gpu_work import Faults, config_of, device, group_of, last_ranks, poison, poison_freed_memory
+from gpu_work import (
+    Faults,
+    config_of,
+    device,
+    everyone,
+    group_of,
+    last_ranks,
+    poison,
+    poison_freed_memory,
+    wait_for_the_end,
+)
 from scatter_gpu_work import expected
 
 import agmm
@@ -357,3 +368,40 @@ def scattered_back_to_back(world_size: int, scaling: str, count: int) -> Faults:
         wrong += (out != wanted * factor).sum()  # NaN too
     count_wrong = int(wrong)
     return [] if count_wrong == 0 else [f"rank {rank}: {count_wrong} elements differ"]
+
+
+def _small(group: dist.ProcessGroup, op_name: str, scaling: str) -> torch.Tensor:
+    """How many elements of a small call are wrong."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rows = (world_size * 64,)
+    every = [_own(r, rows, 144, 272, scaling, (E4M3, E4M3), 7) for r in range(world_size)]
+    own = every[rank]
+    op: Callable[..., torch.Tensor] = getattr(agmm, op_name)
+    if op_name == "scaled_matmul_reduce_scatter":
+        out = op(own.A, own.B, own.scale_a, own.scale_b, group, strict=True)
+        return (out != _sums(world_size, rank, every, rows, 0, False, None)).sum()
+    every_A = every[0]._replace(B=own.B, scale_b=own.scale_b)
+    shard = every_A.rows(slice(rank * 64, (rank + 1) * 64))
+    out = op(*shard, group, use_fast_accum=False, strict=True)
+    return (out != every_A.product().to(torch.bfloat16)).sum()
+
+
+def one_rank_missing(op_name: str, scaling: str) -> None:
+    """Rank 1 stays away from the second call."""
+    group = everyone()
+    _small(group, op_name, scaling)
+    if dist.get_rank() != 1:
+        _small(group, op_name, scaling)
+    wait_for_the_end()
+
+
+def one_rank_late(op_name: str, scaling: str, late_s: float) -> list[str]:
+    """Faults of a call to which rank 1 comes late."""
+    group = everyone()
+    wrong = 0
+    for turn in range(2):
+        if turn == 1 and dist.get_rank() == 1:
+            time.sleep(late_s)
+        wrong += int(_small(group, op_name, scaling))
+        dist.barrier(group, device_ids=[device().index])
+    return [f"{op_name}: {wrong} wrong"] if wrong else []

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import scaled_gpu_work
 import torch
-from at_hand import world_sizes
+from at_hand import RANKS, needs_two, world_sizes
 from gpu_work import poison_freed_memory
 from scaled_gpu_work import E4M3, E5M2, Operands, by_torch, operands, whole
 
@@ -22,7 +22,7 @@ from agmm.planning import fp8_kernels
 from agmm.planning.plans import KernelConfig
 from agmm.runtime.scaling import BLOCK
 from agmm.testing.cases import LocalShape
-from agmm.testing.ranks import RankPool
+from agmm.testing.ranks import RankError, RankPool
 from agmm.testing.reference import allowed_error, relative_error
 
 on_cuda: Callable[..., torch.Tensor] = async_input_scaled_mm.on_cuda
@@ -373,3 +373,29 @@ def test_scatter(gpu_pool: RankPool, world_size: int, scaling: str) -> None:
 def test_scatters_back_to_back(gpu_pool: RankPool, world_size: int, scaling: str) -> None:
     work: Any = scaled_gpu_work.scattered_back_to_back
     check(gpu_pool.run(work, world_size, scaling, 300), world_size)
+
+
+OPS = [
+    ("all_gather_scaled_matmul", "rowwise"),
+    ("all_gather_scaled_matmul", "block"),
+    ("scaled_matmul_reduce_scatter", "rowwise"),
+]
+
+
+@needs_two
+@pytest.mark.parametrize(("op_name", "scaling"), OPS)
+def test_a_missing_rank_ends_with_a_message(op_name: str, scaling: str) -> None:
+    with RankPool(min(RANKS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": "2"}) as pool:
+        with pytest.raises(RankError) as failure:
+            pool.run(scaled_gpu_work.one_rank_missing, op_name, scaling)
+        stderr = "".join(pool.stderr(rank) for rank in range(pool.world_size))
+    assert 124 in failure.value.exit_codes.values(), (failure.value, stderr)
+    assert "from rank 1" in stderr, stderr
+
+
+@needs_two
+@pytest.mark.parametrize(("op_name", "scaling"), OPS)
+def test_a_late_rank_is_awaited(op_name: str, scaling: str) -> None:
+    work: Any = scaled_gpu_work.one_rank_late
+    with RankPool(2, "cuda", 120, {"AGMM_TIMEOUT_S": "60"}) as pool:
+        check(pool.run(work, op_name, scaling, 3.0), 2)
