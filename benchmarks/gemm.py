@@ -132,6 +132,7 @@ def measure_scaled(
     A = torch.randn(shape.M, shape.K, generator=draw, device=device).to(E4M3)
     B = torch.randn(shape.N, shape.K, generator=draw, device=device).to(E4M3).t()
     kind = scalings.BY_NAME[scaling]
+    fast_accum = fast_accum and kind.a[1] == scalings.ALL
     scale_a, scale_b = (
         torch.rand(scalings.scale_shape(of.shape, tile), generator=draw, device=device) + 0.5
         for of, tile in ((A, kind.a), (B, kind.b))
