@@ -75,15 +75,13 @@ class BlockScales {
       rows[r] = __shfl_sync(0xffffffffu, held_[2 * m + r][kPerColumn ? 0 : n], from);
     }
     if constexpr (kPerColumn) {
-      float const* const of_k = args_.b + k_ * args_.columns;
+      int const column = column_ + n * kColumns;
+      int const left = args_.columns - column;  // a multiple of 8 beyond the thread's own
+      float const* const of_k = args_.b + (k_ * args_.columns + column);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kFloats; i += 4) {
-        int const column = column_ + n * kColumns + 2 * i;
-        // N is a multiple of 8, and so are the columns that lie beyond it.
         float2 of_columns{0, 0};
-        if (column < args_.columns) {
-          of_columns = __ldg(reinterpret_cast<float2 const*>(of_k + column));
-        }
+        if (2 * i < left) of_columns = __ldg(reinterpret_cast<float2 const*>(of_k + 2 * i));
         CUTLASS_PRAGMA_UNROLL
         for (int r = 0; r < 2; ++r) {
           factor_[i + 2 * r] = rows[r] * of_columns.x;
@@ -120,34 +118,41 @@ class BlockScales {
     }
   }
 
-  /// This lane's part of a group: k tile `k`. Past the last one nothing is read.
+  /// This lane's part of a group: k tile `k`, which may lie past the last one. All loads are issued
+  /// before one is awaited.
   CUTLASS_DEVICE void load(int k) {
-    bool const is_there = k < args_.k_tiles;
+    int const k_tile = min_of(k, args_.k_tiles - 1);
+    float of_b[kBlocks];
+    CUTLASS_PRAGMA_UNROLL
+    for (int n = 0; n < kBlocks && !kPerColumn; ++n) {
+      int const column = min_of(column_ + n * kScaleBlock, args_.columns - 1);
+      of_b[n] = __ldg(args_.b + (k_tile * args_.b_k + column / kScaleBlock * args_.b_n));
+    }
+    float of_a[kRows];
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < kRows; ++r) {
       // Rows that only pad the tile, whose sums are not stored, take the last one's.
-      int const own = row_ + kAtomRows * kWarpgroups * (r / 2) + 8 * (r % 2);
-      int const row = min_of(own, args_.rows - 1);
+      int const row = min_of(row_of(r), args_.rows - 1);
       bool const is_local = args_.local_rows.begin <= row && row < args_.local_rows.end;
-      int const place = (is_local ? row - args_.local_rows.begin : row) * args_.k_tiles + k;
-      float const of_a = is_there ? __ldcg((is_local ? args_.a_local : args_.a) + place) : 0;
-      // The tiles of the first columns have all rows.
-      if (args_.a_out != nullptr && column_ < 8 && is_there && own == row) {
-        args_.a_out[row * args_.k_tiles + k] = of_a;
-      }
-      CUTLASS_PRAGMA_UNROLL
-      for (int n = 0; n < kBlocks; ++n) held_[r][n] = of_a;
+      float const* const from = is_local ? args_.a_local : args_.a;
+      of_a[r] =
+          __ldcg(from + ((row - (is_local ? args_.local_rows.begin : 0)) * args_.k_tiles + k_tile));
     }
-    if constexpr (!kPerColumn) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < kRows; ++r) {
       CUTLASS_PRAGMA_UNROLL
-      for (int n = 0; n < kBlocks; ++n) {
-        int const column = column_ + n * kScaleBlock;
-        int const place = k * args_.b_k + column / kScaleBlock * args_.b_n;
-        float const of_b = is_there && column < args_.columns ? __ldg(args_.b + place) : 0;
-        CUTLASS_PRAGMA_UNROLL
-        for (int r = 0; r < kRows; ++r) held_[r][n] *= of_b;
-      }
+      for (int n = 0; n < kBlocks; ++n) held_[r][n] = kPerColumn ? of_a[r] : of_a[r] * of_b[n];
     }
+    // The tiles of the first columns have all rows.
+    if (args_.a_out == nullptr || column_ >= 8 || k != k_tile) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      if (row_of(r) < args_.rows) args_.a_out[row_of(r) * args_.k_tiles + k] = of_a[r];
+    }
+  }
+
+  CUTLASS_DEVICE int row_of(int r) const {
+    return row_ + kAtomRows * kWarpgroups * (r / 2) + 8 * (r % 2);
   }
 
   BlockScaleArgs const& args_;
