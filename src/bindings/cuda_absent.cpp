@@ -48,5 +48,7 @@ Collectives::Collectives(int, std::vector<uintptr_t> const&, std::size_t, int) {
 Collectives::~Collectives() = default;
 std::size_t Collectives::slot_bytes() const { refuse(); }
 bool Collectives::operator()(Collective const&, void*) { refuse(); }
+bool Collectives::operator()(Collective const&, ResidualNorm const&, void*) { refuse(); }
+void Collectives::relay_over(std::vector<RelayMove> const&) { refuse(); }
 
 }  // namespace agmm

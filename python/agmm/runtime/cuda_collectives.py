@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
 from agmm import _core
 from agmm.runtime.cuda_calls import stream_of
+from agmm.runtime.group_topology import relays_of
 from agmm.runtime.symmetric import SymmetricWorkspace
 
 ELEMENTS = {
@@ -74,6 +78,7 @@ class CollectivesWorkspace(SymmetricWorkspace):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
         self._stream: torch.cuda.Stream | None = None  # of calls in the background
+        self._relayed: _core.CudaCollectives | None = None  # that knows the relays
 
     @property
     def is_ready(self) -> bool:
@@ -133,18 +138,73 @@ class CollectivesWorkspace(SymmetricWorkspace):
             if op == _core.CollectiveOp.all_gather:
                 element, count = _core.CollectiveElement.uint8, count * x.element_size()
             assert element is not None, x.dtype
-            captured = True  # also where the call fails half-way
-            try:
-                captured = buffers.core.call(
-                    op,
-                    method,
-                    element,
-                    x.data_ptr(),
-                    out.data_ptr(),
-                    count,
-                    is_average,
-                    stream_of(x.device),
+            if method == _core.CollectiveMethod.relayed:
+                self._know_relays(buffers.core)
+            with self._noting_capture() as note:
+                note(
+                    buffers.core.call(
+                        op,
+                        method,
+                        element,
+                        x.data_ptr(),
+                        out.data_ptr(),
+                        count,
+                        is_average,
+                        stream_of(x.device),
+                    )
                 )
-            finally:
-                if captured:
-                    self.captured = True
+
+    def all_reduce_rms_norm(
+        self,
+        method: _core.CollectiveMethod,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        normed: torch.Tensor,
+        total: torch.Tensor,
+        eps: float,
+    ) -> None:
+        """The same of an all-reduce with a residual and a norm behind it; "one_shot" or
+        "two_shot". All contiguous, of one dtype, ``weight`` one row."""
+        with self.lock:
+            self.known.calls += 1
+            buffers = self.enter(SLOT_BYTES)
+            with self._noting_capture() as note:
+                note(
+                    buffers.core.all_reduce_rms_norm(
+                        method,
+                        ELEMENTS[x.dtype],
+                        x.data_ptr(),
+                        residual.data_ptr(),
+                        weight.data_ptr(),
+                        normed.data_ptr(),
+                        total.data_ptr(),
+                        x.numel(),
+                        weight.numel(),
+                        eps,
+                        stream_of(x.device),
+                    )
+                )
+
+    @contextmanager
+    def _noting_capture(self) -> Iterator[Callable[[bool], None]]:
+        """Around a call of the core, which is told to the function yielded whether it was
+        captured."""
+        captured = True  # also where the call fails half-way
+
+        def note(found: bool) -> None:
+            nonlocal captured
+            captured = found
+
+        try:
+            yield note
+        finally:
+            if captured:
+                self.captured = True
+
+    def _know_relays(self, core: _core.CudaCollectives) -> None:
+        if self._relayed is not core:
+            schedule = relays_of(self.group, self.device)
+            assert schedule is not None
+            core.relay_over([tuple(move) for move in (*schedule.first, *schedule.second)])
+            self._relayed = core
