@@ -52,6 +52,9 @@ struct ResidualNorm {
 /// A CTA keeps a row in shared memory: 48 KiB without asking for more, but for partial sums.
 constexpr int64_t kMaxNormRowBytes = 47 << 10;
 
+/// The capture that a stream is in, by its id; 0: none.
+uint64_t capture_of(void* stream);
+
 /// A shard on its way over a link: `source` has it, of `owner`, and sends it to `target`.
 struct RelayMove {
   int32_t owner;

@@ -87,6 +87,10 @@ void bind_collectives(py::module_& m) {
   m.attr("MAX_NORM_ROW_BYTES") = agmm::kMaxNormRowBytes;
   m.attr("COLLECTIVE_PACKET_BYTES") = CollectiveLayout::kPacketBytes;  // of a slot
   m.def(
+      "capture_of",
+      [](uintptr_t stream) { return agmm::capture_of(reinterpret_cast<void*>(stream)); },
+      py::arg("stream"), "The capture that a stream is in, by its id; 0: none.");
+  m.def(
       "collective_bytes",
       [](CollectiveMethod method, std::size_t slot_bytes, int world_size) {
         const bool blocks = method == CollectiveMethod::Blocks;

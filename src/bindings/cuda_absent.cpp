@@ -43,6 +43,7 @@ FusedMatmulReduceScatter::~FusedMatmulReduceScatter() = default;
 std::size_t FusedMatmulReduceScatter::part_bytes() const { refuse(); }
 bool FusedMatmulReduceScatter::operator()(MatmulScatter const&, void*) { refuse(); }
 
+uint64_t capture_of(void*) { refuse(); }
 struct Collectives::Impl {};
 Collectives::Collectives(int, std::vector<uintptr_t> const&, std::size_t, int) { refuse(); }
 Collectives::~Collectives() = default;

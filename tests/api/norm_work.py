@@ -71,7 +71,7 @@ def gradients(group: dist.ProcessGroup) -> list[str]:
         return [tensor.clone().requires_grad_() for tensor in own]
 
     fused, parts = leaves(), leaves()
-    normed, total = agmm.collectives.all_reduce_rms_norm(*fused, EPS, group)
+    normed, total = agmm.collectives.all_reduce_rms_norm(fused[0], fused[1], fused[2], EPS, group)
     (normed.sin().sum() + total.cos().sum()).backward()
     summed = agmm.collectives.all_reduce(parts[0], group) + parts[1]
     other = torch.nn.functional.rms_norm(summed, (6,), parts[2], EPS)

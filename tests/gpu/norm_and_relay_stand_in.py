@@ -24,13 +24,16 @@ _CUBE_MESH = (
 """The pairs of a DGX-1V that have an NVLink."""
 
 
-def cube_mesh_moves() -> list[tuple[int, int, int]]:
-    """Of 8 ranks: owner, source and target of each."""
+def cube_mesh() -> list[list[Link]]:
     linked = {*_CUBE_MESH, *((b, a) for a, b in _CUBE_MESH)}
-    links = [[Link(nvlinks=int((a, b) in linked)) for b in range(8)] for a in range(8)]
-    schedule = schedule_of(links)
+    return [[Link(nvlinks=int((a, b) in linked)) for b in range(8)] for a in range(8)]
+
+
+def cube_mesh_moves() -> list[tuple[int, int, int]]:
+    """Of its 8 ranks: owner, source and target of each."""
+    schedule = schedule_of(cube_mesh())
     assert schedule is not None
-    return [tuple(move) for move in (*schedule.first, *schedule.second)]
+    return [(move.owner, move.source, move.target) for move in (*schedule.first, *schedule.second)]
 
 
 def relayed_kinds(counts: Sequence[int]) -> Iterator[Kind]:

@@ -91,15 +91,20 @@ def _by_kernel(
     path = choose("all_reduce", x, group.size(), strict=strict)
     if path.by != SYMMETRIC_MEMORY or path.method is None:
         return None
-    if not small_collectives.has_norm(path.method, x, group):
+    try:
+        if small_collectives.why_not_captured(x, group) is not None:
+            return None
+        if not small_collectives.has_norm(path.method, x, group):
+            return None
+    except Unsupported:  # not over these links
         return None
     if nan_check.active:
         nan_check.look_through("all_reduce_rms_norm", "x", x, groups.of(group).rank)
     x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
     sent = (x, residual)
-    normed = out if _may_receive(out, sent) else torch.empty_like(x)
-    total = residual_out if _may_receive(residual_out, (*sent, normed), 2) else torch.empty_like(x)
-    assert normed is not None and total is not None
+    normed = out if out is not None and _may_receive(out, sent) else torch.empty_like(x)
+    is_given = residual_out is not None and _may_receive(residual_out, (*sent, normed), 2)
+    total = residual_out if residual_out is not None and is_given else torch.empty_like(x)
     try:
         small_collectives.all_reduce_rms_norm(
             path.method, x, residual, weight, normed, total, group, eps
@@ -109,12 +114,10 @@ def _by_kernel(
     return normed, total
 
 
-def _may_receive(
-    target: torch.Tensor | None, others: tuple[torch.Tensor, ...], same: int = 2
-) -> bool:
+def _may_receive(target: torch.Tensor, others: tuple[torch.Tensor, ...], same: int = 2) -> bool:
     """Whether a result can be written to while ``others`` are still read, and written: it is one of
     the first ``same`` of them, or lies apart from it."""
-    if target is None or not target.is_contiguous():
+    if not target.is_contiguous():
         return False
     begin = target.data_ptr()
     for i, other in enumerate(others):

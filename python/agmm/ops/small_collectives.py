@@ -137,10 +137,16 @@ def why_not(kind: Kind, x: torch.Tensor, group: dist.ProcessGroup) -> str | None
     reason = symmetric.why_unfused(x.device)
     if reason is not None:
         return reason
-    is_captured = torch.cuda.is_current_stream_capturing()
-    if is_captured and not collectives_workspace(group, x.device).is_ready:
-        return "workspace: found none for collectives during CUDA graph capture"
-    return None
+    return why_not_captured(x, group)
+
+
+def why_not_captured(x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+    """The reason why a call cannot be captured now, or None; also where none is."""
+    if not torch.cuda.is_current_stream_capturing():
+        return None
+    if collectives_workspace(group, x.device).is_ready:
+        return None
+    return "workspace: found none for collectives during CUDA graph capture"
 
 
 def _whole_bytes(kind: Kind, x: torch.Tensor, world_size: int) -> int:

@@ -26,6 +26,13 @@ SLOT_BYTES = 32 << 20
 one several. So all calls but a group's first can be captured."""
 
 
+def _capture_of(device: torch.device) -> int:
+    """The capture that the current stream is in, by its id; 0: none."""
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    return _core.capture_of(stream_of(device))
+
+
 class CudaBackground:
     """A collective that was enqueued on a stream of its own."""
 
@@ -33,12 +40,13 @@ class CudaBackground:
         """To be made behind the call, with its stream as the current one."""
         stream = torch.cuda.current_stream(device)
         self._device = device
-        self._is_captured = torch.cuda.is_current_stream_capturing()
+        self._capture = _capture_of(device)
+        self.is_captured = self._capture != 0
         self._done = torch.cuda.Event()
         self._done.record(stream)
-        self._is_over = False  # of a capture, beyond which its events mean nothing
+        self._is_over = False
         self._kept: tuple[torch.Tensor, ...] = (sent, out)
-        if not self._is_captured:
+        if not self.is_captured:
             for tensor in (sent, out):  # whose memory may be freed before it ends
                 tensor.record_stream(stream)
 
@@ -46,8 +54,8 @@ class CudaBackground:
         """The current stream waits for it."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._done)
-        self._is_over = self._is_captured
-        if not self._is_captured:
+        self._is_over = self.is_captured
+        if not self.is_captured:
             for tensor in self._kept[
                 1:
             ]:  # the caller reads it on this stream, which may be another
@@ -55,15 +63,16 @@ class CudaBackground:
         self._kept = ()
 
     def is_done(self) -> bool:
-        return not self._is_captured and self._done.query()
+        return not self.is_captured and self._done.query()
 
     def precede(self) -> bool:
         """See `agmm.runtime.groups.Background`. The order of eager calls and replays is the
         caller's."""
-        is_capturing = torch.cuda.is_current_stream_capturing()
-        if self._is_over or (self._is_captured and not is_capturing):
+        capture = _capture_of(self._device)
+        # Beyond a capture, which may have been given up, its events mean nothing.
+        if self._is_over or (self.is_captured and capture != self._capture):
             return False
-        if is_capturing and not self._is_captured:
+        if capture and not self.is_captured:
             return True
         torch.cuda.current_stream(self._device).wait_event(self._done)
         return not self.is_done()
@@ -106,7 +115,10 @@ class CollectivesWorkspace(SymmetricWorkspace):
             with torch.cuda.stream(self._stream):
                 self.call(op, method, x, out, is_average=is_average)
                 background = CudaBackground(self.device, x, out)
-            self.known.background = background
+            if background.is_captured:  # an eager one may still run
+                self.known.captured_background = background
+            else:
+                self.known.background = background
             return background
 
     def call(
@@ -206,5 +218,6 @@ class CollectivesWorkspace(SymmetricWorkspace):
         if self._relayed is not core:
             schedule = relays_of(self.group, self.device)
             assert schedule is not None
-            core.relay_over([tuple(move) for move in (*schedule.first, *schedule.second)])
+            moves = (*schedule.first, *schedule.second)
+            core.relay_over([(move.owner, move.source, move.target) for move in moves])
             self._relayed = core
