@@ -17,7 +17,8 @@ enum class CollectiveOp : int32_t { AllGather = 0, ReduceScatter = 1, AllReduce 
 enum class CollectiveMethod : int32_t {
   OneShot = 0,  // packets, each with its signal; every rank sends all that others need at once
   TwoShot = 1,  // the same in two steps: a sum of each part, then the sums. For AllReduce alone
-  Blocks = 2    // blocks with a signal each; AllReduce in two steps
+  Blocks = 2,   // blocks with a signal each; AllReduce in two steps
+  Relayed = 3   // packets over links alone (relay_over). For AllGather and AllReduce
 };
 
 /// What is gathered need not be numbers.
@@ -35,6 +36,30 @@ struct Collective {
   bool is_average = false;              // sums are multiplied by 1 / w
   int32_t ctas = 0;                     // of a launch; 0: what the size wants. Alike on all ranks
   uint64_t limit_ns = kDefaultLimitNs;  // of each wait; past it the process ends
+};
+
+/// What becomes of the sum of an AllReduce, one shot or two: rounded, it is added to `residual`,
+/// which is the same on all ranks and as long, and that rounded is `out`. `normed` is its RMS norm,
+/// row by row, times `weight`: computed in float32 and rounded once. Every rank and either method
+/// gets the same bits.
+struct ResidualNorm {
+  void const* residual = nullptr;  // may be `out`
+  void const* weight = nullptr;    // [row]
+  void* normed = nullptr;          // may be `in`
+  int64_t row = 0;                 // elements; up to kMaxNormRowBytes
+  float eps = 0;
+};
+/// A CTA keeps a row in shared memory: 48 KiB without asking for more, but for partial sums.
+constexpr int64_t kMaxNormRowBytes = 47 << 10;
+
+/// The capture that a stream is in, by its id; 0: none.
+uint64_t capture_of(void* stream);
+
+/// A shard on its way over a link: `source` has it, of `owner`, and sends it to `target`.
+struct RelayMove {
+  int32_t owner;
+  int32_t source;
+  int32_t target;
 };
 
 /// Collectives on one workspace: symmetric memory of a group of ranks. Safe to call from several
@@ -59,6 +84,11 @@ class Collectives {
   /// Returns whether the stream is being captured into a graph. Throws std::invalid_argument where
   /// the call makes no sense, and nothing is enqueued.
   bool operator()(Collective const& call, void* stream);
+  bool operator()(Collective const& call, ResidualNorm const& norm, void* stream);
+
+  /// The ways of Relayed: in `moves` each rank gets each other's shard once, from its owner or from
+  /// one that got it from there. Alike on all ranks.
+  void relay_over(std::vector<RelayMove> const& moves);
 
  private:
   struct Impl;

@@ -26,6 +26,7 @@ __all__: list[str] = [
     "MAX_COLLECTIVE_CTAS",
     "MAX_COLLECTIVE_RANKS",
     "MAX_COLUMN_CHUNKS",
+    "MAX_NORM_ROW_BYTES",
     "MAX_PUSH_PARTS",
     "MAX_PUSH_RANKS",
     "MAX_SCATTER_TILES",
@@ -39,6 +40,7 @@ __all__: list[str] = [
     "async_input_mm",
     "async_input_scaled_mm",
     "call_tag",
+    "capture_of",
     "chunk_columns",
     "chunks_of_rows",
     "clusters_to_launch",
@@ -521,11 +523,14 @@ class CollectiveMethod:
       two_shot
 
       blocks
+
+      relayed
     """
 
     __members__: typing.ClassVar[dict[str, CollectiveMethod]]
     blocks: typing.ClassVar[CollectiveMethod]
     one_shot: typing.ClassVar[CollectiveMethod]
+    relayed: typing.ClassVar[CollectiveMethod]
     two_shot: typing.ClassVar[CollectiveMethod]
     @typing.overload
     def __eq__(self, other: CollectiveMethod) -> bool: ...
@@ -612,6 +617,24 @@ class CudaCollectives:
         slot_bytes: int,
         reserved_sms: int = 0,
     ) -> None: ...
+    def all_reduce_rms_norm(
+        self,
+        method: CollectiveMethod,
+        element: CollectiveElement,
+        input: int,
+        residual: int,
+        weight: int,
+        normed: int,
+        out: int,
+        count: int,
+        row: int,
+        eps: float,
+        stream: int,
+        ctas: int = 0,
+    ) -> bool:
+        """
+        Enqueues an all_reduce whose sum is added to the residual, in out, and normed. Returns as call does.
+        """
     def call(
         self,
         op: CollectiveOp,
@@ -626,6 +649,15 @@ class CudaCollectives:
     ) -> bool:
         """
         Enqueues a collective. count: elements of the input, of reduce_scatter those of out. ctas: 0 for the usual, alike on all ranks. Returns whether the stream is being captured.
+        """
+    def relay_over(
+        self,
+        moves: collections.abc.Sequence[
+            typing.Annotated[collections.abc.Sequence[int], "FixedSize(3)"]
+        ],
+    ) -> None:
+        """
+        The ways of the method relayed: (owner, source, target) of each move of a schedule.
         """
     @property
     def slot_bytes(self) -> int: ...
@@ -683,6 +715,11 @@ def async_input_scaled_mm(
 def call_tag(m_local: int, k: int, dtype: str, return_A: bool) -> int:
     """
     The nonzero 32-bit value that the signals of one call carry: a hash of what all ranks have to agree on.
+    """
+
+def capture_of(stream: int) -> int:
+    """
+    The capture that a stream is in, by its id; 0: none.
     """
 
 def chunk_columns(depth: int, chunks_k: int, chunk_k: int) -> tuple[int, int]:
@@ -898,6 +935,7 @@ FP8_ALIGNMENT: int
 MAX_COLLECTIVE_CTAS: int
 MAX_COLLECTIVE_RANKS: int
 MAX_COLUMN_CHUNKS: int
+MAX_NORM_ROW_BYTES: int
 MAX_PUSH_PARTS: int
 MAX_PUSH_RANKS: int
 MAX_SCATTER_TILES: int

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -22,9 +23,8 @@ using agmm::CollectiveMethod;
 using agmm::CollectiveOp;
 using agmm::Collectives;
 
-bool call(Collectives& collectives, CollectiveOp op, CollectiveMethod method,
-          CollectiveElement element, uintptr_t in, uintptr_t out, int64_t count, bool is_average,
-          uintptr_t stream, int ctas) {
+Collective described(CollectiveOp op, CollectiveMethod method, CollectiveElement element,
+                     uintptr_t in, uintptr_t out, int64_t count, int ctas) {
   Collective what;
   what.op = op;
   what.method = method;
@@ -32,10 +32,37 @@ bool call(Collectives& collectives, CollectiveOp op, CollectiveMethod method,
   what.in = reinterpret_cast<void const*>(in);
   what.out = reinterpret_cast<void*>(out);
   what.count = count;
-  what.is_average = is_average;
   what.ctas = ctas;
   what.limit_ns = agmm::limit_ns();
+  return what;
+}
+
+bool call(Collectives& collectives, CollectiveOp op, CollectiveMethod method,
+          CollectiveElement element, uintptr_t in, uintptr_t out, int64_t count, bool is_average,
+          uintptr_t stream, int ctas) {
+  Collective what = described(op, method, element, in, out, count, ctas);
+  what.is_average = is_average;
   return collectives(what, reinterpret_cast<void*>(stream));
+}
+
+bool all_reduce_rms_norm(Collectives& collectives, CollectiveMethod method,
+                         CollectiveElement element, uintptr_t in, uintptr_t residual,
+                         uintptr_t weight, uintptr_t normed, uintptr_t out, int64_t count,
+                         int64_t row, double eps, uintptr_t stream, int ctas) {
+  agmm::ResidualNorm norm;
+  norm.residual = reinterpret_cast<void const*>(residual);
+  norm.weight = reinterpret_cast<void const*>(weight);
+  norm.normed = reinterpret_cast<void*>(normed);
+  norm.row = row;
+  norm.eps = static_cast<float>(eps);
+  return collectives(described(CollectiveOp::AllReduce, method, element, in, out, count, ctas),
+                     norm, reinterpret_cast<void*>(stream));
+}
+
+void relay_over(Collectives& collectives, const std::vector<std::array<int32_t, 3>>& moves) {
+  std::vector<agmm::RelayMove> found;
+  for (const auto& [owner, source, target] : moves) found.push_back({owner, source, target});
+  collectives.relay_over(found);
 }
 
 }  // namespace
@@ -48,7 +75,8 @@ void bind_collectives(py::module_& m) {
   py::enum_<CollectiveMethod>(m, "CollectiveMethod", "How the data travels, in how many steps.")
       .value("one_shot", CollectiveMethod::OneShot)
       .value("two_shot", CollectiveMethod::TwoShot)
-      .value("blocks", CollectiveMethod::Blocks);
+      .value("blocks", CollectiveMethod::Blocks)
+      .value("relayed", CollectiveMethod::Relayed);
   py::enum_<CollectiveElement>(m, "CollectiveElement", "By torch's names; bytes are gathered only.")
       .value("uint8", CollectiveElement::Byte)
       .value("bfloat16", CollectiveElement::BFloat16)
@@ -56,7 +84,12 @@ void bind_collectives(py::module_& m) {
       .value("float32", CollectiveElement::Float32);
   m.attr("MAX_COLLECTIVE_RANKS") = agmm::kMaxExchangeRanks;
   m.attr("MAX_COLLECTIVE_CTAS") = agmm::kMaxExchangeCtas;
+  m.attr("MAX_NORM_ROW_BYTES") = agmm::kMaxNormRowBytes;
   m.attr("COLLECTIVE_PACKET_BYTES") = CollectiveLayout::kPacketBytes;  // of a slot
+  m.def(
+      "capture_of",
+      [](uintptr_t stream) { return agmm::capture_of(reinterpret_cast<void*>(stream)); },
+      py::arg("stream"), "The capture that a stream is in, by its id; 0: none.");
   m.def(
       "collective_bytes",
       [](CollectiveMethod method, std::size_t slot_bytes, int world_size) {
@@ -94,5 +127,13 @@ void bind_collectives(py::module_& m) {
            py::arg("ctas") = 0, py::call_guard<py::gil_scoped_release>(),
            "Enqueues a collective. count: elements of the input, of reduce_scatter those of out. "
            "ctas: 0 for the usual, alike on all ranks. Returns whether the stream is being "
-           "captured.");
+           "captured.")
+      .def("all_reduce_rms_norm", &all_reduce_rms_norm, py::arg("method"), py::arg("element"),
+           py::arg("input"), py::arg("residual"), py::arg("weight"), py::arg("normed"),
+           py::arg("out"), py::arg("count"), py::arg("row"), py::arg("eps"), py::arg("stream"),
+           py::arg("ctas") = 0, py::call_guard<py::gil_scoped_release>(),
+           "Enqueues an all_reduce whose sum is added to the residual, in out, and normed. Returns "
+           "as call does.")
+      .def("relay_over", &relay_over, py::arg("moves"), py::call_guard<py::gil_scoped_release>(),
+           "The ways of the method relayed: (owner, source, target) of each move of a schedule.");
 }

@@ -43,10 +43,13 @@ FusedMatmulReduceScatter::~FusedMatmulReduceScatter() = default;
 std::size_t FusedMatmulReduceScatter::part_bytes() const { refuse(); }
 bool FusedMatmulReduceScatter::operator()(MatmulScatter const&, void*) { refuse(); }
 
+uint64_t capture_of(void*) { refuse(); }
 struct Collectives::Impl {};
 Collectives::Collectives(int, std::vector<uintptr_t> const&, std::size_t, int) { refuse(); }
 Collectives::~Collectives() = default;
 std::size_t Collectives::slot_bytes() const { refuse(); }
 bool Collectives::operator()(Collective const&, void*) { refuse(); }
+bool Collectives::operator()(Collective const&, ResidualNorm const&, void*) { refuse(); }
+void Collectives::relay_over(std::vector<RelayMove> const&) { refuse(); }
 
 }  // namespace agmm

@@ -50,8 +50,10 @@ std::string name(CollectiveMethod method) {
       return "one-shot";
     case CollectiveMethod::TwoShot:
       return "two-shot";
-    default:
+    case CollectiveMethod::Blocks:
       return "blocks";
+    default:
+      return "relayed";
   }
 }
 
@@ -77,15 +79,17 @@ std::string described(Collective const& call) {
 }
 
 /// What the ranks have to agree on.
-uint32_t tag_of(Collective const& call) {
-  return call_tag(call.count, call.ctas, name(call.op) + name(call.method) + name(call.element),
-                  call.is_average);
+uint32_t tag_of(Collective const& call, int64_t row) {
+  std::string const rows = row == 0 ? "" : "rows of " + std::to_string(row);
+  return call_tag(call.count, call.ctas,
+                  name(call.op) + name(call.method) + name(call.element) + rows, call.is_average);
 }
 
 ExchangeStep step_of(Collective const& call) {
   if (call.op == CollectiveOp::AllGather) return ExchangeStep::Gather;
+  if (call.op == CollectiveOp::ReduceScatter) return ExchangeStep::Scatter;
   bool const is_shared =
-      call.op == CollectiveOp::AllReduce && call.method != CollectiveMethod::OneShot;
+      call.method == CollectiveMethod::TwoShot || call.method == CollectiveMethod::Blocks;
   return is_shared ? ExchangeStep::SumAndShare : ExchangeStep::Sum;
 }
 
@@ -110,8 +114,16 @@ ExchangeGrid grid_of(Carrier carrier, int64_t groups, int ctas, int64_t most_cta
 
 /// As large blocks as leave every CTA one.
 int32_t thread_groups_of(int64_t groups, ExchangeGrid const& grid) {
-  int64_t const each = groups / (int64_t(grid.ctas) * kExchangeThreads);
+  int64_t const each = groups / (int64_t(grid.ctas) * grid.threads);
   return static_cast<int32_t>(std::clamp<int64_t>(each, 1, kMaxThreadGroups));
+}
+
+void check_pointer(char const* argument, void const* pointer, Collective const& call) {
+  if (call.count == 0) return;
+  if (pointer == nullptr) refuse(argument, "null", "device memory");
+  if (reinterpret_cast<uintptr_t>(pointer) % std::size_t(bytes_of(call.element)) != 0) {
+    refuse(argument, "an address inside an element", "a multiple of the element's size");
+  }
 }
 
 void check(Collective const& call) {
@@ -119,20 +131,35 @@ void check(Collective const& call) {
   if (call.method == CollectiveMethod::TwoShot && call.op != CollectiveOp::AllReduce) {
     refuse("method", "two-shot for " + name(call.op), "one-shot or blocks");
   }
+  if (call.method == CollectiveMethod::Relayed && call.op == CollectiveOp::ReduceScatter) {
+    refuse("method", "relayed for " + name(call.op), "one-shot or blocks");
+  }
   if (call.op != CollectiveOp::AllGather && call.element == CollectiveElement::Byte) {
     refuse("element", "bytes", "bfloat16, float16 or float32 for a sum");
   }
   if (call.ctas < 0 || call.ctas > kMaxExchangeCtas) {
     refuse("ctas", std::to_string(call.ctas), "0 to " + std::to_string(kMaxExchangeCtas));
   }
-  for (auto const& [argument, pointer] :
-       {std::pair<char const*, void const*>{"in", call.in}, {"out", call.out}}) {
-    if (call.count == 0) continue;
-    if (pointer == nullptr) refuse(argument, "null", "device memory");
-    if (reinterpret_cast<uintptr_t>(pointer) % std::size_t(bytes_of(call.element)) != 0) {
-      refuse(argument, "an address inside an element", "a multiple of the element's size");
-    }
+  check_pointer("in", call.in, call);
+  check_pointer("out", call.out, call);
+}
+
+void check(Collective const& call, ResidualNorm const& norm) {
+  check(call);
+  bool const is_packets =
+      call.method == CollectiveMethod::OneShot || call.method == CollectiveMethod::TwoShot;
+  if (call.op != CollectiveOp::AllReduce || !is_packets) {
+    refuse("method", name(call.method) + " for " + name(call.op) + " and a norm",
+           "one-shot or two-shot for all_reduce");
   }
+  int64_t const most = kMaxNormRowBytes / bytes_of(call.element);
+  if (norm.row < 1 || norm.row > most || call.count % norm.row != 0) {
+    refuse("row", std::to_string(norm.row) + " of " + std::to_string(call.count) + " elements",
+           "a divisor of these up to " + std::to_string(most));
+  }
+  check_pointer("residual", norm.residual, call);
+  check_pointer("weight", norm.weight, call);
+  check_pointer("normed", norm.normed, call);
 }
 
 }  // namespace
@@ -148,12 +175,16 @@ struct Collectives::Impl {
   int world_size() const { return static_cast<int>(bases.size()); }
   int64_t most_ctas() const { return std::min<int64_t>(kUsualCtas, sm_count); }
   // The ranks have to have the same grid.
-  uint32_t tag_of(Collective call) const {
+  uint32_t tag_of(Collective call, int64_t row = 0) const {
     if (call.ctas == 0) call.ctas = static_cast<int32_t>(-most_ctas());
-    return agmm::tag_of(call);
+    return agmm::tag_of(call, row);
   }
-  ExchangeArgs args_of(Collective const& call) const;
+  ExchangeArgs args_of(Collective const& call, uint32_t tag) const;
   void enqueue(Collective call, cudaStream_t stream) const;
+  void enqueue(Collective const& call, ResidualNorm const& norm, cudaStream_t stream) const;
+  void note(uint32_t tag, std::string const& what) {
+    if (noted.insert(tag).second) note_call(tag, what);
+  }
 
   int rank;
   std::vector<uintptr_t> bases;
@@ -161,25 +192,34 @@ struct Collectives::Impl {
   int sm_count;  // multiprocessors for this workspace's kernels
   OrderedCalls ordered;
   std::set<uint32_t> noted;  // tags
+  RelayArgs relays;
+  bool has_relays = false;
 };
 
-ExchangeArgs Collectives::Impl::args_of(Collective const& call) const {
+ExchangeArgs Collectives::Impl::args_of(Collective const& call, uint32_t tag) const {
   Carrier const carrier = carrier_of(call.method);
   ExchangeArgs args;
   args.rank = rank;
   args.world_size = world_size();
   args.scale = call.is_average ? 1.0f / static_cast<float>(world_size()) : 1.0f;
-  args.tag = tag_of(call);
-  for (std::size_t i = 0; i < bases.size(); ++i) args.memory[i] = reinterpret_cast<char*>(bases[i]);
-  for (int slot = 0; slot < CollectiveLayout::kSlots; ++slot) {
-    args.data[slot] = static_cast<int64_t>(layout.data(carrier, slot));
-    args.packets[slot] = static_cast<int64_t>(layout.data(Carrier::Packets, slot));
-    args.signals[slot] = static_cast<int64_t>(layout.signals(slot));
+  args.tag = tag;
+  auto const data = [&](int slot) { return static_cast<int64_t>(layout.data(carrier, slot)); };
+  for (int distance = 0; distance < world_size(); ++distance) {
+    uintptr_t const base = bases[std::size_t((rank + distance) % world_size())];
+    args.slots[distance] = reinterpret_cast<char*>(base) + data(0);
   }
+  char* const own = reinterpret_cast<char*>(bases[std::size_t(rank)]);
+  for (int slot = 0; slot < CollectiveLayout::kSlots; ++slot) {
+    args.own_packets[slot] = own + layout.data(Carrier::Packets, slot);
+    args.own_signals[slot] = own + layout.signals(slot);
+  }
+  args.slot_bytes = data(1) - data(0);
   args.stretch_bytes = static_cast<int32_t>(layout.stretch_bytes(carrier));
   args.packet_stretch_bytes = static_cast<int32_t>(layout.stretch_bytes(Carrier::Packets));
   args.blocks = static_cast<int32_t>(layout.blocks());
-  args.turns = static_cast<int64_t>(layout.turns());
+  args.signals = static_cast<int64_t>(layout.signals(0)) - data(0);
+  args.signal_slot_bytes = static_cast<int64_t>(layout.signals(1) - layout.signals(0));
+  args.turns = reinterpret_cast<uint32_t*>(own + layout.turns());
   args.limit.place = report_place(rank, 1);
   args.limit.limit_ns = call.limit_ns;
   args.limit.rank = rank;
@@ -203,28 +243,75 @@ void Collectives::Impl::enqueue(Collective call, cudaStream_t stream) const {
   // Of a launch: elements of a segment, or of all of them where each rank sums one.
   int64_t const most = all_groups * group * (step == ExchangeStep::SumAndShare ? w : 1);
 
-  ExchangeArgs args = args_of(call);
+  ExchangeArgs args = args_of(call, tag_of(call));
   for (int64_t begin = 0; begin < call.count; begin += most) {
     int64_t const count = std::min(most, call.count - begin);
     args.in = static_cast<char const*>(call.in) + begin * element_bytes;
     args.out = static_cast<char*>(call.out) + begin * element_bytes;
-    args.count = static_cast<int32_t>(count);
-    args.in_stride = call.op == CollectiveOp::ReduceScatter ? call.count : 0;
-    args.out_stride = call.op == CollectiveOp::AllGather ? call.count : 0;
+    args.in_stride = call.op == CollectiveOp::ReduceScatter ? call.count * element_bytes : 0;
+    args.out_stride = call.op == CollectiveOp::AllGather ? call.count * element_bytes : 0;
+    args.elements = static_cast<int32_t>(count);
+    args.end = static_cast<int32_t>(ceil_of(count, group));
+    args.groups = args.end;
     if (step == ExchangeStep::SumAndShare) {
-      int64_t const segment = ceil_of(ceil_of(count, w), group) * group;
-      args.total = args.count;
-      args.count = static_cast<int32_t>(segment);
-      args.in_stride = args.out_stride = segment;
+      args.groups = args.segment = static_cast<int32_t>(ceil_of(args.end, w));
+      args.in_stride = args.out_stride = int64_t(args.segment) * unit;
     }
     auto const is_multiple = [&](auto const value) { return int64_t(value) % alignment == 0; };
-    args.is_aligned = is_multiple(reinterpret_cast<uintptr_t>(args.in)) &&
-                      is_multiple(reinterpret_cast<uintptr_t>(args.out)) &&
-                      is_multiple(args.in_stride * element_bytes) &&
-                      is_multiple(args.out_stride * element_bytes);
-    ExchangeGrid const grid = grid_of(carrier, ceil_of(args.count, group), call.ctas, most_ctas());
-    args.thread_groups = thread_groups_of(ceil_of(args.count, group), grid);
-    check_cuda(launch_exchange(args, call.element, step, carrier, grid, stream), "kernel launch");
+    bool const is_aligned = is_multiple(reinterpret_cast<uintptr_t>(args.in)) &&
+                            is_multiple(reinterpret_cast<uintptr_t>(args.out)) &&
+                            is_multiple(args.in_stride) && is_multiple(args.out_stride);
+    args.whole = is_aligned ? static_cast<int32_t>(count / group) : 0;
+    ExchangeGrid const grid = grid_of(carrier, args.groups, call.ctas, most_ctas());
+    args.thread_groups = thread_groups_of(args.groups, grid);
+    cudaError_t const error =
+        call.method == CollectiveMethod::Relayed
+            ? launch_relayed(args, relays, call.element, step, grid, stream)
+            : launch_exchange(args, call.element, step, carrier, grid, stream);
+    check_cuda(error, "kernel launch");
+  }
+}
+
+void Collectives::Impl::enqueue(Collective const& call, ResidualNorm const& norm,
+                                cudaStream_t stream) const {
+  ExchangeStep const step = step_of(call);
+  int64_t const element_bytes = bytes_of(call.element);
+  int64_t const group = kPacketDataBytes / element_bytes;  // elements
+  int64_t const w = world_size();
+  int64_t const all_rows = call.count / norm.row;
+  NormArgs rows;
+  rows.weight = static_cast<char const*>(norm.weight);
+  rows.row_bytes = norm.row * element_bytes;
+  rows.row_elements = static_cast<int32_t>(norm.row);
+  rows.row_groups = static_cast<int32_t>(ceil_of(norm.row, group));
+  rows.eps = norm.eps;
+  // Of a launch.
+  int64_t const sent = static_cast<int64_t>(layout.groups(Carrier::Packets)) / rows.row_groups;
+  int64_t const most = sent * (step == ExchangeStep::SumAndShare ? w : 1);
+
+  ExchangeArgs args = args_of(call, tag_of(call, norm.row));
+  for (int64_t begin = 0; begin < all_rows; begin += most) {
+    int64_t const at = begin * rows.row_bytes;
+    rows.rows = static_cast<int32_t>(std::min(most, all_rows - begin));
+    rows.owned_rows = static_cast<int32_t>(ceil_of(rows.rows, w));
+    args.in = static_cast<char const*>(call.in) + at;
+    args.out = static_cast<char*>(call.out) + at;
+    rows.residual = static_cast<char const*>(norm.residual) + at;
+    rows.normed = static_cast<char*>(norm.normed) + at;
+    bool is_aligned = rows.row_bytes % 4 == 0;
+    for (void const* const tensor :
+         {static_cast<void const*>(args.in), static_cast<void const*>(args.out), norm.residual,
+          norm.weight, static_cast<void const*>(norm.normed)}) {
+      is_aligned = is_aligned && reinterpret_cast<uintptr_t>(tensor) % 4 == 0;
+    }
+    rows.whole = is_aligned ? static_cast<int32_t>(norm.row / group) : 0;
+    // As many threads for a row whatever the call: their sums are added in one order.
+    ExchangeGrid grid;
+    grid.threads = static_cast<int>(std::clamp<int64_t>(
+        ceil_of(rows.row_groups, kLeastThreads) * kLeastThreads, kLeastThreads, kExchangeThreads));
+    int64_t const usual = std::min<int64_t>(rows.rows, most_ctas());
+    grid.ctas = call.ctas > 0 ? call.ctas : static_cast<int>(usual);
+    check_cuda(launch_norm(args, rows, call.element, step, grid, stream), "kernel launch");
   }
 }
 
@@ -245,7 +332,7 @@ Collectives::Collectives(int rank, std::vector<uintptr_t> const& bases, std::siz
     refuse("reserved_sms", std::to_string(reserved_sms),
            "0 to " + std::to_string(impl_->sm_count + reserved_sms - 1));
   }
-  AGMM_CHECK_CUDA(prepare_exchanges());
+  AGMM_CHECK_CUDA(prepare_exchanges(impl_->world_size()));
 }
 
 Collectives::~Collectives() = default;
@@ -255,10 +342,54 @@ std::size_t Collectives::slot_bytes() const { return impl_->layout.slot_bytes();
 bool Collectives::operator()(Collective const& call, void* stream) {
   return impl_->ordered.make(stream, [&] {
     check(call);
-    uint32_t const tag = impl_->tag_of(call);
-    if (impl_->noted.insert(tag).second) note_call(tag, described(call));
+    if (call.method == CollectiveMethod::Relayed && !impl_->has_relays) {
+      refuse("method", "relayed", "a call of relay_over before, or another method");
+    }
+    impl_->note(impl_->tag_of(call), described(call));
     return [&](cudaStream_t on) { impl_->enqueue(call, on); };
   });
+}
+
+bool Collectives::operator()(Collective const& call, ResidualNorm const& norm, void* stream) {
+  return impl_->ordered.make(stream, [&] {
+    check(call, norm);
+    std::string const rows = ", and the norm of rows of " + std::to_string(norm.row);
+    impl_->note(impl_->tag_of(call, norm.row), described(call) + rows);
+    return [&](cudaStream_t on) { impl_->enqueue(call, norm, on); };
+  });
+}
+
+void Collectives::relay_over(std::vector<RelayMove> const& moves) {
+  int const rank = impl_->rank;
+  int const w = impl_->world_size();
+  RelayArgs relays;
+  auto const bit = [](int i) { return 1u << i; };
+  auto const distance = [&](int of_rank) { return (of_rank - rank + w) % w; };
+  for (RelayMove const& move : moves) {
+    for (int32_t const each : {move.owner, move.source, move.target}) {
+      if (each < 0 || each >= w) {
+        refuse("moves", "rank " + std::to_string(each), "0 to " + std::to_string(w - 1));
+      }
+    }
+    bool const is_first = move.owner == move.source;
+    if (move.target == rank) (is_first ? relays.near : relays.far) |= bit(move.owner);
+    if (move.source != rank) continue;
+    uint32_t& to = is_first ? relays.near_distances : relays.passed_on[move.owner];
+    to |= bit(distance(move.target));
+  }
+  uint32_t passed_on = 0;
+  for (int owner = 0; owner < w; ++owner) {
+    if (relays.passed_on[owner] != 0) passed_on |= bit(owner);
+  }
+  uint32_t const others = (bit(w) - 1) & ~bit(rank);
+  if ((relays.near | relays.far) != others || (relays.near & relays.far) != 0 ||
+      (passed_on & ~relays.near) != 0) {
+    refuse("moves", "some that do not bring each shard once",
+           "those of an all-gather in two steps");
+  }
+  AGMM_CHECK_CUDA(prepare_relayed());
+  impl_->relays = relays;
+  impl_->has_relays = true;
 }
 
 }  // namespace agmm

@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 
+#include "agmm/collectives.hpp"
 #include "runtime/cuda.hpp"
 
 namespace agmm {
@@ -34,5 +35,7 @@ void CallStream::abandon() const noexcept {
   cudaStreamSynchronize(stream);
   cudaGetLastError();
 }
+
+uint64_t capture_of(void* stream) { return CallStream(static_cast<cudaStream_t>(stream)).capture; }
 
 }  // namespace agmm

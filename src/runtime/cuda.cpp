@@ -126,6 +126,11 @@ class ReportWatcher {
     uint32_t const what = report.late_what;
     if (what == 0) return;
     report.late_what = 0;
+    std::vector<int> sources;
+    for (int source = 0; source < kMaxLateSources; ++source) {
+      if (report.late_of[source] != 0) sources.push_back(source);
+      report.late_of[source] = 0;
+    }
     double const seconds = double(report.late_units) * double(1 << 20) * 1e-9;
     Clock::time_point const now = Clock::now();
     auto const began =
@@ -135,7 +140,9 @@ class ReportWatcher {
     auto const [rank, chunks_per_rank] = waiting_ranks().at(LateWait::key(what));
     int32_t const chunk = LateWait::chunk(what);
     double const limit_s = timeout_seconds();
-    if (LateWait::is_credit(what)) {
+    if (!sources.empty()) {
+      write_line(late_ranks_message(rank, sources, seconds, limit_s));
+    } else if (LateWait::is_credit(what)) {
       write_line(late_credit_message(rank, chunk, seconds, limit_s));
     } else {
       int const source = chunks_per_rank > 0 ? chunk / chunks_per_rank : -1;

@@ -172,6 +172,15 @@ std::string late_credit_message(int rank, int peer, double waited_s, double limi
          going_on(limit_s);
 }
 
+std::string late_ranks_message(int rank, const std::vector<int>& sources, double waited_s,
+                               double limit_s) {
+  std::string who = sources.size() == 1 ? " rank" : " ranks";
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    who += (i == 0 ? " " : ", ") + std::to_string(sources[i]);
+  }
+  return subject(rank) + has_waited(waited_s) + who + going_on(limit_s);
+}
+
 std::string mismatch_message(int rank, int source, int64_t chunk, uint32_t seen, uint32_t wanted) {
   const auto [own, theirs] = look_up(rank, source, wanted);
   const std::string tags = format(": chunk %lld", static_cast<long long>(chunk)) + origin(source) +

@@ -9,6 +9,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "agmm/limits.hpp"
 
@@ -31,6 +32,8 @@ std::string credit_waiting_message(int rank, int peer, int slot, uint32_t seen, 
 // The same of waits on a GPU, which do not say what they see.
 std::string late_message(int rank, int source, int64_t chunk, double waited_s, double limit_s);
 std::string late_credit_message(int rank, int peer, double waited_s, double limit_s);
+std::string late_ranks_message(int rank, const std::vector<int>& sources, double waited_s,
+                               double limit_s);
 
 // One line for a chunk whose signal carries the tag of a different call. Where calls can be looked
 // up (set_call_lookup) it names what both ranks called, else the two tags.

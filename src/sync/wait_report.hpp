@@ -25,6 +25,9 @@ struct LateWait {
   static int32_t chunk(uint32_t what) { return int32_t(what & ((1u << kChunkBits) - 1)); }
 };
 
+/// Ranks that one wait can be for.
+constexpr int kMaxLateSources = 8;
+
 /// What a kernel says of a wait that passed its limit. In pinned host memory; a host thread reads
 /// it and ends the process with a message.
 struct WaitReport {
@@ -40,6 +43,8 @@ struct WaitReport {
   uint64_t limit_ns;
   uint32_t late_what;   // LateWait::what; 0: none. Several may write; what they say mixes, and
   uint32_t late_units;  // all of it is late
+  // Of waits for several ranks at once, by rank: as late_units; 0: not late.
+  uint32_t late_of[kMaxLateSources];
 };
 
 }  // namespace agmm

@@ -103,6 +103,7 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     found = mock.Mock(is_ready=False)
     monkeypatch.setattr(small_collectives, "collectives_workspace", lambda group, device: found)
     monkeypatch.setattr(small_collectives, "group_facts", lambda group, device: GroupFacts(132))
+    monkeypatch.setattr(small_collectives, "relays_of", lambda group, device: None)
     monkeypatch.setattr(symmetric, "why_unfused", lambda device: None)
     monkeypatch.setattr(collectives, "is_traced", lambda tensor: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -133,6 +134,31 @@ def test_what_no_kernel_serves(workspace: mock.Mock, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
     monkeypatch.setattr(symmetric, "why_unfused", lambda device: "no Hopper")
     assert why_not("all_reduce", few, group) == "no Hopper"
+
+
+def test_what_the_links_allow(workspace: mock.Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over relays and over PCIe: less, by other methods."""
+    group, x, out = mock.Mock(), on_cuda(64), on_cuda(64)
+
+    def method() -> CollectiveMethod:
+        small_collectives.call("all_reduce", "one_shot", x, out, group)
+        found: CollectiveMethod = workspace.call.call_args.args[1]
+        return found
+
+    assert method() == CollectiveMethod.one_shot
+    pcie = GroupFacts(132, peer_atomics=False)
+    monkeypatch.setattr(small_collectives, "group_facts", lambda group, device: pcie)
+    assert method() == CollectiveMethod.blocks
+    assert not small_collectives.has_norm("one_shot", x, group)
+    much = on_cuda(1 << 20)
+    with pytest.raises(agmm.Unsupported, match="without NVLink"):
+        small_collectives.call("all_reduce", "blocks", much, much, group)
+    monkeypatch.setattr(small_collectives, "relays_of", lambda group, device: mock.Mock())
+    assert method() == CollectiveMethod.relayed
+    assert not small_collectives.has_norm("one_shot", x, group)
+    for kind, sent in (("reduce_scatter", x), ("all_reduce", on_cuda(200_000))):
+        with pytest.raises(agmm.Unsupported, match="some GPUs have no NVLink"):
+            small_collectives.call(kind, "one_shot", sent, out, group)  # type: ignore[arg-type]
 
 
 def test_a_small_product_is_summed_by_a_kernel(

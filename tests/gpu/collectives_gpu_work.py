@@ -7,12 +7,15 @@ import itertools
 import random
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from gpu_work import group_of, last_ranks
 
 import agmm
+from agmm.runtime import group_topology
+from agmm.runtime.topology import Link
 from agmm.runtime.workspaces import collectives_workspace
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -169,6 +172,63 @@ def repeated_bits(world_size: int) -> list[str] | None:
             ):
                 faults.append(f"rank {rank}: all_reduce of {numbers} has other bits")
     return faults
+
+
+def normed(world_size: int) -> list[str] | None:
+    """A norm behind the all-reduce: eager, and in a graph with new data."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank, faults = dist.get_rank(group), []
+    generator = torch.Generator("cuda").manual_seed(1)
+    for rows, row in ((1, 8192), (5, 7), (130, 1024), (300, 4096)):
+        shape = world_size + 1, rows, row
+        every = torch.randn(shape, generator=generator, device="cuda").bfloat16()
+        weight = torch.randn(row, generator=generator, device="cuda").bfloat16()
+        x, residual = every[rank].clone(), every[-1].clone()
+        call = agmm.collectives.all_reduce_rms_norm
+        call(x, residual, weight, 1e-5, group)
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            replayed = call(x, residual, weight, 1e-5, group)
+        for turn in range(3):
+            x.copy_(every[rank] * (turn + 1))
+            graph.replay()
+            eager = call(x, residual, weight, 1e-5, group)
+            total = agmm.collectives.all_reduce(x, group) + residual
+            exact = total.double()
+            exact = exact * (exact.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+            for found, summed in (eager, replayed):
+                close = torch.allclose(found.double(), exact, rtol=2**-7, atol=1e-6)
+                if not (close and torch.equal(summed, total) and torch.equal(found, eager[0])):
+                    faults.append(f"rank {rank}: {rows} x {row}, turn {turn}")
+        del graph
+    return faults
+
+
+def over_relays(matrix: list[list[Link]]) -> list[str]:
+    """All ranks as if they had these links: bits of sums and gathers, by the relays' kernel."""
+    group, faults = dist.group.WORLD, []
+    assert group is not None
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    group_topology.pretend(group, matrix)
+    for seed, numbers in enumerate((1, 7, 1000, 30_000)):
+        every = _inputs("all_reduce", (numbers,), world_size, 0, torch.bfloat16, seed)
+        for kind in ("all_gather", "all_reduce"):
+            wanted = _wanted(kind, every, "sum", 0, rank)
+            if kind == "all_gather" and wanted.nbytes > 256 << 10:
+                continue
+            with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("by NCCL")):
+                found = _call(kind, every[rank], group, "sum", 0)
+            if not torch.equal(found, wanted):
+                faults.append(f"rank {rank}: {kind} of {numbers}")
+    try:
+        _call("all_reduce", torch.zeros(300_000, device="cuda"), group, "sum", 0)
+    except agmm.Unsupported:
+        return faults
+    return [*faults, f"rank {rank}: no limit of what goes over relays"]
 
 
 def beside_a_matmul(world_size: int) -> list[str] | None:

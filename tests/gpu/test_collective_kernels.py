@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import collectives_stand_in
+import norm_and_relay_stand_in
 import pytest
 import torch
 from collectives_stand_in import METHODS, OPS, Kind, StandIn
@@ -36,6 +37,19 @@ def test_every_kind(world_size: int) -> None:
 def test_ranks_that_get_ahead(world_size: int) -> None:
     for seed in range(5):
         assert collectives_stand_in.wrong_in_turn(world_size, 100, seed) == []
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_the_norm_behind_an_all_reduce(world_size: int) -> None:
+    assert norm_and_relay_stand_in.wrong_norms(world_size) == []
+
+
+def test_over_relays() -> None:
+    assert norm_and_relay_stand_in.wrong_relayed((1, 5, 4096, 40_001, 200_000), 2) == []
+
+
+def test_relays_leave_out_pairs_without_a_link() -> None:
+    assert norm_and_relay_stand_in.crossed_pairs() == []
 
 
 def test_all_methods_have_the_same_bits() -> None:

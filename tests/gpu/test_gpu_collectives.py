@@ -8,6 +8,7 @@ import collectives_gpu_work
 import pytest
 import torch
 from at_hand import RANKS, needs_nccl, needs_two, world_sizes
+from norm_and_relay_stand_in import cube_mesh
 
 from agmm.testing.ranks import RankError, RankPool
 
@@ -37,6 +38,17 @@ def test_calls_in_turn_by_late_ranks(gpu_pool: RankPool, world_size: int) -> Non
 @pytest.mark.parametrize("world_size", world_sizes(2, 4, 8))
 def test_bits_are_repeatable(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(collectives_gpu_work.repeated_bits, world_size), world_size)
+
+
+@pytest.mark.parametrize("world_size", world_sizes(2, 3, 4, 8))
+def test_a_norm_behind_an_all_reduce(gpu_pool: RankPool, world_size: int) -> None:
+    check(gpu_pool.run(collectives_gpu_work.normed, world_size), world_size)
+
+
+@pytest.mark.skipif(RANKS < 8, reason="a hybrid cube mesh has 8 ranks")
+def test_a_hybrid_cube_mesh_is_gone_round_pcie() -> None:
+    with RankPool(8, "cuda") as pool:
+        check(pool.run(collectives_gpu_work.over_relays, cube_mesh()), 8)
 
 
 @pytest.mark.parametrize("world_size", world_sizes(2, 4))

@@ -18,6 +18,7 @@ from agmm.planning.cost_model.collectives import MOST_BYTES
 from agmm.runtime import cuda_collectives, groups
 from agmm.runtime.cuda_collectives import SLOT_BYTES, CollectivesWorkspace
 from agmm.runtime.symmetric import Buffers
+from agmm.runtime.topology import Move, Schedule
 
 Op, Method, Element = _core.CollectiveOp, _core.CollectiveMethod, _core.CollectiveElement
 DEVICE = torch.device("cuda", 0)
@@ -29,6 +30,7 @@ class Gpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: list[str] = []
         self.is_capturing = False
+        self.capture = 7
         self.is_finished = False
         self.current = self.stream("main")
         count = 0
@@ -54,6 +56,9 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
         monkeypatch.setattr(cuda_collectives, "stream_of", lambda device: self.current.name)
+        monkeypatch.setattr(
+            cuda_collectives, "_capture_of", lambda device: self.capture * self.is_capturing
+        )
         note = self.done.append
         monkeypatch.setattr(
             torch.Tensor, "record_stream", lambda tensor, stream: note(f"kept for {stream.name}")
@@ -75,12 +80,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 @pytest.fixture
 def workspace(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> CollectivesWorkspace:
     """Of rank 0 of 2, with its memory."""
-    known = mock.Mock(lock=threading.RLock(), calls=0, background=None)
+    known = mock.Mock(lock=threading.RLock(), calls=0, background=None, captured_background=None)
     monkeypatch.setattr(groups, "of", lambda group: known)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr("agmm.runtime.calls.be_asked", lambda: None)
-    made = CollectivesWorkspace(mock.Mock(), DEVICE)
+    group = mock.Mock()
+    monkeypatch.setattr(CollectivesWorkspace, "group", group)
+    made = CollectivesWorkspace(group, DEVICE)
     assert not made.is_ready
     core = mock.Mock()
 
@@ -183,4 +190,47 @@ def test_captured_calls_and_eager_ones_are_the_callers_to_order(
     gpu.is_capturing = False
     gpu.done.clear()
     workspace.call(Op.all_reduce, Method.one_shot, x, x)
-    assert gpu.done == ["call on main"] and workspace.known.background is None
+    assert gpu.done == ["main waits for event 1", "call on main"]  # the eager one, which still runs
+    assert workspace.known.captured_background is None
+
+
+def test_a_capture_that_was_given_up_holds_up_no_other(
+    workspace: CollectivesWorkspace, gpu: Gpu
+) -> None:
+    x = torch.zeros(4)
+    gpu.is_capturing = True
+    workspace.start(Op.all_reduce, Method.one_shot, x, x)
+    gpu.capture += 1
+    gpu.done.clear()
+    workspace.call(Op.all_reduce, Method.one_shot, x, x)
+    assert gpu.done == ["call on main"] and workspace.known.captured_background is None
+
+
+def test_a_captured_call_does_not_take_the_place_of_an_eager_one(
+    workspace: CollectivesWorkspace, gpu: Gpu
+) -> None:
+    x = torch.zeros(4)
+    workspace.start(Op.all_reduce, Method.one_shot, x, x)
+    gpu.is_capturing = True
+    workspace.start(Op.all_reduce, Method.one_shot, x, x)
+    gpu.is_capturing = False
+    gpu.done.clear()
+    workspace.call(Op.all_reduce, Method.one_shot, x, x)
+    assert gpu.done == ["main waits for event 1", "call on main"]
+
+
+def test_a_norm_and_relays(
+    workspace: CollectivesWorkspace, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = torch.zeros(6, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)
+    core = core_of(workspace)
+    core.all_reduce_rms_norm.return_value = False
+    workspace.all_reduce_rms_norm(Method.two_shot, x, x, weight, x, x, 1e-6)
+    told = core.all_reduce_rms_norm.call_args.args
+    assert told[:2] == (Method.two_shot, Element.bfloat16)
+    assert told[-4:] == (6, 3, 1e-6, "main") and not workspace.captured
+    schedule = Schedule(2, (Move(0, 0, 1), Move(1, 1, 0)), ())
+    monkeypatch.setattr(cuda_collectives, "relays_of", lambda group, device: schedule)
+    for _ in range(2):
+        workspace.call(Op.all_reduce, Method.relayed, x, x)
+    core.relay_over.assert_called_once_with([(0, 0, 1), (1, 1, 0)])

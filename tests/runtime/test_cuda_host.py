@@ -132,7 +132,9 @@ def test_scatter(scatter_program: Path, name: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["bands", "layouts", "agreement", "refusals", "order"])
+@pytest.mark.parametrize(
+    "name", ["bands", "layouts", "agreement", "refusals", "norms", "relays", "order"]
+)
 def test_collectives(collective_program: Path, name: str) -> None:
     done = _run(collective_program, name)
     assert done.returncode == 0, done.stderr

@@ -157,7 +157,7 @@ def _plant(root: Path, path: str, text: str) -> None:
         ("symmetric memory is laid out without CUDA", "src/symmetric/l.hpp", "<cuda.h>"),
         (
             "collectives know neither transports nor matmuls",
-            "src/collectives/exchange.cu",
+            "src/collectives/packets.cu",
             '"transport/stage.hpp"',
         ),
         ("transports know no matmul", "src/transport/stage.cu", '"gemm/sm90/chunk_gate.hpp"'),

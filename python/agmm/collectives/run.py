@@ -65,6 +65,10 @@ def start(
         nan_check.look_through(kind, "x", x, rank)
     path = choose(kind, x, world_size, strict=strict)
     if path.by == SYMMETRIC_MEMORY:
+        reason = small_collectives.why_not_captured(x, group)
+        if reason is not None:
+            path = Path(TORCH, reason)
+    if path.by == SYMMETRIC_MEMORY:
         try:
             return _by_kernel(kind, path, sent, target, finish, group, op, async_op)
         except Unsupported as error:  # nothing was begun, on no rank

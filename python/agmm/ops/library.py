@@ -46,6 +46,10 @@ library.define(
     "_all_reduce(Tensor x, str group_name, int world_size, str op, bool strict=False) -> Tensor"
 )
 library.define(
+    "_all_reduce_rms_norm(Tensor x, Tensor residual, Tensor weight, str group_name, "
+    "int world_size, float eps, bool strict=False) -> (Tensor normed, Tensor residual)"
+)
+library.define(
     "_all_gather_scaled_matmul(Tensor A_shard, Tensor scale_a, Tensor[] Bs, Tensor[] scale_bs, "
     "Tensor?[] biases, Tensor?[] result_scales, str group_name, int world_size, int gather_dim, "
     "bool return_A, ScalarType out_dtype, bool use_fast_accum, bool strict=False) "

@@ -262,6 +262,11 @@ def _run_anew(
                 )
             found = call(A_shard, Bs, biases)
         except Unsupported as error:
+            if may_choose and config == plans.GATHERED.name:  # no memory for the gather: fused
+                return _run_anew(
+                    *(A_shard, Bs, biases, group, gather_dim, return_A),
+                    *("", strict, False, key),
+                )
             reason = str(error)
         else:
             if is_kept:

@@ -15,6 +15,7 @@ from agmm.runtime import collectives, groups, nan_check, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_collectives import ELEMENTS, CudaBackground
 from agmm.runtime.group_gpus import group_facts
+from agmm.runtime.group_topology import relays_of
 from agmm.runtime.workspaces import collectives_workspace
 
 SUMMED = tuple(ELEMENTS)
@@ -32,12 +33,38 @@ _METHODS: dict[Method, _core.CollectiveMethod] = {
 }
 
 
+_RELAYED_BYTES = 256 << 10
+"""Of the tensor that is gathered or summed over relays, where every rank gets all of it: as torch's
+all-reduce over a hybrid cube mesh (pytorch pull request 114001)."""
+_PCIE_BYTES = 1 << 20
+"""Without NVLink: an estimate. A kernel sends over PCIe as fast as NCCL does, in fewer steps, of
+which a µs or two is saved; from there on these are less than a tenth of the time at 25 GB/s."""
+
+
 def _core_method(
-    method: Method, group: dist.ProcessGroup, device: torch.device
+    kind: Kind, method: Method, x: torch.Tensor, group: dist.ProcessGroup
 ) -> _core.CollectiveMethod:
-    """As the links allow: a packet has to arrive as a whole, which only NVLink is known to do."""
-    has_nvlink = group_facts(group, device).peer_atomics
-    return _METHODS[method if has_nvlink else "blocks"]
+    """As the links allow: a packet has to arrive as a whole, which only NVLink is known to do.
+
+    Raises:
+        Unsupported: over such links NCCL is taken for it; all ranks raise.
+    """
+    nbytes = _whole_bytes(kind, x, dist.get_world_size(group))
+    if relays_of(group, x.device) is not None:
+        if kind == "reduce_scatter" or nbytes > _RELAYED_BYTES:
+            raise Unsupported(
+                f"group: {kind} of {nbytes} bytes where some GPUs have no NVLink; agmm's kernels "
+                f"go round that for all_gather and all_reduce of at most {_RELAYED_BYTES}"
+            )
+        return _core.CollectiveMethod.relayed
+    if group_facts(group, x.device).peer_atomics:
+        return _METHODS[method]
+    if nbytes > _PCIE_BYTES:
+        raise Unsupported(
+            f"group: {kind} of {nbytes} bytes without NVLink, agmm's kernels serve at most "
+            f"{_PCIE_BYTES}"
+        )
+    return _core.CollectiveMethod.blocks
 
 
 def call(
@@ -50,7 +77,7 @@ def call(
     is_average: bool = False,
 ) -> None:
     """Enqueue one. Collective; arguments and errors as those of `CollectivesWorkspace.call`."""
-    core_method = _core_method(method, group, sent.device)
+    core_method = _core_method(kind, method, sent, group)
     workspace = collectives_workspace(group, sent.device)
     workspace.call(_OPS[kind], core_method, sent, out, is_average=is_average)
 
@@ -65,9 +92,37 @@ def start(
     is_average: bool = False,
 ) -> CudaBackground:
     """The same on a stream of its own: see `CollectivesWorkspace.start`."""
-    core_method = _core_method(method, group, sent.device)
+    core_method = _core_method(kind, method, sent, group)
     workspace = collectives_workspace(group, sent.device)
     return workspace.start(_OPS[kind], core_method, sent, out, is_average=is_average)
+
+
+def has_norm(method: Method, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether a residual and a norm behind an all-reduce by this method are a part of its kernel.
+    The same on all ranks, as long as they call with the same shapes and dtypes."""
+    if x.shape[-1] * x.element_size() > _core.MAX_NORM_ROW_BYTES:
+        return False
+    return _core_method("all_reduce", method, x, group) in _NORMED
+
+
+_NORMED = (_core.CollectiveMethod.one_shot, _core.CollectiveMethod.two_shot)
+
+
+def all_reduce_rms_norm(
+    method: Method,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    normed: torch.Tensor,
+    total: torch.Tensor,
+    group: dist.ProcessGroup,
+    eps: float,
+) -> None:
+    """Enqueue one, of contiguous tensors, where `has_norm`. Collective; errors as those of
+    `CollectivesWorkspace.call`."""
+    core_method = _core_method("all_reduce", method, x, group)
+    workspace = collectives_workspace(group, x.device)
+    workspace.all_reduce_rms_norm(core_method, x, residual, weight, normed, total, eps)
 
 
 def why_not(kind: Kind, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
@@ -82,10 +137,16 @@ def why_not(kind: Kind, x: torch.Tensor, group: dist.ProcessGroup) -> str | None
     reason = symmetric.why_unfused(x.device)
     if reason is not None:
         return reason
-    is_captured = torch.cuda.is_current_stream_capturing()
-    if is_captured and not collectives_workspace(group, x.device).is_ready:
-        return "workspace: found none for collectives during CUDA graph capture"
-    return None
+    return why_not_captured(x, group)
+
+
+def why_not_captured(x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+    """The reason why a call cannot be captured now, or None; also where none is."""
+    if not torch.cuda.is_current_stream_capturing():
+        return None
+    if collectives_workspace(group, x.device).is_ready:
+        return None
+    return "workspace: found none for collectives during CUDA graph capture"
 
 
 def _whole_bytes(kind: Kind, x: torch.Tensor, world_size: int) -> int:

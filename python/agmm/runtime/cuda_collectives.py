@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
 from agmm import _core
 from agmm.runtime.cuda_calls import stream_of
+from agmm.runtime.group_topology import relays_of
 from agmm.runtime.symmetric import SymmetricWorkspace
 
 ELEMENTS = {
@@ -22,6 +26,13 @@ SLOT_BYTES = 32 << 20
 one several. So all calls but a group's first can be captured."""
 
 
+def _capture_of(device: torch.device) -> int:
+    """The capture that the current stream is in, by its id; 0: none."""
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    return _core.capture_of(stream_of(device))
+
+
 class CudaBackground:
     """A collective that was enqueued on a stream of its own."""
 
@@ -29,12 +40,13 @@ class CudaBackground:
         """To be made behind the call, with its stream as the current one."""
         stream = torch.cuda.current_stream(device)
         self._device = device
-        self._is_captured = torch.cuda.is_current_stream_capturing()
+        self._capture = _capture_of(device)
+        self.is_captured = self._capture != 0
         self._done = torch.cuda.Event()
         self._done.record(stream)
-        self._is_over = False  # of a capture, beyond which its events mean nothing
+        self._is_over = False
         self._kept: tuple[torch.Tensor, ...] = (sent, out)
-        if not self._is_captured:
+        if not self.is_captured:
             for tensor in (sent, out):  # whose memory may be freed before it ends
                 tensor.record_stream(stream)
 
@@ -42,8 +54,8 @@ class CudaBackground:
         """The current stream waits for it."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._done)
-        self._is_over = self._is_captured
-        if not self._is_captured:
+        self._is_over = self.is_captured
+        if not self.is_captured:
             for tensor in self._kept[
                 1:
             ]:  # the caller reads it on this stream, which may be another
@@ -51,15 +63,16 @@ class CudaBackground:
         self._kept = ()
 
     def is_done(self) -> bool:
-        return not self._is_captured and self._done.query()
+        return not self.is_captured and self._done.query()
 
     def precede(self) -> bool:
         """See `agmm.runtime.groups.Background`. The order of eager calls and replays is the
         caller's."""
-        is_capturing = torch.cuda.is_current_stream_capturing()
-        if self._is_over or (self._is_captured and not is_capturing):
+        capture = _capture_of(self._device)
+        # Beyond a capture, which may have been given up, its events mean nothing.
+        if self._is_over or (self.is_captured and capture != self._capture):
             return False
-        if is_capturing and not self._is_captured:
+        if capture and not self.is_captured:
             return True
         torch.cuda.current_stream(self._device).wait_event(self._done)
         return not self.is_done()
@@ -74,6 +87,7 @@ class CollectivesWorkspace(SymmetricWorkspace):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
         self._stream: torch.cuda.Stream | None = None  # of calls in the background
+        self._relayed: _core.CudaCollectives | None = None  # that knows the relays
 
     @property
     def is_ready(self) -> bool:
@@ -101,7 +115,10 @@ class CollectivesWorkspace(SymmetricWorkspace):
             with torch.cuda.stream(self._stream):
                 self.call(op, method, x, out, is_average=is_average)
                 background = CudaBackground(self.device, x, out)
-            self.known.background = background
+            if background.is_captured:  # an eager one may still run
+                self.known.captured_background = background
+            else:
+                self.known.background = background
             return background
 
     def call(
@@ -133,18 +150,74 @@ class CollectivesWorkspace(SymmetricWorkspace):
             if op == _core.CollectiveOp.all_gather:
                 element, count = _core.CollectiveElement.uint8, count * x.element_size()
             assert element is not None, x.dtype
-            captured = True  # also where the call fails half-way
-            try:
-                captured = buffers.core.call(
-                    op,
-                    method,
-                    element,
-                    x.data_ptr(),
-                    out.data_ptr(),
-                    count,
-                    is_average,
-                    stream_of(x.device),
+            if method == _core.CollectiveMethod.relayed:
+                self._know_relays(buffers.core)
+            with self._noting_capture() as note:
+                note(
+                    buffers.core.call(
+                        op,
+                        method,
+                        element,
+                        x.data_ptr(),
+                        out.data_ptr(),
+                        count,
+                        is_average,
+                        stream_of(x.device),
+                    )
                 )
-            finally:
-                if captured:
-                    self.captured = True
+
+    def all_reduce_rms_norm(
+        self,
+        method: _core.CollectiveMethod,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        normed: torch.Tensor,
+        total: torch.Tensor,
+        eps: float,
+    ) -> None:
+        """The same of an all-reduce with a residual and a norm behind it; "one_shot" or
+        "two_shot". All contiguous, of one dtype, ``weight`` one row."""
+        with self.lock:
+            self.known.calls += 1
+            buffers = self.enter(SLOT_BYTES)
+            with self._noting_capture() as note:
+                note(
+                    buffers.core.all_reduce_rms_norm(
+                        method,
+                        ELEMENTS[x.dtype],
+                        x.data_ptr(),
+                        residual.data_ptr(),
+                        weight.data_ptr(),
+                        normed.data_ptr(),
+                        total.data_ptr(),
+                        x.numel(),
+                        weight.numel(),
+                        eps,
+                        stream_of(x.device),
+                    )
+                )
+
+    @contextmanager
+    def _noting_capture(self) -> Iterator[Callable[[bool], None]]:
+        """Around a call of the core, which is told to the function yielded whether it was
+        captured."""
+        captured = True  # also where the call fails half-way
+
+        def note(found: bool) -> None:
+            nonlocal captured
+            captured = found
+
+        try:
+            yield note
+        finally:
+            if captured:
+                self.captured = True
+
+    def _know_relays(self, core: _core.CudaCollectives) -> None:
+        if self._relayed is not core:
+            schedule = relays_of(self.group, self.device)
+            assert schedule is not None
+            moves = (*schedule.first, *schedule.second)
+            core.relay_over([(move.owner, move.source, move.target) for move in moves])
+            self._relayed = core

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from agmm.runtime import devices, groups, links
+from agmm.runtime.group_gpus import group_facts
 from agmm.runtime.topology import (
     FULLY_CONNECTED,
     Kind,
@@ -56,6 +57,19 @@ def topology_of(group: dist.ProcessGroup, device: torch.device) -> GroupTopology
             if known is None:
                 known = _found[group] = agree(group, links.uuid(device.index))
     return known
+
+
+def relays_of(group: dist.ProcessGroup, device: torch.device) -> Schedule | None:
+    """How data goes round the pairs of a group that have no NVLink; None where all have one, or
+    where there is no such way. Collective at first use."""
+    if group not in _found and group_facts(group, device).peer_atomics:
+        return None
+    return topology_of(group, device).relayed
+
+
+def pretend(group: dist.ProcessGroup, matrix: Matrix) -> None:
+    """From now on the ranks of a group have these links, for tests. To be called by all."""
+    _found[group] = of_matrix(matrix)
 
 
 def agree(group: dist.ProcessGroup, uuid: str) -> GroupTopology:

@@ -66,8 +66,10 @@ class Group:
         self.call: tuple[int, object] | None = None
         """The tag of the call under way on the CPU, and in words what it is."""
         self.background: Background | None = None
-        """The last one on CUDA that was not seen to end; later calls of the group come behind it.
-        Under `lock`."""
+        """The last eager one on CUDA that was not seen to end; later calls of the group come behind
+        it. Under `lock`."""
+        self.captured_background: Background | None = None
+        """The same of those in a capture."""
         self._token = ""
         self._exchanges = 0
         self._hosts: list[str] | None = None

@@ -303,8 +303,10 @@ class SymmetricWorkspace:
         """The buffers of a call that needs slots of that size. Under `lock`."""
         if slot_bytes > self.slot_bytes:
             self.ensure(slot_bytes)
-        background = self.known.background
+        background, captured = self.known.background, self.known.captured_background
         if background is not None and not background.precede():
             self.known.background = None
+        if captured is not None and not captured.precede():
+            self.known.captured_background = None
         assert self._buffers is not None
         return self._buffers

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "agmm/collectives.hpp"
@@ -104,27 +105,34 @@ void bands() {
         for (fake::Exchange const& launch : workspace.call(call)) {
           ExchangeArgs const& args = launch.args;
           bool const is_shared = launch.step == ExchangeStep::SumAndShare;
-          int64_t const elements = is_shared ? args.total : args.count;
+          int64_t const elements = args.elements;
           auto const offset = [&](auto const* at, auto const* from) {
             return static_cast<char const*>(at) - static_cast<char const*>(from);
           };
           check(offset(args.in, call.in) == done * element_bytes, name + ": begins elsewhere");
           check(offset(args.out, call.out) == done * element_bytes, name + ": stored elsewhere");
-          int64_t const group = (launch.carrier == Carrier::Packets ? 12 : 16) / element_bytes;
-          int64_t const groups = (args.count + group - 1) / group;
+          int64_t const unit = launch.carrier == Carrier::Packets ? 12 : 16;
+          int64_t const group = unit / element_bytes;
+          int64_t const groups = args.groups;
           check(groups <= int64_t(layout.groups(launch.carrier)), name + ": does not fit");
           check(groups > 0 && elements > 0, name + ": nothing to do");
+          check(args.end == (elements + group - 1) / group, name + ": groups in all");
+          bool const is_aligned = (done * element_bytes) % (unit == 12 ? 4 : 16) == 0 &&
+                                  (args.in_stride | args.out_stride) % (unit == 12 ? 4 : 16) == 0;
+          check(args.whole == (is_aligned ? elements / group : 0), name + ": whole groups");
           if (is_shared) {
-            check(args.count * w >= args.total, name + ": elements of nobody");
-            check(args.count % group == 0, name + ": a group of two segments");
-            check(args.in_stride == args.count && args.out_stride == args.count, name + ": stride");
+            check(groups * w >= args.end, name + ": elements of nobody");
+            check(args.segment == groups, name + ": a segment is not all groups");
+            int64_t const stride = groups * unit;
+            check(args.in_stride == stride && args.out_stride == stride, name + ": stride");
           } else {
-            int64_t const all = count * (is_gather ? 2 : 1);
+            int64_t const all = count * 2;
+            check(groups == args.end, name + ": groups of a segment");
             check(args.in_stride == (call.op == CollectiveOp::ReduceScatter ? all : 0),
                   name + ": stride of what is sent");
             check(args.out_stride == (is_gather ? all : 0), name + ": stride of what is received");
           }
-          int64_t const block = int64_t(args.thread_groups) * agmm::kExchangeThreads;
+          int64_t const block = int64_t(args.thread_groups) * launch.grid.threads;
           check(launch.carrier == Carrier::Packets ||
                     (groups + block - 1) / block <= int64_t(layout.blocks()),
                 name + ": more blocks than signals");
@@ -240,14 +248,103 @@ void order() {
   check(names == "exchange record wait exchange record ", names);
 }
 
+/// The launches of a call with a norm cover its rows once, in order, and fit into a slot.
+void norms() {
+  for (int const w : {2, 3, 8}) {
+    CollectiveLayout const layout(kSlotBytes, w);
+    for (auto const method : {CollectiveMethod::OneShot, CollectiveMethod::TwoShot}) {
+      for (auto const& [all_rows, row] :
+           {std::pair<int64_t, int64_t>{1, 1}, {5, 7}, {3000, 8192}, {100, 24000}}) {
+        std::string const name = std::to_string(w) + " ranks, " + std::to_string(all_rows) +
+                                 " rows of " + std::to_string(row);
+        Workspace workspace(w - 1, w);
+        Collective const call = collective(CollectiveOp::AllReduce, method, all_rows * row);
+        agmm::ResidualNorm norm;
+        norm.residual = reinterpret_cast<void const*>(uintptr_t(3) << 60);
+        norm.weight = reinterpret_cast<void const*>(uintptr_t(5) << 60);
+        norm.normed = reinterpret_cast<void*>(uintptr_t(7) << 60);
+        norm.row = row;
+        state().exchanges.clear();
+        (*workspace.op)(call, norm, kStream);
+        int64_t done = 0;
+        int threads = 0;
+        for (fake::Exchange const& launch : state().exchanges) {
+          bool const is_shared = method == CollectiveMethod::TwoShot;
+          int64_t const at = done * row * 2;
+          auto const is_at = [&](void const* pointer, void const* from) {
+            return static_cast<char const*>(pointer) == static_cast<char const*>(from) + at;
+          };
+          check(is_at(launch.args.in, call.in) && is_at(launch.args.out, call.out),
+                name + ": rows");
+          check(
+              is_at(launch.norm.residual, norm.residual) && is_at(launch.norm.normed, norm.normed),
+              name + ": other rows");
+          check(launch.norm.weight == norm.weight, name + ": a weight for all rows");
+          int64_t const groups = (row + 5) / 6;
+          check(launch.norm.row_groups == groups && launch.norm.row_elements == row, name);
+          check(launch.norm.whole == (row % 2 == 0 ? row / 6 : 0), name + ": whole groups");
+          check(int64_t(launch.norm.owned_rows) * w >= launch.norm.rows, name + ": rows of nobody");
+          int64_t const sent = is_shared ? launch.norm.owned_rows : launch.norm.rows;
+          check(sent * groups <= int64_t(layout.groups(Carrier::Packets)), name + ": does not fit");
+          check(threads == 0 || threads == launch.grid.threads, name + ": another order of sums");
+          threads = launch.grid.threads;
+          done += launch.norm.rows;
+        }
+        check(done == all_rows, name + ": " + std::to_string(done) + " done");
+      }
+    }
+  }
+  Workspace workspace(0, 2);
+  agmm::ResidualNorm norm;
+  norm.residual = norm.weight = norm.normed = reinterpret_cast<void*>(uintptr_t(3) << 60);
+  auto const refused = [&](CollectiveMethod method, int64_t count, int64_t row) {
+    norm.row = row;
+    Collective const call = collective(CollectiveOp::AllReduce, method, count);
+    std::string const error = error_of([&] { (*workspace.op)(call, norm, kStream); });
+    check(error.find("found") != std::string::npos, "no error, or: " + error);
+  };
+  refused(CollectiveMethod::Blocks, 64, 64);
+  refused(CollectiveMethod::OneShot, 64, 0);
+  refused(CollectiveMethod::OneShot, 64, 60);
+  refused(CollectiveMethod::OneShot, 48 << 10, 48 << 10);
+}
+
+/// What a rank of a square, 0-1-2-3-0, sends, gets and passes on.
+void relays() {
+  std::vector<agmm::RelayMove> moves;
+  for (int owner = 0; owner < 4; ++owner) {
+    int const next = (owner + 1) % 4;
+    moves.push_back({owner, owner, next});
+    moves.push_back({owner, owner, (owner + 3) % 4});
+    moves.push_back({owner, next, (owner + 2) % 4});
+  }
+  Workspace workspace(1, 4);
+  Collective const call = collective(CollectiveOp::AllReduce, CollectiveMethod::Relayed, 64);
+  check(!error_of([&] { workspace.call(call); }).empty(), "a call without relays");
+  workspace.op->relay_over(moves);
+  auto const launches = workspace.call(call);
+  check(launches.size() == 1 && launches[0].step == ExchangeStep::Sum, "one shot");
+  agmm::RelayArgs const& found = launches[0].relays;
+  check(found.near == 0b0101 && found.far == 0b1000, "who sends to rank 1");
+  check(found.near_distances == 0b1010, "to whom it sends: those one ahead and one behind");
+  for (uint32_t owner = 0; owner < 4; ++owner) {
+    check(found.passed_on[owner] == (owner == 0 ? 0b0010u : 0), "what of 0 it passes on to 2");
+  }
+  moves.pop_back();
+  for (int rank = 0; rank < 4; ++rank) {
+    bool const is_refused = !error_of([&] { Workspace(rank, 4).op->relay_over(moves); }).empty();
+    check(is_refused == (rank == 1), "a shard that does not come");
+  }
+  moves[0].target = 4;
+  check(!error_of([&] { Workspace(0, 4).op->relay_over(moves); }).empty(), "no such rank");
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
-  std::map<std::string, void (*)()> const checks = {{"bands", &bands},
-                                                    {"layouts", &layouts},
-                                                    {"agreement", &agreement},
-                                                    {"refusals", &refusals},
-                                                    {"order", &order}};
+  std::map<std::string, void (*)()> const checks = {
+      {"bands", &bands}, {"layouts", &layouts}, {"agreement", &agreement}, {"refusals", &refusals},
+      {"norms", &norms}, {"relays", &relays},   {"order", &order}};
   if (count == 1) {
     for (auto const& [name, run] : checks) std::printf("%s\n", name.c_str());
     return 0;

@@ -345,10 +345,22 @@ cudaError_t launch_stage(StageArgs const&, int, cudaStream_t stream) {
   return fake::enqueue("stage", stream);
 }
 
-cudaError_t prepare_exchanges() { return cudaSuccess; }
+cudaError_t prepare_exchanges(int) { return cudaSuccess; }
+cudaError_t prepare_relayed() { return cudaSuccess; }
 cudaError_t launch_exchange(ExchangeArgs const& args, CollectiveElement element, ExchangeStep step,
                             Carrier carrier, ExchangeGrid const& grid, cudaStream_t stream) {
-  fake::state().exchanges.push_back({args, element, step, carrier, grid});
+  fake::state().exchanges.push_back({args, element, step, carrier, grid, {}, {}});
+  return fake::enqueue("exchange", stream);
+}
+cudaError_t launch_norm(ExchangeArgs const& args, NormArgs const& norm, CollectiveElement element,
+                        ExchangeStep step, ExchangeGrid const& grid, cudaStream_t stream) {
+  fake::state().exchanges.push_back({args, element, step, Carrier::Packets, grid, norm, {}});
+  return fake::enqueue("exchange", stream);
+}
+cudaError_t launch_relayed(ExchangeArgs const& args, RelayArgs const& relays,
+                           CollectiveElement element, ExchangeStep step, ExchangeGrid const& grid,
+                           cudaStream_t stream) {
+  fake::state().exchanges.push_back({args, element, step, Carrier::Packets, grid, {}, relays});
   return fake::enqueue("exchange", stream);
 }
 

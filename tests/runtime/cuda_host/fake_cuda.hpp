@@ -27,6 +27,8 @@ struct Exchange {
   agmm::ExchangeStep step;
   agmm::Carrier carrier;
   agmm::ExchangeGrid grid;
+  agmm::NormArgs norm;
+  agmm::RelayArgs relays;
 };
 
 struct State {

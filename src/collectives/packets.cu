@@ -1,0 +1,39 @@
+// Collectives by packets: one shot, or two.
+#include "collectives/packet_exchange.hpp"
+
+namespace agmm {
+
+namespace {
+
+template <class Element, ExchangeStep kStep, int kMost>
+__global__ void __launch_bounds__(kExchangeThreads, 1)
+    packets_kernel(__grid_constant__ ExchangeArgs const args) {
+  Packets<Element, kStep, kMost> exchange(args);
+  exchange.send();
+#ifndef AGMM_V_TAIL
+  pass_turn(args, exchange.slot);
+#endif
+  stress_delay(args.rank);
+  if constexpr (kStep == ExchangeStep::Gather) {
+    exchange.gather(0);
+  } else {
+    exchange.sum();
+  }
+  if constexpr (kStep == ExchangeStep::SumAndShare) exchange.gather(1);
+#ifdef AGMM_V_TAIL
+  pass_turn(args, exchange.slot);
+#endif
+}
+
+template <class Element, ExchangeStep kStep, int kMost>
+struct PacketsKernel {
+  static constexpr ExchangeKernel kKernel = packets_kernel<Element, kStep, kMost>;
+};
+
+}  // namespace
+
+ExchangeKernel packets_kernel_of(CollectiveElement element, ExchangeStep step, int world_size) {
+  return exchange_kernel_of<PacketsKernel>(element, step, world_size);
+}
+
+}  // namespace agmm
