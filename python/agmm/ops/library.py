@@ -56,3 +56,7 @@ library.define(
     "Tensor? bias, Tensor? result_scale, str group_name, int world_size, int scatter_dim, "
     "str reduce_op, ScalarType out_dtype, bool use_fast_accum, bool strict=False) -> Tensor"
 )
+library.define(
+    "_scaled_matmul(Tensor A, Tensor scale_a, Tensor B, Tensor scale_b, ScalarType out_dtype, "
+    "bool use_fast_accum) -> Tensor"
+)
