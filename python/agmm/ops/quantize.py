@@ -12,6 +12,8 @@ from agmm.errors import InvalidArgument
 from agmm.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from agmm.ops.checks import check_operand
 from agmm.ops.scaled_checks import BIAS_DTYPES
+from agmm.runtime import cuda_quantize
+from agmm.runtime.collectives import is_traced
 from agmm.runtime.scaled import Scaled
 from agmm.runtime.scaling import ALL, BY_NAME, Tile, scale_shape
 
@@ -53,6 +55,16 @@ def quantised(
     """
     if x.numel() == 0:
         return x.to(dtype), x.new_ones(scale_shape(x.shape, tile), dtype=torch.float32)
+    if amax is None and x.is_cuda and not is_traced(x):
+        found = cuda_quantize.quantised(x, tile, dtype, power_of_2=power_of_2)
+        if found is not None:
+            return found
+    return _by_torch(x, tile, dtype, amax, power_of_2)
+
+
+def _by_torch(
+    x: torch.Tensor, tile: Tile, dtype: torch.dtype, amax: torch.Tensor | None, power_of_2: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     largest = torch.finfo(dtype).max
     amax = (amax_of(x, tile) if amax is None else amax).to(torch.float64)
     up = (largest / amax.clamp(min=_LEAST_AMAX)).to(torch.float32)
