@@ -68,7 +68,7 @@ help: ## list the targets
 demo: $(VENV)/.installed ## run the op on 4 ranks, check it, print a table and draw the overlap
 	$(VENV)/bin/agmm demo
 
-test: $(VENV)/.installed $(VENV)/.model $(VENV)/.titan ## build and run the tests that need no GPU
+test: $(VENV)/.installed $(VENV)/.model $(VENV)/.titan $(VENV)/.torchao ## build and run the tests that need no GPU
 	$(PY) -m pytest -m "not gpu and not slow" -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS) tests
 
 test-slow: $(VENV)/.installed ## build and run what takes longer: stress, and compiling for tests alone
@@ -152,6 +152,11 @@ $(VENV)/.model: $(VENV)/.torch
 # torchtitan's linears, which a test runs; they need nothing of what its trainer requires.
 $(VENV)/.titan: $(VENV)/.torch
 	$(PIP) install -q --no-deps torchtitan==0.3.0 spmd_types==0.2.3
+	touch $@
+
+# torchao's conversion to fp8 training, with which tests compare; it needs torch only.
+$(VENV)/.torchao: $(VENV)/.torch
+	$(PIP) install -q --no-deps torchao==0.18.0
 	touch $@
 
 # Rewritten only when a setting of the build changes, so that a change rebuilds.

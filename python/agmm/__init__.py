@@ -20,6 +20,7 @@ try:
     from agmm.runtime.group_gpus import reserve_sms
     from agmm.runtime.memory import release, reserve, workspace_bytes
     from agmm.runtime.nan_check import check_nan
+    from agmm.runtime.packed import Packed4BitWeight
 
     __version__ = _version("agmm")
 except (Exception, KeyboardInterrupt) as _error:
@@ -42,6 +43,7 @@ __all__ = [
     "AgmmError",
     "InvalidArgument",
     "KernelConfig",
+    "Packed4BitWeight",
     "Unsupported",
     "__version__",
     "all_gather_matmul",

@@ -30,10 +30,15 @@ __all__: list[str] = [
     "MAX_PUSH_PARTS",
     "MAX_PUSH_RANKS",
     "MAX_SCATTER_TILES",
+    "QUANTIZE_BLOCK",
+    "QUANTIZE_MULTIPLE",
+    "QuantizedFrom",
+    "QuantizedTo",
     "SCATTER_BAND_ROWS",
     "SCATTER_TIMES_BYTES",
     "SM_PUSH_HEAD_ITEM_BYTES",
     "SPLIT_COUNTER_BYTES",
+    "ScaleOf",
     "TILE_TIMES_BYTES",
     "TIMEOUT_EXIT_CODE",
     "WorkspaceLayout",
@@ -59,6 +64,7 @@ __all__: list[str] = [
     "part_place",
     "peer_atomics",
     "push_order",
+    "quantize",
     "record_time",
     "scatter_bands",
     "scatter_kernel_facts",
@@ -662,6 +668,117 @@ class CudaCollectives:
     @property
     def slot_bytes(self) -> int: ...
 
+class QuantizedFrom:
+    """
+    By torch's names.
+
+    Members:
+
+      bfloat16
+
+      float16
+
+      float32
+    """
+
+    __members__: typing.ClassVar[dict[str, QuantizedFrom]]
+    bfloat16: typing.ClassVar[QuantizedFrom]
+    float16: typing.ClassVar[QuantizedFrom]
+    float32: typing.ClassVar[QuantizedFrom]
+    @typing.overload
+    def __eq__(self, other: QuantizedFrom) -> bool: ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    @typing.overload
+    def __ne__(self, other: QuantizedFrom) -> bool: ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: int) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class QuantizedTo:
+    """
+    By torch's names.
+
+    Members:
+
+      float8_e4m3fn
+
+      float8_e5m2
+    """
+
+    __members__: typing.ClassVar[dict[str, QuantizedTo]]
+    float8_e4m3fn: typing.ClassVar[QuantizedTo]
+    float8_e5m2: typing.ClassVar[QuantizedTo]
+    @typing.overload
+    def __eq__(self, other: QuantizedTo) -> bool: ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    @typing.overload
+    def __ne__(self, other: QuantizedTo) -> bool: ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: int) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class ScaleOf:
+    """
+    What a scale covers.
+
+    Members:
+
+      row
+
+      block
+
+      matrix
+    """
+
+    __members__: typing.ClassVar[dict[str, ScaleOf]]
+    block: typing.ClassVar[ScaleOf]
+    matrix: typing.ClassVar[ScaleOf]
+    row: typing.ClassVar[ScaleOf]
+    @typing.overload
+    def __eq__(self, other: ScaleOf) -> bool: ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    @typing.overload
+    def __ne__(self, other: ScaleOf) -> bool: ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: int) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
 def async_input_mm(
     a: int,
     b: int,
@@ -821,6 +938,23 @@ def push_order(
     The order in which SM push sends a shard: (round, chunk, first part, parts) per item.
     """
 
+def quantize(
+    x: int,
+    from_dtype: QuantizedFrom,
+    to_dtype: QuantizedTo,
+    scale_of: ScaleOf,
+    rows: int,
+    columns: int,
+    power_of_2: bool,
+    values: int,
+    scales: int,
+    scratch: int,
+    stream: int,
+) -> None:
+    """
+    Enqueues the quantisation of a contiguous matrix to fp8 with dynamic scales. scratch: a word, where a scale covers the matrix.
+    """
+
 def record_time(ns: int, stream: int) -> None:
     """
     Writes the GPU's timer in ns to a device address when the stream comes to it.
@@ -939,6 +1073,8 @@ MAX_NORM_ROW_BYTES: int
 MAX_PUSH_PARTS: int
 MAX_PUSH_RANKS: int
 MAX_SCATTER_TILES: int
+QUANTIZE_BLOCK: int
+QUANTIZE_MULTIPLE: int
 SCATTER_BAND_ROWS: int
 SCATTER_TIMES_BYTES: int
 SM_PUSH_HEAD_ITEM_BYTES: int

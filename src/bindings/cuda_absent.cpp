@@ -5,6 +5,7 @@
 #include "agmm/collectives.hpp"
 #include "agmm/fused_all_gather_matmul.hpp"
 #include "agmm/fused_matmul_reduce_scatter.hpp"
+#include "ops/quantize.hpp"
 
 namespace agmm {
 
@@ -19,6 +20,7 @@ std::size_t max_split_scratch_bytes() { refuse(); }
 void load_kernels() { refuse(); }
 PreparedMatmul prepare_async_input_mm(AsyncInputArgs const&) { refuse(); }
 void record_time(uint64_t*, void*) { refuse(); }
+void quantize(Quantize const&, void*) { refuse(); }
 void PreparedMatmul::launch(void*) const { refuse(); }
 bool has_peer_atomics(int, int) { refuse(); }
 

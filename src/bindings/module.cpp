@@ -11,6 +11,7 @@ void bind_cpu(py::module_& m);
 void bind_chunking(py::module_& m);
 void bind_cuda(py::module_& m);
 void bind_collectives(py::module_& m);
+void bind_quantize(py::module_& m);
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The torch-free core of agmm.";
@@ -22,4 +23,5 @@ PYBIND11_MODULE(_core, m) {
   bind_chunking(m);
   bind_cuda(m);
   bind_collectives(m);
+  bind_quantize(m);
 }

@@ -9,6 +9,8 @@ import pytest
 import scaled_work as work
 import torch
 
+from agmm import _core
+from agmm.runtime.scaling import BLOCK, K_MULTIPLE
 from agmm.testing.ranks import RankPool
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -128,3 +130,8 @@ def test_torchs_scatter(pool: RankPool, kind: str, scatter_dim: int, world_size:
     for reduce_op in ("sum", "avg"):
         results = pool.run(work.served_scatter, world_size, kind, scatter_dim, reduce_op)
         check(results, world_size)
+
+
+def test_the_core_has_the_same_blocks() -> None:
+    assert _core.QUANTIZE_BLOCK == BLOCK
+    assert _core.QUANTIZE_MULTIPLE == K_MULTIPLE

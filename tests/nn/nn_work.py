@@ -175,7 +175,7 @@ def _part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Special(torch.nn.Linear):
-    """As torchao's Float8Linear: its forward is not nn.Linear's."""
+    """A subclass whose forward is not nn.Linear's."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agmm.cli import explain
+from agmm.cli import explain, explain_fp8
 from agmm.errors import InvalidArgument
-from agmm.planning import tables
-from agmm.planning.cost_model import collectives
+from agmm.planning import cost_model, tables
+from agmm.planning.cost_model import collectives, fp8
 from agmm.planning.cost_model.collectives import Kind
 from agmm.planning.plans import BY_TORCH, CPU, UNFUSED, KernelConfig, Plan, Problem, Row
 from agmm.planning.tables import Key
@@ -306,3 +306,60 @@ def test_predictions_of_collectives() -> None:
             assert (us, library_us) == (f"{found:.1f}", f"{by_library:.1f}")
             assert method == collectives.collective_method("all_reduce", nbytes, world_size)
             assert found <= most_us[f"{size} {unit}"] and found < by_library
+
+
+# --- fp8 ---
+
+
+def said_of_fp8(problem: Problem, scaling: str | None) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(explain.explain_any(problem, scaling), soft_wrap=True, markup=False)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+FP8_PROBLEM = PROBLEM._replace(dtype="float8_e4m3fn", n=3584)
+
+
+def test_fp8_with_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = KernelConfig.parse("128x256x128_2x1_cooperative")
+    monkeypatch.setattr(explain_fp8, "_kernel", lambda *_: (kernel, ""))
+    text = said_of_fp8(FP8_PROBLEM, None)
+    assert "float8_e4m3fn with rowwise scales, B by column, 4 ranks on nvidia-h200" in text
+    assert "plan: push/128x256x128_2x1_cooperative/swizzle1/along_m\n" in text
+    assert "NCCL's all-gather and torch._scaled_mm" in text
+    assert text.count("(the plan)") == 1
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("scaling", ["tensorwise", "block"])
+def test_fp8_without_one(monkeypatch: pytest.MonkeyPatch, scaling: str, op: str) -> None:
+    monkeypatch.setattr(explain_fp8, "_kernel", lambda *_: (None, "no kernel"))
+    text = said_of_fp8(FP8_PROBLEM._replace(op=op), scaling)
+    assert f"float8_e4m3fn with {scaling} scales" in text
+    assert "plan: unfused, " in text and "why: no kernel" in text
+
+
+def test_fp8_on_the_cpu_and_bad_input() -> None:
+    assert "agmm's own on CPU ranks" in said_of_fp8(FP8_PROBLEM._replace(gpu=CPU), "block")
+    for problem, scaling, message in (
+        (FP8_PROBLEM, "row", "scaling: found 'row', wanted one of"),
+        (FP8_PROBLEM._replace(k=24), None, "k: found 24, wanted a multiple of 16 with fp8"),
+        (FP8_PROBLEM._replace(m=4098), None, "m: found 4098, wanted a multiple of tp, 4"),
+        (PROBLEM, "rowwise", "scaling: found 'rowwise' with bfloat16, wanted none, or float8"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            said_of_fp8(problem, scaling)
+
+
+def test_fp8_costs() -> None:
+    """Half the bytes and up to 1.8 of the rate; one rank communicates nothing."""
+    half = cost_model.matmul_us(PROBLEM)
+    assert 1.5 < half / fp8.matmul_us(FP8_PROBLEM) < 1.9
+    alone = FP8_PROBLEM._replace(world_size=1)
+    assert fp8.unfused_us(alone, "rowwise") == fp8.matmul_us(alone)
+    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+        problem = FP8_PROBLEM._replace(op=op)
+        assert fp8.matmul_us(problem) < fp8.fused_us(problem, "rowwise")
+        assert fp8.fused_us(problem, "rowwise") < fp8.unfused_us(problem, "rowwise")
+    assert fp8.scales_of_row(8192, "block") == 64 and fp8.scales_of_row(8192, "rowwise") == 1

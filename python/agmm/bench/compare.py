@@ -36,6 +36,7 @@ _SETTINGS = {
     "device": "device",
     "world_size": "world size",
     "dtype": "dtype",
+    "scaling": "scaling",
     "spin_us": "spin µs",
     "flush_mib": "flush MiB",
     "statistic": "statistic",

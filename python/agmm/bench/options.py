@@ -9,11 +9,13 @@ from pathlib import Path
 
 import torch
 
+from agmm.bench.scaled_ways import check_scaling, ways_of
 from agmm.bench.timer import SAMPLES, SPIN_US, WARMUP
 from agmm.bench.units import size
 from agmm.bench.ways import select_ways
 from agmm.errors import InvalidArgument
 from agmm.planning.plans import ALL_GATHER_MATMUL
+from agmm.runtime.scaled import FP8
 from agmm.testing.cases import BENCH_SHAPES, CPU_BENCH_SHAPES, SCATTER_BENCH_SHAPES, Shape
 
 DEFAULT_WORLD_SIZE = 4  # as in the figures that the project started from
@@ -38,6 +40,8 @@ class Options:
     limit_s: float = LIMIT_S
     """So long may one call of a way take; then its ranks are ended, and it has no time."""
     op: str = ALL_GATHER_MATMUL
+    scaling: str | None = None
+    """The kind of scales of fp8 operands; row-wise where none is given."""
 
     def resolved(self) -> Options:
         """The same with every default filled in. Raises InvalidArgument for what cannot run."""
@@ -54,10 +58,11 @@ class Options:
         dtype = self.dtype
         if dtype is None:
             dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        ways = tuple(select_ways(self.ways, self.device, self.op))
+        scaling = check_scaling(dtype, self.scaling, list(shapes))
+        ways = tuple(select_ways(self.ways, self.device, self.op, ways_of(self.op, scaling)))
         if self.device == "cpu":
             check_memory(shapes, dtype, self.world_size)
-        return replace(self, shapes=tuple(shapes), ways=ways, dtype=dtype)
+        return replace(self, shapes=tuple(shapes), ways=ways, dtype=dtype, scaling=scaling)
 
 
 def check_memory(shapes: Sequence[Shape], dtype: torch.dtype, world_size: int) -> None:
@@ -66,7 +71,9 @@ def check_memory(shapes: Sequence[Shape], dtype: torch.dtype, world_size: int) -
     free = _free_memory()
     for shape in shapes:
         elements = shape.M * shape.K + shape.N * shape.K + shape.M * shape.N
-        needed = world_size * elements * dtype.itemsize
+        # fp8 is multiplied in float32 there.
+        itemsize = torch.float32.itemsize if dtype in FP8 else dtype.itemsize
+        needed = world_size * elements * itemsize
         if free is not None and needed > free:
             raise InvalidArgument(
                 f"shape: found {shape}, of which {world_size} ranks need {size(needed)}, wanted "

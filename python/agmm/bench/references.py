@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from agmm.bench import scaled_ways
 from agmm.bench.exchange import of_all_ranks
 from agmm.bench.ways import ROOF, Problem
 from agmm.planning.plans import MATMUL_REDUCE_SCATTER
@@ -38,16 +39,25 @@ def make_problem(
     *,
     dtype: torch.dtype,
     seed: int = 0,
+    scaling: str | None = None,
 ) -> Problem:
-    """This rank's. Raises InvalidArgument where the ranks cannot have equally many rows."""
+    """This rank's; with scales of a kind where one is given.
+
+    Raises InvalidArgument where the ranks cannot have equally many rows.
+    """
     make = make_scatter_operands if op == MATMUL_REDUCE_SCATTER else make_operands
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     operands = make(shape, rank, world_size, dtype=dtype, device=device, seed=seed)
-    return Problem(shape, group, device, operands, op)
+    problem = Problem(shape, group, device, operands, op)
+    if scaling is None:
+        return problem
+    return scaled_ways.make_scaled_problem(problem, scaling, seed)
 
 
 def references(problem: Problem, seed: int = 0) -> References:
     """Of a problem made with that seed. Collective."""
+    if problem.scaling is not None:
+        return References(*scaled_ways.references(problem, seed))
     operands, group = problem.operands, problem.group
     product = gathered_product(operands.A, operands.B)
     if problem.op != MATMUL_REDUCE_SCATTER:

@@ -117,6 +117,13 @@ def op_of(report: Report) -> str:
     return str(report["settings"].get("op", ALL_GATHER_MATMUL))
 
 
+def dtype_of(report: Report) -> str:
+    """The dtype of a report, with the kind of scales where there are some."""
+    settings = report["settings"]
+    scaling = settings.get("scaling")
+    return f"{settings['dtype']}{f' {scaling}' if scaling else ''}"
+
+
 def title_of(name: str, op: str = ALL_GATHER_MATMUL) -> str:
     """What tables and plots call a way of an op: its title where this version knows it."""
     way = ways_of(op).get(name)
@@ -132,7 +139,7 @@ def where(report: Report) -> str:
     """Ranks, machine, dtype and torch of a report, in a line."""
     machine, settings = report["machine"], report["settings"]
     facts = [f"{settings.get('world_size', '?')} ranks on {machine.get('device_name', '?')}"]
-    facts += [str(settings["dtype"])] if "dtype" in settings else []
+    facts += [dtype_of(report)] if "dtype" in settings else []
     facts += [f"torch {machine['torch']}"] if "torch" in machine else []
     return ", ".join(facts)
 
@@ -162,6 +169,7 @@ def new_report(options: Options) -> dict[str, Any]:
             "device": options.device,
             "world_size": options.world_size,
             "dtype": str(options.dtype).removeprefix("torch."),
+            "scaling": options.scaling,
             "samples": options.samples,
             "warmup": options.warmup,
             "spin_us": options.spin_us if options.device == "cuda" else None,

@@ -61,6 +61,11 @@ class Options:
             raise InvalidArgument(f"return_A: found True with {op}, wanted False")
         given = bench_options.Options(device, world_size, tuple(shapes), dtype=dtype).resolved()
         assert given.dtype is not None
+        if given.scaling is not None:
+            raise InvalidArgument(
+                f"dtype: found {given.dtype}, wanted one without scales: plans of fp8 products are "
+                "not tuned"
+            )
         options = cls(device, world_size, tuple(shapes), given.dtype, op=op, **others)
         for shape in shapes:
             reason = why_unfused(options.dtype_name, shape.N, shape.K)

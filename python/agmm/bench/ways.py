@@ -32,6 +32,10 @@ class Problem:
     device: torch.device
     operands: Operands
     op: str = ALL_GATHER_MATMUL
+    scaling: str | None = None
+    """The kind of scales of fp8 operands."""
+    scales: Any = None
+    """Those, `scaled_ways.Scales`."""
 
     @property
     def group_name(self) -> Any:
@@ -143,9 +147,11 @@ def _agmm(return_A: bool) -> Callable[[Problem], Callable[[], Result]]:
     return prepare
 
 
-def _as_graph(
+def as_graph(
     prepare: Callable[[Problem], Callable[[], Result]],
 ) -> Callable[[Problem], Callable[[], Result]]:
+    """The same replayed as a CUDA graph."""
+
     def prepare_graph(p: Problem) -> Callable[[], Result]:
         call = prepare(p)
         side = torch.cuda.Stream()
@@ -220,25 +226,25 @@ def _gather_ways() -> dict[str, Way]:
     return _by_name(
         Way(ROOF, _TITLE_OF_ROOF, _roof, on_cpu=True),
         Way("unfused", "all-gather, then matmul", _unfused, on_cpu=True),
-        Way("unfused-graph", "all-gather, then matmul, graph", _as_graph(_unfused)),
+        Way("unfused-graph", "all-gather, then matmul, graph", as_graph(_unfused)),
         Way("torch-decomposed", "torch decomposed", _torch_decomposed(False)),
         Way(
             "torch-decomposed-graph",
             "torch decomposed, graph",
-            _as_graph(_torch_decomposed(False)),
+            as_graph(_torch_decomposed(False)),
         ),
         Way("torch-decomposed-A", "torch decomposed, returns A", _torch_decomposed(True)),
         Way(
             "torch-decomposed-A-graph",
             "torch decomposed, returns A, graph",
-            _as_graph(_torch_decomposed(True)),
+            as_graph(_torch_decomposed(True)),
         ),
         Way("torch-native", "torch native, returns A", _torch_native),
-        Way("torch-native-graph", "torch native, returns A, graph", _as_graph(_torch_native)),
+        Way("torch-native-graph", "torch native, returns A, graph", as_graph(_torch_native)),
         Way("agmm", "agmm", _agmm(False), on_cpu=True, is_agmm=True, host_time=True),
-        Way("agmm-graph", "agmm, graph", _as_graph(_agmm(False)), is_agmm=True),
+        Way("agmm-graph", "agmm, graph", as_graph(_agmm(False)), is_agmm=True),
         Way("agmm-A", "agmm, returns A", _agmm(True), on_cpu=True, is_agmm=True, host_time=True),
-        Way("agmm-A-graph", "agmm, returns A, graph", _as_graph(_agmm(True)), is_agmm=True),
+        Way("agmm-A-graph", "agmm, returns A, graph", as_graph(_agmm(True)), is_agmm=True),
     )
 
 
@@ -247,13 +253,13 @@ def _scatter_ways() -> dict[str, Way]:
     return _by_name(
         Way(ROOF, _TITLE_OF_ROOF, _roof, on_cpu=True),
         Way("unfused", "matmul, then reduce-scatter", _scatter_unfused, on_cpu=True),
-        Way("unfused-graph", "matmul, then reduce-scatter, graph", _as_graph(_scatter_unfused)),
+        Way("unfused-graph", "matmul, then reduce-scatter, graph", as_graph(_scatter_unfused)),
         Way("torch-fused", "torch fused", _torch_fused),
-        Way("torch-fused-graph", "torch fused, graph", _as_graph(_torch_fused)),
+        Way("torch-fused-graph", "torch fused, graph", as_graph(_torch_fused)),
         Way("agmm", "agmm", planned, on_cpu=True, is_agmm=True, host_time=True),
-        Way("agmm-graph", "agmm, graph", _as_graph(planned), is_agmm=True),
+        Way("agmm-graph", "agmm, graph", as_graph(planned), is_agmm=True),
         Way("agmm-fused", "agmm, never unfused", own, on_cpu=True, is_agmm=True, host_time=True),
-        Way("agmm-fused-graph", "agmm, never unfused, graph", _as_graph(own), is_agmm=True),
+        Way("agmm-fused-graph", "agmm, never unfused, graph", as_graph(own), is_agmm=True),
     )
 
 
@@ -271,13 +277,17 @@ def ways_of(op: str) -> dict[str, Way]:
 
 
 def select_ways(
-    names: Iterable[str] | None, device_type: str, op: str = ALL_GATHER_MATMUL
+    names: Iterable[str] | None,
+    device_type: str,
+    op: str = ALL_GATHER_MATMUL,
+    known: dict[str, Way] | None = None,
 ) -> list[str]:
-    """The ways to run on 'cuda' or 'cpu': those named, or all that exist there; always the roof.
+    """The ways of an op, or of ``known`` ones, to run on 'cuda' or 'cpu': those named, or all that
+    exist there; always the roof.
 
     Raises InvalidArgument that names an unknown way and the nearest known one.
     """
-    known = ways_of(op)
+    known = ways_of(op) if known is None else known
     there = [way.name for way in known.values() if device_type == "cuda" or way.on_cpu]
     if names is None:
         return there

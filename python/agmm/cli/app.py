@@ -27,6 +27,7 @@ from agmm.cli.options import (
     Op,
     PlannedOp,
     ReturnA,
+    ScalingOf,
     Shapes,
     Tokens,
     Tp,
@@ -181,6 +182,7 @@ def bench(
     tp: Tp = None,
     device: Where = Device.auto,
     dtype: ElementType = None,
+    scaling: ScalingOf = None,
     list_ways: Annotated[bool, typer.Option("--list", help="List the ways and stop.")] = False,
 ) -> None:
     """Time agmm beside the matmul alone, NCCL + cuBLAS and torch's fused ops, in one run.
@@ -210,6 +212,7 @@ def bench(
             plot=plot,
             timeline=timeline,
             op=None if op is None else op.value,
+            scaling=None if scaling is None else scaling.value,
         )
         if source is None:
             say_why_cpu(device, tp)
@@ -336,6 +339,7 @@ def explain(
             help="A GPU, such as h200 or 'H100 PCIe', or cpu. Default: the one here, else the H200."
         ),
     ] = None,
+    scaling: ScalingOf = None,
     return_a: ReturnA = False,
     b_layout: LayoutOfB = Layout.column,
 ) -> None:
@@ -351,17 +355,16 @@ def explain(
         name = explain_module.find_gpu(gpu)
         kind = op.value
         if kind in get_args(Kind):
-            itemsize = 4 if dtype is DType.fp32 else 2
+            itemsize = torch_dtype(dtype).itemsize
             collective = cast(Kind, kind)
             said = explain_module.explain_collective(collective, m, k, itemsize, tp, name)
-            console().print(said, soft_wrap=True, markup=False)
-            return
-        if n is None:
+        elif n is None:
             raise InvalidArgument(f"n: found none, wanted the columns of B for {kind}")
-        problem = Problem(m, n, k, DTYPE_NAMES[dtype], tp, return_a, b_layout.value, name)
-        problem = problem._replace(sm_count=explain_module.HOPPERS.get(name, 0), op=op.value)
-        planner = explain_module.planner_for(name, tp)
-        console().print(explain_module.explain(problem, planner), soft_wrap=True, markup=False)
+        else:
+            problem = Problem(m, n, k, DTYPE_NAMES[dtype], tp, return_a, b_layout.value, name)
+            problem = problem._replace(sm_count=explain_module.HOPPERS.get(name, 0), op=op.value)
+            said = explain_module.explain_any(problem, None if scaling is None else scaling.value)
+        console().print(said, soft_wrap=True, markup=False)
 
 
 @app.command(

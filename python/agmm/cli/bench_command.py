@@ -58,6 +58,7 @@ class Request:
     plot: Path | None = None
     timeline: str | None = None
     op: str | None = None
+    scaling: str | None = None
 
     def check(self) -> None:
         """Raises InvalidArgument for options that do not go together."""
@@ -71,6 +72,8 @@ class Request:
             ("--timeline", self.timeline, "--compare", self.compare),
             ("--timeline", self.timeline, "--json", self.json_path),
             ("--timeline", self.timeline, "--ways", self.ways),
+            ("--timeline", self.timeline, "--scaling", self.scaling),
+            ("--from", self.source, "--scaling", self.scaling),
             ("--timeline", self.timeline, "--shapes, --file or --model", named.shapes or by_preset),
         ]
         for option, value, other, other_value in excluded:
@@ -171,6 +174,7 @@ def _measure(request: Request, stderr: Console) -> reports.Report | None:
         samples=request.samples,
         limit_s=request.limit_s,
         op=op,
+        scaling=request.scaling,
     )
 
     def progress(line: str) -> None:

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 
 from agmm import _core
 from agmm.bench.units import duration
+from agmm.cli import explain_fp8
 from agmm.cli.terminal import plain_table, whole
 from agmm.errors import InvalidArgument
 from agmm.planning import call_plans, cost_model, tables
@@ -150,6 +151,20 @@ def explain(problem: Problem, planner: Planner) -> RenderableType:
         *_remarks(problem),
     ]
     return Group("\n".join(lines), _table(problem, choice, planner))
+
+
+def explain_any(problem: Problem, scaling: str | None) -> RenderableType:
+    """`explain` with the planner of the tables that are there, or that of fp8 operands.
+
+    Raises InvalidArgument for scales of other operands.
+    """
+    if problem.dtype.startswith("float8"):
+        return explain_fp8.explain(problem, scaling or "rowwise")
+    if scaling is not None:
+        raise InvalidArgument(
+            f"scaling: found {scaling!r} with {problem.dtype}, wanted none, or float8_e4m3fn"
+        )
+    return explain(problem, planner_for(problem.gpu, problem.world_size))
 
 
 def explain_collective(

@@ -65,9 +65,24 @@ class DType(str, Enum):
     bf16 = "bf16"
     fp16 = "fp16"
     fp32 = "fp32"
+    float8_e4m3fn = "float8_e4m3fn"
 
 
-DTYPE_NAMES = {DType.bf16: "bfloat16", DType.fp16: "float16", DType.fp32: "float32"}
+DTYPE_NAMES = {
+    DType.bf16: "bfloat16",
+    DType.fp16: "float16",
+    DType.fp32: "float32",
+    DType.float8_e4m3fn: "float8_e4m3fn",
+}
+
+
+class Scaling(str, Enum):
+    """As `agmm.runtime.scaling` has them."""
+
+    tensorwise = "tensorwise"
+    rowwise = "rowwise"
+    block = "block"
+    block_1x128 = "block 1x128"
 
 
 class Op(str, Enum):
@@ -128,6 +143,9 @@ Where = Annotated[
 ElementType = Annotated[
     DType | None, typer.Option(help="Element type. Default: bf16 on GPUs, fp32 on the CPU.")
 ]
+ScalingOf = Annotated[
+    Scaling | None, typer.Option(help="Scales of float8_e4m3fn operands. Default: rowwise.")
+]
 PlannedOp = Annotated[
     Op, typer.Option(help="Which call. The rows of matmul_reduce_scatter are those of A.")
 ]
@@ -174,8 +192,4 @@ def say_why_cpu(device: Device, tp: int | None) -> None:
 def torch_dtype(dtype: DType) -> Any:
     import torch
 
-    return {
-        DType.bf16: torch.bfloat16,
-        DType.fp16: torch.float16,
-        DType.fp32: torch.float32,
-    }[dtype]
+    return getattr(torch, DTYPE_NAMES[dtype])

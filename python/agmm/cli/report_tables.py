@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from agmm.bench.compare import STANDARD_ERRORS, Change, Comparison, Verdict, summary
-from agmm.bench.reports import op_of, summarize, title_of
+from agmm.bench.reports import dtype_of, op_of, summarize, title_of
 from agmm.bench.tuner import Outcome
 from agmm.cli.terminal import plain_table, print_table
 from agmm.planning.plans import ALL_GATHER_MATMUL
@@ -22,7 +22,7 @@ def render(report: dict[str, Any], console: Console) -> None:
     machine, settings = report["machine"], report["settings"]
     console.print(
         f"{op_of(report)}, {settings['world_size']} ranks on {machine['device_name']}, "
-        f"{settings['dtype']}; "
+        f"{dtype_of(report)}; "
         f"torch {machine['torch']}, CUDA {machine['cuda'] or '-'}, NCCL {machine['nccl'] or '-'}, "
         f"driver {machine['driver'] or '-'}, agmm {machine['agmm']}, commit {report['commit']}",
         highlight=False,

@@ -2,8 +2,8 @@
 
 After `enable` agmm computes ``torch.ops.symm_mem.fused_all_gather_matmul`` and
 ``fused_matmul_reduce_scatter``, which torch's compiler pass
-(``torch._inductor.config._micro_pipeline_tp``), torchtitan and vLLM call, and on CPU tensors those
-of fp8 operands (`scaled_async_tp`). What agmm does not support goes to torch's own kernel,
+(``torch._inductor.config._micro_pipeline_tp``), torchtitan and vLLM call, and those of fp8 operands
+(`scaled_async_tp`). What agmm does not support goes to torch's own kernel,
 unchanged. Importing this module changes nothing.
 
 Only kernels of the CUDA and CPU dispatch keys are put over torch's. The Meta kernels stay, so
@@ -191,10 +191,11 @@ def enable() -> _Restore:
     strides of torch's own. A call may be captured in a CUDA graph after one eager call with the
     same shape. What is scattered has the sums, dtypes and sizes of `agmm.matmul_reduce_scatter`
     along any dimension but the last. Of fp8 operands agmm serves CPU tensors, with every kind of
-    scales that torch's ops have and scales of blocks; on CUDA this build has no fused fp8 kernel.
-    All other calls go to torch's kernel, with one warning for
-    each reason; those on CPU tensors, for which torch has no kernel, to the decomposition that
-    torch traces with. Neither op has a backward of its own: torchtitan's layers bring theirs.
+    scales that torch's ops have and scales of blocks, and on CUDA the gather where
+    `agmm.all_gather_scaled_matmul` has kernels. All other calls go to torch's kernel, with one
+    warning for each reason; those on CPU tensors, for which torch has no kernel, to the
+    decomposition that torch traces with. Neither op has a backward of its own: torchtitan's layers
+    bring theirs.
 
     Raises:
         AgmmError: this torch lacks one of the ops, or its schema is another one.

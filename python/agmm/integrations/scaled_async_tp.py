@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,15 +13,6 @@ from agmm.ops import scaled_paths
 from agmm.ops.paths import kind_of
 from agmm.ops.scaled_checks import check_scaled_gather, check_scaled_scatter
 from agmm.runtime.scaled import FP8
-
-
-def _why_torch(shape: Sequence[int], device: torch.device) -> str | None:
-    """The reason why torch has to serve calls of those sizes, or None. On CUDA always: torch has
-    the rank's own tensor-wise scale for all rows, and which calls have a kernel depends on strides,
-    which may differ between ranks."""
-    if device.type == "cuda":
-        return "fp8: device cuda, torch's op serves it"
-    return scaled_paths.why_unfused(shape, device)
 
 
 def _result_scale(scale: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor | None:
@@ -77,7 +67,7 @@ class GatherCall(NamedTuple):
     def why_torch(self, group: dist.ProcessGroup) -> str | None:
         """The reason why torch has to serve such calls, or None; the same on all ranks, as long as
         they call with the same shapes and dtypes."""
-        reason = _why_torch(self.A_shard.shape, self.A_shard.device)
+        reason = scaled_paths.why_unfused(self.A_shard.shape, self.A_shard.device)
         if reason is not None:
             return reason
         if not 0 <= self.gather_dim < self.A_shard.dim() - 1:
@@ -96,20 +86,17 @@ class GatherCall(NamedTuple):
             if len(found) != len(self.Bs):
                 return f"{name}: {len(found)} for {len(self.Bs)} weights"
         dtypes, scale = self._given(group)
+        result_scales = [
+            _result_scale(*one) for one in zip(self.result_scales, dtypes, strict=True)
+        ]
+        given = self.A_shard, scale, self.Bs, self.B_scales, self.biases, result_scales, dtypes
         try:
-            check_scaled_gather(
-                self.A_shard,
-                scale,
-                self.Bs,
-                self.B_scales,
-                self.biases,
-                [_result_scale(*one) for one in zip(self.result_scales, dtypes, strict=True)],
-                dtypes,
-                self.gather_dim,
-            )
+            check_scaled_gather(*given, self.gather_dim)
         except InvalidArgument as error:
             return str(error)  # torch refuses it in its own words
-        return None
+        if not self.A_shard.is_cuda:
+            return None
+        return scaled_paths.why_no_cuda_kernels(*given, self.use_fast_accum, group, self.gather_dim)
 
     def run(self, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """A and the products, with the strides of torch's."""
@@ -182,7 +169,9 @@ class ScatterCall(NamedTuple):
 
     def why_torch(self, group: dist.ProcessGroup) -> str | None:
         """As `GatherCall.why_torch`."""
-        reason = _why_torch((*self.A.shape[:-1], *self.B.shape), self.A.device)
+        if self.A.is_cuda:
+            return "fp8: device cuda, torch's op serves it"
+        reason = scaled_paths.why_unfused((*self.A.shape[:-1], *self.B.shape), self.A.device)
         if reason is not None:
             return reason
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from agmm.nn.fp8_recipe import Fp8Cast, Fp8Recipe
 from agmm.nn.gradients import clip_grad_norm_, sum_replicated_gradients
 from agmm.nn.linear import ColumnParallelLinear, RowParallelLinear
 from agmm.nn.state_dict import full_state_dict, load_full_state_dict
@@ -9,6 +10,8 @@ from agmm.nn.styles import GatherColwiseParallel, RowwiseScatterParallel, Shared
 
 __all__ = [
     "ColumnParallelLinear",
+    "Fp8Cast",
+    "Fp8Recipe",
     "GatherColwiseParallel",
     "RowParallelLinear",
     "RowwiseScatterParallel",

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from agmm.errors import InvalidArgument
+from agmm.nn import fp8_recipe
 from agmm.nn._held import (
     Held,
     LocalParts,
@@ -30,7 +31,9 @@ from agmm.nn._held import (
     one_below_another,
 )
 from agmm.nn._ranks import Ranks
+from agmm.nn.fp8_recipe import Fp8Recipe
 from agmm.ops.checks import check_operand
+from agmm.runtime.scaling import K_MULTIPLE
 
 
 class _Joined(NamedTuple):
@@ -46,6 +49,7 @@ class ShardedLinear(torch.nn.Module):
     Attributes:
         group_name: of the layer's ranks.
         held: the parameters of the whole layer by name, and the layer's own that hold them.
+        fp8: how operands are quantised, or None.
     """
 
     weight: DTensor
@@ -57,9 +61,11 @@ class ShardedLinear(torch.nn.Module):
         in_features: int,
         group: dist.ProcessGroup | DeviceMesh | str | None,
         device_mesh: DeviceMesh | None,
+        fp8: str | Fp8Recipe | None,
     ) -> None:
         super().__init__()
         self.in_features = in_features
+        self.fp8 = fp8_recipe.resolved(fp8)
         self.ranks = Ranks(group, device_mesh)
         self.group_name = self.ranks.group_name
         self.held: dict[str, Held] = {}
@@ -345,8 +351,16 @@ class ShardedLinear(torch.nn.Module):
                 "ranks"
             )
 
+    def _check_fp8_size(self, name: str, size: int, *, parts: int) -> None:
+        if self.fp8 is not None and size % (parts * K_MULTIPLE):
+            raise InvalidArgument(
+                f"{type(self).__name__}: {name}: found {size} with fp8, wanted a multiple of "
+                f"{K_MULTIPLE}" + (f" on each of {parts} ranks" if parts > 1 else "")
+            )
+
     def extra_repr(self) -> str:
+        fp8 = "" if self.fp8 is None else f", fp8={self.fp8.name}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={'bias' in self.held}, world_size={self._parts}"
+            f"bias={'bias' in self.held}, world_size={self._parts}{fp8}"
         )

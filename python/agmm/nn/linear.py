@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from agmm.errors import InvalidArgument
+from agmm.nn._fp8 import gather_products, scatter_product
 from agmm.nn._held import Held
 from agmm.nn._sharded import ShardedLinear
+from agmm.nn.fp8_recipe import Fp8Recipe
 from agmm.ops.all_gather_matmul import all_gather_matmul
 from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -31,8 +33,11 @@ class ColumnParallelLinear(ShardedLinear):
         group: process group, its name or a 1-D mesh; the default group when None.
         device_mesh: 1-D mesh, instead of ``group``. With FSDP2 around the layer it has to be a
             dimension of the mesh of which FSDP2 is given another.
-        save_gathered: see `agmm.all_gather_matmul`.
+        save_gathered: see `agmm.all_gather_matmul`; not with ``fp8``.
         strict: see `agmm.all_gather_matmul`.
+        fp8: quantise what is multiplied and what is gathered, forward and backward, by torchao's
+            recipe "tensorwise", "rowwise" or "rowwise_with_gw_hp", or by an `Fp8Recipe`. K and this
+            rank's part of each N are multiples of 16.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -56,12 +61,13 @@ class ColumnParallelLinear(ShardedLinear):
         device_mesh: DeviceMesh | None = None,
         save_gathered: bool = False,
         strict: bool = False,
+        fp8: str | Fp8Recipe | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         several = not isinstance(out_features, int)
         blocks = (out_features,) if isinstance(out_features, int) else tuple(out_features)
-        super().__init__(in_features, group, device_mesh)
+        super().__init__(in_features, group, device_mesh, fp8)
         if not blocks:
             raise InvalidArgument(
                 f"{type(self).__name__}: out_features: found an empty list, wanted at least one "
@@ -69,6 +75,14 @@ class ColumnParallelLinear(ShardedLinear):
             )
         for block in blocks:
             self._check_divides("out_features", block)
+        self._check_fp8_size("in_features", in_features, parts=1)
+        for block in blocks:
+            self._check_fp8_size("out_features", block, parts=self._parts)
+        if save_gathered and self.fp8 is not None:
+            raise InvalidArgument(
+                f"{type(self).__name__}: save_gathered: found True with fp8, wanted False: the "
+                "backward gathers what it quantises itself"
+            )
         self.out_features = blocks if several else blocks[0]
         self.save_gathered = save_gathered
         self.strict = strict
@@ -95,14 +109,19 @@ class ColumnParallelLinear(ShardedLinear):
         self._check_operand(x)
         weights, biases = self.operands()
         self._check_input(x, weights[0])
-        outs = all_gather_matmul(
-            x,
-            list(weights),
-            self.group_name,
-            bias=list(biases),
-            save_gathered=self.save_gathered,
-            strict=self.strict,
-        )
+        if self.fp8 is not None:
+            outs = gather_products(
+                self.fp8, x, weights, biases, self.group_name, strict=self.strict
+            )
+        else:
+            outs = all_gather_matmul(
+                x,
+                list(weights),
+                self.group_name,
+                bias=list(biases),
+                save_gathered=self.save_gathered,
+                strict=self.strict,
+            )
         if self._sizes is None:
             return outs[0]
         if len(outs) == 1:
@@ -125,6 +144,7 @@ class RowParallelLinear(ShardedLinear):
         group: process group, its name or a 1-D mesh; the default group when None.
         device_mesh: 1-D mesh, instead of ``group``. With FSDP2 around the layer it has to be a
             dimension of the mesh of which FSDP2 is given another.
+        fp8: see `ColumnParallelLinear`. N and this rank's part of K are multiples of 16.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -145,11 +165,14 @@ class RowParallelLinear(ShardedLinear):
         *,
         group: dist.ProcessGroup | DeviceMesh | str | None = None,
         device_mesh: DeviceMesh | None = None,
+        fp8: str | Fp8Recipe | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, group, device_mesh)
+        super().__init__(in_features, group, device_mesh, fp8)
         self._check_divides("in_features", in_features)
+        self._check_fp8_size("in_features", in_features, parts=self._parts)
+        self._check_fp8_size("out_features", out_features, parts=1)
         self.out_features = out_features
         self.held["weight"] = Held(("weight",), (out_features,), Shard(1))
         self.held["bias"] = Held(("bias",), (out_features,), Replicate())
@@ -174,4 +197,6 @@ class RowParallelLinear(ShardedLinear):
             self._refuse_input(
                 f"{x.shape[0]} in dimension 0", f"a multiple of the {self._parts} ranks"
             )
+        if self.fp8 is not None:
+            return scatter_product(self.fp8, x, weight, bias, self.group_name)
         return matmul_reduce_scatter(x, weight, self.group_name, bias=bias)

@@ -15,11 +15,15 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from agmm.errors import InvalidArgument
+from agmm.nn import fp8_recipe
+from agmm.nn._fp8 import gather_products, scatter_product
 from agmm.nn._ranks import group_of_mesh
+from agmm.nn.fp8_recipe import Fp8Recipe
 from agmm.ops.all_gather_matmul import all_gather_matmul
 from agmm.ops.checks import check_operand
 from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from agmm.runtime.groups import name_of
+from agmm.runtime.scaling import K_MULTIPLE
 
 
 class _Target(NamedTuple):
@@ -28,25 +32,45 @@ class _Target(NamedTuple):
     style: ParallelStyle
     module: torch.nn.Module
     name: str = ""
+    fp8: Fp8Recipe | None = None
 
     def fault(self, found: str) -> InvalidArgument:
         """In front of what was found: the style and the module, by its name where that is known."""
         what = f"{self.name!r}, " if self.name else ""
         return InvalidArgument(f"{type(self.style).__name__} on {what}{self.module}: {found}")
 
-    def check(self, mesh: DeviceMesh, divided: str) -> None:
-        """That the module is a plain one, whose attribute ``divided`` the ranks can share."""
+    def checked(self, mesh: DeviceMesh, divided: str, fp8: Fp8Recipe | None) -> _Target:
+        """The same with its recipe, of a plain module or one of torchao's, whose attribute
+        ``divided`` the ranks can share. ``fp8`` is the style's own recipe."""
+        try:
+            own = fp8_recipe.of_module(self.module)
+        except InvalidArgument as error:
+            raise self.fault(str(error)) from None
         kind = type(self.module)
-        if kind is not torch.nn.Linear:
+        if kind is not torch.nn.Linear and own is None:
             found = f"{kind.__module__}.{kind.__qualname__}"
             why = ""
             if isinstance(self.module, torch.nn.Linear):
                 why = " itself: the style takes the place of forward, and a subclass has its own"
             raise self.fault(f"found {found}, wanted torch.nn.Linear{why}")
+        if own is not None and fp8 not in (None, own):
+            raise self.fault(
+                f"fp8: found {_named(fp8)}, wanted None or the module's own {_named(own)}"
+            )
         group_of_mesh(mesh)
         size = int(getattr(self.module, divided))
         if size % mesh.size():
             raise self.fault(f"{divided}: found {size}, wanted a multiple of {mesh.size()} ranks")
+        target = self._replace(fp8=own or fp8)
+        if target.fp8 is not None:
+            for name in ("in_features", "out_features"):
+                parts = mesh.size() if name == divided else 1
+                size = int(getattr(self.module, name))
+                if size % (parts * K_MULTIPLE):
+                    raise self.fault(
+                        f"{name}: found {size} with fp8, wanted a multiple of {parts * K_MULTIPLE}"
+                    )
+        return target
 
     def check_operand(self, x: Any) -> None:
         """That the input is a tensor that the ops take. Of a DTensor they are given its part."""
@@ -107,28 +131,49 @@ def _gathered_products(
     weights, biases = zip(*operands, strict=True)
     for target, weight in zip(targets, weights, strict=True):
         target.check_input(x, weight, dim, weight.shape[0])
-    x = _local(x, Shard(dim))
-    outs = all_gather_matmul(
-        x.movedim(dim, 0).contiguous(),  # the fused path gathers along dimension 0
-        list(weights),
-        name_of(mesh.get_group()),
-        bias=list(biases),
-        save_gathered=style.save_gathered,
-    )
+    # The fused path gathers along dimension 0.
+    shard = _local(x, Shard(dim)).movedim(dim, 0).contiguous()
+    group_name = name_of(mesh.get_group())
+    if targets[0].fp8 is not None:
+        outs = gather_products(targets[0].fp8, shard, weights, biases, group_name)
+    else:
+        outs = all_gather_matmul(
+            shard,
+            list(weights),
+            group_name,
+            bias=list(biases),
+            save_gathered=style.save_gathered,
+        )
     outs = [out.movedim(0, dim) for out in outs]
     if style.use_local_output:
         return outs
     return [DTensor.from_local(out, mesh, [Shard(out.dim() - 1)], run_check=False) for out in outs]
 
 
+def _named(recipe: Fp8Recipe | None) -> str:
+    return "no fp8" if recipe is None else recipe.name
+
+
 class _GatherStyle(ParallelStyle):
     def __init__(
-        self, *, sequence_dim: int = 1, use_local_output: bool = True, save_gathered: bool = False
+        self,
+        *,
+        sequence_dim: int = 1,
+        use_local_output: bool = True,
+        save_gathered: bool = False,
+        fp8: str | Fp8Recipe | None = None,
     ) -> None:
         super().__init__()
         self.sequence_dim = sequence_dim
         self.use_local_output = use_local_output
         self.save_gathered = save_gathered
+        self.fp8 = fp8_recipe.resolved(fp8)
+
+    def _checked(self, target: _Target, mesh: DeviceMesh) -> _Target:
+        target = target.checked(mesh, "out_features", self.fp8)
+        if target.fp8 is not None and self.save_gathered:
+            raise target.fault("save_gathered: found True with fp8, wanted False")
+        return target
 
     def _shard(self, target: _Target, mesh: DeviceMesh) -> None:
         placements: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
@@ -146,12 +191,12 @@ class GatherColwiseParallel(_GatherStyle):
     Args:
         sequence_dim: the dimension of the input that is sharded.
         use_local_output: return a tensor, not a DTensor sharded along its last dimension.
-        save_gathered: see `agmm.all_gather_matmul`.
+        save_gathered: see `agmm.all_gather_matmul`; not with fp8.
+        fp8: see `ColumnParallelLinear`; a ``Float8Linear`` of torchao keeps its own recipe.
     """
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        target = _Target(self, module)
-        target.check(device_mesh, "out_features")
+        target = self._checked(_Target(self, module), device_mesh)
         self._shard(target, device_mesh)
         module.forward = partial(_gathered_product, target, self, device_mesh)
         return module
@@ -172,8 +217,8 @@ class SharedGatherParallel(_GatherStyle):
 
     Args:
         names: the linear modules, by their names in the module.
-        **options: ``sequence_dim``, ``use_local_output`` and ``save_gathered``, as of
-            `GatherColwiseParallel`.
+        **options: ``sequence_dim``, ``use_local_output``, ``save_gathered`` and ``fp8``, as of
+            `GatherColwiseParallel`. All modules have the same recipe for fp8, or none.
     """
 
     def __init__(self, *names: str, **options: Any) -> None:
@@ -192,8 +237,13 @@ class SharedGatherParallel(_GatherStyle):
                     f"SharedGatherParallel on {type(module).__name__}: found no {name!r} in it, "
                     "wanted the names of its torch.nn.Linear modules"
                 ) from None
-            targets.append(_Target(self, linear, f"{type(module).__name__}.{name}"))
-            targets[-1].check(device_mesh, "out_features")
+            target = _Target(self, linear, f"{type(module).__name__}.{name}")
+            targets.append(self._checked(target, device_mesh))
+            if targets[-1].fp8 != targets[0].fp8:
+                raise target.fault(
+                    f"fp8: found {_named(targets[-1].fp8)}, wanted {_named(targets[0].fp8)} as "
+                    f"{targets[0].name!r}: one gather has one recipe"
+                )
         for target in targets:  # none is changed where one can't be
             self._shard(target, device_mesh)
         shared = _SharedOutputs(targets, self, device_mesh)
@@ -232,16 +282,23 @@ class RowwiseScatterParallel(ParallelStyle):
     Args:
         sequence_dim: the dimension of the output that is sharded.
         use_local_output: return a tensor, not a DTensor sharded along ``sequence_dim``.
+        fp8: see `ColumnParallelLinear`; a ``Float8Linear`` of torchao keeps its own recipe.
     """
 
-    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        sequence_dim: int = 1,
+        use_local_output: bool = True,
+        fp8: str | Fp8Recipe | None = None,
+    ) -> None:
         super().__init__()
         self.sequence_dim = sequence_dim
         self.use_local_output = use_local_output
+        self.fp8 = fp8_recipe.resolved(fp8)
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        target = _Target(self, module)
-        target.check(device_mesh, "in_features")
+        target = _Target(self, module).checked(device_mesh, "in_features", self.fp8)
         _distribute(
             module, device_mesh, {"weight": Shard(1), "bias": Replicate()}, self.src_data_rank
         )
@@ -264,9 +321,12 @@ def _scattered_product(
         raise target.fault(
             f"x: found {x.shape[dim]} in dimension {dim}, wanted a multiple of {mesh.size()} ranks"
         )
-    out = matmul_reduce_scatter(
-        x.movedim(dim, 0), weight, name_of(mesh.get_group()), bias=bias
-    ).movedim(0, dim)
+    rows, group_name = x.movedim(dim, 0), name_of(mesh.get_group())
+    if target.fp8 is not None:
+        out = scatter_product(target.fp8, rows.contiguous(), weight, bias, group_name)
+    else:
+        out = matmul_reduce_scatter(rows, weight, group_name, bias=bias)
+    out = out.movedim(0, dim)
     if style.use_local_output:
         return out
     return DTensor.from_local(out, mesh, [Shard(dim)], run_check=False)

@@ -12,12 +12,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from agmm.errors import InvalidArgument
 from agmm.ops.autograd import AllGatherMatmul
 from agmm.ops.checks import check_gatherable
+from agmm.ops.gather_packed import gather_packed
 from agmm.ops.library import library
 from agmm.ops.operands import autocast, check_operands, is_plain, is_watched
 from agmm.ops.paths import run
 from agmm.ops.quantize import gather_quantised
 from agmm.planning.plans import KernelConfig
 from agmm.runtime.groups import group_of, group_of_size, group_or_default, name_of, world_size_of
+from agmm.runtime.packed import Packed4BitWeight
+
+_Weights = (
+    list[torch.Tensor]
+    | tuple[torch.Tensor, ...]
+    | list[Packed4BitWeight]
+    | tuple[Packed4BitWeight, ...]
+)
 
 
 def _all_gather_matmul_impl(
@@ -112,7 +121,7 @@ library.impl("_fused_all_gather_matmul_native", _native, "CompositeImplicitAutog
 @overload
 def all_gather_matmul(
     A_shard: torch.Tensor,
-    B: torch.Tensor,
+    B: torch.Tensor | Packed4BitWeight,
     group: dist.ProcessGroup | DeviceMesh | str | None = ...,
     *,
     gather_dim: int = ...,
@@ -126,7 +135,7 @@ def all_gather_matmul(
 @overload
 def all_gather_matmul(
     A_shard: torch.Tensor,
-    B: torch.Tensor,
+    B: torch.Tensor | Packed4BitWeight,
     group: dist.ProcessGroup | DeviceMesh | str | None = ...,
     *,
     gather_dim: int = ...,
@@ -139,7 +148,7 @@ def all_gather_matmul(
 @overload
 def all_gather_matmul(
     A_shard: torch.Tensor,
-    B: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    B: _Weights,
     group: dist.ProcessGroup | DeviceMesh | str | None = ...,
     *,
     gather_dim: int = ...,
@@ -153,7 +162,7 @@ def all_gather_matmul(
 @overload
 def all_gather_matmul(
     A_shard: torch.Tensor,
-    B: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    B: _Weights,
     group: dist.ProcessGroup | DeviceMesh | str | None = ...,
     *,
     gather_dim: int = ...,
@@ -165,7 +174,7 @@ def all_gather_matmul(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]: ...
 def all_gather_matmul(
     A_shard: torch.Tensor,
-    B: torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...],
+    B: torch.Tensor | Packed4BitWeight | _Weights,
     group: dist.ProcessGroup | DeviceMesh | str | None = None,
     *,
     gather_dim: int = 0,
@@ -193,7 +202,8 @@ def all_gather_matmul(
         A_shard: [M_local, ..., K]. Fused: contiguous, bf16 or fp16 (on the CPU float32 and float64
             too), K a multiple of 8 on CUDA.
         B: weight [K, N], row-major or column-major (``weight.t()``), or a list of weights that
-            share one gather; N a multiple of 8 on CUDA.
+            share one gather; N a multiple of 8 on CUDA. On the CPU also `Packed4BitWeight`, for a
+            float32 A_shard; without backward.
         group: process group, its name or a 1-D DeviceMesh; the default group when None.
         gather_dim: dimension of A_shard along which it is gathered. Fused: 0.
         return_A: also return the gathered A, in a tensor of its own.
@@ -220,8 +230,8 @@ def all_gather_matmul(
         InvalidArgument: an argument that no path can serve; names it, the value found and wanted.
         Unsupported: under ``strict`` only.
     """
-    several = not isinstance(B, torch.Tensor)
-    Bs: Sequence[torch.Tensor] = B if isinstance(B, (list, tuple)) else (B,)
+    several = isinstance(B, (list, tuple))
+    Bs: Sequence[Any] = B if isinstance(B, (list, tuple)) else (B,)
     if isinstance(bias, (list, tuple)):
         biases: Sequence[torch.Tensor | None] = bias
     elif bias is None or len(Bs) == 1:
@@ -245,6 +255,19 @@ def all_gather_matmul(
         raise InvalidArgument(f"strict: found {strict!r}, wanted True or False")
     if save_gathered is not True and save_gathered is not False:
         raise InvalidArgument(f"save_gathered: found {save_gathered!r}, wanted True or False")
+    if Packed4BitWeight in map(type, Bs):
+        for name, given in (
+            ("config", config),
+            ("quantize", quantize),
+            ("save_gathered", save_gathered),
+        ):
+            if given:
+                raise InvalidArgument(
+                    f"{name}: found {given!r} with a Packed4BitWeight, wanted none"
+                )
+        whole, found = gather_packed(A_shard, Bs, biases, group, gather_dim, return_A, strict)
+        products = found if several else found[0]
+        return (whole, products) if return_A else products  # type: ignore[return-value]
     if torch._C._is_any_autocast_enabled():
         check_operands(A_shard, Bs, biases)
         count = len(Bs)

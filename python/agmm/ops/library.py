@@ -60,3 +60,12 @@ library.define(
     "Tensor? bias, Tensor? result_scale, str group_name, int world_size, int scatter_dim, "
     "str reduce_op, ScalarType out_dtype, bool use_fast_accum, bool strict=False) -> Tensor"
 )
+library.define(
+    "_all_gather_packed_matmul(Tensor A_shard, Tensor[] packed, int[] ns, int[] group_sizes, "
+    "Tensor?[] biases, str group_name, int world_size, int gather_dim, bool return_A, bool strict) "
+    "-> (Tensor A, Tensor[] outs)"
+)
+library.define(
+    "_scaled_matmul(Tensor A, Tensor scale_a, Tensor B, Tensor scale_b, ScalarType out_dtype, "
+    "bool use_fast_accum) -> Tensor"
+)

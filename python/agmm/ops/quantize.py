@@ -12,16 +12,20 @@ from agmm.errors import InvalidArgument
 from agmm.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from agmm.ops.checks import check_operand
 from agmm.ops.scaled_checks import BIAS_DTYPES
+from agmm.runtime import cuda_quantize
+from agmm.runtime.collectives import is_traced
 from agmm.runtime.scaled import Scaled
-from agmm.runtime.scaling import ALL, BY_NAME, Tile
+from agmm.runtime.scaling import ALL, BY_NAME, Tile, scale_shape
 
 KINDS = ("tensorwise", "rowwise", "block")
 
 _LEAST_AMAX = 1e-12  # torchao's
 
 
-def _amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """Of each tile of a matrix."""
+def amax_of(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """The largest absolute value of each tile of a matrix, in its dtype; 0 where it is empty."""
+    if x.numel() == 0:
+        return x.new_zeros(scale_shape(x.shape, tile))
     found = x.abs()
     for dim, size in enumerate(tile):
         if size == ALL:
@@ -35,15 +39,37 @@ def _amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
 
 
 def quantised(
-    x: torch.Tensor, tile: Tile, dtype: torch.dtype = torch.float8_e4m3fn
+    x: torch.Tensor,
+    tile: Tile,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    amax: torch.Tensor | None = None,
+    power_of_2: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix as fp8 values, in its layout, and the scales [...] to multiply them with."""
+    """A matrix as fp8 values, in its layout, and the scales [...] to multiply them with.
+
+    Args:
+        amax: that of each tile; of ``x`` when None.
+        power_of_2: round what values are multiplied with down to a power of two, as torchao's
+            row-wise recipes do. A value then has the same digits whichever tile it is scaled in.
+    """
     if x.numel() == 0:
-        shape = (1 if size == ALL else -(-n // size) for n, size in zip(x.shape, tile, strict=True))
-        return x.to(dtype), x.new_ones(tuple(shape), dtype=torch.float32)
+        return x.to(dtype), x.new_ones(scale_shape(x.shape, tile), dtype=torch.float32)
+    if amax is None and x.is_cuda and not is_traced(x):
+        found = cuda_quantize.quantised(x, tile, dtype, power_of_2=power_of_2)
+        if found is not None:
+            return found
+    return _by_torch(x, tile, dtype, amax, power_of_2)
+
+
+def _by_torch(
+    x: torch.Tensor, tile: Tile, dtype: torch.dtype, amax: torch.Tensor | None, power_of_2: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     largest = torch.finfo(dtype).max
-    amax = _amax(x, tile).to(torch.float64)
+    amax = (amax_of(x, tile) if amax is None else amax).to(torch.float64)
     up = (largest / amax.clamp(min=_LEAST_AMAX)).to(torch.float32)
+    if power_of_2:
+        up = up.log2().floor().exp2()
     scaled = x.to(torch.float32) * Scaled(x, up, tile).spread()
     return scaled.clamp(-largest, largest).to(dtype), up.reciprocal()
 

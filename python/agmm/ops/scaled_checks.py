@@ -141,14 +141,16 @@ def check_flag(name: str, flag: Any) -> None:
         raise InvalidArgument(f"{name}: found {flag!r}, wanted True or False")
 
 
-def check_no_backward(given: Sequence[tuple[str, torch.Tensor | None]]) -> None:
+def check_no_backward(
+    given: Sequence[tuple[str, torch.Tensor | None]], what: str = "the ops on fp8 operands"
+) -> None:
     if not torch.is_grad_enabled():
         return
     for name, tensor in given:
         if tensor is not None and tensor.requires_grad:
             raise InvalidArgument(
-                f"{name}: found requires_grad=True, wanted a call under torch.no_grad(): the ops "
-                "on fp8 operands have no backward"
+                f"{name}: found requires_grad=True, wanted a call under torch.no_grad(): {what} "
+                "have no backward"
             )
 
 

@@ -188,6 +188,28 @@ def _cuda_kernels(
     return kernels, None
 
 
+def why_no_cuda_kernels(
+    A_shard: torch.Tensor,
+    scale_a: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    scale_bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    result_scales: Sequence[torch.Tensor | None],
+    out_dtypes: Sequence[torch.dtype],
+    fast_accum: Sequence[bool],
+    group: dist.ProcessGroup,
+    gather_dim: int,
+) -> str | None:
+    """The reason why no kernels compute a checked call of ``gather``, or None. The same on all
+    ranks, as long as they call with the same shapes and dtypes, and weights of the same layout."""
+    described = [
+        weight_of(A_shard, scale_a, *given)
+        for given in zip(Bs, scale_bs, biases, result_scales, out_dtypes, fast_accum, strict=True)
+    ]
+    shard = rows_of(A_shard, scale_a, described[0][0], gather_dim)
+    return _cuda_kernels(shard, [weight for _, weight in described], group)[1]
+
+
 def _gather_unfused(
     shard: Scaled, weights: list[Weight], group: dist.ProcessGroup, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:

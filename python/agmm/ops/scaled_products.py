@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import torch
 
+from agmm.ops.library import library
 from agmm.ops.paths import fall_back
+from agmm.ops.scaled_checks import scaling_of
 from agmm.runtime.scaled import Scaled, Weight, multiply
 from agmm.runtime.scaling import ALL, BLOCK
 
@@ -70,3 +72,48 @@ def as_torch_wants_it(operand: Scaled) -> torch.Tensor:
         padded = scale.new_empty(blocks_of_n, -(-blocks_of_k // 4) * 4)
         return padded[:, :blocks_of_k].copy_(scale.t()).t()
     return scale.contiguous()
+
+
+def _impl(
+    A: torch.Tensor,
+    scale_a: torch.Tensor,
+    B: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> torch.Tensor:
+    scaling = scaling_of(A, scale_a, B, scale_b)
+    weight = Weight(Scaled(B, scale_b, scaling.b), None, None, out_dtype, use_fast_accum)
+    return product(Scaled(A, scale_a, scaling.a), weight)
+
+
+def _fake(
+    A: torch.Tensor,
+    scale_a: torch.Tensor,
+    B: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> torch.Tensor:
+    return A.new_empty(A.shape[0], B.shape[1], dtype=out_dtype)
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("_scaled_matmul", _impl, _key)
+library.impl("_scaled_matmul", _fake, "Meta")
+
+
+def scaled_matmul(
+    A: torch.Tensor,
+    scale_a: torch.Tensor,
+    B: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> torch.Tensor:
+    """``A @ B`` [M, N] of this rank's operands, with scales of any kind; an op that is traced as
+    one."""
+    found: torch.Tensor = torch.ops.agmm._scaled_matmul.default(
+        A, scale_a, B, scale_b, out_dtype, use_fast_accum
+    )
+    return found

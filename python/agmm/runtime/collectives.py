@@ -75,12 +75,12 @@ def start_all_gather(
         A function to call once, which returns the gathered tensor, contiguous.
     """
     given, shard = shard, _moved(shard, dim, 0)
-    group = group_of(group_name)
-    world_size = dist.get_world_size(group)
+    world_size = world_size_of(group_name)
     if shard.numel() == 0:
         empty = shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
         return lambda: _moved(empty, 0, dim)
     if by_copies and not is_traced(shard):
+        group = group_of(group_name)
         if nan_check.active:
             _look_through("all_gather", given, group, call)
         finish = cuda_workspace(group, shard.device).start_all_gather(shard)
@@ -141,13 +141,15 @@ def reduce_scatter(
     return _moved(part, 0, dim)
 
 
-def all_reduce(partial: torch.Tensor, group_name: str, *, call: Call | None = None) -> torch.Tensor:
-    """The sum over all ranks of ``partial``, contiguous. ``call`` is what it is for, for
+def all_reduce(
+    partial: torch.Tensor, group_name: str, *, op: str = "sum", call: Call | None = None
+) -> torch.Tensor:
+    """The sum, or "max", over all ranks of ``partial``, contiguous. ``call`` is what it is for, for
     messages."""
     given, partial = partial, partial.contiguous()
 
     def start() -> torch.Tensor:
-        found: torch.Tensor = _functional.all_reduce(partial, "sum", group_name)
+        found: torch.Tensor = _functional.all_reduce(partial, op, group_name)
         return found
 
     out: torch.Tensor = _functional.wait_tensor(

@@ -3,7 +3,7 @@ torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -14,6 +14,7 @@ from agmm.runtime import cpu_collectives, cpu_gather, cpu_scatter, nan_check
 from agmm.runtime.background import Task
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu_slots import CpuSlots, tag_of
+from agmm.runtime.packed import Packed4BitWeight
 
 
 class CpuWorkspace(CpuSlots):
@@ -41,7 +42,7 @@ class CpuWorkspace(CpuSlots):
     def all_gather_matmul(
         self,
         A_shard: torch.Tensor,
-        Bs: list[torch.Tensor],
+        Bs: Sequence[torch.Tensor | Packed4BitWeight],
         biases: list[torch.Tensor | None],
         *,
         return_A: bool,
@@ -56,7 +57,7 @@ class CpuWorkspace(CpuSlots):
         Args:
             A_shard: [M_local, K], contiguous, the same shape and dtype on all ranks. It may be
                 overwritten as soon as this returns.
-            Bs: weights [K, N], N free for each of them and on each rank.
+            Bs: weights [K, N], N free for each of them and on each rank; of 4 bits for float32.
             biases: for each weight a bias [N] or None.
             return_A: whether A [M, K] is wanted, in a tensor of its own.
             chunks_per_shard: row chunks of each shard, the same on all ranks; None: as many as the

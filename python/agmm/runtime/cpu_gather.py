@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from agmm.runtime.cpu_slots import CpuSlots
+from agmm.runtime.packed import Packed4BitWeight
 
 
 def products(
     slots: CpuSlots,
     shard: torch.Tensor,
-    Bs: list[torch.Tensor],
+    Bs: Sequence[torch.Tensor | Packed4BitWeight],
     biases: list[torch.Tensor | None],
     return_A: bool,
     chunks_per_shard: int,
@@ -99,9 +100,16 @@ def records(
 
 
 def multiply(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    a: torch.Tensor,
+    b: torch.Tensor | Packed4BitWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
 ) -> None:
-    if bias is None:
+    if isinstance(b, Packed4BitWeight):
+        out.copy_(b.product(a))
+        if bias is not None:
+            out.add_(bias)
+    elif bias is None:
         torch.mm(a, b, out=out)
     else:
         torch.addmm(bias, a, b, out=out)

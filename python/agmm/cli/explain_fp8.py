@@ -1,0 +1,92 @@
+"""`agmm explain` of calls on fp8 operands."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+
+from agmm import _core
+from agmm.bench.units import duration
+from agmm.cli.terminal import plain_table, whole
+from agmm.errors import InvalidArgument
+from agmm.planning import fp8_kernels
+from agmm.planning.cost_model import constants
+from agmm.planning.cost_model import fp8 as costs
+from agmm.planning.plans import CPU, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
+from agmm.runtime.scaling import BY_NAME, K_MULTIPLE
+
+
+def explain(problem: Problem, scaling: str) -> RenderableType:
+    """What a call on ``float8_e4m3fn`` operands gets, and what it should cost.
+
+    Raises InvalidArgument where the ranks cannot have equally many rows, for an unknown kind of
+    scales, or a K that is no multiple of 16.
+    """
+    if scaling not in BY_NAME:
+        raise InvalidArgument(f"scaling: found {scaling!r}, wanted one of {', '.join(BY_NAME)}")
+    if problem.m % problem.world_size:
+        raise InvalidArgument(
+            f"m: found {problem.m}, wanted a multiple of tp, {problem.world_size}"
+        )
+    if problem.k % K_MULTIPLE:
+        raise InvalidArgument(f"k: found {problem.k}, wanted a multiple of {K_MULTIPLE} with fp8")
+    scatters = problem.op == MATMUL_REDUCE_SCATTER
+    m, n, k, ranks = problem.m, problem.n, problem.k, problem.world_size
+    call = (
+        f"out[{m // ranks}, {n}] = reduce_scatter(A[{m}, {k}] @ B)"
+        if scatters
+        else f"out[{m}, {n}] = all_gather(A_shard)[{m}, {k}] @ B"
+    )
+    where = f"{ranks} rank{'s' if ranks > 1 else ''} on {problem.gpu}"
+    lines = [f"{call}, float8_e4m3fn with {scaling} scales, B by column, {where}"]
+    if problem.gpu == CPU:
+        lines += [
+            "plan: push",
+            "why: agmm's own on CPU ranks, of chunks that are dequantised to float32",
+        ]
+        return Group(*lines)
+    kernel, reason = _kernel(problem, scaling)
+    fused, unfused = costs.fused_us(problem, scaling), costs.unfused_us(problem, scaling)
+    library = (
+        "torch._scaled_mm and NCCL's reduce-scatter"
+        if scatters
+        else ("NCCL's all-gather and torch._scaled_mm")
+    )
+    times = {library: unfused}
+    if kernel is None:
+        plan, us = library, unfused
+        lines += [f"plan: unfused, {library}", f"why: {reason}"]
+    else:
+        plan, us = f"push/{kernel.name}", fused
+        times[plan] = fused
+        lines += [
+            f"plan: {plan}",
+            "why: fused wherever there is a kernel; plans of fp8 are not tuned",
+        ]
+    roof = costs.matmul_us(problem)
+    lines.append(
+        f"predicted: {duration(us)}, {us / roof:.2f} × the matmul alone ({duration(roof)})"
+    )
+    used = constants(problem.gpu).gpu
+    if used != problem.gpu:
+        lines.append(f"note: no constants of {problem.gpu} are known, those of {used} stand in")
+    table = plain_table("alternatives (predicted)")
+    table.add_column("plan", overflow="fold")
+    table.add_column("time", justify="right", no_wrap=True)
+    for name, predicted in sorted(times.items(), key=lambda pair: pair[1]):
+        table.add_row(name + (" (the plan)" if name == plan else ""), duration(predicted))
+    return Group("\n".join(lines), whole(table))
+
+
+def _kernel(problem: Problem, scaling: str) -> tuple[KernelConfig | None, str]:
+    """The kernel with fast accumulation that the call gets, or why there is none."""
+    if problem.op == MATMUL_REDUCE_SCATTER:
+        return None, "fp8: device cuda, no fused kernel for matmul + reduce-scatter"
+    if scaling.startswith("block"):
+        return None, "scale_a: block scales, the kernels want row-wise or tensor-wise ones"
+    if problem.n % _core.ALIGNMENT:
+        return None, f"B: N={problem.n} is not a multiple of {_core.ALIGNMENT}"
+    kernels = fp8_kernels.built("float8_e4m3fn_float8_e4m3fn", True)
+    if not kernels:
+        return None, "this build has no fused fp8 kernel"
+    sm_count = problem.sm_count or constants(problem.gpu).sm_count
+    return fp8_kernels.choose(kernels, problem.m, problem.n, sm_count), ""

@@ -1,0 +1,139 @@
+"""Which operands of a linear layer's three products are quantised to fp8, and how: torchao's
+recipes, by their names or from torchao's own config."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+from agmm.errors import InvalidArgument
+from agmm.runtime.scaled import FP8
+from agmm.runtime.scaling import ALL, Tile
+
+_E4M3, _E5M2 = FP8
+
+
+class Fp8Cast(NamedTuple):
+    """How an operand is quantised."""
+
+    dtype: torch.dtype
+    is_rowwise: bool
+    """A scale for each row (column of the second operand) along what the product sums over, or
+    one for all that is on this rank."""
+
+    @property
+    def first(self) -> Tile:
+        """What a scale covers where this is the first operand of a product."""
+        return (1, ALL) if self.is_rowwise else (ALL, ALL)
+
+    @property
+    def second(self) -> Tile:
+        """The same of the second."""
+        return (ALL, 1) if self.is_rowwise else (ALL, ALL)
+
+
+class Fp8Recipe(NamedTuple):
+    """The casts of the three products of a linear layer, as ``torchao.float8.Float8LinearConfig``
+    has them: of the output, of the input's gradient and of the weight's."""
+
+    input: Fp8Cast
+    weight: Fp8Cast
+    grad_output: Fp8Cast
+    weight_for_grad_input: Fp8Cast
+    input_for_grad_weight: Fp8Cast | None
+    """None: the weight's gradient is made of operands as they are, not of fp8 ones."""
+    grad_output_for_grad_weight: Fp8Cast | None
+    power_of_2: bool
+    """Whether what values are multiplied with is rounded down to a power of two."""
+    fast_accum: tuple[bool, bool, bool]
+    """Of the three products, see `agmm.all_gather_scaled_matmul`."""
+
+    @classmethod
+    def of_torchao(cls, config: Any) -> Fp8Recipe:
+        """The recipe of a ``torchao.float8.Float8LinearConfig``.
+
+        Raises:
+            InvalidArgument: the output or the input's gradient is not made of fp8 operands, the
+                dtypes are not those of NVIDIA's GPUs, or FSDP gathers fp8 weights.
+        """
+        if config.enable_fsdp_float8_all_gather:
+            raise InvalidArgument(
+                "fp8: found enable_fsdp_float8_all_gather=True, wanted False: the weights of "
+                "agmm's styles are sharded in their own dtype"
+            )
+        products = (
+            config.gemm_config_output,
+            config.gemm_config_grad_input,
+            config.gemm_config_grad_weight,
+        )
+        output, grad_input, grad_weight = (bool(p.use_fast_accum) for p in products)
+        return cls(
+            _cast("cast_config_input", config.cast_config_input),
+            _cast("cast_config_weight", config.cast_config_weight),
+            _cast("cast_config_grad_output", config.cast_config_grad_output),
+            _cast("cast_config_weight_for_grad_input", config.cast_config_weight_for_grad_input),
+            _maybe_cast("cast_config_input_for_grad_weight", config),
+            _maybe_cast("cast_config_grad_output_for_grad_weight", config),
+            bool(config.round_scales_to_power_of_2),
+            (output, grad_input, grad_weight),
+        )
+
+    @property
+    def name(self) -> str:
+        """torchao's, or "own" where it has none for it."""
+        return next((name for name, recipe in RECIPES.items() if recipe == self), "own")
+
+
+def _maybe_cast(name: str, config: Any) -> Fp8Cast | None:
+    found = getattr(config, name)
+    return None if found.scaling_type.value == "disabled" else _cast(name, found)
+
+
+def _cast(name: str, found: Any) -> Fp8Cast:
+    if found.scaling_type.value != "dynamic":
+        raise InvalidArgument(
+            f"fp8: found {name} with scaling_type={found.scaling_type.value}, wanted dynamic: "
+            "only the weight's gradient may be made of operands that are not fp8"
+        )
+    if found.target_dtype not in FP8:
+        raise InvalidArgument(f"fp8: found {name} to {found.target_dtype}, wanted one of {FP8}")
+    return Fp8Cast(found.target_dtype, found.scaling_granularity.value == "axiswise")
+
+
+_OF_ALL, _OF_ROWS = Fp8Cast(_E4M3, False), Fp8Cast(_E4M3, True)
+_OF_GRADIENT = Fp8Cast(_E5M2, False)
+# Only the forward leaves its sums to the tensor cores, in all of torchao's recipes.
+_FAST = (True, False, False)
+
+RECIPES = {
+    "tensorwise": Fp8Recipe(
+        _OF_ALL, _OF_ALL, _OF_GRADIENT, _OF_ALL, _OF_ALL, _OF_GRADIENT, False, _FAST
+    ),
+    "rowwise": Fp8Recipe(_OF_ROWS, _OF_ROWS, _OF_ROWS, _OF_ROWS, _OF_ROWS, _OF_ROWS, True, _FAST),
+    "rowwise_with_gw_hp": Fp8Recipe(_OF_ROWS, _OF_ROWS, _OF_ROWS, _OF_ALL, None, None, True, _FAST),
+}
+"""Those that torchao has names for (`Float8LinearConfig.from_recipe_name`)."""
+
+
+def resolved(fp8: str | Fp8Recipe | None) -> Fp8Recipe | None:
+    """The recipe that was given as such or by its name.
+
+    Raises:
+        InvalidArgument: it is neither.
+    """
+    if fp8 is None or isinstance(fp8, Fp8Recipe):
+        return fp8
+    if isinstance(fp8, str) and fp8 in RECIPES:
+        return RECIPES[fp8]
+    names = ", ".join(repr(name) for name in RECIPES)
+    raise InvalidArgument(f"fp8: found {fp8!r}, wanted {names}, an Fp8Recipe or None")
+
+
+def of_module(module: torch.nn.Module) -> Fp8Recipe | None:
+    """The recipe of a ``Float8Linear`` of torchao; None for any other module."""
+    torchao = sys.modules.get("torchao.float8.float8_linear")
+    if torchao is None or type(module) is not torchao.Float8Linear:
+        return None
+    return Fp8Recipe.of_torchao(module.config)

@@ -1,0 +1,180 @@
+"""``all_gather_matmul`` with weights of 4 bits, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from agmm.errors import InvalidArgument, Unsupported
+from agmm.ops.checks import check_bias, check_operand
+from agmm.ops.library import library
+from agmm.ops.paths import fall_back
+from agmm.ops.scaled_checks import check_no_backward
+from agmm.planning import call_plans
+from agmm.runtime import groups
+from agmm.runtime.calls import Call
+from agmm.runtime.collectives import start_all_gather
+from agmm.runtime.packed import Packed4BitWeight
+from agmm.runtime.workspaces import cpu_workspace
+
+Outs = tuple[torch.Tensor, list[torch.Tensor]]
+
+
+def gather_packed(
+    A_shard: torch.Tensor,
+    Bs: Sequence[Any],
+    biases: Sequence[torch.Tensor | None],
+    group: Any,
+    gather_dim: int,
+    return_A: bool,
+    strict: bool,
+) -> Outs:
+    """A, of no meaning without ``return_A``, and the products, in float32. Collective."""
+    for B in Bs:
+        if not isinstance(B, Packed4BitWeight):
+            raise InvalidArgument(
+                f"B: found {type(B).__name__} beside a Packed4BitWeight, wanted weights of one kind"
+            )
+    _check(A_shard, Bs, biases, gather_dim)
+    check_no_backward(
+        [("A_shard", A_shard), *(("bias", bias) for bias in biases)], "products with 4-bit weights"
+    )
+    name = groups.name_of(group)
+    A, outs = torch.ops.agmm._all_gather_packed_matmul.default(
+        A_shard,
+        [B.packed for B in Bs],
+        [B.N for B in Bs],
+        [B.group_size for B in Bs],
+        list(biases),
+        name,
+        groups.world_size_of(name),
+        gather_dim,
+        return_A,
+        strict,
+    )
+    return A, outs
+
+
+def _check(
+    A_shard: torch.Tensor,
+    Bs: Sequence[Packed4BitWeight],
+    biases: Sequence[torch.Tensor | None],
+    gather_dim: int,
+) -> None:
+    check_operand("A_shard", A_shard)
+    if A_shard.device.type != "cpu":
+        raise InvalidArgument(
+            f"A_shard: found device {A_shard.device} with a Packed4BitWeight, wanted cpu: there is "
+            "no kernel for other devices"
+        )
+    if A_shard.dtype != torch.float32:
+        raise InvalidArgument(
+            f"A_shard: found dtype {A_shard.dtype} with a Packed4BitWeight, wanted torch.float32"
+        )
+    if A_shard.dim() < 2:
+        raise InvalidArgument(f"A_shard: found {A_shard.dim()} dimensions, wanted at least 2")
+    last = A_shard.dim() - 1
+    if not -A_shard.dim() <= gather_dim < last or gather_dim == -1:
+        raise InvalidArgument(
+            f"gather_dim: found {gather_dim} with a Packed4BitWeight, wanted 0 to {last - 1}"
+        )
+    if len(biases) != len(Bs):
+        raise InvalidArgument(f"bias: found {len(biases)} for {len(Bs)} weights, wanted one each")
+    for B, bias in zip(Bs, biases, strict=True):
+        if A_shard.shape[-1] != B.K:
+            raise InvalidArgument(
+                f"B: found K={B.K}, wanted {A_shard.shape[-1]} as the columns of A_shard"
+            )
+        if bias is not None:
+            check_bias(bias, B.N, "A_shard", A_shard)
+
+
+def _impl(
+    A_shard: torch.Tensor,
+    packed: list[torch.Tensor],
+    ns: list[int],
+    group_sizes: list[int],
+    biases: list[torch.Tensor | None],
+    group_name: str,
+    world_size: int,
+    gather_dim: int,
+    return_A: bool,
+    strict: bool,
+) -> Outs:
+    group = groups.group_of_size(group_name, world_size)
+    front = A_shard.movedim(gather_dim, 0)
+    k = A_shard.shape[-1]
+    Bs = [Packed4BitWeight(p, k, n, g) for p, n, g in zip(packed, ns, group_sizes, strict=True)]
+    shard = front.flatten(0, -2).contiguous()
+    A, outs = _run(shard, Bs, biases, group, return_A, strict)
+    leading = (world_size * front.shape[0], *front.shape[1:-1])
+
+    def unfolded(rows: torch.Tensor) -> torch.Tensor:
+        found = rows.view(*leading, rows.shape[-1]).movedim(0, gather_dim)
+        return found.contiguous()
+
+    return A_shard.new_empty(0) if A is None else unfolded(A), [unfolded(out) for out in outs]
+
+
+def _run(
+    shard: torch.Tensor,
+    Bs: list[Packed4BitWeight],
+    biases: list[torch.Tensor | None],
+    group: dist.ProcessGroup,
+    return_A: bool,
+    strict: bool,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    m_local, k = shard.shape
+    if m_local:
+        asked = call_plans.problem(
+            group.size() * m_local,
+            sum(B.N for B in Bs),
+            k,
+            shard.dtype,
+            shard.device,
+            world_size=group.size(),
+            return_A=return_A,
+            group=group,
+        )
+        chunks = call_plans.planner(group, shard.device).plan(asked).chunks_per_shard
+        try:
+            return cpu_workspace(group).all_gather_matmul(
+                shard, Bs, biases, return_A=return_A, chunks_per_shard=chunks
+            )
+        except Unsupported as error:
+            reason = str(error)
+    else:
+        reason = f"A_shard: shape {tuple(shard.shape)} has no elements"
+    fall_back(reason, strict)
+    call = Call("all_gather_matmul", A_shard=shard, B=Bs)
+    A = start_all_gather(shard, group.group_name, 0, call=call)()
+    outs = [B.product(A) for B in Bs]
+    for out, bias in zip(outs, biases, strict=True):
+        if bias is not None:
+            out.add_(bias)
+    return A if return_A else None, outs
+
+
+def _fake(
+    A_shard: torch.Tensor,
+    packed: list[torch.Tensor],
+    ns: list[int],
+    group_sizes: list[int],
+    biases: list[torch.Tensor | None],
+    group_name: str,
+    world_size: int,
+    gather_dim: int,
+    return_A: bool,
+    strict: bool,
+) -> Outs:
+    shape = list(A_shard.shape)
+    shape[gather_dim] = shape[gather_dim] * world_size
+    A = A_shard.new_empty(shape if return_A else 0)
+    return A, [A_shard.new_empty(*shape[:-1], n) for n in ns]
+
+
+library.impl("_all_gather_packed_matmul", _impl, "CPU")
+library.impl("_all_gather_packed_matmul", _fake, "Meta")

@@ -1,0 +1,272 @@
+#include "ops/quantize.hpp"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "ops/refuse.hpp"
+#include "runtime/cuda.hpp"
+
+namespace agmm {
+
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kThreads = 256;
+constexpr double kLeastAmax = 1e-12;  // torchao's
+
+/// As torch has it: a NaN is the larger one.
+__device__ float max_or_nan(float a, float b) {
+  float found;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(found) : "f"(a), "f"(b));
+  return found;
+}
+
+template <int kLanes>
+__device__ float max_of_lanes(float value) {
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    value = max_or_nan(value, __shfl_xor_sync(0xffffffffu, value, step));
+  }
+  return value;
+}
+
+/// Of all threads of the CTA. `room`: a word for each warp.
+__device__ float max_of_cta(float value, float* room) {
+  value = max_of_lanes<kWarp>(value);
+  if (threadIdx.x % kWarp == 0) room[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  value = room[threadIdx.x % (kThreads / kWarp)];
+  value = max_of_lanes<kThreads / kWarp>(value);
+  __syncthreads();  // before the room is used again
+  return value;
+}
+
+template <class In>
+struct Vector {
+  static constexpr int kSize = 16 / sizeof(In);
+  uint4 bits;
+
+  __device__ float operator[](int i) const {
+    return static_cast<float>(reinterpret_cast<In const*>(&bits)[i]);
+  }
+  __device__ float amax() const {
+    float found = 0;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) found = max_or_nan(found, fabsf((*this)[i]));
+    return found;
+  }
+};
+
+/// An fp8 type: what values are cut at, and two of them from two floats.
+template <QuantizedTo to>
+struct Fp8 {
+  static constexpr float kLargest = to == QuantizedTo::E4M3 ? 448.f : 57344.f;
+  static constexpr auto kKind = to == QuantizedTo::E4M3 ? __NV_E4M3 : __NV_E5M2;
+
+  __device__ static uint32_t pair(float a, float b) {
+    return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, kKind);
+  }
+};
+
+/// What values are multiplied with before they are rounded. torch divides a number by a tensor as
+/// the number times the reciprocal, each rounded to float64; so here, for equal bits.
+template <QuantizedTo to>
+__device__ float up_of(float amax, bool power_of_2) {
+  double const from = static_cast<double>(amax);
+  double const clamped = from < kLeastAmax ? kLeastAmax : from;  // a NaN stays
+  auto up = static_cast<float>(__dmul_rn(__drcp_rn(clamped), double(Fp8<to>::kLargest)));
+  if (power_of_2) up = exp2f(floorf(log2f(up)));
+  return up;
+}
+
+template <QuantizedTo to, class In>
+__device__ void store(Vector<In> const& x, float up, uint8_t* at) {
+  constexpr int kWords = Vector<In>::kSize / 4;
+  uint32_t words[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    words[i] = Fp8<to>::pair(x[4 * i] * up, x[4 * i + 1] * up) |
+               Fp8<to>::pair(x[4 * i + 2] * up, x[4 * i + 3] * up) << 16;
+  }
+  if constexpr (kWords == 2) {
+    *reinterpret_cast<uint2*>(at) = make_uint2(words[0], words[1]);
+  } else {
+    *reinterpret_cast<uint32_t*>(at) = words[0];
+  }
+}
+
+/// A CTA, or a warp, for a row, which it keeps in registers between amax and conversion: kKept
+/// vectors in each thread. What a longer row has beyond is read again.
+template <QuantizedTo to, class In, int kThreadsOfRow, int kKept>
+__global__ void __launch_bounds__(kThreads) quantize_rows(Quantize const args) {
+  using V = Vector<In>;
+  __shared__ float room[kThreads / kWarp];
+  constexpr int kRows = kThreads / kThreadsOfRow;  // of the CTA at a time
+  int const lane = threadIdx.x % kThreadsOfRow;
+  int const vectors = args.columns / V::kSize;
+  // All threads of a CTA go round equally often, since they meet.
+  for (int64_t first = int64_t(blockIdx.x) * kRows; first < args.rows;
+       first += int64_t(gridDim.x) * kRows) {
+    int64_t const row = first + threadIdx.x / kThreadsOfRow;
+    bool const is_there = row < args.rows;
+    auto const* const x = static_cast<V const*>(args.x) + row * vectors;
+    V kept[kKept];
+    float amax = 0;
+    if (is_there) {
+#pragma unroll
+      for (int i = 0; i < kKept; ++i) {
+        int const at = lane + i * kThreadsOfRow;
+        if (at < vectors) {
+          kept[i] = x[at];
+          amax = max_or_nan(amax, kept[i].amax());
+        }
+      }
+      for (int at = lane + kKept * kThreadsOfRow; at < vectors; at += kThreadsOfRow) {
+        amax = max_or_nan(amax, x[at].amax());
+      }
+    }
+    amax = kThreadsOfRow == kWarp ? max_of_lanes<kWarp>(amax) : max_of_cta(amax, room);
+    if (!is_there) continue;
+    float const up = up_of<to>(amax, args.power_of_2);
+    if (lane == 0) args.scales[row] = __frcp_rn(up);
+    auto* const values = static_cast<uint8_t*>(args.values) + row * args.columns;
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      int const at = lane + i * kThreadsOfRow;
+      if (at < vectors) store<to>(kept[i], up, values + at * V::kSize);
+    }
+    for (int at = lane + kKept * kThreadsOfRow; at < vectors; at += kThreadsOfRow) {
+      store<to>(x[at], up, values + at * V::kSize);
+    }
+  }
+}
+
+/// Each thread has one vector of a block.
+template <QuantizedTo to, class In>
+__global__ void __launch_bounds__(kThreads) quantize_blocks(Quantize const args) {
+  using V = Vector<In>;
+  constexpr int kLanes = kQuantizeBlock / V::kSize;
+  static_assert(kLanes <= kWarp);
+  constexpr int kBlocks = kThreads / kLanes;  // of the CTA at a time
+  int const blocks_of_row = (args.columns + kQuantizeBlock - 1) / kQuantizeBlock;
+  int const lane = threadIdx.x % kLanes;
+  int64_t const blocks = args.rows * blocks_of_row;
+  for (int64_t first = int64_t(blockIdx.x) * kBlocks; first < blocks;
+       first += int64_t(gridDim.x) * kBlocks) {
+    int64_t const block = first + threadIdx.x / kLanes;
+    int64_t const row = block / blocks_of_row;
+    int const column = static_cast<int>(block % blocks_of_row) * kQuantizeBlock + lane * V::kSize;
+    bool const is_there = block < blocks && column < args.columns;
+    int64_t const at = row * args.columns + column;
+    V x{};
+    if (is_there) x = *reinterpret_cast<V const*>(static_cast<In const*>(args.x) + at);
+    float const up = up_of<to>(max_of_lanes<kLanes>(x.amax()), args.power_of_2);
+    if (lane == 0 && block < blocks) args.scales[block] = __frcp_rn(up);
+    if (is_there) store<to>(x, up, static_cast<uint8_t*>(args.values) + at);
+  }
+}
+
+/// The amax of the matrix as bits, which for numbers that are not negative are in the same order; a
+/// NaN's are above all.
+template <class In>
+__global__ void __launch_bounds__(kThreads) amax_of_matrix(Quantize const args) {
+  using V = Vector<In>;
+  __shared__ float room[kThreads / kWarp];
+  int64_t const vectors = args.rows * (args.columns / V::kSize);
+  float amax = 0;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < vectors;
+       i += int64_t(gridDim.x) * kThreads) {
+    amax = max_or_nan(amax, static_cast<V const*>(args.x)[i].amax());
+  }
+  amax = max_of_cta(amax, room);
+  if (threadIdx.x == 0) atomicMax(args.scratch, __float_as_uint(amax));
+}
+
+template <QuantizedTo to, class In>
+__global__ void __launch_bounds__(kThreads) quantize_matrix(Quantize const args) {
+  using V = Vector<In>;
+  float const up = up_of<to>(__uint_as_float(*args.scratch), args.power_of_2);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *args.scales = __frcp_rn(up);
+  int64_t const vectors = args.rows * (args.columns / V::kSize);
+  auto* const values = static_cast<uint8_t*>(args.values);
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < vectors;
+       i += int64_t(gridDim.x) * kThreads) {
+    store<to>(static_cast<V const*>(args.x)[i], up, values + i * V::kSize);
+  }
+}
+
+template <class Kernel>
+void launch(Kernel* kernel, int64_t ctas, Quantize const& args, cudaStream_t stream) {
+  // As many as run at once, and as often again as hides the uneven ends.
+  constexpr int64_t kCtasPerSm = 16;
+  int64_t const most = current_device().sm_count * kCtasPerSm;
+  kernel<<<static_cast<unsigned>(std::min(ctas, most)), kThreads, 0, stream>>>(args);
+  AGMM_CHECK_CUDA(cudaGetLastError());
+}
+
+template <QuantizedTo to, class In>
+void quantize_from(Quantize const& args, cudaStream_t stream) {
+  int const vectors = args.columns / Vector<In>::kSize;
+  if (args.scale_of == ScaleOf::Row) {
+    // The fewest registers that hold the row.
+    if (vectors <= 2 * kWarp) {
+      launch(quantize_rows<to, In, kWarp, 2>, (args.rows + 7) / 8, args, stream);
+    } else if (vectors <= 2 * kThreads) {
+      launch(quantize_rows<to, In, kThreads, 2>, args.rows, args, stream);
+    } else if (vectors <= 4 * kThreads) {
+      launch(quantize_rows<to, In, kThreads, 4>, args.rows, args, stream);
+    } else {
+      launch(quantize_rows<to, In, kThreads, 8>, args.rows, args, stream);
+    }
+  } else if (args.scale_of == ScaleOf::Block) {
+    int64_t const blocks = args.rows * ((args.columns + kQuantizeBlock - 1) / kQuantizeBlock);
+    constexpr int kAtOnce = kThreads / (kQuantizeBlock / Vector<In>::kSize);
+    launch(quantize_blocks<to, In>, (blocks + kAtOnce - 1) / kAtOnce, args, stream);
+  } else {
+    int64_t const ctas = (args.rows * vectors + kThreads - 1) / kThreads;
+    AGMM_CHECK_CUDA(cudaMemsetAsync(args.scratch, 0, sizeof(*args.scratch), stream));
+    launch(amax_of_matrix<In>, ctas, args, stream);
+    launch(quantize_matrix<to, In>, ctas, args, stream);
+  }
+}
+
+template <QuantizedTo to>
+void quantize_to(Quantize const& args, cudaStream_t stream) {
+  switch (args.from) {
+    case QuantizedFrom::BFloat16:
+      return quantize_from<to, __nv_bfloat16>(args, stream);
+    case QuantizedFrom::Float16:
+      return quantize_from<to, __half>(args, stream);
+    case QuantizedFrom::Float32:
+      return quantize_from<to, float>(args, stream);
+  }
+}
+
+bool is_aligned(void const* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+}  // namespace
+
+void quantize(Quantize const& args, void* stream) {
+  if (args.rows < 1 || args.columns < 1 || args.columns % kQuantizeMultiple != 0) {
+    refuse("x", std::to_string(args.rows) + " rows of " + std::to_string(args.columns),
+           "at least one row, and a multiple of " + std::to_string(kQuantizeMultiple) + " columns");
+  }
+  if (!is_aligned(args.x) || !is_aligned(args.values)) {
+    refuse("x, values", "an address that is no multiple of 16 bytes", "one that is");
+  }
+  if (args.scale_of == ScaleOf::Matrix && args.scratch == nullptr) {
+    refuse("scratch", "null", "a word of device memory");
+  }
+  kernels_device();  // or a message that says why there are none
+  auto const on = static_cast<cudaStream_t>(stream);
+  if (args.to == QuantizedTo::E4M3) {
+    quantize_to<QuantizedTo::E4M3>(args, on);
+  } else {
+    quantize_to<QuantizedTo::E5M2>(args, on);
+  }
+}
+
+}  // namespace agmm

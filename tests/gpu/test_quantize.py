@@ -1,0 +1,120 @@
+"""Dynamic quantisation by one kernel, bit for bit against torch's ops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from agmm import _core
+from agmm.ops import quantize
+from agmm.runtime import cuda_quantize
+from agmm.runtime.scaling import ALL, BLOCK, Tile
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+TILES: dict[str, Tile] = {"rowwise": (1, ALL), "block": (1, BLOCK), "tensorwise": (ALL, ALL)}
+SHAPES = [
+    # a warp for a row; few and many registers; rows longer than what the registers hold
+    *[(1, 16), (9, 512), (3, 528), (64, 4096), (257, 7168), (33, 8192), (5, 16384), (2, 40960)],
+    *[(1000, 144), (4096, 272)],
+]
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Rows of different sizes, with zeros, and one of zeros only."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator, device="cuda")
+    x *= torch.randn(rows, 1, generator=generator, device="cuda").mul(3).exp()
+    x[:, ::7] = 0
+    x[rows // 2] *= 0 if rows > 1 else 1
+    return x.to(dtype)
+
+
+def assert_same(
+    x: torch.Tensor, tile: Tile, dtype: torch.dtype = FP8[0], *, power_of_2: bool = False
+) -> None:
+    found = cuda_quantize.quantised(x, tile, dtype, power_of_2=power_of_2)
+    assert found is not None
+    values, scale = found
+    wanted, wanted_scale = quantize._by_torch(x, tile, dtype, None, power_of_2)
+    assert values.stride() == wanted.stride() and scale.shape == wanted_scale.shape
+    assert scale.dtype == torch.float32 and values.dtype == dtype
+    # As bits: a NaN equals itself then.
+    assert torch.equal(scale.view(torch.int32), wanted_scale.view(torch.int32))
+    is_nan = wanted.float().isnan()  # whose sign may differ
+    assert torch.equal(values.float().isnan(), is_nan)
+    assert torch.equal(values.view(torch.uint8)[~is_nan], wanted.view(torch.uint8)[~is_nan])
+
+
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("to", FP8, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tile", TILES.values(), ids=list(TILES))
+def test_as_torch(tile: Tile, dtype: torch.dtype, to: torch.dtype, power_of_2: bool) -> None:
+    for seed, shape in enumerate(SHAPES):
+        assert_same(matrix(*shape, dtype, seed), tile, to, power_of_2=power_of_2)
+
+
+@pytest.mark.parametrize("tile", [(ALL, 1), (BLOCK, 1), (ALL, ALL)], ids=str)
+def test_columns(tile: Tile) -> None:
+    """Of a column-major weight."""
+    assert_same(matrix(272, 528, torch.bfloat16, 1).t(), tile)
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=list(TILES))
+def test_extreme_numbers(tile: Tile) -> None:
+    for number in (0.0, 1e-30, -3e38, torch.inf, -torch.inf, torch.nan, 448.0, 2.0**-126):
+        x = matrix(16, 256, torch.float32, 3)
+        x[5, 200] = number
+        assert_same(x, tile)
+        assert_same(torch.full((4, 256), number, device="cuda"), tile, power_of_2=True)
+
+
+def test_scales_near_powers_of_two() -> None:
+    """A step of float32 beside them, where a logarithm may round across."""
+    powers = 2.0 ** torch.arange(-40, 40, device="cuda")
+    for step in (-1, 0, 1):
+        bits = (448 / powers).float().view(torch.int32) + step
+        x = bits.view(torch.float32).unsqueeze(1).expand(-1, 16).contiguous()
+        assert_same(x, (1, ALL), power_of_2=True)
+
+
+def test_what_has_no_kernel() -> None:
+    x = matrix(16, 256, torch.bfloat16, 1)
+    for given in (x[:, :8].contiguous(), x[:, 16:], x.flatten()[1 : 1 + 16 * 16].view(16, 16)):
+        assert cuda_quantize.quantised(given, (1, ALL), FP8[0], power_of_2=False) is None
+    assert cuda_quantize.quantised(x, (BLOCK, BLOCK), FP8[0], power_of_2=False) is None
+    assert cuda_quantize.quantised(x.double(), (1, ALL), FP8[0], power_of_2=False) is None
+    for bad in ((0, 256), (4, 24)):
+        with pytest.raises(ValueError, match="x: found"):
+            _core.quantize(
+                x.data_ptr(),
+                _core.QuantizedFrom.bfloat16,
+                _core.QuantizedTo.float8_e4m3fn,
+                _core.ScaleOf.row,
+                *bad,
+                False,
+                x.data_ptr(),
+                x.data_ptr(),
+                0,
+                0,
+            )
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=list(TILES))
+def test_graph(tile: Tile) -> None:
+    x = matrix(64, 512, torch.bfloat16, 1)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        cuda_quantize.quantised(x, tile, FP8[0], power_of_2=False)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found = cuda_quantize.quantised(x, tile, FP8[0], power_of_2=False)
+    torch.cuda.synchronize()
+    assert found is not None
+    for seed in (2, 3):
+        x.copy_(matrix(64, 512, torch.bfloat16, seed) / 2**seed)
+        graph.replay()
+        wanted, scale = quantize._by_torch(x, tile, FP8[0], None, False)
+        assert torch.equal(found[1], scale)
+        assert torch.equal(found[0].view(torch.uint8), wanted.view(torch.uint8))
