@@ -4,7 +4,7 @@ cmake_policy(VERSION 3.25)  # as CMakeLists.txt, where the table is included alo
 # (KernelShape). Each row is built for bf16 and fp16 and for both layouts of B.
 # set: minimal kernels are in every build, default ones in AGMM_KERNELS=default and all, the others
 # in all only: on H200 they hardly gain (docs/dev/tried.md), and are there to be measured
-# elsewhere; the swapped ones have not been measured at all. timed: the variant that records when each tile waited and ran, for pictures; in every
+# elsewhere. timed: the variant that records when each tile waited and ran, for pictures; in every
 # build, bf16 and column-major.
 set(AGMM_KERNEL_TABLE
     "128 256 64 2 1 Cooperative default"
@@ -26,15 +26,15 @@ set(AGMM_KERNEL_TABLE
     "256 128 64 1 1 Cooperative all"
     "256 128 64 1 2 Cooperative all"
     "256 192 64 2 1 Cooperative all"
-    "32  128 64 1 1 Cooperative all swapped"
+    "32  128 64 1 1 Cooperative default swapped"
     "64  128 64 1 1 Cooperative all swapped"
-    "64  128 64 1 2 Cooperative all swapped"
-    "96  128 64 1 1 Cooperative all swapped"
+    "64  128 64 1 2 Cooperative default swapped"
+    "96  128 64 1 1 Cooperative default swapped"
     "64  256 64 1 1 Cooperative all swapped"
-    "192 128 64 1 2 Cooperative all swapped"
+    "192 128 64 1 2 Cooperative default swapped"
     "32  64  64 1 1 Pingpong    all swapped"
-    "64  64  64 1 1 Pingpong    all swapped"
-    "128 192 64 1 1 Pingpong    all swapped"
+    "64  64  64 1 1 Pingpong    default swapped"
+    "128 192 64 1 1 Pingpong    default swapped"
     "128 128 64 1 1 Pingpong    timed")
 
 # Those of fp8 operands, with column-major B: as above, then how they accumulate and for which dtypes

@@ -326,7 +326,7 @@ def test_the_cpu_takes_any_columns_and_chunks() -> None:
 def test_time_grows_with_rows(kernel: KernelConfig, world_size: int, return_A: bool) -> None:
     problems = [
         Problem(world_size * rows, 1000, 4096, "bfloat16", world_size, return_A)
-        for rows in (1, 5, 64, 129, 512, 1000, 2048, 8000)
+        for rows in (1, 5, 63, 129, 511, 1001, 2047, 8001)
     ]
     for times in (
         [cost_model.fused_us(problem, kernel) for problem in problems],
@@ -356,7 +356,7 @@ def fused_us_tile_by_tile(problem: Problem, config: KernelConfig) -> float:
     tile_us = 2e-6 * config.tile_m * config.tile_n * problem.k / c.tflops_per_sm[config.kernel]
     if blocks < workers:
         tile_us *= 1 - c.idle_gain * (workers - blocks) / workers
-    tile_us += c.tile_overhead_us[config.schedule]
+    tile_us += c.tile_overhead_us.get(config.kernel, c.tile_overhead_us[config.schedule])
     is_shared = problem.m // problem.world_size % config.tile_m != 0 and problem.world_size > 1
     rows = problem.m // problem.world_size
 
@@ -384,16 +384,15 @@ def fused_us_tile_by_tile(problem: Problem, config: KernelConfig) -> float:
     return c.launch_us + staging + max(last + tile_us, *free_at)
 
 
-def test_swapped_kernels_are_not_chosen_before_they_are_measured() -> None:
-    swapped = [replace(kernel, swapped=True) for kernel in KERNELS]
-    small = replace(SMALL, tile_m=32, tile_n=64, swapped=True)
-    few_rows = [
-        Problem(w * m, 1024, k, world_size=w)
-        for w, m, k in product((1, 4), (8, 32), (64, 128, 8192))
-    ]
-    for problem in [*random_problems(60), *few_rows]:
-        usual = planner().fused_plan(problem)
-        assert planner(kernels=(*swapped, small, *KERNELS)).fused_plan(problem) == usual
+@pytest.mark.parametrize("b_layout", ["column", "row"])
+@pytest.mark.parametrize(("n", "k"), [(1280, 8192), (4608, 7168), (7168, 8192), (8192, 1024)])
+@pytest.mark.parametrize("m", [16, 32, 64])
+def test_few_rows_are_computed_in_tiles_of_few_rows(m: int, n: int, k: int, b_layout: str) -> None:
+    """Others multiply rows that do not exist."""
+    found = planner().fused_plan(Problem(m, n, k, b_layout=b_layout)).kernel
+    assert found is not None
+    assert found.swapped
+    assert found.tile_m <= 64
 
 
 def test_fused_time_is_that_of_the_tiles_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,20 +462,22 @@ def test_a_little_slower_than_a_large_unfused_gather_is_fused(library_alone: Non
 
 
 def test_a_small_gather_is_worth_no_margin(library_alone: None) -> None:
-    """Its latency is steady: of 24 to 48 rows of 2048 x 7168 none was faster fused."""
+    """Its latency is steady: of 24 to 48 rows of 2048 x 7168 none was faster fused, by kernels with
+    tiles of 128 rows."""
+    kernels = [kernel for kernel in KERNELS if not kernel.swapped]
     behind = []
     for m in range(8, 96, 8):
         problem = Problem(m, 3584, 8192, world_size=4)
-        fused = Planner(KERNELS).choose(problem, fused=True).predicted_us
+        fused = Planner(kernels).choose(problem, fused=True).predicted_us
         assert fused is not None
         late = (fused - cost_model.unfused_us(problem)) / cost_model.all_gather_us(problem)
         behind.append(late)
-        assert (Planner(KERNELS).plan(problem) == UNFUSED) == (late > 0)
+        assert (Planner(kernels).plan(problem) == UNFUSED) == (late > 0)
     assert any(0 < late < 0.2 for late in behind)
 
 
 def test_few_rows_are_gathered_by_a_kernel() -> None:
-    """Where it saves a tenth of the fused call, and more than NCCL's gather takes."""
+    """Up to a tenth more than the fused call's predicted time, which few rows seldom keep."""
     found = []
     for m in (4, 16, 64, 128, 256, 512, 640, 648, 1024):
         problem = Problem(m, 3584, 8192, world_size=4)
@@ -485,10 +486,10 @@ def test_few_rows_are_gathered_by_a_kernel() -> None:
         is_legal = legality.why_illegal(problem, GATHERED, KERNELS) is None
         assert is_legal == (m <= 640)
         assert fused_us is not None
-        is_gathered = is_legal and cost_model.gathered_us(problem) < 0.9 * fused_us
+        is_gathered = is_legal and cost_model.gathered_us(problem) < 1.1 * fused_us
         assert (choice.plan == GATHERED) == is_gathered
         found.append(is_gathered)
-    assert found[:3] == [True] * 3 and not any(found[5:])
+    assert found[:4] == [True] * 4 and not found[-1]
     assert Planner(KERNELS).choose(Problem(64, 3584, 8192, world_size=9)).plan != GATHERED
 
 
@@ -532,7 +533,7 @@ def test_choice_is_the_least_predicted_time() -> None:
             wanted = min(wanted, cost_model.unfused_us(problem))
         if legality.why_illegal(problem, GATHERED, KERNELS) is None:
             gathered_us = cost_model.gathered_us(problem)
-            if gathered_us < min(0.9 * fused_us, cost_model.unfused_us(problem)):
+            if gathered_us < min(1.1 * fused_us, cost_model.unfused_us(problem)):
                 wanted = gathered_us
         assert choice.predicted_us == wanted
         assert choice.source == "cost model"
@@ -744,7 +745,7 @@ def test_sm_push_of_whole_tiles_is_not_for_shards_that_end_inside_them() -> None
     problem = Problem(512, 3584, 8192, world_size=4)
     tuned = Row(512, Plan("sm16x64", kernel), 1.0)
     assert planner(tuned).choose(problem).plan == tuned.plan
-    found = planner(tuned).choose(problem._replace(m=384)).plan
+    found = planner(tuned).choose(problem._replace(m=384), fused=True).plan
     assert found.kernel is not None and cost_model.straddles(problem._replace(m=384), found.kernel)
     assert found.transport == "sm4x128"
 

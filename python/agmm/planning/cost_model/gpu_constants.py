@@ -27,11 +27,10 @@ class Constants:
     tile whose width is no multiple of 64 columns, TMA loads it in narrow pieces."""
     other_tflops_per_sm: float
     """Of a kernel that is not in ``tflops_per_sm``."""
-    other_swapped_tflops_per_sm: float
-    """Of a swapped one. None is measured yet, and none is to be chosen before: so low a rate that
-    they are taken by explicit config only."""
+    only_in_all: list[str]
+    """Those in ``tflops_per_sm`` that only a build with AGMM_KERNELS=all has."""
     tile_overhead_us: dict[str, float]
-    """Between the main loops of two tiles, by schedule."""
+    """Between the main loops of two tiles, by kernel, else by schedule."""
     idle_gain: float
     """How much less time the main loop of a tile takes in one wave, times the share of the
     multiprocessors that have none: the clock is higher, and nobody takes its loads."""
@@ -115,7 +114,8 @@ def constants(gpu: str) -> Constants:
 def default_kernels(gpu: str) -> tuple[KernelConfig, ...]:
     """The kernels of a default build, as the GPU's constants name them."""
     c = constants(gpu)
-    return tuple(KernelConfig.parse(name) for name in c.tflops_per_sm)
+    names = [name for name in c.tflops_per_sm if name not in c.only_in_all]
+    return tuple(KernelConfig.parse(name) for name in names)
 
 
 def default_scatter_kernels(gpu: str) -> tuple[KernelConfig, ...]:

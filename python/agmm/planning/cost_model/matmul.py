@@ -35,14 +35,13 @@ class Tiling:
         self.workers = sms // self.ctas
         """Clusters that are computed at once."""
         kernel = config.kernel
-        other = c.other_swapped_tflops_per_sm if config.swapped else c.other_tflops_per_sm
-        rate = c.tflops_per_sm.get(kernel, other)
+        rate = c.tflops_per_sm.get(kernel, c.other_tflops_per_sm)
         busy_us = 2e-6 * config.tile_m * config.tile_n * problem.k / config.splits / rate
         if problem.b_layout == "row":
             busy_us *= c.row_major_factor.get(kernel, 1.0)
         self.busy_us = busy_us
         """Of a tile, when all multiprocessors have one."""
-        self.fixed_us = c.tile_overhead_us[config.schedule]
+        self.fixed_us = c.tile_overhead_us.get(kernel, c.tile_overhead_us[config.schedule])
         self.split_us = c.split_us * config.splits if config.splits > 1 else 0.0
         # In n parts: busy / n * (1 - gain) + fixed + n * split, at the best n of all numbers.
         parts_us = 2 * (max(0.0, 1 - c.idle_gain) * busy_us * c.split_us) ** 0.5
