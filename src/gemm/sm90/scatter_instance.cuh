@@ -34,6 +34,10 @@ struct ScatterInstance {
   using Plain =
       KernelInstance<Element, LayoutB, TileM, TileN, TileK, ClusterM, ClusterN, kSchedule>;
   static constexpr bool kCooperative = Plain::kCooperative;
+  static constexpr KernelFacts kFacts =
+      facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed}, kDType<Element>,
+               Plain::kBLayout);
+  static constexpr bool kSplits = kFacts.can_split;
   static constexpr int kTileThreads = kCooperative ? 256 : 128;
   static constexpr int kTileBytes = TileM * TileN * int(sizeof(Element));
   // A cooperative kernel's consumers wait while their tile leaves, so it fits into the buffers as a
@@ -46,14 +50,16 @@ struct ScatterInstance {
   static constexpr int kPieces = kTileBytes / kPieceBytes;
   static constexpr int kBuffers = kBufferBytes / kPieceBytes;
 
-  using CollectiveEpilogue = ScatterEpilogue<typename Plain::UsualEpilogue, Element, kTileThreads,
-                                             kCooperative ? 1 : 2, kPieces, kBuffers, kTimed>;
+  using CollectiveEpilogue =
+      ScatterEpilogue<typename Plain::UsualEpilogue, Element, kTileThreads, kCooperative ? 1 : 2,
+                      kPieces, kBuffers, ClusterM * ClusterN, kSplits, kTimed>;
   using CutlassMainloop = typename Plain::template CutlassMainloop<CollectiveEpilogue>;
-  using Mainloop = ScatterMainloop<CutlassMainloop, kTimed>;
+  using Mainloop = ScatterMainloop<CutlassMainloop, kSplits, kTimed>;
   using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
       cute::Shape<int, int, int, int>, Mainloop, CollectiveEpilogue,
-      cutlass::gemm::PersistentAsyncInputScheduler<typename Plain::MainloopSchedule,
-                                                   cutlass::gemm::AsyncInputWait::Mainloop>>;
+      cutlass::gemm::PersistentAsyncInputScheduler<
+          typename Plain::MainloopSchedule, cutlass::gemm::AsyncInputWait::Mainloop,
+          kSplits ? cutlass::gemm::SplitsK::ByEpilogue : cutlass::gemm::SplitsK::No>>;
   using Params = typename GemmKernel::Params;
   static_assert(GemmKernel::SharedStorageSize <=
                 cutlass::gemm::collective::detail::sm90_smem_capacity_bytes);
@@ -89,6 +95,11 @@ struct ScatterInstance {
     // Without a bias -0 is added, which keeps a sum of -0.
     gemm.epilogue.thread = {{static_cast<Element const*>(call.bias), Element(-0.0f)}, {}, {}};
     gemm.epilogue.push = call.push;
+    auto* const scratch = static_cast<char*>(call.split_scratch);
+    gemm.scheduler.split_k = {call.config.splits,
+                              reinterpret_cast<float4*>(scratch + kSplitCounterBytes),
+                              reinterpret_cast<uint32_t*>(scratch)};
+    gemm.epilogue.split_k = gemm.scheduler.split_k;
     gemm.epilogue.times = call.tile_times;
     gemm.hw_info.sm_count = call.sm_count;
     gemm.scheduler.max_swizzle_size = call.config.max_swizzle;
@@ -136,13 +147,7 @@ struct ScatterInstance {
   }
 
   static constexpr ScatterEntry entry() {
-    return {facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed}, kDType<Element>,
-                     Plain::kBLayout),
-            sizeof(Params),
-            kTileBytes,
-            &prepare,
-            &setup,
-            &launch};
+    return {kFacts, sizeof(Params), kTileBytes, &prepare, &setup, &launch};
   }
 };
 
