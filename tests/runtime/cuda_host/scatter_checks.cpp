@@ -199,6 +199,15 @@ void equality() {
     one(changed, kOther);
     check(state().kernels_prepared - before == (name == "nothing" ? 0 : 1), name);
   }
+  // The layers of a model in turn.
+  constexpr int kLayers = 100;
+  int const before = state().kernels_prepared;
+  for (int i = 0; i < 3 * kLayers; ++i) {
+    MatmulScatter call = one.call();
+    call.products[0].b = one.tensor.as<char>() + 256 * (1 + i % kLayers);
+    one(call, kStream);
+  }
+  check(state().kernels_prepared - before == kLayers, "layers in turn");
 }
 
 /// Nothing is enqueued by a call that is refused.
