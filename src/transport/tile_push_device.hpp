@@ -50,7 +50,7 @@
 
 namespace agmm {
 
-/// The clock of a multiprocessor from begin() on.
+/// The clock of a multiprocessor from begin() on. Of one thread.
 class MeasuredClock {
  public:
   CUTLASS_DEVICE void begin() {
@@ -68,8 +68,8 @@ class MeasuredClock {
   }
 
  private:
-  uint32_t cycles_;
-  uint32_t ns_;
+  uint32_t cycles_ = 0;
+  uint32_t ns_ = 0;
 };
 
 /// Of a CTA whose tiles are computed by `kTileThreads` threads, `kFloats` elements of each. A tile
@@ -92,12 +92,10 @@ struct TilePush {
     alignas(128) uint4 pieces[kBuffers][kPieceBytes / sizeof(uint4)];
     alignas(8) uint64_t full[kBuffers];
     uint64_t empty[kBuffers];
-    MeasuredClock clock;
   };
 
   /// By one thread, before a barrier of the CTA.
   CUTLASS_DEVICE static void init(Storage& storage) {
-    storage.clock.begin();
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kBuffers; ++i) {
       mbarrier_init(&storage.full[i], kWarps);
@@ -127,9 +125,9 @@ struct TilePush {
   }
 
   /// The sender's. For one lane, once it has seen `go`. `number`: of the CTA's tiles, and so of the
-  /// wave.
+  /// wave. `clock`: begun before the first tile.
   CUTLASS_DEVICE static void send(TilePushArgs const& push, Storage& storage, int number,
-                                  int32_t owner, int32_t tile) {
+                                  int32_t owner, int32_t tile, MeasuredClock const& clock) {
     TilePushArgs::Peer const& peer = push.peers[push.tiles.place(owner)];
     char* const to = peer.part + int64_t(tile) * kTileBytes;
     SendPace const pace = push.paces.of_wave(number);
@@ -141,7 +139,7 @@ struct TilePush {
     for (int piece = 0; piece < kPieces; ++piece) {
       uint32_t const i = uint32_t(number) * kPieces + piece;
       mbarrier_wait(&storage.full[i % kBuffers], i / kBuffers % 2);
-      if (piece == 0) cycles = storage.clock.at_its_pace(pace.cycles, push.paces.highest_clock);
+      if (piece == 0) cycles = clock.at_its_pace(pace.cycles, push.paces.highest_clock);
       // A tile that only pads goes nowhere.
       if (tile >= 0) {
         stress_delay(push.tiles.rank);

@@ -78,6 +78,7 @@ struct ScatterEpilogue : Base {
     int32_t const owner = tiles.owner(row);
     if (owner == tiles.rank) return state;
     int32_t const tile = tiles.tile(tiles.row_of(row) / kTileM, int32_t(cute::get<1>(coord)));
+    if (number_ == 0) clock_.begin();
     if (is_split()) {
       // In one wave, so this is the CTA's only tile.
       if (Push::takes_credits()) Push::take_credits(push);
@@ -89,7 +90,7 @@ struct ScatterEpilogue : Base {
       Push::await_credits(push);
     }
     if (lane_id() == 0) {
-      Push::send(push, shared.push, number_, owner, tile);
+      Push::send(push, shared.push, number_, owner, tile, clock_);
       ScatterTimer<kTimed>(params_->times, tiles, owner, tile).done();
     }
     sent_ += tile >= 0 ? 1 : 0;
@@ -155,8 +156,9 @@ struct ScatterEpilogue : Base {
   }
 
   Params const* params_;
-  int number_ = 0;  // tiles of other chunks so far, of this group or sender
-  int sent_ = 0;    // by this sender, without those that only pad
+  MeasuredClock clock_;  // of a sender
+  int number_ = 0;       // tiles of other chunks so far, of this group or sender
+  int sent_ = 0;         // by this sender, without those that only pad
 };
 
 }  // namespace agmm
