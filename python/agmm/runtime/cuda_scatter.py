@@ -64,12 +64,11 @@ class ScatterCall(NamedTuple):
             buffers = workspace.enter(part_bytes)
             out = new_on_gpu(As[0], out_shape, out_stride)
             kept: list[torch.Tensor] = []  # copies live until the call is enqueued
-            operands: list[int] = []
-            for A, B in zip(As, Bs, strict=True):
-                a, b = A.data_ptr(), B.data_ptr()
-                if (a | b) % TMA_ALIGNMENT != 0:
-                    a, b = aligned_pointer(A, kept), aligned_pointer(B, kept)
-                operands += a, b
+            operands = [As[0].data_ptr(), Bs[0].data_ptr()]
+            # The usual call goes without a loop, which takes a twentieth of its time in Python.
+            if len(As) > 1 or (operands[0] | operands[1]) % TMA_ALIGNMENT != 0:
+                pairs = zip(As, Bs, strict=True)
+                operands = [aligned_pointer(one, kept) for pair in pairs for one in pair]
             captured = True  # also where the call fails half-way
             try:
                 captured = buffers.core.matmul_reduce_scatter(
