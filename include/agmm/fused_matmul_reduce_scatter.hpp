@@ -51,7 +51,8 @@ std::vector<KernelFacts> built_scatter_kernels();
 ///
 /// Sums travel rounded once to the dtype of out, those of fp8 products scaled; an owner adds them
 /// to its own float32 sum in the order of the ranks, then the bias, and rounds once. So a config
-/// always gives the same bits; another may give others.
+/// always gives the same bits; another may give others. Where a config splits K, all
+/// parts of all tiles have to be one wave of CTAs.
 class FusedMatmulReduceScatter {
  public:
   /// Bytes that each rank sends to each other one at a time, a workspace's `part_bytes`. A multiple

@@ -21,7 +21,8 @@
 //   AsyncInputWait::Mainloop   agmm::AsyncInputMainloop, between the load of B and the load of A.
 // SplitsK::Yes: where there are fewer tiles than multiprocessors, several CTAs may compute a tile,
 // each with a part of K (agmm::SplitK). For the cooperative kernel, whose clusters are one tile
-// wide, with agmm::AsyncInputMainloop.
+// wide, with agmm::AsyncInputMainloop. SplitsK::ByEpilogue: the epilogue adds up the parts, and is
+// called with each of them.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +35,7 @@
 namespace cutlass::gemm {
 
 enum class AsyncInputWait { Scheduler, Mainloop };
-enum class SplitsK { No, Yes };
+enum class SplitsK { No, Yes, ByEpilogue };
 /// Which operand arrives in chunks of its rows.
 enum class Gathered { A, B };
 
@@ -53,7 +54,7 @@ template <AsyncInputWait Wait, SplitsK Splits, Gathered Operand, int TileM, int 
           int ClusterM, int ClusterN>
 class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   using Base = PersistentTileSchedulerSm90;
-  static constexpr bool kSplits = Splits == SplitsK::Yes;
+  static constexpr bool kSplits = Splits != SplitsK::No;
   static constexpr bool kGathersB = Operand == Gathered::B;
   // Of the gathered operand, and of the other.
   static constexpr int kTileRows = kGathersB ? TileN : TileM;
@@ -237,7 +238,7 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   template <class Accumulators>
   CUTLASS_DEVICE static void fixup(Params const& params, WorkTileInfo& work,
                                    Accumulators& accumulators, uint32_t, uint32_t) {
-    if constexpr (kSplits) {
+    if constexpr (Splits == SplitsK::Yes) {
       if (params.split_k.splits == 1) return;
       constexpr int kFloats = cute::size(Accumulators{});
       auto& sum = *reinterpret_cast<float (*)[kFloats]>(accumulators.data());

@@ -39,6 +39,7 @@ __all__: list[str] = [
     "SM_PUSH_HEAD_ITEM_BYTES",
     "SPLIT_COUNTER_BYTES",
     "ScaleOf",
+    "ScatterProblem",
     "TILE_TIMES_BYTES",
     "TIMEOUT_EXIT_CODE",
     "WorkspaceLayout",
@@ -422,6 +423,21 @@ class CudaWorkspace:
     @property
     def slot_bytes(self) -> int: ...
 
+class ScatterProblem:
+    """
+    A matmul + reduce-scatter without its tensors. products: (lda, ldb, k).
+    """
+    def __init__(
+        self,
+        rows: int,
+        n: int,
+        dtype: DType,
+        b_column_major: bool,
+        products: collections.abc.Sequence[tuple[int, int, int]],
+        is_average: bool,
+        config: KernelConfig,
+    ) -> None: ...
+
 class CudaScatterWorkspace:
     """
     The sums that the ranks of a group send each other.
@@ -447,20 +463,15 @@ class CudaScatterWorkspace:
     ) -> None: ...
     def matmul_reduce_scatter(
         self,
-        products: collections.abc.Sequence[tuple[int, int, int, int, int]],
-        rows: int,
-        n: int,
-        dtype: DType,
-        b_column_major: bool,
+        problem: ScatterProblem,
+        operands: collections.abc.Sequence[int],
         bias: int,
         out: int,
-        is_average: bool,
-        config: KernelConfig,
         stream: int,
         tile_times: int = 0,
     ) -> bool:
         """
-        Enqueues the matmuls, whose kernels send. products: (a, lda, b, ldb, k). tile_times: of each launch SCATTER_TIMES_BYTES for each rank's tiles. Returns whether the stream is being captured.
+        Enqueues the matmuls, whose kernels send. operands: addresses of A and B, of each product in turn. tile_times: of each launch SCATTER_TIMES_BYTES for each rank's tiles. Returns whether the stream is being captured.
         """
     def scaled_matmul_reduce_scatter(
         self,

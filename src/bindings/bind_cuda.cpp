@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -86,25 +87,40 @@ using agmm::Held;
 using agmm::limit_ns;
 using agmm::make_workspace;
 
-// a, lda, b, ldb, k
-using ProductTuple = std::tuple<uintptr_t, int64_t, uintptr_t, int64_t, int>;
+// lda, ldb, k
+using ProductTuple = std::tuple<int64_t, int64_t, int>;
 
-bool matmul_reduce_scatter(FusedMatmulReduceScatter& op, const std::vector<ProductTuple>& products,
-                           int rows, int n, DType dtype, bool b_column_major, uintptr_t bias,
-                           uintptr_t out, bool is_average, const KernelConfig& config,
-                           uintptr_t stream, uintptr_t tile_times) {
+// All of a call but where its tensors are: made once for calls that are made often.
+agmm::MatmulScatter scatter_problem(int rows, int n, DType dtype, bool b_column_major,
+                                    const std::vector<ProductTuple>& products, bool is_average,
+                                    const KernelConfig& config) {
   agmm::MatmulScatter call;
   call.rows = rows;
   call.n = n;
   call.dtype = dtype;
   call.b_layout = layout(b_column_major);
-  for (const auto& [a, lda, b, ldb, k] : products) {
-    call.products.push_back({pointer<void>(a), lda, pointer<void>(b), ldb, k});
+  for (const auto& [lda, ldb, k] : products) {
+    call.products.push_back({nullptr, lda, nullptr, ldb, k});
+  }
+  call.is_average = is_average;
+  call.config = config;
+  return call;
+}
+
+bool matmul_reduce_scatter(FusedMatmulReduceScatter& op, const agmm::MatmulScatter& problem,
+                           const std::vector<uintptr_t>& operands, uintptr_t bias, uintptr_t out,
+                           uintptr_t stream, uintptr_t tile_times) {
+  agmm::MatmulScatter call = problem;
+  if (operands.size() != 2 * call.products.size()) {
+    throw std::invalid_argument("operands: found " + std::to_string(operands.size()) +
+                                " addresses, wanted " + std::to_string(2 * call.products.size()));
+  }
+  for (std::size_t i = 0; i < call.products.size(); ++i) {
+    call.products[i].a = pointer<void>(operands[2 * i]);
+    call.products[i].b = pointer<void>(operands[2 * i + 1]);
   }
   call.bias = pointer<void>(bias);
   call.out = pointer<void>(out);
-  call.is_average = is_average;
-  call.config = config;
   call.limit_ns = limit_ns();
   call.tile_times = pointer<agmm::ScatterTimes>(tile_times);
   return op(call, pointer<void>(stream));
@@ -427,6 +443,12 @@ void bind_cuda(py::module_& m) {
            "The same in fp8 by push, with so many scales for each row. weights: (b, ldb, n, bias, "
            "out, config, (scale_b, one for each column?, strides of blocks along K and N), "
            "accumulation).");
+  py::class_<agmm::MatmulScatter>(m, "ScatterProblem",
+                                  "A matmul + reduce-scatter without its tensors. products: (lda, "
+                                  "ldb, k).")
+      .def(py::init(&scatter_problem), py::arg("rows"), py::arg("n"), py::arg("dtype"),
+           py::arg("b_column_major"), py::arg("products"), py::arg("is_average"),
+           py::arg("config"));
   py::class_<FusedMatmulReduceScatter, Held<FusedMatmulReduceScatter>>(
       m, "CudaScatterWorkspace", "The sums that the ranks of a group send each other.")
       .def(py::init(&make_workspace<FusedMatmulReduceScatter>), py::arg("rank"), py::arg("bases"),
@@ -449,14 +471,12 @@ void bind_cuda(py::module_& m) {
           py::arg("world_size"),
           "The words after the sums that are 1 before the first call; the others are 0.")
       .def_property_readonly("part_bytes", &FusedMatmulReduceScatter::part_bytes)
-      .def(
-          "matmul_reduce_scatter", &matmul_reduce_scatter, py::arg("products"), py::arg("rows"),
-          py::arg("n"), py::arg("dtype"), py::arg("b_column_major"), py::arg("bias"),
-          py::arg("out"), py::arg("is_average"), py::arg("config"), py::arg("stream"),
-          py::arg("tile_times") = 0, py::call_guard<py::gil_scoped_release>(),
-          "Enqueues the matmuls, whose kernels send. products: (a, lda, b, ldb, k). tile_times: of "
-          "each launch SCATTER_TIMES_BYTES for each rank's tiles. Returns whether the stream is "
-          "being captured.")
+      .def("matmul_reduce_scatter", &matmul_reduce_scatter, py::arg("problem"), py::arg("operands"),
+           py::arg("bias"), py::arg("out"), py::arg("stream"), py::arg("tile_times") = 0,
+           py::call_guard<py::gil_scoped_release>(),
+           "Enqueues the matmuls, whose kernels send. operands: addresses of A and B, of each "
+           "product in turn. tile_times: of each launch SCATTER_TIMES_BYTES for each rank's tiles. "
+           "Returns whether the stream is being captured.")
       .def("scaled_matmul_reduce_scatter", &scaled_matmul_reduce_scatter, py::arg("product"),
            py::arg("scales"), py::arg("rows"), py::arg("n"), py::arg("dtype"),
            py::arg("accumulation"), py::arg("bias"), py::arg("out"), py::arg("is_average"),

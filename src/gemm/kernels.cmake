@@ -56,6 +56,7 @@ set(AGMM_SCATTER_TABLE
     "128 128 64 1 1 Pingpong    minimal"
     "128 256 64 2 1 Cooperative default"
     "64  128 64 1 1 Pingpong    default"
+    "128 128 64 1 1 Cooperative default"
     "128 128 64 2 1 Pingpong    all"
     "128 160 64 1 1 Pingpong    all"
     "128 256 64 1 1 Cooperative all"

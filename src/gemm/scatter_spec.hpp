@@ -25,6 +25,7 @@ struct ScatterSpec {
   void* out = nullptr;         // [rows of a chunk, n], where this launch's rows begin
   TilePushArgs push{};
   int32_t sm_count = 0;
+  void* split_scratch = nullptr;       // as AsyncInputArgs::split_scratch
   ScatterTimes* tile_times = nullptr;  // of this launch
 };
 

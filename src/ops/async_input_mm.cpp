@@ -110,22 +110,7 @@ std::vector<KernelFacts> built_kernels() {
   return facts;
 }
 
-std::size_t max_split_scratch_bytes() {
-  std::size_t tile_floats = 0;
-  for (std::size_t i = 0; i < kKernelCount; ++i) {
-    KernelShape const& shape = kKernelTable[i]->facts.shape;
-    if (kKernelTable[i]->facts.can_split) {
-      tile_floats = std::max(tile_floats, std::size_t(shape.tile_m) * shape.tile_n);
-    }
-  }
-  int const sm_count = current_device().sm_count;
-  static_assert(kSplitCounterBytes % sizeof(float4) == 0, "partial sums are loaded as float4");
-  if (sm_count > int(kSplitCounterBytes / sizeof(uint32_t))) {
-    throw std::runtime_error("agmm: found a device of " + std::to_string(sm_count) +
-                             " multiprocessors, wanted at most one per counter of a split");
-  }
-  return kSplitCounterBytes + sm_count * tile_floats * sizeof(float);
-}
+std::size_t max_split_scratch_bytes() { return split_scratch_bytes(kKernelTable, kKernelCount); }
 
 void load_kernels() {
   DeviceFacts const& device = kernels_device();

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ops/call_fields.hpp"
+#include "ops/launching.hpp"
 #include "ops/prepare.hpp"
 #include "runtime/cuda.hpp"
 #include "sync/signals.hpp"
@@ -62,8 +63,7 @@ struct FusedAllGatherMatmul::Impl {
   static constexpr std::size_t kKeptCalls = 16;
 
   AllGather all_gather;
-  // Of configs that split K, for one call at a time. Not from a pool of the caller's allocator,
-  // which may belong to a graph.
+  // Of configs that split K, for one call at a time.
   std::shared_ptr<void> split_scratch;
   std::vector<Call> calls;  // prepared last
   std::size_t oldest = 0;
@@ -88,15 +88,7 @@ FusedAllGatherMatmul::FusedAllGatherMatmul(int rank, std::vector<uintptr_t> cons
                                            std::size_t slot_bytes, int reserved_sms)
     : impl_(std::make_unique<Impl>(rank, bases, slot_bytes, reserved_sms)) {
   load_kernels();
-  RelaxedCapture const relaxed;
-  void* scratch = nullptr;
-  AGMM_CHECK_CUDA(cudaMalloc(&scratch, max_split_scratch_bytes()));
-  impl_->split_scratch = {scratch, [](void* memory) {
-                            cudaFree(memory);
-                            cudaGetLastError();
-                          }};
-  std::vector<char> const zeros(kSplitCounterBytes);
-  AGMM_CHECK_CUDA(cudaMemcpy(scratch, zeros.data(), zeros.size(), cudaMemcpyHostToDevice));
+  impl_->split_scratch = allocate_split_scratch(max_split_scratch_bytes());
 }
 
 FusedAllGatherMatmul::~FusedAllGatherMatmul() = default;

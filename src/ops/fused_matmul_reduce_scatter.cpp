@@ -3,9 +3,12 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <utility>
 
+#include "agmm/async_input_mm.hpp"
 #include "gemm/scatter_entry.hpp"
+#include "gemm/scatter_spec.hpp"
 #include "gemm/tile_times.hpp"
 #include "ops/launching.hpp"
 #include "ops/scatter_fields.hpp"
@@ -54,6 +57,23 @@ uint32_t tag_of(MatmulScatter const& call) {
   return call_tag(call.rows, k, what, false);
 }
 
+void check_splits(MatmulScatter const& call, KernelFacts const& facts) {
+  int32_t const splits = call.config.splits;
+  if (splits == 1) return;
+  int32_t k_tiles = 0;
+  for (Product const& product : call.products) {
+    k_tiles += ceil_div(product.k, call.config.shape.tile_k);
+  }
+  if (splits < 1 || splits > k_tiles) {
+    refuse("config", std::to_string(splits) + " splits of " + std::to_string(k_tiles) + " k tiles",
+           "at least a k tile in each");
+  }
+  if (!facts.can_split) {
+    refuse("config", std::to_string(splits) + " splits of " + call.config.shape.str(),
+           "a kernel that can split K");
+  }
+}
+
 void check(MatmulScatter const& call, int world_size, std::size_t part_bytes) {
   if (call.rows < 1 || call.rows % world_size != 0) {
     refuse("A", "M=" + std::to_string(call.rows),
@@ -83,15 +103,14 @@ void check(MatmulScatter const& call, int world_size, std::size_t part_bytes) {
   }
   require_aligned("out", call.out);
   if (call.bias != nullptr) require_aligned("bias", call.bias);
-  if (call.config.splits != 1) {
-    refuse("config", std::to_string(call.config.splits) + " splits", "1: this op does not split K");
-  }
-  if (find_kernel(call) == nullptr) {
+  ScatterEntry const* const kernel = find_kernel(call);
+  if (kernel == nullptr) {
     refuse("config",
            call.config.shape.str() + " " + to_string(call.dtype) + " B " +
                to_string(call.b_layout) + " " + to_string(call.accumulation),
            "a kernel of this build that sends tiles");
   }
+  check_splits(call, kernel->facts);
   std::size_t const needed = scatter_part_bytes(call.rows, call.n, world_size, call.config.shape);
   if (needed > part_bytes) {
     refuse("A", std::to_string(needed) + " bytes for each other rank",
@@ -103,11 +122,6 @@ void check(MatmulScatter const& call, int world_size, std::size_t part_bytes) {
 struct Launch {
   ScatterEntry const* kernel;
   KernelParams params;
-};
-
-struct Call {
-  MatmulScatter what;
-  std::vector<Launch> launches;
 };
 
 bool is_same(MatmulScatter const& a, MatmulScatter const& b) {
@@ -126,6 +140,30 @@ bool is_same(MatmulScatter const& a, MatmulScatter const& b) {
                     same_fields<Product>);
 }
 
+/// Calls that are prepared, by all that they are given.
+struct CallHash {
+  std::size_t operator()(MatmulScatter const& call) const {
+    // What differs between calls of a loop: the rest hardly ever is all that differs.
+    std::size_t hash = std::hash<void const*>{}(call.out);
+    for (Product const& product : call.products) hash = hash * 31 + hash_of_fields(product);
+    return hash;
+  }
+};
+struct CallsAreSame {
+  bool operator()(MatmulScatter const& a, MatmulScatter const& b) const { return is_same(a, b); }
+};
+
+/// Tiles of a launch, in whole clusters of CTAs: those of others' chunks, and all.
+struct LaunchTiles {
+  int32_t sent;
+  int32_t all;
+
+  LaunchTiles(ScatterTiles const& tiles, KernelShape const& shape)
+      : sent(tiles.padded.divisor / shape.tile_m *
+             (ceil_div(tiles.tiles_n, shape.cluster_n) * shape.cluster_n) * (tiles.world_size - 1)),
+        all(sent / (tiles.world_size - 1) * tiles.world_size) {}
+};
+
 }  // namespace
 
 struct FusedMatmulReduceScatter::Impl {
@@ -134,7 +172,8 @@ struct FusedMatmulReduceScatter::Impl {
         bases(std::move(bases_)),
         layout(part_bytes, static_cast<int>(bases.size())),
         sm_count(kernels_device().sm_count - reserved_sms),
-        ordered(kernels_device().index) {}
+        ordered(kernels_device().index),
+        split_scratch(allocate_split_scratch(split_scratch_bytes(kScatterTable, kScatterCount))) {}
 
   int world_size() const { return static_cast<int>(bases.size()); }
   template <class T>
@@ -142,21 +181,23 @@ struct FusedMatmulReduceScatter::Impl {
     return reinterpret_cast<T*>(bases[static_cast<std::size_t>(of_rank)] + offset);
   }
 
+  using Launches = std::vector<Launch>;
+
   TilePushArgs push_args(MatmulScatter const& call, ScatterTiles const& tiles,
                          std::size_t tile_bytes) const;
-  Call prepare_call(MatmulScatter const& call) const;
-  Call const& find_or_prepare(MatmulScatter const& call);
+  Launches prepare_call(MatmulScatter const& call) const;
+  Launches const& find_or_prepare(MatmulScatter const& call);
 
-  // As FusedAllGatherMatmul keeps.
-  static constexpr std::size_t kKeptCalls = 16;
+  // Of a few KB each: the layers of a large model for some numbers of rows. Then all anew.
+  static constexpr std::size_t kKeptCalls = 4096;
 
   int rank;
   std::vector<uintptr_t> bases;
   ScatterLayout layout;
   int sm_count;  // multiprocessors for this workspace's kernels
   OrderedCalls ordered;
-  std::vector<Call> calls;  // prepared last
-  std::size_t oldest = 0;
+  std::shared_ptr<void> split_scratch;  // null where no kernel splits K; for one call at a time
+  std::unordered_map<MatmulScatter, Launches, CallHash, CallsAreSame> calls;
 };
 
 std::vector<KernelFacts> built_scatter_kernels() {
@@ -230,19 +271,27 @@ TilePushArgs FusedMatmulReduceScatter::Impl::push_args(MatmulScatter const& call
   push.limit.limit_ns = call.limit_ns;
   push.limit.senders = {nullptr, kMaxScatterTiles, 0, true};
   push.limit.rank = rank;
-  int32_t const sent = tiles.tiles() * (world_size() - 1);
-  push.pace_cycles = pace_of(min_of(sm_count, sent), kernels_device().clock_khz);
+  KernelShape const& shape = call.config.shape;
+  LaunchTiles const launched(tiles, shape);
+  int32_t const cluster = shape.cluster_m * shape.cluster_n;
+  int32_t const at_once = min_of(sm_count / cluster * cluster, launched.all);
+  if (call.config.splits > 1 && launched.all * call.config.splits > sm_count / cluster * cluster) {
+    refuse("config", std::to_string(launched.all * call.config.splits) + " parts of tiles",
+           "one wave of them, at most " + std::to_string(sm_count / cluster * cluster));
+  }
+  push.paces = SendPaces(launched.sent, at_once, kernels_device().clock_khz);
   return push;
 }
 
-Call FusedMatmulReduceScatter::Impl::prepare_call(MatmulScatter const& call) const {
+FusedMatmulReduceScatter::Impl::Launches FusedMatmulReduceScatter::Impl::prepare_call(
+    MatmulScatter const& call) const {
   check(call, world_size(), layout.part_bytes());
   ScatterEntry const& kernel = *find_kernel(call);
   KernelShape const& shape = call.config.shape;
   int32_t const chunk_rows = call.rows / world_size();
   int32_t const band = scatter_band_rows(chunk_rows, world_size(), shape);
   note_call(tag_of(call), described(call));
-  Call prepared{call, {}};
+  Launches launches;
   ScatterTimes* times = call.tile_times;
   for (int32_t row = 0; row < chunk_rows; row += band) {
     ScatterTiles const tiles(rank, world_size(), chunk_rows, {row, min_of(row + band, chunk_rows)},
@@ -265,37 +314,32 @@ Call FusedMatmulReduceScatter::Impl::prepare_call(MatmulScatter const& call) con
     spec.out = static_cast<char*>(call.out) + std::size_t(row) * std::size_t(call.n) * 2;
     spec.push = push_args(call, tiles, kernel.tile_bytes);
     spec.sm_count = sm_count;
+    spec.split_scratch = split_scratch.get();
     spec.tile_times = times;
     if (times != nullptr) times += tiles.all_tiles();
-    static KeptParams<ScatterSpec> kept;
-    KernelParams params = kept.find_or_build(spec, [&] {
-      KernelParams memory = allocate_params(kernel.params_bytes);
-      if (char const* reason = kernel.prepare(spec, memory.get())) {
-        throw std::invalid_argument("agmm: " + described(call) + ": " + reason);
-      }
-      return memory;
-    });
-    prepared.launches.push_back({&kernel, std::move(params)});
+    KernelParams params = allocate_params(kernel.params_bytes);
+    if (char const* reason = kernel.prepare(spec, params.get())) {
+      throw std::invalid_argument("agmm: " + described(call) + ": " + reason);
+    }
+    launches.push_back({&kernel, std::move(params)});
   }
-  return prepared;
+  return launches;
 }
 
-Call const& FusedMatmulReduceScatter::Impl::find_or_prepare(MatmulScatter const& call) {
-  for (Call const& known : calls) {
-    if (is_same(known.what, call)) return known;
-  }
-  if (calls.size() < kKeptCalls) return calls.emplace_back(prepare_call(call));
-  Call& place = calls[oldest];
-  place = prepare_call(call);
-  oldest = (oldest + 1) % kKeptCalls;
-  return place;
+FusedMatmulReduceScatter::Impl::Launches const& FusedMatmulReduceScatter::Impl::find_or_prepare(
+    MatmulScatter const& call) {
+  auto const found = calls.find(call);
+  if (found != calls.end()) return found->second;
+  Launches launches = prepare_call(call);
+  if (calls.size() >= kKeptCalls) calls.clear();
+  return calls.emplace(call, std::move(launches)).first->second;
 }
 
 bool FusedMatmulReduceScatter::operator()(MatmulScatter const& what, void* stream_handle) {
   return impl_->ordered.make(stream_handle, [&] {
-    Call const& call = impl_->find_or_prepare(what);
-    return [&call](cudaStream_t stream) {
-      for (Launch const& launch : call.launches) {
+    Impl::Launches const& launches = impl_->find_or_prepare(what);
+    return [&launches](cudaStream_t stream) {
+      for (Launch const& launch : launches) {
         check_cuda(static_cast<cudaError_t>(launch.kernel->launch(launch.params.get(), stream)),
                    "kernel launch");
       }

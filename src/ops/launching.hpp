@@ -2,15 +2,19 @@
 // loaded once.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
+#include "agmm/async_input_mm.hpp"
 #include "gemm/kernel_entry.hpp"
 #include "ops/fields.hpp"
 #include "ops/refuse.hpp"
@@ -52,6 +56,43 @@ class KeptParams {
   std::mutex mutex_;
   std::unordered_map<Spec, KernelParams, Hash, IsSame> params_;
 };
+
+/// What calls of the kernels of a table need that split K, on the current device: a counter for
+/// each tile, then the partial sums of one wave. 0 where no kernel does.
+template <class Entry>
+std::size_t split_scratch_bytes(Entry const* const* table, std::size_t count) {
+  std::size_t tile_floats = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    KernelShape const& shape = table[i]->facts.shape;
+    if (table[i]->facts.can_split) {
+      tile_floats = std::max(tile_floats, std::size_t(shape.tile_m) * std::size_t(shape.tile_n));
+    }
+  }
+  if (tile_floats == 0) return 0;
+  int const sm_count = current_device().sm_count;
+  static_assert(kSplitCounterBytes % 16 == 0, "partial sums are loaded 16 bytes at a time");
+  if (sm_count > int(kSplitCounterBytes / sizeof(uint32_t))) {
+    throw std::runtime_error("agmm: found a device of " + std::to_string(sm_count) +
+                             " multiprocessors, wanted at most one per counter of a split");
+  }
+  return kSplitCounterBytes + std::size_t(sm_count) * tile_floats * sizeof(float);
+}
+
+/// Such memory, with its counters 0; for one call at a time. Not from a pool of the caller's
+/// allocator, which may belong to a graph. Null for 0 bytes.
+inline std::shared_ptr<void> allocate_split_scratch(std::size_t bytes) {
+  if (bytes == 0) return nullptr;
+  RelaxedCapture const relaxed;
+  void* scratch = nullptr;
+  AGMM_CHECK_CUDA(cudaMalloc(&scratch, bytes));
+  std::shared_ptr<void> held(scratch, [](void* memory) {
+    cudaFree(memory);
+    cudaGetLastError();
+  });
+  std::vector<char> const zeros(kSplitCounterBytes);
+  AGMM_CHECK_CUDA(cudaMemcpy(scratch, zeros.data(), zeros.size(), cudaMemcpyHostToDevice));
+  return held;
+}
 
 /// Loads a kernel on the device and opts in to its shared memory, once.
 template <class Entry>

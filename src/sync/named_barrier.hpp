@@ -16,6 +16,7 @@ enum class NamedBarrier : int {
   kFirstItemClaimed = 9,
   kFirstItemCopied = 10,
   kPartsAdded = 11,
+  kSumMade = 12,
 };
 
 /// For whole warps, `kThreads` threads in all; those of a warp need not come together.

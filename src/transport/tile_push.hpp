@@ -10,6 +10,61 @@
 
 namespace agmm {
 
+/// Bytes of one bulk copy to a peer.
+constexpr int kSendBytes = 1024;
+/// Bytes per ns that all CTAs together send. More than links take makes them wait in the crossbar,
+/// and behind them the loads of the same multiprocessor. A copy engine pushes 381 between H200 (18
+/// links); a little more keeps a link busy while some CTAs have nothing to send: of
+/// the paces tried on 2 H100 (1980 MHz at most), the best at K = 2048 and at K = 7168.
+constexpr int64_t kSendBytesPerNs = 430;
+/// Copies of all CTAs that are not complete at a time, at most where more CTAs send than have
+/// kLogFewestUnderWay each of them: 4 of each of the 132 of an H100, with which the rate was tried.
+constexpr int32_t kMostUnderWay = 528;
+/// Of one CTA, as powers of 2: with 4 it sends 3 to 4 bytes per ns, so few that send need more of
+/// them to fill the links, up to a tile of 128 x 128.
+constexpr int32_t kLogFewestUnderWay = 2;
+constexpr int32_t kLogMostUnderWay = 5;
+
+/// How a CTA sends where so many do at a time.
+struct SendPace {
+  int32_t cycles = 0;  // for each kSendBytes, at the highest clock; 0: as fast as it can
+  int32_t log_under_way = kLogFewestUnderWay;  // of copies, a power of 2
+
+  SendPace() = default;
+
+  /// `clock_khz`: the highest of the multiprocessors.
+  AGMM_HOST_DEVICE constexpr SendPace(int32_t senders, int32_t clock_khz)
+      : cycles(
+            int32_t(int64_t(kSendBytes) * senders * clock_khz / (kSendBytesPerNs * 1000 * 1000))) {
+    while (log_under_way < kLogMostUnderWay && (senders << (log_under_way + 1)) <= kMostUnderWay) {
+      ++log_under_way;
+    }
+  }
+};
+
+/// The paces of a launch. A CTA's n-th tile is one of the n-th wave; tiles that are sent come
+/// before those that stay, so all CTAs send in all waves but the last that sends.
+struct SendPaces {
+  SendPace usual{};
+  SendPace last{};
+  int32_t last_wave = 0;
+  float highest_clock = 0;  // cycles per ns
+
+  SendPaces() = default;
+
+  /// `sent`: tiles of all others' chunks; `ctas`: tiles of a wave.
+  SendPaces(int32_t sent, int32_t ctas, int32_t clock_khz)
+      : usual(ctas, clock_khz),
+        last_wave(max_of(0, sent - 1) / ctas),
+        highest_clock(float(clock_khz) * 1e-6f) {
+    last = SendPace(sent - last_wave * ctas, clock_khz);
+  }
+
+  AGMM_HOST_DEVICE SendPace const& of_wave(int32_t wave) const {
+    return wave == last_wave ? last : usual;
+  }
+};
+
 struct TilePushArgs {
   ScatterTiles tiles{};
   uint32_t tag = 0;    // what signals carry
@@ -34,21 +89,6 @@ struct TilePushArgs {
 
   WaitLimit limit{};
 
-  /// Clock cycles that a CTA takes for each kSendBytes, 0: as fast as it can.
-  int32_t pace_cycles = 0;
+  SendPaces paces{};
 };
-
-/// Bytes of one bulk copy to a peer.
-constexpr int kSendBytes = 1024;
-/// Bytes per ns that all CTAs together send. More than links take makes them wait in the crossbar,
-/// and behind them the loads of the same multiprocessor. A copy engine pushes 381 between H200 (18
-/// links); a little more keeps a link busy while some CTAs have nothing to send: of
-/// the paces tried on 2 H100 (1980 MHz at most), the best at K = 2048 and at K = 7168.
-constexpr int64_t kSendBytesPerNs = 430;
-
-/// `senders`: CTAs that may send at a time. `clock_khz`: of the multiprocessors.
-constexpr int32_t pace_of(int32_t senders, int32_t clock_khz) {
-  return int32_t(int64_t(kSendBytes) * senders * clock_khz / (kSendBytesPerNs * 1000 * 1000));
-}
-
 }  // namespace agmm

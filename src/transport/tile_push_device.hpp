@@ -14,7 +14,8 @@
 // How fast. A link that has more to carry than it can makes the multiprocessors' stores wait, and
 // with them the loads that the next tile wants: what was to be hidden behind a matmul then adds to
 // it. CTAs finish their tiles at about the same time, so each sends no more than its share, in
-// small copies: one every `pace_cycles`, of which a few are not complete.
+// small copies, of which a few are not complete (SendPace). The pace is one in time, kept in cycles
+// of a clock that is measured, since it falls under a matmul.
 //
 // Memory order.
 //   Out. Consumers write a piece to shared memory, each thread executes fence.proxy.async, the warp
@@ -49,6 +50,28 @@
 
 namespace agmm {
 
+/// The clock of a multiprocessor from begin() on. Of one thread.
+class MeasuredClock {
+ public:
+  CUTLASS_DEVICE void begin() {
+    cycles_ = uint32_t(clock64());
+    ns_ = uint32_t(global_timer_ns());
+  }
+
+  /// What takes as long by this clock as `cycles` by one of `highest` cycles per ns. The counters
+  /// pass 2^32 every two and four seconds, behind a peer that is so late; then it is too few
+  /// cycles, but no less than half.
+  CUTLASS_DEVICE int32_t at_its_pace(int32_t cycles, float highest) const {
+    float const passed = float(uint32_t(clock64()) - cycles_);
+    float const ns = float(uint32_t(global_timer_ns()) - ns_);
+    return int32_t(float(cycles) * fminf(1.0f, fmaxf(0.5f, __fdividef(passed, ns * highest))));
+  }
+
+ private:
+  uint32_t cycles_ = 0;
+  uint32_t ns_ = 0;
+};
+
 /// Of a CTA whose tiles are computed by `kTileThreads` threads, `kFloats` elements of each. A tile
 /// travels in fragment order: vector by vector of 8 elements, thread by thread; its owner's same
 /// kernel has the same threads. It leaves in pieces, through `kBuffers` buffers of one each.
@@ -61,9 +84,7 @@ struct TilePush {
   static constexpr int kTileBytes = kPieces * kPieceBytes;
   static constexpr int kWarps = kTileThreads / 32;
   static_assert(kFloats % (kVectorElements * kPieces) == 0);
-  static constexpr int kSendsUnderWay = 4;
-  // So a piece's copies are complete, and its buffer is free, when the next one's are under way.
-  static_assert(kPieceBytes % kSendBytes == 0 && kPieceBytes >= kSendsUnderWay * kSendBytes);
+  static_assert(kPieceBytes % kSendBytes == 0);
   static_assert(kBuffers >= 2);
   using Vector = cutlass::Array<Element, kVectorElements>;
 
@@ -103,28 +124,34 @@ struct TilePush {
     }
   }
 
-  /// The sender's. For one lane, once it has seen `go`.
+  /// The sender's. For one lane, once it has seen `go`. `number`: of the CTA's tiles, and so of the
+  /// wave. `clock`: begun before the first tile.
   CUTLASS_DEVICE static void send(TilePushArgs const& push, Storage& storage, int number,
-                                  int32_t owner, int32_t tile) {
+                                  int32_t owner, int32_t tile, MeasuredClock const& clock) {
     TilePushArgs::Peer const& peer = push.peers[push.tiles.place(owner)];
     char* const to = peer.part + int64_t(tile) * kTileBytes;
+    SendPace const pace = push.paces.of_wave(number);
+    int32_t cycles = 0;
     uint32_t released = uint32_t(number) * kPieces;
     uint64_t passed = 0;
-    int64_t next = clock64();
+    int64_t next = 0;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int piece = 0; piece < kPieces; ++piece) {
       uint32_t const i = uint32_t(number) * kPieces + piece;
       mbarrier_wait(&storage.full[i % kBuffers], i / kBuffers % 2);
+      if (piece == 0) cycles = clock.at_its_pace(pace.cycles, push.paces.highest_clock);
       // A tile that only pads goes nowhere.
       if (tile >= 0) {
         stress_delay(push.tiles.rank);
         auto const* const from = reinterpret_cast<char const*>(storage.pieces[i % kBuffers]);
         CUTLASS_PRAGMA_NO_UNROLL
         for (int at = 0; at < kPieceBytes; at += kSendBytes) {
-          next = pause_until(next) + push.pace_cycles;
+          next = pause_until(next) + cycles;
           bulk_copy_to_global(to + piece * kPieceBytes + at, from + at, kSendBytes);
-          bulk_wait<kSendsUnderWay - 1>();
+          await_few_under_way(pace.log_under_way);
         }
+        // The pieces before have left their buffers.
+        bulk_wait_read<kPieceBytes / kSendBytes>();
         passed = virtual_link_take(kPieceBytes, passed);
       }
       if (i != released) mbarrier_arrive(&storage.empty[released++ % kBuffers]);
@@ -189,26 +216,46 @@ struct TilePush {
     }
   }
 
+  /// The first CTA takes the credits, which cannot be seen any more afterwards; it computes a tile
+  /// to send, or a part of its sum, the first of all.
+  CUTLASS_DEVICE static bool takes_credits() { return blockIdx.x == 0 && blockIdx.y == 0; }
+
   /// Before the first send of a sender, which counts what it sends (count_done): `go` is reset once
-  /// all is counted. For all lanes of its warp. The first CTA takes the credits, which cannot be
-  /// seen any more afterwards; it has a tile to send, the first of all.
+  /// all is counted. For all lanes of its warp.
   CUTLASS_DEVICE static void await_credits(TilePushArgs const& push) {
-    uint32_t since = 0;
+    if (takes_credits()) {
+      take_credits(push);
+    } else {
+      await_go(push);
+    }
+  }
+
+  /// That of the CTA that takes them. It may send nothing: whoever sends comes behind it, so `go`
+  /// is not reset before it is set.
+  CUTLASS_DEVICE static void take_credits(TilePushArgs const& push) {
     stress_delay(push.tiles.rank);
-    if (blockIdx.x == 0 && blockIdx.y == 0) {
-      int const place = lane_id();
-      if (place < push.tiles.world_size - 1 && !kNoCredit) {
-        CUTLASS_PRAGMA_NO_UNROLL
-        for (;;) {
-          uint32_t const seen = load_acquire_system(push.credits + place);
-          if (seen == 1) break;
-          check_credit_wait(seen, push.tiles.at_place(place), 0, push.limit, since);
-        }
+    uint32_t since = 0;
+    int const place = lane_id();
+    if (place < push.tiles.world_size - 1 && !kNoCredit) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (;;) {
+        uint32_t const seen = load_acquire_system(push.credits + place);
+        if (seen == 1) break;
+        check_credit_wait(seen, push.tiles.at_place(place), 0, push.limit, since);
       }
-      if (place < push.tiles.world_size - 1) push.credits[place] = 0;
-      __syncwarp();
-      if (place == 0) store_release_gpu(push.go, 1);
-    } else if (lane_id() == 0) {
+    }
+    if (place < push.tiles.world_size - 1) push.credits[place] = 0;
+    __syncwarp();
+    if (place == 0) store_release_gpu(push.go, 1);
+    __syncwarp();
+    fence_proxy_async_global();
+  }
+
+  /// That of the others.
+  CUTLASS_DEVICE static void await_go(TilePushArgs const& push) {
+    stress_delay(push.tiles.rank);
+    if (lane_id() == 0) {
+      uint32_t since = 0;
       CUTLASS_PRAGMA_NO_UNROLL
       while (load_acquire_gpu(push.go) != 1) {
         // The first CTA reports, which knows whose credit is missing; should it not run, this one.
@@ -222,15 +269,38 @@ struct TilePush {
     fence_proxy_async_global();
   }
 
+  /// Where several CTAs share a tile's K: the consumers tell their sender whether the whole sum of
+  /// a tile to be sent is theirs. For all threads of both, who wait for each other.
+  CUTLASS_DEVICE static bool tell_sender(bool is_whole) {
+    return named_barrier_any<NamedBarrier::kSumMade, kTileThreads + 32>(is_whole);
+  }
+  CUTLASS_DEVICE static bool is_told_to_send() { return tell_sender(false); }
+
  private:
   // As the grace of a wait for a chunk (device_wait.hpp).
   static constexpr uint32_t kLateUnits = 64;
 
   /// Returns the time when it is over: `when`, or now where that has passed.
   CUTLASS_DEVICE static int64_t pause_until(int64_t when) {
-    int64_t now = clock64();
-    while (now < when) now = clock64();
-    return now;
+    int64_t const now = clock64();
+    if (now >= when) return now;
+    while (clock64() < when) {
+    }
+    return when;
+  }
+
+  /// Returns when all but 2^log of the copies are complete.
+  CUTLASS_DEVICE static void await_few_under_way(int32_t log) {
+    static_assert(kLogFewestUnderWay == 2 && kLogMostUnderWay == 5);
+    if (log == 2) {
+      bulk_wait<(1 << 2) - 1>();
+    } else if (log == 3) {
+      bulk_wait<(1 << 3) - 1>();
+    } else if (log == 4) {
+      bulk_wait<(1 << 4) - 1>();
+    } else {
+      bulk_wait<(1 << 5) - 1>();
+    }
   }
 
   CUTLASS_DEVICE static void sync() {

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from agmm import _core
-from agmm.planning.plans import KernelConfig
+from agmm.planning.legality import legal_scatter_splits
+from agmm.planning.plans import MATMUL_REDUCE_SCATTER, KernelConfig, Problem
 
 DTYPES = {torch.bfloat16: _core.DType.bfloat16, torch.float16: _core.DType.float16}
 PART_BYTES = 64 << 20
@@ -85,18 +86,21 @@ def enqueue(
     """One call of one rank."""
     column_major = what.Bs[0].stride(0) == 1
     core.matmul_reduce_scatter(
-        [
-            (A.data_ptr(), A.stride(0), B.data_ptr(), B.stride(int(column_major)), A.shape[1])
-            for A, B in zip(what.As, what.Bs, strict=True)
-        ],
-        what.rows,
-        what.n,
-        DTYPES[out.dtype],
-        column_major,
+        _core.ScatterProblem(
+            what.rows,
+            what.n,
+            DTYPES[out.dtype],
+            column_major,
+            [
+                (A.stride(0), B.stride(int(column_major)), A.shape[1])
+                for A, B in zip(what.As, what.Bs, strict=True)
+            ],
+            what.is_average,
+            config.core,
+        ),
+        [each.data_ptr() for pair in zip(what.As, what.Bs, strict=True) for each in pair],
         0 if what.bias is None else what.bias.data_ptr(),
         out.data_ptr(),
-        what.is_average,
-        config.core,
         stream.cuda_stream,
         0 if tile_times is None else tile_times.data_ptr(),
     )
@@ -164,9 +168,9 @@ class Together:
         torch.cuda.synchronize()
         places = [memory.data_ptr() for memory in self.memory]
         # Clusters of two need pairs.
-        share = sms // world_size // 2 * 2 - 2
+        self.sms = sms // world_size // 2 * 2 - 2
         self.cores = [
-            _core.CudaScatterWorkspace(rank, places, part_bytes, sms - share)
+            _core.CudaScatterWorkspace(rank, places, part_bytes, sms - self.sms)
             for rank in range(world_size)
         ]
         self.streams = [torch.cuda.Stream() for _ in range(world_size)]
@@ -204,6 +208,34 @@ def configs() -> Iterator[KernelConfig]:
         yield replace(kernel, max_swizzle=2, raster="along_n")
 
 
+def split_configs(
+    rows: int, n: int, ks: Sequence[int], world_size: int, sms: int
+) -> Iterator[KernelConfig]:
+    """Those that split K, of so many rows of a rank, on so many multiprocessors."""
+    for kernel in kernels():
+        k = sum(-(-k // kernel.tile_k) for k in ks) * kernel.tile_k
+        problem = Problem(
+            world_size * rows,
+            n,
+            k,
+            world_size=world_size,
+            sm_count=sms,
+            op=MATMUL_REDUCE_SCATTER,
+        )
+        for splits in legal_scatter_splits(problem, kernel)[1:]:
+            yield replace(kernel, splits=splits)
+
+
+FEW_TILES: list[tuple[int, int, tuple[int, ...]]] = [
+    (1, 8, (136,)),
+    (17, 264, (72, 2000)),
+    (130, 136, (64, 8, 200)),
+    (127, 392, (1000,)),
+    (300, 128, (8, 8, 136)),
+]
+"""Rows of a rank, N, K of each product; a part of K may be in several products."""
+
+
 def check(calls: int) -> None:
     """Calls of every kernel, four back to back."""
     for world_size, rows, n, ks in ((2, 70, 136, (72, 8)), (3, 130, 264, (136,))):
@@ -223,7 +255,20 @@ def check(calls: int) -> None:
                     ):
                         if not torch.equal(out, wanted):
                             raise SystemExit(f"{config.name} {world_size} {rows} {n} {ks}: {rank}")
+    check_parts_of_k()
     print("all equal")
+
+
+def check_parts_of_k() -> None:
+    ranks = Together(2, 1 << 20)
+    for rows, n, ks in FEW_TILES:
+        for config in split_configs(rows, n, ks, 2, ranks.sms):
+            whats = [drawn(2 * rows, n, ks, torch.bfloat16) for _ in range(2)]
+            outs = ranks.enqueue(whats, config)
+            torch.cuda.synchronize()
+            for out, wanted in zip(outs, ranks.expected(whats), strict=True):
+                if not torch.equal(out, wanted):
+                    raise SystemExit(f"{config.name} {rows} {n} {ks}")
 
 
 WRONG = 3

@@ -52,6 +52,39 @@ def test_every_kernel(world_size: int, shape: tuple[int, int, tuple[int, ...]]) 
                 check(rank.call(what, KernelConfig.parse(name)), rank.expected(what))
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("shape", scatter_stand_in.FEW_TILES, ids=str)
+def test_parts_of_k(world_size: int, shape: tuple[int, int, tuple[int, ...]]) -> None:
+    """Of one rank on the whole GPU, and of all ranks at once; and of data that is not exact the
+    same bits every time, whichever part is done last."""
+    rows, n, ks = shape
+    rank, ranks = Alone(world_size, world_size // 2), Together(world_size, 4 << 20)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    alone = list(scatter_stand_in.split_configs(rows, n, ks, world_size, sms))
+    if not alone:
+        pytest.skip("this build has no kernel that splits K")
+    for config in alone:
+        for column_major in (True, False):
+            what = drawn(world_size * rows, n, ks, torch.float16, column_major=column_major)
+            check(rank.call(what, config), rank.expected(what))
+    for config in scatter_stand_in.split_configs(rows, n, ks, world_size, ranks.sms):
+        whats = [
+            drawn(world_size * rows, n, ks, torch.bfloat16, bias=True) for _ in range(world_size)
+        ]
+        outs = ranks.enqueue(whats, config)
+        torch.cuda.synchronize()
+        for out, expected in zip(outs, ranks.expected(whats), strict=True):
+            check(out, expected)
+        for what in whats:
+            what.As[0] *= torch.rand((), device="cuda").bfloat16()
+        first = ranks.enqueue(whats, config)
+        again = [ranks.enqueue(whats, config) for _ in range(20)]
+        torch.cuda.synchronize()
+        for found in again:
+            for out, before in zip(found, first, strict=True):
+                check(out, before)
+
+
 @pytest.mark.parametrize("is_average", [False, True], ids=["sum", "avg"])
 def test_bias_and_average(is_average: bool) -> None:
     rank = Alone(4, 1)

@@ -53,7 +53,7 @@ def test_gradcheck_of_all_gather_matmul(
 
 
 @pytest.mark.parametrize("case", SCATTER_CASES, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 def test_gradcheck_of_matmul_reduce_scatter(
     pool: RankPool, world_size: int, case: dict[str, Any]
 ) -> None:

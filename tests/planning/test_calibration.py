@@ -362,6 +362,8 @@ def test_the_kernel_that_sends_tiles_is_chosen_as_measured() -> None:
         for kernel in kernels:
             usual = Plan("push", heuristics.usual_scatter_order(kernel))
             assert usual.kernel is not None
+            if usual.kernel.name not in us:  # the one that is there to split K
+                continue
             found = predict_us(problem, usual)
             assert found is not None
             predicted.append(Pair(found, us[usual.kernel.name]))

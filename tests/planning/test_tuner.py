@@ -100,6 +100,14 @@ def test_candidates_of_a_scatter(m: int) -> None:
     assert on_cpu == [Plan("push"), UNFUSED]
 
 
+def test_candidates_of_a_scatter_with_few_tiles_split_k() -> None:
+    problem = SCATTER._replace(m=128, n=1024, k=28672)
+    plans = candidates.candidates(problem, SENDERS, UNFUSED)
+    splits = {plan.kernel.splits for plan in plans if plan.kernel is not None}
+    assert splits - {1}
+    assert all(why_illegal(problem, plan, SENDERS) is None for plan in plans)
+
+
 def test_torchs_op_has_to_be_faster_by_what_it_costs_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

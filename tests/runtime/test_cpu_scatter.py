@@ -127,6 +127,14 @@ def test_many_calls(pool: RankPool) -> None:
         assert faults_of(results, 4) == []
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_thousand_calls(pool: RankPool) -> None:
+    for _ in range(0, 100_000, 10_000):
+        results = pool.run(scatter_work.repeated, 4, 10_000, 2, 100, torch.bfloat16)
+        assert faults_of(results, 4) == []
+
+
 FAULTS = ["signal before data", "no credit", "own rows before the others' sums"]
 
 

@@ -125,7 +125,18 @@ def test_host_code(program: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["sums", "equality", "refusals", "failures", "order", "reserved_sms", "arrivals"]
+    "name",
+    [
+        "sums",
+        "equality",
+        "refusals",
+        "failures",
+        "order",
+        "reserved_sms",
+        "arrivals",
+        "paces",
+        "splits",
+    ],
 )
 def test_scatter(scatter_program: Path, name: str) -> None:
     done = _run(scatter_program, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from agmm.ops.paths import kind_of
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import groups, nan_check
 from agmm.runtime.cuda_calls import b_layout, core_dtype
-from agmm.runtime.cuda_scatter import OperandLayout, ScatterCall
+from agmm.runtime.cuda_scatter import ScatterCall
 from agmm.runtime.workspaces import scatter_workspace
 
 _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, ScatterCall | None]]
@@ -175,16 +176,14 @@ def call_with(
         layout = b_layout(B)
         assert layout is not None
         is_column_major = layout.column_major
-        products.append(OperandLayout(B.shape[0], layout.leading, B.shape[0]))
+        products.append((B.shape[0], layout.leading, B.shape[0]))
+    shape = (A.shape[0] // world_size, *A.shape[1:-1], n)
     return ScatterCall(
         scatter_workspace(group, A.device),
-        rows,
-        n,
-        core_dtype("A", A),
-        is_column_major,
-        tuple(products),
-        (A.shape[0] // world_size, *A.shape[1:-1], n),
-        reduce_op == "avg",
-        kernel.core,
+        _core.ScatterProblem(
+            rows, n, core_dtype("A", A), is_column_major, products, reduce_op == "avg", kernel.core
+        ),
+        shape,
+        tuple(prod(shape[i + 1 :]) for i in range(len(shape))),
         _core.scatter_part_bytes(rows, n, world_size, kernel.core),
     )

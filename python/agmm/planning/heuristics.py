@@ -12,6 +12,7 @@ from agmm.planning.legality import (
     copy_transports,
     free_of,
     free_sms,
+    legal_scatter_splits,
     legal_splits,
     why_scatter_illegal,
     why_transport_illegal,
@@ -156,8 +157,12 @@ def usual_plans(problem: Problem, kernel: KernelConfig) -> list[Plan]:
 
 def scatter_plans(problem: Problem, kernels: Iterable[KernelConfig] = ()) -> list[Plan]:
     """The legal plans of a matmul + reduce-scatter, by one of `kernels`, which send tiles, each in
-    its usual order, or by others."""
-    own = [Plan("push", usual_scatter_order(kernel)) for kernel in kernels]
+    its usual order and where there are few tiles with K split too, or by others."""
+    own = [
+        Plan("push", replace(usual_scatter_order(kernel), splits=splits))
+        for kernel in kernels
+        for splits in legal_scatter_splits(problem, kernel)[:MAX_SPLITS]
+    ]
     plans = (*own, Plan("push"), BY_TORCH, UNFUSED)
     return [plan for plan in plans if why_scatter_illegal(problem, plan, kernels) is None]
 

@@ -129,10 +129,16 @@ def _why_tile_push_illegal(
         return reason
     if not 1 < problem.world_size <= MAX_PUSH_RANKS:
         return f"group: found {problem.world_size} ranks, wanted 2 to {MAX_PUSH_RANKS}"
-    if plan.transport != "push" or kernel.splits != 1:
-        return f"plan: found {plan.name}, wanted push without splits of K for {problem.op}"
-    if built_as(kernel, kernels) is None:
+    if plan.transport != "push":
+        return f"plan: found {plan.name}, wanted push for {problem.op}"
+    built = built_as(kernel, kernels)
+    if built is None:
         return f"plan: found kernel {kernel.kernel}, which in this build does not send tiles"
+    legal = legal_scatter_splits(problem, built)
+    if kernel.splits not in legal:
+        return (
+            f"plan: found {kernel.splits} splits of K for {kernel.kernel}, wanted 1 to {legal[-1]}"
+        )
     tiles = cost_model.scatter_tiles(problem, kernel)
     if tiles > MAX_SCATTER_TILES:
         return f"plan: found {tiles} tiles in a chunk, wanted at most {MAX_SCATTER_TILES}"
@@ -150,6 +156,14 @@ def legal_splits(problem: Problem, kernel: KernelConfig) -> range:
         return range(1, 2)
     blocks, workers = cost_model.clusters(problem, replace(kernel, splits=1))
     return splits_that_fit(problem.k, kernel.tile_k, blocks, workers)
+
+
+def legal_scatter_splits(problem: Problem, kernel: KernelConfig) -> range:
+    """The same of a matmul + reduce-scatter."""
+    if not kernel.can_split:
+        return range(1, 2)
+    _, blocks, at_once = cost_model.scatter_blocks(problem, kernel)
+    return splits_that_fit(problem.k, kernel.tile_k, max(1, blocks), at_once)
 
 
 def splits_that_fit(k: int, tile_k: int, blocks: int, workers: int) -> range:

@@ -12,7 +12,7 @@ from agmm import _core
 from agmm.errors import InvalidArgument
 from agmm.runtime.cuda import CudaWorkspace
 
-_TMA_ALIGNMENT = 16  # of the address that a TMA descriptor takes
+TMA_ALIGNMENT = 16  # of the address that a TMA descriptor takes
 
 
 _CORE_DTYPES = {torch.bfloat16: _core.DType.bfloat16, torch.float16: _core.DType.float16}
@@ -57,7 +57,7 @@ def aligned_pointer(tensor: torch.Tensor, kept: list[torch.Tensor]) -> int:
     A copy, not another path: addresses differ between ranks, and the path must not.
     """
     address = tensor.data_ptr()
-    if address % _TMA_ALIGNMENT != 0:
+    if address % TMA_ALIGNMENT != 0:
         # With the same strides, which the call names; clone() closes gaps.
         tensor = tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
         kept.append(tensor)
@@ -87,6 +87,26 @@ def why_b_unfused(b: torch.Tensor) -> str | None:
 def stream_of(device: torch.device) -> int:
     """The current one."""
     return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+# None in a torch without CUDA.
+_current_gpu = getattr(torch._C, "_cuda_getDevice", None)
+_empty_on_current_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+def new_on_gpu(
+    tensor: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    """An empty tensor of the same dtype and GPU. By what code of torch.compile allocates with,
+    which takes half the time of ``new_empty``, where the GPU is the current one."""
+    if (
+        _current_gpu is None
+        or _empty_on_current_gpu is None
+        or _current_gpu() != tensor.get_device()
+    ):
+        return tensor.new_empty_strided(shape, stride)
+    out: torch.Tensor = _empty_on_current_gpu(shape, stride, tensor.dtype)
+    return out
 
 
 def async_input_mm(
@@ -129,9 +149,9 @@ def async_input_mm(
     kept: list[torch.Tensor] = []  # copies live until the call is enqueued
     chunks_m, chunks_k = 1, 1
     if a_chunk_signals is not None:
-        if a.data_ptr() % _TMA_ALIGNMENT != 0:  # a copy would be made before the chunks have come
+        if a.data_ptr() % TMA_ALIGNMENT != 0:  # a copy would be made before the chunks have come
             raise InvalidArgument(
-                f"a: found address {a.data_ptr():#x}, wanted a multiple of {_TMA_ALIGNMENT} bytes"
+                f"a: found address {a.data_ptr():#x}, wanted a multiple of {TMA_ALIGNMENT} bytes"
             )
         chunks_m = a_chunk_signals.shape[0]
         chunks_k = a_chunk_signals.shape[1] if a_chunk_signals.dim() == 2 else 1

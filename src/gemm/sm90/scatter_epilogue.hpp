@@ -10,15 +10,16 @@
 #include "cutlass/cutlass.h"
 #include "gemm/sm90/sum_scales.hpp"
 #include "gemm/sm90/tile_timer.hpp"
+#include "gemm/split_k.hpp"
 #include "transport/tile_push_device.hpp"
 
 namespace agmm {
 
 /// `Base`: CUTLASS's TMA epilogue without C. `kGroups`: groups of consumers that compute tiles in
-/// turn, 2 in pingpong kernels. kTimed: records ScatterTimes. `Scales`: what the sums are
-/// multiplied by first, SumScales or NoSumScales.
+/// turn, 2 in pingpong kernels. kSplits: several CTAs may compute a tile, each a part of K. kTimed:
+/// records ScatterTimes. `Scales`: what the sums are multiplied by first, SumScales or NoSumScales.
 template <class Base, class Element, int kTileThreads, int kGroups, int kPieces, int kBuffers,
-          bool kTimed, class Scales>
+          int kClusterSize, bool kSplits, bool kTimed, class Scales>
 struct ScatterEpilogue : Base {
   using CtaTile = typename Base::CtaTileMNK;
   static constexpr int kTileM = cute::size<0>(CtaTile{});
@@ -36,11 +37,13 @@ struct ScatterEpilogue : Base {
 
   struct Arguments : Base::Arguments {
     TilePushArgs push{};
+    SplitK split_k{};
     ScatterTimes* times = nullptr;
     Scales scales{};
   };
   struct Params : Base::Params {
     TilePushArgs push;
+    SplitK split_k;
     ScatterTimes* times;
     Scales scales;
   };
@@ -56,7 +59,7 @@ struct ScatterEpilogue : Base {
   static Params to_underlying_arguments(ProblemShape const& problem, Arguments const& args,
                                         void* workspace) {
     return {Base::to_underlying_arguments(own_problem(problem, args.push), args, workspace),
-            args.push, args.times, args.scales};
+            args.push, args.split_k, args.times, args.scales};
   }
 
   template <class ProblemShape>
@@ -79,11 +82,19 @@ struct ScatterEpilogue : Base {
     int32_t const owner = tiles.owner(row);
     if (owner == tiles.rank) return state;
     int32_t const tile = tiles.tile(tiles.row_of(row) / kTileM, int32_t(cute::get<1>(coord)));
-    // Not before a tile that only pads: nobody counts who sends nothing, and `go` may have been
-    // reset when it looks.
-    if (tile >= 0 && sent_ == 0) Push::await_credits(push);
+    if (number_ == 0) clock_.begin();
+    if (is_split()) {
+      // In one wave, so this is the CTA's only tile.
+      if (Push::takes_credits()) Push::take_credits(push);
+      if (!Push::is_told_to_send()) return state;
+      if (tile >= 0 && !Push::takes_credits()) Push::await_go(push);
+    } else if (tile >= 0 && sent_ == 0) {
+      // Not before a tile that only pads: nobody counts who sends nothing, and `go` may have been
+      // reset when it looks.
+      Push::await_credits(push);
+    }
     if (lane_id() == 0) {
-      Push::send(push, shared.push, number_, owner, tile);
+      Push::send(push, shared.push, number_, owner, tile, clock_);
       ScatterTimer<kTimed>(params_->times, tiles, owner, tile).done();
     }
     sent_ += tile >= 0 ? 1 : 0;
@@ -118,6 +129,14 @@ struct ScatterEpilogue : Base {
     int32_t const tile = tiles.tile(tile_m, int32_t(cute::get<1>(coord)));
     ScatterTimer<kTimed> const timer(params_->times, tiles, owner, tile);
     if (kTimed && thread == 0) timer.computed();
+    if (is_split()) {
+      int const cluster = int(blockIdx.y) / params_->split_k.splits;
+      int const split = int(blockIdx.y) - cluster * params_->split_k.splits;
+      auto& sum = *reinterpret_cast<float (*)[kFloats]>(accumulators.data());
+      bool const is_whole = add_splits<kClusterSize>(params_->split_k, cluster, split, sum);
+      if (owner != tiles.rank) Push::tell_sender(is_whole);
+      if (!is_whole) return cute::make_tuple(load_state, store_state);
+    }
     if constexpr (std::is_same_v<Scales, SumScales>) {
       params_->scales.template multiply<kTileThreads, cute::size<1>(Layout{}),
                                         cute::size<2>(Layout{}), cute::size<0>(Layout{})>(
@@ -140,9 +159,15 @@ struct ScatterEpilogue : Base {
   }
 
  private:
+  CUTLASS_DEVICE bool is_split() const {
+    if constexpr (kSplits) return params_->split_k.splits != 1;
+    return false;
+  }
+
   Params const* params_;
-  int number_ = 0;  // tiles of other chunks so far, of this group or sender
-  int sent_ = 0;    // by this sender, without those that only pad
+  MeasuredClock clock_;  // of a sender
+  int number_ = 0;       // tiles of other chunks so far, of this group or sender
+  int sent_ = 0;         // by this sender, without those that only pad
 };
 
 }  // namespace agmm

@@ -37,6 +37,10 @@ struct ScatterInstance {
   using Element = typename Plain::Element;
   static constexpr bool kIsFp8 = TypesOf<Element_>::kIsFp8;
   static constexpr bool kCooperative = Plain::kCooperative;
+  static constexpr KernelFacts kFacts =
+      facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed}, kDType<Element_>,
+               Plain::kBLayout, kAccumulation);
+  static constexpr bool kSplits = kFacts.can_split;
   static constexpr int kTileThreads = kCooperative ? 256 : 128;
   static constexpr int kTileBytes = TileM * TileN * int(sizeof(Element));
   // A cooperative kernel's consumers wait while their tile leaves, so it fits into the buffers as a
@@ -55,13 +59,15 @@ struct ScatterInstance {
       typename Plain::template EpilogueWith<Fusion<Element, typename Plain::TileShape, false>>;
   using CollectiveEpilogue =
       ScatterEpilogue<OwnEpilogue, Element, kTileThreads, kCooperative ? 1 : 2, kPieces, kBuffers,
-                      kTimed, cute::conditional_t<kIsFp8, SumScales, NoSumScales>>;
+                      ClusterM * ClusterN, kSplits, kTimed,
+                      cute::conditional_t<kIsFp8, SumScales, NoSumScales>>;
   using CutlassMainloop = typename Plain::template CutlassMainloop<CollectiveEpilogue>;
-  using Mainloop = ScatterMainloop<CutlassMainloop, kTimed, kAccumulation>;
+  using Mainloop = ScatterMainloop<CutlassMainloop, kSplits, kTimed, kAccumulation>;
   using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
       cute::Shape<int, int, int, int>, Mainloop, CollectiveEpilogue,
-      cutlass::gemm::PersistentAsyncInputScheduler<typename Plain::MainloopSchedule,
-                                                   cutlass::gemm::AsyncInputWait::Mainloop>>;
+      cutlass::gemm::PersistentAsyncInputScheduler<
+          typename Plain::MainloopSchedule, cutlass::gemm::AsyncInputWait::Mainloop,
+          kSplits ? cutlass::gemm::SplitsK::ByEpilogue : cutlass::gemm::SplitsK::No>>;
   using Params = typename GemmKernel::Params;
   static_assert(GemmKernel::SharedStorageSize <=
                 cutlass::gemm::collective::detail::sm90_smem_capacity_bytes);
@@ -97,6 +103,11 @@ struct ScatterInstance {
     // Without a bias -0 is added, which keeps a sum of -0.
     gemm.epilogue.thread = {{static_cast<Element const*>(call.bias), Element(-0.0f)}, {}, {}};
     gemm.epilogue.push = call.push;
+    auto* const scratch = static_cast<char*>(call.split_scratch);
+    gemm.scheduler.split_k = {call.config.splits,
+                              reinterpret_cast<float4*>(scratch + kSplitCounterBytes),
+                              reinterpret_cast<uint32_t*>(scratch)};
+    gemm.epilogue.split_k = gemm.scheduler.split_k;
     gemm.epilogue.times = call.tile_times;
     if constexpr (kIsFp8) {
       Scales const& scales = call.scales;
@@ -149,13 +160,7 @@ struct ScatterInstance {
   }
 
   static constexpr ScatterEntry entry() {
-    return {facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed}, kDType<Element_>,
-                     Plain::kBLayout, kAccumulation),
-            sizeof(Params),
-            kTileBytes,
-            &prepare,
-            &setup,
-            &launch};
+    return {kFacts, sizeof(Params), kTileBytes, &prepare, &setup, &launch};
   }
 };
 

@@ -13,8 +13,8 @@
 
 namespace agmm {
 
-/// kTimed: records ScatterTimes.
-template <class Base, bool kTimed, Accumulation kAccumulation = Accumulation::Fast>
+/// kSplits: a CTA may compute a part of the k tiles alone. kTimed: records ScatterTimes.
+template <class Base, bool kSplits, bool kTimed, Accumulation kAccumulation = Accumulation::Fast>
 struct ScatterMainloop : Base {
   using typename Base::MainloopPipeline;
   using typename Base::PipelineState;
@@ -142,14 +142,27 @@ struct ScatterMainloop : Base {
                  k_tile_count, thread_idx, block_rank_in_cluster, shared_tensors);
       return;
     }
+    // Of all products' k tiles, those before this CTA's part, and those of it that are left.
+    int skipped = kSplits ? int(k_tile_iter.coord) : 0;
+    int left = k_tile_count;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < params.count; ++i) {
       typename Base::Params const& product =
           i == 0 ? static_cast<typename Base::Params const&>(params) : params.others[i - 1];
       // The coordinates are those of the first product: where a product ends, its descriptor says.
-      Base::load(product, pipeline, stage, make_tuple(a, get<1>(inputs)), coord, k_tile_iter,
-                 params.k_tiles[i], thread_idx, block_rank_in_cluster, shared_tensors);
-      stage.advance(params.k_tiles[i]);
+      auto first = k_tile_iter;
+      int count = params.k_tiles[i];
+      if constexpr (kSplits) {
+        int const before = min_of(skipped, count);
+        skipped -= before;
+        count = min_of(count - before, left);
+        left -= count;
+        if (count == 0) continue;
+        first.coord = before;
+      }
+      Base::load(product, pipeline, stage, make_tuple(a, get<1>(inputs)), coord, first, count,
+                 thread_idx, block_rank_in_cluster, shared_tensors);
+      stage.advance(count);
     }
   }
 };

@@ -301,6 +301,7 @@ void run_tile(ScatterSpec const& call, int owner, int a_row, int row, int column
 int launch_scatter(void* params, void* stream) {
   auto const& call = *static_cast<ScatterSpec*>(params);
   cudaError_t const error = fake::enqueue("scatter", static_cast<cudaStream_t>(stream));
+  if (error == cudaSuccess && !state().runs_scatters) state().scatters.push_back(call);
   if (error != cudaSuccess || !state().runs_scatters) return error;
   TilePushArgs const& push = call.push;
   ScatterTiles const& tiles = push.tiles;
@@ -325,20 +326,24 @@ int launch_scatter(void* params, void* stream) {
   return cudaSuccess;
 }
 
-ScatterEntry const scatter_kernel{facts_of({kTile, kTile, 64, 1, 1, Schedule::Pingpong, false},
-                                           DType::BFloat16, BLayout::ColumnMajor),
-                                  sizeof(ScatterSpec),
-                                  kTileBytes,
-                                  &prepare_scatter,
-                                  &setup,
-                                  &launch_scatter};
+ScatterEntry scatter_kernel(Schedule schedule) {
+  return {
+      facts_of({kTile, kTile, 64, 1, 1, schedule, false}, DType::BFloat16, BLayout::ColumnMajor),
+      sizeof(ScatterSpec),
+      kTileBytes,
+      &prepare_scatter,
+      &setup,
+      &launch_scatter};
+}
+ScatterEntry const pingpong_scatter = scatter_kernel(Schedule::Pingpong);
+ScatterEntry const cooperative_scatter = scatter_kernel(Schedule::Cooperative);
 
 }  // namespace
 
 KernelEntry const* const kKernelTable[] = {&kernel, &fp8_kernel};
 std::size_t const kKernelCount = 2;
-ScatterEntry const* const kScatterTable[] = {&scatter_kernel};
-std::size_t const kScatterCount = 1;
+ScatterEntry const* const kScatterTable[] = {&pingpong_scatter, &cooperative_scatter};
+std::size_t const kScatterCount = 2;
 
 cudaError_t prepare_stage() { return cudaSuccess; }
 cudaError_t launch_stage(StageArgs const&, int, cudaStream_t stream) {

@@ -10,6 +10,7 @@
 
 #include "collectives/exchange.hpp"
 #include "gemm/call_spec.hpp"
+#include "gemm/scatter_spec.hpp"
 
 namespace fake {
 
@@ -40,6 +41,7 @@ struct State {
   int fail_at = -1;  // this operation, counted from 0, and those after it are refused
   std::vector<agmm::CallSpec> launched;
   std::vector<Exchange> exchanges;
+  std::vector<agmm::ScatterSpec> scatters;  // those that do not run
   int kernels_prepared = 0;
   bool runs_scatters = false;  // their kernels compute, at once, and wait for those of other ranks
   std::map<cudaStream_t, unsigned long long> captures;  // under way

@@ -10,7 +10,10 @@
 
 #include "agmm/fused_matmul_reduce_scatter.hpp"
 #include "fake_cuda.hpp"
+#include "gemm/scatter_spec.hpp"
 #include "order/scatter_tiles.hpp"
+#include "runtime/cuda.hpp"
+#include "transport/tile_push.hpp"
 
 namespace {
 
@@ -196,6 +199,15 @@ void equality() {
     one(changed, kOther);
     check(state().kernels_prepared - before == (name == "nothing" ? 0 : 1), name);
   }
+  // The layers of a model in turn.
+  constexpr int kLayers = 100;
+  int const before = state().kernels_prepared;
+  for (int i = 0; i < 3 * kLayers; ++i) {
+    MatmulScatter call = one.call();
+    call.products[0].b = one.tensor.as<char>() + 256 * (1 + i % kLayers);
+    one(call, kStream);
+  }
+  check(state().kernels_prepared - before == kLayers, "layers in turn");
 }
 
 /// Nothing is enqueued by a call that is refused.
@@ -287,6 +299,82 @@ void arrivals() {
   }
 }
 
+/// All that send in a wave have the links together, and the copies under way that fill them.
+void paces() {
+  int const clock_khz = agmm::current_device().clock_khz;
+  for (int senders = 1; senders <= 144; ++senders) {
+    agmm::SendPace const pace(senders, clock_khz);
+    double const ns = (pace.cycles + 1) / (clock_khz * 1e-6);
+    double const bytes_per_ns = senders * double(agmm::kSendBytes) / ns;
+    std::string const name = std::to_string(senders) + " senders: ";
+    check(bytes_per_ns <= agmm::kSendBytesPerNs, name + std::to_string(bytes_per_ns) + " B/ns");
+    check(ns - 1 / (clock_khz * 1e-6) <= senders * double(agmm::kSendBytes) / agmm::kSendBytesPerNs,
+          name + "too slow");
+    int const under_way = senders << pace.log_under_way;
+    check(pace.log_under_way == agmm::kLogFewestUnderWay || under_way <= agmm::kMostUnderWay,
+          name + std::to_string(under_way) + " copies under way");
+    check(pace.log_under_way == agmm::kLogMostUnderWay || 2 * under_way > agmm::kMostUnderWay,
+          name + "only " + std::to_string(under_way) + " copies under way");
+  }
+  // Of a launch, against the order of its tiles.
+  One const one;
+  for (int const n : {128, 520, 2048}) {
+    for (int const rows : {512, 2048, 8192}) {
+      MatmulScatter call = one.call(rows);
+      call.n = n;
+      state().scatters.clear();
+      one(call, kStream);
+      agmm::TilePushArgs const& push = state().scatters.at(0).push;
+      agmm::ScatterTiles const& tiles = push.tiles;
+      agmm::TileOrder const order(agmm::ChunkGrid(tiles.padded_rows(), 1, 4), n, 128, 128,
+                                  tiles.first_chunk(), 1, agmm::Raster::AlongM);
+      int const ctas = std::min(132, order.count());
+      for (int begin = 0; begin < order.count(); begin += ctas) {
+        int senders = 0;
+        for (int step = begin; step < std::min(begin + ctas, order.count()); ++step) {
+          senders += tiles.owner(order.block_at(step).m * 128) != tiles.rank;
+        }
+        if (senders == 0) break;
+        agmm::SendPace const wanted(senders, clock_khz);
+        agmm::SendPace const& found = push.paces.of_wave(begin / ctas);
+        check(found.cycles == wanted.cycles && found.log_under_way == wanted.log_under_way,
+              std::to_string(rows) + " rows, " + std::to_string(n) + " columns, wave " +
+                  std::to_string(begin / ctas) + ": " + std::to_string(found.cycles) + " cycles, " +
+                  std::to_string(senders) + " senders");
+      }
+    }
+  }
+}
+
+/// K is split where a kernel can, in one wave of CTAs; their sums have memory of their own.
+void splits() {
+  One const one;
+  MatmulScatter call = one.call();
+  call.products[0].k = 256;
+  call.config.splits = 2;
+  std::string const refused = error_of([&] { one(call, kStream); });
+  check(refused.find("found 2 splits of 128x128x64_1x1_pingpong") != std::string::npos, refused);
+  call.config.shape.schedule = agmm::Schedule::Cooperative;
+  state().scatters.clear();
+  one(call, kStream);
+  agmm::ScatterSpec const& spec = state().scatters.at(0);
+  check(spec.config.splits == 2 && spec.split_scratch != nullptr, "scratch memory");
+  auto const* const counters = static_cast<uint32_t const*>(spec.split_scratch);
+  for (int i = 0; i < 132; ++i) check(counters[i] == 0, "a counter is not 0");
+  call.n = 128 * 17;  // 4 x 17 tiles
+  std::string const too_many = error_of([&] { one(call, kStream); });
+  check(too_many.find("found 136 parts of tiles, wanted one wave of them, at most 132") !=
+            std::string::npos,
+        too_many);
+  call.n = 128;
+  call.config.splits = 5;
+  std::string const no_k = error_of([&] { one(call, kStream); });
+  check(no_k.find("found 5 splits of 4 k tiles") != std::string::npos, no_k);
+  // Those of all products count.
+  call.products.push_back(call.products[0]);
+  one(call, kStream);
+}
+
 void reserved_sms() {
   for (int reserved : {-1, 131, 200}) {
     std::string const error = error_of([&] { Ranks const ranks(2, reserved); });
@@ -302,7 +390,7 @@ int main(int, char** arguments) {
   std::map<std::string, void (*)()> const checks = {
       {"sums", &sums},         {"equality", &equality}, {"refusals", &refusals},
       {"failures", &failures}, {"order", &order},       {"reserved_sms", &reserved_sms},
-      {"arrivals", &arrivals},
+      {"arrivals", &arrivals}, {"paces", &paces},       {"splits", &splits},
   };
   checks.at(arguments[1])();
   return 0;

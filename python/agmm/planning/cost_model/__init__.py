@@ -45,6 +45,7 @@ from agmm.planning.cost_model.matmul import Load, Tiling, is_b_in_l2, matmul_us
 from agmm.planning.cost_model.scatter import (
     is_all_reduce_scattered,
     matmul_all_reduce_us,
+    scatter_blocks,
     scatter_tiles,
     tile_push_scatter_us,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "matmul_reduce_scatter_us",
     "matmul_us",
     "push_rate_gb_per_s",
+    "scatter_blocks",
     "scatter_tiles",
     "sm_push_us",
     "straddles",

@@ -18,25 +18,38 @@ def scatter_tiles(problem: Problem, kernel: KernelConfig) -> int:
     return part // (kernel.tile_m * kernel.tile_n * ELEMENT_BYTES)
 
 
-def tile_push_scatter_us(problem: Problem, kernel: KernelConfig) -> float:
-    """Predicted time in µs. m, n and k are those of the matmul that each rank makes.
+def scatter_blocks(problem: Problem, kernel: KernelConfig) -> tuple[int, int, int]:
+    """Clusters of tiles of a rank's rows, of all ranks' rows, and how many are computed at once.
 
-    Every rank's rows are padded to whole blocks of tiles. The time is that of the waves of tiles,
-    and of the tiles of others' rows in the last wave on their way, which own tiles of that wave
-    await; or that of the links, where they are slower.
+    Every rank's rows are padded to whole blocks of tiles.
     """
     c = constants(problem.gpu)
     block_m, block_n = kernel.tile_m * kernel.cluster_m, kernel.tile_n * kernel.cluster_n
     own = ceil(problem.m // problem.world_size / block_m) * ceil(problem.n / block_n)
-    blocks = own * problem.world_size
     at_once = (problem.sm_count or c.sm_count) // (kernel.cluster_m * kernel.cluster_n)
+    return own, own * problem.world_size, at_once
+
+
+def tile_push_scatter_us(problem: Problem, kernel: KernelConfig) -> float:
+    """Predicted time in µs. m, n and k are those of the matmul that each rank makes.
+
+    The time is that of the waves of tiles, and of the tiles of others' rows in the last wave on
+    their way, which own tiles of that wave await; or that of the links, where they are slower. A
+    tile whose K is split takes a part of its time, and that of leaving sums or adding them up
+    (not measured here: as in an all-gather -> matmul).
+    """
+    c = constants(problem.gpu)
+    own, blocks, at_once = scatter_blocks(problem, kernel)
     waves = ceil(blocks / at_once)
     us_per_k, overhead_us = c.scatter_tile_us.get(
         kernel.kernel,
         (2e-6 * kernel.tile_m * kernel.tile_n / c.other_tflops_per_sm, _OTHER_OVERHEAD_US),
     )
-    tile_us = overhead_us + us_per_k * problem.k
-    block_us = block_m * block_n * ELEMENT_BYTES / (c.scatter_gb_per_s * 1e3)
+    tile_us = overhead_us + us_per_k * problem.k / kernel.splits
+    if kernel.splits > 1:
+        tile_us += c.split_us * kernel.splits
+    block_elements = kernel.tile_m * kernel.cluster_m * kernel.tile_n * kernel.cluster_n
+    block_us = block_elements * ELEMENT_BYTES / (c.scatter_gb_per_s * 1e3)
     sent_last = max(0, blocks - (waves - 1) * at_once - own)
     multiplied_us = waves * tile_us + sent_last * block_us
     linked_us = tile_us + (blocks - own) * block_us
