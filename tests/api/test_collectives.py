@@ -39,12 +39,21 @@ def test_float64_is_summed_in_float64(pool: RankPool) -> None:
     check(found, 3, FAULTS)
 
 
-def test_eight_ranks(rank_pools: Callable[..., RankPool]) -> None:
-    pool = rank_pools(8)
+@pytest.mark.parametrize("world_size", [6, 7, 8])
+def test_many_ranks(rank_pools: Callable[..., RankPool], world_size: int) -> None:
+    pool = rank_pools(world_size)
     for kind in KINDS:
-        found = pool.run(collectives_work.values, 8, kind, SHAPES, torch.bfloat16)
-        check(found, 8, FAULTS)
-    check(pool.run(collectives_work.repeated, 8, 300, 300), 8, FAULTS)
+        found = pool.run(collectives_work.values, world_size, kind, SHAPES, torch.bfloat16)
+        check(found, world_size, FAULTS)
+    check(pool.run(collectives_work.repeated, world_size, 300, 300), world_size, FAULTS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_64_mib(pool: RankPool, kind: str) -> None:
+    given = kind, 64 << 20, torch.float32, "sum"
+    for good, slots in pool.run(collectives_work.of_bytes, 2, *given)[3:]:
+        assert good
+        assert slots <= BAND_BYTES
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])

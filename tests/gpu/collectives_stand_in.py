@@ -238,14 +238,28 @@ def wrong_in_turn(world_size: int, calls: int, seed: int) -> list[str]:
     return [*found, *([f"{left} words left behind"] if left else [])]
 
 
+def _tag(words: torch.Tensor) -> int:
+    """What flags of the second slot or signals of both carry; 0: nothing has come."""
+    packets = _core.COLLECTIVE_PACKET_BYTES // 4  # of a slot
+    turns = words.numel() - _core.MAX_COLLECTIVE_CTAS
+    flags = words[packets : 2 * packets].view(-1, 4)[:, 3]
+    return (
+        int(flags.min())
+        or int(flags.max())
+        or int(words[2 * packets : turns].min())
+        or int(words[2 * packets : turns].max())
+    )
+
+
 def _as_if_sent(ranks: StandIn, kind: Kind, ctas: int) -> torch.Tensor:
     """The words of rank 0 when all has come that a call of `kind` awaits, in the slot that is next:
     the data of two calls is still there, but for flags and signals."""
     inputs, outs = kind.inputs(len(ranks.cores)), kind.empty_outs(len(ranks.cores))
     first = _core.CudaCollectives.words_offset(ranks.cores[0].slot_bytes, len(ranks.cores))
     words = ranks.memory[0][first:].view(torch.int32)
-    packets = _core.COLLECTIVE_PACKET_BYTES // 4  # of a slot
+    packets = _core.COLLECTIVE_PACKET_BYTES // 4
     turns = words.numel() - _core.MAX_COLLECTIVE_CTAS
+    assert _tag(words) == 0  # and loads the kernels, which waits for all that runs
     torch.cuda.synchronize()
     ranks.call(kind, inputs, outs, ctas)
     torch.cuda.synchronize()
@@ -253,9 +267,8 @@ def _as_if_sent(ranks: StandIn, kind: Kind, ctas: int) -> torch.Tensor:
         ranks.enqueue(rank, kind, inputs[rank], outs[rank], ctas)
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(10_000_000)
-        flags = words[packets : 2 * packets].view(-1, 4)[:, 3]
-        sent = torch.cat([flags, words[2 * packets : turns]])
-        tag = int(sent[sent != 0][0])
+        tag = _tag(words)
+    assert tag != 0
     ranks.enqueue(0, kind, inputs[0], outs[0], ctas)
     torch.cuda.synchronize()
     image = words.clone()
