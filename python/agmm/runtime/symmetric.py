@@ -59,10 +59,16 @@ def why_unfused(device: torch.device) -> str | None:
     """The reason why this device cannot run the kernels, or None."""
     if not _core.cuda_built:
         return "this build of agmm has no CUDA kernels (AGMM_CUDA=ON builds them)"
-    capability = torch.cuda.get_device_capability(device)
+    capability = _capability(device)
     if capability != _HOPPER:
         return f"{device} has compute capability {capability[0]}.{capability[1]}, wanted 9.0"
     return None
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Remembered, since each call asks."""
+    return torch.cuda.get_device_capability(device)
 
 
 class Buffers(NamedTuple):
