@@ -8,9 +8,10 @@ kernel is chosen per shape.
     python benchmarks/gemm.py --shapes 1024x3584x8192 --kernels pingpong --json gemm.json
     python benchmarks/gemm.py --shapes 64x7168x8192 --kernels swapped --usual-order --splits 8
     python benchmarks/gemm.py --fp8 rowwise
+    python benchmarks/gemm.py --fp8 block
 
-With --fp8 it is the kernels of e4m3 operands beside torch._scaled_mm: fast accumulation, and with
---slow-accum the slow one.
+With --fp8 it is the kernels of e4m3 operands beside torch._scaled_mm with the same scales: fast
+accumulation, and with --slow-accum the slow one, which block scales always have.
 """
 
 from __future__ import annotations
@@ -31,16 +32,21 @@ from agmm.bench.options import Options
 from agmm.bench.reports import new_report, write_json
 from agmm.bench.timer import SAMPLES, time_ways
 from agmm.cli.terminal import console, plain_table
-from agmm.ops import async_input_mm, async_input_scaled_mm
+from agmm.ops import async_input_mm, async_input_scaled_mm, scaled_products
 from agmm.planning import call_plans, fp8_kernels, heuristics
 from agmm.planning.legality import legal_splits
 from agmm.planning.plans import KernelConfig, Problem
+from agmm.runtime import cuda_scaled
+from agmm.runtime import scaling as scalings
+from agmm.runtime.scaled import Scaled, Weight
 from agmm.testing.cases import BENCH_SHAPES, Shape, make_operands
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
 ROOF = "torch.mm"
 SCALED_ROOF = "torch._scaled_mm"
 E4M3 = torch.float8_e4m3fn
+SCALINGS = {name.replace(" ", "_"): name for name in scalings.BY_NAME}
+"""Those of `agmm.runtime.scaling`, as one types them."""
 
 
 class BLayout(Enum):
@@ -125,16 +131,20 @@ def measure_scaled(
     draw = torch.Generator(device).manual_seed(0)
     A = torch.randn(shape.M, shape.K, generator=draw, device=device).to(E4M3)
     B = torch.randn(shape.N, shape.K, generator=draw, device=device).to(E4M3).t()
-    of_a, of_b = ((shape.M, 1), (1, shape.N)) if scaling == "rowwise" else ((), ())
+    kind = scalings.BY_NAME[scaling]
+    fast_accum = fast_accum and kind.a[1] == scalings.ALL
     scale_a, scale_b = (
-        torch.rand(size, generator=draw, device=device) + 0.5 for size in (of_a, of_b)
+        torch.rand(scalings.scale_shape(of.shape, tile), generator=draw, device=device) + 0.5
+        for of, tile in ((A, kind.a), (B, kind.b))
     )
     signals = torch.ones(chunks, dtype=torch.int32, device=device).view(torch.uint32)
     out = torch.empty(shape.M, shape.N, dtype=torch.bfloat16, device=device)
+    operand, weight = (Scaled(A, scale_a, kind.a), Scaled(B, scale_b, kind.b))
+    roof_scales = [scaled_products.as_torch_wants_it(each) for each in (operand, weight)]
 
     def by_torch() -> torch.Tensor:
         found: torch.Tensor = torch.ops.aten._scaled_mm.out(
-            A, B, scale_a, scale_b, None, None, torch.bfloat16, fast_accum, out=out
+            A, B, *roof_scales, None, None, torch.bfloat16, fast_accum, out=out
         )
         return found
 
@@ -143,11 +153,17 @@ def measure_scaled(
             A, B, scale_a, scale_b, signals, pivot, fast_accum=fast_accum, config=config
         )
 
-    reference = gathered_product(A.double() * scale_a.double(), B.double() * scale_b.double())
+    reference = gathered_product(
+        A.double() * operand.spread().double(), B.double() * weight.spread().double()
+    )
     allowed = allowed_error(relative_error(by_torch(), reference))
     calls: dict[str, Callable[[], Any]] = {SCALED_ROOF: by_torch}
     results: dict[str, dict[str, Any]] = {SCALED_ROOF: {"reason": None}}
-    for kernel in fp8_kernels.built("float8_e4m3fn_float8_e4m3fn", fast_accum):
+    accumulation = cuda_scaled.accumulation_of(
+        operand, Weight(weight, None, None, torch.bfloat16, fast_accum)
+    )
+    assert accumulation is not None
+    for kernel in fp8_kernels.built("float8_e4m3fn_float8_e4m3fn", accumulation):
         if substring not in kernel.kernel:
             continue
         for config in heuristics.orders(kernel):
@@ -204,13 +220,15 @@ def main(
         typer.Option("--usual-order", help="Only the usual raster and swizzle."),
     ] = False,
     best: Annotated[int, typer.Option(min=1, help="Rows to print per shape.")] = 12,
-    fp8: Annotated[str | None, typer.Option(help="rowwise or tensorwise scales.")] = None,
+    fp8: Annotated[str | None, typer.Option(help=f"Scales: {', '.join(SCALINGS)}.")] = None,
     slow_accum: Annotated[bool, typer.Option(help="Of fp8: accumulate slowly.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", dir_okay=False)] = None,
 ) -> None:
     """Time every built kernel, raster and swizzle beside torch.mm on one GPU."""
-    if fp8 not in (None, "rowwise", "tensorwise"):
-        raise typer.BadParameter(f"found {fp8}, wanted rowwise or tensorwise", param_hint="--fp8")
+    if fp8 is not None and fp8 not in SCALINGS:
+        raise typer.BadParameter(
+            f"found {fp8}, wanted one of {', '.join(SCALINGS)}", param_hint="--fp8"
+        )
     roof_name = ROOF if fp8 is None else SCALED_ROOF
     chosen = BENCH_SHAPES if shapes is None else [Shape.parse(s) for s in shapes.split(",")]
     stdout, stderr = console(), console(stderr=True)
@@ -229,7 +247,9 @@ def main(
                 is_usual_order=usual_order,
             )
         else:
-            results = measure_scaled(shape, chunks, pivot, kernels, samples, fp8, not slow_accum)
+            results = measure_scaled(
+                shape, chunks, pivot, kernels, samples, SCALINGS[fp8], not slow_accum
+            )
         report["shapes"].append({"M": shape.M, "N": shape.N, "K": shape.K, "ways": results})
         table = plain_table(f"M x N x K = {shape.M} x {shape.N} x {shape.K}")
         table.add_column("kernel", no_wrap=True)

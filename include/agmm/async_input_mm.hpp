@@ -17,7 +17,9 @@ struct CallSpec;
 struct KernelEntry;
 struct TileTimes;
 
-/// float32 on the device: out = (scale of the row * scale of the column) * sum + bias.
+/// float32 on the device: out = (scale of the row * scale of the column) * sum + bias. Of
+/// Accumulation::Block and Block1x128 each sum over kScaleBlock of K has its own scales; then `a`,
+/// `a_local` and `a_out` have k / kScaleBlock, rounded up, for each row, one after the other.
 struct Scales {
   float const* a = nullptr;        // [m] or [1]; read with the rows of A, so they may come as late
   float const* b = nullptr;        // [n] or [1]
@@ -25,6 +27,10 @@ struct Scales {
   bool b_per_column = false;       // else one for all columns
   float const* a_local = nullptr;  // those of the rows that Operands::a_local has
   float* a_out = nullptr;          // [m], where the kernel writes those of all rows; or null
+  // Of blocks: elements between those of one block of K and the next, and from one block of columns
+  // (Block) to the next; those of single columns (Block1x128) are neighbours.
+  int32_t b_k_stride = 0;
+  int32_t b_n_stride = 0;
 };
 
 /// A and A_local are row-major with leading dimension k, out with leading dimension n. All pointers

@@ -23,9 +23,11 @@ struct Weight {
   void* out = nullptr;  // [w * rows, n]
   KernelConfig config{};
   // Of fp8:
-  float const* scales = nullptr;  // [n] or [1]
+  float const* scales = nullptr;  // [n] or [1]; of blocks as Scales::b
   bool scale_per_column = false;  // else one for all columns
   Accumulation accumulation = Accumulation::Fast;
+  int32_t scale_k_stride = 0;  // of blocks: Scales::b_k_stride
+  int32_t scale_n_stride = 0;
 };
 
 /// The op on one workspace: symmetric memory of a group of ranks, with buffers for the gathered A

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "agmm/async_input_mm.hpp"
 #include "agmm/limits.hpp"
 #include "agmm/problem.hpp"
 
@@ -29,10 +30,13 @@ struct MatmulScatter {
   int32_t n = 0;
   DType dtype = DType::BFloat16;
   BLayout b_layout = BLayout::ColumnMajor;
-  std::vector<Product> products;  // their sum; 1 to 3
-  void const* bias = nullptr;     // [n], the dtype of A, added once to the whole sum; or null
+  std::vector<Product> products;  // their sum; 1 to 3, of fp8 one
+  void const* bias = nullptr;     // [n], the dtype of out, added once to the whole sum; or null
   void* out = nullptr;            // [rows / w, n]
   bool is_average = false;        // the sum is divided by w, before the bias
+  Scales scales{};  // of fp8: of all rows of A and of the columns of B; each rank's product has its
+                    // own
+  Accumulation accumulation = Accumulation::Fast;  // Fast or Slow
   KernelConfig config{};
   uint64_t limit_ns = kDefaultLimitNs;  // of each wait; past it the process ends
   /// For kernels with `timed`: of each launch [w][tiles of a chunk]; or null.
@@ -45,9 +49,9 @@ std::vector<KernelFacts> built_scatter_kernels();
 /// The op on one workspace: symmetric memory of a group of ranks for the sums that they send each
 /// other, signals and credits. Safe to call from several threads.
 ///
-/// Sums travel rounded once to the dtype; an owner adds them to its own float32 sum in the order of
-/// the ranks, then the bias, and rounds once. So a config always gives the same bits; another may
-/// give others.
+/// Sums travel rounded once to the dtype of out, those of fp8 products scaled; an owner adds them
+/// to its own float32 sum in the order of the ranks, then the bias, and rounds once. So a config
+/// always gives the same bits; another may give others.
 class FusedMatmulReduceScatter {
  public:
   /// Bytes that each rank sends to each other one at a time, a workspace's `part_bytes`. A multiple

@@ -28,8 +28,10 @@ struct Gather {
   int32_t k = 0;
   DType dtype = DType::BFloat16;
   uint64_t limit_ns = kDefaultLimitNs;  // of each wait; past it the process ends
-  float const* scales = nullptr;  // [rows], of fp8, which push takes alone; behind A in a slot
-  float* scales_out = nullptr;    // [w * rows], or null
+  // Of fp8, which push takes alone: [rows, scale_columns]; behind A in a slot.
+  float const* scales = nullptr;
+  float* scales_out = nullptr;  // [w * rows, scale_columns], or null
+  int32_t scale_columns = 1;    // a row's: one, or one for each kScaleBlock of K
 };
 
 /// Whether additions of `device` to words in the memory of `peer` are atomic there, which SM push

@@ -18,14 +18,20 @@ constexpr int32_t kAlignment = 8;
 /// The element types of A and B, in fp8 A's by B's. The result has A's, of fp8 operands BFloat16.
 enum class DType : int32_t { BFloat16 = 0, Float16 = 1, E4M3 = 2, E4M3ByE5M2 = 3, E5M2ByE4M3 = 4 };
 /// How sums of fp8 products are kept: by the tensor cores, with fewer bits than float32 has, or
-/// promoted to float32 every 128 of K. Of other types there is the first alone, which loses
-/// nothing.
-enum class Accumulation : int32_t { Fast = 0, Slow = 1 };
+/// promoted to float32 every 128 of K. Where scales cover 128 of K they are multiplied with then:
+/// each of a row of A, and of 128 columns of B (Block) or of one (Block1x128). Of other types there
+/// is the first alone, which loses nothing.
+enum class Accumulation : int32_t { Fast = 0, Slow = 1, Block = 2, Block1x128 = 3 };
+/// What a scale of blocks covers, of K and of columns.
+constexpr int32_t kScaleBlock = 128;
 enum class BLayout : int32_t { RowMajor = 0, ColumnMajor = 1 };
 enum class Schedule : int32_t { Cooperative = 0, Pingpong = 1 };
 /// The direction in which neighbouring tiles of out follow one another.
 enum class Raster : int32_t { AlongM = 0, AlongN = 1 };
 
+constexpr bool is_block_scaled(Accumulation a) {
+  return a == Accumulation::Block || a == Accumulation::Block1x128;
+}
 constexpr bool is_fp8(DType d) { return d != DType::BFloat16 && d != DType::Float16; }
 constexpr int32_t element_bytes(DType d) { return is_fp8(d) ? 1 : 2; }  // of A
 /// Of which K and the leading dimension of B are multiples; N where B is row-major, else of 8.
@@ -46,7 +52,19 @@ inline char const* to_string(DType d) {
   }
   return "?";
 }
-inline char const* to_string(Accumulation a) { return a == Accumulation::Fast ? "fast" : "slow"; }
+inline char const* to_string(Accumulation a) {
+  switch (a) {
+    case Accumulation::Fast:
+      return "fast";
+    case Accumulation::Slow:
+      return "slow";
+    case Accumulation::Block:
+      return "block";
+    case Accumulation::Block1x128:
+      return "block_1x128";
+  }
+  return "?";
+}
 inline char const* to_string(BLayout l) { return l == BLayout::RowMajor ? "row" : "col"; }
 inline char const* to_string(Schedule s) {
   return s == Schedule::Cooperative ? "cooperative" : "pingpong";

@@ -9,6 +9,7 @@ import typing
 
 __all__: list[str] = [
     "ALIGNMENT",
+    "Accumulation",
     "CAPABILITY",
     "COLLECTIVE_PACKET_BYTES",
     "CollectiveElement",
@@ -64,6 +65,7 @@ __all__: list[str] = [
     "quantize",
     "record_time",
     "scatter_bands",
+    "scatter_kernel_facts",
     "scatter_kernels",
     "scatter_owner",
     "scatter_part_bytes",
@@ -242,6 +244,47 @@ class DType:
     @property
     def value(self) -> int: ...
 
+class Accumulation:
+    """
+    How sums of fp8 products are kept and scaled: by the tensor cores, promoted every 128 of K, or promoted with the scales of blocks.
+
+    Members:
+
+      fast
+
+      slow
+
+      block
+
+      block_1x128
+    """
+
+    __members__: typing.ClassVar[dict[str, Accumulation]]
+    block: typing.ClassVar[Accumulation]
+    block_1x128: typing.ClassVar[Accumulation]
+    fast: typing.ClassVar[Accumulation]
+    slow: typing.ClassVar[Accumulation]
+    @typing.overload
+    def __eq__(self, other: Accumulation) -> bool: ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    @typing.overload
+    def __ne__(self, other: Accumulation) -> bool: ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: int) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
 class KernelConfig:
     """
     A kernel shape and its swizzle and raster.
@@ -297,6 +340,8 @@ class KernelFacts:
     """
     What a kernel of this build can do.
     """
+    @property
+    def accumulation(self) -> Accumulation: ...
     @property
     def architecture(self) -> str: ...
     @property
@@ -358,18 +403,19 @@ class CudaWorkspace:
         self,
         a_shard: int,
         scales: int,
+        scale_columns: int,
         rows: int,
         k: int,
         dtype: DType,
         weights: collections.abc.Sequence[
-            tuple[int, int, int, int, int, KernelConfig, int, bool, bool]
+            tuple[int, int, int, int, int, KernelConfig, tuple[int, bool, int, int], Accumulation]
         ],
         a_out: int,
         scales_out: int,
         stream: int,
     ) -> bool:
         """
-        The same in fp8 by push, with a scale for each row. weights: (b, ldb, n, bias, out, config, scale_b, one for each column?, fast accumulation).
+        The same in fp8 by push, with so many scales for each row. weights: (b, ldb, n, bias, out, config, (scale_b, one for each column?, strides of blocks along K and N), accumulation).
         """
     @property
     def slot_bytes(self) -> int: ...
@@ -413,6 +459,23 @@ class CudaScatterWorkspace:
     ) -> bool:
         """
         Enqueues the matmuls, whose kernels send. products: (a, lda, b, ldb, k). tile_times: of each launch SCATTER_TIMES_BYTES for each rank's tiles. Returns whether the stream is being captured.
+        """
+    def scaled_matmul_reduce_scatter(
+        self,
+        product: tuple[int, int, int, int, int],
+        scales: tuple[int, bool, tuple[int, bool, int, int]],
+        rows: int,
+        n: int,
+        dtype: DType,
+        accumulation: Accumulation,
+        bias: int,
+        out: int,
+        is_average: bool,
+        config: KernelConfig,
+        stream: int,
+    ) -> bool:
+        """
+        The same of one product of fp8 operands, B column-major, out in bfloat16. scales: as those of async_input_scaled_mm, for rows and columns or for all.
         """
     @property
     def part_bytes(self) -> int: ...
@@ -715,12 +778,12 @@ def async_input_scaled_mm(
     b: int,
     out: int,
     bias: int,
-    scales: tuple[int, bool, int, bool],
+    scales: tuple[int, bool, tuple[int, bool, int, int]],
     m: int,
     n: int,
     k: int,
     dtype: DType,
-    fast_accum: bool,
+    accumulation: Accumulation,
     ldb: int,
     signals: int,
     chunks_m: int,
@@ -731,7 +794,7 @@ def async_input_scaled_mm(
     stream: int,
 ) -> None:
     """
-    The same of fp8 operands, B column-major, out in bfloat16. scales: (scale_a, one for each row?, scale_b, one for each column?).
+    The same of fp8 operands, B column-major, out in bfloat16. scales: (scale_a, one for each row?, (scale_b, one for each column?, strides of blocks along K and N)).
     """
 
 def call_tag(m_local: int, k: int, dtype: str, return_A: bool) -> int:
@@ -863,6 +926,11 @@ def record_time(ns: int, stream: int) -> None:
 def scatter_bands(rows: int, world_size: int) -> list[tuple[int, int]]:
     """
     The bands in which matmul + reduce-scatter takes its rows: half-open ranges of the rows of each rank.
+    """
+
+def scatter_kernel_facts() -> list[KernelFacts]:
+    """
+    As kernel_facts, of the kernels of matmul + reduce-scatter.
     """
 
 def scatter_kernels() -> list[KernelConfig]:

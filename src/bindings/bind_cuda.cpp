@@ -54,20 +54,19 @@ KernelConfig make_config(int tile_m, int tile_n, int tile_k, int cluster_m, int 
 using WeightTuple =
     std::tuple<uintptr_t, int64_t, bool, int, uintptr_t, uintptr_t, const KernelConfig*>;
 
-// The same in fp8, column-major: b, ldb, n, bias (0: none), out, config, scale_b, whether there is
-// one for each column, fast accumulation
+// The scales of B: where they are, whether there is one for each column, and of blocks the elements
+// between those of neighbouring blocks of K and of columns
+using WeightScalesTuple = std::tuple<uintptr_t, bool, int, int>;
+
+// The same in fp8, column-major: b, ldb, n, bias (0: none), out, config, scales, accumulation
 using ScaledWeightTuple = std::tuple<uintptr_t, int64_t, int, uintptr_t, uintptr_t,
-                                     const KernelConfig*, uintptr_t, bool, bool>;
+                                     const KernelConfig*, WeightScalesTuple, agmm::Accumulation>;
 
 // kind, and for SM push: parts, columns of a chunk, first peers, head chunks
 using TransportTuple = std::tuple<int, int, int, int, int>;
 
 agmm::BLayout layout(bool column_major) {
   return column_major ? agmm::BLayout::ColumnMajor : agmm::BLayout::RowMajor;
-}
-
-agmm::Accumulation accumulation(bool fast) {
-  return fast ? agmm::Accumulation::Fast : agmm::Accumulation::Slow;
 }
 
 // As plans name them.
@@ -108,6 +107,31 @@ bool matmul_reduce_scatter(FusedMatmulReduceScatter& op, const std::vector<Produ
   call.config = config;
   call.limit_ns = limit_ns();
   call.tile_times = pointer<agmm::ScatterTimes>(tile_times);
+  return op(call, pointer<void>(stream));
+}
+
+// scale_a, whether there is one for each row, those of B
+using ScalesTuple = std::tuple<uintptr_t, bool, WeightScalesTuple>;
+
+bool scaled_matmul_reduce_scatter(FusedMatmulReduceScatter& op, const ProductTuple& product,
+                                  const ScalesTuple& scales, int rows, int n, DType dtype,
+                                  agmm::Accumulation accumulation, uintptr_t bias, uintptr_t out,
+                                  bool is_average, const KernelConfig& config, uintptr_t stream) {
+  agmm::MatmulScatter call;
+  call.rows = rows;
+  call.n = n;
+  call.dtype = dtype;
+  const auto& [a, lda, b, ldb, k] = product;
+  call.products.push_back({pointer<void>(a), lda, pointer<void>(b), ldb, k});
+  const auto& [scale_a, a_per_row, of_b] = scales;
+  call.scales = {pointer<float>(scale_a), pointer<float>(std::get<0>(of_b)), a_per_row,
+                 std::get<1>(of_b)};
+  call.accumulation = accumulation;
+  call.bias = pointer<void>(bias);
+  call.out = pointer<void>(out);
+  call.is_average = is_average;
+  call.config = config;
+  call.limit_ns = limit_ns();
   return op(call, pointer<void>(stream));
 }
 
@@ -181,24 +205,29 @@ void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int
   agmm::prepare_async_input_mm(args).launch(pointer<void>(stream));
 }
 
-// scale_a, whether there is one for each row, scale_b, whether there is one for each column
-using ScalesTuple = std::tuple<uintptr_t, bool, uintptr_t, bool>;
-
 void async_input_scaled_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias,
                            const ScalesTuple& scales, int m, int n, int k, DType dtype,
-                           bool fast_accum, int64_t ldb, uintptr_t signals, int chunks_m, int pivot,
-                           const KernelConfig& config, int rank, int sm_count, uintptr_t stream) {
+                           agmm::Accumulation accumulation, int64_t ldb, uintptr_t signals,
+                           int chunks_m, int pivot, const KernelConfig& config, int rank,
+                           int sm_count, uintptr_t stream) {
   AsyncInputArgs args;
-  args.problem = {m, n, k, dtype, agmm::BLayout::ColumnMajor, accumulation(fast_accum)};
+  args.problem = {m, n, k, dtype, agmm::BLayout::ColumnMajor, accumulation};
   args.config = config;
   args.operands.a = pointer<void>(a);
   args.operands.b = pointer<void>(b);
   args.operands.ldb = ldb;
   args.operands.out = pointer<void>(out);
   args.operands.bias = pointer<void>(bias);
-  const auto& [scale_a, a_per_row, scale_b, b_per_column] = scales;
-  args.operands.scales = {pointer<float>(scale_a), pointer<float>(scale_b), a_per_row,
-                          b_per_column};
+  const auto& [scale_a, a_per_row, of_b] = scales;
+  const auto& [scale_b, b_per_column, b_k_stride, b_n_stride] = of_b;
+  args.operands.scales = {pointer<float>(scale_a),
+                          pointer<float>(scale_b),
+                          a_per_row,
+                          b_per_column,
+                          nullptr,
+                          nullptr,
+                          b_k_stride,
+                          b_n_stride};
   args.arrival = {pointer<uint32_t>(signals), 1, chunks_m, 1, pivot, {}};
   args.arrival.senders.chunks_per_rank = 0;
   args.rank = rank;
@@ -208,7 +237,7 @@ void async_input_scaled_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bi
 }
 
 bool all_gather_scaled_matmul(FusedAllGatherMatmul& op, uintptr_t a_shard, uintptr_t scales,
-                              int rows, int k, DType dtype,
+                              int scale_columns, int rows, int k, DType dtype,
                               const std::vector<ScaledWeightTuple>& weights, uintptr_t a_out,
                               uintptr_t scales_out, uintptr_t stream) {
   agmm::Gather gather;
@@ -220,11 +249,13 @@ bool all_gather_scaled_matmul(FusedAllGatherMatmul& op, uintptr_t a_shard, uintp
   gather.limit_ns = limit_ns();
   gather.scales = pointer<float>(scales);
   gather.scales_out = pointer<float>(scales_out);
+  gather.scale_columns = scale_columns;
   std::vector<agmm::Weight> parts;
-  for (const auto& [b, ldb, n, bias, out, config, scale_b, per_column, fast] : weights) {
+  for (const auto& [b, ldb, n, bias, out, config, of_b, accumulation] : weights) {
+    const auto& [scale_b, per_column, k_stride, n_stride] = of_b;
     parts.push_back({pointer<void>(b), ldb, agmm::BLayout::ColumnMajor, n, pointer<void>(bias),
-                     pointer<void>(out), *config, pointer<float>(scale_b), per_column,
-                     accumulation(fast)});
+                     pointer<void>(out), *config, pointer<float>(scale_b), per_column, accumulation,
+                     k_stride, n_stride});
   }
   return op(gather, parts, pointer<void>(stream));
 }
@@ -267,6 +298,14 @@ void bind_cuda(py::module_& m) {
       .value("float8_e4m3fn_float8_e4m3fn", DType::E4M3)
       .value("float8_e4m3fn_float8_e5m2", DType::E4M3ByE5M2)
       .value("float8_e5m2_float8_e4m3fn", DType::E5M2ByE4M3);
+  py::enum_<agmm::Accumulation>(
+      m, "Accumulation",
+      "How sums of fp8 products are kept and scaled: by the tensor cores, "
+      "promoted every 128 of K, or promoted with the scales of blocks.")
+      .value("fast", agmm::Accumulation::Fast)
+      .value("slow", agmm::Accumulation::Slow)
+      .value("block", agmm::Accumulation::Block)
+      .value("block_1x128", agmm::Accumulation::Block1x128);
   py::class_<KernelConfig>(m, "KernelConfig", "A kernel shape and its swizzle and raster.")
       .def(py::init(&make_config), py::arg("tile_m"), py::arg("tile_n"), py::arg("tile_k"),
            py::arg("cluster_m"), py::arg("cluster_n"), py::arg("schedule"),
@@ -310,11 +349,14 @@ void bind_cuda(py::module_& m) {
       .def_readonly("can_split", &KernelFacts::can_split)
       .def_readonly("can_store_A", &KernelFacts::can_store_a)
       .def_property_readonly("is_fp8", [](const KernelFacts& f) { return agmm::is_fp8(f.dtype); })
+      .def_readonly("accumulation", &KernelFacts::accumulation)
       .def_property_readonly(
           "fast_accum",
           [](const KernelFacts& f) { return f.accumulation == agmm::Accumulation::Fast; })
       .def_property_readonly("architecture",
                              [](const KernelFacts& f) { return std::string(f.architecture); });
+  m.def("scatter_kernel_facts", &agmm::built_scatter_kernels,
+        "As kernel_facts, of the kernels of matmul + reduce-scatter.");
   m.def("kernel_facts", &agmm::built_kernels,
         "One entry per kernel of this build: shape, dtype, layout of B and accumulation; empty "
         "without CUDA.");
@@ -329,11 +371,11 @@ void bind_cuda(py::module_& m) {
         "out = a @ b (+ bias) on a CUDA stream; pointers are device addresses, 0 where absent.");
   m.def("async_input_scaled_mm", &async_input_scaled_mm, py::arg("a"), py::arg("b"), py::arg("out"),
         py::arg("bias"), py::arg("scales"), py::arg("m"), py::arg("n"), py::arg("k"),
-        py::arg("dtype"), py::arg("fast_accum"), py::arg("ldb"), py::arg("signals"),
+        py::arg("dtype"), py::arg("accumulation"), py::arg("ldb"), py::arg("signals"),
         py::arg("chunks_m"), py::arg("pivot"), py::arg("config"), py::arg("rank"),
         py::arg("sm_count"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
         "The same of fp8 operands, B column-major, out in bfloat16. scales: (scale_a, one for each "
-        "row?, scale_b, one for each column?).");
+        "row?, (scale_b, one for each column?, strides of blocks along K and N)).");
   m.attr("FP8_ALIGNMENT") = agmm::alignment_of(DType::E4M3);
   m.def("peer_atomics", &agmm::has_peer_atomics, py::arg("device"), py::arg("peer"),
         "Whether additions of one GPU to words in the memory of another are atomic there.");
@@ -379,11 +421,12 @@ void bind_cuda(py::module_& m) {
            "chunks). "
            "Returns whether the stream is being captured.")
       .def("all_gather_scaled_matmul", &all_gather_scaled_matmul, py::arg("a_shard"),
-           py::arg("scales"), py::arg("rows"), py::arg("k"), py::arg("dtype"), py::arg("weights"),
-           py::arg("a_out"), py::arg("scales_out"), py::arg("stream"),
-           py::call_guard<py::gil_scoped_release>(),
-           "The same in fp8 by push, with a scale for each row. weights: (b, ldb, n, bias, out, "
-           "config, scale_b, one for each column?, fast accumulation).");
+           py::arg("scales"), py::arg("scale_columns"), py::arg("rows"), py::arg("k"),
+           py::arg("dtype"), py::arg("weights"), py::arg("a_out"), py::arg("scales_out"),
+           py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
+           "The same in fp8 by push, with so many scales for each row. weights: (b, ldb, n, bias, "
+           "out, config, (scale_b, one for each column?, strides of blocks along K and N), "
+           "accumulation).");
   py::class_<FusedMatmulReduceScatter, Held<FusedMatmulReduceScatter>>(
       m, "CudaScatterWorkspace", "The sums that the ranks of a group send each other.")
       .def(py::init(&make_workspace<FusedMatmulReduceScatter>), py::arg("rank"), py::arg("bases"),
@@ -413,7 +456,13 @@ void bind_cuda(py::module_& m) {
           py::arg("tile_times") = 0, py::call_guard<py::gil_scoped_release>(),
           "Enqueues the matmuls, whose kernels send. products: (a, lda, b, ldb, k). tile_times: of "
           "each launch SCATTER_TIMES_BYTES for each rank's tiles. Returns whether the stream is "
-          "being captured.");
+          "being captured.")
+      .def("scaled_matmul_reduce_scatter", &scaled_matmul_reduce_scatter, py::arg("product"),
+           py::arg("scales"), py::arg("rows"), py::arg("n"), py::arg("dtype"),
+           py::arg("accumulation"), py::arg("bias"), py::arg("out"), py::arg("is_average"),
+           py::arg("config"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
+           "The same of one product of fp8 operands, B column-major, out in bfloat16. scales: as "
+           "those of async_input_scaled_mm, for rows and columns or for all.");
   m.attr("SCATTER_TIMES_BYTES") = sizeof(agmm::ScatterTimes);
   m.attr("MAX_SCATTER_TILES") = agmm::kMaxScatterTiles;
   m.def("scatter_steps", &scatter_steps, py::arg("rank"), py::arg("world_size"), py::arg("rows"),

@@ -24,11 +24,16 @@ constexpr bool can_store_a(KernelShape const& shape, BLayout b_layout) {
   return shape.cluster_n == 1 && !(is_large && b_layout == BLayout::RowMajor);
 }
 
-/// Of a kernel that is built.
+/// Of a kernel that is built. Those that scale blocks take all of K.
 constexpr KernelFacts facts_of(KernelShape const& shape, DType dtype, BLayout b_layout,
                                Accumulation accumulation = Accumulation::Fast) {
-  return {shape,         dtype,       b_layout, can_split(shape), can_store_a(shape, b_layout),
-          kArchitecture, accumulation};
+  return {shape,
+          dtype,
+          b_layout,
+          can_split(shape) && !is_block_scaled(accumulation),
+          can_store_a(shape, b_layout),
+          kArchitecture,
+          accumulation};
 }
 
 }  // namespace agmm

@@ -44,6 +44,9 @@ set(AGMM_FP8_TABLE
     "128 256 128 2 1 Cooperative default Fast e4m3"
     "128 128 128 2 1 Cooperative default Slow e4m3 e4m3_e5m2 e5m2_e4m3"
     "128 256 128 2 1 Cooperative default Slow e4m3"
+    "128 256 128 2 1 Cooperative default Block e4m3"
+    "128 128 128 2 1 Cooperative default Block e4m3"
+    "128 128 128 2 1 Cooperative default Block1x128 e4m3"
     "128 128 128 2 1 Pingpong    all     Fast e4m3"
     "256 128 128 2 1 Cooperative all     Fast e4m3"
     "256 128 128 2 1 Cooperative all     Slow e4m3")
@@ -58,13 +61,24 @@ set(AGMM_SCATTER_TABLE
     "128 256 64 1 1 Cooperative all"
     "128 128 64 1 1 Pingpong    timed")
 
-# What a row exports, and what instantiates it.
+# Those of scaled matmul + reduce-scatter, as those of fp8.
+set(AGMM_FP8_SCATTER_TABLE
+    "128 128 128 1 1 Pingpong    default Fast e4m3"
+    "128 256 128 2 1 Cooperative default Fast e4m3"
+    "128 128 128 2 1 Cooperative default Slow e4m3 e4m3_e5m2 e5m2_e4m3"
+    "128 256 128 2 1 Cooperative all     Slow e4m3")
+
+# What a row exports, and what instantiates it: of fp8 with other arguments before the last.
 set(AGMM_KERNEL_ENTRY KernelEntry)
 set(AGMM_FP8_ENTRY KernelEntry)
 set(AGMM_SCATTER_ENTRY ScatterEntry)
+set(AGMM_FP8_SCATTER_ENTRY ScatterEntry)
 set(AGMM_KERNEL_INSTANCE KernelInstance)
 set(AGMM_FP8_INSTANCE KernelInstance)
 set(AGMM_SCATTER_INSTANCE ScatterInstance)
+set(AGMM_FP8_SCATTER_INSTANCE ScatterInstance)
+set(AGMM_FP8_ARGUMENTS "false, false")
+set(AGMM_FP8_SCATTER_ARGUMENTS "false")
 
 # Rows in a translation unit. Its first kernel takes most of the time, in headers and in what of CuTe
 # the others instantiate too: the four of a row take 62 s alone and 17 to 25 s beside those of
@@ -73,13 +87,14 @@ set(AGMM_ROWS_PER_UNIT 4)
 
 # Writes the translation units into `directory`, and the table that lists their kernels; returns the
 # sources in `out_sources`. Rows of the same schedule and operands share units, as they have most in
-# common, and so do those of fp8.
+# common, and so do those of fp8 of an op.
 function(agmm_generate_kernels kernels directory out_sources)
   set(units)
-  foreach(kind IN ITEMS cooperative pingpong cooperative_swapped pingpong_swapped fp8)
+  foreach(kind IN ITEMS cooperative pingpong cooperative_swapped pingpong_swapped fp8
+          fp8_scatter)
     set(rows_${kind} 0)
   endforeach()
-  foreach(op IN ITEMS kernel fp8 scatter)
+  foreach(op IN ITEMS kernel fp8 scatter fp8_scatter)
     string(TOUPPER "${op}" OP)
     set(declarations "")
     set(list "")
@@ -101,8 +116,8 @@ function(agmm_generate_kernels kernels directory out_sources)
         string(APPEND schedule_name "_swapped")
       endif()
       set(kind "${schedule_name}")
-      if(op STREQUAL "fp8")
-        set(kind fp8)
+      if(op MATCHES "^fp8")
+        set(kind "${op}")
       endif()
       math(EXPR number "${rows_${kind}} / ${AGMM_ROWS_PER_UNIT}")
       math(EXPR rows_${kind} "${rows_${kind}} + 1")
@@ -121,12 +136,12 @@ function(agmm_generate_kernels kernels directory out_sources)
         set(dtypes bf16)
         set(layouts col)
       endif()
-      if(op STREQUAL "fp8")
+      if(op MATCHES "^fp8")
         list(GET field 7 accumulation)
         list(SUBLIST field 8 -1 dtypes)
         set(layouts col)
         string(TOLOWER "${name}_${accumulation}" name)
-        string(APPEND arguments ", false, false, Accumulation::${accumulation}")
+        string(APPEND arguments ", ${AGMM_${OP}_ARGUMENTS}, Accumulation::${accumulation}")
       endif()
       foreach(dtype IN LISTS dtypes)
         foreach(layout IN LISTS layouts)

@@ -1,6 +1,7 @@
 #include "agmm/async_input_mm.hpp"
 
 #include <algorithm>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -39,6 +40,14 @@ void check(AsyncInputArgs const& args) {
   if (is_fp8(p.dtype)) {
     if (operands.scales.a == nullptr) refuse("scale_a", "null", "device memory");
     if (operands.scales.b == nullptr) refuse("scale_b", "null", "device memory");
+    if (is_block_scaled(p.accumulation)) {
+      // The kernels count them in 32 bits.
+      int64_t const blocks = ceil_div(p.k, kScaleBlock);
+      if (p.m * blocks > INT32_MAX) {
+        refuse("scale_a", std::to_string(p.m * blocks) + " scales",
+               "at most " + std::to_string(INT32_MAX));
+      }
+    }
   }
   require_aligned("A", operands.a);
   require_aligned("B", operands.b);

@@ -10,7 +10,7 @@ namespace agmm {
 AGMM_FIELDS(Problem, m, n, k, dtype, b_layout, accumulation);
 AGMM_FIELDS(KernelShape, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, timed, swapped);
 AGMM_FIELDS(KernelConfig, shape, max_swizzle, raster, splits);
-AGMM_FIELDS(Scales, a, b, a_per_row, b_per_column, a_local, a_out);
+AGMM_FIELDS(Scales, a, b, a_per_row, b_per_column, a_local, a_out, b_k_stride, b_n_stride);
 AGMM_FIELDS(Operands, a, a_local, local_begin, local_end, a_out, b, ldb, bias, out, scales);
 AGMM_FIELDS(Senders, tags, chunks_per_rank, count_bits, mismatch_is_fatal);
 AGMM_FIELDS(Arrival, signals, ready_value, chunks_m, chunks_k, pivot, senders);
@@ -25,7 +25,9 @@ AGMM_FIELDS(SmPushArgs, rank, world_size, slot, shard, rows, row_vectors, chunk_
 AGMM_FIELDS(ReportPlace, report, report_lock, late);
 AGMM_FIELDS(CallSpec, matmul, release, push, report_place);
 AGMM_FIELDS(SmPushCut, parts, chunk_columns, first_peers, head_chunks);
-AGMM_FIELDS(Gather, transport, push, a_shard, a_out, rows, k, dtype, limit_ns, scales, scales_out);
-AGMM_FIELDS(Weight, b, ldb, b_layout, n, bias, out, config, scales, scale_per_column, accumulation);
+AGMM_FIELDS(Gather, transport, push, a_shard, a_out, rows, k, dtype, limit_ns, scales, scales_out,
+            scale_columns);
+AGMM_FIELDS(Weight, b, ldb, b_layout, n, bias, out, config, scales, scale_per_column, accumulation,
+            scale_k_stride, scale_n_stride);
 
 }  // namespace agmm

@@ -110,6 +110,15 @@ Call FusedAllGatherMatmul::Impl::prepare_call(Gather const& gather,
     throw std::invalid_argument("scale_a: found null, wanted device memory");
   }
   if (weights.empty()) throw std::invalid_argument("B: found no weight, wanted at least one");
+  for (Weight const& weight : weights) {
+    int32_t const wanted =
+        is_block_scaled(weight.accumulation) ? ceil_div(gather.k, kScaleBlock) : 1;
+    if (gather.scale_columns != wanted) {
+      throw std::invalid_argument("scale_a: found " + std::to_string(gather.scale_columns) +
+                                  " for a row, wanted " + std::to_string(wanted) +
+                                  " for the kind of scales of B");
+    }
+  }
   int32_t const all_rows = all_gather.world_size() * gather.rows;
   Range const own{all_gather.rank() * gather.rows, (all_gather.rank() + 1) * gather.rows};
 
@@ -142,8 +151,9 @@ Call FusedAllGatherMatmul::Impl::prepare_call(Gather const& gather,
         gathered.a, gather.a_shard, own.begin,   own.end,   is_first ? gathered.a_out : nullptr,
         weight.b,   weight.ldb,     weight.bias, weight.out};
     mm.operands.scales = {
-        gathered.scales,         weight.scales, true,
-        weight.scale_per_column, gather.scales, is_first ? gather.scales_out : nullptr};
+        gathered.scales,         weight.scales,        true,
+        weight.scale_per_column, gather.scales,        is_first ? gather.scales_out : nullptr,
+        weight.scale_k_stride,   weight.scale_n_stride};
     mm.arrival = gathered.arrival;
     mm.rank = all_gather.rank();
     mm.limit_ns = gather.limit_ns;

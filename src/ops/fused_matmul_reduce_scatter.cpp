@@ -27,7 +27,7 @@ ScatterEntry const* find_kernel(MatmulScatter const& call) {
   for (std::size_t i = 0; i < kScatterCount; ++i) {
     KernelFacts const& facts = kScatterTable[i]->facts;
     if (facts.shape == call.config.shape && facts.dtype == call.dtype &&
-        facts.b_layout == call.b_layout) {
+        facts.b_layout == call.b_layout && facts.accumulation == call.accumulation) {
       return kScatterTable[i];
     }
   }
@@ -67,11 +67,19 @@ void check(MatmulScatter const& call, int world_size, std::size_t part_bytes) {
   }
   for (Product const& product : call.products) {
     if (product.k < 1) refuse("A", "K=" + std::to_string(product.k), "at least 1");
-    require_multiple("A", "K", product.k);
-    require_multiple("A", "leading dimension", product.lda);
-    require_multiple("B", "leading dimension", product.ldb);
+    int32_t const alignment = alignment_of(call.dtype);
+    require_multiple("A", "K", product.k, alignment);
+    require_multiple("A", "leading dimension", product.lda, alignment);
+    require_multiple("B", "leading dimension", product.ldb, alignment);
     require_aligned("A", product.a);
     require_aligned("B", product.b);
+  }
+  if (is_fp8(call.dtype)) {
+    if (call.products.size() != 1) {
+      refuse("A", std::to_string(call.products.size()) + " products", "1 of fp8");
+    }
+    if (call.scales.a == nullptr) refuse("scale_a", "null", "device memory");
+    if (call.scales.b == nullptr) refuse("scale_b", "null", "device memory");
   }
   require_aligned("out", call.out);
   if (call.bias != nullptr) require_aligned("bias", call.bias);
@@ -80,7 +88,8 @@ void check(MatmulScatter const& call, int world_size, std::size_t part_bytes) {
   }
   if (find_kernel(call) == nullptr) {
     refuse("config",
-           call.config.shape.str() + " " + to_string(call.dtype) + " B " + to_string(call.b_layout),
+           call.config.shape.str() + " " + to_string(call.dtype) + " B " +
+               to_string(call.b_layout) + " " + to_string(call.accumulation),
            "a kernel of this build that sends tiles");
   }
   std::size_t const needed = scatter_part_bytes(call.rows, call.n, world_size, call.config.shape);
@@ -103,13 +112,16 @@ struct Call {
 
 bool is_same(MatmulScatter const& a, MatmulScatter const& b) {
   auto const fields = [](MatmulScatter const& call) {
-    auto const& [rows, n, dtype, b_layout, products, bias, out, is_average, config, limit_ns,
-                 tile_times] = call;
+    auto const& [rows, n, dtype, b_layout, products, bias, out, is_average, scales, accumulation,
+                 config, limit_ns, tile_times] = call;
     static_cast<void>(products);
+    static_cast<void>(scales);
     static_cast<void>(config);
-    return std::tie(rows, n, dtype, b_layout, bias, out, is_average, limit_ns, tile_times);
+    return std::tie(rows, n, dtype, b_layout, bias, out, is_average, accumulation, limit_ns,
+                    tile_times);
   };
   return fields(a) == fields(b) && same_fields(a.config, b.config) &&
+         same_fields(a.scales, b.scales) &&
          std::equal(a.products.begin(), a.products.end(), b.products.begin(), b.products.end(),
                     same_fields<Product>);
 }
@@ -247,6 +259,8 @@ Call FusedMatmulReduceScatter::Impl::prepare_call(MatmulScatter const& call) con
     spec.b_layout = call.b_layout;
     std::copy(call.products.begin(), call.products.end(), spec.products);
     spec.product_count = static_cast<int32_t>(call.products.size());
+    spec.scales = call.scales;
+    spec.accumulation = call.accumulation;
     spec.bias = call.bias;
     spec.out = static_cast<char*>(call.out) + std::size_t(row) * std::size_t(call.n) * 2;
     spec.push = push_args(call, tiles, kernel.tile_bytes);

@@ -15,7 +15,7 @@ AGMM_FIELDS(WaitLimit, place, limit_ns, senders, rank);
 AGMM_FIELDS(TilePushArgs::Peer, part, signals, credit);
 AGMM_FIELDS(TilePushArgs, tiles, tag, scale, parts, part_bytes, signals, credits, go, done, peers,
             limit, pace_cycles);
-AGMM_FIELDS(ScatterSpec, config, rows, n, dtype, b_layout, products, product_count, bias, out, push,
-            sm_count, tile_times);
+AGMM_FIELDS(ScatterSpec, config, rows, n, dtype, b_layout, products, product_count, scales,
+            accumulation, bias, out, push, sm_count, tile_times);
 
 }  // namespace agmm

@@ -16,7 +16,9 @@ Gathered GatherTransport::usual(Links const& links, GatherRequest const& request
   int const rank = memory.rank();
   Gather const& gather = request.gather;
   bool const is_bf16 = gather.dtype == DType::BFloat16;
-  std::string const what = (is_fp8(gather.dtype) ? to_string(gather.dtype)
+  std::string const scaling =
+      gather.scale_columns == 1 ? "" : " by " + std::to_string(gather.scale_columns);
+  std::string const what = (is_fp8(gather.dtype) ? to_string(gather.dtype) + scaling
                             : is_bf16            ? "bfloat16"
                                                  : "float16") +
                            how;

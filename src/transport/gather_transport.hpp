@@ -35,14 +35,16 @@ struct GatherRequest {
   std::size_t shard_bytes() const { return static_cast<std::size_t>(gather.rows) * row_bytes(); }
   /// Of a shard's scales, which lie behind all shards in the gather buffer.
   std::size_t scale_bytes() const {
-    return is_fp8(gather.dtype) ? static_cast<std::size_t>(gather.rows) * sizeof(float) : 0;
+    return is_fp8(gather.dtype) ? static_cast<std::size_t>(gather.rows) *
+                                      static_cast<std::size_t>(gather.scale_columns) * sizeof(float)
+                                : 0;
   }
 };
 
 /// What the consumer of one call has to know. The parts go into its CallSpec as they are.
 struct Gathered {
   void const* a = nullptr;        // [w * rows, k]; own rows only as far as `shared` says
-  float const* scales = nullptr;  // [w * rows] of fp8, without the own ones
+  float const* scales = nullptr;  // [w * rows, scale_columns] of fp8, without the own ones
   void* a_out = nullptr;          // where the consumer has to store all of A, or null
   Arrival arrival{};
   Release release{};  // to be done by the consumer once it has read everything

@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import agmm
+from agmm._core import Accumulation
 from agmm.integrations import async_tp, async_tp_kernels
 from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
 from agmm.ops import paths, quantize, scaled_paths, scaled_products
@@ -285,18 +286,33 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaled_paths, "why_no_kernel", lambda device: NO_KERNEL)
 
 
-@pytest.mark.parametrize(
-    ("operand", "tiles"),
-    [("scale_a", ((1, 128), (ALL, 1))), ("scale_b", ((1, ALL), (128, 128)))],
-)
-def test_kernels_refuse_blocks_of_either_operand(
-    operand: str, tiles: tuple[tuple[int, int], tuple[int, int]]
+@pytest.mark.parametrize("tiles", [((1, 128), (ALL, 1)), ((1, ALL), (128, 128))])
+def test_kernels_refuse_blocks_of_one_operand(
+    tiles: tuple[tuple[int, int], tuple[int, int]],
 ) -> None:
     """The kind of the first weight says nothing of the others."""
     A, B = (Scaled(torch.empty(8, 128), torch.empty(1), tile) for tile in tiles)
     weight = Weight(B, None, None, torch.bfloat16, True)
     reason = cuda_scaled.why_illegal(A, weight)
-    assert reason is not None and reason.startswith(f"{operand}: block scales")
+    assert reason is not None and reason.startswith("scale_b: tiles of")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fast", "slow"),
+    [
+        ("tensorwise", Accumulation.fast, Accumulation.slow),
+        ("rowwise", Accumulation.fast, Accumulation.slow),
+        ("block", Accumulation.block, Accumulation.block),
+        ("block 1x128", Accumulation.block_1x128, Accumulation.block_1x128),
+    ],
+)
+def test_kernels_accumulate_as_the_scales_want(
+    kind: str, fast: Accumulation, slow: Accumulation
+) -> None:
+    A, weight = product_of(kind, 32, 160, 144)
+    assert cuda_scaled.accumulation_of(A, weight) == slow
+    assert cuda_scaled.accumulation_of(A, weight._replace(fast_accum=True)) == fast
+    assert cuda_scaled.why_illegal(A, weight) is None
 
 
 def test_the_reason_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,12 +368,12 @@ def test_layouts_of_block_scales(k: int, blocks: int) -> None:
     in rows of Bᵀ that begin at multiples of 16 bytes, those of 128 × 1 with B's columns side by
     side."""
     A, weight = product_of("block", 32, k, 272)
-    of_a, of_b = map(scaled_products._as_torch_wants_it, (A, weight.B))
+    of_a, of_b = map(scaled_products.as_torch_wants_it, (A, weight.B))
     assert torch.equal(of_a, A.scale) and of_a.stride() == (1, 32)
     assert torch.equal(of_b, weight.B.scale)
     assert of_b.t().stride() == (-(-blocks // 4) * 4, 1)
     _, weight = product_of("block 1x128", 32, k, 272)
-    of_b = scaled_products._as_torch_wants_it(weight.B)
+    of_b = scaled_products.as_torch_wants_it(weight.B)
     assert torch.equal(of_b, weight.B.scale) and of_b.stride() == (272, 1)
 
 

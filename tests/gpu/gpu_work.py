@@ -669,23 +669,23 @@ def _small_call(group: dist.ProcessGroup, way: str, width: int = 512) -> None:
     ExactCalls(group, LocalShape(64, 64, width)).call(way)
 
 
-def _everyone() -> dist.ProcessGroup:
+def everyone() -> dist.ProcessGroup:
     group = group_of(tuple(range(dist.get_world_size())))
     assert group is not None
     return group
 
 
-def _wait_for_the_end() -> None:
+def wait_for_the_end() -> None:
     torch.cuda.synchronize()
     threading.Event().wait(60)
 
 
 def different_shapes(way: str) -> None:
     """Rank 0 calls with other columns than the rest; every rank must end with a message."""
-    group = _everyone()
+    group = everyone()
     for width in (512, 1024 if dist.get_rank() == 0 else 512):
         _small_call(group, way, width)
-    _wait_for_the_end()
+    wait_for_the_end()
 
 
 def _small_scatter(group: dist.ProcessGroup, k: int) -> torch.Tensor:
@@ -700,15 +700,15 @@ def _small_scatter(group: dist.ProcessGroup, k: int) -> torch.Tensor:
 
 def different_scatters(_: str) -> None:
     """The same of matmul + reduce-scatter."""
-    group = _everyone()
+    group = everyone()
     for k in (64, 128 if dist.get_rank() == 0 else 64):
         _small_scatter(group, k)
-    _wait_for_the_end()
+    wait_for_the_end()
 
 
 def one_rank_late(way: str, late_s: float) -> list[str]:
     """Faults of a call to which rank 1 comes late."""
-    group = _everyone()
+    group = everyone()
     exact = ExactCalls(group, LocalShape(64, 64, 512))
     for turn in range(2):
         if turn == 1 and dist.get_rank() == 1:
@@ -725,16 +725,16 @@ def one_rank_late(way: str, late_s: float) -> list[str]:
 
 def one_rank_missing(way: str) -> None:
     """Rank 1 stays away from the second call."""
-    group = _everyone()
+    group = everyone()
     _small_call(group, way)
     if dist.get_rank() != 1:
         _small_call(group, way)
-    _wait_for_the_end()
+    wait_for_the_end()
 
 
 def one_rank_misses_a_replay(way: str) -> None:
     """Rank 1 stays away from the second replay, of a call whose tiles lie in two shards."""
-    group = _everyone()
+    group = everyone()
     exact = ExactCalls(group, LocalShape(100, 64, 64))
     exact.call(way)
     torch.cuda.synchronize()
@@ -745,12 +745,12 @@ def one_rank_misses_a_replay(way: str) -> None:
     graph.replay()
     if dist.get_rank() != 1:
         graph.replay()
-    _wait_for_the_end()
+    wait_for_the_end()
 
 
 def credit_missing(way: str) -> None:
     """Rank 1 never gives rank 0 the credit that the call has to await."""
-    group = _everyone()
+    group = everyone()
     if dist.get_rank() == 0:
         workspace = cuda_workspace(group, device())
         assert workspace._buffers is not None
@@ -760,7 +760,7 @@ def credit_missing(way: str) -> None:
         torch.cuda.synchronize()
     dist.barrier(device_ids=[device().index])
     _small_call(group, way)
-    _wait_for_the_end()
+    wait_for_the_end()
 
 
 def kernels() -> list[KernelConfig]:

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from gpu_work import Faults, config_of, device, group_of, last_ranks, poison, poison_freed_memory
+from gpu_work import (
+    Faults,
+    config_of,
+    device,
+    everyone,
+    group_of,
+    last_ranks,
+    poison,
+    poison_freed_memory,
+    wait_for_the_end,
+)
+from scatter_gpu_work import expected
 
 import agmm
+from agmm.ops import scaled_paths, scaled_products
+from agmm.runtime.scaling import BLOCK
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, relative_error
 
@@ -25,15 +40,28 @@ class Operands(NamedTuple):
     scale_a: torch.Tensor
     scale_b: torch.Tensor
 
+    def dequantised(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B in float64."""
+        return _scaled(self.A, self.scale_a), _scaled(self.B, self.scale_b)
+
     def product(self, bias: torch.Tensor | None = None) -> torch.Tensor:
         """In float64, of the dequantised operands."""
-        a = self.A.double() * self.scale_a.double()
-        out = a @ (self.B.double() * self.scale_b.double())
+        a, b = self.dequantised()
+        out = a @ b
         return out if bias is None else out + bias.double()
 
     def rows(self, rows: slice) -> Operands:
         one = self.scale_a.numel() == 1
         return self._replace(A=self.A[rows], scale_a=self.scale_a if one else self.scale_a[rows])
+
+
+def _scaled(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Each scale spread over its row, column or block."""
+    scale = scale.double()
+    for dim in range(scale.dim()):
+        if scale.shape[dim] not in (1, values.shape[dim]):
+            scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, values.shape[dim])
+    return values.double() * scale
 
 
 def operands(
@@ -48,21 +76,46 @@ def operands(
     def scales(*shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=generator, device=device()) + 0.5
 
-    is_rowwise = scaling == "rowwise"
+    of_k, of_n = -(-k // BLOCK), -(-n // BLOCK)
+    of_a, of_b = {
+        "tensorwise": ((), ()),
+        "rowwise": ((m, 1), (1, n)),
+        "block": ((m, of_k), (of_k, of_n)),
+        "block 1x128": ((m, of_k), (of_k, n)),
+    }[scaling]
     return Operands(
-        numbers(m, k).to(dtypes[0]),
-        numbers(n, k).to(dtypes[1]).t(),
-        scales(m, 1) if is_rowwise else scales(),
-        scales(1, n) if is_rowwise else scales(),
+        numbers(m, k).to(dtypes[0]), numbers(n, k).to(dtypes[1]).t(), scales(*of_a), scales(*of_b)
+    )
+
+
+def whole(given: Operands, seed: int) -> Operands:
+    """Others whose products are exact: small whole numbers, scales that are powers of two."""
+    generator = torch.Generator(device()).manual_seed(seed)
+
+    def drawn(like: torch.Tensor, most: int) -> torch.Tensor:
+        shape = like.shape
+        found = torch.randint(-most, most + 1, shape, generator=generator, device=device())
+        return found.to(torch.float32)
+
+    return Operands(
+        drawn(given.A, 1).to(given.A.dtype),
+        drawn(given.B.t(), 1).to(given.B.dtype).t(),
+        torch.exp2(drawn(given.scale_a, 2)),
+        torch.exp2(drawn(given.scale_b, 2)),
     )
 
 
 def by_torch(given: Operands, fast_accum: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The product by ``torch._scaled_mm``; where it has no such kernel, rounded once."""
+    tile, weight = scaled_paths.weight_of(
+        given.A, given.scale_a, given.B, given.scale_b, bias, None, torch.bfloat16, fast_accum
+    )
+    A = scaled_paths.rows_of(given.A, given.scale_a, tile, 0)
+    out = torch.empty(
+        given.A.shape[0], given.B.shape[1], dtype=torch.bfloat16, device=given.A.device
+    )
     try:
-        return torch._scaled_mm(
-            *given, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast_accum
-        )
+        return scaled_products.by_torch(A, weight, out)
     except (RuntimeError, ValueError):
         return given.product(bias).to(torch.bfloat16)
 
@@ -183,3 +236,172 @@ def back_to_back(world_size: int, scaling: str, count: int) -> Faults:
         wrong += (out != wanted * factor).sum()
     count_wrong = int(wrong)
     return [] if count_wrong == 0 else [f"rank {rank}: {count_wrong} elements differ"]
+
+
+def _own(
+    rank: int,
+    rows: tuple[int, ...],
+    n: int,
+    k: int,
+    scaling: str,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    seed: int,
+) -> Operands:
+    """Of a rank, for a sum over the ranks; the scales are the rank's own."""
+    m = torch.Size(rows).numel()
+    seed = 1000 * seed + rank
+    return whole(operands(scaling, m, n, k, dtypes, seed), seed)
+
+
+def _sums(
+    world_size: int,
+    rank: int,
+    every: list[Operands],
+    rows: tuple[int, ...],
+    scatter_dim: int,
+    is_average: bool,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """What the rank gets. Small whole numbers times powers of two are exact in bfloat16."""
+    products = []
+    for given in every:
+        a, b = (operand.to(torch.bfloat16) for operand in given.dequantised())
+        products.append(([a.view(*rows, a.shape[1])], [b]))
+    return expected(world_size, rank, products, scatter_dim, is_average, bias)
+
+
+def scattered(
+    world_size: int,
+    shapes: list[LocalShape],
+    scaling: str,
+    dtypes: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3),
+    *,
+    fast_accum: bool = False,
+    leading: tuple[int, ...] = (),
+    scatter_dim: int = 0,
+    reduce_op: str = "sum",
+    bias: bool = False,
+) -> Faults:
+    """Faults of `agmm.scaled_matmul_reduce_scatter`, in words; a result is exact."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank, faults = dist.get_rank(group), []
+    op: Callable[..., Any] = agmm.scaled_matmul_reduce_scatter
+    for seed, shape in enumerate(shapes):
+        rows = list(leading)
+        rows.insert(scatter_dim, world_size * shape.M_local)
+        size = tuple(rows)
+        for turn in range(3):
+            every = [
+                _own(r, size, shape.N, shape.K, scaling, dtypes, 10 * seed + turn)
+                for r in range(world_size)
+            ]
+            addend = torch.full((shape.N,), seed + 1, device=device(), dtype=torch.bfloat16)
+            own = every[rank]
+            of_a = own.scale_a if scaling == "tensorwise" else own.scale_a.view(*size, 1)
+            poison_freed_memory(2 * shape.M_local * shape.N * 4)
+            with mock.patch.object(scaled_products, "product", side_effect=AssertionError):
+                out = op(
+                    own.A.view(*size, shape.K),
+                    own.B,
+                    of_a,
+                    own.scale_b,
+                    group,
+                    scatter_dim=scatter_dim,
+                    reduce_op=reduce_op,
+                    bias=addend if bias else None,
+                    use_fast_accum=fast_accum,
+                    strict=True,
+                )
+            wanted = _sums(
+                world_size,
+                rank,
+                every,
+                size,
+                scatter_dim,
+                reduce_op == "avg",
+                addend if bias else None,
+            )
+            wrong = (out != wanted) | out.isnan()
+            if out.shape != wanted.shape or wrong.any():
+                faults.append(f"rank {rank}: {shape} call {turn}: {int(wrong.sum())} wrong")
+    return faults
+
+
+def scattered_back_to_back(world_size: int, scaling: str, count: int) -> Faults:
+    """Calls whose data changes every time, eager and replayed in turn; ranks are delayed."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank, rows = dist.get_rank(group), (world_size * 200,)
+    every = [_own(r, rows, 528, 272, scaling, (E4M3, E4M3), 5) for r in range(world_size)]
+    own, wanted = every[rank], _sums(world_size, rank, every, rows, 0, False, None)
+    scale_a = own.scale_a.clone()
+    op: Callable[..., Any] = agmm.scaled_matmul_reduce_scatter
+
+    def call() -> torch.Tensor:
+        out: torch.Tensor = op(own.A, own.B, scale_a, own.scale_b, group, strict=True)
+        return out
+
+    call()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            replayed = call()
+    torch.cuda.current_stream().wait_stream(stream)
+    draw = random.Random(rank)
+    wrong = torch.zeros((), dtype=torch.int64, device=device())
+    for step in range(count):
+        factor = 2.0 ** (step % 5 - 2)  # of all ranks alike: exact in the result
+        torch.mul(own.scale_a, factor, out=scale_a)
+        if draw.random() < 0.3:
+            torch.cuda._sleep(draw.randrange(100_000))
+        if step % 2:
+            graph.replay()
+            out = replayed
+        else:
+            out = call()
+        wrong += (out != wanted * factor).sum()  # NaN too
+    count_wrong = int(wrong)
+    return [] if count_wrong == 0 else [f"rank {rank}: {count_wrong} elements differ"]
+
+
+def _small(group: dist.ProcessGroup, op_name: str, scaling: str) -> torch.Tensor:
+    """How many elements of a small call are wrong."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rows = (world_size * 64,)
+    every = [_own(r, rows, 144, 272, scaling, (E4M3, E4M3), 7) for r in range(world_size)]
+    own = every[rank]
+    op: Callable[..., torch.Tensor] = getattr(agmm, op_name)
+    if op_name == "scaled_matmul_reduce_scatter":
+        out = op(own.A, own.B, own.scale_a, own.scale_b, group, strict=True)
+        return (out != _sums(world_size, rank, every, rows, 0, False, None)).sum()
+    every_A = every[0]._replace(B=own.B, scale_b=own.scale_b)
+    shard = every_A.rows(slice(rank * 64, (rank + 1) * 64))
+    out = op(*shard, group, use_fast_accum=False, strict=True)
+    return (out != every_A.product().to(torch.bfloat16)).sum()
+
+
+def one_rank_missing(op_name: str, scaling: str) -> None:
+    """Rank 1 stays away from the second call."""
+    group = everyone()
+    _small(group, op_name, scaling)
+    if dist.get_rank() != 1:
+        _small(group, op_name, scaling)
+    wait_for_the_end()
+
+
+def one_rank_late(op_name: str, scaling: str, late_s: float) -> list[str]:
+    """Faults of a call to which rank 1 comes late."""
+    group = everyone()
+    wrong = 0
+    for turn in range(2):
+        if turn == 1 and dist.get_rank() == 1:
+            time.sleep(late_s)
+        wrong += int(_small(group, op_name, scaling))
+        dist.barrier(group, device_ids=[device().index])
+    return [f"{op_name}: {wrong} wrong"] if wrong else []

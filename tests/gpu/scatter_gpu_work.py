@@ -42,7 +42,7 @@ def _operands(
     return As, Bs
 
 
-def _expected(
+def expected(
     world_size: int,
     rank: int,
     products: list[tuple[list[torch.Tensor], list[torch.Tensor]]],
@@ -104,7 +104,7 @@ def products(
                     bias=of_bias,
                     strict=True,
                 )
-            wanted = _expected(world_size, rank, every, scatter_dim, reduce_op == "avg", of_bias)
+            wanted = expected(world_size, rank, every, scatter_dim, reduce_op == "avg", of_bias)
             wrong = (out != wanted) | out.isnan()
             if out.shape != wanted.shape or wrong.any():
                 faults.append(f"rank {rank}: {size}, {n}, {ks}, call {turn}: {int(wrong.sum())}")
@@ -119,7 +119,7 @@ def stress(world_size: int, calls: int, seed: int) -> list[str] | None:
     rank, sets = dist.get_rank(group), 3
     shape = (world_size * 256,), 8192, (1024,), torch.bfloat16, True
     data = [[_operands(r, *shape, seed + i) for r in range(world_size)] for i in range(sets)]
-    wanted = [_expected(world_size, rank, every, 0, False, None) for every in data]
+    wanted = [expected(world_size, rank, every, 0, False, None) for every in data]
     same, own = random.Random(seed), random.Random(seed + 1 + rank)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     which = 0
@@ -220,7 +220,7 @@ def gradients_of_a_shared_gather(world_size: int) -> list[str] | None:
         torch.autograd.backward(outs, douts)
     assert shard.grad is not None
     faults = []
-    wanted = _expected(world_size, rank, every, 0, False, None)
+    wanted = expected(world_size, rank, every, 0, False, None)
     if not torch.equal(shard.grad, wanted):
         faults.append(f"rank {rank}: {int((shard.grad != wanted).sum())} of the shard")
     for i, (leaf, dout) in enumerate(zip(leaves, douts, strict=True)):

@@ -10,17 +10,19 @@ from typing import Any, NamedTuple
 import pytest
 import scaled_gpu_work
 import torch
-from at_hand import world_sizes
+from at_hand import RANKS, needs_two, world_sizes
 from gpu_work import poison_freed_memory
-from scaled_gpu_work import E4M3, E5M2, Operands, by_torch, operands
+from scaled_gpu_work import E4M3, E5M2, Operands, by_torch, operands, whole
 
 import agmm
 from agmm import _core
+from agmm._core import Accumulation
 from agmm.ops import async_input_scaled_mm, scaled_paths
 from agmm.planning import fp8_kernels
 from agmm.planning.plans import KernelConfig
+from agmm.runtime.scaling import BLOCK
 from agmm.testing.cases import LocalShape
-from agmm.testing.ranks import RankPool
+from agmm.testing.ranks import RankError, RankPool
 from agmm.testing.reference import allowed_error, relative_error
 
 on_cuda: Callable[..., torch.Tensor] = async_input_scaled_mm.on_cuda
@@ -28,18 +30,32 @@ on_cuda: Callable[..., torch.Tensor] = async_input_scaled_mm.on_cuda
 
 class Kernel(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype]
-    fast_accum: bool
+    accumulation: Accumulation
     config: KernelConfig
+
+    @property
+    def fast_accum(self) -> bool:
+        return self.accumulation == Accumulation.fast
+
+    @property
+    def scalings(self) -> tuple[str, ...]:
+        return {
+            Accumulation.block: ("block",),
+            Accumulation.block_1x128: ("block 1x128",),
+        }.get(self.accumulation, ("rowwise", "tensorwise"))
+
+    @property
+    def is_block_scaled(self) -> bool:
+        return self.scalings[0].startswith("block")
 
     def __str__(self) -> str:
         names = [str(dtype).rpartition("_")[2] for dtype in self.dtypes]
-        speed = "fast" if self.fast_accum else "slow"
-        return "-".join((self.config.kernel, speed, *names))
+        return "-".join((self.config.kernel, self.accumulation.name, *names))
 
 
 PAIRS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
 KERNELS = [
-    Kernel(pair, fact.fast_accum, KernelConfig.parse(fact.kernel))
+    Kernel(pair, fact.accumulation, KernelConfig.parse(fact.kernel))
     for pair in PAIRS
     for fact in _core.kernel_facts()
     if fact.is_fp8
@@ -48,14 +64,11 @@ KERNELS = [
 if not KERNELS:
     pytest.skip("this build has no fp8 kernels: AGMM_KERNELS=default", allow_module_level=True)
 
-every_kernel = pytest.mark.parametrize(
-    "kernel",
-    KERNELS,
-    ids=lambda k: (
-        f"{k.config.kernel}-{'fast' if k.fast_accum else 'slow'}-{k.dtypes[0]}-{k.dtypes[1]}"
-    ),
+every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=str)
+every_scaling = pytest.mark.parametrize(
+    ("kernel", "scaling"), [(k, s) for k in KERNELS for s in k.scalings], ids=str
 )
-SCALINGS = ("rowwise", "tensorwise")
+SCALINGS = ("rowwise", "tensorwise", "block", "block 1x128")
 SHAPES = [
     # M, N, K, chunks
     (16, 16, 16, 1),
@@ -69,6 +82,12 @@ SHAPES = [
     (1024, 3584, 2048, 4),
     (4096, 384, 256, 4),
 ]
+BLOCK_SHAPES = [shape for shape in SHAPES if shape[1] > BLOCK and shape[2] > BLOCK]
+"""Those whose scales are of no other kind too."""
+
+
+def shapes_of(kernel: Kernel) -> list[tuple[int, int, int, int]]:
+    return BLOCK_SHAPES if kernel.is_block_scaled else SHAPES
 
 
 def ready(chunks: int) -> torch.Tensor:
@@ -88,11 +107,10 @@ def assert_close(
     assert error <= allowed, f"{label}: error {error:.3g}, allowed {allowed:.3g}"
 
 
-@every_kernel
-@pytest.mark.parametrize("scaling", SCALINGS)
+@every_scaling
 def test_every_kernel(kernel: Kernel, scaling: str) -> None:
     draw = random.Random(1)
-    for seed, (m, n, k, chunks) in enumerate(SHAPES):
+    for seed, (m, n, k, chunks) in enumerate(shapes_of(kernel)):
         given = operands(scaling, m, n, k, kernel.dtypes, seed)
         config = replace(
             kernel.config,
@@ -108,21 +126,9 @@ def test_every_kernel(kernel: Kernel, scaling: str) -> None:
 
 @every_kernel
 def test_each_scale_is_that_of_its_row_and_column(kernel: Kernel) -> None:
-    """Exactly: sums of small whole numbers, scales that are powers of two."""
-    for seed, (m, n, k, chunks) in enumerate(SHAPES):
-        given = operands("rowwise", m, n, k, kernel.dtypes, seed)
-        draw = torch.Generator("cuda").manual_seed(seed)
-
-        def whole(like: torch.Tensor, least: int, most: int) -> torch.Tensor:
-            drawn = torch.randint(least, most, like.shape, generator=draw, device="cuda")  # noqa: B023
-            return drawn.to(torch.float32)
-
-        given = Operands(
-            whole(given.A, -1, 2).to(kernel.dtypes[0]),
-            whole(given.B.t(), -1, 2).to(kernel.dtypes[1]).t(),
-            torch.exp2(whole(given.scale_a, -6, 7)),
-            torch.exp2(whole(given.scale_b, -6, 7)),
-        )
+    """And of its block; exactly."""
+    for seed, (m, n, k, chunks) in enumerate(shapes_of(kernel)):
+        given = whole(operands(kernel.scalings[0], m, n, k, kernel.dtypes, seed), seed)
         poison_freed_memory(m * n * 2)
         out = on_cuda(*given, ready(chunks), 0, fast_accum=kernel.fast_accum, config=kernel.config)
         wanted = given.product().to(torch.bfloat16)
@@ -138,7 +144,7 @@ def test_last_rows_and_bias(kernel: Kernel) -> None:
     for last in (1, 7, 9, 33, 64, config.tile_m - 1):
         for tiles_before in (0, 3):
             m = tiles_before * config.tile_m + last
-            for scaling in SCALINGS:
+            for scaling in kernel.scalings:
                 given = operands(scaling, m, n, k, kernel.dtypes, last)
                 poison_freed_memory(m * n * 2)
                 out = on_cuda(
@@ -150,7 +156,7 @@ def test_last_rows_and_bias(kernel: Kernel) -> None:
 @every_kernel
 def test_columns_that_torch_does_not_multiply(kernel: Kernel) -> None:
     """A multiple of 8 that is none of 16, and a strided B."""
-    given = operands("rowwise", 200, 264, 144, kernel.dtypes, 3)
+    given = operands(kernel.scalings[0], 200, 264, 144, kernel.dtypes, 3)
     wide = torch.zeros(264, 288, device="cuda").to(kernel.dtypes[1])
     wide.view(torch.uint8)[:, 144:].copy_(given.B.t().view(torch.uint8))
     given = given._replace(B=wide[:, 144:].t())
@@ -175,12 +181,16 @@ def test_slow_accumulation_is_the_more_exact() -> None:
     assert slow < fast
 
 
-@every_kernel
-@pytest.mark.parametrize("scaling", SCALINGS)
+@every_scaling
 def test_waits_for_chunks_and_scales_that_come_late(kernel: Kernel, scaling: str) -> None:
     """Every chunk and its scales are NaN until just before its signal, in a random order."""
     draw = random.Random(2)
-    for m, n, k, chunks in ((512, 512, 256, 4), (1000, 272, 144, 5), (96, 128, 128, 96)):
+    one_k_tile = (96, 128, 128, 96)
+    for m, n, k, chunks in (
+        (512, 512, 256, 4),
+        (1000, 272, 144, 5),
+        (96, 272, 1552, 96) if kernel.is_block_scaled else one_k_tile,
+    ):
         given = operands(scaling, m, n, k, kernel.dtypes, 1)
         A, scale_a = given.A.clone(), given.scale_a.clone()
         signals = torch.zeros(chunks, dtype=torch.int32, device="cuda")
@@ -241,6 +251,26 @@ def test_op() -> None:
         assert_close(op(*mixed, None, ready(4), 0, True), mixed, False, str(dtypes))
 
 
+def test_blocks_of_one_row_or_column_or_k_tile() -> None:
+    """Whose scales are of several kinds, which mean the same; with kernels of any."""
+    for scaling in SCALINGS[2:]:
+        for m, n, k in ((1, 16, 16), (1, 144, 128), (200, 16, 64), (1, 16, 272), (300, 136, 112)):
+            given = operands(scaling, m, n, k, (E4M3, E4M3), m + n + k)
+            poison_freed_memory(m * n * 2)
+            out = on_cuda(*given, None, 0, fast_accum=False)
+            assert relative_error(out, given.product()) < 2**-7, f"{scaling} {m}x{n}x{k}"
+
+
+def test_strided_scales_of_blocks() -> None:
+    """As of a weight [N, K] that was quantised in its own layout."""
+    for scaling in SCALINGS[2:]:
+        given = operands(scaling, 200, 400, 528, (E4M3, E4M3), 0)
+        strided = given.scale_b.t().contiguous().t()
+        of_a = given.scale_a.t().contiguous().t()  # as torch._scaled_mm takes them
+        out = on_cuda(given.A, given.B, of_a, strided, None, 0)
+        assert torch.equal(out, on_cuda(*given, None, 0)), scaling
+
+
 def test_bad_input() -> None:
     given = operands("rowwise", 64, 64, 64, (E4M3, E4M3), 0)
     op: Any = torch.ops.agmm._async_input_scaled_mm
@@ -261,9 +291,8 @@ def test_bad_input() -> None:
 
 
 def test_the_chosen_kernel_is_built() -> None:
-    for fast_accum in (True, False):
-        name = "float8_e4m3fn_float8_e4m3fn"
-        assert fp8_kernels.built(name, fast_accum)
+    for accumulation in Accumulation.__members__.values():
+        assert fp8_kernels.built("float8_e4m3fn_float8_e4m3fn", accumulation)
     assert scaled_paths.why_no_kernel(torch.device("cuda", 0)) is None
 
 
@@ -288,11 +317,13 @@ def test_gather(gpu_pool: RankPool, world_size: int, scaling: str, return_A: boo
         LocalShape(256, 1024, 1040),
         LocalShape(385, 528, 144),
     ]
-    for dtypes, fast_accum, weights in (
-        ((E4M3, E4M3), True, 1),
-        ((E4M3, E4M3), False, 2),
-        ((E5M2, E4M3), False, 1),
-    ):
+    cases = [((E4M3, E4M3), True, 1), ((E4M3, E4M3), False, 2)]
+    if scaling.startswith("block"):
+        shapes = [shape for shape in shapes if shape.N > BLOCK and shape.K > BLOCK]
+        cases.append(((E4M3, E4M3), False, 3))
+    else:
+        cases.append(((E5M2, E4M3), False, 1))
+    for dtypes, fast_accum, weights in cases:
         results = gpu_pool.run(
             scaled_gpu_work.gathered,
             world_size,
@@ -311,3 +342,60 @@ def test_gather(gpu_pool: RankPool, world_size: int, scaling: str, return_A: boo
 def test_calls_back_to_back(gpu_pool: RankPool, world_size: int, scaling: str) -> None:
     """Eager and replayed, mixed with calls in bfloat16 on the same slots; ranks are delayed."""
     check(gpu_pool.run(scaled_gpu_work.back_to_back, world_size, scaling, 300), world_size)
+
+
+SCATTER_SHAPES = [
+    LocalShape(1, 8, 16),
+    LocalShape(17, 40, 80),
+    LocalShape(130, 520, 144),
+    LocalShape(257, 1160, 272),
+    LocalShape(2300, 136, 80),  # two bands with four ranks
+]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS[:2])
+@pytest.mark.parametrize("world_size", ALL[1:])
+def test_scatter(gpu_pool: RankPool, world_size: int, scaling: str) -> None:
+    work: Any = scaled_gpu_work.scattered
+    cases: list[dict[str, Any]] = [
+        {},
+        {"fast_accum": True, "bias": True, "reduce_op": "avg"},
+        {"dtypes": (E5M2, E4M3), "fast_accum": True},
+        {"leading": (3,), "bias": True},
+        {"leading": (2,), "scatter_dim": 1},
+    ]
+    for case in cases:
+        check(gpu_pool.run(work, world_size, SCATTER_SHAPES, scaling, **case), world_size)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS[:2])
+@pytest.mark.parametrize("world_size", ALL[1:])
+def test_scatters_back_to_back(gpu_pool: RankPool, world_size: int, scaling: str) -> None:
+    work: Any = scaled_gpu_work.scattered_back_to_back
+    check(gpu_pool.run(work, world_size, scaling, 300), world_size)
+
+
+OPS = [
+    ("all_gather_scaled_matmul", "rowwise"),
+    ("all_gather_scaled_matmul", "block"),
+    ("scaled_matmul_reduce_scatter", "rowwise"),
+]
+
+
+@needs_two
+@pytest.mark.parametrize(("op_name", "scaling"), OPS)
+def test_a_missing_rank_ends_with_a_message(op_name: str, scaling: str) -> None:
+    with RankPool(min(RANKS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": "2"}) as pool:
+        with pytest.raises(RankError) as failure:
+            pool.run(scaled_gpu_work.one_rank_missing, op_name, scaling)
+        stderr = "".join(pool.stderr(rank) for rank in range(pool.world_size))
+    assert 124 in failure.value.exit_codes.values(), (failure.value, stderr)
+    assert "from rank 1" in stderr, stderr
+
+
+@needs_two
+@pytest.mark.parametrize(("op_name", "scaling"), OPS)
+def test_a_late_rank_is_awaited(op_name: str, scaling: str) -> None:
+    work: Any = scaled_gpu_work.one_rank_late
+    with RankPool(2, "cuda", 120, {"AGMM_TIMEOUT_S": "60"}) as pool:
+        check(pool.run(work, op_name, scaling, 3.0), 2)

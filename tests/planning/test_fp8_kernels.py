@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from agmm import _core
+from agmm._core import Accumulation
 from agmm.planning import fp8_kernels
 from agmm.planning.plans import FUSED_DTYPES, KernelConfig
 
@@ -19,43 +20,60 @@ SLOW = "128x128x128_2x1_cooperative"
 
 @pytest.fixture
 def facts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fact(kernel: str, dtype: Any, fast_accum: bool, is_fp8: bool = True) -> SimpleNamespace:
-        return SimpleNamespace(kernel=kernel, dtype=dtype, fast_accum=fast_accum, is_fp8=is_fp8)
+    def fact(
+        kernel: str, dtype: Any, accumulation: Accumulation, is_fp8: bool = True
+    ) -> SimpleNamespace:
+        return SimpleNamespace(kernel=kernel, dtype=dtype, accumulation=accumulation, is_fp8=is_fp8)
 
     built = [
-        fact("128x128x64_1x1_pingpong", _core.DType.bfloat16, True, False),
-        fact(NARROW, E4M3, True),
-        fact(WIDE, E4M3, True),
-        fact(SLOW, E4M3, False),
-        fact(SLOW, MIXED, False),
+        fact("128x128x64_1x1_pingpong", _core.DType.bfloat16, Accumulation.fast, False),
+        fact(NARROW, E4M3, Accumulation.fast),
+        fact(WIDE, E4M3, Accumulation.fast),
+        fact(SLOW, E4M3, Accumulation.slow),
+        fact(SLOW, MIXED, Accumulation.slow),
+        fact(WIDE, E4M3, Accumulation.block),
     ]
     monkeypatch.setattr(_core, "kernel_facts", lambda: built)
-    fp8_kernels.built.cache_clear()
-    fp8_kernels.accumulates_fast.cache_clear()
+    monkeypatch.setattr(_core, "scatter_kernel_facts", lambda: built[3:4])
+    forget_built()
 
 
 @pytest.fixture(autouse=True)
 def forget() -> Any:
     yield
+    forget_built()
+
+
+def forget_built() -> None:
     fp8_kernels.built.cache_clear()
-    fp8_kernels.accumulates_fast.cache_clear()
+    fp8_kernels.served_by.cache_clear()
 
 
-def names(dtype: Any, fast_accum: bool) -> list[str]:
-    return [kernel.kernel for kernel in fp8_kernels.built(dtype.name, fast_accum)]
+def names(dtype: Any, accumulation: Accumulation, *, scatters: bool = False) -> list[str]:
+    found = fp8_kernels.built(dtype.name, accumulation, scatters=scatters)
+    return [kernel.kernel for kernel in found]
 
 
 def test_kernels_of_a_dtype_and_accumulation(facts: None) -> None:
-    assert names(E4M3, True) == [NARROW, WIDE]
-    assert names(E4M3, False) == [SLOW]
-    assert names(MIXED, False) == [SLOW]
-    assert names(_core.DType.float8_e4m3fn_float8_e5m2, True) == []
+    assert names(E4M3, Accumulation.fast) == [NARROW, WIDE]
+    assert names(E4M3, Accumulation.slow) == [SLOW]
+    assert names(E4M3, Accumulation.block) == [WIDE]
+    assert names(E4M3, Accumulation.block_1x128) == []
+    assert names(MIXED, Accumulation.slow) == [SLOW]
+    assert names(_core.DType.float8_e4m3fn_float8_e5m2, Accumulation.fast) == []
 
 
 def test_slow_accumulation_serves_where_there_is_no_fast_one(facts: None) -> None:
-    assert names(MIXED, True) == [SLOW]
-    assert not fp8_kernels.accumulates_fast(MIXED.name, SLOW)
-    assert fp8_kernels.accumulates_fast(E4M3.name, WIDE)
+    assert fp8_kernels.served_by(MIXED.name, Accumulation.fast) == Accumulation.slow
+    assert fp8_kernels.served_by(E4M3.name, Accumulation.fast) == Accumulation.fast
+    assert fp8_kernels.served_by(MIXED.name, Accumulation.block) == Accumulation.block
+
+
+def test_kernels_that_scatter_are_others(facts: None) -> None:
+    assert names(E4M3, Accumulation.slow, scatters=True) == [SLOW]
+    assert names(E4M3, Accumulation.fast, scatters=True) == []
+    wanted = Accumulation.slow
+    assert fp8_kernels.served_by(E4M3.name, Accumulation.fast, scatters=True) == wanted
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_kernels_register_what_they_can_do() -> None:
     facts = _core.kernel_facts()
     configs = {kernel.name: kernel for kernel in _core.kernels()}
     assert {fact.kernel for fact in facts if not fact.is_fp8} == set(configs)
-    assert len({(f.kernel, f.dtype, f.b_layout, f.fast_accum) for f in facts}) == len(facts)
+    assert len({(f.kernel, f.dtype, f.b_layout, f.accumulation) for f in facts}) == len(facts)
     assert all(fact.b_layout == "column" for fact in facts if fact.is_fp8)
     assert all(fact.fast_accum for fact in facts if not fact.is_fp8)
     configs |= {f.kernel: plans.KernelConfig.parse(f.kernel).core for f in facts if f.is_fp8}

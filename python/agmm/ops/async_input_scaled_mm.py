@@ -11,6 +11,7 @@ from agmm.errors import InvalidArgument
 from agmm.ops import scaled_paths
 from agmm.ops.library import library
 from agmm.ops.scaled_checks import check_no_backward, check_scaled_async_input
+from agmm.planning import call_plans
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import cpu_scaled, cuda_scaled
 from agmm.runtime.scaled import Scaled, Weight
@@ -94,9 +95,12 @@ def on_cuda(
     if reason is not None:
         raise InvalidArgument(reason)
     if config is not None:
-        kernel = cuda_scaled.Kernel(config.core, fast_accum)
+        accumulation = cuda_scaled.accumulation_of(operand, weight)
+        assert accumulation is not None  # else it is illegal
+        kernel = cuda_scaled.Kernel(config.core, accumulation)
     else:
-        found = scaled_paths.cuda_kernel(operand, weight, A.shape[0])
+        _, all_sms = call_plans.device_facts(A.device)
+        found = scaled_paths.cuda_kernel(operand, weight, A.shape[0], sm_count or all_sms)
         if isinstance(found, str):
             raise InvalidArgument(found)
         kernel = found

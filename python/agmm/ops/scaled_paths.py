@@ -15,9 +15,10 @@ from agmm.planning import call_plans, fp8_kernels
 from agmm.runtime import collectives, cpu_scatter, cuda_scaled, groups, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu_scaled import all_gather_scaled_matmul as all_gather_on_cpu
+from agmm.runtime.group_gpus import group_facts
 from agmm.runtime.scaled import FP8, Scaled, Weight, rounded_into
 from agmm.runtime.scaling import ALL, Tile
-from agmm.runtime.workspaces import cpu_workspace, cuda_workspace
+from agmm.runtime.workspaces import cpu_workspace, cuda_workspace, scatter_workspace
 
 
 def why_no_kernel(device: torch.device) -> str | None:
@@ -68,19 +69,23 @@ def weight_of(
 # --- all-gather + scaled matmul ---
 
 
-def cuda_kernel(A: Scaled, weight: Weight, m: int) -> cuda_scaled.Kernel | str:
-    """The kernel for a product of ``m`` rows, or the reason why there is none."""
+def cuda_kernel(
+    A: Scaled, weight: Weight, m: int, sm_count: int, *, scatters: bool = False
+) -> cuda_scaled.Kernel | str:
+    """The kernel for a product of ``m`` rows on so many multiprocessors, or the reason why there is
+    none; ``scatters``: one that sends the rows' sums to their ranks."""
     reason = cuda_scaled.why_illegal(A, weight)
     if reason is not None:
         return reason
     dtype = cuda_scaled.dtype_name(A.values.dtype, weight.B.values.dtype)
-    kernels = fp8_kernels.built(dtype, weight.fast_accum)
+    wanted = cuda_scaled.accumulation_of(A, weight)
+    assert wanted is not None  # else it is illegal
+    accumulation = fp8_kernels.served_by(dtype, wanted, scatters=scatters)
+    kernels = fp8_kernels.built(dtype, accumulation, scatters=scatters)
     if not kernels:
-        return f"fp8: {dtype}, this build has no kernel for it"
-    _, sm_count = call_plans.device_facts(A.values.device)
+        return f"fp8: {dtype} {wanted.name}, this build has no kernel for it"
     config = fp8_kernels.choose(kernels, m, weight.B.values.shape[1], sm_count)
-    fast = weight.fast_accum and fp8_kernels.accumulates_fast(dtype, config.kernel)
-    return cuda_scaled.Kernel(config.core, fast)
+    return cuda_scaled.Kernel(config.core, accumulation)
 
 
 Outs = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
@@ -169,13 +174,14 @@ def gather(
 def _cuda_kernels(
     shard: Scaled, weights: list[Weight], group: dist.ProcessGroup
 ) -> tuple[list[cuda_scaled.Kernel], str | None]:
-    """A kernel for each weight, or the reason why not all have one."""
+    """A kernel for each weight, or the reason why not all have one. Collective at first use."""
     first = weights[0].B.values.dtype
+    sm_count = group_facts(group, shard.values.device).sm_count
     kernels: list[cuda_scaled.Kernel] = []
     for weight in weights:
         if weight.B.values.dtype != first:
             return [], f"B: dtypes {first} and {weight.B.values.dtype} share no gather on CUDA"
-        found = cuda_kernel(shard, weight, group.size() * len(shard.values))
+        found = cuda_kernel(shard, weight, group.size() * len(shard.values), sm_count)
         if isinstance(found, str):
             return [], found
         kernels.append(found)
@@ -271,20 +277,20 @@ def scatter(
     )
     scatter_dim %= A.dim()
     reason = why_unfused((*A.shape[:-1], B.shape[1]), A.device)
-    if reason is None and A.is_cuda:
-        reason = "fp8: device cuda, no fused kernel for matmul + reduce-scatter"
     if reason is None and scatter_dim == A.dim() - 1:
         reason = f"scatter_dim: {scatter_dim}, the fused path wants another than the last"
     if reason is None:
+        operand = rows_of(A, scale_a, tile, scatter_dim)
         try:
-            out = cpu_workspace(group).reduce_scatter(
-                cpu_scatter.scaled_sum(
-                    rows_of(A, scale_a, tile, scatter_dim), weight, is_bias_of_each=is_bias_of_each
-                ),
-                reduce_op,
-                call,
-                agreed=f"scaled, {list(A.shape[:-1])} along {scatter_dim}",
-            )
+            if A.is_cuda:
+                out = _scatter_on_cuda(operand, weight, group, reduce_op, is_bias_of_each)
+            else:
+                out = cpu_workspace(group).reduce_scatter(
+                    cpu_scatter.scaled_sum(operand, weight, is_bias_of_each=is_bias_of_each),
+                    reduce_op,
+                    call,
+                    agreed=f"scaled, {list(A.shape[:-1])} along {scatter_dim}",
+                )
         except Unsupported as error:
             reason = str(error)
         else:
@@ -308,3 +314,25 @@ def scatter(
     if out_dtype in FP8:
         return rounded_into(out.new_empty(out.shape, dtype=out_dtype), out.float(), result_scale)
     return out
+
+
+def _scatter_on_cuda(
+    A: Scaled, weight: Weight, group: dist.ProcessGroup, reduce_op: str, is_bias_of_each: bool
+) -> torch.Tensor:
+    """By one of agmm's kernels.
+
+    Raises:
+        Unsupported: there is none for such operands, or the group cannot have one.
+    """
+    if group.size() == 1:
+        raise Unsupported("group: 1 rank, which has nothing to scatter")
+    if is_bias_of_each and weight.bias is not None:
+        raise Unsupported("bias: one of each rank, the fused path wants one of the sum")
+    device = A.values.device
+    sm_count = group_facts(group, device).sm_count
+    kernel = cuda_kernel(A, weight, len(A.values), sm_count, scatters=True)
+    if isinstance(kernel, str):
+        raise Unsupported(kernel)
+    return cuda_scaled.matmul_reduce_scatter(
+        scatter_workspace(group, device), A, weight, kernel, is_average=reduce_op == "avg"
+    )

@@ -46,13 +46,13 @@ def by_torch(A: Scaled, weight: Weight, out: torch.Tensor) -> torch.Tensor:
             for begin, scale in zip(range(0, len(out), rows), A.scale, strict=True)
         ]
     else:
-        parts = [(A.values, _as_torch_wants_it(A), out)]
+        parts = [(A.values, as_torch_wants_it(A), out)]
     for values, scale, part in parts:
         torch.ops.aten._scaled_mm.out(
             values,
             B.values,
             scale,
-            _as_torch_wants_it(B),
+            as_torch_wants_it(B),
             weight.bias,
             weight.result_scale,
             weight.out_dtype,
@@ -62,7 +62,7 @@ def by_torch(A: Scaled, weight: Weight, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _as_torch_wants_it(operand: Scaled) -> torch.Tensor:
+def as_torch_wants_it(operand: Scaled) -> torch.Tensor:
     """The scales in the layout that ``torch._scaled_mm`` takes them in."""
     scale, tile = operand.scale, operand.tile
     if tile == (1, BLOCK):  # the rows of A side by side

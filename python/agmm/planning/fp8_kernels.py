@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from agmm import _core
+from agmm._core import Accumulation
 from agmm.planning.plans import KernelConfig
 
 _NARROW = 1.1
@@ -22,22 +23,25 @@ def are_built() -> bool:
 
 
 @cache
-def built(dtype: str, fast_accum: bool) -> tuple[KernelConfig, ...]:
-    """The kernels of this build for a dtype of `_core.DType`. Where none accumulates fast, those
-    that do it slowly, which is only more exact."""
-    facts = [f for f in _core.kernel_facts() if f.is_fp8 and f.dtype.name == dtype]
-    wanted = [f for f in facts if f.fast_accum == fast_accum]
-    if fast_accum and not wanted:
-        wanted = facts
-    return tuple(KernelConfig.parse(f.kernel) for f in wanted)
+def served_by(dtype: str, accumulation: Accumulation, *, scatters: bool = False) -> Accumulation:
+    """That by which the kernels of `built` serve it: where none accumulates fast, slowly, which is
+    only more exact."""
+    if accumulation == Accumulation.fast and not built(dtype, accumulation, scatters=scatters):
+        return Accumulation.slow
+    return accumulation
 
 
 @cache
-def accumulates_fast(dtype: str, kernel: str) -> bool:
-    """Whether there is that kernel with fast accumulation."""
-    return any(
-        f.is_fp8 and f.fast_accum and (f.dtype.name, f.kernel) == (dtype, kernel)
-        for f in _core.kernel_facts()
+def built(
+    dtype: str, accumulation: Accumulation, *, scatters: bool = False
+) -> tuple[KernelConfig, ...]:
+    """The kernels of this build for a dtype of `_core.DType`; ``scatters``: those of matmul +
+    reduce-scatter."""
+    facts = _core.scatter_kernel_facts() if scatters else _core.kernel_facts()
+    return tuple(
+        KernelConfig.parse(f.kernel)
+        for f in facts
+        if f.is_fp8 and (f.dtype.name, f.accumulation) == (dtype, accumulation)
     )
 
 

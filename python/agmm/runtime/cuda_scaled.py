@@ -1,4 +1,4 @@
-"""Calls of the CUDA kernels for fp8 operands: row-wise and tensor-wise scales, bfloat16 results."""
+"""Calls of the CUDA kernels for fp8 operands, with bfloat16 results."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ import torch
 import torch.distributed as dist
 
 from agmm import _core
+from agmm._core import Accumulation
 from agmm.errors import InvalidArgument
 from agmm.runtime.cuda import CudaWorkspace
 from agmm.runtime.cuda_calls import aligned_pointer, b_layout, bias_pointer, stream_of
+from agmm.runtime.cuda_scatter import ScatterWorkspace
 from agmm.runtime.scaled import Scaled, Weight
-from agmm.runtime.scaling import ALL
+from agmm.runtime.scaling import ALL, BLOCK
 
 _SCALE_BYTES = 4  # float32
+_PAIR_BYTES = 2 * _SCALE_BYTES  # of neighbouring columns, which a kernel reads together
 
 
 class Kernel(NamedTuple):
     config: _core.KernelConfig
-    fast_accum: bool
+    accumulation: Accumulation
 
 
 def dtype_name(a: torch.dtype, b: torch.dtype) -> str:
@@ -28,13 +31,22 @@ def dtype_name(a: torch.dtype, b: torch.dtype) -> str:
     return "_".join(str(dtype).removeprefix("torch.") for dtype in (a, b))
 
 
+def accumulation_of(A: Scaled, weight: Weight) -> Accumulation | None:
+    """That which the scales want, and `fast_accum` of those that leave a choice; None where no
+    kernel has such scales."""
+    tile = weight.B.tile
+    if A.tile == (1, BLOCK):
+        return {(BLOCK, BLOCK): Accumulation.block, (BLOCK, 1): Accumulation.block_1x128}.get(tile)
+    if A.tile[1] != ALL or tile not in ((ALL, ALL), (ALL, 1)):
+        return None
+    return Accumulation.fast if weight.fast_accum else Accumulation.slow
+
+
 def why_illegal(A: Scaled, weight: Weight) -> str | None:
     """The reason why no kernel can compute this product, of checked operands, or None."""
     B, bias = weight.B, weight.bias
-    if A.tile[1] != ALL:
-        return "scale_a: block scales, the kernels want row-wise or tensor-wise ones"
-    if B.tile not in ((ALL, ALL), (ALL, 1)):
-        return "scale_b: block scales, the kernels want row-wise or tensor-wise ones"
+    if accumulation_of(A, weight) is None:
+        return f"scale_b: tiles of {B.tile} beside {A.tile} of A, the kernels want one kind of both"
     if weight.out_dtype != torch.bfloat16:
         return f"out_dtype: {weight.out_dtype}, the kernels write torch.bfloat16"
     if weight.result_scale is not None:
@@ -60,9 +72,18 @@ def _leading(B: torch.Tensor) -> int:
     return layout.leading
 
 
+def _scales_of(B: Scaled, kept: list[torch.Tensor]) -> tuple[int, bool, int, int]:
+    """As the core takes them. Blocks of columns may have any strides, other scales are copied where
+    they are not contiguous."""
+    scale = B.scale
+    if B.tile == (BLOCK, BLOCK):
+        return scale.data_ptr(), False, scale.stride(0), scale.stride(1)
+    return _pointer(scale, kept), B.tile[1] == 1, scale.shape[-1], 1
+
+
 def _pointer(scale: torch.Tensor, kept: list[torch.Tensor]) -> int:
-    if not scale.is_contiguous():
-        scale = scale.contiguous()
+    if not scale.is_contiguous() or scale.data_ptr() % _PAIR_BYTES:
+        scale = scale.clone(memory_format=torch.contiguous_format)
         kept.append(scale)
     return scale.data_ptr()
 
@@ -79,8 +100,7 @@ def async_input_mm(
     """The product [M, N], each row chunk of ``A`` and its scales once its signal is 1.
 
     Args:
-        A: [M, K], contiguous, with a scale for each row or one; with signals, at a multiple of 16
-            bytes.
+        A: [M, K], contiguous; with signals, at a multiple of 16 bytes, and with contiguous scales.
         weight: of which `why_illegal` finds nothing.
         kernel: one of its dtypes.
         a_chunk_signals: uint32 [chunks], contiguous; None: all is ready.
@@ -113,17 +133,12 @@ def async_input_mm(
                 aligned_pointer(B.values, kept),
                 out.data_ptr(),
                 bias_pointer(weight.bias, kept),
-                (
-                    _pointer(A.scale, kept),
-                    A.tile[0] == 1,
-                    _pointer(B.scale, kept),
-                    B.tile[1] == 1,
-                ),
+                (_pointer(A.scale, kept), A.tile[0] == 1, _scales_of(B, kept)),
                 m,
                 n,
                 k,
                 _core.DType.__members__[dtype_name(values.dtype, B.values.dtype)],
-                kernel.fast_accum,
+                kernel.accumulation,
                 _leading(B.values),
                 0 if a_chunk_signals is None else a_chunk_signals.data_ptr(),
                 1 if a_chunk_signals is None else a_chunk_signals.shape[0],
@@ -173,12 +188,12 @@ def all_gather_scaled_matmul(
     is_one = shard.tile[0] == ALL
     with workspace.lock:
         workspace.known.calls += 1
-        buffers = workspace.enter(m * (k + _SCALE_BYTES))
         # Each shard may have its own scale, so it is sent as those of its rows.
         scales = shard.scale.expand(rows, 1) if is_one else shard.scale
+        buffers = workspace.enter(m * (k + _SCALE_BYTES * scales.shape[1]))
         A = scale_A = None
         if return_A:
-            A, scale_A = values.new_empty(m, k), scales.new_empty(m, 1)
+            A, scale_A = values.new_empty(m, k), scales.new_empty(m, scales.shape[1])
         outs = [values.new_empty(m, w.B.values.shape[1], dtype=torch.bfloat16) for w in weights]
         kept: list[torch.Tensor] = []  # copies live until the call is enqueued
         arguments = [
@@ -189,9 +204,8 @@ def all_gather_scaled_matmul(
                 bias_pointer(weight.bias, kept),
                 out.data_ptr(),
                 kernel.config,
-                _pointer(weight.B.scale, kept),
-                weight.B.tile[1] == 1,
-                kernel.fast_accum,
+                _scales_of(weight.B, kept),
+                kernel.accumulation,
             )
             for weight, kernel, out in zip(weights, kernels, outs, strict=True)
         ]
@@ -200,6 +214,7 @@ def all_gather_scaled_matmul(
             captured = buffers.core.all_gather_scaled_matmul(
                 aligned_pointer(values, kept),
                 _pointer(scales, kept),
+                scales.shape[1],
                 rows,
                 k,
                 _core.DType.__members__[dtype_name(values.dtype, weights[0].B.values.dtype)],
@@ -217,3 +232,57 @@ def all_gather_scaled_matmul(
     if is_one and scale_A is not None:
         scale_A = scale_A[::rows].contiguous()
     return A, scale_A, outs
+
+
+def matmul_reduce_scatter(
+    workspace: ScatterWorkspace, A: Scaled, weight: Weight, kernel: Kernel, *, is_average: bool
+) -> torch.Tensor:
+    """Multiply, sum over the ranks and scatter the rows. Collective.
+
+    Args:
+        A: [M, K], contiguous, with scales of rows or one, which are this rank's own; M a multiple
+            of the world size.
+        weight: of which `why_illegal` finds nothing, with scales of columns or one; the bias is
+            added once, to the sum.
+        kernel: one of its dtypes that sends tiles.
+        is_average: the sum is divided by the world size, before the bias.
+
+    Returns:
+        out [M / world_size, N].
+
+    Raises:
+        Unsupported: the workspace cannot be made or grow; all ranks raise.
+        InvalidArgument: the kernel cannot take the operands; nothing was enqueued.
+    """
+    values, B = A.values, weight.B
+    rows, k = values.shape
+    n = B.values.shape[1]
+    world_size = workspace.world_size
+    with workspace.lock:
+        workspace.known.calls += 1
+        buffers = workspace.enter(_core.scatter_part_bytes(rows, n, world_size, kernel.config))
+        out = values.new_empty(rows // world_size, n, dtype=torch.bfloat16)
+        kept: list[torch.Tensor] = []  # copies live until the call is enqueued
+        leading = _leading(B.values)
+        captured = True  # also where the call fails half-way
+        try:
+            captured = buffers.core.scaled_matmul_reduce_scatter(
+                (aligned_pointer(values, kept), k, aligned_pointer(B.values, kept), leading, k),
+                (_pointer(A.scale, kept), A.tile[0] == 1, _scales_of(B, kept)),
+                rows,
+                n,
+                _core.DType.__members__[dtype_name(values.dtype, B.values.dtype)],
+                kernel.accumulation,
+                bias_pointer(weight.bias, kept),
+                out.data_ptr(),
+                is_average,
+                kernel.config,
+                stream_of(values.device),
+            )
+        except ValueError as error:
+            captured = False  # nothing was enqueued
+            raise InvalidArgument(str(error)) from None
+        finally:
+            if captured:
+                workspace.captured = True
+    return out

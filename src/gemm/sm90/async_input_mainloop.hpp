@@ -12,6 +12,7 @@
 #include "cutlass/cuda_host_adapter.hpp"
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/dispatch_policy.hpp"
+#include "gemm/sm90/block_scales.hpp"
 #include "gemm/sm90/chunk_gate.hpp"
 #include "gemm/sm90/producer_loop.hpp"
 #include "gemm/sm90/promoting_mma.hpp"
@@ -41,9 +42,10 @@ struct AsyncInputPolicy : Base {};
 
 /// kSwapped: A is the MMA's second operand, whose rows are columns of the MMA (KernelShape);
 /// kTimed: records TileTimes; kSplits: takes the part of K that the scheduler says; kStoresA: may
-/// store A (can_store_a); kPromotes: accumulates slowly. Variants of their own, because the
-/// producer warp has no register to spare.
-template <class Base, bool kSwapped, bool kTimed, bool kSplits, bool kStoresA, bool kPromotes>
+/// store A (can_store_a). Variants of their own, because the producer warp has no register to
+/// spare.
+template <class Base, bool kSwapped, bool kTimed, bool kSplits, bool kStoresA,
+          Accumulation kAccumulation>
 struct AsyncInputMainloop : Base {
   using typename Base::MainloopPipeline;
   using typename Base::PipelineState;
@@ -77,12 +79,27 @@ struct AsyncInputMainloop : Base {
   /// stored.
   static constexpr bool kFitsLastRows = kLoadsAAlone;
 
+  /// Whether the consumers read the scales of A from where they have arrived. They learn that from
+  /// the stage: its producer acquires the rows' signals, then arrives at the stage's barrier, which
+  /// they acquire. So it must not arrive before it knows that the rows are there, which it does
+  /// where it loads B ahead of A. TMA would carry no order from the gate to them by itself.
+  static constexpr bool kReadsScales = sizeof(Element) == 1;
+
+  /// Of blocks: the mainloop's, not the epilogue's.
+  static constexpr bool kScalesBlocks = is_block_scaled(kAccumulation);
+  static_assert(!kScalesBlocks || (!kSwapped && !kSplits));
+
   /// Whether the consumers push the first items: where all of them multiply the same tile.
   static constexpr bool kConsumersPush =
       cute::is_base_of_v<cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                          typename DispatchPolicy::Schedule>;
 
-  struct TensorStorage : Base::TensorStorage {
+  struct NoTileStarts {};
+  struct TileStarts {
+    TileStart tile_starts[Base::DispatchPolicy::Stages];  // by the stage of the first k tile
+  };
+  struct TensorStorage : Base::TensorStorage,
+                         cute::conditional_t<kScalesBlocks, TileStarts, NoTileStarts> {
     FirstItem first_item;
   };
 
@@ -91,6 +108,7 @@ struct AsyncInputMainloop : Base {
     Element* ptr_A_out = nullptr;          // [M, K] with A's strides: all of A is written; or null
     AsyncInput input{};
     SmPushArgs push{};
+    BlockScaleArgs block_scales{};
   };
 
   static auto make_tma_store_a(Element* ptr, int32_t rows, int32_t k, int32_t l,
@@ -131,6 +149,7 @@ struct AsyncInputMainloop : Base {
     AsyncInput input;
     SmPushArgs push;
     int32_t finishing_warps = 1;  // of the whole grid
+    BlockScaleArgs block_scales{};
   };
 
   /// Of one of the MMA's operands.
@@ -192,7 +211,7 @@ struct AsyncInputMainloop : Base {
                                          is_local ? args.input.local_rows.size() : rows, k, stride,
                                          rows % kTileRows);
     }
-    return {base, local, store, last_rows_a, stores_a, args.input, args.push, 1};
+    return {base, local, store, last_rows_a, stores_a, args.input, args.push, 1, args.block_scales};
   }
 
   CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
@@ -220,9 +239,17 @@ struct AsyncInputMainloop : Base {
         copy_first_item<kConsumers>(params.push, shared_tensors.first_item, thread_idx);
       }
     }
-    if constexpr (kPromotes) {
+    if constexpr (kScalesBlocks) {
+      using Sums = typename FrgTensorC::layout_type;
+      BlockScales<cute::size<1>(Sums{}), cute::size<2>(Sums{}), 2 * cute::size<0>(Sums{}),
+                  kConsumers / cutlass::NumThreadsPerWarpGroup,
+                  kAccumulation == Accumulation::Block1x128> const
+          scales(params.block_scales, shared_tensors.tile_starts, thread_idx);
       promoting_mma<Base>(pipeline, smem_pipe_read, accumulators, k_tile_count, thread_idx,
-                          shared_tensors);
+                          shared_tensors, scales);
+    } else if constexpr (kAccumulation == Accumulation::Slow) {
+      promoting_mma<Base>(pipeline, smem_pipe_read, accumulators, k_tile_count, thread_idx,
+                          shared_tensors, NoScales{});
     } else {
       Base::mma(pipeline, smem_pipe_read, accumulators, k_tile_count, thread_idx, shared_tensors,
                 params);
@@ -322,6 +349,15 @@ struct AsyncInputMainloop : Base {
     StageStore<kStoresA, kStages, decltype(store_a)> a_store(
         params.stores_a && m_tile == own_m_tile, input.tiles_n, n_tile, k_begin, store_a);
     auto const acquire_and_load_b = [&](PipelineState const& stage, int k_tile) {
+      if constexpr (kScalesBlocks) {
+        if (k_tile == k_begin) {
+          // Once the consumers have read what the stage had, before they are told of this tile.
+          while (pipeline.producer_try_acquire(stage) != cutlass::BarrierStatus::WaitDone) {
+          }
+          shared_tensors.tile_starts[stage.index()] = {own_m_tile * kTileRows,
+                                                       own_n_tile * kTileColumns};
+        }
+      }
       pipeline.producer_acquire(stage);
       bool const is_stored = a_store.before_refill(stage.index(), k_tile);
       copy(tma_load_b.with(*pipeline.producer_get_barrier(stage), mcast_mask_b),
@@ -333,7 +369,8 @@ struct AsyncInputMainloop : Base {
                                   issues ? timed_tile_of(input, own_m_tile, n_tile) : -1);
     timer.begins();
     ChunkGate<kTileRows, kTileK> gate(input.arrival, a_row, {k_begin, k_stop}, is_local);
-    ProducerLoop const loop{gate, acquire_and_load_b, load_a};
+    ProducerLoop<decltype(gate), decltype(acquire_and_load_b), decltype(load_a),
+                 !kReadsScales> const loop{gate, acquire_and_load_b, load_a};
     loop(smem_pipe_write, k_begin, issues, [&](bool is_first) { timer.found(is_first); });
     if constexpr (kNoWait) gate.look_too_late();
     if (issues) {
@@ -411,7 +448,8 @@ struct AsyncInputMainloop : Base {
 
   static constexpr int kStages = Base::DispatchPolicy::Stages;
   static constexpr int kConsumers = cute::size(typename Base::TiledMma{});
-  static constexpr int kTileRows = cute::size<kA>(TileShape{});  // of A
+  static constexpr int kTileRows = cute::size<kA>(TileShape{});     // of A
+  static constexpr int kTileColumns = cute::size<kB>(TileShape{});  // of B
   static constexpr int kTileK = cute::size<2>(TileShape{});
 
   /// Index of the tile in tile_times, or -1 when it is not recorded.

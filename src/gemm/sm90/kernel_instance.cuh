@@ -108,27 +108,31 @@ struct KernelInstance {
       cute::conditional_t<kCooperative, cutlass::epilogue::TmaWarpSpecializedCooperative,
                           cutlass::epilogue::TmaWarpSpecialized>;
 
-  /// The mainloop's, by whose name CUTLASS tells accumulations apart. The slow one is
+  /// The mainloop's, by whose name CUTLASS tells accumulations apart. All but the fast one are
   /// AsyncInputMainloop's own, on the fast one's collective.
   using BuilderSchedule = cute::conditional_t<
       !Types::kIsFp8, MainloopSchedule,
       cute::conditional_t<kCooperative,
                           cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8FastAccum,
                           cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum>>;
-  static constexpr bool kPromotes = kAccumulation == Accumulation::Slow;
+  static constexpr bool kPromotes = kAccumulation != Accumulation::Fast;
+  static constexpr bool kScalesBlocks = is_block_scaled(kAccumulation);
 
   static constexpr int kOutAlignment = 16 / sizeof(Element);
   static constexpr int kAlignment = 16 / sizeof(ElementA);
-  using EpilogueFusion = Fusion<Element_, TileShape, kSwapped>;
+  using EpilogueFusion =
+      Fusion<cute::conditional_t<kScalesBlocks, Element, Element_>, TileShape, kSwapped>;
 
   // CUTLASS stores 16 columns at a time where the width is no multiple of 32.
   using EpilogueTile = cute::conditional_t<kCooperative && kMmaN % 32 != 0 && kMmaN % 48 == 0,
                                            cute::Shape<cute::_128, cute::Int<48>>,
                                            cutlass::epilogue::collective::EpilogueTileAuto>;
-  using UsualEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+  template <class OfFusion>
+  using EpilogueWith = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape, EpilogueTile,
       float, float, void, OutLayout, kOutAlignment, Element, OutLayout, kOutAlignment,
-      EpilogueSchedule, typename EpilogueFusion::type>::CollectiveOp;
+      EpilogueSchedule, typename OfFusion::type>::CollectiveOp;
+  using UsualEpilogue = EpilogueWith<EpilogueFusion>;
 
   static constexpr BLayout kBLayout =
       std::is_same_v<LayoutB, cutlass::layout::RowMajor> ? BLayout::RowMajor : BLayout::ColumnMajor;
@@ -158,7 +162,7 @@ struct KernelInstance {
                kDType<Element_>, kBLayout, kAccumulation);
   static constexpr bool kSplits = kFacts.can_split;
   using Mainloop = AsyncInputMainloop<CutlassMainloop<UsualEpilogue>, kSwapped, kTimed, kSplits,
-                                      kFacts.can_store_a, kPromotes>;
+                                      kFacts.can_store_a, kAccumulation>;
   template <class Epilogue>
   using KernelWith = cutlass::gemm::kernel::GemmUniversal<
       cute::Shape<int, int, int, int>, Mainloop, Epilogue,
@@ -203,6 +207,20 @@ struct KernelInstance {
     return input;
   }
 
+  static BlockScaleArgs block_scales(AsyncInputArgs const& mm) {
+    Scales const& scales = mm.operands.scales;
+    return {scales.a,
+            scales.a_local,
+            {mm.operands.local_begin, mm.operands.local_end},
+            scales.a_out,
+            scales.b,
+            scales.b_k_stride,
+            scales.b_n_stride,
+            mm.problem.m,
+            mm.problem.n,
+            ceil_div(mm.problem.k, TileK)};
+  }
+
   static SplitK split_k(AsyncInputArgs const& mm) {
     auto* const scratch = static_cast<char*>(mm.split_scratch);
     return {mm.config.splits, reinterpret_cast<float4*>(scratch + kSplitCounterBytes),
@@ -238,6 +256,7 @@ struct KernelInstance {
     gemm.mainloop.ptr_A_out = static_cast<ElementA*>(operands.a_out);
     gemm.mainloop.input = async_input(call);
     gemm.mainloop.push = call.push;
+    if constexpr (kScalesBlocks) gemm.mainloop.block_scales = block_scales(mm);
     gemm.epilogue.ptr_D = static_cast<Element*>(operands.out);
     gemm.epilogue.thread = EpilogueFusion::arguments(operands);
     gemm.hw_info.sm_count = mm.sm_count;

@@ -7,8 +7,9 @@ namespace agmm {
 
 /// `Gate`: says which k tiles may be loaded (ChunkGate). `AcquireAndIssueB`, called with a stage
 /// and a k tile: takes the stage and issues the load of the operand that is there. `IssueA`: issues
-/// the load of the one that arrives, into the same stage.
-template <class Gate, class AcquireAndIssueB, class IssueA>
+/// the load of the one that arrives, into the same stage. `kLeads`: B's next tile may be sent for
+/// while the other's is awaited.
+template <class Gate, class AcquireAndIssueB, class IssueA, bool kLeads>
 struct ProducerLoop {
   Gate& gate;
   AcquireAndIssueB const& acquire_and_issue_b;
@@ -19,7 +20,7 @@ struct ProducerLoop {
   /// through.
   ///
   /// All lanes look at signals together; in between one alone issues all that has arrived. If that
-  /// is nothing it sends for B's next tile, once.
+  /// is nothing it sends for B's next tile, once, where it may.
   template <class Stage, class Found>
   CUTLASS_DEVICE void operator()(Stage& stage, int k_begin, bool issues, Found const& found) const {
     int k_tile = k_begin;
@@ -46,14 +47,10 @@ struct ProducerLoop {
       }
       __syncwarp();
       if (k_end == gate.k_stop()) break;
-      b_ahead = !gate.look(b_ahead);
+      b_ahead = !gate.look(b_ahead || !kLeads);
       if (!b_ahead) found(k_tile == k_begin);
     }
   }
 };
-
-template <class Gate, class AcquireAndIssueB, class IssueA>
-ProducerLoop(Gate&, AcquireAndIssueB const&, IssueA const&)
-    -> ProducerLoop<Gate, AcquireAndIssueB, IssueA>;
 
 }  // namespace agmm

@@ -1,6 +1,7 @@
-// The consumers' side of the mainloop for fp8 with slow accumulation. The tensor cores add fp8
-// products with fewer bits than float32 has, so each k tile is summed up anew, and its sums are
-// added to float32 registers: as cuBLAS does, every 128 of K.
+// The consumers' side of the mainloop for fp8 whose sums are promoted. The tensor cores add fp8
+// products with fewer bits than float32 has, so each k tile is summed up anew, and its sums, times
+// the scales of its blocks if there are any, are added to float32 registers: as cuBLAS does, every
+// 128 of K.
 #pragma once
 
 #include "cute/tensor.hpp"
@@ -8,12 +9,22 @@
 
 namespace agmm {
 
+/// Sums are added as they are.
+struct NoScales {
+  CUTLASS_DEVICE void begin(int) {}
+  CUTLASS_DEVICE void next(int) {}
+  CUTLASS_DEVICE void prepare(int, int) {}
+  CUTLASS_DEVICE static float times(float sum, float part, int) { return sum + part; }
+};
+
 /// As Mainloop::mma(), and like it leaves the last stage for mma_tail() to release. `sums` are
-/// taken atom by atom, so that the registers of one atom more are enough.
-template <class Mainloop, class Sums>
+/// taken atom by atom, so that the registers of one atom more are enough. While a warpgroup adds
+/// up, the tensor cores work for the other one: the scales are read while its own MMA runs.
+template <class Mainloop, class Sums, class Scales>
 CUTLASS_DEVICE void promoting_mma(typename Mainloop::MainloopPipeline& pipeline,
                                   typename Mainloop::PipelineState read, Sums& sums, int k_tiles,
-                                  int thread, typename Mainloop::TensorStorage& storage) {
+                                  int thread, typename Mainloop::TensorStorage& storage,
+                                  Scales scales) {
   using namespace cute;
   using TiledMma = typename Mainloop::TiledMma;
   static_assert(Mainloop::K_PIPE_MMAS == 1, "mma_tail() releases one stage");
@@ -32,7 +43,7 @@ CUTLASS_DEVICE void promoting_mma(typename Mainloop::MainloopPipeline& pipeline,
 
   clear(sums);
   CUTLASS_PRAGMA_NO_UNROLL
-  for (; k_tiles > 0; --k_tiles, ++read) {
+  for (int k_tile = 0; k_tile < k_tiles; ++k_tile, ++read) {
     pipeline.consumer_wait(read, pipeline.consumer_try_wait(read));
     CUTLASS_PRAGMA_UNROLL
     for (int m = 0; m < size<1>(sums); ++m) {
@@ -47,12 +58,18 @@ CUTLASS_DEVICE void promoting_mma(typename Mainloop::MainloopPipeline& pipeline,
           mma.accumulate_ = GMMA::ScaleOut::One;
         }
         warpgroup_commit_batch();
+        if (m == 0 && n == 0) {
+          if (k_tile == 0) scales.begin(read.index());
+          scales.next(k_tile);
+        }
+        scales.prepare(m, n);
         warpgroup_wait<0>();
         warpgroup_fence_operand(part);
         bool const is_read = m + 1 == size<1>(sums) && n + 1 == size<2>(sums);
-        if (is_read && k_tiles > 1) pipeline.consumer_release(read);
+        if (is_read && k_tile + 1 < k_tiles) pipeline.consumer_release(read);
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < size(part); ++i) sums(i, m, n) += part(i);
+        for (int i = 0; i < size(part); ++i)
+          sums(i, m, n) = scales.times(sums(i, m, n), part(i), i);
       }
     }
   }

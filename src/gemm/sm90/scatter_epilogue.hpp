@@ -4,18 +4,21 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
+#include "gemm/sm90/sum_scales.hpp"
 #include "gemm/sm90/tile_timer.hpp"
 #include "transport/tile_push_device.hpp"
 
 namespace agmm {
 
 /// `Base`: CUTLASS's TMA epilogue without C. `kGroups`: groups of consumers that compute tiles in
-/// turn, 2 in pingpong kernels. kTimed: records ScatterTimes.
+/// turn, 2 in pingpong kernels. kTimed: records ScatterTimes. `Scales`: what the sums are
+/// multiplied by first, SumScales or NoSumScales.
 template <class Base, class Element, int kTileThreads, int kGroups, int kPieces, int kBuffers,
-          bool kTimed>
+          bool kTimed, class Scales>
 struct ScatterEpilogue : Base {
   using CtaTile = typename Base::CtaTileMNK;
   static constexpr int kTileM = cute::size<0>(CtaTile{});
@@ -34,10 +37,12 @@ struct ScatterEpilogue : Base {
   struct Arguments : Base::Arguments {
     TilePushArgs push{};
     ScatterTimes* times = nullptr;
+    Scales scales{};
   };
   struct Params : Base::Params {
     TilePushArgs push;
     ScatterTimes* times;
+    Scales scales;
   };
 
   template <class ProblemShape>
@@ -51,7 +56,7 @@ struct ScatterEpilogue : Base {
   static Params to_underlying_arguments(ProblemShape const& problem, Arguments const& args,
                                         void* workspace) {
     return {Base::to_underlying_arguments(own_problem(problem, args.push), args, workspace),
-            args.push, args.times};
+            args.push, args.times, args.scales};
   }
 
   template <class ProblemShape>
@@ -113,6 +118,11 @@ struct ScatterEpilogue : Base {
     int32_t const tile = tiles.tile(tile_m, int32_t(cute::get<1>(coord)));
     ScatterTimer<kTimed> const timer(params_->times, tiles, owner, tile);
     if (kTimed && thread == 0) timer.computed();
+    if constexpr (std::is_same_v<Scales, SumScales>) {
+      params_->scales.template multiply<kTileThreads, cute::size<1>(Layout{}),
+                                        cute::size<2>(Layout{}), cute::size<0>(Layout{})>(
+          accumulators.data(), tiles.a_row(row), int32_t(cute::get<1>(coord)) * kTileN, thread);
+    }
     if (owner != tiles.rank) {
       // Every group computes each kGroups-th tile of the CTA, the first one the first.
       int const group = kGroups == 1 ? 0 : int(threadIdx.x) / kTileThreads - 1;

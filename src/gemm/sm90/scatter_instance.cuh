@@ -28,11 +28,14 @@ __global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksP
   Kernel{}(params, shared_memory);
 }
 
-template <class Element, class LayoutB, int TileM, int TileN, int TileK, int ClusterM, int ClusterN,
-          Schedule kSchedule, bool kTimed = false>
+template <class Element_, class LayoutB, int TileM, int TileN, int TileK, int ClusterM,
+          int ClusterN, Schedule kSchedule, bool kTimed = false,
+          Accumulation kAccumulation = Accumulation::Fast>
 struct ScatterInstance {
-  using Plain =
-      KernelInstance<Element, LayoutB, TileM, TileN, TileK, ClusterM, ClusterN, kSchedule>;
+  using Plain = KernelInstance<Element_, LayoutB, TileM, TileN, TileK, ClusterM, ClusterN,
+                               kSchedule, false, false, kAccumulation>;
+  using Element = typename Plain::Element;
+  static constexpr bool kIsFp8 = TypesOf<Element_>::kIsFp8;
   static constexpr bool kCooperative = Plain::kCooperative;
   static constexpr int kTileThreads = kCooperative ? 256 : 128;
   static constexpr int kTileBytes = TileM * TileN * int(sizeof(Element));
@@ -46,10 +49,15 @@ struct ScatterInstance {
   static constexpr int kPieces = kTileBytes / kPieceBytes;
   static constexpr int kBuffers = kBufferBytes / kPieceBytes;
 
-  using CollectiveEpilogue = ScatterEpilogue<typename Plain::UsualEpilogue, Element, kTileThreads,
-                                             kCooperative ? 1 : 2, kPieces, kBuffers, kTimed>;
+  // CUTLASS's adds the bias alone: sums of fp8 products are scaled before they are sent or added
+  // to.
+  using OwnEpilogue =
+      typename Plain::template EpilogueWith<Fusion<Element, typename Plain::TileShape, false>>;
+  using CollectiveEpilogue =
+      ScatterEpilogue<OwnEpilogue, Element, kTileThreads, kCooperative ? 1 : 2, kPieces, kBuffers,
+                      kTimed, cute::conditional_t<kIsFp8, SumScales, NoSumScales>>;
   using CutlassMainloop = typename Plain::template CutlassMainloop<CollectiveEpilogue>;
-  using Mainloop = ScatterMainloop<CutlassMainloop, kTimed>;
+  using Mainloop = ScatterMainloop<CutlassMainloop, kTimed, kAccumulation>;
   using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
       cute::Shape<int, int, int, int>, Mainloop, CollectiveEpilogue,
       cutlass::gemm::PersistentAsyncInputScheduler<typename Plain::MainloopSchedule,
@@ -73,9 +81,9 @@ struct ScatterInstance {
     for (int i = 0; i < call.product_count; ++i) {
       agmm::Product const& product = call.products[i];
       auto& operands = mainloop.products[i].operands;
-      operands.ptr_A = static_cast<Element const*>(product.a);
+      operands.ptr_A = static_cast<typename Plain::ElementA const*>(product.a);
       get<0>(operands.dA) = product.lda;
-      operands.ptr_B = static_cast<Element const*>(product.b);
+      operands.ptr_B = static_cast<typename Plain::ElementB const*>(product.b);
       if constexpr (std::is_same_v<LayoutB, cutlass::layout::RowMajor>) {
         get<1>(operands.dB) = product.ldb;
       } else {
@@ -90,6 +98,11 @@ struct ScatterInstance {
     gemm.epilogue.thread = {{static_cast<Element const*>(call.bias), Element(-0.0f)}, {}, {}};
     gemm.epilogue.push = call.push;
     gemm.epilogue.times = call.tile_times;
+    if constexpr (kIsFp8) {
+      Scales const& scales = call.scales;
+      gemm.epilogue.scales = {scales.a,  scales.b, scales.a_per_row, scales.b_per_column,
+                              call.rows, call.n};
+    }
     gemm.hw_info.sm_count = call.sm_count;
     gemm.scheduler.max_swizzle_size = call.config.max_swizzle;
     using Options = typename GemmKernel::TileScheduler::RasterOrderOptions;
@@ -136,8 +149,8 @@ struct ScatterInstance {
   }
 
   static constexpr ScatterEntry entry() {
-    return {facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed}, kDType<Element>,
-                     Plain::kBLayout),
+    return {facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed}, kDType<Element_>,
+                     Plain::kBLayout, kAccumulation),
             sizeof(Params),
             kTileBytes,
             &prepare,

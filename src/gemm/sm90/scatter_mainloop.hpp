@@ -7,13 +7,14 @@
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 #include "gemm/scatter_spec.hpp"
+#include "gemm/sm90/promoting_mma.hpp"
 #include "gemm/sm90/tile_timer.hpp"
 #include "order/scatter_tiles.hpp"
 
 namespace agmm {
 
 /// kTimed: records ScatterTimes.
-template <class Base, bool kTimed>
+template <class Base, bool kTimed, Accumulation kAccumulation = Accumulation::Fast>
 struct ScatterMainloop : Base {
   using typename Base::MainloopPipeline;
   using typename Base::PipelineState;
@@ -107,6 +108,19 @@ struct ScatterMainloop : Base {
     if constexpr (kTimed) {
       __syncwarp();  // one lane of all issues the loads
       if (thread_idx % 32 == 0) timer.loads_end();
+    }
+  }
+
+  template <class FrgTensorC>
+  CUTLASS_DEVICE void mma(MainloopPipeline pipeline, PipelineState stage, FrgTensorC& accumulators,
+                          int k_tile_count, int thread_idx, TensorStorage& shared_tensors,
+                          Params const& params) {
+    static_assert(!is_block_scaled(kAccumulation));
+    if constexpr (kAccumulation == Accumulation::Slow) {
+      promoting_mma<Base>(pipeline, stage, accumulators, k_tile_count, thread_idx, shared_tensors,
+                          NoScales{});
+    } else {
+      Base::mma(pipeline, stage, accumulators, k_tile_count, thread_idx, shared_tensors, params);
     }
   }
 

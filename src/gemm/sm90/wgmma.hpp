@@ -36,6 +36,15 @@ struct Wgmma {
   CUTLASS_HOST_DEVICE static void fma(float (&sum)[kFloats], uint64_t a, uint64_t b, int32_t adds);
 };
 
+/// Where the sums of a thread lie in an MMA of a tile that begins at its warpgroups' first row: the
+/// first one's row and column. The i-th is 8 * (i / 2 % 2) rows and 8 * (i / 4) + i % 2 columns
+/// further.
+constexpr int kAtomRows = 64;
+CUTLASS_HOST_DEVICE constexpr int fragment_row(int thread) {
+  return 16 * (thread / 32) + thread % 32 / 4;
+}
+CUTLASS_HOST_DEVICE constexpr int fragment_column(int thread) { return 2 * (thread % 4); }
+
 /// The width for a tile, where all columns of a tile are multiplied by one or by several MMAs.
 constexpr int wgmma_columns(int tile_columns) {
   int columns = tile_columns < 256 ? tile_columns : 256;

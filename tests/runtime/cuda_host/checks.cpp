@@ -362,6 +362,10 @@ void scaled_push() {
           "A: found K=264, wanted a multiple of 16");
   refused([](agmm::Gather&, agmm::Weight& w) { w.accumulation = agmm::Accumulation::Fast; },
           "512x136x256 e4m3 B col fast");
+  refused([](agmm::Gather& g, agmm::Weight&) { g.scale_columns = 2; },
+          "scale_a: found 2 for a row, wanted 1");
+  refused([](agmm::Gather&, agmm::Weight& w) { w.accumulation = agmm::Accumulation::Block; },
+          "scale_a: found 1 for a row, wanted 2");
   // With their scales the shards no longer fit.
   refused([](agmm::Gather& g, agmm::Weight&) { g.rows = 4 * kRows; }, "wanted at most the");
 }

@@ -1,0 +1,57 @@
+// The scales of A's rows and B's columns for an epilogue that does not leave the sums to CUTLASS's:
+// what it sends, and what it adds to, has to be scaled before.
+#pragma once
+
+#include <cstdint>
+
+#include "cutlass/cutlass.h"
+#include "gemm/sm90/wgmma.hpp"
+#include "order/chunking.hpp"
+
+namespace agmm {
+
+struct SumScales {
+  float const* rows_of_a = nullptr;     // [rows] or [1]
+  float const* columns_of_b = nullptr;  // [columns] or [1]
+  bool per_row = false;
+  bool per_column = false;
+  int32_t rows = 0;
+  int32_t columns = 0;
+
+  /// Of a thread of `kThreads` that compute a tile, which begins at that row and column. The sums
+  /// are those of kAtomsM x kAtomsN MMAs, [kFloats][kAtomsM][kAtomsN] with the first index fastest.
+  /// Rows and columns that only pad the tile, whose sums nobody stores, take the last ones'.
+  template <int kThreads, int kAtomsM, int kAtomsN, int kFloats>
+  CUTLASS_DEVICE void multiply(float* sums, int32_t first_row, int32_t first_column,
+                               int thread) const {
+    constexpr int kRows = 2 * kAtomsM;
+    float of_rows[kRows];
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      int32_t const row =
+          first_row + fragment_row(thread) + kAtomRows * (kThreads / 128) * (r / 2) + 8 * (r % 2);
+      of_rows[r] = __ldg(rows_of_a + (per_row ? min_of(row, rows - 1) : 0));
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int n = 0; n < kAtomsN; ++n) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kFloats; i += 4) {
+        int32_t const column = first_column + fragment_column(thread) + 2 * kFloats * n + 2 * i;
+        CUTLASS_PRAGMA_UNROLL
+        for (int c = 0; c < 2; ++c) {
+          float const of_column =
+              __ldg(columns_of_b + (per_column ? min_of(column + c, columns - 1) : 0));
+          CUTLASS_PRAGMA_UNROLL
+          for (int r = 0; r < kRows; ++r) {
+            sums[i + 2 * (r % 2) + c + kFloats * (r / 2 + kAtomsM * n)] *= of_rows[r] * of_column;
+          }
+        }
+      }
+    }
+  }
+};
+
+/// In its place where sums need no scales.
+struct NoSumScales {};
+
+}  // namespace agmm
