@@ -46,7 +46,7 @@ void bind_quantize(py::module_& m) {
       .value("block", ScaleOf::Block)
       .value("matrix", ScaleOf::Matrix);
   m.attr("QUANTIZE_MULTIPLE") = agmm::kQuantizeMultiple;
-  m.attr("SCALE_BLOCK") = agmm::kScaleBlock;
+  m.attr("QUANTIZE_BLOCK") = agmm::kQuantizeBlock;
   m.def("quantize", &quantize, py::arg("x"), py::arg("from_dtype"), py::arg("to_dtype"),
         py::arg("scale_of"), py::arg("rows"), py::arg("columns"), py::arg("power_of_2"),
         py::arg("values"), py::arg("scales"), py::arg("scratch"), py::arg("stream"),

@@ -148,17 +148,17 @@ __global__ void __launch_bounds__(kThreads) quantize_rows(Quantize const args) {
 template <QuantizedTo to, class In>
 __global__ void __launch_bounds__(kThreads) quantize_blocks(Quantize const args) {
   using V = Vector<In>;
-  constexpr int kLanes = kScaleBlock / V::kSize;
+  constexpr int kLanes = kQuantizeBlock / V::kSize;
   static_assert(kLanes <= kWarp);
   constexpr int kBlocks = kThreads / kLanes;  // of the CTA at a time
-  int const blocks_of_row = (args.columns + kScaleBlock - 1) / kScaleBlock;
+  int const blocks_of_row = (args.columns + kQuantizeBlock - 1) / kQuantizeBlock;
   int const lane = threadIdx.x % kLanes;
   int64_t const blocks = args.rows * blocks_of_row;
   for (int64_t first = int64_t(blockIdx.x) * kBlocks; first < blocks;
        first += int64_t(gridDim.x) * kBlocks) {
     int64_t const block = first + threadIdx.x / kLanes;
     int64_t const row = block / blocks_of_row;
-    int const column = static_cast<int>(block % blocks_of_row) * kScaleBlock + lane * V::kSize;
+    int const column = static_cast<int>(block % blocks_of_row) * kQuantizeBlock + lane * V::kSize;
     bool const is_there = block < blocks && column < args.columns;
     int64_t const at = row * args.columns + column;
     V x{};
@@ -222,8 +222,8 @@ void quantize_from(Quantize const& args, cudaStream_t stream) {
       launch(quantize_rows<to, In, kThreads, 8>, args.rows, args, stream);
     }
   } else if (args.scale_of == ScaleOf::Block) {
-    int64_t const blocks = args.rows * ((args.columns + kScaleBlock - 1) / kScaleBlock);
-    constexpr int kAtOnce = kThreads / (kScaleBlock / Vector<In>::kSize);
+    int64_t const blocks = args.rows * ((args.columns + kQuantizeBlock - 1) / kQuantizeBlock);
+    constexpr int kAtOnce = kThreads / (kQuantizeBlock / Vector<In>::kSize);
     launch(quantize_blocks<to, In>, (blocks + kAtOnce - 1) / kAtOnce, args, stream);
   } else {
     int64_t const ctas = (args.rows * vectors + kThreads - 1) / kThreads;

@@ -10,7 +10,7 @@ enum class QuantizedTo { E4M3, E5M2 };
 /// What a scale covers: a row, 128 columns of a row, or the matrix.
 enum class ScaleOf { Row, Block, Matrix };
 
-constexpr int32_t kScaleBlock = 128;  // that of agmm.runtime.scaling
+constexpr int32_t kQuantizeBlock = 128;  // that of agmm.runtime.scaling
 /// Of which the columns are a multiple, so that rows begin at 16 bytes.
 constexpr int32_t kQuantizeMultiple = 16;
 

@@ -133,5 +133,5 @@ def test_torchs_scatter(pool: RankPool, kind: str, scatter_dim: int, world_size:
 
 
 def test_the_core_has_the_same_blocks() -> None:
-    assert _core.SCALE_BLOCK == BLOCK
+    assert _core.QUANTIZE_BLOCK == BLOCK
     assert _core.QUANTIZE_MULTIPLE == K_MULTIPLE
