@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "agmm/problem.hpp"
+
 namespace agmm {
 
 enum class QuantizedFrom { BFloat16, Float16, Float32 };
@@ -10,7 +12,7 @@ enum class QuantizedTo { E4M3, E5M2 };
 /// What a scale covers: a row, 128 columns of a row, or the matrix.
 enum class ScaleOf { Row, Block, Matrix };
 
-constexpr int32_t kQuantizeBlock = 128;  // that of agmm.runtime.scaling
+constexpr int32_t kQuantizeBlock = kScaleBlock;
 /// Of which the columns are a multiple, so that rows begin at 16 bytes.
 constexpr int32_t kQuantizeMultiple = 16;
 

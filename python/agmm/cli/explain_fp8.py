@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 
 from agmm import _core
+from agmm._core import Accumulation
 from agmm.bench.units import duration
 from agmm.cli.terminal import plain_table, whole
 from agmm.errors import InvalidArgument
@@ -78,15 +79,17 @@ def explain(problem: Problem, scaling: str) -> RenderableType:
 
 
 def _kernel(problem: Problem, scaling: str) -> tuple[KernelConfig | None, str]:
-    """The kernel with fast accumulation that the call gets, or why there is none."""
-    if problem.op == MATMUL_REDUCE_SCATTER:
-        return None, "fp8: device cuda, no fused kernel for matmul + reduce-scatter"
-    if scaling.startswith("block"):
-        return None, "scale_a: block scales, the kernels want row-wise or tensor-wise ones"
+    """The kernel that the call gets, with fast accumulation where its scales leave the choice, or
+    why there is none."""
     if problem.n % _core.ALIGNMENT:
         return None, f"B: N={problem.n} is not a multiple of {_core.ALIGNMENT}"
-    kernels = fp8_kernels.built("float8_e4m3fn_float8_e4m3fn", True)
+    dtype, scatters = "float8_e4m3fn_float8_e4m3fn", problem.op == MATMUL_REDUCE_SCATTER
+    accumulation = {"block": Accumulation.block, "block 1x128": Accumulation.block_1x128}.get(
+        scaling, Accumulation.fast
+    )
+    accumulation = fp8_kernels.served_by(dtype, accumulation, scatters=scatters)
+    kernels = fp8_kernels.built(dtype, accumulation, scatters=scatters)
     if not kernels:
-        return None, "this build has no fused fp8 kernel"
+        return None, f"fp8: {dtype} {accumulation.name}, this build has no kernel for it"
     sm_count = problem.sm_count or constants(problem.gpu).sm_count
     return fp8_kernels.choose(kernels, problem.m, problem.n, sm_count), ""

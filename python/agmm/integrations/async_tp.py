@@ -191,8 +191,8 @@ def enable() -> _Restore:
     strides of torch's own. A call may be captured in a CUDA graph after one eager call with the
     same shape. What is scattered has the sums, dtypes and sizes of `agmm.matmul_reduce_scatter`
     along any dimension but the last. Of fp8 operands agmm serves CPU tensors, with every kind of
-    scales that torch's ops have and scales of blocks, and on CUDA the gather where
-    `agmm.all_gather_scaled_matmul` has kernels. All other calls go to torch's kernel, with one
+    scales that torch's ops have and scales of blocks, and on CUDA those that
+    agmm has kernels for. All other calls go to torch's kernel, with one
     warning for each reason; those on CPU tensors, for which torch has no kernel, to the
     decomposition that torch traces with. Neither op has a backward of its own: torchtitan's layers
     bring theirs.

@@ -169,8 +169,6 @@ class ScatterCall(NamedTuple):
 
     def why_torch(self, group: dist.ProcessGroup) -> str | None:
         """As `GatherCall.why_torch`."""
-        if self.A.is_cuda:
-            return "fp8: device cuda, torch's op serves it"
         reason = scaled_paths.why_unfused((*self.A.shape[:-1], *self.B.shape), self.A.device)
         if reason is not None:
             return reason
