@@ -10,9 +10,7 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
     packets_kernel(__grid_constant__ ExchangeArgs const args) {
   Packets<Element, kStep, kMost> exchange(args);
   exchange.send();
-#ifndef AGMM_V_TAIL
   pass_turn(args, exchange.slot);
-#endif
   stress_delay(args.rank);
   if constexpr (kStep == ExchangeStep::Gather) {
     exchange.gather(0);
@@ -20,9 +18,6 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
     exchange.sum();
   }
   if constexpr (kStep == ExchangeStep::SumAndShare) exchange.gather(1);
-#ifdef AGMM_V_TAIL
-  pass_turn(args, exchange.slot);
-#endif
 }
 
 template <class Element, ExchangeStep kStep, int kMost>

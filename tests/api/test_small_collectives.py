@@ -202,3 +202,19 @@ def test_a_small_part_is_gathered_by_a_kernel(
         large = torch.empty(1 << 23, device="cuda", dtype=torch.bfloat16)
         small_collectives.all_gathered(large, group, call)
         assert by_backend.call_count == 1
+
+
+def test_a_gather_without_memory_is_fused(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not left to the backend."""
+
+    def refuse(*_: object) -> None:
+        raise agmm.Unsupported("workspace: rank 0 could not get 1 bytes of GPU memory")
+
+    monkeypatch.setattr(call_plans, "prefers_gather", lambda *_, **__: True)
+    monkeypatch.setattr(paths, "_why_not_gathered", lambda *_: None)
+    monkeypatch.setattr(paths._GatherCall, "__call__", refuse)
+    unfused = mock.Mock(side_effect=AssertionError("by the backend"))
+    monkeypatch.setattr(paths, "unfused", unfused)
+    A, B = torch.randn(4, 8), torch.randn(8, 3)
+    torch.testing.assert_close(agmm.all_gather_matmul(A, B), A @ B)
+    monkeypatch.undo()
