@@ -202,10 +202,10 @@ def all_gather_scaled_matmul(
     """``all_gather(A_shard * scale_a) @ (B * scale_b) (+ bias)`` of fp8 operands. Collective.
 
     The result is that of the dequantised operands, multiplied and summed in float32 and rounded
-    once. The scales travel with the chunks of A_shard. On the CPU, and on Hopper with row-wise and
-    tensor-wise scales, agmm overlaps the gather with the products; else bytes and scales are
-    gathered by the backend, and ``torch._scaled_mm`` multiplies where it has the scales, else
-    float32. Of both agmm warns once. The op has no backward.
+    once. The scales travel with the chunks of A_shard. On the CPU, and on Hopper with all scales
+    but block 1x128, agmm overlaps the gather with the products; else bytes and scales are gathered
+    by the backend, and ``torch._scaled_mm`` multiplies where it has the scales, else float32. Of
+    both agmm warns once. The op has no backward.
 
     The shapes of the scales say which kind they are; a scale is what a value is multiplied with:
 

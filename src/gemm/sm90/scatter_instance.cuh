@@ -40,7 +40,7 @@ struct ScatterInstance {
   static constexpr KernelFacts kFacts =
       facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed}, kDType<Element_>,
                Plain::kBLayout, kAccumulation);
-  static constexpr bool kSplits = kFacts.can_split;
+  static constexpr bool kSplits = kFacts.can_split && !kIsFp8;
   static constexpr int kTileThreads = kCooperative ? 256 : 128;
   static constexpr int kTileBytes = TileM * TileN * int(sizeof(Element));
   // A cooperative kernel's consumers wait while their tile leaves, so it fits into the buffers as a
