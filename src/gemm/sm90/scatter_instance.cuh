@@ -37,10 +37,13 @@ struct ScatterInstance {
   using Element = typename Plain::Element;
   static constexpr bool kIsFp8 = TypesOf<Element_>::kIsFp8;
   static constexpr bool kCooperative = Plain::kCooperative;
-  static constexpr KernelFacts kFacts =
-      facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed}, kDType<Element_>,
-               Plain::kBLayout, kAccumulation);
-  static constexpr bool kSplits = kFacts.can_split && !kIsFp8;
+  static constexpr KernelFacts kFacts = [] {
+    KernelFacts facts = facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed},
+                                 kDType<Element_>, Plain::kBLayout, kAccumulation);
+    facts.can_split = facts.can_split && !kIsFp8;  // whose sums are scaled before they are added
+    return facts;
+  }();
+  static constexpr bool kSplits = kFacts.can_split;
   static constexpr int kTileThreads = kCooperative ? 256 : 128;
   static constexpr int kTileBytes = TileM * TileN * int(sizeof(Element));
   // A cooperative kernel's consumers wait while their tile leaves, so it fits into the buffers as a
