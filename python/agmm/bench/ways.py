@@ -143,9 +143,11 @@ def _agmm(return_A: bool) -> Callable[[Problem], Callable[[], Result]]:
     return prepare
 
 
-def _as_graph(
+def as_graph(
     prepare: Callable[[Problem], Callable[[], Result]],
 ) -> Callable[[Problem], Callable[[], Result]]:
+    """The way's call, captured in a CUDA graph after two eager ones."""
+
     def prepare_graph(p: Problem) -> Callable[[], Result]:
         call = prepare(p)
         side = torch.cuda.Stream()
@@ -158,11 +160,11 @@ def _as_graph(
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog thread may touch CUDA during the capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = call()
+            kept = call, call()  # the call holds what the graph writes beside its results
 
         def replay() -> Result:
             graph.replay()
-            return result
+            return kept[1]
 
         return replay
 
@@ -220,25 +222,25 @@ def _gather_ways() -> dict[str, Way]:
     return _by_name(
         Way(ROOF, _TITLE_OF_ROOF, _roof, on_cpu=True),
         Way("unfused", "all-gather, then matmul", _unfused, on_cpu=True),
-        Way("unfused-graph", "all-gather, then matmul, graph", _as_graph(_unfused)),
+        Way("unfused-graph", "all-gather, then matmul, graph", as_graph(_unfused)),
         Way("torch-decomposed", "torch decomposed", _torch_decomposed(False)),
         Way(
             "torch-decomposed-graph",
             "torch decomposed, graph",
-            _as_graph(_torch_decomposed(False)),
+            as_graph(_torch_decomposed(False)),
         ),
         Way("torch-decomposed-A", "torch decomposed, returns A", _torch_decomposed(True)),
         Way(
             "torch-decomposed-A-graph",
             "torch decomposed, returns A, graph",
-            _as_graph(_torch_decomposed(True)),
+            as_graph(_torch_decomposed(True)),
         ),
         Way("torch-native", "torch native, returns A", _torch_native),
-        Way("torch-native-graph", "torch native, returns A, graph", _as_graph(_torch_native)),
+        Way("torch-native-graph", "torch native, returns A, graph", as_graph(_torch_native)),
         Way("agmm", "agmm", _agmm(False), on_cpu=True, is_agmm=True, host_time=True),
-        Way("agmm-graph", "agmm, graph", _as_graph(_agmm(False)), is_agmm=True),
+        Way("agmm-graph", "agmm, graph", as_graph(_agmm(False)), is_agmm=True),
         Way("agmm-A", "agmm, returns A", _agmm(True), on_cpu=True, is_agmm=True, host_time=True),
-        Way("agmm-A-graph", "agmm, returns A, graph", _as_graph(_agmm(True)), is_agmm=True),
+        Way("agmm-A-graph", "agmm, returns A, graph", as_graph(_agmm(True)), is_agmm=True),
     )
 
 
@@ -247,13 +249,13 @@ def _scatter_ways() -> dict[str, Way]:
     return _by_name(
         Way(ROOF, _TITLE_OF_ROOF, _roof, on_cpu=True),
         Way("unfused", "matmul, then reduce-scatter", _scatter_unfused, on_cpu=True),
-        Way("unfused-graph", "matmul, then reduce-scatter, graph", _as_graph(_scatter_unfused)),
+        Way("unfused-graph", "matmul, then reduce-scatter, graph", as_graph(_scatter_unfused)),
         Way("torch-fused", "torch fused", _torch_fused),
-        Way("torch-fused-graph", "torch fused, graph", _as_graph(_torch_fused)),
+        Way("torch-fused-graph", "torch fused, graph", as_graph(_torch_fused)),
         Way("agmm", "agmm", planned, on_cpu=True, is_agmm=True, host_time=True),
-        Way("agmm-graph", "agmm, graph", _as_graph(planned), is_agmm=True),
+        Way("agmm-graph", "agmm, graph", as_graph(planned), is_agmm=True),
         Way("agmm-fused", "agmm, never unfused", own, on_cpu=True, is_agmm=True, host_time=True),
-        Way("agmm-fused-graph", "agmm, never unfused, graph", _as_graph(own), is_agmm=True),
+        Way("agmm-fused-graph", "agmm, never unfused, graph", as_graph(own), is_agmm=True),
     )
 
 
