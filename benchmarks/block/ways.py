@@ -38,11 +38,11 @@ def _graph(layers: str) -> Callable[[Problem, str], Prepared]:
         # NCCL's watchdog thread may touch CUDA during the capture.
         captured = torch.cuda.graph(graph, capture_error_mode="thread_local")
         with peak_memory(p.device) as peak, captured:
-            results = call()
+            kept = call, call()  # the call holds what the graph reads beside the problem's tensors
 
         def replay() -> Tensors:
             graph.replay()
-            return results
+            return kept[1]
 
         return Prepared(replay, peak[0])
 

@@ -6,9 +6,11 @@ import io
 import json
 import math
 import subprocess
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from rich.console import Console
 from agmm.bench import measure, reports
 from agmm.bench.measure import WayResult
 from agmm.bench.options import Options
-from agmm.bench.ways import WAYS, Problem, Result, Way, select_ways
+from agmm.bench.ways import WAYS, Problem, Result, Way, as_graph, select_ways
 from agmm.cli import report_tables
 from agmm.errors import InvalidArgument
 from agmm.testing.cases import BENCH_SHAPES, Shape
@@ -170,3 +172,32 @@ def test_commit_can_be_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "another project"]):
         subprocess.run([*git, *command], check=True, timeout=30)
     assert reports.commit() is None
+
+
+def test_a_graph_keeps_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what is in no result, as the product before a reduce-scatter: freed, its memory was
+    others', or none at all."""
+    for name in ("Stream", "stream", "current_stream", "synchronize", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+
+    class Scratch:
+        pass
+
+    made: list[weakref.ref[Scratch]] = []
+
+    def prepare(problem: Problem) -> Callable[[], Result]:
+        scratch, out = Scratch(), torch.zeros(1)
+        made.append(weakref.ref(scratch))
+
+        def call() -> Result:
+            assert scratch is not None
+            return None, out
+
+        return call
+
+    problem: Any = None
+    replay = as_graph(prepare)(problem)
+    assert made[0]() is not None
+    assert replay()[1].shape == (1,)
+    del replay
+    assert made[0]() is None
