@@ -819,6 +819,7 @@ def test_product_and_bias_are_rounded_once_on_both_paths(group: str, dtype: torc
     assert differing < 0.02 < (twice != rounded).float().mean().item()
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11
 def test_a_profiler_sees_the_op_by_name(group: str) -> None:
     A, B = whole_numbers(4, 6), whole_numbers(6, 3, seed=1)
     all_gather_matmul(A, B)
