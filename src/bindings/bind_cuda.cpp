@@ -126,10 +126,12 @@ bool matmul_reduce_scatter(FusedMatmulReduceScatter& op, const agmm::MatmulScatt
   return op(call, pointer<void>(stream));
 }
 
+// a, lda, b, ldb, k
+using ScaledProductTuple = std::tuple<uintptr_t, int64_t, uintptr_t, int64_t, int>;
 // scale_a, whether there is one for each row, those of B
 using ScalesTuple = std::tuple<uintptr_t, bool, WeightScalesTuple>;
 
-bool scaled_matmul_reduce_scatter(FusedMatmulReduceScatter& op, const ProductTuple& product,
+bool scaled_matmul_reduce_scatter(FusedMatmulReduceScatter& op, const ScaledProductTuple& product,
                                   const ScalesTuple& scales, int rows, int n, DType dtype,
                                   agmm::Accumulation accumulation, uintptr_t bias, uintptr_t out,
                                   bool is_average, const KernelConfig& config, uintptr_t stream) {
