@@ -86,6 +86,7 @@ inline std::shared_ptr<void> allocate_split_scratch(std::size_t bytes) {
   void* scratch = nullptr;
   AGMM_CHECK_CUDA(cudaMalloc(&scratch, bytes));
   std::shared_ptr<void> held(scratch, [](void* memory) {
+    RelaxedCapture const relaxed;
     cudaFree(memory);
     cudaGetLastError();
   });

@@ -101,9 +101,9 @@ def _by_kernel(
     if nan_check.active:
         nan_check.look_through("all_reduce_rms_norm", "x", x, groups.of(group).rank)
     x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
-    sent = (x, residual)
-    normed = out if out is not None and _may_receive(out, sent) else torch.empty_like(x)
-    is_given = residual_out is not None and _may_receive(residual_out, (*sent, normed), 2)
+    read = (x, residual, weight)
+    normed = out if out is not None and _may_receive(out, read) else torch.empty_like(x)
+    is_given = residual_out is not None and _may_receive(residual_out, (*read, normed))
     total = residual_out if residual_out is not None and is_given else torch.empty_like(x)
     try:
         small_collectives.all_reduce_rms_norm(

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from agmm import _core
 from agmm.errors import Unsupported
 from agmm.ops import scaled_products
 from agmm.ops.paths import fall_back
 from agmm.ops.scaled_checks import check_scaled_gather, check_scaled_scatter, scaling_of
 from agmm.planning import call_plans, fp8_kernels
+from agmm.planning.plans import MAX_PUSH_RANKS, MAX_SCATTER_TILES
 from agmm.runtime import collectives, cpu_scatter, cuda_scaled, groups, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu_scaled import all_gather_scaled_matmul as all_gather_on_cpu
@@ -276,7 +278,9 @@ def scatter(
         reduce_op=reduce_op,
     )
     scatter_dim %= A.dim()
-    reason = why_unfused((*A.shape[:-1], B.shape[1]), A.device)
+    # Without columns of A there is nothing to multiply, which a kernel cannot do.
+    sizes = A.shape if A.is_cuda else A.shape[:-1]
+    reason = why_unfused((*sizes, B.shape[1]), A.device)
     if reason is None and scatter_dim == A.dim() - 1:
         reason = f"scatter_dim: {scatter_dim}, the fused path wants another than the last"
     if reason is None:
@@ -333,6 +337,17 @@ def _scatter_on_cuda(
     kernel = cuda_kernel(A, weight, len(A.values), sm_count, scatters=True)
     if isinstance(kernel, str):
         raise Unsupported(kernel)
+    if group.size() > MAX_PUSH_RANKS:
+        raise Unsupported(
+            f"group: {group.size()} ranks, the fused path wants at most {MAX_PUSH_RANKS}"
+        )
+    shape = kernel.config
+    part = _core.scatter_part_bytes(len(A.values), weight.B.values.shape[1], group.size(), shape)
+    tiles = part // (shape.tile_m * shape.tile_n * weight.out_dtype.itemsize)
+    if tiles > MAX_SCATTER_TILES:
+        raise Unsupported(
+            f"A @ B: {tiles} tiles in a chunk, a kernel sends at most {MAX_SCATTER_TILES}"
+        )
     return cuda_scaled.matmul_reduce_scatter(
         scatter_workspace(group, device), A, weight, kernel, is_average=reduce_op == "avg"
     )

@@ -78,11 +78,13 @@ def _scales_of(B: Scaled, kept: list[torch.Tensor]) -> tuple[int, bool, int, int
     scale = B.scale
     if B.tile == (BLOCK, BLOCK):
         return scale.data_ptr(), False, scale.stride(0), scale.stride(1)
-    return _pointer(scale, kept), B.tile[1] == 1, scale.shape[-1], 1
+    return _pointer(scale, kept, _PAIR_BYTES), B.tile[1] == 1, scale.shape[-1], 1
 
 
-def _pointer(scale: torch.Tensor, kept: list[torch.Tensor]) -> int:
-    if not scale.is_contiguous() or scale.data_ptr() % _PAIR_BYTES:
+def _pointer(scale: torch.Tensor, kept: list[torch.Tensor], alignment: int = _SCALE_BYTES) -> int:
+    """Of scales that a kernel reads as they lie, else of a copy. Those that come while a kernel
+    runs must not be copied."""
+    if not scale.is_contiguous() or scale.data_ptr() % alignment:
         scale = scale.clone(memory_format=torch.contiguous_format)
         kept.append(scale)
     return scale.data_ptr()

@@ -245,10 +245,23 @@ class SymmetricWorkspace:
                 "allocation of torch's pool for symmetric memory, wanted one of its own; "
                 "TORCH_SYMMMEM_IMPLICIT_POOL=0 does without the pool"
             )
-        core = self._core_of(places, handle, slot_bytes)
+        core = self._made(places, handle, slot_bytes)
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group, device_ids=[self.device.index])
         return Buffers(core, memory, handle)
+
+    def _made(self, places: list[int], handle: Any, slot_bytes: int) -> Any:
+        """`_core_of`, which takes a little memory beside; all ranks raise where one has none."""
+        core, error = None, ""
+        try:
+            core = self._core_of(places, handle, slot_bytes)
+        except RuntimeError as e:
+            error = str(e).splitlines()[0]
+        errors = self.known.exchange("whether their workspaces are ready", error)
+        for rank, found in enumerate(errors):
+            if found:
+                raise Unsupported(f"workspace: rank {rank} could not get ready: {found}")
+        return core
 
     def _set_words(self, memory: torch.Tensor, slot_bytes: int) -> None:
         """What the words are before the first call."""
