@@ -190,6 +190,7 @@ def test_path_of_cpu_tensors() -> None:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric, "why_unfused", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def on_cuda(nbytes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -293,6 +294,7 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     found = mock.Mock()
     monkeypatch.setattr(small_collectives, "collectives_workspace", lambda group, device: found)
     monkeypatch.setattr(small_collectives, "group_facts", lambda group, device: GroupFacts(132))
+    monkeypatch.setattr(small_collectives, "relays_of", lambda group, device: None)
     return found
 
 

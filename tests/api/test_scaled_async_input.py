@@ -176,15 +176,6 @@ def on_cuda(**change: Any) -> torch.Tensor:
         ),
         ({"bias": torch.ones(24)}, "bias: dtype torch.float32, the kernels add torch.bfloat16"),
         (
-            {
-                "A": torch.ones(8, 144).to(E4M3),
-                "B": torch.ones(24, 144).to(E4M3).t(),
-                "scale_a": torch.ones(8, 2),
-                "scale_b": torch.ones(2, 1),
-            },
-            "scale_a: block scales, the kernels want row-wise or tensor-wise ones",
-        ),
-        (
             {"scale_a": torch.ones(8, 2)[:, :1]},
             "scale_a: found strides (2, 1), wanted contiguous ones",
         ),
@@ -207,6 +198,17 @@ def test_what_the_core_is_told(core: mock.Mock, kind: str) -> None:
     assert (out.dtype, out.shape) == (torch.bfloat16, (8, 24))
     arguments = core.async_input_scaled_mm.call_args.args
     is_rowwise = kind == "rowwise"
-    scales = (given["scale_a"].data_ptr(), is_rowwise, given["scale_b"].data_ptr(), is_rowwise)
+    columns = 24 if is_rowwise else 1
+    of_b = (given["scale_b"].data_ptr(), is_rowwise, columns, 1)
+    scales = (given["scale_a"].data_ptr(), is_rowwise, of_b)
     assert arguments[4] == scales
-    assert arguments[5:11] == (8, 24, 16, core.DType.float8_e5m2_float8_e4m3fn, False, 16)
+    dtype = core.DType.float8_e5m2_float8_e4m3fn
+    assert arguments[5:11] == (8, 24, 16, dtype, _core.Accumulation.slow, 16)
+
+
+def test_scales_of_rows_are_read_where_they_lie(core: mock.Mock) -> None:
+    """A copy would be made before they have come."""
+    scales = torch.ones(9)[1:].view(8, 1)
+    assert scales.data_ptr() % 8 == 4
+    on_cuda(scale_a=scales)
+    assert core.async_input_scaled_mm.call_args.args[4][0] == scales.data_ptr()
