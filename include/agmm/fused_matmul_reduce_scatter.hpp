@@ -50,9 +50,9 @@ std::vector<KernelFacts> built_scatter_kernels();
 /// other, signals and credits. Safe to call from several threads.
 ///
 /// Sums travel rounded once to the dtype of out, those of fp8 products scaled; an owner adds them
-/// to its own float32 sum in the order of the ranks, then the bias, and rounds once. So a config
-/// always gives the same bits; another may give others. Where a config splits K, all
-/// parts of all tiles have to be one wave of CTAs.
+/// to its own float32 sum, from the rank before it backwards around the ring, then the bias, and
+/// rounds once. So a config always gives the same bits; another may give others. Where a config
+/// splits K, all parts of all tiles have to be one wave of CTAs.
 class FusedMatmulReduceScatter {
  public:
   /// Bytes that each rank sends to each other one at a time, a workspace's `part_bytes`. A multiple

@@ -259,13 +259,15 @@ def _as_if_sent(ranks: StandIn, kind: Kind, ctas: int) -> torch.Tensor:
     words = ranks.memory[0][first:].view(torch.int32)
     packets = _core.COLLECTIVE_PACKET_BYTES // 4
     turns = words.numel() - _core.MAX_COLLECTIVE_CTAS
-    assert _tag(words) == 0  # and loads the kernels, which waits for all that runs
+    probe = torch.cuda.Stream()
+    with torch.cuda.stream(probe):  # loads the kernels and takes memory, which waits for what runs
+        assert _tag(words) == 0
     torch.cuda.synchronize()
     ranks.call(kind, inputs, outs, ctas)
     torch.cuda.synchronize()
     for rank in range(1, len(ranks.cores)):
         ranks.enqueue(rank, kind, inputs[rank], outs[rank], ctas)
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(probe):
         torch.cuda._sleep(10_000_000)
         tag = _tag(words)
     assert tag != 0
