@@ -26,6 +26,8 @@ from agmm.planning.plans import (
 )
 
 KERNELS = cost_model.default_kernels(DEFAULT_GPU)
+USUAL = tuple(kernel for kernel in KERNELS if not kernel.swapped)
+"""What is chosen from behind a gather between ranks."""
 WIDE, SMALL = (
     KernelConfig.parse(f"{kernel}/swizzle2/along_m")
     for kernel in ("128x256x64_2x1_cooperative", "128x128x64_1x1_pingpong")
@@ -384,6 +386,16 @@ def fused_us_tile_by_tile(problem: Problem, config: KernelConfig) -> float:
     return c.launch_us + staging + max(last + tile_us, *free_at)
 
 
+@pytest.mark.parametrize("m", [16, 64, 256, 1024])
+def test_swapped_kernels_are_not_chosen_behind_a_gather(m: int) -> None:
+    problem = Problem(m, 4608, 7168, world_size=2)
+    found = planner().choose(problem, fused=True).plan.kernel
+    assert found is not None and not found.swapped
+    assert not any(
+        plan.kernel and plan.kernel.swapped for plan, _ in planner().alternatives(problem)
+    )
+
+
 @pytest.mark.parametrize("b_layout", ["column", "row"])
 @pytest.mark.parametrize(("n", "k"), [(1280, 8192), (4608, 7168), (7168, 8192), (8192, 1024)])
 @pytest.mark.parametrize("m", [16, 32, 64])
@@ -451,7 +463,7 @@ def test_a_little_slower_than_a_large_unfused_gather_is_fused(library_alone: Non
         problem = Problem(m, 29568, 8192, world_size=2)  # B takes longer than any gather
         us = min(
             heuristics.predict_us(problem, p) or 0.0
-            for kernel in KERNELS
+            for kernel in USUAL
             for p in heuristics.usual_plans(problem, kernel)
         )
         late = (us - cost_model.unfused_us(problem)) / cost_model.all_gather_us(problem)
@@ -464,15 +476,14 @@ def test_a_little_slower_than_a_large_unfused_gather_is_fused(library_alone: Non
 def test_a_small_gather_is_worth_no_margin(library_alone: None) -> None:
     """Its latency is steady: of 24 to 48 rows of 2048 x 7168 none was faster fused, by kernels with
     tiles of 128 rows."""
-    kernels = [kernel for kernel in KERNELS if not kernel.swapped]
     behind = []
     for m in range(8, 96, 8):
         problem = Problem(m, 3584, 8192, world_size=4)
-        fused = Planner(kernels).choose(problem, fused=True).predicted_us
+        fused = Planner(KERNELS).choose(problem, fused=True).predicted_us
         assert fused is not None
         late = (fused - cost_model.unfused_us(problem)) / cost_model.all_gather_us(problem)
         behind.append(late)
-        assert (Planner(kernels).plan(problem) == UNFUSED) == (late > 0)
+        assert (Planner(KERNELS).plan(problem) == UNFUSED) == (late > 0)
     assert any(0 < late < 0.2 for late in behind)
 
 
@@ -526,7 +537,8 @@ def test_choice_is_the_least_predicted_time() -> None:
     for problem in [*random_problems(60), Problem(1, 8, 8), Problem(7, 8, 8, world_size=7)]:
         choice = Planner(KERNELS).choose(problem)
         assert legality.why_illegal(problem, choice.plan, KERNELS) is None
-        plans = [p for kernel in KERNELS for p in heuristics.usual_plans(problem, kernel)]
+        kernels = KERNELS if problem.world_size == 1 else USUAL
+        plans = [p for kernel in kernels for p in heuristics.usual_plans(problem, kernel)]
         fused_us = min(us for p in plans if (us := heuristics.predict_us(problem, p)) is not None)
         wanted = fused_us
         if problem.world_size > 1:
@@ -578,7 +590,7 @@ def test_alternatives_are_sorted() -> None:
     problem = Problem(4096, 3584, 8192, world_size=4)
     alternatives = Planner(KERNELS).alternatives(problem)
     times = [us for _, us in alternatives if us is not None]
-    assert len(times) == 2 * len(KERNELS) + 1
+    assert len(times) == 2 * len(USUAL) + 1
     assert times == sorted(times)
     assert alternatives[0] == (Planner(KERNELS).plan(problem), times[0])
 

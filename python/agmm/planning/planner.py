@@ -79,7 +79,7 @@ class _Family:
         kernels: Sequence[KernelConfig] = ()
         if problem.gpu != CPU:
             self.why_unfused = why_unfused(problem.dtype, problem.n, problem.k)
-            kernels = planner.kernels if self.why_unfused is None else ()
+            kernels = planner.kernels_of(problem) if self.why_unfused is None else ()
         self.search = Search(problem, kernels)
         twin = problem._replace(return_A=not problem.return_A)
         self.rows = [
@@ -155,6 +155,13 @@ class Planner:
         self._fused = lru_cache(_MAX_PLANS)(lambda problem: self._find(problem, True).plan)
         self._family = lru_cache(_MAX_FAMILIES)(lambda key: _Family(self, Problem(1, *key)))
         self._last: _Here | None = None
+
+    def kernels_of(self, problem: Problem) -> tuple[KernelConfig, ...]:
+        """Those to choose from. Swapped ones have been tested alone, not behind a gather between
+        ranks, where only an explicit config runs them."""
+        if problem.world_size == 1:
+            return self.kernels
+        return tuple(kernel for kernel in self.kernels if not kernel.swapped)
 
     def plan(self, problem: Problem) -> Plan:
         """`choose(problem).plan`, remembered."""
@@ -344,7 +351,8 @@ class Planner:
         elif problem.gpu == CPU:
             plans.insert(0, Plan("push"))
         elif why_unfused(problem.dtype, problem.n, problem.k) is None:
-            plans += [plan for kernel in self.kernels for plan in usual_plans(problem, kernel)]
+            kernels = self.kernels_of(problem)
+            plans += [plan for kernel in kernels for plan in usual_plans(problem, kernel)]
             if cost_model.why_not_gathered(problem) is None:
                 plans.append(GATHERED)
         timed = [(plan, predict_us(problem, plan)) for plan in plans]
