@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from agmm import _core
 from agmm.errors import InvalidArgument
 from agmm.ops.checks import check_async_input, check_no_grad
 from agmm.ops.library import library
+from agmm.ops.paths import kind_of
 from agmm.planning import call_plans, legality
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import cpu_async_input, cuda_calls, symmetric
@@ -21,9 +23,28 @@ def _async_input_mm_cpu(
     return cpu_async_input.async_input_mm(a, b, a_chunk_signals, a_chunk_pivot)
 
 
+_ready: dict[Any, cuda_calls.ReadyMatmul] = {}
+"""Calls on CUDA that were found to be legal, by the kinds of their tensors and their pivot."""
+
+_MAX_CALLS = 4096
+
+
 def _async_input_mm_cuda(
     a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, a_chunk_pivot: int
 ) -> torch.Tensor:
+    key = (*kind_of(a), *kind_of(b), *kind_of(a_chunk_signals), a_chunk_pivot)
+    call = _ready.get(key)
+    if call is None:
+        call = _checked_on_cuda(a, b, a_chunk_signals, a_chunk_pivot)
+        if len(_ready) >= _MAX_CALLS:
+            _ready.clear()
+        _ready[key] = call
+    return call(a, b, a_chunk_signals, a_chunk_pivot)
+
+
+def _checked_on_cuda(
+    a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, a_chunk_pivot: int
+) -> cuda_calls.ReadyMatmul:
     check_async_input(a, b, a_chunk_signals, a_chunk_pivot)
     reason = (
         symmetric.why_unfused(a.device)
@@ -34,7 +55,16 @@ def _async_input_mm_cuda(
         reason = "a_chunk_signals: found a strided tensor, wanted a contiguous one"
     if reason is not None:
         raise InvalidArgument(reason)
-    return on_cuda(a, b, a_chunk_signals, a_chunk_pivot)
+    return cuda_calls.ready_matmul(a, b, a_chunk_signals, _planned(a, b))
+
+
+def _planned(a: torch.Tensor, b: torch.Tensor) -> _core.KernelConfig:
+    (m, k), n = a.shape, b.shape[1]
+    column_major = b.stride(0) == 1
+    problem = call_plans.problem(m, n, k, a.dtype, a.device, column_major=column_major)
+    kernel = call_plans.planner(None, a.device).fused_plan(problem).kernel
+    assert kernel is not None
+    return kernel.core
 
 
 def on_cuda(
@@ -53,18 +83,12 @@ def on_cuda(
     Raises:
         InvalidArgument: the kernel cannot take the operands; the message says why.
     """
-    if config is None:
-        m, k, n = *a.shape, b.shape[1]
-        column_major = b.stride(0) == 1
-        problem = call_plans.problem(m, n, k, a.dtype, a.device, column_major=column_major)
-        config = call_plans.planner(None, a.device).fused_plan(problem).kernel
-        assert config is not None
     return cuda_calls.async_input_mm(
         a,
         b,
         a_chunk_signals,
         pivot,
-        config=config.core,
+        config=_planned(a, b) if config is None else config.core,
         bias=bias,
         tile_times=tile_times,
         sm_count=sm_count,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -94,19 +95,105 @@ _current_gpu = getattr(torch._C, "_cuda_getDevice", None)
 _empty_on_current_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
+def _is_on_current_gpu(tensor: torch.Tensor) -> bool:
+    return _current_gpu is not None and _current_gpu() == tensor.get_device()
+
+
 def new_on_gpu(
     tensor: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> torch.Tensor:
     """An empty tensor of the same dtype and GPU. By what code of torch.compile allocates with,
     which takes half the time of ``new_empty``, where the GPU is the current one."""
-    if (
-        _current_gpu is None
-        or _empty_on_current_gpu is None
-        or _current_gpu() != tensor.get_device()
-    ):
+    if _empty_on_current_gpu is None or not _is_on_current_gpu(tensor):
         return tensor.new_empty_strided(shape, stride)
     out: torch.Tensor = _empty_on_current_gpu(shape, stride, tensor.dtype)
     return out
+
+
+class ReadyMatmul(NamedTuple):
+    """``a @ b (+ bias)`` of operands whose kind was checked, any number of times: what the core
+    wants to know of the kind."""
+
+    m: int
+    n: int
+    k: int
+    dtype: _core.DType
+    layout: Layout
+    chunks_m: int
+    chunks_k: int
+    config: _core.KernelConfig
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        a_chunk_signals: torch.Tensor | None,
+        pivot: int,
+        *,
+        bias: torch.Tensor | None = None,
+        tile_times: torch.Tensor | None = None,
+        sm_count: int = 0,
+    ) -> torch.Tensor:
+        """See `async_input_mm`."""
+        m, n, k, dtype, layout, chunks_m, chunks_k, config = self
+        out = new_on_gpu(a, (m, n), (n, 1))
+        if m == 0:
+            return out
+        kept: list[torch.Tensor] = []  # copies live until the call is enqueued
+        signals = 0
+        if a_chunk_signals is not None:
+            signals = a_chunk_signals.data_ptr()
+            address = a.data_ptr()
+            if address % TMA_ALIGNMENT != 0:  # a copy would be made before the chunks have come
+                raise InvalidArgument(
+                    f"a: found address {address:#x}, wanted a multiple of {TMA_ALIGNMENT} bytes"
+                )
+        with nullcontext() if _is_on_current_gpu(a) else torch.cuda.device(a.device):
+            scratch = None if config.splits == 1 else _split_scratch(a.device)
+            try:
+                _core.async_input_mm(
+                    aligned_pointer(a, kept),
+                    aligned_pointer(b, kept),
+                    out.data_ptr(),
+                    bias_pointer(bias, kept),
+                    m,
+                    n,
+                    k,
+                    dtype,
+                    layout.column_major,
+                    layout.leading,
+                    signals,
+                    chunks_m,
+                    chunks_k,
+                    pivot,
+                    config,
+                    dist.get_rank() if dist.is_initialized() else 0,
+                    sm_count,
+                    0 if tile_times is None else tile_times.data_ptr(),
+                    0 if scratch is None else scratch.data_ptr(),
+                    stream_of(a.device),
+                )
+            except ValueError as error:
+                raise InvalidArgument(str(error)) from None
+        return out
+
+
+def ready_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_chunk_signals: torch.Tensor | None,
+    config: _core.KernelConfig,
+) -> ReadyMatmul:
+    """The call for operands of this kind; for what is given and raised see `async_input_mm`."""
+    m, k = a.shape
+    layout = b_layout(b)
+    if layout is None:
+        raise InvalidArgument(
+            f"b: found strides {tuple(b.stride())}, wanted row-major or column-major"
+        )
+    chunks = () if a_chunk_signals is None else a_chunk_signals.shape
+    chunks_m, chunks_k = (*chunks, 1, 1)[:2]
+    return ReadyMatmul(m, b.shape[1], k, core_dtype("a", a), layout, chunks_m, chunks_k, config)
 
 
 def async_input_mm(
@@ -136,53 +223,8 @@ def async_input_mm(
     Raises:
         InvalidArgument: the kernel cannot take the operands; the message says why.
     """
-    m, k = a.shape
-    n = b.shape[1]
-    layout = b_layout(b)
-    if layout is None:
-        raise InvalidArgument(
-            f"b: found strides {tuple(b.stride())}, wanted row-major or column-major"
-        )
-    out = a.new_empty(m, n)
-    if m == 0:
-        return out
-    kept: list[torch.Tensor] = []  # copies live until the call is enqueued
-    chunks_m, chunks_k = 1, 1
-    if a_chunk_signals is not None:
-        if a.data_ptr() % TMA_ALIGNMENT != 0:  # a copy would be made before the chunks have come
-            raise InvalidArgument(
-                f"a: found address {a.data_ptr():#x}, wanted a multiple of {TMA_ALIGNMENT} bytes"
-            )
-        chunks_m = a_chunk_signals.shape[0]
-        chunks_k = a_chunk_signals.shape[1] if a_chunk_signals.dim() == 2 else 1
-    with torch.cuda.device(a.device):
-        scratch = None if config.splits == 1 else _split_scratch(a.device)
-        try:
-            _core.async_input_mm(
-                aligned_pointer(a, kept),
-                aligned_pointer(b, kept),
-                out.data_ptr(),
-                bias_pointer(bias, kept),
-                m,
-                n,
-                k,
-                core_dtype("a", a),
-                layout.column_major,
-                layout.leading,
-                0 if a_chunk_signals is None else a_chunk_signals.data_ptr(),
-                chunks_m,
-                chunks_k,
-                pivot,
-                config,
-                dist.get_rank() if dist.is_initialized() else 0,
-                sm_count,
-                0 if tile_times is None else tile_times.data_ptr(),
-                0 if scratch is None else scratch.data_ptr(),
-                stream_of(a.device),
-            )
-        except ValueError as error:
-            raise InvalidArgument(str(error)) from None
-    return out
+    call = ready_matmul(a, b, a_chunk_signals, config)
+    return call(a, b, a_chunk_signals, pivot, bias=bias, tile_times=tile_times, sm_count=sm_count)
 
 
 def _split_scratch(device: torch.device) -> torch.Tensor:
