@@ -22,6 +22,7 @@ from scatter_work import _FaultyCore
 
 import agmm
 from agmm.collectives import paths
+from agmm.errors import forget_warnings
 from agmm.runtime import cpu_collectives
 from agmm.runtime.workspaces import cpu_workspace
 
@@ -448,7 +449,7 @@ def by_torch(world_size: int) -> dict[str, Any] | None:
     if group is None:
         return None
     rank, good, caught = dist.get_rank(group), [], []
-    paths._warned.clear()
+    forget_warnings()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for kind, dtype in itertools.product(KINDS, (torch.int32, torch.int64)):
@@ -589,7 +590,7 @@ def with_little_room() -> dict[str, Any]:
     """A call for which rank 1 has no room for larger slots."""
     import resource
 
-    paths._warned.clear()
+    forget_warnings()
     group = dist.new_group(list(range(dist.get_world_size())))
     world_size = dist.get_world_size()
     good = [torch.equal(agmm.collectives.all_reduce(torch.ones(9), group), torch.ones(9) * 2)]

@@ -15,8 +15,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import agmm
+from agmm.errors import forget_warnings
 from agmm.integrations import async_tp
-from agmm.ops import paths, scaled_paths
+from agmm.ops import scaled_paths
 from agmm.planning import call_plans
 from agmm.runtime import cpu, workspaces
 from agmm.testing.reference import relative_error
@@ -340,7 +341,7 @@ def unfused(world_size: int, kind: str) -> Result:
     faults = []
     with mock.patch.object(scaled_paths, "cpu_workspace", side_effect=refusal):
         for call in (gathered, scattered):
-            paths._warned.clear()
+            forget_warnings()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 faults += call(world_size, kind, strict=False, bias=True) or []

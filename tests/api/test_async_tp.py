@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from agmm.errors import AgmmError, Unsupported
+from agmm.errors import AgmmError, Unsupported, forget_warnings
 from agmm.integrations import async_tp, async_tp_kernels
 from agmm.ops import paths, scatter_paths
 from agmm.ops.scatter_paths import native_cpu
@@ -38,9 +38,9 @@ def registered() -> tuple[str, frozenset[str], str, str, str]:
 
 
 @pytest.fixture(autouse=True)
-def as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_found() -> Iterator[None]:
     """Nothing warned or decided yet; the registration afterwards is the one before."""
-    monkeypatch.setattr(async_tp_kernels, "_warned", set())
+    forget_warnings()
     before = registered()
     yield
     async_tp.disable()

@@ -18,6 +18,7 @@ from agmm import collectives
 from agmm._core import CollectiveMethod, CollectiveOp
 from agmm.collectives import paths, run
 from agmm.collectives.work import Work
+from agmm.errors import forget_warnings
 from agmm.ops import small_collectives
 from agmm.planning.cost_model.collectives import Kind
 from agmm.runtime import groups, symmetric
@@ -30,8 +31,8 @@ FUNCTIONS = (all_gather, reduce_scatter, all_reduce)
 
 
 @pytest.fixture(autouse=True)
-def nothing_warned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "_warned", set())
+def nothing_warned() -> None:
+    forget_warnings()
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

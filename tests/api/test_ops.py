@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import agmm
 from agmm import InvalidArgument, Unsupported
+from agmm.errors import forget_warnings
 from agmm.nn import ColumnParallelLinear
 from agmm.ops import paths, scatter_plan
 from agmm.ops.async_input_mm import _async_input_mm_cpu
@@ -33,8 +34,8 @@ def whole_numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0
 
 
 @pytest.fixture(autouse=True)
-def nothing_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "_warned", set())
+def nothing_warned_yet() -> None:
+    forget_warnings()
 
 
 def refusal(call: Callable[[], object], kind: type[Exception] = InvalidArgument) -> str:
@@ -419,7 +420,8 @@ def test_strict_refuses_the_unfused_path(group: str, kind: str, reason: str) -> 
         lambda: all_gather_matmul(A, B, gather_dim=gather_dim, strict=True), Unsupported
     )
     assert message == f"{reason}; strict=True refuses the unfused path"
-    assert paths._warned == set()
+    with pytest.warns(UserWarning, match="agmm takes the unfused path"):  # is told yet
+        all_gather_matmul(A, B, gather_dim=gather_dim)
 
 
 def test_every_reason_is_warned_of(group: str) -> None:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import agmm
 from agmm._core import CollectiveMethod, CollectiveOp
+from agmm.errors import forget_warnings
 from agmm.ops import paths, small_collectives
 from agmm.planning import call_plans
 from agmm.runtime import collectives, symmetric
@@ -23,8 +24,8 @@ A, B = torch.randn(4, 8), torch.randn(8, 16)
 
 
 @pytest.fixture(autouse=True)
-def nothing_warned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "_warned", set())
+def nothing_warned() -> None:
+    forget_warnings()
 
 
 # --- the gather before a matmul ---

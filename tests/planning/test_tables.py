@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from agmm.errors import forget_warnings
 from agmm.planning import cost_model, tables
 from agmm.planning.cost_model import default_kernels
 from agmm.planning.legality import why_illegal
@@ -29,7 +30,7 @@ KEY = Key.of(PROBLEM)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("AGMM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("AGMM_CACHE", raising=False)
-    monkeypatch.setattr(tables, "_warned", set())
+    forget_warnings()
     return tmp_path / "cache"
 
 

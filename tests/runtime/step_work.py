@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import agmm
-from agmm.ops import paths
+from agmm.errors import forget_warnings
 from agmm.runtime import groups, workspaces
 
 gather: Callable[..., Any] = agmm.all_gather_matmul
@@ -126,7 +126,7 @@ def threads_on_one_group(count: int, calls: int, kind: str) -> list[str]:
 
 def with_little_room(rows: int, limit_bytes: int) -> dict[str, Any]:
     """A small call, a large one for which rank 1 has no room, and small ones again."""
-    paths._warned.clear()
+    forget_warnings()
     group = dist.new_group(list(range(dist.get_world_size())))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {}
@@ -162,7 +162,7 @@ def with_little_room(rows: int, limit_bytes: int) -> dict[str, Any]:
 
 def without_any_room() -> tuple[bool, list[str]]:
     """A group that cannot have a workspace at all, called twice."""
-    paths._warned.clear()
+    forget_warnings()
     group = dist.new_group(list(range(dist.get_world_size())))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:

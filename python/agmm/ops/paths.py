@@ -3,17 +3,14 @@ the fused one are kept."""
 
 from __future__ import annotations
 
-import sys
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from agmm.errors import InvalidArgument, Unsupported
+from agmm.errors import InvalidArgument, Unsupported, warn_once
 from agmm.ops import small_collectives
 from agmm.ops.checks import FLOATS, check_gatherable
 from agmm.ops.prepare import prepare
@@ -24,29 +21,12 @@ from agmm.runtime.collectives import start_all_gather
 from agmm.runtime.cuda_calls import FusedCall
 from agmm.runtime.workspaces import cpu_workspace, cuda_workspace
 
-_warned: set[str] = set()
-
 
 def fall_back(reason: str, strict: bool) -> None:
     """Raises Unsupported if strict, else warns of each reason once in a process."""
     if strict:
         raise Unsupported(f"{reason}; strict=True refuses the unfused path")
-    if reason not in _warned:
-        _warned.add(reason)
-        warnings.warn(f"agmm takes the unfused path: {reason}", stacklevel=levels_to_caller())
-
-
-def levels_to_caller() -> int:
-    """For a function that warns: how far up is the code that called agmm. The dispatcher and
-    autograd lie between, or not."""
-    frame: FrameType | None = sys._getframe(1)
-    levels = 0
-    while frame is not None:
-        levels += 1
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("agmm", "torch"):
-            break
-        frame = frame.f_back
-    return levels
+    warn_once(f"agmm takes the unfused path: {reason}")
 
 
 def why_unfused(
