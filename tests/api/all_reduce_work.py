@@ -23,9 +23,7 @@ _Shape = tuple[int, ...]  # M, ..., N, K
 
 def _group(world_size: int) -> dist.ProcessGroup | None:
     torch.use_deterministic_algorithms(True)
-    if dist.get_world_size() == rank_work.POOL_SIZE:
-        return rank_work.group_of(world_size)
-    return dist.group.WORLD
+    return rank_work.group_of(world_size)
 
 
 def _random(shape: _Shape, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -26,9 +26,7 @@ matmul_reduce_scatter: Callable[..., torch.Tensor] = agmm.matmul_reduce_scatter
 
 def _group(world_size: int) -> dist.ProcessGroup | None:
     torch.use_deterministic_algorithms(True)
-    if dist.get_world_size() == rank_work.POOL_SIZE:
-        return rank_work.group_of(world_size)
-    return dist.group.WORLD
+    return rank_work.group_of(world_size)
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:

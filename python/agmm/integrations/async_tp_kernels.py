@@ -38,7 +38,8 @@ _routes = weakref.WeakKeyDictionary()
 
 nan_check.on_change(_routes.clear)
 
-_MAX_ROUTES = 4096  # per group
+MAX_ROUTES = 4096
+"""Kept for a group at most: calls of so many kinds, as a server with changing batches has them."""
 
 
 def _warn(op: str, reason: str) -> None:
@@ -60,7 +61,7 @@ def _served(
         routes = _routes[group] = {}
     key = op, *kind
     if key not in routes:
-        if len(routes) >= _MAX_ROUTES:
+        if len(routes) >= MAX_ROUTES:
             routes.clear()
         reason = why_torch()
         if reason is None:
