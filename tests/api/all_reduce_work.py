@@ -92,7 +92,7 @@ def products(
 
 
 def scattered_and_gathered(world_size: int, bias: bool) -> list[str] | None:
-    """Faults of `matmul_all_reduce._on_cuda`, whose kernel the CPU backend stands in for: planned
+    """Faults of `by_scatter_and_gather`, whose kernel the CPU backend stands in for: planned
     or strict it scatters, else it leaves the call to the unfused path."""
     group = _group(world_size)
     if group is None:
@@ -124,7 +124,7 @@ def scattered_and_gathered(world_size: int, bias: bool) -> list[str] | None:
                     scatter_plan, "is_all_reduce_scattered", return_value=is_planned
                 ) as asked,
             ):
-                out = matmul_all_reduce._on_cuda(
+                out = matmul_all_reduce.by_scatter_and_gather(
                     A, (1.0 + rank) * B, b, group, call, agreed="", strict=strict
                 )
             label = f"rank {rank}: {rows} rows, planned {is_planned}, strict {strict}"

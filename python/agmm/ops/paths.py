@@ -211,13 +211,13 @@ def _run_anew(
         reason, config = "plan: the unfused path is faster", "unfused"
     is_kept = True
     if reason is None and config == plans.GATHERED.name:
-        reason = _why_not_gathered(A_shard, group)
+        reason = why_not_gathered(A_shard, group)
     elif (
         reason is None
         and may_choose
         and call_plans.prefers_gather(A_shard, Bs, group, return_A=return_A)
     ):
-        is_kept = _why_not_gathered(A_shard, group) is None
+        is_kept = why_not_gathered(A_shard, group) is None
         if is_kept:
             config = plans.GATHERED.name
         # Else it is captured before the gather has memory: fused this time.
@@ -261,7 +261,7 @@ def _run_anew(
     return (A if return_A else None), outs
 
 
-def _why_not_gathered(A_shard: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+def why_not_gathered(A_shard: torch.Tensor, group: dist.ProcessGroup) -> str | None:
     """The reason why agmm's kernel cannot gather what could be fused, or None."""
     if A_shard.device.type != "cuda":
         return f"config: {plans.GATHERED.name} was asked for on {A_shard.device}, it wants cuda"
