@@ -125,11 +125,11 @@ class _GatherCall(NamedTuple):
 
 _Kept = _CpuCall | _GatherCall | FusedCall | Callable[..., Outs]
 
-# The calls that were found to be legal for the fused path; they end with their group.
-_fused_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Kept]]
-_fused_calls = weakref.WeakKeyDictionary()
+kept_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Kept]]
+kept_calls = weakref.WeakKeyDictionary()
+"""Those that were found to be legal for the fused path; they end with their group."""
 
-nan_check.on_change(_fused_calls.clear)
+nan_check.on_change(kept_calls.clear)
 
 _BY_LIBRARY = (plans.UNFUSED.name, plans.GATHERED.name)
 """Configs whose matmul is the library's."""
@@ -170,7 +170,7 @@ def run(
         kinds = [None if t is None else kind_of(t) for t in (A_shard, *Bs, *biases)]
     may_choose = not (config or strict or prefer_fused)
     key = (gather_dim, return_A, config, may_choose, len(Bs), *kinds)
-    calls = _fused_calls.get(group)
+    calls = kept_calls.get(group)
     call = None if calls is None else calls.get(key)
     if calls is not None and call is not None:
         try:
@@ -250,7 +250,7 @@ def _run_anew(
             reason = str(error)
         else:
             if is_kept:
-                calls = _fused_calls.setdefault(group, {})
+                calls = kept_calls.setdefault(group, {})
                 if len(calls) >= _MAX_FUSED_CALLS:
                     calls.clear()
                 calls[key] = call
