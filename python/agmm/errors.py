@@ -1,6 +1,12 @@
-"""The errors that agmm raises."""
+"""The errors that agmm raises, and its warnings, of which a process sees each once."""
 
 from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+
+_warned: set[str] = set()
 
 
 class AgmmError(RuntimeError):
@@ -13,3 +19,29 @@ class InvalidArgument(AgmmError, ValueError):
 
 class Unsupported(AgmmError):
     """A legal call that the fused path cannot serve. Raised under ``strict=True`` only."""
+
+
+def warn_once(message: str) -> None:
+    """Warns of each thing once in a process, whatever the filters say, at the line that called
+    agmm."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=_levels_to_caller())
+
+
+def forget_warnings() -> None:
+    """Every warning is new again: for tests, which do not know what ran before them."""
+    _warned.clear()
+
+
+def _levels_to_caller() -> int:
+    """For a function that warns: how far up is the code that called agmm. The dispatcher and
+    autograd lie between, or not."""
+    frame: FrameType | None = sys._getframe(1)
+    levels = 0
+    while frame is not None:
+        levels += 1
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("agmm", "torch"):
+            break
+        frame = frame.f_back
+    return levels

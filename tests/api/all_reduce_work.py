@@ -23,9 +23,7 @@ _Shape = tuple[int, ...]  # M, ..., N, K
 
 def _group(world_size: int) -> dist.ProcessGroup | None:
     torch.use_deterministic_algorithms(True)
-    if dist.get_world_size() == rank_work.POOL_SIZE:
-        return rank_work.group_of(world_size)
-    return dist.group.WORLD
+    return rank_work.group_of(world_size)
 
 
 def _random(shape: _Shape, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -94,7 +92,7 @@ def products(
 
 
 def scattered_and_gathered(world_size: int, bias: bool) -> list[str] | None:
-    """Faults of `matmul_all_reduce._on_cuda`, whose kernel the CPU backend stands in for: planned
+    """Faults of `by_scatter_and_gather`, whose kernel the CPU backend stands in for: planned
     or strict it scatters, else it leaves the call to the unfused path."""
     group = _group(world_size)
     if group is None:
@@ -126,7 +124,7 @@ def scattered_and_gathered(world_size: int, bias: bool) -> list[str] | None:
                     scatter_plan, "is_all_reduce_scattered", return_value=is_planned
                 ) as asked,
             ):
-                out = matmul_all_reduce._on_cuda(
+                out = matmul_all_reduce.by_scatter_and_gather(
                     A, (1.0 + rank) * B, b, group, call, agreed="", strict=strict
                 )
             label = f"rank {rank}: {rows} rows, planned {is_planned}, strict {strict}"

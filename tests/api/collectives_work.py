@@ -22,6 +22,7 @@ from scatter_work import _FaultyCore
 
 import agmm
 from agmm.collectives import paths
+from agmm.errors import forget_warnings
 from agmm.runtime import cpu_collectives
 from agmm.runtime.workspaces import cpu_workspace
 
@@ -31,9 +32,7 @@ _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 def group_of(world_size: int) -> dist.ProcessGroup | None:
     torch.use_deterministic_algorithms(True)  # new memory is NaN
-    if dist.get_world_size() == rank_work.POOL_SIZE:
-        return rank_work.group_of(world_size)
-    return dist.group.WORLD
+    return rank_work.group_of(world_size)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -282,7 +281,8 @@ def with_fault(fault: str, kind: str, calls: int) -> int:
     wanted = [wanted_of(kind, each, "sum", 0, rank) for each in every]
     call(kind, every[0][rank], group, "sum", 0, strict=True)
     workspace = cpu_workspace(group)
-    os.environ["AGMM_TIMEOUT_S"] = "5"  # from here on, as a busy machine is slow to start
+    if fault != "none":
+        os.environ["AGMM_TIMEOUT_S"] = "2"  # from here on, as a busy machine is slow to start
     draw, wrong = random.Random(rank), 0
     workspace.core = _FaultyCore(workspace.core, fault)  # type: ignore[assignment]
     workspace.set_push_delay_us(300)
@@ -406,40 +406,34 @@ def second_gradients(world_size: int) -> list[float] | None:
 
 
 def compiled(world_size: int) -> list[bool] | None:
-    """Compiled calls, forward and backward, have the bits of eager ones; without a graph break."""
+    """Compiled calls of each kind, forward and backward, have the bits of eager ones; without a
+    graph break. They share two graphs: one that has gradients, one that is given its results."""
     group = group_of(world_size)
     if group is None:
         return None
-    found = []
-    for kind in KINDS:
-        x = inputs(kind, (4, 3), world_size, 1, torch.float32)[dist.get_rank(group)]
-        x.requires_grad_()
+    rank = dist.get_rank(group)
+    xs = [inputs(kind, (4, 3), world_size, 1, torch.float32)[rank] for kind in KINDS]
 
-        def function(x: torch.Tensor, kind: str = kind) -> torch.Tensor:
-            out: torch.Tensor = call(kind, x * 2, group, "sum", 1, strict=True)
-            return out.relu()
+    def function(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        both = zip(KINDS, xs, strict=True)
+        return [call(kind, x * 2, group, "sum", 1, strict=True).relu() for kind, x in both]
 
-        torch.compiler.reset()
-        outs = [torch.compile(function, fullgraph=True)(x), function(x)]
-        grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in outs]
-        found.append(same(*outs) and same(*grads))
-
-        def given(x: torch.Tensor, out: torch.Tensor, kind: str = kind) -> torch.Tensor:
-            work: agmm.collectives.Work = call(
-                kind, x, group, "sum", 1, strict=True, out=out, async_op=True
-            )
-            return work.wait() + 1
-
-        plain = x.detach()
-        receivers = [torch.zeros_like(outs[0]) for _ in range(2)]
-        torch.compiler.reset()
-        sums = [
-            torch.compile(given, fullgraph=True)(plain, receivers[0]),
-            given(plain, receivers[1]),
+    def given(xs: list[torch.Tensor], outs: list[torch.Tensor]) -> list[torch.Tensor]:
+        works: list[agmm.collectives.Work] = [
+            call(kind, x, group, "sum", 1, strict=True, out=out, async_op=True)
+            for kind, x, out in zip(KINDS, xs, outs, strict=True)
         ]
-        found.append(same(*sums) and same(*receivers))
+        return [work.wait() + 1 for work in works]
+
     torch.compiler.reset()
-    return found
+    leaves = [x.clone().requires_grad_() for x in xs]
+    outs = [torch.compile(function, fullgraph=True)(leaves), function(leaves)]
+    grads = [torch.autograd.grad([out.square().sum() for out in each], leaves) for each in outs]
+    receivers = [[torch.zeros_like(out) for out in outs[1]] for _ in range(2)]
+    sums = [torch.compile(given, fullgraph=True)(xs, receivers[0]), given(xs, receivers[1])]
+    torch.compiler.reset()
+    pairs = (outs, grads, sums, receivers)
+    return [same(*of_kind) for pair in pairs for of_kind in zip(*pair, strict=True)]
 
 
 def by_torch(world_size: int) -> dict[str, Any] | None:
@@ -448,7 +442,7 @@ def by_torch(world_size: int) -> dict[str, Any] | None:
     if group is None:
         return None
     rank, good, caught = dist.get_rank(group), [], []
-    paths._warned.clear()
+    forget_warnings()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for kind, dtype in itertools.product(KINDS, (torch.int32, torch.int64)):
@@ -589,7 +583,7 @@ def with_little_room() -> dict[str, Any]:
     """A call for which rank 1 has no room for larger slots."""
     import resource
 
-    paths._warned.clear()
+    forget_warnings()
     group = dist.new_group(list(range(dist.get_world_size())))
     world_size = dist.get_world_size()
     good = [torch.equal(agmm.collectives.all_reduce(torch.ones(9), group), torch.ones(9) * 2)]

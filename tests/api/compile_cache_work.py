@@ -40,7 +40,6 @@ def _functions() -> dict[str, tuple[Callable[..., torch.Tensor], tuple[Any, ...]
     native = torch.ops.agmm._fused_all_gather_matmul_native
     native_scatter = torch.ops.agmm._fused_matmul_reduce_scatter_native
     return {
-        "gather": (lambda a, b: agmm.all_gather_matmul(a, b).relu(), (shard, B)),
         "gather with gradients": (
             lambda a, b: agmm.all_gather_matmul(a, b).relu(),
             (shard.clone().requires_grad_(), B),

@@ -6,14 +6,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from agmm.integrations import async_tp, async_tp_kernels
+from agmm.errors import forget_warnings
+from agmm.integrations import async_tp
 
 
 @contextmanager
 def enabled() -> Iterator[list[str]]:
     """agmm serves torch's ops in it. The list has afterwards why it left calls to torch: one reason
     for each kind, also where it was given before in this process."""
-    async_tp_kernels._warned.clear()  # a user is told once
+    forget_warnings()  # a user is told once
     said: list[str] = []
     with warnings.catch_warnings(record=True) as caught, async_tp.enable():
         warnings.simplefilter("always")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rank_work import group_of
 
 import agmm
-from agmm.ops import paths
+from agmm.errors import forget_warnings
 from agmm.runtime import cpu, workspaces
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
@@ -220,7 +220,7 @@ def workspace_follows_its_group() -> tuple[bool, bool, bool]:
 def unfused_products(kind: str) -> tuple[list[str], list[str], str]:
     """Faults, warnings of two calls, and the error under strict, where the fused path cannot go."""
     _prepare(5)
-    paths._warned.clear()  # each reason is warned of once in a process
+    forget_warnings()  # each reason is warned of once in a process
     rank = dist.get_rank()
     A = torch.randint(-8, 9, (10, 20), generator=torch.Generator().manual_seed(3)).double()
     B = torch.randint(-8, 9, (20, 3), generator=torch.Generator().manual_seed(4)).double()

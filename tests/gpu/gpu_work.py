@@ -101,7 +101,7 @@ def poison(group: dist.ProcessGroup) -> None:
     """Fill the gather buffers with NaN while no rank of the group is using them."""
     if dist.get_world_size(group) == 1:
         return
-    buffers = cuda_workspace(group, device())._buffers
+    buffers = cuda_workspace(group, device()).buffers
     torch.cuda.synchronize()
     dist.barrier(group, device_ids=[device().index])
     if buffers is not None:
@@ -753,8 +753,8 @@ def credit_missing(way: str) -> None:
     group = everyone()
     if dist.get_rank() == 0:
         workspace = cuda_workspace(group, device())
-        assert workspace._buffers is not None
-        memory, core = workspace._buffers.memory, workspace._buffers.core
+        assert workspace.buffers is not None
+        memory, core = workspace.buffers.memory, workspace.buffers.core
         first = core.words_offset(core.slot_bytes, dist.get_world_size())
         memory[first:].view(torch.int32)[core.credit_words(dist.get_world_size())[1]] = 0
         torch.cuda.synchronize()

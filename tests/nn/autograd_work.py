@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_work import POOL_SIZE, group_of
+from rank_work import group_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -18,11 +18,6 @@ from agmm.ops import scatter_paths, scatter_plan
 from agmm.testing.reference import relative_error
 
 _ROWS, _K, _N = 2, 3, 2
-
-
-def _group(world_size: int) -> dist.ProcessGroup | None:
-    """As group_of; in a pool of another size, that of all ranks."""
-    return group_of(world_size) if dist.get_world_size() == POOL_SIZE else dist.group.WORLD
 
 
 class _OwnPart(torch.autograd.Function):
@@ -124,7 +119,7 @@ def gradcheck_matmul_reduce_scatter(
     pairs: int | None = None,
 ) -> bool | None:
     """Of one product, or of a list of pairs."""
-    group = _group(world_size)
+    group = group_of(world_size)
     if group is None:
         return None
     inputs = {}
@@ -170,7 +165,7 @@ def gradcheck_matmul_all_reduce(
     column_major: bool = False,
 ) -> bool | None:
     """As that of a scatter, but every rank has the whole output and the same gradient of it."""
-    group = _group(world_size)
+    group = group_of(world_size)
     if group is None:
         return None
     inputs = {

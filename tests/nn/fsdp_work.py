@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from agmm.errors import InvalidArgument, Unsupported
 from agmm.integrations import fsdp
@@ -142,7 +142,7 @@ def by_copies(slot_bytes: int) -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("gather_copies", "scatter_copies"):
             stack.enter_context(mock.patch.object(workspaces, name, workspace))
-        stack.enter_context(mock.patch.object(fsdp, "_goes_by_copies", return_value=True))
+        stack.enter_context(mock.patch.object(fsdp, "goes_by_copies", return_value=True))
         yield
 
 
@@ -166,13 +166,13 @@ def trains(
         model._set_unshard_async_op(True)  # type: ignore[operator]
     StandIn.calls = 0
     met: list[str] = []
-    meet = fsdp._meet
+    meet = workspaces.meet
 
-    def noted(group: dist.ProcessGroup, kind: str, tensor: torch.Tensor) -> None:
-        met.append(kind)
-        meet(group, kind, tensor)
+    def noted(group: dist.ProcessGroup, what: str, call: Any) -> None:
+        met.append(what)
+        meet(group, what, call)
 
-    with warnings.catch_warnings(), mock.patch.object(fsdp, "_meet", noted):
+    with warnings.catch_warnings(), mock.patch.object(workspaces, "meet", noted):
         warnings.simplefilter("error")
         if slot_bytes:
             with by_copies(slot_bytes):
@@ -203,8 +203,9 @@ def turned_off_and_on() -> list[str]:
     def kinds() -> str:
         found = {
             (type(each._all_gather_comm).__name__, type(each._reduce_scatter_comm).__name__)
-            for _, module in fsdp._sharded(model)
-            for each in fsdp._param_groups(module)
+            for module in model.modules()
+            if isinstance(module, FSDPModule)
+            for each in fsdp.param_groups(module)
         }
         return " ".join(f"{a}/{b}" for a, b in sorted(found))
 
@@ -233,7 +234,7 @@ def refusals() -> list[str]:
     inner: Any = model.get_submodule("2")
     inner.set_allocate_memory_from_process_group_for_comm(True)
     errors(lambda: fsdp.enable(model))
-    first = fsdp._param_groups(model.get_submodule("0"))[0]  # type: ignore[arg-type]
+    first = fsdp.param_groups(model.get_submodule("0"))[0]  # type: ignore[arg-type]
     said.append(type(first._all_gather_comm).__name__)
     return said
 
@@ -242,7 +243,7 @@ def several_meshes() -> list[str]:
     """What `enable` says of a module that torch takes no custom collectives for."""
     mesh = _mesh(dist.get_world_size(), 1)
     model = _model(mesh, torch.float32, False, True)
-    param_groups = fsdp._param_groups
+    param_groups = fsdp.param_groups
     odd = model.get_submodule("1")
     said = []
 
@@ -253,7 +254,7 @@ def several_meshes() -> list[str]:
         found = [param_groups(module)[0] for module in model.children()]  # type: ignore[arg-type]
         return " ".join(type(each._all_gather_comm).__name__ for each in found)
 
-    with mock.patch.object(fsdp, "_param_groups", twice):
+    with mock.patch.object(fsdp, "param_groups", twice):
         try:
             fsdp.enable(model, strict=True)
         except Unsupported as error:
@@ -280,7 +281,7 @@ def fallbacks() -> list[str]:
     with (
         mock.patch.object(workspaces, "gather_copies", refuse),
         mock.patch.object(workspaces, "scatter_copies", refuse),
-        mock.patch.object(fsdp, "_goes_by_copies", return_value=True),
+        mock.patch.object(fsdp, "goes_by_copies", return_value=True),
     ):
         gather, scatter = fsdp.AllGather(), fsdp.ReduceScatter()
         with warnings.catch_warnings(record=True) as found:

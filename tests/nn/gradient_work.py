@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from rank_work import group_of
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import agmm
 from agmm.nn import (
@@ -18,7 +18,6 @@ from agmm.nn import (
     clip_grad_norm_,
     sum_replicated_gradients,
 )
-from agmm.nn._held import local_part
 
 
 class Tied(torch.nn.Module):
@@ -119,8 +118,7 @@ def clipped(world_size: int, norm_type: float, max_norm: float, by_list: bool) -
         wholes[-1].grad = whole.clone()
         if isinstance(parameter, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements
-            part = local_part(whole, parameter)
-            parameter.grad = DTensor.from_local(part, mesh, placements, run_check=False)
+            parameter.grad = distribute_tensor(whole, mesh, placements, src_data_rank=None)
         else:
             parameter.grad = whole.clone()
     wanted = torch.nn.utils.clip_grad_norm_(wholes, max_norm, norm_type)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agmm.cli import explain, explain_fp8
+from agmm.cli import explain
 from agmm.errors import InvalidArgument
-from agmm.planning import cost_model, tables
+from agmm.planning import cost_model, fp8_kernels, tables
 from agmm.planning.cost_model import collectives, fp8
 from agmm.planning.cost_model.collectives import Kind
 from agmm.planning.plans import BY_TORCH, CPU, UNFUSED, KernelConfig, Plan, Problem, Row
@@ -52,7 +52,7 @@ def test_by_the_cost_model() -> None:
 def test_links_without_atomics_take_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     few_rows = PROBLEM._replace(m=1024)
     assert "plan: sm" in said(few_rows)
-    monkeypatch.setattr(explain, "_has_atomics_here", lambda gpu: gpu != GPU)
+    monkeypatch.setattr(explain, "has_atomics_here", lambda gpu: gpu != GPU)
     text = said(few_rows)
     assert "plan: push, " in text
     assert "sm16x" not in text
@@ -324,10 +324,10 @@ FP8_PROBLEM = PROBLEM._replace(dtype="float8_e4m3fn", n=3584)
 
 def test_fp8_with_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = KernelConfig.parse("128x256x128_2x1_cooperative")
-    monkeypatch.setattr(explain_fp8, "_kernel", lambda *_: (kernel, ""))
+    monkeypatch.setattr(fp8_kernels, "built", lambda *_, **__: [kernel])
     text = said_of_fp8(FP8_PROBLEM, None)
     assert "float8_e4m3fn with rowwise scales, B by column, 4 ranks on nvidia-h200" in text
-    assert "plan: push/128x256x128_2x1_cooperative/swizzle1/along_m\n" in text
+    assert "plan: push/128x256x128_2x1_cooperative/" in text
     assert "NCCL's all-gather and torch._scaled_mm" in text
     assert text.count("(the plan)") == 1
 
@@ -335,10 +335,10 @@ def test_fp8_with_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 @pytest.mark.parametrize("scaling", ["tensorwise", "block"])
 def test_fp8_without_one(monkeypatch: pytest.MonkeyPatch, scaling: str, op: str) -> None:
-    monkeypatch.setattr(explain_fp8, "_kernel", lambda *_: (None, "no kernel"))
+    monkeypatch.setattr(fp8_kernels, "built", lambda *_, **__: [])
     text = said_of_fp8(FP8_PROBLEM._replace(op=op), scaling)
     assert f"float8_e4m3fn with {scaling} scales" in text
-    assert "plan: unfused, " in text and "why: no kernel" in text
+    assert "plan: unfused, " in text and "this build has no kernel for it" in text
 
 
 def test_fp8_on_the_cpu_and_bad_input() -> None:

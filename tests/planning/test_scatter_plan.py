@@ -20,7 +20,15 @@ from agmm.planning import call_plans, cost_model
 from agmm.planning.heuristics import predict_us
 from agmm.planning.legality import why_illegal
 from agmm.planning.planner import Choice, Planner
-from agmm.planning.plans import BY_TORCH, UNFUSED, KernelConfig, Plan, Problem, Row
+from agmm.planning.plans import (
+    BY_TORCH,
+    MATMUL_REDUCE_SCATTER,
+    UNFUSED,
+    KernelConfig,
+    Plan,
+    Problem,
+    Row,
+)
 from agmm.runtime import collectives, groups, symmetric
 from agmm.runtime.group_gpus import GroupFacts
 
@@ -44,7 +52,7 @@ def test_more_rows_take_longer_and_are_fused_in_the_end(k: int, world_size: int)
 def test_never_on_the_cpu(
     group: str, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(scatter_plan, "_is_planned", lambda *_: True)
+    monkeypatch.setattr(call_plans, "planner", mock.Mock(plan=lambda _: BY_TORCH))
     monkeypatch.setattr(cost_model, "is_gather_by_copies", lambda *_, **__: True)
     monkeypatch.setattr(symmetric, "why_unfused", lambda _: None)
     monkeypatch.setattr(dist, "get_world_size", lambda _: 4)
@@ -65,7 +73,8 @@ def test_the_plan_decides(
             asked.append(problem)
             return plan
 
-    monkeypatch.setattr(scatter_plan, "_has_kernels", lambda *_: True)
+    monkeypatch.setattr(symmetric, "why_unfused", lambda _: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 4)
     workspace = mock.Mock()
     monkeypatch.setattr(scatter_plan, "cuda_workspace", workspace)
     monkeypatch.setattr(call_plans, "planner", lambda *_: Planner())
@@ -74,7 +83,8 @@ def test_the_plan_decides(
         A = torch.empty(8, 4, 16, dtype=torch.bfloat16, device="cuda:0")
         B = torch.empty(16, 24, dtype=torch.bfloat16, device="cuda:0")
     assert scatter_plan.is_fused(A, B, 0, groups.group_of(group)) == fused
-    wanted = Problem(32, 24, 16, gpu="nvidia-h200", sm_count=132, op="matmul_reduce_scatter")
+    wanted = Problem(32, 24, 16, world_size=4, gpu="nvidia-h200", sm_count=132)
+    wanted = wanted._replace(op=MATMUL_REDUCE_SCATTER)
     assert asked == [wanted]
     assert workspace.called == fused  # none is made where all scatters are small
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import resource
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tune_work
 
+from agmm.errors import forget_warnings
 from agmm.planning import cost_model, tables
 from agmm.planning.cost_model import default_kernels
 from agmm.planning.legality import why_illegal
 from agmm.planning.planner import Planner
 from agmm.planning.plans import UNFUSED, KernelConfig, Plan, Problem, Row
 from agmm.planning.tables import Key, NewerSchema, OtherTable, TableError
+from agmm.testing.ranks import RankPool
 
 GPU = "nvidia-h200"
 KERNEL = KernelConfig.parse("128x128x64_1x1_pingpong/swizzle4/along_n")
@@ -29,7 +29,7 @@ KEY = Key.of(PROBLEM)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("AGMM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("AGMM_CACHE", raising=False)
-    monkeypatch.setattr(tables, "_warned", set())
+    forget_warnings()
     return tmp_path / "cache"
 
 
@@ -174,24 +174,11 @@ def test_a_folder_that_may_only_be_read(folder: Path) -> None:
         folder.chmod(0o700)
 
 
-def _in_process(fn: Callable[..., Any], *arguments: Any) -> int | None:
-    process = multiprocessing.get_context("spawn").Process(target=fn, args=arguments)
-    process.start()
-    process.join(120)
-    return process.exitcode
-
-
-def _save_on_a_full_disk() -> None:
-    """Writes fail part of the way, as they do where no space is left."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-    with pytest.raises(TableError, match=r"cannot be written \(File too large\)"):
-        tables.save(GPU, 4, [(KEY, row(2))])
-
-
-def test_a_full_disk_loses_no_rows(folder: Path) -> None:
+def test_a_full_disk_loses_no_rows(pool: RankPool, folder: Path) -> None:
     path = tables.save(GPU, 4, [(KEY, row(1))])
     before = path.read_bytes()
-    assert _in_process(_save_on_a_full_disk) == 0
+    message = pool.run(tune_work.save_on_a_full_disk, str(folder), GPU, 4, KEY)[0]
+    assert "cannot be written (File too large)" in message
     assert path.read_bytes() == before
     assert not list(folder.glob("*.new"))
     tables.save(GPU, 4, [(KEY, row(2))])
@@ -201,26 +188,19 @@ def test_a_full_disk_loses_no_rows(folder: Path) -> None:
 # --- several processes ---
 
 
-def _save_rows(first: int, count: int) -> None:
-    for m in range(first, first + count):
-        tables.save(GPU, 4, [(KEY, row(m))])
+def test_processes_that_save_at_once_lose_no_rows(pool: RankPool, folder: Path) -> None:
+    count, seen = 15, 0
 
-
-def test_processes_that_save_at_once_lose_no_rows() -> None:
-    count, processes = 25, []
-    for i in range(3):
-        process = multiprocessing.get_context("spawn").Process(
-            target=_save_rows, args=(1 + i * count, count)
-        )
-        process.start()
-        processes.append(process)
-    seen = 0
-    while any(process.is_alive() for process in processes):
+    def looks() -> bool:
+        nonlocal seen
         now = len(saved_ms())  # a reader never finds half a file
         assert now >= seen
         seen = now
-    assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert saved_ms() == list(range(1, 1 + 3 * count))
+        return False
+
+    pool.submit(tune_work.save_rows, str(folder), GPU, 4, KEY, count)
+    pool.collect(is_stuck=looks)
+    assert saved_ms() == list(range(1, 1 + 5 * count))
 
 
 # --- files that are no tables ---

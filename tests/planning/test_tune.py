@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torchrun
 import tune_work
 from command import agmm
 
@@ -204,11 +205,9 @@ def test_rows_that_cannot_be_saved_are_printed(monkeypatch: pytest.MonkeyPatch) 
     assert [row["m"] for row in table["rows"]] == [10]
 
 
-def test_under_torchrun(folder: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command = [*launcher, "--standalone", *TUNE[1:], "--shapes", "10x8x8"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+def test_under_torchrun(folder: Path, tmp_path: Path) -> None:
+    program = [*TUNE[1:], "--shapes", "10x8x8"]
+    done = torchrun.run(tmp_path, ["--nproc-per-node=2"], program)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("10x8x8") == 1
     assert tuned_shapes(folder) == [Shape(10, 8, 8)]

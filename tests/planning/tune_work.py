@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
 import warnings
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import agmm
 from agmm.bench import tuning_session
-from agmm.planning.plans import UNFUSED, Plan
+from agmm.planning import tables
+from agmm.planning.plans import UNFUSED, Plan, Row
 from agmm.runtime import cpu
 
 
@@ -111,6 +114,34 @@ def scatter_with_table(m: int, n: int, k: int, strict: bool) -> tuple[bool, bool
     whole = torch.stack([A @ B for A, B in zip(As, Bs, strict=True)]).sum(0)
     right = torch.equal(out, whole.chunk(world_size)[rank])
     return right, calls == 1, [str(w.message) for w in caught]
+
+
+def save_on_a_full_disk(folder: str, gpu: str, world_size: int, key: tables.Key) -> str:
+    """What rank 0 is told where writes fail part of the way, as they do where no space is left."""
+    if dist.get_rank() != 0:
+        return ""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        save_row(folder, gpu, world_size, key, 2)
+    except tables.TableError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return "saved"
+
+
+def save_row(folder: str, gpu: str, world_size: int, key: tables.Key, m: int) -> None:
+    with mock.patch.dict(os.environ, {"AGMM_CACHE_DIR": folder, "AGMM_CACHE": "on"}):
+        tables.save(gpu, world_size, [(key, Row(m, UNFUSED, 1.0))])
+
+
+def save_rows(folder: str, gpu: str, world_size: int, key: tables.Key, count: int) -> None:
+    """Each rank saves so many rows of its own, all ranks at once, into one table."""
+    first = 1 + dist.get_rank() * count
+    dist.barrier()
+    for m in range(first, first + count):
+        save_row(folder, gpu, world_size, key, m)
 
 
 def use_folder_of_rank(folders: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What the tests run inside the ranks of a pool of five."""
+"""What the tests run inside the ranks of a pool, which has five where nothing else is said."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def group_of(world_size: int) -> dist.ProcessGroup | None:
 
     The last ones, so that ranks in the group differ from the global ones.
     """
+    first = dist.get_world_size() - world_size
     if world_size not in _groups:
-        _groups[world_size] = dist.new_group(list(range(POOL_SIZE - world_size, POOL_SIZE)))
-    member = dist.get_rank() >= POOL_SIZE - world_size
+        _groups[world_size] = dist.new_group(list(range(first, first + world_size)))
+    member = dist.get_rank() >= first
     return _groups[world_size] if member else None
 
 

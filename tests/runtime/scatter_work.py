@@ -21,21 +21,6 @@ CALL = Call("a scatter of the tests")
 _SUM_DTYPES = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _Shape = tuple[int, int, int]  # rows per rank, N, K
 
-_whole: dict[int, cpu.CpuWorkspace] = {}
-
-
-def workspace_of(world_size: int, chunks_per_shard: int = 1) -> cpu.CpuWorkspace | None:
-    """As rank_work.workspace_of; in a pool of another size, that of all ranks."""
-    if dist.get_world_size() == rank_work.POOL_SIZE:
-        return rank_work.workspace_of(world_size, chunks_per_shard)
-    torch.use_deterministic_algorithms(True)
-    assert dist.get_world_size() == world_size and dist.group.WORLD is not None
-    if chunks_per_shard not in _whole:
-        _whole[chunks_per_shard] = rank_work.PoisonedWorkspace.create(
-            dist.group.WORLD, 64, chunks_per_shard=chunks_per_shard
-        )
-    return _whole[chunks_per_shard]
-
 
 def _random(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
@@ -76,7 +61,7 @@ def products(
     pairs: int = 1,
 ) -> list[str] | None:
     """Faults found, in words; None in ranks that are not in the group."""
-    workspace = workspace_of(world_size, chunks_per_shard)
+    workspace = rank_work.workspace_of(world_size, chunks_per_shard)
     if workspace is None:
         return None
     rank, faults = workspace.rank, []
@@ -120,7 +105,7 @@ def bits(
 ) -> bool | None:
     """Whether a result has the very bits of its definition. For K = 1, whose products are exact in
     the sums' type, so that no library's order of summation matters."""
-    workspace = workspace_of(world_size, 2)
+    workspace = rank_work.workspace_of(world_size, 2)
     if workspace is None:
         return None
     rank, wide = workspace.rank, _SUM_DTYPES[dtype]
@@ -178,7 +163,7 @@ def repeated(
     world_size: int, calls: int, chunks_per_shard: int, delay_us: int, dtype: torch.dtype
 ) -> list[str] | None:
     """Calls whose data changes in between, each rank late in turn, gathers among them."""
-    workspace = workspace_of(world_size, chunks_per_shard)
+    workspace = rank_work.workspace_of(world_size, chunks_per_shard)
     if workspace is None:
         return None
     kinds = 5

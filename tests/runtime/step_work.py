@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import agmm
-from agmm.ops import paths
+from agmm.errors import forget_warnings
 from agmm.runtime import groups, workspaces
 
 gather: Callable[..., Any] = agmm.all_gather_matmul
@@ -126,7 +126,7 @@ def threads_on_one_group(count: int, calls: int, kind: str) -> list[str]:
 
 def with_little_room(rows: int, limit_bytes: int) -> dict[str, Any]:
     """A small call, a large one for which rank 1 has no room, and small ones again."""
-    paths._warned.clear()
+    forget_warnings()
     group = dist.new_group(list(range(dist.get_world_size())))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {}
@@ -162,7 +162,7 @@ def with_little_room(rows: int, limit_bytes: int) -> dict[str, Any]:
 
 def without_any_room() -> tuple[bool, list[str]]:
     """A group that cannot have a workspace at all, called twice."""
-    paths._warned.clear()
+    forget_warnings()
     group = dist.new_group(list(range(dist.get_world_size())))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
@@ -213,7 +213,7 @@ def same_name_again(times: int) -> list[str]:
         _store_under_one_name(group)
         found = known.exchange("a word", f"{i} of {known.rank}")
         assert found == [f"{i} of {rank}" for rank in range(known.world_size)], found
-        tokens.append(known._token)
+        tokens.append(known.token)
         dist.barrier(group)
         dist.destroy_process_group(group)
         del group, known
@@ -225,8 +225,8 @@ def _store_under_one_name(group: dist.ProcessGroup) -> None:
     """As if the group had the name and the store of the one before."""
     known = groups.of(group)
     world = dist.distributed_c10d._get_default_store()
-    known._store = lambda: world  # type: ignore[method-assign]
-    known._prefix = lambda: "agmm/again"  # type: ignore[method-assign]
+    known.store = lambda: world  # type: ignore[method-assign]
+    known.prefix = lambda: "agmm/again"  # type: ignore[method-assign]
 
 
 def first_call_after_words_of_the_past(late: int) -> list[str]:
@@ -234,7 +234,7 @@ def first_call_after_words_of_the_past(late: int) -> list[str]:
     rank of which is late."""
     group = dist.new_group(list(range(dist.get_world_size())))
     known = groups.of(group)
-    store, prefix = known._store(), known._prefix()
+    store, prefix = known.store(), known.prefix()
     if known.rank == 0:
         store.set(f"{prefix}/token", "past")
         for peer in range(1, known.world_size):

@@ -187,9 +187,9 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
-    def gather(*_: object) -> int:
-        noted.append("gather")
-        return 1
+    def gather(slots: object, out: object, shard: object, turn: int) -> int:
+        noted.append(f"gather {turn}")
+        return 1 - turn
 
     monkeypatch.setattr(copies, "all_gather", gather)
     monkeypatch.setattr(copies, "reduce_scatter", lambda *_, **__: noted.append("scatter"))
@@ -202,13 +202,14 @@ def test_calls_are_ordered_on_any_stream(events: list[str]) -> None:
         workspace = kind(mock.MagicMock(), torch.device("cuda", 0))
         with mock.patch.object(workspace, "enter", enter):
             if isinstance(workspace, copies.GatherCopies):
-                workspace.all_gather(torch.zeros(200), torch.zeros(100))
-                assert workspace._turn == 1
+                for _ in range(2):
+                    workspace.all_gather(torch.zeros(200), torch.zeros(100))
             else:
                 big = torch.empty((copies.MOST_BYTES + 4) // 4)
                 workspace.reduce_scatter(big, big, average=False)
-    assert events == ["wait", "gather", "record", "wait", "scatter", "record"]
-    assert [call.args for call in enter.call_args_list] == [(512,), (copies.MOST_BYTES,)]
+    calls = ["gather 0", "gather 1", "scatter"]
+    assert events == [event for call in calls for event in ("wait", call, "record")]
+    assert [call.args for call in enter.call_args_list] == [(512,), (512,), (copies.MOST_BYTES,)]
 
 
 def test_captured_calls_leave_the_order_to_the_caller(
@@ -218,7 +219,7 @@ def test_captured_calls_leave_the_order_to_the_caller(
     workspace = copies.GatherCopies(mock.MagicMock(), torch.device("cuda", 0))
     with mock.patch.object(workspace, "enter", mock.Mock()):
         workspace.all_gather(torch.zeros(200), torch.zeros(100))
-    assert events == ["gather"] and workspace.captured
+    assert events == ["gather 0"] and workspace.captured
 
 
 def test_slots_lie_in_the_memory_of_each_rank(events: list[str]) -> None:
@@ -228,8 +229,8 @@ def test_slots_lie_in_the_memory_of_each_rank(events: list[str]) -> None:
     handle.get_buffer = lambda rank, size, dtype: torch.zeros(size, dtype=dtype)
     for kind, count in ((copies.GatherCopies, 2), (copies.ScatterCopies, 2)):
         workspace = kind(group, device)
-        assert workspace._size(512) == count * 512
-        slots = workspace._core_of([0, 0], handle, 512)
+        assert workspace.memory_bytes(512) == count * 512
+        slots = workspace.core_of([0, 0], handle, 512)
         assert slots.of(1).shape == (count, 512)
         slots.barrier()
     assert handle.barrier.call_args.kwargs["timeout_ms"] > 0
@@ -252,7 +253,7 @@ def test_a_gather_that_is_waited_for_later(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the current one")
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: mock.MagicMock())
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(fsdp, "_goes_by_copies", lambda tensor: True)
+    monkeypatch.setattr(fsdp, "goes_by_copies", lambda tensor: True)
     monkeypatch.setattr("agmm.runtime.workspaces.gather_copies", lambda group, device: workspace)
     gather = fsdp.AllGather()
     out = torch.zeros(4)

@@ -143,7 +143,8 @@ FAULTS = ["signal before data", "no credit", "own rows before the others' sums"]
 def test_deliberate_faults_are_found(fault: str, op: str) -> None:
     """By wrong sums, or by ranks that end since they miss a signal. Without a fault there are none:
     credits alone protect the one slot that all of these calls take."""
-    with RankPool(4, env={"AGMM_TIMEOUT_S": "3"}) as pool:
+    limit_s = 30 if fault == "none" else 2
+    with RankPool(4, env={"AGMM_TIMEOUT_S": str(limit_s)}) as pool:
         try:
             wrong = pool.run(scatter_work.with_fault, fault, op, 300)
         except RankError as error:

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
+import agmm
 from agmm import InvalidArgument
-from agmm.ops import paths, scatter_paths
+from agmm.ops import scatter_paths
 from agmm.ops.prepare import prepare
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import cuda_calls
@@ -51,15 +52,16 @@ def test_a_dtype_without_kernels_is_not_taken_for_fp16(dtype: torch.dtype) -> No
 def test_kept_calls_end_with_their_group() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        gc.collect()  # groups of other tests
-        before = len(paths._fused_calls)
         group = dist.new_group([0])
-        paths._fused_calls[group] = {}
-        assert len(paths._fused_calls) == before + 1
+        alive = weakref.ref(group)
+        A, B = torch.ones(2, 3), torch.ones(3, 4)
+        for _ in range(2):
+            agmm.all_gather_matmul(A, B, group)
+            agmm.matmul_reduce_scatter(A, B, group)
         dist.destroy_process_group(group)
         del group
         gc.collect()
-        assert len(paths._fused_calls) == before
+        assert alive() is None
     finally:
         dist.destroy_process_group()
 
@@ -110,10 +112,9 @@ def test_what_a_graph_writes_to_outlives_a_larger_call(
             workspaces[group] = torch.empty(size)
             alive.append(weakref.ref(workspaces[group]))
         is_capturing.return_value = captured
-        scatter_paths._keep_for_graph(cuda, world)
+        scatter_paths.keep_for_graph(cuda, world)
     gc.collect()
     assert [workspace() is not None for workspace in alive] == [True, False, True]
     workspaces.clear()
     gc.collect()
     assert [workspace() is not None for workspace in alive] == [True, False, True]
-    assert len(scatter_paths._workspaces_of_graphs[world]) == 2

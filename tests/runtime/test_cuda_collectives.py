@@ -57,7 +57,7 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
         monkeypatch.setattr(cuda_collectives, "stream_of", lambda device: self.current.name)
         monkeypatch.setattr(
-            cuda_collectives, "_capture_of", lambda device: self.capture * self.is_capturing
+            cuda_collectives, "capture_of", lambda device: self.capture * self.is_capturing
         )
         note = self.done.append
         monkeypatch.setattr(
@@ -96,14 +96,14 @@ def workspace(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> CollectivesWorkspace
         return gpu.is_capturing
 
     core.call = mock.Mock(side_effect=call)
-    made._buffers = Buffers(core, torch.empty(0), None)
+    made.buffers = Buffers(core, torch.empty(0), None)
     made.slot_bytes = SLOT_BYTES
     return made
 
 
 def core_of(workspace: CollectivesWorkspace) -> mock.Mock:
-    assert workspace._buffers is not None
-    core: mock.Mock = workspace._buffers.core
+    assert workspace.buffers is not None
+    core: mock.Mock = workspace.buffers.core
     return core
 
 
@@ -178,11 +178,11 @@ def test_captured_calls_and_eager_ones_are_the_callers_to_order(
     gpu.done.clear()
     begun = workspace.start(Op.all_reduce, Method.one_shot, x, x)
     assert "kept for side" not in gpu.done and not begun.is_done()
-    assert [one is x for one in begun._kept] == [True, True]
+    assert [one is x for one in begun.kept] == [True, True]
     workspace.call(Op.all_reduce, Method.one_shot, x, x)
     assert gpu.done[-2:] == ["main waits for event 2", "call on main"]
     begun.wait()
-    assert begun._kept == () and gpu.done[-1] == "main waits for event 2"
+    assert begun.kept == () and gpu.done[-1] == "main waits for event 2"
     gpu.done.clear()
     workspace.call(Op.all_reduce, Method.one_shot, x, x)  # perhaps of another graph
     assert gpu.done == ["call on main"]

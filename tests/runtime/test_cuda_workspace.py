@@ -71,14 +71,13 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[cuda.CudaWorksp
         monkeypatch.setattr(links, "uuid", lambda index: f"GPU-{index}")
         core = mock.Mock()
         core.workspace_bytes = lambda slot_bytes, world_size: 3 * slot_bytes
-        monkeypatch.setattr(cuda.CudaWorkspace, "_core_class", core)
+        monkeypatch.setattr(cuda.CudaWorkspace, "core_class", core)
         symm_mem = mock.Mock(_group_name_to_workspace_tensor={})
         monkeypatch.setattr(symmetric, "symm_mem", symm_mem)
-        monkeypatch.setattr(symmetric, "_rendezvous", 0)
-        monkeypatch.setattr(symmetric, "_torch_workspaces", {})
+        monkeypatch.setattr(symmetric, "rendezvous", symmetric.Rendezvous())
         monkeypatch.setattr("agmm.runtime.calls.be_asked", lambda: None)
         monkeypatch.setattr(
-            cuda.CudaWorkspace, "_open", lambda self, memory, size: mock.Mock(memory=memory)
+            cuda.CudaWorkspace, "open_memory", lambda self, memory, size: mock.Mock(memory=memory)
         )
         group = mock.Mock(group_name="g")
         workspace = cuda.CudaWorkspace(group, torch.device("cuda", 0))
@@ -148,14 +147,14 @@ def test_workspace_that_cannot_grow_keeps_what_it_had(make: Any, which: str) -> 
 
     workspace, known = make(answer)
     workspace.ensure(MIB)
-    buffers, fails = workspace._buffers, True
+    buffers, fails = workspace.buffers, True
     if which == "own":
         vars(symmetric)["symm_mem"].empty.side_effect = torch.OutOfMemoryError("out of memory")
     rank = 0 if which == "own" else 1
     for _ in range(2):
         with pytest.raises(Unsupported, match=f"workspace: rank {rank} could not get .* of GPU m"):
             workspace.ensure(100 * MIB)
-    assert workspace._buffers is buffers
+    assert workspace.buffers is buffers
     assert workspace.slot_bytes == 32 * MIB
     # The refusal is remembered: the second time nobody was asked.
     assert known.topics.count("the size of a workspace") == 2
@@ -172,7 +171,7 @@ def test_what_graphs_keep_is_less_than_what_is_in_use(make: Any) -> None:
         workspace.captured = True
     sizes = [32 * MIB, 64 * MIB, 128 * MIB, 256 * MIB]
     assert workspace.slot_bytes == 512 * MIB
-    assert len(workspace._kept) == len(sizes)
+    assert len(workspace.kept) == len(sizes)
     assert sum(sizes) < workspace.slot_bytes
 
 
@@ -197,7 +196,7 @@ def test_release_gives_back_what_no_graph_needs(make: Any) -> None:
     workspace, _ = make()
     workspace.ensure(MIB)
     workspace.release()
-    assert workspace._buffers is None
+    assert workspace.buffers is None
     assert workspace.slot_bytes == 0
     workspace.ensure(MIB)
     assert workspace.slot_bytes == 32 * MIB
@@ -229,7 +228,7 @@ def test_rendezvous_of_torchs_own_ops_are_counted(make: Any) -> None:
     symmetric.note_torch_workspaces()
     made["another group"] = torch.empty(200)
     symmetric.note_torch_workspaces()
-    assert symmetric._rendezvous == 2
+    assert symmetric.rendezvous.count == 2
 
     def answer(topic: str, value: Any) -> Any:
         found = same(topic, value)

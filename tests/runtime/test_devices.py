@@ -26,7 +26,7 @@ def _nvml(**answers: object) -> mock.Mock:
 def test_the_drivers_version_is_nvmls(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str
 ) -> None:
-    monkeypatch.setattr(devices, "_KERNEL_MODULE", tmp_path / "version")
+    monkeypatch.setattr(devices, "KERNEL_MODULE", tmp_path / "version")
     (tmp_path / "version").write_text(module)
     nvml = _nvml(system_get_driver_version="570.10")
     monkeypatch.setattr(devices, "nvml", lambda: nvml)
@@ -36,7 +36,7 @@ def test_the_drivers_version_is_nvmls(
 def test_without_the_bindings_the_kernel_module_says_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(devices, "_KERNEL_MODULE", tmp_path / "version")
+    monkeypatch.setattr(devices, "KERNEL_MODULE", tmp_path / "version")
     monkeypatch.setattr(devices, "nvml", lambda: None)
     assert devices.driver_version() is None
     (tmp_path / "version").write_text(LINE)
@@ -75,15 +75,15 @@ def test_links_are_counted_to_the_last_one(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_bindings_have_what_is_asked() -> None:
     nvml = pytest.importorskip("cuda.bindings.nvml", reason="needs the extra cuda")
     # By their ends: older ones begin with the enumeration's name in C.
-    assert nvml.GpuP2PCapsIndex(devices._P2P_ATOMICS).name.endswith("ATOMICS")
-    assert nvml.GpuP2PCapsIndex(devices._P2P_READ).name.endswith("READ")
-    assert nvml.GpuP2PCapsIndex(devices._P2P_WRITE).name.endswith("WRITE")
-    assert nvml.GpuP2PCapsIndex(devices._P2P_NVLINK).name.endswith("NVLINK")
-    for level in devices._PCIE_WAYS:
+    assert nvml.GpuP2PCapsIndex(devices.P2P_ATOMICS).name.endswith("ATOMICS")
+    assert nvml.GpuP2PCapsIndex(devices.P2P_READ).name.endswith("READ")
+    assert nvml.GpuP2PCapsIndex(devices.P2P_WRITE).name.endswith("WRITE")
+    assert nvml.GpuP2PCapsIndex(devices.P2P_NVLINK).name.endswith("NVLINK")
+    for level in devices.PCIE_WAYS:
         assert nvml.GpuTopologyLevel(level) == level
-    assert nvml.ClockType(devices._SM_CLOCK).name.endswith("SM")
-    assert nvml.GpuP2PStatus(devices._OK).name.endswith("OK")
-    assert nvml.EnableState(devices._NVLINK_IS_ACTIVE).name.endswith("ENABLED")
+    assert nvml.ClockType(devices.SM_CLOCK).name.endswith("SM")
+    assert nvml.GpuP2PStatus(devices.OK).name.endswith("OK")
+    assert nvml.EnableState(devices.NVLINK_IS_ACTIVE).name.endswith("ENABLED")
     for name in (
         "NVLINK_MAX_LINKS",
         "device_get_clock_info",

@@ -94,7 +94,7 @@ def test_hosts_are_told_apart_by_their_boot_not_their_name(
     found = set()
     for boot, name in (("first", "node"), ("second", "node"), ("second", "another")):
         (tmp_path / boot).write_text(f"{boot}\n")
-        monkeypatch.setattr(groups, "_BOOT_ID", tmp_path / boot)
+        monkeypatch.setattr(groups, "BOOT_ID", tmp_path / boot)
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
         monkeypatch.setattr(platform, "node", lambda name=name: name)
         found.add(groups.host_id())
@@ -165,11 +165,11 @@ def test_other_groups_are_found(
     own, other = mock.Mock(), mock.Mock()
     other.size.return_value = size
     world = mock.Mock(pg_map={own: None, other: None})
-    monkeypatch.setattr(group_gpus, "_world", world)
+    monkeypatch.setattr(dist.distributed_c10d, "_world", world)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
-    assert group_gpus._wanted_sms(own) == wanted
+    assert group_gpus.wanted_sms(own) == wanted
     monkeypatch.setenv(_env.RESERVED_SMS.name, "2")
-    assert group_gpus._wanted_sms(own) == 2
+    assert group_gpus.wanted_sms(own) == 2
 
 
 def test_the_default_group_does_not_count() -> None:
@@ -177,11 +177,11 @@ def test_the_default_group_does_not_count() -> None:
     try:
         group = dist.new_group([0])
         with mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"):
-            assert not group_gpus._has_other_groups(group)
+            assert not group_gpus.has_other_groups(group)
             with mock.patch.object(type(group), "size", return_value=2):
-                assert not group_gpus._has_other_groups(group)
+                assert not group_gpus.has_other_groups(group)
                 everyone = dist.group.WORLD
                 assert everyone is not None
-                assert group_gpus._has_other_groups(everyone)
+                assert group_gpus.has_other_groups(everyone)
     finally:
         dist.destroy_process_group()

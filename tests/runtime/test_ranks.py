@@ -13,7 +13,7 @@ import pytest
 import rank_work
 import torch
 
-from agmm.testing.ranks import RankError, RankPool, _ctrl_c_held
+from agmm.testing.ranks import RankError, RankPool, ctrl_c_held
 
 
 def test_results_come_by_rank(pool: RankPool) -> None:
@@ -73,7 +73,7 @@ def test_ctrl_c_waits_for_the_start_of_processes() -> None:
     )
     reached = ""
 
-    @_ctrl_c_held()
+    @ctrl_c_held()
     def start() -> None:
         nonlocal reached
         os.kill(os.getpid(), signal.SIGINT)

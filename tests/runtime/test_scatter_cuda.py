@@ -25,16 +25,23 @@ B = torch.randn(24, 16).bfloat16().t()
 
 
 @pytest.fixture
-def kept(group: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+def kept(group: str) -> Any:
     """A call that was kept for A and B, and counts how often it is made."""
     everyone = dist.group.WORLD
     assert everyone is not None
     call = mock.Mock(side_effect=lambda As, Bs, bias: As[0] @ Bs[0])
-    ready: dict[Any, Any] = {}
     for strict in (False, True):
-        ready[scatter_cuda._ready_key(A, B, None, "sum", strict)] = call
-    monkeypatch.setitem(scatter_cuda._ready, everyone, ready)
+        scatter_cuda.keep(A, B, None, everyone, "sum", strict, call)
     return call
+
+
+def test_a_kept_call_is_not_made_once_nans_are_looked_for(kept: mock.Mock) -> None:
+    before = agmm.check_nan("warn")
+    try:
+        agmm.matmul_reduce_scatter(A, B)
+    finally:
+        agmm.check_nan(before)
+    assert kept.call_count == 0
 
 
 def test_a_known_call_is_made_at_once(kept: mock.Mock, group: str) -> None:
@@ -70,7 +77,7 @@ def test_another_one_is_not(
 
 def test_a_destroyed_group_is_refused_where_calls_are_kept(group: str) -> None:
     other, call = dist.new_group([0]), mock.Mock()
-    scatter_cuda._ready[other] = {scatter_cuda._ready_key(A, B, None, "sum", False): call}
+    scatter_cuda.keep(A, B, None, other, "sum", False, call)
     agmm.matmul_reduce_scatter(A, B, other)
     dist.destroy_process_group(other)
     with pytest.raises(agmm.InvalidArgument, match=r"^group: found a destroyed one"):
@@ -159,11 +166,10 @@ def test_the_host_time_of_a_kept_call(group: str, monkeypatch: pytest.MonkeyPatc
     weight = cuda_calls.Weight(16, True, 24, (32, 24), kernel.core)
     dtype = _core.DType.bfloat16
     gather = cuda_calls.FusedCall(workspace, 8, 16, dtype, 1, (0,) * 5, None, (weight,))
-    key = scatter_cuda._ready_key(A, B, None, "sum", False)
-    monkeypatch.setitem(scatter_cuda._ready, everyone, {key: scatter})
-    kinds = [*map(paths.kind_of, (A, B)), None]
-    key = (0, False, "", True, 1, *kinds)
-    monkeypatch.setitem(paths._fused_calls, everyone, {key: gather})
+    scatter_cuda.keep(A, B, None, everyone, "sum", False, scatter)
+    agmm.all_gather_matmul(A, B)  # on the CPU, for the key under which its call is kept
+    (key,) = paths.kept_calls[everyone]
+    paths.kept_calls[everyone][key] = gather
 
     found = _functions_called(lambda: agmm.matmul_reduce_scatter(A, B))
     assert core.calls == 1

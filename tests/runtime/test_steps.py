@@ -38,7 +38,7 @@ def test_each_step_has_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_thread_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "_POLL_S", 0.01)
+    monkeypatch.setattr(steps, "POLL_S", 0.01)
     said: list[str] = []
     end = Watch(tmp_path, 1, 0.0, 0.0).call_if_stuck(lambda: said.append("stuck"))
     deadline = time.monotonic() + 10

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torchrun
 import two_hosts_work
 
 from agmm.testing.ranks import RankPool
-
-HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -30,38 +26,22 @@ def on_own_host() -> list[str]:
     return two_hosts_work.job(dist.get_rank() // (dist.get_world_size() // 2))
 
 
-def test_job_of_two_nodes_as_torchrun_starts_it() -> None:
+def test_job_of_two_nodes_as_torchrun_starts_it(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "AGMM_TIMEOUT_S": "60",
-    }
+    here = ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    env = {"GLOO_SOCKET_IFNAME": "lo", "AGMM_TIMEOUT_S": "60"}
     nodes = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2"),
-                *("--nproc-per-node=2", f"--node-rank={node}"),
-                *("--master-addr=127.0.0.1", f"--master-port={port}"),
-                str(HERE / "two_hosts_work.py"),
-            ],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        torchrun.Node(
+            tmp_path,
+            ["--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}", *here],
+            [two_hosts_work.__file__],
+            env,
         )
         for node in (0, 1)
     ]
-    try:
-        found = [node.communicate(timeout=150) for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-            node.wait()
-    assert [node.returncode for node in nodes] == [0, 0], found
-    lines = sorted(line for out, _ in found for line in out.splitlines())
+    found = [node.finish(150) for node in nodes]
+    assert [done.returncode for done in found] == [0, 0], found
+    lines = sorted(line for done in found for line in done.stdout.splitlines())
     assert lines == [f"rank {rank} on node {rank // 2}: []" for rank in range(4)]

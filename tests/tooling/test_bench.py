@@ -13,6 +13,7 @@ from unittest import mock
 
 import bench_work
 import pytest
+import torchrun
 from command import agmm
 
 from agmm.bench import reports, runner
@@ -22,7 +23,6 @@ from agmm.testing.cases import Shape
 
 SCATTER = "matmul_reduce_scatter"
 BENCH = [sys.executable, "-m", "agmm", "bench"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
 
 
 @pytest.fixture(autouse=True)
@@ -98,12 +98,8 @@ def test_a_way_that_hangs_under_torchrun_ends_the_job(tmp_path: Path) -> None:
     arguments = ["bench", "--device", "cpu", "--samples", "3", "--limit", "4"]
     shapes = f"8x8x8,{bench_work.SICK_SHAPE}"
     sick = ["--ways", "agmm,hangs-when-timed", "--shapes", shapes]
-    done = subprocess.run(
-        [*TORCHRUN[:-1], "2", bench_work.__file__, *arguments, *sick, "--json", str(report)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    program = [bench_work.__file__, *arguments, *sick, "--json", str(report)]
+    done = torchrun.run(tmp_path, ["--nproc-per-node=2"], program)
     assert done.returncode != 0
     assert "hangs-when-timed did not come back within 4 s" in done.stderr
     (shape,) = json.loads(report.read_text())["shapes"]
@@ -199,7 +195,8 @@ def test_a_timeline_of_a_scatter(tmp_path: Path) -> None:
 
 def test_timelines_under_torchrun(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--timeline", "48x8x24,96x16x24", "--plot", str(tmp_path)]
-    done = _run(*TORCHRUN, *BENCH[1:], *arguments)
+    done = torchrun.run(tmp_path, ["--nproc-per-node=3"], ["-m", "agmm", "bench", *arguments])
+    assert done.returncode == 0, done.stderr
     for shape in ("48x8x24", "96x16x24"):
         path = tmp_path / f"timeline-{shape}.json"
         assert done.stderr.count(f"wrote {path}") == 1

@@ -30,7 +30,7 @@ from agmm.cli.tuning import TuningBar
 from agmm.errors import AgmmError
 from agmm.planning.plans import UNFUSED, Problem, Row
 from agmm.testing.cases import MAX_EXTENT, Shape
-from agmm.testing.ranks import RankError
+from agmm.testing.ranks import RankError, RankPool
 
 AGMM = [sys.executable, "-m", "agmm"]
 cli_runner = CliRunner()
@@ -171,7 +171,7 @@ def test_both_names_of_the_number_of_ranks_mean_the_same() -> None:
 def test_huge_shapes_are_said_before_the_run(
     monkeypatch: pytest.MonkeyPatch, command: str, arguments: list[str], hint: str
 ) -> None:
-    monkeypatch.setattr(runner, "_Ranks", _never)
+    monkeypatch.setattr(RankPool, "__init__", _never)
     monkeypatch.setattr(launcher, "ranks", _never)
     result = _invoke(command, "--device", "cpu", "--tp", "2", *arguments)
     assert (result.exit_code, hint in result.output) == (2, True), result.output[-500:]

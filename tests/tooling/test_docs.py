@@ -10,8 +10,6 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+import torchrun
 from typer.main import get_command
 
 from agmm import _env
@@ -291,15 +290,7 @@ def test_code_of_the_readme_runs_under_torchrun(tmp_path: Path) -> None:
     assert name.startswith("README.md")
     script = tmp_path / "first_call.py"
     script.write_text(code)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    process = subprocess.run(
-        [*torchrun, str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    process = torchrun.run(tmp_path, ["--nproc-per-node=2"], [str(script)])
     assert process.returncode == 0, process.stdout + process.stderr
     assert "agmm takes the unfused path" not in process.stderr
 

@@ -115,13 +115,13 @@ def test_order_of_a_cuda_sample(monkeypatch: pytest.MonkeyPatch) -> None:
         return zero_(tensor)
 
     monkeypatch.setattr(timer, "FLUSH_BYTES", 64)
-    monkeypatch.setattr(timer, "_cycles_per_us", lambda index: 2000.0)
+    monkeypatch.setattr(timer, "cycles_per_us", lambda index: 2000.0)
     monkeypatch.setattr(torch.Tensor, "zero_", flush)
     monkeypatch.setattr(torch.cuda, "Event", _FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append(f"spin {cycles}"))
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **keywords: order.append("align"))
-    sample = timer._CudaSampler(cast(Any, object()), CPU, spin_us=400.0, flush_l2=True)
+    sample = timer.CudaSampler(cast(Any, object()), CPU, spin_us=400.0, flush_l2=True)
     order.clear()
     assert sample(lambda: order.append("op")) == 25.0
     assert order == [

@@ -87,7 +87,7 @@ def test_the_versions_are_those_that_the_project_states() -> None:
     found = re.search(r"^TEST_TORCHES \?= (.*)$", makefile, re.MULTILINE)
     assert found is not None
     oldest, usual, newest = found[1].split()
-    stated = ".".join(map(str, doctor._OLDEST_TORCH))
+    stated = ".".join(map(str, doctor.OLDEST_TORCH))
     assert f'"torch>={stated}"' in (REPOSITORY / "pyproject.toml").read_text()
     assert oldest == f"torch=={stated}.*"
     assert f"TORCH='{usual}'" in (REPOSITORY / "tools" / "make_venv.sh").read_text()

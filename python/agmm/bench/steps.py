@@ -18,7 +18,7 @@ _STEP = struct.Struct("<qq")
 BEGINNING = -1
 """What a rank does before its first numbered thing."""
 
-_POLL_S = 0.5  # short beside the limits of a way, which are seconds
+POLL_S = 0.5  # short beside the limits of a way, which are seconds
 
 
 def _path(folder: Path, rank: int) -> Path:
@@ -87,7 +87,7 @@ class Watch:
         ended = threading.Event()
 
         def look() -> None:
-            while not ended.wait(_POLL_S):
+            while not ended.wait(POLL_S):
                 if self.is_stuck():
                     stuck()
                     return

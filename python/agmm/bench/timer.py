@@ -76,7 +76,7 @@ def time_ways(
     mine: dict[str, list[float]] = {name: [] for name in names}
     sample: Callable[[Callable[[], Any]], float]
     if device.type == "cuda":
-        sample = _CudaSampler(group, device, spin_us, flush_l2)
+        sample = CudaSampler(group, device, spin_us, flush_l2)
     else:
         sample = _CpuSampler(group)
     for i in range(-warmup, samples):
@@ -140,13 +140,13 @@ def host_time(
     return HostTime(statistics.median(following), statistics.median(first))
 
 
-class _CudaSampler:
+class CudaSampler:
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, spin_us: float, flush_l2: bool
     ) -> None:
         self._group = group
         self._device = device
-        self._spin_cycles = round(spin_us * _cycles_per_us(device.index))
+        self._spin_cycles = round(spin_us * cycles_per_us(device.index))
         self._flush = (
             torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device) if flush_l2 else None
         )
@@ -185,7 +185,7 @@ class _CpuSampler:
 
 
 @cache
-def _cycles_per_us(device_index: int | None) -> float:
+def cycles_per_us(device_index: int | None) -> float:
     with torch.cuda.device(device_index):
         torch.cuda._sleep(_CALIBRATION_CYCLES)
         begin = torch.cuda.Event(enable_timing=True)

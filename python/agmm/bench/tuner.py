@@ -155,9 +155,9 @@ def tune(options: Options, progress: Progress | None = None) -> Iterator[Outcome
         for i, (shape, problem) in enumerate(wanted):
             old = _from_rank_0(planner.choose(problem).plan)
             outcome = Outcome(shape, problem, old)
-            part = _Part(progress, i / len(wanted), 1 / len(wanted), str(shape))
+            part = Part(progress, i / len(wanted), 1 / len(wanted), str(shape))
             try:
-                _tune_shape(outcome, kernels, options, ranks, part)
+                tune_shape(outcome, kernels, options, ranks, part)
             except RankError as error:
                 progress.say(f"{shape}: given up: {_cause(error)}")
                 outcome.failures.append(Failure(outcome.old, _cause(error)))
@@ -171,7 +171,7 @@ def _is_done(table: tables.Table, problem: Problem) -> bool:
 
 
 @dataclass
-class _Part:
+class Part:
     """The part of the progress bar that belongs to one shape."""
 
     progress: Progress
@@ -188,12 +188,12 @@ class _Part:
         self.best = f"{us:.1f} µs, {name}"
 
 
-def _tune_shape(
+def tune_shape(
     outcome: Outcome,
     kernels: Sequence[KernelConfig],
     options: Options,
     ranks: _Ranks,
-    part: _Part,
+    part: Part,
 ) -> None:
     shape, old = outcome.shape, outcome.old
     part.at(0.0, "making the reference")

@@ -22,7 +22,7 @@ from agmm.runtime import devices
 
 # As pyproject.toml has them, which a broken installation cannot be asked for.
 _OLDEST_PYTHON = (3, 10)
-_OLDEST_TORCH = (2, 11)
+OLDEST_TORCH = (2, 11)
 _SHM = Path("/dev/shm")
 _SMALL_SHM_BYTES = 256 * 2**20  # a container has 64 MiB unless told otherwise
 _INTERESTING_VARIABLES = (
@@ -54,13 +54,13 @@ def _python() -> Finding:
 
 def _torch() -> Finding:
     if torch is None:
-        oldest = ".".join(map(str, _OLDEST_TORCH))
+        oldest = ".".join(map(str, OLDEST_TORCH))
         meaning = f"agmm needs torch {oldest} or later: install it, or repair what is here"
         return Finding("torch", f"does not load: {torch_error}", meaning, "broken")
     found = f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}"
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    if version < _OLDEST_TORCH:
-        oldest = ".".join(map(str, _OLDEST_TORCH))
+    if version < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
         return Finding("torch", found, f"agmm needs torch {oldest} or later", "broken")
     if torch.version.cuda is None:
         return Finding("torch", found, "CPU tensors only: this torch knows no CUDA", "note")

@@ -95,7 +95,7 @@ def _gpu_here() -> str | None:
     return tables.gpu_name(torch.cuda.get_device_name())
 
 
-def _has_atomics_here(gpu: str) -> bool:
+def has_atomics_here(gpu: str) -> bool:
     """Whether the links do, where the problem's GPU is the one here; else they are taken to."""
     if gpu != _gpu_here() or not _core.cuda_built:
         return True
@@ -138,7 +138,7 @@ def explain(problem: Problem, planner: Planner) -> RenderableType:
         raise InvalidArgument(
             f"m: found {problem.m}, wanted a multiple of tp, {problem.world_size}"
         )
-    problem = problem._replace(peer_atomics=_has_atomics_here(problem.gpu))
+    problem = problem._replace(peer_atomics=has_atomics_here(problem.gpu))
     choice = planner.choose(problem)
     lines = [
         f"{_call(problem)}, {problem.dtype}, B by {problem.b_layout}, {problem.world_size} "

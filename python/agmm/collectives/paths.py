@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import NamedTuple
 
 import torch
 
-from agmm.errors import Unsupported
+from agmm.errors import Unsupported, warn_once
 from agmm.ops.checks import FLOATS
-from agmm.ops.paths import levels_to_caller
 from agmm.ops.small_collectives import SUMMED
 from agmm.planning.cost_model.collectives import (
     MOST_BYTES,
@@ -77,14 +75,10 @@ def _why_not_in_shared_memory(kind: Kind, x: torch.Tensor) -> str | None:
     return None
 
 
-_warned: set[str] = set()
-
-
 def leave_to_torch(kind: Kind, path: Path, strict: bool) -> None:
     """Raises Unsupported if strict, else warns of each reason once in a process, where torch's
     collective is no choice."""
     if strict:
         raise Unsupported(f"{path.reason}; strict=True refuses torch's collective")
-    if not path.is_choice and path.reason not in _warned:
-        _warned.add(path.reason)
-        warnings.warn(f"agmm leaves {kind} to torch: {path.reason}", stacklevel=levels_to_caller())
+    if not path.is_choice:
+        warn_once(f"agmm leaves {kind} to torch: {path.reason}")

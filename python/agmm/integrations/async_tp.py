@@ -47,7 +47,7 @@ class _Op(NamedTuple):
         return self.schema.partition("(")[0]
 
 
-_OPS = (
+OPS = (
     _Op(
         f"{NAMESPACE}::fused_all_gather_matmul(Tensor A, Tensor[] Bs, int gather_dim, "
         "str group_name, *, bool return_A=True) -> (Tensor?, Tensor[])",
@@ -85,13 +85,13 @@ class _Override:
 
     def __init__(self) -> None:
         """Raises AgmmError where this torch lacks an op or has another schema of it."""
-        for op in _OPS:
+        for op in OPS:
             _check_schema(op)
         self._library = torch.library.Library(NAMESPACE, "IMPL")
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered")
-                for op in _OPS:
+                for op in OPS:
                     for key in op.keys:
                         self._put_over(op, key)
         except BaseException:
@@ -99,7 +99,7 @@ class _Override:
             raise
 
     def _put_over(self, op: _Op, key: str) -> None:
-        torchs = _torch_kernel(op.name, key)
+        torchs = torch_kernel(op.name, key)
         if op.kernel_over is scatter_over and key == "CUDA":
             scatter_paths.kernel_of_torch = torchs  # which agmm's own op takes where it cannot
         kernel = op.kernel_over(torchs)
@@ -130,7 +130,7 @@ def _check_schema(op: _Op) -> None:
         )
 
 
-def _torch_kernel(op: str, key: str) -> Kernel:
+def torch_kernel(op: str, key: str) -> Kernel:
     """torch's kernel for this dispatch key; where it has none its Meta kernel, which is the
     decomposition into a collective and matmul, for any device."""
     source = key if torch._C._dispatch_has_kernel_for_dispatch_key(op, key) else "Meta"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from agmm.errors import InvalidArgument, Unsupported
+from agmm.errors import InvalidArgument, Unsupported, warn_once
 from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
 from agmm.ops import paths, scatter_cuda, scatter_plan
 from agmm.ops.checks import check_gatherable, check_scatterable
@@ -39,16 +38,12 @@ _routes = weakref.WeakKeyDictionary()
 
 nan_check.on_change(_routes.clear)
 
-_MAX_ROUTES = 4096  # per group
-
-_warned: set[str] = set()
+MAX_ROUTES = 4096
+"""Kept for a group at most: calls of so many kinds, as a server with changing batches has them."""
 
 
 def _warn(op: str, reason: str) -> None:
-    message = f"agmm leaves {NAMESPACE}.{op} to torch: {reason}"
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=paths.levels_to_caller())
+    warn_once(f"agmm leaves {NAMESPACE}.{op} to torch: {reason}")
 
 
 def _served(
@@ -66,7 +61,7 @@ def _served(
         routes = _routes[group] = {}
     key = op, *kind
     if key not in routes:
-        if len(routes) >= _MAX_ROUTES:
+        if len(routes) >= MAX_ROUTES:
             routes.clear()
         reason = why_torch()
         if reason is None:

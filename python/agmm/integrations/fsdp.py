@@ -95,7 +95,7 @@ class AllGather(_Comm, api.AllGather):
             Unsupported: under ``strict``: the GPUs of the group cannot reach each other's memory;
                 all ranks raise.
         """
-        if _goes_by_copies(output_tensor):
+        if goes_by_copies(output_tensor):
             try:
                 return self._copy(output_tensor, input_tensor, group, async_op)
             except Unsupported as reason:
@@ -146,7 +146,7 @@ class ReduceScatter(_Comm, api.ReduceScatter):
         Raises:
             Unsupported: under ``strict``: as `AllGather`, or for such an op or dtype.
         """
-        if _goes_by_copies(output_tensor):
+        if goes_by_copies(output_tensor):
             try:
                 self._copy(output_tensor, input_tensor, group, op, async_op)
                 return None
@@ -185,7 +185,7 @@ class _Copied(Work):
         return True
 
 
-def _goes_by_copies(tensor: torch.Tensor) -> bool:
+def goes_by_copies(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
@@ -236,8 +236,8 @@ def enable(model: torch.nn.Module, *, strict: bool = False) -> None:
     chosen = []
     several = ""
     for name, module in _sharded(model):
-        param_groups = _param_groups(module)
-        for each in param_groups:
+        of_module = param_groups(module)
+        for each in of_module:
             found = [each._all_gather_comm, each._reduce_scatter_comm]
             kinds = (DefaultAllGather, AllGather), (DefaultReduceScatter, ReduceScatter)
             for comm, wanted in zip(found, kinds, strict=True):
@@ -246,7 +246,7 @@ def enable(model: torch.nn.Module, *, strict: bool = False) -> None:
                         f"model: found {type(comm).__name__} set on {name or 'the model'}, wanted "
                         "modules with torch's default collectives"
                     )
-        if len(param_groups) > 1:
+        if len(of_module) > 1:
             several = several or name or "the model"
         else:
             chosen.append(module)
@@ -264,10 +264,10 @@ def disable(model: torch.nn.Module) -> None:
         InvalidArgument: no module of ``model`` was sharded.
     """
     for _, module in _sharded(model):
-        param_groups = _param_groups(module)
-        if any(isinstance(each._all_gather_comm, AllGather) for each in param_groups):
+        of_module = param_groups(module)
+        if any(isinstance(each._all_gather_comm, AllGather) for each in of_module):
             module.set_custom_all_gather(DefaultAllGather())
-        if any(isinstance(each._reduce_scatter_comm, ReduceScatter) for each in param_groups):
+        if any(isinstance(each._reduce_scatter_comm, ReduceScatter) for each in of_module):
             module.set_custom_reduce_scatter(DefaultReduceScatter())
 
 
@@ -281,7 +281,7 @@ def _sharded(model: torch.nn.Module) -> list[tuple[str, FSDPModule]]:
     return found
 
 
-def _param_groups(module: FSDPModule) -> list[Any]:
+def param_groups(module: FSDPModule) -> list[Any]:
     """What of a module is gathered together; more than one where its parameters have several
     meshes, which torch knows from 2.12 on."""
     state: Any = module._get_fsdp_state()

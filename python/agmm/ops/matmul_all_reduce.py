@@ -35,7 +35,7 @@ def _impl(
     if 0 in shape:  # on all ranks alike
         return A.new_empty(shape)
     rows = A.reshape(A.shape[:-1].numel(), A.shape[-1])
-    fused = _on_cuda if A.device.type == "cuda" else _on_cpu
+    fused = by_scatter_and_gather if A.device.type == "cuda" else _on_cpu
     try:
         out = fused(rows, B, bias, group, call, agreed=f"{list(shape)}", strict=strict)
     except Unsupported as error:
@@ -66,7 +66,7 @@ def _on_cpu(
     return cpu_workspace(group).matmul_all_reduce(A, B, bias, call, agreed=agreed)
 
 
-def _on_cuda(
+def by_scatter_and_gather(
     A: torch.Tensor,
     B: torch.Tensor,
     bias: torch.Tensor | None,
@@ -76,9 +76,9 @@ def _on_cuda(
     agreed: str,
     strict: bool,
 ) -> torch.Tensor | None:
-    """By a kernel that scatters the sum, then an all-gather, so that all ranks have the same bits;
-    None where the unfused path is planned. A is [M, K]. Rows that the ranks cannot share equally
-    are filled up with zeros. Raises Unsupported where no kernel can serve the call."""
+    """On CUDA: by a kernel that scatters the sum, then an all-gather, so that all ranks have the
+    same bits; None where the unfused path is planned. A is [M, K]. Rows that the ranks cannot share
+    equally are filled up with zeros. Raises Unsupported where no kernel can serve the call."""
     world_size = dist.get_world_size(group)
     if world_size == 1 and not strict:
         return None

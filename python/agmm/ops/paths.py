@@ -3,17 +3,14 @@ the fused one are kept."""
 
 from __future__ import annotations
 
-import sys
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from agmm.errors import InvalidArgument, Unsupported
+from agmm.errors import InvalidArgument, Unsupported, warn_once
 from agmm.ops import small_collectives
 from agmm.ops.checks import FLOATS, check_gatherable
 from agmm.ops.prepare import prepare
@@ -24,29 +21,12 @@ from agmm.runtime.collectives import start_all_gather
 from agmm.runtime.cuda_calls import FusedCall
 from agmm.runtime.workspaces import cpu_workspace, cuda_workspace
 
-_warned: set[str] = set()
-
 
 def fall_back(reason: str, strict: bool) -> None:
     """Raises Unsupported if strict, else warns of each reason once in a process."""
     if strict:
         raise Unsupported(f"{reason}; strict=True refuses the unfused path")
-    if reason not in _warned:
-        _warned.add(reason)
-        warnings.warn(f"agmm takes the unfused path: {reason}", stacklevel=levels_to_caller())
-
-
-def levels_to_caller() -> int:
-    """For a function that warns: how far up is the code that called agmm. The dispatcher and
-    autograd lie between, or not."""
-    frame: FrameType | None = sys._getframe(1)
-    levels = 0
-    while frame is not None:
-        levels += 1
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("agmm", "torch"):
-            break
-        frame = frame.f_back
-    return levels
+    warn_once(f"agmm takes the unfused path: {reason}")
 
 
 def why_unfused(
@@ -145,11 +125,11 @@ class _GatherCall(NamedTuple):
 
 _Kept = _CpuCall | _GatherCall | FusedCall | Callable[..., Outs]
 
-# The calls that were found to be legal for the fused path; they end with their group.
-_fused_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Kept]]
-_fused_calls = weakref.WeakKeyDictionary()
+kept_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Kept]]
+kept_calls = weakref.WeakKeyDictionary()
+"""Those that were found to be legal for the fused path; they end with their group."""
 
-nan_check.on_change(_fused_calls.clear)
+nan_check.on_change(kept_calls.clear)
 
 _BY_LIBRARY = (plans.UNFUSED.name, plans.GATHERED.name)
 """Configs whose matmul is the library's."""
@@ -190,7 +170,7 @@ def run(
         kinds = [None if t is None else kind_of(t) for t in (A_shard, *Bs, *biases)]
     may_choose = not (config or strict or prefer_fused)
     key = (gather_dim, return_A, config, may_choose, len(Bs), *kinds)
-    calls = _fused_calls.get(group)
+    calls = kept_calls.get(group)
     call = None if calls is None else calls.get(key)
     if calls is not None and call is not None:
         try:
@@ -231,13 +211,13 @@ def _run_anew(
         reason, config = "plan: the unfused path is faster", "unfused"
     is_kept = True
     if reason is None and config == plans.GATHERED.name:
-        reason = _why_not_gathered(A_shard, group)
+        reason = why_not_gathered(A_shard, group)
     elif (
         reason is None
         and may_choose
         and call_plans.prefers_gather(A_shard, Bs, group, return_A=return_A)
     ):
-        is_kept = _why_not_gathered(A_shard, group) is None
+        is_kept = why_not_gathered(A_shard, group) is None
         if is_kept:
             config = plans.GATHERED.name
         # Else it is captured before the gather has memory: fused this time.
@@ -270,7 +250,7 @@ def _run_anew(
             reason = str(error)
         else:
             if is_kept:
-                calls = _fused_calls.setdefault(group, {})
+                calls = kept_calls.setdefault(group, {})
                 if len(calls) >= _MAX_FUSED_CALLS:
                     calls.clear()
                 calls[key] = call
@@ -281,7 +261,7 @@ def _run_anew(
     return (A if return_A else None), outs
 
 
-def _why_not_gathered(A_shard: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+def why_not_gathered(A_shard: torch.Tensor, group: dist.ProcessGroup) -> str | None:
     """The reason why agmm's kernel cannot gather what could be fused, or None."""
     if A_shard.device.type != "cuda":
         return f"config: {plans.GATHERED.name} was asked for on {A_shard.device}, it wants cuda"

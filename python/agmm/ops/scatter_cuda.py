@@ -49,6 +49,22 @@ def kept(
         return None
 
 
+def keep(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    reduce_op: str,
+    strict: bool,
+    call: ScatterCall,
+) -> None:
+    """What `kept` returns from now on for such operands."""
+    ready = _ready.setdefault(group, {})
+    if len(ready) >= _MAX_CALLS:
+        ready.clear()
+    ready[_ready_key(A, B, bias, reduce_op, strict)] = call
+
+
 def _ready_key(A: Any, B: Any, bias: Any, reduce_op: Any, strict: bool) -> Any:
     return (
         type(A),
@@ -129,10 +145,7 @@ def run(
     as_given = all(one is other for one, other in zip(given, (*As, *Bs), strict=True))
     is_plain = all(type(one) in _PLAIN for one in given)
     if len(As) == 1 and as_given and is_plain and not nan_check.active:  # these go without a look
-        ready = _ready.setdefault(group, {})
-        if len(ready) >= _MAX_CALLS:
-            ready.clear()
-        ready[_ready_key(As[0], Bs[0], bias, reduce_op, strict)] = call
+        keep(As[0], Bs[0], bias, group, reduce_op, strict, call)
     return out if scatter_dim == 0 else out.movedim(0, scatter_dim).contiguous()
 
 

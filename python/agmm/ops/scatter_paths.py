@@ -28,7 +28,7 @@ _workspaces_of_graphs: weakref.WeakKeyDictionary[dist.ProcessGroup, list[torch.T
 _workspaces_of_graphs = weakref.WeakKeyDictionary()
 
 
-def _keep_for_graph(device: torch.device, group: dist.ProcessGroup) -> None:
+def keep_for_graph(device: torch.device, group: dist.ProcessGroup) -> None:
     """In a capture, keep the workspace of torch's op as long as the group: torch frees it when a
     later call needs a larger one."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
@@ -146,7 +146,7 @@ def by_the_op_of_torch(
     # It sums with torch.sum, which autocast would have return float32.
     with groups.of(group).lock, torch.amp.autocast(A.device.type, enabled=False):
         out: torch.Tensor = fused(A.contiguous(), B, reduce_op, 0, group.group_name)
-        _keep_for_graph(A.device, group)
+        keep_for_graph(A.device, group)
         symmetric.note_torch_workspaces()
     return out
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from agmm import _core
+from agmm.errors import warn_once
 from agmm.planning import plans, tables
 from agmm.planning.planner import Planner
 from agmm.planning.plans import KernelConfig, Plan, Problem
@@ -136,7 +137,7 @@ def _agreed_tables(group: dist.ProcessGroup, gpu: str) -> list[tables.Table]:
     digest = "" if own is None else own.digest
     digests = _exchange(group, f"their tuned tables for {gpu}", digest)
     if len(set(digests)) > 1:
-        tables.warn_once(
+        warn_once(
             f"agmm ignores {tables.file_name(gpu, world_size)} of the user: its ranks found "
             f"{len(set(digests))} versions of it, wanted one"
         )

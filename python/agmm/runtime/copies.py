@@ -135,13 +135,13 @@ class CopyWorkspace(SymmetricWorkspace):
     def _slots_per_rank(self) -> int:
         raise NotImplementedError
 
-    def _size(self, slot_bytes: int) -> int:
+    def memory_bytes(self, slot_bytes: int) -> int:
         return self._slots_per_rank() * slot_bytes
 
     def _set_words(self, memory: torch.Tensor, slot_bytes: int) -> None:
         """It has none: torch's barrier has words of its own."""
 
-    def _core_of(self, places: list[int], handle: Any, slot_bytes: int) -> _CudaSlots:
+    def core_of(self, places: list[int], handle: Any, slot_bytes: int) -> _CudaSlots:
         return _CudaSlots(handle, slot_bytes, self._slots_per_rank())
 
     def _begin(self, nbytes: int) -> Slots:

@@ -21,7 +21,7 @@ def _aligned(nbytes: int) -> int:
 class CudaWorkspace(SymmetricWorkspace):
     """Gather buffers, signals and credits of one group on one device."""
 
-    _core_class = _core.CudaWorkspace
+    core_class = _core.CudaWorkspace
     _granule = 32 << 20
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -31,9 +31,9 @@ class CudaWorkspace(SymmetricWorkspace):
         self._unfinished: torch.Tensor | None = None  # kept while copies may be written to it
 
     def _staging_offset(self, slot_bytes: int) -> int:
-        return _aligned(super()._size(slot_bytes))
+        return _aligned(super().memory_bytes(slot_bytes))
 
-    def _size(self, slot_bytes: int) -> int:
+    def memory_bytes(self, slot_bytes: int) -> int:
         return self._staging_offset(slot_bytes) + _aligned(-(-slot_bytes // self.world_size))
 
     def _staged(self, buffers: Buffers, rank: int, like: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ SLOT_BYTES = 32 << 20
 one several. So all calls but a group's first can be captured."""
 
 
-def _capture_of(device: torch.device) -> int:
+def capture_of(device: torch.device) -> int:
     """The capture that the current stream is in, by its id; 0: none."""
     if not torch.cuda.is_current_stream_capturing():
         return 0
@@ -40,12 +40,12 @@ class CudaBackground:
         """To be made behind the call, with its stream as the current one."""
         stream = torch.cuda.current_stream(device)
         self._device = device
-        self._capture = _capture_of(device)
+        self._capture = capture_of(device)
         self.is_captured = self._capture != 0
         self._done = torch.cuda.Event()
         self._done.record(stream)
         self._is_over = False
-        self._kept: tuple[torch.Tensor, ...] = (sent, out)
+        self.kept: tuple[torch.Tensor, ...] = (sent, out)
         if not self.is_captured:
             for tensor in (sent, out):  # whose memory may be freed before it ends
                 tensor.record_stream(stream)
@@ -56,11 +56,9 @@ class CudaBackground:
         stream.wait_event(self._done)
         self._is_over = self.is_captured
         if not self.is_captured:
-            for tensor in self._kept[
-                1:
-            ]:  # the caller reads it on this stream, which may be another
+            for tensor in self.kept[1:]:  # the caller reads it on this stream, which may be another
                 tensor.record_stream(stream)
-        self._kept = ()
+        self.kept = ()
 
     def is_done(self) -> bool:
         return not self.is_captured and self._done.query()
@@ -68,7 +66,7 @@ class CudaBackground:
     def precede(self) -> bool:
         """See `agmm.runtime.groups.Background`. The order of eager calls and replays is the
         caller's."""
-        capture = _capture_of(self._device)
+        capture = capture_of(self._device)
         # Beyond a capture, which may have been given up, its events mean nothing.
         if self._is_over or (self.is_captured and capture != self._capture):
             return False
@@ -81,7 +79,7 @@ class CudaBackground:
 class CollectivesWorkspace(SymmetricWorkspace):
     """The slots through which the ranks of a group send each other data. Calls of all sizes fit."""
 
-    _core_class = _core.CudaCollectives
+    core_class = _core.CudaCollectives
     _granule = SLOT_BYTES
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -22,7 +22,7 @@ from agmm.runtime.symmetric import SymmetricWorkspace
 class ScatterWorkspace(SymmetricWorkspace):
     """The sums that the ranks of a group send each other. A slot is what one sends to another."""
 
-    _core_class = _core.CudaScatterWorkspace
+    core_class = _core.CudaScatterWorkspace
     _granule = 8 << 20
 
 

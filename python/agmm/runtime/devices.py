@@ -19,15 +19,15 @@ from agmm._installation import how_to_get
 
 _T = TypeVar("_T")
 
-_KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 
 # Of NVML's C header; what the bindings call these has changed between their versions.
-_OK = 0
-_P2P_READ, _P2P_WRITE, _P2P_NVLINK, _P2P_ATOMICS = range(4)
-_NVLINK_IS_ACTIVE = 1
-_SM_CLOCK = 1
+OK = 0
+P2P_READ, P2P_WRITE, P2P_NVLINK, P2P_ATOMICS = range(4)
+NVLINK_IS_ACTIVE = 1
+SM_CLOCK = 1
 _NVLINK_ENDS = {0: "gpu", 1: "cpu", 2: "switch"}
-_PCIE_WAYS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+PCIE_WAYS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 
 def nvml() -> Any:
@@ -51,7 +51,7 @@ def driver_version() -> str | None:
     if said is not None:
         return said
     try:
-        line = _KERNEL_MODULE.read_text().splitlines()[0]
+        line = KERNEL_MODULE.read_text().splitlines()[0]
     except (OSError, IndexError):
         return None
     found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", line)
@@ -63,7 +63,7 @@ def have_atomics(uuid: str, peer: str) -> bool | None:
 
     def read(nvml: Any) -> bool:
         handles = [nvml.device_get_handle_by_uuid(name) for name in (uuid, peer)]
-        return int(nvml.device_get_p2p_status(*handles, _P2P_ATOMICS)) == _OK
+        return int(nvml.device_get_p2p_status(*handles, P2P_ATOMICS)) == OK
 
     return _ask(read)
 
@@ -97,9 +97,9 @@ def links_of(uuid: str, peers: Iterable[str]) -> dict[str, Any] | None:
             if name == uuid or peer is None:  # hidden from this process
                 continue
             level = _or_none(partial(nvml.device_get_topology_common_ancestor, handle, peer))
-            found["pcie"][name] = "" if level is None else _PCIE_WAYS.get(int(level), "")
-            found["peer"][name] = _can(nvml, handle, peer, _P2P_READ, _P2P_WRITE)
-            found["nvlink_peer"][name] = _can(nvml, handle, peer, _P2P_NVLINK)
+            found["pcie"][name] = "" if level is None else PCIE_WAYS.get(int(level), "")
+            found["peer"][name] = _can(nvml, handle, peer, P2P_READ, P2P_WRITE)
+            found["nvlink_peer"][name] = _can(nvml, handle, peer, P2P_NVLINK)
         return found
 
     return _ask(read)
@@ -109,7 +109,7 @@ def _can(nvml: Any, handle: Any, peer: Any, *what: int) -> bool | None:
     """Whether one GPU can do all that to another; None where NVML does not say."""
     found: list[Any]
     found = [_or_none(partial(nvml.device_get_p2p_status, handle, peer, each)) for each in what]
-    return None if None in found else [int(status) for status in found] == [_OK] * len(what)
+    return None if None in found else [int(status) for status in found] == [OK] * len(what)
 
 
 def _active(nvml: Any, handle: Any) -> list[int]:
@@ -119,7 +119,7 @@ def _active(nvml: Any, handle: Any) -> list[int]:
         state = _or_none(partial(nvml.device_get_nvlink_state, handle, link))
         if state is None:  # it has no more links
             break
-        if int(state) == _NVLINK_IS_ACTIVE:
+        if int(state) == NVLINK_IS_ACTIVE:
             active.append(link)
     return active
 
@@ -141,9 +141,7 @@ def _place(pci: Any) -> str:
 def sm_clock_mhz(uuid: str) -> int | None:
     """The present clock of a GPU's multiprocessors."""
     return _ask(
-        lambda nvml: int(
-            nvml.device_get_clock_info(nvml.device_get_handle_by_uuid(uuid), _SM_CLOCK)
-        )
+        lambda nvml: int(nvml.device_get_clock_info(nvml.device_get_handle_by_uuid(uuid), SM_CLOCK))
     )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
+import torch.distributed.distributed_c10d as c10d
 
 from agmm import _env
 from agmm.errors import InvalidArgument
@@ -65,14 +65,14 @@ def reserve_sms(count: int | None) -> None:
     _asked_sms = count
 
 
-def _wanted_sms(group: dist.ProcessGroup) -> int:
+def wanted_sms(group: dist.ProcessGroup) -> int:
     asked = _env.reserved_sms() if _asked_sms is None else _asked_sms
     if asked is None:
-        asked = _SMS_FOR_OTHER_GROUPS if _has_other_groups(group) else 0
+        asked = _SMS_FOR_OTHER_GROUPS if has_other_groups(group) else 0
     return asked
 
 
-def _has_other_groups(group: dist.ProcessGroup) -> bool:
+def has_other_groups(group: dist.ProcessGroup) -> bool:
     """Whether this process is in another group whose NCCL kernels may run beside a call. The
     default group does not count: all programs have it, most for start and end only."""
     return any(
@@ -80,7 +80,7 @@ def _has_other_groups(group: dist.ProcessGroup) -> bool:
         and other is not dist.group.WORLD
         and other.size() > 1
         and "nccl" in dist.get_backend_config(other)
-        for other in list(_world.pg_map)
+        for other in list(c10d._world.pg_map)
     )
 
 
@@ -109,7 +109,7 @@ def _agreed_facts(group: dist.ProcessGroup, device: torch.device) -> GroupFacts:
     if dist.get_world_size(group) == 1:
         return GroupFacts(sm_count)
     own = links.uuid(device.index)
-    said = json.dumps([own, sm_count, _wanted_sms(group)])
+    said = json.dumps([own, sm_count, wanted_sms(group)])
     exchange, hosts = groups.of(group).exchange, groups.of(group).hosts()
     ranks = [json.loads(each) for each in exchange("their GPUs", said)]
     uuids = [rank[0] for rank in ranks]

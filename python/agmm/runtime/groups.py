@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import (
 from agmm import _core, _env
 from agmm.errors import AgmmError, InvalidArgument
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Between looks at the store: a choice. Peers usually come at once; one that is late is not worth
 # its server's time.
 _FIRST_POLL_S = 2e-4
@@ -39,7 +39,7 @@ _LONGEST_POLL_S = 2e-2
 
 def host_id() -> str:
     """What tells this host from others: a name may be shared by several."""
-    return _BOOT_ID.read_text().strip()
+    return BOOT_ID.read_text().strip()
 
 
 class Background(Protocol):
@@ -70,7 +70,7 @@ class Group:
         it. Under `lock`."""
         self.captured_background: Background | None = None
         """The same of those in a capture."""
-        self._token = ""
+        self.token = ""
         self._exchanges = 0
         self._hosts: list[str] | None = None
 
@@ -89,8 +89,8 @@ class Group:
         if self.world_size == 1:
             return [value]
         with self.lock:
-            store = self._store()
-            prefix = f"{self._prefix()}/{self._agreed_token(store)}/{self._exchanges}"
+            store = self.store()
+            prefix = f"{self.prefix()}/{self._agreed_token(store)}/{self._exchanges}"
             self._exchanges += 1
             keys = [f"{prefix}/{peer}" for peer in range(self.world_size)]
             store.set(keys[self.rank], json.dumps([topic, value]))
@@ -118,11 +118,11 @@ class Group:
 
     def tell(self, topic: str, value: str) -> None:
         """Leaves a word for the other ranks, who need not take part. See `told`."""
-        self._store().set(self._told_key(topic, self.rank), value)
+        self.store().set(self._told_key(topic, self.rank), value)
 
     def told(self, topic: str, peer: int, limit_s: float) -> str | None:
         """What a rank told; None where it tells nothing for ``limit_s`` seconds."""
-        store, key = self._store(), self._told_key(topic, peer)
+        store, key = self.store(), self._told_key(topic, peer)
         deadline = time.monotonic() + limit_s
         while not store.check([key]):
             if time.monotonic() > deadline:
@@ -131,12 +131,12 @@ class Group:
         return bytes(store.get(key)).decode()
 
     def _told_key(self, topic: str, peer: int) -> str:
-        return f"{self._prefix()}/{self._token}/{topic}/{peer}"
+        return f"{self.prefix()}/{self.token}/{topic}/{peer}"
 
-    def _prefix(self) -> str:
+    def prefix(self) -> str:
         return f"agmm/{self._alive().group_name}"
 
-    def _store(self) -> dist.Store:
+    def store(self) -> dist.Store:
         return _get_process_group_store(self._alive())
 
     def _alive(self) -> dist.ProcessGroup:
@@ -154,10 +154,10 @@ class Group:
         then the rank looks again whether there is another one. Rank 0 answers when every rank has
         left its word, and nobody did so before it made the token. So all ranks take the same one.
         """
-        if self._token:
-            return self._token
+        if self.token:
+            return self.token
         word = secrets.token_hex(8)
-        prefix = self._prefix()
+        prefix = self.prefix()
         if self.rank == 0:
             here = [f"{prefix}/{word}/here/{peer}" for peer in range(1, self.world_size)]
             store.set(f"{prefix}/token", word)
@@ -168,7 +168,7 @@ class Group:
             )
             words = [bytes(store.get(key)).decode() for key in here]
             store.set(f"{prefix}/{word}/go", ",".join(words))
-            self._token = word
+            self.token = word
             return word
         seen = ""
 
@@ -190,7 +190,7 @@ class Group:
             return [p for p, key in here.items() if not store.check([key])] or [0]
 
         self._await(answered, missing, "to make their first call in this group")
-        self._token = seen
+        self.token = seen
         return seen
 
     def _await(self, ready: Callable[[], bool], missing: Callable[[], list[int]], to: str) -> None:

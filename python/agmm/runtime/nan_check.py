@@ -47,13 +47,14 @@ def check_nan(mode: str) -> str:
     Raises:
         InvalidArgument: another mode.
     """
-    global active, _mode
+    global active, _mode, _captures_told
     if mode not in _env.NAN_MODES:
         raise InvalidArgument(f"mode: found {mode!r}, wanted one of {_env.NAN_MODES}")
     before = _current()
     _say_what_came()
     active, _mode = mode != "off", mode
     _told.clear()
+    _captures_told = False
     for forget in _forget:
         forget()
     return before
@@ -115,7 +116,7 @@ def look_through(
     first = first_row * (tensor[0].numel() if first_row else 0)
     seen = _Seen(op, name, rank, shape, tensor.dtype, first)
     with torch.no_grad():
-        if not _is_on_gpu(tensor):
+        if not tensor.is_cuda:
             _found(seen, int(_first_nan(tensor)), mode)
             return
         if torch.cuda.is_current_stream_capturing():
@@ -135,10 +136,6 @@ def look_through(
         arrived = torch.cuda.Event()
         arrived.record()
         _coming.append((seen, on_host, arrived))
-
-
-def _is_on_gpu(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda
 
 
 class _Seen(NamedTuple):

@@ -20,22 +20,30 @@ from agmm.runtime.group_gpus import group_facts
 
 _HOPPER = divmod(_core.CAPABILITY, 10)
 
-_rendezvous = 0
-"""How many rendezvous of symmetric memory this process has made, as far as agmm sees: its own, and
-those of the workspaces that torch's ops make for themselves."""
 
-_torch_workspaces: dict[str, int] = {}
-"""The last size seen of the workspace that torch's ops have made for a group, by its name."""
+class Rendezvous:
+    """How many rendezvous of symmetric memory this process has made, as far as agmm sees: its own,
+    and those of the workspaces that torch's ops make for themselves."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sizes: dict[str, int] = {}  # last seen, of torch's workspaces by the group's name
+
+    def note_torchs(self) -> None:
+        """Counts those that torch's own ops have made since the last time: one for each workspace
+        that is new or larger."""
+        for name, workspace in getattr(symm_mem, "_group_name_to_workspace_tensor", {}).items():
+            if workspace is not None and self._sizes.get(name) != workspace.numel():
+                self._sizes[name] = workspace.numel()
+                self.count += 1
+
+
+rendezvous = Rendezvous()
 
 
 def note_torch_workspaces() -> None:
-    """Counts the rendezvous that torch's own ops have made since the last time: one for each
-    workspace that is new or larger. To be called after each such op that agmm calls."""
-    global _rendezvous
-    for name, workspace in getattr(symm_mem, "_group_name_to_workspace_tensor", {}).items():
-        if workspace is not None and _torch_workspaces.get(name) != workspace.numel():
-            _torch_workspaces[name] = workspace.numel()
-            _rendezvous += 1
+    """To be called after each op of torch's that agmm calls and that may make a workspace."""
+    rendezvous.note_torchs()
 
 
 def _why_no_peer_access(own: str, uuids: Sequence[str]) -> str:
@@ -87,7 +95,7 @@ class SymmetricWorkspace:
     Every rank of the group must make the same calls in the same order, as with any collective.
     """
 
-    _core_class: Any
+    core_class: Any
     """The core's, which makes calls with this memory."""
     _granule: int
     """Slots grow in steps of so many bytes, so that slightly larger calls do not grow them again.
@@ -101,10 +109,12 @@ class SymmetricWorkspace:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.slot_bytes = 0
-        self._buffers: Buffers | None = None
+        self.buffers: Buffers | None = None
+        """What calls use; None before the first."""
         self.captured = False
         """Whether the buffers are used in a CUDA graph."""
-        self._kept: list[Buffers] = []  # read by CUDA graphs that may be replayed
+        self.kept: list[Buffers] = []
+        """Those of before, which CUDA graphs use that may be replayed."""
         self._why_unfused: str | None = None
         self._refused: tuple[int, str] | None = None
         self._shares_gpu = False
@@ -170,18 +180,18 @@ class SymmetricWorkspace:
             if self.world_size == 1:
                 return
             self.check_no_graphs()
-            if self._buffers is None:
+            if self.buffers is None:
                 return
             with torch.cuda.device(self.device):
                 self._finish_calls()
-            self._buffers, self.slot_bytes, self._refused = None, 0, None
+            self.buffers, self.slot_bytes, self._refused = None, 0, None
 
     def check_no_graphs(self) -> None:
         """Raises as `release` does. Collective."""
         with self.lock:
             if self.world_size == 1:
                 return
-            captured = self.captured or bool(self._kept)
+            captured = self.captured or bool(self.kept)
             found = self.known.exchange("whether graphs need a workspace", json.dumps(captured))
             ranks = [rank for rank, told in enumerate(found) if json.loads(told)]
             if ranks:
@@ -204,22 +214,22 @@ class SymmetricWorkspace:
         slot_bytes = -(-slot_bytes // self._granule) * self._granule
         memory = self._allocate(wanted, slot_bytes)
         self._finish_calls()
-        if self._buffers is not None and self.captured:
-            self._kept.append(self._buffers)
-        self._buffers = None
+        if self.buffers is not None and self.captured:
+            self.kept.append(self.buffers)
+        self.buffers = None
         self.captured = False
         self.slot_bytes = 0
-        self._buffers = self._open(memory, slot_bytes)
+        self.buffers = self.open_memory(memory, slot_bytes)
         self.slot_bytes = slot_bytes
 
-    def _size(self, slot_bytes: int) -> int:
+    def memory_bytes(self, slot_bytes: int) -> int:
         """Of this rank's memory, in bytes."""
-        return int(self._core_class.workspace_bytes(slot_bytes, self.world_size))
+        return int(self.core_class.workspace_bytes(slot_bytes, self.world_size))
 
     def _allocate(self, wanted: int, slot_bytes: int) -> torch.Tensor:
         """This rank's part, before anything is given up. All ranks raise where one has no room."""
         memory, error = None, ""
-        size = self._size(slot_bytes)
+        size = self.memory_bytes(slot_bytes)
         try:
             memory = symm_mem.empty(size, dtype=torch.uint8, device=self.device)
         except RuntimeError as e:
@@ -233,9 +243,8 @@ class SymmetricWorkspace:
         assert memory is not None
         return memory
 
-    def _open(self, memory: torch.Tensor, slot_bytes: int) -> Buffers:
-        global _rendezvous
-        _rendezvous += 1
+    def open_memory(self, memory: torch.Tensor, slot_bytes: int) -> Buffers:
+        rendezvous.count += 1
         handle = symm_mem.rendezvous(memory, self.group.group_name)
         self._set_words(memory, slot_bytes)
         places = list(handle.buffer_ptrs)
@@ -251,10 +260,10 @@ class SymmetricWorkspace:
         return Buffers(core, memory, handle)
 
     def _made(self, places: list[int], handle: Any, slot_bytes: int) -> Any:
-        """`_core_of`, which takes a little memory beside; all ranks raise where one has none."""
+        """`core_of`, which takes a little memory beside; all ranks raise where one has none."""
         core, error = None, ""
         try:
-            core = self._core_of(places, handle, slot_bytes)
+            core = self.core_of(places, handle, slot_bytes)
         except RuntimeError as e:
             error = str(e).splitlines()[0]
         errors = self.known.exchange("whether their workspaces are ready", error)
@@ -265,16 +274,16 @@ class SymmetricWorkspace:
 
     def _set_words(self, memory: torch.Tensor, slot_bytes: int) -> None:
         """What the words are before the first call."""
-        first_word = self._core_class.words_offset(slot_bytes, self.world_size)
+        first_word = self.core_class.words_offset(slot_bytes, self.world_size)
         words = memory[first_word:].view(torch.int32)
         words.zero_()
-        given = self._core_class.credit_words(self.world_size)
+        given = self.core_class.credit_words(self.world_size)
         words[torch.tensor(given, dtype=torch.long)] = 1
 
-    def _core_of(self, places: list[int], handle: Any, slot_bytes: int) -> Any:
+    def core_of(self, places: list[int], handle: Any, slot_bytes: int) -> Any:
         """What makes calls with the memory that lies at these addresses, by rank."""
         reserved = group_facts(self.group, self.device).reserved_sms
-        return self._core_class(self.rank, places, slot_bytes, reserved)
+        return self.core_class(self.rank, places, slot_bytes, reserved)
 
     def _agree(self, slot_bytes: int) -> bool:
         """All ranks want the same slots, and their GPUs reach each other; else all ranks raise.
@@ -284,7 +293,7 @@ class SymmetricWorkspace:
         """
         note_torch_workspaces()
         own = links.uuid(self.device.index)
-        told = json.dumps([slot_bytes, own, _rendezvous, self.captured])
+        told = json.dumps([slot_bytes, own, rendezvous.count, self.captured])
         found = [json.loads(each) for each in self.known.exchange("the size of a workspace", told)]
         sizes = sorted({entry[0] for entry in found})
         if len(sizes) > 1:
@@ -327,5 +336,5 @@ class SymmetricWorkspace:
             self.known.background = None
         if captured is not None and not captured.precede():
             self.known.captured_background = None
-        assert self._buffers is not None
-        return self._buffers
+        assert self.buffers is not None
+        return self.buffers

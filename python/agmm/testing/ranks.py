@@ -109,7 +109,7 @@ class RankPool:
             # This process serves the store, so that it outlives every rank.
             self._store = _tcp_store(0, world_size, is_master=True)
             port = self._store.port
-            with _environment({**defaults, **(env or {})}), _ctrl_c_held():
+            with _environment({**defaults, **(env or {})}), ctrl_c_held():
                 for rank in range(world_size):
                     ours, theirs = context.Pipe()
                     process = context.Process(
@@ -300,7 +300,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ctrl_c_held() -> Iterator[None]:
+def ctrl_c_held() -> Iterator[None]:
     """Ctrl-C waits for the end of this block; processes begun in it have SIGINT blocked at first.
 
     The mask is what they inherit; any other thread of this process still takes the signal, and

@@ -12,14 +12,13 @@ import hashlib
 import json
 import os
 import re
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from agmm import _env
-from agmm.errors import AgmmError, InvalidArgument
+from agmm.errors import AgmmError, InvalidArgument, warn_once
 from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Plan, Problem, Row
 
 SCHEMA = 2
@@ -27,7 +26,6 @@ _WITHOUT_OP = 1
 """The schema whose rows were all of `ALL_GATHER_MATMUL` and did not say so."""
 _PACKAGED = Path(__file__).parent
 _LOCK_TIMEOUT_S = 30.0
-_warned: set[str] = set()
 
 
 class TableError(AgmmError):
@@ -164,13 +162,6 @@ def user(gpu: str, world_size: int) -> Table | None:
         return None
 
 
-def warn_once(message: str) -> None:
-    """Warns of each thing once in a process, whatever the filters say."""
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=3)
-
-
 def known_gpus() -> set[str]:
     """The GPUs that have a table, packaged or the user's."""
     folders = [_PACKAGED]
@@ -229,7 +220,7 @@ def _current(path: Path, of: tuple[str, int]) -> dict[Key, dict[int, Row]]:
             raise
         aside = path.with_name(f"{path.name}.corrupt")
         os.replace(path, aside)
-        warnings.warn(f"agmm keeps the corrupt {path} as {aside.name}", stacklevel=3)
+        warn_once(f"agmm keeps the corrupt {path} as {aside.name}")
         return {}
 
 
