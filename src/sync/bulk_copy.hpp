@@ -39,6 +39,11 @@ CUTLASS_DEVICE void bulk_copy_to_shared(void* to, void const* from, uint32_t byt
       : "memory");
 }
 
+/// To L2, of global memory. A hint: what it reads may still be written. `bytes`: a multiple of 16.
+CUTLASS_DEVICE void bulk_prefetch(void const* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 /// Returns when all but the last `kLeft` of this thread's groups have been read from shared memory.
 template <int kLeft>
 CUTLASS_DEVICE void bulk_wait_read() {

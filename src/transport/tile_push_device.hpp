@@ -182,6 +182,13 @@ struct TilePush {
     store_release_system(peer.signals + tile, push.tag);
   }
 
+  /// Before fetch(): what has no place in the buffers yet comes to L2. For all lanes.
+  CUTLASS_DEVICE static void prefetch(TilePushArgs const& push, int32_t tile) {
+    int const part = lane_id();
+    if (part * kPieces < kBuffers || part >= push.tiles.world_size - 1) return;
+    bulk_prefetch(part_of(push, push.tiles.place_by_arrival(part), tile), kTileBytes);
+  }
+
   /// The sender's share of an own tile: what the others sent for it comes to the buffers, in the
   /// order of ScatterTiles::place_by_arrival. For one lane, behind all that it sends. `number`: of
   /// the CTA's own tiles.
@@ -354,12 +361,12 @@ struct TilePush {
     fence_proxy_async_global();
   }
 
-  /// Where several CTAs share a tile's K: the consumers tell their sender whether the whole sum of
-  /// a tile to be sent is theirs. For all threads of both, who wait for each other.
+  /// Where several CTAs share a tile's K: the consumers tell their sender whether the whole sum is
+  /// theirs. For all threads of both, who wait for each other.
   CUTLASS_DEVICE static bool tell_sender(bool is_whole) {
     return named_barrier_any<NamedBarrier::kSumMade, kTileThreads + 32>(is_whole);
   }
-  CUTLASS_DEVICE static bool is_told_to_send() { return tell_sender(false); }
+  CUTLASS_DEVICE static bool is_told_whole() { return tell_sender(false); }
 
  private:
   // As the grace of a wait for a chunk (device_wait.hpp).

@@ -85,8 +85,9 @@ struct ScatterEpilogue : Base {
     if (!kFetches && owner == tiles.rank) return state;
     int32_t const tile = tiles.tile(tiles.row_of(row) / kTileM, int32_t(cute::get<1>(coord)));
     if (kFetches && owner == tiles.rank) {
-      if (is_split() && !Push::is_told_to_send()) return state;
+      if (is_split() && !Push::is_told_whole()) return state;
       if (tile < 0) return state;
+      Push::prefetch(push, tile);
       if (lane_id() == 0) Push::fetch(push, shared.push, own_, tile);
       ++own_;
       __syncwarp();
@@ -96,7 +97,7 @@ struct ScatterEpilogue : Base {
     if (is_split()) {
       // In one wave, so this is the CTA's only tile.
       if (Push::takes_credits()) Push::take_credits(push);
-      if (!Push::is_told_to_send()) return state;
+      if (!Push::is_told_whole()) return state;
       if (tile >= 0 && !Push::takes_credits()) Push::await_go(push);
     } else if (tile >= 0 && sent_ == 0) {
       // Not before a tile that only pads: nobody counts who sends nothing, and `go` may have been
