@@ -161,6 +161,11 @@ struct TilePush {
         auto const* const from = reinterpret_cast<char const*>(storage.pieces[i % kBuffers]);
         CUTLASS_PRAGMA_NO_UNROLL
         for (int at = 0; at < kPieceBytes; at += kSendBytes) {
+          // The fault is what the wait for copies rules out: the signal is seen before the last.
+          if (kReadSignal && piece == kPieces - 1 && at == 0) {
+            store_release_system(peer.signals + tile, push.tag);
+            stress_delay(push.tiles.rank);
+          }
           next = pause_until(next) + cycles;
           bulk_copy_to_global(to + piece * kPieceBytes + at, from + at, kSendBytes);
           await_few_under_way(pace.log_under_way);
@@ -176,10 +181,10 @@ struct TilePush {
       mbarrier_arrive(&storage.empty[released % kBuffers]);
     }
     if (tile < 0) return;
-    if constexpr (!kReadSignal) bulk_wait<0>();
+    bulk_wait<0>();
     virtual_link_wait(passed);
     stress_delay(push.tiles.rank);
-    store_release_system(peer.signals + tile, push.tag);
+    if constexpr (!kReadSignal) store_release_system(peer.signals + tile, push.tag);
   }
 
   /// Before fetch(): what has no place in the buffers yet comes to L2. For all lanes.

@@ -111,10 +111,6 @@ def test_stress_finds_the_fault(capsys: pytest.CaptureFixture[str]) -> None:
 
 @needs_fault_of_scatters
 @pytest.mark.skipif(
-    _core.fault == "read_signal",
-    reason="a GPU sees its own writes in time, also those whose signal comes too early",
-)
-@pytest.mark.skipif(
     _core.fault == "early_sum" and not scatter_stand_in.kernels_that_split(),
     reason="no kernel of this build splits K, wanted AGMM_KERNELS=default",
 )
