@@ -7,6 +7,7 @@
 #include "cutlass/cutlass.h"
 #include "sync/device_wait.hpp"
 #include "sync/named_barrier.hpp"
+#include "testing/fault.hpp"
 #include "testing/stress_delay.hpp"
 
 namespace agmm {
@@ -77,11 +78,12 @@ CUTLASS_DEVICE bool add_splits(SplitK const& split_k, int32_t cluster, int32_t s
   bool is_last = any(leads && load_acquire_gpu(arrived) == uint32_t(last));
   // With two parts the order of summation does not matter.
   bool const is_out_of_order = last > 1 && split != last;
-  if (!is_last || is_out_of_order) store();
+  if (!kEarlySum && (!is_last || is_out_of_order)) store();
   if (!is_last) {
     stress_delay(split);
     sync();
     is_last = any(leads && add_acq_rel_gpu(arrived, 1) == uint32_t(last));
+    if (kEarlySum && (!is_last || is_out_of_order)) store();
     if (!is_last) return false;
   }
   if (leads) *arrived = 0;

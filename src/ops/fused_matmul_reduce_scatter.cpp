@@ -279,7 +279,9 @@ TilePushArgs FusedMatmulReduceScatter::Impl::push_args(MatmulScatter const& call
     refuse("config", std::to_string(launched.all * call.config.splits) + " parts of tiles",
            "one wave of them, at most " + std::to_string(sm_count / cluster * cluster));
   }
-  push.paces = SendPaces(launched.sent, at_once, kernels_device().clock_khz);
+  int64_t k_bytes = 0;
+  for (Product const& product : call.products) k_bytes += product.k * element_bytes(call.dtype);
+  push.paces = SendPaces(launched.sent, at_once, kernels_device().clock_khz, k_bytes);
   return push;
 }
 

@@ -1,6 +1,7 @@
-// Bulk copies from shared to global memory, a peer's too (PTX cp.async.bulk), of one thread. They
-// are the async proxy's: what it reads needs fence_proxy_async_shared() of the threads that wrote
-// it, and where it writes, fence_proxy_async_global() after the acquire that allowed it.
+// Bulk copies between shared and global memory, a peer's too (PTX cp.async.bulk), of one thread.
+// They are the async proxy's: what it reads in shared memory needs fence_proxy_async_shared() of
+// the threads that wrote it, and what it reads or writes in global memory
+// fence_proxy_async_global() after the acquire that allowed it.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +23,25 @@ CUTLASS_DEVICE void bulk_copy_to_global(void* to, void const* from, uint32_t byt
       "cp.async.bulk.commit_group;" ::"l"(to),
       "r"(at), "r"(bytes)
       : "memory");
+}
+
+/// Completes a phase of `barrier`, whose only arrival this is. Addresses and `bytes`: multiples of
+/// 16.
+CUTLASS_DEVICE void bulk_copy_to_shared(void* to, void const* from, uint32_t bytes,
+                                        uint64_t* barrier) {
+  auto const at = uint32_t(__cvta_generic_to_shared(to));
+  auto const completes = uint32_t(__cvta_generic_to_shared(barrier));
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%3], %2;\n\t"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(at),
+      "l"(from), "r"(bytes), "r"(completes)
+      : "memory");
+}
+
+/// To L2, of global memory. A hint: what it reads may still be written. `bytes`: a multiple of 16.
+CUTLASS_DEVICE void bulk_prefetch(void const* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 /// Returns when all but the last `kLeft` of this thread's groups have been read from shared memory.

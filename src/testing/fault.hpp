@@ -23,11 +23,12 @@ inline constexpr bool kSignalFirst = kFault == "signal_first";  // signals befor
 inline constexpr bool kNoCredit = kFault == "no_credit";        // SM push awaits no credit
 inline constexpr bool kNoWait = kFault == "no_wait";            // loads await no signal
 inline constexpr bool kNoSent = kFault == "no_sent";            // ends before the shard is sent
-inline constexpr bool kReadSignal = kFault == "read_signal";    // a tile's signal once it is read
+inline constexpr bool kReadSignal = kFault == "read_signal";    // a tile's signal before its end
 inline constexpr bool kNoParts = kFault == "no_parts";          // sums are added before they come
+inline constexpr bool kEarlySum = kFault == "early_sum";        // a part of K counts unstored
 inline constexpr bool kOneSlot = kFault == "one_slot";          // collectives do not take turns
-static_assert(kOneSlot || kReadSignal || kNoParts || kFault.empty() || kNoFence || kSignalFirst ||
-              kNoCredit || kNoWait || kNoSent);
+static_assert(kEarlySum || kOneSlot || kReadSignal || kNoParts || kFault.empty() || kNoFence ||
+              kSignalFirst || kNoCredit || kNoWait || kNoSent);
 
 inline constexpr bool kStressDelays = AGMM_STRESS_DELAYS != 0;
 

@@ -14,9 +14,21 @@ namespace agmm {
 constexpr int kSendBytes = 1024;
 /// Bytes per ns that all CTAs together send. More than links take makes them wait in the crossbar,
 /// and behind them the loads of the same multiprocessor. A copy engine pushes 381 between H200 (18
-/// links); a little more keeps a link busy while some CTAs have nothing to send: of
-/// the paces tried on 2 H100 (1980 MHz at most), the best at K = 2048 and at K = 7168.
-constexpr int64_t kSendBytesPerNs = 430;
+/// links): where tiles are computed more slowly than that, less leaves the links some room; where
+/// they keep them busy, a little more makes up for CTAs that have nothing to send. Of 340, 370, 400
+/// and 430 the best on 2 H100 at K = 7168 and at K = 2048.
+constexpr int32_t kLeastSendBytesPerNs = 370;
+constexpr int32_t kMostSendBytesPerNs = 400;
+/// Of a row of A, for each element of a tile: what the MMAs of a multiprocessor take in a cycle.
+constexpr int64_t kMmaBytesPerCycle = 4096;
+
+/// The rate at which tiles are computed at most, within these bounds. `k_bytes`: of a row of A.
+AGMM_HOST_DEVICE constexpr int32_t send_bytes_per_ns(int64_t k_bytes, int32_t ctas,
+                                                     int32_t clock_khz) {
+  int64_t const bytes = 2 * kMmaBytesPerCycle * ctas * clock_khz / (1000 * 1000);
+  return max_of(kLeastSendBytesPerNs, min_of(kMostSendBytesPerNs, int32_t(bytes / k_bytes)));
+}
+
 /// Copies of all CTAs that are not complete at a time, at most where more CTAs send than have
 /// kLogFewestUnderWay each of them: 4 of each of the 132 of an H100, with which the rate was tried.
 constexpr int32_t kMostUnderWay = 528;
@@ -32,10 +44,11 @@ struct SendPace {
 
   SendPace() = default;
 
-  /// `clock_khz`: the highest of the multiprocessors.
-  AGMM_HOST_DEVICE constexpr SendPace(int32_t senders, int32_t clock_khz)
-      : cycles(
-            int32_t(int64_t(kSendBytes) * senders * clock_khz / (kSendBytesPerNs * 1000 * 1000))) {
+  /// `clock_khz`: the highest of the multiprocessors. `bytes_per_ns`: of all senders.
+  AGMM_HOST_DEVICE constexpr SendPace(int32_t senders, int32_t clock_khz,
+                                      int32_t bytes_per_ns = kMostSendBytesPerNs)
+      : cycles(int32_t(int64_t(kSendBytes) * senders * clock_khz /
+                       (int64_t(bytes_per_ns) * 1000 * 1000))) {
     while (log_under_way < kLogMostUnderWay && (senders << (log_under_way + 1)) <= kMostUnderWay) {
       ++log_under_way;
     }
@@ -52,12 +65,13 @@ struct SendPaces {
 
   SendPaces() = default;
 
-  /// `sent`: tiles of all others' chunks; `ctas`: tiles of a wave.
-  SendPaces(int32_t sent, int32_t ctas, int32_t clock_khz)
-      : usual(ctas, clock_khz),
+  /// `sent`: tiles of all others' chunks; `ctas`: tiles of a wave; `k_bytes`: of a row of A.
+  SendPaces(int32_t sent, int32_t ctas, int32_t clock_khz, int64_t k_bytes)
+      : usual(ctas, clock_khz, send_bytes_per_ns(k_bytes, ctas, clock_khz)),
         last_wave(max_of(0, sent - 1) / ctas),
         highest_clock(float(clock_khz) * 1e-6f) {
-    last = SendPace(sent - last_wave * ctas, clock_khz);
+    last =
+        SendPace(sent - last_wave * ctas, clock_khz, send_bytes_per_ns(k_bytes, ctas, clock_khz));
   }
 
   AGMM_HOST_DEVICE SendPace const& of_wave(int32_t wave) const {

@@ -2,8 +2,12 @@
 // as it is computed, and what the others sent is added to an own tile.
 //
 // Of one CTA, with consumers (the warps that multiply) and a sender (a warp beside them):
-//   consumers   tile -> send buffers, piece by piece | next tile ... | own tile: wait, add, store
+//   consumers   tile -> buffers, piece by piece | next tile ... | own tile: wait, add, store
 //   sender      credits | piece -> owner, piece -> owner | complete | signal | ...
+// Where consumers wait while their sums are added (a cooperative kernel's), the sender waits for
+// the others' sums of an own tile and brings them to the buffers, which nothing leaves by then,
+// while the tile is computed. Consumers that take turns (pingpong) load them themselves, while the
+// others compute.
 //
 // Who waits for whom, and why it ends. Every CTA computes all tiles of other ranks' chunks before
 // its own tiles (ScatterTiles, TileOrder). A sender waits for credits, which peers give at the end
@@ -23,15 +27,18 @@
 //   (async proxy) reads what they wrote. The sender waits until its copies are complete, not just
 //   read, and then releases the tile's signal at system scope.
 //   In. One lane for each source acquires its signal at system scope; a barrier of the consumers
-//   carries that to all of them, and they load with ordinary loads, past L1.
-//   Again. An owner's loads come before a barrier of the consumers, that before the addition to
-//   `done` (acquire-release), the last of which before the credit (release, system scope). The CTA
-//   that takes the credits acquires them at system scope and releases `go`; every sender acquires
-//   that, executes fence.proxy.async and only then copies. Signals are reset by the lane that saw
-//   them, before the same barrier: so before the credit that lets a peer write them again. A credit
-//   is taken before `go`, and a peer gives the next one only when it has this call's tiles, which
-//   come after `go`. `go` and `done` are reset by who makes `done` full, which takes the addition
-//   of everyone who looks at `go`, made when it has seen it: who has nothing to send does not look.
+//   carries that to all of them, and they load with ordinary loads, past L1. Or the sender's lane
+//   acquires it, executes fence.proxy.async and copies to a buffer, whose mbarrier the copy
+//   completes; consumers test that and read, and arrive at another before the next copy to it.
+//   Again. An owner's loads come before a barrier of the consumers, or a completed mbarrier which
+//   its sender tests, that before the addition to `done` (acquire-release), the last of which
+//   before the credit (release, system scope). The CTA that takes the credits acquires them at
+//   system scope and releases `go`; every sender acquires that, executes fence.proxy.async and only
+//   then copies. Signals are reset by the lane that saw them, before the same: so before the credit
+//   that lets a peer write them again. A credit is taken before `go`, and a peer gives the next one
+//   only when it has this call's tiles, which come after `go`. `go` and `done` are reset by who
+//   makes `done` full, which takes the addition of everyone who looks at `go`, made when it has
+//   seen it: who has nothing to send does not look.
 #pragma once
 
 #include <cstdint>
@@ -92,6 +99,8 @@ struct TilePush {
     alignas(128) uint4 pieces[kBuffers][kPieceBytes / sizeof(uint4)];
     alignas(8) uint64_t full[kBuffers];
     uint64_t empty[kBuffers];
+    uint64_t fetched[kBuffers];
+    uint64_t taken[kBuffers];
   };
 
   /// By one thread, before a barrier of the CTA.
@@ -100,6 +109,8 @@ struct TilePush {
     for (int i = 0; i < kBuffers; ++i) {
       mbarrier_init(&storage.full[i], kWarps);
       mbarrier_init(&storage.empty[i], 1);
+      mbarrier_init(&storage.fetched[i], 1);
+      mbarrier_init(&storage.taken[i], kWarps);
     }
   }
 
@@ -112,13 +123,17 @@ struct TilePush {
       uint32_t const buffer = i % kBuffers;
       // Free in the first turn; then the phase that ended in the turn before.
       if (i >= kBuffers) mbarrier_wait(&storage.empty[buffer], (i / kBuffers - 1) % 2);
+      // The fault is what the fence rules out: the sender reads before the writes are to be seen.
+      if (kNoFence && thread % 32 == 0) mbarrier_arrive(&storage.full[buffer]);
       uint4* const to = storage.pieces[buffer] + thread;
+      if constexpr (kNoFence) stress_delay(rank);
       CUTLASS_PRAGMA_UNROLL
       for (int v = 0; v < kVectors; ++v) {
         to[v * kTileThreads] = rounded(sum + (piece * kVectors + v) * kVectorElements);
       }
       stress_delay(rank);
-      if constexpr (!kNoFence) fence_proxy_async_shared();
+      if constexpr (kNoFence) continue;
+      fence_proxy_async_shared();
       __syncwarp();
       if (thread % 32 == 0) mbarrier_arrive(&storage.full[buffer]);
     }
@@ -146,6 +161,11 @@ struct TilePush {
         auto const* const from = reinterpret_cast<char const*>(storage.pieces[i % kBuffers]);
         CUTLASS_PRAGMA_NO_UNROLL
         for (int at = 0; at < kPieceBytes; at += kSendBytes) {
+          // The fault is what the wait for copies rules out: the signal is seen before the last.
+          if (kReadSignal && piece == kPieces - 1 && at == 0) {
+            store_release_system(peer.signals + tile, push.tag);
+            stress_delay(push.tiles.rank);
+          }
           next = pause_until(next) + cycles;
           bulk_copy_to_global(to + piece * kPieceBytes + at, from + at, kSendBytes);
           await_few_under_way(pace.log_under_way);
@@ -161,43 +181,120 @@ struct TilePush {
       mbarrier_arrive(&storage.empty[released % kBuffers]);
     }
     if (tile < 0) return;
-    if constexpr (!kReadSignal) bulk_wait<0>();
+    bulk_wait<0>();
     virtual_link_wait(passed);
     stress_delay(push.tiles.rank);
-    store_release_system(peer.signals + tile, push.tag);
+    if constexpr (!kReadSignal) store_release_system(peer.signals + tile, push.tag);
+  }
+
+  /// Before fetch(): what has no place in the buffers yet comes to L2. For all lanes.
+  CUTLASS_DEVICE static void prefetch(TilePushArgs const& push, int32_t tile) {
+    int const part = lane_id();
+    if (part * kPieces < kBuffers || part >= push.tiles.world_size - 1) return;
+    bulk_prefetch(part_of(push, push.tiles.place_by_arrival(part), tile), kTileBytes);
+  }
+
+  /// The sender's share of an own tile: what the others sent for it comes to the buffers, in the
+  /// order of ScatterTiles::place_by_arrival. For one lane, behind all that it sends. `number`: of
+  /// the CTA's own tiles.
+  CUTLASS_DEVICE static void fetch(TilePushArgs const& push, Storage& storage, int number,
+                                   int32_t tile) {
+    int const others = push.tiles.world_size - 1;
+    uint32_t i = uint32_t(number) * others * kPieces;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int part = 0; part < others; ++part) {
+      int32_t const place = push.tiles.place_by_arrival(part);
+      uint32_t* const signal = signal_of(push, place, tile);
+      stress_delay(push.tiles.rank);
+      if constexpr (!kNoParts) wait_part(push, signal, place, tile);
+      fence_proxy_async_global();
+      char const* const from = part_of(push, place, tile);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int piece = 0; piece < kPieces; ++piece, ++i) {
+        uint32_t const buffer = i % kBuffers;
+        if (i >= kBuffers) mbarrier_wait(&storage.taken[buffer], (i / kBuffers - 1) % 2);
+        bulk_copy_to_shared(storage.pieces[buffer], from + piece * kPieceBytes, kPieceBytes,
+                            &storage.fetched[buffer]);
+      }
+      // With the fault, so that signals and credits stay in step.
+      if constexpr (kNoParts) wait_part(push, signal, place, tile);
+      *signal = 0;
+    }
+  }
+
+  /// Returns when all that the sender fetched for `count` own tiles has come, and its source may be
+  /// written again.
+  CUTLASS_DEVICE static void await_fetched(TilePushArgs const& push, Storage& storage, int count) {
+    uint32_t const end = uint32_t(count) * (push.tiles.world_size - 1) * kPieces;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (uint32_t i = end < kBuffers ? 0 : end - kBuffers; i < end; ++i) {
+      mbarrier_wait(&storage.fetched[i % kBuffers], i / kBuffers % 2);
+    }
+  }
+
+  /// Adds what the sender fetches for an own tile to its sum. For all kTileThreads.
+  CUTLASS_DEVICE static void add_fetched(TilePushArgs const& push, Storage& storage, float* sum,
+                                         int number, int thread) {
+    int const others = push.tiles.world_size - 1;
+    uint32_t i = uint32_t(number) * others * kPieces;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int part = 0; part < others; ++part) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int piece = 0; piece < kPieces; ++piece, ++i) {
+        uint32_t const buffer = i % kBuffers;
+        mbarrier_wait(&storage.fetched[buffer], i / kBuffers % 2);
+        uint4 const* const from = storage.pieces[buffer] + thread;
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < kVectors; ++v) {
+          add(from[v * kTileThreads], sum + (piece * kVectors + v) * kVectorElements);
+        }
+        __syncwarp();
+        if (thread % 32 == 0) mbarrier_arrive(&storage.taken[buffer]);
+      }
+    }
+    scale(push, sum);
   }
 
   /// Adds what the others sent for an own tile to its sum, in the order of ScatterTiles::
   /// place_by_arrival. For all kTileThreads.
   CUTLASS_DEVICE static void add_parts(TilePushArgs const& push, float* sum, int32_t tile,
                                        int thread) {
+    constexpr int kAll = kPieces * kVectors;
     int const others = push.tiles.world_size - 1;
     // Thread i waits for the i-th sum. All look at once, so that sums that are there cost one look.
     int32_t const place = thread < others ? push.tiles.place_by_arrival(thread) : 0;
-    uint32_t* const signal = push.signals + place * kMaxScatterTiles + tile;
-    int32_t const chunk = push.tiles.at_place(place) * kMaxScatterTiles + tile;
+    uint32_t* const signal = signal_of(push, place, tile);
     stress_delay(push.tiles.rank);
     bool is_awaited = thread < others && load_acquire_system(signal) != push.tag;
+    auto const from = [&](int i) {
+      char const* const part = part_of(push, push.tiles.place_by_arrival(i), tile);
+      return reinterpret_cast<uint4 const*>(part) + thread;
+    };
+    uint4 loaded[kAll];
+    bool is_loaded = false;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < others; ++i) {
       if (thread == i && is_awaited && !kNoParts) {
-        wait_signal(signal, push.tag, chunk, push.limit);
+        wait_part(push, signal, place, tile);
         is_awaited = false;
       }
-      sync();
-      add(reinterpret_cast<uint4 const*>(push.parts +
-                                         push.tiles.place_by_arrival(i) * push.part_bytes +
-                                         int64_t(tile) * kTileBytes) +
-              thread,
-          sum);
+      // A sum that is there is loaded while the one before is added.
+      bool const is_last = i + 1 == others;
+      bool const is_next_late = named_barrier_any<NamedBarrier::kPartsAdded, kTileThreads>(
+          thread == i + 1 && is_awaited && !kNoParts);
+      if (!is_loaded) load(from(i), loaded);
+      is_loaded = !is_last && !is_next_late;
+      uint4 const* const next = from(is_last ? i : i + 1);
+      CUTLASS_PRAGMA_UNROLL
+      for (int v = 0; v < kAll; ++v) {
+        add(loaded[v], sum + v * kVectorElements);
+        if (is_loaded) loaded[v] = __ldcg(next + v * kTileThreads);
+      }
     }
     // With the fault, so that signals and credits stay in step.
-    if (is_awaited) wait_signal(signal, push.tag, chunk, push.limit);
+    if (is_awaited) wait_part(push, signal, place, tile);
     if (thread < others) *signal = 0;
-    if (push.scale != 1.0f) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kFloats; ++i) sum[i] *= push.scale;
-    }
+    scale(push, sum);
     sync();
     if (thread == 0) count_done(push, 1);
   }
@@ -269,12 +366,12 @@ struct TilePush {
     fence_proxy_async_global();
   }
 
-  /// Where several CTAs share a tile's K: the consumers tell their sender whether the whole sum of
-  /// a tile to be sent is theirs. For all threads of both, who wait for each other.
+  /// Where several CTAs share a tile's K: the consumers tell their sender whether the whole sum is
+  /// theirs. For all threads of both, who wait for each other.
   CUTLASS_DEVICE static bool tell_sender(bool is_whole) {
     return named_barrier_any<NamedBarrier::kSumMade, kTileThreads + 32>(is_whole);
   }
-  CUTLASS_DEVICE static bool is_told_to_send() { return tell_sender(false); }
+  CUTLASS_DEVICE static bool is_told_whole() { return tell_sender(false); }
 
  private:
   // As the grace of a wait for a chunk (device_wait.hpp).
@@ -316,28 +413,37 @@ struct TilePush {
     return reinterpret_cast<uint4 const&>(vector);
   }
 
-  CUTLASS_DEVICE static void add(uint4 const* part, float* sum) {
-    constexpr int kAll = kPieces * kVectors;
-    // Loads that a thread has under way: as many as there are registers for beside the sum.
-    constexpr int kInFlight = kAll < 16 ? kAll : 16;
+  CUTLASS_DEVICE static uint32_t* signal_of(TilePushArgs const& push, int32_t place, int32_t tile) {
+    return push.signals + place * kMaxScatterTiles + tile;
+  }
+
+  CUTLASS_DEVICE static char const* part_of(TilePushArgs const& push, int32_t place, int32_t tile) {
+    return push.parts + place * push.part_bytes + int64_t(tile) * kTileBytes;
+  }
+
+  CUTLASS_DEVICE static void wait_part(TilePushArgs const& push, uint32_t const* signal,
+                                       int32_t place, int32_t tile) {
+    int32_t const chunk = push.tiles.at_place(place) * kMaxScatterTiles + tile;
+    wait_signal(signal, push.tag, chunk, push.limit);
+  }
+
+  template <int kAll>
+  CUTLASS_DEVICE static void load(uint4 const* part, uint4 (&loaded)[kAll]) {
     CUTLASS_PRAGMA_UNROLL
-    for (int v = 0; v < kAll; v += kInFlight) {
-      uint4 loaded[kInFlight];
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kInFlight && v + j < kAll; ++j) {
-        loaded[j] = __ldcg(part + (v + j) * kTileThreads);
-      }
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kInFlight && v + j < kAll; ++j) {
-        auto const floats =
-            cutlass::NumericArrayConverter<float, Element, kVectorElements>::convert(
-                reinterpret_cast<Vector const&>(loaded[j]));
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kVectorElements; ++i) {
-          sum[(v + j) * kVectorElements + i] += floats[i];
-        }
-      }
-    }
+    for (int v = 0; v < kAll; ++v) loaded[v] = __ldcg(part + v * kTileThreads);
+  }
+
+  CUTLASS_DEVICE static void add(uint4 const& vector, float* sum) {
+    auto const floats = cutlass::NumericArrayConverter<float, Element, kVectorElements>::convert(
+        reinterpret_cast<Vector const&>(vector));
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kVectorElements; ++i) sum[i] += floats[i];
+  }
+
+  CUTLASS_DEVICE static void scale(TilePushArgs const& push, float* sum) {
+    if (push.scale == 1.0f) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kFloats; ++i) sum[i] *= push.scale;
   }
 };
 

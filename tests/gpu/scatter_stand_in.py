@@ -208,6 +208,10 @@ def configs() -> Iterator[KernelConfig]:
         yield replace(kernel, max_swizzle=2, raster="along_n")
 
 
+def kernels_that_split() -> list[KernelConfig]:
+    return [kernel for kernel in kernels() if kernel.can_split]
+
+
 def split_configs(
     rows: int, n: int, ks: Sequence[int], world_size: int, sms: int
 ) -> Iterator[KernelConfig]:
@@ -271,6 +275,28 @@ def check_parts_of_k() -> None:
                     raise SystemExit(f"{config.name} {rows} {n} {ks}")
 
 
+class _Work:
+    """Calls of one shape: rows of a rank, N, K of each product."""
+
+    def __init__(
+        self, ranks: Together, shape: tuple[int, int, tuple[int, ...]], configs: list[KernelConfig]
+    ) -> None:
+        rows, n, ks = shape
+        world_size = len(ranks.cores)
+        self.configs = configs
+        self.sets = [
+            [drawn(world_size * rows, n, ks, torch.bfloat16) for _ in range(world_size)]
+            for _ in range(3)
+        ]
+        self.expected = [ranks.expected(whats) for whats in self.sets]
+        self.which = 0
+
+    def other_data(self, draw: random.Random) -> tuple[list[Products], list[torch.Tensor]]:
+        """Than the call of this shape before, and what the ranks are to find."""
+        self.which = (self.which + draw.randrange(1, len(self.sets))) % len(self.sets)
+        return self.sets[self.which], self.expected[self.which]
+
+
 WRONG = 3
 """The program's exit code where `stress` finds a wrong element."""
 
@@ -280,26 +306,25 @@ def stress(calls: int, seed: int, world_size: int = 3) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     ranks = Together(world_size, 4 << 20)
-    sets = [
-        [drawn(world_size * 400, 1048, (136,), torch.bfloat16) for _ in range(world_size)]
-        for _ in range(3)
+    rows, n, ks = FEW_TILES[1]
+    works = [
+        _Work(ranks, (400, 1048, (136,)), list(configs())),
+        _Work(ranks, (rows, n, ks), list(split_configs(rows, n, ks, world_size, ranks.sms))),
     ]
-    expected = [ranks.expected(whats) for whats in sets]
-    configs_ = list(configs())
+    works = [work for work in works if work.configs]
     wrong = torch.zeros(world_size, dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
-    which = 0
     for _ in range(calls):
-        which = (which + draw.randrange(1, len(sets))) % len(sets)
-        config = draw.choice(configs_)
+        work = draw.choice(works)
+        whats, expected = work.other_data(draw)
+        config = draw.choice(work.configs)
         for rank, (core, stream) in enumerate(zip(ranks.cores, ranks.streams, strict=True)):
             with torch.cuda.stream(stream):
                 if draw.random() < 0.3:
                     torch.cuda._sleep(draw.randrange(1, 400_000))
-                what = sets[which][rank]
-                out = empty_out(what, world_size)
-                enqueue(core, what, out, config, stream)
-                wrong[rank] += (out != expected[which][rank]).sum()  # NaN too
+                out = empty_out(whats[rank], world_size)
+                enqueue(core, whats[rank], out, config, stream)
+                wrong[rank] += (out != expected[rank]).sum()  # NaN too
     torch.cuda.synchronize()
     if int(wrong.sum()):
         print(f"{wrong.tolist()} wrong elements by rank in {calls} calls", file=sys.stderr)

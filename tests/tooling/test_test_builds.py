@@ -26,6 +26,7 @@ FAULTS = (
     "no_sent",
     "read_signal",
     "no_parts",
+    "early_sum",
     "one_slot",
 )
 

@@ -26,6 +26,8 @@ struct ScatterEpilogue : Base {
   static constexpr int kTileN = cute::size<1>(CtaTile{});
   static constexpr int kFloats = kTileM * kTileN / kTileThreads;
   using Push = TilePush<Element, kTileThreads, kFloats, kPieces, kBuffers>;
+  /// Whether the sender brings the others' sums: no other consumers compute while they are added.
+  static constexpr bool kFetches = kGroups == 1;
 
   struct TensorStorage : Base::TensorStorage {
     typename Push::Storage push;
@@ -68,7 +70,7 @@ struct ScatterEpilogue : Base {
   }
 
   CUTLASS_DEVICE ScatterEpilogue(Params const& params, TensorStorage& shared)
-      : Base(params, shared), params_(&params) {}
+      : Base(params, shared), params_(&params), push_(&shared.push) {}
 
   CUTLASS_DEVICE bool is_producer_load_needed() const { return true; }
 
@@ -80,13 +82,22 @@ struct ScatterEpilogue : Base {
     ScatterTiles const& tiles = push.tiles;
     int32_t const row = int32_t(cute::get<0>(coord)) * kTileM;
     int32_t const owner = tiles.owner(row);
-    if (owner == tiles.rank) return state;
+    if (!kFetches && owner == tiles.rank) return state;
     int32_t const tile = tiles.tile(tiles.row_of(row) / kTileM, int32_t(cute::get<1>(coord)));
+    if (kFetches && owner == tiles.rank) {
+      if (is_split() && !Push::is_told_whole()) return state;
+      if (tile < 0) return state;
+      Push::prefetch(push, tile);
+      if (lane_id() == 0) Push::fetch(push, shared.push, own_, tile);
+      ++own_;
+      __syncwarp();
+      return state;
+    }
     if (number_ == 0) clock_.begin();
     if (is_split()) {
       // In one wave, so this is the CTA's only tile.
       if (Push::takes_credits()) Push::take_credits(push);
-      if (!Push::is_told_to_send()) return state;
+      if (!Push::is_told_whole()) return state;
       if (tile >= 0 && !Push::takes_credits()) Push::await_go(push);
     } else if (tile >= 0 && sent_ == 0) {
       // Not before a tile that only pads: nobody counts who sends nothing, and `go` may have been
@@ -105,7 +116,10 @@ struct ScatterEpilogue : Base {
 
   CUTLASS_DEVICE auto load_tail(typename Base::LoadPipeline,
                                 typename Base::LoadPipelineState state) {
-    if (lane_id() == 0) Push::count_done(params_->push, sent_);
+    if (lane_id() == 0) {
+      if constexpr (kFetches) Push::await_fetched(params_->push, *push_, own_);
+      Push::count_done(params_->push, sent_ + own_);
+    }
     return state;
   }
 
@@ -134,7 +148,7 @@ struct ScatterEpilogue : Base {
       int const split = int(blockIdx.y) - cluster * params_->split_k.splits;
       auto& sum = *reinterpret_cast<float (*)[kFloats]>(accumulators.data());
       bool const is_whole = add_splits<kClusterSize>(params_->split_k, cluster, split, sum);
-      if (owner != tiles.rank) Push::tell_sender(is_whole);
+      Push::tell_sender(is_whole);
       if (!is_whole) return cute::make_tuple(load_state, store_state);
     }
     if constexpr (std::is_same_v<Scales, SumScales>) {
@@ -149,7 +163,13 @@ struct ScatterEpilogue : Base {
       ++number_;
       return cute::make_tuple(load_state, store_state);
     }
-    if (tile >= 0) Push::add_parts(push, accumulators.data(), tile, thread);
+    if (tile >= 0) {
+      if constexpr (kFetches) {
+        Push::add_fetched(push, shared.push, accumulators.data(), own_++, thread);
+      } else {
+        Push::add_parts(push, accumulators.data(), tile, thread);
+      }
+    }
     if (kTimed && thread == 0) timer.done();
     return Base::store(
         load_pipeline, load_state, store_pipeline, store_state, own_problem(problem, push),
@@ -165,9 +185,11 @@ struct ScatterEpilogue : Base {
   }
 
   Params const* params_;
+  typename Push::Storage* push_;
   MeasuredClock clock_;  // of a sender
   int number_ = 0;       // tiles of other chunks so far, of this group or sender
   int sent_ = 0;         // by this sender, without those that only pad
+  int own_ = 0;          // own tiles so far that were fetched for, or of the others' sums
 };
 
 }  // namespace agmm

@@ -303,19 +303,22 @@ void arrivals() {
 void paces() {
   int const clock_khz = agmm::current_device().clock_khz;
   for (int senders = 1; senders <= 144; ++senders) {
-    agmm::SendPace const pace(senders, clock_khz);
-    double const ns = (pace.cycles + 1) / (clock_khz * 1e-6);
-    double const bytes_per_ns = senders * double(agmm::kSendBytes) / ns;
     std::string const name = std::to_string(senders) + " senders: ";
-    check(bytes_per_ns <= agmm::kSendBytesPerNs, name + std::to_string(bytes_per_ns) + " B/ns");
-    check(ns - 1 / (clock_khz * 1e-6) <= senders * double(agmm::kSendBytes) / agmm::kSendBytesPerNs,
-          name + "too slow");
+    for (int const rate : {agmm::kLeastSendBytesPerNs, agmm::kMostSendBytesPerNs}) {
+      double const cycles = agmm::SendPace(senders, clock_khz, rate).cycles;
+      double const wanted = senders * double(agmm::kSendBytes) / rate * clock_khz * 1e-6;
+      check(cycles <= wanted && cycles + 1 > wanted, name + std::to_string(cycles) + " cycles");
+    }
+    agmm::SendPace const pace(senders, clock_khz);
     int const under_way = senders << pace.log_under_way;
     check(pace.log_under_way == agmm::kLogFewestUnderWay || under_way <= agmm::kMostUnderWay,
           name + std::to_string(under_way) + " copies under way");
     check(pace.log_under_way == agmm::kLogMostUnderWay || 2 * under_way > agmm::kMostUnderWay,
           name + "only " + std::to_string(under_way) + " copies under way");
   }
+  // Where tiles are computed faster than links take them, and more slowly.
+  check(agmm::send_bytes_per_ns(2 * 2048, 132, 1980000) == agmm::kMostSendBytesPerNs, "K = 2048");
+  check(agmm::send_bytes_per_ns(2 * 7168, 132, 1980000) == agmm::kLeastSendBytesPerNs, "K = 7168");
   // Of a launch, against the order of its tiles.
   One const one;
   for (int const n : {128, 520, 2048}) {
@@ -335,7 +338,8 @@ void paces() {
           senders += tiles.owner(order.block_at(step).m * 128) != tiles.rank;
         }
         if (senders == 0) break;
-        agmm::SendPace const wanted(senders, clock_khz);
+        int const rate = agmm::send_bytes_per_ns(2 * call.products[0].k, ctas, clock_khz);
+        agmm::SendPace const wanted(senders, clock_khz, rate);
         agmm::SendPace const& found = push.paces.of_wave(begin / ctas);
         check(found.cycles == wanted.cycles && found.log_under_way == wanted.log_under_way,
               std::to_string(rows) + " rows, " + std::to_string(n) + " columns, wave " +
