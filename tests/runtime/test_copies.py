@@ -92,6 +92,31 @@ def wrong_gathers(world_size: int, calls: int, slot_bytes: int, skipped: int = 0
     return run(world_size, work)
 
 
+def wrong_replays(world_size: int, calls: int, without: str = "") -> int:
+    """Of calls that are captured or not: the captured ones come at any time, and some ranks have
+    captured more than others. ``without``: a fault."""
+    threads = Threads(world_size, 2, 256)
+    order = random.Random(1)
+    captured = [order.random() < 0.5 for _ in range(calls)]
+
+    def work(rank: int) -> int:
+        slots, turn, wrong = Slots(threads, rank, rank), 0, 0
+        for call, is_captured in enumerate(captured):
+            if without == "barriers":
+                is_captured = False
+            out, own = torch.full((world_size * 33,), 77.0), values(rank, call, 33, torch.float32)
+            turn = copies.all_gather(slots, out, own, turn, is_captured=is_captured)
+            if is_captured and without == "turn" and rank == 1:
+                turn = 1 - turn
+            wanted = torch.cat([values(each, call, 33, own.dtype) for each in range(world_size)])
+            wrong += not torch.equal(out, wanted)
+            if captured[call] and without == "barriers":
+                turn = 0  # as a graph has it
+        return wrong
+
+    return run(world_size, work)
+
+
 def wrong_scatters(
     world_size: int, calls: int, slot_bytes: int, skipped: int = 0, average: bool = False
 ) -> int:
@@ -142,6 +167,12 @@ def test_a_missing_barrier_is_found() -> None:
         assert wrong_scatters(4, 200, 1 << 12) > 0
 
 
+def test_captured_gathers_in_turn_with_others() -> None:
+    assert wrong_replays(4, 200) == 0
+    assert wrong_replays(4, 200, "barriers") > 0
+    assert wrong_replays(4, 200, "turn") > 0
+
+
 def test_one_slot_alone_would_not_do() -> None:
     """A gather has one barrier, so its slots have to be taken in turn."""
     gather = copies.all_gather
@@ -187,8 +218,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
-    def gather(*_: object) -> int:
-        noted.append("gather")
+    def gather(*_: object, is_captured: bool) -> int:
+        noted.append("captured gather" if is_captured else "gather")
         return 1
 
     monkeypatch.setattr(copies, "all_gather", gather)
@@ -197,10 +228,10 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_calls_are_ordered_on_any_stream(events: list[str]) -> None:
-    enter = mock.Mock()
+    buffers_of = mock.Mock()
     for kind in (copies.GatherCopies, copies.ScatterCopies):
         workspace = kind(mock.MagicMock(), torch.device("cuda", 0))
-        with mock.patch.object(workspace, "enter", enter):
+        with mock.patch.object(workspace, "buffers_of", buffers_of):
             if isinstance(workspace, copies.GatherCopies):
                 workspace.all_gather(torch.zeros(200), torch.zeros(100))
                 assert workspace._turn == 1
@@ -208,7 +239,7 @@ def test_calls_are_ordered_on_any_stream(events: list[str]) -> None:
                 big = torch.empty((copies.MOST_BYTES + 4) // 4)
                 workspace.reduce_scatter(big, big, average=False)
     assert events == ["wait", "gather", "record", "wait", "scatter", "record"]
-    assert [call.args for call in enter.call_args_list] == [(512,), (copies.MOST_BYTES,)]
+    assert [call.args for call in buffers_of.call_args_list] == [(512,), (copies.MOST_BYTES,)]
 
 
 def test_captured_calls_leave_the_order_to_the_caller(
@@ -216,9 +247,9 @@ def test_captured_calls_leave_the_order_to_the_caller(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     workspace = copies.GatherCopies(mock.MagicMock(), torch.device("cuda", 0))
-    with mock.patch.object(workspace, "enter", mock.Mock()):
+    with mock.patch.object(workspace, "buffers_of", mock.Mock()):
         workspace.all_gather(torch.zeros(200), torch.zeros(100))
-    assert events == ["gather"] and workspace.captured
+    assert events == ["captured gather"] and workspace.captured
 
 
 def test_slots_lie_in_the_memory_of_each_rank(events: list[str]) -> None:

@@ -12,7 +12,7 @@ from agmm import _core
 from agmm._core import Accumulation
 from agmm.errors import InvalidArgument
 from agmm.runtime.cuda import CudaWorkspace
-from agmm.runtime.cuda_calls import aligned_pointer, b_layout, bias_pointer, stream_of
+from agmm.runtime.cuda_calls import aligned_pointer, b_layout, bias_pointer
 from agmm.runtime.cuda_scatter import ScatterWorkspace
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.runtime.scaling import ALL, BLOCK

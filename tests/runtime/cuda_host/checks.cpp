@@ -16,6 +16,7 @@
 #include "agmm/fused_all_gather_matmul.hpp"
 #include "fake_cuda.hpp"
 #include "ops/prepare.hpp"
+#include "precedence.hpp"
 #include "runtime/cuda.hpp"
 #include "sync/wait_report.hpp"
 
@@ -122,6 +123,15 @@ void slots_of_captures() {
   for (std::size_t i = 0; i < eager.size(); ++i) {
     check(eager[i] == int(i % 2),
           "eager call " + std::to_string(i) + " took slot " + std::to_string(eager[i]));
+  }
+}
+
+void precedence() {
+  for (Transport transport : kTransports) {
+    Workspace const workspace;
+    std::string const wrong = fake::wrong_precedence(
+        *workspace.op, [&](cudaStream_t stream) { workspace.call(transport, stream); });
+    check(wrong.empty(), std::string(kName[int(transport)]) + ": " + wrong);
   }
 }
 
@@ -520,6 +530,7 @@ void forked_child() {
 int main(int count, char** arguments) {
   std::map<std::string, void (*)()> const checks = {
       {"slots_of_captures", &slots_of_captures},
+      {"precedence", &precedence},
       {"captures_at_once", &captures_at_once},
       {"failures", &failures},
       {"failures_in_captures", &failures_in_captures},
