@@ -259,14 +259,55 @@ def beside_a_matmul(world_size: int) -> list[str] | None:
     return faults
 
 
-def late(late_s: float) -> list[str]:
-    """Faults of calls to which rank 1 comes late."""
+def on_streams(world_size: int) -> list[str] | None:
+    """Calls of two workspaces in turn, each on another stream than the one before: they come one
+    after the other, and are right."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank, faults = dist.get_rank(group), []
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    generator = torch.Generator("cuda").manual_seed(3)
+    shape = world_size * 128, 256
+    whole = torch.randint(-2, 3, shape, generator=generator, device="cuda").bfloat16()
+    shard, B = whole.chunk(world_size)[rank].clone(), whole[:128].t().contiguous()
+    product, total = whole @ B, sum(whole.float().chunk(world_size)).bfloat16()
+    for turn in range(12):
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        slept, ended = torch.cuda.Event(), torch.cuda.Event()
+        with torch.cuda.stream(streams[turn % 2]):
+            torch.cuda._sleep(100_000_000 if turn % world_size == rank else 1)
+            slept.record()
+            if turn % 4 < 2:
+                found = agmm.all_gather_matmul(shard, B, group, strict=True)
+            else:
+                found = _call("all_reduce", shard, group, "sum", 0)
+        with torch.cuda.stream(streams[1 - turn % 2]):
+            if turn % 4 < 2:
+                other = _call("all_reduce", shard, group, "sum", 0)
+            else:
+                other = agmm.all_gather_matmul(shard, B, group, strict=True)
+            ended.record()
+        while not slept.query():
+            if ended.query():
+                faults.append(f"rank {rank}, turn {turn}: a call ended before the one before began")
+                break
+        torch.cuda.synchronize()
+        wanted = (product, total) if turn % 4 < 2 else (total, product)
+        if not (torch.equal(found, wanted[0]) and torch.equal(other, wanted[1])):
+            faults.append(f"rank {rank}, turn {turn}: wrong values")
+    return faults
+
+
+def late(late_s: float, numbers: int) -> list[str]:
+    """Faults of calls to which rank 1 and the last one come late."""
     group, faults = dist.group.WORLD, []
     assert group is not None
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    x = torch.full((5000,), float(rank), device="cuda")
+    x = torch.full((numbers,), float(rank), device="cuda")
     for turn in range(2):
-        if turn == 1 and rank == 1:
+        if turn == 1 and rank in (1, ranks - 1):
             time.sleep(late_s)
         total = _call("all_reduce", x, group, "sum", 0)
         if not bool((total == ranks * (ranks - 1) / 2).all()):

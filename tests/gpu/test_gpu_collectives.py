@@ -56,6 +56,11 @@ def test_beside_a_matmul(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(collectives_gpu_work.beside_a_matmul, world_size), world_size)
 
 
+@pytest.mark.parametrize("world_size", world_sizes(2, 4))
+def test_calls_on_several_streams_come_in_turn(gpu_pool: RankPool, world_size: int) -> None:
+    check(gpu_pool.run(collectives_gpu_work.on_streams, world_size), world_size)
+
+
 @needs_two
 def test_memory_is_reserved_and_released() -> None:
     with RankPool(2, "cuda") as pool:
@@ -63,11 +68,14 @@ def test_memory_is_reserved_and_released() -> None:
 
 
 @needs_two
-def test_a_late_rank_is_told_and_awaited() -> None:
-    with RankPool(2, "cuda", 120, {"AGMM_TIMEOUT_S": "60", "AGMM_WARN_S": "2"}) as pool:
-        check(pool.run(collectives_gpu_work.late, 8.0), 2)
-        said = [line for line in pool.stderr(0).splitlines() if " rank 1" in line]
-        assert len(said) == 1, pool.stderr(0)
+@pytest.mark.parametrize("numbers", [5000, 1_000_000], ids=["packets", "blocks"])
+def test_late_ranks_are_told_and_awaited(numbers: int) -> None:
+    ranks = min(RANKS, 4)
+    with RankPool(ranks, "cuda", 120, {"AGMM_TIMEOUT_S": "60", "AGMM_WARN_S": "2"}) as pool:
+        check(pool.run(collectives_gpu_work.late, 8.0, numbers), ranks)
+        said = [line for line in pool.stderr(0).splitlines() if " has waited " in line]
+        late = "rank 1;" if ranks == 2 else f"ranks 1, {ranks - 1};"
+        assert len(said) == 1 and f"for {late}" in said[0], pool.stderr(0)
 
 
 @needs_two

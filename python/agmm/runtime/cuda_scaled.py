@@ -16,6 +16,7 @@ from agmm.runtime.cuda_calls import aligned_pointer, b_layout, bias_pointer
 from agmm.runtime.cuda_scatter import ScatterWorkspace
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.runtime.scaling import ALL, BLOCK
+from agmm.runtime.symmetric import stream_of
 
 _SCALE_BYTES = 4  # float32
 _PAIR_BYTES = 2 * _SCALE_BYTES  # of neighbouring columns, which a kernel reads together
