@@ -152,6 +152,40 @@ def in_turn(world_size: int, calls: int, seed: int) -> list[str] | None:
     return [f"rank {rank}: wrong elements {faults}"] if any(faults.values()) else []
 
 
+def low_contention(world_size: int) -> list[str] | None:
+    """By copies: eager, into given tensors and in the background, in turn with replays of a graph
+    that has an odd number of each."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank, faults = dist.get_rank(group), []
+    options = {"low_contention": True}
+    for kind in ("all_gather", "reduce_scatter"):
+        for seed, numbers in enumerate((1, 1001, 300_000)):
+            every = _inputs(kind, (numbers,), world_size, 0, torch.bfloat16, seed)
+            wanted, x = _wanted(kind, every, "sum", 0, rank), every[rank].clone()
+            given = torch.full_like(wanted, torch.nan)
+            work = _call(kind, x, group, "sum", 0, async_op=True, **options)
+            found = [_call(kind, x, group, "sum", 0, **options), given, work.wait()]
+            _call(kind, x, group, "sum", 0, out=given, **options)
+            torch.cuda.synchronize()
+            dist.barrier(group)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                replayed = _call(kind, x, group, "sum", 0, **options)
+            for turn in range(1, 21):
+                x.copy_(every[rank] * turn)
+                graph.replay()
+                if turn % 3 == 0:
+                    found.append(_call(kind, x, group, "sum", 0, **options) / turn)
+                found.append(replayed / turn)
+            for i, each in enumerate(found):
+                if not torch.allclose(each.double(), wanted.double(), rtol=2**-6, atol=0):
+                    faults.append(f"rank {rank}: {kind} of {numbers}: result {i}")
+            del graph
+    return faults
+
+
 def repeated_bits(world_size: int) -> list[str] | None:
     """Of random data: the same in every call and on every rank, and those of sums in float32 in the
     order of the ranks."""

@@ -36,6 +36,11 @@ def test_calls_in_turn_by_late_ranks(gpu_pool: RankPool, world_size: int) -> Non
 
 
 @pytest.mark.parametrize("world_size", world_sizes(2, 4, 8))
+def test_low_contention(gpu_pool: RankPool, world_size: int) -> None:
+    check(gpu_pool.run(collectives_gpu_work.low_contention, world_size), world_size)
+
+
+@pytest.mark.parametrize("world_size", world_sizes(2, 4, 8))
 def test_bits_are_repeatable(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(collectives_gpu_work.repeated_bits, world_size), world_size)
 

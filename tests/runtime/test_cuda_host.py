@@ -171,6 +171,7 @@ def test_a_report_is_described_as_asked_for(program: Path) -> None:
     [
         ("late_waits", r"4\.0 s, since .*, for chunk 6001 from rank 6"),
         ("late_credits", r"4\.2 s, since .*, for a buffer of rank 6 to be free"),
+        ("late_ranks", r"4\.2 s, since .*, for ranks 2, 6"),
     ],
 )
 def test_a_late_wait_is_told_once_and_goes_on(

@@ -481,6 +481,20 @@ void late_credits() {
   for (int i = 0; report.late_what != 0 && i < 500; ++i) ::usleep(10'000);
 }
 
+/// Threads that wait for a rank each say so one after the other; the line names all ranks.
+void late_ranks() {
+  agmm::ReportPlace const place = agmm::report_place(5, 1000);
+  agmm::WaitReport volatile& report = *place.report;
+  report.late_units = 4000;
+  for (int const source : {2, 6}) {
+    report.late_of[source] = 4000;
+    report.late_what = place.late + agmm::LateWait::what(0, false, source);
+    ::usleep(3'000);
+  }
+  for (int i = 0; report.late_of[6] != 0 && i < 500; ++i) ::usleep(10'000);
+  check(report.late_what == 0 && report.late_of[2] == 0, "what was said stays");
+}
+
 /// It is the workspace's own, also where its first call is captured: nothing of the graph's.
 void split_scratch() {
   Workspace const workspace;
@@ -546,6 +560,7 @@ int main(int count, char** arguments) {
       {"describes", &describes},
       {"late_waits", &late_waits},
       {"late_credits", &late_credits},
+      {"late_ranks", &late_ranks},
       {"forked_child", &forked_child},
       {"split_scratch", &split_scratch},
   };
