@@ -84,6 +84,25 @@ def values(world_size: int, kind: str, dtype: torch.dtype) -> list[str] | None:
     return faults
 
 
+def large(world_size: int) -> list[str] | None:
+    """64 MB in all: many launches of a kernel, many pieces of copies."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank, faults = dist.get_rank(group), []
+    for kind in KINDS:
+        numbers = 32_000_001 // (1 if kind == "all_reduce" else world_size)
+        every = _inputs(kind, (numbers,), world_size, 0, torch.bfloat16, 9)
+        wanted, x = _wanted(kind, every, "sum", 0, rank), every[rank]
+        options: list[dict[str, bool]] = [{}]
+        if kind != "all_reduce":
+            options.append({"low_contention": True})
+        for each in options:
+            if not torch.equal(_call(kind, x, group, "sum", 0, **each), wanted):
+                faults.append(f"rank {rank}: {kind} {each}")
+    return faults
+
+
 def in_graphs(world_size: int) -> list[str] | None:
     """Replays in turn with eager calls, with new data each; the captured ones in the background
     too."""

@@ -26,6 +26,11 @@ def test_values(gpu_pool: RankPool, world_size: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", world_sizes(2, 4, 8))
+def test_64_mb(gpu_pool: RankPool, world_size: int) -> None:
+    check(gpu_pool.run(collectives_gpu_work.large, world_size), world_size)
+
+
+@pytest.mark.parametrize("world_size", world_sizes(2, 4, 8))
 def test_graphs_in_turn_with_eager_calls(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(collectives_gpu_work.in_graphs, world_size), world_size)
 
