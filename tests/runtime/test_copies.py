@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from agmm.errors import Unsupported
 from agmm.runtime import copies, groups
 
 
@@ -228,10 +229,10 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_calls_are_ordered_on_any_stream(events: list[str]) -> None:
-    buffers_of = mock.Mock()
+    buffers_of, ensured = mock.Mock(), mock.Mock()
     for kind in (copies.GatherCopies, copies.ScatterCopies):
         workspace = kind(mock.MagicMock(), torch.device("cuda", 0))
-        with mock.patch.object(workspace, "buffers_of", buffers_of):
+        with mock.patch.multiple(workspace, buffers_of=buffers_of, ensure=ensured):
             if isinstance(workspace, copies.GatherCopies):
                 workspace.all_gather(torch.zeros(200), torch.zeros(100))
                 assert workspace._turn == 1
@@ -239,7 +240,8 @@ def test_calls_are_ordered_on_any_stream(events: list[str]) -> None:
                 big = torch.empty((copies.MOST_BYTES + 4) // 4)
                 workspace.reduce_scatter(big, big, average=False)
     assert events == ["wait", "gather", "record", "wait", "scatter", "record"]
-    assert [call.args for call in buffers_of.call_args_list] == [(512,), (copies.MOST_BYTES,)]
+    for each in (buffers_of, ensured):
+        assert [call.args for call in each.call_args_list] == [(512,), (copies.MOST_BYTES,)]
 
 
 def test_captured_calls_leave_the_order_to_the_caller(
@@ -247,6 +249,9 @@ def test_captured_calls_leave_the_order_to_the_caller(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     workspace = copies.GatherCopies(mock.MagicMock(), torch.device("cuda", 0))
+    with pytest.raises(Unsupported, match="found slots of 0 bytes for copies .* wanted 512"):
+        workspace.all_gather(torch.zeros(200), torch.zeros(100))
+    workspace.slot_bytes = 512
     with mock.patch.object(workspace, "buffers_of", mock.Mock()):
         workspace.all_gather(torch.zeros(200), torch.zeros(100))
     assert events == ["captured gather"] and workspace.captured

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from agmm import _env
+from agmm.errors import Unsupported
 from agmm.runtime.cuda_background import BackgroundStreams, CudaBackground
 from agmm.runtime.symmetric import SymmetricWorkspace
 
@@ -164,11 +165,19 @@ class CopyWorkspace(SymmetricWorkspace):
         return _CudaSlots(handle, slot_bytes, self._slots_per_rank())
 
     def ensure_for(self, nbytes: int) -> None:
-        """`ensure` for a call that sends so many bytes to each rank."""
-        self.ensure(_slot_bytes(nbytes))
+        """`ensure` for a call that sends so many bytes to each rank; Unsupported also where the
+        slots would have to grow during a capture."""
+        wanted = _slot_bytes(nbytes)
+        if wanted > self.slot_bytes and torch.cuda.is_current_stream_capturing():
+            raise Unsupported(
+                f"workspace: found slots of {self.slot_bytes} bytes for copies during CUDA graph "
+                f"capture, wanted {wanted}"
+            )
+        self.ensure(wanted)
 
     def _begin(self, nbytes: int) -> Slots:
         """The slots for such a call."""
+        self.ensure_for(nbytes)
         slots: Slots = self.buffers_of(_slot_bytes(nbytes)).core
         if torch.cuda.is_current_stream_capturing():
             self.captured = True
@@ -196,8 +205,8 @@ class GatherCopies(CopyWorkspace):
         """Enqueue an all-gather on the current stream. Collective; arguments as `all_gather`'s.
 
         Raises:
-            Unsupported: the GPUs of the group cannot reach each other's memory; all ranks raise.
-            AgmmError: the slots would have to grow during CUDA graph capture.
+            Unsupported: the GPUs of the group cannot reach each other's memory, or the slots would
+                have to grow during CUDA graph capture; all ranks raise.
         """
         with self.lock:
             slots = self._begin(shard.nbytes)
