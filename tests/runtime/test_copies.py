@@ -249,7 +249,7 @@ def test_captured_calls_leave_the_order_to_the_caller(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     workspace = copies.GatherCopies(mock.MagicMock(), torch.device("cuda", 0))
-    with pytest.raises(Unsupported, match="found slots of 0 bytes for copies .* wanted 512"):
+    with pytest.raises(Unsupported, match=r"found slots of 0 bytes for copies .* wanted 512"):
         workspace.all_gather(torch.zeros(200), torch.zeros(100))
     workspace.slot_bytes = 512
     with mock.patch.object(workspace, "buffers_of", mock.Mock()):
