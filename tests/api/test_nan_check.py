@@ -164,6 +164,7 @@ def test_operands_of_a_scatter_kernel_are_looked_through(group: str) -> None:
 
 def test_what_fsdp_sends_is_looked_through(group: str) -> None:
     x, out = torch.ones(6), torch.empty(6)
+    assert dist.group.WORLD is not None
     gather = partial(fsdp.AllGather(), out, x, dist.group.WORLD)
     scatter = partial(fsdp.ReduceScatter(), out, x, dist.group.WORLD, dist.ReduceOp.SUM)
     agmm.check_nan("raise")
