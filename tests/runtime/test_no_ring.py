@@ -82,9 +82,7 @@ def _has_begun(name: str, rank: int, state: State, programs: Sequence[Program]) 
     )
 
 
-def _following(
-    state: State, programs: Sequence[Program], fills: bool, whole: bool
-) -> list[State]:
+def _following(state: State, programs: Sequence[Program], fills: bool, whole: bool) -> list[State]:
     """The states that may come next. What ends is taken at once, whatever else may happen: an end
     keeps nothing from happening, so trying it later would lead to the same states."""
     starts: list[State] = []
