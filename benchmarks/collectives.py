@@ -2,9 +2,11 @@
 
     torchrun --nproc-per-node 2 benchmarks/collectives.py
     torchrun --nproc-per-node 2 benchmarks/collectives.py --sizes 8192,1048576 --json out.json
+    torchrun --nproc-per-node 2 benchmarks/collectives.py --sizes 16777216,67108864 --beside
 
 A size is that of each rank's tensor, in bytes. "nothing" is the time of no work at all between the
-same events, which the others contain.
+same events, which the others contain. "copies" are those of low_contention=True. With --beside
+matmuls run on another stream meanwhile.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +27,7 @@ from agmm.bench.options import Options
 from agmm.bench.reports import new_report, write_json
 from agmm.bench.timer import SAMPLES, time_ways
 from agmm.cli.terminal import console, plain_table
+from agmm.planning.cost_model.collectives import MOST_BYTES
 from agmm.testing.reference import relative_error
 
 SIZES = "8192,65536,262144,1048576,4194304,10485760"
@@ -58,6 +62,50 @@ def measure(size: int, samples: int, device: torch.device) -> dict[str, float]:
         "all_gather, agmm": lambda: collectives.all_gather(x),
         "all_gather, backend": lambda: dist.all_gather_into_tensor(gathered, x),
     }
+    if device.type == "cuda":
+        ways["all_gather, copies"] = lambda: collectives.all_gather(x, low_contention=True)
+    return _timed(ways, samples, device)
+
+
+def measure_beside(size: int, samples: int, device: torch.device) -> dict[str, float]:
+    """The same of gathers beside three matmuls of 8192 x 8192 x 8192, and of these alone."""
+    x = torch.randn(max(1, size // 2), device=device).bfloat16()
+    gathered = x.new_empty(dist.get_world_size() * x.numel())
+    A = torch.randn(8192, 8192, device=device).bfloat16()
+    side = torch.cuda.Stream()
+
+    def matmuls() -> None:
+        for _ in range(3):
+            A @ A
+
+    def beside(gather: Callable[[], Any]) -> Callable[[], None]:
+        def both() -> None:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                gather()
+            matmuls()
+            torch.cuda.current_stream().wait_stream(side)
+
+        return both
+
+    by_agmm = partial(collectives.all_gather, x, out=gathered)
+    by_copies = partial(by_agmm, low_contention=True)
+    by_backend = partial(dist.all_gather_into_tensor, gathered, x)
+    ways: dict[str, Callable[[], Any]] = {
+        "matmuls": matmuls,
+        "copies": by_copies,
+        "backend": by_backend,
+        "copies beside": beside(by_copies),
+        "backend beside": beside(by_backend),
+    }
+    if x.nbytes * dist.get_world_size() <= MOST_BYTES:
+        ways["agmm's kernel beside"] = beside(by_agmm)
+    return _timed(ways, samples, device)
+
+
+def _timed(
+    ways: dict[str, Callable[[], Any]], samples: int, device: torch.device
+) -> dict[str, float]:
     timed = time_ways(ways, samples=samples, group=dist.group.WORLD, device=device)
     return {name: statistics.median(values) for name, values in timed.items()}
 
@@ -79,6 +127,7 @@ def _report(
 def main(
     sizes: Annotated[str, typer.Option(help="Bytes of each rank's tensor.")] = SIZES,
     samples: Annotated[int, typer.Option(min=1)] = SAMPLES,
+    beside: Annotated[bool, typer.Option(help="Gathers beside matmuls; on GPUs.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", dir_okay=False)] = None,
 ) -> None:
     """Time all_reduce and all_gather of agmm and of the backend, in one run. Under torchrun."""
@@ -90,7 +139,10 @@ def main(
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpus else "gloo")
-    times = {size: measure(size, samples, device) for size in map(int, sizes.split(","))}
+    if beside and not on_gpus:
+        raise SystemExit("beside: found CPU ranks, wanted GPUs")
+    one = measure_beside if beside else measure
+    times = {size: one(size, samples, device) for size in map(int, sizes.split(","))}
     if dist.get_rank() == 0:
         name = torch.cuda.get_device_name() if on_gpus else "CPU"
         table = plain_table(f"{dist.get_world_size()} ranks on {name}, µs")

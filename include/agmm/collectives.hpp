@@ -86,6 +86,10 @@ class Collectives {
   bool operator()(Collective const& call, void* stream);
   bool operator()(Collective const& call, ResidualNorm const& norm, void* stream);
 
+  /// What is enqueued on `stream` from now on comes behind the last call: the last eager one, or
+  /// that of the capture that `stream` is in. For calls of other workspaces of the group.
+  void precede(void* stream);
+
   /// The ways of Relayed: in `moves` each rank gets each other's shard once, from its owner or from
   /// one that got it from there. Alike on all ranks.
   void relay_over(std::vector<RelayMove> const& moves);

@@ -65,6 +65,10 @@ class FusedAllGatherMatmul {
   bool operator()(Gather const& gather, std::vector<Weight> const& weights, void* stream,
                   TileTimes* tile_times = nullptr);
 
+  /// What is enqueued on `stream` from now on comes behind the last call: the last eager one, or
+  /// that of the capture that `stream` is in. For calls of other workspaces of the group.
+  void precede(void* stream);
+
  private:
   struct Impl;
   std::unique_ptr<Impl> impl_;

@@ -76,6 +76,10 @@ class FusedMatmulReduceScatter {
   /// Returns whether the stream is being captured into a graph. Throws as FusedAllGatherMatmul.
   bool operator()(MatmulScatter const& call, void* stream);
 
+  /// What is enqueued on `stream` from now on comes behind the last call: the last eager one, or
+  /// that of the capture that `stream` is in. For calls of other workspaces of the group.
+  void precede(void* stream);
+
  private:
   struct Impl;
   std::unique_ptr<Impl> impl_;

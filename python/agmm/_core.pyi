@@ -420,6 +420,10 @@ class CudaWorkspace:
         """
         The same in fp8 by push, with so many scales for each row. weights: (b, ldb, n, bias, out, config, (scale_b, one for each column?, strides of blocks along K and N), accumulation).
         """
+    def precede(self, stream: int) -> None:
+        """
+        What is enqueued on the stream from now on comes behind the last call, eager or of the capture that the stream is in.
+        """
     @property
     def slot_bytes(self) -> int: ...
 
@@ -472,6 +476,10 @@ class CudaScatterWorkspace:
     ) -> bool:
         """
         Enqueues the matmuls, whose kernels send. operands: addresses of A and B, of each product in turn. tile_times: of each launch SCATTER_TIMES_BYTES for each rank's tiles. Returns whether the stream is being captured.
+        """
+    def precede(self, stream: int) -> None:
+        """
+        What is enqueued on the stream from now on comes behind the last call, eager or of the capture that the stream is in.
         """
     def scaled_matmul_reduce_scatter(
         self,
@@ -666,6 +674,10 @@ class CudaCollectives:
     ) -> bool:
         """
         Enqueues a collective. count: elements of the input, of reduce_scatter those of out. ctas: 0 for the usual, alike on all ranks. Returns whether the stream is being captured.
+        """
+    def precede(self, stream: int) -> None:
+        """
+        What is enqueued on the stream from now on comes behind the last call, eager or of the capture that the stream is in.
         """
     def relay_over(
         self,

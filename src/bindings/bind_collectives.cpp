@@ -122,6 +122,7 @@ void bind_collectives(py::module_& m) {
           [](int world_size) { return CollectiveLayout(0, world_size).credit_words(); },
           py::arg("world_size"), "None: all words are 0 before the first call.")
       .def_property_readonly("slot_bytes", &Collectives::slot_bytes)
+      .def("precede", &agmm::precede<Collectives>, py::arg("stream"), agmm::kPrecedeDoc)
       .def("call", &call, py::arg("op"), py::arg("method"), py::arg("element"), py::arg("input"),
            py::arg("out"), py::arg("count"), py::arg("is_average"), py::arg("stream"),
            py::arg("ctas") = 0, py::call_guard<py::gil_scoped_release>(),

@@ -430,6 +430,7 @@ void bind_cuda(py::module_& m) {
           py::arg("world_size"),
           "The words after the slots that are 1 before the first call; the others are 0.")
       .def_property_readonly("slot_bytes", &FusedAllGatherMatmul::slot_bytes)
+      .def("precede", &agmm::precede<FusedAllGatherMatmul>, py::arg("stream"), agmm::kPrecedeDoc)
       .def("all_gather_matmul", &all_gather_matmul, py::arg("a_shard"), py::arg("rows"),
            py::arg("k"), py::arg("dtype"), py::arg("weights"), py::arg("transport"),
            py::arg("a_out"), py::arg("tile_times"), py::arg("stream"),
@@ -473,6 +474,8 @@ void bind_cuda(py::module_& m) {
           py::arg("world_size"),
           "The words after the sums that are 1 before the first call; the others are 0.")
       .def_property_readonly("part_bytes", &FusedMatmulReduceScatter::part_bytes)
+      .def("precede", &agmm::precede<FusedMatmulReduceScatter>, py::arg("stream"),
+           agmm::kPrecedeDoc)
       .def("matmul_reduce_scatter", &matmul_reduce_scatter, py::arg("problem"), py::arg("operands"),
            py::arg("bias"), py::arg("out"), py::arg("stream"), py::arg("tile_times") = 0,
            py::call_guard<py::gil_scoped_release>(),

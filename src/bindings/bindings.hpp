@@ -38,6 +38,16 @@ Held<Workspace> make_workspace(int rank, const std::vector<uintptr_t>& bases, st
   return Held<Workspace>(new Workspace(rank, bases, bytes, reserved_sms));
 }
 
+template <class Workspace>
+void precede(Workspace& workspace, uintptr_t stream) {
+  workspace.precede(reinterpret_cast<void*>(stream));
+}
+/// Of precede(), for each workspace.
+constexpr char kPrecedeDoc[] =
+    "What is enqueued on the stream from now on comes behind the last call, eager or of the "
+    "capture "
+    "that the stream is in.";
+
 inline Raster parse_raster(const std::string& name) {
   if (name == "along_m") return Raster::AlongM;
   if (name == "along_n") return Raster::AlongN;

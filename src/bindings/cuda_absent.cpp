@@ -34,6 +34,7 @@ bool FusedAllGatherMatmul::operator()(Gather const&, std::vector<Weight> const&,
                                       TileTimes*) {
   refuse();
 }
+void FusedAllGatherMatmul::precede(void*) { refuse(); }
 
 std::vector<KernelFacts> built_scatter_kernels() { return {}; }
 struct FusedMatmulReduceScatter::Impl {};
@@ -44,6 +45,7 @@ FusedMatmulReduceScatter::FusedMatmulReduceScatter(int, std::vector<uintptr_t> c
 FusedMatmulReduceScatter::~FusedMatmulReduceScatter() = default;
 std::size_t FusedMatmulReduceScatter::part_bytes() const { refuse(); }
 bool FusedMatmulReduceScatter::operator()(MatmulScatter const&, void*) { refuse(); }
+void FusedMatmulReduceScatter::precede(void*) { refuse(); }
 
 uint64_t capture_of(void*) { refuse(); }
 struct Collectives::Impl {};
@@ -52,6 +54,7 @@ Collectives::~Collectives() = default;
 std::size_t Collectives::slot_bytes() const { refuse(); }
 bool Collectives::operator()(Collective const&, void*) { refuse(); }
 bool Collectives::operator()(Collective const&, ResidualNorm const&, void*) { refuse(); }
+void Collectives::precede(void*) { refuse(); }
 void Collectives::relay_over(std::vector<RelayMove> const&) { refuse(); }
 
 }  // namespace agmm

@@ -359,6 +359,8 @@ bool Collectives::operator()(Collective const& call, ResidualNorm const& norm, v
   });
 }
 
+void Collectives::precede(void* stream) { impl_->ordered.precede(stream); }
+
 void Collectives::relay_over(std::vector<RelayMove> const& moves) {
   int const rank = impl_->rank;
   int const w = impl_->world_size();

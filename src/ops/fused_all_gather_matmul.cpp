@@ -196,4 +196,6 @@ bool FusedAllGatherMatmul::operator()(Gather const& gather, std::vector<Weight> 
   return all_gather.is_captured();
 }
 
+void FusedAllGatherMatmul::precede(void* stream) { impl_->all_gather.precede(stream); }
+
 }  // namespace agmm

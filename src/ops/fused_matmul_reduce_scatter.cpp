@@ -349,4 +349,6 @@ bool FusedMatmulReduceScatter::operator()(MatmulScatter const& what, void* strea
   });
 }
 
+void FusedMatmulReduceScatter::precede(void* stream) { impl_->ordered.precede(stream); }
+
 }  // namespace agmm

@@ -107,6 +107,8 @@ class ReportWatcher {
 
  private:
   using Reports = std::array<WaitReport, kMaxDevices>;
+  // Often enough for a message after minutes; 50 looks a second are no load.
+  static constexpr std::chrono::milliseconds kLook{20};
 
   void watch() {
     while (!stop_) {
@@ -116,15 +118,15 @@ class ReportWatcher {
         std::atomic_thread_fence(std::memory_order_acquire);
         end_process(describe.load()(report));
       }
-      // Often enough for a message after minutes; 50 looks a second are no load.
-      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      std::this_thread::sleep_for(kLook);
     }
   }
 
   /// One line for all waits that began before it was written.
   void warn_if_late(WaitReport volatile& report) {
+    if (report.late_what == 0) return;
+    std::this_thread::sleep_for(kLook);  // for all that began together to say so
     uint32_t const what = report.late_what;
-    if (what == 0) return;
     report.late_what = 0;
     std::vector<int> sources;
     for (int source = 0; source < kMaxLateSources; ++source) {

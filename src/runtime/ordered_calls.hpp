@@ -58,6 +58,15 @@ class OrderedCalls {
     return calling.is_captured();
   }
 
+  /// What is enqueued on the stream from now on comes behind the last call of its sequence.
+  void precede(void* stream_handle) {
+    std::lock_guard<std::mutex> const lock(mutex_);
+    CallStream const next(static_cast<cudaStream_t>(stream_handle));
+    int const i = sequences_.find(next.capture);
+    if (i == SlotRing::kNone || (!next.is_captured() && last_stream_[i] == next.id)) return;
+    AGMM_CHECK_CUDA(cudaStreamWaitEvent(next.stream, call_done_[i], 0));
+  }
+
  private:
   int device_;
   std::mutex mutex_;

@@ -154,6 +154,16 @@ void AllGather::end(void* stream_handle) {
   ring_.end(handles_->stream.capture);
 }
 
+void AllGather::precede(void* stream) {
+  std::lock_guard<std::mutex> const lock(mutex_);
+  CallStream const next(static_cast<cudaStream_t>(stream));
+  int const i = ring_.find(next.capture);
+  if (i == SlotRing::kNone) return;
+  Sequence const& sequence = *handles_->sequences[i];
+  if (!next.is_captured() && sequence.last_stream == next.id) return;
+  AGMM_CHECK_CUDA(cudaStreamWaitEvent(next.stream, sequence.call_done, 0));
+}
+
 void AllGather::abandon() noexcept { handles_->stream.abandon(); }
 
 }  // namespace agmm

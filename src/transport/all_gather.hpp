@@ -108,6 +108,10 @@ class AllGather {
   /// A call that began does not end: its capture is made invalid, so that no graph has half a call.
   void abandon() noexcept;
 
+  /// What is enqueued on `stream` from now on comes behind the last call: the last eager one, or
+  /// that of the capture that `stream` is in.
+  void precede(void* stream);
+
   /// Of the call entered.
   int slot() const;
   bool is_captured() const;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -342,6 +343,73 @@ def test_a_call_in_the_background_is_awaited_once(
         assert isinstance(work, Work) and not work.is_completed() and not begun.wait.called
         assert work.wait() is work.wait() and work.is_completed()
     assert begun.wait.call_count == 1 and not workspace.call.called
+
+
+def test_a_first_call_in_a_capture_is_left_to_torch(
+    hopper: None, of_four: Any, workspace: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_torch = mock.Mock(return_value=(mock.Mock(), lambda: None))
+    monkeypatch.setattr(run, "_by_torch", by_torch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    workspace.is_ready = False
+    with FakeTensorMode():
+        x = torch.empty(8, device="cuda")
+        for is_async in (False, True):
+            with pytest.warns(UserWarning, match="found none for collectives during CUDA graph"):
+                paths._warned.clear()
+                run.start("all_reduce", x, of_four, "sum", 0, x, async_op=is_async, strict=False)
+        assert by_torch.call_count == 2
+        workspace.is_ready = True
+        run.start("all_reduce", x, of_four, "sum", 0, x, async_op=False, strict=False)
+    assert by_torch.call_count == 2 and workspace.call.call_count == 1
+
+
+def test_low_contention_goes_by_copies_of_any_size(
+    of_four: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs of any generation."""
+    gathers, scatters = mock.Mock(), mock.Mock()
+    monkeypatch.setattr(symmetric, "why_unfused", lambda device: "no Hopper")
+    monkeypatch.setattr(run, "gather_copies", lambda group, device: gathers)
+    monkeypatch.setattr(run, "scatter_copies", lambda group, device: scatters)
+    start = partial(run.start, strict=True, low_contention=True)
+    with FakeTensorMode():
+        for rows in (8, 1 << 24):
+            x = torch.empty(rows, 3, device="cuda", dtype=torch.bfloat16)
+            out = start("all_gather", x, of_four, "sum", 0, None, async_op=False)
+            assert isinstance(out, torch.Tensor) and out.shape == (4 * rows, 3)
+            target, sent = gathers.all_gather.call_args.args
+            assert (target.shape, sent.shape) == ((12 * rows,), (3 * rows,))
+            start("reduce_scatter", x, of_four, "avg", 0, None, async_op=False)
+            (target, sent), options = scatters.reduce_scatter.call_args
+            assert (target.shape, sent.shape) == ((3 * rows // 4,), (3 * rows,))
+            assert options == {"average": True}
+        work = start("all_gather", x, of_four, "sum", 0, None, async_op=True)
+        begun = gathers.start_all_gather.return_value
+        assert isinstance(work, Work) and not begun.wait.called
+        assert work.wait().shape == (4 * rows, 3) and begun.wait.call_count == 1
+        start("reduce_scatter", x, of_four, "sum", 0, None, async_op=True)
+        assert scatters.start_reduce_scatter.call_args.kwargs == {"average": False}
+        with pytest.raises(agmm.Unsupported, match="agmm's kernels sum"):
+            start("reduce_scatter", x.double(), of_four, "sum", 0, None, async_op=False)
+        gathers.all_gather.side_effect = agmm.Unsupported("group: found ranks on 2 hosts")
+        with pytest.raises(agmm.Unsupported, match="found ranks on 2 hosts"):
+            start("all_gather", x, of_four, "sum", 0, None, async_op=False)
+
+
+def test_low_contention_is_a_part_of_the_ops(group: str) -> None:
+    x = torch.randn(4, 3, requires_grad=True)
+    for function in (all_gather, reduce_scatter):
+        out = function(x, low_contention=True)
+        assert torch.equal(out, x)
+        out.sum().backward()
+        assert torch.equal(function(x.detach(), out=torch.empty(4, 3), low_contention=True), x)
+        with pytest.raises(agmm.InvalidArgument, match="low_contention: found 1, wanted True or"):
+            function(x, low_contention=1)
+    assert x.grad is not None and torch.equal(x.grad, torch.full((4, 3), 2.0))
+    meta = torch.empty(4, 3, device="meta")
+    assert torch.ops.agmm._all_gather(meta, group, 2, 0, False, True).shape == (8, 3)
+    assert torch.ops.agmm._reduce_scatter(meta, group, 2, "sum", 0, False, True).shape == (2, 3)
 
 
 def test_a_group_without_kernels_is_said_once(

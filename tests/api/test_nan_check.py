@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 import agmm
 from agmm import _core
+from agmm.integrations import fsdp
 from agmm.ops import paths, scatter_cuda
 from agmm.runtime import nan_check
 
@@ -156,6 +158,23 @@ def test_operands_of_a_scatter_kernel_are_looked_through(group: str) -> None:
         pytest.raises(agmm.AgmmError, match=r"B: found a NaN at \[1, 0\] .* in matmul_reduce_sca"),
     ):
         scatter_cuda.run([A], [B], None, of_group, 0, "sum", strict=False)
+
+
+def test_what_fsdp_sends_is_looked_through(group: str) -> None:
+    x, out = torch.ones(6), torch.empty(6)
+    assert dist.group.WORLD is not None
+    gather = partial(fsdp.AllGather(), out, x, dist.group.WORLD)
+    scatter = partial(fsdp.ReduceScatter(), out, x, dist.group.WORLD, dist.ReduceOp.SUM)
+    agmm.check_nan("raise")
+    for call in (gather, scatter):
+        call()
+    x[4] = torch.nan
+    for call, kind in ((gather, "all_gather"), (scatter, "reduce_scatter")):
+        with pytest.raises(agmm.AgmmError, match=rf"at \[4\] of .* send in fsdp\.{kind}"):
+            call()
+    agmm.check_nan("off")
+    for call in (gather, scatter):
+        call()
 
 
 @pytest.mark.parametrize(

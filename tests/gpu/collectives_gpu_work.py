@@ -11,10 +11,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from gpu_work import group_of, last_ranks
+from gpu_work import COPY_SLOT_BYTES, group_of, last_ranks
 
 import agmm
-from agmm.runtime import group_topology
+from agmm.runtime import copies, group_topology
 from agmm.runtime.topology import Link
 from agmm.runtime.workspaces import collectives_workspace
 
@@ -84,6 +84,28 @@ def values(world_size: int, kind: str, dtype: torch.dtype) -> list[str] | None:
     return faults
 
 
+def large(world_size: int) -> list[str] | None:
+    """64 MB in all: many launches of a kernel, many pieces of copies."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank, faults = dist.get_rank(group), []
+    for kind in KINDS:
+        numbers = 32_000_001 // (1 if kind == "all_reduce" else world_size)
+        every = _inputs(kind, (numbers,), world_size, 0, torch.bfloat16, 9)
+        wanted, x = _wanted(kind, every, "sum", 0, rank), every[rank]
+        options: list[dict[str, bool]] = [{}]
+        if kind != "all_reduce":
+            options.append({"low_contention": True})
+        for each in options:
+            # Ranks in several groups cannot make larger workspaces (`SymmetricWorkspace._agree`).
+            with mock.patch.object(copies, "MOST_BYTES", COPY_SLOT_BYTES):
+                found = _call(kind, x, group, "sum", 0, **each)
+            if not torch.equal(found, wanted):
+                faults.append(f"rank {rank}: {kind} {each}")
+    return faults
+
+
 def in_graphs(world_size: int) -> list[str] | None:
     """Replays in turn with eager calls, with new data each; the captured ones in the background
     too."""
@@ -150,6 +172,40 @@ def in_turn(world_size: int, calls: int, seed: int) -> list[str] | None:
     finish()
     faults = dict(zip(KINDS, wrong.tolist(), strict=True))
     return [f"rank {rank}: wrong elements {faults}"] if any(faults.values()) else []
+
+
+def low_contention(world_size: int) -> list[str] | None:
+    """By copies: eager, into given tensors and in the background, in turn with replays of a graph
+    that has an odd number of each."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank, faults = dist.get_rank(group), []
+    options = {"low_contention": True}
+    for kind in ("all_gather", "reduce_scatter"):
+        for seed, numbers in enumerate((1, 1001, 300_000)):
+            every = _inputs(kind, (numbers,), world_size, 0, torch.bfloat16, seed)
+            wanted, x = _wanted(kind, every, "sum", 0, rank), every[rank].clone()
+            given = torch.full_like(wanted, torch.nan)
+            work = _call(kind, x, group, "sum", 0, async_op=True, **options)
+            found = [_call(kind, x, group, "sum", 0, **options), given, work.wait()]
+            _call(kind, x, group, "sum", 0, out=given, **options)
+            torch.cuda.synchronize()
+            dist.barrier(group)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                replayed = _call(kind, x, group, "sum", 0, **options)
+            for turn in range(1, 21):
+                x.copy_(every[rank] * turn)
+                graph.replay()
+                if turn % 3 == 0:
+                    found.append(_call(kind, x, group, "sum", 0, **options) / turn)
+                found.append(replayed / turn)
+            for i, each in enumerate(found):
+                if not torch.allclose(each.double(), wanted.double(), rtol=2**-6, atol=0):
+                    faults.append(f"rank {rank}: {kind} of {numbers}: result {i}")
+            del graph
+    return faults
 
 
 def repeated_bits(world_size: int) -> list[str] | None:
@@ -259,14 +315,59 @@ def beside_a_matmul(world_size: int) -> list[str] | None:
     return faults
 
 
-def late(late_s: float) -> list[str]:
-    """Faults of calls to which rank 1 comes late."""
+def on_streams(world_size: int) -> list[str] | None:
+    """Calls of two workspaces in turn, each on another stream than the one before: they come one
+    after the other, and are right."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank, faults = dist.get_rank(group), []
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    generator = torch.Generator("cuda").manual_seed(3)
+    shape = world_size * 128, 256
+    whole = torch.randint(-2, 3, shape, generator=generator, device="cuda").bfloat16()
+    shard, B = whole.chunk(world_size)[rank].clone(), whole[:128].t().contiguous()
+    product = whole @ B
+    total = whole.float().view(world_size, 128, 256).sum(0).bfloat16()
+    for turn in range(12):
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        slept, ended = torch.cuda.Event(), torch.cuda.Event()
+        with torch.cuda.stream(streams[turn % 2]):
+            torch.cuda._sleep(100_000_000 if turn % world_size == rank else 1)
+            slept.record()
+            if turn % 4 < 2:
+                found = agmm.all_gather_matmul(shard, B, group, strict=True)
+            else:
+                found = _call("all_reduce", shard, group, "sum", 0)
+        with torch.cuda.stream(streams[1 - turn % 2]):
+            if turn % 4 < 2:
+                other = _call("all_reduce", shard, group, "sum", 0)
+            else:
+                other = agmm.all_gather_matmul(shard, B, group, strict=True)
+            ended.record()
+        while True:
+            is_over = ended.query()  # asked first: both may come in between
+            if slept.query():
+                break
+            if is_over:
+                faults.append(f"rank {rank}, turn {turn}: a call ended before the one before began")
+                break
+        torch.cuda.synchronize()
+        wanted = (product, total) if turn % 4 < 2 else (total, product)
+        if not (torch.equal(found, wanted[0]) and torch.equal(other, wanted[1])):
+            faults.append(f"rank {rank}, turn {turn}: wrong values")
+    return faults
+
+
+def late(late_s: float, numbers: int) -> list[str]:
+    """Faults of calls to which rank 1 and the last one come late."""
     group, faults = dist.group.WORLD, []
     assert group is not None
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    x = torch.full((5000,), float(rank), device="cuda")
+    x = torch.full((numbers,), float(rank), device="cuda")
     for turn in range(2):
-        if turn == 1 and rank == 1:
+        if turn == 1 and rank in (1, ranks - 1):
             time.sleep(late_s)
         total = _call("all_reduce", x, group, "sum", 0)
         if not bool((total == ranks * (ranks - 1) / 2).all()):

@@ -238,54 +238,58 @@ def wrong_in_turn(world_size: int, calls: int, seed: int) -> list[str]:
     return [*found, *([f"{left} words left behind"] if left else [])]
 
 
-def _tag(words: torch.Tensor) -> int:
-    """What flags of the second slot or signals of both carry; 0: nothing has come."""
+def _words(ranks: StandIn, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flags of the first slot, and signals of both."""
+    first = _core.CudaCollectives.words_offset(ranks.cores[0].slot_bytes, len(ranks.cores))
+    words = ranks.memory[rank][first:].view(torch.int32)
     packets = _core.COLLECTIVE_PACKET_BYTES // 4  # of a slot
-    turns = words.numel() - _core.MAX_COLLECTIVE_CTAS
-    flags = words[packets : 2 * packets].view(-1, 4)[:, 3]
-    return (
-        int(flags.min())
-        or int(flags.max())
-        or int(words[2 * packets : turns].min())
-        or int(words[2 * packets : turns].max())
+    flags = words[:packets].view(-1, 4)[:, 3]
+    return flags, words[2 * packets : words.numel() - _core.MAX_COLLECTIVE_CTAS]
+
+
+def _tag(ranks: StandIn) -> int:
+    """What rank 0 has been sent carries; 0: nothing has come."""
+    return next(
+        (x for part in _words(ranks, 0) for x in (int(part.min()), int(part.max())) if x), 0
     )
 
 
-def _as_if_sent(ranks: StandIn, kind: Kind, ctas: int) -> torch.Tensor:
-    """The words of rank 0 when all has come that a call of `kind` awaits, in the slot that is next:
-    the data of two calls is still there, but for flags and signals."""
+def _fill(ranks: StandIn, rank: int, tag: int) -> None:
+    """As if all had come in the first slot that a call awaits."""
+    for part in _words(ranks, rank):
+        part.fill_(tag)
+
+
+def _as_if_sent(ranks: StandIn, kind: Kind, ctas: int) -> int:
+    """The tag of a call of `kind` in one launch, by which rank 0 is to be told that all has come.
+    Rank 1 calls alone, since the CTAs of all ranks would not find room together, and is told the
+    same."""
     inputs, outs = kind.inputs(len(ranks.cores)), kind.empty_outs(len(ranks.cores))
-    first = _core.CudaCollectives.words_offset(ranks.cores[0].slot_bytes, len(ranks.cores))
-    words = ranks.memory[0][first:].view(torch.int32)
-    packets = _core.COLLECTIVE_PACKET_BYTES // 4
-    turns = words.numel() - _core.MAX_COLLECTIVE_CTAS
     probe = torch.cuda.Stream()
     with torch.cuda.stream(probe):  # loads the kernels and takes memory, which waits for what runs
-        assert _tag(words) == 0
+        assert _tag(ranks) == 0
+        _fill(ranks, 1, 0)
     torch.cuda.synchronize()
-    ranks.call(kind, inputs, outs, ctas)
-    torch.cuda.synchronize()
-    for rank in range(1, len(ranks.cores)):
-        ranks.enqueue(rank, kind, inputs[rank], outs[rank], ctas)
+    ranks.enqueue(1, kind, inputs[1], outs[1], ctas)
     with torch.cuda.stream(probe):
         torch.cuda._sleep(10_000_000)
-        tag = _tag(words)
-    assert tag != 0
-    ranks.enqueue(0, kind, inputs[0], outs[0], ctas)
+        tag = _tag(ranks)
+        assert tag != 0
+        _fill(ranks, 1, tag)
     torch.cuda.synchronize()
-    image = words.clone()
-    image[:packets].view(-1, 4)[:, 3] = tag
-    image[2 * packets : turns] = tag
-    return image
+    return tag
 
 
 def time_us(world_size: int, kind: Kind, samples: int = 100, ctas: int = 0) -> tuple[float, float]:
     """Medians: of rank 0's call alone on the GPU, to whom its peers have sent what it awaits, and
     of an empty kernel between the same two events."""
     ranks = StandIn(world_size, 32 << 20, shared=False)
-    image = _as_if_sent(ranks, kind, ctas)
+    tag = _as_if_sent(ranks, kind, ctas)
     first = _core.CudaCollectives.words_offset(ranks.cores[0].slot_bytes, world_size)
     words = ranks.memory[0][first:].view(torch.int32)
+    words.zero_()
+    _fill(ranks, 0, tag)
+    image = words.clone()
     given, out = kind.inputs(world_size)[0], kind.empty_outs(world_size)[0]
     empty = torch.zeros(1, device="cuda")
     calls, nothing = [], []

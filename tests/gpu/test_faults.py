@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import collectives_stand_in
 import gpu_work
 import pytest
 import scatter_gpu_work
@@ -23,6 +24,8 @@ WORK = {"no_credit": gpu_work.back_to_back, "no_sent": gpu_work.overwritten}
 """What finds a fault, where it is not the stress of SM push at its size."""
 OF_SCATTERS = ("no_parts", "read_signal", "no_credit", "no_fence", "early_sum")
 """Faults that the kernels of matmul + reduce-scatter have."""
+OF_COLLECTIVES = ("no_wait", "signal_first", "one_slot", "no_fence")
+"""Those that the kernels of the collectives have."""
 OF_GATHERS = ("no_fence", "signal_first", "no_wait", "no_sent", "no_credit")
 WAIT_S = "5"
 ENDED = 124
@@ -117,6 +120,27 @@ def test_stress_finds_the_fault(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.timeout(2 * SEARCH_S + 60)
 def test_one_gpu_finds_the_fault_of_a_scatter(capsys: pytest.CaptureFixture[str]) -> None:
     _check(capsys, lambda: _search(_on_one_gpu), "scatters on one GPU")
+
+
+@pytest.mark.skipif(
+    _core.fault not in OF_COLLECTIVES,
+    reason=f"agmm is built with AGMM_FAULT={_core.fault!r}, wanted one of "
+    f"{', '.join(OF_COLLECTIVES)}",
+)
+@pytest.mark.skipif(
+    _core.fault == "no_fence" and not _core.stress_delays,
+    reason="without AGMM_STRESS_DELAYS data hardly ever comes so late that no_fence shows",
+)
+@pytest.mark.timeout(SEARCH_S + 60)
+def test_one_gpu_finds_the_fault_of_a_collective(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGMM_TIMEOUT_S", collectives_stand_in.LIMIT_S)
+
+    def run(batch: int, calls: int) -> list[str]:
+        return collectives_stand_in.wrong_in_turn(4, min(batch, 100), calls)[:1]
+
+    _check(capsys, lambda: _search(run), "collectives on one GPU")
 
 
 @needs_two

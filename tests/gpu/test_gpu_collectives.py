@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import collectives_gpu_work
@@ -26,6 +27,11 @@ def test_values(gpu_pool: RankPool, world_size: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", world_sizes(2, 4, 8))
+def test_64_mb(gpu_pool: RankPool, world_size: int) -> None:
+    check(gpu_pool.run(collectives_gpu_work.large, world_size), world_size)
+
+
+@pytest.mark.parametrize("world_size", world_sizes(2, 4, 8))
 def test_graphs_in_turn_with_eager_calls(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(collectives_gpu_work.in_graphs, world_size), world_size)
 
@@ -33,6 +39,11 @@ def test_graphs_in_turn_with_eager_calls(gpu_pool: RankPool, world_size: int) ->
 @pytest.mark.parametrize("world_size", world_sizes(2, 4, 8))
 def test_calls_in_turn_by_late_ranks(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(collectives_gpu_work.in_turn, world_size, 400, 1), world_size)
+
+
+@pytest.mark.parametrize("world_size", world_sizes(2, 4, 8))
+def test_low_contention(gpu_pool: RankPool, world_size: int) -> None:
+    check(gpu_pool.run(collectives_gpu_work.low_contention, world_size), world_size)
 
 
 @pytest.mark.parametrize("world_size", world_sizes(2, 4, 8))
@@ -56,6 +67,11 @@ def test_beside_a_matmul(gpu_pool: RankPool, world_size: int) -> None:
     check(gpu_pool.run(collectives_gpu_work.beside_a_matmul, world_size), world_size)
 
 
+@pytest.mark.parametrize("world_size", world_sizes(2, 4))
+def test_calls_on_several_streams_come_in_turn(gpu_pool: RankPool, world_size: int) -> None:
+    check(gpu_pool.run(collectives_gpu_work.on_streams, world_size), world_size)
+
+
 @needs_two
 def test_memory_is_reserved_and_released() -> None:
     with RankPool(2, "cuda") as pool:
@@ -63,11 +79,15 @@ def test_memory_is_reserved_and_released() -> None:
 
 
 @needs_two
-def test_a_late_rank_is_told_and_awaited() -> None:
-    with RankPool(2, "cuda", 120, {"AGMM_TIMEOUT_S": "60", "AGMM_WARN_S": "2"}) as pool:
-        check(pool.run(collectives_gpu_work.late, 8.0), 2)
-        said = [line for line in pool.stderr(0).splitlines() if " rank 1" in line]
-        assert len(said) == 1, pool.stderr(0)
+@pytest.mark.parametrize("numbers", [5000, 1_000_000], ids=["packets", "blocks"])
+def test_late_ranks_are_told_and_awaited(numbers: int) -> None:
+    ranks = min(RANKS, 4)
+    with RankPool(ranks, "cuda", 120, {"AGMM_TIMEOUT_S": "60", "AGMM_WARN_S": "2"}) as pool:
+        check(pool.run(collectives_gpu_work.late, 8.0, numbers), ranks)
+        # Not those of a first call, which names ranks in brackets.
+        said = [x for x in pool.stderr(0).splitlines() if re.search(r" for ranks? \d", x)]
+        late = "rank 1;" if ranks == 2 else f"ranks 1, {ranks - 1};"
+        assert len(said) == 1 and f"for {late}" in said[0], pool.stderr(0)
 
 
 @needs_two

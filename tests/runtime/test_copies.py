@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from agmm.errors import Unsupported
 from agmm.runtime import copies, groups
 
 
@@ -92,6 +93,31 @@ def wrong_gathers(world_size: int, calls: int, slot_bytes: int, skipped: int = 0
     return run(world_size, work)
 
 
+def wrong_replays(world_size: int, calls: int, without: str = "") -> int:
+    """Of calls that are captured or not: the captured ones come at any time, and some ranks have
+    captured more than others. ``without``: a fault."""
+    threads = Threads(world_size, 2, 256)
+    order = random.Random(1)
+    captured = [order.random() < 0.5 for _ in range(calls)]
+
+    def work(rank: int) -> int:
+        slots, turn, wrong = Slots(threads, rank, rank), 0, 0
+        for call, is_captured in enumerate(captured):
+            if without == "barriers":
+                is_captured = False
+            out, own = torch.full((world_size * 33,), 77.0), values(rank, call, 33, torch.float32)
+            turn = copies.all_gather(slots, out, own, turn, is_captured=is_captured)
+            if is_captured and without == "turn" and rank == 1:
+                turn = 1 - turn
+            wanted = torch.cat([values(each, call, 33, own.dtype) for each in range(world_size)])
+            wrong += not torch.equal(out, wanted)
+            if captured[call] and without == "barriers":
+                turn = 0  # as a graph has it
+        return wrong
+
+    return run(world_size, work)
+
+
 def wrong_scatters(
     world_size: int, calls: int, slot_bytes: int, skipped: int = 0, average: bool = False
 ) -> int:
@@ -142,6 +168,12 @@ def test_a_missing_barrier_is_found() -> None:
         assert wrong_scatters(4, 200, 1 << 12) > 0
 
 
+def test_captured_gathers_in_turn_with_others() -> None:
+    assert wrong_replays(4, 200) == 0
+    assert wrong_replays(4, 200, "barriers") > 0
+    assert wrong_replays(4, 200, "turn") > 0
+
+
 def test_one_slot_alone_would_not_do() -> None:
     """A gather has one barrier, so its slots have to be taken in turn."""
     gather = copies.all_gather
@@ -187,8 +219,10 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
-    def gather(slots: object, out: object, shard: object, turn: int) -> int:
-        noted.append(f"gather {turn}")
+    def gather(
+        slots: object, out: object, shard: object, turn: int, *, is_captured: bool
+    ) -> int:
+        noted.append("captured gather" if is_captured else f"gather {turn}")
         return 1 - turn
 
     monkeypatch.setattr(copies, "all_gather", gather)
@@ -197,10 +231,10 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_calls_are_ordered_on_any_stream(events: list[str]) -> None:
-    enter = mock.Mock()
+    buffers_of, ensured = mock.Mock(), mock.Mock()
     for kind in (copies.GatherCopies, copies.ScatterCopies):
         workspace = kind(mock.MagicMock(), torch.device("cuda", 0))
-        with mock.patch.object(workspace, "enter", enter):
+        with mock.patch.multiple(workspace, buffers_of=buffers_of, ensure=ensured):
             if isinstance(workspace, copies.GatherCopies):
                 for _ in range(2):
                     workspace.all_gather(torch.zeros(200), torch.zeros(100))
@@ -209,7 +243,9 @@ def test_calls_are_ordered_on_any_stream(events: list[str]) -> None:
                 workspace.reduce_scatter(big, big, average=False)
     calls = ["gather 0", "gather 1", "scatter"]
     assert events == [event for call in calls for event in ("wait", call, "record")]
-    assert [call.args for call in enter.call_args_list] == [(512,), (512,), (copies.MOST_BYTES,)]
+    for each in (buffers_of, ensured):
+        found = [call.args for call in each.call_args_list]
+        assert found == [(512,), (512,), (copies.MOST_BYTES,)]
 
 
 def test_captured_calls_leave_the_order_to_the_caller(
@@ -217,9 +253,12 @@ def test_captured_calls_leave_the_order_to_the_caller(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     workspace = copies.GatherCopies(mock.MagicMock(), torch.device("cuda", 0))
-    with mock.patch.object(workspace, "enter", mock.Mock()):
+    with pytest.raises(Unsupported, match=r"found slots of 0 bytes for copies .* wanted 512"):
         workspace.all_gather(torch.zeros(200), torch.zeros(100))
-    assert events == ["gather 0"] and workspace.captured
+    workspace.slot_bytes = 512
+    with mock.patch.object(workspace, "buffers_of", mock.Mock()):
+        workspace.all_gather(torch.zeros(200), torch.zeros(100))
+    assert events == ["captured gather"] and workspace.captured
 
 
 def test_slots_lie_in_the_memory_of_each_rank(events: list[str]) -> None:

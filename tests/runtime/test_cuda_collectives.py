@@ -3,9 +3,9 @@ background."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from agmm import _core
 from agmm.planning.cost_model.collectives import MOST_BYTES
-from agmm.runtime import cuda_collectives, groups
+from agmm.runtime import cuda_background, cuda_collectives, groups, symmetric
+from agmm.runtime.cuda import CudaWorkspace
 from agmm.runtime.cuda_collectives import SLOT_BYTES, CollectivesWorkspace
 from agmm.runtime.symmetric import Buffers
 from agmm.runtime.topology import Move, Schedule
@@ -33,16 +34,23 @@ class Gpu:
         self.capture = 7
         self.is_finished = False
         self.current = self.stream("main")
-        count = 0
+        count = streams = 0
 
         def event() -> Any:
             nonlocal count
             count += 1
             made, name = mock.Mock(), f"event {count}"
             made.name = name
-            made.record = lambda stream: self.done.append(f"{stream.name} records {name}")
+            made.record = lambda stream=None: self.done.append(
+                f"{(stream or self.current).name} records {name}"
+            )
             made.query = lambda: self.is_finished
             return made
+
+        def side(device: torch.device) -> Any:
+            nonlocal streams
+            streams += 1
+            return self.stream("side" if streams == 1 else f"side {streams}")
 
         @contextmanager
         def on(stream: Any) -> Iterator[None]:
@@ -51,14 +59,16 @@ class Gpu:
             self.current = before
 
         monkeypatch.setattr(torch.cuda, "Event", event)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.stream("side"))
+        monkeypatch.setattr(torch.cuda, "Stream", side)
         monkeypatch.setattr(torch.cuda, "stream", on)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
-        monkeypatch.setattr(cuda_collectives, "stream_of", lambda device: self.current.name)
-        monkeypatch.setattr(
-            cuda_collectives, "capture_of", lambda device: self.capture * self.is_capturing
-        )
+        for module in (cuda_collectives, symmetric):
+            monkeypatch.setattr(module, "stream_of", lambda device: self.current.name)
+        for module in (cuda_background, symmetric):
+            monkeypatch.setattr(
+                module, "capture_of", lambda device: self.capture * self.is_capturing
+            )
         note = self.done.append
         monkeypatch.setattr(
             torch.Tensor, "record_stream", lambda tensor, stream: note(f"kept for {stream.name}")
@@ -77,28 +87,41 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return Gpu(monkeypatch)
 
 
+Make = Callable[[str], CollectivesWorkspace]
+
+
 @pytest.fixture
-def workspace(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> CollectivesWorkspace:
-    """Of rank 0 of 2, with its memory."""
-    known = mock.Mock(lock=threading.RLock(), calls=0, background=None, captured_background=None)
-    monkeypatch.setattr(groups, "of", lambda group: known)
+def make(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> Make:
+    """Workspaces of rank 0 of 2, with their memory."""
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr("agmm.runtime.calls.be_asked", lambda: None)
     group = mock.Mock()
+    known = groups.Group(group)
+    monkeypatch.setattr(groups, "of", lambda group: known)
     monkeypatch.setattr(CollectivesWorkspace, "group", group)
-    made = CollectivesWorkspace(group, DEVICE)
-    assert not made.is_ready
-    core = mock.Mock()
 
-    def call(*arguments: Any) -> bool:
-        gpu.done.append(f"call on {arguments[-1]}")
-        return gpu.is_capturing
+    def made(name: str) -> CollectivesWorkspace:
+        workspace = CollectivesWorkspace(group, DEVICE)
+        assert not workspace.is_ready
+        core = mock.Mock()
 
-    core.call = mock.Mock(side_effect=call)
-    made.buffers = Buffers(core, torch.empty(0), None)
-    made.slot_bytes = SLOT_BYTES
+        def call(*arguments: Any) -> bool:
+            gpu.done.append(f"call on {arguments[-1]}")
+            return gpu.is_capturing
+
+        core.call = mock.Mock(side_effect=call)
+        core.precede = lambda stream: gpu.done.append(f"{stream} waits for {name}")
+        workspace.buffers = Buffers(core, torch.empty(0), None)
+        workspace.slot_bytes = SLOT_BYTES
+        return workspace
+
     return made
+
+
+@pytest.fixture
+def workspace(make: Make) -> CollectivesWorkspace:
+    return make("collectives")
 
 
 def core_of(workspace: CollectivesWorkspace) -> mock.Mock:
@@ -134,26 +157,101 @@ def test_no_call_makes_the_slots_grow() -> None:
         assert room >= MOST_BYTES // world_size + 16
 
 
-def test_a_call_in_the_background_precedes_what_follows(
-    workspace: CollectivesWorkspace, gpu: Gpu
-) -> None:
+def test_a_call_in_the_background(workspace: CollectivesWorkspace, gpu: Gpu) -> None:
     x = torch.zeros(4)
     begun = workspace.start(Op.all_reduce, Method.one_shot, x, x)
     wanted = ["side waits for main", "call on side", "side records event 1"]
     assert gpu.done == [*wanted, "kept for side", "kept for side"]
     assert not begun.is_done()
-    gpu.done.clear()
-    workspace.call(Op.all_reduce, Method.one_shot, x, x)
-    assert gpu.done == ["main waits for event 1", "call on main"]
-    gpu.done.clear()
     gpu.is_finished = True
     assert begun.is_done()
-    workspace.call(Op.all_reduce, Method.one_shot, x, x)
-    workspace.call(Op.all_reduce, Method.one_shot, x, x)
-    assert gpu.done == ["main waits for event 1", "call on main", "call on main"]
     gpu.done.clear()
     begun.wait()
     assert gpu.done == ["main waits for event 1", "kept for main"]  # which may be another stream
+
+
+def test_calls_of_all_workspaces_come_in_turn(make: Make, gpu: Gpu) -> None:
+    """Also behind one in the background. Of its own calls the core keeps the order."""
+    x, first, second = torch.zeros(4), make("first"), make("second")
+    call = partial(CollectivesWorkspace.call, op=Op.all_reduce, method=Method.one_shot, x=x, out=x)
+    call(first)
+    gpu.current = gpu.stream("other")
+    call(first)
+    assert gpu.done == ["call on main", "call on other"]
+    gpu.done.clear()
+    call(second)
+    call(second)
+    assert gpu.done == ["other waits for first", "call on other", "call on other"]
+    gpu.done.clear()
+    first.start(Op.all_reduce, Method.one_shot, x, x)
+    assert gpu.done[:3] == ["side waits for other", "side waits for second", "call on side"]
+    gpu.done.clear()
+    call(second)
+    assert gpu.done == ["other waits for first", "call on other"]
+    gpu.done.clear()
+    second.known.all_are_over()
+    call(first)
+    assert gpu.done == ["call on other"]
+
+
+def test_calls_of_a_capture_come_in_turn_among_themselves(make: Make, gpu: Gpu) -> None:
+    """Whether an eager call still runs or another capture was given up."""
+    x, first, second = torch.zeros(4), make("first"), make("second")
+    call = partial(CollectivesWorkspace.call, op=Op.all_reduce, method=Method.one_shot, x=x, out=x)
+    first.start(Op.all_reduce, Method.one_shot, x, x)
+    gpu.done.clear()
+    gpu.is_capturing = True
+    call(second)
+    assert gpu.done == ["call on main"] and second.captured
+    begun = first.start(Op.all_reduce, Method.one_shot, x, x)
+    assert gpu.done[1:4] == ["side 2 waits for main", "side 2 waits for second", "call on side 2"]
+    assert "kept for side 2" not in gpu.done and not begun.is_done()
+    assert [one is x for one in begun._sent_and_out] == [True, True]
+    gpu.done.clear()
+    gpu.is_capturing = False
+    call(second)  # behind the eager one, not the captured one
+    assert gpu.done == ["main waits for first", "call on main"]
+    gpu.is_capturing = True
+    gpu.done.clear()
+    call(second)
+    begun.wait()
+    assert gpu.done == ["main waits for first", "call on main", "main waits for event 2"]
+    assert begun._sent_and_out == ()
+    gpu.capture += 1  # the one before was given up
+    gpu.done.clear()
+    call(second)
+    first.start(Op.all_reduce, Method.one_shot, x, x)
+    assert gpu.done[:2] == ["call on main", "side 3 waits for main"]
+    for _ in range(10):
+        gpu.capture += 1
+        call(first)
+    assert len(first.known._last_calls) < 8
+
+
+def test_a_gather_by_copies_comes_in_turn(make: Make, gpu: Gpu) -> None:
+    """Its barriers do: what follows them waits for nobody."""
+    x, collectives = torch.zeros(4), make("collectives")
+    gathers = CudaWorkspace(mock.Mock(), DEVICE)
+    core = mock.Mock(slot_bytes=1 << 20)
+    core.precede = lambda stream: gpu.done.append(f"{stream} waits for gathers")
+    handle = mock.Mock()
+    handle.get_buffer = lambda rank, shape, dtype, offset: torch.zeros(shape)
+    handle.barrier = lambda **_: gpu.done.append("barrier")
+    gathers.buffers, gathers.slot_bytes = Buffers(core, torch.empty(0), handle), 1 << 20
+    collectives.call(Op.all_reduce, Method.one_shot, x, x)
+    finish = gathers.start_all_gather(x)
+    gpu.current = gpu.stream("other")
+    collectives.call(Op.all_reduce, Method.one_shot, x, x)
+    noted = [each for each in gpu.done if "event 1" not in each]  # the end of a gather before
+    assert noted[:5] == [
+        "call on main",
+        "main waits for collectives",
+        "barrier",
+        "barrier",
+        "main records event 2",
+    ]
+    assert noted[-2:] == ["other waits for event 2", "call on other"]
+    assert finish().shape == (8,)
 
 
 def test_two_in_the_background_do_not_hold_up_the_caller(
@@ -164,59 +262,6 @@ def test_two_in_the_background_do_not_hold_up_the_caller(
         workspace.start(Op.all_reduce, Method.one_shot, x, x)
     assert not any(entry.startswith("main waits") for entry in gpu.done)
     assert gpu.done.count("call on side") == 2
-
-
-def test_captured_calls_and_eager_ones_are_the_callers_to_order(
-    workspace: CollectivesWorkspace, gpu: Gpu
-) -> None:
-    x = torch.zeros(4)
-    workspace.start(Op.all_reduce, Method.one_shot, x, x)
-    gpu.done.clear()
-    gpu.is_capturing = True
-    workspace.call(Op.all_reduce, Method.one_shot, x, x)
-    assert gpu.done == ["call on main"] and workspace.captured
-    gpu.done.clear()
-    begun = workspace.start(Op.all_reduce, Method.one_shot, x, x)
-    assert "kept for side" not in gpu.done and not begun.is_done()
-    assert [one is x for one in begun.kept] == [True, True]
-    workspace.call(Op.all_reduce, Method.one_shot, x, x)
-    assert gpu.done[-2:] == ["main waits for event 2", "call on main"]
-    begun.wait()
-    assert begun.kept == () and gpu.done[-1] == "main waits for event 2"
-    gpu.done.clear()
-    workspace.call(Op.all_reduce, Method.one_shot, x, x)  # perhaps of another graph
-    assert gpu.done == ["call on main"]
-    workspace.start(Op.all_reduce, Method.one_shot, x, x)
-    gpu.is_capturing = False
-    gpu.done.clear()
-    workspace.call(Op.all_reduce, Method.one_shot, x, x)
-    assert gpu.done == ["main waits for event 1", "call on main"]  # the eager one, which still runs
-    assert workspace.known.captured_background is None
-
-
-def test_a_capture_that_was_given_up_holds_up_no_other(
-    workspace: CollectivesWorkspace, gpu: Gpu
-) -> None:
-    x = torch.zeros(4)
-    gpu.is_capturing = True
-    workspace.start(Op.all_reduce, Method.one_shot, x, x)
-    gpu.capture += 1
-    gpu.done.clear()
-    workspace.call(Op.all_reduce, Method.one_shot, x, x)
-    assert gpu.done == ["call on main"] and workspace.known.captured_background is None
-
-
-def test_a_captured_call_does_not_take_the_place_of_an_eager_one(
-    workspace: CollectivesWorkspace, gpu: Gpu
-) -> None:
-    x = torch.zeros(4)
-    workspace.start(Op.all_reduce, Method.one_shot, x, x)
-    gpu.is_capturing = True
-    workspace.start(Op.all_reduce, Method.one_shot, x, x)
-    gpu.is_capturing = False
-    gpu.done.clear()
-    workspace.call(Op.all_reduce, Method.one_shot, x, x)
-    assert gpu.done == ["main waits for event 1", "call on main"]
 
 
 def test_a_norm_and_relays(

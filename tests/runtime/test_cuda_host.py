@@ -104,6 +104,7 @@ def _run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
     "name",
     [
         "slots_of_captures",
+        "precedence",
         "captures_at_once",
         "failures",
         "failures_in_captures",
@@ -132,6 +133,7 @@ def test_host_code(program: Path, name: str) -> None:
         "refusals",
         "failures",
         "order",
+        "precedence",
         "reserved_sms",
         "arrivals",
         "paces",
@@ -144,7 +146,8 @@ def test_scatter(scatter_program: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["bands", "layouts", "agreement", "refusals", "norms", "relays", "order"]
+    "name",
+    ["bands", "layouts", "agreement", "refusals", "norms", "relays", "order", "precedence"],
 )
 def test_collectives(collective_program: Path, name: str) -> None:
     done = _run(collective_program, name)
@@ -168,6 +171,7 @@ def test_a_report_is_described_as_asked_for(program: Path) -> None:
     [
         ("late_waits", r"4\.0 s, since .*, for chunk 6001 from rank 6"),
         ("late_credits", r"4\.2 s, since .*, for a buffer of rank 6 to be free"),
+        ("late_ranks", r"4\.2 s, since .*, for ranks 2, 6"),
     ],
 )
 def test_a_late_wait_is_told_once_and_goes_on(

@@ -29,6 +29,7 @@ class Known:
         self.lock = threading.RLock()
         self.calls = 0
         self.topics: list[str] = []
+        self.all_are_over = mock.Mock()
         self._answer, self._hosts = answer, hosts
 
     def hosts(self) -> list[str]:

@@ -45,13 +45,14 @@ State = tuple[tuple[int, bool, tuple[tuple[int, bool], ...]], ...]
 """Of each rank: items done, whether the next one runs; and the same of each stream."""
 
 
-def can_hang(programs: Sequence[Program], fills: bool) -> bool:
-    """Whether some order of events leads to a state in which nothing can happen any more."""
+def can_hang(programs: Sequence[Program], fills: bool, whole: bool = False) -> bool:
+    """Whether some order of events leads to a state in which nothing can happen any more.
+    ``whole``: a matmul starts only where nothing else runs, as one with tiles that are awaited."""
     begin: State = tuple((0, False, ((0, False),) * len(p.streams)) for p in programs)
     seen, queue = {begin}, [begin]
     while queue:
         state = queue.pop()
-        following = list(_following(state, programs, fills))
+        following = list(_following(state, programs, fills, whole))
         if not following and not _is_done(state, programs):
             return True
         for new in following:
@@ -81,7 +82,7 @@ def _has_begun(name: str, rank: int, state: State, programs: Sequence[Program]) 
     )
 
 
-def _following(state: State, programs: Sequence[Program], fills: bool) -> list[State]:
+def _following(state: State, programs: Sequence[Program], fills: bool, whole: bool) -> list[State]:
     """The states that may come next. What ends is taken at once, whatever else may happen: an end
     keeps nothing from happening, so trying it later would lead to the same states."""
     starts: list[State] = []
@@ -106,7 +107,8 @@ def _following(state: State, programs: Sequence[Program], fills: bool) -> list[S
                 if item.name in finished:
                     return [with_rank(done + 1, False, streams)]
             elif not runs:
-                starts.append(with_rank(done, True, streams))
+                if not (whole and any(on for _, on in streams)):
+                    starts.append(with_rank(done, True, streams))
             elif all_begun(item):
                 return [with_rank(done + 1, False, streams)]
         for i, ((n, on), stream) in enumerate(zip(streams, program.streams, strict=True)):
@@ -175,3 +177,17 @@ def test_collectives_that_are_awaited_in_another_order_than_issued() -> None:
         order = [gathers[1], gathers[0], *gathers[2:]]
         programs[rank] = Program(compute, [order, sums])
     assert can_hang(programs, fills=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_calls_of_a_group_on_two_streams(ranks: int) -> None:
+    """A matmul, a collective and a matmul: they have to come one after the other, whatever their
+    streams, as `Group.last_before` has it."""
+    group = frozenset(range(ranks))
+    first, last = Matmul("first", group), Matmul("last", group)
+    apart = Program([first, last], [[Collective("between", group)]])
+    assert can_hang([apart] * ranks, fills=True, whole=True)
+    in_turn = Program([first, Await("between"), last], [[Collective("between", group, after=1)]])
+    assert not can_hang([in_turn] * ranks, fills=True, whole=True)
+    only_ahead = Program([first, last], [[Collective("between", group, after=1)]])
+    assert can_hang([only_ahead] * ranks, fills=True, whole=True)

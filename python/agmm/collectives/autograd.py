@@ -24,21 +24,27 @@ def _check_real(x: torch.Tensor) -> None:
 class AllGather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, group_name: str, world_size: int, dim: int, strict: bool = False
+        ctx: Any,
+        x: torch.Tensor,
+        group_name: str,
+        world_size: int,
+        dim: int,
+        strict: bool = False,
+        low_contention: bool = False,
     ) -> torch.Tensor:
         _check_real(x)
-        ctx.settings = group_name, world_size, "sum", dim
+        ctx.settings = group_name, world_size, "sum", dim, False, low_contention
         ctx.has_no_dim = x.dim() == 0
         with torch._C._AutoDispatchBelowAutograd():
             out: torch.Tensor = torch.ops.agmm._all_gather.default(
-                x, group_name, world_size, dim, strict
+                x, group_name, world_size, dim, strict, low_contention
             )
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
         dx = torch.ops.agmm._reduce_scatter.default(dout, *ctx.settings)
-        return dx.view(()) if ctx.has_no_dim else dx, None, None, None, None
+        return dx.view(()) if ctx.has_no_dim else dx, None, None, None, None, None
 
 
 class ReduceScatter(torch.autograd.Function):
@@ -51,21 +57,22 @@ class ReduceScatter(torch.autograd.Function):
         op: str,
         dim: int,
         strict: bool = False,
+        low_contention: bool = False,
     ) -> torch.Tensor:
         _check_real(x)
-        ctx.settings, ctx.op = (group_name, world_size, dim), op
+        ctx.settings, ctx.op = (group_name, world_size, dim, False, low_contention), op
         with torch._C._AutoDispatchBelowAutograd():
             out: torch.Tensor = torch.ops.agmm._reduce_scatter.default(
-                x, group_name, world_size, op, dim, strict
+                x, group_name, world_size, op, dim, strict, low_contention
             )
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-        _, world_size, _ = ctx.settings
+        world_size = ctx.settings[1]
         dx = torch.ops.agmm._all_gather.default(dout, *ctx.settings)
         dx = dx / world_size if ctx.op == "avg" else dx
-        return dx, None, None, None, None, None
+        return dx, None, None, None, None, None, None
 
 
 class AllReduce(torch.autograd.Function):

@@ -10,8 +10,8 @@ from agmm.errors import InvalidArgument
 from agmm.planning.cost_model.collectives import Kind
 
 
-def check_settings(async_op: Any, strict: Any) -> None:
-    for name, value in (("async_op", async_op), ("strict", strict)):
+def check_settings(**settings: Any) -> None:
+    for name, value in settings.items():
         if value is not True and value is not False:
             raise InvalidArgument(f"{name}: found {value!r}, wanted True or False")
 

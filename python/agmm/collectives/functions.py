@@ -29,19 +29,30 @@ Group = dist.ProcessGroup | DeviceMesh | str | None
 
 
 def _all_gather_impl(
-    x: torch.Tensor, group_name: str, world_size: int, dim: int, strict: bool = False
+    x: torch.Tensor,
+    group_name: str,
+    world_size: int,
+    dim: int,
+    strict: bool = False,
+    low_contention: bool = False,
 ) -> torch.Tensor:
+    options = {"async_op": False, "strict": strict, "low_contention": low_contention}
     group = groups.group_of_size(group_name, world_size)
-    found = start("all_gather", x, group, "sum", dim, None, async_op=False, strict=strict)
-    return cast(torch.Tensor, found)
+    return cast(torch.Tensor, start("all_gather", x, group, "sum", dim, None, **options))
 
 
 def _reduce_scatter_impl(
-    x: torch.Tensor, group_name: str, world_size: int, op: str, dim: int, strict: bool = False
+    x: torch.Tensor,
+    group_name: str,
+    world_size: int,
+    op: str,
+    dim: int,
+    strict: bool = False,
+    low_contention: bool = False,
 ) -> torch.Tensor:
+    options = {"async_op": False, "strict": strict, "low_contention": low_contention}
     group = groups.group_of_size(group_name, world_size)
-    found = start("reduce_scatter", x, group, op, dim, None, async_op=False, strict=strict)
-    return cast(torch.Tensor, found)
+    return cast(torch.Tensor, start("reduce_scatter", x, group, op, dim, None, **options))
 
 
 def _all_reduce_impl(
@@ -53,14 +64,25 @@ def _all_reduce_impl(
 
 
 def _all_gather_fake(
-    x: torch.Tensor, group_name: str, world_size: int, dim: int, strict: bool = False
+    x: torch.Tensor,
+    group_name: str,
+    world_size: int,
+    dim: int,
+    strict: bool = False,
+    low_contention: bool = False,
 ) -> torch.Tensor:
     dim = check_dim(x, dim)
     return x.new_empty(shape_of_result("all_gather", x, world_size, dim))
 
 
 def _reduce_scatter_fake(
-    x: torch.Tensor, group_name: str, world_size: int, op: str, dim: int, strict: bool = False
+    x: torch.Tensor,
+    group_name: str,
+    world_size: int,
+    op: str,
+    dim: int,
+    strict: bool = False,
+    low_contention: bool = False,
 ) -> torch.Tensor:
     dim = check_dim(x, dim)
     check_op(op, x)
@@ -110,13 +132,14 @@ def _called(
     dim: int,
     async_op: bool,
     strict: bool,
+    low_contention: bool = False,
 ) -> torch.Tensor | Work:
     """A call of a public function. ``settings``: what its torch op takes between the world size and
     ``strict``."""
     check_operand("x", x)
     if out is not None:
         check_operand("out", out)
-    check_settings(async_op, strict)
+    check_settings(async_op=async_op, strict=strict, low_contention=low_contention)
     check_dim(x, dim)
     check_op(op, x)
     group_name = groups.name_of(group)
@@ -128,7 +151,8 @@ def _called(
     traced = is_traced(x)
     if traced or not (async_op or out is not None):
         torch_op = getattr(torch.ops.agmm, f"_{kind}").default
-        found: torch.Tensor = torch_op(x, group_name, world_size, *settings, strict)
+        rest = (strict, low_contention) if low_contention else (strict,)
+        found: torch.Tensor = torch_op(x, group_name, world_size, *settings, *rest)
         if out is not None:
             check_out(out, x, list(found.shape))
             found = out.copy_(found)
@@ -138,9 +162,8 @@ def _called(
             "x: found requires_grad=True with async_op or out, wanted a call under "
             "torch.no_grad(), or neither"
         )
-    return start(
-        kind, x, groups.group_of(group_name), op, dim, out, async_op=async_op, strict=strict
-    )
+    options = {"async_op": async_op, "strict": strict, "low_contention": low_contention}
+    return start(kind, x, groups.group_of(group_name), op, dim, out, **options)
 
 
 @overload
@@ -152,6 +175,7 @@ def all_gather(
     out: torch.Tensor | None = ...,
     async_op: Literal[False] = ...,
     strict: bool = ...,
+    low_contention: bool = ...,
 ) -> torch.Tensor: ...
 @overload
 def all_gather(
@@ -162,6 +186,7 @@ def all_gather(
     out: torch.Tensor | None = ...,
     async_op: Literal[True],
     strict: bool = ...,
+    low_contention: bool = ...,
 ) -> Work: ...
 @overload
 def all_gather(
@@ -172,6 +197,7 @@ def all_gather(
     out: torch.Tensor | None = ...,
     async_op: bool,
     strict: bool = ...,
+    low_contention: bool = ...,
 ) -> torch.Tensor | Work: ...
 def all_gather(
     x: torch.Tensor,
@@ -181,6 +207,7 @@ def all_gather(
     out: torch.Tensor | None = None,
     async_op: bool = False,
     strict: bool = False,
+    low_contention: bool = False,
 ) -> torch.Tensor | Work:
     """The tensors of all ranks, one after the other along ``dim``. Collective.
 
@@ -200,6 +227,9 @@ def all_gather(
             it out beside what follows. Has no gradient. What is traced is carried out at once.
         strict: raise `Unsupported` instead of leaving the call to the backend's collective, of
             which agmm warns once for each reason but the size; of any size then it is agmm's.
+        low_contention: on GPUs by copy engines, of any size and on GPUs of any generation that
+            reach each other: a matmul beside it keeps its multiprocessors, but for a barrier's. On
+            the CPU of no meaning.
 
     Returns:
         ``out`` or a new contiguous tensor [..., world_size * n, ...]; with ``async_op`` a `Work`,
@@ -209,8 +239,8 @@ def all_gather(
         InvalidArgument: names the argument, the value found and the value wanted.
         Unsupported: under ``strict`` only.
     """
-    given = {"op": "sum", "dim": dim, "async_op": async_op, "strict": strict}
-    return _called("all_gather", x, group, out, (dim,), **given)  # type: ignore[arg-type]
+    options = {"async_op": async_op, "strict": strict, "low_contention": low_contention}
+    return _called("all_gather", x, group, out, (dim,), op="sum", dim=dim, **options)
 
 
 @overload
@@ -223,6 +253,7 @@ def reduce_scatter(
     out: torch.Tensor | None = ...,
     async_op: Literal[False] = ...,
     strict: bool = ...,
+    low_contention: bool = ...,
 ) -> torch.Tensor: ...
 @overload
 def reduce_scatter(
@@ -234,6 +265,7 @@ def reduce_scatter(
     out: torch.Tensor | None = ...,
     async_op: Literal[True],
     strict: bool = ...,
+    low_contention: bool = ...,
 ) -> Work: ...
 @overload
 def reduce_scatter(
@@ -245,6 +277,7 @@ def reduce_scatter(
     out: torch.Tensor | None = ...,
     async_op: bool,
     strict: bool = ...,
+    low_contention: bool = ...,
 ) -> torch.Tensor | Work: ...
 def reduce_scatter(
     x: torch.Tensor,
@@ -255,6 +288,7 @@ def reduce_scatter(
     out: torch.Tensor | None = None,
     async_op: bool = False,
     strict: bool = False,
+    low_contention: bool = False,
 ) -> torch.Tensor | Work:
     """This rank's part along ``dim`` of the sum over the ranks of ``x``. Collective.
 
@@ -272,6 +306,8 @@ def reduce_scatter(
             part of ``x``. Has no gradient.
         async_op: as for `all_gather`.
         strict: as for `all_gather`.
+        low_contention: as for `all_gather`, with one kernel that sums: in float32, rounded once,
+            with the same bits in every call of the same sizes.
 
     Returns:
         ``out`` or a new contiguous tensor [..., n, ...]; with ``async_op`` a `Work`, whose
@@ -281,8 +317,8 @@ def reduce_scatter(
         InvalidArgument: names the argument, the value found and the value wanted.
         Unsupported: under ``strict`` only.
     """
-    given = {"op": op, "dim": dim, "async_op": async_op, "strict": strict}
-    return _called("reduce_scatter", x, group, out, (op, dim), **given)  # type: ignore[arg-type]
+    options = {"async_op": async_op, "strict": strict, "low_contention": low_contention}
+    return _called("reduce_scatter", x, group, out, (op, dim), op=op, dim=dim, **options)
 
 
 @overload

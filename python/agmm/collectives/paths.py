@@ -22,13 +22,15 @@ SHARED_MEMORY = "shared memory"
 """agmm's, between the processes of a host."""
 SYMMETRIC_MEMORY = "symmetric memory"
 """agmm's kernels, between the GPUs of a host."""
+COPY_ENGINES = "copy engines"
+"""agmm's copies through symmetric memory, between the GPUs of a host."""
 TORCH = "torch's collective"
 """By the group's backend: NCCL, gloo."""
 
 
 class Path(NamedTuple):
     by: str
-    """`SHARED_MEMORY`, `SYMMETRIC_MEMORY` or `TORCH`."""
+    """`SHARED_MEMORY`, `SYMMETRIC_MEMORY`, `COPY_ENGINES` or `TORCH`."""
     reason: str
     """Why torch's; empty for agmm's own."""
     is_choice: bool = False
@@ -37,19 +39,30 @@ class Path(NamedTuple):
     """Of agmm's kernels."""
 
 
-def choose(kind: Kind, x: torch.Tensor, world_size: int, *, strict: bool = False) -> Path:
+def choose(
+    kind: Kind,
+    x: torch.Tensor,
+    world_size: int,
+    *,
+    strict: bool = False,
+    low_contention: bool = False,
+) -> Path:
     """The path of a collective of more than one rank and more than no element. The same on all
     ranks, as long as they call with the same shapes and dtypes.
 
     Args:
         x: what this rank sends.
         strict: leave out what torch is the choice for.
+        low_contention: on GPUs by copies rather than by kernels.
     """
     if x.device.type == "cpu":
         reason = _why_not_in_shared_memory(kind, x)
         return Path(SHARED_MEMORY, "") if reason is None else Path(TORCH, reason)
     if x.device.type != "cuda":
         return Path(TORCH, f"x: device {x.device}, agmm's own collectives want cpu or cuda")
+    if low_contention:
+        reason = _why_not_summed(kind, x)
+        return Path(COPY_ENGINES, "") if reason is None else Path(TORCH, reason)
     nbytes = x.nbytes * world_size if kind == "all_gather" else x.nbytes
     if nbytes > MOST_BYTES and not strict:
         reason = f"{kind}: {nbytes} bytes, torch's is taken for more than {MOST_BYTES}"
@@ -63,10 +76,14 @@ def choose(kind: Kind, x: torch.Tensor, world_size: int, *, strict: bool = False
 def _why_not_by_kernel(kind: Kind, x: torch.Tensor, world_size: int) -> str | None:
     if world_size > MOST_RANKS:
         return f"group: {world_size} ranks, agmm's kernels serve at most {MOST_RANKS}"
+    return _why_not_summed(kind, x) or symmetric.why_unfused(x.device)
+
+
+def _why_not_summed(kind: Kind, x: torch.Tensor) -> str | None:
     if kind != "all_gather" and x.dtype not in SUMMED:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUMMED)
         return f"x: dtype={x.dtype}, agmm's kernels sum {names}"
-    return symmetric.why_unfused(x.device)
+    return None
 
 
 def _why_not_in_shared_memory(kind: Kind, x: torch.Tensor) -> str | None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from agmm.collectives.checks import check_dim, check_op, check_out, shape_of_result
 from agmm.collectives.paths import (
+    COPY_ENGINES,
     SHARED_MEMORY,
     SYMMETRIC_MEMORY,
     TORCH,
@@ -23,7 +24,8 @@ from agmm.planning.cost_model.collectives import Kind
 from agmm.runtime import cpu_collectives, groups, nan_check
 from agmm.runtime.background import Task
 from agmm.runtime.calls import Call
-from agmm.runtime.workspaces import cpu_workspace, meet
+from agmm.runtime.cuda_background import CudaBackground
+from agmm.runtime.workspaces import cpu_workspace, gather_copies, meet, scatter_copies
 
 Found = torch.Tensor | Work
 
@@ -39,12 +41,14 @@ def start(
     *,
     async_op: bool,
     strict: bool,
+    low_contention: bool = False,
 ) -> Found:
     """A collective of tensors of plain memory. Collective.
 
     Args:
         op: "sum" or "avg"; of no meaning for an all-gather.
         dim: of no meaning for an all-reduce.
+        low_contention: on GPUs by copy engines; not for an all-reduce.
 
     Returns:
         The result, or with ``async_op`` the handle.
@@ -63,7 +67,7 @@ def start(
         return Work(lambda: found, lambda: True) if async_op else found
     if nan_check.active:
         nan_check.look_through(kind, "x", x, rank)
-    path = choose(kind, x, world_size, strict=strict)
+    path = choose(kind, x, world_size, strict=strict, low_contention=low_contention)
     if path.by == SYMMETRIC_MEMORY:
         reason = small_collectives.why_not_captured(x, group)
         if reason is not None:
@@ -72,6 +76,11 @@ def start(
         try:
             return _by_kernel(kind, path, sent, target, finish, group, op, async_op)
         except Unsupported as error:  # nothing was begun, on no rank
+            path = Path(TORCH, str(error))
+    if path.by == COPY_ENGINES:
+        try:
+            return _by_copies(kind, sent, target, finish, group, op, async_op)
+        except Unsupported as error:  # the same
             path = Path(TORCH, str(error))
     arguments: dict[str, str | int] = {} if kind == "all_gather" else {"op": op}
     if kind != "all_reduce":
@@ -125,7 +134,33 @@ def _by_kernel(
         small_collectives.call(kind, path.method, sent, target, group, is_average=op == "avg")
         return finish()
     begun = small_collectives.start(kind, path.method, sent, target, group, is_average=op == "avg")
+    return _work_of(begun, finish)
 
+
+def _by_copies(
+    kind: Kind,
+    sent: torch.Tensor,
+    target: torch.Tensor,
+    finish: Callable[[], torch.Tensor],
+    group: dist.ProcessGroup,
+    op: str,
+    async_op: bool,
+) -> Found:
+    assert kind != "all_reduce"
+    if kind == "all_gather":
+        gathers = gather_copies(group, sent.device)
+        if async_op:
+            return _work_of(gathers.start_all_gather(target, sent), finish)
+        gathers.all_gather(target, sent)
+        return finish()
+    scatters, average = scatter_copies(group, sent.device), op == "avg"
+    if async_op:
+        return _work_of(scatters.start_reduce_scatter(target, sent, average=average), finish)
+    scatters.reduce_scatter(target, sent, average=average)
+    return finish()
+
+
+def _work_of(begun: CudaBackground, finish: Callable[[], torch.Tensor]) -> Work:
     def wait() -> torch.Tensor:
         begun.wait()
         with torch.no_grad():

@@ -29,7 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 from agmm.errors import InvalidArgument, Unsupported
-from agmm.runtime import groups, workspaces
+from agmm.runtime import groups, nan_check, workspaces
 from agmm.runtime.calls import Call
 
 __all__ = ["AllGather", "ReduceScatter", "disable", "enable"]
@@ -95,6 +95,8 @@ class AllGather(_Comm, api.AllGather):
             Unsupported: under ``strict``: the GPUs of the group cannot reach each other's memory;
                 all ranks raise.
         """
+        if nan_check.active:
+            _look_through("all_gather", input_tensor, group)
         if goes_by_copies(output_tensor):
             try:
                 return self._copy(output_tensor, input_tensor, group, async_op)
@@ -146,6 +148,8 @@ class ReduceScatter(_Comm, api.ReduceScatter):
         Raises:
             Unsupported: under ``strict``: as `AllGather`, or for such an op or dtype.
         """
+        if nan_check.active:
+            _look_through("reduce_scatter", input_tensor, group)
         if goes_by_copies(output_tensor):
             try:
                 self._copy(output_tensor, input_tensor, group, op, async_op)
@@ -183,6 +187,11 @@ class _Copied(Work):
         self._done.wait()
         self._tensors = ()
         return True
+
+
+def _look_through(kind: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """On the stream that FSDP communicates on."""
+    nan_check.look_through(f"fsdp.{kind}", "input_tensor", tensor, dist.get_rank(group))
 
 
 def goes_by_copies(tensor: torch.Tensor) -> bool:

@@ -36,11 +36,12 @@ library.define(
     "bool strict=False) -> Tensor"
 )
 library.define(
-    "_all_gather(Tensor x, str group_name, int world_size, int dim, bool strict=False) -> Tensor"
+    "_all_gather(Tensor x, str group_name, int world_size, int dim, bool strict=False, "
+    "bool low_contention=False) -> Tensor"
 )
 library.define(
     "_reduce_scatter(Tensor x, str group_name, int world_size, str op, int dim, "
-    "bool strict=False) -> Tensor"
+    "bool strict=False, bool low_contention=False) -> Tensor"
 )
 library.define(
     "_all_reduce(Tensor x, str group_name, int world_size, str op, bool strict=False) -> Tensor"

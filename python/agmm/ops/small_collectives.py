@@ -13,7 +13,8 @@ from agmm.errors import Unsupported
 from agmm.planning.cost_model.collectives import Kind, Method, collective_method, is_by_kernel
 from agmm.runtime import collectives, groups, nan_check, symmetric
 from agmm.runtime.calls import Call
-from agmm.runtime.cuda_collectives import ELEMENTS, CudaBackground
+from agmm.runtime.cuda_background import CudaBackground
+from agmm.runtime.cuda_collectives import ELEMENTS
 from agmm.runtime.group_gpus import group_facts
 from agmm.runtime.group_topology import relays_of
 from agmm.runtime.workspaces import collectives_workspace

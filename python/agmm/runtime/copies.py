@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from agmm import _env
+from agmm.errors import Unsupported
+from agmm.runtime.cuda_background import BackgroundStreams, CudaBackground
 from agmm.runtime.symmetric import SymmetricWorkspace
 
 MOST_BYTES = 32 << 20
@@ -35,12 +37,18 @@ class Slots(Protocol):
         ...
 
 
-def all_gather(slots: Slots, out: torch.Tensor, shard: torch.Tensor, turn: int) -> int:
+def all_gather(
+    slots: Slots, out: torch.Tensor, shard: torch.Tensor, turn: int, *, is_captured: bool = False
+) -> int:
     """Copies every rank's shard to ``out``. Needs two slots on each rank.
 
     Each rank copies its shard to one of its slots, and after a barrier the others' from theirs. The
     slots are taken in turn, so a rank overwrites what it had two barriers ago, and every rank has
     come to the second of these after its copies from there.
+
+    A graph is replayed after any number of calls, and a rank may capture more than another. So a
+    captured call takes no turn: a barrier before it says that all have copied what was there, and
+    one behind it says so of what it had.
 
     Args:
         out: [world_size * n], contiguous.
@@ -49,13 +57,19 @@ def all_gather(slots: Slots, out: torch.Tensor, shard: torch.Tensor, turn: int) 
     """
     parts = _bytes(out).view(slots.world_size, -1)
     own = _bytes(shard)
+    slot = 0 if is_captured else turn
     for begin, end in _pieces(own.numel(), slots.of(slots.rank).shape[1]):
         size = end - begin
-        slots.of(slots.rank)[turn, :size].copy_(own[begin:end])
+        if is_captured:
+            slots.barrier()
+        slots.of(slots.rank)[slot, :size].copy_(own[begin:end])
         slots.barrier()
         for source in _others(slots):
-            parts[source, begin:end].copy_(slots.of(source)[turn, :size])
-        turn = 1 - turn
+            parts[source, begin:end].copy_(slots.of(source)[slot, :size])
+        if not is_captured:
+            slot = turn = 1 - slot
+    if is_captured:
+        slots.barrier()
     if parts[slots.rank].data_ptr() != own.data_ptr():
         parts[slots.rank].copy_(own)
     return turn
@@ -85,6 +99,10 @@ def reduce_scatter(slots: Slots, out: torch.Tensor, parts: torch.Tensor, *, aver
         come[slots.rank, :size].copy_(rows[slots.rank, begin:end])
         slots.barrier()
         (torch.mean if average else torch.sum)(come[:, :size], dim=0, out=out[begin:end])
+
+
+def _slot_bytes(nbytes: int) -> int:
+    return min(-(-nbytes // _ALIGNMENT) * _ALIGNMENT, MOST_BYTES)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,14 +141,16 @@ class _CudaSlots:
 
 
 class CopyWorkspace(SymmetricWorkspace):
-    """Slots of a group on one device. Calls are ordered on whichever streams they come; those of a
-    CUDA graph's capture, and replays, the caller has to order."""
+    """Slots of a group on one device. Its calls are ordered on whichever streams they come; those
+    of a CUDA graph's capture, and replays, the caller has to order. They run beside the group's
+    other calls: docs/dev/design.md says why no ranks wait in a ring."""
 
     _granule = 4 << 20
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
         self._done = torch.cuda.Event()
+        self._background = BackgroundStreams(device)
 
     def _slots_per_rank(self) -> int:
         raise NotImplementedError
@@ -144,10 +164,21 @@ class CopyWorkspace(SymmetricWorkspace):
     def core_of(self, places: list[int], handle: Any, slot_bytes: int) -> _CudaSlots:
         return _CudaSlots(handle, slot_bytes, self._slots_per_rank())
 
+    def ensure_for(self, nbytes: int) -> None:
+        """`ensure` for a call that sends so many bytes to each rank; Unsupported also where the
+        slots would have to grow during a capture."""
+        wanted = _slot_bytes(nbytes)
+        if wanted > self.slot_bytes and torch.cuda.is_current_stream_capturing():
+            raise Unsupported(
+                f"workspace: found slots of {self.slot_bytes} bytes for copies during CUDA graph "
+                f"capture, wanted {wanted}"
+            )
+        self.ensure(wanted)
+
     def _begin(self, nbytes: int) -> Slots:
-        """The slots for a call that sends so many bytes to each rank."""
-        wanted = min(-(-nbytes // _ALIGNMENT) * _ALIGNMENT, MOST_BYTES)
-        slots: Slots = self.enter(wanted).core
+        """The slots for such a call."""
+        self.ensure_for(nbytes)
+        slots: Slots = self.buffers_of(_slot_bytes(nbytes)).core
         if torch.cuda.is_current_stream_capturing():
             self.captured = True
         else:
@@ -174,13 +205,20 @@ class GatherCopies(CopyWorkspace):
         """Enqueue an all-gather on the current stream. Collective; arguments as `all_gather`'s.
 
         Raises:
-            Unsupported: the GPUs of the group cannot reach each other's memory; all ranks raise.
-            AgmmError: the slots would have to grow during CUDA graph capture.
+            Unsupported: the GPUs of the group cannot reach each other's memory, or the slots would
+                have to grow during CUDA graph capture; all ranks raise.
         """
         with self.lock:
             slots = self._begin(shard.nbytes)
-            self._turn = all_gather(slots, out, shard, self._turn)
+            is_captured = torch.cuda.is_current_stream_capturing()
+            self._turn = all_gather(slots, out, shard, self._turn, is_captured=is_captured)
             self._end()
+
+    def start_all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> CudaBackground:
+        """`all_gather` behind the current stream, on another one."""
+        with self.lock:
+            self.ensure_for(shard.nbytes)  # may raise, with nothing forked yet
+            return self._background.start(lambda: self.all_gather(out, shard), shard, out)
 
 
 class ScatterCopies(CopyWorkspace):
@@ -196,3 +234,13 @@ class ScatterCopies(CopyWorkspace):
         with self.lock:
             reduce_scatter(self._begin(out.nbytes), out, parts, average=average)
             self._end()
+
+    def start_reduce_scatter(
+        self, out: torch.Tensor, parts: torch.Tensor, *, average: bool
+    ) -> CudaBackground:
+        """`reduce_scatter` behind the current stream, on another one."""
+        with self.lock:
+            self.ensure_for(out.nbytes)
+            return self._background.start(
+                lambda: self.reduce_scatter(out, parts, average=average), parts, out
+            )

@@ -18,6 +18,20 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _STAGING_ALIGNMENT) * _STAGING_ALIGNMENT
 
 
+class _Barriers:
+    """Those of a gather by copies, which come in turn with the group's calls: behind them are
+    copies, which wait for nobody."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.over = torch.cuda.Event()
+
+    def precede(self, stream: int) -> None:
+        """``stream`` is the current one."""
+        del stream
+        torch.cuda.current_stream(self._device).wait_event(self.over)
+
+
 class CudaWorkspace(SymmetricWorkspace):
     """Gather buffers, signals and credits of one group on one device."""
 
@@ -74,7 +88,9 @@ class CudaWorkspace(SymmetricWorkspace):
             return self._start_all_gather(shard)
 
     def _start_all_gather(self, shard: torch.Tensor) -> Callable[[], torch.Tensor]:
-        buffers = self.enter(shard.nbytes * self.world_size)
+        buffers = self.buffers_of(shard.nbytes * self.world_size)
+        barriers = _Barriers(self.device)
+        self.come_in_turn(barriers)
         stream = torch.cuda.current_stream(self.device)
         is_captured = torch.cuda.is_current_stream_capturing()
         if is_captured:
@@ -88,6 +104,7 @@ class CudaWorkspace(SymmetricWorkspace):
         buffers.handle.barrier(channel=0, timeout_ms=limit_ms)
         self._staged(buffers, self.rank, shard).copy_(shard)
         buffers.handle.barrier(channel=0, timeout_ms=limit_ms)
+        barriers.over.record(stream)
         self._gather_stream.wait_stream(stream)
         done = torch.cuda.Event()
         # Until it is finished, or until the next one, which waits for the copies, where an

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from agmm import _core
 from agmm.errors import InvalidArgument
 from agmm.runtime.cuda import CudaWorkspace
+from agmm.runtime.symmetric import stream_of
 
 TMA_ALIGNMENT = 16  # of the address that a TMA descriptor takes
 
@@ -83,11 +84,6 @@ def why_b_unfused(b: torch.Tensor) -> str | None:
     if layout.leading % _core.ALIGNMENT != 0:
         return f"B: leading dimension {layout.leading} is not a multiple of {_core.ALIGNMENT}"
     return None
-
-
-def stream_of(device: torch.device) -> int:
-    """The current one."""
-    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 # None in a torch without CUDA.

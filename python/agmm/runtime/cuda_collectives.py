@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from agmm import _core
-from agmm.runtime.cuda_calls import stream_of
+from agmm.runtime.cuda_background import BackgroundStreams, CudaBackground
 from agmm.runtime.group_topology import relays_of
-from agmm.runtime.symmetric import SymmetricWorkspace
+from agmm.runtime.symmetric import SymmetricWorkspace, stream_of
 
 ELEMENTS = {
     torch.bfloat16: _core.CollectiveElement.bfloat16,
@@ -26,56 +26,6 @@ SLOT_BYTES = 32 << 20
 one several. So all calls but a group's first can be captured."""
 
 
-def capture_of(device: torch.device) -> int:
-    """The capture that the current stream is in, by its id; 0: none."""
-    if not torch.cuda.is_current_stream_capturing():
-        return 0
-    return _core.capture_of(stream_of(device))
-
-
-class CudaBackground:
-    """A collective that was enqueued on a stream of its own."""
-
-    def __init__(self, device: torch.device, sent: torch.Tensor, out: torch.Tensor) -> None:
-        """To be made behind the call, with its stream as the current one."""
-        stream = torch.cuda.current_stream(device)
-        self._device = device
-        self._capture = capture_of(device)
-        self.is_captured = self._capture != 0
-        self._done = torch.cuda.Event()
-        self._done.record(stream)
-        self._is_over = False
-        self.kept: tuple[torch.Tensor, ...] = (sent, out)
-        if not self.is_captured:
-            for tensor in (sent, out):  # whose memory may be freed before it ends
-                tensor.record_stream(stream)
-
-    def wait(self) -> None:
-        """The current stream waits for it."""
-        stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(self._done)
-        self._is_over = self.is_captured
-        if not self.is_captured:
-            for tensor in self.kept[1:]:  # the caller reads it on this stream, which may be another
-                tensor.record_stream(stream)
-        self.kept = ()
-
-    def is_done(self) -> bool:
-        return not self.is_captured and self._done.query()
-
-    def precede(self) -> bool:
-        """See `agmm.runtime.groups.Background`. The order of eager calls and replays is the
-        caller's."""
-        capture = capture_of(self._device)
-        # Beyond a capture, which may have been given up, its events mean nothing.
-        if self._is_over or (self.is_captured and capture != self._capture):
-            return False
-        if capture and not self.is_captured:
-            return True
-        torch.cuda.current_stream(self._device).wait_event(self._done)
-        return not self.is_done()
-
-
 class CollectivesWorkspace(SymmetricWorkspace):
     """The slots through which the ranks of a group send each other data. Calls of all sizes fit."""
 
@@ -84,7 +34,7 @@ class CollectivesWorkspace(SymmetricWorkspace):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
-        self._stream: torch.cuda.Stream | None = None  # of calls in the background
+        self._background = BackgroundStreams(device)
         self._relayed: _core.CudaCollectives | None = None  # that knows the relays
 
     @property
@@ -102,22 +52,14 @@ class CollectivesWorkspace(SymmetricWorkspace):
         is_average: bool = False,
     ) -> CudaBackground:
         """`call` behind the current stream, on another one. Later calls of the group come behind
-        it, whatever their streams: else a matmul that fills the GPU and waits for a peer could
-        keep this one from running, and this one the peer's matmul.
+        it as behind any other (`Group.last_before`): else a matmul that fills the GPU and waits for
+        a peer could keep this one from running, and this one the peer's matmul.
         """
         with self.lock:
             self.ensure(SLOT_BYTES)  # may raise, with nothing forked yet
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(self.device)
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._stream):
-                self.call(op, method, x, out, is_average=is_average)
-                background = CudaBackground(self.device, x, out)
-            if background.is_captured:  # an eager one may still run
-                self.known.captured_background = background
-            else:
-                self.known.background = background
-            return background
+            return self._background.start(
+                lambda: self.call(op, method, x, out, is_average=is_average), x, out
+            )
 
     def call(
         self,

@@ -12,10 +12,11 @@ from agmm import _core
 from agmm._core import Accumulation
 from agmm.errors import InvalidArgument
 from agmm.runtime.cuda import CudaWorkspace
-from agmm.runtime.cuda_calls import aligned_pointer, b_layout, bias_pointer, stream_of
+from agmm.runtime.cuda_calls import aligned_pointer, b_layout, bias_pointer
 from agmm.runtime.cuda_scatter import ScatterWorkspace
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.runtime.scaling import ALL, BLOCK
+from agmm.runtime.symmetric import stream_of
 
 _SCALE_BYTES = 4  # float32
 _PAIR_BYTES = 2 * _SCALE_BYTES  # of neighbouring columns, which a kernel reads together

@@ -9,14 +9,8 @@ import torch
 
 from agmm import _core
 from agmm.errors import InvalidArgument
-from agmm.runtime.cuda_calls import (
-    TMA_ALIGNMENT,
-    aligned_pointer,
-    bias_pointer,
-    new_on_gpu,
-    stream_of,
-)
-from agmm.runtime.symmetric import SymmetricWorkspace
+from agmm.runtime.cuda_calls import TMA_ALIGNMENT, aligned_pointer, bias_pointer, new_on_gpu
+from agmm.runtime.symmetric import SymmetricWorkspace, stream_of
 
 
 class ScatterWorkspace(SymmetricWorkspace):

@@ -42,13 +42,17 @@ def host_id() -> str:
     return BOOT_ID.read_text().strip()
 
 
-class Background(Protocol):
-    """A call on a stream of its own."""
+class Calls(Protocol):
+    """What makes calls of a group on a GPU: a workspace of the core."""
 
-    def precede(self) -> bool:
-        """Whatever is enqueued on the current stream from now on comes behind it. Returns whether
-        others may still have to."""
+    def precede(self, stream: int) -> None:
+        """Whatever is enqueued on the stream from now on comes behind the last call made by it: the
+        last eager one, or that of the capture that the stream is in."""
         ...
+
+
+_CAPTURES = 4
+"""Of which a group knows the last call, as a workspace of the core does."""
 
 
 class Group:
@@ -65,14 +69,35 @@ class Group:
         """How many calls this process has begun in the group."""
         self.call: tuple[int, object] | None = None
         """The tag of the call under way on the CPU, and in words what it is."""
-        self.background: Background | None = None
-        """The last eager one on CUDA that was not seen to end; later calls of the group come behind
-        it. Under `lock`."""
-        self.captured_background: Background | None = None
-        """The same of those in a capture."""
+        self._last_calls: dict[int, Calls] = {}
         self.token = ""
         self._exchanges = 0
         self._hosts: list[str] | None = None
+
+    def last_before(self, calls: Calls, capture: int) -> Calls | None:
+        """Of a call on a GPU, by ``calls``: what made the group's last one, behind which it has to
+        come; None where that is so anyway. Under `lock`.
+
+        Eager calls are one sequence, and so are those of each capture; the order of replays is the
+        caller's. In a sequence the calls of a rank run one after the other, on whichever streams
+        they come and of whichever kind they are. So the ranks cannot wait in a ring: of the calls
+        that are not over on all ranks, the first waits for nothing else of the group on any rank.
+
+        Args:
+            calls: orders its own calls by itself.
+            capture: that the call is in, by its id; 0: none.
+        """
+        last = self._last_calls.get(capture)
+        if last is calls:
+            return None
+        if last is None and len(self._last_calls) > _CAPTURES:
+            del self._last_calls[next(known for known in self._last_calls if known)]
+        self._last_calls[capture] = calls
+        return last
+
+    def all_are_over(self) -> None:
+        """The GPU has finished all eager calls. Under `lock`."""
+        self._last_calls.pop(0, None)
 
     def exchange(self, topic: str, value: str) -> list[str]:
         """Every rank's value, by rank. Collective.

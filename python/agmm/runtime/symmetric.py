@@ -79,6 +79,18 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def stream_of(device: torch.device) -> int:
+    """The current one."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def capture_of(device: torch.device) -> int:
+    """The capture that the current stream is in, by its id; 0: none."""
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    return _core.capture_of(stream_of(device))
+
+
 class Buffers(NamedTuple):
     core: Any
     """The core's object that makes calls with this memory."""
@@ -203,6 +215,7 @@ class SymmetricWorkspace:
     def _finish_calls(self) -> None:
         """Behind this no rank reads or writes the buffers any more."""
         torch.cuda.synchronize(self.device)
+        self.known.all_are_over()
         dist.barrier(self.group, device_ids=[self.device.index])
 
     def _grow(self, slot_bytes: int) -> None:
@@ -328,13 +341,21 @@ class SymmetricWorkspace:
         return any(entry[3] for entry in found)
 
     def enter(self, slot_bytes: int) -> Buffers:
-        """The buffers of a call that needs slots of that size. Under `lock`."""
+        """The buffers of a call on the current stream that needs slots of that size. Under
+        `lock`."""
+        buffers = self.buffers_of(slot_bytes)
+        self.come_in_turn(buffers.core)
+        return buffers
+
+    def buffers_of(self, slot_bytes: int) -> Buffers:
+        """The same of a call that may run beside the group's others."""
         if slot_bytes > self.slot_bytes:
             self.ensure(slot_bytes)
-        background, captured = self.known.background, self.known.captured_background
-        if background is not None and not background.precede():
-            self.known.background = None
-        if captured is not None and not captured.precede():
-            self.known.captured_background = None
         assert self.buffers is not None
         return self.buffers
+
+    def come_in_turn(self, calls: groups.Calls) -> None:
+        """The current stream waits for the group's last call: see `Group.last_before`."""
+        last = self.known.last_before(calls, capture_of(self.device))
+        if last is not None:
+            last.precede(stream_of(self.device))

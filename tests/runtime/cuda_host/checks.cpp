@@ -16,6 +16,7 @@
 #include "agmm/fused_all_gather_matmul.hpp"
 #include "fake_cuda.hpp"
 #include "ops/prepare.hpp"
+#include "precedence.hpp"
 #include "runtime/cuda.hpp"
 #include "sync/wait_report.hpp"
 
@@ -122,6 +123,15 @@ void slots_of_captures() {
   for (std::size_t i = 0; i < eager.size(); ++i) {
     check(eager[i] == int(i % 2),
           "eager call " + std::to_string(i) + " took slot " + std::to_string(eager[i]));
+  }
+}
+
+void precedence() {
+  for (Transport transport : kTransports) {
+    Workspace const workspace;
+    std::string const wrong = fake::wrong_precedence(
+        *workspace.op, [&](cudaStream_t stream) { workspace.call(transport, stream); });
+    check(wrong.empty(), std::string(kName[int(transport)]) + ": " + wrong);
   }
 }
 
@@ -471,6 +481,20 @@ void late_credits() {
   for (int i = 0; report.late_what != 0 && i < 500; ++i) ::usleep(10'000);
 }
 
+/// Threads that wait for a rank each say so one after the other; the line names all ranks.
+void late_ranks() {
+  agmm::ReportPlace const place = agmm::report_place(5, 1000);
+  agmm::WaitReport volatile& report = *place.report;
+  report.late_units = 4000;
+  for (int const source : {2, 6}) {
+    report.late_of[source] = 4000;
+    report.late_what = place.late + agmm::LateWait::what(0, false, source);
+    ::usleep(3'000);
+  }
+  for (int i = 0; report.late_of[6] != 0 && i < 500; ++i) ::usleep(10'000);
+  check(report.late_what == 0 && report.late_of[2] == 0, "what was said stays");
+}
+
 /// It is the workspace's own, also where its first call is captured: nothing of the graph's.
 void split_scratch() {
   Workspace const workspace;
@@ -520,6 +544,7 @@ void forked_child() {
 int main(int count, char** arguments) {
   std::map<std::string, void (*)()> const checks = {
       {"slots_of_captures", &slots_of_captures},
+      {"precedence", &precedence},
       {"captures_at_once", &captures_at_once},
       {"failures", &failures},
       {"failures_in_captures", &failures_in_captures},
@@ -535,6 +560,7 @@ int main(int count, char** arguments) {
       {"describes", &describes},
       {"late_waits", &late_waits},
       {"late_credits", &late_credits},
+      {"late_ranks", &late_ranks},
       {"forked_child", &forked_child},
       {"split_scratch", &split_scratch},
   };

@@ -11,6 +11,7 @@
 
 #include "agmm/collectives.hpp"
 #include "fake_cuda.hpp"
+#include "precedence.hpp"
 
 namespace {
 
@@ -248,6 +249,14 @@ void order() {
   check(names == "exchange record wait exchange record ", names);
 }
 
+void precedence() {
+  Workspace workspace(1, 4);
+  Collective const call = collective(CollectiveOp::AllReduce, CollectiveMethod::OneShot, 64);
+  std::string const wrong = fake::wrong_precedence(
+      *workspace.op, [&](cudaStream_t stream) { workspace.call(call, stream); });
+  check(wrong.empty(), wrong);
+}
+
 /// The launches of a call with a norm cover its rows once, in order, and fit into a slot.
 void norms() {
   for (int const w : {2, 3, 8}) {
@@ -343,8 +352,9 @@ void relays() {
 
 int main(int count, char** arguments) {
   std::map<std::string, void (*)()> const checks = {
-      {"bands", &bands}, {"layouts", &layouts}, {"agreement", &agreement}, {"refusals", &refusals},
-      {"norms", &norms}, {"relays", &relays},   {"order", &order}};
+      {"bands", &bands},       {"layouts", &layouts},      {"agreement", &agreement},
+      {"refusals", &refusals}, {"norms", &norms},          {"relays", &relays},
+      {"order", &order},       {"precedence", &precedence}};
   if (count == 1) {
     for (auto const& [name, run] : checks) std::printf("%s\n", name.c_str());
     return 0;

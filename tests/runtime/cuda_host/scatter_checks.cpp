@@ -12,6 +12,7 @@
 #include "fake_cuda.hpp"
 #include "gemm/scatter_spec.hpp"
 #include "order/scatter_tiles.hpp"
+#include "precedence.hpp"
 #include "runtime/cuda.hpp"
 #include "transport/tile_push.hpp"
 
@@ -284,6 +285,13 @@ void order() {
   check(waits(kOther) == 0, "a call waits for its own stream");
 }
 
+void precedence() {
+  One const one;
+  std::string const wrong = fake::wrong_precedence(
+      *one.ranks.ops[1], [&](cudaStream_t stream) { one(one.call(), stream); });
+  check(wrong.empty(), wrong);
+}
+
 /// The i-th sum that an owner adds is that of the rank which computes its rows at position i.
 void arrivals() {
   for (int ranks : {2, 3, 4, 8}) {
@@ -392,9 +400,16 @@ void reserved_sms() {
 
 int main(int, char** arguments) {
   std::map<std::string, void (*)()> const checks = {
-      {"sums", &sums},         {"equality", &equality}, {"refusals", &refusals},
-      {"failures", &failures}, {"order", &order},       {"reserved_sms", &reserved_sms},
-      {"arrivals", &arrivals}, {"paces", &paces},       {"splits", &splits},
+      {"sums", &sums},
+      {"equality", &equality},
+      {"refusals", &refusals},
+      {"failures", &failures},
+      {"order", &order},
+      {"precedence", &precedence},
+      {"reserved_sms", &reserved_sms},
+      {"arrivals", &arrivals},
+      {"paces", &paces},
+      {"splits", &splits},
   };
   checks.at(arguments[1])();
   return 0;
