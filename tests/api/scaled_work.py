@@ -393,9 +393,7 @@ def quantised_by_one_scale(world_size: int) -> Result:
     op: Callable[..., Any] = agmm.all_gather_matmul
 
     def call(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = op(
-            a, b, group, quantize="tensorwise", reduce_amax=True, strict=True
-        )
+        out: torch.Tensor = op(a, b, group, quantize="tensorwise", reduce_amax=True, strict=True)
         return out
 
     tile, of_b = scaling.BY_NAME["tensorwise"][1:]
@@ -403,8 +401,13 @@ def quantised_by_one_scale(world_size: int) -> Result:
     weight, scale_b = quantize.quantised(B, of_b)
     rows = len(values) // world_size
     wanted = agmm.all_gather_scaled_matmul(
-        values[rank * rows : (rank + 1) * rows], weight, scale, scale_b, group,
-        out_dtype=torch.bfloat16, strict=True,
+        values[rank * rows : (rank + 1) * rows],
+        weight,
+        scale,
+        scale_b,
+        group,
+        out_dtype=torch.bfloat16,
+        strict=True,
     )
     faults = []
     if not torch.equal(call(shards[rank], B), wanted):

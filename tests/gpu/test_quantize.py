@@ -83,7 +83,9 @@ def test_scales_near_powers_of_two() -> None:
 def test_a_larger_amax(dtype: torch.dtype) -> None:
     """That of several matrices, one after the other as the ranks have them."""
     parts = [matrix(64, 272, dtype, seed) for seed in range(3)]
-    amax = torch.cat([of_part for part in parts if (of_part := cuda_quantize.amax_of(part)) is not None])
+    amax = torch.cat(
+        [of_part for part in parts if (of_part := cuda_quantize.amax_of(part)) is not None]
+    )
     assert torch.equal(amax, torch.stack([part.abs().max().float() for part in parts]).view(3, 1))
     largest = amax.amax(0, keepdim=True)
     for part in (*parts, parts[0].t()):

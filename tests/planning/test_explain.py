@@ -15,6 +15,7 @@ from agmm.errors import InvalidArgument
 from agmm.planning import cost_model, tables
 from agmm.planning.cost_model import collectives, fp8
 from agmm.planning.cost_model.collectives import Kind
+from agmm.planning.planner import Choice
 from agmm.planning.plans import BY_TORCH, CPU, UNFUSED, KernelConfig, Plan, Problem, Row
 from agmm.planning.tables import Key
 
@@ -324,7 +325,8 @@ FP8_PROBLEM = PROBLEM._replace(dtype="float8_e4m3fn", n=3584)
 
 def test_fp8_with_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = KernelConfig.parse("128x256x128_2x1_cooperative")
-    monkeypatch.setattr(explain_fp8, "_kernel", lambda *_: (kernel, ""))
+    choice = Choice(Plan("push", kernel), "whole waves", None)
+    monkeypatch.setattr(explain_fp8, "_choice", lambda *_: choice)
     text = said_of_fp8(FP8_PROBLEM, None)
     assert "float8_e4m3fn with rowwise scales, B by column, 4 ranks on nvidia-h200" in text
     assert "plan: push/128x256x128_2x1_cooperative/swizzle1/along_m\n" in text
@@ -335,7 +337,7 @@ def test_fp8_with_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 @pytest.mark.parametrize("scaling", ["tensorwise", "block"])
 def test_fp8_without_one(monkeypatch: pytest.MonkeyPatch, scaling: str, op: str) -> None:
-    monkeypatch.setattr(explain_fp8, "_kernel", lambda *_: (None, "no kernel"))
+    monkeypatch.setattr(explain_fp8, "_choice", lambda *_: "no kernel")
     text = said_of_fp8(FP8_PROBLEM._replace(op=op), scaling)
     assert f"float8_e4m3fn with {scaling} scales" in text
     assert "plan: unfused, " in text and "why: no kernel" in text

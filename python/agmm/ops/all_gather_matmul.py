@@ -225,8 +225,8 @@ def all_gather_matmul(
             A_shard. A weight that stays the same is better quantised once. Without backward, and
             not with ``return_A``, ``config`` or ``save_gathered``.
         reduce_amax: with ``quantize="tensorwise"``: one scale for the shards of all ranks, by the
-            largest absolute value of all, so that the rows are quantised as one tensor would be. Its
-            exchange, a gather of a float32 per rank, precedes the quantisation.
+            largest absolute value of all, as if A were quantised whole. Its exchange, a gather of a
+            float32 per rank, precedes the quantisation.
 
     Returns:
         ``out`` [world_size * M_local, ..., N], or ``(A, out)`` with ``return_A``. For a list of

@@ -78,8 +78,8 @@ def _by_torch(
 
 
 def _reduced_amax(rows: torch.Tensor, group_name: str) -> torch.Tensor:
-    """The largest absolute value of the rows of all ranks, float32 [1, 1]: gathered from each, since
-    agmm's kernels sum but have no maximum. Collective."""
+    """The largest absolute value of the rows of all ranks, float32 [1, 1]: gathered from each,
+    since agmm's kernels sum but have no maximum. Collective."""
     amax = None
     if rows.numel() and rows.is_cuda and not is_traced(rows):
         amax = cuda_quantize.amax_of(rows)

@@ -36,8 +36,8 @@ def quantised(
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor | None:
-    """The largest absolute value of a CUDA matrix with elements, float32 [1, 1]; None where there is
-    no kernel for it."""
+    """The largest absolute value of a CUDA matrix with elements, float32 [1, 1]; None where there
+    is no kernel for it."""
     if not x.is_contiguous():
         x = x.t()
     given = _given_dtype(x)
