@@ -43,6 +43,7 @@ __all__: list[str] = [
     "TILE_TIMES_BYTES",
     "TIMEOUT_EXIT_CODE",
     "WorkspaceLayout",
+    "amax_of_matrix",
     "async_input_mm",
     "async_input_scaled_mm",
     "call_tag",
@@ -802,6 +803,13 @@ class ScaleOf:
     @property
     def value(self) -> int: ...
 
+def amax_of_matrix(
+    x: int, from_dtype: QuantizedFrom, rows: int, columns: int, amax: int, stream: int
+) -> None:
+    """
+    Enqueues the search for the largest absolute value of a contiguous matrix, in float32.
+    """
+
 def async_input_mm(
     a: int,
     b: int,
@@ -971,11 +979,12 @@ def quantize(
     power_of_2: bool,
     values: int,
     scales: int,
-    scratch: int,
+    amax: int,
+    has_amax: bool,
     stream: int,
 ) -> None:
     """
-    Enqueues the quantisation of a contiguous matrix to fp8 with dynamic scales. scratch: a word, where a scale covers the matrix.
+    Enqueues the quantisation of a contiguous matrix to fp8 with dynamic scales. amax: a float32 where a scale covers the matrix, with has_amax that to use, else overwritten.
     """
 
 def record_time(ns: int, stream: int) -> None:

@@ -15,8 +15,8 @@ using agmm::QuantizedTo;
 using agmm::ScaleOf;
 
 void quantize(uintptr_t x, QuantizedFrom from, QuantizedTo to, ScaleOf scale_of, int64_t rows,
-              int columns, bool power_of_2, uintptr_t values, uintptr_t scales, uintptr_t scratch,
-              uintptr_t stream) {
+              int columns, bool power_of_2, uintptr_t values, uintptr_t scales, uintptr_t amax,
+              bool has_amax, uintptr_t stream) {
   Quantize args;
   args.x = reinterpret_cast<void const*>(x);
   args.from = from;
@@ -27,8 +27,21 @@ void quantize(uintptr_t x, QuantizedFrom from, QuantizedTo to, ScaleOf scale_of,
   args.power_of_2 = power_of_2;
   args.values = reinterpret_cast<void*>(values);
   args.scales = reinterpret_cast<float*>(scales);
-  args.scratch = reinterpret_cast<uint32_t*>(scratch);
+  args.amax = reinterpret_cast<float*>(amax);
+  args.has_amax = has_amax;
   agmm::quantize(args, reinterpret_cast<void*>(stream));
+}
+
+void amax_of_matrix(uintptr_t x, QuantizedFrom from, int64_t rows, int columns, uintptr_t amax,
+                    uintptr_t stream) {
+  Quantize args;
+  args.x = reinterpret_cast<void const*>(x);
+  args.from = from;
+  args.scale_of = ScaleOf::Matrix;
+  args.rows = rows;
+  args.columns = columns;
+  args.amax = reinterpret_cast<float*>(amax);
+  agmm::amax_of_matrix(args, reinterpret_cast<void*>(stream));
 }
 
 }  // namespace
@@ -49,8 +62,12 @@ void bind_quantize(py::module_& m) {
   m.attr("QUANTIZE_BLOCK") = agmm::kQuantizeBlock;
   m.def("quantize", &quantize, py::arg("x"), py::arg("from_dtype"), py::arg("to_dtype"),
         py::arg("scale_of"), py::arg("rows"), py::arg("columns"), py::arg("power_of_2"),
-        py::arg("values"), py::arg("scales"), py::arg("scratch"), py::arg("stream"),
+        py::arg("values"), py::arg("scales"), py::arg("amax"), py::arg("has_amax"),
+        py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
+        "Enqueues the quantisation of a contiguous matrix to fp8 with dynamic scales. amax: a "
+        "float32 where a scale covers the matrix, with has_amax that to use, else overwritten.");
+  m.def("amax_of_matrix", &amax_of_matrix, py::arg("x"), py::arg("from_dtype"), py::arg("rows"),
+        py::arg("columns"), py::arg("amax"), py::arg("stream"),
         py::call_guard<py::gil_scoped_release>(),
-        "Enqueues the quantisation of a contiguous matrix to fp8 with dynamic scales. scratch: a "
-        "word, where a scale covers the matrix.");
+        "Enqueues the search for the largest absolute value of a contiguous matrix, in float32.");
 }

@@ -21,6 +21,7 @@ void load_kernels() { refuse(); }
 PreparedMatmul prepare_async_input_mm(AsyncInputArgs const&) { refuse(); }
 void record_time(uint64_t*, void*) { refuse(); }
 void quantize(Quantize const&, void*) { refuse(); }
+void amax_of_matrix(Quantize const&, void*) { refuse(); }
 void PreparedMatmul::launch(void*) const { refuse(); }
 bool has_peer_atomics(int, int) { refuse(); }
 

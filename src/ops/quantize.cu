@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kThreads) quantize_blocks(Quantize const args)
 /// The amax of the matrix as bits, which for numbers that are not negative are in the same order; a
 /// NaN's are above all.
 template <class In>
-__global__ void __launch_bounds__(kThreads) amax_of_matrix(Quantize const args) {
+__global__ void __launch_bounds__(kThreads) matrix_amax(Quantize const args) {
   using V = Vector<In>;
   __shared__ float room[kThreads / kWarp];
   int64_t const vectors = args.rows * (args.columns / V::kSize);
@@ -182,13 +182,13 @@ __global__ void __launch_bounds__(kThreads) amax_of_matrix(Quantize const args) 
     amax = max_or_nan(amax, static_cast<V const*>(args.x)[i].amax());
   }
   amax = max_of_cta(amax, room);
-  if (threadIdx.x == 0) atomicMax(args.scratch, __float_as_uint(amax));
+  if (threadIdx.x == 0) atomicMax(reinterpret_cast<uint32_t*>(args.amax), __float_as_uint(amax));
 }
 
 template <QuantizedTo to, class In>
 __global__ void __launch_bounds__(kThreads) quantize_matrix(Quantize const args) {
   using V = Vector<In>;
-  float const up = up_of<to>(__uint_as_float(*args.scratch), args.power_of_2);
+  float const up = up_of<to>(*args.amax, args.power_of_2);
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.scales = __frcp_rn(up);
   int64_t const vectors = args.rows * (args.columns / V::kSize);
   auto* const values = static_cast<uint8_t*>(args.values);
@@ -205,6 +205,18 @@ void launch(Kernel* kernel, int64_t ctas, Quantize const& args, cudaStream_t str
   int64_t const most = current_device().sm_count * kCtasPerSm;
   kernel<<<static_cast<unsigned>(std::min(ctas, most)), kThreads, 0, stream>>>(args);
   AGMM_CHECK_CUDA(cudaGetLastError());
+}
+
+/// With a vector for each thread.
+template <class In>
+int64_t ctas_of(Quantize const& args) {
+  return (args.rows * (args.columns / Vector<In>::kSize) + kThreads - 1) / kThreads;
+}
+
+template <class In>
+void find_amax(Quantize const& args, cudaStream_t stream) {
+  AGMM_CHECK_CUDA(cudaMemsetAsync(args.amax, 0, sizeof(*args.amax), stream));
+  launch(matrix_amax<In>, ctas_of<In>(args), args, stream);
 }
 
 template <QuantizedTo to, class In>
@@ -226,30 +238,27 @@ void quantize_from(Quantize const& args, cudaStream_t stream) {
     constexpr int kAtOnce = kThreads / (kQuantizeBlock / Vector<In>::kSize);
     launch(quantize_blocks<to, In>, (blocks + kAtOnce - 1) / kAtOnce, args, stream);
   } else {
-    int64_t const ctas = (args.rows * vectors + kThreads - 1) / kThreads;
-    AGMM_CHECK_CUDA(cudaMemsetAsync(args.scratch, 0, sizeof(*args.scratch), stream));
-    launch(amax_of_matrix<In>, ctas, args, stream);
-    launch(quantize_matrix<to, In>, ctas, args, stream);
+    if (!args.has_amax) find_amax<In>(args, stream);
+    launch(quantize_matrix<to, In>, ctas_of<In>(args), args, stream);
   }
 }
 
-template <QuantizedTo to>
-void quantize_to(Quantize const& args, cudaStream_t stream) {
-  switch (args.from) {
+/// Calls `f` with a value of the type of x.
+template <class F>
+void with_type(QuantizedFrom from, F const& f) {
+  switch (from) {
     case QuantizedFrom::BFloat16:
-      return quantize_from<to, __nv_bfloat16>(args, stream);
+      return f(__nv_bfloat16{});
     case QuantizedFrom::Float16:
-      return quantize_from<to, __half>(args, stream);
+      return f(__half{});
     case QuantizedFrom::Float32:
-      return quantize_from<to, float>(args, stream);
+      return f(float{});
   }
 }
 
 bool is_aligned(void const* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-}  // namespace
-
-void quantize(Quantize const& args, void* stream) {
+void check(Quantize const& args) {
   if (args.rows < 1 || args.columns < 1 || args.columns % kQuantizeMultiple != 0) {
     refuse("x", std::to_string(args.rows) + " rows of " + std::to_string(args.columns),
            "at least one row, and a multiple of " + std::to_string(kQuantizeMultiple) + " columns");
@@ -257,16 +266,32 @@ void quantize(Quantize const& args, void* stream) {
   if (!is_aligned(args.x) || !is_aligned(args.values)) {
     refuse("x, values", "an address that is no multiple of 16 bytes", "one that is");
   }
-  if (args.scale_of == ScaleOf::Matrix && args.scratch == nullptr) {
-    refuse("scratch", "null", "a word of device memory");
+  if (args.scale_of == ScaleOf::Matrix && args.amax == nullptr) {
+    refuse("amax", "null", "a float of device memory");
   }
   kernels_device();  // or a message that says why there are none
-  auto const on = static_cast<cudaStream_t>(stream);
-  if (args.to == QuantizedTo::E4M3) {
-    quantize_to<QuantizedTo::E4M3>(args, on);
-  } else {
-    quantize_to<QuantizedTo::E5M2>(args, on);
-  }
+}
+
+}  // namespace
+
+void quantize(Quantize const& args, void* stream) {
+  check(args);
+  with_type(args.from, [&](auto of_x) {
+    using In = decltype(of_x);
+    auto const on = static_cast<cudaStream_t>(stream);
+    if (args.to == QuantizedTo::E4M3) {
+      quantize_from<QuantizedTo::E4M3, In>(args, on);
+    } else {
+      quantize_from<QuantizedTo::E5M2, In>(args, on);
+    }
+  });
+}
+
+void amax_of_matrix(Quantize const& args, void* stream) {
+  check(args);
+  with_type(args.from, [&](auto of_x) {
+    find_amax<decltype(of_x)>(args, static_cast<cudaStream_t>(stream));
+  });
 }
 
 }  // namespace agmm

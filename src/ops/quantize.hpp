@@ -26,11 +26,18 @@ struct Quantize {
   bool power_of_2 = false;      // round what values are multiplied with down to a power of two
   void* values = nullptr;       // [rows, columns], at a multiple of 16 bytes
   float* scales = nullptr;      // [rows], [rows, ceil(columns / 128)] or [1]
-  uint32_t* scratch = nullptr;  // one word, of ScaleOf::Matrix
+  // Of ScaleOf::Matrix: a float32 for the largest absolute value, here that of x, or where has_amax
+  // what is there already (of several matrices that share a scale).
+  float* amax = nullptr;
+  bool has_amax = false;
 };
 
 /// Enqueues it on the current device. Scales are those of agmm.ops.quantize, bit for bit. Throws
 /// std::invalid_argument for what does not fit, std::runtime_error where CUDA refuses.
 void quantize(Quantize const& args, void* stream);
+
+/// Enqueues the first half of ScaleOf::Matrix, which writes `amax`; of what follows `columns` no
+/// field counts. Throws as quantize().
+void amax_of_matrix(Quantize const& args, void* stream);
 
 }  // namespace agmm

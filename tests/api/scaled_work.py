@@ -18,9 +18,9 @@ import torch.distributed._symmetric_memory as symm_mem
 import agmm
 from agmm.errors import forget_warnings
 from agmm.integrations import async_tp
-from agmm.ops import scaled_paths
+from agmm.ops import paths, quantize, scaled_paths
 from agmm.planning import call_plans
-from agmm.runtime import cpu, workspaces
+from agmm.runtime import cpu, scaling, workspaces
 from agmm.testing.reference import relative_error
 
 Result = list[str] | None
@@ -376,6 +376,45 @@ def quantised(world_size: int, kind: str) -> Result:
     torch.compiler.reset()
     if relative_error(again, out.relu().double()) > 0.01:
         faults.append(f"{kind} rank {rank}: compiled differs")
+    return faults
+
+
+def quantised_by_one_scale(world_size: int) -> Result:
+    """The same with ``reduce_amax``: bit for bit the product of A quantised as one tensor, which of
+    a shard whose numbers are 2000 times smaller keeps but few digits."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    rank = dist.get_rank(group)
+    shards = [_random((5, 144), r).mul(2000.0**r).bfloat16() for r in range(world_size)]
+    B = _random((24, 144), 9).bfloat16().t()
+    op: Callable[..., Any] = agmm.all_gather_matmul
+
+    def call(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = op(a, b, group, quantize="tensorwise", reduce_amax=True, strict=True)
+        return out
+
+    tile, of_b = scaling.BY_NAME["tensorwise"][1:]
+    values, scale = quantize.quantised(torch.cat(shards), tile)
+    weight, scale_b = quantize.quantised(B, of_b)
+    rows = len(values) // world_size
+    wanted = agmm.all_gather_scaled_matmul(
+        values[rank * rows : (rank + 1) * rows],
+        weight,
+        scale,
+        scale_b,
+        group,
+        out_dtype=torch.bfloat16,
+        strict=True,
+    )
+    faults = []
+    if not torch.equal(call(shards[rank], B), wanted):
+        faults.append(f"rank {rank}: not the product of one tensor")
+    torch.compiler.reset()
+    again = torch.compile(call, fullgraph=True)(shards[rank], B)
+    torch.compiler.reset()
+    if not torch.equal(again, wanted):
+        faults.append(f"rank {rank}: compiled differs")
     return faults
 
 

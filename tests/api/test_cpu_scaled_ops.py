@@ -104,6 +104,11 @@ def test_quantised_before_the_gather(pool: RankPool, kind: str, world_size: int)
     check(pool.run(work.quantised, world_size, kind), world_size)
 
 
+@pytest.mark.parametrize("world_size", [1, 3, 5])
+def test_quantised_by_one_scale(pool: RankPool, world_size: int) -> None:
+    check(pool.run(work.quantised_by_one_scale, world_size), world_size)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("gather_dim", [0, 1])
 @pytest.mark.parametrize("scales", ["tensorwise", "rowwise", "replicated"])

@@ -565,6 +565,15 @@ def test_quantised_gather(group: str, kind: str, dtype: torch.dtype) -> None:
             {"quantize": "columns"},
             "quantize: found 'columns', wanted one of 'tensorwise', 'rowwise'",
         ),
+        (
+            {"reduce_amax": True},
+            "reduce_amax: found True with quantize='rowwise', wanted quantize='tensorwise'",
+        ),
+        (
+            {"reduce_amax": True, "quantize": None},
+            "reduce_amax: found True without quantize, wanted quantize='tensorwise'",
+        ),
+        ({"reduce_amax": 1}, "reduce_amax: found 1, wanted True or False"),
         ({"return_A": True}, "return_A: found True with quantize, wanted False"),
         ({"save_gathered": True}, "save_gathered: found True with quantize, wanted False"),
         ({"config": "unfused"}, "config: found 'unfused' with quantize, wanted None"),

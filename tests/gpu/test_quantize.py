@@ -79,12 +79,33 @@ def test_scales_near_powers_of_two() -> None:
         assert_same(x, (1, ALL), power_of_2=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_larger_amax(dtype: torch.dtype) -> None:
+    """That of several matrices, one after the other as the ranks have them."""
+    parts = [matrix(64, 272, dtype, seed) for seed in range(3)]
+    amax = torch.cat(
+        [of_part for part in parts if (of_part := cuda_quantize.amax_of(part)) is not None]
+    )
+    assert torch.equal(amax, torch.stack([part.abs().max().float() for part in parts]).view(3, 1))
+    largest = amax.amax(0, keepdim=True)
+    for part in (*parts, parts[0].t()):
+        found = cuda_quantize.quantised(part, (ALL, ALL), FP8[0], amax=largest, power_of_2=False)
+        assert found is not None
+        wanted, scale = quantize._by_torch(part, (ALL, ALL), FP8[0], largest, False)
+        assert torch.equal(found[1], scale)
+        assert torch.equal(found[0].view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(largest, amax.amax(0, keepdim=True)), "it is only read"
+
+
 def test_what_has_no_kernel() -> None:
     x = matrix(16, 256, torch.bfloat16, 1)
     for given in (x[:, :8].contiguous(), x[:, 16:], x.flatten()[1 : 1 + 16 * 16].view(16, 16)):
         assert cuda_quantize.quantised(given, (1, ALL), FP8[0], power_of_2=False) is None
     assert cuda_quantize.quantised(x, (BLOCK, BLOCK), FP8[0], power_of_2=False) is None
     assert cuda_quantize.quantised(x.double(), (1, ALL), FP8[0], power_of_2=False) is None
+    assert cuda_quantize.amax_of(x.double()) is None
+    of_rows = quantize.amax_of(x, (1, ALL))
+    assert cuda_quantize.quantised(x, (1, ALL), FP8[0], amax=of_rows, power_of_2=False) is None
     for bad in ((0, 256), (4, 24)):
         with pytest.raises(ValueError, match="x: found"):
             _core.quantize(
@@ -97,6 +118,7 @@ def test_what_has_no_kernel() -> None:
                 x.data_ptr(),
                 x.data_ptr(),
                 0,
+                False,
                 0,
             )
 

@@ -9,8 +9,18 @@ import pytest
 
 from agmm import _core
 from agmm._core import Accumulation
+from agmm.bench import candidates
 from agmm.planning import fp8_kernels
-from agmm.planning.plans import FUSED_DTYPES, KernelConfig
+from agmm.planning.planner import Planner
+from agmm.planning.plans import (
+    MATMUL_REDUCE_SCATTER,
+    UNFUSED,
+    KernelConfig,
+    Plan,
+    Problem,
+    Row,
+)
+from agmm.planning.tables import Key, Table
 
 E4M3 = _core.DType.float8_e4m3fn_float8_e4m3fn
 MIXED = _core.DType.float8_e5m2_float8_e4m3fn
@@ -89,5 +99,75 @@ def test_the_kernel_with_the_least_work_in_whole_waves(m: int, n: int, name: str
     assert fp8_kernels.choose(kernels, m, n, 132).kernel == name
 
 
-def test_the_planner_knows_no_fp8() -> None:
-    assert FUSED_DTYPES == ("bfloat16", "float16")
+# --- by the tables ---
+
+PROBLEM = Problem(4096, 3584, 8192, E4M3.name, 4, gpu="nvidia-h200", accumulation="fast")
+
+
+def planner(*rows: Row, problem: Problem = PROBLEM) -> Planner:
+    return Planner((), [Table("t", {Key.of(problem): {row.m: row for row in rows}})])
+
+
+def row(m: int, kernel: str | None, us: float = 1.0) -> Row:
+    if kernel is None:
+        return Row(m, UNFUSED, us)
+    return Row(m, Plan("push", KernelConfig.parse(f"{kernel}/swizzle2/along_m")), us)
+
+
+def test_without_rows_it_goes_by_waves(facts: None) -> None:
+    choice = planner().choose(PROBLEM)
+    assert choice.plan.kernel == fp8_kernels.choose(
+        fp8_kernels.of_problem(PROBLEM), PROBLEM.m, PROBLEM.n, 132
+    )
+    assert (choice.plan.transport, choice.source) == ("push", "whole waves")
+    assert choice.predicted_us is None
+    slow = PROBLEM._replace(accumulation="slow")
+    assert planner().plan(slow).kernel == KernelConfig.parse(f"{SLOW}/swizzle8/along_n")
+    nothing = PROBLEM._replace(accumulation="block_1x128")
+    assert planner().plan(nothing) == UNFUSED
+    with pytest.raises(ValueError, match="no kernel"):
+        planner().fused_plan(nothing)
+
+
+def test_a_row_of_the_problem_decides(facts: None) -> None:
+    found = planner(row(4096, NARROW), row(2048, WIDE))
+    choice = found.choose(PROBLEM)
+    assert (choice.plan, choice.source, choice.row) == (
+        row(4096, NARROW).plan,
+        "t",
+        row(4096, NARROW),
+    )
+    assert found.plan(PROBLEM._replace(return_A=True)) == choice.plan
+    others = (PROBLEM._replace(accumulation="slow"), PROBLEM._replace(op=MATMUL_REDUCE_SCATTER))
+    for other in others:  # of which it says nothing
+        assert found.choose(other).row is None
+
+
+def test_rows_of_other_m(facts: None) -> None:
+    near = planner(row(4096, NARROW), row(64, WIDE))
+    choice = near.choose(PROBLEM._replace(m=8192))
+    assert choice.plan.kernel == KernelConfig.parse(f"{NARROW}/swizzle4/along_m")
+    assert choice.source == "tuned at M=4096 (t)"
+    assert near.choose(PROBLEM._replace(m=65536)).source == "whole waves", "too far"
+
+
+def test_unfused_rows(facts: None) -> None:
+    found = planner(row(64, None), row(128, WIDE))
+    assert found.plan(PROBLEM._replace(m=64)) == found.plan(PROBLEM._replace(m=72)) == UNFUSED
+    kernel = found.fused_plan(PROBLEM._replace(m=64)).kernel
+    assert kernel is not None and kernel.kernel == WIDE
+
+
+def test_rows_of_kernels_that_are_not_built(facts: None) -> None:
+    found = planner(row(4096, "128x64x128_1x1_pingpong"))
+    with pytest.warns(UserWarning, match="passes over rows of t: 128x64x128_1x1_pingpong for fp8"):
+        assert found.choose(PROBLEM).source == "whole waves"
+
+
+def test_what_is_tuned(facts: None) -> None:
+    plans = candidates.candidates(PROBLEM, (), planner().plan(PROBLEM))
+    kernels = {plan.kernel.kernel for plan in plans if plan.kernel is not None}
+    assert kernels == {NARROW, WIDE} and plans[-1] == UNFUSED
+    medians = {plan: float(i) for i, plan in enumerate(plans)}
+    assert len(candidates.other_orders(medians)) > len(kernels)
+    assert candidates.other_pushes(PROBLEM, medians) == []

@@ -227,6 +227,7 @@ def _text(schema: int = tables.SCHEMA, **changes: Any) -> str:
         '{"schema": 0, "rows": []}',
         '{"schema": 1, "rows": []}',
         '{"schema": 2, "rows": []}',
+        '{"schema": 3, "rows": []}',
         '{"schema": true, "rows": []}',
         f'{{"schema": 1, "gpu": "{GPU}", "world_size": 4}}',
         f'{{"schema": 1, "gpu": "{GPU}", "world_size": 4, "rows": [3]}}',
@@ -239,6 +240,7 @@ def _text(schema: int = tables.SCHEMA, **changes: Any) -> str:
         _text(return_A=0),
         _text(op=1),
         _text(op="absent"),
+        _text(accumulation="absent"),
         _text(roof_us=0),
         _text(plan={"kernel": "128x128"}),
         _text(plan={"chunks_per_shard": 0}),
@@ -279,9 +281,16 @@ def test_a_table_from_before_there_were_several_ops_is_of_the_first(folder: Path
     scattered = Key.of(PROBLEM._replace(op="matmul_reduce_scatter"))
     tables.save(GPU, 4, [(scattered, Row(8, UNFUSED, 4.0))])
     entries = json.loads(path.read_text())
-    assert entries["schema"] == 2
+    assert entries["schema"] == tables.SCHEMA
     assert [entry["op"] for entry in entries["rows"]] == [KEY.op, scattered.op]
     assert tables.read(path).by_key == {**before, scattered: {8: Row(8, UNFUSED, 4.0)}}
+
+
+def test_a_table_from_before_there_were_rows_of_fp8_has_none(folder: Path) -> None:
+    folder.mkdir()
+    path = folder / tables.file_name(GPU, 4)
+    path.write_text(_text(schema=2, accumulation="absent"))
+    assert tables.read(path).by_key == {KEY: {1: row(1)}} and KEY.accumulation == ""
 
 
 @pytest.mark.parametrize(("gpu", "world_size"), [(GPU, 2), ("nvidia-h100", 4)])
@@ -302,9 +311,9 @@ def test_a_file_of_a_newer_schema_is_left_alone(folder: Path) -> None:
     path = folder / tables.file_name(GPU, 4)
     content = json.dumps({"schema": tables.SCHEMA + 1, "rows": {"in": "another way"}})
     path.write_text(content)
-    with pytest.warns(UserWarning, match="found schema 3, wanted at most 2"):
+    with pytest.warns(UserWarning, match="found schema 4, wanted at most 3"):
         assert tables.user(GPU, 4) is None
-    with pytest.raises(NewerSchema, match="found schema 3, wanted at most 2"):
+    with pytest.raises(NewerSchema, match="found schema 4, wanted at most 3"):
         tables.save(GPU, 4, [(KEY, row(1))])
     assert path.read_text() == content
 

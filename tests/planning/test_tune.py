@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torchrun
+import torch
 import tune_work
 from command import agmm
 
@@ -104,6 +105,20 @@ def test_tune_a_scatter(folder: Path) -> None:
     # Rows of one op say nothing of the other.
     gathers = tuning_session.Options.of("cpu", 2, SHAPES[:1], row_major=True)
     assert [o.shape for o in tuner.tune(gathers)] == [SHAPES[0]]
+
+
+def test_tune_fp8(folder: Path) -> None:
+    shapes = [Shape(16, 8, 32)]
+    options = tuning_session.Options.of(
+        "cpu", 2, shapes, torch.float8_e4m3fn, return_A=True, scaling="block"
+    )
+    keeper = tuner.Keeper(2)
+    for outcome in tuner.tune(options):
+        assert outcome.failures == [] and outcome.row is not None
+        keeper.add(outcome)
+    (key,) = tables.read(folder / tables.file_name(CPU, 2)).by_key
+    assert key == Key("float8_e4m3fn", "column", True, 8, 32)
+    assert list(tuner.tune(options)) == [], "done before"
 
 
 def test_wrong_scatters_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

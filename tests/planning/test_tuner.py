@@ -233,6 +233,22 @@ def test_ahead_is_about_pairs() -> None:
 # --- options ---
 
 
+def test_options_of_fp8_are_checked() -> None:
+    def of(device: str = "cuda", n: int = 8, **others: Any) -> Any:
+        shapes = [Shape(4, n, 32)]
+        return tuning_session.Options.of(device, 2, shapes, torch.float8_e4m3fn, **others)
+
+    assert of().scaling == "rowwise"
+    for given, message in (
+        ({"row_major": True}, "b_layout: found row with torch.float8_e4m3fn, wanted column"),
+        ({"device": "cpu", "op": SCATTER.op}, "dtype: found torch.float8_e4m3fn with matmul_red"),
+        ({"n": 12}, "shape: found .* N=12 is no multiple of 8"),
+        ({"scaling": "columns"}, "scaling: found 'columns', wanted one of"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            of(**given)
+
+
 def test_options_are_checked() -> None:
     assert tuning_session.Options.of("cpu", 2, [Shape(4, 3, 5)]).dtype == torch.float32
     with pytest.raises(InvalidArgument, match="found 5x8x8, wanted an M that is a multiple"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from agmm.planning import fp8_kernels
 from agmm.planning.heuristics import (
     orders,
     predict_us,
@@ -36,7 +37,9 @@ def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> 
     """The plans to check at first: each kernel in its usual order that the cost model leaves, the
     unfused path, a gather by agmm's kernel and torch's fused op where they are legal, and the plan
     in use."""
-    if problem.op == MATMUL_REDUCE_SCATTER:
+    if problem.accumulation:
+        plans = fp8_kernels.usual_plans(problem)
+    elif problem.op == MATMUL_REDUCE_SCATTER:
         plans = _without_slow_kernels(problem, scatter_plans(problem, kernels))
     elif problem.gpu == CPU:
         rows = problem.m // problem.world_size

@@ -13,8 +13,9 @@ from agmm.bench import ways
 from agmm.bench.exchange import of_all_ranks
 from agmm.bench.ways import ROOF, Problem, Result, Way
 from agmm.errors import InvalidArgument
+from agmm.ops import scaled_paths
 from agmm.ops.scaled_products import scaled_matmul
-from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, Plan
 from agmm.runtime.scaled import FP8, Scaled
 from agmm.runtime.scaling import ALL, BY_NAME, K_MULTIPLE, Tile, scale_shape
 from agmm.testing.cases import Shape, make_scatter_operands
@@ -238,6 +239,37 @@ def _scatter_agmm(strict: bool) -> Callable[[Problem], Callable[[], Result]]:
         return lambda: (None, op(*given, use_fast_accum=True, strict=strict))
 
     return prepare
+
+
+def by_plan(p: Problem, plan: Plan, *, return_A: bool) -> Callable[[], Result]:
+    """A call carried out as a plan says, with fast accumulation where the scales leave it; ready to
+    be made."""
+    _, scales = _of(p)
+    B, group = p.operands.B, p.group
+
+    def gathered() -> Result:
+        A, _, outs = scaled_paths.gather(
+            p.operands.A_shard,
+            scales.A_shard,
+            [B],
+            [scales.B],
+            [None],
+            [None],
+            [OUT_DTYPE],
+            [True],
+            group,
+            0,
+            return_A,
+            True,
+            plan,
+        )
+        return (A if return_A else None), outs[0]
+
+    def scattered() -> Result:
+        given = p.operands.A, B, scales.A, scales.B, None, None, group, 0, "sum"
+        return None, scaled_paths.scatter(*given, OUT_DTYPE, True, True, plan=plan)
+
+    return scattered if p.op == MATMUL_REDUCE_SCATTER else gathered
 
 
 _PREPARED: dict[str, dict[str, Callable[[Problem], Callable[[], Result]]]] = {

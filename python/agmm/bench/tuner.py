@@ -141,7 +141,7 @@ def tune(options: Options, progress: Progress | None = None) -> Iterator[Outcome
         found = [table for table in (own, packaged) if table is not None]
         planner = Planner(call_plans.kernels(), found, call_plans.scatter_kernels())
         is_scatter = options.op == MATMUL_REDUCE_SCATTER
-        kernels = planner.scatter_kernels if is_scatter else planner.kernels
+        kernels = planner.scatter_kernels if is_scatter else planner.kernels  # of 16 bits
         problems = [first._replace(m=s.M, n=s.N, k=s.K) for s in options.shapes]
         done = _from_rank_0([own is not None and _is_done(own, p) for p in problems])
         wanted = [

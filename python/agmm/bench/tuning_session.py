@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 
 import agmm
+from agmm import _core
 from agmm.bench import options as bench_options
-from agmm.bench import ways
+from agmm.bench import scaled_ways, ways
 from agmm.bench.measure import check_way, judge, release_memory
 from agmm.bench.references import make_problem, references
 from agmm.bench.timer import time_ways
 from agmm.bench.ways import ROOF
 from agmm.errors import InvalidArgument
 from agmm.ops import scatter_paths
-from agmm.planning import call_plans
+from agmm.planning import call_plans, fp8_kernels
 from agmm.planning.legality import why_unfused
 from agmm.planning.plans import (
     ALL_GATHER_MATMUL,
@@ -28,6 +29,8 @@ from agmm.planning.plans import (
     Plan,
     Problem,
 )
+from agmm.runtime import cuda_scaled
+from agmm.runtime import scaling as scalings
 from agmm.runtime.workspaces import cpu_workspace
 from agmm.testing.cases import Shape
 
@@ -45,6 +48,8 @@ class Options:
     again: bool = False
     """Measure shapes anew that this version of agmm has tuned before."""
     op: str = ALL_GATHER_MATMUL
+    scaling: str | None = None
+    """The kind of scales of fp8 operands."""
 
     @classmethod
     def of(
@@ -54,21 +59,33 @@ class Options:
         shapes: Sequence[Shape],
         dtype: torch.dtype | None = None,
         op: str = ALL_GATHER_MATMUL,
+        scaling: str | None = None,
         **others: bool,
     ) -> Options:
-        """With dtype's default filled in. Raises InvalidArgument for what cannot be tuned."""
+        """With the defaults of dtype and scaling filled in. Raises InvalidArgument for what cannot
+        be tuned."""
         if op == MATMUL_REDUCE_SCATTER and others.get("return_A"):
             raise InvalidArgument(f"return_A: found True with {op}, wanted False")
-        given = bench_options.Options(device, world_size, tuple(shapes), dtype=dtype).resolved()
+        given = bench_options.Options(
+            device, world_size, tuple(shapes), dtype=dtype, scaling=scaling
+        ).resolved()
         assert given.dtype is not None
-        if given.scaling is not None:
+        options = cls(
+            device, world_size, tuple(shapes), given.dtype, op=op, scaling=given.scaling, **others
+        )
+        if given.scaling is not None and options.row_major:
             raise InvalidArgument(
-                f"dtype: found {given.dtype}, wanted one without scales: plans of fp8 products are "
-                "not tuned"
+                f"b_layout: found row with {given.dtype}, wanted column, which fp8 kernels read"
             )
-        options = cls(device, world_size, tuple(shapes), given.dtype, op=op, **others)
+        if given.scaling is not None and device == "cpu" and op == MATMUL_REDUCE_SCATTER:
+            raise InvalidArgument(
+                f"dtype: found {given.dtype} with {op} on CPU ranks, which has one plan only"
+            )
         for shape in shapes:
-            reason = why_unfused(options.dtype_name, shape.N, shape.K)
+            if given.scaling is None:
+                reason = why_unfused(options.dtype_name, shape.N, shape.K)
+            else:
+                reason = f"N={shape.N} is no multiple of 8" if shape.N % _core.ALIGNMENT else None
             if device == "cuda" and reason is not None:
                 raise InvalidArgument(f"shape: found {shape}, which cannot be fused: {reason}")
         return options
@@ -78,6 +95,22 @@ class Options:
         return str(self.dtype).removeprefix("torch.")
 
     def problem(self, shape: Shape, device: torch.device) -> Problem:
+        if self.scaling is not None and device.type == "cuda":
+            scatters = self.op == MATMUL_REDUCE_SCATTER
+            dtype = cuda_scaled.dtype_name(self.dtype, self.dtype)
+            kind = scalings.BY_NAME[self.scaling]
+            accumulation = cuda_scaled.accumulation_of_tiles(kind.a, kind.b, fast=True)
+            assert accumulation is not None  # all kinds have one
+            accumulation = fp8_kernels.served_by(dtype, accumulation, scatters=scatters)
+            return call_plans.scaled_problem(
+                *shape,
+                dtype,
+                accumulation.name,
+                device,
+                world_size=self.world_size,
+                return_A=self.return_A,
+                op=self.op,
+            )
         problem = call_plans.problem(
             *shape,
             self.dtype,
@@ -99,13 +132,15 @@ class _Session:
         group = dist.group.WORLD
         assert group is not None
         device = _device(options.device)
-        self.problem = make_problem(options.op, shape, group, device, dtype=options.dtype)
+        self.problem = make_problem(
+            options.op, shape, group, device, dtype=options.dtype, scaling=options.scaling
+        )
         if options.row_major:
             self.problem.operands.B = self.problem.operands.B.contiguous()
         self.return_A = options.return_A
         wanted = references(self.problem)
         self.reference = wanted.others
-        roof = ways.ways_of(options.op)[ROOF]
+        roof = scaled_ways.ways_of(options.op, options.scaling)[ROOF]
         result, call = check_way(roof.prepare, self.problem, wanted.roof)
         if call is None or result.relative_error is None:
             raise RuntimeError(f"the matmul alone failed: {result.reason}")
@@ -114,6 +149,8 @@ class _Session:
 
     def prepare(self, plan: Plan) -> Callable[[ways.Problem], Callable[[], Any]]:
         return_A = self.return_A
+        if self.problem.scaling is not None:
+            return lambda p: scaled_ways.by_plan(p, plan, return_A=return_A)
         if self.problem.op == MATMUL_REDUCE_SCATTER:
             return lambda p: _scatter(p, plan)
 

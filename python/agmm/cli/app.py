@@ -262,6 +262,7 @@ def tune(
     op: PlannedOp = Op.all_gather_matmul,
     tp: Tp = None,
     dtype: ElementType = None,
+    scaling: ScalingOf = None,
     return_a: ReturnA = False,
     b_layout: LayoutOfB = Layout.column,
     device: Where = Device.auto,
@@ -291,6 +292,7 @@ def tune(
             row_major=b_layout is Layout.row,
             again=again,
             op=op.value,
+            scaling=None if scaling is None else scaling.value,
         )
         if not tuning.run(options, ranks):
             raise typer.Exit(1)

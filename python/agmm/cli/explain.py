@@ -159,7 +159,8 @@ def explain_any(problem: Problem, scaling: str | None) -> RenderableType:
     Raises InvalidArgument for scales of other operands.
     """
     if problem.dtype.startswith("float8"):
-        return explain_fp8.explain(problem, scaling or "rowwise")
+        planner = planner_for(problem.gpu, problem.world_size)
+        return explain_fp8.explain(problem, scaling or "rowwise", planner)
     if scaling is not None:
         raise InvalidArgument(
             f"scaling: found {scaling!r} with {problem.dtype}, wanted none, or float8_e4m3fn"

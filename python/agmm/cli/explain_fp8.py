@@ -12,11 +12,12 @@ from agmm.errors import InvalidArgument
 from agmm.planning import fp8_kernels
 from agmm.planning.cost_model import constants
 from agmm.planning.cost_model import fp8 as costs
-from agmm.planning.plans import CPU, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
+from agmm.planning.planner import Choice, Planner
+from agmm.planning.plans import CPU, MATMUL_REDUCE_SCATTER, Problem
 from agmm.runtime.scaling import BY_NAME, K_MULTIPLE
 
 
-def explain(problem: Problem, scaling: str) -> RenderableType:
+def explain(problem: Problem, scaling: str, planner: Planner) -> RenderableType:
     """What a call on ``float8_e4m3fn`` operands gets, and what it should cost.
 
     Raises InvalidArgument where the ranks cannot have equally many rows, for an unknown kind of
@@ -45,7 +46,7 @@ def explain(problem: Problem, scaling: str) -> RenderableType:
             "why: agmm's own on CPU ranks, of chunks that are dequantised to float32",
         ]
         return Group(*lines)
-    kernel, reason = _kernel(problem, scaling)
+    choice = _choice(problem, scaling, planner)
     fused, unfused = costs.fused_us(problem, scaling), costs.unfused_us(problem, scaling)
     library = (
         "torch._scaled_mm and NCCL's reduce-scatter"
@@ -53,16 +54,18 @@ def explain(problem: Problem, scaling: str) -> RenderableType:
         else ("NCCL's all-gather and torch._scaled_mm")
     )
     times = {library: unfused}
-    if kernel is None:
+    if isinstance(choice, str):
         plan, us = library, unfused
-        lines += [f"plan: unfused, {library}", f"why: {reason}"]
+        lines += [f"plan: unfused, {library}", f"why: {choice}"]
     else:
-        plan, us = f"push/{kernel.name}", fused
-        times[plan] = fused
-        lines += [
-            f"plan: {plan}",
-            "why: fused wherever there is a kernel; plans of fp8 are not tuned",
-        ]
+        kernel = choice.plan.kernel
+        plan, us = (library, unfused) if kernel is None else (f"push/{kernel.name}", fused)
+        times[plan] = us
+        lines += [f"plan: {plan}", f"from: {choice.source}"]
+        if choice.row is not None:
+            lines.append(f"measured: {duration(choice.row.us)}")
+        elif kernel is not None:
+            lines.append("why: fused wherever there is a kernel, unless a tuned row says otherwise")
     roof = costs.matmul_us(problem)
     lines.append(
         f"predicted: {duration(us)}, {us / roof:.2f} × the matmul alone ({duration(roof)})"
@@ -78,18 +81,16 @@ def explain(problem: Problem, scaling: str) -> RenderableType:
     return Group("\n".join(lines), whole(table))
 
 
-def _kernel(problem: Problem, scaling: str) -> tuple[KernelConfig | None, str]:
-    """The kernel that the call gets, with fast accumulation where its scales leave the choice, or
-    why there is none."""
+def _choice(problem: Problem, scaling: str, planner: Planner) -> Choice | str:
+    """The plan that the call gets, with fast accumulation where its scales leave the choice, or
+    why no kernel serves it."""
     if problem.n % _core.ALIGNMENT:
-        return None, f"B: N={problem.n} is not a multiple of {_core.ALIGNMENT}"
+        return f"B: N={problem.n} is not a multiple of {_core.ALIGNMENT}"
     dtype, scatters = "float8_e4m3fn_float8_e4m3fn", problem.op == MATMUL_REDUCE_SCATTER
     accumulation = {"block": Accumulation.block, "block 1x128": Accumulation.block_1x128}.get(
         scaling, Accumulation.fast
     )
     accumulation = fp8_kernels.served_by(dtype, accumulation, scatters=scatters)
-    kernels = fp8_kernels.built(dtype, accumulation, scatters=scatters)
-    if not kernels:
-        return None, f"fp8: {dtype} {accumulation.name}, this build has no kernel for it"
-    sm_count = problem.sm_count or constants(problem.gpu).sm_count
-    return fp8_kernels.choose(kernels, problem.m, problem.n, sm_count), ""
+    if not fp8_kernels.built(dtype, accumulation, scatters=scatters):
+        return f"fp8: {dtype} {accumulation.name}, this build has no kernel for it"
+    return planner.choose(problem._replace(dtype=dtype, accumulation=accumulation.name))

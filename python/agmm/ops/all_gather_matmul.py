@@ -131,6 +131,7 @@ def all_gather_matmul(
     strict: bool = ...,
     save_gathered: bool = ...,
     quantize: str | None = ...,
+    reduce_amax: bool = ...,
 ) -> torch.Tensor: ...
 @overload
 def all_gather_matmul(
@@ -158,6 +159,7 @@ def all_gather_matmul(
     strict: bool = ...,
     save_gathered: bool = ...,
     quantize: str | None = ...,
+    reduce_amax: bool = ...,
 ) -> list[torch.Tensor]: ...
 @overload
 def all_gather_matmul(
@@ -184,6 +186,7 @@ def all_gather_matmul(
     strict: bool = False,
     save_gathered: bool = False,
     quantize: str | None = None,
+    reduce_amax: bool = False,
 ) -> (
     torch.Tensor
     | list[torch.Tensor]
@@ -221,6 +224,9 @@ def all_gather_matmul(
             tensorwise of each rank's shard; K a multiple of 16. The result has the dtype of
             A_shard. A weight that stays the same is better quantised once. Without backward, and
             not with ``return_A``, ``config`` or ``save_gathered``.
+        reduce_amax: with ``quantize="tensorwise"``: one scale for the shards of all ranks, by the
+            largest absolute value of all, as if A were quantised whole. Its exchange, a gather of a
+            float32 per rank, precedes the quantisation.
 
     Returns:
         ``out`` [world_size * M_local, ..., N], or ``(A, out)`` with ``return_A``. For a list of
@@ -255,6 +261,13 @@ def all_gather_matmul(
         raise InvalidArgument(f"strict: found {strict!r}, wanted True or False")
     if save_gathered is not True and save_gathered is not False:
         raise InvalidArgument(f"save_gathered: found {save_gathered!r}, wanted True or False")
+    if reduce_amax is not False:
+        if reduce_amax is not True:
+            raise InvalidArgument(f"reduce_amax: found {reduce_amax!r}, wanted True or False")
+        if quantize is None:
+            raise InvalidArgument(
+                "reduce_amax: found True without quantize, wanted quantize='tensorwise'"
+            )
     if Packed4BitWeight in map(type, Bs):
         for name, given in (
             ("config", config),
@@ -280,7 +293,9 @@ def all_gather_matmul(
                 raise InvalidArgument(f"{name}: found True with quantize, wanted False")
         if config:
             raise InvalidArgument(f"config: found {config!r} with quantize, wanted None")
-        outs = gather_quantised(A_shard, Bs, biases, group, gather_dim, quantize, strict)
+        outs = gather_quantised(
+            A_shard, Bs, biases, group, gather_dim, quantize, reduce_amax, strict
+        )
         return outs if several else outs[0]
     plain = not is_watched()  # memory that a pointer and strides describe
     needs_grad = False

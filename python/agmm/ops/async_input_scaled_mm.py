@@ -99,11 +99,14 @@ def on_cuda(
         assert accumulation is not None  # else it is illegal
         kernel = cuda_scaled.Kernel(config.core, accumulation)
     else:
-        _, all_sms = call_plans.device_facts(A.device)
-        found = scaled_paths.cuda_kernel(operand, weight, A.shape[0], sm_count or all_sms)
-        if isinstance(found, str):
-            raise InvalidArgument(found)
-        kernel = found
+        problem = scaled_paths.problem_of(operand, weight, A.shape[0])
+        if isinstance(problem, str):
+            raise InvalidArgument(problem)
+        if sm_count:
+            problem = problem._replace(sm_count=sm_count)
+        chosen = call_plans.planner(None, A.device).fused_plan(problem).kernel
+        assert chosen is not None
+        kernel = scaled_paths.kernel_of(problem, chosen)
     return cuda_scaled.async_input_mm(
         operand, weight, kernel, a_chunk_signals, pivot, sm_count=sm_count
     )

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 from agmm.errors import InvalidArgument
+from agmm.ops import small_collectives
 from agmm.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from agmm.ops.checks import check_operand
 from agmm.ops.scaled_checks import BIAS_DTYPES
-from agmm.runtime import cuda_quantize
+from agmm.runtime import collectives, cuda_quantize
+from agmm.runtime.calls import Call
 from agmm.runtime.collectives import is_traced
+from agmm.runtime.groups import group_of, name_of
 from agmm.runtime.scaled import Scaled
 from agmm.runtime.scaling import ALL, BY_NAME, Tile, scale_shape
 
@@ -55,8 +58,8 @@ def quantised(
     """
     if x.numel() == 0:
         return x.to(dtype), x.new_ones(scale_shape(x.shape, tile), dtype=torch.float32)
-    if amax is None and x.is_cuda and not is_traced(x):
-        found = cuda_quantize.quantised(x, tile, dtype, power_of_2=power_of_2)
+    if x.is_cuda and not is_traced(x):
+        found = cuda_quantize.quantised(x, tile, dtype, amax=amax, power_of_2=power_of_2)
         if found is not None:
             return found
     return _by_torch(x, tile, dtype, amax, power_of_2)
@@ -74,10 +77,32 @@ def _by_torch(
     return scaled.clamp(-largest, largest).to(dtype), up.reciprocal()
 
 
-def _check(A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], quantize: Any) -> None:
+def _reduced_amax(rows: torch.Tensor, group_name: str) -> torch.Tensor:
+    """The largest absolute value of the rows of all ranks, float32 [1, 1]: gathered from each,
+    since agmm's kernels sum but have no maximum. Collective."""
+    amax = None
+    if rows.numel() and rows.is_cuda and not is_traced(rows):
+        amax = cuda_quantize.amax_of(rows)
+    if amax is None:
+        amax = amax_of(rows, (ALL, ALL)).to(torch.float32)
+    call = Call("all_gather_matmul", A_shard=rows, reduce_amax=True)
+    if is_traced(rows):
+        of_ranks = collectives.start_all_gather(amax, group_name, 0, call=call)()
+    else:
+        of_ranks = small_collectives.all_gathered(amax, group_of(group_name), call)
+    return of_ranks.amax(0, keepdim=True)
+
+
+def _check(
+    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], quantize: Any, reduce_amax: bool
+) -> None:
     if quantize not in KINDS:
         names = ", ".join(repr(kind) for kind in KINDS)
         raise InvalidArgument(f"quantize: found {quantize!r}, wanted one of {names} or None")
+    if reduce_amax and quantize != "tensorwise":
+        raise InvalidArgument(
+            f"reduce_amax: found True with quantize={quantize!r}, wanted quantize='tensorwise'"
+        )
     for name, tensor in (("A_shard", A_shard), *(("B", B) for B in Bs)):
         check_operand(name, tensor)
         if tensor.dtype not in BIAS_DTYPES:
@@ -99,13 +124,16 @@ def gather_quantised(
     group: Any,
     gather_dim: int,
     quantize: str,
+    reduce_amax: bool,
     strict: bool,
 ) -> list[torch.Tensor]:
     """``all_gather_matmul`` of operands that are quantised before the gather, in the dtype of
     A_shard."""
-    _check(A_shard, Bs, quantize)
+    _check(A_shard, Bs, quantize, reduce_amax)
     scaling = BY_NAME[quantize]
-    rows, scale_a = quantised(A_shard.flatten(0, -2), scaling.a)
+    rows = A_shard.flatten(0, -2)
+    amax = _reduced_amax(rows, name_of(group)) if reduce_amax else None
+    rows, scale_a = quantised(rows, scaling.a, amax=amax)
     if scaling.a[0] != ALL:
         scale_a = scale_a.view(*A_shard.shape[:-1], scale_a.shape[-1])
     weights = [quantised(B.t().contiguous().t(), scaling.b) for B in Bs]

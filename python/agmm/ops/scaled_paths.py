@@ -8,16 +8,25 @@ import torch
 import torch.distributed as dist
 
 from agmm import _core
+from agmm._core import Accumulation
 from agmm.errors import Unsupported
 from agmm.ops import scaled_products
 from agmm.ops.paths import fall_back
 from agmm.ops.scaled_checks import check_scaled_gather, check_scaled_scatter, scaling_of
 from agmm.planning import call_plans, fp8_kernels
-from agmm.planning.plans import MAX_PUSH_RANKS, MAX_SCATTER_TILES
+from agmm.planning.plans import (
+    ALL_GATHER_MATMUL,
+    MATMUL_REDUCE_SCATTER,
+    MAX_PUSH_RANKS,
+    MAX_SCATTER_TILES,
+    UNFUSED,
+    KernelConfig,
+    Plan,
+    Problem,
+)
 from agmm.runtime import collectives, cpu_scatter, cuda_scaled, groups, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu_scaled import all_gather_scaled_matmul as all_gather_on_cpu
-from agmm.runtime.group_gpus import group_facts
 from agmm.runtime.scaled import FP8, Scaled, Weight, rounded_into
 from agmm.runtime.scaling import ALL, Tile
 from agmm.runtime.workspaces import cpu_workspace, cuda_workspace, scatter_workspace
@@ -71,23 +80,43 @@ def weight_of(
 # --- all-gather + scaled matmul ---
 
 
-def cuda_kernel(
-    A: Scaled, weight: Weight, m: int, sm_count: int, *, scatters: bool = False
-) -> cuda_scaled.Kernel | str:
-    """The kernel for a product of ``m`` rows on so many multiprocessors, or the reason why there is
-    none; ``scatters``: one that sends the rows' sums to their ranks."""
+def problem_of(
+    A: Scaled,
+    weight: Weight,
+    m: int,
+    *,
+    op: str = ALL_GATHER_MATMUL,
+    return_A: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Problem | str:
+    """A product of ``m`` rows on the multiprocessors of a group, or all of this GPU's, or the
+    reason why no kernel serves it."""
     reason = cuda_scaled.why_illegal(A, weight)
     if reason is not None:
         return reason
+    scatters = op == MATMUL_REDUCE_SCATTER
     dtype = cuda_scaled.dtype_name(A.values.dtype, weight.B.values.dtype)
     wanted = cuda_scaled.accumulation_of(A, weight)
     assert wanted is not None  # else it is illegal
     accumulation = fp8_kernels.served_by(dtype, wanted, scatters=scatters)
-    kernels = fp8_kernels.built(dtype, accumulation, scatters=scatters)
-    if not kernels:
+    if not fp8_kernels.built(dtype, accumulation, scatters=scatters):
         return f"fp8: {dtype} {wanted.name}, this build has no kernel for it"
-    config = fp8_kernels.choose(kernels, m, weight.B.values.shape[1], sm_count)
-    return cuda_scaled.Kernel(config.core, accumulation)
+    return call_plans.scaled_problem(
+        m,
+        weight.B.values.shape[1],
+        A.values.shape[1],
+        dtype,
+        accumulation.name,
+        A.values.device,
+        world_size=1 if group is None else group.size(),
+        return_A=return_A,
+        op=op,
+        group=group,
+    )
+
+
+def kernel_of(problem: Problem, config: KernelConfig) -> cuda_scaled.Kernel:
+    return cuda_scaled.Kernel(config.core, Accumulation.__members__[problem.accumulation])
 
 
 Outs = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
@@ -107,9 +136,10 @@ def gather(
     gather_dim: int,
     return_A: bool,
     strict: bool,
+    plan: Plan | None = None,
 ) -> Outs:
     """``all_gather_scaled_matmul`` of checked or unchecked operands. What A and its scales are
-    without ``return_A`` is nobody's to look at."""
+    without ``return_A`` is nobody's to look at. ``plan``: instead of the chosen one."""
     check_scaled_gather(
         A_shard, scale_a, Bs, scale_bs, biases, result_scales, out_dtypes, gather_dim
     )
@@ -133,8 +163,11 @@ def gather(
     reason = why_unfused(A_shard.shape, A_shard.device)
     kernels: list[cuda_scaled.Kernel] = []
     if reason is None and A_shard.is_cuda:
-        kernels, reason = _cuda_kernels(shard, weights, group)
-    if reason is None and A_shard.is_cuda:
+        kernels, reason = _cuda_kernels(shard, weights, group, return_A, strict, plan)
+    if plan == UNFUSED or (reason is None and A_shard.is_cuda and not kernels):
+        A, scale_A, outs = _gather_unfused(shard, weights, group, call)
+        reason = None
+    elif reason is None and A_shard.is_cuda:
         try:
             A, scale_A, outs = cuda_scaled.all_gather_scaled_matmul(
                 cuda_workspace(group, A_shard.device), shard, weights, kernels, return_A=return_A
@@ -143,7 +176,7 @@ def gather(
             reason = str(error)
     elif reason is None:
         try:
-            plan = call_plans.call_plan(shard.values, Bs, group, return_A=return_A)
+            plan = plan or call_plans.call_plan(shard.values, Bs, group, return_A=return_A)
             workspace = cpu_workspace(group)
             A, scale_A, outs = all_gather_on_cpu(
                 workspace,
@@ -174,19 +207,35 @@ def gather(
 
 
 def _cuda_kernels(
-    shard: Scaled, weights: list[Weight], group: dist.ProcessGroup
+    shard: Scaled,
+    weights: list[Weight],
+    group: dist.ProcessGroup,
+    return_A: bool,
+    fused: bool,
+    plan: Plan | None,
 ) -> tuple[list[cuda_scaled.Kernel], str | None]:
-    """A kernel for each weight, or the reason why not all have one. Collective at first use."""
+    """A kernel for each weight, none where a table says that the call is faster unfused (unless
+    ``fused``), or the reason why not all have one. Collective at first use."""
     first = weights[0].B.values.dtype
-    sm_count = group_facts(group, shard.values.device).sm_count
-    kernels: list[cuda_scaled.Kernel] = []
+    m = group.size() * len(shard.values)
+    problems: list[Problem] = []
     for weight in weights:
         if weight.B.values.dtype != first:
             return [], f"B: dtypes {first} and {weight.B.values.dtype} share no gather on CUDA"
-        found = cuda_kernel(shard, weight, group.size() * len(shard.values), sm_count)
+        found = problem_of(shard, weight, m, return_A=return_A, group=group)
         if isinstance(found, str):
             return [], found
-        kernels.append(found)
+        problems.append(found)
+    planner = call_plans.planner(group, shard.values.device)
+    columns = sum(problem.n for problem in problems)
+    joint = problems[0]._replace(n=columns)
+    if plan is None and not fused and planner.plan(joint) == UNFUSED:
+        return [], None
+    kernels: list[cuda_scaled.Kernel] = []
+    for problem in problems:
+        config = (plan or planner.fused_plan(problem)).kernel
+        assert config is not None
+        kernels.append(kernel_of(problem, config))
     return kernels, None
 
 
@@ -209,7 +258,8 @@ def why_no_cuda_kernels(
         for given in zip(Bs, scale_bs, biases, result_scales, out_dtypes, fast_accum, strict=True)
     ]
     shard = rows_of(A_shard, scale_a, described[0][0], gather_dim)
-    return _cuda_kernels(shard, [weight for _, weight in described], group)[1]
+    weights = [weight for _, weight in described]
+    return _cuda_kernels(shard, weights, group, False, True, None)[1]
 
 
 def _gather_unfused(
@@ -248,11 +298,13 @@ def scatter(
     strict: bool,
     *,
     is_bias_of_each: bool = False,
+    plan: Plan | None = None,
 ) -> torch.Tensor:
     """``scaled_matmul_reduce_scatter`` of checked or unchecked operands; contiguous.
 
     Args:
         is_bias_of_each: the bias is this rank's own, a part of its product.
+        plan: instead of the chosen one, on a GPU.
     """
     world_size = group.size()
     check_scaled_scatter(
@@ -283,13 +335,17 @@ def scatter(
     reason = why_unfused((*sizes, B.shape[1]), A.device)
     if reason is None and scatter_dim == A.dim() - 1:
         reason = f"scatter_dim: {scatter_dim}, the fused path wants another than the last"
-    if reason is None:
+    planned_unfused = plan == UNFUSED
+    if reason is None and not planned_unfused:
         operand = rows_of(A, scale_a, tile, scatter_dim)
         try:
             if A.is_cuda:
-                out = _scatter_on_cuda(operand, weight, group, reduce_op, is_bias_of_each)
+                found = _scatter_on_cuda(
+                    operand, weight, group, reduce_op, is_bias_of_each, strict, plan
+                )
+                planned_unfused = found is None
             else:
-                out = cpu_workspace(group).reduce_scatter(
+                found = cpu_workspace(group).reduce_scatter(
                     cpu_scatter.scaled_sum(operand, weight, is_bias_of_each=is_bias_of_each),
                     reduce_op,
                     call,
@@ -298,10 +354,12 @@ def scatter(
         except Unsupported as error:
             reason = str(error)
         else:
-            front = A.movedim(scatter_dim, 0).shape
-            out = out.view(front[0] // world_size, *front[1:-1], out.shape[1])
-            return out.movedim(0, scatter_dim).contiguous()
-    fall_back(reason, strict)
+            if found is not None:
+                front = A.movedim(scatter_dim, 0).shape
+                out = found.view(front[0] // world_size, *front[1:-1], found.shape[1])
+                return out.movedim(0, scatter_dim).contiguous()
+    if reason is not None:
+        fall_back(reason, strict)
     # Summed before it is rounded to what cannot be summed, and scaled.
     of_each = weight if is_bias_of_each else weight._replace(bias=None)
     if out_dtype in FP8:
@@ -321,9 +379,16 @@ def scatter(
 
 
 def _scatter_on_cuda(
-    A: Scaled, weight: Weight, group: dist.ProcessGroup, reduce_op: str, is_bias_of_each: bool
-) -> torch.Tensor:
-    """By one of agmm's kernels.
+    A: Scaled,
+    weight: Weight,
+    group: dist.ProcessGroup,
+    reduce_op: str,
+    is_bias_of_each: bool,
+    fused: bool,
+    plan: Plan | None,
+) -> torch.Tensor | None:
+    """By one of agmm's kernels; None where a table says that it is faster unfused, unless
+    ``fused``.
 
     Raises:
         Unsupported: there is none for such operands, or the group cannot have one.
@@ -333,10 +398,14 @@ def _scatter_on_cuda(
     if is_bias_of_each and weight.bias is not None:
         raise Unsupported("bias: one of each rank, the fused path wants one of the sum")
     device = A.values.device
-    sm_count = group_facts(group, device).sm_count
-    kernel = cuda_kernel(A, weight, len(A.values), sm_count, scatters=True)
-    if isinstance(kernel, str):
-        raise Unsupported(kernel)
+    problem = problem_of(A, weight, len(A.values), op=MATMUL_REDUCE_SCATTER, group=group)
+    if isinstance(problem, str):
+        raise Unsupported(problem)
+    planner = call_plans.planner(group, device)
+    plan = plan or (planner.fused_plan(problem) if fused else planner.plan(problem))
+    if plan.kernel is None:
+        return None
+    kernel = kernel_of(problem, plan.kernel)
     if group.size() > MAX_PUSH_RANKS:
         raise Unsupported(
             f"group: {group.size()} ranks, the fused path wants at most {MAX_PUSH_RANKS}"

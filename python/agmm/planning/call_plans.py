@@ -65,6 +65,38 @@ def problem(
     )
 
 
+def scaled_problem(
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    accumulation: str,
+    device: torch.device,
+    *,
+    world_size: int = 1,
+    return_A: bool = False,
+    op: str = plans.ALL_GATHER_MATMUL,
+    group: dist.ProcessGroup | None = None,
+) -> Problem:
+    """The same of fp8 operands on a GPU; names of `_core.DType` and `_core.Accumulation`."""
+    gpu, sm_count = device_facts(device)
+    facts = GroupFacts(sm_count) if group is None else group_facts(group, device)
+    return Problem(
+        m,
+        n,
+        k,
+        dtype,
+        world_size,
+        return_A,
+        "column",
+        gpu,
+        facts.sm_count,
+        facts.peer_atomics,
+        op,
+        accumulation,
+    )
+
+
 def planner(group: dist.ProcessGroup | None, device: torch.device) -> Planner:
     """The planner of a group, of this process alone for None. Collective at first use."""
     if group is None:

@@ -1,12 +1,14 @@
-"""Which kernel an fp8 product gets. There is no cost model for fp8: it goes by whole waves."""
+"""Which kernel an fp8 product gets where no table says it (`Planner`). There is no cost model for
+fp8: it goes by whole waves."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 from agmm import _core
 from agmm._core import Accumulation
-from agmm.planning.plans import KernelConfig
+from agmm.planning.plans import MATMUL_REDUCE_SCATTER, KernelConfig, Plan, Problem
 
 _NARROW = 1.1
 """How much longer a tile takes for its size where it is narrower than 256 columns: it reads more
@@ -45,9 +47,21 @@ def built(
     )
 
 
-def choose(kernels: tuple[KernelConfig, ...], m: int, n: int, sm_count: int) -> KernelConfig:
+def of_problem(problem: Problem) -> tuple[KernelConfig, ...]:
+    """The kernels of this build for a problem with an ``accumulation``."""
+    accumulation = Accumulation.__members__[problem.accumulation]
+    scatters = problem.op == MATMUL_REDUCE_SCATTER
+    return built(problem.dtype, accumulation, scatters=scatters)
+
+
+def usual_plans(problem: Problem) -> list[Plan]:
+    """Each of those in its usual order."""
+    return [Plan("push", usual_order(kernel, problem.m)) for kernel in of_problem(problem)]
+
+
+def choose(kernels: Sequence[KernelConfig], m: int, n: int, sm_count: int) -> KernelConfig:
     """One of them with an order of tiles, for a product [m, n]; ``kernels`` are not none."""
-    return _ordered(min(kernels, key=lambda kernel: _time(kernel, m, n, sm_count)), m)
+    return usual_order(min(kernels, key=lambda kernel: _time(kernel, m, n, sm_count)), m)
 
 
 def _time(kernel: KernelConfig, m: int, n: int, sm_count: int) -> float:
@@ -60,7 +74,7 @@ def _time(kernel: KernelConfig, m: int, n: int, sm_count: int) -> float:
     return waves * size * (1 if kernel.tile_n >= 256 else _NARROW)
 
 
-def _ordered(kernel: KernelConfig, m: int) -> KernelConfig:
+def usual_order(kernel: KernelConfig, m: int) -> KernelConfig:
     """As `heuristics.usual_order` has it for operands of 16 bits."""
     raster, max_swizzle = "along_n", 8
     if kernel.schedule == "pingpong":

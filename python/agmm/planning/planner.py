@@ -15,7 +15,7 @@ from math import log
 from statistics import fmean
 from typing import NamedTuple
 
-from agmm.planning import cost_model
+from agmm.planning import cost_model, fp8_kernels
 from agmm.planning.cost_model import At
 from agmm.planning.heuristics import (
     has_model,
@@ -187,8 +187,10 @@ class Planner:
         as it is (of two equally near the one above). Without any such row those of the problem that
         differs in ``return_A`` count in the same way, and without these it is the model's
         favourite. Rows of "matmul_reduce_scatter" serve in the same way; the favourite counts at
-        the mean of those that are carried out as it is. Rows whose plan this build cannot run are
-        passed over, with one warning per reason.
+        the mean of those that are carried out as it is. Of fp8 problems, which have no model, the
+        row nearest in M says whether they are fused, and of the near rows' kernels the one with
+        the fewest waves serves; without a row it is that of all kernels. Rows whose plan this build
+        cannot run are passed over, with one warning per reason.
 
         Args:
             fused: leave the unfused plan out.
@@ -206,6 +208,8 @@ class Planner:
             warnings.warn(message, stacklevel=2)
 
     def _find(self, problem: Problem, fused: bool) -> _Found:
+        if problem.accumulation:
+            return self._scaled(problem, fused)
         if problem.op == MATMUL_REDUCE_SCATTER:
             return self._scattered(problem, fused)
         here = self._last
@@ -268,6 +272,52 @@ class Planner:
             found = favourite._replace(source=f"cost model, against what was {source}")
         here.between = near, favourite, found
         return found
+
+    def _scaled(self, problem: Problem, fused: bool) -> _Found:
+        """The plan of a problem with fp8 operands."""
+        kernels = fp8_kernels.of_problem(problem)
+        rows = self._scaled_rows(problem, fused, {kernel.kernel for kernel in kernels})
+        if problem.m in rows:
+            name, row = rows[problem.m]
+            return _Found(row.plan, name, None, row)
+        source, near = (
+            "whole waves",
+            sorted(near_in_m(problem.m, rows), key=lambda m: (abs(log(m / problem.m)), -m)),
+        )
+        if near:
+            source = f"tuned at M={near[0]} ({rows[near[0]][0]})"
+            if rows[near[0]][1].plan == UNFUSED:
+                return _Found(UNFUSED, source)
+            tuned = (rows[m][1].plan.kernel for m in near)
+            kernels = tuple(kernel for kernel in tuned if kernel is not None)
+        if not kernels:
+            if fused:
+                raise ValueError("no kernel to choose from")
+            return _Found(UNFUSED, "no kernel of this build serves it")
+        sm_count = problem.sm_count or cost_model.constants(problem.gpu).sm_count
+        chosen = fp8_kernels.choose(kernels, problem.m, problem.n, sm_count)
+        return _Found(Plan("push", chosen), source)
+
+    def _scaled_rows(
+        self, problem: Problem, fused: bool, built: set[str]
+    ) -> dict[int, tuple[str, Row]]:
+        """Those that may serve it, with their tables' names, by M; of a problem that differs in
+        ``return_A`` where there are none of its own."""
+        for asked in (problem, problem._replace(return_A=not problem.return_A)):
+            found: dict[int, tuple[str, Row]] = {}
+            for table in self.tables:
+                for row in table.rows(asked):
+                    kernel = row.plan.kernel
+                    if row.m in found or (fused and kernel is None):
+                        continue
+                    if kernel is not None and kernel.kernel not in built:
+                        reason = f"{kernel.kernel} for fp8, which this build has not"
+                        self.warn(f"agmm passes over rows of {table.name}: {reason}", reason)
+                        continue
+                    found[row.m] = table.name, row
+            if found:
+                return found
+        return {}
 
     def _scattered(self, problem: Problem, fused: bool) -> _Found:
         """The plan of a matmul + reduce-scatter."""

@@ -235,7 +235,8 @@ class Problem(NamedTuple):
     ``b_layout`` is ``"column"`` (a transposed ``[n, k]`` weight) or ``"row"``; ``gpu`` the name
     of `agmm.planning.tables.gpu_name`, or `CPU`; ``sm_count`` the multiprocessors for the matmul, 0
     for all that the GPU's constants name; ``peer_atomics`` whether links carry out atomic
-    additions.
+    additions. Of fp8 operands on a GPU ``dtype`` is the name of a `_core.DType`, and
+    ``accumulation`` that of the `_core.Accumulation` which their scales want; else it is empty.
     """
 
     m: int
@@ -249,6 +250,7 @@ class Problem(NamedTuple):
     sm_count: int = 0
     peer_atomics: bool = True
     op: str = ALL_GATHER_MATMUL
+    accumulation: str = ""
 
 
 @dataclass(frozen=True)

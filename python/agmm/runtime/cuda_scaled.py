@@ -15,7 +15,7 @@ from agmm.runtime.cuda import CudaWorkspace
 from agmm.runtime.cuda_calls import aligned_pointer, b_layout, bias_pointer
 from agmm.runtime.cuda_scatter import ScatterWorkspace
 from agmm.runtime.scaled import Scaled, Weight
-from agmm.runtime.scaling import ALL, BLOCK
+from agmm.runtime.scaling import ALL, BLOCK, Tile
 from agmm.runtime.symmetric import stream_of
 
 _SCALE_BYTES = 4  # float32
@@ -35,12 +35,16 @@ def dtype_name(a: torch.dtype, b: torch.dtype) -> str:
 def accumulation_of(A: Scaled, weight: Weight) -> Accumulation | None:
     """That which the scales want, and `fast_accum` of those that leave a choice; None where no
     kernel has such scales."""
-    tile = weight.B.tile
-    if A.tile == (1, BLOCK):
-        return {(BLOCK, BLOCK): Accumulation.block, (BLOCK, 1): Accumulation.block_1x128}.get(tile)
-    if A.tile[1] != ALL or tile not in ((ALL, ALL), (ALL, 1)):
+    return accumulation_of_tiles(A.tile, weight.B.tile, fast=weight.fast_accum)
+
+
+def accumulation_of_tiles(a: Tile, b: Tile, *, fast: bool) -> Accumulation | None:
+    """The same, by what a scale covers."""
+    if a == (1, BLOCK):
+        return {(BLOCK, BLOCK): Accumulation.block, (BLOCK, 1): Accumulation.block_1x128}.get(b)
+    if a[1] != ALL or b not in ((ALL, ALL), (ALL, 1)):
         return None
-    return Accumulation.fast if weight.fast_accum else Accumulation.slow
+    return Accumulation.fast if fast else Accumulation.slow
 
 
 def why_illegal(A: Scaled, weight: Weight) -> str | None:

@@ -94,12 +94,22 @@ struct AsyncInputMainloop : Base {
       cute::is_base_of_v<cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                          typename DispatchPolicy::Schedule>;
 
-  struct NoTileStarts {};
-  struct TileStarts {
+  using SumsLayout = typename decltype(cute::partition_fragment_C(
+      typename Base::TiledMma{}, cute::take<0, 2>(TileShape{})))::layout_type;
+  using ScalesOfBlocks =
+      BlockScales<cute::size<1>(SumsLayout{}), cute::size<2>(SumsLayout{}),
+                  2 * cute::size<0>(SumsLayout{}),
+                  cute::size(typename Base::TiledMma{}) / cutlass::NumThreadsPerWarpGroup,
+                  kAccumulation == Accumulation::Block1x128>;
+
+  struct NoBlockScales {};
+  struct BlockScaleStorage {
     TileStart tile_starts[Base::DispatchPolicy::Stages];  // by the stage of the first k tile
+    typename ScalesOfBlocks::Held
+        scales[cute::size(typename Base::TiledMma{}) / cutlass::NumThreadsPerWarp];
   };
   struct TensorStorage : Base::TensorStorage,
-                         cute::conditional_t<kScalesBlocks, TileStarts, NoTileStarts> {
+                         cute::conditional_t<kScalesBlocks, BlockScaleStorage, NoBlockScales> {
     FirstItem first_item;
   };
 
@@ -240,11 +250,8 @@ struct AsyncInputMainloop : Base {
       }
     }
     if constexpr (kScalesBlocks) {
-      using Sums = typename FrgTensorC::layout_type;
-      BlockScales<cute::size<1>(Sums{}), cute::size<2>(Sums{}), 2 * cute::size<0>(Sums{}),
-                  kConsumers / cutlass::NumThreadsPerWarpGroup,
-                  kAccumulation == Accumulation::Block1x128> const
-          scales(params.block_scales, shared_tensors.tile_starts, thread_idx);
+      ScalesOfBlocks const scales(params.block_scales, shared_tensors.tile_starts,
+                                  shared_tensors.scales, thread_idx);
       promoting_mma<Base>(pipeline, smem_pipe_read, accumulators, k_tile_count, thread_idx,
                           shared_tensors, scales);
     } else if constexpr (kAccumulation == Accumulation::Slow) {

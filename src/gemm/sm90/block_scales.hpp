@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
@@ -39,43 +40,63 @@ struct TileStart {
 
 /// Of a thread. A tile has kAtomsM x kAtomsN atoms, MMAs of 64 rows by kColumns columns;
 /// kPerColumn: B has a scale for each column, else for 128.
+///
+/// A warp has its rows to itself, so it alone loads their scales, a group of k tiles at a time, and
+/// keeps them in shared memory. The next group's are loaded into registers meanwhile. Few registers
+/// are left beside the sums, so what is needed once in a group is read or computed anew.
 template <int kAtomsM, int kAtomsN, int kColumns, int kWarpgroups, bool kPerColumn>
 class BlockScales {
-  static constexpr int kGroup = 4;              // k tiles whose scales a quad holds, one each lane
-  static constexpr int kRows = 2 * kAtomsM;     // of the thread: 8 apart in an atom
-  static constexpr int kFloats = kColumns / 2;  // of the thread, in an atom
-  static constexpr int kFactors = kPerColumn ? kFloats : 2;
-  static constexpr int kBlocks = kPerColumn ? 1 : kAtomsN;
-  static_assert(kPerColumn || kColumns == kScaleBlock);
+  static constexpr int kGroup = 4;                        // k tiles whose scales a warp has at hand
+  static constexpr int kWarpRows = 16 * kAtomsM;          // of a warp: 16 in an atom
+  static constexpr int kLoads = kWarpRows * kGroup / 32;  // of a lane
+  static constexpr int kFloats = kColumns / 2;            // of the thread, in an atom
+  static constexpr int kTileColumns = kAtomsN * kColumns;
+  /// Tiles begin at multiples of kStep in a block of B, and in an atom kSame columns are of one.
+  static constexpr int kStep = std::gcd(kTileColumns, kScaleBlock);
+  static constexpr int kSame = std::gcd(std::gcd(kColumns, kTileColumns), kScaleBlock);
+  static constexpr int kBlocks =
+      kPerColumn ? 0 : (kScaleBlock - kStep + kTileColumns + kScaleBlock - 1) / kScaleBlock;
+  static constexpr int kFactors = kPerColumn ? kFloats : 2 * kColumns / kSame;
+  static_assert(kColumns <= kScaleBlock, "an atom has columns of two blocks at most");
+  static_assert(kBlocks * kGroup <= 32);
 
  public:
-  CUTLASS_DEVICE BlockScales(BlockScaleArgs const& args, TileStart const* starts, int thread)
-      : args_(args), starts_(starts), thread_(thread) {}
+  /// Of one warp.
+  struct Held {
+    float a[kWarpRows * kGroup];  // of a row one after the other
+    float b[cute::max(kBlocks, 1) * kGroup];
+    TileStart start;  // the warp's first row and the tile's first column
+  };
+
+  CUTLASS_DEVICE BlockScales(BlockScaleArgs const& args, TileStart const* starts, Held* held,
+                             int thread)
+      : args_(args), starts_(starts), held_(held[thread / 32]), thread_(thread) {}
 
   /// Before any other, once the first k tile is in stage `stage`.
   CUTLASS_DEVICE void begin(int stage) {
     TileStart const start = starts_[stage];
-    row_ = start.row + fragment_row(thread_);
-    column_ = start.column + (kPerColumn ? fragment_column(thread_) : 0);
+    if (kPerColumn || kSame != kScaleBlock) column_ = start.column;
+    if (lane() == 0) held_.start = {start.row + thread_ / 32 * 16, start.column};
+    __syncwarp();
+    load(0);
   }
 
   /// The sums of k tile `k`, from 0 on, are being computed.
   CUTLASS_DEVICE void next(int k) {
     k_ = k;
-    if (k % kGroup == 0) load(k + lane() % kGroup);
+    if (k % kGroup == 0) {
+      keep(k);
+      load(k + kGroup);
+    }
     if constexpr (kPerColumn) bring_near(k + 1);
   }
 
   /// Those of the sums of an atom, whose layout the MMA has: before these are there.
   CUTLASS_DEVICE void prepare(int m, int n) {
-    int const from = (lane() & ~(kGroup - 1)) | (k_ % kGroup);
-    float rows[2];
-    CUTLASS_PRAGMA_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      rows[r] = __shfl_sync(0xffffffffu, held_[2 * m + r][kPerColumn ? 0 : n], from);
-    }
+    int const of_row = (16 * m + thread_ % 32 / 4) * kGroup + k_ % kGroup;
+    float const rows[2] = {held_.a[of_row], held_.a[of_row + 8 * kGroup]};
     if constexpr (kPerColumn) {
-      int const column = column_ + n * kColumns;
+      int const column = column_ + fragment_column(thread_) + n * kColumns;
       int const left = args_.columns - column;  // a multiple of 8 beyond the thread's own
       float const* const of_k = args_.b + (k_ * args_.columns + column);
       CUTLASS_PRAGMA_UNROLL
@@ -88,9 +109,25 @@ class BlockScales {
           factor_[i + 2 * r + 1] = rows[r] * of_columns.y;
         }
       }
-    } else {
+    } else if constexpr (kSame == kScaleBlock) {
+      float const of_block = held_.b[n * kGroup + k_ % kGroup];
       CUTLASS_PRAGMA_UNROLL
-      for (int r = 0; r < 2; ++r) factor_[r] = rows[r];
+      for (int r = 0; r < 2; ++r) factor_[r] = rows[r] * of_block;
+    } else {
+      int const begin = column_ % kScaleBlock + n * kColumns;  // of the atom, in the tile's blocks
+      int const block = begin / kScaleBlock;
+      int const left = kScaleBlock - begin % kScaleBlock;  // columns of the first block
+      float const* const of_b = held_.b + block * kGroup + k_ % kGroup;
+      float const of_block[2] = {of_b[0], of_b[block + 1 < kBlocks ? kGroup : 0]};
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        float const first = rows[r] * of_block[0];
+        float const second = rows[r] * of_block[1];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kColumns / kSame; ++i) {
+          factor_[2 * i + r] = i * kSame < left ? first : second;
+        }
+      }
     }
     // Not later, when the MMA has ended and the tensor cores may have nothing to do.
     CUTLASS_PRAGMA_UNROLL
@@ -99,69 +136,86 @@ class BlockScales {
 
   /// `sum` and what the i-th of the atom's sums adds to it.
   CUTLASS_DEVICE float times(float sum, float part, int i) const {
-    return fmaf(part, factor_[kPerColumn ? i : i / 2 % 2], sum);
+    return fmaf(part, factor_[kPerColumn ? i : 8 * (i / 4) / kSame * 2 + i / 2 % 2], sum);
   }
 
  private:
-  CUTLASS_DEVICE int lane() const { return thread_ % 32; }
+  /// Read again by each caller, not kept in a register.
+  CUTLASS_DEVICE static int lane() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+  }
 
   /// B's scales of k tile `k` to L1, from where prepare() reads them: a warp loads one of each 32
   /// bytes, and looks at it when it loads the next ones.
   CUTLASS_DEVICE void bring_near(int k) {
     constexpr int kSector = 32 / sizeof(float);
-    static_assert(kAtomsN * kColumns <= 32 * kSector);
+    static_assert(kTileColumns <= 32 * kSector);
     asm volatile("" ::"f"(near_));
     int const in_tile = lane() * kSector;
-    int const column = column_ - fragment_column(thread_) + in_tile;
-    if (k < args_.k_tiles && in_tile < kAtomsN * kColumns && column < args_.columns) {
+    int const column = column_ + in_tile;
+    if (k < args_.k_tiles && in_tile < kTileColumns && column < args_.columns) {
       near_ = __ldg(args_.b + k * args_.columns + column);
     }
   }
 
-  /// This lane's part of a group: k tile `k`, which may lie past the last one. All loads are issued
-  /// before one is awaited.
+  /// Of the group that begins at k tile `k`: into registers, where nothing awaits it. What lies past
+  /// the last k tile is that one's.
   CUTLASS_DEVICE void load(int k) {
-    int const k_tile = min_of(k, args_.k_tiles - 1);
-    float of_b[kBlocks];
+    int const lane = this->lane();
+    TileStart const start = held_.start;
+    int const k_tile = min_of(k + lane % kGroup, args_.k_tiles - 1);
     CUTLASS_PRAGMA_UNROLL
-    for (int n = 0; n < kBlocks && !kPerColumn; ++n) {
-      int const column = min_of(column_ + n * kScaleBlock, args_.columns - 1);
-      of_b[n] = __ldg(args_.b + (k_tile * args_.b_k + column / kScaleBlock * args_.b_n));
-    }
-    float of_a[kRows];
-    CUTLASS_PRAGMA_UNROLL
-    for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kLoads; ++i) {
       // Rows that only pad the tile, whose sums are not stored, take the last one's.
-      int const row = min_of(row_of(r), args_.rows - 1);
+      int const row = min_of(start.row + row_of_load(lane, i), args_.rows - 1);
       bool const is_local = args_.local_rows.begin <= row && row < args_.local_rows.end;
       float const* const from = is_local ? args_.a_local : args_.a;
-      of_a[r] =
+      of_a_[i] =
           __ldcg(from + ((row - (is_local ? args_.local_rows.begin : 0)) * args_.k_tiles + k_tile));
     }
+    if (kPerColumn || lane >= kBlocks * kGroup) return;
+    int const block = min_of(start.column / kScaleBlock + lane / kGroup,
+                             (args_.columns - 1) / kScaleBlock);
+    of_b_ = __ldg(args_.b + (k_tile * args_.b_k + block * args_.b_n));
+  }
+
+  /// What was loaded, from k tile `k` on, to where prepare() reads it: once all lanes have read the
+  /// last group.
+  CUTLASS_DEVICE void keep(int k) {
+    int const lane = this->lane();
+    __syncwarp();
     CUTLASS_PRAGMA_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int n = 0; n < kBlocks; ++n) held_[r][n] = kPerColumn ? of_a[r] : of_a[r] * of_b[n];
-    }
+    for (int i = 0; i < kLoads; ++i) held_.a[lane + 32 * i] = of_a_[i];
+    if (!kPerColumn && lane < kBlocks * kGroup) held_.b[lane] = of_b_;
+    __syncwarp();
+    if (args_.a_out == nullptr) return;
+    TileStart const start = held_.start;
+    int const k_tile = k + lane % kGroup;
     // The tiles of the first columns have all rows.
-    if (args_.a_out == nullptr || column_ >= 8 || k != k_tile) return;
+    if (start.column != 0 || k_tile >= args_.k_tiles) return;
     CUTLASS_PRAGMA_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      if (row_of(r) < args_.rows) args_.a_out[row_of(r) * args_.k_tiles + k] = of_a[r];
+    for (int i = 0; i < kLoads; ++i) {
+      int const row = start.row + row_of_load(lane, i);
+      if (row < args_.rows) args_.a_out[row * args_.k_tiles + k_tile] = of_a_[i];
     }
   }
 
-  CUTLASS_DEVICE int row_of(int r) const {
-    return row_ + kAtomRows * kWarpgroups * (r / 2) + 8 * (r % 2);
+  /// Of a lane's i-th load, from the warp's first row on.
+  CUTLASS_DEVICE static int row_of_load(int lane, int i) {
+    int const row = (lane + 32 * i) / kGroup;  // of the warp's
+    return kAtomRows * kWarpgroups * (row / 16) + row % 16;
   }
 
   BlockScaleArgs const& args_;
   TileStart const* const starts_;
+  Held& held_;
   int const thread_;
-  int row_ = 0;  // the thread's first
-  int column_ = 0;
+  int column_ = 0;  // the tile's first
   int k_ = 0;
-  float held_[kRows][kBlocks];  // of this lane's k tile of the group
+  float of_a_[kLoads];  // of the group to come
+  float of_b_ = 0;
   float factor_[kFactors];
   float near_ = 0;
 };

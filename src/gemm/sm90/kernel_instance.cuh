@@ -139,13 +139,15 @@ struct KernelInstance {
   static constexpr auto kBMajor =
       kBLayout == BLayout::RowMajor ? cute::GMMA::Major::MN : cute::GMMA::Major::K;
   /// Promoted sums are in registers twice, those of an atom: no wider than 128 columns.
-  static constexpr int kMmaColumns = wgmma_columns(kPromotes && kMmaN > 192 ? kMmaN / 2 : kMmaN);
+  static constexpr int kMmaColumns = wgmma_columns(kPromotes && kMmaN > 128 ? kMmaN / 2 : kMmaN);
   using FirstElement = cute::conditional_t<kSwapped, ElementB, ElementA>;
   using SecondElement = cute::conditional_t<kSwapped, ElementA, ElementB>;
   using Mma = decltype(cute::make_tiled_mma(
       Wgmma<FirstElement, SecondElement, kMmaColumns, kSwapped ? kBMajor : cute::GMMA::Major::K,
             kSwapped ? cute::GMMA::Major::K : kBMajor>{},
       cute::Layout<cute::Shape<cute::Int<kCooperative ? 2 : 1>, cute::_1, cute::_1>>{}));
+  /// At least what the mainloop keeps of block scales.
+  static constexpr std::size_t kScalesBytes = kScalesBlocks ? 16 * TileM + 1024 : 0;
   /// With as many stages as fit beside an epilogue.
   template <class Epilogue>
   using CutlassMainloop = typename WithMma<
@@ -153,7 +155,7 @@ struct KernelInstance {
           cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, FirstElement, FirstLayout,
           kAlignment, SecondElement, SecondLayout, kAlignment, float, TileShape, ClusterShape,
           cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
-              sizeof(typename Epilogue::SharedStorage))>,
+              sizeof(typename Epilogue::SharedStorage) + kScalesBytes)>,
           BuilderSchedule>::CollectiveOp,
       Mma>::type;
 

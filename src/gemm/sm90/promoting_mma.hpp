@@ -6,6 +6,7 @@
 
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
+#include "sync/named_barrier.hpp"
 
 namespace agmm {
 
@@ -16,6 +17,10 @@ struct NoScales {
   CUTLASS_DEVICE void prepare(int, int) {}
   CUTLASS_DEVICE static float times(float sum, float part, int) { return sum + part; }
 };
+
+#ifndef AHEAD
+#define AHEAD 0
+#endif
 
 /// As Mainloop::mma(), and like it leaves the last stage for mma_tail() to release. `sums` are
 /// taken atom by atom, so that the registers of one atom more are enough. While a warpgroup adds
@@ -39,9 +44,66 @@ CUTLASS_DEVICE void promoting_mma(typename Mainloop::MainloopPipeline& pipeline,
       make_layout(Int<kWarpgroups>{}, Int<cutlass::NumThreadsPerWarpGroup>{})(warpgroup));
   Tensor a = part_of_mma.make_fragment_A(part_of_mma.partition_A(sA));  // (MMA,MMA_M,MMA_K,PIPE)
   Tensor b = part_of_mma.make_fragment_B(part_of_mma.partition_B(sB));  // (MMA,MMA_N,MMA_K,PIPE)
-  Tensor part = make_fragment_like(sums(_, 0, 0));
+
+  auto const multiply = [&](auto& part, int m, int n, int stage) {
+    warpgroup_fence_operand(part);
+    warpgroup_arrive();
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < size<2>(a); ++k) {
+      cute::gemm(mma, a(_, m, k, stage), b(_, n, k, stage), part);
+      mma.accumulate_ = GMMA::ScaleOut::One;
+    }
+    warpgroup_commit_batch();
+  };
+  auto const add = [&](auto const& part, int m, int n) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < size(part); ++i) sums(i, m, n) = scales.times(sums(i, m, n), part(i), i);
+  };
 
   clear(sums);
+  if constexpr (AHEAD) {
+    static_assert(size<1>(Sums{}) == 1 && size<2>(Sums{}) == 1);
+    Tensor even = make_fragment_like(sums(_, 0, 0));
+    Tensor odd = make_fragment_like(sums(_, 0, 0));
+    pipeline.consumer_wait(read, pipeline.consumer_try_wait(read));
+    multiply(even, 0, 0, read.index());
+    scales.begin(read.index());
+    // One k tile's sums are added up while the next one's are computed.
+    auto const step = [&](auto& part, auto& next, int k_tile) {
+      auto const done = read;
+      ++read;
+      pipeline.consumer_wait(read, pipeline.consumer_try_wait(read));
+      multiply(next, 0, 0, read.index());
+      scales.next(k_tile);
+      scales.prepare(0, 0);
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(part);
+      pipeline.consumer_release(done);
+      add(part, 0, 0);
+    };
+    auto const last = [&](auto& part, int k_tile) {
+      scales.next(k_tile);
+      scales.prepare(0, 0);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(part);
+      add(part, 0, 0);
+    };
+    int k_tile = 0;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (; k_tile + 2 < k_tiles; k_tile += 2) {
+      step(even, odd, k_tile);
+      step(odd, even, k_tile + 1);
+    }
+    if (k_tile + 1 < k_tiles) {
+      step(even, odd, k_tile);
+      last(odd, k_tile + 1);
+    } else {
+      last(even, k_tile);
+    }
+    return;
+  }
+  Tensor part = make_fragment_like(sums(_, 0, 0));
   CUTLASS_PRAGMA_NO_UNROLL
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile, ++read) {
     pipeline.consumer_wait(read, pipeline.consumer_try_wait(read));
@@ -49,15 +111,18 @@ CUTLASS_DEVICE void promoting_mma(typename Mainloop::MainloopPipeline& pipeline,
     for (int m = 0; m < size<1>(sums); ++m) {
       CUTLASS_PRAGMA_UNROLL
       for (int n = 0; n < size<2>(sums); ++n) {
-        warpgroup_fence_operand(part);
-        warpgroup_arrive();
-        mma.accumulate_ = GMMA::ScaleOut::Zero;
-        CUTLASS_PRAGMA_UNROLL
-        for (int k = 0; k < size<2>(a); ++k) {
-          cute::gemm(mma, a(_, m, k, read.index()), b(_, n, k, read.index()), part);
-          mma.accumulate_ = GMMA::ScaleOut::One;
+#ifdef TURNS
+        bool const is_first = m == 0 && n == 0 && k_tile == 0;
+        if (!(is_first && warpgroup == 0)) cutlass::arch::NamedBarrier::sync(256, 5 + warpgroup);
+#endif
+        multiply(part, m, n, read.index());
+#ifdef TURNS
+        bool const is_last =
+            m + 1 == size<1>(sums) && n + 1 == size<2>(sums) && k_tile + 1 == k_tiles;
+        if (!(is_last && warpgroup == 1)) {
+          cutlass::arch::NamedBarrier::arrive(256, 5 + 1 - warpgroup);
         }
-        warpgroup_commit_batch();
+#endif
         if (m == 0 && n == 0) {
           if (k_tile == 0) scales.begin(read.index());
           scales.next(k_tile);
@@ -67,9 +132,7 @@ CUTLASS_DEVICE void promoting_mma(typename Mainloop::MainloopPipeline& pipeline,
         warpgroup_fence_operand(part);
         bool const is_read = m + 1 == size<1>(sums) && n + 1 == size<2>(sums);
         if (is_read && k_tile + 1 < k_tiles) pipeline.consumer_release(read);
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < size(part); ++i)
-          sums(i, m, n) = scales.times(sums(i, m, n), part(i), i);
+        add(part, m, n);
       }
     }
   }

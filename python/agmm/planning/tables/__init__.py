@@ -21,9 +21,13 @@ from agmm import _env
 from agmm.errors import AgmmError, InvalidArgument, warn_once
 from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Plan, Problem, Row
 
-SCHEMA = 2
-_WITHOUT_OP = 1
-"""The schema whose rows were all of `ALL_GATHER_MATMUL` and did not say so."""
+SCHEMA = 3
+_ABSENT: dict[int, dict[str, Any]] = {
+    1: {"op": ALL_GATHER_MATMUL, "accumulation": ""},
+    2: {"accumulation": ""},
+    SCHEMA: {},
+}
+"""By schema, what its rows had all in common and did not say."""
 _PACKAGED = Path(__file__).parent
 _LOCK_TIMEOUT_S = 30.0
 
@@ -49,11 +53,18 @@ class Key(NamedTuple):
     n: int
     k: int
     op: str = ALL_GATHER_MATMUL
+    accumulation: str = ""
 
     @classmethod
     def of(cls, problem: Problem) -> Key:
         return cls(
-            problem.dtype, problem.b_layout, problem.return_A, problem.n, problem.k, problem.op
+            problem.dtype,
+            problem.b_layout,
+            problem.return_A,
+            problem.n,
+            problem.k,
+            problem.op,
+            problem.accumulation,
         )
 
 
@@ -120,7 +131,7 @@ def read(path: Path, name: str | None = None, *, of: tuple[str, int] | None = No
         schema = body["schema"]
         if isinstance(schema, int) and schema > SCHEMA:
             raise NewerSchema(f"{path}: found schema {schema}, wanted at most {SCHEMA}")
-        if schema not in (_WITHOUT_OP, SCHEMA) or isinstance(schema, bool):
+        if schema not in _ABSENT or isinstance(schema, bool):
             raise ValueError(f"schema {schema!r}")
         found_for = body["gpu"], body["world_size"]
         if of is not None and found_for != of:
@@ -130,9 +141,7 @@ def read(path: Path, name: str | None = None, *, of: tuple[str, int] | None = No
             )
         by_key: dict[Key, dict[int, Row]] = {}
         for entry in body["rows"]:
-            if schema == _WITHOUT_OP:
-                entry = {**entry, "op": ALL_GATHER_MATMUL}
-            key, row = _row_from_json(entry)
+            key, row = _row_from_json({**entry, **_ABSENT[schema]})
             by_key.setdefault(key, {})[row.m] = row
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         found = f"{type(error).__name__}: {error}"
@@ -269,7 +278,15 @@ def _row_from_json(entry: dict[str, Any]) -> tuple[Key, Row]:
     return key, row
 
 
-_KEY_TYPES = {"dtype": str, "b_layout": str, "return_A": bool, "n": int, "k": int, "op": str}
+_KEY_TYPES = {
+    "dtype": str,
+    "b_layout": str,
+    "return_A": bool,
+    "n": int,
+    "k": int,
+    "op": str,
+    "accumulation": str,
+}
 
 
 def _time_or_none(us: Any) -> float | None:
