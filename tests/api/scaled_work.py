@@ -18,7 +18,7 @@ import torch.distributed._symmetric_memory as symm_mem
 import agmm
 from agmm.errors import forget_warnings
 from agmm.integrations import async_tp
-from agmm.ops import paths, quantize, scaled_paths
+from agmm.ops import quantize, scaled_paths
 from agmm.planning import call_plans
 from agmm.runtime import cpu, scaling, workspaces
 from agmm.testing.reference import relative_error

@@ -15,7 +15,6 @@ from agmm.errors import InvalidArgument
 from agmm.planning import cost_model, fp8_kernels, tables
 from agmm.planning.cost_model import collectives, fp8
 from agmm.planning.cost_model.collectives import Kind
-from agmm.planning.planner import Choice
 from agmm.planning.plans import BY_TORCH, CPU, UNFUSED, KernelConfig, Plan, Problem, Row
 from agmm.planning.tables import Key
 

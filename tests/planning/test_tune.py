@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torchrun
 import torch
+import torchrun
 import tune_work
 from command import agmm
 
