@@ -128,10 +128,12 @@ def test_host_code(program: Path, name: str) -> None:
     "name",
     [
         "sums",
+        "sums_on_all_ranks",
         "equality",
         "refusals",
         "failures",
         "order",
+        "launches",
         "reserved_sms",
         "arrivals",
         "paces",

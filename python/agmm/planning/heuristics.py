@@ -14,6 +14,7 @@ from agmm.planning.legality import (
     free_sms,
     legal_scatter_splits,
     legal_splits,
+    why_lagged_illegal,
     why_scatter_illegal,
     why_transport_illegal,
 )
@@ -171,6 +172,24 @@ def usual_scatter_order(kernel: KernelConfig) -> KernelConfig:
     """Columns of tiles of 512 rows: within 1% of the best of all orders on H200 (8192 columns, 512
     to 8192 rows, K of 2048 and 7168), in the geometric mean."""
     return replace(kernel, raster="along_n", max_swizzle=8 if kernel.tile_m <= 64 else 4)
+
+
+def usual_all_reduce_order(problem: Problem, kernel: KernelConfig) -> KernelConfig:
+    """A wave of tiles has those of all ranks' chunks beside each other, so columns of fewer rows of
+    each: 16 tiles together, by as many columns as fill a wave. Not measured."""
+    of_each = max(1, min(8, 16 // problem.world_size))
+    return replace(kernel, raster="along_n", max_swizzle=1 << of_each.bit_length() - 1)
+
+
+def lagged_kernel(problem: Problem, kernels: Iterable[KernelConfig]) -> KernelConfig | None:
+    """The one of the kernels that send finished tiles that is predicted to be the fastest for a
+    matmul + all-reduce, in its usual order; None where none is legal."""
+    legal = [
+        usual_all_reduce_order(problem, kernel)
+        for kernel in kernels
+        if why_lagged_illegal(problem, kernel) is None
+    ]
+    return min(legal, key=lambda one: cost_model.lagged_all_reduce_us(problem, one), default=None)
 
 
 def predict_us(problem: Problem, plan: Plan) -> float | None:

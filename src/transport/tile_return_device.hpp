@@ -1,0 +1,206 @@
+// Device side of matmul + all-reduce: beside what a matmul + reduce-scatter does (TilePush), an own
+// tile, once it is whole, goes to all other ranks, and a spare warp of each CTA copies what they
+// send to `out`, which is not symmetric memory.
+//
+// Own tiles do not come last here but a lag behind the others (LaggedOrder, with the argument why
+// no ranks wait for each other in a ring). A sender sends the CTA's tiles in their order, own ones
+// too, and waits for nobody once it has seen the credits; the spare warps wait for finished tiles,
+// and nothing waits for them but the end of the call: so all of a rank's rows leave it, whoever is
+// late, and come to it.
+//
+// A finished tile travels rounded, in pieces of 64 x 64 elements, row after row, the eighths of a
+// row swizzled, as shared memory has them without conflicts of banks. Its owner stores the same bits
+// to its own `out`: the bias is added to the accumulator before, in both.
+//
+// Where it lies: behind the sums at each place, tile after tile, with signals behind those of the
+// sums. One credit is for both: who gives it has read all sums of the call and copied all results.
+// Memory order as in tile_push_device.hpp: what it says of a tile's sums holds for results, of which
+// the lanes of one warp are the readers.
+#pragma once
+
+#include <cstdint>
+
+#include "order/lagged_order.hpp"
+#include "transport/tile_push_device.hpp"
+
+namespace agmm {
+
+/// What the spare warps copy, and to where.
+struct TileReturnArgs {
+  LaggedTileOrder order{};
+  char* out = nullptr;    // of this launch's rows of chunk 0
+  int64_t row_bytes = 0;  // of out
+  int32_t n = 0;
+};
+
+template <class Element, int kTileM, int kTileN, int kTileThreads, int kPieces, int kBuffers>
+struct TileReturn : TilePush<Element, kTileThreads, kTileM * kTileN / kTileThreads, kPieces,
+                             kBuffers, true> {
+  using Push =
+      TilePush<Element, kTileThreads, kTileM * kTileN / kTileThreads, kPieces, kBuffers, true>;
+  using typename Push::Storage;
+  using Push::kPieceBytes;
+  using Push::kTileBytes;
+  using Push::kVectorElements;
+  using Push::kVectors;
+  static constexpr int kPieceRows = 64;     // of an MMA, by one warpgroup
+  static constexpr int kPieceColumns = 64;  // of 128 bytes
+  static constexpr int kAtomFloats = kTileN / 2;
+  static constexpr int kRowBytes = kPieceColumns * int(sizeof(Element));
+  static_assert(kTileThreads == 128 && sizeof(Element) == 2 && kTileN % kPieceColumns == 0);
+  static_assert(kPieceBytes == kPieceRows * kRowBytes);
+
+  /// Where a piece begins in its tile.
+  CUTLASS_DEVICE static constexpr int piece_row(int piece) {
+    return piece * kVectors * kVectorElements / kAtomFloats * kPieceRows;
+  }
+  CUTLASS_DEVICE static constexpr int piece_column(int piece) {
+    return piece * kVectors * kVectorElements % kAtomFloats * 2;
+  }
+
+  /// TilePush::put() of a whole tile of this rank's, for all others.
+  CUTLASS_DEVICE static void put_result(Storage& storage, float const* sum, int number, int thread,
+                                        int32_t rank) {
+    int const lane = thread % 32;
+    // Whose address in each of the four 8 x 8 matrices that a warp stores at a time: the upper and
+    // the lower rows of 8 columns, then of the next 8.
+    int const row = thread / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
+    CUTLASS_PRAGMA_UNROLL
+    for (int piece = 0; piece < kPieces; ++piece) {
+      uint32_t const i = uint32_t(number) * kPieces + piece;
+      uint32_t const buffer = i % kBuffers;
+      if (i >= kBuffers) mbarrier_wait(&storage.empty[buffer], (i / kBuffers - 1) % 2);
+      auto const to = uint32_t(__cvta_generic_to_shared(storage.pieces[buffer])) + row * kRowBytes;
+      CUTLASS_PRAGMA_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        uint4 const four = Push::rounded(sum + (piece * kVectors + v) * kVectorElements);
+        int const eighth = 2 * v + lane / 16;
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                         to + (eighth ^ row % 8) * 16),
+                     "r"(four.x), "r"(four.y), "r"(four.z), "r"(four.w)
+                     : "memory");
+      }
+      stress_delay(rank);
+      if constexpr (!kNoFence) fence_proxy_async_shared();
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(&storage.full[buffer]);
+    }
+  }
+
+  /// TilePush::send() of such a tile: each kilobyte to all others at a time.
+  CUTLASS_DEVICE static void send_result(TilePushArgs const& push, Storage& storage, int number,
+                                         int32_t tile, MeasuredClock const& clock) {
+    int const others = push.tiles.world_size - 1;
+    int64_t const offset = int64_t(push.tiles.tiles() + tile) * kTileBytes;
+    int32_t cycles = 0;
+    uint64_t passed = 0;
+    int64_t next = 0;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int piece = 0; piece < kPieces; ++piece) {
+      uint32_t const i = uint32_t(number) * kPieces + piece;
+      mbarrier_wait(&storage.full[i % kBuffers], i / kBuffers % 2);
+      if (piece == 0) {
+        cycles = clock.at_its_pace(push.paces.of_wave(number).cycles, push.paces.highest_clock);
+      }
+      stress_delay(push.tiles.rank);
+      auto const* const from = reinterpret_cast<char const*>(storage.pieces[i % kBuffers]);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int at = 0; at < kPieceBytes; at += kSendBytes) {
+        next = Push::pause_until(next) + cycles;
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int place = 0; place < others; ++place) {
+          // By the distance in the ring, so not to the same one by all ranks at a time.
+          char* const to = push.peers[place].part + offset + piece * kPieceBytes + at;
+          bulk_copy_to_global(to, from + at, kSendBytes);
+        }
+        Push::await_few_under_way(kLogMostUnderWay);
+      }
+      passed = virtual_link_take(uint32_t(kPieceBytes * others), passed);
+      bulk_wait_read<0>();
+      mbarrier_arrive(&storage.empty[i % kBuffers]);
+    }
+    if constexpr (!kReadSignal) bulk_wait<0>();
+    virtual_link_wait(passed);
+    stress_delay(push.tiles.rank);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int place = 0; place < others; ++place) {
+      store_release_system(push.peers[place].signals + push.tiles.tiles() + tile, push.tag);
+    }
+  }
+
+  /// Copies the finished tiles that come, in the order in which they do, each `ctas`-th of them.
+  /// For all lanes of a warp.
+  CUTLASS_DEVICE static void copy_results(TilePushArgs const& push, TileReturnArgs const& args,
+                                          int32_t cta, int32_t ctas) {
+    int32_t const all = push.tiles.tiles() * (push.tiles.world_size - 1);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int32_t i = cta; i < all; i += ctas) copy_result(push, args, i);
+    __syncwarp();
+    if (lane_id() == 0 && cta < all) Push::count_done(push, (all - 1 - cta) / ctas + 1);
+  }
+
+ private:
+  CUTLASS_DEVICE static void copy_result(TilePushArgs const& push, TileReturnArgs const& args,
+                                         int32_t i) {
+    ScatterTiles const& tiles = push.tiles;
+    int32_t const number = i / (tiles.world_size - 1);
+    int32_t const place = i - number * (tiles.world_size - 1);
+    BlockCoord const block = args.order.own_block(number);
+    int32_t const first_row = tiles.row_of(block.m * kTileM);
+    int32_t const tile = tiles.tiles() + tiles.tile(first_row / kTileM, block.n);
+    int32_t const source = tiles.at_place(place);
+    auto const await = [&] {
+      if (lane_id() != 0) return;
+      uint32_t* const signal = push.signals + place * kMaxScatterTiles + tile;
+      stress_delay(tiles.rank);
+      wait_signal(signal, push.tag, source * kMaxScatterTiles + tile, push.limit);
+      *signal = 0;
+    };
+    if constexpr (!kNoParts) await();
+    __syncwarp();
+    // Eight lanes have a row of 128 bytes.
+    int32_t const lane = lane_id();
+    char const* from = push.parts + place * push.part_bytes + int64_t(tile) * kTileBytes + lane * 16;
+    int32_t const rows = tiles.rows - first_row - lane / 8;
+    int32_t const columns = args.n - block.n * kTileN;
+    char* const to = args.out +
+                     int64_t(source * tiles.chunk_stride + first_row + lane / 8) * args.row_bytes +
+                     int64_t(block.n) * (kTileN * int(sizeof(Element)));
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int piece = 0; piece < kPieces; ++piece, from += kPieceBytes) {
+      copy_piece(from, to + piece_row(piece) * args.row_bytes +
+                           piece_column(piece) * int(sizeof(Element)),
+                 args.row_bytes, rows - piece_row(piece), columns - piece_column(piece));
+    }
+    // With the fault, so that signals and credits stay in step.
+    if constexpr (kNoParts) await();
+  }
+
+  /// Of a piece every fourth row, from the lane's own on; so many rows and columns are left there.
+  CUTLASS_DEVICE static void copy_piece(char const* from, char* to, int64_t row_bytes, int32_t rows,
+                                        int32_t columns) {
+    constexpr int kInFlight = 4;  // of 16 bytes, that a lane has under way
+    constexpr int kRowsApart = 4;
+    // A lane's rows are 4 apart: so its eighths of them are two in turn.
+    int32_t const eighth = lane_id() % 8 ^ lane_id() / 8;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int row = 0; row < kPieceRows; row += kRowsApart * kInFlight) {
+      uint4 loaded[kInFlight];
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kInFlight; ++j) {
+        loaded[j] =
+            __ldcg(reinterpret_cast<uint4 const*>(from + (row + kRowsApart * j) * kRowBytes));
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kInFlight; ++j) {
+        int32_t const at = eighth ^ (j % 2 == 0 ? 0 : 4);
+        if (row + kRowsApart * j < rows && at * kVectorElements < columns) {
+          *reinterpret_cast<uint4*>(to + at * 16) = loaded[j];
+        }
+        to += kRowsApart * row_bytes;
+      }
+    }
+  }
+};
+
+}  // namespace agmm
