@@ -35,8 +35,8 @@ struct MatmulScatter {
   void const* bias = nullptr;     // [n], the dtype of out, added once to the whole sum; or null
   void* out = nullptr;            // [rows / w, n], of an all-reduce [rows, n]
   bool is_average = false;        // the sum is divided by w, before the bias
-  /// Where not 0, every rank gets all rows, with the same bits: an all-reduce. Then this is the same
-  /// on all ranks: the multiprocessors that the order of the tiles is made for.
+  /// Where not 0, every rank gets all rows, with the same bits: an all-reduce. Then this is the
+  /// same on all ranks: the multiprocessors that the order of the tiles is made for.
   int32_t all_reduce_sms = 0;
   Scales scales{};  // of fp8: of all rows of A and of the columns of B; each rank's product has its
                     // own

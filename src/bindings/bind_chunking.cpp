@@ -239,10 +239,10 @@ void bind_chunking(py::module_& m) {
       "lagged_steps",
       [](int world_size, int blocks, int group, int lag) {
         if (world_size < 1 || blocks < 0 || group < 1 || lag < 0) {
-          throw std::invalid_argument(
-              "world_size, blocks, group, lag: found " + std::to_string(world_size) + ", " +
-              std::to_string(blocks) + ", " + std::to_string(group) + ", " + std::to_string(lag) +
-              ", wanted at least 1, 0, 1, 0");
+          throw std::invalid_argument("world_size, blocks, group, lag: found " +
+                                      std::to_string(world_size) + ", " + std::to_string(blocks) +
+                                      ", " + std::to_string(group) + ", " + std::to_string(lag) +
+                                      ", wanted at least 1, 0, 1, 0");
         }
         const agmm::LaggedOrder order(world_size, blocks, {group, lag});
         std::vector<std::tuple<int, int>> steps;

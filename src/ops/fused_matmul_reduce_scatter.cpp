@@ -130,8 +130,8 @@ void check(MatmulScatter const& call, int world_size, std::size_t part_bytes) {
     refuse("all_reduce_sms", std::to_string(call.all_reduce_sms), "at least 0");
   }
   check_splits(call, kernel->facts);
-  std::size_t const needed = scatter_part_bytes(call.rows, call.n, world_size, call.config.shape,
-                                                is_all_reduce(call));
+  std::size_t const needed =
+      scatter_part_bytes(call.rows, call.n, world_size, call.config.shape, is_all_reduce(call));
   if (needed > part_bytes) {
     refuse("A", std::to_string(needed) + " bytes for each other rank",
            "at most the workspace's " + std::to_string(part_bytes));
@@ -278,8 +278,8 @@ TilePushArgs FusedMatmulReduceScatter::Impl::push_args(MatmulScatter const& call
   push.tag = tag_of(call);
   push.scale = call.is_average ? 1.0f / static_cast<float>(world_size()) : 1.0f;
   push.parts = at<char>(rank, layout.part(0));
-  push.part_bytes = static_cast<int64_t>(std::size_t(tiles.tiles()) * tile_bytes *
-                                         (is_all_reduce(call) ? 2 : 1));
+  push.part_bytes =
+      static_cast<int64_t>(std::size_t(tiles.tiles()) * tile_bytes * (is_all_reduce(call) ? 2 : 1));
   push.signals = at<uint32_t>(rank, layout.signals(0));
   push.credits = at<uint32_t>(rank, layout.credit(0));
   push.go = at<uint32_t>(rank, layout.single(Single::Go));
@@ -343,10 +343,10 @@ FusedMatmulReduceScatter::Impl::Launches FusedMatmulReduceScatter::Impl::prepare
     spec.out = static_cast<char*>(call.out) + std::size_t(row) * row_bytes;
     if (is_all_reduce(call)) {
       spec.out_of_all = spec.out;
-      spec.out = static_cast<char*>(spec.out) +
-                 std::size_t(rank) * std::size_t(chunk_rows) * row_bytes;
-      spec.lag = lag_for(world_size(), LaunchTiles(tiles, shape).all / world_size(),
-                         call.all_reduce_sms);
+      spec.out =
+          static_cast<char*>(spec.out) + std::size_t(rank) * std::size_t(chunk_rows) * row_bytes;
+      spec.lag =
+          lag_for(world_size(), LaunchTiles(tiles, shape).all / world_size(), call.all_reduce_sms);
     }
     spec.push = push_args(call, tiles, kernel.tile_bytes);
     spec.sm_count = sm_count;

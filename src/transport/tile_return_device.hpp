@@ -9,13 +9,13 @@
 // late, and come to it.
 //
 // A finished tile travels rounded, in pieces of 64 x 64 elements, row after row, the eighths of a
-// row swizzled, as shared memory has them without conflicts of banks. Its owner stores the same bits
-// to its own `out`: the bias is added to the accumulator before, in both.
+// row swizzled, as shared memory has them without conflicts of banks. Its owner stores the same
+// bits to its own `out`: the bias is added to the accumulator before, in both.
 //
 // Where it lies: behind the sums at each place, tile after tile, with signals behind those of the
 // sums. One credit is for both: who gives it has read all sums of the call and copied all results.
-// Memory order as in tile_push_device.hpp: what it says of a tile's sums holds for results, of which
-// the lanes of one warp are the readers.
+// Memory order as in tile_push_device.hpp: what it says of a tile's sums holds for results, of
+// which the lanes of one warp are the readers.
 #pragma once
 
 #include <cstdint>
@@ -34,29 +34,22 @@ struct TileReturnArgs {
 };
 
 template <class Element, int kTileM, int kTileN, int kTileThreads, int kPieces, int kBuffers>
-struct TileReturn : TilePush<Element, kTileThreads, kTileM * kTileN / kTileThreads, kPieces,
-                             kBuffers, true> {
+struct TileReturn
+    : TilePush<Element, kTileThreads, kTileM * kTileN / kTileThreads, kPieces, kBuffers, true> {
   using Push =
       TilePush<Element, kTileThreads, kTileM * kTileN / kTileThreads, kPieces, kBuffers, true>;
-  using typename Push::Storage;
   using Push::kPieceBytes;
   using Push::kTileBytes;
   using Push::kVectorElements;
   using Push::kVectors;
+  using typename Push::Storage;
   static constexpr int kPieceRows = 64;     // of an MMA, by one warpgroup
   static constexpr int kPieceColumns = 64;  // of 128 bytes
-  static constexpr int kAtomFloats = kTileN / 2;
   static constexpr int kRowBytes = kPieceColumns * int(sizeof(Element));
   static_assert(kTileThreads == 128 && sizeof(Element) == 2 && kTileN % kPieceColumns == 0);
   static_assert(kPieceBytes == kPieceRows * kRowBytes);
-
-  /// Where a piece begins in its tile.
-  CUTLASS_DEVICE static constexpr int piece_row(int piece) {
-    return piece * kVectors * kVectorElements / kAtomFloats * kPieceRows;
-  }
-  CUTLASS_DEVICE static constexpr int piece_column(int piece) {
-    return piece * kVectors * kVectorElements % kAtomFloats * 2;
-  }
+  // A thread has the sums of an MMA across the tile, then of the next one down: so have pieces.
+  static_assert(kTileM % kPieceRows == 0 && kPieces == kTileM / 64 * (kTileN / kPieceColumns));
 
   /// TilePush::put() of a whole tile of this rank's, for all others.
   CUTLASS_DEVICE static void put_result(Storage& storage, float const* sum, int number, int thread,
@@ -158,48 +151,50 @@ struct TileReturn : TilePush<Element, kTileThreads, kTileM * kTileN / kTileThrea
     };
     if constexpr (!kNoParts) await();
     __syncwarp();
-    // Eight lanes have a row of 128 bytes.
+    // Eight lanes have a row of a piece, and every fourth one, whose swizzles are two in turn.
+    constexpr int kRowsApart = 4;
+    constexpr int kAcross = kTileN / kPieceColumns;
     int32_t const lane = lane_id();
-    char const* from = push.parts + place * push.part_bytes + int64_t(tile) * kTileBytes + lane * 16;
-    int32_t const rows = tiles.rows - first_row - lane / 8;
+    char const* from =
+        push.parts + place * push.part_bytes + int64_t(tile) * kTileBytes + lane * 16;
+    int32_t const eighth = lane % 8 ^ lane / 8;
+    int32_t rows = tiles.rows - first_row - lane / 8;
     int32_t const columns = args.n - block.n * kTileN;
-    char* const to = args.out +
-                     int64_t(source * tiles.chunk_stride + first_row + lane / 8) * args.row_bytes +
-                     int64_t(block.n) * (kTileN * int(sizeof(Element)));
+    char* to = args.out +
+               int64_t(source * tiles.chunk_stride + first_row + lane / 8) * args.row_bytes +
+               int64_t(block.n) * (kTileN * int(sizeof(Element)));
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int piece = 0; piece < kPieces; ++piece, from += kPieceBytes) {
-      copy_piece(from, to + piece_row(piece) * args.row_bytes +
-                           piece_column(piece) * int(sizeof(Element)),
-                 args.row_bytes, rows - piece_row(piece), columns - piece_column(piece));
+    for (int down = 0; down < kTileM; down += kPieceRows) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int row = 0; row < kPieceRows; row += 2 * kRowsApart) {
+        uint4 loaded[2][kAcross];  // what a lane has under way: there is no register for more
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < 2; ++j) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int across = 0; across < kAcross; ++across) {
+            loaded[j][across] = __ldcg(reinterpret_cast<uint4 const*>(from + across * kPieceBytes +
+                                                                      j * kRowsApart * kRowBytes));
+          }
+        }
+        from += 2 * kRowsApart * kRowBytes;
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < 2; ++j) {
+          int32_t const at = (eighth ^ 4 * j) * kVectorElements;
+          CUTLASS_PRAGMA_UNROLL
+          for (int across = 0; across < kAcross; ++across) {
+            if (rows > 0 && across * kPieceColumns + at < columns) {
+              *reinterpret_cast<uint4*>(to + (across * kPieceColumns + at) * int(sizeof(Element))) =
+                  loaded[j][across];
+            }
+          }
+          to += kRowsApart * args.row_bytes;
+          rows -= kRowsApart;
+        }
+      }
+      from += (kAcross - 1) * kPieceBytes;
     }
     // With the fault, so that signals and credits stay in step.
     if constexpr (kNoParts) await();
-  }
-
-  /// Of a piece every fourth row, from the lane's own on; so many rows and columns are left there.
-  CUTLASS_DEVICE static void copy_piece(char const* from, char* to, int64_t row_bytes, int32_t rows,
-                                        int32_t columns) {
-    constexpr int kInFlight = 4;  // of 16 bytes, that a lane has under way
-    constexpr int kRowsApart = 4;
-    // A lane's rows are 4 apart: so its eighths of them are two in turn.
-    int32_t const eighth = lane_id() % 8 ^ lane_id() / 8;
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int row = 0; row < kPieceRows; row += kRowsApart * kInFlight) {
-      uint4 loaded[kInFlight];
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kInFlight; ++j) {
-        loaded[j] =
-            __ldcg(reinterpret_cast<uint4 const*>(from + (row + kRowsApart * j) * kRowBytes));
-      }
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kInFlight; ++j) {
-        int32_t const at = eighth ^ (j % 2 == 0 ? 0 : 4);
-        if (row + kRowsApart * j < rows && at * kVectorElements < columns) {
-          *reinterpret_cast<uint4*>(to + at * 16) = loaded[j];
-        }
-        to += kRowsApart * row_bytes;
-      }
-    }
   }
 };
 

@@ -293,7 +293,11 @@ def wrong_on_all_ranks(
 
 
 def check_all_reduces(calls: int) -> None:
-    for world_size, rows, n, ks in ((2, 70, 136, (72, 8)), (3, 130, 264, (136,)), (4, 900, 520, (72,))):
+    for world_size, rows, n, ks in (
+        (2, 70, 136, (72, 8)),
+        (3, 130, 264, (136,)),
+        (4, 900, 520, (72,)),
+    ):
         ranks = Together(world_size, 4 << 20)
         for config in configs(all_reduce_kernels()):
             for _ in range(calls):

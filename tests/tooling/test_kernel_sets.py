@@ -10,6 +10,7 @@ import pytest
 from cmake_at_hand import CMAKE, CMAKES
 
 from agmm import _core
+from agmm.planning.cost_model import default_all_reduce_kernels
 from agmm.planning.plans import KernelConfig
 
 TABLE = Path(__file__).resolve().parents[2] / "src" / "gemm" / "kernels.cmake"
@@ -51,6 +52,16 @@ def test_each_set_holds_the_smaller_one(tmp_path: Path, cmake: str) -> None:
     assert tiles >= {"64x256", "128x128", "128x160", "128x192", "128x256", "256x128", "256x192"}
     clusters = {name.split("_")[1] for name in every}
     assert clusters == {"1x1", "2x1", "1x2"}
+
+
+@pytest.mark.skipif(CMAKE is None, reason="no cmake")
+def test_all_reduces_of_a_default_build(tmp_path: Path) -> None:
+    _generated("default", tmp_path)
+    table = (tmp_path / "default" / "kernel_table.cpp").read_text()
+    built = set(re.findall(r"const lagged_(\w+)_bf16_col;", table))
+    assert built == {kernel.kernel for kernel in default_all_reduce_kernels()}
+    _generated("minimal", tmp_path)
+    assert "&lagged_" not in (tmp_path / "minimal" / "kernel_table.cpp").read_text()
 
 
 @pytest.mark.skipif(CMAKE is None, reason="no cmake")

@@ -81,7 +81,9 @@ def _on_cuda(
     share equally are filled up with zeros. Raises Unsupported where no kernel can serve the call.
     """
     world_size = dist.get_world_size(group)
-    if world_size == 1 and not strict:
+    if world_size == 1:
+        if strict:
+            raise Unsupported("group: 1 rank, which has nothing to sum")
         return None
     reason = scatter_plan.why_not_native([A], [B], 0)
     if reason is not None:

@@ -20,8 +20,8 @@ namespace agmm {
 /// `Base`: CUTLASS's TMA epilogue without C. `kGroups`: groups of consumers that compute tiles in
 /// turn, 2 in pingpong kernels. kSplits: several CTAs may compute a tile, each a part of K. kTimed:
 /// records ScatterTimes. `Scales`: what the sums are multiplied by first, SumScales or NoSumScales.
-/// kReturns: own tiles are sent to all others as well (TileReturn); then the bias is added here, for
-/// those too, and CUTLASS's epilogue has none.
+/// kReturns: own tiles are sent to all others as well (TileReturn); then the bias is added here,
+/// for those too, and CUTLASS's epilogue has none.
 template <class Base, class Element, int kTileThreads, int kGroups, int kPieces, int kBuffers,
           int kClusterSize, bool kSplits, bool kTimed, class Scales, bool kReturns = false>
 struct ScatterEpilogue : Base {
@@ -172,9 +172,9 @@ struct ScatterEpilogue : Base {
     }
     if (tile >= 0) Push::add_parts(push, accumulators.data(), tile, thread);
     if constexpr (kReturns) {
-      params_->template add<cute::size<1>(Layout{}), cute::size<2>(Layout{}),
-                            cute::size<0>(Layout{})>(
-          accumulators.data(), int32_t(cute::get<1>(coord)) * kTileN, thread);
+      params_
+          ->template add<cute::size<1>(Layout{}), cute::size<2>(Layout{}), cute::size<0>(Layout{})>(
+              accumulators.data(), int32_t(cute::get<1>(coord)) * kTileN, thread);
       Push::put_result(shared.push, accumulators.data(), number_ * kGroups + group, thread,
                        tiles.rank);
       ++number_;

@@ -69,9 +69,10 @@ struct ScatterInstance {
                       cute::conditional_t<kIsFp8, SumScales, NoSumScales>, kReturns>;
   using CutlassMainloop = typename Plain::template CutlassMainloop<CollectiveEpilogue>;
   using ScattersMainloop = ScatterMainloop<CutlassMainloop, kSplits, kTimed, kAccumulation>;
-  using Mainloop = cute::conditional_t<
-      kReturns, LaggedMainloop<ScattersMainloop, typename CollectiveEpilogue::Push>,
-      ScattersMainloop>;
+  using Mainloop =
+      cute::conditional_t<kReturns,
+                          LaggedMainloop<ScattersMainloop, typename CollectiveEpilogue::Push>,
+                          ScattersMainloop>;
   static_assert(!kReturns || (!kIsFp8 && !kCooperative && ClusterM * ClusterN == 1),
                 "every block of a lagged order is a tile, and only its own chunk's are returned");
   using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
@@ -79,8 +80,7 @@ struct ScatterInstance {
       cutlass::gemm::PersistentAsyncInputScheduler<
           typename Plain::MainloopSchedule, cutlass::gemm::AsyncInputWait::Mainloop,
           kSplits ? cutlass::gemm::SplitsK::ByEpilogue : cutlass::gemm::SplitsK::No,
-          cutlass::gemm::Gathered::A,
-          cute::conditional_t<kReturns, LaggedTileOrder, TileOrder>>>;
+          cutlass::gemm::Gathered::A, cute::conditional_t<kReturns, LaggedTileOrder, TileOrder>>>;
   using Params = typename GemmKernel::Params;
   static_assert(GemmKernel::SharedStorageSize <=
                 cutlass::gemm::collective::detail::sm90_smem_capacity_bytes);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cutlass/array.h"
 #include "cutlass/cutlass.h"
 #include "gemm/sm90/wgmma.hpp"
 
@@ -23,9 +24,11 @@ struct SumBias {
       for (int i = 0; i < kFloats; i += 4) {
         int32_t const column = first_column + fragment_column(thread) + 2 * kFloats * n + 2 * i;
         if (column >= columns) continue;  // only pads the tile
+        auto const of_columns =
+            *reinterpret_cast<cutlass::AlignedArray<Element, 2> const*>(bias + column);
         CUTLASS_PRAGMA_UNROLL
         for (int c = 0; c < 2; ++c) {
-          float const of_column = float(bias[column + c]);
+          float const of_column = float(of_columns[c]);
           CUTLASS_PRAGMA_UNROLL
           for (int r = 0; r < 2 * kAtomsM; ++r) {
             sums[i + 2 * (r % 2) + c + kFloats * (r / 2 + kAtomsM * n)] += of_column;

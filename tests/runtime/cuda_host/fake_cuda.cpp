@@ -234,8 +234,8 @@ KernelEntry const fp8_kernel{facts_of({128, 128, 128, 1, 1, Schedule::Pingpong, 
                                       BLayout::ColumnMajor, Accumulation::Slow),
                              sizeof(CallSpec), &prepare, &setup, &launch};
 
-// What the kernel of a scatter, or of an all-reduce, does, as one CTA that computes tile after tile;
-// elements are whole numbers of 16 bits.
+// What the kernel of a scatter, or of an all-reduce, does, as one CTA that computes tile after
+// tile; elements are whole numbers of 16 bits.
 using Element = uint16_t;
 constexpr int kTile = 128;
 constexpr std::size_t kTileBytes = kTile * kTile * sizeof(Element);
@@ -321,14 +321,13 @@ void copy_results(ScatterSpec const& call, LaggedTileOrder const& order) {
       uint32_t* const signal = push.signals + place * kMaxScatterTiles + tile;
       await(signal, push.tag);
       *signal = 0;
-      auto const* const from =
-          reinterpret_cast<Element const*>(push.parts + place * push.part_bytes + tile * kTileBytes);
+      auto const* const from = reinterpret_cast<Element const*>(
+          push.parts + place * push.part_bytes + tile * kTileBytes);
       auto* const to = static_cast<Element*>(call.out_of_all) +
                        std::size_t(tiles.at_place(place) * tiles.chunk_stride + row) * call.n;
       int const columns = std::min(call.n - block.n * kTile, kTile);
       for (int i = 0; i < std::min(tiles.rows - row, kTile); ++i) {
-        std::copy(from + i * kTile, from + i * kTile + columns,
-                  to + i * call.n + block.n * kTile);
+        std::copy(from + i * kTile, from + i * kTile + columns, to + i * call.n + block.n * kTile);
       }
     }
   }

@@ -95,7 +95,8 @@ MatmulScatter call_of(int rows, int n, std::vector<int> const& ks, Memory const&
   return call;
 }
 
-/// What each rank gets is the sum, over ranks and products, of its rows, or of an all-reduce of all.
+/// What each rank gets is the sum, over ranks and products, of its rows, or of an all-reduce of
+/// all.
 void sums_of(bool is_all_reduce) {
   state().runs_scatters = true;
   struct Case {
