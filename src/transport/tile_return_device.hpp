@@ -33,6 +33,14 @@ struct TileReturnArgs {
   int32_t n = 0;
 };
 
+/// What a sender has sent and not signalled.
+struct TileOnItsWay {
+  int32_t owner = 0;
+  int32_t tile = -1;  // -1: none
+  uint64_t passed = 0;
+};
+struct NoTileOnItsWay {};
+
 template <class Element, int kTileM, int kTileN, int kTileThreads, int kPieces, int kBuffers>
 struct TileReturn
     : TilePush<Element, kTileThreads, kTileM * kTileN / kTileThreads, kPieces, kBuffers, true> {
@@ -80,45 +88,65 @@ struct TileReturn
     }
   }
 
-  /// TilePush::send() of such a tile: each kilobyte to all others at a time.
-  CUTLASS_DEVICE static void send_result(TilePushArgs const& push, Storage& storage, int number,
-                                         int32_t tile, MeasuredClock const& clock) {
-    int const others = push.tiles.world_size - 1;
-    int64_t const offset = int64_t(push.tiles.tiles() + tile) * kTileBytes;
+  /// TilePush::send() of a tile of whichever owner, an own one to all others, each kilobyte to all
+  /// of them at a time. Its signal is left to the next call, or to finish(): so the sender need not
+  /// wait for copies on their way where it has others to send.
+  CUTLASS_DEVICE static void send(TilePushArgs const& push, Storage& storage, int number,
+                                  int32_t owner, int32_t tile, MeasuredClock const& clock,
+                                  TileOnItsWay& before) {
+    ScatterTiles const& tiles = push.tiles;
+    bool const is_own = owner == tiles.rank;
+    // By the distance in the ring, so not to the same one by all ranks at a time.
+    int32_t const first = is_own ? 0 : tiles.place(owner);
+    int32_t const last = is_own ? tiles.world_size - 2 : first;
+    int64_t const offset = int64_t(is_own ? tiles.tiles() + tile : tile) * kTileBytes;
+    SendPace const pace = push.paces.of_wave(number);
+    constexpr int kGroups = kPieceBytes / kSendBytes;
     int32_t cycles = 0;
     uint64_t passed = 0;
     int64_t next = 0;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int piece = 0; piece < kPieces; ++piece) {
       uint32_t const i = uint32_t(number) * kPieces + piece;
-      mbarrier_wait(&storage.full[i % kBuffers], i / kBuffers % 2);
-      if (piece == 0) {
-        cycles = clock.at_its_pace(push.paces.of_wave(number).cycles, push.paces.highest_clock);
-      }
-      stress_delay(push.tiles.rank);
+      uint64_t* const full = &storage.full[i % kBuffers];
+      if (piece == 0 && !mbarrier_test(full, i / kBuffers % 2)) finish(push, before);
+      mbarrier_wait(full, i / kBuffers % 2);
+      if (piece == 0) cycles = clock.at_its_pace(pace.cycles, push.paces.highest_clock);
+      stress_delay(tiles.rank);
       auto const* const from = reinterpret_cast<char const*>(storage.pieces[i % kBuffers]);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int at = 0; at < kPieceBytes; at += kSendBytes) {
         next = Push::pause_until(next) + cycles;
         CUTLASS_PRAGMA_NO_UNROLL
-        for (int place = 0; place < others; ++place) {
-          // By the distance in the ring, so not to the same one by all ranks at a time.
-          char* const to = push.peers[place].part + offset + piece * kPieceBytes + at;
-          bulk_copy_to_global(to, from + at, kSendBytes);
+        for (int place = first; place <= last; ++place) {
+          bulk_copy_in_group(push.peers[place].part + offset + piece * kPieceBytes + at, from + at,
+                             kSendBytes);
         }
-        Push::await_few_under_way(kLogMostUnderWay);
+        bulk_commit();
+        Push::await_few_under_way(pace.log_under_way);
       }
-      passed = virtual_link_take(uint32_t(kPieceBytes * others), passed);
-      bulk_wait_read<0>();
-      mbarrier_arrive(&storage.empty[i % kBuffers]);
+      if (piece == 0) {
+        // All but this piece's are complete.
+        if constexpr (!kReadSignal) bulk_wait<kGroups>();
+        signal(push, before);
+      } else {
+        bulk_wait_read<kGroups>();
+        mbarrier_arrive(&storage.empty[(i - 1) % kBuffers]);
+      }
+      passed = virtual_link_take(uint32_t(kPieceBytes * (last - first + 1)), passed);
     }
+    bulk_wait_read<0>();
+    mbarrier_arrive(&storage.empty[(uint32_t(number) * kPieces + kPieces - 1) % kBuffers]);
+    before.owner = owner;
+    before.tile = tile;
+    before.passed = passed;
+  }
+
+  /// The signal of the sender's last tile.
+  CUTLASS_DEVICE static void finish(TilePushArgs const& push, TileOnItsWay& last) {
+    if (last.tile < 0) return;
     if constexpr (!kReadSignal) bulk_wait<0>();
-    virtual_link_wait(passed);
-    stress_delay(push.tiles.rank);
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int place = 0; place < others; ++place) {
-      store_release_system(push.peers[place].signals + push.tiles.tiles() + tile, push.tag);
-    }
+    signal(push, last);
   }
 
   /// Copies the finished tiles that come, in the order in which they do, each `ctas`-th of them.
@@ -133,6 +161,24 @@ struct TileReturn
   }
 
  private:
+  /// Of a tile whose copies are complete.
+  CUTLASS_DEVICE static void signal(TilePushArgs const& push, TileOnItsWay& sent) {
+    if (sent.tile < 0) return;
+    ScatterTiles const& tiles = push.tiles;
+    virtual_link_wait(sent.passed);
+    stress_delay(tiles.rank);
+    if (sent.owner == tiles.rank) {
+      fence_acq_rel_system();  // once for all
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int place = 0; place < tiles.world_size - 1; ++place) {
+        store_relaxed_system(push.peers[place].signals + tiles.tiles() + sent.tile, push.tag);
+      }
+    } else {
+      store_release_system(push.peers[tiles.place(sent.owner)].signals + sent.tile, push.tag);
+    }
+    sent.tile = -1;
+  }
+
   CUTLASS_DEVICE static void copy_result(TilePushArgs const& push, TileReturnArgs const& args,
                                          int32_t i) {
     ScatterTiles const& tiles = push.tiles;
@@ -157,12 +203,15 @@ struct TileReturn
     int32_t const lane = lane_id();
     char const* from =
         push.parts + place * push.part_bytes + int64_t(tile) * kTileBytes + lane * 16;
-    int32_t const eighth = lane % 8 ^ lane / 8;
+    int32_t const column = (lane % 8 ^ lane / 8) * kVectorElements;
     int32_t rows = tiles.rows - first_row - lane / 8;
-    int32_t const columns = args.n - block.n * kTileN;
+    int32_t const columns = args.n - block.n * kTileN - column;
     char* to = args.out +
                int64_t(source * tiles.chunk_stride + first_row + lane / 8) * args.row_bytes +
-               int64_t(block.n) * (kTileN * int(sizeof(Element)));
+               int64_t(block.n * kTileN + column) * int(sizeof(Element));
+    // To the other one of its two columns.
+    int32_t const aside =
+        (column & kPieceColumns / 2) == 0 ? kPieceColumns / 2 : -kPieceColumns / 2;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int down = 0; down < kTileM; down += kPieceRows) {
       CUTLASS_PRAGMA_NO_UNROLL
@@ -179,7 +228,7 @@ struct TileReturn
         from += 2 * kRowsApart * kRowBytes;
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < 2; ++j) {
-          int32_t const at = (eighth ^ 4 * j) * kVectorElements;
+          int32_t const at = j == 0 ? 0 : aside;
           CUTLASS_PRAGMA_UNROLL
           for (int across = 0; across < kAcross; ++across) {
             if (rows > 0 && across * kPieceColumns + at < columns) {

@@ -135,9 +135,11 @@ def all_reduces(
             ]
             (A,), (B,) = every[rank]
 
-            def call(A: torch.Tensor = A, B: torch.Tensor = B) -> torch.Tensor:
+            def call(
+                A: torch.Tensor = A, B: torch.Tensor = B, bias: torch.Tensor | None = of_bias
+            ) -> torch.Tensor:
                 with mock.patch.object(scatter_plan, "all_reduce_plan", return_value=plan):
-                    return agmm.matmul_all_reduce(A, B, group, bias=of_bias, strict=True)
+                    return agmm.matmul_all_reduce(A, B, group, bias=bias, strict=True)
 
             out = call()
             padded = [

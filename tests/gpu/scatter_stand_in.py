@@ -1,6 +1,6 @@
-"""Ranks of matmul + reduce-scatter, or + all-reduce, on one GPU: either several workspaces of one process that are
-each other's peers, each with its part of the multiprocessors, or one rank that is all its own
-peers, with all of them.
+"""Ranks of matmul + reduce-scatter, or + all-reduce, on one GPU: either several workspaces of one
+process that are each other's peers, each with its part of the multiprocessors, or one rank that is
+all its own peers, with all of them.
 
 As a program it makes calls of every kernel and compares the results (for compute-sanitizer), or
 calls back to back with ranks late at random, until one is wrong:
@@ -342,6 +342,15 @@ def stress(calls: int, seed: int, world_size: int = 3) -> None:
     configs_ = [(config, False) for config in configs()]
     configs_ += [(config, True) for config in configs(all_reduce_kernels())]
     wrong = torch.zeros(world_size, dtype=torch.int64, device="cuda")
+    # In memory that is there: an allocation may wait for kernels that wait for a rank to be called.
+    outs = [[empty_out(what, parts) for parts in (world_size, 1)] for what in sets[0]]
+    torch.cuda.synchronize()
+    for rank, stream in enumerate(ranks.streams):
+        with torch.cuda.stream(stream):
+            for out in outs[rank]:
+                wrong[rank] += (out.fill_(torch.nan) != out).sum()
+    torch.cuda.synchronize()
+    wrong.zero_()
     torch.cuda.synchronize()
     which = 0
     for _ in range(calls):
@@ -351,8 +360,8 @@ def stress(calls: int, seed: int, world_size: int = 3) -> None:
             with torch.cuda.stream(stream):
                 if draw.random() < 0.3:
                     torch.cuda._sleep(draw.randrange(1, 400_000))
-                what = sets[which][rank]
-                out = empty_out(what, 1 if is_all_reduce else world_size)
+                what, out = sets[which][rank], outs[rank][int(is_all_reduce)]
+                out.fill_(torch.nan)
                 sms = ranks.sms if is_all_reduce else 0
                 enqueue(core, what, out, config, stream, all_reduce_sms=sms)
                 wanted = whole[which] if is_all_reduce else expected[which][rank]

@@ -301,7 +301,7 @@ def said_of_all_reduce(problem: Problem, scaling: str | None = None) -> str:
 @pytest.mark.parametrize(
     ("problem", "plan"),
     [
-        (Problem(8192, 8192, 7168, world_size=4), "one kernel, whose finished rows go to all"),
+        (Problem(8192, 8192, 7168, world_size=4), "matmul + reduce-scatter in one kernel, then an"),
         (Problem(63, 8192, 2048, world_size=4), "matmul, then all-reduce"),
         (Problem(8192, 8190, 7168, world_size=4), "matmul, then all-reduce"),
         (Problem(8192, 8192, 7168, world_size=1), "matmul, then all-reduce"),

@@ -35,7 +35,7 @@ def test_each_block_once_and_own_ones_behind_the_others(order: tuple[int, int, i
         assert all(at[position, i] < own for position in range(world_size - 1))
         # The lag, but where the others' blocks have come to their end.
         if i // group + lag < groups - 1:
-            between = {place for place in steps[at[max(0, world_size - 2), i] : own]}
+            between = set(steps[at[max(0, world_size - 2), i] : own])
             behind = range((i // group + 1) * group, (i // group + lag + 1) * group)
             if world_size > 1:
                 assert {(world_size - 2, j) for j in behind} <= between

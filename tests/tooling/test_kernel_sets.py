@@ -10,7 +10,6 @@ import pytest
 from cmake_at_hand import CMAKE, CMAKES
 
 from agmm import _core
-from agmm.planning.cost_model import default_all_reduce_kernels
 from agmm.planning.plans import KernelConfig
 
 TABLE = Path(__file__).resolve().parents[2] / "src" / "gemm" / "kernels.cmake"
@@ -55,13 +54,12 @@ def test_each_set_holds_the_smaller_one(tmp_path: Path, cmake: str) -> None:
 
 
 @pytest.mark.skipif(CMAKE is None, reason="no cmake")
-def test_all_reduces_of_a_default_build(tmp_path: Path) -> None:
-    _generated("default", tmp_path)
-    table = (tmp_path / "default" / "kernel_table.cpp").read_text()
-    built = set(re.findall(r"const lagged_(\w+)_bf16_col;", table))
-    assert built == {kernel.kernel for kernel in default_all_reduce_kernels()}
-    _generated("minimal", tmp_path)
-    assert "&lagged_" not in (tmp_path / "minimal" / "kernel_table.cpp").read_text()
+def test_a_table_may_be_empty(tmp_path: Path) -> None:
+    """Kernels of all-reduces are in all builds only, to be measured."""
+    for kernels, wanted in (("default", 0), ("all", 4)):
+        _generated(kernels, tmp_path)
+        table = (tmp_path / kernels / "kernel_table.cpp").read_text()
+        assert len(re.findall(r"&lagged_128x128x64_1x1_pingpong_\w+,", table)) == wanted
 
 
 @pytest.mark.skipif(CMAKE is None, reason="no cmake")

@@ -13,11 +13,7 @@ from agmm.cli.terminal import plain_table, whole
 from agmm.errors import InvalidArgument
 from agmm.planning import call_plans, cost_model, tables
 from agmm.planning.cost_model import collectives as collective_costs
-from agmm.planning.cost_model import (
-    default_all_reduce_kernels,
-    default_kernels,
-    default_scatter_kernels,
-)
+from agmm.planning.cost_model import default_kernels, default_scatter_kernels
 from agmm.planning.cost_model.collectives import Kind
 from agmm.planning.heuristics import lagged_kernel, predict_us
 from agmm.planning.legality import why_scatter_illegal, why_unfused
@@ -123,10 +119,6 @@ def _scatter_kernels_for(gpu: str) -> tuple[KernelConfig, ...]:
     return default_scatter_kernels(gpu)
 
 
-def _all_reduce_kernels() -> tuple[KernelConfig, ...]:
-    return call_plans.all_reduce_kernels() if call_plans.kernels() else default_all_reduce_kernels()
-
-
 def planner_for(gpu: str, world_size: int) -> Planner:
     """A planner with the tables of any GPU."""
     found = tables.user(gpu, world_size), tables.packaged(gpu, world_size)
@@ -229,10 +221,9 @@ def explain_all_reduce(problem: Problem, scaling: str | None) -> RenderableType:
     if scaling is not None or problem.dtype.startswith("float8"):
         raise InvalidArgument("dtype: found fp8 with matmul_all_reduce, wanted another")
     m, n, k, world_size = problem.m, problem.n, problem.k, problem.world_size
-    lines = [
-        f"out[{m}, {n}] = all_reduce(A[{m}, {k}] @ B), {problem.dtype}, B by {problem.b_layout}, "
-        f"{world_size} rank{'s' if world_size > 1 else ''} on {problem.gpu}"
-    ]
+    called = f"out[{m}, {n}] = all_reduce(A[{m}, {k}] @ B), {problem.dtype}"
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''} on {problem.gpu}"
+    lines = [f"{called}, B by {problem.b_layout}, {ranks}"]
     if problem.gpu == CPU:
         return Group(*lines, "plan: agmm's own, through shared memory")
     # Ranks that cannot share the rows equally compute a few more.
@@ -243,7 +234,7 @@ def explain_all_reduce(problem: Problem, scaling: str | None) -> RenderableType:
     if illegal is None and world_size > 1:
         planner = planner_for(problem.gpu, world_size)
         scatters = planner.fused_plan(problem).kernel
-        returns = lagged_kernel(problem, _all_reduce_kernels())
+        returns = lagged_kernel(problem, call_plans.all_reduce_kernels())
     times = cost_model.all_reduce_times(problem, scatters, returns)
     chosen = cost_model.all_reduce_way(problem, scatters, returns)
     names = dict(_WAYS)

@@ -108,11 +108,7 @@ struct ScatterEpilogue : Base {
     }
     if (lane_id() == 0) {
       if constexpr (kReturns) {
-        if (owner == tiles.rank) {
-          Push::send_result(push, shared.push, number_, tile, clock_);
-        } else {
-          Push::send(push, shared.push, number_, owner, tile, clock_);
-        }
+        Push::send(push, shared.push, number_, owner, tile, clock_, on_its_way_);
       } else {
         Push::send(push, shared.push, number_, owner, tile, clock_);
       }
@@ -126,7 +122,10 @@ struct ScatterEpilogue : Base {
 
   CUTLASS_DEVICE auto load_tail(typename Base::LoadPipeline,
                                 typename Base::LoadPipelineState state) {
-    if (lane_id() == 0) Push::count_done(params_->push, sent_);
+    if (lane_id() == 0) {
+      if constexpr (kReturns) Push::finish(params_->push, on_its_way_);
+      Push::count_done(params_->push, sent_);
+    }
     return state;
   }
 
@@ -197,6 +196,7 @@ struct ScatterEpilogue : Base {
   MeasuredClock clock_;  // of a sender
   int number_ = 0;       // tiles to be sent so far, of this group or sender
   int sent_ = 0;         // by this sender, without those that only pad
+  cute::conditional_t<kReturns, TileOnItsWay, NoTileOnItsWay> on_its_way_;  // of a sender
 };
 
 }  // namespace agmm
