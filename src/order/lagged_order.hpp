@@ -20,7 +20,9 @@
 // That needs the same groups and the same lag on all ranks, whatever their numbers of workers.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "order/chunking.hpp"
 
@@ -83,6 +85,14 @@ struct LaggedOrder {
     return (world_size - 1) * blocks + (whole - lag) * group.divisor + step - others;
   }
 
+  /// The step of the i-th own block.
+  AGMM_HOST_DEVICE int32_t own_step(int32_t i) const {
+    int32_t const of = group.divide(i);
+    int32_t const left = i - (whole - lag) * group.divisor;
+    if (left >= 0) return head + middle + (world_size - 1) * last.divisor + left;
+    return head + of * period.divisor + (world_size - 1) * group.divisor + group.remainder(i);
+  }
+
  private:
   AGMM_HOST_DEVICE int32_t in_period(int32_t step, int32_t first_block) const {
     int32_t const position = group.divide(step);
@@ -122,13 +132,10 @@ inline Lag lag_for(int32_t world_size, int32_t blocks, int32_t workers) {
     int32_t const period = world_size * group;
     Lag const lag{group, max_of(1, ceil_div(wave - group, period))};
     LaggedOrder const order(world_size, blocks, lag);
+    std::vector<int32_t> own(static_cast<std::size_t>(wave));
     int32_t most = 0;
-    for (int32_t worker = 0; worker < min_of(wave, order.count()); ++worker) {
-      int32_t own = 0;
-      for (int32_t step = worker; step < order.count(); step += wave) {
-        own += order.place(step) >= (world_size - 1) * blocks ? 1 : 0;
-      }
-      most = max_of(most, own);
+    for (int32_t i = 0; i < blocks; ++i) {
+      most = max_of(most, ++own[static_cast<std::size_t>(order.own_step(i) % wave)]);
     }
     if (most < fewest) {
       fewest = most;
