@@ -1,4 +1,5 @@
-// out = reduce_scatter(sum of A_i @ B_i) (+ bias), one call that enqueues everything.
+// out = reduce_scatter(sum of A_i @ B_i) (+ bias), or all_reduce of it, one call that enqueues
+// everything.
 #pragma once
 
 #include <cstddef>
@@ -32,8 +33,11 @@ struct MatmulScatter {
   BLayout b_layout = BLayout::ColumnMajor;
   std::vector<Product> products;  // their sum; 1 to 3, of fp8 one
   void const* bias = nullptr;     // [n], the dtype of out, added once to the whole sum; or null
-  void* out = nullptr;            // [rows / w, n]
+  void* out = nullptr;            // [rows / w, n], of an all-reduce [rows, n]
   bool is_average = false;        // the sum is divided by w, before the bias
+  /// Where not 0, every rank gets all rows, with the same bits: an all-reduce. Then this is the
+  /// same on all ranks: the multiprocessors that the order of the tiles is made for.
+  int32_t all_reduce_sms = 0;
   Scales scales{};  // of fp8: of all rows of A and of the columns of B; each rank's product has its
                     // own
   Accumulation accumulation = Accumulation::Fast;  // Fast or Slow
@@ -45,6 +49,8 @@ struct MatmulScatter {
 
 /// The kernels of this build that send tiles.
 std::vector<KernelFacts> built_scatter_kernels();
+/// Those that send finished tiles too: of an all-reduce.
+std::vector<KernelFacts> built_all_reduce_kernels();
 
 /// The op on one workspace: symmetric memory of a group of ranks for the sums that they send each
 /// other, signals and credits. Safe to call from several threads.
@@ -53,12 +59,15 @@ std::vector<KernelFacts> built_scatter_kernels();
 /// to its own float32 sum, from the rank before it backwards around the ring, then the bias, and
 /// rounds once. So a config always gives the same bits; another may give others. Where a config
 /// splits K, all parts of all tiles have to be one wave of CTAs.
+///
+/// An all-reduce computes a rank's own rows a lag behind the others and sends them, once they are
+/// whole, to all ranks, while the matmul goes on.
 class FusedMatmulReduceScatter {
  public:
   /// Bytes that each rank sends to each other one at a time, a workspace's `part_bytes`. A multiple
   /// of 128. Calls of more than 8192 rows (of A) are computed in several launches, which bounds it.
   static std::size_t needed_part_bytes(int32_t rows, int32_t n, int world_size,
-                                       KernelShape const& shape);
+                                       KernelShape const& shape, bool is_all_reduce = false);
   /// Bytes of symmetric memory that a workspace needs on every rank.
   static std::size_t workspace_bytes(std::size_t part_bytes, int world_size);
 

@@ -23,6 +23,8 @@
 // each with a part of K (agmm::SplitK). For the cooperative kernel, whose clusters are one tile
 // wide, with agmm::AsyncInputMainloop. SplitsK::ByEpilogue: the epilogue adds up the parts, and is
 // called with each of them.
+// Order: agmm::TileOrder, or agmm::LaggedTileOrder, which takes each CTA's own chunk, the last one,
+// a lag behind the others (Arguments::lag).
 #pragma once
 
 #include <cstdint>
@@ -30,6 +32,7 @@
 #include "cutlass/gemm/kernel/tile_scheduler.hpp"
 #include "gemm/split_k.hpp"
 #include "order/chunking.hpp"
+#include "order/lagged_order.hpp"
 #include "sync/device_wait.hpp"
 
 namespace cutlass::gemm {
@@ -40,9 +43,11 @@ enum class SplitsK { No, Yes, ByEpilogue };
 enum class Gathered { A, B };
 
 template <class KernelSchedule_, AsyncInputWait Wait_ = AsyncInputWait::Scheduler,
-          SplitsK Splits_ = SplitsK::No, Gathered Gathered_ = Gathered::A>
+          SplitsK Splits_ = SplitsK::No, Gathered Gathered_ = Gathered::A,
+          class Order_ = agmm::TileOrder>
 struct PersistentAsyncInputScheduler {
   using KernelSchedule = KernelSchedule_;
+  using Order = Order_;
   static constexpr AsyncInputWait Wait = Wait_;
   static constexpr SplitsK Splits = Splits_;
   static constexpr Gathered Operand = Gathered_;
@@ -50,8 +55,8 @@ struct PersistentAsyncInputScheduler {
 
 namespace kernel::detail {
 
-template <AsyncInputWait Wait, SplitsK Splits, Gathered Operand, int TileM, int TileN, int TileK,
-          int ClusterM, int ClusterN>
+template <AsyncInputWait Wait, SplitsK Splits, Gathered Operand, class Order, int TileM, int TileN,
+          int TileK, int ClusterM, int ClusterN>
 class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   using Base = PersistentTileSchedulerSm90;
   static constexpr bool kSplits = Splits != SplitsK::No;
@@ -96,10 +101,12 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     agmm::WaitLimit wait_limit{};
     /// SplitsK::Yes: tiles times splits are at most the CTAs of one wave.
     agmm::SplitK split_k{};
+    /// Of a LaggedTileOrder.
+    agmm::Lag lag{};
   };
 
   struct Params : PersistentTileSchedulerSm90Params {
-    agmm::TileOrder order{};
+    Order order{};
     agmm::FirstBlocks first_blocks{};
     uint32_t const* chunk_signals = nullptr;
     uint32_t ready_value = 1;
@@ -139,9 +146,14 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
             : agmm::min_of(args.tile_idx_pivot_m * kTileRows, rows - 1) / rows_per_chunk;
     RasterOrder const raster = Params::get_rasterization_order(
         agmm::ceil_div(rows, kTileRows), agmm::ceil_div(columns, kTileColumns), args.raster_order);
-    params.order = agmm::TileOrder(
+    agmm::TileOrder const order(
         chunks, columns, kBlockRows, kBlockColumns, pivot, args.max_swizzle_size,
         raster == RasterOrder::AlongN ? agmm::Raster::AlongN : agmm::Raster::AlongM);
+    if constexpr (cute::is_same_v<Order, agmm::LaggedTileOrder>) {
+      params.order = Order(order, args.lag);
+    } else {
+      params.order = order;
+    }
     params.first_blocks = agmm::FirstBlocks(params.order, hw_info.sm_count / (ClusterM * ClusterN));
     params.chunk_signals = args.chunk_signals;
     params.ready_value = args.ready_value;
@@ -297,13 +309,14 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   uint32_t waves_ = 0;
 };
 
-template <class KernelSchedule, AsyncInputWait Wait, SplitsK Splits, Gathered Operand,
+template <class KernelSchedule, AsyncInputWait Wait, SplitsK Splits, Gathered Operand, class Order,
           class TileShape, class ClusterShape, uint32_t SchedulerPipelineStageCount>
-struct TileSchedulerSelector<PersistentAsyncInputScheduler<KernelSchedule, Wait, Splits, Operand>,
-                             arch::Sm90, TileShape, ClusterShape, SchedulerPipelineStageCount> {
+struct TileSchedulerSelector<
+    PersistentAsyncInputScheduler<KernelSchedule, Wait, Splits, Operand, Order>, arch::Sm90,
+    TileShape, ClusterShape, SchedulerPipelineStageCount> {
   static_assert(cute::is_static_v<ClusterShape>, "the tile order needs a static cluster shape");
   using Scheduler = PersistentAsyncInputSchedulerSm90<
-      Wait, Splits, Operand, cute::size<0>(TileShape{}), cute::size<1>(TileShape{}),
+      Wait, Splits, Operand, Order, cute::size<0>(TileShape{}), cute::size<1>(TileShape{}),
       cute::size<2>(TileShape{}), cute::size<0>(ClusterShape{}), cute::size<1>(ClusterShape{})>;
 };
 

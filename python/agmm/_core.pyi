@@ -43,6 +43,7 @@ __all__: list[str] = [
     "TILE_TIMES_BYTES",
     "TIMEOUT_EXIT_CODE",
     "WorkspaceLayout",
+    "all_reduce_kernels",
     "amax_of_matrix",
     "async_input_mm",
     "async_input_scaled_mm",
@@ -61,6 +62,8 @@ __all__: list[str] = [
     "k_parts",
     "kernel_facts",
     "kernels",
+    "lag_for",
+    "lagged_steps",
     "mismatch_message",
     "note_call",
     "part_place",
@@ -441,7 +444,11 @@ class ScatterProblem:
         products: collections.abc.Sequence[tuple[int, int, int]],
         is_average: bool,
         config: KernelConfig,
-    ) -> None: ...
+        all_reduce_sms: int = 0,
+    ) -> None:
+        """
+        all_reduce_sms: not 0 for an all-reduce, whose order is made for so many multiprocessors, the same on all ranks.
+        """
 
 class CudaScatterWorkspace:
     """
@@ -803,6 +810,11 @@ class ScaleOf:
     @property
     def value(self) -> int: ...
 
+def all_reduce_kernels() -> list[KernelConfig]:
+    """
+    Those of matmul + all-reduce.
+    """
+
 def amax_of_matrix(
     x: int, from_dtype: QuantizedFrom, rows: int, columns: int, amax: int, stream: int
 ) -> None:
@@ -935,6 +947,16 @@ def kernels() -> list[KernelConfig]:
     The kernels of this build for operands of 16 bits, each shape once; empty without CUDA.
     """
 
+def lag_for(world_size: int, blocks: int, workers: int) -> tuple[int, int]:
+    """
+    Blocks of a group, and groups of lag, for so many workers.
+    """
+
+def lagged_steps(world_size: int, blocks: int, group: int, lag: int) -> list[tuple[int, int]]:
+    """
+    The steps of a matmul + all-reduce, the same on all ranks: (position, block of the chunk) each; whose rows those of a position are, scatter_owner says.
+    """
+
 def mismatch_message(rank: int, source: int, chunk: int, seen: int, wanted: int) -> str:
     """
     The line printed when a chunk carries the tag of a different call.
@@ -1012,9 +1034,11 @@ def scatter_owner(rank: int, position: int, world_size: int) -> int:
     The rank whose rows `rank` computes at this position.
     """
 
-def scatter_part_bytes(rows: int, n: int, world_size: int, config: KernelConfig) -> int:
+def scatter_part_bytes(
+    rows: int, n: int, world_size: int, config: KernelConfig, is_all_reduce: bool = False
+) -> int:
     """
-    Bytes that a matmul + reduce-scatter sends from one rank to another at a time.
+    Bytes that a matmul + reduce-scatter, or an all-reduce, sends from one rank to another at a time.
     """
 
 def scatter_slot_bytes(rows: int, row_bytes: int, world_size: int) -> int:
@@ -1023,10 +1047,10 @@ def scatter_slot_bytes(rows: int, row_bytes: int, world_size: int) -> int:
     """
 
 def scatter_steps(
-    rank: int, world_size: int, rows: int, n: int, config: KernelConfig
+    rank: int, world_size: int, rows: int, n: int, config: KernelConfig, all_reduce_sms: int = 0
 ) -> list[list[tuple[int, int, int, int, int]]]:
     """
-    For each launch of a matmul + reduce-scatter, each tile in order: (owner, first row of A, rows, first column, tile of the chunk or -1 where it only pads).
+    For each launch of a matmul + reduce-scatter, or of an all-reduce, each tile in order: (owner, first row of A, rows, first column, tile of the chunk or -1 where it only pads).
     """
 
 def set_call_lookup(

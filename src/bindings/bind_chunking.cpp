@@ -10,6 +10,7 @@
 #include "bindings/bindings.hpp"
 #include "order/chunking.hpp"
 #include "order/clusters.hpp"
+#include "order/lagged_order.hpp"
 #include "order/scatter_order.hpp"
 #include "symmetric/layout.hpp"
 #include "transport/sm_push.hpp"
@@ -234,4 +235,32 @@ void bind_chunking(py::module_& m) {
         py::arg("world_size"), "The rank whose rows `rank` computes at this position.");
   m.def("part_place", &agmm::part_place, py::arg("source"), py::arg("owner"), py::arg("world_size"),
         "Where the owner keeps the part of the source.");
+  m.def(
+      "lagged_steps",
+      [](int world_size, int blocks, int group, int lag) {
+        if (world_size < 1 || blocks < 0 || group < 1 || lag < 0) {
+          throw std::invalid_argument("world_size, blocks, group, lag: found " +
+                                      std::to_string(world_size) + ", " + std::to_string(blocks) +
+                                      ", " + std::to_string(group) + ", " + std::to_string(lag) +
+                                      ", wanted at least 1, 0, 1, 0");
+        }
+        const agmm::LaggedOrder order(world_size, blocks, {group, lag});
+        std::vector<std::tuple<int, int>> steps;
+        for (int step = 0; step < order.count(); ++step) {
+          const int place = order.place(step);
+          steps.emplace_back(place / blocks, place % blocks);
+        }
+        return steps;
+      },
+      py::arg("world_size"), py::arg("blocks"), py::arg("group"), py::arg("lag"),
+      "The steps of a matmul + all-reduce, the same on all ranks: (position, block of the chunk) "
+      "each; whose rows those of a position are, scatter_owner says.");
+  m.def(
+      "lag_for",
+      [](int world_size, int blocks, int workers) {
+        const agmm::Lag lag = agmm::lag_for(world_size, blocks, workers);
+        return std::make_tuple(lag.group, lag.groups);
+      },
+      py::arg("world_size"), py::arg("blocks"), py::arg("workers"),
+      "Blocks of a group, and groups of lag, for so many workers.");
 }

@@ -17,6 +17,7 @@
 #include "bindings/bindings.hpp"
 #include "gemm/kernel_facts.hpp"
 #include "gemm/tile_times.hpp"
+#include "order/lagged_order.hpp"
 #include "order/scatter_tiles.hpp"
 #include "symmetric/layout.hpp"
 #include "symmetric/scatter_layout.hpp"
@@ -93,7 +94,7 @@ using ProductTuple = std::tuple<int64_t, int64_t, int>;
 // All of a call but where its tensors are: made once for calls that are made often.
 agmm::MatmulScatter scatter_problem(int rows, int n, DType dtype, bool b_column_major,
                                     const std::vector<ProductTuple>& products, bool is_average,
-                                    const KernelConfig& config) {
+                                    const KernelConfig& config, int all_reduce_sms) {
   agmm::MatmulScatter call;
   call.rows = rows;
   call.n = n;
@@ -103,6 +104,7 @@ agmm::MatmulScatter scatter_problem(int rows, int n, DType dtype, bool b_column_
     call.products.push_back({nullptr, lda, nullptr, ldb, k});
   }
   call.is_average = is_average;
+  call.all_reduce_sms = all_reduce_sms;
   call.config = config;
   return call;
 }
@@ -156,9 +158,11 @@ bool scaled_matmul_reduce_scatter(FusedMatmulReduceScatter& op, const ScaledProd
 // owner, first row of A, rows, first column, tile of the chunk or -1
 using ScatterStep = std::tuple<int, int, int, int, int>;
 
-// For each launch, each tile in the order in which clusters of CTAs take them.
+// For each launch, each tile in the order in which clusters of CTAs take them; that of an
+// all-reduce where `all_reduce_sms` is not 0.
 std::vector<std::vector<ScatterStep>> scatter_steps(int rank, int world_size, int rows, int n,
-                                                    const KernelConfig& config) {
+                                                    const KernelConfig& config,
+                                                    int all_reduce_sms) {
   const agmm::KernelShape& shape = config.shape;
   const int chunk_rows = rows / world_size;
   const int band = agmm::scatter_band_rows(chunk_rows, world_size, shape);
@@ -171,9 +175,15 @@ std::vector<std::vector<ScatterStep>> scatter_steps(int rank, int world_size, in
     const agmm::TileOrder order(chunks, n, shape.tile_m * shape.cluster_m,
                                 shape.tile_n * shape.cluster_n, tiles.first_chunk(),
                                 config.max_swizzle, config.raster);
+    agmm::Lag lag;
+    if (all_reduce_sms != 0) {
+      lag = agmm::lag_for(world_size, order.count() / world_size, all_reduce_sms);
+    }
+    const agmm::LaggedTileOrder lagged(order, lag);
     std::vector<ScatterStep>& steps = launches.emplace_back();
     for (int step = 0; step < order.count(); ++step) {
-      const agmm::BlockCoord block = order.block_at(step);
+      const agmm::BlockCoord block =
+          all_reduce_sms == 0 ? order.block_at(step) : lagged.block_at(step);
       for (int i = 0; i < shape.cluster_m * shape.cluster_n; ++i) {
         const int tile_m = block.m * shape.cluster_m + i % shape.cluster_m;
         const int tile_n = block.n * shape.cluster_n + i / shape.cluster_m;
@@ -359,6 +369,9 @@ void bind_cuda(py::module_& m) {
   m.def(
       "scatter_kernels", [] { return shapes_of(agmm::built_scatter_kernels()); },
       "Those of matmul + reduce-scatter.");
+  m.def(
+      "all_reduce_kernels", [] { return shapes_of(agmm::built_all_reduce_kernels()); },
+      "Those of matmul + all-reduce.");
   py::class_<KernelFacts>(m, "KernelFacts", "What a kernel of this build can do.")
       .def_property_readonly("kernel", [](const KernelFacts& f) { return f.shape.str(); })
       .def_readonly("dtype", &KernelFacts::dtype)
@@ -450,8 +463,10 @@ void bind_cuda(py::module_& m) {
                                   "A matmul + reduce-scatter without its tensors. products: (lda, "
                                   "ldb, k).")
       .def(py::init(&scatter_problem), py::arg("rows"), py::arg("n"), py::arg("dtype"),
-           py::arg("b_column_major"), py::arg("products"), py::arg("is_average"),
-           py::arg("config"));
+           py::arg("b_column_major"), py::arg("products"), py::arg("is_average"), py::arg("config"),
+           py::arg("all_reduce_sms") = 0,
+           "all_reduce_sms: not 0 for an all-reduce, whose order is made for so many "
+           "multiprocessors, the same on all ranks.");
   py::class_<FusedMatmulReduceScatter, Held<FusedMatmulReduceScatter>>(
       m, "CudaScatterWorkspace", "The sums that the ranks of a group send each other.")
       .def(py::init(&make_workspace<FusedMatmulReduceScatter>), py::arg("rank"), py::arg("bases"),
@@ -491,14 +506,16 @@ void bind_cuda(py::module_& m) {
   m.attr("SCATTER_TIMES_BYTES") = sizeof(agmm::ScatterTimes);
   m.attr("MAX_SCATTER_TILES") = agmm::kMaxScatterTiles;
   m.def("scatter_steps", &scatter_steps, py::arg("rank"), py::arg("world_size"), py::arg("rows"),
-        py::arg("n"), py::arg("config"),
-        "For each launch of a matmul + reduce-scatter, each tile in order: (owner, first row of A, "
-        "rows, first column, tile of the chunk or -1 where it only pads).");
+        py::arg("n"), py::arg("config"), py::arg("all_reduce_sms") = 0,
+        "For each launch of a matmul + reduce-scatter, or of an all-reduce, each tile in order: "
+        "(owner, first row of A, rows, first column, tile of the chunk or -1 where it only pads).");
   m.def(
       "scatter_part_bytes",
-      [](int rows, int n, int world_size, const KernelConfig& config) {
-        return agmm::scatter_part_bytes(rows, n, world_size, config.shape);
+      [](int rows, int n, int world_size, const KernelConfig& config, bool is_all_reduce) {
+        return agmm::scatter_part_bytes(rows, n, world_size, config.shape, is_all_reduce);
       },
       py::arg("rows"), py::arg("n"), py::arg("world_size"), py::arg("config"),
-      "Bytes that a matmul + reduce-scatter sends from one rank to another at a time.");
+      py::arg("is_all_reduce") = false,
+      "Bytes that a matmul + reduce-scatter, or an all-reduce, sends from one rank to another at a "
+      "time.");
 }

@@ -62,6 +62,10 @@ set(AGMM_SCATTER_TABLE
     "128 256 64 1 1 Cooperative all"
     "128 128 64 1 1 Pingpong    timed")
 
+# Those of matmul + all-reduce, as the first: pingpong, without clusters.
+set(AGMM_LAGGED_TABLE
+    "128 128 64 1 1 Pingpong    all")
+
 # Those of scaled matmul + reduce-scatter, as those of fp8.
 set(AGMM_FP8_SCATTER_TABLE
     "128 128 128 1 1 Pingpong    default Fast e4m3"
@@ -73,10 +77,12 @@ set(AGMM_FP8_SCATTER_TABLE
 set(AGMM_KERNEL_ENTRY KernelEntry)
 set(AGMM_FP8_ENTRY KernelEntry)
 set(AGMM_SCATTER_ENTRY ScatterEntry)
+set(AGMM_LAGGED_ENTRY ScatterEntry)
 set(AGMM_FP8_SCATTER_ENTRY ScatterEntry)
 set(AGMM_KERNEL_INSTANCE KernelInstance)
 set(AGMM_FP8_INSTANCE KernelInstance)
 set(AGMM_SCATTER_INSTANCE ScatterInstance)
+set(AGMM_LAGGED_INSTANCE ScatterInstance)
 set(AGMM_FP8_SCATTER_INSTANCE ScatterInstance)
 set(AGMM_FP8_ARGUMENTS "false, false")
 set(AGMM_FP8_SCATTER_ARGUMENTS "false")
@@ -95,7 +101,7 @@ function(agmm_generate_kernels kernels directory out_sources)
           fp8_scatter)
     set(rows_${kind} 0)
   endforeach()
-  foreach(op IN ITEMS kernel fp8 scatter fp8_scatter)
+  foreach(op IN ITEMS kernel fp8 scatter fp8_scatter lagged)
     string(TOUPPER "${op}" OP)
     set(declarations "")
     set(list "")
@@ -136,6 +142,9 @@ function(agmm_generate_kernels kernels directory out_sources)
         string(APPEND arguments ", true")
         set(dtypes bf16)
         set(layouts col)
+      endif()
+      if(op STREQUAL "lagged")
+        string(APPEND arguments ", false, Accumulation::Fast, true")
       endif()
       if(op MATCHES "^fp8")
         list(GET field 7 accumulation)

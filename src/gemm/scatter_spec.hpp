@@ -1,10 +1,11 @@
-// The one description of a launch of matmul + reduce-scatter.
+// The one description of a launch of matmul + reduce-scatter, or + all-reduce.
 #pragma once
 
 #include <cstdint>
 
 #include "agmm/fused_matmul_reduce_scatter.hpp"
 #include "agmm/problem.hpp"
+#include "order/lagged_order.hpp"
 #include "transport/tile_push.hpp"
 
 namespace agmm {
@@ -27,6 +28,10 @@ struct ScatterSpec {
   int32_t sm_count = 0;
   void* split_scratch = nullptr;       // as AsyncInputArgs::split_scratch
   ScatterTimes* tile_times = nullptr;  // of this launch
+
+  // Of an all-reduce.
+  void* out_of_all = nullptr;  // [rows, n], from where this launch's rows of chunk 0 begin
+  Lag lag{};                   // the same on all ranks
 };
 
 }  // namespace agmm

@@ -26,19 +26,29 @@ using Single = ScatterLayout::Single;
 
 constexpr int kLeastSms = 2;  // for a cluster of two CTAs
 
+bool is_all_reduce(MatmulScatter const& call) { return call.all_reduce_sms != 0; }
+
 ScatterEntry const* find_kernel(MatmulScatter const& call) {
-  for (std::size_t i = 0; i < kScatterCount; ++i) {
-    KernelFacts const& facts = kScatterTable[i]->facts;
+  ScatterEntry const* const* const table = is_all_reduce(call) ? kLaggedTable : kScatterTable;
+  std::size_t const count = is_all_reduce(call) ? kLaggedCount : kScatterCount;
+  for (std::size_t i = 0; i < count; ++i) {
+    KernelFacts const& facts = table[i]->facts;
     if (facts.shape == call.config.shape && facts.dtype == call.dtype &&
         facts.b_layout == call.b_layout && facts.accumulation == call.accumulation) {
-      return kScatterTable[i];
+      return table[i];
     }
   }
   return nullptr;
 }
 
+std::vector<KernelFacts> facts_of_table(ScatterEntry const* const* table, std::size_t count) {
+  std::vector<KernelFacts> facts;
+  for (std::size_t i = 0; i < count; ++i) facts.push_back(table[i]->facts);
+  return facts;
+}
+
 std::string described(MatmulScatter const& call) {
-  std::string text = "matmul_reduce_scatter(";
+  std::string text = is_all_reduce(call) ? "matmul_all_reduce(" : "matmul_reduce_scatter(";
   for (Product const& product : call.products) {
     text += "A [" + std::to_string(call.rows) + ", " + std::to_string(product.k) + "] " +
             to_string(call.dtype) + ", B [" + std::to_string(product.k) + ", " +
@@ -51,9 +61,14 @@ std::string described(MatmulScatter const& call) {
 uint32_t tag_of(MatmulScatter const& call) {
   int64_t k = 0;
   for (Product const& product : call.products) k = k * 31 + product.k;
-  std::string const what = std::string("scatter ") + to_string(call.dtype) + " " +
-                           std::to_string(call.n) + " " + call.config.shape.str() +
-                           (call.is_average ? " avg" : " sum");
+  std::string what = std::string("scatter ") + to_string(call.dtype) + " " +
+                     std::to_string(call.n) + " " + call.config.shape.str() +
+                     (call.is_average ? " avg" : " sum");
+  // Ranks whose orders differ could wait for each other in a ring.
+  if (is_all_reduce(call)) {
+    what += " to all " + std::to_string(call.all_reduce_sms) + " " +
+            std::to_string(call.config.max_swizzle) + " " + to_string(call.config.raster);
+  }
   return call_tag(call.rows, k, what, false);
 }
 
@@ -108,10 +123,15 @@ void check(MatmulScatter const& call, int world_size, std::size_t part_bytes) {
     refuse("config",
            call.config.shape.str() + " " + to_string(call.dtype) + " B " +
                to_string(call.b_layout) + " " + to_string(call.accumulation),
-           "a kernel of this build that sends tiles");
+           is_all_reduce(call) ? "a kernel of this build that sends finished tiles"
+                               : "a kernel of this build that sends tiles");
+  }
+  if (call.all_reduce_sms < 0) {
+    refuse("all_reduce_sms", std::to_string(call.all_reduce_sms), "at least 0");
   }
   check_splits(call, kernel->facts);
-  std::size_t const needed = scatter_part_bytes(call.rows, call.n, world_size, call.config.shape);
+  std::size_t const needed =
+      scatter_part_bytes(call.rows, call.n, world_size, call.config.shape, is_all_reduce(call));
   if (needed > part_bytes) {
     refuse("A", std::to_string(needed) + " bytes for each other rank",
            "at most the workspace's " + std::to_string(part_bytes));
@@ -126,13 +146,13 @@ struct Launch {
 
 bool is_same(MatmulScatter const& a, MatmulScatter const& b) {
   auto const fields = [](MatmulScatter const& call) {
-    auto const& [rows, n, dtype, b_layout, products, bias, out, is_average, scales, accumulation,
-                 config, limit_ns, tile_times] = call;
+    auto const& [rows, n, dtype, b_layout, products, bias, out, is_average, all_reduce_sms, scales,
+                 accumulation, config, limit_ns, tile_times] = call;
     static_cast<void>(products);
     static_cast<void>(scales);
     static_cast<void>(config);
-    return std::tie(rows, n, dtype, b_layout, bias, out, is_average, accumulation, limit_ns,
-                    tile_times);
+    return std::tie(rows, n, dtype, b_layout, bias, out, is_average, all_reduce_sms, accumulation,
+                    limit_ns, tile_times);
   };
   return fields(a) == fields(b) && same_fields(a.config, b.config) &&
          same_fields(a.scales, b.scales) &&
@@ -201,14 +221,16 @@ struct FusedMatmulReduceScatter::Impl {
 };
 
 std::vector<KernelFacts> built_scatter_kernels() {
-  std::vector<KernelFacts> facts;
-  for (std::size_t i = 0; i < kScatterCount; ++i) facts.push_back(kScatterTable[i]->facts);
-  return facts;
+  return facts_of_table(kScatterTable, kScatterCount);
+}
+std::vector<KernelFacts> built_all_reduce_kernels() {
+  return facts_of_table(kLaggedTable, kLaggedCount);
 }
 
 std::size_t FusedMatmulReduceScatter::needed_part_bytes(int32_t rows, int32_t n, int world_size,
-                                                        KernelShape const& shape) {
-  return scatter_part_bytes(rows, n, world_size, shape);
+                                                        KernelShape const& shape,
+                                                        bool is_all_reduce) {
+  return scatter_part_bytes(rows, n, world_size, shape, is_all_reduce);
 }
 
 std::size_t FusedMatmulReduceScatter::workspace_bytes(std::size_t part_bytes, int world_size) {
@@ -241,6 +263,7 @@ FusedMatmulReduceScatter::FusedMatmulReduceScatter(int rank, std::vector<uintptr
     refuse("reserved_sms", std::to_string(reserved_sms), "0 to " + std::to_string(all - kLeastSms));
   }
   for (std::size_t i = 0; i < kScatterCount; ++i) make_ready(*kScatterTable[i], kernels_device());
+  for (std::size_t i = 0; i < kLaggedCount; ++i) make_ready(*kLaggedTable[i], kernels_device());
 }
 
 FusedMatmulReduceScatter::~FusedMatmulReduceScatter() = default;
@@ -255,7 +278,8 @@ TilePushArgs FusedMatmulReduceScatter::Impl::push_args(MatmulScatter const& call
   push.tag = tag_of(call);
   push.scale = call.is_average ? 1.0f / static_cast<float>(world_size()) : 1.0f;
   push.parts = at<char>(rank, layout.part(0));
-  push.part_bytes = static_cast<int64_t>(std::size_t(tiles.tiles()) * tile_bytes);
+  push.part_bytes =
+      static_cast<int64_t>(std::size_t(tiles.tiles()) * tile_bytes * (is_all_reduce(call) ? 2 : 1));
   push.signals = at<uint32_t>(rank, layout.signals(0));
   push.credits = at<uint32_t>(rank, layout.credit(0));
   push.go = at<uint32_t>(rank, layout.single(Single::Go));
@@ -281,7 +305,10 @@ TilePushArgs FusedMatmulReduceScatter::Impl::push_args(MatmulScatter const& call
   }
   int64_t k_bytes = 0;
   for (Product const& product : call.products) k_bytes += product.k * element_bytes(call.dtype);
-  push.paces = SendPaces(launched.sent, at_once, kernels_device().clock_khz, k_bytes);
+  int32_t const clock_khz = kernels_device().clock_khz;
+  push.paces = is_all_reduce(call)
+                   ? SendPaces::of_all_reduce(launched.all, at_once, world_size(), clock_khz)
+                   : SendPaces(launched.sent, at_once, clock_khz, k_bytes);
   return push;
 }
 
@@ -298,9 +325,10 @@ FusedMatmulReduceScatter::Impl::Launches FusedMatmulReduceScatter::Impl::prepare
   for (int32_t row = 0; row < chunk_rows; row += band) {
     ScatterTiles const tiles(rank, world_size(), chunk_rows, {row, min_of(row + band, chunk_rows)},
                              call.n, shape.tile_m, shape.tile_n, shape.cluster_m);
-    if (tiles.tiles() > kMaxScatterTiles) {
+    int32_t const most_tiles = is_all_reduce(call) ? kMaxScatterTiles / 2 : kMaxScatterTiles;
+    if (tiles.tiles() > most_tiles) {
       refuse("B", std::to_string(tiles.tiles()) + " tiles in a chunk",
-             "at most " + std::to_string(kMaxScatterTiles));
+             "at most " + std::to_string(most_tiles));
     }
     ScatterSpec spec;
     spec.config = call.config;
@@ -313,7 +341,15 @@ FusedMatmulReduceScatter::Impl::Launches FusedMatmulReduceScatter::Impl::prepare
     spec.scales = call.scales;
     spec.accumulation = call.accumulation;
     spec.bias = call.bias;
-    spec.out = static_cast<char*>(call.out) + std::size_t(row) * std::size_t(call.n) * 2;
+    std::size_t const row_bytes = std::size_t(call.n) * 2;
+    spec.out = static_cast<char*>(call.out) + std::size_t(row) * row_bytes;
+    if (is_all_reduce(call)) {
+      spec.out_of_all = spec.out;
+      spec.out =
+          static_cast<char*>(spec.out) + std::size_t(rank) * std::size_t(chunk_rows) * row_bytes;
+      spec.lag =
+          lag_for(world_size(), LaunchTiles(tiles, shape).all / world_size(), call.all_reduce_sms);
+    }
     spec.push = push_args(call, tiles, kernel.tile_bytes);
     spec.sm_count = sm_count;
     spec.split_scratch = split_scratch.get();

@@ -303,7 +303,8 @@ struct FirstBlocks {
   }
 
   /// Of `clusters` at once.
-  FirstBlocks(TileOrder const& order, int32_t clusters) : FirstBlocks() {
+  template <class Order>
+  FirstBlocks(Order const& order, int32_t clusters) : FirstBlocks() {
     constexpr int32_t kBlocks = 0xff;
     if (order.blocks_m > kBlocks || order.blocks_n > kBlocks) return;
     int32_t const count = min_of(min_of(clusters, kMost), order.count());

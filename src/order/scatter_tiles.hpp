@@ -76,8 +76,8 @@ struct ScatterTiles {
   AGMM_HOST_DEVICE int32_t place_by_arrival(int32_t i) const { return world_size - 2 - i; }
 };
 
-/// Of a chunk in a launch, each with a signal at each place. As many as a band of 4096 rows and
-/// 8192 columns of 64 x 64 tiles has.
+/// Of a chunk in a launch, each with a signal at each place, finished ones counted beside their
+/// sums. As many as a band of 4096 rows and 8192 columns of 64 x 64 tiles has.
 constexpr int32_t kMaxScatterTiles = 8192;
 
 /// Rows of a chunk that a launch computes: a band (ScatterBands), in whole blocks of tiles.
@@ -88,13 +88,15 @@ inline int32_t scatter_band_rows(int32_t chunk_rows, int32_t world_size, KernelS
   return min_of(max_of(chunk_rows, 1), ceil_div(even, block) * block);
 }
 
-/// Bytes that a rank sends to another in a launch: whole tiles. `rows`: of A.
+/// Bytes that a rank sends to another in a launch: whole tiles, and in an all-reduce as many
+/// finished ones behind them. `rows`: of A.
 inline std::size_t scatter_part_bytes(int32_t rows, int32_t n, int32_t world_size,
-                                      KernelShape const& shape) {
+                                      KernelShape const& shape, bool is_all_reduce = false) {
   int32_t const band = scatter_band_rows(rows / max_of(world_size, 1), world_size, shape);
   constexpr std::size_t kElementBytes = 2;  // of every DType
   return std::size_t(ceil_div(band, shape.tile_m)) * std::size_t(ceil_div(n, shape.tile_n)) *
-         std::size_t(shape.tile_m) * std::size_t(shape.tile_n) * kElementBytes;
+         std::size_t(shape.tile_m) * std::size_t(shape.tile_n) * kElementBytes *
+         (is_all_reduce ? 2 : 1);
 }
 
 }  // namespace agmm

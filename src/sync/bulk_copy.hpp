@@ -44,6 +44,16 @@ CUTLASS_DEVICE void bulk_prefetch(void const* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
+/// The same without its group, which ends with bulk_commit().
+CUTLASS_DEVICE void bulk_copy_in_group(void* to, void const* from, uint32_t bytes) {
+  auto const at = uint32_t(__cvta_generic_to_shared(from));
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(at),
+               "r"(bytes)
+               : "memory");
+}
+
+CUTLASS_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
 /// Returns when all but the last `kLeft` of this thread's groups have been read from shared memory.
 template <int kLeft>
 CUTLASS_DEVICE void bulk_wait_read() {

@@ -74,6 +74,20 @@ struct SendPaces {
         SendPace(sent - last_wave * ctas, clock_khz, send_bytes_per_ns(k_bytes, ctas, clock_khz));
   }
 
+  /// Of an all-reduce: of w tiles w - 1 go to a rank and one to w - 1 of them, so a wave of tiles
+  /// sends 2 * (w - 1) / w times that. The pace is that of the kilobytes of a tile, each of which
+  /// goes to all its ranks; those of the last wave are own ones.
+  static SendPaces of_all_reduce(int32_t tiles, int32_t ctas, int32_t world_size,
+                                 int32_t clock_khz) {
+    SendPaces paces;
+    int32_t const others = world_size - 1;
+    paces.usual = SendPace(ceil_div(2 * others * ctas, world_size), clock_khz);
+    paces.last_wave = max_of(0, tiles - 1) / ctas;
+    paces.highest_clock = float(clock_khz) * 1e-6f;
+    paces.last = SendPace(others * (tiles - paces.last_wave * ctas), clock_khz);
+    return paces;
+  }
+
   AGMM_HOST_DEVICE SendPace const& of_wave(int32_t wave) const {
     return wave == last_wave ? last : usual;
   }
@@ -85,7 +99,8 @@ struct TilePushArgs {
   float scale = 1.0f;  // of the whole sum
 
   // This rank's memory. Stretches of `part_bytes` at the places, each [tiles of a chunk][bytes of a
-  // tile]; signals [places][kMaxScatterTiles].
+  // tile], of an all-reduce twice, for finished tiles behind the sums; signals
+  // [places][kMaxScatterTiles].
   char const* parts = nullptr;
   int64_t part_bytes = 0;
   uint32_t* signals = nullptr;

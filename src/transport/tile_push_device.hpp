@@ -82,7 +82,9 @@ class MeasuredClock {
 /// Of a CTA whose tiles are computed by `kTileThreads` threads, `kFloats` elements of each. A tile
 /// travels in fragment order: vector by vector of 8 elements, thread by thread; its owner's same
 /// kernel has the same threads. It leaves in pieces, through `kBuffers` buffers of one each.
-template <class Element, int kTileThreads_, int kFloats, int kPieces, int kBuffers>
+/// `kReturns`: own tiles go to all other ranks, once they are whole (TileReturn).
+template <class Element, int kTileThreads_, int kFloats, int kPieces, int kBuffers,
+          bool kReturns = false>
 struct TilePush {
   static constexpr int kTileThreads = kTileThreads_;
   static constexpr int kVectorElements = 16 / int(sizeof(Element));
@@ -299,12 +301,14 @@ struct TilePush {
     if (thread == 0) count_done(push, 1);
   }
 
-  /// `count` more tiles are sent, or their sums are read. By one thread, for others behind a
-  /// barrier. Who makes them all gives the credits.
+  /// `count` more tiles are sent, or their sums are read; where they are returned, also own ones
+  /// sent, or others' copied. By one thread, for others behind a barrier. Who makes them all gives
+  /// the credits.
   CUTLASS_DEVICE static void count_done(TilePushArgs const& push, int32_t count) {
     if (count == 0) return;
     uint32_t const before = add_acq_rel_gpu(push.done, uint32_t(count));
-    if (before + uint32_t(count) != uint32_t(push.tiles.all_tiles())) return;
+    int32_t const all = push.tiles.all_tiles() * (kReturns ? 2 : 1);
+    if (before + uint32_t(count) != uint32_t(all)) return;
     *push.done = 0;
     *push.go = 0;
     CUTLASS_PRAGMA_NO_UNROLL
@@ -373,7 +377,7 @@ struct TilePush {
   }
   CUTLASS_DEVICE static bool is_told_whole() { return tell_sender(false); }
 
- private:
+ protected:
   // As the grace of a wait for a chunk (device_wait.hpp).
   static constexpr uint32_t kLateUnits = 64;
 

@@ -14,6 +14,8 @@ from scatter_work import in_order
 
 import agmm
 from agmm.ops import matmul_all_reduce, scatter_cuda, scatter_paths, scatter_plan
+from agmm.planning import cost_model
+from agmm.planning.plans import KernelConfig
 from agmm.runtime.calls import Call
 from agmm.runtime.workspaces import cpu_workspace
 from agmm.testing.reference import relative_error
@@ -91,22 +93,30 @@ def products(
     return faults
 
 
-def scattered_and_gathered(world_size: int, bias: bool) -> list[str] | None:
-    """Faults of `by_scatter_and_gather`, whose kernel the CPU backend stands in for: planned
-    or strict it scatters, else it leaves the call to the unfused path."""
+def by_kernels(world_size: int, bias: bool) -> list[str] | None:
+    """Faults of `by_scatter_and_gather`, whose kernels the CPU backend stands in for: as
+    planned by one kernel, or by a scatter and a gather, else it leaves the call to the unfused
+    path."""
     group = _group(world_size)
     if group is None:
         return None
     rank, faults = dist.get_rank(group), []
-    scattered = 0
+    called: list[str] = []
+    kernel = KernelConfig.parse("128x128x64_1x1_pingpong")
 
     def scatter(
         As: Any, Bs: Any, bias: Any, group: Any, scatter_dim: int, reduce_op: str, *, strict: bool
     ) -> torch.Tensor:
-        nonlocal scattered
-        scattered += 1
+        called.append("scatter")
         assert strict  # it has been decided
         return scatter_paths.native_cpu(As, Bs, bias, group, scatter_dim, reduce_op)
+
+    def all_reduce(
+        A: Any, B: Any, bias: Any, group: Any, found: KernelConfig, sm_count: int
+    ) -> torch.Tensor:
+        called.append("lagged")
+        assert (found, sm_count) == (kernel, 132)
+        return cpu_workspace(group).matmul_all_reduce(A, B, bias, call)
 
     generator = torch.Generator().manual_seed(world_size)
     for rows in (1, world_size, 2 * world_size + 1):
@@ -115,24 +125,32 @@ def scattered_and_gathered(world_size: int, bias: bool) -> list[str] | None:
         )
         b = torch.arange(4.0) if bias else None
         call = Call("matmul_all_reduce", A=A, B=B)
-        for is_planned, strict in ((True, False), (False, True), (False, False)):
-            before = scattered
+        ways: list[tuple[cost_model.AllReduceWay, bool]] = [
+            ("lagged", False),
+            ("lagged", True),
+            ("scatter", False),
+            ("unfused", False),
+            ("unfused", True),  # where no kernel is legal: the scatter says why
+        ]
+        for way, strict in ways:
+            called.clear()
+            plan = scatter_plan.AllReducePlan(way, kernel if way == "lagged" else None, 132)
             with (
                 mock.patch.object(scatter_cuda, "run", scatter),
+                mock.patch.object(scatter_cuda, "all_reduce", all_reduce),
                 mock.patch.object(scatter_plan, "why_not_native", return_value=None),
-                mock.patch.object(
-                    scatter_plan, "is_all_reduce_scattered", return_value=is_planned
-                ) as asked,
+                mock.patch.object(scatter_plan, "all_reduce_plan", return_value=plan) as asked,
             ):
                 out = matmul_all_reduce.by_scatter_and_gather(
                     A, (1.0 + rank) * B, b, group, call, agreed="", strict=strict
                 )
-            label = f"rank {rank}: {rows} rows, planned {is_planned}, strict {strict}"
-            if (out is None) != (not is_planned and not strict) or (out is None) != (
-                scattered == before
-            ):
-                faults.append(f"{label}: {scattered - before} scatters")
-            if not strict and asked.call_args.args[0] != -(-rows // world_size) * world_size:
+            label = f"rank {rank}: {rows} rows, planned {way}, strict {strict}"
+            wanted_calls = [] if (way, strict) == ("unfused", False) else [way]
+            if strict and way == "unfused":
+                wanted_calls = ["scatter"]
+            if called != wanted_calls or (out is None) != (not wanted_calls):
+                faults.append(f"{label}: {called}")
+            if asked.call_args.args[0] != -(-rows // world_size) * world_size:
                 faults.append(f"{label}: asked for {asked.call_args.args[0]} rows")
             wanted = world_size * (world_size + 1) / 2 * (A @ B) + (0 if b is None else b)
             if out is not None and not torch.equal(out, wanted):
@@ -189,9 +207,10 @@ def repeated(world_size: int, calls: int, delay_us: int) -> list[str] | None:
         return None
     rank, kinds, dtype = dist.get_rank(group), 5, torch.bfloat16
     workspace = cpu_workspace(group)
-    A = torch.empty(7, 33, dtype=dtype)
+    rows = 197  # in several pieces of up to 5 ranks
+    A = torch.empty(rows, 33, dtype=dtype)
     every = [
-        (_random((7, 33), dtype, 10 * kind + rank), _random((33, 6), dtype, 100 * kind + rank))
+        (_random((rows, 33), dtype, 10 * kind + rank), _random((33, 6), dtype, 100 * kind + rank))
         for kind in range(kinds)
     ]
 

@@ -22,6 +22,7 @@ SHAPES = [  # M, ..., N, K
     (3, 2, 4, 17),
     (1, 2, 3, 8, 16),
     (64, 96, 128),
+    (301, 24, 33),  # in pieces
 ]
 
 
@@ -49,7 +50,7 @@ def test_eight_ranks(rank_pools: Callable[..., RankPool]) -> None:
 def test_bits_are_those_of_the_definition(
     pool: RankPool, world_size: int, dtype: torch.dtype, bias: bool
 ) -> None:
-    for rows in (1, 4, 31):
+    for rows in (1, 4, 31, 403):
         found = pool.run(all_reduce_work.defined_bits, world_size, rows, dtype, bias)
         check(found, world_size, True)
 
@@ -103,9 +104,11 @@ def test_compiled(pool: RankPool, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_scatter_by_a_kernel_and_a_gather(pool: RankPool, world_size: int, bias: bool) -> None:
-    """What CUDA does, with the CPU's scatter in place of the kernel."""
-    check(pool.run(all_reduce_work.scattered_and_gathered, world_size, bias), world_size, [])
+def test_by_one_kernel_or_by_a_scatter_and_a_gather(
+    pool: RankPool, world_size: int, bias: bool
+) -> None:
+    """What CUDA does, with the CPU's in place of the kernels."""
+    check(pool.run(all_reduce_work.by_kernels, world_size, bias), world_size, [])
 
 
 def test_what_agmm_does_not_sum_the_backend_does(pool: RankPool) -> None:

@@ -13,7 +13,9 @@ from gpu_work import group_of, last_ranks
 
 import agmm
 from agmm import async_tp
-from agmm.ops import scatter_paths
+from agmm.ops import scatter_paths, scatter_plan
+from agmm.planning import call_plans
+from agmm.runtime.group_gpus import group_facts
 from agmm.testing.reference import allowed_error, relative_error
 
 
@@ -108,6 +110,64 @@ def products(
             wrong = (out != wanted) | out.isnan()
             if out.shape != wanted.shape or wrong.any():
                 faults.append(f"rank {rank}: {size}, {n}, {ks}, call {turn}: {int(wrong.sum())}")
+    return faults
+
+
+def all_reduces(
+    world_size: int, shapes: list[tuple[int, int, int]], *, bias: bool = False
+) -> list[str] | None:
+    """Faults of `agmm.matmul_all_reduce` by the kernel that sends finished tiles, in words. Shapes
+    are (rows in all, N, K). Calls in turn with scatters, and in graphs; all ranks have the same
+    bits."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank, faults, dtype = dist.get_rank(group), [], torch.bfloat16
+    sms = group_facts(group, torch.device("cuda", torch.cuda.current_device())).sm_count
+    plan = scatter_plan.AllReducePlan("lagged", call_plans.all_reduce_kernels()[0], sms)
+    for seed, (rows, n, k) in enumerate(shapes):
+        shared = -(-rows // world_size)
+        of_bias = _whole(n, seed=seed, dtype=dtype) if bias else None
+        for turn in range(3):
+            every = [
+                _operands(r, (rows,), n, (k,), dtype, True, 10 * seed + turn)
+                for r in range(world_size)
+            ]
+            (A,), (B,) = every[rank]
+
+            def call(
+                A: torch.Tensor = A, B: torch.Tensor = B, bias: torch.Tensor | None = of_bias
+            ) -> torch.Tensor:
+                with mock.patch.object(scatter_plan, "all_reduce_plan", return_value=plan):
+                    return agmm.matmul_all_reduce(A, B, group, bias=bias, strict=True)
+
+            out = call()
+            padded = [
+                (
+                    [torch.nn.functional.pad(a, (0, 0, 0, shared * world_size - rows)) for a in As],
+                    Bs,
+                )
+                for As, Bs in every
+            ]
+            wanted = torch.cat(
+                [expected(world_size, r, padded, 0, False, of_bias) for r in range(world_size)]
+            )[:rows]
+            wrong = int((out != wanted).sum())  # NaN too
+            if wrong:
+                faults.append(
+                    f"rank {rank}: {rows}, {n}, {k}, call {turn}: {wrong} of {out.numel()}"
+                )
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            dist.barrier(group)
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                captured = call()
+            for _ in range(3):
+                captured.fill_(torch.nan)
+                graph.replay()
+                again = call()
+                if not (torch.equal(captured, out) and torch.equal(again, out)):
+                    faults.append(f"rank {rank}: {rows}, {n}, {k}: a replay or a repeated call")
     return faults
 
 

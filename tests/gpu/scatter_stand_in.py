@@ -1,6 +1,6 @@
-"""Ranks of matmul + reduce-scatter on one GPU: either several workspaces of one process that are
-each other's peers, each with its part of the multiprocessors, or one rank that is all its own
-peers, with all of them.
+"""Ranks of matmul + reduce-scatter, or + all-reduce, on one GPU: either several workspaces of one
+process that are each other's peers, each with its part of the multiprocessors, or one rank that is
+all its own peers, with all of them.
 
 As a program it makes calls of every kernel and compares the results (for compute-sanitizer), or
 calls back to back with ranks late at random, until one is wrong:
@@ -28,6 +28,11 @@ PART_BYTES = 64 << 20
 def kernels() -> list[KernelConfig]:
     """Those of this build to choose from."""
     return [KernelConfig.of(kernel) for kernel in _core.scatter_kernels() if not kernel.timed]
+
+
+def all_reduce_kernels() -> list[KernelConfig]:
+    """Those of an all-reduce."""
+    return [KernelConfig.of(kernel) for kernel in _core.all_reduce_kernels()]
 
 
 @dataclass
@@ -82,8 +87,10 @@ def enqueue(
     config: KernelConfig,
     stream: torch.cuda.Stream,
     tile_times: torch.Tensor | None = None,
+    *,
+    all_reduce_sms: int = 0,
 ) -> None:
-    """One call of one rank."""
+    """One call of one rank; with ``all_reduce_sms`` of an all-reduce."""
     column_major = what.Bs[0].stride(0) == 1
     core.matmul_reduce_scatter(
         _core.ScatterProblem(
@@ -97,6 +104,7 @@ def enqueue(
             ],
             what.is_average,
             config.core,
+            all_reduce_sms,
         ),
         [each.data_ptr() for pair in zip(what.As, what.Bs, strict=True) for each in pair],
         0 if what.bias is None else what.bias.data_ptr(),
@@ -118,6 +126,7 @@ def symmetric_memory(world_size: int, part_bytes: int) -> torch.Tensor:
 
 
 def empty_out(what: Products, world_size: int) -> torch.Tensor:
+    """Of an all-reduce for a world size of 1."""
     rows, n = what.rows // world_size, what.n
     return torch.full((rows, n), torch.nan, dtype=what.As[0].dtype, device="cuda")
 
@@ -145,9 +154,12 @@ class Alone:
         places = [self.memory.data_ptr()] * world_size
         self.core = _core.CudaScatterWorkspace(rank, places, part_bytes)
 
-    def call(self, what: Products, config: KernelConfig) -> torch.Tensor:
-        out = empty_out(what, self.world_size)
-        enqueue(self.core, what, out, config, torch.cuda.current_stream())
+    def call(
+        self, what: Products, config: KernelConfig, *, all_reduce_sms: int = 0
+    ) -> torch.Tensor:
+        out = empty_out(what, 1 if all_reduce_sms else self.world_size)
+        stream = torch.cuda.current_stream()
+        enqueue(self.core, what, out, config, stream, all_reduce_sms=all_reduce_sms)
         return out
 
     def expected(self, what: Products) -> torch.Tensor:
@@ -175,13 +187,16 @@ class Together:
         ]
         self.streams = [torch.cuda.Stream() for _ in range(world_size)]
 
-    def enqueue(self, whats: Sequence[Products], config: KernelConfig) -> list[torch.Tensor]:
+    def enqueue(
+        self, whats: Sequence[Products], config: KernelConfig, *, is_all_reduce: bool = False
+    ) -> list[torch.Tensor]:
         """A call of every rank, whose results come with the streams."""
-        outs = [empty_out(what, len(self.cores)) for what in whats]
+        sms = self.sms if is_all_reduce else 0
+        outs = [empty_out(what, 1 if is_all_reduce else len(self.cores)) for what in whats]
         for stream in self.streams:
             stream.wait_stream(torch.cuda.current_stream())
         for core, what, out, stream in zip(self.cores, whats, outs, self.streams, strict=True):
-            enqueue(core, what, out, config, stream)
+            enqueue(core, what, out, config, stream, all_reduce_sms=sms)
         return outs
 
     def wait(self) -> None:
@@ -202,8 +217,8 @@ class Together:
         ]
 
 
-def configs() -> Iterator[KernelConfig]:
-    for kernel in kernels():
+def configs(found: Sequence[KernelConfig] | None = None) -> Iterator[KernelConfig]:
+    for kernel in kernels() if found is None else found:
         yield kernel
         yield replace(kernel, max_swizzle=2, raster="along_n")
 
@@ -260,7 +275,44 @@ def check(calls: int) -> None:
                         if not torch.equal(out, wanted):
                             raise SystemExit(f"{config.name} {world_size} {rows} {n} {ks}: {rank}")
     check_parts_of_k()
+    check_all_reduces(calls)
     print("all equal")
+
+
+def wrong_on_all_ranks(
+    ranks: Together, turns: Sequence[Sequence[Products]], config: KernelConfig
+) -> list[str]:
+    """Faults, in words, of all-reduces back to back: each rank is to have what the owners of the
+    rows make of them, and the same bits."""
+    outs = [ranks.enqueue(whats, config, is_all_reduce=True) for whats in turns]
+    torch.cuda.synchronize()
+    faults = []
+    for turn, whats in enumerate(turns):
+        wanted = torch.cat(ranks.expected(whats))
+        for rank, out in enumerate(outs[turn]):
+            wrong = int((out != wanted).sum())  # NaN too
+            if wrong:
+                faults.append(f"call {turn}, rank {rank}: {wrong} of {wanted.numel()}")
+    return faults
+
+
+def check_all_reduces(calls: int) -> None:
+    for world_size, rows, n, ks in (
+        (2, 70, 136, (72, 8)),
+        (3, 130, 264, (136,)),
+        (4, 900, 520, (72,)),
+    ):
+        ranks = Together(world_size, 4 << 20)
+        for config in configs(all_reduce_kernels()):
+            for _ in range(calls):
+                turns = [
+                    [drawn(world_size * rows, n, ks, torch.bfloat16) for _ in range(world_size)]
+                    for _ in range(4)
+                ]
+                torch.cuda.synchronize()
+                faults = wrong_on_all_ranks(ranks, turns, config)
+                if faults:
+                    raise SystemExit(f"{config.name} {world_size} {rows} {n} {ks}: {faults}")
 
 
 def check_parts_of_k() -> None:
@@ -279,16 +331,29 @@ class _Work:
     """Calls of one shape: rows of a rank, N, K of each product."""
 
     def __init__(
-        self, ranks: Together, shape: tuple[int, int, tuple[int, ...]], configs: list[KernelConfig]
+        self,
+        ranks: Together,
+        shape: tuple[int, int, tuple[int, ...]],
+        configs: list[KernelConfig],
+        *,
+        is_all_reduce: bool = False,
     ) -> None:
         rows, n, ks = shape
         world_size = len(ranks.cores)
         self.configs = configs
+        self.all_reduce_sms = ranks.sms if is_all_reduce else 0
         self.sets = [
             [drawn(world_size * rows, n, ks, torch.bfloat16) for _ in range(world_size)]
             for _ in range(3)
         ]
         self.expected = [ranks.expected(whats) for whats in self.sets]
+        if is_all_reduce:
+            self.expected = [[torch.cat(parts)] * world_size for parts in self.expected]
+        # In memory that is there: an allocation may wait for kernels that wait for a rank to be
+        # called.
+        self.outs = [
+            empty_out(what, 1 if is_all_reduce else world_size) for what in self.sets[0]
+        ]
         self.which = 0
 
     def other_data(self, draw: random.Random) -> tuple[list[Products], list[torch.Tensor]]:
@@ -307,12 +372,21 @@ def stress(calls: int, seed: int, world_size: int = 3) -> None:
     torch.manual_seed(seed)
     ranks = Together(world_size, 4 << 20)
     rows, n, ks = FEW_TILES[1]
+    whole = (400, 1048, (136,))
     works = [
-        _Work(ranks, (400, 1048, (136,)), list(configs())),
+        _Work(ranks, whole, list(configs())),
         _Work(ranks, (rows, n, ks), list(split_configs(rows, n, ks, world_size, ranks.sms))),
+        _Work(ranks, whole, list(configs(all_reduce_kernels())), is_all_reduce=True),
     ]
     works = [work for work in works if work.configs]
     wrong = torch.zeros(world_size, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    for rank, stream in enumerate(ranks.streams):  # what comparing takes is there as well
+        with torch.cuda.stream(stream):
+            for work in works:
+                wrong[rank] += (work.outs[rank].fill_(torch.nan) != work.outs[rank]).sum()
+    torch.cuda.synchronize()
+    wrong.zero_()
     torch.cuda.synchronize()
     for _ in range(calls):
         work = draw.choice(works)
@@ -322,8 +396,9 @@ def stress(calls: int, seed: int, world_size: int = 3) -> None:
             with torch.cuda.stream(stream):
                 if draw.random() < 0.3:
                     torch.cuda._sleep(draw.randrange(1, 400_000))
-                out = empty_out(whats[rank], world_size)
-                enqueue(core, whats[rank], out, config, stream)
+                out = work.outs[rank].fill_(torch.nan)
+                sms = work.all_reduce_sms
+                enqueue(core, whats[rank], out, config, stream, all_reduce_sms=sms)
                 wrong[rank] += (out != expected[rank]).sum()  # NaN too
     torch.cuda.synchronize()
     if int(wrong.sum()):

@@ -9,6 +9,7 @@ import scatter_gpu_work
 import torch
 from at_hand import world_sizes
 
+from agmm.planning import call_plans
 from agmm.testing.ranks import RankPool
 
 SHAPES = [
@@ -42,6 +43,22 @@ def test_sum(gpu_pool: RankPool, world_size: int, case: dict[str, Any]) -> None:
 def test_several_products(gpu_pool: RankPool, world_size: int) -> None:
     shapes = [(130, 264, (64, 136)), (65, 1000, (8, 264, 72))]
     check(gpu_pool.run(scatter_gpu_work.products, world_size, shapes), world_size)
+
+
+@pytest.mark.skipif(
+    not call_plans.all_reduce_kernels(),
+    reason="this build has no kernel that sends finished tiles",
+)
+@pytest.mark.parametrize("world_size", world_sizes(2, 3, 4, 8))
+@pytest.mark.parametrize("bias", [False, True])
+def test_all_reduces(gpu_pool: RankPool, world_size: int, bias: bool) -> None:
+    shapes = [
+        (1, 8, 8),
+        (130, 520, 136),
+        (2049, 1160, 264),
+        (8193, 136, 72),
+    ]  # the last in two bands
+    check(gpu_pool.run(scatter_gpu_work.all_reduces, world_size, shapes, bias=bias), world_size)
 
 
 @pytest.mark.parametrize("world_size", world_sizes(2, 4))

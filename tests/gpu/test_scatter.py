@@ -167,6 +167,103 @@ def test_back_to_back(config: KernelConfig | None) -> None:
     torch.cuda.synchronize()
 
 
+ALL_REDUCES = scatter_stand_in.all_reduce_kernels()
+needs_all_reduces = pytest.mark.skipif(
+    not ALL_REDUCES, reason="this build has no kernel that sends finished tiles"
+)
+
+
+@needs_all_reduces
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("bias", [False, True])
+def test_all_reduces(world_size: int, bias: bool) -> None:
+    """Several back to back, which share signals and credits."""
+    ranks = Together(world_size)
+    for rows, n, ks in [*UGLY, (900, 1160, (264,))]:
+        for config in scatter_stand_in.configs(ALL_REDUCES):
+            turns = [
+                [
+                    drawn(world_size * rows, n, ks, torch.bfloat16, bias=bias)
+                    for _ in range(world_size)
+                ]
+                for _ in range(3)
+            ]
+            for whats in turns:  # of an all-reduce it is that of all ranks
+                for what in whats:
+                    what.bias = whats[0].bias
+            torch.cuda.synchronize()
+            assert scatter_stand_in.wrong_on_all_ranks(ranks, turns, config) == []
+
+
+@needs_all_reduces
+def test_all_reduces_of_every_kind() -> None:
+    """The rank's own tiles stand in for those of the others."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    for world_size in (2, 4, 8):
+        rank = Alone(world_size, world_size // 2)
+        for dtype in (torch.bfloat16, torch.float16):
+            for column_major in (True, False):
+                what = drawn(world_size * 257, 1160, (264,), dtype, column_major=column_major)
+                for config in ALL_REDUCES:
+                    out = rank.call(what, config, all_reduce_sms=sms)
+                    for part in out.chunk(world_size):
+                        check(part, rank.expected(what))
+
+
+@needs_all_reduces
+def test_bits_of_all_reduces() -> None:
+    """Of data that is not exact: the same on all ranks, in every call, eager or replayed, among
+    scatters of the same memory."""
+    world_size, rows, n, k = 4, 130, 392, 136
+    ranks, config = Together(world_size, 4 << 20), ALL_REDUCES[0]
+    sets = [
+        [drawn(world_size * rows, n, (k,), torch.bfloat16) for _ in range(world_size)]
+        for _ in range(3)
+    ]
+    for whats in sets:
+        for what in whats:
+            what.As[0] *= torch.rand((), device="cuda").bfloat16()
+    torch.cuda.synchronize()
+    first = [ranks.enqueue(whats, config, is_all_reduce=True) for whats in sets]
+    torch.cuda.synchronize()
+    for outs in first:
+        for out in outs[1:]:
+            check(out, outs[0])
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        graph_outs = ranks.enqueue(sets[1], config, is_all_reduce=True)
+        ranks.wait()
+    for i in range(400):
+        if i % 8 == 5:
+            for out in graph_outs:
+                out.fill_(torch.nan)
+            captured.replay()
+            torch.cuda.synchronize()
+            outs, wanted = graph_outs, first[1]
+        elif i % 8 == 6:
+            ranks.enqueue(sets[i % 3], DEFAULT)
+            continue
+        else:
+            outs, wanted = ranks.enqueue(sets[i % 3], config, is_all_reduce=True), first[i % 3]
+        if i % 10 < 6:
+            torch.cuda.synchronize()
+            for out, before in zip(outs, wanted, strict=True):
+                check(out, before)
+    torch.cuda.synchronize()
+
+
+@needs_all_reduces
+@pytest.mark.parametrize("late", [0, 3])
+def test_an_all_reduce_with_a_late_rank(late: int) -> None:
+    ranks = Together(4, 4 << 20)
+    for _ in range(20):
+        whats = [drawn(4 * 130, 392, (136,), torch.bfloat16) for _ in range(4)]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(ranks.streams[late]):
+            torch.cuda._sleep(2_000_000)
+        assert scatter_stand_in.wrong_on_all_ranks(ranks, [whats], ALL_REDUCES[0]) == []
+
+
 @pytest.mark.parametrize("late", [0, 3])
 def test_a_late_rank(late: int) -> None:
     ranks = Together(4, 4 << 20)

@@ -290,6 +290,41 @@ def test_collectives(kind: Kind, rows: int, world_size: int, plan: str, why: str
     assert f" {plan} (the plan) " in text
 
 
+def said_of_all_reduce(problem: Problem, scaling: str | None = None) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    found = explain.explain_all_reduce(problem, scaling)
+    console.print(found, soft_wrap=True, markup=False)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("problem", "plan"),
+    [
+        (Problem(8192, 8192, 7168, world_size=4), "matmul + reduce-scatter in one kernel, then an"),
+        (Problem(63, 8192, 2048, world_size=4), "matmul, then all-reduce"),
+        (Problem(8192, 8190, 7168, world_size=4), "matmul, then all-reduce"),
+        (Problem(8192, 8192, 7168, world_size=1), "matmul, then all-reduce"),
+    ],
+    ids=str,
+)
+def test_all_reduces(problem: Problem, plan: str) -> None:
+    text = said_of_all_reduce(problem)
+    assert f"out[{problem.m}, {problem.n}] = all_reduce(A[{problem.m}, {problem.k}] @ B)" in text
+    assert f"plan: {plan}" in text
+    assert text.count("(the plan)") == 1
+    assert ("cannot compute it: B: N=8190" in text) == (problem.n == 8190)
+
+
+def test_all_reduces_on_the_cpu_and_bad_input() -> None:
+    assert "plan: agmm's own" in said_of_all_reduce(Problem(63, 10, 20, world_size=4, gpu=CPU))
+    problem = Problem(64, 64, 64, world_size=4)
+    with pytest.raises(InvalidArgument, match="return_A: found True with matmul_all_reduce"):
+        said_of_all_reduce(problem._replace(return_A=True))
+    with pytest.raises(InvalidArgument, match="dtype: found fp8 with matmul_all_reduce"):
+        said_of_all_reduce(problem, "rowwise")
+
+
 def test_predictions_of_collectives() -> None:
     """Those that docs/collectives.md has for 4 and 8 GPUs, before a run there."""
     page = (Path(__file__).parents[2] / "docs" / "collectives.md").read_text()

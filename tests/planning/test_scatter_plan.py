@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from agmm.ops import scatter_plan
 from agmm.planning import call_plans, cost_model
-from agmm.planning.heuristics import predict_us
-from agmm.planning.legality import why_illegal
+from agmm.planning.cost_model.gpu_constants import constants
+from agmm.planning.heuristics import lagged_kernel, predict_us
+from agmm.planning.legality import why_illegal, why_lagged_illegal
 from agmm.planning.planner import Choice, Planner
 from agmm.planning.plans import (
     BY_TORCH,
@@ -197,33 +198,108 @@ def test_a_long_scatter_loses_its_clock_as_the_matmul_does() -> None:
     assert fastest == pytest.approx(cost_model.matmul_us(problem), rel=0.05)
 
 
-def test_an_all_reduce_is_scattered_from_some_rows_on() -> None:
-    """With few, as in decoding, a kernel's tiles and another launch take longer than they hide."""
-    for world_size, k in ((4, 2048), (4, 7168), (8, 2048)):
-        decided = []
+RETURNING = (KernelConfig.parse("128x128x64_1x1_pingpong"),)
+"""Of a default build, those that send finished tiles."""
+
+
+def all_reduce_way(
+    problem: Problem, kernels: Sequence[KernelConfig] = KERNELS, *, fused: bool = False
+) -> str:
+    scatters = Planner((), (), kernels).fused_plan(problem).kernel
+    returns = lagged_kernel(problem, RETURNING if kernels else ())
+    return cost_model.all_reduce_way(problem, scatters, returns, fused=fused)
+
+
+@pytest.fixture(params=[False, True], ids=["as measured", "were it as fast as a scatter"])
+def is_fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """A tile of a kernel that sends finished tiles."""
+    if request.param:
+        monkeypatch.setattr(cost_model.scatter, "_LAGGED_TILE_US", 0.0)
+    cost_model.all_reduce_way.cache_clear()
+    yield bool(request.param)
+    cost_model.all_reduce_way.cache_clear()
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_an_all_reduce_is_by_a_kernel_from_some_rows_on(world_size: int, is_fast: bool) -> None:
+    """With few, as in decoding, a kernel's tiles take longer than they hide; with many, and a long
+    K, rows would leave while others are computed."""
+    for k in (2048, 7168):
+        ways = []
         for m in (8, 64, 256, 1024, 4096, 16384):
             problem = scattered(m, 8192, k, world_size)._replace(op="matmul_reduce_scatter")
-            plan = Planner((), (), KERNELS).fused_plan(problem)
-            assert plan.kernel is not None
-            decided.append(cost_model.is_all_reduce_scattered(problem, plan.kernel))
-        assert decided == sorted(decided) and not decided[1] and decided[-2]
+            ways.append(all_reduce_way(problem))
+            assert all_reduce_way(problem, fused=True) != "unfused"
+            assert all_reduce_way(problem, (), fused=True) == "unfused"
+        assert ways[:2] == ["unfused"] * 2
+        assert "unfused" not in ways[-2:]
+    assert ways[-2:] == ["lagged" if is_fast else "scatter"] * 2
 
 
-@pytest.mark.parametrize(("rows", "wanted"), [(64, False), (4096, True)])
-def test_the_plan_of_an_all_reduce(
-    group: str, monkeypatch: pytest.MonkeyPatch, rows: int, wanted: bool
+def test_an_all_reduce_takes_the_time_of_its_links_or_of_its_matmul(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """4 ranks hide the links' time where K is some 2800; below, that time is left."""
+    monkeypatch.setattr(cost_model.scatter, "_LAGGED_TILE_US", 0.0)
+    us = {}
+    for k in (512, 1024, 4096, 14336):
+        problem = scattered(8192, 8192, k)._replace(op="matmul_reduce_scatter")
+        kernel = lagged_kernel(problem, RETURNING)
+        assert kernel is not None
+        us[k] = cost_model.lagged_all_reduce_us(problem, kernel)
+    links_us = 2 * 3 / 4 * 8192 * 8192 * 2 / (constants("nvidia-h200").scatter_gb_per_s * 1e3)
+    assert us[512] == pytest.approx(links_us, rel=0.1)
+    assert us[1024] == pytest.approx(links_us, rel=0.1)
+    matmul = cost_model.matmul_us(scattered(8192, 8192, 14336))
+    assert us[14336] == pytest.approx(matmul, rel=0.1)
+    assert us[512] < us[4096] < us[14336]
+
+
+def test_an_order_of_an_all_reduce_has_some_rows_of_each_chunk() -> None:
+    for world_size, swizzle in ((2, 4), (3, 2), (4, 2), (8, 2)):
+        problem = scattered(1024 * world_size, 8192, 7168, world_size)
+        kernel = lagged_kernel(problem, RETURNING)
+        assert kernel is not None
+        assert (kernel.max_swizzle, kernel.raster) == (swizzle, "along_n")
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (scattered(4096, 8192, 7168, 1), "group: found 1 ranks, wanted 2 to"),
+        (scattered(4096, 8190, 7168), "B: N=8190"),
+        (scattered(32768, 128 * 257, 7168), "plan: found 4112 tiles in a chunk, wanted at most"),
+    ],
+    ids=str,
+)
+def test_what_no_kernel_returns(problem: Problem, reason: str) -> None:
+    found = why_lagged_illegal(problem, RETURNING[0])
+    assert found is not None and found.startswith(reason)
+    assert lagged_kernel(problem, RETURNING) is None
+
+
+@pytest.mark.parametrize(("rows", "wanted"), [(64, "unfused"), (4096, "lagged")])
+def test_the_plan_of_an_all_reduce(
+    group: str, monkeypatch: pytest.MonkeyPatch, rows: int, wanted: str, is_fast: bool
+) -> None:
+    if wanted == "lagged" and not is_fast:
+        wanted = "scatter"
     monkeypatch.setattr(dist, "get_world_size", lambda _: 4)
     monkeypatch.setattr(call_plans, "device_facts", lambda _: ("nvidia-h200", 132))
-    monkeypatch.setattr(call_plans, "group_facts", lambda *_: GroupFacts(132))
+    monkeypatch.setattr(call_plans, "group_facts", lambda *_: GroupFacts(124))
+    monkeypatch.setattr(call_plans, "all_reduce_kernels", lambda: RETURNING)
     for kernels in (KERNELS, ()):
         planner = Planner((), (), kernels)
         monkeypatch.setattr(call_plans, "planner", lambda *_, found=planner: found)
         with FakeTensorMode():
-            A = torch.empty(rows - 1, 2048, dtype=torch.bfloat16, device="cuda:0")
-            B = torch.empty(8192, 2048, dtype=torch.bfloat16, device="cuda:0").t()
-        found = scatter_plan.is_all_reduce_scattered(rows, A, B, groups.group_of(group))
-        assert found == (wanted and kernels == KERNELS)
+            A = torch.empty(rows - 1, 7168, dtype=torch.bfloat16, device="cuda:0")
+            B = torch.empty(8192, 7168, dtype=torch.bfloat16, device="cuda:0").t()
+        found = scatter_plan.all_reduce_plan(rows, A, B, groups.group_of(group))
+        assert found.sm_count == 124
+        assert found.way == wanted if kernels else found.way != "scatter"
+        assert (found.kernel is not None) == (found.way == "lagged")
+        strict = scatter_plan.all_reduce_plan(rows, A, B, groups.group_of(group), strict=True)
+        assert strict.way != "unfused"
 
 
 def plan_of(m: int, n: int, k: int, **others: Any) -> KernelConfig:

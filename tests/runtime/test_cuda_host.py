@@ -129,11 +129,13 @@ def test_host_code(program: Path, name: str) -> None:
     "name",
     [
         "sums",
+        "sums_on_all_ranks",
         "equality",
         "refusals",
         "failures",
         "order",
         "precedence",
+        "launches",
         "reserved_sms",
         "arrivals",
         "paces",

@@ -75,6 +75,32 @@ def test_every_element_has_one_tile_and_own_tiles_come_last(
         )
 
 
+@settings(max_examples=50, deadline=None)
+@given(problems, st.integers(1, 132))
+def test_an_all_reduce_computes_the_same_tiles_in_its_own_order(
+    problem: tuple[int, int, int, tuple[int, int, int, int, str], int, str], sms: int
+) -> None:
+    ranks, chunk_rows, eights, (tile_m, tile_n, _, _, schedule), swizzle, raster = problem
+    config, n = config_of((tile_m, tile_n, 1, 1, schedule), swizzle, raster), 8 * eights
+    rows = ranks * chunk_rows
+    plain = _core.scatter_part_bytes(rows, n, ranks, config)
+    assert _core.scatter_part_bytes(rows, n, ranks, config, is_all_reduce=True) == 2 * plain
+    of_rank = []
+    for rank in {0, ranks - 1}:
+        launches = _core.scatter_steps(rank, ranks, rows, n, config, sms)
+        scattered = _core.scatter_steps(rank, ranks, rows, n, config)
+        assert [sorted(steps) for steps in launches] == [sorted(steps) for steps in scattered]
+        for steps in launches:
+            at = {(owner, tile): step for step, (owner, _, _, _, tile) in enumerate(steps)}
+            for (owner, tile), step in at.items():
+                assert owner == rank or step < at[rank, tile]
+        of_rank.append(
+            [[((o - rank) % ranks, tile) for o, _, _, _, tile in steps] for steps in launches]
+        )
+    # A step is the same on all ranks: no own tile waits for one that another rank computes later.
+    assert all(launches == of_rank[0] for launches in of_rank)
+
+
 def test_a_launch_is_bounded() -> None:
     config = config_of((128, 128, 1, 1, "pingpong"), 1, "along_m")
     launches = _core.scatter_steps(1, 4, 16384, 512, config)

@@ -54,6 +54,15 @@ def test_each_set_holds_the_smaller_one(tmp_path: Path, cmake: str) -> None:
 
 
 @pytest.mark.skipif(CMAKE is None, reason="no cmake")
+def test_a_table_may_be_empty(tmp_path: Path) -> None:
+    """Kernels of all-reduces are in all builds only, to be measured."""
+    for kernels, wanted in (("default", 0), ("all", 4)):
+        _generated(kernels, tmp_path)
+        table = (tmp_path / kernels / "kernel_table.cpp").read_text()
+        assert len(re.findall(r"&lagged_128x128x64_1x1_pingpong_\w+,", table)) == wanted
+
+
+@pytest.mark.skipif(CMAKE is None, reason="no cmake")
 @pytest.mark.skipif(not _core.cuda_built, reason="agmm._core is built without CUDA")
 def test_this_build_is_one_of_them(tmp_path: Path) -> None:
     built = {kernel.name for kernel in _core.kernels()}

@@ -15,7 +15,7 @@ from agmm.planning import call_plans, cost_model, tables
 from agmm.planning.cost_model import collectives as collective_costs
 from agmm.planning.cost_model import default_kernels, default_scatter_kernels
 from agmm.planning.cost_model.collectives import Kind
-from agmm.planning.heuristics import predict_us
+from agmm.planning.heuristics import lagged_kernel, predict_us
 from agmm.planning.legality import why_scatter_illegal, why_unfused
 from agmm.planning.planner import Choice, Planner
 from agmm.planning.plans import (
@@ -203,6 +203,57 @@ def explain_collective(
     for name, us in sorted(predicted.items(), key=lambda pair: pair[1]):
         table.add_row(name + (" (the plan)" if name == chosen else ""), duration(us))
     return Group("\n".join(lines), whole(table))
+
+
+_WAYS: dict[cost_model.AllReduceWay, str] = {
+    "lagged": "one kernel, whose finished rows go to all ranks while it computes others",
+    "scatter": "matmul + reduce-scatter in one kernel, then an all-gather",
+    "unfused": "matmul, then all-reduce",
+}
+
+
+def explain_all_reduce(problem: Problem, scaling: str | None) -> RenderableType:
+    """The same of `agmm.matmul_all_reduce`; m is the rows of A, k its columns on each rank.
+
+    Raises InvalidArgument for what it does not take.
+    """
+    if problem.return_A:
+        raise InvalidArgument("return_A: found True with matmul_all_reduce, wanted False")
+    if scaling is not None or problem.dtype.startswith("float8"):
+        raise InvalidArgument("dtype: found fp8 with matmul_all_reduce, wanted another")
+    m, n, k, world_size = problem.m, problem.n, problem.k, problem.world_size
+    called = f"out[{m}, {n}] = all_reduce(A[{m}, {k}] @ B), {problem.dtype}"
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''} on {problem.gpu}"
+    lines = [f"{called}, B by {problem.b_layout}, {ranks}"]
+    if problem.gpu == CPU:
+        return Group(*lines, "plan: agmm's own, through shared memory")
+    # Ranks that cannot share the rows equally compute a few more.
+    shared = -(-m // world_size) * world_size
+    problem = problem._replace(m=shared, op=MATMUL_REDUCE_SCATTER)
+    illegal = why_unfused(problem.dtype, n, k)
+    scatters = returns = None
+    if illegal is None and world_size > 1:
+        planner = planner_for(problem.gpu, world_size)
+        scatters = planner.fused_plan(problem).kernel
+        returns = lagged_kernel(problem, call_plans.all_reduce_kernels())
+    times = cost_model.all_reduce_times(problem, scatters, returns)
+    chosen = cost_model.all_reduce_way(problem, scatters, returns)
+    names = dict(_WAYS)
+    for way, kernel in (("lagged", returns), ("scatter", scatters)):
+        if kernel is not None:
+            names[way] += f": {kernel.name}"
+    lines.append(f"plan: {names[chosen]}")
+    lines.append(
+        f"why: the kernels cannot compute it: {illegal}"
+        if illegal is not None
+        else "why: each way that sends tiles is taken where it is predicted to save a tenth"
+    )
+    table = plain_table("alternatives (predicted)")
+    table.add_column("plan", overflow="fold")
+    table.add_column("time", justify="right", no_wrap=True)
+    for way, us in sorted(times.items(), key=lambda pair: pair[1]):
+        table.add_row(names[way] + (" (the plan)" if way == chosen else ""), duration(us))
+    return Group("\n".join([*lines, *_remarks(problem)]), whole(table))
 
 
 def _size(nbytes: int) -> str:

@@ -93,6 +93,7 @@ class Op(str, Enum):
 class ExplainedOp(str, Enum):
     all_gather_matmul = "all_gather_matmul"
     matmul_reduce_scatter = "matmul_reduce_scatter"
+    matmul_all_reduce = "matmul_all_reduce"
     all_gather = "all_gather"
     reduce_scatter = "reduce_scatter"
     all_reduce = "all_reduce"

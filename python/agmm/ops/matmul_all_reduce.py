@@ -76,19 +76,26 @@ def by_scatter_and_gather(
     agreed: str,
     strict: bool,
 ) -> torch.Tensor | None:
-    """On CUDA: by a kernel that scatters the sum, then an all-gather, so that all ranks have the
-    same bits; None where the unfused path is planned. A is [M, K]. Rows that the ranks cannot share
-    equally are filled up with zeros. Raises Unsupported where no kernel can serve the call."""
+    """On CUDA: by one kernel, or by one that scatters the sum, then an all-gather, so that all ranks have
+    the same bits; None where the unfused path is planned. A is [M, K]. Rows that the ranks cannot
+    share equally are filled up with zeros. Raises Unsupported where no kernel can serve the call.
+    """
     world_size = dist.get_world_size(group)
-    if world_size == 1 and not strict:
+    if world_size == 1:
+        if strict:
+            raise Unsupported("group: 1 rank, which has nothing to sum")
         return None
     reason = scatter_plan.why_not_native([A], [B], 0)
     if reason is not None:
         raise Unsupported(reason)
     missing = -A.shape[0] % world_size
-    if not (strict or scatter_plan.is_all_reduce_scattered(A.shape[0] + missing, A, B, group)):
+    plan = scatter_plan.all_reduce_plan(A.shape[0] + missing, A, B, group, strict=strict)
+    if plan.way == "unfused" and not strict:
         return None
     whole = A if missing == 0 else torch.nn.functional.pad(A, (0, 0, 0, missing))
+    if plan.kernel is not None:
+        out = scatter_cuda.all_reduce(whole, B, bias, group, plan.kernel, plan.sm_count)
+        return out if missing == 0 else out[: A.shape[0]]
     part = scatter_cuda.run([whole], [B], bias, group, 0, "sum", strict=True)
     if part is None:
         raise Unsupported("plan: found no kernel of this build that sends tiles, wanted one")
@@ -140,12 +147,13 @@ def matmul_all_reduce(
     On the CPU agmm sends each rank its part of the rows as soon as it is computed, and the finished
     sums back to all: every rank gets the same bits, in every call. Sums are made in float32
     (float64 for float64), in the order of the ranks, and rounded once; what goes to another rank on
-    the way is rounded too. On Hopper, for bf16 and fp16 with N and K_local multiples of 8, it is
-    the scatter of `matmul_reduce_scatter` in one kernel and an all-gather of the result, with the
-    same promise but for the order of a sum, which is each row's own and always the same. It is
-    taken where the cost model has it a tenth faster than a matmul and an all-reduce, as with some
-    thousand rows; else these. The all-reduce is agmm's where that is meant to serve it
-    (`agmm.collectives.all_reduce`), with the same bits on all ranks, else the backend's.
+    the way is rounded too. On Hopper, for bf16 and fp16 with N and K_local multiples of 8, one
+    kernel does the same, with the same promise but for the order of a sum, which is each row's own
+    and always the same: it sends finished rows while it computes others. Where the cost model
+    prefers it, that is the scatter of `matmul_reduce_scatter` and an all-gather of the result. Each
+    is taken where it is predicted to save a tenth, as with some thousand rows; else a matmul and an
+    all-reduce. That is agmm's where it is meant to serve it (`agmm.collectives.all_reduce`), with
+    the same bits on all ranks, else the backend's.
 
     Differentiable once. The gradient of ``out`` is taken to be the same on all ranks, as it is
     where all of them compute the same from ``out``, so the backward communicates nothing: ``dA =

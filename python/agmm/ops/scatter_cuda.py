@@ -149,6 +149,45 @@ def run(
     return out if scatter_dim == 0 else out.movedim(0, scatter_dim).contiguous()
 
 
+def all_reduce(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    kernel: KernelConfig,
+    sm_count: int,
+) -> torch.Tensor:
+    """The sum over the ranks of a checked product, by a kernel that sends finished tiles to all.
+    Collective.
+
+    Args:
+        A: [M, K], M a multiple of the ranks.
+        kernel, sm_count: as `scatter_plan.AllReducePlan` has them.
+
+    Returns:
+        out [M, N], with the same bits on all ranks.
+
+    Raises:
+        Unsupported: as `run`.
+    """
+    if nan_check.active:  # as in `run`
+        for name, tensor in (("A", A), ("B", B)):
+            nan_check.look_through("matmul_all_reduce", name, tensor, dist.get_rank(group))
+    A = A if A.is_contiguous() else A.contiguous()
+    B = _as_tma_wants(B, B.stride(0) == 1)
+    key = ("all_reduce", kernel, None if bias is None else kind_of(bias), kind_of(A), kind_of(B))
+    known = _calls.setdefault(group, {})
+    call = known.get(key)
+    if call is None:
+        with groups.of(group).lock:
+            groups.check_alive(group)
+            call = call_with(kernel, [A], [B], group, "sum", all_reduce_sms=sm_count)
+            if len(known) >= _MAX_CALLS:
+                known.clear()
+            known[key] = call
+    return call([A], [B], bias)
+
+
 def _as_tma_wants(B: torch.Tensor, is_column_major: bool) -> torch.Tensor:
     layout = b_layout(B)
     wanted = layout is not None and (is_column_major, 0) == (
@@ -179,9 +218,12 @@ def call_with(
     Bs: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
     reduce_op: str,
+    *,
+    all_reduce_sms: int = 0,
 ) -> ScatterCall:
     """The call of one of agmm's kernels, of contiguous A along dimension 0 and of B as TMA wants
-    it, all of one layout. Collective at a group's first."""
+    it, all of one layout; with ``all_reduce_sms``, as `_core.ScatterProblem` has them, of those
+    that send finished tiles, for all rows on all ranks. Collective at a group's first."""
     A, n, world_size = As[0], Bs[0].shape[1], dist.get_world_size(group)
     rows = A.shape[:-1].numel()
     products, is_column_major = [], True
@@ -190,13 +232,21 @@ def call_with(
         assert layout is not None
         is_column_major = layout.column_major
         products.append((B.shape[0], layout.leading, B.shape[0]))
-    shape = (A.shape[0] // world_size, *A.shape[1:-1], n)
+    parts = 1 if all_reduce_sms else world_size
+    shape = (A.shape[0] // parts, *A.shape[1:-1], n)
     return ScatterCall(
         scatter_workspace(group, A.device),
         _core.ScatterProblem(
-            rows, n, core_dtype("A", A), is_column_major, products, reduce_op == "avg", kernel.core
+            rows,
+            n,
+            core_dtype("A", A),
+            is_column_major,
+            products,
+            reduce_op == "avg",
+            kernel.core,
+            all_reduce_sms,
         ),
         shape,
         tuple(prod(shape[i + 1 :]) for i in range(len(shape))),
-        _core.scatter_part_bytes(rows, n, world_size, kernel.core),
+        _core.scatter_part_bytes(rows, n, world_size, kernel.core, all_reduce_sms != 0),
     )

@@ -4,14 +4,22 @@ same on all ranks, as long as they call with the same shapes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from agmm.errors import Unsupported
 from agmm.ops.checks import FLOATS
-from agmm.planning import call_plans, cost_model, legality
-from agmm.planning.plans import BY_TORCH, MATMUL_REDUCE_SCATTER, UNFUSED, Plan, Problem
+from agmm.planning import call_plans, cost_model, heuristics, legality
+from agmm.planning.plans import (
+    BY_TORCH,
+    MATMUL_REDUCE_SCATTER,
+    UNFUSED,
+    KernelConfig,
+    Plan,
+    Problem,
+)
 from agmm.runtime import symmetric
 from agmm.runtime.workspaces import cuda_workspace
 
@@ -150,14 +158,34 @@ def _kernel_problem(
     return problem._replace(op=MATMUL_REDUCE_SCATTER)
 
 
-def is_all_reduce_scattered(
-    rows: int, A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup
-) -> bool:
-    """Whether the all-reduce of ``A @ B``, of so many rows once the ranks can share them, is to be
-    a scatter by one of agmm's kernels and a gather. Collective at first use."""
+class AllReducePlan(NamedTuple):
+    """How a matmul + all-reduce is to be computed."""
+
+    way: cost_model.AllReduceWay
+    kernel: KernelConfig | None
+    """Of the lagged way."""
+    sm_count: int
+    """Multiprocessors that every rank has for it; the same on all ranks."""
+
+
+def all_reduce_plan(
+    rows: int,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    strict: bool = False,
+) -> AllReducePlan:
+    """That of ``A @ B``, of so many rows once the ranks can share them. Collective at first use.
+
+    Args:
+        strict: leave the unfused way out, where there is another.
+    """
     problem = _kernel_problem(rows, B.shape[0], A, B, group)
-    plan = call_plans.planner(group, A.device).fused_plan(problem)
-    return plan.kernel is not None and cost_model.is_all_reduce_scattered(problem, plan.kernel)
+    scatters = call_plans.planner(group, A.device).fused_plan(problem).kernel
+    returns = heuristics.lagged_kernel(problem, call_plans.all_reduce_kernels())
+    way = cost_model.all_reduce_way(problem, scatters, returns, fused=strict)
+    return AllReducePlan(way, returns if way == "lagged" else None, problem.sm_count)
 
 
 def is_by_kernel(

@@ -34,6 +34,13 @@ def scatter_kernels() -> tuple[KernelConfig, ...]:
 
 
 @cache
+def all_reduce_kernels() -> tuple[KernelConfig, ...]:
+    """The kernels of this build that send finished tiles too, to choose from."""
+    built = _core.all_reduce_kernels()
+    return tuple(KernelConfig.of(kernel) for kernel in built if not kernel.timed)
+
+
+@cache
 def device_facts(device: torch.device) -> tuple[str, int]:
     """`Problem.gpu` and `Problem.sm_count` of a device."""
     if device.type == "cpu":

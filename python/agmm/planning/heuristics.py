@@ -14,6 +14,7 @@ from agmm.planning.legality import (
     free_sms,
     legal_scatter_splits,
     legal_splits,
+    why_lagged_illegal,
     why_scatter_illegal,
     why_transport_illegal,
 )
@@ -171,6 +172,23 @@ def usual_scatter_order(kernel: KernelConfig) -> KernelConfig:
     """Columns of tiles of 512 rows: within 1% of the best of all orders on H200 (8192 columns, 512
     to 8192 rows, K of 2048 and 7168), in the geometric mean."""
     return replace(kernel, raster="along_n", max_swizzle=8 if kernel.tile_m <= 64 else 4)
+
+
+def usual_all_reduce_order(problem: Problem, kernel: KernelConfig) -> KernelConfig:
+    """Columns of few rows of tiles, since a wave has those of all ranks' chunks: on an H100 as rank
+    0 of 4 two rows of each were the best of 1, 2, 4 and 8, as rank 0 of 8 too."""
+    return replace(kernel, raster="along_n", max_swizzle=4 if problem.world_size < 3 else 2)
+
+
+def lagged_kernel(problem: Problem, kernels: Iterable[KernelConfig]) -> KernelConfig | None:
+    """The one of the kernels that send finished tiles that is predicted to be the fastest for a
+    matmul + all-reduce, in its usual order; None where none is legal."""
+    legal = [
+        usual_all_reduce_order(problem, kernel)
+        for kernel in kernels
+        if why_lagged_illegal(problem, kernel) is None
+    ]
+    return min(legal, key=lambda one: cost_model.lagged_all_reduce_us(problem, one), default=None)
 
 
 def predict_us(problem: Problem, plan: Plan) -> float | None:

@@ -145,6 +145,20 @@ def _why_tile_push_illegal(
     return None
 
 
+def why_lagged_illegal(problem: Problem, kernel: KernelConfig) -> str | None:
+    """The reason why a matmul + all-reduce cannot be computed by one of the build's kernels that
+    send finished tiles, or None. m is a multiple of the ranks."""
+    reason = why_unfused(problem.dtype, problem.n, problem.k)
+    if reason is not None:
+        return reason
+    if not 1 < problem.world_size <= MAX_PUSH_RANKS:
+        return f"group: found {problem.world_size} ranks, wanted 2 to {MAX_PUSH_RANKS}"
+    tiles, most = cost_model.scatter_tiles(problem, kernel), MAX_SCATTER_TILES // 2
+    if tiles > most:  # each has a signal for its sums and one when it is finished
+        return f"plan: found {tiles} tiles in a chunk, wanted at most {most}"
+    return None
+
+
 def built_as(config: KernelConfig, kernels: Iterable[KernelConfig]) -> KernelConfig | None:
     """This kernel as the build has it."""
     return next((kernel for kernel in kernels if kernel.kernel == config.kernel), None)

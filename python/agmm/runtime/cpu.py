@@ -236,8 +236,9 @@ class CpuWorkspace(CpuSlots):
         """The sum over the ranks of ``A @ B``, with the same bits on all of them. Collective.
 
         Band after band of rows (`_core.scatter_bands`) is scattered as `matmul_reduce_scatter` does
-        it, then the parts of the sum are gathered. A band whose rows the ranks cannot share equally
-        is filled up with zeros. Grows the slots where they are too small.
+        it; each rank's finished rows go to all, piece by piece, while the others' are computed. A
+        band whose rows the ranks cannot share equally is filled up with zeros. Grows the slots
+        where they are too small.
 
         Args:
             A: [M, K], of any number of rows, the same on all ranks; at least 1.
@@ -257,11 +258,14 @@ class CpuWorkspace(CpuSlots):
         shared = -(-rows // self.world_size)
         name = str(A.dtype).removeprefix("torch.")
         bands = _core.scatter_bands(shared * self.world_size, self.world_size)
+        pieces = cpu_scatter.all_reduce_pieces(max(end - begin for begin, end in bands))
+        slot_bytes = cpu_scatter.all_reduce_slot_bytes(
+            rows, columns * A.element_size(), self.world_size
+        )
         with self.group.lock:
             tag = tag_of(rows, columns, f"all_reduce of {name} {agreed}", False)
-            most_rows = max(end - begin for begin, end in bands) * self.world_size
             with self.in_step(tag, call):
-                self.make_room(most_rows * columns * A.element_size(), 1, tag)
+                self.make_room(slot_bytes, 2 * pieces, tag)
                 out = A.new_empty(rows, columns)
                 for begin, end in bands:
                     band = slice(begin * self.world_size, min(end * self.world_size, rows))
@@ -269,18 +273,15 @@ class CpuWorkspace(CpuSlots):
                     missing = (end - begin) * self.world_size - len(a)
                     if missing:
                         a = torch.nn.functional.pad(a, (0, 0, 0, missing))
-                    part, _ = cpu_scatter.send_and_sum(
+                    whole = cpu_scatter.send_sum_and_return(
                         self,
                         cpu_scatter.plain_sum([a], [B], bias),
-                        1,
-                        1,
+                        pieces,
                         tag,
                         call.op,
                         row_of_A=band.start,
                         rows_of_A=rows,
                     )
-                    whole, _, _ = cpu_gather.products(self, part, [], [], True, 1, tag, None)
-                    assert whole is not None
                     out[band] = whole[: len(out[band])]
         return out
 

@@ -1,4 +1,5 @@
-"""Matmul + reduce-scatter on the CPU: products by torch, sums over the ranks in one order."""
+"""Matmul + reduce-scatter, and + all-reduce, on the CPU: products by torch, sums over the ranks in
+one order."""
 
 from __future__ import annotations
 
@@ -159,12 +160,9 @@ def send_and_sum(
     tag: int,
     op: str,
     meanwhile: Callable[[], None] | None = None,
-    row_of_A: int = 0,
-    rows_of_A: int = 0,
     timeline: list[dict[str, int]] | None = None,
 ) -> tuple[torch.Tensor, Exception | None]:
-    """The sum, and what went wrong in ``meanwhile``. The op, and at which of how many rows of
-    its A ``summed`` begins, are for messages."""
+    """The sum, and what went wrong in ``meanwhile``. The op is for messages."""
     called_ns = time.monotonic_ns()
     error: Exception | None = None
     core, rank = slots.core, slots.rank
@@ -196,8 +194,7 @@ def send_and_sum(
                     piece.copy_(summands.product(slice(first + cut.start, first + cut.stop)))
                 end_ns = time.monotonic_ns()
                 if len(piece) and nan_check.active:
-                    row = row_of_A + first + cut.start
-                    place = row, rows_of_A or summed.rows
+                    place = first + cut.start, summed.rows
                     nan_check.look_through(op, "A @ B", piece, rank, rows=place)
                 core.send(
                     slot,
@@ -246,3 +243,101 @@ def _piece_times(called_ns: int, owner: int, start_ns: int, end_ns: int) -> dict
         "end_ns": end_ns,
         "done_ns": time.monotonic_ns(),
     }
+
+
+MOST_PIECES = 4
+"""Of a rank's rows of a band, in an all-reduce."""
+_PIECE_ROWS = 32
+_LAG = 2
+"""Pieces that own rows of an all-reduce are behind the others': what a copy thread has to send."""
+
+
+def all_reduce_pieces(rows: int) -> int:
+    """Into how many pieces each rank's rows of a band are cut."""
+    return min(MOST_PIECES, -(-rows // _PIECE_ROWS))
+
+
+def all_reduce_slot_bytes(rows: int, row_bytes: int, world_size: int) -> int:
+    """Of a slot for the parts of so many rows of ``A @ B``, and for as many finished ones."""
+    shared = -(-rows // world_size) * world_size
+    return 2 * _core.scatter_slot_bytes(shared, row_bytes, world_size)
+
+
+def send_sum_and_return(
+    slots: CpuSlots,
+    summed: Sum,
+    pieces: int,
+    tag: int,
+    op: str,
+    *,
+    row_of_A: int,
+    rows_of_A: int,
+) -> torch.Tensor:
+    """The sum of one band on all ranks, [rows, columns]; its rows are a multiple of the ranks. In
+    the order and by the protocol of the kernel (`src/order/lagged_order.hpp`, with the argument why
+    no ranks wait for each other in a ring): own pieces follow the others' at a lag, and go to all
+    ranks once they are whole. At each place of a slot lie the parts, then finished rows; they have
+    signals alike, and one credit. The op, and at which of how many rows of its A the band begins,
+    are for messages."""
+    core, rank, world_size = slots.core, slots.rank, slots.world_size
+    dtype, m_local = summed.sent_dtype, summed.rows // slots.world_size
+    row_bytes = summed.columns * dtype.itemsize
+    part_bytes = m_local * row_bytes
+    piece_rows = -(-m_local // pieces)
+    cuts = [
+        slice(min(i * piece_rows, m_local), min((i + 1) * piece_rows, m_local))
+        for i in range(slots.chunks_per_shard // 2)
+    ]
+    others = [_core.scatter_owner(rank, i, world_size) for i in range(world_size - 1)]
+    sources = [source for source in range(world_size) if source != rank]
+    out = torch.empty(summed.rows, summed.columns, dtype=dtype)
+    own = out[rank * m_local : (rank + 1) * m_local]
+    sent = {owner: torch.empty(m_local, summed.columns, dtype=dtype) for owner in others}
+    summands = summed.summands(piece_rows)
+    slots.lent = [out, *sent.values()]
+    slot = slots.take_slot()
+    arrived = slots.memory_of(slot)[: 2 * (world_size - 1) * part_bytes].view(dtype)
+    arrived = arrived.view(world_size - 1, 2, m_local, summed.columns)
+    places = {source: _core.part_place(source, rank, world_size) for source in sources}
+
+    def send(owner: int, rows: torch.Tensor, i: int, *, finished: bool) -> None:
+        index, offset = (len(cuts) + i, part_bytes) if finished else (i, 0)
+        offset += cuts[i].start * row_bytes
+        core.send(slot, owner, index, rows.data_ptr(), rows.nbytes, 2 * part_bytes, offset, tag)
+
+    def await_all(index: int) -> None:
+        for source in sources:
+            core.wait_chunk(slot, source * slots.chunks_per_shard + index, tag)
+
+    core.take_credits(slot)
+    for position, i in _core.lagged_steps(world_size, len(cuts), 1, _LAG):
+        cut = cuts[i]
+        owner = _core.scatter_owner(rank, position, world_size)
+        first = owner * m_local
+        product = None
+        if cut.stop > cut.start:
+            product = summands.product(slice(first + cut.start, first + cut.stop))
+        if owner != rank:
+            piece = sent[owner][cut]
+            if product is not None:
+                piece.copy_(product)
+                if nan_check.active:
+                    place = row_of_A + first + cut.start, rows_of_A
+                    nan_check.look_through(op, "A @ B", piece, rank, rows=place)
+            send(owner, piece, i, finished=False)
+            continue
+        await_all(i)
+        if product is not None:
+            parts = [arrived[places[source], 0, cut] for source in sources]
+            summands.sum(product, parts, rank, 1, summed.bias, own[cut])
+        for other in others:
+            send(other, own[cut], i, finished=True)
+    for i, cut in enumerate(cuts):
+        await_all(len(cuts) + i)
+        for source in sources:
+            first = source * m_local
+            out[first + cut.start : first + cut.stop] = arrived[places[source], 1, cut]
+    slots.give_back(slot)
+    core.wait_pushed()  # what was sent may be overwritten
+    slots.lent = None
+    return out

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agmm import _core
 from agmm.errors import InvalidArgument, Unsupported
-from agmm.runtime import cpu_collectives, groups, workspaces
+from agmm.runtime import cpu_collectives, cpu_scatter, groups, workspaces
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", *_COLLECTIVES)
@@ -29,7 +29,8 @@ def workspace_bytes(
         dtype: of the operands.
         world_size: number of ranks.
         op: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce", whose parts come
-            from all other ranks, of 8192 rows at a time; "all_gather", "reduce_scatter" or
+            from all other ranks, of 8192 rows at a time, with as many finished rows in
+            "matmul_all_reduce"; "all_gather", "reduce_scatter" or
             "all_reduce", of `agmm.collectives`, whose slots hold 2 MiB at most.
 
     Returns:
@@ -70,8 +71,11 @@ def workspace_bytes(
     ]
     if is_scatter:
         return max(_core.scatter_slot_bytes(rows, row_bytes, world_size), *whole_tiles, 0)
-    bands = _core.scatter_bands(shared, world_size)
-    of_cpu = max((end - begin for begin, end in bands), default=0) * world_size * row_bytes
+    whole_tiles += [
+        (world_size - 1) * _core.scatter_part_bytes(shared, shape[-1], world_size, kernel, True)
+        for kernel in _core.all_reduce_kernels()
+    ]
+    of_cpu = cpu_scatter.all_reduce_slot_bytes(rows, row_bytes, world_size)
     return max(of_cpu, *whole_tiles, 0)
 
 

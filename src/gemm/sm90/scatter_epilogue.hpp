@@ -1,6 +1,6 @@
 // The epilogue of matmul + reduce-scatter: CUTLASS's for the tiles of this rank's chunk, once the
 // others' sums are added; the other tiles go to their owners. The warp that loads C in other
-// kernels sends.
+// kernels sends. Of matmul + all-reduce too, whose own tiles go to all.
 #pragma once
 
 #include <cstdint>
@@ -8,26 +8,34 @@
 
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
+#include "gemm/sm90/sum_bias.hpp"
 #include "gemm/sm90/sum_scales.hpp"
 #include "gemm/sm90/tile_timer.hpp"
 #include "gemm/split_k.hpp"
 #include "transport/tile_push_device.hpp"
+#include "transport/tile_return_device.hpp"
 
 namespace agmm {
 
 /// `Base`: CUTLASS's TMA epilogue without C. `kGroups`: groups of consumers that compute tiles in
 /// turn, 2 in pingpong kernels. kSplits: several CTAs may compute a tile, each a part of K. kTimed:
 /// records ScatterTimes. `Scales`: what the sums are multiplied by first, SumScales or NoSumScales.
+/// kReturns: own tiles are sent to all others as well (TileReturn); then the bias is added here,
+/// for those too, and CUTLASS's epilogue has none.
 template <class Base, class Element, int kTileThreads, int kGroups, int kPieces, int kBuffers,
-          int kClusterSize, bool kSplits, bool kTimed, class Scales>
+          int kClusterSize, bool kSplits, bool kTimed, class Scales, bool kReturns = false>
 struct ScatterEpilogue : Base {
   using CtaTile = typename Base::CtaTileMNK;
   static constexpr int kTileM = cute::size<0>(CtaTile{});
   static constexpr int kTileN = cute::size<1>(CtaTile{});
   static constexpr int kFloats = kTileM * kTileN / kTileThreads;
-  using Push = TilePush<Element, kTileThreads, kFloats, kPieces, kBuffers>;
+  using Push =
+      cute::conditional_t<kReturns,
+                          TileReturn<Element, kTileM, kTileN, kTileThreads, kPieces, kBuffers>,
+                          TilePush<Element, kTileThreads, kFloats, kPieces, kBuffers>>;
+  using Bias = cute::conditional_t<kReturns, SumBias<Element>, NoSumBias>;
   /// Whether the sender brings the others' sums: no other consumers compute while they are added.
-  static constexpr bool kFetches = kGroups == 1;
+  static constexpr bool kFetches = kGroups == 1 && !kReturns;
 
   struct TensorStorage : Base::TensorStorage {
     typename Push::Storage push;
@@ -42,8 +50,9 @@ struct ScatterEpilogue : Base {
     SplitK split_k{};
     ScatterTimes* times = nullptr;
     Scales scales{};
+    Bias bias{};
   };
-  struct Params : Base::Params {
+  struct Params : Base::Params, Bias {
     TilePushArgs push;
     SplitK split_k;
     ScatterTimes* times;
@@ -61,7 +70,11 @@ struct ScatterEpilogue : Base {
   static Params to_underlying_arguments(ProblemShape const& problem, Arguments const& args,
                                         void* workspace) {
     return {Base::to_underlying_arguments(own_problem(problem, args.push), args, workspace),
-            args.push, args.split_k, args.times, args.scales};
+            args.bias,
+            args.push,
+            args.split_k,
+            args.times,
+            args.scales};
   }
 
   template <class ProblemShape>
@@ -82,16 +95,18 @@ struct ScatterEpilogue : Base {
     ScatterTiles const& tiles = push.tiles;
     int32_t const row = int32_t(cute::get<0>(coord)) * kTileM;
     int32_t const owner = tiles.owner(row);
-    if (!kFetches && owner == tiles.rank) return state;
+    if (!kFetches && !kReturns && owner == tiles.rank) return state;
     int32_t const tile = tiles.tile(tiles.row_of(row) / kTileM, int32_t(cute::get<1>(coord)));
-    if (kFetches && owner == tiles.rank) {
-      if (is_split() && !Push::is_told_whole()) return state;
-      if (tile < 0) return state;
-      Push::prefetch(push, tile);
-      if (lane_id() == 0) Push::fetch(push, shared.push, own_, tile);
-      ++own_;
-      __syncwarp();
-      return state;
+    if constexpr (kFetches) {
+      if (owner == tiles.rank) {
+        if (is_split() && !Push::is_told_whole()) return state;
+        if (tile < 0) return state;
+        Push::prefetch(push, tile);
+        if (lane_id() == 0) Push::fetch(push, shared.push, own_, tile);
+        ++own_;
+        __syncwarp();
+        return state;
+      }
     }
     if (number_ == 0) clock_.begin();
     if (is_split()) {
@@ -105,7 +120,11 @@ struct ScatterEpilogue : Base {
       Push::await_credits(push);
     }
     if (lane_id() == 0) {
-      Push::send(push, shared.push, number_, owner, tile, clock_);
+      if constexpr (kReturns) {
+        Push::send(push, shared.push, number_, owner, tile, clock_, on_its_way_);
+      } else {
+        Push::send(push, shared.push, number_, owner, tile, clock_);
+      }
       ScatterTimer<kTimed>(params_->times, tiles, owner, tile).done();
     }
     sent_ += tile >= 0 ? 1 : 0;
@@ -118,6 +137,7 @@ struct ScatterEpilogue : Base {
                                 typename Base::LoadPipelineState state) {
     if (lane_id() == 0) {
       if constexpr (kFetches) Push::await_fetched(params_->push, *push_, own_);
+      if constexpr (kReturns) Push::finish(params_->push, on_its_way_);
       Push::count_done(params_->push, sent_ + own_);
     }
     return state;
@@ -156,9 +176,9 @@ struct ScatterEpilogue : Base {
                                         cute::size<2>(Layout{}), cute::size<0>(Layout{})>(
           accumulators.data(), tiles.a_row(row), int32_t(cute::get<1>(coord)) * kTileN, thread);
     }
+    // Every group computes each kGroups-th tile of the CTA, the first one the first.
+    int const group = kGroups == 1 ? 0 : int(threadIdx.x) / kTileThreads - 1;
     if (owner != tiles.rank) {
-      // Every group computes each kGroups-th tile of the CTA, the first one the first.
-      int const group = kGroups == 1 ? 0 : int(threadIdx.x) / kTileThreads - 1;
       Push::put(shared.push, accumulators.data(), number_ * kGroups + group, thread, tiles.rank);
       ++number_;
       return cute::make_tuple(load_state, store_state);
@@ -169,6 +189,14 @@ struct ScatterEpilogue : Base {
       } else {
         Push::add_parts(push, accumulators.data(), tile, thread);
       }
+    }
+    if constexpr (kReturns) {
+      params_
+          ->template add<cute::size<1>(Layout{}), cute::size<2>(Layout{}), cute::size<0>(Layout{})>(
+              accumulators.data(), int32_t(cute::get<1>(coord)) * kTileN, thread);
+      Push::put_result(shared.push, accumulators.data(), number_ * kGroups + group, thread,
+                       tiles.rank);
+      ++number_;
     }
     if (kTimed && thread == 0) timer.done();
     return Base::store(
@@ -187,9 +215,10 @@ struct ScatterEpilogue : Base {
   Params const* params_;
   typename Push::Storage* push_;
   MeasuredClock clock_;  // of a sender
-  int number_ = 0;       // tiles of other chunks so far, of this group or sender
+  int number_ = 0;       // tiles to be sent so far, of this group or sender
   int sent_ = 0;         // by this sender, without those that only pad
   int own_ = 0;          // own tiles so far that were fetched for, or of the others' sums
+  cute::conditional_t<kReturns, TileOnItsWay, NoTileOnItsWay> on_its_way_;  // of a sender
 };
 
 }  // namespace agmm

@@ -1,5 +1,5 @@
-// The one definition of the matmul + reduce-scatter kernels; generated translation units
-// instantiate it for the rows of their table.
+// The one definition of the matmul + reduce-scatter kernels, and of the matmul + all-reduce ones;
+// generated translation units instantiate it for the rows of their tables.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,6 +9,7 @@
 #include "gemm/scatter_entry.hpp"
 #include "gemm/scatter_spec.hpp"
 #include "gemm/sm90/kernel_instance.cuh"
+#include "gemm/sm90/lagged_mainloop.hpp"
 #include "gemm/sm90/scatter_epilogue.hpp"
 #include "gemm/sm90/scatter_mainloop.hpp"
 
@@ -28,9 +29,10 @@ __global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksP
   Kernel{}(params, shared_memory);
 }
 
+/// kReturns: matmul + all-reduce.
 template <class Element_, class LayoutB, int TileM, int TileN, int TileK, int ClusterM,
           int ClusterN, Schedule kSchedule, bool kTimed = false,
-          Accumulation kAccumulation = Accumulation::Fast>
+          Accumulation kAccumulation = Accumulation::Fast, bool kReturns = false>
 struct ScatterInstance {
   using Plain = KernelInstance<Element_, LayoutB, TileM, TileN, TileK, ClusterM, ClusterN,
                                kSchedule, false, false, kAccumulation>;
@@ -40,7 +42,8 @@ struct ScatterInstance {
   static constexpr KernelFacts kFacts = [] {
     KernelFacts facts = facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed},
                                  kDType<Element_>, Plain::kBLayout, kAccumulation);
-    facts.can_split = facts.can_split && !kIsFp8;  // whose sums are scaled before they are added
+    // Sums of fp8 are scaled before they are added.
+    facts.can_split = facts.can_split && !kIsFp8 && !kReturns;
     return facts;
   }();
   static constexpr bool kSplits = kFacts.can_split;
@@ -63,19 +66,34 @@ struct ScatterInstance {
   using CollectiveEpilogue =
       ScatterEpilogue<OwnEpilogue, Element, kTileThreads, kCooperative ? 1 : 2, kPieces, kBuffers,
                       ClusterM * ClusterN, kSplits, kTimed,
-                      cute::conditional_t<kIsFp8, SumScales, NoSumScales>>;
+                      cute::conditional_t<kIsFp8, SumScales, NoSumScales>, kReturns>;
   using CutlassMainloop = typename Plain::template CutlassMainloop<CollectiveEpilogue>;
-  using Mainloop = ScatterMainloop<CutlassMainloop, kSplits, kTimed, kAccumulation>;
+  using ScattersMainloop = ScatterMainloop<CutlassMainloop, kSplits, kTimed, kAccumulation>;
+  using Mainloop =
+      cute::conditional_t<kReturns,
+                          LaggedMainloop<ScattersMainloop, typename CollectiveEpilogue::Push>,
+                          ScattersMainloop>;
+  static_assert(!kReturns || (!kIsFp8 && !kCooperative && ClusterM * ClusterN == 1),
+                "every block of a lagged order is a tile, and only its own chunk's are returned");
   using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
       cute::Shape<int, int, int, int>, Mainloop, CollectiveEpilogue,
       cutlass::gemm::PersistentAsyncInputScheduler<
           typename Plain::MainloopSchedule, cutlass::gemm::AsyncInputWait::Mainloop,
-          kSplits ? cutlass::gemm::SplitsK::ByEpilogue : cutlass::gemm::SplitsK::No>>;
+          kSplits ? cutlass::gemm::SplitsK::ByEpilogue : cutlass::gemm::SplitsK::No,
+          cutlass::gemm::Gathered::A, cute::conditional_t<kReturns, LaggedTileOrder, TileOrder>>>;
   using Params = typename GemmKernel::Params;
   static_assert(GemmKernel::SharedStorageSize <=
                 cutlass::gemm::collective::detail::sm90_smem_capacity_bytes);
   static_assert(alignof(Params) <= kParamsAlignment);
   static_assert(CollectiveEpilogue::Push::kTileBytes == kTileBytes);
+
+  /// As the scheduler has it.
+  static TileOrder tile_order(ScatterSpec const& call) {
+    ScatterTiles const& tiles = call.push.tiles;
+    return TileOrder(ChunkGrid(tiles.padded_rows(), 1, tiles.world_size), call.n, TileM * ClusterM,
+                     TileN * ClusterN, tiles.first_chunk(), call.config.max_swizzle,
+                     call.config.raster);
+  }
 
   static char const* prepare(ScatterSpec const& call, void* params_memory) {
     using namespace cute;
@@ -104,7 +122,8 @@ struct ScatterInstance {
     gemm.epilogue.ptr_D = static_cast<Element*>(call.out);
     get<0>(gemm.epilogue.dD) = int64_t(call.n);
     // Without a bias -0 is added, which keeps a sum of -0.
-    gemm.epilogue.thread = {{static_cast<Element const*>(call.bias), Element(-0.0f)}, {}, {}};
+    auto const* const bias = static_cast<Element const*>(call.bias);
+    gemm.epilogue.thread = {{kReturns ? nullptr : bias, Element(-0.0f)}, {}, {}};
     gemm.epilogue.push = call.push;
     auto* const scratch = static_cast<char*>(call.split_scratch);
     gemm.scheduler.split_k = {call.config.splits,
@@ -124,6 +143,14 @@ struct ScatterInstance {
         call.config.raster == Raster::AlongM ? Options::AlongM : Options::AlongN;
     gemm.scheduler.rows_per_chunk = tiles.padded.divisor;
     gemm.scheduler.chunk_pivot = tiles.first_chunk();
+    if constexpr (kReturns) {
+      gemm.epilogue.bias = {bias, call.n};
+      gemm.scheduler.lag = call.lag;
+      mainloop.push = call.push;
+      mainloop.results = {LaggedTileOrder(tile_order(call), call.lag),
+                          static_cast<char*>(call.out_of_all),
+                          int64_t(call.n) * int64_t(sizeof(Element)), call.n};
+    }
     if (!GemmKernel::can_implement(gemm)) return "CUTLASS cannot implement this problem";
     Params* const params =
         new (params_memory) Params(GemmKernel::to_underlying_arguments(gemm, nullptr));

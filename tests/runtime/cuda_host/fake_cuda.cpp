@@ -234,8 +234,8 @@ KernelEntry const fp8_kernel{facts_of({128, 128, 128, 1, 1, Schedule::Pingpong, 
                                       BLayout::ColumnMajor, Accumulation::Slow),
                              sizeof(CallSpec), &prepare, &setup, &launch};
 
-// What the kernel of a scatter does, as one CTA that computes tile after tile; elements are whole
-// numbers of 16 bits.
+// What the kernel of a scatter, or of an all-reduce, does, as one CTA that computes tile after
+// tile; elements are whole numbers of 16 bits.
 using Element = uint16_t;
 constexpr int kTile = 128;
 constexpr std::size_t kTileBytes = kTile * kTile * sizeof(Element);
@@ -261,6 +261,8 @@ void await(uint32_t const* word, uint32_t value) {
   Backoff backoff;
   while (load_acquire(word) != value) backoff.pause();
 }
+
+bool is_all_reduce(ScatterSpec const& call) { return call.out_of_all != nullptr; }
 
 void run_tile(ScatterSpec const& call, int owner, int a_row, int row, int column, int tile) {
   TilePushArgs const& push = call.push;
@@ -293,9 +295,42 @@ void run_tile(ScatterSpec const& call, int owner, int a_row, int row, int column
         sum = static_cast<Element>(sum + static_cast<Element const*>(call.bias)[column + j]);
       }
       static_cast<Element*>(call.out)[(row + i) * call.n + column + j] = sum;
+      if (!is_all_reduce(call)) continue;
+      for (int place = 0; place < others; ++place) {
+        char* const there = push.peers[place].part + (push.tiles.tiles() + tile) * kTileBytes;
+        reinterpret_cast<Element*>(there)[i * kTile + j] = sum;
+      }
     }
   }
   if (!is_own) store_release(peer.signals + tile, push.tag);
+  if (!is_own || !is_all_reduce(call)) return;
+  for (int place = 0; place < others; ++place) {
+    store_release(push.peers[place].signals + push.tiles.tiles() + tile, push.tag);
+  }
+}
+
+/// What the others have finished goes to `out`.
+void copy_results(ScatterSpec const& call, LaggedTileOrder const& order) {
+  TilePushArgs const& push = call.push;
+  ScatterTiles const& tiles = push.tiles;
+  for (int number = 0; number < tiles.tiles(); ++number) {
+    BlockCoord const block = order.own_block(number);
+    int const row = tiles.row_of(block.m * kTile);
+    int const tile = tiles.tiles() + tiles.tile(row / kTile, block.n);
+    for (int place = 0; place < tiles.world_size - 1; ++place) {
+      uint32_t* const signal = push.signals + place * kMaxScatterTiles + tile;
+      await(signal, push.tag);
+      *signal = 0;
+      auto const* const from = reinterpret_cast<Element const*>(
+          push.parts + place * push.part_bytes + tile * kTileBytes);
+      auto* const to = static_cast<Element*>(call.out_of_all) +
+                       std::size_t(tiles.at_place(place) * tiles.chunk_stride + row) * call.n;
+      int const columns = std::min(call.n - block.n * kTile, kTile);
+      for (int i = 0; i < std::min(tiles.rows - row, kTile); ++i) {
+        std::copy(from + i * kTile, from + i * kTile + columns, to + i * call.n + block.n * kTile);
+      }
+    }
+  }
 }
 
 int launch_scatter(void* params, void* stream) {
@@ -311,8 +346,9 @@ int launch_scatter(void* params, void* stream) {
   }
   TileOrder const order(ChunkGrid(tiles.padded_rows(), 1, tiles.world_size), call.n, kTile, kTile,
                         tiles.first_chunk(), 1, Raster::AlongM);
+  LaggedTileOrder const lagged(order, call.lag);
   for (int step = 0; step < order.count(); ++step) {
-    BlockCoord const block = order.block_at(step);
+    BlockCoord const block = is_all_reduce(call) ? lagged.block_at(step) : order.block_at(step);
     int const padded_row = block.m * kTile;
     int const row = tiles.row_of(padded_row);
     int const tile = tiles.tile(row / kTile, block.n);
@@ -320,6 +356,7 @@ int launch_scatter(void* params, void* stream) {
       run_tile(call, tiles.owner(padded_row), tiles.a_row(padded_row), row, block.n * kTile, tile);
     }
   }
+  if (is_all_reduce(call)) copy_results(call, lagged);
   for (int place = 0; place < tiles.world_size - 1; ++place) {
     store_release(push.peers[place].credit, 1);
   }
@@ -344,6 +381,8 @@ KernelEntry const* const kKernelTable[] = {&kernel, &fp8_kernel};
 std::size_t const kKernelCount = 2;
 ScatterEntry const* const kScatterTable[] = {&pingpong_scatter, &cooperative_scatter};
 std::size_t const kScatterCount = 2;
+ScatterEntry const* const kLaggedTable[] = {&pingpong_scatter};
+std::size_t const kLaggedCount = 1;
 
 cudaError_t prepare_stage() { return cudaSuccess; }
 cudaError_t launch_stage(StageArgs const&, int, cudaStream_t stream) {

@@ -74,6 +74,8 @@ struct Ranks {
   }
 };
 
+constexpr int kWorkers = 5;  // that the order of an all-reduce is made for
+
 Element drawn(unsigned seed) { return static_cast<Element>((seed * 2654435761u) >> 20); }
 
 MatmulScatter call_of(int rows, int n, std::vector<int> const& ks, Memory const& a, Memory const& b,
@@ -94,8 +96,9 @@ MatmulScatter call_of(int rows, int n, std::vector<int> const& ks, Memory const&
   return call;
 }
 
-/// What each rank gets is the sum, over ranks and products, of its rows.
-void sums() {
+/// What each rank gets is the sum, over ranks and products, of its rows, or of an all-reduce of
+/// all.
+void sums_of(bool is_all_reduce) {
   state().runs_scatters = true;
   struct Case {
     int ranks, chunk_rows, n;
@@ -119,7 +122,8 @@ void sums() {
     for (int rank = 0; rank < c.ranks; ++rank) {
       as.push_back(std::make_unique<Memory>(std::size_t(rows) * std::size_t(k_all) * 2));
       bs.push_back(std::make_unique<Memory>(std::size_t(c.n) * std::size_t(k_all) * 2));
-      outs.push_back(std::make_unique<Memory>(std::size_t(c.chunk_rows) * std::size_t(c.n) * 2));
+      int const out_rows = is_all_reduce ? rows : c.chunk_rows;
+      outs.push_back(std::make_unique<Memory>(std::size_t(out_rows) * std::size_t(c.n) * 2));
     }
     for (unsigned turn = 0; turn < 3; ++turn) {
       for (int rank = 0; rank < c.ranks; ++rank) {
@@ -135,8 +139,9 @@ void sums() {
       for (int rank = 0; rank < c.ranks; ++rank) {
         threads.emplace_back([&, rank] {
           auto const r = std::size_t(rank);
-          MatmulScatter const call =
+          MatmulScatter call =
               call_of(rows, c.n, c.ks, *as[r], *bs[r], c.has_bias ? &bias : nullptr, *outs[r]);
+          if (is_all_reduce) call.all_reduce_sms = kWorkers;
           (*ranks.ops[r])(call, fake::stream(rank + 1));
         });
       }
@@ -153,16 +158,24 @@ void sums() {
               b += c.n * k;
             }
           }
-          auto const owner = std::size_t(row / c.chunk_rows);
-          Element const found = outs[owner]->as<Element>()[row % c.chunk_rows * c.n + j];
-          check(found == static_cast<Element>(wanted),
-                std::to_string(c.ranks) + " ranks, row " + std::to_string(row) + ", column " +
-                    std::to_string(j) + ": " + std::to_string(found));
+          int const owner = row / c.chunk_rows;
+          for (int rank = 0; rank < c.ranks; ++rank) {
+            if (rank != owner && !is_all_reduce) continue;
+            int const out_row = is_all_reduce ? row : row % c.chunk_rows;
+            Element const found = outs[std::size_t(rank)]->as<Element>()[out_row * c.n + j];
+            check(found == static_cast<Element>(wanted),
+                  std::to_string(c.ranks) + " ranks, row " + std::to_string(row) + ", column " +
+                      std::to_string(j) + ", on rank " + std::to_string(rank) + ": " +
+                      std::to_string(found));
+          }
         }
       }
     }
   }
 }
+
+void sums() { sums_of(false); }
+void sums_on_all_ranks() { sums_of(true); }
 
 /// One call on rank 1 of 4, whose kernel computes nothing.
 struct One {
@@ -188,6 +201,7 @@ void equality() {
       {"k", [](MatmulScatter& c) { c.products[0].k = 32; }},
       {"a product", [](MatmulScatter& c) { c.products.push_back(c.products[0]); }},
       {"average", [](MatmulScatter& c) { c.is_average = true; }},
+      {"all-reduce", [](MatmulScatter& c) { c.all_reduce_sms = kWorkers; }},
       {"swizzle", [](MatmulScatter& c) { c.config.max_swizzle = 2; }},
       {"bias", [](MatmulScatter& c) { c.bias = c.out; }},
       {"limit", [](MatmulScatter& c) { c.limit_ns = 1; }},
@@ -228,6 +242,12 @@ void refusals() {
            {"out: found null", [](MatmulScatter& call) { call.out = nullptr; }},
            {"config: found 64x128", [](MatmulScatter& call) { call.config.shape.tile_m = 64; }},
            {"config: found 2 splits", [](MatmulScatter& call) { call.config.splits = 2; }},
+           {"all_reduce_sms: found -1", [](MatmulScatter& call) { call.all_reduce_sms = -1; }},
+           {"wanted a kernel of this build that sends finished tiles",
+            [](MatmulScatter& call) {
+              call.all_reduce_sms = kWorkers;
+              call.config.shape.schedule = agmm::Schedule::Cooperative;
+            }},
            {"bytes for each other rank", [](MatmulScatter& call) { call.n = 1 << 15; }}}) {
     MatmulScatter call = one.call(8192);
     c.change(call);
@@ -387,6 +407,42 @@ void splits() {
   one(call, kStream);
 }
 
+/// What an all-reduce's launches are given: finished tiles lie behind as many sums, rows of `out`
+/// are those of the bands, and what all CTAs send in a wave is what the links take.
+void launches() {
+  One const one;
+  MatmulScatter call = one.call(16384);
+  call.all_reduce_sms = kWorkers;
+  state().scatters.clear();
+  one(call, kStream);
+  check(state().scatters.size() == 2, std::to_string(state().scatters.size()) + " launches");
+  for (std::size_t band = 0; band < state().scatters.size(); ++band) {
+    agmm::ScatterSpec const& spec = state().scatters[band];
+    agmm::ScatterTiles const& tiles = spec.push.tiles;
+    check(spec.push.part_bytes == int64_t(2) * tiles.tiles() * 128 * 128 * 2, "part_bytes");
+    auto const at = [&](void const* pointer) {
+      return (static_cast<char const*>(pointer) - static_cast<char const*>(call.out)) / (128 * 2);
+    };
+    check(at(spec.out_of_all) == int64_t(band) * 2048, "rows of out");
+    check(at(spec.out) == int64_t(band) * 2048 + 4096, "own rows of out");
+    agmm::Lag const lag = agmm::lag_for(4, tiles.tiles(), kWorkers);
+    check(spec.lag.group == lag.group && spec.lag.groups == lag.groups, "lag");
+    int const ctas = std::min(132, tiles.all_tiles());
+    double const cycles_per_ns = agmm::current_device().clock_khz * 1e-6;
+    auto const bytes_per_ns = [&](agmm::SendPace const& pace, double kilobytes) {
+      return kilobytes * agmm::kSendBytes / ((pace.cycles + 1) / cycles_per_ns);
+    };
+    // 3 of 4 tiles to a rank, one to three.
+    double const usual = bytes_per_ns(spec.push.paces.usual, ctas * (0.75 + 0.25 * 3));
+    check(usual <= agmm::kSendBytesPerNs && usual > 0.9 * agmm::kSendBytesPerNs,
+          std::to_string(usual) + " B/ns");
+    int const in_last = tiles.all_tiles() - spec.push.paces.last_wave * ctas;
+    double const last = bytes_per_ns(spec.push.paces.last, in_last * 3);
+    check(last <= agmm::kSendBytesPerNs && last > 0.9 * agmm::kSendBytesPerNs,
+          std::to_string(last) + " B/ns in the last wave");
+  }
+}
+
 void reserved_sms() {
   for (int reserved : {-1, 131, 200}) {
     std::string const error = error_of([&] { Ranks const ranks(2, reserved); });
@@ -401,11 +457,13 @@ void reserved_sms() {
 int main(int, char** arguments) {
   std::map<std::string, void (*)()> const checks = {
       {"sums", &sums},
+      {"sums_on_all_ranks", &sums_on_all_ranks},
       {"equality", &equality},
       {"refusals", &refusals},
       {"failures", &failures},
       {"order", &order},
       {"precedence", &precedence},
+      {"launches", &launches},
       {"reserved_sms", &reserved_sms},
       {"arrivals", &arrivals},
       {"paces", &paces},

@@ -43,7 +43,10 @@ from agmm.planning.cost_model.libraries import (
 )
 from agmm.planning.cost_model.matmul import Load, Tiling, is_b_in_l2, matmul_us
 from agmm.planning.cost_model.scatter import (
-    is_all_reduce_scattered,
+    AllReduceWay,
+    all_reduce_times,
+    all_reduce_way,
+    lagged_all_reduce_us,
     matmul_all_reduce_us,
     scatter_blocks,
     scatter_tiles,
@@ -52,11 +55,14 @@ from agmm.planning.cost_model.scatter import (
 
 __all__ = [
     "ELEMENT_BYTES",
+    "AllReduceWay",
     "At",
     "Constants",
     "Load",
     "Tiling",
     "all_gather_us",
+    "all_reduce_times",
+    "all_reduce_way",
     "arrival_us",
     "clusters",
     "constants",
@@ -65,11 +71,11 @@ __all__ = [
     "fused_matmul_reduce_scatter_us",
     "fused_us",
     "gathered_us",
-    "is_all_reduce_scattered",
     "is_b_in_l2",
     "is_gather_by_copies",
     "is_reduce_scatter_fused",
     "known_gpus",
+    "lagged_all_reduce_us",
     "matmul_all_reduce_us",
     "matmul_reduce_scatter_us",
     "matmul_us",

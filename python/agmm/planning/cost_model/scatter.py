@@ -1,9 +1,11 @@
-"""What a matmul + reduce-scatter costs whose kernel sends tiles to their owners."""
+"""What a matmul + reduce-scatter costs whose kernel sends tiles to their owners, and the ways of a
+matmul + all-reduce."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from math import ceil
+from typing import Literal
 
 from agmm import _core
 from agmm.planning.cost_model.collectives import fastest_us
@@ -41,20 +43,51 @@ def tile_push_scatter_us(problem: Problem, kernel: KernelConfig) -> float:
     c = constants(problem.gpu)
     own, blocks, at_once = scatter_blocks(problem, kernel)
     waves = ceil(blocks / at_once)
-    us_per_k, overhead_us = c.scatter_tile_us.get(
-        kernel.kernel,
-        (2e-6 * kernel.tile_m * kernel.tile_n / c.other_tflops_per_sm, _OTHER_OVERHEAD_US),
-    )
-    tile_us = overhead_us + us_per_k * problem.k / kernel.splits
-    if kernel.splits > 1:
-        tile_us += c.split_us * kernel.splits
-    block_elements = kernel.tile_m * kernel.cluster_m * kernel.tile_n * kernel.cluster_n
-    block_us = block_elements * ELEMENT_BYTES / (c.scatter_gb_per_s * 1e3)
+    tile_us, block_us = _tile_us(problem, kernel), _sent_block_us(problem, kernel)
     sent_last = max(0, blocks - (waves - 1) * at_once - own)
     multiplied_us = waves * tile_us + sent_last * block_us
     linked_us = tile_us + (blocks - own) * block_us
     multiplied_us += lost_clock_us(c, multiplied_us, kernel.schedule)
     return c.scatter_us + max(multiplied_us, linked_us)
+
+
+def _tile_us(problem: Problem, kernel: KernelConfig) -> float:
+    c = constants(problem.gpu)
+    us_per_k, overhead_us = c.scatter_tile_us.get(
+        kernel.kernel,
+        (2e-6 * kernel.tile_m * kernel.tile_n / c.other_tflops_per_sm, _OTHER_OVERHEAD_US),
+    )
+    tile_us = overhead_us + us_per_k * problem.k / kernel.splits
+    return tile_us if kernel.splits == 1 else tile_us + c.split_us * kernel.splits
+
+
+def _sent_block_us(problem: Problem, kernel: KernelConfig) -> float:
+    """Of the links, for a cluster of tiles."""
+    elements = kernel.tile_m * kernel.cluster_m * kernel.tile_n * kernel.cluster_n
+    return elements * ELEMENT_BYTES / (constants(problem.gpu).scatter_gb_per_s * 1e3)
+
+
+def lagged_all_reduce_us(problem: Problem, kernel: KernelConfig) -> float:
+    """Predicted time in µs of a matmul + all-reduce by one kernel, which sends finished tiles a lag
+    behind the others.
+
+    The time is that of the waves of tiles, and of each launch's last own tiles on their way to all
+    other ranks, where they are copied; or that of the links, where they are slower.
+    """
+    c = constants(problem.gpu)
+    own, blocks, at_once = scatter_blocks(problem, kernel)
+    waves, others = ceil(blocks / at_once), problem.world_size - 1
+    tile_us = _tile_us(problem, kernel) + _LAGGED_TILE_US
+    block_us = _sent_block_us(problem, kernel)
+    launches = len(_core.scatter_bands(problem.m, problem.world_size))
+    own_last = min(own, blocks - (waves - 1) * at_once)
+    # Own tiles of the only wave await what is computed beside them.
+    sent_first_us = (blocks - own) * block_us if waves == 1 else 0.0
+    tail_us = own_last * others * block_us + _COPIED_TILE_US
+    multiplied_us = waves * tile_us + sent_first_us
+    multiplied_us += lost_clock_us(c, multiplied_us, kernel.schedule)
+    linked_us = tile_us + 2 * (blocks - own) * block_us
+    return c.scatter_us + max(multiplied_us + launches * tail_us, linked_us + _COPIED_TILE_US)
 
 
 def matmul_all_reduce_us(problem: Problem) -> float:
@@ -63,16 +96,57 @@ def matmul_all_reduce_us(problem: Problem) -> float:
     return matmul_us(problem) + fastest_us("all_reduce", nbytes, problem)
 
 
+AllReduceWay = Literal["lagged", "scatter", "unfused"]
+"""By one kernel; by one that scatters and an all-gather of the result; or by a matmul and an
+all-reduce."""
+
+
+def all_reduce_times(
+    problem: Problem, scatters: KernelConfig | None, returns: KernelConfig | None
+) -> dict[AllReduceWay, float]:
+    """Predicted time in µs of each way that there is. m is a multiple of the ranks.
+
+    Args:
+        scatters: the kernel of the scatter.
+        returns: that which sends finished tiles too.
+    """
+    found: dict[AllReduceWay, float] = {"unfused": matmul_all_reduce_us(problem)}
+    if scatters is not None:
+        gather_us = fastest_us("all_gather", problem.m * problem.n * ELEMENT_BYTES, problem)
+        found["scatter"] = tile_push_scatter_us(problem, scatters) + gather_us
+    if returns is not None:
+        found["lagged"] = lagged_all_reduce_us(problem, returns)
+    return found
+
+
 @lru_cache(maxsize=4096)
-def is_all_reduce_scattered(problem: Problem, kernel: KernelConfig) -> bool:
-    """Whether a matmul + all-reduce is to be a scatter by this kernel and an all-gather of the
-    result, rather than a matmul and an all-reduce: where it is predicted to save a tenth, since
-    nobody has measured them beside each other. m is a multiple of the ranks."""
-    gather_us = fastest_us("all_gather", problem.m * problem.n * ELEMENT_BYTES, problem)
-    scattered_us = tile_push_scatter_us(problem, kernel) + gather_us
-    return scattered_us < _ALL_REDUCE_GAIN * matmul_all_reduce_us(problem)
+def all_reduce_way(
+    problem: Problem,
+    scatters: KernelConfig | None,
+    returns: KernelConfig | None,
+    *,
+    fused: bool = False,
+) -> AllReduceWay:
+    """How a matmul + all-reduce is to be computed: each way only where it is predicted to save a
+    tenth of the one before, since nobody has measured them beside each other.
+
+    Args:
+        fused: leave the unfused way out, where there is another.
+    """
+    times = all_reduce_times(problem, scatters, returns)
+    way: AllReduceWay = "unfused"
+    for other in ("scatter", "lagged"):
+        is_first = fused and way == "unfused"
+        if other in times and (is_first or times[other] < _ALL_REDUCE_GAIN * times[way]):
+            way = other
+    return way
 
 
 _ALL_REDUCE_GAIN = 0.9
 _OTHER_OVERHEAD_US = 4.0
 """Of a kernel without constants: as the slowest of those that have some."""
+_LAGGED_TILE_US = 8.5
+"""What a tile takes beside that of a scatter: on an H100 as rank 0 of 4, with a link of 380 GB/s
+that it imagines, 8192 rows and columns, 8.0 at K = 2816, 9.3 at 4096 and 7.6 at 7168."""
+_COPIED_TILE_US = 12.0
+"""Of 128 x 128 by a warp, which has 2 KB under way. An estimate."""
