@@ -15,6 +15,15 @@ constexpr bool can_split(KernelShape const& shape) {
          shape.tile_m * shape.tile_n <= 128 * 224;
 }
 
+/// Whether the CTAs of a tile are a cluster that adds up in shared memory, and not neighbours that
+/// add up in global memory.
+constexpr bool splits_in_cluster(KernelShape const& shape) {
+  return can_split(shape) && shape.swapped && shape.cluster_m * shape.cluster_n == 1;
+}
+
+/// The largest cluster that every Hopper runs.
+constexpr int kMaxClusterSplits = 8;
+
 /// Whether A can be stored. A stage has to be refilled with A by this CTA alone, whose producer
 /// knows when the store has read it; and tiles 192 and more wide, or larger than 128 x 256, of a
 /// row-major B, whose load takes several TMA instructions, leave the producer warp no register for

@@ -14,6 +14,7 @@
 #include "cutlass/gemm/dispatch_policy.hpp"
 #include "gemm/sm90/block_scales.hpp"
 #include "gemm/sm90/chunk_gate.hpp"
+#include "gemm/sm90/cluster_split.hpp"
 #include "gemm/sm90/producer_loop.hpp"
 #include "gemm/sm90/promoting_mma.hpp"
 #include "gemm/sm90/stage_store.hpp"
@@ -47,7 +48,6 @@ struct AsyncInputPolicy : Base {};
 template <class Base, bool kSwapped, bool kTimed, bool kSplits, bool kStoresA,
           Accumulation kAccumulation>
 struct AsyncInputMainloop : Base {
-  using typename Base::MainloopPipeline;
   using typename Base::PipelineState;
   using typename Base::TileShape;
   using DispatchPolicy = AsyncInputPolicy<typename Base::DispatchPolicy>;
@@ -85,14 +85,21 @@ struct AsyncInputMainloop : Base {
   /// where it loads B ahead of A. TMA would carry no order from the gate to them by itself.
   static constexpr bool kReadsScales = sizeof(Element) == 1;
 
-  /// Of blocks: the mainloop's, not the epilogue's.
-  static constexpr bool kScalesBlocks = is_block_scaled(kAccumulation);
-  static_assert(!kScalesBlocks || (!kSwapped && !kSplits));
-
   /// Whether the consumers push the first items: where all of them multiply the same tile.
   static constexpr bool kConsumersPush =
       cute::is_base_of_v<cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                          typename DispatchPolicy::Schedule>;
+
+  /// Whether the parts of K are a cluster's, which add up here (splits_in_cluster).
+  static constexpr bool kSplitsInCluster =
+      kSplits && kSwapped && kConsumersPush && cute::size(ClusterShape{}) == 1;
+  using MainloopPipeline =
+      cute::conditional_t<kSplitsInCluster, OwnStagesPipeline<typename Base::MainloopPipeline>,
+                          typename Base::MainloopPipeline>;
+
+  /// Of blocks: the mainloop's, not the epilogue's.
+  static constexpr bool kScalesBlocks = is_block_scaled(kAccumulation);
+  static_assert(!kScalesBlocks || (!kSwapped && !kSplits));
 
   struct NoTileStarts {};
   struct TileStarts {
@@ -141,6 +148,13 @@ struct AsyncInputMainloop : Base {
     return result == CUDA_SUCCESS ? descriptor : TmaDescriptor{};
   }
 
+  struct NoBlockScales {
+    NoBlockScales() = default;
+    NoBlockScales(BlockScaleArgs const&) {}
+  };
+  // As the scheduler's, for less than 4 KiB.
+  using KeptBlockScales = cute::conditional_t<kSwapped, NoBlockScales, BlockScaleArgs>;
+
   struct Params : Base::Params {
     TmaLoadOfA tma_load_a_local;
     TmaStoreOfA tma_store_a;
@@ -149,7 +163,7 @@ struct AsyncInputMainloop : Base {
     AsyncInput input;
     SmPushArgs push;
     int32_t finishing_warps = 1;  // of the whole grid
-    BlockScaleArgs block_scales{};
+    KeptBlockScales block_scales{};
   };
 
   /// Of one of the MMA's operands.
@@ -220,9 +234,18 @@ struct AsyncInputMainloop : Base {
     if constexpr (kFitsLastRows) cute::prefetch_tma_descriptor(&params.last_rows_a);
   }
 
+  /// Into L2, while the CTA makes its barriers: the first look at a signal would else wait for the
+  /// memory, and with it the first load of A.
+  CUTLASS_DEVICE static void prefetch_signals(ChunkArrival const& arrival) {
+    if (threadIdx.x == 32 && arrival.signals != nullptr) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(arrival.signals));
+    }
+  }
+
   /// At the entry of a CTA with a tile, for all threads. The warp that claims is the first of
   /// mma(), where CUTLASS counts the consumers' threads modulo their number.
   CUTLASS_DEVICE static void claim_first_item(Params const& params, TensorStorage& storage) {
+    if constexpr (kSwapped) prefetch_signals(params.input.arrival);
     if (kConsumersPush && params.push.shard != nullptr &&
         cutlass::canonical_warp_idx_sync() == kConsumers / cutlass::NumThreadsPerWarp) {
       agmm::claim_first_item(params.push, storage.first_item);
@@ -254,6 +277,19 @@ struct AsyncInputMainloop : Base {
       Base::mma(pipeline, smem_pipe_read, accumulators, k_tile_count, thread_idx, shared_tensors,
                 params);
     }
+    if constexpr (kSplitsInCluster) {
+      Base::mma_tail(pipeline, smem_pipe_read, k_tile_count);
+      cute::warpgroup_fence_operand(accumulators);
+      constexpr int kFloats = cute::size(FrgTensorC{});
+      static_assert(kFloats * kConsumers * sizeof(float) <= sizeof(typename Base::TensorStorage));
+      add_splits_in_cluster(static_cast<typename Base::TensorStorage*>(&shared_tensors),
+                            *reinterpret_cast<float (*)[kFloats]>(accumulators.data()));
+    }
+  }
+
+  CUTLASS_DEVICE void mma_tail(MainloopPipeline pipeline, PipelineState smem_pipe_release,
+                               int k_tile_count) {
+    if constexpr (!kSplitsInCluster) Base::mma_tail(pipeline, smem_pipe_release, k_tile_count);
   }
 
   template <class ProblemShape_MNKL>
@@ -280,7 +316,7 @@ struct AsyncInputMainloop : Base {
 
     constexpr uint32_t cluster_m = size<0>(ClusterShape{});
     uint32_t const cta_m = block_rank_in_cluster % cluster_m;
-    uint32_t const cta_n = block_rank_in_cluster / cluster_m;
+    uint32_t const cta_n = kSplitsInCluster ? 0 : block_rank_in_cluster / cluster_m;
     auto const& tma_load_a = tma_load_of<kA>(params);
     auto const& tma_load_b = tma_load_of<kB>(params);
     auto const cta_tma_a = tma_load_a.get_slice(kSwapped ? cta_m : cta_n);

@@ -40,6 +40,8 @@ class Constants:
     """How many times as long what is left then takes, by schedule, and for the library's matmul."""
     split_us: float
     """Of each part when K is split: leaving its sums, or adding up another's."""
+    cluster_split_us: tuple[float, float]
+    """The same where the CTAs of a tile are a cluster: once, and of each part."""
     copy_overhead_us: float
     """Of one copy-engine copy and its signal."""
     push_gb_per_s: float
