@@ -20,6 +20,8 @@ class Constants:
     gpu: str
     sm_count: int
     launch_us: float
+    call_us: float
+    """What a call of agmm's kernels takes beside that and its tiles."""
     tflops_per_sm: dict[str, float]
     """Of one multiprocessor inside the main loop, by kernel."""
     row_major_factor: dict[str, float]
