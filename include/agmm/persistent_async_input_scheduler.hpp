@@ -22,7 +22,8 @@
 // SplitsK::Yes: where there are fewer tiles than multiprocessors, several CTAs may compute a tile,
 // each with a part of K (agmm::SplitK). For the cooperative kernel, whose clusters are one tile
 // wide, with agmm::AsyncInputMainloop. SplitsK::ByEpilogue: the epilogue adds up the parts, and is
-// called with each of them.
+// called with each of them. SplitsK::InCluster: they are launched as a cluster, and the mainloop
+// adds them up (agmm::add_splits_in_cluster).
 // Order: agmm::TileOrder, or agmm::LaggedTileOrder, which takes each CTA's own chunk, the last one,
 // a lag behind the others (Arguments::lag).
 #pragma once
@@ -38,7 +39,7 @@
 namespace cutlass::gemm {
 
 enum class AsyncInputWait { Scheduler, Mainloop };
-enum class SplitsK { No, Yes, ByEpilogue };
+enum class SplitsK { No, Yes, ByEpilogue, InCluster };
 /// Which operand arrives in chunks of its rows.
 enum class Gathered { A, B };
 
@@ -67,6 +68,16 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   static constexpr int kBlockRows = kTileRows * (kGathersB ? ClusterN : ClusterM);
   static constexpr int kBlockColumns = kTileColumns * (kGathersB ? ClusterM : ClusterN);
   static_assert(!kSplits || (ClusterN == 1 && Wait == AsyncInputWait::Mainloop));
+  static_assert(Splits != SplitsK::InCluster || ClusterM == 1);
+
+  struct Waits {
+    uint32_t const* chunk_signals = nullptr;
+    uint32_t ready_value = 1;
+    agmm::WaitLimit wait_limit{};
+  };
+  struct NoWaits {};
+  // A kernel whose parameters take more than 4 KiB is launched later.
+  static constexpr bool kKeepsWait = !kGathersB || Wait == AsyncInputWait::Scheduler;
 
   struct SplitWork : Base::WorkTileInfo {
     int32_t split = 0;
@@ -108,9 +119,7 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   struct Params : PersistentTileSchedulerSm90Params {
     Order order{};
     agmm::FirstBlocks first_blocks{};
-    uint32_t const* chunk_signals = nullptr;
-    uint32_t ready_value = 1;
-    agmm::WaitLimit wait_limit{};
+    cute::conditional_t<kKeepsWait, Waits, NoWaits> waits{};
     agmm::SplitK split_k{};
     agmm::KParts k_parts{};
     agmm::FastDiv splits{};
@@ -155,9 +164,9 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
       params.order = order;
     }
     params.first_blocks = agmm::FirstBlocks(params.order, hw_info.sm_count / (ClusterM * ClusterN));
-    params.chunk_signals = args.chunk_signals;
-    params.ready_value = args.ready_value;
-    params.wait_limit = args.wait_limit;
+    if constexpr (kKeepsWait) {
+      params.waits = {args.chunk_signals, args.ready_value, args.wait_limit};
+    }
     params.split_k = args.split_k;
     params.k_parts = agmm::KParts(agmm::ceil_div(k, TileK), args.split_k.splits);
     params.splits = agmm::FastDiv(args.split_k.splits);
@@ -202,7 +211,8 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
       // Neighbouring clusters of CTAs have the splits of one cluster of tiles.
       int32_t const tiles = params_->splits.divide(cluster);
       work.split = cluster - tiles * params_->splits.divisor;
-      agmm::Range const k_tiles = params_->k_parts.part(work.split);
+      agmm::Range const k_tiles = k_tiles_of(work.split);
+      if constexpr (Splits == SplitsK::InCluster) work.is_whole = work.split == 0;
       work.k_tile_begin = k_tiles.begin;
       work.k_tile_count = k_tiles.size();
       cluster = tiles;
@@ -286,15 +296,23 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   }
 
  private:
+  CUTLASS_DEVICE agmm::Range k_tiles_of(int32_t split) const {
+    if constexpr (Splits == SplitsK::InCluster) {
+      return params_->k_parts.even_part(split, params_->splits);
+    } else {
+      return params_->k_parts.part(split);
+    }
+  }
+
   /// Only the warp that issues the TMA loads (warp 0 of the CTA in both schedules) waits.
   CUTLASS_DEVICE void wait_for_chunks(WorkTileInfo const& work) const {
-    if (params_->chunk_signals == nullptr || canonical_warp_idx_sync() != 0) return;
+    Waits const& waits = params_->waits;
+    if (waits.chunk_signals == nullptr || canonical_warp_idx_sync() != 0) return;
     int32_t const tile = kGathersB ? work.N_idx : work.M_idx;
     agmm::Range const touched =
         params_->order.chunks.row_chunks({tile * kTileRows, (tile + 1) * kTileRows});
     for (int chunk = touched.begin; chunk < touched.end; ++chunk) {
-      agmm::wait_signal(params_->chunk_signals + chunk, params_->ready_value, chunk,
-                        params_->wait_limit);
+      agmm::wait_signal(waits.chunk_signals + chunk, waits.ready_value, chunk, waits.wait_limit);
     }
     agmm::fence_proxy_async_global();
   }

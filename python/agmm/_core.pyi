@@ -23,6 +23,7 @@ __all__: list[str] = [
     "FP8_ALIGNMENT",
     "KernelConfig",
     "KernelFacts",
+    "MAX_CLUSTER_SPLITS",
     "MAX_COLLECTIVE_CTAS",
     "MAX_COLLECTIVE_RANKS",
     "MAX_COLUMN_CHUNKS",
@@ -327,6 +328,16 @@ class KernelConfig:
     def schedule(self) -> str: ...
     @property
     def splits(self) -> int: ...
+    @property
+    def can_push(self) -> bool:
+        """
+        Whether it can push A by its spare warps (SM push).
+        """
+    @property
+    def splits_in_cluster(self) -> bool:
+        """
+        Whether the CTAs of a tile are a cluster, which cannot store A and takes no scratch.
+        """
     @property
     def stores_A(self) -> list[str]:
         """
@@ -932,7 +943,7 @@ def first_blocks(
     The table of the first blocks of that order, (block of M, block of N) each.
     """
 
-def k_parts(k_tiles: int, parts: int) -> list[tuple[int, int]]:
+def k_parts(k_tiles: int, parts: int, in_cluster: bool = False) -> list[tuple[int, int]]:
     """
     The half-open ranges of k tiles of the parts when K is split.
     """
@@ -1122,6 +1133,7 @@ ALIGNMENT: int
 CAPABILITY: int
 COLLECTIVE_PACKET_BYTES: int
 FP8_ALIGNMENT: int
+MAX_CLUSTER_SPLITS: int
 MAX_COLLECTIVE_CTAS: int
 MAX_COLLECTIVE_RANKS: int
 MAX_COLUMN_CHUNKS: int

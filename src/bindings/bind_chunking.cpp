@@ -142,15 +142,17 @@ void bind_chunking(py::module_& m) {
       "The half-open range of columns of a chunk.");
   m.def(
       "k_parts",
-      [](int k_tiles, int parts) {
+      [](int k_tiles, int parts, bool in_cluster) {
+        const agmm::KParts of_k(k_tiles, parts);
+        const agmm::FastDiv by_parts(parts);
         std::vector<std::tuple<int, int>> ranges;
         for (int i = 0; i < parts; ++i) {
-          const Range part = agmm::KParts(k_tiles, parts).part(i);
+          const Range part = in_cluster ? of_k.even_part(i, by_parts) : of_k.part(i);
           ranges.emplace_back(part.begin, part.end);
         }
         return ranges;
       },
-      py::arg("k_tiles"), py::arg("parts"),
+      py::arg("k_tiles"), py::arg("parts"), py::arg("in_cluster") = false,
       "The half-open ranges of k tiles of the parts when K is split.");
   m.def(
       "stretch_chunks",

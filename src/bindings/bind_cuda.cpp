@@ -352,6 +352,13 @@ void bind_cuda(py::module_& m) {
           [](const KernelConfig& c) { return std::string(agmm::to_string(c.shape.schedule)); })
       .def_property_readonly("can_split",
                              [](const KernelConfig& c) { return agmm::can_split(c.shape); })
+      .def_property_readonly(
+          "splits_in_cluster",
+          [](const KernelConfig& c) { return agmm::splits_in_cluster(c.shape); },
+          "Whether the CTAs of a tile are a cluster, which cannot store A and takes no scratch.")
+      .def_property_readonly(
+          "can_push", [](const KernelConfig& c) { return agmm::can_push(c.shape); },
+          "Whether it can push A by its spare warps (SM push).")
       .def_property_readonly("stores_A", &layouts_that_store_a,
                              "The layouts of B with which it can store A.")
       .def_readonly("splits", &KernelConfig::splits)
@@ -392,6 +399,7 @@ void bind_cuda(py::module_& m) {
         "One entry per kernel of this build: shape, dtype, layout of B and accumulation; empty "
         "without CUDA.");
   m.attr("ALIGNMENT") = agmm::kAlignment;
+  m.attr("MAX_CLUSTER_SPLITS") = agmm::kMaxClusterSplits;
   m.attr("CAPABILITY") = 10 * agmm::kCapabilityMajor + agmm::kCapabilityMinor;
   m.def("async_input_mm", &async_input_mm, py::arg("a"), py::arg("b"), py::arg("out"),
         py::arg("bias"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("dtype"),

@@ -15,14 +15,28 @@ constexpr bool can_split(KernelShape const& shape) {
          shape.tile_m * shape.tile_n <= 128 * 224;
 }
 
+/// Whether the CTAs of a tile are a cluster that adds up in shared memory, and not neighbours that
+/// add up in global memory.
+constexpr bool splits_in_cluster(KernelShape const& shape) {
+  return can_split(shape) && shape.swapped && shape.cluster_m * shape.cluster_n == 1;
+}
+
+/// The largest cluster that every Hopper runs.
+constexpr int kMaxClusterSplits = 8;
+
 /// Whether A can be stored. A stage has to be refilled with A by this CTA alone, whose producer
 /// knows when the store has read it; and tiles 192 and more wide, or larger than 128 x 256, of a
 /// row-major B, whose load takes several TMA instructions, leave the producer warp no register for
 /// it.
 constexpr bool can_store_a(KernelShape const& shape, BLayout b_layout) {
   bool const is_large = shape.tile_n >= 192 || shape.tile_m * shape.tile_n > 128 * 256;
-  return shape.cluster_n == 1 && !(is_large && b_layout == BLayout::RowMajor);
+  bool const is_one_box = !shape.swapped || shape.tile_k == 64;  // of TMA
+  return shape.cluster_n == 1 && is_one_box && !(is_large && b_layout == BLayout::RowMajor);
 }
+
+/// Whether spare warps can push A, and CTAs of their own. Swapped kernels are for calls so short
+/// that fetching the instructions for it takes longer than it saves.
+constexpr bool can_push(KernelShape const& shape) { return !shape.swapped; }
 
 /// Of a kernel that is built. Those that scale blocks take all of K.
 constexpr KernelFacts facts_of(KernelShape const& shape, DType dtype, BLayout b_layout,

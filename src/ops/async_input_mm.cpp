@@ -95,7 +95,12 @@ void check(AsyncInputArgs const& args) {
       refuse("config", std::to_string(splits * clusters.blocks()) + " parts of clusters of tiles",
              "one wave of them, at most " + std::to_string(clusters.at_once));
     }
-    require_aligned("split_scratch", args.split_scratch);
+    if (!splits_in_cluster(shape)) {
+      require_aligned("split_scratch", args.split_scratch);
+    } else if (splits > kMaxClusterSplits) {
+      refuse("config", std::to_string(splits) + " splits of " + shape.str(),
+             "at most a cluster of " + std::to_string(kMaxClusterSplits));
+    }
   }
   if (operands.a_out != nullptr && !kernel->facts.can_store_a) {
     refuse("config", args.config.shape.str() + " for " + p.str(), "a kernel that can store A");

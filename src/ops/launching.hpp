@@ -16,6 +16,7 @@
 
 #include "agmm/async_input_mm.hpp"
 #include "gemm/kernel_entry.hpp"
+#include "gemm/kernel_facts.hpp"
 #include "ops/fields.hpp"
 #include "ops/refuse.hpp"
 #include "runtime/cuda.hpp"
@@ -64,7 +65,7 @@ std::size_t split_scratch_bytes(Entry const* const* table, std::size_t count) {
   std::size_t tile_floats = 0;
   for (std::size_t i = 0; i < count; ++i) {
     KernelShape const& shape = table[i]->facts.shape;
-    if (table[i]->facts.can_split) {
+    if (table[i]->facts.can_split && !splits_in_cluster(shape)) {
       tile_floats = std::max(tile_floats, std::size_t(shape.tile_m) * std::size_t(shape.tile_n));
     }
   }

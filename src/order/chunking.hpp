@@ -80,6 +80,11 @@ struct KParts {
     return {i * length, i + 1 == parts ? k_tiles : (i + 1) * length};
   }
 
+  /// Where all end at once: no part longer than another by more than a k tile.
+  AGMM_HOST_DEVICE Range even_part(int32_t i, FastDiv const& parts_) const {
+    return {parts_.divide(i * k_tiles), parts_.divide((i + 1) * k_tiles)};
+  }
+
   /// Chunks of columns from the beginning of one part to that of the next. No more than their
   /// share: k tiles are whole, also where K ends inside the last.
   AGMM_HOST_DEVICE int32_t stretch_chunks(int32_t tile_k, int32_t columns_per_chunk,

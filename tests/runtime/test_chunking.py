@@ -441,6 +441,18 @@ def test_parts_of_k(k_tiles: int, parts: int) -> None:
     assert 1 <= sizes[0] <= sizes[-1] <= sizes[0] + 6 + parts
 
 
+@given(k_tiles=st.integers(1, 1000), parts=st.integers(1, _core.MAX_CLUSTER_SPLITS))
+def test_parts_of_k_in_a_cluster(k_tiles: int, parts: int) -> None:
+    """The parts follow one another, and all have a k tile more or less."""
+    parts = min(parts, k_tiles)
+    ranges = _core.k_parts(k_tiles, parts, in_cluster=True)
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == k_tiles
+    assert all(one[1] == other[0] for one, other in pairwise(ranges))
+    sizes = [end - begin for begin, end in ranges]
+    assert 1 <= min(sizes) <= max(sizes) <= min(sizes) + 1
+
+
 @given(units=st.integers(1, 1200), parts=st.integers(2, 8), columns=st.integers(1, 32))
 def test_stretches_begin_where_the_parts_do(units: int, parts: int, columns: int) -> None:
     """So a part's first chunk is sent in one of the first turns."""

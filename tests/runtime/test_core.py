@@ -108,27 +108,28 @@ def test_the_default_kernels_are_those_that_the_cost_model_knows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "can_split", "stores_A"),
+    ("name", "can_split", "in_cluster", "stores_A"),
     [
-        ("128x224x64_2x1_cooperative", True, ("column",)),
-        ("128x112x64_2x1_cooperative", True, ("column", "row")),
-        ("128x256x64_2x1_cooperative", False, ("column",)),
-        ("256x144x64_2x1_cooperative", False, ("column",)),
-        ("256x128x64_2x1_cooperative", False, ("column", "row")),
-        ("128x128x64_1x1_pingpong", False, ("column", "row")),
-        ("128x160x64_1x1_pingpong", False, ("column", "row")),
-        ("128x128x64_1x2_cooperative", False, ()),
-        ("64x128x64_1x1_cooperative_swapped", True, ("column", "row")),
-        ("64x128x64_1x2_cooperative_swapped", True, ()),
-        ("64x128x64_2x1_cooperative_swapped", False, ("column", "row")),
-        ("64x64x64_1x1_pingpong_swapped", False, ("column", "row")),
+        ("128x224x64_2x1_cooperative", True, False, ("column",)),
+        ("128x112x64_2x1_cooperative", True, False, ("column", "row")),
+        ("128x256x64_2x1_cooperative", False, False, ("column",)),
+        ("256x144x64_2x1_cooperative", False, False, ("column",)),
+        ("256x128x64_2x1_cooperative", False, False, ("column", "row")),
+        ("128x128x64_1x1_pingpong", False, False, ("column", "row")),
+        ("128x160x64_1x1_pingpong", False, False, ("column", "row")),
+        ("128x128x64_1x2_cooperative", False, False, ()),
+        ("64x128x64_1x1_cooperative_swapped", True, True, ("column", "row")),
+        ("64x128x64_1x2_cooperative_swapped", True, False, ()),
+        ("64x128x64_2x1_cooperative_swapped", False, False, ("column", "row")),
+        ("64x64x64_1x1_pingpong_swapped", False, False, ("column", "row")),
     ],
 )
 def test_what_a_kernel_can_do_is_known_without_building_it(
-    name: str, can_split: bool, stores_A: tuple[str, ...]
+    name: str, can_split: bool, in_cluster: bool, stores_A: tuple[str, ...]
 ) -> None:
     config = plans.KernelConfig.parse(name)
-    assert (config.can_split, tuple(config.stores_A)) == (can_split, stores_A)
+    assert (config.can_split, config.splits_in_cluster) == (can_split, in_cluster)
+    assert tuple(config.stores_A) == stores_A
     known = _core.KernelConfig(
         config.tile_m,
         config.tile_n,

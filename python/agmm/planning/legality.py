@@ -14,6 +14,7 @@ from agmm.planning.plans import (
     FUSED_DTYPES,
     GATHERED,
     MATMUL_REDUCE_SCATTER,
+    MAX_CLUSTER_SPLITS,
     MAX_PUSH_RANKS,
     MAX_SCATTER_TILES,
     UNFUSED,
@@ -42,6 +43,8 @@ def why_transport_illegal(problem: Problem, kernel: KernelConfig, transport: str
     if sm_push is not None and problem.gpu != CPU and "push" in copying:
         if not 1 < problem.world_size <= MAX_PUSH_RANKS:
             return f"sm push: found {problem.world_size} ranks, wanted 2 to {MAX_PUSH_RANKS}"
+        if not kernel.can_push:
+            return f"sm push: found {kernel.kernel}, which does not push"
         if not problem.peer_atomics:
             return "sm push: found links without native atomics, wanted NVLink between all GPUs"
         if sm_push.has_ctas(problem.k) and free_sms(problem, kernel) < 1:
@@ -169,7 +172,7 @@ def legal_splits(problem: Problem, kernel: KernelConfig) -> range:
     if not kernel.can_split:
         return range(1, 2)
     blocks, workers = cost_model.clusters(problem, replace(kernel, splits=1))
-    return splits_that_fit(problem.k, kernel.tile_k, blocks, workers)
+    return splits_that_fit(problem, kernel, blocks, workers)
 
 
 def legal_scatter_splits(problem: Problem, kernel: KernelConfig) -> range:
@@ -177,11 +180,15 @@ def legal_scatter_splits(problem: Problem, kernel: KernelConfig) -> range:
     if not kernel.can_split:
         return range(1, 2)
     _, blocks, at_once = cost_model.scatter_blocks(problem, kernel)
-    return splits_that_fit(problem.k, kernel.tile_k, max(1, blocks), at_once)
+    return splits_that_fit(problem, kernel, max(1, blocks), at_once)
 
 
-def splits_that_fit(k: int, tile_k: int, blocks: int, workers: int) -> range:
-    return range(1, max(1, min(workers // blocks, -(-k // tile_k))) + 1)
+def splits_that_fit(problem: Problem, kernel: KernelConfig, blocks: int, workers: int) -> range:
+    """`legal_splits` of a kernel that can split, whose clusters of tiles are known."""
+    most = min(workers // blocks, -(-problem.k // kernel.tile_k))
+    if kernel.splits_in_cluster:
+        most = 1 if problem.return_A else min(most, MAX_CLUSTER_SPLITS)
+    return range(1, max(1, most) + 1)
 
 
 def free_sms(problem: Problem, kernel: KernelConfig) -> int:

@@ -23,6 +23,8 @@ _SM_PUSH_NAME = re.compile(r"sm([1-9]\d*)x([1-9]\d*)(?:\+([1-9]\d*)|h([1-9]\d*))
 MAX_PUSH_PARTS = _core.MAX_PUSH_PARTS
 MAX_COLUMN_CHUNKS = _core.MAX_COLUMN_CHUNKS
 MAX_PUSH_RANKS = _core.MAX_PUSH_RANKS
+MAX_CLUSTER_SPLITS = _core.MAX_CLUSTER_SPLITS
+"""Of K, where the CTAs of a tile are a cluster."""
 MAX_SCATTER_TILES = _core.MAX_SCATTER_TILES
 """Of a rank's rows in a launch of a matmul + reduce-scatter."""
 
@@ -159,6 +161,16 @@ class KernelConfig:
     def can_split(self) -> bool:
         """Whether several CTAs can compute a tile together."""
         return self.core.can_split
+
+    @property
+    def splits_in_cluster(self) -> bool:
+        """Whether the CTAs of a tile are a cluster, and add up in shared memory."""
+        return self.core.splits_in_cluster
+
+    @property
+    def can_push(self) -> bool:
+        """Whether it can push A by its spare warps (`SmPush`)."""
+        return self.core.can_push
 
     @property
     def stores_A(self) -> Sequence[str]:

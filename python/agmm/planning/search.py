@@ -130,7 +130,7 @@ class Search:
         """The legal splits of a kernel's K into two parts and more."""
         of_kernel = self._of_kernels[i]
         config, tiling = of_kernel[0].config, of_kernel[0].tiling
-        legal = splits_that_fit(at.problem.k, config.tile_k, at.blocks(tiling), tiling.workers)
+        legal = splits_that_fit(at.problem, config, at.blocks(tiling), tiling.workers)
         for splits in legal[1:MAX_SPLITS]:
             if len(of_kernel) < splits:
                 of_kernel.append(SplitKernel(at.problem, replace(config, splits=splits)))

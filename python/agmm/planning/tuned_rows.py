@@ -82,7 +82,7 @@ class TunedRow:
         if splits > 1:
             if not built.config.can_split:
                 return False
-            if splits not in splits_that_fit(k, kernel.config.tile_k, blocks, workers):
+            if splits not in splits_that_fit(at.problem, built.config, blocks, workers):
                 return False
         has_ctas = self.push is not None and self.push.has_ctas(k)
         return not has_ctas or free_of(kernel.tiling, at.blocks(kernel.tiling)) >= 1

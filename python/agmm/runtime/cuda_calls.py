@@ -144,8 +144,9 @@ class ReadyMatmul(NamedTuple):
                 raise InvalidArgument(
                     f"a: found address {address:#x}, wanted a multiple of {TMA_ALIGNMENT} bytes"
                 )
+        needs_scratch = config.splits > 1 and not config.splits_in_cluster
         with nullcontext() if _is_on_current_gpu(a) else torch.cuda.device(a.device):
-            scratch = None if config.splits == 1 else _split_scratch(a.device)
+            scratch = _split_scratch(a.device) if needs_scratch else None
             try:
                 _core.async_input_mm(
                     aligned_pointer(a, kept),
@@ -223,10 +224,26 @@ def async_input_mm(
     return call(a, b, a_chunk_signals, pivot, bias=bias, tile_times=tile_times, sm_count=sm_count)
 
 
+_MOST_SCRATCHES = 8
+_scratches: dict[tuple[int, int], torch.Tensor] = {}
+"""By device and stream, whose calls come one after the other and leave the counters 0. Of the
+streams used last."""
+
+
 def _split_scratch(device: torch.device) -> torch.Tensor:
-    """What calls that split K need, for one call at a time. On the current stream."""
-    scratch = torch.empty(_core.split_scratch_bytes(), dtype=torch.uint8, device=device)
-    scratch[: _core.SPLIT_COUNTER_BYTES].zero_()
+    """What calls that split K in global memory need, for one call at a time. On the current
+    stream."""
+    stream = stream_of(device)
+    # A graph may be replayed on another stream.
+    is_kept = not torch.cuda.is_current_stream_capturing()
+    scratch = _scratches.pop((device.index, stream), None) if is_kept else None
+    if scratch is None:
+        scratch = torch.empty(_core.split_scratch_bytes(), dtype=torch.uint8, device=device)
+        scratch[: _core.SPLIT_COUNTER_BYTES].zero_()
+    if is_kept:
+        _scratches[device.index, stream] = scratch
+        if len(_scratches) > _MOST_SCRATCHES:
+            del _scratches[next(iter(_scratches))]
     return scratch
 
 

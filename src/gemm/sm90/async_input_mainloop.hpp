@@ -14,6 +14,7 @@
 #include "cutlass/gemm/dispatch_policy.hpp"
 #include "gemm/sm90/block_scales.hpp"
 #include "gemm/sm90/chunk_gate.hpp"
+#include "gemm/sm90/cluster_split.hpp"
 #include "gemm/sm90/producer_loop.hpp"
 #include "gemm/sm90/promoting_mma.hpp"
 #include "gemm/sm90/stage_store.hpp"
@@ -36,8 +37,8 @@ struct AsyncInput {
   int32_t k_tiles = 0;
 };
 
-/// Tells CUTLASS's kernels that the mainloop has work for their fourth producer warp.
-template <class Base>
+/// Tells CUTLASS's kernels whether the mainloop has work for their fourth producer warp.
+template <class Base, bool kPushes>
 struct AsyncInputPolicy : Base {};
 
 /// kSwapped: A is the MMA's second operand, whose rows are columns of the MMA (KernelShape);
@@ -47,10 +48,12 @@ struct AsyncInputPolicy : Base {};
 template <class Base, bool kSwapped, bool kTimed, bool kSplits, bool kStoresA,
           Accumulation kAccumulation>
 struct AsyncInputMainloop : Base {
-  using typename Base::MainloopPipeline;
   using typename Base::PipelineState;
   using typename Base::TileShape;
-  using DispatchPolicy = AsyncInputPolicy<typename Base::DispatchPolicy>;
+  /// Swapped kernels do not (can_push): a call of few rows waits for its instructions to be
+  /// fetched, and for what stands between them.
+  static constexpr bool kPushes = !kSwapped;
+  using DispatchPolicy = AsyncInputPolicy<typename Base::DispatchPolicy, kPushes>;
   using ClusterShape = typename DispatchPolicy::ClusterShape;
 
   /// Which operands of the MMA A and B are, and so which modes of a tile, of a cluster and of the
@@ -85,14 +88,22 @@ struct AsyncInputMainloop : Base {
   /// where it loads B ahead of A. TMA would carry no order from the gate to them by itself.
   static constexpr bool kReadsScales = sizeof(Element) == 1;
 
+  /// Whether the consumers push the first items: where all of them multiply the same tile.
+  static constexpr bool kIsCooperative =
+      cute::is_base_of_v<cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+                         typename DispatchPolicy::Schedule>;
+  static constexpr bool kConsumersPush = kPushes && kIsCooperative;
+
+  /// Whether the parts of K are a cluster's, which add up here (splits_in_cluster).
+  static constexpr bool kSplitsInCluster =
+      kSplits && kSwapped && kIsCooperative && cute::size(ClusterShape{}) == 1;
+  using MainloopPipeline =
+      cute::conditional_t<kSplitsInCluster, OwnStagesPipeline<typename Base::MainloopPipeline>,
+                          typename Base::MainloopPipeline>;
+
   /// Of blocks: the mainloop's, not the epilogue's.
   static constexpr bool kScalesBlocks = is_block_scaled(kAccumulation);
   static_assert(!kScalesBlocks || (!kSwapped && !kSplits));
-
-  /// Whether the consumers push the first items: where all of them multiply the same tile.
-  static constexpr bool kConsumersPush =
-      cute::is_base_of_v<cutlass::gemm::KernelTmaWarpSpecializedCooperative,
-                         typename DispatchPolicy::Schedule>;
 
   using SumsLayout = typename decltype(cute::partition_fragment_C(
       typename Base::TiledMma{}, cute::take<0, 2>(TileShape{})))::layout_type;
@@ -141,7 +152,7 @@ struct AsyncInputMainloop : Base {
                             GMMA::Layout_K_SW128_Atom<Element>>);
     uint64_t const shape[] = {uint64_t(k), uint64_t(rows)};
     uint64_t const row_bytes[] = {uint64_t(get<0>(stride)) * sizeof(Element)};
-    uint32_t const box[] = {uint32_t(kTileK), uint32_t(last_rows)};
+    uint32_t const box[] = {uint32_t(kBoxColumns), uint32_t(last_rows)};
     uint32_t const steps[] = {1, 1};
     TmaDescriptor descriptor{};
     CUresult const result = CUTLASS_CUDA_DRIVER_WRAPPER_CALL(cuTensorMapEncodeTiled)(
@@ -151,15 +162,24 @@ struct AsyncInputMainloop : Base {
     return result == CUDA_SUCCESS ? descriptor : TmaDescriptor{};
   }
 
+  /// In place of what a kernel has no use for.
+  struct None {
+    None() = default;
+    template <class T>
+    None(T const&) {}
+  };
+  using KeptPush = cute::conditional_t<kPushes, SmPushArgs, None>;
+  using KeptBlockScales = cute::conditional_t<kSwapped, None, BlockScaleArgs>;
+
   struct Params : Base::Params {
     TmaLoadOfA tma_load_a_local;
     TmaStoreOfA tma_store_a;
     cute::TmaDescriptor last_rows_a;  // of A or A_local; of no use where tiles divide M
     bool stores_a = false;
     AsyncInput input;
-    SmPushArgs push;
+    KeptPush push;
     int32_t finishing_warps = 1;  // of the whole grid
-    BlockScaleArgs block_scales{};
+    KeptBlockScales block_scales{};
   };
 
   /// Of one of the MMA's operands.
@@ -230,12 +250,23 @@ struct AsyncInputMainloop : Base {
     if constexpr (kFitsLastRows) cute::prefetch_tma_descriptor(&params.last_rows_a);
   }
 
+  /// Into L2, while the CTA makes its barriers: the first look at a signal would else wait for the
+  /// memory, and with it the first load of A.
+  CUTLASS_DEVICE static void prefetch_signals(ChunkArrival const& arrival) {
+    if (threadIdx.x == 32 && arrival.signals != nullptr) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(arrival.signals));
+    }
+  }
+
   /// At the entry of a CTA with a tile, for all threads. The warp that claims is the first of
   /// mma(), where CUTLASS counts the consumers' threads modulo their number.
   CUTLASS_DEVICE static void claim_first_item(Params const& params, TensorStorage& storage) {
-    if (kConsumersPush && params.push.shard != nullptr &&
-        cutlass::canonical_warp_idx_sync() == kConsumers / cutlass::NumThreadsPerWarp) {
-      agmm::claim_first_item(params.push, storage.first_item);
+    if constexpr (kSwapped) prefetch_signals(params.input.arrival);
+    if constexpr (kConsumersPush) {
+      if (params.push.shard != nullptr &&
+          cutlass::canonical_warp_idx_sync() == kConsumers / cutlass::NumThreadsPerWarp) {
+        agmm::claim_first_item(params.push, storage.first_item);
+      }
     }
   }
 
@@ -261,6 +292,19 @@ struct AsyncInputMainloop : Base {
       Base::mma(pipeline, smem_pipe_read, accumulators, k_tile_count, thread_idx, shared_tensors,
                 params);
     }
+    if constexpr (kSplitsInCluster) {
+      Base::mma_tail(pipeline, smem_pipe_read, k_tile_count);
+      cute::warpgroup_fence_operand(accumulators);
+      constexpr int kFloats = cute::size(FrgTensorC{});
+      static_assert(kFloats * kConsumers * sizeof(float) <= sizeof(typename Base::TensorStorage));
+      add_splits_in_cluster(static_cast<typename Base::TensorStorage*>(&shared_tensors),
+                            *reinterpret_cast<float (*)[kFloats]>(accumulators.data()));
+    }
+  }
+
+  CUTLASS_DEVICE void mma_tail(MainloopPipeline pipeline, PipelineState smem_pipe_release,
+                               int k_tile_count) {
+    if constexpr (!kSplitsInCluster) Base::mma_tail(pipeline, smem_pipe_release, k_tile_count);
   }
 
   template <class ProblemShape_MNKL>
@@ -287,7 +331,7 @@ struct AsyncInputMainloop : Base {
 
     constexpr uint32_t cluster_m = size<0>(ClusterShape{});
     uint32_t const cta_m = block_rank_in_cluster % cluster_m;
-    uint32_t const cta_n = block_rank_in_cluster / cluster_m;
+    uint32_t const cta_n = kSplitsInCluster ? 0 : block_rank_in_cluster / cluster_m;
     auto const& tma_load_a = tma_load_of<kA>(params);
     auto const& tma_load_b = tma_load_of<kB>(params);
     auto const cta_tma_a = tma_load_a.get_slice(kSwapped ? cta_m : cta_n);
@@ -329,10 +373,14 @@ struct AsyncInputMainloop : Base {
       if constexpr (kFitsLastRows) {
         if (is_partial) {
           auto* const barrier = pipeline.producer_get_barrier(stage);
-          SM90_TMA_LOAD_2D::copy(
-              &params.last_rows_a, barrier, static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
-              smem_of<kA>(shared_tensors).begin() + stage.index() * kTileRows * kTileK,
-              k_tile * kTileK, a_row);
+          CUTLASS_PRAGMA_UNROLL
+          for (int column = 0; column < kTileK; column += kBoxColumns) {
+            SM90_TMA_LOAD_2D::copy(&params.last_rows_a, barrier,
+                                   static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
+                                   smem_of<kA>(shared_tensors).begin() +
+                                       stage.index() * kTileRows * kTileK + column * kTileRows,
+                                   k_tile * kTileK + column, a_row);
+          }
           // What the barrier expects of a whole tile.
           MainloopPipeline::FullBarrier::complete_transaction(
               barrier, block_rank_in_cluster,
@@ -375,7 +423,7 @@ struct AsyncInputMainloop : Base {
     TileTimer<kTimed> const timer(input.tile_times,
                                   issues ? timed_tile_of(input, own_m_tile, n_tile) : -1);
     timer.begins();
-    ChunkGate<kTileRows, kTileK> gate(input.arrival, a_row, {k_begin, k_stop}, is_local);
+    ChunkGate<kTileRows, kTileK, kSwapped> gate(input.arrival, a_row, {k_begin, k_stop}, is_local);
     ProducerLoop<decltype(gate), decltype(acquire_and_load_b), decltype(load_a),
                  !kReadsScales> const loop{gate, acquire_and_load_b, load_a};
     loop(smem_pipe_write, k_begin, issues, [&](bool is_first) { timer.found(is_first); });
@@ -458,6 +506,9 @@ struct AsyncInputMainloop : Base {
   static constexpr int kTileRows = cute::size<kA>(TileShape{});     // of A
   static constexpr int kTileColumns = cute::size<kB>(TileShape{});  // of B
   static constexpr int kTileK = cute::size<2>(TileShape{});
+  /// Of one TMA load, as the swizzle has it.
+  static constexpr int kBoxColumns = 128 / sizeof(Element);
+  static_assert(!kStoresA || kTileK == kBoxColumns);
 
   /// Index of the tile in tile_times, or -1 when it is not recorded.
   CUTLASS_DEVICE static int timed_tile_of(AsyncInput const& input, int32_t tile_m, int32_t tile_n) {
@@ -492,6 +543,6 @@ struct AsyncInputMainloop : Base {
 namespace cutlass::gemm::kernel::detail {
 
 template <class Base>
-struct HasAuxiliaryLoad<agmm::AsyncInputPolicy<Base>> : cute::true_type {};
+struct HasAuxiliaryLoad<agmm::AsyncInputPolicy<Base, true>> : cute::true_type {};
 
 }  // namespace cutlass::gemm::kernel::detail

@@ -21,8 +21,10 @@ struct ChunkArrival {
 };
 
 /// Of one tile, `kTileRows` rows of the gathered operand by k tiles of `kTileK` columns. For all 32
-/// lanes of a producer warp together, which look at 32 columns of chunks at once.
-template <int kTileRows, int kTileK>
+/// lanes of a producer warp together, which look at 32 columns of chunks at once. `kManyRows`: or
+/// at 32 rows of chunks, where A has one column of them: a tile of a call with few rows needs
+/// several.
+template <int kTileRows, int kTileK, bool kManyRows = false>
 class ChunkGate {
  public:
   /// `is_open`: the tile's rows need no signal.
@@ -66,6 +68,9 @@ class ChunkGate {
   /// one per lane.
   CUTLASS_DEVICE int arrived_columns(bool waits) const {
     stress_delay_warp(arrival_.wait_limit.rank);
+    if constexpr (kManyRows) {
+      if (arrival_.chunks.chunks_k == 1) return arrived_rows(waits) ? 1 : 0;
+    }
     uint32_t since = 0;
     CUTLASS_PRAGMA_NO_UNROLL
     for (;;) {
@@ -87,6 +92,26 @@ class ChunkGate {
       uint32_t const missing = ~__ballot_sync(0xffffffffu, is_ready);
       int const arrived = missing == 0 ? 32 : __ffs(int(missing)) - 1;
       if (arrived != 0 || !waits) return arrived;
+    }
+  }
+
+  /// Whether all chunks of the only column are there.
+  CUTLASS_DEVICE bool arrived_rows(bool waits) const {
+    uint32_t since = 0;
+    Range const chunks = arrival_.chunks.row_chunks({first_row_, first_row_ + kTileRows});
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (;;) {
+      bool is_ready = true;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int32_t i = chunks.begin + lane_id(); is_ready && i < chunks.end; i += 32) {
+        uint32_t const seen =
+            look_at_signal(arrival_.signals + i, arrival_.ready_value, i, arrival_.wait_limit);
+        is_ready = seen == arrival_.ready_value;
+        if (!is_ready) check_wait(seen, arrival_.ready_value, i, arrival_.wait_limit, since);
+      }
+      bool const are_all = __all_sync(0xffffffffu, is_ready);
+      __syncwarp();  // the vote carries no memory order
+      if (are_all || !waits) return are_all;
     }
   }
 

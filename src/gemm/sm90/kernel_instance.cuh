@@ -35,10 +35,12 @@ template <class Kernel>
 __global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksPerMultiprocessor)
     async_input_kernel(CUTLASS_GRID_CONSTANT typename Kernel::Params const params) {
   extern __shared__ char shared_memory[];
-  auto const tiles = static_cast<uint32_t>(params.scheduler.blocks_per_problem_);
-  if (blockIdx.x + gridDim.x * blockIdx.y >= tiles) {
-    Kernel::CollectiveMainloop::push_only(params.mainloop, int32_t(tiles), shared_memory);
-    return;
+  if constexpr (Kernel::CollectiveMainloop::kPushes) {
+    auto const tiles = static_cast<uint32_t>(params.scheduler.blocks_per_problem_);
+    if (blockIdx.x + gridDim.x * blockIdx.y >= tiles) {
+      Kernel::CollectiveMainloop::push_only(params.mainloop, int32_t(tiles), shared_memory);
+      return;
+    }
   }
   Kernel::CollectiveMainloop::claim_first_item(
       params.mainloop,
@@ -163,6 +165,7 @@ struct KernelInstance {
       facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed, kSwapped},
                kDType<Element_>, kBLayout, kAccumulation);
   static constexpr bool kSplits = kFacts.can_split;
+  static constexpr bool kSplitsInCluster = splits_in_cluster(kFacts.shape);
   using Mainloop = AsyncInputMainloop<CutlassMainloop<UsualEpilogue>, kSwapped, kTimed, kSplits,
                                       kFacts.can_store_a, kAccumulation>;
   template <class Epilogue>
@@ -170,7 +173,9 @@ struct KernelInstance {
       cute::Shape<int, int, int, int>, Mainloop, Epilogue,
       cutlass::gemm::PersistentAsyncInputScheduler<
           MainloopSchedule, cutlass::gemm::AsyncInputWait::Mainloop,
-          kSplits ? cutlass::gemm::SplitsK::Yes : cutlass::gemm::SplitsK::No,
+          !kSplits           ? cutlass::gemm::SplitsK::No
+          : kSplitsInCluster ? cutlass::gemm::SplitsK::InCluster
+                             : cutlass::gemm::SplitsK::Yes,
           kSwapped ? cutlass::gemm::Gathered::B : cutlass::gemm::Gathered::A>>;
 
   // The consumers wait for a buffer of the epilogue again and again while they have nothing to
@@ -270,6 +275,12 @@ struct KernelInstance {
     gemm.scheduler.chunk_pivot = mm.arrival.pivot;
     gemm.scheduler.split_k = split_k(mm);
 
+    if (kSplitsInCluster && mm.config.splits > 1 && operands.a_out != nullptr) {
+      return "found parts of K that a cluster adds up and A to be stored, wanted one of them";
+    }
+    if (!can_push(kFacts.shape) && call.push.shard != nullptr) {
+      return "found SM push, wanted copies for a swapped kernel";
+    }
     if (!GemmKernel::can_implement(gemm)) return "CUTLASS cannot implement this problem";
     Params* const params =
         new (params_memory) Params(GemmKernel::to_underlying_arguments(gemm, nullptr));
@@ -300,11 +311,19 @@ struct KernelInstance {
     return push.shard != nullptr && push.order.tail_count() != 0;
   }
 
+  /// Of CTAs: CUTLASS's, or the parts of a tile.
+  static dim3 cluster(Params const& params) {
+    uint32_t const parts = kSplitsInCluster ? params.scheduler.split_k.splits : 1;
+    return {kMmaClusterM, kMmaClusterN * parts, 1};
+  }
+
   /// (kMmaClusterM, rest, 1), as CUTLASS's.
   static dim3 grid(Params const& params) {
     dim3 grid = GemmKernel::get_grid_shape(params);
-    if (has_push_ctas(params.mainloop.push)) {
-      grid.y = params.hw_info.sm_count / (ClusterM * ClusterN) * kMmaClusterN;
+    if constexpr (Mainloop::kPushes) {
+      if (has_push_ctas(params.mainloop.push)) {
+        grid.y = params.hw_info.sm_count / (ClusterM * ClusterN) * kMmaClusterN;
+      }
     }
     return grid;
   }
@@ -319,14 +338,15 @@ struct KernelInstance {
   static int launch(void* params, void* stream) {
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {kMmaClusterM, kMmaClusterN, 1};
+    dim3 const ctas = KernelInstance::cluster(*static_cast<Params*>(params));
+    cluster.val.clusterDim = {ctas.x, ctas.y, ctas.z};
     cudaLaunchConfig_t config{};
     config.gridDim = grid(*static_cast<Params*>(params));
     config.blockDim = GemmKernel::get_block_shape();
     config.dynamicSmemBytes = GemmKernel::SharedStorageSize;
     config.stream = static_cast<cudaStream_t>(stream);
     config.attrs = &cluster;
-    config.numAttrs = ClusterM * ClusterN == 1 ? 0 : 1;
+    config.numAttrs = ctas.x * ctas.y == 1 ? 0 : 1;
     return cudaLaunchKernelExC(
         &config, reinterpret_cast<void const*>(async_input_kernel<GemmKernel>), &params);
   }

@@ -132,7 +132,7 @@ class At:
         c, tile_us, blocks, waves, memory_us, lost_us = self.c, *load
         workers, in_row, block_rows, rows = t.workers, t.blocks_in_row, t.block_rows, self.rows
         straddles = self.world_size > 1 and rows % t.tile_m != 0
-        launch_us, busy_us = c.launch_us + lost_us, tile_us * waves
+        launch_us, busy_us = c.launch_us + c.call_us + lost_us, tile_us * waves
         arrivals = self.arrivals_us(is_pull)
         before_last = (self.world_size - 1) * rows // block_rows
         left = -(-(blocks - in_row * before_last) // workers)
@@ -176,7 +176,8 @@ class At:
             us = arrival + tile_us * (waves if waves > 1 else 1)
             if us > longest_us:
                 longest_us = us
-        return c.launch_us + staging + roofline_us(longest_us, load.memory_us) + load.lost_us
+        launch_us = c.launch_us + c.call_us + load.lost_us
+        return launch_us + staging + roofline_us(longest_us, load.memory_us)
 
     def push_rate_gb_per_s(self, load: Load) -> float:
         """See `push_rate_gb_per_s`."""
@@ -207,7 +208,8 @@ class At:
         if waves == 1 and self.problem.m > t.block_rows and self.straddles(t.tile_m):
             remote_us += c.sm_push_straddling_us
         longest_us = max(local_us, remote_us)
-        return c.launch_us + roofline_us(longest_us, load.memory_us) + load.lost_us
+        launch_us = c.launch_us + c.call_us + load.lost_us
+        return launch_us + roofline_us(longest_us, load.memory_us)
 
     def _us_per_mb_sent(
         self, ctas: int, parts: int, chunk_columns: int, first_peers: int, has_ctas: bool

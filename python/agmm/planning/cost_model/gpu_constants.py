@@ -20,6 +20,8 @@ class Constants:
     gpu: str
     sm_count: int
     launch_us: float
+    call_us: float
+    """What a call of agmm's kernels takes beside that and its tiles."""
     tflops_per_sm: dict[str, float]
     """Of one multiprocessor inside the main loop, by kernel."""
     row_major_factor: dict[str, float]
@@ -40,6 +42,8 @@ class Constants:
     """How many times as long what is left then takes, by schedule, and for the library's matmul."""
     split_us: float
     """Of each part when K is split: leaving its sums, or adding up another's."""
+    cluster_split_us: tuple[float, float]
+    """The same where the CTAs of a tile are a cluster: once, and of each part."""
     copy_overhead_us: float
     """Of one copy-engine copy and its signal."""
     push_gb_per_s: float

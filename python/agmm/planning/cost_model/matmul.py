@@ -8,6 +8,12 @@ from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, Constants, con
 from agmm.planning.plans import KernelConfig, Problem
 
 
+def clusters_at_once(sms: int, ctas: int) -> int:
+    """How many clusters of so many CTAs, each a multiprocessor of the same part of the GPU, such a
+    GPU computes at once: parts differ in size, and what is left of each stays idle."""
+    return sms // ctas if ctas <= 2 else sms * 9 // (10 * ctas)
+
+
 class Tiling:
     """What a kernel, with its splits of K, makes of all problems that differ in M alone."""
 
@@ -32,7 +38,8 @@ class Tiling:
         self.blocks_in_row = -(-problem.n // (config.tile_n * config.cluster_n)) * config.splits
         self.ctas = config.cluster_m * config.cluster_n
         """Of a cluster."""
-        self.workers = sms // self.ctas
+        parts = config.splits if config.splits_in_cluster else 1
+        self.workers = clusters_at_once(sms, self.ctas * parts) * parts
         """Clusters that are computed at once."""
         kernel = config.kernel
         rate = c.tflops_per_sm.get(kernel, c.other_tflops_per_sm)
@@ -42,10 +49,14 @@ class Tiling:
         self.busy_us = busy_us
         """Of a tile, when all multiprocessors have one."""
         self.fixed_us = c.tile_overhead_us.get(kernel, c.tile_overhead_us[config.schedule])
-        self.split_us = c.split_us * config.splits if config.splits > 1 else 0.0
+        if config.splits_in_cluster:
+            once_us, each_us = c.cluster_split_us
+        else:
+            once_us, each_us = 0.0, c.split_us
+        self.split_us = once_us + each_us * config.splits if config.splits > 1 else 0.0
         # In n parts: busy / n * (1 - gain) + fixed + n * split, at the best n of all numbers.
-        parts_us = 2 * (max(0.0, 1 - c.idle_gain) * busy_us * c.split_us) ** 0.5
-        self.least_split_us = self.fixed_us + parts_us
+        parts_us = 2 * (max(0.0, 1 - c.idle_gain) * busy_us * each_us) ** 0.5
+        self.least_split_us = self.fixed_us + once_us + parts_us
         """Of a tile whose K is split."""
         self.schedule = config.schedule
 
