@@ -264,6 +264,14 @@ class Case:
         return why_left(async_tp_kernels.gather_over, call)
 
 
+def refusal(call: Callable[..., Any], *given: Any) -> tuple[type[Exception], str] | None:
+    try:
+        call(*given)
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
 def why_left(over: Callable[[Any], Any], call: tuple[Any, ...]) -> str | None:
     """Asked of agmm's kernel over one of torch's, which it calls or does not call."""
     torch_kernel = mock.Mock(return_value=(None, []))
@@ -526,15 +534,9 @@ def test_bad_input_is_refused_as_torch_refuses_it(
 ) -> None:
     given = arguments(torch.randn(4, 8), torch.randn(8, 3))
 
-    def refusal(call: Callable[..., Any]) -> tuple[type[Exception], str] | None:
-        try:
-            call(*given, group)
-        except Exception as error:
-            return type(error), str(error)
-        return None
-
     with async_tp.enable():
-        assert refusal(op) == refusal(symm_mem._fused_all_gather_matmul_fallback)
+        found = refusal(op, *given, group)
+    assert found == refusal(symm_mem._fused_all_gather_matmul_fallback, *given, group)
 
 
 def test_unknown_group_is_refused_as_torch_refuses_it(group: str) -> None:
@@ -661,14 +663,7 @@ def test_bad_scatters_are_refused_as_torch_refuses_them(
 ) -> None:
     given = arguments(torch.randn(4, 8), torch.randn(8, 3))
 
-    def refusal(call: Callable[..., Any]) -> tuple[type[Exception], str] | None:
-        try:
-            call(*given, group)
-        except Exception as error:
-            return type(error), str(error)
-        return None
-
     with async_tp.enable():
-        found = refusal(scatter)
+        found = refusal(scatter, *given, group)
     assert found is not None
-    assert found == refusal(symm_mem._fused_matmul_reduce_scatter_fallback)
+    assert found == refusal(symm_mem._fused_matmul_reduce_scatter_fallback, *given, group)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import compiles
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -37,12 +38,6 @@ def _cuda_headers() -> Path | None:
     return None
 
 
-pytestmark = [
-    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
-    pytest.mark.skipif(_cuda_headers() is None, reason="no CUDA headers"),
-]
-
-
 def _compile(folder: Path, sources: Iterable[Path], *options: str) -> list[Path]:
     """Their object files, two at a time."""
     roots = (REPOSITORY / "include", REPOSITORY / "src", HERE, _cuda_headers())
@@ -52,7 +47,7 @@ def _compile(folder: Path, sources: Iterable[Path], *options: str) -> list[Path]
     def compile_one(source: Path) -> Path:
         target = folder / f"{source.parent.name}_{source.stem}.o"
         command = [str(COMPILER), *flags, *includes, *options, "-c", str(source), "-o", str(target)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        done = compiles.run(command, timeout=300)
         assert done.returncode == 0, done.stderr[-4000:]
         return target
 
@@ -62,36 +57,50 @@ def _compile(folder: Path, sources: Iterable[Path], *options: str) -> list[Path]
 
 def _link(target: Path, objects: Iterable[Path], *options: str) -> Path:
     command = [str(COMPILER), *options, *map(str, objects), "-o", str(target), "-lpthread"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = compiles.run(command, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return target
 
 
-@pytest.fixture(scope="module")
-def core(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The objects of the core and of the fake CUDA."""
-    return _compile(tmp_path_factory.mktemp("core"), [*CORE, FAKE])
+def _build(folder: Path) -> dict[str, Path]:
+    """The programs of checks by name, and a module of the bindings for Python."""
+    import pybind11
+
+    core = _compile(folder, [*CORE, FAKE])
+    programs = {
+        name: _link(folder / name, [*core, *_compile(folder, [HERE / f"{name}.cpp"])])
+        for name in ("checks", "scatter_checks", "collective_checks")
+    }
+    includes = (sysconfig.get_path("include"), pybind11.get_include())
+    objects = _compile(folder, BINDINGS, "-DAGMM_WITH_CUDA=1", *(f"-I{i}" for i in includes))
+    module = folder / f"fake_core{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return {**programs, "fake_core": _link(module, [*core, *objects], "-shared")}
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory, core: list[Path]) -> Path:
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
+    pytest.mark.skipif(_cuda_headers() is None, reason="no CUDA headers"),
+    pytest.mark.compiles.with_args(_build),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.fixture
+def program() -> Path:
     """The checks."""
-    folder = tmp_path_factory.mktemp("checks")
-    return _link(folder / "checks", [*core, *_compile(folder, [HERE / "checks.cpp"])])
+    return compiles.result(_build)["checks"]
 
 
-@pytest.fixture(scope="module")
-def scatter_program(tmp_path_factory: pytest.TempPathFactory, core: list[Path]) -> Path:
+@pytest.fixture
+def scatter_program() -> Path:
     """Those of matmul + reduce-scatter."""
-    folder = tmp_path_factory.mktemp("scatter_checks")
-    return _link(folder / "checks", [*core, *_compile(folder, [HERE / "scatter_checks.cpp"])])
+    return compiles.result(_build)["scatter_checks"]
 
 
-@pytest.fixture(scope="module")
-def collective_program(tmp_path_factory: pytest.TempPathFactory, core: list[Path]) -> Path:
+@pytest.fixture
+def collective_program() -> Path:
     """Those of the collectives."""
-    folder = tmp_path_factory.mktemp("collective_checks")
-    return _link(folder / "checks", [*core, *_compile(folder, [HERE / "collective_checks.cpp"])])
+    return compiles.result(_build)["collective_checks"]
 
 
 def _run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
@@ -216,19 +225,12 @@ for step in ("made", "dropped"):
 """
 
 
-def test_other_threads_go_on_while_the_device_is_waited_for(
-    tmp_path: Path, core: list[Path]
-) -> None:
+def test_other_threads_go_on_while_the_device_is_waited_for() -> None:
     """A workspace loads kernels when it is made, and frees memory when it is dropped."""
-    import pybind11
-
-    includes = (sysconfig.get_path("include"), pybind11.get_include())
-    objects = _compile(tmp_path, BINDINGS, "-DAGMM_WITH_CUDA=1", *(f"-I{i}" for i in includes))
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    _link(tmp_path / f"fake_core{suffix}", [*core, *objects], "-shared")
+    folder = compiles.result(_build)["fake_core"].parent
     done = subprocess.run(
         [sys.executable, "-c", OTHER_THREADS_GO_ON],
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "FAKE_CUDA_BUSY_MS": "300"},
+        env={**os.environ, "PYTHONPATH": str(folder), "FAKE_CUDA_BUSY_MS": "300"},
         capture_output=True,
         text=True,
         timeout=60,

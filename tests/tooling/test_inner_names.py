@@ -36,9 +36,9 @@ def private_names(source: str) -> Iterator[str]:
                 yield node.attr
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in PATCHES and len(node.args) > 1 and _root(node.args[0]) in own:
-                name = node.args[1]
-                if isinstance(name, ast.Constant) and _is_private(str(name.value)):
-                    yield str(name.value)
+                replaced = node.args[1]
+                if isinstance(replaced, ast.Constant) and _is_private(str(replaced.value)):
+                    yield str(replaced.value)
             elif node.func.attr in {"setattr", "patch"} and node.args:
                 place = node.args[0]
                 if isinstance(place, ast.Constant) and str(place.value).startswith("agmm."):
