@@ -351,9 +351,7 @@ class _Work:
             self.expected = [[torch.cat(parts)] * world_size for parts in self.expected]
         # In memory that is there: an allocation may wait for kernels that wait for a rank to be
         # called.
-        self.outs = [
-            empty_out(what, 1 if is_all_reduce else world_size) for what in self.sets[0]
-        ]
+        self.outs = [empty_out(what, 1 if is_all_reduce else world_size) for what in self.sets[0]]
         self.which = 0
 
     def other_data(self, draw: random.Random) -> tuple[list[Products], list[torch.Tensor]]:

@@ -219,9 +219,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
-    def gather(
-        slots: object, out: object, shard: object, turn: int, *, is_captured: bool
-    ) -> int:
+    def gather(slots: object, out: object, shard: object, turn: int, *, is_captured: bool) -> int:
         noted.append("captured gather" if is_captured else f"gather {turn}")
         return 1 - turn
 

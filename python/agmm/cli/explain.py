@@ -239,7 +239,9 @@ def explain_all_reduce(problem: Problem, scaling: str | None) -> RenderableType:
     times = cost_model.all_reduce_times(problem, scatters, returns)
     chosen = cost_model.all_reduce_way(problem, scatters, returns)
     names = dict(_WAYS)
-    for way, kernel in (("lagged", returns), ("scatter", scatters)):
+    kernels: dict[cost_model.AllReduceWay, KernelConfig | None]
+    kernels = {"lagged": returns, "scatter": scatters}
+    for way, kernel in kernels.items():
         if kernel is not None:
             names[way] += f": {kernel.name}"
     lines.append(f"plan: {names[chosen]}")

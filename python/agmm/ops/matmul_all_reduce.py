@@ -76,9 +76,10 @@ def by_scatter_and_gather(
     agreed: str,
     strict: bool,
 ) -> torch.Tensor | None:
-    """On CUDA: by one kernel, or by one that scatters the sum, then an all-gather, so that all ranks have
-    the same bits; None where the unfused path is planned. A is [M, K]. Rows that the ranks cannot
-    share equally are filled up with zeros. Raises Unsupported where no kernel can serve the call.
+    """On CUDA: by one kernel, or by one that scatters the sum, then an all-gather, so that all
+    ranks have the same bits; None where the unfused path is planned. A is [M, K]. Rows that the
+    ranks cannot share equally are filled up with zeros. Raises Unsupported where no kernel can
+    serve the call.
     """
     world_size = dist.get_world_size(group)
     if world_size == 1:
