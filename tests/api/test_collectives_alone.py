@@ -382,7 +382,7 @@ def test_low_contention_goes_by_copies_of_any_size(
             start("reduce_scatter", x, of_four, "avg", 0, None, async_op=False)
             (target, sent), options = scatters.reduce_scatter.call_args
             assert (target.shape, sent.shape) == ((3 * rows // 4,), (3 * rows,))
-            assert options == {"average": True}
+            assert options == {"average": True, "in_turn": True}
         work = start("all_gather", x, of_four, "sum", 0, None, async_op=True)
         begun = gathers.start_all_gather.return_value
         assert isinstance(work, Work) and not begun.wait.called
