@@ -348,20 +348,21 @@ def test_a_call_in_the_background_is_awaited_once(
 def test_a_first_call_in_a_capture_is_left_to_torch(
     hopper: None, of_four: Any, workspace: mock.Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_torch = mock.Mock(return_value=(mock.Mock(), lambda: None))
-    monkeypatch.setattr(run, "_by_torch", by_torch)
+    called = _Called()
+    for name in ("all_gather_single", "all_gather_into_tensor"):
+        monkeypatch.setattr(dist, name, called.begin(name), raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     workspace.is_ready = False
     with FakeTensorMode():
         x = torch.empty(8, device="cuda")
-        for is_async in (False, True):
-            forget_warnings()
-            with pytest.warns(UserWarning, match="found none for collectives during CUDA graph"):
-                run.start("all_reduce", x, of_four, "sum", 0, x, async_op=is_async, strict=False)
-        assert by_torch.call_count == 2
+        start = partial(run.start, "all_gather", x, of_four, "sum", 0, None, strict=False)
+        with pytest.warns(UserWarning, match="found none for collectives during CUDA graph"):
+            start(async_op=False)
+        start(async_op=True)
+        assert len(called.calls) == 2 and not workspace.call.called
         workspace.is_ready = True
-        run.start("all_reduce", x, of_four, "sum", 0, x, async_op=False, strict=False)
-    assert by_torch.call_count == 2 and workspace.call.call_count == 1
+        start(async_op=False)
+    assert len(called.calls) == 2 and workspace.call.call_count == 1
 
 
 def test_low_contention_goes_by_copies_of_any_size(
@@ -383,7 +384,7 @@ def test_low_contention_goes_by_copies_of_any_size(
             start("reduce_scatter", x, of_four, "avg", 0, None, async_op=False)
             (target, sent), options = scatters.reduce_scatter.call_args
             assert (target.shape, sent.shape) == ((3 * rows // 4,), (3 * rows,))
-            assert options == {"average": True}
+            assert options == {"average": True, "in_turn": True}
         work = start("all_gather", x, of_four, "sum", 0, None, async_op=True)
         begun = gathers.start_all_gather.return_value
         assert isinstance(work, Work) and not begun.wait.called

@@ -222,10 +222,16 @@ def test_calls_of_a_capture_come_in_turn_among_themselves(make: Make, gpu: Gpu) 
     call(second)
     first.start(Op.all_reduce, Method.one_shot, x, x)
     assert gpu.done[:2] == ["call on main", "side 3 waits for main"]
-    for _ in range(10):
-        gpu.capture += 1
-        call(first)
-    assert len(first.known._last_calls) < 8
+
+
+def test_of_many_captures_the_oldest_is_forgotten(workspace: CollectivesWorkspace) -> None:
+    known, first, second = workspace.known, mock.Mock(), mock.Mock()
+    assert known.last_before(first, 0) is None
+    for capture in range(1, 10):
+        assert known.last_before(first, capture) is None
+    assert known.last_before(second, 9) is first and known.last_before(second, 9) is None
+    assert known.last_before(second, 0) is first
+    assert known.last_before(second, 1) is None
 
 
 def test_a_gather_by_copies_comes_in_turn(make: Make, gpu: Gpu) -> None:
@@ -237,9 +243,10 @@ def test_a_gather_by_copies_comes_in_turn(make: Make, gpu: Gpu) -> None:
     handle = mock.Mock()
     handle.get_buffer = lambda rank, shape, dtype, offset: torch.zeros(shape)
     handle.barrier = lambda **_: gpu.done.append("barrier")
-    gathers.buffers, gathers.slot_bytes = Buffers(core, torch.empty(0), handle), 1 << 20
+    buffers = Buffers(core, torch.empty(0), handle)
     collectives.call(Op.all_reduce, Method.one_shot, x, x)
-    finish = gathers.start_all_gather(x)
+    with mock.patch.object(gathers, "buffers_of", return_value=buffers):
+        finish = gathers.start_all_gather(x)
     gpu.current = gpu.stream("other")
     collectives.call(Op.all_reduce, Method.one_shot, x, x)
     noted = [each for each in gpu.done if "event 1" not in each]  # the end of a gather before

@@ -150,6 +150,12 @@ def test_the_same_program_on_all_ranks(early: int) -> None:
     assert not can_hang(training(early), fills=True)
 
 
+def test_matmuls_that_need_all_ctas_need_a_free_multiprocessor() -> None:
+    """A barrier may have the place of one."""
+    assert can_hang(training(2), fills=True, whole=True)
+    assert not can_hang(training(2), fills=False)
+
+
 def ring() -> list[Program]:
     """As in docs/dev/design.md: 0's matmul waits for 1, which awaits 3, whose matmul waits for 2,
     which awaits 0. The programs differ."""

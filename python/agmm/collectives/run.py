@@ -151,12 +151,12 @@ def _by_copies(
         gathers = gather_copies(group, sent.device)
         if async_op:
             return _work_of(gathers.start_all_gather(target, sent), finish)
-        gathers.all_gather(target, sent)
+        gathers.all_gather(target, sent, in_turn=True)
         return finish()
     scatters, average = scatter_copies(group, sent.device), op == "avg"
     if async_op:
         return _work_of(scatters.start_reduce_scatter(target, sent, average=average), finish)
-    scatters.reduce_scatter(target, sent, average=average)
+    scatters.reduce_scatter(target, sent, average=average, in_turn=True)
     return finish()
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from agmm import _env
 from agmm.errors import Unsupported
 from agmm.runtime.cuda_background import BackgroundStreams, CudaBackground
-from agmm.runtime.symmetric import SymmetricWorkspace
+from agmm.runtime.symmetric import Barriers, SymmetricWorkspace
 
 MOST_BYTES = 32 << 20
 """Of a slot. What is larger goes through it in pieces: at 300 GB/s a slot takes 0.1 ms for each
@@ -120,7 +120,7 @@ def _pieces(size: int, most: int) -> Iterator[tuple[int, int]]:
         yield begin, min(size, begin + most)
 
 
-class _CudaSlots:
+class CudaSlots:
     """Slots in torch's symmetric memory."""
 
     def __init__(self, handle: Any, slot_bytes: int, count: int) -> None:
@@ -128,6 +128,8 @@ class _CudaSlots:
         self.world_size: int = handle.world_size
         self._handle = handle
         self._limit_ms = math.ceil(_env.timeout_s() * 1e3)
+        self.barriers: Barriers | None = None
+        """Of the call under way, if it comes in turn."""
         self._slots: list[torch.Tensor] = [
             handle.get_buffer(rank, (count, slot_bytes), torch.uint8)
             for rank in range(self.world_size)
@@ -138,12 +140,17 @@ class _CudaSlots:
 
     def barrier(self) -> None:
         self._handle.barrier(channel=0, timeout_ms=self._limit_ms)
+        if self.barriers is not None:
+            self.barriers.over.record()
 
 
 class CopyWorkspace(SymmetricWorkspace):
     """Slots of a group on one device. Its calls are ordered on whichever streams they come; those
-    of a CUDA graph's capture, and replays, the caller has to order. They run beside the group's
-    other calls: docs/dev/design.md says why no ranks wait in a ring."""
+    of a CUDA graph's capture, and replays, the caller has to order.
+
+    ``in_turn``: a call comes behind the group's last one, of any kind, and later ones come behind
+    its barriers. Without it, for FSDP2, docs/dev/design.md says why no ranks wait in a ring.
+    """
 
     _granule = 4 << 20
 
@@ -161,8 +168,8 @@ class CopyWorkspace(SymmetricWorkspace):
     def _set_words(self, memory: torch.Tensor, slot_bytes: int) -> None:
         """It has none: torch's barrier has words of its own."""
 
-    def core_of(self, places: list[int], handle: Any, slot_bytes: int) -> _CudaSlots:
-        return _CudaSlots(handle, slot_bytes, self._slots_per_rank())
+    def core_of(self, places: list[int], handle: Any, slot_bytes: int) -> CudaSlots:
+        return CudaSlots(handle, slot_bytes, self._slots_per_rank())
 
     def ensure_for(self, nbytes: int) -> None:
         """`ensure` for a call that sends so many bytes to each rank; Unsupported also where the
@@ -175,10 +182,13 @@ class CopyWorkspace(SymmetricWorkspace):
             )
         self.ensure(wanted)
 
-    def _begin(self, nbytes: int) -> Slots:
+    def _begin(self, nbytes: int, in_turn: bool) -> Slots:
         """The slots for such a call."""
         self.ensure_for(nbytes)
-        slots: Slots = self.buffers_of(_slot_bytes(nbytes)).core
+        slots: CudaSlots = self.buffers_of(_slot_bytes(nbytes)).core
+        slots.barriers = Barriers(self.device) if in_turn else None
+        if slots.barriers is not None:
+            self.come_in_turn(slots.barriers)
         if torch.cuda.is_current_stream_capturing():
             self.captured = True
         else:
@@ -201,7 +211,7 @@ class GatherCopies(CopyWorkspace):
         return 2
 
     @torch.no_grad()
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, *, in_turn: bool = False) -> None:
         """Enqueue an all-gather on the current stream. Collective; arguments as `all_gather`'s.
 
         Raises:
@@ -209,16 +219,18 @@ class GatherCopies(CopyWorkspace):
                 have to grow during CUDA graph capture; all ranks raise.
         """
         with self.lock:
-            slots = self._begin(shard.nbytes)
+            slots = self._begin(shard.nbytes, in_turn)
             is_captured = torch.cuda.is_current_stream_capturing()
             self._turn = all_gather(slots, out, shard, self._turn, is_captured=is_captured)
             self._end()
 
     def start_all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> CudaBackground:
-        """`all_gather` behind the current stream, on another one."""
+        """`all_gather` in turn, behind the current stream, on another one."""
         with self.lock:
             self.ensure_for(shard.nbytes)  # may raise, with nothing forked yet
-            return self._background.start(lambda: self.all_gather(out, shard), shard, out)
+            return self._background.start(
+                lambda: self.all_gather(out, shard, in_turn=True), shard, out
+            )
 
 
 class ScatterCopies(CopyWorkspace):
@@ -228,19 +240,21 @@ class ScatterCopies(CopyWorkspace):
         return self.world_size
 
     @torch.no_grad()
-    def reduce_scatter(self, out: torch.Tensor, parts: torch.Tensor, *, average: bool) -> None:
+    def reduce_scatter(
+        self, out: torch.Tensor, parts: torch.Tensor, *, average: bool, in_turn: bool = False
+    ) -> None:
         """Enqueue a reduce-scatter on the current stream. Collective; arguments as
         `reduce_scatter`'s, errors as `GatherCopies.all_gather`'s."""
         with self.lock:
-            reduce_scatter(self._begin(out.nbytes), out, parts, average=average)
+            reduce_scatter(self._begin(out.nbytes, in_turn), out, parts, average=average)
             self._end()
 
     def start_reduce_scatter(
         self, out: torch.Tensor, parts: torch.Tensor, *, average: bool
     ) -> CudaBackground:
-        """`reduce_scatter` behind the current stream, on another one."""
+        """`reduce_scatter` in turn, behind the current stream, on another one."""
         with self.lock:
             self.ensure_for(out.nbytes)
             return self._background.start(
-                lambda: self.reduce_scatter(out, parts, average=average), parts, out
+                lambda: self.reduce_scatter(out, parts, average=average, in_turn=True), parts, out
             )

@@ -9,27 +9,13 @@ import torch
 import torch.distributed as dist
 
 from agmm import _core, _env
-from agmm.runtime.symmetric import Buffers, SymmetricWorkspace
+from agmm.runtime.symmetric import Barriers, Buffers, SymmetricWorkspace
 
 _STAGING_ALIGNMENT = 256  # that of CUDA's own allocations
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _STAGING_ALIGNMENT) * _STAGING_ALIGNMENT
-
-
-class _Barriers:
-    """Those of a gather by copies, which come in turn with the group's calls: behind them are
-    copies, which wait for nobody."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.over = torch.cuda.Event()
-
-    def precede(self, stream: int) -> None:
-        """``stream`` is the current one."""
-        del stream
-        torch.cuda.current_stream(self._device).wait_event(self.over)
 
 
 class CudaWorkspace(SymmetricWorkspace):
@@ -89,7 +75,7 @@ class CudaWorkspace(SymmetricWorkspace):
 
     def _start_all_gather(self, shard: torch.Tensor) -> Callable[[], torch.Tensor]:
         buffers = self.buffers_of(shard.nbytes * self.world_size)
-        barriers = _Barriers(self.device)
+        barriers = Barriers(self.device)
         self.come_in_turn(barriers)
         stream = torch.cuda.current_stream(self.device)
         is_captured = torch.cuda.is_current_stream_capturing()

@@ -98,6 +98,21 @@ class Buffers(NamedTuple):
     handle: Any
 
 
+class Barriers:
+    """Those of a call by copies, which comes in turn with the group's others: only they wait for
+    other ranks, so what is behind the last one may run beside later calls."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.over = torch.cuda.Event()
+        """To be recorded behind the last one."""
+
+    def precede(self, stream: int) -> None:
+        """``stream`` is the current one."""
+        del stream
+        torch.cuda.current_stream(self._device).wait_event(self.over)
+
+
 _Made = TypeVar("_Made", bound="SymmetricWorkspace")
 
 
