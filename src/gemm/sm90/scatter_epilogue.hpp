@@ -82,9 +82,10 @@ struct ScatterEpilogue : Base {
     ScatterTiles const& tiles = push.tiles;
     int32_t const row = int32_t(cute::get<0>(coord)) * kTileM;
     int32_t const owner = tiles.owner(row);
-    if (!kFetches && owner == tiles.rank) return state;
     int32_t const tile = tiles.tile(tiles.row_of(row) / kTileM, int32_t(cute::get<1>(coord)));
-    if (kFetches && owner == tiles.rank) {
+    if (owner == tiles.rank) {
+      if (lane_id() == 0) Push::settle(push, owed_);
+      if constexpr (!kFetches) return state;
       if (is_split() && !Push::is_told_whole()) return state;
       if (tile < 0) return state;
       Push::prefetch(push, tile);
@@ -105,7 +106,8 @@ struct ScatterEpilogue : Base {
       Push::await_credits(push);
     }
     if (lane_id() == 0) {
-      Push::send(push, shared.push, number_, owner, tile, clock_);
+      Push::send(push, shared.push, number_, owner, tile, clock_, owed_);
+      if constexpr (kTimed) Push::settle(push, owed_);
       ScatterTimer<kTimed>(params_->times, tiles, owner, tile).done();
     }
     sent_ += tile >= 0 ? 1 : 0;
@@ -117,6 +119,7 @@ struct ScatterEpilogue : Base {
   CUTLASS_DEVICE auto load_tail(typename Base::LoadPipeline,
                                 typename Base::LoadPipelineState state) {
     if (lane_id() == 0) {
+      Push::settle(params_->push, owed_);
       if constexpr (kFetches) Push::await_fetched(params_->push, *push_, own_);
       Push::count_done(params_->push, sent_ + own_);
     }
@@ -187,9 +190,10 @@ struct ScatterEpilogue : Base {
   Params const* params_;
   typename Push::Storage* push_;
   MeasuredClock clock_;  // of a sender
-  int number_ = 0;       // tiles of other chunks so far, of this group or sender
-  int sent_ = 0;         // by this sender, without those that only pad
-  int own_ = 0;          // own tiles so far that were fetched for, or of the others' sums
+  typename Push::OwedSignal owed_{};
+  int number_ = 0;  // tiles of other chunks so far, of this group or sender
+  int sent_ = 0;    // by this sender, without those that only pad
+  int own_ = 0;     // own tiles so far that were fetched for, or of the others' sums
 };
 
 }  // namespace agmm
