@@ -22,23 +22,26 @@
 // of a clock that is measured, since it falls under a matmul.
 //
 // Memory order.
-//   Out. Consumers write a piece to shared memory, each thread executes fence.proxy.async, the warp
-//   meets, one lane arrives at the buffer's mbarrier; the sender's test acquires, and its bulk copy
-//   (async proxy) reads what they wrote. The sender waits until a tile's copies are complete, not just
-//   read, and then releases its signal at system scope; copies of the next tile may be under way.
-//   In. One lane for each source acquires its signal at system scope; a barrier of the consumers
-//   carries that to all of them, and they load with ordinary loads, past L1. Or the sender's lane
-//   acquires it, executes fence.proxy.async and copies to a buffer, whose mbarrier the copy
-//   completes; consumers test that and read, and arrive at another before the next copy to it.
-//   Again. An owner's loads come before a barrier of the consumers, or a completed mbarrier which
-//   its sender tests, that before the addition to `done` (acquire-release), the last of which
-//   before the credit (release, system scope). The CTA that takes the credits acquires them at
-//   system scope and releases `go`; every sender acquires that, executes fence.proxy.async and only
-//   then copies. Signals are reset by the lane that saw them, before the same: so before the credit
-//   that lets a peer write them again. A credit is taken before `go`, and a peer gives the next one
-//   only when it has this call's tiles, which come after `go`. `go` and `done` are reset by who
-//   makes `done` full, which takes the addition of everyone who looks at `go`, made when it has
-//   seen it: who has nothing to send does not look.
+//   Out. Consumers write a piece to shared memory, each thread executes fence.proxy.async, the
+//   warp meets, one lane arrives at the buffer's mbarrier; the sender's test acquires, and its
+//   bulk copy (async proxy) reads what they wrote. The sender waits until a tile's copies are
+//   complete, not just read, and then releases its signal at system scope; copies of the next
+//   tile may be under way.
+//   In. One lane for each source acquires its signal at system scope; a barrier of the
+//   consumers carries that to all of them, and they load with ordinary loads, past L1. Or the
+//   sender's lane acquires it, executes fence.proxy.async and copies to a buffer, whose
+//   mbarrier the copy completes; consumers test that and read, and arrive at another before the
+//   next copy to it.
+//   Again. An owner's loads come before a barrier of the consumers, or a completed mbarrier
+//   which its sender tests, that before the addition to `done` (acquire-release), the last of
+//   which before the credit (release, system scope). The CTA that takes the credits acquires
+//   them at system scope and releases `go`; every sender acquires that, executes
+//   fence.proxy.async and only then copies. Signals are reset by the lane that saw them, before
+//   the same: so before the credit that lets a peer write them again. A credit is taken before
+//   `go`, and a peer gives the next one only when it has this call's tiles, which come after
+//   `go`. `go` and `done` are reset by who makes `done` full, which takes the addition of
+//   everyone who looks at `go`, made when it has seen it: who has nothing to send does not
+//   look.
 #pragma once
 
 #include <cstdint>
