@@ -210,14 +210,6 @@ struct TilePush {
     owed = {peer.signals + tile, passed};
   }
 
-  /// The same, and its signal.
-  CUTLASS_DEVICE static void send(TilePushArgs const& push, Storage& storage, int number,
-                                  int32_t owner, int32_t tile, MeasuredClock const& clock) {
-    OwedSignal owed;
-    send(push, storage, number, owner, tile, clock, owed);
-    settle(push, owed);
-  }
-
   /// Before fetch(): what has no place in the buffers yet comes to L2. For all lanes.
   CUTLASS_DEVICE static void prefetch(TilePushArgs const& push, int32_t tile) {
     int const part = lane_id();
