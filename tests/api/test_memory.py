@@ -61,11 +61,12 @@ def test_bytes_of_a_scatter(shape: tuple[int, ...], world_size: int, wanted: int
 @pytest.mark.parametrize(
     ("shape", "world_size", "wanted"),
     [
-        ((4096, 8192), 4, 4096 * 8192 * 2),
-        ((16, 1024, 8192), 4, 8192 * 8192 * 2),  # 8192 rows at a time
-        ((1022, 256), 4, 1024 * 256 * 2),  # filled up to equal parts
+        # Of each other rank a part of the sum, and as many finished rows.
+        ((4096, 8192), 4, 2 * 3 * 1024 * 8192 * 2),
+        ((16, 1024, 8192), 4, 2 * 3 * 2048 * 8192 * 2),  # 8192 rows at a time
+        ((1022, 256), 4, 2 * 3 * 256 * 256 * 2),  # filled up to equal parts
         ((0, 8), 4, 0),
-        ((64, 8), 1, 64 * 8 * 2),
+        ((64, 8), 1, 0),
     ],
 )
 def test_bytes_of_an_all_reduce(shape: tuple[int, ...], world_size: int, wanted: int) -> None:

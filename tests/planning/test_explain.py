@@ -302,7 +302,7 @@ def test_collectives(kind: Kind, rows: int, world_size: int, plan: str, why: str
 
 def said_of_all_reduce(problem: Problem, scaling: str | None = None) -> str:
     console = Console(file=io.StringIO(), width=200)
-    found = explain.explain_all_reduce(problem, scaling)
+    found = explain.explain_any(problem._replace(op="matmul_all_reduce"), scaling)
     console.print(found, soft_wrap=True, markup=False)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()

@@ -332,10 +332,7 @@ def explain(
     ] = None,
     op: Annotated[
         ExplainedOp,
-        typer.Option(
-            help="Which call. Behind a matmul, the rows are those of A, of which each rank has "
-            "some columns."
-        ),
+        typer.Option(help="Which call. Behind a matmul the rows are those of A."),
     ] = ExplainedOp.all_gather_matmul,
     dtype: Annotated[DType, typer.Option(help="Element type.")] = DType.bf16,
     gpu: Annotated[
@@ -367,12 +364,8 @@ def explain(
             raise InvalidArgument(f"n: found none, wanted the columns of B for {kind}")
         else:
             problem = Problem(m, n, k, DTYPE_NAMES[dtype], tp, return_a, b_layout.value, name)
-            problem = problem._replace(sm_count=explain_module.HOPPERS.get(name, 0))
-            scales = None if scaling is None else scaling.value
-            if op == ExplainedOp.matmul_all_reduce:
-                said = explain_module.explain_all_reduce(problem, scales)
-            else:
-                said = explain_module.explain_any(problem._replace(op=op.value), scales)
+            problem = problem._replace(sm_count=explain_module.HOPPERS.get(name, 0), op=op.value)
+            said = explain_module.explain_any(problem, None if scaling is None else scaling.value)
         console().print(said, soft_wrap=True, markup=False)
 
 

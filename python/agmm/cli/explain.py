@@ -8,14 +8,14 @@ from rich.console import Group, RenderableType
 
 from agmm import _core
 from agmm.bench.units import duration
-from agmm.cli import explain_fp8
+from agmm.cli import explain_all_reduce, explain_fp8
 from agmm.cli.terminal import plain_table, whole
 from agmm.errors import InvalidArgument
 from agmm.planning import call_plans, cost_model, tables
 from agmm.planning.cost_model import collectives as collective_costs
 from agmm.planning.cost_model import default_kernels, default_scatter_kernels
 from agmm.planning.cost_model.collectives import Kind
-from agmm.planning.heuristics import lagged_kernel, predict_us
+from agmm.planning.heuristics import predict_us
 from agmm.planning.legality import why_scatter_illegal, why_unfused
 from agmm.planning.planner import Choice, Planner
 from agmm.planning.plans import (
@@ -24,6 +24,7 @@ from agmm.planning.plans import (
     CPU,
     DEFAULT_GPU,
     GATHERED,
+    MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
     UNFUSED,
     KernelConfig,
@@ -158,6 +159,9 @@ def explain_any(problem: Problem, scaling: str | None) -> RenderableType:
 
     Raises InvalidArgument for scales of other operands.
     """
+    if problem.op == MATMUL_ALL_REDUCE:
+        known, said = planner_for(problem.gpu, problem.world_size), _remarks(problem)
+        return explain_all_reduce.explain(problem, scaling, known, said)
     if problem.dtype.startswith("float8"):
         planner = planner_for(problem.gpu, problem.world_size)
         return explain_fp8.explain(problem, scaling or "rowwise", planner)
@@ -203,59 +207,6 @@ def explain_collective(
     for name, us in sorted(predicted.items(), key=lambda pair: pair[1]):
         table.add_row(name + (" (the plan)" if name == chosen else ""), duration(us))
     return Group("\n".join(lines), whole(table))
-
-
-_WAYS: dict[cost_model.AllReduceWay, str] = {
-    "lagged": "one kernel, whose finished rows go to all ranks while it computes others",
-    "scatter": "matmul + reduce-scatter in one kernel, then an all-gather",
-    "unfused": "matmul, then all-reduce",
-}
-
-
-def explain_all_reduce(problem: Problem, scaling: str | None) -> RenderableType:
-    """The same of `agmm.matmul_all_reduce`; m is the rows of A, k its columns on each rank.
-
-    Raises InvalidArgument for what it does not take.
-    """
-    if problem.return_A:
-        raise InvalidArgument("return_A: found True with matmul_all_reduce, wanted False")
-    if scaling is not None or problem.dtype.startswith("float8"):
-        raise InvalidArgument("dtype: found fp8 with matmul_all_reduce, wanted another")
-    m, n, k, world_size = problem.m, problem.n, problem.k, problem.world_size
-    called = f"out[{m}, {n}] = all_reduce(A[{m}, {k}] @ B), {problem.dtype}"
-    ranks = f"{world_size} rank{'s' if world_size > 1 else ''} on {problem.gpu}"
-    lines = [f"{called}, B by {problem.b_layout}, {ranks}"]
-    if problem.gpu == CPU:
-        return Group(*lines, "plan: agmm's own, through shared memory")
-    # Ranks that cannot share the rows equally compute a few more.
-    shared = -(-m // world_size) * world_size
-    problem = problem._replace(m=shared, op=MATMUL_REDUCE_SCATTER)
-    illegal = why_unfused(problem.dtype, n, k)
-    scatters = returns = None
-    if illegal is None and world_size > 1:
-        planner = planner_for(problem.gpu, world_size)
-        scatters = planner.fused_plan(problem).kernel
-        returns = lagged_kernel(problem, call_plans.all_reduce_kernels())
-    times = cost_model.all_reduce_times(problem, scatters, returns)
-    chosen = cost_model.all_reduce_way(problem, scatters, returns)
-    names = dict(_WAYS)
-    kernels: dict[cost_model.AllReduceWay, KernelConfig | None]
-    kernels = {"lagged": returns, "scatter": scatters}
-    for way, kernel in kernels.items():
-        if kernel is not None:
-            names[way] += f": {kernel.name}"
-    lines.append(f"plan: {names[chosen]}")
-    lines.append(
-        f"why: the kernels cannot compute it: {illegal}"
-        if illegal is not None
-        else "why: each way that sends tiles is taken where it is predicted to save a tenth"
-    )
-    table = plain_table("alternatives (predicted)")
-    table.add_column("plan", overflow="fold")
-    table.add_column("time", justify="right", no_wrap=True)
-    for way, us in sorted(times.items(), key=lambda pair: pair[1]):
-        table.add_row(names[way] + (" (the plan)" if way == chosen else ""), duration(us))
-    return Group("\n".join([*lines, *_remarks(problem)]), whole(table))
 
 
 def _size(nbytes: int) -> str:
@@ -360,15 +311,22 @@ def _said_of_scatter(problem: Problem, choice: Choice) -> str:
     return f"unfused, torch's fused op {saved}, wanted {least}, which it costs the host"
 
 
+_UNFUSED = {
+    ALL_GATHER_MATMUL: "all-gather + matmul",
+    MATMUL_REDUCE_SCATTER: "matmul + reduce-scatter",
+    MATMUL_ALL_REDUCE: "matmul + all-reduce",
+}
+
+
 def _remarks(problem: Problem) -> Iterable[str]:
     if problem.gpu == CPU:
         return
-    is_scatter = problem.op == MATMUL_REDUCE_SCATTER
+    is_scatter = problem.op != ALL_GATHER_MATMUL
     if not (problem.peer_atomics or is_scatter):
         yield "note: links between the GPUs here have no native atomics, so SM push is not legal"
     gpus, which = _gpus_of_a_host(problem.gpu)
     if problem.world_size > gpus:
-        unfused = "matmul + reduce-scatter" if is_scatter else "all-gather + matmul"
+        unfused = _UNFUSED[problem.op]
         yield (
             f"note: {problem.world_size} ranks are more than the {gpus} GPUs {which}; ranks on "
             f"several hosts take {unfused}, whatever the plan"

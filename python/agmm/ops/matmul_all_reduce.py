@@ -145,14 +145,14 @@ def matmul_all_reduce(
     """``all_reduce(A @ B) (+ bias)``: the end of a tensor-parallel layer without sequence
     parallelism, as in serving. Collective.
 
-    On the CPU agmm sends each rank its part of the rows as soon as it is computed, and the finished
-    sums back to all: every rank gets the same bits, in every call. Sums are made in float32
-    (float64 for float64), in the order of the ranks, and rounded once; what goes to another rank on
-    the way is rounded too. On Hopper, for bf16 and fp16 with N and K_local multiples of 8, one
-    kernel does the same, with the same promise but for the order of a sum, which is each row's own
-    and always the same: it sends finished rows while it computes others. Where the cost model
-    prefers it, that is the scatter of `matmul_reduce_scatter` and an all-gather of the result. Each
-    is taken where it is predicted to save a tenth, as with some thousand rows; else a matmul and an
+    On the CPU agmm sends each rank its part of the rows as soon as it is computed, and finished
+    rows to all, while others are computed: every rank gets the same bits, in every call. Sums are
+    made in float32 (float64 for float64), in the order of the ranks, and rounded once; what goes to
+    another rank on the way is rounded too. On Hopper, for bf16 and fp16 with N and K_local
+    multiples of 8, it is the scatter of `matmul_reduce_scatter` in one kernel and an all-gather of
+    the result, with the same promise but for the order of a sum, which is each row's own and always
+    the same; or, in a build with ``AGMM_KERNELS=all``, one kernel as on the CPU. Each is taken
+    where the cost model has it a tenth faster, as with some thousand rows; else a matmul and an
     all-reduce. That is agmm's where it is meant to serve it (`agmm.collectives.all_reduce`), with
     the same bits on all ranks, else the backend's.
 

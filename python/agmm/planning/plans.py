@@ -237,6 +237,8 @@ ALL_GATHER_MATMUL = "all_gather_matmul"
 MATMUL_REDUCE_SCATTER = "matmul_reduce_scatter"
 OPS = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER)
 """What `Problem.op` says."""
+MATMUL_ALL_REDUCE = "matmul_all_reduce"
+"""An op without plans of its own (`cost_model.all_reduce_way`): for `agmm explain` alone."""
 
 
 class Problem(NamedTuple):

@@ -6,7 +6,7 @@
 
 #include "cutlass/cutlass.h"
 #include "gemm/sm90/scatter_mainloop.hpp"
-#include "transport/tile_return_device.hpp"
+#include "transport/tile_push_return_device.hpp"
 
 namespace agmm {
 

@@ -13,7 +13,7 @@
 #include "gemm/sm90/tile_timer.hpp"
 #include "gemm/split_k.hpp"
 #include "transport/tile_push_device.hpp"
-#include "transport/tile_return_device.hpp"
+#include "transport/tile_push_return_device.hpp"
 
 namespace agmm {
 
