@@ -87,7 +87,9 @@ struct AsyncInputMainloop : Base {
 
   /// Of blocks: the mainloop's, not the epilogue's.
   static constexpr bool kScalesBlocks = is_block_scaled(kAccumulation);
-  static_assert(!kScalesBlocks || (!kSwapped && !kSplits));
+  static_assert(!kScalesBlocks ||
+                    (!kSwapped && !kSplits && cute::size(typename Base::TiledMma{}) == 256),
+                "the warps of cooperative kernels have scales of their own");
 
   /// Whether the consumers push the first items: where all of them multiply the same tile.
   static constexpr bool kConsumersPush =
