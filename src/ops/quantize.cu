@@ -289,9 +289,8 @@ void quantize(Quantize const& args, void* stream) {
 
 void amax_of_matrix(Quantize const& args, void* stream) {
   check(args);
-  with_type(args.from, [&](auto of_x) {
-    find_amax<decltype(of_x)>(args, static_cast<cudaStream_t>(stream));
-  });
+  with_type(args.from,
+            [&](auto of_x) { find_amax<decltype(of_x)>(args, static_cast<cudaStream_t>(stream)); });
 }
 
 }  // namespace agmm

@@ -23,9 +23,9 @@ struct Quantize {
   ScaleOf scale_of = ScaleOf::Row;
   int64_t rows = 0;
   int32_t columns = 0;
-  bool power_of_2 = false;      // round what values are multiplied with down to a power of two
-  void* values = nullptr;       // [rows, columns], at a multiple of 16 bytes
-  float* scales = nullptr;      // [rows], [rows, ceil(columns / 128)] or [1]
+  bool power_of_2 = false;  // round what values are multiplied with down to a power of two
+  void* values = nullptr;   // [rows, columns], at a multiple of 16 bytes
+  float* scales = nullptr;  // [rows], [rows, ceil(columns / 128)] or [1]
   // Of ScaleOf::Matrix: a float32 for the largest absolute value, here that of x, or where has_amax
   // what is there already (of several matrices that share a scale).
   float* amax = nullptr;

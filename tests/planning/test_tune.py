@@ -251,6 +251,14 @@ def test_the_op_is_unfused_where_that_is_faster(strict: bool, chunks: int) -> No
     assert call(UNFUSED, strict) == 2 * [(True, chunks, [])]
 
 
+def test_the_op_on_fp8_follows_the_table() -> None:
+    key = Key("float8_e4m3fn", "column", False, 8, 32)
+    tables.save(CPU, 2, [(key, Row(16, UNFUSED, 1.0))])
+    with RankPool(2) as pool:
+        assert pool.run(tune_work.fp8_call_with_table, False) == 2 * [(True, 0)]
+        assert pool.run(tune_work.fp8_call_with_table, True) == 2 * [(True, 1)]
+
+
 def test_ranks_with_different_tables_ignore_them(tmp_path: Path) -> None:
     found = call(Plan("push", chunks_per_shard=4), elsewhere=str(tmp_path / "none"))
     words = "agmm ignores cpu-x2.json of the user: its ranks found 2 versions of it, wanted one"

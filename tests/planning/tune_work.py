@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import agmm
 from agmm.bench import tuning_session
+from agmm.ops import scaled_paths
 from agmm.planning import tables
 from agmm.planning.plans import UNFUSED, Plan, Row
 from agmm.runtime import cpu
@@ -45,6 +46,33 @@ def check_with_none_fused(plan: Plan) -> tuning_session.Verdict:
     return (
         tuning_session.check(plan) if plan == UNFUSED else tuning_session.Verdict("ValueError: no")
     )
+
+
+def fp8_call_with_table(strict: bool) -> tuple[bool, int]:
+    """Whether a product of whole numbers is right, and how many calls were fused."""
+    fused = 0
+    original: Any = vars(scaled_paths)["all_gather_on_cpu"]
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal fused
+        fused += 1
+        return original(*arguments, **keywords)
+
+    generator = torch.Generator().manual_seed(1)
+    A = torch.randint(-4, 5, (16, 32), generator=generator).float()
+    B = torch.randint(-4, 5, (8, 32), generator=generator).float().t()
+    fp8 = torch.float8_e4m3fn
+    scale_a, scale_b = torch.full((8, 1), 2.0), torch.full((1, 8), 0.5)
+    shard = A.chunk(2)[dist.get_rank()].to(fp8)
+    with (
+        mock.patch.object(scaled_paths, "all_gather_on_cpu", counted),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        out = agmm.all_gather_scaled_matmul(
+            shard, B.to(fp8), scale_a, scale_b, out_dtype=torch.float32, strict=strict
+        )
+    return torch.equal(out, A @ B), fused
 
 
 def call_with_table(m: int, n: int, k: int, strict: bool) -> tuple[bool, int, list[str]]:

@@ -32,7 +32,9 @@ CXX_KINDS = {
     "cuda": r"(cuda|cuda_\w+|driver_types|vector_types|nccl)\.h$|(cuda|nv)/",
     "scheduler": r"agmm/persistent_async_input_scheduler\.hpp$",
     "launch": r"agmm/(async_input_mm|fused_\w+|collectives)\.hpp$",
-    "transport but push": r"transport/(?!(sm_push|push_(cta|warp)|tile_push(_(return_)?device)?)\.hpp$)",
+    "transport but push": (
+        r"transport/(?!(sm_push|push_(cta|warp)|tile_push(_(return_)?device)?)\.hpp$)"
+    ),
     "testing": "testing/",
     **{role: f"{role}/" for role in ROLES},
 }

@@ -162,9 +162,15 @@ def gather(
     scale_A: torch.Tensor | None
     reason = why_unfused(A_shard.shape, A_shard.device)
     kernels: list[cuda_scaled.Kernel] = []
-    if reason is None and A_shard.is_cuda:
+    if reason is None and A_shard.is_cuda and plan != UNFUSED:
         kernels, reason = _cuda_kernels(shard, weights, group, return_A, strict, plan)
-    if plan == UNFUSED or (reason is None and A_shard.is_cuda and not kernels):
+        if reason is None and not kernels:
+            plan = UNFUSED
+    elif reason is None and plan is None:
+        plan = call_plans.call_plan(shard.values, Bs, group, return_A=return_A)
+        if plan == UNFUSED and strict:
+            plan = Plan("push")
+    if plan == UNFUSED:
         A, scale_A, outs = _gather_unfused(shard, weights, group, call)
         reason = None
     elif reason is None and A_shard.is_cuda:
@@ -175,8 +181,8 @@ def gather(
         except Unsupported as error:
             reason = str(error)
     elif reason is None:
+        assert plan is not None
         try:
-            plan = plan or call_plans.call_plan(shard.values, Bs, group, return_A=return_A)
             workspace = cpu_workspace(group)
             A, scale_A, outs = all_gather_on_cpu(
                 workspace,

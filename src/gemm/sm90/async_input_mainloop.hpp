@@ -103,7 +103,9 @@ struct AsyncInputMainloop : Base {
 
   /// Of blocks: the mainloop's, not the epilogue's.
   static constexpr bool kScalesBlocks = is_block_scaled(kAccumulation);
-  static_assert(!kScalesBlocks || (!kSwapped && !kSplits));
+  static_assert(!kScalesBlocks ||
+                    (!kSwapped && !kSplits && cute::size(typename Base::TiledMma{}) == 256),
+                "the warps of cooperative kernels have scales of their own");
 
   using SumsLayout = typename decltype(cute::partition_fragment_C(
       typename Base::TiledMma{}, cute::take<0, 2>(TileShape{})))::layout_type;

@@ -1,11 +1,9 @@
 // The scales of blocks, one for each 128 of K of a row of A, and of 128 columns or of each column
 // of B: what the promotion multiplies the sums of a k tile with (promoting_mma.hpp).
 //
-// The consumers read them, since a thread has few rows: the four lanes of a quad, which have the
-// same rows, load one of four k tiles each, and pass on what they have. A's are read from L2, once
-// the tile's first k tile has come: its rows have arrived by then, for all of K, since fp8 travels
-// in chunks of whole rows (async_input_mainloop.hpp argues the order). The loads wait behind an MMA
-// of the same warps; for those of a later one there is no register.
+// The consumers read them. A's are read from L2, once the tile's first k tile has come: its rows
+// have arrived by then, for all of K, since fp8 travels in chunks of whole rows
+// (async_input_mainloop.hpp argues the order).
 #pragma once
 
 #include <cstdint>
@@ -160,8 +158,8 @@ class BlockScales {
     }
   }
 
-  /// Of the group that begins at k tile `k`: into registers, where nothing awaits it. What lies past
-  /// the last k tile is that one's.
+  /// Of the group that begins at k tile `k`: into registers, where nothing awaits it. What lies
+  /// past the last k tile is that one's.
   CUTLASS_DEVICE void load(int k) {
     int const lane = this->lane();
     TileStart const start = held_.start;
@@ -176,8 +174,8 @@ class BlockScales {
           __ldcg(from + ((row - (is_local ? args_.local_rows.begin : 0)) * args_.k_tiles + k_tile));
     }
     if (kPerColumn || lane >= kBlocks * kGroup) return;
-    int const block = min_of(start.column / kScaleBlock + lane / kGroup,
-                             (args_.columns - 1) / kScaleBlock);
+    int const block =
+        min_of(start.column / kScaleBlock + lane / kGroup, (args_.columns - 1) / kScaleBlock);
     of_b_ = __ldg(args_.b + (k_tile * args_.b_k + block * args_.b_n));
   }
 
