@@ -70,15 +70,6 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   static_assert(!kSplits || (ClusterN == 1 && Wait == AsyncInputWait::Mainloop));
   static_assert(Splits != SplitsK::InCluster || ClusterM == 1);
 
-  struct Waits {
-    uint32_t const* chunk_signals = nullptr;
-    uint32_t ready_value = 1;
-    agmm::WaitLimit wait_limit{};
-  };
-  struct NoWaits {};
-  // A kernel whose parameters take more than 4 KiB is launched later.
-  static constexpr bool kKeepsWait = !kGathersB || Wait == AsyncInputWait::Scheduler;
-
   struct SplitWork : Base::WorkTileInfo {
     int32_t split = 0;
     int32_t k_tile_begin = 0;
@@ -119,7 +110,9 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   struct Params : PersistentTileSchedulerSm90Params {
     Order order{};
     agmm::FirstBlocks first_blocks{};
-    cute::conditional_t<kKeepsWait, Waits, NoWaits> waits{};
+    uint32_t const* chunk_signals = nullptr;
+    uint32_t ready_value = 1;
+    agmm::WaitLimit wait_limit{};
     agmm::SplitK split_k{};
     agmm::KParts k_parts{};
     agmm::FastDiv splits{};
@@ -164,9 +157,9 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
       params.order = order;
     }
     params.first_blocks = agmm::FirstBlocks(params.order, hw_info.sm_count / (ClusterM * ClusterN));
-    if constexpr (kKeepsWait) {
-      params.waits = {args.chunk_signals, args.ready_value, args.wait_limit};
-    }
+    params.chunk_signals = args.chunk_signals;
+    params.ready_value = args.ready_value;
+    params.wait_limit = args.wait_limit;
     params.split_k = args.split_k;
     params.k_parts = agmm::KParts(agmm::ceil_div(k, TileK), args.split_k.splits);
     params.splits = agmm::FastDiv(args.split_k.splits);
@@ -306,13 +299,13 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
 
   /// Only the warp that issues the TMA loads (warp 0 of the CTA in both schedules) waits.
   CUTLASS_DEVICE void wait_for_chunks(WorkTileInfo const& work) const {
-    Waits const& waits = params_->waits;
-    if (waits.chunk_signals == nullptr || canonical_warp_idx_sync() != 0) return;
+    if (params_->chunk_signals == nullptr || canonical_warp_idx_sync() != 0) return;
     int32_t const tile = kGathersB ? work.N_idx : work.M_idx;
     agmm::Range const touched =
         params_->order.chunks.row_chunks({tile * kTileRows, (tile + 1) * kTileRows});
     for (int chunk = touched.begin; chunk < touched.end; ++chunk) {
-      agmm::wait_signal(waits.chunk_signals + chunk, waits.ready_value, chunk, waits.wait_limit);
+      agmm::wait_signal(params_->chunk_signals + chunk, params_->ready_value, chunk,
+                        params_->wait_limit);
     }
     agmm::fence_proxy_async_global();
   }

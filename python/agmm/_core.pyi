@@ -329,14 +329,9 @@ class KernelConfig:
     @property
     def splits(self) -> int: ...
     @property
-    def can_push(self) -> bool:
-        """
-        Whether it can push A by its spare warps (SM push).
-        """
-    @property
     def splits_in_cluster(self) -> bool:
         """
-        Whether the CTAs of a tile are a cluster, which cannot store A and takes no scratch.
+        Whether the CTAs of a tile are a cluster, which takes no scratch.
         """
     @property
     def stores_A(self) -> list[str]:

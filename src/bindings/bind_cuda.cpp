@@ -355,10 +355,7 @@ void bind_cuda(py::module_& m) {
       .def_property_readonly(
           "splits_in_cluster",
           [](const KernelConfig& c) { return agmm::splits_in_cluster(c.shape); },
-          "Whether the CTAs of a tile are a cluster, which cannot store A and takes no scratch.")
-      .def_property_readonly(
-          "can_push", [](const KernelConfig& c) { return agmm::can_push(c.shape); },
-          "Whether it can push A by its spare warps (SM push).")
+          "Whether the CTAs of a tile are a cluster, which takes no scratch.")
       .def_property_readonly("stores_A", &layouts_that_store_a,
                              "The layouts of B with which it can store A.")
       .def_readonly("splits", &KernelConfig::splits)

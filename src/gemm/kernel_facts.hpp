@@ -34,10 +34,6 @@ constexpr bool can_store_a(KernelShape const& shape, BLayout b_layout) {
   return shape.cluster_n == 1 && is_one_box && !(is_large && b_layout == BLayout::RowMajor);
 }
 
-/// Whether spare warps can push A, and CTAs of their own. Swapped kernels are for calls so short
-/// that fetching the instructions for it takes longer than it saves.
-constexpr bool can_push(KernelShape const& shape) { return !shape.swapped; }
-
 /// Of a kernel that is built. Those that scale blocks take all of K.
 constexpr KernelFacts facts_of(KernelShape const& shape, DType dtype, BLayout b_layout,
                                Accumulation accumulation = Accumulation::Fast) {

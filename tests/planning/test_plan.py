@@ -194,21 +194,20 @@ def test_few_tiles_are_split() -> None:
 
 
 def test_parts_of_a_cluster() -> None:
-    """At most a cluster of 8, and none where A is to be stored. Clusters do not fill the GPU: as
-    many parts that are not clusters' fit at once as there are multiprocessors."""
+    """At most a cluster of 8. Clusters do not fill the GPU: as many parts that are not clusters'
+    fit at once as there are multiprocessors."""
     kernel = KernelConfig.parse("96x128x64_1x1_cooperative_swapped")
     assert kernel.splits_in_cluster
     problem = Problem(64, 128, 8192)
     splits = legality.legal_splits(problem, kernel)
     assert list(splits) == list(range(1, 9))
-    assert list(legality.legal_splits(problem._replace(return_A=True), kernel)) == [1]
     assert list(legality.legal_splits(problem._replace(n=128 * 40), kernel)) == [1, 2, 3]
     at_once = [
         cost_model.Tiling(problem, replace(kernel, splits=splits)).workers for splits in splits
     ]
     assert at_once[0] == 132
     assert all(workers % n == 0 for workers, n in zip(at_once, splits, strict=True))
-    assert max(at_once[2:]) < 120
+    assert max(at_once[2:]) <= 120
 
 
 def test_configs_and_problems_are_values() -> None:

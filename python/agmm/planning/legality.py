@@ -43,8 +43,6 @@ def why_transport_illegal(problem: Problem, kernel: KernelConfig, transport: str
     if sm_push is not None and problem.gpu != CPU and "push" in copying:
         if not 1 < problem.world_size <= MAX_PUSH_RANKS:
             return f"sm push: found {problem.world_size} ranks, wanted 2 to {MAX_PUSH_RANKS}"
-        if not kernel.can_push:
-            return f"sm push: found {kernel.kernel}, which does not push"
         if not problem.peer_atomics:
             return "sm push: found links without native atomics, wanted NVLink between all GPUs"
         if sm_push.has_ctas(problem.k) and free_sms(problem, kernel) < 1:
@@ -187,7 +185,7 @@ def splits_that_fit(problem: Problem, kernel: KernelConfig, blocks: int, workers
     """`legal_splits` of a kernel that can split, whose clusters of tiles are known."""
     most = min(workers // blocks, -(-problem.k // kernel.tile_k))
     if kernel.splits_in_cluster:
-        most = 1 if problem.return_A else min(most, MAX_CLUSTER_SPLITS)
+        most = min(most, MAX_CLUSTER_SPLITS)
     return range(1, max(1, most) + 1)
 
 

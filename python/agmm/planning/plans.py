@@ -168,11 +168,6 @@ class KernelConfig:
         return self.core.splits_in_cluster
 
     @property
-    def can_push(self) -> bool:
-        """Whether it can push A by its spare warps (`SmPush`)."""
-        return self.core.can_push
-
-    @property
     def stores_A(self) -> Sequence[str]:
         """The layouts of B with which it can store A."""
         return self.core.stores_A

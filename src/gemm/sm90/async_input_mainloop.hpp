@@ -37,8 +37,8 @@ struct AsyncInput {
   int32_t k_tiles = 0;
 };
 
-/// Tells CUTLASS's kernels whether the mainloop has work for their fourth producer warp.
-template <class Base, bool kPushes>
+/// Tells CUTLASS's kernels that the mainloop has work for their fourth producer warp.
+template <class Base>
 struct AsyncInputPolicy : Base {};
 
 /// kSwapped: A is the MMA's second operand, whose rows are columns of the MMA (KernelShape);
@@ -50,10 +50,7 @@ template <class Base, bool kSwapped, bool kTimed, bool kSplits, bool kStoresA,
 struct AsyncInputMainloop : Base {
   using typename Base::PipelineState;
   using typename Base::TileShape;
-  /// Swapped kernels do not (can_push): a call of few rows waits for its instructions to be
-  /// fetched, and for what stands between them.
-  static constexpr bool kPushes = !kSwapped;
-  using DispatchPolicy = AsyncInputPolicy<typename Base::DispatchPolicy, kPushes>;
+  using DispatchPolicy = AsyncInputPolicy<typename Base::DispatchPolicy>;
   using ClusterShape = typename DispatchPolicy::ClusterShape;
 
   /// Which operands of the MMA A and B are, and so which modes of a tile, of a cluster and of the
@@ -89,14 +86,13 @@ struct AsyncInputMainloop : Base {
   static constexpr bool kReadsScales = sizeof(Element) == 1;
 
   /// Whether the consumers push the first items: where all of them multiply the same tile.
-  static constexpr bool kIsCooperative =
+  static constexpr bool kConsumersPush =
       cute::is_base_of_v<cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                          typename DispatchPolicy::Schedule>;
-  static constexpr bool kConsumersPush = kPushes && kIsCooperative;
 
   /// Whether the parts of K are a cluster's, which add up here (splits_in_cluster).
   static constexpr bool kSplitsInCluster =
-      kSplits && kSwapped && kIsCooperative && cute::size(ClusterShape{}) == 1;
+      kSplits && kSwapped && kConsumersPush && cute::size(ClusterShape{}) == 1;
   using MainloopPipeline =
       cute::conditional_t<kSplitsInCluster, OwnStagesPipeline<typename Base::MainloopPipeline>,
                           typename Base::MainloopPipeline>;
@@ -164,24 +160,15 @@ struct AsyncInputMainloop : Base {
     return result == CUDA_SUCCESS ? descriptor : TmaDescriptor{};
   }
 
-  /// In place of what a kernel has no use for.
-  struct None {
-    None() = default;
-    template <class T>
-    None(T const&) {}
-  };
-  using KeptPush = cute::conditional_t<kPushes, SmPushArgs, None>;
-  using KeptBlockScales = cute::conditional_t<kSwapped, None, BlockScaleArgs>;
-
   struct Params : Base::Params {
     TmaLoadOfA tma_load_a_local;
     TmaStoreOfA tma_store_a;
     cute::TmaDescriptor last_rows_a;  // of A or A_local; of no use where tiles divide M
     bool stores_a = false;
     AsyncInput input;
-    KeptPush push;
+    SmPushArgs push;
     int32_t finishing_warps = 1;  // of the whole grid
-    KeptBlockScales block_scales{};
+    BlockScaleArgs block_scales{};
   };
 
   /// Of one of the MMA's operands.
@@ -264,11 +251,9 @@ struct AsyncInputMainloop : Base {
   /// mma(), where CUTLASS counts the consumers' threads modulo their number.
   CUTLASS_DEVICE static void claim_first_item(Params const& params, TensorStorage& storage) {
     if constexpr (kSwapped) prefetch_signals(params.input.arrival);
-    if constexpr (kConsumersPush) {
-      if (params.push.shard != nullptr &&
-          cutlass::canonical_warp_idx_sync() == kConsumers / cutlass::NumThreadsPerWarp) {
-        agmm::claim_first_item(params.push, storage.first_item);
-      }
+    if (kConsumersPush && params.push.shard != nullptr &&
+        cutlass::canonical_warp_idx_sync() == kConsumers / cutlass::NumThreadsPerWarp) {
+      agmm::claim_first_item(params.push, storage.first_item);
     }
   }
 
@@ -300,6 +285,7 @@ struct AsyncInputMainloop : Base {
       constexpr int kFloats = cute::size(FrgTensorC{});
       static_assert(kFloats * kConsumers * sizeof(float) <= sizeof(typename Base::TensorStorage));
       add_splits_in_cluster(static_cast<typename Base::TensorStorage*>(&shared_tensors),
+                            kStoresA && params.stores_a,
                             *reinterpret_cast<float (*)[kFloats]>(accumulators.data()));
     }
   }
@@ -436,6 +422,10 @@ struct AsyncInputMainloop : Base {
         MainloopPipeline::FullBarrier::wait(pipeline.producer_get_barrier(stage), stage.phase());
       });
     }
+    if constexpr (kSplitsInCluster && kStoresA) {
+      __syncwarp();  // the lane that issues has awaited its stores
+      if (params.stores_a) stages_are_stored();
+    }
     // The kernel advances its own state, of which this is not a copy: a copy would take registers.
     // States come again after two turns of the ring.
     constexpr int kPeriod = 2 * kStages;
@@ -545,6 +535,6 @@ struct AsyncInputMainloop : Base {
 namespace cutlass::gemm::kernel::detail {
 
 template <class Base>
-struct HasAuxiliaryLoad<agmm::AsyncInputPolicy<Base, true>> : cute::true_type {};
+struct HasAuxiliaryLoad<agmm::AsyncInputPolicy<Base>> : cute::true_type {};
 
 }  // namespace cutlass::gemm::kernel::detail

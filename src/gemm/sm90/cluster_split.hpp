@@ -59,9 +59,17 @@ CUTLASS_DEVICE float4 load_in_cluster(uint32_t address) {
 
 }  // namespace split_detail
 
+/// Where A is stored from the stages: for the whole producer warp, once the stores have read them.
+CUTLASS_DEVICE void stages_are_stored() {
+  if (split_detail::ctas_in_cluster() > 1) {
+    named_barrier_arrive<NamedBarrier::kSplitK, split_detail::kConsumerThreads + 32>();
+  }
+}
+
 /// Adds up the parts of the cluster's tile; afterwards the accumulators of its first CTA have the
 /// whole sum. For the 256 consumer threads of a cooperative kernel together, once a CTA, when they
-/// have multiplied their part and released its stages. `shared`: of those stages.
+/// have multiplied their part and released its stages. `shared`: of those stages. `are_stored`: A
+/// is stored from them, until stages_are_stored().
 ///
 /// Invariants. No load writes to the stages and no MMA reads them any more: the consumers have seen
 /// all loads of the CTA's only tile land, and each has awaited its MMAs before the barrier of all
@@ -71,7 +79,7 @@ CUTLASS_DEVICE float4 load_in_cluster(uint32_t address) {
 /// has not ended; the producer warps end without them, which they can once all stages are released.
 /// The order of summation is that of K.
 template <int kFloats>
-CUTLASS_DEVICE void add_splits_in_cluster(void* shared, float (&sum)[kFloats]) {
+CUTLASS_DEVICE void add_splits_in_cluster(void* shared, bool are_stored, float (&sum)[kFloats]) {
   using namespace split_detail;
   static_assert(kFloats % 4 == 0);
   constexpr int kVectors = kFloats / 4;
@@ -83,7 +91,11 @@ CUTLASS_DEVICE void add_splits_in_cluster(void* shared, float (&sum)[kFloats]) {
   int const thread = int(threadIdx.x) - kProducerThreads;
   float4* const own = static_cast<float4*>(shared) + thread;
   stress_delay(int32_t(rank));
-  sync();
+  if (are_stored) {
+    named_barrier_sync<NamedBarrier::kSplitK, kConsumerThreads + 32>();
+  } else {
+    sync();
+  }
   if (rank != 0) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kVectors; ++i) {

@@ -35,12 +35,10 @@ template <class Kernel>
 __global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksPerMultiprocessor)
     async_input_kernel(CUTLASS_GRID_CONSTANT typename Kernel::Params const params) {
   extern __shared__ char shared_memory[];
-  if constexpr (Kernel::CollectiveMainloop::kPushes) {
-    auto const tiles = static_cast<uint32_t>(params.scheduler.blocks_per_problem_);
-    if (blockIdx.x + gridDim.x * blockIdx.y >= tiles) {
-      Kernel::CollectiveMainloop::push_only(params.mainloop, int32_t(tiles), shared_memory);
-      return;
-    }
+  auto const tiles = static_cast<uint32_t>(params.scheduler.blocks_per_problem_);
+  if (blockIdx.x + gridDim.x * blockIdx.y >= tiles) {
+    Kernel::CollectiveMainloop::push_only(params.mainloop, int32_t(tiles), shared_memory);
+    return;
   }
   Kernel::CollectiveMainloop::claim_first_item(
       params.mainloop,
@@ -275,12 +273,6 @@ struct KernelInstance {
     gemm.scheduler.chunk_pivot = mm.arrival.pivot;
     gemm.scheduler.split_k = split_k(mm);
 
-    if (kSplitsInCluster && mm.config.splits > 1 && operands.a_out != nullptr) {
-      return "found parts of K that a cluster adds up and A to be stored, wanted one of them";
-    }
-    if (!can_push(kFacts.shape) && call.push.shard != nullptr) {
-      return "found SM push, wanted copies for a swapped kernel";
-    }
     if (!GemmKernel::can_implement(gemm)) return "CUTLASS cannot implement this problem";
     Params* const params =
         new (params_memory) Params(GemmKernel::to_underlying_arguments(gemm, nullptr));
@@ -320,10 +312,9 @@ struct KernelInstance {
   /// (kMmaClusterM, rest, 1), as CUTLASS's.
   static dim3 grid(Params const& params) {
     dim3 grid = GemmKernel::get_grid_shape(params);
-    if constexpr (Mainloop::kPushes) {
-      if (has_push_ctas(params.mainloop.push)) {
-        grid.y = params.hw_info.sm_count / (ClusterM * ClusterN) * kMmaClusterN;
-      }
+    if (has_push_ctas(params.mainloop.push)) {
+      dim3 const ctas = cluster(params);
+      grid.y = params.hw_info.sm_count / (ctas.x * ctas.y) * ctas.y;
     }
     return grid;
   }

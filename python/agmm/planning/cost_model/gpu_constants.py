@@ -108,9 +108,21 @@ def known_gpus() -> tuple[str, ...]:
     return tuple(sorted(p.stem for p in _FOLDER.glob("*.json") if "tflops_per_sm" in p.read_text()))
 
 
-@cache
+_given: dict[str, Constants] = {}
+
+
+def give(gpu: str, constants: Constants) -> None:
+    """From now on those of ``gpu`` in this process, whatever its file says: to fit them."""
+    _given[gpu] = constants
+
+
 def constants(gpu: str) -> Constants:
     """The constants of ``gpu``, or those of `DEFAULT_GPU` where it has none (see ``.gpu``)."""
+    return _given.get(gpu) or _of_file(gpu)
+
+
+@cache
+def _of_file(gpu: str) -> Constants:
     name = gpu if gpu in known_gpus() else DEFAULT_GPU
     return Constants(**json.loads((_FOLDER / f"{name}.json").read_text()))
 

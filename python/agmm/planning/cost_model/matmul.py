@@ -7,11 +7,14 @@ from typing import NamedTuple
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, Constants, constants
 from agmm.planning.plans import KernelConfig, Problem
 
+_CLUSTERS = {3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
+"""By their CTAs, how many an H100 of 132 multiprocessors runs at once, as its driver says: a
+cluster lies within a part of the GPU, parts differ in size, and what is left of each stays idle."""
+
 
 def clusters_at_once(sms: int, ctas: int) -> int:
-    """How many clusters of so many CTAs, each a multiprocessor of the same part of the GPU, such a
-    GPU computes at once: parts differ in size, and what is left of each stays idle."""
-    return sms // ctas if ctas <= 2 else sms * 9 // (10 * ctas)
+    """How many clusters of so many CTAs, at most 8, are computed at once."""
+    return sms // ctas if ctas <= 2 else _CLUSTERS[ctas] * sms // 132
 
 
 class Tiling:
