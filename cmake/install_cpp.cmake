@@ -29,8 +29,9 @@ install(TARGETS ${installed} EXPORT agmm-targets ARCHIVE DESTINATION ${CMAKE_INS
 install(EXPORT agmm-targets NAMESPACE agmm:: DESTINATION ${package_dir} COMPONENT cpp)
 install(DIRECTORY include/agmm DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT cpp)
 # What the scheduler's header reaches.
-foreach(header order/chunking order/host_device sync/device_wait sync/named_barrier sync/wait_limit
-               sync/wait_report gemm/split_k testing/fault testing/stress_delay)
+foreach(header order/chunking order/host_device order/lagged_order sync/device_wait
+               sync/named_barrier sync/wait_limit sync/wait_report gemm/split_k testing/fault
+               testing/stress_delay)
   get_filename_component(role "${header}" DIRECTORY)
   install(FILES "src/${header}.hpp" DESTINATION "${detail_dir}/${role}" COMPONENT cpp)
 endforeach()
