@@ -1,8 +1,8 @@
 """The cost model's constants of the matmul alone, for the card at hand: every kernel of the build
 beside torch.mm on the shapes of `benchmarks/alone.py`, then a fit.
 
-    python benchmarks/fit_alone.py --json sweep.json --write
-    python benchmarks/fit_alone.py --from sweep.json
+    python -m benchmarks.fit_alone --json sweep.json --write
+    python -m benchmarks.fit_alone --from sweep.json
 
 `--write` puts them where plans are made with them: `tables/<gpu>.json` of the agmm that is
 imported. What one GPU cannot tell (links, gathers, scatters) stays as the file has it, or as that
@@ -17,12 +17,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from alone import BANDS, CHUNKS, PIVOT, cases
 
 from agmm.bench.timer import time_ways
 from agmm.cli.terminal import console
@@ -32,6 +32,7 @@ from agmm.planning import call_plans, cost_model, heuristics, legality, tables
 from agmm.planning.cost_model import At, Constants, Tiling, gpu_constants
 from agmm.planning.plans import KernelConfig, Problem
 from agmm.testing.cases import make_operands
+from benchmarks.alone import BANDS, CHUNKS, PIVOT, cases
 
 ROOF = "torch.mm"
 SPIN_US = 200.0
@@ -59,13 +60,13 @@ def sweep(count: int, seed: int, samples: int, limit_s: float) -> Sweep:
             B = B.contiguous()
         m, n, k = case.shape.M, case.shape.N, case.shape.K
         problem = Problem(m, n, k, b_layout=case.b_layout)
-        ways: dict[str, Callable[[], Any]] = {ROOF: lambda A=A, B=B: torch.mm(A, B)}
+        ways: dict[str, Callable[[], Any]] = {ROOF: partial(torch.mm, A, B)}
         for kernel in kernels:
             order = heuristics.usual_order(problem, kernel)
             for splits in legality.legal_splits(problem, kernel)[: heuristics.MAX_SPLITS]:
                 config = replace(order, splits=splits)
-                ways[replace(kernel, splits=splits).name] = lambda A=A, B=B, config=config: (
-                    async_input_mm.on_cuda(A, B, signals, PIVOT, config=config)
+                ways[replace(kernel, splits=splits).name] = partial(
+                    async_input_mm.on_cuda, A, B, signals, PIVOT, config=config
                 )
         timed = time_ways(ways, samples=samples, warmup=1, spin_us=SPIN_US, device=device)
         us = {name: round(statistics.median(values), 2) for name, values in timed.items()}
@@ -133,7 +134,7 @@ class Fit:
 
     def _scalar(self, name: str, loss: Callable[[], float]) -> None:
         base = self.now
-        self._descend(getattr(base, name), lambda value: replace(base, **{name: value}), loss)
+        self._descend(getattr(base, name), lambda value: changed(base, name, value), loss)
 
     def kernel(self, kernel: KernelConfig) -> None:
         for name, usual in (
@@ -146,7 +147,7 @@ class Fit:
             def put(
                 value: float, name: str = name, base: Constants = base, values: Any = values
             ) -> Constants:
-                return replace(base, **{name: {**values, kernel.kernel: value}})
+                return changed(base, name, {**values, kernel.kernel: value})
 
             self._descend(values.get(kernel.kernel, usual), put, lambda: self.loss([kernel]))
 
@@ -178,6 +179,11 @@ class Fit:
         for name in ("matmul_tflops", "matmul_latency_us", "matmul_tflops"):
             self._scalar(name, self.roof_loss)
         return self.now
+
+
+def changed(constants: Constants, name: str, value: Any) -> Constants:
+    change: dict[str, Any] = {name: value}
+    return replace(constants, **change)
 
 
 def predicted_us(problem: Problem, kernel: KernelConfig, splits: int) -> float:
