@@ -33,7 +33,7 @@ set(AGMM_KERNEL_TABLE
     "64  256 64 1 1 Cooperative all swapped"
     "192 128 64 1 2 Cooperative default swapped"
     "32  64  64 1 1 Pingpong    all swapped"
-    "64  64  64 1 1 Pingpong    default swapped"
+    "64  64  128 1 1 Pingpong   default swapped"
     "128 192 64 1 1 Pingpong    default swapped"
     "128 128 64 1 1 Pingpong    timed")
 

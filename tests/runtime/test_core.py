@@ -122,6 +122,7 @@ def test_the_default_kernels_are_those_that_the_cost_model_knows() -> None:
         ("64x128x64_1x2_cooperative_swapped", True, False, ()),
         ("64x128x64_2x1_cooperative_swapped", False, False, ("column", "row")),
         ("64x64x64_1x1_pingpong_swapped", False, False, ("column", "row")),
+        ("64x64x128_1x1_pingpong_swapped", False, False, ()),
     ],
 )
 def test_what_a_kernel_can_do_is_known_without_building_it(
