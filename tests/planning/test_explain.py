@@ -188,7 +188,7 @@ SCATTER = Problem(4096, 8192, 2048, world_size=4, op="matmul_reduce_scatter")
 def test_a_scatter_by_the_cost_model() -> None:
     text = said(SCATTER)
     assert "out[1024, 8192] = reduce_scatter(A[4096, 2048] @ B), bfloat16" in text
-    assert "plan: push, 128x128x64_1x1_pingpong/swizzle4/along_n\nfrom: cost model" in text
+    assert "plan: push, 128x256x64_2x1_cooperative/swizzle1/along_m\nfrom: cost model" in text
     assert "why: agmm's own, whose kernel sends tiles as they are computed" in text
     assert "305.0 µs by torch's fused op" in text
 
