@@ -22,26 +22,23 @@
 // of a clock that is measured, since it falls under a matmul.
 //
 // Memory order.
-//   Out. Consumers write a piece to shared memory, each thread executes fence.proxy.async, the
-//   warp meets, one lane arrives at the buffer's mbarrier; the sender's test acquires, and its
-//   bulk copy (async proxy) reads what they wrote. The sender waits until a tile's copies are
-//   complete, not just read, and then releases its signal at system scope; copies of the next
-//   tile may be under way.
-//   In. One lane for each source acquires its signal at system scope; a barrier of the
-//   consumers carries that to all of them, and they load with ordinary loads, past L1. Or the
-//   sender's lane acquires it, executes fence.proxy.async and copies to a buffer, whose
-//   mbarrier the copy completes; consumers test that and read, and arrive at another before the
-//   next copy to it.
-//   Again. An owner's loads come before a barrier of the consumers, or a completed mbarrier
-//   which its sender tests, that before the addition to `done` (acquire-release), the last of
-//   which before the credit (release, system scope). The CTA that takes the credits acquires
-//   them at system scope and releases `go`; every sender acquires that, executes
-//   fence.proxy.async and only then copies. Signals are reset by the lane that saw them, before
-//   the same: so before the credit that lets a peer write them again. A credit is taken before
-//   `go`, and a peer gives the next one only when it has this call's tiles, which come after
-//   `go`. `go` and `done` are reset by who makes `done` full, which takes the addition of
-//   everyone who looks at `go`, made when it has seen it: who has nothing to send does not
-//   look.
+//   Out. Consumers write a piece to shared memory, each thread executes fence.proxy.async, the warp
+//   meets, one lane arrives at the buffer's mbarrier; the sender's test acquires, and its bulk copy
+//   (async proxy) reads what they wrote. The sender waits until its copies are complete, not just
+//   read, and then releases the tile's signal at system scope.
+//   In. One lane for each source acquires its signal at system scope; a barrier of the consumers
+//   carries that to all of them, and they load with ordinary loads, past L1. Or the sender's lane
+//   acquires it, executes fence.proxy.async and copies to a buffer, whose mbarrier the copy
+//   completes; consumers test that and read, and arrive at another before the next copy to it.
+//   Again. An owner's loads come before a barrier of the consumers, or a completed mbarrier which
+//   its sender tests, that before the addition to `done` (acquire-release), the last of which
+//   before the credit (release, system scope). The CTA that takes the credits acquires them at
+//   system scope and releases `go`; every sender acquires that, executes fence.proxy.async and only
+//   then copies. Signals are reset by the lane that saw them, before the same: so before the credit
+//   that lets a peer write them again. A credit is taken before `go`, and a peer gives the next one
+//   only when it has this call's tiles, which come after `go`. `go` and `done` are reset by who
+//   makes `done` full, which takes the addition of everyone who looks at `go`, made when it has
+//   seen it: who has nothing to send does not look.
 #pragma once
 
 #include <cstdint>
@@ -144,26 +141,10 @@ struct TilePush {
     }
   }
 
-  /// The signal of a tile whose copies may not be complete.
-  struct OwedSignal {
-    uint32_t* signal = nullptr;  // at the owner; null: none is owed
-    uint64_t passed = 0;         // when all has passed a link that is imagined
-  };
-
-  /// Gives the signal that is owed, once the copies are complete. For the lane that sends.
-  CUTLASS_DEVICE static void settle(TilePushArgs const& push, OwedSignal& owed) {
-    if (owed.signal == nullptr) return;
-    bulk_wait<0>();
-    give(push, owed);
-  }
-
   /// The sender's. For one lane, once it has seen `go`. `number`: of the CTA's tiles, and so of the
-  /// wave. `clock`: begun before the first tile. The tile's signal is owed afterwards: where the
-  /// next tile is there already, it begins to leave while the copies of this one complete, which
-  /// takes a fifth of the time that a tile of 128 x 128 has at K = 2048.
+  /// wave. `clock`: begun before the first tile.
   CUTLASS_DEVICE static void send(TilePushArgs const& push, Storage& storage, int number,
-                                  int32_t owner, int32_t tile, MeasuredClock const& clock,
-                                  OwedSignal& owed) {
+                                  int32_t owner, int32_t tile, MeasuredClock const& clock) {
     TilePushArgs::Peer const& peer = push.peers[push.tiles.place(owner)];
     char* const to = peer.part + int64_t(tile) * kTileBytes;
     SendPace const pace = push.paces.of_wave(number);
@@ -174,10 +155,7 @@ struct TilePush {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int piece = 0; piece < kPieces; ++piece) {
       uint32_t const i = uint32_t(number) * kPieces + piece;
-      if (!mbarrier_test(&storage.full[i % kBuffers], i / kBuffers % 2)) {
-        settle(push, owed);
-        mbarrier_wait(&storage.full[i % kBuffers], i / kBuffers % 2);
-      }
+      mbarrier_wait(&storage.full[i % kBuffers], i / kBuffers % 2);
       if (piece == 0) cycles = clock.at_its_pace(pace.cycles, push.paces.highest_clock);
       // A tile that only pads goes nowhere.
       if (tile >= 0) {
@@ -194,10 +172,6 @@ struct TilePush {
           bulk_copy_to_global(to + piece * kPieceBytes + at, from + at, kSendBytes);
           await_few_under_way(pace.log_under_way);
         }
-        if (owed.signal != nullptr) {
-          bulk_wait<kPieceBytes / kSendBytes>();  // all but this piece's
-          give(push, owed);
-        }
         // The pieces before have left their buffers.
         bulk_wait_read<kPieceBytes / kSendBytes>();
         passed = virtual_link_take(kPieceBytes, passed);
@@ -209,7 +183,10 @@ struct TilePush {
       mbarrier_arrive(&storage.empty[released % kBuffers]);
     }
     if (tile < 0) return;
-    owed = {peer.signals + tile, passed};
+    bulk_wait<0>();
+    virtual_link_wait(passed);
+    stress_delay(push.tiles.rank);
+    if constexpr (!kReadSignal) store_release_system(peer.signals + tile, push.tag);
   }
 
   /// Before fetch(): what has no place in the buffers yet comes to L2. For all lanes.
@@ -401,13 +378,6 @@ struct TilePush {
   CUTLASS_DEVICE static bool is_told_whole() { return tell_sender(false); }
 
  protected:
-  CUTLASS_DEVICE static void give(TilePushArgs const& push, OwedSignal& owed) {
-    virtual_link_wait(owed.passed);
-    stress_delay(push.tiles.rank);
-    if constexpr (!kReadSignal) store_release_system(owed.signal, push.tag);
-    owed.signal = nullptr;
-  }
-
   // As the grace of a wait for a chunk (device_wait.hpp).
   static constexpr uint32_t kLateUnits = 64;
 

@@ -4,10 +4,9 @@
 //
 // Own tiles do not come last here but a lag behind the others (LaggedOrder, with the argument why
 // no ranks wait for each other in a ring). A sender sends the CTA's tiles in their order, own ones
-// too, and waits for nobody once it has seen the credits, but for the CTA's own consumers; a tile's
-// signal may be left to the time of the next one, but is not held back over that wait (send()). The
-// spare warps wait for finished tiles, and nothing waits for them but the end of the call: so all
-// of a rank's rows leave it, whoever is late, and come to it.
+// too, and waits for nobody once it has seen the credits; the spare warps wait for finished tiles,
+// and nothing waits for them but the end of the call: so all of a rank's rows leave it, whoever is
+// late, and come to it.
 //
 // A finished tile travels rounded, in pieces of 64 x 64 elements, row after row, the eighths of a
 // row swizzled, as shared memory has them without conflicts of banks. Its owner stores the same

@@ -95,18 +95,18 @@ struct ScatterEpilogue : Base {
     ScatterTiles const& tiles = push.tiles;
     int32_t const row = int32_t(cute::get<0>(coord)) * kTileM;
     int32_t const owner = tiles.owner(row);
+    if (!kFetches && !kReturns && owner == tiles.rank) return state;
     int32_t const tile = tiles.tile(tiles.row_of(row) / kTileM, int32_t(cute::get<1>(coord)));
-    if (!kReturns && owner == tiles.rank) {
-      if (lane_id() == 0) Push::settle(push, owed_);
-      if constexpr (kFetches) {
+    if constexpr (kFetches) {
+      if (owner == tiles.rank) {
         if (is_split() && !Push::is_told_whole()) return state;
         if (tile < 0) return state;
         Push::prefetch(push, tile);
         if (lane_id() == 0) Push::fetch(push, shared.push, own_, tile);
         ++own_;
         __syncwarp();
+        return state;
       }
-      return state;
     }
     if (number_ == 0) clock_.begin();
     if (is_split()) {
@@ -123,8 +123,7 @@ struct ScatterEpilogue : Base {
       if constexpr (kReturns) {
         Push::send(push, shared.push, number_, owner, tile, clock_, on_its_way_);
       } else {
-        Push::send(push, shared.push, number_, owner, tile, clock_, owed_);
-        if constexpr (kTimed) Push::settle(push, owed_);
+        Push::send(push, shared.push, number_, owner, tile, clock_);
       }
       ScatterTimer<kTimed>(params_->times, tiles, owner, tile).done();
     }
@@ -137,7 +136,6 @@ struct ScatterEpilogue : Base {
   CUTLASS_DEVICE auto load_tail(typename Base::LoadPipeline,
                                 typename Base::LoadPipelineState state) {
     if (lane_id() == 0) {
-      Push::settle(params_->push, owed_);
       if constexpr (kFetches) Push::await_fetched(params_->push, *push_, own_);
       if constexpr (kReturns) Push::finish(params_->push, on_its_way_);
       Push::count_done(params_->push, sent_ + own_);
@@ -217,10 +215,9 @@ struct ScatterEpilogue : Base {
   Params const* params_;
   typename Push::Storage* push_;
   MeasuredClock clock_;  // of a sender
-  typename Push::OwedSignal owed_{};
-  int number_ = 0;  // tiles to be sent so far, of this group or sender
-  int sent_ = 0;    // by this sender, without those that only pad
-  int own_ = 0;     // own tiles so far that were fetched for, or of the others' sums
+  int number_ = 0;       // tiles to be sent so far, of this group or sender
+  int sent_ = 0;         // by this sender, without those that only pad
+  int own_ = 0;          // own tiles so far that were fetched for, or of the others' sums
   cute::conditional_t<kReturns, TileOnItsWay, NoTileOnItsWay> on_its_way_;  // of a sender
 };
 
