@@ -170,8 +170,11 @@ def test_what_agmm_does_not_sum_torch_does(pool: RankPool) -> None:
         assert found["good"]
         reason = "x: dtype=torch.int{}, agmm sums floating-point types of 2 to 8 bytes"
         assert found["caught"] == [
-            f"agmm leaves reduce_scatter to torch: {reason.format(32)}",
-            f"agmm leaves reduce_scatter to torch: {reason.format(64)}",
+            *(
+                f"agmm leaves {kind} to torch: {reason.format(bits)}"
+                for kind in ("reduce_scatter", "all_reduce")
+                for bits in (32, 64)
+            ),
             f"{reason.format(32)}; strict=True refuses torch's collective",
         ]
 

@@ -13,9 +13,9 @@ from rich.console import Console
 from agmm.cli import explain
 from agmm.errors import InvalidArgument
 from agmm.planning import cost_model, fp8_kernels, tables
+from agmm.planning.choices import Choice
 from agmm.planning.cost_model import collectives, fp8
 from agmm.planning.cost_model.collectives import Kind
-from agmm.planning.planner import Choice
 from agmm.planning.plans import BY_TORCH, CPU, UNFUSED, KernelConfig, Plan, Problem, Row
 from agmm.planning.tables import Key
 

@@ -12,12 +12,13 @@ from agmm.cli import explain_all_reduce, explain_fp8
 from agmm.cli.terminal import plain_table, whole
 from agmm.errors import InvalidArgument
 from agmm.planning import call_plans, cost_model, tables
+from agmm.planning.choices import Choice
 from agmm.planning.cost_model import collectives as collective_costs
 from agmm.planning.cost_model import default_kernels, default_scatter_kernels
 from agmm.planning.cost_model.collectives import Kind
 from agmm.planning.heuristics import predict_us
 from agmm.planning.legality import why_scatter_illegal, why_unfused
-from agmm.planning.planner import Choice, Planner
+from agmm.planning.planner import Planner
 from agmm.planning.plans import (
     ALL_GATHER_MATMUL,
     BY_TORCH,

@@ -10,9 +10,10 @@ from agmm.bench.units import duration
 from agmm.cli.terminal import plain_table, whole
 from agmm.errors import InvalidArgument
 from agmm.planning import fp8_kernels
+from agmm.planning.choices import Choice
 from agmm.planning.cost_model import constants
 from agmm.planning.cost_model import fp8 as costs
-from agmm.planning.planner import Choice, Planner
+from agmm.planning.planner import Planner
 from agmm.planning.plans import CPU, MATMUL_REDUCE_SCATTER, Problem
 from agmm.runtime.scaling import BY_NAME, K_MULTIPLE
 

@@ -26,7 +26,7 @@ def _async_input_mm_cpu(
 _ready: dict[Any, cuda_calls.ReadyMatmul] = {}
 """Calls on CUDA that were found to be legal, by the kinds of their tensors and their pivot."""
 
-_MAX_CALLS = 4096
+_MAX_CALLS = 4096  # of a process
 
 
 def _async_input_mm_cuda(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from agmm.errors import InvalidArgument
-from agmm.ops import scaled_paths
+from agmm.ops import scaled_paths, scaled_plans
 from agmm.ops.library import library
 from agmm.ops.scaled_checks import check_no_backward, check_scaled_async_input
 from agmm.planning import call_plans
@@ -99,14 +99,14 @@ def on_cuda(
         assert accumulation is not None  # else it is illegal
         kernel = cuda_scaled.Kernel(config.core, accumulation)
     else:
-        problem = scaled_paths.problem_of(operand, weight, A.shape[0])
+        problem = scaled_plans.problem_of(operand, weight, A.shape[0])
         if isinstance(problem, str):
             raise InvalidArgument(problem)
         if sm_count:
             problem = problem._replace(sm_count=sm_count)
         chosen = call_plans.planner(None, A.device).fused_plan(problem).kernel
         assert chosen is not None
-        kernel = scaled_paths.kernel_of(problem, chosen)
+        kernel = scaled_plans.kernel_of(problem, chosen)
     return cuda_scaled.async_input_mm(
         operand, weight, kernel, a_chunk_signals, pivot, sm_count=sm_count
     )

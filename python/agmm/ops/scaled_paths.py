@@ -8,19 +8,17 @@ import torch
 import torch.distributed as dist
 
 from agmm import _core
-from agmm._core import Accumulation
 from agmm.errors import Unsupported
 from agmm.ops import scaled_products
 from agmm.ops.paths import fall_back
 from agmm.ops.scaled_checks import check_scaled_gather, check_scaled_scatter, scaling_of
+from agmm.ops.scaled_plans import kernel_of, problem_of
 from agmm.planning import call_plans, fp8_kernels
 from agmm.planning.plans import (
-    ALL_GATHER_MATMUL,
     MATMUL_REDUCE_SCATTER,
     MAX_PUSH_RANKS,
     MAX_SCATTER_TILES,
     UNFUSED,
-    KernelConfig,
     Plan,
     Problem,
 )
@@ -78,45 +76,6 @@ def weight_of(
 
 
 # --- all-gather + scaled matmul ---
-
-
-def problem_of(
-    A: Scaled,
-    weight: Weight,
-    m: int,
-    *,
-    op: str = ALL_GATHER_MATMUL,
-    return_A: bool = False,
-    group: dist.ProcessGroup | None = None,
-) -> Problem | str:
-    """A product of ``m`` rows on the multiprocessors of a group, or all of this GPU's, or the
-    reason why no kernel serves it."""
-    reason = cuda_scaled.why_illegal(A, weight)
-    if reason is not None:
-        return reason
-    scatters = op == MATMUL_REDUCE_SCATTER
-    dtype = cuda_scaled.dtype_name(A.values.dtype, weight.B.values.dtype)
-    wanted = cuda_scaled.accumulation_of(A, weight)
-    assert wanted is not None  # else it is illegal
-    accumulation = fp8_kernels.served_by(dtype, wanted, scatters=scatters)
-    if not fp8_kernels.built(dtype, accumulation, scatters=scatters):
-        return f"fp8: {dtype} {wanted.name}, this build has no kernel for it"
-    return call_plans.scaled_problem(
-        m,
-        weight.B.values.shape[1],
-        A.values.shape[1],
-        dtype,
-        accumulation.name,
-        A.values.device,
-        world_size=1 if group is None else group.size(),
-        return_A=return_A,
-        op=op,
-        group=group,
-    )
-
-
-def kernel_of(problem: Problem, config: KernelConfig) -> cuda_scaled.Kernel:
-    return cuda_scaled.Kernel(config.core, Accumulation.__members__[problem.accumulation])
 
 
 Outs = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]

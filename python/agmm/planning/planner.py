@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import log
 from statistics import fmean
-from typing import NamedTuple
 
 from agmm.planning import cost_model, fp8_kernels
+from agmm.planning.choices import Choice, Found, scatter_favourite
 from agmm.planning.cost_model import At
 from agmm.planning.heuristics import (
     has_model,
@@ -26,9 +26,7 @@ from agmm.planning.heuristics import (
 )
 from agmm.planning.legality import why_scatter_illegal, why_unfused
 from agmm.planning.plans import (
-    BY_TORCH,
     CPU,
-    FUSED_DTYPES,
     GATHERED,
     MATMUL_REDUCE_SCATTER,
     UNFUSED,
@@ -60,17 +58,6 @@ of a fused call. Alone on one H200 the model's favourite took 12 to 14% longer t
 1024 rows (112 shapes), and the library's matmul what was predicted or less."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A plan, where it comes from, and its time in µs, predicted and measured (None: unknown)."""
-
-    plan: Plan
-    source: str
-    predicted_us: float | None
-    row: Row | None = None
-    """The row of exactly this problem."""
-
-
 class _Family:
     """What a planner knows of all problems that differ in M alone."""
 
@@ -99,7 +86,7 @@ class _Here:
         self._fastest: tuple[tuple[Plan, float] | None] | None = None
         self._unfused: tuple[Plan, float] | None = None
         self._of_rows: dict[int, tuple[Plan, float]] = {}
-        self.between: tuple[list[TunedRow], _Found, _Found] | None = None
+        self.between: tuple[list[TunedRow], Found, Found] | None = None
         """The last choice between rows: these, the model's favourite, and what was found."""
 
     def fastest(self) -> tuple[Plan, float] | None:
@@ -122,14 +109,6 @@ class _Here:
                 if gathered_us < self._unfused[1]:
                     self._unfused = GATHERED, gathered_us
         return self._unfused
-
-
-class _Found(NamedTuple):
-    plan: Plan
-    source: str
-    us: float | None = None
-    """Predicted, where it had to be."""
-    row: Row | None = None
 
 
 class Planner:
@@ -207,7 +186,7 @@ class Planner:
             self._warned.add(reason)
             warnings.warn(message, stacklevel=2)
 
-    def _find(self, problem: Problem, fused: bool) -> _Found:
+    def _find(self, problem: Problem, fused: bool) -> Found:
         if problem.accumulation:
             return self._scaled(problem, fused)
         if problem.op == MATMUL_REDUCE_SCATTER:
@@ -225,16 +204,16 @@ class Planner:
                     plan, us = here.unfused()
                     if plan == GATHERED:
                         source = f"cost model, against what was {kept.source}"
-                        return _Found(plan, source, us)
+                        return Found(plan, source, us)
                 own_row = kept.row if which == 0 else None
-                return _Found(kept.row.plan, kept.source, None, own_row)
+                return Found(kept.row.plan, kept.source, None, own_row)
         for which, only_fused in ((0, fused), (1, fused_of_twin)):
             near = family.rows[which].near(here.at, only_fused)
             if near:
                 return self._choose_between_rows(here, near, fused)
         return self._favourite(here, fused)
 
-    def _choose_between_rows(self, here: _Here, near: list[TunedRow], fused: bool) -> _Found:
+    def _choose_between_rows(self, here: _Here, near: list[TunedRow], fused: bool) -> Found:
         """What the rows of other M say."""
         problem = here.problem
         favourite = None
@@ -248,7 +227,7 @@ class Planner:
         source = f"tuned at {words} ({near[-1].source})"
         if favourite is None:
             nearest = min(reversed(near), key=lambda kept: abs(log(kept.row.m / problem.m)))
-            return _Found(nearest.row.plan, source)
+            return Found(nearest.row.plan, source)
         rated: list[tuple[float, Plan]] = []
         ratios: list[tuple[bool, float]] = []
         for kept in near:
@@ -267,19 +246,19 @@ class Planner:
         alike = alike or [ratio for _, ratio in ratios]
         mean = sum(alike) / len(alike)
         is_theirs = any(favourite.plan == plan for _, plan in rated)
-        found = _Found(best, source)
+        found = Found(best, source)
         if not is_theirs and favourite.us * mean < best_us:
             found = favourite._replace(source=f"cost model, against what was {source}")
         here.between = near, favourite, found
         return found
 
-    def _scaled(self, problem: Problem, fused: bool) -> _Found:
+    def _scaled(self, problem: Problem, fused: bool) -> Found:
         """The plan of a problem with fp8 operands."""
         kernels = fp8_kernels.of_problem(problem)
         rows = self._scaled_rows(problem, fused, {kernel.kernel for kernel in kernels})
         if problem.m in rows:
             name, row = rows[problem.m]
-            return _Found(row.plan, name, None, row)
+            return Found(row.plan, name, None, row)
         source, near = (
             "whole waves",
             sorted(near_in_m(problem.m, rows), key=lambda m: (abs(log(m / problem.m)), -m)),
@@ -287,16 +266,16 @@ class Planner:
         if near:
             source = f"tuned at M={near[0]} ({rows[near[0]][0]})"
             if rows[near[0]][1].plan == UNFUSED:
-                return _Found(UNFUSED, source)
+                return Found(UNFUSED, source)
             tuned = (rows[m][1].plan.kernel for m in near)
             kernels = tuple(kernel for kernel in tuned if kernel is not None)
         if not kernels:
             if fused:
                 raise ValueError("no kernel to choose from")
-            return _Found(UNFUSED, "no kernel of this build serves it")
+            return Found(UNFUSED, "no kernel of this build serves it")
         sm_count = problem.sm_count or cost_model.constants(problem.gpu).sm_count
         chosen = fp8_kernels.choose(kernels, problem.m, problem.n, sm_count)
-        return _Found(Plan("push", chosen), source)
+        return Found(Plan("push", chosen), source)
 
     def _scaled_rows(
         self, problem: Problem, fused: bool, built: set[str]
@@ -319,16 +298,16 @@ class Planner:
                 return found
         return {}
 
-    def _scattered(self, problem: Problem, fused: bool) -> _Found:
+    def _scattered(self, problem: Problem, fused: bool) -> Found:
         """The plan of a matmul + reduce-scatter."""
         rows = self._scatter_rows(problem, fused)
         if problem.m in rows:
             name, row = rows[problem.m]
-            return _Found(row.plan, name, None, row)
+            return Found(row.plan, name, None, row)
         near = near_in_m(problem.m, rows)
         favourite = None
         if has_model(problem) or not near:
-            favourite = self._scatter_favourite(problem, fused)
+            favourite = scatter_favourite(problem, self.scatter_kernels, fused)
         if not near:
             assert favourite is not None
             return favourite
@@ -336,7 +315,7 @@ class Planner:
         source = f"tuned at {words} ({rows[near[-1]][0]})"
         if favourite is None:
             nearest = min(reversed(near), key=lambda m: abs(log(m / problem.m)))
-            return _Found(rows[nearest][1].plan, source)
+            return Found(rows[nearest][1].plan, source)
         rated: list[tuple[float, Plan]] = []
         ratios: list[tuple[str, float]] = []
         for m in near:
@@ -356,7 +335,7 @@ class Planner:
         assert favourite.us is not None
         if not is_theirs and favourite.us * mean < best_us:
             return favourite._replace(source=f"cost model, against what was {source}")
-        return _Found(best, source)
+        return Found(best, source)
 
     def _scatter_rows(self, problem: Problem, fused: bool) -> dict[int, tuple[str, Row]]:
         """Those that may serve the problem, with their tables' names, by M."""
@@ -372,25 +351,6 @@ class Planner:
                 elif why_scatter_illegal(problem, row.plan, self.scatter_kernels) is None:
                     found[row.m] = table.name, row
         return found
-
-    def _scatter_favourite(self, problem: Problem, fused: bool) -> _Found:
-        """What the cost model says of a matmul + reduce-scatter."""
-        plans = scatter_plans(problem, self.scatter_kernels)
-        legal = [plan for plan in plans if not (fused and plan == UNFUSED)]
-        if not legal:
-            raise ValueError(f"plan: found no fused one of {problem.op}, wanted unfused ones too")
-        if problem.gpu == CPU:
-            return _Found(legal[0], "default of the CPU backend")
-        if problem.dtype not in FUSED_DTYPES:
-            return _Found(UNFUSED, "cost model")
-        own = [plan for plan in legal if plan.kernel is not None]
-        is_fused = BY_TORCH in legal and cost_model.is_reduce_scatter_fused(problem)
-        others = [BY_TORCH if is_fused or (fused and not own) else UNFUSED]
-        rated = [(predict_us(problem, plan) or 0.0, plan) for plan in own]
-        if not (fused and own):
-            rated += [(predict_us(problem, plan) or 0.0, plan) for plan in others]
-        us, plan = min(rated, key=lambda pair: pair[0])
-        return _Found(plan, "cost model", us)
 
     def alternatives(self, problem: Problem) -> list[tuple[Plan, float | None]]:
         """`usual_plans` of each kernel and those with the library's matmul, or `scatter_plans`;
@@ -408,13 +368,13 @@ class Planner:
         timed = [(plan, predict_us(problem, plan)) for plan in plans]
         return sorted(timed, key=lambda pair: (pair[1] is None, pair[1] or 0.0))
 
-    def _favourite(self, here: _Here, fused: bool) -> _Found:
+    def _favourite(self, here: _Here, fused: bool) -> Found:
         """What the cost model says; where it says nothing, the plain fused plan."""
         problem, family = here.problem, here.family
         if problem.gpu == CPU:
-            return _Found(Plan("push"), "default of the CPU backend")
+            return Found(Plan("push"), "default of the CPU backend")
         if family.why_unfused is not None and not fused:
-            return _Found(UNFUSED, family.why_unfused, predict_us(problem, UNFUSED))
+            return Found(UNFUSED, family.why_unfused, predict_us(problem, UNFUSED))
         # One rank has nothing to gather: the unfused path would only copy A.
         fused = fused or problem.world_size == 1
         best = here.fastest()
@@ -430,6 +390,6 @@ class Planner:
             else:
                 is_faster = best[1] <= unfused_us + margin_us
             if fused or is_faster:
-                return _Found(best[0], "cost model", best[1])
+                return Found(best[0], "cost model", best[1])
         plan, us = here.unfused()
-        return _Found(plan, "cost model", us)
+        return Found(plan, "cost model", us)

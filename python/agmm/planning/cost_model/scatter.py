@@ -77,7 +77,7 @@ def lagged_all_reduce_us(problem: Problem, kernel: KernelConfig) -> float:
     c = constants(problem.gpu)
     own, blocks, at_once = scatter_blocks(problem, kernel)
     waves, others = ceil(blocks / at_once), problem.world_size - 1
-    tile_us = _tile_us(problem, kernel) + _LAGGED_TILE_US
+    tile_us = _tile_us(problem, kernel) + LAGGED_TILE_US
     block_us = _sent_block_us(problem, kernel)
     launches = len(_core.scatter_bands(problem.m, problem.world_size))
     own_last = min(own, blocks - (waves - 1) * at_once)
@@ -145,7 +145,7 @@ def all_reduce_way(
 _ALL_REDUCE_GAIN = 0.9
 _OTHER_OVERHEAD_US = 4.0
 """Of a kernel without constants: as the slowest of those that have some."""
-_LAGGED_TILE_US = 8.5
+LAGGED_TILE_US = 8.5
 """What a tile takes beside that of a scatter: on an H100 as rank 0 of 4, with a link of 380 GB/s
 that it imagines, 8192 rows and columns, 8.0 at K = 2816, 9.3 at 4096 and 7.6 at 7168."""
 _COPIED_TILE_US = 12.0
