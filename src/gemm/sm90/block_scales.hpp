@@ -41,7 +41,8 @@ struct TileStart {
 ///
 /// A warp has its rows to itself, so it alone loads their scales, a group of k tiles at a time, and
 /// keeps them in shared memory. The next group's are loaded into registers meanwhile. Few registers
-/// are left beside the sums, so what is needed once in a group is read or computed anew.
+/// are left beside the sums, and little time: from where a lane loads is worked out once in a tile,
+/// and kept in shared memory too.
 template <int kAtomsM, int kAtomsN, int kColumns, int kWarpgroups, bool kPerColumn>
 class BlockScales {
   static constexpr int kGroup = 4;                        // k tiles whose scales a warp has at hand
@@ -61,30 +62,53 @@ class BlockScales {
  public:
   /// Of one warp.
   struct Held {
+    /// Of each lane: where its loads of a tile begin, at the lane's k tile of the first group.
+    struct alignas(16) From {
+      float const* a[kLoads];
+    } from_a[32];
+    float const* from_b[32];
     float a[kWarpRows * kGroup];  // of a row one after the other
     float b[cute::max(kBlocks, 1) * kGroup];
-    TileStart start;  // the warp's first row and the tile's first column
+    TileStart start;
   };
 
   CUTLASS_DEVICE BlockScales(BlockScaleArgs const& args, TileStart const* starts, Held* held,
                              int thread)
       : args_(args), starts_(starts), held_(held[thread / 32]), thread_(thread) {}
 
-  /// Before any other, once the first k tile is in stage `stage`.
+  /// Before any other, once the first k tile is in stage `stage`, and before it is multiplied:
+  /// there are registers for it then.
   CUTLASS_DEVICE void begin(int stage) {
     TileStart const start = starts_[stage];
     if (kPerColumn || kSame != kScaleBlock) column_ = start.column;
-    if (lane() == 0) held_.start = {start.row + thread_ / 32 * 16, start.column};
-    __syncwarp();
-    load(0);
+    uint32_t const lane = this->lane();
+    int const first_row = start.row + thread_ / 32 * 16;  // of the warp's
+    if (lane == 0) held_.start = {first_row, start.column};
+    int const k = lane % kGroup;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kLoads; ++i) {
+      // Rows that only pad the tile, whose sums are not stored, take the last one's.
+      int const row = min_of(first_row + row_of_load(lane, i), args_.rows - 1);
+      bool const is_local = args_.local_rows.begin <= row && row < args_.local_rows.end;
+      held_.from_a[lane].a[i] =
+          is_local ? args_.a_local + ((row - args_.local_rows.begin) * args_.k_tiles + k)
+                   : args_.a + (row * args_.k_tiles + k);
+    }
+    if constexpr (!kPerColumn) {
+      int const block = min_of(start.column / kScaleBlock + int(lane / kGroup),
+                               (args_.columns - 1) / kScaleBlock);
+      held_.from_b[lane] = args_.b + (k * args_.b_k + block * args_.b_n);
+    }
+    load(0, lane);
   }
 
   /// The sums of k tile `k`, from 0 on, are being computed.
   CUTLASS_DEVICE void next(int k) {
     k_ = k;
     if (k % kGroup == 0) {
-      keep(k);
-      load(k + kGroup);
+      uint32_t const lane = this->lane();
+      keep(k, lane);
+      load(k + kGroup, lane);
     }
     if constexpr (kPerColumn) bring_near(k + 1);
   }
@@ -139,8 +163,8 @@ class BlockScales {
 
  private:
   /// Read again by each caller, not kept in a register.
-  CUTLASS_DEVICE static int lane() {
-    int lane;
+  CUTLASS_DEVICE static uint32_t lane() {
+    uint32_t lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
   }
@@ -151,38 +175,25 @@ class BlockScales {
     constexpr int kSector = 32 / sizeof(float);
     static_assert(kTileColumns <= 32 * kSector);
     asm volatile("" ::"f"(near_));
-    int const in_tile = lane() * kSector;
+    int const in_tile = thread_ % 32 * kSector;
     int const column = column_ + in_tile;
     if (k < args_.k_tiles && in_tile < kTileColumns && column < args_.columns) {
       near_ = __ldg(args_.b + k * args_.columns + column);
     }
   }
 
-  /// Of the group that begins at k tile `k`: into registers, where nothing awaits it. What lies
-  /// past the last k tile is that one's.
-  CUTLASS_DEVICE void load(int k) {
-    int const lane = this->lane();
-    TileStart const start = held_.start;
-    int const k_tile = min_of(k + lane % kGroup, args_.k_tiles - 1);
+  /// Of the group that begins at k tile `k`: into registers, where nothing awaits it.
+  CUTLASS_DEVICE void load(int k, uint32_t lane) {
+    if (k + int(lane % kGroup) >= args_.k_tiles) return;
+    typename Held::From const from = held_.from_a[lane];
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kLoads; ++i) {
-      // Rows that only pad the tile, whose sums are not stored, take the last one's.
-      int const row = min_of(start.row + row_of_load(lane, i), args_.rows - 1);
-      bool const is_local = args_.local_rows.begin <= row && row < args_.local_rows.end;
-      float const* const from = is_local ? args_.a_local : args_.a;
-      of_a_[i] =
-          __ldcg(from + ((row - (is_local ? args_.local_rows.begin : 0)) * args_.k_tiles + k_tile));
-    }
-    if (kPerColumn || lane >= kBlocks * kGroup) return;
-    int const block =
-        min_of(start.column / kScaleBlock + lane / kGroup, (args_.columns - 1) / kScaleBlock);
-    of_b_ = __ldg(args_.b + (k_tile * args_.b_k + block * args_.b_n));
+    for (int i = 0; i < kLoads; ++i) of_a_[i] = __ldcg(from.a[i] + k);
+    if (!kPerColumn && lane < kBlocks * kGroup) of_b_ = __ldg(held_.from_b[lane] + k * args_.b_k);
   }
 
   /// What was loaded, from k tile `k` on, to where prepare() reads it: once all lanes have read the
   /// last group.
-  CUTLASS_DEVICE void keep(int k) {
-    int const lane = this->lane();
+  CUTLASS_DEVICE void keep(int k, uint32_t lane) {
     __syncwarp();
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kLoads; ++i) held_.a[lane + 32 * i] = of_a_[i];
@@ -190,7 +201,7 @@ class BlockScales {
     __syncwarp();
     if (args_.a_out == nullptr) return;
     TileStart const start = held_.start;
-    int const k_tile = k + lane % kGroup;
+    int const k_tile = k + int(lane % kGroup);
     // The tiles of the first columns have all rows.
     if (start.column != 0 || k_tile >= args_.k_tiles) return;
     CUTLASS_PRAGMA_UNROLL
@@ -200,8 +211,8 @@ class BlockScales {
     }
   }
 
-  /// Of a lane's i-th load, from the warp's first row on.
-  CUTLASS_DEVICE static int row_of_load(int lane, int i) {
+  /// Of the lane's i-th load, from the warp's first row on.
+  CUTLASS_DEVICE static int row_of_load(uint32_t lane, int i) {
     int const row = (lane + 32 * i) / kGroup;  // of the warp's
     return kAtomRows * kWarpgroups * (row / 16) + row % 16;
   }
@@ -212,7 +223,7 @@ class BlockScales {
   int const thread_;
   int column_ = 0;  // the tile's first
   int k_ = 0;
-  float of_a_[kLoads];  // of the group to come
+  float of_a_[kLoads] = {};  // of the group to come
   float of_b_ = 0;
   float factor_[kFactors];
   float near_ = 0;

@@ -147,7 +147,7 @@ struct KernelInstance {
             kSwapped ? cute::GMMA::Major::K : kBMajor>{},
       cute::Layout<cute::Shape<cute::Int<kCooperative ? 2 : 1>, cute::_1, cute::_1>>{}));
   /// At least what the mainloop keeps of block scales.
-  static constexpr std::size_t kScalesBytes = kScalesBlocks ? 16 * TileM + 1024 : 0;
+  static constexpr std::size_t kScalesBytes = kScalesBlocks ? 64 * TileM + 1024 : 0;
   /// With as many stages as fit beside an epilogue.
   template <class Epilogue>
   using CutlassMainloop = typename WithMma<

@@ -64,12 +64,13 @@ CUTLASS_DEVICE void promoting_mma(typename Mainloop::MainloopPipeline& pipeline,
 
   clear(sums);
   constexpr bool kIsOneAtom = size<1>(Sums{}) == 1 && size<2>(Sums{}) == 1;
-  if constexpr (kIsOneAtom && !std::is_same_v<Scales, NoScales>) {
+  constexpr bool kHasScales = !std::is_same_v<Scales, NoScales>;
+  if constexpr (kIsOneAtom && kHasScales) {
     Tensor even = make_fragment_like(sums(_, 0, 0));
     Tensor odd = make_fragment_like(sums(_, 0, 0));
     pipeline.consumer_wait(read, pipeline.consumer_try_wait(read));
-    multiply(even, 0, 0, read.index());
     scales.begin(read.index());
+    multiply(even, 0, 0, read.index());
     // One k tile's sums are added up while the next one's are computed.
     auto const step = [&](auto& part, auto& next, int k_tile) {
       auto const done = read;
@@ -104,6 +105,10 @@ CUTLASS_DEVICE void promoting_mma(typename Mainloop::MainloopPipeline& pipeline,
     }
   } else {
     Tensor part = make_fragment_like(sums(_, 0, 0));
+    if constexpr (kHasScales) {
+      pipeline.consumer_wait(read, pipeline.consumer_try_wait(read));
+      scales.begin(read.index());
+    }
     CUTLASS_PRAGMA_NO_UNROLL
     for (int k_tile = 0; k_tile < k_tiles; ++k_tile, ++read) {
       pipeline.consumer_wait(read, pipeline.consumer_try_wait(read));
@@ -113,7 +118,6 @@ CUTLASS_DEVICE void promoting_mma(typename Mainloop::MainloopPipeline& pipeline,
         for (int n = 0; n < size<2>(sums); ++n) {
           multiply(part, m, n, read.index());
           if (m == 0 && n == 0) {
-            if (k_tile == 0) scales.begin(read.index());
             scales.next(k_tile);
           }
           scales.prepare(m, n);
