@@ -259,6 +259,7 @@ struct TilePush {
 
   /// Adds what the others sent for an own tile to its sum, in the order of ScatterTiles::
   /// place_by_arrival. For all kTileThreads.
+  template <bool kLoadsAhead>
   CUTLASS_DEVICE static void add_parts(TilePushArgs const& push, float* sum, int32_t tile,
                                        int thread) {
     constexpr int kAll = kPieces * kVectors;
@@ -280,12 +281,12 @@ struct TilePush {
         wait_part(push, signal, place, tile);
         is_awaited = false;
       }
-      // A sum that is there is loaded while the one before is added.
+      // kLoadsAhead: a sum that is there is loaded while the one before is added.
       bool const is_last = i + 1 == others;
       bool const is_next_late = named_barrier_any<NamedBarrier::kPartsAdded, kTileThreads>(
           thread == i + 1 && is_awaited && !kNoParts);
       if (!is_loaded) load(from(i), loaded);
-      is_loaded = !is_last && !is_next_late;
+      is_loaded = kLoadsAhead && !is_last && !is_next_late;
       uint4 const* const next = from(is_last ? i : i + 1);
       CUTLASS_PRAGMA_UNROLL
       for (int v = 0; v < kAll; ++v) {

@@ -187,7 +187,9 @@ struct ScatterEpilogue : Base {
       if constexpr (kFetches) {
         Push::add_fetched(push, shared.push, accumulators.data(), own_++, thread);
       } else {
-        Push::add_parts(push, accumulators.data(), tile, thread);
+        // Beside scales there are no registers for it.
+        constexpr bool kLoadsAhead = !std::is_same_v<Scales, SumScales>;
+        Push::template add_parts<kLoadsAhead>(push, accumulators.data(), tile, thread);
       }
     }
     if constexpr (kReturns) {
