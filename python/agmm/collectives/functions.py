@@ -36,9 +36,18 @@ def _all_gather_impl(
     strict: bool = False,
     low_contention: bool = False,
 ) -> torch.Tensor:
-    options = {"async_op": False, "strict": strict, "low_contention": low_contention}
-    group = groups.group_of_size(group_name, world_size)
-    return cast(torch.Tensor, start("all_gather", x, group, "sum", dim, None, **options))
+    found = start(
+        "all_gather",
+        x,
+        groups.group_of_size(group_name, world_size),
+        "sum",
+        dim,
+        None,
+        async_op=False,
+        strict=strict,
+        low_contention=low_contention,
+    )
+    return cast(torch.Tensor, found)
 
 
 def _reduce_scatter_impl(
@@ -50,9 +59,18 @@ def _reduce_scatter_impl(
     strict: bool = False,
     low_contention: bool = False,
 ) -> torch.Tensor:
-    options = {"async_op": False, "strict": strict, "low_contention": low_contention}
-    group = groups.group_of_size(group_name, world_size)
-    return cast(torch.Tensor, start("reduce_scatter", x, group, op, dim, None, **options))
+    found = start(
+        "reduce_scatter",
+        x,
+        groups.group_of_size(group_name, world_size),
+        op,
+        dim,
+        None,
+        async_op=False,
+        strict=strict,
+        low_contention=low_contention,
+    )
+    return cast(torch.Tensor, found)
 
 
 def _all_reduce_impl(
@@ -162,8 +180,17 @@ def _called(
             "x: found requires_grad=True with async_op or out, wanted a call under "
             "torch.no_grad(), or neither"
         )
-    options = {"async_op": async_op, "strict": strict, "low_contention": low_contention}
-    return start(kind, x, groups.group_of(group_name), op, dim, out, **options)
+    return start(
+        kind,
+        x,
+        groups.group_of(group_name),
+        op,
+        dim,
+        out,
+        async_op=async_op,
+        strict=strict,
+        low_contention=low_contention,
+    )
 
 
 @overload
@@ -239,8 +266,18 @@ def all_gather(
         InvalidArgument: names the argument, the value found and the value wanted.
         Unsupported: under ``strict`` only.
     """
-    options = {"async_op": async_op, "strict": strict, "low_contention": low_contention}
-    return _called("all_gather", x, group, out, (dim,), op="sum", dim=dim, **options)
+    return _called(
+        "all_gather",
+        x,
+        group,
+        out,
+        (dim,),
+        op="sum",
+        dim=dim,
+        async_op=async_op,
+        strict=strict,
+        low_contention=low_contention,
+    )
 
 
 @overload
@@ -317,8 +354,18 @@ def reduce_scatter(
         InvalidArgument: names the argument, the value found and the value wanted.
         Unsupported: under ``strict`` only.
     """
-    options = {"async_op": async_op, "strict": strict, "low_contention": low_contention}
-    return _called("reduce_scatter", x, group, out, (op, dim), op=op, dim=dim, **options)
+    return _called(
+        "reduce_scatter",
+        x,
+        group,
+        out,
+        (op, dim),
+        op=op,
+        dim=dim,
+        async_op=async_op,
+        strict=strict,
+        low_contention=low_contention,
+    )
 
 
 @overload
@@ -385,5 +432,6 @@ def all_reduce(
         InvalidArgument: names the argument, the value found and the value wanted.
         Unsupported: under ``strict`` only.
     """
-    given = {"op": op, "dim": 0, "async_op": async_op, "strict": strict}
-    return _called("all_reduce", x, group, out, (op,), **given)  # type: ignore[arg-type]
+    return _called(
+        "all_reduce", x, group, out, (op,), op=op, dim=0, async_op=async_op, strict=strict
+    )

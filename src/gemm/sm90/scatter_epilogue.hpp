@@ -36,6 +36,7 @@ struct ScatterEpilogue : Base {
   using Bias = cute::conditional_t<kReturns, SumBias<Element>, NoSumBias>;
   /// Whether the sender brings the others' sums: no other consumers compute while they are added.
   static constexpr bool kFetches = kGroups == 1 && !kReturns;
+  static_assert(!kSplits || kFetches, "the sender is told of all tiles of which K is split");
 
   struct TensorStorage : Base::TensorStorage {
     typename Push::Storage push;

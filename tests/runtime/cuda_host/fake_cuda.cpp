@@ -21,6 +21,9 @@ namespace fake {
 
 namespace {
 
+std::recursive_mutex mutex;  // of what calls change: ranks are threads here
+using Lock = std::lock_guard<std::recursive_mutex>;
+
 std::map<cudaEvent_t, unsigned long long> recorded_in;  // 0: outside captures
 
 unsigned long long capture_of(cudaStream_t stream) {
@@ -29,8 +32,7 @@ unsigned long long capture_of(cudaStream_t stream) {
 }
 
 cudaError_t enqueue(char const* name, cudaStream_t stream) {
-  static std::mutex mutex;  // ranks are threads here
-  std::lock_guard<std::mutex> const lock(mutex);
+  Lock const lock(mutex);
   State& s = state();
   if (s.fail_at >= 0 && int(s.operations.size()) >= s.fail_at) return cudaErrorUnknown;
   unsigned long long const capture = capture_of(stream);
@@ -64,6 +66,7 @@ void await_device() {
 
 template <class Handle>
 Handle new_handle() {
+  Lock const lock(mutex);
   static std::size_t count = 1000;
   return reinterpret_cast<Handle>(count += 8);
 }
@@ -179,11 +182,13 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   return cudaErrorStreamCaptureUnsupported;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  fake::Lock const lock(fake::mutex);
   cudaError_t const error = fake::enqueue("record", stream);
   if (error == cudaSuccess) fake::recorded_in[event] = fake::capture_of(stream);
   return error;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  fake::Lock const lock(fake::mutex);
   unsigned long long const source = fake::recorded_in[event];
   unsigned long long const capture = fake::capture_of(stream);
   if (capture != 0 && source != capture) return cudaErrorStreamCaptureIsolation;

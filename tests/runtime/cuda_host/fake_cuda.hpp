@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <map>
 #include <string>
 #include <vector>
@@ -42,7 +43,7 @@ struct State {
   std::vector<agmm::CallSpec> launched;
   std::vector<Exchange> exchanges;
   std::vector<agmm::ScatterSpec> scatters;  // those that do not run
-  int kernels_prepared = 0;
+  std::atomic<int> kernels_prepared = 0;
   bool runs_scatters = false;  // their kernels compute, at once, and wait for those of other ranks
   std::map<cudaStream_t, unsigned long long> captures;  // under way
   std::map<unsigned long long, bool> invalid;
