@@ -1,142 +1,24 @@
-"""``agmm.collectives``: the public functions and their torch ops."""
+"""``agmm.collectives``: the public functions."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from agmm.collectives.autograd import AllGather, AllReduce, ReduceScatter
-from agmm.collectives.checks import (
-    check_dim,
-    check_op,
-    check_out,
-    check_settings,
-    shape_of_result,
-)
+from agmm.collectives.checks import check_dim, check_op, check_out, check_settings
 from agmm.collectives.run import start
+from agmm.collectives.torch_ops import OPS
 from agmm.collectives.work import Work
 from agmm.errors import InvalidArgument
 from agmm.ops.checks import check_operand
-from agmm.ops.library import library
 from agmm.planning.cost_model.collectives import Kind
 from agmm.runtime import groups
 from agmm.runtime.collectives import is_traced
 
 Group = dist.ProcessGroup | DeviceMesh | str | None
-
-
-def _all_gather_impl(
-    x: torch.Tensor,
-    group_name: str,
-    world_size: int,
-    dim: int,
-    strict: bool = False,
-    low_contention: bool = False,
-) -> torch.Tensor:
-    found = start(
-        "all_gather",
-        x,
-        groups.group_of_size(group_name, world_size),
-        "sum",
-        dim,
-        None,
-        async_op=False,
-        strict=strict,
-        low_contention=low_contention,
-    )
-    return cast(torch.Tensor, found)
-
-
-def _reduce_scatter_impl(
-    x: torch.Tensor,
-    group_name: str,
-    world_size: int,
-    op: str,
-    dim: int,
-    strict: bool = False,
-    low_contention: bool = False,
-) -> torch.Tensor:
-    found = start(
-        "reduce_scatter",
-        x,
-        groups.group_of_size(group_name, world_size),
-        op,
-        dim,
-        None,
-        async_op=False,
-        strict=strict,
-        low_contention=low_contention,
-    )
-    return cast(torch.Tensor, found)
-
-
-def _all_reduce_impl(
-    x: torch.Tensor, group_name: str, world_size: int, op: str, strict: bool = False
-) -> torch.Tensor:
-    group = groups.group_of_size(group_name, world_size)
-    found = start("all_reduce", x, group, op, 0, None, async_op=False, strict=strict)
-    return cast(torch.Tensor, found)
-
-
-def _all_gather_fake(
-    x: torch.Tensor,
-    group_name: str,
-    world_size: int,
-    dim: int,
-    strict: bool = False,
-    low_contention: bool = False,
-) -> torch.Tensor:
-    dim = check_dim(x, dim)
-    return x.new_empty(shape_of_result("all_gather", x, world_size, dim))
-
-
-def _reduce_scatter_fake(
-    x: torch.Tensor,
-    group_name: str,
-    world_size: int,
-    op: str,
-    dim: int,
-    strict: bool = False,
-    low_contention: bool = False,
-) -> torch.Tensor:
-    dim = check_dim(x, dim)
-    check_op(op, x)
-    return x.new_empty(shape_of_result("reduce_scatter", x, world_size, dim))
-
-
-def _all_reduce_fake(
-    x: torch.Tensor, group_name: str, world_size: int, op: str, strict: bool = False
-) -> torch.Tensor:
-    check_op(op, x)
-    return x.new_empty(x.shape)
-
-
-def _autograd_of(op: Any, function: Any) -> Any:
-    def kernel(x: torch.Tensor, *settings: Any) -> torch.Tensor:
-        out: torch.Tensor
-        if torch.is_grad_enabled() and x.requires_grad:
-            out = function.apply(x, *settings)
-        else:
-            with torch._C._AutoDispatchBelowAutograd():
-                out = op(x, *settings)
-        return out
-
-    return kernel
-
-
-for _name, _impl, _fake, _function in (
-    ("_all_gather", _all_gather_impl, _all_gather_fake, AllGather),
-    ("_reduce_scatter", _reduce_scatter_impl, _reduce_scatter_fake, ReduceScatter),
-    ("_all_reduce", _all_reduce_impl, _all_reduce_fake, AllReduce),
-):
-    for _key in ("CPU", "CUDA"):
-        library.impl(_name, _impl, _key)
-    library.impl(_name, _fake, "Meta")
-    _op = getattr(torch.ops.agmm, _name).default
-    library.impl(_name, _autograd_of(_op, _function), "Autograd")
 
 
 def _called(
@@ -168,9 +50,8 @@ def _called(
         )
     traced = is_traced(x)
     if traced or not (async_op or out is not None):
-        torch_op = getattr(torch.ops.agmm, f"_{kind}").default
         rest = (strict, low_contention) if low_contention else (strict,)
-        found: torch.Tensor = torch_op(x, group_name, world_size, *settings, *rest)
+        found: torch.Tensor = OPS[kind](x, group_name, world_size, *settings, *rest)
         if out is not None:
             check_out(out, x, list(found.shape))
             found = out.copy_(found)
