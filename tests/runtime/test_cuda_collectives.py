@@ -194,6 +194,27 @@ def test_calls_of_all_workspaces_come_in_turn(make: Make, gpu: Gpu) -> None:
     assert gpu.done == ["call on other"]
 
 
+def test_a_refused_call_leaves_the_order_as_it_was(make: Make, gpu: Gpu) -> None:
+    x, first, second, third = torch.zeros(4), make("first"), make("second"), make("third")
+    call = partial(CollectivesWorkspace.call, op=Op.all_reduce, method=Method.one_shot, x=x, out=x)
+    enqueue = core_of(second).call.side_effect
+    core_of(second).call.side_effect = ValueError("x: found nothing, wanted something")
+    with pytest.raises(ValueError, match="wanted something"):
+        call(second)
+    call(first)
+    assert gpu.done == ["call on main"]
+    gpu.done.clear()
+    with pytest.raises(ValueError, match="wanted something"):
+        call(second)
+    gpu.current = gpu.stream("other")
+    call(third)
+    assert gpu.done == ["main waits for first", "other waits for first", "call on other"]
+    gpu.done.clear()
+    core_of(second).call.side_effect = enqueue
+    call(second)
+    assert gpu.done == ["other waits for third", "call on other"]
+
+
 def test_calls_of_a_capture_come_in_turn_among_themselves(make: Make, gpu: Gpu) -> None:
     """Whether an eager call still runs or another capture was given up."""
     x, first, second = torch.zeros(4), make("first"), make("second")

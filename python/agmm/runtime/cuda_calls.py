@@ -300,7 +300,6 @@ class FusedCall(NamedTuple):
             return (None if gathered_shape is None else A_shard.clone()), outs
         with workspace.lock:
             workspace.known.calls += 1
-            buffers = workspace.enter(slot_bytes)
             A = None if gathered_shape is None else A_shard.new_empty(gathered_shape)
             kept: list[torch.Tensor] = []  # copies live until the call is enqueued
             outs = []
@@ -319,6 +318,7 @@ class FusedCall(NamedTuple):
                         w.config,
                     )
                 )
+            buffers = workspace.enter(slot_bytes)
             captured = True  # also where the call fails half-way
             try:
                 captured = buffers.core.all_gather_matmul(
@@ -334,7 +334,7 @@ class FusedCall(NamedTuple):
                 )
             except ValueError as error:
                 captured = False  # nothing was enqueued
-                raise InvalidArgument(str(error)) from None
+                raise workspace.refused(error) from None
             finally:
                 if captured:
                     workspace.captured = True

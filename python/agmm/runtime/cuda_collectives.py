@@ -150,6 +150,9 @@ class CollectivesWorkspace(SymmetricWorkspace):
 
         try:
             yield note
+        except ValueError:
+            self.known.give_turn_back()
+            raise
         finally:
             if captured:
                 self.captured = True

@@ -197,7 +197,6 @@ def all_gather_scaled_matmul(
         workspace.known.calls += 1
         # Each shard may have its own scale, so it is sent as those of its rows.
         scales = shard.scale.expand(rows, 1) if is_one else shard.scale
-        buffers = workspace.enter(m * (k + _SCALE_BYTES * scales.shape[1]))
         A = scale_A = None
         if return_A:
             A, scale_A = values.new_empty(m, k), scales.new_empty(m, scales.shape[1])
@@ -216,6 +215,7 @@ def all_gather_scaled_matmul(
             )
             for weight, kernel, out in zip(weights, kernels, outs, strict=True)
         ]
+        buffers = workspace.enter(m * (k + _SCALE_BYTES * scales.shape[1]))
         captured = True  # also where the call fails half-way
         try:
             captured = buffers.core.all_gather_scaled_matmul(
@@ -232,7 +232,7 @@ def all_gather_scaled_matmul(
             )
         except ValueError as error:
             captured = False  # nothing was enqueued
-            raise InvalidArgument(str(error)) from None
+            raise workspace.refused(error) from None
         finally:
             if captured:
                 workspace.captured = True
@@ -267,10 +267,10 @@ def matmul_reduce_scatter(
     world_size = workspace.world_size
     with workspace.lock:
         workspace.known.calls += 1
-        buffers = workspace.enter(_core.scatter_part_bytes(rows, n, world_size, kernel.config))
         out = values.new_empty(rows // world_size, n, dtype=torch.bfloat16)
         kept: list[torch.Tensor] = []  # copies live until the call is enqueued
         leading = _leading(B.values)
+        buffers = workspace.enter(_core.scatter_part_bytes(rows, n, world_size, kernel.config))
         captured = True  # also where the call fails half-way
         try:
             captured = buffers.core.scaled_matmul_reduce_scatter(
@@ -288,7 +288,7 @@ def matmul_reduce_scatter(
             )
         except ValueError as error:
             captured = False  # nothing was enqueued
-            raise InvalidArgument(str(error)) from None
+            raise workspace.refused(error) from None
         finally:
             if captured:
                 workspace.captured = True

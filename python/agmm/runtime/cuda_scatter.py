@@ -55,7 +55,6 @@ class ScatterCall(NamedTuple):
         workspace, problem, out_shape, out_stride, part_bytes = self
         with workspace.lock:
             workspace.known.calls += 1
-            buffers = workspace.enter(part_bytes)
             out = new_on_gpu(As[0], out_shape, out_stride)
             kept: list[torch.Tensor] = []  # copies live until the call is enqueued
             operands = [As[0].data_ptr(), Bs[0].data_ptr()]
@@ -63,6 +62,7 @@ class ScatterCall(NamedTuple):
             if len(As) > 1 or (operands[0] | operands[1]) % TMA_ALIGNMENT != 0:
                 pairs = zip(As, Bs, strict=True)
                 operands = [aligned_pointer(one, kept) for pair in pairs for one in pair]
+            buffers = workspace.enter(part_bytes)
             captured = True  # also where the call fails half-way
             try:
                 captured = buffers.core.matmul_reduce_scatter(
@@ -75,7 +75,7 @@ class ScatterCall(NamedTuple):
                 )
             except ValueError as error:
                 captured = False  # nothing was enqueued
-                raise InvalidArgument(str(error)) from None
+                raise workspace.refused(error) from None
             finally:
                 if captured:
                     workspace.captured = True

@@ -70,6 +70,7 @@ class Group:
         self.call: tuple[int, object] | None = None
         """The tag of the call under way on the CPU, and in words what it is."""
         self._last_calls: dict[int, Calls] = {}
+        self._turn: tuple[int, Calls | None] | None = None
         self.token = ""
         self._exchanges = 0
         self._hosts: list[str] | None = None
@@ -88,12 +89,25 @@ class Group:
             capture: that the call is in, by its id; 0: none.
         """
         last = self._last_calls.get(capture)
+        self._turn = None
         if last is calls:
             return None
         if last is None and len(self._last_calls) > _CAPTURES:
             del self._last_calls[next(known for known in self._last_calls if known)]
         self._last_calls[capture] = calls
+        self._turn = capture, last
         return last
+
+    def give_turn_back(self) -> None:
+        """The call that `last_before` was asked for last has enqueued nothing: the next one comes
+        behind those before it. Under `lock`."""
+        if self._turn is not None:
+            capture, last = self._turn
+            if last is None:
+                del self._last_calls[capture]
+            else:
+                self._last_calls[capture] = last
+            self._turn = None
 
     def all_are_over(self) -> None:
         """The GPU has finished all eager calls. Under `lock`."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from agmm import _core, _env
-from agmm.errors import AgmmError, Unsupported
+from agmm.errors import AgmmError, InvalidArgument, Unsupported
 from agmm.runtime import calls, groups, links
 from agmm.runtime.group_gpus import group_facts
 
@@ -374,3 +374,9 @@ class SymmetricWorkspace:
         last = self.known.last_before(calls, capture_of(self.device))
         if last is not None:
             last.precede(stream_of(self.device))
+
+    def refused(self, error: ValueError) -> InvalidArgument:
+        """What to raise where the core has enqueued nothing of the call that entered last. Under
+        `lock`."""
+        self.known.give_turn_back()
+        return InvalidArgument(str(error))
