@@ -124,7 +124,7 @@ def demo(
     "  agmm bench --timeline 4096x3584x8192 --plot pictures\n\n"
     "  agmm bench --device cpu --tp 2\n\n"
     "  agmm bench --op matmul_reduce_scatter --model llama-3-70b --tp 4\n\n"
-    "  torchrun --nproc-per-node 4 benchmarks/bench.py",
+    "  torchrun --nproc-per-node 4 -m agmm bench --json new.json",
 )
 def bench(
     shapes: Shapes = None,
