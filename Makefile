@@ -37,7 +37,7 @@ NVCC := $(shell command -v "$${CUDACXX:-nvcc}" || command -v "$${CUDA_HOME:-/usr
 ifeq ($(AGMM_CUDA),AUTO)
 ifeq ($(NVCC),)
 AGMM_CUDA := OFF
-else ifeq ($(MAKECMDGOALS),demo)
+else ifeq ($(if $(MAKECMDGOALS),$(filter-out demo bench,$(MAKECMDGOALS)),help),)
 # Nothing here could run the kernels, which take minutes to build.
 ifeq ($(shell nvidia-smi -L 2>/dev/null),)
 AGMM_CUDA := OFF

@@ -167,6 +167,8 @@ def main(
     plot_path: Annotated[Path | None, typer.Option("--plot", dir_okay=False)] = None,
 ) -> None:
     """Time the planned matmul alone beside torch.mm on one GPU, or show a report of that."""
+    if from_path is None and not torch.cuda.is_available():
+        raise SystemExit("found no GPU, wanted one")
     if from_path is not None:
         report = json.loads(from_path.read_text(encoding="utf-8"))
     else:

@@ -225,6 +225,8 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", dir_okay=False)] = None,
 ) -> None:
     """Time every built kernel, raster and swizzle beside torch.mm on one GPU."""
+    if not torch.cuda.is_available():
+        raise SystemExit("found no GPU, wanted one")
     if fp8 is not None and fp8 not in SCALINGS:
         raise typer.BadParameter(
             f"found {fp8}, wanted one of {', '.join(SCALINGS)}", param_hint="--fp8"

@@ -85,6 +85,8 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", dir_okay=False)] = None,
 ) -> None:
     """Time one rank of matmul + reduce-scatter beside torch.mm on one GPU."""
+    if not torch.cuda.is_available():
+        raise SystemExit("found no GPU, wanted one")
     chosen = SHAPES if shapes is None else [Shape.parse(s) for s in shapes.split(",")]
     stdout = console()
     link = _core.virtual_link_gbs

@@ -15,7 +15,8 @@ def main() -> None:
             raise KeyboardInterrupt
         fault = _installation.fault()
         if fault is not None:
-            print(f"agmm: {fault}; `agmm doctor` says more", file=sys.stderr)
+            more = "" if sys.argv[1:2] == ["doctor"] else "; `agmm doctor` says more"
+            print(f"agmm: {fault}{more}", file=sys.stderr)
         from agmm.cli.app import app
     except KeyboardInterrupt:
         print("agmm: interrupted", file=sys.stderr)

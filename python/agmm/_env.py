@@ -126,7 +126,9 @@ def check_nan() -> str:
     """
     value = os.environ.get(CHECK_NAN.name) or CHECK_NAN.default
     if value not in NAN_MODES:
-        raise InvalidArgument(f"{CHECK_NAN.name}: found {value!r}, wanted one of {NAN_MODES}")
+        raise InvalidArgument(
+            f"{CHECK_NAN.name}: found {value!r}, wanted one of {', '.join(NAN_MODES)}"
+        )
     return value
 
 

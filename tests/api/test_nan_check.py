@@ -65,7 +65,7 @@ def test_numbers_that_are_none_and_those_that_cannot_be() -> None:
 def test_modes() -> None:
     found = [(agmm.check_nan(mode), nan_check.active) for mode in ("warn", "raise", "off")]
     assert found == [("off", True), ("warn", True), ("raise", False)]
-    with pytest.raises(agmm.InvalidArgument, match=r"mode: found 'loud', wanted one of \('off'"):
+    with pytest.raises(agmm.InvalidArgument, match=r"found 'loud', wanted one of off, warn, raise"):
         agmm.check_nan("loud")
 
 
@@ -183,7 +183,7 @@ def test_what_fsdp_sends_is_looked_through(group: str) -> None:
         ("raise", "agmm.errors.AgmmError: A_shard: found a NaN at [0, 1] of [2, 2] float32, which"),
         (
             "maybe",
-            "agmm.errors.InvalidArgument: AGMM_CHECK_NAN: found 'maybe', wanted one of ('off'",
+            "InvalidArgument: AGMM_CHECK_NAN: found 'maybe', wanted one of off, warn, raise",
         ),
         ("off", "done"),
         ("", "done"),

@@ -12,13 +12,14 @@ from rich.console import Console
 
 from agmm.cli import explain
 from agmm.errors import InvalidArgument
-from agmm.planning import cost_model, fp8_kernels, tables
+from agmm.planning import call_plans, cost_model, fp8_kernels, tables
 from agmm.planning.choices import Choice
 from agmm.planning.cost_model import collectives, fp8
 from agmm.planning.cost_model.collectives import Kind
 from agmm.planning.plans import BY_TORCH, CPU, UNFUSED, KernelConfig, Plan, Problem, Row
 from agmm.planning.tables import Key
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 GPU = "nvidia-h200"
 PROBLEM = Problem(4096, 3576, 8192, world_size=4)  # in no packaged table
 
@@ -144,6 +145,7 @@ def test_a_gpu_of_the_tables_without_constants() -> None:
 def test_the_cpu() -> None:
     problem = Problem(10, 3, 5, "float32", 2, gpu=CPU)
     assert "from: default of the CPU backend" in said(problem)
+    assert "predicted" not in said(problem)
     tables.save(CPU, 2, [(Key.of(problem), Row(10, Plan("push", chunks_per_shard=4), 5.0, 4.0))])
     text = said(problem)
     assert "plan: push, 4 chunks per shard" in text
@@ -367,7 +369,14 @@ def said_of_fp8(problem: Problem, scaling: str | None) -> str:
 FP8_PROBLEM = PROBLEM._replace(dtype="float8_e4m3fn", n=3584)
 
 
+def pretend_kernels(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Those of 16 bits."""
+    kernels = tuple(KernelConfig.parse(name) for name in names)
+    monkeypatch.setattr(call_plans, "kernels", lambda: kernels)
+
+
 def test_fp8_with_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_kernels(monkeypatch, "128x256x64_2x1_cooperative")
     kernel = KernelConfig.parse("128x256x128_2x1_cooperative")
     monkeypatch.setattr(fp8_kernels, "built", lambda *_, **__: [kernel])
     text = said_of_fp8(FP8_PROBLEM, None)
@@ -380,10 +389,45 @@ def test_fp8_with_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 @pytest.mark.parametrize("scaling", ["tensorwise", "block"])
 def test_fp8_without_one(monkeypatch: pytest.MonkeyPatch, scaling: str, op: str) -> None:
+    pretend_kernels(monkeypatch, "128x256x64_2x1_cooperative")
     monkeypatch.setattr(fp8_kernels, "built", lambda *_, **__: [])
     text = said_of_fp8(FP8_PROBLEM._replace(op=op), scaling)
     assert f"float8_e4m3fn with {scaling} scales" in text
     assert "plan: unfused, " in text and "this build has no kernel for it" in text
+    assert "no CUDA kernels" not in text
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "block", "block 1x128"])
+def test_fp8_without_cuda_is_that_of_a_default_build(
+    monkeypatch: pytest.MonkeyPatch, scaling: str, op: str
+) -> None:
+    """As with operands of 16 bits: `--gpu` asks for a GPU that is not here."""
+    pretend_kernels(monkeypatch)
+    monkeypatch.setattr(fp8_kernels, "built", lambda *_, **__: [])
+    text = said_of_fp8(FP8_PROBLEM._replace(op=op), scaling)
+    is_served = scaling.title().replace(" 1X", "1x") in _by_default(op)
+    assert ("plan: push, by an fp8 kernel\n" in text) is is_served
+    assert ("assumed are those of a default one" in text) is is_served
+    assert text.count("(the plan)") == 1
+
+
+def _by_default(op: str) -> set[str]:
+    """The scales that a default build has kernels for."""
+    table = {"all_gather_matmul": "AGMM_FP8_TABLE"}.get(op, "AGMM_FP8_SCATTER_TABLE")
+    text = (REPOSITORY / "src" / "gemm" / "kernels.cmake").read_text()
+    rows = text.split(f"set({table}\n")[1].split(")")[0]
+    found = set(re.findall(r"default (\w+) e4m3", rows))
+    return found | ({"Tensorwise", "Rowwise"} if "Fast" in found else set())
+
+
+def test_each_call_says_that_kernels_are_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_kernels(monkeypatch)
+    for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        console = Console(file=io.StringIO(), width=200)
+        console.print(explain.explain_any(PROBLEM._replace(op=op), None))
+        assert isinstance(console.file, io.StringIO)
+        assert "assumed are the default ones of nvidia-h200" in console.file.getvalue(), op
 
 
 def test_fp8_on_the_cpu_and_bad_input() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -138,6 +140,19 @@ def test_summary_compares_with_the_best_of_the_others() -> None:
     assert summary.agmm_graph is None
 
 
+@pytest.mark.parametrize("name", ["alone", "gemm", "scatter"])
+def test_benchmarks_of_a_gpu_say_that_there_is_none(name: str) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
+    process = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (process.returncode, process.stderr) == (1, "found no GPU, wanted one\n")
+
+
 def test_summary_of_nothing() -> None:
     summary = reports.summarize(_report(roof=None, agmm=None)["shapes"][0])
     assert (summary.roof, summary.best_other, summary.speedup) == (None, None, None)
@@ -146,6 +161,7 @@ def test_summary_of_nothing() -> None:
 def test_report_reads_well_in_a_file_and_as_json(tmp_path: Path) -> None:
     report = _report(roof=100.0, unfused=None, agmm=123.4)
     report["shapes"][0]["ways"]["agmm"]["wrong"] = True
+    report["commit"] = None
     out = io.StringIO()
     report_tables.render(report, Console(file=out, width=160))
     text = out.getvalue()
@@ -153,6 +169,7 @@ def test_report_reads_well_in_a_file_and_as_json(tmp_path: Path) -> None:
     assert "rank 2: RuntimeError: [no] such thing" in text
     assert "WRONG" in text
     assert "100.0" in text
+    assert "None" not in text
     path = tmp_path / "results" / "r.json"
     reports.write_json(report, path)
     read = json.loads(path.read_text())

@@ -85,7 +85,7 @@ def test_version() -> None:
         ),
         (["bench", "--samples", "0"], ["--samples"]),
         (["tune", "--device", "cpu"], ["found 0 ways to name them", "--m --n --k, --shapes"]),
-        (["tune", "--device", "cpu", "--m", "8"], ["found --m 8 --n None", "wanted all three"]),
+        (["tune", "--device", "cpu", "--m", "8"], ["found --m 8 alone", "wanted --m, --n and --k"]),
         (["tune", "--device", "cpu", "--shapes", ","], ["found none in --shapes"]),
         (["tune", "--device", "cpu", "--file", "/no/file"], ["/no/file cannot be read"]),
         (["tune", "--device", "cpu", "--model", "llama"], ["found 'llama'", "llama-3-8b"]),
@@ -96,6 +96,10 @@ def test_version() -> None:
         (["tune", "--device", "cpu", "--shapes", "8x8x8", "--model", "llama-3-8b"], ["found 2"]),
         (["explain", "--m", "8", "--n", "8", "--k", "8"], ["--tp"]),
         (["explain", "--m", "8", "--k", "8", "--tp", "2"], ["n: found none", "columns of B"]),
+        (
+            ["explain", "--op", "all_reduce", "--m", "8", "--n", "8", "--k", "8", "--tp", "2"],
+            ["n: found 8", "wanted none for all_reduce"],
+        ),
         (
             ["explain", "--m", "9", "--n", "8", "--k", "8", "--tp", "2"],
             ["m: found 9", "multiple of tp, 2"],

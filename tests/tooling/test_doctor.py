@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from agmm import _installation
 from agmm.cli import doctor, doctor_links
 from agmm.cli.findings import Finding, is_broken
+from agmm.planning import tables
 from agmm.runtime import devices, links
 from agmm.testing import machines
 
@@ -114,6 +115,20 @@ def test_where_tuned_plans_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert (found.status, str(tmp_path / "file") in found.found) == ("note", True)
     monkeypatch.setenv("AGMM_CACHE", "off")
     assert _named(doctor.diagnose(), "tuned plans").found == "AGMM_CACHE=off"
+
+
+def test_tables_that_are_ignored_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AGMM_CACHE", "on")
+    monkeypatch.setenv("AGMM_CACHE_DIR", str(tmp_path))
+    tables.save("cpu", 4, [])
+    assert _named(doctor.diagnose(), "tuned plans").status == "ok"
+    (tmp_path / "cpu-x2.json").write_text("{bad")
+    (tmp_path / "cpu-x3.json").write_text('{"schema": 99}')
+    found = _named(doctor.diagnose(), "tuned plans")
+    assert found.status == "note"
+    assert f"{tmp_path / 'cpu-x2.json'}: found a corrupt table" in found.found
+    assert f"{tmp_path / 'cpu-x3.json'}: found schema 99" in found.found
+    assert "x4" not in found.found
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,7 @@ def test_doctor_says_what_is_wrong(run: Run, kind: str, how: str) -> None:
     assert (done.returncode, "BROKEN" in done.stdout, cure in done.stdout) == (1, True, True)
     (said,) = done.stderr.splitlines()
     assert said.startswith(f"agmm: {line}")
+    assert "says more" not in said
 
 
 @pytest.mark.parametrize(

@@ -44,14 +44,17 @@ def _dry_run(folder: Path, *arguments: str) -> str:
     [
         (False, ["demo"], False),
         (True, ["demo"], True),
+        (False, ["bench"], False),
+        (True, ["bench"], True),
         (False, ["test"], True),
         (False, ["demo", "test"], True),
+        (False, ["demo", "bench"], False),
         (False, ["demo", "AGMM_CUDA=ON"], True),
         (True, ["demo", "AGMM_CUDA=OFF"], False),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_kernels_are_left_out_of_the_demo_only_and_without_a_gpu(
+def test_kernels_are_left_out_of_demo_and_bench_without_a_gpu(
     commands: Path, gpu: bool, arguments: list[str], cuda: bool
 ) -> None:
     _command(commands, "nvcc", 0)

@@ -184,7 +184,12 @@ class ShapeOptions:
             return parse_shapes(self.shapes, "--shapes")
         m, n, k = self.extents or (None, None, None)
         if m is None or n is None or k is None:
-            raise InvalidArgument(f"shape: found --m {m} --n {n} --k {k}, wanted all three")
+            given = " ".join(
+                f"--{name} {extent}"
+                for name, extent in zip("mnk", (m, n, k), strict=True)
+                if extent is not None
+            )
+            raise InvalidArgument(f"shape: found {given} alone, wanted --m, --n and --k")
         return [Shape(m, n, k)]
 
     def _count(self) -> int:

@@ -79,8 +79,8 @@ def demo(
 ) -> None:
     """Run the op on a Llama-70B-shaped projection, check it, time it and draw the overlap.
 
-    Starts its own ranks. Prints a table of ways with time, ratio to the matmul alone and error, and
-    writes a picture of when each chunk of A arrived and when its tiles were computed.
+    Starts its own ranks; on CPU processes M, N and K are 8 times smaller. Prints times, ratios to
+    the matmul alone and errors, and draws when each chunk of A arrived and was computed.
     """
     with one_line_errors():
         from agmm import _env
@@ -124,7 +124,7 @@ def demo(
     "  agmm bench --timeline 4096x3584x8192 --plot pictures\n\n"
     "  agmm bench --device cpu --tp 2\n\n"
     "  agmm bench --op matmul_reduce_scatter --model llama-3-70b --tp 4\n\n"
-    "  torchrun --nproc-per-node 4 benchmarks/bench.py",
+    "  torchrun --nproc-per-node 4 -m agmm bench --json new.json",
 )
 def bench(
     shapes: Shapes = None,
@@ -356,13 +356,13 @@ def explain(
 
         name = explain_module.find_gpu(gpu)
         kind = op.value
+        explain_module.check_columns(kind, n)
         if kind in get_args(Kind):
             itemsize = torch_dtype(dtype).itemsize
             collective = cast(Kind, kind)
             said = explain_module.explain_collective(collective, m, k, itemsize, tp, name)
-        elif n is None:
-            raise InvalidArgument(f"n: found none, wanted the columns of B for {kind}")
         else:
+            assert n is not None
             problem = Problem(m, n, k, DTYPE_NAMES[dtype], tp, return_a, b_layout.value, name)
             problem = problem._replace(sm_count=explain_module.HOPPERS.get(name, 0), op=op.value)
             said = explain_module.explain_any(problem, None if scaling is None else scaling.value)

@@ -213,7 +213,21 @@ def _tuned_plans() -> Finding:
     if not (there.is_dir() and os.access(there, os.W_OK)):
         found = f"{folder}: {there} is no folder that can be written to"
         return Finding(name, found, "`agmm tune` cannot keep its plans", "note")
+    ignored = [why for path in sorted(folder.glob("*-x*.json")) if (why := _why_unread(path))]
+    if ignored:
+        meaning = "agmm ignores such a table: remove it, or tune again"
+        return Finding(name, "\n".join([str(folder), *ignored]), meaning, "note")
     return Finding(name, str(folder), "where `agmm tune` keeps them")
+
+
+def _why_unread(table: Path) -> str | None:
+    from agmm.planning import tables
+
+    try:
+        tables.read(table)
+    except (tables.TableError, FileNotFoundError) as error:
+        return str(error)
+    return None
 
 
 def _plots() -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import get_args
 
 from rich.console import Group, RenderableType
 
@@ -152,6 +153,8 @@ def explain(problem: Problem, planner: Planner) -> RenderableType:
         f"why: {why(problem, choice, planner)}",
         *_remarks(problem),
     ]
+    if problem.gpu == CPU:  # of which there is no model
+        return Group(*lines)
     return Group("\n".join(lines), _table(problem, choice, planner))
 
 
@@ -171,6 +174,15 @@ def explain_any(problem: Problem, scaling: str | None) -> RenderableType:
             f"scaling: found {scaling!r} with {problem.dtype}, wanted none, or float8_e4m3fn"
         )
     return explain(problem, planner_for(problem.gpu, problem.world_size))
+
+
+def check_columns(kind: str, n: int | None) -> None:
+    """Raises InvalidArgument where a call with a matmul has no ``n``, or a collective has one."""
+    if kind in get_args(Kind):
+        if n is not None:
+            raise InvalidArgument(f"n: found {n}, wanted none for {kind}, of --m rows by --k")
+    elif n is None:
+        raise InvalidArgument(f"n: found none, wanted the columns of B for {kind}")
 
 
 def explain_collective(
@@ -335,7 +347,7 @@ def _remarks(problem: Problem) -> Iterable[str]:
     used = cost_model.constants(problem.gpu).gpu
     if used != problem.gpu:
         yield f"note: no constants of {problem.gpu} are known, those of {used} stand in"
-    if not (call_plans.kernels() or is_scatter):
+    if not call_plans.kernels():
         yield f"note: this build has no CUDA kernels; assumed are the default ones of {used}"
 
 

@@ -9,13 +9,22 @@ from agmm._core import Accumulation
 from agmm.bench.units import duration
 from agmm.cli.terminal import plain_table, whole
 from agmm.errors import InvalidArgument
-from agmm.planning import fp8_kernels
+from agmm.planning import call_plans, fp8_kernels
 from agmm.planning.choices import Choice
 from agmm.planning.cost_model import constants
 from agmm.planning.cost_model import fp8 as costs
 from agmm.planning.planner import Planner
 from agmm.planning.plans import CPU, MATMUL_REDUCE_SCATTER, Problem
 from agmm.runtime.scaling import BY_NAME, K_MULTIPLE
+
+_BY_DEFAULT_BUILD = {
+    False: ("tensorwise", "rowwise", "block"),
+    True: ("tensorwise", "rowwise"),
+}
+"""The kinds of scales whose products a default build has kernels for (`src/gemm/kernels.cmake`),
+by whether they are scattered."""
+
+_WHY_FUSED = "why: fused wherever there is a kernel, unless a tuned row says otherwise"
 
 
 def explain(problem: Problem, scaling: str, planner: Planner) -> RenderableType:
@@ -47,7 +56,8 @@ def explain(problem: Problem, scaling: str, planner: Planner) -> RenderableType:
             "why: agmm's own on CPU ranks, of chunks that are dequantised to float32",
         ]
         return Group(*lines)
-    choice = _choice(problem, scaling, planner)
+    is_assumed = not call_plans.kernels() and scaling in _BY_DEFAULT_BUILD[scatters]
+    choice = None if is_assumed else _choice(problem, scaling, planner)
     fused, unfused = costs.fused_us(problem, scaling), costs.unfused_us(problem, scaling)
     library = (
         "torch._scaled_mm and NCCL's reduce-scatter"
@@ -58,6 +68,10 @@ def explain(problem: Problem, scaling: str, planner: Planner) -> RenderableType:
     if isinstance(choice, str):
         plan, us = library, unfused
         lines += [f"plan: unfused, {library}", f"why: {choice}"]
+    elif choice is None:
+        plan, us = "push, by an fp8 kernel", fused
+        times[plan] = us
+        lines += [f"plan: {plan}", _WHY_FUSED]
     else:
         kernel = choice.plan.kernel
         plan, us = (library, unfused) if kernel is None else (f"push/{kernel.name}", fused)
@@ -66,7 +80,7 @@ def explain(problem: Problem, scaling: str, planner: Planner) -> RenderableType:
         if choice.row is not None:
             lines.append(f"measured: {duration(choice.row.us)}")
         elif kernel is not None:
-            lines.append("why: fused wherever there is a kernel, unless a tuned row says otherwise")
+            lines.append(_WHY_FUSED)
     roof = costs.matmul_us(problem)
     lines.append(
         f"predicted: {duration(us)}, {us / roof:.2f} × the matmul alone ({duration(roof)})"
@@ -74,6 +88,8 @@ def explain(problem: Problem, scaling: str, planner: Planner) -> RenderableType:
     used = constants(problem.gpu).gpu
     if used != problem.gpu:
         lines.append(f"note: no constants of {problem.gpu} are known, those of {used} stand in")
+    if is_assumed:
+        lines.append("note: this build has no CUDA kernels; assumed are those of a default one")
     table = plain_table("alternatives (predicted)")
     table.add_column("plan", overflow="fold")
     table.add_column("time", justify="right", no_wrap=True)
@@ -93,5 +109,5 @@ def _choice(problem: Problem, scaling: str, planner: Planner) -> Choice | str:
     )
     accumulation = fp8_kernels.served_by(dtype, accumulation, scatters=scatters)
     if not fp8_kernels.built(dtype, accumulation, scatters=scatters):
-        return f"fp8: {dtype} {accumulation.name}, this build has no kernel for it"
+        return f"fp8 with {scaling} scales: this build has no kernel for it"
     return planner.choose(problem._replace(dtype=dtype, accumulation=accumulation.name))

@@ -24,7 +24,8 @@ def render(report: dict[str, Any], console: Console) -> None:
         f"{op_of(report)}, {settings['world_size']} ranks on {machine['device_name']}, "
         f"{dtype_of(report)}; "
         f"torch {machine['torch']}, CUDA {machine['cuda'] or '-'}, NCCL {machine['nccl'] or '-'}, "
-        f"driver {machine['driver'] or '-'}, agmm {machine['agmm']}, commit {report['commit']}",
+        f"driver {machine['driver'] or '-'}, agmm {machine['agmm']}, "
+        f"commit {report['commit'] or '-'}",
         highlight=False,
     )
     console.print(

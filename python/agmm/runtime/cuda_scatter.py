@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from agmm import _core
-from agmm.errors import InvalidArgument
 from agmm.runtime.cuda_calls import TMA_ALIGNMENT, aligned_pointer, bias_pointer, new_on_gpu
 from agmm.runtime.symmetric import SymmetricWorkspace, stream_of
 

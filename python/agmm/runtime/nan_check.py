@@ -49,7 +49,7 @@ def check_nan(mode: str) -> str:
     """
     global active, _mode, _captures_told
     if mode not in _env.NAN_MODES:
-        raise InvalidArgument(f"mode: found {mode!r}, wanted one of {_env.NAN_MODES}")
+        raise InvalidArgument(f"mode: found {mode!r}, wanted one of {', '.join(_env.NAN_MODES)}")
     before = _current()
     _say_what_came()
     active, _mode = mode != "off", mode
