@@ -46,13 +46,18 @@ set(AGMM_KERNEL_TABLE
 # (A's, and B's where it is another).
 set(AGMM_FP8_TABLE
     "128 128 128 1 1 Pingpong    default Fast e4m3"
+    "64  128 128 1 1 Pingpong    default Fast e4m3"
     "128 256 128 2 1 Cooperative default Fast e4m3"
+    "128 224 128 2 1 Cooperative default Fast e4m3"
+    "256 160 128 1 1 Cooperative default Fast e4m3"
     "128 128 128 2 1 Cooperative default Slow e4m3 e4m3_e5m2 e5m2_e4m3"
     "128 256 128 2 1 Cooperative default Slow e4m3"
     "128 256 128 2 1 Cooperative default Block e4m3"
     "128 128 128 1 1 Cooperative default Block e4m3"
     "128 128 128 2 1 Cooperative all     Block1x128 e4m3"
+    "64  64  128 1 1 Pingpong    all     Fast e4m3"
     "128 128 128 2 1 Pingpong    all     Fast e4m3"
+    "128 160 128 1 1 Pingpong    all     Fast e4m3"
     "256 128 128 2 1 Cooperative all     Fast e4m3"
     "256 128 128 2 1 Cooperative all     Slow e4m3")
 

@@ -94,9 +94,16 @@ def test_kernels_that_scatter_are_others(facts: None) -> None:
         (8192, 7168, WIDE),
     ],
 )
-def test_the_kernel_with_the_least_work_in_whole_waves(m: int, n: int, name: str) -> None:
+@pytest.mark.parametrize("k", [1024, 8192])
+def test_the_kernel_with_the_least_work_in_whole_waves(m: int, n: int, k: int, name: str) -> None:
     kernels = (KernelConfig.parse(NARROW), KernelConfig.parse(WIDE))
-    assert fp8_kernels.choose(kernels, m, n, 132).kernel == name
+    assert fp8_kernels.choose(kernels, m, n, k, 132).kernel == name
+
+
+def test_few_tiles_more_than_a_wave_take_larger_ones() -> None:
+    """2048 x 2112 is 144 tiles of 128 x 256, and 126 of 256 x 160."""
+    kernels = [KernelConfig.parse(name) for name in (NARROW, WIDE, "256x160x128_1x1_cooperative")]
+    assert fp8_kernels.choose(kernels, 2048, 2112, 7168, 132).kernel == kernels[2].kernel
 
 
 # --- by the tables ---
@@ -117,7 +124,7 @@ def row(m: int, kernel: str | None, us: float = 1.0) -> Row:
 def test_without_rows_it_goes_by_waves(facts: None) -> None:
     choice = planner().choose(PROBLEM)
     assert choice.plan.kernel == fp8_kernels.choose(
-        fp8_kernels.of_problem(PROBLEM), PROBLEM.m, PROBLEM.n, 132
+        fp8_kernels.of_problem(PROBLEM), PROBLEM.m, PROBLEM.n, PROBLEM.k, 132
     )
     assert (choice.plan.transport, choice.source) == ("push", "whole waves")
     assert choice.predicted_us is None

@@ -1,18 +1,36 @@
-"""Which kernel an fp8 product gets where no table says it (`Planner`). There is no cost model for
-fp8: it goes by whole waves."""
+"""Which kernel an fp8 product gets where no table says it (`Planner`): the one whose whole waves
+should take the least time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 from agmm import _core
 from agmm._core import Accumulation
 from agmm.planning.plans import MATMUL_REDUCE_SCATTER, KernelConfig, Plan, Problem
 
-_NARROW = 1.1
-"""How much longer a tile takes for its size where it is narrower than 256 columns: it reads more
-from shared memory for each product. An estimate."""
+
+class _Tile(NamedTuple):
+    tflops_per_sm: float
+    overhead_us: float
+
+
+_TILES = {
+    (128, 256): _Tile(13.0, 6.5),
+    (128, 224): _Tile(12.5, 6.5),
+    (256, 160): _Tile(12.75, 6.75),
+    (256, 128): _Tile(12.75, 6.5),
+    (128, 160): _Tile(11.5, 4.0),
+    (128, 128): _Tile(11.5, 4.25),
+    (64, 128): _Tile(7.75, 2.5),
+    (64, 64): _Tile(5.0, 2.25),
+}
+"""Fitted to `benchmarks/gemm.py --fp8` on one H100: 19 shapes, with scales of rows and of whole
+tensors. Of tiles that accumulate slowly or scale blocks it is the ratio that counts."""
+_OTHER_TILE = _Tile(11.0, 5.0)
+"""Between those."""
 
 _FEW_ROWS_OF_TILES = 8
 """Up to so many a swizzle gains nothing, as with operands of 16 bits. Not measured for fp8."""
@@ -59,19 +77,20 @@ def usual_plans(problem: Problem) -> list[Plan]:
     return [Plan("push", usual_order(kernel, problem.m)) for kernel in of_problem(problem)]
 
 
-def choose(kernels: Sequence[KernelConfig], m: int, n: int, sm_count: int) -> KernelConfig:
-    """One of them with an order of tiles, for a product [m, n]; ``kernels`` are not none."""
-    return usual_order(min(kernels, key=lambda kernel: _time(kernel, m, n, sm_count)), m)
+def choose(kernels: Sequence[KernelConfig], m: int, n: int, k: int, sm_count: int) -> KernelConfig:
+    """One of them with an order of tiles, for [m, k] @ [k, n]; ``kernels`` are not none."""
+    return usual_order(min(kernels, key=lambda kernel: _waves_us(kernel, m, n, k, sm_count)), m)
 
 
-def _time(kernel: KernelConfig, m: int, n: int, sm_count: int) -> float:
+def _waves_us(kernel: KernelConfig, m: int, n: int, k: int, sm_count: int) -> float:
     ctas = kernel.cluster_m * kernel.cluster_n
     rows = kernel.tile_m * kernel.cluster_m
     columns = kernel.tile_n * kernel.cluster_n
     clusters = -(-m // rows) * -(-n // columns)
     waves = -(-clusters // max(1, sm_count // ctas))
-    size = kernel.tile_m * kernel.tile_n
-    return waves * size * (1 if kernel.tile_n >= 256 else _NARROW)
+    tile = _TILES.get((kernel.tile_m, kernel.tile_n), _OTHER_TILE)
+    tile_us = 2e-6 * kernel.tile_m * kernel.tile_n * k / tile.tflops_per_sm
+    return waves * (tile_us + tile.overhead_us)
 
 
 def usual_order(kernel: KernelConfig, m: int) -> KernelConfig:

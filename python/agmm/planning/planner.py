@@ -274,7 +274,7 @@ class Planner:
                 raise ValueError("no kernel to choose from")
             return Found(UNFUSED, "no kernel of this build serves it")
         sm_count = problem.sm_count or cost_model.constants(problem.gpu).sm_count
-        chosen = fp8_kernels.choose(kernels, problem.m, problem.n, sm_count)
+        chosen = fp8_kernels.choose(kernels, problem.m, problem.n, problem.k, sm_count)
         return Found(Plan("push", chosen), source)
 
     def _scaled_rows(
