@@ -51,8 +51,8 @@ struct Blocks : Exchange<Element_, kGroupBytes / 4, kStep, kMost> {
     return group < args.groups && is_there(of_rank, group);
   }
 
-  /// Calls `body(g[kTogether])` with the groups of this thread in a block; those that a segment
-  /// does not have are beyond its end.
+  /// Calls `body(g[kTogether], is_last)` with the groups of this thread in a block; those that a
+  /// segment does not have are beyond its end.
   template <class Body>
   CUTLASS_DEVICE void each_group(int32_t block, Body const& body) const {
     CUTLASS_PRAGMA_NO_UNROLL
@@ -62,15 +62,19 @@ struct Blocks : Exchange<Element_, kGroupBytes / 4, kStep, kMost> {
       for (int j = 0; j < kTogether; ++j) {
         g[j] = i + j < args.thread_groups ? group_at(block, i + j) : INT32_MAX;
       }
-      body(g);
+      body(g, i + kTogether >= args.thread_groups);
     }
   }
+
+  // The faults: a signal before its block is written, or while the last of it is not to be seen
+  // yet, as without the release, which a GPU does not show of its own memory.
+  static constexpr bool kSignalsAfter = !kSignalFirst && !kNoFence;
 
   /// A block has been written to all peers by all threads; also an empty one, so that every rank
   /// signals as often.
   CUTLASS_DEVICE void signal_block(int step, int32_t block) const {
     stress_delay(args.rank);
-    if constexpr (!kSignalFirst) __syncthreads();
+    __syncthreads();
     if (int(threadIdx.x) < args.world_size - 1) {
       uint32_t* const word = signal(int(threadIdx.x) + 1, step, args.rank, block);
       if constexpr (kNoFence) {
@@ -79,7 +83,6 @@ struct Blocks : Exchange<Element_, kGroupBytes / 4, kStep, kMost> {
         store_release_system(word, args.tag);
       }
     }
-    if constexpr (kSignalFirst) __syncthreads();
   }
 
   CUTLASS_DEVICE void await_block(int step, int32_t block) const {
@@ -102,7 +105,8 @@ struct Blocks : Exchange<Element_, kGroupBytes / 4, kStep, kMost> {
     int32_t const count = block_count();
     CUTLASS_PRAGMA_NO_UNROLL
     for (int32_t block = int32_t(blockIdx.x); block < count; block += int32_t(gridDim.x)) {
-      each_group(block, [&](int32_t const(&g)[kTogether]) {
+      if constexpr (kSignalFirst) signal_block(0, block);
+      each_group(block, [&](int32_t const(&g)[kTogether], [[maybe_unused]] bool is_last) {
         Group loaded[kMost - 1][kTogether];
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kMost - 1; ++i) {
@@ -111,6 +115,9 @@ struct Blocks : Exchange<Element_, kGroupBytes / 4, kStep, kMost> {
           for (int j = 0; j < kTogether; ++j) {
             if (has(after(i + 1), g[j])) loaded[i][j] = Base::load(after(i + 1), g[j]);
           }
+        }
+        if constexpr (kNoFence) {
+          if (is_last) signal_block(0, block);
         }
         stress_delay(args.rank);
         CUTLASS_PRAGMA_UNROLL
@@ -123,7 +130,7 @@ struct Blocks : Exchange<Element_, kGroupBytes / 4, kStep, kMost> {
           }
         }
       });
-      signal_block(0, block);
+      if constexpr (kSignalsAfter) signal_block(0, block);
     }
     if constexpr (kStep == ExchangeStep::Gather) {
       if (Base::is_in_place()) return;
@@ -139,8 +146,13 @@ struct Blocks : Exchange<Element_, kGroupBytes / 4, kStep, kMost> {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int32_t block = int32_t(blockIdx.x); block < count; block += int32_t(gridDim.x)) {
       if constexpr (!kNoWait) await_block(0, block);
+      constexpr bool kShares = kStep == ExchangeStep::SumAndShare;
+      if constexpr (kShares && kSignalFirst) signal_block(1, block);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int i = 0; i < args.thread_groups; ++i) {
+        if constexpr (kShares && kNoFence) {
+          if (i + 1 == args.thread_groups) signal_block(1, block);
+        }
         int32_t const g = group_at(block, i);
         if (!has(args.rank, g)) continue;
         Group parts[kMost];
@@ -150,7 +162,8 @@ struct Blocks : Exchange<Element_, kGroupBytes / 4, kStep, kMost> {
           parts[source] = source == args.rank ? Base::load(source, g) : received(0, source, g);
         }
         Group const result = Base::sum_of([&](int source) { return parts[source]; });
-        if constexpr (kStep == ExchangeStep::SumAndShare) {
+        if constexpr (kShares) {
+          stress_delay(args.rank);
           CUTLASS_PRAGMA_UNROLL
           for (int distance = 1; distance < kMost; ++distance) {
             if (distance >= args.world_size) break;
@@ -160,7 +173,7 @@ struct Blocks : Exchange<Element_, kGroupBytes / 4, kStep, kMost> {
         Base::store(args.rank, g, result);
       }
       if constexpr (kNoWait) await_block(0, block);
-      if constexpr (kStep == ExchangeStep::SumAndShare) signal_block(1, block);
+      if constexpr (kShares && kSignalsAfter) signal_block(1, block);
     }
   }
 
@@ -169,7 +182,7 @@ struct Blocks : Exchange<Element_, kGroupBytes / 4, kStep, kMost> {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int32_t block = int32_t(blockIdx.x); block < count; block += int32_t(gridDim.x)) {
       if constexpr (!kNoWait) await_block(step, block);
-      each_group(block, [&](int32_t const(&g)[kTogether]) {
+      each_group(block, [&](int32_t const(&g)[kTogether], bool) {
         Group found[kMost - 1][kTogether];
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kMost - 1; ++i) {

@@ -78,12 +78,15 @@ CUTLASS_DEVICE bool add_splits(SplitK const& split_k, int32_t cluster, int32_t s
   bool is_last = any(leads && load_acquire_gpu(arrived) == uint32_t(last));
   // With two parts the order of summation does not matter.
   bool const is_out_of_order = last > 1 && split != last;
-  if (!kEarlySum && (!is_last || is_out_of_order)) store();
+  if ((!kEarlySum || is_last) && (!is_last || is_out_of_order)) store();
   if (!is_last) {
     stress_delay(split);
     sync();
     is_last = any(leads && add_acq_rel_gpu(arrived, 1) == uint32_t(last));
-    if (kEarlySum && (!is_last || is_out_of_order)) store();
+    if constexpr (kEarlySum) {
+      stress_delay(split);
+      if (!is_last || is_out_of_order) store();
+    }
     if (!is_last) return false;
   }
   if (leads) *arrived = 0;

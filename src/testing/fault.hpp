@@ -20,7 +20,7 @@ namespace agmm {
 inline constexpr std::string_view kFault = AGMM_FAULT;
 inline constexpr bool kNoFence = kFault == "no_fence";          // a signal without its fence
 inline constexpr bool kSignalFirst = kFault == "signal_first";  // signals before the rows
-inline constexpr bool kNoCredit = kFault == "no_credit";        // SM push awaits no credit
+inline constexpr bool kNoCredit = kFault == "no_credit";        // data awaits no credit
 inline constexpr bool kNoWait = kFault == "no_wait";            // loads await no signal
 inline constexpr bool kNoSent = kFault == "no_sent";            // ends before the shard is sent
 inline constexpr bool kReadSignal = kFault == "read_signal";    // a tile's signal before its end

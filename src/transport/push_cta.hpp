@@ -105,6 +105,7 @@ CUTLASS_DEVICE void signal_tail(SmPushArgs const& push, PushCta::Queue& queue) {
       item = __shfl_sync(kAllLanes, item, 0);
       if (item >= push.order.tail_count()) return;
       // One for all of them. Its __syncwarp() carries what lane 0 acquired.
+      await_late_credits(push, false);
       if (!is_fenced) fence_items(push);
       is_fenced = true;
       if constexpr (!kSignalFirst) add_to_signals(push, push.order.item(true, item));

@@ -52,11 +52,12 @@ CUTLASS_DEVICE uint32_t look_at_credit(SmPushArgs const& push) {
 /// first warp has the limit, for want of registers: the others have what they wait for when it has.
 CUTLASS_DEVICE void take_credits(SmPushArgs const& push, bool is_first, uint32_t seen,
                                  WaitLimit const& limit) {
+  if constexpr (kNoCredit) return;  // await_late_credits() does
   int const lane = lane_id();
   uint32_t since = 0;
   CUTLASS_PRAGMA_NO_UNROLL
   for (;; seen = look_at_credit(push)) {
-    if (kNoCredit || __all_sync(kAllLanes, seen == 1)) break;
+    if (__all_sync(kAllLanes, seen == 1)) break;
     if (__any_sync(kAllLanes, load_acquire_gpu(push.go) == 1)) break;
     if (is_first) check_credit_wait(seen, lane, push.slot, limit, since);
   }
@@ -123,6 +124,20 @@ CUTLASS_DEVICE void copy_item(SmPushArgs const& push, PushOrder::Item const& ite
   }
 }
 
+/// The fault no_credit: what is copied awaits no credit, but what is signalled does, so that
+/// signals and credits stay in step and wrong elements are all that comes of it. For the first
+/// item, and for all others, which have to wait for its warp.
+CUTLASS_DEVICE void await_late_credits(SmPushArgs const& push, bool is_first) {
+  if constexpr (kNoCredit) {
+    while (is_first && !__all_sync(kAllLanes, look_at_credit(push) == 1)) {
+    }
+    __syncwarp();
+    if (is_first && lane_id() == 0) store_release_gpu(push.go, 1);
+    while (!__any_sync(kAllLanes, load_acquire_gpu(push.go) == 1)) {
+    }
+  }
+}
+
 /// The lane's fence, after which it may add to signals.
 CUTLASS_DEVICE void fence_items(SmPushArgs const& push) {
   __syncwarp();
@@ -140,6 +155,7 @@ CUTLASS_DEVICE void add_to_signals(SmPushArgs const& push, PushOrder::Item const
 
 CUTLASS_DEVICE void signal_item(SmPushArgs const& push, PushOrder::Item const& item) {
   stress_delay_warp(push.rank);
+  await_late_credits(push, item.part == 0 && item.chunk == 0 && item.round == 0);
   if (item.part == 0 && item.chunk == 0) {
     // No credit is reset before somebody has seen all of them. The first item's warp has; in the
     // second round this is another one, and waits for it, whose own wait has the limit.
@@ -197,11 +213,20 @@ CUTLASS_DEVICE void push_items(SmPushArgs const& push, int item, bool is_copied)
   for (; item < push.order.count(kTail); is_copied = false) {
     if constexpr (kSignalFirst) signal_item(push, push.order.item(kTail, item));
     stress_delay_warp(push.rank);
-    if (!is_copied) copy_item<kWarp, 4>(push, push.order.item(kTail, item), lane_id());
+    // With the fault half of the lanes' stores are not to be seen yet when the signal is.
+    if (!is_copied && (!kNoFence || lane_id() < kWarp / 2)) {
+      copy_item<kWarp, 4>(push, push.order.item(kTail, item), lane_id());
+    }
     asm volatile("" : "+r"(item));  // what follows from it is computed again, not kept in registers
     uint32_t const next = claim<kTail>(push);
     // Long enough to hide the claim.
     if constexpr (!kSignalFirst) signal_item(push, push.order.item(kTail, item));
+    if constexpr (kNoFence) {
+      stress_delay_warp(push.rank);
+      if (!is_copied && lane_id() >= kWarp / 2) {
+        copy_item<kWarp, 4>(push, push.order.item(kTail, item), lane_id());
+      }
+    }
     item = __shfl_sync(kAllLanes, int(next), 0);
   }
 }
@@ -254,7 +279,7 @@ CUTLASS_DEVICE void claim_first_item(SmPushArgs const& push, FirstItem& first) {
   if (!has_credits) has_credits = __any_sync(kAllLanes, load_acquire_gpu(push.go) == 1);
   __syncwarp();
   if (lane_id() == 0) {
-    if (claimed == 0 && has_credits) store_release_gpu(push.go, 1);
+    if (claimed == 0 && has_credits && !kNoCredit) store_release_gpu(push.go, 1);
     first = {int32_t(claimed), push.consumers_copy && has_credits && !kSignalFirst};
   }
 }

@@ -186,6 +186,7 @@ struct TilePush {
     bulk_wait<0>();
     virtual_link_wait(passed);
     stress_delay(push.tiles.rank);
+    await_late_credit(push);
     if constexpr (!kReadSignal) store_release_system(peer.signals + tile, push.tag);
   }
 
@@ -338,7 +339,7 @@ struct TilePush {
     stress_delay(push.tiles.rank);
     uint32_t since = 0;
     int const place = lane_id();
-    if (place < push.tiles.world_size - 1 && !kNoCredit) {
+    if (place < push.tiles.world_size - 1) {
       CUTLASS_PRAGMA_NO_UNROLL
       for (;;) {
         uint32_t const seen = load_acquire_system(push.credits + place);
@@ -356,19 +357,17 @@ struct TilePush {
   /// That of the others.
   CUTLASS_DEVICE static void await_go(TilePushArgs const& push) {
     stress_delay(push.tiles.rank);
-    if (lane_id() == 0) {
-      uint32_t since = 0;
-      CUTLASS_PRAGMA_NO_UNROLL
-      while (load_acquire_gpu(push.go) != 1) {
-        // The first CTA reports, which knows whose credit is missing; should it not run, this one.
-        if (waited_units(since) > 2 * limit_units(push.limit) + kLateUnits) {
-          report_and_stop(push.limit, WaitReport::Timeout, -1, -1, 0, 1,
-                          uint64_t(waited_units(since)) << kLogWaitUnitNs);
-        }
-      }
-    }
+    if (!kNoCredit && lane_id() == 0) look_for_go(push);
     __syncwarp();
     fence_proxy_async_global();
+  }
+
+  /// Before a signal. With the fault all CTAs but the first write without a credit, and await it
+  /// here: signals and credits stay in step, and wrong elements are all that comes of it.
+  CUTLASS_DEVICE static void await_late_credit(TilePushArgs const& push) {
+    if constexpr (kNoCredit) {
+      if (!takes_credits()) look_for_go(push);
+    }
   }
 
   /// Where several CTAs share a tile's K: the consumers tell their sender whether the whole sum is
@@ -402,6 +401,18 @@ struct TilePush {
       bulk_wait<(1 << 4) - 1>();
     } else {
       bulk_wait<(1 << 5) - 1>();
+    }
+  }
+
+  CUTLASS_DEVICE static void look_for_go(TilePushArgs const& push) {
+    uint32_t since = 0;
+    CUTLASS_PRAGMA_NO_UNROLL
+    while (load_acquire_gpu(push.go) != 1) {
+      // The first CTA reports, which knows whose credit is missing; should it not run, this one.
+      if (waited_units(since) > 2 * limit_units(push.limit) + kLateUnits) {
+        report_and_stop(push.limit, WaitReport::Timeout, -1, -1, 0, 1,
+                        uint64_t(waited_units(since)) << kLogWaitUnitNs);
+      }
     }
   }
 

@@ -167,6 +167,7 @@ struct TileReturn
     ScatterTiles const& tiles = push.tiles;
     virtual_link_wait(sent.passed);
     stress_delay(tiles.rank);
+    Push::await_late_credit(push);
     if (sent.owner == tiles.rank) {
       fence_acq_rel_system();  // once for all
       CUTLASS_PRAGMA_NO_UNROLL

@@ -55,10 +55,8 @@ class Kind:
     def inputs(self, world_size: int) -> list[torch.Tensor]:
         """Of each rank, NaN around it."""
         is_scatter = self.op == _core.CollectiveOp.reduce_scatter
-        return [
-            _inside(torch.randn(self.count * (world_size if is_scatter else 1)), self)
-            for _ in range(world_size)
-        ]
+        size = self.count * (world_size if is_scatter else 1)
+        return [_inside(torch.randn(size, device="cuda"), self) for _ in range(world_size)]
 
     def empty_outs(self, world_size: int) -> list[torch.Tensor]:
         is_gather = self.op == _core.CollectiveOp.all_gather
@@ -209,13 +207,19 @@ def wrong_calls(world_size: int, counts: Sequence[int], turns: int) -> list[str]
     return [*found, *([f"{left} words left behind"] if left else [])]
 
 
-def wrong_in_turn(world_size: int, calls: int, seed: int) -> list[str]:
+def wrong_in_turn(
+    world_size: int,
+    calls: int,
+    seed: int,
+    methods: Sequence[_core.CollectiveMethod] = METHODS,
+) -> list[str]:
     """Calls of random kinds and grids, enqueued rank by rank without a pause, so that ranks get
     ahead of others: what was wrong."""
     draw = random.Random(seed)
     ranks = StandIn(world_size)
     most = torch.cuda.get_device_properties(0).multi_processor_count // world_size
-    every = list(kinds((1, 7, 13, 60, 1001, 3000, 30_000, 200_000)))
+    counts = (1, 7, 13, 60, 1001, 3000, 30_000, 200_000)
+    every = [kind for kind in kinds(counts) if kind.method in methods]
     drawn = [(draw.choice(every), draw.choice((0, 1, 2, 5, most))) for _ in range(calls)]
     inputs = [kind.inputs(world_size) for kind, _ in drawn]
     outs = [kind.empty_outs(world_size) for kind, _ in drawn]

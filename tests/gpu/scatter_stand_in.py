@@ -179,13 +179,19 @@ class Together:
         self.memory = [symmetric_memory(world_size, part_bytes) for _ in range(world_size)]
         torch.cuda.synchronize()
         places = [memory.data_ptr() for memory in self.memory]
-        # Clusters of two need pairs.
-        self.sms = sms // world_size // 2 * 2 - 2
+        # Clusters of two need pairs, of which each part of the GPU may lack one.
+        self.sms = (sms - 10) // world_size // 2 * 2
         self.cores = [
             _core.CudaScatterWorkspace(rank, places, part_bytes, sms - self.sms)
             for rank in range(world_size)
         ]
         self.streams = [torch.cuda.Stream() for _ in range(world_size)]
+        # Loading a kernel may wait for all that runs: for a rank that waits for one to be called.
+        for stream in self.streams:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(1)
+                torch.zeros(1, device="cuda").fill_(torch.nan)
+        torch.cuda.synchronize()
 
     def enqueue(
         self, whats: Sequence[Products], config: KernelConfig, *, is_all_reduce: bool = False
@@ -351,7 +357,10 @@ class _Work:
             self.expected = [[torch.cat(parts)] * world_size for parts in self.expected]
         # In memory that is there: an allocation may wait for kernels that wait for a rank to be
         # called.
-        self.outs = [empty_out(what, 1 if is_all_reduce else world_size) for what in self.sets[0]]
+        self.outs = [
+            [empty_out(what, 1 if is_all_reduce else world_size) for what in self.sets[0]]
+            for _ in range(IN_A_ROW)
+        ]
         self.which = 0
 
     def other_data(self, draw: random.Random) -> tuple[list[Products], list[torch.Tensor]]:
@@ -362,10 +371,13 @@ class _Work:
 
 WRONG = 3
 """The program's exit code where `stress` finds a wrong element."""
+IN_A_ROW = 10
+"""Calls of a rank with nothing between, enqueued rank by rank, so that ranks get ahead."""
 
 
 def stress(calls: int, seed: int, world_size: int = 3) -> None:
-    """Each call with other data than the one before."""
+    """Each call with other data than the one before; raises SystemExit(WRONG) at the first wrong
+    element."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     ranks = Together(world_size, 4 << 20)
@@ -382,26 +394,33 @@ def stress(calls: int, seed: int, world_size: int = 3) -> None:
     for rank, stream in enumerate(ranks.streams):  # what comparing takes is there as well
         with torch.cuda.stream(stream):
             for work in works:
-                wrong[rank] += (work.outs[rank].fill_(torch.nan) != work.outs[rank]).sum()
+                out = work.outs[0][rank].fill_(torch.nan)
+                wrong[rank] += (out != work.expected[0][rank]).sum()
     torch.cuda.synchronize()
     wrong.zero_()
     torch.cuda.synchronize()
-    for _ in range(calls):
-        work = draw.choice(works)
-        whats, expected = work.other_data(draw)
-        config = draw.choice(work.configs)
-        for rank, (core, stream) in enumerate(zip(ranks.cores, ranks.streams, strict=True)):
+    for begin in range(0, calls, IN_A_ROW):
+        turns = []
+        for turn in range(min(IN_A_ROW, calls - begin)):
+            work = draw.choice(works)
+            turns.append((work, work.outs[turn], draw.choice(work.configs), *work.other_data(draw)))
+        for rank in draw.sample(range(world_size), world_size):
+            stream = ranks.streams[rank]
             with torch.cuda.stream(stream):
-                if draw.random() < 0.3:
-                    torch.cuda._sleep(draw.randrange(1, 400_000))
-                out = work.outs[rank].fill_(torch.nan)
-                sms = work.all_reduce_sms
-                enqueue(core, whats[rank], out, config, stream, all_reduce_sms=sms)
-                wrong[rank] += (out != expected[rank]).sum()  # NaN too
-    torch.cuda.synchronize()
-    if int(wrong.sum()):
-        print(f"{wrong.tolist()} wrong elements by rank in {calls} calls", file=sys.stderr)
-        raise SystemExit(WRONG)
+                for _, outs, *_ in turns:
+                    outs[rank].fill_(torch.nan)
+                for work, outs, config, whats, _ in turns:
+                    if draw.random() < 0.3:
+                        torch.cuda._sleep(draw.randrange(1, 400_000))
+                    sms, core = work.all_reduce_sms, ranks.cores[rank]
+                    enqueue(core, whats[rank], outs[rank], config, stream, all_reduce_sms=sms)
+                for _, outs, _, _, expected in turns:
+                    wrong[rank] += (outs[rank] != expected[rank]).sum()  # NaN too
+        torch.cuda.synchronize()
+        if int(wrong.sum()):
+            made = f"{begin + len(turns)} of {calls} calls"
+            print(f"{wrong.tolist()} wrong elements by rank in {made}", file=sys.stderr)
+            raise SystemExit(WRONG)
 
 
 if __name__ == "__main__":
