@@ -57,7 +57,17 @@ CHECK_NAN: Final = Variable(
 )
 NAN_MODES: Final = ("off", "warn", "raise")
 RUN_TIME: Final = (
-    *(TIMEOUT_S, WARN_S, COMMIT, CACHE_DIR, CACHE, SHARED_GPUS, RESERVED_SMS, EARLY_START, CHECK_NAN),
+    *(
+        TIMEOUT_S,
+        WARN_S,
+        COMMIT,
+        CACHE_DIR,
+        CACHE,
+        SHARED_GPUS,
+        RESERVED_SMS,
+        EARLY_START,
+        CHECK_NAN,
+    ),
 )
 BUILD_TIME: Final = (
     Variable("AGMM_CUDA", "AUTO", "the CUDA kernels: AUTO (where nvcc is found), ON or OFF"),
