@@ -1,7 +1,8 @@
 """Check the machine code of the CUDA kernels in a built `agmm._core`.
 
 Every kernel must be sm_90a code that multiplies with warpgroup instructions (HGMMA, of fp8 QGMMA)
-and keeps its values in registers (no local memory, no LDL or STL).
+and keeps its values in registers (no local memory, no LDL or STL). Those that may be launched
+before the kernel ahead has ended wait for it (ACQBULK).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GEMM_SYMBOL = "PersistentAsyncInputScheduler"
+EARLY_SYMBOL = "18async_input_kernel"
 
 
 @dataclass
@@ -30,6 +32,7 @@ class Kernel:
     local_bytes: int = 0
     gmma: int = 0
     local_accesses: int = 0
+    waits: int = 0
 
     @property
     def is_gemm(self) -> bool:
@@ -43,6 +46,8 @@ class Kernel:
             found.append(f"built for {self.arch}, wanted sm_90a")
         if self.is_gemm and self.gmma == 0:
             found.append("no HGMMA or QGMMA instruction")
+        if EARLY_SYMBOL in self.name and self.waits == 0:
+            found.append("no ACQBULK instruction")
         if self.is_gemm and self.local_accesses:
             found.append(f"{self.local_accesses} LDL or STL instructions, wanted 0")
         if self.is_gemm and self.local_bytes:
@@ -108,6 +113,8 @@ def parse(resource_usage: str, sass: str) -> list[Kernel]:
                 current.gmma += 1
             elif match[1] in ("LDL", "STL"):
                 current.local_accesses += 1
+            elif match[1] == "ACQBULK":
+                current.waits += 1
     return sorted(kernels.values(), key=lambda kernel: kernel.name)
 
 

@@ -44,6 +44,12 @@ RESERVED_SMS: Final = Variable(
     "multiprocessors that matmuls leave to kernels of other groups: a number, or auto, which is 8 "
     "where the process is in other NCCL groups than the default one, else 0",
 )
+EARLY_START: Final = Variable(
+    "AGMM_EARLY_START",
+    "on",
+    "off: a matmul that gathers nothing is not set up while the kernel ahead of it in its stream "
+    "still runs",
+)
 CHECK_NAN: Final = Variable(
     "AGMM_CHECK_NAN",
     "off",
@@ -51,7 +57,17 @@ CHECK_NAN: Final = Variable(
 )
 NAN_MODES: Final = ("off", "warn", "raise")
 RUN_TIME: Final = (
-    *(TIMEOUT_S, WARN_S, COMMIT, CACHE_DIR, CACHE, SHARED_GPUS, RESERVED_SMS, CHECK_NAN),
+    *(
+        TIMEOUT_S,
+        WARN_S,
+        COMMIT,
+        CACHE_DIR,
+        CACHE,
+        SHARED_GPUS,
+        RESERVED_SMS,
+        EARLY_START,
+        CHECK_NAN,
+    ),
 )
 BUILD_TIME: Final = (
     Variable("AGMM_CUDA", "AUTO", "the CUDA kernels: AUTO (where nvcc is found), ON or OFF"),
@@ -94,7 +110,7 @@ def check() -> None:
     measures something, and not in each of its calls."""
     timeout_s()
     warn_s()
-    for variable in (CACHE, SHARED_GPUS):
+    for variable in (CACHE, SHARED_GPUS, EARLY_START):
         is_on(variable)
     reserved_sms()
     check_nan()

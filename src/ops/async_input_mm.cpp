@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
 
@@ -15,6 +16,15 @@
 namespace agmm {
 
 namespace {
+
+/// AGMM_EARLY_START, which Python checks (_env.py).
+bool may_start_early() {
+  static bool const may = [] {
+    char const* const value = std::getenv("AGMM_EARLY_START");
+    return value == nullptr || std::string(value) != "off";
+  }();
+  return may;
+}
 
 KernelEntry const* find_kernel(AsyncInputArgs const& args) {
   for (std::size_t i = 0; i < kKernelCount; ++i) {
@@ -154,6 +164,7 @@ PreparedMatmul prepare(CallSpec const& given) {
 PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& args) {
   CallSpec call;
   call.matmul = args;
+  call.starts_early = may_start_early();
   return prepare(call);
 }
 

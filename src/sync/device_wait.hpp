@@ -53,6 +53,12 @@ CUTLASS_DEVICE uint32_t add_acq_rel_gpu(uint32_t* word, uint32_t value) {
 
 CUTLASS_DEVICE void fence_acq_rel_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
+/// Where a kernel may start before the one ahead of it in its stream has ended (CallSpec): until
+/// that one has, and all it wrote is visible to this grid. Elsewhere it returns at once.
+CUTLASS_DEVICE void wait_for_previous_kernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 /// Between the acquire of a signal and TMA loads of what it announced.
 CUTLASS_DEVICE void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");

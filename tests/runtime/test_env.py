@@ -26,6 +26,7 @@ def test_switch(monkeypatch: pytest.MonkeyPatch, value: str | None, wanted: bool
         ("AGMM_WARN_S", "-1"),
         ("AGMM_CACHE", "maybe"),
         ("AGMM_SHARED_GPUS", "yes"),
+        ("AGMM_EARLY_START", "no"),
         ("AGMM_RESERVED_SMS", "-1"),
         ("AGMM_RESERVED_SMS", "all"),
     ],

@@ -81,6 +81,21 @@ def test_faults_are_named(arch: str, local: int, instruction: str, faults: list[
     assert kernel.faults() == faults
 
 
+@pytest.mark.parametrize(("instruction", "faults"), [("ACQBULK", 0), ("NOP", 1)])
+def test_a_kernel_that_starts_early_has_to_wait(instruction: str, faults: int) -> None:
+    name = "_ZN4agmm18async_input_kernelI29PersistentAsyncInputScheduler"
+    (kernel,) = check_machine_code.parse(
+        RESOURCE_USAGE.format(arch="sm_90a", local=0).replace(
+            "gemm_PersistentAsyncInputScheduler", name
+        ),
+        SASS.format(arch="sm_90a", instruction=instruction).replace(
+            "gemm_PersistentAsyncInputScheduler", name
+        )
+        + "        /*1a20*/                   HGMMA.64x256x16 R24, R24 ;\n",
+    )
+    assert kernel.faults() == ["no ACQBULK instruction"] * faults
+
+
 def _inspected(folder: Path) -> list[Any]:
     return list(check_machine_code.inspect(check_machine_code.installed_core()))
 

@@ -35,6 +35,7 @@ struct AsyncInput {
   TileTimes* tile_times = nullptr;  // null: not recorded
   FastDiv tiles_n{};
   int32_t k_tiles = 0;
+  bool starts_early = false;  // for the launch
 };
 
 /// Tells CUTLASS's kernels that the mainloop has work for their fourth producer warp.
@@ -253,6 +254,7 @@ struct AsyncInputMainloop : Base {
     if constexpr (kSwapped) prefetch_signals(params.input.arrival);
     if (kConsumersPush && params.push.shard != nullptr &&
         cutlass::canonical_warp_idx_sync() == kConsumers / cutlass::NumThreadsPerWarp) {
+      wait_for_previous_kernel();
       agmm::claim_first_item(params.push, storage.first_item);
     }
   }
@@ -295,8 +297,11 @@ struct AsyncInputMainloop : Base {
     if constexpr (!kSplitsInCluster) Base::mma_tail(pipeline, smem_pipe_release, k_tile_count);
   }
 
+  /// For all threads of a CTA with a tile, when its barriers are made. What comes before reads the
+  /// kernel's parameters and asks for lines of L2, no more.
   template <class ProblemShape_MNKL>
   CUTLASS_DEVICE auto load_init(ProblemShape_MNKL const& problem, Params const& params) {
+    wait_for_previous_kernel();
     params_ = &params;
     return Base::load_init(problem, params);
   }
@@ -471,6 +476,7 @@ struct AsyncInputMainloop : Base {
   /// The whole work of a CTA without a tile.
   CUTLASS_DEVICE static void push_only(Params const& params, int32_t ctas_with_tiles,
                                        char* shared_memory) {
+    wait_for_previous_kernel();
     auto& queue = *reinterpret_cast<PushCta::Queue*>(shared_memory);
     // When most of the warps that push the head have found no more of it. Where consumers claim
     // the first items, only the warps of CTAs that got one go on.

@@ -209,6 +209,7 @@ struct KernelInstance {
     input.tile_times = mm.tile_times;
     input.tiles_n = FastDiv(ceil_div(mm.problem.n, TileN));
     input.k_tiles = ceil_div(mm.problem.k, TileK);
+    input.starts_early = call.starts_early;
     return input;
   }
 
@@ -326,18 +327,37 @@ struct KernelInstance {
   }
 
   // Not by CUTLASS's launcher, which sets an attribute of the kernel at every cluster launch.
+  //
+  // Programmatic launch: CTAs may begin while the last ones of the kernel ahead in the stream end.
+  // Invariant: every thread executes griddepcontrol.wait before its first access to memory that any
+  // kernel writes or reads, and that returns when the kernel ahead has ended, which itself has
+  // waited for those ahead of it, and their writes are visible. Before it are the barriers in
+  // shared memory, prefetches of TMA descriptors and of lines into L2, where writes meet them, and
+  // reads of parameters, which no kernel writes. So the order of accesses is that of the stream,
+  // whatever the kernel ahead is. The kernel never triggers the next one, whose CTAs would take the
+  // place of kernels that this one may wait for. Where what is ahead is no kernel, an event's wait
+  // or a copy, the attribute says nothing, in graphs too.
   static int launch(void* params, void* stream) {
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
+    cudaLaunchAttribute attributes[2]{};
+    unsigned count = 0;
     dim3 const ctas = KernelInstance::cluster(*static_cast<Params*>(params));
-    cluster.val.clusterDim = {ctas.x, ctas.y, ctas.z};
+    if (ctas.x * ctas.y != 1) {
+      cudaLaunchAttribute& cluster = attributes[count++];
+      cluster.id = cudaLaunchAttributeClusterDimension;
+      cluster.val.clusterDim = {ctas.x, ctas.y, ctas.z};
+    }
+    if (static_cast<Params*>(params)->mainloop.input.starts_early) {
+      cudaLaunchAttribute& early = attributes[count++];
+      early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      early.val.programmaticStreamSerializationAllowed = 1;
+    }
     cudaLaunchConfig_t config{};
     config.gridDim = grid(*static_cast<Params*>(params));
     config.blockDim = GemmKernel::get_block_shape();
     config.dynamicSmemBytes = GemmKernel::SharedStorageSize;
     config.stream = static_cast<cudaStream_t>(stream);
-    config.attrs = &cluster;
-    config.numAttrs = ctas.x * ctas.y == 1 ? 0 : 1;
+    config.attrs = attributes;
+    config.numAttrs = count;
     return cudaLaunchKernelExC(
         &config, reinterpret_cast<void const*>(async_input_kernel<GemmKernel>), &params);
   }

@@ -255,6 +255,7 @@ void equality() {
       {"rounds", [](CallSpec& c) { c.push.order.rounds = 2; }},
       {"go", [&](CallSpec& c) { c.push.go = word; }},
       {"swizzle", [](CallSpec& c) { c.matmul.config.max_swizzle = 2; }},
+      {"early", [](CallSpec& c) { c.starts_early = true; }},
       {"sent", [&](CallSpec& c) { c.release.sent = word; }},
       {"limit", [](CallSpec& c) { c.matmul.limit_ns = 1; }},
       {"signals", [&](CallSpec& c) { c.matmul.arrival.signals = word; }},
