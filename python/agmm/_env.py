@@ -46,9 +46,9 @@ RESERVED_SMS: Final = Variable(
 )
 EARLY_START: Final = Variable(
     "AGMM_EARLY_START",
-    "on",
-    "off: a matmul that gathers nothing is not set up while the kernel ahead of it in its stream "
-    "still runs",
+    "off",
+    "on: a matmul that gathers nothing is set up while the kernel ahead of it in its stream still "
+    "runs",
 )
 CHECK_NAN: Final = Variable(
     "AGMM_CHECK_NAN",

@@ -21,7 +21,7 @@ namespace {
 bool may_start_early() {
   static bool const may = [] {
     char const* const value = std::getenv("AGMM_EARLY_START");
-    return value == nullptr || std::string(value) != "off";
+    return value != nullptr && std::string(value) == "on";
   }();
   return may;
 }
