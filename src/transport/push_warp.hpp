@@ -129,11 +129,15 @@ CUTLASS_DEVICE void copy_item(SmPushArgs const& push, PushOrder::Item const& ite
 /// item, and for all others, which have to wait for its warp.
 CUTLASS_DEVICE void await_late_credits(SmPushArgs const& push, bool is_first) {
   if constexpr (kNoCredit) {
+    constexpr uint32_t kLimitUnits = 60'000'000'000ull >> kLogWaitUnitNs;  // a minute
+    uint32_t since = 0;
     while (is_first && !__all_sync(kAllLanes, look_at_credit(push) == 1)) {
+      if (waited_units(since) > kLimitUnits) __trap();
     }
     __syncwarp();
     if (is_first && lane_id() == 0) store_release_gpu(push.go, 1);
     while (!__any_sync(kAllLanes, load_acquire_gpu(push.go) == 1)) {
+      if (waited_units(since) > kLimitUnits) __trap();
     }
   }
 }

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +11,6 @@ from agmm import _core
 from agmm.testing.ranks import RankPool
 
 HERE = Path(__file__).parent
-# The order of accesses that it could break is what these tests look at.
-os.environ.setdefault("AGMM_EARLY_START", "on")
 FAULT_TESTS = "test_faults.py"
 
 

@@ -330,13 +330,13 @@ struct KernelInstance {
   //
   // Programmatic launch: CTAs may begin while the last ones of the kernel ahead in the stream end.
   // Invariant: every thread executes griddepcontrol.wait before its first access to memory that any
-  // kernel writes or reads, and that returns when the kernel ahead has ended, which itself has
-  // waited for those ahead of it, and their writes are visible. Before it are the barriers in
-  // shared memory, prefetches of TMA descriptors and of lines into L2, where writes meet them, and
-  // reads of parameters, which no kernel writes. So the order of accesses is that of the stream,
-  // whatever the kernel ahead is. The kernel never triggers the next one, whose CTAs would take the
-  // place of kernels that this one may wait for. Where what is ahead is no kernel, an event's wait
-  // or a copy, the attribute says nothing, in graphs too.
+  // kernel writes or reads, and that returns when the kernel ahead has ended and its writes are
+  // visible. It has to have waited for those ahead of it: every ordinary launch has, and one that
+  // is programmatic itself by this instruction; where it leaves that out, so does the order. Before
+  // it are the barriers in shared memory, prefetches of TMA descriptors and of lines into L2, where
+  // writes meet them, and reads of parameters, which no kernel writes. The kernel never triggers
+  // the next one, whose CTAs would take the place of kernels that this one may wait for. Where what
+  // is ahead is no kernel, an event's wait or a copy, the attribute says nothing, in graphs too.
   static int launch(void* params, void* stream) {
     cudaLaunchAttribute attributes[2]{};
     unsigned count = 0;
