@@ -9,7 +9,9 @@ namespace py = pybind11;
 
 void bind_cpu(py::module_& m);
 void bind_chunking(py::module_& m);
-void bind_cuda(py::module_& m);
+void bind_kernels(py::module_& m);
+void bind_gather(py::module_& m);
+void bind_scatter(py::module_& m);
 void bind_collectives(py::module_& m);
 void bind_quantize(py::module_& m);
 
@@ -21,7 +23,9 @@ PYBIND11_MODULE(_core, m) {
   m.attr("virtual_link_gbs") = agmm::kVirtualLinkGBs;  // 0 in a build for use
   bind_cpu(m);
   bind_chunking(m);
-  bind_cuda(m);
+  bind_kernels(m);
+  bind_gather(m);
+  bind_scatter(m);
   bind_collectives(m);
   bind_quantize(m);
 }

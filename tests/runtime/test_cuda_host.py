@@ -23,7 +23,10 @@ CORE = tuple(
     for source in (REPOSITORY / "src" / role).glob("*.cpp")
 )
 FAKE = HERE / "fake_cuda.cpp"
-BINDINGS = (REPOSITORY / "src" / "bindings" / "bind_cuda.cpp", HERE / "fake_core.cpp")
+BINDINGS = (
+    *(REPOSITORY / f"src/bindings/bind_{part}.cpp" for part in ("kernels", "gather", "scatter")),
+    HERE / "fake_core.cpp",
+)
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 
 

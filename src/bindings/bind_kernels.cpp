@@ -1,0 +1,149 @@
+// agmm._core: shapes of kernels, and what those of this build can do; without CUDA there are none.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "agmm/async_input_mm.hpp"
+#include "agmm/fused_matmul_reduce_scatter.hpp"
+#include "bindings/bindings.hpp"
+#include "gemm/kernel_facts.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+using agmm::DType;
+using agmm::KernelConfig;
+using agmm::KernelFacts;
+
+KernelConfig make_config(int tile_m, int tile_n, int tile_k, int cluster_m, int cluster_n,
+                         const std::string& schedule, int max_swizzle, const std::string& raster,
+                         bool timed, int splits, bool swapped) {
+  KernelConfig config;
+  config.shape = {tile_m, tile_n, tile_k, cluster_m, cluster_n, agmm::parse_schedule(schedule),
+                  timed,  swapped};
+  config.max_swizzle = max_swizzle;
+  config.raster = agmm::parse_raster(raster);
+  config.splits = splits;
+  return config;
+}
+
+// As plans name them.
+std::string name_of(agmm::BLayout b_layout) {
+  return b_layout == agmm::BLayout::ColumnMajor ? "column" : "row";
+}
+
+std::vector<std::string> layouts_that_store_a(const KernelConfig& config) {
+  std::vector<std::string> found;
+  for (const agmm::BLayout b_layout : {agmm::BLayout::ColumnMajor, agmm::BLayout::RowMajor}) {
+    if (agmm::can_store_a(config.shape, b_layout)) found.push_back(name_of(b_layout));
+  }
+  return found;
+}
+
+// Each shape once, of kernels whose operands are of 16 bits.
+std::vector<KernelConfig> shapes_of(const std::vector<KernelFacts>& kernels) {
+  std::vector<KernelConfig> configs;
+  for (const KernelFacts& facts : kernels) {
+    if (agmm::is_fp8(facts.dtype)) continue;
+    const bool is_known =
+        std::any_of(configs.begin(), configs.end(),
+                    [&](const KernelConfig& config) { return config.shape == facts.shape; });
+    if (!is_known) configs.push_back({facts.shape, 1, agmm::Raster::AlongM});
+  }
+  return configs;
+}
+
+}  // namespace
+
+void bind_kernels(py::module_& m) {
+#ifdef AGMM_WITH_CUDA
+  m.attr("cuda_built") = true;
+#else
+  m.attr("cuda_built") = false;
+#endif
+  py::enum_<DType>(m, "DType",
+                   "The element types of the kernels, by torch's names; in fp8 A's and "
+                   "B's.")
+      .value("bfloat16", DType::BFloat16)
+      .value("float16", DType::Float16)
+      .value("float8_e4m3fn_float8_e4m3fn", DType::E4M3)
+      .value("float8_e4m3fn_float8_e5m2", DType::E4M3ByE5M2)
+      .value("float8_e5m2_float8_e4m3fn", DType::E5M2ByE4M3);
+  py::enum_<agmm::Accumulation>(
+      m, "Accumulation",
+      "How sums of fp8 products are kept and scaled: by the tensor cores, "
+      "promoted every 128 of K, or promoted with the scales of blocks.")
+      .value("fast", agmm::Accumulation::Fast)
+      .value("slow", agmm::Accumulation::Slow)
+      .value("block", agmm::Accumulation::Block)
+      .value("block_1x128", agmm::Accumulation::Block1x128);
+  py::class_<KernelConfig>(m, "KernelConfig", "A kernel shape and its swizzle and raster.")
+      .def(py::init(&make_config), py::arg("tile_m"), py::arg("tile_n"), py::arg("tile_k"),
+           py::arg("cluster_m"), py::arg("cluster_n"), py::arg("schedule"),
+           py::arg("max_swizzle") = 1, py::arg("raster") = "along_m", py::arg("timed") = false,
+           py::arg("splits") = 1, py::arg("swapped") = false)
+      .def_property_readonly("timed", [](const KernelConfig& c) { return c.shape.timed; })
+      .def_property_readonly("swapped", [](const KernelConfig& c) { return c.shape.swapped; })
+      .def_property_readonly("name", [](const KernelConfig& c) { return c.shape.str(); })
+      .def_property_readonly("tile_m", [](const KernelConfig& c) { return c.shape.tile_m; })
+      .def_property_readonly("tile_n", [](const KernelConfig& c) { return c.shape.tile_n; })
+      .def_property_readonly("tile_k", [](const KernelConfig& c) { return c.shape.tile_k; })
+      .def_property_readonly("cluster_m", [](const KernelConfig& c) { return c.shape.cluster_m; })
+      .def_property_readonly("cluster_n", [](const KernelConfig& c) { return c.shape.cluster_n; })
+      .def_property_readonly(
+          "schedule",
+          [](const KernelConfig& c) { return std::string(agmm::to_string(c.shape.schedule)); })
+      .def_property_readonly("can_split",
+                             [](const KernelConfig& c) { return agmm::can_split(c.shape); })
+      .def_property_readonly(
+          "splits_in_cluster",
+          [](const KernelConfig& c) { return agmm::splits_in_cluster(c.shape); },
+          "Whether the CTAs of a tile are a cluster, which takes no scratch.")
+      .def_property_readonly("stores_A", &layouts_that_store_a,
+                             "The layouts of B with which it can store A.")
+      .def_readonly("splits", &KernelConfig::splits)
+      .def_readonly("max_swizzle", &KernelConfig::max_swizzle)
+      .def_property_readonly(
+          "raster", [](const KernelConfig& c) { return std::string(agmm::to_string(c.raster)); })
+      .def("__repr__", [](const KernelConfig& c) {
+        const std::string splits = c.splits == 1 ? "" : "_split" + std::to_string(c.splits);
+        return c.shape.str() + splits + "_swizzle" + std::to_string(c.max_swizzle) + "_" +
+               agmm::to_string(c.raster);
+      });
+  m.def(
+      "kernels", [] { return shapes_of(agmm::built_kernels()); },
+      "The kernels of this build for operands of 16 bits, each shape once; empty without CUDA.");
+  m.def(
+      "scatter_kernels", [] { return shapes_of(agmm::built_scatter_kernels()); },
+      "Those of matmul + reduce-scatter.");
+  m.def(
+      "all_reduce_kernels", [] { return shapes_of(agmm::built_all_reduce_kernels()); },
+      "Those of matmul + all-reduce.");
+  py::class_<KernelFacts>(m, "KernelFacts", "What a kernel of this build can do.")
+      .def_property_readonly("kernel", [](const KernelFacts& f) { return f.shape.str(); })
+      .def_readonly("dtype", &KernelFacts::dtype)
+      .def_property_readonly("b_layout", [](const KernelFacts& f) { return name_of(f.b_layout); })
+      .def_property_readonly("timed", [](const KernelFacts& f) { return f.shape.timed; })
+      .def_readonly("can_split", &KernelFacts::can_split)
+      .def_readonly("can_store_A", &KernelFacts::can_store_a)
+      .def_property_readonly("is_fp8", [](const KernelFacts& f) { return agmm::is_fp8(f.dtype); })
+      .def_readonly("accumulation", &KernelFacts::accumulation)
+      .def_property_readonly(
+          "fast_accum",
+          [](const KernelFacts& f) { return f.accumulation == agmm::Accumulation::Fast; })
+      .def_property_readonly("architecture",
+                             [](const KernelFacts& f) { return std::string(f.architecture); });
+  m.def("scatter_kernel_facts", &agmm::built_scatter_kernels,
+        "As kernel_facts, of the kernels of matmul + reduce-scatter.");
+  m.def("kernel_facts", &agmm::built_kernels,
+        "One entry per kernel of this build: shape, dtype, layout of B and accumulation; empty "
+        "without CUDA.");
+  m.attr("ALIGNMENT") = agmm::kAlignment;
+  m.attr("MAX_CLUSTER_SPLITS") = agmm::kMaxClusterSplits;
+  m.attr("CAPABILITY") = 10 * agmm::kCapabilityMajor + agmm::kCapabilityMinor;
+  m.attr("FP8_ALIGNMENT") = agmm::alignment_of(DType::E4M3);
+}

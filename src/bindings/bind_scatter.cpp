@@ -1,0 +1,203 @@
+// agmm._core: matmul + reduce-scatter on CUDA. Bound in every build; without CUDA the calls refuse.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "agmm/fused_matmul_reduce_scatter.hpp"
+#include "bindings/bindings.hpp"
+#include "bindings/operands.hpp"
+#include "gemm/tile_times.hpp"
+#include "order/lagged_order.hpp"
+#include "order/scatter_tiles.hpp"
+#include "symmetric/scatter_layout.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+using agmm::DType;
+using agmm::FusedMatmulReduceScatter;
+using agmm::KernelConfig;
+using agmm::layout;
+using agmm::limit_ns;
+using agmm::pointer;
+using agmm::ScalesTuple;
+using agmm::ScatterLayout;
+
+// lda, ldb, k
+using ProductTuple = std::tuple<int64_t, int64_t, int>;
+
+// All of a call but where its tensors are: made once for calls that are made often.
+agmm::MatmulScatter scatter_problem(int rows, int n, DType dtype, bool b_column_major,
+                                    const std::vector<ProductTuple>& products, bool is_average,
+                                    const KernelConfig& config, int all_reduce_sms) {
+  agmm::MatmulScatter call;
+  call.rows = rows;
+  call.n = n;
+  call.dtype = dtype;
+  call.b_layout = layout(b_column_major);
+  for (const auto& [lda, ldb, k] : products) {
+    call.products.push_back({nullptr, lda, nullptr, ldb, k});
+  }
+  call.is_average = is_average;
+  call.all_reduce_sms = all_reduce_sms;
+  call.config = config;
+  return call;
+}
+
+bool matmul_reduce_scatter(FusedMatmulReduceScatter& op, const agmm::MatmulScatter& problem,
+                           const std::vector<uintptr_t>& operands, uintptr_t bias, uintptr_t out,
+                           uintptr_t stream, uintptr_t tile_times) {
+  agmm::MatmulScatter call = problem;
+  if (operands.size() != 2 * call.products.size()) {
+    throw std::invalid_argument("operands: found " + std::to_string(operands.size()) +
+                                " addresses, wanted " + std::to_string(2 * call.products.size()));
+  }
+  for (std::size_t i = 0; i < call.products.size(); ++i) {
+    call.products[i].a = pointer<void>(operands[2 * i]);
+    call.products[i].b = pointer<void>(operands[2 * i + 1]);
+  }
+  call.bias = pointer<void>(bias);
+  call.out = pointer<void>(out);
+  call.limit_ns = limit_ns();
+  call.tile_times = pointer<agmm::ScatterTimes>(tile_times);
+  return op(call, pointer<void>(stream));
+}
+
+// a, lda, b, ldb, k
+using ScaledProductTuple = std::tuple<uintptr_t, int64_t, uintptr_t, int64_t, int>;
+
+bool scaled_matmul_reduce_scatter(FusedMatmulReduceScatter& op, const ScaledProductTuple& product,
+                                  const ScalesTuple& scales, int rows, int n, DType dtype,
+                                  agmm::Accumulation accumulation, uintptr_t bias, uintptr_t out,
+                                  bool is_average, const KernelConfig& config, uintptr_t stream) {
+  agmm::MatmulScatter call;
+  call.rows = rows;
+  call.n = n;
+  call.dtype = dtype;
+  const auto& [a, lda, b, ldb, k] = product;
+  call.products.push_back({pointer<void>(a), lda, pointer<void>(b), ldb, k});
+  const auto& [scale_a, a_per_row, of_b] = scales;
+  call.scales = {pointer<float>(scale_a), pointer<float>(std::get<0>(of_b)), a_per_row,
+                 std::get<1>(of_b)};
+  call.accumulation = accumulation;
+  call.bias = pointer<void>(bias);
+  call.out = pointer<void>(out);
+  call.is_average = is_average;
+  call.config = config;
+  call.limit_ns = limit_ns();
+  return op(call, pointer<void>(stream));
+}
+
+// owner, first row of A, rows, first column, tile of the chunk or -1
+using ScatterStep = std::tuple<int, int, int, int, int>;
+
+// For each launch, each tile in the order in which clusters of CTAs take them; that of an
+// all-reduce where `all_reduce_sms` is not 0.
+std::vector<std::vector<ScatterStep>> scatter_steps(int rank, int world_size, int rows, int n,
+                                                    const KernelConfig& config,
+                                                    int all_reduce_sms) {
+  const agmm::KernelShape& shape = config.shape;
+  const int chunk_rows = rows / world_size;
+  const int band = agmm::scatter_band_rows(chunk_rows, world_size, shape);
+  std::vector<std::vector<ScatterStep>> launches;
+  for (int row = 0; row < chunk_rows; row += band) {
+    const agmm::ScatterTiles tiles(rank, world_size, chunk_rows,
+                                   {row, std::min(row + band, chunk_rows)}, n, shape.tile_m,
+                                   shape.tile_n, shape.cluster_m);
+    agmm::ChunkGrid chunks(tiles.padded_rows(), 1, world_size);
+    const agmm::TileOrder order(chunks, n, shape.tile_m * shape.cluster_m,
+                                shape.tile_n * shape.cluster_n, tiles.first_chunk(),
+                                config.max_swizzle, config.raster);
+    agmm::Lag lag;
+    if (all_reduce_sms != 0) {
+      lag = agmm::lag_for(world_size, order.count() / world_size, all_reduce_sms);
+    }
+    const agmm::LaggedTileOrder lagged(order, lag);
+    std::vector<ScatterStep>& steps = launches.emplace_back();
+    for (int step = 0; step < order.count(); ++step) {
+      const agmm::BlockCoord block =
+          all_reduce_sms == 0 ? order.block_at(step) : lagged.block_at(step);
+      for (int i = 0; i < shape.cluster_m * shape.cluster_n; ++i) {
+        const int tile_m = block.m * shape.cluster_m + i % shape.cluster_m;
+        const int tile_n = block.n * shape.cluster_n + i / shape.cluster_m;
+        const int padded_row = tile_m * shape.tile_m;
+        const int in_chunk = tiles.row_of(padded_row);
+        steps.emplace_back(tiles.owner(padded_row), tiles.a_row(padded_row),
+                           std::max(0, std::min(tiles.rows - in_chunk, int(shape.tile_m))),
+                           tile_n * shape.tile_n, tiles.tile(in_chunk / shape.tile_m, tile_n));
+      }
+    }
+  }
+  return launches;
+}
+
+}  // namespace
+
+void bind_scatter(py::module_& m) {
+  py::class_<agmm::MatmulScatter>(m, "ScatterProblem",
+                                  "A matmul + reduce-scatter without its tensors. products: (lda, "
+                                  "ldb, k).")
+      .def(py::init(&scatter_problem), py::arg("rows"), py::arg("n"), py::arg("dtype"),
+           py::arg("b_column_major"), py::arg("products"), py::arg("is_average"), py::arg("config"),
+           py::arg("all_reduce_sms") = 0,
+           "all_reduce_sms: not 0 for an all-reduce, whose order is made for so many "
+           "multiprocessors, the same on all ranks.");
+  py::class_<FusedMatmulReduceScatter, agmm::Held<FusedMatmulReduceScatter>>(
+      m, "CudaScatterWorkspace", "The sums that the ranks of a group send each other.")
+      .def(py::init(&agmm::make_workspace<FusedMatmulReduceScatter>), py::arg("rank"),
+           py::arg("bases"), py::arg("part_bytes"), py::arg("reserved_sms") = 0)
+      .def_static(
+          "workspace_bytes",
+          [](std::size_t part_bytes, int world_size) {
+            return ScatterLayout(part_bytes, world_size).bytes();
+          },
+          py::arg("part_bytes"), py::arg("world_size"))
+      .def_static(
+          "words_offset",
+          [](std::size_t part_bytes, int world_size) {
+            return ScatterLayout(part_bytes, world_size).words_offset();
+          },
+          py::arg("part_bytes"), py::arg("world_size"), "Where the words begin, in bytes.")
+      .def_static(
+          "credit_words",
+          [](int world_size) { return ScatterLayout(0, world_size).credit_words(); },
+          py::arg("world_size"),
+          "The words after the sums that are 1 before the first call; the others are 0.")
+      .def_property_readonly("part_bytes", &FusedMatmulReduceScatter::part_bytes)
+      .def("precede", &agmm::precede<FusedMatmulReduceScatter>, py::arg("stream"),
+           agmm::kPrecedeDoc)
+      .def("matmul_reduce_scatter", &matmul_reduce_scatter, py::arg("problem"), py::arg("operands"),
+           py::arg("bias"), py::arg("out"), py::arg("stream"), py::arg("tile_times") = 0,
+           py::call_guard<py::gil_scoped_release>(),
+           "Enqueues the matmuls, whose kernels send. operands: addresses of A and B, of each "
+           "product in turn. tile_times: of each launch SCATTER_TIMES_BYTES for each rank's tiles. "
+           "Returns whether the stream is being captured.")
+      .def("scaled_matmul_reduce_scatter", &scaled_matmul_reduce_scatter, py::arg("product"),
+           py::arg("scales"), py::arg("rows"), py::arg("n"), py::arg("dtype"),
+           py::arg("accumulation"), py::arg("bias"), py::arg("out"), py::arg("is_average"),
+           py::arg("config"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
+           "The same of one product of fp8 operands, B column-major, out in bfloat16. scales: as "
+           "those of async_input_scaled_mm, for rows and columns or for all.");
+  m.attr("SCATTER_TIMES_BYTES") = sizeof(agmm::ScatterTimes);
+  m.attr("MAX_SCATTER_TILES") = agmm::kMaxScatterTiles;
+  m.def("scatter_steps", &scatter_steps, py::arg("rank"), py::arg("world_size"), py::arg("rows"),
+        py::arg("n"), py::arg("config"), py::arg("all_reduce_sms") = 0,
+        "For each launch of a matmul + reduce-scatter, or of an all-reduce, each tile in order: "
+        "(owner, first row of A, rows, first column, tile of the chunk or -1 where it only pads).");
+  m.def(
+      "scatter_part_bytes",
+      [](int rows, int n, int world_size, const KernelConfig& config, bool is_all_reduce) {
+        return agmm::scatter_part_bytes(rows, n, world_size, config.shape, is_all_reduce);
+      },
+      py::arg("rows"), py::arg("n"), py::arg("world_size"), py::arg("config"),
+      py::arg("is_all_reduce") = false,
+      "Bytes that a matmul + reduce-scatter, or an all-reduce, sends from one rank to another at a "
+      "time.");
+}
