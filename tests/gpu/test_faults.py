@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 
 import collectives_stand_in
-import gpu_work
 import pytest
 import scatter_gpu_work
 import scatter_stand_in
+import stress_work
 from at_hand import GPUS, RANKS, needs_two
 
 from agmm import _core
@@ -22,7 +22,7 @@ SEARCH_S = 180.0
 FIRST_BATCH, LARGEST_BATCH = 10, 1000
 FIRST_OF_PROGRAM = 200
 """Calls of a program's first batch, which end at the first wrong one."""
-WORK = {"no_credit": gpu_work.back_to_back, "no_sent": gpu_work.overwritten}
+WORK = {"no_credit": stress_work.back_to_back, "no_sent": stress_work.overwritten}
 """What finds a fault, where it is not the stress of SM push at its size."""
 OF_SCATTERS = ("no_parts", "read_signal", "no_credit", "no_fence", "early_sum")
 """Faults that the kernels of matmul + reduce-scatter have."""
@@ -119,7 +119,7 @@ def _check(
 @needs_delays("gathers")
 @pytest.mark.timeout(SEARCH_S + 200)
 def test_stress_finds_the_fault(capsys: pytest.CaptureFixture[str]) -> None:
-    work = WORK.get(_core.fault, gpu_work.sm_push_at_its_size)
+    work = WORK.get(_core.fault, stress_work.sm_push_at_its_size)
     with RankPool(min(RANKS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": WAIT_S}) as pool:
         _check(capsys, lambda: _search(lambda *n: _in_ranks(pool, work, *n)), "gathers")
 
