@@ -243,7 +243,7 @@ def test_calls_are_ordered_on_any_stream(events: list[str]) -> None:
                     workspace.all_gather(torch.zeros(200), torch.zeros(100))
             else:
                 big = torch.empty((copies.MOST_BYTES + 4) // 4)
-                workspace.reduce_scatter(big, big, average=False)
+                workspace.reduce_scatter(big, torch.empty(2 * len(big)), average=False)
     calls = ["gather 0", "gather 1", "scatter"]
     assert events == [event for call in calls for event in ("wait", call, "record")]
     for each in (buffers_of, ensured):
@@ -268,16 +268,16 @@ def test_calls_in_turn_are_awaited_up_to_their_last_barrier(
     workspace = copies.ScatterCopies(mock.MagicMock(), torch.device("cuda", 0))
     slots = mock.Mock(core=copies.CudaSlots(handle, 512, 2))
     workspace.slot_bytes = 512
-    x, ordered = torch.zeros(100), mock.Mock()
+    x, out, ordered = torch.zeros(200), torch.zeros(100), mock.Mock()
     with mock.patch.multiple(workspace, buffers_of=lambda _: slots, come_in_turn=ordered):
-        workspace.reduce_scatter(x, x, average=False, in_turn=True)
+        workspace.reduce_scatter(out, x, average=False, in_turn=True)
         in_turn = ["wait", "barrier", "record", "copies", "barrier", "record", "sum", "record"]
         assert events == in_turn
         barriers = ordered.call_args.args[0]
         events.clear()
         barriers.precede(0)
         assert events == ["wait"]
-        workspace.reduce_scatter(x, x, average=False)
+        workspace.reduce_scatter(out, x, average=False)
     assert ordered.call_count == 1
     assert events[1:] == ["wait", "barrier", "copies", "barrier", "sum", "record"]
 

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from agmm import _core
+from agmm.errors import AgmmError, InvalidArgument
 from agmm.planning.cost_model.collectives import MOST_BYTES
 from agmm.runtime import cuda_background, cuda_collectives, groups, symmetric
+from agmm.runtime.copies import CudaSlots, GatherCopies, ScatterCopies
 from agmm.runtime.cuda import CudaWorkspace
 from agmm.runtime.cuda_collectives import SLOT_BYTES, CollectivesWorkspace
 from agmm.runtime.symmetric import Buffers
@@ -79,6 +81,7 @@ class Gpu:
         made.name = name
         made.wait_stream = lambda other: self.done.append(f"{name} waits for {other.name}")
         made.wait_event = lambda event: self.done.append(f"{name} waits for {event.name}")
+        made.synchronize = lambda: self.done.append(f"{name} is synchronized")
         return made
 
 
@@ -213,6 +216,87 @@ def test_a_refused_call_leaves_the_order_as_it_was(make: Make, gpu: Gpu) -> None
     core_of(second).call.side_effect = enqueue
     call(second)
     assert gpu.done == ["other waits for third", "call on other"]
+
+
+def of_copies(kind: type[Any], other: CollectivesWorkspace) -> tuple[Any, mock.Mock]:
+    """A workspace of the same group, and what meets its ranks."""
+    workspace, handle = kind(other.group, DEVICE), mock.Mock(rank=0, world_size=2)
+    handle.get_buffer = lambda rank, size, dtype, offset=0: torch.zeros(size, dtype=dtype)
+    core = mock.Mock(slot_bytes=512) if kind is CudaWorkspace else CudaSlots(handle, 512, 2)
+    workspace.buffers, workspace.slot_bytes = Buffers(core, torch.empty(0), handle), 512
+    return workspace, handle.barrier
+
+
+def make_copies(workspace: Any) -> None:
+    """A call in turn with the group's others, but FSDP's of `ScatterCopies`."""
+    if isinstance(workspace, GatherCopies):
+        workspace.all_gather(torch.empty(8), torch.zeros(4), in_turn=True)
+    elif isinstance(workspace, ScatterCopies):
+        workspace.reduce_scatter(torch.empty(4), torch.zeros(8), average=False)
+    else:
+        workspace.start_all_gather(torch.zeros(4))()
+
+
+@pytest.mark.parametrize("kind", [GatherCopies, ScatterCopies, CudaWorkspace])
+def test_copies_that_fail_half_way_end_the_group(kind: type[Any], make: Make) -> None:
+    """The barriers of a later call would meet those that peers still wait in."""
+    x, first = torch.zeros(4), make("first")
+    workspace, barrier = of_copies(kind, first)
+    make_copies(workspace)
+    barrier.side_effect = RuntimeError("CUDA error: launch failure")
+    with pytest.raises(RuntimeError, match="launch failure"):
+        make_copies(workspace)
+    barrier.side_effect = None
+    barrier.reset_mock()
+    others = [of_copies(other, first)[0] for other in (GatherCopies, ScatterCopies, CudaWorkspace)]
+    for each in (workspace, *others):
+        with pytest.raises(AgmmError, match="an earlier call failed half-way"):
+            make_copies(each)
+    with pytest.raises(AgmmError, match="an earlier call failed half-way"):
+        first.call(Op.all_reduce, Method.one_shot, x, x)
+    assert not barrier.called and not core_of(first).call.called
+
+
+@pytest.mark.parametrize("kind", [GatherCopies, ScatterCopies, CudaWorkspace])
+def test_copies_that_fail_half_way_end_their_capture(kind: type[Any], make: Make, gpu: Gpu) -> None:
+    """Of which nothing has run: eager calls go on."""
+    x, first = torch.zeros(4), make("first")
+    workspace, barrier = of_copies(kind, first)
+    gpu.is_capturing = True
+    barrier.side_effect = RuntimeError("CUDA error: launch failure")
+    with pytest.raises(RuntimeError, match="launch failure"):
+        make_copies(workspace)
+    assert gpu.done[-1] == "main is synchronized"  # which no capture outlives
+    gpu.is_capturing, barrier.side_effect = False, None
+    make_copies(workspace)
+    first.call(Op.all_reduce, Method.one_shot, x, x)
+    assert gpu.done[-1] == "call on main"
+
+
+def test_copies_that_cannot_be_made_leave_the_order_as_it_was(
+    make: Make, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For want of memory, or with other tensors than it takes."""
+    x, first, second = torch.zeros(4), make("first"), make("second")
+    gathers, scatters, beside = (
+        of_copies(kind, first)[0] for kind in (GatherCopies, ScatterCopies, CudaWorkspace)
+    )
+    first.call(Op.all_reduce, Method.one_shot, x, x)
+    gpu.done.clear()
+    wide = torch.zeros(2, 4).t()
+    for out, shard in ((torch.empty(7), x), (torch.empty(8).int(), x), (wide, x)):
+        with pytest.raises(InvalidArgument, match=r"wanted contiguous ones of \[2 \* n\]"):
+            gathers.all_gather(out, shard, in_turn=True)
+        with pytest.raises(InvalidArgument, match=r"wanted contiguous ones of \[2 \* n\]"):
+            scatters.reduce_scatter(shard, out, average=False, in_turn=True)
+    with monkeypatch.context() as patched:
+        full = mock.Mock(side_effect=torch.OutOfMemoryError("out of memory"))
+        patched.setattr(torch.Tensor, "new_empty", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            beside.start_all_gather(x)
+    assert gpu.done == []
+    second.call(Op.all_reduce, Method.one_shot, x, x)
+    assert gpu.done == ["main waits for first", "call on main"]
 
 
 def test_calls_of_a_capture_come_in_turn_among_themselves(make: Make, gpu: Gpu) -> None:

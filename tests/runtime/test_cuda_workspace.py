@@ -30,6 +30,7 @@ class Known:
         self.calls = 0
         self.topics: list[str] = []
         self.all_are_over = mock.Mock()
+        self.check_in_step = mock.Mock()
         self._answer, self._hosts = answer, hosts
 
     def hosts(self) -> list[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from agmm import _env
-from agmm.errors import Unsupported
+from agmm.errors import InvalidArgument, Unsupported
 from agmm.runtime.cuda_background import BackgroundStreams, CudaBackground
 from agmm.runtime.symmetric import Barriers, SymmetricWorkspace
 
@@ -182,22 +183,39 @@ class CopyWorkspace(SymmetricWorkspace):
             )
         self.ensure(wanted)
 
-    def _begin(self, nbytes: int, in_turn: bool) -> Slots:
-        """The slots for such a call."""
-        self.ensure_for(nbytes)
-        slots: CudaSlots = self.buffers_of(_slot_bytes(nbytes)).core
-        slots.barriers = Barriers(self.device) if in_turn else None
-        if slots.barriers is not None:
-            self.come_in_turn(slots.barriers)
-        if torch.cuda.is_current_stream_capturing():
-            self.captured = True
-        else:
-            torch.cuda.current_stream(self.device).wait_event(self._done)
-        return slots
+    @contextmanager
+    def _call(
+        self, one: torch.Tensor, whole: torch.Tensor, in_turn: bool, is_captured: bool
+    ) -> Iterator[Slots]:
+        """The slots for a call, which is enqueued meanwhile. Under `lock`.
 
-    def _end(self) -> None:
-        if not torch.cuda.is_current_stream_capturing():
-            self._done.record(torch.cuda.current_stream(self.device))
+        Args:
+            one: what a rank sends in a gather, or receives in a reduce-scatter.
+            whole: as many of these as there are ranks.
+        """
+        if not (
+            one.is_contiguous()
+            and whole.is_contiguous()
+            and (self.world_size * one.numel(), one.dtype) == (whole.numel(), whole.dtype)
+        ):
+            raise InvalidArgument(
+                f"out: found tensors of {list(whole.shape)} {whole.dtype} and {list(one.shape)} "
+                f"{one.dtype}, wanted contiguous ones of [{self.world_size} * n] and [n] of one "
+                "dtype"
+            )
+        self.ensure_for(one.nbytes)
+        slots: CudaSlots = self.buffers_of(_slot_bytes(one.nbytes)).core
+        with self.in_one_piece(is_captured=is_captured):
+            slots.barriers = Barriers(self.device) if in_turn else None
+            if slots.barriers is not None:
+                self.come_in_turn(slots.barriers)
+            if is_captured:
+                self.captured = True
+            else:
+                torch.cuda.current_stream(self.device).wait_event(self._done)
+            yield slots
+            if not is_captured:
+                self._done.record(torch.cuda.current_stream(self.device))
 
 
 class GatherCopies(CopyWorkspace):
@@ -217,12 +235,13 @@ class GatherCopies(CopyWorkspace):
         Raises:
             Unsupported: the GPUs of the group cannot reach each other's memory, or the slots would
                 have to grow during CUDA graph capture; all ranks raise.
+            InvalidArgument: tensors of other sizes, strides or dtypes.
+            AgmmError: an earlier call of the group failed half-way.
         """
         with self.lock:
-            slots = self._begin(shard.nbytes, in_turn)
             is_captured = torch.cuda.is_current_stream_capturing()
-            self._turn = all_gather(slots, out, shard, self._turn, is_captured=is_captured)
-            self._end()
+            with self._call(shard, out, in_turn, is_captured) as slots:
+                self._turn = all_gather(slots, out, shard, self._turn, is_captured=is_captured)
 
     def start_all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> CudaBackground:
         """`all_gather` in turn, behind the current stream, on another one."""
@@ -246,8 +265,9 @@ class ScatterCopies(CopyWorkspace):
         """Enqueue a reduce-scatter on the current stream. Collective; arguments as
         `reduce_scatter`'s, errors as `GatherCopies.all_gather`'s."""
         with self.lock:
-            reduce_scatter(self._begin(out.nbytes, in_turn), out, parts, average=average)
-            self._end()
+            is_captured = torch.cuda.is_current_stream_capturing()
+            with self._call(out, parts, in_turn, is_captured) as slots:
+                reduce_scatter(slots, out, parts, average=average)
 
     def start_reduce_scatter(
         self, out: torch.Tensor, parts: torch.Tensor, *, average: bool

@@ -68,17 +68,23 @@ class CudaWorkspace(SymmetricWorkspace):
 
         Raises:
             Unsupported: the GPUs of the group cannot reach each other's memory; all ranks raise.
-            AgmmError: the slots are smaller than the gathered tensor during CUDA graph capture.
+            AgmmError: the slots are smaller than the gathered tensor during CUDA graph capture, or
+                an earlier call of the group failed half-way.
         """
         with self.lock:
-            return self._start_all_gather(shard)
+            buffers = self.buffers_of(shard.nbytes * self.world_size)
+            # Which may fail for want of memory, with nothing enqueued yet.
+            gathered = shard.new_empty(self.world_size * shard.shape[0], *shard.shape[1:])
+            is_captured = torch.cuda.is_current_stream_capturing()
+            with self.in_one_piece(is_captured=is_captured):
+                return self._gather(buffers, shard, gathered, is_captured)
 
-    def _start_all_gather(self, shard: torch.Tensor) -> Callable[[], torch.Tensor]:
-        buffers = self.buffers_of(shard.nbytes * self.world_size)
+    def _gather(
+        self, buffers: Buffers, shard: torch.Tensor, gathered: torch.Tensor, is_captured: bool
+    ) -> Callable[[], torch.Tensor]:
         barriers = Barriers(self.device)
         self.come_in_turn(barriers)
         stream = torch.cuda.current_stream(self.device)
-        is_captured = torch.cuda.is_current_stream_capturing()
         if is_captured:
             self.captured = True
         else:
@@ -86,7 +92,6 @@ class CudaWorkspace(SymmetricWorkspace):
         if self._gather_stream is None:
             self._gather_stream = torch.cuda.Stream(self.device)
         limit_ms = math.ceil(_env.timeout_s() * 1e3)
-        gathered = shard.new_empty(self.world_size * shard.shape[0], *shard.shape[1:])
         buffers.handle.barrier(channel=0, timeout_ms=limit_ms)
         self._staged(buffers, self.rank, shard).copy_(shard)
         buffers.handle.barrier(channel=0, timeout_ms=limit_ms)

@@ -71,6 +71,8 @@ class Group:
         """The tag of the call under way on the CPU, and in words what it is."""
         self._last_calls: dict[int, Calls] = {}
         self._turn: tuple[int, Calls | None] | None = None
+        self.is_in_step = True
+        """False once a call by copies has failed half-way."""
         self.token = ""
         self._exchanges = 0
         self._hosts: list[str] | None = None
@@ -108,6 +110,14 @@ class Group:
             else:
                 self._last_calls[capture] = last
             self._turn = None
+
+    def check_in_step(self) -> None:
+        """Raises AgmmError where this rank is not."""
+        if not self.is_in_step:
+            raise AgmmError(
+                "group: an earlier call failed half-way, so its ranks may be out of step; wanted "
+                "new processes"
+            )
 
     def all_are_over(self) -> None:
         """The GPU has finished all eager calls. Under `lock`."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -125,8 +126,7 @@ class SymmetricWorkspace:
     core_class: Any
     """The core's, which makes calls with this memory."""
     _granule: int
-    """Slots grow in steps of so many bytes, so that slightly larger calls do not grow them again.
-    """
+    """Slots grow in steps of so many bytes, so that slightly larger calls do not grow them."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group_ref = weakref.ref(group)
@@ -181,6 +181,7 @@ class SymmetricWorkspace:
                 ranks raise, and the slots are as they were.
         """
         with self.lock:
+            self.known.check_in_step()
             if self._why_unfused is not None:
                 raise Unsupported(self._why_unfused)
             if slot_bytes <= self.slot_bytes or self.world_size == 1:
@@ -364,6 +365,7 @@ class SymmetricWorkspace:
 
     def buffers_of(self, slot_bytes: int) -> Buffers:
         """The same of a call that may run beside the group's others."""
+        self.known.check_in_step()
         if slot_bytes > self.slot_bytes:
             self.ensure(slot_bytes)
         assert self.buffers is not None
@@ -374,6 +376,21 @@ class SymmetricWorkspace:
         last = self.known.last_before(calls, capture_of(self.device))
         if last is not None:
             last.precede(stream_of(self.device))
+
+    @contextmanager
+    def in_one_piece(self, *, is_captured: bool) -> Iterator[None]:
+        """Around what enqueues a call by copies. Where that fails half-way, by a CUDA failure or an
+        interrupt, later barriers would meet those that peers still wait in: they bear no mark of
+        their call. So all later calls of the group refuse; a capture, which has not run, ends."""
+        try:
+            yield
+        except BaseException:
+            if is_captured:
+                with suppress(RuntimeError):  # not allowed in a capture, which ends it
+                    torch.cuda.current_stream(self.device).synchronize()
+            else:
+                self.known.is_in_step = False
+            raise
 
     def refused(self, error: ValueError) -> InvalidArgument:
         """What to raise where the core has enqueued nothing of the call that entered last. Under
