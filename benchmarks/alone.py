@@ -79,24 +79,25 @@ def cases(count: int, seed: int) -> Iterator[Case]:
             yield Case(Shape(m // CHUNKS * CHUNKS, n, k), b_layout)
 
 
-def measure(case: Case, samples: int) -> dict[str, dict[str, Any]]:
-    """Checks and times torch.mm and the planned kernel."""
+def measure(case: Case, samples: int, chunks: int) -> dict[str, dict[str, Any]]:
+    """Checks and times torch.mm and the planned kernel, which takes the rows chunk by chunk."""
     device = torch.device("cuda", torch.cuda.current_device())
     operands = make_operands(case.shape, 0, 1, dtype=torch.bfloat16, device=device)
     A, B = operands.A, operands.B
     if case.b_layout == "row":
         B = B.contiguous()
-    signals = torch.ones(CHUNKS, dtype=torch.int32, device=device).view(torch.uint32)
+    signals = torch.ones(chunks, dtype=torch.int32, device=device).view(torch.uint32)
+    pivot = min(PIVOT, chunks - 1)
     out = A.new_empty(case.shape.M, case.shape.N)
     reference = gathered_product(A, B)
     allowed = allowed_error(relative_error(torch.mm(A, B), reference))
-    error = relative_error(async_input_mm.on_cuda(A, B, signals, PIVOT), reference)
+    error = relative_error(async_input_mm.on_cuda(A, B, signals, pivot), reference)
     del reference
     release_memory(device)
     timed = time_ways(
         {
             ROOF: lambda: torch.mm(A, B, out=out),
-            OURS: lambda: async_input_mm.on_cuda(A, B, signals, PIVOT),
+            OURS: lambda: async_input_mm.on_cuda(A, B, signals, pivot),
         },
         samples=samples,
         device=device,
@@ -159,6 +160,9 @@ def main(
     count: Annotated[int, typer.Option(min=1, help="Shapes, each with both layouts.")] = 96,
     seed: Annotated[int, typer.Option(help="Of the shapes.")] = 0,
     samples: Annotated[int, typer.Option(min=1)] = SAMPLES,
+    chunks: Annotated[
+        int, typer.Option(min=1, help="Row chunks of A; 1: any order of tiles.")
+    ] = CHUNKS,
     limit_s: Annotated[float, typer.Option(help="Begin no shape later than so.")] = math.inf,
     from_path: Annotated[
         Path | None, typer.Option("--from", help="A report of this; nothing is measured.")
@@ -182,7 +186,7 @@ def main(
                 break
             stderr.print(f"[{i}/{len(drawn)}] {case.shape}, B by {case.b_layout}")
             m, n, k = case.shape.M, case.shape.N, case.shape.K
-            ways = measure(case, samples)
+            ways = measure(case, samples, chunks)
             report["shapes"].append(
                 {"M": m, "N": n, "K": k, "b_layout": case.b_layout, "ways": ways}
             )
