@@ -75,8 +75,9 @@ def choices(*, fused: bool, by_copies: bool, by_kernel: bool = False) -> Iterato
 
     with (
         mock.patch.object(scatter_cuda, "run", by_agmm),
-        mock.patch.object(scatter_plan, "_is_planned", return_value=fused),
-        mock.patch.object(cost_model, "is_gather_by_copies", return_value=by_copies),
+        # No mocks: these keep what they were called with, and its graph with the streams of before.
+        mock.patch.object(scatter_plan, "_is_planned", lambda *_: fused),
+        mock.patch.object(cost_model, "is_gather_by_copies", lambda *_, **__: by_copies),
         mock.patch.object(torch.ops.symm_mem, "fused_matmul_reduce_scatter", scatter),
         mock.patch.object(CudaWorkspace, "start_all_gather", gather),
     ):
