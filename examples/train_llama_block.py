@@ -19,6 +19,7 @@ from agmm.nn import (
     ColumnParallelLinear,
     RowParallelLinear,
     load_full_state_dict,
+    parameter_groups,
     sum_replicated_gradients,
 )
 from agmm.testing.ranks import RankPool
@@ -92,7 +93,7 @@ def losses(device: str, steps: int) -> tuple[list[float], list[float]]:
     for block in (sharded, whole):
         parts = world_size if block is sharded else 1
         own_x, own_target = (t.chunk(parts)[rank if parts > 1 else 0] for t in (x, target))
-        optimizer = torch.optim.AdamW(block.parameters(), lr=2e-3)
+        optimizer = torch.optim.AdamW(parameter_groups(block), lr=2e-3)
         curve = []
         for _ in range(steps):
             optimizer.zero_grad()

@@ -16,8 +16,10 @@ from agmm.nn import (
     ColumnParallelLinear,
     RowParallelLinear,
     clip_grad_norm_,
+    parameter_groups,
     sum_replicated_gradients,
 )
+from agmm.nn._held import local_values
 
 
 class Tied(torch.nn.Module):
@@ -161,3 +163,23 @@ def refused_clips() -> list[str]:
         except RuntimeError as e:
             found.append(f"{type(e).__name__}: {e}")
     return [*found, str(parameter.grad.tolist())]
+
+
+def stepped(in_groups: bool) -> list[bool] | str | None:
+    """Whether AdamW, which updates all parameters of a group at once as it does on GPUs, updates a
+    norm and a sharded layer as one by one; or what it raises."""
+    group = group_of(2)
+    if group is None:
+        return None
+    found = []
+    for at_once in (True, False):
+        torch.manual_seed(0)
+        module = Tied(group)
+        given: Any = parameter_groups(module) if in_groups else module.parameters()
+        optimizer = torch.optim.AdamW(given, lr=0.1, foreach=at_once)
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+        found.append([local_values(parameter) for parameter in module.parameters()])
+    return [torch.allclose(one, other) for one, other in zip(*found, strict=True)]

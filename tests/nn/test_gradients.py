@@ -63,3 +63,13 @@ def test_what_clip_refuses(pool: RankPool) -> None:
         "RuntimeError: the gradients' norm of order 2.0 is inf",
         "[inf, 1.0]",
     ]
+
+
+def test_an_optimizer_takes_all_parameters_of_a_group_at_once(pool: RankPool) -> None:
+    assert pool.run(gradient_work.stepped, True)[3:] == [[True] * 4] * 2
+
+
+def test_without_groups_it_refuses_them(pool: RankPool) -> None:
+    """That the test above can fail."""
+    for error in pool.run(gradient_work.stepped, False)[3:]:
+        assert "mixed torch.Tensor and DTensor" in error
