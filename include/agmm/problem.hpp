@@ -133,6 +133,10 @@ struct KernelConfig {
   int32_t max_swizzle = 1;
   Raster raster = Raster::AlongM;
   int32_t splits = 1;  // of K: so many CTAs compute a tile together
+  /// One order of tiles over all rows of A, not one chunk's after another's: tiles that share
+  /// columns of B come together. Calls of one wave have it whatever is asked for, since all their
+  /// tiles wait at once.
+  bool across = false;
 };
 
 }  // namespace agmm

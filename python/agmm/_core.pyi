@@ -310,8 +310,14 @@ class KernelConfig:
         timed: bool = False,
         splits: int = 1,
         swapped: bool = False,
+        across: bool = False,
     ) -> None: ...
     def __repr__(self) -> str: ...
+    @property
+    def across(self) -> bool:
+        """
+        One order of tiles over all rows of A, not one chunk's after another's.
+        """
     @property
     def can_split(self) -> bool: ...
     @property

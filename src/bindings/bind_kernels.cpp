@@ -21,13 +21,14 @@ using agmm::KernelFacts;
 
 KernelConfig make_config(int tile_m, int tile_n, int tile_k, int cluster_m, int cluster_n,
                          const std::string& schedule, int max_swizzle, const std::string& raster,
-                         bool timed, int splits, bool swapped) {
+                         bool timed, int splits, bool swapped, bool across) {
   KernelConfig config;
   config.shape = {tile_m, tile_n, tile_k, cluster_m, cluster_n, agmm::parse_schedule(schedule),
                   timed,  swapped};
   config.max_swizzle = max_swizzle;
   config.raster = agmm::parse_raster(raster);
   config.splits = splits;
+  config.across = across;
   return config;
 }
 
@@ -85,7 +86,7 @@ void bind_kernels(py::module_& m) {
       .def(py::init(&make_config), py::arg("tile_m"), py::arg("tile_n"), py::arg("tile_k"),
            py::arg("cluster_m"), py::arg("cluster_n"), py::arg("schedule"),
            py::arg("max_swizzle") = 1, py::arg("raster") = "along_m", py::arg("timed") = false,
-           py::arg("splits") = 1, py::arg("swapped") = false)
+           py::arg("splits") = 1, py::arg("swapped") = false, py::arg("across") = false)
       .def_property_readonly("timed", [](const KernelConfig& c) { return c.shape.timed; })
       .def_property_readonly("swapped", [](const KernelConfig& c) { return c.shape.swapped; })
       .def_property_readonly("name", [](const KernelConfig& c) { return c.shape.str(); })
@@ -105,6 +106,8 @@ void bind_kernels(py::module_& m) {
           "Whether the CTAs of a tile are a cluster, which takes no scratch.")
       .def_property_readonly("stores_A", &layouts_that_store_a,
                              "The layouts of B with which it can store A.")
+      .def_readonly("across", &KernelConfig::across,
+                    "One order of tiles over all rows of A, not one chunk's after another's.")
       .def_readonly("splits", &KernelConfig::splits)
       .def_readonly("max_swizzle", &KernelConfig::max_swizzle)
       .def_property_readonly(
@@ -112,7 +115,7 @@ void bind_kernels(py::module_& m) {
       .def("__repr__", [](const KernelConfig& c) {
         const std::string splits = c.splits == 1 ? "" : "_split" + std::to_string(c.splits);
         return c.shape.str() + splits + "_swizzle" + std::to_string(c.max_swizzle) + "_" +
-               agmm::to_string(c.raster);
+               agmm::to_string(c.raster) + (c.across ? "_across" : "");
       });
   m.def(
       "kernels", [] { return shapes_of(agmm::built_kernels()); },

@@ -143,8 +143,10 @@ PreparedMatmul prepare(CallSpec const& given) {
   KernelShape const& shape = args.config.shape;
   ChunkGrid const chunks(args.problem.m, args.problem.k, args.arrival.chunks_m,
                          args.arrival.chunks_k);
-  int32_t const clusters = Clusters(args.problem, shape, args.sm_count).to_launch(chunks);
-  args.sm_count = min_of(args.sm_count, clusters * shape.cluster_m * shape.cluster_n);
+  Clusters const clusters(args.problem, shape, args.sm_count);
+  if (args.config.splits * clusters.blocks() <= clusters.at_once) args.config.across = true;
+  args.sm_count =
+      min_of(args.sm_count, clusters.to_launch(chunks) * shape.cluster_m * shape.cluster_n);
 
   make_ready(kernel, device);
   static KeptParams<CallSpec> kept;

@@ -61,6 +61,7 @@ def test_every_kernel(kernel: KernelConfig, column_major: bool, dtype: torch.dty
         signals = torch.ones(chunks, dtype=torch.int32, device="cuda").view(torch.uint32)
         raster = draw.choice(("along_m", "along_n"))
         name = f"{kernel.kernel}/swizzle{draw.choice((1, 2, 4, 8))}/{raster}"
+        name += draw.choice(("", "/across"))
         poison_freed_memory(m, n)
         pivot = draw.randrange(chunks)
         out = async_input_mm.on_cuda(a, b, signals, pivot, config=KernelConfig.parse(name))
@@ -212,7 +213,7 @@ def test_waits_for_chunks_that_come_late(kernel: KernelConfig, chunks_k: int) ->
             b,
             signals.view(torch.uint32),
             draw.randrange(chunks),
-            config=kernel,
+            config=replace(kernel, across=draw.choice((False, True))),
             sm_count=sm_count,
         )
         feed(feeder, parts, source, a, signals)

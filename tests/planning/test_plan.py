@@ -82,8 +82,8 @@ def test_name_and_parse_are_inverse() -> None:
         config = KernelConfig(*tile, *cluster, schedule, swizzle, raster, timed)
         assert KernelConfig.parse(config.name) == config
         assert config.name == f"{config.kernel}/swizzle{swizzle}/{raster}"
-        swapped = replace(config, swapped=True)
-        assert KernelConfig.parse(swapped.name) == swapped
+        for other in (replace(config, swapped=True), replace(config, across=True)):
+            assert KernelConfig.parse(other.name) == other
 
 
 def test_name_written_out() -> None:
@@ -95,8 +95,26 @@ def test_name_written_out() -> None:
     assert replace(swapped, timed=True).kernel == "128x256x64_2x1_cooperative_swapped_timed"
     split = replace(config, splits=12)
     assert split.name == "128x256x64_2x1_cooperative/split12/swizzle4/along_n"
+    across = replace(config, across=True)
+    assert across.name == "128x256x64_2x1_cooperative/swizzle4/along_n/across"
     assert KernelConfig.parse(split.name) == split
     assert KernelConfig.parse("128x256x64_2x1_cooperative/split2").splits == 2
+
+
+@pytest.mark.parametrize(
+    ("problem", "chunks", "wanted"),
+    [
+        (Problem(624, 28672, 8192), 4, True),
+        (Problem(624, 28672, 8192), 1, False),
+        (Problem(8192, 28672, 8192), 4, False),  # hidden behind the arithmetic
+        (Problem(624, 4096, 4096), 4, False),  # stays in the L2 cache
+    ],
+)
+def test_where_a_weight_is_read_once_for_all_chunks(
+    problem: Problem, chunks: int, wanted: bool
+) -> None:
+    for gpu in cost_model.known_gpus():
+        assert heuristics.reads_b_across(problem._replace(gpu=gpu), chunks) is wanted
 
 
 def test_swizzle_and_raster_may_be_left_out() -> None:

@@ -124,6 +124,7 @@ def _run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
         "duties",
         "scaled_push",
         "equality",
+        "order_of_tiles",
         "reserved_sms",
         "peer_atomics",
         "other_device",

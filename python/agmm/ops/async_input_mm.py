@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from agmm.errors import InvalidArgument
 from agmm.ops.checks import check_async_input, check_no_grad
 from agmm.ops.library import library
 from agmm.ops.paths import kind_of
-from agmm.planning import call_plans, legality
+from agmm.planning import call_plans, heuristics, legality
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import cpu_async_input, cuda_calls, symmetric
 
@@ -55,16 +56,19 @@ def _checked_on_cuda(
         reason = "a_chunk_signals: found a strided tensor, wanted a contiguous one"
     if reason is not None:
         raise InvalidArgument(reason)
-    return cuda_calls.ready_matmul(a, b, a_chunk_signals, _planned(a, b))
+    return cuda_calls.ready_matmul(a, b, a_chunk_signals, _planned(a, b, a_chunk_signals))
 
 
-def _planned(a: torch.Tensor, b: torch.Tensor) -> _core.KernelConfig:
+def _planned(
+    a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor | None
+) -> _core.KernelConfig:
     (m, k), n = a.shape, b.shape[1]
     column_major = b.stride(0) == 1
     problem = call_plans.problem(m, n, k, a.dtype, a.device, column_major=column_major)
     kernel = call_plans.planner(None, a.device).fused_plan(problem).kernel
     assert kernel is not None
-    return kernel.core
+    chunks = 1 if a_chunk_signals is None else a_chunk_signals.shape[0]
+    return replace(kernel, across=heuristics.reads_b_across(problem, chunks)).core
 
 
 def on_cuda(
@@ -88,7 +92,7 @@ def on_cuda(
         b,
         a_chunk_signals,
         pivot,
-        config=_planned(a, b) if config is None else config.core,
+        config=_planned(a, b, a_chunk_signals) if config is None else config.core,
         bias=bias,
         tile_times=tile_times,
         sm_count=sm_count,

@@ -15,7 +15,7 @@ ALIGNMENT = _core.ALIGNMENT
 
 _CONFIG_NAME = re.compile(
     r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)_([1-9]\d*)x([1-9]\d*)_(cooperative|pingpong)(_swapped)?"
-    r"(_timed)?(?:/split([2-9]|[1-9]\d+))?(?:/swizzle([1248])(?:/(along_m|along_n))?)?"
+    r"(_timed)?(?:/split([2-9]|[1-9]\d+))?(?:/swizzle([1248])(?:/(along_m|along_n)(/across)?)?)?"
 )
 
 _SM_PUSH_NAME = re.compile(r"sm([1-9]\d*)x([1-9]\d*)(?:\+([1-9]\d*)|h([1-9]\d*))?")
@@ -74,6 +74,7 @@ def _of_core(config: KernelConfig) -> _core.KernelConfig:
         config.timed,
         config.splits,
         config.swapped,
+        config.across,
     )
 
 
@@ -85,7 +86,8 @@ class KernelConfig:
     ``"along_n"``; ``max_swizzle`` is 1, 2, 4 or 8. ``timed`` is the variant that
     records when each tile waited and ran. ``splits`` CTAs compute a tile together, each with a part
     of K, where ``can_split``. ``swapped`` multiplies transposed, with the tile's rows in steps of 8
-    and its columns in steps of 64.
+    and its columns in steps of 64. ``across``: the tiles go in one order over all rows, not one
+    chunk's after another's, so that those which share columns of B come together.
     """
 
     tile_m: int
@@ -99,6 +101,7 @@ class KernelConfig:
     timed: bool = False
     splits: int = 1
     swapped: bool = False
+    across: bool = False
 
     @classmethod
     def of(
@@ -124,7 +127,7 @@ class KernelConfig:
 
         Raises:
             ValueError: ``name`` is not of the form
-                ``128x256x64_2x1_cooperative[/splitN][/swizzleN[/raster]]``.
+                ``128x256x64_2x1_cooperative[/splitN][/swizzleN[/raster[/across]]]``.
         """
         found = _CONFIG_NAME.fullmatch(name)
         if found is None:
@@ -133,7 +136,7 @@ class KernelConfig:
                 "128x256x64_2x1_cooperative/swizzle4/along_m"
             )
         tile_m, tile_n, tile_k, cluster_m, cluster_n = (int(v) for v in found.groups()[:5])
-        schedule, swapped, timed, splits, max_swizzle, raster = found.groups()[5:]
+        schedule, swapped, timed, splits, max_swizzle, raster, across = found.groups()[5:]
         return cls(
             tile_m,
             tile_n,
@@ -146,6 +149,7 @@ class KernelConfig:
             timed is not None,
             int(splits or 1),
             swapped is not None,
+            across is not None,
         )
 
     @property
@@ -180,7 +184,8 @@ class KernelConfig:
     @property
     def name(self) -> str:
         split = f"/split{self.splits}" if self.splits != 1 else ""
-        return f"{self.kernel}{split}/swizzle{self.max_swizzle}/{self.raster}"
+        across = "/across" if self.across else ""
+        return f"{self.kernel}{split}/swizzle{self.max_swizzle}/{self.raster}{across}"
 
 
 class SmPush(NamedTuple):

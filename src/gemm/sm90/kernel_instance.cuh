@@ -270,8 +270,10 @@ struct KernelInstance {
     using Options = typename GemmKernel::TileScheduler::RasterOrderOptions;
     gemm.scheduler.raster_order =
         mm.config.raster == Raster::AlongM ? Options::AlongM : Options::AlongN;
-    gemm.scheduler.rows_per_chunk = gemm.mainloop.input.arrival.chunks.rows_per_chunk.divisor;
-    gemm.scheduler.chunk_pivot = mm.arrival.pivot;
+    if (!mm.config.across) {
+      gemm.scheduler.rows_per_chunk = gemm.mainloop.input.arrival.chunks.rows_per_chunk.divisor;
+      gemm.scheduler.chunk_pivot = mm.arrival.pivot;
+    }
     gemm.scheduler.split_k = split_k(mm);
 
     if (!GemmKernel::can_implement(gemm)) return "CUTLASS cannot implement this problem";

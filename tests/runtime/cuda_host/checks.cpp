@@ -234,16 +234,21 @@ void copies_come_first() {
   }
 }
 
-/// A launch that differs in any field is prepared anew, an equal one is not.
-void equality() {
-  static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
+CallSpec of_one_matmul(char* tensors, int rows) {
   CallSpec call;
   agmm::AsyncInputArgs& mm = call.matmul;
-  mm.problem = {256, 128, 256};
+  mm.problem = {rows, 128, 256};
   mm.config.shape = {128, 128, 64, 1, 1, agmm::Schedule::Cooperative, false};
   mm.operands.a = mm.operands.b = tensors;
   mm.operands.out = tensors + 4096;
   mm.operands.ldb = 256;
+  return call;
+}
+
+/// A launch that differs in any field is prepared anew, an equal one is not.
+void equality() {
+  static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
+  CallSpec call = of_one_matmul(tensors, 256);
   call.push.shard = tensors;
   auto* const word = reinterpret_cast<uint32_t*>(tensors);
   std::map<std::string, std::function<void(CallSpec&)>> const changes = {
@@ -379,6 +384,16 @@ void scaled_push() {
           "scale_a: found 1 for a row, wanted 2");
   // With their scales the shards no longer fit.
   refused([](agmm::Gather& g, agmm::Weight&) { g.rows = 4 * kRows; }, "wanted at most the");
+}
+
+/// Chunk after chunk, where not all tiles are computed at once.
+void order_of_tiles() {
+  static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
+  for (int const rows : {256, 132 * 128, 133 * 128}) {
+    prepare(of_one_matmul(tensors, rows)).launch(kStream);
+    bool const is_across = state().launched.back().matmul.config.across;
+    check(is_across == (rows <= 132 * 128), std::to_string(rows) + " rows");
+  }
 }
 
 /// Matmuls leave them free, whatever moves A.
@@ -553,6 +568,7 @@ int main(int count, char** arguments) {
       {"duties", &duties},
       {"scaled_push", &scaled_push},
       {"equality", &equality},
+      {"order_of_tiles", &order_of_tiles},
       {"reserved_sms", &reserved_sms},
       {"peer_atomics", &peer_atomics},
       {"other_device", &other_device},

@@ -41,7 +41,14 @@ from agmm.planning.cost_model.libraries import (
     matmul_reduce_scatter_us,
     unfused_us,
 )
-from agmm.planning.cost_model.matmul import Load, Tiling, is_b_in_l2, matmul_us
+from agmm.planning.cost_model.matmul import (
+    Load,
+    Tiling,
+    arithmetic_us,
+    is_b_in_l2,
+    matmul_memory_us,
+    matmul_us,
+)
 from agmm.planning.cost_model.scatter import (
     AllReduceWay,
     all_reduce_times,
@@ -63,6 +70,7 @@ __all__ = [
     "all_gather_us",
     "all_reduce_times",
     "all_reduce_way",
+    "arithmetic_us",
     "arrival_us",
     "clusters",
     "constants",
@@ -77,6 +85,7 @@ __all__ = [
     "known_gpus",
     "lagged_all_reduce_us",
     "matmul_all_reduce_us",
+    "matmul_memory_us",
     "matmul_reduce_scatter_us",
     "matmul_us",
     "push_rate_gb_per_s",
