@@ -140,8 +140,9 @@ def summary(report: dict[str, Any]) -> list[list[str]]:
 def plot(report: dict[str, Any], path: Path) -> None:
     """The ratio over rows, one panel for each layout of B."""
     figure = figures.new_figure(9.0, 3.6)
+    axes = None
     for place, b_layout in enumerate(LAYOUTS, 1):
-        axes = figure.add_subplot(1, len(LAYOUTS), place)
+        axes = figure.add_subplot(1, len(LAYOUTS), place, sharey=axes)
         found = [entry for entry in report["shapes"] if entry["b_layout"] == b_layout]
         rows = [entry["M"] for entry in found]
         ratios = [entry["ways"][OURS]["ratio_to_roof"] for entry in found]

@@ -56,6 +56,10 @@ def prefix() -> Path:
     return compiles.result(_installed)
 
 
+installs = pytest.mark.compiles.with_args(_installed)
+
+
+@installs
 def test_what_is_installed_is_the_api_and_what_the_scheduler_needs(prefix: Path) -> None:
     include = prefix / "include" / "agmm"
     assert sorted(path.name for path in include.glob("*.hpp")) == PUBLIC
@@ -63,6 +67,7 @@ def test_what_is_installed_is_the_api_and_what_the_scheduler_needs(prefix: Path)
     assert roles == {"order", "sync", "gemm", "testing"}
 
 
+@installs
 @pytest.mark.parametrize("header", [name for name in PUBLIC if name not in OF_CUTLASS])
 def test_public_header_stands_alone(prefix: Path, tmp_path: Path, header: str) -> None:
     source = tmp_path / "only.cpp"
