@@ -73,11 +73,17 @@ def choices(*, fused: bool, by_copies: bool, by_kernel: bool = False) -> Iterato
         taken.gathers_by_copies += 1
         return start(workspace, shard)
 
+    # Mocks would keep what they were called with, and so its graph and the streams of before.
+    def is_planned(*_: Any) -> bool:
+        return fused
+
+    def is_gather_by_copies(*_: Any, **__: Any) -> bool:
+        return by_copies
+
     with (
         mock.patch.object(scatter_cuda, "run", by_agmm),
-        # No mocks: these keep what they were called with, and its graph with the streams of before.
-        mock.patch.object(scatter_plan, "_is_planned", lambda *_: fused),
-        mock.patch.object(cost_model, "is_gather_by_copies", lambda *_, **__: by_copies),
+        mock.patch.object(scatter_plan, "_is_planned", is_planned),
+        mock.patch.object(cost_model, "is_gather_by_copies", is_gather_by_copies),
         mock.patch.object(torch.ops.symm_mem, "fused_matmul_reduce_scatter", scatter),
         mock.patch.object(CudaWorkspace, "start_all_gather", gather),
     ):
