@@ -129,6 +129,9 @@ void check(MatmulScatter const& call, int world_size, std::size_t part_bytes) {
   if (call.all_reduce_sms < 0) {
     refuse("all_reduce_sms", std::to_string(call.all_reduce_sms), "at least 0");
   }
+  if (call.config.across) {
+    refuse("config", call.config.shape.str() + " across chunks", "the order of a scatter");
+  }
   check_splits(call, kernel->facts);
   std::size_t const needed =
       scatter_part_bytes(call.rows, call.n, world_size, call.config.shape, is_all_reduce(call));

@@ -186,7 +186,7 @@ def test_what_fsdp_sends_is_looked_through(group: str) -> None:
             "InvalidArgument: AGMM_CHECK_NAN: found 'maybe', wanted one of off, warn, raise",
         ),
         ("off", "done"),
-        ("", "done"),
+        pytest.param("", "done", marks=pytest.mark.slow),
     ],
 )
 def test_environment(value: str, wanted: str) -> None:

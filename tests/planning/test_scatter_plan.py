@@ -336,3 +336,11 @@ def test_parts_of_k_are_one_wave_of_a_kernel_that_can_split() -> None:
     assert why_illegal(few_sms, Plan("push", replace(splitter, splits=2)), KERNELS) is not None
     short = problem._replace(k=64)
     assert why_illegal(short, Plan("push", replace(splitter, splits=2)), KERNELS) is not None
+
+
+def test_tiles_go_in_the_order_of_a_scatter() -> None:
+    problem = Problem(4096, 8192, 7168, world_size=4, op=MATMUL_REDUCE_SCATTER)
+    for kernel in KERNELS:
+        assert why_illegal(problem, Plan("push", kernel), KERNELS) is None
+        reason = why_illegal(problem, Plan("push", replace(kernel, across=True)), KERNELS)
+        assert reason is not None and "without /across" in reason

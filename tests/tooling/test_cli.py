@@ -491,7 +491,14 @@ def _interrupt_another_thread(pid: int) -> None:
     pytest.fail("the process has one thread")
 
 
-@pytest.mark.parametrize("when", ["starting", "measuring", "measuring, to another thread"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        "starting",
+        pytest.param("measuring", marks=pytest.mark.slow),
+        "measuring, to another thread",
+    ],
+)
 def test_ctrl_c_leaves_nothing_behind(when: str) -> None:
     command = [*AGMM, "bench", "--device", "cpu", "--world-size", "2", "--samples", "1000000"]
     process = subprocess.Popen(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.distributed.tensor import DTensor
 
 from agmm.errors import InvalidArgument
 
@@ -20,6 +20,12 @@ _DTYPES = {"cuda": (*FLOATS, *_COMPLEX)}
 _OTHER_DTYPES = (*FLOATS, *_COMPLEX, *_INTS)
 
 
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    """Without importing them, which takes as long as half of torch: there are none before that."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return isinstance(tensor, getattr(module, "DTensor", ()))
+
+
 def check_operand(name: str, tensor: Any) -> None:
     """Refuses what is no tensor of plain memory, or stands for more than itself."""
     if not isinstance(tensor, torch.Tensor):
@@ -27,7 +33,7 @@ def check_operand(name: str, tensor: Any) -> None:
         raise InvalidArgument(f"{name}: found {found}, wanted a tensor")
     if torch.compiler.is_compiling():
         return
-    if isinstance(tensor, DTensor):
+    if _is_dtensor(tensor):
         raise InvalidArgument(f"{name}: found a DTensor, wanted this rank's part, to_local()")
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"

@@ -135,6 +135,8 @@ def _why_tile_push_illegal(
     built = built_as(kernel, kernels)
     if built is None:
         return f"plan: found kernel {kernel.kernel}, which in this build does not send tiles"
+    if kernel.across:
+        return f"plan: found {kernel.name}, wanted the order of {problem.op}, without /across"
     legal = legal_scatter_splits(problem, built)
     if kernel.splits not in legal:
         return (

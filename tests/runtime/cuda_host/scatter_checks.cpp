@@ -242,6 +242,7 @@ void refusals() {
            {"out: found null", [](MatmulScatter& call) { call.out = nullptr; }},
            {"config: found 64x128", [](MatmulScatter& call) { call.config.shape.tile_m = 64; }},
            {"config: found 2 splits", [](MatmulScatter& call) { call.config.splits = 2; }},
+           {"across chunks", [](MatmulScatter& call) { call.config.across = true; }},
            {"all_reduce_sms: found -1", [](MatmulScatter& call) { call.all_reduce_sms = -1; }},
            {"wanted a kernel of this build that sends finished tiles",
             [](MatmulScatter& call) {
