@@ -280,7 +280,7 @@ def llama_losses(name: str, by: str, dtype: torch.dtype, steps: int) -> list[lis
     return curves
 
 
-def compiled(world_size: int) -> Faults:
+def compiled(world_size: int, dynamic: bool) -> Faults:
     """Faults of compiled layers against the same layers eager."""
     group = group_of(world_size)
     if group is None:
@@ -295,6 +295,8 @@ def compiled(world_size: int) -> Faults:
     for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
         model.zero_grad()
         x = _random(4, 32, seed=1).requires_grad_()
+        if dynamic:
+            torch._dynamo.mark_dynamic(x, 0)
         out = run(x)
         out.square().sum().backward()
         found.append([out, x.grad, *map(_own_gradient, model.parameters())])

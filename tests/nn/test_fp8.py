@@ -65,8 +65,9 @@ def test_llama_block_follows_the_unsharded_fp8_block(
     assert max(abs(a - b) / b for a, b in zip(sharded, whole, strict=True)) < 0.02
 
 
-def test_compiled_layers(pool: RankPool) -> None:
-    check(pool.run(work.compiled, 2), 2)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_layers(pool: RankPool, dynamic: bool) -> None:
+    check(pool.run(work.compiled, 2, dynamic), 2)
 
 
 def test_autocast_and_checkpoint(pool: RankPool) -> None:
