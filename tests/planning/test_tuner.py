@@ -65,7 +65,7 @@ def test_candidates_on_a_gpu(return_A: bool) -> None:
 
 
 def test_slow_kernels_are_pruned() -> None:
-    few = Problem(64, 3584, 8192, world_size=4)
+    few = Problem(64, 2048, 8192, world_size=4)
     fused = [plan for kernel in KERNELS for plan in usual_plans(few, kernel)]
     times = {plan: predict_us(few, plan) or 0.0 for plan in fused}
     limit = candidates.PRUNE_FACTOR * min(times.values())
@@ -74,6 +74,15 @@ def test_slow_kernels_are_pruned() -> None:
     kept = [plan for plan in found if plan.kernel is not None]
     assert set(kept) == {plan for plan, us in times.items() if us <= limit}
     assert 0 < len(kept) < len(fused)
+
+
+@pytest.mark.parametrize(("n", "world_size"), [(28672, 4), (28672, 1), (2048, 4)])
+def test_a_weight_that_no_cache_holds_is_tried_across_the_chunks(n: int, world_size: int) -> None:
+    problem = Problem(624, n, 8192, world_size=world_size)
+    plans = candidates.candidates(problem, KERNELS, UNFUSED)
+    across = [plan for plan in plans if plan.kernel is not None and plan.kernel.across]
+    assert bool(across) == (n == 28672 and world_size == 4)
+    assert all(why_illegal(problem, plan, KERNELS) is None for plan in plans)
 
 
 @pytest.mark.parametrize(("rows", "chunks"), [(1, [1]), (3, [1, 2]), (8, [1, 2, 4, 8])])

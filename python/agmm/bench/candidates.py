@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from agmm.planning import fp8_kernels
+from agmm.planning.cost_model import is_b_in_l2
 from agmm.planning.heuristics import (
     orders,
     predict_us,
@@ -45,9 +47,13 @@ def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> 
         rows = problem.m // problem.world_size
         plans = [Plan("push", chunks_per_shard=c) for c in CPU_CHUNKS if c <= max(1, rows)]
     else:
+        ordered = [usual_order(problem, kernel) for kernel in kernels]
+        if problem.world_size > 1 and not is_b_in_l2(problem):
+            # B is read once for all chunks. Only where it is measured: no plan has it by itself.
+            ordered += [replace(kernel, across=True) for kernel in ordered]
         fused = [
-            Plan(transport, usual_order(problem, kernel))
-            for kernel in kernels
+            Plan(transport, kernel)
+            for kernel in ordered
             for transport in copy_transports(problem, kernel)
         ]
         fused += [plan for kernel in kernels for plan in usual_plans(problem, kernel)]

@@ -264,11 +264,8 @@ def _columns(
 
 def _of_one_kind(scale_a: torch.Tensor, scale_b: torch.Tensor, m: int, n: int) -> _Quantised:
     """Scales of a whole operand as many as those of rows, where the other has these."""
-    # Branches, no comparison of the two: the compiler has no operation for that of dynamic sizes.
-    if scale_a.numel() == 1:
-        are_alike = scale_b.numel() == 1
-    else:
-        are_alike = scale_b.numel() != 1
+    # A branch, no comparison of the two: the compiler has no operation for that of dynamic sizes.
+    are_alike = scale_b.numel() == 1 if scale_a.numel() == 1 else scale_b.numel() != 1
     if not are_alike:
         return scale_a.expand(m, 1).contiguous(), scale_b.expand(1, n).contiguous()
     return scale_a, scale_b

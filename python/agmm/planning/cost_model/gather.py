@@ -118,7 +118,8 @@ class At:
         tile_us += t.split_us
         waves = -(-blocks // t.workers)
         # The tiles of one chunk after the other read all of B, unless it stays in the L2 cache.
-        memory_us = self.memory_us(1 if self.b_in_l2 else min(self.world_size, rows_of_blocks))
+        reads_once = self.b_in_l2 or t.across
+        memory_us = self.memory_us(1 if reads_once else min(self.world_size, rows_of_blocks))
         busy_us = tile_us * waves
         lost_us = lost_clock_us(c, busy_us, t.schedule)
         return Load(tile_us, blocks, waves, memory_us, lost_us)
@@ -171,7 +172,10 @@ class At:
         longest_us = 0.0
         in_row = t.blocks_in_row
         before = self.whole_rows_before(t.block_rows)
-        for arrival, rows in zip(self.arrivals_us(transport == "pull"), before, strict=False):
+        arrivals = self.arrivals_us(transport == "pull")
+        if t.across:  # few tiles are computed before the last chunk is there
+            arrivals = arrivals[-1:]
+        for arrival, rows in zip(arrivals, before, strict=False):
             waves = -(-(blocks - in_row * rows) // workers)
             us = arrival + tile_us * (waves if waves > 1 else 1)
             if us > longest_us:

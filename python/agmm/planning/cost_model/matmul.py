@@ -21,6 +21,7 @@ class Tiling:
     """What a kernel, with its splits of K, makes of all problems that differ in M alone."""
 
     __slots__ = (
+        "across",
         "block_rows",
         "blocks_in_row",
         "busy_us",
@@ -37,6 +38,7 @@ class Tiling:
         c = constants(problem.gpu)
         sms = problem.sm_count or c.sm_count
         self.tile_m = config.tile_m
+        self.across = config.across
         self.block_rows = config.tile_m * config.cluster_m
         self.blocks_in_row = -(-problem.n // (config.tile_n * config.cluster_n)) * config.splits
         self.ctas = config.cluster_m * config.cluster_n
