@@ -28,7 +28,7 @@ struct Arrival {
   uint32_t ready_value = 1;
   int32_t chunks_m = 1;
   int32_t chunks_k = 1;
-  int32_t pivot = 0;  // the row of chunks that is computed first; the others follow in a ring
+  int32_t pivot = 0;  // the first row of chunks in a ring of them (not of KernelConfig::across)
   Senders senders{};
 };
 

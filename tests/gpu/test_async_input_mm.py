@@ -62,9 +62,12 @@ def test_every_kernel(kernel: KernelConfig, column_major: bool, dtype: torch.dty
         raster = draw.choice(("along_m", "along_n"))
         name = f"{kernel.kernel}/swizzle{draw.choice((1, 2, 4, 8))}/{raster}"
         name += draw.choice(("", "/across"))
+        few_ctas = draw.choice((0, 4))  # with which the largest tiles take more than a wave too
         poison_freed_memory(m, n)
         pivot = draw.randrange(chunks)
-        out = async_input_mm.on_cuda(a, b, signals, pivot, config=KernelConfig.parse(name))
+        out = async_input_mm.on_cuda(
+            a, b, signals, pivot, config=KernelConfig.parse(name), sm_count=few_ctas
+        )
         assert_close(out, a, b, f"{m}x{n}x{k} chunks {chunks} pivot {pivot} {name}")
 
 
@@ -181,10 +184,12 @@ def fits_in_one_wave(kernel: KernelConfig, m: int, n: int, k: int, sm_count: int
     ids=lambda k: k.name,
 )
 @pytest.mark.parametrize("chunks_k", [1, 2])
-def test_waits_for_chunks_that_come_late(kernel: KernelConfig, chunks_k: int) -> None:
+@pytest.mark.parametrize("across", [False, True])
+def test_waits_for_chunks_that_come_late(kernel: KernelConfig, chunks_k: int, across: bool) -> None:
     """Every chunk is NaN until just before its signal; chunks come in a random order."""
     draw = random.Random(2)
-    sm_count = 48
+    # Few, so that there is more than a wave, which goes across the chunks whatever is asked for.
+    sm_count = 48 if kernel.splits > 1 else 4
     for m, n, k, chunks in (
         (512, 512, 256, 4),
         (1000, 264, 136, 5),
@@ -213,7 +218,7 @@ def test_waits_for_chunks_that_come_late(kernel: KernelConfig, chunks_k: int) ->
             b,
             signals.view(torch.uint32),
             draw.randrange(chunks),
-            config=replace(kernel, across=draw.choice((False, True))),
+            config=replace(kernel, across=across),
             sm_count=sm_count,
         )
         feed(feeder, parts, source, a, signals)

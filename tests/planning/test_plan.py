@@ -104,8 +104,10 @@ def test_name_written_out() -> None:
 @pytest.mark.parametrize(
     ("problem", "chunks", "wanted"),
     [
-        (Problem(624, 28672, 8192), 4, True),
-        (Problem(624, 28672, 8192), 1, False),
+        (Problem(300, 28672, 8192), 4, True),
+        (Problem(300, 28672, 8192), 1, False),
+        (Problem(100, 28672, 8192), 100, False),  # a row of tiles
+        (Problem(2048, 28672, 8192), 8, False),  # much is left when the last chunk comes late
         (Problem(8192, 28672, 8192), 4, False),  # hidden behind the arithmetic
         (Problem(624, 4096, 4096), 4, False),  # stays in the L2 cache
     ],
@@ -114,7 +116,8 @@ def test_where_a_weight_is_read_once_for_all_chunks(
     problem: Problem, chunks: int, wanted: bool
 ) -> None:
     for gpu in cost_model.known_gpus():
-        assert heuristics.reads_b_across(problem._replace(gpu=gpu), chunks) is wanted
+        here = problem._replace(gpu=gpu)
+        assert heuristics.reads_b_across(here, SMALL, chunks) is wanted
 
 
 def test_swizzle_and_raster_may_be_left_out() -> None:

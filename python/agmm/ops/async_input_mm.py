@@ -68,7 +68,8 @@ def _planned(
     kernel = call_plans.planner(None, a.device).fused_plan(problem).kernel
     assert kernel is not None
     chunks = 1 if a_chunk_signals is None else a_chunk_signals.shape[0]
-    return replace(kernel, across=heuristics.reads_b_across(problem, chunks)).core
+    across = kernel.across or heuristics.reads_b_across(problem, kernel, chunks)
+    return replace(kernel, across=across).core
 
 
 def on_cuda(

@@ -59,6 +59,9 @@ _HEAD = (128, 4)
 the others faster than its own warps send them; then the columns of a chunk, and the chunks that
 these warps still send."""
 
+_READINGS_THAT_HIDE = 2.0
+"""Of B, behind which the arithmetic is done: see `reads_b_across`."""
+
 MAX_SPLITS = 8
 """Of K in the usual plans. With more, adding up takes longer than the matmul."""
 
@@ -87,16 +90,18 @@ def usual_order(problem: Problem, config: KernelConfig) -> KernelConfig:
     return replace(config, raster="along_n", max_swizzle=4 if config.tile_m > config.tile_n else 8)
 
 
-def reads_b_across(problem: Problem, chunks: int) -> bool:
+def reads_b_across(problem: Problem, kernel: KernelConfig, chunks: int) -> bool:
     """Whether a matmul whose rows come in so many chunks should go ``across`` them: where reading
-    B, which the L2 cache does not hold, once for each chunk takes longer than the arithmetic. The
-    last chunk's tiles alone would read all of it, so little is lost where chunks come late. Of one
-    H100, 4 chunks that are there: 561 µs → 392 at 624 × 28672 × 8192, 170 → 150 at 860 × 7168 ×
-    8192, and 1% less in the mean of 44 others."""
-    if chunks == 1 or cost_model.is_b_in_l2(problem):
+    B, which the L2 cache does not hold, anew for each takes longer than the arithmetic. The last
+    chunk's tiles alone read all of it, so where chunks come late no more than about that is lost,
+    as long as the arithmetic takes no longer than two readings. Of one H100, 4 chunks that are
+    there: 561 µs → 392 at 624 × 28672 × 8192, 116 → 72 at 192 × 18944 × 3584."""
+    rows_of_blocks = -(-problem.m // (kernel.tile_m * kernel.cluster_m))
+    readings = min(chunks, rows_of_blocks)
+    if readings == 1 or cost_model.is_b_in_l2(problem):
         return False
-    memory_us = cost_model.matmul_memory_us(problem, chunks)
-    return memory_us > cost_model.arithmetic_us(problem)
+    once_us, anew_us = (cost_model.matmul_memory_us(problem, n) for n in (1, readings))
+    return once_us * _READINGS_THAT_HIDE > cost_model.arithmetic_us(problem) < anew_us
 
 
 def _can_have_head(k: int, free_sms: int) -> bool:

@@ -210,7 +210,7 @@ def async_input_mm(
         a: [M, K] bf16 or fp16, row-major and contiguous; with signals, at a multiple of 16 bytes.
         b: [K, N] of the same dtype, row-major or column-major.
         a_chunk_signals: uint32 [chunks] or [chunks, chunks_k], contiguous; None: all is ready.
-        pivot: the first row chunk to compute.
+        pivot: the first row chunk to compute, where they are computed one after the other.
         config: the kernel.
         bias: [N], or None.
         tile_times: uint8, where the kernel records when each tile waited and ran (timed kernels).

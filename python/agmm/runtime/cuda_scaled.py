@@ -111,7 +111,7 @@ def async_input_mm(
         weight: of which `why_illegal` finds nothing.
         kernel: one of its dtypes.
         a_chunk_signals: uint32 [chunks], contiguous; None: all is ready.
-        pivot: the first row chunk to compute.
+        pivot: the first row chunk to compute, where they are computed one after the other.
         sm_count: CTAs at most; 0: as many as there are multiprocessors.
 
     Raises:

@@ -248,7 +248,7 @@ CallSpec of_one_matmul(char* tensors, int rows) {
 /// A launch that differs in any field is prepared anew, an equal one is not.
 void equality() {
   static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
-  CallSpec call = of_one_matmul(tensors, 256);
+  CallSpec call = of_one_matmul(tensors, 133 * 128);  // more than a wave
   call.push.shard = tensors;
   auto* const word = reinterpret_cast<uint32_t*>(tensors);
   std::map<std::string, std::function<void(CallSpec&)>> const changes = {
@@ -259,6 +259,7 @@ void equality() {
       {"a chunk", [](CallSpec& c) { c.push.order.chunk_at[127] = 1; }},
       {"rounds", [](CallSpec& c) { c.push.order.rounds = 2; }},
       {"go", [&](CallSpec& c) { c.push.go = word; }},
+      {"across", [](CallSpec& c) { c.matmul.config.across = true; }},
       {"swizzle", [](CallSpec& c) { c.matmul.config.max_swizzle = 2; }},
       {"early", [](CallSpec& c) { c.starts_early = true; }},
       {"sent", [&](CallSpec& c) { c.release.sent = word; }},
