@@ -80,7 +80,7 @@ def cases(count: int, seed: int) -> Iterator[Case]:
 
 
 def measure(case: Case, samples: int, chunks: int) -> dict[str, dict[str, Any]]:
-    """Checks and times torch.mm and the planned kernel, which takes the rows chunk by chunk."""
+    """Checks and times torch.mm and the planned kernel, with A in so many chunks of rows."""
     device = torch.device("cuda", torch.cuda.current_device())
     operands = make_operands(case.shape, 0, 1, dtype=torch.bfloat16, device=device)
     A, B = operands.A, operands.B
@@ -161,9 +161,7 @@ def main(
     count: Annotated[int, typer.Option(min=1, help="Shapes, each with both layouts.")] = 96,
     seed: Annotated[int, typer.Option(help="Of the shapes.")] = 0,
     samples: Annotated[int, typer.Option(min=1)] = SAMPLES,
-    chunks: Annotated[
-        int, typer.Option(min=1, help="Row chunks of A; 1: any order of tiles.")
-    ] = CHUNKS,
+    chunks: Annotated[int, typer.Option(min=1, help="Row chunks of A.")] = CHUNKS,
     limit_s: Annotated[float, typer.Option(help="Begin no shape later than so.")] = math.inf,
     from_path: Annotated[
         Path | None, typer.Option("--from", help="A report of this; nothing is measured.")

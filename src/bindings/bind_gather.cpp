@@ -39,12 +39,11 @@ using ScaledWeightTuple = std::tuple<uintptr_t, int64_t, int, uintptr_t, uintptr
 // kind, and for SM push: parts, columns of a chunk, first peers, head chunks
 using TransportTuple = std::tuple<int, int, int, int, int>;
 
-void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int m, int n, int k,
-                    DType dtype, bool b_column_major, int64_t ldb, uintptr_t signals, int chunks_m,
-                    int chunks_k, int pivot, const KernelConfig& config, int rank, int sm_count,
-                    uintptr_t tile_times, uintptr_t split_scratch, uintptr_t stream) {
+AsyncInputArgs args_of(const agmm::Problem& problem, const KernelConfig& config, uintptr_t a,
+                       uintptr_t b, int64_t ldb, uintptr_t out, uintptr_t bias, uintptr_t signals,
+                       int chunks_m, int chunks_k, int pivot, int rank, int sm_count) {
   AsyncInputArgs args;
-  args.problem = {m, n, k, dtype, layout(b_column_major)};
+  args.problem = problem;
   args.config = config;
   args.operands.a = pointer<void>(a);
   args.operands.b = pointer<void>(b);
@@ -56,6 +55,15 @@ void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int
   args.rank = rank;
   args.sm_count = sm_count;
   args.limit_ns = limit_ns();
+  return args;
+}
+
+void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int m, int n, int k,
+                    DType dtype, bool b_column_major, int64_t ldb, uintptr_t signals, int chunks_m,
+                    int chunks_k, int pivot, const KernelConfig& config, int rank, int sm_count,
+                    uintptr_t tile_times, uintptr_t split_scratch, uintptr_t stream) {
+  AsyncInputArgs args = args_of({m, n, k, dtype, layout(b_column_major)}, config, a, b, ldb, out,
+                                bias, signals, chunks_m, chunks_k, pivot, rank, sm_count);
   args.tile_times = pointer<agmm::TileTimes>(tile_times);
   args.split_scratch = pointer<void>(split_scratch);
   agmm::prepare_async_input_mm(args).launch(pointer<void>(stream));
@@ -66,14 +74,8 @@ void async_input_scaled_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bi
                            agmm::Accumulation accumulation, int64_t ldb, uintptr_t signals,
                            int chunks_m, int pivot, const KernelConfig& config, int rank,
                            int sm_count, uintptr_t stream) {
-  AsyncInputArgs args;
-  args.problem = {m, n, k, dtype, agmm::BLayout::ColumnMajor, accumulation};
-  args.config = config;
-  args.operands.a = pointer<void>(a);
-  args.operands.b = pointer<void>(b);
-  args.operands.ldb = ldb;
-  args.operands.out = pointer<void>(out);
-  args.operands.bias = pointer<void>(bias);
+  AsyncInputArgs args = args_of({m, n, k, dtype, agmm::BLayout::ColumnMajor, accumulation}, config,
+                                a, b, ldb, out, bias, signals, chunks_m, 1, pivot, rank, sm_count);
   const auto& [scale_a, a_per_row, of_b] = scales;
   const auto& [scale_b, b_per_column, b_k_stride, b_n_stride] = of_b;
   args.operands.scales = {pointer<float>(scale_a),
@@ -84,11 +86,6 @@ void async_input_scaled_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bi
                           nullptr,
                           b_k_stride,
                           b_n_stride};
-  args.arrival = {pointer<uint32_t>(signals), 1, chunks_m, 1, pivot, {}};
-  args.arrival.senders.chunks_per_rank = 0;
-  args.rank = rank;
-  args.sm_count = sm_count;
-  args.limit_ns = limit_ns();
   agmm::prepare_async_input_mm(args).launch(pointer<void>(stream));
 }
 

@@ -180,12 +180,15 @@ def fits_in_one_wave(kernel: KernelConfig, m: int, n: int, k: int, sm_count: int
 
 @pytest.mark.parametrize(
     "kernel",
-    [*KERNELS, *(replace(kernel, splits=2) for kernel in KERNELS if kernel.can_split)],
+    [
+        *KERNELS,
+        *(replace(kernel, across=True) for kernel in KERNELS),
+        *(replace(kernel, splits=2) for kernel in KERNELS if kernel.can_split),
+    ],
     ids=lambda k: k.name,
 )
 @pytest.mark.parametrize("chunks_k", [1, 2])
-@pytest.mark.parametrize("across", [False, True])
-def test_waits_for_chunks_that_come_late(kernel: KernelConfig, chunks_k: int, across: bool) -> None:
+def test_waits_for_chunks_that_come_late(kernel: KernelConfig, chunks_k: int) -> None:
     """Every chunk is NaN until just before its signal; chunks come in a random order."""
     draw = random.Random(2)
     # Few, so that there is more than a wave, which goes across the chunks whatever is asked for.
@@ -218,7 +221,7 @@ def test_waits_for_chunks_that_come_late(kernel: KernelConfig, chunks_k: int, ac
             b,
             signals.view(torch.uint32),
             draw.randrange(chunks),
-            config=replace(kernel, across=across),
+            config=kernel,
             sm_count=sm_count,
         )
         feed(feeder, parts, source, a, signals)

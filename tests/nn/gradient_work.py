@@ -164,18 +164,19 @@ def refused_clips() -> list[str]:
     return [*found, str(parameter.grad.tolist())]
 
 
-def stepped(in_groups: bool) -> list[bool] | str | None:
+def stepped(in_groups: bool, at_once: str) -> list[bool] | str | None:
     """Whether AdamW, which updates all parameters of a group at once as it does on GPUs, updates a
     norm and a sharded layer as one by one; or what it raises."""
     group = group_of(2)
     if group is None:
         return None
     found = []
-    for at_once in (True, False):
+    ways: list[dict[str, Any]] = [{at_once: True}, {"foreach": False}]
+    for how in ways:
         torch.manual_seed(0)
         module = Tied(group)
         given: Any = parameter_groups(module) if in_groups else module.parameters()
-        optimizer = torch.optim.AdamW(given, lr=0.1, foreach=at_once)
+        optimizer = torch.optim.AdamW(given, lr=0.1, **how)
         try:
             optimizer.step()
         except RuntimeError as error:

@@ -36,9 +36,9 @@ KERNELS_IN_ALL_ORDERS = 2
 
 
 def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> list[Plan]:
-    """The plans to check at first: each kernel in its usual order that the cost model leaves, the
-    unfused path, a gather by agmm's kernel and torch's fused op where they are legal, and the plan
-    in use."""
+    """The plans to check at first: each kernel in its usual order that the cost model leaves, also
+    across the chunks where they would read B anew, the unfused path, a gather by agmm's kernel and
+    torch's fused op where they are legal, and the plan in use."""
     if problem.accumulation:
         plans = fp8_kernels.usual_plans(problem)
     elif problem.op == MATMUL_REDUCE_SCATTER:

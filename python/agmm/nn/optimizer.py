@@ -6,31 +6,30 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
 def parameter_groups(
     module_or_parameters: torch.nn.Module | Iterable[torch.Tensor],
 ) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: plain parameters, and the DTensors of each mesh.
+    """Parameter groups for an optimizer: DTensors, and plain parameters.
 
-    Optimizers of torch update the parameters of a group in one step (``foreach``, their default on
-    GPUs, and ``fused``), which takes no plain tensors beside DTensors, nor DTensors of several
-    meshes.
+    torch's optimizers update all parameters of a group in one step (``foreach``, their default on
+    GPUs, and ``fused``), which takes no plain tensors beside DTensors.
 
     Args:
         module_or_parameters: the module, or those of its parameters that are to be trained.
 
     Returns:
-        ``{"params": [...]}`` for each kind that there is, in the order of their first parameters;
-        one that several modules share stands there once.
+        ``{"params": [...]}`` for each of the two kinds that there is; a parameter that several
+        modules share stands there once.
     """
     parameters = module_or_parameters
     if isinstance(parameters, torch.nn.Module):
         parameters = parameters.parameters()
-    groups: dict[DeviceMesh | None, dict[int, torch.Tensor]] = {}
-    for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault(mesh, {})[id(parameter)] = parameter
-    return [{"params": list(group.values())} for group in groups.values()]
+    each_once = {id(parameter): parameter for parameter in parameters}.values()
+    kinds = (
+        [parameter for parameter in each_once if isinstance(parameter, DTensor) is of_kind]
+        for of_kind in (True, False)
+    )
+    return [{"params": kind} for kind in kinds if kind]

@@ -60,7 +60,7 @@ the others faster than its own warps send them; then the columns of a chunk, and
 these warps still send."""
 
 _READINGS_THAT_HIDE = 2.0
-"""Of B, behind which the arithmetic is done: see `reads_b_across`."""
+"""Of B, behind which the arithmetic is done: see `reads_b_across`. A choice, not measured."""
 
 MAX_SPLITS = 8
 """Of K in the usual plans. With more, adding up takes longer than the matmul."""
