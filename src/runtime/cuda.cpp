@@ -127,13 +127,14 @@ class ReportWatcher {
     if (report.late_what == 0) return;
     std::this_thread::sleep_for(kLook);  // for all that began together to say so
     uint32_t const what = report.late_what;
+    uint32_t const units = report.late_units;  // before the place is free for the next wait
     report.late_what = 0;
     std::vector<int> sources;
     for (int source = 0; source < kMaxLateSources; ++source) {
       if (report.late_of[source] != 0) sources.push_back(source);
       report.late_of[source] = 0;
     }
-    double const seconds = double(report.late_units) * double(1 << 20) * 1e-9;
+    double const seconds = double(units) * double(1 << 20) * 1e-9;
     Clock::time_point const now = Clock::now();
     auto const began =
         now - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
