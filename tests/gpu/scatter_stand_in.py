@@ -4,8 +4,9 @@ all its own peers, with all of them.
 
 As a program it makes calls of every kernel and compares the results (for compute-sanitizer), or
 calls back to back with ranks late at random, until one is wrong:
-    python scatter_stand_in.py [calls per kernel]
+    python scatter_stand_in.py [pingpong]
     python scatter_stand_in.py stress CALLS SEED
+With "pingpong" it leaves the cooperative kernels out.
 """
 
 from __future__ import annotations
@@ -261,27 +262,25 @@ FEW_TILES: list[tuple[int, int, tuple[int, ...]]] = [
 """Rows of a rank, N, K of each product; a part of K may be in several products."""
 
 
-def check(calls: int) -> None:
-    """Calls of every kernel, four back to back."""
+def check(schedule: str = "") -> None:
+    """Calls of every kernel, or those of a schedule, four back to back."""
     for world_size, rows, n, ks in ((2, 70, 136, (72, 8)), (3, 130, 264, (136,))):
         ranks = Together(world_size, 1 << 20)
-        for config in configs():
-            for _ in range(calls):
-                turns = [
-                    [drawn(world_size * rows, n, ks, torch.bfloat16) for _ in range(world_size)]
-                    for _ in range(4)
-                ]
-                torch.cuda.synchronize()
-                found = [ranks.enqueue(whats, config) for whats in turns]
-                torch.cuda.synchronize()
-                for whats, outs in zip(turns, found, strict=True):
-                    for rank, (out, wanted) in enumerate(
-                        zip(outs, ranks.expected(whats), strict=True)
-                    ):
-                        if not torch.equal(out, wanted):
-                            raise SystemExit(f"{config.name} {world_size} {rows} {n} {ks}: {rank}")
-    check_parts_of_k()
-    check_all_reduces(calls)
+        for config in configs([kernel for kernel in kernels() if schedule in kernel.schedule]):
+            turns = [
+                [drawn(world_size * rows, n, ks, torch.bfloat16) for _ in range(world_size)]
+                for _ in range(4)
+            ]
+            torch.cuda.synchronize()
+            found = [ranks.enqueue(whats, config) for whats in turns]
+            torch.cuda.synchronize()
+            for whats, outs in zip(turns, found, strict=True):
+                for rank, (out, wanted) in enumerate(zip(outs, ranks.expected(whats), strict=True)):
+                    if not torch.equal(out, wanted):
+                        raise SystemExit(f"{config.name} {world_size} {rows} {n} {ks}: {rank}")
+    if not schedule:
+        check_parts_of_k()  # by cooperative kernels
+    check_all_reduces()  # by pingpong ones
     print("all equal")
 
 
@@ -302,7 +301,7 @@ def wrong_on_all_ranks(
     return faults
 
 
-def check_all_reduces(calls: int) -> None:
+def check_all_reduces() -> None:
     for world_size, rows, n, ks in (
         (2, 70, 136, (72, 8)),
         (3, 130, 264, (136,)),
@@ -310,15 +309,14 @@ def check_all_reduces(calls: int) -> None:
     ):
         ranks = Together(world_size, 4 << 20)
         for config in configs(all_reduce_kernels()):
-            for _ in range(calls):
-                turns = [
-                    [drawn(world_size * rows, n, ks, torch.bfloat16) for _ in range(world_size)]
-                    for _ in range(4)
-                ]
-                torch.cuda.synchronize()
-                faults = wrong_on_all_ranks(ranks, turns, config)
-                if faults:
-                    raise SystemExit(f"{config.name} {world_size} {rows} {n} {ks}: {faults}")
+            turns = [
+                [drawn(world_size * rows, n, ks, torch.bfloat16) for _ in range(world_size)]
+                for _ in range(4)
+            ]
+            torch.cuda.synchronize()
+            faults = wrong_on_all_ranks(ranks, turns, config)
+            if faults:
+                raise SystemExit(f"{config.name} {world_size} {rows} {n} {ks}: {faults}")
 
 
 def check_parts_of_k() -> None:
@@ -428,4 +426,4 @@ if __name__ == "__main__":
         stress(int(sys.argv[2]), int(sys.argv[3]))
     else:
         torch.manual_seed(0)
-        check(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+        check(*sys.argv[1:])

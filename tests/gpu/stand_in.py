@@ -5,7 +5,8 @@ Their tiles have to fit on the GPU together, with room for the copies inside the
 kernels: problems of a few tiles. CTAs that only push need nothing from the others, and end.
 
 As a program it makes calls of every kernel and transport and compares the results:
-    python stand_in.py [calls per kernel and transport]
+    python stand_in.py [--in-turn]
+With --in-turn each kernel has one of the transports, the next kernel the next.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ class StandIn:
         self, A: torch.Tensor, Bs: Sequence[torch.Tensor], config: KernelConfig, transport: str
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """One call of every rank: rank r has the r-th part of the rows of A and ``Bs[r]`` [K, N],
-        column-major. Returns every rank's A and out."""
+        column-major. Returns every rank's A, if the kernel can store it, and out."""
         ranks = len(self.cores)
         shards = [shard.clone() for shard in A.chunk(ranks)]
-        gathered = [torch.full_like(A, torch.nan) for _ in range(ranks)]
+        stores_A = "column" in config.stores_A
+        gathered = [torch.full_like(A, torch.nan) for _ in range(ranks if stores_A else 0)]
         outs = [torch.full((A.shape[0], B.shape[1]), torch.nan).to(A) for B in Bs]
         torch.cuda.synchronize()
         for r, core in enumerate(self.cores):
@@ -61,7 +63,7 @@ class StandIn:
                 _core.DType.bfloat16,
                 [(*weight, config.core)],
                 core_transport(transport),
-                gathered[r].data_ptr(),
+                gathered[r].data_ptr() if stores_A else 0,
                 0,
                 self.streams[r].cuda_stream,
             )
@@ -69,25 +71,26 @@ class StandIn:
         return gathered, outs
 
 
-def check(calls: int) -> None:
+def check(in_turn: bool) -> None:
     for world_size, rows, n, k in ((2, 128, 128, 200), (3, 40, 72, 136)):
         ranks = StandIn(world_size, (world_size * rows * k * 2 + 127) // 128 * 128)
         kernels = call_plans.kernels()
-        for config in [*kernels, *(replace(c, splits=2) for c in kernels if c.can_split)]:
-            for transport in TRANSPORTS:
-                for _ in range(calls):
-                    A = torch.randint(-2, 3, (world_size * rows, k), device="cuda").bfloat16()
-                    Bs = [
-                        torch.randint(-2, 3, (n, k), device="cuda").bfloat16().t()
-                        for _ in range(world_size)
-                    ]
-                    gathered, outs = ranks.call(A, Bs, config, transport)
-                    for r, B in enumerate(Bs):
-                        assert torch.equal(gathered[r], A), (config.kernel, transport, r)
-                        wanted = (A.float() @ B.float()).bfloat16()
-                        assert torch.equal(outs[r], wanted), (config.kernel, transport, r)
+        configs = [*kernels, *(replace(c, splits=2) for c in kernels if c.can_split)]
+        for i, config in enumerate(configs):
+            for transport in [TRANSPORTS[i % len(TRANSPORTS)]] if in_turn else TRANSPORTS:
+                A = torch.randint(-2, 3, (world_size * rows, k), device="cuda").bfloat16()
+                Bs = [
+                    torch.randint(-2, 3, (n, k), device="cuda").bfloat16().t()
+                    for _ in range(world_size)
+                ]
+                gathered, outs = ranks.call(A, Bs, config, transport)
+                for found in gathered:
+                    assert torch.equal(found, A), (config.name, transport)
+                for out, B in zip(outs, Bs, strict=True):
+                    wanted = (A.float() @ B.float()).bfloat16()
+                    assert torch.equal(out, wanted), (config.name, transport)
 
 
 if __name__ == "__main__":
-    check(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    check("--in-turn" in sys.argv)
     print("all equal")

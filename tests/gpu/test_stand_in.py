@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ import pytest
 PROGRAM = Path(__file__).parent / "stand_in.py"
 
 
-def run(*command: str) -> str:
+def run(*tool: str, arguments: Sequence[str] = ()) -> str:
     process = subprocess.run(
-        [*command, sys.executable, str(PROGRAM)],
+        [*tool, sys.executable, str(PROGRAM), *arguments],
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "AGMM_TIMEOUT_S": "60"},
         capture_output=True,
         text=True,
@@ -38,6 +39,6 @@ def test_sanitizer(tool: str) -> None:
     )
     if sanitizer is None:
         pytest.skip("no compute-sanitizer")
-    output = run(sanitizer, "--tool", tool, "--error-exitcode", "9")
+    output = run(sanitizer, "--tool", tool, "--error-exitcode", "9", arguments=["--in-turn"])
     assert "all equal" in output
     assert re.search(r"\b0 errors", output)

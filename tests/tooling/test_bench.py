@@ -61,7 +61,7 @@ _ENDED = "rank 1 ended in it with exit code -9"
 @pytest.mark.parametrize(
     "sick",
     [
-        {"hangs-at-once": _HUNG, "ends-when-timed": _ENDED},
+        pytest.param({"hangs-at-once": _HUNG, "ends-when-timed": _ENDED}, marks=pytest.mark.slow),
         {"ends-at-once": _ENDED, "hangs-when-timed": _HUNG},
     ],
     ids=",".join,

@@ -494,7 +494,7 @@ def _interrupt_another_thread(pid: int) -> None:
 @pytest.mark.parametrize(
     "when",
     [
-        "starting",
+        pytest.param("starting", marks=pytest.mark.slow),
         pytest.param("measuring", marks=pytest.mark.slow),
         "measuring, to another thread",
     ],

@@ -114,10 +114,10 @@ KINDS: dict[str, tuple[dict[str, str | None], str, str]] = {
     ("kind", "how"),
     [
         ("no torch", "script"),
-        ("no torch", "-m"),
+        pytest.param("no torch", "-m", marks=pytest.mark.slow),
         ("broken torch", "script"),
         ("no core", "-m"),
-        ("broken core", "script"),
+        pytest.param("broken core", "script", marks=pytest.mark.slow),
         ("stale core", "script"),
     ],
 )
