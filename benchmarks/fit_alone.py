@@ -15,14 +15,15 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from rich.progress import track
 
 from agmm.bench.timer import time_ways
 from agmm.cli.terminal import console
@@ -36,10 +37,15 @@ from benchmarks.alone import BANDS, CHUNKS, PIVOT, cases
 
 ROOF = "torch.mm"
 SPIN_US = 200.0
-STEPS = (0.2, 0.05, 0.01)
-MOST_ERROR = 0.3
-"""Of a prediction's logarithm: larger ones count no more."""
-FIRST_CALL_US = 6.0
+STEPS = (0.15, 0.05, 0.02)
+MOST_ERROR, MOST_LOST = 0.3, 0.5
+"""Of a prediction's logarithm, and of a choice's: more counts no more."""
+NEAR = 6.0
+"""How fast the errors of kernels that are slower than the best count less."""
+ALIKE = 0.02
+"""Predictions that differ by so much share a choice e to 1."""
+STAYS = 0.003
+"""What a constant's change counts, times the square of its logarithm."""
 FITTED = "fitted"  # a GPU's name
 Sweep = dict[str, Any]
 
@@ -62,7 +68,7 @@ def sweep(count: int, seed: int, samples: int, limit_s: float) -> Sweep:
         problem = Problem(m, n, k, b_layout=case.b_layout)
         ways: dict[str, Callable[[], Any]] = {ROOF: partial(torch.mm, A, B)}
         for kernel in kernels:
-            order = heuristics.usual_order(problem, kernel)
+            order = _ordered(problem, heuristics.usual_order(problem, kernel))
             for splits in legality.legal_splits(problem, kernel)[: heuristics.MAX_SPLITS]:
                 config = replace(order, splits=splits)
                 ways[replace(kernel, splits=splits).name] = partial(
@@ -74,72 +80,97 @@ def sweep(count: int, seed: int, samples: int, limit_s: float) -> Sweep:
     return found
 
 
+def _ordered(problem: Problem, kernel: KernelConfig) -> KernelConfig:
+    """As `_async_input_mm` orders the tiles of chunks."""
+    return replace(kernel, across=heuristics.reads_b_across(problem, kernel, CHUNKS))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One of a product's, by a kernel, with its logarithms of measured times."""
+
+    problem: Problem
+    splits: int
+    product: int
+    us: float
+    """Its logarithm, as that of the fastest call of its product."""
+    best_us: float
+
+    @property
+    def weight(self) -> float:
+        """Of its error: nobody chooses a kernel that takes half as long again."""
+        return math.exp(-NEAR * math.expm1(self.us - self.best_us))
+
+
 class Fit:
-    """Constants by coordinate descent on the squared logarithms of predicted ÷ measured."""
+    """Constants by coordinate descent on what a choice by them loses, in the mean of the products:
+    the kernels that are predicted alike count by how alike they are, so that small steps show. The
+    errors of predictions, and what changes, count a little."""
 
     def __init__(self, found: Sweep, start: Constants) -> None:
-        self.now = start
-        self.calls: dict[KernelConfig, list[tuple[Problem, int, float]]] = {}
+        self.start = self.now = start
+        self.calls: dict[KernelConfig, list[Call]] = {}
         self.roofs: list[tuple[Problem, float]] = []
-        for shape in found["shapes"]:
+        for i, shape in enumerate(found["shapes"]):
             problem = Problem(
                 shape["M"], shape["N"], shape["K"], b_layout=shape["b_layout"], gpu=FITTED
             )
-            for name, us in shape["us"].items():
-                if name == ROOF:
-                    self.roofs.append((problem, us))
-                    continue
+            us = {name: math.log(value) for name, value in shape["us"].items()}
+            self.roofs.append((problem, us.pop(ROOF)))
+            for name, value in us.items():
                 config = KernelConfig.parse(name)
-                calls = self.calls.setdefault(KernelConfig.parse(config.kernel), [])
-                calls.append((problem, config.splits, us))
-        self._give(start)
+                call = Call(problem, config.splits, i, value, min(us.values()))
+                self.calls.setdefault(KernelConfig.parse(config.kernel), []).append(call)
+        gpu_constants.give(FITTED, start)
+        self._predicted = {kernel: self._predict(kernel) for kernel in self.calls}
 
-    def _give(self, constants: Constants) -> None:
-        gpu_constants.give(FITTED, constants)
-        self.now = constants
+    def _predict(self, kernel: KernelConfig) -> list[float]:
+        return [math.log(predicted_us(c.problem, kernel, c.splits)) for c in self.calls[kernel]]
 
-    def loss(self, kernels: list[KernelConfig], *, split: bool = False) -> float:
-        """Of the kernels, each as much as another, with K split or whole."""
-        total = 0.0
-        for kernel in kernels:
-            errors = [
-                min(abs(math.log(predicted_us(problem, kernel, splits) / us)), MOST_ERROR) ** 2
-                for problem, splits, us in self.calls[kernel]
-                if (splits > 1) == split
-            ]
-            total += statistics.fmean(errors) if errors else 0.0
-        return total / max(1, len(kernels))
-
-    def roof_loss(self) -> float:
-        return statistics.fmean(
-            min(abs(math.log(cost_model.matmul_us(problem) / us)), MOST_ERROR) ** 2
-            for problem, us in self.roofs
-        )
+    def loss(self) -> float:
+        products: list[list[tuple[float, float]]] = [[] for _ in self.roofs]
+        errors = weights = 0.0
+        for kernel, predicted in self._predicted.items():
+            for call, us in zip(self.calls[kernel], predicted, strict=True):
+                products[call.product].append((us, min(call.us - call.best_us, MOST_LOST)))
+                errors += call.weight * min(abs(us - call.us), MOST_ERROR) ** 2
+                weights += call.weight
+        lost = 0.0
+        for calls in products:
+            least = min(us for us, _ in calls)
+            shares = [math.exp((least - us) / ALIKE) for us, _ in calls]
+            lost += sum(share * each for share, (_, each) in zip(shares, calls, strict=True)) / sum(
+                shares
+            )
+        return lost / len(products) + errors / weights
 
     def _descend(
-        self, value: float, put: Callable[[float], Constants], loss: Callable[[], float]
+        self,
+        value: float,
+        put: Callable[[float], Constants],
+        kernels: Iterable[KernelConfig],
+        usual: float,
     ) -> None:
         def at(tried: float) -> float:
-            self._give(put(tried))
-            return loss()
+            gpu_constants.give(FITTED, put(tried))
+            self._predicted.update({kernel: self._predict(kernel) for kernel in kernels})
+            return self.loss() + STAYS * math.log(tried / usual) ** 2
 
+        kernels = list(kernels)
         best = at(value)
         for step in STEPS:
-            for _ in range(12):
+            for _ in range(4):
                 tried = min((value * (1 + step), value / (1 + step)), key=at)
-                if (reached := at(tried)) >= best - 1e-9:
+                if (reached := at(tried)) >= best - 1e-7:
                     break
                 value, best = tried, reached
-        self._give(put(value))
+        at(value)
+        self.now = put(value)
 
-    def _scalar(self, name: str, loss: Callable[[], float]) -> None:
-        base = self.now
-        self._descend(getattr(base, name), lambda value: changed(base, name, value), loss)
-
-    def kernel(self, kernel: KernelConfig) -> None:
+    def _kernel(self, kernel: KernelConfig) -> None:
         for name, usual in (
-            ("tflops_per_sm", self.now.other_tflops_per_sm),
-            ("tile_overhead_us", self.now.tile_overhead_us[kernel.schedule]),
+            ("tflops_per_sm", self.start.other_tflops_per_sm),
+            ("tile_overhead_us", self.start.tile_overhead_us[kernel.schedule]),
             ("row_major_factor", 1.0),
         ):
             base, values = self.now, getattr(self.now, name)
@@ -149,9 +180,10 @@ class Fit:
             ) -> Constants:
                 return changed(base, name, {**values, kernel.kernel: value})
 
-            self._descend(values.get(kernel.kernel, usual), put, lambda: self.loss([kernel]))
+            first = getattr(self.start, name).get(kernel.kernel, usual)
+            self._descend(values.get(kernel.kernel, usual), put, [kernel], first)
 
-    def _of_cluster(self, place: int, loss: Callable[[], float]) -> None:
+    def _of_cluster(self, place: int, kernels: Iterable[KernelConfig]) -> None:
         base = self.now
 
         def put(value: float) -> Constants:
@@ -159,25 +191,45 @@ class Fit:
             both[place] = value
             return replace(base, cluster_split_us=(both[0], both[1]))
 
-        self._descend(base.cluster_split_us[place], put, loss)
+        both, first = base.cluster_split_us, self.start.cluster_split_us
+        self._descend(both[place], put, kernels, first[place])
 
-    def run(self, rounds: int = 3) -> Constants:
-        kernels = list(self.calls)
-        # What every call has in common cannot be told from the kernels' own in small steps.
-        self._give(replace(self.now, call_us=FIRST_CALL_US))
-        for _ in range(rounds):
-            for kernel in kernels:
-                self.kernel(kernel)
-            for name in ("call_us", "matmul_gb_per_s", "idle_gain"):
-                self._scalar(name, lambda: self.loss(kernels))
-        splitting = [kernel for kernel in kernels if kernel.can_split]
-        clusters = [kernel for kernel in splitting if kernel.splits_in_cluster]
-        others = [kernel for kernel in splitting if not kernel.splits_in_cluster]
-        self._scalar("split_us", lambda: self.loss(others, split=True))
-        for place in (0, 1, 0, 1):
-            self._of_cluster(place, lambda: self.loss(clusters, split=True))
+    def _roof(self, name: str) -> None:
+        """The library's, whose calls are not chosen among: on the squared errors."""
+
+        def at(value: float) -> float:
+            gpu_constants.give(FITTED, changed(self.now, name, value))
+            return statistics.fmean(
+                min(abs(math.log(cost_model.matmul_us(problem)) - us), MOST_ERROR) ** 2
+                for problem, us in self.roofs
+            )
+
+        value = getattr(self.now, name)
+        for step in STEPS:
+            for _ in range(12):
+                tried = min((value * (1 + step), value / (1 + step)), key=at)
+                if at(tried) >= at(value):
+                    break
+                value = tried
+        self.now = changed(self.now, name, value)
+
+    def run(self, rounds: int = 4) -> Constants:
+        splitting = [kernel for kernel in self.calls if kernel.can_split]
+        for _ in track(range(rounds), "fitting", console=console()):
+            for kernel in self.calls:
+                self._kernel(kernel)
+            base = self.now
+            self._descend(
+                base.split_us,
+                lambda value, base=base: replace(base, split_us=value),  # type: ignore[misc]
+                [kernel for kernel in splitting if not kernel.splits_in_cluster],
+                self.start.split_us,
+            )
+            for place in (0, 1):
+                self._of_cluster(place, [k for k in splitting if k.splits_in_cluster])
         for name in ("matmul_tflops", "matmul_latency_us", "matmul_tflops"):
-            self._scalar(name, self.roof_loss)
+            self._roof(name)
+        gpu_constants.give(FITTED, self.now)
         return self.now
 
 
@@ -187,7 +239,8 @@ def changed(constants: Constants, name: str, value: Any) -> Constants:
 
 
 def predicted_us(problem: Problem, kernel: KernelConfig, splits: int) -> float:
-    at, tiling = At(problem), Tiling(problem, replace(kernel, splits=splits))
+    config = _ordered(problem, replace(kernel, splits=splits))
+    at, tiling = At(problem), Tiling(problem, config)
     return at.fused_us(tiling, at.load(tiling), "push")
 
 

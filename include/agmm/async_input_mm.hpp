@@ -14,7 +14,7 @@
 namespace agmm {
 
 struct CallSpec;
-struct KernelEntry;
+struct KernelVariant;
 struct TileTimes;
 
 /// float32 on the device: out = (scale of the row * scale of the column) * sum + bias. Of
@@ -89,7 +89,7 @@ class PreparedMatmul {
 
  private:
   friend PreparedMatmul prepare(CallSpec const& call);
-  KernelEntry const* kernel_ = nullptr;
+  KernelVariant const* kernel_ = nullptr;
   std::shared_ptr<void> params_;
 };
 

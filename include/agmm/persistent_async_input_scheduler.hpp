@@ -156,7 +156,8 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     } else {
       params.order = order;
     }
-    params.first_blocks = agmm::FirstBlocks(params.order, hw_info.sm_count / (ClusterM * ClusterN));
+    params.first_blocks =
+        agmm::FirstBlocks(params.order, 2 * (hw_info.sm_count / (ClusterM * ClusterN)));
     params.chunk_signals = args.chunk_signals;
     params.ready_value = args.ready_value;
     params.wait_limit = args.wait_limit;
@@ -180,7 +181,13 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
 
   template <class ClusterShape>
   CUTLASS_DEVICE WorkTileInfo initial_work_tile_info(ClusterShape) {
-    return get_current_work();
+    return work_of([this](int32_t step) {
+      // agmm's launcher starts no more clusters than that.
+      if (Wait == AsyncInputWait::Scheduler && step >= agmm::FirstBlocks::kMost) {
+        return params_->order.block_at(step);
+      }
+      return params_->first_blocks.blocks[step];
+    });
   }
 
   // The base keeps its place as a 64-bit index; next to 128 accumulators that is two registers too
@@ -191,35 +198,8 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     return linear_index(waves_ + advance_count) >= Base::scheduler_params.blocks_per_problem_;
   }
 
-  // Not by the base's arithmetic, which makes a place of the cluster's index that would only be
-  // turned back. Every warp waits for this at the start, and the consumers before each tile: with
-  // it, and with the divisions that TileOrder's table saves, it took 1700 cycles; and 800 where the
-  // first block is not looked up.
   CUTLASS_DEVICE WorkTileInfo get_current_work() const {
-    WorkTileInfo work;
-    work.is_valid_tile = linear_index(waves_) < Base::scheduler_params.blocks_per_problem_;
-    if (!work.is_valid_tile) return work;
-    int32_t cluster = (blockIdx.y + gridDim.y * waves_) / ClusterN;
-    if constexpr (kSplits) {
-      // Neighbouring clusters of CTAs have the splits of one cluster of tiles.
-      int32_t const tiles = params_->splits.divide(cluster);
-      work.split = cluster - tiles * params_->splits.divisor;
-      agmm::Range const k_tiles = k_tiles_of(work.split);
-      if constexpr (Splits == SplitsK::InCluster) work.is_whole = work.split == 0;
-      work.k_tile_begin = k_tiles.begin;
-      work.k_tile_count = k_tiles.size();
-      cluster = tiles;
-    }
-    uint16_t const first =
-        waves_ == 0 ? params_->first_blocks.at(cluster) : agmm::FirstBlocks::kUnknown;
-    agmm::BlockCoord const block = first != agmm::FirstBlocks::kUnknown
-                                       ? agmm::FirstBlocks::coord(first)
-                                       : params_->order.block_at(cluster);
-    work.M_idx = (kGathersB ? block.n : block.m) * ClusterM + blockIdx.x;
-    work.N_idx = (kGathersB ? block.m : block.n) * ClusterN + blockIdx.y % ClusterN;
-    work.L_idx = 0;
-    if constexpr (Wait == AsyncInputWait::Scheduler) wait_for_chunks(work);
-    return work;
+    return work_of([this](int32_t step) { return params_->order.block_at(step); });
   }
 
   CUTLASS_DEVICE auto fetch_next_work(WorkTileInfo) {
@@ -295,6 +275,35 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     } else {
       return params_->k_parts.part(split);
     }
+  }
+
+  // Not by the base's arithmetic, which makes a place of the cluster's index that would only be
+  // turned back. Every warp waits for this at the start, and the consumers before each tile: with
+  // it, and with the divisions that TileOrder's table saves, it took 1700 cycles; and 800 where the
+  // first block is not looked up. The second warpgroup of a pingpong kernel begins with the second
+  // wave.
+  template <class BlockAt>
+  CUTLASS_DEVICE WorkTileInfo work_of(BlockAt const& block_at) const {
+    WorkTileInfo work;
+    work.is_valid_tile = linear_index(waves_) < Base::scheduler_params.blocks_per_problem_;
+    if (!work.is_valid_tile) return work;
+    int32_t cluster = (blockIdx.y + gridDim.y * waves_) / ClusterN;
+    if constexpr (kSplits) {
+      // Neighbouring clusters of CTAs have the splits of one cluster of tiles.
+      int32_t const tiles = params_->splits.divide(cluster);
+      work.split = cluster - tiles * params_->splits.divisor;
+      agmm::Range const k_tiles = k_tiles_of(work.split);
+      if constexpr (Splits == SplitsK::InCluster) work.is_whole = work.split == 0;
+      work.k_tile_begin = k_tiles.begin;
+      work.k_tile_count = k_tiles.size();
+      cluster = tiles;
+    }
+    agmm::BlockCoord const block = block_at(cluster);
+    work.M_idx = (kGathersB ? block.n : block.m) * ClusterM + blockIdx.x;
+    work.N_idx = (kGathersB ? block.m : block.n) * ClusterN + blockIdx.y % ClusterN;
+    work.L_idx = 0;
+    if constexpr (Wait == AsyncInputWait::Scheduler) wait_for_chunks(work);
+    return work;
   }
 
   /// Only the warp that issues the TMA loads (warp 0 of the CTA in both schedules) waits.

@@ -938,10 +938,10 @@ def first_blocks(
     pivot: int,
     max_swizzle: int,
     raster: str,
-    clusters: int,
+    steps: int,
 ) -> list[tuple[int, int]]:
     """
-    The table of the first blocks of that order, (block of M, block of N) each.
+    The table of the first blocks of that order, at most 288, (block of M, block of N) each.
     """
 
 def k_parts(k_tiles: int, parts: int, in_cluster: bool = False) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -101,20 +102,20 @@ void bind_chunking(py::module_& m) {
   m.def(
       "first_blocks",
       [](int rows, int n, int block_rows, int block_cols, int chunks, int pivot, int max_swizzle,
-         const std::string& raster, int clusters) {
-        const agmm::FirstBlocks first(
-            make_order(rows, n, block_rows, block_cols, chunks, pivot, max_swizzle, raster),
-            clusters);
+         const std::string& raster, int steps) {
+        const TileOrder order =
+            make_order(rows, n, block_rows, block_cols, chunks, pivot, max_swizzle, raster);
+        const agmm::FirstBlocks first(order, steps);
         std::vector<std::tuple<int, int>> blocks;
-        for (int step = 0; first.at(step) != agmm::FirstBlocks::kUnknown; ++step) {
-          const agmm::BlockCoord block = agmm::FirstBlocks::coord(first.at(step));
-          blocks.emplace_back(block.m, block.n);
+        for (int step = 0; step < std::min({steps, order.count(), agmm::FirstBlocks::kMost});
+             ++step) {
+          blocks.emplace_back(first.blocks[step].m, first.blocks[step].n);
         }
         return blocks;
       },
       py::arg("m"), py::arg("n"), py::arg("block_rows"), py::arg("block_cols"), py::arg("chunks"),
-      py::arg("pivot"), py::arg("max_swizzle"), py::arg("raster"), py::arg("clusters"),
-      "The table of the first blocks of that order, (block of M, block of N) each.");
+      py::arg("pivot"), py::arg("max_swizzle"), py::arg("raster"), py::arg("steps"),
+      "The table of the first blocks of that order, at most 288, (block of M, block of N) each.");
   m.def(
       "clusters_to_launch",
       [](int rows, int n, int block_rows, int block_cols, int chunks, int at_once) {

@@ -9,8 +9,7 @@ namespace agmm {
 
 struct CallSpec;
 
-struct KernelEntry {
-  KernelFacts facts;
+struct KernelVariant {
   std::size_t params_bytes;
   /// Builds the kernel's parameters (TMA descriptors included) in `params`. Empty: success.
   char const* (*prepare)(CallSpec const& call, void* params);
@@ -18,6 +17,15 @@ struct KernelEntry {
   int (*setup)();
   /// Returns a cudaError_t.
   int (*launch)(void* params, void* stream);
+};
+
+struct KernelEntry {
+  KernelFacts facts;
+  /// Which calls it serves depends on what they ask of it beside the product: `full` on nothing,
+  /// `lean` neither pushes nor stores A and is half the code. A multiprocessor fetches what it has
+  /// not run lately from L2, so calls with few rows take up to a tenth less without the other half.
+  KernelVariant full;
+  KernelVariant lean;
 };
 
 constexpr std::size_t kParamsAlignment = 128;  // at least that of a TMA descriptor, 64

@@ -14,7 +14,7 @@ struct ScatterEntry {
   std::size_t params_bytes;
   /// Bytes in which a tile travels.
   std::size_t tile_bytes;
-  /// As those of KernelEntry.
+  /// As those of KernelVariant.
   char const* (*prepare)(ScatterSpec const& call, void* params);
   int (*setup)();
   int (*launch)(void* params, void* stream);

@@ -129,17 +129,23 @@ std::size_t max_split_scratch_bytes() { return split_scratch_bytes(kKernelTable,
 
 void load_kernels() {
   DeviceFacts const& device = kernels_device();
-  for (std::size_t i = 0; i < kKernelCount; ++i) make_ready(*kKernelTable[i], device);
+  for (std::size_t i = 0; i < kKernelCount; ++i) {
+    make_ready(kKernelTable[i]->full, device);
+    make_ready(kKernelTable[i]->lean, device);
+  }
 }
 
 PreparedMatmul prepare(CallSpec const& given) {
   check(given.matmul);
-  KernelEntry const& kernel = *find_kernel(given.matmul);
+  bool const is_lean = given.push.shard == nullptr && given.matmul.operands.a_out == nullptr;
+  KernelEntry const& entry = *find_kernel(given.matmul);
+  KernelVariant const& kernel = is_lean ? entry.lean : entry.full;
   CallSpec call = given;
   call.report_place = report_place(call.matmul.rank, call.matmul.arrival.senders.chunks_per_rank);
   AsyncInputArgs& args = call.matmul;
   DeviceFacts const& device = current_device();
   if (args.sm_count == 0) args.sm_count = device.sm_count;
+  args.sm_count = min_of(args.sm_count, device.sm_count);
   KernelShape const& shape = args.config.shape;
   ChunkGrid const chunks(args.problem.m, args.problem.k, args.arrival.chunks_m,
                          args.arrival.chunks_k);

@@ -293,37 +293,24 @@ struct TileOrder {
   }
 };
 
-/// The first blocks of an order, one for each cluster that runs at once: a warp of the kernel knows
-/// its first tile by one load from the kernel's parameters, where block_at() takes some 200
-/// instructions, each of which waits for the one before. Where the blocks are too many for a byte
-/// each way, the table is empty.
+/// The first blocks of an order, those of two waves: a warp of the kernel knows its first tile by
+/// one load from the kernel's parameters, where block_at() takes some 200 instructions, each of
+/// which waits for the one before. The second warpgroup of a pingpong kernel begins with the second
+/// wave.
 struct FirstBlocks {
-  static constexpr int32_t kMost = 144;  // a whole GH100 has 144 multiprocessors, an H100 132
-  static constexpr uint16_t kUnknown = 0xffff;
+  static constexpr int32_t kMostSms = 144;  // a whole GH100 has 144 multiprocessors, an H100 132
+  static constexpr int32_t kMost = 2 * kMostSms;
 
-  uint16_t blocks[kMost];  // m, and n in the upper byte
+  BlockCoord blocks[kMost];
 
-  FirstBlocks() {
-    for (uint16_t& block : blocks) block = kUnknown;
-  }
+  FirstBlocks() = default;
 
-  /// Of `clusters` at once.
+  /// As many as `steps`, kMost or the order has.
   template <class Order>
-  FirstBlocks(Order const& order, int32_t clusters) : FirstBlocks() {
-    constexpr int32_t kBlocks = 0xff;
-    if (order.blocks_m > kBlocks || order.blocks_n > kBlocks) return;
-    int32_t const count = min_of(min_of(clusters, kMost), order.count());
-    for (int32_t i = 0; i < count; ++i) {
-      BlockCoord const block = order.block_at(i);
-      blocks[i] = static_cast<uint16_t>(block.m | block.n << 8);
-    }
+  FirstBlocks(Order const& order, int32_t steps) {
+    int32_t const count = min_of(min_of(steps, kMost), order.count());
+    for (int32_t i = 0; i < count; ++i) blocks[i] = order.block_at(i);
   }
-
-  /// kUnknown, or what coord() takes.
-  AGMM_HOST_DEVICE uint16_t at(int32_t step) const {
-    return step < kMost ? blocks[step] : kUnknown;
-  }
-  AGMM_HOST_DEVICE static BlockCoord coord(uint16_t block) { return {block & 0xff, block >> 8}; }
 };
 
 /// The rows of a shard that tiles share with a neighbouring shard: at most one stretch at its head

@@ -296,7 +296,7 @@ struct TilePush {
       }
     }
     // With the fault, so that signals and credits stay in step.
-    if (is_awaited) wait_part(push, signal, place, tile);
+    if (kNoParts && is_awaited) wait_part(push, signal, place, tile);
     if (thread < others) *signal = 0;
     scale(push, sum);
     sync();

@@ -181,19 +181,12 @@ def test_every_block_exactly_once() -> None:
 
 
 def test_the_first_blocks_are_those_of_the_first_steps() -> None:
-    for clusters in (1, 66, 132, 200):
-        for case in CASES[:: 1 if clusters == 66 else 10]:
-            arguments: list[Any] = [*astuple(case), clusters]
+    for steps in (1, 132, 264, 400):
+        for case in CASES[:: 1 if steps == 132 else 10]:
+            arguments: list[Any] = [*astuple(case), steps]
             first = _core.first_blocks(*arguments)
-            # A table has room for 144; a cluster beyond it computes its first block.
-            assert first == [step[:2] for step in case.steps[: min(clusters, 144)]], case
-
-
-@pytest.mark.parametrize(("m", "n", "known"), [(255, 255, 132), (256, 1, 0), (1, 256, 0)])
-def test_blocks_that_do_not_fit_are_not_in_the_table(m: int, n: int, known: int) -> None:
-    first = _core.first_blocks(m, n, 1, 1, 1, 0, 1, "along_m", 132)
-    assert len(first) == known
-    assert first == [step[:2] for step in _core.tile_order(m, n, 1, 1, 1, 0)[:known]]
+            # A table has room for two waves of 144.
+            assert first == [step[:2] for step in case.steps[: min(steps, 288)]], case
 
 
 def test_chunks_of_a_step_are_those_of_its_rows() -> None:

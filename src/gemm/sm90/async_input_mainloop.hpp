@@ -44,10 +44,10 @@ struct AsyncInputPolicy : Base {};
 
 /// kSwapped: A is the MMA's second operand, whose rows are columns of the MMA (KernelShape);
 /// kTimed: records TileTimes; kSplits: takes the part of K that the scheduler says; kStoresA: may
-/// store A (can_store_a). Variants of their own, because the producer warp has no register to
-/// spare.
+/// store A (can_store_a); kMayPush_: may push this rank's shard. Variants of their own, because the
+/// producer warp has no register to spare, and code that lies between what runs costs time.
 template <class Base, bool kSwapped, bool kTimed, bool kSplits, bool kStoresA,
-          Accumulation kAccumulation>
+          Accumulation kAccumulation, bool kMayPush_>
 struct AsyncInputMainloop : Base {
   using typename Base::PipelineState;
   using typename Base::TileShape;
@@ -86,14 +86,16 @@ struct AsyncInputMainloop : Base {
   /// where it loads B ahead of A. TMA would carry no order from the gate to them by itself.
   static constexpr bool kReadsScales = sizeof(Element) == 1;
 
-  /// Whether the consumers push the first items: where all of them multiply the same tile.
-  static constexpr bool kConsumersPush =
+  static constexpr bool kMayPush = kMayPush_;
+  static constexpr bool kCooperative =
       cute::is_base_of_v<cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                          typename DispatchPolicy::Schedule>;
+  /// Whether the consumers push the first items: where all of them multiply the same tile.
+  static constexpr bool kConsumersPush = kMayPush && kCooperative;
 
   /// Whether the parts of K are a cluster's, which add up here (splits_in_cluster).
   static constexpr bool kSplitsInCluster =
-      kSplits && kSwapped && kConsumersPush && cute::size(ClusterShape{}) == 1;
+      kSplits && kSwapped && kCooperative && cute::size(ClusterShape{}) == 1;
   using MainloopPipeline =
       cute::conditional_t<kSplitsInCluster, OwnStagesPipeline<typename Base::MainloopPipeline>,
                           typename Base::MainloopPipeline>;
@@ -448,7 +450,7 @@ struct AsyncInputMainloop : Base {
                                      cute::tuple<TensorA, TensorB> const&, BlockCoord const&,
                                      KTileIterator, int, int, uint32_t,
                                      TensorStorage& shared_tensors) {
-    if (params.push.shard != nullptr) {
+    if (kMayPush && params.push.shard != nullptr) {
       if constexpr (kConsumersPush) {
         push_head_after<kConsumers>(shared_tensors.first_item, params.push,
                                     params.input.arrival.wait_limit);
@@ -473,9 +475,10 @@ struct AsyncInputMainloop : Base {
     if (cute::elect_one_sync()) pipeline.producer_tail(smem_pipe_write);
   }
 
-  /// The whole work of a CTA without a tile.
-  CUTLASS_DEVICE static void push_only(Params const& params, int32_t ctas_with_tiles,
-                                       char* shared_memory) {
+  /// The whole work of a CTA without a tile. Not inlined: it would lie before all that the others
+  /// run.
+  __device__ __noinline__ static void push_only(Params const& params, int32_t ctas_with_tiles,
+                                                char* shared_memory) {
     wait_for_previous_kernel();
     auto& queue = *reinterpret_cast<PushCta::Queue*>(shared_memory);
     // When most of the warps that push the head have found no more of it. Where consumers claim

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksP
     async_input_kernel(CUTLASS_GRID_CONSTANT typename Kernel::Params const params) {
   extern __shared__ char shared_memory[];
   auto const tiles = static_cast<uint32_t>(params.scheduler.blocks_per_problem_);
-  if (blockIdx.x + gridDim.x * blockIdx.y >= tiles) {
+  if (Kernel::CollectiveMainloop::kMayPush && blockIdx.x + gridDim.x * blockIdx.y >= tiles) {
     Kernel::CollectiveMainloop::push_only(params.mainloop, int32_t(tiles), shared_memory);
     return;
   }
@@ -75,9 +75,10 @@ struct WithMma<cutlass::gemm::collective::CollectiveMma<Policy, Tile, A, StrideA
                                                         Others...>;
 };
 
+/// kLean: KernelEntry::lean.
 template <class Element_, class LayoutB_, int TileM, int TileN, int TileK, int ClusterM,
           int ClusterN, Schedule kSchedule, bool kTimed = false, bool kSwapped = false,
-          Accumulation kAccumulation = Accumulation::Fast>
+          Accumulation kAccumulation = Accumulation::Fast, bool kLean = false>
 struct KernelInstance {
   using Types = TypesOf<Element_>;
   using ElementA = typename Types::A;
@@ -165,7 +166,7 @@ struct KernelInstance {
   static constexpr bool kSplits = kFacts.can_split;
   static constexpr bool kSplitsInCluster = splits_in_cluster(kFacts.shape);
   using Mainloop = AsyncInputMainloop<CutlassMainloop<UsualEpilogue>, kSwapped, kTimed, kSplits,
-                                      kFacts.can_store_a, kAccumulation>;
+                                      kFacts.can_store_a && !kLean, kAccumulation, !kLean>;
   template <class Epilogue>
   using KernelWith = cutlass::gemm::kernel::GemmUniversal<
       cute::Shape<int, int, int, int>, Mainloop, Epilogue,
@@ -265,7 +266,7 @@ struct KernelInstance {
     if constexpr (kScalesBlocks) gemm.mainloop.block_scales = block_scales(mm);
     gemm.epilogue.ptr_D = static_cast<Element*>(operands.out);
     gemm.epilogue.thread = EpilogueFusion::arguments(operands);
-    gemm.hw_info.sm_count = mm.sm_count;
+    gemm.hw_info.sm_count = min_of(mm.sm_count, FirstBlocks::kMostSms);
     gemm.scheduler.max_swizzle_size = mm.config.max_swizzle;
     using Options = typename GemmKernel::TileScheduler::RasterOrderOptions;
     gemm.scheduler.raster_order =
@@ -364,8 +365,12 @@ struct KernelInstance {
         &config, reinterpret_cast<void const*>(async_input_kernel<GemmKernel>), &params);
   }
 
+  static constexpr KernelVariant variant() { return {sizeof(Params), &prepare, &setup, &launch}; }
+
   static constexpr KernelEntry entry() {
-    return {kFacts, sizeof(Params), &prepare, &setup, &launch};
+    using Lean = KernelInstance<Element_, LayoutB_, TileM, TileN, TileK, ClusterM, ClusterN,
+                                kSchedule, kTimed, kSwapped, kAccumulation, true>;
+    return {kFacts, variant(), Lean::variant()};
   }
 };
 

@@ -136,7 +136,7 @@ struct ScatterInstance {
       gemm.epilogue.scales = {scales.a,  scales.b, scales.a_per_row, scales.b_per_column,
                               call.rows, call.n};
     }
-    gemm.hw_info.sm_count = call.sm_count;
+    gemm.hw_info.sm_count = min_of(call.sm_count, FirstBlocks::kMostSms);
     gemm.scheduler.max_swizzle_size = call.config.max_swizzle;
     using Options = typename GemmKernel::TileScheduler::RasterOrderOptions;
     gemm.scheduler.raster_order =
