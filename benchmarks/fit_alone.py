@@ -2,11 +2,12 @@
 beside torch.mm on the shapes of `benchmarks/alone.py`, then a fit.
 
     python -m benchmarks.fit_alone --json sweep.json --write
-    python -m benchmarks.fit_alone --from sweep.json
+    python -m benchmarks.fit_alone --from sweep.json --judge other.json
 
 `--write` puts them where plans are made with them: `tables/<gpu>.json` of the agmm that is
-imported. What one GPU cannot tell (links, gathers, scatters) stays as the file has it, or as that
-of the GPU whose constants stand in. All ranks of a group need the same file.
+imported. What one GPU cannot tell (links, gathers, scatters), how its clock falls in long calls and
+the size of its L2 cache stay as the file has them, or as those of the GPU whose constants stand in.
+`--judge` takes a sweep by another `--seed`, to see what the constants are worth on other products.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -37,7 +38,7 @@ from benchmarks.alone import BANDS, CHUNKS, PIVOT, cases
 
 ROOF = "torch.mm"
 SPIN_US = 200.0
-STEPS = (0.15, 0.05, 0.02)
+STEPS, MOST_STEPS = (0.15, 0.05, 0.02), 4
 MOST_ERROR, MOST_LOST = 0.3, 0.5
 """Of a prediction's logarithm, and of a choice's: more counts no more."""
 NEAR = 6.0
@@ -46,7 +47,13 @@ ALIKE = 0.02
 """Predictions that differ by so much share a choice e to 1."""
 STAYS = 0.003
 """What a constant's change counts, times the square of its logarithm."""
+ROWS_THAT_COUNT = 1.03
+"""A row-major B that takes less longer is left out of the constants."""
 FITTED = "fitted"  # a GPU's name
+FITTED_NAMES = (
+    "tflops_per_sm, tile_overhead_us, row_major_factor, split_us, cluster_split_us, "
+    "matmul_gb_per_s, idle_gain, matmul_tflops and matmul_latency_us"
+)
 Sweep = dict[str, Any]
 
 
@@ -55,7 +62,11 @@ def sweep(count: int, seed: int, samples: int, limit_s: float) -> Sweep:
     device = torch.device("cuda", torch.cuda.current_device())
     signals = torch.ones(CHUNKS, dtype=torch.int32, device=device).view(torch.uint32)
     kernels = [kernel for kernel in call_plans.kernels() if not kernel.timed]
-    found: Sweep = {"gpu": torch.cuda.get_device_name(), "shapes": []}
+    found: Sweep = {
+        "gpu": torch.cuda.get_device_name(),
+        "sm_count": call_plans.device_facts(device)[1],
+        "shapes": [],
+    }
     begin = time.monotonic()
     for case in cases(count, seed):
         if time.monotonic() - begin > limit_s:
@@ -65,10 +76,15 @@ def sweep(count: int, seed: int, samples: int, limit_s: float) -> Sweep:
         if case.b_layout == "row":
             B = B.contiguous()
         m, n, k = case.shape.M, case.shape.N, case.shape.K
-        problem = Problem(m, n, k, b_layout=case.b_layout)
+        problem = call_plans.problem(
+            m, n, k, torch.bfloat16, device, column_major=case.b_layout == "column"
+        )
         ways: dict[str, Callable[[], Any]] = {ROOF: partial(torch.mm, A, B)}
         for kernel in kernels:
-            order = _ordered(problem, heuristics.usual_order(problem, kernel))
+            order = replace(
+                heuristics.usual_order(problem, kernel),
+                across=heuristics.reads_b_across(problem, kernel, CHUNKS),
+            )
             for splits in legality.legal_splits(problem, kernel)[: heuristics.MAX_SPLITS]:
                 config = replace(order, splits=splits)
                 ways[replace(kernel, splits=splits).name] = partial(
@@ -80,49 +96,56 @@ def sweep(count: int, seed: int, samples: int, limit_s: float) -> Sweep:
     return found
 
 
-def _ordered(problem: Problem, kernel: KernelConfig) -> KernelConfig:
-    """As `_async_input_mm` orders the tiles of chunks."""
-    return replace(kernel, across=heuristics.reads_b_across(problem, kernel, CHUNKS))
-
-
 @dataclass(frozen=True)
 class Call:
-    """One of a product's, by a kernel, with its logarithms of measured times."""
+    """A product's, by a kernel."""
 
     problem: Problem
     splits: int
     product: int
-    us: float
-    """Its logarithm, as that of the fastest call of its product."""
-    best_us: float
-
-    @property
-    def weight(self) -> float:
-        """Of its error: nobody chooses a kernel that takes half as long again."""
-        return math.exp(-NEAR * math.expm1(self.us - self.best_us))
+    log_us: float
+    """The logarithm of its time."""
+    lost: float
+    """What it takes more than the product's fastest call, as a logarithm."""
+    weight: float
+    """Of its error: nobody chooses a kernel that takes half as long again."""
 
 
 class Fit:
     """Constants by coordinate descent on what a choice by them loses, in the mean of the products:
     the kernels that are predicted alike count by how alike they are, so that small steps show. The
-    errors of predictions, and what changes, count a little."""
+    errors of predictions, and what changes, count a little.
+
+    The constants so far are those given as FITTED's, also between the steps.
+    """
 
     def __init__(self, found: Sweep, start: Constants) -> None:
-        self.start = self.now = start
+        self.start = self.now = replace(start, sm_count=found.get("sm_count", start.sm_count))
         self.calls: dict[KernelConfig, list[Call]] = {}
         self.roofs: list[tuple[Problem, float]] = []
-        for i, shape in enumerate(found["shapes"]):
-            problem = Problem(
-                shape["M"], shape["N"], shape["K"], b_layout=shape["b_layout"], gpu=FITTED
-            )
-            us = {name: math.log(value) for name, value in shape["us"].items()}
-            self.roofs.append((problem, us.pop(ROOF)))
-            for name, value in us.items():
+        for product, shape in enumerate(found["shapes"]):
+            problem = _problem(shape)
+            log_us = {name: math.log(us) for name, us in shape["us"].items()}
+            self.roofs.append((problem, log_us.pop(ROOF)))
+            best = min(log_us.values())
+            for name, value in log_us.items():
                 config = KernelConfig.parse(name)
-                call = Call(problem, config.splits, i, value, min(us.values()))
+                lost = value - best
+                call = Call(
+                    problem,
+                    config.splits,
+                    product,
+                    value,
+                    min(lost, MOST_LOST),
+                    math.exp(-NEAR * math.expm1(lost)),
+                )
                 self.calls.setdefault(KernelConfig.parse(config.kernel), []).append(call)
-        gpu_constants.give(FITTED, start)
+        self._give(self.start)
         self._predicted = {kernel: self._predict(kernel) for kernel in self.calls}
+
+    def _give(self, constants: Constants) -> None:
+        gpu_constants.give(FITTED, constants)
+        self.now = constants
 
     def _predict(self, kernel: KernelConfig) -> list[float]:
         return [math.log(predicted_us(c.problem, kernel, c.splits)) for c in self.calls[kernel]]
@@ -131,106 +154,114 @@ class Fit:
         products: list[list[tuple[float, float]]] = [[] for _ in self.roofs]
         errors = weights = 0.0
         for kernel, predicted in self._predicted.items():
-            for call, us in zip(self.calls[kernel], predicted, strict=True):
-                products[call.product].append((us, min(call.us - call.best_us, MOST_LOST)))
-                errors += call.weight * min(abs(us - call.us), MOST_ERROR) ** 2
+            for call, log_us in zip(self.calls[kernel], predicted, strict=True):
+                products[call.product].append((log_us, call.lost))
+                errors += call.weight * min(abs(log_us - call.log_us), MOST_ERROR) ** 2
                 weights += call.weight
         lost = 0.0
         for calls in products:
-            least = min(us for us, _ in calls)
-            shares = [math.exp((least - us) / ALIKE) for us, _ in calls]
-            lost += sum(share * each for share, (_, each) in zip(shares, calls, strict=True)) / sum(
-                shares
-            )
+            least = min(log_us for log_us, _ in calls)
+            shares = [math.exp((least - log_us) / ALIKE) for log_us, _ in calls]
+            total = sum(share * each for share, (_, each) in zip(shares, calls, strict=True))
+            lost += total / sum(shares)
         return lost / len(products) + errors / weights
 
     def _descend(
         self,
-        value: float,
+        get: Callable[[Constants], float],
         put: Callable[[float], Constants],
-        kernels: Iterable[KernelConfig],
-        usual: float,
+        kernels: Sequence[KernelConfig],
     ) -> None:
+        """`put` makes what the constants are with another value; `kernels`: that it matters to."""
+        usual = get(self.start)
+
         def at(tried: float) -> float:
-            gpu_constants.give(FITTED, put(tried))
+            self._give(put(tried))
             self._predicted.update({kernel: self._predict(kernel) for kernel in kernels})
             return self.loss() + STAYS * math.log(tried / usual) ** 2
 
-        kernels = list(kernels)
+        value = get(self.now)
         best = at(value)
         for step in STEPS:
-            for _ in range(4):
-                tried = min((value * (1 + step), value / (1 + step)), key=at)
-                if (reached := at(tried)) >= best - 1e-7:
+            for _ in range(MOST_STEPS):
+                reached, tried = min((at(v), v) for v in (value * (1 + step), value / (1 + step)))
+                if reached >= best - 1e-7:
                     break
-                value, best = tried, reached
+                best, value = reached, tried
         at(value)
-        self.now = put(value)
 
-    def _kernel(self, kernel: KernelConfig) -> None:
-        for name, usual in (
-            ("tflops_per_sm", self.start.other_tflops_per_sm),
-            ("tile_overhead_us", self.start.tile_overhead_us[kernel.schedule]),
-            ("row_major_factor", 1.0),
-        ):
-            base, values = self.now, getattr(self.now, name)
+    def _of_kernel(self, name: str, kernel: KernelConfig, usual: float) -> None:
+        base, of = self.now, kernel.kernel
+        self._descend(
+            lambda constants: float(getattr(constants, name).get(of, usual)),
+            lambda value: changed(base, name, {**getattr(base, name), of: value}),
+            [kernel],
+        )
 
-            def put(
-                value: float, name: str = name, base: Constants = base, values: Any = values
-            ) -> Constants:
-                return changed(base, name, {**values, kernel.kernel: value})
+    def _scalar(self, name: str, kernels: Sequence[KernelConfig]) -> None:
+        self._descend(
+            lambda constants: float(getattr(constants, name)),
+            partial(changed, self.now, name),
+            kernels,
+        )
 
-            first = getattr(self.start, name).get(kernel.kernel, usual)
-            self._descend(values.get(kernel.kernel, usual), put, [kernel], first)
-
-    def _of_cluster(self, place: int, kernels: Iterable[KernelConfig]) -> None:
+    def _of_cluster(self, place: int, kernels: Sequence[KernelConfig]) -> None:
         base = self.now
 
         def put(value: float) -> Constants:
-            both = list(base.cluster_split_us)
-            both[place] = value
-            return replace(base, cluster_split_us=(both[0], both[1]))
+            once, each = base.cluster_split_us
+            return replace(base, cluster_split_us=(once, value) if place else (value, each))
 
-        both, first = base.cluster_split_us, self.start.cluster_split_us
-        self._descend(both[place], put, kernels, first[place])
+        self._descend(lambda constants: constants.cluster_split_us[place], put, kernels)
 
-    def _roof(self, name: str) -> None:
-        """The library's, whose calls are not chosen among: on the squared errors."""
-
-        def at(value: float) -> float:
-            gpu_constants.give(FITTED, changed(self.now, name, value))
-            return statistics.fmean(
-                min(abs(math.log(cost_model.matmul_us(problem)) - us), MOST_ERROR) ** 2
-                for problem, us in self.roofs
-            )
-
-        value = getattr(self.now, name)
-        for step in STEPS:
-            for _ in range(12):
-                tried = min((value * (1 + step), value / (1 + step)), key=at)
-                if at(tried) >= at(value):
-                    break
-                value = tried
-        self.now = changed(self.now, name, value)
-
-    def run(self, rounds: int = 4) -> Constants:
+    def round(self) -> None:
+        """Each constant once."""
+        for kernel in self.calls:
+            self._of_kernel("tflops_per_sm", kernel, self.start.other_tflops_per_sm)
+            usual_us = self.start.tile_overhead_us[kernel.schedule]
+            self._of_kernel("tile_overhead_us", kernel, usual_us)
+            self._of_kernel("row_major_factor", kernel, 1.0)
         splitting = [kernel for kernel in self.calls if kernel.can_split]
-        for _ in track(range(rounds), "fitting", console=console()):
-            for kernel in self.calls:
-                self._kernel(kernel)
-            base = self.now
-            self._descend(
-                base.split_us,
-                lambda value, base=base: replace(base, split_us=value),  # type: ignore[misc]
-                [kernel for kernel in splitting if not kernel.splits_in_cluster],
-                self.start.split_us,
-            )
-            for place in (0, 1):
-                self._of_cluster(place, [k for k in splitting if k.splits_in_cluster])
+        clusters = [kernel for kernel in splitting if kernel.splits_in_cluster]
+        self._scalar("split_us", [kernel for kernel in splitting if kernel not in clusters])
+        for place in (0, 1):
+            self._of_cluster(place, clusters)
+        for name in ("matmul_gb_per_s", "idle_gain"):
+            self._scalar(name, list(self.calls))
+
+    def finish(self) -> Constants:
+        """What the library takes, on the squared errors, since it is not chosen by its constants;
+        returns all constants."""
+        factors = self.now.row_major_factor.items()
+        kept = {name: factor for name, factor in factors if factor > ROWS_THAT_COUNT}
+        self._give(replace(self.now, row_major_factor=kept))
         for name in ("matmul_tflops", "matmul_latency_us", "matmul_tflops"):
             self._roof(name)
-        gpu_constants.give(FITTED, self.now)
         return self.now
+
+    def _roof(self, name: str) -> None:
+        base = self.now
+
+        def at(value: float) -> float:
+            self._give(changed(base, name, value))
+            return statistics.fmean(
+                min(abs(math.log(cost_model.matmul_us(problem)) - log_us), MOST_ERROR) ** 2
+                for problem, log_us in self.roofs
+            )
+
+        value = getattr(base, name)
+        best = at(value)
+        for step in STEPS:
+            for _ in range(3 * MOST_STEPS):
+                reached, tried = min((at(v), v) for v in (value * (1 + step), value / (1 + step)))
+                if reached >= best:
+                    break
+                best, value = reached, tried
+        at(value)
+
+
+def _problem(shape: dict[str, Any]) -> Problem:
+    return Problem(shape["M"], shape["N"], shape["K"], b_layout=shape["b_layout"], gpu=FITTED)
 
 
 def changed(constants: Constants, name: str, value: Any) -> Constants:
@@ -239,31 +270,37 @@ def changed(constants: Constants, name: str, value: Any) -> Constants:
 
 
 def predicted_us(problem: Problem, kernel: KernelConfig, splits: int) -> float:
-    config = _ordered(problem, replace(kernel, splits=splits))
-    at, tiling = At(problem), Tiling(problem, config)
+    at, tiling = At(problem), Tiling(problem, replace(kernel, splits=splits))
     return at.fused_us(tiling, at.load(tiling), "push")
 
 
-def regret(found: Sweep) -> list[list[str]]:
-    """By rows: the chosen and the best kernel ÷ torch.mm, geometric means."""
+class Regret(NamedTuple):
+    """Of the products of a band of rows, geometric means of time ÷ torch.mm."""
+
+    lowest: int
+    highest: int
+    products: int
+    chosen: float
+    """By the constants that FITTED has."""
+    best: float
+
+
+def regret(found: Sweep) -> list[Regret]:
     table = []
     for lowest, highest in BANDS:
         chosen, best = [], []
         for shape in found["shapes"]:
             if not lowest <= shape["M"] <= highest:
                 continue
-            problem = Problem(
-                shape["M"], shape["N"], shape["K"], b_layout=shape["b_layout"], gpu=FITTED
-            )
-            configs = {n: KernelConfig.parse(n) for n in shape["us"] if n != ROOF}
-            name = min(configs, key=lambda n: predicted_us(problem, configs[n], configs[n].splits))
-            roof = shape["us"][ROOF]
-            chosen.append(shape["us"][name] / roof)
-            best.append(min(shape["us"][n] for n in configs) / roof)
+            problem, us = _problem(shape), dict(shape["us"])
+            roof = us.pop(ROOF)
+            configs = {name: KernelConfig.parse(name) for name in us}
+            name = min(us, key=lambda n: predicted_us(problem, configs[n], configs[n].splits))
+            chosen.append(us[name] / roof)
+            best.append(min(us.values()) / roof)
         if chosen:
-            means = (statistics.geometric_mean(chosen), statistics.geometric_mean(best))
-            row = [f"{lowest} to {highest}", str(len(chosen)), *(f"{v:.3f}" for v in means)]
-            table.append(row)
+            means = statistics.geometric_mean(chosen), statistics.geometric_mean(best)
+            table.append(Regret(lowest, highest, len(chosen), *means))
     return table
 
 
@@ -279,34 +316,51 @@ def main(
     count: Annotated[int, typer.Option(min=1, help="Shapes, each with both layouts.")] = 120,
     seed: Annotated[int, typer.Option(help="Of the shapes.")] = 0,
     samples: Annotated[int, typer.Option(min=1)] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Of the fit.")] = 4,
     limit_s: Annotated[float, typer.Option(help="Begin no shape later than so.")] = math.inf,
     from_path: Annotated[
         Path | None, typer.Option("--from", help="A sweep of this; nothing is measured.")
+    ] = None,
+    judge_path: Annotated[
+        Path | None, typer.Option("--judge", help="A sweep of this to choose for, not to fit to.")
     ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", dir_okay=False)] = None,
     writes: Annotated[bool, typer.Option("--write", help="Keep the constants.")] = False,
 ) -> None:
     """Time every kernel alone on one GPU, and fit the cost model's constants to that."""
-    if from_path is not None:
-        found = json.loads(from_path.read_text(encoding="utf-8"))
-    else:
-        found = sweep(count, seed, samples, limit_s)
+    found = sweep(count, seed, samples, limit_s) if from_path is None else _read(from_path)
     if json_path is not None:
         json_path.write_text(json.dumps(found), encoding="utf-8")
-    if not found["shapes"]:
-        raise InvalidArgument("sweep: found no shapes, wanted some")
+    judged = found if judge_path is None else _read(judge_path)
+    for name, each in (("sweep", found), ("--judge", judged)):
+        if not each["shapes"]:
+            raise InvalidArgument(f"{name}: found no shapes, wanted some")
     gpu = tables.gpu_name(found["gpu"])
     fit = Fit(found, cost_model.constants(gpu))
-    before = regret(found)
-    constants = replace(fit.run(), gpu=gpu)
-    console().print("rows, calls, chosen and best kernel ÷ torch.mm; then by the constants so far")
-    for row, old in zip(regret(found), before, strict=True):
-        console().print("  ".join([*row, old[2]]))
+    before = regret(judged)
+    for _ in track(range(rounds), "fitting", console=console(stderr=True)):
+        fit.round()
+    constants = replace(fit.finish(), gpu=gpu)
+    console().print("rows, products, chosen ÷ torch.mm so far and now, best ÷ torch.mm")
+    for old, new in zip(before, regret(judged), strict=True):
+        console().print(
+            f"{new.lowest} to {new.highest}  {new.products}  "
+            f"{old.chosen:.3f}  {new.chosen:.3f}  {new.best:.3f}"
+        )
     if writes:
-        folder = Path(tables.__file__).parent
-        place = folder / f"{gpu}.json"
-        place.write_text(json.dumps(rounded(asdict(constants)), indent=2) + "\n", encoding="utf-8")
+        place = Path(tables.__file__).parent / f"{gpu}.json"
+        sources = (
+            f"{FITTED_NAMES}: by benchmarks/fit_alone.py, to {len(found['shapes'])} products on "
+            f"one {found['gpu']}. All else as before: {constants.sources}"
+        )
+        kept = rounded(asdict(replace(constants, sources=sources)))
+        place.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
         console().print(f"written to {place}")
+
+
+def _read(path: Path) -> Sweep:
+    found: Sweep = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 if __name__ == "__main__":

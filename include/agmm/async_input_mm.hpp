@@ -56,7 +56,7 @@ struct AsyncInputArgs {
   Arrival arrival{};
   int32_t rank = 0;                     // for the message when a wait passes its limit
   uint64_t limit_ns = kDefaultLimitNs;  // of each wait; past it the process ends
-  int32_t sm_count = 0;                 // CTAs of the persistent grid at most; 0: the device's SMs
+  int32_t sm_count = 0;                 // CTAs at most; 0, or more than that: the device's SMs
   // Of config.splits > 1: max_split_scratch_bytes(), of which the first kSplitCounterBytes are 0
   // before the launch, and after it. Not to be used by two launches at once.
   void* split_scratch = nullptr;

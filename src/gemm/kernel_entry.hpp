@@ -21,9 +21,9 @@ struct KernelVariant {
 
 struct KernelEntry {
   KernelFacts facts;
-  /// Which calls it serves depends on what they ask of it beside the product: `full` on nothing,
-  /// `lean` neither pushes nor stores A and is half the code. A multiprocessor fetches what it has
-  /// not run lately from L2, so calls with few rows take up to a tenth less without the other half.
+  /// `full` serves every call, `lean` those that neither push nor store A. It is half the code, and
+  /// a multiprocessor that has run other kernels meanwhile fetches code from L2 as it comes to it:
+  /// calls of few rows take up to a tenth less by `lean`.
   KernelVariant full;
   KernelVariant lean;
 };

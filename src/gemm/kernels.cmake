@@ -1,7 +1,8 @@
 cmake_policy(VERSION 3.25)  # as CMakeLists.txt, where the table is included alone
 
 # The kernel table: tile_m tile_n tile_k cluster_m cluster_n schedule set, and perhaps swapped
-# (KernelShape). Each row is built for bf16 and fp16 and for both layouts of B.
+# (KernelShape). Each row is built for bf16 and fp16 and for both layouts of B, full and lean
+# (KernelEntry).
 # set: minimal kernels are in every build, default ones in AGMM_KERNELS=default and all, the others
 # in all only: on H200 they hardly gain (docs/dev/tried.md), and are there to be measured
 # elsewhere. timed: the variant that records when each tile waited and ran, for pictures; in every
@@ -98,9 +99,9 @@ set(AGMM_FP8_ARGUMENTS "false, false")
 set(AGMM_FP8_SCATTER_ARGUMENTS "false")
 
 # Rows in a translation unit. Its first kernel takes most of the time, in headers and in what of CuTe
-# the others instantiate too: the four of a row take 62 s alone and 17 to 25 s beside those of
-# another row. More rows would leave too few units for many cores.
-set(AGMM_ROWS_PER_UNIT 4)
+# the others instantiate too. Three rows, 24 kernels, take up to 7.5 GB of memory, four 9.4; and more
+# would leave too few units for many cores.
+set(AGMM_ROWS_PER_UNIT 3)
 
 # Writes the translation units into `directory`, and the table that lists their kernels; returns the
 # sources in `out_sources`. Rows of the same schedule and operands share units, as they have most in

@@ -2,8 +2,9 @@
 stream each.
 
 As a program it makes calls of every op, method and element type and compares the results (for
-compute-sanitizer); if asked for, it then times rank 0 of 4, whose peers have sent before:
-    python collectives_stand_in.py [--time]
+compute-sanitizer, with --short fewer of them); if asked for, it then times rank 0 of 4, whose peers
+have sent before:
+    python collectives_stand_in.py [--short] [--time]
 """
 
 from __future__ import annotations

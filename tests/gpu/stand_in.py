@@ -7,6 +7,7 @@ kernels: problems of a few tiles. CTAs that only push need nothing from the othe
 As a program it makes calls of every kernel and transport and compares the results:
     python stand_in.py [--in-turn]
 With --in-turn each kernel has one of the transports, the next kernel the next.
+Copies come with A returned, by the full variant of a kernel, and without, by the lean one.
 """
 
 from __future__ import annotations
@@ -43,13 +44,19 @@ class StandIn:
         self.streams = [torch.cuda.Stream() for _ in range(world_size)]
 
     def call(
-        self, A: torch.Tensor, Bs: Sequence[torch.Tensor], config: KernelConfig, transport: str
+        self,
+        A: torch.Tensor,
+        Bs: Sequence[torch.Tensor],
+        config: KernelConfig,
+        transport: str,
+        return_A: bool,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """One call of every rank: rank r has the r-th part of the rows of A and ``Bs[r]`` [K, N],
-        column-major. Returns every rank's A, if the kernel can store it, and out."""
+        column-major. Returns every rank's A, if it is asked for and the kernel can store it, and
+        out."""
         ranks = len(self.cores)
         shards = [shard.clone() for shard in A.chunk(ranks)]
-        stores_A = "column" in config.stores_A
+        stores_A = return_A and "column" in config.stores_A
         gathered = [torch.full_like(A, torch.nan) for _ in range(ranks if stores_A else 0)]
         outs = [torch.full((A.shape[0], B.shape[1]), torch.nan).to(A) for B in Bs]
         torch.cuda.synchronize()
@@ -77,13 +84,16 @@ def check(in_turn: bool) -> None:
         kernels = call_plans.kernels()
         configs = [*kernels, *(replace(c, splits=2) for c in kernels if c.can_split)]
         for i, config in enumerate(configs):
-            for transport in [TRANSPORTS[i % len(TRANSPORTS)]] if in_turn else TRANSPORTS:
+            cases = [("push", False), *((transport, True) for transport in TRANSPORTS)]
+            if in_turn:
+                cases = [cases[(i + world_size) % len(cases)]]
+            for transport, return_A in cases:
                 A = torch.randint(-2, 3, (world_size * rows, k), device="cuda").bfloat16()
                 Bs = [
                     torch.randint(-2, 3, (n, k), device="cuda").bfloat16().t()
                     for _ in range(world_size)
                 ]
-                gathered, outs = ranks.call(A, Bs, config, transport)
+                gathered, outs = ranks.call(A, Bs, config, transport, return_A)
                 for found in gathered:
                     assert torch.equal(found, A), (config.name, transport)
                 for out, B in zip(outs, Bs, strict=True):

@@ -382,7 +382,7 @@ def test_sanitizer(tool: str) -> None:
     # one of them arrives, after which the next copy may come. That is in order: the barrier orders
     # the lanes' accesses, and what one releases then includes them. Racecheck reports it as a race,
     # in a kernel of nothing else too, and is silent there where every lane arrives.
-    arguments = ["pingpong"] if tool == "racecheck" else []
+    arguments = ["--only-pingpong"] if tool == "racecheck" else []
     output = run(sanitizer, "--tool", tool, "--error-exitcode", "9", arguments=arguments)
     assert "all equal" in output
     assert re.search(r"\b0 errors", output)

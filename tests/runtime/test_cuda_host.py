@@ -125,6 +125,7 @@ def _run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
         "scaled_push",
         "equality",
         "order_of_tiles",
+        "sm_count",
         "reserved_sms",
         "peer_atomics",
         "other_device",

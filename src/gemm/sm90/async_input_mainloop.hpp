@@ -254,10 +254,12 @@ struct AsyncInputMainloop : Base {
   /// mma(), where CUTLASS counts the consumers' threads modulo their number.
   CUTLASS_DEVICE static void claim_first_item(Params const& params, TensorStorage& storage) {
     if constexpr (kSwapped) prefetch_signals(params.input.arrival);
-    if (kConsumersPush && params.push.shard != nullptr &&
-        cutlass::canonical_warp_idx_sync() == kConsumers / cutlass::NumThreadsPerWarp) {
-      wait_for_previous_kernel();
-      agmm::claim_first_item(params.push, storage.first_item);
+    if constexpr (kConsumersPush) {
+      if (params.push.shard != nullptr &&
+          cutlass::canonical_warp_idx_sync() == kConsumers / cutlass::NumThreadsPerWarp) {
+        wait_for_previous_kernel();
+        agmm::claim_first_item(params.push, storage.first_item);
+      }
     }
   }
 
@@ -450,14 +452,16 @@ struct AsyncInputMainloop : Base {
                                      cute::tuple<TensorA, TensorB> const&, BlockCoord const&,
                                      KTileIterator, int, int, uint32_t,
                                      TensorStorage& shared_tensors) {
-    if (kMayPush && params.push.shard != nullptr) {
-      if constexpr (kConsumersPush) {
-        push_head_after<kConsumers>(shared_tensors.first_item, params.push,
-                                    params.input.arrival.wait_limit);
-      } else {
-        push_head(params.push, params.input.arrival.wait_limit);
+    if constexpr (kMayPush) {
+      if (params.push.shard != nullptr) {
+        if constexpr (kConsumersPush) {
+          push_head_after<kConsumers>(shared_tensors.first_item, params.push,
+                                      params.input.arrival.wait_limit);
+        } else {
+          push_head(params.push, params.input.arrival.wait_limit);
+        }
+        finish(params);
       }
-      finish(params);
     }
     asm volatile("exit;");
     __builtin_unreachable();

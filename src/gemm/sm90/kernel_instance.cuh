@@ -30,15 +30,17 @@
 
 namespace agmm {
 
-/// CUTLASS's kernel, and beside it CTAs that only push.
+/// CUTLASS's kernel, and beside it, where it may push, CTAs that do nothing else.
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksPerMultiprocessor)
     async_input_kernel(CUTLASS_GRID_CONSTANT typename Kernel::Params const params) {
   extern __shared__ char shared_memory[];
-  auto const tiles = static_cast<uint32_t>(params.scheduler.blocks_per_problem_);
-  if (Kernel::CollectiveMainloop::kMayPush && blockIdx.x + gridDim.x * blockIdx.y >= tiles) {
-    Kernel::CollectiveMainloop::push_only(params.mainloop, int32_t(tiles), shared_memory);
-    return;
+  if constexpr (Kernel::CollectiveMainloop::kMayPush) {
+    auto const tiles = static_cast<uint32_t>(params.scheduler.blocks_per_problem_);
+    if (blockIdx.x + gridDim.x * blockIdx.y >= tiles) {
+      Kernel::CollectiveMainloop::push_only(params.mainloop, int32_t(tiles), shared_memory);
+      return;
+    }
   }
   Kernel::CollectiveMainloop::claim_first_item(
       params.mainloop,

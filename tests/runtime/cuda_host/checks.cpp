@@ -397,6 +397,20 @@ void order_of_tiles() {
   }
 }
 
+/// More multiprocessors than there are count as those that are.
+void sm_count() {
+  static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
+  for (int const asked : {0, 100, 132, 133, 1000}) {
+    CallSpec call = of_one_matmul(tensors, 133 * 128);
+    call.matmul.sm_count = asked;
+    prepare(call).launch(kStream);
+    agmm::AsyncInputArgs const& launched = state().launched.back().matmul;
+    int const most = asked == 100 ? 100 : 132;
+    check(launched.sm_count > 0 && launched.sm_count <= most, std::to_string(asked));
+    check(!launched.config.across, "133 tiles are more than a wave");
+  }
+}
+
 /// Matmuls leave them free, whatever moves A.
 void reserved_sms() {
   for (Transport transport : kTransports) {
@@ -570,6 +584,7 @@ int main(int count, char** arguments) {
       {"scaled_push", &scaled_push},
       {"equality", &equality},
       {"order_of_tiles", &order_of_tiles},
+      {"sm_count", &sm_count},
       {"reserved_sms", &reserved_sms},
       {"peer_atomics", &peer_atomics},
       {"other_device", &other_device},
