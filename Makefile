@@ -71,8 +71,8 @@ demo: $(VENV)/.installed ## run the op on 4 ranks, check it, print a table and d
 test: $(VENV)/.installed $(VENV)/.model $(VENV)/.titan $(VENV)/.torchao ## build and run the tests that need no GPU
 	$(PY) -m pytest --ignore tests/gpu -m "not slow" -n $(TEST_JOBS) --dist worksteal $(PYTEST_ARGS) tests
 
-test-slow: $(VENV)/.installed ## build and run what takes longer: stress, and compiling for tests alone
-	$(PY) -m pytest -m "slow and not gpu" $(PYTEST_ARGS) tests
+test-slow: $(VENV)/.installed $(VENV)/.model $(VENV)/.titan $(VENV)/.torchao ## build and run what takes longer: stress, and compiling for tests alone
+	$(PY) -m pytest --ignore tests/gpu -m slow -n $(TEST_JOBS) --dist worksteal $(PYTEST_ARGS) tests
 
 test-gpu: $(VENV)/.installed $(VENV)/.model ## run the GPU tests on the GPUs at hand
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS) tests

@@ -69,6 +69,7 @@ def test_same_bits_in_every_call_with_each_rank_late_in_turn(
     check(pool.run(all_reduce_work.repeated, world_size, 300, 3000), world_size, [])
 
 
+@pytest.mark.slow
 def test_many_calls(pool: RankPool) -> None:
     """By hand with more: AGMM_STRESS_CALLS. In batches that a pool's time allows."""
     for done in range(0, CALLS, 5_000):

@@ -83,6 +83,7 @@ def test_right_with_each_rank_late_in_turn(pool: RankPool, world_size: int) -> N
     check(pool.run(collectives_work.repeated, world_size, 400, 3000), world_size, FAULTS)
 
 
+@pytest.mark.slow
 def test_many_calls(pool: RankPool) -> None:
     """By hand with more: AGMM_STRESS_CALLS. In batches that a pool's time allows."""
     for done in range(0, CALLS, 2_500):

@@ -48,9 +48,9 @@ def test_row_layer_as_torchao(pool: RankPool, recipe: str, world_size: int) -> N
     ("recipe", "by", "dtype"),
     [
         ("rowwise", "torchao", torch.bfloat16),
-        ("rowwise", "styles", torch.float32),
+        pytest.param("rowwise", "styles", torch.float32, marks=pytest.mark.slow),
         ("tensorwise", "torchao", torch.float32),
-        ("rowwise_with_gw_hp", "torchao", torch.float32),
+        pytest.param("rowwise_with_gw_hp", "torchao", torch.float32, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -162,6 +162,7 @@ def test_no_row_where_no_fused_plan_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert notes.lines[-1] == "16x8x24: no row, since no fused plan could be measured"
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed(folder: Path, tmp_path: Path) -> None:
     shapes = [Shape(2 * m, 8, 8) for m in range(1, 40)]
     file = tmp_path / "shapes.txt"
@@ -194,6 +195,7 @@ def test_interrupted_and_resumed(folder: Path, tmp_path: Path) -> None:
     assert len(tuned_shapes(folder)) == done + 1
 
 
+@pytest.mark.slow
 def test_two_at_once(folder: Path) -> None:
     processes = [
         subprocess.Popen(

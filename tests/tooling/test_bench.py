@@ -58,10 +58,11 @@ _HUNG = "ranks 0, 1 did not come back from it within 4 s"
 _ENDED = "rank 1 ended in it with exit code -9"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sick",
     [
-        pytest.param({"hangs-at-once": _HUNG, "ends-when-timed": _ENDED}, marks=pytest.mark.slow),
+        {"hangs-at-once": _HUNG, "ends-when-timed": _ENDED},
         {"ends-at-once": _ENDED, "hangs-when-timed": _HUNG},
     ],
     ids=",".join,

