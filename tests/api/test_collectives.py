@@ -40,7 +40,9 @@ def test_float64_is_summed_in_float64(pool: RankPool) -> None:
     check(found, 3, FAULTS)
 
 
-@pytest.mark.parametrize("world_size", [6, 7, 8])
+@pytest.mark.parametrize(
+    "world_size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (6, 7)), 8]
+)
 def test_many_ranks(rank_pools: Callable[..., RankPool], world_size: int) -> None:
     pool = rank_pools(8)
     for kind in KINDS:

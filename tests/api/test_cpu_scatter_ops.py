@@ -46,7 +46,7 @@ def test_eight_ranks(rank_pools: Callable[..., RankPool]) -> None:
         check(pool.run(scatter_op_work.products, 8, SHAPES, torch.bfloat16, **case), 8)
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("reduce_op", ["sum", "avg"])
 def test_native_and_compiled_calls_have_the_same_bits(

@@ -97,7 +97,7 @@ def test_narrow_products_are_joined_for_the_fused_op(
         assert found[2] < 1e-12
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_checkpointed_compiled_and_kept_give_the_same(pool: RankPool, world_size: int) -> None:
     results = pool.run(autograd_work.block_variants, world_size)
     assert results == [None] * (5 - world_size) + [[]] * world_size

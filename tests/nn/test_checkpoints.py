@@ -20,7 +20,7 @@ Pools = Callable[..., RankPool]
         (4, (2, 2, False), (1, 4, False)),
         pytest.param(4, (2, 2, True), (1, 4, False), marks=pytest.mark.slow),
         pytest.param(4, (1, 4, False), (2, 2, True), marks=pytest.mark.slow),
-        (8, (2, 4, True), (4, 2, True)),
+        pytest.param(8, (2, 4, True), (4, 2, True), marks=pytest.mark.slow),
     ],
 )
 def test_a_checkpoint_goes_on_with_another_layout(

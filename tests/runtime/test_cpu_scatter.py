@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from itertools import product
 
 import pytest
 import scatter_work

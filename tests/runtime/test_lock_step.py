@@ -45,7 +45,15 @@ def test_calls_that_differ_are_both_named(kind: str, words: list[str]) -> None:
             assert words[1 - rank] in theirs
 
 
-@pytest.mark.parametrize("kind", ["unfused", "scatter", "all_reduce", "backward"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "unfused",
+        pytest.param("scatter", marks=pytest.mark.slow),
+        pytest.param("all_reduce", marks=pytest.mark.slow),
+        "backward",
+    ],
+)
 def test_late_rank_ends_a_wait_of_any_path(kind: str) -> None:
     environment = {"AGMM_TIMEOUT_S": "2", "AGMM_WARN_S": "0.5"}
     with RankPool(2, env=environment) as pool:

@@ -94,6 +94,7 @@ def test_a_shape_that_cannot_be_made_is_passed_over(monkeypatch: pytest.MonkeyPa
     assert small == {"roof": None, "agmm": None}
 
 
+@pytest.mark.slow
 def test_a_way_that_hangs_under_torchrun_ends_the_job(tmp_path: Path) -> None:
     report = tmp_path / "r.json"
     arguments = ["bench", "--device", "cpu", "--samples", "3", "--limit", "4"]
@@ -169,6 +170,7 @@ def _is_sound(found: dict[str, Any], ranks: int) -> None:
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-6 for a, b in itertools.pairwise(spans))
 
 
+@pytest.mark.slow
 def test_a_timeline_of_a_scatter(tmp_path: Path) -> None:
     ranks = 3
     arguments = ["--op", SCATTER, "--timeline", "48x8x24", "--plot", str(tmp_path), "--tp", "3"]
