@@ -20,6 +20,7 @@ from pathlib import Path
 
 GEMM_SYMBOL = "PersistentAsyncInputScheduler"
 EARLY_SYMBOL = "18async_input_kernel"
+_LINES_THAT_MATTER = r"arch = |Function |REG:|[HQ]GMMA|LDL|STL|ACQBULK"
 
 
 @dataclass
@@ -81,11 +82,25 @@ def _dump(cuobjdump: Path, option: str, library: Path) -> str:
     environment = dict(os.environ)
     # cuobjdump calls the nvdisasm beside it.
     environment["PATH"] = f"{cuobjdump.parent}{os.pathsep}{environment.get('PATH', '')}"
-    done = subprocess.run(
-        [cuobjdump, option, library], env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"cuobjdump {option} {library}: {done.stderr.strip()}")
+    with subprocess.Popen(
+        [cuobjdump, option, library],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as dump:
+        # Of some 300 MB of machine code few lines matter; finding them here takes as long again.
+        done = subprocess.run(
+            ["grep", "-E", _LINES_THAT_MATTER],
+            stdin=dump.stdout,
+            capture_output=True,
+            env={**environment, "LC_ALL": "C"},
+            text=True,
+            check=False,
+        )
+        errors = dump.communicate()[1]
+    if dump.returncode:
+        raise RuntimeError(f"cuobjdump {option} {library}: {errors.strip()}")
     return done.stdout
 
 

@@ -491,14 +491,8 @@ def _interrupt_another_thread(pid: int) -> None:
     pytest.fail("the process has one thread")
 
 
-@pytest.mark.parametrize(
-    "when",
-    [
-        pytest.param("starting", marks=pytest.mark.slow),
-        pytest.param("measuring", marks=pytest.mark.slow),
-        "measuring, to another thread",
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["starting", "measuring", "measuring, to another thread"])
 def test_ctrl_c_leaves_nothing_behind(when: str) -> None:
     command = [*AGMM, "bench", "--device", "cpu", "--world-size", "2", "--samples", "1000000"]
     process = subprocess.Popen(
