@@ -162,8 +162,10 @@ def test_a_sound_installation_says_nothing(run: Run) -> None:
     ("how", "package", "argument"),
     [
         ("script", "typer", "--help"),
-        ("-m", "rich", "demo"),
-        pytest.param("script", "rich", "doctor", marks=pytest.mark.slow),
+        *(
+            pytest.param(how, "rich", argument, marks=pytest.mark.slow)
+            for how, argument in (("-m", "demo"), ("script", "doctor"))
+        ),
     ],
 )
 def test_commands_name_the_extra_that_is_missing(
