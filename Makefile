@@ -139,7 +139,7 @@ $(VENV)/.lint: pyproject.toml tools/build_requirements.py $(VENV)/.torch
 	touch $@
 
 # What gives wheels their tag, which is tested too.
-test: $(VENV)/.wheels
+test test-slow: $(VENV)/.wheels
 $(VENV)/.wheels: pyproject.toml tools/build_requirements.py $(VENV)/.torch
 	$(PIP) install -q $$($(PY) tools/build_requirements.py --group wheels)
 	touch $@
