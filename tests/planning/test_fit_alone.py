@@ -74,6 +74,13 @@ def _fit(found: Sweep, rounds: int) -> Constants:
     return fit.finish()
 
 
+def _lost_before_and_after(found: Sweep) -> tuple[float, float]:
+    gpu_constants.give(FITTED, START)
+    before = _lost(found)
+    _fit(found, 2)
+    return before, _lost(found)
+
+
 def _scaled(name: str, kernel: str, factor: float, usual: float | None = None) -> Constants:
     values = getattr(START, name)
     return changed(START, name, {**values, kernel: values.get(kernel, usual) * factor})
@@ -92,12 +99,9 @@ def _scaled(name: str, kernel: str, factor: float, usual: float | None = None) -
     ],
 )
 def test_what_differs_from_the_constants_is_found_out(truth: Constants) -> None:
-    found = _sweep(truth)
-    gpu_constants.give(FITTED, START)
-    before = _lost(found)
+    before, after = _lost_before_and_after(_sweep(truth))
     assert before > 0.01
-    _fit(found, 2)
-    assert _lost(found) < 0.25 * before
+    assert after < 0.25 * before
 
 
 def test_constants_that_are_right_stay() -> None:
@@ -115,12 +119,9 @@ def test_it_is_the_choice_that_counts_not_the_errors() -> None:
     def twist(problem: Problem, kernel: KernelConfig) -> float:
         return 1.4 if kernel.kernel == IN_CLUSTER and problem.m <= 200 else 1.0
 
-    found = _sweep(START, twist)
-    gpu_constants.give(FITTED, START)
-    before = _lost(found)
+    before, after = _lost_before_and_after(_sweep(START, twist))
     assert before > 0.1
-    _fit(found, 2)
-    assert _lost(found) < 0.2 * before
+    assert after < 0.2 * before
 
 
 def test_the_constants_returned_are_those_given() -> None:
