@@ -93,6 +93,7 @@ def _examples(folder: Path) -> str:
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 @pytest.mark.skipif(_cutlass() is None, reason="no CUTLASS")
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 @pytest.mark.compiles.with_args(_examples)
 def test_the_examples_find_the_package_and_compile() -> None:
     # What CUTLASS's kernels say where something in them is not inlined.
