@@ -125,8 +125,9 @@ def measure_scaled(
     samples: int,
     scaling: str,
     fast_accum: bool,
+    most_splits: int,
 ) -> dict[str, dict[str, Any]]:
-    """The same of the fp8 kernels."""
+    """The same of the fp8 kernels. K is split in the usual order alone."""
     device = torch.device("cuda", torch.cuda.current_device())
     draw = torch.Generator(device).manual_seed(0)
     A = torch.randn(shape.M, shape.K, generator=draw, device=device).to(E4M3)
@@ -167,11 +168,15 @@ def measure_scaled(
         operand, Weight(weight, None, None, torch.bfloat16, fast_accum)
     )
     assert accumulation is not None
+    _, sm_count = call_plans.device_facts(device)
     for kernel in fp8_kernels.built("float8_e4m3fn_float8_e4m3fn", accumulation):
         if substring not in kernel.kernel:
             continue
-        for config in heuristics.orders(kernel):
+        _, *split = fp8_kernels.with_splits(kernel, *shape, sm_count)
+        usual = [fp8_kernels.usual_order(config, shape.M) for config in split[: most_splits - 1]]
+        for config in (*heuristics.orders(kernel), *usual):
             name = f"{kernel.kernel} {config.raster} swizzle {config.max_swizzle}"
+            name += f" split {config.splits}" if config.splits > 1 else ""
             error = relative_error(call_of(config)(), reference)
             reason = None
             if error > allowed:
@@ -254,7 +259,7 @@ def main(
             )
         else:
             results = measure_scaled(
-                shape, chunks, pivot, kernels, samples, SCALINGS[fp8], not slow_accum
+                shape, chunks, pivot, kernels, samples, SCALINGS[fp8], not slow_accum, splits
             )
         report["shapes"].append({"M": shape.M, "N": shape.N, "K": shape.K, "ways": results})
         table = plain_table(f"M x N x K = {shape.M} x {shape.N} x {shape.K}")

@@ -23,7 +23,7 @@
 // each with a part of K (agmm::SplitK). For the cooperative kernel, whose clusters are one tile
 // wide, with agmm::AsyncInputMainloop. SplitsK::ByEpilogue: the epilogue adds up the parts, and is
 // called with each of them. SplitsK::InCluster: they are launched as a cluster, and the mainloop
-// adds them up (agmm::add_splits_in_cluster).
+// adds them up and stores the tile (agmm::store_splits_in_cluster).
 // Order: agmm::TileOrder, or agmm::LaggedTileOrder, which takes each CTA's own chunk, the last one,
 // a lag behind the others (Arguments::lag).
 #pragma once
@@ -74,8 +74,9 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     int32_t split = 0;
     int32_t k_tile_begin = 0;
     int32_t k_tile_count = 0;
-    // This CTA has the sum of the whole tile. Known to the consumers only: an epilogue whose
-    // producer warp has something to load (a C) would have to be told.
+    // This CTA has the sum of the whole tile, and is to store it. With SplitsK::Yes known to the
+    // consumers only: an epilogue whose producer warp has something to load (a C) would have to be
+    // told.
     bool is_whole = true;
   };
 
@@ -293,7 +294,7 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
       int32_t const tiles = params_->splits.divide(cluster);
       work.split = cluster - tiles * params_->splits.divisor;
       agmm::Range const k_tiles = k_tiles_of(work.split);
-      if constexpr (Splits == SplitsK::InCluster) work.is_whole = work.split == 0;
+      if constexpr (Splits == SplitsK::InCluster) work.is_whole = params_->splits.divisor == 1;
       work.k_tile_begin = k_tiles.begin;
       work.k_tile_count = k_tiles.size();
       cluster = tiles;

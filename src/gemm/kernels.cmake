@@ -28,29 +28,34 @@ set(AGMM_KERNEL_TABLE
     "256 128 64 1 2 Cooperative all"
     "256 192 64 2 1 Cooperative all"
     "256 160 64 1 1 Cooperative all"
-    "32  128 64 1 1 Cooperative default swapped"
-    "64  128 64 1 1 Cooperative all swapped"
-    "64  128 64 1 2 Cooperative default swapped"
+    "32  128 64 1 1 Cooperative all swapped"
+    "64  128 64 1 1 Cooperative default swapped"
+    "64  128 64 1 2 Cooperative all swapped"
     "96  128 64 1 1 Cooperative default swapped"
+    "128 128 64 1 1 Cooperative default swapped"
     "64  256 64 1 1 Cooperative all swapped"
-    "192 128 64 1 2 Cooperative default swapped"
+    "192 128 64 1 2 Cooperative all swapped"
     "240 128 64 1 2 Cooperative default swapped"
     "144 256 64 1 2 Cooperative default swapped"
-    "160 256 64 1 2 Cooperative default swapped"
+    "160 256 64 1 2 Cooperative all swapped"
     "176 256 64 1 2 Cooperative default swapped"
+    "144 256 64 2 1 Cooperative default swapped"
+    "160 256 64 2 1 Cooperative default swapped"
     "32  64  64 1 1 Pingpong    all swapped"
     "64  64  128 1 1 Pingpong   default swapped"
     "128 192 64 1 1 Pingpong    default swapped"
     "128 128 64 1 1 Pingpong    timed")
 
-# Those of fp8 operands, with column-major B: as above, then how they accumulate and for which dtypes
-# (A's, and B's where it is another).
+# Those of fp8 operands, with column-major B: as above, but before an end of "swapped" how they
+# accumulate and for which dtypes (A's, and B's where it is another).
 set(AGMM_FP8_TABLE
     "128 128 128 1 1 Pingpong    default Fast e4m3"
     "64  128 128 1 1 Pingpong    default Fast e4m3"
     "128 256 128 2 1 Cooperative default Fast e4m3"
     "128 224 128 2 1 Cooperative default Fast e4m3"
     "256 160 128 1 1 Cooperative default Fast e4m3"
+    "64  128 128 1 1 Cooperative default Fast e4m3 swapped"
+    "128 128 128 1 1 Cooperative all     Fast e4m3 swapped"
     "128 128 128 2 1 Cooperative default Slow e4m3 e4m3_e5m2 e5m2_e4m3"
     "128 256 128 2 1 Cooperative default Slow e4m3"
     "128 256 128 2 1 Cooperative default Block e4m3"
@@ -70,6 +75,7 @@ set(AGMM_SCATTER_TABLE
     "128 128 64 1 1 Cooperative default"
     "128 128 64 2 1 Pingpong    all"
     "128 160 64 1 1 Pingpong    all"
+    "128 176 64 1 1 Pingpong    all"
     "128 256 64 1 1 Cooperative all"
     "128 128 64 1 1 Pingpong    timed")
 
@@ -160,9 +166,13 @@ function(agmm_generate_kernels kernels directory out_sources)
       if(op MATCHES "^fp8")
         list(GET field 7 accumulation)
         list(SUBLIST field 8 -1 dtypes)
+        list(REMOVE_ITEM dtypes swapped)
         set(layouts col)
         string(TOLOWER "${name}_${accumulation}" name)
-        string(APPEND arguments ", ${AGMM_${OP}_ARGUMENTS}, Accumulation::${accumulation}")
+        if(NOT "swapped" IN_LIST field)
+          string(APPEND arguments ", ${AGMM_${OP}_ARGUMENTS}")
+        endif()
+        string(APPEND arguments ", Accumulation::${accumulation}")
       endif()
       foreach(dtype IN LISTS dtypes)
         foreach(layout IN LISTS layouts)

@@ -17,7 +17,7 @@ struct TileTimes {
 };
 
 /// The same of a matmul + reduce-scatter: when the first and the last load were issued, when the
-/// sum was computed, and when the tile was sent, or, of an own tile, the others' sums were added.
+/// sum was computed, and when the tile had left, or, of an own tile, the others' sums were added.
 struct ScatterTimes {
   uint64_t loads_begin_ns;
   uint64_t loads_end_ns;

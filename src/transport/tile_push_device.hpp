@@ -4,6 +4,8 @@
 // Of one CTA, with consumers (the warps that multiply) and a sender (a warp beside them):
 //   consumers   tile -> buffers, piece by piece | next tile ... | own tile: wait, add, store
 //   sender      credits | piece -> owner, piece -> owner | complete | signal | ...
+// A tile is complete, and its signal follows, once the next one's first piece is on its way; or at
+// once where the sender has no other to send, or is to wait for others.
 // Where consumers wait while their sums are added (a cooperative kernel's), the sender waits for
 // the others' sums of an own tile and brings them to the buffers, which nothing leaves by then,
 // while the tile is computed. Consumers that take turns (pingpong) load them themselves, while the
@@ -11,9 +13,9 @@
 //
 // Who waits for whom, and why it ends. Every CTA computes all tiles of other ranks' chunks before
 // its own tiles (ScatterTiles, TileOrder). A sender waits for credits, which peers give at the end
-// of the call before, and then for nobody. So all tiles are sent, whoever is late, and own tiles,
-// which wait for nothing else, have what they wait for. All CTAs of a kernel are on the GPU
-// together.
+// of the call before, and then for nobody but its own CTA; while it does, no signal is held back.
+// So all tiles are sent, whoever is late, and own tiles, which wait for nothing else, have what
+// they wait for. All CTAs of a kernel are on the GPU together.
 //
 // How fast. A link that has more to carry than it can makes the multiprocessors' stores wait, and
 // with them the loads that the next tile wants: what was to be hidden behind a matmul then adds to
@@ -79,6 +81,13 @@ class MeasuredClock {
   uint32_t ns_ = 0;
 };
 
+/// What a sender has sent and not signalled.
+struct TileOnItsWay {
+  int32_t owner = 0;
+  int32_t tile = -1;  // -1: none
+  uint64_t passed = 0;
+};
+
 /// Of a CTA whose tiles are computed by `kTileThreads` threads, `kFloats` elements of each. A tile
 /// travels in fragment order: vector by vector of 8 elements, thread by thread; its owner's same
 /// kernel has the same threads. It leaves in pieces, through `kBuffers` buffers of one each.
@@ -142,12 +151,15 @@ struct TilePush {
   }
 
   /// The sender's. For one lane, once it has seen `go`. `number`: of the CTA's tiles, and so of the
-  /// wave. `clock`: begun before the first tile.
+  /// wave. `clock`: begun before the first tile. The tile's signal is left to the next call, or to
+  /// finish(): so the sender need not wait for copies on their way where it has others to send.
   CUTLASS_DEVICE static void send(TilePushArgs const& push, Storage& storage, int number,
-                                  int32_t owner, int32_t tile, MeasuredClock const& clock) {
+                                  int32_t owner, int32_t tile, MeasuredClock const& clock,
+                                  TileOnItsWay& before) {
     TilePushArgs::Peer const& peer = push.peers[push.tiles.place(owner)];
     char* const to = peer.part + int64_t(tile) * kTileBytes;
     SendPace const pace = push.paces.of_wave(number);
+    constexpr int kGroups = kPieceBytes / kSendBytes;
     int32_t cycles = 0;
     uint32_t released = uint32_t(number) * kPieces;
     uint64_t passed = 0;
@@ -155,8 +167,13 @@ struct TilePush {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int piece = 0; piece < kPieces; ++piece) {
       uint32_t const i = uint32_t(number) * kPieces + piece;
-      mbarrier_wait(&storage.full[i % kBuffers], i / kBuffers % 2);
-      if (piece == 0) cycles = clock.at_its_pace(pace.cycles, push.paces.highest_clock);
+      uint64_t* const full = &storage.full[i % kBuffers];
+      if (piece == 0 && (tile < 0 || !mbarrier_test(full, i / kBuffers % 2))) finish(push, before);
+      mbarrier_wait(full, i / kBuffers % 2);
+      if (piece == 0) {
+        cycles = clock.at_its_pace(pace.cycles, push.paces.highest_clock);
+        next = clock64();
+      }
       // A tile that only pads goes nowhere.
       if (tile >= 0) {
         stress_delay(push.tiles.rank);
@@ -168,12 +185,17 @@ struct TilePush {
             store_release_system(peer.signals + tile, push.tag);
             stress_delay(push.tiles.rank);
           }
-          next = pause_until(next) + cycles;
+          next = pause_until(next, kCatchUp * cycles) + cycles;
           bulk_copy_to_global(to + piece * kPieceBytes + at, from + at, kSendBytes);
           await_few_under_way(pace.log_under_way);
         }
+        if (piece == 0) {
+          // All but this piece's are complete.
+          bulk_wait<kGroups>();
+          signal(push, before);
+        }
         // The pieces before have left their buffers.
-        bulk_wait_read<kPieceBytes / kSendBytes>();
+        bulk_wait_read<kGroups>();
         passed = virtual_link_take(kPieceBytes, passed);
       }
       if (i != released) mbarrier_arrive(&storage.empty[released++ % kBuffers]);
@@ -182,12 +204,14 @@ struct TilePush {
     for (; released != uint32_t(number + 1) * kPieces; ++released) {
       mbarrier_arrive(&storage.empty[released % kBuffers]);
     }
-    if (tile < 0) return;
+    if (tile >= 0) before = {owner, kReadSignal ? -1 : tile, passed};
+  }
+
+  /// The signal of the sender's last tile. Before it waits for anybody else, and at the end.
+  CUTLASS_DEVICE static void finish(TilePushArgs const& push, TileOnItsWay& last) {
+    if (last.tile < 0 && !kReadSignal) return;
     bulk_wait<0>();
-    virtual_link_wait(passed);
-    stress_delay(push.tiles.rank);
-    await_late_credit(push);
-    if constexpr (!kReadSignal) store_release_system(peer.signals + tile, push.tag);
+    signal(push, last);
   }
 
   /// Before fetch(): what has no place in the buffers yet comes to L2. For all lanes.
@@ -264,6 +288,8 @@ struct TilePush {
   CUTLASS_DEVICE static void add_parts(TilePushArgs const& push, float* sum, int32_t tile,
                                        int thread) {
     constexpr int kAll = kPieces * kVectors;
+    // What a thread has under way: beside the sums of a wide tile there is no register for more.
+    constexpr int kAtOnce = kFloats > 160 ? 8 : kAll;
     int const others = push.tiles.world_size - 1;
     // Thread i waits for the i-th sum. All look at once, so that sums that are there cost one look.
     int32_t const place = thread < others ? push.tiles.place_by_arrival(thread) : 0;
@@ -274,7 +300,7 @@ struct TilePush {
       char const* const part = part_of(push, push.tiles.place_by_arrival(i), tile);
       return reinterpret_cast<uint4 const*>(part) + thread;
     };
-    uint4 loaded[kAll];
+    uint4 loaded[kAtOnce];
     bool is_loaded = false;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < others; ++i) {
@@ -286,13 +312,32 @@ struct TilePush {
       bool const is_last = i + 1 == others;
       bool const is_next_late = named_barrier_any<NamedBarrier::kPartsAdded, kTileThreads>(
           thread == i + 1 && is_awaited && !kNoParts);
-      if (!is_loaded) load(from(i), loaded);
-      is_loaded = kLoadsAhead && !is_last && !is_next_late;
-      uint4 const* const next = from(is_last ? i : i + 1);
-      CUTLASS_PRAGMA_UNROLL
-      for (int v = 0; v < kAll; ++v) {
-        add(loaded[v], sum + v * kVectorElements);
-        if (is_loaded) loaded[v] = __ldcg(next + v * kTileThreads);
+      if constexpr (kAtOnce == kAll) {
+        if (!is_loaded) {
+          uint4 const* const part = from(i);
+          CUTLASS_PRAGMA_UNROLL
+          for (int v = 0; v < kAll; ++v) loaded[v] = __ldcg(part + v * kTileThreads);
+        }
+        is_loaded = kLoadsAhead && !is_last && !is_next_late;
+        uint4 const* const next = from(is_last ? i : i + 1);
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < kAll; ++v) {
+          add(loaded[v], sum + v * kVectorElements);
+          if (is_loaded) loaded[v] = __ldcg(next + v * kTileThreads);
+        }
+      } else {
+        uint4 const* const part = from(i);
+        CUTLASS_PRAGMA_UNROLL
+        for (int first = 0; first < kAll; first += kAtOnce) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int v = 0; v < kAtOnce && first + v < kAll; ++v) {
+            loaded[v] = __ldcg(part + (first + v) * kTileThreads);
+          }
+          CUTLASS_PRAGMA_UNROLL
+          for (int v = 0; v < kAtOnce && first + v < kAll; ++v) {
+            add(loaded[v], sum + (first + v) * kVectorElements);
+          }
+        }
       }
     }
     // With the fault, so that signals and credits stay in step.
@@ -380,14 +425,27 @@ struct TilePush {
  protected:
   // As the grace of a wait for a chunk (device_wait.hpp).
   static constexpr uint32_t kLateUnits = 64;
+  static constexpr int32_t kCatchUp = 4;  // copies
 
-  /// Returns the time when it is over: `when`, or now where that has passed.
-  CUTLASS_DEVICE static int64_t pause_until(int64_t when) {
+  /// Returns the time from which the next pause counts: `when`, or where that has passed, at most
+  /// `caught_up` cycles ago: what a sender loses by waiting for something else it makes up for.
+  CUTLASS_DEVICE static int64_t pause_until(int64_t when, int32_t caught_up) {
     int64_t const now = clock64();
-    if (now >= when) return now;
+    int64_t const earliest = now - caught_up;
+    if (now >= when) return when > earliest ? when : earliest;
     while (clock64() < when) {
     }
     return when;
+  }
+
+  /// Of a tile whose copies are complete.
+  CUTLASS_DEVICE static void signal(TilePushArgs const& push, TileOnItsWay& sent) {
+    if (sent.tile < 0) return;
+    virtual_link_wait(sent.passed);
+    stress_delay(push.tiles.rank);
+    await_late_credit(push);
+    store_release_system(push.peers[push.tiles.place(sent.owner)].signals + sent.tile, push.tag);
+    sent.tile = -1;
   }
 
   /// Returns when all but 2^log of the copies are complete.
@@ -441,12 +499,6 @@ struct TilePush {
                                        int32_t place, int32_t tile) {
     int32_t const chunk = push.tiles.at_place(place) * kMaxScatterTiles + tile;
     wait_signal(signal, push.tag, chunk, push.limit);
-  }
-
-  template <int kAll>
-  CUTLASS_DEVICE static void load(uint4 const* part, uint4 (&loaded)[kAll]) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int v = 0; v < kAll; ++v) loaded[v] = __ldcg(part + v * kTileThreads);
   }
 
   CUTLASS_DEVICE static void add(uint4 const& vector, float* sum) {

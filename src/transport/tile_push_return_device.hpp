@@ -33,14 +33,6 @@ struct TileReturnArgs {
   int32_t n = 0;
 };
 
-/// What a sender has sent and not signalled.
-struct TileOnItsWay {
-  int32_t owner = 0;
-  int32_t tile = -1;  // -1: none
-  uint64_t passed = 0;
-};
-struct NoTileOnItsWay {};
-
 template <class Element, int kTileM, int kTileN, int kTileThreads, int kPieces, int kBuffers>
 struct TileReturn
     : TilePush<Element, kTileThreads, kTileM * kTileN / kTileThreads, kPieces, kBuffers, true> {
@@ -116,7 +108,7 @@ struct TileReturn
       auto const* const from = reinterpret_cast<char const*>(storage.pieces[i % kBuffers]);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int at = 0; at < kPieceBytes; at += kSendBytes) {
-        next = Push::pause_until(next) + cycles;
+        next = Push::pause_until(next, 0) + cycles;
         CUTLASS_PRAGMA_NO_UNROLL
         for (int place = first; place <= last; ++place) {
           bulk_copy_in_group(push.peers[place].part + offset + piece * kPieceBytes + at, from + at,

@@ -39,9 +39,16 @@ def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
-def assert_close(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, label: str) -> None:
-    reference = gathered_product(a, b)
-    allowed = allowed_error(relative_error(torch.mm(a, b), reference))
+def assert_close(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    label: str,
+    bias: torch.Tensor | None = None,
+) -> None:
+    reference = gathered_product(a, b, bias)
+    peer = torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+    allowed = allowed_error(relative_error(peer, reference))
     error = relative_error(out, reference)
     assert error <= allowed, f"{label}: error {error:.3g}, allowed {allowed:.3g}"
 
@@ -119,23 +126,28 @@ splits_k = pytest.mark.skipif(
 
 @splits_k
 @pytest.mark.parametrize("column_major", [True, False])
-def test_splits_of_k(column_major: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_splits_of_k(column_major: bool, dtype: torch.dtype) -> None:
     for m, n, k, chunks in (
         (8, 8, 136, 2),
         (100, 136, 520, 4),
         (384, 264, 1032, 3),
         (256, 3584, 8192, 4),
     ):
-        a = randn(m, k, dtype=torch.bfloat16)
-        b = randn(n, k, dtype=torch.bfloat16).t()
+        a = randn(m, k, dtype=dtype)
+        b = randn(n, k, dtype=dtype).t()
         b = b if column_major else b.contiguous()
+        bias = randn(n, dtype=dtype) if m != 256 else None
         signals = torch.ones(chunks, dtype=torch.int32, device="cuda").view(torch.uint32)
         configs = splitting(m, n, k)
         assert configs
         for config in configs:
             poison_freed_memory(m, n)
-            outs = [async_input_mm.on_cuda(a, b, signals, 0, config=config) for _ in range(20)]
-            assert_close(outs[0], a, b, f"{m}x{n}x{k} {config.name}")
+            outs = [
+                async_input_mm.on_cuda(a, b, signals, 0, bias=bias, config=config)
+                for _ in range(20)
+            ]
+            assert_close(outs[0], a, b, f"{m}x{n}x{k} {config.name}", bias)
             assert all(torch.equal(out, outs[0]) for out in outs), f"{config.name} does not repeat"
 
 

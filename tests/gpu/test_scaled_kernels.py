@@ -50,7 +50,8 @@ class Kernel(NamedTuple):
 
     def __str__(self) -> str:
         names = [str(dtype).rpartition("_")[2] for dtype in self.dtypes]
-        return "-".join((self.config.kernel, self.accumulation.name, *names))
+        splits = (f"split{self.config.splits}",) if self.config.splits > 1 else ()
+        return "-".join((self.config.kernel, self.accumulation.name, *names, *splits))
 
 
 PAIRS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
@@ -157,6 +158,34 @@ def test_last_rows_and_bias(kernel: Kernel) -> None:
                 assert_close(out, given, kernel.fast_accum, f"{m} rows {scaling}", bias)
 
 
+def splitting(m: int, n: int, k: int, most_ctas: int) -> list[Kernel]:
+    """The kernels that split K between a cluster, in every number of parts that fits."""
+    return [
+        kernel._replace(config=replace(kernel.config, splits=splits))
+        for kernel in KERNELS
+        if kernel.config.splits_in_cluster
+        for splits in range(2, min(_core.MAX_CLUSTER_SPLITS, -(-k // kernel.config.tile_k)) + 1)
+        if -(-m // kernel.config.tile_m) * -(-n // kernel.config.tile_n) * splits <= most_ctas
+    ]
+
+
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+def test_splits_of_k(scaling: str) -> None:
+    for m, n, k, chunks in ((8, 16, 272, 2), (100, 144, 1040, 4), (256, 528, 7168, 4)):
+        bias = torch.randn(n, device="cuda", dtype=torch.bfloat16) if m != 100 else None
+        kernels = splitting(m, n, k, 100)
+        assert kernels
+        for kernel in kernels:
+            given = operands(scaling, m, n, k, kernel.dtypes, m)
+            poison_freed_memory(m * n * 2)
+            outs = [
+                on_cuda(*given, ready(chunks), 1, bias=bias, config=kernel.config)
+                for _ in range(10)
+            ]
+            assert_close(outs[0], given, True, f"{m}x{n}x{k} {kernel.config.name}", bias)
+            assert all(torch.equal(out, outs[0]) for out in outs), f"{kernel} does not repeat"
+
+
 @every_kernel
 def test_columns_that_torch_does_not_multiply(kernel: Kernel) -> None:
     """A multiple of 8 that is none of 16, and a strided B."""
@@ -185,15 +214,24 @@ def test_slow_accumulation_is_the_more_exact() -> None:
     assert slow < fast
 
 
-@every_scaling
+@pytest.mark.parametrize(
+    ("kernel", "scaling"),
+    [(k, s) for k in [*KERNELS, *splitting(96, 272, 256, 48)] for s in k.scalings],
+    ids=str,
+)
 def test_waits_for_chunks_and_scales_that_come_late(kernel: Kernel, scaling: str) -> None:
     """Every chunk and its scales are NaN until just before its signal, in a random order."""
     draw = random.Random(2)
     one_k_tile = (96, 128, 128, 96)
+    is_split = kernel.config.splits > 1
     for m, n, k, chunks in (
-        (512, 512, 256, 4),
-        (1000, 272, 144, 5),
-        (96, 272, 1552, 96) if kernel.is_block_scaled else one_k_tile,
+        ((96, 272, 256, 96), (60, 272, 400, 3))
+        if is_split
+        else (
+            (512, 512, 256, 4),
+            (1000, 272, 144, 5),
+            (96, 272, 1552, 96) if kernel.is_block_scaled else one_k_tile,
+        )
     ):
         given = operands(scaling, m, n, k, kernel.dtypes, 1)
         A, scale_a = given.A.clone(), given.scale_a.clone()
@@ -236,7 +274,8 @@ def test_waits_for_chunks_and_scales_that_come_late(kernel: Kernel, scaling: str
             draw.randrange(chunks),
             fast_accum=kernel.fast_accum,
             config=kernel.config,
-            sm_count=4,  # more than a wave, which would go across the chunks
+            # More than a wave, which would go across the chunks; of parts of K that is not legal.
+            sm_count=48 if is_split else 4,
         )
         feed()
         torch.cuda.synchronize()

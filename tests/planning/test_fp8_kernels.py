@@ -26,6 +26,7 @@ E4M3 = _core.DType.float8_e4m3fn_float8_e4m3fn
 MIXED = _core.DType.float8_e5m2_float8_e4m3fn
 NARROW, WIDE = "128x128x128_1x1_pingpong", "128x256x128_2x1_cooperative"
 SLOW = "128x128x128_2x1_cooperative"
+SWAPPED = "128x128x128_1x1_cooperative_swapped"
 
 
 @pytest.fixture
@@ -39,12 +40,13 @@ def facts(monkeypatch: pytest.MonkeyPatch) -> None:
         fact("128x128x64_1x1_pingpong", _core.DType.bfloat16, Accumulation.fast, False),
         fact(NARROW, E4M3, Accumulation.fast),
         fact(WIDE, E4M3, Accumulation.fast),
+        fact(SWAPPED, E4M3, Accumulation.fast),
         fact(SLOW, E4M3, Accumulation.slow),
         fact(SLOW, MIXED, Accumulation.slow),
         fact(WIDE, E4M3, Accumulation.block),
     ]
     monkeypatch.setattr(_core, "kernel_facts", lambda: built)
-    monkeypatch.setattr(_core, "scatter_kernel_facts", lambda: built[3:4])
+    monkeypatch.setattr(_core, "scatter_kernel_facts", lambda: built[4:5])
     forget_built()
 
 
@@ -65,7 +67,7 @@ def names(dtype: Any, accumulation: Accumulation, *, scatters: bool = False) -> 
 
 
 def test_kernels_of_a_dtype_and_accumulation(facts: None) -> None:
-    assert names(E4M3, Accumulation.fast) == [NARROW, WIDE]
+    assert names(E4M3, Accumulation.fast) == [NARROW, WIDE, SWAPPED]
     assert names(E4M3, Accumulation.slow) == [SLOW]
     assert names(E4M3, Accumulation.block) == [WIDE]
     assert names(E4M3, Accumulation.block_1x128) == []
@@ -104,6 +106,42 @@ def test_few_tiles_more_than_a_wave_take_larger_ones() -> None:
     """2048 x 2112 is 144 tiles of 128 x 256, and 126 of 256 x 160."""
     kernels = [KernelConfig.parse(name) for name in (NARROW, WIDE, "256x160x128_1x1_cooperative")]
     assert fp8_kernels.choose(kernels, 2048, 2112, 7168, 132).kernel == kernels[2].kernel
+
+
+def test_few_tiles_of_a_long_k_are_split() -> None:
+    """Between the CTAs of a cluster; in one wave, and only where a kernel can."""
+    kernels = [KernelConfig.parse(name) for name in (NARROW, SWAPPED)]
+    chosen = fp8_kernels.choose(kernels, 128, 1024, 16384, 132)
+    assert chosen.kernel == kernels[1].kernel
+    assert 2 <= chosen.splits <= _core.MAX_CLUSTER_SPLITS
+    assert fp8_kernels.choose(kernels[:1], 128, 1024, 16384, 132).splits == 1
+    assert fp8_kernels.choose(kernels, 2048, 8192, 16384, 132).splits == 1
+    for m, n, k in ((0, 1024, 256), (128, 1024, 128), (128, 1024, 300), (1024, 1024, 16384)):
+        for config in fp8_kernels.with_splits(chosen, m, n, k, 132):
+            assert config.splits <= -(-k // 128)
+            assert config.splits == 1 or -(-m // 128) * n // 128 * config.splits <= 132
+
+
+def test_parts_of_a_row_that_do_not_fit_are_not_taken(facts: None) -> None:
+    """With another M, or fewer multiprocessors than the row was measured with."""
+    alone = PROBLEM._replace(m=128, n=4096, k=16384, world_size=1)
+    rows = planner(row(128, f"{SWAPPED}/split4"), problem=alone)
+    for problem, fits in (
+        (alone, True),
+        (alone._replace(sm_count=100), False),
+        (alone._replace(m=512), False),
+    ):
+        kernel = rows.choose(problem).plan.kernel
+        assert kernel is not None
+        assert (kernel.splits == 4) == fits
+        assert fp8_kernels.fits(kernel, problem.m, problem.n, problem.k, problem.sm_count or 132)
+
+
+def test_swapped_kernels_are_not_behind_a_gather(facts: None) -> None:
+    for world_size in (2, 4, 8):
+        problem = PROBLEM._replace(m=64, n=1024, world_size=world_size)
+        kernel = planner().choose(problem).plan.kernel
+        assert kernel is not None and not kernel.swapped
 
 
 # --- by the tables ---

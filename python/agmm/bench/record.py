@@ -130,7 +130,7 @@ def scattered_tiles_on_cuda(
     Returns:
         For each tile a dict with ``chunk`` (its owner), ``row`` and ``column`` (of tiles), ``sm``
         (the multiprocessor) and, in ns of the GPU's timer, ``start_ns`` and ``end_ns`` (of the
-        tile's loads), ``computed_ns``, ``done_ns`` (when it was sent, or, of an own tile, when the
+        tile's loads), ``computed_ns``, ``done_ns`` (when it had left, or, of an own tile, when the
         others' sums were added), and ``called_ns`` (when the stream came to the call).
 
     Raises:

@@ -3,13 +3,15 @@ should take the least time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
 from agmm import _core
-from agmm._core import Accumulation
-from agmm.planning.plans import MATMUL_REDUCE_SCATTER, KernelConfig, Plan, Problem
+from agmm._core import MAX_CLUSTER_SPLITS, Accumulation
+from agmm.planning.cost_model import clusters_at_once
+from agmm.planning.plans import MATMUL_REDUCE_SCATTER, KernelConfig, Plan, Problem, serving
 
 
 class _Tile(NamedTuple):
@@ -29,8 +31,12 @@ _TILES = {
 }
 """Fitted to `benchmarks/gemm.py --fp8` on one H100: 19 shapes, with scales of rows and of whole
 tensors. Of tiles that accumulate slowly or scale blocks it is the ratio that counts."""
+_SWAPPED_TILES = {(64, 128): _Tile(9.25, 5.75), (128, 128): _Tile(11.5, 9.0)}
+"""Of swapped kernels: 7 shapes of at most 768 rows, with scales of whole tensors."""
 _OTHER_TILE = _Tile(11.0, 5.0)
 """Between those."""
+_SPLIT_US = 1.0
+"""Of a tile whose K is split between the CTAs of a cluster."""
 
 _FEW_ROWS_OF_TILES = 8
 """Up to so many a swizzle gains nothing, as with operands of 16 bits. Not measured for fp8."""
@@ -69,7 +75,7 @@ def of_problem(problem: Problem) -> tuple[KernelConfig, ...]:
     """The kernels of this build for a problem with an ``accumulation``."""
     accumulation = Accumulation.__members__[problem.accumulation]
     scatters = problem.op == MATMUL_REDUCE_SCATTER
-    return built(problem.dtype, accumulation, scatters=scatters)
+    return serving(built(problem.dtype, accumulation, scatters=scatters), problem.world_size)
 
 
 def usual_plans(problem: Problem) -> list[Plan]:
@@ -78,19 +84,45 @@ def usual_plans(problem: Problem) -> list[Plan]:
 
 
 def choose(kernels: Sequence[KernelConfig], m: int, n: int, k: int, sm_count: int) -> KernelConfig:
-    """One of them with an order of tiles, for [m, k] @ [k, n]; ``kernels`` are not none."""
-    return usual_order(min(kernels, key=lambda kernel: _waves_us(kernel, m, n, k, sm_count)), m)
+    """One of them with an order of tiles and parts of K, for [m, k] @ [k, n]; ``kernels`` are not
+    none."""
+    candidates = (each for kernel in kernels for each in with_splits(kernel, m, n, k, sm_count))
+    return usual_order(min(candidates, key=lambda kernel: _waves_us(kernel, m, n, k, sm_count)), m)
+
+
+def with_splits(
+    kernel: KernelConfig, m: int, n: int, k: int, sm_count: int
+) -> Iterator[KernelConfig]:
+    """The kernel with K in each number of parts that a cluster may have, all tiles in one wave."""
+    most = 1
+    if kernel.splits_in_cluster:
+        fit = sm_count // max(1, _tiles(kernel, m, n))
+        most = max(1, min(fit, -(-k // kernel.tile_k), MAX_CLUSTER_SPLITS))
+    for splits in range(1, most + 1):
+        yield replace(kernel, splits=splits)
+
+
+def fits(kernel: KernelConfig, m: int, n: int, k: int, sm_count: int) -> bool:
+    """Whether a cluster may have as many parts of K as it says."""
+    configs = with_splits(kernel, m, n, k, sm_count)
+    return not kernel.splits_in_cluster or any(kernel.splits == c.splits for c in configs)
+
+
+def _tiles(kernel: KernelConfig, m: int, n: int) -> int:
+    """In clusters, where kernels have some."""
+    rows = kernel.tile_m * kernel.cluster_m
+    columns = kernel.tile_n * kernel.cluster_n
+    return -(-m // rows) * -(-n // columns)
 
 
 def _waves_us(kernel: KernelConfig, m: int, n: int, k: int, sm_count: int) -> float:
-    ctas = kernel.cluster_m * kernel.cluster_n
-    rows = kernel.tile_m * kernel.cluster_m
-    columns = kernel.tile_n * kernel.cluster_n
-    clusters = -(-m // rows) * -(-n // columns)
-    waves = -(-clusters // max(1, sm_count // ctas))
-    tile = _TILES.get((kernel.tile_m, kernel.tile_n), _OTHER_TILE)
-    tile_us = 2e-6 * kernel.tile_m * kernel.tile_n * k / tile.tflops_per_sm
-    return waves * (tile_us + tile.overhead_us)
+    ctas = kernel.cluster_m * kernel.cluster_n * kernel.splits
+    waves = -(-_tiles(kernel, m, n) // max(1, clusters_at_once(sm_count, ctas)))
+    tiles = _SWAPPED_TILES if kernel.swapped else _TILES
+    tile = tiles.get((kernel.tile_m, kernel.tile_n), _OTHER_TILE)
+    tile_us = 2e-6 * kernel.tile_m * kernel.tile_n * k / kernel.splits / tile.tflops_per_sm
+    tile_us += tile.overhead_us + (_SPLIT_US if kernel.splits > 1 else 0.0)
+    return waves * tile_us
 
 
 def usual_order(kernel: KernelConfig, m: int) -> KernelConfig:
@@ -99,4 +131,4 @@ def usual_order(kernel: KernelConfig, m: int) -> KernelConfig:
     if kernel.schedule == "pingpong":
         has_few_rows = -(-m // kernel.tile_m) <= _FEW_ROWS_OF_TILES
         raster, max_swizzle = "along_m", 1 if has_few_rows else 4
-    return KernelConfig.parse(f"{kernel.kernel}/swizzle{max_swizzle}/{raster}")
+    return replace(kernel, raster=raster, max_swizzle=max_swizzle)

@@ -34,6 +34,7 @@ from agmm.planning.plans import (
     Plan,
     Problem,
     Row,
+    serving,
 )
 from agmm.planning.search import Search
 from agmm.planning.tuned_rows import Rows, TunedRow, TunedRows, near_in_m
@@ -136,11 +137,8 @@ class Planner:
         self._last: _Here | None = None
 
     def kernels_of(self, problem: Problem) -> tuple[KernelConfig, ...]:
-        """Those to choose from. Swapped ones have been tested alone, not behind a gather between
-        ranks, where only an explicit config runs them."""
-        if problem.world_size == 1:
-            return self.kernels
-        return tuple(kernel for kernel in self.kernels if not kernel.swapped)
+        """Those to choose from."""
+        return serving(self.kernels, problem.world_size)
 
     def plan(self, problem: Problem) -> Plan:
         """`choose(problem).plan`, remembered."""
@@ -256,9 +254,13 @@ class Planner:
         """The plan of a problem with fp8 operands."""
         kernels = fp8_kernels.of_problem(problem)
         rows = self._scaled_rows(problem, fused, {kernel.kernel for kernel in kernels})
+        sm_count = problem.sm_count or cost_model.constants(problem.gpu).sm_count
+        size = problem.m, problem.n, problem.k, sm_count
         if problem.m in rows:
             name, row = rows[problem.m]
-            return Found(row.plan, name, None, row)
+            kernel = row.plan.kernel
+            if kernel is None or fp8_kernels.fits(kernel, *size):
+                return Found(row.plan, name, None, row)
         source, near = (
             "whole waves",
             sorted(near_in_m(problem.m, rows), key=lambda m: (abs(log(m / problem.m)), -m)),
@@ -273,9 +275,7 @@ class Planner:
             if fused:
                 raise ValueError("no kernel to choose from")
             return Found(UNFUSED, "no kernel of this build serves it")
-        sm_count = problem.sm_count or cost_model.constants(problem.gpu).sm_count
-        chosen = fp8_kernels.choose(kernels, problem.m, problem.n, problem.k, sm_count)
-        return Found(Plan("push", chosen), source)
+        return Found(Plan("push", fp8_kernels.choose(kernels, *size)), source)
 
     def _scaled_rows(
         self, problem: Problem, fused: bool, built: set[str]

@@ -42,11 +42,12 @@ struct AsyncInput {
 template <class Base>
 struct AsyncInputPolicy : Base {};
 
-/// kSwapped: A is the MMA's second operand, whose rows are columns of the MMA (KernelShape);
-/// kTimed: records TileTimes; kSplits: takes the part of K that the scheduler says; kStoresA: may
-/// store A (can_store_a); kMayPush_: may push this rank's shard. Variants of their own, because the
-/// producer warp has no register to spare, and code that lies between what runs costs time.
-template <class Base, bool kSwapped, bool kTimed, bool kSplits, bool kStoresA,
+/// Out: the result's element type; kSwapped: A is the MMA's second operand, whose rows are columns
+/// of the MMA (KernelShape); kTimed: records TileTimes; kSplits: takes the part of K that the
+/// scheduler says; kStoresA: may store A (can_store_a); kMayPush_: may push this rank's shard.
+/// Variants of their own, because the producer warp has no register to spare, and code that lies
+/// between what runs costs time.
+template <class Base, class Out, bool kSwapped, bool kTimed, bool kSplits, bool kStoresA,
           Accumulation kAccumulation, bool kMayPush_>
 struct AsyncInputMainloop : Base {
   using typename Base::PipelineState;
@@ -93,7 +94,8 @@ struct AsyncInputMainloop : Base {
   /// Whether the consumers push the first items: where all of them multiply the same tile.
   static constexpr bool kConsumersPush = kMayPush && kCooperative;
 
-  /// Whether the parts of K are a cluster's, which add up here (splits_in_cluster).
+  /// Whether the parts of K are a cluster's, which adds up and stores the tile here
+  /// (splits_in_cluster).
   static constexpr bool kSplitsInCluster =
       kSplits && kSwapped && kCooperative && cute::size(ClusterShape{}) == 1;
   using MainloopPipeline =
@@ -123,7 +125,12 @@ struct AsyncInputMainloop : Base {
   struct TensorStorage : Base::TensorStorage,
                          cute::conditional_t<kScalesBlocks, BlockScaleStorage, NoBlockScales> {
     FirstItem first_item;
+    TileStart first_tile;  // where parts of K are a cluster's
   };
+  /// Of tiles that are stored here.
+  struct NoSumsOut {};
+  using ClusterSumsOut =
+      cute::conditional_t<kSplitsInCluster, SumsOut<Out, kReadsScales>, NoSumsOut>;
 
   struct Arguments : Base::Arguments {
     Element const* ptr_A_local = nullptr;  // [local rows, K], rows local_rows.begin ... of A
@@ -131,6 +138,7 @@ struct AsyncInputMainloop : Base {
     AsyncInput input{};
     SmPushArgs push{};
     BlockScaleArgs block_scales{};
+    ClusterSumsOut sums_out{};
   };
 
   static auto make_tma_store_a(Element* ptr, int32_t rows, int32_t k, int32_t l,
@@ -172,6 +180,7 @@ struct AsyncInputMainloop : Base {
     SmPushArgs push;
     int32_t finishing_warps = 1;  // of the whole grid
     BlockScaleArgs block_scales{};
+    ClusterSumsOut sums_out{};
   };
 
   /// Of one of the MMA's operands.
@@ -233,7 +242,8 @@ struct AsyncInputMainloop : Base {
                                          is_local ? args.input.local_rows.size() : rows, k, stride,
                                          rows % kTileRows);
     }
-    return {base, local, store, last_rows_a, stores_a, args.input, args.push, 1, args.block_scales};
+    return {base,       local,     store, last_rows_a,       stores_a,
+            args.input, args.push, 1,     args.block_scales, args.sums_out};
   }
 
   CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
@@ -288,11 +298,15 @@ struct AsyncInputMainloop : Base {
     if constexpr (kSplitsInCluster) {
       Base::mma_tail(pipeline, smem_pipe_read, k_tile_count);
       cute::warpgroup_fence_operand(accumulators);
+      if (split_detail::ctas_in_cluster() == 1) return;
       constexpr int kFloats = cute::size(FrgTensorC{});
       static_assert(kFloats * kConsumers * sizeof(float) <= sizeof(typename Base::TensorStorage));
-      add_splits_in_cluster(static_cast<typename Base::TensorStorage*>(&shared_tensors),
-                            kStoresA && params.stores_a,
-                            *reinterpret_cast<float (*)[kFloats]>(accumulators.data()));
+      // The producer wrote it before it told the consumers of the first k tile.
+      TileStart const tile = shared_tensors.first_tile;
+      store_splits_in_cluster<cute::size<1>(SumsLayout{}), cute::size<0>(SumsLayout{})>(
+          static_cast<typename Base::TensorStorage*>(&shared_tensors), kStoresA && params.stores_a,
+          *reinterpret_cast<float (*)[kFloats]>(accumulators.data()), params.sums_out, tile.row,
+          tile.column);
     }
   }
 
@@ -417,6 +431,12 @@ struct AsyncInputMainloop : Base {
       if (is_stored) a_store.wait();
     };
 
+    if constexpr (kSplitsInCluster) {
+      if (issues) {
+        shared_tensors.first_tile = {own_m_tile * kTileRows, own_n_tile * kTileColumns};
+        asm volatile("" ::: "memory");  // CUTLASS's arrival at the stage clobbers nothing
+      }
+    }
     TileTimer<kTimed> const timer(input.tile_times,
                                   issues ? timed_tile_of(input, own_m_tile, n_tile) : -1);
     timer.begins();

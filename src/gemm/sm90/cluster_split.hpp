@@ -1,13 +1,17 @@
-// A tile whose K is split between the CTAs of a cluster: the first of them reads the others' sums
-// from their shared memory, adds them up and stores the tile.
+// A tile whose K is split between the CTAs of a cluster: each of them adds up a share of the tile,
+// which it reads from the others' shared memory, and stores it.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
 #include "cute/arch/cluster_sm90.hpp"
+#include "cutlass/array.h"
 #include "cutlass/cutlass.h"
 #include "cutlass/pipeline/sm90_pipeline.hpp"
+#include "gemm/kernel_facts.hpp"
+#include "gemm/sm90/row_scales.hpp"
+#include "gemm/sm90/wgmma.hpp"
 #include "gemm/split_k.hpp"
 #include "testing/stress_delay.hpp"
 
@@ -43,8 +47,14 @@ CUTLASS_DEVICE uint32_t shared_address_in(void const* own, uint32_t cta) {
 }
 
 /// Of all threads of the cluster that have not ended.
-CUTLASS_DEVICE void cluster_barrier() {
+CUTLASS_DEVICE void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+/// Without an order of what the thread has written, for which it would wait.
+CUTLASS_DEVICE void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+CUTLASS_DEVICE void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
@@ -66,65 +76,141 @@ CUTLASS_DEVICE void stages_are_stored() {
   }
 }
 
-/// Adds up the parts of the cluster's tile; afterwards the accumulators of its first CTA have the
-/// whole sum. For the 256 consumer threads of a cooperative kernel together, once a CTA, when they
-/// have multiplied their part and released its stages. `shared`: of those stages. `are_stored`: A
-/// is stored from them, until stages_are_stored().
+/// Where the sums of a swapped kernel's tile go, and what is made of them: as by Fusion. kScaled:
+/// those of fp8 products.
+template <class Element_, bool kScaled_>
+struct SumsOut {
+  using Element = Element_;
+  static constexpr bool kScaled = kScaled_;
+  static_assert(sizeof(Element) == 2);
+
+  Element* out = nullptr;         // [rows, columns]
+  Element const* bias = nullptr;  // [columns] or null
+  int32_t rows = 0;
+  int32_t columns = 0;  // a multiple of 8
+  RowScaleArgs row_scales{};
+  float const* column_scales = nullptr;
+  bool is_per_column = false;  // else one for all columns
+};
+
+/// Adds up the parts of the cluster's tile, and stores it: nothing is left to do. For the 256
+/// consumer threads of a cooperative kernel together, once a CTA, when they have multiplied their
+/// part and released its stages. `shared`: of those stages. `are_stored`: A is stored from them,
+/// until stages_are_stored(). The tile is swapped (its MMA's rows are columns of `out`), begins at
+/// `first_row` and `first_column` of it, and has kAtomsM atoms of kAtomFloats floats of a thread.
+///
+/// A unit is what the 32 lanes of a warp have of 16 rows and 8 columns of the MMA: 8 rows of `out`,
+/// of which each gets 32 bytes. The CTAs of the cluster take the tile's units in turn, and so do
+/// their warps.
 ///
 /// Invariants. No load writes to the stages and no MMA reads them any more: the consumers have seen
 /// all loads of the CTA's only tile land, and each has awaited its MMAs before the barrier of all
 /// consumers. The sums of a CTA (its threads' stores, then their arrival at the cluster's barrier,
-/// release) come before the first CTA's loads (its wait, acquire). A CTA ends after the second
-/// barrier, and so after the loads from it. The barriers count every thread of the cluster that
-/// has not ended; the producer warps end without them, which they can once all stages are released.
-/// The order of summation is that of K.
-template <int kFloats>
-CUTLASS_DEVICE void add_splits_in_cluster(void* shared, bool are_stored, float (&sum)[kFloats]) {
+/// release) come before the others' loads (their wait, acquire). A CTA ends after the second
+/// barrier, at which a thread arrives when it has added up what it has loaded, and so after the
+/// loads from it. The barriers count every thread of the cluster that has not ended; the producer
+/// warps end without them, which they can once all stages are released. The order of summation is
+/// that of K.
+template <int kAtomsM, int kAtomFloats, class Out, int kFloats>
+CUTLASS_DEVICE void store_splits_in_cluster(void* shared, bool are_stored,
+                                            float const (&sum)[kFloats], Out const& to,
+                                            int32_t first_row, int32_t first_column) {
   using namespace split_detail;
-  static_assert(kFloats % 4 == 0);
+  using Element = typename Out::Element;
+  static_assert(kAtomFloats % 4 == 0 && kFloats % (kAtomsM * kAtomFloats) == 0);
   constexpr int kVectors = kFloats / 4;
-  constexpr int kInFlight = kVectors < 16 ? kVectors : 16;
-  uint32_t const parts = ctas_in_cluster();
-  if (parts == 1) return;
+  constexpr int kAtomVectors = kAtomFloats / 4;
+  constexpr int kWarps = kConsumerThreads / 32;
+  constexpr int kWarpgroups = kConsumerThreads / 128;
+  using Pair = cutlass::AlignedArray<Element, 2>;
+  int32_t const parts = int32_t(ctas_in_cluster());
+  int32_t const rank = int32_t(cute::block_rank_in_cluster());
+  // As CUTLASS counts the threads of an MMA: its second warpgroup is the block's second one.
+  int const thread = int(threadIdx.x) % kConsumerThreads;
+  int const warp = thread / 32;
+  float4* const own = static_cast<float4*>(shared);
 
-  uint32_t const rank = cute::block_rank_in_cluster();
-  int const thread = int(threadIdx.x) - kProducerThreads;
-  float4* const own = static_cast<float4*>(shared) + thread;
-  stress_delay(int32_t(rank));
+  stress_delay(rank);
   if (are_stored) {
     named_barrier_sync<NamedBarrier::kSplitK, kConsumerThreads + 32>();
   } else {
     sync();
   }
-  if (rank != 0) {
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kVectors; ++i) {
-      own[i * kConsumerThreads] = {sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]};
-    }
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < kVectors; ++i) {
+    own[i * kConsumerThreads + thread] = {sum[4 * i], sum[4 * i + 1], sum[4 * i + 2],
+                                          sum[4 * i + 3]};
   }
-  cluster_barrier();
-  if (rank == 0) {
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (uint32_t cta = 1; cta < parts; ++cta) {
-      uint32_t const from = shared_address_in(own, cta);
+  stress_delay_warp(rank);
+  cluster_arrive();
+  cluster_wait();
+  stress_delay_warp(rank);
+
+  // The lane's place in a unit. Of the two columns of the MMA that it has, it stores one, for two
+  // rows that are neighbours: its own and that of the lane with which it exchanges the rest.
+  bool const is_odd = thread / 4 % 2 != 0;
+  int const row = fragment_column(thread) + (is_odd ? 1 : 0);
+  int const column = thread % 32 / 8 * 2;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int unit = rank + warp * parts; unit < kVectors * kWarps; unit += kWarps * parts) {
+    float4 const* const from = own + unit * 32 + thread % 32;
+    float4 part[kMaxClusterSplits];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kMaxClusterSplits; ++i) {
+      if (i < parts) part[i] = load_in_cluster(shared_address_in(from, uint32_t(i)));
+    }
+    float4 whole = part[0];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 1; i < kMaxClusterSplits; ++i) {
+      if (i < parts) {
+        whole.x += part[i].x;
+        whole.y += part[i].y;
+        whole.z += part[i].z;
+        whole.w += part[i].w;
+      }
+    }
+    float const given[2] = {is_odd ? whole.x : whole.y, is_odd ? whole.z : whole.w};
+    float const kept[2] = {is_odd ? whole.y : whole.x, is_odd ? whole.w : whole.z};
+    int const vector = unit / kWarps;
+    int const atom = vector / kAtomVectors;
+    int const of_warp = unit % kWarps;
+    int32_t const out_row =
+        first_row + row + 8 * (vector % kAtomVectors + kAtomVectors * (atom / kAtomsM));
+    int32_t const mma_row =
+        kAtomRows * (of_warp / 4 + kWarpgroups * (atom % kAtomsM)) + 16 * (of_warp % 4);
+    float row_scale = 1;
+    if constexpr (Out::kScaled) {
+      // The tile has been multiplied, so its rows of A have come, and their scales with them.
+      if (out_row < to.rows) row_scale = to.row_scales.of(out_row);
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      float const taken = __shfl_xor_sync(0xffffffffu, given[i], 4);
+      int32_t const out_column = first_column + mma_row + column + 8 * i;
+      if (out_row >= to.rows || out_column >= to.columns) continue;
+      float sums[2] = {is_odd ? taken : kept[i], is_odd ? kept[i] : taken};
+      Pair bias{};
+      if (to.bias != nullptr) bias = *reinterpret_cast<Pair const*>(to.bias + out_column);
+      Pair pair;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kVectors; i += kInFlight) {
-        float4 part[kInFlight];
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < kInFlight && i + j < kVectors; ++j) {
-          part[j] = load_in_cluster(from + (i + j) * kConsumerThreads * int(sizeof(float4)));
+      for (int j = 0; j < 2; ++j) {
+        if constexpr (Out::kScaled) {
+          int32_t const of = to.is_per_column ? out_column + j : 0;
+          sums[j] = row_scale * (to.column_scales[of] * sums[j]);
         }
-        CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < kInFlight && i + j < kVectors; ++j) {
-          sum[4 * (i + j)] += part[j].x;
-          sum[4 * (i + j) + 1] += part[j].y;
-          sum[4 * (i + j) + 2] += part[j].z;
-          sum[4 * (i + j) + 3] += part[j].w;
-        }
+        pair[j] = Element(sums[j] + float(bias[j]));
+      }
+      *reinterpret_cast<Pair*>(to.out + int64_t(out_row) * to.columns + out_column) = pair;
+    }
+    if constexpr (Out::kScaled) {
+      bool const is_first = first_column + mma_row + column == 0;
+      if (to.row_scales.out != nullptr && is_first && out_row < to.rows) {
+        to.row_scales.out[out_row] = row_scale;
       }
     }
   }
-  cluster_barrier();
+  cluster_arrive_relaxed();
+  cluster_wait();
 }
 
 }  // namespace agmm

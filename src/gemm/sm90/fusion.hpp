@@ -30,14 +30,26 @@ struct Fusion {
   }
 };
 
+inline RowScaleArgs row_scales(Operands const& operands) {
+  Scales const& scales = operands.scales;
+  return {scales.a,
+          scales.a_per_row,
+          {operands.local_begin, operands.local_end},
+          scales.a_local,
+          scales.a_out};
+}
+
 /// out = scale of the row * (scale of the column * sum) + bias, in float32.
-template <class A, class B, class TileShape>
-struct Fusion<Fp8<A, B>, TileShape, false> {
+template <class A, class B, class TileShape, bool kSwapped>
+struct Fusion<Fp8<A, B>, TileShape, kSwapped> {
   using Out = typename TypesOf<Fp8<A, B>>::Out;
   /// The bool: a scale for each column, else one for all.
-  using ColumnScales =
-      cutlass::epilogue::fusion::Sm90RowBroadcast<0, TileShape, float, float,
-                                                  cute::Stride<cute::_0, bool, int64_t>>;
+  using ColumnStride = cute::conditional_t<kSwapped, cute::Stride<bool, cute::_0, int64_t>,
+                                           cute::Stride<cute::_0, bool, int64_t>>;
+  using ColumnScales = cute::conditional_t<
+      kSwapped,
+      cutlass::epilogue::fusion::Sm90ColBroadcast<0, TileShape, float, float, ColumnStride>,
+      cutlass::epilogue::fusion::Sm90RowBroadcast<0, TileShape, float, float, ColumnStride>>;
   using ScaledSum = cutlass::epilogue::fusion::Sm90EVT<
       cutlass::epilogue::fusion::Sm90Compute<cutlass::multiplies, float, float,
                                              cutlass::FloatRoundStyle::round_to_nearest>,
@@ -45,16 +57,14 @@ struct Fusion<Fp8<A, B>, TileShape, false> {
   using type = cutlass::epilogue::fusion::Sm90EVT<
       cutlass::epilogue::fusion::Sm90Compute<cutlass::homogeneous_multiply_add, Out, float,
                                              cutlass::FloatRoundStyle::round_to_nearest>,
-      RowScales, ScaledSum, BiasNode<Out, TileShape, false>>;
+      RowScales<kSwapped>, ScaledSum, BiasNode<Out, TileShape, kSwapped>>;
 
   static typename type::Arguments arguments(Operands const& operands) {
     Scales const& scales = operands.scales;
-    return {{scales.a,
-             scales.a_per_row,
-             {operands.local_begin, operands.local_end},
-             scales.a_local,
-             scales.a_out},
-            {{scales.b, 0, {{}, scales.b_per_column, 0}}, {}, {}},
+    ColumnStride of_columns{};
+    cute::get<kSwapped ? 0 : 1>(of_columns) = scales.b_per_column;
+    return {row_scales(operands),
+            {{scales.b, 0, of_columns}, {}, {}},
             {static_cast<Out const*>(operands.bias)},
             {}};
   }

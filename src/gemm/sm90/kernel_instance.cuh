@@ -167,8 +167,8 @@ struct KernelInstance {
                kDType<Element_>, kBLayout, kAccumulation);
   static constexpr bool kSplits = kFacts.can_split;
   static constexpr bool kSplitsInCluster = splits_in_cluster(kFacts.shape);
-  using Mainloop = AsyncInputMainloop<CutlassMainloop<UsualEpilogue>, kSwapped, kTimed, kSplits,
-                                      kFacts.can_store_a && !kLean, kAccumulation, !kLean>;
+  using Mainloop = AsyncInputMainloop<CutlassMainloop<UsualEpilogue>, Element, kSwapped, kTimed,
+                                      kSplits, kFacts.can_store_a && !kLean, kAccumulation, !kLean>;
   template <class Epilogue>
   using KernelWith = cutlass::gemm::kernel::GemmUniversal<
       cute::Shape<int, int, int, int>, Mainloop, Epilogue,
@@ -266,6 +266,15 @@ struct KernelInstance {
     gemm.mainloop.input = async_input(call);
     gemm.mainloop.push = call.push;
     if constexpr (kScalesBlocks) gemm.mainloop.block_scales = block_scales(mm);
+    if constexpr (kSplitsInCluster) {
+      gemm.mainloop.sums_out = {static_cast<Element*>(operands.out),
+                                static_cast<Element const*>(operands.bias),
+                                m,
+                                n,
+                                row_scales(operands),
+                                operands.scales.b,
+                                operands.scales.b_per_column};
+    }
     gemm.epilogue.ptr_D = static_cast<Element*>(operands.out);
     gemm.epilogue.thread = EpilogueFusion::arguments(operands);
     gemm.hw_info.sm_count = min_of(mm.sm_count, FirstBlocks::kMostSms);

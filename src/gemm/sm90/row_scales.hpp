@@ -11,16 +11,28 @@
 
 namespace agmm {
 
+struct RowScaleArgs {
+  float const* scales = nullptr;
+  bool is_per_row = false;  // else one for all rows
+  Range local_rows{};       // whose scales are at `local`
+  float const* local = nullptr;
+  float* out = nullptr;  // where those of all rows are written, or null
+
+  /// Of a row that has come. Read from L2: L1 may hold a line from before.
+  CUTLASS_DEVICE float of(int32_t row) const {
+    bool const is_local = local_rows.begin <= row && row < local_rows.end;
+    return __ldcg(is_local ? local + (row - local_rows.begin) : scales + (is_per_row ? row : 0));
+  }
+};
+
+/// kSwapped: rows of A are columns of the tile (KernelShape).
+template <bool kSwapped>
 struct RowScales {
   struct SharedStorage {};
-  struct Arguments {
-    float const* scales = nullptr;
-    bool is_per_row = false;  // else one for all rows
-    Range local_rows{};       // whose scales are at `local`
-    float const* local = nullptr;
-    float* out = nullptr;  // where those of all rows are written, or null
-  };
+  using Arguments = RowScaleArgs;
   using Params = Arguments;
+  static constexpr int kRows = kSwapped ? 1 : 0;  // the mode of a tile that has A's
+  static constexpr int kColumns = 1 - kRows;
 
   RowScales() = default;
   CUTLASS_HOST_DEVICE RowScales(Params const& params, SharedStorage const&) : params(params) {}
@@ -67,22 +79,20 @@ struct RowScales {
           writes(writes),
           params(params) {}
 
-    /// The tile has been multiplied, so its rows of A have come, and the scales with them. Read
-    /// from L2: L1 may hold a line from before.
+    /// The tile has been multiplied, so its rows of A have come, and the scales with them.
     CUTLASS_DEVICE void begin() {
       auto held = cute::filter_zeros(scales);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < cute::size(held); ++i) {
-        int const place = cute::get<0>(rows(i));
-        float scale = 0;
-        if (place < rows_left) {
-          int const row = first_row + place;
-          bool const is_local = params.local_rows.begin <= row && row < params.local_rows.end;
-          scale = __ldcg(is_local ? params.local + (row - params.local_rows.begin)
-                                  : params.scales + (params.is_per_row ? row : 0));
-          if (writes) params.out[row] = scale;
-        }
-        held(i) = scale;
+        int const place = cute::get<kRows>(rows(i));
+        held(i) = place < rows_left ? params.of(first_row + place) : 0.0f;
+      }
+      if (!writes) return;
+      // Not between the loads, each of which a store would await.
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < cute::size(held); ++i) {
+        int const place = cute::get<kRows>(rows(i));
+        if (place < rows_left) params.out[first_row + place] = held(i);
       }
     }
 
@@ -110,18 +120,19 @@ struct RowScales {
     using namespace cute;
     auto const m = get<0>(args.problem_shape_mnkl);
     auto const n = get<1>(args.problem_shape_mnkl);
-    // Where the scales would be if they were a matrix [m, n] of equal columns.
-    Tensor all = make_tensor(make_gmem_ptr(params.scales),
-                             make_layout(make_shape(m, n, _1{}), make_stride(_1{}, _0{}, _0{})));
+    // Where the scales would be if they were a matrix [m, n] of equal columns, or rows if swapped.
+    using Stride = conditional_t<kSwapped, cute::Stride<_0, _1, _0>, cute::Stride<_1, _0, _0>>;
+    Tensor all =
+        make_tensor(make_gmem_ptr(params.scales), make_layout(make_shape(m, n, _1{}), Stride{}));
     Tensor of_thread = cutlass::epilogue::fusion::sm90_partition_for_epilogue<kReferenceSrc>(
         all, args.tile_shape_mnk, args.tile_coord_mnkl, args.epi_tile, args.tiled_copy,
         args.thread_idx);  // (CPY,CPY_M,CPY_N,EPI_M,EPI_N)
     Tensor scales = make_tensor_like<float>(of_thread);
     Tensor rows = filter_zeros(args.tCcD, of_thread.stride());
-    int const rows_left = get<0>(args.residue_tCcD);
+    int const rows_left = get<kRows>(args.residue_tCcD);
     return Callbacks<decltype(scales), decltype(rows)>(
-        scales, rows, m - rows_left, rows_left,
-        params.out != nullptr && get<1>(args.tile_coord_mnkl) == 0, params);
+        scales, rows, get<kRows>(args.problem_shape_mnkl) - rows_left, rows_left,
+        params.out != nullptr && get<kColumns>(args.tile_coord_mnkl) == 0, params);
   }
 
   Params params;

@@ -103,7 +103,11 @@ struct ScatterEpilogue : Base {
         if (is_split() && !Push::is_told_whole()) return state;
         if (tile < 0) return state;
         Push::prefetch(push, tile);
-        if (lane_id() == 0) Push::fetch(push, shared.push, own_, tile);
+        if (lane_id() == 0) {
+          // Who waits for others has signalled all that they may wait for.
+          Push::finish(push, on_its_way_);
+          Push::fetch(push, shared.push, own_, tile);
+        }
         ++own_;
         __syncwarp();
         return state;
@@ -121,11 +125,7 @@ struct ScatterEpilogue : Base {
       Push::await_credits(push);
     }
     if (lane_id() == 0) {
-      if constexpr (kReturns) {
-        Push::send(push, shared.push, number_, owner, tile, clock_, on_its_way_);
-      } else {
-        Push::send(push, shared.push, number_, owner, tile, clock_);
-      }
+      Push::send(push, shared.push, number_, owner, tile, clock_, on_its_way_);
       ScatterTimer<kTimed>(params_->times, tiles, owner, tile).done();
     }
     sent_ += tile >= 0 ? 1 : 0;
@@ -137,8 +137,8 @@ struct ScatterEpilogue : Base {
   CUTLASS_DEVICE auto load_tail(typename Base::LoadPipeline,
                                 typename Base::LoadPipelineState state) {
     if (lane_id() == 0) {
+      Push::finish(params_->push, on_its_way_);
       if constexpr (kFetches) Push::await_fetched(params_->push, *push_, own_);
-      if constexpr (kReturns) Push::finish(params_->push, on_its_way_);
       Push::count_done(params_->push, sent_ + own_);
     }
     return state;
@@ -217,11 +217,11 @@ struct ScatterEpilogue : Base {
 
   Params const* params_;
   typename Push::Storage* push_;
-  MeasuredClock clock_;  // of a sender
-  int number_ = 0;       // tiles to be sent so far, of this group or sender
-  int sent_ = 0;         // by this sender, without those that only pad
-  int own_ = 0;          // own tiles so far that were fetched for, or of the others' sums
-  cute::conditional_t<kReturns, TileOnItsWay, NoTileOnItsWay> on_its_way_;  // of a sender
+  MeasuredClock clock_;      // of a sender
+  int number_ = 0;           // tiles to be sent so far, of this group or sender
+  int sent_ = 0;             // by this sender, without those that only pad
+  int own_ = 0;              // own tiles so far that were fetched for, or of the others' sums
+  TileOnItsWay on_its_way_;  // of a sender
 };
 
 }  // namespace agmm
