@@ -231,7 +231,7 @@ def test_times_of_the_op_are_those_of_the_report(ranks: int) -> None:
 def test_times_of_scatters_are_those_of_the_report() -> None:
     text = (REPOSITORY / "docs" / "performance.md").read_text()
     section = text.split("## The second half")[1]
-    report = json.loads((RESULTS / "scatter" / "nvidia-h100-x2.json").read_text())
+    report = json.loads((RESULTS / "scatter" / "nvidia-h200-x2.json").read_text())
     assert report["commit"] in section
     wanted = []
     for shape in report["shapes"]:
