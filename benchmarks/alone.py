@@ -6,7 +6,7 @@ at tensor parallelism 2, 4 and 8, with rows between 64 and 8192 that `--seed` dr
 and by row. All signals are set beforehand.
 
     python benchmarks/alone.py --json new.json
-    python benchmarks/alone.py --from new.json --plot alone.png
+    python benchmarks/alone.py --from h100.json --from h200.json --plot alone.png
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -137,12 +137,13 @@ def summary(report: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
-    """The ratio over rows, one panel for each layout of B."""
-    figure = figures.new_figure(9.0, 3.6)
+def plot(reports: Sequence[dict[str, Any]], path: Path) -> None:
+    """The ratio over rows, one panel for each GPU and layout of B."""
+    figure = figures.new_figure(9.0, 3.6 * len(reports))
     axes = None
-    for place, b_layout in enumerate(LAYOUTS, 1):
-        axes = figure.add_subplot(1, len(LAYOUTS), place, sharey=axes)
+    panels = [(report, b_layout) for report in reports for b_layout in LAYOUTS]
+    for place, (report, b_layout) in enumerate(panels, 1):
+        axes = figure.add_subplot(len(reports), len(LAYOUTS), place, sharey=axes)
         found = [entry for entry in report["shapes"] if entry["b_layout"] == b_layout]
         rows = [entry["M"] for entry in found]
         ratios = [entry["ways"][OURS]["ratio_to_roof"] for entry in found]
@@ -151,9 +152,9 @@ def plot(report: dict[str, Any], path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xlabel("rows")
         axes.set_ylabel("time ÷ torch.mm")
-        axes.set_title(f"B by {b_layout}")
+        axes.set_title(f"{report['machine'].get('device_name', 'GPU')}, B by {b_layout}")
         figures.strip(axes, grid="both")
-    figure.suptitle(f"The matmul alone, one {report['machine'].get('device_name', 'GPU')}")
+    figure.suptitle("The matmul alone, one GPU")
     figures.save(figure, path)
 
 
@@ -163,17 +164,20 @@ def main(
     samples: Annotated[int, typer.Option(min=1)] = SAMPLES,
     chunks: Annotated[int, typer.Option(min=1, help="Row chunks of A.")] = CHUNKS,
     limit_s: Annotated[float, typer.Option(help="Begin no shape later than so.")] = math.inf,
-    from_path: Annotated[
-        Path | None, typer.Option("--from", help="A report of this; nothing is measured.")
+    from_paths: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="A report of this; nothing is measured. May be repeated."),
     ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", dir_okay=False)] = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", dir_okay=False)] = None,
 ) -> None:
     """Time the planned matmul alone beside torch.mm on one GPU, or show a report of that."""
-    if from_path is None and not torch.cuda.is_available():
+    if from_paths and json_path is not None:
+        raise typer.BadParameter("found it with --from, wanted one of them", param_hint="--json")
+    if not from_paths and not torch.cuda.is_available():
         raise SystemExit("found no GPU, wanted one")
-    if from_path is not None:
-        report = json.loads(from_path.read_text(encoding="utf-8"))
+    if from_paths:
+        reports = [json.loads(path.read_text(encoding="utf-8")) for path in from_paths]
     else:
         report = new_report(replace(Options(world_size=1, samples=samples).resolved(), ways=None))
         stderr = console(stderr=True)
@@ -189,19 +193,22 @@ def main(
             report["shapes"].append(
                 {"M": m, "N": n, "K": k, "b_layout": case.b_layout, "ways": ways}
             )
-    table = plain_table("time ÷ torch.mm")
-    for heading in ("rows", "B by", "shapes", "mean", "97%", "largest"):
-        table.add_column(heading)
-    for row in summary(report):
-        table.add_row(*row)
-    console().print(table)
-    wrong = [entry for entry in report["shapes"] if entry["ways"][OURS]["wrong"]]
+        reports = [report]
+    for report in reports:
+        table = plain_table(f"time ÷ torch.mm, {report['machine'].get('device_name', 'GPU')}")
+        for heading in ("rows", "B by", "shapes", "mean", "97%", "largest"):
+            table.add_column(heading)
+        for row in summary(report):
+            table.add_row(*row)
+        console().print(table)
+    entries = [entry for report in reports for entry in report["shapes"]]
+    wrong = [entry for entry in entries if entry["ways"][OURS]["wrong"]]
     for entry in wrong:
         console().print(f"wrong: {entry['M']}x{entry['N']}x{entry['K']}, B by {entry['b_layout']}")
     if json_path is not None:
         write_json(report, json_path)
     if plot_path is not None:
-        plot(report, plot_path)
+        plot(reports, plot_path)
     if wrong:
         raise typer.Exit(1)
 
