@@ -131,4 +131,4 @@ def usual_order(kernel: KernelConfig, m: int) -> KernelConfig:
     if kernel.schedule == "pingpong":
         has_few_rows = -(-m // kernel.tile_m) <= _FEW_ROWS_OF_TILES
         raster, max_swizzle = "along_m", 1 if has_few_rows else 4
-    return replace(kernel, raster=raster, max_swizzle=max_swizzle)
+    return replace(kernel, raster=raster, max_swizzle=max_swizzle, across=False)
