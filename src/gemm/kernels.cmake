@@ -55,7 +55,6 @@ set(AGMM_FP8_TABLE
     "128 224 128 2 1 Cooperative default Fast e4m3"
     "256 160 128 1 1 Cooperative default Fast e4m3"
     "64  128 128 1 1 Cooperative default Fast e4m3 swapped"
-    "128 128 128 1 1 Cooperative all     Fast e4m3 swapped"
     "128 128 128 2 1 Cooperative default Slow e4m3 e4m3_e5m2 e5m2_e4m3"
     "128 256 128 2 1 Cooperative default Slow e4m3"
     "128 256 128 2 1 Cooperative default Block e4m3"
@@ -75,7 +74,6 @@ set(AGMM_SCATTER_TABLE
     "128 128 64 1 1 Cooperative default"
     "128 128 64 2 1 Pingpong    all"
     "128 160 64 1 1 Pingpong    all"
-    "128 176 64 1 1 Pingpong    all"
     "128 256 64 1 1 Cooperative all"
     "128 128 64 1 1 Pingpong    timed")
 

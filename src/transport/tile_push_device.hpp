@@ -288,8 +288,6 @@ struct TilePush {
   CUTLASS_DEVICE static void add_parts(TilePushArgs const& push, float* sum, int32_t tile,
                                        int thread) {
     constexpr int kAll = kPieces * kVectors;
-    // What a thread has under way: beside the sums of a wide tile there is no register for more.
-    constexpr int kAtOnce = kFloats > 160 ? 8 : kAll;
     int const others = push.tiles.world_size - 1;
     // Thread i waits for the i-th sum. All look at once, so that sums that are there cost one look.
     int32_t const place = thread < others ? push.tiles.place_by_arrival(thread) : 0;
@@ -300,7 +298,7 @@ struct TilePush {
       char const* const part = part_of(push, push.tiles.place_by_arrival(i), tile);
       return reinterpret_cast<uint4 const*>(part) + thread;
     };
-    uint4 loaded[kAtOnce];
+    uint4 loaded[kAll];
     bool is_loaded = false;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < others; ++i) {
@@ -312,32 +310,13 @@ struct TilePush {
       bool const is_last = i + 1 == others;
       bool const is_next_late = named_barrier_any<NamedBarrier::kPartsAdded, kTileThreads>(
           thread == i + 1 && is_awaited && !kNoParts);
-      if constexpr (kAtOnce == kAll) {
-        if (!is_loaded) {
-          uint4 const* const part = from(i);
-          CUTLASS_PRAGMA_UNROLL
-          for (int v = 0; v < kAll; ++v) loaded[v] = __ldcg(part + v * kTileThreads);
-        }
-        is_loaded = kLoadsAhead && !is_last && !is_next_late;
-        uint4 const* const next = from(is_last ? i : i + 1);
-        CUTLASS_PRAGMA_UNROLL
-        for (int v = 0; v < kAll; ++v) {
-          add(loaded[v], sum + v * kVectorElements);
-          if (is_loaded) loaded[v] = __ldcg(next + v * kTileThreads);
-        }
-      } else {
-        uint4 const* const part = from(i);
-        CUTLASS_PRAGMA_UNROLL
-        for (int first = 0; first < kAll; first += kAtOnce) {
-          CUTLASS_PRAGMA_UNROLL
-          for (int v = 0; v < kAtOnce && first + v < kAll; ++v) {
-            loaded[v] = __ldcg(part + (first + v) * kTileThreads);
-          }
-          CUTLASS_PRAGMA_UNROLL
-          for (int v = 0; v < kAtOnce && first + v < kAll; ++v) {
-            add(loaded[v], sum + (first + v) * kVectorElements);
-          }
-        }
+      if (!is_loaded) load(from(i), loaded);
+      is_loaded = kLoadsAhead && !is_last && !is_next_late;
+      uint4 const* const next = from(is_last ? i : i + 1);
+      CUTLASS_PRAGMA_UNROLL
+      for (int v = 0; v < kAll; ++v) {
+        add(loaded[v], sum + v * kVectorElements);
+        if (is_loaded) loaded[v] = __ldcg(next + v * kTileThreads);
       }
     }
     // With the fault, so that signals and credits stay in step.
@@ -499,6 +478,12 @@ struct TilePush {
                                        int32_t place, int32_t tile) {
     int32_t const chunk = push.tiles.at_place(place) * kMaxScatterTiles + tile;
     wait_signal(signal, push.tag, chunk, push.limit);
+  }
+
+  template <int kAll>
+  CUTLASS_DEVICE static void load(uint4 const* part, uint4 (&loaded)[kAll]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < kAll; ++v) loaded[v] = __ldcg(part + v * kTileThreads);
   }
 
   CUTLASS_DEVICE static void add(uint4 const& vector, float* sum) {

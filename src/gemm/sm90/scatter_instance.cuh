@@ -53,7 +53,7 @@ struct ScatterInstance {
   // whole, at the price of a stage: on H200, with a link of 380 GB/s, 4096 x 8192 x 7168 takes 1.04
   // times torch.mm with 64 KB, 1.11 with 48 KB and a stage more, and 1.14 with 16 KB. In a pingpong
   // kernel another tile is computed meanwhile: 16 KB do, and leave a stage more than 48 KB.
-  static constexpr int kPieceBytes = kTileBytes % 8192 == 0 ? 8192 : 4096;
+  static constexpr int kPieceBytes = 8192;
   static constexpr int kBufferBytes = kCooperative ? kTileBytes : TileM == 64 ? 32768 : 16384;
   static_assert(kTileBytes % kPieceBytes == 0 && kBufferBytes % kPieceBytes == 0);
   static constexpr int kPieces = kTileBytes / kPieceBytes;
