@@ -18,7 +18,7 @@ import torch.distributed._symmetric_memory as symm_mem
 import agmm
 from agmm.errors import forget_warnings
 from agmm.integrations import async_tp
-from agmm.ops import quantize, scaled_paths
+from agmm.ops import quantize, scaled_paths, scaled_scatter
 from agmm.planning import call_plans
 from agmm.runtime import cpu, scaling, workspaces
 from agmm.testing.reference import relative_error
@@ -333,7 +333,10 @@ def unfused(world_size: int, kind: str) -> Result:
         return None
     refusal = agmm.Unsupported("group: found ranks on 2 hosts, wanted one")
     faults = []
-    with mock.patch.object(scaled_paths, "cpu_workspace", side_effect=refusal):
+    with (
+        mock.patch.object(scaled_paths, "cpu_workspace", side_effect=refusal),
+        mock.patch.object(scaled_scatter, "cpu_workspace", side_effect=refusal),
+    ):
         for call in (gathered, scattered):
             forget_warnings()
             with warnings.catch_warnings(record=True) as caught:

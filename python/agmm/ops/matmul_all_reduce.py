@@ -13,7 +13,7 @@ from agmm.ops import scatter_cuda, scatter_plan, small_collectives
 from agmm.ops.autograd import MatmulAllReduce
 from agmm.ops.checks import check_operand, check_reducible
 from agmm.ops.library import library
-from agmm.ops.operands import autocast
+from agmm.ops.operands import autocast, is_plain, is_watched
 from agmm.ops.paths import fall_back
 from agmm.runtime import groups
 from agmm.runtime.calls import Call
@@ -189,6 +189,9 @@ def matmul_all_reduce(
     bias, A, B = autocast((bias, A, B), A.device)
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)
+    given = (A, B) if bias is None else (A, B, bias)
+    if not is_watched() and all(map(is_plain, given)):
+        return _impl(A, B, bias, group_name, world_size, strict)
     op = torch.ops.agmm._matmul_all_reduce.default
     out: torch.Tensor = op(A, B, bias, group_name, world_size, strict)
     return out

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.ops import scaled_paths
+from agmm.ops import kept_scaled, scaled_scatter
 from agmm.ops.library import library
 from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_scatter
 from agmm.runtime import groups
@@ -30,21 +30,26 @@ def _impl(
     use_fast_accum: bool,
     strict: bool = False,
 ) -> torch.Tensor:
-    group = groups.group_of_size(group_name, world_size)
-    return scaled_paths.scatter(
-        A,
-        B,
-        scale_a,
-        scale_b,
-        bias,
-        result_scale,
-        group,
-        scatter_dim,
-        reduce_op,
-        out_dtype,
-        use_fast_accum,
-        strict,
-    )
+    given = A, B, scale_a, scale_b, bias, result_scale
+    settings = scatter_dim, reduce_op, out_dtype, use_fast_accum, strict
+    kind = kept_scaled.kind_of_call(settings, *given)
+    return _run(kind, given, groups.group_of_size(group_name, world_size), settings)
+
+
+_Given = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None
+]
+_Settings = tuple[int, str, torch.dtype, bool, bool]
+
+
+def _run(kind: Any, given: _Given, group: dist.ProcessGroup, settings: _Settings) -> torch.Tensor:
+    """By a call that is kept, or as `scaled_scatter.scatter`."""
+    A, B, scale_a, scale_b, bias, _ = given
+    found: torch.Tensor | None
+    found = kept_scaled.call_kept(group, kind, A, scale_a, B, scale_b, bias)
+    if found is not None:
+        return found
+    return scaled_scatter.scatter(*given, group, *settings, keep_as=kind)
 
 
 def _fake(
@@ -148,34 +153,16 @@ def scaled_matmul_reduce_scatter(
         raise InvalidArgument(f"scatter_dim: found {scatter_dim!r}, wanted an int")
     for name, flag in (("use_fast_accum", use_fast_accum), ("strict", strict)):
         check_flag(name, flag)
+    given = A, B, scale_a, scale_b, bias, result_scale
+    settings = scatter_dim, reduce_op, out_dtype, use_fast_accum, strict
     group_name = groups.name_of(group)
+    kind = kept_scaled.kind_of_call(settings, *given)
+    if kind is not None:
+        return _run(kind, given, groups.group_of(group_name), settings)
     world_size = groups.world_size_of(group_name)
     # Before the op's schema refuses in its own words what is no tensor.
-    check_scaled_scatter(
-        A,
-        B,
-        scale_a,
-        scale_b,
-        bias,
-        result_scale,
-        out_dtype,
-        world_size,
-        scatter_dim,
-        reduce_op,
-    )
+    check_scaled_scatter(*given, out_dtype, world_size, scatter_dim, reduce_op)
     out: torch.Tensor = torch.ops.agmm._scaled_matmul_reduce_scatter.default(
-        A,
-        B,
-        scale_a,
-        scale_b,
-        bias,
-        result_scale,
-        group_name,
-        world_size,
-        scatter_dim,
-        reduce_op,
-        out_dtype,
-        use_fast_accum,
-        strict,
+        *given, group_name, world_size, *settings
     )
     return out

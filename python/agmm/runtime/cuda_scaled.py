@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,15 +10,13 @@ import torch.distributed as dist
 from agmm import _core
 from agmm._core import Accumulation
 from agmm.errors import InvalidArgument
-from agmm.runtime.cuda import CudaWorkspace
 from agmm.runtime.cuda_calls import aligned_pointer, b_layout, bias_pointer
-from agmm.runtime.cuda_scatter import ScatterWorkspace
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.runtime.scaling import ALL, BLOCK, Tile
 from agmm.runtime.symmetric import stream_of
 
-_SCALE_BYTES = 4  # float32
-_PAIR_BYTES = 2 * _SCALE_BYTES  # of neighbouring columns, which a kernel reads together
+SCALE_BYTES = 4  # float32
+_PAIR_BYTES = 2 * SCALE_BYTES  # of neighbouring columns, which a kernel reads together
 
 
 class Kernel(NamedTuple):
@@ -30,6 +27,11 @@ class Kernel(NamedTuple):
 def dtype_name(a: torch.dtype, b: torch.dtype) -> str:
     """What `_core.DType` calls the pair."""
     return "_".join(str(dtype).removeprefix("torch.") for dtype in (a, b))
+
+
+def core_dtype(a: torch.Tensor, b: torch.Tensor) -> _core.DType:
+    """That of a product of such tensors."""
+    return _core.DType.__members__[dtype_name(a.dtype, b.dtype)]
 
 
 def accumulation_of(A: Scaled, weight: Weight) -> Accumulation | None:
@@ -71,22 +73,27 @@ def why_illegal(A: Scaled, weight: Weight) -> str | None:
     return None
 
 
-def _leading(B: torch.Tensor) -> int:
+def leading(B: torch.Tensor) -> int:
+    """The leading dimension of a weight of which `why_illegal` finds nothing."""
     layout = b_layout(B)
     assert layout is not None
     return layout.leading
 
 
-def _scales_of(B: Scaled, kept: list[torch.Tensor]) -> tuple[int, bool, int, int]:
-    """As the core takes them. Blocks of columns may have any strides, other scales are copied where
-    they are not contiguous."""
-    scale = B.scale
-    if B.tile == (BLOCK, BLOCK):
+def scales_of(
+    scale: torch.Tensor, tile: Tile, kept: list[torch.Tensor]
+) -> tuple[int, bool, int, int]:
+    """Those of B as the core takes them. Blocks of columns may have any strides, other scales are
+    copied where they are not contiguous."""
+    if tile == (BLOCK, BLOCK):
         return scale.data_ptr(), False, scale.stride(0), scale.stride(1)
-    return _pointer(scale, kept, _PAIR_BYTES), B.tile[1] == 1, scale.shape[-1], 1
+    columns = scale.shape[-1] if scale.dim() else 1
+    return scale_pointer(scale, kept, _PAIR_BYTES), tile[1] == 1, columns, 1
 
 
-def _pointer(scale: torch.Tensor, kept: list[torch.Tensor], alignment: int = _SCALE_BYTES) -> int:
+def scale_pointer(
+    scale: torch.Tensor, kept: list[torch.Tensor], alignment: int = SCALE_BYTES
+) -> int:
     """Of scales that a kernel reads as they lie, else of a copy. Those that come while a kernel
     runs must not be copied."""
     if not scale.is_contiguous() or scale.data_ptr() % alignment:
@@ -140,13 +147,13 @@ def async_input_mm(
                 aligned_pointer(B.values, kept),
                 out.data_ptr(),
                 bias_pointer(weight.bias, kept),
-                (_pointer(A.scale, kept), A.tile[0] == 1, _scales_of(B, kept)),
+                (scale_pointer(A.scale, kept), A.tile[0] == 1, scales_of(B.scale, B.tile, kept)),
                 m,
                 n,
                 k,
-                _core.DType.__members__[dtype_name(values.dtype, B.values.dtype)],
+                core_dtype(values, B.values),
                 kernel.accumulation,
-                _leading(B.values),
+                leading(B.values),
                 0 if a_chunk_signals is None else a_chunk_signals.data_ptr(),
                 1 if a_chunk_signals is None else a_chunk_signals.shape[0],
                 pivot,
@@ -157,139 +164,4 @@ def async_input_mm(
             )
         except ValueError as error:
             raise InvalidArgument(str(error)) from None
-    return out
-
-
-def all_gather_scaled_matmul(
-    workspace: CudaWorkspace,
-    shard: Scaled,
-    weights: Sequence[Weight],
-    kernels: Sequence[Kernel],
-    *,
-    return_A: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor]]:
-    """Gather the shard with its scales and multiply it by each weight. Collective.
-
-    Args:
-        shard: [M_local, K], contiguous, the same shape, dtype and kind of scales on all ranks.
-        weights: of one dtype, of which `why_illegal` finds nothing.
-        kernels: for each weight, with tiles of its dtypes.
-        return_A: whether A and its scales are wanted.
-
-    Returns:
-        As `agmm.runtime.cpu_scaled.all_gather_scaled_matmul`.
-
-    Raises:
-        Unsupported: the workspace cannot be made or grow; all ranks raise.
-        InvalidArgument: a kernel cannot take the operands; nothing was enqueued.
-    """
-    values, world_size = shard.values, workspace.world_size
-    rows, k = values.shape
-    m = world_size * rows
-    if world_size == 1:
-        outs = [
-            async_input_mm(shard, weight, kernel, None, 0)
-            for weight, kernel in zip(weights, kernels, strict=True)
-        ]
-        return (values.clone(), shard.scale.clone(), outs) if return_A else (None, None, outs)
-    is_one = shard.tile[0] == ALL
-    with workspace.lock:
-        workspace.known.calls += 1
-        # Each shard may have its own scale, so it is sent as those of its rows.
-        scales = shard.scale.expand(rows, 1) if is_one else shard.scale
-        A = scale_A = None
-        if return_A:
-            A, scale_A = values.new_empty(m, k), scales.new_empty(m, scales.shape[1])
-        outs = [values.new_empty(m, w.B.values.shape[1], dtype=torch.bfloat16) for w in weights]
-        kept: list[torch.Tensor] = []  # copies live until the call is enqueued
-        arguments = [
-            (
-                aligned_pointer(weight.B.values, kept),
-                _leading(weight.B.values),
-                weight.B.values.shape[1],
-                bias_pointer(weight.bias, kept),
-                out.data_ptr(),
-                kernel.config,
-                _scales_of(weight.B, kept),
-                kernel.accumulation,
-            )
-            for weight, kernel, out in zip(weights, kernels, outs, strict=True)
-        ]
-        buffers = workspace.enter(m * (k + _SCALE_BYTES * scales.shape[1]))
-        captured = True  # also where the call fails half-way
-        try:
-            captured = buffers.core.all_gather_scaled_matmul(
-                aligned_pointer(values, kept),
-                _pointer(scales, kept),
-                scales.shape[1],
-                rows,
-                k,
-                _core.DType.__members__[dtype_name(values.dtype, weights[0].B.values.dtype)],
-                arguments,
-                0 if A is None else A.data_ptr(),
-                0 if scale_A is None else scale_A.data_ptr(),
-                stream_of(values.device),
-            )
-        except ValueError as error:
-            captured = False  # nothing was enqueued
-            raise workspace.refused(error) from None
-        finally:
-            if captured:
-                workspace.captured = True
-    if is_one and scale_A is not None:
-        scale_A = scale_A[::rows].contiguous()
-    return A, scale_A, outs
-
-
-def matmul_reduce_scatter(
-    workspace: ScatterWorkspace, A: Scaled, weight: Weight, kernel: Kernel, *, is_average: bool
-) -> torch.Tensor:
-    """Multiply, sum over the ranks and scatter the rows. Collective.
-
-    Args:
-        A: [M, K], contiguous, with scales of rows or one, which are this rank's own; M a multiple
-            of the world size.
-        weight: of which `why_illegal` finds nothing, with scales of columns or one; the bias is
-            added once, to the sum.
-        kernel: one of its dtypes that sends tiles.
-        is_average: the sum is divided by the world size, before the bias.
-
-    Returns:
-        out [M / world_size, N].
-
-    Raises:
-        Unsupported: the workspace cannot be made or grow; all ranks raise.
-        InvalidArgument: the kernel cannot take the operands; nothing was enqueued.
-    """
-    values, B = A.values, weight.B
-    rows, k = values.shape
-    n = B.values.shape[1]
-    world_size = workspace.world_size
-    with workspace.lock:
-        workspace.known.calls += 1
-        out = values.new_empty(rows // world_size, n, dtype=torch.bfloat16)
-        kept: list[torch.Tensor] = []  # copies live until the call is enqueued
-        leading = _leading(B.values)
-        buffers = workspace.enter(_core.scatter_part_bytes(rows, n, world_size, kernel.config))
-        captured = True  # also where the call fails half-way
-        try:
-            captured = buffers.core.scaled_matmul_reduce_scatter(
-                (aligned_pointer(values, kept), k, aligned_pointer(B.values, kept), leading, k),
-                (_pointer(A.scale, kept), A.tile[0] == 1, _scales_of(B, kept)),
-                rows,
-                n,
-                _core.DType.__members__[dtype_name(values.dtype, B.values.dtype)],
-                kernel.accumulation,
-                bias_pointer(weight.bias, kept),
-                out.data_ptr(),
-                is_average,
-                kernel.config,
-                stream_of(values.device),
-            )
-        except ValueError as error:
-            captured = False  # nothing was enqueued
-            raise workspace.refused(error) from None
-        finally:
-            if captured:
-                workspace.captured = True
     return out

@@ -1,0 +1,71 @@
+"""Calls on fp8 operands that agmm's kernels have served on CUDA: tensors of the same kinds need no
+checks again, no plan and no dispatcher."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+from agmm.errors import Unsupported
+from agmm.ops.operands import is_plain, is_watched
+from agmm.runtime import groups
+from agmm.runtime.cuda_scaled_calls import GatherCall, ScatterCall
+
+_Ready = GatherCall | ScatterCall
+
+kept_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Ready]]
+kept_calls = weakref.WeakKeyDictionary()
+"""By what `kind_of_call` says of them; they end with their group."""
+
+_MAX_KEPT = 4096  # per group
+
+
+def kind_of_call(settings: tuple[Any, ...], *given: Any) -> Any:
+    """What all calls have in common that one kept call may serve: ``settings``, and the kinds of
+    what was ``given``, each a tensor, None or a list of these. None where the dispatcher has to see
+    the call, and for what is no tensor in memory that a pointer and strides describe."""
+    if is_watched():
+        return None
+    kinds: list[Any] = [settings]
+    try:
+        for one in given:
+            tensors = one if type(one) is list or type(one) is tuple else (one,)
+            kinds.append(len(tensors))
+            for tensor in tensors:
+                if tensor is None:
+                    kinds.append(None)
+                    continue
+                if not is_plain(tensor):
+                    return None
+                kinds.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()))
+        key = tuple(kinds)
+        hash(key)
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return key
+
+
+def call_kept(group: dist.ProcessGroup, kind: Any, *operands: Any) -> Any:
+    """What the call returns that served that kind before; None where there was none. Collective."""
+    calls = kept_calls.get(group)
+    call = None if calls is None or kind is None else calls.get(kind)
+    if calls is None or call is None:
+        return None
+    groups.check_alive(group)
+    try:
+        return call(*operands)
+    except Unsupported:  # a workspace that cannot grow any more; nothing was begun
+        del calls[kind]
+        return None
+
+
+def keep(group: dist.ProcessGroup, kind: Any, call: _Ready) -> None:
+    """What `call_kept` calls from now on for that kind; nothing for None."""
+    if kind is None:
+        return
+    calls = kept_calls.setdefault(group, {})
+    if len(calls) >= _MAX_KEPT:
+        calls.clear()
+    calls[kind] = call
