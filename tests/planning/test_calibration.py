@@ -351,25 +351,27 @@ def test_copy_engines_gather_beside_a_long_product() -> None:
     assert by_copies(1024, 2560, fused=False)
 
 
-def test_the_kernel_that_sends_tiles_is_chosen_as_measured() -> None:
-    """Within 5% of the best of all kernels and orders, of one rank of 4."""
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_kernel_that_sends_tiles_is_chosen_as_measured(ranks: int) -> None:
+    """Within 5% of the best of all kernels and orders, between GPUs."""
     results = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "scatter"
-    report = json.loads((results / "nvidia-h200-x4-stand-in.json").read_text())
+    report = json.loads((results / f"nvidia-h200-x{ranks}-kernels.json").read_text())
     kernels = cost_model.default_scatter_kernels(DEFAULT_GPU)
     predicted: list[Pair] = []
     for shape in report["shapes"]:
-        op = {"world_size": report["settings"]["world_size"], "op": MATMUL_REDUCE_SCATTER}
-        problem = Problem(shape["M"], shape["N"], shape["K"], **op)
+        size = shape["M"], shape["N"], shape["K"]
+        problem = Problem(*size, world_size=ranks, op=MATMUL_REDUCE_SCATTER)
         plan = Planner((), (), kernels).plan(problem)
         assert plan.kernel is not None
         us = {name: way["median_us"] for name, way in shape["ways"].items()}
-        assert us[plan.kernel.name] <= 1.05 * min(us[name] for name in us if name != "roof")
+        best = min(value for name, value in us.items() if "/" in name)
+        assert us[plan.kernel.name] <= 1.05 * best
         for kernel in kernels:
             usual = Plan("push", heuristics.usual_scatter_order(kernel))
             assert usual.kernel is not None
-            if usual.kernel.name not in us:  # the one that is there to split K
+            if usual.kernel.name not in us:  # left out as too slow
                 continue
             found = predict_us(problem, usual)
             assert found is not None
             predicted.append(Pair(found, us[usual.kernel.name]))
-    assert share_ordered_wrongly(predicted, 400) <= 0.02
+    assert share_ordered_wrongly(predicted, 50) <= 0.02

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 from unittest import mock
 
@@ -166,31 +167,49 @@ def test_without_a_model_the_nearest_row_decides() -> None:
     assert choose(4096, *rows, gpu="cpu").source == "default of the CPU backend"
 
 
-RESULTS = Path(__file__).parents[2] / "benchmarks/results/scatter/nvidia-h200-x4-stand-in.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/scatter"
 
 
-def measured() -> dict[tuple[int, int, int], dict[str, float]]:
-    """Of each shape the kernels' times in their best orders, and the matmul's alone."""
-    found: dict[tuple[int, int, int], dict[str, float]] = {}
-    for entry in json.loads(RESULTS.read_text())["shapes"]:
-        best = found.setdefault((entry["M"], entry["N"], entry["K"]), {})
-        for name, way in entry["ways"].items():
-            kernel = name if name == "roof" else KernelConfig.parse(name).kernel
-            best[kernel] = min(best.get(kernel, way["median_us"]), way["median_us"])
+def measured() -> dict[tuple[int, int, int, int], dict[str, float]]:
+    """Of each shape, and number of ranks, the kernels' times in their best orders, and the matmul's
+    alone."""
+    found: dict[tuple[int, int, int, int], dict[str, float]] = {}
+    for report in map(json.loads, (path.read_text() for path in RESULTS.glob("*-kernels.json"))):
+        for entry in report["shapes"]:
+            shape = entry["M"], entry["N"], entry["K"], report["settings"]["world_size"]
+            best = found.setdefault(shape, {})
+            for name, way in entry["ways"].items():
+                kernel = KernelConfig.parse(name).kernel if "/" in name else name
+                best[kernel] = min(best.get(kernel, way["median_us"]), way["median_us"])
     return found
 
 
 @pytest.mark.parametrize("shape", measured(), ids=str)
-def test_the_model_agrees_with_what_was_measured(shape: tuple[int, int, int]) -> None:
-    """Within 5%, at 512 rows within 10, and the kernel that it prefers within 4% of the fastest."""
+def test_the_model_agrees_with_what_was_measured(shape: tuple[int, int, int, int]) -> None:
+    """Within 10%, and the kernel that it prefers within 4% of the fastest."""
     times = measured()[shape]
     problem = scattered(*shape)._replace(op="matmul_reduce_scatter")
     predicted = {k.kernel: cost_model.tile_push_scatter_us(problem, k) for k in KERNELS}
     chosen = min(predicted, key=lambda kernel: predicted[kernel])
     fastest = min(times[kernel] for kernel in predicted if kernel in times)
-    assert predicted[chosen] == pytest.approx(fastest, rel=0.1 if shape[0] == 512 else 0.05)
+    assert predicted[chosen] == pytest.approx(fastest, rel=0.1)
     assert times[chosen] <= 1.04 * fastest
     assert cost_model.matmul_us(problem) == pytest.approx(times["roof"], rel=0.07)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_model_agrees_with_calls_as_they_were_planned(ranks: int) -> None:
+    """Within 6% in the mean, 12% at most."""
+    report = json.loads((RESULTS / f"nvidia-h200-x{ranks}.json").read_text())
+    ratios = []
+    for entry in report["shapes"]:
+        shape = entry["M"], entry["N"], entry["K"], ranks
+        problem = scattered(*shape)._replace(op="matmul_reduce_scatter")
+        predicted = min(cost_model.tile_push_scatter_us(problem, kernel) for kernel in KERNELS)
+        ratios.append(predicted / entry["ways"]["agmm"]["median_us"])
+    assert len(ratios) == 12
+    assert all(0.88 < ratio < 1.12 for ratio in ratios), ratios
+    assert 0.94 < fmean(ratios) < 1.06
 
 
 def test_a_long_scatter_loses_its_clock_as_the_matmul_does() -> None:
@@ -234,7 +253,8 @@ def test_an_all_reduce_is_by_a_kernel_from_some_rows_on(world_size: int, is_fast
             assert all_reduce_way(problem, (), fused=True) == "unfused"
         assert ways[:2] == ["unfused"] * 2
         assert "unfused" not in ways[-2:]
-    assert ways[-1] == ("lagged" if is_fast else "scatter")
+    # Two ranks gain less than the tenth that is wanted.
+    assert ways[-1] == ("lagged" if is_fast and world_size > 2 else "scatter")
 
 
 def test_an_all_reduce_takes_the_time_of_its_links_or_of_its_matmul(
@@ -293,8 +313,8 @@ def test_the_plan_of_an_all_reduce(
         planner = Planner((), (), kernels)
         monkeypatch.setattr(call_plans, "planner", lambda *_, found=planner: found)
         with FakeTensorMode():
-            A = torch.empty(rows - 1, 7168, dtype=torch.bfloat16, device="cuda:0")
-            B = torch.empty(8192, 7168, dtype=torch.bfloat16, device="cuda:0").t()
+            A = torch.empty(rows - 1, 2048, dtype=torch.bfloat16, device="cuda:0")
+            B = torch.empty(8192, 2048, dtype=torch.bfloat16, device="cuda:0").t()
         found = scatter_plan.all_reduce_plan(rows, A, B, groups.group_of(group))
         assert found.sm_count == 124
         assert found.way == wanted if kernels else found.way != "scatter"

@@ -86,7 +86,9 @@ class Constants:
     fused_reduce_scatter_gain_us: float
     """What it has to save for its host time."""
     scatter_us: float
-    """Of a matmul + reduce-scatter whose kernel sends tiles, beside its waves of tiles."""
+    scatter_us_per_rank: float
+    """Of a matmul + reduce-scatter whose kernel sends tiles, beside its waves of tiles: of the
+    call, and of each other rank."""
     scatter_tile_us: dict[str, tuple[float, float]]
     """Of a tile there, by kernel: for each column of A, and beside that."""
     scatter_gb_per_s: float

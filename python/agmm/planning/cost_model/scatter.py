@@ -36,9 +36,10 @@ def tile_push_scatter_us(problem: Problem, kernel: KernelConfig) -> float:
     """Predicted time in µs. m, n and k are those of the matmul that each rank makes.
 
     The time is that of the waves of tiles, and of the tiles of others' rows in the last wave on
-    their way, which own tiles of that wave await; or that of the links, where they are slower. A
-    tile whose K is split takes a part of its time, and that of leaving sums or adding them up
-    (not measured here: as in an all-gather -> matmul).
+    their way, which own tiles of that wave await. Or, where the links are slower, it is theirs, and
+    then that of the own tiles but for a wave, which is computed while the last are on their way. It
+    is never less than that of reading A and B. A tile whose K is split takes a part of its time,
+    and that of leaving sums or adding them up (not measured here: as in an all-gather -> matmul).
     """
     c = constants(problem.gpu)
     own, blocks, at_once = scatter_blocks(problem, kernel)
@@ -46,9 +47,16 @@ def tile_push_scatter_us(problem: Problem, kernel: KernelConfig) -> float:
     tile_us, block_us = _tile_us(problem, kernel), _sent_block_us(problem, kernel)
     sent_last = max(0, blocks - (waves - 1) * at_once - own)
     multiplied_us = waves * tile_us + sent_last * block_us
-    linked_us = tile_us + (blocks - own) * block_us
+    linked_us = tile_us + (blocks - own) * block_us + max(0.0, own / at_once - 1.0) * tile_us
     multiplied_us += lost_clock_us(c, multiplied_us, kernel.schedule)
-    return c.scatter_us + max(multiplied_us, linked_us)
+    read_bytes = (problem.m + problem.n) * problem.k * ELEMENT_BYTES
+    read_us = read_bytes / (c.matmul_gb_per_s * 1e3)
+    return _call_us(problem) + max(multiplied_us, linked_us, read_us)
+
+
+def _call_us(problem: Problem) -> float:
+    c = constants(problem.gpu)
+    return c.scatter_us + c.scatter_us_per_rank * (problem.world_size - 1)
 
 
 def _tile_us(problem: Problem, kernel: KernelConfig) -> float:
@@ -87,7 +95,7 @@ def lagged_all_reduce_us(problem: Problem, kernel: KernelConfig) -> float:
     multiplied_us = waves * tile_us + sent_first_us
     multiplied_us += lost_clock_us(c, multiplied_us, kernel.schedule)
     linked_us = tile_us + 2 * (blocks - own) * block_us
-    return c.scatter_us + max(multiplied_us + launches * tail_us, linked_us + _COPIED_TILE_US)
+    return _call_us(problem) + max(multiplied_us + launches * tail_us, linked_us + _COPIED_TILE_US)
 
 
 def matmul_all_reduce_us(problem: Problem) -> float:
