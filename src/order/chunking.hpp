@@ -12,6 +12,13 @@ namespace agmm {
 AGMM_HOST_DEVICE constexpr int32_t ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b; }
 AGMM_HOST_DEVICE constexpr int32_t min_of(int32_t a, int32_t b) { return a < b ? a : b; }
 AGMM_HOST_DEVICE constexpr int32_t max_of(int32_t a, int32_t b) { return a > b ? a : b; }
+// Other types would be narrowed without a word.
+template <class A, class B>
+int32_t ceil_div(A, B) = delete;
+template <class A, class B>
+int32_t min_of(A, B) = delete;
+template <class A, class B>
+int32_t max_of(A, B) = delete;
 
 /// Division of 0 <= n < 2^31 by a divisor fixed at construction: one multiply and one shift, so
 /// that the tile mapping costs tens of cycles per tile, not hundreds (Granlund and Montgomery,

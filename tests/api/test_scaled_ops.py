@@ -15,6 +15,7 @@ from short_ids import short
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import agmm
+from agmm import InvalidArgument
 from agmm._core import Accumulation
 from agmm.errors import forget_warnings
 from agmm.integrations import async_tp, async_tp_kernels
@@ -653,6 +654,20 @@ def test_a_kept_call_that_cannot_be_made_any_more_is_forgotten(group: str) -> No
     with mock.patch.object(kept_scaled, "kept_calls", {dist.group.WORLD: calls}):
         assert called(gather, operands).shape == (6, 48)
     assert calls == {}
+
+
+@pytest.mark.parametrize("name", ["A", "B", "scale_a", "scale_b"])
+def test_a_kept_call_serves_no_list_in_place_of_a_tensor(group: str, name: str) -> None:
+    operands = given("rowwise")
+    settings = 0, "sum", torch.bfloat16, False, False
+    kind = kept_scaled.kind_of_call(settings, *called(lambda *rest: rest, operands), None, None)
+    calls = {kind: mock.Mock()}
+    with mock.patch.object(kept_scaled, "kept_calls", {dist.group.WORLD: calls}):
+        called(scatter, operands)
+        calls[kind].assert_called_once()
+        with pytest.raises(InvalidArgument, match=rf"^{name}: found list, wanted a tensor"):
+            called(scatter, operands | {name: [operands[name]]})
+    calls[kind].assert_called_once()
 
 
 class Workspace:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from agmm.errors import InvalidArgument
 from agmm.ops import kept_scaled, scaled_paths
 from agmm.ops.library import library
+from agmm.ops.operands import is_watched
 from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_gather, scaling_of
 from agmm.runtime import groups
 from agmm.runtime.scaling import ALL
@@ -289,8 +290,10 @@ def all_gather_scaled_matmul(
     result_scales = _one_each("result_scale", result_scale, len(Bs))
     settings = gather_dim, return_A, out_dtype, use_fast_accum, strict
     given = A_shard, scale_a, Bs, scale_bs, biases, result_scales
-    kind = kept_scaled.kind_of_call(settings, *given)
-    if kind is not None and gather_dim == 0:
+    kind = None
+    if gather_dim == 0 and not is_watched():
+        kind = kept_scaled.kind_of_call(settings, *given)
+    if kind is not None:
         A, scale_A, outs = _run(kind, *given, groups.group_of(groups.name_of(group)), *settings)
     else:
         # Before the op's schema refuses in its own words what is no tensor.

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from agmm.errors import Unsupported
-from agmm.ops.operands import is_plain, is_watched
+from agmm.ops.operands import is_plain
 from agmm.runtime import groups
 from agmm.runtime.cuda_scaled_calls import GatherCall, ScatterCall
 
@@ -24,15 +24,14 @@ _MAX_KEPT = 4096  # per group
 
 def kind_of_call(settings: tuple[Any, ...], *given: Any) -> Any:
     """What all calls have in common that one kept call may serve: ``settings``, and the kinds of
-    what was ``given``, each a tensor, None or a list of these. None where the dispatcher has to see
-    the call, and for what is no tensor in memory that a pointer and strides describe."""
-    if is_watched():
-        return None
+    what was ``given``, each a tensor, None or a list of these. None for what is no tensor in memory
+    that a pointer and strides describe."""
     kinds: list[Any] = [settings]
     try:
         for one in given:
-            tensors = one if type(one) is list or type(one) is tuple else (one,)
-            kinds.append(len(tensors))
+            is_list = type(one) is list
+            tensors = one if is_list else (one,)
+            kinds.append((is_list, len(tensors)))
             for tensor in tensors:
                 if tensor is None:
                     kinds.append(None)

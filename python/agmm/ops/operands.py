@@ -28,7 +28,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and not (tensor.requires_grad and torch.is_grad_enabled())
-        and not (tensor.is_neg() or tensor.is_meta)
+        and not (tensor.is_neg() or tensor.is_meta or tensor._is_zerotensor())
         and tensor.layout == torch.strided
     )
 
@@ -37,10 +37,11 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 
 
 def is_watched() -> bool:
-    """Whether the dispatcher has to see the call: compilation, fake tensors, other modes,
+    """Whether the dispatcher has to see the call: compilation, traces, fake tensors, other modes,
     transforms of torch.func, forward-mode derivatives, and profilers, which name ops."""
     return (
         torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_torch_function_mode_enabled()
         or profiler._is_profiler_enabled

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from agmm.errors import InvalidArgument
 from agmm.ops import kept_scaled, scaled_scatter
 from agmm.ops.library import library
+from agmm.ops.operands import is_watched
 from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_scatter
 from agmm.runtime import groups
 
@@ -156,7 +157,7 @@ def scaled_matmul_reduce_scatter(
     given = A, B, scale_a, scale_b, bias, result_scale
     settings = scatter_dim, reduce_op, out_dtype, use_fast_accum, strict
     group_name = groups.name_of(group)
-    kind = kept_scaled.kind_of_call(settings, *given)
+    kind = None if is_watched() else kept_scaled.kind_of_call(settings, *given)
     if kind is not None:
         return _run(kind, given, groups.group_of(group_name), settings)
     world_size = groups.world_size_of(group_name)

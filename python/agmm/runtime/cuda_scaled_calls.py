@@ -94,12 +94,12 @@ class GatherCall(NamedTuple):
                         w.kernel.accumulation,
                     )
                 )
+            operands = aligned_pointer(A_shard, kept), scale_pointer(scales, kept)
             buffers = workspace.enter(m * (k + SCALE_BYTES * scale_columns))
             captured = True  # also where the call fails half-way
             try:
                 captured = buffers.core.all_gather_scaled_matmul(
-                    aligned_pointer(A_shard, kept),
-                    scale_pointer(scales, kept),
+                    *operands,
                     scale_columns,
                     rows,
                     k,
@@ -208,21 +208,20 @@ class ScatterCall(NamedTuple):
             workspace.known.calls += 1
             out = A.new_empty(w.out_shape, dtype=torch.bfloat16)
             kept: list[torch.Tensor] = []  # copies live until the call is enqueued
+            operands = aligned_pointer(A, kept), k, aligned_pointer(B, kept), w.leading, k
+            of_a, of_b = scale_pointer(scale_a, kept), scales_of(scale_b, w.tile, kept)
+            bias_at = bias_pointer(bias, kept)
             buffers = workspace.enter(part_bytes)
             captured = True  # also where the call fails half-way
             try:
                 captured = buffers.core.scaled_matmul_reduce_scatter(
-                    (aligned_pointer(A, kept), k, aligned_pointer(B, kept), w.leading, k),
-                    (
-                        scale_pointer(scale_a, kept),
-                        has_row_scales,
-                        scales_of(scale_b, w.tile, kept),
-                    ),
+                    operands,
+                    (of_a, has_row_scales, of_b),
                     rows,
                     w.n,
                     dtype,
                     w.kernel.accumulation,
-                    bias_pointer(bias, kept),
+                    bias_at,
                     out.data_ptr(),
                     is_average,
                     w.kernel.config,
