@@ -28,6 +28,8 @@ _AT_A_TIME = 2
 _WAIT_S = 600.0
 """So long for what another process does; the tests that ask have that limit too."""
 _POLL_S = 0.2
+_COMMAND_S = 1800.0
+"""Of a command, which has what the tests leave of the processors, and some of them take minutes."""
 
 _begun: dict[Callable[[Path], Any], Future[Any]] = {}
 _running: set[subprocess.Popen[str]] = set()
@@ -107,7 +109,7 @@ def _run_once(job: Callable[[Path], Any], folder: Path) -> None:
 
 
 def run(
-    command: Sequence[str], timeout: float, env: Mapping[str, str] | None = None
+    command: Sequence[str], env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """As `subprocess.run`, behind the tests where both want a processor, and ended by `close`."""
     with subprocess.Popen(
@@ -122,7 +124,7 @@ def run(
         try:
             if _closed:
                 _kill(process)
-            stdout, stderr = process.communicate(timeout=timeout)
+            stdout, stderr = process.communicate(timeout=_COMMAND_S)
         finally:
             _kill(process)
             _running.discard(process)

@@ -61,7 +61,6 @@ def build(folder: Path) -> Path:
             "-o",
             str(library),
         ],
-        timeout=500,
     )
     if done.returncode != 0:
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-4000:])

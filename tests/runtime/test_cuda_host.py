@@ -50,7 +50,7 @@ def _compile(folder: Path, sources: Iterable[Path], *options: str) -> list[Path]
     def compile_one(source: Path) -> Path:
         target = folder / f"{source.parent.name}_{source.stem}.o"
         command = [str(COMPILER), *flags, *includes, *options, "-c", str(source), "-o", str(target)]
-        done = compiles.run(command, timeout=300)
+        done = compiles.run(command)
         assert done.returncode == 0, done.stderr[-4000:]
         return target
 
@@ -60,7 +60,7 @@ def _compile(folder: Path, sources: Iterable[Path], *options: str) -> list[Path]
 
 def _link(target: Path, objects: Iterable[Path], *options: str) -> Path:
     command = [str(COMPILER), *options, *map(str, objects), "-o", str(target), "-lpthread"]
-    done = compiles.run(command, timeout=300)
+    done = compiles.run(command)
     assert done.returncode == 0, done.stderr[-4000:]
     return target
 

@@ -31,9 +31,9 @@ def _cutlass() -> Path | None:
     return Path(str(distribution.locate_file("cutlass_library/source")))
 
 
-def _run(*command: str, timeout: float = 60) -> str:
+def _run(*command: str) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("AGMM_")}
-    done = compiles.run(command, timeout, environment)
+    done = compiles.run(command, environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -85,7 +85,7 @@ def _examples(folder: Path) -> str:
         *("-S", str(REPOSITORY / "examples" / "cpp"), "-B", str(folder)),
         *(f"-D{setting}" for setting in settings),
     )
-    said = _run(str(CMAKE), "--build", str(folder), timeout=500)
+    said = _run(str(CMAKE), "--build", str(folder))
     assert (folder / "scheduler").is_file()
     return said
 

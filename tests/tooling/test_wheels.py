@@ -64,7 +64,6 @@ def _build(folder: Path) -> Built:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("AGMM_")}
     done = compiles.run(
         [sys.executable, str(TOOLS / "build_wheels.py"), *options, "--pythons", THIS],
-        timeout=500,
         env={**environment, "LDFLAGS": _static_flags()},
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
