@@ -23,6 +23,7 @@ from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
 from agmm.ops import kept_scaled, quantize, scaled_paths, scaled_products
 from agmm.ops.scaled_checks import scaling_of
 from agmm.planning import fp8_kernels
+from agmm.planning.plans import KernelConfig
 from agmm.runtime import cuda_scaled, cuda_scaled_calls, scaling
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.runtime.scaling import ALL, SCALINGS
@@ -676,7 +677,7 @@ class Workspace:
     def __init__(self) -> None:
         self.lock, self.known, self.world_size = mock.MagicMock(), mock.Mock(calls=0), 4
         self.core = mock.Mock()
-        self.captured = False
+        self.captured, self.refused = False, mock.Mock()
         for name in ("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"):
             getattr(self.core, name).return_value = False
 
@@ -721,3 +722,40 @@ def test_what_the_core_gets_of_a_gather(kind: str, monkeypatch: pytest.MonkeyPat
     assert (b, leading, n, bias, out_at) == (B.data_ptr(), 144, 48, 0, out.data_ptr())
     assert (config, accumulation) == (mock.sentinel.config, Accumulation.fast)
     assert per_column == (kind == "rowwise")
+
+
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+def test_what_the_core_gets_of_a_scatter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_scaled_calls, "stream_of", mock.Mock(return_value=7))
+    operands = given(kind)
+    A, B, of_a, of_b = (operands[name] for name in ("A", "B", "scale_a", "scale_b"))
+    tile, weight = scaled_paths.weight_of(A, of_a, B, of_b, None, None, torch.bfloat16, False)
+    workspace = Workspace()
+    config = KernelConfig.parse("128x128x128_1x1_pingpong").core
+    call = cuda_scaled_calls.ready_scatter(
+        workspace,  # type: ignore[arg-type]
+        scaled_paths.rows_of(A, of_a, tile, 0),
+        weight,
+        cuda_scaled.Kernel(config, Accumulation.slow),
+        (3, 1, 48),
+        is_average=True,
+    )
+    out = call(A, of_a, B, of_b, None)
+    assert out.shape == (3, 1, 48) and out.dtype == torch.bfloat16
+    product, (scale, per_row, (_, per_column, *_)), *rest = (
+        workspace.core.scaled_matmul_reduce_scatter.call_args.args
+    )
+    assert product == (A.data_ptr(), 144, B.data_ptr(), 144, 144)
+    assert (scale, per_row, per_column) == (of_a.data_ptr(), *2 * (kind == "rowwise",))
+    assert rest[:2] == [6, 48] and rest[3:6] == [Accumulation.slow, 0, out.data_ptr()]
+    assert rest[6:] == [True, config, 7]
+    assert not workspace.captured
+    workspace.core.scaled_matmul_reduce_scatter.side_effect = ValueError("A: found 1, wanted 2")
+    workspace.refused = mock.Mock(return_value=InvalidArgument("refused"))
+    with pytest.raises(InvalidArgument, match=r"^refused$"):
+        call(A, of_a, B, of_b, None)
+    assert not workspace.captured
+    workspace.core.scaled_matmul_reduce_scatter.side_effect = RuntimeError("CUDA")
+    with pytest.raises(RuntimeError, match=r"^CUDA$"):
+        call(A, of_a, B, of_b, None)
+    assert workspace.captured  # half of it may be in a graph

@@ -18,6 +18,15 @@ from agmm.runtime import groups
 from agmm.runtime.scaling import ALL
 
 _Maybes = Sequence[torch.Tensor | None]
+_Given = tuple[
+    torch.Tensor,
+    torch.Tensor,
+    list[torch.Tensor],
+    list[torch.Tensor],
+    list[torch.Tensor | None],
+    list[torch.Tensor | None],
+]
+_Settings = tuple[int, bool, torch.dtype, bool, bool]
 
 
 def _impl(
@@ -39,7 +48,7 @@ def _impl(
     settings = gather_dim, return_A, out_dtype, use_fast_accum, strict
     given = A_shard, scale_a, Bs, scale_bs, biases, result_scales
     kind = kept_scaled.kind_of_call(settings, *given)
-    A, scale_A, outs = _run(kind, *given, group, *settings)
+    A, scale_A, outs = _run(kind, given, group, settings)
     if not return_A:
         A, scale_A = A_shard.new_empty(0), scale_a.new_empty(0)
     if gather_dim % A_shard.dim() != 0:
@@ -52,40 +61,17 @@ def _impl(
 
 
 def _run(
-    kind: Any,
-    A_shard: torch.Tensor,
-    scale_a: torch.Tensor,
-    Bs: list[torch.Tensor],
-    scale_bs: list[torch.Tensor],
-    biases: list[torch.Tensor | None],
-    result_scales: list[torch.Tensor | None],
-    group: dist.ProcessGroup,
-    gather_dim: int,
-    return_A: bool,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    strict: bool,
+    kind: Any, given: _Given, group: dist.ProcessGroup, settings: _Settings
 ) -> scaled_paths.Outs:
     """By a call that is kept, or as `scaled_paths.gather`."""
-    found: scaled_paths.Outs | None
-    found = kept_scaled.call_kept(group, kind, A_shard, scale_a, Bs, scale_bs, biases)
+    *operands, _ = given
+    found: scaled_paths.Outs | None = kept_scaled.call_kept(group, kind, *operands)
     if found is not None:
         return found
-    return scaled_paths.gather(
-        A_shard,
-        scale_a,
-        Bs,
-        scale_bs,
-        biases,
-        result_scales,
-        [out_dtype] * len(Bs),
-        [use_fast_accum] * len(Bs),
-        group,
-        gather_dim,
-        return_A,
-        strict,
-        keep_as=kind,
-    )
+    gather_dim, return_A, out_dtype, use_fast_accum, strict = settings
+    count = len(given[2])
+    each = [out_dtype] * count, [use_fast_accum] * count
+    return scaled_paths.gather(*given, *each, group, gather_dim, return_A, strict, keep_as=kind)
 
 
 def _fake(
@@ -294,7 +280,7 @@ def all_gather_scaled_matmul(
     if gather_dim == 0 and not is_watched():
         kind = kept_scaled.kind_of_call(settings, *given)
     if kind is not None:
-        A, scale_A, outs = _run(kind, *given, groups.group_of(groups.name_of(group)), *settings)
+        A, scale_A, outs = _run(kind, given, groups.group_of(groups.name_of(group)), settings)
     else:
         # Before the op's schema refuses in its own words what is no tensor.
         check_scaled_gather(*given, [out_dtype] * len(Bs), gather_dim)

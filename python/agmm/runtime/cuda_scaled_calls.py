@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,22 @@ class ReadyWeight(NamedTuple):
     tile: Tile
     """Of its scales."""
     kernel: Kernel
+
+
+def _enqueue(
+    workspace: CudaWorkspace | ScatterWorkspace, slot_bytes: int, name: str, *arguments: Any
+) -> None:
+    """A call of the core's, which has slots of that size, by name. Under the workspace's lock."""
+    buffers = workspace.enter(slot_bytes)
+    captured = True  # also where the call fails half-way
+    try:
+        captured = getattr(buffers.core, name)(*arguments)
+    except ValueError as error:
+        captured = False  # nothing was enqueued
+        raise workspace.refused(error) from None
+    finally:
+        if captured:
+            workspace.captured = True
 
 
 class GatherCall(NamedTuple):
@@ -94,27 +110,21 @@ class GatherCall(NamedTuple):
                         w.kernel.accumulation,
                     )
                 )
-            operands = aligned_pointer(A_shard, kept), scale_pointer(scales, kept)
-            buffers = workspace.enter(m * (k + SCALE_BYTES * scale_columns))
-            captured = True  # also where the call fails half-way
-            try:
-                captured = buffers.core.all_gather_scaled_matmul(
-                    *operands,
-                    scale_columns,
-                    rows,
-                    k,
-                    dtype,
-                    arguments,
-                    0 if A is None else A.data_ptr(),
-                    0 if scale_A is None else scale_A.data_ptr(),
-                    stream_of(A_shard.device),
-                )
-            except ValueError as error:
-                captured = False  # nothing was enqueued
-                raise workspace.refused(error) from None
-            finally:
-                if captured:
-                    workspace.captured = True
+            _enqueue(
+                workspace,
+                m * (k + SCALE_BYTES * scale_columns),
+                "all_gather_scaled_matmul",
+                aligned_pointer(A_shard, kept),
+                scale_pointer(scales, kept),
+                scale_columns,
+                rows,
+                k,
+                dtype,
+                arguments,
+                0 if A is None else A.data_ptr(),
+                0 if scale_A is None else scale_A.data_ptr(),
+                stream_of(A_shard.device),
+            )
         if has_one_scale and scale_A is not None:
             scale_A = scale_A.view(m, 1)[::rows].contiguous()
         return A, scale_A, outs
@@ -208,31 +218,22 @@ class ScatterCall(NamedTuple):
             workspace.known.calls += 1
             out = A.new_empty(w.out_shape, dtype=torch.bfloat16)
             kept: list[torch.Tensor] = []  # copies live until the call is enqueued
-            operands = aligned_pointer(A, kept), k, aligned_pointer(B, kept), w.leading, k
-            of_a, of_b = scale_pointer(scale_a, kept), scales_of(scale_b, w.tile, kept)
-            bias_at = bias_pointer(bias, kept)
-            buffers = workspace.enter(part_bytes)
-            captured = True  # also where the call fails half-way
-            try:
-                captured = buffers.core.scaled_matmul_reduce_scatter(
-                    operands,
-                    (of_a, has_row_scales, of_b),
-                    rows,
-                    w.n,
-                    dtype,
-                    w.kernel.accumulation,
-                    bias_at,
-                    out.data_ptr(),
-                    is_average,
-                    w.kernel.config,
-                    stream_of(A.device),
-                )
-            except ValueError as error:
-                captured = False  # nothing was enqueued
-                raise workspace.refused(error) from None
-            finally:
-                if captured:
-                    workspace.captured = True
+            _enqueue(
+                workspace,
+                part_bytes,
+                "scaled_matmul_reduce_scatter",
+                (aligned_pointer(A, kept), k, aligned_pointer(B, kept), w.leading, k),
+                (scale_pointer(scale_a, kept), has_row_scales, scales_of(scale_b, w.tile, kept)),
+                rows,
+                w.n,
+                dtype,
+                w.kernel.accumulation,
+                bias_pointer(bias, kept),
+                out.data_ptr(),
+                is_average,
+                w.kernel.config,
+                stream_of(A.device),
+            )
         return out
 
 
