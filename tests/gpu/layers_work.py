@@ -162,6 +162,11 @@ def scatter_gradients(shape: LocalShape, reduce_op: str, fused: bool) -> list[st
     return [f"{shape} on rank {rank}: {fault}" for fault in faults]
 
 
+def _plain_and_exact(A: torch.Tensor, B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    exact = _plain_reduce_scatter(A.double() @ B.double())
+    return _plain_reduce_scatter(A @ B), exact
+
+
 def scatter_in_a_graph() -> list[str]:
     """Faults of a graph of torch's fused op after an eager call that made its workspace larger."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -182,11 +187,9 @@ def scatter_in_a_graph() -> list[str]:
             given.copy_(A * scale)
             graph.replay()
             torch.cuda.synchronize()
-            plain = _plain_reduce_scatter(given @ B)
-            faults += _compare(f"replay, {scale}", out, plain, plain.double())
+            faults += _compare(f"replay, {scale}", out, *_plain_and_exact(given, B))
         del trash
-        plain = _plain_reduce_scatter(larger @ B)
-        faults += _compare("larger", eager, plain, plain.double())
+        faults += _compare("larger", eager, *_plain_and_exact(larger, B))
     if taken.fused_scatters != 3:
         faults.append(f"torch's op ran {taken.fused_scatters} times, wanted 3")
     return faults

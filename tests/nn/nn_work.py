@@ -120,6 +120,50 @@ def layers_against_whole(world_size: int, rows: int, bias: bool, compiled: bool)
     return [f"rank {rank} of {world_size}: {fault}" for fault in faults]
 
 
+def compiled_without_gradients(world_size: int, fp8: str | None, bias: bool) -> list[str] | None:
+    """Faults of compiled layers that need no gradients, against the same layers eager."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    sizes = [16 * world_size, 16 * world_size]
+    dtype = torch.float64 if fp8 is None else torch.float32
+    made: dict[str, Any] = {"bias": bias, "group": group, "fp8": fp8, "dtype": dtype}
+    torch.manual_seed(_SEED)
+    both = ColumnParallelLinear(32, sizes, **made)
+    one = ColumnParallelLinear(32, sizes[0], **made)
+    back = RowParallelLinear(sizes[0], 32, **made)
+    layers = torch.nn.ModuleList([both, one, back])
+
+    def block(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        first, second = both(x)
+        found: torch.Tensor = back(first + 2 * second + 3 * one(x))
+        return found, both.world_size
+
+    shard = _random(4, 2, 32, seed=1 + dist.get_rank(group)).to(dtype)
+    wanted, _ = block(shard)
+    faults = []
+    run = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for name, mode in (("no_grad", torch.no_grad), ("inference_mode", torch.inference_mode)):
+        torch.compiler.reset()
+        with mode():
+            found, ranks = run(shard)
+        faults += _close(name, found, wanted) + [name] * (ranks != world_size)
+    torch.compiler.reset()
+    # Outputs of a graph that are views of each other are refused beside parameters as DTensors.
+    alone = torch.compile(both, fullgraph=True, backend="aot_eager")
+    for i, (out, eager) in enumerate(zip(alone(shard), both(shard), strict=True)):
+        faults += _close(f"output {i} of a layer alone", out, eager)
+    torch.compiler.reset()
+    layers.requires_grad_(False)
+    faults += _close("frozen", run(shard)[0], wanted)
+    given = shard.clone().requires_grad_()
+    (compiled,) = torch.autograd.grad(run(given)[0].sum(), given)
+    (eager_grad,) = torch.autograd.grad(block(given)[0].sum(), given)
+    faults += _close("x of frozen layers", compiled, eager_grad)
+    torch.compiler.reset()
+    return faults
+
+
 def state_round_trip(world_size: int) -> list[str] | None:
     """Faults of a load of a whole state dict, and of copies of the module."""
     group = group_of(world_size)
@@ -243,6 +287,19 @@ def bad_layer(kind: str) -> str:
     return "no error"
 
 
+class _Gate(torch.nn.Module):
+    """The product of two activations, each of which may change what it gets."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.act = torch.nn.ReLU(inplace=inplace)
+
+    def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        gate, up = both
+        out: torch.Tensor = self.act(gate) * self.act(up)
+        return out
+
+
 def activations_in_place(with_fsdp: bool) -> list[str] | None:
     """Faults of a model whose activations change what the layers return, against one whose do not,
     and what it warns of."""
@@ -255,8 +312,8 @@ def activations_in_place(with_fsdp: bool) -> list[str] | None:
         for inplace in (False, True):
             torch.manual_seed(0)
             model = torch.nn.Sequential(
-                ColumnParallelLinear(8, 2 * world_size, **where),
-                torch.nn.ReLU(inplace=inplace),
+                ColumnParallelLinear(8, [2 * world_size] * 2, **where),
+                _Gate(inplace),
                 RowParallelLinear(2 * world_size, 8, **where),
                 torch.nn.ReLU(inplace=inplace),
             )

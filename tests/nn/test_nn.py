@@ -24,6 +24,12 @@ def test_layers_compiled(pool: RankPool) -> None:
     assert pool.run(nn_work.layers_against_whole, 3, 2, True, True)[2:] == [[]] * 3
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("fp8", [None, "tensorwise", "rowwise"])
+def test_layers_compiled_without_gradients(pool: RankPool, fp8: str | None, bias: bool) -> None:
+    assert pool.run(nn_work.compiled_without_gradients, 2, fp8, bias)[3:] == [[], []]
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_whole_state_dict_in_and_out(pool: RankPool, world_size: int) -> None:
     results = pool.run(nn_work.state_round_trip, world_size)

@@ -344,7 +344,7 @@ def test_measured_scatters_are_ordered_rightly() -> None:
 def test_copy_engines_gather_beside_a_long_product() -> None:
     def by_copies(rows: int, columns: int, *, fused: bool = True) -> bool:
         problem = Problem(rows, 8192, columns, world_size=4)
-        return cost_model.is_gather_by_copies(problem, is_scatter_fused=fused)
+        return cost_model.is_gather_by_copies(problem, is_scatter_by_torch=fused)
 
     assert by_copies(4096, 14336) and by_copies(8192, 5120) and by_copies(2048, 8192)
     assert not by_copies(4096, 2560) and not by_copies(8192, 2560)

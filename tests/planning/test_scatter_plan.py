@@ -62,7 +62,7 @@ def test_never_on_the_cpu(
     everyone = groups.group_of(group)
     A, B = torch.randn(shape, dtype=torch.bfloat16), torch.randn(32, 8, dtype=torch.bfloat16)
     assert not scatter_plan.is_fused(A, B, 0, everyone)
-    assert not scatter_plan.is_gather_by_copies(A, A, B, everyone, is_scatter_fused=True)
+    assert not scatter_plan.is_gather_by_copies(A, A, B, everyone, is_scatter_by_torch=True)
 
 
 @pytest.mark.parametrize(("plan", "fused"), [(BY_TORCH, True), (UNFUSED, False)])

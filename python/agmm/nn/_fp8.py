@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from agmm.errors import InvalidArgument
 from agmm.nn.fp8_recipe import Fp8Cast, Fp8Recipe
 from agmm.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
+from agmm.ops.checks import needs_gradient
 from agmm.ops.quantize import amax_of, quantised
 from agmm.ops.scaled_checks import BIAS_DTYPES
 from agmm.ops.scaled_matmul_reduce_scatter import scaled_matmul_reduce_scatter
@@ -53,6 +54,8 @@ def gather_products(
     _check_multiple("K", x.shape[-1])
     for weight in weights:
         _check_multiple("N", weight.shape[1])
+    if not needs_gradient(x, *weights, *biases):  # then dynamo drops x of one weight and bias
+        return _forward(recipe, x, weights, biases, group_name, strict)
     return list(
         _GatherProducts.apply(recipe, group_name, strict, len(weights), x, *weights, *biases)
     )
@@ -122,17 +125,7 @@ class _GatherProducts(torch.autograd.Function):
         ctx.save_for_backward(
             x if any(ctx.needs_weights) else None, *(weights if ctx.needs_x else ())
         )
-        outs = _gathered(
-            x,
-            recipe.input,
-            [_second(recipe, weight, recipe.weight) for weight in weights],
-            biases,
-            group_name,
-            recipe,
-            recipe.fast_accum[0],
-            strict,
-        )
-        return tuple(outs)
+        return tuple(_forward(recipe, x, weights, biases, group_name, strict))
 
     @staticmethod
     @once_differentiable
@@ -195,7 +188,7 @@ class _ScatterProduct(torch.autograd.Function):
         values, scale = _quantised(recipe, rows, recipe.input, recipe.input.first)
         B, scale_b = _second(recipe, weight, recipe.weight)
         scale, scale_b = _of_one_kind(scale, scale_b, len(rows), B.shape[1])
-        return scaled_matmul_reduce_scatter(
+        out = scaled_matmul_reduce_scatter(
             values.view(x.shape),
             B,
             _leading(scale, x),
@@ -204,7 +197,8 @@ class _ScatterProduct(torch.autograd.Function):
             bias=bias,
             out_dtype=_result_dtype(x),
             use_fast_accum=recipe.fast_accum[0],
-        ).to(x.dtype)
+        )
+        return _in_dtype(out, x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -281,6 +275,26 @@ def _result_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.bfloat16 if x.is_cuda else x.dtype
 
 
+def _in_dtype(out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Where `to` changes nothing, compiled code of torch 2.11 gets no gradients."""
+    return out if out.dtype == dtype else out.to(dtype)
+
+
+def _forward(
+    recipe: Fp8Recipe,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[_Maybe],
+    group_name: str,
+    strict: bool,
+) -> list[torch.Tensor]:
+    quantised_weights = [_second(recipe, weight, recipe.weight) for weight in weights]
+    fast_accum = recipe.fast_accum[0]
+    return _gathered(
+        x, recipe.input, quantised_weights, biases, group_name, recipe, fast_accum, strict
+    )
+
+
 def _gathered(
     x: torch.Tensor,
     cast: Fp8Cast,
@@ -309,7 +323,7 @@ def _gathered(
         use_fast_accum=fast_accum,
         strict=strict,
     )
-    return [out.to(x.dtype) for out in outs]
+    return [_in_dtype(out, x.dtype) for out in outs]
 
 
 # --- the weight's gradient ---

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.runtime.groups import group_of, group_or_default
+from agmm.runtime.groups import group_of, group_or_default, world_size_of
 
 # The meshes of groups that were given without one, by type of device; they end with their group.
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]]
@@ -78,7 +78,7 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        return dist.get_world_size(group_of(self.group_name))
+        return world_size_of(self.group_name)
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """The mesh that was given, or one of the group for tensors on such a device."""

@@ -32,7 +32,7 @@ from agmm.nn._held import (
 )
 from agmm.nn._ranks import Ranks
 from agmm.nn.fp8_recipe import Fp8Recipe
-from agmm.ops.checks import check_operand
+from agmm.ops.checks import check_operand, needs_gradient
 from agmm.runtime.scaling import K_MULTIPLE
 
 
@@ -283,7 +283,7 @@ class ShardedLinear(torch.nn.Module):
             for parameter in parameters:
                 if len(parameter._spec.placements) > 1:
                     self._refuse_placement(parameter)
-            if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
+            if needs_gradient(*parameters):
                 found = LocalParts.apply(plan, joined, *parameters)
             else:
                 found = plan.operands(parts, joined)
@@ -323,6 +323,8 @@ class ShardedLinear(torch.nn.Module):
         for parameter, ref in zip(parameters, joined.parameters, strict=True):
             if ref() is not parameter:
                 return None
+        if not needs_gradient(*parts):  # then dynamo takes the first of two parts for the whole
+            return whole.view_as(whole)
         found: torch.Tensor = TracedWhole.apply(whole, *parts)
         return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -100,8 +99,8 @@ class ColumnParallelLinear(ShardedLinear):
             x: [M_local, ..., in_features], this rank's rows.
 
         Returns:
-            [world_size * M_local, ..., N / world_size]; for several outputs a tuple of them, which
-            are views of one tensor.
+            [world_size * M_local, ..., N / world_size]; for several outputs a tuple of them. Their
+            rows lie beside each other in memory; each may be changed in place.
 
         Raises:
             InvalidArgument: names x, what was found and what the layer wants.
@@ -125,10 +124,9 @@ class ColumnParallelLinear(ShardedLinear):
         if self._sizes is None:
             return outs[0]
         if len(outs) == 1:
-            # Not by split(), whose views autograd lets nobody change in place.
-            ends = list(accumulate(self._sizes))
-            spans = zip(ends, self._sizes, strict=True)
-            outs = [outs[0].narrow(-1, end - size, size) for end, size in spans]
+            # Not by split(), whose views autograd lets nobody change in place. Nobody else has the
+            # whole, of which their gradients are put together by one kernel.
+            return torch.unsafe_split_with_sizes(outs[0], self._sizes, -1)
         return tuple(outs)
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
 from agmm.ops.autograd import AllGatherMatmul
-from agmm.ops.checks import check_gatherable
+from agmm.ops.checks import check_gatherable, needs_gradient
 from agmm.ops.gather_packed import gather_packed
 from agmm.ops.library import library
 from agmm.ops.operands import autocast, check_operands, is_plain, is_watched
@@ -74,7 +74,7 @@ def _all_gather_matmul_autograd(
     *settings: Any,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     given = A_shard, *Bs, *biases
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+    if needs_gradient(*given):
         A, *outs = AllGatherMatmul.apply(len(Bs), settings, *given)
         return A, outs
     with torch._C._AutoDispatchBelowAutograd():

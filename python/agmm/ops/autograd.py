@@ -137,14 +137,13 @@ def _is_gather_by_copies(
     if not As or collectives.is_traced(shard):
         return False
     group = groups.group_of(group_name)
-    fused = dA is None and (
+    by_torch = dA is None and (
         scatter_plan.is_worth_joining(As, weights, gather_dim, group)
-        or scatter_plan.is_by_kernel(As, weights, gather_dim, group)
         or (len(As) == 1 and scatter_plan.is_fused(As[0], weights[0], gather_dim, group))
     )
     # Judged by the largest of several products.
     largest = max(zip(As, weights, strict=True), key=lambda product: product[0].numel())
-    return scatter_plan.is_gather_by_copies(shard, *largest, group, is_scatter_fused=fused)
+    return scatter_plan.is_gather_by_copies(shard, *largest, group, is_scatter_by_torch=by_torch)
 
 
 def _grad_of_shard(

@@ -73,8 +73,13 @@ def check_multipliable(name: str, tensor: torch.Tensor) -> None:
         raise InvalidArgument(f"{name}: found dtype {tensor.dtype}, wanted one of {names}")
 
 
+def needs_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd records what is computed from the tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 def check_no_grad(tensors: Iterable[torch.Tensor | None]) -> None:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if needs_gradient(*tensors):
         raise InvalidArgument(
             "a, b: found requires_grad=True, wanted a call under torch.no_grad(): this op has no "
             "backward, agmm.all_gather_matmul has one"

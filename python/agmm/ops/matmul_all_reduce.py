@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from agmm.errors import InvalidArgument, Unsupported
 from agmm.ops import scatter_cuda, scatter_plan, small_collectives
 from agmm.ops.autograd import MatmulAllReduce
-from agmm.ops.checks import check_operand, check_reducible
+from agmm.ops.checks import check_operand, check_reducible, needs_gradient
 from agmm.ops.library import library
 from agmm.ops.operands import autocast, is_plain, is_watched
 from agmm.ops.paths import fall_back
@@ -120,7 +120,7 @@ def _autograd(
 ) -> torch.Tensor:
     given = A, B, bias
     out: torch.Tensor
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+    if needs_gradient(*given):
         out = MatmulAllReduce.apply(*given, *settings)
     else:
         with torch._C._AutoDispatchBelowAutograd():

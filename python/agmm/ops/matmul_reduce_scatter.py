@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from agmm.errors import InvalidArgument
 from agmm.ops import scatter_cuda, scatter_paths
 from agmm.ops.autograd import MatmulReduceScatter
-from agmm.ops.checks import check_operand, check_scatterable
+from agmm.ops.checks import check_operand, check_scatterable, needs_gradient
 from agmm.ops.library import library
 from agmm.ops.operands import autocast, is_watched
 from agmm.runtime import groups
@@ -37,7 +37,7 @@ def _autograd(
     As: list[torch.Tensor], Bs: list[torch.Tensor], bias: torch.Tensor | None, *settings: Any
 ) -> Any:
     given = bias, *As, *Bs
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+    if needs_gradient(*given):
         return MatmulReduceScatter.apply(len(As), settings, *given)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.agmm._matmul_reduce_scatter.default(As, Bs, bias, *settings)

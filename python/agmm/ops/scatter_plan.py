@@ -188,20 +188,6 @@ def all_reduce_plan(
     return AllReducePlan(way, returns if way == "lagged" else None, problem.sm_count)
 
 
-def is_by_kernel(
-    As: Sequence[torch.Tensor],
-    Bs: Sequence[torch.Tensor],
-    scatter_dim: int,
-    group: dist.ProcessGroup,
-) -> bool:
-    """Whether one of agmm's kernels computes and scatters the sum of products on a GPU."""
-    if As[0].device.type != "cuda" or dist.get_world_size(group) == 1:
-        return False
-    if why_not_native(As, Bs, scatter_dim) is not None:
-        return False
-    return kernel_plan(As, Bs, group) is not None
-
-
 def is_fused(A: torch.Tensor, B: torch.Tensor, scatter_dim: int, group: dist.ProcessGroup) -> bool:
     """Whether torch's ``symm_mem.fused_matmul_reduce_scatter`` serves ``A @ B``: where it is legal
     and planned, by a row of a table or since the cost model has it faster than a matmul and a
@@ -250,7 +236,7 @@ def is_gather_by_copies(
     B: torch.Tensor,
     group: dist.ProcessGroup,
     *,
-    is_scatter_fused: bool,
+    is_scatter_by_torch: bool,
 ) -> bool:
     """Whether copy engines are to gather ``shard`` beside the product ``dout @ B``, whose rows are
     scattered. Only where the workspace is large enough, as it is after a fused forward."""
@@ -260,4 +246,4 @@ def is_gather_by_copies(
     if cuda_workspace(group, shard.device).slot_bytes < gathered_bytes:
         return False
     problem = _problem(dout, B, group)
-    return cost_model.is_gather_by_copies(problem, is_scatter_fused=is_scatter_fused)
+    return cost_model.is_gather_by_copies(problem, is_scatter_by_torch=is_scatter_by_torch)
