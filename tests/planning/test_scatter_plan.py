@@ -251,8 +251,7 @@ def test_an_all_reduce_is_by_a_kernel_from_some_rows_on(world_size: int, is_fast
             ways.append(all_reduce_way(problem))
             assert all_reduce_way(problem, fused=True) != "unfused"
             assert all_reduce_way(problem, (), fused=True) == "unfused"
-        assert ways[:2] == ["unfused"] * 2
-        assert "unfused" not in ways[-2:]
+        assert ways[0] == "unfused" and "unfused" not in ways[-2:]
     # Two ranks gain less than the tenth that is wanted.
     assert ways[-1] == ("lagged" if is_fast and world_size > 2 else "scatter")
 

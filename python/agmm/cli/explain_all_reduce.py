@@ -59,7 +59,7 @@ def explain(
     lines.append(
         f"why: the kernels cannot compute it: {illegal}"
         if illegal is not None
-        else "why: each way that sends tiles is taken where it is predicted to save a tenth"
+        else "why: a scatter and a gather where predicted to save 3%, one kernel to save a tenth"
     )
     table = plain_table("alternatives (predicted)")
     table.add_column("plan", overflow="fold")

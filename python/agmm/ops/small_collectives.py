@@ -164,7 +164,8 @@ def all_reduced(partial: torch.Tensor, group: dist.ProcessGroup, for_call: Call)
         with contextlib.suppress(Unsupported):  # nothing was begun, on no rank
             call("all_reduce", method, partial, partial, group)
             return partial
-    return collectives.all_reduce(partial, group.group_name, call=for_call)
+    in_place = not collectives.is_traced(partial)
+    return collectives.all_reduce(partial, group.group_name, in_place=in_place, call=for_call)
 
 
 def all_gathered(shard: torch.Tensor, group: dist.ProcessGroup, for_call: Call) -> torch.Tensor:

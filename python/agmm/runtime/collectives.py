@@ -142,14 +142,20 @@ def reduce_scatter(
 
 
 def all_reduce(
-    partial: torch.Tensor, group_name: str, *, op: str = "sum", call: Call | None = None
+    partial: torch.Tensor,
+    group_name: str,
+    *,
+    op: str = "sum",
+    in_place: bool = False,
+    call: Call | None = None,
 ) -> torch.Tensor:
     """The sum, or "max", over all ranks of ``partial``, contiguous. ``call`` is what it is for, for
-    messages."""
+    messages; ``in_place``: ``partial`` may be overwritten."""
     given, partial = partial, partial.contiguous()
 
     def start() -> torch.Tensor:
-        found: torch.Tensor = _functional.all_reduce(partial, op, group_name)
+        reduce = _functional.all_reduce_ if in_place else _functional.all_reduce
+        found: torch.Tensor = reduce(partial, op, group_name)
         return found
 
     out: torch.Tensor = _functional.wait_tensor(
