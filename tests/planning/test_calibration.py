@@ -40,9 +40,11 @@ CLEARLY = 1.2
 
 
 def tuned(path: Path) -> Iterator[tuple[Problem, Row]]:
-    """What a packaged table has measured."""
+    """What a packaged table has measured, without fp8, which has no model."""
     gpu, _, world_size = path.stem.rpartition("-x")
     for key, rows in tables.read(path).by_key.items():
+        if key.accumulation:
+            continue
         plain = Problem(1, key.n, key.k, key.dtype, int(world_size), key.return_A, key.b_layout)
         for row in rows.values():
             yield plain._replace(m=row.m, gpu=gpu, op=key.op), row
@@ -117,7 +119,9 @@ def share_ordered_wrongly(found: list[Pair], least: int) -> float:
 @pytest.mark.parametrize("which", ["plan", "roof", "unfused"])
 def test_measured_calls_are_ordered_rightly(name: str, which: str) -> None:
     found = pairs(name, which)
-    assert share_ordered_wrongly(found, len(found)) <= 0.01
+    # NCCL's times differ more from machine to machine.
+    allowed = 0.015 if which == "unfused" else 0.01
+    assert share_ordered_wrongly(found, len(found)) <= allowed
 
 
 @pytest.mark.parametrize("name", MEASURED)

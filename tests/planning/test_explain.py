@@ -193,12 +193,13 @@ def test_unknown_gpus(name: str) -> None:
         explain.find_gpu(name)
 
 
-SCATTER = Problem(4096, 8192, 2048, world_size=4, op="matmul_reduce_scatter")
+SCATTER = Problem(4096, 8192, 2304, world_size=4, op="matmul_reduce_scatter")
+"""Of sizes that no packaged table has."""
 
 
 def test_a_scatter_by_the_cost_model() -> None:
     text = said(SCATTER)
-    assert "out[1024, 8192] = reduce_scatter(A[4096, 2048] @ B), bfloat16" in text
+    assert "out[1024, 8192] = reduce_scatter(A[4096, 2304] @ B), bfloat16" in text
     assert f"plan: {choice_for(SCATTER).plan.name}\nfrom: cost model" in text
     assert "why: agmm's own, whose kernel sends tiles as they are computed" in text
     by_torch = cost_model.fused_matmul_reduce_scatter_us(SCATTER)
@@ -366,7 +367,7 @@ def said_of_fp8(problem: Problem, scaling: str | None) -> str:
     return console.file.getvalue()
 
 
-FP8_PROBLEM = PROBLEM._replace(dtype="float8_e4m3fn", n=3584)
+FP8_PROBLEM = PROBLEM._replace(dtype="float8_e4m3fn", n=3600)
 
 
 def pretend_kernels(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
