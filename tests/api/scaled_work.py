@@ -11,6 +11,7 @@ from unittest import mock
 
 import left_to_torch
 import rank_work
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
@@ -524,6 +525,21 @@ def served_scatter(world_size: int, kind: str, scatter_dim: int, reduce_op: str)
         faults += fault(f"{kind} {scatter_dim} {flat=} rank {rank}", out, wanted, torch.bfloat16)
         faults += left
     return faults
+
+
+def _has_rowwise_on_the_cpu() -> bool:
+    A = torch.zeros(16, 16).to(torch.float8_e4m3fn)
+    scale = torch.ones(16, 1)
+    try:
+        torch._scaled_mm(A, A.t(), scale, scale.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
+needs_rowwise = pytest.mark.skipif(
+    not _has_rowwise_on_the_cpu(), reason="this torch's _scaled_mm has one scale on the CPU"
+)
 
 
 def as_torch(world_size: int, kind: str, gather_dim: int) -> Result:

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import scaled_work
 import torch
 import torch.distributed as dist
 from short_ids import short
@@ -348,7 +349,7 @@ def product_of(kind: str, rows: int, k: int, n: int) -> tuple[Scaled, Weight]:
     return A, Weight(B, None, None, torch.bfloat16, False)
 
 
-@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("kind", ["tensorwise", pytest.param("rowwise", marks=scaled_work.needs_rowwise)])
 def test_scaled_mm_gets_what_it_wants(kind: str) -> None:
     """On the CPU torch has it for these kinds too."""
     A, weight = product_of(kind, 32, 144, 48)

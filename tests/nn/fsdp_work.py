@@ -290,7 +290,8 @@ def fallbacks() -> list[str]:
             for _ in range(3):
                 gather(out, shard, group)
                 scatter(part, parts, group, dist.ReduceOp.SUM)
-            premul = dist.ReduceOp.PREMUL_SUM(0.5)
+            made: Any = dist.ReduceOp.PREMUL_SUM  # which torch 2.11 does not let one call
+            premul = made(0.5) if callable(made) else dist._make_nccl_premul_sum(0.5)
             with mock.patch.object(fsdp, "by_backend_reduce_scatter") as backend:
                 scatter(part, parts, group, premul)
                 scatter(part.long(), parts.long(), group, dist.ReduceOp.SUM)
