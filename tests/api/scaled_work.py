@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import left_to_torch
-import rank_work
 import pytest
+import rank_work
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem

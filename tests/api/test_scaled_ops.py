@@ -349,7 +349,9 @@ def product_of(kind: str, rows: int, k: int, n: int) -> tuple[Scaled, Weight]:
     return A, Weight(B, None, None, torch.bfloat16, False)
 
 
-@pytest.mark.parametrize("kind", ["tensorwise", pytest.param("rowwise", marks=scaled_work.needs_rowwise)])
+@pytest.mark.parametrize(
+    "kind", ["tensorwise", pytest.param("rowwise", marks=scaled_work.needs_rowwise)]
+)
 def test_scaled_mm_gets_what_it_wants(kind: str) -> None:
     """On the CPU torch has it for these kinds too."""
     A, weight = product_of(kind, 32, 144, 48)
