@@ -153,8 +153,8 @@ def matmul_all_reduce(
     the result, with the same promise but for the order of a sum, which is each row's own and always
     the same; or, in a build with ``AGMM_KERNELS=all``, one kernel as on the CPU. Each is taken
     where the cost model has it faster (one kernel: a tenth faster), as with some thousand rows;
-    else a matmul and an all-reduce. That is agmm's where it is meant to serve it (`agmm.collectives.all_reduce`), with
-    the same bits on all ranks, else the backend's.
+    else a matmul and an all-reduce. That is agmm's where it is meant to serve it
+    (`agmm.collectives.all_reduce`), with the same bits on all ranks, else the backend's.
 
     Differentiable once. The gradient of ``out`` is taken to be the same on all ranks, as it is
     where all of them compute the same from ``out``, so the backward communicates nothing: ``dA =
