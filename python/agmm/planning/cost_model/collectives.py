@@ -5,8 +5,8 @@ of these numbers.
 sends data, then a signal. Each is one kernel. All-gather and reduce-scatter send once. All-reduce
 sends everything to all in one shot, or a sum of each part and then the sums.
 
-The time of a launch is measured, the rest estimated. NCCL's small all-reduce takes 15 to 25 µs alone; its times
-here are those of its gathers and scatters beside a matmul (`Constants`).
+The time of a launch is measured, the rest estimated. NCCL's small all-reduce takes 15 to 25 µs
+alone; its times here are those of its gathers and scatters beside a matmul (`Constants`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ all-reduce inside a host leaves off too (pytorch pull request 114001)."""
 MOST_RANKS = _core.MAX_COLLECTIVE_RANKS
 
 KERNEL_US = 5.0
-"""Of a launch behind another, its end, and one trip over the links: 8 KiB take 4.7 on 2 H100, 5.4 to
-5.7 on 4 H200."""
+"""Of a launch behind another, its end, and one trip over the links: 8 KiB take 4.7 on 2 H100, 5.4
+to 5.7 on 4 H200."""
 TRIP_US = 1.5
 """Of a second step: stores, and the loads that see them. An estimate, as the next: with both, 1 MiB
 takes 11 by 8 ranks, where MSCCL++ takes 14 in a graph and sglang 34."""
