@@ -50,6 +50,7 @@ CUTLASS_DEVICE void copy_tail(SmPushArgs const& push, PushCta::Queue& queue, int
   auto const thread = int(threadIdx.x);
   auto const sync = [] { named_barrier_sync<NamedBarrier::kTailCopied, PushCta::kCopyThreads>(); };
   uint32_t volatile* const claim = queue.claim;
+  PushSizes const sizes(push);
   if (thread < kWarp) {
     await_head(push, head_claims);
     take_credits(push, false, look_at_credit(push), limit);
@@ -64,7 +65,7 @@ CUTLASS_DEVICE void copy_tail(SmPushArgs const& push, PushCta::Queue& queue, int
       uint32_t const next = thread == 0 ? atomicAdd(push.tail_claims, 1) : 0;
       if (kSignalFirst && thread < kWarp) signal_item(push, push.order.item(true, item));
       stress_delay_warp(push.rank);
-      copy_item<PushCta::kCopyThreads, 8>(push, push.order.item(true, item), thread);
+      copy_item<PushCta::kCopyThreads, 8>(push, sizes, push.order.item(true, item), thread);
       if (thread == 0) claim[(i + 1) % 2] = next;
     }
     sync();  // all have copied their share

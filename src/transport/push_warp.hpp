@@ -77,12 +77,29 @@ CUTLASS_DEVICE int32_t first_row(SmPushArgs const& push, int32_t part) {
   return int32_t(int64_t(part) * push.rows >> push.order.log_parts);
 }
 
-template <int kThreads, int kLoadsInFlight, int kRowLanes>
-CUTLASS_DEVICE void copy_rows(SmPushArgs const& push, PushOrder::Item const& item, int thread) {
+/// What a copy asks SmPushArgs at every store, by value. Where the arguments come by reference
+/// (push_only), any store might change them to the compiler, which loads them again behind each: a
+/// third of what a CTA sends. The pushing warps, which read the kernel's parameters, have no
+/// registers for it.
+struct PushSizes {
+  int32_t row_vectors, world_size, rows, head, tail;
+
+  CUTLASS_DEVICE explicit PushSizes(SmPushArgs const& push)
+      : row_vectors(push.row_vectors),
+        world_size(push.world_size),
+        rows(push.rows),
+        head(push.head),
+        tail(push.tail) {}
+};
+
+/// `sizes`: PushSizes, or `push` itself.
+template <int kThreads, int kLoadsInFlight, int kRowLanes, class Sizes>
+CUTLASS_DEVICE void copy_rows(SmPushArgs const& push, Sizes const& sizes,
+                              PushOrder::Item const& item, int thread) {
   constexpr int kRows = kThreads / kRowLanes;
   Range const ranks = ranks_of(push, item);
   Range const rows{first_row(push, item.part), first_row(push, item.part + item.parts)};
-  int32_t const end = min_of((item.chunk + 1) * push.chunk_vectors, push.row_vectors);
+  int32_t const end = min_of((item.chunk + 1) * push.chunk_vectors, sizes.row_vectors);
   CUTLASS_PRAGMA_NO_UNROLL
   for (int32_t column = item.chunk * push.chunk_vectors + thread % kRowLanes; column < end;
        column += kRowLanes) {
@@ -90,20 +107,20 @@ CUTLASS_DEVICE void copy_rows(SmPushArgs const& push, PushOrder::Item const& ite
     for (int32_t row = rows.begin + thread / kRowLanes; row < rows.end;
          row += kRows * kLoadsInFlight) {
       uint4 values[kLoadsInFlight];
-      int32_t const at = row * push.row_vectors + column;  // a shard has less than 2^31 vectors
+      int32_t const at = row * sizes.row_vectors + column;  // a shard has less than 2^31 vectors
       auto const* from = static_cast<uint4 const*>(push.shard) + at;
       CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kLoadsInFlight; ++j, from += kRows * push.row_vectors) {
+      for (int j = 0; j < kLoadsInFlight; ++j, from += kRows * sizes.row_vectors) {
         if (row + j * kRows < rows.end) values[j] = load_once(from);
       }
       CUTLASS_PRAGMA_NO_UNROLL
       for (int p = ranks.begin; p < ranks.end; ++p) {
         auto* to = static_cast<uint4*>(push.places[peer_at(push, p)].rows) + at;
         CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < kLoadsInFlight; ++j, to += kRows * push.row_vectors) {
+        for (int j = 0; j < kLoadsInFlight; ++j, to += kRows * sizes.row_vectors) {
           int32_t const r = row + j * kRows;
           bool const wanted =
-              p + 1 < push.world_size || r < push.head || r >= push.rows - push.tail;
+              p + 1 < sizes.world_size || r < sizes.head || r >= sizes.rows - sizes.tail;
           if (r < rows.end && wanted) *to = values[j];
         }
       }
@@ -114,14 +131,19 @@ CUTLASS_DEVICE void copy_rows(SmPushArgs const& push, PushOrder::Item const& ite
 /// Copies the item to the places of its ranks, to the own one the edges only. For `kThreads`
 /// threads together, of which this is number `thread`; a load or store of a warp covers two rows by
 /// 256 bytes, or four by 128. kLoadsInFlight: of 16 bytes, per thread.
-template <int kThreads, int kLoadsInFlight>
-CUTLASS_DEVICE void copy_item(SmPushArgs const& push, PushOrder::Item const& item, int thread) {
+template <int kThreads, int kLoadsInFlight, class Sizes>
+CUTLASS_DEVICE void copy_item(SmPushArgs const& push, Sizes const& sizes,
+                              PushOrder::Item const& item, int thread) {
   // Not as a number, for which the pushing warps have no register.
   if (push.chunk_vectors > 8) {
-    copy_rows<kThreads, kLoadsInFlight, 16>(push, item, thread);
+    copy_rows<kThreads, kLoadsInFlight, 16>(push, sizes, item, thread);
   } else {
-    copy_rows<kThreads, kLoadsInFlight, 8>(push, item, thread);
+    copy_rows<kThreads, kLoadsInFlight, 8>(push, sizes, item, thread);
   }
+}
+template <int kThreads, int kLoadsInFlight>
+CUTLASS_DEVICE void copy_item(SmPushArgs const& push, PushOrder::Item const& item, int thread) {
+  copy_item<kThreads, kLoadsInFlight>(push, push, item, thread);
 }
 
 /// The fault no_credit: what is copied awaits no credit, but what is signalled does, so that
