@@ -13,7 +13,7 @@ import pytest
 
 from agmm.planning import cost_model, heuristics, legality, plans
 from agmm.planning.cost_model import gather
-from agmm.planning.planner import Planner, gathered_margin
+from agmm.planning.planner import Planner
 from agmm.planning.plans import (
     CPU,
     DEFAULT_GPU,
@@ -536,7 +536,7 @@ def test_few_rows_are_gathered_by_a_kernel() -> None:
         is_legal = legality.why_illegal(problem, GATHERED, KERNELS) is None
         assert is_legal == (m <= 640)
         assert fused_us is not None
-        limit_us = gathered_margin(problem) * fused_us
+        limit_us = cost_model.gathered_margin(problem) * fused_us
         is_gathered = is_legal and cost_model.gathered_us(problem) < limit_us
         assert (choice.plan == GATHERED) == is_gathered
         found.append(is_gathered)
@@ -585,7 +585,7 @@ def test_choice_is_the_least_predicted_time() -> None:
             wanted = min(wanted, cost_model.unfused_us(problem))
         if legality.why_illegal(problem, GATHERED, KERNELS) is None:
             gathered_us = cost_model.gathered_us(problem)
-            limit_us = gathered_margin(problem) * fused_us
+            limit_us = cost_model.gathered_margin(problem) * fused_us
             if gathered_us < min(limit_us, cost_model.unfused_us(problem)):
                 wanted = gathered_us
         assert choice.predicted_us == wanted

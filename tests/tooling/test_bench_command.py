@@ -16,7 +16,7 @@ from agmm.cli.app import app
 from agmm.testing.cases import Shape
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-WAYS = str(RESULTS / "nvidia-h200-x4.json")
+WAYS = str(RESULTS / "nvidia-h100-x4.json")
 cli_runner = CliRunner()
 
 

@@ -19,7 +19,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 @pytest.fixture(scope="module")
 def report() -> reports.Report:
     pytest.importorskip("matplotlib")
-    return reports.read(RESULTS / "nvidia-h200-x4.json")
+    return reports.read(RESULTS / "nvidia-h100-x4.json")
 
 
 def _small(**times: float | None) -> dict[str, Any]:

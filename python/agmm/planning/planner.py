@@ -47,25 +47,8 @@ _WITHOUT_GATHER = "0.1."
 """Versions of agmm whose unfused plan had only the library's gather to take."""
 
 _GATHER_VARIES = 0.2
-_STEADY_GATHER_BYTES = 4e6
 """The model takes the unfused plan where the fused ones take longer than it by more than so much of
-its all-gather: that of more bytes than these varies from run to run. With fewer it takes its
-latency, which is steady."""
-
-
-_GATHERED_MARGIN = 1.1
-"""A gather by agmm's kernel before the library's matmul may take so many times the predicted time
-of a fused call. Alone on one H200 the model's favourite took 12 to 14% longer than predicted up to
-1024 rows (112 shapes), and the library's matmul what was predicted or less."""
-_LARGE_GATHERED_MARGIN = 0.9
-"""The same between more than two ranks, of more than `_STEADY_GATHER_BYTES`: on 4 H100 the fused
-call was the faster one of 31 of 32 shapes from 296 to 1024 rows."""
-
-
-def gathered_margin(problem: Problem) -> float:
-    nbytes = problem.m * problem.k * cost_model.ELEMENT_BYTES
-    is_large = problem.world_size > 2 and nbytes > _STEADY_GATHER_BYTES
-    return _LARGE_GATHERED_MARGIN if is_large else _GATHERED_MARGIN
+its all-gather: that of more than `cost_model.STEADY_GATHER_BYTES` varies from run to run."""
 
 
 class _Family:
@@ -391,11 +374,11 @@ class Planner:
             raise ValueError("kernels: found none, wanted a build with CUDA kernels")
         if best is not None:
             gathered = problem.m * problem.k * cost_model.ELEMENT_BYTES
-            varies = _GATHER_VARIES if gathered > _STEADY_GATHER_BYTES else 0.0
+            varies = _GATHER_VARIES if gathered > cost_model.STEADY_GATHER_BYTES else 0.0
             margin_us = varies * cost_model.all_gather_us(problem)
             unfused, unfused_us = here.unfused()
             if unfused == GATHERED:  # whose time does not vary
-                is_faster = unfused_us >= best[1] * gathered_margin(problem)
+                is_faster = unfused_us >= best[1] * cost_model.gathered_margin(problem)
             else:
                 is_faster = best[1] <= unfused_us + margin_us
             if fused or is_faster:

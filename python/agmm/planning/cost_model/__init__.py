@@ -15,7 +15,12 @@ without a matmul.
 
 from __future__ import annotations
 
-from agmm.planning.cost_model.collectives import gathered_us, why_not_gathered
+from agmm.planning.cost_model.collectives import (
+    STEADY_GATHER_BYTES,
+    gathered_margin,
+    gathered_us,
+    why_not_gathered,
+)
 from agmm.planning.cost_model.gather import (
     At,
     arrival_us,
@@ -63,6 +68,7 @@ from agmm.planning.cost_model.scatter import (
 
 __all__ = [
     "ELEMENT_BYTES",
+    "STEADY_GATHER_BYTES",
     "AllReduceWay",
     "At",
     "Constants",
@@ -80,6 +86,7 @@ __all__ = [
     "default_scatter_kernels",
     "fused_matmul_reduce_scatter_us",
     "fused_us",
+    "gathered_margin",
     "gathered_us",
     "is_b_in_l2",
     "is_gather_by_copies",

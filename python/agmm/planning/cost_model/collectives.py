@@ -108,6 +108,24 @@ def gathered_us(problem: Problem) -> float:
     return by_kernel_us("all_gather", nbytes, problem.world_size) + matmul_us(problem)
 
 
+STEADY_GATHER_BYTES = 4e6
+"""Up to which an all-gather takes its latency, which is steady."""
+
+_GATHERED_MARGIN = 1.1
+"""A gather by agmm's kernel before the library's matmul may take so many times the predicted time
+of a fused call. Alone on one H200 the model's favourite took 12 to 14% longer than predicted up to
+1024 rows (112 shapes), and the library's matmul what was predicted or less."""
+_LARGE_GATHERED_MARGIN = 0.9
+"""The same between more than two ranks, of more bytes than these: on 4 H100 the fused call was the
+faster one of 31 of 32 shapes from 296 to 1024 rows."""
+
+
+def gathered_margin(problem: Problem) -> float:
+    is_large = problem.m * problem.k * ELEMENT_BYTES > STEADY_GATHER_BYTES
+    is_dear = is_large and problem.world_size > 2
+    return _LARGE_GATHERED_MARGIN if is_dear else _GATHERED_MARGIN
+
+
 def why_not_gathered(problem: Problem) -> str | None:
     """The reason why a call cannot be that, or None."""
     if problem.gpu == CPU:
