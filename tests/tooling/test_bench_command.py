@@ -168,7 +168,7 @@ def test_a_run_is_compared_and_drawn_after_its_tables(runs: list[Options], tmp_p
     result = _bench("--device", "cpu", "--compare", WAYS, "--plot", str(tmp_path))
     assert result.exit_code == 0
     assert "summary (µs)" in result.output
-    assert "not the same conditions: machine NVIDIA H200 then" in result.output
+    assert "not the same conditions: machine NVIDIA H100 80GB HBM3 then" in result.output
     assert "only old: 1024x3584x8192: all ways" in result.output
     assert "no speedup.png: report: found no shape" in result.output
 
