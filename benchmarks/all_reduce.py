@@ -8,7 +8,6 @@ M counts the rows of A and of the result, N its columns, K those of A on one ran
 
 from __future__ import annotations
 
-import os
 import statistics
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +17,7 @@ import torch.distributed as dist
 import typer
 
 import agmm
+from agmm.bench.launcher import choose, rank_pool, torchrun_world_size
 from agmm.bench.options import Options
 from agmm.bench.presets import parse_shapes
 from agmm.bench.reports import new_report, write_json
@@ -83,27 +83,29 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", dir_okay=False)] = None,
 ) -> None:
     """Time a matmul + all-reduce by agmm and by the backend, in one run. Under torchrun."""
-    if "LOCAL_RANK" not in os.environ:
+    world_size = torchrun_world_size()
+    if world_size is None:
         raise SystemExit("found no torchrun; torchrun --nproc-per-node 2 benchmarks/all_reduce.py")
-    on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cpu")
-    if on_gpus:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpus else "gloo")
-    found = {shape: measure(shape, samples, device) for shape in parse_shapes(shapes, "--shapes")}
-    if dist.get_rank() == 0:
-        name = torch.cuda.get_device_name() if on_gpus else "CPU"
-        table = plain_table(f"{dist.get_world_size()} ranks on {name}, µs")
-        for title in ("shape", "matmul alone", "matmul, backend", "agmm", "backend ÷ agmm"):
-            table.add_column(title, justify="right")
-        for shape, ways in found.items():
-            us = [ways[way]["median_us"] for way in WAYS]
-            table.add_row(str(shape), *(f"{one:.1f}" for one in us), f"{us[1] / us[2]:.2f}")
-        console().print(table)
-        if json_path is not None:
-            write_json(_report(found, samples, device), json_path)
-    dist.destroy_process_group()
+    device_type, _ = choose("auto", world_size)
+    on_gpus = device_type == "cuda"
+    with rank_pool(device_type, world_size):
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+        )
+        found = {
+            shape: measure(shape, samples, device) for shape in parse_shapes(shapes, "--shapes")
+        }
+        if dist.get_rank() == 0:
+            name = torch.cuda.get_device_name() if on_gpus else "CPU"
+            table = plain_table(f"{dist.get_world_size()} ranks on {name}, µs")
+            for title in ("shape", "matmul alone", "matmul, backend", "agmm", "backend ÷ agmm"):
+                table.add_column(title, justify="right")
+            for shape, ways in found.items():
+                us = [ways[way]["median_us"] for way in WAYS]
+                table.add_row(str(shape), *(f"{one:.1f}" for one in us), f"{us[1] / us[2]:.2f}")
+            console().print(table)
+            if json_path is not None:
+                write_json(_report(found, samples, device), json_path)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ matmuls run on another stream meanwhile.
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +22,7 @@ import torch.distributed as dist
 import typer
 
 from agmm import collectives
+from agmm.bench.launcher import choose, rank_pool, torchrun_world_size
 from agmm.bench.options import Options
 from agmm.bench.reports import new_report, write_json
 from agmm.bench.timer import SAMPLES, time_ways
@@ -131,30 +131,30 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", dir_okay=False)] = None,
 ) -> None:
     """Time all_reduce and all_gather of agmm and of the backend, in one run. Under torchrun."""
-    if "LOCAL_RANK" not in os.environ:
+    world_size = torchrun_world_size()
+    if world_size is None:
         raise SystemExit("found no torchrun; torchrun --nproc-per-node 2 benchmarks/collectives.py")
-    on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cpu")
-    if on_gpus:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpus else "gloo")
-    if beside and not on_gpus:
-        raise SystemExit("beside: found CPU ranks, wanted GPUs")
-    one = measure_beside if beside else measure
-    times = {size: one(size, samples, device) for size in map(int, sizes.split(","))}
-    if dist.get_rank() == 0:
-        name = torch.cuda.get_device_name() if on_gpus else "CPU"
-        table = plain_table(f"{dist.get_world_size()} ranks on {name}, µs")
-        table.add_column("bytes of a rank", justify="right")
-        for way in next(iter(times.values())):
-            table.add_column(way, justify="right")
-        for size, by_way in times.items():
-            table.add_row(str(size), *(f"{us:.1f}" for us in by_way.values()))
-        console().print(table)
-        if json_path is not None:
-            write_json(_report(times, samples, device), json_path)
-    dist.destroy_process_group()
+    device_type, _ = choose("auto", world_size)
+    on_gpus = device_type == "cuda"
+    with rank_pool(device_type, world_size):
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+        )
+        if beside and not on_gpus:
+            raise SystemExit("beside: found CPU ranks, wanted GPUs")
+        one = measure_beside if beside else measure
+        times = {size: one(size, samples, device) for size in map(int, sizes.split(","))}
+        if dist.get_rank() == 0:
+            name = torch.cuda.get_device_name() if on_gpus else "CPU"
+            table = plain_table(f"{dist.get_world_size()} ranks on {name}, µs")
+            table.add_column("bytes of a rank", justify="right")
+            for way in next(iter(times.values())):
+                table.add_column(way, justify="right")
+            for size, by_way in times.items():
+                table.add_row(str(size), *(f"{us:.1f}" for us in by_way.values()))
+            console().print(table)
+            if json_path is not None:
+                write_json(_report(times, samples, device), json_path)
 
 
 if __name__ == "__main__":

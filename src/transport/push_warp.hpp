@@ -78,9 +78,8 @@ CUTLASS_DEVICE int32_t first_row(SmPushArgs const& push, int32_t part) {
 }
 
 /// What a copy asks SmPushArgs at every store, by value. Where the arguments come by reference
-/// (push_only), any store might change them to the compiler, which loads them again behind each: a
-/// third of what a CTA sends. The pushing warps, which read the kernel's parameters, have no
-/// registers for it.
+/// (push_only), any store might change them to the compiler, which loads them again behind each.
+/// The pushing warps, which read the kernel's parameters, have no registers for it.
 struct PushSizes {
   int32_t row_vectors, world_size, rows, head, tail;
 

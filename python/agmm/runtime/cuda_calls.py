@@ -12,7 +12,7 @@ import torch.distributed as dist
 from agmm import _core
 from agmm.errors import InvalidArgument
 from agmm.runtime.cuda import CudaWorkspace
-from agmm.runtime.symmetric import stream_of
+from agmm.runtime.symmetric import enqueue, stream_of
 
 TMA_ALIGNMENT = 16  # of the address that a TMA descriptor takes
 
@@ -318,24 +318,18 @@ class FusedCall(NamedTuple):
                         w.config,
                     )
                 )
-            buffers = workspace.enter(slot_bytes)
-            captured = True  # also where the call fails half-way
-            try:
-                captured = buffers.core.all_gather_matmul(
-                    aligned_pointer(A_shard, kept),
-                    rows,
-                    k,
-                    dtype,
-                    arguments,
-                    transport,
-                    0 if A is None else A.data_ptr(),
-                    0 if tile_times is None else tile_times.data_ptr(),
-                    stream_of(A_shard.device),
-                )
-            except ValueError as error:
-                captured = False  # nothing was enqueued
-                raise workspace.refused(error) from None
-            finally:
-                if captured:
-                    workspace.captured = True
+            enqueue(
+                workspace,
+                slot_bytes,
+                "all_gather_matmul",
+                aligned_pointer(A_shard, kept),
+                rows,
+                k,
+                dtype,
+                arguments,
+                transport,
+                0 if A is None else A.data_ptr(),
+                0 if tile_times is None else tile_times.data_ptr(),
+                stream_of(A_shard.device),
+            )
         return A, outs

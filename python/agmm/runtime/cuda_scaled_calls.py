@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from agmm.runtime.cuda_scaled import (
 from agmm.runtime.cuda_scatter import ScatterWorkspace
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.runtime.scaling import ALL, Tile
-from agmm.runtime.symmetric import stream_of
+from agmm.runtime.symmetric import enqueue, stream_of
 
 
 class ReadyWeight(NamedTuple):
@@ -34,22 +34,6 @@ class ReadyWeight(NamedTuple):
     tile: Tile
     """Of its scales."""
     kernel: Kernel
-
-
-def _enqueue(
-    workspace: CudaWorkspace | ScatterWorkspace, slot_bytes: int, name: str, *arguments: Any
-) -> None:
-    """A call of the core's, which has slots of that size, by name. Under the workspace's lock."""
-    buffers = workspace.enter(slot_bytes)
-    captured = True  # also where the call fails half-way
-    try:
-        captured = getattr(buffers.core, name)(*arguments)
-    except ValueError as error:
-        captured = False  # nothing was enqueued
-        raise workspace.refused(error) from None
-    finally:
-        if captured:
-            workspace.captured = True
 
 
 class GatherCall(NamedTuple):
@@ -110,7 +94,7 @@ class GatherCall(NamedTuple):
                         w.kernel.accumulation,
                     )
                 )
-            _enqueue(
+            enqueue(
                 workspace,
                 m * (k + SCALE_BYTES * scale_columns),
                 "all_gather_scaled_matmul",
@@ -218,7 +202,7 @@ class ScatterCall(NamedTuple):
             workspace.known.calls += 1
             out = A.new_empty(w.out_shape, dtype=torch.bfloat16)
             kept: list[torch.Tensor] = []  # copies live until the call is enqueued
-            _enqueue(
+            enqueue(
                 workspace,
                 part_bytes,
                 "scaled_matmul_reduce_scatter",

@@ -9,7 +9,7 @@ import torch
 
 from agmm import _core
 from agmm.runtime.cuda_calls import TMA_ALIGNMENT, aligned_pointer, bias_pointer, new_on_gpu
-from agmm.runtime.symmetric import SymmetricWorkspace, stream_of
+from agmm.runtime.symmetric import SymmetricWorkspace, enqueue, stream_of
 
 
 class ScatterWorkspace(SymmetricWorkspace):
@@ -61,21 +61,15 @@ class ScatterCall(NamedTuple):
             if len(As) > 1 or (operands[0] | operands[1]) % TMA_ALIGNMENT != 0:
                 pairs = zip(As, Bs, strict=True)
                 operands = [aligned_pointer(one, kept) for pair in pairs for one in pair]
-            buffers = workspace.enter(part_bytes)
-            captured = True  # also where the call fails half-way
-            try:
-                captured = buffers.core.matmul_reduce_scatter(
-                    problem,
-                    operands,
-                    0 if bias is None else bias_pointer(bias, kept),
-                    out.data_ptr(),
-                    stream_of(workspace.device),
-                    0 if tile_times is None else tile_times.data_ptr(),
-                )
-            except ValueError as error:
-                captured = False  # nothing was enqueued
-                raise workspace.refused(error) from None
-            finally:
-                if captured:
-                    workspace.captured = True
+            enqueue(
+                workspace,
+                part_bytes,
+                "matmul_reduce_scatter",
+                problem,
+                operands,
+                0 if bias is None else bias_pointer(bias, kept),
+                out.data_ptr(),
+                stream_of(workspace.device),
+                0 if tile_times is None else tile_times.data_ptr(),
+            )
         return out

@@ -397,3 +397,23 @@ class SymmetricWorkspace:
         `lock`."""
         self.known.give_turn_back()
         return InvalidArgument(str(error))
+
+
+def enqueue(workspace: SymmetricWorkspace, slot_bytes: int, name: str, *arguments: Any) -> None:
+    """Enqueue a call of the core's, by its name there, which has slots of that size. Under
+    `SymmetricWorkspace.lock`.
+
+    Raises:
+        InvalidArgument: what the core cannot take; nothing was enqueued.
+        Unsupported, AgmmError: as `SymmetricWorkspace.ensure`.
+    """
+    buffers = workspace.enter(slot_bytes)
+    captured = True  # also where the call fails half-way
+    try:
+        captured = getattr(buffers.core, name)(*arguments)
+    except ValueError as error:
+        captured = False
+        raise workspace.refused(error) from None
+    finally:
+        if captured:
+            workspace.captured = True

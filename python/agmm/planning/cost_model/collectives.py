@@ -116,8 +116,8 @@ _GATHERED_MARGIN = 1.1
 of a fused call. Alone on one H200 the model's favourite took 12 to 14% longer than predicted up to
 1024 rows (112 shapes), and the library's matmul what was predicted or less."""
 _LARGE_GATHERED_MARGIN = 0.9
-"""The same between more than two ranks, of more bytes than these: on 4 H100 the fused call was the
-faster one of 31 of 32 shapes from 296 to 1024 rows."""
+"""The same between more than two ranks, of more than `STEADY_GATHER_BYTES`: on 4 H100 the
+fused call was the faster one of 31 of 32 shapes from 296 to 1024 rows."""
 
 
 def gathered_margin(problem: Problem) -> float:
