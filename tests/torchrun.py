@@ -3,6 +3,7 @@ process that has imported torch, which each of them would do anew for seconds.""
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import runpy
@@ -11,7 +12,7 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -81,6 +82,9 @@ def _agent(
 
 def _rank(program: list[str]) -> None:
     torch.set_num_threads(1)
+    # Ranks share a file: a line and its end in one write, also under PYTHONUNBUFFERED=1.
+    for stream in (sys.stdout, sys.stderr):
+        cast(io.TextIOWrapper, stream).reconfigure(line_buffering=True, write_through=False)
     try:
         if program[0] == "-m":
             sys.argv = program[1:]

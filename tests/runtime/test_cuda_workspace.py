@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import AgmmError, Unsupported
-from agmm.runtime import cuda, groups, links, symmetric
+from agmm.runtime import cuda, groups, links, rendezvous, symmetric
 
 MIB = 1 << 20
 Answer = Callable[[str, Any], Any]
@@ -76,7 +76,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[cuda.CudaWorksp
         monkeypatch.setattr(cuda.CudaWorkspace, "core_class", core)
         symm_mem = mock.Mock(_group_name_to_workspace_tensor={})
         monkeypatch.setattr(symmetric, "symm_mem", symm_mem)
-        monkeypatch.setattr(symmetric, "rendezvous", symmetric.Rendezvous())
+        monkeypatch.setattr(rendezvous, "symm_mem", symm_mem)
+        monkeypatch.setattr(rendezvous, "made", rendezvous.Rendezvous())
         monkeypatch.setattr("agmm.runtime.calls.be_asked", lambda: None)
         monkeypatch.setattr(
             cuda.CudaWorkspace, "open_memory", lambda self, memory, size: mock.Mock(memory=memory)
@@ -226,11 +227,11 @@ def test_rendezvous_of_torchs_own_ops_are_counted(make: Any) -> None:
     make()
     made = vars(symmetric)["symm_mem"]._group_name_to_workspace_tensor
     made["another group"] = torch.empty(100)
-    symmetric.note_torch_workspaces()
-    symmetric.note_torch_workspaces()
+    rendezvous.made.note_torchs()
+    rendezvous.made.note_torchs()
     made["another group"] = torch.empty(200)
-    symmetric.note_torch_workspaces()
-    assert symmetric.rendezvous.count == 2
+    rendezvous.made.note_torchs()
+    assert rendezvous.made.count == 2
 
     def answer(topic: str, value: Any) -> Any:
         found = same(topic, value)

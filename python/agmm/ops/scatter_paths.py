@@ -15,7 +15,7 @@ from agmm.ops.checks import check_scatterable
 from agmm.ops.paths import fall_back
 from agmm.ops.products import joined, sum_of_products
 from agmm.planning.plans import BY_TORCH, UNFUSED, Plan
-from agmm.runtime import collectives, groups, nan_check, symmetric
+from agmm.runtime import collectives, groups, nan_check, rendezvous
 from agmm.runtime.calls import Call
 from agmm.runtime.workspaces import cpu_workspace
 
@@ -147,7 +147,7 @@ def by_the_op_of_torch(
     with groups.of(group).lock, torch.amp.autocast(A.device.type, enabled=False):
         out: torch.Tensor = fused(A.contiguous(), B, reduce_op, 0, group.group_name)
         keep_for_graph(A.device, group)
-        symmetric.note_torch_workspaces()
+        rendezvous.made.note_torchs()
     return out
 
 

@@ -16,35 +16,10 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from agmm import _core, _env
 from agmm.errors import AgmmError, InvalidArgument, Unsupported
-from agmm.runtime import calls, groups, links
+from agmm.runtime import calls, groups, links, rendezvous
 from agmm.runtime.group_gpus import group_facts
 
 _HOPPER = divmod(_core.CAPABILITY, 10)
-
-
-class Rendezvous:
-    """How many rendezvous of symmetric memory this process has made, as far as agmm sees: its own,
-    and those of the workspaces that torch's ops make for themselves."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._sizes: dict[str, int] = {}  # last seen, of torch's workspaces by the group's name
-
-    def note_torchs(self) -> None:
-        """Counts those that torch's own ops have made since the last time: one for each workspace
-        that is new or larger."""
-        for name, workspace in getattr(symm_mem, "_group_name_to_workspace_tensor", {}).items():
-            if workspace is not None and self._sizes.get(name) != workspace.numel():
-                self._sizes[name] = workspace.numel()
-                self.count += 1
-
-
-rendezvous = Rendezvous()
-
-
-def note_torch_workspaces() -> None:
-    """To be called after each op of torch's that agmm calls and that may make a workspace."""
-    rendezvous.note_torchs()
 
 
 def _why_no_peer_access(own: str, uuids: Sequence[str]) -> str:
@@ -273,7 +248,7 @@ class SymmetricWorkspace:
         return memory
 
     def open_memory(self, memory: torch.Tensor, slot_bytes: int) -> Buffers:
-        rendezvous.count += 1
+        rendezvous.made.count += 1
         handle = symm_mem.rendezvous(memory, self.group.group_name)
         self._set_words(memory, slot_bytes)
         places = list(handle.buffer_ptrs)
@@ -320,9 +295,9 @@ class SymmetricWorkspace:
         Returns:
             Whether a rank has captured calls with the present ones.
         """
-        note_torch_workspaces()
+        rendezvous.made.note_torchs()
         own = links.uuid(self.device.index)
-        told = json.dumps([slot_bytes, own, rendezvous.count, self.captured])
+        told = json.dumps([slot_bytes, own, rendezvous.made.count, self.captured])
         found = [json.loads(each) for each in self.known.exchange("the size of a workspace", told)]
         sizes = sorted({entry[0] for entry in found})
         if len(sizes) > 1:
