@@ -99,23 +99,40 @@ Carrier carrier_of(CollectiveMethod method) {
 
 int64_t ceil_of(int64_t value, int64_t to) { return (value + to - 1) / to; }
 
-/// For the groups of a segment. `ctas`: as the caller wants, or 0.
-ExchangeGrid grid_of(Carrier carrier, int64_t groups, int ctas, int64_t most_ctas) {
+/// How a segment is shared out. `ctas`: as the caller wants, or 0.
+struct Shares {
   ExchangeGrid grid;
-  if (carrier == Carrier::Packets) {
-    int64_t const spread = ceil_of(ceil_of(groups, ctas > 0 ? ctas : most_ctas), kLeastThreads);
-    grid.threads = static_cast<int>(
-        std::clamp<int64_t>(spread * kLeastThreads, kLeastThreads, kExchangeThreads));
-  }
-  int64_t const usual = std::clamp<int64_t>(ceil_of(groups, grid.threads), 1, most_ctas);
-  grid.ctas = ctas > 0 ? ctas : static_cast<int>(usual);
-  return grid;
+  int32_t thread_groups = 1;  // of a block
+};
+
+Shares packet_shares(int64_t groups, int ctas, int64_t most_ctas) {
+  Shares shares;
+  int64_t const spread = ceil_of(ceil_of(groups, ctas > 0 ? ctas : most_ctas), kLeastThreads);
+  shares.grid.threads = static_cast<int>(
+      std::clamp<int64_t>(spread * kLeastThreads, kLeastThreads, kExchangeThreads));
+  int64_t const usual = std::clamp<int64_t>(ceil_of(groups, shares.grid.threads), 1, most_ctas);
+  shares.grid.ctas = ctas > 0 ? ctas : static_cast<int>(usual);
+  return shares;
 }
 
-/// As large blocks as leave every CTA one.
-int32_t thread_groups_of(int64_t groups, ExchangeGrid const& grid) {
-  int64_t const each = groups / (int64_t(grid.ctas) * grid.threads);
-  return static_cast<int32_t>(std::clamp<int64_t>(each, 1, kMaxThreadGroups));
+/// As few blocks for a CTA as can be, alike in size for all, and only so many CTAs: those that had
+/// one more than others would be waited for.
+Shares block_shares(int64_t groups, int ctas, int64_t most_ctas) {
+  Shares shares;
+  int64_t const threads = shares.grid.threads;
+  int64_t const most = threads * (ctas > 0 ? ctas : most_ctas);
+  int64_t const blocks_of_cta = std::max<int64_t>(1, ceil_of(groups, most * kMaxThreadGroups));
+  int64_t const thread_groups = std::max<int64_t>(1, ceil_of(groups, most * blocks_of_cta));
+  int64_t const share = threads * thread_groups * blocks_of_cta;
+  shares.thread_groups = static_cast<int32_t>(thread_groups);
+  shares.grid.ctas =
+      ctas > 0 ? ctas : static_cast<int>(std::max<int64_t>(1, ceil_of(groups, share)));
+  return shares;
+}
+
+Shares shares_of(Carrier carrier, int64_t groups, int ctas, int64_t most_ctas) {
+  return carrier == Carrier::Packets ? packet_shares(groups, ctas, most_ctas)
+                                     : block_shares(groups, ctas, most_ctas);
 }
 
 void check_pointer(char const* argument, void const* pointer, Collective const& call) {
@@ -262,8 +279,8 @@ void Collectives::Impl::enqueue(Collective call, cudaStream_t stream) const {
                             is_multiple(reinterpret_cast<uintptr_t>(args.out)) &&
                             is_multiple(args.in_stride) && is_multiple(args.out_stride);
     args.whole = is_aligned ? static_cast<int32_t>(count / group) : 0;
-    ExchangeGrid const grid = grid_of(carrier, args.groups, call.ctas, most_ctas());
-    args.thread_groups = thread_groups_of(args.groups, grid);
+    auto const [grid, thread_groups] = shares_of(carrier, args.groups, call.ctas, most_ctas());
+    args.thread_groups = thread_groups;
     cudaError_t const error =
         call.method == CollectiveMethod::Relayed
             ? launch_relayed(args, relays, call.element, step, grid, stream)

@@ -52,8 +52,8 @@ def _functions() -> dict[str, tuple[Callable[..., torch.Tensor], tuple[Any, ...]
 
 
 def compiled(kind: str) -> tuple[str, tuple[int, ...], int]:
-    """What is wrong with the compiled function's result, its shape, and the hits in the caches: that
-    of autograd's graphs, which torch 2.11 does without for a DTensor's to_local, and Inductor's."""
+    """What is wrong with the compiled function's result, its shape, and the hits in two caches: of
+    autograd's graphs, which torch 2.11 does without for a DTensor's to_local, and Inductor's."""
     torch.compiler.reset()
     counters.clear()
     function, arguments = _functions()[kind]

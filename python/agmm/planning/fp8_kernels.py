@@ -11,7 +11,7 @@ from typing import NamedTuple
 from agmm import _core
 from agmm._core import MAX_CLUSTER_SPLITS, Accumulation
 from agmm.planning.cost_model import clusters_at_once
-from agmm.planning.plans import MATMUL_REDUCE_SCATTER, KernelConfig, Plan, Problem, serving
+from agmm.planning.plans import MATMUL_REDUCE_SCATTER, KernelConfig, Plan, Problem
 
 
 class _Tile(NamedTuple):
@@ -72,10 +72,12 @@ def built(
 
 
 def of_problem(problem: Problem) -> tuple[KernelConfig, ...]:
-    """The kernels of this build for a problem with an ``accumulation``."""
+    """The kernels of this build for a problem with an ``accumulation``. Swapped ones have been
+    tested alone, not behind a gather between ranks, where only an explicit config runs them."""
     accumulation = Accumulation.__members__[problem.accumulation]
     scatters = problem.op == MATMUL_REDUCE_SCATTER
-    return serving(built(problem.dtype, accumulation, scatters=scatters), problem.world_size)
+    kernels = built(problem.dtype, accumulation, scatters=scatters)
+    return tuple(kernel for kernel in kernels if problem.world_size == 1 or not kernel.swapped)
 
 
 def usual_plans(problem: Problem) -> list[Plan]:

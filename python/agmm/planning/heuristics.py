@@ -66,6 +66,13 @@ MAX_SPLITS = 8
 """Of K in the usual plans. With more, adding up takes longer than the matmul."""
 
 
+def chooses_swapped(problem: Problem) -> bool:
+    """Whether the cost model chooses among swapped kernels too: they were timed behind gathers of
+    more than `cost_model.STEADY_GATHER_BYTES` only; for less they are left to tables."""
+    gathered = problem.m * problem.k * cost_model.ELEMENT_BYTES
+    return problem.world_size == 1 or gathered > cost_model.STEADY_GATHER_BYTES
+
+
 def orders(config: KernelConfig) -> Iterator[KernelConfig]:
     """The kernel with every raster and swizzle."""
     for raster, max_swizzle in product(RASTERS, SWIZZLES):

@@ -18,6 +18,7 @@ from agmm.planning import cost_model, fp8_kernels
 from agmm.planning.choices import Choice, Found, scatter_favourite
 from agmm.planning.cost_model import At
 from agmm.planning.heuristics import (
+    chooses_swapped,
     has_model,
     predict_us,
     scatter_plans,
@@ -34,7 +35,6 @@ from agmm.planning.plans import (
     Plan,
     Problem,
     Row,
-    serving,
 )
 from agmm.planning.search import Search
 from agmm.planning.tuned_rows import Rows, TunedRow, TunedRows, near_in_m
@@ -59,7 +59,7 @@ class _Family:
         kernels: Sequence[KernelConfig] = ()
         if problem.gpu != CPU:
             self.why_unfused = why_unfused(problem.dtype, problem.n, problem.k)
-            kernels = planner.kernels_of(problem) if self.why_unfused is None else ()
+            kernels = planner.kernels if self.why_unfused is None else ()
         self.search = Search(problem, kernels)
         twin = problem._replace(return_A=not problem.return_A)
         self.rows = [
@@ -127,10 +127,6 @@ class Planner:
         self._fused = lru_cache(_MAX_PLANS)(lambda problem: self._find(problem, True).plan)
         self._family = lru_cache(_MAX_FAMILIES)(lambda key: _Family(self, Problem(1, *key)))
         self._last: _Here | None = None
-
-    def kernels_of(self, problem: Problem) -> tuple[KernelConfig, ...]:
-        """Those to choose from."""
-        return serving(self.kernels, problem.world_size)
 
     def plan(self, problem: Problem) -> Plan:
         """`choose(problem).plan`, remembered."""
@@ -353,7 +349,8 @@ class Planner:
         elif problem.gpu == CPU:
             plans.insert(0, Plan("push"))
         elif why_unfused(problem.dtype, problem.n, problem.k) is None:
-            kernels = self.kernels_of(problem)
+            with_swapped = chooses_swapped(problem)
+            kernels = [kernel for kernel in self.kernels if with_swapped or not kernel.swapped]
             plans += [plan for kernel in kernels for plan in usual_plans(problem, kernel)]
             if cost_model.why_not_gathered(problem) is None:
                 plans.append(GATHERED)

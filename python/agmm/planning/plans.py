@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -186,12 +186,6 @@ class KernelConfig:
         split = f"/split{self.splits}" if self.splits != 1 else ""
         across = "/across" if self.across else ""
         return f"{self.kernel}{split}/swizzle{self.max_swizzle}/{self.raster}{across}"
-
-
-def serving(kernels: Iterable[KernelConfig], world_size: int) -> tuple[KernelConfig, ...]:
-    """Those to choose from. Swapped ones have been tested alone, not behind a gather between ranks,
-    where only an explicit config runs them."""
-    return tuple(kernel for kernel in kernels if world_size == 1 or not kernel.swapped)
 
 
 class SmPush(NamedTuple):

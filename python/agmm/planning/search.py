@@ -11,6 +11,7 @@ from agmm.planning.cost_model import At, Load, Tiling
 from agmm.planning.heuristics import (
     MAX_SPLITS,
     PUSH_COLUMNS,
+    chooses_swapped,
     has_few_rows_of_tiles,
     usual_order,
     usual_sm_push_at,
@@ -22,11 +23,21 @@ from agmm.planning.plans import MAX_COLUMN_CHUNKS, KernelConfig, Plan, Problem, 
 class SplitKernel:
     """A kernel with its splits of K, for problems that differ in M alone."""
 
-    __slots__ = ("_orders", "can_push", "config", "copies", "is_pull", "tiling")
+    __slots__ = (
+        "_orders",
+        "can_push",
+        "can_split",
+        "config",
+        "copies",
+        "is_pull",
+        "is_swapped",
+        "tiling",
+    )
 
     def __init__(self, problem: Problem, config: KernelConfig) -> None:
         copying = copy_transports(problem, config)
         self.config = config
+        self.can_split, self.is_swapped = config.can_split, config.swapped
         self.tiling = Tiling(problem, config)
         self.copies = copying[0]
         self.is_pull = self.copies == "pull"
@@ -85,12 +96,15 @@ class Search:
         # The least time, the number in the order of plans, the load (None: of all splits), and the
         # least times with copies and with SM push.
         waiting: list[tuple[float, int, SplitKernel, Load | None, float, float]] = []
+        with_swapped = chooses_swapped(at.problem)
         for i, of_kernel in enumerate(self._of_kernels):
             kernel, number = of_kernel[0], MAX_SPLITS * i
+            if kernel.is_swapped and not with_swapped:
+                continue
             load = at.load(kernel.tiling)
             least = at.least_us(kernel.tiling, load, kernel.is_pull, kernel.can_push)
             waiting.append((least[0], number, kernel, load, least[1], least[2]))
-            if kernel.config.can_split and 2 * load.blocks <= kernel.tiling.workers:
+            if kernel.can_split and 2 * load.blocks <= kernel.tiling.workers:
                 load = at.least_split_load(kernel.tiling)
                 least = at.least_us(kernel.tiling, load, kernel.is_pull, kernel.can_push)
                 waiting.append((least[0], number + 1, kernel, None, 0.0, 0.0))

@@ -138,6 +138,12 @@ void bands() {
                     (groups + block - 1) / block <= int64_t(layout.blocks()),
                 name + ": more blocks than signals");
           check(launch.grid.ctas >= 1 && launch.grid.ctas <= agmm::kMaxExchangeCtas, name);
+          if (launch.carrier == Carrier::Blocks) {
+            int64_t const blocks = (groups + block - 1) / block;
+            int64_t const of_cta = (blocks + launch.grid.ctas - 1) / launch.grid.ctas;
+            check((launch.grid.ctas - 1) * of_cta * block < groups,
+                  name + ": CTAs of unequal shares");
+          }
           done += elements;
         }
         check(done == count * (is_gather ? 2 : 1), name + ": " + std::to_string(done) + " done");

@@ -19,7 +19,7 @@ from agmm import _core
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants
 from agmm.planning.cost_model.libraries import library_all_gather_us, library_reduce_scatter_us
 from agmm.planning.cost_model.matmul import matmul_us
-from agmm.planning.plans import CPU, DEFAULT_GPU, Problem
+from agmm.planning.plans import CPU, Problem
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Method = Literal["one_shot", "two_shot", "blocks"]
@@ -30,14 +30,17 @@ all-reduce inside a host leaves off too (pytorch pull request 114001)."""
 
 MOST_RANKS = _core.MAX_COLLECTIVE_RANKS
 
-KERNEL_US = 5.0
+KERNEL_US = 5.4
 """Of a launch behind another, its end, and one trip over the links: 8 KiB take 4.7 on 2 H100, 5.4
 to 5.7 on 4 H200."""
-TRIP_US = 1.5
-"""Of a second step: stores, and the loads that see them. An estimate, as the next: with both, 1 MiB
-takes 11 by 8 ranks, where MSCCL++ takes 14 in a graph and sglang 34."""
+SENT_GB_PER_S = 300.0
+"""Of one rank, to all others, on whichever GPU, so that all choose alike: of 4 H200 from 64 KiB to
+10 MiB, and of 4 H100 before a matmul."""
+TRIP_US = 2.0
+"""Of a second step: stores, and the loads that see them. With it all-reduces of 8 KiB to 10 MiB
+take within 5% of what is predicted on 4 H200."""
 SIGNAL_US = 1.5
-"""Of a block's barrier, release and acquire, in each step."""
+"""Of a block's barrier, release and acquire, in each step. An estimate."""
 PACKET_SHARE = 12 / 16
 """How much of a packet is data."""
 
@@ -49,8 +52,7 @@ def methods(kind: Kind) -> tuple[Method, ...]:
 
 
 def collective_us(kind: Kind, method: Method, nbytes: int, world_size: int) -> float:
-    """Predicted time of one method in µs. The links carry what SM push gets out of an H200's, on
-    whichever GPU, so that all ranks choose alike.
+    """Predicted time of one method in µs.
 
     Args:
         nbytes: of the whole tensor, which is gathered, scattered or summed.
@@ -58,7 +60,7 @@ def collective_us(kind: Kind, method: Method, nbytes: int, world_size: int) -> f
     to_all = kind == "all_reduce" and method == "one_shot"
     sent = nbytes if to_all else ceil(nbytes / world_size)  # to each peer in a step
     steps = 2 if kind == "all_reduce" and not to_all else 1
-    rate = constants(DEFAULT_GPU).sm_push_gb_per_s * 1e3
+    rate = SENT_GB_PER_S * 1e3
     if method == "blocks":
         kernel_us = KERNEL_US + (steps - 1) * TRIP_US + steps * SIGNAL_US
         return kernel_us + steps * (world_size - 1) * sent / rate
