@@ -7,6 +7,7 @@ timed; a way that fails stays in the table with its reason.
 
     python -m benchmarks.block
     python -m benchmarks.block --quick --tokens 4096 --json block.json
+    python -m benchmarks.block --fp8 rowwise
     torchrun --nproc-per-node 4 -m benchmarks.block
     python -m benchmarks.block --device cpu --world-size 2
 """

@@ -66,6 +66,7 @@ def run(
         "passes": list(settings.passes),
         "save_gathered": settings.save_gathered,
         "compile_limit_s": settings.compile_left_s,
+        "fp8": settings.recipe,
     }
     with ranks(settings.device, world_size) as call:
         # The largest first: no later one makes the workspaces grow.
@@ -86,6 +87,12 @@ def run(
 class Device(str, Enum):
     cuda = "cuda"
     cpu = "cpu"
+
+
+class Recipe(str, Enum):
+    tensorwise = "tensorwise"
+    rowwise = "rowwise"
+    rowwise_with_gw_hp = "rowwise_with_gw_hp"
 
 
 def _token_counts(text: str) -> list[int]:
@@ -119,6 +126,10 @@ def main(
             "else they gather again and need less memory."
         ),
     ] = False,
+    fp8: Annotated[
+        Recipe | None,
+        typer.Option(help="The recipe by which all linear layers quantise; else bf16."),
+    ] = None,
     quick: Annotated[bool, typer.Option(help="Leave out the compiled ways.")] = False,
     compile_limit: Annotated[
         float,
@@ -152,6 +163,7 @@ def main(
             backward=backward,
             save_gathered=save_gathered,
             compile_left_s=compile_limit,
+            recipe=None if fp8 is None else fp8.value,
         )
         counts = default_tokens if tokens is None else _token_counts(tokens)
         report = run(settings, torchrun_size or world_size, counts, progress)

@@ -14,6 +14,7 @@ from torch.nn import functional
 from agmm.errors import InvalidArgument
 from agmm.nn import ColumnParallelLinear, RowParallelLinear
 from agmm.runtime.groups import group_of
+from benchmarks.block import fp8
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Sizes:
 
 DEFAULTS = {
     "cuda": (Sizes(8192, 28672, 64, 8), (2048, 4096, 8192, 16384)),
-    "cpu": (Sizes(128, 352, 8, 4), (32, 64)),
+    "cpu": (Sizes(128, 384, 8, 4), (32, 64)),
 }
 """Sizes and token counts by device: those of Llama 3 70B, and some that take milliseconds."""
 
@@ -110,12 +111,13 @@ class ScatterRows(torch.autograd.Function):
 
 
 class PlainColumnParallel(ColumnParallelLinear):
-    """The layer by an all-gather, then a matmul. The gathered rows are kept for the backward."""
+    """The layer by an all-gather, then a matmul. The gathered rows are kept for the backward. In
+    fp8 rows are gathered as they are, then quantised, as torchao's row-wise recipes have it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows: torch.Tensor = GatherRows.apply(x, self.group_name, self.world_size)
         (weight,), _ = self.operands()
-        return functional.linear(rows, weight.t())
+        return fp8.product(None if self.fp8 is None else self.fp8.name, rows, weight)
 
 
 class PlainRowParallel(RowParallelLinear):
@@ -123,7 +125,7 @@ class PlainRowParallel(RowParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         (weight,), _ = self.operands()
-        partial = functional.linear(x, weight.t())
+        partial = fp8.product(None if self.fp8 is None else self.fp8.name, x, weight)
         part: torch.Tensor = ScatterRows.apply(partial, self.group_name, self.world_size)
         return part
 
@@ -139,10 +141,16 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 class Block(nn.Module):
     """`layers` is "whole", "plain" or "agmm"; the state dicts of the last two have the same names
-    and shapes, that of "whole" is what `load_full_state_dict` takes."""
+    and shapes, that of "whole" is what `load_full_state_dict` takes. `recipe`: of fp8, or None."""
 
     def __init__(
-        self, sizes: Sizes, layers: str, *, save_gathered: bool = False, **place: Any
+        self,
+        sizes: Sizes,
+        layers: str,
+        *,
+        save_gathered: bool = False,
+        recipe: str | None = None,
+        **place: Any,
     ) -> None:
         super().__init__()
         hidden, ffn = sizes.hidden, sizes.ffn
@@ -154,17 +162,17 @@ class Block(nn.Module):
 
         def column(widths: Sequence[int]) -> nn.Module:
             if layers == "whole":
-                return nn.Linear(hidden, sum(widths), bias=False, **place)
+                return fp8.Linear(hidden, sum(widths), recipe, **place)
+            of_ranks = {"bias": False, "fp8": recipe, **place}
             if layers == "plain":
-                return PlainColumnParallel(hidden, widths, bias=False, **place)
-            return ColumnParallelLinear(
-                hidden, widths, bias=False, save_gathered=save_gathered, **place
-            )
+                return PlainColumnParallel(hidden, widths, **of_ranks)
+            return ColumnParallelLinear(hidden, widths, save_gathered=save_gathered, **of_ranks)
 
         def row(width: int) -> nn.Module:
-            kinds = {"whole": nn.Linear, "plain": PlainRowParallel, "agmm": RowParallelLinear}
-            layer: nn.Module = kinds[layers](width, hidden, bias=False, **place)
-            return layer
+            if layers == "whole":
+                return fp8.Linear(width, hidden, recipe, **place)
+            kind = PlainRowParallel if layers == "plain" else RowParallelLinear
+            return kind(width, hidden, bias=False, fp8=recipe, **place)
 
         self.qkv = column([hidden, kv_width, kv_width])
         self.qkv_widths = [hidden // parts, kv_width // parts, kv_width // parts]

@@ -17,8 +17,9 @@ from agmm.testing.reference import allowed_error, relative_error
 from benchmarks.block.model import Block, Sizes
 
 ERROR_FACTOR = 3.0
-"""A result may have this many times the error of the whole block in the same dtype: the ranks'
-partial sums are rounded before they are added up."""
+"""A result may have this many times the error of the whole block in the same dtype (in fp8: on
+operands quantised by the same recipe): the ranks' partial sums are rounded before they are added
+up."""
 
 FORWARD, STEP = "forward", "forward + backward"
 _ROPE_BASE = 500000.0  # Llama 3's
@@ -39,6 +40,8 @@ class Settings:
     backward: bool
     save_gathered: bool
     compile_left_s: float
+    recipe: str | None = None
+    """Of fp8, as `agmm.nn` names them."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,6 +73,7 @@ class Problem:
             self.settings.sizes,
             layers,
             save_gathered=self.settings.save_gathered,
+            recipe=self.settings.recipe,
             device="meta",
             dtype=self.settings.dtype,
         )
@@ -161,16 +165,16 @@ def make_problem(tokens: int, settings: Settings) -> Problem:
                 found[name] = grad
         return {name: tensor.clone() for name, tensor in found.items()}
 
-    def whole_results(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        block = Block(sizes, "whole", device="meta")
+    def whole_results(dtype: torch.dtype, recipe: str | None) -> dict[str, torch.Tensor]:
+        block = Block(sizes, "whole", recipe=recipe, device="meta")
         block.load_state_dict({name: t.to(dtype) for name, t in state.items()}, assign=True)
         cos, sin = (table.to(dtype) for table in tables)
         call = make_call(block, x.to(dtype), dout.to(dtype), (cos, sin), settings.passes[-1])
         return own(call())
 
-    wanted = whole_results(torch.float32 if device.type == "cuda" else torch.float64)
+    wanted = whole_results(torch.float32 if device.type == "cuda" else torch.float64, None)
     release_memory(device)
-    same_dtype = whole_results(dtype)
+    same_dtype = whole_results(dtype, settings.recipe)
     allowed = {
         name: allowed_error(relative_error(found, wanted[name]), ERROR_FACTOR)
         for name, found in same_dtype.items()

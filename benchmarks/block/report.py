@@ -97,8 +97,9 @@ def render(report: dict[str, Any], out: Console) -> None:
     """Prints a table per token count and the summary of them all."""
     machine, settings = report["machine"], report["settings"]
     block, kept = settings["block"], settings["save_gathered"]
+    fp8 = f", layers in fp8 ({settings['fp8']})" if settings.get("fp8") else ""
     out.print(
-        f"{settings['world_size']} ranks on {machine['device_name']}, {settings['dtype']}; "
+        f"{settings['world_size']} ranks on {machine['device_name']}, {settings['dtype']}{fp8}; "
         f"torch {machine['torch']}, CUDA {machine['cuda'] or '-'}, NCCL {machine['nccl'] or '-'}, "
         f"driver {machine['driver'] or '-'}, agmm {machine['agmm']}, commit {report['commit']}"
     )
