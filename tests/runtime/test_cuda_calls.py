@@ -71,7 +71,7 @@ def test_an_a_that_chunks_still_come_to_is_not_copied(monkeypatch: pytest.Monkey
     core = mock.Mock()
     monkeypatch.setattr(cuda_calls, "_core", core)
     monkeypatch.setattr(cuda_calls, "stream_of", mock.Mock(return_value=0))
-    monkeypatch.setattr(cuda_calls, "_current_gpu", None)
+    monkeypatch.setattr(cuda_calls, "is_on_current_gpu", lambda tensor: False)
     monkeypatch.setattr(torch.cuda, "device", mock.MagicMock())
     memory = torch.zeros(4 * 8 + 8, dtype=torch.bfloat16)
     shift = next(i for i in range(8) if memory[i:].data_ptr() % 16 == 2)

@@ -159,7 +159,7 @@ def test_the_host_time_of_a_kept_call(group: str, monkeypatch: pytest.MonkeyPatc
     )
     for module in (cuda_scatter, cuda_calls):
         monkeypatch.setattr(module, "stream_of", lambda device: 0)
-    monkeypatch.setattr(cuda_calls, "_current_gpu", None)
+    monkeypatch.setattr(cuda_calls, "is_on_current_gpu", lambda tensor: False)
     monkeypatch.setattr(scatter_cuda, "scatter_workspace", lambda *_: workspace)
     with mock.patch.object(dist, "get_world_size", return_value=4):
         kernel = KernelConfig.parse("128x128x64_1x1_pingpong")

@@ -91,7 +91,7 @@ _current_gpu = getattr(torch._C, "_cuda_getDevice", None)
 _empty_on_current_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
-def _is_on_current_gpu(tensor: torch.Tensor) -> bool:
+def is_on_current_gpu(tensor: torch.Tensor) -> bool:
     return _current_gpu is not None and _current_gpu() == tensor.get_device()
 
 
@@ -100,7 +100,7 @@ def new_on_gpu(
 ) -> torch.Tensor:
     """An empty tensor of the same dtype and GPU. By what code of torch.compile allocates with,
     which takes half the time of ``new_empty``, where the GPU is the current one."""
-    if _empty_on_current_gpu is None or not _is_on_current_gpu(tensor):
+    if _empty_on_current_gpu is None or not is_on_current_gpu(tensor):
         return tensor.new_empty_strided(shape, stride)
     out: torch.Tensor = _empty_on_current_gpu(shape, stride, tensor.dtype)
     return out
@@ -145,7 +145,7 @@ class ReadyMatmul(NamedTuple):
                     f"a: found address {address:#x}, wanted a multiple of {TMA_ALIGNMENT} bytes"
                 )
         needs_scratch = config.splits > 1 and not config.splits_in_cluster
-        with nullcontext() if _is_on_current_gpu(a) else torch.cuda.device(a.device):
+        with nullcontext() if is_on_current_gpu(a) else torch.cuda.device(a.device):
             scratch = _split_scratch(a.device) if needs_scratch else None
             try:
                 _core.async_input_mm(
