@@ -1,6 +1,5 @@
 """A step of FSDP2 (forward and backward) by `agmm.integrations.fsdp` beside the backend's
-collectives, and beside the same step of a model that is not sharded: what nothing that is moved
-would cost.
+collectives, and beside the same step of a model that is not sharded, with parameters in bfloat16.
 
     torchrun --nproc-per-node 4 benchmarks/fsdp.py
     torchrun --nproc-per-node 4 benchmarks/fsdp.py --tokens 1024,8192 --layers 8 --json out.json
@@ -26,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from agmm.bench.exchange import of_all_ranks
 from agmm.bench.launcher import choose, rank_pool, torchrun_world_size
 from agmm.bench.measure import release_memory
 from agmm.bench.options import Options
@@ -38,12 +38,13 @@ from agmm.testing.reference import relative_error
 from benchmarks.block.model import Block, Sizes
 
 DEFAULTS = {
-    "cuda": (Sizes(4096, 14336, 32, 8), "1024,4096", 4),
+    "cuda": (Sizes(4096, 14336, 32, 8), "2048,8192", 4),
     "cpu": (Sizes(64, 128, 4, 2), "16", 2),
 }
 """Sizes of a block, tokens, blocks: those of Llama 3 8B, and some that take milliseconds."""
 SAMPLES = 10
-SPIN_US = 2000.0
+SPIN_US_PER_BLOCK = 3000.0
+"""Meanwhile the host launches, as beside the step before in training: FSDP2's hooks are Python."""
 ALLOWED_ERROR = 2e-2
 """Of a gradient beside the backend's, whose sum is rounded between the ranks."""
 WAYS = "alone", "backend", "agmm"
@@ -98,22 +99,28 @@ def _step(model: nn.Module, x: torch.Tensor, dout: torch.Tensor, *tables: torch.
 
 
 def _check(ours: Model, theirs: Model, steps: dict[str, Step]) -> float:
-    """The largest relative error of a gradient beside the backend's. Collective.
+    """The largest relative error of a gradient beside the backend's, on any rank. Collective.
 
     Raises:
-        SystemExit: a gathered parameter or a gradient is wrong.
+        SystemExit: a gathered parameter or a gradient is wrong; on all ranks.
     """
+    fault, worst = "", 0.0
     for _ in range(2):  # the first step makes agmm's slots
         if not torch.equal(steps["agmm"](), steps["backend"]()):
-            raise SystemExit("found another output by agmm's gathers than by the backend's")
-    worst = 0.0
+            fault = "found another output by agmm's gathers than by the backend's"
     for (name, mine), wanted in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert mine.grad is not None and wanted.grad is not None
         error = relative_error(local_values(mine.grad), local_values(wanted.grad).float())
         if not error <= ALLOWED_ERROR:
-            raise SystemExit(f"{name}: found a gradient with a relative error of {error:.3g}")
+            fault = f"{name}: found a gradient with a relative error of {error:.3g}"
         worst = max(worst, error)
-    return worst
+    group = dist.group.WORLD
+    assert group is not None
+    found = of_all_ranks("what came of a step", (fault, worst), group)
+    for rank, (its_fault, _) in enumerate(found):
+        if its_fault:
+            raise SystemExit(f"rank {rank}: {its_fault}")
+    return max(error for _, error in found)
 
 
 def measure(
@@ -131,7 +138,11 @@ def measure(
     steps = {way: _step(model, x, dout, *tables) for way, model in models.items()}
     error = _check(models["agmm"], models["backend"], steps)
     timed = time_ways(
-        steps, samples=samples, spin_us=SPIN_US, group=dist.group.WORLD, device=device
+        steps,
+        samples=samples,
+        spin_us=SPIN_US_PER_BLOCK * layers,
+        group=dist.group.WORLD,
+        device=device,
     )
     found = {way: {"median_us": statistics.median(timed[way])} for way in WAYS}
     found["agmm"]["relative_error"] = error
@@ -185,7 +196,7 @@ def main(
                     device=device.type,
                     world_size=world_size,
                     samples=samples,
-                    spin_us=SPIN_US,
+                    spin_us=SPIN_US_PER_BLOCK * layers,
                     dtype=torch.bfloat16 if on_gpus else torch.float32,
                 )
             )

@@ -90,7 +90,8 @@ class Device(str, Enum):
 
 
 class Recipe(str, Enum):
-    tensorwise = "tensorwise"
+    """Not tensorwise: torchao gathers fp8 there, which the plain layers do not."""
+
     rowwise = "rowwise"
     rowwise_with_gw_hp = "rowwise_with_gw_hp"
 

@@ -51,6 +51,11 @@ def _product(
     fast_accum: bool,
 ) -> torch.Tensor:
     scale_a, scale_b = _fp8._of_one_kind(scale_a, scale_b, len(A), B.shape[1])
+    if A.is_cuda:  # torch's own, which its async TP looks for
+        out: torch.Tensor = torch._scaled_mm(
+            A, B, scale_a, scale_b, out_dtype=like.dtype, use_fast_accum=fast_accum
+        )
+        return out
     return scaled_matmul(A, scale_a, B, scale_b, like.dtype, fast_accum)
 
 

@@ -157,12 +157,14 @@ void bind_chunking(py::module_& m) {
       "The half-open ranges of k tiles of the parts when K is split.");
   m.def(
       "stretch_chunks",
-      [](int k, int tile_k, int parts, int columns) {
+      [](int k, int tile_k, int parts, int columns, bool in_cluster) {
         const int chunks = agmm::ceil_div(k, columns);
         const int cut = ChunkGrid(1, k, 1, chunks).columns_per_chunk;
-        return agmm::KParts(agmm::ceil_div(k, tile_k), parts).stretch_chunks(tile_k, cut, chunks);
+        const agmm::KParts of_k(agmm::ceil_div(k, tile_k), parts);
+        return of_k.stretch_chunks(tile_k, cut, chunks, in_cluster);
       },
       py::arg("k"), py::arg("tile_k"), py::arg("parts"), py::arg("columns"),
+      py::arg("in_cluster") = false,
       "How many chunks of columns lie between the beginnings of the parts when K is split.");
   m.def(
       "push_order",

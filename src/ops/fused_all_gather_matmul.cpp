@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "gemm/kernel_facts.hpp"
 #include "ops/call_fields.hpp"
 #include "ops/launching.hpp"
 #include "ops/prepare.hpp"
@@ -118,6 +119,7 @@ Call FusedAllGatherMatmul::Impl::prepare_call(Gather const& gather,
   request.gather = gather;
   KernelConfig const& first = weights[0].config;  // the other matmuls run when the gather is over
   request.splits = first.splits;
+  request.are_splits_even = splits_in_cluster(first.shape);
   request.tile_k = first.shape.tile_k;
   for (Weight const& weight : weights) {
     SharedRows const shared = shared_rows(own, weight.config.shape.tile_m, all_rows);

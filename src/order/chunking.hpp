@@ -92,11 +92,13 @@ struct KParts {
     return {parts_.divide(i * k_tiles), parts_.divide((i + 1) * k_tiles)};
   }
 
-  /// Chunks of columns from the beginning of one part to that of the next. No more than their
-  /// share: k tiles are whole, also where K ends inside the last.
-  AGMM_HOST_DEVICE int32_t stretch_chunks(int32_t tile_k, int32_t columns_per_chunk,
-                                          int32_t chunks) const {
-    return min_of(length * tile_k / columns_per_chunk, chunks / parts);
+  /// Chunks of columns from the beginning of one part to that of the next, `are_even` as
+  /// even_part() has them. No more than their share: k tiles are whole, also where K ends inside
+  /// the last.
+  AGMM_HOST_DEVICE int32_t stretch_chunks(int32_t tile_k, int32_t columns_per_chunk, int32_t chunks,
+                                          bool are_even) const {
+    int32_t const shortest = are_even ? k_tiles / parts : length;
+    return min_of(shortest * tile_k / columns_per_chunk, chunks / parts);
   }
 };
 

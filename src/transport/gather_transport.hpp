@@ -25,8 +25,10 @@ class GatherTransport;
 struct GatherRequest {
   Gather gather{};
   SharedRows shared{};  // rows of the gathered A that the consumer does not read from a_shard
-  // Into how many parts the consumer splits K, and its tiles: the chunks come in that order.
+  // Into how many parts the consumer splits K, whether even ones, and its tiles: the chunks come in
+  // that order.
   int32_t splits = 1;
+  bool are_splits_even = false;
   int32_t tile_k = 64;
 
   std::size_t row_bytes() const {

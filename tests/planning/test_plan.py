@@ -35,7 +35,6 @@ def kernels_for(problem: Problem) -> tuple[KernelConfig, ...]:
     return tuple(kernel for kernel in KERNELS if is_all or not kernel.swapped)
 
 
-"""What is chosen from behind a gather between ranks."""
 WIDE, SMALL = (
     KernelConfig.parse(f"{kernel}/swizzle2/along_m")
     for kernel in ("128x256x64_2x1_cooperative", "128x128x64_1x1_pingpong")
@@ -403,7 +402,7 @@ def fused_us_tile_by_tile(problem: Problem, config: KernelConfig) -> float:
     blocks = -(-problem.m // block_rows) * in_row
     tile_us = 2e-6 * config.tile_m * config.tile_n * problem.k / c.tflops_per_sm[config.kernel]
     if problem.world_size > 1:
-        tile_us *= c.gathered_factor.get(config.kernel, 1.0)
+        tile_us *= c.gathered_factor.get(config.kernel, c.other_gathered_factor)
     if blocks < workers:
         tile_us *= 1 - c.idle_gain * (workers - blocks) / workers
     tile_us += c.tile_overhead_us.get(config.kernel, c.tile_overhead_us[config.schedule])

@@ -446,16 +446,23 @@ def test_parts_of_k_in_a_cluster(k_tiles: int, parts: int) -> None:
     assert 1 <= min(sizes) <= max(sizes) <= min(sizes) + 1
 
 
-@given(units=st.integers(1, 1200), parts=st.integers(2, 8), columns=st.integers(1, 32))
-def test_stretches_begin_where_the_parts_do(units: int, parts: int, columns: int) -> None:
+@given(
+    units=st.integers(1, 1200),
+    parts=st.integers(2, 8),
+    columns=st.integers(1, 32),
+    in_cluster=st.booleans(),
+)
+def test_stretches_begin_where_the_parts_do(
+    units: int, parts: int, columns: int, in_cluster: bool
+) -> None:
     """So a part's first chunk is sent in one of the first turns."""
     k, columns, tile_k = 8 * units, 8 * columns, 64
     k_tiles, chunks = ceil_div(k, tile_k), ceil_div(k, columns)
     parts = min(parts, k_tiles)
-    length = _core.stretch_chunks(k, tile_k, parts, columns)
+    length = _core.stretch_chunks(k, tile_k, parts, columns, in_cluster)
     assert 0 <= length * parts <= chunks
     cut = _core.chunk_columns(k, chunks, 0)[1]
-    for i, (begin, _) in enumerate(_core.k_parts(k_tiles, parts)):
+    for i, (begin, _) in enumerate(_core.k_parts(k_tiles, parts, in_cluster)):
         first = begin * tile_k // cut
         assert i * length <= first
         if columns >= tile_k:

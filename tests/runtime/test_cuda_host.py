@@ -132,6 +132,7 @@ def _run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
         "no_device",
         "forked_child",
         "split_scratch",
+        "first_columns",
     ],
 )
 def test_host_code(program: Path, name: str) -> None:

@@ -65,7 +65,8 @@ def test_report(block: Any, tmp_path: Path, recipe: str | None, most: float) -> 
 
 
 def test_recipes_are_those_of_the_layers(block: Any) -> None:
-    assert [recipe.value for recipe in block.__main__.Recipe] == list(fp8_recipe.RECIPES)
+    found = {recipe.value for recipe in block.__main__.Recipe}
+    assert found == fp8_recipe.RECIPES.keys() - {"tensorwise"}
 
 
 def test_step_of_fsdp(tmp_path: Path) -> None:

@@ -526,6 +526,43 @@ void late_ranks() {
   check(report.late_what == 0 && report.late_of[2] == 0, "what was said stays");
 }
 
+/// Where K is split, the first chunks that are sent are those with which the parts begin.
+void first_columns() {
+  Workspace const workspace;
+  static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
+  constexpr int kSplits = 4;
+  constexpr int kTiles = 40;  // a chunk each
+  for (bool const in_cluster : {false, true}) {
+    agmm::Gather gather;
+    gather.transport = Transport::SmPush;
+    gather.push.parts = 1;
+    gather.push.chunk_columns = 64;
+    gather.a_shard = tensors;
+    gather.rows = 8;
+    gather.k = 64 * kTiles;
+    agmm::Weight weight;
+    weight.b = tensors + (1 << 17);
+    weight.ldb = gather.k;
+    weight.n = 128;
+    weight.out = tensors + (1 << 19);
+    weight.config.shape = {128, 128, 64, 1, 1, agmm::Schedule::Cooperative, false};
+    if (in_cluster) {
+      weight.config.shape.tile_m = 64;
+      weight.config.shape.swapped = true;
+    }
+    weight.config.splits = kSplits;
+    (*workspace.op)(gather, {weight}, kStream);
+    agmm::KParts const parts(kTiles, kSplits);
+    for (int i = 0; i < kSplits; ++i) {
+      int const found = state().launched.back().push.order.chunk_at[i];
+      int const wanted =
+          in_cluster ? parts.even_part(i, agmm::FastDiv(kSplits)).begin : parts.part(i).begin;
+      check(found == wanted, "chunk " + std::to_string(found) + " comes as number " +
+                                 std::to_string(i) + ", wanted " + std::to_string(wanted));
+    }
+  }
+}
+
 /// It is the workspace's own, also where its first call is captured: nothing of the graph's.
 void split_scratch() {
   Workspace const workspace;
@@ -596,6 +633,7 @@ int main(int count, char** arguments) {
       {"late_ranks", &late_ranks},
       {"forked_child", &forked_child},
       {"split_scratch", &split_scratch},
+      {"first_columns", &first_columns},
   };
   if (count == 1) {
     for (auto const& [name, run] : checks) std::printf("%s\n", name.c_str());

@@ -246,6 +246,9 @@ KernelEntry const kernel{facts_of({128, 128, 64, 1, 1, Schedule::Cooperative, fa
 KernelEntry const fp8_kernel{facts_of({128, 128, 128, 1, 1, Schedule::Pingpong, false}, DType::E4M3,
                                       BLayout::ColumnMajor, Accumulation::Slow),
                              kFull, kLean};
+KernelEntry const swapped_kernel{facts_of({64, 128, 64, 1, 1, Schedule::Cooperative, false, true},
+                                          DType::BFloat16, BLayout::ColumnMajor),
+                                 kFull, kLean};
 
 // What the kernel of a scatter, or of an all-reduce, does, as one CTA that computes tile after
 // tile; elements are whole numbers of 16 bits.
@@ -390,8 +393,8 @@ ScatterEntry const cooperative_scatter = scatter_kernel(Schedule::Cooperative);
 
 }  // namespace
 
-KernelEntry const* const kKernelTable[] = {&kernel, &fp8_kernel};
-std::size_t const kKernelCount = 2;
+KernelEntry const* const kKernelTable[] = {&kernel, &fp8_kernel, &swapped_kernel};
+std::size_t const kKernelCount = 3;
 ScatterEntry const* const kScatterTable[] = {&pingpong_scatter, &cooperative_scatter};
 std::size_t const kScatterCount = 2;
 ScatterEntry const* const kLaggedTable[] = {&pingpong_scatter};

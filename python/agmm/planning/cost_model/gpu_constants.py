@@ -28,8 +28,10 @@ class Constants:
     """How much longer a tile takes with a row-major B, by kernel, where that is above 3%: of a
     tile whose width is no multiple of 64 columns, TMA loads it in narrow pieces."""
     gathered_factor: dict[str, float]
-    """How much longer a tile takes where rows come from other ranks, by kernel, where that is above
-    3%: the rates are of rows that were there."""
+    """How much longer a tile takes where rows come from other ranks, by kernel: 1 where the rate is
+    that."""
+    other_gathered_factor: float
+    """Of a kernel that is not in ``gathered_factor``: not timed so."""
     other_tflops_per_sm: float
     """Of a kernel that is not in ``tflops_per_sm``."""
     only_in_all: list[str]

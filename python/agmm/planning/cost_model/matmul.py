@@ -52,7 +52,7 @@ class Tiling:
         if problem.b_layout == "row":
             busy_us *= c.row_major_factor.get(kernel, 1.0)
         if problem.world_size > 1:
-            busy_us *= c.gathered_factor.get(kernel, 1.0)
+            busy_us *= c.gathered_factor.get(kernel, c.other_gathered_factor)
         self.busy_us = busy_us
         """Of a tile, when all multiprocessors have one."""
         self.fixed_us = c.tile_overhead_us.get(kernel, c.tile_overhead_us[config.schedule])
