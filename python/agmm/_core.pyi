@@ -1082,9 +1082,7 @@ def split_scratch_bytes() -> int:
     Bytes of scratch memory on the current device for configs with splits.
     """
 
-def stretch_chunks(
-    k: int, tile_k: int, parts: int, columns: int, in_cluster: bool = False
-) -> int:
+def stretch_chunks(k: int, tile_k: int, parts: int, columns: int, in_cluster: bool = False) -> int:
     """
     How many chunks of columns lie between the beginnings of the parts when K is split.
     """

@@ -466,7 +466,8 @@ def test_stretches_begin_where_the_parts_do(
         first = begin * tile_k // cut
         assert i * length <= first
         if columns >= tile_k:
-            assert first <= i * length + i
+            # A part of a cluster may be a k tile longer than the shortest.
+            assert first <= i * length + (2 if in_cluster else 1) * i
 
 
 @settings(max_examples=400)
