@@ -21,7 +21,7 @@ from agmm.bench.launcher import choose, rank_pool, torchrun_world_size
 from agmm.bench.options import Options
 from agmm.bench.presets import parse_shapes
 from agmm.bench.reports import new_report, write_json
-from agmm.bench.timer import time_ways
+from agmm.bench.timer import pick_device, time_ways
 from agmm.cli.terminal import console, plain_table
 from agmm.testing.cases import Shape
 from agmm.testing.reference import relative_error
@@ -89,9 +89,7 @@ def main(
     device_type, _ = choose("auto", world_size)
     on_gpus = device_type == "cuda"
     with rank_pool(device_type, world_size):
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
-        )
+        device = pick_device()
         found = {
             shape: measure(shape, samples, device) for shape in parse_shapes(shapes, "--shapes")
         }

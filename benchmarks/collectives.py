@@ -25,7 +25,7 @@ from agmm import collectives
 from agmm.bench.launcher import choose, rank_pool, torchrun_world_size
 from agmm.bench.options import Options
 from agmm.bench.reports import new_report, write_json
-from agmm.bench.timer import SAMPLES, time_ways
+from agmm.bench.timer import SAMPLES, pick_device, time_ways
 from agmm.cli.terminal import console, plain_table
 from agmm.planning.cost_model.collectives import MOST_BYTES
 from agmm.testing.reference import relative_error
@@ -137,9 +137,7 @@ def main(
     device_type, _ = choose("auto", world_size)
     on_gpus = device_type == "cuda"
     with rank_pool(device_type, world_size):
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
-        )
+        device = pick_device()
         if beside and not on_gpus:
             raise SystemExit("beside: found CPU ranks, wanted GPUs")
         one = measure_beside if beside else measure

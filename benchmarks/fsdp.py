@@ -30,7 +30,7 @@ from agmm.bench.launcher import choose, rank_pool, torchrun_world_size
 from agmm.bench.measure import release_memory
 from agmm.bench.options import Options
 from agmm.bench.reports import new_report, write_json
-from agmm.bench.timer import time_ways
+from agmm.bench.timer import pick_device, time_ways
 from agmm.cli.terminal import console, plain_table
 from agmm.integrations import fsdp
 from agmm.nn._held import local_values
@@ -170,9 +170,7 @@ def main(
     layers = layers or default_layers
     with rank_pool(device_type, world_size):
         on_gpus = device_type == "cuda"
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
-        )
+        device = pick_device()
         found = {count: measure(count, sizes, layers, samples, device) for count in counts}
         if dist.get_rank() != 0:
             return

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from agmm.nn import _fp8, fp8_recipe
+from agmm.nn import Fp8Recipe, _fp8, fp8_recipe
 from agmm.ops.scaled_products import scaled_matmul
 
 
@@ -17,10 +17,9 @@ class _Product(torch.autograd.Function):
     """``x @ weight``, x [..., K], weight [K, N]."""
 
     @staticmethod
-    def forward(ctx: Any, recipe: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.recipe = recipe
+    def forward(ctx: Any, casts: Fp8Recipe, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.casts = casts
         ctx.save_for_backward(x, weight)
-        casts = fp8_recipe.RECIPES[recipe]
         rows = x.flatten(0, -2)
         values, scale = _fp8._quantised(casts, rows, casts.input, casts.input.first)
         B, scale_b = _fp8._second(casts, weight, casts.weight)
@@ -31,7 +30,7 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        casts = fp8_recipe.RECIPES[ctx.recipe]
+        casts: Fp8Recipe = ctx.casts
         rows, of_x = dout.flatten(0, -2), x.flatten(0, -2)
         values, scale = _fp8._quantised(casts, rows, casts.grad_output, casts.grad_output.first)
         B, scale_b = _fp8._transposed(casts, weight)
@@ -59,7 +58,7 @@ def _product(
     return scaled_matmul(A, scale_a, B, scale_b, like.dtype, fast_accum)
 
 
-def product(recipe: str | None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def product(recipe: Fp8Recipe | None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``x @ weight``, with a backward; without a recipe as the operands are."""
     if recipe is None:
         return nn.functional.linear(x, weight.t())
@@ -72,7 +71,7 @@ class Linear(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int, recipe: str | None, **place: Any) -> None:
         super().__init__(inputs, outputs, bias=False, **place)
-        self.recipe = recipe
+        self.recipe = fp8_recipe.resolved(recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return product(self.recipe, x, self.weight.t())

@@ -117,7 +117,7 @@ class PlainColumnParallel(ColumnParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows: torch.Tensor = GatherRows.apply(x, self.group_name, self.world_size)
         (weight,), _ = self.operands()
-        return fp8.product(None if self.fp8 is None else self.fp8.name, rows, weight)
+        return fp8.product(self.fp8, rows, weight)
 
 
 class PlainRowParallel(RowParallelLinear):
@@ -125,7 +125,7 @@ class PlainRowParallel(RowParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         (weight,), _ = self.operands()
-        partial = fp8.product(None if self.fp8 is None else self.fp8.name, x, weight)
+        partial = fp8.product(self.fp8, x, weight)
         part: torch.Tensor = ScatterRows.apply(partial, self.group_name, self.world_size)
         return part
 
