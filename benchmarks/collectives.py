@@ -30,7 +30,7 @@ from agmm.cli.terminal import console, plain_table
 from agmm.planning.cost_model.collectives import MOST_BYTES
 from agmm.testing.reference import relative_error
 
-SIZES = "8192,65536,262144,1048576,4194304,10485760"
+SIZES = "8192,65536,262144,1048576,4194304,10485760,16777216"
 NOTHING = "nothing"
 
 

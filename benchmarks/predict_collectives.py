@@ -21,8 +21,8 @@ from agmm.cli.explain import find_gpu
 from agmm.planning.cost_model import collectives
 from agmm.planning.cost_model.collectives import Kind
 
-SIZES = (8 << 10, 64 << 10, 256 << 10, 1 << 20, 10 << 20)
-PLOTTED = [1024 << i for i in range(15)]
+SIZES = (8 << 10, 64 << 10, 256 << 10, 1 << 20, 10 << 20, 16 << 20)
+PLOTTED = [1024 << i for i in range(16)]
 COLOURS = {
     "one_shot": figures.BLUE,
     "two_shot": figures.GREEN,

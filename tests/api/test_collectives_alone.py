@@ -225,7 +225,7 @@ def test_path_of_cuda_tensors(
 
 def test_much_is_torchs_choice_unless_it_is_refused(hopper: None) -> None:
     kinds: list[tuple[Kind, int]]
-    kinds = [("all_reduce", (10 << 20) + 2), ("all_gather", (10 << 18) + 2)]
+    kinds = [("all_reduce", (16 << 20) + 2), ("all_gather", (16 << 18) + 2)]
     for kind, nbytes in kinds:
         path = paths.choose(kind, on_cuda(nbytes), 4)
         assert path.by == paths.TORCH and path.is_choice

@@ -279,16 +279,16 @@ def test_fused_plan_of_a_scatter() -> None:
 @pytest.mark.parametrize(
     ("kind", "rows", "world_size", "plan", "why"),
     [
-        ("all_reduce", 4, 8, "one_shot", "one_shot to 64 KiB, two_shot to 1 MiB, blocks to 10"),
+        ("all_reduce", 4, 8, "one_shot", "one_shot to 64 KiB, two_shot to 1 MiB, blocks to 16"),
         (
             "all_reduce",
             64,
             8,
             "two_shot",
-            "one_shot to 64 KiB, two_shot to 1 MiB, blocks to 10",
+            "one_shot to 64 KiB, two_shot to 1 MiB, blocks to 16",
         ),
-        ("all_gather", 256, 4, "blocks", "one_shot to 1 MiB, blocks to 10 MiB, NCCL beyond"),
-        ("reduce_scatter", 4096, 2, "NCCL", "one_shot to 1 MiB, blocks to 10 MiB, NCCL beyond"),
+        ("all_gather", 256, 4, "blocks", "one_shot to 1 MiB, blocks to 16 MiB, NCCL beyond"),
+        ("reduce_scatter", 4096, 2, "NCCL", "one_shot to 1 MiB, blocks to 16 MiB, NCCL beyond"),
         ("all_reduce", 4, 9, "NCCL", "9 ranks, agmm's kernels serve at most 8"),
     ],
 )

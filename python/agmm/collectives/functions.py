@@ -214,7 +214,7 @@ def reduce_scatter(
 
     By agmm bf16, fp16 and float32, on the CPU float64 too: summed in the order of the ranks, in
     float32 (float64 for float64), and rounded once, so the same call has the same bits every time.
-    Others, and on CUDA more than 10 MiB of ``x``, by the backend's collective. Differentiable; the
+    Others, and on CUDA more than 16 MiB of ``x``, by the backend's collective. Differentiable; the
     backward is `all_gather`, divided by the world size for "avg".
 
     Args:
