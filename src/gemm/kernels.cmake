@@ -79,7 +79,7 @@ set(AGMM_SCATTER_TABLE
 
 # Those of matmul + all-reduce, as the first: pingpong, without clusters.
 set(AGMM_LAGGED_TABLE
-    "128 128 64 1 1 Pingpong    all")
+    "128 128 64 1 1 Pingpong    default")
 
 # Those of scaled matmul + reduce-scatter, as those of fp8.
 set(AGMM_FP8_SCATTER_TABLE

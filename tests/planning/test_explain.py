@@ -344,7 +344,7 @@ def test_predictions_of_collectives() -> None:
         r"\| (\d+) ([KM])iB \| ([\d.]+) \| (\w+) \| ([\d.]+) \| ([\d.]+) \| (\w+) \| ([\d.]+) \|",
         page,
     )
-    assert len(rows) == 5
+    assert len(rows) == 6
     for size, unit, *cells in rows:
         nbytes = int(size) << {"K": 10, "M": 20}[unit]
         for world_size, (us, method, library_us) in ((4, cells[:3]), (8, cells[3:])):

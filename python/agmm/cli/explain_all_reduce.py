@@ -47,7 +47,10 @@ def explain(
     scatters = returns = None
     if illegal is None and world_size > 1:
         scatters = planner.fused_plan(problem).kernel
-        returns = lagged_kernel(problem, call_plans.all_reduce_kernels())
+        built = call_plans.all_reduce_kernels()
+        if not call_plans.kernels():
+            built = cost_model.default_all_reduce_kernels()
+        returns = lagged_kernel(problem, built)
     times = cost_model.all_reduce_times(problem, scatters, returns)
     chosen = cost_model.all_reduce_way(problem, scatters, returns)
     names = dict(_WAYS)
@@ -59,7 +62,7 @@ def explain(
     lines.append(
         f"why: the kernels cannot compute it: {illegal}"
         if illegal is not None
-        else "why: a scatter and a gather where predicted to save 3%, one kernel to save a tenth"
+        else "why: a scatter and a gather where predicted to save 3%, one kernel to save 5%"
     )
     table = plain_table("alternatives (predicted)")
     table.add_column("plan", overflow="fold")

@@ -151,8 +151,8 @@ def matmul_all_reduce(
     another rank on the way is rounded too. On Hopper, for bf16 and fp16 with N and K_local
     multiples of 8, it is the scatter of `matmul_reduce_scatter` in one kernel and an all-gather of
     the result, with the same promise but for the order of a sum, which is each row's own and always
-    the same; or, in a build with ``AGMM_KERNELS=all``, one kernel as on the CPU. Each is taken
-    where the cost model has it faster (one kernel: a tenth faster), as with some thousand rows;
+    the same; or one kernel as on the CPU. Each is taken where the cost model has it faster (one
+    kernel: by 5%), as with some thousand rows, one kernel where K_local is some 3000 to 5000;
     else a matmul and an all-reduce. That is agmm's where it is meant to serve it
     (`agmm.collectives.all_reduce`), with the same bits on all ranks, else the backend's.
 

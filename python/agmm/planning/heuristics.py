@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 
 from agmm.planning import cost_model
@@ -207,7 +208,8 @@ def usual_all_reduce_order(problem: Problem, kernel: KernelConfig) -> KernelConf
     return replace(kernel, raster="along_n", max_swizzle=4 if problem.world_size < 3 else 2)
 
 
-def lagged_kernel(problem: Problem, kernels: Iterable[KernelConfig]) -> KernelConfig | None:
+@lru_cache(maxsize=4096)
+def lagged_kernel(problem: Problem, kernels: tuple[KernelConfig, ...]) -> KernelConfig | None:
     """The one of the kernels that send finished tiles that is predicted to be the fastest for a
     matmul + all-reduce, in its usual order; None where none is legal."""
     legal = [

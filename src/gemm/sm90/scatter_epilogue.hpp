@@ -189,7 +189,7 @@ struct ScatterEpilogue : Base {
         Push::add_fetched(push, shared.push, accumulators.data(), own_++, thread);
       } else {
         // Beside scales there are no registers for it.
-        constexpr bool kLoadsAhead = !std::is_same_v<Scales, SumScales>;
+        constexpr bool kLoadsAhead = !std::is_same_v<Scales, SumScales> && !kReturns;
         Push::template add_parts<kLoadsAhead>(push, accumulators.data(), tile, thread);
       }
     }

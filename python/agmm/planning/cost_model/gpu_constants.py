@@ -144,3 +144,8 @@ def default_kernels(gpu: str) -> tuple[KernelConfig, ...]:
 def default_scatter_kernels(gpu: str) -> tuple[KernelConfig, ...]:
     """Those of them that send tiles, in the same way."""
     return tuple(KernelConfig.parse(name) for name in constants(gpu).scatter_tile_us)
+
+
+def default_all_reduce_kernels() -> tuple[KernelConfig, ...]:
+    """Those that send finished tiles too."""
+    return (KernelConfig.parse("128x128x64_1x1_pingpong"),)
