@@ -27,7 +27,7 @@ from agmm.testing.cases import Shape
 from agmm.testing.reference import relative_error
 
 SHAPES = ",".join(
-    f"{m}x8192x{k}" for k in (2048, 7168) for m in (16, 64, 256, 512, 1024, 2048, 4096, 8192)
+    f"{m}x8192x{k}" for k in (2048, 4096, 7168) for m in (16, 64, 256, 512, 1024, 2048, 4096, 8192)
 )
 SAMPLES = 12
 WAYS = "roof", "unfused", "agmm"

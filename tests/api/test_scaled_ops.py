@@ -21,7 +21,7 @@ from agmm._core import Accumulation
 from agmm.errors import forget_warnings
 from agmm.integrations import async_tp, async_tp_kernels
 from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
-from agmm.ops import kept_scaled, quantize, scaled_paths, scaled_products
+from agmm.ops import kept, quantize, scaled_paths, scaled_products
 from agmm.ops.scaled_checks import scaling_of
 from agmm.planning import fp8_kernels
 from agmm.planning.plans import KernelConfig
@@ -622,7 +622,7 @@ def test_a_kept_call_serves_its_kind_alone(group: str, op: Callable[..., Any]) -
             kinds.append(kind)
             return lambda *_: (None, None, [out]) if op is gather else out
 
-    with mock.patch.object(kept_scaled, "kept_calls", {dist.group.WORLD: Calls()}):
+    with mock.patch.object(kept, "kept_calls", {dist.group.WORLD: Calls()}):
         operands = given("rowwise")
         assert called(op, operands) is out
         assert called(op, given("rowwise")) is out  # other tensors
@@ -649,13 +649,13 @@ def test_a_kept_call_that_cannot_be_made_any_more_is_forgotten(group: str) -> No
         raise agmm.Unsupported("no memory")
 
     operands = given("rowwise")
-    kind = kept_scaled.kind_of_call(
+    kind = kept.kind_of_call(
         (0, False, torch.bfloat16, False, False),
         *(operands["A"], operands["scale_a"], [operands["B"]], [operands["scale_b"]]),
         *([None], [None]),
     )
     calls[kind] = full
-    with mock.patch.object(kept_scaled, "kept_calls", {dist.group.WORLD: calls}):
+    with mock.patch.object(kept, "kept_calls", {dist.group.WORLD: calls}):
         assert called(gather, operands).shape == (6, 48)
     assert calls == {}
 
@@ -664,9 +664,9 @@ def test_a_kept_call_that_cannot_be_made_any_more_is_forgotten(group: str) -> No
 def test_a_kept_call_serves_no_list_in_place_of_a_tensor(group: str, name: str) -> None:
     operands = given("rowwise")
     settings = 0, "sum", torch.bfloat16, False, False
-    kind = kept_scaled.kind_of_call(settings, *called(lambda *rest: rest, operands), None, None)
+    kind = kept.kind_of_call(settings, *called(lambda *rest: rest, operands), None, None)
     calls = {kind: mock.Mock()}
-    with mock.patch.object(kept_scaled, "kept_calls", {dist.group.WORLD: calls}):
+    with mock.patch.object(kept, "kept_calls", {dist.group.WORLD: calls}):
         called(scatter, operands)
         calls[kind].assert_called_once()
         with pytest.raises(InvalidArgument, match=rf"^{name}: found list, wanted a tensor"):

@@ -121,9 +121,9 @@ def test_what_no_kernel_serves(workspace: mock.Mock, monkeypatch: pytest.MonkeyP
     group, few = mock.Mock(), on_cuda(8)
     why_not = small_collectives.why_not
     assert why_not("all_reduce", few, group) is None
-    assert "NCCL is taken" in str(why_not("all_reduce", on_cuda((5 << 20) + 1), group))
-    assert why_not("all_gather", on_cuda(5 << 18), group) is None
-    assert "NCCL is taken" in str(why_not("all_gather", on_cuda((5 << 18) + 1), group))
+    assert "NCCL is taken" in str(why_not("all_reduce", on_cuda((8 << 20) + 1), group))
+    assert why_not("all_gather", on_cuda(8 << 18), group) is None
+    assert "NCCL is taken" in str(why_not("all_gather", on_cuda((8 << 18) + 1), group))
     assert "do not sum" in str(why_not("all_reduce", on_cuda(8, torch.float64), group))
     assert why_not("all_gather", on_cuda(8, torch.float64), group) is None
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -183,7 +183,7 @@ def test_a_small_product_is_summed_by_a_kernel(
         workspace.call.side_effect = agmm.Unsupported("group: found ranks on 2 hosts")
         small_collectives.all_reduced(partial, group, call)
         assert by_backend.call_count == 1
-        large = torch.empty(1 << 23, device="cuda", dtype=torch.bfloat16)
+        large = torch.empty(1 << 24, device="cuda", dtype=torch.bfloat16)
         small_collectives.all_reduced(large, group, call)
         assert by_backend.call_count == 2 and workspace.call.call_count == 2
 

@@ -13,6 +13,7 @@ from agmm.collectives.run import start
 from agmm.collectives.torch_ops import OPS
 from agmm.collectives.work import Work
 from agmm.errors import InvalidArgument
+from agmm.ops import kept
 from agmm.ops.checks import check_operand
 from agmm.ops.operands import is_plain, is_watched
 from agmm.planning.cost_model.collectives import Kind
@@ -37,6 +38,13 @@ def _called(
 ) -> torch.Tensor | Work:
     """A call of a public function. ``settings``: what its torch op takes between the world size and
     ``strict``."""
+    keep_as = None
+    if async_op is False and low_contention is False and not is_watched():
+        keep_as = _kind_of_call(kind, x, out, op, dim, strict)
+    if keep_as is not None:
+        again: torch.Tensor | None = kept.call_kept(groups.resolved(group), keep_as, x, out)
+        if again is not None:
+            return again
     check_operand("x", x)
     if out is not None:
         check_operand("out", out)
@@ -73,7 +81,16 @@ def _called(
         async_op=async_op,
         strict=strict,
         low_contention=low_contention,
+        keep_as=keep_as,
     )
+
+
+def _kind_of_call(kind: Kind, x: Any, out: Any, op: Any, dim: Any, strict: Any) -> Any:
+    """`kept.kind_of_call` of one on a GPU along the first dimension."""
+    is_usual = type(dim) is int and dim == 0 and (strict is True or strict is False)
+    if not is_usual or getattr(x, "is_cuda", False) is not True:
+        return None
+    return kept.kind_of_call((kind, op, strict), x, out)
 
 
 @overload

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from agmm.collectives.paths import (
 )
 from agmm.collectives.work import Work
 from agmm.errors import Unsupported
-from agmm.ops import small_collectives
+from agmm.ops import kept, small_collectives
 from agmm.planning.cost_model.collectives import Kind
 from agmm.runtime import cpu_collectives, groups, nan_check
 from agmm.runtime.background import Task
@@ -42,6 +43,7 @@ def start(
     async_op: bool,
     strict: bool,
     low_contention: bool = False,
+    keep_as: Any = None,
 ) -> Found:
     """A collective of tensors of plain memory. Collective.
 
@@ -49,6 +51,7 @@ def start(
         op: "sum" or "avg"; of no meaning for an all-gather.
         dim: of no meaning for an all-reduce.
         low_contention: on GPUs by copy engines; not for an all-reduce.
+        keep_as: see `kept.keep`; None with ``async_op``.
 
     Returns:
         The result, or with ``async_op`` the handle.
@@ -74,9 +77,13 @@ def start(
             path = Path(TORCH, reason)
     if path.by == SYMMETRIC_MEMORY:
         try:
-            return _by_kernel(kind, path, sent, target, finish, group, op, async_op)
+            result = _by_kernel(kind, path, sent, target, finish, group, op, async_op)
         except Unsupported as error:  # nothing was begun, on no rank
             path = Path(TORCH, str(error))
+        else:
+            if sent.data_ptr() == x.data_ptr() and dim == 0 and not x.is_complex():
+                kept.keep(group, keep_as, KeptCollective(kind, path, sent, group, op, shape))
+            return result
     if path.by == COPY_ENGINES:
         try:
             return _by_copies(kind, sent, target, finish, group, op, async_op)
@@ -135,6 +142,37 @@ def _by_kernel(
         return finish()
     begun = small_collectives.start(kind, path.method, sent, target, group, is_average=op == "avg")
     return _work_of(begun, finish)
+
+
+class KeptCollective:
+    """Calls like one that a kernel has served."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        path: Path,
+        sent: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: str,
+        shape: list[int],
+    ) -> None:
+        assert path.method is not None
+        self._call = small_collectives.prepare(
+            kind, path.method, sent, group, is_average=op == "avg"
+        )
+        self._kind, self._rank, self._shape = kind, groups.of(group).rank, shape
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
+        """None where ``out`` cannot be written to while ``x`` is read, or the memory has been
+        released."""
+        if not self._call.is_ready:
+            return None
+        if out is None:
+            out = x.new_empty(self._shape)
+        elif not _may_receive(self._kind, x, out, self._rank):
+            return None
+        self._call(x, out)
+        return out
 
 
 def _by_copies(

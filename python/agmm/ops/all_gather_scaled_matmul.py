@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.ops import kept_scaled, scaled_paths
+from agmm.ops import kept, scaled_paths
 from agmm.ops.library import library
 from agmm.ops.operands import is_watched
 from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_gather, scaling_of
@@ -47,7 +47,7 @@ def _impl(
     group = groups.group_of_size(group_name, world_size)
     settings = gather_dim, return_A, out_dtype, use_fast_accum, strict
     given = A_shard, scale_a, Bs, scale_bs, biases, result_scales
-    kind = kept_scaled.kind_of_call(settings, *given)
+    kind = kept.kind_of_call(settings, *given)
     A, scale_A, outs = _run(kind, given, group, settings)
     if not return_A:
         A, scale_A = A_shard.new_empty(0), scale_a.new_empty(0)
@@ -65,7 +65,7 @@ def _run(
 ) -> scaled_paths.Outs:
     """By a call that is kept, or as `scaled_paths.gather`."""
     *operands, _ = given
-    found: scaled_paths.Outs | None = kept_scaled.call_kept(group, kind, *operands)
+    found: scaled_paths.Outs | None = kept.call_kept(group, kind, *operands)
     if found is not None:
         return found
     gather_dim, return_A, out_dtype, use_fast_accum, strict = settings
@@ -278,7 +278,7 @@ def all_gather_scaled_matmul(
     given = A_shard, scale_a, Bs, scale_bs, biases, result_scales
     kind = None
     if gather_dim == 0 and not is_watched():
-        kind = kept_scaled.kind_of_call(settings, *given)
+        kind = kept.kind_of_call(settings, *given)
     if kind is not None:
         A, scale_A, outs = _run(kind, given, groups.group_of(groups.name_of(group)), settings)
     else:

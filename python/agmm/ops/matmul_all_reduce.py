@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument, Unsupported
-from agmm.ops import scatter_cuda, scatter_plan, small_collectives
+from agmm.ops import kept, scatter_cuda, scatter_plan, small_collectives
 from agmm.ops.autograd import MatmulAllReduce
 from agmm.ops.checks import check_operand, check_reducible, needs_gradient
 from agmm.ops.library import library
 from agmm.ops.operands import autocast, is_plain, is_watched
 from agmm.ops.paths import fall_back
+from agmm.planning.cost_model.collectives import collective_method
 from agmm.runtime import groups
 from agmm.runtime.calls import Call
 from agmm.runtime.workspaces import cpu_workspace
@@ -103,6 +104,93 @@ def by_scatter_and_gather(
     return small_collectives.all_gathered(part, group, call)[: A.shape[0]]
 
 
+class KeptAllReduce:
+    """Calls on CUDA like one before, whose operands need no checks, no copies and no plan.
+
+    ``plan`` None or unfused: a matmul, then ``collective``, an all-reduce. Else ``collective`` is
+    the gather behind a scatter, the backend's for None.
+    """
+
+    def __init__(
+        self,
+        plan: scatter_plan.AllReducePlan | None,
+        collective: small_collectives.CollectiveCall | None,
+    ) -> None:
+        self._plan = plan if plan is not None and plan.way != "unfused" else None
+        self._collective = collective
+
+    def __call__(
+        self,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor | None:
+        """None where the collective's memory has been released."""
+        plan, collective = self._plan, self._collective
+        if collective is not None and not collective.is_ready:
+            return None
+        if plan is None:
+            assert collective is not None
+            out = torch.matmul(A, B)
+            collective(out, out)
+            return out if bias is None else out.add_(bias)
+        rows = A if A.dim() == 2 else A.view(-1, A.shape[-1])
+        if plan.kernel is not None:
+            out = scatter_cuda.all_reduce(rows, B, bias, group, plan.kernel, plan.sm_count)
+        else:
+            part = scatter_cuda.run([rows], [B], bias, group, 0, "sum", strict=True)
+            assert part is not None
+            if collective is None:
+                call = Call("matmul_all_reduce", A=A, B=B)
+                out = small_collectives.all_gathered(part, group, call)
+            else:
+                out = part.new_empty(rows.shape[0], B.shape[1])
+                collective(part, out)
+        return out if A.dim() == 2 else out.view(*A.shape[:-1], B.shape[1])
+
+
+def _kind_of_call(A: Any, B: Any, bias: Any, strict: Any) -> Any:
+    """`kept.kind_of_call` of one on a GPU."""
+    if getattr(A, "is_cuda", False) is not True or (strict is not True and strict is not False):
+        return None
+    if is_watched() or torch.is_autocast_enabled("cuda"):
+        return None
+    return kept.kind_of_call(("matmul_all_reduce", strict), A, B, bias)
+
+
+def _keep(
+    keep_as: Any,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    group: dist.ProcessGroup,
+    strict: bool,
+) -> None:
+    """After a call on CUDA that returned ``out``: `kept.keep`, where later ones may do the same."""
+    if out.numel() == 0 or not (A.is_contiguous() and out.is_contiguous()):
+        return
+    rows = A.view(-1, A.shape[-1])
+    plan = None
+    if scatter_plan.why_not_native([rows], [B], 0) is None and group.size() > 1:
+        if rows.shape[0] % group.size():
+            return
+        plan = scatter_plan.all_reduce_plan(rows.shape[0], rows, B, group, strict=strict)
+    collective = None
+    if plan is None or plan.way == "unfused":
+        if strict or small_collectives.why_not("all_reduce", out, group) is not None:
+            return
+        method = collective_method("all_reduce", out.nbytes, group.size())
+        collective = small_collectives.prepare("all_reduce", method, out, group)
+    elif plan.way == "scatter":
+        part = out.view(-1, out.shape[-1])[: rows.shape[0] // group.size()]
+        if small_collectives.why_not("all_gather", part, group) is None:
+            method = collective_method("all_gather", out.nbytes, group.size())
+            collective = small_collectives.prepare("all_gather", method, part, group)
+    kept.keep(group, keep_as, KeptAllReduce(plan, collective))
+
+
 def _fake(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -182,6 +270,12 @@ def matmul_all_reduce(
         InvalidArgument: names the argument, the value found and the value wanted.
         Unsupported: under ``strict`` only.
     """
+    keep_as = _kind_of_call(A, B, bias, strict)
+    if keep_as is not None:
+        known = groups.resolved(group)
+        again: torch.Tensor | None = kept.call_kept(known, keep_as, A, B, bias, known)
+        if again is not None:
+            return again
     for name, tensor in (("A", A), ("B", B), *([] if bias is None else [("bias", bias)])):
         check_operand(name, tensor)
     if strict is not True and strict is not False:
@@ -191,7 +285,10 @@ def matmul_all_reduce(
     world_size = groups.world_size_of(group_name)
     given = (A, B) if bias is None else (A, B, bias)
     if not is_watched() and all(map(is_plain, given)):
-        return _impl(A, B, bias, group_name, world_size, strict)
+        out = _impl(A, B, bias, group_name, world_size, strict)
+        if keep_as is not None:
+            _keep(keep_as, A, B, bias, out, groups.group_of(group_name), strict)
+        return out
     op = torch.ops.agmm._matmul_all_reduce.default
-    out: torch.Tensor = op(A, B, bias, group_name, world_size, strict)
-    return out
+    found: torch.Tensor = op(A, B, bias, group_name, world_size, strict)
+    return found

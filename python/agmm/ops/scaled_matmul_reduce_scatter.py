@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.ops import kept_scaled, scaled_scatter
+from agmm.ops import kept, scaled_scatter
 from agmm.ops.library import library
 from agmm.ops.operands import is_watched
 from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_scatter
@@ -33,7 +33,7 @@ def _impl(
 ) -> torch.Tensor:
     given = A, B, scale_a, scale_b, bias, result_scale
     settings = scatter_dim, reduce_op, out_dtype, use_fast_accum, strict
-    kind = kept_scaled.kind_of_call(settings, *given)
+    kind = kept.kind_of_call(settings, *given)
     return _run(kind, given, groups.group_of_size(group_name, world_size), settings)
 
 
@@ -47,7 +47,7 @@ def _run(kind: Any, given: _Given, group: dist.ProcessGroup, settings: _Settings
     """By a call that is kept, or as `scaled_scatter.scatter`."""
     A, B, scale_a, scale_b, bias, _ = given
     found: torch.Tensor | None
-    found = kept_scaled.call_kept(group, kind, A, scale_a, B, scale_b, bias)
+    found = kept.call_kept(group, kind, A, scale_a, B, scale_b, bias)
     if found is not None:
         return found
     return scaled_scatter.scatter(*given, group, *settings, keep_as=kind)
@@ -157,7 +157,7 @@ def scaled_matmul_reduce_scatter(
     given = A, B, scale_a, scale_b, bias, result_scale
     settings = scatter_dim, reduce_op, out_dtype, use_fast_accum, strict
     group_name = groups.name_of(group)
-    kind = None if is_watched() else kept_scaled.kind_of_call(settings, *given)
+    kind = None if is_watched() else kept.kind_of_call(settings, *given)
     if kind is not None:
         return _run(kind, given, groups.group_of(group_name), settings)
     world_size = groups.world_size_of(group_name)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import Unsupported
-from agmm.ops import kept_scaled, scaled_products
+from agmm.ops import kept, scaled_products
 from agmm.ops.paths import fall_back
 from agmm.ops.scaled_checks import check_scaled_gather, scaling_of
 from agmm.ops.scaled_plans import kernel_of, problem_of
@@ -91,7 +91,7 @@ def gather(
 ) -> Outs:
     """``all_gather_scaled_matmul`` of checked or unchecked operands. What A and its scales are
     without ``return_A`` is nobody's to look at. ``plan``: instead of the chosen one. ``keep_as``:
-    see `kept_scaled.keep`."""
+    see `kept.keep`."""
     check_scaled_gather(
         A_shard, scale_a, Bs, scale_bs, biases, result_scales, out_dtypes, gather_dim
     )
@@ -189,7 +189,7 @@ def _gather_on_cuda(
         [weight.bias for weight in weights],
     )
     if gather_dim % A_shard.dim() == 0 and A_shard.is_contiguous():
-        kept_scaled.keep(group, keep_as, call)
+        kept.keep(group, keep_as, call)
     return found
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from agmm import _core
 from agmm.errors import Unsupported
-from agmm.ops import kept_scaled, scaled_products
+from agmm.ops import kept, scaled_products
 from agmm.ops.paths import fall_back
 from agmm.ops.scaled_checks import check_scaled_scatter
 from agmm.ops.scaled_paths import rows_of, weight_of, why_unfused
@@ -52,7 +52,7 @@ def scatter(
     Args:
         is_bias_of_each: the bias is this rank's own, a part of its product.
         plan: instead of the chosen one, on a GPU.
-        keep_as: see `kept_scaled.keep`.
+        keep_as: see `kept.keep`.
     """
     world_size = group.size()
     check_scaled_scatter(
@@ -98,7 +98,7 @@ def scatter(
                 if on_cuda is not None:
                     found = on_cuda(operand.values, operand.scale, B, weight.B.scale, bias)
                     if scatter_dim == 0 and A.is_contiguous():
-                        kept_scaled.keep(group, keep_as, on_cuda)
+                        kept.keep(group, keep_as, on_cuda)
             else:
                 found = cpu_workspace(group).reduce_scatter(
                     cpu_scatter.scaled_sum(operand, weight, is_bias_of_each=is_bias_of_each),

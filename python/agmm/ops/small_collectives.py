@@ -4,6 +4,7 @@ few rows, which hides none."""
 from __future__ import annotations
 
 import contextlib
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from agmm.planning.cost_model.collectives import Kind, Method, collective_method
 from agmm.runtime import collectives, groups, nan_check, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_background import CudaBackground
-from agmm.runtime.cuda_collectives import ELEMENTS
+from agmm.runtime.cuda_collectives import ELEMENTS, CollectivesWorkspace
 from agmm.runtime.group_gpus import group_facts
 from agmm.runtime.group_topology import relays_of
 from agmm.runtime.workspaces import collectives_workspace
@@ -68,6 +69,38 @@ def _core_method(
     return _core.CollectiveMethod.blocks
 
 
+class CollectiveCall(NamedTuple):
+    """Any number of calls of one kind, on contiguous tensors of one size and dtype. Collective;
+    errors as those of `CollectivesWorkspace.call`."""
+
+    workspace: CollectivesWorkspace
+    op: _core.CollectiveOp
+    method: _core.CollectiveMethod
+    is_average: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        """See `CollectivesWorkspace.is_ready`."""
+        return self.workspace.is_ready
+
+    def __call__(self, sent: torch.Tensor, out: torch.Tensor) -> None:
+        self.workspace.call(self.op, self.method, sent, out, is_average=self.is_average)
+
+
+def prepare(
+    kind: Kind,
+    method: Method,
+    sent: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    is_average: bool = False,
+) -> CollectiveCall:
+    """What makes calls like that of ``sent``. Errors as those of `CollectivesWorkspace.call`."""
+    core_method = _core_method(kind, method, sent, group)
+    workspace = collectives_workspace(group, sent.device)
+    return CollectiveCall(workspace, _OPS[kind], core_method, is_average)
+
+
 def call(
     kind: Kind,
     method: Method,
@@ -78,9 +111,7 @@ def call(
     is_average: bool = False,
 ) -> None:
     """Enqueue one. Collective; arguments and errors as those of `CollectivesWorkspace.call`."""
-    core_method = _core_method(kind, method, sent, group)
-    workspace = collectives_workspace(group, sent.device)
-    workspace.call(_OPS[kind], core_method, sent, out, is_average=is_average)
+    prepare(kind, method, sent, group, is_average=is_average)(sent, out)
 
 
 def start(

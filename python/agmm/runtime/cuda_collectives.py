@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 
 from agmm import _core
 from agmm.runtime.cuda_background import BackgroundStreams, CudaBackground
 from agmm.runtime.group_topology import relays_of
-from agmm.runtime.symmetric import SymmetricWorkspace, stream_of
+from agmm.runtime.symmetric import SymmetricWorkspace, enqueue, stream_of
 
 ELEMENTS = {
     torch.bfloat16: _core.CollectiveElement.bfloat16,
@@ -82,29 +79,28 @@ class CollectivesWorkspace(SymmetricWorkspace):
         Raises:
             Unsupported, AgmmError: as `SymmetricWorkspace.ensure`.
         """
+        count = out.numel() if op == _core.CollectiveOp.reduce_scatter else x.numel()
+        element = ELEMENTS.get(x.dtype)
+        if op == _core.CollectiveOp.all_gather:
+            element, count = _core.CollectiveElement.uint8, count * x.element_size()
+        assert element is not None, x.dtype
         with self.lock:
             self.known.calls += 1
-            buffers = self.enter(SLOT_BYTES)
-            count = out.numel() if op == _core.CollectiveOp.reduce_scatter else x.numel()
-            element = ELEMENTS.get(x.dtype)
-            if op == _core.CollectiveOp.all_gather:
-                element, count = _core.CollectiveElement.uint8, count * x.element_size()
-            assert element is not None, x.dtype
             if method == _core.CollectiveMethod.relayed:
-                self._know_relays(buffers.core)
-            with self._noting_capture() as note:
-                note(
-                    buffers.core.call(
-                        op,
-                        method,
-                        element,
-                        x.data_ptr(),
-                        out.data_ptr(),
-                        count,
-                        is_average,
-                        stream_of(x.device),
-                    )
-                )
+                self._know_relays()
+            enqueue(
+                self,
+                SLOT_BYTES,
+                "call",
+                op,
+                method,
+                element,
+                x.data_ptr(),
+                out.data_ptr(),
+                count,
+                is_average,
+                stream_of(x.device),
+            )
 
     def all_reduce_rms_norm(
         self,
@@ -120,44 +116,25 @@ class CollectivesWorkspace(SymmetricWorkspace):
         "two_shot". All contiguous, of one dtype, ``weight`` one row."""
         with self.lock:
             self.known.calls += 1
-            buffers = self.enter(SLOT_BYTES)
-            with self._noting_capture() as note:
-                note(
-                    buffers.core.all_reduce_rms_norm(
-                        method,
-                        ELEMENTS[x.dtype],
-                        x.data_ptr(),
-                        residual.data_ptr(),
-                        weight.data_ptr(),
-                        normed.data_ptr(),
-                        total.data_ptr(),
-                        x.numel(),
-                        weight.numel(),
-                        eps,
-                        stream_of(x.device),
-                    )
-                )
+            enqueue(
+                self,
+                SLOT_BYTES,
+                "all_reduce_rms_norm",
+                method,
+                ELEMENTS[x.dtype],
+                x.data_ptr(),
+                residual.data_ptr(),
+                weight.data_ptr(),
+                normed.data_ptr(),
+                total.data_ptr(),
+                x.numel(),
+                weight.numel(),
+                eps,
+                stream_of(x.device),
+            )
 
-    @contextmanager
-    def _noting_capture(self) -> Iterator[Callable[[bool], None]]:
-        """Around a call of the core, which is told to the function yielded whether it was
-        captured."""
-        captured = True  # also where the call fails half-way
-
-        def note(found: bool) -> None:
-            nonlocal captured
-            captured = found
-
-        try:
-            yield note
-        except ValueError:
-            self.known.give_turn_back()
-            raise
-        finally:
-            if captured:
-                self.captured = True
-
-    def _know_relays(self, core: _core.CudaCollectives) -> None:
+    def _know_relays(self) -> None:
+        core = self.buffers_of(SLOT_BYTES).core
         if self._relayed is not core:
             schedule = relays_of(self.group, self.device)
             assert schedule is not None

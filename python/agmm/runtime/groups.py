@@ -363,6 +363,12 @@ def name_of(group: dist.ProcessGroup | DeviceMesh | str | None) -> str:
     return found if isinstance(found, str) else found.group_name
 
 
+def resolved(group: dist.ProcessGroup | DeviceMesh | str | None) -> dist.ProcessGroup:
+    """The group itself, the default group for None."""
+    found = group_or_default(group)
+    return group_of(found) if isinstance(found, str) else found
+
+
 def world_size_of(group_name: str) -> int:
     if torch.compiler.is_compiling():
         # Which is traced as a constant.

@@ -1,5 +1,5 @@
-"""Calls on fp8 operands that agmm's kernels have served on CUDA: tensors of the same kinds need no
-checks again, no plan and no dispatcher."""
+"""Calls that agmm's kernels have served on CUDA, of fp8 ops, collectives and all-reduces of a
+product: tensors of the same kinds need no checks again, no plan and no dispatcher."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import torch.distributed as dist
 
 from agmm.errors import Unsupported
 from agmm.ops.operands import is_plain
-from agmm.runtime import groups
-from agmm.runtime.cuda_scaled_calls import GatherCall, ScatterCall
+from agmm.runtime import groups, nan_check
 
-_Ready = GatherCall | ScatterCall
-
-kept_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Ready]]
+kept_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]]
 kept_calls = weakref.WeakKeyDictionary()
 """By what `kind_of_call` says of them; they end with their group."""
+
+nan_check.on_change(kept_calls.clear)
 
 _MAX_KEPT = 4096  # per group
 
@@ -47,7 +46,8 @@ def kind_of_call(settings: tuple[Any, ...], *given: Any) -> Any:
 
 
 def call_kept(group: dist.ProcessGroup, kind: Any, *operands: Any) -> Any:
-    """What the call returns that served that kind before; None where there was none. Collective."""
+    """What the call returns that served that kind before; None where there was none, or it cannot
+    serve these operands. Collective."""
     calls = kept_calls.get(group)
     call = None if calls is None or kind is None else calls.get(kind)
     if calls is None or call is None:
@@ -60,9 +60,9 @@ def call_kept(group: dist.ProcessGroup, kind: Any, *operands: Any) -> Any:
         return None
 
 
-def keep(group: dist.ProcessGroup, kind: Any, call: _Ready) -> None:
+def keep(group: dist.ProcessGroup, kind: Any, call: Any) -> None:
     """What `call_kept` calls from now on for that kind; nothing for None."""
-    if kind is None:
+    if kind is None or nan_check.active:
         return
     calls = kept_calls.setdefault(group, {})
     if len(calls) >= _MAX_KEPT:

@@ -1,0 +1,165 @@
+"""Calls on CUDA that are made again without checks, without a GPU: which ones, and of what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import agmm
+from agmm import collectives
+from agmm.collectives.paths import SYMMETRIC_MEMORY, Path
+from agmm.collectives.run import KeptCollective
+from agmm.errors import InvalidArgument
+from agmm.ops import kept, small_collectives
+from agmm.ops.matmul_all_reduce import KeptAllReduce
+from agmm.runtime import nan_check
+
+X = torch.randn(4, 8)
+A, B = torch.randn(4, 8), torch.randn(8, 16)
+RESULT = torch.ones(3)
+
+
+class Calls(dict[Any, Any]):
+    """One for each kind, whose result is `RESULT`; takes note of the kinds."""
+
+    def __init__(self) -> None:
+        self.kinds: list[Any] = []
+
+    def get(self, kind: Any, default: Any = None) -> Any:
+        self.kinds.append(kind)
+        return lambda *_: RESULT
+
+
+@pytest.fixture
+def calls(group: str) -> Iterator[Calls]:
+    """Of the default group, of one rank; all tensors are taken for a GPU's."""
+    found = Calls()
+    with (
+        mock.patch.object(torch.Tensor, "is_cuda", True),
+        mock.patch.object(kept, "kept_calls", {dist.group.WORLD: found}),
+    ):
+        yield found
+
+
+COLLECTIVES: list[Callable[..., Any]] = [
+    collectives.all_reduce,
+    collectives.all_gather,
+    collectives.reduce_scatter,
+]
+
+
+@pytest.mark.parametrize("function", COLLECTIVES)
+def test_a_kept_collective_serves_its_kind_alone(
+    calls: Calls, function: Callable[..., Any]
+) -> None:
+    assert function(X) is RESULT and function(X.clone()) is RESULT
+    assert calls.kinds[0] == calls.kinds[1] is not None
+    function(X, strict=True)
+    function(X, out=X.clone())
+    function(X[:2])
+    function(X.t())
+    function(X.double())
+    if function is not collectives.all_gather:
+        function(X, op="avg")
+    assert len(set(calls.kinds)) == len(calls.kinds) - 1
+
+
+def test_collectives_share_no_kind(calls: Calls) -> None:
+    for function in COLLECTIVES:
+        function(X)
+    assert len(set(calls.kinds)) == 3
+
+
+def test_what_is_never_served_by_a_kept_collective(calls: Calls) -> None:
+    assert torch.equal(collectives.all_gather(X, dim=1), X)
+    assert torch.equal(collectives.all_reduce(X, async_op=True).wait(), X)
+    assert torch.equal(collectives.all_gather(X, low_contention=True), X)
+    wants_grad = X.clone().requires_grad_()
+    assert collectives.all_reduce(wants_grad).requires_grad
+    with torch.profiler.profile():  # which names ops
+        assert torch.equal(collectives.all_reduce(X), X)
+    with pytest.raises(InvalidArgument, match="strict: found 1, wanted True or False"):
+        collectives.all_reduce(X, strict=1)  # type: ignore[call-overload]
+    with pytest.raises(InvalidArgument, match="op: found"):
+        collectives.all_reduce(X, op=["sum"])  # type: ignore[call-overload]
+    with pytest.raises(InvalidArgument, match="out: found one with requires_grad=True"):
+        collectives.all_reduce(X, out=wants_grad)
+    assert calls.kinds == []
+
+
+def test_a_kept_all_reduce_serves_its_kind_alone(calls: Calls) -> None:
+    for _ in range(2):
+        assert agmm.matmul_all_reduce(A, B.clone()) is RESULT
+    assert calls.kinds[0] == calls.kinds[1] is not None
+    agmm.matmul_all_reduce(A, B, strict=True)
+    agmm.matmul_all_reduce(A, B, bias=torch.ones(16))
+    agmm.matmul_all_reduce(A, B.t().contiguous().t())
+    agmm.matmul_all_reduce(A[:2], B)
+    assert len(set(calls.kinds)) == len(calls.kinds) - 1
+    known = calls.kinds.copy()
+    with mock.patch.object(torch, "is_autocast_enabled", return_value=True):  # casts operands
+        agmm.matmul_all_reduce(A, B)
+    assert agmm.matmul_all_reduce(A.clone().requires_grad_(), B).requires_grad
+    assert calls.kinds == known
+
+
+def test_nothing_is_kept_while_numbers_are_looked_at(
+    group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    kept.keep(world, "kind", lambda: RESULT)
+    assert kept.call_kept(world, "kind") is RESULT
+    monkeypatch.setattr(nan_check, "active", True)
+    kept.keep(world, "other", lambda: RESULT)
+    assert kept.call_kept(world, "other") is None
+    del kept.kept_calls[world]
+
+
+@pytest.mark.parametrize(
+    ("kind", "out", "is_served"),
+    [
+        ("all_reduce", None, True),
+        ("all_reduce", "x", True),
+        ("all_reduce", "apart", True),
+        ("all_reduce", "across", False),
+        ("all_reduce", "strided", False),
+        ("all_gather", "x", True),  # of rank 0 of 1
+    ],
+)
+def test_a_kept_collective_writes_where_it_may(
+    group: str, monkeypatch: pytest.MonkeyPatch, kind: Any, out: str | None, is_served: bool
+) -> None:
+    call = mock.Mock(is_ready=True)
+    monkeypatch.setattr(small_collectives, "prepare", lambda *_, **__: call)
+    memory = torch.zeros(64)
+    x = memory[:8]
+    targets = {"x": x, "apart": memory[8:16], "across": memory[4:12], "strided": memory[16:32:2]}
+    target = None if out is None else targets[out]
+    world = dist.group.WORLD
+    assert world is not None
+    path = Path(SYMMETRIC_MEMORY, "", method="one_shot")
+    served = KeptCollective(kind, path, x, world, "sum", [8])
+    found = served(x, target)
+    assert (found is not None) == is_served == call.called
+    if is_served:
+        assert found is target or (target is None and found is not None and found.shape == (8,))
+        call.is_ready = False  # released
+        assert served(x, target) is None and call.call_count == 1
+
+
+def test_a_kept_all_reduce_wants_its_memory(group: str) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    call = mock.Mock(is_ready=False)
+    assert KeptAllReduce(None, call)(A, B, None, world) is None and not call.called
+    call.is_ready = True
+    out = KeptAllReduce(None, call)(A, B, torch.ones(16), world)
+    assert out is not None
+    torch.testing.assert_close(out, A @ B + 1)
+    call.assert_called_once()
