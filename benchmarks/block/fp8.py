@@ -33,7 +33,7 @@ class _Product(torch.autograd.Function):
         casts: Fp8Recipe = ctx.casts
         rows, of_x = dout.flatten(0, -2), x.flatten(0, -2)
         values, scale = _fp8._quantised(casts, rows, casts.grad_output, casts.grad_output.first)
-        B, scale_b = _fp8._transposed(casts, weight)
+        B, scale_b = _fp8._transposed(casts, [weight])
         dx = _product(values, scale, B, scale_b, x, casts.fast_accum[1])
         columns_of_x = _fp8._columns(casts, of_x, casts.input_for_grad_weight)
         columns_of_dout = _fp8._columns(casts, rows, casts.grad_output_for_grad_weight)

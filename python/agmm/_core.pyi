@@ -45,7 +45,6 @@ __all__: list[str] = [
     "TIMEOUT_EXIT_CODE",
     "WorkspaceLayout",
     "all_reduce_kernels",
-    "amax_of_matrix",
     "async_input_mm",
     "async_input_scaled_mm",
     "call_tag",
@@ -59,6 +58,7 @@ __all__: list[str] = [
     "end_process",
     "fast_divide",
     "fault",
+    "find_amax",
     "first_blocks",
     "k_parts",
     "kernel_facts",
@@ -87,6 +87,7 @@ __all__: list[str] = [
     "tile_order",
     "timeout_message",
     "timeout_seconds",
+    "transpose_bytes",
     "virtual_link_gbs",
     "waiting_message",
     "warn_seconds",
@@ -795,10 +796,13 @@ class ScaleOf:
       block
 
       matrix
+
+      column
     """
 
     __members__: typing.ClassVar[dict[str, ScaleOf]]
     block: typing.ClassVar[ScaleOf]
+    column: typing.ClassVar[ScaleOf]
     matrix: typing.ClassVar[ScaleOf]
     row: typing.ClassVar[ScaleOf]
     @typing.overload
@@ -825,13 +829,6 @@ class ScaleOf:
 def all_reduce_kernels() -> list[KernelConfig]:
     """
     Those of matmul + all-reduce.
-    """
-
-def amax_of_matrix(
-    x: int, from_dtype: QuantizedFrom, rows: int, columns: int, amax: int, stream: int
-) -> None:
-    """
-    Enqueues the search for the largest absolute value of a contiguous matrix, in float32.
     """
 
 def async_input_mm(
@@ -929,6 +926,19 @@ def end_process(message: str) -> None:
     """
 
 def fast_divide(n: int, divisor: int) -> int: ...
+def find_amax(
+    x: int,
+    from_dtype: QuantizedFrom,
+    scale_of: ScaleOf,
+    rows: int,
+    columns: int,
+    amax: int,
+    stream: int,
+) -> None:
+    """
+    Enqueues the search for the largest absolute values of a contiguous matrix or of each of its columns, in float32.
+    """
+
 def first_blocks(
     m: int,
     n: int,
@@ -1012,13 +1022,14 @@ def quantize(
     columns: int,
     power_of_2: bool,
     values: int,
+    leading: int,
     scales: int,
     amax: int,
     has_amax: bool,
     stream: int,
 ) -> None:
     """
-    Enqueues the quantisation of a contiguous matrix to fp8 with dynamic scales. amax: a float32 where a scale covers the matrix, with has_amax that to use, else overwritten.
+    Enqueues the quantisation of a contiguous matrix to fp8 with dynamic scales. leading: of columns with a scale each, not 0: values are the transpose, [columns, leading]. amax: float32 for each scale of the matrix or of columns, with has_amax those to use, else overwritten.
     """
 
 def record_time(ns: int, stream: int) -> None:
@@ -1111,6 +1122,13 @@ def timeout_message(
 def timeout_seconds() -> float:
     """
     Limit of every wait in seconds: AGMM_TIMEOUT_S, or 600. Raises ValueError when it is not a number > 0.
+    """
+
+def transpose_bytes(
+    x: int, rows: int, columns: int, values: int, leading: int, stream: int
+) -> None:
+    """
+    Enqueues the transpose of a contiguous matrix of bytes to [columns, leading], filled up with zeros.
     """
 
 def waiting_message(

@@ -15,8 +15,8 @@ using agmm::QuantizedTo;
 using agmm::ScaleOf;
 
 void quantize(uintptr_t x, QuantizedFrom from, QuantizedTo to, ScaleOf scale_of, int64_t rows,
-              int columns, bool power_of_2, uintptr_t values, uintptr_t scales, uintptr_t amax,
-              bool has_amax, uintptr_t stream) {
+              int columns, bool power_of_2, uintptr_t values, int64_t leading, uintptr_t scales,
+              uintptr_t amax, bool has_amax, uintptr_t stream) {
   Quantize args;
   args.x = reinterpret_cast<void const*>(x);
   args.from = from;
@@ -26,22 +26,34 @@ void quantize(uintptr_t x, QuantizedFrom from, QuantizedTo to, ScaleOf scale_of,
   args.columns = columns;
   args.power_of_2 = power_of_2;
   args.values = reinterpret_cast<void*>(values);
+  args.leading = leading;
   args.scales = reinterpret_cast<float*>(scales);
   args.amax = reinterpret_cast<float*>(amax);
   args.has_amax = has_amax;
   agmm::quantize(args, reinterpret_cast<void*>(stream));
 }
 
-void amax_of_matrix(uintptr_t x, QuantizedFrom from, int64_t rows, int columns, uintptr_t amax,
-                    uintptr_t stream) {
+void find_amax(uintptr_t x, QuantizedFrom from, ScaleOf scale_of, int64_t rows, int columns,
+               uintptr_t amax, uintptr_t stream) {
   Quantize args;
   args.x = reinterpret_cast<void const*>(x);
   args.from = from;
-  args.scale_of = ScaleOf::Matrix;
+  args.scale_of = scale_of;
   args.rows = rows;
   args.columns = columns;
   args.amax = reinterpret_cast<float*>(amax);
-  agmm::amax_of_matrix(args, reinterpret_cast<void*>(stream));
+  agmm::find_amax(args, reinterpret_cast<void*>(stream));
+}
+
+void transpose_bytes(uintptr_t x, int64_t rows, int columns, uintptr_t values, int64_t leading,
+                     uintptr_t stream) {
+  Quantize args;
+  args.x = reinterpret_cast<void const*>(x);
+  args.rows = rows;
+  args.columns = columns;
+  args.values = reinterpret_cast<void*>(values);
+  args.leading = leading;
+  agmm::transpose_bytes(args, reinterpret_cast<void*>(stream));
 }
 
 }  // namespace
@@ -57,17 +69,26 @@ void bind_quantize(py::module_& m) {
   py::enum_<ScaleOf>(m, "ScaleOf", "What a scale covers.")
       .value("row", ScaleOf::Row)
       .value("block", ScaleOf::Block)
-      .value("matrix", ScaleOf::Matrix);
+      .value("matrix", ScaleOf::Matrix)
+      .value("column", ScaleOf::Column);
   m.attr("QUANTIZE_MULTIPLE") = agmm::kQuantizeMultiple;
   m.attr("QUANTIZE_BLOCK") = agmm::kQuantizeBlock;
   m.def("quantize", &quantize, py::arg("x"), py::arg("from_dtype"), py::arg("to_dtype"),
         py::arg("scale_of"), py::arg("rows"), py::arg("columns"), py::arg("power_of_2"),
-        py::arg("values"), py::arg("scales"), py::arg("amax"), py::arg("has_amax"),
-        py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
-        "Enqueues the quantisation of a contiguous matrix to fp8 with dynamic scales. amax: a "
-        "float32 where a scale covers the matrix, with has_amax that to use, else overwritten.");
-  m.def("amax_of_matrix", &amax_of_matrix, py::arg("x"), py::arg("from_dtype"), py::arg("rows"),
-        py::arg("columns"), py::arg("amax"), py::arg("stream"),
+        py::arg("values"), py::arg("leading"), py::arg("scales"), py::arg("amax"),
+        py::arg("has_amax"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
+        "Enqueues the quantisation of a contiguous matrix to fp8 with dynamic scales. leading: of "
+        "columns with a scale each, not 0: values are the transpose, [columns, leading]. amax: "
+        "float32 for each scale of the matrix or of columns, with has_amax those to use, else "
+        "overwritten.");
+  m.def("find_amax", &find_amax, py::arg("x"), py::arg("from_dtype"), py::arg("scale_of"),
+        py::arg("rows"), py::arg("columns"), py::arg("amax"), py::arg("stream"),
         py::call_guard<py::gil_scoped_release>(),
-        "Enqueues the search for the largest absolute value of a contiguous matrix, in float32.");
+        "Enqueues the search for the largest absolute values of a contiguous matrix or of each of "
+        "its columns, in float32.");
+  m.def("transpose_bytes", &transpose_bytes, py::arg("x"), py::arg("rows"), py::arg("columns"),
+        py::arg("values"), py::arg("leading"), py::arg("stream"),
+        py::call_guard<py::gil_scoped_release>(),
+        "Enqueues the transpose of a contiguous matrix of bytes to [columns, leading], filled up "
+        "with zeros.");
 }

@@ -21,7 +21,8 @@ void load_kernels() { refuse(); }
 PreparedMatmul prepare_async_input_mm(AsyncInputArgs const&) { refuse(); }
 void record_time(uint64_t*, void*) { refuse(); }
 void quantize(Quantize const&, void*) { refuse(); }
-void amax_of_matrix(Quantize const&, void*) { refuse(); }
+void find_amax(Quantize const&, void*) { refuse(); }
+void transpose_bytes(Quantize const&, void*) { refuse(); }
 void PreparedMatmul::launch(void*) const { refuse(); }
 bool has_peer_atomics(int, int) { refuse(); }
 

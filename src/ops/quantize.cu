@@ -1,12 +1,9 @@
 #include "ops/quantize.hpp"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
-
 #include <algorithm>
 #include <cstdint>
 
+#include "ops/quantize_device.cuh"
 #include "ops/refuse.hpp"
 #include "runtime/cuda.hpp"
 
@@ -14,16 +11,9 @@ namespace agmm {
 
 namespace {
 
-constexpr int kWarp = 32;
-constexpr int kThreads = 256;
-constexpr double kLeastAmax = 1e-12;  // torchao's
+using namespace quantizing;
 
-/// As torch has it: a NaN is the larger one.
-__device__ float max_or_nan(float a, float b) {
-  float found;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(found) : "f"(a), "f"(b));
-  return found;
-}
+bool is_aligned(void const* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 template <int kLanes>
 __device__ float max_of_lanes(float value) {
@@ -42,60 +32,6 @@ __device__ float max_of_cta(float value, float* room) {
   value = max_of_lanes<kThreads / kWarp>(value);
   __syncthreads();  // before the room is used again
   return value;
-}
-
-template <class In>
-struct Vector {
-  static constexpr int kSize = 16 / sizeof(In);
-  uint4 bits;
-
-  __device__ float operator[](int i) const {
-    return static_cast<float>(reinterpret_cast<In const*>(&bits)[i]);
-  }
-  __device__ float amax() const {
-    float found = 0;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) found = max_or_nan(found, fabsf((*this)[i]));
-    return found;
-  }
-};
-
-/// An fp8 type: what values are cut at, and two of them from two floats.
-template <QuantizedTo to>
-struct Fp8 {
-  static constexpr float kLargest = to == QuantizedTo::E4M3 ? 448.f : 57344.f;
-  static constexpr auto kKind = to == QuantizedTo::E4M3 ? __NV_E4M3 : __NV_E5M2;
-
-  __device__ static uint32_t pair(float a, float b) {
-    return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, kKind);
-  }
-};
-
-/// What values are multiplied with before they are rounded. torch divides a number by a tensor as
-/// the number times the reciprocal, each rounded to float64; so here, for equal bits.
-template <QuantizedTo to>
-__device__ float up_of(float amax, bool power_of_2) {
-  double const from = static_cast<double>(amax);
-  double const clamped = from < kLeastAmax ? kLeastAmax : from;  // a NaN stays
-  auto up = static_cast<float>(__dmul_rn(__drcp_rn(clamped), double(Fp8<to>::kLargest)));
-  if (power_of_2) up = exp2f(floorf(log2f(up)));
-  return up;
-}
-
-template <QuantizedTo to, class In>
-__device__ void store(Vector<In> const& x, float up, uint8_t* at) {
-  constexpr int kWords = Vector<In>::kSize / 4;
-  uint32_t words[kWords];
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    words[i] = Fp8<to>::pair(x[4 * i] * up, x[4 * i + 1] * up) |
-               Fp8<to>::pair(x[4 * i + 2] * up, x[4 * i + 3] * up) << 16;
-  }
-  if constexpr (kWords == 2) {
-    *reinterpret_cast<uint2*>(at) = make_uint2(words[0], words[1]);
-  } else {
-    *reinterpret_cast<uint32_t*>(at) = words[0];
-  }
 }
 
 /// A CTA, or a warp, for a row, which it keeps in registers between amax and conversion: kKept
@@ -214,7 +150,7 @@ int64_t ctas_of(Quantize const& args) {
 }
 
 template <class In>
-void find_amax(Quantize const& args, cudaStream_t stream) {
+void find_amax_of_matrix(Quantize const& args, cudaStream_t stream) {
   AGMM_CHECK_CUDA(cudaMemsetAsync(args.amax, 0, sizeof(*args.amax), stream));
   launch(matrix_amax<In>, ctas_of<In>(args), args, stream);
 }
@@ -237,28 +173,17 @@ void quantize_from(Quantize const& args, cudaStream_t stream) {
     int64_t const blocks = args.rows * ((args.columns + kQuantizeBlock - 1) / kQuantizeBlock);
     constexpr int kAtOnce = kThreads / (kQuantizeBlock / Vector<In>::kSize);
     launch(quantize_blocks<to, In>, (blocks + kAtOnce - 1) / kAtOnce, args, stream);
+  } else if (args.scale_of == ScaleOf::Column) {
+    quantize_columns(args, stream);
   } else {
-    if (!args.has_amax) find_amax<In>(args, stream);
+    if (!args.has_amax) find_amax_of_matrix<In>(args, stream);
     launch(quantize_matrix<to, In>, ctas_of<In>(args), args, stream);
   }
 }
 
-/// Calls `f` with a value of the type of x.
-template <class F>
-void with_type(QuantizedFrom from, F const& f) {
-  switch (from) {
-    case QuantizedFrom::BFloat16:
-      return f(__nv_bfloat16{});
-    case QuantizedFrom::Float16:
-      return f(__half{});
-    case QuantizedFrom::Float32:
-      return f(float{});
-  }
-}
+}  // namespace
 
-bool is_aligned(void const* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-
-void check(Quantize const& args) {
+void quantizing::check(Quantize const& args) {
   if (args.rows < 1 || args.columns < 1 || args.columns % kQuantizeMultiple != 0) {
     refuse("x", std::to_string(args.rows) + " rows of " + std::to_string(args.columns),
            "at least one row, and a multiple of " + std::to_string(kQuantizeMultiple) + " columns");
@@ -266,13 +191,16 @@ void check(Quantize const& args) {
   if (!is_aligned(args.x) || !is_aligned(args.values)) {
     refuse("x, values", "an address that is no multiple of 16 bytes", "one that is");
   }
-  if (args.scale_of == ScaleOf::Matrix && args.amax == nullptr) {
-    refuse("amax", "null", "a float of device memory");
+  bool const needs_none = args.scale_of == ScaleOf::Row || args.scale_of == ScaleOf::Block;
+  if (!needs_none && args.amax == nullptr) {
+    refuse("amax", "null", "device memory");
+  }
+  if (args.leading != 0 && (args.leading < args.rows || args.leading % kQuantizeMultiple != 0)) {
+    refuse("leading", std::to_string(args.leading) + " for " + std::to_string(args.rows) + " rows",
+           "0, or a multiple of " + std::to_string(kQuantizeMultiple) + " that has room for them");
   }
   kernels_device();  // or a message that says why there are none
 }
-
-}  // namespace
 
 void quantize(Quantize const& args, void* stream) {
   check(args);
@@ -287,10 +215,11 @@ void quantize(Quantize const& args, void* stream) {
   });
 }
 
-void amax_of_matrix(Quantize const& args, void* stream) {
+void find_amax(Quantize const& args, void* stream) {
   check(args);
-  with_type(args.from,
-            [&](auto of_x) { find_amax<decltype(of_x)>(args, static_cast<cudaStream_t>(stream)); });
+  auto const on = static_cast<cudaStream_t>(stream);
+  if (args.scale_of == ScaleOf::Column) return find_amax_of_columns(args, on);
+  with_type(args.from, [&](auto of_x) { find_amax_of_matrix<decltype(of_x)>(args, on); });
 }
 
 }  // namespace agmm

@@ -12,7 +12,12 @@ from agmm.runtime.scaling import ALL, BLOCK, Tile
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-TILES: dict[str, Tile] = {"rowwise": (1, ALL), "block": (1, BLOCK), "tensorwise": (ALL, ALL)}
+TILES: dict[str, Tile] = {
+    "rowwise": (1, ALL),
+    "block": (1, BLOCK),
+    "tensorwise": (ALL, ALL),
+    "columns": (ALL, 1),
+}
 SHAPES = [
     # a warp for a row; few and many registers; rows longer than what the registers hold
     *[(1, 16), (9, 512), (3, 528), (64, 4096), (257, 7168), (33, 8192), (5, 16384), (2, 40960)],
@@ -55,10 +60,52 @@ def test_as_torch(tile: Tile, dtype: torch.dtype, to: torch.dtype, power_of_2: b
         assert_same(matrix(*shape, dtype, seed), tile, to, power_of_2=power_of_2)
 
 
-@pytest.mark.parametrize("tile", [(ALL, 1), (BLOCK, 1), (ALL, ALL)], ids=str)
-def test_columns(tile: Tile) -> None:
-    """Of a column-major weight."""
+@pytest.mark.parametrize("tile", [(ALL, 1), (BLOCK, 1), (ALL, ALL), (1, ALL)], ids=str)
+def test_a_column_major_matrix(tile: Tile) -> None:
     assert_same(matrix(272, 528, torch.bfloat16, 1).t(), tile)
+
+
+@pytest.mark.parametrize("to", FP8, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tile", [(ALL, 1), (ALL, ALL)], ids=str)
+def test_columns_and_their_transpose(tile: Tile, dtype: torch.dtype, to: torch.dtype) -> None:
+    """Rows that fill no tile, no word and no multiple of 16; few and many columns."""
+    for seed, (rows, columns) in enumerate([*SHAPES, (130, 80), (127, 64), (4111, 96), (513, 16)]):
+        x = matrix(rows, columns, dtype, seed)
+        x[rows // 3, 5] = torch.nan if seed % 2 else 1e30
+        for amax in (None, quantize.amax_of(x, tile) * 2):
+            values, scale = quantize.quantised_columns(x, tile, to, amax=amax, power_of_2=True)
+            wanted, wanted_scale = quantize._by_torch(x, tile, to, amax, True)
+            assert torch.equal(scale.view(torch.int32), wanted_scale.view(torch.int32))
+            filled = -(-rows // 16) * 16
+            assert values.shape == (columns, filled) and values.is_contiguous()
+            assert values[:, rows:].view(torch.uint8).count_nonzero() == 0
+            is_nan = wanted.float().isnan()
+            found = values[:, :rows].t()
+            assert torch.equal(found.float().isnan(), is_nan)
+            bits, wanted_bits = found.contiguous().view(torch.uint8), wanted.view(torch.uint8)
+            assert torch.equal(bits[~is_nan], wanted_bits[~is_nan])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_amax_of_columns(dtype: torch.dtype) -> None:
+    for seed, shape in enumerate([*SHAPES, (4111, 96)]):
+        x = matrix(*shape, dtype, seed)
+        x[0, 3] = torch.nan if seed % 2 else -torch.inf
+        found = cuda_quantize.amax_of(x, (ALL, 1))
+        assert found is not None and found.shape == (1, shape[1])
+        torch.testing.assert_close(found, x.float().abs().amax(0, keepdim=True), equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (130, 80), (4111, 96), (2048, 7168)], ids=str)
+def test_the_transpose_of_bytes(shape: tuple[int, int]) -> None:
+    values = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
+    found = cuda_quantize.transposed(values.view(FP8[0]))
+    assert found is not None and found.dtype == FP8[0]
+    assert torch.equal(found.view(torch.uint8)[:, : shape[0]], values.t())
+    assert found.view(torch.uint8)[:, shape[0] :].count_nonzero() == 0
+    assert found.shape[1] == -(-shape[0] // 16) * 16
+    assert cuda_quantize.transposed(values[:, :8].contiguous().view(FP8[0])) is None
 
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=list(TILES))
@@ -116,11 +163,20 @@ def test_what_has_no_kernel() -> None:
                 *bad,
                 False,
                 x.data_ptr(),
+                0,
                 x.data_ptr(),
                 0,
                 False,
                 0,
             )
+    with pytest.raises(ValueError, match="leading: found 8 for 16 rows"):
+        _core.quantize(
+            x.data_ptr(),
+            _core.QuantizedFrom.bfloat16,
+            _core.QuantizedTo.float8_e4m3fn,
+            _core.ScaleOf.column,
+            *(16, 256, False, x.data_ptr(), 8, x.data_ptr(), x.data_ptr(), False, 0),
+        )
 
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=list(TILES))

@@ -10,6 +10,7 @@ what they have quantised.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from agmm.errors import InvalidArgument
 from agmm.nn.fp8_recipe import Fp8Cast, Fp8Recipe
 from agmm.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from agmm.ops.checks import needs_gradient
-from agmm.ops.quantize import amax_of, quantised
+from agmm.ops.quantize import amax_of, quantised, quantised_columns, transposed
 from agmm.ops.scaled_checks import BIAS_DTYPES
 from agmm.ops.scaled_matmul_reduce_scatter import scaled_matmul_reduce_scatter
 from agmm.ops.scaled_products import scaled_matmul
@@ -141,9 +142,8 @@ class _GatherProducts(torch.autograd.Function):
             finish = _start_gather(recipe, recipe.input_for_grad_weight, x, ctx.group_name)
         dx = None
         if ctx.needs_x:
-            weight = weights[0] if len(weights) == 1 else torch.cat(weights, 1)
             values, scale = _quantised(recipe, rows, recipe.grad_output, recipe.grad_output.first)
-            B, scale_b = _transposed(recipe, weight)
+            B, scale_b = _transposed(recipe, weights)
             scale, scale_b = _of_one_kind(scale, scale_b, len(rows), B.shape[1])
             dx = scaled_matmul_reduce_scatter(
                 values.view(dout.shape),
@@ -211,7 +211,7 @@ class _ScatterProduct(torch.autograd.Function):
             (dx,) = _gathered(
                 dout,
                 recipe.grad_output,
-                [_transposed(recipe, weight)],
+                [_transposed(recipe, [weight])],
                 [None],
                 ctx.group_name,
                 recipe,
@@ -241,19 +241,41 @@ def _second(recipe: Fp8Recipe, weight: torch.Tensor, cast: Fp8Cast) -> _Quantise
     return _quantised(recipe, weight.t().contiguous().t(), cast, cast.second)
 
 
-def _transposed(recipe: Fp8Recipe, weight: torch.Tensor) -> _Quantised:
-    """The weight [K, N] as the second operand [N, K] of the input's gradient: its bytes are
-    transposed in memory."""
+def _transposed(recipe: Fp8Recipe, weights: Sequence[torch.Tensor]) -> _Quantised:
+    """Weights [K, N] side by side as the second operand [N, K] of the input's gradient, whose rows
+    have scales that cover all of them: the bytes are transposed in memory."""
     cast = recipe.weight_for_grad_input
-    values, scale = _quantised(recipe, weight, cast, cast.first)
-    return values.contiguous().t(), scale.t()
+    if any(weight.is_contiguous() for weight in weights):
+        weight = weights[0] if len(weights) == 1 else torch.cat(list(weights), 1)
+        values, scale = _quantised(recipe, weight.contiguous(), cast, cast.first)
+        return values.t(), scale.t()
+    tile = cast.first[1], cast.first[0]  # of weights that lie as [N, K]
+    amax = None
+    if len(weights) > 1:
+        amax = reduce(torch.maximum, [amax_of(weight.t(), tile) for weight in weights])
+    parts = [
+        quantised_columns(
+            weight.t().contiguous(), tile, cast.dtype, amax=amax, power_of_2=recipe.power_of_2
+        )
+        for weight in weights
+    ]
+    if len(parts) == 1:
+        return parts[0][0].t(), parts[0][1]
+    # As bytes: not all builds of torch put fp8 tensors side by side.
+    values = torch.cat([values.view(torch.uint8) for values, _ in parts], 1)
+    return values.view(cast.dtype).t(), parts[0][1]
 
 
 def _columns(
     recipe: Fp8Recipe, rows: torch.Tensor, cast: Fp8Cast | None
 ) -> _Quantised | torch.Tensor:
-    """Rows [M, features] that the weight's gradient sums over."""
-    return rows if cast is None else _quantised(recipe, rows, cast, cast.second)
+    """Rows [M, features] that the weight's gradient sums over: as they are, or as
+    `quantised_columns` makes them."""
+    if cast is None:
+        return rows
+    return quantised_columns(
+        rows.contiguous(), cast.second, cast.dtype, power_of_2=recipe.power_of_2
+    )
 
 
 def _of_one_kind(scale_a: torch.Tensor, scale_b: torch.Tensor, m: int, n: int) -> _Quantised:
@@ -333,8 +355,8 @@ def _start_gather(
     recipe: Fp8Recipe, cast: Fp8Cast | None, shard: torch.Tensor, group_name: str
 ) -> Callable[[], _Quantised | torch.Tensor]:
     """Begin to gather the rows of a shard [M_local, ..., features] that the weight's gradient sums
-    over: quantised by scales that cover those of all ranks, or as they are."""
-    rows = shard.flatten(0, -2)
+    over, as `_columns` has them: by scales that cover the rows of all ranks."""
+    rows = shard.flatten(0, -2).contiguous()
     if cast is None:
         return collectives.start_all_gather(rows, group_name, 0)
     amax = collectives.all_reduce(amax_of(rows, cast.second), group_name, op="max")
@@ -343,7 +365,7 @@ def _start_gather(
     )
     # As bytes: not all backends know the dtypes.
     finish = collectives.start_all_gather(values.view(torch.uint8), group_name, 0)
-    return lambda: (finish().view(cast.dtype), scale)
+    return lambda: (transposed(finish().view(cast.dtype)), scale)
 
 
 def _grad_of_weight(
@@ -356,8 +378,7 @@ def _grad_of_weight(
     if isinstance(x, torch.Tensor):
         assert isinstance(dout, torch.Tensor)
         return (dout.t() @ x).to(dtype)
-    (x_values, scale_b), (dout_values, scale_a) = x, dout
-    A, Bt = _rows_contiguous(dout_values), _rows_contiguous(x_values)
+    (Bt, scale_b), (A, scale_a) = x, dout
     scale_a, scale_b = _of_one_kind(scale_a.t(), scale_b, len(A), len(Bt))
     out = scaled_matmul(
         A,
@@ -368,15 +389,3 @@ def _grad_of_weight(
         recipe.fast_accum[2],
     )
     return out.to(dtype)
-
-
-def _rows_contiguous(values: torch.Tensor) -> torch.Tensor:
-    """The transpose [features, M] in memory of its own, M filled up with zeros to a multiple of
-    16."""
-    m, features = values.shape
-    missing = -m % K_MULTIPLE
-    if not missing:
-        return values.t().contiguous()
-    found = values.new_zeros(features, m + missing)
-    found[:, :m] = values.t()
-    return found

@@ -18,7 +18,7 @@ from agmm.runtime.calls import Call
 from agmm.runtime.collectives import is_traced
 from agmm.runtime.groups import group_of, name_of
 from agmm.runtime.scaled import Scaled
-from agmm.runtime.scaling import ALL, BY_NAME, Tile, scale_shape
+from agmm.runtime.scaling import ALL, BY_NAME, K_MULTIPLE, Tile, scale_shape
 
 KINDS = ("tensorwise", "rowwise", "block")
 
@@ -29,6 +29,10 @@ def amax_of(x: torch.Tensor, tile: Tile) -> torch.Tensor:
     """The largest absolute value of each tile of a matrix, in its dtype; 0 where it is empty."""
     if x.numel() == 0:
         return x.new_zeros(scale_shape(x.shape, tile))
+    if x.is_cuda and not is_traced(x):
+        by_kernel = cuda_quantize.amax_of(x, tile)
+        if by_kernel is not None:
+            return by_kernel
     found = x.abs()
     for dim, size in enumerate(tile):
         if size == ALL:
@@ -65,6 +69,39 @@ def quantised(
     return _by_torch(x, tile, dtype, amax, power_of_2)
 
 
+def quantised_columns(
+    x: torch.Tensor,
+    tile: Tile,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    amax: torch.Tensor | None = None,
+    power_of_2: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantised` of x [M, features], with the values as `transposed` makes them."""
+    if tile == (ALL, 1) and x.numel() and x.is_cuda and not is_traced(x):
+        found = cuda_quantize.quantised_columns(x, dtype, amax=amax, power_of_2=power_of_2)
+        if found is not None:
+            return found
+    values, scale = quantised(x, tile, dtype, amax=amax, power_of_2=power_of_2)
+    return transposed(values), scale
+
+
+def transposed(values: torch.Tensor) -> torch.Tensor:
+    """fp8 [M, features] as [features, M] in memory of its own, M filled up with zeros to a multiple
+    of 16, as fp8 products want what they sum over."""
+    if values.numel() and values.is_cuda and not is_traced(values):
+        by_kernel = cuda_quantize.transposed(values)
+        if by_kernel is not None:
+            return by_kernel
+    m, features = values.shape
+    missing = -m % K_MULTIPLE
+    if not missing:
+        return values.t().contiguous()
+    found = values.new_zeros(features, m + missing)
+    found[:, :m] = values.t()
+    return found
+
+
 def _by_torch(
     x: torch.Tensor, tile: Tile, dtype: torch.dtype, amax: torch.Tensor | None, power_of_2: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,11 +117,7 @@ def _by_torch(
 def _reduced_amax(rows: torch.Tensor, group_name: str) -> torch.Tensor:
     """The largest absolute value of the rows of all ranks, float32 [1, 1]: gathered from each,
     since agmm's kernels sum but have no maximum. Collective."""
-    amax = None
-    if rows.numel() and rows.is_cuda and not is_traced(rows):
-        amax = cuda_quantize.amax_of(rows)
-    if amax is None:
-        amax = amax_of(rows, (ALL, ALL)).to(torch.float32)
+    amax = amax_of(rows, (ALL, ALL)).to(torch.float32)
     call = Call("all_gather_matmul", A_shard=rows, reduce_amax=True)
     if is_traced(rows):
         of_ranks = collectives.start_all_gather(amax, group_name, 0, call=call)()
