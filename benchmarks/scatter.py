@@ -4,16 +4,19 @@ the others. Built with -DAGMM_VIRTUAL_LINK=380, what it sends takes as long as o
 
     python benchmarks/scatter.py
     python benchmarks/scatter.py --shapes 1024x8192x2048 --kernels pingpong --json scatter.json
+    python benchmarks/scatter.py --fp8 rowwise --shapes 4096x8192x7168,8192x8192x7168
 
-M is that of the gathered rows, K this rank's. The roof is torch.mm of the same product.
+M is that of the gathered rows, K this rank's. The roof is torch.mm of the same product, with --fp8
+torch._scaled_mm.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,17 +29,32 @@ from agmm.bench.reports import new_report, write_json
 from agmm.bench.timer import SAMPLES, time_ways
 from agmm.bench.ways import ROOF
 from agmm.cli.terminal import console, plain_table
+from agmm.planning import fp8_kernels
 from agmm.planning.plans import MATMUL_REDUCE_SCATTER, KernelConfig
 from agmm.testing.cases import Shape
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
-from scatter_stand_in import Alone, Products, empty_out, enqueue, kernels
+from scatter_stand_in import Alone, Products, empty_out, enqueue, finish
+from scatter_stand_in import kernels as of_16_bits
 
 SHAPES = [Shape(m, 8192, k) for k in (2048, 7168) for m in (512, 1024, 2048, 4096, 8192, 16384)]
 
 
-def configs(substring: str) -> Iterator[KernelConfig]:
-    for kernel in kernels():
+class Scales(str, Enum):
+    rowwise = "rowwise"
+    tensorwise = "tensorwise"
+
+
+E4M3 = "float8_e4m3fn"
+
+
+def of_fp8() -> Iterable[KernelConfig]:
+    """Those of two e4m3 operands with fast accumulation."""
+    return fp8_kernels.built(f"{E4M3}_{E4M3}", _core.Accumulation.fast, scatters=True)
+
+
+def configs(built: Iterable[KernelConfig], substring: str) -> Iterator[KernelConfig]:
+    for kernel in built:
         for raster in ("along_m", "along_n"):
             for swizzle in (1, 2, 4, 8):
                 config = replace(kernel, max_swizzle=swizzle, raster=raster)
@@ -48,7 +66,7 @@ def measure(shape: Shape, world_size: int, substring: str, samples: int) -> dict
     """Median time in µs of every kernel that holds `substring`, and of torch.mm."""
     needed = max(
         _core.scatter_part_bytes(shape.M, shape.N, world_size, config.core)
-        for config in configs(substring)
+        for config in configs(of_16_bits(), substring)
     )
     rank = Alone(world_size, 0, needed)
     A = torch.randn(shape.M, shape.K, device="cuda").bfloat16()
@@ -58,15 +76,77 @@ def measure(shape: Shape, world_size: int, substring: str, samples: int) -> dict
     out = empty_out(what, world_size)
     expected = rank.expected(what).float()
     calls: dict[str, Callable[[], Any]] = {ROOF: lambda: torch.mm(A, B, out=product)}
-    for config in configs(substring):
+    for config in configs(of_16_bits(), substring):
+        calls[config.name] = _call(rank, what, out, config)
+    return _checked_and_timed(calls, out, expected, shape, samples)
+
+
+def measure_fp8(
+    shape: Shape, scales: Scales, world_size: int, substring: str, samples: int
+) -> dict[str, float]:
+    """The same of two fp8 operands, beside torch._scaled_mm."""
+    of_row = scales == Scales.rowwise
+    needed = max(
+        _core.scatter_part_bytes(shape.M, shape.N, world_size, config.core)
+        for config in configs(of_fp8(), substring)
+    )
+    rank = Alone(world_size, 0, needed)
+    dtype = torch.float8_e4m3fn
+    A = torch.randn(shape.M, shape.K, device="cuda").to(dtype)
+    B = torch.randn(shape.N, shape.K, device="cuda").to(dtype).t()
+    scale_a = torch.rand(shape.M if of_row else 1, 1, device="cuda") + 0.5
+    scale_b = torch.rand(1, shape.N if of_row else 1, device="cuda") + 0.5
+    out = torch.empty(shape.M // world_size, shape.N, dtype=torch.bfloat16, device="cuda")
+    whole = (A.float() * scale_a) @ (B.float() * scale_b)
+    chunks = whole.chunk(world_size)
+    others = [chunks[-source % world_size] for source in range(1, world_size)]
+    like = Products([out], [B])  # finish() takes the result's dtype from it
+    expected = finish(chunks[0], others, like).float()
+
+    def scaled_mm() -> torch.Tensor:
+        product: torch.Tensor = torch._scaled_mm(
+            A, B, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+        return product
+
+    def call(config: KernelConfig) -> Callable[[], object]:
+        return lambda: rank.core.scaled_matmul_reduce_scatter(
+            (A.data_ptr(), shape.K, B.data_ptr(), shape.K, shape.K),
+            (scale_a.data_ptr(), of_row, (scale_b.data_ptr(), of_row, scale_b.shape[1], 1)),
+            shape.M,
+            shape.N,
+            _core.DType.float8_e4m3fn_float8_e4m3fn,
+            _core.Accumulation.fast,
+            0,
+            out.data_ptr(),
+            False,
+            config.core,
+            torch.cuda.current_stream().cuda_stream,
+        )
+
+    calls: dict[str, Callable[[], Any]] = {ROOF: scaled_mm}
+    for config in configs(of_fp8(), substring):
+        calls[config.name] = call(config)
+    return _checked_and_timed(calls, out, expected, shape, samples)
+
+
+def _checked_and_timed(
+    calls: dict[str, Callable[[], Any]],
+    out: torch.Tensor,
+    expected: torch.Tensor,
+    shape: Shape,
+    samples: int,
+) -> dict[str, float]:
+    """Median times in µs. Raises SystemExit where a call but the roof's leaves a wrong ``out``."""
+    for name, call in calls.items():
+        if name == ROOF:
+            continue
         out.fill_(torch.nan)
-        call = _call(rank, what, out, config)
         call()
         error = float((out.float() - expected).norm() / expected.norm())
         if not error < 4e-3:
-            raise SystemExit(f"{shape} {config.name}: relative error {error}")
-        calls[config.name] = call
-    timed = time_ways(calls, samples=samples, device=A.device)
+            raise SystemExit(f"{shape} {name}: relative error {error}")
+    timed = time_ways(calls, samples=samples, device=out.device)
     return {name: statistics.median(values) for name, values in timed.items()}
 
 
@@ -80,6 +160,7 @@ def main(
     shapes: Annotated[str | None, typer.Option(help="MxNxK, comma-separated.")] = None,
     ranks: Annotated[int, typer.Option(min=2, help="Ranks to stand in for.")] = 4,
     kernels: Annotated[str, typer.Option(help="Only kernels whose name holds this.")] = "",
+    fp8: Annotated[Scales | None, typer.Option(help="e4m3 operands with such scales.")] = None,
     samples: Annotated[int, typer.Option(min=1)] = SAMPLES,
     best: Annotated[int, typer.Option(min=1, help="Rows to print per shape.")] = 4,
     json_path: Annotated[Path | None, typer.Option("--json", dir_okay=False)] = None,
@@ -93,14 +174,18 @@ def main(
     report = new_report(
         Options(op=MATMUL_REDUCE_SCATTER, world_size=ranks, samples=samples, dtype=torch.bfloat16)
     )
-    report["settings"] |= {"stands_in_for": "rank 0", "virtual_link_gbs": link}
+    report["settings"] |= {"stands_in_for": "rank 0", "virtual_link_gbs": link, "fp8": fp8}
     table = plain_table(f"{ranks} ranks, link: {link or 'none'} GB/s")
     table.add_column("M x N x K", no_wrap=True)
     table.add_column("kernel", no_wrap=True)
-    for heading in ("µs", "÷ torch.mm"):
+    for heading in ("µs", f"÷ torch.{'mm' if fp8 is None else '_scaled_mm'}"):
         table.add_column(heading, justify="right")
     for shape in chosen:
-        times = measure(shape, ranks, kernels, samples)
+        times = (
+            measure(shape, ranks, kernels, samples)
+            if fp8 is None
+            else measure_fp8(shape, fp8, ranks, kernels, samples)
+        )
         by_name = {name: {"median_us": us} for name, us in times.items()}
         report["shapes"].append({"M": shape.M, "N": shape.N, "K": shape.K, "ways": by_name})
         for name in [ROOF, *sorted(times.keys() - {ROOF}, key=times.__getitem__)[:best]]:

@@ -15,7 +15,7 @@ from agmm import collectives
 from agmm.collectives.paths import SYMMETRIC_MEMORY, Path
 from agmm.collectives.run import KeptCollective
 from agmm.errors import InvalidArgument
-from agmm.ops import kept, small_collectives
+from agmm.ops import kept, scatter_cuda, scatter_plan, small_collectives
 from agmm.ops.matmul_all_reduce import KeptAllReduce
 from agmm.runtime import nan_check
 
@@ -151,6 +151,37 @@ def test_a_kept_collective_writes_where_it_may(
         assert found is target or (target is None and found is not None and found.shape == (8,))
         call.is_ready = False  # released
         assert served(x, target) is None and call.call_count == 1
+
+
+def test_a_kept_all_reduce_returns_no_view(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    part = torch.randn(8, 16)
+    monkeypatch.setattr(scatter_cuda, "run", lambda *_, **__: part)
+    plan = scatter_plan.AllReducePlan("scatter", None, 132)
+    out = KeptAllReduce(plan, None)(torch.randn(2, 4, 8), B, None, world)
+    assert out is not None and out.shape == (2, 4, 16) and not out._is_view()
+
+
+@pytest.mark.parametrize("why", ["no NVLink", "no memory", None])
+def test_an_all_reduce_is_kept_where_agmms_kernel_served_it(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, why: str | None
+) -> None:
+    call = mock.Mock(is_ready=why != "no memory")
+
+    def prepare(*_: Any) -> mock.Mock:
+        if why == "no NVLink":
+            raise agmm.Unsupported("group: all_reduce of 2097152 bytes without NVLink")
+        return call
+
+    monkeypatch.setattr(small_collectives, "why_not", lambda *_: None)
+    monkeypatch.setattr(small_collectives, "prepare", prepare)
+    monkeypatch.setattr(small_collectives, "all_reduced", lambda partial, *_: partial)
+    keep = mock.Mock()
+    monkeypatch.setattr(kept, "keep", keep)
+    monkeypatch.setattr(kept, "call_kept", lambda *_: None)
+    assert torch.equal(agmm.matmul_all_reduce(A, B), A @ B)
+    assert keep.called == (why is None)
 
 
 def test_a_kept_all_reduce_wants_its_memory(group: str) -> None:

@@ -62,7 +62,8 @@ def explain(
     lines.append(
         f"why: the kernels cannot compute it: {illegal}"
         if illegal is not None
-        else "why: a scatter and a gather where predicted to save 3%, one kernel to save 5%"
+        else "why: a scatter and a gather where predicted to save 3%, one kernel to save "
+        + ("5%" if world_size == 4 else "a tenth")
     )
     table = plain_table("alternatives (predicted)")
     table.add_column("plan", overflow="fold")

@@ -25,6 +25,7 @@ from agmm.planning.cost_model.collectives import Kind
 from agmm.runtime import cpu_collectives, groups, nan_check
 from agmm.runtime.background import Task
 from agmm.runtime.calls import Call
+from agmm.runtime.collectives import by_newer_name
 from agmm.runtime.cuda_background import CudaBackground
 from agmm.runtime.workspaces import cpu_workspace, gather_copies, meet, scatter_copies
 
@@ -258,12 +259,12 @@ def _by_torch(
     if kind == "all_gather":
         if sent.dtype not in _BACKENDS_MOVE:
             sent, target = sent.view(torch.uint8), target.view(torch.uint8)
-        gather = _by_newer_name("all_gather_single", "all_gather_into_tensor")
+        gather = by_newer_name("all_gather_single", "all_gather_into_tensor")
         return gather(target, sent, group, async_op=True), nothing
     has_avg = sent.is_cuda and "nccl" in dist.get_backend_config(group)
     reduce_op = dist.ReduceOp.AVG if op == "avg" and has_avg else dist.ReduceOp.SUM
     if kind == "reduce_scatter":
-        scatter = _by_newer_name("reduce_scatter_single", "reduce_scatter_tensor")
+        scatter = by_newer_name("reduce_scatter_single", "reduce_scatter_tensor")
         begun = scatter(target, sent, reduce_op, group, async_op=True)
     else:
         if target.data_ptr() != sent.data_ptr():
@@ -273,12 +274,6 @@ def _by_torch(
         world_size = group.size()
         return begun, lambda: target.div_(world_size)
     return begun, nothing
-
-
-def _by_newer_name(newer: str, older: str) -> Callable[..., dist.Work]:
-    """Of torch.distributed: from torch 2.13 on the older one warns that it is deprecated."""
-    found: Callable[..., dist.Work] = getattr(dist, newer, None) or getattr(dist, older)
-    return found
 
 
 _BACKENDS_MOVE = (

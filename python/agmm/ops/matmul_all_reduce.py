@@ -15,10 +15,11 @@ from agmm.ops.checks import check_operand, check_reducible, needs_gradient
 from agmm.ops.library import library
 from agmm.ops.operands import autocast, is_plain, is_watched
 from agmm.ops.paths import fall_back
-from agmm.planning.cost_model.collectives import collective_method
+from agmm.planning.cost_model.collectives import Kind, collective_method
 from agmm.runtime import groups
 from agmm.runtime.calls import Call
-from agmm.runtime.workspaces import cpu_workspace
+from agmm.runtime.collectives import by_newer_name
+from agmm.runtime.workspaces import cpu_workspace, scatter_workspace
 
 
 def _impl(
@@ -141,13 +142,16 @@ class KeptAllReduce:
         else:
             part = scatter_cuda.run([rows], [B], bias, group, 0, "sum", strict=True)
             assert part is not None
-            if collective is None:
-                call = Call("matmul_all_reduce", A=A, B=B)
-                out = small_collectives.all_gathered(part, group, call)
-            else:
-                out = part.new_empty(rows.shape[0], B.shape[1])
+            out = part.new_empty(rows.shape[0], B.shape[1])
+            if collective is not None:
                 collective(part, out)
-        return out if A.dim() == 2 else out.view(*A.shape[:-1], B.shape[1])
+            else:
+                with groups.of(group).lock:
+                    gather = by_newer_name("all_gather_single", "all_gather_into_tensor")
+                    gather(out, part, group)
+        # Not a view: see `_impl`.
+        found: torch.Tensor = torch.ops.aten._unsafe_view(out, [*A.shape[:-1], B.shape[1]])
+        return found
 
 
 def _kind_of_call(A: Any, B: Any, bias: Any, strict: Any) -> Any:
@@ -179,16 +183,32 @@ def _keep(
         plan = scatter_plan.all_reduce_plan(rows.shape[0], rows, B, group, strict=strict)
     collective = None
     if plan is None or plan.way == "unfused":
-        if strict or small_collectives.why_not("all_reduce", out, group) is not None:
+        collective = _collective("all_reduce", out, group)
+        if strict or collective is None:
             return
-        method = collective_method("all_reduce", out.nbytes, group.size())
-        collective = small_collectives.prepare("all_reduce", method, out, group)
-    elif plan.way == "scatter":
-        part = out.view(-1, out.shape[-1])[: rows.shape[0] // group.size()]
-        if small_collectives.why_not("all_gather", part, group) is None:
-            method = collective_method("all_gather", out.nbytes, group.size())
-            collective = small_collectives.prepare("all_gather", method, part, group)
+    else:
+        if scatter_workspace(group, A.device).slot_bytes == 0:  # which a fused call has made
+            return
+        if plan.way == "scatter":
+            part = out.view(-1, out.shape[-1])[: rows.shape[0] // group.size()]
+            collective = _collective("all_gather", part, group)
     kept.keep(group, keep_as, KeptAllReduce(plan, collective))
+
+
+def _collective(
+    kind: Kind, sent: torch.Tensor, group: dist.ProcessGroup
+) -> small_collectives.CollectiveCall | None:
+    """One by a kernel, of which there have been some in the group; None where it is the backend's
+    or its memory is not made."""
+    if small_collectives.why_not(kind, sent, group) is not None:
+        return None
+    nbytes = sent.nbytes * (group.size() if kind == "all_gather" else 1)
+    try:
+        method = collective_method(kind, nbytes, group.size())
+        found = small_collectives.prepare(kind, method, sent, group)
+    except Unsupported:  # over the group's links
+        return None
+    return found if found.is_ready else None
 
 
 def _fake(
@@ -240,7 +260,8 @@ def matmul_all_reduce(
     multiples of 8, it is the scatter of `matmul_reduce_scatter` in one kernel and an all-gather of
     the result, with the same promise but for the order of a sum, which is each row's own and always
     the same; or one kernel as on the CPU. Each is taken where the cost model has it faster (one
-    kernel: by 5%), as with some thousand rows, one kernel where K_local is some 3000 to 5000;
+    kernel: by 5%), as with some thousand rows, between 4 GPUs one kernel where K_local is some
+    3000 to 5000;
     else a matmul and an all-reduce. That is agmm's where it is meant to serve it
     (`agmm.collectives.all_reduce`), with the same bits on all ranks, else the backend's.
 

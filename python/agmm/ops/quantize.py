@@ -26,9 +26,9 @@ _LEAST_AMAX = 1e-12  # torchao's
 
 
 def amax_of(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """The largest absolute value of each tile of a matrix, in its dtype; 0 where it is empty."""
+    """The largest absolute value of each tile of a matrix, float32; 0 where it is empty."""
     if x.numel() == 0:
-        return x.new_zeros(scale_shape(x.shape, tile))
+        return x.new_zeros(scale_shape(x.shape, tile), dtype=torch.float32)
     if x.is_cuda and not is_traced(x):
         by_kernel = cuda_quantize.amax_of(x, tile)
         if by_kernel is not None:
@@ -42,7 +42,8 @@ def amax_of(x: torch.Tensor, tile: Tile) -> torch.Tensor:
             pad = (0, 0, 0, missing) if dim == 0 else (0, missing)
             found = torch.nn.functional.pad(found, pad)
             found = found.unflatten(dim, (-1, size)).amax(dim + 1)
-    return found
+    # All ranks have to agree on a dtype, whether a kernel can read their memory or not.
+    return found.to(torch.float32)
 
 
 def quantised(
@@ -117,7 +118,7 @@ def _by_torch(
 def _reduced_amax(rows: torch.Tensor, group_name: str) -> torch.Tensor:
     """The largest absolute value of the rows of all ranks, float32 [1, 1]: gathered from each,
     since agmm's kernels sum but have no maximum. Collective."""
-    amax = amax_of(rows, (ALL, ALL)).to(torch.float32)
+    amax = amax_of(rows, (ALL, ALL))
     call = Call("all_gather_matmul", A_shard=rows, reduce_amax=True)
     if is_traced(rows):
         of_ranks = collectives.start_all_gather(amax, group_name, 0, call=call)()

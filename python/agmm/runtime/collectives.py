@@ -4,6 +4,7 @@ trace."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,12 @@ from agmm.runtime.groups import group_of, world_size_of
 from agmm.runtime.workspaces import cuda_workspace, meet
 
 _functional = torch.ops._c10d_functional
+
+
+def by_newer_name(newer: str, older: str) -> Callable[..., Any]:
+    """Of torch.distributed: from torch 2.13 on the older one warns that it is deprecated."""
+    found: Callable[..., Any] = getattr(dist, newer, None) or getattr(dist, older)
+    return found
 
 
 def _moved(tensor: torch.Tensor, source: int, target: int) -> torch.Tensor:
