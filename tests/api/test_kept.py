@@ -81,7 +81,7 @@ def test_what_is_never_served_by_a_kept_collective(calls: Calls) -> None:
     assert torch.equal(collectives.all_gather(X, low_contention=True), X)
     wants_grad = X.clone().requires_grad_()
     assert collectives.all_reduce(wants_grad).requires_grad
-    with torch.profiler.profile():  # which names ops
+    with torch.autograd.profiler.profile():  # which names ops
         assert torch.equal(collectives.all_reduce(X), X)
     with pytest.raises(InvalidArgument, match="strict: found 1, wanted True or False"):
         collectives.all_reduce(X, strict=1)  # type: ignore[call-overload]
