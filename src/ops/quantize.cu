@@ -217,6 +217,9 @@ void quantize(Quantize const& args, void* stream) {
 
 void find_amax(Quantize const& args, void* stream) {
   check(args);
+  if (args.scale_of == ScaleOf::Row || args.scale_of == ScaleOf::Block) {
+    refuse("scale_of", "a row or a block", "the matrix or a column");
+  }
   auto const on = static_cast<cudaStream_t>(stream);
   if (args.scale_of == ScaleOf::Column) return find_amax_of_columns(args, on);
   with_type(args.from, [&](auto of_x) { find_amax_of_matrix<decltype(of_x)>(args, on); });

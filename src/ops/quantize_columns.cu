@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) column_amax(Quantize const args) {
 
 /// As column_amax; values as x lies.
 template <QuantizedTo to, class In>
-__global__ void __launch_bounds__(kThreads) quantize_in_place(Quantize const args) {
+__global__ void __launch_bounds__(kThreads) quantize_as_x_lies(Quantize const args) {
   using V = Vector<In>;
   constexpr int kWarps = kThreads / kWarp;
   int const warp = threadIdx.x / kWarp;
@@ -217,7 +217,7 @@ void quantize_columns(Quantize const& args, cudaStream_t stream) {
     with_type(args.from, [&](auto of_x) {
       using In = decltype(of_x);
       if (args.leading != 0) return launch_transpose<Quantized<kTo, In>>(args, stream);
-      quantize_in_place<kTo, In><<<grid_of_vectors<In>(args, 8), kThreads, 0, stream>>>(args);
+      quantize_as_x_lies<kTo, In><<<grid_of_vectors<In>(args, 8), kThreads, 0, stream>>>(args);
       AGMM_CHECK_CUDA(cudaGetLastError());
     });
   };

@@ -1,4 +1,4 @@
-"""Dynamic quantisation by one kernel, bit for bit against torch's ops."""
+"""Dynamic quantisation by kernels, bit for bit against torch's ops."""
 
 from __future__ import annotations
 
@@ -180,6 +180,13 @@ def test_what_has_no_kernel() -> None:
                 False,
                 0,
             )
+    with pytest.raises(ValueError, match="scale_of: found a row or a block"):
+        _core.find_amax(
+            x.data_ptr(),
+            _core.QuantizedFrom.bfloat16,
+            _core.ScaleOf.row,
+            *(16, 256, x.data_ptr(), 0),
+        )
     with pytest.raises(ValueError, match="leading: found 8 for 16 rows"):
         _core.quantize(
             x.data_ptr(),

@@ -536,8 +536,8 @@ def test_a_small_gather_is_worth_no_margin(library_alone: None) -> None:
 
 
 def test_few_rows_are_gathered_by_a_kernel() -> None:
-    """Up to a tenth more than the fused call's predicted time, which few rows seldom keep; but not
-    of megabytes between more than two ranks."""
+    """Up to a tenth more than the fused call's predicted time, which few rows seldom keep; of
+    megabytes between more than two ranks less."""
     found = []
     for m in (4, 16, 64, 128, 256, 512, 1024, 1032, 2048):
         problem = Problem(m, 3584, 8192, world_size=4)
@@ -552,6 +552,16 @@ def test_few_rows_are_gathered_by_a_kernel() -> None:
         found.append(is_gathered)
     assert found[:4] == [True] * 4 and not found[-1]
     assert Planner(KERNELS).choose(Problem(64, 3584, 8192, world_size=9)).plan != GATHERED
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "world_size", "margin"),
+    [(64, 4096, 4, 1.1), (512, 4096, 2, 1.1), (512, 2048, 4, 0.9), (512, 4096, 4, 1.0)],
+)
+def test_the_margin_of_a_gather(m: int, n: int, world_size: int, margin: float) -> None:
+    """B of 4096 columns is larger than the L2 cache."""
+    problem = Problem(m, n, 8192, world_size=world_size)
+    assert cost_model.gathered_margin(problem) == margin
 
 
 def test_rows_of_old_versions_knew_no_gather_but_the_librarys() -> None:

@@ -17,6 +17,7 @@ from agmm.errors import InvalidArgument
 from agmm.ops import scaled_paths, scaled_scatter
 from agmm.ops.scaled_products import scaled_matmul
 from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, Plan
+from agmm.runtime.collectives import by_newer_name
 from agmm.runtime.scaled import FP8, Scaled
 from agmm.runtime.scaling import ALL, BY_NAME, K_MULTIPLE, Tile, scale_shape
 from agmm.testing.cases import Shape, make_scatter_operands
@@ -159,8 +160,7 @@ def _unfused(p: Problem) -> Callable[[], Result]:
     A = torch.empty_like(p.operands.A)
     is_one = kind.a[0] == ALL
     scale_A = scales.A if is_one else torch.empty_like(scales.A)
-    # The same function: torch 2.13 renamed it.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather = by_newer_name("all_gather_single", "all_gather_into_tensor")
     as_bytes = A.view(torch.uint8), shard.view(torch.uint8)
 
     def call() -> Result:
@@ -209,8 +209,7 @@ def _scatter_unfused(p: Problem) -> Callable[[], Result]:
     product, A, group = _product(p), p.operands.A, p.group
     rows = p.shape.M // dist.get_world_size(group)
     out = torch.empty(rows, p.shape.N, dtype=OUT_DTYPE, device=p.device)
-    # The same function: torch 2.13 renamed it.
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter = by_newer_name("reduce_scatter_single", "reduce_scatter_tensor")
 
     def call() -> Result:
         scatter(out, product(A, scales.A), group=group)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import agmm
 from agmm.errors import InvalidArgument
 from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from agmm.runtime.collectives import by_newer_name
 from agmm.testing.cases import Operands, Shape
 
 ROOF = "roof"
@@ -71,8 +72,7 @@ def _unfused(p: Problem) -> Callable[[], Result]:
     A = torch.empty_like(p.operands.A)
     out = torch.empty(p.shape.M, p.shape.N, dtype=A.dtype, device=p.device)
     A_shard, B, group = p.operands.A_shard, p.operands.B, p.group
-    # The same function: torch 2.13 renamed it.
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    all_gather = by_newer_name("all_gather_single", "all_gather_into_tensor")
 
     def call() -> Result:
         all_gather(A, A_shard, group=group)
@@ -180,8 +180,7 @@ def _scatter_unfused(p: Problem) -> Callable[[], Result]:
     partial = torch.empty(p.shape.M, p.shape.N, dtype=A.dtype, device=p.device)
     rows = p.shape.M // dist.get_world_size(group)
     out = torch.empty(rows, p.shape.N, dtype=A.dtype, device=p.device)
-    # The same function: torch 2.13 renamed it.
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce_scatter = by_newer_name("reduce_scatter_single", "reduce_scatter_tensor")
 
     def call() -> Result:
         reduce_scatter(out, torch.mm(A, B, out=partial), group=group)

@@ -62,8 +62,9 @@ def explain(
     lines.append(
         f"why: the kernels cannot compute it: {illegal}"
         if illegal is not None
-        else "why: a scatter and a gather where predicted to save 3%, one kernel to save "
-        + ("5%" if world_size == 4 else "a tenth")
+        else "why: a scatter and a gather where predicted to save "
+        f"{1 - cost_model.all_reduce_gain('scatter', world_size):.0%}, one kernel to save "
+        f"{1 - cost_model.all_reduce_gain('lagged', world_size):.0%}"
     )
     table = plain_table("alternatives (predicted)")
     table.add_column("plan", overflow="fold")

@@ -280,7 +280,7 @@ def all_gather_scaled_matmul(
     if gather_dim == 0 and not is_watched():
         kind = kept.kind_of_call(settings, *given)
     if kind is not None:
-        A, scale_A, outs = _run(kind, given, groups.group_of(groups.name_of(group)), settings)
+        A, scale_A, outs = _run(kind, given, groups.resolved(group), settings)
     else:
         # Before the op's schema refuses in its own words what is no tensor.
         check_scaled_gather(*given, [out_dtype] * len(Bs), gather_dim)

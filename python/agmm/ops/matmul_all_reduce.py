@@ -15,7 +15,6 @@ from agmm.ops.checks import check_operand, check_reducible, needs_gradient
 from agmm.ops.library import library
 from agmm.ops.operands import autocast, is_plain, is_watched
 from agmm.ops.paths import fall_back
-from agmm.planning.cost_model.collectives import Kind, collective_method
 from agmm.runtime import groups
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import by_newer_name
@@ -183,7 +182,7 @@ def _keep(
         plan = scatter_plan.all_reduce_plan(rows.shape[0], rows, B, group, strict=strict)
     collective = None
     if plan is None or plan.way == "unfused":
-        collective = _collective("all_reduce", out, group)
+        collective = small_collectives.prepare_again("all_reduce", out, group)
         if strict or collective is None:
             return
     else:
@@ -191,24 +190,8 @@ def _keep(
             return
         if plan.way == "scatter":
             part = out.view(-1, out.shape[-1])[: rows.shape[0] // group.size()]
-            collective = _collective("all_gather", part, group)
+            collective = small_collectives.prepare_again("all_gather", part, group)
     kept.keep(group, keep_as, KeptAllReduce(plan, collective))
-
-
-def _collective(
-    kind: Kind, sent: torch.Tensor, group: dist.ProcessGroup
-) -> small_collectives.CollectiveCall | None:
-    """One by a kernel, of which there have been some in the group; None where it is the backend's
-    or its memory is not made."""
-    if small_collectives.why_not(kind, sent, group) is not None:
-        return None
-    nbytes = sent.nbytes * (group.size() if kind == "all_gather" else 1)
-    try:
-        method = collective_method(kind, nbytes, group.size())
-        found = small_collectives.prepare(kind, method, sent, group)
-    except Unsupported:  # over the group's links
-        return None
-    return found if found.is_ready else None
 
 
 def _fake(
@@ -259,10 +242,9 @@ def matmul_all_reduce(
     another rank on the way is rounded too. On Hopper, for bf16 and fp16 with N and K_local
     multiples of 8, it is the scatter of `matmul_reduce_scatter` in one kernel and an all-gather of
     the result, with the same promise but for the order of a sum, which is each row's own and always
-    the same; or one kernel as on the CPU. Each is taken where the cost model has it faster (one
-    kernel: by 5%), as with some thousand rows, between 4 GPUs one kernel where K_local is some
-    3000 to 5000;
-    else a matmul and an all-reduce. That is agmm's where it is meant to serve it
+    the same; or one kernel as on the CPU. Each is taken where the cost model has it faster, as with
+    some thousand rows, one kernel between 4 GPUs where K_local is some 3000 to 5000; else a matmul
+    and an all-reduce. That is agmm's where it is meant to serve it
     (`agmm.collectives.all_reduce`), with the same bits on all ranks, else the backend's.
 
     Differentiable once. The gradient of ``out`` is taken to be the same on all ranks, as it is
@@ -308,7 +290,7 @@ def matmul_all_reduce(
     if not is_watched() and all(map(is_plain, given)):
         out = _impl(A, B, bias, group_name, world_size, strict)
         if keep_as is not None:
-            _keep(keep_as, A, B, bias, out, groups.group_of(group_name), strict)
+            _keep(keep_as, A, B, bias, out, groups.resolved(group), strict)
         return out
     op = torch.ops.agmm._matmul_all_reduce.default
     found: torch.Tensor = op(A, B, bias, group_name, world_size, strict)

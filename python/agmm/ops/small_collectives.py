@@ -86,6 +86,10 @@ class CollectiveCall(NamedTuple):
     def __call__(self, sent: torch.Tensor, out: torch.Tensor) -> None:
         self.workspace.call(self.op, self.method, sent, out, is_average=self.is_average)
 
+    def start(self, sent: torch.Tensor, out: torch.Tensor) -> CudaBackground:
+        """On a stream of its own: see `CollectivesWorkspace.start`."""
+        return self.workspace.start(self.op, self.method, sent, out, is_average=self.is_average)
+
 
 def prepare(
     kind: Kind,
@@ -99,6 +103,21 @@ def prepare(
     core_method = _core_method(kind, method, sent, group)
     workspace = collectives_workspace(group, sent.device)
     return CollectiveCall(workspace, _OPS[kind], core_method, is_average)
+
+
+def prepare_again(
+    kind: Kind, sent: torch.Tensor, group: dist.ProcessGroup
+) -> CollectiveCall | None:
+    """`prepare` after a call as a part of another op; None where the backend served it, or the
+    memory is not made."""
+    if why_not(kind, sent, group) is not None:
+        return None
+    method = collective_method(kind, _whole_bytes(kind, sent, group.size()), group.size())
+    try:
+        found = prepare(kind, method, sent, group)
+    except Unsupported:  # over the group's links
+        return None
+    return found if found.is_ready else None
 
 
 def call(
@@ -123,10 +142,8 @@ def start(
     *,
     is_average: bool = False,
 ) -> CudaBackground:
-    """The same on a stream of its own: see `CollectivesWorkspace.start`."""
-    core_method = _core_method(kind, method, sent, group)
-    workspace = collectives_workspace(group, sent.device)
-    return workspace.start(_OPS[kind], core_method, sent, out, is_average=is_average)
+    """The same on a stream of its own."""
+    return prepare(kind, method, sent, group, is_average=is_average).start(sent, out)
 
 
 def has_norm(method: Method, x: torch.Tensor, group: dist.ProcessGroup) -> bool:

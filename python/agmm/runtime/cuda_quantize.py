@@ -1,4 +1,4 @@
-"""Dynamic quantisation to fp8 by one kernel, on the GPUs that agmm has kernels for."""
+"""Dynamic quantisation to fp8 by kernels, on the GPUs that agmm has them for."""
 
 from __future__ import annotations
 

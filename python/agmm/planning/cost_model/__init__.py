@@ -58,6 +58,7 @@ from agmm.planning.cost_model.matmul import (
 )
 from agmm.planning.cost_model.scatter import (
     AllReduceWay,
+    all_reduce_gain,
     all_reduce_times,
     all_reduce_way,
     lagged_all_reduce_us,
@@ -76,6 +77,7 @@ __all__ = [
     "Load",
     "Tiling",
     "all_gather_us",
+    "all_reduce_gain",
     "all_reduce_times",
     "all_reduce_way",
     "arithmetic_us",

@@ -128,7 +128,7 @@ _LARGE_B_GATHERED_MARGIN = 1.0
 
 def gathered_margin(problem: Problem) -> float:
     is_large = problem.m * problem.k * ELEMENT_BYTES > STEADY_GATHER_BYTES
-    if not is_large or problem.world_size == 2:
+    if not is_large or problem.world_size <= 2:
         return _GATHERED_MARGIN
     return _LARGE_GATHERED_MARGIN if is_b_in_l2(problem) else _LARGE_B_GATHERED_MARGIN
 

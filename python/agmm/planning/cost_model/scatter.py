@@ -99,7 +99,7 @@ def lagged_all_reduce_us(problem: Problem, kernel: KernelConfig) -> float:
 
 
 def matmul_all_reduce_us(problem: Problem) -> float:
-    """Predicted time of the matmul, then an all-reduce, by agmm or NCCL. Not measured."""
+    """Predicted time of the matmul, then an all-reduce, by agmm or NCCL."""
     nbytes = problem.m * problem.n * ELEMENT_BYTES
     return matmul_us(problem) + fastest_us("all_reduce", nbytes, problem)
 
@@ -135,10 +135,8 @@ def all_reduce_way(
     *,
     fused: bool = False,
 ) -> AllReduceWay:
-    """How a matmul + all-reduce is to be computed: by a scatter and a gather where they are
-    predicted to save 3%, within which they were of six calls on 4 H200; by one kernel where that is
-    to save 5%, within which it was of six of eight calls on 4 H100, or of other numbers of ranks,
-    which nobody has measured, a tenth.
+    """How a matmul + all-reduce is to be computed: by the first of the ways, or by a later one
+    that is predicted to take less than `all_reduce_gain` of its time.
 
     Args:
         fused: leave the unfused way out, where there is another.
@@ -148,17 +146,21 @@ def all_reduce_way(
     others: tuple[AllReduceWay, ...] = ("scatter", "lagged")
     for other in others:
         is_first = fused and way == "unfused"
-        gain = _ALL_REDUCE_GAIN[other]
-        if other == "lagged" and problem.world_size != _LAGGED_MEASURED:
-            gain = _UNMEASURED_GAIN
+        gain = all_reduce_gain(other, problem.world_size)
         if other in times and (is_first or times[other] < gain * times[way]):
             way = other
     return way
 
 
-_ALL_REDUCE_GAIN: dict[AllReduceWay, float] = {"scatter": 0.97, "lagged": 0.95}
-"""Of the time of the others, by how far the predictions may be off."""
-_LAGGED_MEASURED, _UNMEASURED_GAIN = 4, 0.9
+def all_reduce_gain(way: AllReduceWay, world_size: int) -> float:
+    """Of the time of the others, what a way may be predicted to take to be chosen: a scatter and a
+    gather 0.97, within which six calls on 4 H200 were predicted; one kernel 0.95 between 4 ranks,
+    as six of eight calls on 4 H100, and 0.9 between others, which nobody has measured."""
+    if way == "lagged":
+        return 0.95 if world_size == 4 else 0.9
+    return 0.97
+
+
 _OTHER_OVERHEAD_US = 4.0
 """Of a kernel without constants: as the slowest of those that have some."""
 LAGGED_TILE_US = 5.0
