@@ -126,15 +126,25 @@ struct Bytes {
   }
 };
 
-/// A CTA has 64 columns and goes down their rows in tiles. A thread makes words of four rows of a
+/// What a CTA of transpose() has at a time.
+template <class Element>
+struct TransposedTile {
+  static constexpr int kColumns = 64;
+  static constexpr int kAcross = kColumns / Vector<Element>::kSize;  // threads
+  static constexpr int kWords = kThreads / kAcross;                  // of a column
+  static constexpr int kRows = 4 * kWords;
+};
+
+/// A CTA has some columns and goes down their rows in tiles. A thread makes words of four rows of a
 /// vector of columns, and the CTA stores them column by column, by way of shared memory.
 template <class Made>
 __global__ void __launch_bounds__(kThreads) transpose(Quantize const args) {
   using V = Vector<typename Made::Element>;
-  constexpr int kColumns = 64;
-  constexpr int kAcross = kColumns / V::kSize;
-  constexpr int kWords = kThreads / kAcross;  // of a column in a tile
-  constexpr int kRows = 4 * kWords;
+  using Tile = TransposedTile<typename Made::Element>;
+  constexpr int kColumns = Tile::kColumns;
+  constexpr int kAcross = Tile::kAcross;
+  constexpr int kWords = Tile::kWords;
+  constexpr int kRows = Tile::kRows;
   // An odd pitch: threads that are words or columns apart meet no bank thrice.
   __shared__ uint32_t tile[kColumns][kWords + 1];
   __shared__ float factors[kColumns];
@@ -182,21 +192,21 @@ __global__ void __launch_bounds__(kThreads) transpose(Quantize const args) {
 
 template <class Made>
 void launch_transpose(Quantize const& args, cudaStream_t stream) {
-  constexpr int kColumns = 64;
-  constexpr int kRows = 4 * kThreads / (kColumns / Vector<typename Made::Element>::kSize);
-  unsigned const across = (args.columns + kColumns - 1) / kColumns;
-  dim3 const grid(across, ctas_down((args.leading + kRows - 1) / kRows, across));
+  using Tile = TransposedTile<typename Made::Element>;
+  unsigned const across = (args.columns + Tile::kColumns - 1) / Tile::kColumns;
+  dim3 const grid(across, ctas_down((args.leading + Tile::kRows - 1) / Tile::kRows, across));
   transpose<Made><<<grid, kThreads, 0, stream>>>(args);
   AGMM_CHECK_CUDA(cudaGetLastError());
 }
 
 template <class In>
-dim3 grid_of_vectors(Quantize const& args, int rows_of_warp) {
+dim3 grid_of_vectors(Quantize const& args) {
+  constexpr int kRowsOfWarp = 8;  // at least, for what a CTA does once
   constexpr int kColumns = kWarp * Vector<In>::kSize;
   constexpr int kWarps = kThreads / kWarp;
   unsigned const across = (args.columns + kColumns - 1) / kColumns;
-  int64_t const rows = int64_t(kWarps) * rows_of_warp;
-  return {across, ctas_down((args.rows + rows - 1) / rows, across)};
+  constexpr int64_t kRows = kWarps * kRowsOfWarp;
+  return {across, ctas_down((args.rows + kRows - 1) / kRows, across)};
 }
 
 }  // namespace
@@ -205,7 +215,7 @@ void find_amax_of_columns(Quantize const& args, cudaStream_t stream) {
   AGMM_CHECK_CUDA(cudaMemsetAsync(args.amax, 0, args.columns * sizeof(*args.amax), stream));
   with_type(args.from, [&](auto of_x) {
     using In = decltype(of_x);
-    column_amax<In><<<grid_of_vectors<In>(args, 8), kThreads, 0, stream>>>(args);
+    column_amax<In><<<grid_of_vectors<In>(args), kThreads, 0, stream>>>(args);
   });
   AGMM_CHECK_CUDA(cudaGetLastError());
 }
@@ -217,7 +227,7 @@ void quantize_columns(Quantize const& args, cudaStream_t stream) {
     with_type(args.from, [&](auto of_x) {
       using In = decltype(of_x);
       if (args.leading != 0) return launch_transpose<Quantized<kTo, In>>(args, stream);
-      quantize_as_x_lies<kTo, In><<<grid_of_vectors<In>(args, 8), kThreads, 0, stream>>>(args);
+      quantize_as_x_lies<kTo, In><<<grid_of_vectors<In>(args), kThreads, 0, stream>>>(args);
       AGMM_CHECK_CUDA(cudaGetLastError());
     });
   };

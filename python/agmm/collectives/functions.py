@@ -39,8 +39,8 @@ def _called(
     """A call of a public function. ``settings``: what its torch op takes between the world size and
     ``strict``."""
     keep_as = None
-    if async_op is False and low_contention is False and not is_watched():
-        keep_as = _kind_of_call(kind, x, out, op, dim, strict)
+    if async_op is False and low_contention is False and type(dim) is int and dim == 0:
+        keep_as = kept.kind_on_gpu((kind, op), strict, x, out)
     if keep_as is not None:
         again: torch.Tensor | None = kept.call_kept(groups.resolved(group), keep_as, x, out)
         if again is not None:
@@ -83,14 +83,6 @@ def _called(
         low_contention=low_contention,
         keep_as=keep_as,
     )
-
-
-def _kind_of_call(kind: Kind, x: Any, out: Any, op: Any, dim: Any, strict: Any) -> Any:
-    """`kept.kind_of_call` of one on a GPU along the first dimension."""
-    is_usual = type(dim) is int and dim == 0 and (strict is True or strict is False)
-    if not is_usual or getattr(x, "is_cuda", False) is not True:
-        return None
-    return kept.kind_of_call((kind, op, strict), x, out)
 
 
 @overload

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from agmm.errors import Unsupported
-from agmm.ops.operands import is_plain
+from agmm.ops.operands import is_plain, is_watched
 from agmm.runtime import groups, nan_check
 
 kept_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]]
@@ -43,6 +43,16 @@ def kind_of_call(settings: tuple[Any, ...], *given: Any) -> Any:
     except (AttributeError, RuntimeError, TypeError):
         return None
     return key
+
+
+def kind_on_gpu(settings: tuple[Any, ...], strict: Any, *given: Any) -> Any:
+    """`kind_of_call` of a call whose first operand is on a GPU and that the dispatcher need not
+    see; None of others."""
+    if getattr(given[0], "is_cuda", False) is not True or is_watched():
+        return None
+    if strict is not True and strict is not False:  # 1 would be the key of True
+        return None
+    return kind_of_call((*settings, strict), *given)
 
 
 def call_kept(group: dist.ProcessGroup, kind: Any, *operands: Any) -> Any:

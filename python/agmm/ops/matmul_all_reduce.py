@@ -153,15 +153,6 @@ class KeptAllReduce:
         return found
 
 
-def _kind_of_call(A: Any, B: Any, bias: Any, strict: Any) -> Any:
-    """`kept.kind_of_call` of one on a GPU."""
-    if getattr(A, "is_cuda", False) is not True or (strict is not True and strict is not False):
-        return None
-    if is_watched() or torch.is_autocast_enabled("cuda"):
-        return None
-    return kept.kind_of_call(("matmul_all_reduce", strict), A, B, bias)
-
-
 def _keep(
     keep_as: Any,
     A: torch.Tensor,
@@ -273,7 +264,9 @@ def matmul_all_reduce(
         InvalidArgument: names the argument, the value found and the value wanted.
         Unsupported: under ``strict`` only.
     """
-    keep_as = _kind_of_call(A, B, bias, strict)
+    keep_as = None
+    if not torch.is_autocast_enabled("cuda"):  # which casts operands
+        keep_as = kept.kind_on_gpu(("matmul_all_reduce",), strict, A, B, bias)
     if keep_as is not None:
         known = groups.resolved(group)
         again: torch.Tensor | None = kept.call_kept(known, keep_as, A, B, bias, known)

@@ -77,7 +77,7 @@ class CollectivesWorkspace(SymmetricWorkspace):
             is_average: sums are divided by the world size.
 
         Raises:
-            Unsupported, AgmmError: as `SymmetricWorkspace.ensure`.
+            InvalidArgument, Unsupported, AgmmError: as `symmetric.enqueue`.
         """
         count = out.numel() if op == _core.CollectiveOp.reduce_scatter else x.numel()
         element = ELEMENTS.get(x.dtype)
