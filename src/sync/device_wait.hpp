@@ -4,7 +4,8 @@
 // release semantics at system scope.
 //   1. A lane of the producer warp acquires the signal (ld.acquire.sys): the writer's data is
 //      visible to that thread's ordinary accesses (the generic proxy).
-//   2. __syncwarp() carries this to the lane that issues the TMA loads, where another one looked.
+//   2. __syncwarp() carries this to the lane that issues the TMA loads, where another one looked; a
+//      barrier of the CTA, where another warp did.
 //   3. That lane executes fence.proxy.async: what is visible to the generic proxy is visible to the
 //      TMA loads (the async proxy) that it issues afterwards.
 // Other threads learn that the chunk is ready only through the mbarrier that the load completes on.

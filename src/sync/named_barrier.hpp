@@ -17,6 +17,9 @@ enum class NamedBarrier : int {
   kFirstItemCopied = 10,
   kPartsAdded = 11,
   kSumMade = 12,
+  kStarted = 13,
+  kMayLoad = 14,
+  kScalesHeld = 15,
 };
 
 /// For whole warps, `kThreads` threads in all; those of a warp need not come together.

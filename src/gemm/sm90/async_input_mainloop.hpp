@@ -38,10 +38,6 @@ struct AsyncInput {
   bool starts_early = false;  // for the launch
 };
 
-/// Tells CUTLASS's kernels that the mainloop has work for their fourth producer warp.
-template <class Base>
-struct AsyncInputPolicy : Base {};
-
 /// Out: the result's element type; kSwapped: A is the MMA's second operand, whose rows are columns
 /// of the MMA (KernelShape); kTimed: records TileTimes; kSplits: takes the part of K that the
 /// scheduler says; kStoresA: may store A (can_store_a); kMayPush_: may push this rank's shard.
@@ -50,15 +46,18 @@ struct AsyncInputPolicy : Base {};
 template <class Base, class Out, bool kSwapped, bool kTimed, bool kSplits, bool kStoresA,
           Accumulation kAccumulation, bool kMayPush_>
 struct AsyncInputMainloop : Base {
+  using typename Base::DispatchPolicy;
   using typename Base::PipelineState;
   using typename Base::TileShape;
-  using DispatchPolicy = AsyncInputPolicy<typename Base::DispatchPolicy>;
   using ClusterShape = typename DispatchPolicy::ClusterShape;
 
   /// Which operands of the MMA A and B are, and so which modes of a tile, of a cluster and of the
   /// problem their rows are.
   static constexpr int kA = kSwapped ? 1 : 0;
   static constexpr int kB = 1 - kA;
+  static constexpr int kTileRows = cute::size<kA>(TileShape{});     // of A
+  static constexpr int kTileColumns = cute::size<kB>(TileShape{});  // of B
+  static constexpr int kTileK = cute::size<2>(TileShape{});
   template <class OfFirst, class OfSecond>
   using OfA = cute::conditional_t<kSwapped, OfSecond, OfFirst>;
   template <class OfFirst, class OfSecond>
@@ -125,6 +124,7 @@ struct AsyncInputMainloop : Base {
   struct TensorStorage : Base::TensorStorage,
                          cute::conditional_t<kScalesBlocks, BlockScaleStorage, NoBlockScales> {
     FirstItem first_item;
+    uint32_t seen;         // signals, by the first look
     TileStart first_tile;  // where parts of K are a cluster's
   };
   /// Of tiles that are stored here.
@@ -252,18 +252,9 @@ struct AsyncInputMainloop : Base {
     if constexpr (kFitsLastRows) cute::prefetch_tma_descriptor(&params.last_rows_a);
   }
 
-  /// Into L2, while the CTA makes its barriers: the first look at a signal would else wait for the
-  /// memory, and with it the first load of A.
-  CUTLASS_DEVICE static void prefetch_signals(ChunkArrival const& arrival) {
-    if (threadIdx.x == 32 && arrival.signals != nullptr) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(arrival.signals));
-    }
-  }
-
   /// At the entry of a CTA with a tile, for all threads. The warp that claims is the first of
   /// mma(), where CUTLASS counts the consumers' threads modulo their number.
   CUTLASS_DEVICE static void claim_first_item(Params const& params, TensorStorage& storage) {
-    if constexpr (kSwapped) prefetch_signals(params.input.arrival);
     if constexpr (kConsumersPush) {
       if (params.push.shard != nullptr &&
           cutlass::canonical_warp_idx_sync() == kConsumers / cutlass::NumThreadsPerWarp) {
@@ -315,8 +306,7 @@ struct AsyncInputMainloop : Base {
     if constexpr (!kSplitsInCluster) Base::mma_tail(pipeline, smem_pipe_release, k_tile_count);
   }
 
-  /// For all threads of a CTA with a tile, when its barriers are made. What comes before reads the
-  /// kernel's parameters and asks for lines of L2, no more.
+  /// For the warp that loads. What comes before reads the kernel's parameters, no more.
   template <class ProblemShape_MNKL>
   CUTLASS_DEVICE auto load_init(ProblemShape_MNKL const& problem, Params const& params) {
     wait_for_previous_kernel();
@@ -324,12 +314,33 @@ struct AsyncInputMainloop : Base {
     return Base::load_init(problem, params);
   }
 
-  template <class TensorA, class TensorB, class KTileIterator, class BlockCoord>
+  /// Where a tile lies in A.
+  struct RowsOfA {
+    int32_t tile;
+    Range rows;
+    bool is_local;      // read where the caller has them
+    int32_t first_row;  // of A or of the local rows
+  };
+  CUTLASS_DEVICE static RowsOfA rows_of_a(AsyncInput const& input, int32_t own_tile) {
+    // A CTA whose rows only pad the cluster takes those before: TMA fills what is out of bounds so
+    // slowly that the whole cluster would wait for it. Its products are not stored.
+    int32_t const rows = input.arrival.chunks.rows;
+    int32_t const tile = min_of(own_tile, (rows - 1) / kTileRows);
+    int32_t const begin = tile * kTileRows;
+    // A tile that lies wholly in the local rows reads them there; every other tile reads gathered A
+    // for all of its rows, so that one load is never split.
+    Range const of_tile{begin, min_of(begin + kTileRows, rows)};
+    bool const is_local = !input.local_rows.empty() && input.local_rows.contains(of_tile);
+    return {tile, of_tile, is_local, begin - (is_local ? input.local_rows.begin : 0)};
+  }
+  /// For the whole warp that loads. `seen`: of the call's signals, see ChunkGate. `await_start()`:
+  /// until the stages may be used.
+  template <class TensorA, class TensorB, class BlockCoord, class AwaitStart>
   CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline,
                            PipelineState& smem_pipe_write,
                            cute::tuple<TensorA, TensorB> const& load_inputs,
-                           BlockCoord const& blk_coord, KTileIterator k_tile_iter, int k_tile_count,
-                           int thread_idx, uint32_t block_rank_in_cluster,
+                           BlockCoord const& blk_coord, int k_tile_begin, int k_tile_count,
+                           AwaitStart const& await_start, uint32_t block_rank_in_cluster,
                            TensorStorage& shared_tensors) {
     using namespace cute;
     // Lane 0, which the pipeline counts on, issues.
@@ -348,27 +359,18 @@ struct AsyncInputMainloop : Base {
     auto const cta_tma_a = tma_load_a.get_slice(kSwapped ? cta_m : cta_n);
     auto const cta_tma_b = tma_load_b.get_slice(kSwapped ? cta_n : cta_m);
 
-    int const k_begin = kSplits ? int(*k_tile_iter) : 0;
+    int const k_begin = kSplits ? k_tile_begin : 0;
     int const k_stop = kSplits ? k_begin + k_tile_count : params.input.k_tiles;
-    // A CTA whose rows only pad the cluster takes those before: TMA fills what is out of bounds so
-    // slowly that the whole cluster would wait for it. Its products are not stored.
+    AsyncInput const& input = params.input;
     int32_t const own_m_tile = get<kA>(blk_coord);
-    int32_t const m_tile = min_of(own_m_tile, (params.input.arrival.chunks.rows - 1) / kTileRows);
+    RowsOfA const of_a = rows_of_a(input, own_m_tile);
     int32_t const own_n_tile = get<kB>(blk_coord);
     int32_t const n_tile = kSwapped && size<kB>(ClusterShape{}) > 1
                                ? min_of(own_n_tile, params.input.tiles_n.divisor - 1)
                                : own_n_tile;
+    bool const is_partial = of_a.rows.size() < kTileRows;
 
-    // A tile that lies wholly in the local rows reads them where the caller has them; every other
-    // tile reads gathered A for all of its rows, so that one load is never split.
-    AsyncInput const& input = params.input;
-    int32_t const tile_begin = m_tile * kTileRows;
-    Range const rows{tile_begin, min_of(tile_begin + kTileRows, input.arrival.chunks.rows)};
-    bool const is_local = !input.local_rows.empty() && input.local_rows.contains(rows);
-    int32_t const a_row = tile_begin - (is_local ? input.local_rows.begin : 0);
-    bool const is_partial = rows.size() < kTileRows;
-
-    Tensor gA = domain_offset(make_coord(a_row, 0, 0),
+    Tensor gA = domain_offset(make_coord(of_a.first_row, 0, 0),
                               get<kA>(load_inputs)(_, _, 0, _, 0));  // (rows of A,BLK_K,k)
     Tensor gB = get<kB>(load_inputs)(_, _, n_tile, _, 0);            // (columns of B,BLK_K,k)
     Tensor tAgA = cta_tma_a.partition_S(gA);
@@ -390,17 +392,18 @@ struct AsyncInputMainloop : Base {
                                    static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
                                    smem_of<kA>(shared_tensors).begin() +
                                        stage.index() * kTileRows * kTileK + column * kTileRows,
-                                   k_tile * kTileK + column, a_row);
+                                   k_tile * kTileK + column, of_a.first_row);
           }
           // What the barrier expects of a whole tile.
           MainloopPipeline::FullBarrier::complete_transaction(
               barrier, block_rank_in_cluster,
-              static_cast<uint32_t>((kTileRows - rows.size()) * kTileK * sizeof(Element)));
+              static_cast<uint32_t>((kTileRows - of_a.rows.size()) * kTileK * sizeof(Element)));
           return;
         }
       }
-      TmaDescriptor const* const descriptor =
-          is_local ? params.tma_load_a_local.get_tma_descriptor() : tma_load_a.get_tma_descriptor();
+      TmaDescriptor const* const descriptor = of_a.is_local
+                                                  ? params.tma_load_a_local.get_tma_descriptor()
+                                                  : tma_load_a.get_tma_descriptor();
       copy(tma_load_a.with(descriptor, *pipeline.producer_get_barrier(stage), mcast_mask_a),
            tAgA(_, _, _, k_tile), tAsA(_, _, _, stage.index()));
     };
@@ -409,11 +412,12 @@ struct AsyncInputMainloop : Base {
       // swizzles the address of the first element, and TMA wants the buffer's.
       SM90_TMA_STORE_3D::copy(params.tma_store_a.get_tma_descriptor(),
                               smem_of<kA>(shared_tensors).begin() + stage * kTileRows * kTileK,
-                              k_tile * kTileK, a_row + (is_local ? input.local_rows.begin : 0), 0);
+                              k_tile * kTileK,
+                              of_a.first_row + (of_a.is_local ? input.local_rows.begin : 0), 0);
       tma_store_arrive();
     };
     StageStore<kStoresA, kStages, decltype(store_a)> a_store(
-        params.stores_a && m_tile == own_m_tile, input.tiles_n, n_tile, k_begin, store_a);
+        params.stores_a && of_a.tile == own_m_tile, input.tiles_n, n_tile, k_begin, store_a);
     auto const acquire_and_load_b = [&](PipelineState const& stage, int k_tile) {
       if constexpr (kScalesBlocks) {
         if (k_tile == k_begin) {
@@ -440,7 +444,13 @@ struct AsyncInputMainloop : Base {
     TileTimer<kTimed> const timer(input.tile_times,
                                   issues ? timed_tile_of(input, own_m_tile, n_tile) : -1);
     timer.begins();
-    ChunkGate<kTileRows, kTileK, kSwapped> gate(input.arrival, a_row, {k_begin, k_stop}, is_local);
+    await_start();
+    ChunkGate<kTileRows, kTileK, kSwapped> gate(input.arrival, shared_tensors.seen, of_a.first_row,
+                                                {k_begin, k_stop}, of_a.is_local);
+    if constexpr (kTimed) {
+      // What the first look has found was not there when the tile began.
+      if (smem_pipe_write.count() == 0 && gate.k_end() > k_begin) timer.found(true);
+    }
     ProducerLoop<decltype(gate), decltype(acquire_and_load_b), decltype(load_a),
                  !kReadsScales> const loop{gate, acquire_and_load_b, load_a};
     loop(smem_pipe_write, k_begin, issues, [&](bool is_first) { timer.found(is_first); });
@@ -467,11 +477,7 @@ struct AsyncInputMainloop : Base {
   /// The fourth producer warp's only work. It exits here: what the kernel would keep for its next
   /// tile takes registers that the push needs. Every CTA with a tile comes here once, the others
   /// never.
-  template <class TensorA, class TensorB, class KTileIterator, class BlockCoord>
-  CUTLASS_DEVICE void load_auxiliary(Params const& params, MainloopPipeline, PipelineState,
-                                     cute::tuple<TensorA, TensorB> const&, BlockCoord const&,
-                                     KTileIterator, int, int, uint32_t,
-                                     TensorStorage& shared_tensors) {
+  CUTLASS_DEVICE void load_auxiliary(Params const& params, TensorStorage& shared_tensors) {
     if constexpr (kMayPush) {
       if (params.push.shard != nullptr) {
         if constexpr (kConsumersPush) {
@@ -528,9 +534,6 @@ struct AsyncInputMainloop : Base {
 
   static constexpr int kStages = Base::DispatchPolicy::Stages;
   static constexpr int kConsumers = cute::size(typename Base::TiledMma{});
-  static constexpr int kTileRows = cute::size<kA>(TileShape{});     // of A
-  static constexpr int kTileColumns = cute::size<kB>(TileShape{});  // of B
-  static constexpr int kTileK = cute::size<2>(TileShape{});
   /// Of one TMA load, as the swizzle has it.
   static constexpr int kBoxColumns = 128 / sizeof(Element);
   static_assert(!kStoresA || kTileK == kBoxColumns);
@@ -564,10 +567,3 @@ struct AsyncInputMainloop : Base {
 };
 
 }  // namespace agmm
-
-namespace cutlass::gemm::kernel::detail {
-
-template <class Base>
-struct HasAuxiliaryLoad<agmm::AsyncInputPolicy<Base>> : cute::true_type {};
-
-}  // namespace cutlass::gemm::kernel::detail

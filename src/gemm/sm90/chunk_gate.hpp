@@ -17,25 +17,52 @@ struct ChunkArrival {
   ChunkGrid chunks{};
   uint32_t const* signals = nullptr;  // null: everything is there
   uint32_t ready_value = 1;
+  /// A bit of each signal, or 0 where there are more than a warp has lanes. Else the warp looks at
+  /// all of a call's signals at once and keeps a bit of each that it has seen, which it need not
+  /// look at again: they are reset when the call has ended.
+  uint32_t all_signals = 0;
   WaitLimit wait_limit{};
+
+  static uint32_t bit_of_each(ChunkGrid const& chunks) {
+    return chunks.count() > 32 ? 0 : ~0u >> (32 - chunks.count());
+  }
 };
 
+/// The signals that are there, by a warp's first look; acquired by its lanes, and by whoever comes
+/// behind a barrier of theirs.
+CUTLASS_DEVICE uint32_t first_look(ChunkArrival const& arrival) {
+  if (arrival.signals == nullptr) return 0;
+  stress_delay_warp(arrival.wait_limit.rank);
+  int const i = lane_id();
+  bool const is_there = (arrival.all_signals >> i & 1) != 0 &&
+                        look_at_signal(arrival.signals + i, arrival.ready_value, i,
+                                       arrival.wait_limit) == arrival.ready_value;
+  return __ballot_sync(0xffffffffu, is_there);
+}
+
 /// Of one tile, `kTileRows` rows of the gathered operand by k tiles of `kTileK` columns. For all 32
-/// lanes of a producer warp together, which look at 32 columns of chunks at once. `kManyRows`: or
-/// at 32 rows of chunks, where A has one column of them: a tile of a call with few rows needs
-/// several.
+/// lanes of a producer warp together. `kManyRows`: where there are more signals than lanes and A
+/// has one column of chunks, they look at 32 rows of chunks at once: a tile of a call with few rows
+/// needs several.
 template <int kTileRows, int kTileK, bool kManyRows = false>
 class ChunkGate {
  public:
-  /// `is_open`: the tile's rows need no signal.
-  CUTLASS_DEVICE ChunkGate(ChunkArrival const& arrival, int32_t first_row, Range k_tiles,
-                           bool is_open)
+  /// `is_open`: the tile's rows need no signal. `seen`: the signals that have been seen, kept from
+  /// tile to tile in shared memory, which all lanes write alike; those of other threads in front of
+  /// a barrier and a fence_proxy_async_global().
+  CUTLASS_DEVICE ChunkGate(ChunkArrival const& arrival, uint32_t& seen, int32_t first_row,
+                           Range k_tiles, bool is_open)
       : arrival_(arrival),
+        seen_(seen),
         first_row_(first_row),
         k_stop_(k_tiles.end),
         awaits_(arrival.signals != nullptr && !is_open),
-        ready_(awaits_ && !kNoWait ? k_tiles.begin * kTileK / arrival.chunks.columns_per_chunk
-                                   : arrival.chunks.chunks_k) {}
+        ready_(arrival.chunks.chunks_k) {
+    bool const all_seen = arrival.all_signals != 0 && seen == arrival.all_signals;
+    if (!awaits_ || all_seen || kNoWait) return;
+    ready_ = k_tiles.begin * kTileK / arrival.chunks.columns_per_chunk;
+    if (arrival.all_signals != 0) ready_ = seen_columns(row_chunks());
+  }
 
   /// k tiles before this one may be loaded.
   CUTLASS_DEVICE int k_end() const {
@@ -48,22 +75,66 @@ class ChunkGate {
   /// Looks whether more is there; true: it may be loaded by TMA by any lane, after a __syncwarp()
   /// of the caller's where this is not the lane that looked. `waits`: until there is more.
   CUTLASS_DEVICE bool look(bool waits) {
-    int const arrived = arrived_columns(waits);
-    if (arrived == 0) return false;
+    int const ready =
+        arrival_.all_signals != 0 ? look_at_unseen(waits) : ready_ + arrived_columns(waits);
+    if (ready == ready_) return false;
     fence_proxy_async_global();
-    ready_ += arrived;
+    ready_ = ready;
     return true;
   }
 
   /// The fault no_wait: the signals are awaited after the loads, so that they and the credits stay
   /// in step, and wrong elements are all that comes of it.
   CUTLASS_DEVICE void look_too_late() {
-    for (ready_ = 0; awaits_ && ready_ < arrival_.chunks.chunks_k;) {
-      ready_ += arrived_columns(true);
-    }
+    for (ready_ = 0; awaits_ && ready_ < arrival_.chunks.chunks_k;) look(true);
   }
 
  private:
+  CUTLASS_DEVICE Range row_chunks() const {
+    return arrival_.chunks.row_chunks({first_row_, first_row_ + kTileRows});
+  }
+
+  /// As `ready_`, by the signals that have been seen.
+  CUTLASS_DEVICE int seen_columns(Range rows) const {
+    int32_t const chunks_k = arrival_.chunks.chunks_k;
+    uint32_t columns = ~0u;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int32_t row = rows.begin; row < rows.end; ++row) columns &= seen_ >> row * chunks_k;
+    uint32_t const missing = ~(columns >> ready_);
+    int const more = missing == 0 ? 32 : __ffs(int(missing)) - 1;
+    return min_of(ready_ + more, chunks_k);
+  }
+
+  /// ready_ after a look at all signals that have not been seen, or after as many as it takes to
+  /// find more.
+  CUTLASS_DEVICE int look_at_unseen(bool waits) const {
+    uint32_t since = 0;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (;;) {
+      stress_delay_warp(arrival_.wait_limit.rank);
+      int const i = lane_id();
+      uint32_t found = arrival_.ready_value;
+      bool const looks = ((arrival_.all_signals & ~seen_) >> i & 1) != 0;
+      if (looks) {
+        found = look_at_signal(arrival_.signals + i, arrival_.ready_value, i, arrival_.wait_limit);
+      }
+      bool const is_there = looks && found == arrival_.ready_value;
+      __syncwarp();  // the vote carries no memory order
+      seen_ |= __ballot_sync(0xffffffffu, is_there);
+      Range const rows = row_chunks();
+      int const ready = seen_columns(rows);
+      if (ready != ready_ || !waits) return ready;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int32_t row = rows.begin; row < rows.end; ++row) {
+        bool const is_awaited = i == arrival_.chunks.signal_index(row, ready);
+        if (is_awaited && looks && !is_there) {
+          check_wait(found, arrival_.ready_value, i, arrival_.wait_limit, since);
+        }
+      }
+      __syncwarp();
+    }
+  }
+
   /// How many columns of chunks from `ready_` on are there for the tile's rows, acquired; at most
   /// one per lane.
   CUTLASS_DEVICE int arrived_columns(bool waits) const {
@@ -116,6 +187,7 @@ class ChunkGate {
   }
 
   ChunkArrival const& arrival_;
+  uint32_t& seen_;
   int32_t const first_row_;
   int const k_stop_;
   bool const awaits_;

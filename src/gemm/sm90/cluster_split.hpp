@@ -21,9 +21,10 @@ namespace agmm {
 /// its consumers would release the stages of the cluster's first CTA.
 template <class Base>
 struct OwnStagesPipeline : Base {
-  template <class Storage, class Params, class ClusterShape>
-  CUTLASS_DEVICE OwnStagesPipeline(Storage& storage, Params const& params, ClusterShape shape)
-      : Base(storage, params, shape) {
+  template <class Storage, class Params, class ClusterShape, class InitBarriers>
+  CUTLASS_DEVICE OwnStagesPipeline(Storage& storage, Params const& params, ClusterShape shape,
+                                   InitBarriers init)
+      : Base(storage, params, shape, init) {
     // Its first member is the CTA whose stages are released.
     static_assert(std::is_standard_layout_v<Base>);
     *reinterpret_cast<uint32_t*>(static_cast<Base*>(this)) = cute::block_rank_in_cluster();

@@ -26,11 +26,12 @@
 #include "gemm/sm90/async_input_mainloop.hpp"
 #include "gemm/sm90/element_types.hpp"
 #include "gemm/sm90/fusion.hpp"
+#include "gemm/sm90/quick_start_kernel.hpp"
 #include "gemm/sm90/wgmma.hpp"
 
 namespace agmm {
 
-/// CUTLASS's kernel, and beside it, where it may push, CTAs that do nothing else.
+/// The kernel, and beside it, where it may push, CTAs that do nothing else.
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksPerMultiprocessor)
     async_input_kernel(CUTLASS_GRID_CONSTANT typename Kernel::Params const params) {
@@ -126,10 +127,16 @@ struct KernelInstance {
   using EpilogueFusion =
       Fusion<cute::conditional_t<kScalesBlocks, Element, Element_>, TileShape, kSwapped>;
 
-  // CUTLASS stores 16 columns at a time where the width is no multiple of 32.
-  using EpilogueTile = cute::conditional_t<kCooperative && kMmaN % 32 != 0 && kMmaN % 48 == 0,
-                                           cute::Shape<cute::_128, cute::Int<48>>,
-                                           cutlass::epilogue::collective::EpilogueTileAuto>;
+  // What is stored at a time: CUTLASS's 32 columns, or 16 where the width is no multiple of 32. Two
+  // barriers each, which the other warpgroup of a pingpong kernel waits for when its own tile is
+  // done; a cooperative kernel's end is bound by the memory.
+  static constexpr int kStoreColumns = kCooperative && kMmaN % 32 != 0 && kMmaN % 48 == 0 ? 48
+                                       : !kCooperative && kMmaM >= 128 && kMmaN % 64 == 0 ? 64
+                                                                                          : 0;
+  using EpilogueTile =
+      cute::conditional_t<kStoreColumns == 0, cutlass::epilogue::collective::EpilogueTileAuto,
+                          cute::Shape<cute::Int<kCooperative ? 128 : 64>,
+                                      cute::Int<kStoreColumns == 0 ? 16 : kStoreColumns>>>;
   template <class OfFusion>
   using EpilogueWith = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape, EpilogueTile,
@@ -170,14 +177,14 @@ struct KernelInstance {
   using Mainloop = AsyncInputMainloop<CutlassMainloop<UsualEpilogue>, Element, kSwapped, kTimed,
                                       kSplits, kFacts.can_store_a && !kLean, kAccumulation, !kLean>;
   template <class Epilogue>
-  using KernelWith = cutlass::gemm::kernel::GemmUniversal<
+  using KernelWith = QuickStartKernel<cutlass::gemm::kernel::GemmUniversal<
       cute::Shape<int, int, int, int>, Mainloop, Epilogue,
       cutlass::gemm::PersistentAsyncInputScheduler<
           MainloopSchedule, cutlass::gemm::AsyncInputWait::Mainloop,
           !kSplits           ? cutlass::gemm::SplitsK::No
           : kSplitsInCluster ? cutlass::gemm::SplitsK::InCluster
                              : cutlass::gemm::SplitsK::Yes,
-          kSwapped ? cutlass::gemm::Gathered::B : cutlass::gemm::Gathered::A>>;
+          kSwapped ? cutlass::gemm::Gathered::B : cutlass::gemm::Gathered::A>>>;
 
   // The consumers wait for a buffer of the epilogue again and again while they have nothing to
   // multiply. So it gets as many as fit into what the stages of the mainloop leave.
@@ -203,9 +210,11 @@ struct KernelInstance {
     AsyncInputArgs const& mm = call.matmul;
     Arrival const& arrival = mm.arrival;
     AsyncInput input;
-    input.arrival = {ChunkGrid(mm.problem.m, mm.problem.k, arrival.chunks_m, arrival.chunks_k),
+    ChunkGrid const chunks(mm.problem.m, mm.problem.k, arrival.chunks_m, arrival.chunks_k);
+    input.arrival = {chunks,
                      arrival.signals,
                      arrival.ready_value,
+                     ChunkArrival::bit_of_each(chunks),
                      {call.report_place, mm.limit_ns, arrival.senders, mm.rank}};
     input.local_rows = {mm.operands.local_begin, mm.operands.local_end};
     input.release = call.release;
@@ -347,8 +356,8 @@ struct KernelInstance {
   // kernel writes or reads, and that returns when the kernel ahead has ended and its writes are
   // visible. It has to have waited for those ahead of it: every ordinary launch has, and one that
   // is programmatic itself by this instruction; where it leaves that out, so does the order. Before
-  // it are the barriers in shared memory, prefetches of TMA descriptors and of lines into L2, where
-  // writes meet them, and reads of parameters, which no kernel writes. The kernel never triggers
+  // it are the barriers in shared memory, prefetches of TMA descriptors, and reads of parameters,
+  // which no kernel writes. The kernel never triggers
   // the next one, whose CTAs would take the place of kernels that this one may wait for. Where what
   // is ahead is no kernel, an event's wait or a copy, the attribute says nothing, in graphs too.
   static int launch(void* params, void* stream) {
