@@ -127,6 +127,12 @@ def test_where_a_weight_is_read_once_for_all_chunks(
         assert heuristics.reads_b_across(here, SMALL, chunks) is wanted
 
 
+@pytest.mark.parametrize(("m", "wanted"), [(624, True), (1024, False)])
+def test_a_weight_is_read_once_where_that_saves_more_than_a_reading(m: int, wanted: bool) -> None:
+    problem = Problem(m, 28672, 8192, gpu="nvidia-h100-80gb-hbm3")
+    assert heuristics.reads_b_across(problem, SMALL, 4) is wanted
+
+
 def test_swizzle_and_raster_may_be_left_out() -> None:
     plain = KernelConfig(128, 128, 64, 1, 1, "pingpong", 1, "along_m")
     assert KernelConfig.parse("128x128x64_1x1_pingpong") == plain
