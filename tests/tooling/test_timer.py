@@ -136,6 +136,37 @@ def test_order_of_a_cuda_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("late_calls", "spin_us", "group", "calls"),
+    [
+        (0, 1e5, None, 1),
+        (1, 1e5, None, 2),
+        (9, 1e5, None, 3),  # at most
+        (9, 0.0, None, 1),  # nothing is hidden
+        (9, 1e5, object(), 1),  # the other ranks do not know
+    ],
+)
+def test_a_sample_that_a_late_host_spoilt_is_repeated(
+    monkeypatch: pytest.MonkeyPatch, late_calls: int, spin_us: float, group: object, calls: int
+) -> None:
+    monkeypatch.setattr(timer, "cycles_per_us", lambda index: 1.0)
+    monkeypatch.setattr(torch.cuda, "Event", _FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **keywords: None)
+    sample = timer.CudaSampler(cast(Any, group), CPU, spin_us=spin_us, flush_l2=False)
+    made = 0
+
+    def call() -> None:
+        nonlocal made
+        made += 1
+        if made <= late_calls:
+            time.sleep(0.15)
+
+    assert sample(call) == 25.0
+    assert made == calls
+
+
 def _uneven_ranks() -> tuple[dict[str, list[float]], str]:
     slow = 0.02 if dist.get_rank() == 1 else 0.0
     times = time_ways({"uneven": lambda: time.sleep(slow), "even": lambda: None}, samples=4)

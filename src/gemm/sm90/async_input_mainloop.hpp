@@ -124,7 +124,7 @@ struct AsyncInputMainloop : Base {
   struct TensorStorage : Base::TensorStorage,
                          cute::conditional_t<kScalesBlocks, BlockScaleStorage, NoBlockScales> {
     FirstItem first_item;
-    uint32_t seen;         // signals, by the first look
+    uint32_t seen;         // signals: see ChunkGate
     TileStart first_tile;  // where parts of K are a cluster's
   };
   /// Of tiles that are stored here.
@@ -333,8 +333,7 @@ struct AsyncInputMainloop : Base {
     bool const is_local = !input.local_rows.empty() && input.local_rows.contains(of_tile);
     return {tile, of_tile, is_local, begin - (is_local ? input.local_rows.begin : 0)};
   }
-  /// For the whole warp that loads. `seen`: of the call's signals, see ChunkGate. `await_start()`:
-  /// until the stages may be used.
+  /// For the whole warp that loads. `await_start()`: until the stages may be used.
   template <class TensorA, class TensorB, class BlockCoord, class AwaitStart>
   CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline,
                            PipelineState& smem_pipe_write,

@@ -48,8 +48,8 @@ template <int kTileRows, int kTileK, bool kManyRows = false>
 class ChunkGate {
  public:
   /// `is_open`: the tile's rows need no signal. `seen`: the signals that have been seen, kept from
-  /// tile to tile in shared memory, which all lanes write alike; those of other threads in front of
-  /// a barrier and a fence_proxy_async_global().
+  /// tile to tile in shared memory; those of other threads in front of a barrier and a
+  /// fence_proxy_async_global().
   CUTLASS_DEVICE ChunkGate(ChunkArrival const& arrival, uint32_t& seen, int32_t first_row,
                            Range k_tiles, bool is_open)
       : arrival_(arrival),
@@ -120,7 +120,7 @@ class ChunkGate {
       }
       bool const is_there = looks && found == arrival_.ready_value;
       __syncwarp();  // the vote carries no memory order
-      seen_ |= __ballot_sync(0xffffffffu, is_there);
+      see(__ballot_sync(0xffffffffu, is_there));
       Range const rows = row_chunks();
       int const ready = seen_columns(rows);
       if (ready != ready_ || !waits) return ready;
@@ -133,6 +133,15 @@ class ChunkGate {
       }
       __syncwarp();
     }
+  }
+
+  /// For all lanes, with the same signals.
+  CUTLASS_DEVICE void see(uint32_t signals) const {
+    if (signals == 0) return;
+    uint32_t const seen = seen_ | signals;
+    __syncwarp();  // all have read it
+    if (lane_id() == 0) seen_ = seen;
+    __syncwarp();
   }
 
   /// How many columns of chunks from `ready_` on are there for the tile's rows, acquired; at most

@@ -357,9 +357,9 @@ struct KernelInstance {
   // visible. It has to have waited for those ahead of it: every ordinary launch has, and one that
   // is programmatic itself by this instruction; where it leaves that out, so does the order. Before
   // it are the barriers in shared memory, prefetches of TMA descriptors, and reads of parameters,
-  // which no kernel writes. The kernel never triggers
-  // the next one, whose CTAs would take the place of kernels that this one may wait for. Where what
-  // is ahead is no kernel, an event's wait or a copy, the attribute says nothing, in graphs too.
+  // which no kernel writes. The kernel never triggers the next one, whose CTAs would take the place
+  // of kernels that this one may wait for. Where what is ahead is no kernel, an event's wait or a
+  // copy, the attribute says nothing, in graphs too.
   static int launch(void* params, void* stream) {
     cudaLaunchAttribute attributes[2]{};
     unsigned count = 0;
