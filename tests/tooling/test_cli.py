@@ -519,6 +519,7 @@ def test_ctrl_c_leaves_nothing_behind(when: str) -> None:
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 130, stderr
         assert stderr.strip().splitlines() == ["agmm: interrupted"]
+        deadline = time.monotonic() + 60
         while _members(process.pid) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert _members(process.pid) == []
