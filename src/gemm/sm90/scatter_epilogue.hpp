@@ -174,14 +174,14 @@ struct ScatterEpilogue : Base {
       Push::tell_sender(is_whole);
       if (!is_whole) return cute::make_tuple(load_state, store_state);
     }
-    // Every group computes each kGroups-th tile of the CTA, the first one the first.
-    int const group = kGroups == 1 ? 0 : int(threadIdx.x) / kTileThreads - 1;
     if constexpr (std::is_same_v<Scales, SumScales>) {
       params_->scales.template multiply<kTileThreads, cute::size<1>(Layout{}),
                                         cute::size<2>(Layout{}), cute::size<0>(Layout{})>(
           accumulators.data(), static_cast<HeldScales&>(shared), tiles.a_row(row),
           int32_t(cute::get<1>(coord)) * kTileN, thread);
     }
+    // Every group computes each kGroups-th tile of the CTA, the first one the first.
+    int const group = kGroups == 1 ? 0 : int(threadIdx.x) / kTileThreads - 1;
     if (owner != tiles.rank) {
       Push::put(shared.push, accumulators.data(), number_ * kGroups + group, thread, tiles.rank);
       ++number_;
