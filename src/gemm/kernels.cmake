@@ -31,8 +31,11 @@ set(AGMM_KERNEL_TABLE
     "32  128 64 1 1 Cooperative all swapped"
     "64  128 64 1 1 Cooperative default swapped"
     "64  128 64 1 2 Cooperative all swapped"
+    "80  128 64 1 1 Cooperative default swapped"
     "96  128 64 1 1 Cooperative default swapped"
     "128 128 64 1 1 Cooperative default swapped"
+    "144 128 64 1 1 Cooperative default swapped"
+    "160 128 64 1 1 Cooperative default swapped"
     "64  256 64 1 1 Cooperative all swapped"
     "192 128 64 1 2 Cooperative all swapped"
     "240 128 64 1 2 Cooperative default swapped"
@@ -43,6 +46,7 @@ set(AGMM_KERNEL_TABLE
     "160 256 64 2 1 Cooperative default swapped"
     "32  64  64 1 1 Pingpong    all swapped"
     "64  64  128 1 1 Pingpong   default swapped"
+    "96  64  128 1 1 Pingpong   default swapped"
     "128 192 64 1 1 Pingpong    default swapped"
     "128 128 64 1 1 Pingpong    timed")
 
@@ -60,9 +64,9 @@ set(AGMM_FP8_TABLE
     "128 256 128 2 1 Cooperative default Block e4m3"
     "128 128 128 1 1 Cooperative default Block e4m3"
     "128 128 128 2 1 Cooperative all     Block1x128 e4m3"
-    "64  64  128 1 1 Pingpong    all     Fast e4m3"
+    "64  64  128 1 1 Pingpong    default Fast e4m3"
     "128 128 128 2 1 Pingpong    all     Fast e4m3"
-    "128 160 128 1 1 Pingpong    all     Fast e4m3"
+    "128 160 128 1 1 Pingpong    default Fast e4m3"
     "256 128 128 2 1 Cooperative all     Fast e4m3"
     "256 128 128 2 1 Cooperative all     Slow e4m3")
 

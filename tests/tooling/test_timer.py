@@ -167,6 +167,26 @@ def test_a_sample_that_a_late_host_spoilt_is_repeated(
     assert made == calls
 
 
+@pytest.mark.parametrize("group", [None, object()])
+def test_a_slow_host_spins_longer_from_then_on(
+    monkeypatch: pytest.MonkeyPatch, group: object
+) -> None:
+    spins: list[float] = []
+    monkeypatch.setattr(timer, "cycles_per_us", lambda index: 1.0)
+    monkeypatch.setattr(torch.cuda, "Event", _FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", spins.append)
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **keywords: None)
+    sample = timer.CudaSampler(cast(Any, group), CPU, spin_us=100.0, flush_l2=False)
+    sample(lambda: time.sleep(0.001))
+    assert set(spins) == {100.0}
+    sample(lambda: None)
+    assert 1_500 <= spins[-1] <= 5_000
+    sample(lambda: time.sleep(0.1))
+    sample(lambda: None)
+    assert spins[-1] == 5_000  # at most
+
+
 def _uneven_ranks() -> tuple[dict[str, list[float]], str]:
     slow = 0.02 if dist.get_rank() == 1 else 0.0
     times = time_ways({"uneven": lambda: time.sleep(slow), "even": lambda: None}, samples=4)

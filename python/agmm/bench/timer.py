@@ -6,7 +6,8 @@ The all-reduce comes after the spin because that is counted in cycles, and the c
 differ: ranks aligned before it were found 25 µs apart after it. The ways under comparison are
 interleaved within one process, in an order drawn anew for every sample, so that clocks and
 temperature treat them alike. Without other ranks a sample whose launches took the host longer than
-the spin is repeated: it would hold the host's pause. A sample is the maximum over the ranks; the
+the spin is repeated: it would hold the host's pause. Where it is not repeated, or in vain, the host
+is a slow one, and spins longer from then on. A sample is the maximum over the ranks; the
 figure to report is the median of the samples.
 
 On the CPU a sample is a barrier and `time.perf_counter` around the op.
@@ -28,10 +29,12 @@ from agmm.bench.exchange import group_or_alone, of_all_ranks
 
 SAMPLES = 20  # of which the median is reported
 WARMUP = 3  # both slots of agmm have been used then, and one of them again
-SPIN_US = 400.0  # more than the launches of a call take
+SPIN_US = 400.0  # more than the launches of a call take on most hosts
 FLUSH_BYTES = 256 * 2**20  # several times the 50 MB of a Hopper's L2
 
 _ATTEMPTS = 3  # at a sample whose launches the spin did not hide
+_LONGER = 1.5  # times what the host took is the next spin
+_MOST_SPIN_US = 5000.0
 
 _CALIBRATION_CYCLES = 4_000_000  # some 2 ms, beside which the events cost nothing
 
@@ -150,7 +153,7 @@ class CudaSampler:
         self._group = group
         self._device = device
         self._spin_us = spin_us
-        self._spin_cycles = round(spin_us * cycles_per_us(device.index))
+        self._cycles_per_us = cycles_per_us(device.index)
         self._flush = (
             torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device) if flush_l2 else None
         )
@@ -159,9 +162,13 @@ class CudaSampler:
     def __call__(self, fn: Callable[[], Any]) -> float:
         for _ in range(_ATTEMPTS):
             elapsed_us, host_us = self._sample(fn)
+            if not self._spin_us or host_us < self._spin_us:
+                return elapsed_us
             # Of several ranks each would have to know that another repeats.
-            if self._group is not None or not self._spin_cycles or host_us < self._spin_us:
+            if self._group is not None:
                 break
+        longer_us = min(_LONGER * host_us, _MOST_SPIN_US)
+        self._spin_us = max(self._spin_us, longer_us)  # of all ways, which clocks treat alike
         return elapsed_us
 
     def _sample(self, fn: Callable[[], Any]) -> tuple[float, float]:
@@ -172,8 +179,8 @@ class CudaSampler:
         if self._flush is not None:
             self._flush.zero_()
         host_begin = time.perf_counter_ns()
-        if self._spin_cycles:
-            torch.cuda._sleep(self._spin_cycles)
+        if self._spin_us:
+            torch.cuda._sleep(round(self._spin_us * self._cycles_per_us))
         if self._group is not None:
             dist.all_reduce(self._token, op=dist.ReduceOp.MAX, group=self._group)
         begin.record()

@@ -156,11 +156,12 @@ class At:
         return least_us, copied_us, launch_us + max(pushed_us, memory_us)
 
     def least_split_load(self, t: Tiling) -> Load:
-        """As `load` for K in any number of parts, more than one, that are computed in one wave: at
-        the least time of a tile. ``t`` is of the kernel without splits."""
+        """As `load` for K in any number of parts, more than one, at the least time of a tile, for
+        `least_us`: 0 waves, since clusters of some numbers need a second one, which does not wait
+        as the only one does. ``t`` is of the kernel without splits."""
         rows_of_blocks = -(-self.problem.m // t.block_rows)
         memory_us = self.memory_us(1 if self.b_in_l2 else min(self.world_size, rows_of_blocks))
-        return Load(t.least_split_us, rows_of_blocks * t.blocks_in_row, 1, memory_us, 0.0)
+        return Load(t.least_split_us, rows_of_blocks * t.blocks_in_row, 0, memory_us, 0.0)
 
     def fused_us(self, t: Tiling, load: Load, transport: str) -> float:
         """See `fused_us`."""
