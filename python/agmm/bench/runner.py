@@ -11,8 +11,8 @@ Traps, and what is done about each (the timing itself is in `agmm.bench.timer`):
   order drawn anew for each sample, and times are compared within one run only.
 - Launches: a spin of 400 µs on the GPU hides them, longer on a host that takes longer. A way that
   waits for the GPU on the host shows it in its time; what the host pays has a column ("host µs"):
-  the median over the ranks, since a rank that shares its core with another process says nothing of the
-  op; the report has every rank's.
+  the median over the ranks, since a rank that shares its core with another process says nothing of
+  the op; the report has every rank's.
 - L2: a buffer larger than L2 is written before each sample, so no way finds its operands there.
 - Ranks: a tiny all-reduce aligns them after the spin, whose length in time depends on the clock of
   each GPU (before it, they were found 25 µs apart), and a sample is the maximum over them; the
