@@ -6,8 +6,8 @@ The all-reduce comes after the spin because that is counted in cycles, and the c
 differ: ranks aligned before it were found 25 µs apart after it. The ways under comparison are
 interleaved within one process, in an order drawn anew for every sample, so that clocks and
 temperature treat them alike. Without other ranks a sample whose launches took the host longer than
-the spin is repeated: it would hold the host's pause. Where it is not repeated, or in vain, the host
-is a slow one, and spins longer from then on. A sample is the maximum over the ranks; the
+the spin is repeated: it would hold the host's pause. Where it is not repeated, or in vain, the spin
+is longer from then on, since the host is a slow one. A sample is the maximum over the ranks; the
 figure to report is the median of the samples.
 
 On the CPU a sample is a barrier and `time.perf_counter` around the op.
