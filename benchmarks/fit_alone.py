@@ -51,8 +51,8 @@ ROWS_THAT_COUNT = 1.03
 """A row-major B that takes less longer is left out of the constants."""
 FITTED = "fitted"  # a GPU's name
 FITTED_NAMES = (
-    "tflops_per_sm, tile_overhead_us, row_major_factor, split_us, cluster_split_us, "
-    "matmul_gb_per_s, idle_gain, matmul_tflops and matmul_latency_us"
+    "tflops_per_sm, tile_overhead_us, pingpong_overlap, row_major_factor, split_us, "
+    "cluster_split_us, matmul_gb_per_s, idle_gain, matmul_tflops and matmul_latency_us"
 )
 Sweep = dict[str, Any]
 
@@ -81,10 +81,8 @@ def sweep(count: int, seed: int, samples: int, limit_s: float) -> Sweep:
         )
         ways: dict[str, Callable[[], Any]] = {ROOF: partial(torch.mm, A, B)}
         for kernel in kernels:
-            order = replace(
-                heuristics.usual_order(problem, kernel),
-                across=heuristics.reads_b_across(problem, kernel, CHUNKS),
-            )
+            usual = heuristics.usual_order(problem, kernel)
+            order = heuristics.across_chunks(problem, usual, CHUNKS)
             for splits in legality.legal_splits(problem, kernel)[: heuristics.MAX_SPLITS]:
                 config = replace(order, splits=splits)
                 ways[replace(kernel, splits=splits).name] = partial(
@@ -228,6 +226,8 @@ class Fit:
             self._of_cluster(place, clusters)
         for name in ("matmul_gb_per_s", "idle_gain"):
             self._scalar(name, list(self.calls))
+        pingpong = [kernel for kernel in self.calls if kernel.schedule == "pingpong"]
+        self._scalar("pingpong_overlap", pingpong)
 
     def finish(self) -> Constants:
         """What the library takes, on the squared errors, since it is not chosen by its constants;

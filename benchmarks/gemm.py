@@ -101,7 +101,8 @@ def measure(
     allowed = allowed_error(relative_error(torch.mm(A, B), reference))
     calls: dict[str, Callable[[], Any]] = {ROOF: lambda: torch.mm(A, B, out=out)}
     results: dict[str, dict[str, Any]] = {ROOF: {"reason": None}}
-    for name, config in configs(problem, substring, most_splits, is_usual_order):
+    for name, order in configs(problem, substring, most_splits, is_usual_order):
+        config = heuristics.across_chunks(problem, order, chunks)
         call = _call(A, B, signals, pivot, config)
         reason = None
         try:
@@ -168,13 +169,16 @@ def measure_scaled(
         operand, Weight(weight, None, None, torch.bfloat16, fast_accum)
     )
     assert accumulation is not None
-    _, sm_count = call_plans.device_facts(device)
-    for kernel in fp8_kernels.built("float8_e4m3fn_float8_e4m3fn", accumulation):
+    problem = call_plans.scaled_problem(
+        *shape, "float8_e4m3fn_float8_e4m3fn", accumulation.name, device
+    )
+    for kernel in fp8_kernels.built(problem.dtype, accumulation):
         if substring not in kernel.kernel:
             continue
-        _, *split = fp8_kernels.with_splits(kernel, *shape, sm_count)
+        _, *split = fp8_kernels.with_splits(kernel, *shape, problem.sm_count)
         usual = [fp8_kernels.usual_order(config, shape.M) for config in split[: most_splits - 1]]
-        for config in (*heuristics.orders(kernel), *usual):
+        for order in (*heuristics.orders(kernel), *usual):
+            config = heuristics.across_chunks(problem, order, chunks)
             name = f"{kernel.kernel} {config.raster} swizzle {config.max_swizzle}"
             name += f" split {config.splits}" if config.splits > 1 else ""
             error = relative_error(call_of(config)(), reference)

@@ -48,10 +48,15 @@ class Kernel(NamedTuple):
     def is_block_scaled(self) -> bool:
         return self.scalings[0].startswith("block")
 
+    @property
+    def across(self) -> Kernel:
+        return self._replace(config=replace(self.config, across=True))
+
     def __str__(self) -> str:
         names = [str(dtype).rpartition("_")[2] for dtype in self.dtypes]
         splits = (f"split{self.config.splits}",) if self.config.splits > 1 else ()
-        return "-".join((self.config.kernel, self.accumulation.name, *names, *splits))
+        across = ("across",) if self.config.across else ()
+        return "-".join((self.config.kernel, self.accumulation.name, *names, *splits, *across))
 
 
 PAIRS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
@@ -216,7 +221,11 @@ def test_slow_accumulation_is_the_more_exact() -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "scaling"),
-    [(k, s) for k in [*KERNELS, *splitting(96, 272, 256, 48)] for s in k.scalings],
+    [
+        (k, s)
+        for k in [*KERNELS, *(k.across for k in KERNELS), *splitting(96, 272, 256, 48)]
+        for s in k.scalings
+    ],
     ids=str,
 )
 def test_waits_for_chunks_and_scales_that_come_late(kernel: Kernel, scaling: str) -> None:

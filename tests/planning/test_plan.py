@@ -11,6 +11,7 @@ from itertools import pairwise, product
 
 import pytest
 
+from agmm import _core
 from agmm.planning import cost_model, heuristics, legality, plans
 from agmm.planning.cost_model import gather
 from agmm.planning.planner import Planner
@@ -117,6 +118,8 @@ def test_name_written_out() -> None:
         (Problem(2048, 28672, 8192), 8, False),  # much is left when the last chunk comes late
         (Problem(8192, 28672, 8192), 4, False),  # hidden behind the arithmetic
         (Problem(624, 4096, 4096), 4, False),  # stays in the L2 cache
+        (Problem(300, 28672, 16384, accumulation="fast"), 4, True),  # fp8
+        (Problem(624, 4096, 8192, accumulation="fast"), 4, False),
     ],
 )
 def test_where_a_weight_is_read_once_for_all_chunks(
@@ -125,6 +128,15 @@ def test_where_a_weight_is_read_once_for_all_chunks(
     for gpu in cost_model.known_gpus():
         here = problem._replace(gpu=gpu)
         assert heuristics.reads_b_across(here, SMALL, chunks) is wanted
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 11])
+def test_an_order_across_the_chunks_reads_each_column_once(rows: int) -> None:
+    config = heuristics.across(KernelConfig.parse(SMALL.kernel + "/swizzle8/along_n"))
+    # Of one chunk, as the kernel makes it; rows of tiles, not of elements.
+    order = _core.tile_order(rows, 12, 1, 1, 1, 0, config.max_swizzle, config.raster)
+    columns = [column for _, column, *_ in order]
+    assert columns == sorted(columns)
 
 
 @pytest.mark.parametrize(("m", "wanted"), [(624, True), (1024, False)])
@@ -411,7 +423,10 @@ def fused_us_tile_by_tile(problem: Problem, config: KernelConfig) -> float:
         tile_us *= c.gathered_factor.get(config.kernel, c.other_gathered_factor)
     if blocks < workers:
         tile_us *= 1 - c.idle_gain * (workers - blocks) / workers
-    tile_us += c.tile_overhead_us.get(config.kernel, c.tile_overhead_us[config.schedule])
+    overhead_us = c.tile_overhead_us.get(config.kernel, c.tile_overhead_us[config.schedule])
+    tile_us += overhead_us
+    hides = config.schedule == "pingpong" and problem.world_size == 1
+    hidden_us = c.pingpong_overlap * overhead_us if hides else 0.0
     is_shared = problem.m // problem.world_size % config.tile_m != 0 and problem.world_size > 1
     rows = problem.m // problem.world_size
 
@@ -433,7 +448,8 @@ def fused_us_tile_by_tile(problem: Problem, config: KernelConfig) -> float:
     for block in range(blocks):
         position = max(p for p, before in enumerate(whole) if before <= block)
         arrival = cost_model.arrival_us(problem, position)
-        free_at[block % workers] = max(free_at[block % workers], arrival) + tile_us
+        us = tile_us if block < workers else tile_us - hidden_us
+        free_at[block % workers] = max(free_at[block % workers], arrival) + us
     last = cost_model.arrival_us(problem, problem.world_size - 1)
     staging = c.copy_overhead_us if is_shared else 0.0
     return c.launch_us + staging + max(last + tile_us, *free_at)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from agmm.planning import fp8_kernels
 from agmm.planning.cost_model import is_b_in_l2
 from agmm.planning.heuristics import (
+    across,
     orders,
     predict_us,
     scatter_plans,
@@ -50,7 +51,8 @@ def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> 
         ordered = [usual_order(problem, kernel) for kernel in kernels]
         if problem.world_size > 1 and not is_b_in_l2(problem):
             # B is read once for all chunks. Only where it is measured: no plan has it by itself.
-            ordered += [replace(kernel, across=True) for kernel in ordered]
+            usual = [replace(kernel, across=True) for kernel in ordered]
+            ordered += dict.fromkeys((*usual, *map(across, ordered)))
         fused = [
             Plan(transport, kernel)
             for kernel in ordered

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,8 +67,7 @@ def _planned(
     kernel = call_plans.planner(None, a.device).fused_plan(problem).kernel
     assert kernel is not None
     chunks = 1 if a_chunk_signals is None else a_chunk_signals.shape[0]
-    across = kernel.across or heuristics.reads_b_across(problem, kernel, chunks)
-    return replace(kernel, across=across).core
+    return heuristics.across_chunks(problem, kernel, chunks).core
 
 
 def on_cuda(

@@ -11,7 +11,7 @@ from agmm.errors import InvalidArgument
 from agmm.ops import scaled_paths, scaled_plans
 from agmm.ops.library import library
 from agmm.ops.scaled_checks import check_no_backward, check_scaled_async_input
-from agmm.planning import call_plans
+from agmm.planning import call_plans, heuristics
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import cpu_scaled, cuda_scaled
 from agmm.runtime.scaled import Scaled, Weight
@@ -106,6 +106,8 @@ def on_cuda(
             problem = problem._replace(sm_count=sm_count)
         chosen = call_plans.planner(None, A.device).fused_plan(problem).kernel
         assert chosen is not None
+        chunks = 1 if a_chunk_signals is None else a_chunk_signals.shape[0]
+        chosen = heuristics.across_chunks(problem, chosen, chunks)
         kernel = scaled_plans.kernel_of(problem, chosen)
     return cuda_scaled.async_input_mm(
         operand, weight, kernel, a_chunk_signals, pivot, sm_count=sm_count

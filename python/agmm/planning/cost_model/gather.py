@@ -117,6 +117,8 @@ class At:
         tile_us += t.fixed_us
         tile_us += t.split_us
         waves = -(-blocks // t.workers)
+        if waves > 1:
+            tile_us -= t.hidden_us * (waves - 1) / waves
         # The tiles of one chunk after the other read all of B, unless it stays in the L2 cache.
         reads_once = self.b_in_l2 or t.across
         memory_us = self.memory_us(1 if reads_once else min(self.world_size, rows_of_blocks))

@@ -38,6 +38,9 @@ class Constants:
     """Those in ``tflops_per_sm`` that only a build with AGMM_KERNELS=all has."""
     tile_overhead_us: dict[str, float]
     """Between the main loops of two tiles, by kernel, else by schedule."""
+    pingpong_overlap: float
+    """The share of it that a pingpong kernel's other warpgroup hides, of every tile but one. Of
+    matmuls without a gather: ``gathered_factor`` was fitted without it."""
     idle_gain: float
     """How much less time the main loop of a tile takes in one wave, times the share of the
     multiprocessors that have none: the clock is higher, and nobody takes its loads."""

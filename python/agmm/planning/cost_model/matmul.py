@@ -27,6 +27,7 @@ class Tiling:
         "busy_us",
         "ctas",
         "fixed_us",
+        "hidden_us",
         "least_split_us",
         "schedule",
         "split_us",
@@ -56,6 +57,9 @@ class Tiling:
         self.busy_us = busy_us
         """Of a tile, when all multiprocessors have one."""
         self.fixed_us = c.tile_overhead_us.get(kernel, c.tile_overhead_us[config.schedule])
+        overlaps = config.schedule == "pingpong" and problem.world_size == 1
+        self.hidden_us = c.pingpong_overlap * self.fixed_us if overlaps else 0.0
+        """Of each tile but one."""
         if config.splits_in_cluster:
             once_us, each_us = c.cluster_split_us
         else:
@@ -72,6 +76,7 @@ class Load(NamedTuple):
     """What the tiles of a matmul ask of the GPU, however the rows come."""
 
     tile_us: float
+    """In the mean of the waves."""
     blocks: int
     """Clusters of tiles, or of splits of them."""
     waves: int
