@@ -196,10 +196,11 @@ class Fit:
             [kernel],
         )
 
-    def _scalar(self, name: str, kernels: Sequence[KernelConfig]) -> None:
+    def _scalar(self, name: str, kernels: Sequence[KernelConfig], most: float = math.inf) -> None:
+        base = self.now
         self._descend(
             lambda constants: float(getattr(constants, name)),
-            partial(changed, self.now, name),
+            lambda value: changed(base, name, min(value, most)),
             kernels,
         )
 
@@ -227,7 +228,7 @@ class Fit:
         for name in ("matmul_gb_per_s", "idle_gain"):
             self._scalar(name, list(self.calls))
         pingpong = [kernel for kernel in self.calls if kernel.schedule == "pingpong"]
-        self._scalar("pingpong_overlap", pingpong)
+        self._scalar("pingpong_overlap", pingpong, most=1.0)
 
     def finish(self) -> Constants:
         """What the library takes, on the squared errors, since it is not chosen by its constants;

@@ -54,24 +54,38 @@ class BLayout(Enum):
     ROW = "row"
 
 
+def orders(
+    problem: Problem, usual: KernelConfig, chunks: int, is_usual_order: bool
+) -> list[KernelConfig]:
+    """A kernel with every raster and swizzle, and across the chunks where calls go so, or in the
+    order of a call alone."""
+    of_call = heuristics.across_chunks(problem, usual, chunks)
+    if is_usual_order:
+        return [of_call]
+    return [*heuristics.orders(usual), *([of_call] if of_call.across else [])]
+
+
+def named(config: KernelConfig) -> str:
+    parts = f" split {config.splits}" if config.splits > 1 else ""
+    across = " across" if config.across else ""
+    return f"{config.kernel}{parts} {config.raster} swizzle {config.max_swizzle}{across}"
+
+
 def configs(
-    problem: Problem, substring: str, most_splits: int, is_usual_order: bool
+    problem: Problem, substring: str, chunks: int, most_splits: int, is_usual_order: bool
 ) -> Iterator[tuple[str, KernelConfig]]:
-    """Every built kernel whose name holds `substring`, with every raster and swizzle or the usual
-    ones, and in every legal number of parts of K up to `most_splits`, named."""
+    """Every built kernel whose name holds `substring`, in its `orders`, and in every legal number
+    of parts of K up to `most_splits`, named."""
     for built in _core.kernels():
         kernel = KernelConfig.of(built)
         if substring not in kernel.kernel:
             continue
-        ordered = list(heuristics.orders(kernel))
-        if is_usual_order:
-            ordered = [heuristics.usual_order(problem, kernel)]
+        usual = heuristics.usual_order(problem, kernel)
+        ordered = orders(problem, usual, chunks, is_usual_order)
         for splits in legal_splits(problem, kernel)[:most_splits]:
             for order in ordered:
                 config = replace(order, splits=splits)
-                parts = f" split {splits}" if splits > 1 else ""
-                name = f"{kernel.kernel}{parts} {config.raster} swizzle {config.max_swizzle}"
-                yield name, config
+                yield named(config), config
 
 
 def measure(
@@ -101,8 +115,7 @@ def measure(
     allowed = allowed_error(relative_error(torch.mm(A, B), reference))
     calls: dict[str, Callable[[], Any]] = {ROOF: lambda: torch.mm(A, B, out=out)}
     results: dict[str, dict[str, Any]] = {ROOF: {"reason": None}}
-    for name, order in configs(problem, substring, most_splits, is_usual_order):
-        config = heuristics.across_chunks(problem, order, chunks)
+    for name, config in configs(problem, substring, chunks, most_splits, is_usual_order):
         call = _call(A, B, signals, pivot, config)
         reason = None
         try:
@@ -176,11 +189,10 @@ def measure_scaled(
         if substring not in kernel.kernel:
             continue
         _, *split = fp8_kernels.with_splits(kernel, *shape, problem.sm_count)
-        usual = [fp8_kernels.usual_order(config, shape.M) for config in split[: most_splits - 1]]
-        for order in (*heuristics.orders(kernel), *usual):
-            config = heuristics.across_chunks(problem, order, chunks)
-            name = f"{kernel.kernel} {config.raster} swizzle {config.max_swizzle}"
-            name += f" split {config.splits}" if config.splits > 1 else ""
+        usual = [fp8_kernels.usual_order(each, shape.M) for each in (kernel, *split)]
+        ordered = orders(problem, usual[0], chunks, is_usual_order=False)
+        for config in (*ordered, *usual[1:most_splits]):
+            name = named(config)
             error = relative_error(call_of(config)(), reference)
             reason = None
             if error > allowed:

@@ -32,9 +32,14 @@ COMPILE_LIMIT_S = 75.0
 
 
 def run(
-    settings: Settings, world_size: int, tokens: Sequence[int], progress: Callable[[str], None]
+    settings: Settings,
+    world_size: int,
+    tokens: Sequence[int],
+    progress: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
-    """Runs the benchmark and returns the report; under torchrun every rank returns it.
+    """Runs the benchmark and returns the report; under torchrun every rank returns it. ``keep``
+    gets the report of those so far after each token count.
 
     Raises InvalidArgument for what cannot run.
     """
@@ -77,6 +82,7 @@ def run(
             left = settings.compile_left_s - found["compile_s"]
             settings = replace(settings, compile_left_s=left)
             report["shapes"] = found["entries"] + report["shapes"]
+            keep(report)
             progress(
                 f"  {time.perf_counter() - began:.1f} s, of them {found['compile_s']:.1f} in "
                 "compiled ways before their timing"
@@ -150,6 +156,10 @@ def main(
         if is_rank_0():
             stderr.print(line, markup=False)
 
+    def keep(report: dict[str, Any]) -> None:
+        if json_path is not None and is_rank_0():
+            write_json(report, json_path)
+
     try:
         settings = Settings(
             device=device.value,
@@ -167,7 +177,7 @@ def main(
             recipe=None if fp8 is None else fp8.value,
         )
         counts = default_tokens if tokens is None else _token_counts(tokens)
-        report = run(settings, torchrun_size or world_size, counts, progress)
+        report = run(settings, torchrun_size or world_size, counts, progress, keep)
     except InvalidArgument as error:
         print(f"benchmarks.block: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -175,7 +185,6 @@ def main(
         return
     render(report, stdout)
     if json_path is not None:
-        write_json(report, json_path)
         stderr.print(f"wrote {json_path}")
     wrong = wrong_ways(report)
     if wrong:

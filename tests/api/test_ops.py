@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ import agmm
 from agmm import InvalidArgument, Unsupported
 from agmm.errors import forget_warnings
 from agmm.nn import ColumnParallelLinear
-from agmm.ops import paths, scatter_plan
+from agmm.ops import async_input_mm, paths, scatter_plan
 from agmm.planning import call_plans
+from agmm.planning.plans import KernelConfig, Plan, Problem
 from agmm.runtime import groups
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -43,6 +45,19 @@ def refusal(call: Callable[[], object], kind: type[Exception] = InvalidArgument)
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+@pytest.mark.parametrize(("chunks", "across"), [(1, False), (4, True)])
+def test_a_weight_beyond_the_cache_is_read_across_the_chunks(
+    monkeypatch: pytest.MonkeyPatch, chunks: int, across: bool
+) -> None:
+    kernel = KernelConfig.parse("128x256x64_2x1_cooperative/swizzle4/along_n")
+    chosen = mock.Mock(fused_plan=lambda problem: Plan("push", kernel))
+    monkeypatch.setattr(call_plans, "problem", lambda *sizes, **how: Problem(300, 28672, 8192))
+    monkeypatch.setattr(call_plans, "planner", lambda *given: chosen)
+    a, b = torch.ones(8, 8), torch.ones(8, 8)
+    planned = async_input_mm._planned(a, b, torch.ones(chunks, dtype=torch.uint32))
+    assert planned.across is across
 
 
 # --- bad input: _async_input_mm ---

@@ -13,8 +13,9 @@ import torch
 
 import agmm
 from agmm import _core
-from agmm.ops import async_input_scaled_mm, scaled_paths
-from agmm.planning.plans import KernelConfig
+from agmm.ops import async_input_scaled_mm, scaled_paths, scaled_plans
+from agmm.planning import call_plans
+from agmm.planning.plans import KernelConfig, Plan, Problem
 from agmm.runtime import cuda_scaled
 from agmm.testing.reference import relative_error
 
@@ -204,6 +205,20 @@ def test_what_the_core_is_told(core: mock.Mock, kind: str) -> None:
     assert arguments[4] == scales
     dtype = core.DType.float8_e5m2_float8_e4m3fn
     assert arguments[5:11] == (8, 24, 16, dtype, _core.Accumulation.slow, 16)
+
+
+@pytest.mark.parametrize(("chunks", "across"), [(1, False), (4, True)])
+def test_a_weight_beyond_the_cache_is_read_across_the_chunks(
+    core: mock.Mock, monkeypatch: pytest.MonkeyPatch, chunks: int, across: bool
+) -> None:
+    large = Problem(300, 28672, 16384, "float8_e4m3fn_float8_e4m3fn", accumulation="fast")
+    monkeypatch.setattr(scaled_plans, "problem_of", lambda *given: large)
+    chosen = mock.Mock(fused_plan=lambda problem: Plan("push", CONFIG))
+    monkeypatch.setattr(call_plans, "planner", lambda *given: chosen)
+    given = call(a_chunk_signals=torch.ones(chunks, dtype=torch.uint32))
+    del given["bias"], given["use_fast_accum"]
+    async_input_scaled_mm.on_cuda(*given.values())
+    assert core.async_input_scaled_mm.call_args.args[14].across is across
 
 
 def test_scales_of_rows_are_read_where_they_lie(core: mock.Mock) -> None:

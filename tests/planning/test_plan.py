@@ -132,7 +132,7 @@ def test_where_a_weight_is_read_once_for_all_chunks(
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 11])
 def test_an_order_across_the_chunks_reads_each_column_once(rows: int) -> None:
-    config = heuristics.across(KernelConfig.parse(SMALL.kernel + "/swizzle8/along_n"))
+    config = heuristics.column_by_column(KernelConfig.parse(SMALL.kernel + "/swizzle8/along_n"))
     # Of one chunk, as the kernel makes it; rows of tiles, not of elements.
     order = _core.tile_order(rows, 12, 1, 1, 1, 0, config.max_swizzle, config.raster)
     columns = [column for _, column, *_ in order]

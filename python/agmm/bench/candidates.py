@@ -8,7 +8,7 @@ from dataclasses import replace
 from agmm.planning import fp8_kernels
 from agmm.planning.cost_model import is_b_in_l2
 from agmm.planning.heuristics import (
-    across,
+    column_by_column,
     orders,
     predict_us,
     scatter_plans,
@@ -52,7 +52,7 @@ def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> 
         if problem.world_size > 1 and not is_b_in_l2(problem):
             # B is read once for all chunks. Only where it is measured: no plan has it by itself.
             usual = [replace(kernel, across=True) for kernel in ordered]
-            ordered += dict.fromkeys((*usual, *map(across, ordered)))
+            ordered += dict.fromkeys((*usual, *map(column_by_column, ordered)))
         fused = [
             Plan(transport, kernel)
             for kernel in ordered
