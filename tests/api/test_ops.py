@@ -19,7 +19,7 @@ from agmm.nn import ColumnParallelLinear
 from agmm.ops import async_input_mm, paths, scatter_plan
 from agmm.planning import call_plans
 from agmm.planning.plans import KernelConfig, Plan, Problem
-from agmm.runtime import groups
+from agmm.runtime import cuda_calls, groups
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 CONFIG_NAME = "128x256x64_2x1_cooperative/swizzle4/along_m"
@@ -55,9 +55,11 @@ def test_a_weight_beyond_the_cache_is_read_across_the_chunks(
     chosen = mock.Mock(fused_plan=lambda problem: Plan("push", kernel))
     monkeypatch.setattr(call_plans, "problem", lambda *sizes, **how: Problem(300, 28672, 8192))
     monkeypatch.setattr(call_plans, "planner", lambda *given: chosen)
-    a, b = torch.ones(8, 8), torch.ones(8, 8)
-    planned = async_input_mm._planned(a, b, torch.ones(chunks, dtype=torch.uint32))
-    assert planned.across is across
+    run = mock.Mock()
+    monkeypatch.setattr(cuda_calls, "async_input_mm", run)
+    signals = torch.ones(chunks, dtype=torch.uint32)
+    async_input_mm.on_cuda(torch.ones(8, 8), torch.ones(8, 8), signals, 0)
+    assert run.call_args.kwargs["config"].across is across
 
 
 # --- bad input: _async_input_mm ---
