@@ -130,13 +130,21 @@ def test_where_a_weight_is_read_once_for_all_chunks(
         assert heuristics.reads_b_across(here, SMALL, chunks) is wanted
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 11])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6])
 def test_an_order_across_the_chunks_reads_each_column_once(rows: int) -> None:
-    config = heuristics.column_by_column(KernelConfig.parse(SMALL.kernel + "/swizzle8/along_n"))
+    problem = Problem(rows * SMALL.tile_m * SMALL.cluster_m, 28672, 8192)
+    usual = KernelConfig.parse(SMALL.kernel + "/swizzle8/along_n")
+    config = heuristics.across(problem, usual)
+    assert config.across
     # Of one chunk, as the kernel makes it; rows of tiles, not of elements.
     order = _core.tile_order(rows, 12, 1, 1, 1, 0, config.max_swizzle, config.raster)
     columns = [column for _, column, *_ in order]
     assert columns == sorted(columns)
+
+
+def test_an_order_across_the_chunks_that_was_tuned_stays() -> None:
+    tuned = KernelConfig.parse(SMALL.kernel + "/swizzle8/along_n/across")
+    assert heuristics.across_chunks(Problem(300, 28672, 8192), tuned, 4) == tuned
 
 
 @pytest.mark.parametrize(("m", "wanted"), [(624, True), (1024, False)])

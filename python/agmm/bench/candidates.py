@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from agmm.planning import fp8_kernels
 from agmm.planning.cost_model import is_b_in_l2
 from agmm.planning.heuristics import (
-    column_by_column,
+    across,
     orders,
     predict_us,
     scatter_plans,
@@ -51,8 +50,7 @@ def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> 
         ordered = [usual_order(problem, kernel) for kernel in kernels]
         if problem.world_size > 1 and not is_b_in_l2(problem):
             # B is read once for all chunks. Only where it is measured: no plan has it by itself.
-            usual = [replace(kernel, across=True) for kernel in ordered]
-            ordered += dict.fromkeys((*usual, *map(column_by_column, ordered)))
+            ordered += [across(problem, kernel) for kernel in ordered]
         fused = [
             Plan(transport, kernel)
             for kernel in ordered

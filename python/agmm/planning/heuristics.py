@@ -63,9 +63,8 @@ these warps still send."""
 _READINGS_THAT_HIDE = 2.0
 """Of B, behind which the arithmetic is done: see `reads_b_across`. A choice, not measured."""
 _ROWS_OF_A_COLUMN = 6
-"""Up to so many rows of tiles, or of clusters of them, go column by column: 3, 5 and 6 take 7 to
-11% less so than in bands, 7 and from 10 on 2 to 8% more, pingpong ones from 9 on 5 to 10% (one
-H100)."""
+"""Up to so many rows of tiles, or of clusters of them, `across` goes column by column (measured on
+one H100)."""
 
 MAX_SPLITS = 8
 """Of K in the usual plans. With more, adding up takes longer than the matmul."""
@@ -125,16 +124,17 @@ def reads_b_across(problem: Problem, kernel: KernelConfig, chunks: int) -> bool:
 @lru_cache(maxsize=4096)
 def across_chunks(problem: Problem, kernel: KernelConfig, chunks: int) -> KernelConfig:
     """The kernel as a matmul without a gather runs it, where its rows come in so many chunks."""
-    if not reads_b_across(problem, kernel, chunks):
+    if kernel.across or not reads_b_across(problem, kernel, chunks):
         return kernel
-    has_few_rows = problem.m <= _ROWS_OF_A_COLUMN * kernel.tile_m * kernel.cluster_m
-    return column_by_column(kernel) if has_few_rows else replace(kernel, across=True)
+    return across(problem, kernel)
 
 
-def column_by_column(kernel: KernelConfig) -> KernelConfig:
-    """In one order over all chunks, one column of tiles after the other, so that B is read once.
-    Bands of 2 or 4 rows of tiles read it anew each."""
-    return replace(kernel, raster="along_m", max_swizzle=1, across=True)
+def across(problem: Problem, kernel: KernelConfig) -> KernelConfig:
+    """The kernel, with its tiles in one order over all chunks. Few rows of tiles go column by
+    column: bands of 2 or 4 of them would read B anew each."""
+    if problem.m <= _ROWS_OF_A_COLUMN * kernel.tile_m * kernel.cluster_m:
+        kernel = replace(kernel, raster="along_m", max_swizzle=1)
+    return replace(kernel, across=True)
 
 
 def _can_have_head(k: int, free_sms: int) -> bool:
