@@ -54,6 +54,8 @@ constexpr int64_t kMaxNormRowBytes = 47 << 10;
 
 /// The capture that a stream is in, by its id; 0: none.
 uint64_t capture_of(void* stream);
+/// Of a stream that is in no capture; no other one of the process ever has it.
+uint64_t stream_id(void* stream);
 
 /// A shard on its way over a link: `source` has it, of `owner`, and sends it to `target`.
 struct RelayMove {

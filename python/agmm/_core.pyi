@@ -82,6 +82,7 @@ __all__: list[str] = [
     "set_call_lookup",
     "shared_rows",
     "split_scratch_bytes",
+    "stream_id",
     "stress_delays",
     "stretch_chunks",
     "tile_order",
@@ -1091,6 +1092,11 @@ def shared_rows(begin: int, end: int, tile_rows: int, total_rows: int) -> tuple[
 def split_scratch_bytes() -> int:
     """
     Bytes of scratch memory on the current device for configs with splits.
+    """
+
+def stream_id(stream: int) -> int:
+    """
+    Of a stream that is in no capture. Another stream may get the handle of one that was destroyed, but no other gets its id.
     """
 
 def stretch_chunks(k: int, tile_k: int, parts: int, columns: int, in_cluster: bool = False) -> int:

@@ -51,6 +51,7 @@ bool FusedMatmulReduceScatter::operator()(MatmulScatter const&, void*) { refuse(
 void FusedMatmulReduceScatter::precede(void*) { refuse(); }
 
 uint64_t capture_of(void*) { refuse(); }
+uint64_t stream_id(void*) { refuse(); }
 struct Collectives::Impl {};
 Collectives::Collectives(int, std::vector<uintptr_t> const&, std::size_t, int) { refuse(); }
 Collectives::~Collectives() = default;

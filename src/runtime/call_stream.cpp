@@ -37,5 +37,6 @@ void CallStream::abandon() const noexcept {
 }
 
 uint64_t capture_of(void* stream) { return CallStream(static_cast<cudaStream_t>(stream)).capture; }
+uint64_t stream_id(void* stream) { return CallStream(static_cast<cudaStream_t>(stream)).id; }
 
 }  // namespace agmm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,21 @@ def one_rank_late(way: str, late_s: float) -> list[str]:
         torch.cuda.synchronize()
         dist.barrier(group, device_ids=[device().index])
     return exact.faults(f"{way}, a late rank")
+
+
+def call_until_killed(way: str, is_calling: str) -> None:
+    """Calls without end; rank 1 makes the file once they are under way."""
+    group = everyone()
+    exact = ExactCalls(group, LocalShape(64, 64, 512))
+    for turn in range(1 << 30):
+        for _ in range(16):
+            if way == "scatter":
+                exact.wrong += _small_scatter(group, 64)
+            else:
+                exact.call(way)
+        torch.cuda.current_stream().synchronize()
+        if turn == 4 and dist.get_rank() == 1:
+            Path(is_calling).touch()
 
 
 def one_rank_missing(way: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import gpu_work
 import graphs_work
@@ -330,6 +332,24 @@ def test_ends_with_a_message(work: Callable[[str], None], way: str, wanted: str)
         stderr = "".join(pool.stderr(rank) for rank in range(pool.world_size))
     assert 124 in failure.value.exit_codes.values(), (failure.value, stderr)
     assert wanted in stderr, stderr
+
+
+@needs_two
+@pytest.mark.parametrize("way", ["push", "pull", "sm", "scatter"])
+def test_a_killed_rank_ends_the_others_with_a_message(way: str, tmp_path: Path) -> None:
+    limit_s = 2
+    is_calling = tmp_path / "is_calling"
+    with RankPool(min(RANKS, 4), "cuda", 90, {"AGMM_TIMEOUT_S": str(limit_s)}) as pool:
+        pool.submit(late_ranks_work.call_until_killed, way, str(is_calling))
+        begin = time.monotonic()
+        while not is_calling.exists():
+            assert pool.alive and time.monotonic() - begin < 60, pool.stderr(1)
+            time.sleep(0.05)
+        os.kill(pool.processes[1].pid or 0, signal.SIGKILL)
+        codes = pool.join(limit_s + 20)
+        stderr = "".join(pool.stderr(rank) for rank in range(pool.world_size))
+    assert codes == [-signal.SIGKILL if rank == 1 else 124 for rank in range(len(codes))], stderr
+    assert MISSING.rstrip(" :") in stderr, stderr
 
 
 @needs_two

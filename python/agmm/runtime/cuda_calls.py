@@ -226,24 +226,28 @@ def async_input_mm(
 
 _MOST_SCRATCHES = 8
 _scratches: dict[tuple[int, int], torch.Tensor] = {}
-"""By device and stream, whose calls come one after the other and leave the counters 0. Of the
-streams used last."""
+"""By device and id of the stream, whose calls come one after the other and leave the counters 0. Of
+the streams used last."""
 
 
 def _split_scratch(device: torch.device) -> torch.Tensor:
     """What calls that split K in global memory need, for one call at a time. On the current
     stream."""
-    stream = stream_of(device)
-    # A graph may be replayed on another stream.
-    is_kept = not torch.cuda.is_current_stream_capturing()
-    scratch = _scratches.pop((device.index, stream), None) if is_kept else None
+    if torch.cuda.is_current_stream_capturing():  # a graph may be replayed on another stream
+        return _new_split_scratch(device)
+    key = device.index, _core.stream_id(stream_of(device))
+    scratch = _scratches.pop(key, None)
     if scratch is None:
-        scratch = torch.empty(_core.split_scratch_bytes(), dtype=torch.uint8, device=device)
-        scratch[: _core.SPLIT_COUNTER_BYTES].zero_()
-    if is_kept:
-        _scratches[device.index, stream] = scratch
-        if len(_scratches) > _MOST_SCRATCHES:
-            del _scratches[next(iter(_scratches))]
+        scratch = _new_split_scratch(device)
+    _scratches[key] = scratch
+    if len(_scratches) > _MOST_SCRATCHES:
+        del _scratches[next(iter(_scratches))]
+    return scratch
+
+
+def _new_split_scratch(device: torch.device) -> torch.Tensor:
+    scratch = torch.empty(_core.split_scratch_bytes(), dtype=torch.uint8, device=device)
+    scratch[: _core.SPLIT_COUNTER_BYTES].zero_()
     return scratch
 
 
