@@ -25,6 +25,7 @@ from scatter_gpu_work import expected
 
 import agmm
 from agmm.ops import scaled_paths, scaled_products
+from agmm.planning import call_plans
 from agmm.runtime.scaling import BLOCK
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, relative_error
@@ -186,6 +187,21 @@ def gathered(
             for (B, scale_b), addend, out in zip(Bs, biases, outs, strict=True):
                 given = everything._replace(B=B, scale_b=scale_b)
                 faults += _fault(label, out, given, addend, fast_accum)
+    return faults
+
+
+def gathered_as_tuned(world_size: int, cases: list[tuple[Any, ...]]) -> Faults:
+    """The same of calls with one weight, each of which should get the kernel of a tuned row."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    faults: list[str] = []
+    for problem, config, shape, scaling, dtypes, fast_accum in cases:
+        plan = call_plans.planner(group, device()).choose(problem).plan
+        if plan.kernel != config:
+            faults.append(f"{shape} {scaling}: found {plan.name}, wanted {config.name}")
+        found = gathered(world_size, [shape], scaling, dtypes, fast_accum, 1, False)
+        faults += [f"{config.name} {fault}" for fault in found or []]
     return faults
 
 

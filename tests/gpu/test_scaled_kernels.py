@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,8 +19,10 @@ import agmm
 from agmm import _core
 from agmm._core import Accumulation
 from agmm.ops import async_input_scaled_mm, scaled_paths
-from agmm.planning import fp8_kernels
-from agmm.planning.plans import KernelConfig
+from agmm.planning import call_plans, fp8_kernels, tables
+from agmm.planning.plans import KernelConfig, Plan, Row
+from agmm.planning.tables import Key
+from agmm.runtime import cuda_scaled
 from agmm.runtime.scaling import BLOCK
 from agmm.testing.cases import LocalShape
 from agmm.testing.ranks import RankError, RankPool
@@ -387,6 +390,42 @@ def test_gather(gpu_pool: RankPool, world_size: int, scaling: str, return_A: boo
             return_A,
         )
         check(results, world_size)
+
+
+@pytest.mark.parametrize("world_size", ALL[1:])
+def test_every_kernel_behind_a_gather(
+    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each from tuned rows with an M of its own."""
+    environment = {"AGMM_CACHE": "on", "AGMM_CACHE_DIR": str(tmp_path)}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    device = torch.device("cuda", 0)
+    gpu, _ = call_plans.device_facts(device)
+    n, k = 272, 528
+    cases: list[Any] = []
+    rows = []
+    for kernel in KERNELS:
+        configs = [kernel.config, replace(kernel.config, across=True)]
+        if kernel.config.splits_in_cluster:
+            configs.append(replace(kernel.config, splits=2))
+        for config in configs:
+            shape = LocalShape(33 + len(cases), n, k)
+            problem = call_plans.scaled_problem(
+                world_size * shape.M_local,
+                n,
+                k,
+                cuda_scaled.dtype_name(*kernel.dtypes),
+                kernel.accumulation.name,
+                device,
+                world_size=world_size,
+            )
+            rows.append((Key.of(problem), Row(problem.m, Plan("push", config), 1.0)))
+            scaling = kernel.scalings[len(cases) % len(kernel.scalings)]
+            cases.append((problem, config, shape, scaling, kernel.dtypes, kernel.fast_accum))
+    tables.save(gpu, world_size, rows)
+    with RankPool(world_size, "cuda", 300, environment) as pool:
+        check(pool.run(scaled_gpu_work.gathered_as_tuned, world_size, cases), world_size)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

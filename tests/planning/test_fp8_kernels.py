@@ -137,11 +137,27 @@ def test_parts_of_a_row_that_do_not_fit_are_not_taken(facts: None) -> None:
         assert fp8_kernels.fits(kernel, problem.m, problem.n, problem.k, problem.sm_count or 132)
 
 
-def test_swapped_kernels_are_not_behind_a_gather(facts: None) -> None:
-    for world_size in (2, 4, 8):
-        problem = PROBLEM._replace(m=64, n=1024, world_size=world_size)
-        kernel = planner().choose(problem).plan.kernel
-        assert kernel is not None and not kernel.swapped
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_swapped_kernels_are_behind_a_gather_where_a_table_names_them(
+    facts: None, world_size: int
+) -> None:
+    problem = PROBLEM._replace(m=64, n=1024, k=16384, world_size=world_size)
+    kernel = planner().choose(problem).plan.kernel
+    assert kernel is not None and not kernel.swapped
+
+    tuned = planner(row(64, f"{SWAPPED}/split4"), problem=problem)
+    kernel = tuned.choose(problem).plan.kernel
+    assert kernel is not None and (kernel.kernel, kernel.splits) == (SWAPPED, 4)
+    kernel = tuned.choose(problem._replace(m=128)).plan.kernel
+    assert kernel is not None and kernel.swapped
+
+
+def test_swapped_kernels_are_tuned_behind_a_gather(facts: None) -> None:
+    """With K whole and in parts."""
+    problem = PROBLEM._replace(m=64, n=1024, k=16384)
+    plans = candidates.candidates(problem, (), planner().plan(problem))
+    parts = {p.kernel.splits for p in plans if p.kernel is not None and p.kernel.swapped}
+    assert len(parts) == 2 and 1 in parts
 
 
 # --- by the tables ---
@@ -162,7 +178,7 @@ def row(m: int, kernel: str | None, us: float = 1.0) -> Row:
 def test_without_rows_it_goes_by_waves(facts: None) -> None:
     choice = planner().choose(PROBLEM)
     assert choice.plan.kernel == fp8_kernels.choose(
-        fp8_kernels.of_problem(PROBLEM), PROBLEM.m, PROBLEM.n, PROBLEM.k, 132
+        fp8_kernels.predicted(PROBLEM), PROBLEM.m, PROBLEM.n, PROBLEM.k, 132
     )
     assert (choice.plan.transport, choice.source) == ("push", "whole waves")
     assert choice.predicted_us is None
@@ -212,7 +228,7 @@ def test_rows_of_kernels_that_are_not_built(facts: None) -> None:
 def test_what_is_tuned(facts: None) -> None:
     plans = candidates.candidates(PROBLEM, (), planner().plan(PROBLEM))
     kernels = {plan.kernel.kernel for plan in plans if plan.kernel is not None}
-    assert kernels == {NARROW, WIDE} and plans[-1] == UNFUSED
+    assert kernels == {NARROW, WIDE, SWAPPED} and plans[-1] == UNFUSED
     medians = {plan: float(i) for i, plan in enumerate(plans)}
     assert len(candidates.other_orders(medians)) > len(kernels)
     assert candidates.other_pushes(PROBLEM, medians) == []

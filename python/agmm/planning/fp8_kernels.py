@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from agmm import _core
 from agmm._core import MAX_CLUSTER_SPLITS, Accumulation
+from agmm.planning import cost_model
 from agmm.planning.cost_model import clusters_at_once
 from agmm.planning.plans import MATMUL_REDUCE_SCATTER, KernelConfig, Plan, Problem
 
@@ -72,17 +73,33 @@ def built(
 
 
 def of_problem(problem: Problem) -> tuple[KernelConfig, ...]:
-    """The kernels of this build for a problem with an ``accumulation``. Swapped ones have been
-    tested alone, not behind a gather between ranks, where only an explicit config runs them."""
+    """The kernels of this build for a problem with an ``accumulation``."""
     accumulation = Accumulation.__members__[problem.accumulation]
     scatters = problem.op == MATMUL_REDUCE_SCATTER
-    kernels = built(problem.dtype, accumulation, scatters=scatters)
+    return built(problem.dtype, accumulation, scatters=scatters)
+
+
+def predicted(problem: Problem) -> tuple[KernelConfig, ...]:
+    """Those that `choose` may take where no table says anything: swapped ones were timed alone, not
+    behind a gather between ranks."""
+    kernels = of_problem(problem)
     return tuple(kernel for kernel in kernels if problem.world_size == 1 or not kernel.swapped)
 
 
+def size_of(problem: Problem) -> tuple[int, int, int, int]:
+    """M, N, K and the multiprocessors."""
+    sm_count = problem.sm_count or cost_model.constants(problem.gpu).sm_count
+    return problem.m, problem.n, problem.k, sm_count
+
+
 def usual_plans(problem: Problem) -> list[Plan]:
-    """Each of those in its usual order."""
-    return [Plan("push", usual_order(kernel, problem.m)) for kernel in of_problem(problem)]
+    """Each of `of_problem` in its usual order, K whole and in as many parts as `choose` says."""
+    configs = (
+        config
+        for kernel in of_problem(problem)
+        for config in (usual_order(kernel, problem.m), choose((kernel,), *size_of(problem)))
+    )
+    return [Plan("push", config) for config in dict.fromkeys(configs)]
 
 
 def choose(kernels: Sequence[KernelConfig], m: int, n: int, k: int, sm_count: int) -> KernelConfig:

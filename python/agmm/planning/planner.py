@@ -240,10 +240,9 @@ class Planner:
 
     def _scaled(self, problem: Problem, fused: bool) -> Found:
         """The plan of a problem with fp8 operands."""
-        kernels = fp8_kernels.of_problem(problem)
-        rows = self._scaled_rows(problem, fused, {kernel.kernel for kernel in kernels})
-        sm_count = problem.sm_count or cost_model.constants(problem.gpu).sm_count
-        size = problem.m, problem.n, problem.k, sm_count
+        built = {kernel.kernel for kernel in fp8_kernels.of_problem(problem)}
+        rows = self._scaled_rows(problem, fused, built)
+        size = fp8_kernels.size_of(problem)
         if problem.m in rows:
             name, row = rows[problem.m]
             kernel = row.plan.kernel
@@ -259,6 +258,8 @@ class Planner:
                 return Found(UNFUSED, source)
             tuned = (rows[m][1].plan.kernel for m in near)
             kernels = tuple(kernel for kernel in tuned if kernel is not None)
+        else:
+            kernels = fp8_kernels.predicted(problem)
         if not kernels:
             if fused:
                 raise ValueError("no kernel to choose from")
