@@ -54,7 +54,7 @@ constexpr int64_t kMaxNormRowBytes = 47 << 10;
 
 /// The capture that a stream is in, by its id; 0: none.
 uint64_t capture_of(void* stream);
-/// Of a stream that is in no capture; no other one of the process ever has it.
+/// No other stream of the process ever has it, though one may get the handle of a destroyed one.
 uint64_t stream_id(void* stream);
 
 /// A shard on its way over a link: `source` has it, of `owner`, and sends it to `target`.

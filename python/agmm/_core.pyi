@@ -1096,7 +1096,7 @@ def split_scratch_bytes() -> int:
 
 def stream_id(stream: int) -> int:
     """
-    Of a stream that is in no capture. Another stream may get the handle of one that was destroyed, but no other gets its id.
+    Another stream may get the handle of one that was destroyed, but no other gets its id.
     """
 
 def stretch_chunks(k: int, tile_k: int, parts: int, columns: int, in_cluster: bool = False) -> int:

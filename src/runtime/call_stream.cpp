@@ -37,6 +37,11 @@ void CallStream::abandon() const noexcept {
 }
 
 uint64_t capture_of(void* stream) { return CallStream(static_cast<cudaStream_t>(stream)).capture; }
-uint64_t stream_id(void* stream) { return CallStream(static_cast<cudaStream_t>(stream)).id; }
+
+uint64_t stream_id(void* stream) {
+  unsigned long long id = 0;
+  AGMM_CHECK_CUDA(cudaStreamGetId(static_cast<cudaStream_t>(stream), &id));
+  return id;
+}
 
 }  // namespace agmm
