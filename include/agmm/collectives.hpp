@@ -54,7 +54,7 @@ constexpr int64_t kMaxNormRowBytes = 47 << 10;
 
 /// The capture that a stream is in, by its id; 0: none.
 uint64_t capture_of(void* stream);
-/// No other stream of the process ever has it, though one may get the handle of a destroyed one.
+/// The id of a stream: another one may get its handle once it is destroyed, but not its id.
 uint64_t stream_id(void* stream);
 
 /// A shard on its way over a link: `source` has it, of `owner`, and sends it to `target`.

@@ -1096,7 +1096,7 @@ def split_scratch_bytes() -> int:
 
 def stream_id(stream: int) -> int:
     """
-    Another stream may get the handle of one that was destroyed, but no other gets its id.
+    The id of a stream: another one may get its handle once it is destroyed, but not its id.
     """
 
 def stretch_chunks(k: int, tile_k: int, parts: int, columns: int, in_cluster: bool = False) -> int:

@@ -94,7 +94,7 @@ void bind_collectives(py::module_& m) {
       "stream_id",
       [](uintptr_t stream) { return agmm::stream_id(reinterpret_cast<void*>(stream)); },
       py::arg("stream"),
-      "Another stream may get the handle of one that was destroyed, but no other gets its id.");
+      "The id of a stream: another one may get its handle once it is destroyed, but not its id.");
   m.def(
       "collective_bytes",
       [](CollectiveMethod method, std::size_t slot_bytes, int world_size) {

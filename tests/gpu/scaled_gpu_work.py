@@ -200,7 +200,7 @@ def gathered_as_tuned(world_size: int, cases: list[tuple[Any, ...]]) -> Faults:
         plan = call_plans.planner(group, device()).choose(problem).plan
         if plan.kernel != config:
             faults.append(f"{shape} {scaling}: found {plan.name}, wanted {config.name}")
-        found = gathered(world_size, [shape], scaling, dtypes, fast_accum, 1, False)
+        found = gathered(world_size, [shape], scaling, dtypes, fast_accum, 1, problem.return_A)
         faults += [f"{config.name} {fault}" for fault in found or []]
     return faults
 

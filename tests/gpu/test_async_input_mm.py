@@ -182,7 +182,9 @@ def destroy(stream: torch.cuda.ExternalStream) -> None:
 def test_splits_of_k_on_a_stream_that_has_the_handle_of_a_destroyed_one() -> None:
     """Which may still be at work: parts of K of the two calls are not counted together."""
     m, n, k, chunks_k = 128, 256, 2048, 8
-    config = next(c for c in splitting(m, n, k) if not c.splits_in_cluster)
+    config = next((c for c in splitting(m, n, k) if not c.splits_in_cluster), None)
+    if config is None:
+        pytest.skip("no kernel of this build splits K in global memory")
     a, b = randn(m, k, dtype=torch.bfloat16), randn(n, k, dtype=torch.bfloat16).t()
     other = randn(m, k, dtype=torch.bfloat16)
     all_there = torch.ones(1, chunks_k, dtype=torch.int32, device="cuda")
@@ -194,13 +196,14 @@ def test_splits_of_k_on_a_stream_that_has_the_handle_of_a_destroyed_one() -> Non
     torch.cuda.synchronize()
 
     first, begun = new_stream(), torch.cuda.Event()
+    streams = []
     with torch.cuda.stream(first):
         begun.record()
         early = async_input_mm.on_cuda(a, b, all_but_one.view(torch.uint32), 0, config=config)
-    begun.synchronize()
-    destroy(first)
-    streams = [new_stream()]
     try:
+        begun.synchronize()
+        destroy(first)
+        streams.append(new_stream())
         while streams[-1].cuda_stream != first.cuda_stream and len(streams) < 64:
             streams.append(new_stream())
         found = streams[-1].cuda_stream == first.cuda_stream

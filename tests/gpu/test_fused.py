@@ -345,7 +345,7 @@ def test_a_killed_rank_ends_the_others_with_a_message(way: str, tmp_path: Path) 
         while not is_calling.exists():
             assert pool.alive and time.monotonic() - begin < 60, pool.stderr(1)
             time.sleep(0.05)
-        os.kill(pool.processes[1].pid or 0, signal.SIGKILL)
+        pool.processes[1].kill()
         codes = pool.join(limit_s + 20)
         stderr = "".join(pool.stderr(rank) for rank in range(pool.world_size))
     assert codes == [-signal.SIGKILL if rank == 1 else 124 for rank in range(len(codes))], stderr

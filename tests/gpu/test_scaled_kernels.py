@@ -392,9 +392,10 @@ def test_gather(gpu_pool: RankPool, world_size: int, scaling: str, return_A: boo
         check(results, world_size)
 
 
+@pytest.mark.parametrize("return_A", [False, True])
 @pytest.mark.parametrize("world_size", ALL[1:])
 def test_every_kernel_behind_a_gather(
-    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world_size: int, return_A: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each from tuned rows with an M of its own."""
     environment = {"AGMM_CACHE": "on", "AGMM_CACHE_DIR": str(tmp_path)}
@@ -404,13 +405,15 @@ def test_every_kernel_behind_a_gather(
     gpu, _ = call_plans.device_facts(device)
     n, k = 272, 528
     cases: list[Any] = []
-    rows = []
+    rows: list[tuple[Key, Row]] = []
     for kernel in KERNELS:
+        if return_A and "column" not in kernel.config.stores_A:
+            continue
         configs = [kernel.config, replace(kernel.config, across=True)]
         if kernel.config.splits_in_cluster:
             configs.append(replace(kernel.config, splits=2))
         for config in configs:
-            shape = LocalShape(33 + len(cases), n, k)
+            shape = LocalShape(33 + len(rows), n, k)
             problem = call_plans.scaled_problem(
                 world_size * shape.M_local,
                 n,
@@ -419,10 +422,13 @@ def test_every_kernel_behind_a_gather(
                 kernel.accumulation.name,
                 device,
                 world_size=world_size,
+                return_A=return_A,
             )
             rows.append((Key.of(problem), Row(problem.m, Plan("push", config), 1.0)))
-            scaling = kernel.scalings[len(cases) % len(kernel.scalings)]
-            cases.append((problem, config, shape, scaling, kernel.dtypes, kernel.fast_accum))
+            cases += [
+                (problem, config, shape, scaling, kernel.dtypes, kernel.fast_accum)
+                for scaling in kernel.scalings
+            ]
     tables.save(gpu, world_size, rows)
     with RankPool(world_size, "cuda", 300, environment) as pool:
         check(pool.run(scaled_gpu_work.gathered_as_tuned, world_size, cases), world_size)

@@ -152,6 +152,21 @@ def test_swapped_kernels_are_behind_a_gather_where_a_table_names_them(
     assert kernel is not None and kernel.swapped
 
 
+def test_a_kernel_that_cannot_store_a_gathered_a_is_not_asked_to(
+    facts: None, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Though it was tuned for a call that does not return A."""
+    problem = PROBLEM._replace(m=64, n=1024, k=16384)
+    tuned = planner(row(64, f"{SWAPPED}/split4"), problem=problem)
+    for m in (64, 128):
+        kernel = tuned.choose(problem._replace(m=m, return_A=True)).plan.kernel
+        assert kernel is not None and "column" in kernel.stores_A
+    plans = candidates.candidates(problem._replace(return_A=True), (), UNFUSED)
+    kernels = [plan.kernel for plan in plans if plan.kernel is not None]
+    assert kernels and all("column" in kernel.stores_A for kernel in kernels)
+    assert not recwarn.list
+
+
 def test_swapped_kernels_are_tuned_behind_a_gather(facts: None) -> None:
     """With K whole and in parts."""
     problem = PROBLEM._replace(m=64, n=1024, k=16384)

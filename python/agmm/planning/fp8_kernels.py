@@ -73,10 +73,14 @@ def built(
 
 
 def of_problem(problem: Problem) -> tuple[KernelConfig, ...]:
-    """The kernels of this build for a problem with an ``accumulation``."""
+    """The kernels of this build for a problem with an ``accumulation``; where the gathered A is
+    returned, those that can store it."""
     accumulation = Accumulation.__members__[problem.accumulation]
     scatters = problem.op == MATMUL_REDUCE_SCATTER
-    return built(problem.dtype, accumulation, scatters=scatters)
+    kernels = built(problem.dtype, accumulation, scatters=scatters)
+    if scatters or problem.world_size == 1 or not problem.return_A:
+        return kernels
+    return tuple(kernel for kernel in kernels if problem.b_layout in kernel.stores_A)
 
 
 def predicted(problem: Problem) -> tuple[KernelConfig, ...]:

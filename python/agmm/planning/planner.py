@@ -154,8 +154,9 @@ class Planner:
         favourite. Rows of "matmul_reduce_scatter" serve in the same way; the favourite counts at
         the mean of those that are carried out as it is. Of fp8 problems, which have no model, the
         row nearest in M says whether they are fused, and of the near rows' kernels the one with
-        the fewest waves serves; without a row it is that of all kernels. Rows whose plan this build
-        cannot run are passed over, with one warning per reason.
+        the fewest waves serves; without a row it is that of all kernels, behind a gather of all but
+        swapped ones. Rows whose plan this build cannot run are passed over, with one warning per
+        reason.
 
         Args:
             fused: leave the unfused plan out.
@@ -240,8 +241,7 @@ class Planner:
 
     def _scaled(self, problem: Problem, fused: bool) -> Found:
         """The plan of a problem with fp8 operands."""
-        built = {kernel.kernel for kernel in fp8_kernels.of_problem(problem)}
-        rows = self._scaled_rows(problem, fused, built)
+        rows = self._scaled_rows(problem, fused)
         size = fp8_kernels.size_of(problem)
         if problem.m in rows:
             name, row = rows[problem.m]
@@ -266,11 +266,13 @@ class Planner:
             return Found(UNFUSED, "no kernel of this build serves it")
         return Found(Plan("push", fp8_kernels.choose(kernels, *size)), source)
 
-    def _scaled_rows(
-        self, problem: Problem, fused: bool, built: set[str]
-    ) -> dict[int, tuple[str, Row]]:
+    def _scaled_rows(self, problem: Problem, fused: bool) -> dict[int, tuple[str, Row]]:
         """Those that may serve it, with their tables' names, by M; of a problem that differs in
         ``return_A`` where there are none of its own."""
+        built, serving = (
+            {kernel.kernel for kernel in fp8_kernels.of_problem(each)}
+            for each in (problem._replace(return_A=False), problem)
+        )
         for asked in (problem, problem._replace(return_A=not problem.return_A)):
             found: dict[int, tuple[str, Row]] = {}
             for table in self.tables:
@@ -281,8 +283,8 @@ class Planner:
                     if kernel is not None and kernel.kernel not in built:
                         reason = f"{kernel.kernel} for fp8, which this build has not"
                         self.warn(f"agmm passes over rows of {table.name}: {reason}", reason)
-                        continue
-                    found[row.m] = table.name, row
+                    elif kernel is None or kernel.kernel in serving:
+                        found[row.m] = table.name, row
             if found:
                 return found
         return {}

@@ -241,7 +241,7 @@ def _split_scratch(device: torch.device) -> torch.Tensor:
         scratch = _new_split_scratch(device)
     _scratches[key] = scratch
     if len(_scratches) > _MOST_SCRATCHES:
-        del _scratches[next(iter(_scratches))]
+        _scratches.pop(next(iter(_scratches)), None)
     return scratch
 
 
