@@ -12,6 +12,7 @@ from agmm import _core
 from agmm._core import MAX_CLUSTER_SPLITS, Accumulation
 from agmm.planning import cost_model
 from agmm.planning.cost_model import clusters_at_once
+from agmm.planning.legality import copy_transports
 from agmm.planning.plans import MATMUL_REDUCE_SCATTER, KernelConfig, Plan, Problem
 
 
@@ -73,14 +74,13 @@ def built(
 
 
 def of_problem(problem: Problem) -> tuple[KernelConfig, ...]:
-    """The kernels of this build for a problem with an ``accumulation``; where the gathered A is
-    returned, those that can store it."""
+    """The kernels of this build that serve a problem with an ``accumulation``: between ranks by
+    push, since nothing else moves fp8 operands."""
     accumulation = Accumulation.__members__[problem.accumulation]
-    scatters = problem.op == MATMUL_REDUCE_SCATTER
-    kernels = built(problem.dtype, accumulation, scatters=scatters)
-    if scatters or problem.world_size == 1 or not problem.return_A:
+    kernels = built(problem.dtype, accumulation, scatters=problem.op == MATMUL_REDUCE_SCATTER)
+    if problem.world_size == 1:
         return kernels
-    return tuple(kernel for kernel in kernels if problem.b_layout in kernel.stores_A)
+    return tuple(kernel for kernel in kernels if "push" in copy_transports(problem, kernel))
 
 
 def predicted(problem: Problem) -> tuple[KernelConfig, ...]:
