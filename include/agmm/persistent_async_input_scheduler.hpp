@@ -269,7 +269,38 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     return Base::get_grid_shape(params, problem, tile, cluster, hw_info, base_args);
   }
 
+  /// This CTA's share of a step of the order, which its cluster computes: for kernels that do not
+  /// deal steps out to clusters, one of every wave, but hand them out in another way.
+  CUTLASS_DEVICE WorkTileInfo work_at(int32_t step) const {
+    WorkTileInfo work;
+    work.is_valid_tile = true;
+    set_step(work, step, [this](int32_t i) {
+      bool const is_first = i < int32_t(gridDim.y) / ClusterN;
+      return is_first ? params_->first_blocks.blocks[i] : params_->order.block_at(i);
+    });
+    return work;
+  }
+
  private:
+  template <class BlockAt>
+  CUTLASS_DEVICE void set_step(WorkTileInfo& work, int32_t step, BlockAt const& block_at) const {
+    if constexpr (kSplits) {
+      // Neighbouring clusters of CTAs have the splits of one cluster of tiles.
+      int32_t const tiles = params_->splits.divide(step);
+      work.split = step - tiles * params_->splits.divisor;
+      agmm::Range const k_tiles = k_tiles_of(work.split);
+      if constexpr (Splits == SplitsK::InCluster) work.is_whole = params_->splits.divisor == 1;
+      work.k_tile_begin = k_tiles.begin;
+      work.k_tile_count = k_tiles.size();
+      step = tiles;
+    }
+    agmm::BlockCoord const block = block_at(step);
+    work.M_idx = (kGathersB ? block.n : block.m) * ClusterM + blockIdx.x;
+    work.N_idx = (kGathersB ? block.m : block.n) * ClusterN + blockIdx.y % ClusterN;
+    work.L_idx = 0;
+    if constexpr (Wait == AsyncInputWait::Scheduler) wait_for_chunks(work);
+  }
+
   CUTLASS_DEVICE agmm::Range k_tiles_of(int32_t split) const {
     if constexpr (Splits == SplitsK::InCluster) {
       return params_->k_parts.even_part(split, params_->splits);
@@ -288,22 +319,7 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     WorkTileInfo work;
     work.is_valid_tile = linear_index(waves_) < Base::scheduler_params.blocks_per_problem_;
     if (!work.is_valid_tile) return work;
-    int32_t cluster = (blockIdx.y + gridDim.y * waves_) / ClusterN;
-    if constexpr (kSplits) {
-      // Neighbouring clusters of CTAs have the splits of one cluster of tiles.
-      int32_t const tiles = params_->splits.divide(cluster);
-      work.split = cluster - tiles * params_->splits.divisor;
-      agmm::Range const k_tiles = k_tiles_of(work.split);
-      if constexpr (Splits == SplitsK::InCluster) work.is_whole = params_->splits.divisor == 1;
-      work.k_tile_begin = k_tiles.begin;
-      work.k_tile_count = k_tiles.size();
-      cluster = tiles;
-    }
-    agmm::BlockCoord const block = block_at(cluster);
-    work.M_idx = (kGathersB ? block.n : block.m) * ClusterM + blockIdx.x;
-    work.N_idx = (kGathersB ? block.m : block.n) * ClusterN + blockIdx.y % ClusterN;
-    work.L_idx = 0;
-    if constexpr (Wait == AsyncInputWait::Scheduler) wait_for_chunks(work);
+    set_step(work, (blockIdx.y + gridDim.y * waves_) / ClusterN, block_at);
     return work;
   }
 

@@ -287,6 +287,7 @@ TilePushArgs FusedMatmulReduceScatter::Impl::push_args(MatmulScatter const& call
   push.credits = at<uint32_t>(rank, layout.credit(0));
   push.go = at<uint32_t>(rank, layout.single(Single::Go));
   push.done = at<uint32_t>(rank, layout.single(Single::Done));
+  push.claims = at<uint32_t>(rank, layout.single(Single::Claims));
   for (int place = 0; place < world_size() - 1; ++place) {
     int const peer = tiles.at_place(place);
     int const there = part_place(rank, peer, world_size());

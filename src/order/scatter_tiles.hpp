@@ -80,6 +80,11 @@ struct ScatterTiles {
 /// sums. As many as a band of 4096 rows and 8192 columns of 64 x 64 tiles has.
 constexpr int32_t kMaxScatterTiles = 8192;
 
+/// Words of a launch's claims (claimed_steps.hpp): two counts, then one for each cluster of CTAs,
+/// of which a launch has at most one per multiprocessor.
+constexpr int32_t kClaimCounts = 2;
+constexpr int32_t kClaimWords = kClaimCounts + FirstBlocks::kMostSms;
+
 /// Rows of a chunk that a launch computes: a band (ScatterBands), in whole blocks of tiles.
 inline int32_t scatter_band_rows(int32_t chunk_rows, int32_t world_size, KernelShape const& shape) {
   ScatterBands const bands(chunk_rows * world_size, world_size);

@@ -22,9 +22,10 @@ class ScatterLayout {
   static constexpr std::size_t kAlignment = 128;  // a cache line; bulk copies want 16
 
   enum class Single {
-    Go,    // all credits have been seen
-    Done,  // tiles that have been sent, or whose sums have been read
-    Count,
+    Go,      // all credits have been seen
+    Done,    // tiles that have been sent, or whose sums have been read
+    Claims,  // the first of kClaimWords
+    Count = Claims + kClaimWords,
   };
 
   /// `part_bytes`: of the sums that one rank sends to one other.

@@ -52,6 +52,33 @@ CUTLASS_DEVICE uint32_t add_acq_rel_gpu(uint32_t* word, uint32_t value) {
   return old;
 }
 
+// Without an order of other accesses.
+
+CUTLASS_DEVICE uint32_t load_relaxed_gpu(uint32_t const* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+/// Whether the word held `expected`, in place of which it holds `value` now.
+CUTLASS_DEVICE bool exchange_relaxed_gpu(uint32_t* word, uint32_t expected, uint32_t value) {
+  uint32_t found;
+  asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;"
+               : "=r"(found)
+               : "l"(word), "r"(expected), "r"(value)
+               : "memory");
+  return found == expected;
+}
+
+CUTLASS_DEVICE uint32_t add_relaxed_gpu(uint32_t* word, uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(word), "r"(value)
+               : "memory");
+  return old;
+}
+
 CUTLASS_DEVICE void fence_acq_rel_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 /// Where a kernel may start before the one ahead of it in its stream has ended (CallSpec): until

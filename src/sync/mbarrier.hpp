@@ -1,5 +1,5 @@
-// mbarriers of a CTA with a clobber, so that the compiler moves no memory access over them. An
-// arrival releases, and a test that succeeds acquires, at CTA scope.
+// mbarriers with a clobber, so that the compiler moves no memory access over them. An arrival
+// releases, and a test that succeeds acquires, at CTA scope.
 #pragma once
 
 #include <cstdint>
@@ -47,6 +47,36 @@ CUTLASS_DEVICE void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
       "}" ::"r"(at),
       "r"(parity)
       : "memory");
+}
+
+/// The address in a CTA of the cluster of what lies at `local` in this one.
+CUTLASS_DEVICE uint32_t address_in_cluster(void const* local, int cta) {
+  auto const here = uint32_t(__cvta_generic_to_shared(local));
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(cta));
+  return there;
+}
+
+/// For what needs no order of memory in the other CTA, as the end of reads. At cluster scope it
+/// would wait for all that the thread has under way in global memory.
+CUTLASS_DEVICE void mbarrier_arrive_in_cluster(uint64_t* barrier, int cta) {
+  asm volatile(
+      "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_cluster(barrier, cta))
+      : "memory");
+}
+
+/// Stores to a CTA of the cluster and arrives at its barrier, whose phase ends when the value is
+/// there to be read.
+CUTLASS_DEVICE void store_and_arrive_in_cluster(int32_t* local, int32_t value, uint64_t* barrier,
+                                                int cta) {
+  uint32_t const at = address_in_cluster(barrier, cta);
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(at),
+               "n"(sizeof(value))
+               : "memory");
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(
+                   address_in_cluster(local, cta)),
+               "r"(value), "r"(at)
+               : "memory");
 }
 
 }  // namespace agmm

@@ -107,6 +107,7 @@ struct TilePushArgs {
   uint32_t* credits = nullptr;  // [places]: awaited (1) before anything is sent, and taken (0)
   uint32_t* go = nullptr;       // 0 before the call
   uint32_t* done = nullptr;     // 0 before the call
+  uint32_t* claims = nullptr;   // [kClaimWords], 0 before the call
 
   /// At each other rank, by its place here: where this rank's sums and signals lie there, and the
   /// credit that this rank gives.

@@ -11,11 +11,12 @@
 // while the tile is computed. Consumers that take turns (pingpong) load them themselves, while the
 // others compute.
 //
-// Who waits for whom, and why it ends. Every CTA computes all tiles of other ranks' chunks before
-// its own tiles (ScatterTiles, TileOrder). A sender waits for credits, which peers give at the end
-// of the call before, and then for nobody but its own CTA; while it does, no signal is held back.
-// So all tiles are sent, whoever is late, and own tiles, which wait for nothing else, have what
-// they wait for. All CTAs of a kernel are on the GPU together.
+// Who waits for whom, and why it ends. All tiles of other ranks' chunks come before the own tiles
+// (ScatterTiles, TileOrder), and CTAs claim them in that order (claimed_steps.hpp). A sender
+// waits for credits, which peers give at the end of the call before, and then for nobody but its
+// own CTA; while it does, no signal is held back. So all tiles are sent, whoever is late, and own
+// tiles, which wait for nothing else, have what they wait for. How many CTAs are on the GPU
+// together does not matter.
 //
 // How fast. A link that has more to carry than it can makes the multiprocessors' stores wait, and
 // with them the loads that the next tile wants: what was to be hidden behind a matmul then adds to
@@ -343,14 +344,16 @@ struct TilePush {
     }
   }
 
-  /// The first CTA takes the credits, which cannot be seen any more afterwards; it computes a tile
-  /// to send, or a part of its sum, the first of all.
-  CUTLASS_DEVICE static bool takes_credits() { return blockIdx.x == 0 && blockIdx.y == 0; }
+  /// One CTA takes the credits, which cannot be seen any more afterwards: the one that computes
+  /// step 0, a tile to send or a part of its sum, which is the first of its own.
+  CUTLASS_DEVICE static bool takes_credits(int32_t step) {
+    return step == 0 && cute::block_rank_in_cluster() == 0;
+  }
 
   /// Before the first send of a sender, which counts what it sends (count_done): `go` is reset once
   /// all is counted. For all lanes of its warp.
-  CUTLASS_DEVICE static void await_credits(TilePushArgs const& push) {
-    if (takes_credits()) {
+  CUTLASS_DEVICE static void await_credits(TilePushArgs const& push, int32_t first_step) {
+    if (takes_credits(first_step)) {
       take_credits(push);
     } else {
       await_go(push);
@@ -386,12 +389,11 @@ struct TilePush {
     fence_proxy_async_global();
   }
 
-  /// Before a signal. With the fault all CTAs but the first write without a credit, and await it
-  /// here: signals and credits stay in step, and wrong elements are all that comes of it.
+  /// Before a signal. With the fault all CTAs but the one that takes the credits write without one,
+  /// and await it here: signals and credits stay in step, and wrong elements are all that comes of
+  /// it.
   CUTLASS_DEVICE static void await_late_credit(TilePushArgs const& push) {
-    if constexpr (kNoCredit) {
-      if (!takes_credits()) look_for_go(push);
-    }
+    if constexpr (kNoCredit) look_for_go(push);
   }
 
   /// Where several CTAs share a tile's K: the consumers tell their sender whether the whole sum is
@@ -445,7 +447,8 @@ struct TilePush {
     uint32_t since = 0;
     CUTLASS_PRAGMA_NO_UNROLL
     while (load_acquire_gpu(push.go) != 1) {
-      // The first CTA reports, which knows whose credit is missing; should it not run, this one.
+      // The CTA that takes the credits reports, which knows whose is missing; should it not run,
+      // this one.
       if (waited_units(since) > 2 * limit_units(push.limit) + kLateUnits) {
         report_and_stop(push.limit, WaitReport::Timeout, -1, -1, 0, 1,
                         uint64_t(waited_units(since)) << kLogWaitUnitNs);

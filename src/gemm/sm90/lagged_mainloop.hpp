@@ -10,18 +10,9 @@
 
 namespace agmm {
 
-/// Tells CUTLASS's kernels that the mainloop has work for their fourth producer warp.
-template <class Base>
-struct LaggedPolicy : Base {};
-
 /// `Return`: a TileReturn.
 template <class Base, class Return>
 struct LaggedMainloop : Base {
-  using typename Base::MainloopPipeline;
-  using typename Base::PipelineState;
-  using typename Base::TensorStorage;
-  using DispatchPolicy = LaggedPolicy<typename Base::DispatchPolicy>;
-
   struct Arguments : Base::Arguments {
     TilePushArgs push{};
     TileReturnArgs results{};
@@ -37,23 +28,10 @@ struct LaggedMainloop : Base {
     return {Base::to_underlying_arguments(problem, args, workspace), args.push, args.results};
   }
 
-  /// The warp's only work. It exits here: what the kernel would keep for its next tile takes
-  /// registers. Every CTA with a tile comes here once, and each has one.
-  template <class TensorA, class TensorB, class KTileIterator, class BlockCoord>
-  CUTLASS_DEVICE void load_auxiliary(Params const& params, MainloopPipeline, PipelineState,
-                                     cute::tuple<TensorA, TensorB> const&, BlockCoord const&,
-                                     KTileIterator, int, int, uint32_t, TensorStorage&) {
+  /// Each CTA's, also of one that comes too late for a tile.
+  CUTLASS_DEVICE static void spare_work(Params const& params) {
     Return::copy_results(params.push, params.results, int32_t(blockIdx.y), int32_t(gridDim.y));
-    asm volatile("exit;");
-    __builtin_unreachable();
   }
 };
 
 }  // namespace agmm
-
-namespace cutlass::gemm::kernel::detail {
-
-template <class Base>
-struct HasAuxiliaryLoad<agmm::LaggedPolicy<Base>> : cute::true_type {};
-
-}  // namespace cutlass::gemm::kernel::detail

@@ -88,22 +88,23 @@ struct ScatterEpilogue : Base {
   CUTLASS_DEVICE ScatterEpilogue(Params const& params, TensorStorage& shared)
       : Base(params, shared), params_(&params), push_(&shared.push) {}
 
-  CUTLASS_DEVICE bool is_producer_load_needed() const { return true; }
-
-  template <class ProblemShape, class TileShape, class TileCoord, class TiledMma>
-  CUTLASS_DEVICE auto load(typename Base::LoadPipeline, typename Base::LoadPipelineState state,
-                           ProblemShape const&, TileShape, TileCoord const& coord, TiledMma, int,
-                           TensorStorage& shared, int = -1) {
+  /// The sender's share of a tile, that of `step` in the launch's order. For all lanes of its warp.
+  template <class TileCoord>
+  CUTLASS_DEVICE void send(TileCoord const& coord, int32_t step, TensorStorage& shared) {
     TilePushArgs const& push = params_->push;
     ScatterTiles const& tiles = push.tiles;
     int32_t const row = int32_t(cute::get<0>(coord)) * kTileM;
     int32_t const owner = tiles.owner(row);
-    if (!kFetches && !kReturns && owner == tiles.rank) return state;
+    if (!kFetches && !kReturns && owner == tiles.rank) {
+      // Who waits for more to do has signalled all that others may wait for.
+      if (lane_id() == 0) Push::finish(push, on_its_way_);
+      return;
+    }
     int32_t const tile = tiles.tile(tiles.row_of(row) / kTileM, int32_t(cute::get<1>(coord)));
     if constexpr (kFetches) {
       if (owner == tiles.rank) {
-        if (is_split() && !Push::is_told_whole()) return state;
-        if (tile < 0) return state;
+        if (is_split() && !Push::is_told_whole()) return;
+        if (tile < 0) return;
         Push::prefetch(push, tile);
         if (lane_id() == 0) {
           // Who waits for others has signalled all that they may wait for.
@@ -112,19 +113,19 @@ struct ScatterEpilogue : Base {
         }
         ++own_;
         __syncwarp();
-        return state;
+        return;
       }
     }
     if (number_ == 0) clock_.begin();
     if (is_split()) {
       // In one wave, so this is the CTA's only tile.
-      if (Push::takes_credits()) Push::take_credits(push);
-      if (!Push::is_told_whole()) return state;
-      if (tile >= 0 && !Push::takes_credits()) Push::await_go(push);
+      if (Push::takes_credits(step)) Push::take_credits(push);
+      if (!Push::is_told_whole()) return;
+      if (tile >= 0 && !Push::takes_credits(step)) Push::await_go(push);
     } else if (tile >= 0 && sent_ == 0) {
       // Not before a tile that only pads: nobody counts who sends nothing, and `go` may have been
       // reset when it looks.
-      Push::await_credits(push);
+      Push::await_credits(push, step);
     }
     if (lane_id() == 0) {
       Push::send(push, shared.push, number_, owner, tile, clock_, on_its_way_);
@@ -133,17 +134,14 @@ struct ScatterEpilogue : Base {
     sent_ += tile >= 0 ? 1 : 0;
     __syncwarp();
     ++number_;
-    return state;
   }
 
-  CUTLASS_DEVICE auto load_tail(typename Base::LoadPipeline,
-                                typename Base::LoadPipelineState state) {
-    if (lane_id() == 0) {
-      Push::finish(params_->push, on_its_way_);
-      if constexpr (kFetches) Push::await_fetched(params_->push, *push_, own_);
-      Push::count_done(params_->push, sent_ + own_);
-    }
-    return state;
+  /// Behind the sender's last tile.
+  CUTLASS_DEVICE void send_tail() {
+    if (lane_id() != 0) return;
+    Push::finish(params_->push, on_its_way_);
+    if constexpr (kFetches) Push::await_fetched(params_->push, *push_, own_);
+    Push::count_done(params_->push, sent_ + own_);
   }
 
   template <class ProblemShape, class TileShape, class TileCoord, class Engine, class Layout,
@@ -154,8 +152,7 @@ struct ScatterEpilogue : Base {
                             typename Base::StorePipelineState store_state,
                             ProblemShape const& problem, TileShape tile_shape,
                             TileCoord const& coord, cute::Tensor<Engine, Layout> accumulators,
-                            TiledMma tiled_mma, int thread, TensorStorage& shared,
-                            int subtile = -1) {
+                            TiledMma tiled_mma, int thread, TensorStorage& shared, int32_t step) {
     static_assert(cute::size(Layout{}) == kFloats);
     static_assert(cute::size(TiledMma{}) == kTileThreads);
     TilePushArgs const& push = params_->push;
@@ -167,8 +164,8 @@ struct ScatterEpilogue : Base {
     ScatterTimer<kTimed> const timer(params_->times, tiles, owner, tile);
     if (kTimed && thread == 0) timer.computed();
     if (is_split()) {
-      int const cluster = int(blockIdx.y) / params_->split_k.splits;
-      int const split = int(blockIdx.y) - cluster * params_->split_k.splits;
+      int const cluster = step / params_->split_k.splits;
+      int const split = step - cluster * params_->split_k.splits;
       auto& sum = *reinterpret_cast<float (*)[kFloats]>(accumulators.data());
       bool const is_whole = add_splits<kClusterSize>(params_->split_k, cluster, split, sum);
       Push::tell_sender(is_whole);
@@ -209,7 +206,7 @@ struct ScatterEpilogue : Base {
         load_pipeline, load_state, store_pipeline, store_state, own_problem(problem, push),
         tile_shape,
         cute::make_coord(tile_m, cute::get<1>(coord), cute::get<2>(coord), cute::get<3>(coord)),
-        accumulators, tiled_mma, thread, shared, subtile);
+        accumulators, tiled_mma, thread, shared);
   }
 
  private:

@@ -8,6 +8,7 @@
 #include "cutlass/cutlass.h"
 #include "gemm/scatter_entry.hpp"
 #include "gemm/scatter_spec.hpp"
+#include "gemm/sm90/claiming_kernel.hpp"
 #include "gemm/sm90/kernel_instance.cuh"
 #include "gemm/sm90/lagged_mainloop.hpp"
 #include "gemm/sm90/scatter_epilogue.hpp"
@@ -15,17 +16,10 @@
 
 namespace agmm {
 
-/// CUTLASS's kernel, with barriers that it does not know.
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksPerMultiprocessor)
     scatter_kernel(CUTLASS_GRID_CONSTANT typename Kernel::Params const params) {
   extern __shared__ char shared_memory[];
-  auto& shared = *reinterpret_cast<typename Kernel::SharedStorage*>(shared_memory);
-  if (threadIdx.x == 0) {
-    Kernel::CollectiveEpilogue::Push::init(shared.tensors.epilogue.push);
-    cutlass::arch::fence_barrier_init();
-  }
-  __syncthreads();
   Kernel{}(params, shared_memory);
 }
 
@@ -75,12 +69,12 @@ struct ScatterInstance {
                           ScattersMainloop>;
   static_assert(!kReturns || (!kIsFp8 && !kCooperative && ClusterM * ClusterN == 1),
                 "every block of a lagged order is a tile, and only its own chunk's are returned");
-  using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
+  using GemmKernel = ClaimingKernel<cutlass::gemm::kernel::GemmUniversal<
       cute::Shape<int, int, int, int>, Mainloop, CollectiveEpilogue,
       cutlass::gemm::PersistentAsyncInputScheduler<
           typename Plain::MainloopSchedule, cutlass::gemm::AsyncInputWait::Mainloop,
           kSplits ? cutlass::gemm::SplitsK::ByEpilogue : cutlass::gemm::SplitsK::No,
-          cutlass::gemm::Gathered::A, cute::conditional_t<kReturns, LaggedTileOrder, TileOrder>>>;
+          cutlass::gemm::Gathered::A, cute::conditional_t<kReturns, LaggedTileOrder, TileOrder>>>>;
   using Params = typename GemmKernel::Params;
   static_assert(GemmKernel::SharedStorageSize <=
                 cutlass::gemm::collective::detail::sm90_smem_capacity_bytes);

@@ -111,6 +111,9 @@ struct ScatterMainloop : Base {
     }
   }
 
+  /// What the producers' spare warp does.
+  CUTLASS_DEVICE static void spare_work(Params const&) {}
+
   template <class FrgTensorC>
   CUTLASS_DEVICE void mma(MainloopPipeline pipeline, PipelineState stage, FrgTensorC& accumulators,
                           int k_tile_count, int thread_idx, TensorStorage& shared_tensors,
