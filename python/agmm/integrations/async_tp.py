@@ -194,8 +194,9 @@ def enable() -> _Restore:
     scales that torch's ops have and scales of blocks, and on CUDA those that
     agmm has kernels for. All other calls go to torch's kernel, with one
     warning for each reason; those on CPU tensors, for which torch has no kernel, to the
-    decomposition that torch traces with. Neither op has a backward of its own: torchtitan's layers
-    bring theirs.
+    decomposition that torch traces with. None of the ops has a backward, in torch or here; the
+    pass puts them into graphs that have one. A call whose operands require gradients raises
+    `InvalidArgument`, where torch computes and warns in the backward that the gradients are lost.
 
     Raises:
         AgmmError: this torch lacks one of the ops, or its schema is another one.

@@ -17,6 +17,7 @@ from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
 from agmm.ops import paths, scatter_cuda, scatter_plan
 from agmm.ops.checks import check_gatherable, check_scatterable
 from agmm.ops.prepare import prepare
+from agmm.ops.scaled_checks import check_no_backward
 from agmm.ops.scatter_paths import native_cpu
 from agmm.planning import call_plans
 from agmm.runtime import nan_check
@@ -78,6 +79,18 @@ def _served(
         _warn(op, str(error))
         routes[key] = None
         return None
+
+
+def _check_no_backward(**operands: Any) -> None:
+    """Refuses operands of which autograd would lose the gradients: torch's dispatcher says so in
+    the backward only, by a warning."""
+    tensors = [
+        (name, tensor)
+        for name, given in operands.items()
+        for tensor in (given if isinstance(given, list) else [given])
+        if isinstance(tensor, torch.Tensor)
+    ]
+    check_no_backward(tensors, f"the ops of {NAMESPACE}")
 
 
 def _why_group(group: dist.ProcessGroup) -> str | None:
@@ -153,6 +166,8 @@ def gather_over(torch_kernel: Kernel) -> Kernel:
     ) -> paths.Outs:
         found = None
         if not symm_mem._is_test_mode:
+            if torch.is_grad_enabled():
+                _check_no_backward(A=A_shard, Bs=Bs)
             group = _resolve_process_group(group_name)  # type: ignore[arg-type]  # a NewType of str
 
             def call(route: _Route) -> paths.Outs:
@@ -223,6 +238,8 @@ def scatter_over(torch_kernel: Kernel) -> Kernel:
     ) -> torch.Tensor:
         found = None
         if not symm_mem._is_test_mode:
+            if torch.is_grad_enabled():
+                _check_no_backward(A=A, B=B)
             group = _resolve_process_group(group_name)  # type: ignore[arg-type]  # a NewType of str
             found = _served(
                 "fused_matmul_reduce_scatter",
@@ -251,6 +268,8 @@ def scaled_over(op: str, call_type: type[GatherCall | ScatterCall]) -> KernelOve
             found = None
             if not symm_mem._is_test_mode:
                 given = call_type(*args, **kwargs)
+                if torch.is_grad_enabled():
+                    _check_no_backward(**given._asdict())
                 group = _resolve_process_group(given.group_name)  # type: ignore[arg-type]
                 found = _served(
                     op,

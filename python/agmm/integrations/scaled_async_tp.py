@@ -23,7 +23,7 @@ def _result_scale(scale: torch.Tensor | None, out_dtype: torch.dtype) -> torch.T
 class GatherCall(NamedTuple):
     """A call of ``fused_all_gather_scaled_matmul``, in torch's order."""
 
-    A_shard: torch.Tensor
+    A: torch.Tensor
     Bs: list[torch.Tensor]
     A_scale: torch.Tensor
     B_scales: list[torch.Tensor]
@@ -35,7 +35,7 @@ class GatherCall(NamedTuple):
     use_fast_accum: list[bool]
 
     def kind(self) -> tuple[object, ...]:
-        tensors = self.A_shard, *self.Bs, self.A_scale, *self.B_scales
+        tensors = self.A, *self.Bs, self.A_scale, *self.B_scales
         maybes = *self.biases, *self.result_scales
         return (
             self.gather_dim,
@@ -57,7 +57,7 @@ class GatherCall(NamedTuple):
             for B, dtype in zip(self.Bs, self.dtypes(), strict=True)
         ]
         scale, dim = self.A_scale, self.gather_dim
-        rows, scales = list(self.A_shard.shape[:-1]), list(scale.shape[:-1])
+        rows, scales = list(self.A.shape[:-1]), list(scale.shape[:-1])
         own = rows[dim]
         rows[dim] *= group.size()
         if scale.numel() > 1 and scales == rows:
@@ -67,12 +67,12 @@ class GatherCall(NamedTuple):
     def why_torch(self, group: dist.ProcessGroup) -> str | None:
         """The reason why torch has to serve such calls, or None; the same on all ranks, as long as
         they call with the same shapes and dtypes."""
-        reason = scaled_paths.why_unfused(self.A_shard.shape, self.A_shard.device)
+        reason = scaled_paths.why_unfused(self.A.shape, self.A.device)
         if reason is not None:
             return reason
-        if not 0 <= self.gather_dim < self.A_shard.dim() - 1:
+        if not 0 <= self.gather_dim < self.A.dim() - 1:
             return (
-                f"gather_dim: {self.gather_dim} with {self.A_shard.dim()} dimensions, "
+                f"gather_dim: {self.gather_dim} with {self.A.dim()} dimensions, "
                 "agmm gathers along any but the last"
             )
         lists = (
@@ -89,12 +89,12 @@ class GatherCall(NamedTuple):
         result_scales = [
             _result_scale(*one) for one in zip(self.result_scales, dtypes, strict=True)
         ]
-        given = self.A_shard, scale, self.Bs, self.B_scales, self.biases, result_scales, dtypes
+        given = self.A, scale, self.Bs, self.B_scales, self.biases, result_scales, dtypes
         try:
             check_scaled_gather(*given, self.gather_dim)
         except InvalidArgument as error:
             return str(error)  # torch refuses it in its own words
-        if not self.A_shard.is_cuda:
+        if not self.A.is_cuda:
             return None
         return scaled_paths.why_no_cuda_kernels(*given, self.use_fast_accum, group, self.gather_dim)
 
@@ -102,7 +102,7 @@ class GatherCall(NamedTuple):
         """A and the products, with the strides of torch's."""
         dtypes, scale = self._given(group)
         A, _, outs = scaled_paths.gather(
-            self.A_shard,
+            self.A,
             scale,
             self.Bs,
             self.B_scales,

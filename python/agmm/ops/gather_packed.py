@@ -39,9 +39,7 @@ def gather_packed(
                 f"B: found {type(B).__name__} beside a Packed4BitWeight, wanted weights of one kind"
             )
     _check(A_shard, Bs, biases, gather_dim)
-    check_no_backward(
-        [("A_shard", A_shard), *(("bias", bias) for bias in biases)], "products with 4-bit weights"
-    )
+    _check_no_backward(A_shard, [("B", B.packed) for B in Bs], biases)
     name = groups.name_of(group)
     A, outs = torch.ops.agmm._all_gather_packed_matmul.default(
         A_shard,
@@ -56,6 +54,17 @@ def gather_packed(
         strict,
     )
     return A, outs
+
+
+def _check_no_backward(
+    A_shard: torch.Tensor,
+    weights: Sequence[tuple[str, torch.Tensor]],
+    biases: Sequence[torch.Tensor | None],
+) -> None:
+    check_no_backward(
+        [("A_shard", A_shard), *weights, *(("bias", bias) for bias in biases)],
+        "products with 4-bit weights",
+    )
 
 
 def _check(
@@ -176,5 +185,21 @@ def _fake(
     return A, [A_shard.new_empty(*shape[:-1], n) for n in ns]
 
 
+def _autograd(
+    A_shard: torch.Tensor,
+    packed: list[torch.Tensor],
+    ns: list[int],
+    group_sizes: list[int],
+    biases: list[torch.Tensor | None],
+    *settings: Any,
+) -> Any:
+    _check_no_backward(A_shard, [("packed", one) for one in packed], biases)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.agmm._all_gather_packed_matmul.default(
+            A_shard, packed, ns, group_sizes, biases, *settings
+        )
+
+
 library.impl("_all_gather_packed_matmul", _impl, "CPU")
 library.impl("_all_gather_packed_matmul", _fake, "Meta")
+library.impl("_all_gather_packed_matmul", _autograd, "Autograd")

@@ -12,7 +12,7 @@ from agmm.errors import InvalidArgument
 from agmm.ops import small_collectives
 from agmm.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from agmm.ops.checks import check_operand
-from agmm.ops.scaled_checks import BIAS_DTYPES
+from agmm.ops.scaled_checks import BIAS_DTYPES, check_no_backward
 from agmm.runtime import collectives, cuda_quantize
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import is_traced
@@ -128,7 +128,11 @@ def _reduced_amax(rows: torch.Tensor, group_name: str) -> torch.Tensor:
 
 
 def _check(
-    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], quantize: Any, reduce_amax: bool
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    quantize: Any,
+    reduce_amax: bool,
 ) -> None:
     if quantize not in KINDS:
         names = ", ".join(repr(kind) for kind in KINDS)
@@ -149,6 +153,14 @@ def _check(
     for B in Bs:
         if B.dim() != 2:
             raise InvalidArgument(f"B: found {B.dim()} dimensions, wanted 2")
+    for bias in biases:
+        if bias is not None:
+            check_operand("bias", bias)
+    # Here, since what a kernel has quantised no longer says whether a gradient was wanted.
+    check_no_backward(
+        [("A_shard", A_shard), *(("B", B) for B in Bs), *(("bias", bias) for bias in biases)],
+        f"products with quantize={quantize!r}",
+    )
 
 
 def gather_quantised(
@@ -163,7 +175,7 @@ def gather_quantised(
 ) -> list[torch.Tensor]:
     """``all_gather_matmul`` of operands that are quantised before the gather, in the dtype of
     A_shard."""
-    _check(A_shard, Bs, quantize, reduce_amax)
+    _check(A_shard, Bs, biases, quantize, reduce_amax)
     scaling = BY_NAME[quantize]
     rows = A_shard.flatten(0, -2)
     amax = _reduced_amax(rows, name_of(group)) if reduce_amax else None

@@ -3,11 +3,13 @@ scales, else of dequantised operands."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from agmm.ops.library import library
 from agmm.ops.paths import fall_back
-from agmm.ops.scaled_checks import scaling_of
+from agmm.ops.scaled_checks import check_no_backward, scaling_of
 from agmm.runtime.scaled import Scaled, Weight, multiply
 from agmm.runtime.scaling import ALL, BLOCK
 
@@ -98,9 +100,17 @@ def _fake(
     return A.new_empty(A.shape[0], B.shape[1], dtype=out_dtype)
 
 
+def _autograd(*arguments: Any) -> Any:
+    names = "A", "scale_a", "B", "scale_b"
+    check_no_backward(list(zip(names, arguments, strict=False)))
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.agmm._scaled_matmul.default(*arguments)
+
+
 for _key in ("CPU", "CUDA"):
     library.impl("_scaled_matmul", _impl, _key)
 library.impl("_scaled_matmul", _fake, "Meta")
+library.impl("_scaled_matmul", _autograd, "Autograd")
 
 
 def scaled_matmul(
