@@ -9,9 +9,12 @@ import every_op
 import every_op_work as work
 import pytest
 import torch
+import torch.distributed as dist
+from every_op import Sizes
 
 import agmm
-from agmm.ops import quantize
+from agmm.ops import quantize, scatter_cuda, scatter_plan
+from agmm.planning.plans import KernelConfig, Plan
 from agmm.runtime import cuda_quantize
 from agmm.runtime.scaling import Tile, scale_shape
 from agmm.testing.ranks import RankPool
@@ -33,6 +36,26 @@ def test_the_table_has_every_op_with_every_operand() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_gradient_or_a_refusal(pool: RankPool, world_size: int) -> None:
     check(pool.run(work.gradients, world_size), world_size)
+
+
+SIZES = [
+    # Moved to the front or back, the dimension leaves the memory as it is.
+    *[
+        Sizes((1, 4), 1),
+        Sizes((1, 4), 2, 1),
+        Sizes((1, 1, 3), 2),
+        Sizes((1,), 0),
+        Sizes((1,), 1, 1),
+    ],
+    *[Sizes((2, 3), dim) for dim in range(3)],
+    *[Sizes((2, 1), 1), Sizes((1, 3), 0)],
+]
+
+
+@pytest.mark.parametrize("paths", ["as planned", "unfused"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_no_result_is_a_view(pool: RankPool, world_size: int, paths: str) -> None:
+    check(pool.run(work.views, world_size, paths, SIZES), world_size)
 
 
 def test_every_op_has_a_rule_for_gradients_on_every_device() -> None:
@@ -72,3 +95,23 @@ def test_a_kernel_that_quantises_hides_no_gradient(
 def test_one_rank_alone_is_refused_before_it_communicates(pool: RankPool) -> None:
     results = pool.run(work.refused_before_the_scales_are_agreed)
     assert results == [["A_shard", "B"]] * len(results)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 16), (8, 8, 16)], ids=str)
+def test_a_kernels_sum_is_moved_into_no_view(
+    group: str, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    """Of a kernel that scatters between two GPUs, along dimension 1."""
+    world = dist.group.WORLD
+    assert world is not None
+    kernel = KernelConfig.parse("128x256x64_2x1_cooperative/swizzle4/along_m")
+    sums = mock.Mock(
+        side_effect=lambda As, Bs, bias: (As[0] @ Bs[0])[: As[0].shape[0] // 2].clone()
+    )
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    monkeypatch.setattr(scatter_plan, "kernel_plan", lambda *_, **__: Plan("push", kernel))
+    monkeypatch.setattr(scatter_cuda, "call_with", lambda *_, **__: sums)
+    A, B = torch.randn(shape), torch.randn(16, 8)
+    out = scatter_cuda.run([A], [B], None, world, 1, "sum", strict=False)
+    assert out is not None and torch.equal(out, (A @ B)[:, :4]) and not out._is_view()
+    assert out.is_contiguous()

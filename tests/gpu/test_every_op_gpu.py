@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from at_hand import needs_nccl, needs_two
+from test_every_op import SIZES
 
 from agmm.testing.ranks import RankPool
 
@@ -27,6 +28,7 @@ def alone() -> Iterator[dist.ProcessGroup]:
 
 def test_one_rank(alone: dist.ProcessGroup) -> None:
     assert work.gradient_faults(alone, "cuda") == []
+    assert work.view_faults(alone, SIZES, "cuda", served=False) == []
 
 
 def check(results: list[list[str] | None]) -> None:
@@ -37,3 +39,9 @@ def check(results: list[list[str] | None]) -> None:
 @needs_nccl
 def test_a_gradient_or_a_refusal(gpu_pool: RankPool) -> None:
     check(gpu_pool.run(work.gradients, 2, "cuda"))
+
+
+@needs_two
+@needs_nccl
+def test_no_result_is_a_view(gpu_pool: RankPool) -> None:
+    check(gpu_pool.run(work.views, 2, "as planned", SIZES, "cuda"))

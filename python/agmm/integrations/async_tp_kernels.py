@@ -21,6 +21,7 @@ from agmm.ops.scaled_checks import check_no_backward
 from agmm.ops.scatter_paths import native_cpu
 from agmm.planning import call_plans
 from agmm.runtime import nan_check
+from agmm.runtime.results import strided
 from agmm.runtime.workspaces import cuda_workspace
 
 NAMESPACE = "symm_mem"
@@ -175,8 +176,8 @@ def gather_over(torch_kernel: Kernel) -> Kernel:
                 shard = (A_shard.movedim(gather_dim, 0) if gather_dim else A_shard).contiguous()
                 A, outs = route(shard, Bs, group)
                 if gather_dim:
-                    A = None if A is None else A.movedim(0, gather_dim)
-                    outs = [out.movedim(0, gather_dim) for out in outs]
+                    A = None if A is None else strided(A, 0, gather_dim)
+                    outs = [strided(out, 0, gather_dim) for out in outs]
                 return A, outs
 
             found = _served(

@@ -12,6 +12,7 @@ from agmm.errors import InvalidArgument
 from agmm.ops import scaled_paths, scaled_scatter
 from agmm.ops.paths import kind_of
 from agmm.ops.scaled_checks import check_scaled_gather, check_scaled_scatter
+from agmm.runtime.results import strided
 from agmm.runtime.scaled import FP8
 
 
@@ -115,7 +116,8 @@ class GatherCall(NamedTuple):
             return_A=True,
             strict=True,
         )
-        return A.movedim(0, self.gather_dim), [out.movedim(0, self.gather_dim) for out in outs]
+        dim = self.gather_dim
+        return strided(A, 0, dim), [strided(out, 0, dim) for out in outs]
 
 
 class ScatterCall(NamedTuple):

@@ -15,6 +15,7 @@ from agmm.ops.library import library
 from agmm.ops.operands import is_watched
 from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_gather, scaling_of
 from agmm.runtime import groups
+from agmm.runtime.results import moved
 from agmm.runtime.scaling import ALL
 
 _Maybes = Sequence[torch.Tensor | None]
@@ -52,11 +53,11 @@ def _impl(
     if not return_A:
         A, scale_A = A_shard.new_empty(0), scale_a.new_empty(0)
     if gather_dim % A_shard.dim() != 0:
-        outs = [out.movedim(0, gather_dim).contiguous() for out in outs]
+        outs = [moved(out, 0, gather_dim) for out in outs]
         if return_A:
-            A = A.movedim(0, gather_dim).contiguous()
+            A = moved(A, 0, gather_dim)
             if scale_A.dim() == A.dim():
-                scale_A = scale_A.movedim(0, gather_dim).contiguous()
+                scale_A = moved(scale_A, 0, gather_dim)
     return A, scale_A, outs
 
 

@@ -18,6 +18,7 @@ from agmm.runtime import groups
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import start_all_gather
 from agmm.runtime.packed import Packed4BitWeight
+from agmm.runtime.results import moved, reshaped
 from agmm.runtime.workspaces import cpu_workspace
 
 Outs = tuple[torch.Tensor, list[torch.Tensor]]
@@ -122,8 +123,7 @@ def _impl(
     leading = (world_size * front.shape[0], *front.shape[1:-1])
 
     def unfolded(rows: torch.Tensor) -> torch.Tensor:
-        found = rows.view(*leading, rows.shape[-1]).movedim(0, gather_dim)
-        return found.contiguous()
+        return moved(reshaped(rows, (*leading, rows.shape[-1])), 0, gather_dim)
 
     return A_shard.new_empty(0) if A is None else unfolded(A), [unfolded(out) for out in outs]
 

@@ -18,6 +18,7 @@ from agmm.ops.paths import fall_back
 from agmm.runtime import groups
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import by_newer_name
+from agmm.runtime.results import reshaped
 from agmm.runtime.workspaces import cpu_workspace, scatter_workspace
 
 
@@ -43,9 +44,7 @@ def _impl(
         fall_back(str(error), strict)
         out = None
     if out is not None:
-        # Not a view: autograd refuses in-place ops on a Function's views.
-        found: torch.Tensor = torch.ops.aten._unsafe_view(out, shape)
-        return found
+        return reshaped(out, shape)
     out = small_collectives.all_reduced(torch.matmul(A, B), group, call)
     return out if bias is None else out.add_(bias)
 
@@ -148,9 +147,7 @@ class KeptAllReduce:
                 with groups.of(group).lock:
                     gather = by_newer_name("all_gather_single", "all_gather_into_tensor")
                     gather(out, part, group)
-        # Not a view: see `_impl`.
-        found: torch.Tensor = torch.ops.aten._unsafe_view(out, [*A.shape[:-1], B.shape[1]])
-        return found
+        return reshaped(out, [*A.shape[:-1], B.shape[1]])
 
 
 def _keep(

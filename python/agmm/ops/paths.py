@@ -19,6 +19,7 @@ from agmm.runtime import cuda_calls, groups, nan_check, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import start_all_gather
 from agmm.runtime.cuda_calls import FusedCall
+from agmm.runtime.results import reshaped
 from agmm.runtime.workspaces import cpu_workspace, cuda_workspace
 
 
@@ -79,7 +80,7 @@ def _products(
     for B, bias in zip(Bs, biases, strict=True):
         # One rounding, of product and bias together, as the fused path has it.
         out = torch.mm(rows, B) if bias is None else torch.addmm(bias, rows, B)
-        outs.append(torch.ops.aten._unsafe_view(out, (*A.shape[:-1], B.shape[1])))
+        outs.append(reshaped(out, (*A.shape[:-1], B.shape[1])))
     return outs
 
 
@@ -283,6 +284,5 @@ def fused_cpu(
         shard, list(Bs), list(biases), return_A=return_A, chunks_per_shard=chunks
     )
     leading = (dist.get_world_size(group) * A_shard.shape[0], *A_shard.shape[1:-1])
-    # Not views of the workspace's tensors: autograd refuses in-place ops on a Function's views.
-    outs = [torch.ops.aten._unsafe_view(out, (*leading, out.shape[-1])) for out in outs]
-    return (None if A is None else torch.ops.aten._unsafe_view(A, (*leading, k))), outs
+    outs = [reshaped(out, (*leading, out.shape[-1])) for out in outs]
+    return (None if A is None else reshaped(A, (*leading, k))), outs

@@ -18,6 +18,7 @@ from agmm.planning.plans import UNFUSED, Plan, Problem
 from agmm.runtime import collectives, cuda_scaled, cuda_scaled_calls, groups, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu_scaled import all_gather_scaled_matmul as all_gather_on_cpu
+from agmm.runtime.results import reshaped
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.runtime.scaling import ALL, Tile
 from agmm.runtime.workspaces import cpu_workspace, cuda_workspace
@@ -155,7 +156,7 @@ def gather(
     def unfolded(rows: torch.Tensor | None) -> torch.Tensor:
         if rows is None:
             return A_shard.new_empty(0)
-        return rows.view(*leading, rows.shape[-1])
+        return reshaped(rows, (*leading, rows.shape[-1]))
 
     if scale_A is None:
         scale_A = scale_a.new_empty(0)

@@ -25,6 +25,7 @@ from agmm.planning.plans import (
 from agmm.runtime import collectives, cpu_scatter
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_scaled_calls import ScatterCall, ready_scatter
+from agmm.runtime.results import moved, reshaped
 from agmm.runtime.scaled import FP8, Scaled, Weight, rounded_into
 from agmm.runtime.workspaces import cpu_workspace, scatter_workspace
 
@@ -110,7 +111,7 @@ def scatter(
             reason = str(error)
         else:
             if found is not None:
-                return found.view(out_shape).movedim(0, scatter_dim).contiguous()
+                return moved(reshaped(found, out_shape), 0, scatter_dim)
     if reason is not None:
         fall_back(reason, strict)
     # Summed before it is rounded to what cannot be summed, and scaled.

@@ -18,6 +18,7 @@ from agmm.planning.plans import KernelConfig
 from agmm.runtime import groups, nan_check
 from agmm.runtime.cuda_calls import b_layout, core_dtype
 from agmm.runtime.cuda_scatter import ScatterCall
+from agmm.runtime.results import moved
 from agmm.runtime.workspaces import scatter_workspace
 
 _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, ScatterCall | None]]
@@ -146,7 +147,7 @@ def run(
     is_plain = all(type(one) in _PLAIN for one in given)
     if len(As) == 1 and as_given and is_plain and not nan_check.active:  # these go without a look
         keep(As[0], Bs[0], bias, group, reduce_op, strict, call)
-    return out if scatter_dim == 0 else out.movedim(0, scatter_dim).contiguous()
+    return out if scatter_dim == 0 else moved(out, 0, scatter_dim)
 
 
 def all_reduce(

@@ -17,6 +17,7 @@ from agmm.ops.products import joined, sum_of_products
 from agmm.planning.plans import BY_TORCH, UNFUSED, Plan
 from agmm.runtime import collectives, groups, nan_check, rendezvous
 from agmm.runtime.calls import Call
+from agmm.runtime.results import moved, reshaped
 from agmm.runtime.workspaces import cpu_workspace
 
 Meanwhile = Callable[[], None]
@@ -105,10 +106,10 @@ def native_cpu(
     """By the CPU backend, of checked operands for which `scatter_plan.why_not_native` has no
     reason."""
     # The scattered dimension first, and all but the columns in one.
-    moved = [A.movedim(scatter_dim, 0) for A in As]
-    rows = moved[0].shape[:-1]
+    fronts = [A.movedim(scatter_dim, 0) for A in As]
+    rows = fronts[0].shape[:-1]
     out = cpu_workspace(group).matmul_reduce_scatter(
-        [A.reshape(rows.numel(), A.shape[-1]) for A in moved],
+        [A.reshape(rows.numel(), A.shape[-1]) for A in fronts],
         Bs,
         bias,
         reduce_op,
@@ -117,10 +118,7 @@ def native_cpu(
         meanwhile=meanwhile,
     )
     shape = (rows[0] // group.size(), *rows[1:], out.shape[1])
-    out = out.view(shape).movedim(0, scatter_dim).contiguous()
-    # Not a view: autograd refuses in-place ops on a Function's views.
-    found: torch.Tensor = torch.ops.aten._unsafe_view(out, out.shape)
-    return found
+    return moved(reshaped(out, shape), 0, scatter_dim)
 
 
 def by_plan(plan: Plan, A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.groups import group_of, world_size_of
+from agmm.runtime.results import moved
 from agmm.runtime.workspaces import cuda_workspace, meet
 
 _functional = torch.ops._c10d_functional
@@ -21,14 +22,6 @@ def by_newer_name(newer: str, older: str) -> Callable[..., Any]:
     """Of torch.distributed: from torch 2.13 on the older one warns that it is deprecated."""
     found: Callable[..., Any] = getattr(dist, newer, None) or getattr(dist, older)
     return found
-
-
-def _moved(tensor: torch.Tensor, source: int, target: int) -> torch.Tensor:
-    """The tensor with a dimension moved, contiguous; the tensor itself where nothing changes: a
-    view, as movedim always makes one, could not be changed in place after an autograd Function."""
-    if source % tensor.dim() != target % tensor.dim():
-        tensor = tensor.movedim(source, target)
-    return tensor.contiguous()
 
 
 def _start(
@@ -81,24 +74,24 @@ def start_all_gather(
     Returns:
         A function to call once, which returns the gathered tensor, contiguous.
     """
-    given, shard = shard, _moved(shard, dim, 0)
+    given, shard = shard, moved(shard, dim, 0)
     world_size = world_size_of(group_name)
     if shard.numel() == 0:
         empty = shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
-        return lambda: _moved(empty, 0, dim)
+        return lambda: moved(empty, 0, dim)
     if by_copies and not is_traced(shard):
         group = group_of(group_name)
         if nan_check.active:
             _look_through("all_gather", given, group, call)
         finish = cuda_workspace(group, shard.device).start_all_gather(shard)
-        return lambda: _moved(finish(), 0, dim)
+        return lambda: moved(finish(), 0, dim)
 
     def start() -> torch.Tensor:
         found: torch.Tensor = _functional.all_gather_into_tensor(shard, world_size, group_name)
         return found
 
     started = _start("all_gather", given, group_name, dim, call, start)
-    return lambda: _moved(_functional.wait_tensor(started), 0, dim)
+    return lambda: moved(_functional.wait_tensor(started), 0, dim)
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
@@ -126,7 +119,7 @@ def reduce_scatter(
     ``then`` what else has to be the same on all ranks, and ``meanwhile`` is called between its
     start and its end.
     """
-    given, partial = partial, _moved(partial, dim, 0)
+    given, partial = partial, moved(partial, dim, 0)
     world_size = world_size_of(group_name)
     if partial.numel() == 0:
         part = partial.new_empty(partial.shape[0] // world_size, *partial.shape[1:])
@@ -145,7 +138,7 @@ def reduce_scatter(
                 meanwhile()
         finally:
             part = _functional.wait_tensor(started)
-    return _moved(part, 0, dim)
+    return moved(part, 0, dim)
 
 
 def all_reduce(

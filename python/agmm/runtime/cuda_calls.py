@@ -12,6 +12,7 @@ import torch.distributed as dist
 from agmm import _core
 from agmm.errors import InvalidArgument
 from agmm.runtime.cuda import CudaWorkspace
+from agmm.runtime.results import reshaped
 from agmm.runtime.symmetric import enqueue, stream_of
 
 TMA_ALIGNMENT = 16  # of the address that a TMA descriptor takes
@@ -297,10 +298,7 @@ class FusedCall(NamedTuple):
                 async_input_mm(A_shard.view(rows, k), B, None, 0, config=w.config, bias=bias)
                 for w, B, bias in zip(weights, Bs, biases, strict=True)
             ]
-            outs = [
-                torch.ops.aten._unsafe_view(out, w.out_shape)
-                for w, out in zip(weights, outs, strict=True)
-            ]
+            outs = [reshaped(out, w.out_shape) for w, out in zip(weights, outs, strict=True)]
             return (None if gathered_shape is None else A_shard.clone()), outs
         with workspace.lock:
             workspace.known.calls += 1

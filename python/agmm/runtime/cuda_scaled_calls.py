@@ -110,7 +110,7 @@ class GatherCall(NamedTuple):
                 stream_of(A_shard.device),
             )
         if has_one_scale and scale_A is not None:
-            scale_A = scale_A.view(m, 1)[::rows].contiguous()
+            scale_A = scale_A.view(m, 1)[::rows].clone(memory_format=torch.contiguous_format)
         return A, scale_A, outs
 
 
