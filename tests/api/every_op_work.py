@@ -13,9 +13,19 @@ import torch
 import torch.distributed as dist
 from every_op import Call, Sizes
 from rank_work import group_of
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 import agmm
 from agmm.integrations import async_tp
+from agmm.nn import (
+    ColumnParallelLinear,
+    GatherColwiseParallel,
+    RowParallelLinear,
+    RowwiseScatterParallel,
+)
 from agmm.runtime import groups
 
 Result = list[str] | None
@@ -174,3 +184,88 @@ def _view_faults(call: Call, group: dist.ProcessGroup) -> list[str]:
 
 def _written_to(call: Call) -> list[str]:
     return [name for name in ("out", "residual_out") if name in call.operands]
+
+
+def flops(world_size: int, device: str = "cpu") -> Result:
+    """Faults, in words: calls of which torch's counter finds other FLOPs than they have."""
+    group = group_of(world_size)
+    return None if group is None else flop_faults(group, device)
+
+
+def flop_faults(group: dist.ProcessGroup, device: str) -> list[str]:
+    torch.manual_seed(0)
+    faults: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for sizes in (Sizes(), Sizes(dim=1), Sizes(dim=2)):
+            for call in every_op.calls(group.size(), sizes, device):
+                if call.op in every_op.SERVED:
+                    continue
+                found, wanted = [_flops(lambda call=call: call(group))], [call.flops]
+                if call.has_backward:
+                    for _, operand in call.tensors():
+                        operand.requires_grad_()
+                    found.append(_flops(lambda call=call: _train(call, group)))
+                    wanted.append(3 * call.flops)
+                if found != wanted:
+                    faults.append(f"{call} of {sizes}: found {found} FLOPs, wanted {wanted}")
+    return faults
+
+
+def _train(call: Call, group: dist.ProcessGroup) -> None:
+    torch.stack([out.sum() for out in call(group)]).sum().backward()
+
+
+def _flops(work: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        work()
+    found: int = counter.get_total_flops()
+    return found
+
+
+Layers = dict[str, tuple[Any, tuple[int, ...], int]]
+
+
+def _layers(group: dist.ProcessGroup) -> Layers:
+    """For each layer or style a module, the shape of its input and the FLOPs of its product."""
+    size, mesh = group.size(), DeviceMesh.from_group(group, "cpu")
+    features, rows = 64 * size, 8 * size
+    found: Layers = {}
+    for fp8 in (None, "tensorwise", "rowwise_with_gw_hp"):
+        column = ColumnParallelLinear(64, features, group=group, fp8=fp8)
+        found[f"{column}"] = column, (8, 2, 64), 2 * 2 * rows * 64 * 64
+        two = ColumnParallelLinear(64, [features, features], group=group, fp8=fp8)
+        found[f"{two}"] = two, (8, 2, 64), 2 * 2 * 2 * rows * 64 * 64
+        row = RowParallelLinear(features, 64, group=group, fp8=fp8)
+        found[f"{row}"] = row, (rows, 2, 64), 2 * 2 * rows * 64 * 64
+    gathers = parallelize_module(
+        torch.nn.Linear(64, features), mesh, GatherColwiseParallel(sequence_dim=0)
+    )
+    found["GatherColwiseParallel"] = gathers, (8, 2, 64), 2 * 2 * rows * 64 * 64
+    scatters = parallelize_module(
+        torch.nn.Linear(features, 64), mesh, RowwiseScatterParallel(sequence_dim=0)
+    )
+    found["RowwiseScatterParallel"] = scatters, (rows, 2, 64), 2 * 2 * rows * 64 * 64
+    return found
+
+
+def layer_faults(world_size: int) -> Result:
+    """Faults, in words: layers whose FLOPs torch's counter does not find, or whose outputs cannot
+    be changed in place."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    torch.manual_seed(0)
+    faults = []
+    for name, (layer, shape, wanted) in _layers(group).items():
+        x = torch.randn(shape, requires_grad=True)
+
+        def train(layer: Any = layer, x: torch.Tensor = x) -> None:
+            torch.stack([out.mul_(2).sum() for out in tree_leaves(layer(x))]).sum().backward()
+
+        with torch.no_grad():
+            found = [_flops(lambda layer=layer, x=x: layer(x))]
+        found.append(_flops(train))
+        if found != [wanted, 3 * wanted]:
+            faults.append(f"{name}: found {found} FLOPs, wanted {[wanted, 3 * wanted]}")
+    return faults

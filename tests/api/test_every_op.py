@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 from unittest import mock
 
@@ -95,6 +97,45 @@ def test_a_kernel_that_quantises_hides_no_gradient(
 def test_one_rank_alone_is_refused_before_it_communicates(pool: RankPool) -> None:
     results = pool.run(work.refused_before_the_scales_are_agreed)
     assert results == [["A_shard", "B"]] * len(results)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_layers(pool: RankPool, world_size: int) -> None:
+    check(pool.run(work.layer_faults, world_size), world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_flops(pool: RankPool, world_size: int) -> None:
+    check(pool.run(work.flops, world_size), world_size)
+
+
+def test_flops_are_counted_whoever_is_imported_first() -> None:
+    """agmm does not import torch's counter, which imports Triton."""
+    script = """
+import sys, torch
+if "counter first" in sys.argv:
+    import torch.utils.flop_counter
+import agmm
+assert ("torch.utils.flop_counter" in sys.modules) == ("counter first" in sys.argv)
+from torch.utils.flop_counter import flop_registry
+assert torch.ops.agmm._all_gather_matmul in flop_registry
+assert torch.ops.agmm._all_gather not in flop_registry  # which torch would take for a matmul
+"""
+    for first in ("counter first", "agmm first"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, first], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, every_op.E4M3], ids=str)
+def test_results_have_one_dtype_but_for_fp8(group: str, out_dtype: torch.dtype) -> None:
+    """As torch's estimates of the time want it of what has FLOPs."""
+    call = next(c for c in every_op.calls(1) if c.op == "agmm::_all_gather_scaled_matmul")
+    settings = call.settings | {"return_A": False, "out_dtype": out_dtype}
+    settings |= {"group_name": group, "world_size": 1}
+    found = every_op.op_named(call.op)(**call.operands, **settings)
+    assert {t.dtype for t in (*found[:2], *found[2])} - {every_op.E4M3} <= {out_dtype}
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 16), (8, 8, 16)], ids=str)

@@ -29,6 +29,7 @@ def alone() -> Iterator[dist.ProcessGroup]:
 def test_one_rank(alone: dist.ProcessGroup) -> None:
     assert work.gradient_faults(alone, "cuda") == []
     assert work.view_faults(alone, SIZES, "cuda", served=False) == []
+    assert work.flop_faults(alone, "cuda") == []
 
 
 def check(results: list[list[str] | None]) -> None:
@@ -45,3 +46,9 @@ def test_a_gradient_or_a_refusal(gpu_pool: RankPool) -> None:
 @needs_nccl
 def test_no_result_is_a_view(gpu_pool: RankPool) -> None:
     check(gpu_pool.run(work.views, 2, "as planned", SIZES, "cuda"))
+
+
+@needs_two
+@needs_nccl
+def test_flops(gpu_pool: RankPool) -> None:
+    check(gpu_pool.run(work.flops, 2, "cuda"))

@@ -5,6 +5,7 @@ from agmm.ops import (
     all_gather_scaled_matmul,
     async_input_mm,
     async_input_scaled_mm,
+    flops,
     matmul_reduce_scatter,
     scaled_matmul_reduce_scatter,
 )
@@ -14,6 +15,7 @@ __all__ = [
     "all_gather_scaled_matmul",
     "async_input_mm",
     "async_input_scaled_mm",
+    "flops",
     "matmul_reduce_scatter",
     "scaled_matmul_reduce_scatter",
 ]

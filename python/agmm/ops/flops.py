@@ -1,0 +1,99 @@
+"""The FLOPs of agmm's ops, for ``torch.utils.flop_counter``: MFU and the choice of what a backward
+computes again go by them.
+
+Each pair of numbers that this rank multiplies counts as two, as in torch's own formulas.
+Collectives have no formula, since torch takes an op that has one for a matmul.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from math import prod
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_Shape = Sequence[int]
+_Shapes = Sequence[_Shape]
+
+
+def _product(A: _Shape, B: _Shape, *_: Any, **__: Any) -> int:
+    """``A @ B`` has all its rows and columns computed, whatever becomes of them."""
+    return 2 * prod(A) * B[1]
+
+
+def _products(As: _Shapes, Bs: _Shapes, *_: Any, **__: Any) -> int:
+    return sum(map(_product, As, Bs))
+
+
+def _scaled_product(A: _Shape, scale_a: _Shape, B: _Shape, *_: Any, **__: Any) -> int:
+    return _product(A, B)
+
+
+def _gathered(A_shard: _Shape, Bs: _Shapes, *_: Any, out_shape: Any, **__: Any) -> int:
+    """A result has the rows of the gathered A, and B has as many rows as that has columns."""
+    return sum(2 * prod(out) * B[0] for B, out in zip(Bs, out_shape[-1], strict=True))
+
+
+def _scaled_gathered(
+    A_shard: _Shape, scale_a: _Shape, Bs: _Shapes, *_: Any, out_shape: Any, **__: Any
+) -> int:
+    return _gathered(A_shard, Bs, out_shape=out_shape)
+
+
+def _packed_gathered(A_shard: _Shape, *_: Any, out_shape: Any, **__: Any) -> int:
+    return sum(2 * prod(out) * A_shard[-1] for out in out_shape[-1])
+
+
+_FORMULAS: dict[str, Callable[..., int]] = {
+    "_all_gather_matmul": _gathered,
+    "_all_gather_packed_matmul": _packed_gathered,
+    "_all_gather_scaled_matmul": _scaled_gathered,
+    "_async_input_mm": _product,
+    "_async_input_scaled_mm": _product,
+    "_matmul_all_reduce": _product,
+    "_matmul_reduce_scatter": _products,
+    "_scaled_matmul": _scaled_product,
+    "_scaled_matmul_reduce_scatter": _product,
+}
+"""By op; each takes the shapes of the op's arguments and results."""
+
+_COUNTER = "torch.utils.flop_counter"
+
+
+def _register(counter: ModuleType) -> None:
+    for name, formula in _FORMULAS.items():
+        counter.register_flop_formula(getattr(torch.ops.agmm, name))(formula)
+
+
+class _OnImport(MetaPathFinder):
+    """Registers the formulas when somebody imports the counter. agmm does not: it imports Triton,
+    which takes 0.3 s."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)  # by the other finders
+        if spec is not None and spec.loader is not None:
+            loader, execute = spec.loader, spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                _register(module)
+
+            loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if _COUNTER in sys.modules:
+    _register(sys.modules[_COUNTER])
+else:
+    sys.meta_path.insert(0, _OnImport())
