@@ -232,8 +232,6 @@ def unfused_products(kind: str) -> tuple[list[str], list[str], str]:
         shard = A.t().contiguous().t()[rows]
     elif kind == "int":
         shard, A, B = shard.int(), A.int(), B.int()
-    elif kind == "empty":
-        shard, A = shard[:0], A[:0]
     elif kind == "config":
         config = "unfused"
     error = ""

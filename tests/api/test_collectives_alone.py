@@ -287,6 +287,7 @@ def of_four(monkeypatch: pytest.MonkeyPatch) -> Any:
     known.lock = mock.MagicMock()
     monkeypatch.setattr(groups, "of", lambda group: known)
     monkeypatch.setattr(groups, "check_alive", lambda group: None)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "nccl")
     group = mock.Mock()
     group.size.return_value = 4
     return group
@@ -431,7 +432,7 @@ def test_a_group_without_kernels_is_said_once(
             run.start("all_reduce", x, of_four, "sum", 0, None, async_op=False, strict=True)
 
 
-@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:gloo"])
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:ucc"])
 def test_cuda_tensors_go_to_the_backend(
     backend: str, of_four: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,6 +137,7 @@ def test_exchanges_that_differ_are_named(pool: RankPool) -> None:
         other = 1 - rank % 2
         fruit = ("apples", "pears")
         assert error == (
-            f"group: found rank {rank} about to exchange {fruit[rank % 2]} and rank {other} "
-            f"{fruit[other]}, wanted the same calls on all ranks"
+            "group: found different calls on its ranks, wanted the same ones: rank "
+            f"{rank} is about to exchange {fruit[rank % 2]}; rank {other} is about to exchange "
+            f"{fruit[other]}"
         )

@@ -27,7 +27,13 @@ from agmm.runtime.background import Task
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import by_newer_name
 from agmm.runtime.cuda_background import CudaBackground
-from agmm.runtime.workspaces import cpu_workspace, gather_copies, meet, scatter_copies
+from agmm.runtime.workspaces import (
+    cpu_workspace,
+    gather_copies,
+    meet,
+    scatter_copies,
+    take_turn,
+)
 
 Found = torch.Tensor | Work
 
@@ -65,13 +71,17 @@ def start(
     if out is not None:
         check_out(out, x, shape)
     sent, target, finish = _memory(kind, x, rank, dim, shape, out)
-    if world_size == 1 or x.numel() == 0:  # on all ranks alike
+    if world_size == 1:
         target.copy_(sent)
         found = finish()
         return Work(lambda: found, lambda: True) if async_op else found
     if nan_check.active:
         nan_check.look_through(kind, "x", x, rank)
     path = choose(kind, x, world_size, strict=strict, low_contention=low_contention)
+    if groups.is_fake(group):
+        path = Path(TORCH, "", is_choice=True)
+    elif x.numel() == 0 and path.by != SHARED_MEMORY:
+        return _without_elements(kind, x, finish, group, op, dim, async_op)
     if path.by == SYMMETRIC_MEMORY:
         reason = small_collectives.why_not_captured(x, group)
         if reason is not None:
@@ -90,11 +100,7 @@ def start(
             return _by_copies(kind, sent, target, finish, group, op, async_op)
         except Unsupported as error:  # the same
             path = Path(TORCH, str(error))
-    arguments: dict[str, str | int] = {} if kind == "all_gather" else {"op": op}
-    if kind != "all_reduce":
-        arguments["dim"] = dim
-    call = Call(kind, x=x, **arguments)
-    what = f"{kind} of {list(x.shape)} {x.dtype}, {arguments}"
+    call, what = _described(kind, x, op, dim)
     if path.by == SHARED_MEMORY:
         jobs = {
             "all_gather": lambda: cpu_collectives.AllGather(rank, world_size, sent, target),
@@ -106,13 +112,16 @@ def start(
             ),
         }
         try:
-            done = cpu_workspace(group).collective(
-                jobs[kind](), call, finish, agreed=what, in_background=async_op
-            )
+            with groups.calling(call, empty="" if x.numel() else what):
+                done = cpu_workspace(group).collective(
+                    jobs[kind](), call, finish, agreed=what, in_background=async_op
+                )
             return Work(done.wait, done.is_done) if isinstance(done, Task) else done
         except Unsupported as error:
             path = Path(TORCH, str(error))
-    leave_to_torch(kind, path, strict)
+    if not groups.is_fake(group):
+        leave_to_torch(kind, path, strict)
+    groups.check_backend(group, x.device)
     with groups.of(group).lock:
         if x.device.type == "cpu":
             meet(group, f"torch's {what}", call)
@@ -125,6 +134,31 @@ def start(
             return finish()
 
     return Work(wait, begun.is_completed) if async_op else wait()
+
+
+def _described(kind: Kind, x: torch.Tensor, op: str, dim: int) -> tuple[Call, str]:
+    """The call in words, and what the ranks have to agree on."""
+    arguments: dict[str, str | int] = {} if kind == "all_gather" else {"op": op}
+    if kind != "all_reduce":
+        arguments["dim"] = dim
+    what = f"{kind} of {list(x.shape)} {x.dtype}, {arguments}"
+    return Call(kind, x=x, **arguments), what
+
+
+def _without_elements(
+    kind: Kind,
+    x: torch.Tensor,
+    finish: Callable[[], torch.Tensor],
+    group: dist.ProcessGroup,
+    op: str,
+    dim: int,
+    async_op: bool,
+) -> Found:
+    """A call that moves nothing and takes its turn."""
+    call, what = _described(kind, x, op, dim)
+    take_turn(group, x.device, what, call)
+    found = finish()
+    return Work(lambda: found, lambda: True) if async_op else found
 
 
 def _by_kernel(

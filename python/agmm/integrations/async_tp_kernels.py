@@ -18,7 +18,7 @@ from agmm.ops import paths, scatter_cuda, scatter_plan
 from agmm.ops.checks import check_gatherable, check_scatterable
 from agmm.ops.prepare import prepare
 from agmm.ops.scaled_checks import check_no_backward
-from agmm.ops.scatter_paths import native_cpu
+from agmm.ops.scatter_paths import has_no_elements, native_cpu, without_elements
 from agmm.planning import call_plans
 from agmm.runtime import nan_check
 from agmm.runtime.results import strided
@@ -132,6 +132,10 @@ def _new_route(
     return_A: bool,
 ) -> _Route:
     biases = (None,) * len(Bs)
+    if A_shard.numel() == 0:
+        return lambda shard, Bs, group: paths.without_elements(
+            shard, Bs, biases, group, 0, return_A
+        )
     if A_shard.device.type == "cpu":
         return lambda shard, Bs, group: paths.fused_cpu(shard, Bs, biases, group, return_A)
     shard = A_shard.movedim(gather_dim, 0)
@@ -220,13 +224,17 @@ def _why_torch_scatters(
     reason = scatter_plan.why_not_native([A], [B], scatter_dim)
     if reason is None and group.size() == 1:
         reason = "group: 1 rank, which has nothing to scatter"
-    if reason is None and scatter_plan.kernel_plan([A], [B], group) is None:
+    if reason is not None or has_no_elements(A, B):
+        return reason
+    if scatter_plan.kernel_plan([A], [B], group) is None:
         reason = "plan: torch's op is faster"
     return reason
 
 
-def _scatter_route(device: torch.device) -> _Route:
-    if device.type == "cpu":
+def _scatter_route(A: torch.Tensor, B: torch.Tensor) -> _Route:
+    if has_no_elements(A, B):
+        return lambda As, Bs, _, *settings: without_elements(As, Bs, *settings, strict=True)
+    if A.device.type == "cpu":
         return native_cpu
     return partial(scatter_cuda.run, strict=False)
 
@@ -247,7 +255,7 @@ def scatter_over(torch_kernel: Kernel) -> Kernel:
                 group,
                 (reduce_op, scatter_dim, *map(paths.kind_of, (A, B))),
                 lambda: _why_torch_scatters(A, B, reduce_op, scatter_dim, group),
-                lambda: _scatter_route(A.device),
+                lambda: _scatter_route(A, B),
                 lambda route: route([A], [B], None, group, scatter_dim, reduce_op),
             )
         if found is None:

@@ -19,7 +19,7 @@ from agmm.runtime.calls import Call
 from agmm.runtime.collectives import start_all_gather
 from agmm.runtime.packed import Packed4BitWeight
 from agmm.runtime.results import moved, reshaped
-from agmm.runtime.workspaces import cpu_workspace
+from agmm.runtime.workspaces import cpu_workspace, take_turn
 
 Outs = tuple[torch.Tensor, list[torch.Tensor]]
 
@@ -137,34 +137,48 @@ def _run(
     strict: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     m_local, k = shard.shape
-    if m_local:
-        asked = call_plans.problem(
-            group.size() * m_local,
-            sum(B.N for B in Bs),
-            k,
-            shard.dtype,
-            shard.device,
-            world_size=group.size(),
-            return_A=return_A,
-            group=group,
-        )
-        chunks = call_plans.planner(group, shard.device).plan(asked).chunks_per_shard
-        try:
-            return cpu_workspace(group).all_gather_matmul(
-                shard, Bs, biases, return_A=return_A, chunks_per_shard=chunks
-            )
-        except Unsupported as error:
-            reason = str(error)
-    else:
-        reason = f"A_shard: shape {tuple(shard.shape)} has no elements"
-    fall_back(reason, strict)
     call = Call("all_gather_matmul", A_shard=shard, B=Bs)
+    if not m_local:
+        what = f"all_gather_matmul of {list(shard.shape)} {shard.dtype}, packed, {return_A}"
+        take_turn(group, shard.device, what, call, agree=call_plans.agree)
+        outs = [shard.new_empty(0, B.N) for B in Bs]
+        return (shard.new_empty(0, k) if return_A else None), outs
+    if not groups.is_fake(group):
+        try:
+            with groups.calling(call):
+                return _run_fused(shard, Bs, biases, group, return_A)
+        except Unsupported as error:
+            fall_back(str(error), strict)
     A = start_all_gather(shard, group.group_name, 0, call=call)()
     outs = [B.product(A) for B in Bs]
     for out, bias in zip(outs, biases, strict=True):
         if bias is not None:
             out.add_(bias)
     return A if return_A else None, outs
+
+
+def _run_fused(
+    shard: torch.Tensor,
+    Bs: list[Packed4BitWeight],
+    biases: Sequence[torch.Tensor | None],
+    group: dist.ProcessGroup,
+    return_A: bool,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    m_local, k = shard.shape
+    asked = call_plans.problem(
+        group.size() * m_local,
+        sum(B.N for B in Bs),
+        k,
+        shard.dtype,
+        shard.device,
+        world_size=group.size(),
+        return_A=return_A,
+        group=group,
+    )
+    chunks = call_plans.planner(group, shard.device).plan(asked).chunks_per_shard
+    return cpu_workspace(group).all_gather_matmul(
+        shard, Bs, list(biases), return_A=return_A, chunks_per_shard=chunks
+    )
 
 
 def _fake(

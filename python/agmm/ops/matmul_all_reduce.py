@@ -15,11 +15,12 @@ from agmm.ops.checks import check_operand, check_reducible, needs_gradient
 from agmm.ops.library import library
 from agmm.ops.operands import autocast, is_plain, is_watched
 from agmm.ops.paths import fall_back
+from agmm.planning import call_plans
 from agmm.runtime import groups
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import by_newer_name
 from agmm.runtime.results import reshaped
-from agmm.runtime.workspaces import cpu_workspace, scatter_workspace
+from agmm.runtime.workspaces import cpu_workspace, scatter_workspace, take_turn
 
 
 def _impl(
@@ -34,15 +35,20 @@ def _impl(
     check_reducible(A, B, bias)
     call = Call("matmul_all_reduce", A=A, B=B)
     shape = (*A.shape[:-1], B.shape[1])
-    if 0 in shape:  # on all ranks alike
+    if 0 in shape:
+        agree = call_plans.agree if A.device.type == "cuda" else None
+        what = f"matmul_all_reduce to {list(shape)} {A.dtype}"
+        take_turn(group, A.device, what, call, agree=agree)
         return A.new_empty(shape)
-    rows = A.reshape(A.shape[:-1].numel(), A.shape[-1])
-    fused = by_scatter_and_gather if A.device.type == "cuda" else _on_cpu
-    try:
-        out = fused(rows, B, bias, group, call, agreed=f"{list(shape)}", strict=strict)
-    except Unsupported as error:
-        fall_back(str(error), strict)
-        out = None
+    out = None
+    if not groups.is_fake(group):
+        rows = A.reshape(A.shape[:-1].numel(), A.shape[-1])
+        fused = by_scatter_and_gather if A.device.type == "cuda" else _on_cpu
+        try:
+            with groups.calling(call):
+                out = fused(rows, B, bias, group, call, agreed=f"{list(shape)}", strict=strict)
+        except Unsupported as error:
+            fall_back(str(error), strict)
     if out is not None:
         return reshaped(out, shape)
     out = small_collectives.all_reduced(torch.matmul(A, B), group, call)

@@ -20,7 +20,7 @@ from agmm.runtime.calls import Call
 from agmm.runtime.collectives import start_all_gather
 from agmm.runtime.cuda_calls import FusedCall
 from agmm.runtime.results import reshaped
-from agmm.runtime.workspaces import cpu_workspace, cuda_workspace
+from agmm.runtime.workspaces import cpu_workspace, cuda_workspace, take_turn
 
 
 def fall_back(reason: str, strict: bool) -> None:
@@ -33,14 +33,12 @@ def fall_back(reason: str, strict: bool) -> None:
 def why_unfused(
     A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, config: str
 ) -> str | None:
-    """The reason why the fused path cannot serve this call, or None. The same on all ranks, as long
-    as they call with the same shapes, dtypes and layouts."""
+    """The reason why the fused path cannot serve this call, whose A_shard has elements, or None.
+    The same on all ranks, as long as they call with the same shapes, dtypes and layouts."""
     if config == "unfused":
         return "config: unfused was asked for"
     if gather_dim % A_shard.dim() != 0:
         return f"gather_dim: {gather_dim}, the fused path wants 0"
-    if A_shard.numel() == 0:
-        return f"A_shard: shape {tuple(A_shard.shape)} has no elements"
     if not A_shard.is_contiguous():
         return f"A_shard: strides {tuple(A_shard.stride())} are not contiguous"
     if A_shard.device.type == "cpu":
@@ -70,6 +68,28 @@ def unfused(
     call = Call("all_gather_matmul", A_shard=A_shard, B=Bs, gather_dim=gather_dim)
     A = start_all_gather(A_shard, group.group_name, gather_dim, call=call)()
     return A, _products(A, Bs, biases)
+
+
+def without_elements(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    group: dist.ProcessGroup,
+    gather_dim: int,
+    return_A: bool,
+    *,
+    is_planned: bool = True,
+) -> Outs:
+    """A checked call whose A_shard has no elements: it moves nothing and takes its turn."""
+    call = Call("all_gather_matmul", A_shard=A_shard, B=Bs, gather_dim=gather_dim)
+    dim = gather_dim % A_shard.dim()
+    what = f"all_gather_matmul of {list(A_shard.shape)} {A_shard.dtype} along {dim}, {return_A}"
+    agree = call_plans.agree if is_planned else None
+    take_turn(group, A_shard.device, what, call, agree=agree)
+    shape = list(A_shard.shape)
+    shape[dim] *= group.size()
+    A = A_shard.new_empty(shape)
+    return (A if return_A else None), _products(A, Bs, biases)
 
 
 def _products(
@@ -178,7 +198,8 @@ def run(
             return call(A_shard, Bs, biases)
         except Unsupported:  # a workspace that cannot grow any more; nothing was begun
             del calls[key]
-    with groups.of(group).lock:
+    in_words = Call("all_gather_matmul", A_shard=A_shard, B=Bs, gather_dim=gather_dim)
+    with groups.of(group).lock, groups.calling(in_words):
         return _run_anew(
             A_shard, Bs, biases, group, gather_dim, return_A, config, strict, may_choose, key
         )
@@ -203,6 +224,14 @@ def _run_anew(
         kernel, transport = plans.parse_config("" if config in _BY_LIBRARY else config)
     except ValueError as error:
         raise InvalidArgument(str(error)) from None
+    if groups.is_fake(group):
+        A, outs = unfused(A_shard, Bs, biases, group, gather_dim)
+        return (A if return_A else None), outs
+    if A_shard.numel() == 0:
+        is_planned = why_unfused(A_shard, Bs, gather_dim, config) is None
+        return without_elements(
+            A_shard, Bs, biases, group, gather_dim, return_A, is_planned=is_planned
+        )
     reason = why_unfused(A_shard, Bs, gather_dim, config)
     if (
         reason is None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import Unsupported
-from agmm.ops import kept, scaled_products
+from agmm.ops import kept, scaled_products, small_collectives
 from agmm.ops.paths import fall_back
 from agmm.ops.scaled_checks import check_scaled_gather, scaling_of
 from agmm.ops.scaled_plans import kernel_of, problem_of
@@ -21,7 +21,7 @@ from agmm.runtime.cpu_scaled import all_gather_scaled_matmul as all_gather_on_cp
 from agmm.runtime.results import reshaped
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.runtime.scaling import ALL, Tile
-from agmm.runtime.workspaces import cpu_workspace, cuda_workspace
+from agmm.runtime.workspaces import cpu_workspace, cuda_workspace, take_turn
 
 
 def why_no_kernel(device: torch.device) -> str | None:
@@ -32,14 +32,6 @@ def why_no_kernel(device: torch.device) -> str | None:
     if device.type != "cuda" or not fp8_kernels.are_built():
         return f"fp8: device {device.type}, this build has no fused fp8 kernel"
     return symmetric.why_unfused(device)
-
-
-def why_unfused(shape: Sequence[int], device: torch.device) -> str | None:
-    """The same for a call whose sizes those are."""
-    reason = why_no_kernel(device)
-    if reason is None and 0 in shape:
-        return f"fp8: shape {tuple(shape)} has no elements"
-    return reason
 
 
 def rows_of(A: torch.Tensor, scale: torch.Tensor, tile: Tile, dim: int) -> Scaled:
@@ -111,45 +103,22 @@ def gather(
         gather_dim=gather_dim,
         return_A=return_A,
     )
-    A: torch.Tensor | None
-    scale_A: torch.Tensor | None
-    reason = why_unfused(A_shard.shape, A_shard.device)
-    kernels: list[cuda_scaled.Kernel] = []
-    if reason is None and A_shard.is_cuda and plan != UNFUSED:
-        kernels, reason = _cuda_kernels(shard, weights, group, return_A, strict, plan)
-        if reason is None and not kernels:
-            plan = UNFUSED
-    elif reason is None and plan is None:
-        plan = call_plans.call_plan(shard.values, Bs, group, return_A=return_A)
-        if plan == UNFUSED and strict:
-            plan = Plan("push")
-    if plan == UNFUSED:
-        A, scale_A, outs = _gather_unfused(shard, weights, group, call)
-        reason = None
-    elif reason is None and A_shard.is_cuda:
-        try:
-            A, scale_A, outs = _gather_on_cuda(
-                A_shard, shard, weights, kernels, group, gather_dim, return_A, keep_as
-            )
-        except Unsupported as error:
-            reason = str(error)
-    elif reason is None:
-        assert plan is not None
-        try:
-            workspace = cpu_workspace(group)
-            A, scale_A, outs = all_gather_on_cpu(
-                workspace,
-                shard,
-                weights,
-                call,
-                return_A=return_A,
-                chunks=plan.chunks_per_shard,
-            )
-        except Unsupported as error:
-            reason = str(error)
-    if reason is not None:
-        fall_back(reason, strict)
-        A, scale_A, outs = _gather_unfused(shard, weights, group, call)
+    is_fake = groups.is_fake(group)
+    if A_shard.numel() == 0 and not is_fake:
+        found = _without_elements(A_shard, shard, weights, group, gather_dim, return_A, call)
+    else:
+        fused = None
+        if plan != UNFUSED and not is_fake:
+            try:
+                with groups.calling(call):
+                    fused = _gather_fused(
+                        *(A_shard, shard, weights, group, gather_dim, return_A, strict, call),
+                        *(plan, keep_as),
+                    )
+            except Unsupported as error:
+                fall_back(str(error), strict)
+        found = fused or _gather_unfused(shard, weights, group, call)
+    A, scale_A, outs = found
     front = A_shard.movedim(gather_dim, 0).shape
     leading = (group.size() * front[0], *front[1:-1])
 
@@ -165,6 +134,77 @@ def gather(
     return unfolded(A), scale_A, [unfolded(out) for out in outs]
 
 
+_Gathered = tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor]]
+"""A, its scales and the products, all as matrices of rows."""
+
+
+def _gather_fused(
+    A_shard: torch.Tensor,
+    shard: Scaled,
+    weights: list[Weight],
+    group: dist.ProcessGroup,
+    gather_dim: int,
+    return_A: bool,
+    strict: bool,
+    call: Call,
+    plan: Plan | None,
+    keep_as: Any,
+) -> _Gathered | None:
+    """By agmm; None where the unfused path is planned. Raises Unsupported where it cannot serve the
+    call."""
+    reason = why_no_kernel(A_shard.device)
+    if reason is not None:
+        raise Unsupported(reason)
+    if A_shard.is_cuda:
+        kernels, reason = _cuda_kernels(shard, weights, group, return_A, strict, plan)
+        if reason is not None:
+            raise Unsupported(reason)
+        if not kernels:
+            return None
+        return _gather_on_cuda(
+            A_shard, shard, weights, kernels, group, gather_dim, return_A, keep_as
+        )
+    if plan is None:
+        Bs = [weight.B.values for weight in weights]
+        plan = call_plans.call_plan(shard.values, Bs, group, return_A=return_A)
+    if plan == UNFUSED:
+        if not strict:
+            return None
+        plan = Plan("push")
+    workspace = cpu_workspace(group)
+    return all_gather_on_cpu(
+        workspace, shard, weights, call, return_A=return_A, chunks=plan.chunks_per_shard
+    )
+
+
+def _without_elements(
+    A_shard: torch.Tensor,
+    shard: Scaled,
+    weights: list[Weight],
+    group: dist.ProcessGroup,
+    gather_dim: int,
+    return_A: bool,
+    call: Call,
+) -> _Gathered:
+    """A call whose A_shard has no elements: it takes its turn, and moves nothing but scales that
+    are asked for."""
+    scale, rows = shard.scale, len(shard.values)
+    what = (
+        f"all_gather_scaled_matmul of {list(A_shard.shape)} {A_shard.dtype}, scales "
+        f"{list(scale.shape)} along {gather_dim % A_shard.dim()}, {return_A}"
+    )
+    agree = call_plans.agree if why_no_kernel(A_shard.device) is None else None
+    take_turn(group, A_shard.device, what, call, agree=agree)
+    if return_A and scale.numel() and group.size() > 1:
+        scale = small_collectives.all_gathered(scale.contiguous(), group, call)
+    else:
+        scale = scale.repeat(group.size(), 1)
+    values = shard.values.new_empty(group.size() * rows, shard.values.shape[1])
+    tile = (rows, ALL) if shard.tile[0] == ALL else shard.tile
+    A = Scaled(values, scale, tile)
+    return values, scale, [scaled_products.product(A, weight) for weight in weights]
+
+
 def _gather_on_cuda(
     A_shard: torch.Tensor,
     shard: Scaled,
@@ -174,7 +214,7 @@ def _gather_on_cuda(
     gather_dim: int,
     return_A: bool,
     keep_as: Any,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor]]:
+) -> _Gathered:
     if group.size() == 1:
         return cuda_scaled_calls.on_one_rank(shard, weights, kernels, return_A=return_A)
     workspace = cuda_workspace(group, A_shard.device)

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from agmm import _core
 from agmm.errors import Unsupported
-from agmm.ops import kept, scaled_products
+from agmm.ops import kept, scaled_paths, scaled_products
 from agmm.ops.paths import fall_back
 from agmm.ops.scaled_checks import check_scaled_scatter
-from agmm.ops.scaled_paths import rows_of, weight_of, why_unfused
+from agmm.ops.scaled_paths import rows_of, weight_of
 from agmm.ops.scaled_plans import kernel_of, problem_of
 from agmm.planning import call_plans
 from agmm.planning.plans import (
@@ -22,12 +22,12 @@ from agmm.planning.plans import (
     UNFUSED,
     Plan,
 )
-from agmm.runtime import collectives, cpu_scatter
+from agmm.runtime import collectives, cpu_scatter, groups
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_scaled_calls import ScatterCall, ready_scatter
 from agmm.runtime.results import moved, reshaped
 from agmm.runtime.scaled import FP8, Scaled, Weight, rounded_into
-from agmm.runtime.workspaces import cpu_workspace, scatter_workspace
+from agmm.runtime.workspaces import cpu_workspace, scatter_workspace, take_turn
 
 
 def scatter(
@@ -79,21 +79,31 @@ def scatter(
         reduce_op=reduce_op,
     )
     scatter_dim %= A.dim()
-    # Without columns of A there is nothing to multiply, which a kernel cannot do.
-    sizes = A.shape if A.is_cuda else A.shape[:-1]
-    reason = why_unfused((*sizes, B.shape[1]), A.device)
+    shape = [*A.shape[:-1], B.shape[1]]
+    is_fake = groups.is_fake(group)
+    if 0 in shape and not is_fake:
+        what = f"scaled_matmul_reduce_scatter to {shape} {out_dtype} along {scatter_dim}"
+        is_planned = A.is_cuda and scaled_paths.why_no_kernel(A.device) is None
+        agree = call_plans.agree if is_planned else None
+        take_turn(group, A.device, f"{what}, {reduce_op}", call, agree=agree)
+        shape[scatter_dim] //= world_size
+        return A.new_empty(shape, dtype=out_dtype)
+    reason = scaled_paths.why_no_kernel(A.device)
+    if reason is None and A.is_cuda and A.shape[-1] == 0:
+        reason = f"fp8: shape {tuple(A.shape)} has no elements to multiply"
     if reason is None and scatter_dim == A.dim() - 1:
         reason = f"scatter_dim: {scatter_dim}, the fused path wants another than the last"
-    planned_unfused = plan == UNFUSED
+    planned_unfused = plan == UNFUSED or is_fake
     if reason is None and not planned_unfused:
         operand = rows_of(A, scale_a, tile, scatter_dim)
         front = A.movedim(scatter_dim, 0).shape
         out_shape = (front[0] // world_size, *front[1:-1], B.shape[1])
         try:
             if A.is_cuda:
-                on_cuda = _scatter_on_cuda(
-                    operand, weight, group, out_shape, reduce_op, is_bias_of_each, strict, plan
-                )
+                with groups.calling(call):
+                    on_cuda = _scatter_on_cuda(
+                        operand, weight, group, out_shape, reduce_op, is_bias_of_each, strict, plan
+                    )
                 planned_unfused = on_cuda is None
                 found = None
                 if on_cuda is not None:
@@ -101,18 +111,19 @@ def scatter(
                     if scatter_dim == 0 and A.is_contiguous():
                         kept.keep(group, keep_as, on_cuda)
             else:
-                found = cpu_workspace(group).reduce_scatter(
-                    cpu_scatter.scaled_sum(operand, weight, is_bias_of_each=is_bias_of_each),
-                    reduce_op,
-                    call,
-                    agreed=f"scaled, {list(A.shape[:-1])} along {scatter_dim}",
-                )
+                with groups.calling(call):
+                    found = cpu_workspace(group).reduce_scatter(
+                        cpu_scatter.scaled_sum(operand, weight, is_bias_of_each=is_bias_of_each),
+                        reduce_op,
+                        call,
+                        agreed=f"scaled, {list(A.shape[:-1])} along {scatter_dim}",
+                    )
         except Unsupported as error:
             reason = str(error)
         else:
             if found is not None:
                 return moved(reshaped(found, out_shape), 0, scatter_dim)
-    if reason is not None:
+    if reason is not None and not is_fake:
         fall_back(reason, strict)
     # Summed before it is rounded to what cannot be summed, and scaled.
     of_each = weight if is_bias_of_each else weight._replace(bias=None)

@@ -14,11 +14,12 @@ from agmm.ops import scatter_cuda, scatter_plan
 from agmm.ops.checks import check_scatterable
 from agmm.ops.paths import fall_back
 from agmm.ops.products import joined, sum_of_products
+from agmm.planning import call_plans
 from agmm.planning.plans import BY_TORCH, UNFUSED, Plan
 from agmm.runtime import collectives, groups, nan_check, rendezvous
 from agmm.runtime.calls import Call
 from agmm.runtime.results import moved, reshaped
-from agmm.runtime.workspaces import cpu_workspace
+from agmm.runtime.workspaces import cpu_workspace, take_turn
 
 Meanwhile = Callable[[], None]
 """What a rank does while its parts are on their way. Called once; what it raises is raised when the
@@ -60,13 +61,18 @@ def run(
     group = groups.group_of_size(group_name, world_size)
     check_scatterable(As, Bs, bias, world_size, scatter_dim, reduce_op)
     scatter_dim %= As[0].dim()
+    if groups.is_fake(group):
+        return unfused(As, Bs, bias, group, scatter_dim, reduce_op, meanwhile)
+    if has_no_elements(As[0], Bs[0]):
+        return without_elements(As, Bs, group, scatter_dim, reduce_op, strict, meanwhile)
     reason = scatter_plan.why_not_native(As, Bs, scatter_dim)
     if reason is None:
         try:
             if As[0].device.type == "cpu":
-                if not strict and scatter_plan.prefers_unfused_on_cpu(As, Bs, group):
-                    return unfused(As, Bs, bias, group, scatter_dim, reduce_op, meanwhile)
-                return native_cpu(As, Bs, bias, group, scatter_dim, reduce_op, meanwhile)
+                with groups.calling(_call_of(As, Bs, scatter_dim, reduce_op)):
+                    if not strict and scatter_plan.prefers_unfused_on_cpu(As, Bs, group):
+                        return unfused(As, Bs, bias, group, scatter_dim, reduce_op, meanwhile)
+                    return native_cpu(As, Bs, bias, group, scatter_dim, reduce_op, meanwhile)
             out = scatter_cuda.run(As, Bs, bias, group, scatter_dim, reduce_op, strict=strict)
             if out is not None:
                 if meanwhile is not None:  # the kernel fills the GPU
@@ -85,6 +91,34 @@ def run(
     if strict or As[0].device.type == "cpu":  # on CUDA it is a choice, of which nobody is warned
         fall_back(reason, strict)
     return unfused(As, Bs, bias, group, scatter_dim, reduce_op, meanwhile)
+
+
+def has_no_elements(A: torch.Tensor, B: torch.Tensor) -> bool:
+    """Whether ``A @ B`` has none, of checked operands."""
+    return A.shape[:-1].numel() == 0 or B.shape[1] == 0
+
+
+def without_elements(
+    As: list[torch.Tensor],
+    Bs: list[torch.Tensor],
+    group: dist.ProcessGroup,
+    scatter_dim: int,
+    reduce_op: str,
+    strict: bool = False,
+    meanwhile: Meanwhile | None = None,
+) -> torch.Tensor:
+    """A checked call whose result has no elements: it moves nothing and takes its turn."""
+    shape = [*As[0].shape[:-1], Bs[0].shape[1]]
+    what = f"matmul_reduce_scatter to {shape} {As[0].dtype} along {scatter_dim}, {reduce_op}"
+    is_planned = scatter_plan.why_not_native(As, Bs, scatter_dim) is None
+    is_planned = is_planned and not (strict and As[0].device.type == "cpu")
+    call = _call_of(As, Bs, scatter_dim, reduce_op)
+    agree = call_plans.agree if is_planned else None
+    take_turn(group, As[0].device, what, call, agree=agree)
+    if meanwhile is not None:
+        meanwhile()
+    shape[scatter_dim] //= group.size()
+    return As[0].new_empty(shape)
 
 
 def _call_of(

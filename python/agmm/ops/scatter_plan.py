@@ -20,7 +20,7 @@ from agmm.planning.plans import (
     Plan,
     Problem,
 )
-from agmm.runtime import symmetric
+from agmm.runtime import groups, symmetric
 from agmm.runtime.workspaces import cuda_workspace
 
 _FUSED_DTYPES = (torch.bfloat16, torch.float16)
@@ -31,6 +31,7 @@ def _has_kernels(device: torch.device, group: dist.ProcessGroup) -> bool:
         device.type == "cuda"
         and symmetric.why_unfused(device) is None
         and dist.get_world_size(group) > 1
+        and not groups.is_fake(group)
     )
 
 
@@ -74,8 +75,9 @@ _MOST_ROWS = 2**31 - 1
 def why_not_native(
     As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], scatter_dim: int
 ) -> str | None:
-    """The reason why agmm's own matmul + reduce-scatter cannot serve this call, or None. The same
-    on all ranks, as long as they call with the same shapes and dtypes."""
+    """The reason why agmm's own matmul + reduce-scatter cannot serve this call, whose result has
+    elements, or None. The same on all ranks, as long as they call with the same shapes and
+    dtypes."""
     if As[0].device.type != "cuda":
         return why_not_on_cpu(As, Bs, scatter_dim)
     return _why_no_product(As, Bs, scatter_dim) or _why_no_kernel(As, Bs)
@@ -100,8 +102,6 @@ def _why_no_product(
     if scatter_dim % A.dim() == A.dim() - 1:
         return f"scatter_dim: {scatter_dim}, the fused path wants another than the last"
     rows = A.shape[:-1].numel()
-    if rows == 0 or Bs[0].shape[1] == 0:
-        return f"A @ B: shape {(*A.shape[:-1], Bs[0].shape[1])} has no elements"
     if rows > _MOST_ROWS:
         return f"A: {rows} rows, the fused path wants at most {_MOST_ROWS}"
     return None

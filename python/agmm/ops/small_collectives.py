@@ -177,6 +177,8 @@ def all_reduce_rms_norm(
 def why_not(kind: Kind, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
     """The reason why no kernel serves a collective of ``x`` on a GPU as a part of another op, or
     None. The same on all ranks, as long as they call with the same shapes and dtypes."""
+    if groups.is_fake(group):
+        return f"group: backend {groups.FAKE}, which has no other ranks"
     world_size = dist.get_world_size(group)
     nbytes = _whole_bytes(kind, x, world_size)
     if not is_by_kernel(nbytes, world_size):

@@ -121,6 +121,13 @@ def planner(group: dist.ProcessGroup | None, device: torch.device) -> Planner:
     return found
 
 
+def agree(group: dist.ProcessGroup, device: torch.device) -> None:
+    """What precedes a group's first planned call, for calls that need no plan: ranks whose calls
+    differ then differ in one exchange. Collective at first use."""
+    group_facts(group, device)
+    planner(group, device)
+
+
 def call_plan(
     A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, return_A: bool
 ) -> Plan:

@@ -11,6 +11,7 @@ import torch
 from agmm import _core
 from agmm.runtime import groups
 from agmm.runtime.groups import Group
+from agmm.runtime.packed import Packed4BitWeight
 
 _TOPIC = "call"
 _PEER_S = 2.0
@@ -39,6 +40,8 @@ def _in_words(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{list(value.shape)} {dtype} {_layout(value)}"
+    if isinstance(value, Packed4BitWeight):
+        return f"{[value.K, value.N]} of 4 bits"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_in_words(one) for one in value)}]"
     return f"= {value!r}"

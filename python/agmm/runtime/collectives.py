@@ -13,7 +13,7 @@ from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.groups import group_of, world_size_of
 from agmm.runtime.results import moved
-from agmm.runtime.workspaces import cuda_workspace, meet
+from agmm.runtime.workspaces import cuda_workspace, meet, take_turn
 
 _functional = torch.ops._c10d_functional
 
@@ -36,15 +36,34 @@ def _start(
     """Starts a collective of the group's backend, on the CPU when all ranks come with the same.
     What is traced does without that."""
     if is_traced(tensor):
+        if not torch.compiler.is_dynamo_compiling():
+            groups.check_backend(group_of(group_name), tensor.device)
         return start()
     group = group_of(group_name)
+    groups.check_backend(group, tensor.device)
     if nan_check.active:
         _look_through(kind, tensor, group, call)
     with groups.of(group).lock:
         if tensor.device.type == "cpu":
-            what = f"{kind} of {list(tensor.shape)} {tensor.dtype} along {dim % tensor.dim()}{then}"
-            meet(group, what, call or Call(kind, input=tensor, dim=dim))
+            meet(group, *_described(kind, tensor, dim, call, then))
         return start()
+
+
+def _described(
+    kind: str, tensor: torch.Tensor, dim: int, call: Call | None, then: str
+) -> tuple[str, Call]:
+    """What the ranks have to agree on, and the call in words."""
+    along = dim % tensor.dim() if tensor.dim() else 0
+    what = f"{kind} of {list(tensor.shape)} {tensor.dtype} along {along}{then}"
+    return what, call or Call(kind, input=tensor, dim=dim)
+
+
+def _take_turn(
+    kind: str, tensor: torch.Tensor, group_name: str, dim: int, call: Call | None, then: str = ""
+) -> None:
+    """In place of a collective of a tensor without elements."""
+    group = group_of(group_name)
+    take_turn(group, tensor.device, *_described(kind, tensor, dim, call, then))
 
 
 def _look_through(
@@ -77,6 +96,10 @@ def start_all_gather(
     given, shard = shard, moved(shard, dim, 0)
     world_size = world_size_of(group_name)
     if shard.numel() == 0:
+        if is_traced(shard):
+            found = torch.ops.agmm._all_gather.default(given, group_name, world_size, dim)
+            return lambda: found
+        _take_turn("all_gather", given, group_name, dim, call)
         empty = shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
         return lambda: moved(empty, 0, dim)
     if by_copies and not is_traced(shard):
@@ -122,7 +145,12 @@ def reduce_scatter(
     given, partial = partial, moved(partial, dim, 0)
     world_size = world_size_of(group_name)
     if partial.numel() == 0:
-        part = partial.new_empty(partial.shape[0] // world_size, *partial.shape[1:])
+        if is_traced(partial):
+            op = torch.ops.agmm._reduce_scatter.default
+            part = moved(op(given, group_name, world_size, "sum", dim), dim, 0)
+        else:
+            _take_turn("reduce_scatter", given, group_name, dim, call, then)
+            part = partial.new_empty(partial.shape[0] // world_size, *partial.shape[1:])
         if meanwhile is not None:
             meanwhile()
     else:
@@ -152,6 +180,12 @@ def all_reduce(
     """The sum, or "max", over all ranks of ``partial``, contiguous. ``call`` is what it is for, for
     messages; ``in_place``: ``partial`` may be overwritten."""
     given, partial = partial, partial.contiguous()
+    if partial.numel() == 0:
+        if is_traced(partial):
+            world_size = world_size_of(group_name)
+            return torch.ops.agmm._all_reduce.default(given, group_name, world_size, "sum")
+        _take_turn("all_reduce", given, group_name, 0, call)
+        return partial if in_place else torch.empty_like(partial)
 
     def start() -> torch.Tensor:
         reduce = _functional.all_reduce_ if in_place else _functional.all_reduce

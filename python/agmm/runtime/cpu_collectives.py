@@ -40,11 +40,12 @@ nobody reads ``outgoing`` any more."""
 
 
 def bands(outgoing: Sequence[torch.Tensor], incoming: Sequence[int]) -> list[Band]:
-    """In which parts the tensors go through a slot: the same on all ranks."""
+    """In which parts the tensors go through a slot: the same on all ranks. One without elements
+    where the tensors have none, so that such a call takes its turn too."""
     most = max(*incoming, *(len(part) for part in outgoing))
     others = max(1, len(outgoing) - 1)
     each = max(1, BAND_BYTES // (others * outgoing[0].element_size()))
-    return [(begin, min(begin + each, most)) for begin in range(0, most, each)]
+    return [(begin, min(begin + each, most)) for begin in range(0, max(most, 1), each)]
 
 
 def exchange(
@@ -88,6 +89,8 @@ def exchange(
 
 def _slot_bytes(most: int, itemsize: int, world_size: int) -> int:
     """For parts of ``most`` numbers at most, rounded up to a power of two."""
+    if most == 0:
+        return 0
     others = world_size - 1
     # A band has at least one number, however many ranks there are.
     needed = max(min(others * most * itemsize, BAND_BYTES), others * itemsize)
@@ -150,7 +153,9 @@ class AllGather(Job):
         return len(self.sent)
 
     def run(self, exchange: Exchange) -> None:
-        _gather(exchange, self.rank, self.sent, list(self.out.view(self.world_size, -1)))
+        _gather(
+            exchange, self.rank, self.sent, list(self.out.view(self.world_size, len(self.sent)))
+        )
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,7 @@ class ReduceScatter(_Sum):
         return len(self.out)
 
     def run(self, exchange: Exchange) -> None:
-        parts = list(self.sent.view(self.world_size, -1))
+        parts = list(self.sent.view(self.world_size, len(self.out)))
         _scatter(exchange, self.rank, parts, self._divisor, self.out)
 
 

@@ -13,7 +13,8 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -49,6 +50,30 @@ class Calls(Protocol):
         """Whatever is enqueued on the stream from now on comes behind the last call made by it: the
         last eager one, or that of the capture that the stream is in."""
         ...
+
+
+FAKE = "fake"
+"""torch's backend of dry runs, whose collectives return at once and move nothing."""
+
+
+_of_thread = threading.local()
+
+
+@contextmanager
+def calling(call: object, *, empty: str = "") -> Iterator[None]:
+    """Says meanwhile what this thread calls, for the error where ranks turn out to differ in an
+    exchange.
+
+    Args:
+        call: what its ``str`` says.
+        empty: what all ranks have to agree on where this rank's call has no elements, else "".
+    """
+    before = getattr(_of_thread, "call", (None, ""))
+    _of_thread.call = call, empty
+    try:
+        yield
+    finally:
+        _of_thread.call = before
 
 
 _CAPTURES = 4
@@ -133,30 +158,34 @@ class Group:
             topic: what is exchanged, for messages; the same on all ranks.
 
         Raises:
-            AgmmError: a rank did not come within AGMM_TIMEOUT_S, or came with another topic.
+            AgmmError: a rank did not come within AGMM_TIMEOUT_S, came with another topic, or calls
+                without elements where another has some (`calling`).
         """
-        if self.world_size == 1:
-            return [value]
+        if self.world_size == 1 or is_fake(self._alive()):
+            return [value] * self.world_size
+        call, empty = getattr(_of_thread, "call", (None, ""))
+        said = f"is about to exchange {topic}"
+        if call is not None:
+            said = f"is in {call}, about to exchange {topic}"
         with self.lock:
             store = self.store()
             prefix = f"{self.prefix()}/{self._agreed_token(store)}/{self._exchanges}"
             self._exchanges += 1
             keys = [f"{prefix}/{peer}" for peer in range(self.world_size)]
-            store.set(keys[self.rank], json.dumps([topic, value]))
+            store.set(keys[self.rank], json.dumps([topic, value, empty, said]))
             self._await(
                 lambda: bool(store.check(keys)),
                 lambda: [peer for peer, key in enumerate(keys) if not store.check([key])],
                 f"to exchange {topic}",
             )
             found = [json.loads(store.get(key)) for key in keys]
-        topics = {peer: theirs for peer, (theirs, _) in enumerate(found) if theirs != topic}
-        if topics:
-            peer, theirs = next(iter(topics.items()))
-            raise AgmmError(
-                f"group: found rank {self.rank} about to exchange {topic} and rank {peer} "
-                f"{theirs}, wanted the same calls on all ranks"
-            )
-        return [value for _, value in found]
+        for peer, (their_topic, _, their_empty, theirs) in enumerate(found):
+            if (their_topic, their_empty) != (topic, empty):
+                raise AgmmError(
+                    "group: found different calls on its ranks, wanted the same ones: rank "
+                    f"{self.rank} {said}; rank {peer} {theirs}"
+                )
+        return [value for _, value, _, _ in found]
 
     def hosts(self) -> list[str]:
         """The host of each rank, by rank. Collective at first use."""
@@ -278,6 +307,31 @@ def of(group: dist.ProcessGroup) -> Group:
             if found is None:
                 found = _groups[group] = Group(group)
     return found
+
+
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether it is a group of a dry run (`FAKE`), in which ops leave everything to torch's
+    collectives: nobody answers, so nothing may be exchanged or awaited."""
+    return _world.pg_map.get(group, ("", None))[0] == FAKE
+
+
+def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Before tensors on a device are handed to the group's backend.
+
+    Raises:
+        InvalidArgument: it takes none on that device: gloo's functional collectives end the process
+            where they are given a GPU's.
+    """
+    if device.type != "cuda":  # of others torch says in its own words
+        return
+    config = dist.get_backend_config(group)
+    parts = (part.rpartition(":") for part in config.split(","))
+    name = next((name for on, _, name in parts if on in ("", device.type)), "none")
+    if name in ("gloo", "none"):
+        raise InvalidArgument(
+            f"group: found backend {name} for tensors on {device}, wanted one that takes them, "
+            "such as nccl, since this call is left to the backend"
+        )
 
 
 def all_known() -> list[Group]:

@@ -92,7 +92,7 @@ def _collective_bytes(numbers: int, dtype: torch.dtype, world_size: int, op: str
         raise InvalidArgument(
             f"shape: found {numbers} elements, wanted a multiple of the world size {world_size}"
         )
-    if world_size == 1 or numbers == 0:
+    if world_size == 1:
         return 0
     sent = torch.empty(numbers, dtype=dtype, device="meta")
     job: cpu_collectives.Job

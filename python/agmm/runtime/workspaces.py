@@ -50,6 +50,8 @@ def cpu_workspace(group: dist.ProcessGroup) -> CpuWorkspace:
     with groups.of(group).lock:
         workspace = _cpu_workspaces.get(group)
         if workspace is None:
+            if groups.is_fake(group):
+                raise Unsupported(f"group: backend {groups.FAKE}, which has no other ranks")
             from agmm.runtime.cpu import CpuWorkspace
 
             reason = _why_no_cpu_workspace.get(group)
@@ -78,10 +80,56 @@ def meet(group: dist.ProcessGroup, what: str, call: Call) -> None:
     """Before a collective of the backend on CPU tensors: see `CpuWorkspace.meet`. Nothing where the
     group has no workspace, as on several hosts: there the backend's own limits hold."""
     try:
-        workspace = cpu_workspace(group)
+        with groups.calling(call):
+            workspace = cpu_workspace(group)
     except Unsupported:
         return
     workspace.meet(what, call)
+
+
+def take_turn(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    what: str,
+    call: Call,
+    *,
+    agree: Callable[[dist.ProcessGroup, torch.device], None] | None = None,
+) -> None:
+    """What a call without elements does in place of its communication. Collective.
+
+    No rank can know whether the others have elements. So such a call takes its turn among the
+    calls of the group: it ends, on a GPU in the order of the current stream, when all ranks have
+    come to it, and its tag is that of no call with elements. A rank that has some finds this tag in
+    place of its peer's data and ends with a message that names both calls; it never takes the data
+    of the peer's next call. Where the ranks share no memory they meet in the group's store.
+
+    Args:
+        device: of the operands.
+        what: what all ranks have to agree on.
+        call: for messages.
+        agree: what precedes such a call with elements on the host, where ranks may already differ.
+
+    Raises:
+        AgmmError: a rank is found to call something else, or did not come within AGMM_TIMEOUT_S,
+            where the ranks exchange words in the group's store, as in its first call.
+    """
+    known = groups.of(group)
+    if known.world_size == 1 or groups.is_fake(group):
+        return
+    what = f"without elements, {what}"
+    with groups.calling(call, empty=what):
+        if agree is not None:
+            agree(group, device)
+        try:
+            if device.type == "cpu":
+                cpu_workspace(group).meet(what, call)
+                return
+            if device.type == "cuda":
+                collectives_workspace(group, device).meet(what, call)
+                return
+        except Unsupported:
+            pass
+        known.exchange("that their call has no elements", "")
 
 
 def cuda_workspace(group: dist.ProcessGroup, device: torch.device) -> CudaWorkspace:
