@@ -174,7 +174,7 @@ def test_an_all_reduce_is_kept_where_agmms_kernel_served_it(
             raise agmm.Unsupported("group: all_reduce of 2097152 bytes without NVLink")
         return call
 
-    monkeypatch.setattr(small_collectives, "why_not", lambda *_: None)
+    monkeypatch.setattr(small_collectives, "why_not", lambda *_, **__: None)
     monkeypatch.setattr(small_collectives, "prepare", prepare)
     monkeypatch.setattr(small_collectives, "all_reduced", lambda partial, *_: partial)
     keep = mock.Mock()

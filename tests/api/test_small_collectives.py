@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import agmm
 from agmm._core import CollectiveMethod, CollectiveOp
 from agmm.errors import forget_warnings
-from agmm.ops import paths, small_collectives
+from agmm.ops import matmul_all_reduce, paths, scatter_cuda, scatter_plan, small_collectives
 from agmm.planning import call_plans
-from agmm.runtime import collectives, symmetric
+from agmm.runtime import collectives, groups, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.group_gpus import GroupFacts
 
@@ -203,6 +203,111 @@ def test_a_small_part_is_gathered_by_a_kernel(
         large = torch.empty(1 << 23, device="cuda", dtype=torch.bfloat16)
         small_collectives.all_gathered(large, group, call)
         assert by_backend.call_count == 1
+
+
+def test_strict_gathers_a_part_of_any_size_by_a_kernel(
+    workspace: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_backend = mock.Mock()
+    monkeypatch.setattr(collectives, "start_all_gather", by_backend)
+    group, call = mock.Mock(), Call("matmul_all_reduce")
+    with FakeTensorMode():
+        large = torch.empty(1 << 23, device="cuda", dtype=torch.bfloat16)
+        found = small_collectives.all_gathered(large, group, call, strict=True)
+        assert found.shape == (1 << 25,) and workspace.call.call_count == 1
+        monkeypatch.setattr(symmetric, "why_unfused", lambda device: "no Hopper")
+        with pytest.raises(agmm.Unsupported, match="no Hopper"):
+            small_collectives.all_gathered(large, group, call, strict=True)
+        workspace.call.side_effect = agmm.Unsupported("group: found ranks on 2 hosts")
+        monkeypatch.setattr(symmetric, "why_unfused", lambda device: None)
+        with pytest.raises(agmm.Unsupported, match="2 hosts"):
+            small_collectives.all_gathered(large, group, call, strict=True)
+    assert not by_backend.called
+
+
+@pytest.mark.parametrize(("strict", "names"), [(True, ["ours"]), (False, ["backend"])])
+def test_behind_a_scatter_strict_leaves_no_gather_to_the_backend(
+    workspace: mock.Mock, monkeypatch: pytest.MonkeyPatch, strict: bool, names: list[str]
+) -> None:
+    """The rest of an all-reduce whose sums a kernel scatters, 32 MiB of them."""
+    monkeypatch.setattr(scatter_plan, "why_not_native", lambda *_: None)
+    plan = scatter_plan.AllReducePlan("scatter", None, 132)
+    monkeypatch.setattr(scatter_plan, "all_reduce_plan", lambda *_, **__: plan)
+    called: list[str] = []
+    monkeypatch.setattr(scatter_cuda, "run", lambda As, *_, **__: As[0].new_empty(1024, 4096))
+    monkeypatch.setattr(
+        small_collectives,
+        "gather",
+        lambda part, _: (called.append("ours"), torch.empty(4096, 1))[1],
+    )
+    monkeypatch.setattr(
+        collectives,
+        "start_all_gather",
+        lambda *_, **__: lambda: (called.append("backend"), torch.empty(4096, 1))[1],
+    )
+    call = Call("matmul_all_reduce")
+    with FakeTensorMode():
+        A = torch.empty(4096, 8, device="cuda", dtype=torch.bfloat16)
+        B = torch.empty(8, 4096, device="cuda", dtype=torch.bfloat16)
+        by = matmul_all_reduce.by_scatter_and_gather
+        out = by(A, B, None, mock.Mock(), call, agreed="", strict=strict)
+        assert out is not None and len(out) == 4096
+        assert called == names
+        monkeypatch.setattr(symmetric, "why_unfused", lambda device: "no Hopper")
+        monkeypatch.setattr(scatter_cuda, "run", mock.Mock(side_effect=AssertionError("summed")))
+        if strict:
+            with pytest.raises(agmm.Unsupported, match="no Hopper"):
+                by(A, B, None, mock.Mock(), call, agreed="", strict=strict)
+
+
+# --- what is left to the group's backend ---
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "refused"),
+    [
+        ("cuda:nccl", "cuda:1", None),
+        ("cpu:gloo,cuda:nccl", "cuda:0", None),
+        ("cpu:gloo,cuda:ucc", "cuda:0", None),
+        ("cpu:fake,cuda:fake", "cuda:0", None),
+        ("cpu:gloo,cuda:gloo", "cpu", None),
+        ("cpu:gloo,cuda:gloo", "cuda:0", "gloo for tensors on cuda:0"),
+        ("cpu:gloo", "cuda:3", "none for tensors on cuda:3"),
+    ],
+)
+def test_a_backend_that_takes_no_gpus_tensors_is_named(
+    monkeypatch: pytest.MonkeyPatch, config: str, device: str, refused: str | None
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    group: Any = mock.Mock()
+    if refused is None:
+        groups.check_backend(group, torch.device(device))
+        return
+    with pytest.raises(agmm.InvalidArgument, match=f"^group: found backend {refused}, wanted"):
+        groups.check_backend(group, torch.device(device))
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_no_collective_of_gloo_is_begun_with_a_gpus_tensors(
+    group: str, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Whatever is left to the backend goes through these: unfused paths, backwards, layers."""
+    begun = mock.Mock(side_effect=AssertionError("begun"))
+    monkeypatch.setattr(collectives, "is_traced", lambda tensor: False)
+    functional = mock.Mock(
+        all_gather_into_tensor=begun, reduce_scatter_tensor=begun, all_reduce=begun
+    )
+    monkeypatch.setattr(collectives, "_functional", functional)
+    with FakeTensorMode():
+        x = torch.empty(4, 8, device="cuda", dtype=torch.bfloat16)
+        call = {
+            "all_gather": lambda: collectives.start_all_gather(x, group, 0),
+            "reduce_scatter": lambda: collectives.reduce_scatter(x, group, 0),
+            "all_reduce": lambda: collectives.all_reduce(x, group),
+        }[kind]
+        with pytest.raises(agmm.InvalidArgument, match="group: found backend gloo for tensors on"):
+            call()
+    assert not begun.called
 
 
 def test_a_gather_without_memory_is_fused(group: str, monkeypatch: pytest.MonkeyPatch) -> None:

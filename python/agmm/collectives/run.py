@@ -121,7 +121,8 @@ def start(
             path = Path(TORCH, str(error))
     if not groups.is_fake(group):
         leave_to_torch(kind, path, strict)
-    groups.check_backend(group, x.device)
+    if kind != "all_reduce":  # which gloo makes on GPUs too
+        groups.check_backend(group, x.device)
     with groups.of(group).lock:
         if x.device.type == "cpu":
             meet(group, f"torch's {what}", call)

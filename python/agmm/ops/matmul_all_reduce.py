@@ -99,6 +99,12 @@ def by_scatter_and_gather(
     plan = scatter_plan.all_reduce_plan(A.shape[0] + missing, A, B, group, strict=strict)
     if plan.way == "unfused" and not strict:
         return None
+    if strict and plan.kernel is None:  # before the sums are made
+        rows = (A.shape[0] + missing) // world_size
+        part = A.new_empty(1, 1).expand(rows, B.shape[1])
+        reason = small_collectives.why_not("all_gather", part, group, strict=True)
+        if reason is not None:
+            raise Unsupported(reason)
     whole = A if missing == 0 else torch.nn.functional.pad(A, (0, 0, 0, missing))
     if plan.kernel is not None:
         out = scatter_cuda.all_reduce(whole, B, bias, group, plan.kernel, plan.sm_count)
@@ -106,7 +112,7 @@ def by_scatter_and_gather(
     part = scatter_cuda.run([whole], [B], bias, group, 0, "sum", strict=True)
     if part is None:
         raise Unsupported("plan: found no kernel of this build that sends tiles, wanted one")
-    return small_collectives.all_gathered(part, group, call)[: A.shape[0]]
+    return small_collectives.all_gathered(part, group, call, strict=strict)[: A.shape[0]]
 
 
 class KeptAllReduce:
@@ -166,7 +172,7 @@ def _keep(
     strict: bool,
 ) -> None:
     """After a call on CUDA that returned ``out``: `kept.keep`, where later ones may do the same."""
-    if out.numel() == 0 or not (A.is_contiguous() and out.is_contiguous()):
+    if out.numel() == 0 or groups.is_fake(group) or not (A.is_contiguous() and out.is_contiguous()):
         return
     rows = A.view(-1, A.shape[-1])
     plan = None
@@ -184,7 +190,9 @@ def _keep(
             return
         if plan.way == "scatter":
             part = out.view(-1, out.shape[-1])[: rows.shape[0] // group.size()]
-            collective = small_collectives.prepare_again("all_gather", part, group)
+            collective = small_collectives.prepare_again("all_gather", part, group, strict=strict)
+            if strict and collective is None:
+                return
     kept.keep(group, keep_as, KeptAllReduce(plan, collective))
 
 

@@ -115,15 +115,18 @@ def _by_torch(
     return scaled.clamp(-largest, largest).to(dtype), up.reciprocal()
 
 
-def _reduced_amax(rows: torch.Tensor, group_name: str) -> torch.Tensor:
+def _reduced_amax(rows: torch.Tensor, group_name: str, strict: bool) -> torch.Tensor:
     """The largest absolute value of the rows of all ranks, float32 [1, 1]: gathered from each,
     since agmm's kernels sum but have no maximum. Collective."""
     amax = amax_of(rows, (ALL, ALL))
     call = Call("all_gather_matmul", A_shard=rows, reduce_amax=True)
     if is_traced(rows):
         of_ranks = collectives.start_all_gather(amax, group_name, 0, call=call)()
+    elif strict and not rows.is_cuda:
+        world_size = group_of(group_name).size()
+        of_ranks = torch.ops.agmm._all_gather.default(amax, group_name, world_size, 0, strict)
     else:
-        of_ranks = small_collectives.all_gathered(amax, group_of(group_name), call)
+        of_ranks = small_collectives.all_gathered(amax, group_of(group_name), call, strict=strict)
     return of_ranks.amax(0, keepdim=True)
 
 
@@ -178,7 +181,7 @@ def gather_quantised(
     _check(A_shard, Bs, biases, quantize, reduce_amax)
     scaling = BY_NAME[quantize]
     rows = A_shard.flatten(0, -2)
-    amax = _reduced_amax(rows, name_of(group)) if reduce_amax else None
+    amax = _reduced_amax(rows, name_of(group), strict) if reduce_amax else None
     rows, scale_a = quantised(rows, scaling.a, amax=amax)
     if scaling.a[0] != ALL:
         scale_a = scale_a.view(*A_shard.shape[:-1], scale_a.shape[-1])

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import Unsupported
-from agmm.ops import kept, scaled_products, small_collectives
+from agmm.ops import kept, scaled_products
 from agmm.ops.paths import fall_back
 from agmm.ops.scaled_checks import check_scaled_gather, scaling_of
 from agmm.ops.scaled_plans import kernel_of, problem_of
@@ -196,7 +196,8 @@ def _without_elements(
     agree = call_plans.agree if why_no_kernel(A_shard.device) is None else None
     take_turn(group, A_shard.device, what, call, agree=agree)
     if return_A and scale.numel() and group.size() > 1:
-        scale = small_collectives.all_gathered(scale.contiguous(), group, call)
+        gather = torch.ops.agmm._all_gather.default
+        scale = gather(scale.contiguous(), group.group_name, group.size(), 0)
     else:
         scale = scale.repeat(group.size(), 1)
     values = shard.values.new_empty(group.size() * rows, shard.values.shape[1])

@@ -106,11 +106,11 @@ def prepare(
 
 
 def prepare_again(
-    kind: Kind, sent: torch.Tensor, group: dist.ProcessGroup
+    kind: Kind, sent: torch.Tensor, group: dist.ProcessGroup, *, strict: bool = False
 ) -> CollectiveCall | None:
     """`prepare` after a call as a part of another op; None where the backend served it, or the
     memory is not made."""
-    if why_not(kind, sent, group) is not None:
+    if why_not(kind, sent, group, strict=strict) is not None:
         return None
     method = collective_method(kind, _whole_bytes(kind, sent, group.size()), group.size())
     try:
@@ -174,14 +174,20 @@ def all_reduce_rms_norm(
     workspace.all_reduce_rms_norm(core_method, x, residual, weight, normed, total, eps)
 
 
-def why_not(kind: Kind, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+def why_not(
+    kind: Kind, x: torch.Tensor, group: dist.ProcessGroup, *, strict: bool = False
+) -> str | None:
     """The reason why no kernel serves a collective of ``x`` on a GPU as a part of another op, or
-    None. The same on all ranks, as long as they call with the same shapes and dtypes."""
+    None. The same on all ranks, as long as they call with the same shapes and dtypes.
+
+    Args:
+        strict: a kernel is taken for any size.
+    """
     if groups.is_fake(group):
         return f"group: backend {groups.FAKE}, which has no other ranks"
     world_size = dist.get_world_size(group)
     nbytes = _whole_bytes(kind, x, world_size)
-    if not is_by_kernel(nbytes, world_size):
+    if not is_by_kernel(0 if strict else nbytes, world_size):
         return f"{kind}: {nbytes} bytes of {world_size} ranks, NCCL is taken for that"
     if kind != "all_gather" and x.dtype not in SUMMED:
         return f"{kind}: dtype={x.dtype}, which agmm's kernels do not sum"
@@ -218,8 +224,25 @@ def all_reduced(partial: torch.Tensor, group: dist.ProcessGroup, for_call: Call)
     return collectives.all_reduce(partial, group.group_name, in_place=in_place, call=for_call)
 
 
-def all_gathered(shard: torch.Tensor, group: dist.ProcessGroup, for_call: Call) -> torch.Tensor:
-    """The shards along dimension 0, in the same way. ``shard`` is contiguous."""
+def all_gathered(
+    shard: torch.Tensor, group: dist.ProcessGroup, for_call: Call, *, strict: bool = False
+) -> torch.Tensor:
+    """The shards along dimension 0, in the same way. ``shard`` is contiguous.
+
+    Args:
+        strict: of any size by a kernel, never by the backend.
+
+    Raises:
+        Unsupported: under ``strict``: no kernel can; all ranks raise.
+    """
+    if strict and not groups.is_fake(group):
+        if group.size() == 1:
+            return shard.clone()
+        reason = why_not("all_gather", shard, group, strict=True)
+        if reason is not None:
+            raise Unsupported(reason)
+        _look_through(shard, group, for_call)
+        return gather(shard, group)
     if _is_by_kernel("all_gather", shard, group):
         _look_through(shard, group, for_call)
         with contextlib.suppress(Unsupported):

@@ -36,7 +36,7 @@ def _start(
     """Starts a collective of the group's backend, on the CPU when all ranks come with the same.
     What is traced does without that."""
     if is_traced(tensor):
-        if not torch.compiler.is_dynamo_compiling():
+        if _is_recorded():
             groups.check_backend(group_of(group_name), tensor.device)
         return start()
     group = group_of(group_name)
@@ -123,8 +123,13 @@ def is_traced(tensor: torch.Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
         or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        or _is_recorded()
     )
+
+
+def _is_recorded() -> bool:
+    """Whether a graph is made of what the dispatcher sees."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def reduce_scatter(

@@ -316,11 +316,11 @@ def is_fake(group: dist.ProcessGroup) -> bool:
 
 
 def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Before tensors on a device are handed to the group's backend.
+    """Before tensors on a device are handed to the group's backend, but for a plain all-reduce.
 
     Raises:
-        InvalidArgument: it takes none on that device: gloo's functional collectives end the process
-            where they are given a GPU's.
+        InvalidArgument: it takes none on that device: torch's functional collectives end the
+            process where gloo is given a GPU's.
     """
     if device.type != "cuda":  # of others torch says in its own words
         return

@@ -137,6 +137,8 @@ def reserve(
     if op not in _OPS:
         raise InvalidArgument(f"op: found {op!r}, wanted one of {_OPS}")
     found, on = _resolved(group, device)
+    if groups.is_fake(found):
+        return
     if on.type == "cpu":
         workspaces.cpu_workspace(found).reserve(nbytes)
         return
@@ -180,6 +182,8 @@ def release(
         InvalidArgument: the group is none of this process.
     """
     found, on = _resolved(group, device)
+    if groups.is_fake(found):
+        return
     if on.type == "cpu":
         workspaces.release_cpu_workspace(found)
     else:

@@ -26,6 +26,7 @@ def all_gather(
     """
     size = dist.get_world_size(group)
     assert schedule.world_size == size
+    groups.check_backend(group, shard.device)
     rank, shard = dist.get_rank(group), shard.contiguous()
     with groups.of(group).lock:
         if shard.device.type == "cpu":

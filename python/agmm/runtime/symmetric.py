@@ -163,6 +163,8 @@ class SymmetricWorkspace:
                 return
             if self._refused is not None and slot_bytes > self._refused[0]:
                 raise Unsupported(self._refused[1])
+            if groups.is_fake(self.group):
+                raise Unsupported(f"group: backend {groups.FAKE}, which has no other ranks")
             if torch.cuda.is_current_stream_capturing():
                 raise AgmmError(
                     f"workspace: found slots of {self.slot_bytes} bytes during CUDA graph capture, "
