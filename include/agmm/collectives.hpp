@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "agmm/limits.hpp"
@@ -52,6 +53,17 @@ struct ResidualNorm {
 /// A CTA keeps a row in shared memory: 48 KiB without asking for more, but for partial sums.
 constexpr int64_t kMaxNormRowBytes = 47 << 10;
 
+/// A call without elements, which moves nothing: it ends when all ranks have come to it. Its tag is
+/// that of no other kind of call, so ranks that do have elements are told apart.
+struct Meeting {
+  CollectiveMethod method = CollectiveMethod::OneShot;  // not TwoShot
+  void const* in = nullptr;                             // a word of device memory
+  void* out = nullptr;                                  // one for each rank
+  std::string agreed;                                   // what all ranks have to agree on
+  std::string words;  // for the message to ranks whose calls differ
+  uint64_t limit_ns = kDefaultLimitNs;
+};
+
 /// The capture that a stream is in, by its id; 0: none.
 uint64_t capture_of(void* stream);
 /// The id of a stream: another one may get its handle once it is destroyed, but not its id.
@@ -87,6 +99,7 @@ class Collectives {
   /// the call makes no sense, and nothing is enqueued.
   bool operator()(Collective const& call, void* stream);
   bool operator()(Collective const& call, ResidualNorm const& norm, void* stream);
+  bool operator()(Meeting const& meeting, void* stream);
 
   /// What is enqueued on `stream` from now on comes behind the last call: the last eager one, or
   /// that of the capture that `stream` is in. For calls of other workspaces of the group.

@@ -80,6 +80,7 @@ __all__: list[str] = [
     "scatter_slot_bytes",
     "scatter_steps",
     "set_call_lookup",
+    "set_late_listener",
     "shared_rows",
     "split_scratch_bytes",
     "stream_id",
@@ -697,6 +698,12 @@ class CudaCollectives:
         """
         Enqueues a collective. count: elements of the input, of reduce_scatter those of out. ctas: 0 for the usual, alike on all ranks. Returns whether the stream is being captured.
         """
+    def meet(
+        self, method: CollectiveMethod, input: int, out: int, agreed: str, words: str, stream: int
+    ) -> bool:
+        """
+        Enqueues a call without elements, which ends when all ranks have come to it. input: a word of device memory; out: one for each rank. agreed: what all ranks have to agree on; words: the call, for messages. Returns as call does.
+        """
     def precede(self, stream: int) -> None:
         """
         What is enqueued on the stream from now on comes behind the last call, eager or of the capture that the stream is in.
@@ -1082,6 +1089,11 @@ def set_call_lookup(
 ) -> None:
     """
     Says who finds out, from (rank, source, tag, what note_call was told of it), what the two ranks called whose calls differ. It runs on a thread of its own, for some seconds at most.
+    """
+
+def set_late_listener(listener: collections.abc.Callable[[int, bool], None]) -> None:
+    """
+    Says who is told, each second that a kernel waits, which rank waits and whether its call has no elements. It runs on a thread of its own.
     """
 
 def shared_rows(begin: int, end: int, tile_rows: int, total_rows: int) -> tuple[int, int, int, int]:

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "agmm/collectives.hpp"
@@ -57,6 +58,18 @@ bool all_reduce_rms_norm(Collectives& collectives, CollectiveMethod method,
   norm.eps = static_cast<float>(eps);
   return collectives(described(CollectiveOp::AllReduce, method, element, in, out, count, ctas),
                      norm, reinterpret_cast<void*>(stream));
+}
+
+bool meet(Collectives& collectives, CollectiveMethod method, uintptr_t in, uintptr_t out,
+          std::string agreed, std::string words, uintptr_t stream) {
+  agmm::Meeting meeting;
+  meeting.method = method;
+  meeting.in = reinterpret_cast<void const*>(in);
+  meeting.out = reinterpret_cast<void*>(out);
+  meeting.agreed = std::move(agreed);
+  meeting.words = std::move(words);
+  meeting.limit_ns = agmm::limit_ns();
+  return collectives(meeting, reinterpret_cast<void*>(stream));
 }
 
 void relay_over(Collectives& collectives, const std::vector<std::array<int32_t, 3>>& moves) {
@@ -140,6 +153,11 @@ void bind_collectives(py::module_& m) {
            py::arg("ctas") = 0, py::call_guard<py::gil_scoped_release>(),
            "Enqueues an all_reduce whose sum is added to the residual, in out, and normed. Returns "
            "as call does.")
+      .def("meet", &meet, py::arg("method"), py::arg("input"), py::arg("out"), py::arg("agreed"),
+           py::arg("words"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
+           "Enqueues a call without elements, which ends when all ranks have come to it. input: a "
+           "word of device memory; out: one for each rank. agreed: what all ranks have to agree "
+           "on; words: the call, for messages. Returns as call does.")
       .def("relay_over", &relay_over, py::arg("moves"), py::call_guard<py::gil_scoped_release>(),
            "The ways of the method relayed: (owner, source, target) of each move of a schedule.");
 }

@@ -76,6 +76,10 @@ void bind_cpu(py::module_& module) {
       "Says who finds out, from (rank, source, tag, what note_call was told of it), what the "
       "two ranks called whose calls differ. It runs on a thread of its own, for some "
       "seconds at most.");
+  module.def("set_late_listener", &agmm::set_late_listener, py::arg("listener"),
+             py::call_guard<py::gil_scoped_release>(),
+             "Says who is told, each second that a kernel waits, which rank waits and whether its "
+             "call has no elements. It runs on a thread of its own.");
   module.def("call_tag", &agmm::call_tag, py::arg("m_local"), py::arg("k"), py::arg("dtype"),
              py::arg("return_A"),
              "The nonzero 32-bit value that the signals of one call carry: a hash of what all "

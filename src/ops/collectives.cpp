@@ -78,11 +78,37 @@ std::string described(Collective const& call) {
          name(call.method) + ", " + std::to_string(call.ctas) + " CTAs)";
 }
 
+/// An all-gather need not know what it moves.
+Collective as_moved(Collective call) {
+  if (call.op != CollectiveOp::AllGather) return call;
+  call.count *= bytes_of(call.element);
+  call.element = CollectiveElement::Byte;
+  return call;
+}
+
 /// What the ranks have to agree on.
 uint32_t tag_of(Collective const& call, int64_t row) {
   std::string const rows = row == 0 ? "" : "rows of " + std::to_string(row);
   return call_tag(call.count, call.ctas,
                   name(call.op) + name(call.method) + name(call.element) + rows, call.is_average);
+}
+
+/// As a collective that has a signal of every rank and one CTA, so that it costs little.
+Collective collective_of(Meeting const& meeting) {
+  Collective call;
+  call.op = CollectiveOp::AllGather;
+  call.method = meeting.method;
+  call.element = CollectiveElement::Byte;
+  call.in = meeting.in;
+  call.out = meeting.out;
+  call.count = sizeof(uint32_t);
+  call.ctas = 1;
+  call.limit_ns = meeting.limit_ns;
+  return call;
+}
+
+uint32_t tag_of(Meeting const& meeting) {
+  return call_tag(0, 1, "meeting " + name(meeting.method) + " " + meeting.agreed, false);
 }
 
 ExchangeStep step_of(Collective const& call) {
@@ -194,11 +220,17 @@ struct Collectives::Impl {
   // The ranks have to have the same grid.
   uint32_t tag_of(Collective call, int64_t row = 0) const {
     if (call.ctas == 0) call.ctas = static_cast<int32_t>(-most_ctas());
-    return agmm::tag_of(call, row);
+    return agmm::tag_of(as_moved(call), row);
   }
-  ExchangeArgs args_of(Collective const& call, uint32_t tag) const;
-  void enqueue(Collective call, cudaStream_t stream) const;
+  /// `chunks_per_rank`: as of report_place.
+  ExchangeArgs args_of(Collective const& call, uint32_t tag, int chunks_per_rank) const;
+  void enqueue(Collective call, uint32_t tag, int chunks_per_rank, cudaStream_t stream) const;
   void enqueue(Collective const& call, ResidualNorm const& norm, cudaStream_t stream) const;
+  void check_relays(CollectiveMethod method) const {
+    if (method == CollectiveMethod::Relayed && !has_relays) {
+      refuse("method", "relayed", "a call of relay_over before, or another method");
+    }
+  }
   void note(uint32_t tag, std::string const& what) {
     if (noted.insert(tag).second) note_call(tag, what);
   }
@@ -213,7 +245,8 @@ struct Collectives::Impl {
   bool has_relays = false;
 };
 
-ExchangeArgs Collectives::Impl::args_of(Collective const& call, uint32_t tag) const {
+ExchangeArgs Collectives::Impl::args_of(Collective const& call, uint32_t tag,
+                                        int chunks_per_rank) const {
   Carrier const carrier = carrier_of(call.method);
   ExchangeArgs args;
   args.rank = rank;
@@ -237,17 +270,15 @@ ExchangeArgs Collectives::Impl::args_of(Collective const& call, uint32_t tag) co
   args.signals = static_cast<int64_t>(layout.signals(0)) - data(0);
   args.signal_slot_bytes = static_cast<int64_t>(layout.signals(1) - layout.signals(0));
   args.turns = reinterpret_cast<uint32_t*>(own + layout.turns());
-  args.limit.place = report_place(rank, 1);
+  args.limit.place = report_place(rank, chunks_per_rank);
   args.limit.limit_ns = call.limit_ns;
   args.limit.rank = rank;
   return args;
 }
 
-void Collectives::Impl::enqueue(Collective call, cudaStream_t stream) const {
-  if (call.op == CollectiveOp::AllGather) {  // which need not know what it moves
-    call.count *= bytes_of(call.element);
-    call.element = CollectiveElement::Byte;
-  }
+void Collectives::Impl::enqueue(Collective call, uint32_t tag, int chunks_per_rank,
+                                cudaStream_t stream) const {
+  call = as_moved(call);
   Carrier const carrier = carrier_of(call.method);
   ExchangeStep const step = step_of(call);
   int64_t const element_bytes = bytes_of(call.element);
@@ -260,7 +291,7 @@ void Collectives::Impl::enqueue(Collective call, cudaStream_t stream) const {
   // Of a launch: elements of a segment, or of all of them where each rank sums one.
   int64_t const most = all_groups * group * (step == ExchangeStep::SumAndShare ? w : 1);
 
-  ExchangeArgs args = args_of(call, tag_of(call));
+  ExchangeArgs args = args_of(call, tag, chunks_per_rank);
   for (int64_t begin = 0; begin < call.count; begin += most) {
     int64_t const count = std::min(most, call.count - begin);
     args.in = static_cast<char const*>(call.in) + begin * element_bytes;
@@ -306,7 +337,7 @@ void Collectives::Impl::enqueue(Collective const& call, ResidualNorm const& norm
   int64_t const sent = static_cast<int64_t>(layout.groups(Carrier::Packets)) / rows.row_groups;
   int64_t const most = sent * (step == ExchangeStep::SumAndShare ? w : 1);
 
-  ExchangeArgs args = args_of(call, tag_of(call, norm.row));
+  ExchangeArgs args = args_of(call, tag_of(call, norm.row), 1);
   for (int64_t begin = 0; begin < all_rows; begin += most) {
     int64_t const at = begin * rows.row_bytes;
     rows.rows = static_cast<int32_t>(std::min(most, all_rows - begin));
@@ -359,11 +390,10 @@ std::size_t Collectives::slot_bytes() const { return impl_->layout.slot_bytes();
 bool Collectives::operator()(Collective const& call, void* stream) {
   return impl_->ordered.make(stream, [&] {
     check(call);
-    if (call.method == CollectiveMethod::Relayed && !impl_->has_relays) {
-      refuse("method", "relayed", "a call of relay_over before, or another method");
-    }
-    impl_->note(impl_->tag_of(call), described(call));
-    return [&](cudaStream_t on) { impl_->enqueue(call, on); };
+    impl_->check_relays(call.method);
+    uint32_t const tag = impl_->tag_of(call);
+    impl_->note(tag, described(call));
+    return [&, tag](cudaStream_t on) { impl_->enqueue(call, tag, 1, on); };
   });
 }
 
@@ -373,6 +403,17 @@ bool Collectives::operator()(Collective const& call, ResidualNorm const& norm, v
     std::string const rows = ", and the norm of rows of " + std::to_string(norm.row);
     impl_->note(impl_->tag_of(call, norm.row), described(call) + rows);
     return [&](cudaStream_t on) { impl_->enqueue(call, norm, on); };
+  });
+}
+
+bool Collectives::operator()(Meeting const& meeting, void* stream) {
+  return impl_->ordered.make(stream, [&] {
+    Collective const call = collective_of(meeting);
+    check(call);
+    impl_->check_relays(call.method);
+    uint32_t const tag = tag_of(meeting);
+    impl_->note(tag, meeting.words);
+    return [this, call, tag](cudaStream_t on) { impl_->enqueue(call, tag, kWithoutElements, on); };
   });
 }
 

@@ -134,13 +134,14 @@ class ReportWatcher {
       if (report.late_of[source] != 0) sources.push_back(source);
       report.late_of[source] = 0;
     }
+    auto const [rank, chunks_per_rank] = waiting_ranks().at(LateWait::key(what));
+    tell_of_late_wait(rank, chunks_per_rank == kWithoutElements);
     double const seconds = double(units) * double(1 << 20) * 1e-9;
     Clock::time_point const now = Clock::now();
     auto const began =
         now - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
     if (warn_s_ <= 0 || seconds < warn_s_ || began < last_line_) return;
     last_line_ = now;
-    auto const [rank, chunks_per_rank] = waiting_ranks().at(LateWait::key(what));
     int32_t const chunk = LateWait::chunk(what);
     double const limit_s = timeout_seconds();
     if (!sources.empty()) {

@@ -27,6 +27,9 @@ struct Driver {
 };
 Driver const& driver();
 
+/// In place of the chunks of a rank: what waits is a call without elements.
+constexpr int kWithoutElements = -1;
+
 /// Of the current device. Created at first use, together with a thread that reads it and ends the
 /// process with the message. `rank` and `chunks_per_rank`: of who waits there, for the line that
 /// says so after AGMM_WARN_S; -1 and 0 where they are unknown.

@@ -1,5 +1,6 @@
 #include "sync/signals.hpp"
 
+#include <cxxabi.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -101,6 +102,8 @@ struct Calls {
   std::mutex mutex;
   std::unordered_map<uint32_t, std::string> noted;
   std::shared_ptr<const CallLookup> lookup;
+  std::shared_ptr<const LateListener> listener;
+  std::atomic<bool> listening{false};
 };
 Calls& calls() {
   static Calls* const found = new Calls;
@@ -202,6 +205,31 @@ void set_call_lookup(CallLookup lookup) {
   auto shared = std::make_shared<const CallLookup>(std::move(lookup));
   const std::lock_guard<std::mutex> lock(calls().mutex);
   calls().lookup.swap(shared);  // the old one goes without the lock
+}
+
+void set_late_listener(LateListener listener) {
+  auto shared = std::make_shared<const LateListener>(std::move(listener));
+  const std::lock_guard<std::mutex> lock(calls().mutex);
+  calls().listener.swap(shared);
+}
+
+void tell_of_late_wait(int rank, bool without_elements) {
+  std::shared_ptr<const LateListener> listener;
+  {
+    const std::lock_guard<std::mutex> lock(calls().mutex);
+    listener = calls().listener;
+  }
+  if (!listener || calls().listening.exchange(true)) return;
+  // As in look_up: it may want a lock that this process holds.
+  std::thread([listener, rank, without_elements] {
+    try {
+      (*listener)(rank, without_elements);
+    } catch (abi::__forced_unwind&) {  // Python ends threads that come while it shuts down
+      throw;
+    } catch (...) {  // it is told again in a second
+    }
+    calls().listening.store(false);
+  }).detach();
 }
 
 void write_line(const std::string& message) noexcept {

@@ -50,6 +50,12 @@ using CallLookup =
     std::function<std::pair<std::string, std::string>(int, int, uint32_t, const std::string&)>;
 void set_call_lookup(CallLookup lookup);
 
+// Told each second of a kernel that waits: the rank that waits, and whether its call has no
+// elements. It is called on a thread of its own, one at a time.
+using LateListener = std::function<void(int rank, bool without_elements)>;
+void set_late_listener(LateListener listener);
+void tell_of_late_wait(int rank, bool without_elements);
+
 // Writes `message` as one line to stderr, in one piece.
 void write_line(const std::string& message) noexcept;
 

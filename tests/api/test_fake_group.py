@@ -167,7 +167,8 @@ def test_styles() -> None:
             self.wo = torch.nn.Linear(WORLD * N, K)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.wo(self.wq(x) + self.wk(x))
+            out: torch.Tensor = self.wo(self.wq(x) + self.wk(x))
+            return out
 
     model = torch.nn.Sequential(Block(), torch.nn.Linear(K, WORLD * N))
     plan = {

@@ -234,16 +234,21 @@ def test_behind_a_scatter_strict_leaves_no_gather_to_the_backend(
     plan = scatter_plan.AllReducePlan("scatter", None, 132)
     monkeypatch.setattr(scatter_plan, "all_reduce_plan", lambda *_, **__: plan)
     called: list[str] = []
+
+    def gathered(name: str) -> torch.Tensor:
+        called.append(name)
+        return torch.empty(4096, 1)
+
     monkeypatch.setattr(scatter_cuda, "run", lambda As, *_, **__: As[0].new_empty(1024, 4096))
     monkeypatch.setattr(
         small_collectives,
         "gather",
-        lambda part, _: (called.append("ours"), torch.empty(4096, 1))[1],
+        lambda *_: gathered("ours"),
     )
     monkeypatch.setattr(
         collectives,
         "start_all_gather",
-        lambda *_, **__: lambda: (called.append("backend"), torch.empty(4096, 1))[1],
+        lambda *_, **__: lambda: gathered("backend"),
     )
     call = Call("matmul_all_reduce")
     with FakeTensorMode():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,9 @@ from op_work import _random
 from packed_work import weight
 
 import agmm
+from agmm import async_tp
 from agmm.nn import ColumnParallelLinear, RowParallelLinear
+from agmm.runtime import groups
 
 K, N = 64, 32
 FP8 = torch.float8_e4m3fn
@@ -75,6 +78,21 @@ def _layers(rows: int, group: Any) -> Any:
     return out, x.grad
 
 
+def _torchs_gather(rows: int, group: Any) -> Any:
+    with async_tp.enable():
+        A, (out,) = torch.ops.symm_mem.fused_all_gather_matmul(
+            _numbers(rows, K), [_numbers(K, N)], 0, group.group_name
+        )
+    return A, out
+
+
+def _torchs_scatter(rows: int, group: Any) -> Any:
+    with async_tp.enable():
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(
+            _numbers(rows * group.size(), K), _numbers(K, N), "sum", 0, group.group_name
+        )
+
+
 def _norm(rows: int, group: Any) -> Any:
     x = _numbers(rows, K)
     return agmm.collectives.all_reduce_rms_norm(x, 0 * x, torch.ones(K), group=group)
@@ -134,6 +152,8 @@ OPS: dict[str, Op] = {
     "all-reduce, integers": lambda rows, group: agmm.matmul_all_reduce(
         _numbers(rows, K).int(), _numbers(K, N).int(), group
     ),
+    "gather, torch's": _torchs_gather,
+    "scatter, torch's": _torchs_scatter,
     "layers": _layers,
     "all_gather": lambda rows, group: agmm.collectives.all_gather(_numbers(rows, K), group),
     "all_gather, dimension": lambda rows, group: agmm.collectives.all_gather(
@@ -244,6 +264,27 @@ def scales_of_nothing() -> list[float]:
         A, B, own, torch.ones(()), _everyone(), return_A=True
     )
     found: list[float] = scale.flatten().tolist()
+    return found
+
+
+def look_for_one(calls: str, *, late: bool = True) -> list[str]:
+    """What ranks find whose calls on a GPU are those of ``calls`` in their order, each of them with
+    elements on all ranks (.), on no rank (0), or on all but rank 1 (1); "|" ends what has begun on
+    rank 0. Rank 0 waits, and rank 1 in a call without elements, unless ``late`` only at first."""
+    known = groups.of(_everyone())
+    known.exchange("that they are there", "")
+    of_rank = calls.split("|")[0] if dist.get_rank() == 0 else calls.replace("|", "")
+    for i, kind in enumerate(of_rank):
+        known.calls += 1
+        if kind == "0" or (kind == "1" and known.rank == 1):
+            known.note_empty_call(f"the call of {i // 2}")
+    found = []
+    for turn in range(3):
+        dist.barrier()
+        if not late and turn == 1:
+            time.sleep(3.0)  # rank 1 tells nothing any more
+        if late or known.rank == 0 or turn == 0:
+            found.append(known.look_for_empty_calls(waits_in_one=known.rank == 1))
     return found
 
 

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 
 from agmm import _core
-from agmm.errors import AgmmError, InvalidArgument
+from agmm.errors import AgmmError, InvalidArgument, Unsupported
 from agmm.planning.cost_model.collectives import MOST_BYTES
 from agmm.runtime import cuda_background, cuda_collectives, groups, symmetric
+from agmm.runtime.calls import Call
 from agmm.runtime.copies import CudaSlots, GatherCopies, ScatterCopies
 from agmm.runtime.cuda import CudaWorkspace
 from agmm.runtime.cuda_collectives import SLOT_BYTES, CollectivesWorkspace
+from agmm.runtime.group_gpus import GroupFacts
 from agmm.runtime.symmetric import Buffers
 from agmm.runtime.topology import Move, Schedule
 
@@ -151,6 +153,34 @@ def test_what_the_core_is_told(workspace: CollectivesWorkspace) -> None:
     told = core_of(workspace).call.call_args.args
     assert told[2] == Element.uint8 and told[5:7] == (40, False)
     assert workspace.is_ready and not workspace.captured and workspace.known.calls == 2
+
+
+def test_a_call_without_elements(
+    workspace: CollectivesWorkspace, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is enqueued like any other, also in a capture, whose calls do not count."""
+    facts = GroupFacts(132)
+    monkeypatch.setattr(cuda_collectives, "group_facts", lambda group, device: facts)
+    monkeypatch.setattr(cuda_collectives, "relays_of", lambda group, device: None)
+    monkeypatch.setattr(cuda_collectives, "why_unfused", lambda device: None)
+    workspace.device = torch.device("cpu")  # of a word
+    core, call = core_of(workspace), Call("matmul_all_reduce", A=torch.empty(0, 4))
+    core.meet = mock.Mock(side_effect=lambda *_: gpu.is_capturing)
+    workspace.meet("no rows", call)
+    method, sent, received, agreed, words, stream = core.meet.call_args.args
+    assert (method, agreed, stream) == (Method.one_shot, "no rows", "main")
+    assert received - sent >= 4 and "A [0, 4] float32" in words and "no elements" in words
+    gpu.is_capturing = True
+    workspace.meet("no rows", call)
+    assert core.meet.call_args.args == (method, sent, received, agreed, words, stream)
+    assert (workspace.known.calls, workspace.known.captured_calls) == (2, 1)
+    facts = GroupFacts(132, peer_atomics=False)
+    workspace.meet("no rows", call)
+    assert core.meet.call_args.args[0] == Method.blocks
+    monkeypatch.setattr(cuda_collectives, "why_unfused", lambda device: "no Hopper")
+    with pytest.raises(Unsupported, match="no Hopper"):
+        workspace.meet("no rows", call)
+    assert core.meet.call_count == 3
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])

@@ -130,6 +130,7 @@ def _run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
         "peer_atomics",
         "other_device",
         "no_device",
+        "late_listener",
         "forked_child",
         "split_scratch",
         "first_columns",
@@ -164,7 +165,17 @@ def test_scatter(scatter_program: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["bands", "layouts", "agreement", "refusals", "norms", "relays", "order", "precedence"],
+    [
+        "bands",
+        "layouts",
+        "agreement",
+        "refusals",
+        "norms",
+        "meetings",
+        "relays",
+        "order",
+        "precedence",
+    ],
 )
 def test_collectives(collective_program: Path, name: str) -> None:
     done = _run(collective_program, name)

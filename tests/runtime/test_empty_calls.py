@@ -103,5 +103,39 @@ def test_scales_of_shards_without_rows(two_ranks: RankPool) -> None:
     assert two_ranks.run(empty_work.scales_of_nothing) == [[1.0, 2.0]] * 2
 
 
+@pytest.mark.parametrize(
+    ("calls", "number"),
+    [
+        (".1", 2),
+        (".0.1", 4),
+        ("0000", None),
+        ("....", None),
+        (".00|0", None),  # to which rank 0 has not come yet
+        (".1|" + 200 * "0", 2),  # rank 1's host is far ahead
+        (20 * ".1" + "|" + 80 * "1.", 2),
+        ("0001|00", 4),
+        ("1." + 100 * "0.", 1),
+    ],
+)
+def test_ranks_on_gpus_that_wait_long_find_the_call(
+    two_ranks: RankPool, calls: str, number: int | None
+) -> None:
+    """Of which the numbers of calls are all that counts here."""
+    for rank, (first, *rest) in enumerate(two_ranks.run(empty_work.look_for_one, calls)):
+        assert first == ""  # once may be a moment at which a call ends
+        for found in rest[-1:]:
+            if number is None:
+                assert found == ""
+                continue
+            assert found.startswith(f"rank {rank}: the ranks made different calls; rank 1: call ")
+            words = f"the call of {(number - 1) // 2}"
+            assert f"rank 1: call {number} of the group, {words}, which has no" in found
+            assert "rank 0: one that has some" in found
+
+
+def test_what_was_told_long_ago_does_not_count(two_ranks: RankPool) -> None:
+    assert two_ranks.run(empty_work.look_for_one, ".1", late=False)[0] == ["", "", ""]
+
+
 def test_threads_whose_calls_have_rows_in_turn(two_ranks: RankPool) -> None:
     assert two_ranks.run(empty_work.in_threads, 3, 30) == [[], []]

@@ -20,7 +20,8 @@ from agmm.ops.prepare import prepare
 from agmm.ops.scaled_checks import check_no_backward
 from agmm.ops.scatter_paths import has_no_elements, native_cpu, without_elements
 from agmm.planning import call_plans
-from agmm.runtime import nan_check
+from agmm.runtime import groups, nan_check
+from agmm.runtime.calls import Call
 from agmm.runtime.results import strided
 from agmm.runtime.workspaces import cuda_workspace
 
@@ -137,7 +138,7 @@ def _new_route(
             shard, Bs, biases, group, 0, return_A
         )
     if A_shard.device.type == "cpu":
-        return lambda shard, Bs, group: paths.fused_cpu(shard, Bs, biases, group, return_A)
+        return lambda shard, Bs, group: _on_cpu(shard, Bs, biases, group, return_A)
     shard = A_shard.movedim(gather_dim, 0)
     prefers = (call_plans.prefers_unfused, call_plans.prefers_gather)
     if any(prefer(shard, Bs, group, return_A=return_A) for prefer in prefers):
@@ -145,6 +146,17 @@ def _new_route(
     workspace = cuda_workspace(group, A_shard.device)
     call = paths.looking(prepare(workspace, shard, Bs, return_A=return_A), group)
     return lambda shard, Bs, group: call(shard, Bs, biases)
+
+
+def _on_cpu(
+    shard: torch.Tensor,
+    Bs: list[torch.Tensor],
+    biases: tuple[None, ...],
+    group: dist.ProcessGroup,
+    return_A: bool,
+) -> paths.Outs:
+    with groups.calling(Call("all_gather_matmul", A_shard=shard, B=Bs)):
+        return paths.fused_cpu(shard, Bs, biases, group, return_A)
 
 
 def _unfused(
@@ -233,7 +245,9 @@ def _why_torch_scatters(
 
 def _scatter_route(A: torch.Tensor, B: torch.Tensor) -> _Route:
     if has_no_elements(A, B):
-        return lambda As, Bs, _, *settings: without_elements(As, Bs, *settings, strict=True)
+        return lambda As, Bs, _, group, dim, op: without_elements(
+            As, Bs, group, dim, op, strict=True
+        )
     if A.device.type == "cpu":
         return native_cpu
     return partial(scatter_cuda.run, strict=False)

@@ -101,8 +101,8 @@ def by_scatter_and_gather(
         return None
     if strict and plan.kernel is None:  # before the sums are made
         rows = (A.shape[0] + missing) // world_size
-        part = A.new_empty(1, 1).expand(rows, B.shape[1])
-        reason = small_collectives.why_not("all_gather", part, group, strict=True)
+        of_rank = A.new_empty(1, 1).expand(rows, B.shape[1])
+        reason = small_collectives.why_not("all_gather", of_rank, group, strict=True)
         if reason is not None:
             raise Unsupported(reason)
     whole = A if missing == 0 else torch.nn.functional.pad(A, (0, 0, 0, missing))

@@ -69,10 +69,9 @@ def run(
     if reason is None:
         try:
             if As[0].device.type == "cpu":
-                with groups.calling(_call_of(As, Bs, scatter_dim, reduce_op)):
-                    if not strict and scatter_plan.prefers_unfused_on_cpu(As, Bs, group):
-                        return unfused(As, Bs, bias, group, scatter_dim, reduce_op, meanwhile)
-                    return native_cpu(As, Bs, bias, group, scatter_dim, reduce_op, meanwhile)
+                if not strict and _prefers_unfused_on_cpu(As, Bs, group, scatter_dim, reduce_op):
+                    return unfused(As, Bs, bias, group, scatter_dim, reduce_op, meanwhile)
+                return native_cpu(As, Bs, bias, group, scatter_dim, reduce_op, meanwhile)
             out = scatter_cuda.run(As, Bs, bias, group, scatter_dim, reduce_op, strict=strict)
             if out is not None:
                 if meanwhile is not None:  # the kernel fills the GPU
@@ -91,6 +90,17 @@ def run(
     if strict or As[0].device.type == "cpu":  # on CUDA it is a choice, of which nobody is warned
         fall_back(reason, strict)
     return unfused(As, Bs, bias, group, scatter_dim, reduce_op, meanwhile)
+
+
+def _prefers_unfused_on_cpu(
+    As: list[torch.Tensor],
+    Bs: list[torch.Tensor],
+    group: dist.ProcessGroup,
+    scatter_dim: int,
+    reduce_op: str,
+) -> bool:
+    with groups.calling(_call_of(As, Bs, scatter_dim, reduce_op)):
+        return scatter_plan.prefers_unfused_on_cpu(As, Bs, group)
 
 
 def has_no_elements(A: torch.Tensor, B: torch.Tensor) -> bool:
@@ -142,12 +152,15 @@ def native_cpu(
     # The scattered dimension first, and all but the columns in one.
     fronts = [A.movedim(scatter_dim, 0) for A in As]
     rows = fronts[0].shape[:-1]
-    out = cpu_workspace(group).matmul_reduce_scatter(
+    call = _call_of(As, Bs, scatter_dim, reduce_op)
+    with groups.calling(call):
+        workspace = cpu_workspace(group)
+    out = workspace.matmul_reduce_scatter(
         [A.reshape(rows.numel(), A.shape[-1]) for A in fronts],
         Bs,
         bias,
         reduce_op,
-        _call_of(As, Bs, scatter_dim, reduce_op),
+        call,
         agreed=f"{list(As[0].shape[:-1])} along {scatter_dim}",
         meanwhile=meanwhile,
     )

@@ -57,8 +57,19 @@ def _layout(tensor: torch.Tensor) -> str:
 
 @cache
 def be_asked() -> None:
-    """From now on the message of ranks whose calls differ names both calls."""
+    """From now on the message of ranks whose calls differ names both calls, and ranks on GPUs that
+    wait look whether others wait in a call without elements."""
     _core.set_call_lookup(_look_up)
+    _core.set_late_listener(_listen)
+
+
+def _listen(rank: int, without_elements: bool) -> None:
+    """As `_core.set_late_listener` wants it, which does not say in which group."""
+    for group in groups.all_known():
+        if group.rank == rank and group.world_size > 1 and group.token and group.calls:
+            differ = group.look_for_empty_calls(waits_in_one=without_elements)
+            if differ:
+                _core.end_process(f"agmm: {differ}; ending the process")
 
 
 def _look_up(rank: int, source: int, tag: int, noted: str) -> tuple[str, str]:

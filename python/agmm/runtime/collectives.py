@@ -188,7 +188,10 @@ def all_reduce(
     if partial.numel() == 0:
         if is_traced(partial):
             world_size = world_size_of(group_name)
-            return torch.ops.agmm._all_reduce.default(given, group_name, world_size, "sum")
+            found: torch.Tensor = torch.ops.agmm._all_reduce.default(
+                given, group_name, world_size, "sum"
+            )
+            return found
         _take_turn("all_reduce", given, group_name, 0, call)
         return partial if in_place else torch.empty_like(partial)
 

@@ -6,9 +6,12 @@ import torch
 import torch.distributed as dist
 
 from agmm import _core
+from agmm.errors import Unsupported
+from agmm.runtime.calls import Call
 from agmm.runtime.cuda_background import BackgroundStreams, CudaBackground
+from agmm.runtime.group_gpus import group_facts
 from agmm.runtime.group_topology import relays_of
-from agmm.runtime.symmetric import SymmetricWorkspace, enqueue, stream_of
+from agmm.runtime.symmetric import SymmetricWorkspace, enqueue, stream_of, why_unfused
 
 ELEMENTS = {
     torch.bfloat16: _core.CollectiveElement.bfloat16,
@@ -33,6 +36,9 @@ class CollectivesWorkspace(SymmetricWorkspace):
         super().__init__(group, device)
         self._background = BackgroundStreams(device)
         self._relayed: _core.CudaCollectives | None = None  # that knows the relays
+        self._words: torch.Tensor | None = None
+        """Two rows of a word for each rank, at multiples of 16 bytes: what a call without elements
+        sends and receives, which nobody looks at."""
 
     @property
     def is_ready(self) -> bool:
@@ -56,6 +62,53 @@ class CollectivesWorkspace(SymmetricWorkspace):
             self.ensure(SLOT_BYTES)  # may raise, with nothing forked yet
             return self._background.start(
                 lambda: self.call(op, method, x, out, is_average=is_average), x, out
+            )
+
+    def meet(self, what: str, call: Call) -> None:
+        """Enqueue a call without elements on the current stream: behind it, all ranks have come to
+        such a call, of the same ``what``. Collective.
+
+        A rank whose call has elements is found out by its tag where it is in this memory; elsewhere
+        both wait, and tell each other after a second (`Group.look_for_empty_calls`).
+
+        Args:
+            what: what all ranks have to agree on.
+            call: for messages.
+
+        Raises:
+            Unsupported: the group cannot have such memory; all ranks raise.
+            AgmmError: as `SymmetricWorkspace.ensure`.
+        """
+        reason = why_unfused(self.device)
+        if reason is None and self.world_size > _core.MAX_COLLECTIVE_RANKS:
+            reason = f"group: {self.world_size} ranks, wanted at most {_core.MAX_COLLECTIVE_RANKS}"
+        if reason is not None:
+            raise Unsupported(reason)
+        with self.lock:
+            self.known.calls += 1
+            if not torch.cuda.is_current_stream_capturing():
+                self.known.note_empty_call(str(call))
+            self.ensure(SLOT_BYTES)
+            if self._words is None:
+                size = 2, 4 * self.world_size
+                self._words = torch.empty(size, dtype=torch.int32, device=self.device)
+            if relays_of(self.group, self.device) is not None:
+                method = _core.CollectiveMethod.relayed
+                self._know_relays()
+            elif group_facts(self.group, self.device).peer_atomics:
+                method = _core.CollectiveMethod.one_shot
+            else:
+                method = _core.CollectiveMethod.blocks
+            enqueue(
+                self,
+                SLOT_BYTES,
+                "meet",
+                method,
+                self._words[0].data_ptr(),
+                self._words[1].data_ptr(),
+                what,
+                f"{call}, which has no elements",
+                stream_of(self.device),
             )
 
     def call(

@@ -13,7 +13,8 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -56,6 +57,15 @@ FAKE = "fake"
 """torch's backend of dry runs, whose collectives return at once and move nothing."""
 
 
+_EMPTY = "calls without elements"
+_EmptyCalls = tuple[int, int, str]
+"""The first and the last number of equal calls in a row, and one of them in words."""
+_EMPTY_CALLS = 1024
+"""So many of these a rank tells of, the last ones: the layers of a model, which a rank without rows
+may be ahead."""
+_FRESH_S = 2.5
+"""So old may be what a rank tells each second."""
+
 _of_thread = threading.local()
 
 
@@ -94,6 +104,11 @@ class Group:
         """How many calls this process has begun in the group."""
         self.call: tuple[int, object] | None = None
         """The tag of the call under way on the CPU, and in words what it is."""
+        self.captured_calls = 0
+        """How many of `calls` a CUDA graph has recorded, which ranks may do a different number of
+        times."""
+        self._empty_calls: deque[_EmptyCalls] = deque(maxlen=_EMPTY_CALLS)
+        self._found_before: dict[int, str] = {}
         self._last_calls: dict[int, Calls] = {}
         self._turn: tuple[int, Calls | None] | None = None
         self.is_in_step = True
@@ -135,6 +150,53 @@ class Group:
             else:
                 self._last_calls[capture] = last
             self._turn = None
+
+    def note_empty_call(self, words: str) -> None:
+        """The call on a GPU that this process has just begun has no elements. Under `lock`."""
+        number = self.calls - self.captured_calls
+        known = self._empty_calls
+        if known and known[-1][1:] == (number - 1, words):
+            known[-1] = known[-1][0], number, words
+        else:
+            known.append((number, number, words))
+
+    def look_for_empty_calls(self, *, waits_in_one: bool) -> str:
+        """To be called each second by a rank that waits for others, on a GPU or on the host.
+
+        A call without elements may wait where none of its peers does that have some: their kernels
+        have other memory. So ranks that wait long tell each other of these calls, by their numbers.
+
+        Args:
+            waits_in_one: whether what waits is such a call.
+
+        Returns:
+            What two ranks made of one call, in words, once that was found two times in a row; else
+            "".
+        """
+        begun, own = self.calls - self.captured_calls, list(self._empty_calls)
+        now = time.monotonic()  # of the host, which has all ranks that make such calls
+        self.tell(_EMPTY, json.dumps([now, begun, waits_in_one, own]))
+        found: dict[int, str] = {}
+        for peer in range(self.world_size):
+            told = None if peer == self.rank else self.told(_EMPTY, peer, 0.0)
+            if told is None:
+                continue
+            then, their_begun, they_wait_in_one, theirs = json.loads(told)
+            if now - then > _FRESH_S or waits_in_one == they_wait_in_one:
+                continue
+            if waits_in_one:
+                empty, some, call = self.rank, peer, _first_beyond(theirs, own, their_begun)
+            else:
+                empty, some, call = peer, self.rank, _first_beyond(own, theirs, begun)
+            if call is not None:
+                found[peer] = (
+                    f"rank {self.rank}: the ranks made different calls; rank {empty}: call "
+                    f"{call[0]} of the group, {call[1]}, which has no elements; rank {some}: one "
+                    "that has some"
+                )
+        again = next((found[peer] for peer in found if peer in self._found_before), "")
+        self._found_before = found
+        return again
 
     def check_in_step(self) -> None:
         """Raises AgmmError where this rank is not."""
@@ -273,9 +335,15 @@ class Group:
 
     def _await(self, ready: Callable[[], bool], missing: Callable[[], list[int]], to: str) -> None:
         limit_s, warn_s = _env.timeout_s(), _env.warn_s()
-        begin, warned, pause_s = time.monotonic(), False, _FIRST_POLL_S
+        begin, warned, pause_s, looks = time.monotonic(), False, _FIRST_POLL_S, 1
         while not ready():
             waited_s = time.monotonic() - begin
+            if waited_s > looks and self.token and self._last_calls:
+                looks += 1
+                is_empty = getattr(_of_thread, "call", (None, ""))[1] != ""
+                differ = self.look_for_empty_calls(waits_in_one=is_empty)
+                if differ:
+                    raise AgmmError(differ)
             if waited_s > limit_s:
                 raise AgmmError(
                     f"rank {self.rank}: waited {limit_s:g} s for ranks {missing()} {to}; wanted "
@@ -290,6 +358,20 @@ class Group:
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+
+
+def _first_beyond(
+    known: Iterable[_EmptyCalls], others: Iterable[_EmptyCalls], begun: int
+) -> tuple[int, str] | None:
+    """The first of ``others`` up to number ``begun`` that is not among those known, in words."""
+    for first, last, words in others:
+        number = first
+        for begin, end, _ in sorted(known):
+            if begin <= number <= end:
+                number = end + 1
+        if number <= min(last, begun):
+            return number, words
+    return None
 
 
 # Keyed by the group object: a name may come back for another group after destroy_process_group.

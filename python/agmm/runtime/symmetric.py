@@ -394,3 +394,4 @@ def enqueue(workspace: SymmetricWorkspace, slot_bytes: int, name: str, *argument
     finally:
         if captured:
             workspace.captured = True
+            workspace.known.captured_calls += 1

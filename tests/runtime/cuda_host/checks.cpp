@@ -3,6 +3,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -10,6 +12,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "agmm/async_input_mm.hpp"
@@ -18,6 +21,7 @@
 #include "ops/prepare.hpp"
 #include "precedence.hpp"
 #include "runtime/cuda.hpp"
+#include "sync/signals.hpp"
 #include "sync/wait_report.hpp"
 
 namespace {
@@ -526,6 +530,39 @@ void late_ranks() {
   check(report.late_what == 0 && report.late_of[2] == 0, "what was said stays");
 }
 
+/// Each wait that takes long is told to who listens, one at a time, and whether its call has
+/// elements.
+void late_listener() {
+  static std::atomic<int> told{0};
+  static std::atomic<bool> goes_on{false};
+  static std::array<std::pair<int, bool>, 8> what;
+  agmm::set_late_listener([](int rank, bool without_elements) {
+    what[std::size_t(told)] = {rank, without_elements};
+    ++told;
+    while (!goes_on) ::usleep(1'000);
+    throw std::runtime_error("what the listener cannot do");
+  });
+  auto const note = [&](agmm::ReportPlace const& place) {
+    place.report->late_units = 1000;
+    place.report->late_what = place.late;
+    for (int i = 0; place.report->late_what != 0 && i < 500; ++i) ::usleep(10'000);
+  };
+  auto const await = [&](int count) {
+    for (int i = 0; told < count && i < 500; ++i) ::usleep(10'000);
+    ::usleep(50'000);
+    check(told == count, std::to_string(told) + " were told");
+  };
+  note(agmm::report_place(5, 1000));
+  await(1);
+  note(agmm::report_place(3, agmm::kWithoutElements));  // while it still listens to the first
+  await(1);
+  goes_on = true;
+  ::usleep(50'000);
+  note(agmm::report_place(3, agmm::kWithoutElements));
+  await(2);
+  check(what[0] == std::pair(5, false) && what[1] == std::pair(3, true), "what was told");
+}
+
 /// Where K is split, the first chunks that are sent are those with which the parts begin.
 void first_columns() {
   Workspace const workspace;
@@ -631,6 +668,7 @@ int main(int count, char** arguments) {
       {"late_waits", &late_waits},
       {"late_credits", &late_credits},
       {"late_ranks", &late_ranks},
+      {"late_listener", &late_listener},
       {"forked_child", &forked_child},
       {"split_scratch", &split_scratch},
       {"first_columns", &first_columns},

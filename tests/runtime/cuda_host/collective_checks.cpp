@@ -12,6 +12,7 @@
 #include "agmm/collectives.hpp"
 #include "fake_cuda.hpp"
 #include "precedence.hpp"
+#include "runtime/cuda.hpp"
 
 namespace {
 
@@ -242,6 +243,45 @@ void refusals() {
   check(!error_of([&] { Workspace(4, 4); }).empty(), "a rank outside the group");
 }
 
+/// A call without elements is one small launch, told apart from all that have some.
+void meetings() {
+  auto const meet = [](Workspace& workspace, std::string const& agreed, CollectiveMethod method) {
+    agmm::Meeting meeting;
+    meeting.method = method;
+    meeting.in = reinterpret_cast<void const*>(uintptr_t(1) << 60);
+    meeting.out = reinterpret_cast<void*>(uintptr_t(1) << 61);
+    meeting.agreed = agreed;
+    meeting.words = "nothing, in words";
+    state().exchanges.clear();
+    (*workspace.op)(meeting, kStream);
+    check(state().exchanges.size() == 1, "launches of a call without elements");
+    return state().exchanges[0];
+  };
+  for (auto const method : {CollectiveMethod::OneShot, CollectiveMethod::Blocks}) {
+    Workspace first(0, 4);
+    Workspace fewer(3, 4, 100);
+    fake::Exchange const launch = meet(first, "no rows", method);
+    check(launch.grid.ctas == 1 && launch.step == ExchangeStep::Gather, "more than a signal each");
+    check(launch.args.limit.place.late == agmm::report_place(0, agmm::kWithoutElements).late,
+          "what is said of a long wait");
+    check(launch.args.elements == 4 && launch.args.tag != 0, "a word of each rank");
+    check(meet(fewer, "no rows", method).args.tag == launch.args.tag, "tag on another rank");
+    check(meet(first, "no columns", method).args.tag != launch.args.tag, "tag of another one");
+    // A gather of as many bytes by as many CTAs.
+    Collective gather = collective(CollectiveOp::AllGather, method, 4);
+    gather.element = CollectiveElement::Byte;
+    gather.ctas = 1;
+    check(first.call(gather)[0].args.tag != launch.args.tag, "tag of a call with elements");
+  }
+  Workspace workspace(1, 4);
+  agmm::Meeting nowhere;
+  check(error_of([&] { (*workspace.op)(nowhere, kStream); }).find("in: found null") == 0,
+        "no word");
+  nowhere.in = nowhere.out = reinterpret_cast<void*>(uintptr_t(1) << 60);
+  nowhere.method = CollectiveMethod::Relayed;
+  check(!error_of([&] { (*workspace.op)(nowhere, kStream); }).empty(), "relays that are unknown");
+}
+
 /// Calls on several streams run one after the other.
 void order() {
   Workspace workspace(1, 4);
@@ -358,9 +398,9 @@ void relays() {
 
 int main(int count, char** arguments) {
   std::map<std::string, void (*)()> const checks = {
-      {"bands", &bands},       {"layouts", &layouts},      {"agreement", &agreement},
-      {"refusals", &refusals}, {"norms", &norms},          {"relays", &relays},
-      {"order", &order},       {"precedence", &precedence}};
+      {"bands", &bands},       {"layouts", &layouts},   {"agreement", &agreement},
+      {"meetings", &meetings}, {"refusals", &refusals}, {"norms", &norms},
+      {"relays", &relays},     {"order", &order},       {"precedence", &precedence}};
   if (count == 1) {
     for (auto const& [name, run] : checks) std::printf("%s\n", name.c_str());
     return 0;
