@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import agmm
 from agmm import InvalidArgument, Unsupported
@@ -241,6 +243,38 @@ def test_a_destroyed_group_is_refused(group: str) -> None:
     assert torch.equal(all_gather_matmul(*call), torch.full((2, 3), 4.0))
     dist.destroy_process_group(other)
     assert refusal(lambda: all_gather_matmul(*call)).startswith(f"group: found {name!r}, ")
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_destroyed_group_is_not_the_next_one_of_its_name(group: str, needs_grad: bool) -> None:
+    """Neither in a call nor in the backward of an earlier one."""
+    old: Any = dist.group.WORLD
+    x = torch.ones(2, 4, requires_grad=needs_grad)
+    calls: list[Callable[[Any], torch.Tensor]] = [
+        lambda group: all_gather_matmul(x, torch.ones(4, 3), group),
+        lambda group: agmm.matmul_reduce_scatter(x, torch.ones(4, 3), group),
+        lambda group: agmm.matmul_all_reduce(x, torch.ones(4, 3), group),
+        lambda group: agmm.collectives.all_gather(x, group),
+        lambda group: agmm.collectives.reduce_scatter(x, group),
+        lambda group: agmm.collectives.all_reduce(x, group),
+    ]
+    mesh = DeviceMesh.from_group(old, "cpu")
+    outs = [call(old) for call in calls]
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    new: Any = dist.group.WORLD
+    assert new.group_name == group and new is not old
+    wanted = (
+        "group: found a destroyed one (torch.distributed.destroy_process_group), wanted one in use"
+    )
+    for call in calls:
+        assert refusal(partial(call, old)) == wanted
+        if hasattr(mesh, "_pg_registry"):  # else torch's meshes know their groups by name only
+            assert refusal(partial(call, mesh)) == wanted
+        assert call(new).shape == call(group).shape
+    del outs[2]  # its backward communicates nothing
+    for out in outs if needs_grad else []:
+        assert refusal(out.sum().backward) == wanted
 
 
 def test_a_limit_that_is_no_number_is_refused_by_one_rank_too(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import layer_group_work
 import nn_work
 import pytest
@@ -208,6 +210,35 @@ def test_a_pickled_layer_finds_its_own_rank(pool: RankPool) -> None:
     """The layer of rank 1 of 5, unpickled on every rank, loads that rank's parts."""
     results = pool.run(layer_group_work.pickled_elsewhere)
     assert results == [(rank, 5, []) for rank in range(5)]
+
+
+DESTROYED = (
+    "group: found a destroyed one (torch.distributed.destroy_process_group), wanted one in use"
+)
+
+
+@pytest.mark.parametrize("compiled", ["several", "row", "styles"])
+def test_what_outlives_its_group_is_refused(tmp_path: Path, compiled: str) -> None:
+    """Also where another group has its name, of as many ranks or fewer. What was pickled belongs to
+    the group of its name, if that has as many ranks."""
+    with RankPool(3) as pool:
+        found = pool.run(layer_group_work.outlived, str(tmp_path), compiled)
+    for said in found:
+        pickled = {name: said.pop(name) for name in list(said) if "pickled" in name}
+        assert {name: text for name, text in said.items() if text != DESTROYED} == {}
+        for name, text in pickled.items():
+            found_fewer = "group: found '0' with 2 ranks, wanted 3 as what was pickled was made for"
+            assert text == ("no error" if name.startswith("3") else found_fewer), name
+    assert "2 ranks, compiled" in found[0]
+
+
+def test_a_pickled_layer_without_its_group_says_so(tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        for said in pool.run(layer_group_work.unpickled_without_a_group, str(tmp_path)):
+            assert said == (
+                "group: found '0', wanted the name of a process group of this process, as what was "
+                "pickled had it"
+            )
 
 
 @pytest.mark.parametrize("with_fsdp", [False, True])

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.runtime.groups import group_of, group_or_default, world_size_of
+from agmm.runtime import groups, identity
+from agmm.runtime.groups import group_of, group_or_default
 
 # The meshes of groups that were given without one, by type of device; they end with their group.
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]]
@@ -31,14 +32,20 @@ def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
         raise InvalidArgument(
             f"device_mesh: found {mesh}, which this rank {dist.get_rank()} is not in"
         )
-    return mesh.get_group()
+    return identity.group_of_mesh(mesh, 0)
+
+
+def check_mesh_alive(mesh: DeviceMesh) -> None:
+    """Raises InvalidArgument where a group of a mesh has been destroyed."""
+    for dim in range(mesh.ndim):
+        identity.group_of_mesh(mesh, dim)
 
 
 def resolved(group: dist.ProcessGroup | DeviceMesh | str | None) -> dist.ProcessGroup:
     """The group that was given as such, by its name or as a mesh; the default group for None.
 
     Raises:
-        InvalidArgument: it is none of these, or this rank is not in it.
+        InvalidArgument: it is none of these, it has been destroyed, or this rank is not in it.
     """
     if isinstance(group, DeviceMesh):
         return group_of_mesh(group)
@@ -48,9 +55,9 @@ def resolved(group: dist.ProcessGroup | DeviceMesh | str | None) -> dist.Process
             f"group: found one which this rank {dist.get_rank()} is not in "
             "(torch.distributed.new_group returned GroupMember.NON_GROUP_MEMBER)"
         )
-    found = group_or_default(group)
-    if isinstance(found, str):
-        return group_of(found)
+    named = group_or_default(group)
+    found = group_of(named) if isinstance(named, str) else named
+    identity.check_alive(found)
     if dist.get_rank(found) < 0:
         raise InvalidArgument(
             f"group: found {found.group_name!r}, which this rank {dist.get_rank()} is not in"
@@ -59,8 +66,17 @@ def resolved(group: dist.ProcessGroup | DeviceMesh | str | None) -> dist.Process
 
 
 class Ranks:
-    """A group by its name, and the mesh that describes it. What it says is looked up when it is
-    used: a copy in another process finds that process's rank."""
+    """The group that layers and styles were made for, and the mesh that describes it.
+
+    The group itself, since its name may belong to another group once it has been destroyed. A
+    pickled one is found again by its name, so a copy in another process has that process's rank.
+
+    Attributes:
+        group_name: that torch knows.
+        own_name: that no other group of this process has, for ops; see `groups.Group`.
+        rank: of this process in the group.
+        size: of the group.
+    """
 
     def __init__(
         self,
@@ -70,25 +86,31 @@ class Ranks:
         if device_mesh is not None and group is not None:
             raise InvalidArgument("device_mesh: found one beside a group, wanted one of the two")
         self._given = group if isinstance(group, DeviceMesh) else device_mesh
-        self.group_name = str(resolved(group if self._given is None else self._given).group_name)
+        self._group = resolved(group if self._given is None else self._given)
+        self.group_name = str(self._group.group_name)
+        self.own_name = groups.of(self._group).own_name
+        self.rank = dist.get_rank(self._group)
+        self.size = self._group.size()
 
     @property
-    def rank(self) -> int:
-        return dist.get_rank(group_of(self.group_name))
+    def for_ops(self) -> dist.ProcessGroup | str:
+        """What the ops take, which refuse it once the group has been destroyed: the group, or in a
+        trace, to which a group is a stand-in, its own name."""
+        return self.own_name if torch.compiler.is_compiling() else self._group
 
-    @property
-    def size(self) -> int:
-        return world_size_of(self.group_name)
+    def check_alive(self) -> None:
+        """Raises InvalidArgument where the group has been destroyed."""
+        identity.check_alive(self._group)
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """The mesh that was given, or one of the group for tensors on such a device."""
         if self._given is not None:
             return self._given
-        group = group_of(self.group_name)
-        kind = _meta_stands_for(group) if device.type == "meta" else device.type
-        meshes = _meshes.setdefault(group, {})
+        kind = _meta_stands_for(self._group) if device.type == "meta" else device.type
+        meshes = _meshes.setdefault(self._group, {})
         if kind not in meshes:
-            meshes[kind] = DeviceMesh.from_group(group, kind)
+            self.check_alive()
+            meshes[kind] = DeviceMesh.from_group(self._group, kind)
         return meshes[kind]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
@@ -96,7 +118,21 @@ class Ranks:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A mesh keeps the coordinates of the rank that made it.
-        return Ranks, (self.group_name, None)
+        return _found_again, (self.group_name, self.size)
+
+
+def _found_again(group_name: str, size: int) -> Ranks:
+    """Those that were pickled, in the group of that name in this process."""
+    try:
+        ranks = Ranks(group_name, None)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{error}, as what was pickled had it") from None
+    if ranks.size != size:
+        raise InvalidArgument(
+            f"group: found {group_name!r} with {ranks.size} ranks, wanted {size} as what was "
+            "pickled was made for"
+        )
+    return ranks
 
 
 def _meta_stands_for(group: dist.ProcessGroup) -> str:

@@ -13,6 +13,7 @@ from agmm.errors import InvalidArgument
 from agmm.nn._held import local_values
 from agmm.nn._ranks import resolved
 from agmm.nn._sharded import ShardedLinear
+from agmm.runtime import identity
 
 
 @torch.no_grad()
@@ -107,7 +108,7 @@ def clip_grad_norm_(
         The norm before the clipping, a scalar of at least float32; the same on all ranks.
 
     Raises:
-        InvalidArgument: norm_type is not larger than 0.
+        InvalidArgument: norm_type is not larger than 0, or the ranks' group has been destroyed.
         RuntimeError: the norm is not finite, with ``error_if_nonfinite``; nothing was scaled.
     """
     p = float(norm_type)
@@ -183,7 +184,7 @@ def _sharers_of(tensor: torch.Tensor) -> tuple[_Sharers, ...]:
         return ()
     mesh = tensor.device_mesh
     return tuple(
-        (mesh.get_group(dim), mesh.device_type)
+        (identity.group_of_mesh(mesh, dim), mesh.device_type)
         for dim, placement in enumerate(tensor.placements)
         if not placement.is_replicate()
     )

@@ -110,13 +110,13 @@ class ColumnParallelLinear(ShardedLinear):
         self._check_input(x, weights[0])
         if self.fp8 is not None:
             outs = gather_products(
-                self.fp8, x, weights, biases, self.group_name, strict=self.strict
+                self.fp8, x, weights, biases, self.ranks.own_name, strict=self.strict
             )
         else:
             outs = all_gather_matmul(
                 x,
                 list(weights),
-                self.group_name,
+                self.ranks.for_ops,
                 bias=list(biases),
                 save_gathered=self.save_gathered,
                 strict=self.strict,
@@ -196,5 +196,5 @@ class RowParallelLinear(ShardedLinear):
                 f"{x.shape[0]} in dimension 0", f"a multiple of the {self._parts} ranks"
             )
         if self.fp8 is not None:
-            return scatter_product(self.fp8, x, weight, bias, self.group_name)
-        return matmul_reduce_scatter(x, weight, self.group_name, bias=bias)
+            return scatter_product(self.fp8, x, weight, bias, self.ranks.own_name)
+        return matmul_reduce_scatter(x, weight, self.ranks.for_ops, bias=bias)

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from agmm.errors import InvalidArgument
 from agmm.nn._held import Held, local_part, local_values
+from agmm.nn._ranks import check_mesh_alive
 from agmm.nn._sharded import ShardedLinear
 
 
@@ -38,9 +39,15 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     Under the names of the same module with ``torch.nn.Linear`` for agmm's layers. DTensors are
     gathered, those of FSDP2 too; the rest is taken from this rank.
+
+    Raises:
+        InvalidArgument: the ranks' group has been destroyed.
     """
     found = {}
     for name, (held, tensors) in _whole_names(module).items():
+        for tensor in tensors:
+            if isinstance(tensor, DTensor):
+                check_mesh_alive(tensor.device_mesh)
         wholes = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
         found[name] = wholes[0].clone() if held is None else held.join(wholes).clone()
     return found

@@ -6,6 +6,7 @@ forward into agmm's ops.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,12 +18,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from agmm.errors import InvalidArgument
 from agmm.nn import fp8_recipe
 from agmm.nn._fp8 import gather_products, scatter_product
-from agmm.nn._ranks import group_of_mesh
+from agmm.nn._ranks import Ranks, group_of_mesh
 from agmm.nn.fp8_recipe import Fp8Recipe
 from agmm.ops.all_gather_matmul import all_gather_matmul
 from agmm.ops.checks import check_operand
 from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from agmm.runtime.groups import name_of
 from agmm.runtime.scaling import K_MULTIPLE
 
 
@@ -123,7 +123,7 @@ def _local_parameters(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tens
 
 
 def _gathered_products(
-    targets: list[_Target], style: _GatherStyle, mesh: DeviceMesh, x: torch.Tensor
+    targets: Sequence[_Target], style: _GatherStyle, ranks: Ranks, x: torch.Tensor
 ) -> list[torch.Tensor]:
     dim = style.sequence_dim
     targets[0].check_operand(x)
@@ -133,20 +133,20 @@ def _gathered_products(
         target.check_input(x, weight, dim, weight.shape[0])
     # The fused path gathers along dimension 0.
     shard = _local(x, Shard(dim)).movedim(dim, 0).contiguous()
-    group_name = name_of(mesh.get_group())
     if targets[0].fp8 is not None:
-        outs = gather_products(targets[0].fp8, shard, weights, biases, group_name)
+        outs = gather_products(targets[0].fp8, shard, weights, biases, ranks.own_name)
     else:
         outs = all_gather_matmul(
             shard,
             list(weights),
-            group_name,
+            ranks.for_ops,
             bias=list(biases),
             save_gathered=style.save_gathered,
         )
     outs = [out.movedim(0, dim) for out in outs]
     if style.use_local_output:
         return outs
+    mesh = ranks.mesh(x.device)
     return [DTensor.from_local(out, mesh, [Shard(out.dim() - 1)], run_check=False) for out in outs]
 
 
@@ -198,14 +198,14 @@ class GatherColwiseParallel(_GatherStyle):
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         target = self._checked(_Target(self, module), device_mesh)
         self._shard(target, device_mesh)
-        module.forward = partial(_gathered_product, target, self, device_mesh)
+        module.forward = partial(_gathered_product, target, self, Ranks(device_mesh, None))
         return module
 
 
 def _gathered_product(
-    target: _Target, style: _GatherStyle, mesh: DeviceMesh, x: torch.Tensor
+    target: _Target, style: _GatherStyle, ranks: Ranks, x: torch.Tensor
 ) -> torch.Tensor:
-    return _gathered_products([target], style, mesh, x)[0]
+    return _gathered_products([target], style, ranks, x)[0]
 
 
 class SharedGatherParallel(_GatherStyle):
@@ -246,7 +246,7 @@ class SharedGatherParallel(_GatherStyle):
                 )
         for target in targets:  # none is changed where one can't be
             self._shard(target, device_mesh)
-        shared = _SharedOutputs(targets, self, device_mesh)
+        shared = _SharedOutputs(targets, self, Ranks(device_mesh, None))
         for i, target in enumerate(targets):
             target.module.forward = partial(shared.output, i)
         module.register_forward_hook(shared.forget, always_call=True)
@@ -256,16 +256,16 @@ class SharedGatherParallel(_GatherStyle):
 class _SharedOutputs:
     """The outputs that were computed for linears which have not been called yet."""
 
-    def __init__(self, targets: list[_Target], style: _GatherStyle, mesh: DeviceMesh) -> None:
+    def __init__(self, targets: list[_Target], style: _GatherStyle, ranks: Ranks) -> None:
         self.targets = targets
         self.style = style
-        self.mesh = mesh
+        self.ranks = ranks
         self.x: torch.Tensor | None = None
         self.outs: dict[int, torch.Tensor] = {}
 
     def output(self, i: int, x: torch.Tensor) -> torch.Tensor:
         if self.x is not x or i not in self.outs:
-            outs = _gathered_products(self.targets, self.style, self.mesh, x)
+            outs = _gathered_products(self.targets, self.style, self.ranks, x)
             self.x, self.outs = x, dict(enumerate(outs))
         return self.outs.pop(i)
 
@@ -302,7 +302,7 @@ class RowwiseScatterParallel(ParallelStyle):
         _distribute(
             module, device_mesh, {"weight": Shard(1), "bias": Replicate()}, self.src_data_rank
         )
-        module.forward = partial(_scattered_product, target, self, device_mesh)
+        module.forward = partial(_scattered_product, target, self, Ranks(device_mesh, None))
         return module
 
     def __repr__(self) -> str:
@@ -310,23 +310,23 @@ class RowwiseScatterParallel(ParallelStyle):
 
 
 def _scattered_product(
-    target: _Target, style: RowwiseScatterParallel, mesh: DeviceMesh, x: torch.Tensor
+    target: _Target, style: RowwiseScatterParallel, ranks: Ranks, x: torch.Tensor
 ) -> torch.Tensor:
     dim = style.sequence_dim
     target.check_operand(x)
     weight, bias = _local_parameters(target.module)
     x = _local(x, Shard(x.dim() - 1))
     target.check_input(x, weight, dim, weight.shape[0])
-    if x.shape[dim] % mesh.size():
+    if x.shape[dim] % ranks.size:
         raise target.fault(
-            f"x: found {x.shape[dim]} in dimension {dim}, wanted a multiple of {mesh.size()} ranks"
+            f"x: found {x.shape[dim]} in dimension {dim}, wanted a multiple of {ranks.size} ranks"
         )
-    rows, group_name = x.movedim(dim, 0), name_of(mesh.get_group())
+    rows = x.movedim(dim, 0)
     if target.fp8 is not None:
-        out = scatter_product(target.fp8, rows.contiguous(), weight, bias, group_name)
+        out = scatter_product(target.fp8, rows.contiguous(), weight, bias, ranks.own_name)
     else:
-        out = matmul_reduce_scatter(rows, weight, group_name, bias=bias)
+        out = matmul_reduce_scatter(rows, weight, ranks.for_ops, bias=bias)
     out = out.movedim(0, dim)
     if style.use_local_output:
         return out
-    return DTensor.from_local(out, mesh, [Shard(dim)], run_check=False)
+    return DTensor.from_local(out, ranks.mesh(out.device), [Shard(dim)], run_check=False)

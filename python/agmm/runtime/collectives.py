@@ -12,6 +12,7 @@ import torch.distributed as dist
 from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.groups import group_of, world_size_of
+from agmm.runtime.identity import backend_name
 from agmm.runtime.results import moved
 from agmm.runtime.workspaces import cuda_workspace, meet, take_turn
 
@@ -110,7 +111,8 @@ def start_all_gather(
         return lambda: moved(finish(), 0, dim)
 
     def start() -> torch.Tensor:
-        found: torch.Tensor = _functional.all_gather_into_tensor(shard, world_size, group_name)
+        gather = _functional.all_gather_into_tensor
+        found: torch.Tensor = gather(shard, world_size, backend_name(group_name))
         return found
 
     started = _start("all_gather", given, group_name, dim, call, start)
@@ -162,7 +164,7 @@ def reduce_scatter(
 
         def start() -> torch.Tensor:
             op = _functional.reduce_scatter_tensor
-            found: torch.Tensor = op(partial, "sum", world_size, group_name)
+            found: torch.Tensor = op(partial, "sum", world_size, backend_name(group_name))
             return found
 
         started = _start("reduce_scatter", given, group_name, dim, call, start, then)
@@ -197,7 +199,7 @@ def all_reduce(
 
     def start() -> torch.Tensor:
         reduce = _functional.all_reduce_ if in_place else _functional.all_reduce
-        found: torch.Tensor = reduce(partial, op, group_name)
+        found: torch.Tensor = reduce(partial, op, backend_name(group_name))
         return found
 
     out: torch.Tensor = _functional.wait_tensor(

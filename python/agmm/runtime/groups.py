@@ -26,11 +26,12 @@ from torch.distributed.distributed_c10d import (
     _get_group_size_by_name,
     _get_process_group_store,
     _resolve_process_group,
-    _world,
 )
 
 from agmm import _core, _env
 from agmm.errors import AgmmError, InvalidArgument
+from agmm.runtime import identity
+from agmm.runtime.identity import check_alive as check_alive
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Between looks at the store: a choice. Peers usually come at once; one that is late is not worth
@@ -98,6 +99,8 @@ class Group:
         self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self.own_name = identity.new_own_name(group)
+        """For graphs and layers, which may outlive the group."""
         self.lock = threading.RLock()
         """Held for a call, from its first step that other ranks see to its last."""
         self.calls = 0
@@ -422,21 +425,21 @@ def all_known() -> list[Group]:
         return list(_groups.values())
 
 
-def check_alive(group: dist.ProcessGroup) -> None:
-    """Raises InvalidArgument for a group that has been destroyed."""
-    if group in _world.pg_map:  # of those in use; one look, on the way of every call
-        return
-    try:
-        dist.get_rank(group)
-    except ValueError:
-        raise InvalidArgument(
-            "group: found a destroyed one (torch.distributed.destroy_process_group), wanted one in "
-            "use"
-        ) from None
-
-
 def group_of(group_name: str) -> dist.ProcessGroup:
-    """The group of that name. Raises InvalidArgument where this process has none."""
+    """The group of that name, or the one whose own name it is.
+
+    Raises:
+        InvalidArgument: this process has no group of that name, or the group whose own name it is
+            has been destroyed.
+    """
+    if identity.is_own_name(group_name):
+        group = identity.by_own_name(group_name)
+        if group is None:  # a graph from another process may come before the group was asked for
+            group = group_of(identity.backend_name(group_name))
+            if of(group).own_name != group_name:
+                raise identity.destroyed()
+        check_alive(group)
+        return group
     try:
         return _resolve_process_group(cast(Any, group_name))  # torch 2.13 wants a NewType of str
     except (RuntimeError, ValueError, KeyError):
@@ -481,7 +484,7 @@ def group_or_default(
             raise InvalidArgument(
                 "group: found a DeviceMesh that this rank is not in, wanted a mesh of this rank"
             )
-        return given.get_group()
+        return identity.group_of_mesh(given, 0)
     if torch.compiler.is_compiling():
         return cast(dist.ProcessGroup, given)
     if given is dist.GroupMember.NON_GROUP_MEMBER:
@@ -494,9 +497,16 @@ def group_or_default(
 
 
 def name_of(group: dist.ProcessGroup | DeviceMesh | str | None) -> str:
-    """The name of a group, the default group's for None."""
+    """The name by which ops are given a group, the default group's for None: the group's own name,
+    except in a trace, to which the group is a stand-in. Raises InvalidArgument where it has been
+    destroyed."""
     found = group_or_default(group)
-    return found if isinstance(found, str) else found.group_name
+    if isinstance(found, str):
+        return found
+    if torch.compiler.is_compiling():
+        return found.group_name
+    check_alive(found)
+    return of(found).own_name
 
 
 def resolved(group: dist.ProcessGroup | DeviceMesh | str | None) -> dist.ProcessGroup:
@@ -507,6 +517,8 @@ def resolved(group: dist.ProcessGroup | DeviceMesh | str | None) -> dist.Process
 
 def world_size_of(group_name: str) -> int:
     if torch.compiler.is_compiling():
+        if identity.is_own_name(group_name):
+            return identity.ranks_of(group_name)
         # Which is traced as a constant.
         return _get_group_size_by_name(group_name)  # type: ignore[arg-type]  # a NewType of str
     return group_of(group_name).size()
