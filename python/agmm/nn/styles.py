@@ -19,12 +19,12 @@ from agmm.errors import InvalidArgument
 from agmm.nn import fp8_recipe
 from agmm.nn._fp8 import gather_products, scatter_product
 from agmm.nn._ranks import Ranks, group_of_mesh
+from agmm.nn._shared import SharedOutputs
 from agmm.nn.fp8_recipe import Fp8Recipe
 from agmm.ops.all_gather_matmul import all_gather_matmul
 from agmm.ops.checks import check_operand
 from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from agmm.runtime.scaling import K_MULTIPLE
-
 
 class _Target(NamedTuple):
     """A module that a style was applied to, for the style's messages."""
@@ -212,8 +212,11 @@ class SharedGatherParallel(_GatherStyle):
     """Several ``torch.nn.Linear`` of one module that take the same input: one gather for all.
 
     Applied to the module that holds them: ``{"attention": SharedGatherParallel("wq", "wk")}``. The
-    first of them that is called with an input computes the others' outputs too, which they return
-    when they are called with the same tensor, before the module's forward ends.
+    first of them that is called with an input computes the others' outputs too. They return these
+    when they are called with the same tensor before the module's forward ends, as long as neither
+    the tensor, their parameters, the grad mode nor autocast has changed; else they compute anew.
+    Tensors made under ``torch.inference_mode`` keep no count of their changes, so there each linear
+    gathers by itself, with one warning; ``torch.no_grad`` lets them share.
 
     Args:
         names: the linear modules, by their names in the module.
@@ -246,32 +249,25 @@ class SharedGatherParallel(_GatherStyle):
                 )
         for target in targets:  # none is changed where one can't be
             self._shard(target, device_mesh)
-        shared = _SharedOutputs(targets, self, Ranks(device_mesh, None))
+        shared = SharedOutputs(
+            [target.module for target in targets],
+            partial(_products_of, targets, self, Ranks(device_mesh, None)),
+        )
         for i, target in enumerate(targets):
             target.module.forward = partial(shared.output, i)
-        module.register_forward_hook(shared.forget, always_call=True)
+        module.register_forward_pre_hook(shared.begin)
+        module.register_forward_hook(shared.end, always_call=True)
         return module
 
 
-class _SharedOutputs:
-    """The outputs that were computed for linears which have not been called yet."""
-
-    def __init__(self, targets: list[_Target], style: _GatherStyle, ranks: Ranks) -> None:
-        self.targets = targets
-        self.style = style
-        self.ranks = ranks
-        self.x: torch.Tensor | None = None
-        self.outs: dict[int, torch.Tensor] = {}
-
-    def output(self, i: int, x: torch.Tensor) -> torch.Tensor:
-        if self.x is not x or i not in self.outs:
-            outs = _gathered_products(self.targets, self.style, self.ranks, x)
-            self.x, self.outs = x, dict(enumerate(outs))
-        return self.outs.pop(i)
-
-    def forget(self, *_: Any) -> None:
-        self.x = None
-        self.outs = {}
+def _products_of(
+    targets: list[_Target],
+    style: _GatherStyle,
+    ranks: Ranks,
+    x: torch.Tensor,
+    indices: Sequence[int],
+) -> list[torch.Tensor]:
+    return _gathered_products([targets[i] for i in indices], style, ranks, x)
 
 
 class RowwiseScatterParallel(ParallelStyle):
