@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
 import agmm
 from agmm.nn import (
@@ -225,6 +227,13 @@ class Special(torch.nn.Linear):
         return 2 * super().forward(x)
 
 
+class Whole(torch.nn.Module):
+    """A parametrization that leaves no part of the weight to a rank."""
+
+    def forward(self, weight: DTensor) -> DTensor:
+        return weight.redistribute(placements=[Replicate()])
+
+
 def bad_layer(kind: str) -> str:
     group = group_of(4)
     if group is None:
@@ -273,6 +282,20 @@ def bad_layer(kind: str) -> str:
             DTensor.from_local(torch.ones(2, 8), mesh, [Shard(0)], run_check=False)
         ),
         "vmap": lambda: torch.vmap(ColumnParallelLinear(8, 8, group=group))(torch.ones(3, 2, 8)),
+        "row weight norm": lambda: weight_norm(RowParallelLinear(8, 8, group=group))(
+            torch.ones(4, 2)
+        ),
+        "column weight": lambda: register_parametrization(
+            ColumnParallelLinear(8, 16, group=group), "weight", Whole()
+        )(torch.ones(4, 8)),
+        "row style weight norm": lambda: weight_norm(
+            parallelize_module(torch.nn.Linear(8, 8), mesh, RowwiseScatterParallel(sequence_dim=0))
+        )(torch.ones(4, 2)),
+        "style weight": lambda: register_parametrization(
+            parallelize_module(torch.nn.Linear(8, 8), mesh, GatherColwiseParallel(sequence_dim=0)),
+            "weight",
+            Whole(),
+        )(torch.ones(4, 8)),
         "row style none": lambda: parallelize_module(
             torch.nn.Linear(8, 8), mesh, RowwiseScatterParallel()
         )(None),

@@ -166,6 +166,34 @@ def test_bad_state_dict_is_named_and_nothing_is_copied(
             ),
         ),
         (
+            "row weight norm",
+            (
+                "ParametrizedRowParallelLinear: weight: found [2, 8] on this rank, wanted [8, 2] "
+                "(S(1) over the 4 ranks)"
+            ),
+        ),
+        (
+            "column weight",
+            (
+                "ParametrizedColumnParallelLinear: weight: found [16, 8] on this rank, wanted "
+                "[4, 8] (S(0) over the 4 ranks)"
+            ),
+        ),
+        (
+            "row style weight norm",
+            (
+                "RowwiseScatterParallel on ParametrizedLinear(in_features=8, out_features=8, "
+                "bias=True): weight: found (Shard(dim=0),), wanted (Shard(dim=1),)"
+            ),
+        ),
+        (
+            "style weight",
+            (
+                "GatherColwiseParallel on ParametrizedLinear(in_features=8, out_features=8, "
+                "bias=True): weight: found (Replicate(),), wanted (Shard(dim=0),)"
+            ),
+        ),
+        (
             "row style none",
             (
                 "RowwiseScatterParallel on Linear(in_features=8, out_features=8, bias=True): "

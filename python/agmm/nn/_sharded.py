@@ -332,6 +332,17 @@ class ShardedLinear(torch.nn.Module):
         """Before the parameters are looked at."""
         check_operand(f"{type(self).__name__}: x", x)
 
+    def _check_weights(self, weights: Sequence[torch.Tensor]) -> None:
+        """That they are this rank's parts, transposed: a parametrization may make them others."""
+        placement, rows = self.held["weight"].placement, self._plan.rows
+        features = self.in_features // (self._parts if placement == Shard(1) else 1)
+        for weight, wanted in zip(weights, rows if len(weights) > 1 else [sum(rows)], strict=True):
+            if weight.shape[0] != features or weight.shape[1] != wanted:
+                raise InvalidArgument(
+                    f"{type(self).__name__}: weight: found {list(weight.t().shape)} on this rank, "
+                    f"wanted {[wanted, features]} ({placement} over the {self._parts} ranks)"
+                )
+
     def _check_input(self, x: torch.Tensor, weight: torch.Tensor) -> None:
         features = weight.shape[0]
         if x.dim() < 2:

@@ -103,10 +103,11 @@ class ColumnParallelLinear(ShardedLinear):
             rows lie beside each other in memory; each may be changed in place.
 
         Raises:
-            InvalidArgument: names x, what was found and what the layer wants.
+            InvalidArgument: names x or the weight, what was found and what the layer wants.
         """
         self._check_operand(x)
         weights, biases = self.operands()
+        self._check_weights(weights)
         self._check_input(x, weights[0])
         if self.fp8 is not None:
             outs = gather_products(
@@ -186,10 +187,11 @@ class RowParallelLinear(ShardedLinear):
             [M / world_size, ..., out_features].
 
         Raises:
-            InvalidArgument: names x, what was found and what the layer wants.
+            InvalidArgument: names x or the weight, what was found and what the layer wants.
         """
         self._check_operand(x)
         (weight,), (bias,) = self.operands()
+        self._check_weights([weight])
         self._check_input(x, weight)
         if x.shape[0] % self._parts:
             self._refuse_input(

@@ -26,6 +26,10 @@ from agmm.ops.checks import check_operand
 from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from agmm.runtime.scaling import K_MULTIPLE
 
+_Placements = tuple[Placement, ...]
+_ROWS, _COLUMNS, _WHOLE = (Shard(0),), (Shard(1),), (Replicate(),)
+
+
 class _Target(NamedTuple):
     """A module that a style was applied to, for the style's messages."""
 
@@ -37,7 +41,8 @@ class _Target(NamedTuple):
     def fault(self, found: str) -> InvalidArgument:
         """In front of what was found: the style and the module, by its name where that is known."""
         what = f"{self.name!r}, " if self.name else ""
-        return InvalidArgument(f"{type(self.style).__name__} on {what}{self.module}: {found}")
+        module = f"{type(self.module).__name__}({self.module.extra_repr()})"  # in one line
+        return InvalidArgument(f"{type(self.style).__name__} on {what}{module}: {found}")
 
     def checked(self, mesh: DeviceMesh, divided: str, fp8: Fp8Recipe | None) -> _Target:
         """The same with its recipe, of a plain module or one of torchao's, whose attribute
@@ -116,10 +121,20 @@ def _local(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
     return tensor.to_local()
 
 
-def _local_parameters(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    weight: Any = module.weight
-    bias: Any = module.bias
-    return weight.to_local().t(), None if bias is None else bias.to_local()
+def _local_parameters(
+    target: _Target, of_weight: _Placements, of_bias: _Placements
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    weight, bias = target.module.weight, target.module.bias
+    part = _part(target, "weight", weight, of_weight)
+    return part.t(), None if bias is None else _part(target, "bias", bias, of_bias)
+
+
+def _part(target: _Target, name: str, parameter: Any, wanted: _Placements) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        raise target.fault(f"{name}: found {type(parameter).__name__}, wanted a DTensor")
+    if parameter.placements != wanted:  # a parametrization may make it another one
+        raise target.fault(f"{name}: found {parameter.placements}, wanted {wanted}")
+    return parameter.to_local()
 
 
 def _gathered_products(
@@ -127,7 +142,7 @@ def _gathered_products(
 ) -> list[torch.Tensor]:
     dim = style.sequence_dim
     targets[0].check_operand(x)
-    operands = [_local_parameters(target.module) for target in targets]
+    operands = [_local_parameters(target, _ROWS, _ROWS) for target in targets]
     weights, biases = zip(*operands, strict=True)
     for target, weight in zip(targets, weights, strict=True):
         target.check_input(x, weight, dim, weight.shape[0])
@@ -310,7 +325,7 @@ def _scattered_product(
 ) -> torch.Tensor:
     dim = style.sequence_dim
     target.check_operand(x)
-    weight, bias = _local_parameters(target.module)
+    weight, bias = _local_parameters(target, _COLUMNS, _WHOLE)
     x = _local(x, Shard(x.dim() - 1))
     target.check_input(x, weight, dim, weight.shape[0])
     if x.shape[dim] % ranks.size:
