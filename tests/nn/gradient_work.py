@@ -83,6 +83,73 @@ def summed_over_other_ranks() -> list[list[float]] | None:
     return [_part(p.grad).tolist() for p in module.parameters()]
 
 
+def summed_with_missing_ones() -> dict[str, list[float] | None]:
+    """The gradients of parameters that are missing on some of the ranks 3 and 4; elsewhere they are
+    1 on rank 3 and 2 on rank 4."""
+    group = group_of(2)
+    if group is None:
+        return {}
+    rank = dist.get_rank(group)
+    parameters = {
+        "both": torch.zeros(3),
+        "first": torch.zeros(2, 3),
+        "none": torch.zeros(4),
+        "second": torch.zeros(5, dtype=torch.bfloat16),
+        "large": torch.zeros(1200, 1000),
+        "transposed on one": torch.zeros(2, 3),
+        "empty": torch.zeros(0),
+        "frozen": torch.zeros(3),
+        "last": torch.zeros(3),
+    }
+    module = torch.nn.ParameterDict({n: torch.nn.Parameter(p) for n, p in parameters.items()})
+    module["frozen"].requires_grad_(False)
+    absent = {"none", "frozen", "second" if rank == 0 else "first"}
+    for name, parameter in module.items():
+        if name not in absent:
+            parameter.grad = torch.full_like(parameter, 1.0 + rank)
+    if rank == 0:
+        module["transposed on one"].grad = torch.ones(3, 2).t()
+    for _ in range(2):
+        sum_replicated_gradients(module, group)
+    found: dict[str, list[float] | None] = {}
+    for name, parameter in module.items():
+        grad = parameter.grad
+        found[name] = None if grad is None else sorted(set(grad.flatten().tolist()))
+    return found
+
+
+def summed_where_ranks_differ(kind: str) -> str:
+    """What the ranks 2 to 4 say where the last one's module is another."""
+    group = group_of(3)
+    if group is None:
+        return ""
+    module = torch.nn.ModuleDict({name: torch.nn.RMSNorm(4) for name in ("image", "text")})
+    module["words"] = torch.nn.Embedding(3, 4)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    exclude: list[str] = []
+    if dist.get_rank(group) == 2:
+        changes: dict[str, Callable[[], Any]] = {
+            "another": lambda: module.update({"audio": torch.nn.RMSNorm(4)}),
+            "fewer": lambda: module.pop("text"),
+            "none": module.clear,
+            "shape": lambda: module.update({"text": torch.nn.RMSNorm(5)}),
+            "dtype": lambda: module.update({"text": torch.nn.RMSNorm(4, dtype=torch.float64)}),
+            "device": lambda: module.update({"text": torch.nn.RMSNorm(4, device="meta")}),
+            "order": lambda: module.update({"image": module.pop("image")}),
+            "frozen": lambda: module["text"].requires_grad_(False).zero_grad(),
+            "exclude": lambda: exclude.append("text"),
+            "unknown": lambda: exclude.append("txt"),
+            "sparse": lambda: setattr(module["words"].weight, "grad", torch.ones(3, 4).to_sparse()),
+        }
+        changes[kind]()
+    try:
+        sum_replicated_gradients(module, group, exclude=exclude)
+    except agmm.InvalidArgument as error:
+        return str(error)
+    return "no error"
+
+
 def _part(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -41,6 +41,96 @@ def test_dtensors_over_other_ranks_are_summed(pool: RankPool) -> None:
         assert found == [summed, own, own]
 
 
+def test_a_missing_gradient_counts_as_zero(pool: RankPool) -> None:
+    """The second sum shows that all ranks got the first one."""
+    both = [6.0]
+    for found in pool.run(gradient_work.summed_with_missing_ones)[3:]:
+        assert found == {
+            "both": both,
+            "first": [2.0],
+            "none": None,
+            "second": [4.0],
+            "large": both,
+            "transposed on one": both,
+            "empty": [],
+            "frozen": None,
+            "last": both,
+        }
+
+
+@pytest.mark.parametrize(
+    ("kind", "found", "other"),
+    [
+        ("another", "no other parameter", "'audio.weight' [4] torch.float32 on cpu 0"),
+        (
+            "fewer",
+            "'text.weight' [4] torch.float32 on cpu 0",
+            "'words.weight' [3, 4] torch.float32 on cpu 0",
+        ),
+        ("none", "'image.weight' [4] torch.float32 on cpu 0", "no other parameter"),
+        (
+            "shape",
+            "'text.weight' [4] torch.float32 on cpu 0",
+            "'text.weight' [5] torch.float32 on cpu 0",
+        ),
+        (
+            "dtype",
+            "'text.weight' [4] torch.float32 on cpu 0",
+            "'text.weight' [4] torch.float64 on cpu 0",
+        ),
+        (
+            "device",
+            "'text.weight' [4] torch.float32 on cpu 0",
+            "'text.weight' [4] torch.float32 on meta 1",
+        ),
+        (
+            "order",
+            "'image.weight' [4] torch.float32 on cpu 0",
+            "'text.weight' [4] torch.float32 on cpu 0",
+        ),
+        (
+            "frozen",
+            "'text.weight' [4] torch.float32 on cpu 0",
+            "'words.weight' [3, 4] torch.float32 on cpu 0",
+        ),
+        (
+            "exclude",
+            "'text.weight' [4] torch.float32 on cpu 0",
+            "'words.weight' [3, 4] torch.float32 on cpu 0",
+        ),
+    ],
+)
+def test_ranks_with_other_parameters_are_told(
+    pool: RankPool, kind: str, found: str, other: str
+) -> None:
+    message = (
+        f"module: found {found} on rank 0 and {other} on rank 2, wanted the same parameters, by "
+        "name, shape, dtype and device, on all ranks"
+    )
+    assert pool.run(gradient_work.summed_where_ranks_differ, kind)[2:] == [message] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        (
+            "unknown",
+            "exclude: found 'txt', wanted the name of a parameter or of a module in ModuleDict",
+        ),
+        (
+            "sparse",
+            (
+                "module: found a gradient of 'words.weight' of layout torch.sparse_coo, wanted "
+                "torch.strided"
+            ),
+        ),
+    ],
+)
+def test_a_fault_of_one_rank_is_told_to_all(pool: RankPool, kind: str, fault: str) -> None:
+    results = pool.run(gradient_work.summed_where_ranks_differ, kind)[2:]
+    assert results == [f"rank 2: {fault}"] * 2 + [fault]
+
+
 @pytest.mark.parametrize("by_list", [False, True])
 @pytest.mark.parametrize("max_norm", [0.5, 1e3])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])

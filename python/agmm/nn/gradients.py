@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,7 +17,7 @@ from agmm.errors import InvalidArgument
 from agmm.nn._held import local_values
 from agmm.nn._ranks import resolved
 from agmm.nn._sharded import ShardedLinear
-from agmm.runtime import identity
+from agmm.runtime import groups, identity
 
 
 @torch.no_grad()
@@ -29,7 +33,9 @@ def sum_replicated_gradients(
     parallelism. One that several modules share counts once. Those of agmm's layers are left alone,
     and so are DTensors over a mesh with other ranks of the group: they are right already. Of
     DTensors over other ranks, as FSDP2 makes of norms on a 2-D mesh, this rank's part is summed.
-    Call it after the backward, before `clip_grad_norm_` and the optimizer's step.
+    A gradient that is missing on some ranks counts as zero there, and these get the sum too; one
+    that is missing on all stays so. Call it after the backward, before `clip_grad_norm_` and the
+    optimizer's step, on all ranks of the group.
 
     Args:
         group: the tensor-parallel ranks: a process group, its name or a 1-D mesh; the default
@@ -38,28 +44,154 @@ def sum_replicated_gradients(
             as they are, e.g. of a layer that every rank gave all rows.
 
     Raises:
-        InvalidArgument: a name in ``exclude`` that the module has not, or no group of this rank.
+        InvalidArgument: a name in ``exclude`` that the module has not, no group of this rank, a
+            gradient that is not dense, or parameters whose names, shapes, dtypes or kinds of
+            devices differ between the ranks. All ranks raise, except for the group.
     """
     ranks = resolved(group)
+    fault, summed = "", []
+    try:
+        summed = _to_sum(module, exclude, ranks)
+    except InvalidArgument as error:  # raised once the other ranks know of it
+        fault = str(error)
+    if ranks.size() > 1:
+        summed = _agreed(ranks, summed, fault)
+    if fault:
+        raise InvalidArgument(fault)
+    if ranks.size() > 1:
+        _sum([one.values() for one in summed], ranks)
+
+
+class _Summed(NamedTuple):
+    """A parameter whose gradient is to be summed."""
+
+    name: str
+    parameter: torch.nn.Parameter
+
+    @property
+    def is_missing(self) -> bool:
+        return self.parameter.grad is None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the gradient, which may be another one than the parameter's."""
+        if self.parameter.grad is not None:
+            return self.parameter.grad.dtype
+        found: torch.dtype | None = getattr(self.parameter, "grad_dtype", None)
+        return found or self.parameter.dtype
+
+    def values(self) -> torch.Tensor:
+        """The memory of the gradient on this rank, which is zero where there was none."""
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter, dtype=self.dtype)
+        return local_values(self.parameter.grad)
+
+
+def _to_sum(
+    module: torch.nn.Module, exclude: Iterable[str], ranks: dist.ProcessGroup
+) -> list[_Summed]:
+    """All that may have a gradient, so that they do not depend on what this rank's rows needed."""
     left_alone = {id(p) for p in _named(module, exclude)}
     for layer in _sharded_layers(module):
         left_alone |= {id(p) for p in layer.parameters(recurse=False)}
     members = set(dist.get_process_group_ranks(ranks))
-    for parameter in module.parameters():  # each once
+    found = []
+    for name, parameter in module.named_parameters():  # each once
         grad = parameter.grad
-        if grad is None or id(parameter) in left_alone:
+        if id(parameter) in left_alone or (grad is None and not parameter.requires_grad):
             continue
-        if isinstance(grad, DTensor):
-            over = set(grad.device_mesh.mesh.flatten().tolist())
+        placed = grad if isinstance(grad, DTensor) else parameter
+        if isinstance(placed, DTensor):
+            over = set(placed.device_mesh.mesh.flatten().tolist())
             if len(members & over) > 1:
                 continue
-        part = local_values(grad)
-        if part.is_contiguous():
-            dist.all_reduce(part, group=ranks)
-        else:
-            dense = part.contiguous()
-            dist.all_reduce(dense, group=ranks)
-            part.copy_(dense)
+        if grad is not None and grad.layout != torch.strided:
+            raise InvalidArgument(
+                f"module: found a gradient of {name!r} of layout {grad.layout}, wanted "
+                "torch.strided"
+            )
+        found.append(_Summed(name, parameter))
+    return found
+
+
+def _agreed(ranks: dist.ProcessGroup, summed: list[_Summed], fault: str) -> list[_Summed]:
+    """Those that some rank has a gradient of. Raises InvalidArgument on all ranks where they are
+    not about to sum the same. A step in which no rank misses any takes one reduction of a few
+    numbers."""
+    devices: dict[torch.device, int] = {}
+    words = []
+    for one in summed:
+        part = local_values(one.parameter)
+        place = f"{part.device.type} {devices.setdefault(part.device, len(devices))}"
+        words.append(f"{one.name!r} {list(part.shape)} {one.dtype} on {place}")
+    digest = hashlib.blake2b("\n".join([fault, *words]).encode(), digest_size=14).digest()
+    halves = [int.from_bytes(digest[i : i + 7], "big") for i in (0, 7)]
+    is_missing = any(one.is_missing for one in summed)
+    *found, is_any_missing = _largest(ranks, [*halves, *(-half for half in halves), is_missing])
+    if found[:2] != [-half for half in found[2:]]:
+        _refuse_differences(ranks, words, fault)
+    if not is_any_missing:
+        return summed
+    present = _largest(ranks, [not one.is_missing for one in summed])
+    return [one for one, is_there in zip(summed, present, strict=True) if is_there]
+
+
+def _largest(ranks: dist.ProcessGroup, values: Sequence[int]) -> list[int]:
+    """The largest of the ranks' values, of each by itself."""
+    kinds = {device.type for device in ranks._device_types}
+    # On the CPU where the group can: a look at a GPU's memory waits for all that it has to do.
+    device = "cpu" if "cpu" in kinds else min(kinds)
+    found = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=ranks)
+    return [int(value) for value in found.tolist()]
+
+
+def _refuse_differences(ranks: dist.ProcessGroup, words: list[str], fault: str) -> NoReturn:
+    topic = "the parameters whose gradients they sum"
+    told = [json.loads(one) for one in groups.of(ranks).exchange(topic, json.dumps([fault, words]))]
+    for rank, (theirs, _) in enumerate(told):
+        if theirs:
+            raise InvalidArgument(theirs if theirs == fault else f"rank {rank}: {theirs}")
+    first, none = told[0][1], "no other parameter"
+    for rank, (_, others) in enumerate(told):
+        for one, other in zip_longest(first, others, fillvalue=none):
+            if one != other:
+                raise InvalidArgument(
+                    f"module: found {one} on rank 0 and {other} on rank {rank}, wanted the same "
+                    "parameters, by name, shape, dtype and device, on all ranks"
+                )
+    raise AssertionError("equal words have unequal digests")
+
+
+_AT_ONCE_BYTES = 4 << 20
+
+
+def _sum(parts: list[torch.Tensor], ranks: dist.ProcessGroup) -> None:
+    """Adds up each over the ranks, in place: those that follow each other and are of a kind at
+    once, up to a size. What is reduced depends on nothing but what the ranks have agreed on."""
+    together: list[torch.Tensor] = []
+    size = 0
+    for part in parts:
+        first = together[0] if together else part
+        is_alike = part.dtype == first.dtype and part.device == first.device
+        if not is_alike or size + part.nbytes > _AT_ONCE_BYTES:
+            _sum_at_once(together, ranks)
+            together, size = [], 0
+        together.append(part)
+        size += part.nbytes
+    _sum_at_once(together, ranks)
+
+
+def _sum_at_once(parts: list[torch.Tensor], ranks: dist.ProcessGroup) -> None:
+    if not any(part.numel() for part in parts):
+        return
+    if len(parts) == 1 and parts[0].is_contiguous():
+        dist.all_reduce(parts[0], group=ranks)
+        return
+    dense = torch.cat([part.reshape(-1) for part in parts])
+    dist.all_reduce(dense, group=ranks)
+    for part, summed in zip(parts, dense.split([part.numel() for part in parts]), strict=True):
+        part.copy_(summed.view(part.shape))
 
 
 def _sharded_layers(module: torch.nn.Module) -> Iterator[ShardedLinear]:
