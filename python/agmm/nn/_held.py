@@ -3,12 +3,17 @@ computes with."""
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+from agmm.nn._ranks import ascending
 
 
 class Held(NamedTuple):
@@ -39,12 +44,15 @@ class Held(NamedTuple):
 
 
 def local_part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that every rank holds whole, as ``like`` is laid out."""
+    """This rank's part of a tensor that every rank holds whole, as ``like`` is laid out.
+
+    Raises:
+        InvalidArgument: ``like`` lies over a mesh of several dimensions whose ranks do not ascend.
+    """
     if not isinstance(like, DTensor):
         return whole
-    whole = whole.detach()
-    cut = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-    return cut.to_local()
+    mesh, whole = ascending(like.device_mesh), whole.detach()
+    return distribute_tensor(whole, mesh, like.placements, src_data_rank=None).to_local()
 
 
 def local_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,76 +61,108 @@ def local_values(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def copyable(tensor: Any, requires_grad: bool | None = None) -> Any:
-    """The same over the same memory, for ``copy`` and ``pickle``; a parameter where it is said
-    whether it requires a gradient.
+class Place:
+    """A parameter has it as an attribute while its part lies in a `Joined`, for a trace, which can
+    compare attributes but no addresses. A copy of the parameter does not get it."""
 
-    A DTensor takes over its part's offset in memory, and torch then looks for memory of the
-    DTensor's own, which it has not. So this one is made of an empty part.
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()  # which torch.load(weights_only=True) takes
+
+
+class Joined(NamedTuple):
+    """A tensor in which the parts of several parameters lie one below another, and keep alive."""
+
+    whole: weakref.ref[torch.Tensor]
+    places: tuple[Place, ...]
+
+    def filled_by(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The tensor, if these are still the parts that lie in it."""
+        whole = self.whole()
+        if whole is None:
+            return None
+        address = whole.data_ptr()
+        for part in parts:
+            if part.data_ptr() != address or not part.is_contiguous():
+                return None
+            address += part.nbytes
+        return whole
+
+
+def can_be_joined(parts: Sequence[torch.Tensor]) -> bool:
+    first = parts[0]
+    return len(parts) > 1 and all(
+        type(part) is torch.Tensor
+        and not part.is_meta
+        and (part.dtype, part.device) == (first.dtype, first.device)
+        for part in parts
+    )
+
+
+def pieces(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The rows of a tensor, as many for each as those of the parts; each with its own storage."""
+    return [_with_own_storage(rows) for rows in whole.split([part.shape[0] for part in parts])]
+
+
+def without_offset(part: torch.Tensor) -> torch.Tensor:
+    """The same memory, at the beginning of a storage.
+
+    A DTensor takes over its part's offset in the storage, and torch then looks for memory of the
+    DTensor's own, which it has not: it could be neither copied nor pickled.
     """
-    part = tensor._local_tensor
-    found: Any = DTensor(part.new_empty(0), tensor._spec, requires_grad=False)
-    if requires_grad is not None:
-        found = torch.nn.Parameter(found, requires_grad)
-    found._local_tensor = part
+    if not part.storage_offset() or type(part) is not torch.Tensor or part.is_meta:
+        return part
+    return _with_own_storage(part)
+
+
+def _with_own_storage(rows: torch.Tensor) -> torch.Tensor:
+    found = rows.detach()  # A change of it is known to whoever saved other rows of the tensor.
+    found.data = from_dlpack(to_dlpack(rows))
     return found
-
-
-def one_below_another(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether contiguous tensors of one storage follow each other in memory."""
-    storage = parts[0].untyped_storage().data_ptr()
-    address = parts[0].data_ptr()
-    for part in parts:
-        if (
-            part.data_ptr() != address
-            or not part.is_contiguous()
-            or part.untyped_storage().data_ptr() != storage
-        ):
-            return False
-        address += part.nbytes
-    return True
 
 
 class Plan(NamedTuple):
     """What the parameters of a layer become on a rank: `outputs` weights and, where there is a
-    bias, as many biases, by these names and with these rows each; `features` in a row."""
+    bias, as many biases, by these names and with these rows each."""
 
     names: tuple[str, ...]
     rows: tuple[int, ...]
-    features: int
 
     @property
     def outputs(self) -> int:
         return len(self.rows)
 
-    def operands(self, parts: Sequence[torch.Tensor], joined: bool) -> list[torch.Tensor]:
-        """The transposed weights, then the biases; one of each for all outputs where joined."""
-        outputs = len(self.rows)
-        if not joined:
-            found = [part.t() for part in parts[:outputs]]
-            return found + [part.view_as(part) for part in parts[outputs:]]
-        rows, k = sum(self.rows), self.features
-        found = [parts[0].as_strided((k, rows), (1, k))]
-        if len(parts) > outputs:
-            found.append(parts[outputs].as_strided((rows,), (1,)))
-        return found
+    def operands(
+        self, parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor] | None
+    ) -> list[torch.Tensor]:
+        """The transposed weights, then the biases; one of each for all outputs where the parts lie
+        in ``wholes``."""
+        weights = len(self.rows)
+        if wholes is not None:
+            parts, weights = wholes, 1
+        found = [part.t() for part in parts[:weights]]
+        return found + [part.view_as(part) for part in parts[weights:]]
 
 
 class LocalParts(torch.autograd.Function):
     """`Plan.operands` of DTensors, and the gradients as DTensors."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, joined: bool, *parameters: Any) -> tuple[torch.Tensor, ...]:
-        ctx.plan, ctx.joined, ctx.parameters = plan, joined, parameters
-        ctx.versions = [parameter._version for parameter in parameters]
+    def forward(
+        ctx: Any, plan: Plan, wholes: Sequence[torch.Tensor] | None, *parameters: Any
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.plan, ctx.joined, ctx.parameters = plan, wholes is not None, parameters
+        ctx.versions = [_version(parameter) for parameter in parameters]
         ctx.set_materialize_grads(False)
-        return tuple(plan.operands([parameter._local_tensor for parameter in parameters], joined))
+        return tuple(plan.operands([parameter._local_tensor for parameter in parameters], wholes))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         plan: Plan = ctx.plan
-        if ctx.versions != [parameter._version for parameter in ctx.parameters]:
+        if ctx.versions != [_version(parameter) for parameter in ctx.parameters]:
             # DTensors hide such changes from the checks of those who saved their parts.
             raise RuntimeError(
                 f"{', '.join(plan.names)}: found changed by an inplace operation between the "
@@ -140,7 +180,7 @@ class LocalParts(torch.autograd.Function):
             else:
                 parts += grad.split(plan.rows)
         found = [
-            DTensor(part.contiguous(), parameter._spec, requires_grad=False)
+            DTensor(without_offset(part.contiguous()), parameter._spec, requires_grad=False)
             if part is not None and needed
             else None
             for part, parameter, needed in zip(
@@ -148,6 +188,11 @@ class LocalParts(torch.autograd.Function):
             )
         ]
         return None, None, *found
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often the tensor was changed; 0 for one made under inference_mode, which counts not."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class TracedWhole(torch.autograd.Function):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from agmm.runtime.groups import group_of, group_or_default
 # The meshes of groups that were given without one, by type of device; they end with their group.
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]]
 _meshes = weakref.WeakKeyDictionary()
+_SAMPLES = 4096
 
 
 def check_one_dimension(mesh: DeviceMesh) -> None:
@@ -39,6 +42,32 @@ def check_mesh_alive(mesh: DeviceMesh) -> None:
     """Raises InvalidArgument where a group of a mesh has been destroyed."""
     for dim in range(mesh.ndim):
         identity.group_of_mesh(mesh, dim)
+
+
+def ascending(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh, or one of the same group whose ranks ascend as they do in the group.
+
+    torch cuts a tensor by the coordinates in a mesh, and joins it by the ranks in the group: over
+    ranks in another order it would come back permuted.
+
+    Raises:
+        InvalidArgument: the mesh has several dimensions, and its ranks do not ascend along each.
+    """
+    ranks = mesh.mesh
+    if all(bool((ranks.diff(dim=dim) > 0).all()) for dim in range(ranks.dim())):
+        return mesh
+    if mesh.ndim > 1:
+        raise InvalidArgument(f"device_mesh: found {mesh}, wanted ranks that ascend")
+    return mesh_of(group_of_mesh(mesh), mesh.device_type)
+
+
+def mesh_of(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """The mesh of a group that was given without one."""
+    meshes = _meshes.setdefault(group, {})
+    if device_type not in meshes:
+        identity.check_alive(group)
+        meshes[device_type] = DeviceMesh.from_group(group, device_type)
+    return meshes[device_type]
 
 
 def resolved(group: dist.ProcessGroup | DeviceMesh | str | None) -> dist.ProcessGroup:
@@ -85,7 +114,8 @@ class Ranks:
     ) -> None:
         if device_mesh is not None and group is not None:
             raise InvalidArgument("device_mesh: found one beside a group, wanted one of the two")
-        self._given = group if isinstance(group, DeviceMesh) else device_mesh
+        given = group if isinstance(group, DeviceMesh) else device_mesh
+        self._given = None if given is None else ascending(given)
         self._group = resolved(group if self._given is None else self._given)
         self.group_name = str(self._group.group_name)
         self.own_name = groups.of(self._group).own_name
@@ -107,11 +137,24 @@ class Ranks:
         if self._given is not None:
             return self._given
         kind = _meta_stands_for(self._group) if device.type == "meta" else device.type
-        meshes = _meshes.setdefault(self._group, {})
-        if kind not in meshes:
-            self.check_alive()
-            meshes[kind] = DeviceMesh.from_group(self._group, kind)
-        return meshes[kind]
+        return mesh_of(self._group, kind)
+
+    def hold_the_same(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether all ranks gave the same values, judged by samples. Collective."""
+        tensors = [tensor.detach() for tensor in tensors]
+        if any(type(tensor) is not torch.Tensor or tensor.is_meta for tensor in tensors):
+            return False
+        if groups.is_fake(self._group):  # the others are not there
+            return False
+        digest = hashlib.blake2b()
+        for tensor in tensors:
+            values = tensor.reshape(-1)
+            step = -(-values.numel() // _SAMPLES) or 1
+            sample = values[::step].contiguous().view(torch.uint8)
+            digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+            digest.update(bytes(sample.tolist()))
+        topic = "whether they load parts of a layer or the whole of another"
+        return len(set(groups.of(self._group).exchange(topic, digest.hexdigest()))) == 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return self

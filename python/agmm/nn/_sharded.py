@@ -7,10 +7,10 @@ not. In memory they do lie one below another, so that one matmul serves them all
 
 from __future__ import annotations
 
-import copy
 import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,25 +22,21 @@ from agmm.errors import InvalidArgument
 from agmm.nn import fp8_recipe
 from agmm.nn._held import (
     Held,
+    Joined,
     LocalParts,
+    Place,
     Plan,
     TracedWhole,
-    copyable,
+    can_be_joined,
     local_part,
     local_values,
-    one_below_another,
+    pieces,
+    without_offset,
 )
 from agmm.nn._ranks import Ranks
 from agmm.nn.fp8_recipe import Fp8Recipe
 from agmm.ops.checks import check_operand, needs_gradient
 from agmm.runtime.scaling import K_MULTIPLE
-
-
-class _Joined(NamedTuple):
-    """Where the parts of several parameters lie, for a trace, which can't compare addresses."""
-
-    whole: weakref.ref[torch.Tensor]
-    parameters: tuple[weakref.ref[torch.Tensor], ...]
 
 
 class ShardedLinear(torch.nn.Module):
@@ -70,7 +66,7 @@ class ShardedLinear(torch.nn.Module):
         self.group_name = self.ranks.group_name
         self.held: dict[str, Held] = {}
         self._parts = self.ranks.size
-        self._joined: dict[str, _Joined] = {}
+        self._joined: dict[str, Joined] = {}
 
     @property
     def rank(self) -> int:
@@ -81,6 +77,7 @@ class ShardedLinear(torch.nn.Module):
     def world_size(self) -> int:
         return self.ranks.size
 
+    @torch.inference_mode(False)  # else a layer that was made under it could not be trained
     def _make_parameters(self, bias: bool, device: Any, dtype: torch.dtype | None) -> None:
         if not bias:
             del self.held["bias"]
@@ -95,8 +92,7 @@ class ShardedLinear(torch.nn.Module):
                 self.register_parameter(piece, parameter)
         names = tuple(piece for held in self.held.values() for piece in held.names)
         weight = self.held["weight"]
-        features = local_values(self.get_parameter(weight.names[0])).shape[1]
-        self._plan = Plan(names, tuple(weight.rows(self._parts)), features)
+        self._plan = Plan(names, tuple(weight.rows(self._parts)))
         self._settle()
         self.reset_parameters()
 
@@ -107,88 +103,69 @@ class ShardedLinear(torch.nn.Module):
             return tensor
         return self._over_ranks(tensor.detach(), held.placement)
 
-    def _over_ranks(self, part: torch.Tensor, placement: Placement) -> DTensor:
-        """The whole of which this rank holds that part; over the layer's ranks only."""
+    def _over_ranks(
+        self, part: torch.Tensor, placement: Placement, like: DTensor | None = None
+    ) -> DTensor:
+        """The whole of which this rank holds that part; over the layer's ranks only, by the mesh of
+        another of its DTensors where that is given."""
         shape = list(part.shape)
         if isinstance(placement, Shard):
             shape[placement.dim] *= self._parts
         stride = torch.empty(shape, device="meta").stride()
         meta = TensorMeta(torch.Size(shape), stride, part.dtype)
-        spec = DTensorSpec(self.ranks.mesh(part.device), (placement,), tensor_meta=meta)
+        mesh = self.ranks.mesh(part.device) if like is None else like.device_mesh
+        spec = DTensorSpec(mesh, (placement,), tensor_meta=meta)
         return DTensor(part, spec, requires_grad=False)
 
     def _is_own(self, parameter: Any) -> bool:
         """Whether that is laid over the layer's ranks and no others, as it was made."""
         return isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
 
+    @torch.inference_mode(False)
     @torch.no_grad()
-    def _settle(self) -> None:
-        """After the parameters have moved: describe them by the present ranks, and bring those of
-        several outputs together in memory."""
-        self._joined = {}
+    def _settle(self, *, join: bool = True) -> None:
+        """Describe the parameters by the present ranks, and bring those of several outputs together
+        in memory; without ``join`` only where they are there already."""
+        before, self._joined = self._joined, {}
         for name, held in self.held.items():
             parameters: list[Any] = [self._parameters.get(piece) for piece in held.names]
             if not all(self._is_own(parameter) for parameter in parameters):
                 continue
             parts = [parameter._local_tensor for parameter in parameters]
-            whole = None
-            if len(parts) > 1 and len({(part.dtype, part.device) for part in parts}) == 1:
-                first = parts[0]
-                if not first.is_meta and one_below_another(parts):
-                    # Of the same memory but no view, so that the parts keep it alive.
-                    size = (sum(part.shape[0] for part in parts), *first.shape[1:])
-                    memory, begin = first.untyped_storage(), first.storage_offset()
-                    whole = first.new_empty(0).set_(memory, begin, size, first.stride())
-                else:
+            joined = before.get(name)
+            if joined is None or joined.filled_by(parts) is None:
+                joined = None
+                if join and can_be_joined(parts):
                     whole = torch.cat(parts)
-            begin = 0
+                    parts = pieces(whole, parts)
+                    joined = Joined(weakref.ref(whole), tuple(Place() for _ in parts))
             for parameter, part in zip(parameters, parts, strict=True):
-                if whole is not None:
-                    # Views of one tensor: a change of one is known to whoever saved another.
-                    part = whole.narrow(0, begin, part.shape[0])
-                    begin += part.shape[0]
                 self._place(parameter, part)
-            if whole is not None:
-                refs = tuple(weakref.ref(parameter) for parameter in parameters)
-                self._joined[name] = _Joined(weakref.ref(whole), refs)
+            if joined is not None:
+                for parameter, place in zip(parameters, joined.places, strict=True):
+                    parameter._agmm_place = place
+                self._joined[name] = joined
 
     def _place(self, parameter: Any, part: torch.Tensor) -> None:
         """Have a parameter, which stays the same object, hold that part over the present ranks."""
         spec, mesh = parameter._spec, self.ranks.mesh(part.device)
-        if spec.mesh is mesh and parameter.storage_offset() == part.storage_offset():
-            parameter._local_tensor = part
-            return
-        moved = DTensorSpec(mesh, spec.placements, tensor_meta=spec.tensor_meta)
-        whole = DTensor(part, moved, requires_grad=False)
-        fresh: Any = torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
-        fresh._local_tensor = part
-        fresh.grad = parameter.grad
-        torch.utils.swap_tensors(parameter, fresh)
+        if spec.mesh is not mesh:
+            spec = DTensorSpec(mesh, spec.placements, tensor_meta=spec.tensor_meta)
+        part = without_offset(part)
+        if parameter.storage_offset() != part.storage_offset():
+            parameter.data = DTensor(part, spec, requires_grad=False)
+        parameter._local_tensor, parameter._spec = part, spec
+
+    def _addresses(self) -> list[int]:
+        """Where the parts are in memory."""
+        parts = [local_values(parameter) for parameter in self.parameters(recurse=False)]
+        return [part.data_ptr() for part in parts if type(part) is torch.Tensor]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._joined = {}  # torch moves no parameter to which there are weak references
+        before = self._addresses()
         super()._apply(fn, recurse)
-        self._settle()
+        self._settle(join=self._addresses() != before)
         return self
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for key in [] if keep_vars else [prefix + name for name in self._plan.names]:
-            value = destination.get(key)
-            if isinstance(value, DTensor):
-                destination[key] = copyable(value)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        own: list[Any] = list(self._parameters.values())
-        for parameter in own:
-            if isinstance(parameter, DTensor) and id(parameter) not in memo:
-                twin = torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-                if parameter.grad is not None:
-                    twin.grad = parameter.grad.detach().clone()
-                memo[id(parameter)] = twin
-        made = memo[id(self)] = self.__new__(type(self))
-        made.__setstate__(copy.deepcopy({**self.__dict__, "_joined": {}}, memo))
-        return made
 
     def __copy__(self) -> Any:
         made = self.__new__(type(self))
@@ -196,11 +173,7 @@ class ShardedLinear(torch.nn.Module):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        parameters: dict[str, Any] = dict(self._parameters)
-        for name, parameter in parameters.items():
-            if isinstance(parameter, DTensor) and parameter.storage_offset():
-                parameters[name] = copyable(parameter, parameter.requires_grad)
-        return {**self.__dict__, "_joined": {}, "_parameters": parameters}
+        return {**self.__dict__, "_joined": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -232,34 +205,101 @@ class ShardedLinear(torch.nn.Module):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any
     ) -> None:
-        for name, held in self.held.items():
-            value = state_dict.get(prefix + name)
-            if len(held.names) > 1 and type(value) in (torch.Tensor, torch.nn.Parameter):
-                rows = held.rows(self._parts)
-                if value.shape[0] in (sum(rows), sum(held.sizes)):
-                    rows = rows if value.shape[0] == sum(rows) else list(held.sizes)
-                    for piece, part in zip(held.names, value.detach().split(rows), strict=True):
-                        state_dict.setdefault(prefix + piece, part)
-                    del state_dict[prefix + name]
-            for piece in held.names:
-                self._describe(state_dict, prefix + piece, self._parameters.get(piece), held)
-        self._joined = {}
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
-        self._settle()
+        *_, errors = others
+        before = self._addresses()
+        hooks, self._load_state_dict_pre_hooks = self._load_state_dict_pre_hooks, OrderedDict()
+        try:
+            for hook in hooks.values():  # which are to see the values as they were given
+                hook(state_dict, prefix, local_metadata, *others)
+            self._describe(state_dict, prefix, local_metadata, errors)
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        finally:
+            self._load_state_dict_pre_hooks = hooks
+            self._settle(join=self._addresses() != before)
 
-    def _describe(self, state_dict: Any, key: str, parameter: Any, held: Held) -> None:
-        """Make a plain tensor, this rank's part or the whole, what the parameter is."""
-        value = state_dict.get(key)
-        if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+    def _describe(self, state_dict: Any, prefix: str, metadata: Any, errors: list[str]) -> None:
+        """Make of the values in a state dict what the parameters are: DTensors, one of each output.
+        A value that fits none of them is left, for torch to refuse."""
+        assign = bool(metadata.get("assign_to_params_buffers", False))
+        parts: dict[str, tuple[torch.Tensor, Held]] = {}
+        for name, held in self.held.items():
+            if len(held.names) > 1:
+                self._split(state_dict, prefix, name, errors)
+            for piece in held.names:
+                key, value = prefix + piece, state_dict.get(prefix + piece)
+                parameter: Any = self._parameters.get(piece)
+                if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor):
+                    continue
+                if isinstance(value, DTensor):
+                    if self._is_own(parameter) and value.shape == parameter.shape:
+                        state_dict[key] = self._as_own(value, parameter)
+                elif value.shape == parameter.shape:
+                    state_dict[key] = self._cut(value, parameter, assign)
+                elif self._is_own(parameter) and value.shape == parameter._local_tensor.shape:
+                    parts[key] = value, held
+        if not parts:
             return
-        if not isinstance(value, torch.Tensor):
+        # Each could be the whole of a narrower layer: a module's own state dict has its version.
+        found = wanted = ""
+        if "version" in metadata:
+            found = "beside a module's metadata"
+            wanted = " in a plain dict, as load_state_dict(dict(state_dict))"
+        elif self.ranks.hold_the_same([value for value, _ in parts.values()]):
+            found = "with the same values on all ranks"
+        if found:
+            errors += [
+                f"{key}: found {tuple(value.shape)} {found}, wanted the layer's whole, or this "
+                f"rank's part of it{wanted}."
+                for key, (value, _) in parts.items()
+            ]
             return
-        value = value.detach()
-        if self._is_own(parameter) and value.shape == parameter._local_tensor.shape:
-            state_dict[key] = self._over_ranks(value, held.placement)
-        elif value.shape == parameter.shape:
+        for key, (value, held) in parts.items():
+            state_dict[key] = self._over_ranks(value.detach(), held.placement)
+
+    def _split(self, state_dict: Any, prefix: str, name: str, errors: list[str]) -> None:
+        """Make of one value for all outputs a value for each of them."""
+        held, value = self.held[name], state_dict.get(prefix + name)
+        first: Any = self._parameters.get(held.names[0])
+        if not isinstance(value, torch.Tensor) or first is None:
+            return
+        del state_dict[prefix + name]
+        for rows in (list(held.sizes), held.rows(self._parts)):
+            if value.shape == (sum(rows), *first.shape[1:]):
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                for piece, part in zip(held.names, whole.detach().split(rows), strict=True):
+                    state_dict.setdefault(prefix + piece, part)
+                return
+        wanted = (sum(held.sizes), *first.shape[1:])
+        errors.append(
+            f"size mismatch for {prefix}{name}: copying a param with shape {value.shape} from "
+            f"checkpoint, the shape in current model is {torch.Size(wanted)}, in "
+            f"{', '.join(held.names)}."
+        )
+
+    def _cut(self, whole: torch.Tensor, parameter: DTensor, assign: bool) -> DTensor:
+        """This rank's part of a plain tensor, laid out like the parameter."""
+        whole, (placement, *_) = whole.detach(), parameter.placements
+        if not self._is_own(parameter):
             mesh, placements = parameter.device_mesh, parameter.placements
-            state_dict[key] = distribute_tensor(value, mesh, placements, src_data_rank=None)
+            return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        part = whole
+        if isinstance(placement, Shard):
+            part = whole.chunk(self._parts, placement.dim)[self.rank]
+            if assign:  # which keeps it, and is not to keep the whole alive
+                part = part.clone(memory_format=torch.contiguous_format)
+        return self._over_ranks(part, placement, None if assign else parameter)
+
+    def _as_own(self, value: DTensor, parameter: DTensor) -> DTensor:
+        """A DTensor of the parameter's shape over any mesh, laid out like the parameter."""
+        mesh, placements = value.device_mesh, parameter.placements
+        is_like = mesh == parameter.device_mesh and value.placements == placements
+        if is_like or mesh.get_coordinate() is None:
+            return value
+        if mesh.mesh.tolist() != parameter.device_mesh.mesh.tolist():
+            return self._cut(value.full_tensor(), parameter, True)
+        if value.placements != placements:
+            value = value.redistribute(placements=placements)
+        return self._over_ranks(local_values(value).detach(), placements[0], parameter)
 
     def operands(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
         """This rank's transposed weights and biases, of each product: of one for all outputs where
@@ -277,18 +317,30 @@ class ShardedLinear(torch.nn.Module):
             found, joined = self._traced_operands(parameters)
         else:
             parts = [parameter._local_tensor for parameter in parameters]
-            joined = outputs > 1 and one_below_another(parts[:outputs])
-            if joined and len(parts) > outputs:
-                joined = one_below_another(parts[outputs:])
+            wholes = self._wholes(parts) if outputs > 1 else None
+            joined = wholes is not None
             for parameter in parameters:
                 if len(parameter._spec.placements) > 1:
                     self._refuse_placement(parameter)
             if needs_gradient(*parameters):
-                found = LocalParts.apply(plan, joined, *parameters)
+                found = LocalParts.apply(plan, wholes, *parameters)
             else:
-                found = plan.operands(parts, joined)
+                found = plan.operands(parts, wholes)
         products = 1 if joined else outputs
         return found[:products], found[products:] or (None,) * products
+
+    def _wholes(self, parts: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The tensors in which the parts lie one below another: weights, then biases."""
+        outputs, wholes = len(self._plan.rows), []
+        for i, name in enumerate(self.held):
+            joined = self._joined.get(name)
+            if joined is None:
+                return None
+            whole = joined.filled_by(parts[i * outputs : (i + 1) * outputs])
+            if whole is None:
+                return None
+            wholes.append(whole)
+        return wholes
 
     def _refuse_placement(self, parameter: DTensor) -> NoReturn:
         raise InvalidArgument(
@@ -320,8 +372,8 @@ class ShardedLinear(torch.nn.Module):
         whole = joined.whole()
         if whole is None:
             return None
-        for parameter, ref in zip(parameters, joined.parameters, strict=True):
-            if ref() is not parameter:
+        for parameter, place in zip(parameters, joined.places, strict=True):
+            if getattr(parameter, "_agmm_place", None) is not place:
                 return None
         if not needs_gradient(*parts):  # then dynamo takes the first of two parts for the whole
             return whole.view_as(whole)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from agmm.errors import InvalidArgument
 from agmm.nn import fp8_recipe
 from agmm.nn._fp8 import gather_products, scatter_product
-from agmm.nn._ranks import Ranks, group_of_mesh
+from agmm.nn._ranks import Ranks, ascending, group_of_mesh
 from agmm.nn._shared import SharedOutputs
 from agmm.nn.fp8_recipe import Fp8Recipe
 from agmm.ops.all_gather_matmul import all_gather_matmul
@@ -105,6 +105,7 @@ class _Target(NamedTuple):
 def _distribute(
     module: torch.nn.Module, mesh: DeviceMesh, placements: dict[str, Placement], source: int | None
 ) -> None:
+    mesh = ascending(mesh)
     for name, parameter in list(module.named_parameters(recurse=False)):
         distributed = distribute_tensor(parameter, mesh, [placements[name]], src_data_rank=source)
         module.register_parameter(

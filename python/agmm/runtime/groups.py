@@ -397,7 +397,7 @@ def of(group: dist.ProcessGroup) -> Group:
 def is_fake(group: dist.ProcessGroup) -> bool:
     """Whether it is a group of a dry run (`FAKE`), in which ops leave everything to torch's
     collectives: nobody answers, so nothing may be exchanged or awaited."""
-    return _world.pg_map.get(group, ("", None))[0] == FAKE
+    return identity.backend_of(group) == FAKE
 
 
 def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:

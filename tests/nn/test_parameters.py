@@ -1,0 +1,45 @@
+"""Parameters of layers and styles on CPU ranks: what those of torch.nn.Linear under torch's own
+styles survive, they survive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import parameter_work
+import pytest
+
+from agmm.testing.ranks import RankPool
+
+Pools = Callable[..., RankPool]
+
+
+@pytest.mark.parametrize("which", [slice(i, None, 3) for i in range(3)], ids=range(3))
+@pytest.mark.parametrize(
+    ("kind", "reference", "is_compiled"),
+    [
+        ("column", "torch's gather", False),
+        ("outputs", "torch's gather", True),
+        ("row", "torch's scatter", False),
+        ("fp8", "torch's gather", False),
+        ("tied outputs", "tied torch's gather", True),
+        ("tied row", "tied torch's scatter", False),
+        ("gather style", "torch's gather", False),
+        ("scatter style", "torch's scatter", False),
+        pytest.param("column", "torch's gather", True, marks=pytest.mark.slow),
+        pytest.param("row", "torch's scatter", True, marks=pytest.mark.slow),
+        pytest.param("fp8", "torch's gather", True, marks=pytest.mark.slow),
+        pytest.param("tied row", "tied torch's scatter", True, marks=pytest.mark.slow),
+        pytest.param("gather style", "torch's gather", True, marks=pytest.mark.slow),
+        pytest.param("scatter style", "torch's scatter", True, marks=pytest.mark.slow),
+    ],
+)
+def test_they_survive_what_torchs_survive(
+    rank_pools: Pools, kind: str, reference: str, is_compiled: bool, which: slice
+) -> None:
+    results = rank_pools(2).run(parameter_work.lost, kind, reference, is_compiled, which)
+    assert results == [[]] * 2
+
+
+@pytest.mark.parametrize("kind", ["outputs", "row", "tied outputs"])
+def test_a_layer_made_under_inference_mode_trains(rank_pools: Pools, kind: str) -> None:
+    assert rank_pools(2).run(parameter_work.made_under_inference_mode, kind) == [[]] * 2
