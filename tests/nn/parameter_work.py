@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 from torch.nn.utils import parametrize, prune
@@ -28,6 +30,8 @@ from agmm.nn import (
     GatherColwiseParallel,
     RowParallelLinear,
     RowwiseScatterParallel,
+    parameter_groups,
+    sum_replicated_gradients,
 )
 from agmm.testing.reference import relative_error
 
@@ -292,6 +296,20 @@ def _under_inference_mode(model: Any) -> Any:
     return model
 
 
+def _scaled(model: Any) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    loss = torch.stack([out.square().sum() for out in model(_input(model))]).sum()
+    scaler.scale(loss).backward()
+    before = [_local(p).clone() - 0.1 * _local(p.grad) / 4 for p in model.parameters()]
+    scaler.step(optimizer)
+    scaler.update()
+    for wanted, parameter in zip(before, model.parameters(), strict=True):
+        torch.testing.assert_close(_local(parameter), wanted)
+    model.zero_grad()
+    return model
+
+
 ACTIONS: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda model: model,
     "load": _loaded,
@@ -327,6 +345,7 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "pickle of each": _each_parameter(lambda p: pickle.loads(pickle.dumps(p))),
     "file of each": _each_parameter(lambda p: _saved(p, weights_only=True)),
     "functional_call": _called_with_parameters,
+    "scaler": _scaled,
 }
 
 
@@ -476,4 +495,70 @@ def made_under_inference_mode(kind: str) -> list[str]:
         if not _is_right(one, one, 1e-5):
             faults.append(name)
     torch.compiler.reset()
+    return faults
+
+
+class Mixed(torch.nn.Module):
+    """A norm of plain or replicated parameters before two layers, the second of which is
+    replicated in part."""
+
+    def __init__(self, mesh: DeviceMesh, replicated: bool) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(K)
+        if replicated:
+            parallelize_module(self, mesh, {"norm": SequenceParallel(sequence_dim=0)})
+        self.up = ColumnParallelLinear(K, [N, N], device_mesh=mesh)
+        self.down = RowParallelLinear(N, K, device_mesh=mesh)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        gate, up = self.up(x.to_local() if isinstance(x, DTensor) else x)
+        out: torch.Tensor = self.down(torch.tanh(gate) * up)
+        return out
+
+
+def scaled_steps(norm: str, grouped: bool, bad: str | None) -> list[str]:
+    """Faults of a step by GradScaler: it is taken with the gradients unscaled, or, where one rank
+    has a gradient that is not finite, by no rank.
+
+    Args:
+        norm: what the norm's parameters are: "plain", "replicated", or "sharded" by FSDP2 over
+            other ranks than those of the layers, which it shards too.
+        grouped: whether the optimizer is given `parameter_groups`.
+        bad: the parameter with such a gradient.
+    """
+    torch.manual_seed(2)
+    tp = dist.get_world_size() // (2 if norm == "sharded" else 1)
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
+    model = Mixed(mesh["tp"], norm == "replicated")
+    if norm == "sharded":
+        fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.SGD(parameter_groups(model) if grouped else model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    loss = model(torch.randn(ROWS, K, generator=generator)).square().sum()
+    scaler.scale(loss).backward()
+    sum_replicated_gradients(model, mesh["tp"])
+    if bad is not None and dist.get_rank() == dist.get_world_size() - 1:
+        grad = model.get_parameter(bad).grad
+        assert grad is not None
+        _local(grad).view(-1)[0] = float("inf")
+    parameters = dict(model.named_parameters())
+    wanted = {}
+    for name, parameter in parameters.items():
+        grad = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(grad, DTensor):
+            grad = grad.redistribute(placements=parameter.placements)  # that of a norm is partial
+        assert grad is not None
+        step = torch.zeros(()) if bad else 0.1 * _local(grad) / 8
+        wanted[name] = _local(parameter) - step
+    scaler.step(optimizer)
+    scaler.update()
+    faults = [
+        name
+        for name, parameter in parameters.items()
+        if not torch.allclose(_local(parameter), wanted[name], atol=1e-6)
+    ]
+    if scaler.get_scale() != (4.0 if bad else 8.0):
+        faults.append(f"scale {scaler.get_scale()}")
     return faults

@@ -43,3 +43,12 @@ def test_they_survive_what_torchs_survive(
 @pytest.mark.parametrize("kind", ["outputs", "row", "tied outputs"])
 def test_a_layer_made_under_inference_mode_trains(rank_pools: Pools, kind: str) -> None:
     assert rank_pools(2).run(parameter_work.made_under_inference_mode, kind) == [[]] * 2
+
+
+@pytest.mark.parametrize("bad", [None, "norm.weight", "up.weight_1", "down.weight"])
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("norm", ["plain", "replicated", "sharded"])
+def test_a_scaler_steps_on_all_ranks_or_on_none(
+    rank_pools: Pools, norm: str, grouped: bool, bad: str | None
+) -> None:
+    assert rank_pools(4).run(parameter_work.scaled_steps, norm, grouped, bad) == [[]] * 4
