@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -145,6 +147,45 @@ def test_on_a_gpu_a_warning_comes_later_and_an_error_at_once(
     for _ in range(2):
         _look(bad)
     assert said[1:] == ["agmm: check_nan: what is captured in a CUDA graph is not looked through"]
+
+
+def test_two_threads_say_what_has_come_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ask for the first answer before either takes it; the second has not come."""
+    both_ask = threading.Barrier(2)
+
+    made: list[_Event] = []
+
+    class Event(_Event):
+        def __init__(self) -> None:
+            made.append(self)
+
+        def query(self) -> bool:
+            if self.done:
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    both_ask.wait(0.5)
+            return self.done
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    said: list[str] = []
+    monkeypatch.setattr(_core, "write_line", said.append)
+    bad = torch.tensor([1.0, torch.nan]).as_subclass(_OnGpu)
+    agmm.check_nan("warn")
+    _look(bad)
+    nan_check.look_through("another_op", "x", bad, 3)
+    made[0].done = True
+    good = torch.ones(2).as_subclass(_OnGpu)
+    threads = [threading.Thread(target=_look, args=(good,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    (line,) = said
+    assert line.startswith("agmm: rank 3 sends a NaN in an_op: x at [1]")
+    for event in made:
+        event.done = True
+    agmm.check_nan("off")
+    assert [line.split(":")[1] for line in said[1:]] == [" rank 3 sends a NaN in another_op"]
 
 
 def test_operands_of_a_scatter_kernel_are_looked_through(group: str) -> None:

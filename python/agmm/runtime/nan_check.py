@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +23,8 @@ _mode: str | None = None
 _told: set[tuple[str, str, int]] = set()
 _forget: list[Callable[[], None]] = []
 _captures_told = False
+_lock = threading.Lock()
+"""Held while what was said, or what GPUs have still to say, is looked at and changed."""
 
 _Call = TypeVar("_Call")
 
@@ -53,8 +56,9 @@ def check_nan(mode: str) -> str:
     before = _current()
     _say_what_came()
     active, _mode = mode != "off", mode
-    _told.clear()
-    _captures_told = False
+    with _lock:
+        _told.clear()
+        _captures_told = False
     for forget in _forget:
         forget()
     return before
@@ -120,8 +124,9 @@ def look_through(
             _found(seen, int(_first_nan(tensor)), mode)
             return
         if torch.cuda.is_current_stream_capturing():
-            if not _captures_told:
-                _captures_told = True
+            with _lock:
+                is_new, _captures_told = not _captures_told, True
+            if is_new:
                 _core.write_line(
                     "agmm: check_nan: what is captured in a CUDA graph is not looked through"
                 )
@@ -135,7 +140,8 @@ def look_through(
         on_host = where.to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        _coming.append((seen, on_host, arrived))
+        with _lock:
+            _coming.append((seen, on_host, arrived))
 
 
 class _Seen(NamedTuple):
@@ -156,8 +162,11 @@ _coming: deque[tuple[_Seen, torch.Tensor, torch.cuda.Event]] = deque()
 
 
 def _say_what_came() -> None:
-    while _coming and _coming[0][2].query():
-        seen, on_host, _ = _coming.popleft()
+    arrived = []
+    with _lock:  # another thread may take the first one between the question and the answer
+        while _coming and _coming[0][2].query():
+            arrived.append(_coming.popleft())
+    for seen, on_host, _ in arrived:
         _found(seen, int(on_host), "warn")
 
 
@@ -183,8 +192,10 @@ def _found(seen: _Seen, at: int, mode: str) -> None:
             f"send in {seen.op}; wanted none (agmm.check_nan)"
         )
     key = seen.op, seen.name, seen.rank
-    if key not in _told:
+    with _lock:
+        is_new = key not in _told
         _told.add(key)
+    if is_new:
         _core.write_line(
             f"agmm: rank {seen.rank} sends a NaN in {seen.op}: {seen.name} at {index} of {seen}; "
             "further ones of this op and tensor are not reported"
