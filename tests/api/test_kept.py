@@ -69,6 +69,50 @@ def test_a_kept_collective_serves_its_kind_alone(
     assert len(set(calls.kinds)) == len(calls.kinds) - 1
 
 
+F8, ONE = torch.zeros(16, 16).to(torch.float8_e4m3fn), torch.ones(1)
+KEPT: dict[str, Callable[[Any], Any]] = {
+    "all_gather_matmul": lambda group: agmm.all_gather_matmul(A, B, group),
+    "several weights": lambda group: agmm.all_gather_matmul(A, [B, B], group),
+    "matmul_reduce_scatter": lambda group: agmm.matmul_reduce_scatter(A, B, group),
+    "matmul_all_reduce": lambda group: agmm.matmul_all_reduce(A, B, group),
+    "all_gather_scaled_matmul": lambda group: agmm.all_gather_scaled_matmul(
+        F8, F8, ONE, ONE, group
+    ),
+    "quantize": lambda group: agmm.all_gather_matmul(
+        F8.float(), F8.float(), group, quantize="block"
+    ),
+    "scaled_matmul_reduce_scatter": lambda group: agmm.scaled_matmul_reduce_scatter(
+        F8, F8, ONE, ONE, group
+    ),
+    "all_gather": lambda group: collectives.all_gather(X, group),
+    "reduce_scatter": lambda group: collectives.reduce_scatter(X, group),
+    "all_reduce": lambda group: collectives.all_reduce(X, group),
+}
+
+
+@pytest.mark.parametrize("op", KEPT)
+def test_no_kept_call_serves_a_destroyed_group(
+    group: str, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """Its memory may be gone, and its peers with it."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", op != "quantize")
+    other = dist.new_group([0])
+    is_fp8 = op in ("quantize", "all_gather_scaled_matmul")
+    call = mock.Mock(return_value=(None, None, [RESULT]) if is_fp8 else (None, [RESULT]))
+
+    class Calls(dict[Any, Any]):
+        def get(self, kind: Any, default: Any = None) -> Any:
+            return call
+
+    monkeypatch.setattr(kept, "kept_calls", {other: Calls()})
+    KEPT[op](other)
+    assert call.call_count == 1
+    dist.destroy_process_group(other)
+    with pytest.raises(InvalidArgument, match="^group: found a destroyed one"):
+        KEPT[op](other)
+    assert call.call_count == 1
+
+
 def test_collectives_share_no_kind(calls: Calls) -> None:
     for function in COLLECTIVES:
         function(X)

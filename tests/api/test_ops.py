@@ -277,6 +277,40 @@ def test_a_destroyed_group_is_not_the_next_one_of_its_name(group: str, needs_gra
         assert refusal(out.sum().backward) == wanted
 
 
+def test_a_destroyed_group_is_not_served_by_another_one_of_its_name() -> None:
+    """Of a call that no earlier one was like."""
+    groups_of_one: list[Any] = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        groups_of_one.append(dist.group.WORLD)
+        if len(groups_of_one) == 1:
+            dist.destroy_process_group()
+    try:
+        old, new = groups_of_one
+        assert old.group_name == new.group_name
+        A, B = torch.ones(16, 16), torch.ones(16, 16)
+        F8, one = A.to(torch.float8_e4m3fn), torch.ones(1)
+        grad = A.clone().requires_grad_()
+        calls: list[Callable[[Any], Any]] = [
+            lambda group: all_gather_matmul(A, B, group),
+            lambda group: all_gather_matmul(grad, B, group),
+            lambda group: all_gather_matmul(A, B, group, quantize="tensorwise"),
+            lambda group: agmm.matmul_reduce_scatter(A, B, group),
+            lambda group: agmm.matmul_all_reduce(A, B, group),
+            lambda group: agmm.all_gather_scaled_matmul(F8, F8, one, one, group),
+            lambda group: agmm.scaled_matmul_reduce_scatter(F8, F8, one, one, group),
+            lambda group: agmm.collectives.all_gather(A, group),
+            lambda group: agmm.collectives.reduce_scatter(A, group),
+            lambda group: agmm.collectives.all_reduce(A, group),
+            lambda group: agmm.collectives.all_reduce_rms_norm(A, A, A[0], group=group),
+        ]
+        for call in calls:
+            assert refusal(lambda call=call: call(old)).startswith("group: found a destroyed one")
+            call(new)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_limit_that_is_no_number_is_refused_by_one_rank_too(
     group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -497,11 +531,13 @@ def test_unfused_path_of_three_dimensions(group: str) -> None:
 def test_unfused_on_request_is_no_surprise(group: str) -> None:
     A, B = whole_numbers(4, 6), whole_numbers(6, 3, seed=1)
     Bs = [B, whole_numbers(6, 1, seed=2)]
-    for strict in (False, True):  # a warning would be an error here
-        assert torch.equal(all_gather_matmul(A, B, config="unfused", strict=strict), A @ B)
-        gathered, outs = all_gather_matmul(A, Bs, config="unfused", strict=strict, return_A=True)
-        assert torch.equal(gathered, A)
-        assert all(torch.equal(out, A @ b) for out, b in zip(outs, Bs, strict=True))
+    # A warning would be an error here.
+    assert torch.equal(all_gather_matmul(A, B, config="unfused"), A @ B)
+    gathered, outs = all_gather_matmul(A, Bs, config="unfused", return_A=True)
+    assert torch.equal(gathered, A)
+    assert all(torch.equal(out, A @ b) for out, b in zip(outs, Bs, strict=True))
+    message = refusal(lambda: all_gather_matmul(A, B, config="unfused", strict=True), Unsupported)
+    assert message == "config: unfused was asked for; strict=True refuses the unfused path"
 
 
 # --- torch.library and torch.compile ---
@@ -528,7 +564,7 @@ def test_opcheck_all_gather_matmul(
     Bs = [torch.randn(8, 3), torch.randn(5, 8).t()]
     biases = [None, torch.randn(5)]
     for A in (torch.randn(6, 8), torch.randn(2, 3, 8)):
-        arguments = (A, Bs, biases, group, 1, gather_dim, return_A, config, True)
+        arguments = (A, Bs, biases, group, 1, gather_dim, return_A, config, not config)
         torch.library.opcheck(torch.ops.agmm._all_gather_matmul.default, arguments)
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 import agmm
-from agmm.ops import paths
+from agmm.ops import kept
 from agmm.testing.cases import Shape, make_operands
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
@@ -22,4 +22,4 @@ def fused_calls_made(shape: Shape, strict: bool) -> int:
     reference = gathered_product(p.A, p.B)
     allowed = allowed_error(relative_error(torch.mm(p.A, p.B), reference))
     assert relative_error(out, reference) <= allowed
-    return len(paths.kept_calls.get(group, {}))
+    return len(kept.kept_calls.get(group, {}))

@@ -172,7 +172,8 @@ class _Session:
 
             def by_op() -> ways.Result:
                 op: Any = agmm.all_gather_matmul
-                found = op(A_shard, B, group, return_A=return_A, config=config, strict=True)
+                strict = plan != UNFUSED
+                found = op(A_shard, B, group, return_A=return_A, config=config, strict=strict)
                 return found if return_A else (None, found)
 
             return by_op

@@ -214,7 +214,7 @@ def all_gather_matmul(
             None).
         config: a `KernelConfig` or its name to use instead of the chosen one, perhaps with a
             transport (``KERNEL/pull``); ``"gather"`` for agmm's gather and the library's matmul on
-            CUDA, at most 16 MiB gathered; or ``"unfused"``.
+            CUDA, at most 16 MiB gathered; or ``"unfused"``, which ``strict`` refuses.
         strict: raise `Unsupported` instead of taking the unfused path
             (``all_gather_into_tensor`` + ``matmul``) with one warning.
         save_gathered: keep the gathered A for the backward of B, instead of A_shard, which takes

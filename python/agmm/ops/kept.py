@@ -1,5 +1,6 @@
-"""Calls that agmm's kernels have served on CUDA, of fp8 ops, collectives and all-reduces of a
-product: tensors of the same kinds need no checks again, no plan and no dispatcher."""
+"""Calls that were served before, of all ops: tensors of the same kinds need no checks again, no plan
+and no dispatcher. The one place where a kept call is looked up, so that each of them asks whether
+its group is still in use."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from agmm.runtime import groups, nan_check
 
 kept_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]]
 kept_calls = weakref.WeakKeyDictionary()
-"""By what `kind_of_call` says of them; they end with their group."""
+"""By what an op says of their kind, such as `kind_of_call`; they end with their group."""
 
 nan_check.on_change(kept_calls.clear)
 
@@ -55,23 +56,35 @@ def kind_on_gpu(settings: tuple[Any, ...], strict: Any, *given: Any) -> Any:
     return kind_of_call((*settings, strict), *given)
 
 
-def call_kept(group: dist.ProcessGroup, kind: Any, *operands: Any) -> Any:
-    """What the call returns that served that kind before; None where there was none, or it cannot
-    serve these operands. Collective."""
+def find(group: dist.ProcessGroup, kind: Any) -> Any:
+    """The call that served that kind before; None where there was none.
+
+    Raises:
+        InvalidArgument: the group has been destroyed, and so the memory that the call would use.
+    """
     calls = kept_calls.get(group)
     call = None if calls is None or kind is None else calls.get(kind)
-    if calls is None or call is None:
+    if call is not None:
+        groups.check_alive(group)
+    return call
+
+
+def call_kept(group: dist.ProcessGroup, kind: Any, *operands: Any) -> Any:
+    """What the call returns that served that kind before; None where there was none, or it cannot
+    serve these operands. Collective. Errors as those of `find`."""
+    call = find(group, kind)
+    if call is None:
         return None
-    groups.check_alive(group)
     try:
         return call(*operands)
     except Unsupported:  # a workspace that cannot grow any more; nothing was begun
-        del calls[kind]
+        kept_calls[group].pop(kind, None)
         return None
 
 
 def keep(group: dist.ProcessGroup, kind: Any, call: Any) -> None:
-    """What `call_kept` calls from now on for that kind; nothing for None."""
+    """What `find` returns from now on for that kind; nothing is kept for None, or while NaNs are
+    looked for."""
     if kind is None or nan_check.active:
         return
     calls = kept_calls.setdefault(group, {})

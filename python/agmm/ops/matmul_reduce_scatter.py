@@ -55,13 +55,12 @@ def _kept(
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         return None
-    call = scatter_cuda.kept(A, B, bias, group, reduce_op, strict)
+    call = scatter_cuda.find(A, B, bias, group, reduce_op, strict)
     if call is None or A.is_neg() or B.is_neg() or (bias is not None and bias.is_neg()):
         return None
     needs_grad = A.requires_grad or B.requires_grad or (bias is not None and bias.requires_grad)
     if needs_grad and torch.is_grad_enabled():
         return None
-    groups.check_alive(group)
     return call((A,), (B,), bias)
 
 

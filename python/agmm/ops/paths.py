@@ -1,5 +1,5 @@
 """The fused or the unfused path of an ``all_gather_matmul``. Calls that were found to be legal for
-the fused one are kept."""
+the fused one are kept (`kept`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import InvalidArgument, Unsupported, warn_once
-from agmm.ops import small_collectives
+from agmm.ops import kept, small_collectives
 from agmm.ops.checks import FLOATS, check_gatherable
 from agmm.ops.prepare import prepare
 from agmm.planning import call_plans, legality, plans
@@ -121,7 +121,6 @@ class _CpuCall(NamedTuple):
     ) -> Outs:
         group = self.group()
         assert group is not None
-        groups.check_alive(group)
         return fused_cpu(A_shard, Bs, biases, group, self.return_A)
 
 
@@ -139,24 +138,12 @@ class _GatherCall(NamedTuple):
     ) -> Outs:
         group = self.group()
         assert group is not None
-        groups.check_alive(group)
         A = small_collectives.gather(A_shard, group)
         return (A if self.return_A else None), _products(A, Bs, biases)
 
 
-_Kept = _CpuCall | _GatherCall | FusedCall | Callable[..., Outs]
-
-kept_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Kept]]
-kept_calls = weakref.WeakKeyDictionary()
-"""Those that were found to be legal for the fused path; they end with their group."""
-
-nan_check.on_change(kept_calls.clear)
-
 _BY_LIBRARY = (plans.UNFUSED.name, plans.GATHERED.name)
 """Configs whose matmul is the library's."""
-
-_MAX_FUSED_CALLS = 4096  # per group
-
 
 _Sending = TypeVar("_Sending", FusedCall, _GatherCall)
 
@@ -190,14 +177,10 @@ def run(
     if kinds is None:
         kinds = [None if t is None else kind_of(t) for t in (A_shard, *Bs, *biases)]
     may_choose = not (config or strict or prefer_fused)
-    key = (gather_dim, return_A, config, may_choose, len(Bs), *kinds)
-    calls = kept_calls.get(group)
-    call = None if calls is None else calls.get(key)
-    if calls is not None and call is not None:
-        try:
-            return call(A_shard, Bs, biases)
-        except Unsupported:  # a workspace that cannot grow any more; nothing was begun
-            del calls[key]
+    key = ("all_gather_matmul", gather_dim, return_A, config, may_choose, len(Bs), *kinds)
+    found: Outs | None = kept.call_kept(group, key, A_shard, Bs, biases)
+    if found is not None:
+        return found
     in_words = Call("all_gather_matmul", A_shard=A_shard, B=Bs, gather_dim=gather_dim)
     with groups.of(group).lock, groups.calling(in_words):
         return _run_anew(
@@ -254,7 +237,9 @@ def _run_anew(
     if reason is None:
         try:
             if config == plans.GATHERED.name:
-                call: _Kept = looking(_GatherCall(weakref.ref(group), return_A), group)
+                call: _CpuCall | Callable[..., Outs] = looking(
+                    _GatherCall(weakref.ref(group), return_A), group
+                )
             elif A_shard.device.type == "cpu":
                 call = _CpuCall(weakref.ref(group), return_A)
             else:
@@ -280,12 +265,9 @@ def _run_anew(
             reason = str(error)
         else:
             if is_kept:
-                calls = kept_calls.setdefault(group, {})
-                if len(calls) >= _MAX_FUSED_CALLS:
-                    calls.clear()
-                calls[key] = call
+                kept.keep(group, key, call)
             return found
-    if config != "unfused":
+    if strict or config != plans.UNFUSED.name:  # which is what the caller asked for, or the plan
         fall_back(reason, strict)
     A, outs = unfused(A_shard, Bs, biases, group, gather_dim)
     return (A if return_A else None), outs

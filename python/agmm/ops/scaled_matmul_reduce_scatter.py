@@ -156,10 +156,10 @@ def scaled_matmul_reduce_scatter(
         check_flag(name, flag)
     given = A, B, scale_a, scale_b, bias, result_scale
     settings = scatter_dim, reduce_op, out_dtype, use_fast_accum, strict
-    group_name = groups.name_of(group)
     kind = None if is_watched() else kept.kind_of_call(settings, *given)
     if kind is not None:
-        return _run(kind, given, groups.group_of(group_name), settings)
+        return _run(kind, given, groups.resolved(group), settings)
+    group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)
     # Before the op's schema refuses in its own words what is no tensor.
     check_scaled_scatter(*given, out_dtype, world_size, scatter_dim, reduce_op)

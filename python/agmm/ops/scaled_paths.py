@@ -85,6 +85,7 @@ def gather(
     """``all_gather_scaled_matmul`` of checked or unchecked operands. What A and its scales are
     without ``return_A`` is nobody's to look at. ``plan``: instead of the chosen one. ``keep_as``:
     see `kept.keep`."""
+    groups.check_alive(group)
     check_scaled_gather(
         A_shard, scale_a, Bs, scale_bs, biases, result_scales, out_dtypes, gather_dim
     )

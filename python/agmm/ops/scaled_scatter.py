@@ -55,6 +55,7 @@ def scatter(
         plan: instead of the chosen one, on a GPU.
         keep_as: see `kept.keep`.
     """
+    groups.check_alive(group)
     world_size = group.size()
     check_scaled_scatter(
         A,

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from agmm import _core
-from agmm.errors import Unsupported
-from agmm.ops import scatter_plan
+from agmm.errors import InvalidArgument, Unsupported
+from agmm.ops import kept, scatter_plan
 from agmm.ops.paths import kind_of
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import groups, nan_check
@@ -26,29 +26,24 @@ _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, ScatterCall | Non
 _calls = weakref.WeakKeyDictionary()
 """None where another way is planned. They end with their group."""
 
-_ready: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, ScatterCall]]
-_ready = weakref.WeakKeyDictionary()
-"""Those of one product that take their operands as they are given, along dimension 0: see `kept`.
-"""
-
-nan_check.on_change(_ready.clear)
-
 _MAX_CALLS = 4096  # per group
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def kept(
+def find(
     A: Any, B: Any, bias: Any, group: dist.ProcessGroup, reduce_op: Any, strict: bool
 ) -> ScatterCall | None:
-    """The call that served one product of such operands before, which then need no checks but
-    whether they require gradients or are to be negated; or None, also for what is no tensor."""
-    calls = _ready.get(group)
-    if calls is None:
-        return None
+    """The call that served one product of such operands before, along dimension 0 and as they are
+    given, which then need no checks but whether they require gradients or are to be negated; or
+    None, also for what is no tensor. Errors as those of `kept.find`."""
     try:
-        return calls.get(_ready_key(A, B, bias, reduce_op, strict))
+        found: ScatterCall | None
+        found = kept.find(group, _ready_key(A, B, bias, reduce_op, strict))
+    except InvalidArgument:
+        raise
     except (AttributeError, RuntimeError, TypeError):  # no tensors, not strided, or no name
         return None
+    return found
 
 
 def keep(
@@ -60,11 +55,8 @@ def keep(
     strict: bool,
     call: ScatterCall,
 ) -> None:
-    """What `kept` returns from now on for such operands."""
-    ready = _ready.setdefault(group, {})
-    if len(ready) >= _MAX_CALLS:
-        ready.clear()
-    ready[_ready_key(A, B, bias, reduce_op, strict)] = call
+    """What `find` returns from now on for such operands."""
+    kept.keep(group, _ready_key(A, B, bias, reduce_op, strict), call)
 
 
 def _ready_key(A: Any, B: Any, bias: Any, reduce_op: Any, strict: bool) -> Any:
@@ -147,7 +139,7 @@ def run(
     out = call(As, Bs, bias)
     as_given = all(one is other for one, other in zip(given, (*As, *Bs), strict=True))
     is_plain = all(type(one) in _PLAIN for one in given)
-    if len(As) == 1 and as_given and is_plain and not nan_check.active:  # these go without a look
+    if len(As) == 1 and as_given and is_plain:
         keep(As[0], Bs[0], bias, group, reduce_op, strict, call)
     return out if scatter_dim == 0 else moved(out, 0, scatter_dim)
 
