@@ -26,7 +26,7 @@ from agmm.planning import fp8_kernels
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import cuda_scaled, cuda_scaled_calls, scaling
 from agmm.runtime.scaled import Scaled, Weight
-from agmm.runtime.scaling import ALL, SCALINGS
+from agmm.runtime.scaling import ALL, BY_NAME, SCALINGS
 from agmm.testing.reference import relative_error
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -600,6 +600,61 @@ def test_bad_input_of_a_quantised_gather(
         op(**(given_here | arguments))
 
 
+Products = list[tuple[Scaled, Weight]]
+
+
+@pytest.fixture
+def products(group: str, monkeypatch: pytest.MonkeyPatch) -> Products:
+    """What gathers multiply: the shard and each weight."""
+    found: Products = []
+    on_cpu = scaled_paths.all_gather_on_cpu
+
+    def note(workspace: Any, shard: Scaled, weights: list[Weight], *rest: Any, **how: Any) -> Any:
+        found.extend((shard, weight) for weight in weights)
+        return on_cpu(workspace, shard, weights, *rest, **how)
+
+    monkeypatch.setattr(scaled_paths, "all_gather_on_cpu", note)
+    return found
+
+
+@pytest.mark.parametrize("rows", [(1,), (1, 1), (6,), (2, 3)], ids=str)
+@pytest.mark.parametrize("k", [16, 128, 144])
+@pytest.mark.parametrize("kind", quantize.KINDS)
+def test_operands_that_agmm_quantises_have_scales_of_the_kind_that_was_asked_for(
+    products: Products, kind: str, rows: tuple[int, ...], k: int
+) -> None:
+    """However their shapes read: the scales of at most 128 × 128 numbers are [1, 1] in two kinds,
+    and those of one row and one block in three."""
+    wanted = BY_NAME[kind]
+    op: Callable[..., Any] = agmm.all_gather_matmul
+    A = torch.randn(*rows, k).bfloat16()
+    for ns in ((128,), (16, 256), (256, 128, 16)):
+        Bs = [torch.randn(k, n).bfloat16() for n in ns]
+        outs = op(A, Bs, quantize=kind, strict=True)
+        assert [out.shape for out in outs] == [(*rows, n) for n in ns]
+        assert [(shard.tile, weight.B.tile) for shard, weight in products] == [
+            (wanted.a, wanted.b)
+        ] * len(ns)
+        assert [cuda_scaled.why_illegal(*one) for one in products] == [None] * len(ns)
+        products.clear()
+
+
+def test_weights_that_share_a_gather_have_one_kind_of_scales(products: Products) -> None:
+    """Where there is one that fits all of them."""
+    A, of_a = numbers(1, 128), scales(1, 1)
+    for ns in ((16, 256), (256, 16)):
+        Bs = [numbers(n, 128, seed=1).t() for n in ns]
+        of_bs = [scales(1, -(-n // 128), seed=1) for n in ns]
+        outs = agmm.all_gather_scaled_matmul(A, Bs, of_a, of_bs, strict=True)
+        kinds = {(shard.tile, weight.B.tile) for shard, weight in products}
+        assert kinds == {(BY_NAME["block"].a, BY_NAME["block"].b)}
+        assert [cuda_scaled.why_illegal(*one) for one in products] == [None, None]
+        for B, of_b, out in zip(Bs, of_bs, outs, strict=True):
+            columns = of_b.repeat_interleave(128, 1)[:, : B.shape[1]]
+            assert torch.equal(out, ((A.float() * of_a) @ (B.float() * columns)).bfloat16())
+        products.clear()
+
+
 # --- calls that are kept ---
 
 
@@ -644,7 +699,7 @@ def test_a_kept_call_that_cannot_be_made_any_more_is_forgotten(group: str) -> No
 
     operands = given("rowwise")
     kind = kept.kind_of_call(
-        (0, False, torch.bfloat16, False, False),
+        (0, False, torch.bfloat16, False, False, ""),
         *(operands["A"], operands["scale_a"], [operands["B"]], [operands["scale_b"]]),
         *([None], [None]),
     )

@@ -13,7 +13,7 @@ from agmm.errors import InvalidArgument
 from agmm.ops import kept, scaled_paths
 from agmm.ops.library import library
 from agmm.ops.operands import is_watched
-from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_gather, scaling_of
+from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_gather, scalings_of
 from agmm.runtime import groups
 from agmm.runtime.results import moved
 from agmm.runtime.scaling import ALL
@@ -27,7 +27,7 @@ _Given = tuple[
     list[torch.Tensor | None],
     list[torch.Tensor | None],
 ]
-_Settings = tuple[int, bool, torch.dtype, bool, bool]
+_Settings = tuple[int, bool, torch.dtype, bool, bool, str]
 
 
 def _impl(
@@ -44,9 +44,10 @@ def _impl(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
     strict: bool = False,
+    quantize: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     group = groups.group_of_size(group_name, world_size)
-    settings = gather_dim, return_A, out_dtype, use_fast_accum, strict
+    settings = gather_dim, return_A, out_dtype, use_fast_accum, strict, quantize
     given = A_shard, scale_a, Bs, scale_bs, biases, result_scales
     kind = kept.kind_of_call(settings, *given)
     A, scale_A, outs = _run(kind, given, group, settings)
@@ -75,10 +76,12 @@ def _run(
     found: scaled_paths.Outs | None = kept.call_kept(group, kind, *operands)
     if found is not None:
         return found
-    gather_dim, return_A, out_dtype, use_fast_accum, strict = settings
+    gather_dim, return_A, out_dtype, use_fast_accum, strict, quantize = settings
     count = len(given[2])
     each = [out_dtype] * count, [use_fast_accum] * count
-    return scaled_paths.gather(*given, *each, group, gather_dim, return_A, strict, keep_as=kind)
+    return scaled_paths.gather(
+        *given, *each, group, gather_dim, return_A, strict, quantize=quantize, keep_as=kind
+    )
 
 
 def _fake(
@@ -95,6 +98,7 @@ def _fake(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
     strict: bool = False,
+    quantize: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     dtypes = [out_dtype] * len(Bs)
     check_scaled_gather(A_shard, scale_a, Bs, scale_bs, biases, result_scales, dtypes, gather_dim)
@@ -103,7 +107,7 @@ def _fake(
     outs = [A_shard.new_empty(*shape[:-1], B.shape[1], dtype=out_dtype) for B in Bs]
     if not return_A:
         return *_no_A(A_shard), outs
-    if scaling_of(A_shard, scale_a, Bs[0], scale_bs[0]).a[0] == ALL:
+    if scalings_of(A_shard, scale_a, Bs, scale_bs, quantize)[0].a[0] == ALL:
         scale_A = scale_a.new_empty(world_size, 1)
     else:
         scale_A = scale_a.new_empty(*shape[:-1], scale_a.shape[-1])
@@ -126,6 +130,30 @@ for _key in ("CPU", "CUDA"):
     library.impl("_all_gather_scaled_matmul", _impl, _key)
 library.impl("_all_gather_scaled_matmul", _fake, "Meta")
 library.impl("_all_gather_scaled_matmul", _autograd, "Autograd")
+
+
+def gather(
+    given: _Given, group: dist.ProcessGroup | DeviceMesh | str | None, settings: _Settings
+) -> scaled_paths.Outs:
+    """A, its scales and the products. Collective.
+
+    Args:
+        settings: ``gather_dim``, ``return_A``, ``out_dtype``, ``use_fast_accum``, ``strict``, and
+            the kind of the scales where an ``all_gather_matmul`` has made them, else "".
+    """
+    kind = None
+    if settings[0] == 0 and not is_watched():
+        kind = kept.kind_of_call(settings, *given)
+    if kind is not None:
+        return _run(kind, given, groups.resolved(group), settings)
+    # Before the op's schema refuses in its own words what is no tensor.
+    check_scaled_gather(*given, [settings[2]] * len(given[2]), settings[0])
+    group_name = groups.name_of(group)
+    world_size = groups.world_size_of(group_name)
+    A, scale_A, outs = torch.ops.agmm._all_gather_scaled_matmul.default(
+        *given, group_name, world_size, *settings
+    )
+    return A, scale_A, outs
 
 
 def _one_each(name: str, given: Any, count: int) -> list[torch.Tensor | None]:
@@ -281,20 +309,8 @@ def all_gather_scaled_matmul(
         check_flag(name, flag)
     biases = _one_each("bias", bias, len(Bs))
     result_scales = _one_each("result_scale", result_scale, len(Bs))
-    settings = gather_dim, return_A, out_dtype, use_fast_accum, strict
+    settings = gather_dim, return_A, out_dtype, use_fast_accum, strict, ""
     given = A_shard, scale_a, Bs, scale_bs, biases, result_scales
-    kind = None
-    if gather_dim == 0 and not is_watched():
-        kind = kept.kind_of_call(settings, *given)
-    if kind is not None:
-        A, scale_A, outs = _run(kind, given, groups.resolved(group), settings)
-    else:
-        # Before the op's schema refuses in its own words what is no tensor.
-        check_scaled_gather(*given, [out_dtype] * len(Bs), gather_dim)
-        group_name = groups.name_of(group)
-        world_size = groups.world_size_of(group_name)
-        A, scale_A, outs = torch.ops.agmm._all_gather_scaled_matmul.default(
-            *given, group_name, world_size, *settings
-        )
+    A, scale_A, outs = gather(given, group, settings)
     out: Any = outs if several else outs[0]
     return (A, scale_A, out) if return_A else out

@@ -10,7 +10,7 @@ import torch
 
 from agmm.errors import InvalidArgument
 from agmm.ops import small_collectives
-from agmm.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
+from agmm.ops.all_gather_scaled_matmul import gather
 from agmm.ops.checks import check_operand
 from agmm.ops.scaled_checks import BIAS_DTYPES, check_no_backward
 from agmm.runtime import collectives, cuda_quantize
@@ -186,14 +186,13 @@ def gather_quantised(
     if scaling.a[0] != ALL:
         scale_a = scale_a.view(*A_shard.shape[:-1], scale_a.shape[-1])
     weights = [quantised(B.t().contiguous().t(), scaling.b) for B in Bs]
-    return all_gather_scaled_matmul(
+    given = (
         rows.view(A_shard.shape),
-        [B for B, _ in weights],
         scale_a,
+        [B for B, _ in weights],
         [scale for _, scale in weights],
-        group,
-        gather_dim=gather_dim,
-        bias=biases,
-        out_dtype=A_shard.dtype,
-        strict=strict,
+        list(biases),
+        [None] * len(Bs),
     )
+    *_, outs = gather(given, group, (gather_dim, False, A_shard.dtype, False, strict, quantize))
+    return outs

@@ -10,7 +10,7 @@ import torch
 from agmm.errors import InvalidArgument
 from agmm.ops.checks import check_chunk_signals, check_matrix, check_operand
 from agmm.runtime.scaled import FP8
-from agmm.runtime.scaling import ALL, K_MULTIPLE, SCALINGS, Scaling, Tile, scale_shape
+from agmm.runtime.scaling import ALL, BY_NAME, K_MULTIPLE, SCALINGS, Scaling, Tile, scale_shape
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *FP8)
 BIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -74,6 +74,26 @@ def scaling_of(
         f"scale_b: found shape {tuple(scale_b.shape)}, wanted {_wanted(B.shape, of_a, 'b')}, "
         f"which goes with scale_a of shape {tuple(scale_a.shape)}"
     )
+
+
+def scalings_of(
+    A: torch.Tensor,
+    scale_a: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    scale_bs: Sequence[torch.Tensor],
+    known: str = "",
+) -> list[Scaling]:
+    """The kind of the scales of each weight, which `scaling_of` accepts: the one that is ``known`` to
+    whoever made them; else the first that fits all weights, since they share A, and a shape such as
+    [1, 1] fits several; else each weight's own."""
+    if known:
+        return [BY_NAME[known]] * len(Bs)
+    for scaling in SCALINGS:
+        if _fits(scale_a, A.shape, scaling.a) and all(
+            _fits(scale, B.shape, scaling.b) for B, scale in zip(Bs, scale_bs, strict=True)
+        ):
+            return [scaling] * len(Bs)
+    return [scaling_of(A, scale_a, *one) for one in zip(Bs, scale_bs, strict=True)]
 
 
 def _check_product(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from agmm.errors import Unsupported
 from agmm.ops import kept, scaled_products
 from agmm.ops.paths import fall_back
-from agmm.ops.scaled_checks import check_scaled_gather, scaling_of
+from agmm.ops.scaled_checks import check_scaled_gather, scaling_of, scalings_of
 from agmm.ops.scaled_plans import kernel_of, problem_of
 from agmm.planning import call_plans, fp8_kernels
 from agmm.planning.plans import UNFUSED, Plan, Problem
@@ -20,7 +20,7 @@ from agmm.runtime.calls import Call
 from agmm.runtime.cpu_scaled import all_gather_scaled_matmul as all_gather_on_cpu
 from agmm.runtime.results import reshaped
 from agmm.runtime.scaled import Scaled, Weight
-from agmm.runtime.scaling import ALL, Tile
+from agmm.runtime.scaling import ALL, Scaling, Tile
 from agmm.runtime.workspaces import cpu_workspace, cuda_workspace, take_turn
 
 
@@ -52,13 +52,33 @@ def weight_of(
     result_scale: torch.Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    scaling: Scaling | None = None,
 ) -> tuple[Tile, Weight]:
-    """The tiles of A's scales, and the weight; of checked operands."""
-    scaling = scaling_of(A, scale_a, B, scale_b)
+    """The tiles of A's scales, and the weight; of checked operands. ``scaling``: the kind of the
+    scales where it is known, and not to be told by their shapes."""
+    scaling = scaling or scaling_of(A, scale_a, B, scale_b)
     if scaling.b == (ALL, ALL):
         scale_b = scale_b.reshape(1, 1)
     operand = Scaled(B, scale_b, scaling.b)
     return scaling.a, Weight(operand, bias, result_scale, out_dtype, fast_accum)
+
+
+def _weights_of(
+    A: torch.Tensor,
+    scale_a: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    scale_bs: Sequence[torch.Tensor],
+    *others: Any,
+) -> tuple[Tile, list[Weight]]:
+    """`weight_of` of weights that share A; ``others`` is what that takes behind scale_b, for each
+    weight, and the kind of the scales by its name or ""."""
+    *of_each, known = others
+    scalings = scalings_of(A, scale_a, Bs, scale_bs, known)
+    described = [
+        weight_of(A, scale_a, *given)
+        for given in zip(Bs, scale_bs, *of_each, scalings, strict=True)
+    ]
+    return described[0][0], [weight for _, weight in described]
 
 
 Outs = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
@@ -80,21 +100,25 @@ def gather(
     strict: bool,
     plan: Plan | None = None,
     *,
+    quantize: str = "",
     keep_as: Any = None,
 ) -> Outs:
     """``all_gather_scaled_matmul`` of checked or unchecked operands. What A and its scales are
-    without ``return_A`` is nobody's to look at. ``plan``: instead of the chosen one. ``keep_as``:
-    see `kept.keep`."""
+    without ``return_A`` is nobody's to look at.
+
+    Args:
+        plan: instead of the chosen one.
+        quantize: the kind of the scales, for an ``all_gather_matmul`` that has made them.
+        keep_as: see `kept.keep`.
+    """
     groups.check_alive(group)
     check_scaled_gather(
         A_shard, scale_a, Bs, scale_bs, biases, result_scales, out_dtypes, gather_dim
     )
-    described = [
-        weight_of(A_shard, scale_a, *given)
-        for given in zip(Bs, scale_bs, biases, result_scales, out_dtypes, fast_accum, strict=True)
-    ]
-    weights = [weight for _, weight in described]
-    shard = rows_of(A_shard, scale_a, described[0][0], gather_dim)
+    tile, weights = _weights_of(
+        A_shard, scale_a, Bs, scale_bs, biases, result_scales, out_dtypes, fast_accum, quantize
+    )
+    shard = rows_of(A_shard, scale_a, tile, gather_dim)
     call = Call(
         "all_gather_scaled_matmul",
         A_shard=A_shard,
@@ -283,12 +307,10 @@ def why_no_cuda_kernels(
 ) -> str | None:
     """The reason why no kernels compute a checked call of ``gather``, or None. The same on all
     ranks, as long as they call with the same shapes and dtypes, and weights of the same layout."""
-    described = [
-        weight_of(A_shard, scale_a, *given)
-        for given in zip(Bs, scale_bs, biases, result_scales, out_dtypes, fast_accum, strict=True)
-    ]
-    shard = rows_of(A_shard, scale_a, described[0][0], gather_dim)
-    weights = [weight for _, weight in described]
+    tile, weights = _weights_of(
+        A_shard, scale_a, Bs, scale_bs, biases, result_scales, out_dtypes, fast_accum, ""
+    )
+    shard = rows_of(A_shard, scale_a, tile, gather_dim)
     return _cuda_kernels(shard, weights, group, False, True, None)[1]
 
 
