@@ -19,8 +19,10 @@ import torch.distributed as dist
 import agmm
 from agmm import _core
 from agmm.integrations import fsdp
-from agmm.ops import paths, scatter_cuda
-from agmm.runtime import nan_check
+from agmm.ops import paths, scaled_scatter, scatter_cuda
+from agmm.planning import call_plans
+from agmm.planning.plans import KernelConfig, Plan, Problem
+from agmm.runtime import groups, nan_check
 
 
 @pytest.fixture(autouse=True)
@@ -199,6 +201,53 @@ def test_operands_of_a_scatter_kernel_are_looked_through(group: str) -> None:
         pytest.raises(agmm.AgmmError, match=r"B: found a NaN at \[1, 0\] .* in matmul_reduce_sca"),
     ):
         scatter_cuda.run([A], [B], None, of_group, 0, "sum", strict=False)
+
+
+@pytest.mark.parametrize("name", ["A", "B", "scale_a", "scale_b"])
+def test_operands_of_a_scaled_scatter_kernel_are_looked_through(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """On a stand-in of the kernel."""
+    E4M3 = torch.float8_e4m3fn
+    given = {
+        "A": torch.ones(4, 16).to(E4M3),
+        "B": torch.ones(16, 16).to(E4M3),
+        "scale_a": torch.ones(4, 1),
+        "scale_b": torch.ones(1, 16),
+    }
+    made = mock.Mock(return_value=torch.ones(2, 16).bfloat16())
+    kernel = KernelConfig.parse("128x128x128_1x1_pingpong")
+    planner = mock.Mock(fused_plan=lambda problem: Plan("push", kernel))
+    for place, stand_in in (
+        ("why_unfused", lambda *_: None),
+        ("problem_of", lambda *_, **__: Problem(4, 16, 16, accumulation="slow")),
+        ("scatter_workspace", lambda *_: None),
+        ("ready_scatter", lambda *_, **__: made),
+    ):
+        monkeypatch.setattr(scaled_scatter, place, stand_in)
+    monkeypatch.setattr(call_plans, "planner", lambda *_: planner)
+    monkeypatch.setattr(groups, "check_alive", lambda group: None)
+    monkeypatch.setattr(groups, "of", lambda group: mock.Mock(rank=1))
+    monkeypatch.setattr(nan_check, "look_through", partial(_on_cpu, nan_check.look_through))
+    group: Any = mock.Mock(**{"size.return_value": 2})
+
+    def scatter() -> torch.Tensor:
+        with mock.patch.object(torch.Tensor, "is_cuda", True):
+            return scaled_scatter.scatter(
+                *given.values(), None, None, group, 0, "sum", torch.bfloat16, False, True
+            )
+
+    agmm.check_nan("raise")
+    assert scatter().shape == (2, 16)
+    given[name] = given[name].float().fill_(torch.nan).to(given[name].dtype)
+    with pytest.raises(agmm.AgmmError, match=rf"^{name}: found a NaN .* in scaled_matmul_reduce_"):
+        scatter()
+    assert made.call_count == 1
+
+
+def _on_cpu(look: Any, *arguments: Any) -> None:
+    with mock.patch.object(torch.Tensor, "is_cuda", False):
+        look(*arguments)
 
 
 def test_what_fsdp_sends_is_looked_through(group: str) -> None:

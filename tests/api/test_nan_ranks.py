@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import nan_work
 import pytest
+import torch
 
 from agmm.testing.ranks import RankPool
 
@@ -19,6 +20,23 @@ FOUND = {  # op, tensor and index
     "all_reduce": ("all_reduce", "x", "[2] of [4] bfloat16"),
     "background": ("all_reduce", "x", "[2] of [4] float32"),
     "torch": ("all_reduce", "x", "[2] of [4] complex64"),
+    "own rows of an all-reduce": ("matmul_all_reduce", "A @ B", "[0, 0] of [6, 2] float32"),
+    "scaled gather": ("all_gather_scaled_matmul", "A_shard", "[1, 2] of [4, 32] float8_e4m3fn"),
+    "scale of a gather": ("all_gather_scaled_matmul", "scale_a", "[1, 0] of [4, 1] float32"),
+    "scaled gather unfused": (
+        *("all_gather_scaled_matmul", "A_shard", "[1, 2] of [4, 32] float8_e4m3fn"),
+    ),
+    "scaled scatter": ("scaled_matmul_reduce_scatter", "A @ B", "[4, 0] of [6, 16] bfloat16"),
+    "scale of a scatter": ("scaled_matmul_reduce_scatter", "A @ B", "[3, 0] of [6, 16] bfloat16"),
+    "tensorwise": ("all_gather_matmul", "A_shard", "[1, 2] of [4, 32] bfloat16"),
+    "rowwise": ("all_gather_matmul", "A_shard", "[1, 2] of [4, 32] float32"),
+    "block": ("all_gather_matmul", "A_shard", "[1, 0, 2] of [4, 2, 32] float32"),
+    "one scale": ("all_gather_matmul", "A_shard", "[1, 2] of [4, 32] float32"),
+    "infinite": ("all_gather_matmul", "A_shard", "[0, 0] of [4, 32] float8_e4m3fn"),
+    "fp8 layer": ("all_gather_scaled_matmul", "A_shard", "[1, 2] of [4, 32] float32"),
+    "fp8 layer of rows": ("scaled_matmul_reduce_scatter", "A", "[1, 2] of [8, 16] float32"),
+    "relays": ("relayed_all_gather", "input", "[0, 1] of [4, 3] float32"),
+    "norm": ("all_reduce_rms_norm", "x", "[1, 2] of [2, 4] float32"),
     "backward of sum": ("matmul_reduce_scatter", "A @ B", "[3, 0] of [4, 3] float32"),
     "backward of gather": ("all_gather_matmul", "A_shard", "[1, 2] of [2, 4] float32"),
 }
@@ -28,13 +46,19 @@ def _lines(pool: RankPool, rank: int) -> list[str]:
     return [x for x in pool.stderr(rank).splitlines() if x.startswith("agmm:")]
 
 
+SENT_TOO = {"fp8 layer": "scale_a at [0, 0]", "fp8 layer of rows": "A @ B at [7, 0]"}
+"""Of a NaN that is found before the quantisation, what it becomes there."""
+
+
 @pytest.mark.parametrize("name", nan_work.CALLS)
 def test_the_rank_that_sends_a_nan_says_so_once(name: str) -> None:
     op, tensor, where = FOUND[name]
     with RankPool(2) as pool:
         pool.run(nan_work.warned, name, 0)
         assert _lines(pool, 1) == []
-        (line,) = _lines(pool, 0)
+        line, *more = [x for x in _lines(pool, 0) if "unfused" not in x]
+        found = [x.split(": ")[2].partition(" of ")[0] for x in more]
+        assert found == ([SENT_TOO[name]] if name in SENT_TOO else [])
         assert line.startswith(f"agmm: rank 0 sends a NaN in {op}: {tensor} at {where}; further")
 
 
@@ -54,3 +78,41 @@ def test_nothing_is_sent_where_it_raises(name: str) -> None:
                 "wanted none (agmm.check_nan)"
             )
             assert next_call == "[2.0, 2.0]"
+
+
+# By op of the library, the arguments with numbers that go to other ranks, themselves or in a product.
+SENT: dict[str, set[str]] = {
+    "_async_input_mm": set(),
+    "_async_input_scaled_mm": set(),
+    "_scaled_matmul": set(),
+    "_fused_all_gather_matmul_native": {"A_shard"},
+    "_all_gather_matmul": {"A_shard"},
+    "_all_gather_packed_matmul": {"A_shard"},
+    "_all_gather_scaled_matmul": {"A_shard", "scale_a"},
+    "_fused_matmul_reduce_scatter_native": {"A", "B"},
+    "_matmul_reduce_scatter": {"As", "Bs"},
+    "_scaled_matmul_reduce_scatter": {"A", "B", "scale_a", "scale_b"},
+    "_matmul_all_reduce": {"A", "B"},
+    "_all_gather": {"x"},
+    "_reduce_scatter": {"x"},
+    "_all_reduce": {"x"},
+    "_all_reduce_rms_norm": {"x"},
+}
+
+
+def test_whatever_an_op_sends_is_looked_through(pool: RankPool) -> None:
+    """A new op, or a new argument of one, has to say whether it is sent."""
+    registered = {
+        name.removeprefix("agmm::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("agmm::")
+    }
+    assert registered == set(SENT)
+    found = pool.run(nan_work.reported, 0)[0]
+    for name, sent in SENT.items():
+        schema = getattr(torch.ops.agmm, name).default._schema
+        tensors = {a.name for a in schema.arguments if "Tensor" in str(a.type)}
+        assert set(found[name]) <= tensors
+        untried = tensors - set(found[name])
+        assert untried <= {"a_chunk_signals", "packed", "result_scale", "result_scales"}, name
+        assert {argument for argument, is_told in found[name].items() if is_told} == sent, name

@@ -15,9 +15,11 @@ from agmm.ops import small_collectives
 from agmm.ops.checks import check_operand
 from agmm.ops.library import library
 from agmm.runtime import groups, nan_check
+from agmm.runtime.calls import part_of
 from agmm.runtime.collectives import is_traced
 
 Normed = tuple[torch.Tensor, torch.Tensor]
+_NAME = "all_reduce_rms_norm"
 
 
 def _check(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
@@ -65,7 +67,8 @@ def _start(
     found = _by_kernel(x, residual, weight, group, eps, strict, out, residual_out)
     if found is None:
         op = torch.ops.agmm._all_reduce.default
-        reduced = op(x, group.group_name, group.size(), "sum", strict)
+        with part_of(_NAME):
+            reduced = op(x, group.group_name, group.size(), "sum", strict)
         found = _composite(reduced, residual, weight, eps)
     normed, total = found
     if residual_out is not None and total is not residual_out:
@@ -99,7 +102,7 @@ def _by_kernel(
     except Unsupported:  # not over these links
         return None
     if nan_check.active:
-        nan_check.look_through("all_reduce_rms_norm", "x", x, groups.of(group).rank)
+        nan_check.look_through(_NAME, "x", x, groups.of(group).rank)
     x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
     read = (x, residual, weight)
     normed = out if out is not None and _may_receive(out, read) else torch.empty_like(x)
@@ -170,7 +173,9 @@ def _autograd(
     if torch.is_grad_enabled() and needs_grad:
         _check(x, residual, weight, eps)
         op = torch.ops.agmm._all_reduce.default
-        return _composite(op(x, group_name, world_size, "sum", strict), residual, weight, eps)
+        with part_of(_NAME):
+            reduced = op(x, group_name, world_size, "sum", strict)
+        return _composite(reduced, residual, weight, eps)
     with torch._C._AutoDispatchBelowAutograd():
         found = torch.ops.agmm._all_reduce_rms_norm.default(
             x, residual, weight, group_name, world_size, eps, strict

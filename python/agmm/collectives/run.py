@@ -75,13 +75,14 @@ def start(
         target.copy_(sent)
         found = finish()
         return Work(lambda: found, lambda: True) if async_op else found
+    call, what = _described(kind, x, op, dim)
     if nan_check.active:
-        nan_check.look_through(kind, "x", x, rank)
+        nan_check.look_through(call.op, "x", x, rank)
     path = choose(kind, x, world_size, strict=strict, low_contention=low_contention)
     if groups.is_fake(group):
         path = Path(TORCH, "", is_choice=True)
     elif x.numel() == 0 and path.by != SHARED_MEMORY:
-        return _without_elements(kind, x, finish, group, op, dim, async_op)
+        return _without_elements(x, finish, group, call, what, async_op)
     if path.by == SYMMETRIC_MEMORY:
         reason = small_collectives.why_not_captured(x, group)
         if reason is not None:
@@ -100,7 +101,6 @@ def start(
             return _by_copies(kind, sent, target, finish, group, op, async_op)
         except Unsupported as error:  # the same
             path = Path(TORCH, str(error))
-    call, what = _described(kind, x, op, dim)
     if path.by == SHARED_MEMORY:
         jobs = {
             "all_gather": lambda: cpu_collectives.AllGather(rank, world_size, sent, target),
@@ -147,16 +147,14 @@ def _described(kind: Kind, x: torch.Tensor, op: str, dim: int) -> tuple[Call, st
 
 
 def _without_elements(
-    kind: Kind,
     x: torch.Tensor,
     finish: Callable[[], torch.Tensor],
     group: dist.ProcessGroup,
-    op: str,
-    dim: int,
+    call: Call,
+    what: str,
     async_op: bool,
 ) -> Found:
     """A call that moves nothing and takes its turn."""
-    call, what = _described(kind, x, op, dim)
     take_turn(group, x.device, what, call)
     found = finish()
     return Work(lambda: found, lambda: True) if async_op else found

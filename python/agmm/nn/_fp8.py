@@ -20,7 +20,7 @@ from agmm.errors import InvalidArgument
 from agmm.nn.fp8_recipe import Fp8Cast, Fp8Recipe
 from agmm.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
 from agmm.ops.checks import needs_gradient
-from agmm.ops.quantize import amax_of, quantised, quantised_columns, transposed
+from agmm.ops.quantize import amax_of, look_through, quantised, quantised_columns, transposed
 from agmm.ops.scaled_checks import BIAS_DTYPES
 from agmm.ops.scaled_matmul_reduce_scatter import scaled_matmul_reduce_scatter
 from agmm.ops.scaled_products import scaled_matmul
@@ -142,6 +142,7 @@ class _GatherProducts(torch.autograd.Function):
             finish = _start_gather(recipe, recipe.input_for_grad_weight, x, ctx.group_name)
         dx = None
         if ctx.needs_x:
+            look_through("scaled_matmul_reduce_scatter", ctx.group_name, A=dout)
             values, scale = _quantised(recipe, rows, recipe.grad_output, recipe.grad_output.first)
             B, scale_b = _transposed(recipe, weights)
             scale, scale_b = _of_one_kind(scale, scale_b, len(rows), B.shape[1])
@@ -184,6 +185,7 @@ class _ScatterProduct(torch.autograd.Function):
         ctx.recipe, ctx.group_name = recipe, group_name
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(x if ctx.needs_weight else None, weight if ctx.needs_x else None)
+        look_through("scaled_matmul_reduce_scatter", group_name, A=x, B=weight)
         rows = x.flatten(0, -2)
         values, scale = _quantised(recipe, rows, recipe.input, recipe.input.first)
         B, scale_b = _second(recipe, weight, recipe.weight)
@@ -328,6 +330,7 @@ def _gathered(
     strict: bool,
 ) -> list[torch.Tensor]:
     """The products of the gathered rows of x [M_local, ..., K] with each weight."""
+    look_through("all_gather_scaled_matmul", group_name, A_shard=x)
     rows = x.flatten(0, -2)
     values, scale = _quantised(recipe, rows, cast, cast.first)
     scales = []
@@ -359,6 +362,7 @@ def _start_gather(
     rows = shard.flatten(0, -2).contiguous()
     if cast is None:
         return collectives.start_all_gather(rows, group_name, 0)
+    look_through("all_gather", group_name, input=rows)
     amax = collectives.all_reduce(amax_of(rows, cast.second), group_name, op="max")
     values, scale = quantised(
         rows, cast.second, cast.dtype, amax=amax, power_of_2=recipe.power_of_2

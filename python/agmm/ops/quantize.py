@@ -13,7 +13,7 @@ from agmm.ops import small_collectives
 from agmm.ops.all_gather_scaled_matmul import gather
 from agmm.ops.checks import check_operand
 from agmm.ops.scaled_checks import BIAS_DTYPES, check_no_backward
-from agmm.runtime import collectives, cuda_quantize
+from agmm.runtime import collectives, cuda_quantize, groups, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import is_traced
 from agmm.runtime.groups import group_of, name_of
@@ -23,6 +23,18 @@ from agmm.runtime.scaling import ALL, BY_NAME, K_MULTIPLE, Tile, scale_shape
 KINDS = ("tensorwise", "rowwise", "block")
 
 _LEAST_AMAX = 1e-12  # torchao's
+
+
+def look_through(op: str, group_name: str, **tensors: torch.Tensor) -> None:
+    """Look for NaNs in what is about to be quantised and sent in the op, where that was asked for
+    and the tensors are not traced. One makes its tile's scale NaN, and so all numbers of the tile:
+    later its place cannot be told."""
+    if not nan_check.active:
+        return
+    for name, tensor in tensors.items():
+        if not is_traced(tensor):
+            rank = groups.of(group_of(group_name)).rank
+            nan_check.look_through(op, name, tensor, rank)
 
 
 def amax_of(x: torch.Tensor, tile: Tile) -> torch.Tensor:
@@ -119,7 +131,8 @@ def _reduced_amax(rows: torch.Tensor, group_name: str, strict: bool) -> torch.Te
     """The largest absolute value of the rows of all ranks, float32 [1, 1]: gathered from each,
     since agmm's kernels sum but have no maximum. Collective."""
     amax = amax_of(rows, (ALL, ALL))
-    call = Call("all_gather_matmul", A_shard=rows, reduce_amax=True)
+    call = Call("all_gather_matmul", A_shard=rows, quantize="tensorwise", reduce_amax=True)
+    call.is_looked_through = True
     if is_traced(rows):
         of_ranks = collectives.start_all_gather(amax, group_name, 0, call=call)()
     elif strict and not rows.is_cuda:
@@ -179,6 +192,7 @@ def gather_quantised(
     """``all_gather_matmul`` of operands that are quantised before the gather, in the dtype of
     A_shard."""
     _check(A_shard, Bs, biases, quantize, reduce_amax)
+    look_through("all_gather_matmul", name_of(group), A_shard=A_shard)
     scaling = BY_NAME[quantize]
     rows = A_shard.flatten(0, -2)
     amax = _reduced_amax(rows, name_of(group), strict) if reduce_amax else None

@@ -15,7 +15,14 @@ from agmm.ops.scaled_checks import check_scaled_gather, scaling_of, scalings_of
 from agmm.ops.scaled_plans import kernel_of, problem_of
 from agmm.planning import call_plans, fp8_kernels
 from agmm.planning.plans import UNFUSED, Plan, Problem
-from agmm.runtime import collectives, cuda_scaled, cuda_scaled_calls, groups, symmetric
+from agmm.runtime import (
+    collectives,
+    cuda_scaled,
+    cuda_scaled_calls,
+    groups,
+    nan_check,
+    symmetric,
+)
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu_scaled import all_gather_scaled_matmul as all_gather_on_cpu
 from agmm.runtime.results import reshaped
@@ -120,14 +127,20 @@ def gather(
     )
     shard = rows_of(A_shard, scale_a, tile, gather_dim)
     call = Call(
-        "all_gather_scaled_matmul",
+        "all_gather_matmul" if quantize else "all_gather_scaled_matmul",
         A_shard=A_shard,
         B=list(Bs),
         scale_a=scale_a,
         scale_b=list(scale_bs),
         gather_dim=gather_dim,
-        return_A=return_A,
+        **({"quantize": quantize} if quantize else {"return_A": return_A}),
     )
+    if nan_check.active:
+        rank = groups.of(group).rank
+        nan_check.look_through(call.op, "A_shard", A_shard, rank)
+        if not quantize:  # else a NaN in A_shard is what made the scale one
+            nan_check.look_through(call.op, "scale_a", scale_a, rank)
+        call.is_looked_through = True
     is_fake = groups.is_fake(group)
     if A_shard.numel() == 0 and not is_fake:
         found = _without_elements(A_shard, shard, weights, group, gather_dim, return_A, call)

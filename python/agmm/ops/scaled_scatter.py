@@ -22,7 +22,7 @@ from agmm.planning.plans import (
     UNFUSED,
     Plan,
 )
-from agmm.runtime import collectives, cpu_scatter, groups
+from agmm.runtime import collectives, cpu_scatter, groups, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_scaled_calls import ScatterCall, ready_scatter
 from agmm.runtime.results import moved, reshaped
@@ -108,6 +108,10 @@ def scatter(
                 planned_unfused = on_cuda is None
                 found = None
                 if on_cuda is not None:
+                    if nan_check.active:  # the kernel sends products as it computes them
+                        operands = {"A": A, "B": B, "scale_a": scale_a, "scale_b": scale_b}
+                        for name, tensor in operands.items():
+                            nan_check.look_through(call.op, name, tensor, groups.of(group).rank)
                     found = on_cuda(operand.values, operand.scale, B, weight.B.scale, bias)
                     if scatter_dim == 0 and A.is_contiguous():
                         kept.keep(group, keep_as, on_cuda)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -20,13 +23,33 @@ _OTHERS_S = 0.5
 that serves the store."""
 
 
+class _Caller(threading.local):
+    op: str | None = None
+
+
+_caller = _Caller()
+
+
+@contextmanager
+def part_of(op: str) -> Iterator[None]:
+    """The calls that this thread makes meanwhile have the name of an op that consists of them."""
+    before, _caller.op = _caller.op, op
+    try:
+        yield
+    finally:
+        _caller.op = before
+
+
 class Call:
     """One call of an op, by the names of its arguments. Holds its tensors, so for its time only."""
 
-    __slots__ = ("arguments", "number", "op")
+    __slots__ = ("arguments", "is_looked_through", "number", "op")
 
     def __init__(self, op: str, /, **arguments: Any) -> None:
-        self.op = op
+        self.op = _caller.op or op
+        self.is_looked_through = False
+        """Whether NaNs were looked for in what the call sends, before that was quantised or cast to
+        bytes."""
         self.number = 0
         """Among the calls of its group; those in the background end behind others that began."""
         self.arguments = arguments

@@ -317,13 +317,13 @@ def send_sum_and_return(
         product = None
         if cut.stop > cut.start:
             product = summands.product(slice(first + cut.start, first + cut.stop))
+            if nan_check.active:  # the own rows go to all ranks, too, in the sum
+                place = row_of_A + first + cut.start, rows_of_A
+                nan_check.look_through(op, "A @ B", product.to(dtype), rank, rows=place)
         if owner != rank:
             piece = sent[owner][cut]
             if product is not None:
                 piece.copy_(product)
-                if nan_check.active:
-                    place = row_of_A + first + cut.start, rows_of_A
-                    nan_check.look_through(op, "A @ B", piece, rank, rows=place)
             send(owner, piece, i, finished=False)
             continue
         await_all(i)

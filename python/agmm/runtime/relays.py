@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from agmm.runtime import groups
+from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.topology import Move, Schedule
 from agmm.runtime.workspaces import meet
@@ -28,10 +28,13 @@ def all_gather(
     assert schedule.world_size == size
     groups.check_backend(group, shard.device)
     rank, shard = dist.get_rank(group), shard.contiguous()
+    call = Call("relayed_all_gather", input=shard)
+    if nan_check.active:
+        nan_check.look_through(call.op, "input", shard, rank)
     with groups.of(group).lock:
         if shard.device.type == "cpu":
             what = f"relayed all_gather of {list(shard.shape)} {shard.dtype}"
-            meet(group, what, Call("relayed_all_gather", input=shard))
+            meet(group, what, call)
         shards = [shard if owner == rank else torch.empty_like(shard) for owner in range(size)]
         for step in (schedule.first, schedule.second):
             _carry_out(step, shards, group, rank)
