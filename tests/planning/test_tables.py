@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import warnings
 from pathlib import Path
@@ -18,6 +19,7 @@ from agmm.planning.legality import why_illegal
 from agmm.planning.planner import Planner
 from agmm.planning.plans import (
     MATMUL_REDUCE_SCATTER,
+    MAX_CHUNKS_PER_SHARD,
     UNFUSED,
     KernelConfig,
     Plan,
@@ -267,6 +269,26 @@ def _text(schema: int = tables.SCHEMA, **changes: Any) -> str:
         _text(plan={"chunks_per_shard": 0}),
         _text(plan={"transport": None}),
         b"\xff\xfe",
+        pytest.param("[" * 200_000, id="nested lists"),
+        pytest.param('{"rows": ' * 200_000, id="nested objects"),
+        _text(us=math.inf),
+        _text(us=math.nan),
+        pytest.param(_text(us=10**400), id="us of 401 digits"),
+        pytest.param(_text(us=0).replace('"us": 0', '"us": ' + "9" * 5000), id="us of 5000 digits"),
+        _text(us=1e300),
+        _text(roof_us=math.nan),
+        _text(unfused_us=math.inf),
+        _text(us=True),
+        _text(m=2**31),
+        _text(m=10**30),
+        _text(n=2**31),
+        _text(n=0),
+        _text(k=-8),
+        _text(plan={"chunks_per_shard": 2**31}),
+        _text(plan={"chunks_per_shard": 1025}),
+        _text(plan={"kernel": "128x128x99999999999_1x1_pingpong"}),
+        _text(plan={"kernel": "128x128x64_1x1_pingpong/split99999999999"}),
+        pytest.param(_text(plan={"kernel": "9" * 5000 + "x128x64_1x1_pingpong"}), id="long kernel"),
     ],
 )
 def test_a_corrupt_file_is_reported_once_ignored_and_kept_aside(
@@ -345,3 +367,42 @@ def test_a_folder_in_the_files_place_is_reported(folder: Path) -> None:
         assert tables.user(GPU, 4) is None
     with pytest.raises(TableError, match="cannot be read"):
         tables.save(GPU, 4, [(KEY, row(1))])
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", MATMUL_REDUCE_SCATTER])
+@pytest.mark.parametrize("m", [1, 2048, 4096, 2**31 - 1])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *(
+            Plan(transport, KERNEL)
+            for transport in ("", "teleport", "sm9999x999999999", "sm16x128+9999", "sm16x128h9999")
+        ),
+        *(
+            Plan(transport, KernelConfig.parse(name))
+            for transport in ("push", "sm64x64h1")
+            for name in (
+                "9999x9999x9999_9999x9999_cooperative",
+                "1x1x1_3x3_pingpong_swapped/split9999",
+                "64x128x64_1x1_cooperative_swapped/split9",
+                "128x128x64_1x1_pingpong_timed/split9999",
+            )
+        ),
+        Plan("push", KERNEL, MAX_CHUNKS_PER_SHARD),
+        Plan("push"),
+    ],
+    ids=lambda plan: plan.name if isinstance(plan, Plan) else None,
+)
+@pytest.mark.filterwarnings("ignore:agmm passes over rows")
+def test_a_row_that_no_build_can_run_stops_no_call(op: str, m: int, plan: Plan) -> None:
+    """Whatever a file names is passed over, as long as it is a table."""
+    built = default_kernels(GPU), default_scatter_kernels(GPU)
+    for us in (0.01, 1e9):
+        tables.save(GPU, 4, [(KEY._replace(op=op), Row(m, plan, us, None, None, "0.1.0"))])
+        table = tables.user(GPU, 4)
+        assert table is not None and table.by_key
+        planner = Planner(built[0], [table], built[1])
+        for rows in (64, 2048, 4096):
+            problem = PROBLEM._replace(m=rows, op=op)
+            chosen = planner.plan(problem)
+            assert why_illegal(problem, chosen, built[op == MATMUL_REDUCE_SCATTER]) is None

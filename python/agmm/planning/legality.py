@@ -14,6 +14,7 @@ from agmm.planning.plans import (
     FUSED_DTYPES,
     GATHERED,
     MATMUL_REDUCE_SCATTER,
+    MAX_CHUNKS_PER_SHARD,
     MAX_CLUSTER_SPLITS,
     MAX_PUSH_RANKS,
     MAX_SCATTER_TILES,
@@ -45,6 +46,11 @@ def why_transport_illegal(problem: Problem, kernel: KernelConfig, transport: str
             return f"sm push: found {problem.world_size} ranks, wanted 2 to {MAX_PUSH_RANKS}"
         if not problem.peer_atomics:
             return "sm push: found links without native atomics, wanted NVLink between all GPUs"
+        if sm_push.first_peers >= problem.world_size:
+            return (
+                f"sm push: found {sm_push.first_peers} first peers of {problem.world_size} ranks, "
+                f"wanted at most {problem.world_size - 1}"
+            )
         if sm_push.has_ctas(problem.k) and free_sms(problem, kernel) < 1:
             return f"sm push: found {kernel.kernel} on all multiprocessors, wanted free ones"
         return sm_push.why_illegal(problem.k)
@@ -74,8 +80,11 @@ def why_illegal(problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]) -
         return None
     if plan == GATHERED:
         return cost_model.why_not_gathered(problem)
-    if plan.chunks_per_shard < 1:
-        return f"plan: found {plan.chunks_per_shard} chunks per shard, wanted at least 1"
+    if not 1 <= plan.chunks_per_shard <= MAX_CHUNKS_PER_SHARD:
+        return (
+            f"plan: found {plan.chunks_per_shard} chunks per shard, "
+            f"wanted 1 to {MAX_CHUNKS_PER_SHARD}"
+        )
     if problem.gpu == CPU:
         if plan.transport != "push":
             return f"plan: found transport {plan.transport}, wanted push or unfused on the CPU"

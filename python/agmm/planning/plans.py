@@ -13,12 +13,15 @@ from agmm import _core
 ALIGNMENT = _core.ALIGNMENT
 """K and N must be multiples of this: 16-byte TMA alignment of 2-byte elements."""
 
+# Few digits, so that what is named fits into the 32 bits of the core, and products of it too.
+_NUMBER = r"([1-9][0-9]{0,3})"
 _CONFIG_NAME = re.compile(
-    r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)_([1-9]\d*)x([1-9]\d*)_(cooperative|pingpong)(_swapped)?"
-    r"(_timed)?(?:/split([2-9]|[1-9]\d+))?(?:/swizzle([1248])(?:/(along_m|along_n)(/across)?)?)?"
+    rf"{_NUMBER}x{_NUMBER}x{_NUMBER}_{_NUMBER}x{_NUMBER}_(cooperative|pingpong)(_swapped)?"
+    r"(_timed)?(?:/split([2-9]|[1-9][0-9]{1,3}))?"
+    r"(?:/swizzle([1248])(?:/(along_m|along_n)(/across)?)?)?"
 )
 
-_SM_PUSH_NAME = re.compile(r"sm([1-9]\d*)x([1-9]\d*)(?:\+([1-9]\d*)|h([1-9]\d*))?")
+_SM_PUSH_NAME = re.compile(rf"sm{_NUMBER}x([1-9][0-9]{{0,8}})(?:\+{_NUMBER}|h{_NUMBER})?")
 
 MAX_PUSH_PARTS = _core.MAX_PUSH_PARTS
 MAX_COLUMN_CHUNKS = _core.MAX_COLUMN_CHUNKS
@@ -27,6 +30,10 @@ MAX_CLUSTER_SPLITS = _core.MAX_CLUSTER_SPLITS
 """Of K, where the CTAs of a tile are a cluster."""
 MAX_SCATTER_TILES = _core.MAX_SCATTER_TILES
 """Of a rank's rows in a launch of a matmul + reduce-scatter."""
+MAX_CHUNKS_PER_SHARD = 1024
+"""A choice: every chunk takes a signal and a matmul, and tuning tries at most 8."""
+MAX_SIZE = 2**31 - 1
+"""The largest M, N and K: the core counts them in 32 bits."""
 
 FUSED_DTYPES = tuple(name for name in _core.DType.__members__ if not name.startswith("float8"))
 """Of operands that need no scales."""

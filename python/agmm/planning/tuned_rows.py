@@ -13,6 +13,7 @@ from agmm.planning.heuristics import has_model, predict_us
 from agmm.planning.legality import built_as, free_of, splits_that_fit, why_illegal
 from agmm.planning.plans import (
     GATHERED,
+    MAX_CLUSTER_SPLITS,
     UNFUSED,
     KernelConfig,
     Plan,
@@ -44,6 +45,15 @@ class Rows(Protocol):
         """Rows that differ from the problem in M alone."""
 
 
+def _is_buildable(config: KernelConfig, kernels: Sequence[KernelConfig]) -> bool:
+    """Whether the model can be asked about a row's kernel, which may name any tile, cluster and
+    number of splits: it knows those of the build."""
+    built = built_as(config, kernels)
+    return built is not None and not (
+        built.splits_in_cluster and config.splits > MAX_CLUSTER_SPLITS
+    )
+
+
 class TunedRow:
     """A row of a table, and whether it may serve the problems of a family."""
 
@@ -54,7 +64,7 @@ class TunedRow:
         plan = row.plan
         self.push = SmPush.parse(plan.transport)
         self.kernel: SplitKernel | None = None
-        if plan.kernel is not None and has_model(problem):
+        if plan.kernel is not None and has_model(problem) and _is_buildable(plan.kernel, kernels):
             self.kernel = SplitKernel(problem, plan.kernel)
         self._there_us: tuple[float | None] | None = None
         # Only splits, and CTAs of their own that push, may be legal for some M.
@@ -68,7 +78,10 @@ class TunedRow:
             built = built_as(config, kernels)
             if plain is not plan and built is not None:
                 self._built = SplitKernel(problem, replace(built, splits=1))
-        self._is_legal = why_illegal(problem, plain, kernels) is None
+        # No call has fewer rows than ranks, and the model is not made for them.
+        self._is_legal = (
+            row.m >= problem.world_size and why_illegal(problem, plain, kernels) is None
+        )
 
     def is_legal(self, at: At) -> bool:
         """See `why_illegal`."""

@@ -13,8 +13,8 @@ cluster lies within a part of the GPU, parts differ in size, and what is left of
 
 
 def clusters_at_once(sms: int, ctas: int) -> int:
-    """How many clusters of so many CTAs, at most 8, are computed at once."""
-    return sms // ctas if ctas <= 2 else _CLUSTERS[ctas] * sms // 132
+    """How many clusters of so many CTAs are computed at once; none of more than 8."""
+    return sms // ctas if ctas <= 2 else _CLUSTERS.get(ctas, 0) * sms // 132
 
 
 class Tiling:

@@ -19,7 +19,15 @@ from typing import Any, NamedTuple
 
 from agmm import _env
 from agmm.errors import AgmmError, InvalidArgument, warn_once
-from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Plan, Problem, Row
+from agmm.planning.plans import (
+    ALL_GATHER_MATMUL,
+    MAX_CHUNKS_PER_SHARD,
+    MAX_SIZE,
+    KernelConfig,
+    Plan,
+    Problem,
+    Row,
+)
 
 SCHEMA = 3
 _ABSENT: dict[int, dict[str, Any]] = {
@@ -30,6 +38,10 @@ _ABSENT: dict[int, dict[str, Any]] = {
 """By schema, what its rows had all in common and did not say."""
 _PACKAGED = Path(__file__).parent
 _LOCK_TIMEOUT_S = 30.0
+_LONGEST_REASON = 200
+"""Characters that a message quotes of what is wrong in a file."""
+_MOST_US = 1e9
+"""No call takes longer: about a quarter of an hour."""
 
 
 class TableError(AgmmError):
@@ -143,8 +155,8 @@ def read(path: Path, name: str | None = None, *, of: tuple[str, int] | None = No
         for entry in body["rows"]:
             key, row = _row_from_json({**entry, **_ABSENT[schema]})
             by_key.setdefault(key, {})[row.m] = row
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        found = f"{type(error).__name__}: {error}"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        found = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
         raise TableError(f"{path}: found a corrupt table ({found}), wanted JSON rows") from None
     return Table(name or str(path), by_key, hashlib.sha256(content).hexdigest())
 
@@ -261,16 +273,18 @@ def _row_to_json(key: Key, row: Row) -> dict[str, Any]:
 
 def _row_from_json(entry: dict[str, Any]) -> tuple[Key, Row]:
     key = Key(*(_typed(entry[name], kind) for name, kind in _KEY_TYPES.items()))
+    for size in (key.n, key.k):
+        _within(size, MAX_SIZE)
     plan = entry["plan"]
     kernel = plan.get("kernel")
     row = Row(
-        _positive(entry["m"], int),
+        _within(_typed(entry["m"], int), MAX_SIZE),
         Plan(
             _typed(plan["transport"], str),
             None if kernel is None else KernelConfig.parse(kernel),
-            _positive(plan.get("chunks_per_shard", 1), int),
+            _within(_typed(plan.get("chunks_per_shard", 1), int), MAX_CHUNKS_PER_SHARD),
         ),
-        _positive(entry["us"], float),
+        _time(entry["us"]),
         _time_or_none(entry["roof_us"]),
         _time_or_none(entry["unfused_us"]),
         _typed(entry["agmm"], str),
@@ -290,16 +304,24 @@ _KEY_TYPES = {
 
 
 def _time_or_none(us: Any) -> float | None:
-    return None if us is None else float(_positive(us, float))
+    return None if us is None else _time(us)
 
 
-def _typed(value: Any, kind: type) -> Any:
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        raise TypeError(f"{value!r} is no {kind.__name__}")
+def _time(us: Any) -> float:
+    if type(us) not in (int, float):
+        raise TypeError(f"{us!r} is no number")
+    if not 0 < us <= _MOST_US:  # no NaN is
+        raise ValueError(f"{us!r} is no time in µs up to {_MOST_US:g}")
+    return float(us)
+
+
+def _within(value: int, most: int) -> int:
+    if not 1 <= value <= most:
+        raise ValueError(f"{value!r} is not within 1 and {most}")
     return value
 
 
-def _positive(value: Any, kind: type) -> Any:
-    if not _typed(value, kind) > 0:
-        raise ValueError(f"{value!r} is not positive")
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is no {kind.__name__}")
     return value
