@@ -157,9 +157,9 @@ class CpuWorkspace:
         """
         Has the copy thread take the credit of every peer's slot, before the sends.
         """
-    def unlink(self) -> None:
+    def take_memory(self) -> None:
         """
-        Removes the segment's name; to be called when every rank is connected.
+        Removes the segment's name, then takes the memory of its slots; to be called when every rank is connected.
         """
     def wait_chunk(self, slot: int, chunk: int, tag: int) -> None:
         """

@@ -21,6 +21,11 @@ class Unsupported(AgmmError):
     """A legal call that the fused path cannot serve. Raised under ``strict=True`` only."""
 
 
+def reason_of(error: Exception) -> str:
+    """What to tell other ranks of an error: its first line, never nothing."""
+    return next(filter(None, str(error).splitlines()), type(error).__name__)
+
+
 def warn_once(message: str) -> None:
     """Warns of each thing once in a process, whatever the filters say, at the line that called
     agmm."""

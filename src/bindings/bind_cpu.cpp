@@ -102,7 +102,7 @@ void bind_cpu(py::module_& module) {
       .def(py::init([](int rank, int world_size, int64_t slot_bytes, int chunks_per_shard,
                        double timeout_s) {
              const double warn_s = agmm::warn_seconds();
-             const py::gil_scoped_release unlocked;  // it takes and clears all of its memory
+             const py::gil_scoped_release unlocked;
              auto made = std::make_unique<CpuWorkspace>(rank, world_size, slot_bytes,
                                                         chunks_per_shard, timeout_s);
              made->set_warn_s(warn_s);
@@ -120,8 +120,10 @@ void bind_cpu(py::module_& module) {
       .def("connect", &CpuWorkspace::connect, py::arg("names"),
            py::call_guard<py::gil_scoped_release>(),
            "Maps the segments of all ranks, names in rank order, and starts the copy thread.")
-      .def("unlink", &CpuWorkspace::unlink,
-           "Removes the segment's name; to be called when every rank is connected.")
+      .def(
+          "take_memory", &CpuWorkspace::take_memory, py::call_guard<py::gil_scoped_release>(),
+          "Removes the segment's name, then takes the memory of its slots; to be called when every "
+          "rank is connected.")
       .def("close", &CpuWorkspace::close, py::call_guard<py::gil_scoped_release>(),
            "Stops the copy thread and unmaps everything.")
       .def(

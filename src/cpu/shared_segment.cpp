@@ -61,6 +61,17 @@ char* map_all(int fd, size_t bytes, const std::string& name) {
   return static_cast<char*>(base);
 }
 
+[[noreturn]] void fail_reserving(size_t bytes, int error) {
+  fail("reserving " + std::to_string(bytes) + " bytes in " + kDirectory, error);
+}
+
+// Takes the pages now: where there is too little room this is an error, not a SIGBUS later.
+void reserve(int fd, size_t bytes) {
+  int error = EINTR;
+  while (error == EINTR) error = ::posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+  if (error != 0) fail_reserving(bytes, error);
+}
+
 void sweep_one(const char* file) {
   int pid = 0;
   uint64_t number = 0;
@@ -94,7 +105,8 @@ SegmentLayout::SegmentLayout(int world_size, int chunks_per_shard, int64_t slot_
 // A living owner holds an flock for as long as its segment has a name, so a name that can be locked
 // is a leftover. (A pid would not do: it is used again, and differs between pid namespaces that
 // share one /dev/shm.) A sweeper may come between the creation and the lock; then the owner tries
-// anew.
+// anew. While there is a name the segment has memory for its words alone, so that a process that is
+// killed meanwhile leaves next to nothing until the next job sweeps it.
 SharedSegment SharedSegment::create(const SegmentLayout& layout, uint64_t fingerprint) {
   for (;;) {
     std::string name = fresh_name();
@@ -112,13 +124,9 @@ SharedSegment SharedSegment::create(const SegmentLayout& layout, uint64_t finger
 SharedSegment SharedSegment::fill(std::string name, FileDescriptor& fd, const SegmentLayout& layout,
                                   uint64_t fingerprint) {
   try {
-    // Reserves the pages now: where there is too little room this is an error, not a SIGBUS later.
-    int error = EINTR;
-    while (error == EINTR) {
-      error = ::posix_fallocate(fd.get(), 0, static_cast<off_t>(layout.total));
-    }
-    if (error != 0) {
-      fail("reserving " + std::to_string(layout.total) + " bytes in " + kDirectory, error);
+    reserve(fd.get(), layout.slots[0]);
+    if (::ftruncate(fd.get(), static_cast<off_t>(layout.total)) != 0) {
+      fail_reserving(layout.total, errno);
     }
     char* base = map_all(fd.get(), layout.total, name);
     std::memcpy(base, &fingerprint, sizeof fingerprint);
@@ -162,6 +170,13 @@ void SharedSegment::unlink() noexcept {
   if (lock_fd_ < 0) return;
   ::shm_unlink(name_.c_str());
   ::close(std::exchange(lock_fd_, -1));
+}
+
+void SharedSegment::take_memory() {
+  if (lock_fd_ < 0) return;
+  ::shm_unlink(name_.c_str());
+  const FileDescriptor fd(std::exchange(lock_fd_, -1));
+  reserve(fd.get(), layout_.total);
 }
 
 void sweep_stale_segments() noexcept {

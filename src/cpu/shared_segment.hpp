@@ -23,7 +23,7 @@ class FileDescriptor;
 
 class SharedSegment {
  public:
-  // A fresh segment that this process owns.
+  // A fresh segment that this process owns, with memory for its words. See take_memory().
   static SharedSegment create(const SegmentLayout& layout, uint64_t fingerprint);
   // A peer's. Throws std::runtime_error when it is not there or was not made with `fingerprint`.
   static SharedSegment map(const std::string& name, const SegmentLayout& layout,
@@ -35,6 +35,9 @@ class SharedSegment {
 
   const std::string& name() const { return name_; }
   void unlink() noexcept;
+  // Removes the name of an own segment, then takes the memory of its slots. Throws
+  // std::runtime_error when there is too little.
+  void take_memory();
 
   uint32_t* signals(int slot) const { return at<uint32_t>(layout_.signals[slot]); }
   int64_t* arrivals(int slot) const { return at<int64_t>(layout_.arrivals[slot]); }

@@ -143,7 +143,10 @@ CpuWorkspace::CpuWorkspace(int rank, int world_size, int64_t slot_bytes, int chu
   if (rank < 0 || rank >= world_size) {
     refuse("rank", rank, "0 <= rank < world_size = " + std::to_string(world_size));
   }
-  if (chunks_per_shard < 1) refuse("chunks_per_shard", chunks_per_shard, ">= 1");
+  const int most_chunks = std::numeric_limits<int>::max() / world_size;
+  if (chunks_per_shard < 1 || chunks_per_shard > most_chunks) {
+    refuse("chunks_per_shard", chunks_per_shard, "1 to " + std::to_string(most_chunks));
+  }
   if (slot_bytes < 0 || slot_bytes > std::numeric_limits<int64_t>::max() / 4) {
     refuse("slot_bytes", slot_bytes, "a size >= 0 that fits into memory twice");
   }
@@ -184,9 +187,9 @@ void CpuWorkspace::connect(const std::vector<std::string>& names) {
   thread_ = std::make_unique<CopyThread>();
 }
 
-void CpuWorkspace::unlink() noexcept {
-  if (segments_.empty() || ::getpid() != owner_) return;
-  segments_[static_cast<size_t>(rank_)]->unlink();
+void CpuWorkspace::take_memory() {
+  require_connected("take_memory");
+  if (::getpid() == owner_) segments_[static_cast<size_t>(rank_)]->take_memory();
 }
 
 void CpuWorkspace::close() noexcept {

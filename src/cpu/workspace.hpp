@@ -42,9 +42,10 @@ class CpuWorkspace {
  public:
   static constexpr int kSlots = 2;  // as SlotRing has
 
-  // Creates this rank's segment, with two slots of `slot_bytes`, under a fresh name. Also removes
-  // segments left behind by processes that no longer exist. Throws std::invalid_argument for
-  // arguments out of range and std::runtime_error when the memory cannot be had.
+  // Creates this rank's segment, with two slots of `slot_bytes`, under a fresh name. Its slots have
+  // memory only after take_memory(). Also removes segments left behind by processes that no longer
+  // exist. Throws std::invalid_argument for arguments out of range and std::runtime_error when the
+  // segment cannot be had.
   CpuWorkspace(int rank, int world_size, int64_t slot_bytes, int chunks_per_shard,
                double timeout_s);
   ~CpuWorkspace();
@@ -63,13 +64,14 @@ class CpuWorkspace {
   double warn_s() const { return warn_s_.load(); }
   void set_warn_s(double seconds) { warn_s_.store(seconds); }
 
-  // Maps the segments of all ranks, `names` in rank order, and starts the copy thread. Call
-  // unlink() once every rank has returned from here.
+  // Maps the segments of all ranks, `names` in rank order, and starts the copy thread.
   void connect(const std::vector<std::string>& names);
-  // Removes the segment's name; the memory lives on until the last rank unmaps it or ends.
-  void unlink() noexcept;
-  // Unlinks, stops the copy thread (what has not found its credit is dropped) and unmaps. No other
-  // thread may be in a call; end_waits() gets those out that wait.
+  // To be called once every rank has returned from connect(): removes the segment's name, then
+  // takes the memory of the slots, which so lives no longer than the last rank that has mapped it.
+  // Throws std::runtime_error when there is too little.
+  void take_memory();
+  // Removes the name, stops the copy thread (what has not found its credit is dropped) and unmaps.
+  // No other thread may be in a call; end_waits() gets those out that wait.
   void close() noexcept;
   // From now on wait_chunk() and wait_pushed() throw std::runtime_error, also those under way, by
   // the end of their slice. For a thread that waits while this process comes to its end.

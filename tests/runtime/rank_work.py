@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+import agmm
 from agmm import _core
 from agmm.errors import AgmmError
 from agmm.runtime import cpu, cpu_gather
+from agmm.runtime.groups import Group
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
@@ -241,20 +245,45 @@ def create_with_differing_sizes() -> int:
     return workspace.slot_bytes
 
 
-def create_where_one_fails(fails: int) -> tuple[str, list[str]]:
-    """Rank `fails` cannot have its memory: the error of each rank, and what is left in /dev/shm."""
+def _raise(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+def create_where_one_fails(fails: int, step: str, error: Exception) -> tuple[str, list[str], bool]:
+    """Rank `fails` fails in a step of making its workspace: the error of each rank, what is left in
+    /dev/shm, and whether all can make one afterwards."""
     group = group_of(POOL_SIZE)
     assert group is not None
-    refuse = mock.patch.object(_core, "CpuWorkspace", side_effect=RuntimeError("no room"))
+    place: object = _core if step == "CpuWorkspace" else _core.CpuWorkspace
+    said = ""
     try:
         if dist.get_rank() == fails:
-            with refuse:
+            with mock.patch.object(place, step, _raise(error)):
                 cpu.CpuWorkspace.create(group, 4096)
         else:
             cpu.CpuWorkspace.create(group, 4096)
     except AgmmError as e:
-        return str(e), shm_names_of_this_process()
-    return "", shm_names_of_this_process()
+        said = f"{type(e).__name__}: {e}"
+    left = shm_names_of_this_process()
+    cpu.CpuWorkspace.create(group, 4096).close()
+    return said, left, shm_names_of_this_process() == []
+
+
+def killed_while_growing(rank: int, topic: str) -> None:
+    """A rank is killed when it is about to tell the others something of its larger slots."""
+    agmm.reserve(None, 1 << 10)
+    exchange = Group.exchange
+
+    def killed(self: Group, said: str, value: str) -> list[str]:
+        if dist.get_rank() == rank and said == topic:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return exchange(self, said, value)
+
+    with mock.patch.object(Group, "exchange", killed):
+        agmm.reserve(None, 32 << 20)
 
 
 def use_after_close() -> str:

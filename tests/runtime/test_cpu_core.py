@@ -40,7 +40,7 @@ pair = [_core.CpuWorkspace(r, 2, 4096, 1, float(os.environ.get("AGMM_TIMEOUT_S",
 for one in pair:
     one.connect([other.name for other in pair])
 for one in pair:
-    one.unlink()
+    one.take_memory()
 shard = ctypes.create_string_buffer(16)
 def push(one, slot=0):
     one.push(slot, ctypes.addressof(shard), 16, 16, 7)
@@ -60,7 +60,7 @@ def connected(
         for rank in ranks:
             rank.connect([other.name for other in ranks])
         for rank in ranks:
-            rank.unlink()
+            rank.take_memory()
         yield ranks
     finally:
         for rank in ranks:
@@ -286,7 +286,8 @@ def test_close_drops_a_push_that_waits_for_a_credit() -> None:
         ((2, 2, 64, 1, 1.0), "rank: found 2, wanted 0 <= rank < world_size = 2"),
         ((-1, 2, 64, 1, 1.0), "rank: found -1, wanted 0 <= rank"),
         ((0, 2, -1, 1, 1.0), "slot_bytes: found -1, wanted a size >= 0"),
-        ((0, 2, 64, 0, 1.0), "chunks_per_shard: found 0, wanted >= 1"),
+        ((0, 2, 64, 0, 1.0), "chunks_per_shard: found 0, wanted 1 to 1073741823"),
+        ((0, 3, 64, 2**30, 1.0), "chunks_per_shard: found 1073741824, wanted 1 to 715827882"),
         ((0, 2, 64, 1, 0.0), "timeout_s: found 0.0+, wanted a number of seconds > 0"),
         ((0, 2, 64, 1, float("nan")), "timeout_s: found -?nan, wanted a number of seconds > 0"),
     ],
@@ -350,9 +351,27 @@ def test_too_little_shared_memory_is_an_error_that_leaves_nothing() -> None:
     if room.f_blocks == 0:
         pytest.skip("/dev/shm has no size limit on this machine")
     before = set(SHM.glob(f"agmm-{os.getpid()}-*"))
+    workspace = _core.CpuWorkspace(0, 1, room.f_blocks * room.f_frsize, 1, 1.0)
+    workspace.connect([workspace.name])
     with pytest.raises(RuntimeError, match=r"shared memory: reserving \d+ bytes in /dev/shm: No"):
-        _core.CpuWorkspace(0, 1, room.f_blocks * room.f_frsize, 1, 1.0)
+        workspace.take_memory()
     assert set(SHM.glob(f"agmm-{os.getpid()}-*")) == before
+
+
+def test_a_name_has_next_to_no_memory() -> None:
+    """Whoever is killed while there is one leaves it behind."""
+    workspace = _core.CpuWorkspace(0, 2, 64 << 20, 1, 1.0)
+    named = SHM / workspace.name[1:]
+    other = _core.CpuWorkspace(1, 2, 64 << 20, 1, 1.0)
+    workspace.connect([workspace.name, other.name])
+    assert 0 < 512 * named.stat().st_blocks < 1 << 16
+    with named.open("rb") as file:
+        workspace.take_memory()
+        assert not named.exists()
+        assert 512 * os.fstat(file.fileno()).st_blocks >= 128 << 20
+    workspace.take_memory()  # harmless when called again
+    workspace.close()
+    other.close()
 
 
 def test_name_of_a_killed_process_is_swept_and_one_in_use_is_not() -> None:
@@ -634,8 +653,10 @@ def _ticks_while_memory_is_taken() -> int:
     other = threading.Thread(target=tick)
     other.start()
     try:
-        begin = time.perf_counter()
         workspace = _core.CpuWorkspace(0, 1, 128 << 20, 1, 1.0)
+        workspace.connect([workspace.name])
+        begin = time.perf_counter()
+        workspace.take_memory()
         end = time.perf_counter()
     finally:
         done.set()

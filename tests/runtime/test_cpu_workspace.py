@@ -12,6 +12,7 @@ import pytest
 import rank_work
 import torch
 
+from agmm import _core
 from agmm.testing.cases import CPU_UGLY_SHAPES, LocalShape
 from agmm.testing.ranks import RankPool
 
@@ -106,8 +107,43 @@ def test_largest_wish_sets_the_slot_size(pool: RankPool) -> None:
     assert pool.run(rank_work.create_with_differing_sizes) == [1004] * 5
 
 
-def test_all_ranks_raise_when_one_has_no_memory(pool: RankPool) -> None:
-    assert pool.run(rank_work.create_where_one_fails, 3) == [("rank 3: no room", [])] * 5
+@pytest.mark.parametrize("step", ["CpuWorkspace", "connect", "take_memory"])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("no room"), "no room"),
+        (ValueError("slot_bytes: found 5"), "slot_bytes: found 5"),
+        (TypeError("__init__(): incompatible\narguments"), "__init__(): incompatible"),
+        (MemoryError(), "MemoryError"),
+    ],
+    ids=repr,
+)
+def test_all_ranks_raise_what_one_fails_with(
+    pool: RankPool, step: str, error: Exception, said: str
+) -> None:
+    found = pool.run(rank_work.create_where_one_fails, 3, step, error)
+    assert found == [(f"Unsupported: rank 3: {said}", [], True)] * 5
+
+
+@pytest.mark.parametrize(
+    "topic",
+    [
+        "the name of a workspace",
+        "whether they have mapped a workspace",
+        "whether they have a workspace",
+    ],
+)
+def test_a_rank_killed_while_slots_grow_leaves_no_memory(topic: str) -> None:
+    """At most a name without memory, which the next workspace sweeps."""
+    with RankPool(2, env={"AGMM_TIMEOUT_S": "1"}) as pool:
+        killed = pool.processes[1]
+        pool.submit(rank_work.killed_while_growing, 1, topic)
+        killed.join(30)
+        assert killed.exitcode == -signal.SIGKILL
+    left = list(Path("/dev/shm").glob(f"agmm-{killed.pid}-*"))
+    assert sum(512 * path.stat().st_blocks for path in left) < 1 << 16
+    _core.CpuWorkspace(0, 1, 0, 1, 1.0).close()
+    assert not any(path.exists() for path in left)
 
 
 def test_closed_workspace_refuses(pool: RankPool) -> None:

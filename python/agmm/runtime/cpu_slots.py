@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from agmm import _core, _env
-from agmm.errors import AgmmError, Unsupported
+from agmm.errors import AgmmError, Unsupported, reason_of
 from agmm.runtime import calls, groups
 from agmm.runtime.background import Worker
 from agmm.runtime.calls import Call
@@ -241,25 +241,35 @@ def _connect(
             core = _core.CpuWorkspace(
                 group.rank, group.world_size, slot_bytes, chunks_per_shard, limit_s
             )
-        except RuntimeError as e:
-            error = str(e)
+        except Exception as e:  # whatever it is, the other ranks wait to hear of it
+            error = reason_of(e)
         names = group.exchange("the name of a workspace", "" if core is None else core.name)
         if core is not None and all(names):
+            try:
+                core.connect(names)
+            except Exception as e:
+                error = reason_of(e)
+        _check_all("whether they have mapped a workspace", error, group)
+        assert core is not None
+        # Every rank has mapped what it needs, so the names can go. Memory comes only then: nobody
+        # who is killed leaves it behind.
+        try:
+            core.take_memory()
             if poison:
                 for slot in (0, 1):
                     _bytes_at(core.slot_ptr(slot), slot_bytes).fill_(_NAN_BYTE)
-            try:
-                core.connect(names)
-            except RuntimeError as e:
-                error = str(e)
-        # From here on every rank has mapped what it needs: the names can go.
-        for peer, found in enumerate(group.exchange("whether they have a workspace", error)):
-            if found:
-                raise Unsupported(f"rank {peer}: {found}")
-        assert core is not None
-        core.unlink()
+        except Exception as e:
+            error = reason_of(e)
+        _check_all("whether they have a workspace", error, group)
         return core
     except BaseException:
         if core is not None:
             core.close()
         raise
+
+
+def _check_all(topic: str, error: str, group: Group) -> None:
+    """Raises Unsupported on all ranks where one has an error. Collective."""
+    for peer, found in enumerate(group.exchange(topic, error)):
+        if found:
+            raise Unsupported(f"rank {peer}: {found}")
