@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Final, NamedTuple
 
@@ -89,6 +90,14 @@ TEST_TIME: Final = ("AGMM_TEST_RANKS", "AGMM_STRESS_CALLS")
 def timeout_s() -> float:
     """`TIMEOUT_S` as a number. Raises InvalidArgument where it is none."""
     return _seconds("timeout_seconds")
+
+
+def timeout_ms() -> int:
+    """The same in whole ms, for barriers on a GPU: no more than the core's kernels wait."""
+    return math.ceil(min(timeout_s(), _LONGEST_ON_GPU_S) * 1e3)
+
+
+_LONGEST_ON_GPU_S = 1e6
 
 
 def warn_s() -> float:

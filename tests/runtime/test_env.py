@@ -59,3 +59,13 @@ def test_typo_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_reserved_sms(monkeypatch: pytest.MonkeyPatch, value: str, wanted: int | None) -> None:
     monkeypatch.setenv(_env.RESERVED_SMS.name, value)
     assert _env.reserved_sms() == wanted
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ms"), [("600", 600_000), ("0.0001", 1), ("1e300", 10**9), ("1e6", 10**9)]
+)
+def test_barriers_on_a_gpu_wait_no_longer_than_kernels(
+    monkeypatch: pytest.MonkeyPatch, seconds: str, ms: int
+) -> None:
+    monkeypatch.setenv("AGMM_TIMEOUT_S", seconds)
+    assert _env.timeout_ms() == ms

@@ -3,7 +3,6 @@ symmetric memory that are made once. Beside a matmul they take one multiprocesso
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -128,7 +127,7 @@ class CudaSlots:
         self.rank: int = handle.rank
         self.world_size: int = handle.world_size
         self._handle = handle
-        self._limit_ms = math.ceil(_env.timeout_s() * 1e3)
+        self._limit_ms = _env.timeout_ms()
         self.barriers: Barriers | None = None
         """Of the call under way, if it comes in turn."""
         self._slots: list[torch.Tensor] = [
@@ -168,6 +167,9 @@ class CopyWorkspace(SymmetricWorkspace):
 
     def _set_words(self, memory: torch.Tensor, slot_bytes: int) -> None:
         """It has none: torch's barrier has words of its own."""
+
+    def _know_group(self) -> None:
+        """Copies take no multiprocessors, and no links with atomics."""
 
     def core_of(self, places: list[int], handle: Any, slot_bytes: int) -> CudaSlots:
         return CudaSlots(handle, slot_bytes, self._slots_per_rank())

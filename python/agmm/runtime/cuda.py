@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -91,7 +90,7 @@ class CudaWorkspace(SymmetricWorkspace):
             stream.wait_event(self._gathered)
         if self._gather_stream is None:
             self._gather_stream = torch.cuda.Stream(self.device)
-        limit_ms = math.ceil(_env.timeout_s() * 1e3)
+        limit_ms = _env.timeout_ms()
         buffers.handle.barrier(channel=0, timeout_ms=limit_ms)
         self._staged(buffers, self.rank, shard).copy_(shard)
         buffers.handle.barrier(channel=0, timeout_ms=limit_ms)
