@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from agmm.errors import AgmmError, Unsupported
 from agmm.runtime import cuda, groups, links, rendezvous, symmetric
+from agmm.runtime.group_gpus import GroupFacts
 
 MIB = 1 << 20
 Answer = Callable[[str, Any], Any]
@@ -52,6 +53,10 @@ def same(topic: str, value: Any) -> Any:
     return value
 
 
+def handle_of(memory: torch.Tensor) -> mock.Mock:
+    return mock.Mock(buffer_ptrs=[memory.data_ptr(), 0])
+
+
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[cuda.CudaWorkspace, Known]]:
     def made(
@@ -61,7 +66,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[cuda.CudaWorksp
         monkeypatch.setattr(groups, "of", lambda group: known)
         monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
         monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
-        monkeypatch.setattr(dist, "barrier", lambda *_, **__: None)
         of_torch = torch.cuda
         monkeypatch.setattr(of_torch, "Event", mock.Mock())
         monkeypatch.setattr(of_torch, "device", lambda device: mock.MagicMock())
@@ -79,9 +83,11 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[cuda.CudaWorksp
         monkeypatch.setattr(rendezvous, "symm_mem", symm_mem)
         monkeypatch.setattr(rendezvous, "made", rendezvous.Rendezvous())
         monkeypatch.setattr("agmm.runtime.calls.be_asked", lambda: None)
-        monkeypatch.setattr(
-            cuda.CudaWorkspace, "open_memory", lambda self, memory, size: mock.Mock(memory=memory)
-        )
+        monkeypatch.setattr(symmetric, "group_facts", lambda group, device: GroupFacts(132))
+        core.words_offset = lambda slot_bytes, world_size: 0
+        core.credit_words = lambda world_size: [0]
+        symm_mem.empty = mock.Mock(side_effect=lambda *_, **__: torch.zeros(8, dtype=torch.uint8))
+        symm_mem.rendezvous = mock.Mock(side_effect=lambda memory, name: handle_of(memory))
         group = mock.Mock(group_name="g")
         workspace = cuda.CudaWorkspace(group, torch.device("cuda", 0))
         workspace.test_group = group  # type: ignore[attr-defined]  # kept weakly
@@ -94,7 +100,7 @@ def test_grows_in_steps_once_all_have_the_memory(make: Any) -> None:
     workspace, known = make()
     workspace.ensure(MIB)
     assert workspace.slot_bytes == 32 * MIB
-    assert known.topics[-1] == "whether they have memory for a workspace"
+    assert known.topics[-1] == "whether their workspaces are ready"
     before = len(known.topics)
     workspace.ensure(32 * MIB)
     assert len(known.topics) == before  # collective only where it grows
@@ -151,8 +157,9 @@ def test_workspace_that_cannot_grow_keeps_what_it_had(make: Any, which: str) -> 
     workspace, known = make(answer)
     workspace.ensure(MIB)
     buffers, fails = workspace.buffers, True
+    empty = vars(symmetric)["symm_mem"].empty
     if which == "own":
-        vars(symmetric)["symm_mem"].empty.side_effect = torch.OutOfMemoryError("out of memory")
+        allocates, empty.side_effect = empty.side_effect, torch.OutOfMemoryError("out of memory")
     rank = 0 if which == "own" else 1
     for _ in range(2):
         with pytest.raises(Unsupported, match=f"workspace: rank {rank} could not get .* of GPU m"):
@@ -162,9 +169,103 @@ def test_workspace_that_cannot_grow_keeps_what_it_had(make: Any, which: str) -> 
     # The refusal is remembered: the second time nobody was asked.
     assert known.topics.count("the size of a workspace") == 2
     fails = False
-    vars(symmetric)["symm_mem"].empty.side_effect = None
+    if which == "own":
+        empty.side_effect = allocates
     workspace.ensure(64 * MIB)
     assert workspace.slot_bytes == 64 * MIB
+
+
+@pytest.mark.parametrize("party", ["rendezvous", "words", "places", "core", "GPU after", "peer"])
+@pytest.mark.parametrize("error", [RuntimeError("it broke\nhere"), ValueError("no"), MemoryError()])
+def test_a_rank_that_cannot_open_its_memory_is_told_of_by_all(
+    make: Any, monkeypatch: pytest.MonkeyPatch, party: str, error: Exception
+) -> None:
+    """All keep what they had, whichever step fails, and the refusal is remembered."""
+    broken, synchronized = "", 0
+    said = str(error).partition("\n")[0] or type(error).__name__
+
+    def answer(topic: str, value: Any) -> Any:
+        if topic == "whether their workspaces are ready" and broken == "peer":
+            return said
+        return same(topic, value)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    def synchronize(device: torch.device) -> None:
+        nonlocal synchronized
+        synchronized += 1
+        if broken == "GPU after" and synchronized == 2:  # the first one ends earlier calls
+            raise error
+
+    workspace, known = make(answer)
+    workspace.ensure(MIB)
+    buffers = workspace.buffers
+    synchronized, broken = 0, party
+    symm_mem = vars(symmetric)["symm_mem"]
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    if party == "rendezvous":
+        symm_mem.rendezvous.side_effect = error
+    elif party == "words":
+        monkeypatch.setattr(cuda.CudaWorkspace.core_class, "credit_words", fail)
+    elif party == "places":
+        said = "found it 64 bytes inside another allocation of torch's pool"
+        symm_mem.rendezvous.side_effect = lambda memory, _: mock.Mock(
+            buffer_ptrs=[memory.data_ptr() - 64, 0]
+        )
+    elif party == "core":
+        cuda.CudaWorkspace.core_class.side_effect = error
+    rank = int(party == "peer")
+    for wanted in (100, 200, 40):
+        with pytest.raises(
+            Unsupported, match=f"^workspace: rank {rank} could not get ready: {said}"
+        ):
+            workspace.ensure(wanted * MIB)
+    assert workspace.buffers is buffers and buffers is not None
+    assert workspace.slot_bytes == 32 * MIB and not workspace.kept
+    workspace.ensure(32 * MIB)
+    assert known.topics.count("the size of a workspace") == 2
+
+
+def test_after_a_failed_rendezvous_no_other_is_begun(make: Any) -> None:
+    """torch counts the exchanges of a process, so the next one might wait for ever."""
+    first, _ = make()
+    vars(symmetric)["symm_mem"].rendezvous.side_effect = RuntimeError("no handle")
+    with pytest.raises(Unsupported, match="rank 0 could not get ready: no handle"):
+        first.ensure(MIB)
+    made = rendezvous.made
+    second, known = make()
+    rendezvous.made.failed = made.failed
+    with pytest.raises(Unsupported, match=r"rendezvous of rank 0 that failed \(no handle\)"):
+        second.ensure(MIB)
+    assert "whether they have memory for a workspace" not in known.topics
+
+
+@pytest.mark.parametrize("which", ["own", "peer"])
+def test_calls_that_do_not_end_leave_what_there_was(
+    make: Any, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    broken = False
+
+    def answer(topic: str, value: Any) -> Any:
+        if topic == "whether their GPUs have finished":
+            return "an illegal address" if broken and which == "peer" else ""
+        return same(topic, value)
+
+    def synchronize(device: torch.device) -> None:
+        if broken and which == "own":
+            raise torch.AcceleratorError("an illegal address")
+
+    workspace, _ = make(answer)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    workspace.ensure(MIB)
+    buffers, broken = workspace.buffers, True
+    for change in (lambda: workspace.ensure(100 * MIB), workspace.release):
+        with pytest.raises(
+            AgmmError, match=f"workspace: rank {which == 'peer':d} could not finish: "
+        ):
+            change()
+        assert workspace.buffers is buffers and workspace.slot_bytes == 32 * MIB
 
 
 def test_what_graphs_keep_is_less_than_what_is_in_use(make: Any) -> None:

@@ -9,6 +9,8 @@ import torch.distributed._symmetric_memory as symm_mem
 class Rendezvous:
     def __init__(self) -> None:
         self.count = 0
+        self.failed = ""
+        """Why one of agmm's own failed; empty where none did."""
         self._sizes: dict[str, int] = {}  # last seen, of torch's workspaces by the group's name
 
     def note_torchs(self) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from agmm import _core, _env
-from agmm.errors import AgmmError, InvalidArgument, Unsupported
+from agmm.errors import AgmmError, InvalidArgument, Unsupported, reason_of
 from agmm.runtime import calls, groups, links, rendezvous
 from agmm.runtime.group_gpus import group_facts
 
@@ -207,9 +207,19 @@ class SymmetricWorkspace:
 
     def _finish_calls(self) -> None:
         """Behind this no rank reads or writes the buffers any more."""
-        torch.cuda.synchronize(self.device)
+        error = ""
+        try:
+            torch.cuda.synchronize(self.device)
+        except Exception as e:
+            error = reason_of(e)
+        self._check_all("whether their GPUs have finished", error, AgmmError, "could not finish:")
         self.known.all_are_over()
-        dist.barrier(self.group, device_ids=[self.device.index])
+
+    def _check_all(self, topic: str, error: str, raised: type[AgmmError], failed: str) -> None:
+        """Raises on all ranks where one has an error. Collective."""
+        for rank, found in enumerate(self.known.exchange(topic, error)):
+            if found:
+                raise raised(f"workspace: rank {rank} {failed} {found}")
 
     def _grow(self, slot_bytes: int) -> None:
         wanted = slot_bytes
@@ -218,65 +228,73 @@ class SymmetricWorkspace:
             # The old buffers stay for the graphs. All that stay are smaller than the new ones.
             slot_bytes = max(slot_bytes, 2 * self.slot_bytes)
         slot_bytes = -(-slot_bytes // self._granule) * self._granule
-        memory = self._allocate(wanted, slot_bytes)
+        self._know_group()
+        try:
+            memory = self._allocate(slot_bytes)
+        except Unsupported as error:
+            self._refused = wanted - 1, str(error)
+            raise
         self._finish_calls()
+        try:
+            buffers = self._open(memory, slot_bytes)
+        except Unsupported as error:
+            # Of any size: what failed does not depend on it, and the next failure may take torch
+            # minutes to find out.
+            self._refused = self.slot_bytes, str(error)
+            raise
         if self.buffers is not None and self.captured:
             self.kept.append(self.buffers)
-        self.buffers = None
-        self.captured = False
-        self.slot_bytes = 0
-        self.buffers = self.open_memory(memory, slot_bytes)
-        self.slot_bytes = slot_bytes
+        self.buffers, self.slot_bytes, self.captured = buffers, slot_bytes, False
 
     def memory_bytes(self, slot_bytes: int) -> int:
         """Of this rank's memory, in bytes."""
         return int(self.core_class.workspace_bytes(slot_bytes, self.world_size))
 
-    def _allocate(self, wanted: int, slot_bytes: int) -> torch.Tensor:
+    def _allocate(self, slot_bytes: int) -> torch.Tensor:
         """This rank's part, before anything is given up. All ranks raise where one has no room."""
         memory, error = None, ""
         size = self.memory_bytes(slot_bytes)
         try:
             memory = symm_mem.empty(size, dtype=torch.uint8, device=self.device)
-        except RuntimeError as e:
-            error = f"{size} bytes of GPU memory: {e}".splitlines()[0]
-        errors = self.known.exchange("whether they have memory for a workspace", error)
-        for rank, found in enumerate(errors):
-            if found:
-                reason = f"workspace: rank {rank} could not get {found}"
-                self._refused = wanted - 1, reason
-                raise Unsupported(reason)
+        except Exception as e:
+            error = f"{size} bytes of GPU memory: {reason_of(e)}"
+        topic = "whether they have memory for a workspace"
+        self._check_all(topic, error, Unsupported, "could not get")
         assert memory is not None
         return memory
 
+    def _open(self, memory: torch.Tensor, slot_bytes: int) -> Buffers:
+        """`open_memory` on all ranks, which all raise where one of them does. Behind it all words
+        are set: each rank's GPU has finished before the others hear of it."""
+        buffers, error = None, ""
+        try:
+            buffers = self.open_memory(memory, slot_bytes)
+            torch.cuda.synchronize(self.device)
+        except Exception as e:  # whatever it is, the other ranks wait to hear of it
+            error = reason_of(e)
+        topic = "whether their workspaces are ready"
+        self._check_all(topic, error, Unsupported, "could not get ready:")
+        assert buffers is not None
+        return buffers
+
     def open_memory(self, memory: torch.Tensor, slot_bytes: int) -> Buffers:
+        """What makes calls with memory that every rank has. Collective; it may raise on one rank
+        alone."""
         rendezvous.made.count += 1
-        handle = symm_mem.rendezvous(memory, self.group.group_name)
+        try:
+            handle = symm_mem.rendezvous(memory, self.group.group_name)
+        except Exception as e:
+            rendezvous.made.failed = reason_of(e)
+            raise
         self._set_words(memory, slot_bytes)
         places = list(handle.buffer_ptrs)
         if places[self.rank] != memory.data_ptr():
             raise AgmmError(
-                f"workspace: found it {memory.data_ptr() - places[self.rank]} bytes inside another "
+                f"found it {memory.data_ptr() - places[self.rank]} bytes inside another "
                 "allocation of torch's pool for symmetric memory, wanted one of its own; "
                 "TORCH_SYMMMEM_IMPLICIT_POOL=0 does without the pool"
             )
-        core = self._made(places, handle, slot_bytes)
-        torch.cuda.synchronize(self.device)
-        dist.barrier(self.group, device_ids=[self.device.index])
-        return Buffers(core, memory, handle)
-
-    def _made(self, places: list[int], handle: Any, slot_bytes: int) -> Any:
-        """`core_of`, which takes a little memory beside; all ranks raise where one has none."""
-        core, error = None, ""
-        try:
-            core = self.core_of(places, handle, slot_bytes)
-        except RuntimeError as e:
-            error = str(e).splitlines()[0]
-        errors = self.known.exchange("whether their workspaces are ready", error)
-        for rank, found in enumerate(errors):
-            if found:
-                raise Unsupported(f"workspace: rank {rank} could not get ready: {found}")
-        return core
+        return Buffers(self.core_of(places, handle, slot_bytes), memory, handle)
 
     def _set_words(self, memory: torch.Tensor, slot_bytes: int) -> None:
         """What the words are before the first call."""
@@ -285,6 +303,11 @@ class SymmetricWorkspace:
         words.zero_()
         given = self.core_class.credit_words(self.world_size)
         words[torch.tensor(given, dtype=torch.long)] = 1
+
+    def _know_group(self) -> None:
+        """Finds out what `core_of` has to know of the group, before a rank may fail alone.
+        Collective at first use."""
+        group_facts(self.group, self.device)
 
     def core_of(self, places: list[int], handle: Any, slot_bytes: int) -> Any:
         """What makes calls with the memory that lies at these addresses, by rank."""
@@ -299,7 +322,8 @@ class SymmetricWorkspace:
         """
         rendezvous.made.note_torchs()
         own = links.uuid(self.device.index)
-        told = json.dumps([slot_bytes, own, rendezvous.made.count, self.captured])
+        made_and_failed = rendezvous.made.count, self.captured, rendezvous.made.failed
+        told = json.dumps([slot_bytes, own, *made_and_failed])
         found = [json.loads(each) for each in self.known.exchange("the size of a workspace", told)]
         sizes = sorted({entry[0] for entry in found})
         if len(sizes) > 1:
@@ -309,6 +333,7 @@ class SymmetricWorkspace:
             )
         uuids = [entry[1] for entry in found]
         made = [entry[2] for entry in found]
+        failed = [(rank, entry[4]) for rank, entry in enumerate(found) if entry[4]]
         hosts = len(set(self.known.hosts()))
         self._shares_gpu = len(set(uuids)) < len(uuids)
         reason = ""
@@ -317,6 +342,10 @@ class SymmetricWorkspace:
         elif self._shares_gpu and not _env.is_on(_env.SHARED_GPUS):
             shared = [rank for rank, uuid in enumerate(uuids) if uuids.count(uuid) > 1]
             reason = f"group: found ranks {shared} on GPUs that they share, wanted one each"
+        elif failed:
+            reason = "group: found a rendezvous of rank {} that failed ({}), wanted none".format(
+                *failed[0]
+            )
         elif len(set(made)) > 1:
             # torch numbers the exchanges of a rendezvous with one counter per process; ranks whose
             # counters differ would wait for each other's keys forever (seen with torch 2.11).
