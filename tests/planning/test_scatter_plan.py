@@ -81,7 +81,8 @@ def test_the_plan_decides(
     workspace = mock.Mock()
     monkeypatch.setattr(scatter_plan, "cuda_workspace", workspace)
     monkeypatch.setattr(call_plans, "planner", lambda *_: Planner())
-    monkeypatch.setattr(call_plans, "device_facts", lambda _: ("nvidia-h200", 132))
+    facts = GroupFacts(124, 8, gpu="NVIDIA H200")
+    monkeypatch.setattr(call_plans, "group_facts", lambda *_: facts)
     with FakeTensorMode():
         A = torch.empty(8, 4, 16, dtype=torch.bfloat16, device="cuda:0")
         B = torch.empty(16, 24, dtype=torch.bfloat16, device="cuda:0")
@@ -319,8 +320,8 @@ def test_the_plan_of_an_all_reduce(
     group: str, monkeypatch: pytest.MonkeyPatch, rows: int, k: int, wanted: str
 ) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda _: 4)
-    monkeypatch.setattr(call_plans, "device_facts", lambda _: ("nvidia-h200", 132))
-    monkeypatch.setattr(call_plans, "group_facts", lambda *_: GroupFacts(124))
+    facts = GroupFacts(124, gpu="NVIDIA H200")
+    monkeypatch.setattr(call_plans, "group_facts", lambda *_: facts)
     monkeypatch.setattr(call_plans, "all_reduce_kernels", lambda: RETURNING)
     for kernels in (KERNELS, ()):
         planner = Planner((), (), kernels)

@@ -17,7 +17,8 @@ import torch.distributed as dist
 import agmm
 from agmm import _core
 from agmm.errors import AgmmError
-from agmm.runtime import cpu, cpu_gather
+from agmm.planning import call_plans
+from agmm.runtime import cpu, cpu_gather, links
 from agmm.runtime.groups import Group
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
@@ -284,6 +285,29 @@ def killed_while_growing(rank: int, topic: str) -> None:
 
     with mock.patch.object(Group, "exchange", killed):
         agmm.reserve(None, 32 << 20)
+
+
+def plans_of_two_kinds_of_gpu(kinds: list[tuple[str, int]]) -> dict[str, object]:
+    """What this rank, with a GPU of its own kind, plans by: problems and tables."""
+    group, device = dist.group.WORLD, torch.device("cuda", 0)
+    assert group is not None
+    properties = mock.Mock(multi_processor_count=kinds[dist.get_rank()][1])
+    properties.name = kinds[dist.get_rank()][0]
+    with (
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
+        mock.patch.object(links, "uuid", return_value=f"GPU-{dist.get_rank()}"),
+        mock.patch.object(links, "why_no_atomics", return_value=None),
+    ):
+        problems = [
+            call_plans.problem(
+                64, 64, 64, torch.bfloat16, device, world_size=2, group=group, has_all_sms=all_sms
+            )
+            for all_sms in (False, True)
+        ]
+        scaled = call_plans.scaled_problem(64, 64, 64, "e4m3", "fast", device, group=group)
+        planner = call_plans.planner(group, device)
+    tables = [table.name for table in planner.tables]
+    return {"problems": [*problems, scaled], "tables": tables}
 
 
 def use_after_close() -> str:

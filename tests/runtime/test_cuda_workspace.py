@@ -83,7 +83,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[cuda.CudaWorksp
         monkeypatch.setattr(rendezvous, "symm_mem", symm_mem)
         monkeypatch.setattr(rendezvous, "made", rendezvous.Rendezvous())
         monkeypatch.setattr("agmm.runtime.calls.be_asked", lambda: None)
-        monkeypatch.setattr(symmetric, "group_facts", lambda group, device: GroupFacts(132))
+        monkeypatch.setattr(symmetric, "group_facts", lambda group, device: GroupFacts(70, 8))
+        properties = mock.Mock(multi_processor_count=132)
+        monkeypatch.setattr(of_torch, "get_device_properties", lambda device: properties)
         core.words_offset = lambda slot_bytes, world_size: 0
         core.credit_words = lambda world_size: [0]
         symm_mem.empty = mock.Mock(side_effect=lambda *_, **__: torch.zeros(8, dtype=torch.uint8))
@@ -104,6 +106,14 @@ def test_grows_in_steps_once_all_have_the_memory(make: Any) -> None:
     before = len(known.topics)
     workspace.ensure(32 * MIB)
     assert len(known.topics) == before  # collective only where it grows
+
+
+def test_all_ranks_have_the_multiprocessors_of_the_smallest_gpu(make: Any) -> None:
+    """Of 132 here, and 78 on the other rank, of which 8 are set aside."""
+    workspace, _ = make()
+    workspace.ensure(MIB)
+    (made,) = cuda.CudaWorkspace.core_class.call_args_list
+    assert made.args[0] == 0 and made.args[2:] == (32 * MIB, 132 - 70)
 
 
 def test_one_visible_gpu_in_each_process_is_no_shared_gpu(make: Any) -> None:

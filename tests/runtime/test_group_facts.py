@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import rank_work
 import torch
 import torch.distributed as dist
 
@@ -17,8 +18,10 @@ import agmm
 from agmm import _env
 from agmm.errors import InvalidArgument
 from agmm.runtime import devices, group_gpus, groups, links
+from agmm.testing.ranks import RankPool
 
 GPU = torch.device("cuda", 0)
+H100, H200, H20 = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H20"
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +29,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This rank's GPU is GPU-a; nothing was asked for."""
     monkeypatch.delenv(_env.RESERVED_SMS.name, raising=False)
     properties = mock.Mock(multi_processor_count=132)
+    properties.name = H200
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(links, "uuid", lambda index: "GPU-a")
     monkeypatch.setattr(links, "visible", lambda: {"GPU-a": 0, "GPU-b": 1})
@@ -39,9 +43,10 @@ def facts(
     peer: tuple[str, int, int],
     peers_links: str = "",
     host: str = "a",
+    gpu: str = H200,
 ) -> group_gpus.GroupFacts:
     """Of a group of two, whose other rank says this."""
-    said = iter([json.dumps(peer), peers_links])
+    said = iter([json.dumps([*peer, gpu]), peers_links])
     group = mock.MagicMock(
         exchange=lambda topic, value: [value, next(said)], hosts=lambda: ["a", host]
     )
@@ -52,7 +57,7 @@ def facts(
 
 
 def test_two_gpus_over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert facts(monkeypatch, ("GPU-b", 132, 0)) == (132, 0, True)
+    assert facts(monkeypatch, ("GPU-b", 132, 0)) == (132, 0, True, H200)
 
 
 @pytest.mark.parametrize("by", ["the driver", "the peer", "NVML"])
@@ -68,7 +73,7 @@ def test_one_link_without_atomics_counts_for_all(monkeypatch: pytest.MonkeyPatch
     with pytest.warns(
         UserWarning, match="^agmm takes no SM push: the link from GPU-. to GPU-. has"
     ):
-        assert facts(monkeypatch, ("GPU-b", 132, 0), peers_links) == (132, 0, False)
+        assert facts(monkeypatch, ("GPU-b", 132, 0), peers_links) == (132, 0, False, H200)
 
 
 def test_a_link_that_cannot_be_asked_about_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,16 +134,61 @@ def test_what_nvml_does_not_know_is_unknown(monkeypatch: pytest.MonkeyPatch) -> 
     assert nvml.shutdown.call_count == 1
 
 
+@pytest.mark.parametrize(
+    ("own", "peer", "wanted"),
+    [
+        ((132, H200), (132, H100), (132, H100)),
+        ((132, H100), (132, H200), (132, H100)),
+        ((132, H100), (78, H20), (78, H20)),
+        ((78, H20), (132, H100), (78, H20)),
+        ((114, "NVIDIA H100 PCIe"), (132, H100), (114, "NVIDIA H100 PCIe")),
+        ((132, H200), (132, H200), (132, H200)),
+    ],
+    ids=str,
+)
+def test_ranks_of_two_kinds_agree_on_one(
+    monkeypatch: pytest.MonkeyPatch,
+    own: tuple[int, str],
+    peer: tuple[int, str],
+    wanted: tuple[int, str],
+) -> None:
+    properties = mock.Mock(multi_processor_count=own[0])
+    properties.name = own[1]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    found = facts(monkeypatch, ("GPU-b", peer[0], 8), gpu=peer[1])
+    assert found == (wanted[0] - 8, 8, True, wanted[1]) and found.all_sms == wanted[0]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_ranks_of_two_kinds_plan_alike(order: int) -> None:
+    """Over real exchanges, of ranks that say they have these GPUs."""
+    kinds = [(H100, 132), (H200, 132)][::order]
+    with RankPool(2, env={"AGMM_TIMEOUT_S": "20"}) as pool:
+        first, second = pool.run(rank_work.plans_of_two_kinds_of_gpu, kinds)
+    assert first == second
+    assert {problem.gpu for problem in first["problems"]} == {"nvidia-h100-80gb-hbm3"}
+    assert {problem.sm_count for problem in first["problems"]} == {132}
+    assert first["tables"] == ["packaged table nvidia-h100-80gb-hbm3-x2.json"]
+
+
+def test_links_that_cannot_be_asked_about_are_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait for an answer, whatever the driver says here."""
+    ask = mock.Mock(side_effect=RuntimeError("invalid device ordinal"))
+    monkeypatch.setattr("agmm.runtime.links._core.peer_atomics", ask)
+    with pytest.warns(UserWarning, match="native atomics is unknown: invalid device ordinal"):
+        assert not facts(monkeypatch, ("GPU-b", 132, 0)).peer_atomics
+
+
 def test_the_largest_number_counts_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(_env.RESERVED_SMS.name, "4")
-    assert facts(monkeypatch, ("GPU-b", 132, 12)) == (120, 12, True)
+    assert facts(monkeypatch, ("GPU-b", 132, 12)) == (120, 12, True, H200)
     agmm.reserve_sms(16)
-    assert facts(monkeypatch, ("GPU-b", 130, 12)) == (114, 16, True)
+    assert facts(monkeypatch, ("GPU-b", 130, 12)) == (114, 16, True, H200)
 
 
 def test_ranks_that_share_a_gpu_leave_room_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert facts(monkeypatch, ("GPU-a", 132, 0)) == (130, 2, True)
-    assert facts(monkeypatch, ("GPU-a", 132, 6)) == (126, 6, True)
+    assert facts(monkeypatch, ("GPU-a", 132, 0)) == (130, 2, True, H200)
+    assert facts(monkeypatch, ("GPU-a", 132, 6)) == (126, 6, True, H200)
 
 
 def test_no_more_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

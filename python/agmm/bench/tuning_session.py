@@ -205,8 +205,11 @@ def _current() -> _Session:
 
 
 def first_problem(options: Options) -> Problem:
-    """The problem of the first shape, as this rank's device has it. In every rank."""
-    return options.problem(options.shapes[0], _device(options.device))
+    """The problem of the first shape, on the GPU that the ranks' plans are made for. In every
+    rank."""
+    device = _device(options.device)
+    problem = options.problem(options.shapes[0], device)
+    return problem._replace(gpu=call_plans.gpu_of(dist.group.WORLD, device))
 
 
 def begin(shape: Shape, options: Options) -> None:

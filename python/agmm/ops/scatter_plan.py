@@ -39,7 +39,14 @@ def _problem(A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup) -> Prob
     rows = A.numel() // A.shape[-1]
     world_size = dist.get_world_size(group)
     asked = call_plans.problem(
-        rows, B.shape[1], B.shape[0], A.dtype, A.device, world_size=world_size
+        rows,
+        B.shape[1],
+        B.shape[0],
+        A.dtype,
+        A.device,
+        world_size=world_size,
+        group=group,
+        has_all_sms=True,
     )
     return asked._replace(op=MATMUL_REDUCE_SCATTER)
 

@@ -49,6 +49,14 @@ def device_facts(device: torch.device) -> tuple[str, int]:
     return tables.gpu_name(facts.name), facts.multi_processor_count
 
 
+def gpu_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """`Problem.gpu` of a group's calls, the same on all its ranks and collective at first use; that
+    of the device for None."""
+    if group is None or device.type == "cpu":
+        return device_facts(device)[0]
+    return tables.gpu_name(group_facts(group, device).gpu)
+
+
 def problem(
     m: int,
     n: int,
@@ -60,16 +68,16 @@ def problem(
     return_A: bool = False,
     column_major: bool = True,
     group: dist.ProcessGroup | None = None,
+    has_all_sms: bool = False,
 ) -> Problem:
     """Of a group's call, whose facts are collective at first use, or of any call that has all of
-    the GPU to itself."""
-    gpu, sm_count = device_facts(device)
-    facts = GroupFacts(sm_count) if group is None else group_facts(group, device)
+    the GPU to itself. ``has_all_sms``: a group's call leaves none to other groups, as the
+    library's do."""
+    gpu, facts = gpu_of(group, device), _facts(group, device)
     name = str(dtype).removeprefix("torch.")
     layout = "column" if column_major else "row"
-    return Problem(
-        m, n, k, name, world_size, return_A, layout, gpu, facts.sm_count, facts.peer_atomics
-    )
+    sm_count = facts.all_sms if has_all_sms else facts.sm_count
+    return Problem(m, n, k, name, world_size, return_A, layout, gpu, sm_count, facts.peer_atomics)
 
 
 def scaled_problem(
@@ -86,8 +94,7 @@ def scaled_problem(
     group: dist.ProcessGroup | None = None,
 ) -> Problem:
     """The same of fp8 operands on a GPU; names of `_core.DType` and `_core.Accumulation`."""
-    gpu, sm_count = device_facts(device)
-    facts = GroupFacts(sm_count) if group is None else group_facts(group, device)
+    gpu, facts = gpu_of(group, device), _facts(group, device)
     return Problem(
         m,
         n,
@@ -104,12 +111,16 @@ def scaled_problem(
     )
 
 
+def _facts(group: dist.ProcessGroup | None, device: torch.device) -> GroupFacts:
+    return GroupFacts(device_facts(device)[1]) if group is None else group_facts(group, device)
+
+
 def planner(group: dist.ProcessGroup | None, device: torch.device) -> Planner:
     """The planner of a group, of this process alone for None. Collective at first use."""
     if group is None:
         return _lone_planner(device)
     by_gpu = _planners.setdefault(group, {})
-    gpu, _ = device_facts(device)
+    gpu = gpu_of(group, device)
     found = by_gpu.get(gpu)
     if found is None:
         with groups.of(group).lock:

@@ -1,4 +1,5 @@
-"""What the ranks of a group agree on about their GPUs: multiprocessors for a matmul, links."""
+"""What the ranks of a group agree on about their GPUs: their kind, multiprocessors for a matmul,
+links."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from agmm import _env
-from agmm.errors import InvalidArgument
+from agmm.errors import InvalidArgument, reason_of
 from agmm.runtime import groups, links
 
 _SMS_FOR_COPIES = 2
@@ -37,6 +38,14 @@ class GroupFacts(NamedTuple):
     reserved_sms: int = 0
     """Those that it leaves free."""
     peer_atomics: bool = True
+    gpu: str = ""
+    """The GPU that plans are made for, by torch's name; empty on the CPU. Ranks may have several
+    kinds: it is the one of the fewest multiprocessors, of these the first by name."""
+
+    @property
+    def all_sms(self) -> int:
+        """Multiprocessors that every rank's GPU has."""
+        return self.sm_count + self.reserved_sms
 
 
 _facts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, GroupFacts]]
@@ -105,21 +114,25 @@ def group_facts(group: dist.ProcessGroup, device: torch.device) -> GroupFacts:
 
 
 def _agreed_facts(group: dist.ProcessGroup, device: torch.device) -> GroupFacts:
-    sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+    properties = torch.cuda.get_device_properties(device)
+    sm_count, gpu = properties.multi_processor_count, properties.name
     if dist.get_world_size(group) == 1:
-        return GroupFacts(sm_count)
+        return GroupFacts(sm_count, gpu=gpu)
     own = links.uuid(device.index)
-    said = json.dumps([own, sm_count, wanted_sms(group)])
+    said = json.dumps([own, sm_count, wanted_sms(group), gpu])
     exchange, hosts = groups.of(group).exchange, groups.of(group).hosts()
     ranks = [json.loads(each) for each in exchange("their GPUs", said)]
     uuids = [rank[0] for rank in ranks]
     # Ranks on other hosts are not reached at all.
     near = [u for u, host in zip(uuids, hosts, strict=True) if host == hosts[dist.get_rank(group)]]
-    reason = links.why_no_atomics(own, near)
+    try:
+        reason = links.why_no_atomics(own, near)
+    except Exception as e:  # the other ranks wait to hear of it
+        reason = f"whether the links of {own} have native atomics is unknown: {reason_of(e)}"
     reasons = [r for r in exchange("what their links lack", reason or "") if r]
     if reasons:
         warnings.warn(f"agmm takes no SM push: {reasons[0]}", stacklevel=2)
-    sm_count = min(rank[1] for rank in ranks)
+    sm_count, gpu = min((rank[1], rank[3]) for rank in ranks)
     reserved = max(rank[2] for rank in ranks)
     if len(set(uuids)) < len(uuids):
         reserved = max(reserved, _SMS_FOR_COPIES)
@@ -128,4 +141,4 @@ def _agreed_facts(group: dist.ProcessGroup, device: torch.device) -> GroupFacts:
             f"{_env.RESERVED_SMS.name}, reserve_sms: found {reserved}, wanted at most "
             f"{sm_count - _LEAST_SMS} of {sm_count} multiprocessors"
         )
-    return GroupFacts(sm_count - reserved, reserved, not reasons)
+    return GroupFacts(sm_count - reserved, reserved, not reasons, gpu)

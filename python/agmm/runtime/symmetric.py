@@ -310,8 +310,10 @@ class SymmetricWorkspace:
         group_facts(self.group, self.device)
 
     def core_of(self, places: list[int], handle: Any, slot_bytes: int) -> Any:
-        """What makes calls with the memory that lies at these addresses, by rank."""
-        reserved = group_facts(self.group, self.device).reserved_sms
+        """What makes calls with the memory that lies at these addresses, by rank. All ranks have as
+        many multiprocessors for them: what a GPU has beyond the group's number stays free."""
+        all_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        reserved = all_sms - group_facts(self.group, self.device).sm_count
         return self.core_class(self.rank, places, slot_bytes, reserved)
 
     def _agree(self, slot_bytes: int) -> bool:
@@ -354,7 +356,10 @@ class SymmetricWorkspace:
                 "torch's rendezvous would hang; call in the group with more ranks first"
             )
         else:
-            reason = _why_no_peer_access(own, uuids)
+            try:
+                reason = _why_no_peer_access(own, uuids)
+            except Exception as e:  # the other ranks wait to hear of it
+                reason = f"group: {reason_of(e)}"
         # Ranks may see different GPUs.
         reasons = self.known.exchange("whether their GPUs reach each other", reason)
         self._why_unfused = next((each for each in reasons if each), None)
