@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import pickle
 import statistics
 import time
 from collections.abc import Iterator
 from typing import Any, ClassVar, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ import torch.distributed as dist
 from agmm.bench import timer
 from agmm.bench.exchange import of_all_ranks
 from agmm.bench.timer import host_time, pick_device, time_ways
+from agmm.runtime import groups
 from agmm.testing.ranks import RankPool
 
 CPU = torch.device("cpu")
@@ -81,13 +86,39 @@ def test_host_time_is_the_median_in_microseconds() -> None:
         host_time(lambda: None, calls_per_burst=1, device=CPU)
 
 
-def _own_values(topic: str = "values") -> list[tuple[int, str]]:
+def _own_values(topic: str = "values") -> list[list[int | str]]:
     return of_all_ranks(topic, (dist.get_rank(), "x" * dist.get_rank()))
 
 
 def test_values_of_all_ranks_come_by_rank(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_own_values) == [[(0, ""), (1, "x")]] * 2
-    assert of_all_ranks("values", (3, "y")) == [(3, "y")]
+    assert two_ranks.run(_own_values) == [[[0, ""], [1, "x"]]] * 2
+    assert of_all_ranks("values", (3, "y")) == [[3, "y"]]
+
+
+def _what_a_word_in_the_store_does() -> list[bool]:
+    """Where another process of the job has put a pickle in place of a value."""
+    group = dist.group.WORLD
+    assert group is not None
+    ran = []
+    for written in (pickle.dumps(_Runs()).hex(), json.dumps(pickle.dumps(_Runs()).hex())):
+        with (
+            mock.patch.object(groups.of(group), "exchange", return_value=[written]),
+            contextlib.suppress(ValueError),
+        ):
+            of_all_ranks("values", 1)
+        ran.append(_Runs.has_run)
+    return ran
+
+
+class _Runs:
+    has_run = False
+
+    def __reduce__(self) -> Any:
+        return setattr, (_Runs, "has_run", True)
+
+
+def test_a_word_in_the_store_is_read_and_never_run(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_what_a_word_in_the_store_does) == [[False, False]] * 2
 
 
 class _FakeEvent:

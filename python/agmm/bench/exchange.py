@@ -1,25 +1,24 @@
-"""What the ranks of a run tell each other about it: Python values, through their group's store."""
+"""What the ranks of a run tell each other about it: values of JSON, through their group's store."""
 
 from __future__ import annotations
 
-import pickle
-from typing import TypeVar
+import json
+from typing import Any
 
 import torch.distributed as dist
 
 from agmm.runtime import groups
 
-_T = TypeVar("_T")
 
-
-def of_all_ranks(topic: str, mine: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+def of_all_ranks(topic: str, mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, by rank. Collective.
 
-    torch's exchange of objects goes over tensors on the device and needs numpy.
+    torch's exchange of objects goes over tensors on the device, needs numpy, and unpickles: who
+    writes to the store of a job could have its ranks run anything.
 
     Args:
         topic: what the values are, for messages; the same on all ranks.
-        mine: anything that can be pickled.
+        mine: what JSON can hold; a tuple comes as a list, a key that is no string as one.
         group: None: the default group, or this process alone where torch.distributed is not
             initialised.
 
@@ -27,10 +26,9 @@ def of_all_ranks(topic: str, mine: _T, group: dist.ProcessGroup | None = None) -
         AgmmError: a rank did not come within AGMM_TIMEOUT_S, or came with another topic.
     """
     group = group_or_alone(group)
-    if group is None:
-        return [mine]
-    said = groups.of(group).exchange(topic, pickle.dumps(mine).hex())
-    return [pickle.loads(bytes.fromhex(each)) for each in said]
+    own = json.dumps(mine)
+    said = [own] if group is None else groups.of(group).exchange(topic, own)
+    return [json.loads(each) for each in said]
 
 
 def group_or_alone(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -19,7 +19,7 @@ from agmm.bench.exchange import of_all_ranks
 from agmm.bench.options import Options
 from agmm.bench.references import make_problem, references
 from agmm.bench.scaled_ways import ways_of
-from agmm.bench.timer import host_time, time_ways
+from agmm.bench.timer import HostTime, host_time, time_ways
 from agmm.bench.ways import ROOF, Problem, Result
 from agmm.runtime import devices, links
 from agmm.testing.cases import Shape
@@ -108,7 +108,7 @@ def measure(shape: Shape, options: Options) -> dict[str, Any]:
             if ways_of(options.op, options.scaling)[name].host_time:
                 _begin_step(options.ways.index(name))
                 mine = host_time(calls[name], device=device)
-                by_rank = of_all_ranks("host times", mine, group)
+                by_rank = [HostTime(*each) for each in of_all_ranks("host times", mine, group)]
                 result = results[name]
                 result.host_times_us_by_rank = [each.us for each in by_rank]
                 result.host_time_us = statistics.median(result.host_times_us_by_rank)

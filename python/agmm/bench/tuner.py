@@ -121,10 +121,16 @@ class _Ranks:
 
 
 def _from_rank_0(value: _T) -> _T:
-    """Under torchrun rank 0's value, else just the value."""
+    """Under torchrun rank 0's value, which JSON can hold, else just the value."""
     if launcher.torchrun_world_size() is None:
         return value
-    return of_all_ranks("what to tune", value)[0]
+    found: _T = of_all_ranks("what to tune", value)[0]
+    return found
+
+
+def _plans_from_rank_0(plans: Sequence[Plan]) -> list[Plan]:
+    found = _from_rank_0([tables.plan_to_json(plan) for plan in plans])
+    return [tables.plan_from_json(plan) for plan in found]
 
 
 def tune(options: Options, progress: Progress | None = None) -> Iterator[Outcome]:
@@ -153,7 +159,7 @@ def tune(options: Options, progress: Progress | None = None) -> Iterator[Outcome
             kept = len(problems) - len(wanted)
             progress.say(f"{kept} of {len(problems)} shapes were tuned before (--again repeats)")
         for i, (shape, problem) in enumerate(wanted):
-            old = _from_rank_0(planner.choose(problem).plan)
+            (old,) = _plans_from_rank_0([planner.choose(problem).plan])
             outcome = Outcome(shape, problem, old)
             part = Part(progress, i / len(wanted), 1 / len(wanted), str(shape))
             try:
@@ -218,7 +224,7 @@ def tune_shape(
             best = min(medians, key=lambda plan: medians[plan])
             part.leads(best.name, medians[best])
 
-    try_plans(_from_rank_0(candidates(outcome.problem, kernels, old)), 0.05, 0.4)
+    try_plans(_plans_from_rank_0(candidates(outcome.problem, kernels, old)), 0.05, 0.4)
     more = other_orders(medians)
     if more:
         try_plans(more, 0.4, 0.6)

@@ -253,7 +253,8 @@ def _need_timed_kernel(options: Options) -> None:
 
 def record_all_ranks(shape: Shape, options: Options) -> list[list[timeline.ChunkEvent]]:
     """One call's times on every rank. Every rank of the default group calls this."""
-    everyone = of_all_ranks("the times of a call", list(record.record_timeline(shape, options)))
+    mine = [dict(event) for event in record.record_timeline(shape, options)]
+    everyone = of_all_ranks("the times of a call", mine)
     if options.device == "cuda":
         measure.release_memory(torch.device("cuda", torch.cuda.current_device()))
     return everyone

@@ -260,12 +260,28 @@ def _replace(path: Path, text: str) -> None:
         raise
 
 
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """A plan as rows have it."""
+    found: dict[str, Any] = {"transport": plan.transport}
+    if plan.kernel is not None:
+        found["kernel"] = plan.kernel.name
+    if plan.chunks_per_shard != 1:
+        found["chunks_per_shard"] = plan.chunks_per_shard
+    return found
+
+
+def plan_from_json(found: dict[str, Any]) -> Plan:
+    """The inverse. Raises ValueError, KeyError or TypeError for what is no plan."""
+    kernel = found.get("kernel")
+    return Plan(
+        _typed(found["transport"], str),
+        None if kernel is None else KernelConfig.parse(kernel),
+        _within(_typed(found.get("chunks_per_shard", 1), int), MAX_CHUNKS_PER_SHARD),
+    )
+
+
 def _row_to_json(key: Key, row: Row) -> dict[str, Any]:
-    plan: dict[str, Any] = {"transport": row.plan.transport}
-    if row.plan.kernel is not None:
-        plan["kernel"] = row.plan.kernel.name
-    if row.plan.chunks_per_shard != 1:
-        plan["chunks_per_shard"] = row.plan.chunks_per_shard
+    plan = plan_to_json(row.plan)
     times = {"us": row.us, "roof_us": row.roof_us, "unfused_us": row.unfused_us}
     times = {name: None if us is None else round(us, 2) for name, us in times.items()}
     return {**key._asdict(), "m": row.m, "plan": plan, **times, "agmm": row.agmm}
@@ -275,15 +291,9 @@ def _row_from_json(entry: dict[str, Any]) -> tuple[Key, Row]:
     key = Key(*(_typed(entry[name], kind) for name, kind in _KEY_TYPES.items()))
     for size in (key.n, key.k):
         _within(size, MAX_SIZE)
-    plan = entry["plan"]
-    kernel = plan.get("kernel")
     row = Row(
         _within(_typed(entry["m"], int), MAX_SIZE),
-        Plan(
-            _typed(plan["transport"], str),
-            None if kernel is None else KernelConfig.parse(kernel),
-            _within(_typed(plan.get("chunks_per_shard", 1), int), MAX_CHUNKS_PER_SHARD),
-        ),
+        plan_from_json(entry["plan"]),
         _time(entry["us"]),
         _time_or_none(entry["roof_us"]),
         _time_or_none(entry["unfused_us"]),
