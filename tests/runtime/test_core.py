@@ -8,8 +8,7 @@ import pytest
 
 import agmm
 from agmm import _core
-from agmm.planning import cost_model, plans
-from agmm.planning.plans import DEFAULT_GPU
+from agmm.planning import plans
 
 without_cuda = pytest.mark.skipif(
     _core.cuda_built, reason="this build has CUDA, so its calls do not refuse"
@@ -99,12 +98,6 @@ def test_kernels_is_a_list_of_configs() -> None:
     # The caller's own list.
     kernels.append(_core.KernelConfig(128, 128, 64, 1, 1, "pingpong"))
     assert len(_core.kernels()) == len(kernels) - 1
-
-
-@pytest.mark.skipif(len(_core.kernels()) < 9, reason="agmm._core is no default CUDA build")
-def test_the_default_kernels_are_those_that_the_cost_model_knows() -> None:
-    built = {plans.KernelConfig.of(kernel).kernel for kernel in _core.kernels() if not kernel.timed}
-    assert built == {kernel.kernel for kernel in cost_model.default_kernels(DEFAULT_GPU)}
 
 
 @pytest.mark.parametrize(

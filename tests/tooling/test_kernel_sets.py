@@ -4,25 +4,97 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from cmake_at_hand import CMAKE, CMAKES
 
 from agmm import _core
-from agmm.planning.cost_model import default_all_reduce_kernels
-from agmm.planning.plans import KernelConfig
+from agmm.planning.cost_model import (
+    default_all_reduce_kernels,
+    default_kernels,
+    default_scatter_kernels,
+)
+from agmm.planning.plans import DEFAULT_GPU, KernelConfig
 
-TABLE = Path(__file__).resolve().parents[2] / "src" / "gemm" / "kernels.cmake"
+REPOSITORY = Path(__file__).resolve().parents[2]
+TABLE = REPOSITORY / "src" / "gemm" / "kernels.cmake"
+SETS = ("minimal", "ci", "default", "all")
 
 SCRIPT = """
 include("{table}")
 agmm_generate_kernels({kernels} "{directory}" sources)
 """
+ENTRY = re.compile(
+    r"(?P<op>kernel|fp8|scatter|fp8_scatter|lagged)_(?P<config>\d+x\d+x\d+_\dx\d_[a-z]+?(_swapped)?)"
+    r"(?P<timed>_timed)?(_(?P<accumulation>fast|slow|block|block1x128))?"
+    r"_(?P<dtype>bf16|fp16|e\dm\d(_e\dm\d)?)_(?P<layout>row|col)"
+)
 
 
-def _generated(kernels: str, folder: Path, cmake: str | None = CMAKE) -> set[str]:
-    """The names of the kernels in the table that CMake writes, each of which one unit has."""
+@dataclass(frozen=True)
+class Entry:
+    """What a translation unit instantiates: a kernel for one dtype and one layout of B."""
+
+    op: str
+    config: KernelConfig
+    timed: bool
+    accumulation: str | None
+    dtype: str
+    layout: str
+
+    @classmethod
+    def parse(cls, name: str) -> Entry:
+        found = ENTRY.fullmatch(name)
+        assert found is not None, name
+        return cls(
+            found["op"],
+            KernelConfig.parse(found["config"]),
+            found["timed"] is not None,
+            found["accumulation"],
+            found["dtype"],
+            found["layout"],
+        )
+
+    @property
+    def name(self) -> str:
+        return self.config.kernel + "_timed" * self.timed
+
+    def kinds(self) -> set[tuple[object, ...]]:
+        """The ways that it takes through the templates of `src/gemm/sm90`, each with all that
+        decides on it there."""
+        config = self.config
+        schedule = (config.schedule, config.swapped)
+        # Swapped, the tile's rows are columns of the MMA.
+        rows, columns = (config.tile_m, config.tile_n)[:: -1 if config.swapped else 1]
+        steps = (64,) if config.schedule == "pingpong" and rows >= 128 else ()
+        splits = config.can_split and not (self.timed or self.op in ("lagged", "fp8_scatter"))
+        return {
+            ("dtypes", self.op, self.dtype, self.accumulation),
+            ("layout", self.op, self.layout),
+            ("clusters", self.op, schedule, config.cluster_m, config.cluster_n, self.accumulation),
+            ("splits of K", self.op, schedule, splits, splits and config.splits_in_cluster),
+            ("times", self.op, self.timed),
+            ("rows of an MMA", schedule, rows),
+            ("promoted MMAs", self.accumulation, columns > 128),
+            (
+                "columns stored at a time",
+                schedule,
+                next(step for step in (*steps, 32, 48, 16, 8) if columns % step == 0),
+            ),
+            (
+                "A stored",
+                schedule,
+                self.layout,
+                ("row" if self.layout == "row" else "column") in config.stores_A,
+            ),
+            ("k", schedule, config.tile_k, self.accumulation is None),
+        }
+
+
+def _entries(kernels: str, folder: Path, cmake: str | None = CMAKE) -> set[Entry]:
+    """What is in the table that CMake writes, each of which one unit has."""
     script = folder / "generate.cmake"
     script.write_text(SCRIPT.format(table=TABLE, kernels=kernels, directory=folder / kernels))
     done = subprocess.run(
@@ -33,40 +105,74 @@ def _generated(kernels: str, folder: Path, cmake: str | None = CMAKE) -> set[str
     entries = re.findall(r"extern \w+ const (\w+);", table)
     units = "".join(unit.read_text() for unit in (folder / kernels).glob("*.cu"))
     assert sorted(re.findall(r"^\w+ const (\w+) =", units, re.MULTILINE)) == sorted(entries)
-    return set(re.findall(r"\bkernel_(\w+)_bf16_col\b", "\n".join(entries)))
+    return {Entry.parse(entry) for entry in entries}
 
 
-@pytest.mark.skipif(CMAKE is None, reason="no cmake")
+def _names(entries: set[Entry], op: str) -> set[str]:
+    return {entry.name for entry in entries if entry.op == op}
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Entry]]:
+    folder = tmp_path_factory.mktemp("sets")
+    return {kernels: _entries(kernels, folder) for kernels in SETS}
+
+
+needs_cmake = pytest.mark.skipif(CMAKE is None, reason="no cmake")
+
+
+@needs_cmake
 @pytest.mark.parametrize("cmake", CMAKES)
 def test_each_set_holds_the_smaller_one(tmp_path: Path, cmake: str) -> None:
-    sets = ("minimal", "default", "all")
-    minimal, default, every = (_generated(s, tmp_path, cmake) for s in sets)
-    assert minimal < default < every
-    for name in every:
-        config = KernelConfig.parse(name.removesuffix("_timed"))
+    minimal, ci, default, every = (_entries(kernels, tmp_path, cmake) for kernels in SETS)
+    assert minimal < default < every and ci < every
+    names = [_names(entries, "kernel") for entries in (minimal, ci, default, every)]
+    assert names[0] < names[1] < names[2] < names[3]
+    for entry in every:
+        config = entry.config
         rows, columns = (config.tile_m, config.tile_n)[:: -1 if config.swapped else 1]
         assert (rows % 64, columns % 8) == (0, 0)
         assert config.cluster_m * config.cluster_n <= 2
     # The tiles and clusters that tensor-parallel layers are usually tried with.
-    tiles = {name.rsplit("x64_", 1)[0] for name in every}
+    tiles = {name.rsplit("x64_", 1)[0] for name in names[3]}
     assert tiles >= {"64x256", "128x128", "128x160", "128x192", "128x256", "256x128", "256x192"}
-    clusters = {name.split("_")[1] for name in every}
+    clusters = {name.split("_")[1] for name in names[3]}
     assert clusters == {"1x1", "2x1", "1x2"}
 
 
-@pytest.mark.skipif(CMAKE is None, reason="no cmake")
-def test_a_table_may_be_empty(tmp_path: Path) -> None:
+@needs_cmake
+def test_ci_has_a_kernel_of_each_kind(sets: dict[str, set[Entry]]) -> None:
+    """What a default build compiles and CI does not differs from what CI compiles in numbers."""
+    found, wanted = (set().union(*(e.kinds() for e in sets[s])) for s in ("ci", "default"))
+    assert wanted - found == set()
+    # Nor does code without kernels in a default build go uncompiled.
+    ways = [{(e.op, e.accumulation, e.dtype) for e in sets[s]} for s in ("ci", "all")]
+    assert ways[0] == ways[1]
+    assert 2 * len(sets["ci"]) < len(sets["default"])
+
+
+@needs_cmake
+def test_the_default_kernels_are_those_that_the_cost_model_knows(
+    sets: dict[str, set[Entry]],
+) -> None:
+    default = {entry for entry in sets["default"] if not entry.timed}
+    for op, known in (
+        ("kernel", default_kernels(DEFAULT_GPU)),
+        ("scatter", default_scatter_kernels(DEFAULT_GPU)),
+        ("lagged", default_all_reduce_kernels()),
+    ):
+        assert _names(default, op) == {kernel.kernel for kernel in known}
+
+
+@needs_cmake
+def test_a_table_may_be_empty(sets: dict[str, set[Entry]]) -> None:
     """Kernels of all-reduces are not in minimal builds."""
-    for kernels, wanted in (("minimal", 0), ("default", 4)):
-        _generated(kernels, tmp_path)
-        table = (tmp_path / kernels / "kernel_table.cpp").read_text()
-        names = re.findall(r"&lagged_(\w+)_(?:bf16|fp16)_(?:row|col),", table)
-        assert len(names) == wanted
-        assert set(names) <= {kernel.kernel for kernel in default_all_reduce_kernels()}
+    found = [sum(entry.op == "lagged" for entry in sets[kernels]) for kernels in SETS]
+    assert found == [0, 2, 4, 4]
 
 
-@pytest.mark.skipif(CMAKE is None, reason="no cmake")
+@needs_cmake
 @pytest.mark.skipif(not _core.cuda_built, reason="agmm._core is built without CUDA")
-def test_this_build_is_one_of_them(tmp_path: Path) -> None:
+def test_this_build_is_one_of_them(sets: dict[str, set[Entry]]) -> None:
     built = {kernel.name for kernel in _core.kernels()}
-    assert built in [_generated(s, tmp_path) for s in ("minimal", "default", "all")]
+    assert built in [_names(entries, "kernel") for entries in sets.values()]
