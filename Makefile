@@ -15,7 +15,6 @@ WHEEL_PYTHONS ?= 3.10 3.11 3.12 3.13
 WHEEL_PLAT ?= auto
 WHEEL_TORCH ?=
 AGMM_CUDA ?= AUTO
-AGMM_KERNELS ?= default
 CUTLASS_DIR ?=
 JOBS ?= $(shell tools/build_jobs.sh)
 PYTEST_ARGS ?=
@@ -45,8 +44,26 @@ endif
 endif
 endif
 WITH_CUDA := $(if $(filter OFF,$(AGMM_CUDA)),,$(NVCC))
-# A build tree of its own, so that neither build throws away the other.
-BUILD_OPTIONS ?= $(if $(WITH_CUDA),,-C build-dir=build/cpu/{wheel_tag})
+# Where nothing can run them, the tests want a kernel of each kind; a build that is for use has more.
+ifeq ($(AGMM_KERNELS),)
+AGMM_KERNELS := default
+ifneq ($(WITH_CUDA),)
+ifeq ($(filter build test-gpu wheels,$(MAKECMDGOALS))$(shell nvidia-smi -L 2>/dev/null),)
+AGMM_KERNELS := ci
+endif
+endif
+endif
+# Build trees of their own, so that no build throws away another.
+BUILD_TREE := $(if $(WITH_CUDA),$(filter ci,$(AGMM_KERNELS)),cpu)
+BUILD_OPTIONS ?= $(if $(BUILD_TREE),-C build-dir=build/$(BUILD_TREE)/{wheel_tag})
+# A compiler cache: what was compiled before, in this clone or another, is not compiled again.
+CCACHE := $(shell command -v ccache)
+ifneq ($(CCACHE),)
+export CMAKE_CUDA_COMPILER_LAUNCHER ?= $(CCACHE)
+export CMAKE_CXX_COMPILER_LAUNCHER ?= $(CCACHE)
+export CCACHE_BASEDIR ?= $(CURDIR)
+export CCACHE_NOHASHDIR ?= 1
+endif
 CUOBJDUMP := $(shell command -v cuobjdump)
 EXTRAS := all,test
 ifneq ($(WITH_CUDA),)
@@ -75,7 +92,7 @@ test-slow: $(VENV)/.installed $(VENV)/.model $(VENV)/.titan $(VENV)/.torchao ## 
 	$(PY) -m pytest --ignore tests/gpu -m slow -n $(TEST_JOBS) --dist worksteal $(PYTEST_ARGS) tests
 
 test-gpu: $(VENV)/.installed $(VENV)/.model ## run the GPU tests on the GPUs at hand
-	$(PY) -m pytest -m gpu $(PYTEST_ARGS) tests
+	$(PY) -m pytest -m 'gpu or machine_code' $(PYTEST_ARGS) tests
 
 test-versions: ## build and test with the oldest, the usual and the newest torch, without CUDA (an hour)
 	PYTEST_ARGS="$(PYTEST_ARGS)" tools/test_versions.sh $(foreach torch,$(TEST_TORCHES),'$(torch)')
@@ -85,7 +102,7 @@ bench: $(VENV)/.installed ## time agmm against the other ways on the GPUs at han
 
 build: $(VENV)/.installed ## make the environment and install agmm into it
 
-wheels: $(VENV)/.build $(VENV)/.wheels $(if $(filter ON,$(WHEEL_CUDA)),$(VENV)/.cutlass) ## build wheels for all Pythons into dist, and check them
+wheels: $(VENV)/.build $(VENV)/.wheels $(if $(filter ON,$(WHEEL_CUDA)),$(VENV)/.cutlass $(if $(CUOBJDUMP),,$(VENV)/.sass)) ## build wheels for all Pythons into dist, and check them
 	$(PY) tools/build_wheels.py --pythons $(WHEEL_PYTHONS) --cuda $(WHEEL_CUDA) --kernels $(WHEEL_KERNELS) \
 	    --plat $(WHEEL_PLAT) $(if $(WHEEL_TORCH),--torch '$(WHEEL_TORCH)') --jobs $(JOBS)
 
@@ -127,6 +144,10 @@ $(VENV)/.cutlass: pyproject.toml tools/build_requirements.py $(VENV)/.torch
 	$(PIP) install -q --no-deps $$($(PY) tools/build_requirements.py --cutlass)
 	touch $@
 
+$(VENV)/.sass: pyproject.toml tools/build_requirements.py $(VENV)/.torch
+	$(PIP) install -q $$($(PY) tools/build_requirements.py --extra sass)
+	touch $@
+
 $(VENV)/.docs: pyproject.toml tools/build_requirements.py $(VENV)/.torch
 	$(PIP) install -q $$($(PY) tools/build_requirements.py --extra docs)
 	touch $@
@@ -166,7 +187,7 @@ $(SETTINGS): FORCE
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 
 $(VENV)/.installed: $(VENV)/.build $(if $(WITH_CUDA),$(VENV)/.cutlass) $(SETTINGS) $(SOURCES)
-	@echo "building agmm: AGMM_CUDA=$(AGMM_CUDA), AGMM_KERNELS=$(AGMM_KERNELS), $(JOBS) jobs, nvcc $(or $(WITH_CUDA),not used); log in build/install.log"
+	@echo "building agmm: AGMM_CUDA=$(AGMM_CUDA), AGMM_KERNELS=$(AGMM_KERNELS), $(JOBS) jobs$(if $(CCACHE), through $(CCACHE)), nvcc $(or $(WITH_CUDA),not used); log in build/install.log"
 	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) install -v --no-build-isolation $(BUILD_OPTIONS) '.[$(EXTRAS)]' 2>&1 \
 	    | tee build/install.log | awk '/^ *\[[0-9]+\/[0-9]+\]/ { sub(/^ */, ""); print substr($$0, 1, 120); fflush() }' \
 	    || { tail -n 80 build/install.log; exit 1; }

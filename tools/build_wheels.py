@@ -3,7 +3,8 @@
 What takes long, the kernels, knows no Python: it is compiled once into a build tree below `--work`,
 and each wheel compiles the bindings alone and links them with it (-DAGMM_CORE_DIR). auditwheel then
 gives each wheel the lowest manylinux tag that its symbols allow, and refuses one that would need
-another library packed in. Ends with `check_wheels.py` on the result.
+another library packed in. The core's machine code is looked through for faults, and
+`check_wheels.py` checks the wheels.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import check_machine_code
 import check_wheels
 from pythons import Python, find_python, make_environment
 
@@ -78,7 +80,25 @@ def build_core(given: argparse.Namespace) -> Path:
     configure = ["cmake", "-S", str(REPOSITORY), "-B", str(tree), "-G", "Ninja", *defines]
     _run(log, *configure, **variables)
     _run(log, "cmake", "--build", str(tree), "--target", "agmm_core", "-j", str(given.jobs))
+    if given.cuda == "ON":
+        read_machine_code(tree / "libagmm_core.a")
     return tree
+
+
+def read_machine_code(core: Path) -> None:
+    """Looks for faults in the machine code of a core's kernels.
+
+    Raises:
+        BuildFailed: a kernel has one, or there is no matmul kernel.
+        FileNotFoundError: there is no cuobjdump.
+    """
+    kernels = check_machine_code.inspect(core)
+    print(f"core: {len(kernels)} kernels in its machine code", flush=True)
+    faults = [f"{kernel.name}: {fault}" for kernel in kernels for fault in kernel.faults()]
+    if not any(kernel.is_gemm for kernel in kernels):
+        faults.append("found no matmul kernel, wanted some")
+    if faults:
+        raise BuildFailed("\n".join([f"{core}: faults in its machine code", *faults]))
 
 
 def _requirements() -> list[str]:
@@ -128,7 +148,7 @@ def main() -> None:
         "--pythons", nargs="+", default=PYTHONS, help="versions, or paths of interpreters"
     )
     parser.add_argument("--cuda", choices=("ON", "OFF"), default="ON")
-    parser.add_argument("--kernels", choices=("minimal", "default", "all"), default="all")
+    parser.add_argument("--kernels", choices=("minimal", "ci", "default", "all"), default="all")
     parser.add_argument("--plat", default="auto", help="the tag to have or fail; auto: the lowest")
     parser.add_argument("--torch", default=check_wheels.TORCH, help="what to test the wheels with")
     parser.add_argument("--jobs", type=int, default=1)

@@ -75,7 +75,8 @@ BUILD_TIME: Final = (
     Variable(
         "AGMM_KERNELS",
         "default",
-        "default, minimal for quick builds, or all: also kernels that hardly gained on H200",
+        "default; minimal for quick builds; ci: a kernel of each kind, which is what make test "
+        "compiles where there is no GPU; or all: also kernels that hardly gained on H200",
     ),
     Variable(
         "CUTLASS_DIR", "", "a CUTLASS 4.2.0 checkout to use instead of the nvidia-cutlass package"

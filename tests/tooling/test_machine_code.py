@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import build_wheels
+import check_machine_code
 import compiles
 import pytest
 
 import agmm._core
-
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "check_machine_code.py"
 
 needs_cuda_build = pytest.mark.skipif(
     not agmm._core.cuda_built, reason="agmm._core is built without CUDA"
@@ -24,18 +23,6 @@ needs_build_for_use = pytest.mark.skipif(
     agmm._core.fault != "" or agmm._core.stress_delays, reason="a test build may spill registers"
 )
 
-
-def _tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_machine_code", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-check_machine_code = _tool()
 
 RESOURCE_USAGE = """
 Fatbin elf code:
@@ -96,20 +83,45 @@ def test_a_kernel_that_starts_early_has_to_wait(instruction: str, faults: int) -
     assert kernel.faults() == ["no ACQBULK instruction"] * faults
 
 
+@pytest.mark.parametrize(
+    ("local", "instruction", "fault"),
+    [
+        (0, "HGMMA.64x256x16 R24, R24", None),
+        (16, "HGMMA.64x256x16 R24, R24", "16 bytes of local memory, wanted 0"),
+        (None, "NOP", "found no matmul kernel, wanted some"),
+    ],
+)
+def test_no_wheel_is_made_of_faulty_kernels(
+    monkeypatch: pytest.MonkeyPatch, local: int | None, instruction: str, fault: str | None
+) -> None:
+    kernels = check_machine_code.parse(
+        RESOURCE_USAGE.format(arch="sm_90a", local=local),
+        SASS.format(arch="sm_90a", instruction=instruction),
+    )
+    found = [] if local is None else kernels
+    monkeypatch.setattr(check_machine_code, "inspect", lambda library: found)
+    wanted = pytest.raises(build_wheels.BuildFailed, match=f"^core.a: (?s:.*){fault}$")
+    with contextlib.nullcontext() if fault is None else wanted:
+        build_wheels.read_machine_code(Path("core.a"))
+
+
 def _inspected(folder: Path) -> list[Any]:
     return list(check_machine_code.inspect(check_machine_code.installed_core()))
 
 
 @needs_cuda_build
 @needs_build_for_use
+@pytest.mark.machine_code
 @pytest.mark.compiles.with_args(_inspected)
 def test_kernels_are_hopper_code_in_registers() -> None:
     kernels = compiles.result(_inspected)
     assert {k.name: k.faults() for k in kernels if k.faults()} == {}
     matmuls = [kernel for kernel in kernels if kernel.is_gemm]
+    of_all_reduces = [kernel for kernel in matmuls if "LaggedMainloop" in kernel.name]
+    assert len(of_all_reduces) >= len(agmm._core.all_reduce_kernels())
     # Full and lean, and those that scatter.
-    wanted = 2 * len(agmm._core.kernels()) + len(agmm._core.scatter_kernels())
-    assert len(matmuls) >= wanted > 0
+    wanted = 2 * len(agmm._core.kernel_facts()) + len(agmm._core.scatter_kernel_facts())
+    assert len(matmuls) - len(of_all_reduces) == wanted > 0
 
 
 def test_links_neither_driver_nor_runtime() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -26,9 +27,14 @@ def _command(folder: Path, name: str, code: int) -> None:
 
 def _dry_run(folder: Path, *arguments: str) -> str:
     """What make would run, in an environment that is yet to be made."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("AGMM_", "CUD"))}
+    return _run(folder, "-n", *arguments)
+
+
+def _run(folder: Path, *arguments: str) -> str:
+    ours = ("AGMM_", "CCACHE_", "CMAKE_", "CUD")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     process = subprocess.run(
-        ["make", "-n", *arguments, f"VENV={folder.parent / 'venv'}"],
+        ["make", *arguments, f"VENV={folder.parent / 'venv'}"],
         cwd=REPOSITORY,
         env={**environment, "PATH": f"{folder}:{environment['PATH']}", "MAKEFLAGS": ""},
         capture_output=True,
@@ -63,8 +69,51 @@ def test_kernels_are_left_out_of_demo_and_bench_without_a_gpu(
     assert ("--cutlass" in run) is cuda
     # Each kind of build has a tree of its own.
     assert ("-C build-dir=build/cpu/" in run) is not cuda
+    assert ("-C build-dir=build/ci/" in run) is (cuda and not gpu)
     assert f"nvcc {commands / 'nvcc' if cuda else 'not used'};" in run
     assert ("AGMM_CUDA=OFF" in run) is not cuda
+
+
+@pytest.mark.parametrize(
+    ("gpu", "arguments", "kernels"),
+    [
+        (False, ["test"], "ci"),
+        (False, ["lint"], "ci"),
+        (False, ["test-slow"], "ci"),
+        (False, ["test", "AGMM_KERNELS=default"], "default"),
+        (False, ["test", "AGMM_CUDA=OFF"], "default"),
+        (False, ["build"], "default"),
+        (False, ["build", "test"], "default"),
+        (False, ["test-gpu"], "default"),
+        (True, ["test"], "default"),
+        (True, ["demo"], "default"),
+        (True, ["build", "AGMM_KERNELS=ci"], "ci"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_without_a_gpu_the_tests_compile_a_kernel_of_each_kind(
+    commands: Path, gpu: bool, arguments: list[str], kernels: str
+) -> None:
+    _command(commands, "nvcc", 0)
+    _command(commands, "nvidia-smi", 0 if gpu else 1)
+    run = _dry_run(commands, *arguments)
+    assert f"AGMM_KERNELS={kernels}, " in run
+    assert f"AGMM_KERNELS={kernels} CUTLASS_DIR" in run  # another set is another build
+    assert ("-C build-dir=build/ci/" in run) is (kernels == "ci")
+
+
+@pytest.mark.parametrize("given", [None, "another"])
+def test_compilers_are_called_through_ccache(commands: Path, given: str | None) -> None:
+    """Where there is one; whoever names another launcher gets that one."""
+    _command(commands, "nvcc", 0)
+    _command(commands, "ccache", 0)
+    # CMake reads both from the environment.
+    names = [f"CMAKE_{language}_COMPILER_LAUNCHER" for language in ("CUDA", "CXX")]
+    show = "--eval=show: ; @echo " + " ".join(f"$${name}" for name in (*names, "CCACHE_BASEDIR"))
+    arguments = [f"{name}={given}" for name in names] if given else []
+    used = given or str(commands / "ccache")
+    assert _run(commands, show, "show", *arguments).split() == [used, used, str(REPOSITORY)]
+    assert f" jobs through {commands / 'ccache'}, nvcc " in _dry_run(commands, "build")
 
 
 @pytest.mark.parametrize(
@@ -84,3 +133,5 @@ def test_wheels_have_all_kernels_unless_asked_for_otherwise(
     run = _dry_run(commands, "wheels", *arguments)
     assert f"--cuda {cuda} --kernels {kernels} " in run
     assert ("--cutlass" in run) is (cuda == "ON")
+    # The wheels' machine code is read.
+    assert ("--extra sass" in run) is (cuda == "ON" and shutil.which("cuobjdump") is None)

@@ -201,10 +201,7 @@ def test_a_tag_that_promises_too_much_is_found(built: Built, tmp_path: Path) -> 
     ("setting", "said"),
     [
         ("AGMM_FAULT=no_wait", "AGMM_CORE_DIR: found it set, wanted it unset"),
-        pytest.param(
-            *("AGMM_STRESS_DELAYS=ON", "AGMM_CORE_DIR: found it set, wanted it unset"),
-            marks=pytest.mark.slow,
-        ),
+        ("AGMM_STRESS_DELAYS=ON", "AGMM_CORE_DIR: found it set, wanted it unset"),
         ("SKBUILD_PROJECT_VERSION_FULL=9.9", "AGMM_CORE_DIR: found a core of version"),
     ],
 )
