@@ -242,12 +242,13 @@ struct ClaimingKernel : Base {
       state.advance(k_tiles);
       // It was claimed when the loads of this tile began.
       ++at.number;
-      step = Claimed::take(storage.claimed, at);
+      int32_t const next = Claimed::take(storage.claimed, at);
       auto [next_load, next_store] = epilogue.store(
           loads, load_state, stores, store_state, problem_of(params), TileShape{},
           coordinates(work), sums, tiled_mma, thread, storage.tensors.epilogue, step);
       load_state = next_load;
       store_state = next_store;
+      step = next;
     }
     if (at.number > 0) epilogue.store_tail(loads, load_state, stores, store_state);
   }
