@@ -34,7 +34,7 @@ struct MatmulScatter {
   std::vector<Product> products;  // their sum; 1 to 3, of fp8 one
   void const* bias = nullptr;     // [n], the dtype of out, added once to the whole sum; or null
   void* out = nullptr;            // [rows / w, n], of an all-reduce [rows, n]
-  bool is_average = false;        // the sum is divided by w, before the bias
+  bool is_average = false;        // the sum is multiplied by 1 / w, before the bias
   /// Where not 0, every rank gets all rows, with the same bits: an all-reduce. Then this is the
   /// same on all ranks: the multiprocessors that the order of the tiles is made for.
   int32_t all_reduce_sms = 0;

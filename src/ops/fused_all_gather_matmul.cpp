@@ -39,8 +39,9 @@ struct Call {
 
 /// For the message to ranks whose calls differ.
 std::string described(Gather const& gather, std::vector<Weight> const& weights) {
-  std::string text = "all_gather_matmul(A_shard [" + std::to_string(gather.rows) + ", " +
-                     std::to_string(gather.k) + "] " + to_string(gather.dtype);
+  std::string text = is_fp8(gather.dtype) ? "all_gather_scaled_matmul" : "all_gather_matmul";
+  text += "(A_shard [" + std::to_string(gather.rows) + ", " + std::to_string(gather.k) + "] " +
+          to_string(gather.dtype);
   for (Weight const& weight : weights) {
     text += ", B [" + std::to_string(gather.k) + ", " + std::to_string(weight.n) + "] " +
             (weight.b_layout == BLayout::RowMajor ? "row-major" : "column-major");

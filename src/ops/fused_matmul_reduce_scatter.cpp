@@ -48,7 +48,9 @@ std::vector<KernelFacts> facts_of_table(ScatterEntry const* const* table, std::s
 }
 
 std::string described(MatmulScatter const& call) {
-  std::string text = is_all_reduce(call) ? "matmul_all_reduce(" : "matmul_reduce_scatter(";
+  std::string text = is_all_reduce(call)  ? "matmul_all_reduce("
+                     : is_fp8(call.dtype) ? "scaled_matmul_reduce_scatter("
+                                          : "matmul_reduce_scatter(";
   for (Product const& product : call.products) {
     text += "A [" + std::to_string(call.rows) + ", " + std::to_string(product.k) + "] " +
             to_string(call.dtype) + ", B [" + std::to_string(product.k) + ", " +

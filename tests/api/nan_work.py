@@ -57,7 +57,7 @@ def _fp8_layer(
 def _unfused_scaled_gather(rank: int) -> None:
     """Its bytes are the backend's to gather."""
     with (
-        mock.patch.object(scaled_paths, "why_no_kernel", lambda device: "fp8: not here"),
+        mock.patch.object(scaled_paths, "why_no_kernel", return_value="fp8: not here"),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
@@ -66,6 +66,7 @@ def _unfused_scaled_gather(rank: int) -> None:
 
 _ops: Any = agmm.collectives
 _gather: Any = agmm.all_gather_matmul
+_scaled_gather: Any = agmm.all_gather_scaled_matmul
 _bf16, _f8 = torch.bfloat16, torch.float8_e4m3fn
 CALLS: dict[str, Callable[[int], Any]] = {
     "gather": lambda rank: agmm.all_gather_matmul(_bad((4, 3), (2, 1), rank), torch.ones(3, 2)),
@@ -93,10 +94,10 @@ CALLS: dict[str, Callable[[int], Any]] = {
     "own rows of an all-reduce": lambda rank: agmm.matmul_all_reduce(
         _bad((6, 3), (rank * 3, 1), rank)[:, :2], torch.ones(2, 2)
     ),
-    "scaled gather": lambda rank: agmm.all_gather_scaled_matmul(
+    "scaled gather": lambda rank: _scaled_gather(
         _bad((4, 32), (1, 2), rank).to(_f8), torch.ones(32, 16).to(_f8), *torch.ones(2, 1)
     ),
-    "scale of a gather": lambda rank: agmm.all_gather_scaled_matmul(
+    "scale of a gather": lambda rank: _scaled_gather(
         *(torch.ones(size, 32).to(_f8) for size in (4, 32)),
         _bad((4, 1), (1, 0), rank),
         torch.ones(1, 32),

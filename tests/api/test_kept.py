@@ -108,7 +108,7 @@ def test_no_kept_call_serves_a_destroyed_group(
     KEPT[op](other)
     assert call.call_count == 1
     dist.destroy_process_group(other)
-    with pytest.raises(InvalidArgument, match="^group: found a destroyed one"):
+    with pytest.raises(InvalidArgument, match=r"^group: found a destroyed one"):
         KEPT[op](other)
     assert call.call_count == 1
 

@@ -229,12 +229,13 @@ def test_operands_of_a_scaled_scatter_kernel_are_looked_through(
     monkeypatch.setattr(groups, "check_alive", lambda group: None)
     monkeypatch.setattr(groups, "of", lambda group: mock.Mock(rank=1))
     monkeypatch.setattr(nan_check, "look_through", partial(_on_cpu, nan_check.look_through))
-    group: Any = mock.Mock(**{"size.return_value": 2})
+    group, op = mock.Mock(**{"size.return_value": 2}), scaled_scatter.scatter
 
     def scatter() -> torch.Tensor:
         with mock.patch.object(torch.Tensor, "is_cuda", True):
-            return scaled_scatter.scatter(
-                *given.values(), None, None, group, 0, "sum", torch.bfloat16, False, True
+            return op(
+                *(given["A"], given["B"], given["scale_a"], given["scale_b"], None, None, group),
+                *(0, "sum", torch.bfloat16, False, True),
             )
 
     agmm.check_nan("raise")

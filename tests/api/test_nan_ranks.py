@@ -80,7 +80,7 @@ def test_nothing_is_sent_where_it_raises(name: str) -> None:
             assert next_call == "[2.0, 2.0]"
 
 
-# By op of the library, the arguments with numbers that go to other ranks, themselves or in a product.
+# The arguments of each op whose numbers go to other ranks, themselves or in a product.
 SENT: dict[str, set[str]] = {
     "_async_input_mm": set(),
     "_async_input_scaled_mm": set(),

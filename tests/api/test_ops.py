@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 import agmm
@@ -21,9 +22,10 @@ from agmm.nn import ColumnParallelLinear
 from agmm.ops import async_input_mm, paths, scatter_plan
 from agmm.planning import call_plans
 from agmm.planning.plans import KernelConfig, Plan, Problem
-from agmm.runtime import cuda_calls, groups
+from agmm.runtime import cuda_calls, groups, symmetric
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+MULTIPLE = "wanted a positive multiple of 8 (16-byte TMA alignment)"
 CONFIG_NAME = "128x256x64_2x1_cooperative/swizzle4/along_m"
 
 # What it returns depends on the values of its arguments, which its type does not say.
@@ -143,6 +145,47 @@ def test_async_input_mm_names_a_device_and_returns_no_unwritten_memory(
     # One operand without data sends the call to the Meta kernel.
     arguments = async_call(change)
     assert refusal(lambda: torch.ops.agmm._async_input_mm(*arguments)) == message
+
+
+# --- what the kernels cannot do ---
+
+SIZES: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": torch.float32}, "{a}: found dtype float32, wanted bfloat16 or float16"),
+    ({"k": 12}, f"{{a}}: found K=12, {MULTIPLE}"),
+    ({"n": 12}, f"{{b}}: found N=12, {MULTIPLE}"),
+]
+LAYOUTS: list[tuple[dict[str, Any], str]] = [
+    ({"stride": (32, 2)}, "{b}: found strides (32, 2), wanted row-major or column-major"),
+    ({"stride": (1, 20)}, "{b}: found leading dimension 20, wanted a multiple of 8"),
+]
+REASONS: list[tuple[Callable[[torch.Tensor, torch.Tensor], str | None], dict[str, str], Any]] = [
+    (lambda A, B: paths.why_unfused(A, [B], 0, ""), {"a": "A_shard", "b": "B"}, SIZES + LAYOUTS),
+    (lambda A, B: scatter_plan.why_not_native([A], [B], 0), {"a": "A", "b": "B"}, SIZES),
+    (
+        lambda A, B: async_input_mm.why_no_kernel(A, B, torch.ones(2, dtype=torch.uint32)),
+        *({"a": "a", "b": "b"}, SIZES + LAYOUTS),
+    ),
+]
+
+
+@pytest.mark.parametrize(("why", "names", "cases"), REASONS, ids=["gather", "scatter", "async"])
+def test_what_kernels_cannot_do_is_said_of_the_arguments_of_the_op(
+    monkeypatch: pytest.MonkeyPatch,
+    why: Callable[[torch.Tensor, torch.Tensor], str | None],
+    names: dict[str, str],
+    cases: list[tuple[dict[str, Any], str]],
+) -> None:
+    """In the form of all refusals: the argument, what was found and what is wanted."""
+    monkeypatch.setattr(symmetric, "why_unfused", lambda device: None)
+    for change, message in cases:
+        k, n, dtype = (change.get(name, 16) for name in ("k", "n", "dtype"))
+        dtype = torch.bfloat16 if dtype == 16 else dtype
+        with FakeTensorMode():
+            A = torch.empty(32, k, dtype=dtype, device="cuda")
+            B = torch.empty_strided(
+                (k, n), change.get("stride", (n, 1)), dtype=dtype, device="cuda"
+            )
+            assert why(A, B) == message.format(**names)
 
 
 # --- bad input: all_gather_matmul ---
@@ -305,7 +348,7 @@ def test_a_destroyed_group_is_not_served_by_another_one_of_its_name() -> None:
             lambda group: agmm.collectives.all_reduce_rms_norm(A, A, A[0], group=group),
         ]
         for call in calls:
-            assert refusal(lambda call=call: call(old)).startswith("group: found a destroyed one")
+            assert refusal(partial(call, old)).startswith("group: found a destroyed one")
             call(new)
     finally:
         dist.destroy_process_group()

@@ -168,14 +168,14 @@ def on_cuda(**change: Any) -> torch.Tensor:
     [
         (
             {"scale_a": torch.ones(8, 1), "scale_b": torch.ones(1, 1), "B": None},
-            "B: N=1 is not a multiple of 8",
+            "B: found N=1, wanted a multiple of 8",
         ),
-        ({"B": torch.ones(16, 24).to(E4M3)}, "B: strides (24, 1), the kernels want column-major"),
+        ({"B": torch.ones(16, 24).to(E4M3)}, "B: found strides (24, 1), wanted column-major"),
         (
             {"B": torch.ones(24, 24).to(E4M3)[:, :16].t()},
-            "B: leading dimension 24 is not a multiple of 16",
+            "B: found leading dimension 24, wanted a multiple of 16",
         ),
-        ({"bias": torch.ones(24)}, "bias: dtype torch.float32, the kernels add torch.bfloat16"),
+        ({"bias": torch.ones(24)}, "bias: found dtype torch.float32, wanted torch.bfloat16"),
         (
             {"scale_a": torch.ones(8, 2)[:, :1]},
             "scale_a: found strides (2, 1), wanted contiguous ones",

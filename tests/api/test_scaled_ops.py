@@ -24,7 +24,7 @@ from agmm.ops import kept, quantize, scaled_paths, scaled_products
 from agmm.ops.scaled_checks import scaling_of
 from agmm.planning import fp8_kernels
 from agmm.planning.plans import KernelConfig
-from agmm.runtime import cuda_scaled, cuda_scaled_calls, scaling
+from agmm.runtime import cpu_scaled, cuda_scaled, cuda_scaled_calls, scaling
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.runtime.scaling import ALL, BY_NAME, SCALINGS
 from agmm.testing.reference import relative_error
@@ -277,7 +277,7 @@ def test_the_last_dimension_is_scattered_unfused(group: str) -> None:
 
 # --- CUDA, whose path is the unfused one ---
 
-NO_KERNEL = "fp8: device cuda, this build has no fused fp8 kernel"
+NO_KERNEL = "fp8: found device cuda, wanted one that this build has fp8 kernels for"
 
 
 @pytest.fixture
@@ -293,7 +293,7 @@ def test_kernels_refuse_blocks_of_one_operand(
     A, B = (Scaled(torch.empty(8, 128), torch.empty(1), tile) for tile in tiles)
     weight = Weight(B, None, None, torch.bfloat16, True)
     reason = cuda_scaled.why_illegal(A, weight)
-    assert reason is not None and reason.startswith("scale_b: tiles of")
+    assert reason is not None and reason.startswith("scale_b: found tiles of")
 
 
 @pytest.mark.parametrize(
@@ -607,11 +607,10 @@ Products = list[tuple[Scaled, Weight]]
 def products(group: str, monkeypatch: pytest.MonkeyPatch) -> Products:
     """What gathers multiply: the shard and each weight."""
     found: Products = []
-    on_cpu = scaled_paths.all_gather_on_cpu
 
     def note(workspace: Any, shard: Scaled, weights: list[Weight], *rest: Any, **how: Any) -> Any:
         found.extend((shard, weight) for weight in weights)
-        return on_cpu(workspace, shard, weights, *rest, **how)
+        return cpu_scaled.all_gather_scaled_matmul(workspace, shard, weights, *rest, **how)
 
     monkeypatch.setattr(scaled_paths, "all_gather_on_cpu", note)
     return found

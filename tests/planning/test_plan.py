@@ -300,6 +300,9 @@ def test_of_copies_every_field() -> None:
 # --- why_unfused ---
 
 
+MULTIPLE = "wanted a positive multiple of 8 (16-byte TMA alignment)"
+
+
 @pytest.mark.parametrize("dtype", plans.FUSED_DTYPES)
 def test_aligned_half_precision_is_fused(dtype: str) -> None:
     for n, k in product((8, 16, 1000, 28672), (8, 24, 4096)):
@@ -309,17 +312,12 @@ def test_aligned_half_precision_is_fused(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "n", "k", "reason"),
     [
-        ("float32", 8, 8, "A_shard: dtype=float32, the fused path wants bfloat16 or float16"),
-        ("int8", 8, 8, "A_shard: dtype=int8, the fused path wants bfloat16 or float16"),
-        (
-            "bfloat16",
-            8,
-            12,
-            "A_shard: K=12 is not a positive multiple of 8 (16-byte TMA alignment)",
-        ),
-        ("bfloat16", 8, 0, "A_shard: K=0 is not a positive multiple of 8 (16-byte TMA alignment)"),
-        ("float16", 1, 8, "B: N=1 is not a positive multiple of 8 (16-byte TMA alignment)"),
-        ("float16", 0, 8, "B: N=0 is not a positive multiple of 8 (16-byte TMA alignment)"),
+        ("float32", 8, 8, "A_shard: found dtype float32, wanted bfloat16 or float16"),
+        ("int8", 8, 8, "A_shard: found dtype int8, wanted bfloat16 or float16"),
+        ("bfloat16", 8, 12, f"A_shard: found K=12, {MULTIPLE}"),
+        ("bfloat16", 8, 0, f"A_shard: found K=0, {MULTIPLE}"),
+        ("float16", 1, 8, f"B: found N=1, {MULTIPLE}"),
+        ("float16", 0, 8, f"B: found N=0, {MULTIPLE}"),
     ],
 )
 def test_reasons_against_the_fused_path(dtype: str, n: int, k: int, reason: str) -> None:
@@ -382,7 +380,7 @@ def test_what_the_planner_chooses_is_legal(problem: Problem) -> None:
         ),
         (Problem(8, 8, 8, world_size=4), Plan("sm16x8+4", WIDE), "found 4 first peers of 4 ranks"),
         (Problem(8, 8, 8), push(replace(WIDE, tile_n=64)), "which is not in this build"),
-        (Problem(8, 12, 8), push(WIDE), "N=12 is not a positive multiple of 8"),
+        (Problem(8, 12, 8), push(WIDE), "found N=12, wanted a positive multiple of 8"),
         (Problem(8, 8, 8, gpu=CPU), push(WIDE), "on the CPU"),
         (Problem(8, 8, 8, gpu=CPU, return_A=True), Plan("pull"), "wanted push"),
     ],

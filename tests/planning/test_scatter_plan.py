@@ -301,7 +301,7 @@ def test_an_order_of_an_all_reduce_has_some_rows_of_each_chunk() -> None:
     ("problem", "reason"),
     [
         (scattered(4096, 8192, 7168, 1), "group: found 1 ranks, wanted 2 to"),
-        (scattered(4096, 8190, 7168), "B: N=8190"),
+        (scattered(4096, 8190, 7168), "B: found N=8190"),
         (scattered(32768, 128 * 257, 7168), "plan: found 4112 tiles in a chunk, wanted at most"),
     ],
     ids=str,

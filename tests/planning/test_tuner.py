@@ -262,7 +262,7 @@ def test_options_are_checked() -> None:
     assert tuning_session.Options.of("cpu", 2, [Shape(4, 3, 5)]).dtype == torch.float32
     with pytest.raises(InvalidArgument, match="found 5x8x8, wanted an M that is a multiple"):
         tuning_session.Options.of("cpu", 2, [Shape(5, 8, 8)])
-    with pytest.raises(InvalidArgument, match="found 4x3x8, which cannot be fused: B: N=3"):
+    with pytest.raises(InvalidArgument, match="found 4x3x8, which cannot be fused: B: found N=3"):
         tuning_session.Options.of("cuda", 2, [Shape(4, 3, 8)])
 
 

@@ -64,6 +64,86 @@ def differ(kind: str) -> None:
     call(kind, dist.get_rank())
 
 
+def _fp8(*shape: int) -> torch.Tensor:
+    return torch.ones(shape).to(torch.float8_e4m3fn)
+
+
+_one = torch.ones(1)
+_packed = agmm.Packed4BitWeight.pack(
+    torch.full((16, 8), 0x99, dtype=torch.uint8), torch.ones(16, 1)
+)
+OPS: dict[str, tuple[str, Callable[[int], Any]]] = {
+    "all_gather_matmul": (
+        "all_gather_matmul",
+        lambda rows: gather(torch.ones(rows, 16), torch.ones(16, 2)),
+    ),
+    "unfused": (
+        "all_gather_matmul",
+        lambda rows: gather(torch.ones(rows, 16), torch.ones(16, 2), config="unfused"),
+    ),
+    "packed": ("all_gather_matmul", lambda rows: gather(torch.ones(rows, 16), _packed)),
+    "quantize": (
+        "all_gather_matmul",
+        lambda rows: gather(torch.ones(rows, 16), torch.ones(16, 16), quantize="rowwise"),
+    ),
+    "reduce_amax": (
+        "all_gather_matmul",
+        lambda rows: gather(
+            *(torch.ones(rows, 16), torch.ones(16, 16)), quantize="tensorwise", reduce_amax=True
+        ),
+    ),
+    "all_gather_scaled_matmul": (
+        "all_gather_scaled_matmul",
+        lambda rows: agmm.all_gather_scaled_matmul(_fp8(rows, 16), _fp8(16, 16), _one, _one),
+    ),
+    "matmul_reduce_scatter": (
+        "matmul_reduce_scatter",
+        lambda rows: agmm.matmul_reduce_scatter(torch.ones(rows, 16), torch.ones(16, 2)),
+    ),
+    "scattered columns": (
+        "matmul_reduce_scatter",
+        lambda rows: agmm.matmul_reduce_scatter(
+            torch.ones(rows, 16), torch.ones(16, 2), scatter_dim=1
+        ),
+    ),
+    "scaled_matmul_reduce_scatter": (
+        "scaled_matmul_reduce_scatter",
+        lambda rows: agmm.scaled_matmul_reduce_scatter(_fp8(rows, 16), _fp8(16, 16), _one, _one),
+    ),
+    "matmul_all_reduce": (
+        "matmul_all_reduce",
+        lambda rows: agmm.matmul_all_reduce(torch.ones(rows, 16), torch.ones(16, 2)),
+    ),
+    "all_gather": ("all_gather", lambda rows: agmm.collectives.all_gather(torch.ones(rows, 2))),
+    "background": (
+        "all_gather",
+        lambda rows: agmm.collectives.all_gather(torch.ones(rows, 2), async_op=True).wait(),
+    ),
+    "reduce_scatter": (
+        "reduce_scatter",
+        lambda rows: agmm.collectives.reduce_scatter(torch.ones(rows, 2)),
+    ),
+    "all_reduce": ("all_reduce", lambda rows: agmm.collectives.all_reduce(torch.ones(rows, 2))),
+    "all_reduce_rms_norm": ("all_reduce_rms_norm", lambda rows: _norm(rows, needs_grad=False)),
+    "norm with a gradient": ("all_reduce_rms_norm", lambda rows: _norm(rows, needs_grad=True)),
+    "reserve": ("reserve", lambda rows: agmm.reserve(None, rows << 20)),
+    "release": ("release", lambda rows: agmm.release(None)),
+}
+"""By what is tried: the public function, and a call of it on so many rows."""
+
+
+def _norm(rows: int, *, needs_grad: bool) -> Any:
+    x = torch.ones(rows, 4, requires_grad=needs_grad)
+    return agmm.collectives.all_reduce_rms_norm(x, torch.ones(rows, 4), torch.ones(4))
+
+
+def differ_in_ops(kinds: tuple[str, str]) -> None:
+    """Each rank calls its own kind, with its own rows, in a group that has a workspace."""
+    call("good", 0)
+    rank = dist.get_rank()
+    OPS[kinds[rank]][1](4 + 2 * rank)
+
+
 def one_is_late(kind: str, late_s: float) -> None:
     """Rank 1 comes late, to a call of each path."""
     shard, B = torch.ones(4, 6), torch.ones(6, 2)

@@ -122,6 +122,7 @@ def _run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
         "failures_in_captures",
         "copies_come_first",
         "duties",
+        "names",
         "scaled_push",
         "equality",
         "order_of_tiles",
@@ -146,6 +147,7 @@ def test_host_code(program: Path, name: str) -> None:
     [
         "sums",
         "sums_on_all_ranks",
+        "names",
         "equality",
         "refusals",
         "failures",

@@ -9,6 +9,7 @@ import time
 import pytest
 import step_work
 
+import agmm
 from agmm.testing.ranks import RankPool
 
 
@@ -43,6 +44,32 @@ def test_calls_that_differ_are_both_named(kind: str, words: list[str]) -> None:
             assert theirs.startswith("call 2 of the group, ")
             assert words[rank] in own
             assert words[1 - rank] in theirs
+
+
+KINDS = list(step_work.OPS)
+
+
+@pytest.mark.parametrize(
+    "kinds", list(zip(KINDS, KINDS[1:] + KINDS[:1], strict=True)), ids=" ".join
+)
+def test_a_difference_names_the_op_that_each_rank_called(kinds: tuple[str, str]) -> None:
+    own, theirs = (step_work.OPS[kind][0] for kind in kinds)
+    with RankPool(2, env={"AGMM_TIMEOUT_S": "30"}) as pool:
+        pool.submit(step_work.differ_in_ops, kinds)
+        assert pool.join(25) == [124, 124]
+        (line,) = [x for x in pool.stderr(0).splitlines() if x.startswith("agmm: rank")]
+        assert f"; this rank: call 2 of the group, {own}(" in line
+        assert f"; rank 1: call 2 of the group, {theirs}(" in line
+
+
+def test_each_public_function_that_ranks_call_together_is_tried() -> None:
+    functions = {
+        name
+        for module in (agmm, agmm.collectives)
+        for name in module.__all__
+        if "group" in getattr(getattr(module, name), "__annotations__", {})
+    }
+    assert functions == {name for name, _ in step_work.OPS.values()}
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def _choice(problem: Problem, scaling: str, planner: Planner) -> Choice | str:
     """The plan that the call gets, with fast accumulation where its scales leave the choice, or
     why no kernel serves it."""
     if problem.n % _core.ALIGNMENT:
-        return f"B: N={problem.n} is not a multiple of {_core.ALIGNMENT}"
+        return f"B: found N={problem.n}, wanted a multiple of {_core.ALIGNMENT}"
     dtype, scatters = "float8_e4m3fn_float8_e4m3fn", problem.op == MATMUL_REDUCE_SCATTER
     accumulation = {"block": Accumulation.block, "block 1x128": Accumulation.block_1x128}.get(
         scaling, Accumulation.fast

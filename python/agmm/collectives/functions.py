@@ -132,8 +132,8 @@ def all_gather(
 
     Every rank of the group calls with the same shape, dtype and settings, in the same order, as
     with any collective. agmm moves any dtype, on the CPU through shared memory, on Hopper by a
-    kernel through symmetric memory; on CUDA the backend's collective (NCCL) gathers more than 10
-    MiB. Differentiable; the backward is `reduce_scatter` of the sum.
+    kernel through symmetric memory; on CUDA the backend's collective (NCCL) gathers more than 16
+    MiB in all. Differentiable; the backward is `reduce_scatter` of the sum.
 
     Args:
         x: [..., n, ...], of any shape, layout and number of elements; with no dimension it counts
@@ -229,7 +229,8 @@ def reduce_scatter(
     Args:
         x: [..., world_size * n, ...], of any shape with at least one dimension.
         group: process group, its name or a 1-D DeviceMesh; the default group when None.
-        op: "sum", or "avg" for the sum divided by the world size.
+        op: "sum", or "avg" for the sum divided by the world size, on a GPU multiplied by its
+            reciprocal.
         dim: dimension along which the sum is cut; its size is a multiple of the world size.
         out: [..., n, ...], of the dtype and device of ``x``, to write to; it may be this rank's
             part of ``x``. Has no gradient.
@@ -310,7 +311,8 @@ def all_reduce(
     Args:
         x: of any shape.
         group: process group, its name or a 1-D DeviceMesh; the default group when None.
-        op: "sum", or "avg" for the sum divided by the world size.
+        op: "sum", or "avg" for the sum divided by the world size, on a GPU multiplied by its
+            reciprocal.
         out: of the shape, dtype and device of ``x``, to write to; ``x`` itself for in place. Has no
             gradient.
         async_op: as for `all_gather`.

@@ -42,17 +42,24 @@ def _async_input_mm_cuda(
     return call(a, b, a_chunk_signals, a_chunk_pivot)
 
 
+def why_no_kernel(a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor) -> str | None:
+    """The reason why no kernel can compute a checked call on CUDA, or None."""
+    dtype = str(a.dtype).removeprefix("torch.")
+    reason = (
+        symmetric.why_unfused(a.device)
+        or legality.why_unfused(dtype, b.shape[1], a.shape[1], a="a", b="b")
+        or cuda_calls.why_b_unfused(b, "b")
+    )
+    if reason is None and not a_chunk_signals.is_contiguous():
+        reason = "a_chunk_signals: found a strided tensor, wanted a contiguous one"
+    return reason
+
+
 def _checked_on_cuda(
     a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, a_chunk_pivot: int
 ) -> cuda_calls.ReadyMatmul:
     check_async_input(a, b, a_chunk_signals, a_chunk_pivot)
-    reason = (
-        symmetric.why_unfused(a.device)
-        or legality.why_unfused(str(a.dtype).removeprefix("torch."), b.shape[1], a.shape[1])
-        or cuda_calls.why_b_unfused(b)
-    )
-    if reason is None and not a_chunk_signals.is_contiguous():
-        reason = "a_chunk_signals: found a strided tensor, wanted a contiguous one"
+    reason = why_no_kernel(a, b, a_chunk_signals)
     if reason is not None:
         raise InvalidArgument(reason)
     return cuda_calls.ready_matmul(a, b, a_chunk_signals, _planned(a, b, a_chunk_signals))

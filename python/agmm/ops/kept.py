@@ -1,6 +1,6 @@
-"""Calls that were served before, of all ops: tensors of the same kinds need no checks again, no plan
-and no dispatcher. The one place where a kept call is looked up, so that each of them asks whether
-its group is still in use."""
+"""Calls that were served before, of all ops: tensors of the same kinds need no checks again, no
+plan and no dispatcher. Kept calls are looked up here and nowhere else, so that each of them asks
+whether its group is still in use."""
 
 from __future__ import annotations
 

@@ -142,6 +142,8 @@ class _GatherCall(NamedTuple):
         return (A if self.return_A else None), _products(A, Bs, biases)
 
 
+_Kept = _CpuCall | _GatherCall | FusedCall | Callable[..., Outs]
+
 _BY_LIBRARY = (plans.UNFUSED.name, plans.GATHERED.name)
 """Configs whose matmul is the library's."""
 
@@ -237,9 +239,7 @@ def _run_anew(
     if reason is None:
         try:
             if config == plans.GATHERED.name:
-                call: _CpuCall | Callable[..., Outs] = looking(
-                    _GatherCall(weakref.ref(group), return_A), group
-                )
+                call: _Kept = looking(_GatherCall(weakref.ref(group), return_A), group)
             elif A_shard.device.type == "cpu":
                 call = _CpuCall(weakref.ref(group), return_A)
             else:

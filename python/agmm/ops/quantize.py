@@ -200,13 +200,14 @@ def gather_quantised(
     if scaling.a[0] != ALL:
         scale_a = scale_a.view(*A_shard.shape[:-1], scale_a.shape[-1])
     weights = [quantised(B.t().contiguous().t(), scaling.b) for B in Bs]
+    no_result_scales: list[torch.Tensor | None] = [None] * len(Bs)
     given = (
         rows.view(A_shard.shape),
         scale_a,
         [B for B, _ in weights],
         [scale for _, scale in weights],
         list(biases),
-        [None] * len(Bs),
+        no_result_scales,
     )
     *_, outs = gather(given, group, (gather_dim, False, A_shard.dtype, False, strict, quantize))
     return outs

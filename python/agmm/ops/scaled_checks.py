@@ -83,9 +83,9 @@ def scalings_of(
     scale_bs: Sequence[torch.Tensor],
     known: str = "",
 ) -> list[Scaling]:
-    """The kind of the scales of each weight, which `scaling_of` accepts: the one that is ``known`` to
-    whoever made them; else the first that fits all weights, since they share A, and a shape such as
-    [1, 1] fits several; else each weight's own."""
+    """The kind of the scales of each weight, which `scaling_of` accepts: the one that is ``known``
+    to whoever made them; else the first that fits all weights, since they share A, and a shape such
+    as [1, 1] fits several; else each weight's own."""
     if known:
         return [BY_NAME[known]] * len(Bs)
     for scaling in SCALINGS:

@@ -127,7 +127,8 @@ def scaled_matmul_reduce_scatter(
 
     Args:
         A: [M, ..., K_local], this rank's columns of the whole A, float8_e4m3fn or float8_e5m2,
-            K_local a multiple of 16 and free on each rank; the same leading sizes on all ranks.
+            K_local a multiple of 16; the same leading sizes on all ranks. On the CPU K_local is
+            free on each rank, on CUDA the same on all.
         B: [K_local, N], this rank's rows of the whole B, float8_e4m3fn or float8_e5m2 (not both
             float8_e5m2), best column-major.
         scale_a: float32, of A.
@@ -135,7 +136,8 @@ def scaled_matmul_reduce_scatter(
         group: process group, its name or a 1-D DeviceMesh; the default group when None.
         scatter_dim: dimension of the product along which the sum is cut; its size is a multiple of
             the world size.
-        reduce_op: "sum", or "avg" for the sum divided by the world size.
+        reduce_op: "sum", or "avg" for the sum divided by the world size, on a GPU multiplied by its
+            reciprocal.
         bias: [N], bf16, fp16 or float32, the same on all ranks; added once, to the (divided) sum.
             Not with the last dimension scattered.
         result_scale: one float32 with which a result in fp8 is multiplied before it is rounded.

@@ -37,7 +37,7 @@ def why_no_kernel(device: torch.device) -> str | None:
     if device.type == "cpu":
         return None
     if device.type != "cuda" or not fp8_kernels.are_built():
-        return f"fp8: device {device.type}, this build has no fused fp8 kernel"
+        return f"fp8: found device {device.type}, wanted one that this build has fp8 kernels for"
     return symmetric.why_unfused(device)
 
 
@@ -288,7 +288,8 @@ def _cuda_kernels(
     problems: list[Problem] = []
     for weight in weights:
         if weight.B.values.dtype != first:
-            return [], f"B: dtypes {first} and {weight.B.values.dtype} share no gather on CUDA"
+            found_too = weight.B.values.dtype
+            return [], f"B: found dtypes {first} and {found_too}, wanted one on CUDA"
         found = problem_of(shard, weight, m, return_A=return_A, group=group)
         if isinstance(found, str):
             return [], found

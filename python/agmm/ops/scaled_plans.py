@@ -31,7 +31,7 @@ def problem_of(
     assert wanted is not None  # else it is illegal
     accumulation = fp8_kernels.served_by(dtype, wanted, scatters=scatters)
     if not fp8_kernels.built(dtype, accumulation, scatters=scatters):
-        return f"fp8: {dtype} {wanted.name}, this build has no kernel for it"
+        return f"fp8: found {dtype} {wanted.name}, wanted what this build has a kernel for"
     return call_plans.scaled_problem(
         m,
         weight.B.values.shape[1],

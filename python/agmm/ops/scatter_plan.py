@@ -122,7 +122,7 @@ def _why_no_kernel(As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor]) -> st
     reason = symmetric.why_unfused(As[0].device)
     dtype = str(As[0].dtype).removeprefix("torch.")
     for B in Bs:
-        reason = reason or legality.why_unfused(dtype, B.shape[1], B.shape[0])
+        reason = reason or legality.why_unfused(dtype, B.shape[1], B.shape[0], a="A")
     if reason is None and len(As) > MOST_PRODUCTS:
         return f"A: {len(As)} products, a kernel sums at most {MOST_PRODUCTS}"
     return reason

@@ -26,14 +26,16 @@ from agmm.planning.plans import (
 )
 
 
-def why_unfused(dtype: str, n: int, k: int) -> str | None:
-    """The reason why the CUDA kernels cannot compute this product, or None."""
+def why_unfused(dtype: str, n: int, k: int, *, a: str = "A_shard", b: str = "B") -> str | None:
+    """The reason why the CUDA kernels cannot compute this product, or None. ``a`` and ``b`` are
+    what the op calls the operands."""
+    wanted = f"wanted a positive multiple of {ALIGNMENT} (16-byte TMA alignment)"
     if dtype not in FUSED_DTYPES:
-        return f"A_shard: dtype={dtype}, the fused path wants bfloat16 or float16"
+        return f"{a}: found dtype {dtype}, wanted {' or '.join(FUSED_DTYPES)}"
     if k < 1 or k % ALIGNMENT != 0:
-        return f"A_shard: K={k} is not a positive multiple of {ALIGNMENT} (16-byte TMA alignment)"
+        return f"{a}: found K={k}, {wanted}"
     if n < 1 or n % ALIGNMENT != 0:
-        return f"B: N={n} is not a positive multiple of {ALIGNMENT} (16-byte TMA alignment)"
+        return f"{b}: found N={n}, {wanted}"
     return None
 
 
@@ -134,7 +136,7 @@ def why_scatter_illegal(
 def _why_tile_push_illegal(
     problem: Problem, plan: Plan, kernel: KernelConfig, kernels: Iterable[KernelConfig]
 ) -> str | None:
-    reason = why_unfused(problem.dtype, problem.n, problem.k)
+    reason = why_unfused(problem.dtype, problem.n, problem.k, a="A")
     if reason is not None:
         return reason
     if not 1 < problem.world_size <= MAX_PUSH_RANKS:
@@ -160,7 +162,7 @@ def _why_tile_push_illegal(
 def why_lagged_illegal(problem: Problem, kernel: KernelConfig) -> str | None:
     """The reason why a matmul + all-reduce cannot be computed by one of the build's kernels that
     send finished tiles, or None. m is a multiple of the ranks."""
-    reason = why_unfused(problem.dtype, problem.n, problem.k)
+    reason = why_unfused(problem.dtype, problem.n, problem.k, a="A")
     if reason is not None:
         return reason
     if not 1 < problem.world_size <= MAX_PUSH_RANKS:

@@ -64,7 +64,7 @@ def _in_words(value: Any) -> str:
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{list(value.shape)} {dtype} {_layout(value)}"
     if isinstance(value, Packed4BitWeight):
-        return f"{[value.K, value.N]} of 4 bits"
+        return f"[{value.K}, {value.N}] of 4 bits by {value.group_size}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_in_words(one) for one in value)}]"
     return f"= {value!r}"

@@ -78,12 +78,17 @@ def bias_pointer(bias: torch.Tensor | None, kept: list[torch.Tensor]) -> int:
     return aligned_pointer(bias, kept)
 
 
-def why_b_unfused(b: torch.Tensor) -> str | None:
+def why_b_unfused(b: torch.Tensor, name: str = "B") -> str | None:
+    """The reason why the kernels cannot read a weight in its layout, or None. ``name`` is what the
+    op calls it."""
     layout = b_layout(b)
     if layout is None:
-        return f"B: strides {tuple(b.stride())} are neither row-major nor column-major"
+        return f"{name}: found strides {tuple(b.stride())}, wanted row-major or column-major"
     if layout.leading % _core.ALIGNMENT != 0:
-        return f"B: leading dimension {layout.leading} is not a multiple of {_core.ALIGNMENT}"
+        return (
+            f"{name}: found leading dimension {layout.leading}, wanted a multiple of "
+            f"{_core.ALIGNMENT}"
+        )
     return None
 
 

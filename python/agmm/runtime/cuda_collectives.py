@@ -127,7 +127,7 @@ class CollectivesWorkspace(SymmetricWorkspace):
             method: how the data travels; "two_shot" for all_reduce alone. Alike on all ranks.
             x: contiguous; for reduce_scatter [world_size, ...] in all.
             out: contiguous, as large as the result; of all_reduce it may be ``x``.
-            is_average: sums are divided by the world size.
+            is_average: sums are multiplied by 1 / world_size.
 
         Raises:
             InvalidArgument, Unsupported, AgmmError: as `symmetric.enqueue`.

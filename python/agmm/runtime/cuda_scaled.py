@@ -53,23 +53,27 @@ def why_illegal(A: Scaled, weight: Weight) -> str | None:
     """The reason why no kernel can compute this product, of checked operands, or None."""
     B, bias = weight.B, weight.bias
     if accumulation_of(A, weight) is None:
-        return f"scale_b: tiles of {B.tile} beside {A.tile} of A, the kernels want one kind of both"
+        return f"scale_b: found tiles of {B.tile} beside {A.tile} of A, wanted one kind of both"
     if weight.out_dtype != torch.bfloat16:
-        return f"out_dtype: {weight.out_dtype}, the kernels write torch.bfloat16"
+        return f"out_dtype: found {weight.out_dtype}, wanted torch.bfloat16"
     if weight.result_scale is not None:
-        return "result_scale: the kernels scale no result"
+        return "result_scale: found one, wanted None: the kernels scale no result"
     if bias is not None and bias.dtype != torch.bfloat16:
-        return f"bias: dtype {bias.dtype}, the kernels add torch.bfloat16"
+        return f"bias: found dtype {bias.dtype}, wanted torch.bfloat16"
     n = B.values.shape[1]
     if n < 1:
-        return "B: N=0, the kernels want columns"
+        return "B: found N=0, wanted at least 1"
     if n % _core.ALIGNMENT != 0:
-        return f"B: N={n} is not a multiple of {_core.ALIGNMENT} (16-byte TMA alignment)"
+        return f"B: found N={n}, wanted a multiple of {_core.ALIGNMENT} (16-byte TMA alignment)"
     layout = b_layout(B.values)
     if layout is None or not layout.column_major:
-        return f"B: strides {tuple(B.values.stride())}, the kernels want column-major (weight.t())"
+        found = tuple(B.values.stride())
+        return f"B: found strides {found}, wanted column-major (weight.t())"
     if layout.leading % _core.FP8_ALIGNMENT != 0:
-        return f"B: leading dimension {layout.leading} is not a multiple of {_core.FP8_ALIGNMENT}"
+        return (
+            f"B: found leading dimension {layout.leading}, wanted a multiple of "
+            f"{_core.FP8_ALIGNMENT}"
+        )
     return None
 
 

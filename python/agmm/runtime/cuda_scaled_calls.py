@@ -237,7 +237,7 @@ def ready_scatter(
         weight: of which `why_illegal` finds nothing, with scales of columns or one.
         kernel: one of its dtype that sends tiles.
         out_shape: that of the result.
-        is_average: the sum is divided by the world size, before the bias.
+        is_average: the sum is multiplied by 1 / world_size, before the bias.
     """
     rows, k = A.values.shape
     B = weight.B

@@ -34,12 +34,12 @@ def check_nan(mode: str) -> str:
 
     A NaN spreads to all ranks with the first collective; here the rank is named that had it first.
     What is looked through is the rank's own part before it goes: ``A_shard`` and its scales, the
-    partial products of a matmul + reduce-scatter or all-reduce, the tensor of a collective, and what
-    a backward gathers or scatters. Where a CUDA kernel sends products as it computes them, they are
-    nowhere to be looked at before, and the operands and their scales are looked through instead.
-    What agmm quantises and then sends is looked through before it is quantised, but in code of
-    `torch.compile` behind it. What `torch.compile` has made of the backend's own collectives is not
-    looked at, nor a call that is captured in a CUDA graph.
+    partial products of a matmul + reduce-scatter or all-reduce, the tensor of a collective, and
+    what a backward gathers or scatters. Where a CUDA kernel sends products as it computes them,
+    they are nowhere to be looked at before, and the operands and their scales are looked through
+    instead. What agmm quantises and then sends is looked through before it is quantised; in code
+    that `torch.compile` has made, afterwards. What that has made of the backend's own collectives
+    is not looked at, nor a call that is captured in a CUDA graph.
 
     Args:
         mode: "off"; "warn": a line on stderr for each op and tensor that had one, and the call goes

@@ -42,10 +42,14 @@ def _why_no_peer_access(own: str, uuids: Sequence[str]) -> str:
 def why_unfused(device: torch.device) -> str | None:
     """The reason why this device cannot run the kernels, or None."""
     if not _core.cuda_built:
-        return "this build of agmm has no CUDA kernels (AGMM_CUDA=ON builds them)"
+        return (
+            f"device: found {device}, wanted cpu: this build of agmm has no CUDA kernels "
+            "(AGMM_CUDA=ON builds them)"
+        )
     capability = _capability(device)
     if capability != _HOPPER:
-        return f"{device} has compute capability {capability[0]}.{capability[1]}, wanted 9.0"
+        found = f"{device} of compute capability {capability[0]}.{capability[1]}"
+        return f"device: found {found}, wanted {_HOPPER[0]}.{_HOPPER[1]}"
     return None
 
 

@@ -317,6 +317,19 @@ void duties() {
 
 /// In fp8 scales are sent before the signal of their shard, and the slot is given back behind the
 /// matmuls, whose epilogues read scales until they end.
+/// What a rank is told of its own call where another rank's differs.
+void check_name(agmm::CallSpec const& call, std::string const& wanted) {
+  uint32_t const tag = call.matmul.arrival.ready_value;
+  std::string const message = agmm::mismatch_message(1, 0, 0, tag + 1, tag);
+  check(has(message, "; this rank: " + wanted), message);
+}
+
+void names() {
+  Workspace const workspace;
+  workspace.call(Transport::CopyEnginePush, kStream);
+  check_name(state().launched.back(), "all_gather_matmul(A_shard [128, 256] ");
+}
+
 void scaled_push() {
   static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
   Workspace const workspace;
@@ -351,6 +364,7 @@ void scaled_push() {
   check(copies == "batch copy copy write copy copy write copy copy batch ", "copies: " + copies);
   check(main == "kernel kernel batch ", "main: " + main);
   check(state().launched.size() == 2, "matmuls");
+  check_name(state().launched[0], "all_gather_scaled_matmul(A_shard [128, 256] ");
   for (std::size_t i = 0; i < 2; ++i) {
     agmm::CallSpec const& call = state().launched[i];
     agmm::Operands const& operands = call.matmul.operands;
@@ -655,6 +669,7 @@ int main(int count, char** arguments) {
       {"failures_in_captures", &failures_in_captures},
       {"copies_come_first", &copies_come_first},
       {"duties", &duties},
+      {"names", &names},
       {"scaled_push", &scaled_push},
       {"equality", &equality},
       {"order_of_tiles", &order_of_tiles},

@@ -379,24 +379,27 @@ int launch_scatter(void* params, void* stream) {
   return cudaSuccess;
 }
 
-ScatterEntry scatter_kernel(Schedule schedule) {
-  return {
-      facts_of({kTile, kTile, 64, 1, 1, schedule, false}, DType::BFloat16, BLayout::ColumnMajor),
-      sizeof(ScatterSpec),
-      kTileBytes,
-      &prepare_scatter,
-      &setup,
-      &launch_scatter};
+ScatterEntry scatter_kernel(Schedule schedule, DType dtype = DType::BFloat16,
+                            Accumulation accumulation = Accumulation::Fast) {
+  return {facts_of({kTile, kTile, 64, 1, 1, schedule, false}, dtype, BLayout::ColumnMajor,
+                   accumulation),
+          sizeof(ScatterSpec),
+          kTileBytes,
+          &prepare_scatter,
+          &setup,
+          &launch_scatter};
 }
 ScatterEntry const pingpong_scatter = scatter_kernel(Schedule::Pingpong);
 ScatterEntry const cooperative_scatter = scatter_kernel(Schedule::Cooperative);
+ScatterEntry const fp8_scatter =
+    scatter_kernel(Schedule::Pingpong, DType::E4M3, Accumulation::Slow);
 
 }  // namespace
 
 KernelEntry const* const kKernelTable[] = {&kernel, &fp8_kernel, &swapped_kernel};
 std::size_t const kKernelCount = 3;
-ScatterEntry const* const kScatterTable[] = {&pingpong_scatter, &cooperative_scatter};
-std::size_t const kScatterCount = 2;
+ScatterEntry const* const kScatterTable[] = {&pingpong_scatter, &cooperative_scatter, &fp8_scatter};
+std::size_t const kScatterCount = 3;
 ScatterEntry const* const kLaggedTable[] = {&pingpong_scatter};
 std::size_t const kLaggedCount = 1;
 

@@ -14,6 +14,7 @@
 #include "order/scatter_tiles.hpp"
 #include "precedence.hpp"
 #include "runtime/cuda.hpp"
+#include "sync/signals.hpp"
 #include "transport/tile_push.hpp"
 
 namespace {
@@ -189,6 +190,29 @@ struct One {
     (*ranks.ops[1])(what, stream);
   }
 };
+
+/// What a rank is told of its own call where another rank's differs.
+void names() {
+  One const one;
+  std::map<std::string, void (*)(MatmulScatter&)> const calls = {
+      {"matmul_reduce_scatter", [](MatmulScatter&) {}},
+      {"matmul_all_reduce", [](MatmulScatter& c) { c.all_reduce_sms = kWorkers; }},
+      {"scaled_matmul_reduce_scatter",
+       [](MatmulScatter& c) {
+         c.dtype = agmm::DType::E4M3;
+         c.accumulation = agmm::Accumulation::Slow;
+         c.scales.a = c.scales.b = static_cast<float const*>(c.out);
+       }},
+  };
+  for (auto const& [name, change] : calls) {
+    MatmulScatter call = one.call();
+    change(call);
+    one(call, kStream);
+    uint32_t const tag = state().scatters.back().push.tag;
+    std::string const message = agmm::mismatch_message(1, 0, 0, tag + 1, tag);
+    check(message.find("; this rank: " + name + "(A [512, 64] ") != std::string::npos, message);
+  }
+}
 
 /// An equal call is not prepared again, one that differs in any field is.
 void equality() {
@@ -457,17 +481,12 @@ void reserved_sms() {
 
 int main(int, char** arguments) {
   std::map<std::string, void (*)()> const checks = {
-      {"sums", &sums},
-      {"sums_on_all_ranks", &sums_on_all_ranks},
-      {"equality", &equality},
-      {"refusals", &refusals},
-      {"failures", &failures},
-      {"order", &order},
-      {"precedence", &precedence},
-      {"launches", &launches},
-      {"reserved_sms", &reserved_sms},
-      {"arrivals", &arrivals},
-      {"paces", &paces},
+      {"sums", &sums},         {"sums_on_all_ranks", &sums_on_all_ranks},
+      {"names", &names},       {"equality", &equality},
+      {"refusals", &refusals}, {"failures", &failures},
+      {"order", &order},       {"precedence", &precedence},
+      {"launches", &launches}, {"reserved_sms", &reserved_sms},
+      {"arrivals", &arrivals}, {"paces", &paces},
       {"splits", &splits},
   };
   checks.at(arguments[1])();
