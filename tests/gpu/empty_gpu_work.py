@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,45 +15,52 @@ import agmm
 K, N = 512, 256
 
 
+@cache  # captures make none
+def _numbers(*shape: int) -> torch.Tensor:
+    return integers(shape, 3)
+
+
 def _weight() -> torch.Tensor:
-    return integers((N, K), 1).t()
+    return _numbers(N, K).t()
 
 
+@cache
 def _fp8(*shape: int) -> torch.Tensor:
-    return integers(shape, 2).to(torch.float8_e4m3fn)
+    return _numbers(*shape).to(torch.float8_e4m3fn)
 
 
+@cache
 def _one() -> torch.Tensor:
     return torch.ones((), device=device())
 
 
 OPS: dict[str, Callable[[int, Any], torch.Tensor]] = {
     "gather": lambda rows, group: agmm.all_gather_matmul(
-        integers((rows, K), 3), _weight(), group, strict=True
+        _numbers(rows, K), _weight(), group, strict=True
     ),
     "gather by a kernel of its own": lambda rows, group: agmm.all_gather_matmul(
-        integers((rows, K), 3), _weight(), group, config="gather" if rows else None
+        _numbers(rows, K), _weight(), group, config="gather" if rows else None
     ),
     "gather of fp8": lambda rows, group: agmm.all_gather_scaled_matmul(
         _fp8(rows, K), _fp8(N, K).t(), _one(), _one(), group, strict=True
     ),
     "scatter": lambda rows, group: agmm.matmul_reduce_scatter(
-        integers((rows * group.size(), K), 3), _weight(), group, strict=True
+        _numbers(rows * group.size(), K), _weight(), group, strict=True
     ),
     "scatter of fp8": lambda rows, group: agmm.scaled_matmul_reduce_scatter(
         _fp8(rows * group.size(), K), _fp8(N, K).t(), _one(), _one(), group, strict=True
     ),
     "all-reduce": lambda rows, group: agmm.matmul_all_reduce(
-        integers((rows, K), 3), _weight(), group, strict=True
+        _numbers(rows, K), _weight(), group, strict=True
     ),
     "all_gather": lambda rows, group: agmm.collectives.all_gather(
-        integers((rows, K), 3), group, strict=True
+        _numbers(rows, K), group, strict=True
     ),
     "reduce_scatter": lambda rows, group: agmm.collectives.reduce_scatter(
-        integers((rows * group.size(), K), 3), group, strict=True
+        _numbers(rows * group.size(), K), group, strict=True
     ),
     "all_reduce, later": lambda rows, group: agmm.collectives.all_reduce(
-        integers((rows, K), 3), group, async_op=True, strict=True
+        _numbers(rows, K), group, async_op=True, strict=True
     ).wait(),
 }
 
