@@ -13,9 +13,16 @@ import torch.distributed as dist
 from scatter_work import in_order
 
 import agmm
-from agmm.ops import matmul_all_reduce, scatter_cuda, scatter_paths, scatter_plan
+from agmm.ops import (
+    matmul_all_reduce,
+    scatter_cuda,
+    scatter_paths,
+    scatter_plan,
+    small_collectives,
+)
 from agmm.planning import cost_model
 from agmm.planning.plans import KernelConfig
+from agmm.runtime import collectives
 from agmm.runtime.calls import Call
 from agmm.runtime.workspaces import cpu_workspace
 from agmm.testing.reference import relative_error
@@ -118,6 +125,9 @@ def by_kernels(world_size: int, bias: bool) -> list[str] | None:
         assert (found, sm_count) == (kernel, 132)
         return cpu_workspace(group).matmul_all_reduce(A, B, bias, call)
 
+    def gather(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return collectives.start_all_gather(shard, group.group_name, 0)()
+
     generator = torch.Generator().manual_seed(world_size)
     for rows in (1, world_size, 2 * world_size + 1):
         A, B = (
@@ -140,6 +150,8 @@ def by_kernels(world_size: int, bias: bool) -> list[str] | None:
                 mock.patch.object(scatter_cuda, "all_reduce", all_reduce),
                 mock.patch.object(scatter_plan, "why_not_native", return_value=None),
                 mock.patch.object(scatter_plan, "all_reduce_plan", return_value=plan) as asked,
+                mock.patch.object(small_collectives, "why_not", return_value=None),
+                mock.patch.object(small_collectives, "gather", gather),
             ):
                 out = matmul_all_reduce.by_scatter_and_gather(
                     A, (1.0 + rank) * B, b, group, call, agreed="", strict=strict

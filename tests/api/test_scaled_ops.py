@@ -726,7 +726,11 @@ class Workspace:
     """Of a rank of four, whose core takes note of what it is given."""
 
     def __init__(self) -> None:
-        self.lock, self.known, self.world_size = mock.MagicMock(), mock.Mock(calls=0), 4
+        self.lock, self.known, self.world_size = (
+            mock.MagicMock(),
+            mock.Mock(calls=0, captured_calls=0),
+            4,
+        )
         self.core = mock.Mock()
         self.captured, self.refused = False, mock.Mock()
         for name in ("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"):

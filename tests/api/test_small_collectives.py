@@ -16,7 +16,7 @@ from agmm._core import CollectiveMethod, CollectiveOp
 from agmm.errors import forget_warnings
 from agmm.ops import matmul_all_reduce, paths, scatter_cuda, scatter_plan, small_collectives
 from agmm.planning import call_plans
-from agmm.runtime import collectives, groups, symmetric
+from agmm.runtime import backends, collectives, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.group_gpus import GroupFacts
 
@@ -286,10 +286,10 @@ def test_a_backend_that_takes_no_gpus_tensors_is_named(
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     group: Any = mock.Mock()
     if refused is None:
-        groups.check_backend(group, torch.device(device))
+        backends.check_backend(group, torch.device(device))
         return
     with pytest.raises(agmm.InvalidArgument, match=f"^group: found backend {refused}, wanted"):
-        groups.check_backend(group, torch.device(device))
+        backends.check_backend(group, torch.device(device))
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
@@ -299,10 +299,8 @@ def test_no_collective_of_gloo_is_begun_with_a_gpus_tensors(
     """Whatever is left to the backend goes through these: unfused paths, backwards, layers."""
     begun = mock.Mock(side_effect=AssertionError("begun"))
     monkeypatch.setattr(collectives, "is_traced", lambda tensor: False)
-    functional = mock.Mock(
-        all_gather_into_tensor=begun, reduce_scatter_tensor=begun, all_reduce=begun
-    )
-    monkeypatch.setattr(collectives, "_functional", functional)
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+        monkeypatch.setattr(torch.ops._c10d_functional, name, begun)
     with FakeTensorMode():
         x = torch.empty(4, 8, device="cuda", dtype=torch.bfloat16)
         call = {

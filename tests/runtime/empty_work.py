@@ -277,14 +277,14 @@ def look_for_one(calls: str, *, late: bool = True) -> list[str]:
     for i, kind in enumerate(of_rank):
         known.calls += 1
         if kind == "0" or (kind == "1" and known.rank == 1):
-            known.note_empty_call(f"the call of {i // 2}")
+            known.empty_calls.note(known.eager_calls, f"the call of {i // 2}")
     found = []
     for turn in range(3):
         dist.barrier()
         if not late and turn == 1:
             time.sleep(3.0)  # rank 1 tells nothing any more
         if late or known.rank == 0 or turn == 0:
-            found.append(known.look_for_empty_calls(waits_in_one=known.rank == 1))
+            found.append(known.empty_calls.look(known, waits_in_one=known.rank == 1))
     return found
 
 

@@ -115,6 +115,9 @@ def test_scales_of_shards_without_rows(two_ranks: RankPool) -> None:
         (20 * ".1" + "|" + 80 * "1.", 2),
         ("0001|00", 4),
         ("1." + 100 * "0.", 1),
+        ("..0|" + 4000 * "0.", None),  # what one remembers and the other has forgotten
+        (1500 * "0." + "|1", None),
+        (1500 * "0." + "1", 3001),
     ],
 )
 def test_ranks_on_gpus_that_wait_long_find_the_call(

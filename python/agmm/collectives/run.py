@@ -22,8 +22,9 @@ from agmm.collectives.work import Work
 from agmm.errors import Unsupported
 from agmm.ops import kept, small_collectives
 from agmm.planning.cost_model.collectives import Kind
-from agmm.runtime import cpu_collectives, groups, nan_check
+from agmm.runtime import backends, cpu_collectives, groups, nan_check
 from agmm.runtime.background import Task
+from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import by_newer_name
 from agmm.runtime.cuda_background import CudaBackground
@@ -79,7 +80,7 @@ def start(
     if nan_check.active:
         nan_check.look_through(call.op, "x", x, rank)
     path = choose(kind, x, world_size, strict=strict, low_contention=low_contention)
-    if groups.is_fake(group):
+    if backends.is_fake(group):
         path = Path(TORCH, "", is_choice=True)
     elif x.numel() == 0 and path.by != SHARED_MEMORY:
         return _without_elements(x, finish, group, call, what, async_op)
@@ -112,17 +113,17 @@ def start(
             ),
         }
         try:
-            with groups.calling(call, empty="" if x.numel() else what):
+            with calling(call, empty="" if x.numel() else what):
                 done = cpu_workspace(group).collective(
                     jobs[kind](), call, finish, agreed=what, in_background=async_op
                 )
             return Work(done.wait, done.is_done) if isinstance(done, Task) else done
         except Unsupported as error:
             path = Path(TORCH, str(error))
-    if not groups.is_fake(group):
+    if not backends.is_fake(group):
         leave_to_torch(kind, path, strict)
     if kind != "all_reduce":  # which gloo makes on GPUs too
-        groups.check_backend(group, x.device)
+        backends.check_backend(group, x.device)
     with groups.of(group).lock:
         if x.device.type == "cpu":
             meet(group, f"torch's {what}", call)

@@ -20,7 +20,8 @@ from agmm.ops.prepare import prepare
 from agmm.ops.scaled_checks import check_no_backward
 from agmm.ops.scatter_paths import has_no_elements, native_cpu, without_elements
 from agmm.planning import call_plans
-from agmm.runtime import groups, nan_check
+from agmm.runtime import nan_check
+from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
 from agmm.runtime.results import strided
 from agmm.runtime.workspaces import cuda_workspace
@@ -155,7 +156,7 @@ def _on_cpu(
     group: dist.ProcessGroup,
     return_A: bool,
 ) -> paths.Outs:
-    with groups.calling(Call("all_gather_matmul", A_shard=shard, B=Bs)):
+    with calling(Call("all_gather_matmul", A_shard=shard, B=Bs)):
         return paths.fused_cpu(shard, Bs, biases, group, return_A)
 
 

@@ -29,7 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 from agmm.errors import InvalidArgument, Unsupported
-from agmm.runtime import groups, nan_check, workspaces
+from agmm.runtime import backends, groups, nan_check, workspaces
 from agmm.runtime.calls import Call
 
 __all__ = ["AllGather", "ReduceScatter", "disable", "enable"]
@@ -97,7 +97,7 @@ class AllGather(_Comm, api.AllGather):
         """
         if nan_check.active:
             _look_through("all_gather", input_tensor, group)
-        if goes_by_copies(output_tensor) and not groups.is_fake(group):
+        if goes_by_copies(output_tensor) and not backends.is_fake(group):
             try:
                 return self._copy(output_tensor, input_tensor, group, async_op)
             except Unsupported as reason:
@@ -150,7 +150,7 @@ class ReduceScatter(_Comm, api.ReduceScatter):
         """
         if nan_check.active:
             _look_through("reduce_scatter", input_tensor, group)
-        if goes_by_copies(output_tensor) and not groups.is_fake(group):
+        if goes_by_copies(output_tensor) and not backends.is_fake(group):
             try:
                 self._copy(output_tensor, input_tensor, group, op, async_op)
                 return None
@@ -202,7 +202,7 @@ def by_backend_all_gather(
     out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """The group's own collective, in the spelling of each version of torch."""
-    groups.check_backend(group, out.device)
+    backends.check_backend(group, out.device)
     return DefaultAllGather()(out, shard, group, async_op)
 
 
@@ -210,7 +210,7 @@ def by_backend_reduce_scatter(
     out: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool
 ) -> dist.Work | None:
     """The same for a reduce-scatter."""
-    groups.check_backend(group, out.device)
+    backends.check_backend(group, out.device)
     return DefaultReduceScatter()(out, parts, group, op, async_op)
 
 

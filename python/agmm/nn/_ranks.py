@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.runtime import groups, identity
+from agmm.runtime import backends, groups, identity
 from agmm.runtime.groups import group_of, group_or_default
 
 # The meshes of groups that were given without one, by type of device; they end with their group.
@@ -144,7 +144,7 @@ class Ranks:
         tensors = [tensor.detach() for tensor in tensors]
         if any(type(tensor) is not torch.Tensor or tensor.is_meta for tensor in tensors):
             return False
-        if groups.is_fake(self._group):  # the others are not there
+        if backends.is_fake(self._group):  # the others are not there
             return False
         digest = hashlib.blake2b()
         for tensor in tensors:

@@ -14,7 +14,8 @@ from agmm.ops.library import library
 from agmm.ops.paths import fall_back
 from agmm.ops.scaled_checks import check_no_backward
 from agmm.planning import call_plans
-from agmm.runtime import groups
+from agmm.runtime import backends, groups
+from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import start_all_gather
 from agmm.runtime.packed import Packed4BitWeight
@@ -143,9 +144,9 @@ def _run(
         take_turn(group, shard.device, what, call, agree=call_plans.agree)
         outs = [shard.new_empty(0, B.N) for B in Bs]
         return (shard.new_empty(0, k) if return_A else None), outs
-    if not groups.is_fake(group):
+    if not backends.is_fake(group):
         try:
-            with groups.calling(call):
+            with calling(call):
                 return _run_fused(shard, Bs, biases, group, return_A)
         except Unsupported as error:
             fall_back(str(error), strict)

@@ -16,7 +16,8 @@ from agmm.ops.library import library
 from agmm.ops.operands import autocast, is_plain, is_watched
 from agmm.ops.paths import fall_back
 from agmm.planning import call_plans
-from agmm.runtime import groups
+from agmm.runtime import backends, groups
+from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import by_newer_name
 from agmm.runtime.results import reshaped
@@ -41,11 +42,11 @@ def _impl(
         take_turn(group, A.device, what, call, agree=agree)
         return A.new_empty(shape)
     out = None
-    if not groups.is_fake(group):
+    if not backends.is_fake(group):
         rows = A.reshape(A.shape[:-1].numel(), A.shape[-1])
         fused = by_scatter_and_gather if A.device.type == "cuda" else _on_cpu
         try:
-            with groups.calling(call):
+            with calling(call):
                 out = fused(rows, B, bias, group, call, agreed=f"{list(shape)}", strict=strict)
         except Unsupported as error:
             fall_back(str(error), strict)
@@ -172,7 +173,11 @@ def _keep(
     strict: bool,
 ) -> None:
     """After a call on CUDA that returned ``out``: `kept.keep`, where later ones may do the same."""
-    if out.numel() == 0 or groups.is_fake(group) or not (A.is_contiguous() and out.is_contiguous()):
+    if (
+        out.numel() == 0
+        or backends.is_fake(group)
+        or not (A.is_contiguous() and out.is_contiguous())
+    ):
         return
     rows = A.view(-1, A.shape[-1])
     plan = None

@@ -15,7 +15,8 @@ from agmm.ops import kept, small_collectives
 from agmm.ops.checks import FLOATS, check_gatherable
 from agmm.ops.prepare import prepare
 from agmm.planning import call_plans, legality, plans
-from agmm.runtime import cuda_calls, groups, nan_check, symmetric
+from agmm.runtime import backends, cuda_calls, groups, nan_check, symmetric
+from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import start_all_gather
 from agmm.runtime.cuda_calls import FusedCall
@@ -184,7 +185,7 @@ def run(
     if found is not None:
         return found
     in_words = Call("all_gather_matmul", A_shard=A_shard, B=Bs, gather_dim=gather_dim)
-    with groups.of(group).lock, groups.calling(in_words):
+    with groups.of(group).lock, calling(in_words):
         return _run_anew(
             A_shard, Bs, biases, group, gather_dim, return_A, config, strict, may_choose, key
         )
@@ -209,7 +210,7 @@ def _run_anew(
         kernel, transport = plans.parse_config("" if config in _BY_LIBRARY else config)
     except ValueError as error:
         raise InvalidArgument(str(error)) from None
-    if groups.is_fake(group):
+    if backends.is_fake(group):
         A, outs = unfused(A_shard, Bs, biases, group, gather_dim)
         return (A if return_A else None), outs
     if A_shard.numel() == 0:

@@ -16,6 +16,7 @@ from agmm.ops.scaled_plans import kernel_of, problem_of
 from agmm.planning import call_plans, fp8_kernels
 from agmm.planning.plans import UNFUSED, Plan, Problem
 from agmm.runtime import (
+    backends,
     collectives,
     cuda_scaled,
     cuda_scaled_calls,
@@ -23,6 +24,7 @@ from agmm.runtime import (
     nan_check,
     symmetric,
 )
+from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu_scaled import all_gather_scaled_matmul as all_gather_on_cpu
 from agmm.runtime.results import reshaped
@@ -141,14 +143,14 @@ def gather(
         if not quantize:  # else a NaN in A_shard is what made the scale one
             nan_check.look_through(call.op, "scale_a", scale_a, rank)
         call.is_looked_through = True
-    is_fake = groups.is_fake(group)
+    is_fake = backends.is_fake(group)
     if A_shard.numel() == 0 and not is_fake:
         found = _without_elements(A_shard, shard, weights, group, gather_dim, return_A, call)
     else:
         fused = None
         if plan != UNFUSED and not is_fake:
             try:
-                with groups.calling(call):
+                with calling(call):
                     fused = _gather_fused(
                         *(A_shard, shard, weights, group, gather_dim, return_A, strict, call),
                         *(plan, keep_as),

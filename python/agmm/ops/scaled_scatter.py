@@ -22,7 +22,8 @@ from agmm.planning.plans import (
     UNFUSED,
     Plan,
 )
-from agmm.runtime import collectives, cpu_scatter, groups, nan_check
+from agmm.runtime import backends, collectives, cpu_scatter, groups, nan_check
+from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_scaled_calls import ScatterCall, ready_scatter
 from agmm.runtime.results import moved, reshaped
@@ -81,7 +82,7 @@ def scatter(
     )
     scatter_dim %= A.dim()
     shape = [*A.shape[:-1], B.shape[1]]
-    is_fake = groups.is_fake(group)
+    is_fake = backends.is_fake(group)
     if 0 in shape and not is_fake:
         what = f"scaled_matmul_reduce_scatter to {shape} {out_dtype} along {scatter_dim}"
         is_planned = A.is_cuda and scaled_paths.why_no_kernel(A.device) is None
@@ -101,7 +102,7 @@ def scatter(
         out_shape = (front[0] // world_size, *front[1:-1], B.shape[1])
         try:
             if A.is_cuda:
-                with groups.calling(call):
+                with calling(call):
                     on_cuda = _scatter_on_cuda(
                         operand, weight, group, out_shape, reduce_op, is_bias_of_each, strict, plan
                     )
@@ -116,7 +117,7 @@ def scatter(
                     if scatter_dim == 0 and A.is_contiguous():
                         kept.keep(group, keep_as, on_cuda)
             else:
-                with groups.calling(call):
+                with calling(call):
                     found = cpu_workspace(group).reduce_scatter(
                         cpu_scatter.scaled_sum(operand, weight, is_bias_of_each=is_bias_of_each),
                         reduce_op,

@@ -16,6 +16,7 @@ from agmm.ops import kept, scatter_plan
 from agmm.ops.paths import kind_of
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import groups, nan_check
+from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_calls import b_layout, core_dtype
 from agmm.runtime.cuda_scatter import ScatterCall
@@ -128,7 +129,7 @@ def run(
         call = known[key]
     else:
         in_words = Call("matmul_reduce_scatter", A=As, B=Bs, reduce_op=reduce_op)
-        with groups.of(group).lock, groups.calling(in_words):
+        with groups.of(group).lock, calling(in_words):
             groups.check_alive(group)
             call = _prepare(As, Bs, group, reduce_op, strict)
             if len(known) >= _MAX_CALLS:

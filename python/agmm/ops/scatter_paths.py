@@ -16,7 +16,8 @@ from agmm.ops.paths import fall_back
 from agmm.ops.products import joined, sum_of_products
 from agmm.planning import call_plans
 from agmm.planning.plans import BY_TORCH, UNFUSED, Plan
-from agmm.runtime import collectives, groups, nan_check, rendezvous
+from agmm.runtime import backends, collectives, groups, nan_check, rendezvous
+from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
 from agmm.runtime.results import moved, reshaped
 from agmm.runtime.workspaces import cpu_workspace, take_turn
@@ -61,7 +62,7 @@ def run(
     group = groups.group_of_size(group_name, world_size)
     check_scatterable(As, Bs, bias, world_size, scatter_dim, reduce_op)
     scatter_dim %= As[0].dim()
-    if groups.is_fake(group):
+    if backends.is_fake(group):
         return unfused(As, Bs, bias, group, scatter_dim, reduce_op, meanwhile)
     if has_no_elements(As[0], Bs[0]):
         return without_elements(As, Bs, group, scatter_dim, reduce_op, strict, meanwhile)
@@ -99,7 +100,7 @@ def _prefers_unfused_on_cpu(
     scatter_dim: int,
     reduce_op: str,
 ) -> bool:
-    with groups.calling(_call_of(As, Bs, scatter_dim, reduce_op)):
+    with calling(_call_of(As, Bs, scatter_dim, reduce_op)):
         return scatter_plan.prefers_unfused_on_cpu(As, Bs, group)
 
 
@@ -153,7 +154,7 @@ def native_cpu(
     fronts = [A.movedim(scatter_dim, 0) for A in As]
     rows = fronts[0].shape[:-1]
     call = _call_of(As, Bs, scatter_dim, reduce_op)
-    with groups.calling(call):
+    with calling(call):
         workspace = cpu_workspace(group)
     out = workspace.matmul_reduce_scatter(
         [A.reshape(rows.numel(), A.shape[-1]) for A in fronts],

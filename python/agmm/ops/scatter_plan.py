@@ -20,7 +20,7 @@ from agmm.planning.plans import (
     Plan,
     Problem,
 )
-from agmm.runtime import groups, symmetric
+from agmm.runtime import backends, symmetric
 from agmm.runtime.workspaces import cuda_workspace
 
 _FUSED_DTYPES = (torch.bfloat16, torch.float16)
@@ -31,7 +31,7 @@ def _has_kernels(device: torch.device, group: dist.ProcessGroup) -> bool:
         device.type == "cuda"
         and symmetric.why_unfused(device) is None
         and dist.get_world_size(group) > 1
-        and not groups.is_fake(group)
+        and not backends.is_fake(group)
     )
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from agmm import _core
 from agmm.errors import Unsupported
 from agmm.planning.cost_model.collectives import Kind, Method, collective_method, is_by_kernel
-from agmm.runtime import collectives, groups, nan_check, symmetric
+from agmm.runtime import backends, collectives, groups, nan_check, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_background import CudaBackground
 from agmm.runtime.cuda_collectives import ELEMENTS, CollectivesWorkspace
@@ -183,8 +183,8 @@ def why_not(
     Args:
         strict: a kernel is taken for any size.
     """
-    if groups.is_fake(group):
-        return f"group: backend {groups.FAKE}, which has no other ranks"
+    if backends.is_fake(group):
+        return f"group: backend {backends.FAKE}, which has no other ranks"
     world_size = dist.get_world_size(group)
     nbytes = _whole_bytes(kind, x, world_size)
     if not is_by_kernel(0 if strict else nbytes, world_size):
@@ -235,7 +235,7 @@ def all_gathered(
     Raises:
         Unsupported: under ``strict``: no kernel can; all ranks raise.
     """
-    if strict and not groups.is_fake(group):
+    if strict and not backends.is_fake(group):
         if group.size() == 1:
             return shard.clone()
         reason = why_not("all_gather", shard, group, strict=True)

@@ -90,7 +90,7 @@ def _listen(rank: int, without_elements: bool) -> None:
     """As `_core.set_late_listener` wants it, which does not say in which group."""
     for group in groups.all_known():
         if group.rank == rank and group.world_size > 1 and group.token and group.calls:
-            differ = group.look_for_empty_calls(waits_in_one=without_elements)
+            differ = group.empty_calls.look(group, waits_in_one=without_elements)
             if differ:
                 _core.end_process(f"agmm: {differ}; ending the process")
 

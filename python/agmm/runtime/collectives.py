@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from agmm.runtime import groups, nan_check
+from agmm.runtime import backends, groups, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.groups import group_of, world_size_of
 from agmm.runtime.identity import backend_name
@@ -37,11 +37,11 @@ def _start(
     """Starts a collective of the group's backend, on the CPU when all ranks come with the same.
     What is traced does without that."""
     if is_traced(tensor):
-        if _is_recorded():
-            groups.check_backend(group_of(group_name), tensor.device)
+        if not torch.compiler.is_dynamo_compiling() and _is_recorded():
+            backends.check_backend(group_of(group_name), tensor.device)
         return start()
     group = group_of(group_name)
-    groups.check_backend(group, tensor.device)
+    backends.check_backend(group, tensor.device)
     if nan_check.active:
         _look_through(kind, tensor, group, call)
     with groups.of(group).lock:

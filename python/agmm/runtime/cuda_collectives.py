@@ -69,7 +69,7 @@ class CollectivesWorkspace(SymmetricWorkspace):
         such a call, of the same ``what``. Collective.
 
         A rank whose call has elements is found out by its tag where it is in this memory; elsewhere
-        both wait, and tell each other after a second (`Group.look_for_empty_calls`).
+        both wait, and tell each other after a second (`EmptyCalls.look`).
 
         Args:
             what: what all ranks have to agree on.
@@ -87,7 +87,7 @@ class CollectivesWorkspace(SymmetricWorkspace):
         with self.lock:
             self.known.calls += 1
             if not torch.cuda.is_current_stream_capturing():
-                self.known.note_empty_call(str(call))
+                self.known.empty_calls.note(self.known.eager_calls, str(call))
             self.ensure(SLOT_BYTES)
             if self._words is None:
                 size = 2, 4 * self.world_size

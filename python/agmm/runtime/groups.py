@@ -13,9 +13,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -31,6 +29,9 @@ from torch.distributed.distributed_c10d import (
 from agmm import _core, _env
 from agmm.errors import AgmmError, InvalidArgument
 from agmm.runtime import identity
+from agmm.runtime.backends import is_fake
+from agmm.runtime.callers import called
+from agmm.runtime.empty_calls import EmptyCalls
 from agmm.runtime.identity import check_alive as check_alive
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -52,39 +53,6 @@ class Calls(Protocol):
         """Whatever is enqueued on the stream from now on comes behind the last call made by it: the
         last eager one, or that of the capture that the stream is in."""
         ...
-
-
-FAKE = "fake"
-"""torch's backend of dry runs, whose collectives return at once and move nothing."""
-
-
-_EMPTY = "calls without elements"
-_EmptyCalls = tuple[int, int, str]
-"""The first and the last number of equal calls in a row, and one of them in words."""
-_EMPTY_CALLS = 1024
-"""So many of these a rank tells of, the last ones: the layers of a model, which a rank without rows
-may be ahead."""
-_FRESH_S = 2.5
-"""So old may be what a rank tells each second."""
-
-_of_thread = threading.local()
-
-
-@contextmanager
-def calling(call: object, *, empty: str = "") -> Iterator[None]:
-    """Says meanwhile what this thread calls, for the error where ranks turn out to differ in an
-    exchange.
-
-    Args:
-        call: what its ``str`` says.
-        empty: what all ranks have to agree on where this rank's call has no elements, else "".
-    """
-    before = getattr(_of_thread, "call", (None, ""))
-    _of_thread.call = call, empty
-    try:
-        yield
-    finally:
-        _of_thread.call = before
 
 
 _CAPTURES = 4
@@ -110,8 +78,7 @@ class Group:
         self.captured_calls = 0
         """How many of `calls` a CUDA graph has recorded, which ranks may do a different number of
         times."""
-        self._empty_calls: deque[_EmptyCalls] = deque(maxlen=_EMPTY_CALLS)
-        self._found_before: dict[int, str] = {}
+        self.empty_calls = EmptyCalls()
         self._last_calls: dict[int, Calls] = {}
         self._turn: tuple[int, Calls | None] | None = None
         self.is_in_step = True
@@ -119,6 +86,11 @@ class Group:
         self.token = ""
         self._exchanges = 0
         self._hosts: list[str] | None = None
+
+    @property
+    def eager_calls(self) -> int:
+        """Those of `calls` that no CUDA graph has recorded."""
+        return self.calls - self.captured_calls
 
     def last_before(self, calls: Calls, capture: int) -> Calls | None:
         """Of a call on a GPU, by ``calls``: what made the group's last one, behind which it has to
@@ -154,53 +126,6 @@ class Group:
                 self._last_calls[capture] = last
             self._turn = None
 
-    def note_empty_call(self, words: str) -> None:
-        """The call on a GPU that this process has just begun has no elements. Under `lock`."""
-        number = self.calls - self.captured_calls
-        known = self._empty_calls
-        if known and known[-1][1:] == (number - 1, words):
-            known[-1] = known[-1][0], number, words
-        else:
-            known.append((number, number, words))
-
-    def look_for_empty_calls(self, *, waits_in_one: bool) -> str:
-        """To be called each second by a rank that waits for others, on a GPU or on the host.
-
-        A call without elements may wait where none of its peers does that have some: their kernels
-        have other memory. So ranks that wait long tell each other of these calls, by their numbers.
-
-        Args:
-            waits_in_one: whether what waits is such a call.
-
-        Returns:
-            What two ranks made of one call, in words, once that was found two times in a row; else
-            "".
-        """
-        begun, own = self.calls - self.captured_calls, list(self._empty_calls)
-        now = time.monotonic()  # of the host, which has all ranks that make such calls
-        self.tell(_EMPTY, json.dumps([now, begun, waits_in_one, own]))
-        found: dict[int, str] = {}
-        for peer in range(self.world_size):
-            told = None if peer == self.rank else self.told(_EMPTY, peer, 0.0)
-            if told is None:
-                continue
-            then, their_begun, they_wait_in_one, theirs = json.loads(told)
-            if now - then > _FRESH_S or waits_in_one == they_wait_in_one:
-                continue
-            if waits_in_one:
-                empty, some, call = self.rank, peer, _first_beyond(theirs, own, their_begun)
-            else:
-                empty, some, call = peer, self.rank, _first_beyond(own, theirs, begun)
-            if call is not None:
-                found[peer] = (
-                    f"rank {self.rank}: the ranks made different calls; rank {empty}: call "
-                    f"{call[0]} of the group, {call[1]}, which has no elements; rank {some}: one "
-                    "that has some"
-                )
-        again = next((found[peer] for peer in found if peer in self._found_before), "")
-        self._found_before = found
-        return again
-
     def check_in_step(self) -> None:
         """Raises AgmmError where this rank is not."""
         if not self.is_in_step:
@@ -228,7 +153,7 @@ class Group:
         """
         if self.world_size == 1 or is_fake(self._alive()):
             return [value] * self.world_size
-        call, empty = getattr(_of_thread, "call", (None, ""))
+        call, empty = called()
         said = f"is about to exchange {topic}"
         if call is not None:
             said = f"is in {call}, about to exchange {topic}"
@@ -343,8 +268,7 @@ class Group:
             waited_s = time.monotonic() - begin
             if waited_s > looks and self.token and self._last_calls:
                 looks += 1
-                is_empty = getattr(_of_thread, "call", (None, ""))[1] != ""
-                differ = self.look_for_empty_calls(waits_in_one=is_empty)
+                differ = self.empty_calls.look(self, waits_in_one=called()[1] != "")
                 if differ:
                     raise AgmmError(differ)
             if waited_s > limit_s:
@@ -363,20 +287,6 @@ class Group:
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
 
-def _first_beyond(
-    known: Iterable[_EmptyCalls], others: Iterable[_EmptyCalls], begun: int
-) -> tuple[int, str] | None:
-    """The first of ``others`` up to number ``begun`` that is not among those known, in words."""
-    for first, last, words in others:
-        number = first
-        for begin, end, _ in sorted(known):
-            if begin <= number <= end:
-                number = end + 1
-        if number <= min(last, begun):
-            return number, words
-    return None
-
-
 # Keyed by the group object: a name may come back for another group after destroy_process_group.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
 _groups_lock = threading.Lock()
@@ -392,31 +302,6 @@ def of(group: dist.ProcessGroup) -> Group:
             if found is None:
                 found = _groups[group] = Group(group)
     return found
-
-
-def is_fake(group: dist.ProcessGroup) -> bool:
-    """Whether it is a group of a dry run (`FAKE`), in which ops leave everything to torch's
-    collectives: nobody answers, so nothing may be exchanged or awaited."""
-    return identity.backend_of(group) == FAKE
-
-
-def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Before tensors on a device are handed to the group's backend, but for a plain all-reduce.
-
-    Raises:
-        InvalidArgument: it takes none on that device: torch's functional collectives end the
-            process where gloo is given a GPU's.
-    """
-    if device.type != "cuda":  # of others torch says in its own words
-        return
-    config = dist.get_backend_config(group)
-    parts = (part.rpartition(":") for part in config.split(","))
-    name = next((name for on, _, name in parts if on in ("", device.type)), "none")
-    if name in ("gloo", "none"):
-        raise InvalidArgument(
-            f"group: found backend {name} for tensors on {device}, wanted one that takes them, "
-            "such as nccl, since this call is left to the backend"
-        )
 
 
 def all_known() -> list[Group]:

@@ -61,12 +61,6 @@ def check_alive(group: dist.ProcessGroup) -> None:
         raise destroyed() from None
 
 
-def backend_of(group: dist.ProcessGroup) -> str | None:
-    """The name of its backend, as it was asked for; None for a group that has been destroyed."""
-    kept = _world.pg_map.get(group)
-    return None if kept is None else str(kept[0])
-
-
 def group_of_mesh(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
     """The group of this rank along a dimension of a mesh. Raises InvalidArgument where it has been
     destroyed."""

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agmm import _core
 from agmm.errors import InvalidArgument, Unsupported
-from agmm.runtime import cpu_collectives, cpu_scatter, groups, workspaces
+from agmm.runtime import backends, cpu_collectives, cpu_scatter, groups, workspaces
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", *_COLLECTIVES)
@@ -137,7 +137,7 @@ def reserve(
     if op not in _OPS:
         raise InvalidArgument(f"op: found {op!r}, wanted one of {_OPS}")
     found, on = _resolved(group, device)
-    if groups.is_fake(found):
+    if backends.is_fake(found):
         return
     if on.type == "cpu":
         workspaces.cpu_workspace(found).reserve(nbytes)
@@ -182,7 +182,7 @@ def release(
         InvalidArgument: the group is none of this process.
     """
     found, on = _resolved(group, device)
-    if groups.is_fake(found):
+    if backends.is_fake(found):
         return
     if on.type == "cpu":
         workspaces.release_cpu_workspace(found)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from agmm.runtime import groups, nan_check
+from agmm.runtime import backends, groups, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.topology import Move, Schedule
 from agmm.runtime.workspaces import meet
@@ -26,7 +26,7 @@ def all_gather(
     """
     size = dist.get_world_size(group)
     assert schedule.world_size == size
-    groups.check_backend(group, shard.device)
+    backends.check_backend(group, shard.device)
     rank, shard = dist.get_rank(group), shard.contiguous()
     call = Call("relayed_all_gather", input=shard)
     if nan_check.active:

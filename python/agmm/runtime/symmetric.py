@@ -16,7 +16,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from agmm import _core, _env
 from agmm.errors import AgmmError, InvalidArgument, Unsupported, reason_of
-from agmm.runtime import calls, groups, links, rendezvous
+from agmm.runtime import backends, calls, groups, links, rendezvous
 from agmm.runtime.group_gpus import group_facts
 
 _HOPPER = divmod(_core.CAPABILITY, 10)
@@ -167,8 +167,8 @@ class SymmetricWorkspace:
                 return
             if self._refused is not None and slot_bytes > self._refused[0]:
                 raise Unsupported(self._refused[1])
-            if groups.is_fake(self.group):
-                raise Unsupported(f"group: backend {groups.FAKE}, which has no other ranks")
+            if backends.is_fake(self.group):
+                raise Unsupported(f"group: backend {backends.FAKE}, which has no other ranks")
             if torch.cuda.is_current_stream_capturing():
                 raise AgmmError(
                     f"workspace: found slots of {self.slot_bytes} bytes during CUDA graph capture, "

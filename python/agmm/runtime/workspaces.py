@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import Unsupported
-from agmm.runtime import groups
+from agmm.runtime import backends, groups
+from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ def cpu_workspace(group: dist.ProcessGroup) -> CpuWorkspace:
     with groups.of(group).lock:
         workspace = _cpu_workspaces.get(group)
         if workspace is None:
-            if groups.is_fake(group):
-                raise Unsupported(f"group: backend {groups.FAKE}, which has no other ranks")
+            if backends.is_fake(group):
+                raise Unsupported(f"group: backend {backends.FAKE}, which has no other ranks")
             from agmm.runtime.cpu import CpuWorkspace
 
             reason = _why_no_cpu_workspace.get(group)
@@ -80,7 +81,7 @@ def meet(group: dist.ProcessGroup, what: str, call: Call) -> None:
     """Before a collective of the backend on CPU tensors: see `CpuWorkspace.meet`. Nothing where the
     group has no workspace, as on several hosts: there the backend's own limits hold."""
     try:
-        with groups.calling(call):
+        with calling(call):
             workspace = cpu_workspace(group)
     except Unsupported:
         return
@@ -114,10 +115,10 @@ def take_turn(
             where the ranks exchange words in the group's store, as in its first call.
     """
     known = groups.of(group)
-    if known.world_size == 1 or groups.is_fake(group):
+    if known.world_size == 1 or backends.is_fake(group):
         return
     what = f"without elements, {what}"
-    with groups.calling(call, empty=what):
+    with calling(call, empty=what):
         if agree is not None:
             agree(group, device)
         try:

@@ -1,0 +1,37 @@
+"""What the backend of a group can do."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+from agmm.errors import InvalidArgument
+
+FAKE = "fake"
+"""torch's backend of dry runs, whose collectives return at once and move nothing."""
+
+
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether it is a group of a dry run (`FAKE`), in which ops leave everything to torch's
+    collectives: nobody answers, so nothing may be exchanged or awaited."""
+    return _world.pg_map.get(group, ("", None))[0] == FAKE
+
+
+def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Before tensors on a device are handed to the group's backend, but for a plain all-reduce.
+
+    Raises:
+        InvalidArgument: it takes none on that device: torch's functional collectives end the
+            process where gloo is given a GPU's.
+    """
+    if device.type != "cuda":  # of others torch says in its own words
+        return
+    config = dist.get_backend_config(group)
+    parts = (part.rpartition(":") for part in config.split(","))
+    name = next((name for on, _, name in parts if on in ("", device.type)), "none")
+    if name in ("gloo", "none"):
+        raise InvalidArgument(
+            f"group: found backend {name} for tensors on {device}, wanted one that takes them, "
+            "such as nccl, since this call is left to the backend"
+        )
