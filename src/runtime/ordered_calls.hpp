@@ -38,12 +38,14 @@ class OrderedCalls {
     if (sequences_.is_broken(calling.capture)) throw std::runtime_error(calling.broken());
     auto const& enqueue = prepare();
     bool const is_first = sequences_.find(calling.capture) == SlotRing::kNone;
-    auto const i = static_cast<std::size_t>(sequences_.begin(calling.capture));
+    auto const i = static_cast<std::size_t>(sequences_.place(calling.capture));
+    // Before the call is marked as begun: what fails here leaves nothing half done.
+    if (call_done_[i] == nullptr) {
+      RelaxedCapture const relaxed;
+      AGMM_CHECK_CUDA(cudaEventCreateWithFlags(&call_done_[i], cudaEventDisableTiming));
+    }
+    sequences_.begin(calling.capture);
     try {
-      if (call_done_[i] == nullptr) {
-        RelaxedCapture const relaxed;
-        AGMM_CHECK_CUDA(cudaEventCreateWithFlags(&call_done_[i], cudaEventDisableTiming));
-      }
       if (!is_first && (calling.is_captured() || last_stream_[i] != calling.id)) {
         AGMM_CHECK_CUDA(cudaStreamWaitEvent(stream, call_done_[i], 0));
       }

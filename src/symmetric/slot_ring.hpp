@@ -45,11 +45,17 @@ class SlotRing {
     return kNone;
   }
 
+  /// The sequence that begin() will return.
+  int place(Capture capture) const {
+    int const i = find(capture);
+    if (i != kNone) return i;
+    return capture == 0 ? 0 : oldest_capture();
+  }
+
   /// A call begins and takes the next slot. Returns its sequence.
   int begin(Capture capture) {
-    int i = find(capture);
-    if (i == kNone) {
-      i = capture == 0 ? 0 : oldest_capture();
+    int const i = place(capture);
+    if (find(capture) == kNone) {
       sequences_[i] = {};
       sequences_[i].capture = capture;
     }

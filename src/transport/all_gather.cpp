@@ -98,14 +98,17 @@ void AllGather::enter(void* stream) {
 
 void AllGather::begin(GatherRequest const& request, Gathered const& gathered, void* stream_handle) {
   auto const stream = static_cast<cudaStream_t>(stream_handle);
-  bool const is_first = ring_.find(handles_->stream.capture) == SlotRing::kNone;
-  handles_->sequence = ring_.begin(handles_->stream.capture);
-  std::unique_ptr<Sequence>& place = handles_->sequences[handles_->sequence];
+  SlotRing::Capture const capture = handles_->stream.capture;
+  bool const is_first = ring_.find(capture) == SlotRing::kNone;
+  // Streams and events come before the call is marked as begun: what fails here leaves nothing half
+  // done.
+  std::unique_ptr<Sequence>& place = handles_->sequences[ring_.place(capture)];
   if (place == nullptr) {
     RelaxedCapture const relaxed;
     place = std::make_unique<Sequence>();
   }
   Sequence& sequence = *place;
+  handles_->sequence = ring_.begin(capture);
   // Calls of one workspace run one after the other also when they come on different streams.
   // Between eager calls and graph replays on different streams the caller has to order them, as
   // with NCCL.
@@ -164,6 +167,8 @@ void AllGather::precede(void* stream) {
   AGMM_CHECK_CUDA(cudaStreamWaitEvent(next.stream, sequence.call_done, 0));
 }
 
-void AllGather::abandon() noexcept { handles_->stream.abandon(); }
+void AllGather::abandon() noexcept {
+  if (ring_.is_broken(handles_->stream.capture)) handles_->stream.abandon();
+}
 
 }  // namespace agmm

@@ -99,13 +99,15 @@ class AllGather {
   /// fit; enqueues nothing.
   Gathered next(GatherRequest const& request) const;
   /// Enqueues, behind what `stream` holds, all that comes before the consumer, the copies included.
-  /// When this or a later step throws, abandon() has to follow, and enter() will refuse.
+  /// When this or a later step throws, abandon() has to follow, and enter() will refuse, unless
+  /// nothing was enqueued for want of an event.
   void begin(GatherRequest const& request, Gathered const& gathered, void* stream);
   /// Behind the consumer, where that does not do what `gathered.release` says.
   void release(Gathered const& gathered, void* stream);
   /// What comes on `stream` afterwards finds the shard free for reuse and a_out complete.
   void end(void* stream);
   /// A call that began does not end: its capture is made invalid, so that no graph has half a call.
+  /// Nothing where it did not begin.
   void abandon() noexcept;
 
   /// What is enqueued on `stream` from now on comes behind the last call: the last eager one, or

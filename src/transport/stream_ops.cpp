@@ -3,16 +3,23 @@
 namespace agmm {
 
 CopyStream::CopyStream() {
-  int least = 0;
-  int greatest = 0;
-  AGMM_CHECK_CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-  AGMM_CHECK_CUDA(cudaStreamCreateWithPriority(&copies, cudaStreamNonBlocking, greatest));
-  for (cudaEvent_t* event : {&fork, &staged, &copies_done, &call_done}) {
-    AGMM_CHECK_CUDA(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+  try {
+    int least = 0;
+    int greatest = 0;
+    AGMM_CHECK_CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    AGMM_CHECK_CUDA(cudaStreamCreateWithPriority(&copies, cudaStreamNonBlocking, greatest));
+    for (cudaEvent_t* event : {&fork, &staged, &copies_done, &call_done}) {
+      AGMM_CHECK_CUDA(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+    }
+  } catch (...) {
+    destroy();
+    throw;
   }
 }
 
-CopyStream::~CopyStream() {
+CopyStream::~CopyStream() { destroy(); }
+
+void CopyStream::destroy() noexcept {
   // Destruction at exit may come after the driver is gone: errors mean nothing here.
   if (copies != nullptr) cudaStreamDestroy(copies);
   for (cudaEvent_t event : {fork, staged, copies_done, call_done}) {

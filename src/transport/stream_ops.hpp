@@ -22,6 +22,9 @@ struct CopyStream {
   ~CopyStream();
   CopyStream(CopyStream const&) = delete;
   CopyStream& operator=(CopyStream const&) = delete;
+
+ private:
+  void destroy() noexcept;
 };
 
 namespace stream_ops {

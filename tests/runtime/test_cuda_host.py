@@ -120,6 +120,7 @@ def _run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
         "captures_at_once",
         "failures",
         "failures_in_captures",
+        "creations",
         "copies_come_first",
         "duties",
         "names",
@@ -177,6 +178,7 @@ def test_scatter(scatter_program: Path, name: str) -> None:
         "relays",
         "order",
         "precedence",
+        "creations",
     ],
 )
 def test_collectives(collective_program: Path, name: str) -> None:

@@ -214,6 +214,36 @@ void failures_in_captures() {
   }
 }
 
+/// A call that gets no stream or event of its own leaves nothing half done, of eager calls or of a
+/// capture, whichever of them is missing.
+void creations() {
+  unsigned long long id = 400;
+  for (Transport transport : kTransports) {
+    for (int creatable = 0;; ++creatable) {
+      std::string const name =
+          std::string(kName[int(transport)]) + ", " + std::to_string(creatable) + " handles";
+      Workspace const workspace;
+      workspace.call(transport, kStream);
+      fake::begin_capture(kStream, ++id);
+      state().operations.clear();
+      state().creatable = creatable;
+      int const alive = state().alive;
+      std::string const error = error_of([&] { workspace.call(transport, kStream); });
+      state().creatable = -1;
+      if (error.empty()) {
+        check(creatable > 0, name + ": a capture takes no handles of its own");
+        check(fake::end_capture(id), name + ": a capture was ended");
+        break;
+      }
+      check(state().alive == alive, name + ": handles are left");
+      check(state().operations.empty(), name + ": something was enqueued");
+      std::string const after = error_of([&] { workspace.call(transport, kStream); });
+      check(after.empty(), name + ": the call after it: " + after);
+      check(fake::end_capture(id), name + ": the capture was ended");
+    }
+  }
+}
+
 /// Branches of a graph may run one after the other, in the order of their capture: then what a
 /// matmul waits for has to come before it.
 void copies_come_first() {
@@ -667,6 +697,7 @@ int main(int count, char** arguments) {
       {"captures_at_once", &captures_at_once},
       {"failures", &failures},
       {"failures_in_captures", &failures_in_captures},
+      {"creations", &creations},
       {"copies_come_first", &copies_come_first},
       {"duties", &duties},
       {"names", &names},

@@ -303,6 +303,24 @@ void precedence() {
   check(wrong.empty(), wrong);
 }
 
+/// A call that gets no event leaves nothing half done.
+void creations() {
+  Workspace workspace(1, 4);
+  Collective const call = collective(CollectiveOp::AllReduce, CollectiveMethod::OneShot, 64);
+  unsigned long long id = 500;
+  for (bool const is_captured : {false, true}) {
+    if (is_captured) fake::begin_capture(kStream, id);
+    state().operations.clear();
+    state().creatable = 0;
+    check(!error_of([&] { workspace.call(call); }).empty(), "an event from nowhere");
+    state().creatable = -1;
+    check(state().operations.empty(), "something was enqueued");
+    std::string const after = error_of([&] { workspace.call(call); });
+    check(after.empty(), "the call after it: " + after);
+  }
+  check(fake::end_capture(id), "the capture was ended");
+}
+
 /// The launches of a call with a norm cover its rows once, in order, and fit into a slot.
 void norms() {
   for (int const w : {2, 3, 8}) {
@@ -398,9 +416,10 @@ void relays() {
 
 int main(int count, char** arguments) {
   std::map<std::string, void (*)()> const checks = {
-      {"bands", &bands},       {"layouts", &layouts},   {"agreement", &agreement},
-      {"meetings", &meetings}, {"refusals", &refusals}, {"norms", &norms},
-      {"relays", &relays},     {"order", &order},       {"precedence", &precedence}};
+      {"bands", &bands},        {"layouts", &layouts},   {"agreement", &agreement},
+      {"meetings", &meetings},  {"refusals", &refusals}, {"norms", &norms},
+      {"relays", &relays},      {"order", &order},       {"precedence", &precedence},
+      {"creations", &creations}};
   if (count == 1) {
     for (auto const& [name, run] : checks) std::printf("%s\n", name.c_str());
     return 0;

@@ -65,10 +65,21 @@ void await_device() {
 }
 
 template <class Handle>
-Handle new_handle() {
+cudaError_t create(Handle* handle) {
   Lock const lock(mutex);
+  State& s = state();
+  if (s.creatable == 0) return cudaErrorMemoryAllocation;
+  if (s.creatable > 0) --s.creatable;
+  ++s.alive;
   static std::size_t count = 1000;
-  return reinterpret_cast<Handle>(count += 8);
+  *handle = reinterpret_cast<Handle>(count += 8);
+  return cudaSuccess;
+}
+
+cudaError_t destroy() {
+  Lock const lock(mutex);
+  --state().alive;
+  return cudaSuccess;
 }
 
 }  // namespace
@@ -147,15 +158,11 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
-  *stream = fake::new_handle<cudaStream_t>();
-  return cudaSuccess;
+  return fake::create(stream);
 }
-cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  *event = fake::new_handle<cudaEvent_t>();
-  return cudaSuccess;
-}
-cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaStreamDestroy(cudaStream_t) { return fake::destroy(); }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return fake::create(event); }
+cudaError_t cudaEventDestroy(cudaEvent_t) { return fake::destroy(); }
 cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
   *id = reinterpret_cast<std::size_t>(stream);
   return cudaSuccess;

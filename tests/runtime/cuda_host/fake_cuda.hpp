@@ -39,7 +39,9 @@ struct State {
   int major = 9;
   int minor = 0;
   std::vector<Operation> operations;
-  int fail_at = -1;  // this operation, counted from 0, and those after it are refused
+  int fail_at = -1;    // this operation, counted from 0, and those after it are refused
+  int creatable = -1;  // so many streams and events more; -1: any number
+  int alive = 0;       // streams and events
   std::vector<agmm::CallSpec> launched;
   std::vector<Exchange> exchanges;
   std::vector<agmm::ScatterSpec> scatters;  // those that do not run
