@@ -187,6 +187,15 @@ void check(Collective const& call) {
   check_pointer("out", call.out, call);
 }
 
+/// The call as it is carried out: what an all-gather moves are bytes, whatever they mean.
+Collective as_moved(Collective call) {
+  if (call.op == CollectiveOp::AllGather) {
+    call.count *= bytes_of(call.element);
+    call.element = CollectiveElement::Byte;
+  }
+  return call;
+}
+
 void check(Collective const& call, ResidualNorm const& norm) {
   check(call);
   bool const is_packets =
@@ -224,7 +233,8 @@ struct Collectives::Impl {
   }
   /// `chunks_per_rank`: as of report_place.
   ExchangeArgs args_of(Collective const& call, uint32_t tag, int chunks_per_rank) const;
-  void enqueue(Collective call, uint32_t tag, int chunks_per_rank, cudaStream_t stream) const;
+  void enqueue(Collective const& call, uint32_t tag, int chunks_per_rank,
+               cudaStream_t stream) const;
   void enqueue(Collective const& call, ResidualNorm const& norm, cudaStream_t stream) const;
   void check_relays(CollectiveMethod method) const {
     if (method == CollectiveMethod::Relayed && !has_relays) {
@@ -276,9 +286,8 @@ ExchangeArgs Collectives::Impl::args_of(Collective const& call, uint32_t tag,
   return args;
 }
 
-void Collectives::Impl::enqueue(Collective call, uint32_t tag, int chunks_per_rank,
+void Collectives::Impl::enqueue(Collective const& call, uint32_t tag, int chunks_per_rank,
                                 cudaStream_t stream) const {
-  call = as_moved(call);
   Carrier const carrier = carrier_of(call.method);
   ExchangeStep const step = step_of(call);
   int64_t const element_bytes = bytes_of(call.element);
@@ -387,9 +396,10 @@ Collectives::~Collectives() = default;
 
 std::size_t Collectives::slot_bytes() const { return impl_->layout.slot_bytes(); }
 
-bool Collectives::operator()(Collective const& call, void* stream) {
+bool Collectives::operator()(Collective const& given, void* stream) {
+  Collective const call = as_moved(given);
   return impl_->ordered.make(stream, [&] {
-    check(call);
+    check(given);
     impl_->check_relays(call.method);
     uint32_t const tag = impl_->tag_of(call);
     impl_->note(tag, described(call));

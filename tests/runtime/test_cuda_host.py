@@ -179,6 +179,7 @@ def test_scatter(scatter_program: Path, name: str) -> None:
         "order",
         "precedence",
         "creations",
+        "notes",
     ],
 )
 def test_collectives(collective_program: Path, name: str) -> None:

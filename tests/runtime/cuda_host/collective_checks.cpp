@@ -13,6 +13,7 @@
 #include "fake_cuda.hpp"
 #include "precedence.hpp"
 #include "runtime/cuda.hpp"
+#include "sync/signals.hpp"
 
 namespace {
 
@@ -321,6 +322,16 @@ void creations() {
   check(fake::end_capture(id), "the capture was ended");
 }
 
+/// Of what a signal carries the message to ranks that differ says the call.
+void notes() {
+  Workspace workspace(1, 4);
+  for (Collective const& call : every(96)) {
+    uint32_t const tag = workspace.call(call)[0].args.tag;
+    std::string const message = agmm::mismatch_message(1, 0, 0, tag + 1, tag);
+    check(message.find("; this rank: ") != std::string::npos, message);
+  }
+}
+
 /// The launches of a call with a norm cover its rows once, in order, and fit into a slot.
 void norms() {
   for (int const w : {2, 3, 8}) {
@@ -416,10 +427,10 @@ void relays() {
 
 int main(int count, char** arguments) {
   std::map<std::string, void (*)()> const checks = {
-      {"bands", &bands},        {"layouts", &layouts},   {"agreement", &agreement},
-      {"meetings", &meetings},  {"refusals", &refusals}, {"norms", &norms},
-      {"relays", &relays},      {"order", &order},       {"precedence", &precedence},
-      {"creations", &creations}};
+      {"bands", &bands},         {"layouts", &layouts},   {"agreement", &agreement},
+      {"meetings", &meetings},   {"refusals", &refusals}, {"norms", &norms},
+      {"relays", &relays},       {"order", &order},       {"precedence", &precedence},
+      {"creations", &creations}, {"notes", &notes}};
   if (count == 1) {
     for (auto const& [name, run] : checks) std::printf("%s\n", name.c_str());
     return 0;
