@@ -172,13 +172,20 @@ def test_opcheck(group: str, fresh_compiler: None, shape: tuple[int, ...]) -> No
 # --- the path ---
 
 
+def ranks(world_size: int) -> Any:
+    """A group of so many."""
+    return mock.Mock(size=lambda: world_size)
+
+
 def test_path_of_cpu_tensors() -> None:
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            assert paths.choose(kind, torch.ones(2, dtype=dtype), 4).by == paths.SHARED_MEMORY
+            assert (
+                paths.choose(kind, torch.ones(2, dtype=dtype), ranks(4)).by == paths.SHARED_MEMORY
+            )
     ints = torch.ones(2, dtype=torch.int64)
-    assert paths.choose("all_gather", ints, 4).by == paths.SHARED_MEMORY
-    path = paths.choose("all_reduce", ints, 4)
+    assert paths.choose("all_gather", ints, ranks(4)).by == paths.SHARED_MEMORY
+    path = paths.choose("all_reduce", ints, ranks(4))
     assert (path.by, path.is_choice) == (paths.TORCH, False)
     with pytest.warns(UserWarning, match=r"agmm leaves all_reduce to torch: x: dtype=torch.int64"):
         paths.leave_to_torch("all_reduce", path, False)
@@ -191,7 +198,7 @@ def test_path_of_cpu_tensors() -> None:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symmetric, "why_unfused", lambda device: None)
+    monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
@@ -219,7 +226,7 @@ def test_path_of_cuda_tensors(
     hopper: None, kind: Any, nbytes: int, world_size: int, method: Any
 ) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        path = paths.choose(kind, on_cuda(nbytes, dtype), world_size)
+        path = paths.choose(kind, on_cuda(nbytes, dtype), ranks(world_size))
         assert path == paths.Path(paths.SYMMETRIC_MEMORY, "", False, method)
 
 
@@ -227,10 +234,10 @@ def test_much_is_torchs_choice_unless_it_is_refused(hopper: None) -> None:
     kinds: list[tuple[Kind, int]]
     kinds = [("all_reduce", (16 << 20) + 2), ("all_gather", (16 << 18) + 2)]
     for kind, nbytes in kinds:
-        path = paths.choose(kind, on_cuda(nbytes), 4)
+        path = paths.choose(kind, on_cuda(nbytes), ranks(4))
         assert path.by == paths.TORCH and path.is_choice
         paths.leave_to_torch(kind, path, False)  # a warning would be an error
-        assert paths.choose(kind, on_cuda(nbytes), 4, strict=True).method == "blocks"
+        assert paths.choose(kind, on_cuda(nbytes), ranks(4), strict=True).method == "blocks"
 
 
 @pytest.mark.parametrize(
@@ -244,16 +251,21 @@ def test_much_is_torchs_choice_unless_it_is_refused(hopper: None) -> None:
 def test_what_no_kernel_serves_is_said(
     hopper: None, kind: Any, dtype: torch.dtype, world_size: int, reason: str
 ) -> None:
-    path = paths.choose(kind, on_cuda(64, dtype), world_size)
+    path = paths.choose(kind, on_cuda(64, dtype), ranks(world_size))
     assert path.by == paths.TORCH and not path.is_choice and path.reason.startswith(reason)
-    assert paths.choose("all_gather", on_cuda(64, dtype), 8).by == paths.SYMMETRIC_MEMORY
+    assert paths.choose("all_gather", on_cuda(64, dtype), ranks(8)).by == paths.SYMMETRIC_MEMORY
 
 
 def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symmetric, "why_unfused", lambda device: "no Hopper")
-    assert paths.choose("all_gather", on_cuda(64), 2) == (paths.TORCH, "no Hopper", False, None)
+    monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: "no Hopper")
+    assert paths.choose("all_gather", on_cuda(64), ranks(2)) == (
+        paths.TORCH,
+        "no Hopper",
+        False,
+        None,
+    )
     with FakeTensorMode():
-        assert paths.choose("all_gather", torch.empty(2, device="xpu"), 2).by == paths.TORCH
+        assert paths.choose("all_gather", torch.empty(2, device="xpu"), ranks(2)).by == paths.TORCH
 
 
 class _Called:
@@ -371,7 +383,7 @@ def test_low_contention_goes_by_copies_of_any_size(
 ) -> None:
     """On GPUs of any generation."""
     gathers, scatters = mock.Mock(), mock.Mock()
-    monkeypatch.setattr(symmetric, "why_unfused", lambda device: "no Hopper")
+    monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: "no Hopper")
     monkeypatch.setattr(run, "gather_copies", lambda group, device: gathers)
     monkeypatch.setattr(run, "scatter_copies", lambda group, device: scatters)
     start = partial(run.start, strict=True, low_contention=True)
@@ -442,7 +454,7 @@ def test_cuda_tensors_go_to_the_backend(
         monkeypatch.setattr(dist, name, called.begin(name), raising=False)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
     monkeypatch.setattr(paths, "MOST_BYTES", 0)
-    monkeypatch.setattr(symmetric, "why_unfused", lambda device: "no Hopper")
+    monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: "no Hopper")
     changed: list[str] = []  # nor is there a GPU to do it
 
     def change(name: str) -> Callable[[torch.Tensor, Any], torch.Tensor]:

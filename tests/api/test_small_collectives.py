@@ -105,7 +105,7 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     monkeypatch.setattr(small_collectives, "collectives_workspace", lambda group, device: found)
     monkeypatch.setattr(small_collectives, "group_facts", lambda group, device: GroupFacts(132))
     monkeypatch.setattr(small_collectives, "relays_of", lambda group, device: None)
-    monkeypatch.setattr(symmetric, "why_unfused", lambda device: None)
+    monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: None)
     monkeypatch.setattr(collectives, "is_traced", lambda tensor: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
@@ -133,7 +133,7 @@ def test_what_no_kernel_serves(workspace: mock.Mock, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "get_world_size", lambda group: 9)
     assert "9 ranks, NCCL is taken" in str(why_not("all_reduce", few, group))
     monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
-    monkeypatch.setattr(symmetric, "why_unfused", lambda device: "no Hopper")
+    monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: "no Hopper")
     assert why_not("all_reduce", few, group) == "no Hopper"
 
 

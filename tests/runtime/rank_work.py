@@ -13,12 +13,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import agmm
 from agmm import _core
+from agmm.collectives.paths import choose
 from agmm.errors import AgmmError
-from agmm.planning import call_plans
-from agmm.runtime import cpu, cpu_gather, links
+from agmm.ops import paths, scaled_paths, scatter_plan, small_collectives
+from agmm.planning import call_plans, fp8_kernels
+from agmm.runtime import cpu, cpu_gather, links, symmetric
 from agmm.runtime.groups import Group
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
@@ -308,6 +311,41 @@ def plans_of_two_kinds_of_gpu(kinds: list[tuple[str, int]]) -> dict[str, object]
         planner = call_plans.planner(group, device)
     tables = [table.name for table in planner.tables]
     return {"problems": [*problems, scaled], "tables": tables}
+
+
+def reasons_of_a_group_with_one_hopper() -> dict[str, str | None]:
+    """Why no kernel serves a call on a GPU, by who is asked; rank 0 alone has a GPU for them. Each
+    asks in a group of its own, whose first call it is."""
+    own = None if dist.get_rank() == 0 else "cuda:0 has compute capability 8.0, wanted 9.0"
+    with FakeTensorMode():
+        x = torch.empty(64, 64, dtype=torch.bfloat16, device="cuda:0")
+    asks: dict[str, Callable[[dist.ProcessGroup], str | None]] = {
+        "gather": lambda group: paths.why_unfused(x, [x], 0, "", group),
+        "scatter": lambda group: scatter_plan.why_not_native([x], [x], 0, group),
+        "fp8": lambda group: scaled_paths.why_unfused(x.device, group),
+        "part of an op": lambda group: small_collectives.why_not("all_reduce", x, group),
+        "collective": lambda group: choose("all_gather", x, group).reason,
+        "reserve": lambda group: _refusal(lambda: agmm.reserve(group, 8, device="cuda:0")),
+    }
+    found = {}
+    with (
+        mock.patch.object(symmetric, "why_unfused", return_value=own),
+        mock.patch.object(fp8_kernels, "are_built", return_value=True),
+    ):
+        for name, ask in asks.items():
+            group = dist.new_group([0, 1])
+            assert isinstance(group, dist.ProcessGroup)
+            found[name] = ask(group)
+            assert ask(group) == found[name]
+    return found
+
+
+def _refusal(call: Callable[[], None]) -> str:
+    try:
+        call()
+    except agmm.Unsupported as error:
+        return str(error)
+    return ""
 
 
 def use_after_close() -> str:

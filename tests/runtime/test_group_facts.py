@@ -171,6 +171,15 @@ def test_ranks_of_two_kinds_plan_alike(order: int) -> None:
     assert first["tables"] == ["packaged table nvidia-h100-80gb-hbm3-x2.json"]
 
 
+def test_a_gpu_without_kernels_counts_for_all_ranks() -> None:
+    """Else that rank would call the backend, and the others wait for it in an exchange."""
+    with RankPool(2, env={"AGMM_TIMEOUT_S": "20"}) as pool:
+        first, second = pool.run(rank_work.reasons_of_a_group_with_one_hopper)
+    own = "cuda:0 has compute capability 8.0, wanted 9.0"
+    assert len(first) == 6 and set(first.values()) == {f"rank 1: {own}"}
+    assert second == dict.fromkeys(first, own)
+
+
 def test_links_that_cannot_be_asked_about_are_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks wait for an answer, whatever the driver says here."""
     ask = mock.Mock(side_effect=RuntimeError("invalid device ordinal"))

@@ -91,7 +91,7 @@ def _by_kernel(
     """None where the kernel does not serve the call, on all ranks alike."""
     if group.size() == 1 or x.numel() == 0 or not x.is_cuda:
         return None
-    path = choose("all_reduce", x, group.size(), strict=strict)
+    path = choose("all_reduce", x, group, strict=strict)
     if path.by != SYMMETRIC_MEMORY or path.method is None:
         return None
     try:

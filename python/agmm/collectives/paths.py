@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from agmm.errors import Unsupported, warn_once
 from agmm.ops.checks import FLOATS
@@ -42,13 +43,13 @@ class Path(NamedTuple):
 def choose(
     kind: Kind,
     x: torch.Tensor,
-    world_size: int,
+    group: dist.ProcessGroup,
     *,
     strict: bool = False,
     low_contention: bool = False,
 ) -> Path:
     """The path of a collective of more than one rank and more than no element. The same on all
-    ranks, as long as they call with the same shapes and dtypes.
+    ranks, as long as they call with the same shapes and dtypes. Collective at first use on GPUs.
 
     Args:
         x: what this rank sends.
@@ -63,20 +64,21 @@ def choose(
     if low_contention:
         reason = _why_not_summed(kind, x)
         return Path(COPY_ENGINES, "") if reason is None else Path(TORCH, reason)
+    world_size = group.size()
     nbytes = x.nbytes * world_size if kind == "all_gather" else x.nbytes
     if nbytes > MOST_BYTES and not strict:
         reason = f"{kind}: {nbytes} bytes, torch's is taken for more than {MOST_BYTES}"
         return Path(TORCH, reason, is_choice=True)
-    reason = _why_not_by_kernel(kind, x, world_size)
+    reason = _why_not_by_kernel(kind, x, group)
     if reason is not None:
         return Path(TORCH, reason)
     return Path(SYMMETRIC_MEMORY, "", method=collective_method(kind, nbytes, world_size))
 
 
-def _why_not_by_kernel(kind: Kind, x: torch.Tensor, world_size: int) -> str | None:
-    if world_size > MOST_RANKS:
-        return f"group: {world_size} ranks, agmm's kernels serve at most {MOST_RANKS}"
-    return _why_not_summed(kind, x) or symmetric.why_unfused(x.device)
+def _why_not_by_kernel(kind: Kind, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+    if group.size() > MOST_RANKS:
+        return f"group: {group.size()} ranks, agmm's kernels serve at most {MOST_RANKS}"
+    return _why_not_summed(kind, x) or symmetric.why_group_unfused(group, x.device)
 
 
 def _why_not_summed(kind: Kind, x: torch.Tensor) -> str | None:

@@ -79,7 +79,7 @@ def start(
     call, what = _described(kind, x, op, dim)
     if nan_check.active:
         nan_check.look_through(call.op, "x", x, rank)
-    path = choose(kind, x, world_size, strict=strict, low_contention=low_contention)
+    path = choose(kind, x, group, strict=strict, low_contention=low_contention)
     if backends.is_fake(group):
         path = Path(TORCH, "", is_choice=True)
     elif x.numel() == 0 and path.by != SHARED_MEMORY:

@@ -123,7 +123,7 @@ def _why_torch(
         check_gatherable(shard, Bs, [None] * len(Bs), 0, group.size())
     except InvalidArgument as error:
         return str(error)  # torch refuses it in its own words
-    return paths.why_unfused(shard, Bs, 0, "")
+    return paths.why_unfused(shard, Bs, 0, "", group)
 
 
 def _new_route(
@@ -234,7 +234,7 @@ def _why_torch_scatters(
         return str(error)  # torch refuses it in its own words
     if A.device.type == "cpu":
         return scatter_plan.why_not_on_cpu([A], [B], scatter_dim)
-    reason = scatter_plan.why_not_native([A], [B], scatter_dim)
+    reason = scatter_plan.why_not_native([A], [B], scatter_dim, group)
     if reason is None and group.size() == 1:
         reason = "group: 1 rank, which has nothing to scatter"
     if reason is not None or has_no_elements(A, B):

@@ -68,7 +68,7 @@ class GatherCall(NamedTuple):
     def why_torch(self, group: dist.ProcessGroup) -> str | None:
         """The reason why torch has to serve such calls, or None; the same on all ranks, as long as
         they call with the same shapes and dtypes."""
-        reason = scaled_paths.why_no_kernel(self.A.device)
+        reason = scaled_paths.why_unfused(self.A.device, group)
         if reason is not None:
             return reason
         if not 0 <= self.gather_dim < self.A.dim() - 1:
@@ -171,7 +171,7 @@ class ScatterCall(NamedTuple):
 
     def why_torch(self, group: dist.ProcessGroup) -> str | None:
         """As `GatherCall.why_torch`."""
-        reason = scaled_paths.why_no_kernel(self.A.device)
+        reason = scaled_paths.why_unfused(self.A.device, group)
         if reason is not None:
             return reason
         if self.A.shape[-1] == 0:

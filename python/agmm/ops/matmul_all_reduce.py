@@ -93,7 +93,7 @@ def by_scatter_and_gather(
         if strict:
             raise Unsupported("group: 1 rank, which has nothing to sum")
         return None
-    reason = scatter_plan.why_not_native([A], [B], 0)
+    reason = scatter_plan.why_not_native([A], [B], 0, group)
     if reason is not None:
         raise Unsupported(reason)
     missing = -A.shape[0] % world_size
@@ -181,7 +181,7 @@ def _keep(
         return
     rows = A.view(-1, A.shape[-1])
     plan = None
-    if scatter_plan.why_not_native([rows], [B], 0) is None and group.size() > 1:
+    if scatter_plan.why_not_native([rows], [B], 0, group) is None and group.size() > 1:
         if rows.shape[0] % group.size():
             return
         plan = scatter_plan.all_reduce_plan(rows.shape[0], rows, B, group, strict=strict)

@@ -32,10 +32,15 @@ def fall_back(reason: str, strict: bool) -> None:
 
 
 def why_unfused(
-    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, config: str
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    gather_dim: int,
+    config: str,
+    group: dist.ProcessGroup,
 ) -> str | None:
     """The reason why the fused path cannot serve this call, whose A_shard has elements, or None.
-    The same on all ranks, as long as they call with the same shapes, dtypes and layouts."""
+    The same on all ranks, as long as they call with the same shapes, dtypes and layouts.
+    Collective at first use on GPUs."""
     if config == "unfused":
         return "config: unfused was asked for"
     if gather_dim % A_shard.dim() != 0:
@@ -48,7 +53,7 @@ def why_unfused(
         return None
     if A_shard.device.type != "cuda":
         return f"A_shard: device {A_shard.device}, the fused path wants cuda or cpu"
-    reason = symmetric.why_unfused(A_shard.device)
+    reason = symmetric.why_group_unfused(group, A_shard.device)
     dtype = str(A_shard.dtype).removeprefix("torch.")
     for B in Bs:
         reason = (
@@ -214,11 +219,11 @@ def _run_anew(
         A, outs = unfused(A_shard, Bs, biases, group, gather_dim)
         return (A if return_A else None), outs
     if A_shard.numel() == 0:
-        is_planned = why_unfused(A_shard, Bs, gather_dim, config) is None
+        is_planned = why_unfused(A_shard, Bs, gather_dim, config, group) is None
         return without_elements(
             A_shard, Bs, biases, group, gather_dim, return_A, is_planned=is_planned
         )
-    reason = why_unfused(A_shard, Bs, gather_dim, config)
+    reason = why_unfused(A_shard, Bs, gather_dim, config, group)
     if (
         reason is None
         and may_choose

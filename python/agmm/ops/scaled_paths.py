@@ -43,6 +43,14 @@ def why_no_kernel(device: torch.device) -> str | None:
     return symmetric.why_unfused(device)
 
 
+def why_unfused(device: torch.device, group: dist.ProcessGroup) -> str | None:
+    """The reason why no kernel serves fp8 calls of a group, on all ranks alike, or None. Collective
+    at first use on GPUs."""
+    if device.type == "cuda" and fp8_kernels.are_built():
+        return symmetric.why_group_unfused(group, device)
+    return why_no_kernel(device)
+
+
 def rows_of(A: torch.Tensor, scale: torch.Tensor, tile: Tile, dim: int) -> Scaled:
     """A [..., K] as [M, K], contiguous, the rows in the order that ``dim`` first gives."""
     values = A.movedim(dim, 0).flatten(0, -2)
@@ -192,7 +200,7 @@ def _gather_fused(
 ) -> _Gathered | None:
     """By agmm; None where the unfused path is planned. Raises Unsupported where it cannot serve the
     call."""
-    reason = why_no_kernel(A_shard.device)
+    reason = why_unfused(A_shard.device, group)
     if reason is not None:
         raise Unsupported(reason)
     if A_shard.is_cuda:
@@ -233,7 +241,7 @@ def _without_elements(
         f"all_gather_scaled_matmul of {list(A_shard.shape)} {A_shard.dtype}, scales "
         f"{list(scale.shape)} along {gather_dim % A_shard.dim()}, {return_A}"
     )
-    agree = call_plans.agree if why_no_kernel(A_shard.device) is None else None
+    agree = call_plans.agree if why_unfused(A_shard.device, group) is None else None
     take_turn(group, A_shard.device, what, call, agree=agree)
     if return_A and scale.numel() and group.size() > 1:
         gather = torch.ops.agmm._all_gather.default

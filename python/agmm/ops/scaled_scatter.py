@@ -85,12 +85,12 @@ def scatter(
     is_fake = backends.is_fake(group)
     if 0 in shape and not is_fake:
         what = f"scaled_matmul_reduce_scatter to {shape} {out_dtype} along {scatter_dim}"
-        is_planned = A.is_cuda and scaled_paths.why_no_kernel(A.device) is None
+        is_planned = A.is_cuda and scaled_paths.why_unfused(A.device, group) is None
         agree = call_plans.agree if is_planned else None
         take_turn(group, A.device, f"{what}, {reduce_op}", call, agree=agree)
         shape[scatter_dim] //= world_size
         return A.new_empty(shape, dtype=out_dtype)
-    reason = scaled_paths.why_no_kernel(A.device)
+    reason = scaled_paths.why_unfused(A.device, group)
     if reason is None and A.is_cuda and A.shape[-1] == 0:
         reason = f"fp8: shape {tuple(A.shape)} has no elements to multiply"
     if reason is None and scatter_dim == A.dim() - 1:

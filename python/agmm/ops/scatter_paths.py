@@ -66,7 +66,7 @@ def run(
         return unfused(As, Bs, bias, group, scatter_dim, reduce_op, meanwhile)
     if has_no_elements(As[0], Bs[0]):
         return without_elements(As, Bs, group, scatter_dim, reduce_op, strict, meanwhile)
-    reason = scatter_plan.why_not_native(As, Bs, scatter_dim)
+    reason = scatter_plan.why_not_native(As, Bs, scatter_dim, group)
     if reason is None:
         try:
             if As[0].device.type == "cpu":
@@ -121,7 +121,7 @@ def without_elements(
     """A checked call whose result has no elements: it moves nothing and takes its turn."""
     shape = [*As[0].shape[:-1], Bs[0].shape[1]]
     what = f"matmul_reduce_scatter to {shape} {As[0].dtype} along {scatter_dim}, {reduce_op}"
-    is_planned = scatter_plan.why_not_native(As, Bs, scatter_dim) is None
+    is_planned = scatter_plan.why_not_native(As, Bs, scatter_dim, group) is None
     is_planned = is_planned and not (strict and As[0].device.type == "cpu")
     call = _call_of(As, Bs, scatter_dim, reduce_op)
     agree = call_plans.agree if is_planned else None

@@ -15,6 +15,7 @@ from agmm.planning import call_plans, cost_model, heuristics, legality
 from agmm.planning.plans import (
     BY_TORCH,
     MATMUL_REDUCE_SCATTER,
+    MAX_SIZE,
     UNFUSED,
     KernelConfig,
     Plan,
@@ -29,7 +30,7 @@ _FUSED_DTYPES = (torch.bfloat16, torch.float16)
 def _has_kernels(device: torch.device, group: dist.ProcessGroup) -> bool:
     return (
         device.type == "cuda"
-        and symmetric.why_unfused(device) is None
+        and symmetric.why_group_unfused(group, device) is None
         and dist.get_world_size(group) > 1
         and not backends.is_fake(group)
     )
@@ -75,19 +76,18 @@ def prefers_unfused_on_cpu(
     return planner.plan(problem._replace(op=MATMUL_REDUCE_SCATTER)) == UNFUSED
 
 
-_MOST_ROWS = 2**31 - 1
-"""The core counts them in 32 bits."""
-
-
 def why_not_native(
-    As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], scatter_dim: int
+    As: Sequence[torch.Tensor],
+    Bs: Sequence[torch.Tensor],
+    scatter_dim: int,
+    group: dist.ProcessGroup,
 ) -> str | None:
     """The reason why agmm's own matmul + reduce-scatter cannot serve this call, whose result has
     elements, or None. The same on all ranks, as long as they call with the same shapes and
-    dtypes."""
+    dtypes. Collective at first use on GPUs."""
     if As[0].device.type != "cuda":
         return why_not_on_cpu(As, Bs, scatter_dim)
-    return _why_no_product(As, Bs, scatter_dim) or _why_no_kernel(As, Bs)
+    return _why_no_product(As, Bs, scatter_dim) or _why_no_kernel(As, Bs, group)
 
 
 def why_not_on_cpu(
@@ -109,8 +109,8 @@ def _why_no_product(
     if scatter_dim % A.dim() == A.dim() - 1:
         return f"scatter_dim: {scatter_dim}, the fused path wants another than the last"
     rows = A.shape[:-1].numel()
-    if rows > _MOST_ROWS:
-        return f"A: {rows} rows, the fused path wants at most {_MOST_ROWS}"
+    if rows > MAX_SIZE:
+        return f"A: {rows} rows, the fused path wants at most {MAX_SIZE}"
     return None
 
 
@@ -118,8 +118,10 @@ MOST_PRODUCTS = 3
 """Of which a kernel makes one sum (`ScatterSpec::kMaxProducts`)."""
 
 
-def _why_no_kernel(As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor]) -> str | None:
-    reason = symmetric.why_unfused(As[0].device)
+def _why_no_kernel(
+    As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> str | None:
+    reason = symmetric.why_group_unfused(group, As[0].device)
     dtype = str(As[0].dtype).removeprefix("torch.")
     for B in Bs:
         reason = reason or legality.why_unfused(dtype, B.shape[1], B.shape[0], a="A")

@@ -179,6 +179,7 @@ def why_not(
 ) -> str | None:
     """The reason why no kernel serves a collective of ``x`` on a GPU as a part of another op, or
     None. The same on all ranks, as long as they call with the same shapes and dtypes.
+    Collective at first use.
 
     Args:
         strict: a kernel is taken for any size.
@@ -191,7 +192,7 @@ def why_not(
         return f"{kind}: {nbytes} bytes of {world_size} ranks, NCCL is taken for that"
     if kind != "all_gather" and x.dtype not in SUMMED:
         return f"{kind}: dtype={x.dtype}, which agmm's kernels do not sum"
-    reason = symmetric.why_unfused(x.device)
+    reason = symmetric.why_group_unfused(group, x.device)
     if reason is not None:
         return reason
     return why_not_captured(x, group)

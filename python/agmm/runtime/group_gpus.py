@@ -128,7 +128,8 @@ def _agreed_facts(group: dist.ProcessGroup, device: torch.device) -> GroupFacts:
     try:
         reason = links.why_no_atomics(own, near)
     except Exception as e:  # the other ranks wait to hear of it
-        reason = f"whether the links of {own} have native atomics is unknown: {reason_of(e)}"
+        why = reason_of(e)
+        reason = f"whether the link from {own} to its peers has native atomics is unknown: {why}"
     reasons = [r for r in exchange("what their links lack", reason or "") if r]
     if reasons:
         warnings.warn(f"agmm takes no SM push: {reasons[0]}", stacklevel=2)

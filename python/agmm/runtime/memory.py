@@ -144,7 +144,7 @@ def reserve(
         return
     from agmm.runtime import symmetric
 
-    reason = symmetric.why_unfused(on)
+    reason = symmetric.why_group_unfused(found, on)
     if reason is not None:
         raise Unsupported(reason)
     if op in _COLLECTIVES:

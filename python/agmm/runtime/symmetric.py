@@ -53,6 +53,30 @@ def why_unfused(device: torch.device) -> str | None:
     return None
 
 
+_why_groups_unfused: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, str]]
+_why_groups_unfused = weakref.WeakKeyDictionary()
+
+
+def why_group_unfused(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """The reason why a rank of the group cannot run the kernels, or None; on all ranks alike, which
+    may have several kinds of GPU. Collective at first use.
+
+    Args:
+        device: this rank's, a GPU.
+    """
+    by_device = _why_groups_unfused.get(group)
+    found = None if by_device is None else by_device.get(device)
+    if found is None:
+        known = groups.of(group)
+        with known.lock:
+            own = why_unfused(device) or ""
+            reasons = known.exchange("whether their GPUs run the kernels", own)
+            others = (f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+            found = own or next(others, "")
+            _why_groups_unfused.setdefault(group, {})[device] = found
+    return found or None
+
+
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     """Remembered, since each call asks."""
