@@ -65,6 +65,7 @@ __all__: list[str] = [
     "kernels",
     "lag_for",
     "lagged_steps",
+    "load_quantizers",
     "mismatch_message",
     "note_call",
     "part_place",
@@ -985,6 +986,11 @@ def lag_for(world_size: int, blocks: int, workers: int) -> tuple[int, int]:
 def lagged_steps(world_size: int, blocks: int, group: int, lag: int) -> list[tuple[int, int]]:
     """
     The steps of a matmul + all-reduce, the same on all ranks: (position, block of the chunk) each; whose rows those of a position are, scatter_owner says.
+    """
+
+def load_quantizers() -> None:
+    """
+    Loads the kernels of these functions on the current device, which waits for it.
     """
 
 def mismatch_message(rank: int, source: int, chunk: int, seen: int, wanted: int) -> str:

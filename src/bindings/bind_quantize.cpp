@@ -73,6 +73,8 @@ void bind_quantize(py::module_& m) {
       .value("column", ScaleOf::Column);
   m.attr("QUANTIZE_MULTIPLE") = agmm::kQuantizeMultiple;
   m.attr("QUANTIZE_BLOCK") = agmm::kQuantizeBlock;
+  m.def("load_quantizers", &agmm::load_quantizers, py::call_guard<py::gil_scoped_release>(),
+        "Loads the kernels of these functions on the current device, which waits for it.");
   m.def("quantize", &quantize, py::arg("x"), py::arg("from_dtype"), py::arg("to_dtype"),
         py::arg("scale_of"), py::arg("rows"), py::arg("columns"), py::arg("power_of_2"),
         py::arg("values"), py::arg("leading"), py::arg("scales"), py::arg("amax"),

@@ -20,6 +20,7 @@ std::size_t max_split_scratch_bytes() { refuse(); }
 void load_kernels() { refuse(); }
 PreparedMatmul prepare_async_input_mm(AsyncInputArgs const&) { refuse(); }
 void record_time(uint64_t*, void*) { refuse(); }
+void load_quantizers() { refuse(); }
 void quantize(Quantize const&, void*) { refuse(); }
 void find_amax(Quantize const&, void*) { refuse(); }
 void transpose_bytes(Quantize const&, void*) { refuse(); }

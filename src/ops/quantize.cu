@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <mutex>
+#include <set>
 
 #include "ops/quantize_device.cuh"
 #include "ops/refuse.hpp"
@@ -181,7 +183,36 @@ void quantize_from(Quantize const& args, cudaStream_t stream) {
   }
 }
 
+template <QuantizedTo to, class In>
+void load_from() {
+  load(quantize_rows<to, In, kWarp, 2>);
+  load(quantize_rows<to, In, kThreads, 2>);
+  load(quantize_rows<to, In, kThreads, 4>);
+  load(quantize_rows<to, In, kThreads, 8>);
+  load(quantize_blocks<to, In>);
+  load(quantize_matrix<to, In>);
+}
+
 }  // namespace
+
+void load_quantizers() {
+  static std::mutex mutex;
+  static std::set<int> loaded;  // devices
+  std::lock_guard<std::mutex> const lock(mutex);
+  int const device = kernels_device().index;
+  if (loaded.count(device) != 0) return;
+  for (QuantizedFrom const from :
+       {QuantizedFrom::BFloat16, QuantizedFrom::Float16, QuantizedFrom::Float32}) {
+    with_type(from, [](auto of_x) {
+      using In = decltype(of_x);
+      load_from<QuantizedTo::E4M3, In>();
+      load_from<QuantizedTo::E5M2, In>();
+      load(matrix_amax<In>);
+    });
+  }
+  load_columns();
+  loaded.insert(device);
+}
 
 void quantizing::check(Quantize const& args) {
   if (args.rows < 1 || args.columns < 1 || args.columns % kQuantizeMultiple != 0) {

@@ -35,6 +35,10 @@ struct Quantize {
   bool has_amax = false;
 };
 
+/// Loads the kernels of all that follows on the current device, once; see load_kernels(). Throws
+/// std::runtime_error where CUDA refuses.
+void load_quantizers();
+
 /// Enqueues it on the current device. Scales are those of agmm.ops.quantize, bit for bit. Throws
 /// std::invalid_argument for what does not fit, std::runtime_error where CUDA refuses.
 void quantize(Quantize const& args, void* stream);

@@ -238,6 +238,21 @@ void quantize_columns(Quantize const& args, cudaStream_t stream) {
   }
 }
 
+void load_columns() {
+  for (QuantizedFrom const from :
+       {QuantizedFrom::BFloat16, QuantizedFrom::Float16, QuantizedFrom::Float32}) {
+    with_type(from, [](auto of_x) {
+      using In = decltype(of_x);
+      load(column_amax<In>);
+      load(quantize_as_x_lies<QuantizedTo::E4M3, In>);
+      load(quantize_as_x_lies<QuantizedTo::E5M2, In>);
+      load(transpose<Quantized<QuantizedTo::E4M3, In>>);
+      load(transpose<Quantized<QuantizedTo::E5M2, In>>);
+    });
+  }
+  load(transpose<Bytes>);
+}
+
 }  // namespace quantizing
 
 void transpose_bytes(Quantize const& args, void* stream) {

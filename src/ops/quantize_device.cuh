@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "ops/quantize.hpp"
+#include "runtime/cuda.hpp"
 
 namespace agmm::quantizing {
 
@@ -77,6 +78,12 @@ __device__ void store(Vector<In> const& x, float up, uint8_t* at) {
   }
 }
 
+template <class Kernel>
+void load(Kernel* kernel) {
+  cudaFuncAttributes attributes{};
+  AGMM_CHECK_CUDA(cudaFuncGetAttributes(&attributes, reinterpret_cast<void const*>(kernel)));
+}
+
 /// Calls `f` with a value of the type of x.
 template <class F>
 void with_type(QuantizedFrom from, F const& f) {
@@ -96,5 +103,7 @@ void check(Quantize const& args);
 /// quantize() with ScaleOf::Column, of checked arguments.
 void quantize_columns(Quantize const& args, cudaStream_t stream);
 void find_amax_of_columns(Quantize const& args, cudaStream_t stream);
+/// The kernels of both, and of transpose_bytes().
+void load_columns();
 
 }  // namespace agmm::quantizing

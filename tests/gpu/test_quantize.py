@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -214,3 +217,47 @@ def test_graph(tile: Tile) -> None:
         wanted, scale = quantize._by_torch(x, tile, FP8[0], amax_by_torch(x, tile), False)
         assert torch.equal(found[1], scale)
         assert torch.equal(found[0].view(torch.uint8), wanted.view(torch.uint8))
+
+
+LOADED_BEFORE = """
+import time
+import torch
+from agmm import _core
+from agmm.runtime import cuda_quantize
+from agmm.runtime.scaling import ALL, BLOCK
+
+TILES = ((1, ALL), (1, BLOCK), (ALL, ALL), (ALL, 1))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+torch.cuda._sleep(1)
+found = [torch.ones(64, columns, device="cuda", dtype=dtype)
+         for dtype in DTYPES for columns in (16, 2048, 8192, 40960)]
+room = [torch.empty(64 * 40960, device="cuda") for _ in range(4)]
+del room  # memory that needs no call of the driver's
+_core.load_quantizers()
+torch.cuda.synchronize()
+end = torch.cuda.Event()
+torch.cuda._sleep(4_000_000_000)
+end.record()
+with torch.cuda.stream(torch.cuda.Stream()):
+    for x in found:
+        for to in (torch.float8_e4m3fn, torch.float8_e5m2):
+            for tile in TILES:
+                assert cuda_quantize.quantised(x, tile, to, power_of_2=False) is not None
+            made = cuda_quantize.quantised_columns(x, to, power_of_2=False)
+            assert made is not None and cuda_quantize.transposed(made[0]) is not None
+print("waited" if end.query() else "went on")
+torch.cuda.synchronize()
+"""
+
+
+def test_kernels_that_are_loaded_wait_for_no_other() -> None:
+    """Another group's call may hold the GPU, and wait for a rank that is about to quantise."""
+    process = subprocess.run(
+        [sys.executable, "-c", LOADED_BEFORE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "went on\n"

@@ -86,6 +86,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[cuda.CudaWorksp
         monkeypatch.setattr(symmetric, "group_facts", lambda group, device: GroupFacts(70, 8))
         properties = mock.Mock(multi_processor_count=132)
         monkeypatch.setattr(of_torch, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr("agmm._core.load_quantizers", lambda: None)
         core.words_offset = lambda slot_bytes, world_size: 0
         core.credit_words = lambda world_size: [0]
         symm_mem.empty = mock.Mock(side_effect=lambda *_, **__: torch.zeros(8, dtype=torch.uint8))
