@@ -71,6 +71,9 @@ inline char const* to_string(Schedule s) {
 }
 inline char const* to_string(Raster r) { return r == Raster::AlongM ? "along_m" : "along_n"; }
 
+/// The largest M, N and K: with the sizes of tiles and clusters added they still fit into 32 bits.
+constexpr int32_t kMaxSize = INT32_MAX - (1 << 16);
+
 /// out[m, n] = A[m, k] @ B[k, n] + bias[n]
 struct Problem {
   int32_t m = 0;

@@ -31,6 +31,7 @@ __all__: list[str] = [
     "MAX_PUSH_PARTS",
     "MAX_PUSH_RANKS",
     "MAX_SCATTER_TILES",
+    "MAX_SIZE",
     "QUANTIZE_BLOCK",
     "QUANTIZE_MULTIPLE",
     "QuantizedFrom",
@@ -1184,6 +1185,7 @@ MAX_NORM_ROW_BYTES: int
 MAX_PUSH_PARTS: int
 MAX_PUSH_RANKS: int
 MAX_SCATTER_TILES: int
+MAX_SIZE: int
 QUANTIZE_BLOCK: int
 QUANTIZE_MULTIPLE: int
 SCATTER_BAND_ROWS: int

@@ -146,6 +146,7 @@ void bind_kernels(py::module_& m) {
         "One entry per kernel of this build: shape, dtype, layout of B and accumulation; empty "
         "without CUDA.");
   m.attr("ALIGNMENT") = agmm::kAlignment;
+  m.attr("MAX_SIZE") = agmm::kMaxSize;
   m.attr("MAX_CLUSTER_SPLITS") = agmm::kMaxClusterSplits;
   m.attr("CAPABILITY") = 10 * agmm::kCapabilityMajor + agmm::kCapabilityMinor;
   m.attr("FP8_ALIGNMENT") = agmm::alignment_of(DType::E4M3);

@@ -43,6 +43,10 @@ void check(AsyncInputArgs const& args) {
   if (p.m < 1) refuse("A", "M=" + std::to_string(p.m), "at least 1");
   if (p.n < 1) refuse("B", "N=" + std::to_string(p.n), "at least 1");
   if (p.k < 1) refuse("A", "K=" + std::to_string(p.k), "at least 1");
+  std::string const most = "at most " + std::to_string(kMaxSize);
+  if (p.m > kMaxSize) refuse("A", "M=" + std::to_string(p.m), most);
+  if (p.n > kMaxSize) refuse("B", "N=" + std::to_string(p.n), most);
+  if (p.k > kMaxSize) refuse("A", "K=" + std::to_string(p.k), most);
   require_multiple("A", "K", p.k, alignment_of(p.dtype));
   require_multiple("B", "N", p.n);
   Operands const& operands = args.operands;

@@ -113,6 +113,12 @@ Call FusedAllGatherMatmul::Impl::prepare_call(Gather const& gather,
                                   " for the kind of scales of B");
     }
   }
+  int32_t const most_rows = kMaxSize / all_gather.world_size();
+  if (gather.rows < 0 || gather.rows > most_rows) {
+    refuse("A_shard", std::to_string(gather.rows) + " rows",
+           "at most " + std::to_string(most_rows) + " on each of " +
+               std::to_string(all_gather.world_size()) + " ranks");
+  }
   int32_t const all_rows = all_gather.world_size() * gather.rows;
   Range const own{all_gather.rank() * gather.rows, (all_gather.rank() + 1) * gather.rows};
 

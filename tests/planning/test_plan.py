@@ -318,10 +318,28 @@ def test_aligned_half_precision_is_fused(dtype: str) -> None:
         ("bfloat16", 8, 0, f"A_shard: found K=0, {MULTIPLE}"),
         ("float16", 1, 8, f"B: found N=1, {MULTIPLE}"),
         ("float16", 0, 8, f"B: found N=0, {MULTIPLE}"),
+        (
+            "float16",
+            2**31,
+            8,
+            f"B: found shape (8, 2147483648), wanted sizes up to {plans.MAX_SIZE}",
+        ),
     ],
 )
 def test_reasons_against_the_fused_path(dtype: str, n: int, k: int, reason: str) -> None:
     assert legality.why_unfused(dtype, n, k) == reason
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_rows_of_all_ranks_are_counted_in_32_bits(world_size: int) -> None:
+    most = plans.MAX_SIZE // world_size
+    assert 2**30 < plans.MAX_SIZE < 2**31 - 1024
+    assert legality.why_too_many_rows(most, world_size) is None
+    found = legality.why_too_many_rows(most + 1, world_size)
+    assert found == (
+        f"A_shard: {most + 1} rows of each of {world_size} ranks, "
+        f"the fused path wants at most {most}"
+    )
 
 
 # --- why_illegal ---

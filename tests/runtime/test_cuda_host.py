@@ -121,6 +121,7 @@ def _run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
         "failures",
         "failures_in_captures",
         "creations",
+        "sizes",
         "copies_come_first",
         "duties",
         "names",

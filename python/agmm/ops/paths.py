@@ -53,7 +53,9 @@ def why_unfused(
         return None
     if A_shard.device.type != "cuda":
         return f"A_shard: device {A_shard.device}, the fused path wants cuda or cpu"
+    rows = A_shard.shape[:-1].numel()
     reason = symmetric.why_group_unfused(group, A_shard.device)
+    reason = reason or legality.why_too_many_rows(rows, group.size())
     dtype = str(A_shard.dtype).removeprefix("torch.")
     for B in Bs:
         reason = (

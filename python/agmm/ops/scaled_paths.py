@@ -13,7 +13,7 @@ from agmm.ops import kept, scaled_products
 from agmm.ops.paths import fall_back
 from agmm.ops.scaled_checks import check_scaled_gather, scaling_of, scalings_of
 from agmm.ops.scaled_plans import kernel_of, problem_of
-from agmm.planning import call_plans, fp8_kernels
+from agmm.planning import call_plans, fp8_kernels, legality
 from agmm.planning.plans import UNFUSED, Plan, Problem
 from agmm.runtime import (
     backends,
@@ -295,6 +295,9 @@ def _cuda_kernels(
     ``fused``), or the reason why not all have one. Collective at first use."""
     first = weights[0].B.values.dtype
     m = group.size() * len(shard.values)
+    reason = legality.why_too_many_rows(len(shard.values), group.size())
+    if reason is not None:
+        return [], reason
     problems: list[Problem] = []
     for weight in weights:
         if weight.B.values.dtype != first:

@@ -18,6 +18,7 @@ from agmm.planning.plans import (
     MAX_CLUSTER_SPLITS,
     MAX_PUSH_RANKS,
     MAX_SCATTER_TILES,
+    MAX_SIZE,
     UNFUSED,
     KernelConfig,
     Plan,
@@ -36,6 +37,18 @@ def why_unfused(dtype: str, n: int, k: int, *, a: str = "A_shard", b: str = "B")
         return f"{a}: found K={k}, {wanted}"
     if n < 1 or n % ALIGNMENT != 0:
         return f"{b}: found N={n}, {wanted}"
+    if max(n, k) > MAX_SIZE:
+        return f"{b}: found shape {(k, n)}, wanted sizes up to {MAX_SIZE}"
+    return None
+
+
+def why_too_many_rows(rows: int, world_size: int) -> str | None:
+    """The reason why kernels that gather so many rows of each rank cannot count them, or None."""
+    if rows > MAX_SIZE // world_size:
+        return (
+            f"A_shard: found {rows} rows of each of {world_size} ranks, "
+            f"wanted at most {MAX_SIZE // world_size}"
+        )
     return None
 
 

@@ -32,8 +32,8 @@ MAX_SCATTER_TILES = _core.MAX_SCATTER_TILES
 """Of a rank's rows in a launch of a matmul + reduce-scatter."""
 MAX_CHUNKS_PER_SHARD = 1024
 """A choice: every chunk takes a signal and a matmul, and tuning tries at most 8."""
-MAX_SIZE = 2**31 - 1
-"""The largest M, N and K: the core counts them in 32 bits."""
+MAX_SIZE = _core.MAX_SIZE
+"""The largest M, N and K, which the core counts in 32 bits."""
 
 FUSED_DTYPES = tuple(name for name in _core.DType.__members__ if not name.startswith("float8"))
 """Of operands that need no scales."""

@@ -279,6 +279,38 @@ CallSpec of_one_matmul(char* tensors, int rows) {
   return call;
 }
 
+/// What is counted in 32 bits is refused where it would not fit, whatever memory there is.
+void sizes() {
+  std::size_t const slot = std::size_t(1) << 50;
+  std::vector<uintptr_t> bases;
+  for (uintptr_t rank = 0; rank < kRanks; ++rank) bases.push_back((rank + 1) << 52);
+  FusedAllGatherMatmul op(3, bases, slot);
+  static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
+  auto const call = [&](int rows, int n) {
+    agmm::Gather gather;
+    gather.a_shard = tensors;
+    gather.rows = rows;
+    gather.k = 8;
+    agmm::Weight weight;
+    weight.b = weight.out = tensors;
+    weight.ldb = 8;
+    weight.n = n;
+    weight.config.shape = {128, 128, 64, 1, 1, agmm::Schedule::Cooperative, false};
+    return error_of([&] { op(gather, {weight}, kStream); });
+  };
+  int const most = agmm::kMaxSize / kRanks;
+  check(call(most / 8 * 8, 8).empty(), "the most rows: " + call(most / 8 * 8, 8));
+  for (int const rows : {most + 1, 1 << 29, INT32_MAX}) {
+    std::string const error = call(rows, 8);
+    check(has(error, "A_shard: found " + std::to_string(rows) + " rows, wanted at most " +
+                         std::to_string(most)),
+          error);
+  }
+  check(has(call(8, INT32_MAX / 8 * 8), "B: found N=2147483640, wanted at most"), "N");
+  CallSpec alone = of_one_matmul(tensors, INT32_MAX);
+  check(has(error_of([&] { prepare(alone); }), "A: found M=2147483647, wanted at most"), "M");
+}
+
 /// A launch that differs in any field is prepared anew, an equal one is not.
 void equality() {
   static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
@@ -698,6 +730,7 @@ int main(int count, char** arguments) {
       {"failures", &failures},
       {"failures_in_captures", &failures_in_captures},
       {"creations", &creations},
+      {"sizes", &sizes},
       {"copies_come_first", &copies_come_first},
       {"duties", &duties},
       {"names", &names},
