@@ -120,7 +120,7 @@ def _check(ours: Model, theirs: Model, steps: dict[str, Step]) -> float:
     for rank, (its_fault, _) in enumerate(found):
         if its_fault:
             raise SystemExit(f"rank {rank}: {its_fault}")
-    return max(error for _, error in found)
+    return max(float(error) for _, error in found)
 
 
 def measure(

@@ -99,6 +99,7 @@ def timeout_ms() -> int:
 
 
 _LONGEST_ON_GPU_S = 1e6
+"""A choice, the core's for its kernels: whoever waits for twelve days waits for ever."""
 
 
 def warn_s() -> float:

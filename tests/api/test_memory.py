@@ -117,6 +117,9 @@ def test_bytes_of_a_scatter_are_enough_on_every_device(pool: RankPool) -> None:
         ((7, 8), "matmul_reduce_scatter", r"shape: found \(7, 8\), wanted at least 2 sizes, and "),
         ((8,), "matmul_reduce_scatter", r"shape: found \(8,\), wanted at least 2 sizes, and rows"),
         ((8,), "matmul_all_reduce", r"shape: found \(8,\), wanted at least 2 sizes$"),
+        ((2**31, 8), "matmul_reduce_scatter", r"shape: found 2147483648 rows of 8, wanted at most"),
+        ((2**16, 2**15, 8), "matmul_all_reduce", r"shape: found 2147483648 rows of 8, wanted at"),
+        ((8, 2**31), "matmul_all_reduce", r"shape: found 8 rows of 2147483648, wanted at most "),
     ],
 )
 def test_nonsense_of_a_scatter_is_refused(shape: tuple[int, ...], op: str, message: str) -> None:

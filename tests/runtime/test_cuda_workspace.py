@@ -113,7 +113,7 @@ def test_all_ranks_have_the_multiprocessors_of_the_smallest_gpu(make: Any) -> No
     """Of 132 here, and 78 on the other rank, of which 8 are set aside."""
     workspace, _ = make()
     workspace.ensure(MIB)
-    (made,) = cuda.CudaWorkspace.core_class.call_args_list
+    (made,) = vars(cuda.CudaWorkspace)["core_class"].call_args_list
     assert made.args[0] == 0 and made.args[2:] == (32 * MIB, 132 - 70)
 
 
@@ -154,6 +154,16 @@ def test_no_access_is_found_by_uuid(make: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
     with pytest.raises(Unsupported, match="cuda:0 has no peer access to cuda:1"):
         workspace.ensure(MIB)
+
+
+def test_a_gpu_that_cannot_be_asked_is_told_of(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait for an answer, whatever the driver says here."""
+    workspace, known = make()
+    ask = mock.Mock(side_effect=RuntimeError("invalid device\nat a line"))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", ask)
+    with pytest.raises(Unsupported, match=r"^group: invalid device$"):
+        workspace.ensure(MIB)
+    assert known.topics[-1] == "whether their GPUs reach each other"
 
 
 @pytest.mark.parametrize("which", ["own", "peer"])
@@ -225,7 +235,7 @@ def test_a_rank_that_cannot_open_its_memory_is_told_of_by_all(
             buffer_ptrs=[memory.data_ptr() - 64, 0]
         )
     elif party == "core":
-        cuda.CudaWorkspace.core_class.side_effect = error
+        vars(cuda.CudaWorkspace)["core_class"].side_effect = error
     rank = int(party == "peer")
     for wanted in (100, 200, 40):
         with pytest.raises(

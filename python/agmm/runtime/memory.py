@@ -63,6 +63,10 @@ def workspace_bytes(
         raise InvalidArgument(
             f"shape: found {tuple(shape)}, wanted at least 2 sizes{also if is_scatter else ''}"
         )
+    if max(rows, shape[-1]) > _core.MAX_SIZE:
+        raise InvalidArgument(
+            f"shape: found {rows} rows of {shape[-1]}, wanted at most {_core.MAX_SIZE} of each"
+        )
     row_bytes = shape[-1] * dtype.itemsize
     shared = -(-rows // world_size) * world_size
     whole_tiles = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -14,28 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from agmm import _core, _env
+from agmm import _core
 from agmm.errors import AgmmError, InvalidArgument, Unsupported, reason_of
-from agmm.runtime import backends, calls, groups, links, rendezvous
+from agmm.runtime import backends, calls, groups, rendezvous, sharing
 from agmm.runtime.group_gpus import group_facts
 
 _HOPPER = divmod(_core.CAPABILITY, 10)
-
-
-def _why_no_peer_access(own: str, uuids: Sequence[str]) -> str:
-    """The reason why GPUs of this host, by UUID, do not reach each other's memory, or "".
-
-    Only those that this process sees can be asked; under Slurm or Ray that is often its own alone.
-    The others are taken to be reached: their memory is mapped by handles, which does not need them
-    to be visible, and where it cannot be the rendezvous says so.
-    """
-    visible = links.visible()
-    here = sorted({visible[uuid] for uuid in uuids if uuid in visible})
-    for a in here:
-        for b in here:
-            if a != b and not torch.cuda.can_device_access_peer(a, b):
-                return f"group: cuda:{a} has no peer access to cuda:{b}"
-    return ""
 
 
 @cache
@@ -147,7 +131,6 @@ class SymmetricWorkspace:
         """Those of before, which CUDA graphs use that may be replayed."""
         self._why_unfused: str | None = None
         self._refused: tuple[int, str] | None = None
-        self._shares_gpu = False
         calls.be_asked()
 
     @property
@@ -351,50 +334,11 @@ class SymmetricWorkspace:
         Returns:
             Whether a rank has captured calls with the present ones.
         """
-        rendezvous.made.note_torchs()
-        own = links.uuid(self.device.index)
-        made_and_failed = rendezvous.made.count, self.captured, rendezvous.made.failed
-        told = json.dumps([slot_bytes, own, *made_and_failed])
-        found = [json.loads(each) for each in self.known.exchange("the size of a workspace", told)]
-        sizes = sorted({entry[0] for entry in found})
-        if len(sizes) > 1:
-            raise AgmmError(
-                f"workspace: found ranks that want slots of {sizes} bytes, wanted the same calls "
-                "with the same shapes on all ranks"
-            )
-        uuids = [entry[1] for entry in found]
-        made = [entry[2] for entry in found]
-        failed = [(rank, entry[4]) for rank, entry in enumerate(found) if entry[4]]
-        hosts = len(set(self.known.hosts()))
-        self._shares_gpu = len(set(uuids)) < len(uuids)
-        reason = ""
-        if hosts > 1:
-            reason = f"group: found ranks on {hosts} hosts, wanted one"
-        elif self._shares_gpu and not _env.is_on(_env.SHARED_GPUS):
-            shared = [rank for rank, uuid in enumerate(uuids) if uuids.count(uuid) > 1]
-            reason = f"group: found ranks {shared} on GPUs that they share, wanted one each"
-        elif failed:
-            reason = "group: found a rendezvous of rank {} that failed ({}), wanted none".format(
-                *failed[0]
-            )
-        elif len(set(made)) > 1:
-            # torch numbers the exchanges of a rendezvous with one counter per process; ranks whose
-            # counters differ would wait for each other's keys forever (seen with torch 2.11).
-            reason = (
-                f"group: found ranks that have made {made} workspaces before, wanted equally many: "
-                "torch's rendezvous would hang; call in the group with more ranks first"
-            )
-        else:
-            try:
-                reason = _why_no_peer_access(own, uuids)
-            except Exception as e:  # the other ranks wait to hear of it
-                reason = f"group: {reason_of(e)}"
-        # Ranks may see different GPUs.
-        reasons = self.known.exchange("whether their GPUs reach each other", reason)
-        self._why_unfused = next((each for each in reasons if each), None)
-        if self._why_unfused is not None:
-            raise Unsupported(self._why_unfused)
-        return any(entry[3] for entry in found)
+        found = sharing.agree(self.known, self.device, slot_bytes, self.captured)
+        self._why_unfused = found.why_not
+        if found.why_not is not None:
+            raise Unsupported(found.why_not)
+        return found.is_captured
 
     def enter(self, slot_bytes: int) -> Buffers:
         """The buffers of a call on the current stream that needs slots of that size. Under
