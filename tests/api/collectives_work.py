@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random
 import subprocess
@@ -27,6 +28,9 @@ from agmm.runtime import cpu_collectives
 from agmm.runtime.workspaces import cpu_workspace
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+_DRAWN = 1_000_003
+"""So many numbers are drawn and then repeated, since to draw 64 MB for each rank takes longer than
+the calls. It is a prime, so that no band or piece has the numbers of another."""
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
@@ -53,13 +57,16 @@ def inputs(
     sizes = list(shape)
     if kind == "reduce_scatter":
         sizes[dim] *= world_size
-    found = []
+    found, count = [], math.prod(sizes)
     for rank in range(world_size):
         generator = torch.Generator().manual_seed(1000 * seed + rank)
+        drawn = (min(count, _DRAWN),)
         if dtype.is_floating_point:
-            found.append(torch.randn(sizes, generator=generator, dtype=torch.float64).to(dtype))
+            x = torch.randn(drawn, generator=generator, dtype=torch.float64).to(dtype)
         else:
-            found.append(torch.randint(-9, 9, sizes, generator=generator).to(dtype))
+            x = torch.randint(-9, 9, drawn, generator=generator).to(dtype)
+        x = x.repeat(-(-count // _DRAWN))[:count] if count > _DRAWN else x
+        found.append(x.view(sizes))
     return found
 
 
@@ -226,6 +233,7 @@ def repeated(world_size: int, calls: int, delay_us: int, seed: int = 0) -> list[
     rank, faults = dist.get_rank(group), []
     if world_size == 1:
         return []
+    agmm.release(group)  # slots as large as another test's would take longer to fill than a call
     workspace = cpu_workspace(group)
     draw, alone = random.Random(seed), random.Random(rank)  # the same on all ranks, and not
     ranks = torch.arange(float(world_size))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -143,6 +144,13 @@ def in_bands(world_size: int, rows: list[int]) -> list[tuple[bool, int]] | None:
     return found
 
 
+@cache  # they take longer than a call
+def _of_a_step(
+    rank: int, world_size: int, dtype: torch.dtype, kind: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return operands((5, 9, 33), rank, world_size, dtype, kind)
+
+
 def _step(
     workspace: cpu.CpuWorkspace,
     kind: int,
@@ -151,7 +159,7 @@ def _step(
     pieces: int,
 ) -> torch.Tensor:
     """A call of one of several kinds of data, each of which has the same in every call."""
-    A, B = operands((5, 9, 33), workspace.rank, workspace.world_size, dtype, kind)
+    A, B = _of_a_step(workspace.rank, workspace.world_size, dtype, kind)
     As[0].copy_(A)
     op = "avg" if kind % 2 else "sum"
     out = workspace.matmul_reduce_scatter(As, [B], None, op, CALL, pieces=pieces)
