@@ -114,9 +114,10 @@ set(AGMM_FP8_SCATTER_ARGUMENTS "false")
 
 # Rows in a translation unit. Its first kernel takes most of the time, in headers and in what of CuTe
 # the others instantiate too. Three rows, 24 kernels, take up to 7.5 GB of memory, four 9.4; and more
-# would leave too few units for many cores. In the set ci a row has half as many kernels.
+# would leave too few units for many cores. In the set ci a row has half as many kernels, which have
+# less in common.
 set(AGMM_ROWS_PER_UNIT 3)
-set(AGMM_ROWS_PER_UNIT_OF_CI 5)
+set(AGMM_ROWS_PER_UNIT_OF_CI 4)
 
 # Writes the translation units into `directory`, and the table that lists their kernels; returns the
 # sources in `out_sources`. Rows of the same schedule and operands share units, as they have most in
