@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -445,6 +446,36 @@ def nan_warned(world_size: int) -> None:
             agmm.all_gather_matmul(shard, shard, group)
             agmm.matmul_reduce_scatter(shard.repeat(world_size, 1), shard, group)
             agmm.collectives.all_reduce(shard, group)
+            torch.cuda.synchronize()
+    finally:
+        agmm.check_nan("off")  # says what came
+
+
+def nan_warned_of_fp8(world_size: int) -> None:
+    """Rank 1 of the group has a NaN in an operand or a scale of each call, all by kernels."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return
+
+    def ones(*shape: int, at: tuple[int, int] | None = None) -> torch.Tensor:
+        found = torch.ones(shape, device="cuda")
+        if at is not None and dist.get_rank(group) == 1:
+            found[at] = torch.nan
+        return found
+
+    f8, many, bad = torch.float8_e4m3fn, 64 * world_size, (3, 5)
+    B, of_b = ones(64, 64).to(f8).t(), ones(1, 64)
+    agmm.check_nan("warn")
+    try:
+        for _ in range(2):
+            gather: Any = partial(agmm.all_gather_scaled_matmul, group=group, strict=True)
+            gather(ones(64, 64, at=bad).to(f8), B, ones(64, 1), of_b)
+            gather(ones(64, 64).to(f8), B, ones(64, 1, at=(3, 0)), of_b)
+            scatter: Any = partial(agmm.scaled_matmul_reduce_scatter, group=group, strict=True)
+            scatter(ones(many, 64, at=bad).to(f8), B, ones(many, 1), of_b)
+            scatter(ones(many, 64).to(f8), B, ones(many, 1), ones(1, 64, at=(0, 5)))
+            shard, weight = ones(64, 64, at=bad).bfloat16(), ones(64, 64).bfloat16()
+            agmm.all_gather_matmul(shard, weight, group, quantize="tensorwise", strict=True)
             torch.cuda.synchronize()
     finally:
         agmm.check_nan("off")  # says what came

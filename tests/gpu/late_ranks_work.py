@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,20 @@ def different_scatters(_: str) -> None:
     group = everyone()
     for k in (64, 128 if dist.get_rank() == 0 else 64):
         _small_scatter(group, k)
+    wait_for_the_end()
+
+
+def different_fp8(way: str) -> None:
+    """The same of fp8 operands, gathered or scattered."""
+    group = everyone()
+    op: Any = agmm.scaled_matmul_reduce_scatter
+    rows = 64 * group.size()
+    if way == "scaled gather":
+        op, rows = agmm.all_gather_scaled_matmul, 64
+    scales = torch.ones(2, 1, device=device())
+    for k in (64, 128 if dist.get_rank() == 0 else 64):
+        A, B = (torch.ones(m, k, device=device()).to(torch.float8_e4m3fn) for m in (rows, 64))
+        op(A, B.t(), *scales, group, strict=True)
     wait_for_the_end()
 
 

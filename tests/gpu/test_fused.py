@@ -310,6 +310,8 @@ CREDIT = "s for buffer 0 of rank 1 to be free: credit is 0"
         (late_ranks_work.different_shapes, "push", DIFFERENT),
         (late_ranks_work.different_shapes, "sm", DIFFERENT),
         (late_ranks_work.different_scatters, "scatter", "matmul_reduce_scatter(A ["),
+        (late_ranks_work.different_fp8, "scaled gather", "all_gather_scaled_matmul(A_shard ["),
+        (late_ranks_work.different_fp8, "scaled scatter", "scaled_matmul_reduce_scatter(A ["),
         (late_ranks_work.one_rank_missing, "push", MISSING),
         (late_ranks_work.one_rank_missing, "pull", MISSING),
         (late_ranks_work.one_rank_missing, "sm-A", MISSING),

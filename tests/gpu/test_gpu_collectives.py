@@ -128,6 +128,23 @@ def test_the_rank_that_sends_a_nan_says_so() -> None:
             assert (wanted[0] in found and wanted[3] in found) is (rank == 1)
 
 
+@needs_two
+def test_the_rank_that_sends_a_nan_of_fp8_says_so() -> None:
+    with RankPool(2, "cuda") as pool:
+        pool.run(collectives_gpu_work.nan_warned_of_fp8, 2)
+        for rank in (0, 1):
+            lines = [x for x in pool.stderr(rank).splitlines() if "sends a NaN" in x]
+            found = [line.split("a NaN in ")[1].split(";")[0] for line in lines]
+            wanted = [
+                "all_gather_scaled_matmul: A_shard at [3, 5] of [64, 64] float8_e4m3fn",
+                "all_gather_scaled_matmul: scale_a at [3, 0] of [64, 1] float32",
+                "scaled_matmul_reduce_scatter: A at [3, 5] of [128, 64] float8_e4m3fn",
+                "scaled_matmul_reduce_scatter: scale_b at [0, 5] of [1, 64] float32",
+                "all_gather_matmul: A_shard at [3, 5] of [64, 64] bfloat16",
+            ]
+            assert found == (wanted if rank == 1 else [])
+
+
 @needs_nccl
 @pytest.mark.parametrize("world_size", world_sizes(2))
 def test_nothing_is_sent_where_it_raises(gpu_pool: RankPool, world_size: int) -> None:
