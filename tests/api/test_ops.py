@@ -158,9 +158,13 @@ LAYOUTS: list[tuple[dict[str, Any], str]] = [
     ({"stride": (32, 2)}, "{b}: found strides (32, 2), wanted row-major or column-major"),
     ({"stride": (1, 20)}, "{b}: found leading dimension 20, wanted a multiple of 8"),
 ]
+ANY_GROUP: Any = object()
 REASONS: list[tuple[Callable[[torch.Tensor, torch.Tensor], str | None], dict[str, str], Any]] = [
-    (lambda A, B: paths.why_unfused(A, [B], 0, ""), {"a": "A_shard", "b": "B"}, SIZES + LAYOUTS),
-    (lambda A, B: scatter_plan.why_not_native([A], [B], 0), {"a": "A", "b": "B"}, SIZES),
+    (
+        lambda A, B: paths.why_unfused(A, [B], 0, "", ANY_GROUP),
+        *({"a": "A_shard", "b": "B"}, SIZES + LAYOUTS),
+    ),
+    (lambda A, B: scatter_plan.why_not_native([A], [B], 0, ANY_GROUP), {"a": "A", "b": "B"}, SIZES),
     (
         lambda A, B: async_input_mm.why_no_kernel(A, B, torch.ones(2, dtype=torch.uint32)),
         *({"a": "a", "b": "b"}, SIZES + LAYOUTS),
@@ -177,6 +181,7 @@ def test_what_kernels_cannot_do_is_said_of_the_arguments_of_the_op(
 ) -> None:
     """In the form of all refusals: the argument, what was found and what is wanted."""
     monkeypatch.setattr(symmetric, "why_unfused", lambda device: None)
+    monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: None)
     for change, message in cases:
         k, n, dtype = (change.get(name, 16) for name in ("k", "n", "dtype"))
         dtype = torch.bfloat16 if dtype == 16 else dtype
