@@ -20,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from agmm.errors import InvalidArgument
 from agmm.nn import fp8_recipe
+from agmm.nn._checked import CheckedLinear
 from agmm.nn._held import (
     Held,
     Joined,
@@ -35,11 +36,10 @@ from agmm.nn._held import (
 )
 from agmm.nn._ranks import Ranks
 from agmm.nn.fp8_recipe import Fp8Recipe
-from agmm.ops.checks import check_operand, needs_gradient
-from agmm.runtime.scaling import K_MULTIPLE
+from agmm.ops.checks import needs_gradient
 
 
-class ShardedLinear(torch.nn.Module):
+class ShardedLinear(CheckedLinear):
     """What the two layers share: the ranks, the parameters and their first values.
 
     Attributes:
@@ -379,49 +379,6 @@ class ShardedLinear(torch.nn.Module):
             return whole.view_as(whole)
         found: torch.Tensor = TracedWhole.apply(whole, *parts)
         return found
-
-    def _check_operand(self, x: Any) -> None:
-        """Before the parameters are looked at."""
-        check_operand(f"{type(self).__name__}: x", x)
-
-    def _check_weights(self, weights: Sequence[torch.Tensor]) -> None:
-        """That they are this rank's parts, transposed: a parametrization may make them others."""
-        placement, rows = self.held["weight"].placement, self._plan.rows
-        features = self.in_features // (self._parts if placement == Shard(1) else 1)
-        for weight, wanted in zip(weights, rows if len(weights) > 1 else [sum(rows)], strict=True):
-            if weight.shape[0] != features or weight.shape[1] != wanted:
-                raise InvalidArgument(
-                    f"{type(self).__name__}: weight: found {list(weight.t().shape)} on this rank, "
-                    f"wanted {[wanted, features]} ({placement} over the {self._parts} ranks)"
-                )
-
-    def _check_input(self, x: torch.Tensor, weight: torch.Tensor) -> None:
-        features = weight.shape[0]
-        if x.dim() < 2:
-            self._refuse_input(f"{x.dim()} dimensions", "at least 2, rows and features")
-        if x.shape[-1] != features:
-            self._refuse_input(f"{x.shape[-1]} features in its last dimension", f"{features}")
-        if x.device != weight.device:
-            self._refuse_input(f"device {x.device}", f"{weight.device} as the layer's weight")
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            self._refuse_input(f"dtype {x.dtype}", f"{weight.dtype} as the layer's weight")
-
-    def _refuse_input(self, found: str, wanted: str) -> NoReturn:
-        raise InvalidArgument(f"{type(self).__name__}: x: found {found}, wanted {wanted}")
-
-    def _check_divides(self, name: str, size: int) -> None:
-        if size % self._parts:
-            raise InvalidArgument(
-                f"{type(self).__name__}: {name}: found {size}, wanted a multiple of {self._parts} "
-                "ranks"
-            )
-
-    def _check_fp8_size(self, name: str, size: int, *, parts: int) -> None:
-        if self.fp8 is not None and size % (parts * K_MULTIPLE):
-            raise InvalidArgument(
-                f"{type(self).__name__}: {name}: found {size} with fp8, wanted a multiple of "
-                f"{K_MULTIPLE}" + (f" on each of {parts} ranks" if parts > 1 else "")
-            )
 
     def extra_repr(self) -> str:
         fp8 = "" if self.fp8 is None else f", fp8={self.fp8.name}"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from agmm.runtime.symmetric import capture_of
+from agmm.runtime.streams import capture_of
 
 
 class CudaBackground:

@@ -13,7 +13,8 @@ from agmm import _core
 from agmm.errors import InvalidArgument
 from agmm.runtime.cuda import CudaWorkspace
 from agmm.runtime.results import reshaped
-from agmm.runtime.symmetric import enqueue, stream_of
+from agmm.runtime.streams import stream_of
+from agmm.runtime.symmetric import enqueue
 
 TMA_ALIGNMENT = 16  # of the address that a TMA descriptor takes
 

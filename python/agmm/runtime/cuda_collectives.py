@@ -11,7 +11,8 @@ from agmm.runtime.calls import Call
 from agmm.runtime.cuda_background import BackgroundStreams, CudaBackground
 from agmm.runtime.group_gpus import group_facts
 from agmm.runtime.group_topology import relays_of
-from agmm.runtime.symmetric import SymmetricWorkspace, enqueue, stream_of, why_unfused
+from agmm.runtime.streams import stream_of
+from agmm.runtime.symmetric import SymmetricWorkspace, enqueue, why_unfused
 
 ELEMENTS = {
     torch.bfloat16: _core.CollectiveElement.bfloat16,

@@ -7,7 +7,7 @@ import torch
 from agmm import _core
 from agmm.runtime import symmetric
 from agmm.runtime.scaling import ALL, BLOCK, Tile, scale_shape
-from agmm.runtime.symmetric import stream_of
+from agmm.runtime.streams import stream_of
 
 _ADDRESS_MULTIPLE = 16  # bytes that a thread reads at once
 

@@ -13,7 +13,7 @@ from agmm.errors import InvalidArgument
 from agmm.runtime.cuda_calls import aligned_pointer, b_layout, bias_pointer
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.runtime.scaling import ALL, BLOCK, Tile
-from agmm.runtime.symmetric import stream_of
+from agmm.runtime.streams import stream_of
 
 SCALE_BYTES = 4  # float32
 _PAIR_BYTES = 2 * SCALE_BYTES  # of neighbouring columns, which a kernel reads together

@@ -22,7 +22,8 @@ from agmm.runtime.cuda_scaled import (
 from agmm.runtime.cuda_scatter import ScatterWorkspace
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.runtime.scaling import ALL, Tile
-from agmm.runtime.symmetric import enqueue, stream_of
+from agmm.runtime.streams import stream_of
+from agmm.runtime.symmetric import enqueue
 
 
 class ReadyWeight(NamedTuple):

@@ -9,7 +9,8 @@ import torch
 
 from agmm import _core
 from agmm.runtime.cuda_calls import TMA_ALIGNMENT, aligned_pointer, bias_pointer, new_on_gpu
-from agmm.runtime.symmetric import SymmetricWorkspace, enqueue, stream_of
+from agmm.runtime.streams import stream_of
+from agmm.runtime.symmetric import SymmetricWorkspace, enqueue
 
 
 class ScatterWorkspace(SymmetricWorkspace):

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from agmm.runtime.backends import is_fake
 from agmm.runtime.callers import called
 from agmm.runtime.empty_calls import EmptyCalls
 from agmm.runtime.identity import check_alive as check_alive
+from agmm.runtime.streams import Calls as Calls
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Between looks at the store: a choice. Peers usually come at once; one that is late is not worth
@@ -46,17 +47,8 @@ def host_id() -> str:
     return BOOT_ID.read_text().strip()
 
 
-class Calls(Protocol):
-    """What makes calls of a group on a GPU: a workspace of the core."""
-
-    def precede(self, stream: int) -> None:
-        """Whatever is enqueued on the stream from now on comes behind the last call made by it: the
-        last eager one, or that of the capture that the stream is in."""
-        ...
-
-
 _CAPTURES = 4
-"""Of which a group knows the last call, as a workspace of the core does."""
+"""Captures of which a group knows the last call, as a workspace of the core does."""
 
 
 class Group:

@@ -18,6 +18,7 @@ from agmm import _core
 from agmm.errors import AgmmError, InvalidArgument, Unsupported, reason_of
 from agmm.runtime import backends, calls, groups, rendezvous, sharing
 from agmm.runtime.group_gpus import group_facts
+from agmm.runtime.streams import capture_of, stream_of
 
 _HOPPER = divmod(_core.CAPABILITY, 10)
 
@@ -65,18 +66,6 @@ def why_group_unfused(group: dist.ProcessGroup, device: torch.device) -> str | N
 def _capability(device: torch.device) -> tuple[int, int]:
     """Remembered, since each call asks."""
     return torch.cuda.get_device_capability(device)
-
-
-def stream_of(device: torch.device) -> int:
-    """The current one."""
-    return torch._C._cuda_getCurrentRawStream(device.index)
-
-
-def capture_of(device: torch.device) -> int:
-    """The capture that the current stream is in, by its id; 0: none."""
-    if not torch.cuda.is_current_stream_capturing():
-        return 0
-    return _core.capture_of(stream_of(device))
 
 
 class Buffers(NamedTuple):
