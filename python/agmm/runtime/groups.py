@@ -47,8 +47,7 @@ def host_id() -> str:
     return BOOT_ID.read_text().strip()
 
 
-_CAPTURES = 4
-"""Captures of which a group knows the last call, as a workspace of the core does."""
+_CAPTURES = 4  # of which a group knows the last call, as a workspace of the core does
 
 
 class Group:
