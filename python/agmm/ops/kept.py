@@ -78,8 +78,13 @@ def call_kept(group: dist.ProcessGroup, kind: Any, *operands: Any) -> Any:
     try:
         return call(*operands)
     except Unsupported:  # a workspace that cannot grow any more; nothing was begun
-        kept_calls[group].pop(kind, None)
+        forget(group, kind)
         return None
+
+
+def forget(group: dist.ProcessGroup, kind: Any) -> None:
+    """`find` returns nothing any more for that kind."""
+    kept_calls[group].pop(kind, None)
 
 
 def keep(group: dist.ProcessGroup, kind: Any, call: Any) -> None:

@@ -188,9 +188,13 @@ def run(
         kinds = [None if t is None else kind_of(t) for t in (A_shard, *Bs, *biases)]
     may_choose = not (config or strict or prefer_fused)
     key = ("all_gather_matmul", gather_dim, return_A, config, may_choose, len(Bs), *kinds)
-    found: Outs | None = kept.call_kept(group, key, A_shard, Bs, biases)
-    if found is not None:
-        return found
+    call = kept.find(group, key)
+    if call is not None:
+        try:
+            found: Outs = call(A_shard, Bs, biases)
+            return found
+        except Unsupported:  # a workspace that cannot grow any more; nothing was begun
+            kept.forget(group, key)
     in_words = Call("all_gather_matmul", A_shard=A_shard, B=Bs, gather_dim=gather_dim)
     with groups.of(group).lock, calling(in_words):
         return _run_anew(

@@ -4,6 +4,7 @@ amax ÷ the largest number of the dtype, the quotient made in float64."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -132,7 +133,6 @@ def _reduced_amax(rows: torch.Tensor, group_name: str, strict: bool) -> torch.Te
     since agmm's kernels sum but have no maximum. Collective."""
     amax = amax_of(rows, (ALL, ALL))
     call = Call("all_gather_matmul", A_shard=rows, quantize="tensorwise", reduce_amax=True)
-    call.is_looked_through = True
     if is_traced(rows):
         of_ranks = collectives.start_all_gather(amax, group_name, 0, call=call)()
     elif strict and not rows.is_cuda:
@@ -193,9 +193,27 @@ def gather_quantised(
     A_shard."""
     _check(A_shard, Bs, biases, quantize, reduce_amax)
     look_through("all_gather_matmul", name_of(group), A_shard=A_shard)
+    if not reduce_amax:
+        return _gather(A_shard, Bs, biases, group, gather_dim, quantize, None, strict)
+    # A NaN of one rank makes the scale of all ranks one.
+    is_looked_at = nan_check.active and not is_traced(A_shard)
+    with nan_check.done() if is_looked_at else nullcontext():
+        amax = _reduced_amax(A_shard.flatten(0, -2), name_of(group), strict)
+        return _gather(A_shard, Bs, biases, group, gather_dim, quantize, amax, strict)
+
+
+def _gather(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    group: Any,
+    gather_dim: int,
+    quantize: str,
+    amax: torch.Tensor | None,
+    strict: bool,
+) -> list[torch.Tensor]:
     scaling = BY_NAME[quantize]
     rows = A_shard.flatten(0, -2)
-    amax = _reduced_amax(rows, name_of(group), strict) if reduce_amax else None
     rows, scale_a = quantised(rows, scaling.a, amax=amax)
     if scaling.a[0] != ALL:
         scale_a = scale_a.view(*A_shard.shape[:-1], scale_a.shape[-1])

@@ -150,7 +150,6 @@ def gather(
         nan_check.look_through(call.op, "A_shard", A_shard, rank)
         if not quantize:  # else a NaN in A_shard is what made the scale one
             nan_check.look_through(call.op, "scale_a", scale_a, rank)
-        call.is_looked_through = True
     is_fake = backends.is_fake(group)
     if A_shard.numel() == 0 and not is_fake:
         found = _without_elements(A_shard, shard, weights, group, gather_dim, return_A, call)
@@ -346,7 +345,7 @@ def _gather_unfused(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     name = group.group_name
     # As bytes: not all backends know the dtypes. Both are begun before one is awaited.
-    with groups.of(group).lock:
+    with groups.of(group).lock, nan_check.done():
         finishes = [
             collectives.start_all_gather(tensor, name, 0, call=call)
             for tensor in (shard.values.view(torch.uint8), shard.scale)

@@ -43,13 +43,10 @@ def part_of(op: str) -> Iterator[None]:
 class Call:
     """One call of an op, by the names of its arguments. Holds its tensors, so for its time only."""
 
-    __slots__ = ("arguments", "is_looked_through", "number", "op")
+    __slots__ = ("arguments", "number", "op")
 
     def __init__(self, op: str, /, **arguments: Any) -> None:
         self.op = _caller.op or op
-        self.is_looked_through = False
-        """Whether NaNs were looked for in what the call sends, before that was quantised or cast to
-        bytes."""
         self.number = 0
         """Among the calls of its group; those in the background end behind others that began."""
         self.arguments = arguments

@@ -72,8 +72,6 @@ def _look_through(
 ) -> None:
     name = "input"
     if call is not None:
-        if call.is_looked_through:
-            return
         name = next((n for n, value in call.arguments.items() if value is tensor), "A @ B")
     nan_check.look_through(call.op if call else kind, name, tensor, groups.of(group).rank)
 
