@@ -19,7 +19,7 @@ import torch.distributed as dist
 import agmm
 from agmm import _core
 from agmm.integrations import fsdp
-from agmm.ops import paths, scaled_scatter, scatter_cuda
+from agmm.ops import paths, scaled_paths, scaled_scatter, scatter_cuda
 from agmm.planning import call_plans
 from agmm.planning.plans import KernelConfig, Plan, Problem
 from agmm.runtime import groups, nan_check
@@ -219,12 +219,12 @@ def test_operands_of_a_scaled_scatter_kernel_are_looked_through(
     kernel = KernelConfig.parse("128x128x128_1x1_pingpong")
     planner = mock.Mock(fused_plan=lambda problem: Plan("push", kernel))
     for place, stand_in in (
-        ("why_unfused", lambda *_: None),
         ("problem_of", lambda *_, **__: Problem(4, 16, 16, accumulation="slow")),
         ("scatter_workspace", lambda *_: None),
         ("ready_scatter", lambda *_, **__: made),
     ):
         monkeypatch.setattr(scaled_scatter, place, stand_in)
+    monkeypatch.setattr(scaled_paths, "why_unfused", lambda *_: None)
     monkeypatch.setattr(call_plans, "planner", lambda *_: planner)
     monkeypatch.setattr(groups, "check_alive", lambda group: None)
     monkeypatch.setattr(groups, "of", lambda group: mock.Mock(rank=1))

@@ -158,7 +158,7 @@ LAYOUTS: list[tuple[dict[str, Any], str]] = [
     ({"stride": (32, 2)}, "{b}: found strides (32, 2), wanted row-major or column-major"),
     ({"stride": (1, 20)}, "{b}: found leading dimension 20, wanted a multiple of 8"),
 ]
-ANY_GROUP: Any = object()
+ANY_GROUP: Any = mock.Mock(**{"size.return_value": 4})
 REASONS: list[tuple[Callable[[torch.Tensor, torch.Tensor], str | None], dict[str, str], Any]] = [
     (
         lambda A, B: paths.why_unfused(A, [B], 0, "", ANY_GROUP),

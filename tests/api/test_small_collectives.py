@@ -215,11 +215,11 @@ def test_strict_gathers_a_part_of_any_size_by_a_kernel(
         large = torch.empty(1 << 23, device="cuda", dtype=torch.bfloat16)
         found = small_collectives.all_gathered(large, group, call, strict=True)
         assert found.shape == (1 << 25,) and workspace.call.call_count == 1
-        monkeypatch.setattr(symmetric, "why_unfused", lambda device: "no Hopper")
+        monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: "no Hopper")
         with pytest.raises(agmm.Unsupported, match="no Hopper"):
             small_collectives.all_gathered(large, group, call, strict=True)
         workspace.call.side_effect = agmm.Unsupported("group: found ranks on 2 hosts")
-        monkeypatch.setattr(symmetric, "why_unfused", lambda device: None)
+        monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: None)
         with pytest.raises(agmm.Unsupported, match="2 hosts"):
             small_collectives.all_gathered(large, group, call, strict=True)
     assert not by_backend.called
@@ -258,7 +258,7 @@ def test_behind_a_scatter_strict_leaves_no_gather_to_the_backend(
         out = by(A, B, None, mock.Mock(), call, agreed="", strict=strict)
         assert out is not None and len(out) == 4096
         assert called == names
-        monkeypatch.setattr(symmetric, "why_unfused", lambda device: "no Hopper")
+        monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: "no Hopper")
         monkeypatch.setattr(scatter_cuda, "run", mock.Mock(side_effect=AssertionError("summed")))
         if strict:
             with pytest.raises(agmm.Unsupported, match="no Hopper"):

@@ -337,7 +337,7 @@ def test_rows_of_all_ranks_are_counted_in_32_bits(world_size: int) -> None:
     assert legality.why_too_many_rows(most, world_size) is None
     found = legality.why_too_many_rows(most + 1, world_size)
     assert found == (
-        f"A_shard: {most + 1} rows of each of {world_size} ranks, wanted at most {most}"
+        f"A_shard: found {most + 1} rows of each of {world_size} ranks, wanted at most {most}"
     )
 
 

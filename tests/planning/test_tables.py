@@ -20,6 +20,7 @@ from agmm.planning.planner import Planner
 from agmm.planning.plans import (
     MATMUL_REDUCE_SCATTER,
     MAX_CHUNKS_PER_SHARD,
+    MAX_SIZE,
     UNFUSED,
     KernelConfig,
     Plan,
@@ -370,7 +371,7 @@ def test_a_folder_in_the_files_place_is_reported(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", MATMUL_REDUCE_SCATTER])
-@pytest.mark.parametrize("m", [1, 2048, 4096, 2**31 - 1])
+@pytest.mark.parametrize("m", [1, 2048, 4096, MAX_SIZE])
 @pytest.mark.parametrize(
     "plan",
     [
