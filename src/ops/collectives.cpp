@@ -78,7 +78,7 @@ std::string described(Collective const& call) {
          name(call.method) + ", " + std::to_string(call.ctas) + " CTAs)";
 }
 
-/// An all-gather need not know what it moves.
+/// The call as it is carried out: what an all-gather moves are bytes, whatever they mean.
 Collective as_moved(Collective call) {
   if (call.op != CollectiveOp::AllGather) return call;
   call.count *= bytes_of(call.element);
@@ -185,15 +185,6 @@ void check(Collective const& call) {
   }
   check_pointer("in", call.in, call);
   check_pointer("out", call.out, call);
-}
-
-/// The call as it is carried out: what an all-gather moves are bytes, whatever they mean.
-Collective as_moved(Collective call) {
-  if (call.op == CollectiveOp::AllGather) {
-    call.count *= bytes_of(call.element);
-    call.element = CollectiveElement::Byte;
-  }
-  return call;
 }
 
 void check(Collective const& call, ResidualNorm const& norm) {

@@ -81,7 +81,7 @@ def test_a_kernel_that_quantises_hides_no_gradient(
     out = torch.ones(6, 48)
     monkeypatch.setattr(cuda_quantize, "quantised", quantised)
     monkeypatch.setattr(cuda_quantize, "amax_of", lambda x, tile: None)
-    monkeypatch.setattr(quantize, "gather", lambda *_, **__: [out])
+    monkeypatch.setattr(quantize, "gather", lambda *_, **__: (None, None, [out]))
     given = {"A_shard": torch.ones(6, 144), "B": torch.ones(144, 48), "bias": torch.ones(48)}
     op: Any = agmm.all_gather_matmul
     with mock.patch.object(torch.Tensor, "is_cuda", True):
