@@ -109,7 +109,7 @@ def test_what_is_traced() -> None:
     assert seen == [True]
 
 
-KERNELS = cost_model.default_scatter_kernels("nvidia-h200")
+KERNELS = cost_model.default_kernels(MATMUL_REDUCE_SCATTER)
 
 
 class Table:
@@ -261,7 +261,8 @@ def test_all_reduces_as_measured_on_four_h100(
 ) -> None:
     gpu = "nvidia-h100-80gb-hbm3"
     problem = Problem(*shape, world_size=4, gpu=gpu, op="matmul_reduce_scatter")
-    scatters = Planner((), (), cost_model.default_scatter_kernels(gpu)).fused_plan(problem).kernel
+    senders = cost_model.default_kernels(MATMUL_REDUCE_SCATTER)
+    scatters = Planner((), (), senders).fused_plan(problem).kernel
     returns = lagged_kernel(problem, RETURNING)
     times = cost_model.all_reduce_times(problem, scatters, returns)
     assert times["lagged"] == pytest.approx(lagged_us, rel=0.06)
