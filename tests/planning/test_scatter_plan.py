@@ -57,7 +57,7 @@ def test_never_on_the_cpu(
 ) -> None:
     monkeypatch.setattr(call_plans, "planner", mock.Mock(plan=lambda _: BY_TORCH))
     monkeypatch.setattr(cost_model, "is_gather_by_copies", lambda *_, **__: True)
-    monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: None)
+    monkeypatch.setattr(symmetric, "why_group_unfused", lambda *_: None)
     monkeypatch.setattr(dist, "get_world_size", lambda _: 4)
     everyone = groups.group_of(group)
     A, B = torch.randn(shape, dtype=torch.bfloat16), torch.randn(32, 8, dtype=torch.bfloat16)
@@ -76,7 +76,7 @@ def test_the_plan_decides(
             asked.append(problem)
             return plan
 
-    monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: None)
+    monkeypatch.setattr(symmetric, "why_group_unfused", lambda *_: None)
     monkeypatch.setattr(dist, "get_world_size", lambda _: 4)
     workspace = mock.Mock()
     monkeypatch.setattr(scatter_plan, "cuda_workspace", workspace)
