@@ -73,6 +73,7 @@ endif
 endif
 
 SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE cmake include src python third_party \
+                   tools/generate_kernels.py \
                    -type f -not -path '*/__pycache__/*' 2>/dev/null)
 CXX_SOURCES = $(shell find include src tests benchmarks examples -type f \
                       \( -name '*.hpp' -o -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))

@@ -27,7 +27,7 @@ HEADINGS = ("M × N × K", "matmul alone", "agmm", "÷ matmul", "NCCL + cuBLAS",
 
 def row(shape: Shape, ranks: int, gpu: str) -> list[str]:
     problem = Problem(*shape, world_size=ranks, gpu=gpu, op=MATMUL_REDUCE_SCATTER)
-    kernels = cost_model.default_scatter_kernels(gpu)
+    kernels = cost_model.default_kernels(MATMUL_REDUCE_SCATTER)
     roof = cost_model.matmul_us(problem)
     agmm = min(cost_model.tile_push_scatter_us(problem, kernel) for kernel in kernels)
     others = [

@@ -17,7 +17,7 @@ target_link_libraries(agmm_scheduler INTERFACE agmm_headers)
 
 set(installed agmm_headers agmm_scheduler)
 if(with_cuda)
-  add_library(agmm_static STATIC ${host_sources} $<TARGET_OBJECTS:agmm_kernels>)
+  add_library(agmm_static STATIC ${host_sources} ${kernel_objects})
   set_target_properties(agmm_static PROPERTIES EXPORT_NAME agmm OUTPUT_NAME agmm LINKER_LANGUAGE CXX)
   target_include_directories(agmm_static PRIVATE include src)
   target_compile_options(agmm_static PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)

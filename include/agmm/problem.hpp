@@ -8,10 +8,14 @@
 
 namespace agmm {
 
-/// What the kernels of this build are compiled for, and the compute capability of GPUs that run it.
+/// What the matmul kernels of this build are compiled for, and the compute capability of GPUs that
+/// run it.
 constexpr char kArchitecture[] = "sm_90a";
 constexpr int kCapabilityMajor = 9;
 constexpr int kCapabilityMinor = 0;
+/// GPUs from this compute capability on run the other kernels: collectives, quantisers, copies.
+constexpr int kLeastCapabilityMajor = 8;
+constexpr int kLeastCapabilityMinor = 0;
 /// TMA wants strides that are multiples of 16 bytes, and so of this many elements of 16 bits.
 constexpr int32_t kAlignment = 8;
 

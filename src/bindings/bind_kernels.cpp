@@ -149,5 +149,6 @@ void bind_kernels(py::module_& m) {
   m.attr("MAX_SIZE") = agmm::kMaxSize;
   m.attr("MAX_CLUSTER_SPLITS") = agmm::kMaxClusterSplits;
   m.attr("CAPABILITY") = 10 * agmm::kCapabilityMajor + agmm::kCapabilityMinor;
+  m.attr("LEAST_CAPABILITY") = 10 * agmm::kLeastCapabilityMajor + agmm::kLeastCapabilityMinor;
   m.attr("FP8_ALIGNMENT") = agmm::alignment_of(DType::E4M3);
 }

@@ -212,8 +212,8 @@ struct Collectives::Impl {
       : rank(rank_),
         bases(std::move(bases_)),
         layout(slot_bytes, static_cast<int>(bases.size())),
-        sm_count(kernels_device().sm_count - reserved_sms),
-        ordered(kernels_device().index) {}
+        sm_count(small_kernels_device().sm_count - reserved_sms),
+        ordered(small_kernels_device().index) {}
 
   int world_size() const { return static_cast<int>(bases.size()); }
   int64_t most_ctas() const { return std::min<int64_t>(kUsualCtas, sm_count); }

@@ -199,7 +199,7 @@ void load_quantizers() {
   static std::mutex mutex;
   static std::set<int> loaded;  // devices
   std::lock_guard<std::mutex> const lock(mutex);
-  int const device = kernels_device().index;
+  int const device = small_kernels_device().index;
   if (loaded.count(device) != 0) return;
   for (QuantizedFrom const from :
        {QuantizedFrom::BFloat16, QuantizedFrom::Float16, QuantizedFrom::Float32}) {
@@ -230,7 +230,7 @@ void quantizing::check(Quantize const& args) {
     refuse("leading", std::to_string(args.leading) + " for " + std::to_string(args.rows) + " rows",
            "0, or a multiple of " + std::to_string(kQuantizeMultiple) + " that has room for them");
   }
-  kernels_device();  // or a message that says why there are none
+  small_kernels_device();  // or a message that says why there are none
 }
 
 void quantize(Quantize const& args, void* stream) {

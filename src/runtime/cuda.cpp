@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -224,12 +225,29 @@ DeviceFacts const& current_device() {
   return facts[index];
 }
 
+namespace {
+
+[[noreturn]] void refuse_device(DeviceFacts const& device, std::string const& built) {
+  throw std::runtime_error("agmm: no kernel for sm_" + std::to_string(device.capability_major) +
+                           std::to_string(device.capability_minor) + "; built: " + built);
+}
+
+}  // namespace
+
 DeviceFacts const& kernels_device() {
   DeviceFacts const& device = current_device();
   if (device.capability_major != kCapabilityMajor || device.capability_minor != kCapabilityMinor) {
-    throw std::runtime_error("agmm: no kernel for sm_" + std::to_string(device.capability_major) +
-                             std::to_string(device.capability_minor) +
-                             "; built: " + std::string(kArchitecture));
+    refuse_device(device, kArchitecture);
+  }
+  return device;
+}
+
+DeviceFacts const& small_kernels_device() {
+  DeviceFacts const& device = current_device();
+  if (std::tie(device.capability_major, device.capability_minor) <
+      std::tie(kLeastCapabilityMajor, kLeastCapabilityMinor)) {
+    refuse_device(device, "sm_" + std::to_string(kLeastCapabilityMajor) +
+                              std::to_string(kLeastCapabilityMinor) + " and newer");
   }
   return device;
 }

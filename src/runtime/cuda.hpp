@@ -50,8 +50,10 @@ struct DeviceFacts {
 /// Throws std::runtime_error where there is none.
 DeviceFacts const& current_device();
 
-/// The current device, where this build has kernels for it; else throws std::runtime_error.
+/// The current device, where this build has matmul kernels for it; else throws std::runtime_error.
 DeviceFacts const& kernels_device();
+/// The same where it has those of collectives, quantisers and copies for it.
+DeviceFacts const& small_kernels_device();
 
 /// Lets a call that a stream capture in another mode would forbid (an allocation) go through.
 class RelaxedCapture {

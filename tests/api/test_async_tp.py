@@ -286,7 +286,7 @@ def why_left(over: Callable[[Any], Any], call: tuple[Any, ...]) -> str | None:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fake CUDA tensors, and a device that runs the kernels."""
-    monkeypatch.setattr(symmetric, "why_unfused", lambda device: None)
+    monkeypatch.setattr(symmetric, "why_unfused", lambda *_: None)
     with FakeTensorMode():
         yield
 
@@ -340,7 +340,7 @@ def test_left_to_torch(options: dict[str, Any], reason: str) -> None:
 
 @pytest.mark.usefixtures("group")
 def test_other_gpus_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symmetric, "why_unfused", lambda device: f"{device} is no Hopper")
+    monkeypatch.setattr(symmetric, "why_unfused", lambda device, *_: f"{device} is no Hopper")
     with FakeTensorMode():
         assert Case().why() == "cuda:0 is no Hopper"
 

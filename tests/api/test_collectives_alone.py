@@ -198,7 +198,7 @@ def test_path_of_cpu_tensors() -> None:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: None)
+    monkeypatch.setattr(symmetric, "why_group_unfused", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
@@ -257,7 +257,7 @@ def test_what_no_kernel_serves_is_said(
 
 
 def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: "no Hopper")
+    monkeypatch.setattr(symmetric, "why_group_unfused", lambda *_: "no Hopper")
     assert paths.choose("all_gather", on_cuda(64), ranks(2)) == (
         paths.TORCH,
         "no Hopper",
@@ -383,7 +383,7 @@ def test_low_contention_goes_by_copies_of_any_size(
 ) -> None:
     """On GPUs of any generation."""
     gathers, scatters = mock.Mock(), mock.Mock()
-    monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: "no Hopper")
+    monkeypatch.setattr(symmetric, "why_group_unfused", lambda *_: "no Hopper")
     monkeypatch.setattr(run, "gather_copies", lambda group, device: gathers)
     monkeypatch.setattr(run, "scatter_copies", lambda group, device: scatters)
     start = partial(run.start, strict=True, low_contention=True)
@@ -454,7 +454,7 @@ def test_cuda_tensors_go_to_the_backend(
         monkeypatch.setattr(dist, name, called.begin(name), raising=False)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
     monkeypatch.setattr(paths, "MOST_BYTES", 0)
-    monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: "no Hopper")
+    monkeypatch.setattr(symmetric, "why_group_unfused", lambda *_: "no Hopper")
     changed: list[str] = []  # nor is there a GPU to do it
 
     def change(name: str) -> Callable[[torch.Tensor, Any], torch.Tensor]:

@@ -105,7 +105,7 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     monkeypatch.setattr(small_collectives, "collectives_workspace", lambda group, device: found)
     monkeypatch.setattr(small_collectives, "group_facts", lambda group, device: GroupFacts(132))
     monkeypatch.setattr(small_collectives, "relays_of", lambda group, device: None)
-    monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: None)
+    monkeypatch.setattr(symmetric, "why_group_unfused", lambda *_: None)
     monkeypatch.setattr(collectives, "is_traced", lambda tensor: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
@@ -133,7 +133,7 @@ def test_what_no_kernel_serves(workspace: mock.Mock, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "get_world_size", lambda group: 9)
     assert "9 ranks, NCCL is taken" in str(why_not("all_reduce", few, group))
     monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
-    monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: "no Hopper")
+    monkeypatch.setattr(symmetric, "why_group_unfused", lambda *_: "no Hopper")
     assert why_not("all_reduce", few, group) == "no Hopper"
 
 
@@ -215,11 +215,11 @@ def test_strict_gathers_a_part_of_any_size_by_a_kernel(
         large = torch.empty(1 << 23, device="cuda", dtype=torch.bfloat16)
         found = small_collectives.all_gathered(large, group, call, strict=True)
         assert found.shape == (1 << 25,) and workspace.call.call_count == 1
-        monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: "no Hopper")
+        monkeypatch.setattr(symmetric, "why_group_unfused", lambda *_: "no Hopper")
         with pytest.raises(agmm.Unsupported, match="no Hopper"):
             small_collectives.all_gathered(large, group, call, strict=True)
         workspace.call.side_effect = agmm.Unsupported("group: found ranks on 2 hosts")
-        monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: None)
+        monkeypatch.setattr(symmetric, "why_group_unfused", lambda *_: None)
         with pytest.raises(agmm.Unsupported, match="2 hosts"):
             small_collectives.all_gathered(large, group, call, strict=True)
     assert not by_backend.called
@@ -258,7 +258,7 @@ def test_behind_a_scatter_strict_leaves_no_gather_to_the_backend(
         out = by(A, B, None, mock.Mock(), call, agreed="", strict=strict)
         assert out is not None and len(out) == 4096
         assert called == names
-        monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: "no Hopper")
+        monkeypatch.setattr(symmetric, "why_group_unfused", lambda *_: "no Hopper")
         monkeypatch.setattr(scatter_cuda, "run", mock.Mock(side_effect=AssertionError("summed")))
         if strict:
             with pytest.raises(agmm.Unsupported, match="no Hopper"):

@@ -19,7 +19,6 @@ from agmm.planning import cost_model, heuristics, tables
 from agmm.planning.heuristics import predict_us
 from agmm.planning.planner import Planner
 from agmm.planning.plans import (
-    DEFAULT_GPU,
     MATMUL_REDUCE_SCATTER,
     UNFUSED,
     KernelConfig,
@@ -30,7 +29,7 @@ from agmm.planning.plans import (
 
 pytestmark = pytest.mark.calibration
 
-KERNELS = tuple(k for k in cost_model.default_kernels(DEFAULT_GPU) if not k.swapped)
+KERNELS = tuple(k for k in cost_model.default_kernels() if not k.swapped)
 """Those that the calls were measured with."""
 
 TABLES = sorted(Path(tables.__file__).parent.glob("*-x*.json"))
@@ -360,7 +359,7 @@ def test_the_kernel_that_sends_tiles_is_chosen_as_measured(ranks: int) -> None:
     """Within 5% of the best of all kernels and orders, between GPUs."""
     results = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "scatter"
     report = json.loads((results / f"nvidia-h200-x{ranks}-kernels.json").read_text())
-    kernels = cost_model.default_scatter_kernels(DEFAULT_GPU)
+    kernels = cost_model.default_kernels(MATMUL_REDUCE_SCATTER)
     predicted: list[Pair] = []
     for shape in report["shapes"]:
         size = shape["M"], shape["N"], shape["K"]

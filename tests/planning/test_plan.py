@@ -26,7 +26,7 @@ from agmm.planning.plans import (
     Row,
 )
 
-KERNELS = cost_model.default_kernels(DEFAULT_GPU)
+KERNELS = cost_model.default_kernels()
 
 
 def kernels_for(problem: Problem) -> tuple[KernelConfig, ...]:

@@ -20,7 +20,7 @@ from agmm.planning.plans import CPU, GATHERED, UNFUSED, Plan, Problem, Row
 from agmm.planning.tuned_rows import TunedRow
 
 GPU = "nvidia-h200"
-KERNELS = default_kernels(GPU)
+KERNELS = default_kernels()
 
 
 def random_problems(count: int, seed: int) -> Iterator[Problem]:

@@ -57,7 +57,7 @@ def test_never_on_the_cpu(
 ) -> None:
     monkeypatch.setattr(call_plans, "planner", mock.Mock(plan=lambda _: BY_TORCH))
     monkeypatch.setattr(cost_model, "is_gather_by_copies", lambda *_, **__: True)
-    monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: None)
+    monkeypatch.setattr(symmetric, "why_group_unfused", lambda *_: None)
     monkeypatch.setattr(dist, "get_world_size", lambda _: 4)
     everyone = groups.group_of(group)
     A, B = torch.randn(shape, dtype=torch.bfloat16), torch.randn(32, 8, dtype=torch.bfloat16)
@@ -76,7 +76,7 @@ def test_the_plan_decides(
             asked.append(problem)
             return plan
 
-    monkeypatch.setattr(symmetric, "why_group_unfused", lambda group, device: None)
+    monkeypatch.setattr(symmetric, "why_group_unfused", lambda *_: None)
     monkeypatch.setattr(dist, "get_world_size", lambda _: 4)
     workspace = mock.Mock()
     monkeypatch.setattr(scatter_plan, "cuda_workspace", workspace)
@@ -109,7 +109,7 @@ def test_what_is_traced() -> None:
     assert seen == [True]
 
 
-KERNELS = cost_model.default_scatter_kernels("nvidia-h200")
+KERNELS = cost_model.default_kernels(MATMUL_REDUCE_SCATTER)
 
 
 class Table:
@@ -261,7 +261,8 @@ def test_all_reduces_as_measured_on_four_h100(
 ) -> None:
     gpu = "nvidia-h100-80gb-hbm3"
     problem = Problem(*shape, world_size=4, gpu=gpu, op="matmul_reduce_scatter")
-    scatters = Planner((), (), cost_model.default_scatter_kernels(gpu)).fused_plan(problem).kernel
+    senders = cost_model.default_kernels(MATMUL_REDUCE_SCATTER)
+    scatters = Planner((), (), senders).fused_plan(problem).kernel
     returns = lagged_kernel(problem, RETURNING)
     times = cost_model.all_reduce_times(problem, scatters, returns)
     assert times["lagged"] == pytest.approx(lagged_us, rel=0.06)

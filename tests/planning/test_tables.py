@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ import pytest
 import tune_work
 
 from agmm.errors import forget_warnings
-from agmm.planning import cost_model, tables
-from agmm.planning.cost_model import default_kernels, default_scatter_kernels
+from agmm.planning import cost_model, kernel_table, tables
+from agmm.planning.cost_model import default_kernels
 from agmm.planning.legality import why_illegal
 from agmm.planning.planner import Planner
 from agmm.planning.plans import (
@@ -110,14 +109,6 @@ def test_packaged_files_are_sound() -> None:
         assert tables.read(path).by_key
 
 
-def _fp8_kernels_of_default_builds() -> set[str]:
-    """Of gathers, without the order of their tiles."""
-    text = (Path(__file__).resolve().parents[2] / "src" / "gemm" / "kernels.cmake").read_text()
-    rows = text.split("set(AGMM_FP8_TABLE\n")[1].split(")")[0]
-    found = re.findall(r'"(\d+) +(\d+) +(\d+) (\d) (\d) (\w+) +(?:minimal|default) ', rows)
-    return {f"{m}x{n}x{k}_{c}x{d}_{schedule.lower()}" for m, n, k, c, d, schedule in found}
-
-
 def test_packaged_plans_are_legal() -> None:
     paths = list(Path(tables.__file__).parent.glob("*-x*.json"))
     assert paths
@@ -127,7 +118,8 @@ def test_packaged_plans_are_legal() -> None:
             for row in rows.values():
                 if key.accumulation:  # of fp8, by kernels of default builds
                     assert row.plan.transport == "push" and row.plan.kernel is not None
-                    assert row.plan.kernel.kernel in _fp8_kernels_of_default_builds(), (key, row)
+                    built = kernel_table.rows_of("default", key.op, is_fp8=True)
+                    assert row.plan.kernel.kernel in {each.kernel for each in built}, (key, row)
                     continue
                 problem = Problem(
                     row.m,
@@ -140,8 +132,7 @@ def test_packaged_plans_are_legal() -> None:
                     gpu,
                     op=key.op,
                 )
-                scatters = key.op == MATMUL_REDUCE_SCATTER
-                kernels = (default_scatter_kernels if scatters else default_kernels)(gpu)
+                kernels = default_kernels(key.op)
                 assert why_illegal(problem, row.plan, kernels) is None, (key, row)
 
 
@@ -397,7 +388,7 @@ def test_a_folder_in_the_files_place_is_reported(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore:agmm passes over rows")
 def test_a_row_that_no_build_can_run_stops_no_call(op: str, m: int, plan: Plan) -> None:
     """Whatever a file names is passed over, as long as it is a table."""
-    built = default_kernels(GPU), default_scatter_kernels(GPU)
+    built = default_kernels(), default_kernels(MATMUL_REDUCE_SCATTER)
     for us in (0.01, 1e9):
         tables.save(GPU, 4, [(KEY._replace(op=op), Row(m, plan, us, None, None, "0.1.0"))])
         table = tables.user(GPU, 4)

@@ -19,14 +19,14 @@ from agmm.bench.ways import ROOF
 from agmm.cli import report_tables
 from agmm.errors import InvalidArgument
 from agmm.planning import cost_model, tables
-from agmm.planning.cost_model import default_kernels, default_scatter_kernels
+from agmm.planning.cost_model import default_kernels
 from agmm.planning.heuristics import predict_us, usual_plans, usual_scatter_order
 from agmm.planning.legality import why_illegal
 from agmm.planning.plans import (
     BY_TORCH,
     CPU,
-    DEFAULT_GPU,
     GATHERED,
+    MATMUL_REDUCE_SCATTER,
     UNFUSED,
     KernelConfig,
     Plan,
@@ -36,8 +36,8 @@ from agmm.planning.plans import (
 from agmm.planning.tables import TableError
 from agmm.testing.cases import Shape
 
-KERNELS = default_kernels(DEFAULT_GPU)
-SENDERS = default_scatter_kernels(DEFAULT_GPU)
+KERNELS = default_kernels()
+SENDERS = default_kernels(MATMUL_REDUCE_SCATTER)
 SCATTER = Problem(4096, 8192, 2048, world_size=4, op="matmul_reduce_scatter")
 GPU_PROBLEM = Problem(4096, 3584, 8192, world_size=4)
 CPU_PROBLEM = Problem(64, 8, 8, "float32", 2, gpu=CPU)

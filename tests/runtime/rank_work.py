@@ -21,7 +21,7 @@ from agmm.collectives.paths import choose
 from agmm.errors import AgmmError
 from agmm.ops import paths, scaled_paths, scatter_plan, small_collectives
 from agmm.planning import call_plans, fp8_kernels
-from agmm.runtime import cpu, cpu_gather, links, symmetric
+from agmm.runtime import cpu, cpu_gather, links, workspaces
 from agmm.runtime.groups import Group
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
@@ -313,23 +313,29 @@ def plans_of_two_kinds_of_gpu(kinds: list[tuple[str, int]]) -> dict[str, object]
     return {"problems": [*problems, scaled], "tables": tables}
 
 
-def reasons_of_a_group_with_one_hopper() -> dict[str, str | None]:
-    """Why no kernel serves a call on a GPU, by who is asked; rank 0 alone has a GPU for them. Each
-    asks in a group of its own, whose first call it is."""
-    own = None if dist.get_rank() == 0 else "cuda:0 has compute capability 8.0, wanted 9.0"
+def reasons_of_a_group_with_one_hopper(other: tuple[int, int]) -> dict[str, str | None]:
+    """Why no kernel serves a call on a GPU, by who is asked; rank 0 alone has a Hopper, the others
+    GPUs of that compute capability. Each asks in a group of its own, whose first call it is."""
+    own = (9, 0) if dist.get_rank() == 0 else other
     with FakeTensorMode():
         x = torch.empty(64, 64, dtype=torch.bfloat16, device="cuda:0")
     asks: dict[str, Callable[[dist.ProcessGroup], str | None]] = {
         "gather": lambda group: paths.why_unfused(x, [x], 0, "", group),
         "scatter": lambda group: scatter_plan.why_not_native([x], [x], 0, group),
         "fp8": lambda group: scaled_paths.why_unfused(x.device, group),
-        "part of an op": lambda group: small_collectives.why_not("all_reduce", x, group),
-        "collective": lambda group: choose("all_gather", x, group).reason,
         "reserve": lambda group: _refusal(lambda: agmm.reserve(group, 8, device="cuda:0")),
+        "part of an op": lambda group: small_collectives.why_not("all_reduce", x, group),
+        "collective": lambda group: choose("all_gather", x, group).reason or None,
+        "reserve for collectives": lambda group: _refusal(
+            lambda: agmm.reserve(group, 8, device="cuda:0", op="all_gather")
+        ),
     }
     found = {}
     with (
-        mock.patch.object(symmetric, "why_unfused", return_value=own),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=own),
+        mock.patch.object(_core, "cuda_built", True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+        mock.patch.object(workspaces, "collectives_workspace"),
         mock.patch.object(fp8_kernels, "are_built", return_value=True),
     ):
         for name, ask in asks.items():
@@ -340,12 +346,12 @@ def reasons_of_a_group_with_one_hopper() -> dict[str, str | None]:
     return found
 
 
-def _refusal(call: Callable[[], None]) -> str:
+def _refusal(call: Callable[[], None]) -> str | None:
     try:
         call()
     except agmm.Unsupported as error:
         return str(error)
-    return ""
+    return None
 
 
 def use_after_close() -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from agmm import _core
 from agmm.errors import AgmmError, InvalidArgument, Unsupported
 from agmm.planning.cost_model.collectives import MOST_BYTES
-from agmm.runtime import cuda_background, cuda_collectives, groups, symmetric
+from agmm.runtime import capabilities, cuda_background, cuda_collectives, groups, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.copies import CudaSlots, GatherCopies, ScatterCopies
 from agmm.runtime.cuda import CudaWorkspace
@@ -162,7 +162,7 @@ def test_a_call_without_elements(
     facts = GroupFacts(132)
     monkeypatch.setattr(cuda_collectives, "group_facts", lambda group, device: facts)
     monkeypatch.setattr(cuda_collectives, "relays_of", lambda group, device: None)
-    monkeypatch.setattr(cuda_collectives, "why_unfused", lambda device: None)
+    monkeypatch.setattr(capabilities, "why_not", lambda *_: None)
     workspace.device = torch.device("cpu")  # of a word
     core, call = core_of(workspace), Call("matmul_all_reduce", A=torch.empty(0, 4))
     core.meet = mock.Mock(side_effect=lambda *_: gpu.is_capturing)
@@ -177,7 +177,7 @@ def test_a_call_without_elements(
     facts = GroupFacts(132, peer_atomics=False)
     workspace.meet("no rows", call)
     assert core.meet.call_args.args[0] == Method.blocks
-    monkeypatch.setattr(cuda_collectives, "why_unfused", lambda device: "no Hopper")
+    monkeypatch.setattr(capabilities, "why_not", lambda *_: "no Hopper")
     with pytest.raises(Unsupported, match="no Hopper"):
         workspace.meet("no rows", call)
     assert core.meet.call_count == 3

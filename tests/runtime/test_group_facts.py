@@ -171,13 +171,23 @@ def test_ranks_of_two_kinds_plan_alike(order: int) -> None:
     assert first["tables"] == ["packaged table nvidia-h100-80gb-hbm3-x2.json"]
 
 
-def test_a_gpu_without_kernels_counts_for_all_ranks() -> None:
-    """Else that rank would call the backend, and the others wait for it in an exchange."""
+@pytest.mark.parametrize("other", [(7, 5), (8, 0), (10, 0)], ids=str)
+def test_a_gpu_without_kernels_counts_for_all_ranks(other: tuple[int, int]) -> None:
+    """Else that rank would call the backend, and the others wait for it in an exchange. Collectives
+    have kernels for more GPUs."""
     with RankPool(2, env={"AGMM_TIMEOUT_S": "20"}) as pool:
-        first, second = pool.run(rank_work.reasons_of_a_group_with_one_hopper)
-    own = "cuda:0 has compute capability 8.0, wanted 9.0"
-    assert len(first) == 6 and set(first.values()) == {f"rank 1: {own}"}
-    assert second == dict.fromkeys(first, own)
+        first, second = pool.run(rank_work.reasons_of_a_group_with_one_hopper, other)
+    own = f"device: found cuda:0 of compute capability {other[0]}.{other[1]}, wanted"
+    of_matmuls = f"{own} 9.0 for agmm's matmuls"
+    of_collectives = f"{own} at least 8.0 for agmm's collectives" if other < (8, 0) else None
+    ops = ("gather", "scatter", "fp8", "reserve")
+    assert second == {name: of_matmuls if name in ops else of_collectives for name in second}
+    assert (
+        len(second) == 7
+        and {name: reason and reason.removeprefix("rank 1: ") for name, reason in first.items()}
+        == second
+    )
+    assert all(reason is None or reason.startswith("rank 1: ") for reason in first.values())
 
 
 def test_links_that_cannot_be_asked_about_are_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,30 +1,33 @@
-"""Which kernels a build gets by AGMM_KERNELS."""
+"""Which kernels a build gets by AGMM_KERNELS, and what is rendered from their table."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import generate_kernels
 import pytest
-from cmake_at_hand import CMAKE, CMAKES
+from cmake_at_hand import CMAKES
 
 from agmm import _core
-from agmm.planning.cost_model import (
-    default_all_reduce_kernels,
-    default_kernels,
-    default_scatter_kernels,
-)
-from agmm.planning.plans import DEFAULT_GPU, KernelConfig
+from agmm.planning import cost_model, kernel_table, plans
+from agmm.planning.cost_model import constants, default_kernels
+from agmm.planning.plans import KernelConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TABLE = REPOSITORY / "src" / "gemm" / "kernels.cmake"
-SETS = ("minimal", "ci", "default", "all")
+SETS = kernel_table.SETS
 
 SCRIPT = """
-include("{table}")
+cmake_policy(VERSION 3.25)
+set(Python_EXECUTABLE "{python}")
+include("{module}")
 agmm_generate_kernels({kernels} "{directory}" sources)
+message(STATUS "${{sources}}")
 """
 ENTRY = re.compile(
     r"(?P<op>kernel|fp8|scatter|fp8_scatter|lagged)_(?P<config>\d+x\d+x\d+_\dx\d_[a-z]+?(_swapped)?)"
@@ -93,17 +96,11 @@ class Entry:
         }
 
 
-def _entries(kernels: str, folder: Path, cmake: str | None = CMAKE) -> set[Entry]:
-    """What is in the table that CMake writes, each of which one unit has."""
-    script = folder / "generate.cmake"
-    script.write_text(SCRIPT.format(table=TABLE, kernels=kernels, directory=folder / kernels))
-    done = subprocess.run(
-        [str(cmake), "-P", str(script)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    table = (folder / kernels / "kernel_table.cpp").read_text()
-    entries = re.findall(r"extern \w+ const (\w+);", table)
-    units = "".join(unit.read_text() for unit in (folder / kernels).glob("*.cu"))
+def _entries(kernels: str) -> set[Entry]:
+    """What is in the table that a build gets, each of which one unit has."""
+    files = generate_kernels.render(kernel_table.rows(), kernels)
+    entries = re.findall(r"extern \w+ const (\w+);", files["kernel_table.cpp"])
+    units = "".join(text for name, text in files.items() if name.endswith(".cu"))
     assert sorted(re.findall(r"^\w+ const (\w+) =", units, re.MULTILINE)) == sorted(entries)
     return {Entry.parse(entry) for entry in entries}
 
@@ -113,18 +110,12 @@ def _names(entries: set[Entry], op: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[Entry]]:
-    folder = tmp_path_factory.mktemp("sets")
-    return {kernels: _entries(kernels, folder) for kernels in SETS}
+def sets() -> dict[str, set[Entry]]:
+    return {kernels: _entries(kernels) for kernels in SETS}
 
 
-needs_cmake = pytest.mark.skipif(CMAKE is None, reason="no cmake")
-
-
-@needs_cmake
-@pytest.mark.parametrize("cmake", CMAKES)
-def test_each_set_holds_the_smaller_one(tmp_path: Path, cmake: str) -> None:
-    minimal, ci, default, every = (_entries(kernels, tmp_path, cmake) for kernels in SETS)
+def test_each_set_holds_the_smaller_one(sets: dict[str, set[Entry]]) -> None:
+    minimal, ci, default, every = (sets[kernels] for kernels in SETS)
     assert minimal < default < every and ci < every
     names = [_names(entries, "kernel") for entries in (minimal, ci, default, every)]
     assert names[0] < names[1] < names[2] < names[3]
@@ -140,7 +131,6 @@ def test_each_set_holds_the_smaller_one(tmp_path: Path, cmake: str) -> None:
     assert clusters == {"1x1", "2x1", "1x2"}
 
 
-@needs_cmake
 def test_ci_has_a_kernel_of_each_kind(sets: dict[str, set[Entry]]) -> None:
     """What a default build compiles and CI does not differs from what CI compiles in numbers."""
     found, wanted = (set().union(*(e.kinds() for e in sets[s])) for s in ("ci", "default"))
@@ -151,28 +141,137 @@ def test_ci_has_a_kernel_of_each_kind(sets: dict[str, set[Entry]]) -> None:
     assert 2 * len(sets["ci"]) < len(sets["default"])
 
 
-@needs_cmake
-def test_the_default_kernels_are_those_that_the_cost_model_knows(
-    sets: dict[str, set[Entry]],
-) -> None:
+def test_plans_without_a_build_are_of_its_kernels(sets: dict[str, set[Entry]]) -> None:
     default = {entry for entry in sets["default"] if not entry.timed}
-    for op, known in (
-        ("kernel", default_kernels(DEFAULT_GPU)),
-        ("scatter", default_scatter_kernels(DEFAULT_GPU)),
-        ("lagged", default_all_reduce_kernels()),
+    for name, op in (
+        ("kernel", plans.ALL_GATHER_MATMUL),
+        ("scatter", plans.MATMUL_REDUCE_SCATTER),
+        ("lagged", plans.MATMUL_ALL_REDUCE),
     ):
-        assert _names(default, op) == {kernel.kernel for kernel in known}
+        assert _names(default, name) == {kernel.kernel for kernel in default_kernels(op)}
 
 
-@needs_cmake
+@pytest.mark.parametrize("gpu", cost_model.known_gpus())
+def test_each_default_kernel_has_its_speed(gpu: str) -> None:
+    known, names = constants(gpu), [kernel.kernel for kernel in default_kernels()]
+    assert [name for name in names if name not in known.tflops_per_sm] == []
+    scatters = {kernel.kernel for kernel in default_kernels(plans.MATMUL_REDUCE_SCATTER)}
+    assert scatters == set(known.scatter_tile_us)
+
+
 def test_a_table_may_be_empty(sets: dict[str, set[Entry]]) -> None:
     """Kernels of all-reduces are not in minimal builds."""
     found = [sum(entry.op == "lagged" for entry in sets[kernels]) for kernels in SETS]
     assert found == [0, 2, 4, 4]
 
 
-@needs_cmake
 @pytest.mark.skipif(not _core.cuda_built, reason="agmm._core is built without CUDA")
 def test_this_build_is_one_of_them(sets: dict[str, set[Entry]]) -> None:
     built = {kernel.name for kernel in _core.kernels()}
     assert built in [_names(entries, "kernel") for entries in sets.values()]
+
+
+# --- what is rendered ---
+
+
+@pytest.mark.parametrize("cmake", CMAKES)
+def test_cmake_gets_the_files_of_a_build(tmp_path: Path, cmake: str) -> None:
+    script = tmp_path / "generate.cmake"
+    module = REPOSITORY / "cmake" / "generate_kernels.cmake"
+    build = tmp_path / "kernels"
+    script.write_text(
+        SCRIPT.format(python=sys.executable, module=module, kernels="ci", directory=build)
+    )
+
+    def run() -> list[str]:
+        command = [cmake, "-P", str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.removeprefix("-- ").strip().split(";")
+
+    sources = run()
+    files = generate_kernels.render(kernel_table.rows(), "ci")
+    assert sources == [str(build / name) for name in files]
+    assert {path.name: path.read_text() for path in build.iterdir()} == files
+    # What is as it was is not compiled again.
+    written = {path: path.stat().st_mtime_ns for path in build.iterdir()}
+    (build / "pingpong_0.cu").write_text("")
+    assert run() == sources
+    assert (build / "pingpong_0.cu").read_text() == files["pingpong_0.cu"]
+    changed = {path.name for path, time in written.items() if path.stat().st_mtime_ns != time}
+    assert changed == {"pingpong_0.cu"}
+
+
+def test_the_page_lists_the_kernels_of_the_table() -> None:
+    """`python tools/generate_kernels.py --docs` writes it."""
+    assert generate_kernels.PAGE.read_text() == generate_kernels.page(kernel_table.rows())
+
+
+# --- wrong rows ---
+
+RIGHT = {
+    "op": "all_gather_matmul",
+    "tile": "128x256x64",
+    "cluster": "2x1",
+    "schedule": "cooperative",
+    "sets": ["default", "all"],
+}
+FP8: dict[str, Any] = {"formats": ["e4m3"], "b_layouts": ["column"], "tile": "128x256x128"}
+DEFAULTS = json.loads(kernel_table.TABLE.read_text())["defaults"]
+
+
+def _parsed(*given: dict[str, Any]) -> tuple[kernel_table.Row, ...]:
+    table = json.dumps({"defaults": DEFAULTS, "kernels": given})
+    return kernel_table.parse(table, "kernels.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"op": "matmul"}, "op: found 'matmul', wanted one of all_gather_matmul, "),
+        ({"tile": "128x256"}, "tile: found '128x256', wanted 3 sizes, such as 128x256x64"),
+        ({"tile": [128, 256, 64]}, r"tile: found \[128, 256, 64\], wanted 3 sizes"),
+        ({"tile": "96x256x64"}, "tile: found '96x256x64', wanted a multiple of 64 in rows"),
+        ({"swapped": True, "tile": "60x128x64"}, "tile: .* columns \\(swapped\\)"),
+        ({"cluster": "2x2"}, "cluster: found '2x2', wanted at most 2 CTAs"),
+        ({"schedule": "Pingpong"}, "schedule: found 'Pingpong', wanted one of cooperative, pingp"),
+        ({"sets": []}, r"sets: found \[\], wanted a list of some of minimal, ci, default, all"),
+        ({"sets": ["default"]}, r"sets: found \['default'\], wanted all among them"),
+        ({"sets": ["minimal", "all"]}, "sets: .*, wanted all and default among them"),
+        ({"formats": ["fp32"]}, r"formats: found \['fp32'\], wanted a list of some of bf16, fp16"),
+        ({"formats": ["bf16", "bf16"]}, "formats: found "),
+        (FP8 | {"formats": ["bf16", "e4m3"]}, "formats: .*, wanted all of 16 bits, or all of fp8"),
+        (FP8 | {"tile": "128x256x64"}, "tile: found '128x256x64', wanted 128 of K with fp8"),
+        (FP8 | {"b_layouts": ["row"]}, r"b_layouts: found \['row'\], wanted \['column'\] with fp8"),
+        (FP8 | {"timed": True}, "timed: found True, wanted false with fp8"),
+        ({"accumulation": "slow"}, "accumulation: found 'slow', wanted fast with operands of 16"),
+        ({"op": "matmul_reduce_scatter", "swapped": True}, "swapped: found True, wanted false"),
+        ({"op": "matmul_all_reduce"}, "schedule: found 'cooperative', wanted pingpong"),
+        ({"swapped": "yes"}, "swapped: found 'yes', wanted true or false"),
+        ({"epilogue": "gelu"}, "epilogue: found 'gelu', wanted one of plain"),
+        ({"tiles": "128x256x64"}, "tiles: found it, wanted only op, tile, cluster, "),
+    ],
+    ids=str,
+)
+def test_a_wrong_row_is_named(change: dict[str, Any], message: str) -> None:
+    assert len(_parsed(RIGHT)) == 1
+    with pytest.raises(ValueError, match=f'^kernels.json: row 2, {{"op": ".*…: {message}'):
+        _parsed(RIGHT | {"tile": "128x128x64"}, RIGHT | change)
+
+
+def test_a_row_wants_all_fields_and_its_kernels_once() -> None:
+    with pytest.raises(ValueError, match=r"row 1, .*: cluster: found none, wanted one"):
+        _parsed({name: value for name, value in RIGHT.items() if name != "cluster"})
+    with pytest.raises(ValueError, match=r"row 2, .*: tile: found a kernel of an earlier row"):
+        _parsed(RIGHT, RIGHT | {"formats": ["fp16"]})
+    assert len(_parsed(RIGHT, RIGHT | FP8, RIGHT | {"timed": True})) == 3
+
+
+def test_a_wrong_table_stops_a_build(tmp_path: Path) -> None:
+    table = tmp_path / "kernels.json"
+    wrong = json.dumps({"defaults": DEFAULTS, "kernels": [RIGHT | {"cluster": "4x1"}]})
+    for text, message in ((wrong, "row 1, "), ("{", "found Expecting"), ("{}", "found []")):
+        table.write_text(text)
+        command = [sys.executable, str(generate_kernels.__file__), "--table", str(table)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+        assert done.returncode == 1 and done.stderr.startswith(f"{table}: {message}")

@@ -15,7 +15,7 @@ from agmm.errors import InvalidArgument
 from agmm.planning import call_plans, cost_model, tables
 from agmm.planning.choices import Choice
 from agmm.planning.cost_model import collectives as collective_costs
-from agmm.planning.cost_model import default_kernels, default_scatter_kernels
+from agmm.planning.cost_model import default_kernels
 from agmm.planning.cost_model.collectives import Kind
 from agmm.planning.heuristics import predict_us
 from agmm.planning.legality import why_scatter_illegal, why_unfused
@@ -108,18 +108,18 @@ def has_atomics_here(gpu: str) -> bool:
 
 
 def kernels_for(gpu: str) -> tuple[KernelConfig, ...]:
-    """The kernels of this build; where it has none, those that the GPU's constants name."""
+    """The kernels of this build; where it has none, those of a default build."""
     built = call_plans.kernels()
     if built or gpu == CPU:
         return built
-    return default_kernels(gpu)
+    return default_kernels()
 
 
 def _scatter_kernels_for(gpu: str) -> tuple[KernelConfig, ...]:
     built = call_plans.scatter_kernels()
     if call_plans.kernels() or gpu == CPU:
         return built
-    return default_scatter_kernels(gpu)
+    return default_kernels(MATMUL_REDUCE_SCATTER)
 
 
 def planner_for(gpu: str, world_size: int) -> Planner:

@@ -13,7 +13,7 @@ from agmm.planning import call_plans, cost_model
 from agmm.planning.heuristics import lagged_kernel
 from agmm.planning.legality import why_unfused
 from agmm.planning.planner import Planner
-from agmm.planning.plans import CPU, MATMUL_REDUCE_SCATTER, Problem
+from agmm.planning.plans import CPU, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, Problem
 
 _WAYS: dict[cost_model.AllReduceWay, str] = {
     "lagged": "one kernel, whose finished rows go to all ranks while it computes others",
@@ -49,7 +49,7 @@ def explain(
         scatters = planner.fused_plan(problem).kernel
         built = call_plans.all_reduce_kernels()
         if not call_plans.kernels():
-            built = cost_model.default_all_reduce_kernels()
+            built = cost_model.default_kernels(MATMUL_ALL_REDUCE)
         returns = lagged_kernel(problem, built)
     times = cost_model.all_reduce_times(problem, scatters, returns)
     chosen = cost_model.all_reduce_way(problem, scatters, returns)

@@ -9,20 +9,13 @@ from agmm._core import Accumulation
 from agmm.bench.units import duration
 from agmm.cli.terminal import plain_table, whole
 from agmm.errors import InvalidArgument
-from agmm.planning import call_plans, fp8_kernels
+from agmm.planning import call_plans, fp8_kernels, kernel_table
 from agmm.planning.choices import Choice
 from agmm.planning.cost_model import constants
 from agmm.planning.cost_model import fp8 as costs
 from agmm.planning.planner import Planner
 from agmm.planning.plans import CPU, MATMUL_REDUCE_SCATTER, Problem
 from agmm.runtime.scaling import BY_NAME, K_MULTIPLE
-
-_BY_DEFAULT_BUILD = {
-    False: ("tensorwise", "rowwise", "block"),
-    True: ("tensorwise", "rowwise"),
-}
-"""The kinds of scales whose products a default build has kernels for (`src/gemm/kernels.cmake`),
-by whether they are scattered."""
 
 _WHY_FUSED = "why: fused wherever there is a kernel, unless a tuned row says otherwise"
 
@@ -56,7 +49,7 @@ def explain(problem: Problem, scaling: str, planner: Planner) -> RenderableType:
             "why: agmm's own on CPU ranks, of chunks that are dequantised to float32",
         ]
         return Group(*lines)
-    is_assumed = not call_plans.kernels() and scaling in _BY_DEFAULT_BUILD[scatters]
+    is_assumed = not call_plans.kernels() and _is_in_default_build(problem.op, scaling)
     choice = None if is_assumed else _choice(problem, scaling, planner)
     fused, unfused = costs.fused_us(problem, scaling), costs.unfused_us(problem, scaling)
     library = (
@@ -98,16 +91,24 @@ def explain(problem: Problem, scaling: str, planner: Planner) -> RenderableType:
     return Group("\n".join(lines), whole(table))
 
 
+def _accumulation(scaling: str) -> Accumulation:
+    """That of a kind of scales; fast where its scales leave the choice."""
+    blocks = {"block": Accumulation.block, "block 1x128": Accumulation.block_1x128}
+    return blocks.get(scaling, Accumulation.fast)
+
+
+def _is_in_default_build(op: str, scaling: str) -> bool:
+    """Whether a default build has a kernel for products with such scales."""
+    rows = kernel_table.rows_of("default", op, is_fp8=True)
+    return _accumulation(scaling).name in {row.accumulation for row in rows}
+
+
 def _choice(problem: Problem, scaling: str, planner: Planner) -> Choice | str:
-    """The plan that the call gets, with fast accumulation where its scales leave the choice, or
-    why no kernel serves it."""
+    """The plan that the call gets, or why no kernel serves it."""
     if problem.n % _core.ALIGNMENT:
         return f"B: found N={problem.n}, wanted a multiple of {_core.ALIGNMENT}"
     dtype, scatters = "float8_e4m3fn_float8_e4m3fn", problem.op == MATMUL_REDUCE_SCATTER
-    accumulation = {"block": Accumulation.block, "block 1x128": Accumulation.block_1x128}.get(
-        scaling, Accumulation.fast
-    )
-    accumulation = fp8_kernels.served_by(dtype, accumulation, scatters=scatters)
+    accumulation = fp8_kernels.served_by(dtype, _accumulation(scaling), scatters=scatters)
     if not fp8_kernels.built(dtype, accumulation, scatters=scatters):
         return f"fp8 with {scaling} scales: this build has no kernel for it"
     return planner.choose(problem._replace(dtype=dtype, accumulation=accumulation.name))

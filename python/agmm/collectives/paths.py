@@ -17,7 +17,7 @@ from agmm.planning.cost_model.collectives import (
     Method,
     collective_method,
 )
-from agmm.runtime import symmetric
+from agmm.runtime import capabilities, symmetric
 
 SHARED_MEMORY = "shared memory"
 """agmm's, between the processes of a host."""
@@ -78,7 +78,9 @@ def choose(
 def _why_not_by_kernel(kind: Kind, x: torch.Tensor, group: dist.ProcessGroup) -> str | None:
     if group.size() > MOST_RANKS:
         return f"group: {group.size()} ranks, agmm's kernels serve at most {MOST_RANKS}"
-    return _why_not_summed(kind, x) or symmetric.why_group_unfused(group, x.device)
+    return _why_not_summed(kind, x) or symmetric.why_group_unfused(
+        group, x.device, capabilities.COLLECTIVES
+    )
 
 
 def _why_not_summed(kind: Kind, x: torch.Tensor) -> str | None:

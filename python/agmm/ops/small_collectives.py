@@ -12,7 +12,7 @@ import torch.distributed as dist
 from agmm import _core
 from agmm.errors import Unsupported
 from agmm.planning.cost_model.collectives import Kind, Method, collective_method, is_by_kernel
-from agmm.runtime import backends, collectives, groups, nan_check, symmetric
+from agmm.runtime import backends, capabilities, collectives, groups, nan_check, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_background import CudaBackground
 from agmm.runtime.cuda_collectives import ELEMENTS, CollectivesWorkspace
@@ -192,7 +192,7 @@ def why_not(
         return f"{kind}: {nbytes} bytes of {world_size} ranks, NCCL is taken for that"
     if kind != "all_gather" and x.dtype not in SUMMED:
         return f"{kind}: dtype={x.dtype}, which agmm's kernels do not sum"
-    reason = symmetric.why_group_unfused(group, x.device)
+    reason = symmetric.why_group_unfused(group, x.device, capabilities.COLLECTIVES)
     if reason is not None:
         return reason
     return why_not_captured(x, group)

@@ -87,7 +87,7 @@ def _of_core(config: KernelConfig) -> _core.KernelConfig:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """A kernel of the table in ``src/gemm/kernels.cmake``, with its swizzle and raster.
+    """A kernel of the table in ``kernels.json``, with its swizzle and raster.
 
     ``schedule`` is ``"cooperative"`` or ``"pingpong"``; ``raster`` is ``"along_m"`` or
     ``"along_n"``; ``max_swizzle`` is 1, 2, 4 or 8. ``timed`` is the variant that

@@ -7,12 +7,13 @@ import torch.distributed as dist
 
 from agmm import _core
 from agmm.errors import Unsupported
+from agmm.runtime import capabilities
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_background import BackgroundStreams, CudaBackground
 from agmm.runtime.group_gpus import group_facts
 from agmm.runtime.group_topology import relays_of
 from agmm.runtime.streams import stream_of
-from agmm.runtime.symmetric import SymmetricWorkspace, enqueue, why_unfused
+from agmm.runtime.symmetric import SymmetricWorkspace, enqueue
 
 ELEMENTS = {
     torch.bfloat16: _core.CollectiveElement.bfloat16,
@@ -80,7 +81,7 @@ class CollectivesWorkspace(SymmetricWorkspace):
             Unsupported: the group cannot have such memory; all ranks raise.
             AgmmError: as `SymmetricWorkspace.ensure`.
         """
-        reason = why_unfused(self.device)
+        reason = capabilities.why_not(capabilities.COLLECTIVES, self.device)
         if reason is None and self.world_size > _core.MAX_COLLECTIVE_RANKS:
             reason = f"group: {self.world_size} ranks, wanted at most {_core.MAX_COLLECTIVE_RANKS}"
         if reason is not None:

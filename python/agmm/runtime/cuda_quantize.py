@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from agmm import _core
-from agmm.runtime import symmetric
+from agmm.runtime import capabilities
 from agmm.runtime.scaling import ALL, BLOCK, Tile, scale_shape
 from agmm.runtime.streams import stream_of
 
@@ -96,10 +96,10 @@ def _filled_up(rows: int) -> int:
 
 def _is_readable(x: torch.Tensor) -> bool:
     return (
-        x.is_contiguous()
+        capabilities.why_not(capabilities.QUANTISERS, x.device) is None
+        and x.is_contiguous()
         and x.shape[1] % _core.QUANTIZE_MULTIPLE == 0
         and x.data_ptr() % _ADDRESS_MULTIPLE == 0
-        and symmetric.why_unfused(x.device) is None
     )
 
 

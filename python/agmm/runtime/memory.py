@@ -146,9 +146,10 @@ def reserve(
     if on.type == "cpu":
         workspaces.cpu_workspace(found).reserve(nbytes)
         return
-    from agmm.runtime import symmetric
+    from agmm.runtime import capabilities, symmetric
 
-    reason = symmetric.why_group_unfused(found, on)
+    feature = capabilities.COLLECTIVES if op in _COLLECTIVES else capabilities.MATMULS
+    reason = symmetric.why_group_unfused(found, on, feature)
     if reason is not None:
         raise Unsupported(reason)
     if op in _COLLECTIVES:

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,35 +15,28 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from agmm import _core
 from agmm.errors import AgmmError, InvalidArgument, Unsupported, reason_of
-from agmm.runtime import backends, calls, groups, rendezvous, sharing
+from agmm.runtime import backends, calls, capabilities, groups, rendezvous, sharing
+from agmm.runtime.capabilities import Feature
 from agmm.runtime.group_gpus import group_facts
 from agmm.runtime.streams import capture_of, stream_of
 
-_HOPPER = divmod(_core.CAPABILITY, 10)
+
+def why_unfused(device: torch.device, feature: Feature = capabilities.MATMULS) -> str | None:
+    """The reason why this device does not run a feature's kernels, or None."""
+    return capabilities.why_not(feature, device)
 
 
-@cache
-def why_unfused(device: torch.device) -> str | None:
-    """The reason why this device cannot run the kernels, or None."""
-    if not _core.cuda_built:
-        return (
-            f"device: found {device}, wanted cpu: this build of agmm has no CUDA kernels "
-            "(AGMM_CUDA=ON builds them)"
-        )
-    capability = _capability(device)
-    if capability != _HOPPER:
-        found = f"{device} of compute capability {capability[0]}.{capability[1]}"
-        return f"device: found {found}, wanted {_HOPPER[0]}.{_HOPPER[1]}"
-    return None
-
-
-_why_groups_unfused: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, str]]
+_why_groups_unfused: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[torch.device, dict[Feature, str]]
+]
 _why_groups_unfused = weakref.WeakKeyDictionary()
 
 
-def why_group_unfused(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """The reason why a rank of the group cannot run the kernels, or None; on all ranks alike, which
-    may have several kinds of GPU. Collective at first use.
+def why_group_unfused(
+    group: dist.ProcessGroup, device: torch.device, feature: Feature = capabilities.MATMULS
+) -> str | None:
+    """The reason why a rank of the group does not run a feature's kernels, or None; on all ranks
+    alike, which may have several kinds of GPU. Collective at first use, whichever the feature.
 
     Args:
         device: this rank's, a GPU.
@@ -54,18 +46,20 @@ def why_group_unfused(group: dist.ProcessGroup, device: torch.device) -> str | N
     if found is None:
         known = groups.of(group)
         with known.lock:
-            own = why_unfused(device) or ""
-            reasons = known.exchange("whether their GPUs run the kernels", own)
-            others = (f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
-            found = own or next(others, "")
+            own = [why_unfused(device, each) or "" for each in capabilities.FEATURES]
+            told = known.exchange("whether their GPUs run the kernels", json.dumps(own))
+            # By feature: the reasons of all ranks.
+            reasons = list(zip(*map(json.loads, told), strict=True))
+            found = {
+                each: own[i] or _first(reasons[i]) for i, each in enumerate(capabilities.FEATURES)
+            }
             _why_groups_unfused.setdefault(group, {})[device] = found
-    return found or None
+    return found[feature] or None
 
 
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Remembered, since each call asks."""
-    return torch.cuda.get_device_capability(device)
+def _first(reasons: Sequence[str]) -> str:
+    """The first rank's that has one, or ""."""
+    return next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason), "")
 
 
 class Buffers(NamedTuple):

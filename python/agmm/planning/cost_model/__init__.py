@@ -34,9 +34,7 @@ from agmm.planning.cost_model.gpu_constants import (
     ELEMENT_BYTES,
     Constants,
     constants,
-    default_all_reduce_kernels,
     default_kernels,
-    default_scatter_kernels,
     known_gpus,
 )
 from agmm.planning.cost_model.libraries import (
@@ -85,9 +83,7 @@ __all__ = [
     "clusters",
     "clusters_at_once",
     "constants",
-    "default_all_reduce_kernels",
     "default_kernels",
-    "default_scatter_kernels",
     "fused_matmul_reduce_scatter_us",
     "fused_us",
     "gathered_margin",

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from agmm.planning.plans import DEFAULT_GPU, KernelConfig
+from agmm.planning import kernel_table
+from agmm.planning.plans import ALL_GATHER_MATMUL, DEFAULT_GPU, KernelConfig
 
 _FOLDER = Path(__file__).parents[1] / "tables"
 ELEMENT_BYTES = 2  # of bf16 and fp16, for which there are kernels
@@ -34,8 +35,6 @@ class Constants:
     """Of a kernel that is not in ``gathered_factor``: not timed so."""
     other_tflops_per_sm: float
     """Of a kernel that is not in ``tflops_per_sm``."""
-    only_in_all: list[str]
-    """Those in ``tflops_per_sm`` that only a build with AGMM_KERNELS=all has."""
     tile_overhead_us: dict[str, float]
     """Between the main loops of two tiles, by kernel, else by schedule."""
     pingpong_overlap: float
@@ -137,18 +136,6 @@ def _of_file(gpu: str) -> Constants:
     return Constants(**json.loads((_FOLDER / f"{name}.json").read_text()))
 
 
-def default_kernels(gpu: str) -> tuple[KernelConfig, ...]:
-    """The kernels of a default build, as the GPU's constants name them."""
-    c = constants(gpu)
-    names = [name for name in c.tflops_per_sm if name not in c.only_in_all]
-    return tuple(KernelConfig.parse(name) for name in names)
-
-
-def default_scatter_kernels(gpu: str) -> tuple[KernelConfig, ...]:
-    """Those of them that send tiles, in the same way."""
-    return tuple(KernelConfig.parse(name) for name in constants(gpu).scatter_tile_us)
-
-
-def default_all_reduce_kernels() -> tuple[KernelConfig, ...]:
-    """Those that send finished tiles too."""
-    return (KernelConfig.parse("128x128x64_1x1_pingpong"),)
+def default_kernels(op: str = ALL_GATHER_MATMUL) -> tuple[KernelConfig, ...]:
+    """The kernels that a default build has for an op on operands of 16 bits."""
+    return tuple(KernelConfig.parse(row.kernel) for row in kernel_table.rows_of("default", op))

@@ -1,0 +1,216 @@
+"""The kernels that a build can have: the rows of ``kernels.json``.
+
+This is the one reader of that file. CMake's generator (`tools/generate_kernels.py`) loads this
+module by its path, in a Python that may have no torch, so it imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).with_name("kernels.json")
+SETS = ("minimal", "ci", "default", "all")
+"""The values of AGMM_KERNELS. Each but ``ci`` holds the one before it."""
+GATHER, SCATTER, ALL_REDUCE = OPS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+)
+FORMATS_OF_16_BITS = ("bf16", "fp16")
+FP8_FORMATS = ("e4m3", "e4m3_e5m2", "e5m2_e4m3")
+"""The formats of A, and of B where that has another."""
+B_LAYOUTS = ("row", "column")
+SCHEDULES = ("cooperative", "pingpong")
+ACCUMULATIONS = ("fast", "slow", "block", "block_1x128")
+EPILOGUES = ("plain",)
+
+_OF_CI = {"bf16": ("column",), "fp16": ("row",)}
+"""The set ``ci`` builds kernels of 16 bits for these layouts of B alone: it is for machines that
+compile kernels and cannot run them, and wants each dtype and each layout once."""
+_MOST_CTAS_OF_A_CLUSTER = 2
+"""Clusters of 4 would leave multiprocessors without one."""
+_MMA_ROWS, _MMA_COLUMNS = 64, 8
+"""The steps in which a warpgroup's MMA can be larger."""
+_MOST_CHARACTERS = 60
+"""So much of a row is shown in a message."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kernel of the table: one shape for an op, in some formats and layouts of B."""
+
+    op: str
+    tile: tuple[int, int, int]
+    """M, N and K of what one CTA computes at a time, in rows and columns of out."""
+    cluster: tuple[int, int]
+    """The CTAs of a cluster along M and N."""
+    schedule: str
+    sets: tuple[str, ...]
+    """The values of AGMM_KERNELS whose builds have the kernel."""
+    formats: tuple[str, ...]
+    b_layouts: tuple[str, ...]
+    swapped: bool
+    """Whether it multiplies transposed: the tile's rows are columns of the MMA."""
+    timed: bool
+    """Whether it is the variant that records when each tile waited and ran, for pictures."""
+    accumulation: str
+    """How sums of fp8 products are kept and scaled."""
+    epilogue: str
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.formats[0] in FP8_FORMATS
+
+    @property
+    def kernel(self) -> str:
+        """The name that plans and the core have for the shape."""
+        tile, cluster = ("x".join(map(str, sizes)) for sizes in (self.tile, self.cluster))
+        variant = "_swapped" * self.swapped + "_timed" * self.timed
+        return f"{tile}_{cluster}_{self.schedule}{variant}"
+
+    def operands(self, kernels: str) -> Iterator[tuple[str, str]]:
+        """The formats and layouts of B that a build with these AGMM_KERNELS compiles it for."""
+        for format_ in self.formats:
+            taken = _OF_CI.get(format_, B_LAYOUTS) if kernels == "ci" else B_LAYOUTS
+            yield from ((format_, layout) for layout in self.b_layouts if layout in taken)
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """The rows of the package's table."""
+    return parse(TABLE.read_text(), TABLE.name)
+
+
+def rows_of(kernels: str, op: str, *, is_fp8: bool = False) -> tuple[Row, ...]:
+    """The rows that a build with these AGMM_KERNELS has for an op, timed ones left out."""
+    return tuple(
+        row
+        for row in rows()
+        if kernels in row.sets and (row.op, row.is_fp8, row.timed) == (op, is_fp8, False)
+    )
+
+
+def parse(text: str, name: str) -> tuple[Row, ...]:
+    """The rows of a table.
+
+    Args:
+        name: what messages call it.
+
+    Raises:
+        ValueError: a row is wrong; the message names the row, its field, what was found and what is
+            wanted.
+    """
+    try:
+        table = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name}: found {error}, wanted JSON") from None
+    if set(table) != {"defaults", "kernels"}:
+        raise ValueError(f"{name}: found {sorted(table)}, wanted ['defaults', 'kernels']")
+    found: list[Row] = []
+    seen: set[tuple[Any, ...]] = set()
+    for number, given in enumerate(table["kernels"], 1):
+        where = f"{name}: row {number}, {_short(given)}"
+        row = _row({**table["defaults"], **given}, where)
+        kernels = {(row.op, row.kernel, row.accumulation, *each) for each in row.operands("all")}
+        if seen & kernels:
+            raise ValueError(f"{where}: tile: found a kernel of an earlier row, wanted it once")
+        seen |= kernels
+        found.append(row)
+    return tuple(found)
+
+
+def _short(given: dict[str, Any]) -> str:
+    words = json.dumps(given)
+    return words if len(words) <= _MOST_CHARACTERS else f"{words[:_MOST_CHARACTERS]}…"
+
+
+def _row(given: dict[str, Any], where: str) -> Row:
+    wanted = [field.name for field in fields(Row) if field.default is MISSING]
+    for field in (*given, *wanted):
+        if field not in wanted:
+            raise ValueError(f"{where}: {field}: found it, wanted only {', '.join(wanted)}")
+        if field not in given:
+            raise ValueError(f"{where}: {field}: found none, wanted one")
+    values = {}
+    for field, (read, words) in _READ.items():
+        values[field] = read(given[field])
+        if values[field] is None:
+            raise ValueError(f"{where}: {field}: found {given[field]!r}, wanted {words}")
+    row = Row(**values)
+    for field, words in _against(row):
+        raise ValueError(f"{where}: {field}: found {given[field]!r}, wanted {words}")
+    return row
+
+
+def _against(row: Row) -> Iterator[tuple[str, str]]:
+    """The fields that do not go with the others, and what they want."""
+    rows, columns = row.tile[:2][:: -1 if row.swapped else 1]
+    of_mma = f"{_MMA_ROWS} in rows of the MMA, of {_MMA_COLUMNS} in its columns"
+    if rows % _MMA_ROWS or columns % _MMA_COLUMNS:
+        yield "tile", f"a multiple of {of_mma}{' (swapped)' if row.swapped else ''}"
+    if row.cluster[0] * row.cluster[1] > _MOST_CTAS_OF_A_CLUSTER:
+        yield "cluster", f"at most {_MOST_CTAS_OF_A_CLUSTER} CTAs"
+    if len({format_ in FP8_FORMATS for format_ in row.formats}) > 1:
+        yield "formats", "all of 16 bits, or all of fp8"
+    if row.is_fp8 and row.tile[2] != 128:
+        yield "tile", "128 of K with fp8"
+    if row.is_fp8 and row.b_layouts != ("column",):
+        yield "b_layouts", "['column'] with fp8"
+    if row.is_fp8 and row.timed:
+        yield "timed", "false with fp8"
+    if not row.is_fp8 and row.accumulation != "fast":
+        yield "accumulation", "fast with operands of 16 bits"
+    if row.op != GATHER and row.swapped:
+        yield "swapped", f"false with {row.op}"
+    if row.op == ALL_REDUCE:
+        if (row.schedule, row.cluster) != ("pingpong", (1, 1)):
+            yield "schedule", f"pingpong, in clusters of 1x1, with {row.op}"
+        if row.is_fp8 or row.timed:
+            yield "formats", f"operands of 16 bits, not timed, with {row.op}"
+    holders = {"all", *(("default",) if "minimal" in row.sets else ())}
+    if not holders <= set(row.sets):
+        yield "sets", f"{' and '.join(sorted(holders))} among them, which hold the others"
+
+
+def _one_of(names: Sequence[str]) -> tuple[Callable[[Any], str | None], str]:
+    return lambda found: found if found in names else None, f"one of {', '.join(names)}"
+
+
+def _some_of(names: Sequence[str]) -> tuple[Callable[[Any], tuple[str, ...] | None], str]:
+    def read(found: Any) -> tuple[str, ...] | None:
+        is_list = isinstance(found, list) and found and all(name in names for name in found)
+        return tuple(found) if is_list and len(set(found)) == len(found) else None
+
+    return read, f"a list of some of {', '.join(names)}"
+
+
+def _sizes(count: int, such_as: str) -> tuple[Callable[[Any], tuple[int, ...] | None], str]:
+    def read(found: Any) -> tuple[int, ...] | None:
+        is_name = isinstance(found, str) and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", found)
+        sizes = tuple(map(int, found.split("x"))) if is_name else ()
+        return sizes if len(sizes) == count else None
+
+    return read, f"{count} sizes, such as {such_as}"
+
+
+_FLAG = (lambda found: found if isinstance(found, bool) else None), "true or false"
+_READ: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "op": _one_of(OPS),
+    "tile": _sizes(3, "128x256x64"),
+    "cluster": _sizes(2, "2x1"),
+    "schedule": _one_of(SCHEDULES),
+    "sets": _some_of(SETS),
+    "formats": _some_of((*FORMATS_OF_16_BITS, *FP8_FORMATS)),
+    "b_layouts": _some_of(B_LAYOUTS),
+    "swapped": _FLAG,
+    "timed": _FLAG,
+    "accumulation": _one_of(ACCUMULATIONS),
+    "epilogue": _one_of(EPILOGUES),
+}
+"""How each field of a row is read, None where it is wrong, and what is wanted then."""
