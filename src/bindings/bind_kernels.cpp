@@ -3,12 +3,14 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "agmm/async_input_mm.hpp"
 #include "agmm/fused_matmul_reduce_scatter.hpp"
 #include "bindings/bindings.hpp"
+#include "bindings/formats.hpp"
 #include "gemm/kernel_facts.hpp"
 
 namespace py = pybind11;
@@ -16,6 +18,7 @@ namespace py = pybind11;
 namespace {
 
 using agmm::DType;
+using agmm::Format;
 using agmm::KernelConfig;
 using agmm::KernelFacts;
 
@@ -112,11 +115,31 @@ void bind_kernels(py::module_& m) {
       .def_readonly("max_swizzle", &KernelConfig::max_swizzle)
       .def_property_readonly(
           "raster", [](const KernelConfig& c) { return std::string(agmm::to_string(c.raster)); })
-      .def("__repr__", [](const KernelConfig& c) {
-        const std::string splits = c.splits == 1 ? "" : "_split" + std::to_string(c.splits);
-        return c.shape.str() + splits + "_swizzle" + std::to_string(c.max_swizzle) + "_" +
-               agmm::to_string(c.raster) + (c.across ? "_across" : "");
-      });
+      .def("__repr__", &agmm::in_words);
+  py::class_<agmm::ScaleLayout>(m, "ScaleLayout", "How the scales of fp8 operands lie.")
+      .def(py::init([](bool a_per_row, int a_columns, bool b_per_column, int b_k_stride,
+                       int b_n_stride) {
+             return agmm::ScaleLayout{a_per_row, a_columns, b_per_column, b_k_stride, b_n_stride};
+           }),
+           py::arg("a_per_row"), py::arg("a_columns") = 1, py::arg("b_per_column") = false,
+           py::arg("b_k_stride") = 0, py::arg("b_n_stride") = 0,
+           "a_columns: scales of a row of A. b_k_stride, b_n_stride: of blocks, elements between "
+           "the scales of one block of K or of columns and the next.")
+      .def_readonly("a_per_row", &agmm::ScaleLayout::a_per_row)
+      .def_readonly("a_columns", &agmm::ScaleLayout::a_columns)
+      .def_readonly("b_per_column", &agmm::ScaleLayout::b_per_column)
+      .def_readonly("b_k_stride", &agmm::ScaleLayout::b_k_stride)
+      .def_readonly("b_n_stride", &agmm::ScaleLayout::b_n_stride);
+  py::class_<Format>(m, "Format",
+                     "What the elements of a product are, and how its sums are kept and scaled.")
+      .def(py::init<DType, agmm::Accumulation, std::optional<agmm::ScaleLayout>>(),
+           py::arg("dtype"),
+           py::arg_v("accumulation", agmm::Accumulation::Fast, "agmm._core.Accumulation.fast"),
+           py::arg("scales") = py::none(), "scales: of fp8 alone.")
+      .def_readonly("dtype", &Format::dtype)
+      .def_readonly("accumulation", &Format::accumulation)
+      .def_readonly("scales", &Format::scales)
+      .def("__repr__", &Format::str);
   m.def(
       "kernels", [] { return shapes_of(agmm::built_kernels()); },
       "The kernels of this build for operands of 16 bits, each shape once; empty without CUDA.");

@@ -110,13 +110,13 @@ void check(MatmulScatter const& call, int world_size, std::size_t part_bytes) {
     require_multiple("B", "leading dimension", product.ldb, alignment);
     require_aligned("A", product.a);
     require_aligned("B", product.b);
-  }
-  if (is_fp8(call.dtype)) {
-    if (call.products.size() != 1) {
-      refuse("A", std::to_string(call.products.size()) + " products", "1 of fp8");
+    if (is_fp8(call.dtype)) {
+      if (product.scales.a == nullptr) refuse("scale_a", "null", "device memory");
+      if (product.scales.b == nullptr) refuse("scale_b", "null", "device memory");
     }
-    if (call.scales.a == nullptr) refuse("scale_a", "null", "device memory");
-    if (call.scales.b == nullptr) refuse("scale_b", "null", "device memory");
+  }
+  if (is_fp8(call.dtype) && call.products.size() != 1) {
+    refuse("A", std::to_string(call.products.size()) + " products", "1 of fp8");
   }
   require_aligned("out", call.out);
   if (call.bias != nullptr) require_aligned("bias", call.bias);
@@ -149,33 +149,22 @@ struct Launch {
   KernelParams params;
 };
 
-bool is_same(MatmulScatter const& a, MatmulScatter const& b) {
-  auto const fields = [](MatmulScatter const& call) {
-    auto const& [rows, n, dtype, b_layout, products, bias, out, is_average, all_reduce_sms, scales,
-                 accumulation, config, limit_ns, tile_times] = call;
-    static_cast<void>(products);
-    static_cast<void>(scales);
-    static_cast<void>(config);
-    return std::tie(rows, n, dtype, b_layout, bias, out, is_average, all_reduce_sms, accumulation,
-                    limit_ns, tile_times);
-  };
-  return fields(a) == fields(b) && same_fields(a.config, b.config) &&
-         same_fields(a.scales, b.scales) &&
-         std::equal(a.products.begin(), a.products.end(), b.products.begin(), b.products.end(),
-                    same_fields<Product>);
-}
-
 /// Calls that are prepared, by all that they are given.
 struct CallHash {
   std::size_t operator()(MatmulScatter const& call) const {
     // What differs between calls of a loop: the rest hardly ever is all that differs.
     std::size_t hash = std::hash<void const*>{}(call.out);
-    for (Product const& product : call.products) hash = hash * 31 + hash_of_fields(product);
+    for (Product const& product : call.products) {
+      hash = hash * 31 + std::hash<void const*>{}(product.a);
+      hash = hash * 31 + std::hash<void const*>{}(product.b);
+    }
     return hash;
   }
 };
 struct CallsAreSame {
-  bool operator()(MatmulScatter const& a, MatmulScatter const& b) const { return is_same(a, b); }
+  bool operator()(MatmulScatter const& a, MatmulScatter const& b) const {
+    return same_fields(a, b);
+  }
 };
 
 /// Tiles of a launch, in whole clusters of CTAs: those of others' chunks, and all.
@@ -344,7 +333,6 @@ FusedMatmulReduceScatter::Impl::Launches FusedMatmulReduceScatter::Impl::prepare
     spec.b_layout = call.b_layout;
     std::copy(call.products.begin(), call.products.end(), spec.products);
     spec.product_count = static_cast<int32_t>(call.products.size());
-    spec.scales = call.scales;
     spec.accumulation = call.accumulation;
     spec.bias = call.bias;
     std::size_t const row_bytes = std::size_t(call.n) * 2;

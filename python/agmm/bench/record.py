@@ -82,7 +82,7 @@ def tiles_on_cuda(
         torch.cuda._sleep(_ALIGNING_CYCLES)
         dist.all_reduce(token, group=group)
         _core.record_time(called.data_ptr(), stream)
-        call(A_shard, [B], [None], times)
+        call(A_shard, [B], [None], tile_times=times)
     words = times.cpu().view(torch.int64).view(tiles_m, tiles_n, -1)
     arrived: dict[int, int] = {}
     tiles = []
@@ -153,7 +153,7 @@ def scattered_tiles_on_cuda(
         torch.cuda._sleep(_ALIGNING_CYCLES)
         dist.all_reduce(token, group=group)
         _core.record_time(called.data_ptr(), stream)
-        call([A], [B], None, times)
+        call([A], [B], None, tile_times=times)
     return decode_scatter_times(times, launches, world_size, config, int(called.item()))
 
 

@@ -452,7 +452,9 @@ void scaled_push() {
     check(has(error, wanted), error + "; wanted " + wanted);
   };
   refused([](agmm::Gather& g, agmm::Weight&) { g.transport = Transport::CopyEnginePull; },
-          "wanted push for fp8");
+          "transport: found pull for fp8, wanted push");
+  refused([](agmm::Gather& g, agmm::Weight&) { g.transport = Transport::SmPush; },
+          "transport: found SM push for fp8, wanted push");
   refused([](agmm::Gather& g, agmm::Weight&) { g.scales = nullptr; }, "scale_a: found null");
   refused([](agmm::Gather&, agmm::Weight& w) { w.scales = nullptr; }, "scale_b: found null");
   refused([](agmm::Gather& g, agmm::Weight&) { g.k = kColumns + 8; },
