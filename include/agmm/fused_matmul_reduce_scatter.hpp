@@ -46,11 +46,6 @@ struct MatmulScatter {
   ScatterTimes* tile_times = nullptr;
 };
 
-/// The kernels of this build that send tiles.
-std::vector<KernelFacts> built_scatter_kernels();
-/// Those that send finished tiles too: of an all-reduce.
-std::vector<KernelFacts> built_all_reduce_kernels();
-
 /// The op on one workspace: symmetric memory of a group of ranks for the sums that they send each
 /// other, signals and credits. Safe to call from several threads.
 ///

@@ -50,7 +50,6 @@ __all__: list[str] = [
     "TILE_TIMES_BYTES",
     "TIMEOUT_EXIT_CODE",
     "WorkspaceLayout",
-    "all_reduce_kernels",
     "async_input_mm",
     "call_tag",
     "capture_of",
@@ -67,7 +66,6 @@ __all__: list[str] = [
     "first_blocks",
     "k_parts",
     "kernel_facts",
-    "kernels",
     "lag_for",
     "lagged_steps",
     "load_quantizers",
@@ -79,8 +77,6 @@ __all__: list[str] = [
     "quantize",
     "record_time",
     "scatter_bands",
-    "scatter_kernel_facts",
-    "scatter_kernels",
     "scatter_owner",
     "scatter_part_bytes",
     "scatter_slot_bytes",
@@ -410,7 +406,7 @@ class Format:
 
 class KernelFacts:
     """
-    What a kernel of this build can do.
+    What a kernel of this build is for, and can do.
     """
     @property
     def accumulation(self) -> Accumulation: ...
@@ -423,13 +419,22 @@ class KernelFacts:
     @property
     def can_store_A(self) -> bool: ...
     @property
+    def config(self) -> KernelConfig:
+        """
+        Its shape, with the usual order of tiles.
+        """
+    @property
     def dtype(self) -> DType: ...
+    @property
+    def epilogue(self) -> str: ...
     @property
     def fast_accum(self) -> bool: ...
     @property
     def is_fp8(self) -> bool: ...
     @property
     def kernel(self) -> str: ...
+    @property
+    def op(self) -> str: ...
     @property
     def timed(self) -> bool: ...
 
@@ -887,11 +892,6 @@ class ScaleOf:
     @property
     def value(self) -> int: ...
 
-def all_reduce_kernels() -> list[KernelConfig]:
-    """
-    Those of matmul + all-reduce.
-    """
-
 def async_input_mm(
     problem: MatmulProblem,
     addresses: collections.abc.Sequence[int],
@@ -983,12 +983,7 @@ def k_parts(k_tiles: int, parts: int, in_cluster: bool = False) -> list[tuple[in
 
 def kernel_facts() -> list[KernelFacts]:
     """
-    One entry per kernel of this build: shape, dtype, layout of B and accumulation; empty without CUDA.
-    """
-
-def kernels() -> list[KernelConfig]:
-    """
-    The kernels of this build for operands of 16 bits, each shape once; empty without CUDA.
+    One entry per kernel of this build: op, shape, dtype, layout of B, accumulation and epilogue; empty without CUDA.
     """
 
 def lag_for(world_size: int, blocks: int, workers: int) -> tuple[int, int]:
@@ -1067,16 +1062,6 @@ def record_time(ns: int, stream: int) -> None:
 def scatter_bands(rows: int, world_size: int) -> list[tuple[int, int]]:
     """
     The bands in which matmul + reduce-scatter takes its rows: half-open ranges of the rows of each rank.
-    """
-
-def scatter_kernel_facts() -> list[KernelFacts]:
-    """
-    As kernel_facts, of the kernels of matmul + reduce-scatter.
-    """
-
-def scatter_kernels() -> list[KernelConfig]:
-    """
-    Those of matmul + reduce-scatter.
     """
 
 def scatter_owner(rank: int, position: int, world_size: int) -> int:

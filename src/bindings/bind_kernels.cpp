@@ -2,13 +2,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "agmm/async_input_mm.hpp"
-#include "agmm/fused_matmul_reduce_scatter.hpp"
 #include "bindings/bindings.hpp"
 #include "bindings/formats.hpp"
 #include "gemm/kernel_facts.hpp"
@@ -46,19 +44,6 @@ std::vector<std::string> layouts_that_store_a(const KernelConfig& config) {
     if (agmm::can_store_a(config.shape, b_layout)) found.push_back(name_of(b_layout));
   }
   return found;
-}
-
-// Each shape once, of kernels whose operands are of 16 bits.
-std::vector<KernelConfig> shapes_of(const std::vector<KernelFacts>& kernels) {
-  std::vector<KernelConfig> configs;
-  for (const KernelFacts& facts : kernels) {
-    if (agmm::is_fp8(facts.dtype)) continue;
-    const bool is_known =
-        std::any_of(configs.begin(), configs.end(),
-                    [&](const KernelConfig& config) { return config.shape == facts.shape; });
-    if (!is_known) configs.push_back({facts.shape, 1, agmm::Raster::AlongM});
-  }
-  return configs;
 }
 
 }  // namespace
@@ -140,16 +125,15 @@ void bind_kernels(py::module_& m) {
       .def_readonly("accumulation", &Format::accumulation)
       .def_readonly("scales", &Format::scales)
       .def("__repr__", &Format::str);
-  m.def(
-      "kernels", [] { return shapes_of(agmm::built_kernels()); },
-      "The kernels of this build for operands of 16 bits, each shape once; empty without CUDA.");
-  m.def(
-      "scatter_kernels", [] { return shapes_of(agmm::built_scatter_kernels()); },
-      "Those of matmul + reduce-scatter.");
-  m.def(
-      "all_reduce_kernels", [] { return shapes_of(agmm::built_all_reduce_kernels()); },
-      "Those of matmul + all-reduce.");
-  py::class_<KernelFacts>(m, "KernelFacts", "What a kernel of this build can do.")
+  py::class_<KernelFacts>(m, "KernelFacts", "What a kernel of this build is for, and can do.")
+      .def_property_readonly("op",
+                             [](const KernelFacts& f) { return std::string(to_string(f.op)); })
+      .def_property_readonly(
+          "epilogue", [](const KernelFacts& f) { return std::string(to_string(f.epilogue)); })
+      .def_property_readonly(
+          "config",
+          [](const KernelFacts& f) { return KernelConfig{f.shape, 1, agmm::Raster::AlongM}; },
+          "Its shape, with the usual order of tiles.")
       .def_property_readonly("kernel", [](const KernelFacts& f) { return f.shape.str(); })
       .def_readonly("dtype", &KernelFacts::dtype)
       .def_property_readonly("b_layout", [](const KernelFacts& f) { return name_of(f.b_layout); })
@@ -163,11 +147,9 @@ void bind_kernels(py::module_& m) {
           [](const KernelFacts& f) { return f.accumulation == agmm::Accumulation::Fast; })
       .def_property_readonly("architecture",
                              [](const KernelFacts& f) { return std::string(f.architecture); });
-  m.def("scatter_kernel_facts", &agmm::built_scatter_kernels,
-        "As kernel_facts, of the kernels of matmul + reduce-scatter.");
   m.def("kernel_facts", &agmm::built_kernels,
-        "One entry per kernel of this build: shape, dtype, layout of B and accumulation; empty "
-        "without CUDA.");
+        "One entry per kernel of this build: op, shape, dtype, layout of B, accumulation and "
+        "epilogue; empty without CUDA.");
   m.attr("ALIGNMENT") = agmm::kAlignment;
   m.attr("MAX_SIZE") = agmm::kMaxSize;
   m.attr("MAX_CLUSTER_SPLITS") = agmm::kMaxClusterSplits;

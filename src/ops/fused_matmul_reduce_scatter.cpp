@@ -11,6 +11,7 @@
 #include "gemm/scatter_spec.hpp"
 #include "gemm/tile_times.hpp"
 #include "ops/launching.hpp"
+#include "ops/registry.hpp"
 #include "ops/scatter_fields.hpp"
 #include "order/scatter_tiles.hpp"
 #include "runtime/cuda.hpp"
@@ -29,22 +30,10 @@ constexpr int kLeastSms = 2;  // for a cluster of two CTAs
 bool is_all_reduce(MatmulScatter const& call) { return call.all_reduce_sms != 0; }
 
 ScatterEntry const* find_kernel(MatmulScatter const& call) {
-  ScatterEntry const* const* const table = is_all_reduce(call) ? kLaggedTable : kScatterTable;
-  std::size_t const count = is_all_reduce(call) ? kLaggedCount : kScatterCount;
-  for (std::size_t i = 0; i < count; ++i) {
-    KernelFacts const& facts = table[i]->facts;
-    if (facts.shape == call.config.shape && facts.dtype == call.dtype &&
-        facts.b_layout == call.b_layout && facts.accumulation == call.accumulation) {
-      return table[i];
-    }
-  }
-  return nullptr;
-}
-
-std::vector<KernelFacts> facts_of_table(ScatterEntry const* const* table, std::size_t count) {
-  std::vector<KernelFacts> facts;
-  for (std::size_t i = 0; i < count; ++i) facts.push_back(table[i]->facts);
-  return facts;
+  Op const op = is_all_reduce(call) ? Op::MatmulAllReduce : Op::MatmulReduceScatter;
+  return kernel_registry().find_scatter({kernels_device().architecture, op, call.dtype,
+                                         call.accumulation, call.b_layout, Epilogue::Bias,
+                                         call.config.shape});
 }
 
 std::string described(MatmulScatter const& call) {
@@ -91,7 +80,8 @@ void check_splits(MatmulScatter const& call, KernelFacts const& facts) {
   }
 }
 
-void check(MatmulScatter const& call, int world_size, std::size_t part_bytes) {
+/// Returns the kernel.
+ScatterEntry const& check(MatmulScatter const& call, int world_size, std::size_t part_bytes) {
   if (call.rows < 1 || call.rows % world_size != 0) {
     refuse("A", "M=" + std::to_string(call.rows),
            "a positive multiple of the " + std::to_string(world_size) + " ranks");
@@ -141,6 +131,7 @@ void check(MatmulScatter const& call, int world_size, std::size_t part_bytes) {
     refuse("A", std::to_string(needed) + " bytes for each other rank",
            "at most the workspace's " + std::to_string(part_bytes));
   }
+  return *kernel;
 }
 
 /// One launch of a call.
@@ -187,7 +178,8 @@ struct FusedMatmulReduceScatter::Impl {
         layout(part_bytes, static_cast<int>(bases.size())),
         sm_count(kernels_device().sm_count - reserved_sms),
         ordered(kernels_device().index),
-        split_scratch(allocate_split_scratch(split_scratch_bytes(kScatterTable, kScatterCount))) {}
+        split_scratch(allocate_split_scratch(
+            split_scratch_bytes(kernel_registry().scatters(kernels_device().architecture)))) {}
 
   int world_size() const { return static_cast<int>(bases.size()); }
   template <class T>
@@ -210,16 +202,9 @@ struct FusedMatmulReduceScatter::Impl {
   ScatterLayout layout;
   int sm_count;  // multiprocessors for this workspace's kernels
   OrderedCalls ordered;
-  std::shared_ptr<void> split_scratch;  // null where no kernel splits K; for one call at a time
+  SplitScratch split_scratch;
   std::unordered_map<MatmulScatter, Launches, CallHash, CallsAreSame> calls;
 };
-
-std::vector<KernelFacts> built_scatter_kernels() {
-  return facts_of_table(kScatterTable, kScatterCount);
-}
-std::vector<KernelFacts> built_all_reduce_kernels() {
-  return facts_of_table(kLaggedTable, kLaggedCount);
-}
 
 std::size_t FusedMatmulReduceScatter::needed_part_bytes(int32_t rows, int32_t n, int world_size,
                                                         KernelShape const& shape,
@@ -256,8 +241,10 @@ FusedMatmulReduceScatter::FusedMatmulReduceScatter(int rank, std::vector<uintptr
   if (reserved_sms < 0 || impl_->sm_count < kLeastSms) {
     refuse("reserved_sms", std::to_string(reserved_sms), "0 to " + std::to_string(all - kLeastSms));
   }
-  for (std::size_t i = 0; i < kScatterCount; ++i) make_ready(*kScatterTable[i], kernels_device());
-  for (std::size_t i = 0; i < kLaggedCount; ++i) make_ready(*kLaggedTable[i], kernels_device());
+  DeviceFacts const& device = kernels_device();
+  for (ScatterEntry const* const kernel : kernel_registry().scatters(device.architecture)) {
+    make_ready(*kernel, device);
+  }
 }
 
 FusedMatmulReduceScatter::~FusedMatmulReduceScatter() = default;
@@ -309,8 +296,9 @@ TilePushArgs FusedMatmulReduceScatter::Impl::push_args(MatmulScatter const& call
 
 FusedMatmulReduceScatter::Impl::Launches FusedMatmulReduceScatter::Impl::prepare_call(
     MatmulScatter const& call) const {
-  check(call, world_size(), layout.part_bytes());
-  ScatterEntry const& kernel = *find_kernel(call);
+  ScatterEntry const& kernel = check(call, world_size(), layout.part_bytes());
+  split_scratch.check(kernel.facts, call.config.splits);
+  make_ready(kernel, kernels_device());
   KernelShape const& shape = call.config.shape;
   int32_t const chunk_rows = call.rows / world_size();
   int32_t const band = scatter_band_rows(chunk_rows, world_size(), shape);
@@ -346,7 +334,7 @@ FusedMatmulReduceScatter::Impl::Launches FusedMatmulReduceScatter::Impl::prepare
     }
     spec.push = push_args(call, tiles, kernel.tile_bytes);
     spec.sm_count = sm_count;
-    spec.split_scratch = split_scratch.get();
+    spec.split_scratch = split_scratch.memory.get();
     spec.tile_times = times;
     if (times != nullptr) times += tiles.all_tiles();
     KernelParams params = allocate_params(kernel.params_bytes);

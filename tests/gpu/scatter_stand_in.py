@@ -19,7 +19,13 @@ import torch
 
 from agmm import _core
 from agmm.planning.legality import legal_scatter_splits
-from agmm.planning.plans import MATMUL_REDUCE_SCATTER, KernelConfig, Problem
+from agmm.planning.plans import (
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    KernelConfig,
+    Problem,
+)
+from agmm.runtime.kernels import built
 
 DTYPES = {torch.bfloat16: _core.DType.bfloat16, torch.float16: _core.DType.float16}
 PART_BYTES = 64 << 20
@@ -27,12 +33,12 @@ PART_BYTES = 64 << 20
 
 def kernels() -> list[KernelConfig]:
     """Those of this build to choose from."""
-    return [KernelConfig.of(kernel) for kernel in _core.scatter_kernels() if not kernel.timed]
+    return [KernelConfig.of(kernel) for kernel in built(MATMUL_REDUCE_SCATTER)]
 
 
 def all_reduce_kernels() -> list[KernelConfig]:
     """Those of an all-reduce."""
-    return [KernelConfig.of(kernel) for kernel in _core.all_reduce_kernels()]
+    return [KernelConfig.of(kernel) for kernel in built(MATMUL_ALL_REDUCE)]
 
 
 @dataclass

@@ -9,6 +9,7 @@ import pytest
 import agmm
 from agmm import _core
 from agmm.planning import plans
+from agmm.runtime import kernels
 
 without_cuda = pytest.mark.skipif(
     _core.cuda_built, reason="this build has CUDA, so its calls do not refuse"
@@ -91,15 +92,22 @@ def test_configs_cannot_be_changed() -> None:
             setattr(config, field, getattr(config, field))
 
 
-def test_kernels_is_a_list_of_configs() -> None:
-    kernels = _core.kernels()
-    assert type(kernels) is list
-    assert all(type(kernel) is _core.KernelConfig for kernel in kernels)
-    assert (len(kernels) > 0) == _core.cuda_built
-    assert len({kernel.name for kernel in kernels}) == len(kernels)
-    # The caller's own list.
-    kernels.append(_core.KernelConfig(128, 128, 64, 1, 1, "pingpong"))
-    assert len(_core.kernels()) == len(kernels) - 1
+def test_the_facts_of_kernels_are_the_callers_own_list() -> None:
+    facts = _core.kernel_facts()
+    assert type(facts) is list
+    assert (len(facts) > 0) == _core.cuda_built
+    assert all(type(fact.config) is _core.KernelConfig for fact in facts)
+    facts.clear()
+    assert (len(_core.kernel_facts()) > 0) == _core.cuda_built
+
+
+@pytest.mark.parametrize("op", plans.OPS)
+def test_each_kernel_of_an_op_is_built_once(op: str) -> None:
+    found = kernels.built(op)
+    assert len({kernel.name for kernel in found}) == len(found)
+    assert (len(found) > 0) == _core.cuda_built
+    assert not any(kernel.timed for kernel in found)
+    assert all(kernel.timed for kernel in kernels.built(op, timed=True))
 
 
 @pytest.mark.parametrize(
@@ -140,18 +148,18 @@ def test_what_a_kernel_can_do_is_known_without_building_it(
 
 def test_kernels_register_what_they_can_do() -> None:
     facts = _core.kernel_facts()
-    configs = {kernel.name: kernel for kernel in _core.kernels()}
-    assert {fact.kernel for fact in facts if not fact.is_fp8} == set(configs)
-    assert len({(f.kernel, f.dtype, f.b_layout, f.accumulation) for f in facts}) == len(facts)
+    names = "op", "kernel", "dtype", "b_layout", "accumulation", "epilogue", "architecture"
+    assert len({tuple(getattr(f, name) for name in names) for f in facts}) == len(facts)
     assert all(fact.b_layout == "column" for fact in facts if fact.is_fp8)
     assert all(fact.fast_accum for fact in facts if not fact.is_fp8)
-    configs |= {f.kernel: plans.KernelConfig.parse(f.kernel).core for f in facts if f.is_fp8}
     for fact in facts:
-        config = configs[fact.kernel]
-        can_split = config.can_split and "block" not in fact.accumulation.name
-        assert (fact.timed, fact.can_split) == (config.timed, can_split)
+        config = plans.KernelConfig.parse(fact.kernel).core
+        assert (fact.config.name, fact.timed) == (fact.kernel, config.timed)
         assert fact.can_store_A == (fact.b_layout in config.stores_A)
-        assert fact.architecture == "sm_90a"
+        assert (fact.architecture, fact.epilogue) == ("sm_90a", "bias")
+        if fact.op == plans.ALL_GATHER_MATMUL:
+            can_split = config.can_split and "block" not in fact.accumulation.name
+            assert fact.can_split == can_split
 
 
 @without_cuda

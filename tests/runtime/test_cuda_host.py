@@ -137,6 +137,9 @@ def _run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
         "forked_child",
         "split_scratch",
         "first_columns",
+        "registry",
+        "registry_of_threads",
+        "scratch_of_added_kernels",
     ],
 )
 def test_host_code(program: Path, name: str) -> None:
