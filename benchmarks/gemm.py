@@ -26,7 +26,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from agmm import _core
 from agmm.bench.measure import release_memory
 from agmm.bench.options import Options
 from agmm.bench.reports import new_report, write_json
@@ -35,8 +34,8 @@ from agmm.cli.terminal import console, plain_table
 from agmm.ops import async_input_mm, async_input_scaled_mm, scaled_products
 from agmm.planning import call_plans, fp8_kernels, heuristics
 from agmm.planning.legality import legal_splits
-from agmm.planning.plans import KernelConfig, Problem
-from agmm.runtime import cuda_scaled
+from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Problem
+from agmm.runtime import cuda_scaled, kernels
 from agmm.runtime import scaling as scalings
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.testing.cases import BENCH_SHAPES, Shape, make_operands
@@ -76,7 +75,7 @@ def configs(
 ) -> Iterator[tuple[str, KernelConfig]]:
     """Every built kernel whose name holds `substring`, in its `orders`, and in every legal number
     of parts of K up to `most_splits`, named."""
-    for built in _core.kernels():
+    for built in kernels.built(ALL_GATHER_MATMUL):
         kernel = KernelConfig.of(built)
         if substring not in kernel.kernel:
             continue

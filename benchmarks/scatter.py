@@ -109,19 +109,17 @@ def measure_fp8(
         )
         return product
 
+    scaled = _core.Format(
+        _core.DType.float8_e4m3fn_float8_e4m3fn,
+        scales=_core.ScaleLayout(a_per_row=of_row, b_per_column=of_row),
+    )
+    addresses = [*(tensor.data_ptr() for tensor in (A, B, scale_a, scale_b)), 0, out.data_ptr()]
+
     def call(config: KernelConfig) -> Callable[[], object]:
-        return lambda: rank.core.scaled_matmul_reduce_scatter(
-            (A.data_ptr(), shape.K, B.data_ptr(), shape.K, shape.K),
-            (scale_a.data_ptr(), of_row, (scale_b.data_ptr(), of_row, scale_b.shape[1], 1)),
-            shape.M,
-            shape.N,
-            _core.DType.float8_e4m3fn_float8_e4m3fn,
-            _core.Accumulation.fast,
-            0,
-            out.data_ptr(),
-            False,
-            config.core,
-            torch.cuda.current_stream().cuda_stream,
+        product = shape.K, shape.K, shape.K
+        problem = _core.ScatterProblem(shape.M, shape.N, scaled, [product], config.core)
+        return lambda: rank.core.matmul_reduce_scatter(
+            problem, addresses, torch.cuda.current_stream().cuda_stream
         )
 
     calls: dict[str, Callable[[], Any]] = {ROOF: scaled_mm}

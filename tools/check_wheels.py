@@ -219,7 +219,7 @@ import json
 from agmm import _core
 names = ("cuda_built", "fault", "stress_delays")
 facts = {name: getattr(_core, name) for name in names}
-facts["kernels"] = len(_core.kernels())
+facts["kernels"] = len(_core.kernel_facts())
 facts["version"] = _core.__version__
 print(json.dumps(facts))
 """

@@ -27,7 +27,10 @@ float from_bf16(uint16_t value) {
 
 agmm::KernelShape any_kernel() {
   for (agmm::KernelFacts const& facts : agmm::built_kernels()) {
-    if (!facts.shape.timed && facts.dtype == agmm::DType::BFloat16) return facts.shape;
+    if (facts.op == agmm::Op::AllGatherMatmul && !facts.shape.timed &&
+        facts.dtype == agmm::DType::BFloat16 && facts.b_layout == agmm::BLayout::ColumnMajor) {
+      return facts.shape;
+    }
   }
   std::fprintf(stderr, "no kernel in this build\n");
   std::exit(1);

@@ -66,18 +66,20 @@ struct AsyncInputArgs {
 /// Writes the GPU's global timer in ns, the clock of TileTimes, when the stream comes to it.
 void record_time(uint64_t* ns, void* stream);
 
-/// The kernels of this build, one per shape, dtype, layout of B and accumulation.
+/// The kernels of this build for all ops, and those that were added since: no two have the same
+/// architecture, op, dtype, accumulation, layout of B, epilogue and shape.
 std::vector<KernelFacts> built_kernels();
 
 /// A counter of 4 bytes per tile, of which there are no more than multiprocessors where K is split.
 constexpr std::size_t kSplitCounterBytes = 1024;
 
-/// Enough AsyncInputArgs::split_scratch for every kernel of this build on the current device.
+/// Enough AsyncInputArgs::split_scratch for every kernel that there is now, on the current device.
 std::size_t max_split_scratch_bytes();
 
-/// Loads every kernel of this build on the current device. Loading waits for the device, so a
-/// kernel that is loaded at its first call can wait for another group's call, which waits for its
-/// peers. Throws std::runtime_error where there is none for the device, or when CUDA refuses.
+/// Loads every kernel that there is for a matmul on the current device. Loading waits for the
+/// device, so a kernel that is loaded at its first call can wait for another group's call, which
+/// waits for its peers. Throws std::runtime_error where there is none for the device, or when CUDA
+/// refuses.
 void load_kernels();
 
 /// A matmul that is ready to be launched; cheap to copy.

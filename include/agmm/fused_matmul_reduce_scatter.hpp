@@ -22,6 +22,7 @@ struct Product {
   void const* b = nullptr;
   int64_t ldb = 0;  // elements between rows (RowMajor) or columns (ColumnMajor) of B
   int32_t k = 0;
+  Scales scales{};  // of fp8: this rank's own, for all rows of A and for the columns of B
 };
 
 /// What a call of w ranks computes: rank r gets rows [r, r + 1) * rows / w of the sum over all
@@ -38,19 +39,12 @@ struct MatmulScatter {
   /// Where not 0, every rank gets all rows, with the same bits: an all-reduce. Then this is the
   /// same on all ranks: the multiprocessors that the order of the tiles is made for.
   int32_t all_reduce_sms = 0;
-  Scales scales{};  // of fp8: of all rows of A and of the columns of B; each rank's product has its
-                    // own
   Accumulation accumulation = Accumulation::Fast;  // Fast or Slow
   KernelConfig config{};
   uint64_t limit_ns = kDefaultLimitNs;  // of each wait; past it the process ends
   /// For kernels with `timed`: of each launch [w][tiles of a chunk]; or null.
   ScatterTimes* tile_times = nullptr;
 };
-
-/// The kernels of this build that send tiles.
-std::vector<KernelFacts> built_scatter_kernels();
-/// Those that send finished tiles too: of an all-reduce.
-std::vector<KernelFacts> built_all_reduce_kernels();
 
 /// The op on one workspace: symmetric memory of a group of ranks for the sums that they send each
 /// other, signals and credits. Safe to call from several threads.

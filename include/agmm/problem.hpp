@@ -29,6 +29,10 @@ enum class Accumulation : int32_t { Fast = 0, Slow = 1, Block = 2, Block1x128 = 
 /// What a scale of blocks covers, of K and of columns.
 constexpr int32_t kScaleBlock = 128;
 enum class BLayout : int32_t { RowMajor = 0, ColumnMajor = 1 };
+/// What a kernel is for. Those of the last two send tiles, of the last finished ones too.
+enum class Op : int32_t { AllGatherMatmul = 0, MatmulReduceScatter = 1, MatmulAllReduce = 2 };
+/// What becomes of sums, scaled where the operands have scales: a bias is added, or none.
+enum class Epilogue : int32_t { Bias = 0 };
 enum class Schedule : int32_t { Cooperative = 0, Pingpong = 1 };
 /// The direction in which neighbouring tiles of out follow one another.
 enum class Raster : int32_t { AlongM = 0, AlongN = 1 };
@@ -69,6 +73,18 @@ inline char const* to_string(Accumulation a) {
   }
   return "?";
 }
+inline char const* to_string(Op op) {
+  switch (op) {
+    case Op::AllGatherMatmul:
+      return "all_gather_matmul";
+    case Op::MatmulReduceScatter:
+      return "matmul_reduce_scatter";
+    case Op::MatmulAllReduce:
+      return "matmul_all_reduce";
+  }
+  return "?";
+}
+inline char const* to_string(Epilogue e) { return e == Epilogue::Bias ? "bias" : "?"; }
 inline char const* to_string(BLayout l) { return l == BLayout::RowMajor ? "row" : "col"; }
 inline char const* to_string(Schedule s) {
   return s == Schedule::Cooperative ? "cooperative" : "pingpong";
@@ -123,7 +139,7 @@ inline bool operator==(KernelShape const& a, KernelShape const& b) {
   return fields(a) == fields(b);
 }
 
-/// What a kernel of this build can do.
+/// What a kernel is for, and what it can do.
 struct KernelFacts {
   KernelShape shape{};
   DType dtype = DType::BFloat16;
@@ -132,6 +148,8 @@ struct KernelFacts {
   bool can_store_a = false;  // Operands::a_out
   char const* architecture = kArchitecture;
   Accumulation accumulation = Accumulation::Fast;
+  Op op = Op::AllGatherMatmul;
+  Epilogue epilogue = Epilogue::Bias;
 };
 
 /// A kernel shape and what may change from launch to launch.

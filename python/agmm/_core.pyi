@@ -21,6 +21,9 @@ __all__: list[str] = [
     "CudaWorkspace",
     "DType",
     "FP8_ALIGNMENT",
+    "Format",
+    "GatherProblem",
+    "GatherWeight",
     "KernelConfig",
     "KernelFacts",
     "LEAST_CAPABILITY",
@@ -33,6 +36,7 @@ __all__: list[str] = [
     "MAX_PUSH_RANKS",
     "MAX_SCATTER_TILES",
     "MAX_SIZE",
+    "MatmulProblem",
     "QUANTIZE_BLOCK",
     "QUANTIZE_MULTIPLE",
     "QuantizedFrom",
@@ -41,14 +45,13 @@ __all__: list[str] = [
     "SCATTER_TIMES_BYTES",
     "SM_PUSH_HEAD_ITEM_BYTES",
     "SPLIT_COUNTER_BYTES",
+    "ScaleLayout",
     "ScaleOf",
     "ScatterProblem",
     "TILE_TIMES_BYTES",
     "TIMEOUT_EXIT_CODE",
     "WorkspaceLayout",
-    "all_reduce_kernels",
     "async_input_mm",
-    "async_input_scaled_mm",
     "call_tag",
     "capture_of",
     "chunk_columns",
@@ -64,7 +67,6 @@ __all__: list[str] = [
     "first_blocks",
     "k_parts",
     "kernel_facts",
-    "kernels",
     "lag_for",
     "lagged_steps",
     "load_quantizers",
@@ -76,8 +78,6 @@ __all__: list[str] = [
     "quantize",
     "record_time",
     "scatter_bands",
-    "scatter_kernel_facts",
-    "scatter_kernels",
     "scatter_owner",
     "scatter_part_bytes",
     "scatter_slot_bytes",
@@ -361,9 +361,53 @@ class KernelConfig:
     @property
     def timed(self) -> bool: ...
 
+class ScaleLayout:
+    """
+    How the scales of fp8 operands lie.
+    """
+    def __init__(
+        self,
+        a_per_row: bool,
+        a_columns: int = 1,
+        b_per_column: bool = False,
+        b_k_stride: int = 0,
+        b_n_stride: int = 0,
+    ) -> None:
+        """
+        a_columns: scales of a row of A. b_k_stride, b_n_stride: of blocks, elements between the scales of one block of K or of columns and the next.
+        """
+    @property
+    def a_columns(self) -> int: ...
+    @property
+    def a_per_row(self) -> bool: ...
+    @property
+    def b_k_stride(self) -> int: ...
+    @property
+    def b_n_stride(self) -> int: ...
+    @property
+    def b_per_column(self) -> bool: ...
+
+class Format:
+    """
+    What the elements of a product are, and how its sums are kept and scaled.
+    """
+    def __init__(
+        self, dtype: DType, accumulation: Accumulation = ..., scales: ScaleLayout | None = None
+    ) -> None:
+        """
+        scales: of fp8 alone.
+        """
+    def __repr__(self) -> str: ...
+    @property
+    def accumulation(self) -> Accumulation: ...
+    @property
+    def dtype(self) -> DType: ...
+    @property
+    def scales(self) -> ScaleLayout | None: ...
+
 class KernelFacts:
     """
-    What a kernel of this build can do.
+    What a kernel of this build is for, and can do.
     """
     @property
     def accumulation(self) -> Accumulation: ...
@@ -376,7 +420,14 @@ class KernelFacts:
     @property
     def can_store_A(self) -> bool: ...
     @property
+    def config(self) -> KernelConfig:
+        """
+        Its shape, with the usual order of tiles.
+        """
+    @property
     def dtype(self) -> DType: ...
+    @property
+    def epilogue(self) -> str: ...
     @property
     def fast_accum(self) -> bool: ...
     @property
@@ -384,7 +435,53 @@ class KernelFacts:
     @property
     def kernel(self) -> str: ...
     @property
+    def op(self) -> str: ...
+    @property
     def timed(self) -> bool: ...
+
+class MatmulProblem:
+    """
+    A matmul without its tensors, made once for calls of one kind.
+    """
+    def __init__(
+        self,
+        size: tuple[int, int, int],
+        b: tuple[bool, int],
+        format: Format,
+        config: KernelConfig,
+        chunks: tuple[int, int, int] = (1, 1, 0),
+        rank: int = 0,
+        sm_count: int = 0,
+    ) -> None:
+        """
+        size: (M, N, K). b: (column-major?, leading dimension). chunks: those of A's rows and columns that signals announce, and the first to be computed. rank: whom the message of a wait that passes its limit names. sm_count: CTAs at most; 0: all multiprocessors.
+        """
+    def __repr__(self) -> str: ...
+
+class GatherWeight:
+    """
+    A weight of a GatherProblem, without its tensors.
+    """
+    def __init__(self, n: int, b: tuple[bool, int], format: Format, config: KernelConfig) -> None:
+        """
+        b: (column-major?, leading dimension).
+        """
+
+class GatherProblem:
+    """
+    An all-gather + matmul without its tensors, made once for calls of one kind.
+    """
+    def __init__(
+        self,
+        rows: int,
+        k: int,
+        weights: collections.abc.Sequence[GatherWeight],
+        transport: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
+    ) -> None:
+        """
+        rows: of A_shard. transport: (0 push, 1 pull, 2 SM push; parts, columns of a chunk, first peers, head chunks).
+        """
+    def __repr__(self) -> str: ...
 
 class CudaWorkspace:
     """
@@ -411,36 +508,13 @@ class CudaWorkspace:
     ) -> None: ...
     def all_gather_matmul(
         self,
-        a_shard: int,
-        rows: int,
-        k: int,
-        dtype: DType,
-        weights: collections.abc.Sequence[tuple[int, int, bool, int, int, int, KernelConfig]],
-        transport: tuple[int, int, int, int, int],
-        a_out: int,
-        tile_times: int,
+        problem: GatherProblem,
+        addresses: collections.abc.Sequence[int],
         stream: int,
+        tile_times: int = 0,
     ) -> bool:
         """
-        Enqueues gather and matmuls. weights: (b, ldb, b_column_major, n, bias, out, config). transport: (0 push, 1 pull, 2 SM push; parts, columns of a chunk, first peers, head chunks). Returns whether the stream is being captured.
-        """
-    def all_gather_scaled_matmul(
-        self,
-        a_shard: int,
-        scales: int,
-        scale_columns: int,
-        rows: int,
-        k: int,
-        dtype: DType,
-        weights: collections.abc.Sequence[
-            tuple[int, int, int, int, int, KernelConfig, tuple[int, bool, int, int], Accumulation]
-        ],
-        a_out: int,
-        scales_out: int,
-        stream: int,
-    ) -> bool:
-        """
-        The same in fp8 by push, with so many scales for each row. weights: (b, ldb, n, bias, out, config, (scale_b, one for each column?, strides of blocks along K and N), accumulation).
+        Enqueues gather and matmuls. addresses: of A_shard, scale_a, A and the gathered scale_a, then of B, scale_b, bias and out of each weight; 0 where there is none. tile_times: of the first weight's tiles. Returns whether the stream is being captured.
         """
     def precede(self, stream: int) -> None:
         """
@@ -451,22 +525,23 @@ class CudaWorkspace:
 
 class ScatterProblem:
     """
-    A matmul + reduce-scatter without its tensors. products: (lda, ldb, k).
+    A matmul + reduce-scatter, or + all-reduce, without its tensors, made once for calls of one kind.
     """
     def __init__(
         self,
         rows: int,
         n: int,
-        dtype: DType,
-        b_column_major: bool,
+        format: Format,
         products: collections.abc.Sequence[tuple[int, int, int]],
-        is_average: bool,
         config: KernelConfig,
+        b_column_major: bool = True,
+        is_average: bool = False,
         all_reduce_sms: int = 0,
     ) -> None:
         """
-        all_reduce_sms: not 0 for an all-reduce, whose order is made for so many multiprocessors, the same on all ranks.
+        products: (lda, ldb, k) each, of one format. all_reduce_sms: not 0 for an all-reduce, whose order is made for so many multiprocessors, the same on all ranks.
         """
+    def __repr__(self) -> str: ...
 
 class CudaScatterWorkspace:
     """
@@ -494,35 +569,16 @@ class CudaScatterWorkspace:
     def matmul_reduce_scatter(
         self,
         problem: ScatterProblem,
-        operands: collections.abc.Sequence[int],
-        bias: int,
-        out: int,
+        addresses: collections.abc.Sequence[int],
         stream: int,
         tile_times: int = 0,
     ) -> bool:
         """
-        Enqueues the matmuls, whose kernels send. operands: addresses of A and B, of each product in turn. tile_times: of each launch SCATTER_TIMES_BYTES for each rank's tiles. Returns whether the stream is being captured.
+        Enqueues the matmuls, whose kernels send. addresses: of A, B, scale_a and scale_b of each product in turn, then of bias and out; 0 where there is none. tile_times: of each launch SCATTER_TIMES_BYTES for each rank's tiles. Returns whether the stream is being captured.
         """
     def precede(self, stream: int) -> None:
         """
         What is enqueued on the stream from now on comes behind the last call, eager or of the capture that the stream is in.
-        """
-    def scaled_matmul_reduce_scatter(
-        self,
-        product: tuple[int, int, int, int, int],
-        scales: tuple[int, bool, tuple[int, bool, int, int]],
-        rows: int,
-        n: int,
-        dtype: DType,
-        accumulation: Accumulation,
-        bias: int,
-        out: int,
-        is_average: bool,
-        config: KernelConfig,
-        stream: int,
-    ) -> bool:
-        """
-        The same of one product of fp8 operands, B column-major, out in bfloat16. scales: as those of async_input_scaled_mm, for rows and columns or for all.
         """
     @property
     def part_bytes(self) -> int: ...
@@ -837,59 +893,15 @@ class ScaleOf:
     @property
     def value(self) -> int: ...
 
-def all_reduce_kernels() -> list[KernelConfig]:
-    """
-    Those of matmul + all-reduce.
-    """
-
 def async_input_mm(
-    a: int,
-    b: int,
-    out: int,
-    bias: int,
-    m: int,
-    n: int,
-    k: int,
-    dtype: DType,
-    b_column_major: bool,
-    ldb: int,
-    signals: int,
-    chunks_m: int,
-    chunks_k: int,
-    pivot: int,
-    config: KernelConfig,
-    rank: int,
-    sm_count: int,
-    tile_times: int,
-    split_scratch: int,
+    problem: MatmulProblem,
+    addresses: collections.abc.Sequence[int],
     stream: int,
+    tile_times: int = 0,
+    split_scratch: int = 0,
 ) -> None:
     """
-    out = a @ b (+ bias) on a CUDA stream; pointers are device addresses, 0 where absent.
-    """
-
-def async_input_scaled_mm(
-    a: int,
-    b: int,
-    out: int,
-    bias: int,
-    scales: tuple[int, bool, tuple[int, bool, int, int]],
-    m: int,
-    n: int,
-    k: int,
-    dtype: DType,
-    accumulation: Accumulation,
-    ldb: int,
-    signals: int,
-    chunks_m: int,
-    pivot: int,
-    config: KernelConfig,
-    rank: int,
-    sm_count: int,
-    stream: int,
-) -> None:
-    """
-    The same of fp8 operands, B column-major, out in bfloat16. scales: (scale_a, one for each row?, (scale_b, one for each column?, strides of blocks along K and N)).
+    Enqueues out = a @ b (+ bias). addresses: of a, b, scale_a, scale_b, bias, out and signals; 0 where there is none.
     """
 
 def call_tag(m_local: int, k: int, dtype: str, return_A: bool) -> int:
@@ -972,12 +984,7 @@ def k_parts(k_tiles: int, parts: int, in_cluster: bool = False) -> list[tuple[in
 
 def kernel_facts() -> list[KernelFacts]:
     """
-    One entry per kernel of this build: shape, dtype, layout of B and accumulation; empty without CUDA.
-    """
-
-def kernels() -> list[KernelConfig]:
-    """
-    The kernels of this build for operands of 16 bits, each shape once; empty without CUDA.
+    One entry per kernel of this build: op, shape, dtype, layout of B, accumulation and epilogue; empty without CUDA.
     """
 
 def lag_for(world_size: int, blocks: int, workers: int) -> tuple[int, int]:
@@ -1056,16 +1063,6 @@ def record_time(ns: int, stream: int) -> None:
 def scatter_bands(rows: int, world_size: int) -> list[tuple[int, int]]:
     """
     The bands in which matmul + reduce-scatter takes its rows: half-open ranges of the rows of each rank.
-    """
-
-def scatter_kernel_facts() -> list[KernelFacts]:
-    """
-    As kernel_facts, of the kernels of matmul + reduce-scatter.
-    """
-
-def scatter_kernels() -> list[KernelConfig]:
-    """
-    Those of matmul + reduce-scatter.
     """
 
 def scatter_owner(rank: int, position: int, world_size: int) -> int:

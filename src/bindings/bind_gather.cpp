@@ -3,13 +3,15 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <tuple>
 #include <vector>
 
 #include "agmm/async_input_mm.hpp"
 #include "agmm/fused_all_gather_matmul.hpp"
 #include "bindings/bindings.hpp"
-#include "bindings/operands.hpp"
+#include "bindings/formats.hpp"
 #include "gemm/tile_times.hpp"
 #include "symmetric/layout.hpp"
 
@@ -17,141 +19,173 @@ namespace py = pybind11;
 
 namespace {
 
+using agmm::Addresses;
 using agmm::AsyncInputArgs;
+using agmm::BTuple;
 using agmm::DType;
+using agmm::Format;
 using agmm::FusedAllGatherMatmul;
 using agmm::KernelConfig;
 using agmm::layout;
 using agmm::limit_ns;
 using agmm::pointer;
-using agmm::ScalesTuple;
-using agmm::WeightScalesTuple;
 using agmm::WorkspaceLayout;
 
-// b, ldb, column-major?, n, bias (0: none), out, config
-using WeightTuple =
-    std::tuple<uintptr_t, int64_t, bool, int, uintptr_t, uintptr_t, const KernelConfig*>;
+// M, N, K
+using SizeTuple = std::tuple<int, int, int>;
 
-// The same in fp8, column-major: b, ldb, n, bias (0: none), out, config, scales, accumulation
-using ScaledWeightTuple = std::tuple<uintptr_t, int64_t, int, uintptr_t, uintptr_t,
-                                     const KernelConfig*, WeightScalesTuple, agmm::Accumulation>;
+// Of rows, of columns, the first to be computed
+using ChunksTuple = std::tuple<int, int, int>;
 
 // kind, and for SM push: parts, columns of a chunk, first peers, head chunks
 using TransportTuple = std::tuple<int, int, int, int, int>;
 
-AsyncInputArgs args_of(const agmm::Problem& problem, const KernelConfig& config, uintptr_t a,
-                       uintptr_t b, int64_t ldb, uintptr_t out, uintptr_t bias, uintptr_t signals,
-                       int chunks_m, int chunks_k, int pivot, int rank, int sm_count) {
-  AsyncInputArgs args;
-  args.problem = problem;
-  args.config = config;
-  args.operands.a = pointer<void>(a);
-  args.operands.b = pointer<void>(b);
-  args.operands.ldb = ldb;
-  args.operands.out = pointer<void>(out);
-  args.operands.bias = pointer<void>(bias);
-  args.arrival = {pointer<uint32_t>(signals), 1, chunks_m, chunks_k, pivot, {}};
-  args.arrival.senders.chunks_per_rank = 0;
-  args.rank = rank;
-  args.sm_count = sm_count;
-  args.limit_ns = limit_ns();
-  return args;
+std::string b_in_words(int k, int n, agmm::BLayout b_layout) {
+  return "B [" + std::to_string(k) + ", " + std::to_string(n) + "] " +
+         (b_layout == agmm::BLayout::RowMajor ? "row-major" : "column-major");
 }
 
-void async_input_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias, int m, int n, int k,
-                    DType dtype, bool b_column_major, int64_t ldb, uintptr_t signals, int chunks_m,
-                    int chunks_k, int pivot, const KernelConfig& config, int rank, int sm_count,
-                    uintptr_t tile_times, uintptr_t split_scratch, uintptr_t stream) {
-  AsyncInputArgs args = args_of({m, n, k, dtype, layout(b_column_major)}, config, a, b, ldb, out,
-                                bias, signals, chunks_m, chunks_k, pivot, rank, sm_count);
+/// All of a matmul but where its tensors are.
+struct MatmulProblem {
+  AsyncInputArgs args;
+
+  MatmulProblem(const SizeTuple& size, const BTuple& b, const Format& format,
+                const KernelConfig& config, const ChunksTuple& chunks, int rank, int sm_count) {
+    const auto& [m, n, k] = size;
+    const auto& [chunks_m, chunks_k, pivot] = chunks;
+    args.problem = {m, n, k, format.dtype, layout(b.first), format.accumulation};
+    args.config = config;
+    args.operands.ldb = b.second;
+    args.operands.scales = format.scale_layout();
+    args.arrival = {nullptr, 1, chunks_m, chunks_k, pivot, {}};
+    args.arrival.senders.chunks_per_rank = 0;
+    args.rank = rank;
+    args.sm_count = sm_count;
+  }
+
+  std::string str() const {
+    return "MatmulProblem(" + args.problem.str() + ", chunks " +
+           std::to_string(args.arrival.chunks_m) + "x" + std::to_string(args.arrival.chunks_k) +
+           " from " + std::to_string(args.arrival.pivot) + ", " + agmm::in_words(args.config) + ")";
+  }
+};
+
+void async_input_mm(const MatmulProblem& problem, const std::vector<uintptr_t>& addresses,
+                    uintptr_t stream, uintptr_t tile_times, uintptr_t split_scratch) {
+  AsyncInputArgs args = problem.args;
+  Addresses at(addresses, 7);
+  args.operands.a = at.next<void>();
+  args.operands.b = at.next<void>();
+  args.operands.scales.a = at.next<float>();
+  args.operands.scales.b = at.next<float>();
+  args.operands.bias = at.next<void>();
+  args.operands.out = at.next<void>();
+  args.arrival.signals = at.next<uint32_t>();
+  args.limit_ns = limit_ns();
   args.tile_times = pointer<agmm::TileTimes>(tile_times);
   args.split_scratch = pointer<void>(split_scratch);
   agmm::prepare_async_input_mm(args).launch(pointer<void>(stream));
 }
 
-void async_input_scaled_mm(uintptr_t a, uintptr_t b, uintptr_t out, uintptr_t bias,
-                           const ScalesTuple& scales, int m, int n, int k, DType dtype,
-                           agmm::Accumulation accumulation, int64_t ldb, uintptr_t signals,
-                           int chunks_m, int pivot, const KernelConfig& config, int rank,
-                           int sm_count, uintptr_t stream) {
-  AsyncInputArgs args = args_of({m, n, k, dtype, agmm::BLayout::ColumnMajor, accumulation}, config,
-                                a, b, ldb, out, bias, signals, chunks_m, 1, pivot, rank, sm_count);
-  const auto& [scale_a, a_per_row, of_b] = scales;
-  const auto& [scale_b, b_per_column, b_k_stride, b_n_stride] = of_b;
-  args.operands.scales = {pointer<float>(scale_a),
-                          pointer<float>(scale_b),
-                          a_per_row,
-                          b_per_column,
-                          nullptr,
-                          nullptr,
-                          b_k_stride,
-                          b_n_stride};
-  agmm::prepare_async_input_mm(args).launch(pointer<void>(stream));
-}
+/// One of the weights that share a gather.
+struct GatherWeight {
+  agmm::Weight weight;
+  Format format;
 
-bool all_gather_scaled_matmul(FusedAllGatherMatmul& op, uintptr_t a_shard, uintptr_t scales,
-                              int scale_columns, int rows, int k, DType dtype,
-                              const std::vector<ScaledWeightTuple>& weights, uintptr_t a_out,
-                              uintptr_t scales_out, uintptr_t stream) {
-  agmm::Gather gather;
-  gather.a_shard = pointer<void>(a_shard);
-  gather.a_out = pointer<void>(a_out);
-  gather.rows = rows;
-  gather.k = k;
-  gather.dtype = dtype;
-  gather.limit_ns = limit_ns();
-  gather.scales = pointer<float>(scales);
-  gather.scales_out = pointer<float>(scales_out);
-  gather.scale_columns = scale_columns;
-  std::vector<agmm::Weight> parts;
-  for (const auto& [b, ldb, n, bias, out, config, of_b, accumulation] : weights) {
-    const auto& [scale_b, per_column, k_stride, n_stride] = of_b;
-    parts.push_back({pointer<void>(b), ldb, agmm::BLayout::ColumnMajor, n, pointer<void>(bias),
-                     pointer<void>(out), *config, pointer<float>(scale_b), per_column, accumulation,
-                     k_stride, n_stride});
+  GatherWeight(int n, const BTuple& b, const Format& format_, const KernelConfig& config)
+      : format(format_) {
+    const agmm::Scales scales = format.scale_layout();
+    weight.n = n;
+    weight.b_layout = layout(b.first);
+    weight.ldb = b.second;
+    weight.config = config;
+    weight.accumulation = format.accumulation;
+    weight.scale_per_column = scales.b_per_column;
+    weight.scale_k_stride = scales.b_k_stride;
+    weight.scale_n_stride = scales.b_n_stride;
   }
-  return op(gather, parts, pointer<void>(stream));
-}
+};
 
-bool all_gather_matmul(FusedAllGatherMatmul& op, uintptr_t a_shard, int rows, int k, DType dtype,
-                       const std::vector<WeightTuple>& weights, const TransportTuple& transport,
-                       uintptr_t a_out, uintptr_t tile_times, uintptr_t stream) {
+/// All of an all-gather + matmul but where its tensors are.
+struct GatherProblem {
   agmm::Gather gather;
-  int kind = 0;
-  std::tie(kind, gather.push.parts, gather.push.chunk_columns, gather.push.first_peers,
-           gather.push.head_chunks) = transport;
-  gather.transport = static_cast<agmm::Transport>(kind);
-  gather.a_shard = pointer<void>(a_shard);
-  gather.a_out = pointer<void>(a_out);
-  gather.rows = rows;
-  gather.k = k;
-  gather.dtype = dtype;
-  gather.limit_ns = limit_ns();
-  std::vector<agmm::Weight> parts;
-  for (const auto& [b, ldb, column_major, n, bias, out, config] : weights) {
-    parts.push_back({pointer<void>(b), ldb, layout(column_major), n, pointer<void>(bias),
-                     pointer<void>(out), *config});
+  std::vector<agmm::Weight> weights;
+
+  GatherProblem(int rows, int k, const std::vector<GatherWeight>& given,
+                const TransportTuple& transport) {
+    int kind = 0;
+    std::tie(kind, gather.push.parts, gather.push.chunk_columns, gather.push.first_peers,
+             gather.push.head_chunks) = transport;
+    gather.transport = static_cast<agmm::Transport>(kind);
+    gather.rows = rows;
+    gather.k = k;
+    for (const GatherWeight& one : given) {
+      const DType first = given.front().format.dtype;
+      if (one.format.dtype != first) {
+        throw std::invalid_argument(std::string("B: found ") + to_string(first) + " and " +
+                                    to_string(one.format.dtype) + ", wanted one kind of elements");
+      }
+      weights.push_back(one.weight);
+    }
+    if (given.empty()) return;  // which the call refuses
+    const Format& format = given.front().format;
+    gather.dtype = format.dtype;
+    if (format.scales) gather.scale_columns = format.scales->a_columns;
   }
-  return op(gather, parts, pointer<void>(stream), pointer<agmm::TileTimes>(tile_times));
+
+  std::string str() const {
+    std::string text = "GatherProblem(A_shard [" + std::to_string(gather.rows) + ", " +
+                       std::to_string(gather.k) + "] " + to_string(gather.dtype);
+    if (is_fp8(gather.dtype)) {
+      text += " with " + std::to_string(gather.scale_columns) + " scales for a row";
+    }
+    for (const agmm::Weight& weight : weights) {
+      text += ", " + b_in_words(gather.k, weight.n, weight.b_layout);
+      if (is_fp8(gather.dtype)) text += std::string(" ") + to_string(weight.accumulation);
+      text += " by " + agmm::in_words(weight.config);
+    }
+    return text + ")";
+  }
+};
+
+bool all_gather_matmul(FusedAllGatherMatmul& op, const GatherProblem& problem,
+                       const std::vector<uintptr_t>& addresses, uintptr_t stream,
+                       uintptr_t tile_times) {
+  agmm::Gather gather = problem.gather;
+  std::vector<agmm::Weight> weights = problem.weights;
+  Addresses at(addresses, 4 + 4 * weights.size());
+  gather.a_shard = at.next<void>();
+  gather.scales = at.next<float>();
+  gather.a_out = at.next<void>();
+  gather.scales_out = at.next<float>();
+  gather.limit_ns = limit_ns();
+  for (agmm::Weight& weight : weights) {
+    weight.b = at.next<void>();
+    weight.scales = at.next<float>();
+    weight.bias = at.next<void>();
+    weight.out = at.next<void>();
+  }
+  return op(gather, weights, pointer<void>(stream), pointer<agmm::TileTimes>(tile_times));
 }
 
 }  // namespace
 
 void bind_gather(py::module_& m) {
-  m.def("async_input_mm", &async_input_mm, py::arg("a"), py::arg("b"), py::arg("out"),
-        py::arg("bias"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("dtype"),
-        py::arg("b_column_major"), py::arg("ldb"), py::arg("signals"), py::arg("chunks_m"),
-        py::arg("chunks_k"), py::arg("pivot"), py::arg("config"), py::arg("rank"),
-        py::arg("sm_count"), py::arg("tile_times"), py::arg("split_scratch"), py::arg("stream"),
+  py::class_<MatmulProblem>(m, "MatmulProblem",
+                            "A matmul without its tensors, made once for calls of one kind.")
+      .def(py::init<const SizeTuple&, const BTuple&, const Format&, const KernelConfig&,
+                    const ChunksTuple&, int, int>(),
+           py::arg("size"), py::arg("b"), py::arg("format"), py::arg("config"),
+           py::arg("chunks") = ChunksTuple(1, 1, 0), py::arg("rank") = 0, py::arg("sm_count") = 0,
+           "size: (M, N, K). b: (column-major?, leading dimension). chunks: those of A's rows and "
+           "columns that signals announce, and the first to be computed. rank: whom the message of "
+           "a wait that passes its limit names. sm_count: CTAs at most; 0: all multiprocessors.")
+      .def("__repr__", &MatmulProblem::str);
+  m.def("async_input_mm", &async_input_mm, py::arg("problem"), py::arg("addresses"),
+        py::arg("stream"), py::arg("tile_times") = 0, py::arg("split_scratch") = 0,
         py::call_guard<py::gil_scoped_release>(),
-        "out = a @ b (+ bias) on a CUDA stream; pointers are device addresses, 0 where absent.");
-  m.def("async_input_scaled_mm", &async_input_scaled_mm, py::arg("a"), py::arg("b"), py::arg("out"),
-        py::arg("bias"), py::arg("scales"), py::arg("m"), py::arg("n"), py::arg("k"),
-        py::arg("dtype"), py::arg("accumulation"), py::arg("ldb"), py::arg("signals"),
-        py::arg("chunks_m"), py::arg("pivot"), py::arg("config"), py::arg("rank"),
-        py::arg("sm_count"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
-        "The same of fp8 operands, B column-major, out in bfloat16. scales: (scale_a, one for each "
-        "row?, (scale_b, one for each column?, strides of blocks along K and N)).");
+        "Enqueues out = a @ b (+ bias). addresses: of a, b, scale_a, scale_b, bias, out and "
+        "signals; 0 where there is none.");
   m.def("peer_atomics", &agmm::has_peer_atomics, py::arg("device"), py::arg("peer"),
         "Whether additions of one GPU to words in the memory of another are atomic there.");
   m.def(
@@ -165,6 +199,19 @@ void bind_gather(py::module_& m) {
         "Bytes of scratch memory on the current device for configs with splits.");
   m.attr("SPLIT_COUNTER_BYTES") = agmm::kSplitCounterBytes;
   m.attr("TILE_TIMES_BYTES") = sizeof(agmm::TileTimes);
+  py::class_<GatherWeight>(m, "GatherWeight", "A weight of a GatherProblem, without its tensors.")
+      .def(py::init<int, const BTuple&, const Format&, const KernelConfig&>(), py::arg("n"),
+           py::arg("b"), py::arg("format"), py::arg("config"),
+           "b: (column-major?, leading dimension).");
+  py::class_<GatherProblem>(
+      m, "GatherProblem",
+      "An all-gather + matmul without its tensors, made once for calls of one kind.")
+      .def(py::init<int, int, const std::vector<GatherWeight>&, const TransportTuple&>(),
+           py::arg("rows"), py::arg("k"), py::arg("weights"),
+           py::arg("transport") = TransportTuple(0, 0, 0, 0, 0),
+           "rows: of A_shard. transport: (0 push, 1 pull, 2 SM push; parts, columns of a chunk, "
+           "first peers, head chunks).")
+      .def("__repr__", &GatherProblem::str);
   py::class_<FusedAllGatherMatmul, agmm::Held<FusedAllGatherMatmul>>(
       m, "CudaWorkspace", "Gather buffers, signals and credits of one group.")
       .def(py::init(&agmm::make_workspace<FusedAllGatherMatmul>), py::arg("rank"), py::arg("bases"),
@@ -188,19 +235,10 @@ void bind_gather(py::module_& m) {
           "The words after the slots that are 1 before the first call; the others are 0.")
       .def_property_readonly("slot_bytes", &FusedAllGatherMatmul::slot_bytes)
       .def("precede", &agmm::precede<FusedAllGatherMatmul>, py::arg("stream"), agmm::kPrecedeDoc)
-      .def("all_gather_matmul", &all_gather_matmul, py::arg("a_shard"), py::arg("rows"),
-           py::arg("k"), py::arg("dtype"), py::arg("weights"), py::arg("transport"),
-           py::arg("a_out"), py::arg("tile_times"), py::arg("stream"),
-           py::call_guard<py::gil_scoped_release>(),
-           "Enqueues gather and matmuls. weights: (b, ldb, b_column_major, n, bias, out, config). "
-           "transport: (0 push, 1 pull, 2 SM push; parts, columns of a chunk, first peers, head "
-           "chunks). "
-           "Returns whether the stream is being captured.")
-      .def("all_gather_scaled_matmul", &all_gather_scaled_matmul, py::arg("a_shard"),
-           py::arg("scales"), py::arg("scale_columns"), py::arg("rows"), py::arg("k"),
-           py::arg("dtype"), py::arg("weights"), py::arg("a_out"), py::arg("scales_out"),
-           py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
-           "The same in fp8 by push, with so many scales for each row. weights: (b, ldb, n, bias, "
-           "out, config, (scale_b, one for each column?, strides of blocks along K and N), "
-           "accumulation).");
+      .def(
+          "all_gather_matmul", &all_gather_matmul, py::arg("problem"), py::arg("addresses"),
+          py::arg("stream"), py::arg("tile_times") = 0, py::call_guard<py::gil_scoped_release>(),
+          "Enqueues gather and matmuls. addresses: of A_shard, scale_a, A and the gathered "
+          "scale_a, then of B, scale_b, bias and out of each weight; 0 where there is none. "
+          "tile_times: of the first weight's tiles. Returns whether the stream is being captured.");
 }

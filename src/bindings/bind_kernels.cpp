@@ -2,13 +2,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "agmm/async_input_mm.hpp"
-#include "agmm/fused_matmul_reduce_scatter.hpp"
 #include "bindings/bindings.hpp"
+#include "bindings/formats.hpp"
 #include "gemm/kernel_facts.hpp"
 
 namespace py = pybind11;
@@ -16,6 +16,7 @@ namespace py = pybind11;
 namespace {
 
 using agmm::DType;
+using agmm::Format;
 using agmm::KernelConfig;
 using agmm::KernelFacts;
 
@@ -43,19 +44,6 @@ std::vector<std::string> layouts_that_store_a(const KernelConfig& config) {
     if (agmm::can_store_a(config.shape, b_layout)) found.push_back(name_of(b_layout));
   }
   return found;
-}
-
-// Each shape once, of kernels whose operands are of 16 bits.
-std::vector<KernelConfig> shapes_of(const std::vector<KernelFacts>& kernels) {
-  std::vector<KernelConfig> configs;
-  for (const KernelFacts& facts : kernels) {
-    if (agmm::is_fp8(facts.dtype)) continue;
-    const bool is_known =
-        std::any_of(configs.begin(), configs.end(),
-                    [&](const KernelConfig& config) { return config.shape == facts.shape; });
-    if (!is_known) configs.push_back({facts.shape, 1, agmm::Raster::AlongM});
-  }
-  return configs;
 }
 
 }  // namespace
@@ -112,21 +100,40 @@ void bind_kernels(py::module_& m) {
       .def_readonly("max_swizzle", &KernelConfig::max_swizzle)
       .def_property_readonly(
           "raster", [](const KernelConfig& c) { return std::string(agmm::to_string(c.raster)); })
-      .def("__repr__", [](const KernelConfig& c) {
-        const std::string splits = c.splits == 1 ? "" : "_split" + std::to_string(c.splits);
-        return c.shape.str() + splits + "_swizzle" + std::to_string(c.max_swizzle) + "_" +
-               agmm::to_string(c.raster) + (c.across ? "_across" : "");
-      });
-  m.def(
-      "kernels", [] { return shapes_of(agmm::built_kernels()); },
-      "The kernels of this build for operands of 16 bits, each shape once; empty without CUDA.");
-  m.def(
-      "scatter_kernels", [] { return shapes_of(agmm::built_scatter_kernels()); },
-      "Those of matmul + reduce-scatter.");
-  m.def(
-      "all_reduce_kernels", [] { return shapes_of(agmm::built_all_reduce_kernels()); },
-      "Those of matmul + all-reduce.");
-  py::class_<KernelFacts>(m, "KernelFacts", "What a kernel of this build can do.")
+      .def("__repr__", &agmm::in_words);
+  py::class_<agmm::ScaleLayout>(m, "ScaleLayout", "How the scales of fp8 operands lie.")
+      .def(py::init([](bool a_per_row, int a_columns, bool b_per_column, int b_k_stride,
+                       int b_n_stride) {
+             return agmm::ScaleLayout{a_per_row, a_columns, b_per_column, b_k_stride, b_n_stride};
+           }),
+           py::arg("a_per_row"), py::arg("a_columns") = 1, py::arg("b_per_column") = false,
+           py::arg("b_k_stride") = 0, py::arg("b_n_stride") = 0,
+           "a_columns: scales of a row of A. b_k_stride, b_n_stride: of blocks, elements between "
+           "the scales of one block of K or of columns and the next.")
+      .def_readonly("a_per_row", &agmm::ScaleLayout::a_per_row)
+      .def_readonly("a_columns", &agmm::ScaleLayout::a_columns)
+      .def_readonly("b_per_column", &agmm::ScaleLayout::b_per_column)
+      .def_readonly("b_k_stride", &agmm::ScaleLayout::b_k_stride)
+      .def_readonly("b_n_stride", &agmm::ScaleLayout::b_n_stride);
+  py::class_<Format>(m, "Format",
+                     "What the elements of a product are, and how its sums are kept and scaled.")
+      .def(py::init<DType, agmm::Accumulation, std::optional<agmm::ScaleLayout>>(),
+           py::arg("dtype"),
+           py::arg_v("accumulation", agmm::Accumulation::Fast, "agmm._core.Accumulation.fast"),
+           py::arg("scales") = py::none(), "scales: of fp8 alone.")
+      .def_readonly("dtype", &Format::dtype)
+      .def_readonly("accumulation", &Format::accumulation)
+      .def_readonly("scales", &Format::scales)
+      .def("__repr__", &Format::str);
+  py::class_<KernelFacts>(m, "KernelFacts", "What a kernel of this build is for, and can do.")
+      .def_property_readonly("op",
+                             [](const KernelFacts& f) { return std::string(to_string(f.op)); })
+      .def_property_readonly(
+          "epilogue", [](const KernelFacts& f) { return std::string(to_string(f.epilogue)); })
+      .def_property_readonly(
+          "config",
+          [](const KernelFacts& f) { return KernelConfig{f.shape, 1, agmm::Raster::AlongM}; },
+          "Its shape, with the usual order of tiles.")
       .def_property_readonly("kernel", [](const KernelFacts& f) { return f.shape.str(); })
       .def_readonly("dtype", &KernelFacts::dtype)
       .def_property_readonly("b_layout", [](const KernelFacts& f) { return name_of(f.b_layout); })
@@ -140,11 +147,9 @@ void bind_kernels(py::module_& m) {
           [](const KernelFacts& f) { return f.accumulation == agmm::Accumulation::Fast; })
       .def_property_readonly("architecture",
                              [](const KernelFacts& f) { return std::string(f.architecture); });
-  m.def("scatter_kernel_facts", &agmm::built_scatter_kernels,
-        "As kernel_facts, of the kernels of matmul + reduce-scatter.");
   m.def("kernel_facts", &agmm::built_kernels,
-        "One entry per kernel of this build: shape, dtype, layout of B and accumulation; empty "
-        "without CUDA.");
+        "One entry per kernel of this build: op, shape, dtype, layout of B, accumulation and "
+        "epilogue; empty without CUDA.");
   m.attr("ALIGNMENT") = agmm::kAlignment;
   m.attr("MAX_SIZE") = agmm::kMaxSize;
   m.attr("MAX_CLUSTER_SPLITS") = agmm::kMaxClusterSplits;

@@ -4,14 +4,13 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "agmm/fused_matmul_reduce_scatter.hpp"
 #include "bindings/bindings.hpp"
-#include "bindings/operands.hpp"
+#include "bindings/formats.hpp"
 #include "gemm/tile_times.hpp"
 #include "order/lagged_order.hpp"
 #include "order/scatter_tiles.hpp"
@@ -21,77 +20,66 @@ namespace py = pybind11;
 
 namespace {
 
-using agmm::DType;
+using agmm::Addresses;
+using agmm::Format;
 using agmm::FusedMatmulReduceScatter;
 using agmm::KernelConfig;
 using agmm::layout;
 using agmm::limit_ns;
 using agmm::pointer;
-using agmm::ScalesTuple;
 using agmm::ScatterLayout;
 
 // lda, ldb, k
 using ProductTuple = std::tuple<int64_t, int64_t, int>;
 
-// All of a call but where its tensors are: made once for calls that are made often.
-agmm::MatmulScatter scatter_problem(int rows, int n, DType dtype, bool b_column_major,
-                                    const std::vector<ProductTuple>& products, bool is_average,
-                                    const KernelConfig& config, int all_reduce_sms) {
+/// All of a matmul + reduce-scatter but where its tensors are.
+struct ScatterProblem {
   agmm::MatmulScatter call;
-  call.rows = rows;
-  call.n = n;
-  call.dtype = dtype;
-  call.b_layout = layout(b_column_major);
-  for (const auto& [lda, ldb, k] : products) {
-    call.products.push_back({nullptr, lda, nullptr, ldb, k});
-  }
-  call.is_average = is_average;
-  call.all_reduce_sms = all_reduce_sms;
-  call.config = config;
-  return call;
-}
 
-bool matmul_reduce_scatter(FusedMatmulReduceScatter& op, const agmm::MatmulScatter& problem,
-                           const std::vector<uintptr_t>& operands, uintptr_t bias, uintptr_t out,
-                           uintptr_t stream, uintptr_t tile_times) {
-  agmm::MatmulScatter call = problem;
-  if (operands.size() != 2 * call.products.size()) {
-    throw std::invalid_argument("operands: found " + std::to_string(operands.size()) +
-                                " addresses, wanted " + std::to_string(2 * call.products.size()));
+  ScatterProblem(int rows, int n, const Format& format, const std::vector<ProductTuple>& products,
+                 const KernelConfig& config, bool b_column_major, bool is_average,
+                 int all_reduce_sms) {
+    call.rows = rows;
+    call.n = n;
+    call.dtype = format.dtype;
+    call.b_layout = layout(b_column_major);
+    for (const auto& [lda, ldb, k] : products) {
+      call.products.push_back({nullptr, lda, nullptr, ldb, k, format.scale_layout()});
+    }
+    call.is_average = is_average;
+    call.all_reduce_sms = all_reduce_sms;
+    call.accumulation = format.accumulation;
+    call.config = config;
   }
-  for (std::size_t i = 0; i < call.products.size(); ++i) {
-    call.products[i].a = pointer<void>(operands[2 * i]);
-    call.products[i].b = pointer<void>(operands[2 * i + 1]);
+
+  std::string str() const {
+    std::string text = "ScatterProblem(";
+    for (const agmm::Product& product : call.products) {
+      text += "A [" + std::to_string(call.rows) + ", " + std::to_string(product.k) + "] " +
+              to_string(call.dtype) + ", B [" + std::to_string(product.k) + ", " +
+              std::to_string(call.n) + "] " +
+              (call.b_layout == agmm::BLayout::RowMajor ? "row-major" : "column-major") + ", ";
+    }
+    if (is_fp8(call.dtype)) text += std::string(to_string(call.accumulation)) + ", ";
+    return text + (call.is_average ? "avg" : "sum") + ", " + agmm::in_words(call.config) + ")";
   }
-  call.bias = pointer<void>(bias);
-  call.out = pointer<void>(out);
+};
+
+bool matmul_reduce_scatter(FusedMatmulReduceScatter& op, const ScatterProblem& problem,
+                           const std::vector<uintptr_t>& addresses, uintptr_t stream,
+                           uintptr_t tile_times) {
+  agmm::MatmulScatter call = problem.call;
+  Addresses at(addresses, 4 * call.products.size() + 2);
+  for (agmm::Product& product : call.products) {
+    product.a = at.next<void>();
+    product.b = at.next<void>();
+    product.scales.a = at.next<float>();
+    product.scales.b = at.next<float>();
+  }
+  call.bias = at.next<void>();
+  call.out = at.next<void>();
   call.limit_ns = limit_ns();
   call.tile_times = pointer<agmm::ScatterTimes>(tile_times);
-  return op(call, pointer<void>(stream));
-}
-
-// a, lda, b, ldb, k
-using ScaledProductTuple = std::tuple<uintptr_t, int64_t, uintptr_t, int64_t, int>;
-
-bool scaled_matmul_reduce_scatter(FusedMatmulReduceScatter& op, const ScaledProductTuple& product,
-                                  const ScalesTuple& scales, int rows, int n, DType dtype,
-                                  agmm::Accumulation accumulation, uintptr_t bias, uintptr_t out,
-                                  bool is_average, const KernelConfig& config, uintptr_t stream) {
-  agmm::MatmulScatter call;
-  call.rows = rows;
-  call.n = n;
-  call.dtype = dtype;
-  const auto& [a, lda, b, ldb, k] = product;
-  call.products.push_back({pointer<void>(a), lda, pointer<void>(b), ldb, k});
-  const auto& [scale_a, a_per_row, of_b] = scales;
-  call.scales = {pointer<float>(scale_a), pointer<float>(std::get<0>(of_b)), a_per_row,
-                 std::get<1>(of_b)};
-  call.accumulation = accumulation;
-  call.bias = pointer<void>(bias);
-  call.out = pointer<void>(out);
-  call.is_average = is_average;
-  call.config = config;
-  call.limit_ns = limit_ns();
   return op(call, pointer<void>(stream));
 }
 
@@ -141,14 +129,18 @@ std::vector<std::vector<ScatterStep>> scatter_steps(int rank, int world_size, in
 }  // namespace
 
 void bind_scatter(py::module_& m) {
-  py::class_<agmm::MatmulScatter>(m, "ScatterProblem",
-                                  "A matmul + reduce-scatter without its tensors. products: (lda, "
-                                  "ldb, k).")
-      .def(py::init(&scatter_problem), py::arg("rows"), py::arg("n"), py::arg("dtype"),
-           py::arg("b_column_major"), py::arg("products"), py::arg("is_average"), py::arg("config"),
+  py::class_<ScatterProblem>(
+      m, "ScatterProblem",
+      "A matmul + reduce-scatter, or + all-reduce, without its tensors, made once for calls of one "
+      "kind.")
+      .def(py::init<int, int, const Format&, const std::vector<ProductTuple>&, const KernelConfig&,
+                    bool, bool, int>(),
+           py::arg("rows"), py::arg("n"), py::arg("format"), py::arg("products"), py::arg("config"),
+           py::arg("b_column_major") = true, py::arg("is_average") = false,
            py::arg("all_reduce_sms") = 0,
-           "all_reduce_sms: not 0 for an all-reduce, whose order is made for so many "
-           "multiprocessors, the same on all ranks.");
+           "products: (lda, ldb, k) each, of one format. all_reduce_sms: not 0 for an all-reduce, "
+           "whose order is made for so many multiprocessors, the same on all ranks.")
+      .def("__repr__", &ScatterProblem::str);
   py::class_<FusedMatmulReduceScatter, agmm::Held<FusedMatmulReduceScatter>>(
       m, "CudaScatterWorkspace", "The sums that the ranks of a group send each other.")
       .def(py::init(&agmm::make_workspace<FusedMatmulReduceScatter>), py::arg("rank"),
@@ -173,18 +165,13 @@ void bind_scatter(py::module_& m) {
       .def_property_readonly("part_bytes", &FusedMatmulReduceScatter::part_bytes)
       .def("precede", &agmm::precede<FusedMatmulReduceScatter>, py::arg("stream"),
            agmm::kPrecedeDoc)
-      .def("matmul_reduce_scatter", &matmul_reduce_scatter, py::arg("problem"), py::arg("operands"),
-           py::arg("bias"), py::arg("out"), py::arg("stream"), py::arg("tile_times") = 0,
+      .def("matmul_reduce_scatter", &matmul_reduce_scatter, py::arg("problem"),
+           py::arg("addresses"), py::arg("stream"), py::arg("tile_times") = 0,
            py::call_guard<py::gil_scoped_release>(),
-           "Enqueues the matmuls, whose kernels send. operands: addresses of A and B, of each "
-           "product in turn. tile_times: of each launch SCATTER_TIMES_BYTES for each rank's tiles. "
-           "Returns whether the stream is being captured.")
-      .def("scaled_matmul_reduce_scatter", &scaled_matmul_reduce_scatter, py::arg("product"),
-           py::arg("scales"), py::arg("rows"), py::arg("n"), py::arg("dtype"),
-           py::arg("accumulation"), py::arg("bias"), py::arg("out"), py::arg("is_average"),
-           py::arg("config"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
-           "The same of one product of fp8 operands, B column-major, out in bfloat16. scales: as "
-           "those of async_input_scaled_mm, for rows and columns or for all.");
+           "Enqueues the matmuls, whose kernels send. addresses: of A, B, scale_a and scale_b of "
+           "each product in turn, then of bias and out; 0 where there is none. tile_times: of each "
+           "launch SCATTER_TIMES_BYTES for each rank's tiles. Returns whether the stream is being "
+           "captured.");
   m.attr("SCATTER_TIMES_BYTES") = sizeof(agmm::ScatterTimes);
   m.attr("MAX_SCATTER_TILES") = agmm::kMaxScatterTiles;
   m.def("scatter_steps", &scatter_steps, py::arg("rank"), py::arg("world_size"), py::arg("rows"),

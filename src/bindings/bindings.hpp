@@ -60,4 +60,10 @@ inline Schedule parse_schedule(const std::string& name) {
   throw std::invalid_argument("schedule: found '" + name + "', wanted cooperative or pingpong");
 }
 
+inline std::string in_words(const KernelConfig& config) {
+  return config.shape.str() + (config.splits == 1 ? "" : "_split" + std::to_string(config.splits)) +
+         "_swizzle" + std::to_string(config.max_swizzle) + "_" + to_string(config.raster) +
+         (config.across ? "_across" : "");
+}
+
 }  // namespace agmm

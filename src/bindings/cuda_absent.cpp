@@ -39,8 +39,6 @@ bool FusedAllGatherMatmul::operator()(Gather const&, std::vector<Weight> const&,
 }
 void FusedAllGatherMatmul::precede(void*) { refuse(); }
 
-std::vector<KernelFacts> built_scatter_kernels() { return {}; }
-std::vector<KernelFacts> built_all_reduce_kernels() { return {}; }
 struct FusedMatmulReduceScatter::Impl {};
 FusedMatmulReduceScatter::FusedMatmulReduceScatter(int, std::vector<uintptr_t> const&, std::size_t,
                                                    int) {

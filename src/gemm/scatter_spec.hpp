@@ -20,7 +20,6 @@ struct ScatterSpec {
   BLayout b_layout = BLayout::ColumnMajor;
   Product products[kMaxProducts]{};
   int32_t product_count = 1;
-  Scales scales{};  // of fp8
   Accumulation accumulation = Accumulation::Fast;
   void const* bias = nullptr;  // [n] or null
   void* out = nullptr;         // [rows of a chunk, n], where this launch's rows begin

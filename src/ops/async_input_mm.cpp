@@ -10,6 +10,7 @@
 #include "ops/call_fields.hpp"
 #include "ops/launching.hpp"
 #include "ops/prepare.hpp"
+#include "ops/registry.hpp"
 #include "order/clusters.hpp"
 #include "runtime/cuda.hpp"
 
@@ -26,19 +27,15 @@ bool may_start_early() {
   return may;
 }
 
-KernelEntry const* find_kernel(AsyncInputArgs const& args) {
-  for (std::size_t i = 0; i < kKernelCount; ++i) {
-    KernelEntry const& entry = *kKernelTable[i];
-    if (entry.facts.shape == args.config.shape && entry.facts.dtype == args.problem.dtype &&
-        entry.facts.b_layout == args.problem.b_layout &&
-        entry.facts.accumulation == args.problem.accumulation) {
-      return &entry;
-    }
-  }
-  return nullptr;
+KernelEntry const* find_kernel(AsyncInputArgs const& args, DeviceFacts const& device) {
+  Problem const& problem = args.problem;
+  return kernel_registry().find_matmul({device.architecture, Op::AllGatherMatmul, problem.dtype,
+                                        problem.accumulation, problem.b_layout, Epilogue::Bias,
+                                        args.config.shape});
 }
 
-void check(AsyncInputArgs const& args) {
+/// Returns the kernel.
+KernelEntry const& check(AsyncInputArgs const& args) {
   Problem const& p = args.problem;
   if (p.m < 1) refuse("A", "M=" + std::to_string(p.m), "at least 1");
   if (p.n < 1) refuse("B", "N=" + std::to_string(p.n), "at least 1");
@@ -81,7 +78,7 @@ void check(AsyncInputArgs const& args) {
            "0 to " + std::to_string(arrival.chunks_m - 1));
   }
   DeviceFacts const& device = kernels_device();
-  KernelEntry const* const kernel = find_kernel(args);
+  KernelEntry const* const kernel = find_kernel(args, device);
   if (kernel == nullptr) {
     refuse("config", args.config.shape.str() + " for " + p.str(), "a kernel of this build");
   }
@@ -119,30 +116,26 @@ void check(AsyncInputArgs const& args) {
   if (operands.a_out != nullptr && !kernel->facts.can_store_a) {
     refuse("config", args.config.shape.str() + " for " + p.str(), "a kernel that can store A");
   }
+  return *kernel;
 }
 
 }  // namespace
 
-std::vector<KernelFacts> built_kernels() {
-  std::vector<KernelFacts> facts;
-  for (std::size_t i = 0; i < kKernelCount; ++i) facts.push_back(kKernelTable[i]->facts);
-  return facts;
+std::size_t max_split_scratch_bytes() {
+  return split_scratch_bytes(kernel_registry().matmuls(current_device().architecture));
 }
-
-std::size_t max_split_scratch_bytes() { return split_scratch_bytes(kKernelTable, kKernelCount); }
 
 void load_kernels() {
   DeviceFacts const& device = kernels_device();
-  for (std::size_t i = 0; i < kKernelCount; ++i) {
-    make_ready(kKernelTable[i]->full, device);
-    make_ready(kKernelTable[i]->lean, device);
+  for (KernelEntry const* const kernel : kernel_registry().matmuls(device.architecture)) {
+    make_ready(kernel->full, device);
+    make_ready(kernel->lean, device);
   }
 }
 
 PreparedMatmul prepare(CallSpec const& given) {
-  check(given.matmul);
+  KernelEntry const& entry = check(given.matmul);
   bool const is_lean = given.push.shard == nullptr && given.matmul.operands.a_out == nullptr;
-  KernelEntry const& entry = *find_kernel(given.matmul);
   KernelVariant const& kernel = is_lean ? entry.lean : entry.full;
   CallSpec call = given;
   call.report_place = report_place(call.matmul.rank, call.matmul.arrival.senders.chunks_per_rank);

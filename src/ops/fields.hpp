@@ -1,11 +1,13 @@
 // Equality and hashes of plain structs, from one list of each one's fields.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <functional>
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace agmm {
 
@@ -26,6 +28,11 @@ template <class T>
 struct HasFields<T, std::void_t<decltype(fields_of(std::declval<T const&>()))>> : std::true_type {};
 
 template <class T>
+struct IsVector : std::false_type {};
+template <class T>
+struct IsVector<std::vector<T>> : std::true_type {};
+
+template <class T>
 bool is_same(T const& a, T const& b);
 
 template <class Tuple, std::size_t... i>
@@ -40,6 +47,8 @@ bool is_same(T const& a, T const& b) {
       if (!is_same(a[i], b[i])) return false;
     }
     return true;
+  } else if constexpr (IsVector<T>::value) {
+    return std::equal(a.begin(), a.end(), b.begin(), b.end(), is_same<typename T::value_type>);
   } else if constexpr (HasFields<T>::value) {
     auto const fields = fields_of(a);
     constexpr std::size_t kCount = std::tuple_size_v<decltype(fields)>;
@@ -62,7 +71,7 @@ void mix(std::size_t& seed, T const& value) {
 
 }  // namespace fields_detail
 
-/// Whether all fields are equal, those of fields and of arrays too.
+/// Whether all fields are equal, those of fields, arrays and vectors too.
 template <class T>
 bool same_fields(T const& a, T const& b) {
   return fields_detail::is_same(a, b);

@@ -66,7 +66,7 @@ struct FusedAllGatherMatmul::Impl {
 
   AllGather all_gather;
   // Of configs that split K, for one call at a time.
-  std::shared_ptr<void> split_scratch;
+  SplitScratch split_scratch;
   std::vector<Call> calls;  // prepared last
   std::size_t oldest = 0;
 };
@@ -105,6 +105,9 @@ Call FusedAllGatherMatmul::Impl::prepare_call(Gather const& gather,
   }
   if (weights.empty()) throw std::invalid_argument("B: found no weight, wanted at least one");
   for (Weight const& weight : weights) {
+    KernelFacts const facts =
+        facts_of(weight.config.shape, gather.dtype, weight.b_layout, weight.accumulation);
+    split_scratch.check(facts, weight.config.splits);
     int32_t const wanted =
         is_block_scaled(weight.accumulation) ? ceil_div(gather.k, kScaleBlock) : 1;
     if (gather.scale_columns != wanted) {
@@ -159,7 +162,7 @@ Call FusedAllGatherMatmul::Impl::prepare_call(Gather const& gather,
     mm.rank = all_gather.rank();
     mm.limit_ns = gather.limit_ns;
     mm.sm_count = all_gather.sm_count();
-    mm.split_scratch = split_scratch.get();
+    mm.split_scratch = split_scratch.memory.get();
     if (is_first) {
       mm.tile_times = tile_times;
       call.push = gathered.push;

@@ -11,6 +11,7 @@
 #include "gemm/scatter_spec.hpp"
 #include "gemm/tile_times.hpp"
 #include "ops/launching.hpp"
+#include "ops/registry.hpp"
 #include "ops/scatter_fields.hpp"
 #include "order/scatter_tiles.hpp"
 #include "runtime/cuda.hpp"
@@ -29,22 +30,10 @@ constexpr int kLeastSms = 2;  // for a cluster of two CTAs
 bool is_all_reduce(MatmulScatter const& call) { return call.all_reduce_sms != 0; }
 
 ScatterEntry const* find_kernel(MatmulScatter const& call) {
-  ScatterEntry const* const* const table = is_all_reduce(call) ? kLaggedTable : kScatterTable;
-  std::size_t const count = is_all_reduce(call) ? kLaggedCount : kScatterCount;
-  for (std::size_t i = 0; i < count; ++i) {
-    KernelFacts const& facts = table[i]->facts;
-    if (facts.shape == call.config.shape && facts.dtype == call.dtype &&
-        facts.b_layout == call.b_layout && facts.accumulation == call.accumulation) {
-      return table[i];
-    }
-  }
-  return nullptr;
-}
-
-std::vector<KernelFacts> facts_of_table(ScatterEntry const* const* table, std::size_t count) {
-  std::vector<KernelFacts> facts;
-  for (std::size_t i = 0; i < count; ++i) facts.push_back(table[i]->facts);
-  return facts;
+  Op const op = is_all_reduce(call) ? Op::MatmulAllReduce : Op::MatmulReduceScatter;
+  return kernel_registry().find_scatter({kernels_device().architecture, op, call.dtype,
+                                         call.accumulation, call.b_layout, Epilogue::Bias,
+                                         call.config.shape});
 }
 
 std::string described(MatmulScatter const& call) {
@@ -91,7 +80,8 @@ void check_splits(MatmulScatter const& call, KernelFacts const& facts) {
   }
 }
 
-void check(MatmulScatter const& call, int world_size, std::size_t part_bytes) {
+/// Returns the kernel.
+ScatterEntry const& check(MatmulScatter const& call, int world_size, std::size_t part_bytes) {
   if (call.rows < 1 || call.rows % world_size != 0) {
     refuse("A", "M=" + std::to_string(call.rows),
            "a positive multiple of the " + std::to_string(world_size) + " ranks");
@@ -110,13 +100,13 @@ void check(MatmulScatter const& call, int world_size, std::size_t part_bytes) {
     require_multiple("B", "leading dimension", product.ldb, alignment);
     require_aligned("A", product.a);
     require_aligned("B", product.b);
-  }
-  if (is_fp8(call.dtype)) {
-    if (call.products.size() != 1) {
-      refuse("A", std::to_string(call.products.size()) + " products", "1 of fp8");
+    if (is_fp8(call.dtype)) {
+      if (product.scales.a == nullptr) refuse("scale_a", "null", "device memory");
+      if (product.scales.b == nullptr) refuse("scale_b", "null", "device memory");
     }
-    if (call.scales.a == nullptr) refuse("scale_a", "null", "device memory");
-    if (call.scales.b == nullptr) refuse("scale_b", "null", "device memory");
+  }
+  if (is_fp8(call.dtype) && call.products.size() != 1) {
+    refuse("A", std::to_string(call.products.size()) + " products", "1 of fp8");
   }
   require_aligned("out", call.out);
   if (call.bias != nullptr) require_aligned("bias", call.bias);
@@ -141,6 +131,7 @@ void check(MatmulScatter const& call, int world_size, std::size_t part_bytes) {
     refuse("A", std::to_string(needed) + " bytes for each other rank",
            "at most the workspace's " + std::to_string(part_bytes));
   }
+  return *kernel;
 }
 
 /// One launch of a call.
@@ -149,33 +140,22 @@ struct Launch {
   KernelParams params;
 };
 
-bool is_same(MatmulScatter const& a, MatmulScatter const& b) {
-  auto const fields = [](MatmulScatter const& call) {
-    auto const& [rows, n, dtype, b_layout, products, bias, out, is_average, all_reduce_sms, scales,
-                 accumulation, config, limit_ns, tile_times] = call;
-    static_cast<void>(products);
-    static_cast<void>(scales);
-    static_cast<void>(config);
-    return std::tie(rows, n, dtype, b_layout, bias, out, is_average, all_reduce_sms, accumulation,
-                    limit_ns, tile_times);
-  };
-  return fields(a) == fields(b) && same_fields(a.config, b.config) &&
-         same_fields(a.scales, b.scales) &&
-         std::equal(a.products.begin(), a.products.end(), b.products.begin(), b.products.end(),
-                    same_fields<Product>);
-}
-
 /// Calls that are prepared, by all that they are given.
 struct CallHash {
   std::size_t operator()(MatmulScatter const& call) const {
     // What differs between calls of a loop: the rest hardly ever is all that differs.
     std::size_t hash = std::hash<void const*>{}(call.out);
-    for (Product const& product : call.products) hash = hash * 31 + hash_of_fields(product);
+    for (Product const& product : call.products) {
+      hash = hash * 31 + std::hash<void const*>{}(product.a);
+      hash = hash * 31 + std::hash<void const*>{}(product.b);
+    }
     return hash;
   }
 };
 struct CallsAreSame {
-  bool operator()(MatmulScatter const& a, MatmulScatter const& b) const { return is_same(a, b); }
+  bool operator()(MatmulScatter const& a, MatmulScatter const& b) const {
+    return same_fields(a, b);
+  }
 };
 
 /// Tiles of a launch, in whole clusters of CTAs: those of others' chunks, and all.
@@ -198,7 +178,8 @@ struct FusedMatmulReduceScatter::Impl {
         layout(part_bytes, static_cast<int>(bases.size())),
         sm_count(kernels_device().sm_count - reserved_sms),
         ordered(kernels_device().index),
-        split_scratch(allocate_split_scratch(split_scratch_bytes(kScatterTable, kScatterCount))) {}
+        split_scratch(allocate_split_scratch(
+            split_scratch_bytes(kernel_registry().scatters(kernels_device().architecture)))) {}
 
   int world_size() const { return static_cast<int>(bases.size()); }
   template <class T>
@@ -221,16 +202,9 @@ struct FusedMatmulReduceScatter::Impl {
   ScatterLayout layout;
   int sm_count;  // multiprocessors for this workspace's kernels
   OrderedCalls ordered;
-  std::shared_ptr<void> split_scratch;  // null where no kernel splits K; for one call at a time
+  SplitScratch split_scratch;
   std::unordered_map<MatmulScatter, Launches, CallHash, CallsAreSame> calls;
 };
-
-std::vector<KernelFacts> built_scatter_kernels() {
-  return facts_of_table(kScatterTable, kScatterCount);
-}
-std::vector<KernelFacts> built_all_reduce_kernels() {
-  return facts_of_table(kLaggedTable, kLaggedCount);
-}
 
 std::size_t FusedMatmulReduceScatter::needed_part_bytes(int32_t rows, int32_t n, int world_size,
                                                         KernelShape const& shape,
@@ -267,8 +241,10 @@ FusedMatmulReduceScatter::FusedMatmulReduceScatter(int rank, std::vector<uintptr
   if (reserved_sms < 0 || impl_->sm_count < kLeastSms) {
     refuse("reserved_sms", std::to_string(reserved_sms), "0 to " + std::to_string(all - kLeastSms));
   }
-  for (std::size_t i = 0; i < kScatterCount; ++i) make_ready(*kScatterTable[i], kernels_device());
-  for (std::size_t i = 0; i < kLaggedCount; ++i) make_ready(*kLaggedTable[i], kernels_device());
+  DeviceFacts const& device = kernels_device();
+  for (ScatterEntry const* const kernel : kernel_registry().scatters(device.architecture)) {
+    make_ready(*kernel, device);
+  }
 }
 
 FusedMatmulReduceScatter::~FusedMatmulReduceScatter() = default;
@@ -320,8 +296,9 @@ TilePushArgs FusedMatmulReduceScatter::Impl::push_args(MatmulScatter const& call
 
 FusedMatmulReduceScatter::Impl::Launches FusedMatmulReduceScatter::Impl::prepare_call(
     MatmulScatter const& call) const {
-  check(call, world_size(), layout.part_bytes());
-  ScatterEntry const& kernel = *find_kernel(call);
+  ScatterEntry const& kernel = check(call, world_size(), layout.part_bytes());
+  split_scratch.check(kernel.facts, call.config.splits);
+  make_ready(kernel, kernels_device());
   KernelShape const& shape = call.config.shape;
   int32_t const chunk_rows = call.rows / world_size();
   int32_t const band = scatter_band_rows(chunk_rows, world_size(), shape);
@@ -344,7 +321,6 @@ FusedMatmulReduceScatter::Impl::Launches FusedMatmulReduceScatter::Impl::prepare
     spec.b_layout = call.b_layout;
     std::copy(call.products.begin(), call.products.end(), spec.products);
     spec.product_count = static_cast<int32_t>(call.products.size());
-    spec.scales = call.scales;
     spec.accumulation = call.accumulation;
     spec.bias = call.bias;
     std::size_t const row_bytes = std::size_t(call.n) * 2;
@@ -358,7 +334,7 @@ FusedMatmulReduceScatter::Impl::Launches FusedMatmulReduceScatter::Impl::prepare
     }
     spec.push = push_args(call, tiles, kernel.tile_bytes);
     spec.sm_count = sm_count;
-    spec.split_scratch = split_scratch.get();
+    spec.split_scratch = split_scratch.memory.get();
     spec.tile_times = times;
     if (times != nullptr) times += tiles.all_tiles();
     KernelParams params = allocate_params(kernel.params_bytes);

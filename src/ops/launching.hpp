@@ -58,18 +58,12 @@ class KeptParams {
   std::unordered_map<Spec, KernelParams, Hash, IsSame> params_;
 };
 
-/// What calls of the kernels of a table need that split K, on the current device: a counter for
-/// each tile, then the partial sums of one wave. 0 where no kernel does.
-template <class Entry>
-std::size_t split_scratch_bytes(Entry const* const* table, std::size_t count) {
-  std::size_t tile_floats = 0;
-  for (std::size_t i = 0; i < count; ++i) {
-    KernelShape const& shape = table[i]->facts.shape;
-    if (table[i]->facts.can_split && !splits_in_cluster(shape)) {
-      tile_floats = std::max(tile_floats, std::size_t(shape.tile_m) * std::size_t(shape.tile_n));
-    }
-  }
-  if (tile_floats == 0) return 0;
+/// What calls of a kernel need that split K, on the current device: a counter for each tile, then
+/// the partial sums of one wave. 0 where it does not, or the CTAs of a tile are a cluster.
+inline std::size_t split_scratch_bytes(KernelFacts const& facts) {
+  KernelShape const& shape = facts.shape;
+  if (!facts.can_split || splits_in_cluster(shape)) return 0;
+  std::size_t const tile_floats = std::size_t(shape.tile_m) * std::size_t(shape.tile_n);
   int const sm_count = current_device().sm_count;
   static_assert(kSplitCounterBytes % 16 == 0, "partial sums are loaded 16 bytes at a time");
   if (sm_count > int(kSplitCounterBytes / sizeof(uint32_t))) {
@@ -79,10 +73,37 @@ std::size_t split_scratch_bytes(Entry const* const* table, std::size_t count) {
   return kSplitCounterBytes + std::size_t(sm_count) * tile_floats * sizeof(float);
 }
 
-/// Such memory, with its counters 0; for one call at a time. Not from a pool of the caller's
-/// allocator, which may belong to a graph. Null for 0 bytes.
-inline std::shared_ptr<void> allocate_split_scratch(std::size_t bytes) {
-  if (bytes == 0) return nullptr;
+/// Enough for each of these kernels.
+template <class Entry>
+std::size_t split_scratch_bytes(std::vector<Entry const*> const& kernels) {
+  std::size_t bytes = 0;
+  for (Entry const* const kernel : kernels) {
+    bytes = std::max(bytes, split_scratch_bytes(kernel->facts));
+  }
+  return bytes;
+}
+
+/// The memory of a workspace for that. A kernel that was added since may need more.
+struct SplitScratch {
+  std::size_t bytes = 0;
+  std::shared_ptr<void> memory;  // for one call at a time; null for 0 bytes
+
+  void check(KernelFacts const& facts, int32_t splits) const {
+    std::size_t const needed = splits == 1 ? 0 : split_scratch_bytes(facts);
+    if (needed > bytes) {
+      refuse("config",
+             std::to_string(splits) + " splits of " + facts.shape.str() + ", which take " +
+                 std::to_string(needed) + " bytes",
+             "at most the " + std::to_string(bytes) +
+                 " that the kernels take which the workspace was made for");
+    }
+  }
+};
+
+/// Such memory, with its counters 0. Not from a pool of the caller's allocator, which may belong to
+/// a graph.
+inline SplitScratch allocate_split_scratch(std::size_t bytes) {
+  if (bytes == 0) return {};
   RelaxedCapture const relaxed;
   void* scratch = nullptr;
   AGMM_CHECK_CUDA(cudaMalloc(&scratch, bytes));
@@ -93,7 +114,7 @@ inline std::shared_ptr<void> allocate_split_scratch(std::size_t bytes) {
   });
   std::vector<char> const zeros(kSplitCounterBytes);
   AGMM_CHECK_CUDA(cudaMemcpy(scratch, zeros.data(), zeros.size(), cudaMemcpyHostToDevice));
-  return held;
+  return {bytes, std::move(held)};
 }
 
 /// Loads a kernel on the device and opts in to its shared memory, once.

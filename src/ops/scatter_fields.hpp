@@ -1,4 +1,4 @@
-// The fields of a product, for its equality and hash.
+// The fields of a matmul + reduce-scatter, for its equality and hash.
 #pragma once
 
 #include "agmm/fused_matmul_reduce_scatter.hpp"
@@ -6,6 +6,8 @@
 
 namespace agmm {
 
-AGMM_FIELDS(Product, a, lda, b, ldb, k);
+AGMM_FIELDS(Product, a, lda, b, ldb, k, scales);
+AGMM_FIELDS(MatmulScatter, rows, n, dtype, b_layout, products, bias, out, is_average,
+            all_reduce_sms, accumulation, config, limit_ns, tile_times);
 
 }  // namespace agmm

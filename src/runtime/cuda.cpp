@@ -213,13 +213,19 @@ DeviceFacts const& current_device() {
   static std::array<DeviceFacts, kMaxDevices> facts;
   int const index = current_device_index();
   std::call_once(once[index], [index] {
-    DeviceFacts f{index, 0, 0, 0, 0};
+    DeviceFacts f{index, 0, 0, 0, 0, ""};
     AGMM_CHECK_CUDA(cudaDeviceGetAttribute(&f.sm_count, cudaDevAttrMultiProcessorCount, index));
     AGMM_CHECK_CUDA(cudaDeviceGetAttribute(&f.clock_khz, cudaDevAttrClockRate, index));
     AGMM_CHECK_CUDA(
         cudaDeviceGetAttribute(&f.capability_major, cudaDevAttrComputeCapabilityMajor, index));
     AGMM_CHECK_CUDA(
         cudaDeviceGetAttribute(&f.capability_minor, cudaDevAttrComputeCapabilityMinor, index));
+    bool const is_kernels =
+        f.capability_major == kCapabilityMajor && f.capability_minor == kCapabilityMinor;
+    std::string const name = is_kernels ? kArchitecture
+                                        : "sm_" + std::to_string(f.capability_major) +
+                                              std::to_string(f.capability_minor);
+    name.copy(f.architecture, sizeof(f.architecture) - 1);
     facts[index] = f;
   });
   return facts[index];
@@ -236,9 +242,7 @@ namespace {
 
 DeviceFacts const& kernels_device() {
   DeviceFacts const& device = current_device();
-  if (device.capability_major != kCapabilityMajor || device.capability_minor != kCapabilityMinor) {
-    refuse_device(device, kArchitecture);
-  }
+  if (std::string(device.architecture) != kArchitecture) refuse_device(device, kArchitecture);
   return device;
 }
 

@@ -46,6 +46,7 @@ struct DeviceFacts {
   int clock_khz;  // at most
   int capability_major;
   int capability_minor;
+  char architecture[8];  // what its kernels are compiled for, as KernelFacts names it
 };
 /// Throws std::runtime_error where there is none.
 DeviceFacts const& current_device();

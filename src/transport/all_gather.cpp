@@ -73,8 +73,10 @@ AllGather::~AllGather() { delete handles_; }
 
 Gathered AllGather::next(GatherRequest const& request) const {
   Gather const& gather = request.gather;
-  if (is_fp8(gather.dtype) && gather.transport != Transport::CopyEnginePush) {
-    throw std::invalid_argument("transport: found another than push, wanted push for fp8");
+  GatherTransport const& transport = transport_of(gather.transport);
+  if (is_fp8(gather.dtype) && !transport.carries_scales()) {
+    throw std::invalid_argument(std::string("transport: found ") + transport.name() +
+                                " for fp8, wanted push");
   }
   std::size_t const bytes =
       std::size_t(world_size()) * (request.shard_bytes() + request.scale_bytes());
@@ -83,7 +85,7 @@ Gathered AllGather::next(GatherRequest const& request) const {
                                 " bytes, wanted at most the workspace's slot of " +
                                 std::to_string(slot_bytes()));
   }
-  return transport_of(request.gather.transport).describe(links_, request, handles_->slot);
+  return transport.describe(links_, request, handles_->slot);
 }
 
 int AllGather::slot() const { return handles_->slot; }

@@ -12,6 +12,8 @@ namespace {
 
 class CopyEnginePull final : public GatherTransport {
  public:
+  char const* name() const override { return "pull"; }
+
   Gathered describe(Links const& links, GatherRequest const& request, int slot) const override {
     if (request.gather.a_out == nullptr) {
       throw std::invalid_argument(

@@ -12,6 +12,10 @@ using Single = WorkspaceLayout::Single;
 
 class CopyEnginePush final : public GatherTransport {
  public:
+  char const* name() const override { return "push"; }
+
+  bool carries_scales() const override { return true; }
+
   Gathered describe(Links const& links, GatherRequest const& request, int slot) const override {
     Gathered gathered = usual(links, request, slot, 1, "", false);
     if (links.memory.world_size() > 1) {

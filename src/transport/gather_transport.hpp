@@ -69,6 +69,12 @@ class GatherTransport {
  public:
   virtual ~GatherTransport() = default;
 
+  /// What messages call it.
+  virtual char const* name() const = 0;
+
+  /// Whether it moves the scales of fp8 operands beside their rows.
+  virtual bool carries_scales() const { return false; }
+
   /// Throws std::invalid_argument when the request does not fit; enqueues nothing.
   virtual Gathered describe(Links const& links, GatherRequest const& request, int slot) const = 0;
 

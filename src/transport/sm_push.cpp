@@ -80,6 +80,8 @@ PushOrder push_order(GatherRequest const& request, ChunkGrid const& columns, int
 
 class SmPush final : public GatherTransport {
  public:
+  char const* name() const override { return "SM push"; }
+
   Gathered describe(Links const& links, GatherRequest const& request, int slot) const override {
     SymmetricMemory const& memory = links.memory;
     Gather const& gather = request.gather;

@@ -60,10 +60,12 @@ def test_a_weight_beyond_the_cache_is_read_across_the_chunks(
     monkeypatch.setattr(call_plans, "problem", lambda *sizes, **how: Problem(300, 28672, 8192))
     monkeypatch.setattr(call_plans, "planner", lambda *given: chosen)
     run = mock.Mock()
-    monkeypatch.setattr(cuda_calls, "async_input_mm", run)
+    monkeypatch.setattr(cuda_calls, "ready_matmul", run)
     signals = torch.ones(chunks, dtype=torch.uint32)
-    async_input_mm.on_cuda(torch.ones(8, 8), torch.ones(8, 8), signals, 0)
-    assert run.call_args.kwargs["config"].across is across
+    a = torch.ones(8, 8).bfloat16()
+    async_input_mm.on_cuda(a, a, signals, 0)
+    *_, ready = run.call_args.args
+    assert ready.config.across is across
 
 
 # --- bad input: _async_input_mm ---

@@ -16,7 +16,7 @@ from agmm import _core
 from agmm.ops import async_input_scaled_mm, scaled_paths, scaled_plans
 from agmm.planning import call_plans
 from agmm.planning.plans import KernelConfig, Plan, Problem
-from agmm.runtime import cuda_scaled
+from agmm.runtime import cuda_calls
 from agmm.testing.reference import relative_error
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -141,9 +141,10 @@ def test_opcheck() -> None:
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     """Of CPU tensors that pass for CUDA's."""
-    core = mock.Mock(ALIGNMENT=8, FP8_ALIGNMENT=16, DType=_core.DType)
-    monkeypatch.setattr(cuda_scaled, "_core", core)
-    monkeypatch.setattr(cuda_scaled, "stream_of", mock.Mock(return_value=0))
+    core = mock.Mock(wraps=_core, async_input_mm=mock.Mock())
+    monkeypatch.setattr(cuda_calls, "_core", core)
+    monkeypatch.setattr(cuda_calls, "stream_of", mock.Mock(return_value=0))
+    monkeypatch.setattr(cuda_calls, "is_on_current_gpu", lambda tensor: False)
     monkeypatch.setattr(torch.cuda, "device", mock.MagicMock())
     monkeypatch.setattr(scaled_paths, "why_no_kernel", lambda device: None)
     return core
@@ -187,7 +188,7 @@ def test_what_the_kernels_cannot_do(core: mock.Mock, change: dict[str, Any], mes
         change = {**change, "B": torch.ones(1, 16).to(E4M3).t()}
     with pytest.raises(agmm.InvalidArgument, match=f"^{re.escape(message)}"):
         on_cuda(**change)
-    core.async_input_scaled_mm.assert_not_called()
+    core.async_input_mm.assert_not_called()
 
 
 @pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
@@ -197,14 +198,16 @@ def test_what_the_core_is_told(core: mock.Mock, kind: str) -> None:
         given |= {"scale_a": torch.ones(()), "scale_b": torch.ones(())}
     out = on_cuda(**given)
     assert (out.dtype, out.shape) == (torch.bfloat16, (8, 24))
-    arguments = core.async_input_scaled_mm.call_args.args
-    is_rowwise = kind == "rowwise"
-    columns = 24 if is_rowwise else 1
-    of_b = (given["scale_b"].data_ptr(), is_rowwise, columns, 1)
-    scales = (given["scale_a"].data_ptr(), is_rowwise, of_b)
-    assert arguments[4] == scales
-    dtype = core.DType.float8_e5m2_float8_e4m3fn
-    assert arguments[5:11] == (8, 24, 16, dtype, _core.Accumulation.slow, 16)
+    problem, addresses, *_ = core.async_input_mm.call_args.args
+    names = "A", "B", "scale_a", "scale_b"
+    signals = given["a_chunk_signals"].data_ptr()
+    of_operands = [given[name].data_ptr() for name in names]
+    assert addresses == (*of_operands, 0, out.data_ptr(), signals)
+    assert repr(problem).startswith("MatmulProblem(8x24x16 e5m2_e4m3 B col slow, chunks 2x1 from 0")
+    size, b, told, config = core.MatmulProblem.call_args.args
+    assert (size, b, config) == ((8, 24, 16), (True, 16), CONFIG.core)
+    scales, is_rowwise = told.scales, kind == "rowwise"
+    assert (scales.a_per_row, scales.b_per_column, scales.a_columns) == (is_rowwise, is_rowwise, 1)
 
 
 @pytest.mark.parametrize(("chunks", "across"), [(1, False), (4, True)])
@@ -218,7 +221,8 @@ def test_a_weight_beyond_the_cache_is_read_across_the_chunks(
     given = call(a_chunk_signals=torch.ones(chunks, dtype=torch.uint32))
     del given["bias"], given["use_fast_accum"]
     async_input_scaled_mm.on_cuda(*given.values())
-    assert core.async_input_scaled_mm.call_args.args[14].across is across
+    *_, config = core.MatmulProblem.call_args.args
+    assert config.across is across
 
 
 def test_scales_of_rows_are_read_where_they_lie(core: mock.Mock) -> None:
@@ -226,4 +230,5 @@ def test_scales_of_rows_are_read_where_they_lie(core: mock.Mock) -> None:
     scales = torch.ones(9)[1:].view(8, 1)
     assert scales.data_ptr() % 8 == 4
     on_cuda(scale_a=scales)
-    assert core.async_input_scaled_mm.call_args.args[4][0] == scales.data_ptr()
+    _, addresses, *_ = core.async_input_mm.call_args.args
+    assert addresses[2] == scales.data_ptr()

@@ -24,7 +24,7 @@ from agmm.ops import kept, quantize, scaled_paths, scaled_products
 from agmm.ops.scaled_checks import scaling_of
 from agmm.planning import fp8_kernels
 from agmm.planning.plans import KernelConfig
-from agmm.runtime import cpu_scaled, cuda_scaled, cuda_scaled_calls, scaling
+from agmm.runtime import cpu_scaled, cuda_gather, cuda_scaled, cuda_scatter, scaling
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.runtime.scaling import ALL, BY_NAME, SCALINGS
 from agmm.testing.reference import relative_error
@@ -733,84 +733,111 @@ class Workspace:
         )
         self.core = mock.Mock()
         self.captured, self.refused = False, mock.Mock()
-        for name in ("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"):
+        for name in ("all_gather_matmul", "matmul_reduce_scatter"):
             getattr(self.core, name).return_value = False
+        self.device = torch.device("cpu")
 
     def enter(self, size: int) -> Any:
         self.size = size
         return mock.Mock(core=self.core)
 
 
+CONFIG = KernelConfig.parse("128x128x128_1x1_pingpong").core
+
+
 @pytest.mark.parametrize("kind", ["tensorwise", "rowwise", "block"])
 def test_what_the_core_gets_of_a_gather(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_scaled_calls, "stream_of", mock.Mock(return_value=7))
+    monkeypatch.setattr(cuda_gather, "stream_of", mock.Mock(return_value=7))
     operands = given(kind)
     A, B, of_a, of_b = (operands[name] for name in ("A", "B", "scale_a", "scale_b"))
     A, of_a = A.view(2, 3, 144), of_a if of_a.numel() == 1 else of_a.view(2, 3, -1)
     tile, weight = scaled_paths.weight_of(A, of_a, B, of_b, None, None, torch.bfloat16, True)
     shard = scaled_paths.rows_of(A, of_a, tile, 0)
     workspace = Workspace()
-    kernel = cuda_scaled.Kernel(mock.sentinel.config, Accumulation.fast)
-    call = cuda_scaled_calls.ready_gather(
+    accumulation = Accumulation.block if kind == "block" else Accumulation.fast
+    kernel = cuda_scaled.kernel_of(shard, weight, CONFIG, accumulation)
+    call = cuda_gather.ready_gather(
         workspace,  # type: ignore[arg-type]
-        A.shape,
-        shard,
-        [weight],
+        A,
+        [B],
         [kernel],
         return_A=True,
     )
-    whole, of_whole, (out,) = call(A, of_a, [B], [of_b], [None])
+    whole, of_whole, (out,) = call(A, [B], [None], of_a, [of_b])
     columns = 2 if kind == "block" else 1
     assert out.shape == (8, 3, 48) and out.dtype == torch.bfloat16
     assert whole is not None and of_whole is not None
     assert whole.shape == (8, 3, 144) and whole.dtype == E4M3
     assert of_whole.shape == ((4, 1) if kind == "tensorwise" else (8, 3, columns))
     assert workspace.size == 24 * (144 + 4 * columns)
-    a, scale, found_columns, rows, k, _, (given_weight,), to, _, stream = (
-        workspace.core.all_gather_scaled_matmul.call_args.args
-    )
-    assert (found_columns, rows, k, stream) == (columns, 6, 144, 7)
-    assert (a, to) == (A.data_ptr(), whole.data_ptr())
+    problem, addresses, stream, tile_times = workspace.core.all_gather_matmul.call_args.args
+    of_b_in_words = f"B [144, 48] column-major {accumulation.name} by {CONFIG}"
+    of_a_in_words = f"A_shard [6, 144] e4m3 with {columns} scales for a row"
+    assert repr(problem) == f"GatherProblem({of_a_in_words}, {of_b_in_words})"
+    assert (stream, tile_times) == (7, 0)
+    a, scale, to, scale_to, b, _, bias, out_at = addresses
+    assert (a, to, b, bias) == (A.data_ptr(), whole.data_ptr(), B.data_ptr(), 0)
+    assert out_at == out.data_ptr()
     if kind != "tensorwise":  # else as many as rows
-        assert scale == of_a.data_ptr()
-    b, leading, n, bias, out_at, config, (_, per_column, *_), accumulation = given_weight
-    assert (b, leading, n, bias, out_at) == (B.data_ptr(), 144, 48, 0, out.data_ptr())
-    assert (config, accumulation) == (mock.sentinel.config, Accumulation.fast)
-    assert per_column == (kind == "rowwise")
+        assert (scale, scale_to) == (of_a.data_ptr(), of_whole.data_ptr())
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("tensorwise", (False, 1, False, 1, 1)),
+        ("rowwise", (True, 1, True, 48, 1)),
+        ("block", (True, 2, False, 1, 1)),
+        ("block 1x128", (True, 2, True, 48, 1)),
+    ],
+)
+def test_what_the_core_is_told_of_scales(kind: str, wanted: tuple[Any, ...]) -> None:
+    operands = given(kind)
+    A, B, of_a, of_b = (operands[name] for name in ("A", "B", "scale_a", "scale_b"))
+    tile, weight = scaled_paths.weight_of(A, of_a, B, of_b, None, None, torch.bfloat16, True)
+    shard = scaled_paths.rows_of(A, of_a, tile, 0)
+    accumulation = cuda_scaled.accumulation_of(shard, weight)
+    assert accumulation is not None
+    scales = cuda_scaled.kernel_of(shard, weight, CONFIG, accumulation).format.scales
+    assert scales is not None
+    names = "a_per_row", "a_columns", "b_per_column", "b_k_stride", "b_n_stride"
+    assert tuple(getattr(scales, name) for name in names) == wanted
 
 
 @pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
 def test_what_the_core_gets_of_a_scatter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_scaled_calls, "stream_of", mock.Mock(return_value=7))
+    monkeypatch.setattr(cuda_scatter, "stream_of", mock.Mock(return_value=7))
     operands = given(kind)
     A, B, of_a, of_b = (operands[name] for name in ("A", "B", "scale_a", "scale_b"))
-    tile, weight = scaled_paths.weight_of(A, of_a, B, of_b, None, None, torch.bfloat16, False)
+    A, of_a = torch.cat([A, A]).view(4, 3, 144), of_a if of_a.numel() == 1 else of_a.repeat(2, 1)
+    tile, weight = scaled_paths.weight_of(
+        A.view(12, 144), of_a, B, of_b, None, None, torch.bfloat16, False
+    )
     workspace = Workspace()
-    config = KernelConfig.parse("128x128x128_1x1_pingpong").core
-    call = cuda_scaled_calls.ready_scatter(
+    operand = scaled_paths.rows_of(A.view(12, 144), of_a, tile, 0)
+    kernel = cuda_scaled.kernel_of(operand, weight, CONFIG, Accumulation.slow)
+    call = cuda_scatter.ready_scatter(
         workspace,  # type: ignore[arg-type]
-        scaled_paths.rows_of(A, of_a, tile, 0),
-        weight,
-        cuda_scaled.Kernel(config, Accumulation.slow),
-        (3, 1, 48),
+        [A],
+        [B],
+        kernel,
         is_average=True,
     )
-    out = call(A, of_a, B, of_b, None)
-    assert out.shape == (3, 1, 48) and out.dtype == torch.bfloat16
-    product, (scale, per_row, (_, per_column, *_)), *rest = (
-        workspace.core.scaled_matmul_reduce_scatter.call_args.args
-    )
-    assert product == (A.data_ptr(), 144, B.data_ptr(), 144, 144)
-    assert (scale, per_row, per_column) == (of_a.data_ptr(), *2 * (kind == "rowwise",))
-    assert rest[:2] == [6, 48] and rest[3:6] == [Accumulation.slow, 0, out.data_ptr()]
-    assert rest[6:] == [True, config, 7]
+    out = call([A], [B], None, [of_a], [of_b])
+    assert out.shape == (1, 3, 48) and out.dtype == torch.bfloat16
+    problem, addresses, stream, tile_times = workspace.core.matmul_reduce_scatter.call_args.args
+    words = f"A [12, 144] e4m3, B [144, 48] column-major, slow, avg, {CONFIG}"
+    assert repr(problem) == f"ScatterProblem({words})"
+    tensors = A, B, of_a, of_b
+    assert addresses == [*(tensor.data_ptr() for tensor in tensors), 0, out.data_ptr()]
+    assert (stream, tile_times) == (7, 0)
     assert not workspace.captured
-    workspace.core.scaled_matmul_reduce_scatter.side_effect = ValueError("A: found 1, wanted 2")
+    workspace.core.matmul_reduce_scatter.side_effect = ValueError("A: found 1, wanted 2")
     workspace.refused = mock.Mock(return_value=InvalidArgument("refused"))
     with pytest.raises(InvalidArgument, match=r"^refused$"):
-        call(A, of_a, B, of_b, None)
+        call([A], [B], None, [of_a], [of_b])
     assert not workspace.captured
-    workspace.core.scaled_matmul_reduce_scatter.side_effect = RuntimeError("CUDA")
+    workspace.core.matmul_reduce_scatter.side_effect = RuntimeError("CUDA")
     with pytest.raises(RuntimeError, match=r"^CUDA$"):
-        call(A, of_a, B, of_b, None)
+        call([A], [B], None, [of_a], [of_b])
     assert workspace.captured  # half of it may be in a graph

@@ -19,7 +19,13 @@ import torch
 
 from agmm import _core
 from agmm.planning.legality import legal_scatter_splits
-from agmm.planning.plans import MATMUL_REDUCE_SCATTER, KernelConfig, Problem
+from agmm.planning.plans import (
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    KernelConfig,
+    Problem,
+)
+from agmm.runtime.kernels import built
 
 DTYPES = {torch.bfloat16: _core.DType.bfloat16, torch.float16: _core.DType.float16}
 PART_BYTES = 64 << 20
@@ -27,12 +33,12 @@ PART_BYTES = 64 << 20
 
 def kernels() -> list[KernelConfig]:
     """Those of this build to choose from."""
-    return [KernelConfig.of(kernel) for kernel in _core.scatter_kernels() if not kernel.timed]
+    return [KernelConfig.of(kernel) for kernel in built(MATMUL_REDUCE_SCATTER)]
 
 
 def all_reduce_kernels() -> list[KernelConfig]:
     """Those of an all-reduce."""
-    return [KernelConfig.of(kernel) for kernel in _core.all_reduce_kernels()]
+    return [KernelConfig.of(kernel) for kernel in built(MATMUL_ALL_REDUCE)]
 
 
 @dataclass
@@ -92,26 +98,21 @@ def enqueue(
 ) -> None:
     """One call of one rank; with ``all_reduce_sms`` of an all-reduce."""
     column_major = what.Bs[0].stride(0) == 1
-    core.matmul_reduce_scatter(
-        _core.ScatterProblem(
-            what.rows,
-            what.n,
-            DTYPES[out.dtype],
-            column_major,
-            [
-                (A.stride(0), B.stride(int(column_major)), A.shape[1])
-                for A, B in zip(what.As, what.Bs, strict=True)
-            ],
-            what.is_average,
-            config.core,
-            all_reduce_sms,
-        ),
-        [each.data_ptr() for pair in zip(what.As, what.Bs, strict=True) for each in pair],
-        0 if what.bias is None else what.bias.data_ptr(),
-        out.data_ptr(),
-        stream.cuda_stream,
-        0 if tile_times is None else tile_times.data_ptr(),
+    pairs = list(zip(what.As, what.Bs, strict=True))
+    problem = _core.ScatterProblem(
+        what.rows,
+        what.n,
+        _core.Format(DTYPES[out.dtype]),
+        [(A.stride(0), B.stride(int(column_major)), A.shape[1]) for A, B in pairs],
+        config.core,
+        b_column_major=column_major,
+        is_average=what.is_average,
+        all_reduce_sms=all_reduce_sms,
     )
+    addresses = [address for A, B in pairs for address in (A.data_ptr(), B.data_ptr(), 0, 0)]
+    addresses += [0 if what.bias is None else what.bias.data_ptr(), out.data_ptr()]
+    times = 0 if tile_times is None else tile_times.data_ptr()
+    core.matmul_reduce_scatter(problem, addresses, stream.cuda_stream, times)
 
 
 def symmetric_memory(world_size: int, part_bytes: int) -> torch.Tensor:

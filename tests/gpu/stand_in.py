@@ -59,21 +59,17 @@ class StandIn:
         stores_A = return_A and "column" in config.stores_A
         gathered = [torch.full_like(A, torch.nan) for _ in range(ranks if stores_A else 0)]
         outs = [torch.full((A.shape[0], B.shape[1]), torch.nan).to(A) for B in Bs]
+        plain = _core.Format(_core.DType.bfloat16)
         torch.cuda.synchronize()
         for r, core in enumerate(self.cores):
             B = Bs[r]
-            weight = (B.data_ptr(), B.stride(1), True, B.shape[1], 0, outs[r].data_ptr())
-            core.all_gather_matmul(
-                shards[r].data_ptr(),
-                shards[r].shape[0],
-                A.shape[1],
-                _core.DType.bfloat16,
-                [(*weight, config.core)],
-                core_transport(transport),
-                gathered[r].data_ptr() if stores_A else 0,
-                0,
-                self.streams[r].cuda_stream,
+            weight = _core.GatherWeight(B.shape[1], (True, B.stride(1)), plain, config.core)
+            problem = _core.GatherProblem(
+                len(shards[r]), A.shape[1], [weight], core_transport(transport)
             )
+            to = gathered[r].data_ptr() if stores_A else 0
+            addresses = [shards[r].data_ptr(), 0, to, 0, B.data_ptr(), 0, 0, outs[r].data_ptr()]
+            core.all_gather_matmul(problem, addresses, self.streams[r].cuda_stream)
         torch.cuda.synchronize()
         return gathered, outs
 

@@ -16,6 +16,7 @@ import stress_work
 from at_hand import GPUS, RANKS, needs_two
 
 from agmm import _core
+from agmm.runtime import kernels
 from agmm.testing.ranks import RankPool
 
 SEARCH_S = 180.0
@@ -46,7 +47,7 @@ def needs_delays(of: str) -> pytest.MarkDecorator:
 
 
 needs_fault_of_scatters = pytest.mark.skipif(
-    _core.fault not in OF_SCATTERS or not _core.scatter_kernels(),
+    _core.fault not in OF_SCATTERS or not kernels.built("matmul_reduce_scatter"),
     reason=f"agmm is built with AGMM_FAULT={_core.fault!r}, wanted one of {', '.join(OF_SCATTERS)}",
 )
 

@@ -20,7 +20,7 @@ from agmm import _core
 from agmm._core import Accumulation
 from agmm.ops import async_input_scaled_mm, scaled_paths
 from agmm.planning import call_plans, fp8_kernels, tables
-from agmm.planning.plans import KernelConfig, Plan, Row
+from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Plan, Row
 from agmm.planning.tables import Key
 from agmm.runtime import cuda_scaled
 from agmm.runtime.scaling import BLOCK
@@ -67,7 +67,8 @@ KERNELS = [
     Kernel(pair, fact.accumulation, KernelConfig.parse(fact.kernel))
     for pair in PAIRS
     for fact in _core.kernel_facts()
-    if fact.is_fp8
+    if fact.op == ALL_GATHER_MATMUL
+    and fact.is_fp8
     and fact.dtype.name == "_".join(str(dtype).removeprefix("torch.") for dtype in pair)
 ]
 if not KERNELS:

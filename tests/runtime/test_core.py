@@ -9,10 +9,13 @@ import pytest
 import agmm
 from agmm import _core
 from agmm.planning import plans
+from agmm.runtime import kernels
 
 without_cuda = pytest.mark.skipif(
     _core.cuda_built, reason="this build has CUDA, so its calls do not refuse"
 )
+PLAIN = _core.Format(_core.DType.bfloat16)
+CONFIG = _core.KernelConfig(128, 128, 64, 1, 1, "pingpong")
 REFUSAL = "^agmm: built without CUDA; wanted a build with AGMM_CUDA=ON and nvcc$"
 
 
@@ -89,15 +92,22 @@ def test_configs_cannot_be_changed() -> None:
             setattr(config, field, getattr(config, field))
 
 
-def test_kernels_is_a_list_of_configs() -> None:
-    kernels = _core.kernels()
-    assert type(kernels) is list
-    assert all(type(kernel) is _core.KernelConfig for kernel in kernels)
-    assert (len(kernels) > 0) == _core.cuda_built
-    assert len({kernel.name for kernel in kernels}) == len(kernels)
-    # The caller's own list.
-    kernels.append(_core.KernelConfig(128, 128, 64, 1, 1, "pingpong"))
-    assert len(_core.kernels()) == len(kernels) - 1
+def test_the_facts_of_kernels_are_the_callers_own_list() -> None:
+    facts = _core.kernel_facts()
+    assert type(facts) is list
+    assert (len(facts) > 0) == _core.cuda_built
+    assert all(type(fact.config) is _core.KernelConfig for fact in facts)
+    facts.clear()
+    assert (len(_core.kernel_facts()) > 0) == _core.cuda_built
+
+
+@pytest.mark.parametrize("op", plans.OPS)
+def test_each_kernel_of_an_op_is_built_once(op: str) -> None:
+    found = kernels.built(op)
+    assert len({kernel.name for kernel in found}) == len(found)
+    assert (len(found) > 0) == _core.cuda_built
+    assert not any(kernel.timed for kernel in found)
+    assert all(kernel.timed for kernel in kernels.built(op, timed=True))
 
 
 @pytest.mark.parametrize(
@@ -138,46 +148,25 @@ def test_what_a_kernel_can_do_is_known_without_building_it(
 
 def test_kernels_register_what_they_can_do() -> None:
     facts = _core.kernel_facts()
-    configs = {kernel.name: kernel for kernel in _core.kernels()}
-    assert {fact.kernel for fact in facts if not fact.is_fp8} == set(configs)
-    assert len({(f.kernel, f.dtype, f.b_layout, f.accumulation) for f in facts}) == len(facts)
+    names = "op", "kernel", "dtype", "b_layout", "accumulation", "epilogue", "architecture"
+    assert len({tuple(getattr(f, name) for name in names) for f in facts}) == len(facts)
     assert all(fact.b_layout == "column" for fact in facts if fact.is_fp8)
     assert all(fact.fast_accum for fact in facts if not fact.is_fp8)
-    configs |= {f.kernel: plans.KernelConfig.parse(f.kernel).core for f in facts if f.is_fp8}
     for fact in facts:
-        config = configs[fact.kernel]
-        can_split = config.can_split and "block" not in fact.accumulation.name
-        assert (fact.timed, fact.can_split) == (config.timed, can_split)
+        config = plans.KernelConfig.parse(fact.kernel).core
+        assert (fact.config.name, fact.timed) == (fact.kernel, config.timed)
         assert fact.can_store_A == (fact.b_layout in config.stores_A)
-        assert fact.architecture == "sm_90a"
+        assert (fact.architecture, fact.epilogue) == ("sm_90a", "bias")
+        if fact.op == plans.ALL_GATHER_MATMUL:
+            can_split = config.can_split and "block" not in fact.accumulation.name
+            assert fact.can_split == can_split
 
 
 @without_cuda
 def test_matmul_refuses_without_cuda() -> None:
-    config = _core.KernelConfig(128, 128, 64, 1, 1, "pingpong")
+    problem = _core.MatmulProblem((128, 128, 64), (True, 64), PLAIN, CONFIG)
     with pytest.raises(RuntimeError, match=REFUSAL):
-        _core.async_input_mm(
-            a=0,
-            b=0,
-            out=0,
-            bias=0,
-            m=128,
-            n=128,
-            k=64,
-            dtype=_core.DType.bfloat16,
-            b_column_major=True,
-            ldb=64,
-            signals=0,
-            chunks_m=1,
-            chunks_k=1,
-            pivot=0,
-            config=config,
-            rank=0,
-            sm_count=0,
-            tile_times=0,
-            split_scratch=0,
-            stream=0,
-        )
+        _core.async_input_mm(problem, addresses=[0] * 7, stream=0)
 
 
 @without_cuda
@@ -187,6 +176,61 @@ def test_workspace_refuses_without_cuda() -> None:
 
 
 def test_matmul_refuses_the_name_of_a_config() -> None:
-    arguments: list[Any] = [*[0] * 14, "128x128x64_1x1_pingpong", *[0] * 4]
-    with pytest.raises(TypeError, match="incompatible function arguments"):
-        _core.async_input_mm(*arguments)
+    arguments: list[Any] = [(128, 128, 64), (True, 64), PLAIN, "128x128x64_1x1_pingpong"]
+    with pytest.raises(TypeError, match="incompatible constructor arguments"):
+        _core.MatmulProblem(*arguments)
+
+
+@pytest.mark.parametrize("addresses", [[], [0] * 6, [0] * 8], ids=len)
+def test_matmul_refuses_another_number_of_addresses(addresses: list[int]) -> None:
+    problem = _core.MatmulProblem((128, 128, 64), (True, 64), PLAIN, CONFIG)
+    message = f"^addresses: found {len(addresses)}, wanted 7$"
+    with pytest.raises(ValueError, match=message):
+        _core.async_input_mm(problem, addresses, 0)
+
+
+E4M3 = _core.DType.float8_e4m3fn_float8_e4m3fn
+SLOW = _core.Accumulation.slow
+ROW_SCALES = _core.ScaleLayout(a_per_row=True, b_per_column=True)
+SCALED = _core.Format(E4M3, SLOW, ROW_SCALES)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "message"),
+    [
+        (E4M3, {}, "scales: found none, wanted their layout for e4m3"),
+        (_core.DType.float16, {"scales": ROW_SCALES}, "scales: found some, wanted none for fp16"),
+        (
+            _core.DType.bfloat16,
+            {"accumulation": SLOW},
+            "accumulation: found slow, wanted fast for bf16",
+        ),
+    ],
+)
+def test_a_format_that_makes_no_sense(
+    dtype: _core.DType, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        _core.Format(dtype, **options)
+
+
+def test_a_spec_says_all_but_where_the_tensors_are() -> None:
+    b, config = (True, 64), "128x128x64_1x1_pingpong_swizzle1_along_m"
+    matmul = _core.MatmulProblem((128, 256, 64), b, SCALED, CONFIG, chunks=(4, 1, 2))
+    words = f"128x256x64 e4m3 B col slow, chunks 4x1 from 2, {config}"
+    assert repr(matmul) == f"MatmulProblem({words})"
+    weights = [_core.GatherWeight(n, b, SCALED, CONFIG) for n in (256, 8)]
+    of_b = [f"B [64, {n}] column-major slow by {config}" for n in (256, 8)]
+    of_a = "A_shard [32, 64] e4m3 with 1 scales for a row"
+    assert (
+        repr(_core.GatherProblem(32, 64, weights)) == f"GatherProblem({', '.join([of_a, *of_b])})"
+    )
+    scatter = _core.ScatterProblem(32, 8, PLAIN, [(64, 64, 64)], CONFIG, is_average=True)
+    words = f"A [32, 64] bf16, B [64, 8] column-major, avg, {config}"
+    assert repr(scatter) == f"ScatterProblem({words})"
+
+
+def test_weights_of_two_kinds_share_no_gather() -> None:
+    weights = [_core.GatherWeight(8, (True, 64), kind, CONFIG) for kind in (PLAIN, SCALED)]
+    with pytest.raises(ValueError, match=r"^B: found bf16 and e4m3, wanted one kind of elements$"):
+        _core.GatherProblem(8, 64, weights)

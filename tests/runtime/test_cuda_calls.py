@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,8 +12,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import agmm
-from agmm import InvalidArgument
-from agmm.ops import scatter_paths
+from agmm import InvalidArgument, _core
+from agmm.ops import async_input_mm, scatter_paths
 from agmm.ops.prepare import prepare
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import cuda_calls
@@ -23,19 +22,19 @@ CONFIG = KernelConfig(128, 128, 64, 1, 1, "pingpong", 4, "along_n")
 
 
 def test_one_rank_uses_the_config_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def matmul(a: torch.Tensor, b: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-        asked.append(options["config"])
-        return a @ b
-
-    monkeypatch.setattr(cuda_calls, "async_input_mm", matmul)
+    core = mock.Mock(wraps=_core, async_input_mm=mock.Mock())
+    monkeypatch.setattr(cuda_calls, "_core", core)
+    monkeypatch.setattr(cuda_calls, "stream_of", mock.Mock(return_value=0))
+    monkeypatch.setattr(cuda_calls, "is_on_current_gpu", lambda tensor: False)
+    monkeypatch.setattr(torch.cuda, "device", mock.MagicMock())
     workspace = mock.Mock(world_size=1, device=torch.device("cpu"))
     A, B = torch.ones(2, 3, 8).bfloat16(), torch.ones(8, 5).bfloat16()
     call = prepare(workspace, A, [B], return_A=True, config=CONFIG)
-    gathered, (out,) = call(A, [B], [None])
-    assert [str(config) for config in asked] == [str(CONFIG.core)]
-    assert out.shape == (2, 3, 5)
+    gathered, scales, (out,) = call(A, [B], [None])
+    problem, addresses, *_ = core.async_input_mm.call_args.args
+    assert repr(problem).endswith(f"{CONFIG.core})")
+    assert addresses[:4] == (A.data_ptr(), B.data_ptr(), 0, 0)
+    assert (out.shape, scales) == ((2, 3, 5), None)
     assert gathered is not None
     assert torch.equal(gathered, A)
     assert gathered.data_ptr() != A.data_ptr()
@@ -68,7 +67,7 @@ def test_kept_calls_end_with_their_group() -> None:
 
 def test_an_a_that_chunks_still_come_to_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy, which TMA's alignment would ask for, would be of what lies there before."""
-    core = mock.Mock()
+    core = mock.Mock(wraps=_core, async_input_mm=mock.Mock())
     monkeypatch.setattr(cuda_calls, "_core", core)
     monkeypatch.setattr(cuda_calls, "stream_of", mock.Mock(return_value=0))
     monkeypatch.setattr(cuda_calls, "is_on_current_gpu", lambda tensor: False)
@@ -78,10 +77,11 @@ def test_an_a_that_chunks_still_come_to_is_not_copied(monkeypatch: pytest.Monkey
     a, b = memory[shift : shift + 32].view(4, 8), torch.zeros(8, 16, dtype=torch.bfloat16)
     signals = torch.ones(2, dtype=torch.uint32)
     with pytest.raises(InvalidArgument, match=r"^a: found address 0x\w+, wanted a multiple of 16 "):
-        cuda_calls.async_input_mm(a, b, signals, 0, config=CONFIG.core)
+        async_input_mm.on_cuda(a, b, signals, 0, config=CONFIG)
     core.async_input_mm.assert_not_called()
-    cuda_calls.async_input_mm(a, b, None, 0, config=CONFIG.core)  # there already: a copy will do
-    assert core.async_input_mm.call_args.args[0] % 16 == 0
+    async_input_mm.on_cuda(a, b, None, 0, config=CONFIG)  # there already: a copy will do
+    _, addresses, *_ = core.async_input_mm.call_args.args
+    assert addresses[0] % 16 == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

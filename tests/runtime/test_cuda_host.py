@@ -137,6 +137,9 @@ def _run(program: Path, name: str) -> subprocess.CompletedProcess[str]:
         "forked_child",
         "split_scratch",
         "first_columns",
+        "registry",
+        "registry_of_threads",
+        "scratch_of_added_kernels",
     ],
 )
 def test_host_code(program: Path, name: str) -> None:
@@ -260,3 +263,79 @@ def test_other_threads_go_on_while_the_device_is_waited_for() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+WHICH_ADDRESS_IS_WHICH = """
+import ctypes, sys
+import fake_core as core
+
+RANKS, SLOT_BYTES = 2, 1 << 20
+what, is_fp8, wrong = sys.argv[1], sys.argv[2] == "fp8", int(sys.argv[3])
+kept = ctypes.create_string_buffer(1 << 20)
+tensors = (ctypes.addressof(kept) + 255) // 256 * 256
+tile_k, schedule = (128, "pingpong") if is_fp8 else (64, "cooperative")
+config = core.KernelConfig(128, 128, tile_k, 1, 1, schedule)
+plain = core.Format(core.DType.bfloat16)
+if is_fp8:
+    scales = core.ScaleLayout(a_per_row=True, b_per_column=True)
+    plain = core.Format(
+        core.DType.float8_e4m3fn_float8_e4m3fn, core.Accumulation.slow, scales
+    )
+
+def workspace(kind):
+    kept = [ctypes.create_string_buffer(kind.workspace_bytes(SLOT_BYTES, RANKS) + 128)
+            for _ in range(RANKS)]
+    places = [(ctypes.addressof(memory) + 127) // 128 * 128 for memory in kept]
+    return kind(0, places, SLOT_BYTES), kept
+
+def call(addresses):
+    if what == "matmul":
+        problem = core.MatmulProblem((128, 128, 256), (True, 256), plain, config)
+        return core.async_input_mm(problem, addresses, 1)
+    if what == "gather":
+        weight = core.GatherWeight(128, (True, 256), plain, config)
+        made, memory = workspace(core.CudaWorkspace)
+        return made.all_gather_matmul(core.GatherProblem(128, 256, [weight]), addresses, 1)
+    of_scatter = core.KernelConfig(128, 128, 64, 1, 1, "pingpong")
+    made, memory = workspace(core.CudaScatterWorkspace)
+    problem = core.ScatterProblem(256, 128, plain, [(256, 256, 256)], of_scatter)
+    return made.matmul_reduce_scatter(problem, addresses, 1)
+
+addresses = [tensors] * {"matmul": 7, "gather": 8, "scatter": 6}[what]
+call(addresses)
+addresses[wrong] = 0 if is_fp8 else tensors + 2
+try:
+    call(addresses)
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("matmul", ["A", "B", "scale_a", "scale_b", "bias", "out", ""]),
+        ("gather", ["A_shard", "scale_a", "A", "", "B", "scale_b", "bias", "out"]),
+        ("scatter", ["A", "B", "scale_a", "scale_b", "bias", "out"]),
+    ],
+)
+def test_addresses_come_in_the_order_of_the_spec(what: str, names: list[str]) -> None:
+    """An address that the call cannot take is refused by the name of its argument: one that is not
+    aligned, or of fp8 one that is missing. Scales may lie anywhere, and are of fp8 alone."""
+    folder = compiles.result(_build)["fake_core"].parent
+    for i, name in enumerate(names):
+        kind = "fp8" if name.startswith("scale") else "bf16"
+        done = subprocess.run(
+            [sys.executable, "-c", WHICH_ADDRESS_IS_WHICH, what, kind, str(i)],
+            env={**os.environ, "PYTHONPATH": str(folder)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        if name:
+            wrong = "null" if kind == "fp8" else "an address that is no multiple of 16 bytes"
+            assert done.stdout.startswith(f"{name}: found {wrong}"), (i, done.stdout)
+        else:
+            assert done.stdout == ""

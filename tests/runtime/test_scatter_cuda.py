@@ -15,11 +15,10 @@ import torch.distributed as dist
 from short_ids import short
 
 import agmm
-from agmm import _core
 from agmm.ops import scatter_cuda, scatter_plan
 from agmm.ops.kept import kept_calls
 from agmm.planning.plans import BY_TORCH, UNFUSED, KernelConfig, Plan
-from agmm.runtime import cuda_calls, cuda_scatter
+from agmm.runtime import cuda_calls, cuda_gather, cuda_scatter
 
 A = torch.randn(8, 16).bfloat16()
 B = torch.randn(24, 16).bfloat16().t()
@@ -148,16 +147,15 @@ def test_the_host_time_of_a_kept_call(group: str, monkeypatch: pytest.MonkeyPatc
         captured=False,
         world_size=4,
     )
-    for module in (cuda_scatter, cuda_calls):
+    for module in (cuda_scatter, cuda_gather):
         monkeypatch.setattr(module, "stream_of", lambda device: 0)
     monkeypatch.setattr(cuda_calls, "is_on_current_gpu", lambda tensor: False)
     monkeypatch.setattr(scatter_cuda, "scatter_workspace", lambda *_: workspace)
     with mock.patch.object(dist, "get_world_size", return_value=4):
         kernel = KernelConfig.parse("128x128x64_1x1_pingpong")
         scatter = scatter_cuda.call_with(kernel, [A], [B], everyone, "sum")
-    weight = cuda_calls.Weight(16, True, 24, (32, 24), kernel.core)
-    dtype = _core.DType.bfloat16
-    gather = cuda_calls.FusedCall(workspace, 8, 16, dtype, 1, (0,) * 5, None, (weight,))
+    ready = cuda_calls.Kernel(kernel.core, cuda_calls.plain_format("A", A))
+    gather = cuda_gather.ready_gather(workspace, A, [B], [ready], return_A=False)
     scatter_cuda.keep(A, B, None, everyone, "sum", False, scatter)
     before = set(kept_calls[everyone])
     agmm.all_gather_matmul(A, B)  # on the CPU, for the key under which its call is kept

@@ -85,7 +85,7 @@ def test_timelines_on_gpus_need_the_timed_kernel(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     result = _bench("--timeline", "8x8x8", "--device", "cuda", "--dtype", "fp16")
     assert "found torch.float16, wanted torch.bfloat16" in result.output
-    monkeypatch.setattr("agmm._core.kernels", list)
+    monkeypatch.setattr("agmm._core.kernel_facts", list)
     result = _bench("--timeline", "8x8x8", "--device", "cuda")
     assert result.output == ("agmm: timeline: found a build without the timed kernel, wanted one\n")
 

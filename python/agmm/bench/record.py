@@ -17,10 +17,11 @@ from agmm.ops import scatter_cuda
 from agmm.ops.prepare import prepare
 from agmm.planning import call_plans
 from agmm.planning.heuristics import usual_plans, usual_scatter_order
-from agmm.planning.plans import MATMUL_REDUCE_SCATTER, KernelConfig, SmPush
+from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, KernelConfig, SmPush
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu import CpuWorkspace
 from agmm.runtime.cuda import CudaWorkspace
+from agmm.runtime.kernels import built
 from agmm.testing.cases import Shape, make_operands, make_scatter_operands
 
 _CALLS_BEFORE_TIMELINE = 3  # both slots have been used then, and one of them again
@@ -51,7 +52,7 @@ def tiles_on_cuda(
     Raises:
         AgmmError: this build has no timed kernel.
     """
-    timed = [KernelConfig.of(kernel) for kernel in _core.kernels() if kernel.timed]
+    timed = [KernelConfig.of(kernel) for kernel in built(ALL_GATHER_MATMUL, timed=True)]
     if not timed:
         raise AgmmError("config: found no timed kernel in this build, wanted one")
     config = timed[0]
@@ -82,7 +83,7 @@ def tiles_on_cuda(
         torch.cuda._sleep(_ALIGNING_CYCLES)
         dist.all_reduce(token, group=group)
         _core.record_time(called.data_ptr(), stream)
-        call(A_shard, [B], [None], times)
+        call(A_shard, [B], [None], tile_times=times)
     words = times.cpu().view(torch.int64).view(tiles_m, tiles_n, -1)
     arrived: dict[int, int] = {}
     tiles = []
@@ -114,7 +115,7 @@ def tiles_on_cuda(
 
 def timed_scatter_kernel() -> KernelConfig | None:
     """The kernel of this build that sends tiles and records when, in its usual order."""
-    timed = (KernelConfig.of(kernel) for kernel in _core.scatter_kernels() if kernel.timed)
+    timed = (KernelConfig.of(kernel) for kernel in built(MATMUL_REDUCE_SCATTER, timed=True))
     return next((usual_scatter_order(kernel) for kernel in timed), None)
 
 
@@ -153,7 +154,7 @@ def scattered_tiles_on_cuda(
         torch.cuda._sleep(_ALIGNING_CYCLES)
         dist.all_reduce(token, group=group)
         _core.record_time(called.data_ptr(), stream)
-        call([A], [B], None, times)
+        call([A], [B], None, tile_times=times)
     return decode_scatter_times(times, launches, world_size, config, int(called.item()))
 
 

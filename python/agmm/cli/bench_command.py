@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 
-from agmm import _core, _env
+from agmm import _env
 from agmm.bench import (
     compare,
     figures,
@@ -36,6 +36,7 @@ from agmm.cli import report_tables
 from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
 from agmm.planning.plans import ALL_GATHER_MATMUL
+from agmm.runtime.kernels import built
 from agmm.testing.cases import Shape
 
 
@@ -246,8 +247,7 @@ def _need_timed_kernel(options: Options) -> None:
         raise InvalidArgument(
             f"dtype: found {options.dtype}, wanted torch.bfloat16, that of the timed kernel"
         )
-    built = _core.kernels() if options.op == ALL_GATHER_MATMUL else _core.scatter_kernels()
-    if not any(kernel.timed for kernel in built):
+    if not built(options.op, timed=True):
         raise InvalidArgument("timeline: found a build without the timed kernel, wanted one")
 
 

@@ -72,12 +72,13 @@ def _run(
     kind: Any, given: _Given, group: dist.ProcessGroup, settings: _Settings
 ) -> scaled_paths.Outs:
     """By a call that is kept, or as `scaled_paths.gather`."""
-    *operands, _ = given
+    A_shard, scale_a, Bs, scale_bs, biases, _ = given
+    operands = A_shard, Bs, biases, scale_a, scale_bs
     found: scaled_paths.Outs | None = kept.call_kept(group, kind, *operands)
     if found is not None:
         return found
     gather_dim, return_A, out_dtype, use_fast_accum, strict, quantize = settings
-    count = len(given[2])
+    count = len(Bs)
     each = [out_dtype] * count, [use_fast_accum] * count
     return scaled_paths.gather(
         *given, *each, group, gather_dim, return_A, strict, quantize=quantize, keep_as=kind

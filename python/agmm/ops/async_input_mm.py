@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from agmm import _core
 from agmm.errors import InvalidArgument
 from agmm.ops.checks import check_async_input, check_no_grad
 from agmm.ops.library import library
@@ -39,7 +38,7 @@ def _async_input_mm_cuda(
         if len(_ready) >= _MAX_CALLS:
             _ready.clear()
         _ready[key] = call
-    return call(a, b, a_chunk_signals, a_chunk_pivot)
+    return call(a, b, a_chunk_signals)
 
 
 def why_no_kernel(a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor) -> str | None:
@@ -62,19 +61,31 @@ def _checked_on_cuda(
     reason = why_no_kernel(a, b, a_chunk_signals)
     if reason is not None:
         raise InvalidArgument(reason)
-    return cuda_calls.ready_matmul(a, b, a_chunk_signals, _planned(a, b, a_chunk_signals))
+    kernel = _kernel(a, b, a_chunk_signals)
+    return cuda_calls.ready_matmul(a, b, a_chunk_signals, a_chunk_pivot, kernel)
+
+
+def _kernel(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_chunk_signals: torch.Tensor | None,
+    config: KernelConfig | None = None,
+) -> cuda_calls.Kernel:
+    """The planner's where ``config`` is None."""
+    chosen = _planned(a, b, a_chunk_signals) if config is None else config
+    return cuda_calls.Kernel(chosen.core, cuda_calls.plain_format("a", a))
 
 
 def _planned(
     a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor | None
-) -> _core.KernelConfig:
+) -> KernelConfig:
     (m, k), n = a.shape, b.shape[1]
     column_major = b.stride(0) == 1
     problem = call_plans.problem(m, n, k, a.dtype, a.device, column_major=column_major)
     kernel = call_plans.planner(None, a.device).fused_plan(problem).kernel
     assert kernel is not None
     chunks = 1 if a_chunk_signals is None else a_chunk_signals.shape[0]
-    return heuristics.across_chunks(problem, kernel, chunks).core
+    return heuristics.across_chunks(problem, kernel, chunks)
 
 
 def on_cuda(
@@ -88,21 +99,15 @@ def on_cuda(
     tile_times: torch.Tensor | None = None,
     sm_count: int = 0,
 ) -> torch.Tensor:
-    """`agmm.runtime.cuda_calls.async_input_mm` with the planner's kernel where ``config`` is None.
+    """``a @ b (+ bias)``, each row chunk of ``a`` once its signal is 1. Arguments are as those of
+    `ready_matmul` and `ReadyMatmul`; the kernel is the planner's where ``config`` is None.
 
     Raises:
         InvalidArgument: the kernel cannot take the operands; the message says why.
     """
-    return cuda_calls.async_input_mm(
-        a,
-        b,
-        a_chunk_signals,
-        pivot,
-        config=_planned(a, b, a_chunk_signals) if config is None else config.core,
-        bias=bias,
-        tile_times=tile_times,
-        sm_count=sm_count,
-    )
+    kernel = _kernel(a, b, a_chunk_signals, config)
+    call = cuda_calls.ready_matmul(a, b, a_chunk_signals, pivot, kernel, sm_count=sm_count)
+    return call(a, b, a_chunk_signals, bias=bias, tile_times=tile_times)
 
 
 def _async_input_mm_fake(

@@ -13,7 +13,7 @@ from agmm.ops.library import library
 from agmm.ops.scaled_checks import check_no_backward, check_scaled_async_input
 from agmm.planning import call_plans, heuristics
 from agmm.planning.plans import KernelConfig
-from agmm.runtime import cpu_scaled, cuda_scaled
+from agmm.runtime import cpu_scaled, cuda_calls, cuda_scaled
 from agmm.runtime.scaled import Scaled, Weight
 
 
@@ -84,8 +84,9 @@ def on_cuda(
     config: KernelConfig | None = None,
     sm_count: int = 0,
 ) -> torch.Tensor:
-    """`agmm.runtime.cuda_scaled.async_input_mm`, with a kernel of this build where ``config`` is
-    None.
+    """The product in bfloat16, each row chunk of A and its scales once its signal is 1. Arguments
+    are as those of `ready_matmul` and `ReadyMatmul`; the kernel is the planner's where ``config``
+    is None.
 
     Raises:
         InvalidArgument: the kernel cannot take the operands; the message says why.
@@ -97,7 +98,7 @@ def on_cuda(
     if config is not None:
         accumulation = cuda_scaled.accumulation_of(operand, weight)
         assert accumulation is not None  # else it is illegal
-        kernel = cuda_scaled.Kernel(config.core, accumulation)
+        kernel = cuda_scaled.kernel_of(operand, weight, config.core, accumulation)
     else:
         problem = scaled_plans.problem_of(operand, weight, A.shape[0])
         if isinstance(problem, str):
@@ -108,10 +109,10 @@ def on_cuda(
         assert chosen is not None
         chunks = 1 if a_chunk_signals is None else a_chunk_signals.shape[0]
         chosen = heuristics.across_chunks(problem, chosen, chunks)
-        kernel = scaled_plans.kernel_of(problem, chosen)
-    return cuda_scaled.async_input_mm(
-        operand, weight, kernel, a_chunk_signals, pivot, sm_count=sm_count
-    )
+        kernel = scaled_plans.kernel_of(operand, weight, problem, chosen)
+    a, b = operand.values, weight.B.values
+    ready = cuda_calls.ready_matmul(a, b, a_chunk_signals, pivot, kernel, sm_count=sm_count)
+    return ready(a, b, a_chunk_signals, bias=bias, scale_a=operand.scale, scale_b=weight.B.scale)
 
 
 def _fake(

@@ -19,7 +19,7 @@ from agmm.runtime import backends, cuda_calls, groups, nan_check, symmetric
 from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import start_all_gather
-from agmm.runtime.cuda_calls import FusedCall
+from agmm.runtime.cuda_gather import Gathered, ReadyGather
 from agmm.runtime.results import reshaped
 from agmm.runtime.workspaces import cpu_workspace, cuda_workspace, take_turn
 
@@ -116,7 +116,7 @@ Outs = tuple[torch.Tensor | None, list[torch.Tensor]]
 
 
 class _CpuCall(NamedTuple):
-    """What `FusedCall` is on CUDA."""
+    """What `ReadyGather` is on CUDA."""
 
     group: weakref.ReferenceType[dist.ProcessGroup]  # else a kept call would keep its group
     return_A: bool
@@ -126,10 +126,11 @@ class _CpuCall(NamedTuple):
         A_shard: torch.Tensor,
         Bs: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None],
-    ) -> Outs:
+    ) -> Gathered:
         group = self.group()
         assert group is not None
-        return fused_cpu(A_shard, Bs, biases, group, self.return_A)
+        A, outs = fused_cpu(A_shard, Bs, biases, group, self.return_A)
+        return A, None, outs
 
 
 class _GatherCall(NamedTuple):
@@ -143,22 +144,22 @@ class _GatherCall(NamedTuple):
         A_shard: torch.Tensor,
         Bs: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None],
-    ) -> Outs:
+    ) -> Gathered:
         group = self.group()
         assert group is not None
         A = small_collectives.gather(A_shard, group)
-        return (A if self.return_A else None), _products(A, Bs, biases)
+        return (A if self.return_A else None), None, _products(A, Bs, biases)
 
 
-_Kept = _CpuCall | _GatherCall | FusedCall | Callable[..., Outs]
+_Kept = _CpuCall | _GatherCall | ReadyGather | Callable[..., Gathered]
 
 _BY_LIBRARY = (plans.UNFUSED.name, plans.GATHERED.name)
 """Configs whose matmul is the library's."""
 
-_Sending = TypeVar("_Sending", FusedCall, _GatherCall)
+_Sending = TypeVar("_Sending", ReadyGather, _GatherCall)
 
 
-def looking(call: _Sending, group: dist.ProcessGroup) -> _Sending | Callable[..., Outs]:
+def looking(call: _Sending, group: dist.ProcessGroup) -> _Sending | Callable[..., Gathered]:
     """The call, which looks for NaNs in its shard first where that was asked for."""
     rank = dist.get_rank(group)
 
@@ -191,8 +192,8 @@ def run(
     call = kept.find(group, key)
     if call is not None:
         try:
-            found: Outs = call(A_shard, Bs, biases)
-            return found
+            A, _, outs = call(A_shard, Bs, biases)
+            return A, outs
         except Unsupported:  # a workspace that cannot grow any more; nothing was begun
             kept.forget(group, key)
     in_words = Call("all_gather_matmul", A_shard=A_shard, B=Bs, gather_dim=gather_dim)
@@ -267,7 +268,7 @@ def _run_anew(
                     ),
                     group,
                 )
-            found = call(A_shard, Bs, biases)
+            A, _, outs = call(A_shard, Bs, biases)
         except Unsupported as error:
             if may_choose and config == plans.GATHERED.name:  # no memory for the gather: fused
                 return _run_anew(
@@ -278,7 +279,7 @@ def _run_anew(
         else:
             if is_kept:
                 kept.keep(group, key, call)
-            return found
+            return A, outs
     if strict or config != plans.UNFUSED.name:  # which is what the caller asked for, or the plan
         fall_back(reason, strict)
     A, outs = unfused(A_shard, Bs, biases, group, gather_dim)

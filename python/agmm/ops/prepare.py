@@ -10,7 +10,8 @@ from agmm.errors import InvalidArgument
 from agmm.planning import call_plans, legality
 from agmm.planning.plans import KernelConfig, Plan, core_transport
 from agmm.runtime.cuda import CudaWorkspace
-from agmm.runtime.cuda_calls import FusedCall, Weight, b_layout, core_dtype
+from agmm.runtime.cuda_calls import Kernel, b_layout, plain_format
+from agmm.runtime.cuda_gather import ReadyGather, ready_gather
 
 
 def prepare(
@@ -21,7 +22,7 @@ def prepare(
     return_A: bool,
     config: KernelConfig | None = None,
     transport: str | None = None,
-) -> FusedCall:
+) -> ReadyGather:
     """Everything about a call that depends on shapes, dtypes and layouts alone.
 
     Args:
@@ -39,18 +40,16 @@ def prepare(
     k = A_shard.shape[-1]
     rows = A_shard.numel() // k
     m = workspace.world_size * rows
-    leading = (workspace.world_size * A_shard.shape[0], *A_shard.shape[1:-1])
-    weights: list[Weight] = []
+    kernels: list[Kernel] = []
     for B in Bs:
         layout = b_layout(B)
         if layout is None:
             raise InvalidArgument(
                 f"B: found strides {tuple(B.stride())}, wanted row-major or column-major"
             )
-        n = B.shape[1]
         problem = call_plans.problem(
             m,
-            n,
+            B.shape[1],
             k,
             A_shard.dtype,
             workspace.device,
@@ -64,29 +63,19 @@ def prepare(
         else:
             chosen = Plan(legality.copy_transports(problem, config)[0], config)
         assert chosen.kernel is not None
-        if not weights:
+        if not kernels:
             transport = transport or chosen.transport
             reason = legality.why_transport_illegal(problem, chosen.kernel, transport)
             if reason is not None:
                 raise InvalidArgument(
                     f"config: {chosen.kernel.kernel}, return_A={return_A}: {reason}"
                 )
-        weights.append(
-            Weight(
-                layout.leading,
-                layout.column_major,
-                n,
-                (*leading, n),
-                chosen.kernel.core,
-            )
-        )
-    return FusedCall(
+        kernels.append(Kernel(chosen.kernel.core, plain_format("A_shard", A_shard)))
+    return ready_gather(
         workspace,
-        rows,
-        k,
-        core_dtype("A_shard", A_shard),
-        m * k * 2,
-        core_transport(transport or "push"),
-        (*leading, k) if return_A else None,
-        tuple(weights),
+        A_shard,
+        Bs,
+        kernels,
+        return_A=return_A,
+        transport=core_transport(transport or "push"),
     )

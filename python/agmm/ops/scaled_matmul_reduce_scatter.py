@@ -47,7 +47,7 @@ def _run(kind: Any, given: _Given, group: dist.ProcessGroup, settings: _Settings
     """By a call that is kept, or as `scaled_scatter.scatter`."""
     A, B, scale_a, scale_b, bias, _ = given
     found: torch.Tensor | None
-    found = kept.call_kept(group, kind, A, scale_a, B, scale_b, bias)
+    found = kept.call_kept(group, kind, [A], [B], bias, [scale_a], [scale_b])
     if found is not None:
         return found
     return scaled_scatter.scatter(*given, group, *settings, keep_as=kind)

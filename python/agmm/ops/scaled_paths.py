@@ -18,8 +18,6 @@ from agmm.planning.plans import UNFUSED, Plan, Problem
 from agmm.runtime import (
     backends,
     collectives,
-    cuda_scaled,
-    cuda_scaled_calls,
     groups,
     nan_check,
     symmetric,
@@ -27,6 +25,8 @@ from agmm.runtime import (
 from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu_scaled import all_gather_scaled_matmul as all_gather_on_cpu
+from agmm.runtime.cuda_calls import Kernel
+from agmm.runtime.cuda_gather import ready_gather
 from agmm.runtime.results import reshaped
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.runtime.scaling import ALL, Scaling, Tile
@@ -257,26 +257,18 @@ def _gather_on_cuda(
     A_shard: torch.Tensor,
     shard: Scaled,
     weights: list[Weight],
-    kernels: list[cuda_scaled.Kernel],
+    kernels: list[Kernel],
     group: dist.ProcessGroup,
     gather_dim: int,
     return_A: bool,
     keep_as: Any,
 ) -> _Gathered:
-    if group.size() == 1:
-        return cuda_scaled_calls.on_one_rank(shard, weights, kernels, return_A=return_A)
     workspace = cuda_workspace(group, A_shard.device)
-    shape = A_shard.movedim(gather_dim, 0).shape
-    call = cuda_scaled_calls.ready_gather(
-        workspace, shape, shard, weights, kernels, return_A=return_A
-    )
-    found = call(
-        shard.values,
-        shard.scale,
-        [weight.B.values for weight in weights],
-        [weight.B.scale for weight in weights],
-        [weight.bias for weight in weights],
-    )
+    rows = shard.values.view(A_shard.movedim(gather_dim, 0).shape)
+    Bs = [weight.B.values for weight in weights]
+    call = ready_gather(workspace, rows, Bs, kernels, return_A=return_A)
+    biases = [weight.bias for weight in weights]
+    found = call(rows, Bs, biases, shard.scale, [weight.B.scale for weight in weights])
     if gather_dim % A_shard.dim() == 0 and A_shard.is_contiguous():
         kept.keep(group, keep_as, call)
     return found
@@ -289,7 +281,7 @@ def _cuda_kernels(
     return_A: bool,
     fused: bool,
     plan: Plan | None,
-) -> tuple[list[cuda_scaled.Kernel], str | None]:
+) -> tuple[list[Kernel], str | None]:
     """A kernel for each weight, none where a table says that the call is faster unfused (unless
     ``fused``), or the reason why not all have one. Collective at first use."""
     first = weights[0].B.values.dtype
@@ -311,11 +303,11 @@ def _cuda_kernels(
     joint = problems[0]._replace(n=columns)
     if plan is None and not fused and planner.plan(joint) == UNFUSED:
         return [], None
-    kernels: list[cuda_scaled.Kernel] = []
-    for problem in problems:
+    kernels: list[Kernel] = []
+    for weight, problem in zip(weights, problems, strict=True):
         config = (plan or planner.fused_plan(problem)).kernel
         assert config is not None
-        kernels.append(kernel_of(problem, config))
+        kernels.append(kernel_of(shard, weight, problem, config))
     return kernels, None
 
 

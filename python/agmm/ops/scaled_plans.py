@@ -8,6 +8,7 @@ from agmm._core import Accumulation
 from agmm.planning import call_plans, fp8_kernels
 from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
 from agmm.runtime import cuda_scaled
+from agmm.runtime.cuda_calls import Kernel
 from agmm.runtime.scaled import Scaled, Weight
 
 
@@ -46,5 +47,6 @@ def problem_of(
     )
 
 
-def kernel_of(problem: Problem, config: KernelConfig) -> cuda_scaled.Kernel:
-    return cuda_scaled.Kernel(config.core, Accumulation.__members__[problem.accumulation])
+def kernel_of(A: Scaled, weight: Weight, problem: Problem, config: KernelConfig) -> Kernel:
+    accumulation = Accumulation.__members__[problem.accumulation]
+    return cuda_scaled.kernel_of(A, weight, config.core, accumulation)

@@ -25,7 +25,7 @@ from agmm.planning.plans import (
 from agmm.runtime import backends, collectives, cpu_scatter, groups, nan_check
 from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
-from agmm.runtime.cuda_scaled_calls import ScatterCall, ready_scatter
+from agmm.runtime.cuda_scatter import ReadyScatter, ready_scatter
 from agmm.runtime.results import moved, reshaped
 from agmm.runtime.scaled import FP8, Scaled, Weight, rounded_into
 from agmm.runtime.workspaces import cpu_workspace, scatter_workspace, take_turn
@@ -100,11 +100,12 @@ def scatter(
         operand = rows_of(A, scale_a, tile, scatter_dim)
         front = A.movedim(scatter_dim, 0).shape
         out_shape = (front[0] // world_size, *front[1:-1], B.shape[1])
+        rows = operand.values.view(front)
         try:
             if A.is_cuda:
                 with calling(call):
                     on_cuda = _scatter_on_cuda(
-                        operand, weight, group, out_shape, reduce_op, is_bias_of_each, strict, plan
+                        operand, rows, weight, group, reduce_op, is_bias_of_each, strict, plan
                     )
                 planned_unfused = on_cuda is None
                 found = None
@@ -113,7 +114,7 @@ def scatter(
                         operands = {"A": A, "B": B, "scale_a": scale_a, "scale_b": scale_b}
                         for name, tensor in operands.items():
                             nan_check.look_through(call.op, name, tensor, groups.of(group).rank)
-                    found = on_cuda(operand.values, operand.scale, B, weight.B.scale, bias)
+                    found = on_cuda([rows], [B], bias, [operand.scale], [weight.B.scale])
                     if scatter_dim == 0 and A.is_contiguous():
                         kept.keep(group, keep_as, on_cuda)
             else:
@@ -151,14 +152,14 @@ def scatter(
 
 def _scatter_on_cuda(
     A: Scaled,
+    rows: torch.Tensor,
     weight: Weight,
     group: dist.ProcessGroup,
-    out_shape: tuple[int, ...],
     reduce_op: str,
     is_bias_of_each: bool,
     fused: bool,
     plan: Plan | None,
-) -> ScatterCall | None:
+) -> ReadyScatter | None:
     """The call of one of agmm's kernels; None where a table says that it is faster unfused, unless
     ``fused``.
 
@@ -177,7 +178,7 @@ def _scatter_on_cuda(
     plan = plan or (planner.fused_plan(problem) if fused else planner.plan(problem))
     if plan.kernel is None:
         return None
-    kernel = kernel_of(problem, plan.kernel)
+    kernel = kernel_of(A, weight, problem, plan.kernel)
     if group.size() > MAX_PUSH_RANKS:
         raise Unsupported(
             f"group: {group.size()} ranks, the fused path wants at most {MAX_PUSH_RANKS}"
@@ -191,4 +192,4 @@ def _scatter_on_cuda(
         )
     workspace = scatter_workspace(group, device)
     is_average = reduce_op == "avg"
-    return ready_scatter(workspace, A, weight, kernel, out_shape, is_average=is_average)
+    return ready_scatter(workspace, [rows], [weight.B.values], kernel, is_average=is_average)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -18,12 +17,12 @@ from agmm.planning.plans import KernelConfig
 from agmm.runtime import groups, nan_check
 from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
-from agmm.runtime.cuda_calls import b_layout, core_dtype
-from agmm.runtime.cuda_scatter import ScatterCall
+from agmm.runtime.cuda_calls import Kernel, b_layout, plain_format
+from agmm.runtime.cuda_scatter import ReadyScatter, ready_scatter
 from agmm.runtime.results import moved
 from agmm.runtime.workspaces import scatter_workspace
 
-_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, ScatterCall | None]]
+_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, ReadyScatter | None]]
 _calls = weakref.WeakKeyDictionary()
 """None where another way is planned. They end with their group."""
 
@@ -33,12 +32,12 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def find(
     A: Any, B: Any, bias: Any, group: dist.ProcessGroup, reduce_op: Any, strict: bool
-) -> ScatterCall | None:
+) -> ReadyScatter | None:
     """The call that served one product of such operands before, along dimension 0 and as they are
     given, which then need no checks but whether they require gradients or are to be negated; or
     None, also for what is no tensor. Errors as those of `kept.find`."""
     try:
-        found: ScatterCall | None
+        found: ReadyScatter | None
         found = kept.find(group, _ready_key(A, B, bias, reduce_op, strict))
     except InvalidArgument:
         raise
@@ -54,7 +53,7 @@ def keep(
     group: dist.ProcessGroup,
     reduce_op: str,
     strict: bool,
-    call: ScatterCall,
+    call: ReadyScatter,
 ) -> None:
     """What `find` returns from now on for such operands."""
     kept.keep(group, _ready_key(A, B, bias, reduce_op, strict), call)
@@ -201,7 +200,7 @@ def _prepare(
     group: dist.ProcessGroup,
     reduce_op: str,
     strict: bool,
-) -> ScatterCall | None:
+) -> ReadyScatter | None:
     plan = scatter_plan.kernel_plan(As, Bs, group, strict=strict)
     if plan is None or plan.kernel is None:
         return None
@@ -216,33 +215,15 @@ def call_with(
     reduce_op: str,
     *,
     all_reduce_sms: int = 0,
-) -> ScatterCall:
+) -> ReadyScatter:
     """The call of one of agmm's kernels, of contiguous A along dimension 0 and of B as TMA wants
     it, all of one layout; with ``all_reduce_sms``, as `_core.ScatterProblem` has them, of those
     that send finished tiles, for all rows on all ranks. Collective at a group's first."""
-    A, n, world_size = As[0], Bs[0].shape[1], dist.get_world_size(group)
-    rows = A.shape[:-1].numel()
-    products, is_column_major = [], True
-    for B in Bs:
-        layout = b_layout(B)
-        assert layout is not None
-        is_column_major = layout.column_major
-        products.append((B.shape[0], layout.leading, B.shape[0]))
-    parts = 1 if all_reduce_sms else world_size
-    shape = (A.shape[0] // parts, *A.shape[1:-1], n)
-    return ScatterCall(
-        scatter_workspace(group, A.device),
-        _core.ScatterProblem(
-            rows,
-            n,
-            core_dtype("A", A),
-            is_column_major,
-            products,
-            reduce_op == "avg",
-            kernel.core,
-            all_reduce_sms,
-        ),
-        shape,
-        tuple(prod(shape[i + 1 :]) for i in range(len(shape))),
-        _core.scatter_part_bytes(rows, n, world_size, kernel.core, all_reduce_sms != 0),
+    return ready_scatter(
+        scatter_workspace(group, As[0].device),
+        As,
+        Bs,
+        Kernel(kernel.core, plain_format("A", As[0])),
+        is_average=reduce_op == "avg",
+        all_reduce_sms=all_reduce_sms,
     )

@@ -9,13 +9,13 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from agmm import _core
 from agmm.errors import warn_once
 from agmm.planning import plans, tables
 from agmm.planning.planner import Planner
 from agmm.planning.plans import KernelConfig, Plan, Problem
 from agmm.runtime import groups
 from agmm.runtime.group_gpus import GroupFacts, group_facts
+from agmm.runtime.kernels import built
 
 _planners: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Planner]]
 _planners = weakref.WeakKeyDictionary()
@@ -24,20 +24,23 @@ _planners = weakref.WeakKeyDictionary()
 @cache
 def kernels() -> tuple[KernelConfig, ...]:
     """The kernels of this build to choose from."""
-    return tuple(KernelConfig.of(kernel) for kernel in _core.kernels() if not kernel.timed)
+    return _configs(plans.ALL_GATHER_MATMUL)
 
 
 @cache
 def scatter_kernels() -> tuple[KernelConfig, ...]:
     """The kernels of this build that send tiles, to choose from."""
-    return tuple(KernelConfig.of(kernel) for kernel in _core.scatter_kernels() if not kernel.timed)
+    return _configs(plans.MATMUL_REDUCE_SCATTER)
 
 
 @cache
 def all_reduce_kernels() -> tuple[KernelConfig, ...]:
     """The kernels of this build that send finished tiles too, to choose from."""
-    built = _core.all_reduce_kernels()
-    return tuple(KernelConfig.of(kernel) for kernel in built if not kernel.timed)
+    return _configs(plans.MATMUL_ALL_REDUCE)
+
+
+def _configs(op: str) -> tuple[KernelConfig, ...]:
+    return tuple(map(KernelConfig.of, built(op)))
 
 
 @cache

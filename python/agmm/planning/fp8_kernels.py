@@ -13,7 +13,14 @@ from agmm._core import MAX_CLUSTER_SPLITS, Accumulation
 from agmm.planning import cost_model
 from agmm.planning.cost_model import clusters_at_once
 from agmm.planning.legality import copy_transports
-from agmm.planning.plans import MATMUL_REDUCE_SCATTER, KernelConfig, Plan, Problem
+from agmm.planning.plans import (
+    ALL_GATHER_MATMUL,
+    MATMUL_REDUCE_SCATTER,
+    KernelConfig,
+    Plan,
+    Problem,
+)
+from agmm.runtime import kernels as built_kernels
 
 
 class _Tile(NamedTuple):
@@ -65,12 +72,8 @@ def built(
 ) -> tuple[KernelConfig, ...]:
     """The kernels of this build for a dtype of `_core.DType`; ``scatters``: those of matmul +
     reduce-scatter."""
-    facts = _core.scatter_kernel_facts() if scatters else _core.kernel_facts()
-    return tuple(
-        KernelConfig.parse(f.kernel)
-        for f in facts
-        if f.is_fp8 and (f.dtype.name, f.accumulation) == (dtype, accumulation)
-    )
+    op = MATMUL_REDUCE_SCATTER if scatters else ALL_GATHER_MATMUL
+    return tuple(map(KernelConfig.of, built_kernels.built(op, dtype, accumulation.name)))
 
 
 def of_problem(problem: Problem) -> tuple[KernelConfig, ...]:

@@ -114,7 +114,7 @@ class KernelConfig:
     def of(
         cls, kernel: _BuiltKernel, *, max_swizzle: int = 1, raster: str = "along_m"
     ) -> KernelConfig:
-        """The config of a built kernel (an element of ``_core.kernels()``)."""
+        """The config of a built kernel (`_core.KernelFacts.config`)."""
         return cls(
             kernel.tile_m,
             kernel.tile_n,

@@ -1,8 +1,7 @@
-"""Planned calls of the CUDA kernels: what the core wants to know of tensors, and the calls."""
+"""What the core wants to know of tensors on CUDA, and the matmul that is ready to be made."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -11,28 +10,48 @@ import torch.distributed as dist
 
 from agmm import _core
 from agmm.errors import InvalidArgument
-from agmm.runtime.cuda import CudaWorkspace
-from agmm.runtime.results import reshaped
 from agmm.runtime.streams import stream_of
-from agmm.runtime.symmetric import enqueue
 
 TMA_ALIGNMENT = 16  # of the address that a TMA descriptor takes
+SCALE_BYTES = 4  # float32
+_PAIR_BYTES = 2 * SCALE_BYTES  # of neighbouring columns, which a kernel reads together
+
+_FORMATS = {
+    torch.bfloat16: _core.Format(_core.DType.bfloat16),
+    torch.float16: _core.Format(_core.DType.float16),
+}
 
 
-_CORE_DTYPES = {torch.bfloat16: _core.DType.bfloat16, torch.float16: _core.DType.float16}
-
-
-def core_dtype(name: str, tensor: torch.Tensor) -> _core.DType:
-    """What the kernels call the dtype of an argument.
+def plain_format(name: str, tensor: torch.Tensor) -> _core.Format:
+    """The format of operands that need no scales, by the dtype of an argument.
 
     Raises:
-        InvalidArgument: they have no such element type.
+        InvalidArgument: the kernels have no such element type.
     """
-    found = _CORE_DTYPES.get(tensor.dtype)
+    found = _FORMATS.get(tensor.dtype)
     if found is None:
-        names = " or ".join(str(dtype) for dtype in _CORE_DTYPES)
+        names = " or ".join(str(dtype) for dtype in _FORMATS)
         raise InvalidArgument(f"{name}: found dtype {tensor.dtype}, wanted {names}")
     return found
+
+
+class Kernel(NamedTuple):
+    """One kernel of the core, and the format of its operands."""
+
+    config: _core.KernelConfig
+    format: _core.Format
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """The dtype of what it computes."""
+        is_half = self.format.dtype == _core.DType.float16
+        return torch.float16 if is_half else torch.bfloat16
+
+    @property
+    def b_scale_alignment(self) -> int:
+        """Bytes at multiples of which the scales of B begin, contiguous; 0 where a kernel reads
+        them with any strides."""
+        return 0 if self.format.accumulation == _core.Accumulation.block else _PAIR_BYTES
 
 
 class Layout(NamedTuple):
@@ -79,6 +98,16 @@ def bias_pointer(bias: torch.Tensor | None, kept: list[torch.Tensor]) -> int:
     return aligned_pointer(bias, kept)
 
 
+def scale_pointer(scale: torch.Tensor, alignment: int, kept: list[torch.Tensor]) -> int:
+    """The address of scales that a kernel reads as they lie, or that of a copy in ``kept`` where
+    they are not contiguous at multiples of ``alignment`` bytes; 0: they may lie anyhow. Scales that
+    come while a kernel runs must not be copied."""
+    if alignment and (not scale.is_contiguous() or scale.data_ptr() % alignment):
+        scale = scale.clone(memory_format=torch.contiguous_format)
+        kept.append(scale)
+    return scale.data_ptr()
+
+
 def why_b_unfused(b: torch.Tensor, name: str = "B") -> str | None:
     """The reason why the kernels cannot read a weight in its layout, or None. ``name`` is what the
     op calls it."""
@@ -103,92 +132,115 @@ def is_on_current_gpu(tensor: torch.Tensor) -> bool:
 
 
 def new_on_gpu(
-    tensor: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]
+    tensor: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """An empty tensor of the same dtype and GPU. By what code of torch.compile allocates with,
-    which takes half the time of ``new_empty``, where the GPU is the current one."""
+    """An empty tensor on the same GPU. It is allocated by what code of torch.compile allocates
+    with, which takes half the time of ``new_empty``, where the GPU is the current one."""
     if _empty_on_current_gpu is None or not is_on_current_gpu(tensor):
-        return tensor.new_empty_strided(shape, stride)
-    out: torch.Tensor = _empty_on_current_gpu(shape, stride, tensor.dtype)
+        return tensor.new_empty_strided(shape, stride, dtype=dtype)
+    out: torch.Tensor = _empty_on_current_gpu(shape, stride, dtype)
     return out
 
 
 class ReadyMatmul(NamedTuple):
-    """``a @ b (+ bias)`` of operands whose kind was checked, any number of times: what the core
-    wants to know of the kind."""
+    """``a @ b (+ bias)`` of operands of one kind, which was checked: it is ready to be made any
+    number of times."""
 
-    m: int
-    n: int
-    k: int
-    dtype: _core.DType
-    layout: Layout
-    chunks_m: int
-    chunks_k: int
-    config: _core.KernelConfig
+    problem: _core.MatmulProblem
+    out_shape: tuple[int, int]
+    out_dtype: torch.dtype
+    b_scale_alignment: int
+    needs_scratch: bool
 
     def __call__(
         self,
         a: torch.Tensor,
         b: torch.Tensor,
         a_chunk_signals: torch.Tensor | None,
-        pivot: int,
         *,
         bias: torch.Tensor | None = None,
+        scale_a: torch.Tensor | None = None,
+        scale_b: torch.Tensor | None = None,
         tile_times: torch.Tensor | None = None,
-        sm_count: int = 0,
     ) -> torch.Tensor:
-        """See `async_input_mm`."""
-        m, n, k, dtype, layout, chunks_m, chunks_k, config = self
-        out = new_on_gpu(a, (m, n), (n, 1))
-        if m == 0:
+        """Multiply each row chunk of ``a``, and its scales, once its signal is 1.
+
+        Args:
+            a: [M, K], row-major and contiguous; with signals, at a multiple of 16 bytes.
+            b: [K, N], row-major or column-major.
+            a_chunk_signals: uint32 [chunks] or [chunks, chunks_k], contiguous; None: all is ready.
+            bias: [N] in the dtype of the result, or None.
+            scale_a, scale_b: float32, of fp8 operands; with signals, ``scale_a`` is contiguous.
+            tile_times: uint8, where the kernel records when each tile waited and ran (timed
+                kernels).
+
+        Raises:
+            InvalidArgument: the kernel cannot take the operands; the message says why.
+        """
+        problem, out_shape, dtype, b_scale_alignment, needs_scratch = self
+        out = new_on_gpu(a, out_shape, (out_shape[1], 1), dtype)
+        if 0 in out_shape:
             return out
+        if a_chunk_signals is not None:  # a copy would be made before the chunks have come
+            _check_awaited(a, scale_a)
         kept: list[torch.Tensor] = []  # copies live until the call is enqueued
-        signals = 0
-        if a_chunk_signals is not None:
-            signals = a_chunk_signals.data_ptr()
-            address = a.data_ptr()
-            if address % TMA_ALIGNMENT != 0:  # a copy would be made before the chunks have come
-                raise InvalidArgument(
-                    f"a: found address {address:#x}, wanted a multiple of {TMA_ALIGNMENT} bytes"
-                )
-        needs_scratch = config.splits > 1 and not config.splits_in_cluster
         with nullcontext() if is_on_current_gpu(a) else torch.cuda.device(a.device):
             scratch = _split_scratch(a.device) if needs_scratch else None
             try:
                 _core.async_input_mm(
-                    aligned_pointer(a, kept),
-                    aligned_pointer(b, kept),
-                    out.data_ptr(),
-                    bias_pointer(bias, kept),
-                    m,
-                    n,
-                    k,
-                    dtype,
-                    layout.column_major,
-                    layout.leading,
-                    signals,
-                    chunks_m,
-                    chunks_k,
-                    pivot,
-                    config,
-                    dist.get_rank() if dist.is_initialized() else 0,
-                    sm_count,
+                    problem,
+                    (
+                        aligned_pointer(a, kept),
+                        aligned_pointer(b, kept),
+                        0 if scale_a is None else scale_pointer(scale_a, SCALE_BYTES, kept),
+                        0 if scale_b is None else scale_pointer(scale_b, b_scale_alignment, kept),
+                        bias_pointer(bias, kept),
+                        out.data_ptr(),
+                        0 if a_chunk_signals is None else a_chunk_signals.data_ptr(),
+                    ),
+                    stream_of(a.device),
                     0 if tile_times is None else tile_times.data_ptr(),
                     0 if scratch is None else scratch.data_ptr(),
-                    stream_of(a.device),
                 )
             except ValueError as error:
                 raise InvalidArgument(str(error)) from None
         return out
 
 
+def _check_awaited(a: torch.Tensor, scale_a: torch.Tensor | None) -> None:
+    """What chunks come to lies as the kernels read it."""
+    address = a.data_ptr()
+    if address % TMA_ALIGNMENT != 0:
+        name = "a" if scale_a is None else "A"
+        raise InvalidArgument(
+            f"{name}: found address {address:#x}, wanted a multiple of {TMA_ALIGNMENT} bytes"
+        )
+    if scale_a is not None and not scale_a.is_contiguous():
+        raise InvalidArgument(
+            f"scale_a: found strides {tuple(scale_a.stride())}, wanted contiguous ones"
+        )
+
+
 def ready_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
     a_chunk_signals: torch.Tensor | None,
-    config: _core.KernelConfig,
+    pivot: int,
+    kernel: Kernel,
+    *,
+    sm_count: int = 0,
 ) -> ReadyMatmul:
-    """The call for operands of this kind; for what is given and raised see `async_input_mm`."""
+    """The call for operands of this kind.
+
+    Args:
+        a, b, a_chunk_signals: as `ReadyMatmul` takes them.
+        pivot: the first row chunk to compute, where they are computed one after the other.
+        sm_count: CTAs at most; 0: as many as there are multiprocessors. Fewer are launched where
+            they take no longer.
+
+    Raises:
+        InvalidArgument: ``b`` is neither row-major nor column-major.
+    """
     m, k = a.shape
     layout = b_layout(b)
     if layout is None:
@@ -197,38 +249,22 @@ def ready_matmul(
         )
     chunks = () if a_chunk_signals is None else a_chunk_signals.shape
     chunks_m, chunks_k = (*chunks, 1, 1)[:2]
-    return ReadyMatmul(m, b.shape[1], k, core_dtype("a", a), layout, chunks_m, chunks_k, config)
-
-
-def async_input_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_chunk_signals: torch.Tensor | None,
-    pivot: int,
-    *,
-    config: _core.KernelConfig,
-    bias: torch.Tensor | None = None,
-    tile_times: torch.Tensor | None = None,
-    sm_count: int = 0,
-) -> torch.Tensor:
-    """``a @ b (+ bias)``, each row chunk of ``a`` once its signal is 1.
-
-    Args:
-        a: [M, K] bf16 or fp16, row-major and contiguous; with signals, at a multiple of 16 bytes.
-        b: [K, N] of the same dtype, row-major or column-major.
-        a_chunk_signals: uint32 [chunks] or [chunks, chunks_k], contiguous; None: all is ready.
-        pivot: the first row chunk to compute, where they are computed one after the other.
-        config: the kernel.
-        bias: [N], or None.
-        tile_times: uint8, where the kernel records when each tile waited and ran (timed kernels).
-        sm_count: CTAs at most; 0: as many as there are multiprocessors. Fewer are launched where
-            they take no longer.
-
-    Raises:
-        InvalidArgument: the kernel cannot take the operands; the message says why.
-    """
-    call = ready_matmul(a, b, a_chunk_signals, config)
-    return call(a, b, a_chunk_signals, pivot, bias=bias, tile_times=tile_times, sm_count=sm_count)
+    config = kernel.config
+    return ReadyMatmul(
+        _core.MatmulProblem(
+            (m, b.shape[1], k),
+            layout,
+            kernel.format,
+            config,
+            chunks=(chunks_m, chunks_k, pivot),
+            rank=dist.get_rank() if dist.is_initialized() else 0,
+            sm_count=sm_count,
+        ),
+        (m, b.shape[1]),
+        kernel.out_dtype,
+        kernel.b_scale_alignment,
+        config.splits > 1 and not config.splits_in_cluster,
+    )
 
 
 _MOST_SCRATCHES = 8
@@ -256,88 +292,3 @@ def _new_split_scratch(device: torch.device) -> torch.Tensor:
     scratch = torch.empty(_core.split_scratch_bytes(), dtype=torch.uint8, device=device)
     scratch[: _core.SPLIT_COUNTER_BYTES].zero_()
     return scratch
-
-
-class Weight(NamedTuple):
-    leading: int
-    column_major: bool
-    n: int
-    out_shape: tuple[int, ...]
-    config: _core.KernelConfig
-
-
-class FusedCall(NamedTuple):
-    """A call that is ready to be made any number of times with tensors of the same kind."""
-
-    workspace: CudaWorkspace
-    rows: int
-    k: int
-    dtype: _core.DType
-    slot_bytes: int
-    transport: tuple[int, int, int, int, int]
-    gathered_shape: tuple[int, ...] | None
-    weights: tuple[Weight, ...]
-
-    def __call__(
-        self,
-        A_shard: torch.Tensor,
-        Bs: Sequence[torch.Tensor],
-        biases: Sequence[torch.Tensor | None],
-        tile_times: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """Gather and multiply. Collective.
-
-        Args:
-            A_shard, Bs: as given to `agmm.ops.prepare.prepare`.
-            biases: for each weight a bias [N] or None.
-            tile_times: uint8, see `async_input_mm`; of the first weight's tiles.
-
-        Returns:
-            A or None, and out [world_size * M_local, ..., N] for each weight.
-
-        Raises:
-            InvalidArgument: the kernel cannot take the operands; nothing was enqueued.
-        """
-        workspace, rows, k, dtype, slot_bytes, transport, gathered_shape, weights = self
-        if workspace.world_size == 1:
-            outs = [
-                async_input_mm(A_shard.view(rows, k), B, None, 0, config=w.config, bias=bias)
-                for w, B, bias in zip(weights, Bs, biases, strict=True)
-            ]
-            outs = [reshaped(out, w.out_shape) for w, out in zip(weights, outs, strict=True)]
-            return (None if gathered_shape is None else A_shard.clone()), outs
-        with workspace.lock:
-            workspace.known.calls += 1
-            A = None if gathered_shape is None else A_shard.new_empty(gathered_shape)
-            kept: list[torch.Tensor] = []  # copies live until the call is enqueued
-            outs = []
-            arguments = []
-            for w, B, bias in zip(weights, Bs, biases, strict=True):
-                out = A_shard.new_empty(w.out_shape)
-                outs.append(out)
-                arguments.append(
-                    (
-                        aligned_pointer(B, kept),
-                        w.leading,
-                        w.column_major,
-                        w.n,
-                        bias_pointer(bias, kept),
-                        out.data_ptr(),
-                        w.config,
-                    )
-                )
-            enqueue(
-                workspace,
-                slot_bytes,
-                "all_gather_matmul",
-                aligned_pointer(A_shard, kept),
-                rows,
-                k,
-                dtype,
-                arguments,
-                transport,
-                0 if A is None else A.data_ptr(),
-                0 if tile_times is None else tile_times.data_ptr(),
-                stream_of(A_shard.device),
-            )
-        return A, outs

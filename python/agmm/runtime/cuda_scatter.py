@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
 
 from agmm import _core
-from agmm.runtime.cuda_calls import TMA_ALIGNMENT, aligned_pointer, bias_pointer, new_on_gpu
+from agmm.runtime.cuda_calls import (
+    SCALE_BYTES,
+    TMA_ALIGNMENT,
+    Kernel,
+    aligned_pointer,
+    b_layout,
+    bias_pointer,
+    new_on_gpu,
+    scale_pointer,
+)
 from agmm.runtime.streams import stream_of
 from agmm.runtime.symmetric import SymmetricWorkspace, enqueue
 
@@ -20,13 +30,16 @@ class ScatterWorkspace(SymmetricWorkspace):
     _granule = 8 << 20
 
 
-class ScatterCall(NamedTuple):
-    """A call that is ready to be made any number of times with tensors of the same kind."""
+class ReadyScatter(NamedTuple):
+    """A matmul + reduce-scatter, or + all-reduce, that is ready to be made any number of times with
+    tensors of one kind."""
 
     workspace: ScatterWorkspace
     problem: _core.ScatterProblem
     out_shape: tuple[int, ...]
     out_stride: tuple[int, ...]
+    out_dtype: torch.dtype
+    b_scale_alignment: int
     part_bytes: int
 
     def __call__(
@@ -34,43 +47,98 @@ class ScatterCall(NamedTuple):
         As: Sequence[torch.Tensor],
         Bs: Sequence[torch.Tensor],
         bias: torch.Tensor | None,
+        scale_as: Sequence[torch.Tensor] = (),
+        scale_bs: Sequence[torch.Tensor] = (),
         tile_times: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Multiply and scatter. Collective.
+        """Multiply, sum over the products and the ranks, and scatter the rows. Collective.
 
         Args:
             As: [M, ..., K] each, whose rows are evenly apart.
             Bs: [K, N] each.
-            bias: [N] or None.
+            bias: [N], added once, to the sum; or None.
+            scale_as, scale_bs: this rank's own, of fp8 operands one for each product; else empty.
             tile_times: uint8, where the kernel records when each tile was computed and sent (timed
                 kernels).
 
         Returns:
-            out [M / world_size, ..., N].
+            out [M / world_size, ..., N], of an all-reduce [M, ..., N].
 
         Raises:
             InvalidArgument: the kernel cannot take the operands; nothing was enqueued.
             Unsupported, AgmmError: as `SymmetricWorkspace.ensure`.
         """
-        workspace, problem, out_shape, out_stride, part_bytes = self
+        workspace, problem, out_shape, out_stride, dtype, b_scale_alignment, part_bytes = self
         with workspace.lock:
             workspace.known.calls += 1
-            out = new_on_gpu(As[0], out_shape, out_stride)
+            out = new_on_gpu(As[0], out_shape, out_stride, dtype)
             kept: list[torch.Tensor] = []  # copies live until the call is enqueued
-            operands = [As[0].data_ptr(), Bs[0].data_ptr()]
+            addresses = [As[0].data_ptr(), Bs[0].data_ptr(), 0, 0]
             # The usual call goes without a loop, which takes a twentieth of its time in Python.
-            if len(As) > 1 or (operands[0] | operands[1]) % TMA_ALIGNMENT != 0:
-                pairs = zip(As, Bs, strict=True)
-                operands = [aligned_pointer(one, kept) for pair in pairs for one in pair]
+            if len(As) > 1 or scale_as or (addresses[0] | addresses[1]) % TMA_ALIGNMENT != 0:
+                addresses = []
+                for i, (A, B) in enumerate(zip(As, Bs, strict=True)):
+                    addresses += (aligned_pointer(A, kept), aligned_pointer(B, kept))
+                    addresses += (
+                        scale_pointer(scale_as[i], SCALE_BYTES, kept) if scale_as else 0,
+                        scale_pointer(scale_bs[i], b_scale_alignment, kept) if scale_bs else 0,
+                    )
+            addresses += (0 if bias is None else bias_pointer(bias, kept), out.data_ptr())
             enqueue(
                 workspace,
                 part_bytes,
                 "matmul_reduce_scatter",
                 problem,
-                operands,
-                0 if bias is None else bias_pointer(bias, kept),
-                out.data_ptr(),
+                addresses,
                 stream_of(workspace.device),
                 0 if tile_times is None else tile_times.data_ptr(),
             )
         return out
+
+
+def ready_scatter(
+    workspace: ScatterWorkspace,
+    As: Sequence[torch.Tensor],
+    Bs: Sequence[torch.Tensor],
+    kernel: Kernel,
+    *,
+    is_average: bool,
+    all_reduce_sms: int = 0,
+) -> ReadyScatter:
+    """The call for operands of these kinds.
+
+    Args:
+        As: [M, ..., K] each, contiguous, M a multiple of the world size.
+        Bs: [K, N] each, all of one layout, as TMA wants it.
+        kernel: one that sends tiles, and for an all-reduce finished tiles too.
+        is_average: the sum is multiplied by 1 / world_size, before the bias.
+        all_reduce_sms: as `_core.ScatterProblem` has it; not 0 for all rows on all ranks.
+    """
+    A, n, world_size = As[0], Bs[0].shape[1], workspace.world_size
+    rows = A.shape[:-1].numel()
+    products, is_column_major = [], True
+    for B in Bs:
+        layout = b_layout(B)
+        assert layout is not None
+        is_column_major = layout.column_major
+        products.append((B.shape[0], layout.leading, B.shape[0]))
+    parts = 1 if all_reduce_sms else world_size
+    shape = (A.shape[0] // parts, *A.shape[1:-1], n)
+    return ReadyScatter(
+        workspace,
+        _core.ScatterProblem(
+            rows,
+            n,
+            kernel.format,
+            products,
+            kernel.config,
+            b_column_major=is_column_major,
+            is_average=is_average,
+            all_reduce_sms=all_reduce_sms,
+        ),
+        shape,
+        tuple(prod(shape[i + 1 :]) for i in range(len(shape))),
+        kernel.out_dtype,
+        kernel.b_scale_alignment,
+        _core.scatter_part_bytes(rows, n, world_size, kernel.config, all_reduce_sms != 0),
+    )

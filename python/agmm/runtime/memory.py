@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agmm import _core
 from agmm.errors import InvalidArgument, Unsupported
-from agmm.runtime import backends, cpu_collectives, cpu_scatter, groups, workspaces
+from agmm.runtime import backends, cpu_collectives, cpu_scatter, groups, kernels, workspaces
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", *_COLLECTIVES)
@@ -71,13 +71,13 @@ def workspace_bytes(
     shared = -(-rows // world_size) * world_size
     whole_tiles = [
         (world_size - 1) * _core.scatter_part_bytes(shared, shape[-1], world_size, kernel)
-        for kernel in _core.scatter_kernels()
+        for kernel in kernels.built("matmul_reduce_scatter")
     ]
     if is_scatter:
         return max(_core.scatter_slot_bytes(rows, row_bytes, world_size), *whole_tiles, 0)
     whole_tiles += [
         (world_size - 1) * _core.scatter_part_bytes(shared, shape[-1], world_size, kernel, True)
-        for kernel in _core.all_reduce_kernels()
+        for kernel in kernels.built("matmul_all_reduce")
     ]
     of_cpu = cpu_scatter.all_reduce_slot_bytes(rows, row_bytes, world_size)
     return max(of_cpu, *whole_tiles, 0)

@@ -126,7 +126,7 @@ struct ScatterInstance {
     gemm.epilogue.split_k = gemm.scheduler.split_k;
     gemm.epilogue.times = call.tile_times;
     if constexpr (kIsFp8) {
-      Scales const& scales = call.scales;
+      Scales const& scales = call.products[0].scales;  // of fp8 there is one product
       gemm.epilogue.scales = {scales.a,  scales.b, scales.a_per_row, scales.b_per_column,
                               call.rows, call.n};
     }

@@ -12,6 +12,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -19,6 +20,7 @@
 #include "agmm/fused_all_gather_matmul.hpp"
 #include "fake_cuda.hpp"
 #include "ops/prepare.hpp"
+#include "ops/registry.hpp"
 #include "precedence.hpp"
 #include "runtime/cuda.hpp"
 #include "sync/signals.hpp"
@@ -452,7 +454,9 @@ void scaled_push() {
     check(has(error, wanted), error + "; wanted " + wanted);
   };
   refused([](agmm::Gather& g, agmm::Weight&) { g.transport = Transport::CopyEnginePull; },
-          "wanted push for fp8");
+          "transport: found pull for fp8, wanted push");
+  refused([](agmm::Gather& g, agmm::Weight&) { g.transport = Transport::SmPush; },
+          "transport: found SM push for fp8, wanted push");
   refused([](agmm::Gather& g, agmm::Weight&) { g.scales = nullptr; }, "scale_a: found null");
   refused([](agmm::Gather&, agmm::Weight& w) { w.scales = nullptr; }, "scale_b: found null");
   refused([](agmm::Gather& g, agmm::Weight&) { g.k = kColumns + 8; },
@@ -700,6 +704,98 @@ void split_scratch() {
   }
 }
 
+/// A copy of the kernel of `of_one_matmul` with another width of tile.
+agmm::KernelEntry const& kernel_of_width(int tile_n, char const* architecture = "sm_90a") {
+  auto* const entry = new agmm::KernelEntry(*agmm::kKernelTable[0]);  // entries stay for ever
+  entry->facts.shape.tile_n = tile_n;
+  entry->facts.architecture = architecture;
+  return *entry;
+}
+
+/// Kernels that are added are found from then on, by their op and their architecture.
+void registry() {
+  static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
+  agmm::KernelRegistry& registry = agmm::kernel_registry();
+  std::vector<agmm::KernelFacts> const built = agmm::built_kernels();
+  check(built.size() == 7 && built[3].op == agmm::Op::MatmulReduceScatter &&
+            built[6].op == agmm::Op::MatmulAllReduce,
+        "the tables of the build");
+  auto const error_with = [&](int tile_n) {
+    CallSpec call = of_one_matmul(tensors, 256);
+    call.matmul.config.shape.tile_n = tile_n;
+    return error_of([&] { prepare(call).launch(kStream); });
+  };
+  check(has(error_with(256), "wanted a kernel of this build"), error_with(256));
+  agmm::KernelEntry const& added = kernel_of_width(256);
+  registry.add(added);
+  check(error_with(256).empty(), error_with(256));
+  registry.add(kernel_of_width(64, "sm_100a"));
+  check(has(error_with(64), "wanted a kernel of this build"), "a kernel for another GPU");
+  check(agmm::built_kernels().size() == 9, "what there is now");
+
+  std::string const twice = error_of([&] { registry.add(added); });
+  check(has(twice,
+            "kernel: found a second all_gather_matmul 128x256x64_1x1_cooperative bf16 B col fast "
+            "bias for sm_90a, wanted one"),
+        twice);
+  std::string const no_sender =
+      error_of([&] { registry.add(agmm::Op::AllGatherMatmul, *agmm::kScatterTable[0]); });
+  check(has(no_sender, "op: found all_gather_matmul, wanted one whose kernels send"), no_sender);
+  // Known for matmul + reduce-scatter, but new for this op.
+  registry.add(agmm::Op::MatmulAllReduce, *agmm::kScatterTable[1]);
+  check(agmm::built_kernels().size() == 10, "after refusals");
+}
+
+/// While some threads add, others find.
+void registry_of_threads() {
+  static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
+  constexpr int kThreads = 8;
+  constexpr int kOfEach = 20;
+  std::size_t const before = agmm::built_kernels().size();
+  std::vector<std::thread> threads;
+  std::atomic<int> wrong{0};
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&, i] {
+      for (int j = 0; j < kOfEach; ++j) {
+        int const tile_n = 1024 + i * kOfEach + j;
+        agmm::kernel_registry().add(kernel_of_width(tile_n));
+        CallSpec call = of_one_matmul(tensors, 256);
+        call.matmul.config.shape.tile_n = tile_n;
+        if (!error_of([&] { prepare(call); }).empty()) ++wrong;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  check(wrong == 0, std::to_string(wrong) + " were not found");
+  check(agmm::built_kernels().size() == before + kThreads * kOfEach, "some are missing");
+}
+
+/// A kernel that is added later and needs more memory for sums of parts of K than a workspace has
+/// is refused, by that workspace alone.
+void scratch_of_added_kernels() {
+  static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
+  auto const error_on = [&](Workspace const& workspace) {
+    agmm::Gather gather;
+    gather.a_shard = tensors;
+    gather.rows = kRows;
+    gather.k = kColumns;
+    agmm::Weight weight;
+    weight.b = tensors + (1 << 17);
+    weight.ldb = kColumns;
+    weight.n = 128;
+    weight.out = tensors + (1 << 19);
+    weight.config.shape = {128, 192, 64, 1, 1, agmm::Schedule::Cooperative, false};
+    weight.config.splits = 2;
+    return error_of([&] { (*workspace.op)(gather, {weight}, kStream); });
+  };
+  Workspace const before;
+  agmm::kernel_registry().add(kernel_of_width(192));
+  check(has(error_on(before), "config: found 2 splits of 128x192x64_1x1_cooperative, which take "),
+        error_on(before));
+  Workspace const after;
+  check(error_on(after).empty(), error_on(after));
+}
+
 /// A child, as of a data loader, has a copy of what waits for the watching thread at the end,
 /// and no such thread.
 void forked_child() {
@@ -751,6 +847,9 @@ int main(int count, char** arguments) {
       {"forked_child", &forked_child},
       {"split_scratch", &split_scratch},
       {"first_columns", &first_columns},
+      {"registry", &registry},
+      {"registry_of_threads", &registry_of_threads},
+      {"scratch_of_added_kernels", &scratch_of_added_kernels},
   };
   if (count == 1) {
     for (auto const& [name, run] : checks) std::printf("%s\n", name.c_str());

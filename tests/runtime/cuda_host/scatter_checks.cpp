@@ -201,7 +201,7 @@ void names() {
        [](MatmulScatter& c) {
          c.dtype = agmm::DType::E4M3;
          c.accumulation = agmm::Accumulation::Slow;
-         c.scales.a = c.scales.b = static_cast<float const*>(c.out);
+         c.products[0].scales.a = c.products[0].scales.b = static_cast<float const*>(c.out);
        }},
   };
   for (auto const& [name, change] : calls) {
@@ -224,6 +224,8 @@ void equality() {
       {"n", [](MatmulScatter& c) { c.n = 64; }},
       {"k", [](MatmulScatter& c) { c.products[0].k = 32; }},
       {"a product", [](MatmulScatter& c) { c.products.push_back(c.products[0]); }},
+      {"a scale of a product",
+       [](MatmulScatter& c) { c.products[0].scales.b = static_cast<float const*>(c.out); }},
       {"average", [](MatmulScatter& c) { c.is_average = true; }},
       {"all-reduce", [](MatmulScatter& c) { c.all_reduce_sms = kWorkers; }},
       {"swizzle", [](MatmulScatter& c) { c.config.max_swizzle = 2; }},
@@ -272,6 +274,18 @@ void refusals() {
             [](MatmulScatter& call) {
               call.all_reduce_sms = kWorkers;
               call.config.shape.schedule = agmm::Schedule::Cooperative;
+            }},
+           {"scale_b: found null",
+            [](MatmulScatter& call) {
+              call.dtype = agmm::DType::E4M3;
+              call.products[0].scales.a = static_cast<float const*>(call.out);
+            }},
+           {"A: found 2 products, wanted 1 of fp8",
+            [](MatmulScatter& call) {
+              call.dtype = agmm::DType::E4M3;
+              agmm::Scales& scales = call.products[0].scales;
+              scales.a = scales.b = static_cast<float const*>(call.out);
+              call.products.push_back(call.products[0]);
             }},
            {"bytes for each other rank", [](MatmulScatter& call) { call.n = 1 << 15; }}}) {
     MatmulScatter call = one.call(8192);

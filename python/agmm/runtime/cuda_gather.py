@@ -1,0 +1,207 @@
+"""All-gather + matmul on CUDA that is ready to be made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from agmm import _core
+from agmm.errors import InvalidArgument
+from agmm.runtime.cuda import CudaWorkspace
+from agmm.runtime.cuda_calls import (
+    SCALE_BYTES,
+    Kernel,
+    ReadyMatmul,
+    aligned_pointer,
+    b_layout,
+    bias_pointer,
+    ready_matmul,
+    scale_pointer,
+)
+from agmm.runtime.results import reshaped
+from agmm.runtime.streams import stream_of
+from agmm.runtime.symmetric import enqueue
+
+PUSH = (0, 0, 0, 0, 0)
+"""The transport of copy-engine push, as `_core.GatherProblem` has it."""
+
+Gathered = tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor]]
+"""A and its scales, or None, and the products."""
+
+
+class ReadyWeight(NamedTuple):
+    """What a gather knows of a weight before it is made."""
+
+    out_shape: tuple[int, ...]
+    out_dtype: torch.dtype
+    b_scale_alignment: int
+
+
+class ReadyGather(NamedTuple):
+    """An all-gather + matmul that is ready to be made any number of times with tensors of one
+    kind."""
+
+    workspace: CudaWorkspace
+    problem: _core.GatherProblem
+    slot_bytes: int
+    shard_shape: tuple[int, int]
+    """Rows and K."""
+    scale_columns: int
+    """Scales that travel with a row of A; 0 where it has none."""
+    has_one_scale: bool
+    """Whether A_shard has one, which is sent with each of its rows."""
+    gathered_shape: tuple[int, ...] | None
+    weights: tuple[ReadyWeight, ...]
+    alone: tuple[ReadyMatmul, ...]
+    """The matmul of each weight where there is one rank, which has nothing to gather."""
+
+    def __call__(
+        self,
+        A_shard: torch.Tensor,
+        Bs: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        scale_a: torch.Tensor | None = None,
+        scale_bs: Sequence[torch.Tensor | None] = (),
+        tile_times: torch.Tensor | None = None,
+    ) -> Gathered:
+        """Gather A_shard, with its scales, and multiply it by each weight. Collective.
+
+        Args:
+            A_shard: [M_local, ..., K], contiguous.
+            Bs: a weight [K, N] each.
+            biases: for each weight a bias [N] or None.
+            scale_a: float32, of fp8 operands.
+            scale_bs: of fp8 operands one for each weight; else empty.
+            tile_times: uint8, where the kernel records when each of the first weight's tiles waited
+                and ran (timed kernels).
+
+        Returns:
+            A and its scales, or None, and out [world_size * M_local, ..., N] for each weight. The
+            scales are those of each rank, [world_size, 1], where a shard has one.
+
+        Raises:
+            Unsupported: the workspace cannot be made or grow; all ranks raise.
+            InvalidArgument: a kernel cannot take the operands; nothing was enqueued.
+        """
+        workspace, problem, slot_bytes, shard_shape, scale_columns, has_one_scale = self[:6]
+        gathered_shape, weights = self.gathered_shape, self.weights
+        scale_bs = scale_bs or (None,) * len(weights)
+        if self.alone:
+            return self._alone(A_shard, Bs, biases, scale_a, scale_bs)
+        with workspace.lock:
+            workspace.known.calls += 1
+            # Each shard may have its own scale, so it is sent as those of its rows.
+            scales = scale_a
+            if scale_a is not None and has_one_scale:
+                scales = scale_a.reshape(1, 1).expand(shard_shape[0], 1)
+            A = scale_A = None
+            if gathered_shape is not None:
+                A = A_shard.new_empty(gathered_shape)
+                if scales is not None:
+                    scale_A = scales.new_empty(*gathered_shape[:-1], scale_columns)
+            kept: list[torch.Tensor] = []  # copies live until the call is enqueued
+            addresses = [
+                aligned_pointer(A_shard, kept),
+                0 if scales is None else scale_pointer(scales, SCALE_BYTES, kept),
+                0 if A is None else A.data_ptr(),
+                0 if scale_A is None else scale_A.data_ptr(),
+            ]
+            outs = []
+            for w, B, bias, scale_b in zip(weights, Bs, biases, scale_bs, strict=True):
+                out = A_shard.new_empty(w.out_shape, dtype=w.out_dtype)
+                outs.append(out)
+                addresses += (
+                    aligned_pointer(B, kept),
+                    0 if scale_b is None else scale_pointer(scale_b, w.b_scale_alignment, kept),
+                    bias_pointer(bias, kept),
+                    out.data_ptr(),
+                )
+            enqueue(
+                workspace,
+                slot_bytes,
+                "all_gather_matmul",
+                problem,
+                addresses,
+                stream_of(A_shard.device),
+                0 if tile_times is None else tile_times.data_ptr(),
+            )
+        if has_one_scale and scale_A is not None:
+            of_each = scale_A.view(-1, 1)[:: shard_shape[0]]
+            scale_A = of_each.clone(memory_format=torch.contiguous_format)
+        return A, scale_A, outs
+
+    def _alone(
+        self,
+        A_shard: torch.Tensor,
+        Bs: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        scale_a: torch.Tensor | None,
+        scale_bs: Sequence[torch.Tensor | None],
+    ) -> Gathered:
+        rows = A_shard.view(self.shard_shape)
+        outs = []
+        of_each = zip(self.weights, self.alone, Bs, biases, scale_bs, strict=True)
+        for w, matmul, B, bias, scale_b in of_each:
+            out = matmul(rows, B, None, bias=bias, scale_a=scale_a, scale_b=scale_b)
+            outs.append(reshaped(out, w.out_shape))
+        if self.gathered_shape is None:
+            return None, None, outs
+        if scale_a is not None:
+            scale_a = (scale_a.reshape(1, 1) if self.has_one_scale else scale_a).clone()
+        return A_shard.clone(), scale_a, outs
+
+
+def ready_gather(
+    workspace: CudaWorkspace,
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    kernels: Sequence[Kernel],
+    *,
+    return_A: bool,
+    transport: tuple[int, int, int, int, int] = PUSH,
+) -> ReadyGather:
+    """The call for operands of these kinds.
+
+    Args:
+        A_shard: [M_local, ..., K], contiguous, the same shape and dtype on all ranks.
+        Bs: weights [K, N], N free for each of them, row-major or column-major.
+        kernels: for each weight; their formats are of one dtype, with the same scales of A.
+        return_A: whether A and its scales are wanted, in tensors of their own.
+        transport: as `_core.GatherProblem` has it.
+
+    Raises:
+        InvalidArgument: a weight is neither row-major nor column-major.
+    """
+    k = A_shard.shape[-1]
+    rows = A_shard.numel() // k
+    front = (workspace.world_size * A_shard.shape[0], *A_shard.shape[1:-1])
+    ready, of_core = [], []
+    for B, kernel in zip(Bs, kernels, strict=True):
+        layout = b_layout(B)
+        if layout is None:
+            raise InvalidArgument(
+                f"B: found strides {tuple(B.stride())}, wanted row-major or column-major"
+            )
+        n = B.shape[1]
+        of_core.append(_core.GatherWeight(n, layout, kernel.format, kernel.config))
+        ready.append(ReadyWeight((*front, n), kernel.out_dtype, kernel.b_scale_alignment))
+    scales = kernels[0].format.scales
+    scale_columns = 0 if scales is None else scales.a_columns
+    alone: tuple[ReadyMatmul, ...] = ()
+    if workspace.world_size == 1:
+        matrix = A_shard.view(rows, k)
+        pairs = zip(Bs, kernels, strict=True)
+        alone = tuple(ready_matmul(matrix, B, None, 0, kernel) for B, kernel in pairs)
+    return ReadyGather(
+        workspace,
+        _core.GatherProblem(rows, k, of_core, transport),
+        workspace.world_size * rows * (k * A_shard.element_size() + SCALE_BYTES * scale_columns),
+        (rows, k),
+        scale_columns,
+        scales is not None and not scales.a_per_row,
+        (*front, k) if return_A else None,
+        tuple(ready),
+        alone,
+    )
