@@ -73,15 +73,15 @@ struct ExchangeArgs {
   int64_t signal_slot_bytes = 0;
   uint32_t* turns = nullptr;  // this rank's
 
-  // Of a wait that takes long: this rank's words, whatever the carrier, of both slots.
+  // A wait that takes long looks at these: this rank's words of both slots, whatever the carrier.
   char const* own_packets[CollectiveLayout::kSlots]{};
   char const* own_signals[CollectiveLayout::kSlots]{};
   int32_t packet_stretch_bytes = 0;
   WaitLimit limit{};
 };
 
-/// Of an all-reduce behind which a residual is added and normed, row by row. Then `in` and `out`
-/// are rows too, `out` the new residual, and in two steps every rank sums `owned_rows`.
+/// What an all-reduce takes whose sum gets a residual and a norm, row by row. Then `in` and `out`
+/// are rows too, `out` is the new residual, and in two steps every rank sums `owned_rows`.
 struct NormArgs {
   char const* residual = nullptr;
   char const* weight = nullptr;  // one row
@@ -95,8 +95,9 @@ struct NormArgs {
   float eps = 0;
 };
 
-/// Of a rank that has no link to some: who sends to it in the first step, and who in the second; to
-/// whom it sends, and passes on what a rank has sent it, by how far they come after it. A bit each.
+/// The partners of a rank that has no link to some others, a bit for each: who sends to it in the
+/// first step, and who in the second; to whom it sends, and to whom it passes on what a rank has
+/// sent it, both by how far they come after it.
 struct RelayArgs {
   uint32_t near = 0;
   uint32_t far = 0;
@@ -112,9 +113,9 @@ using RelayedKernel = void (*)(ExchangeArgs, RelayArgs);
 ExchangeKernel packets_kernel_of(CollectiveElement element, ExchangeStep step, int world_size);
 ExchangeKernel blocks_kernel_of(CollectiveElement element, ExchangeStep step, int world_size);
 
-/// For Sum and SumAndShare.
+/// There is one for Sum and for SumAndShare.
 NormKernel norm_kernel_of(CollectiveElement element, ExchangeStep step, int world_size);
-/// For Gather and Sum.
+/// There is one for Gather and for Sum.
 RelayedKernel relayed_kernel_of(CollectiveElement element, ExchangeStep step);
 
 /// Alike on all ranks.

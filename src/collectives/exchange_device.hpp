@@ -28,10 +28,10 @@ CUTLASS_DEVICE void note_late_sources(WaitLimit const& limit, uint32_t sources, 
   note_late(limit, false, __ffs(int(sources)) - 1, waited);
 }
 
-/// After a look that did not find the tag of `sources`, a bit for each: returns unless one of them
-/// has called with something else or the wait has passed its limit. `seen`: what was found of
-/// `source`. `since`: as waited_units(); returns the new one. A function of its own, so that a call
-/// whose peers are in time does not fetch its code.
+/// Called after a look that did not find the tag of `sources`, a bit for each. Returns unless one
+/// of them has called with something else or the wait has passed its limit. `seen`: what was found
+/// of `source`. `since`: see waited_units(); returns the new one. It is a function of its own, so
+/// that a call whose peers are in time does not fetch its code.
 static __noinline__ __device__ uint32_t check_exchange_wait(ExchangeArgs const& args, int slot,
                                                             uint32_t sources, uint32_t seen,
                                                             int source, uint32_t since) {
@@ -157,7 +157,7 @@ struct Exchange : Groups<Element_, kWords> {
   CUTLASS_DEVICE int32_t number(int of_rank, int32_t group) const {
     return kStep == ExchangeStep::SumAndShare ? of_rank * args.segment + group : group;
   }
-  /// Of a group up to `args.groups`.
+  /// Whether a group up to `args.groups` has data.
   CUTLASS_DEVICE bool is_there(int of_rank, int32_t group) const {
     return kStep != ExchangeStep::SumAndShare || number(of_rank, group) < args.end;
   }

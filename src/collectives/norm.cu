@@ -97,7 +97,7 @@ struct NormedPackets : Packets<Element_, kStep, kMost> {
     return Base::rounded(sum);
   }
 
-  /// The same on the other ranks, from its owner.
+  /// The new residual on the ranks that do not own the row: its owner sends it.
   CUTLASS_DEVICE Group shared_residual(int32_t row, int32_t group) const {
     Packet found[kMost];
     Base::take(1, packet_number(row, group), 1u << owner(row), found);
@@ -109,7 +109,7 @@ struct NormedPackets : Packets<Element_, kStep, kMost> {
     return result;
   }
 
-  /// Of a row: its new residual, whose squares are added up.
+  /// Makes a row's new residual and returns the sum of its squares.
   CUTLASS_DEVICE float reduce_row(int32_t row) const {
     float squares = 0;
     CUTLASS_PRAGMA_NO_UNROLL

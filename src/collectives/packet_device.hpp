@@ -16,8 +16,8 @@ struct alignas(kGroupBytes) Packet {
 };
 static_assert(sizeof(Packet) == kGroupBytes);
 
-// As one scalar of 128 bits, so that the packet is seen as a whole or not at all. A vector of four
-// words would be four accesses to PTX's memory model.
+// The store has one scalar of 128 bits, so that the packet is seen as a whole or not at all. A
+// vector of four words would be four accesses to PTX's memory model.
 CUTLASS_DEVICE void store_packet(Packet* to, Packet const& packet) {
   asm volatile(
       "{\n"
@@ -49,7 +49,7 @@ CUTLASS_DEVICE Packet load_packet(Packet const* from) {
   return packet;
 }
 
-/// The same where `wanted`, without a branch: several are under way together.
+/// Loads the packet where `wanted`, without a branch, so that several loads are under way together.
 CUTLASS_DEVICE void load_packet_if(bool wanted, Packet& packet, Packet const* from) {
   asm volatile(
       "{\n"

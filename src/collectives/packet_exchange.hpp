@@ -47,7 +47,8 @@ struct Packets : Exchange<Element_, Packet::kWords, kStep, kMost> {
     }
   }
 
-  /// Also finds out the slot: the first loads, that of the turn among them, are under way together.
+  /// Finds out the slot and sends: the first loads, that of the turn among them, are under way
+  /// together.
   CUTLASS_DEVICE void send() {
     Group sent[kSent];
     int32_t g = first_group();
@@ -107,7 +108,7 @@ struct Packets : Exchange<Element_, Packet::kWords, kStep, kMost> {
     for (int source = 0; source < kMost; ++source) {
       if ((coming >> source & 1u) == 0) continue;
       if constexpr (kNoWait) {
-        // With the fault too every packet is taken out once.
+        // Every packet is taken out once, with the fault too.
         while (load_packet(packet_of(source)).flag != args.tag)
           since = check_exchange_wait(args, slot, 1u << source, 0, source, since);
       }

@@ -25,7 +25,7 @@ struct RelayedPackets : Packets<Element_, kStep, kMost> {
   CUTLASS_DEVICE RelayedPackets(ExchangeArgs const& args_, RelayArgs const& relays_)
       : Base(args_), relays(relays_) {}
 
-  /// To the ranks at these distances, a bit for each.
+  /// Sends to the ranks at these distances, a bit for each.
   CUTLASS_DEVICE void send_to(uint32_t distances, int64_t at, Packet const& sent) const {
     CUTLASS_PRAGMA_UNROLL
     for (int distance = 1; distance < kMost; ++distance) {

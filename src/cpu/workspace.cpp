@@ -108,7 +108,7 @@ class CpuWorkspace::CopyThread {
   void run() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      // Not wait(): GCC 12's would bind wheels to the libstdc++ of a system newer than they need.
+      // GCC 12's wait() would bind wheels to the libstdc++ of a system newer than they need.
       const auto is_due = [this] { return stopping() || !jobs_.empty(); };
       while (!changed_.wait_for(lock, kIdlePoll, is_due)) continue;
       if (stopping()) return;

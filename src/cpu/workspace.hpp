@@ -66,15 +66,15 @@ class CpuWorkspace {
 
   // Maps the segments of all ranks, `names` in rank order, and starts the copy thread.
   void connect(const std::vector<std::string>& names);
-  // To be called once every rank has returned from connect(): removes the segment's name, then
-  // takes the memory of the slots, which so lives no longer than the last rank that has mapped it.
-  // Throws std::runtime_error when there is too little.
+  // Called once every rank has returned from connect(): removes the segment's name, then takes the
+  // memory of the slots, which so lives no longer than the last rank that has mapped it. Throws
+  // std::runtime_error when there is too little.
   void take_memory();
   // Removes the name, stops the copy thread (what has not found its credit is dropped) and unmaps.
   // No other thread may be in a call; end_waits() gets those out that wait.
   void close() noexcept;
   // From now on wait_chunk() and wait_pushed() throw std::runtime_error, also those under way, by
-  // the end of their slice. For a thread that waits while this process comes to its end.
+  // the end of their slice. A thread that waits while this process comes to its end needs it.
   void end_waits() noexcept { waits_ended_.store(true); }
 
   char* slot(int slot) const;

@@ -48,7 +48,7 @@ struct FastDiv {
   AGMM_HOST_DEVICE int32_t remainder(int32_t n) const { return n - divide(n) * divisor; }
 };
 
-/// The same for a divisor that is known too late for that.
+/// The interface of FastDiv for a divisor that is known too late to prepare.
 struct PlainDiv {
   int32_t divisor = 1;
   AGMM_HOST_DEVICE explicit PlainDiv(int32_t d) : divisor(d) {}
@@ -87,7 +87,7 @@ struct KParts {
     return {i * length, i + 1 == parts ? k_tiles : (i + 1) * length};
   }
 
-  /// Where all end at once: no part longer than another by more than a k tile.
+  /// The parts where all end at once: none is longer than another by more than a k tile.
   AGMM_HOST_DEVICE Range even_part(int32_t i, FastDiv const& parts_) const {
     return {parts_.divide(i * k_tiles), parts_.divide((i + 1) * k_tiles)};
   }
@@ -102,8 +102,8 @@ struct KParts {
   }
 };
 
-/// Of the columns of a shard. More than a shard of the longest K in use has, in chunks as small as
-/// the planner takes; each costs a signal per rank and slot.
+/// Column chunks of a shard: more than the longest K in use has in chunks as small as the planner
+/// takes. Each costs a signal per rank and slot.
 constexpr int32_t kMaxColumnChunks = 128;
 
 /// A [rows, depth] cut into chunks_m x chunks_k chunks. Chunk (i, j) has the signal i * chunks_k +
@@ -181,7 +181,7 @@ struct BlockCoord {
 /// first tile before it can do anything else, and the consumers each next one before they can go
 /// on.
 struct TileOrder {
-  // As many chunks of rows as a host has GPUs; each group takes 32 bytes of the kernel's
+  // There are as many chunks of rows as a host has GPUs; each group takes 32 bytes of the kernel's
   // parameters.
   static constexpr int32_t kTabledGroups = 8;
 
@@ -314,7 +314,7 @@ struct FirstBlocks {
 
   FirstBlocks() = default;
 
-  /// As many as `steps`, kMost or the order has.
+  /// Fills in as many blocks as `steps`, kMost and the order allow.
   template <class Order>
   FirstBlocks(Order const& order, int32_t steps) {
     int32_t const count = min_of(min_of(steps, kMost), order.count());

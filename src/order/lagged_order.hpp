@@ -28,7 +28,7 @@
 
 namespace agmm {
 
-/// In blocks of a chunk, and in groups.
+/// The blocks of a chunk in a group, and the groups by which own tiles lag.
 struct Lag {
   int32_t group = 1;
   int32_t groups = 0;

@@ -32,8 +32,8 @@ AGMM_HOST_DEVICE constexpr int32_t part_place(int32_t source, int32_t owner, int
 /// The rows of a call in bands, one after the other through the same memory. A band has as many
 /// rows of each rank.
 struct ScatterBands {
-  /// Of all ranks in a band. It bounds the memory: of 16384 x 8192 in bf16 on 4 ranks the parts
-  /// take 101 MB, not 201, and a band still is many waves of tiles.
+  /// A band has at most this many rows of all ranks. It bounds the memory: the parts of 16384 x
+  /// 8192 in bf16 on 4 ranks take 101 MB, not 201, and a band still is many waves of tiles.
   static constexpr int32_t kMostRows = 8192;
 
   int32_t world_size = 1;
@@ -52,7 +52,7 @@ struct ScatterBands {
     return rows_per_rank / band_rows + (rows_per_rank % band_rows == 0 ? 0 : 1);
   }
 
-  /// Of each rank's rows, counted from its first.
+  /// The band's part of each rank's rows, counted from the rank's first.
   AGMM_HOST_DEVICE constexpr Range rows(int32_t band) const {
     int32_t const begin = band * band_rows;
     return {begin, begin + min_of(band_rows, rows_per_rank - begin)};

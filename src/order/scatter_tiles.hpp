@@ -57,7 +57,7 @@ struct ScatterTiles {
 
   /// Tiles of a chunk.
   AGMM_HOST_DEVICE int32_t tiles() const { return tiles_m * tiles_n; }
-  /// Those of the call that are sent or received by this rank, and its own.
+  /// Tiles of the call: this rank sends or receives them, or they are its own.
   AGMM_HOST_DEVICE int32_t all_tiles() const { return world_size * tiles(); }
   /// Index of a chunk's tile; -1 where it only pads a cluster or the chunk.
   AGMM_HOST_DEVICE int32_t tile(int32_t tile_m, int32_t tile_n) const {
@@ -76,8 +76,8 @@ struct ScatterTiles {
   AGMM_HOST_DEVICE int32_t place_by_arrival(int32_t i) const { return world_size - 2 - i; }
 };
 
-/// Of a chunk in a launch, each with a signal at each place, finished ones counted beside their
-/// sums. As many as a band of 4096 rows and 8192 columns of 64 x 64 tiles has.
+/// Tiles of a chunk in a launch, finished ones counted beside their sums; each has a signal at each
+/// place. A band of 4096 rows and 8192 columns has this many tiles of 64 x 64.
 constexpr int32_t kMaxScatterTiles = 8192;
 
 /// Words of a launch's claims (claimed_steps.hpp): two counts, then one for each cluster of CTAs,

@@ -31,7 +31,7 @@ std::string CallStream::broken() const {
 
 void CallStream::abandon() const noexcept {
   if (!is_captured()) return;
-  // Not allowed in a capture, which ends it.
+  // This call is not allowed in a capture, and so ends it.
   cudaStreamSynchronize(stream);
   cudaGetLastError();
 }

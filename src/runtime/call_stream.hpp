@@ -12,7 +12,8 @@ namespace agmm {
 struct CallStream {
   cudaStream_t stream = nullptr;
   SlotRing::Capture capture = 0;  // 0: none
-  // Of eager calls. By id: another stream may get the handle of one that was destroyed.
+  // Eager calls are told apart by it, since another stream may get the handle of one that was
+  // destroyed.
   unsigned long long id = 0;
 
   CallStream() = default;

@@ -30,9 +30,9 @@ Driver const& driver();
 /// In place of the chunks of a rank: what waits is a call without elements.
 constexpr int kWithoutElements = -1;
 
-/// Of the current device. Created at first use, together with a thread that reads it and ends the
-/// process with the message. `rank` and `chunks_per_rank`: of who waits there, for the line that
-/// says so after AGMM_WARN_S; -1 and 0 where they are unknown.
+/// The current device's place for reports. It is created at first use, together with a thread that
+/// reads it and ends the process with the message. `rank` and `chunks_per_rank` are those of who
+/// waits there, for the line that says so after AGMM_WARN_S; -1 and 0 where they are unknown.
 ReportPlace report_place(int rank = -1, int chunks_per_rank = 0);
 
 /// What that message says. It is called by the thread that reads, at the end of the process, and

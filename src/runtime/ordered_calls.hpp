@@ -39,7 +39,7 @@ class OrderedCalls {
     auto const& enqueue = prepare();
     bool const is_first = sequences_.find(calling.capture) == SlotRing::kNone;
     auto const i = static_cast<std::size_t>(sequences_.place(calling.capture));
-    // Before the call is marked as begun: what fails here leaves nothing half done.
+    // The call is not marked as begun yet: what fails here leaves nothing half done.
     if (call_done_[i] == nullptr) {
       RelaxedCapture const relaxed;
       AGMM_CHECK_CUDA(cudaEventCreateWithFlags(&call_done_[i], cudaEventDisableTiming));

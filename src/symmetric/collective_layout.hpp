@@ -39,7 +39,7 @@ class CollectiveLayout {
   static constexpr int kSlots = 2;
   static constexpr int kSteps = 2;
   static constexpr std::size_t kAlignment = 128;  // a cache line
-  /// Of a slot's packets. What takes more goes faster in blocks.
+  /// Bytes of a slot's packets. What takes more goes faster in blocks.
   static constexpr std::size_t kPacketBytes = std::size_t(4) << 20;
 
   static constexpr std::size_t kMaxSlotBytes = std::size_t(1) << 30;  // kernels count in 32 bits
@@ -65,7 +65,7 @@ class CollectiveLayout {
     return carrier == Carrier::Packets ? packet_stretch() / kGroupBytes
                                        : blocks() * kLeastBlockGroups;
   }
-  /// From one source's stretch to the next.
+  /// Bytes from one source's stretch to the next.
   std::size_t stretch_bytes(Carrier carrier) const {
     return carrier == Carrier::Packets ? packet_stretch() : block_stretch();
   }

@@ -132,7 +132,7 @@ class SymmetricMemory {
   uint32_t* tags(int rank, int slot) const { return at<uint32_t>(rank, layout_.tags(slot)); }
   uint32_t* signals(int rank, int slot) const { return at<uint32_t>(rank, layout_.signals(slot)); }
   uint32_t* credits(int rank, int slot) const { return at<uint32_t>(rank, layout_.credits(slot)); }
-  /// Of this rank: nobody else has to do with it.
+  /// A word of this rank alone: no other rank reads or writes it.
   uint32_t* single(int slot, Single which) const {
     return at<uint32_t>(rank_, layout_.single(slot, which));
   }

@@ -17,13 +17,13 @@ class SlotRing {
   // With two, a call writes while the one before is still read; a third would take half the memory
   // more.
   static constexpr int kSlots = 2;
-  // That may be under way at once. A choice: more than one is rare. Of more than these, the oldest
-  // is forgotten, and begins with slot 0 again.
+  // Captures that may be under way at once. A choice: more than one is rare. Where there are more,
+  // the oldest is forgotten and begins with slot 0 again.
   static constexpr int kCaptures = 4;
   static constexpr int kSequences = 1 + kCaptures;
   static constexpr int kNone = -1;
 
-  /// Of a call: 0 eager, else the id of the capture it is in.
+  /// What a call belongs to: 0 for eager calls, else the id of the capture that it is in.
   using Capture = unsigned long long;
 
   int next_slot(Capture capture) const {

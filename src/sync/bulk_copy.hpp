@@ -10,7 +10,7 @@
 
 namespace agmm {
 
-/// Between writes to shared memory and the barrier behind which bulk copies read them.
+/// Stands between writes to shared memory and the barrier behind which bulk copies read them.
 CUTLASS_DEVICE void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -39,12 +39,13 @@ CUTLASS_DEVICE void bulk_copy_to_shared(void* to, void const* from, uint32_t byt
       : "memory");
 }
 
-/// To L2, of global memory. A hint: what it reads may still be written. `bytes`: a multiple of 16.
+/// Brings global memory to L2. It is a hint: what it reads may still be written. `bytes`: a
+/// multiple of 16.
 CUTLASS_DEVICE void bulk_prefetch(void const* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
-/// The same without its group, which ends with bulk_commit().
+/// A copy whose group stays open until bulk_commit().
 CUTLASS_DEVICE void bulk_copy_in_group(void* to, void const* from, uint32_t bytes) {
   auto const at = uint32_t(__cvta_generic_to_shared(from));
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(at),

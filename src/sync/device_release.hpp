@@ -10,9 +10,9 @@
 
 namespace agmm {
 
-/// For all lanes of each of the `count` warps that take part. It stands at the end of the kernel,
-/// which it delays: one thread that resets hundreds of signals and gives one credit after the other
-/// took 6 us more.
+/// All lanes of each of the `count` warps that take part call it. It stands at the end of the
+/// kernel, which it delays: one thread that resets hundreds of signals and gives one credit after
+/// the other took 6 us more.
 CUTLASS_DEVICE void finish(Release const& release, int32_t count, WaitLimit const& limit) {
   if (release.signals == nullptr) return;
   __syncwarp();
@@ -29,7 +29,7 @@ CUTLASS_DEVICE void finish(Release const& release, int32_t count, WaitLimit cons
   for (int i = lane_id(); i < release.peer_count; i += 32) {
     if (release.peer_credits[i] != nullptr) store_relaxed_system(release.peer_credits[i], 1);
   }
-  // After the credits, for which the peers' copies may wait.
+  // This wait comes after the credits, for which the peers' copies may wait.
   if (!kNoSent && release.sent != nullptr && lane_id() == 0) {
     wait_signal(release.sent, 1, limit.rank * limit.senders.chunks_per_rank, limit);
     *release.sent = 0;

@@ -52,7 +52,7 @@ CUTLASS_DEVICE uint32_t add_acq_rel_gpu(uint32_t* word, uint32_t value) {
   return old;
 }
 
-// Without an order of other accesses.
+// These order no other access.
 
 CUTLASS_DEVICE uint32_t load_relaxed_gpu(uint32_t const* word) {
   uint32_t value;
@@ -81,13 +81,13 @@ CUTLASS_DEVICE uint32_t add_relaxed_gpu(uint32_t* word, uint32_t value) {
 
 CUTLASS_DEVICE void fence_acq_rel_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-/// Where a kernel may start before the one ahead of it in its stream has ended (CallSpec): until
-/// that one has, and all it wrote is visible to this grid. Elsewhere it returns at once.
+/// Waits until the kernel ahead in the stream has ended and all that it wrote is visible to this
+/// grid, where this kernel may start before that (CallSpec). Elsewhere it returns at once.
 CUTLASS_DEVICE void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-/// Between the acquire of a signal and TMA loads of what it announced.
+/// Stands between the acquire of a signal and TMA loads of what it announced.
 CUTLASS_DEVICE void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
@@ -132,7 +132,7 @@ CUTLASS_DEVICE void report_and_stop(WaitLimit const& limit, WaitReport::Kind kin
 /// spare. A little more than a millisecond is fine enough for limits of seconds.
 constexpr int kLogWaitUnitNs = 20;
 
-/// Since the first look of a wait, in its units. `since`: 0 at the first look, then when that was.
+/// Time since the first look of a wait, in units. `since`: 0 at the first look, then when that was.
 CUTLASS_DEVICE uint32_t waited_units(uint32_t& since) {
   auto const now = static_cast<uint32_t>(global_timer_ns() >> kLogWaitUnitNs);
   if (since == 0) since = now;
@@ -160,8 +160,8 @@ CUTLASS_DEVICE uint32_t look_at_signal(uint32_t const* word, uint32_t wanted, in
   return seen == wanted && tags != nullptr ? load_acquire_system(tags + chunk) : seen;
 }
 
-/// After a look that did not find the wanted value: returns unless the wait has passed its limit or
-/// the source called with something else. `since`: see waited_units().
+/// Called after a look that did not find the wanted value. Returns unless the wait has passed its
+/// limit or the source called with something else. `since`: see waited_units().
 CUTLASS_DEVICE void check_wait(uint32_t seen, uint32_t wanted, int32_t chunk,
                                WaitLimit const& limit, uint32_t& since) {
   uint32_t const waited = waited_units(since);
@@ -173,7 +173,8 @@ CUTLASS_DEVICE void check_wait(uint32_t seen, uint32_t wanted, int32_t chunk,
   // share a GPU, which runs each for some milliseconds at a time.
   constexpr uint32_t kGraceUnits = 64;
   if (mismatch || waited > limit_units(limit) + kGraceUnits) {
-    // Not ahead of the branch: a division there costs producer warps registers, and spills.
+    // This division stands within the branch: ahead of it, it costs producer warps registers, and
+    // spills.
     int32_t const source = senders.chunks_per_rank > 0 ? chunk / senders.chunks_per_rank : -1;
     report_and_stop(limit, mismatch ? WaitReport::Mismatch : WaitReport::Timeout, source, chunk,
                     seen, wanted, uint64_t(waited) << kLogWaitUnitNs);
@@ -181,7 +182,7 @@ CUTLASS_DEVICE void check_wait(uint32_t seen, uint32_t wanted, int32_t chunk,
   note_late(limit, false, chunk, waited);
 }
 
-/// The same for the credit of `peer`'s buffer `slot`.
+/// Is to a wait for the credit of `peer`'s buffer `slot` what check_wait() is to one for a chunk.
 CUTLASS_DEVICE void check_credit_wait(uint32_t seen, int32_t peer, int32_t slot,
                                       WaitLimit const& limit, uint32_t& since) {
   uint32_t const waited = waited_units(since);

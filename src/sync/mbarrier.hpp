@@ -57,8 +57,8 @@ CUTLASS_DEVICE uint32_t address_in_cluster(void const* local, int cta) {
   return there;
 }
 
-/// For what needs no order of memory in the other CTA, as the end of reads. At cluster scope it
-/// would wait for all that the thread has under way in global memory.
+/// Arrives for what needs no order of memory in the other CTA, such as the end of reads. At cluster
+/// scope the arrival would wait for all that the thread has under way in global memory.
 CUTLASS_DEVICE void mbarrier_arrive_in_cluster(uint64_t* barrier, int cta) {
   asm volatile(
       "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_cluster(barrier, cta))

@@ -8,8 +8,9 @@
 
 namespace agmm {
 
-/// Those that CUTLASS's kernels leave to others, from 8 on (cutlass::arch::ReservedNamedBarriers).
-/// A CTA that only pushes has no tile, and none of CUTLASS's.
+/// The barriers that agmm uses: from 8 on, which CUTLASS's kernels leave to others
+/// (cutlass::arch::ReservedNamedBarriers). A CTA that only pushes has no tile, and none of
+/// CUTLASS's barriers.
 enum class NamedBarrier : int {
   kTailCopied = 1,
   kSplitK = 8,
@@ -22,13 +23,13 @@ enum class NamedBarrier : int {
   kScalesHeld = 15,
 };
 
-/// For whole warps, `kThreads` threads in all; those of a warp need not come together.
+/// Whole warps call it, `kThreads` threads in all; the threads of a warp need not come together.
 template <NamedBarrier kBarrier, int kThreads>
 CUTLASS_DEVICE void named_barrier_sync() {
   asm volatile("barrier.cta.sync %0, %1;" ::"n"(int(kBarrier)), "n"(kThreads) : "memory");
 }
 
-/// The same without the wait for the others.
+/// Arrives without waiting for the others.
 template <NamedBarrier kBarrier, int kThreads>
 CUTLASS_DEVICE void named_barrier_arrive() {
   asm volatile("barrier.cta.arrive %0, %1;" ::"n"(int(kBarrier)), "n"(kThreads) : "memory");

@@ -21,7 +21,7 @@
 namespace agmm {
 namespace {
 
-// As the default of torch's process groups.
+// torch's process groups have this default too.
 constexpr double kDefaultTimeoutS = static_cast<double>(kDefaultLimitNs) * 1e-9;
 // No call that goes well takes so long, and who looks at a job that stands still wants to know.
 constexpr double kDefaultWarnS = 30.0;
@@ -220,7 +220,7 @@ void tell_of_late_wait(int rank, bool without_elements) {
     listener = calls().listener;
   }
   if (!listener || calls().listening.exchange(true)) return;
-  // As in look_up: it may want a lock that this process holds.
+  // The listener gets a thread of its own, for it may want a lock that this process holds.
   std::thread([listener, rank, without_elements] {
     try {
       (*listener)(rank, without_elements);

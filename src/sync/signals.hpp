@@ -23,13 +23,13 @@ std::string timeout_message(int rank, int source, int64_t chunk, uint32_t seen, 
 std::string credit_timeout_message(int rank, int peer, int slot, uint32_t seen, double waited_s,
                                    double limit_s);
 
-// The same two for a wait that goes on: they say since when, by this host's clock.
+// The two lines for a wait that goes on: they say since when, by this host's clock.
 std::string waiting_message(int rank, int source, int64_t chunk, uint32_t seen, uint32_t wanted,
                             double waited_s, double limit_s);
 std::string credit_waiting_message(int rank, int peer, int slot, uint32_t seen, double waited_s,
                                    double limit_s);
 
-// The same of waits on a GPU, which do not say what they see.
+// The lines for waits that go on on a GPU, which do not say what they see.
 std::string late_message(int rank, int source, int64_t chunk, double waited_s, double limit_s);
 std::string late_credit_message(int rank, int peer, double waited_s, double limit_s);
 std::string late_ranks_message(int rank, const std::vector<int>& sources, double waited_s,
@@ -43,9 +43,9 @@ std::string mismatch_message(int rank, int source, int64_t chunk, uint32_t seen,
 // where a kind of call is first prepared.
 void note_call(uint32_t tag, std::string what);
 
-// From (rank, source, this rank's tag, what note_call was told of it, or "") to what the two ranks
-// called; empty strings where it is not known. It may wait for the other rank for a few seconds;
-// longer and mismatch_message goes without. It is called on a thread of its own.
+// A lookup goes from (rank, source, this rank's tag, what note_call was told of it, or "") to what
+// the two ranks called; empty strings where it is not known. It may wait for the other rank for a
+// few seconds; longer and mismatch_message goes without. It is called on a thread of its own.
 using CallLookup =
     std::function<std::pair<std::string, std::string>(int, int, uint32_t, const std::string&)>;
 void set_call_lookup(CallLookup lookup);
@@ -110,8 +110,8 @@ class Wait {
     return true;
   }
 
-  // The same, and the rest of what a wait is: past the limit the process ends with a message, and
-  // when a warning is due it is written. `message(ends)` makes either from what is seen then.
+  // This poll() is all that a wait is: past the limit the process ends with a message, and when a
+  // warning is due it is written. `message(ends)` makes either from what is seen then.
   template <class Ready, class Message>
   bool poll(const Ready& ready, std::chrono::nanoseconds slice, const Message& message) {
     if (poll(ready, slice) || ready()) return true;

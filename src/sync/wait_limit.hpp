@@ -1,4 +1,4 @@
-// Of a wait on the device: its limit, and where it reports that it passed it.
+// What a wait on the device has: its limit, and where it reports that it passed it.
 #pragma once
 
 #include <cstdint>

@@ -11,12 +11,13 @@ namespace agmm {
 struct LateWait {
   /// A wait says that it takes long each time that so many of its units (2^20 ns) are over.
   static constexpr uint32_t kUnits = 1024;
-  // With the bit of a credit 32 bits. A key for each rank of each group of the process, for 511 of
-  // them; four million chunks.
+  // Both and the bit of a credit are 32 bits: a key for each rank of each group of the process, 511
+  // at most, and four million chunks.
   static constexpr int kKeyBits = 9;
   static constexpr int kChunkBits = 22;
 
-  /// Of a chunk or, where a credit is awaited, of the peer that is to give it. `key`: not 0.
+  /// The word for a chunk or, where a credit is awaited, for the peer that is to give it. `key`:
+  /// not 0.
   AGMM_HOST_DEVICE static constexpr uint32_t what(uint32_t key, bool is_credit, int32_t chunk) {
     return key << (kChunkBits + 1) | uint32_t(is_credit) << kChunkBits | uint32_t(chunk);
   }
@@ -43,7 +44,7 @@ struct WaitReport {
   uint64_t limit_ns;
   uint32_t late_what;   // LateWait::what; 0: none. Several may write; what they say mixes, and
   uint32_t late_units;  // all of it is late
-  // Of waits for several ranks at once, by rank: as late_units; 0: not late.
+  // The late_units of each rank, where a wait is for several at once; 0: not late.
   uint32_t late_of[kMaxLateSources];
 };
 

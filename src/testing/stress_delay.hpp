@@ -27,8 +27,9 @@ CUTLASS_DEVICE uint32_t hash(uint32_t x) {
 
 }  // namespace stress_detail
 
-/// Of one lane: in one of 16 cases up to 2^15 cycles, 16 to 20 us. Each rank is slow in some
-/// stretches of a millisecond, in which that is every second case: then the others get far ahead.
+/// Delays one lane, in one of 16 cases, by up to 2^15 cycles, 16 to 20 us. Each rank is slow in
+/// some stretches of a millisecond, in which every second case is delayed: then the others get far
+/// ahead.
 CUTLASS_DEVICE void stress_delay(int32_t rank) {
   if constexpr (kStressDelays) {
     using namespace stress_detail;
@@ -44,7 +45,7 @@ CUTLASS_DEVICE void stress_delay(int32_t rank) {
   }
 }
 
-/// For all lanes of a warp together.
+/// Delays all lanes of a warp together.
 CUTLASS_DEVICE void stress_delay_warp(int32_t rank) {
   if constexpr (kStressDelays) {
     stress_delay(rank);

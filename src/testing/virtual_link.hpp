@@ -13,8 +13,8 @@ namespace agmm {
 
 namespace virtual_link_detail {
 
-/// When the link is free again, in ns of the GPU's global timer. One for each translation unit,
-/// whose kernels share it.
+/// When the link is free again, in ns of the GPU's global timer. Each translation unit has one,
+/// which its kernels share.
 static __device__ unsigned long long free_at = 0;
 constexpr int kBytesPerNs = kVirtualLinkGBs == 0 ? 1 : kVirtualLinkGBs;
 

@@ -25,7 +25,7 @@ struct AllGather::Handles {
   std::unique_ptr<Sequence> sequences[SlotRing::kSequences];  // those that there was a call of
   uint32_t** peer_words = nullptr;  // device, [kSlots][2][w]: this rank's credit and tag at peer p
 
-  // Of the call entered.
+  // What belongs to the call entered.
   CallStream stream;
   int slot = 0;
   int sequence = 0;            // since its begin()

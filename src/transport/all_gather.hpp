@@ -102,7 +102,7 @@ class AllGather {
   /// When this or a later step throws, abandon() has to follow, and enter() will refuse, unless
   /// nothing was enqueued for want of an event.
   void begin(GatherRequest const& request, Gathered const& gathered, void* stream);
-  /// Behind the consumer, where that does not do what `gathered.release` says.
+  /// Enqueues behind the consumer what `gathered.release` says, where the consumer does not do it.
   void release(Gathered const& gathered, void* stream);
   /// What comes on `stream` afterwards finds the shard free for reuse and a_out complete.
   void end(void* stream);
@@ -114,7 +114,7 @@ class AllGather {
   /// that of the capture that `stream` is in.
   void precede(void* stream);
 
-  /// Of the call entered.
+  /// The slot of the call entered.
   int slot() const;
   bool is_captured() const;
   int rank() const { return links_.memory.rank(); }

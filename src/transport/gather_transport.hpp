@@ -35,7 +35,7 @@ struct GatherRequest {
     return static_cast<std::size_t>(gather.k) * element_bytes(gather.dtype);
   }
   std::size_t shard_bytes() const { return static_cast<std::size_t>(gather.rows) * row_bytes(); }
-  /// Of a shard's scales, which lie behind all shards in the gather buffer.
+  /// Bytes of a shard's scales, which lie behind all shards in the gather buffer.
   std::size_t scale_bytes() const {
     return is_fp8(gather.dtype) ? static_cast<std::size_t>(gather.rows) *
                                       static_cast<std::size_t>(gather.scale_columns) * sizeof(float)
@@ -64,7 +64,7 @@ struct Links {
   uint32_t* const* peer_tags[WorkspaceLayout::kSlots]{};
 };
 
-/// Without state: one object serves all calls.
+/// A way in which the chunks of a gather move. It has no state: one object serves all calls.
 class GatherTransport {
  public:
   virtual ~GatherTransport() = default;
@@ -91,7 +91,7 @@ class GatherTransport {
   /// beside shape and dtype.
   Gathered usual(Links const& links, GatherRequest const& request, int slot, int column_chunks,
                  std::string const& how, bool copies_a) const;
-  /// Of the stage kernel.
+  /// The arguments of the stage kernel.
   static StageArgs stage_args(Links const& links, GatherRequest const& request, uint32_t tag,
                               int slot);
 };

@@ -26,12 +26,13 @@ struct PushCta {
   // take 0.7 to 20% longer.
   static constexpr int kCopyThreads = 128;
   static constexpr int kThreads = kCopyThreads + 32;
-  // For items that wait for their signal; those that copy wait where none is free. Meant to be more
-  // than are copied during a fence, not measured. Few where a test should find them full.
+  // Places for items that wait for their signal; threads that copy wait where none is free. The
+  // number is meant to exceed what is copied during a fence, and was not measured. It is small
+  // where a test should find the queue full.
   static constexpr uint32_t kQueued = kStressDelays ? 2 : 8;
 
-  /// In shared memory. Copied item number i lies at place i % kQueued; the mbarriers, one arrival a
-  /// phase, say that it is there and that it has been taken out.
+  /// The queue in shared memory. Copied item number i lies at place i % kQueued; the mbarriers, one
+  /// arrival a phase, say that it is there and that it has been taken out.
   struct Queue {
     uint64_t copied[kQueued];
     uint64_t taken[kQueued];
@@ -42,9 +43,9 @@ struct PushCta {
 
 namespace push_detail {
 
-/// For kCopyThreads threads. The tail is begun after the head: all at once would fill the links,
-/// and the first chunk would come late. Nothing is taken while they wait, so nobody waits for it.
-/// The last item, which is not copied, is one beyond the tail.
+/// kCopyThreads threads copy the tail. It is begun after the head: all at once would fill the
+/// links, and the first chunk would come late. Nothing is taken while they wait, so nobody waits
+/// for it. The last item, which is not copied, is one beyond the tail.
 CUTLASS_DEVICE void copy_tail(SmPushArgs const& push, PushCta::Queue& queue, int32_t head_claims,
                               WaitLimit const& limit) {
   auto const thread = int(threadIdx.x);

@@ -133,7 +133,7 @@ CUTLASS_DEVICE void copy_rows(SmPushArgs const& push, Sizes const& sizes,
 template <int kThreads, int kLoadsInFlight, class Sizes>
 CUTLASS_DEVICE void copy_item(SmPushArgs const& push, Sizes const& sizes,
                               PushOrder::Item const& item, int thread) {
-  // Not as a number, for which the pushing warps have no register.
+  // The width is a template argument, since the pushing warps have no register for a number.
   if (push.chunk_vectors > 8) {
     copy_rows<kThreads, kLoadsInFlight, 16>(push, sizes, item, thread);
   } else {
@@ -224,7 +224,7 @@ CUTLASS_DEVICE void await_head(SmPushArgs const& push, int32_t claims) {
   }
 }
 
-/// In lane 0, a claim that is under way.
+/// Makes a claim, which is under way in lane 0 on return.
 template <bool kTail>
 CUTLASS_DEVICE uint32_t claim(SmPushArgs const& push) {
   return lane_id() == 0 ? atomicAdd(kTail ? push.tail_claims : push.claims, 1) : 0;
@@ -294,7 +294,7 @@ struct FirstItem {
   int32_t is_for_consumers;
 };
 
-/// For the first warp of the consumers, before the kernel sets up its barriers.
+/// The first warp of the consumers calls it before the kernel sets up its barriers.
 CUTLASS_DEVICE void claim_first_item(SmPushArgs const& push, FirstItem& first) {
   using namespace push_detail;
   uint32_t const claimed = claim<false>(push);
@@ -309,7 +309,7 @@ CUTLASS_DEVICE void claim_first_item(SmPushArgs const& push, FirstItem& first) {
   }
 }
 
-/// For all `kThreads` consumers, of which the first warp has claimed. The barriers have no limit
+/// All `kThreads` consumers call it once their first warp has claimed. The barriers have no limit
 /// and need none: they are the CTA's own, and those who come to them wait for nobody outside the
 /// cluster before.
 template <int kThreads>
@@ -333,7 +333,7 @@ CUTLASS_DEVICE void push_head(SmPushArgs const& push, WaitLimit const& limit) {
   help_with_tail(push, limit);
 }
 
-/// The same where `kThreads` consumers copy the first item.
+/// Pushes the head where `kThreads` consumers copy the first item.
 template <int kThreads>
 CUTLASS_DEVICE void push_head_after(FirstItem const& first, SmPushArgs const& push,
                                     WaitLimit const& limit) {
@@ -347,8 +347,8 @@ CUTLASS_DEVICE void push_head_after(FirstItem const& first, SmPushArgs const& pu
     stress_delay_warp(push.rank);
     take_credits(push, item == 0, look_at_credit(push), limit);
   } else if (has_item && push.order.tail_count() == 0) {
-    // Nothing before the signal, for which every CTA of the peers waits. But a tail is begun when
-    // the head's claims say so, and is what takes longest.
+    // Nothing comes before the signal, for which every CTA of the peers waits. But a tail is begun
+    // when the head's claims say so, and takes longest.
     signal_item(push, push.order.item(false, item));
     item = __shfl_sync(kAllLanes, int(claim<false>(push)), 0);
     is_copied = false;

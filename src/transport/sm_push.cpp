@@ -14,8 +14,8 @@ namespace {
 
 using Single = WorkspaceLayout::Single;
 
-// Of a signal; the tag is above them. One more than kMaxPushParts wants, and 24 bits are left to
-// tell calls apart.
+// Bits of a signal that count; the tag is above them. It is one bit more than kMaxPushParts wants,
+// and 24 bits are left to tell calls apart.
 constexpr int kCountBits = 8;
 static_assert(kMaxPushParts < (1 << kCountBits), "the count must not reach the tag");
 constexpr int kVectorBytes = 16;  // of the widest load

@@ -9,22 +9,23 @@
 
 namespace agmm {
 
-/// As many as the largest host has GPUs; each rank's place takes 16 bytes of the kernel's
+/// The largest host has this many GPUs; each rank's place takes 16 bytes of the kernel's
 /// parameters, and a lane looks at its credit. Timed with up to 4.
 constexpr int kMaxPushRanks = 16;
 /// A power of 2. A choice: with more, an item of a chunk has a row or two.
 constexpr int kMaxPushParts = 64;
 
-/// Of an item, to all peers of a round: by a warp beside the matmul (larger items delay the first
-/// chunk and saturate the links, which delays the matmul's own loads) and by a CTA that only
-/// pushes, of which smaller ones do not keep the links busy. Measured on 4 H200, the second at
-/// 2048 x 2112 x 7168, where items of half the size cost 20 us of 108 (docs/dev/tried.md).
+/// Bytes of an item to all peers of a round. The head's is pushed by a warp beside the matmul:
+/// larger items delay the first chunk and saturate the links, which delays the matmul's own loads.
+/// The tail's is pushed by a CTA that only pushes: smaller items do not keep the links busy.
+/// Measured on 4 H200, the second at 2048 x 2112 x 7168, where items of half the size cost 20 us of
+/// 108 (docs/dev/tried.md).
 constexpr int64_t kHeadItemBytes = 12288;
 constexpr int64_t kTailItemBytes = 49152;
 
-/// Up to so much sent by a rank, consumers should copy the first items. With more the links are
-/// busy for long, and what they copy at once holds up the rest. Measured on 2 H200: 2 us gained at
-/// 512 x 3584 x 8192, which sends 4 MiB, and 0.6 us lost with more than 12 MiB.
+/// Consumers should copy the first items where a rank sends up to this much. With more the links
+/// are busy for long, and what they copy at once holds up the rest. Measured on 2 H200: 2 us gained
+/// at 512 x 3584 x 8192, which sends 4 MiB, and 0.6 us lost with more than 12 MiB.
 constexpr int64_t kConsumersCopyBytes = 12 << 20;
 
 /// The order in which the shard is pushed. It is cut into chunks of columns, and a chunk into parts

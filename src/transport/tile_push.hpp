@@ -19,7 +19,7 @@ constexpr int kSendBytes = 1024;
 /// and 430 the best on 2 H100 at K = 7168 and at K = 2048.
 constexpr int32_t kLeastSendBytesPerNs = 370;
 constexpr int32_t kMostSendBytesPerNs = 400;
-/// Of a row of A, for each element of a tile: what the MMAs of a multiprocessor take in a cycle.
+/// What the MMAs of a multiprocessor take in a cycle: bytes of a row of A times elements of a tile.
 constexpr int64_t kMmaBytesPerCycle = 4096;
 
 /// The rate at which tiles are computed at most, within these bounds. `k_bytes`: of a row of A.
@@ -32,8 +32,8 @@ AGMM_HOST_DEVICE constexpr int32_t send_bytes_per_ns(int64_t k_bytes, int32_t ct
 /// Copies of all CTAs that are not complete at a time, at most where more CTAs send than have
 /// kLogFewestUnderWay each of them: 4 of each of the 132 of an H100, with which the rate was tried.
 constexpr int32_t kMostUnderWay = 528;
-/// Of one CTA, as powers of 2: with 4 it sends 3 to 4 bytes per ns, so few that send need more of
-/// them to fill the links, up to a tile of 128 x 128.
+/// Copies of one CTA under way, as powers of 2. With 4 of them it sends 3 to 4 bytes per ns; where
+/// few CTAs send, each needs more of them to fill the links, up to a tile of 128 x 128.
 constexpr int32_t kLogFewestUnderWay = 2;
 constexpr int32_t kLogMostUnderWay = 5;
 
@@ -74,9 +74,10 @@ struct SendPaces {
         SendPace(sent - last_wave * ctas, clock_khz, send_bytes_per_ns(k_bytes, ctas, clock_khz));
   }
 
-  /// Of an all-reduce: of w tiles w - 1 go to a rank and one to w - 1 of them, so a wave of tiles
-  /// sends 2 * (w - 1) / w times that. The pace is that of the kilobytes of a tile, each of which
-  /// goes to all its ranks; those of the last wave are own ones.
+  /// The paces of an all-reduce. Of w tiles w - 1 go to one rank and one goes to w - 1 of them, so
+  /// a wave of tiles sends 2 * (w - 1) / w times what one of a scatter sends. The pace is that of
+  /// the kilobytes of a tile, each of which goes to all its ranks; those of the last wave are own
+  /// ones.
   static SendPaces of_all_reduce(int32_t tiles, int32_t ctas, int32_t world_size,
                                  int32_t clock_khz) {
     SendPaces paces;
@@ -98,8 +99,8 @@ struct TilePushArgs {
   uint32_t tag = 0;    // what signals carry
   float scale = 1.0f;  // of the whole sum
 
-  // This rank's memory. Stretches of `part_bytes` at the places, each [tiles of a chunk][bytes of a
-  // tile], of an all-reduce twice, for finished tiles behind the sums; signals
+  // This rank's memory: stretches of `part_bytes` at the places, each [tiles of a chunk][bytes of a
+  // tile], which an all-reduce has twice, for finished tiles behind the sums; signals
   // [places][kMaxScatterTiles].
   char const* parts = nullptr;
   int64_t part_bytes = 0;
@@ -109,8 +110,8 @@ struct TilePushArgs {
   uint32_t* done = nullptr;     // 0 before the call
   uint32_t* claims = nullptr;   // [kClaimWords], 0 before the call
 
-  /// At each other rank, by its place here: where this rank's sums and signals lie there, and the
-  /// credit that this rank gives.
+  /// What this rank writes at another rank, listed by that rank's place here: its sums, its signals
+  /// and the credit that it gives.
   struct Peer {
     char* part;
     uint32_t* signals;

@@ -89,10 +89,10 @@ struct TileOnItsWay {
   uint64_t passed = 0;
 };
 
-/// Of a CTA whose tiles are computed by `kTileThreads` threads, `kFloats` elements of each. A tile
-/// travels in fragment order: vector by vector of 8 elements, thread by thread; its owner's same
-/// kernel has the same threads. It leaves in pieces, through `kBuffers` buffers of one each.
-/// `kReturns`: own tiles go to all other ranks, once they are whole (TileReturn).
+/// The push of a CTA whose tiles are computed by `kTileThreads` threads, `kFloats` elements in
+/// each. A tile travels in fragment order: vector by vector of 8 elements, thread by thread; its
+/// owner's same kernel has the same threads. It leaves in pieces, through `kBuffers` buffers of one
+/// each. `kReturns`: own tiles go to all other ranks, once they are whole (TileReturn).
 template <class Element, int kTileThreads_, int kFloats, int kPieces, int kBuffers,
           bool kReturns = false>
 struct TilePush {
@@ -115,7 +115,7 @@ struct TilePush {
     uint64_t taken[kBuffers];
   };
 
-  /// By one thread, before a barrier of the CTA.
+  /// One thread calls it, before a barrier of the CTA.
   CUTLASS_DEVICE static void init(Storage& storage) {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kBuffers; ++i) {
@@ -215,7 +215,7 @@ struct TilePush {
     signal(push, last);
   }
 
-  /// Before fetch(): what has no place in the buffers yet comes to L2. For all lanes.
+  /// Brings to L2 what has no place in the buffers yet. All lanes call it, before fetch().
   CUTLASS_DEVICE static void prefetch(TilePushArgs const& push, int32_t tile) {
     int const part = lane_id();
     if (part * kPieces < kBuffers || part >= push.tiles.world_size - 1) return;
@@ -244,7 +244,7 @@ struct TilePush {
         bulk_copy_to_shared(storage.pieces[buffer], from + piece * kPieceBytes, kPieceBytes,
                             &storage.fetched[buffer]);
       }
-      // With the fault, so that signals and credits stay in step.
+      // The fault waits here, so that signals and credits stay in step.
       if constexpr (kNoParts) wait_part(push, signal, place, tile);
       *signal = 0;
     }
@@ -320,7 +320,7 @@ struct TilePush {
         if (is_loaded) loaded[v] = __ldcg(next + v * kTileThreads);
       }
     }
-    // With the fault, so that signals and credits stay in step.
+    // The fault waits here, so that signals and credits stay in step.
     if (kNoParts && is_awaited) wait_part(push, signal, place, tile);
     if (thread < others) *signal = 0;
     scale(push, sum);
@@ -350,8 +350,8 @@ struct TilePush {
     return step == 0 && cute::block_rank_in_cluster() == 0;
   }
 
-  /// Before the first send of a sender, which counts what it sends (count_done): `go` is reset once
-  /// all is counted. For all lanes of its warp.
+  /// All lanes of a sender's warp call it before the first send. The sender counts what it sends
+  /// (count_done), and `go` is reset once all is counted.
   CUTLASS_DEVICE static void await_credits(TilePushArgs const& push, int32_t first_step) {
     if (takes_credits(first_step)) {
       take_credits(push);
@@ -360,8 +360,8 @@ struct TilePush {
     }
   }
 
-  /// That of the CTA that takes them. It may send nothing: whoever sends comes behind it, so `go`
-  /// is not reset before it is set.
+  /// The wait of the CTA that takes the credits. It may send nothing: whoever sends comes behind
+  /// it, so `go` is not reset before it is set.
   CUTLASS_DEVICE static void take_credits(TilePushArgs const& push) {
     stress_delay(push.tiles.rank);
     uint32_t since = 0;
@@ -381,7 +381,7 @@ struct TilePush {
     fence_proxy_async_global();
   }
 
-  /// That of the others.
+  /// The wait of the CTAs that do not take the credits.
   CUTLASS_DEVICE static void await_go(TilePushArgs const& push) {
     stress_delay(push.tiles.rank);
     if (!kNoCredit && lane_id() == 0) look_for_go(push);
@@ -389,22 +389,22 @@ struct TilePush {
     fence_proxy_async_global();
   }
 
-  /// Before a signal. With the fault all CTAs but the one that takes the credits write without one,
-  /// and await it here: signals and credits stay in step, and wrong elements are all that comes of
-  /// it.
+  /// Comes before a signal. With the fault all CTAs but the one that takes the credits write
+  /// without one, and await it here: signals and credits stay in step, and wrong elements are all
+  /// that comes of the fault.
   CUTLASS_DEVICE static void await_late_credit(TilePushArgs const& push) {
     if constexpr (kNoCredit) look_for_go(push);
   }
 
-  /// Where several CTAs share a tile's K: the consumers tell their sender whether the whole sum is
-  /// theirs. For all threads of both, who wait for each other.
+  /// Tells the sender whether the whole sum is its CTA's, where several CTAs share a tile's K. All
+  /// threads of consumers and sender call it, and wait for each other.
   CUTLASS_DEVICE static bool tell_sender(bool is_whole) {
     return named_barrier_any<NamedBarrier::kSumMade, kTileThreads + 32>(is_whole);
   }
   CUTLASS_DEVICE static bool is_told_whole() { return tell_sender(false); }
 
  protected:
-  // As the grace of a wait for a chunk (device_wait.hpp).
+  // This is the grace of a wait for a chunk too (device_wait.hpp).
   static constexpr uint32_t kLateUnits = 64;
   static constexpr int32_t kCatchUp = 4;  // copies
 
@@ -419,7 +419,7 @@ struct TilePush {
     return when;
   }
 
-  /// Of a tile whose copies are complete.
+  /// Signals a tile whose copies are complete.
   CUTLASS_DEVICE static void signal(TilePushArgs const& push, TileOnItsWay& sent) {
     if (sent.tile < 0) return;
     virtual_link_wait(sent.passed);

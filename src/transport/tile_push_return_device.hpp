@@ -55,8 +55,8 @@ struct TileReturn
   CUTLASS_DEVICE static void put_result(Storage& storage, float const* sum, int number, int thread,
                                         int32_t rank) {
     int const lane = thread % 32;
-    // Whose address in each of the four 8 x 8 matrices that a warp stores at a time: the upper and
-    // the lower rows of 8 columns, then of the next 8.
+    // The lane gives the address of this row in one of the four 8 x 8 matrices that a warp stores
+    // at a time: the upper and the lower rows of 8 columns, then of the next 8.
     int const row = thread / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
     CUTLASS_PRAGMA_UNROLL
     for (int piece = 0; piece < kPieces; ++piece) {
@@ -88,7 +88,8 @@ struct TileReturn
                                   TileOnItsWay& before) {
     ScatterTiles const& tiles = push.tiles;
     bool const is_own = owner == tiles.rank;
-    // By the distance in the ring, so not to the same one by all ranks at a time.
+    // The order is by the distance in the ring, so that not all ranks send to the same one at a
+    // time.
     int32_t const first = is_own ? 0 : tiles.place(owner);
     int32_t const last = is_own ? tiles.world_size - 2 : first;
     int64_t const offset = int64_t(is_own ? tiles.tiles() + tile : tile) * kTileBytes;
@@ -153,7 +154,7 @@ struct TileReturn
   }
 
  private:
-  /// Of a tile whose copies are complete.
+  /// Signals a tile whose copies are complete.
   CUTLASS_DEVICE static void signal(TilePushArgs const& push, TileOnItsWay& sent) {
     if (sent.tile < 0) return;
     ScatterTiles const& tiles = push.tiles;
@@ -202,7 +203,7 @@ struct TileReturn
     char* to = args.out +
                int64_t(source * tiles.chunk_stride + first_row + lane / 8) * args.row_bytes +
                int64_t(block.n * kTileN + column) * int(sizeof(Element));
-    // To the other one of its two columns.
+    // It is the way to the other one of the lane's two columns.
     int32_t const aside =
         (column & kPieceColumns / 2) == 0 ? kPieceColumns / 2 : -kPieceColumns / 2;
     CUTLASS_PRAGMA_NO_UNROLL
@@ -235,7 +236,7 @@ struct TileReturn
       }
       from += (kAcross - 1) * kPieceBytes;
     }
-    // With the fault, so that signals and credits stay in step.
+    // The fault waits here, so that signals and credits stay in step.
     if constexpr (kNoParts) await();
   }
 };

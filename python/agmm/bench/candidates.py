@@ -82,7 +82,7 @@ def other_orders(medians: Mapping[Plan, float]) -> list[Plan]:
 
 
 def other_pushes(problem: Problem, medians: Mapping[Plan, float]) -> list[Plan]:
-    """Where SM push is the fastest: the same with other chunks that are not among the plans yet."""
+    """Plans with other chunks that are not among the plans yet, where SM push is the fastest."""
     best = min(medians, key=lambda plan: medians[plan], default=UNFUSED)
     if best.kernel is None or SmPush.parse(best.transport) is None:
         return []

@@ -21,7 +21,7 @@ from agmm.testing.cases import Shape
 MIN_SAMPLES = 5
 """Fewer samples of a way say nothing about its noise."""
 STANDARD_ERRORS = 4.0
-"""Of pairs of equal normal distributions, this flags 1 in 1000 by 20 samples each, 3 by 10."""
+"""This flags 1 in 1000 pairs of equal normal distributions by 20 samples each, 3 by 10."""
 _NAMES_SHOWN = 12
 
 _MACHINE = {

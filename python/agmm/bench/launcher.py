@@ -15,7 +15,8 @@ from agmm.errors import InvalidArgument
 from agmm.testing.ranks import RankPool
 
 SHAPE_TIMEOUT_S = 300.0
-"""For all that precedes the first way of a shape: its reference in float64 is what takes long."""
+"""The time for all that precedes the first way of a shape: its reference in float64 is what takes
+long."""
 
 
 def choose(device: str, world_size: int | None) -> tuple[str, int]:

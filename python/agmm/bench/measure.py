@@ -43,7 +43,7 @@ class WayResult:
 
 
 _writer: steps.Writer | None = None
-"""Of this rank, where somebody watches it."""
+"""This rank's writer, where somebody watches it."""
 
 
 def _begin_step(what: int) -> None:
@@ -54,8 +54,9 @@ def _begin_step(what: int) -> None:
 def measure_watched(
     folder: str, shape: Shape, options: Options, *, watched_as: int | None = None
 ) -> dict[str, Any]:
-    """As `measure`. The steps are the ways, by their places in `options.ways`; `folder` is that of
-    the `steps.Watch`, who knows this rank by that number, by default its rank."""
+    """Does what `measure` does, and writes its steps. These are the ways, by their places in
+    `options.ways`; `folder` is that of the `steps.Watch`, who knows this rank by that number, by
+    default its rank."""
     global _writer
     _writer = steps.Writer(Path(folder), dist.get_rank() if watched_as is None else watched_as)
     try:
@@ -178,7 +179,8 @@ def check_way(
         _call_and_poison(call, problem)
     except Exception as e:
         reason = one_line(e)
-    # Before the next call, in which the others would wait for a rank that has failed.
+    # The ranks agree before the next call, in which the others would wait for a rank that has
+    # failed.
     result = _agree(problem.group, 0.0, None, reason)
     if call is None or result.reason is not None:
         return result, None

@@ -21,7 +21,7 @@ from agmm.testing.cases import BENCH_SHAPES, CPU_BENCH_SHAPES, SCATTER_BENCH_SHA
 DEFAULT_WORLD_SIZE = 4  # as in the figures that the project started from
 
 LIMIT_S = 120.0
-"""So long may one call of a way take."""
+"""The time that one call of a way may take."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,15 @@ class Options:
     spin_us: float = SPIN_US
     seed: int = 0
     limit_s: float = LIMIT_S
-    """So long may one call of a way take; then its ranks are ended, and it has no time."""
+    """The time that one call of a way may take; then its ranks are ended, and the way has no
+    time."""
     op: str = ALL_GATHER_MATMUL
     scaling: str | None = None
     """The kind of scales of fp8 operands; row-wise where none is given."""
 
     def resolved(self) -> Options:
-        """The same with every default filled in. Raises InvalidArgument for what cannot run."""
+        """These options with every default filled in. Raises InvalidArgument for what cannot
+        run."""
         shapes = self.shapes
         if shapes is None:
             on_gpus = BENCH_SHAPES if self.op == ALL_GATHER_MATMUL else SCATTER_BENCH_SHAPES

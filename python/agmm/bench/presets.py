@@ -101,7 +101,7 @@ MODELS: dict[str, Attention | LatentAttention] = {
     "qwen-2.5-72b": Attention(8192, 64, 8, 128, 29568),
     "deepseek-v3": LatentAttention(7168, 1536, 512, 64, 16384, 18432, 2048),
 }
-"""By name; the sizes are those of the models' published configurations."""
+"""Models by name; the sizes are those of their published configurations."""
 
 
 def shapes(model: str, tokens: list[int], tp: int, op: str = ALL_GATHER_MATMUL) -> list[Shape]:

@@ -27,8 +27,8 @@ from agmm.testing.cases import Shape, make_operands, make_scatter_operands
 _CALLS_BEFORE_TIMELINE = 3  # both slots have been used then, and one of them again
 
 _ALIGNING_CYCLES = 1_000_000
-"""So long the GPU is busy before a timeline's call, so that the hosts' launches are done, and the
-ranks begin when an all-reduce ends."""
+"""The GPU is busy for this long before a timeline's call, so that the hosts' launches are done, and
+the ranks begin when an all-reduce ends."""
 
 
 def tiles_on_cuda(
@@ -246,7 +246,7 @@ def _record_scatter(
 
 
 def _scatter_events(events: list[dict[str, int]], rank: int) -> list[ChunkEvent]:
-    """Of what was recorded of the tiles, or pieces, of a matmul + reduce-scatter."""
+    """The events of what was recorded of the tiles, or pieces, of a matmul + reduce-scatter."""
     sent: dict[int, int] = {}
     for event in events:
         sent[event["chunk"]] = max(sent.get(event["chunk"], 0), event["done_ns"])

@@ -16,8 +16,8 @@ from agmm.testing.reference import allowed_error, gathered_product, scattered_su
 
 
 class References(NamedTuple):
-    """In float64, and the error of the op's usual computation in its own dtype, the largest of all
-    ranks; None: that of the roof."""
+    """The results in float64, and the error of the op's usual computation in its own dtype, the
+    largest of all ranks; None: that of the roof."""
 
     roof: torch.Tensor
     others: torch.Tensor
@@ -55,7 +55,7 @@ def make_problem(
 
 
 def references(problem: Problem, seed: int = 0) -> References:
-    """Of a problem made with that seed. Collective."""
+    """The references of a problem made with that seed. Collective."""
     if problem.scaling is not None:
         return References(*scaled_ways.references(problem, seed))
     operands, group = problem.operands, problem.group

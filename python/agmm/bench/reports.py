@@ -32,7 +32,7 @@ _OPTIONAL = (
     "host_time_us",
     "host_time_after_drain_us",
 )
-"""Of a way; older reports lack some."""
+"""What a report says of a way; older reports lack some."""
 
 
 def read(path: Path) -> Report:
@@ -78,7 +78,7 @@ def narrow(
     *,
     missing_ok: bool = False,
 ) -> Report:
-    """The same with only these shapes and ways (None: all), and the roof.
+    """The report with only these shapes and ways (None: all), and the roof.
 
     Raises InvalidArgument for one that the report does not have, unless `missing_ok`.
     """
@@ -153,7 +153,7 @@ RECORDED_VARIABLES = (
     "TORCH_SYMM_MEM_DISABLE_MULTICAST",
     "CUDA_DEVICE_MAX_CONNECTIONS",
 )
-"""Beside all AGMM_* variables, those that change what is measured."""
+"""Variables that change what is measured, beside all AGMM_* ones."""
 _MIB = 2**20
 
 

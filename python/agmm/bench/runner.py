@@ -59,9 +59,9 @@ from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankError
 
 STUCK_EXIT_CODE = 124
-"""Of ranks that torchrun has started, after a way that hangs."""
+"""The exit code of ranks that torchrun has started, after a way that hangs."""
 _LATER_S = 10.0
-"""So much later than rank 0, which writes the report, torchrun's other ranks end."""
+"""torchrun's other ranks end this much later than rank 0, which writes the report."""
 
 
 def run(

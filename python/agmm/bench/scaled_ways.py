@@ -24,12 +24,12 @@ from agmm.testing.cases import Shape, make_scatter_operands
 from agmm.testing.reference import gathered_product, relative_error
 
 OUT_DTYPE = torch.bfloat16
-"""Of all results: what GPUs write."""
+"""The dtype of all results: what GPUs write."""
 
 
 class Scales(NamedTuple):
-    """Of a rank's operands, by `scaling.scale_shape`; a tensor-wise one is the same on all ranks,
-    as torch's fused op wants it."""
+    """The scales of a rank's operands, by `scaling.scale_shape`; a tensor-wise one is the same on
+    all ranks, as torch's fused op wants it."""
 
     A_shard: torch.Tensor
     A: torch.Tensor
@@ -75,7 +75,7 @@ def make_scaled_problem(problem: Problem, scaling: str, seed: int) -> Problem:
 
 
 def _scales(values: torch.Tensor, tile: Tile, seed: int) -> torch.Tensor:
-    """Around 1, so that no product is lost beside others."""
+    """Scales around 1, so that no product is lost beside others."""
     generator = torch.Generator(values.device).manual_seed(seed)
     shape = scale_shape(values.shape, tile)
     return torch.rand(shape, generator=generator, device=values.device) + 0.5
@@ -90,7 +90,7 @@ def dequantised(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class ScaledReferences(NamedTuple):
-    """As `references.References`."""
+    """What `references.References` holds, for fp8 operands."""
 
     roof: torch.Tensor
     others: torch.Tensor
@@ -98,7 +98,7 @@ class ScaledReferences(NamedTuple):
 
 
 def references(problem: Problem, seed: int) -> ScaledReferences:
-    """In float64, of the dequantised operands. Collective."""
+    """The references in float64, of the dequantised operands. Collective."""
     product = gathered_product(*dequantised(problem))
     if problem.op != MATMUL_REDUCE_SCATTER:
         return ScaledReferences(product, product, None)

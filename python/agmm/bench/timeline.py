@@ -27,7 +27,7 @@ class Words(NamedTuple):
     wait: str
     mark: str
     marked: str
-    """Of a chunk of another rank."""
+    """What the mark means at a chunk of another rank."""
     own_marked: str
     marks: str
     line: str

@@ -72,7 +72,7 @@ def draw_ranks(
     one_clock: bool,
     op: str = ALL_GATHER_MATMUL,
 ) -> None:
-    """As `draw`, with a panel for each rank, all with the same scale of time.
+    """Draws what `draw` does, with a panel for each rank, all with one scale of time.
 
     Of a matmul + reduce-scatter the mark is where a chunk had been sent, grey comes after an own
     tile, and the dashed line is where the last tile was computed. Time begins with the first call

@@ -164,7 +164,7 @@ class CudaSampler:
             elapsed_us, host_us = self._sample(fn)
             if not self._spin_us or host_us < self._spin_us:
                 return elapsed_us
-            # Of several ranks each would have to know that another repeats.
+            # Each of several ranks would have to know that another repeats.
             if self._group is not None:
                 break
         longer_us = min(_LONGER * host_us, _MOST_SPIN_US)

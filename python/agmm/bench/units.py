@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _DURATIONS = ((1e4, 1.0, "µs"), (1e7, 1e3, "ms"), (6e8, 1e6, "s"), (3.6e11, 3.6e9, "h"))
-"""Below so many µs, by so many µs, with this unit."""
+"""Durations below the first number of µs are divided by the second and get this unit."""
 _US_PER_DAY = 86400e6
 
 

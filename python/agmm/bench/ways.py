@@ -36,7 +36,7 @@ class Problem:
     scaling: str | None = None
     """The kind of scales of fp8 operands."""
     scales: Any = None
-    """Those, `scaled_ways.Scales`."""
+    """The scales of the operands, `scaled_ways.Scales`."""
 
     @property
     def group_name(self) -> Any:
@@ -85,7 +85,7 @@ def _torch_decomposed(return_A: bool) -> Callable[[Problem], Callable[[], Result
     def prepare(p: Problem) -> Callable[[], Result]:
         import torch.distributed._symmetric_memory
 
-        # The same op takes torch's native path where this variable is set.
+        # The op takes torch's native path where this variable is set.
         os.environ.pop("TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP", None)
         A_shard, Bs, name = p.operands.A_shard, [p.operands.B], p.group_name
 
@@ -266,7 +266,7 @@ WAYS = _gather_ways()
 """Every way of `ALL_GATHER_MATMUL` by name. Collectives are NCCL's on GPUs and gloo's on the CPU;
 the matmul is torch.mm."""
 SCATTER_WAYS = _scatter_ways()
-"""Those of `MATMUL_REDUCE_SCATTER`."""
+"""Every way of `MATMUL_REDUCE_SCATTER` by name."""
 _WAYS_OF = {ALL_GATHER_MATMUL: WAYS, MATMUL_REDUCE_SCATTER: SCATTER_WAYS}
 
 

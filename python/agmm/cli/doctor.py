@@ -20,7 +20,7 @@ from agmm.cli.findings import Finding
 from agmm.errors import InvalidArgument
 from agmm.runtime import devices
 
-# As pyproject.toml has them, which a broken installation cannot be asked for.
+# These stand in pyproject.toml too, which a broken installation cannot be asked for.
 _OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 11)
 _SHM = Path("/dev/shm")

@@ -20,7 +20,7 @@ from agmm.errors import AgmmError, InvalidArgument
 
 INTERRUPTED = 130
 MAX_EXTENT = 2**31 - 1
-"""That of `agmm.testing.cases`, which needs torch."""
+"""`agmm.testing.cases` has this too, but needs torch."""
 
 
 class Command(TyperCommand):
@@ -77,7 +77,7 @@ DTYPE_NAMES = {
 
 
 class Scaling(str, Enum):
-    """As `agmm.runtime.scaling` has them."""
+    """The kinds of scales that `agmm.runtime.scaling` has."""
 
     tensorwise = "tensorwise"
     rowwise = "rowwise"

@@ -25,8 +25,8 @@ def plain_table(title: str | None = None) -> Table:
 
 
 def whole(table: Table) -> Table:
-    """The same table, whose columns keep what is in them where the terminal is too narrow. Those
-    that fold do so down to a few characters."""
+    """The table, whose columns keep what is in them where the terminal is too narrow. Columns that
+    fold do so down to a few characters."""
     for column in table.columns:
         texts = [Text.from_markup(str(cell)) for cell in column.cells]
         header = str(column.header)

@@ -36,7 +36,7 @@ def check_dim(x: torch.Tensor, dim: Any) -> int:
 
 
 def shape_of_result(kind: Kind, x: torch.Tensor, world_size: int, dim: int) -> list[Any]:
-    """Of the sizes of ``x``, which may be symbols."""
+    """The shape of the result, made of the sizes of ``x``, which may be symbols."""
     shape = list(x.shape)
     if kind == "all_reduce":
         return shape

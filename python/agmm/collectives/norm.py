@@ -62,7 +62,7 @@ def _start(
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
 ) -> Normed:
-    """Into the tensors given, or new ones. Collective."""
+    """Writes into the tensors given, or new ones. Collective."""
     groups.check_alive(group)
     found = _by_kernel(x, residual, weight, group, eps, strict, out, residual_out)
     if found is None:
@@ -168,7 +168,7 @@ def _autograd(
     eps: float,
     strict: bool = False,
 ) -> Normed:
-    """With a gradient the parts, which have one."""
+    """Where a gradient is wanted, takes the parts of the op, which have one."""
     needs_grad = x.requires_grad or residual.requires_grad or weight.requires_grad
     if torch.is_grad_enabled() and needs_grad:
         _check(x, residual, weight, eps)

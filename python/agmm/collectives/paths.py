@@ -26,7 +26,7 @@ SYMMETRIC_MEMORY = "symmetric memory"
 COPY_ENGINES = "copy engines"
 """agmm's copies through symmetric memory, between the GPUs of a host."""
 TORCH = "torch's collective"
-"""By the group's backend: NCCL, gloo."""
+"""The collective of the group's backend: NCCL, gloo."""
 
 
 class Path(NamedTuple):
@@ -37,7 +37,7 @@ class Path(NamedTuple):
     is_choice: bool = False
     """Whether torch's is what is meant to serve such calls, so that nobody is warned."""
     method: Method | None = None
-    """Of agmm's kernels."""
+    """The method of agmm's kernel."""
 
 
 def choose(

@@ -64,7 +64,7 @@ def _autograd_of(op: Any, function: Any) -> Any:
 
 
 OPS: dict[Kind, Any] = {}
-"""By kind."""
+"""The ops by kind."""
 
 _FUNCTIONS: dict[Kind, Any] = {
     "all_gather": AllGather,

@@ -146,7 +146,7 @@ _override: _Override | None = None
 
 
 class _Restore:
-    """As a context manager, puts back at its end what was there before `enable`."""
+    """A context manager that puts back at its end what was there before `enable`."""
 
     def __init__(self, was_enabled: bool) -> None:
         self._was_enabled = was_enabled

@@ -36,7 +36,7 @@ _Route = Callable[..., Any]
 
 # --- which calls are served ---
 
-# By the op and the kind of call; None: torch serves it. They end with their group.
+# The routes by the op and the kind of call; None: torch serves it. They end with their group.
 _routes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Route | None]]
 _routes = weakref.WeakKeyDictionary()
 
@@ -219,7 +219,7 @@ def gather_over(torch_kernel: Kernel) -> Kernel:
 def _why_torch_scatters(
     A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group: dist.ProcessGroup
 ) -> str | None:
-    """As `_why_torch`."""
+    """Why torch serves this scatter; None where agmm does."""
     reason = _why_group(group)
     if reason is not None:
         return reason

@@ -69,7 +69,7 @@ class _Comm:
 
 
 class AllGather(_Comm, api.AllGather):
-    """For `FSDPModule.set_custom_all_gather`; `enable` sets it on a whole model."""
+    """The all-gather for `FSDPModule.set_custom_all_gather`; `enable` sets it on a whole model."""
 
     def __init__(self, *, strict: bool = False) -> None:
         super().__init__(strict=strict)
@@ -123,7 +123,8 @@ class AllGather(_Comm, api.AllGather):
 
 
 class ReduceScatter(_Comm, api.ReduceScatter):
-    """For `FSDPModule.set_custom_reduce_scatter`; `enable` sets it on a whole model."""
+    """The reduce-scatter for `FSDPModule.set_custom_reduce_scatter`; `enable` sets it on a whole
+    model."""
 
     def __call__(
         self,
@@ -190,7 +191,7 @@ class _Copied(Work):
 
 
 def _look_through(kind: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """On the stream that FSDP communicates on."""
+    """Looks through the tensor on the stream that FSDP communicates on."""
     nan_check.look_through(f"fsdp.{kind}", "input_tensor", tensor, dist.get_rank(group))
 
 
@@ -209,7 +210,7 @@ def by_backend_all_gather(
 def by_backend_reduce_scatter(
     out: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool
 ) -> dist.Work | None:
-    """The same for a reduce-scatter."""
+    """FSDP's own reduce-scatter, by the group's backend."""
     backends.check_backend(group, out.device)
     return DefaultReduceScatter()(out, parts, group, op, async_op)
 

@@ -170,7 +170,7 @@ class ScatterCall(NamedTuple):
         return A.reshape(*leading, A.shape[-1]), scale
 
     def why_torch(self, group: dist.ProcessGroup) -> str | None:
-        """As `GatherCall.why_torch`."""
+        """Why torch serves this call; None where agmm does."""
         reason = scaled_paths.why_unfused(self.A.device, group)
         if reason is not None:
             return reason

@@ -29,7 +29,8 @@ class CheckedLinear(torch.nn.Module):
         check_operand(f"{type(self).__name__}: x", x)
 
     def _check_weights(self, weights: Sequence[torch.Tensor]) -> None:
-        """That they are this rank's parts, transposed: a parametrization may make them others."""
+        """Checks that they are this rank's parts, transposed: a parametrization may make them
+        others."""
         placement, rows = self.held["weight"].placement, self._plan.rows
         features = self.in_features // (self._parts if placement == Shard(1) else 1)
         for weight, wanted in zip(weights, rows if len(weights) > 1 else [sum(rows)], strict=True):

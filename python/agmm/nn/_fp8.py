@@ -263,7 +263,7 @@ def _transposed(recipe: Fp8Recipe, weights: Sequence[torch.Tensor]) -> _Quantise
     ]
     if len(parts) == 1:
         return parts[0][0].t(), parts[0][1]
-    # As bytes: not all builds of torch put fp8 tensors side by side.
+    # They are joined as bytes: not all builds of torch put fp8 tensors side by side.
     values = torch.cat([values.view(torch.uint8) for values, _ in parts], 1)
     return values.view(cast.dtype).t(), parts[0][1]
 
@@ -367,7 +367,7 @@ def _start_gather(
     values, scale = quantised(
         rows, cast.second, cast.dtype, amax=amax, power_of_2=recipe.power_of_2
     )
-    # As bytes: not all backends know the dtypes.
+    # They are sent as bytes: not all backends know the dtypes.
     finish = collectives.start_all_gather(values.view(torch.uint8), group_name, 0)
     return lambda: (transposed(finish().view(cast.dtype)), scale)
 

@@ -38,7 +38,7 @@ class Held(NamedTuple):
         return torch.cat(list(wholes)) if len(wholes) > 1 else wholes[0]
 
     def rows(self, world_size: int) -> list[int]:
-        """Of this rank's part of each parameter."""
+        """The rows of this rank's part of each parameter."""
         parts = world_size if self.placement == Shard(0) else 1
         return [size // parts for size in self.sizes]
 
@@ -107,7 +107,7 @@ def pieces(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Ten
 
 
 def without_offset(part: torch.Tensor) -> torch.Tensor:
-    """The same memory, at the beginning of a storage.
+    """The part's memory, at the beginning of a storage.
 
     A DTensor takes over its part's offset in the storage, and torch then looks for memory of the
     DTensor's own, which it has not: it could be neither copied nor pickled.

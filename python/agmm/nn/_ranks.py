@@ -165,7 +165,7 @@ class Ranks:
 
 
 def _found_again(group_name: str, size: int) -> Ranks:
-    """Those that were pickled, in the group of that name in this process."""
+    """The ranks that were pickled, in the group of that name in this process."""
     try:
         ranks = Ranks(group_name, None)
     except InvalidArgument as error:

@@ -350,7 +350,7 @@ class ShardedLinear(CheckedLinear):
         )
 
     def _traced_operands(self, parameters: list[Any]) -> tuple[Sequence[torch.Tensor], bool]:
-        """Also where the parameters are no DTensors."""
+        """The operands while a call is traced, also where the parameters are no DTensors."""
         plain = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
         outputs = len(self._plan.rows)
         wholes = []

@@ -30,7 +30,7 @@ class Fp8Cast(NamedTuple):
 
     @property
     def second(self) -> Tile:
-        """The same of the second."""
+        """What a scale covers where this is the second operand of a product."""
         return (ALL, 1) if self.is_rowwise else (ALL, ALL)
 
 
@@ -48,7 +48,7 @@ class Fp8Recipe(NamedTuple):
     power_of_2: bool
     """Whether what values are multiplied with is rounded down to a power of two."""
     fast_accum: tuple[bool, bool, bool]
-    """Of the three products, see `agmm.all_gather_scaled_matmul`."""
+    """`fast_accum` of each of the three products, see `agmm.all_gather_scaled_matmul`."""
 
     @classmethod
     def of_torchao(cls, config: Any) -> Fp8Recipe:
@@ -114,7 +114,7 @@ RECIPES = {
     "rowwise": Fp8Recipe(_OF_ROWS, _OF_ROWS, _OF_ROWS, _OF_ROWS, _OF_ROWS, _OF_ROWS, True, _FAST),
     "rowwise_with_gw_hp": Fp8Recipe(_OF_ROWS, _OF_ROWS, _OF_ROWS, _OF_ALL, None, None, True, _FAST),
 }
-"""Those that torchao has names for (`Float8LinearConfig.from_recipe_name`)."""
+"""The recipes that torchao has names for (`Float8LinearConfig.from_recipe_name`)."""
 
 
 def resolved(fp8: str | Fp8Recipe | None) -> Fp8Recipe | None:

@@ -74,7 +74,7 @@ class _Summed(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the gradient, which may be another one than the parameter's."""
+        """The dtype of the gradient, which may be another one than the parameter's."""
         if self.parameter.grad is not None:
             return self.parameter.grad.dtype
         found: torch.dtype | None = getattr(self.parameter, "grad_dtype", None)
@@ -115,9 +115,9 @@ def _to_sum(
 
 
 def _agreed(ranks: dist.ProcessGroup, summed: list[_Summed], fault: str) -> list[_Summed]:
-    """Those that some rank has a gradient of. Raises InvalidArgument on all ranks where they are
-    not about to sum the same. A step in which no rank misses any takes one reduction of a few
-    numbers."""
+    """The parameters that some rank has a gradient of. Raises InvalidArgument on all ranks where
+    they are not about to sum the same. A step in which no rank misses any takes one reduction of a
+    few numbers."""
     devices: dict[torch.device, int] = {}
     words = []
     for one in summed:
@@ -139,7 +139,8 @@ def _agreed(ranks: dist.ProcessGroup, summed: list[_Summed], fault: str) -> list
 def _largest(ranks: dist.ProcessGroup, values: Sequence[int]) -> list[int]:
     """The largest of the ranks' values, of each by itself."""
     kinds = {device.type for device in ranks._device_types}
-    # On the CPU where the group can: a look at a GPU's memory waits for all that it has to do.
+    # The numbers are on the CPU where the group can take them there: a look at a GPU's memory waits
+    # for all that it has to do.
     device = "cpu" if "cpu" in kinds else min(kinds)
     found = torch.tensor(values, dtype=torch.int64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=ranks)
@@ -252,8 +253,8 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     dtype = torch.float32
     parts: list[torch.Tensor] = []
-    # By the groups whose ranks hold parts of them. Ordered by the parameters, not by what has a
-    # gradient, so that all ranks reduce the same.
+    # Gradients by the groups whose ranks hold parts of them. They are ordered by the parameters,
+    # not by what has a gradient, so that all ranks reduce the same.
     shared: dict[tuple[_Sharers, ...], list[torch.Tensor]] = {}
     for parameter, sharers in parameters:
         dtype = torch.promote_types(dtype, parameter.dtype)

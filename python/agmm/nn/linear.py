@@ -125,8 +125,8 @@ class ColumnParallelLinear(ShardedLinear):
         if self._sizes is None:
             return outs[0]
         if len(outs) == 1:
-            # Not by split(), whose views autograd lets nobody change in place. Nobody else has the
-            # whole, of which their gradients are put together by one kernel.
+            # Autograd lets nobody change split()'s views in place. Nobody else has the whole, of
+            # which their gradients are put together by one kernel.
             return torch.unsafe_split_with_sizes(outs[0], self._sizes, -1)
         return tuple(outs)
 

@@ -45,7 +45,7 @@ class _Target(NamedTuple):
         return InvalidArgument(f"{type(self.style).__name__} on {what}{module}: {found}")
 
     def checked(self, mesh: DeviceMesh, divided: str, fp8: Fp8Recipe | None) -> _Target:
-        """The same with its recipe, of a plain module or one of torchao's, whose attribute
+        """This target with its recipe. It is a plain module or one of torchao's, whose attribute
         ``divided`` the ranks can share. ``fp8`` is the style's own recipe."""
         try:
             own = fp8_recipe.of_module(self.module)
@@ -78,7 +78,7 @@ class _Target(NamedTuple):
         return target
 
     def check_operand(self, x: Any) -> None:
-        """That the input is a tensor that the ops take. Of a DTensor they are given its part."""
+        """Checks that the input is a tensor that the ops take. They are given a DTensor's part."""
         if isinstance(x, DTensor):
             return
         try:

@@ -19,7 +19,7 @@ def is_fake(group: dist.ProcessGroup) -> bool:
 
 
 def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Before tensors on a device are handed to the group's backend, but for a plain all-reduce.
+    """Checks the backend before tensors on a device are handed to it, but for a plain all-reduce.
 
     Raises:
         InvalidArgument: it takes none on that device: torch's functional collectives end the

@@ -51,7 +51,7 @@ class Worker:
         self._last: Task[object] | None = None
 
     def add(self, run: Callable[[], _T]) -> Task[_T]:
-        """Of one thread at a time, as are `wait_idle` and `stop`."""
+        """Queues a task. One thread at a time may call this, `wait_idle` and `stop`."""
         task = Task(run)
         if self._thread is None:
             self._thread = threading.Thread(

@@ -19,7 +19,7 @@ from agmm.runtime.packed import Packed4BitWeight
 _TOPIC = "call"
 _PEER_S = 2.0
 _OTHERS_S = 0.5
-"""So long a rank that has its peer's answer stays for the other ranks to ask: it may be the one
+"""How long a rank that has its peer's answer stays for the other ranks to ask: it may be the one
 that serves the store."""
 
 
@@ -84,7 +84,7 @@ def be_asked() -> None:
 
 
 def _listen(rank: int, without_elements: bool) -> None:
-    """As `_core.set_late_listener` wants it, which does not say in which group."""
+    """The listener of `_core.set_late_listener`, which does not say in which group a rank waits."""
     for group in groups.all_known():
         if group.rank == rank and group.world_size > 1 and group.token and group.calls:
             differ = group.empty_calls.look(group, waits_in_one=without_elements)
@@ -93,7 +93,7 @@ def _listen(rank: int, without_elements: bool) -> None:
 
 
 def _look_up(rank: int, source: int, tag: int, noted: str) -> tuple[str, str]:
-    """As `_core.set_call_lookup` wants it: what this rank and ``source`` called.
+    """What this rank and ``source`` called, for `_core.set_call_lookup`.
 
     The core does not say in which group. A rank tells its call in each that it may be, and only a
     rank whose calls differ from another's tells one.

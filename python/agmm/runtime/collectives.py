@@ -20,7 +20,8 @@ _functional = torch.ops._c10d_functional
 
 
 def by_newer_name(newer: str, older: str) -> Callable[..., Any]:
-    """Of torch.distributed: from torch 2.13 on the older one warns that it is deprecated."""
+    """A function of torch.distributed: from torch 2.13 on the older name warns that it is
+    deprecated."""
     found: Callable[..., Any] = getattr(dist, newer, None) or getattr(dist, older)
     return found
 
@@ -62,7 +63,7 @@ def _described(
 def _take_turn(
     kind: str, tensor: torch.Tensor, group_name: str, dim: int, call: Call | None, then: str = ""
 ) -> None:
-    """In place of a collective of a tensor without elements."""
+    """Takes the place of a collective of a tensor without elements."""
     group = group_of(group_name)
     take_turn(group, tensor.device, *_described(kind, tensor, dim, call, then))
 

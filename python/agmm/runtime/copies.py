@@ -16,8 +16,8 @@ from agmm.runtime.cuda_background import BackgroundStreams, CudaBackground
 from agmm.runtime.symmetric import Barriers, SymmetricWorkspace
 
 MOST_BYTES = 32 << 20
-"""Of a slot. What is larger goes through it in pieces: at 300 GB/s a slot takes 0.1 ms for each
-peer, a barrier 5 µs."""
+"""The largest slot. What is larger goes through it in pieces: at 300 GB/s a slot takes 0.1 ms for
+each peer, a barrier 5 µs."""
 
 _ALIGNMENT = 256  # that of CUDA's own allocations
 
@@ -33,7 +33,7 @@ class Slots(Protocol):
         ...
 
     def barrier(self) -> None:
-        """Behind it, in the order of the stream, all ranks have come here."""
+        """What follows in the order of the stream runs once all ranks have come here."""
         ...
 
 
@@ -129,7 +129,7 @@ class CudaSlots:
         self._handle = handle
         self._limit_ms = _env.timeout_ms()
         self.barriers: Barriers | None = None
-        """Of the call under way, if it comes in turn."""
+        """The barriers of the call under way, if it comes in turn."""
         self._slots: list[torch.Tensor] = [
             handle.get_buffer(rank, (count, slot_bytes), torch.uint8)
             for rank in range(self.world_size)
@@ -221,7 +221,7 @@ class CopyWorkspace(SymmetricWorkspace):
 
 
 class GatherCopies(CopyWorkspace):
-    """For all-gathers."""
+    """The workspace of all-gathers by copies."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
@@ -255,7 +255,7 @@ class GatherCopies(CopyWorkspace):
 
 
 class ScatterCopies(CopyWorkspace):
-    """For reduce-scatters."""
+    """The workspace of reduce-scatters by copies."""
 
     def _slots_per_rank(self) -> int:
         return self.world_size

@@ -13,10 +13,10 @@ _EMPTY = "calls without elements"
 _EmptyCalls = tuple[int, int, str]
 """The first and the last number of equal calls in a row, and one of them in words."""
 _EMPTY_CALLS = 1024
-"""So many of these a rank tells of, the last ones: the layers of a model, which a rank without rows
-may be ahead."""
+"""The number of these that a rank tells of, the last ones: a rank without rows may be the layers of
+a model ahead."""
 _FRESH_S = 2.5
-"""So old may be what a rank tells each second."""
+"""The greatest age of what a rank tells each second."""
 
 
 class Ranks(Protocol):
@@ -32,7 +32,7 @@ class Ranks(Protocol):
 
 
 class EmptyCalls:
-    """Those of one group on this rank."""
+    """The calls without elements of one group on this rank."""
 
     def __init__(self) -> None:
         self._calls: deque[_EmptyCalls] = deque(maxlen=_EMPTY_CALLS)
@@ -48,7 +48,7 @@ class EmptyCalls:
             known.append((number, number, words))
 
     def look(self, ranks: Ranks, *, waits_in_one: bool) -> str:
-        """To be called each second by a rank that waits for others, on a GPU or on the host.
+        """A rank that waits for others, on a GPU or on the host, calls this each second.
 
         A call without elements may wait where none of its peers does that have some: their kernels
         have other memory. So ranks that wait long tell each other of these calls, by their numbers.

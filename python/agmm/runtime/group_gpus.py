@@ -17,14 +17,15 @@ from agmm.errors import InvalidArgument, reason_of
 from agmm.runtime import groups, links
 
 _SMS_FOR_COPIES = 2
-"""Of a GPU that ranks share, left to the copies inside it, which are kernels: while these are free
-they run, however long the matmul beside them waits. An even number, for clusters of 2."""
+"""Multiprocessors of a GPU that ranks share, left to the copies inside it. These are kernels: while
+the multiprocessors are free they run, however long the matmul beside them waits. The number is
+even, for clusters of 2."""
 
 _SMS_FOR_OTHER_GROUPS = 8
 """A choice, not measured: 6% of an H200's, and room for four clusters of 2."""
 
 _LEAST_SMS = 2
-"""For a cluster of a matmul."""
+"""A cluster of a matmul needs these."""
 
 _asked_sms: int | None = None
 """What `reserve_sms` was told."""
@@ -36,7 +37,7 @@ class GroupFacts(NamedTuple):
     sm_count: int = 0
     """Multiprocessors for a matmul; 0 on the CPU."""
     reserved_sms: int = 0
-    """Those that it leaves free."""
+    """Multiprocessors that a matmul leaves free."""
     peer_atomics: bool = True
     gpu: str = ""
     """The GPU that plans are made for, by torch's name; empty on the CPU. Ranks may have several

@@ -23,12 +23,12 @@ from agmm.runtime.topology import (
 
 
 class GroupTopology(NamedTuple):
-    """The same on all ranks of a group."""
+    """What is known of a group's links, which is the same on all its ranks."""
 
     kind: Kind | None = None
     """None where it is not known of all ranks."""
     links: Matrix = ()
-    """By rank."""
+    """The links by rank."""
     relayed: Schedule | None = None
     """How data goes round the pairs that have no NVLink, in two steps; None where every pair has
     one, and where there is no such way: then a call goes as if nothing were known of the links."""
@@ -73,7 +73,7 @@ def pretend(group: dist.ProcessGroup, matrix: Matrix) -> None:
 
 
 def agree(group: dist.ProcessGroup, uuid: str) -> GroupTopology:
-    """The same of ranks whose GPUs have these UUIDs. Collective."""
+    """The topology of ranks whose GPUs have these UUIDs. Collective."""
     known = groups.of(group)
     if len(set(known.hosts())) > 1:
         return GroupTopology(unknown="the ranks are on several hosts")

@@ -36,8 +36,8 @@ from agmm.runtime.identity import check_alive as check_alive
 from agmm.runtime.streams import Calls as Calls
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# Between looks at the store: a choice. Peers usually come at once; one that is late is not worth
-# its server's time.
+# The time between looks at the store is a choice. Peers usually come at once; one that is late is
+# not worth its server's time.
 _FIRST_POLL_S = 2e-4
 _LONGEST_POLL_S = 2e-2
 
@@ -59,7 +59,7 @@ class Group:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.own_name = identity.new_own_name(group)
-        """For graphs and layers, which may outlive the group."""
+        """The name for graphs and layers, which may outlive the group."""
         self.lock = threading.RLock()
         """Held for a call, from its first step that other ranks see to its last."""
         self.calls = 0
@@ -80,12 +80,12 @@ class Group:
 
     @property
     def eager_calls(self) -> int:
-        """Those of `calls` that no CUDA graph has recorded."""
+        """The number of `calls` that no CUDA graph has recorded."""
         return self.calls - self.captured_calls
 
     def last_before(self, calls: Calls, capture: int) -> Calls | None:
-        """Of a call on a GPU, by ``calls``: what made the group's last one, behind which it has to
-        come; None where that is so anyway. Under `lock`.
+        """What made the group's last call, behind which a call on a GPU, by ``calls``, has to come;
+        None where it comes behind it anyway. `lock` is held.
 
         Eager calls are one sequence, and so are those of each capture; the order of replays is the
         caller's. In a sequence the calls of a rank run one after the other, on whichever streams
@@ -395,6 +395,6 @@ def world_size_of(group_name: str) -> int:
     if torch.compiler.is_compiling():
         if identity.is_own_name(group_name):
             return identity.ranks_of(group_name)
-        # Which is traced as a constant.
+        # torch traces this as a constant.
         return _get_group_size_by_name(group_name)  # type: ignore[arg-type]  # a NewType of str
     return group_of(group_name).size()

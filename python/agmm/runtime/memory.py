@@ -84,8 +84,8 @@ def workspace_bytes(
 
 
 def _scale_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Of what travels with fp8 operands: a float32 for each row and 128 columns, as block scales
-    have the most."""
+    """Bytes of what travels with fp8 operands: a float32 for each row and 128 columns. Block
+    scales, which have the most, have this many."""
     if not shape or not (dtype.is_floating_point and dtype.itemsize == 1):
         return 0
     return 4 * prod(shape[:-1]) * -(-shape[-1] // 128)

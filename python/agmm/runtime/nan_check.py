@@ -19,7 +19,7 @@ active = (os.environ.get(_env.CHECK_NAN.name) or _env.CHECK_NAN.default) != "off
 so that the first look refuses it."""
 
 _mode: str | None = None
-"""None: as the environment says, which is asked when it is first needed."""
+"""None: the environment says it, which is asked when it is first needed."""
 
 _told: set[tuple[str, str, int]] = set()
 _forget: list[Callable[[], None]] = []
@@ -113,11 +113,11 @@ def done() -> Iterator[None]:
 def look_through(
     op: str, name: str, tensor: torch.Tensor, rank: int, *, rows: tuple[int, int] | None = None
 ) -> None:
-    """Before the tensor goes; only where `active`.
+    """Looks through a tensor before it goes; called only where `active`.
 
-    On CUDA on the current stream, for which the communication waits. "warn" does not wait for it:
-    what was found is copied to the host behind it and said with a later call. "raise" waits, as
-    nothing could be raised in time otherwise.
+    On CUDA it looks on the current stream, for which the communication waits. "warn" does not wait
+    for it: what was found is copied to the host behind it and said with a later call. "raise"
+    waits, as nothing could be raised in time otherwise.
 
     Args:
         op, name: for the message.
@@ -157,7 +157,7 @@ def look_through(
         if mode == "raise":
             _found(seen, int(where), mode)
             return
-        # By the allocator of pinned memory, which gives none out again before the copy is done.
+        # The allocator of pinned memory gives none out again before the copy is done.
         on_host = where.to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()

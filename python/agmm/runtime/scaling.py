@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 ALL = 0
-"""In place of a number of rows or columns: as many as there are."""
+"""Stands for a number of rows or columns: as many as there are."""
 
 BLOCK = 128  # that of DeepSeek-V3, DeepGEMM and `torch._scaled_mm`
 
@@ -29,13 +29,13 @@ SCALINGS = (
     Scaling("block", (1, BLOCK), (BLOCK, BLOCK)),
     Scaling("block 1x128", (1, BLOCK), (BLOCK, 1)),
 )
-"""In this order: shapes that fit several of them, as of an operand with one row, mean the same in
-all."""
+"""The kinds in the order in which they are tried: a shape that fits several of them, such as that
+of an operand with one row, means the same in all."""
 
 BY_NAME = {scaling.name: scaling for scaling in SCALINGS}
 
 K_MULTIPLE = 16
-"""Of which K is a multiple: bytes that Hopper's copies and `torch._scaled_mm` want."""
+"""K is a multiple of this: bytes that Hopper's copies and `torch._scaled_mm` want."""
 
 
 def scale_shape(shape: Sequence[int], tile: Tile) -> tuple[int, ...]:

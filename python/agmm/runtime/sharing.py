@@ -15,7 +15,7 @@ from agmm.runtime.groups import Group
 
 
 class Agreement(NamedTuple):
-    """The same on all ranks, but for the words of a reason."""
+    """What the ranks agree on; it is the same on all of them, but for the words of a reason."""
 
     is_captured: bool
     """Whether a rank has captured calls with the memory that they have."""

@@ -32,7 +32,7 @@ class Link(NamedTuple):
     """Whether each reaches the other's memory; None where that is unknown."""
 
     def __str__(self) -> str:
-        """As `nvidia-smi topo -m` writes it; with a "-" where there is no peer access."""
+        """The link as `nvidia-smi topo -m` writes it, with a "-" where there is no peer access."""
         if self.nvlinks:
             return f"NV{self.nvlinks}"
         return f"{self.pcie or '?'}{'-' if self.peer is False else ''}"
@@ -132,9 +132,9 @@ class Schedule(NamedTuple):
 
     world_size: int
     first: tuple[Move, ...]
-    """From each rank to its neighbours."""
+    """The moves from each rank to its neighbours."""
     second: tuple[Move, ...]
-    """To those who have no link to the owner, by one who has links to both."""
+    """The moves to ranks that have no link to the owner, by one that has links to both."""
 
     def load(self, links: Matrix) -> float:
         """Shards that the busiest NVLink carries in one direction."""
@@ -194,7 +194,7 @@ def _link(a: str, of_a: Mapping[str, Any], b: str, of_b: Mapping[str, Any]) -> L
     direct = min(_ends_at(of_a, of_b["bus"]), _ends_at(of_b, of_a["bus"]))
     over_switches = min(_to_switches(of_a), _to_switches(of_b))
     if _both(of_a["nvlink_peer"].get(b), of_b["nvlink_peer"].get(a)) is False:
-        # As between the partitions of a switch, or while its manager does not run.
+        # It is so between the partitions of a switch, or while its manager does not run.
         direct = over_switches = 0
     return Link(
         nvlinks=direct or over_switches,

@@ -78,8 +78,9 @@ def release_cpu_workspace(group: dist.ProcessGroup) -> None:
 
 
 def meet(group: dist.ProcessGroup, what: str, call: Call) -> None:
-    """Before a collective of the backend on CPU tensors: see `CpuWorkspace.meet`. Nothing where the
-    group has no workspace, as on several hosts: there the backend's own limits hold."""
+    """Meets the ranks before a collective of the backend on CPU tensors: see `CpuWorkspace.meet`.
+    Does nothing where the group has no workspace, as on several hosts: there the backend's own
+    limits hold."""
     try:
         with calling(call):
             workspace = cpu_workspace(group)
@@ -145,7 +146,7 @@ def cuda_workspace(group: dist.ProcessGroup, device: torch.device) -> CudaWorksp
 
 
 def scatter_workspace(group: dist.ProcessGroup, device: torch.device) -> ScatterWorkspace:
-    """The same for matmul + reduce-scatter."""
+    """The workspace of ``group`` on ``device`` for matmul + reduce-scatter."""
     by_device = _scatter_workspaces.get(group)
     workspace = None if by_device is None else by_device.get(device.index)
     if workspace is None:
@@ -156,7 +157,7 @@ def scatter_workspace(group: dist.ProcessGroup, device: torch.device) -> Scatter
 
 
 def collectives_workspace(group: dist.ProcessGroup, device: torch.device) -> CollectivesWorkspace:
-    """The same for collectives without a matmul."""
+    """The workspace of ``group`` on ``device`` for collectives without a matmul."""
     by_device = _collectives.get(group)
     workspace = None if by_device is None else by_device.get(device.index)
     if workspace is None:
@@ -167,14 +168,14 @@ def collectives_workspace(group: dist.ProcessGroup, device: torch.device) -> Col
 
 
 def gather_copies(group: dist.ProcessGroup, device: torch.device) -> GatherCopies:
-    """Of ``group`` on ``device``: for all-gathers by copy engines."""
+    """The workspace of ``group`` on ``device`` for all-gathers by copy engines."""
     from agmm.runtime.copies import GatherCopies
 
     return _kept(_gather_copies, GatherCopies, group, device)
 
 
 def scatter_copies(group: dist.ProcessGroup, device: torch.device) -> ScatterCopies:
-    """The same for reduce-scatters, which come on another stream."""
+    """The workspace for reduce-scatters by copy engines, which come on another stream."""
     from agmm.runtime.copies import ScatterCopies
 
     return _kept(_scatter_copies, ScatterCopies, group, device)

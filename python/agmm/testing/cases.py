@@ -12,7 +12,7 @@ import torch
 from agmm.errors import InvalidArgument
 
 MAX_EXTENT = 2**31 - 1
-"""Of M, N and K: the kernels count in 32 bits."""
+"""The largest M, N and K: the kernels count in 32 bits."""
 
 
 class Shape(NamedTuple):
@@ -67,7 +67,7 @@ BENCH_SHAPES = (
 SCATTER_BENCH_SHAPES = tuple(
     Shape(m, 8192, k) for k in (2048, 7168) for m in (512, 1024, 2048, 4096, 8192, 16384)
 )
-"""The same of matmul + reduce-scatter."""
+"""The shapes for matmul + reduce-scatter."""
 
 CPU_BENCH_SHAPES = (
     Shape(256, 256, 512),

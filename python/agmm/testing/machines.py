@@ -95,7 +95,7 @@ def some(links: Matrix, gpus: Iterable[int]) -> list[list[Link]]:
 
 
 def shuffled(links: Matrix, seed: int) -> list[list[Link]]:
-    """The same machine whose GPUs are numbered otherwise."""
+    """The machine with its GPUs numbered otherwise."""
     return some(links, random.Random(seed).sample(range(len(links)), len(links)))
 
 

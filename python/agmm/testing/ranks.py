@@ -34,7 +34,7 @@ imports them, of which all its CPU ranks are forked."""
 
 _HOST = "127.0.0.1"
 _TAIL_BYTES = 4000
-# After one rank has failed: how long the others may take to answer or to end by themselves.
+# How long the others may take to answer or to end by themselves, once one rank has failed.
 _GRACE_S = 3.0
 # Ctrl-C does not end a wait when another thread of this process takes the signal (torch's store
 # runs some), or when it comes just before the wait: it is seen between two waits.

@@ -36,7 +36,7 @@ class ScatteredSum(NamedTuple):
 def scattered_sum(
     operands_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]], rank: int, world_size: int
 ) -> ScatteredSum:
-    """Of `reduce_scatter(A @ B)`, without communication.
+    """The reference of `reduce_scatter(A @ B)`, without communication.
 
     `operands_of` takes a rank and returns its A `[M, K]` and B `[K, N]`; M is a multiple of the
     world size. `rows` are `[M / world_size, N]`.

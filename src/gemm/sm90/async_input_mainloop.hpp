@@ -101,7 +101,7 @@ struct AsyncInputMainloop : Base {
       cute::conditional_t<kSplitsInCluster, OwnStagesPipeline<typename Base::MainloopPipeline>,
                           typename Base::MainloopPipeline>;
 
-  /// Of blocks: the mainloop's, not the epilogue's.
+  /// Block scales are the mainloop's, not the epilogue's.
   static constexpr bool kScalesBlocks = is_block_scaled(kAccumulation);
   static_assert(!kScalesBlocks ||
                     (!kSwapped && !kSplits && cute::size(typename Base::TiledMma{}) == 256),
@@ -127,7 +127,7 @@ struct AsyncInputMainloop : Base {
     uint32_t seen;         // signals: see ChunkGate
     TileStart first_tile;  // where parts of K are a cluster's
   };
-  /// Of tiles that are stored here.
+  /// Where the sums of those tiles go that the mainloop stores.
   struct NoSumsOut {};
   using ClusterSumsOut =
       cute::conditional_t<kSplitsInCluster, SumsOut<Out, kReadsScales>, NoSumsOut>;
@@ -152,8 +152,8 @@ struct AsyncInputMainloop : Base {
   }
   using TmaStoreOfA = decltype(make_tma_store_a(nullptr, 0, 0, 0, StrideOfA{}));
 
-  /// As make_tma_copy's for A, but for the number of rows, which cute wants at compile time. All
-  /// zeros, as cute's, where the driver refuses it.
+  /// The descriptor that make_tma_copy makes for A, but for the number of rows, which cute wants at
+  /// compile time. It is all zeros, like cute's, where the driver refuses it.
   static cute::TmaDescriptor last_rows_descriptor(Element const* ptr, int32_t rows, int32_t k,
                                                   StrideOfA const& stride, int32_t last_rows) {
     using namespace cute;
@@ -183,7 +183,7 @@ struct AsyncInputMainloop : Base {
     ClusterSumsOut sums_out{};
   };
 
-  /// Of one of the MMA's operands.
+  /// The TMA load of one of the MMA's operands.
   template <int kOperand, class BaseParams>
   CUTLASS_HOST_DEVICE static auto const& tma_load_of(BaseParams const& params) {
     if constexpr (kOperand == 0) {
@@ -252,7 +252,7 @@ struct AsyncInputMainloop : Base {
     if constexpr (kFitsLastRows) cute::prefetch_tma_descriptor(&params.last_rows_a);
   }
 
-  /// At the entry of a CTA with a tile, for all threads. The warp that claims is the first of
+  /// All threads call it at the entry of a CTA with a tile. The warp that claims is the first of
   /// mma(), where CUTLASS counts the consumers' threads modulo their number.
   CUTLASS_DEVICE static void claim_first_item(Params const& params, TensorStorage& storage) {
     if constexpr (kConsumersPush) {
@@ -306,7 +306,7 @@ struct AsyncInputMainloop : Base {
     if constexpr (!kSplitsInCluster) Base::mma_tail(pipeline, smem_pipe_release, k_tile_count);
   }
 
-  /// For the warp that loads. What comes before reads the kernel's parameters, no more.
+  /// The warp that loads calls it. What comes before reads the kernel's parameters, no more.
   template <class ProblemShape_MNKL>
   CUTLASS_DEVICE auto load_init(ProblemShape_MNKL const& problem, Params const& params) {
     wait_for_previous_kernel();
@@ -333,7 +333,7 @@ struct AsyncInputMainloop : Base {
     bool const is_local = !input.local_rows.empty() && input.local_rows.contains(of_tile);
     return {tile, of_tile, is_local, begin - (is_local ? input.local_rows.begin : 0)};
   }
-  /// For the whole warp that loads. `await_start()`: until the stages may be used.
+  /// The whole warp that loads calls it. `await_start()` returns when the stages may be used.
   template <class TensorA, class TensorB, class BlockCoord, class AwaitStart>
   CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline,
                            PipelineState& smem_pipe_write,
@@ -407,8 +407,8 @@ struct AsyncInputMainloop : Base {
            tAgA(_, _, _, k_tile), tAsA(_, _, _, stage.index()));
     };
     auto const store_a = [&](int stage, int k_tile) {
-      // Not &sA(0, 0, stage): where the buffer does not begin at a multiple of 1024 bytes, that
-      // swizzles the address of the first element, and TMA wants the buffer's.
+      // &sA(0, 0, stage) would be wrong: where the buffer does not begin at a multiple of 1024
+      // bytes, it swizzles the address of the first element, and TMA wants the buffer's.
       SM90_TMA_STORE_3D::copy(params.tma_store_a.get_tma_descriptor(),
                               smem_of<kA>(shared_tensors).begin() + stage * kTileRows * kTileK,
                               k_tile * kTileK,
@@ -420,7 +420,8 @@ struct AsyncInputMainloop : Base {
     auto const acquire_and_load_b = [&](PipelineState const& stage, int k_tile) {
       if constexpr (kScalesBlocks) {
         if (k_tile == k_begin) {
-          // Once the consumers have read what the stage had, before they are told of this tile.
+          // The place is written once the consumers have read what the stage had, before they are
+          // told of this tile.
           while (pipeline.producer_try_acquire(stage) != cutlass::BarrierStatus::WaitDone) {
           }
           shared_tensors.tile_starts[stage.index()] = {own_m_tile * kTileRows,
@@ -493,8 +494,8 @@ struct AsyncInputMainloop : Base {
   }
 
   CUTLASS_DEVICE void load_tail(MainloopPipeline pipeline, PipelineState smem_pipe_write) {
-    // Until every load has landed. While the consumers go on with what is in the stages, the
-    // buffers are given back, and the last warp awaits the copies of this rank's shard.
+    // This waits until every load has landed. While the consumers go on with what is in the stages,
+    // the buffers are given back, and the last warp awaits the copies of this rank's shard.
     PipelineState stage = smem_pipe_write;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < kStages; ++i, ++stage) {
@@ -510,8 +511,8 @@ struct AsyncInputMainloop : Base {
                                                 char* shared_memory) {
     wait_for_previous_kernel();
     auto& queue = *reinterpret_cast<PushCta::Queue*>(shared_memory);
-    // When most of the warps that push the head have found no more of it. Where consumers claim
-    // the first items, only the warps of CTAs that got one go on.
+    // The tail begins when most of the warps that push the head have found no more of it. Where
+    // consumers claim the first items, only the warps of CTAs that got one go on.
     int32_t const head = params.push.order.head_count();
     int32_t const first_claims = kConsumersPush ? ctas_with_tiles : 0;
     int32_t const warps = kConsumersPush ? min_of(head, ctas_with_tiles) : ctas_with_tiles;
@@ -533,7 +534,7 @@ struct AsyncInputMainloop : Base {
 
   static constexpr int kStages = Base::DispatchPolicy::Stages;
   static constexpr int kConsumers = cute::size(typename Base::TiledMma{});
-  /// Of one TMA load, as the swizzle has it.
+  /// Columns of one TMA load: those of the swizzle.
   static constexpr int kBoxColumns = 128 / sizeof(Element);
   static_assert(!kStoresA || kTileK == kBoxColumns);
 

@@ -36,8 +36,8 @@ struct TileStart {
   int32_t column;
 };
 
-/// Of a thread. A tile has kAtomsM x kAtomsN atoms, MMAs of 64 rows by kColumns columns;
-/// kPerColumn: B has a scale for each column, else for 128.
+/// The block scales of a thread's sums. A tile has kAtomsM x kAtomsN atoms, MMAs of 64 rows by
+/// kColumns columns; kPerColumn: B has a scale for each column, else for 128.
 ///
 /// A warp has its rows to itself, so it alone loads their scales, a group of k tiles at a time, and
 /// keeps them in shared memory. The next group's are loaded into registers meanwhile. Few registers
@@ -60,9 +60,9 @@ class BlockScales {
   static_assert(kBlocks * kGroup <= 32);
 
  public:
-  /// Of one warp.
+  /// What one warp has in shared memory.
   struct Held {
-    /// Of each lane: where its loads of a tile begin, at the lane's k tile of the first group.
+    /// Where each lane's loads of a tile begin, at the lane's k tile of the first group.
     struct alignas(16) From {
       float const* a[kLoads];
     } from_a[32];
@@ -76,8 +76,8 @@ class BlockScales {
                              int thread)
       : args_(args), starts_(starts), held_(held[thread / 32]), thread_(thread) {}
 
-  /// Before any other, once the first k tile is in stage `stage`, and before it is multiplied:
-  /// there are registers for it then.
+  /// Comes before any other function, once the first k tile is in stage `stage` and before it is
+  /// multiplied: there are registers for it then.
   CUTLASS_DEVICE void begin(int stage) {
     TileStart const start = starts_[stage];
     if (kPerColumn || kSame != kScaleBlock) column_ = start.column;
@@ -113,7 +113,7 @@ class BlockScales {
     if constexpr (kPerColumn) bring_near(k + 1);
   }
 
-  /// Those of the sums of an atom, whose layout the MMA has: before these are there.
+  /// Prepares the scales of an atom's sums, in the layout of the MMA, before the sums are there.
   CUTLASS_DEVICE void prepare(int m, int n) {
     int const of_row = (16 * m + thread_ % 32 / 4) * kGroup + k_ % kGroup;
     float const rows[2] = {held_.a[of_row], held_.a[of_row + 8 * kGroup]};
@@ -151,7 +151,8 @@ class BlockScales {
         }
       }
     }
-    // Not later, when the MMA has ended and the tensor cores may have nothing to do.
+    // The fences have the factors made here, not when the MMA has ended and the tensor cores may
+    // have nothing to do.
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kFactors; ++i) cute::warpgroup_fence_operand(factor_[i]);
   }
@@ -182,7 +183,8 @@ class BlockScales {
     }
   }
 
-  /// Of the group that begins at k tile `k`: into registers, where nothing awaits it.
+  /// Loads the scales of the group that begins at k tile `k` into registers, where nothing awaits
+  /// them.
   CUTLASS_DEVICE void load(int k, uint32_t lane) {
     if (k + int(lane % kGroup) >= args_.k_tiles) return;
     typename Held::From const from = held_.from_a[lane];
@@ -211,7 +213,7 @@ class BlockScales {
     }
   }
 
-  /// Of the lane's i-th load, from the warp's first row on.
+  /// The row of the lane's i-th load, counted from the warp's first row.
   CUTLASS_DEVICE static int row_of_load(uint32_t lane, int i) {
     int const row = (lane + 32 * i) / kGroup;  // of the warp's
     return kAtomRows * kWarpgroups * (row / 16) + row % 16;

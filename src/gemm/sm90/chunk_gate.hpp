@@ -40,10 +40,10 @@ CUTLASS_DEVICE uint32_t first_look(ChunkArrival const& arrival) {
   return __ballot_sync(0xffffffffu, is_there);
 }
 
-/// Of one tile, `kTileRows` rows of the gathered operand by k tiles of `kTileK` columns. For all 32
-/// lanes of a producer warp together. `kManyRows`: where there are more signals than lanes and A
-/// has one column of chunks, they look at 32 rows of chunks at once: a tile of a call with few rows
-/// needs several.
+/// The gate of one tile: `kTileRows` rows of the gathered operand by k tiles of `kTileK` columns.
+/// All 32 lanes of a producer warp call it together. `kManyRows`: where there are more signals than
+/// lanes and A has one column of chunks, they look at 32 rows of chunks at once: a tile of a call
+/// with few rows needs several.
 template <int kTileRows, int kTileK, bool kManyRows = false>
 class ChunkGate {
  public:
@@ -94,7 +94,7 @@ class ChunkGate {
     return arrival_.chunks.row_chunks({first_row_, first_row_ + kTileRows});
   }
 
-  /// As `ready_`, by the signals that have been seen.
+  /// What `ready_` would be by the signals that have been seen.
   CUTLASS_DEVICE int seen_columns(Range rows) const {
     int32_t const chunks_k = arrival_.chunks.chunks_k;
     uint32_t columns = ~0u;
@@ -135,7 +135,7 @@ class ChunkGate {
     }
   }
 
-  /// For all lanes, with the same signals.
+  /// All lanes call it with the same signals.
   CUTLASS_DEVICE void see(uint32_t signals) const {
     if (signals == 0) return;
     uint32_t const seen = seen_ | signals;

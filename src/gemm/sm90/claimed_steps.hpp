@@ -96,7 +96,7 @@ class ClaimList {
     return claimable();
   }
 
-  /// Behind the last claim: the last cluster of all sets the words back.
+  /// Comes behind the last claim; the last cluster of all sets the words back.
   CUTLASS_DEVICE void finish() {
     uint32_t const before = lane_id() == 0 ? add_relaxed_gpu(words_ + kEnded, 1) : 0;
     if (__shfl_sync(0xffffffffu, before, 0) + 1 != uint32_t(clusters_)) return;
@@ -173,7 +173,8 @@ class ClaimedSteps {
     int32_t steps[ClaimNumber::kAhead];
   };
 
-  /// By one thread, before a barrier of the cluster. `takers`: warps of a CTA that take each claim.
+  /// One thread calls it, before a barrier of the cluster. `takers`: warps of a CTA that take each
+  /// claim.
   CUTLASS_DEVICE static void init(Storage& storage, uint32_t takers) {
     CUTLASS_PRAGMA_UNROLL
     for (uint32_t i = 0; i < ClaimNumber::kAhead; ++i) {
@@ -228,7 +229,7 @@ class ClaimedSteps {
     }
   }
 
-  /// For all lanes of a warp.
+  /// All lanes of a warp call it.
   CUTLASS_DEVICE static int32_t take(Storage& storage, ClaimNumber at) {
     mbarrier_wait(&storage.full[at.index()], at.parity());
     int32_t const step = storage.steps[at.index()];

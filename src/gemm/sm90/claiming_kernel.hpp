@@ -240,7 +240,7 @@ struct ClaimingKernel : Base {
       mainloop.mma(stages, state, sums, k_tiles, thread, storage.tensors.mainloop, params.mainloop);
       mainloop.mma_tail(stages, state, k_tiles);
       state.advance(k_tiles);
-      // It was claimed when the loads of this tile began.
+      // The next step was claimed when the loads of this tile began.
       ++at.number;
       int32_t const next = Claimed::take(storage.claimed, at);
       auto [next_load, next_store] = epilogue.store(
@@ -295,7 +295,7 @@ struct ClaimingKernel : Base {
       auto [stored_load, stored_store] = epilogue.store(
           loads, load_state, stores, store_state, problem_of(params), TileShape{},
           coordinates(work), sums, tiled_mma, thread, storage.tensors.epilogue, step);
-      // Before the other group writes to the buffers.
+      // The tail comes before the other group writes to the buffers.
       auto [next_load, next_store] = epilogue.store_tail(loads, stored_load, stores, stored_store);
       load_state = next_load;
       store_state = next_store;

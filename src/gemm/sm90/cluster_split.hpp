@@ -25,7 +25,7 @@ struct OwnStagesPipeline : Base {
   CUTLASS_DEVICE OwnStagesPipeline(Storage& storage, Params const& params, ClusterShape shape,
                                    InitBarriers init)
       : Base(storage, params, shape, init) {
-    // Its first member is the CTA whose stages are released.
+    // The first member of Base is the CTA whose stages are released.
     static_assert(std::is_standard_layout_v<Base>);
     *reinterpret_cast<uint32_t*>(static_cast<Base*>(this)) = cute::block_rank_in_cluster();
   }
@@ -39,7 +39,7 @@ CUTLASS_DEVICE uint32_t ctas_in_cluster() {
   return count;
 }
 
-/// Of another CTA of the cluster.
+/// The address in another CTA of the cluster of what lies at `own` in this one.
 CUTLASS_DEVICE uint32_t shared_address_in(void const* own, uint32_t cta) {
   uint32_t const local = cute::cast_smem_ptr_to_uint(own);
   uint32_t address;
@@ -47,11 +47,11 @@ CUTLASS_DEVICE uint32_t shared_address_in(void const* own, uint32_t cta) {
   return address;
 }
 
-/// Of all threads of the cluster that have not ended.
+/// Arrives at the barrier of all threads of the cluster that have not ended.
 CUTLASS_DEVICE void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-/// Without an order of what the thread has written, for which it would wait.
+/// Arrives without ordering what the thread has written, for which it would wait.
 CUTLASS_DEVICE void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -70,15 +70,16 @@ CUTLASS_DEVICE float4 load_in_cluster(uint32_t address) {
 
 }  // namespace split_detail
 
-/// Where A is stored from the stages: for the whole producer warp, once the stores have read them.
+/// The whole producer warp calls it where A is stored from the stages, once the stores have read
+/// them.
 CUTLASS_DEVICE void stages_are_stored() {
   if (split_detail::ctas_in_cluster() > 1) {
     named_barrier_arrive<NamedBarrier::kSplitK, split_detail::kConsumerThreads + 32>();
   }
 }
 
-/// Where the sums of a swapped kernel's tile go, and what is made of them: as by Fusion. kScaled:
-/// those of fp8 products.
+/// Where the sums of a swapped kernel's tile go, and what is made of them, which is what Fusion
+/// makes. kScaled: they are sums of fp8 products.
 template <class Element_, bool kScaled_>
 struct SumsOut {
   using Element = Element_;
@@ -126,7 +127,7 @@ CUTLASS_DEVICE void store_splits_in_cluster(void* shared, bool are_stored,
   using Pair = cutlass::AlignedArray<Element, 2>;
   int32_t const parts = int32_t(ctas_in_cluster());
   int32_t const rank = int32_t(cute::block_rank_in_cluster());
-  // As CUTLASS counts the threads of an MMA: its second warpgroup is the block's second one.
+  // CUTLASS counts the threads of an MMA so: its second warpgroup is the block's second one.
   int const thread = int(threadIdx.x) % kConsumerThreads;
   int const warp = thread / 32;
   float4* const own = static_cast<float4*>(shared);

@@ -27,7 +27,8 @@ struct TypesOf<Fp8<A_, B_>> {
   static constexpr bool kIsFp8 = true;
 };
 
-/// By what a kernel of these element types is found; none for types that are not listed.
+/// The DType by which a kernel of these element types is found; types that are not listed have
+/// none.
 template <class Element>
 inline constexpr DType kDType = [] {
   static_assert(sizeof(Element) == 0, "element types without a name in agmm::DType");

@@ -11,8 +11,8 @@
 #include "cutlass/cutlass.h"
 #include "cutlass/device_kernel.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
-// Not gemm/collective/collective_builder.hpp and gemm/kernel/gemm_universal.hpp, which are those of
-// every architecture.
+// These replace gemm/collective/collective_builder.hpp and gemm/kernel/gemm_universal.hpp, which
+// include every architecture.
 #include "cutlass/gemm/collective/collective_builder_decl.hpp"
 #include "cutlass/gemm/collective/collective_mma_decl.hpp"
 // What the next two need comes first.
@@ -89,7 +89,7 @@ struct KernelInstance {
   using Element = typename Types::Out;
   using LayoutB = LayoutB_;
 
-  // As CUTLASS has it. Swapped, it computes out^T = B^T A^T.
+  // Sizes in CUTLASS's terms. A swapped kernel computes out^T = B^T A^T.
   static constexpr int kMmaM = kSwapped ? TileN : TileM;
   static constexpr int kMmaN = kSwapped ? TileM : TileN;
   static constexpr int kMmaClusterM = kSwapped ? ClusterN : ClusterM;
@@ -158,7 +158,7 @@ struct KernelInstance {
       cute::Layout<cute::Shape<cute::Int<kCooperative ? 2 : 1>, cute::_1, cute::_1>>{}));
   /// At least what the mainloop keeps of block scales.
   static constexpr std::size_t kScalesBytes = kScalesBlocks ? 64 * TileM + 1024 : 0;
-  /// With as many stages as fit beside an epilogue.
+  /// CUTLASS's mainloop with as many stages as fit beside an epilogue.
   template <class Epilogue>
   using CutlassMainloop = typename WithMma<
       typename cutlass::gemm::collective::CollectiveBuilder<
@@ -327,7 +327,7 @@ struct KernelInstance {
     return push.shard != nullptr && push.order.tail_count() != 0;
   }
 
-  /// Of CTAs: CUTLASS's, or the parts of a tile.
+  /// The cluster of CTAs: CUTLASS's, or the parts of a tile.
   static dim3 cluster(Params const& params) {
     uint32_t const parts = kSplitsInCluster ? params.scheduler.split_k.splits : 1;
     return {kMmaClusterM, kMmaClusterN * parts, 1};
@@ -349,7 +349,7 @@ struct KernelInstance {
                                 GemmKernel::SharedStorageSize);
   }
 
-  // Not by CUTLASS's launcher, which sets an attribute of the kernel at every cluster launch.
+  // CUTLASS's launcher would set an attribute of the kernel at every cluster launch.
   //
   // Programmatic launch: CTAs may begin while the last ones of the kernel ahead in the stream end.
   // Invariant: every thread executes griddepcontrol.wait before its first access to memory that any

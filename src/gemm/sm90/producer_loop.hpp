@@ -15,9 +15,9 @@ struct ProducerLoop {
   AcquireAndIssueB const& acquire_and_issue_b;
   IssueA const& issue_a;
 
-  /// For all lanes of a warp, of which one `issues`; `stage` is that lane's place in the pipeline,
-  /// and stands behind the last k tile afterwards. `found(is_first)`: the gate has let more k tiles
-  /// through.
+  /// All lanes of a warp call it, of which one `issues`; `stage` is that lane's place in the
+  /// pipeline, and stands behind the last k tile afterwards. `found(is_first)`: the gate has let
+  /// more k tiles through.
   ///
   /// All lanes look at signals together; in between one alone issues all that has arrived. If that
   /// is nothing it sends for B's next tile, once, where it may.

@@ -19,13 +19,13 @@ struct NoScales {
   CUTLASS_DEVICE static float times(float sum, float part, int) { return sum + part; }
 };
 
-/// As Mainloop::mma(), and like it leaves the last stage for mma_tail() to release. `sums` are
-/// taken atom by atom, so that the registers of one atom more are enough. While a warpgroup adds
-/// up, the tensor cores work for the other one: the scales are read while its own MMA runs. Where
-/// `sums` are one atom and have scales, there are registers for two more: then a warpgroup adds up
-/// one k tile while the tensor cores work on its next one. (Block scales, 128 x 128 tiles on one
-/// H100: 15% less. With tiles of 128 x 256, turns that the warpgroups take by barriers gained
-/// nothing.)
+/// Multiplies in place of Mainloop::mma(), and like it leaves the last stage for mma_tail() to
+/// release. `sums` are taken atom by atom, so that the registers of one atom more are enough. While
+/// a warpgroup adds up, the tensor cores work for the other one: the scales are read while its own
+/// MMA runs. Where `sums` are one atom and have scales, there are registers for two more: then a
+/// warpgroup adds up one k tile while the tensor cores work on its next one. (Block scales, 128 x
+/// 128 tiles on one H100: 15% less. With tiles of 128 x 256, turns that the warpgroups take by
+/// barriers gained nothing.)
 template <class Mainloop, class Sums, class Scales>
 CUTLASS_DEVICE void promoting_mma(typename Mainloop::MainloopPipeline& pipeline,
                                   typename Mainloop::PipelineState read, Sums& sums, int k_tiles,

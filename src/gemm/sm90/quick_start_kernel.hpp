@@ -266,7 +266,7 @@ struct QuickStartKernel : Base {
         auto [stored_load, stored_store] =
             epilogue.store(loads, load_state, stores, store_state, problem, TileShape{},
                            coordinates(work), sums, tiled_mma, thread, storage.tensors.epilogue);
-        // Before the other warpgroup writes to the buffers.
+        // The tail comes before the other warpgroup writes to the buffers.
         auto [next_load, next_store] =
             epilogue.store_tail(loads, stored_load, stores, stored_store);
         load_state = next_load;

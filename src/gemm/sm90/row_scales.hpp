@@ -18,7 +18,7 @@ struct RowScaleArgs {
   float const* local = nullptr;
   float* out = nullptr;  // where those of all rows are written, or null
 
-  /// Of a row that has come. Read from L2: L1 may hold a line from before.
+  /// The scale of a row that has come. It is read from L2: L1 may hold a line from before.
   CUTLASS_DEVICE float of(int32_t row) const {
     bool const is_local = local_rows.begin <= row && row < local_rows.end;
     return __ldcg(is_local ? local + (row - local_rows.begin) : scales + (is_per_row ? row : 0));
@@ -88,7 +88,7 @@ struct RowScales {
         held(i) = place < rows_left ? params.of(first_row + place) : 0.0f;
       }
       if (!writes) return;
-      // Not between the loads, each of which a store would await.
+      // The stores do not stand between the loads, each of which a store would await.
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < cute::size(held); ++i) {
         int const place = cute::get<kRows>(rows(i));

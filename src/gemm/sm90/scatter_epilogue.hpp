@@ -38,7 +38,7 @@ struct ScatterEpilogue : Base {
   static constexpr bool kFetches = kGroups == 1 && !kReturns;
   static_assert(!kSplits || kFetches, "the sender is told of all tiles of which K is split");
 
-  /// Of the tile that is scaled; groups take turns.
+  /// The scales of the tile that is scaled; groups take turns.
   using HeldScales = typename Scales::template Held<kTileN>;
   struct TensorStorage : Base::TensorStorage, HeldScales {
     typename Push::Storage push;
@@ -118,13 +118,13 @@ struct ScatterEpilogue : Base {
     }
     if (number_ == 0) clock_.begin();
     if (is_split()) {
-      // In one wave, so this is the CTA's only tile.
+      // All tiles make one wave, so this is the CTA's only tile.
       if (Push::takes_credits(step)) Push::take_credits(push);
       if (!Push::is_told_whole()) return;
       if (tile >= 0 && !Push::takes_credits(step)) Push::await_go(push);
     } else if (tile >= 0 && sent_ == 0) {
-      // Not before a tile that only pads: nobody counts who sends nothing, and `go` may have been
-      // reset when it looks.
+      // A tile that only pads awaits no credits: nobody counts who sends nothing, and `go` may have
+      // been reset when it looks.
       Push::await_credits(push, step);
     }
     if (lane_id() == 0) {
@@ -136,7 +136,7 @@ struct ScatterEpilogue : Base {
     ++number_;
   }
 
-  /// Behind the sender's last tile.
+  /// Comes behind the sender's last tile.
   CUTLASS_DEVICE void send_tail() {
     if (lane_id() != 0) return;
     Push::finish(params_->push, on_its_way_);
@@ -188,7 +188,7 @@ struct ScatterEpilogue : Base {
       if constexpr (kFetches) {
         Push::add_fetched(push, shared.push, accumulators.data(), own_++, thread);
       } else {
-        // Beside scales there are no registers for it.
+        // There are no registers for it beside scales.
         constexpr bool kLoadsAhead = !std::is_same_v<Scales, SumScales> && !kReturns;
         Push::template add_parts<kLoadsAhead>(push, accumulators.data(), tile, thread);
       }

@@ -81,7 +81,7 @@ struct ScatterInstance {
   static_assert(alignof(Params) <= kParamsAlignment);
   static_assert(CollectiveEpilogue::Push::kTileBytes == kTileBytes);
 
-  /// As the scheduler has it.
+  /// The order that the scheduler has.
   static TileOrder tile_order(ScatterSpec const& call) {
     ScatterTiles const& tiles = call.push.tiles;
     return TileOrder(ChunkGrid(tiles.padded_rows(), 1, tiles.world_size), call.n, TileM * ClusterM,

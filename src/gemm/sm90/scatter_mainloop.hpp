@@ -145,7 +145,7 @@ struct ScatterMainloop : Base {
                  k_tile_count, thread_idx, block_rank_in_cluster, shared_tensors);
       return;
     }
-    // Of all products' k tiles, those before this CTA's part, and those of it that are left.
+    // The k tiles of all products before this CTA's part, and what is left of that part.
     int skipped = kSplits ? int(k_tile_iter.coord) : 0;
     int left = k_tile_count;
     CUTLASS_PRAGMA_NO_UNROLL

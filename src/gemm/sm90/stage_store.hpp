@@ -39,7 +39,7 @@ class StageStore {
     return is_stored;
   }
 
-  /// Until the stores have read the stages.
+  /// Waits until the stores have read the stages.
   CUTLASS_DEVICE static void wait() { cute::tma_store_wait<0>(); }
 
   /// What the stages hold when the last k tile has been sent for. `stage` is the next to fill; it

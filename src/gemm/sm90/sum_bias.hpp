@@ -14,7 +14,7 @@ struct SumBias {
   Element const* bias = nullptr;  // [columns] or null
   int32_t columns = 0;            // an even number
 
-  /// Of a thread, as SumScales::multiply().
+  /// Adds the bias to a thread's sums, laid out as in SumScales::multiply().
   template <int kAtomsM, int kAtomsN, int kFloats>
   CUTLASS_DEVICE void add(float* sums, int32_t first_column, int thread) const {
     if (bias == nullptr) return;
@@ -39,7 +39,7 @@ struct SumBias {
   }
 };
 
-/// In its place where CUTLASS's epilogue adds it.
+/// Stands in the place of SumBias where CUTLASS's epilogue adds the bias.
 struct NoSumBias {};
 
 }  // namespace agmm

@@ -19,16 +19,17 @@ struct SumScales {
   int32_t rows = 0;
   int32_t columns = 0;
 
-  /// In shared memory, where all threads of a tile find the scales of its columns: each by itself
+  /// Shared memory in which all threads of a tile find the scales of its columns: each by itself
   /// would wait for a load after the other, with no register to have many under way.
   template <int kColumns>
   struct Held {
     alignas(8) float columns[kColumns];
   };
 
-  /// Of a thread of `kThreads` that compute a tile, which begins at that row and column. The sums
-  /// are those of kAtomsM x kAtomsN MMAs, [kFloats][kAtomsM][kAtomsN] with the first index fastest.
-  /// Rows and columns that only pad the tile, whose sums nobody stores, take the last ones'.
+  /// Scales the sums of one of the `kThreads` threads that compute a tile, which begins at that row
+  /// and column. The sums are those of kAtomsM x kAtomsN MMAs, [kFloats][kAtomsM][kAtomsN] with the
+  /// first index fastest. Rows and columns that only pad the tile, whose sums nobody stores, take
+  /// the last ones'.
   template <int kThreads, int kAtomsM, int kAtomsN, int kFloats, int kColumns>
   CUTLASS_DEVICE void multiply(float* sums, Held<kColumns>& held, int32_t first_row,
                                int32_t first_column, int thread) const {
@@ -65,7 +66,7 @@ struct SumScales {
   }
 };
 
-/// In its place where sums need no scales.
+/// Stands in the place of SumScales where sums need no scales.
 struct NoSumScales {
   template <int>
   struct Held {};

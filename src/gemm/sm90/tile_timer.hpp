@@ -10,7 +10,7 @@
 
 namespace agmm {
 
-/// Of one tile; for the lane that issues its loads. Without kTimed nothing is left of it.
+/// Times one tile; the lane that issues its loads calls it. Without kTimed nothing is left of it.
 template <bool kTimed>
 class TileTimer {
  public:
@@ -45,7 +45,7 @@ class TileTimer {
   int tile_;
 };
 
-/// The same for a tile of a matmul + reduce-scatter; each function for one thread.
+/// Times a tile of a matmul + reduce-scatter; one thread calls each function.
 template <bool kTimed>
 class ScatterTimer {
  public:

@@ -11,7 +11,7 @@
 
 namespace agmm {
 
-/// For cute::MMA_Atom.
+/// The operation of a cute::MMA_Atom.
 template <class ElementA, class ElementB, int kColumns, cute::GMMA::Major kMajorA,
           cute::GMMA::Major kMajorB>
 struct Wgmma {
