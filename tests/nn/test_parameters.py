@@ -13,7 +13,7 @@ from agmm.testing.ranks import RankPool
 Pools = Callable[..., RankPool]
 
 
-@pytest.mark.parametrize("which", [slice(i, None, 3) for i in range(3)], ids=range(3))
+@pytest.mark.parametrize("which", [slice(i, None, 6) for i in range(6)], ids=range(6))
 @pytest.mark.parametrize(
     ("kind", "reference", "is_compiled"),
     [

@@ -31,12 +31,13 @@ def _dry_run(folder: Path, *arguments: str) -> str:
 
 
 def _run(folder: Path, *arguments: str) -> str:
-    ours = ("AGMM_", "CCACHE_", "CMAKE_", "CUD")
+    ours = ("AGMM_", "CCACHE_", "CMAKE_", "CUD", "MAKE", "MFLAGS")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     process = subprocess.run(
         ["make", *arguments, f"VENV={folder.parent / 'venv'}"],
         cwd=REPOSITORY,
-        env={**environment, "PATH": f"{folder}:{environment['PATH']}", "MAKEFLAGS": ""},
+        # A make that is not told of the one that may have started the tests.
+        env={**environment, "PATH": f"{folder}:{environment['PATH']}"},
         capture_output=True,
         text=True,
         timeout=60,
