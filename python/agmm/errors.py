@@ -34,6 +34,17 @@ def warn_once(message: str) -> None:
         warnings.warn(message, stacklevel=_levels_to_caller())
 
 
+def fall_back(reason: str, strict: bool) -> None:
+    """Warn once in a process of each reason why a call takes the unfused path.
+
+    Raises:
+        Unsupported: ``strict``.
+    """
+    if strict:
+        raise Unsupported(f"{reason}; strict=True refuses the unfused path")
+    warn_once(f"agmm takes the unfused path: {reason}")
+
+
 def forget_warnings() -> None:
     """Every warning is new again: for tests, which do not know what ran before them."""
     _warned.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -13,13 +14,10 @@ import torch.distributed as dist
 from scatter_work import in_order
 
 import agmm
-from agmm.ops import (
-    matmul_all_reduce,
-    scatter_cuda,
-    scatter_paths,
-    scatter_plan,
-    small_collectives,
-)
+from agmm.ops import kept, matmul_all_reduce, scatter_plan, small_collectives
+from agmm.ops.pipeline import serve
+from agmm.ops.plain_scatter import PlainScatter
+from agmm.ops.scatter import ScatterSettings
 from agmm.planning import cost_model
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import collectives
@@ -101,9 +99,8 @@ def products(
 
 
 def by_kernels(world_size: int, bias: bool) -> list[str] | None:
-    """Faults of `by_scatter_and_gather`, whose kernels the CPU backend stands in for: as
-    planned by one kernel, or by a scatter and a gather, else it leaves the call to the unfused
-    path."""
+    """Faults of calls as on GPUs, for whose kernels the CPU backend stands in: as planned by one
+    kernel, by a scatter and a gather, or unfused; the first call, and the one that is kept."""
     group = _group(world_size)
     if group is None:
         return None
@@ -111,22 +108,23 @@ def by_kernels(world_size: int, bias: bool) -> list[str] | None:
     called: list[str] = []
     kernel = KernelConfig.parse("128x128x64_1x1_pingpong")
 
-    def scatter(
-        As: Any, Bs: Any, bias: Any, group: Any, scatter_dim: int, reduce_op: str, *, strict: bool
-    ) -> torch.Tensor:
-        called.append("scatter")
-        assert strict  # it has been decided
-        return scatter_paths.native_cpu(As, Bs, bias, group, scatter_dim, reduce_op)
+    def call_with(found: KernelConfig, *_: Any, all_reduce_sms: int = 0) -> Callable[..., Any]:
+        assert found == kernel and all_reduce_sms in (0, 132)
 
-    def all_reduce(
-        A: Any, B: Any, bias: Any, group: Any, found: KernelConfig, sm_count: int
-    ) -> torch.Tensor:
-        called.append("lagged")
-        assert (found, sm_count) == (kernel, 132)
-        return cpu_workspace(group).matmul_all_reduce(A, B, bias, call)
+        def made(As: Any, Bs: Any, bias: Any) -> torch.Tensor:
+            words = Call("matmul_all_reduce", A=As, B=Bs)
+            called.append("lagged" if all_reduce_sms else "scatter")
+            if all_reduce_sms:
+                return cpu_workspace(group).matmul_all_reduce(As[0], Bs[0], bias, words)
+            return PlainScatter(As, Bs, bias, group, ScatterSettings()).by_cpu(words)
+
+        return made
 
     def gather(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         return collectives.start_all_gather(shard, group.group_name, 0)()
+
+    def prepare_again(kind: str, *_: Any, **__: Any) -> Any:
+        return SumOfTheBackend(group) if kind == "all_reduce" else None
 
     generator = torch.Generator().manual_seed(world_size)
     for rows in (1, world_size, 2 * world_size + 1):
@@ -134,45 +132,49 @@ def by_kernels(world_size: int, bias: bool) -> list[str] | None:
             torch.randint(-8, 9, size, generator=generator).float() for size in ((rows, 6), (6, 4))
         )
         b = torch.arange(4.0) if bias else None
-        call = Call("matmul_all_reduce", A=A, B=B)
+        wanted = world_size * (world_size + 1) / 2 * (A @ B) + (0 if b is None else b)
         ways: list[tuple[cost_model.AllReduceWay, bool]] = [
             ("lagged", False),
             ("lagged", True),
             ("scatter", False),
             ("unfused", False),
-            ("unfused", True),  # where no kernel is legal: the scatter says why
+            ("unfused", True),  # the scatter serves, since the unfused path is refused
         ]
         for way, strict in ways:
             called.clear()
-            plan = scatter_plan.AllReducePlan(way, kernel if way == "lagged" else None, 132)
+            plan = scatter_plan.AllReducePlan(way, kernel if way == "lagged" else None, 132, kernel)
             with (
-                mock.patch.object(scatter_cuda, "run", scatter),
-                mock.patch.object(scatter_cuda, "all_reduce", all_reduce),
+                mock.patch.object(matmul_all_reduce, "call_with", call_with),
                 mock.patch.object(scatter_plan, "why_not_native", return_value=None),
                 mock.patch.object(scatter_plan, "all_reduce_plan", return_value=plan) as asked,
                 mock.patch.object(small_collectives, "why_not", return_value=None),
                 mock.patch.object(small_collectives, "gather", gather),
+                mock.patch.object(small_collectives, "prepare_again", prepare_again),
             ):
-                out = matmul_all_reduce.by_scatter_and_gather(
-                    A, (1.0 + rank) * B, b, group, call, agreed="", strict=strict
-                )
+                given = A.view(-1, 1, 6), (1.0 + rank) * B, b
+                call = matmul_all_reduce.AllReduce(*given, group, strict)
+                call.device = torch.device("cuda", 0)
+                kept.kept_calls.pop(group, None)
+                out = serve(call, "kind")
                 found = called.copy()
-                collective: Any = SumOfTheBackend(group) if way == "unfused" else None
-                kept = matmul_all_reduce.KeptAllReduce(plan, collective)
-                again = None
-                if rows % world_size == 0:
-                    again = kept(A.view(-1, 1, 6), (1.0 + rank) * B, b, group)
+                again = kept.call_kept(group, "kind", *given)
             label = f"rank {rank}: {rows} rows, planned {way}, strict {strict}"
             wanted_calls = [] if (way, strict) == ("unfused", False) else [way]
             if strict and way == "unfused":
                 wanted_calls = ["scatter"]
-            if found != wanted_calls or (out is None) != (not wanted_calls):
+            if found != wanted_calls:
                 faults.append(f"{label}: {found}")
             if asked.call_args.args[0] != -(-rows // world_size) * world_size:
                 faults.append(f"{label}: asked for {asked.call_args.args[0]} rows")
-            wanted = world_size * (world_size + 1) / 2 * (A @ B) + (0 if b is None else b)
-            if out is not None and not torch.equal(out, wanted):
+            if not torch.equal(out, wanted.view(-1, 1, 4)):
                 faults.append(f"{label}: wrong")
+            # A scatter whose gather agmm cannot make again is not kept under strict; nor are rows
+            # that have to be filled up.
+            is_kept = wanted_calls != ["scatter"] or not strict
+            if wanted_calls and rows % world_size:
+                is_kept = False
+            if (again is not None) != is_kept:
+                faults.append(f"{label}: kept {again is not None}")
             if again is not None and not torch.equal(again, wanted.view(-1, 1, 4)):
                 faults.append(f"{label}: wrong where it is kept")
     return faults

@@ -13,14 +13,15 @@ import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as symm_mem
+from steps_taken import noted
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from agmm.integrations import async_tp, async_tp_kernels
-from agmm.ops import paths
-from agmm.ops.scatter_paths import native_cpu
+from agmm.integrations import async_tp
+from agmm.ops.plain_gather import PlainGather
+from agmm.ops.plain_scatter import PlainScatter
 from agmm.testing.reference import relative_error
 
 op: Callable[..., Any] = torch.ops.symm_mem.fused_all_gather_matmul
@@ -145,7 +146,7 @@ def compiled(world_size: int, shape: tuple[int, ...], weights: int, return_A: bo
 
     x = op_work._random(shape, torch.float32, dist.get_rank(group))
     Bs = [op_work._random((shape[-1], 8 + i), torch.float32, 9 + i) for i in range(weights)]
-    served = mock.patch.object(paths, "fused_cpu", wraps=paths.fused_cpu)
+    served = noted(PlainGather, "by_cpu")
     faults = []
     with async_tp.enable(), served as calls:
         again, found, code = _compile(function, group, x, Bs)  # type: ignore[arg-type]
@@ -186,7 +187,7 @@ def parallel_module(world_size: int) -> list[str]:
         wanted = model(A).tensor_split(world_size, 1)[rank]
         mesh = DeviceMesh.from_group(group, "cpu")
         sharded = parallelize_module(model, mesh, {"0": ColwiseParallel(input_layouts=Shard(0))})
-        served = mock.patch.object(paths, "fused_cpu", wraps=paths.fused_cpu)
+        served = noted(PlainGather, "by_cpu")
         with async_tp.enable(), served as calls:
             _, found, code = _compile(sharded, group, A.tensor_split(world_size)[rank])
     faults = [] if "fused_all_gather_matmul" in code else [f"not fused: {code}"]
@@ -261,7 +262,7 @@ def compiled_scatter(world_size: int, shape: tuple[int, ...]) -> list[str]:
     rank = dist.get_rank(group)
     x = op_work._random(shape, torch.float32, rank)
     B = op_work._random((shape[-1], 8), torch.float32, 9 + rank)
-    served = mock.patch.object(async_tp_kernels, "native_cpu", wraps=native_cpu)
+    served = noted(PlainScatter, "by_cpu")
     with async_tp.enable(), served as calls:
         _, found, code = _compile(function, group, x, B)
     wanted = function(x, B)
@@ -288,7 +289,7 @@ def parallel_rows(world_size: int) -> list[str]:
         wanted = model(A).tensor_split(world_size)[rank]
         mesh = DeviceMesh.from_group(group, "cpu")
         sharded = parallelize_module(model, mesh, {"0": RowwiseParallel(output_layouts=Shard(0))})
-        served = mock.patch.object(async_tp_kernels, "native_cpu", wraps=native_cpu)
+        served = noted(PlainScatter, "by_cpu")
         with async_tp.enable(), served as calls:
             _, found, code = _compile(sharded, group, A.tensor_split(world_size, 1)[rank])
     faults = [] if "fused_matmul_reduce_scatter" in code else [f"not fused: {code}"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import agmm
 from agmm import _core, nn
-from agmm.ops import scaled_paths
+from agmm.ops import fp8_operands
 from agmm.runtime import relays
 from agmm.runtime.topology import Move, Schedule
 
@@ -57,7 +57,7 @@ def _fp8_layer(
 def _unfused_scaled_gather(rank: int) -> None:
     """Its bytes are the backend's to gather."""
     with (
-        mock.patch.object(scaled_paths, "why_no_kernel", return_value="fp8: not here"),
+        mock.patch.object(fp8_operands, "why_no_kernel", return_value="fp8: not here"),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")

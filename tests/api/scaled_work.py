@@ -19,7 +19,7 @@ import torch.distributed._symmetric_memory as symm_mem
 import agmm
 from agmm.errors import forget_warnings
 from agmm.integrations import async_tp
-from agmm.ops import quantize, scaled_paths, scaled_scatter
+from agmm.ops import fp8_gather, fp8_scatter, quantize
 from agmm.planning import call_plans
 from agmm.runtime import cpu, scaling, workspaces
 from agmm.testing.reference import relative_error
@@ -335,8 +335,8 @@ def unfused(world_size: int, kind: str) -> Result:
     refusal = agmm.Unsupported("group: found ranks on 2 hosts, wanted one")
     faults = []
     with (
-        mock.patch.object(scaled_paths, "cpu_workspace", side_effect=refusal),
-        mock.patch.object(scaled_scatter, "cpu_workspace", side_effect=refusal),
+        mock.patch.object(fp8_gather, "cpu_workspace", side_effect=refusal),
+        mock.patch.object(fp8_scatter, "cpu_workspace", side_effect=refusal),
     ):
         for call in (gathered, scattered):
             forget_warnings()

@@ -11,13 +11,15 @@ import rank_work
 import torch
 import torch.distributed as dist
 from scatter_work import in_order
+from steps_taken import noted
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import agmm
 from agmm.nn import ColumnParallelLinear, RowParallelLinear, SharedGatherParallel
-from agmm.ops import scatter_paths, scatter_plan
+from agmm.ops import pipeline, scatter_plan
+from agmm.ops.plain_scatter import PlainScatter
 from agmm.runtime.workspaces import cpu_workspace
 from agmm.testing.reference import relative_error
 
@@ -184,8 +186,8 @@ def of_a_layer(world_size: int) -> list[str] | None:
     column = ColumnParallelLinear(8, [4 * world_size, 2 * world_size], group=group)
     row = RowParallelLinear(4 * world_size, 8, group=group)
     x = torch.randn(3, 8, requires_grad=True)
-    refuse = mock.patch.object(scatter_paths, "unfused", side_effect=AssertionError)
-    native = mock.patch.object(scatter_paths, "native_cpu", wraps=scatter_paths.native_cpu)
+    refuse = mock.patch.object(PlainScatter, "by_library", side_effect=AssertionError)
+    native = noted(PlainScatter, "by_cpu")
     with refuse, native as served:
         first, second = column(x)
         (row(first).sum() + second.sum()).backward()
@@ -194,7 +196,7 @@ def of_a_layer(world_size: int) -> list[str] | None:
         mesh = DeviceMesh.from_group(group, "cpu")
         parallelize_module(shared, mesh, {"": SharedGatherParallel("a", "b", sequence_dim=0)})
         sum(out.sum() for out in shared(x)).backward()
-    products = [len(call.args[0]) for call in served.call_args_list]
+    products = [len(call.args[0].As) for call in served.call_args_list]
     return [] if products == [1, 1, 2] else [f"scatters by agmm of {products} products"]
 
 
@@ -217,7 +219,7 @@ def _as_on_a_gpu(native: bool) -> Iterator[None]:
     reason = None if native else "for the test"
     with (
         mock.patch.object(scatter_plan, "why_not_native", return_value=reason),
-        mock.patch.object(scatter_paths, "fall_back"),
+        mock.patch.object(pipeline, "fall_back"),
     ):
         yield
 

@@ -16,13 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from steps_taken import noted
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from agmm.errors import AgmmError, Unsupported, forget_warnings
 from agmm.integrations import async_tp, async_tp_kernels
-from agmm.ops import paths, scatter_paths
-from agmm.ops.scatter_paths import native_cpu
+from agmm.ops import gather, plain_scatter
+from agmm.ops.gather import Gathered
+from agmm.ops.plain_gather import PlainGather
+from agmm.ops.plain_scatter import PlainScatter
 from agmm.planning import call_plans
+from agmm.planning.plans import UNFUSED, KernelConfig, Plan, Problem
 from agmm.runtime import symmetric
 
 OP = "symm_mem::fused_all_gather_matmul"
@@ -95,10 +99,10 @@ def test_enable_covers_cuda_and_cpu_and_disable_uncovers_them() -> None:
 
 
 def test_agmms_own_scatter_takes_torchs_kernel_past_that_of_agmm() -> None:
-    found: list[object] = [scatter_paths.kernel_of_torch]
+    found: list[object] = [plain_scatter.kernel_of_torch]
     with async_tp.enable():
-        found.append(scatter_paths.kernel_of_torch)
-    found.append(scatter_paths.kernel_of_torch)
+        found.append(plain_scatter.kernel_of_torch)
+    found.append(plain_scatter.kernel_of_torch)
     assert [kernel is not None for kernel in found] == [False, True, False]
 
 
@@ -183,7 +187,7 @@ def test_failed_registration_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_calls_reach_agmm_only_while_enabled(group: str) -> None:
     A, B = torch.randn(4, 8), torch.randn(8, 3)
-    with async_tp.enable(), mock.patch.object(paths, "fused_cpu", wraps=paths.fused_cpu) as fused:
+    with async_tp.enable(), noted(PlainGather, "by_cpu") as fused:
         gathered, (out,) = op(A, [B], 0, group)
         assert op(A, [B], 0, group, return_A=False)[0] is None
         assert fused.call_count == 2
@@ -376,16 +380,17 @@ class Workspace:
         gc.collect()
         return [call for made in self.calls if (call := made()) is not None]
 
-    def prepare(self, A: torch.Tensor, Bs: list[torch.Tensor], *, return_A: bool) -> Any:
-        shape = (3 * A.shape[0], *A.shape[1:])
+    def ready(self, made: PlainGather) -> Any:
+        shape = (3 * made.A_shard.shape[0], *made.A_shard.shape[1:])
+        return_A = made.settings.return_A
 
-        def call(shard: torch.Tensor, Bs: list[torch.Tensor], biases: Any) -> paths.Outs:
+        def call(shard: torch.Tensor, Bs: list[torch.Tensor], biases: Any) -> Gathered:
             assert len(biases) == len(Bs) and not any(biases)
             self.shards.append(shard)
             if self.error is not None:
                 raise self.error
             A = shard.new_empty(shape) if return_A else None
-            return A, [shard.new_empty(*shape[:-1], B.shape[1]) for B in Bs]
+            return Gathered(A, None, [shard.new_empty(*shape[:-1], B.shape[1]) for B in Bs])
 
         self.calls.append(weakref.ref(call))
         return call
@@ -394,26 +399,29 @@ class Workspace:
 @pytest.fixture
 def workspace(monkeypatch: pytest.MonkeyPatch) -> Workspace:
     made = Workspace()
-    monkeypatch.setattr(async_tp_kernels, "cuda_workspace", lambda group, device: made)
-    monkeypatch.setattr(async_tp_kernels, "prepare", Workspace.prepare)
-    for name in ("prefers_unfused", "prefers_gather"):
-        monkeypatch.setattr(call_plans, name, lambda *call, return_A: False)
+    monkeypatch.setattr(gather, "cuda_workspace", lambda group, device: made)
+    monkeypatch.setattr(PlainGather, "ready_on_cuda", lambda call, *_: made.ready(call))
+    monkeypatch.setattr(PlainGather, "problem", lambda *_: Problem(4, 8, 64))
+    planner = mock.Mock(plan=lambda problem: PLAN, fused_plan=lambda problem: PLAN)
+    monkeypatch.setattr(call_plans, "planner", lambda *_: planner)
     return made
+
+
+PLAN = Plan("push", KernelConfig.parse("128x128x64_1x1_pingpong"))
 
 
 @pytest.mark.usefixtures("hopper")
 def test_plan_that_prefers_unfused(
     group: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
-
-    def prefers_unfused(*call: Any, return_A: bool) -> bool:
-        asked.append(return_A)
-        return True
-
-    monkeypatch.setattr(call_plans, "prefers_unfused", prefers_unfused)
     A = torch.empty(0)
-    monkeypatch.setattr(paths, "unfused", lambda shard, Bs, biases, group, dim: (A, list(Bs)))
+    unfused = mock.Mock(
+        side_effect=lambda call, words: Gathered(
+            A if call.settings.return_A else None, None, list(call.Bs)
+        )
+    )
+    monkeypatch.setattr(PlainGather, "by_library", lambda *given: unfused(*given))
+    monkeypatch.setattr(call_plans, "planner", lambda *_: mock.Mock(plan=lambda problem: UNFUSED))
     torch_kernel = mock.Mock()
     kernel = async_tp_kernels.gather_over(torch_kernel)
     A_shard = torch.empty(4, 64, dtype=torch.bfloat16, device="cuda:0")
@@ -421,7 +429,7 @@ def test_plan_that_prefers_unfused(
     for _ in range(2):
         assert kernel(A_shard, [B], 0, group, return_A=True)[0] is A
         assert kernel(A_shard, [B], 0, group, return_A=False)[0] is None
-    assert asked == [True, False]
+    assert unfused.call_count == 4
     assert workspace.prepared == 0
     torch_kernel.assert_not_called()
 
@@ -604,8 +612,7 @@ def test_scatters_that_are_left_to_torch(options: dict[str, Any], reason: str) -
 
 def test_scatters_reach_agmm_only_while_enabled(group: str) -> None:
     A, B = torch.randn(4, 8), torch.randn(8, 3)
-    served = mock.patch.object(async_tp_kernels, "native_cpu", wraps=native_cpu)
-    with async_tp.enable(), served as calls:
+    with async_tp.enable(), noted(PlainScatter, "by_cpu") as calls:
         out = scatter(A, B, "sum", 0, group)
         assert scatter(A.unsqueeze(0), B, "avg", 1, group).shape == (1, 4, 3)
         assert calls.call_count == 2
@@ -638,7 +645,7 @@ def test_scatter_of_a_workspace_that_cannot_be_had(
 ) -> None:
     A, B = torch.randn(4, 8), torch.randn(8, 3)
     refused = mock.Mock(side_effect=Unsupported("group: found ranks on 2 hosts, wanted one"))
-    monkeypatch.setattr(async_tp_kernels, "native_cpu", refused)
+    monkeypatch.setattr(PlainScatter, "by_cpu", refused)
     torch_kernel = mock.Mock(return_value=A)
     kernel = async_tp_kernels.scatter_over(torch_kernel)
     with pytest.warns(UserWarning, match="2 hosts"):

@@ -15,7 +15,10 @@ import torch.distributed as dist
 from every_op import Sizes
 
 import agmm
-from agmm.ops import quantize, scatter_cuda, scatter_plan
+from agmm.ops import plain_scatter, quantize
+from agmm.ops.gather import Gathered
+from agmm.ops.pipeline import KERNEL, Route
+from agmm.ops.scatter import ScatterSettings
 from agmm.planning.plans import KernelConfig, Plan
 from agmm.runtime import cuda_quantize
 from agmm.runtime.scaling import Tile, scale_shape
@@ -81,7 +84,7 @@ def test_a_kernel_that_quantises_hides_no_gradient(
     out = torch.ones(6, 48)
     monkeypatch.setattr(cuda_quantize, "quantised", quantised)
     monkeypatch.setattr(cuda_quantize, "amax_of", lambda x, tile: None)
-    monkeypatch.setattr(quantize, "gather", lambda *_, **__: (None, None, [out]))
+    monkeypatch.setattr(quantize, "gather", lambda *_, **__: Gathered(None, None, [out]))
     given = {"A_shard": torch.ones(6, 144), "B": torch.ones(144, 48), "bias": torch.ones(48)}
     op: Any = agmm.all_gather_matmul
     with mock.patch.object(torch.Tensor, "is_cuda", True):
@@ -149,10 +152,11 @@ def test_a_kernels_sum_is_moved_into_no_view(
     sums = mock.Mock(
         side_effect=lambda As, Bs, bias: (As[0] @ Bs[0])[: As[0].shape[0] // 2].clone()
     )
-    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
-    monkeypatch.setattr(scatter_plan, "kernel_plan", lambda *_, **__: Plan("push", kernel))
-    monkeypatch.setattr(scatter_cuda, "call_with", lambda *_, **__: sums)
+    monkeypatch.setattr(plain_scatter, "call_with", lambda *_, **__: sums)
     A, B = torch.randn(shape), torch.randn(16, 8)
-    out = scatter_cuda.run([A], [B], None, world, 1, "sum", strict=False)
-    assert out is not None and torch.equal(out, (A @ B)[:, :4]) and not out._is_view()
+    call = plain_scatter.PlainScatter([A], [B], None, world, ScatterSettings(1))
+    call.device = torch.device("cuda", 0)
+    route = Route(KERNEL, plan=Plan("push", kernel))
+    out = call.finished(call.prepare(route)(*call.operands()), route)
+    assert torch.equal(out, (A @ B)[:, :4]) and not out._is_view()
     assert out.is_contiguous()

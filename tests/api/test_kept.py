@@ -15,8 +15,10 @@ from agmm import collectives
 from agmm.collectives.paths import SYMMETRIC_MEMORY, Path
 from agmm.collectives.run import KeptCollective
 from agmm.errors import InvalidArgument
-from agmm.ops import kept, scatter_cuda, scatter_plan, small_collectives
-from agmm.ops.matmul_all_reduce import KeptAllReduce
+from agmm.ops import kept, matmul_all_reduce, scatter_plan, small_collectives
+from agmm.ops.matmul_all_reduce import AllReduce
+from agmm.ops.pipeline import KERNEL, Route, serve
+from agmm.planning.plans import KernelConfig
 from agmm.runtime import nan_check
 
 X = torch.randn(4, 8)
@@ -97,8 +99,7 @@ def test_no_kept_call_serves_a_destroyed_group(
     """Its memory may be gone, and its peers with it."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", op != "quantize")
     other = dist.new_group([0])
-    is_fp8 = op in ("quantize", "all_gather_scaled_matmul")
-    call = mock.Mock(return_value=(None, None, [RESULT]) if is_fp8 else (None, [RESULT]))
+    call = mock.Mock(return_value=(None, None, [RESULT]))
 
     class Calls(dict[Any, Any]):
         def get(self, kind: Any, default: Any = None) -> Any:
@@ -200,11 +201,23 @@ def test_a_kept_collective_writes_where_it_may(
 def test_a_kept_all_reduce_returns_no_view(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world = dist.group.WORLD
     assert world is not None
-    part = torch.randn(8, 16)
-    monkeypatch.setattr(scatter_cuda, "run", lambda *_, **__: part)
-    plan = scatter_plan.AllReducePlan("scatter", None, 132)
-    out = KeptAllReduce(plan, None)(torch.randn(2, 4, 8), B, None, world)
-    assert out is not None and out.shape == (2, 4, 16) and not out._is_view()
+    kernel = KernelConfig.parse("128x128x64_1x1_pingpong")
+    plan = scatter_plan.AllReducePlan("scatter", None, 132, kernel)
+    monkeypatch.setattr(matmul_all_reduce, "call_with", lambda *_, **__: _product)
+    monkeypatch.setattr(small_collectives, "prepare_again", lambda *_, **__: None)
+    A = torch.randn(2, 4, 8)
+    call = AllReduce(A, B, None, world, strict=False)
+    call.device = torch.device("cuda", 0)
+    ready = call.prepare(Route(KERNEL, plan=plan))
+    for served in (ready, call.to_keep(ready, ready(A, B, None))):
+        assert served is not None
+        out = served(A, B, None)
+        torch.testing.assert_close(out, A @ B)
+        assert not out._is_view()
+
+
+def _product(As: Any, Bs: Any, bias: Any) -> torch.Tensor:
+    return torch.mm(As[0], Bs[0])
 
 
 @pytest.mark.parametrize("why", ["no NVLink", "no memory", None])
@@ -223,18 +236,27 @@ def test_an_all_reduce_is_kept_where_agmms_kernel_served_it(
     monkeypatch.setattr(small_collectives, "all_reduced", lambda partial, *_: partial)
     keep = mock.Mock()
     monkeypatch.setattr(kept, "keep", keep)
-    monkeypatch.setattr(kept, "call_kept", lambda *_: None)
-    assert torch.equal(agmm.matmul_all_reduce(A, B), A @ B)
-    assert keep.called == (why is None)
+    world = dist.group.WORLD
+    assert world is not None
+    made = AllReduce(A, B, None, world, strict=False)
+    made.device = torch.device("cuda", 0)
+    assert torch.equal(serve(made, "kind"), A @ B)
+    keep.assert_called_once()
+    assert (keep.call_args.args[2] is not None) == (why is None)
 
 
 def test_a_kept_all_reduce_wants_its_memory(group: str) -> None:
     world = dist.group.WORLD
     assert world is not None
     call = mock.Mock(is_ready=False)
-    assert KeptAllReduce(None, call)(A, B, None, world) is None and not call.called
+    of_gpus = AllReduce(A, B, None, world, strict=False)
+    of_gpus.device = torch.device("cuda", 0)
+    with mock.patch.object(small_collectives, "prepare_again", return_value=call):
+        served = of_gpus.library_to_keep(A @ B)
+    assert served is not None
+    with pytest.raises(agmm.Unsupported):  # so that the call is looked at anew
+        served(A, B, None)
+    assert not call.called
     call.is_ready = True
-    out = KeptAllReduce(None, call)(A, B, torch.ones(16), world)
-    assert out is not None
-    torch.testing.assert_close(out, A @ B + 1)
+    torch.testing.assert_close(served(A, B, torch.ones(16)), A @ B + 1)
     call.assert_called_once()

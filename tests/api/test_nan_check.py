@@ -15,11 +15,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from steps_taken import planned
 
 import agmm
 from agmm import _core
 from agmm.integrations import fsdp
-from agmm.ops import paths, scaled_paths, scaled_scatter, scatter_cuda
+from agmm.ops import fp8_scatter, gather
+from agmm.ops.fp8_operands import Fp8Weights
+from agmm.ops.gather import GatherSettings
+from agmm.ops.pipeline import KERNEL, Route, serve
+from agmm.ops.plain_gather import PlainGather
+from agmm.ops.plain_scatter import PlainScatter
+from agmm.ops.scatter import ScatterSettings
 from agmm.planning import call_plans
 from agmm.planning.plans import KernelConfig, Plan, Problem
 from agmm.runtime import groups, nan_check
@@ -87,24 +94,29 @@ def test_a_kept_call_knows_nothing_of_the_check_that_is_off(group: str) -> None:
         assert [call.args[:2] for call in look.call_args_list] == [("all_gather_matmul", "A_shard")]
 
 
-def test_kept_calls_of_kernels_look_first(group: str) -> None:
-    """A call of a kernel that is kept, on a stand-in of it."""
+def test_calls_of_kernels_look_first(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in of the kernel, which is called again as it is while nobody looks for NaNs."""
     of_group = dist.group.WORLD
     assert of_group is not None
-    done: list[str] = []
+    kernel = mock.Mock(return_value=(None, None, [torch.ones(2, 2)]))
+    monkeypatch.setattr(PlainGather, "why_no_kernel", lambda _: None)
+    monkeypatch.setattr(PlainGather, "problem", lambda *_: Problem(2, 2, 2))
+    monkeypatch.setattr(PlainGather, "ready_on_cuda", lambda *_: kernel)
+    monkeypatch.setattr(gather, "cuda_workspace", lambda *_: None)
+    B = torch.ones(2, 2)
 
-    def kernel(shard: torch.Tensor, Bs: Any, biases: Any) -> None:
-        done.append("sent")
+    def call(shard: torch.Tensor) -> None:
+        made = PlainGather(shard, [B], [None], of_group, GatherSettings())
+        made.device = torch.device("cuda", 0)
+        serve(made)
 
-    call: Any = kernel
-    looks: Any = paths.looking(call, of_group)
-    assert looks is kernel
-    agmm.check_nan("raise")
-    looks = paths.looking(call, of_group)
-    looks(torch.ones(2, 2), [], [])
-    with pytest.raises(agmm.AgmmError, match="A_shard: found a NaN at"):
-        looks(torch.full((2, 2), torch.nan), [], [])
-    assert done == ["sent"]
+    with planned(Plan("push", KernelConfig.parse("128x128x64_1x1_pingpong"))):
+        call(torch.full((2, 2), torch.nan))
+        agmm.check_nan("raise")
+        call(torch.ones(2, 2))
+        with pytest.raises(agmm.AgmmError, match="A_shard: found a NaN at"):
+            call(torch.full((2, 2), torch.nan))
+    assert kernel.call_count == 2
 
 
 class _Event:
@@ -191,16 +203,15 @@ def test_two_threads_say_what_has_come_and_nothing_else(monkeypatch: pytest.Monk
 
 
 def test_operands_of_a_scatter_kernel_are_looked_through(group: str) -> None:
-    of_group: Any = mock.Mock()
+    of_group = dist.group.WORLD
+    assert of_group is not None
     A, B = torch.ones(4, 2), torch.ones(2, 2)
     B[1, 0] = torch.nan
     agmm.check_nan("raise")
-    with (
-        mock.patch.object(scatter_cuda.dist, "get_world_size", return_value=2),  # type: ignore[attr-defined]
-        mock.patch.object(scatter_cuda.dist, "get_rank", return_value=1),  # type: ignore[attr-defined]
-        pytest.raises(agmm.AgmmError, match=r"B: found a NaN at \[1, 0\] .* in matmul_reduce_sca"),
-    ):
-        scatter_cuda.run([A], [B], None, of_group, 0, "sum", strict=False)
+    call = PlainScatter([A], [B], None, of_group, ScatterSettings())
+    call.device = torch.device("cuda", 0)
+    with pytest.raises(agmm.AgmmError, match=r"B: found a NaN at \[1, 0\] .* in matmul_reduce_sca"):
+        call.look(Route(KERNEL), call.words())
 
 
 @pytest.mark.parametrize("name", ["A", "B", "scale_a", "scale_b"])
@@ -223,20 +234,21 @@ def test_operands_of_a_scaled_scatter_kernel_are_looked_through(
         ("scatter_workspace", lambda *_: None),
         ("ready_scatter", lambda *_, **__: made),
     ):
-        monkeypatch.setattr(scaled_scatter, place, stand_in)
-    monkeypatch.setattr(scaled_paths, "why_unfused", lambda *_: None)
+        monkeypatch.setattr(fp8_scatter, place, stand_in)
+    monkeypatch.setattr(fp8_scatter, "why_unfused", lambda *_: None)
     monkeypatch.setattr(call_plans, "planner", lambda *_: planner)
     monkeypatch.setattr(groups, "check_alive", lambda group: None)
-    monkeypatch.setattr(groups, "of", lambda group: mock.Mock(rank=1))
-    monkeypatch.setattr(nan_check, "look_through", partial(_on_cpu, nan_check.look_through))
-    group, op = mock.Mock(**{"size.return_value": 2}), scaled_scatter.scatter
+    monkeypatch.setattr(groups, "of", lambda group: mock.MagicMock(rank=1))
+    group = mock.Mock(**{"size.return_value": 2})
 
     def scatter() -> torch.Tensor:
-        with mock.patch.object(torch.Tensor, "is_cuda", True):
-            return op(
-                *(given["A"], given["B"], given["scale_a"], given["scale_b"], None, None, group),
-                *(0, "sum", torch.bfloat16, False, True),
-            )
+        weight = Fp8Weights(
+            [given["B"]], [given["scale_b"]], [None], [None], [torch.bfloat16], [False]
+        )
+        settings = ScatterSettings(strict=True)
+        call = fp8_scatter.Fp8Scatter(given["A"], given["scale_a"], weight, group, settings)
+        call.device = torch.device("cuda", 0)
+        return serve(call)
 
     agmm.check_nan("raise")
     assert scatter().shape == (2, 16)
@@ -244,11 +256,6 @@ def test_operands_of_a_scaled_scatter_kernel_are_looked_through(
     with pytest.raises(agmm.AgmmError, match=rf"^{name}: found a NaN .* in scaled_matmul_reduce_"):
         scatter()
     assert made.call_count == 1
-
-
-def _on_cpu(look: Any, *arguments: Any) -> None:
-    with mock.patch.object(torch.Tensor, "is_cuda", False):
-        look(*arguments)
 
 
 def test_what_fsdp_sends_is_looked_through(group: str) -> None:

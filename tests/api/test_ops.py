@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from steps_taken import noted, planned
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,7 +20,9 @@ import agmm
 from agmm import InvalidArgument, Unsupported
 from agmm.errors import forget_warnings
 from agmm.nn import ColumnParallelLinear
-from agmm.ops import async_input_mm, paths, scatter_plan
+from agmm.ops import async_input_mm, scatter_plan
+from agmm.ops.gather import GatherSettings
+from agmm.ops.plain_gather import PlainGather
 from agmm.planning import call_plans
 from agmm.planning.plans import KernelConfig, Plan, Problem
 from agmm.runtime import cuda_calls, groups, symmetric
@@ -163,7 +166,7 @@ LAYOUTS: list[tuple[dict[str, Any], str]] = [
 ANY_GROUP: Any = mock.Mock(**{"size.return_value": 4})
 REASONS: list[tuple[Callable[[torch.Tensor, torch.Tensor], str | None], dict[str, str], Any]] = [
     (
-        lambda A, B: paths.why_unfused(A, [B], 0, "", ANY_GROUP),
+        lambda A, B: PlainGather(A, [B], [None], ANY_GROUP, GatherSettings()).why_not_fused(),
         *({"a": "A_shard", "b": "B"}, SIZES + LAYOUTS),
     ),
     (lambda A, B: scatter_plan.why_not_native([A], [B], 0, ANY_GROUP), {"a": "A", "b": "B"}, SIZES),
@@ -917,29 +920,23 @@ def test_arguments_of_another_type(group: str) -> None:
 # --- what a call does not depend on ---
 
 
-def test_the_path_is_chosen_anew_whatever_was_called_before(
-    group: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_path_is_chosen_anew_whatever_was_called_before(group: str) -> None:
     A, B = whole_numbers(4, 6), whole_numbers(6, 3, seed=1)
-    taken = []
-
-    def noted(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            taken.append(path)
-            return function(*arguments)
-
-        return call
-
-    monkeypatch.setattr(paths, "fused_cpu", noted("fused", paths.fused_cpu))
-    monkeypatch.setattr(paths, "unfused", noted("unfused", paths.unfused))
-    monkeypatch.setattr(call_plans, "prefers_unfused", lambda *_, **__: True)
     native = torch.ops.agmm._fused_all_gather_matmul_native
-    for _ in range(2):
-        all_gather_matmul(A, B)
-        all_gather_matmul(A, B, strict=True)
-        all_gather_matmul(A, B, return_A=True)
-        native(A, B, group)
-    assert taken == ["unfused", "fused"] * 4
+    calls = (
+        lambda: all_gather_matmul(A, B),
+        lambda: all_gather_matmul(A, B, strict=True),
+        lambda: all_gather_matmul(A, B, return_A=True),
+        lambda: native(A, B, group),
+    )
+    fused, unfused = noted(PlainGather, "by_cpu"), noted(PlainGather, "by_library")
+    with planned(Plan("unfused")), fused as by_cpu, unfused as by_library:
+        for _ in range(2):
+            for call, wanted in zip(calls, (by_library, by_cpu) * 2, strict=True):
+                before = wanted.call_count
+                call()
+                assert wanted.call_count == before + 1
+    assert by_cpu.call_count == by_library.call_count == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

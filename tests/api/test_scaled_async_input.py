@@ -13,7 +13,7 @@ import torch
 
 import agmm
 from agmm import _core
-from agmm.ops import async_input_scaled_mm, scaled_paths, scaled_plans
+from agmm.ops import async_input_scaled_mm, fp8_operands
 from agmm.planning import call_plans
 from agmm.planning.plans import KernelConfig, Plan, Problem
 from agmm.runtime import cuda_calls
@@ -146,7 +146,7 @@ def core(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     monkeypatch.setattr(cuda_calls, "stream_of", mock.Mock(return_value=0))
     monkeypatch.setattr(cuda_calls, "is_on_current_gpu", lambda tensor: False)
     monkeypatch.setattr(torch.cuda, "device", mock.MagicMock())
-    monkeypatch.setattr(scaled_paths, "why_no_kernel", lambda device: None)
+    monkeypatch.setattr(fp8_operands, "why_no_kernel", lambda device: None)
     return core
 
 
@@ -215,7 +215,7 @@ def test_a_weight_beyond_the_cache_is_read_across_the_chunks(
     core: mock.Mock, monkeypatch: pytest.MonkeyPatch, chunks: int, across: bool
 ) -> None:
     large = Problem(300, 28672, 16384, "float8_e4m3fn_float8_e4m3fn", accumulation="fast")
-    monkeypatch.setattr(scaled_plans, "problem_of", lambda *given: large)
+    monkeypatch.setattr(fp8_operands, "problem_of", lambda *given: large)
     chosen = mock.Mock(fused_plan=lambda problem: Plan("push", CONFIG))
     monkeypatch.setattr(call_plans, "planner", lambda *given: chosen)
     given = call(a_chunk_signals=torch.ones(chunks, dtype=torch.uint32))

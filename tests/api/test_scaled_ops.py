@@ -20,7 +20,7 @@ from agmm._core import Accumulation
 from agmm.errors import forget_warnings
 from agmm.integrations import async_tp, async_tp_kernels
 from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
-from agmm.ops import kept, quantize, scaled_paths, scaled_products
+from agmm.ops import fp8_gather, fp8_operands, kept, quantize, scaled_products
 from agmm.ops.scaled_checks import scaling_of
 from agmm.planning import fp8_kernels
 from agmm.planning.plans import KernelConfig
@@ -282,7 +282,7 @@ NO_KERNEL = "fp8: found device cuda, wanted one that this build has fp8 kernels 
 
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaled_paths, "why_no_kernel", lambda device: NO_KERNEL)
+    monkeypatch.setattr(fp8_operands, "why_no_kernel", lambda device: NO_KERNEL)
 
 
 @pytest.mark.parametrize("tiles", [((1, 128), (ALL, 1)), ((1, ALL), (128, 128))])
@@ -316,8 +316,8 @@ def test_kernels_accumulate_as_the_scales_want(
 
 def test_the_reason_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_kernels, "are_built", lambda: False)
-    assert scaled_paths.why_no_kernel(torch.device("cuda:0")) == NO_KERNEL
-    assert scaled_paths.why_no_kernel(torch.device("cpu")) is None
+    assert fp8_operands.why_no_kernel(torch.device("cuda:0")) == NO_KERNEL
+    assert fp8_operands.why_no_kernel(torch.device("cpu")) is None
 
 
 def test_unfused_path_is_warned_of_once_and_refused_if_strict(group: str, as_on_cuda: None) -> None:
@@ -612,7 +612,7 @@ def products(group: str, monkeypatch: pytest.MonkeyPatch) -> Products:
         found.extend((shard, weight) for weight in weights)
         return cpu_scaled.all_gather_scaled_matmul(workspace, shard, weights, *rest, **how)
 
-    monkeypatch.setattr(scaled_paths, "all_gather_on_cpu", note)
+    monkeypatch.setattr(fp8_gather, "all_gather_on_cpu", note)
     return found
 
 
@@ -698,7 +698,7 @@ def test_a_kept_call_that_cannot_be_made_any_more_is_forgotten(group: str) -> No
 
     operands = given("rowwise")
     kind = kept.kind_of_call(
-        (0, False, torch.bfloat16, False, False, ""),
+        (0, False, torch.bfloat16, False, False, "", ""),
         *(operands["A"], operands["scale_a"], [operands["B"]], [operands["scale_b"]]),
         *([None], [None]),
     )
@@ -745,14 +745,18 @@ class Workspace:
 CONFIG = KernelConfig.parse("128x128x128_1x1_pingpong").core
 
 
+def weights(B: torch.Tensor, scale_b: torch.Tensor, *, fast_accum: bool) -> fp8_operands.Fp8Weights:
+    return fp8_operands.Fp8Weights([B], [scale_b], [None], [None], [torch.bfloat16], [fast_accum])
+
+
 @pytest.mark.parametrize("kind", ["tensorwise", "rowwise", "block"])
 def test_what_the_core_gets_of_a_gather(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_gather, "stream_of", mock.Mock(return_value=7))
     operands = given(kind)
     A, B, of_a, of_b = (operands[name] for name in ("A", "B", "scale_a", "scale_b"))
     A, of_a = A.view(2, 3, 144), of_a if of_a.numel() == 1 else of_a.view(2, 3, -1)
-    tile, weight = scaled_paths.weight_of(A, of_a, B, of_b, None, None, torch.bfloat16, True)
-    shard = scaled_paths.rows_of(A, of_a, tile, 0)
+    tile, (weight,) = weights(B, of_b, fast_accum=True).described(A, of_a)
+    shard = fp8_operands.rows_of(A, of_a, tile, 0)
     workspace = Workspace()
     accumulation = Accumulation.block if kind == "block" else Accumulation.fast
     kernel = cuda_scaled.kernel_of(shard, weight, CONFIG, accumulation)
@@ -794,8 +798,8 @@ def test_what_the_core_gets_of_a_gather(kind: str, monkeypatch: pytest.MonkeyPat
 def test_what_the_core_is_told_of_scales(kind: str, wanted: tuple[Any, ...]) -> None:
     operands = given(kind)
     A, B, of_a, of_b = (operands[name] for name in ("A", "B", "scale_a", "scale_b"))
-    tile, weight = scaled_paths.weight_of(A, of_a, B, of_b, None, None, torch.bfloat16, True)
-    shard = scaled_paths.rows_of(A, of_a, tile, 0)
+    tile, (weight,) = weights(B, of_b, fast_accum=True).described(A, of_a)
+    shard = fp8_operands.rows_of(A, of_a, tile, 0)
     accumulation = cuda_scaled.accumulation_of(shard, weight)
     assert accumulation is not None
     scales = cuda_scaled.kernel_of(shard, weight, CONFIG, accumulation).format.scales
@@ -810,11 +814,9 @@ def test_what_the_core_gets_of_a_scatter(kind: str, monkeypatch: pytest.MonkeyPa
     operands = given(kind)
     A, B, of_a, of_b = (operands[name] for name in ("A", "B", "scale_a", "scale_b"))
     A, of_a = torch.cat([A, A]).view(4, 3, 144), of_a if of_a.numel() == 1 else of_a.repeat(2, 1)
-    tile, weight = scaled_paths.weight_of(
-        A.view(12, 144), of_a, B, of_b, None, None, torch.bfloat16, False
-    )
+    tile, (weight,) = weights(B, of_b, fast_accum=False).described(A.view(12, 144), of_a)
     workspace = Workspace()
-    operand = scaled_paths.rows_of(A.view(12, 144), of_a, tile, 0)
+    operand = fp8_operands.rows_of(A.view(12, 144), of_a, tile, 0)
     kernel = cuda_scaled.kernel_of(operand, weight, CONFIG, Accumulation.slow)
     call = cuda_scatter.ready_scatter(
         workspace,  # type: ignore[arg-type]

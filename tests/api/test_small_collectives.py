@@ -9,14 +9,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from steps_taken import planned
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import agmm
 from agmm._core import CollectiveMethod, CollectiveOp
 from agmm.errors import forget_warnings
-from agmm.ops import matmul_all_reduce, paths, scatter_cuda, scatter_plan, small_collectives
-from agmm.planning import call_plans
-from agmm.runtime import backends, collectives, symmetric
+from agmm.ops import matmul_all_reduce, scatter_plan, small_collectives
+from agmm.ops.matmul_all_reduce import AllReduce
+from agmm.ops.pipeline import serve
+from agmm.ops.plain_gather import PlainGather
+from agmm.planning.plans import GATHERED, KernelConfig, Plan
+from agmm.runtime import backends, collectives, groups, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.group_gpus import GroupFacts
 
@@ -41,7 +45,7 @@ def gathers(group: str, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         return torch.cat([shard, shard])
 
     monkeypatch.setattr(small_collectives, "gather", gather)
-    monkeypatch.setattr(paths, "why_not_gathered", lambda *_: None)
+    monkeypatch.setattr(PlainGather, "why_not_gathered", lambda _: None)
     return taken
 
 
@@ -60,30 +64,27 @@ def test_it_is_taken_where_it_is_asked_for(gathers: list[torch.Tensor]) -> None:
     assert agmm.all_gather_matmul(deep, B, config="gather").shape == (4, 2, 16)
 
 
-def test_it_is_taken_where_it_is_planned(
-    gathers: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = mock.Mock(return_value=True)
-    monkeypatch.setattr(call_plans, "prefers_gather", asked)
-    for _ in range(3):
-        assert agmm.all_gather_matmul(A, B).shape == (8, 16)
-    assert len(gathers) == 3 and asked.call_count == 1  # the call is kept
-    assert agmm.all_gather_matmul(A, B, strict=True).shape == (4, 16)  # fused, of one rank
-    assert agmm.all_gather_matmul(A, B, config="unfused").shape == (4, 16)
+def test_it_is_taken_where_it_is_planned(gathers: list[torch.Tensor]) -> None:
+    with planned(GATHERED, Plan("push")) as asked:
+        for _ in range(3):
+            assert agmm.all_gather_matmul(A, B).shape == (8, 16)
+        assert len(gathers) == 3 and asked.call_count == 1  # the call is kept
+        assert agmm.all_gather_matmul(A, B, strict=True).shape == (4, 16)  # fused, of one rank
+        assert agmm.all_gather_matmul(A, B, config="unfused").shape == (4, 16)
     assert len(gathers) == 3
 
 
 def test_where_a_choice_cannot_be_the_call_is_fused_this_time(
     gathers: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(call_plans, "prefers_gather", lambda *_, **__: True)
-    monkeypatch.setattr(paths, "why_not_gathered", lambda *_: "workspace: none")
-    with warnings.catch_warnings():
+    monkeypatch.setattr(PlainGather, "why_not_gathered", lambda _: "workspace: none")
+    with planned(GATHERED), warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(agmm.all_gather_matmul(A, B), A @ B)
     assert gathers == []
-    monkeypatch.setattr(paths, "why_not_gathered", lambda *_: None)
-    agmm.all_gather_matmul(A, B)
+    monkeypatch.setattr(PlainGather, "why_not_gathered", lambda _: None)
+    with planned(GATHERED):
+        agmm.all_gather_matmul(A, B)
     assert len(gathers) == 1
 
 
@@ -231,7 +232,8 @@ def test_behind_a_scatter_strict_leaves_no_gather_to_the_backend(
 ) -> None:
     """The rest of an all-reduce whose sums a kernel scatters, 32 MiB of them."""
     monkeypatch.setattr(scatter_plan, "why_not_native", lambda *_: None)
-    plan = scatter_plan.AllReducePlan("scatter", None, 132)
+    kernel = KernelConfig.parse("128x128x64_1x1_pingpong")
+    plan = scatter_plan.AllReducePlan("scatter", None, 132, kernel)
     monkeypatch.setattr(scatter_plan, "all_reduce_plan", lambda *_, **__: plan)
     called: list[str] = []
 
@@ -239,7 +241,11 @@ def test_behind_a_scatter_strict_leaves_no_gather_to_the_backend(
         called.append(name)
         return torch.empty(4096, 1)
 
-    monkeypatch.setattr(scatter_cuda, "run", lambda As, *_, **__: As[0].new_empty(1024, 4096))
+    summed = mock.Mock(side_effect=lambda As, Bs, bias: As[0].new_empty(1024, 4096))
+    monkeypatch.setattr(matmul_all_reduce, "call_with", lambda *_, **__: summed)
+    monkeypatch.setattr(groups, "check_alive", lambda group: None)
+    monkeypatch.setattr(groups, "of", lambda group: mock.MagicMock())
+    group = mock.Mock(**{"size.return_value": 4})
     monkeypatch.setattr(
         small_collectives,
         "gather",
@@ -250,19 +256,17 @@ def test_behind_a_scatter_strict_leaves_no_gather_to_the_backend(
         "start_all_gather",
         lambda *_, **__: lambda: gathered("backend"),
     )
-    call = Call("matmul_all_reduce")
     with FakeTensorMode():
         A = torch.empty(4096, 8, device="cuda", dtype=torch.bfloat16)
         B = torch.empty(8, 4096, device="cuda", dtype=torch.bfloat16)
-        by = matmul_all_reduce.by_scatter_and_gather
-        out = by(A, B, None, mock.Mock(), call, agreed="", strict=strict)
-        assert out is not None and len(out) == 4096
+        assert len(serve(AllReduce(A, B, None, group, strict))) == 4096
         assert called == names
         monkeypatch.setattr(symmetric, "why_group_unfused", lambda *_: "no Hopper")
-        monkeypatch.setattr(scatter_cuda, "run", mock.Mock(side_effect=AssertionError("summed")))
+        summed.reset_mock()
         if strict:
             with pytest.raises(agmm.Unsupported, match="no Hopper"):
-                by(A, B, None, mock.Mock(), call, agreed="", strict=strict)
+                serve(AllReduce(A, B, None, group, strict))
+            assert not summed.called
 
 
 # --- what is left to the group's backend ---
@@ -319,11 +323,11 @@ def test_a_gather_without_memory_is_fused(group: str, monkeypatch: pytest.Monkey
     def refuse(*_: object) -> None:
         raise agmm.Unsupported("workspace: rank 0 could not get 1 bytes of GPU memory")
 
-    monkeypatch.setattr(call_plans, "prefers_gather", lambda *_, **__: True)
-    monkeypatch.setattr(paths, "why_not_gathered", lambda *_: None)
+    monkeypatch.setattr(PlainGather, "why_not_gathered", lambda _: None)
     monkeypatch.setattr(small_collectives, "gather", refuse)
     unfused = mock.Mock(side_effect=AssertionError("by the backend"))
-    monkeypatch.setattr(paths, "unfused", unfused)
+    monkeypatch.setattr(PlainGather, "by_library", unfused)
     A, B = torch.randn(4, 8), torch.randn(8, 3)
-    torch.testing.assert_close(agmm.all_gather_matmul(A, B), A @ B)
+    with planned(GATHERED):
+        torch.testing.assert_close(agmm.all_gather_matmul(A, B), A @ B)
     monkeypatch.undo()

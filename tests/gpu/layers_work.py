@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +18,11 @@ import torch.distributed as dist
 import agmm
 from agmm.nn import ColumnParallelLinear, RowParallelLinear, load_full_state_dict
 from agmm.nn._held import local_values
-from agmm.ops import matmul_all_reduce, scatter_cuda, scatter_plan
+from agmm.ops import kept, pipeline, scatter_plan
+from agmm.ops.pipeline import Route
+from agmm.ops.plain_scatter import PlainScatter
 from agmm.planning import cost_model
+from agmm.planning.plans import KernelConfig
 from agmm.runtime.cuda import CudaWorkspace
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, relative_error
@@ -55,14 +59,20 @@ def choices(*, fused: bool, by_copies: bool, by_kernel: bool = False) -> Iterato
     (by_kernel), else torch's op's (fused), else unfused."""
     taken = Taken()
     op, start = torch.ops.symm_mem.fused_matmul_reduce_scatter, CudaWorkspace.start_all_gather
-    run_kernel = scatter_cuda.run
+    route, ready = PlainScatter.route, PlainScatter.ready_on_cuda
 
-    def by_agmm(*arguments: Any, **options: Any) -> torch.Tensor | None:
-        if not by_kernel:
-            return None
-        out = run_kernel(*arguments, **options)
-        taken.scatters_by_kernel += out is not None
-        return out
+    def routed(call: PlainScatter) -> Route:
+        return route(call) if by_kernel else call.otherwise("for the test", is_planned=True)
+
+    def ready_by_agmm(call: PlainScatter, kernel: KernelConfig) -> Callable[..., torch.Tensor]:
+        made = ready(call, kernel)
+
+        def counted(*operands: Any) -> torch.Tensor:
+            taken.scatters_by_kernel += 1
+            out: torch.Tensor = made(*operands)
+            return out
+
+        return counted
 
     def scatter(*arguments: Any) -> torch.Tensor:
         taken.fused_scatters += 1
@@ -81,7 +91,9 @@ def choices(*, fused: bool, by_copies: bool, by_kernel: bool = False) -> Iterato
         return by_copies
 
     with (
-        mock.patch.object(scatter_cuda, "run", by_agmm),
+        mock.patch.object(kept, "kept_calls", weakref.WeakKeyDictionary()),
+        mock.patch.object(PlainScatter, "route", routed),
+        mock.patch.object(PlainScatter, "ready_on_cuda", ready_by_agmm),
         mock.patch.object(scatter_plan, "_is_planned", is_planned),
         mock.patch.object(cost_model, "is_gather_by_copies", is_gather_by_copies),
         mock.patch.object(torch.ops.symm_mem, "fused_matmul_reduce_scatter", scatter),
@@ -303,7 +315,7 @@ def all_reduce(shape: LocalShape) -> list[str]:
     weights = [_randn(shape.N, shape.K, seed=20 + r) for r in range(world_size)]
     bias, dout = _randn(shape.N, seed=2), _randn(m, shape.N, seed=1)
     A, weight = As[rank].clone().requires_grad_(), weights[rank].clone().requires_grad_()
-    with mock.patch.object(matmul_all_reduce, "fall_back") as warned:
+    with mock.patch.object(pipeline, "fall_back") as warned:
         out = agmm.matmul_all_reduce(A, weight.t(), bias=bias)
         by_kernel = [agmm.matmul_all_reduce(A, weight.t(), bias=bias, strict=True) for _ in "12"]
     out.backward(dout)

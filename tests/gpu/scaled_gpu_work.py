@@ -24,7 +24,7 @@ from gpu_work import (
 from scatter_gpu_work import expected
 
 import agmm
-from agmm.ops import scaled_paths, scaled_products
+from agmm.ops import fp8_operands, scaled_products
 from agmm.planning import call_plans
 from agmm.runtime.scaling import BLOCK
 from agmm.testing.cases import LocalShape
@@ -108,10 +108,11 @@ def whole(given: Operands, seed: int) -> Operands:
 
 def by_torch(given: Operands, fast_accum: bool, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The product by ``torch._scaled_mm``; where it has no such kernel, rounded once."""
-    tile, weight = scaled_paths.weight_of(
-        given.A, given.scale_a, given.B, given.scale_b, bias, None, torch.bfloat16, fast_accum
+    weights = fp8_operands.Fp8Weights(
+        [given.B], [given.scale_b], [bias], [None], [torch.bfloat16], [fast_accum]
     )
-    A = scaled_paths.rows_of(given.A, given.scale_a, tile, 0)
+    tile, (weight,) = weights.described(given.A, given.scale_a)
+    A = fp8_operands.rows_of(given.A, given.scale_a, tile, 0)
     out = torch.empty(
         given.A.shape[0], given.B.shape[1], dtype=torch.bfloat16, device=given.A.device
     )

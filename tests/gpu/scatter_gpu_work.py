@@ -13,7 +13,8 @@ from gpu_work import group_of, last_ranks
 
 import agmm
 from agmm import async_tp
-from agmm.ops import scatter_paths, scatter_plan
+from agmm.ops import scatter_plan
+from agmm.ops.plain_scatter import PlainScatter
 from agmm.planning import call_plans
 from agmm.runtime.group_gpus import group_facts
 from agmm.testing.reference import allowed_error, relative_error
@@ -96,7 +97,7 @@ def products(
             ]
             of_bias = _whole(n, seed=seed, dtype=dtype) if bias else None
             As, Bs = every[rank]
-            with mock.patch.object(scatter_paths, "unfused", side_effect=AssertionError):
+            with mock.patch.object(PlainScatter, "by_library", side_effect=AssertionError):
                 out = agmm.matmul_reduce_scatter(
                     As if len(ks) > 1 else As[0],
                     Bs if len(ks) > 1 else Bs[0],
@@ -272,10 +273,10 @@ def gradients_of_a_shared_gather(world_size: int) -> list[str] | None:
     outs = agmm.all_gather_matmul(
         shard, [leaf.t() for leaf in leaves], group, save_gathered=True, strict=True
     )
-    others = ("unfused", "by_the_op_of_torch")
+    others = ("by_library", "by_torch")
     with (
-        mock.patch.object(scatter_paths, others[0], side_effect=AssertionError),
-        mock.patch.object(scatter_paths, others[1], side_effect=AssertionError),
+        mock.patch.object(PlainScatter, others[0], side_effect=AssertionError),
+        mock.patch.object(PlainScatter, others[1], side_effect=AssertionError),
     ):
         torch.autograd.backward(outs, douts)
     assert shard.grad is not None

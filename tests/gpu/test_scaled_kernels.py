@@ -18,7 +18,7 @@ from scaled_gpu_work import E4M3, E5M2, Operands, by_torch, operands, whole
 import agmm
 from agmm import _core
 from agmm._core import Accumulation
-from agmm.ops import async_input_scaled_mm, scaled_paths
+from agmm.ops import async_input_scaled_mm, fp8_operands
 from agmm.planning import call_plans, fp8_kernels, tables
 from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Plan, Row
 from agmm.planning.tables import Key
@@ -349,7 +349,7 @@ def test_bad_input() -> None:
 def test_the_chosen_kernel_is_built() -> None:
     for accumulation in (Accumulation.fast, Accumulation.slow, Accumulation.block):
         assert fp8_kernels.built("float8_e4m3fn_float8_e4m3fn", accumulation)
-    assert scaled_paths.why_no_kernel(torch.device("cuda", 0)) is None
+    assert fp8_operands.why_no_kernel(torch.device("cuda", 0)) is None
 
 
 # --- several ranks ---

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import agmm
-from agmm.ops import scatter_paths, scatter_plan
+from agmm.ops import autograd, pipeline, scatter_plan
+from agmm.ops.plain_scatter import PlainScatter, scatter
 from agmm.testing.reference import relative_error
 
 _ROWS, _K, _N = 2, 3, 2
@@ -338,17 +339,15 @@ def full_size_tensors(world_size: int, *, return_A: bool, native: bool) -> tuple
         douts.append(torch.full_like(A, 7.0))
     counter = _FullSize(world_size * rows * k)
 
-    run = scatter_paths.run
-
     def counted(*arguments: Any, **options: Any) -> torch.Tensor:
         with counter:
-            return run(*arguments, **options)
+            return scatter(*arguments, **options)
 
     reason = None if native else "for the test"
     with (
-        mock.patch.object(scatter_paths, "run", counted),
+        mock.patch.object(autograd, "scatter", counted),
         mock.patch.object(scatter_plan, "why_not_native", return_value=reason),
-        mock.patch.object(scatter_paths, "fall_back"),
+        mock.patch.object(pipeline, "fall_back"),
         counter if return_A else contextlib.nullcontext(),
     ):
         torch.autograd.backward(given, douts, inputs=[A_shard])
@@ -378,18 +377,17 @@ def joined_products(world_size: int, widths: list[int]) -> tuple[list[Any], int,
 
     served = 0
 
-    def by_torch(
-        A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup, reduce_op: str
-    ) -> torch.Tensor:
+    def by_torch(call: PlainScatter, *_: Any) -> torch.Tensor:
         nonlocal served
         served += 1
-        return scatter_paths.unfused([A], [B], None, group, 0, reduce_op)
+        assert len(call.As) == 1
+        return call.by_library(call.words())
 
     with (
         mock.patch.object(scatter_plan, "is_fused", is_fused),
         mock.patch.object(scatter_plan, "why_not_native", return_value="as on a GPU"),
-        mock.patch.object(scatter_paths, "by_the_op_of_torch", by_torch),
-        mock.patch.object(scatter_paths, "fall_back"),
+        mock.patch.object(PlainScatter, "by_torch", by_torch),
+        mock.patch.object(pipeline, "fall_back"),
     ):
         torch.autograd.backward(outs, [out.detach() for out in outs])
     wanted = sum((out.detach() @ B.t() for out, B in zip(outs, Bs, strict=True)))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import agmm
 from agmm.bench import tuning_session
-from agmm.ops import scaled_paths
+from agmm.ops import fp8_gather
 from agmm.planning import tables
 from agmm.planning.plans import UNFUSED, Plan, Row
 from agmm.runtime import cpu
@@ -51,7 +51,7 @@ def check_with_none_fused(plan: Plan) -> tuning_session.Verdict:
 def fp8_call_with_table(strict: bool) -> tuple[bool, int]:
     """Whether a product of whole numbers is right, and how many calls were fused."""
     fused = 0
-    original: Any = vars(scaled_paths)["all_gather_on_cpu"]
+    original: Any = vars(fp8_gather)["all_gather_on_cpu"]
 
     def counted(*arguments: Any, **keywords: Any) -> Any:
         nonlocal fused
@@ -65,7 +65,7 @@ def fp8_call_with_table(strict: bool) -> tuple[bool, int]:
     scale_a, scale_b = torch.full((8, 1), 2.0), torch.full((1, 8), 0.5)
     shard = A.chunk(2)[dist.get_rank()].to(fp8)
     with (
-        mock.patch.object(scaled_paths, "all_gather_on_cpu", counted),
+        mock.patch.object(fp8_gather, "all_gather_on_cpu", counted),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("error")

@@ -19,7 +19,9 @@ import agmm
 from agmm import _core
 from agmm.collectives.paths import choose
 from agmm.errors import AgmmError
-from agmm.ops import paths, scaled_paths, scatter_plan, small_collectives
+from agmm.ops import fp8_operands, scatter_plan, small_collectives
+from agmm.ops.gather import GatherSettings
+from agmm.ops.plain_gather import PlainGather
 from agmm.planning import call_plans, fp8_kernels
 from agmm.runtime import cpu, cpu_gather, links, workspaces
 from agmm.runtime.groups import Group
@@ -320,9 +322,11 @@ def reasons_of_a_group_with_one_hopper(other: tuple[int, int]) -> dict[str, str 
     with FakeTensorMode():
         x = torch.empty(64, 64, dtype=torch.bfloat16, device="cuda:0")
     asks: dict[str, Callable[[dist.ProcessGroup], str | None]] = {
-        "gather": lambda group: paths.why_unfused(x, [x], 0, "", group),
+        "gather": lambda group: PlainGather(
+            x, [x], [None], group, GatherSettings()
+        ).why_not_fused(),
         "scatter": lambda group: scatter_plan.why_not_native([x], [x], 0, group),
-        "fp8": lambda group: scaled_paths.why_unfused(x.device, group),
+        "fp8": lambda group: fp8_operands.why_unfused(x.device, group),
         "reserve": lambda group: _refusal(lambda: agmm.reserve(group, 8, device="cuda:0")),
         "part of an op": lambda group: small_collectives.why_not("all_reduce", x, group),
         "collective": lambda group: choose("all_gather", x, group).reason or None,

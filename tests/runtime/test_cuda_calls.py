@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,8 +14,9 @@ import torch.distributed._symmetric_memory as symm_mem
 
 import agmm
 from agmm import InvalidArgument, _core
-from agmm.ops import async_input_mm, scatter_paths
-from agmm.ops.prepare import prepare
+from agmm.ops import async_input_mm, plain_scatter
+from agmm.ops.gather import GatherSettings
+from agmm.ops.plain_gather import PlainGather
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import cuda_calls
 
@@ -29,8 +31,7 @@ def test_one_rank_uses_the_config_that_was_asked_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "device", mock.MagicMock())
     workspace = mock.Mock(world_size=1, device=torch.device("cpu"))
     A, B = torch.ones(2, 3, 8).bfloat16(), torch.ones(8, 5).bfloat16()
-    call = prepare(workspace, A, [B], return_A=True, config=CONFIG)
-    gathered, scales, (out,) = call(A, [B], [None])
+    gathered, scales, (out,) = _ready(workspace, A, B)(A, [B], [None])
     problem, addresses, *_ = core.async_input_mm.call_args.args
     assert repr(problem).endswith(f"{CONFIG.core})")
     assert addresses[:4] == (A.data_ptr(), B.data_ptr(), 0, 0)
@@ -45,7 +46,14 @@ def test_a_dtype_without_kernels_is_not_taken_for_fp16(dtype: torch.dtype) -> No
     workspace = mock.Mock(world_size=1, device=torch.device("cpu"))
     A, B = torch.ones(2, 8).to(dtype), torch.ones(8, 8).to(dtype)
     with pytest.raises(InvalidArgument, match=f"^A_shard: found dtype {dtype}, wanted torch.bfl"):
-        prepare(workspace, A, [B], return_A=True, config=CONFIG)
+        _ready(workspace, A, B)
+
+
+def _ready(workspace: Any, A: torch.Tensor, B: torch.Tensor) -> Any:
+    """The call of one rank that returns A."""
+    group: Any = mock.Mock(**{"size.return_value": 1})
+    call = PlainGather(A, [B], [None], group, GatherSettings(return_A=True))
+    return call.ready_on_cuda(workspace, [CONFIG], "push")
 
 
 def test_kept_calls_end_with_their_group() -> None:
@@ -113,7 +121,7 @@ def test_what_a_graph_writes_to_outlives_a_larger_call(
             workspaces[group] = torch.empty(size)
             alive.append(weakref.ref(workspaces[group]))
         is_capturing.return_value = captured
-        scatter_paths.keep_for_graph(cuda, world)
+        plain_scatter.keep_for_graph(cuda, world)
     gc.collect()
     assert [workspace() is not None for workspace in alive] == [True, False, True]
     workspaces.clear()

@@ -13,10 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from short_ids import short
+from steps_taken import planned
 
 import agmm
-from agmm.ops import scatter_cuda, scatter_plan
-from agmm.ops.kept import kept_calls
+from agmm.ops import kept as kept_calls
+from agmm.ops import plain_scatter, scatter_plan
+from agmm.ops.pipeline import LIBRARY, Route
+from agmm.ops.plain_scatter import PlainScatter, kind_of_scatter
+from agmm.ops.scatter import ScatterSettings
 from agmm.planning.plans import BY_TORCH, UNFUSED, KernelConfig, Plan
 from agmm.runtime import cuda_calls, cuda_gather, cuda_scatter
 
@@ -31,8 +35,13 @@ def kept(group: str) -> Any:
     assert everyone is not None
     call = mock.Mock(side_effect=lambda As, Bs, bias: As[0] @ Bs[0])
     for strict in (False, True):
-        scatter_cuda.keep(A, B, None, everyone, "sum", strict, call)
+        keep(everyone, call, strict)
     return call
+
+
+def keep(group: dist.ProcessGroup, call: Any, strict: bool = False) -> None:
+    kind = kind_of_scatter([A], [B], None, ScatterSettings(strict=strict))
+    kept_calls.keep(group, kind, call)
 
 
 def test_a_kept_call_is_not_made_once_nans_are_looked_for(kept: mock.Mock) -> None:
@@ -60,10 +69,7 @@ def test_a_known_call_is_made_at_once(kept: mock.Mock, group: str) -> None:
         ({}, {"A": A[:4]}),
         ({}, {"B": B.contiguous()}),
         ({"bias": torch.zeros(24).bfloat16()}, {}),
-        ({}, {"A": A.clone().requires_grad_()}),
-        ({}, {"A": torch._neg_view(A)}),
-        ({}, {"A": [A], "B": [B]}),
-        ({}, {"B": torch.nn.Parameter(B)}),
+        ({}, {"A": [A, A], "B": [B, B]}),
     ],
     ids=short,
 )
@@ -75,14 +81,21 @@ def test_another_one_is_not(
     assert kept.call_count == 0
 
 
+def test_the_dispatcher_sees_what_a_kept_call_does_not_know(kept: mock.Mock) -> None:
+    """Below it the call may be made as it was before."""
+    leaf = torch.nn.Parameter(B)
+    assert agmm.matmul_reduce_scatter(A.clone().requires_grad_(), B).requires_grad
+    assert agmm.matmul_reduce_scatter(A, leaf).requires_grad
+    assert torch.equal(agmm.matmul_reduce_scatter(torch._neg_view(A), B), -(A @ B))
+
+
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11
 def test_compilers_and_profilers_see_the_op(kept: mock.Mock) -> None:
     with torch.profiler.profile() as profiled:
         agmm.matmul_reduce_scatter(A, B)
     assert any("_matmul_reduce_scatter" in event.key for event in profiled.key_averages())
-    with torch.autocast("cpu", torch.bfloat16):
-        agmm.matmul_reduce_scatter(A, B)
-    assert kept.call_count == 0
+    with torch.autocast("cpu", torch.float16):
+        assert agmm.matmul_reduce_scatter(A, B).dtype == torch.float16
 
 
 @pytest.mark.parametrize(
@@ -150,17 +163,17 @@ def test_the_host_time_of_a_kept_call(group: str, monkeypatch: pytest.MonkeyPatc
     for module in (cuda_scatter, cuda_gather):
         monkeypatch.setattr(module, "stream_of", lambda device: 0)
     monkeypatch.setattr(cuda_calls, "is_on_current_gpu", lambda tensor: False)
-    monkeypatch.setattr(scatter_cuda, "scatter_workspace", lambda *_: workspace)
+    monkeypatch.setattr(plain_scatter, "scatter_workspace", lambda *_: workspace)
     with mock.patch.object(dist, "get_world_size", return_value=4):
         kernel = KernelConfig.parse("128x128x64_1x1_pingpong")
-        scatter = scatter_cuda.call_with(kernel, [A], [B], everyone, "sum")
+        scatter = plain_scatter.call_with(kernel, [A], [B], everyone, "sum")
     ready = cuda_calls.Kernel(kernel.core, cuda_calls.plain_format("A", A))
     gather = cuda_gather.ready_gather(workspace, A, [B], [ready], return_A=False)
-    scatter_cuda.keep(A, B, None, everyone, "sum", False, scatter)
-    before = set(kept_calls[everyone])
+    keep(everyone, scatter)
+    before = set(kept_calls.kept_calls[everyone])
     agmm.all_gather_matmul(A, B)  # on the CPU, for the key under which its call is kept
-    (key,) = set(kept_calls[everyone]) - before
-    kept_calls[everyone][key] = gather
+    (key,) = set(kept_calls.kept_calls[everyone]) - before
+    kept_calls.kept_calls[everyone][key] = gather
 
     found = _functions_called(lambda: agmm.matmul_reduce_scatter(A, B))
     assert core.calls == 1
@@ -168,18 +181,21 @@ def test_the_host_time_of_a_kept_call(group: str, monkeypatch: pytest.MonkeyPatc
     assert core.calls == 2
     assert len(found) <= 0.8 * len(wanted), found
     assert found.count("matmul_reduce_scatter") == 2  # the function and the core's
-    assert found.count("_ready_key") == 1
-    assert not {"call", "check_scatterable", "why_not_native", "run"} & set(found), found
+    assert found.count("kind_of_call") == 1
+    assert not {"check_scatterable", "why_not_native", "serve"} & set(found), found
 
 
-@pytest.mark.parametrize("plan", [None, UNFUSED, BY_TORCH], ids=str)
+@pytest.mark.parametrize("plan", [UNFUSED, BY_TORCH], ids=str)
 def test_no_memory_is_taken_where_no_kernel_is_planned(
-    group: str, monkeypatch: pytest.MonkeyPatch, plan: Plan | None
+    group: str, monkeypatch: pytest.MonkeyPatch, plan: Plan
 ) -> None:
-    everyone, workspace = dist.group.WORLD, mock.Mock()
-    assert everyone is not None
-    monkeypatch.setattr(dist, "get_world_size", lambda _: 4)
-    monkeypatch.setattr(scatter_cuda, "scatter_workspace", workspace)
-    monkeypatch.setattr(scatter_plan, "kernel_plan", lambda *_, **__: plan)
-    assert scatter_cuda.run([A], [B], None, everyone, 0, "sum", strict=False) is None
+    workspace, group_of_four = mock.Mock(), mock.Mock(**{"size.return_value": 4})
+    monkeypatch.setattr(plain_scatter, "scatter_workspace", workspace)
+    monkeypatch.setattr(scatter_plan, "why_not_native", lambda *_: None)
+    monkeypatch.setattr(scatter_plan, "is_fused", lambda *_: False)
+    monkeypatch.setattr(scatter_plan, "sum_problem", lambda *_: None)
+    call = PlainScatter([A], [B], None, group_of_four, ScatterSettings())
+    call.device = torch.device("cuda", 0)
+    with planned(plan):
+        assert call.route() == Route(LIBRARY)
     assert not workspace.called

@@ -13,8 +13,9 @@ from agmm import _core
 from agmm.bench.options import Options
 from agmm.bench.timeline import ChunkEvent
 from agmm.errors import AgmmError
-from agmm.ops import scatter_cuda
-from agmm.ops.prepare import prepare
+from agmm.ops.gather import GatherSettings
+from agmm.ops.plain_gather import PlainGather
+from agmm.ops.plain_scatter import call_with
 from agmm.planning import call_plans
 from agmm.planning.heuristics import usual_plans, usual_scatter_order
 from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, KernelConfig, SmPush
@@ -76,7 +77,8 @@ def tiles_on_cuda(
     token = torch.zeros(1, device=A_shard.device)
     called = torch.zeros(1, dtype=torch.int64, device=A_shard.device)
     stream = torch.cuda.current_stream(A_shard.device).cuda_stream
-    call = prepare(workspace, A_shard, [B], return_A=False, config=config, transport=transport)
+    gather = PlainGather(A_shard, [B], [None], group, GatherSettings())
+    call = gather.ready_on_cuda(workspace, [config], transport)
     for _ in range(3):  # the first calls pay for loading the kernel
         torch.cuda.synchronize(A_shard.device)
         dist.barrier(group, device_ids=[A_shard.device.index])
@@ -147,7 +149,7 @@ def scattered_tiles_on_cuda(
     token = torch.zeros(1, device=A.device)
     called = torch.zeros(1, dtype=torch.int64, device=A.device)
     stream = torch.cuda.current_stream(A.device).cuda_stream
-    call = scatter_cuda.call_with(config, [A], [B], group, "sum")
+    call = call_with(config, [A], [B], group, "sum")
     for _ in range(3):  # the first calls pay for loading the kernel
         torch.cuda.synchronize(A.device)
         dist.barrier(group, device_ids=[A.device.index])

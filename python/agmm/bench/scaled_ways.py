@@ -14,8 +14,13 @@ from agmm.bench import ways
 from agmm.bench.exchange import of_all_ranks
 from agmm.bench.ways import ROOF, Problem, Result, Way
 from agmm.errors import InvalidArgument
-from agmm.ops import scaled_paths, scaled_scatter
+from agmm.ops.fp8_gather import Fp8Gather
+from agmm.ops.fp8_operands import Fp8Weights
+from agmm.ops.fp8_scatter import Fp8Scatter
+from agmm.ops.gather import GatherSettings
+from agmm.ops.pipeline import serve
 from agmm.ops.scaled_products import scaled_matmul
+from agmm.ops.scatter import ScatterSettings
 from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, Plan
 from agmm.runtime.collectives import by_newer_name
 from agmm.runtime.scaled import FP8, Scaled
@@ -248,27 +253,18 @@ def by_plan(p: Problem, plan: Plan, *, return_A: bool) -> Callable[[], Result]:
     _, scales = _of(p)
     B, group = p.operands.B, p.group
 
+    of_weight: tuple[Any, ...] = [B], [scales.B], [None], [None], [OUT_DTYPE], [True]
+    weight = Fp8Weights(*of_weight)
+
     def gathered() -> Result:
-        A, _, outs = scaled_paths.gather(
-            p.operands.A_shard,
-            scales.A_shard,
-            [B],
-            [scales.B],
-            [None],
-            [None],
-            [OUT_DTYPE],
-            [True],
-            group,
-            0,
-            return_A,
-            True,
-            plan,
-        )
-        return (A if return_A else None), outs[0]
+        settings = GatherSettings(return_A=return_A, strict=True, plan=plan)
+        shard = p.operands.A_shard
+        A, _, outs = serve(Fp8Gather(shard, scales.A_shard, weight, group, settings))
+        return A, outs[0]
 
     def scattered() -> Result:
-        given = p.operands.A, B, scales.A, scales.B, None, None, group, 0, "sum"
-        return None, scaled_scatter.scatter(*given, OUT_DTYPE, True, True, plan=plan)
+        settings = ScatterSettings(strict=True, plan=plan)
+        return None, serve(Fp8Scatter(p.operands.A, scales.A, weight, group, settings))
 
     return scattered if p.op == MATMUL_REDUCE_SCATTER else gathered
 

@@ -18,7 +18,9 @@ from agmm.bench.references import make_problem, references
 from agmm.bench.timer import time_ways
 from agmm.bench.ways import ROOF
 from agmm.errors import InvalidArgument
-from agmm.ops import scatter_paths
+from agmm.ops.pipeline import serve
+from agmm.ops.plain_scatter import PlainScatter
+from agmm.ops.scatter import ScatterSettings
 from agmm.planning import call_plans, fp8_kernels
 from agmm.planning.legality import why_unfused
 from agmm.planning.plans import (
@@ -185,7 +187,8 @@ def _scatter(p: ways.Problem, plan: Plan) -> Callable[[], ways.Result]:
     A, B, group = p.operands.A, p.operands.B, p.group
 
     def call() -> ways.Result:
-        return None, scatter_paths.by_plan(plan, A, B, group)
+        settings = ScatterSettings(plan=plan)
+        return None, serve(PlainScatter([A], [B], None, group, settings))
 
     return call
 

@@ -30,7 +30,7 @@ from agmm.integrations.async_tp_kernels import (
     scatter_over,
 )
 from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
-from agmm.ops import scatter_paths
+from agmm.ops import plain_scatter
 
 # --- registration: all that depends on torch's version ---
 
@@ -101,7 +101,7 @@ class _Override:
     def _put_over(self, op: _Op, key: str) -> None:
         torchs = torch_kernel(op.name, key)
         if op.kernel_over is scatter_over and key == "CUDA":
-            scatter_paths.kernel_of_torch = torchs  # which agmm's own op takes where it cannot
+            plain_scatter.kernel_of_torch = torchs  # which agmm's own op takes where it cannot
         kernel = op.kernel_over(torchs)
         impl = f"{op.name.replace('::', '/')}/{key}"
         is_torchs = impl in torch.library._impls
@@ -115,7 +115,7 @@ class _Override:
     def end(self) -> None:
         """Uncover torch's kernels."""
         self._library._destroy()
-        scatter_paths.kernel_of_torch = None
+        plain_scatter.kernel_of_torch = None
 
 
 def _check_schema(op: _Op) -> None:

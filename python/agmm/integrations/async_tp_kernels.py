@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,22 +13,23 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from agmm.errors import InvalidArgument, Unsupported, warn_once
 from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
-from agmm.ops import paths, scatter_cuda, scatter_plan
-from agmm.ops.checks import check_gatherable, check_scatterable
-from agmm.ops.prepare import prepare
+from agmm.ops.checks import check_scatterable
+from agmm.ops.gather import GatherSettings
+from agmm.ops.kept import kind_of
+from agmm.ops.plain_gather import PlainGather, gather
+from agmm.ops.plain_scatter import PlainScatter, scatter
 from agmm.ops.scaled_checks import check_no_backward
-from agmm.ops.scatter_paths import has_no_elements, native_cpu, without_elements
+from agmm.ops.scatter import ScatterSettings
 from agmm.planning import call_plans
 from agmm.runtime import nan_check
-from agmm.runtime.callers import calling
-from agmm.runtime.calls import Call
 from agmm.runtime.results import strided
-from agmm.runtime.workspaces import cuda_workspace
 
 NAMESPACE = "symm_mem"
 
 Kernel = Callable[..., Any]
 KernelOver = Callable[[Kernel], Kernel]
+_Outs = tuple[torch.Tensor | None, list[torch.Tensor]]
+"""A, where it is wanted, and the products, as torch's op returns them."""
 _Route = Callable[..., Any]
 """Computes calls of one kind."""
 
@@ -105,6 +105,13 @@ def _why_group(group: dist.ProcessGroup) -> str | None:
 # --- fused_all_gather_matmul ---
 
 
+def _plain_call(
+    A_shard: torch.Tensor, Bs: list[torch.Tensor], group: dist.ProcessGroup, return_A: bool
+) -> PlainGather:
+    settings = GatherSettings(return_A=return_A)
+    return PlainGather(A_shard, Bs, [None] * len(Bs), group, settings)
+
+
 def _why_torch(
     A_shard: torch.Tensor, Bs: list[torch.Tensor], gather_dim: int, group: dist.ProcessGroup
 ) -> str | None:
@@ -119,56 +126,17 @@ def _why_torch(
             "agmm gathers along any but the last"
         )
     shard = A_shard.new_empty(A_shard.movedim(gather_dim, 0).shape)  # as the kernel will make it
+    call = _plain_call(shard, Bs, group, False)
     try:
-        check_gatherable(shard, Bs, [None] * len(Bs), 0, group.size())
+        call.check()
     except InvalidArgument as error:
         return str(error)  # torch refuses it in its own words
-    return paths.why_unfused(shard, Bs, 0, "", group)
+    return call.why_not_fused()
 
 
-def _new_route(
-    A_shard: torch.Tensor,
-    Bs: list[torch.Tensor],
-    gather_dim: int,
-    group: dist.ProcessGroup,
-    return_A: bool,
-) -> _Route:
-    biases = (None,) * len(Bs)
-    if A_shard.numel() == 0:
-        return lambda shard, Bs, group: paths.without_elements(
-            shard, Bs, biases, group, 0, return_A
-        )
-    if A_shard.device.type == "cpu":
-        return lambda shard, Bs, group: _on_cpu(shard, Bs, biases, group, return_A)
-    shard = A_shard.movedim(gather_dim, 0)
-    prefers = (call_plans.prefers_unfused, call_plans.prefers_gather)
-    if any(prefer(shard, Bs, group, return_A=return_A) for prefer in prefers):
-        return lambda shard, Bs, group: _unfused(shard, Bs, biases, group, return_A)
-    workspace = cuda_workspace(group, A_shard.device)
-    call = paths.looking(prepare(workspace, shard, Bs, return_A=return_A), group)
-    return lambda shard, Bs, group: call(shard, Bs, biases)
-
-
-def _on_cpu(
-    shard: torch.Tensor,
-    Bs: list[torch.Tensor],
-    biases: tuple[None, ...],
-    group: dist.ProcessGroup,
-    return_A: bool,
-) -> paths.Outs:
-    with calling(Call("all_gather_matmul", A_shard=shard, B=Bs)):
-        return paths.fused_cpu(shard, Bs, biases, group, return_A)
-
-
-def _unfused(
-    shard: torch.Tensor,
-    Bs: list[torch.Tensor],
-    biases: tuple[None, ...],
-    group: dist.ProcessGroup,
-    return_A: bool,
-) -> paths.Outs:
-    A, outs = paths.unfused(shard, Bs, biases, group, 0)
-    return (A if return_A else None), outs
+def _new_route(return_A: bool) -> _Route:
+    settings = GatherSettings(return_A=return_A)
+    return lambda shard, Bs, group: gather(shard, Bs, (None,) * len(Bs), group, settings)
 
 
 def gather_over(torch_kernel: Kernel) -> Kernel:
@@ -181,17 +149,17 @@ def gather_over(torch_kernel: Kernel) -> Kernel:
         group_name: str,
         *,
         return_A: bool = True,
-    ) -> paths.Outs:
+    ) -> _Outs:
         found = None
         if not symm_mem._is_test_mode:
             if torch.is_grad_enabled():
                 _check_no_backward(A=A_shard, Bs=Bs)
             group = _resolve_process_group(group_name)  # type: ignore[arg-type]  # a NewType of str
 
-            def call(route: _Route) -> paths.Outs:
+            def call(route: _Route) -> _Outs:
                 # torch copies every shard into symmetric memory; agmm one that is not contiguous.
                 shard = (A_shard.movedim(gather_dim, 0) if gather_dim else A_shard).contiguous()
-                A, outs = route(shard, Bs, group)
+                A, _, outs = route(shard, Bs, group)
                 if gather_dim:
                     A = None if A is None else strided(A, 0, gather_dim)
                     outs = [strided(out, 0, gather_dim) for out in outs]
@@ -200,14 +168,14 @@ def gather_over(torch_kernel: Kernel) -> Kernel:
             found = _served(
                 "fused_all_gather_matmul",
                 group,
-                (gather_dim, return_A, *map(paths.kind_of, (A_shard, *Bs))),
+                (gather_dim, return_A, *map(kind_of, (A_shard, *Bs))),
                 lambda: _why_torch(A_shard, Bs, gather_dim, group),
-                lambda: _new_route(A_shard, Bs, gather_dim, group, return_A),
+                lambda: _new_route(return_A),
                 call,
             )
         if found is None:
             found = torch_kernel(A_shard, Bs, gather_dim, group_name, return_A=return_A)
-        served: paths.Outs = found
+        served: _Outs = found
         return served
 
     return kernel
@@ -232,26 +200,25 @@ def _why_torch_scatters(
         check_scatterable([A], [B], None, group.size(), scatter_dim, reduce_op)
     except InvalidArgument as error:
         return str(error)  # torch refuses it in its own words
+    settings = ScatterSettings(scatter_dim, reduce_op)
+    call = PlainScatter([A], [B], None, group, settings)
+    reason = call.why_not_fused()
     if A.device.type == "cpu":
-        return scatter_plan.why_not_on_cpu([A], [B], scatter_dim)
-    reason = scatter_plan.why_not_native([A], [B], scatter_dim, group)
+        return reason
     if reason is None and group.size() == 1:
         reason = "group: 1 rank, which has nothing to scatter"
-    if reason is not None or has_no_elements(A, B):
+    if reason is not None or call.is_empty():
         return reason
-    if scatter_plan.kernel_plan([A], [B], group) is None:
+    if call_plans.planner(group, A.device).plan(call.problem()).kernel is None:
         reason = "plan: torch's op is faster"
     return reason
 
 
-def _scatter_route(A: torch.Tensor, B: torch.Tensor) -> _Route:
-    if has_no_elements(A, B):
-        return lambda As, Bs, _, group, dim, op: without_elements(
-            As, Bs, group, dim, op, strict=True
-        )
-    if A.device.type == "cpu":
-        return native_cpu
-    return partial(scatter_cuda.run, strict=False)
+def _scatter_route(A: torch.Tensor) -> _Route:
+    strict = A.device.type == "cpu"  # whose backend serves the call whatever is planned
+    return lambda As, Bs, group, dim, op: scatter(
+        As, Bs, None, group, ScatterSettings(dim, op, strict)
+    )
 
 
 def scatter_over(torch_kernel: Kernel) -> Kernel:
@@ -268,10 +235,10 @@ def scatter_over(torch_kernel: Kernel) -> Kernel:
             found = _served(
                 "fused_matmul_reduce_scatter",
                 group,
-                (reduce_op, scatter_dim, *map(paths.kind_of, (A, B))),
+                (reduce_op, scatter_dim, *map(kind_of, (A, B))),
                 lambda: _why_torch_scatters(A, B, reduce_op, scatter_dim, group),
-                lambda: _scatter_route(A, B),
-                lambda route: route([A], [B], None, group, scatter_dim, reduce_op),
+                lambda: _scatter_route(A),
+                lambda route: route([A], [B], group, scatter_dim, reduce_op),
             )
         if found is None:
             found = torch_kernel(A, B, reduce_op, scatter_dim, group_name)

@@ -9,9 +9,15 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from agmm.errors import InvalidArgument
-from agmm.ops import scaled_paths, scaled_scatter
-from agmm.ops.paths import kind_of
-from agmm.ops.scaled_checks import check_scaled_gather, check_scaled_scatter
+from agmm.ops import fp8_operands
+from agmm.ops.fp8_gather import Fp8Gather
+from agmm.ops.fp8_operands import Fp8Weights
+from agmm.ops.fp8_scatter import Fp8Scatter
+from agmm.ops.gather import GatherSettings
+from agmm.ops.kept import kind_of
+from agmm.ops.pipeline import serve
+from agmm.ops.scaled_checks import check_scaled_scatter
+from agmm.ops.scatter import ScatterSettings
 from agmm.runtime.results import strided
 from agmm.runtime.scaled import FP8
 
@@ -68,7 +74,7 @@ class GatherCall(NamedTuple):
     def why_torch(self, group: dist.ProcessGroup) -> str | None:
         """The reason why torch has to serve such calls, or None; the same on all ranks, as long as
         they call with the same shapes and dtypes."""
-        reason = scaled_paths.why_unfused(self.A.device, group)
+        reason = fp8_operands.why_unfused(self.A.device, group)
         if reason is not None:
             return reason
         if not 0 <= self.gather_dim < self.A.dim() - 1:
@@ -86,36 +92,32 @@ class GatherCall(NamedTuple):
         for name, found in lists:
             if len(found) != len(self.Bs):
                 return f"{name}: {len(found)} for {len(self.Bs)} weights"
+        call = self._call(group)
+        try:
+            call.check()
+        except InvalidArgument as error:
+            return str(error)  # torch refuses it in its own words
+        return call.why_not_fused()
+
+    def _call(self, group: dist.ProcessGroup) -> Fp8Gather:
+        """agmm's call, with the gathered dimension first."""
         dtypes, scale = self._given(group)
+        dim = self.gather_dim
+        if scale.dim() == self.A.dim() and scale.numel() > 1:
+            scale = scale.movedim(dim, 0)
         result_scales = [
             _result_scale(*one) for one in zip(self.result_scales, dtypes, strict=True)
         ]
-        given = self.A, scale, self.Bs, self.B_scales, self.biases, result_scales, dtypes
-        try:
-            check_scaled_gather(*given, self.gather_dim)
-        except InvalidArgument as error:
-            return str(error)  # torch refuses it in its own words
-        if not self.A.is_cuda:
-            return None
-        return scaled_paths.why_no_cuda_kernels(*given, self.use_fast_accum, group, self.gather_dim)
+        weights = Fp8Weights(
+            *(self.Bs, self.B_scales, self.biases, result_scales, dtypes, self.use_fast_accum)
+        )
+        settings = GatherSettings(return_A=True, strict=True)
+        return Fp8Gather(self.A.movedim(dim, 0), scale, weights, group, settings)
 
     def run(self, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """A and the products, with the strides of torch's."""
-        dtypes, scale = self._given(group)
-        A, _, outs = scaled_paths.gather(
-            self.A,
-            scale,
-            self.Bs,
-            self.B_scales,
-            self.biases,
-            [_result_scale(*one) for one in zip(self.result_scales, dtypes, strict=True)],
-            dtypes,
-            self.use_fast_accum,
-            group,
-            self.gather_dim,
-            return_A=True,
-            strict=True,
-        )
+        A, _, outs = serve(self._call(group))
+        assert A is not None
         dim = self.gather_dim
         return strided(A, 0, dim), [strided(out, 0, dim) for out in outs]
 
@@ -171,7 +173,7 @@ class ScatterCall(NamedTuple):
 
     def why_torch(self, group: dist.ProcessGroup) -> str | None:
         """Why torch serves this call; None where agmm does."""
-        reason = scaled_paths.why_unfused(self.A.device, group)
+        reason = fp8_operands.why_unfused(self.A.device, group)
         if reason is not None:
             return reason
         if self.A.shape[-1] == 0:
@@ -202,18 +204,10 @@ class ScatterCall(NamedTuple):
     def run(self, group: dist.ProcessGroup) -> torch.Tensor:
         """The sum's part. A bias is a part of each rank's product, as in torch."""
         A, scale = self._rows()
-        return scaled_scatter.scatter(
-            A,
-            self.B,
-            scale,
-            self.B_scale,
-            self.bias,
-            _result_scale(self.result_scale, self._dtype()),
-            group,
-            self.orig_scatter_dim,
-            self.reduce_op,
-            self._dtype(),
-            self.use_fast_accum,
-            strict=True,
-            is_bias_of_each=True,
+        dtype = self._dtype()
+        weight = Fp8Weights(
+            *([self.B], [self.B_scale], [self.bias]),
+            *([_result_scale(self.result_scale, dtype)], [dtype], [self.use_fast_accum]),
         )
+        settings = ScatterSettings(self.orig_scatter_dim, self.reduce_op, strict=True)
+        return serve(Fp8Scatter(A, scale, weight, group, settings, is_bias_of_each=True))

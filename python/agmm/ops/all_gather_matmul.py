@@ -11,11 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
 from agmm.ops.autograd import AllGatherMatmul
-from agmm.ops.checks import check_gatherable, needs_gradient
+from agmm.ops.checks import check_gatherable, config_name, needs_gradient
+from agmm.ops.gather import GatherSettings
 from agmm.ops.gather_packed import gather_packed
+from agmm.ops.kept import kind_of
 from agmm.ops.library import library
 from agmm.ops.operands import autocast, check_operands, is_plain, is_watched
-from agmm.ops.paths import run
+from agmm.ops.plain_gather import gather
 from agmm.ops.quantize import gather_quantised
 from agmm.planning.plans import KernelConfig
 from agmm.runtime.groups import group_of, group_of_size, group_or_default, name_of, world_size_of
@@ -43,7 +45,8 @@ def _all_gather_matmul_impl(
     prefer_fused: bool = False,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     group = group_of_size(group_name, world_size)
-    A, outs = run(A_shard, Bs, biases, group, gather_dim, return_A, config, strict, prefer_fused)
+    settings = GatherSettings(gather_dim, return_A, config, strict, prefer_fused)
+    A, _, outs = gather(A_shard, Bs, biases, group, settings)
     return (A_shard.new_empty(0) if A is None else A), outs
 
 
@@ -101,13 +104,16 @@ def _dispatched(
 def _native(
     A_shard: torch.Tensor, B: torch.Tensor, group_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    settings = 0, True, "", False
     if is_watched() or not (is_plain(A_shard) and is_plain(B)):
-        A, outs = _dispatched(A_shard, [B], [None], group_name, *settings, False, True)
+        A, outs = _dispatched(A_shard, [B], [None], group_name, 0, True, "", False, False, True)
         return A, outs[0]
-    kept, outs = run(A_shard, [B], [None], group_of(group_name), *settings, True)
-    assert kept is not None
-    return kept, outs[0]
+    whole, _, outs = gather(A_shard, [B], [None], group_of(group_name), _NATIVE)
+    assert whole is not None
+    return whole, outs[0]
+
+
+_NATIVE = GatherSettings(return_A=True, prefer_fused=True)
+"""The settings of torch's own op."""
 
 
 library.impl("_all_gather_matmul", _all_gather_matmul_impl, "CPU")
@@ -244,14 +250,7 @@ def all_gather_matmul(
         biases = (cast("torch.Tensor | None", bias),) * len(Bs)
     else:
         raise InvalidArgument(f"bias: found one for {len(Bs)} weights, wanted a list of one each")
-    if config is None:
-        config = ""
-    elif not isinstance(config, str):
-        if not isinstance(config, KernelConfig):
-            raise InvalidArgument(
-                f"config: found {config!r}, wanted a KernelConfig, the name of one, or None"
-            )
-        config = config.name
+    config = config_name(config)
     if type(gather_dim) is not int:
         raise InvalidArgument(f"gather_dim: found {gather_dim!r}, wanted an int")
     # By identity, which takes no call.
@@ -310,7 +309,7 @@ def all_gather_matmul(
                 kind = type(tensor)
                 plain = kind is torch.Tensor or kind is torch.nn.Parameter
                 plain = plain and not tensor.is_neg()
-                kinds.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
+                kinds.append(kind_of(tensor))
             needs_grad = needs_grad or tensor.requires_grad
     except (AttributeError, RuntimeError):  # no tensors, or not strided
         check_operands(A_shard, Bs, biases)
@@ -319,18 +318,8 @@ def all_gather_matmul(
     needs_grad = needs_grad and torch.is_grad_enabled()
     if plain and not (needs_grad or A_shard.is_meta):
         resolved = group_of(group) if isinstance(group, str) else group
-        A, outs = run(
-            A_shard,
-            Bs,
-            biases,
-            resolved,
-            gather_dim,
-            return_A,
-            config,
-            strict,
-            False,
-            kinds,
-        )
+        settings = GatherSettings(gather_dim, return_A, config, strict)
+        A, _, outs = gather(A_shard, Bs, biases, resolved, settings, kinds)
     else:
         save_gathered = save_gathered and needs_grad and any(B.requires_grad for B in Bs)
         A, outs = _dispatched(

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.ops import kept, scaled_paths
+from agmm.ops import kept
+from agmm.ops.checks import config_name
+from agmm.ops.fp8_gather import Fp8Gather
+from agmm.ops.fp8_operands import Fp8Weights
+from agmm.ops.gather import Gathered, GatherSettings
 from agmm.ops.library import library
 from agmm.ops.operands import is_watched
+from agmm.ops.pipeline import serve
 from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_gather, scalings_of
+from agmm.planning.plans import KernelConfig
 from agmm.runtime import groups
-from agmm.runtime.results import moved
 from agmm.runtime.scaling import ALL
 
 _Maybes = Sequence[torch.Tensor | None]
@@ -27,7 +32,19 @@ _Given = tuple[
     list[torch.Tensor | None],
     list[torch.Tensor | None],
 ]
-_Settings = tuple[int, bool, torch.dtype, bool, bool, str]
+
+
+class _Settings(NamedTuple):
+    """What the op takes behind the group."""
+
+    gather_dim: int
+    return_A: bool
+    out_dtype: torch.dtype
+    use_fast_accum: bool
+    strict: bool
+    quantize: str = ""
+    """The kind of the scales where an ``all_gather_matmul`` has made them."""
+    config: str = ""
 
 
 def _impl(
@@ -45,20 +62,14 @@ def _impl(
     use_fast_accum: bool,
     strict: bool = False,
     quantize: str = "",
+    config: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     group = groups.group_of_size(group_name, world_size)
-    settings = gather_dim, return_A, out_dtype, use_fast_accum, strict, quantize
+    settings = _Settings(gather_dim, return_A, out_dtype, use_fast_accum, strict, quantize, config)
     given = A_shard, scale_a, Bs, scale_bs, biases, result_scales
-    kind = kept.kind_of_call(settings, *given)
-    A, scale_A, outs = _run(kind, given, group, settings)
-    if not return_A:
+    A, scale_A, outs = _run(kept.kind_of_call(settings, *given), given, group, settings)
+    if A is None or scale_A is None:
         A, scale_A = _no_A(A_shard)
-    if gather_dim % A_shard.dim() != 0:
-        outs = [moved(out, 0, gather_dim) for out in outs]
-        if return_A:
-            A = moved(A, 0, gather_dim)
-            if scale_A.dim() == A.dim():
-                scale_A = moved(scale_A, 0, gather_dim)
     return A, scale_A, outs
 
 
@@ -68,21 +79,21 @@ def _no_A(A_shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return A_shard.new_empty(0), A_shard.new_empty(0)
 
 
-def _run(
-    kind: Any, given: _Given, group: dist.ProcessGroup, settings: _Settings
-) -> scaled_paths.Outs:
-    """By a call that is kept, or as `scaled_paths.gather`."""
-    A_shard, scale_a, Bs, scale_bs, biases, _ = given
-    operands = A_shard, Bs, biases, scale_a, scale_bs
-    found: scaled_paths.Outs | None = kept.call_kept(group, kind, *operands)
+def _run(kind: Any, given: _Given, group: dist.ProcessGroup, settings: _Settings) -> Gathered:
+    """By a call that is kept, or as `serve` decides."""
+    A_shard, scale_a, Bs, scale_bs, biases, result_scales = given
+    found = kept.call_kept(group, kind, A_shard, Bs, biases, scale_a, scale_bs)
     if found is not None:
-        return found
-    gather_dim, return_A, out_dtype, use_fast_accum, strict, quantize = settings
+        return Gathered(*found)
     count = len(Bs)
-    each = [out_dtype] * count, [use_fast_accum] * count
-    return scaled_paths.gather(
-        *given, *each, group, gather_dim, return_A, strict, quantize=quantize, keep_as=kind
+    weights = Fp8Weights(
+        *(Bs, scale_bs, biases, result_scales),
+        *([settings.out_dtype] * count, [settings.use_fast_accum] * count),
     )
+    of_gather = GatherSettings(
+        settings.gather_dim, settings.return_A, settings.config, settings.strict
+    )
+    return serve(Fp8Gather(A_shard, scale_a, weights, group, of_gather, settings.quantize), kind)
 
 
 def _fake(
@@ -100,6 +111,7 @@ def _fake(
     use_fast_accum: bool,
     strict: bool = False,
     quantize: str = "",
+    config: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     dtypes = [out_dtype] * len(Bs)
     check_scaled_gather(A_shard, scale_a, Bs, scale_bs, biases, result_scales, dtypes, gather_dim)
@@ -134,27 +146,25 @@ library.impl("_all_gather_scaled_matmul", _autograd, "Autograd")
 
 
 def gather(
-    given: _Given, group: dist.ProcessGroup | DeviceMesh | str | None, settings: _Settings
-) -> scaled_paths.Outs:
-    """A, its scales and the products. Collective.
+    given: _Given, group: dist.ProcessGroup | DeviceMesh | str | None, *settings: Any
+) -> Gathered:
+    """Gather and multiply. Collective.
 
     Args:
-        settings: ``gather_dim``, ``return_A``, ``out_dtype``, ``use_fast_accum``, ``strict``, and
-            the kind of the scales where an ``all_gather_matmul`` has made them, else "".
+        settings: the fields of `_Settings`, in order.
     """
+    known = _Settings(*settings)
     kind = None
-    if settings[0] == 0 and not is_watched():
-        kind = kept.kind_of_call(settings, *given)
+    if known.gather_dim == 0 and not is_watched():
+        kind = kept.kind_of_call(known, *given)
     if kind is not None:
-        return _run(kind, given, groups.resolved(group), settings)
+        return _run(kind, given, groups.resolved(group), known)
     # Before the op's schema refuses in its own words what is no tensor.
-    check_scaled_gather(*given, [settings[2]] * len(given[2]), settings[0])
+    check_scaled_gather(*given, [known.out_dtype] * len(given[2]), known.gather_dim)
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)
-    A, scale_A, outs = torch.ops.agmm._all_gather_scaled_matmul.default(
-        *given, group_name, world_size, *settings
-    )
-    return A, scale_A, outs
+    op = torch.ops.agmm._all_gather_scaled_matmul.default
+    return Gathered(*op(*given, group_name, world_size, *known))
 
 
 def _one_each(name: str, given: Any, count: int) -> list[torch.Tensor | None]:
@@ -179,6 +189,7 @@ def all_gather_scaled_matmul(
     result_scale: torch.Tensor | None = ...,
     out_dtype: torch.dtype = ...,
     use_fast_accum: bool = ...,
+    config: KernelConfig | str | None = ...,
     strict: bool = ...,
 ) -> torch.Tensor: ...
 @overload
@@ -195,6 +206,7 @@ def all_gather_scaled_matmul(
     result_scale: torch.Tensor | None = ...,
     out_dtype: torch.dtype = ...,
     use_fast_accum: bool = ...,
+    config: KernelConfig | str | None = ...,
     strict: bool = ...,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 @overload
@@ -211,6 +223,7 @@ def all_gather_scaled_matmul(
     result_scale: _Maybes | None = ...,
     out_dtype: torch.dtype = ...,
     use_fast_accum: bool = ...,
+    config: KernelConfig | str | None = ...,
     strict: bool = ...,
 ) -> list[torch.Tensor]: ...
 @overload
@@ -227,6 +240,7 @@ def all_gather_scaled_matmul(
     result_scale: _Maybes | None = ...,
     out_dtype: torch.dtype = ...,
     use_fast_accum: bool = ...,
+    config: KernelConfig | str | None = ...,
     strict: bool = ...,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]: ...
 def all_gather_scaled_matmul(
@@ -242,6 +256,7 @@ def all_gather_scaled_matmul(
     result_scale: _Maybes | torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     use_fast_accum: bool = False,
+    config: KernelConfig | str | None = None,
     strict: bool = False,
 ) -> (
     torch.Tensor
@@ -289,6 +304,8 @@ def all_gather_scaled_matmul(
             a list of weights one each (or None).
         out_dtype: bf16, fp16, float32, or an fp8 dtype. fp8 results are cut at the largest number.
         use_fast_accum: let a GPU accumulate with less precision. No difference on the CPU.
+        config: as `all_gather_matmul` takes it: a kernel for operands of this kind, perhaps with a
+            transport; ``"gather"``; or ``"unfused"``.
         strict: raise `Unsupported` instead of taking the unfused path.
 
     Returns:
@@ -310,8 +327,10 @@ def all_gather_scaled_matmul(
         check_flag(name, flag)
     biases = _one_each("bias", bias, len(Bs))
     result_scales = _one_each("result_scale", result_scale, len(Bs))
-    settings = gather_dim, return_A, out_dtype, use_fast_accum, strict, ""
     given = A_shard, scale_a, Bs, scale_bs, biases, result_scales
-    A, scale_A, outs = gather(given, group, settings)
+    A, scale_A, outs = gather(
+        *(given, group, gather_dim, return_A, out_dtype, use_fast_accum, strict),
+        *("", config_name(config)),
+    )
     out: Any = outs if several else outs[0]
-    return (A, scale_A, out) if return_A else out
+    return (A, scale_A, out) if return_A else out  # type: ignore[return-value]

@@ -8,8 +8,8 @@ import torch
 
 from agmm.errors import InvalidArgument
 from agmm.ops.checks import check_async_input, check_no_grad
+from agmm.ops.kept import kind_of
 from agmm.ops.library import library
-from agmm.ops.paths import kind_of
 from agmm.planning import call_plans, heuristics, legality
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import cpu_async_input, cuda_calls, symmetric

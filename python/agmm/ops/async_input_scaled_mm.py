@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from agmm.errors import InvalidArgument
-from agmm.ops import scaled_paths, scaled_plans
+from agmm.ops import fp8_operands
+from agmm.ops.fp8_operands import Fp8Weights, rows_of
 from agmm.ops.library import library
 from agmm.ops.scaled_checks import check_no_backward, check_scaled_async_input
 from agmm.planning import call_plans, heuristics
@@ -25,10 +26,9 @@ def _described(
     bias: torch.Tensor | None,
     fast_accum: bool,
 ) -> tuple[Scaled, Weight]:
-    tile, weight = scaled_paths.weight_of(
-        A, scale_a, B, scale_b, bias, None, torch.bfloat16, fast_accum
-    )
-    return scaled_paths.rows_of(A, scale_a, tile, 0), weight
+    given = Fp8Weights([B], [scale_b], [bias], [None], [torch.bfloat16], [fast_accum])
+    tile, (weight,) = given.described(A, scale_a)
+    return rows_of(A, scale_a, tile, 0), weight
 
 
 def _on_cpu(
@@ -92,7 +92,7 @@ def on_cuda(
         InvalidArgument: the kernel cannot take the operands; the message says why.
     """
     operand, weight = _described(A, B, scale_a, scale_b, bias, fast_accum)
-    reason = scaled_paths.why_no_kernel(A.device) or cuda_scaled.why_illegal(operand, weight)
+    reason = fp8_operands.why_no_kernel(A.device) or cuda_scaled.why_illegal(operand, weight)
     if reason is not None:
         raise InvalidArgument(reason)
     if config is not None:
@@ -100,7 +100,7 @@ def on_cuda(
         assert accumulation is not None  # else it is illegal
         kernel = cuda_scaled.kernel_of(operand, weight, config.core, accumulation)
     else:
-        problem = scaled_plans.problem_of(operand, weight, A.shape[0])
+        problem = fp8_operands.problem_of(operand, weight, A.shape[0])
         if isinstance(problem, str):
             raise InvalidArgument(problem)
         if sm_count:
@@ -109,7 +109,7 @@ def on_cuda(
         assert chosen is not None
         chunks = 1 if a_chunk_signals is None else a_chunk_signals.shape[0]
         chosen = heuristics.across_chunks(problem, chosen, chunks)
-        kernel = scaled_plans.kernel_of(operand, weight, problem, chosen)
+        kernel = fp8_operands.kernel_of(operand, weight, problem, chosen)
     a, b = operand.values, weight.B.values
     ready = cuda_calls.ready_matmul(a, b, a_chunk_signals, pivot, kernel, sm_count=sm_count)
     return ready(a, b, a_chunk_signals, bias=bias, scale_a=operand.scale, scale_b=weight.B.scale)

@@ -17,9 +17,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from agmm.errors import InvalidArgument
-from agmm.ops import scatter_paths, scatter_plan
+from agmm.ops import scatter_plan
 from agmm.ops.operands import is_watched
+from agmm.ops.plain_scatter import scatter
 from agmm.ops.products import sum_of_products
+from agmm.ops.scatter import Meanwhile, ScatterSettings
 from agmm.runtime import collectives, groups
 
 _MaybeTensor = torch.Tensor | None
@@ -152,7 +154,7 @@ def _grad_of_shard(
     Bs: list[torch.Tensor],
     group_name: str,
     gather_dim: int,
-    meanwhile: scatter_paths.Meanwhile,
+    meanwhile: Meanwhile,
 ) -> _MaybeTensor:
     """The scatter of dA_shard, and beside it ``meanwhile``, which is called once."""
     As, weights = _operands_of_shard(douts, Bs)
@@ -162,7 +164,9 @@ def _grad_of_shard(
         call = As, weights, None, group_name, world_size, gather_dim, "sum"
         dA_shard: torch.Tensor
         if not (is_watched() or collectives.is_traced(As[0])):
-            return scatter_paths.run(*call, meanwhile=meanwhile)
+            group = groups.group_of_size(group_name, world_size)
+            settings = ScatterSettings(gather_dim)
+            return scatter(As, weights, None, group, settings, meanwhile)
         dA_shard = torch.ops.agmm._matmul_reduce_scatter.default(*call)
         meanwhile()
         return dA_shard

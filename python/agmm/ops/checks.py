@@ -10,6 +10,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from agmm.errors import InvalidArgument
+from agmm.planning.plans import KernelConfig
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Those that torch multiplies; fp8 is not among them, since its products need scales."""
@@ -47,6 +48,23 @@ def check_operand(name: str, tensor: Any) -> None:
         raise InvalidArgument(
             f"{name}: found a tangent, wanted none: the op has no forward-mode derivative"
         )
+
+
+def config_name(config: Any) -> str:
+    """The name of what a caller gave as ``config``: a `KernelConfig`, a name, or None for "".
+
+    Raises:
+        InvalidArgument: it is none of these.
+    """
+    if config is None:
+        return ""
+    if isinstance(config, str):
+        return config
+    if isinstance(config, KernelConfig):
+        return config.name
+    raise InvalidArgument(
+        f"config: found {config!r}, wanted a KernelConfig, the name of one, or None"
+    )
 
 
 def check_matrix(name: str, tensor: torch.Tensor) -> None:

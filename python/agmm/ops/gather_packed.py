@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from agmm.errors import InvalidArgument, Unsupported
+from agmm.errors import InvalidArgument
 from agmm.ops.checks import check_bias, check_operand
+from agmm.ops.gather import GatherCall, Gathered, GatherSettings
 from agmm.ops.library import library
-from agmm.ops.paths import fall_back
+from agmm.ops.pipeline import Ready, Route, serve
 from agmm.ops.scaled_checks import check_no_backward
 from agmm.planning import call_plans
-from agmm.runtime import backends, groups
-from agmm.runtime.callers import calling
+from agmm.planning.plans import GATHERED, Problem
+from agmm.runtime import groups
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import start_all_gather
 from agmm.runtime.packed import Packed4BitWeight
 from agmm.runtime.results import moved, reshaped
-from agmm.runtime.workspaces import cpu_workspace, take_turn
+from agmm.runtime.workspaces import cpu_workspace
 
 Outs = tuple[torch.Tensor, list[torch.Tensor]]
 
@@ -103,6 +105,116 @@ def _check(
             check_bias(bias, B.N, "A_shard", A_shard)
 
 
+class _PackedGather(GatherCall):
+    """``all_gather(A_shard) @ B (+ bias)`` for each weight of 4 bits.
+
+    Args:
+        A_shard: float32 [M_local, ..., K], on the CPU.
+        Bs: the weights.
+        biases: float32 [N] or None for each weight.
+    """
+
+    def __init__(
+        self,
+        A_shard: torch.Tensor,
+        Bs: Sequence[Packed4BitWeight],
+        biases: Sequence[torch.Tensor | None],
+        group: dist.ProcessGroup,
+        settings: GatherSettings,
+    ) -> None:
+        super().__init__(A_shard, group, settings)
+        self.Bs = Bs
+        self.biases = biases
+
+    @cached_property
+    def shard(self) -> torch.Tensor:
+        """This rank's rows as a matrix, the gathered dimension first."""
+        return self.A_shard.movedim(self.dim, 0).flatten(0, -2).contiguous()
+
+    def check(self) -> None:
+        _check(self.A_shard, self.Bs, self.biases, self.settings.gather_dim)
+
+    def words(self) -> Call:
+        return Call(self.op, A_shard=self.shard, B=list(self.Bs))
+
+    def operands(self) -> tuple[Any, ...]:
+        return ()
+
+    def columns(self) -> list[int]:
+        return [B.N for B in self.Bs]
+
+    def also_agreed(self) -> str:
+        return ", packed"
+
+    def lasts(self) -> bool:
+        return False
+
+    def why_no_kernel(self) -> str | None:
+        return None
+
+    def why_not_gathered(self) -> str | None:
+        return f"config: {GATHERED.name} was asked for on the CPU, it wants cuda"
+
+    def problem(self, weight: int | None) -> Problem:
+        columns = self.columns()
+        m_local, k = self.shard.shape
+        return call_plans.problem(
+            self.group.size() * m_local,
+            sum(columns) if weight is None else columns[weight],
+            k,
+            self.shard.dtype,
+            self.device,
+            world_size=self.group.size(),
+            return_A=self.settings.return_A,
+            group=self.group,
+        )
+
+    def again(self, by: str) -> Ready:
+        return self.by_cpu
+
+    def by_cpu(self) -> _Matrices:
+        planner = call_plans.planner(self.group, self.device)
+        return cpu_workspace(self.group).all_gather_matmul(
+            self.shard,
+            list(self.Bs),
+            list(self.biases),
+            return_A=self.settings.return_A,
+            chunks_per_shard=planner.plan(self.problem(None)).chunks_per_shard,
+        )
+
+    def by_gather(self) -> _Matrices:
+        raise NotImplementedError("no kernel multiplies by weights of 4 bits")
+
+    def ready_on_cuda(self, *_: Any) -> Ready:
+        raise NotImplementedError("no kernel multiplies by weights of 4 bits")
+
+    def by_library(self, words: Call) -> Gathered:
+        A = start_all_gather(self.shard, self.group.group_name, 0, call=words)()
+        outs = [B.product(A) for B in self.Bs]
+        for out, bias in zip(outs, self.biases, strict=True):
+            if bias is not None:
+                out.add_(bias)
+        return self.finished((A, outs), None)
+
+    def on_nothing(self) -> Gathered:
+        shard = self.shard
+        A = shard.new_empty(self.group.size() * len(shard), shard.shape[1])
+        return self.finished((A, [shard.new_empty(len(A), B.N) for B in self.Bs]), None)
+
+    def finished(self, found: _Matrices, route: Route | None) -> Gathered:
+        A, outs = found
+
+        def unfolded(rows: torch.Tensor) -> torch.Tensor:
+            return moved(reshaped(rows, (*self.leading, rows.shape[-1])), 0, self.dim)
+
+        whole = unfolded(A) if self.settings.return_A and A is not None else None
+        return Gathered(whole, None, [unfolded(out) for out in outs])
+
+
+_Matrices = tuple[torch.Tensor | None, list[torch.Tensor]]
+"""A and the products, as matrices of rows."""
+
+
 def _impl(
     A_shard: torch.Tensor,
     packed: list[torch.Tensor],
@@ -116,70 +228,11 @@ def _impl(
     strict: bool,
 ) -> Outs:
     group = groups.group_of_size(group_name, world_size)
-    front = A_shard.movedim(gather_dim, 0)
     k = A_shard.shape[-1]
     Bs = [Packed4BitWeight(p, k, n, g) for p, n, g in zip(packed, ns, group_sizes, strict=True)]
-    shard = front.flatten(0, -2).contiguous()
-    A, outs = _run(shard, Bs, biases, group, return_A, strict)
-    leading = (world_size * front.shape[0], *front.shape[1:-1])
-
-    def unfolded(rows: torch.Tensor) -> torch.Tensor:
-        return moved(reshaped(rows, (*leading, rows.shape[-1])), 0, gather_dim)
-
-    return A_shard.new_empty(0) if A is None else unfolded(A), [unfolded(out) for out in outs]
-
-
-def _run(
-    shard: torch.Tensor,
-    Bs: list[Packed4BitWeight],
-    biases: list[torch.Tensor | None],
-    group: dist.ProcessGroup,
-    return_A: bool,
-    strict: bool,
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    m_local, k = shard.shape
-    call = Call("all_gather_matmul", A_shard=shard, B=Bs)
-    if not m_local:
-        what = f"all_gather_matmul of {list(shard.shape)} {shard.dtype}, packed, {return_A}"
-        take_turn(group, shard.device, what, call, agree=call_plans.agree)
-        outs = [shard.new_empty(0, B.N) for B in Bs]
-        return (shard.new_empty(0, k) if return_A else None), outs
-    if not backends.is_fake(group):
-        try:
-            with calling(call):
-                return _run_fused(shard, Bs, biases, group, return_A)
-        except Unsupported as error:
-            fall_back(str(error), strict)
-    A = start_all_gather(shard, group.group_name, 0, call=call)()
-    outs = [B.product(A) for B in Bs]
-    for out, bias in zip(outs, biases, strict=True):
-        if bias is not None:
-            out.add_(bias)
-    return A if return_A else None, outs
-
-
-def _run_fused(
-    shard: torch.Tensor,
-    Bs: list[Packed4BitWeight],
-    biases: Sequence[torch.Tensor | None],
-    group: dist.ProcessGroup,
-    return_A: bool,
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    m_local, k = shard.shape
-    asked = call_plans.problem(
-        group.size() * m_local,
-        sum(B.N for B in Bs),
-        k,
-        shard.dtype,
-        shard.device,
-        world_size=group.size(),
-        return_A=return_A,
-        group=group,
-    )
-    chunks = call_plans.planner(group, shard.device).plan(asked).chunks_per_shard
-    return cpu_workspace(group).all_gather_matmul(
-        shard, Bs, list(biases), return_A=return_A, chunks_per_shard=chunks
-    )
+    settings = GatherSettings(gather_dim, return_A, strict=strict)
+    A, _, outs = serve(_PackedGather(A_shard, Bs, biases, group, settings))
+    return A_shard.new_empty(0) if A is None else A, outs
 
 
 def _fake(

@@ -7,10 +7,11 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from agmm.errors import Unsupported
-from agmm.ops.operands import is_plain, is_watched
+from agmm.ops.operands import PLAIN_TYPES, is_watched
 from agmm.runtime import groups, nan_check
 
 kept_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]]
@@ -22,26 +23,39 @@ nan_check.on_change(kept_calls.clear)
 _MAX_KEPT = 4096  # per group
 
 
+def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What tensors have in common that one kept call may serve."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
+
+
 def kind_of_call(settings: tuple[Any, ...], *given: Any) -> Any:
     """What all calls have in common that one kept call may serve: ``settings``, and the kinds of
     what was ``given``, each a tensor, None or a list of these. None for what is no tensor in memory
-    that a pointer and strides describe."""
+    that a pointer and strides describe (`operands.is_plain`, which is written out here, since every
+    call comes this way)."""
     kinds: list[Any] = [settings]
+    note = kinds.append
     try:
         for one in given:
             is_list = type(one) is list
-            tensors = one if is_list else (one,)
-            kinds.append((is_list, len(tensors)))
-            for tensor in tensors:
+            if is_list:
+                note(len(one))
+            for tensor in one if is_list else (one,):
                 if tensor is None:
-                    kinds.append(None)
+                    note(None)
                     continue
-                if not is_plain(tensor):
+                if (
+                    type(tensor) not in PLAIN_TYPES
+                    or (tensor.requires_grad and torch.is_grad_enabled())
+                    or tensor.is_meta
+                    or tensor.is_neg()
+                    or tensor._is_zerotensor()
+                ):
                     return None
-                kinds.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()))
+                note((tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()))
         key = tuple(kinds)
         hash(key)
-    except (AttributeError, RuntimeError, TypeError):
+    except (AttributeError, RuntimeError, TypeError):  # not strided, or settings of another type
         return None
     return key
 
@@ -88,9 +102,9 @@ def forget(group: dist.ProcessGroup, kind: Any) -> None:
 
 
 def keep(group: dist.ProcessGroup, kind: Any, call: Any) -> None:
-    """What `find` returns from now on for that kind; nothing is kept for None, or while NaNs are
-    looked for."""
-    if kind is None or nan_check.active:
+    """What `find` returns from now on for that kind; nothing is kept where either is None, or while
+    NaNs are looked for."""
+    if kind is None or call is None or nan_check.active:
         return
     calls = kept_calls.setdefault(group, {})
     if len(calls) >= _MAX_KEPT:

@@ -54,7 +54,7 @@ library.define(
     "_all_gather_scaled_matmul(Tensor A_shard, Tensor scale_a, Tensor[] Bs, Tensor[] scale_bs, "
     "Tensor?[] biases, Tensor?[] result_scales, str group_name, int world_size, int gather_dim, "
     "bool return_A, ScalarType out_dtype, bool use_fast_accum, bool strict=False, "
-    'str quantize="") -> (Tensor A, Tensor scale_A, Tensor[] outs)'
+    'str quantize="", str config="") -> (Tensor A, Tensor scale_A, Tensor[] outs)'
 )
 library.define(
     "_scaled_matmul_reduce_scatter(Tensor A, Tensor B, Tensor scale_a, Tensor scale_b, "

@@ -2,26 +2,251 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument, Unsupported
-from agmm.ops import kept, scatter_cuda, scatter_plan, small_collectives
+from agmm.ops import kept, scatter_plan, small_collectives
 from agmm.ops.autograd import MatmulAllReduce
 from agmm.ops.checks import check_operand, check_reducible, needs_gradient
 from agmm.ops.library import library
 from agmm.ops.operands import autocast, is_plain, is_watched
-from agmm.ops.paths import fall_back
+from agmm.ops.pipeline import KERNEL, LIBRARY, OpCall, Ready, Route, serve
+from agmm.ops.plain_scatter import Copying, call_with
 from agmm.planning import call_plans
-from agmm.runtime import backends, groups
-from agmm.runtime.callers import calling
+from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import by_newer_name
+from agmm.runtime.cuda_scatter import ReadyScatter
 from agmm.runtime.results import reshaped
-from agmm.runtime.workspaces import cpu_workspace, scatter_workspace, take_turn
+from agmm.runtime.workspaces import cpu_workspace, take_turn
+
+
+class AllReduce(OpCall[torch.Tensor]):
+    """``all_reduce(A @ B) (+ bias)``.
+
+    Args:
+        A: [M, ..., K].
+        B: [K, N].
+        bias: [N] or None.
+    """
+
+    op = "matmul_all_reduce"
+
+    def __init__(
+        self,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: dist.ProcessGroup,
+        strict: bool,
+    ) -> None:
+        self.A, self.B, self.bias = A, B, bias
+        self.device = A.device
+        self.group = group
+        self.strict = strict
+
+    def check(self) -> None:
+        check_reducible(self.A, self.B, self.bias)
+
+    def words(self) -> Call:
+        return Call(self.op, A=self.A, B=self.B)
+
+    @property
+    def shape(self) -> list[int]:
+        """The sizes of the result."""
+        return [*self.A.shape[:-1], self.B.shape[1]]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """A as a matrix."""
+        return self.A.reshape(self.A.shape[:-1].numel(), self.A.shape[-1])
+
+    @property
+    def missing(self) -> int:
+        """Rows of zeros that A lacks for the ranks to share them equally."""
+        return -self.A.shape[:-1].numel() % self.group.size()
+
+    def is_empty(self) -> bool:
+        return 0 in self.shape
+
+    def without_elements(self, words: Call) -> torch.Tensor:
+        agree = call_plans.agree if self.device.type == "cuda" else None
+        what = f"{self.op} to {self.shape} {self.A.dtype}"
+        take_turn(self.group, self.device, what, words, agree=agree)
+        return self.A.new_empty(self.shape)
+
+    def look(self, route: Route, words: Call) -> None:
+        # A kernel sends products as it computes them; other routes look through what they send.
+        if nan_check.active and route.by == KERNEL and self.device.type == "cuda":
+            rank = groups.of(self.group).rank
+            for name, tensor in (("A", self.A), ("B", self.B)):
+                nan_check.look_through(words.op, name, tensor, rank)
+
+    def route(self) -> Route:
+        if self.device.type == "cpu":
+            reason = scatter_plan.why_not_on_cpu([self.A], [self.B], 0)
+            return Route(KERNEL, lasts=False) if reason is None else Route(LIBRARY, reason)
+        if self.group.size() == 1:
+            reason = "group: 1 rank, which has nothing to sum"
+            return Route(LIBRARY, reason if self.strict else None)
+        reason = scatter_plan.why_not_native([self.A], [self.B], 0, self.group)
+        if reason is not None:
+            return Route(LIBRARY, reason)
+        rows = self.A.shape[:-1].numel() + self.missing
+        plan = scatter_plan.all_reduce_plan(rows, self.rows, self.B, self.group, strict=self.strict)
+        if plan.way == "unfused" and not self.strict:
+            return Route(LIBRARY)
+        if plan.kernel is None:
+            reason = self._why_not_gathered(rows) if self.strict else None
+            reason = reason or (None if plan.scatters is not None else _NO_KERNEL)
+        return Route(KERNEL, plan=plan) if reason is None else Route(LIBRARY, reason)
+
+    def _why_not_gathered(self, rows: int) -> str | None:
+        """Why agmm's kernel cannot gather each rank's rows of the sum, or None."""
+        of_rank = self.A.new_empty(1, 1).expand(rows // self.group.size(), self.B.shape[1])
+        return small_collectives.why_not("all_gather", of_rank, self.group, strict=True)
+
+    def operands(self) -> tuple[Any, ...]:
+        return self.A, self.B, self.bias
+
+    def prepare(self, route: Route) -> Ready:
+        if self.device.type == "cpu":
+            words, shape = self.words(), self.shape
+            workspace = cpu_workspace(self.group)
+            return lambda A, B, bias: reshaped(
+                workspace.matmul_all_reduce(self.rows, B, bias, words, agreed=f"{shape}"), shape
+            )
+        words = self.words()
+        return self._ready(
+            route.plan,
+            lambda part: small_collectives.all_gathered(
+                part, self.group, words, strict=self.strict
+            ),
+        )
+
+    def _ready(
+        self,
+        plan: scatter_plan.AllReducePlan,
+        gather: Callable[[torch.Tensor], torch.Tensor],
+    ) -> _OnCuda:
+        A = self.A.new_empty(1, 1).expand(len(self.rows) + self.missing, self.A.shape[-1])
+        A = A if self.missing else self.rows
+        copying = Copying.of([self.rows], [self.B], 0)
+        B = self.B if copying is None else copying.weight(self.B)
+        kernel = plan.kernel or plan.scatters
+        assert kernel is not None
+        sms = plan.sm_count if plan.kernel is not None else 0
+        call = call_with(kernel, [A], [B], self.group, "sum", all_reduce_sms=sms)
+        return _OnCuda(call, copying, self.missing, gather if plan.kernel is None else None)
+
+    def to_keep(self, ready: Ready, found: Any) -> Ready | None:
+        assert isinstance(ready, _OnCuda)
+        if self.missing or not self.A.is_contiguous():
+            return None
+        if ready.gather is None:
+            return ready
+        part = found.view(-1, found.shape[-1])[: len(self.rows) // self.group.size()]
+        collective = small_collectives.prepare_again(
+            "all_gather", part, self.group, strict=self.strict
+        )
+        if collective is not None:
+            return ready._replace(gather=_Gather(collective, self.group.size()))
+        if self.strict:
+            return None
+        return ready._replace(gather=_BackendsGather(weakref.ref(self.group)))
+
+    def library_to_keep(self, found: torch.Tensor) -> Ready | None:
+        if not (self.device.type == "cuda" and self.A.is_contiguous() and found.is_contiguous()):
+            return None
+        collective = small_collectives.prepare_again("all_reduce", found, self.group)
+        return None if collective is None or self.strict else _ByLibrary(collective)
+
+    def finished(self, found: Any, route: Route) -> torch.Tensor:
+        out: torch.Tensor = found
+        return out
+
+    def by_library(self, words: Call) -> torch.Tensor:
+        product = torch.matmul(self.A, self.B)
+        out = small_collectives.all_reduced(product, self.group, words)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+_NO_KERNEL = "plan: found no kernel of this build that sends tiles, wanted one"
+
+
+class _OnCuda(NamedTuple):
+    """By one kernel, or by one that scatters the sum and a gather, so that all ranks have the same
+    bits."""
+
+    call: ReadyScatter
+    copying: Copying | None
+    missing: int
+    gather: Any
+    """Gathers the parts of all ranks; None where the kernel has done that."""
+
+    def __call__(self, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        call, copying, missing, gather = self
+        rows = A if A.dim() == 2 else A.reshape(-1, A.shape[-1])
+        whole = rows
+        if missing:
+            whole = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+        if copying is not None:
+            (whole,), (B,) = copying([whole], [B])
+        out = call((whole,), (B,), bias)
+        if gather is not None:
+            out = gather(out)
+        if missing:
+            # A copy, since no result is a view.
+            out = out[: len(rows)].clone()
+        return out if A.dim() == 2 else reshaped(out, [*A.shape[:-1], B.shape[1]])
+
+
+class _Gather(NamedTuple):
+    """The gather of a call that is kept, by agmm's kernel."""
+
+    collective: small_collectives.CollectiveCall
+    world_size: int
+
+    def __call__(self, part: torch.Tensor) -> torch.Tensor:
+        if not self.collective.is_ready:
+            raise Unsupported("workspace: found none for collectives, wanted the one of before")
+        out = part.new_empty(self.world_size * part.shape[0], part.shape[1])
+        self.collective(part, out)
+        return out
+
+
+class _BackendsGather(NamedTuple):
+    """The gather of a call that is kept, by the group's backend."""
+
+    group: weakref.ReferenceType[dist.ProcessGroup]
+
+    def __call__(self, part: torch.Tensor) -> torch.Tensor:
+        group = self.group()
+        assert group is not None
+        out = part.new_empty(group.size() * part.shape[0], part.shape[1])
+        with groups.of(group).lock:
+            gather = by_newer_name("all_gather_single", "all_gather_into_tensor")
+            gather(out, part, group)
+        return out
+
+
+class _ByLibrary(NamedTuple):
+    """A matmul of the library's, then agmm's all-reduce."""
+
+    collective: small_collectives.CollectiveCall
+
+    def __call__(self, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if not self.collective.is_ready:
+            raise Unsupported("workspace: found none for collectives, wanted the one of before")
+        out = torch.matmul(A, B)
+        self.collective(out, out)
+        return out if bias is None else out.add_(bias)
 
 
 def _impl(
@@ -31,174 +256,10 @@ def _impl(
     group_name: str,
     world_size: int,
     strict: bool = False,
+    keep_as: Any = None,
 ) -> torch.Tensor:
     group = groups.group_of_size(group_name, world_size)
-    check_reducible(A, B, bias)
-    call = Call("matmul_all_reduce", A=A, B=B)
-    shape = (*A.shape[:-1], B.shape[1])
-    if 0 in shape:
-        agree = call_plans.agree if A.device.type == "cuda" else None
-        what = f"matmul_all_reduce to {list(shape)} {A.dtype}"
-        take_turn(group, A.device, what, call, agree=agree)
-        return A.new_empty(shape)
-    out = None
-    if not backends.is_fake(group):
-        rows = A.reshape(A.shape[:-1].numel(), A.shape[-1])
-        fused = by_scatter_and_gather if A.device.type == "cuda" else _on_cpu
-        try:
-            with calling(call):
-                out = fused(rows, B, bias, group, call, agreed=f"{list(shape)}", strict=strict)
-        except Unsupported as error:
-            fall_back(str(error), strict)
-    if out is not None:
-        return reshaped(out, shape)
-    out = small_collectives.all_reduced(torch.matmul(A, B), group, call)
-    return out if bias is None else out.add_(bias)
-
-
-def _on_cpu(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    bias: torch.Tensor | None,
-    group: dist.ProcessGroup,
-    call: Call,
-    *,
-    agreed: str,
-    strict: bool,
-) -> torch.Tensor:
-    """By the CPU backend. A is [M, K]. Raises Unsupported where that cannot serve the call."""
-    reason = scatter_plan.why_not_on_cpu([A], [B], 0)
-    if reason is not None:
-        raise Unsupported(reason)
-    return cpu_workspace(group).matmul_all_reduce(A, B, bias, call, agreed=agreed)
-
-
-def by_scatter_and_gather(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    bias: torch.Tensor | None,
-    group: dist.ProcessGroup,
-    call: Call,
-    *,
-    agreed: str,
-    strict: bool,
-) -> torch.Tensor | None:
-    """On CUDA: by one kernel, or by one that scatters the sum, then an all-gather, so that all
-    ranks have the same bits; None where the unfused path is planned. A is [M, K]. Rows that the
-    ranks cannot share equally are filled up with zeros. Raises Unsupported where no kernel can
-    serve the call.
-    """
-    world_size = dist.get_world_size(group)
-    if world_size == 1:
-        if strict:
-            raise Unsupported("group: 1 rank, which has nothing to sum")
-        return None
-    reason = scatter_plan.why_not_native([A], [B], 0, group)
-    if reason is not None:
-        raise Unsupported(reason)
-    missing = -A.shape[0] % world_size
-    plan = scatter_plan.all_reduce_plan(A.shape[0] + missing, A, B, group, strict=strict)
-    if plan.way == "unfused" and not strict:
-        return None
-    if strict and plan.kernel is None:  # before the sums are made
-        rows = (A.shape[0] + missing) // world_size
-        of_rank = A.new_empty(1, 1).expand(rows, B.shape[1])
-        reason = small_collectives.why_not("all_gather", of_rank, group, strict=True)
-        if reason is not None:
-            raise Unsupported(reason)
-    whole = A if missing == 0 else torch.nn.functional.pad(A, (0, 0, 0, missing))
-    if plan.kernel is not None:
-        out = scatter_cuda.all_reduce(whole, B, bias, group, plan.kernel, plan.sm_count)
-        return out if missing == 0 else out[: A.shape[0]]
-    part = scatter_cuda.run([whole], [B], bias, group, 0, "sum", strict=True)
-    if part is None:
-        raise Unsupported("plan: found no kernel of this build that sends tiles, wanted one")
-    return small_collectives.all_gathered(part, group, call, strict=strict)[: A.shape[0]]
-
-
-class KeptAllReduce:
-    """Calls on CUDA like one before, whose operands need no checks, no copies and no plan.
-
-    ``plan`` None or unfused: a matmul, then ``collective``, an all-reduce. Else ``collective`` is
-    the gather behind a scatter, the backend's for None.
-    """
-
-    def __init__(
-        self,
-        plan: scatter_plan.AllReducePlan | None,
-        collective: small_collectives.CollectiveCall | None,
-    ) -> None:
-        self._plan = plan if plan is not None and plan.way != "unfused" else None
-        self._collective = collective
-
-    def __call__(
-        self,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        bias: torch.Tensor | None,
-        group: dist.ProcessGroup,
-    ) -> torch.Tensor | None:
-        """None where the collective's memory has been released."""
-        plan, collective = self._plan, self._collective
-        if collective is not None and not collective.is_ready:
-            return None
-        if plan is None:
-            assert collective is not None
-            out = torch.matmul(A, B)
-            collective(out, out)
-            return out if bias is None else out.add_(bias)
-        rows = A if A.dim() == 2 else A.view(-1, A.shape[-1])
-        if plan.kernel is not None:
-            out = scatter_cuda.all_reduce(rows, B, bias, group, plan.kernel, plan.sm_count)
-        else:
-            part = scatter_cuda.run([rows], [B], bias, group, 0, "sum", strict=True)
-            assert part is not None
-            out = part.new_empty(rows.shape[0], B.shape[1])
-            if collective is not None:
-                collective(part, out)
-            else:
-                with groups.of(group).lock:
-                    gather = by_newer_name("all_gather_single", "all_gather_into_tensor")
-                    gather(out, part, group)
-        return reshaped(out, [*A.shape[:-1], B.shape[1]])
-
-
-def _keep(
-    keep_as: Any,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    group: dist.ProcessGroup,
-    strict: bool,
-) -> None:
-    """After a call on CUDA that returned ``out``: `kept.keep`, where later ones may do the same."""
-    if (
-        out.numel() == 0
-        or backends.is_fake(group)
-        or not (A.is_contiguous() and out.is_contiguous())
-    ):
-        return
-    rows = A.view(-1, A.shape[-1])
-    plan = None
-    if scatter_plan.why_not_native([rows], [B], 0, group) is None and group.size() > 1:
-        if rows.shape[0] % group.size():
-            return
-        plan = scatter_plan.all_reduce_plan(rows.shape[0], rows, B, group, strict=strict)
-    collective = None
-    if plan is None or plan.way == "unfused":
-        collective = small_collectives.prepare_again("all_reduce", out, group)
-        if strict or collective is None:
-            return
-    else:
-        if scatter_workspace(group, A.device).slot_bytes == 0:  # which a fused call has made
-            return
-        if plan.way == "scatter":
-            part = out.view(-1, out.shape[-1])[: rows.shape[0] // group.size()]
-            collective = small_collectives.prepare_again("all_gather", part, group, strict=strict)
-            if strict and collective is None:
-                return
-    kept.keep(group, keep_as, KeptAllReduce(plan, collective))
+    return serve(AllReduce(A, B, bias, group, strict), keep_as)
 
 
 def _fake(
@@ -285,7 +346,7 @@ def matmul_all_reduce(
         keep_as = kept.kind_on_gpu(("matmul_all_reduce",), strict, A, B, bias)
     if keep_as is not None:
         known = groups.resolved(group)
-        again: torch.Tensor | None = kept.call_kept(known, keep_as, A, B, bias, known)
+        again: torch.Tensor | None = kept.call_kept(known, keep_as, A, B, bias)
         if again is not None:
             return again
     for name, tensor in (("A", A), ("B", B), *([] if bias is None else [("bias", bias)])):
@@ -297,10 +358,7 @@ def matmul_all_reduce(
     world_size = groups.world_size_of(group_name)
     given = (A, B) if bias is None else (A, B, bias)
     if not is_watched() and all(map(is_plain, given)):
-        out = _impl(A, B, bias, group_name, world_size, strict)
-        if keep_as is not None:
-            _keep(keep_as, A, B, bias, out, groups.resolved(group), strict)
-        return out
+        return _impl(A, B, bias, group_name, world_size, strict, keep_as)
     op = torch.ops.agmm._matmul_all_reduce.default
     found: torch.Tensor = op(A, B, bias, group_name, world_size, strict)
     return found

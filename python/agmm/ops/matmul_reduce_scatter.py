@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.ops import scatter_cuda, scatter_paths
+from agmm.ops import kept
 from agmm.ops.autograd import MatmulReduceScatter
 from agmm.ops.checks import check_operand, check_scatterable, needs_gradient
 from agmm.ops.library import library
 from agmm.ops.operands import autocast, is_watched
+from agmm.ops.plain_scatter import kind_of_scatter, scatter
+from agmm.ops.scatter import ScatterSettings
 from agmm.runtime import groups
 
 
@@ -43,9 +45,21 @@ def _autograd(
         return torch.ops.agmm._matmul_reduce_scatter.default(As, Bs, bias, *settings)
 
 
-def _kept(
-    A: Any, B: Any, bias: Any, group: Any, reduce_op: Any, strict: bool
-) -> torch.Tensor | None:
+def _impl(
+    As: list[torch.Tensor],
+    Bs: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    group_name: str,
+    world_size: int,
+    scatter_dim: int,
+    reduce_op: str,
+    strict: bool = False,
+) -> torch.Tensor:
+    group = groups.group_of_size(group_name, world_size)
+    return scatter(As, Bs, bias, group, ScatterSettings(scatter_dim, reduce_op, strict))
+
+
+def _kept(A: Any, B: Any, bias: Any, group: Any, settings: ScatterSettings) -> torch.Tensor | None:
     """What an eager call without gradients computes by a kept call of one product, for which the
     dispatcher has nothing to do; None where there is none. On the way of every call: a look into
     one dictionary, and no check that the look makes needless."""
@@ -55,17 +69,14 @@ def _kept(
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         return None
-    call = scatter_cuda.find(A, B, bias, group, reduce_op, strict)
-    if call is None or A.is_neg() or B.is_neg() or (bias is not None and bias.is_neg()):
-        return None
-    needs_grad = A.requires_grad or B.requires_grad or (bias is not None and bias.requires_grad)
-    if needs_grad and torch.is_grad_enabled():
-        return None
-    return call((A,), (B,), bias)
+    kind = kind_of_scatter((A,), (B,), bias, settings)
+    found: torch.Tensor | None = kept.call_kept(group, kind, (A,), (B,), bias)
+    return found
 
 
 def _native(A: torch.Tensor, B: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
-    known = _kept(A, B, None, groups.group_of(group_name), reduce_op, False)
+    settings = ScatterSettings(0, reduce_op)
+    known = _kept(A, B, None, groups.group_of(group_name), settings)
     if known is not None:
         return known
     check_operand("A", A)
@@ -77,7 +88,7 @@ def _native(A: torch.Tensor, B: torch.Tensor, reduce_op: str, group_name: str) -
 
 
 for _key in ("CPU", "CUDA"):
-    library.impl("_matmul_reduce_scatter", scatter_paths.run, _key)
+    library.impl("_matmul_reduce_scatter", _impl, _key)
 library.impl("_matmul_reduce_scatter", _fake, "Meta")
 library.impl("_matmul_reduce_scatter", _autograd, "Autograd")
 # A composite, so that what is traced is the op above, with the world size.
@@ -136,8 +147,8 @@ def matmul_reduce_scatter(
         InvalidArgument: names the argument, the value found and the value wanted.
         Unsupported: under ``strict`` only.
     """
-    if scatter_dim == 0 and (strict is False or strict is True):
-        known = _kept(A, B, bias, group, reduce_op, strict)
+    if strict is False or strict is True:
+        known = _kept(A, B, bias, group, ScatterSettings(scatter_dim, reduce_op, strict))
         if known is not None:
             return known
     As = list(A) if isinstance(A, (list, tuple)) else [A]

@@ -14,6 +14,10 @@ from agmm.ops.checks import check_operand
 _AUTOCAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+"""Types whose tensors stand for nothing but their memory."""
+
+
 def check_operands(A_shard: Any, Bs: Sequence[Any], biases: Sequence[torch.Tensor | None]) -> None:
     check_operand("A_shard", A_shard)
     for B in Bs:
@@ -26,7 +30,7 @@ def check_operands(A_shard: Any, Bs: Sequence[Any], biases: Sequence[torch.Tenso
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a call without the dispatcher computes what the tensor stands for."""
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        type(tensor) in PLAIN_TYPES
         and not (tensor.requires_grad and torch.is_grad_enabled())
         and not (tensor.is_neg() or tensor.is_meta or tensor._is_zerotensor())
         and tensor.layout == torch.strided

@@ -227,5 +227,5 @@ def _gather(
         list(biases),
         no_result_scales,
     )
-    *_, outs = gather(given, group, (gather_dim, False, A_shard.dtype, False, strict, quantize))
-    return outs
+    found = gather(given, group, gather_dim, False, A_shard.dtype, False, strict, quantize)
+    return found.outs

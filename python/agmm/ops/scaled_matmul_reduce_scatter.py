@@ -9,10 +9,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.ops import kept, scaled_scatter
+from agmm.ops import kept
+from agmm.ops.fp8_operands import Fp8Weights
+from agmm.ops.fp8_scatter import Fp8Scatter
 from agmm.ops.library import library
 from agmm.ops.operands import is_watched
+from agmm.ops.pipeline import serve
 from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_scatter
+from agmm.ops.scatter import ScatterSettings
 from agmm.runtime import groups
 
 
@@ -44,13 +48,16 @@ _Settings = tuple[int, str, torch.dtype, bool, bool]
 
 
 def _run(kind: Any, given: _Given, group: dist.ProcessGroup, settings: _Settings) -> torch.Tensor:
-    """By a call that is kept, or as `scaled_scatter.scatter`."""
-    A, B, scale_a, scale_b, bias, _ = given
+    """By a call that is kept, or as `serve` decides."""
+    A, B, scale_a, scale_b, bias, result_scale = given
     found: torch.Tensor | None
     found = kept.call_kept(group, kind, [A], [B], bias, [scale_a], [scale_b])
     if found is not None:
         return found
-    return scaled_scatter.scatter(*given, group, *settings, keep_as=kind)
+    scatter_dim, reduce_op, out_dtype, use_fast_accum, strict = settings
+    weight = Fp8Weights([B], [scale_b], [bias], [result_scale], [out_dtype], [use_fast_accum])
+    of_scatter = ScatterSettings(scatter_dim, reduce_op, strict)
+    return serve(Fp8Scatter(A, scale_a, weight, group, of_scatter), kind)
 
 
 def _fake(

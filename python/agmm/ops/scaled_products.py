@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from agmm.errors import fall_back
 from agmm.ops.library import library
-from agmm.ops.paths import fall_back
 from agmm.ops.scaled_checks import check_no_backward, scaling_of
 from agmm.runtime.scaled import Scaled, Weight, multiply
 from agmm.runtime.scaling import ALL, BLOCK

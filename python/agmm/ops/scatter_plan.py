@@ -16,9 +16,7 @@ from agmm.planning.plans import (
     BY_TORCH,
     MATMUL_REDUCE_SCATTER,
     MAX_SIZE,
-    UNFUSED,
     KernelConfig,
-    Plan,
     Problem,
 )
 from agmm.runtime import backends, symmetric
@@ -55,25 +53,6 @@ def _problem(A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup) -> Prob
 def _is_planned(A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """Whether the plan of ``A @ B`` on a GPU is torch's fused op. Collective at first use."""
     return call_plans.planner(group, A.device).plan(_problem(A, B, group)) == BY_TORCH
-
-
-def prefers_unfused_on_cpu(
-    As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], group: dist.ProcessGroup
-) -> bool:
-    """Whether a table says that the CPU backend is slower than a matmul and a reduce-scatter.
-    Collective at first use."""
-    A, B = As[0], Bs[0]
-    problem = call_plans.problem(
-        A.shape[:-1].numel(),
-        B.shape[1],
-        sum(B.shape[0] for B in Bs),
-        A.dtype,
-        A.device,
-        world_size=dist.get_world_size(group),
-        column_major=B.stride(0) == 1,
-    )
-    planner = call_plans.planner(group, A.device)
-    return planner.plan(problem._replace(op=MATMUL_REDUCE_SCATTER)) == UNFUSED
 
 
 def why_not_native(
@@ -130,25 +109,12 @@ def _why_no_kernel(
     return reason
 
 
-def kernel_plan(
-    As: Sequence[torch.Tensor],
-    Bs: Sequence[torch.Tensor],
-    group: dist.ProcessGroup,
-    *,
-    strict: bool = False,
-) -> Plan | None:
-    """How one of agmm's kernels is to compute the sum of products for which `why_not_native` has no
-    reason; None where another way is planned. Collective at first use.
-
-    Args:
-        strict: leave the unfused way out.
-    """
+def sum_problem(
+    As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> Problem:
+    """What the planner is asked of a sum of products."""
     rows = As[0].shape[:-1].numel()
-    problem = _kernel_problem(rows, sum(B.shape[0] for B in Bs), As[0], Bs[0], group)
-    planner = call_plans.planner(group, As[0].device)
-    choose = planner.fused_plan if strict else planner.plan
-    plan = choose(problem)
-    return None if plan.kernel is None else plan
+    return _kernel_problem(rows, sum(B.shape[0] for B in Bs), As[0], Bs[0], group)
 
 
 def _kernel_problem(
@@ -172,9 +138,11 @@ class AllReducePlan(NamedTuple):
 
     way: cost_model.AllReduceWay
     kernel: KernelConfig | None
-    """Of the lagged way."""
+    """The kernel of the lagged way."""
     sm_count: int
     """Multiprocessors that every rank has for it; the same on all ranks."""
+    scatters: KernelConfig | None = None
+    """The kernel of the way that scatters the sum and gathers it."""
 
 
 def all_reduce_plan(
@@ -194,7 +162,7 @@ def all_reduce_plan(
     scatters = call_plans.planner(group, A.device).fused_plan(problem).kernel
     returns = heuristics.lagged_kernel(problem, call_plans.all_reduce_kernels())
     way = cost_model.all_reduce_way(problem, scatters, returns, fused=strict)
-    return AllReducePlan(way, returns if way == "lagged" else None, problem.sm_count)
+    return AllReducePlan(way, returns if way == "lagged" else None, problem.sm_count, scatters)
 
 
 def is_fused(A: torch.Tensor, B: torch.Tensor, scatter_dim: int, group: dist.ProcessGroup) -> bool:

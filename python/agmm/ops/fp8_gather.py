@@ -1,0 +1,286 @@
+"""All-gather + matmul of fp8 operands: what differs from operands of other formats."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+
+from agmm.ops import scaled_products, small_collectives
+from agmm.ops.fp8_operands import Fp8Weights, kernel_of, problem_of, rows_of, why_unfused
+from agmm.ops.gather import GatherCall, Gathered, GatherSettings
+from agmm.ops.pipeline import GATHER, Ready, Route
+from agmm.ops.scaled_checks import check_scaled_gather
+from agmm.planning import call_plans, legality, plans
+from agmm.planning.plans import KernelConfig, Problem, core_transport
+from agmm.runtime import collectives, groups, nan_check
+from agmm.runtime.calls import Call
+from agmm.runtime.cpu_scaled import all_gather_scaled_matmul as all_gather_on_cpu
+from agmm.runtime.cuda import CudaWorkspace
+from agmm.runtime.cuda_gather import ready_gather
+from agmm.runtime.results import moved, reshaped
+from agmm.runtime.scaled import Scaled, Weight
+from agmm.runtime.scaling import ALL, Tile
+from agmm.runtime.workspaces import cpu_workspace
+
+_Matrices = tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor]]
+"""A, its scales and the products, all as matrices of rows."""
+
+
+class Fp8Gather(GatherCall):
+    """``all_gather(A_shard * scale_a) @ (B * scale_b) (+ bias)`` for each weight.
+
+    Args:
+        A_shard: [M_local, ..., K].
+        scale_a: float32, of A_shard.
+        given: the weights.
+        quantize: the kind of the scales, where an ``all_gather_matmul`` has made them; else "".
+    """
+
+    def __init__(
+        self,
+        A_shard: torch.Tensor,
+        scale_a: torch.Tensor,
+        given: Fp8Weights,
+        group: dist.ProcessGroup,
+        settings: GatherSettings,
+        quantize: str = "",
+    ) -> None:
+        super().__init__(A_shard, group, settings)
+        self.scale_a = scale_a
+        self.given = given
+        self.quantize = quantize
+
+    def check(self) -> None:
+        given = self.given
+        check_scaled_gather(
+            *(self.A_shard, self.scale_a, given.Bs, given.scale_bs, given.biases),
+            *(given.result_scales, given.out_dtypes, self.settings.gather_dim),
+        )
+        self.named_config()
+
+    def words(self) -> Call:
+        given = self.given
+        last = {"quantize": self.quantize} if self.quantize else {"return_A": self.return_A}
+        return Call(
+            self.op if self.quantize else "all_gather_scaled_matmul",
+            A_shard=self.A_shard,
+            B=list(given.Bs),
+            scale_a=self.scale_a,
+            scale_b=list(given.scale_bs),
+            gather_dim=self.settings.gather_dim,
+            **last,
+        )
+
+    @property
+    def return_A(self) -> bool:
+        return self.settings.return_A
+
+    @cached_property
+    def _described(self) -> tuple[Tile, list[Weight]]:
+        return self.given.described(self.A_shard, self.scale_a, self.quantize)
+
+    @property
+    def weights(self) -> list[Weight]:
+        return self._described[1]
+
+    @cached_property
+    def shard(self) -> Scaled:
+        return rows_of(self.A_shard, self.scale_a, self._described[0], self.dim)
+
+    def lasts(self) -> bool:
+        """Only calls whose operands need no copies, and no argument that a kept call is not given,
+        are kept."""
+        has_result_scale = any(scale is not None for scale in self.given.result_scales)
+        is_as_given = self.dim == 0 and self.A_shard.is_contiguous()
+        return is_as_given and not has_result_scale and self.group.size() > 1
+
+    def operands(self) -> tuple[Any, ...]:
+        given, weights = self.given, self.weights
+        if self.lasts():
+            return self.A_shard, given.Bs, given.biases, self.scale_a, given.scale_bs
+        scale_bs = [weight.B.scale for weight in weights]
+        return self._front, given.Bs, given.biases, self.shard.scale, scale_bs
+
+    @property
+    def _front(self) -> torch.Tensor:
+        """The shard, contiguous, with the gathered dimension first."""
+        return self.shard.values.view(self.A_shard.movedim(self.dim, 0).shape)
+
+    def columns(self) -> list[int]:
+        return [B.shape[1] for B in self.given.Bs]
+
+    def also_agreed(self) -> str:
+        return f", scales {list(self.shard.scale.shape)}"
+
+    def why_no_kernel(self) -> str | None:
+        reason = why_unfused(self.device, self.group)
+        if reason is not None or self.device.type == "cpu":
+            return reason
+        reason = legality.why_too_many_rows(len(self.shard.values), self.group.size())
+        if reason is not None:
+            return reason
+        first = self.given.Bs[0].dtype
+        for B in self.given.Bs:
+            if B.dtype != first:
+                return f"B: found dtypes {first} and {B.dtype}, wanted one on CUDA"
+        problems = [self._problem(weight) for weight in self.weights]
+        return next((problem for problem in problems if isinstance(problem, str)), None)
+
+    def _problem(self, weight: Weight) -> Problem | str:
+        m = self.group.size() * len(self.shard.values)
+        return problem_of(self.shard, weight, m, return_A=self.return_A, group=self.group)
+
+    def problem(self, weight: int | None) -> Problem:
+        if self.device.type == "cpu":
+            m = self.group.size() * len(self.shard.values)
+            B = self.given.Bs[weight or 0]
+            columns = self.columns()
+            return call_plans.problem(
+                m,
+                sum(columns) if weight is None else columns[weight],
+                self.A_shard.shape[-1],
+                self.A_shard.dtype,
+                self.device,
+                world_size=self.group.size(),
+                return_A=self.return_A,
+                column_major=B.stride(0) == 1,
+                group=self.group,
+            )
+        found = cast("Problem", self._problem(self.weights[weight or 0]))  # else it has no kernel
+        return found._replace(n=sum(self.columns())) if weight is None else found
+
+    def look(self, route: Route, words: Call) -> None:
+        if not nan_check.active:
+            return
+        rank = groups.of(self.group).rank
+        nan_check.look_through(words.op, "A_shard", self.A_shard, rank)
+        if not self.quantize:  # else a NaN in A_shard is what made the scale one
+            nan_check.look_through(words.op, "scale_a", self.scale_a, rank)
+
+    def ready_on_cuda(
+        self, workspace: CudaWorkspace, kernels: Sequence[KernelConfig], transport: str
+    ) -> Ready:
+        found = [
+            kernel_of(self.shard, weight, self.problem(i), config)
+            for i, (weight, config) in enumerate(zip(self.weights, kernels, strict=True))
+        ]
+        return ready_gather(
+            workspace,
+            self._front,
+            [weight.B.values for weight in self.weights],
+            found,
+            return_A=self.return_A,
+            transport=core_transport(transport),
+        )
+
+    def by_cpu(self) -> _Matrices:
+        planner = call_plans.planner(self.group, self.device)
+        plan = self.settings.plan or planner.plan(self.problem(None))
+        return all_gather_on_cpu(
+            cpu_workspace(self.group),
+            self.shard,
+            self.weights,
+            self.words(),
+            return_A=self.return_A,
+            chunks=plan.chunks_per_shard,
+        )
+
+    def by_gather(self) -> _Matrices:
+        shard = self.shard
+        values = small_collectives.gather(shard.values.view(torch.uint8), self.group)
+        scale = small_collectives.gather(shard.scale.contiguous(), self.group)
+        return self._multiplied(values.view(shard.values.dtype), scale)
+
+    def why_not_gathered(self) -> str | None:
+        if self.device.type != "cuda":
+            device = self.device
+            return f"config: {plans.GATHERED.name} was asked for on {device}, it wants cuda"
+        return small_collectives.why_not("all_gather", self.shard.values, self.group)
+
+    def again(self, by: str) -> Ready:
+        if not self.lasts():
+            return lambda *_: self.by_gather() if by == GATHER else self.by_cpu()
+        given = self.given
+        settings = given.result_scales, given.out_dtypes, given.fast_accum
+        return _Again(weakref.ref(self.group), self.settings, settings, self.quantize, by)
+
+    def finished(self, found: Any, route: Route) -> Gathered:
+        return self.in_shape(*found)
+
+    def by_library(self, words: Call) -> Gathered:
+        shard, name = self.shard, self.group.group_name
+        # As bytes, since not all backends know the dtypes. Both begin before one is awaited. What
+        # is sent has been looked through.
+        with groups.of(self.group).lock, nan_check.done():
+            finishes = [
+                collectives.start_all_gather(tensor, name, 0, call=words)
+                for tensor in (shard.values.view(torch.uint8), shard.scale)
+            ]
+        values, scale = (finish() for finish in finishes)
+        return self.in_shape(*self._multiplied(values.view(shard.values.dtype), scale))
+
+    def on_nothing(self) -> Gathered:
+        """The results, for which nothing moves but scales that are asked for."""
+        size, shard = self.group.size(), self.shard
+        scale = shard.scale
+        if self.return_A and scale.numel() and size > 1:
+            gather = torch.ops.agmm._all_gather.default
+            scale = gather(scale.contiguous(), self.group.group_name, size, 0)
+        else:
+            scale = scale.repeat(size, 1)
+        values = shard.values.new_empty(size * len(shard.values), shard.values.shape[1])
+        return self.in_shape(*self._multiplied(values, scale))
+
+    def _multiplied(self, values: torch.Tensor, scale: torch.Tensor) -> _Matrices:
+        """The gathered rows and scales, and the library's products with them."""
+        tile = self.shard.tile
+        if tile[0] == ALL:
+            tile = (len(self.shard.values), ALL)
+        A = Scaled(values, scale, tile)
+        return values, scale, [scaled_products.product(A, weight) for weight in self.weights]
+
+    def in_shape(
+        self, A: torch.Tensor | None, scale: torch.Tensor | None, outs: list[torch.Tensor]
+    ) -> Gathered:
+        """Matrices of rows in the shapes that the op returns."""
+        leading, dim = self.leading, self.dim
+
+        def unfolded(rows: torch.Tensor) -> torch.Tensor:
+            return moved(reshaped(rows, (*leading, rows.shape[-1])), 0, dim)
+
+        outs = [unfolded(out) for out in outs]
+        if not self.return_A or A is None or scale is None:
+            return Gathered(None, None, outs)
+        if self.shard.tile[0] != ALL:
+            scale = unfolded(scale)
+        return Gathered(unfolded(A), scale, outs)
+
+
+class _Again(NamedTuple):
+    """Computes calls of one kind, along dimension 0, by agmm's gather or by the CPU backend."""
+
+    group: weakref.ReferenceType[dist.ProcessGroup]
+    settings: GatherSettings
+    of_weights: tuple[Any, ...]
+    """The last fields of `Fp8Weights`, in which there is no tensor."""
+    quantize: str
+    by: str
+
+    def __call__(
+        self,
+        A_shard: torch.Tensor,
+        Bs: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        scale_a: torch.Tensor,
+        scale_bs: Sequence[torch.Tensor],
+    ) -> Gathered:
+        group = self.group()
+        assert group is not None
+        given = Fp8Weights(Bs, scale_bs, biases, *self.of_weights)
+        call = Fp8Gather(A_shard, scale_a, given, group, self.settings, self.quantize)
+        return call.in_shape(*(call.by_gather() if self.by == GATHER else call.by_cpu()))

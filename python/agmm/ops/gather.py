@@ -1,0 +1,238 @@
+"""The flow of all-gather + matmul: what is the same for all formats of operands."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from agmm.errors import InvalidArgument
+from agmm.ops.pipeline import GATHER, KERNEL, LIBRARY, OpCall, Ready, Route, device_of
+from agmm.planning import call_plans, legality, plans
+from agmm.planning.plans import KernelConfig, Plan, Problem
+from agmm.runtime import groups, nan_check
+from agmm.runtime.calls import Call
+from agmm.runtime.cuda import CudaWorkspace
+from agmm.runtime.workspaces import cuda_workspace, take_turn
+
+
+class Gathered(NamedTuple):
+    """What an all-gather + matmul returns."""
+
+    A: torch.Tensor | None
+    """The gathered A, where it is wanted."""
+    scale: torch.Tensor | None
+    """The gathered scales of A, where the format has some and A is wanted."""
+    outs: list[torch.Tensor]
+    """The products, in the order of the weights."""
+
+
+class GatherSettings(NamedTuple):
+    """What a caller says of an all-gather + matmul beside its operands."""
+
+    gather_dim: int = 0
+    return_A: bool = False
+    config: str = ""
+    """A kernel, perhaps with a transport; "gather", "unfused", or nothing."""
+    strict: bool = False
+    prefer_fused: bool = False
+    """Whether a plan for the unfused path, or for agmm's gather, is passed over."""
+    plan: Plan | None = None
+    """What is carried out in place of the chosen plan."""
+
+
+class GatherCall(OpCall[Gathered]):
+    """An all-gather + matmul of one format, which says what its operands are, which of its calls
+    have kernels, and how it multiplies.
+
+    Args:
+        A_shard: [M_local, ..., K].
+        settings: what the caller says.
+    """
+
+    op = "all_gather_matmul"
+
+    def __init__(
+        self, A_shard: torch.Tensor, group: dist.ProcessGroup, settings: GatherSettings
+    ) -> None:
+        self.A_shard = A_shard
+        self.device = device_of(A_shard)
+        self.group = group
+        self.settings = settings
+        self.strict = settings.strict
+
+    # --- what a format says ---
+
+    @abstractmethod
+    def columns(self) -> list[int]:
+        """N of each weight."""
+
+    @abstractmethod
+    def why_no_kernel(self) -> str | None:
+        """Why agmm's kernels, or its CPU backend, cannot serve operands of this kind, or None. The
+        same on all ranks that call with the same shapes, dtypes and layouts."""
+
+    @abstractmethod
+    def problem(self, weight: int | None) -> Problem:
+        """What the planner is asked of one weight, or of all of them together for None."""
+
+    @abstractmethod
+    def by_cpu(self) -> Any:
+        """What the CPU backend returns."""
+
+    @abstractmethod
+    def ready_on_cuda(
+        self, workspace: CudaWorkspace, kernels: Sequence[KernelConfig], transport: str
+    ) -> Ready:
+        """The call of agmm's kernels, one for each weight, for any operands of this kind."""
+
+    @abstractmethod
+    def by_gather(self) -> Any:
+        """What agmm's gather and the library's matmul return."""
+
+    @abstractmethod
+    def why_not_gathered(self) -> str | None:
+        """Why agmm's gather kernel cannot take the shard, or None."""
+
+    @abstractmethod
+    def on_nothing(self) -> Gathered:
+        """The results where no rank has any rows."""
+
+    # --- the flow ---
+
+    @property
+    def dim(self) -> int:
+        """The gathered dimension, counted from the first."""
+        return self.settings.gather_dim % self.A_shard.dim()
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """The leading sizes of the results, the gathered dimension first."""
+        front = self.A_shard.movedim(self.dim, 0).shape
+        return self.group.size() * front[0], *front[1:-1]
+
+    @property
+    def may_choose(self) -> bool:
+        """Whether a plan may take another path than the fused one."""
+        settings = self.settings
+        return not (settings.config or settings.strict or settings.prefer_fused or settings.plan)
+
+    def is_empty(self) -> bool:
+        return self.A_shard.numel() == 0
+
+    def without_elements(self, words: Call) -> Gathered:
+        shape, dtype = list(self.A_shard.shape), self.A_shard.dtype
+        what = f"{self.op} of {shape} {dtype} along {self.dim}, {self.settings.return_A}"
+        agree = call_plans.agree if self.why_not_fused() is None else None
+        take_turn(self.group, self.device, what + self.also_agreed(), words, agree=agree)
+        return self.on_nothing()
+
+    def also_agreed(self) -> str:
+        """What else has to be the same on all ranks, after a comma."""
+        return ""
+
+    def look(self, route: Route, words: Call) -> None:
+        if nan_check.active and self.device.type == "cuda" and route.by != LIBRARY:
+            nan_check.look_through(words.op, "A_shard", self.A_shard, groups.of(self.group).rank)
+
+    def why_not_fused(self) -> str | None:
+        """The reason why agmm cannot serve the call, whose shard has elements, or None. The same on
+        all ranks that call with the same shapes, dtypes and layouts. Collective at first use on
+        GPUs."""
+        if self.settings.config == "unfused":
+            return "config: unfused was asked for"
+        device = self.device
+        if device.type not in ("cpu", "cuda"):
+            return f"A_shard: device {device}, the fused path wants cuda or cpu"
+        return self.why_no_kernel()
+
+    def route(self) -> Route:
+        settings, planned = self.settings, self.settings.plan
+        if planned == plans.UNFUSED:
+            return Route(LIBRARY)
+        reason = self.why_not_fused()
+        if reason is not None:
+            wanted = settings.config == plans.UNFUSED.name and not self.strict
+            return Route(LIBRARY, None if wanted else reason)
+        if self.may_choose:
+            planned = call_plans.planner(self.group, self.device).plan(self.problem(None))
+        if planned == plans.UNFUSED:
+            return Route(LIBRARY)
+        lasts = self.lasts()
+        if settings.config == plans.GATHERED.name:
+            reason = self.why_not_gathered()
+            return Route(LIBRARY, reason) if reason else Route(GATHER, lasts=lasts)
+        if planned == plans.GATHERED:
+            if self.why_not_gathered() is None:
+                return Route(GATHER, lasts=lasts)
+            # The call is captured before the gather has memory: it is fused this time.
+            return Route(KERNEL, lasts=False)
+        return Route(KERNEL, plan=settings.plan, lasts=lasts)
+
+    def lasts(self) -> bool:
+        """Whether later calls of the same kind may take the same route without being looked at."""
+        return True
+
+    def instead(self, route: Route, reason: str) -> Route:
+        if route.by == GATHER and self.may_choose:  # no memory for the gather
+            return Route(KERNEL)
+        return super().instead(route, reason)
+
+    def prepare(self, route: Route) -> Ready:
+        if route.by == GATHER:
+            return self.again(GATHER)
+        if self.device.type == "cpu":
+            return self.again(KERNEL)
+        workspace = cuda_workspace(self.group, self.device)
+        kernels, transport = self._kernels(route.plan)
+        return self.ready_on_cuda(workspace, kernels, transport)
+
+    @abstractmethod
+    def again(self, by: str) -> Ready:
+        """What computes calls of this kind by `by_gather` or `by_cpu`. It must not hold the group,
+        since a kept call ends with it."""
+
+    def named_config(self) -> tuple[KernelConfig | None, str | None]:
+        """The kernel and the transport that the caller named.
+
+        Raises:
+            InvalidArgument: the config is the name of nothing.
+        """
+        config = self.settings.config
+        try:
+            return plans.parse_config("" if config in _BY_LIBRARY else config)
+        except ValueError as error:
+            raise InvalidArgument(str(error)) from None
+
+    def _kernels(self, plan: Plan | None) -> tuple[list[KernelConfig], str]:
+        """A kernel for each weight, and the transport of the first."""
+        kernel, transport = self.named_config()
+        found: list[KernelConfig] = []
+        for i in range(len(self.columns())):
+            problem = self.problem(i)
+            if plan is not None:
+                chosen = plan
+            elif kernel is not None:
+                chosen = Plan(legality.copy_transports(problem, kernel)[0], kernel)
+            else:
+                planner = call_plans.planner(self.group, self.device)
+                chosen = planner.fused_plan(problem)
+            assert chosen.kernel is not None
+            if not found:
+                transport = transport or chosen.transport
+                reason = legality.why_transport_illegal(problem, chosen.kernel, transport)
+                if reason is not None:
+                    raise InvalidArgument(
+                        f"config: {chosen.kernel.kernel}, return_A={self.settings.return_A}: "
+                        f"{reason}"
+                    )
+            found.append(chosen.kernel)
+        assert transport is not None
+        return found, transport
+
+
+_BY_LIBRARY = (plans.UNFUSED.name, plans.GATHERED.name)
+"""Configs whose matmul is the library's."""

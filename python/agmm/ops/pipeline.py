@@ -1,0 +1,167 @@
+"""How every op on matrices is carried out: one flow for all ops and all formats of operands.
+
+A call that was served before is made again as it is (`kept`). Any other call is checked, decided
+once (`Route`), prepared and run here, and here only: the group's liveness, calls without elements,
+the look for NaNs, warnings and ``strict`` are the same for all of them. An op says what its steps
+are by a class of its own (`OpCall`); a format says what the op's class leaves open.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from agmm.errors import Unsupported, fall_back
+from agmm.ops import kept
+from agmm.runtime import backends, groups
+from agmm.runtime.callers import calling
+from agmm.runtime.calls import Call
+
+KERNEL = "kernel"
+"""`Route.by` of a call that agmm's own kernel or CPU backend computes."""
+GATHER = "gather"
+"""`Route.by` of a call whose rows agmm's collective gathers and the library multiplies."""
+TORCH = "torch"
+"""`Route.by` of a call that torch's fused op computes."""
+LIBRARY = "library"
+"""`Route.by` of a call that the group's backend and the library compute: the unfused path."""
+
+
+Ready = Any
+"""What computes calls of one kind, any number of times, from `OpCall.operands`: callable, with
+results in the shapes that the op returns. mypy has named tuples not callable."""
+
+
+class Route(NamedTuple):
+    """How a call is carried out."""
+
+    by: str
+    reason: str | None = None
+    """Why agmm itself cannot serve the call; None where it can, or where a plan decided."""
+    plan: Any = None
+    """What the planner chose; of a type that the op knows."""
+    lasts: bool = True
+    """Whether later calls of the same kind take the same route."""
+
+
+Result = TypeVar("Result")
+
+
+def device_of(operand: Any) -> torch.device:
+    """The device of an operand; that of nothing for what is no tensor, which `OpCall.check`
+    refuses."""
+    return operand.device if isinstance(operand, torch.Tensor) else torch.device("meta")
+
+
+class OpCall(ABC, Generic[Result]):
+    """One call of an op: its operands, its settings, and the steps that the flow takes with them.
+
+    Every step but `check`, `words` and `is_empty` may be collective at a group's first use.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    """Where the operands are."""
+    strict: bool
+
+    @abstractmethod
+    def check(self) -> None:
+        """Refuse what no path can serve: raises `InvalidArgument` before another rank sees it."""
+
+    @abstractmethod
+    def words(self) -> Call:
+        """The call by the names of its arguments, for messages."""
+
+    @abstractmethod
+    def is_empty(self) -> bool:
+        """Whether the call has no elements to send."""
+
+    @abstractmethod
+    def without_elements(self, words: Call) -> Result:
+        """Take this call's turn among the calls of the group, and return what has no elements."""
+
+    @abstractmethod
+    def route(self) -> Route:
+        """Decide how the call is carried out, the same on all ranks."""
+
+    @abstractmethod
+    def look(self, route: Route, words: Call) -> None:
+        """Look for NaNs in what the route is about to send, where that was asked for."""
+
+    @abstractmethod
+    def prepare(self, route: Route) -> Ready:
+        """What computes calls of this kind from `operands`, any number of times.
+
+        Raises:
+            Unsupported: the group can have no memory for it; all ranks raise.
+        """
+
+    @abstractmethod
+    def operands(self) -> tuple[Any, ...]:
+        """What `prepare`'s call takes."""
+
+    @abstractmethod
+    def finished(self, found: Any, route: Route) -> Result:
+        """The results of the prepared call in the shapes that the op returns."""
+
+    @abstractmethod
+    def by_library(self, words: Call) -> Result:
+        """The call by the group's backend and the library."""
+
+    def to_keep(self, ready: Ready, found: Any) -> Ready | None:
+        """What computes later calls of the same kind, from the operands that the op was given, with
+        results in the shapes that it returns; None for nothing. ``found`` is what the call that was
+        prepared has returned."""
+        return ready
+
+    def library_to_keep(self, found: Result) -> Ready | None:
+        """The same of a call that a plan has left to the library."""
+        return None
+
+    def instead(self, route: Route, reason: str) -> Route:
+        """What takes the place of a route that the group has no memory for."""
+        return Route(LIBRARY, reason)
+
+
+def serve(call: OpCall[Result], keep_as: Any = None) -> Result:
+    """Carry out a call of a kind that is not kept. Collective.
+
+    Args:
+        keep_as: the kind under which later calls find the prepared one (`kept.keep`); None keeps
+            nothing.
+
+    Raises:
+        InvalidArgument: no path can serve the call; nothing was begun.
+        Unsupported: under ``strict`` only.
+    """
+    group = call.group
+    groups.check_alive(group)
+    call.check()
+    words = call.words()
+    if backends.is_fake(group):
+        return call.by_library(words)
+    if call.is_empty():
+        return call.without_elements(words)
+    with groups.of(group).lock, calling(words):
+        route = call.route()
+        while route.by != LIBRARY:
+            call.look(route, words)
+            try:
+                ready = call.prepare(route)
+                found = ready(*call.operands())
+            except Unsupported as error:
+                route = call.instead(route, str(error))
+                continue
+            if route.lasts:
+                kept.keep(group, keep_as, call.to_keep(ready, found))
+            return call.finished(found, route)
+        if route.reason is not None:
+            fall_back(route.reason, call.strict)
+        call.look(route, words)
+        by_library = call.by_library(words)
+        if route.reason is None and route.lasts:
+            kept.keep(group, keep_as, call.library_to_keep(by_library))
+        return by_library

@@ -1,0 +1,213 @@
+"""All-gather + matmul of operands that need no scales."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from agmm.ops import kept, small_collectives
+from agmm.ops.checks import FLOATS, check_gatherable
+from agmm.ops.gather import GatherCall, Gathered, GatherSettings
+from agmm.ops.pipeline import GATHER, Ready, serve
+from agmm.planning import call_plans, legality, plans
+from agmm.planning.plans import KernelConfig, Problem, core_transport
+from agmm.runtime import cuda_calls, symmetric
+from agmm.runtime.calls import Call
+from agmm.runtime.collectives import start_all_gather
+from agmm.runtime.cuda import CudaWorkspace
+from agmm.runtime.cuda_calls import Kernel, b_layout, plain_format
+from agmm.runtime.cuda_gather import ready_gather
+from agmm.runtime.results import reshaped
+from agmm.runtime.workspaces import cpu_workspace
+
+
+class PlainGather(GatherCall):
+    """``all_gather(A_shard) @ B (+ bias)`` for each weight.
+
+    Args:
+        A_shard: [M_local, ..., K].
+        Bs: [K, N] each.
+        biases: [N] or None for each weight.
+    """
+
+    def __init__(
+        self,
+        A_shard: torch.Tensor,
+        Bs: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        group: dist.ProcessGroup,
+        settings: GatherSettings,
+    ) -> None:
+        super().__init__(A_shard, group, settings)
+        self.Bs = Bs
+        self.biases = biases
+
+    def check(self) -> None:
+        check_gatherable(
+            self.A_shard, self.Bs, self.biases, self.settings.gather_dim, self.group.size()
+        )
+        self.named_config()
+
+    def words(self) -> Call:
+        return Call(self.op, A_shard=self.A_shard, B=self.Bs, gather_dim=self.settings.gather_dim)
+
+    def operands(self) -> tuple[Any, ...]:
+        return self.A_shard, self.Bs, self.biases
+
+    def columns(self) -> list[int]:
+        return [B.shape[1] for B in self.Bs]
+
+    def why_no_kernel(self) -> str | None:
+        A, device = self.A_shard, self.device
+        if self.dim != 0:
+            return f"gather_dim: {self.settings.gather_dim}, the fused path wants 0"
+        if not A.is_contiguous():
+            return f"A_shard: strides {tuple(A.stride())} are not contiguous"
+        if device.type == "cpu":
+            if A.dtype not in FLOATS:
+                return f"A_shard: dtype={A.dtype}, the CPU backend wants a floating-point type"
+            return None
+        reason = symmetric.why_group_unfused(self.group, device)
+        reason = reason or legality.why_too_many_rows(A.shape[:-1].numel(), self.group.size())
+        dtype = str(A.dtype).removeprefix("torch.")
+        for B in self.Bs:
+            reason = (
+                reason
+                or legality.why_unfused(dtype, B.shape[1], A.shape[-1])
+                or cuda_calls.why_b_unfused(B)
+            )
+        return reason
+
+    def problem(self, weight: int | None) -> Problem:
+        columns, B = self.columns(), self.Bs[weight or 0]
+        k = self.A_shard.shape[-1]
+        layout = b_layout(B)
+        return call_plans.problem(
+            self.group.size() * (self.A_shard.numel() // k),
+            sum(columns) if weight is None else columns[weight],
+            k,
+            self.A_shard.dtype,
+            self.device,
+            world_size=self.group.size(),
+            return_A=self.settings.return_A,
+            column_major=layout.column_major if layout is not None else B.stride(0) == 1,
+            group=self.group,
+        )
+
+    def ready_on_cuda(
+        self, workspace: CudaWorkspace, kernels: Sequence[KernelConfig], transport: str
+    ) -> Ready:
+        form = plain_format("A_shard", self.A_shard)
+        return ready_gather(
+            workspace,
+            self.A_shard,
+            self.Bs,
+            [Kernel(kernel.core, form) for kernel in kernels],
+            return_A=self.settings.return_A,
+            transport=core_transport(transport),
+        )
+
+    def by_cpu(self) -> Gathered:
+        k = self.A_shard.shape[-1]
+        planner = call_plans.planner(self.group, self.device)
+        plan = self.settings.plan or planner.plan(self.problem(None))
+        A, outs = cpu_workspace(self.group).all_gather_matmul(
+            self.A_shard.view(-1, k),
+            list(self.Bs),
+            list(self.biases),
+            return_A=self.settings.return_A,
+            chunks_per_shard=plan.chunks_per_shard,
+        )
+        outs = [reshaped(out, (*self.leading, out.shape[-1])) for out in outs]
+        return Gathered(None if A is None else reshaped(A, (*self.leading, k)), None, outs)
+
+    def by_gather(self) -> Gathered:
+        A = small_collectives.gather(self.A_shard, self.group)
+        return Gathered(A if self.settings.return_A else None, None, self._products(A))
+
+    def why_not_gathered(self) -> str | None:
+        if self.device.type != "cuda":
+            device = self.device
+            return f"config: {plans.GATHERED.name} was asked for on {device}, it wants cuda"
+        return small_collectives.why_not("all_gather", self.A_shard, self.group)
+
+    def again(self, by: str) -> Ready:
+        return _Again(weakref.ref(self.group), self.settings, by)
+
+    def finished(self, found: Any, route: Any) -> Gathered:
+        return Gathered(*found)
+
+    def by_library(self, words: Call) -> Gathered:
+        finish = start_all_gather(
+            self.A_shard, self.group.group_name, self.settings.gather_dim, call=words
+        )
+        A = finish()
+        return Gathered(A if self.settings.return_A else None, None, self._products(A))
+
+    def on_nothing(self) -> Gathered:
+        shape = list(self.A_shard.shape)
+        shape[self.dim] *= self.group.size()
+        A = self.A_shard.new_empty(shape)
+        return Gathered(A if self.settings.return_A else None, None, self._products(A))
+
+    def _products(self, A: torch.Tensor) -> list[torch.Tensor]:
+        outs = []
+        rows = A.flatten(0, -2)
+        for B, bias in zip(self.Bs, self.biases, strict=True):
+            # Product and bias are rounded once, together, as on the fused path.
+            out = torch.mm(rows, B) if bias is None else torch.addmm(bias, rows, B)
+            outs.append(reshaped(out, (*A.shape[:-1], B.shape[1])))
+        return outs
+
+
+class _Again(NamedTuple):
+    """Computes calls of one kind by agmm's gather or by the CPU backend."""
+
+    group: weakref.ReferenceType[dist.ProcessGroup]
+    settings: GatherSettings
+    by: str
+
+    def __call__(
+        self,
+        A_shard: torch.Tensor,
+        Bs: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+    ) -> Gathered:
+        group = self.group()
+        assert group is not None
+        call = PlainGather(A_shard, Bs, biases, group, self.settings)
+        return call.by_gather() if self.by == GATHER else call.by_cpu()
+
+
+def gather(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    group: dist.ProcessGroup,
+    settings: GatherSettings,
+    kinds: Sequence[Any] | None = None,
+) -> Gathered:
+    """Gather and multiply: by the call that served this kind before, or as `serve` decides.
+    Collective; errors as those of `serve`.
+
+    Args:
+        kinds: `kept.kind_of` each tensor, where the caller has made them.
+    """
+    if kinds is None:
+        kinds = [None if t is None else kept.kind_of(t) for t in (A_shard, *Bs, *biases)]
+    # Settings that decide nothing more are left out: any of them leads to the same route.
+    dim, return_A, config, strict, prefer_fused, _ = settings
+    may_choose = not (config or strict or prefer_fused)
+    key = (_OP, dim, return_A, config, may_choose, len(Bs), *kinds)
+    found = kept.call_kept(group, key, A_shard, Bs, biases)
+    if found is not None:
+        return Gathered(*found)
+    call = PlainGather(A_shard, Bs, biases, group, settings)
+    return serve(call, key if settings.plan is None else None)
+
+
+_OP = PlainGather.op

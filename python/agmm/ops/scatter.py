@@ -1,0 +1,191 @@
+"""The flow of matmul + reduce-scatter: what is the same for all formats of operands."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from agmm.ops.pipeline import KERNEL, LIBRARY, OpCall, Ready, Route, device_of
+from agmm.planning import call_plans
+from agmm.planning.plans import UNFUSED, KernelConfig, Plan, Problem
+from agmm.runtime import groups, nan_check
+from agmm.runtime.calls import Call
+from agmm.runtime.results import moved, reshaped
+from agmm.runtime.workspaces import take_turn
+
+Meanwhile = Callable[[], None]
+"""What a rank does while its parts are on their way. It is called once; what it raises is raised
+when the call is done, since the other ranks wait for that."""
+
+
+class ScatterSettings(NamedTuple):
+    """What a caller says of a matmul + reduce-scatter beside its operands."""
+
+    scatter_dim: int = 0
+    reduce_op: str = "sum"
+    strict: bool = False
+    plan: Plan | None = None
+    """What is carried out in place of the chosen plan."""
+
+
+class ScatterCall(OpCall[torch.Tensor]):
+    """A matmul + reduce-scatter of one format, which says what its operands are, which of its calls
+    have kernels, and how it multiplies.
+
+    Args:
+        A: [M, ..., K], the first of several.
+        settings: what the caller says.
+        meanwhile: see `Meanwhile`.
+    """
+
+    op = "matmul_reduce_scatter"
+
+    def __init__(
+        self,
+        A: torch.Tensor,
+        group: dist.ProcessGroup,
+        settings: ScatterSettings,
+        meanwhile: Meanwhile | None = None,
+    ) -> None:
+        self.A = A
+        self.device = device_of(A)
+        self.group = group
+        self.settings = settings
+        self.strict = settings.strict
+        self.meanwhile = meanwhile
+
+    # --- what a format says ---
+
+    @property
+    @abstractmethod
+    def columns(self) -> int:
+        """N of the product."""
+
+    @property
+    @abstractmethod
+    def out_dtype(self) -> torch.dtype:
+        """The dtype of the result."""
+
+    @abstractmethod
+    def why_no_kernel(self) -> str | None:
+        """Why agmm's kernels, or its CPU backend, cannot serve operands of this kind, or None. The
+        same on all ranks that call with the same shapes, dtypes and layouts."""
+
+    @abstractmethod
+    def problem(self) -> Problem:
+        """What the planner is asked."""
+
+    @abstractmethod
+    def by_cpu(self, words: Call) -> torch.Tensor:
+        """The sum by the CPU backend, as a matrix of rows."""
+
+    @abstractmethod
+    def ready_on_cuda(self, kernel: KernelConfig) -> Ready:
+        """The call of agmm's kernel for any operands of this kind."""
+
+    @abstractmethod
+    def sent(self) -> dict[str, list[torch.Tensor]]:
+        """What a kernel multiplies and sends, by the names of the op's arguments."""
+
+    # --- the flow ---
+
+    @property
+    def dim(self) -> int:
+        """The scattered dimension, counted from the first."""
+        return self.settings.scatter_dim % self.A.dim()
+
+    @property
+    def shape(self) -> list[int]:
+        """The sizes of the sum before it is scattered."""
+        return [*self.A.shape[:-1], self.columns]
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The sizes of this rank's part, the scattered dimension first."""
+        front = self.A.movedim(self.dim, 0).shape
+        return front[0] // self.group.size(), *front[1:-1], self.columns
+
+    def is_empty(self) -> bool:
+        return 0 in self.shape
+
+    def without_elements(self, words: Call) -> torch.Tensor:
+        shape, reduce_op = self.shape, self.settings.reduce_op
+        what = f"{words.op} to {shape} {self.out_dtype} along {self.dim}, {reduce_op}"
+        agree = call_plans.agree if self.asks_a_plan() else None
+        take_turn(self.group, self.device, what, words, agree=agree)
+        if self.meanwhile is not None:
+            self.meanwhile()
+        shape[self.dim] //= self.group.size()
+        return self.A.new_empty(shape, dtype=self.out_dtype)
+
+    def asks_a_plan(self) -> bool:
+        """Whether the planner is asked how a call with elements is carried out."""
+        return self.why_not_fused() is None
+
+    def why_not_fused(self) -> str | None:
+        """The reason why agmm cannot serve the call, whose result has elements, or None. The same
+        on all ranks that call with the same shapes and dtypes. Collective at first use on GPUs."""
+        if self.dim == self.A.dim() - 1:
+            dim = self.settings.scatter_dim
+            return f"scatter_dim: {dim}, the fused path wants another than the last"
+        return self.why_no_kernel()
+
+    def look(self, route: Route, words: Call) -> None:
+        # A kernel sends products as it computes them; other routes look through what they send.
+        if not nan_check.active or route.by == LIBRARY or self.device.type != "cuda":
+            return
+        rank = groups.of(self.group).rank
+        for name, tensors in self.sent().items():
+            for tensor in tensors:
+                nan_check.look_through(words.op, name, tensor, rank)
+
+    def route(self) -> Route:
+        plan = self.settings.plan
+        if plan == UNFUSED:
+            return Route(LIBRARY)
+        reason = self.why_not_fused()
+        if reason is not None:
+            return self.otherwise(reason)
+        if plan is None and self.asks_a_plan():
+            planner = call_plans.planner(self.group, self.device)
+            choose = planner.fused_plan if self.strict else planner.plan
+            plan = choose(self.problem())
+        if self.device.type == "cpu":
+            return Route(LIBRARY) if plan == UNFUSED else Route(KERNEL, plan=plan, lasts=False)
+        if self.group.size() == 1:
+            return self.otherwise("group: 1 rank, which has nothing to scatter")
+        if plan is None or plan.kernel is None:
+            return self.otherwise("plan: the unfused path is faster", is_planned=True)
+        return Route(KERNEL, plan=plan, lasts=self.lasts())
+
+    def otherwise(self, reason: str, *, is_planned: bool = False) -> Route:
+        """The route of a call that agmm's kernel does not serve."""
+        return Route(LIBRARY, reason if self.strict or not is_planned else None)
+
+    def lasts(self) -> bool:
+        """Whether later calls of the same kind may take the same route without being looked at."""
+        return True
+
+    def instead(self, route: Route, reason: str) -> Route:
+        return self.otherwise(reason)
+
+    def prepare(self, route: Route) -> Ready:
+        if self.device.type == "cpu":
+            words = self.words()
+            return lambda *_: self.in_shape(self.by_cpu(words))
+        assert route.plan is not None and route.plan.kernel is not None
+        return self.ready_on_cuda(route.plan.kernel)
+
+    def in_shape(self, rows: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the sum in the shape that the op returns."""
+        return moved(reshaped(rows, self.out_shape), 0, self.dim)
+
+    def finished(self, found: Any, route: Route) -> torch.Tensor:
+        if self.meanwhile is not None and self.device.type != "cpu":  # the kernel fills the GPU
+            self.meanwhile()
+        out: torch.Tensor = found
+        return out
