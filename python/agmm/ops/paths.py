@@ -268,7 +268,7 @@ def _run_anew(
                     ),
                     group,
                 )
-            A, _, outs = call(A_shard, Bs, biases)
+            found = call(A_shard, Bs, biases)
         except Unsupported as error:
             if may_choose and config == plans.GATHERED.name:  # no memory for the gather: fused
                 return _run_anew(
@@ -279,7 +279,7 @@ def _run_anew(
         else:
             if is_kept:
                 kept.keep(group, key, call)
-            return A, outs
+            return found[0], found[2]
     if strict or config != plans.UNFUSED.name:  # which is what the caller asked for, or the plan
         fall_back(reason, strict)
     A, outs = unfused(A_shard, Bs, biases, group, gather_dim)
