@@ -4,7 +4,8 @@
 
 #include <cstdint>
 #include <string>
-#include <tuple>
+
+#include "agmm/fields.hpp"
 
 namespace agmm {
 
@@ -130,13 +131,9 @@ struct KernelShape {
            to_string(schedule) + (swapped ? "_swapped" : "") + (timed ? "_timed" : "");
   }
 };
+AGMM_FIELDS(KernelShape, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, timed, swapped);
 inline bool operator==(KernelShape const& a, KernelShape const& b) {
-  auto const fields = [](KernelShape const& shape) {
-    // A structured binding wants all of them, so none can be forgotten.
-    auto const& [tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, timed, swapped] = shape;
-    return std::tie(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, timed, swapped);
-  };
-  return fields(a) == fields(b);
+  return fields_of(a) == fields_of(b);
 }
 
 /// What a kernel is for, and what it can do.
@@ -163,5 +160,6 @@ struct KernelConfig {
   /// tiles wait at once.
   bool across = false;
 };
+AGMM_FIELDS(KernelConfig, shape, max_swizzle, raster, splits, across);
 
 }  // namespace agmm

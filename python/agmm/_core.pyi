@@ -303,6 +303,8 @@ class KernelConfig:
     """
     A kernel shape and its swizzle and raster.
     """
+    @staticmethod
+    def field_names() -> list[str]: ...
     def __init__(
         self,
         tile_m: int,
@@ -311,19 +313,16 @@ class KernelConfig:
         cluster_m: int,
         cluster_n: int,
         schedule: str,
+        timed: bool = False,
+        swapped: bool = False,
         max_swizzle: int = 1,
         raster: str = "along_m",
-        timed: bool = False,
         splits: int = 1,
-        swapped: bool = False,
         across: bool = False,
     ) -> None: ...
     def __repr__(self) -> str: ...
     @property
-    def across(self) -> bool:
-        """
-        One order of tiles over all rows of A, not one chunk's after another's.
-        """
+    def across(self) -> bool: ...
     @property
     def can_split(self) -> bool: ...
     @property

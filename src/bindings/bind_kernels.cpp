@@ -4,10 +4,12 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "agmm/async_input_mm.hpp"
 #include "bindings/bindings.hpp"
+#include "bindings/config_fields.hpp"
 #include "bindings/formats.hpp"
 #include "gemm/kernel_facts.hpp"
 
@@ -19,19 +21,6 @@ using agmm::DType;
 using agmm::Format;
 using agmm::KernelConfig;
 using agmm::KernelFacts;
-
-KernelConfig make_config(int tile_m, int tile_n, int tile_k, int cluster_m, int cluster_n,
-                         const std::string& schedule, int max_swizzle, const std::string& raster,
-                         bool timed, int splits, bool swapped, bool across) {
-  KernelConfig config;
-  config.shape = {tile_m, tile_n, tile_k, cluster_m, cluster_n, agmm::parse_schedule(schedule),
-                  timed,  swapped};
-  config.max_swizzle = max_swizzle;
-  config.raster = agmm::parse_raster(raster);
-  config.splits = splits;
-  config.across = across;
-  return config;
-}
 
 // As plans name them.
 std::string name_of(agmm::BLayout b_layout) {
@@ -70,22 +59,9 @@ void bind_kernels(py::module_& m) {
       .value("slow", agmm::Accumulation::Slow)
       .value("block", agmm::Accumulation::Block)
       .value("block_1x128", agmm::Accumulation::Block1x128);
-  py::class_<KernelConfig>(m, "KernelConfig", "A kernel shape and its swizzle and raster.")
-      .def(py::init(&make_config), py::arg("tile_m"), py::arg("tile_n"), py::arg("tile_k"),
-           py::arg("cluster_m"), py::arg("cluster_n"), py::arg("schedule"),
-           py::arg("max_swizzle") = 1, py::arg("raster") = "along_m", py::arg("timed") = false,
-           py::arg("splits") = 1, py::arg("swapped") = false, py::arg("across") = false)
-      .def_property_readonly("timed", [](const KernelConfig& c) { return c.shape.timed; })
-      .def_property_readonly("swapped", [](const KernelConfig& c) { return c.shape.swapped; })
-      .def_property_readonly("name", [](const KernelConfig& c) { return c.shape.str(); })
-      .def_property_readonly("tile_m", [](const KernelConfig& c) { return c.shape.tile_m; })
-      .def_property_readonly("tile_n", [](const KernelConfig& c) { return c.shape.tile_n; })
-      .def_property_readonly("tile_k", [](const KernelConfig& c) { return c.shape.tile_k; })
-      .def_property_readonly("cluster_m", [](const KernelConfig& c) { return c.shape.cluster_m; })
-      .def_property_readonly("cluster_n", [](const KernelConfig& c) { return c.shape.cluster_n; })
-      .def_property_readonly(
-          "schedule",
-          [](const KernelConfig& c) { return std::string(agmm::to_string(c.shape.schedule)); })
+  py::class_<KernelConfig> config(m, "KernelConfig", "A kernel shape and its swizzle and raster.");
+  agmm::bind_fields(config, std::make_index_sequence<agmm::kConfigFields>());
+  config.def_property_readonly("name", [](const KernelConfig& c) { return c.shape.str(); })
       .def_property_readonly("can_split",
                              [](const KernelConfig& c) { return agmm::can_split(c.shape); })
       .def_property_readonly(
@@ -94,12 +70,6 @@ void bind_kernels(py::module_& m) {
           "Whether the CTAs of a tile are a cluster, which takes no scratch.")
       .def_property_readonly("stores_A", &layouts_that_store_a,
                              "The layouts of B with which it can store A.")
-      .def_readonly("across", &KernelConfig::across,
-                    "One order of tiles over all rows of A, not one chunk's after another's.")
-      .def_readonly("splits", &KernelConfig::splits)
-      .def_readonly("max_swizzle", &KernelConfig::max_swizzle)
-      .def_property_readonly(
-          "raster", [](const KernelConfig& c) { return std::string(agmm::to_string(c.raster)); })
       .def("__repr__", &agmm::in_words);
   py::class_<agmm::ScaleLayout>(m, "ScaleLayout", "How the scales of fp8 operands lie.")
       .def(py::init([](bool a_per_row, int a_columns, bool b_per_column, int b_k_stride,

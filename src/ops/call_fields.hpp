@@ -8,8 +8,6 @@
 namespace agmm {
 
 AGMM_FIELDS(Problem, m, n, k, dtype, b_layout, accumulation);
-AGMM_FIELDS(KernelShape, tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, timed, swapped);
-AGMM_FIELDS(KernelConfig, shape, max_swizzle, raster, splits, across);
 AGMM_FIELDS(Scales, a, b, a_per_row, b_per_column, a_local, a_out, b_k_stride, b_n_stride);
 AGMM_FIELDS(Operands, a, a_local, local_begin, local_end, a_out, b, ldb, bias, out, scales);
 AGMM_FIELDS(Senders, tags, chunks_per_rank, count_bits, mismatch_is_fatal);

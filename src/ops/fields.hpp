@@ -1,4 +1,4 @@
-// Equality and hashes of plain structs, from one list of each one's fields.
+// Equality and hashes of plain structs, from the list of each one's fields.
 #pragma once
 
 #include <algorithm>
@@ -9,16 +9,9 @@
 #include <utility>
 #include <vector>
 
-namespace agmm {
+#include "agmm/fields.hpp"
 
-/// Names every field of a struct, in order. It does not compile where one is left out, since a
-/// structured binding wants them all; so no comparison can forget one.
-#define AGMM_FIELDS(Type, ...)               \
-  inline auto fields_of(Type const& value) { \
-    auto const& [__VA_ARGS__] = value;       \
-    return std::tie(__VA_ARGS__);            \
-  }                                          \
-  static_assert(true, "a semicolon may follow")
+namespace agmm {
 
 namespace fields_detail {
 

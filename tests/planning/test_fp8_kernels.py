@@ -13,6 +13,7 @@ from agmm.bench import candidates
 from agmm.planning import fp8_kernels
 from agmm.planning.planner import Planner
 from agmm.planning.plans import (
+    ALL_GATHER_MATMUL,
     MATMUL_REDUCE_SCATTER,
     UNFUSED,
     KernelConfig,
@@ -32,21 +33,29 @@ SWAPPED = "64x128x128_1x1_cooperative_swapped"
 @pytest.fixture
 def facts(monkeypatch: pytest.MonkeyPatch) -> None:
     def fact(
-        kernel: str, dtype: Any, accumulation: Accumulation, is_fp8: bool = True
+        kernel: str, dtype: Any, accumulation: Accumulation, op: str = ALL_GATHER_MATMUL
     ) -> SimpleNamespace:
-        return SimpleNamespace(kernel=kernel, dtype=dtype, accumulation=accumulation, is_fp8=is_fp8)
+        return SimpleNamespace(
+            op=op,
+            kernel=kernel,
+            config=KernelConfig.parse(kernel).core,
+            dtype=dtype,
+            accumulation=accumulation,
+            is_fp8=dtype != _core.DType.bfloat16,
+            timed=False,
+        )
 
     built = [
-        fact("128x128x64_1x1_pingpong", _core.DType.bfloat16, Accumulation.fast, False),
+        fact("128x128x64_1x1_pingpong", _core.DType.bfloat16, Accumulation.fast),
         fact(NARROW, E4M3, Accumulation.fast),
         fact(WIDE, E4M3, Accumulation.fast),
         fact(SWAPPED, E4M3, Accumulation.fast),
         fact(SLOW, E4M3, Accumulation.slow),
         fact(SLOW, MIXED, Accumulation.slow),
         fact(WIDE, E4M3, Accumulation.block),
+        fact(SLOW, E4M3, Accumulation.slow, MATMUL_REDUCE_SCATTER),
     ]
     monkeypatch.setattr(_core, "kernel_facts", lambda: built)
-    monkeypatch.setattr(_core, "scatter_kernel_facts", lambda: built[4:5])
     forget_built()
 
 

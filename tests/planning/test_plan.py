@@ -292,8 +292,8 @@ def test_usual_plans_are_legal() -> None:
 
 def test_of_copies_every_field() -> None:
     timed = replace(KERNELS[1], timed=True)
-    assert KernelConfig.of(timed) == timed
-    changed = KernelConfig.of(timed, max_swizzle=4, raster="along_n")
+    assert KernelConfig.of(timed.core) == timed
+    changed = KernelConfig.of(timed.core, max_swizzle=4, raster="along_n")
     assert changed == replace(timed, max_swizzle=4, raster="along_n")
 
 

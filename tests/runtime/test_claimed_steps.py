@@ -19,8 +19,9 @@ GRID = 20
 
 def orders(world_size: int, rows: int, n: int, *, is_all_reduce: bool) -> list[list[Step]]:
     """Of each rank, what it computes in which order."""
+    swizzle = 2 if is_all_reduce else 4
     config = _core.KernelConfig(
-        128, 128, 64, 1, 1, "pingpong", 2 if is_all_reduce else 4, "along_n"
+        *(128, 128, 64, 1, 1, "pingpong"), max_swizzle=swizzle, raster="along_n"
     )
     found = []
     for rank in range(world_size):

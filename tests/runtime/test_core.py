@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ def test_version_is_the_package_version() -> None:
 
 
 def test_config_keeps_its_fields() -> None:
-    config = _core.KernelConfig(128, 256, 64, 2, 1, "cooperative", 4, "along_n", True)
+    config = _core.KernelConfig(
+        128, 256, 64, 2, 1, "cooperative", max_swizzle=4, raster="along_n", timed=True
+    )
     assert (config.tile_m, config.tile_n, config.tile_k) == (128, 256, 64)
     assert (config.cluster_m, config.cluster_n) == (2, 1)
     assert (config.schedule, config.max_swizzle, config.raster) == ("cooperative", 4, "along_n")
@@ -48,7 +51,7 @@ def test_config_defaults() -> None:
 @pytest.mark.parametrize("timed", [False, True])
 @pytest.mark.parametrize("schedule", ["cooperative", "pingpong"])
 def test_core_and_plan_agree_on_names(schedule: str, timed: bool) -> None:
-    core = _core.KernelConfig(128, 256, 64, 2, 1, schedule, 8, "along_n", timed)
+    core = _core.KernelConfig(128, 256, 64, 2, 1, schedule, timed, max_swizzle=8, raster="along_n")
     config = plans.KernelConfig.of(core, max_swizzle=core.max_swizzle, raster=core.raster)
     assert config.kernel == core.name
     assert plans.KernelConfig.parse(config.name) == config
@@ -85,9 +88,18 @@ def test_bad_types_are_refused(fields: tuple[Any, ...]) -> None:
         _core.KernelConfig(*fields)
 
 
+def test_plans_have_the_cores_fields_and_defaults() -> None:
+    usual = _core.KernelConfig(128, 128, 64, 1, 1, "pingpong")
+    of_plans = {field.name: field.default for field in dataclasses.fields(plans.KernelConfig)}
+    assert set(of_plans) == set(_core.KernelConfig.field_names())
+    defaults = {name: value for name, value in of_plans.items() if value is not dataclasses.MISSING}
+    assert defaults == {name: getattr(usual, name) for name in defaults}
+    assert len(of_plans) - len(defaults) == 6  # tile, cluster and schedule
+
+
 def test_configs_cannot_be_changed() -> None:
     config: Any = _core.KernelConfig(128, 128, 64, 1, 1, "pingpong")
-    for field in ("tile_m", "schedule", "max_swizzle", "raster", "timed", "swapped", "name"):
+    for field in (*_core.KernelConfig.field_names(), "name"):
         with pytest.raises(AttributeError):
             setattr(config, field, getattr(config, field))
 
@@ -134,16 +146,6 @@ def test_what_a_kernel_can_do_is_known_without_building_it(
     config = plans.KernelConfig.parse(name)
     assert (config.can_split, config.splits_in_cluster) == (can_split, in_cluster)
     assert tuple(config.stores_A) == stores_A
-    known = _core.KernelConfig(
-        config.tile_m,
-        config.tile_n,
-        config.tile_k,
-        config.cluster_m,
-        config.cluster_n,
-        config.schedule,
-        swapped=config.swapped,
-    )
-    assert (known.can_split, tuple(known.stores_A)) == (can_split, stores_A)
 
 
 def test_kernels_register_what_they_can_do() -> None:

@@ -31,7 +31,9 @@ def config_of(
     shape: tuple[int, int, int, int, str], swizzle: int, raster: str
 ) -> _core.KernelConfig:
     tile_m, tile_n, cluster_m, cluster_n, schedule = shape
-    return _core.KernelConfig(tile_m, tile_n, 64, cluster_m, cluster_n, schedule, swizzle, raster)
+    return _core.KernelConfig(
+        tile_m, tile_n, 64, cluster_m, cluster_n, schedule, max_swizzle=swizzle, raster=raster
+    )
 
 
 @settings(max_examples=200, deadline=None)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from agmm import _core
 
@@ -14,14 +14,16 @@ ALIGNMENT = _core.ALIGNMENT
 """K and N must be multiples of this: 16-byte TMA alignment of 2-byte elements."""
 
 # Few digits, so that what is named fits into the 32 bits of the core, and products of it too.
-_NUMBER = r"([1-9][0-9]{0,3})"
+_NUMBER = r"[1-9][0-9]{0,3}"
 _CONFIG_NAME = re.compile(
-    rf"{_NUMBER}x{_NUMBER}x{_NUMBER}_{_NUMBER}x{_NUMBER}_(cooperative|pingpong)(_swapped)?"
-    r"(_timed)?(?:/split([2-9]|[1-9][0-9]{1,3}))?"
-    r"(?:/swizzle([1248])(?:/(along_m|along_n)(/across)?)?)?"
+    rf"(?P<tile_m>{_NUMBER})x(?P<tile_n>{_NUMBER})x(?P<tile_k>{_NUMBER})"
+    rf"_(?P<cluster_m>{_NUMBER})x(?P<cluster_n>{_NUMBER})_(?P<schedule>cooperative|pingpong)"
+    r"(?P<swapped>_swapped)?(?P<timed>_timed)?(?:/split(?P<splits>[2-9]|[1-9][0-9]{1,3}))?"
+    r"(?:/swizzle(?P<max_swizzle>[1248])(?:/(?P<raster>along_m|along_n)(?P<across>/across)?)?)?"
 )
+"""The groups are fields of `KernelConfig`; a name leaves out those with their defaults."""
 
-_SM_PUSH_NAME = re.compile(rf"sm{_NUMBER}x([1-9][0-9]{{0,8}})(?:\+{_NUMBER}|h{_NUMBER})?")
+_SM_PUSH_NAME = re.compile(rf"sm({_NUMBER})x([1-9][0-9]{{0,8}})(?:\+({_NUMBER})|h({_NUMBER}))?")
 
 MAX_PUSH_PARTS = _core.MAX_PUSH_PARTS
 MAX_COLUMN_CHUNKS = _core.MAX_COLUMN_CHUNKS
@@ -48,41 +50,12 @@ SWIZZLES = (1, 2, 4, 8)  # of CUTLASS's schedulers
 RASTERS = ("along_m", "along_n")
 
 
-class _BuiltKernel(Protocol):
-    @property
-    def tile_m(self) -> int: ...
-    @property
-    def tile_n(self) -> int: ...
-    @property
-    def tile_k(self) -> int: ...
-    @property
-    def cluster_m(self) -> int: ...
-    @property
-    def cluster_n(self) -> int: ...
-    @property
-    def schedule(self) -> str: ...
-    @property
-    def timed(self) -> bool: ...
-    @property
-    def swapped(self) -> bool: ...
+_CORE_FIELDS = tuple(_core.KernelConfig.field_names())
 
 
 @lru_cache(maxsize=4096)
 def _of_core(config: KernelConfig) -> _core.KernelConfig:
-    return _core.KernelConfig(
-        config.tile_m,
-        config.tile_n,
-        config.tile_k,
-        config.cluster_m,
-        config.cluster_n,
-        config.schedule,
-        config.max_swizzle,
-        config.raster,
-        config.timed,
-        config.splits,
-        config.swapped,
-        config.across,
-    )
+    return _core.KernelConfig(**{name: getattr(config, name) for name in _CORE_FIELDS})
 
 
 @dataclass(frozen=True)
@@ -112,21 +85,11 @@ class KernelConfig:
 
     @classmethod
     def of(
-        cls, kernel: _BuiltKernel, *, max_swizzle: int = 1, raster: str = "along_m"
+        cls, kernel: _core.KernelConfig, *, max_swizzle: int = 1, raster: str = "along_m"
     ) -> KernelConfig:
         """The config of a built kernel (`_core.KernelFacts.config`)."""
-        return cls(
-            kernel.tile_m,
-            kernel.tile_n,
-            kernel.tile_k,
-            kernel.cluster_m,
-            kernel.cluster_n,
-            kernel.schedule,
-            max_swizzle,
-            raster,
-            kernel.timed,
-            swapped=kernel.swapped,
-        )
+        given = {name: getattr(kernel, name) for name in _CORE_FIELDS}
+        return cls(**given | {"max_swizzle": max_swizzle, "raster": raster})
 
     @classmethod
     def parse(cls, name: str) -> KernelConfig:
@@ -142,22 +105,8 @@ class KernelConfig:
                 f"config: found {name!r}, wanted a name such as "
                 "128x256x64_2x1_cooperative/swizzle4/along_m"
             )
-        tile_m, tile_n, tile_k, cluster_m, cluster_n = (int(v) for v in found.groups()[:5])
-        schedule, swapped, timed, splits, max_swizzle, raster, across = found.groups()[5:]
-        return cls(
-            tile_m,
-            tile_n,
-            tile_k,
-            cluster_m,
-            cluster_n,
-            schedule,
-            int(max_swizzle or 1),
-            raster or "along_m",
-            timed is not None,
-            int(splits or 1),
-            swapped is not None,
-            across is not None,
-        )
+        given = {name: text for name, text in found.groupdict().items() if text is not None}
+        return cls(**{name: _PARSED[_FIELD_TYPES[name]](text) for name, text in given.items()})
 
     @property
     def kernel(self) -> str:
@@ -193,6 +142,11 @@ class KernelConfig:
         split = f"/split{self.splits}" if self.splits != 1 else ""
         across = "/across" if self.across else ""
         return f"{self.kernel}{split}/swizzle{self.max_swizzle}/{self.raster}{across}"
+
+
+_FIELD_TYPES = {field.name: str(field.type) for field in fields(KernelConfig)}
+_PARSED: dict[str, Callable[[str], Any]] = {"int": int, "str": str, "bool": bool}
+"""How a group of `_CONFIG_NAME` becomes a field of that type: a flag is there or it is not."""
 
 
 class SmPush(NamedTuple):
