@@ -101,7 +101,9 @@ def kind_of(row: Row) -> str:
 def render(rows: Sequence[Row], kernels: str) -> dict[str, str]:
     """The files of a build with these AGMM_KERNELS, by name."""
     rows_per_unit = ROWS_PER_UNIT_OF_CI if kernels == "ci" else ROWS_PER_UNIT
-    declarations, lists, units = defaultdict(str), defaultdict(str), defaultdict(str)
+    declarations: dict[str, str] = defaultdict(str)
+    lists: dict[str, str] = defaultdict(str)
+    units: dict[str, str] = defaultdict(str)
     rows_of_kind: dict[str, int] = defaultdict(int)
     for row in rows:
         if kernels not in row.sets:
