@@ -95,6 +95,7 @@ def read_machine_code(core: Path) -> None:
     kernels = check_machine_code.inspect(core)
     print(f"core: {len(kernels)} kernels in its machine code", flush=True)
     faults = [f"{kernel.name}: {fault}" for kernel in kernels for fault in kernel.faults()]
+    faults += check_machine_code.missing(kernels)
     if not any(kernel.is_gemm for kernel in kernels):
         faults.append("found no matmul kernel, wanted some")
     if faults:

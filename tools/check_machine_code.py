@@ -1,8 +1,9 @@
 """Check the machine code of the CUDA kernels in a built `agmm._core`.
 
-Every kernel must be sm_90a code that multiplies with warpgroup instructions (HGMMA, of fp8 QGMMA)
-and keeps its values in registers (no local memory, no LDL or STL). Those that may be launched
-before the kernel ahead has ended wait for it (ACQBULK).
+Every matmul kernel must be sm_90a code that multiplies with warpgroup instructions (HGMMA, of fp8
+QGMMA) and keeps its values in registers (no local memory, no LDL or STL). Those that may be
+launched before the kernel ahead has ended wait for it (ACQBULK). The other kernels must be there
+for sm_80 and sm_90a.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 GEMM_SYMBOL = "PersistentAsyncInputScheduler"
 EARLY_SYMBOL = "18async_input_kernel"
+HOPPER = "sm_90a"
+OF_SMALL_KERNELS = ("sm_80", HOPPER)
+"""Default builds have more of them."""
 _LINES_THAT_MATTER = r"arch = |Function |REG:|[HQ]GMMA|LDL|STL|ACQBULK"
 
 
@@ -43,8 +49,8 @@ class Kernel:
     def faults(self) -> list[str]:
         """What is wrong with it, one phrase each."""
         found = []
-        if self.arch != "sm_90a":
-            found.append(f"built for {self.arch}, wanted sm_90a")
+        if self.is_gemm and self.arch != HOPPER:
+            found.append(f"built for {self.arch}, wanted {HOPPER}")
         if self.is_gemm and self.gmma == 0:
             found.append("no HGMMA or QGMMA instruction")
         if EARLY_SYMBOL in self.name and self.waits == 0:
@@ -54,6 +60,20 @@ class Kernel:
         if self.is_gemm and self.local_bytes:
             found.append(f"{self.local_bytes} bytes of local memory, wanted 0")
         return found
+
+
+def missing(kernels: Iterable[Kernel]) -> list[str]:
+    """What kernels that are no matmuls lack, one phrase each."""
+    built = defaultdict(set)
+    for kernel in kernels:
+        if not kernel.is_gemm:
+            built[kernel.name].add(kernel.arch)
+    return [
+        f"{name}: found code for {', '.join(sorted(archs))}, wanted {arch} too"
+        for name, archs in sorted(built.items())
+        for arch in OF_SMALL_KERNELS
+        if arch not in archs
+    ]
 
 
 def find_cuobjdump() -> Path:
@@ -164,9 +184,11 @@ def main() -> int:
         print(f"{kernel.arch} {kernel.registers:4} registers {kernel.gmma:5} GMMA  {verdict}")
         print(f"    {kernel.name[:160]}")
     gemms = sum(kernel.is_gemm for kernel in kernels)
-    faulty = sum(bool(kernel.faults()) for kernel in kernels)
+    faulty, absent = sum(bool(kernel.faults()) for kernel in kernels), missing(kernels)
+    for phrase in absent:
+        print(phrase)
     print(f"{len(kernels)} kernels, {gemms} of them matmuls, {faulty} with faults")
-    return int(faulty > 0 or gemms == 0)
+    return int(faulty > 0 or gemms == 0 or bool(absent))
 
 
 if __name__ == "__main__":

@@ -69,6 +69,20 @@ def test_faults_are_named(arch: str, local: int, instruction: str, faults: list[
     assert kernel.faults() == faults
 
 
+def test_a_small_kernel_is_built_for_more_than_hopper() -> None:
+    def found(*archs: str) -> list[str]:
+        texts = (RESOURCE_USAGE.format(arch=arch, local=8) for arch in archs)
+        kernels = check_machine_code.parse(
+            "".join(texts).replace("gemm_PersistentAsyncInputScheduler", "stage"), ""
+        )
+        assert [kernel.faults() for kernel in kernels] == [[]] * len(archs)
+        return check_machine_code.missing(kernels)
+
+    assert found("sm_80", "sm_90a") == found("sm_80", "sm_90a", "sm_120") == []
+    assert found("sm_90a") == ["stage: found code for sm_90a, wanted sm_80 too"]
+    assert found("sm_80") == ["stage: found code for sm_80, wanted sm_90a too"]
+
+
 @pytest.mark.parametrize(("instruction", "faults"), [("ACQBULK", 0), ("NOP", 1)])
 def test_a_kernel_that_starts_early_has_to_wait(instruction: str, faults: int) -> None:
     name = "_ZN4agmm18async_input_kernelI29PersistentAsyncInputScheduler"
@@ -114,9 +128,10 @@ def _inspected(folder: Path) -> list[Any]:
 @needs_build_for_use
 @pytest.mark.machine_code
 @pytest.mark.compiles.with_args(_inspected)
-def test_kernels_are_hopper_code_in_registers() -> None:
+def test_matmuls_are_hopper_code_in_registers() -> None:
     kernels = compiles.result(_inspected)
     assert {k.name: k.faults() for k in kernels if k.faults()} == {}
+    assert check_machine_code.missing(kernels) == []
     matmuls = [kernel for kernel in kernels if kernel.is_gemm]
     of_all_reduces = [kernel for kernel in matmuls if "LaggedMainloop" in kernel.name]
     built = Counter(facts.op for facts in agmm._core.kernel_facts())

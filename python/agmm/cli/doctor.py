@@ -94,7 +94,8 @@ def _kernels(core: Any) -> Finding:
     names = [k.name for k in core.kernels()]
     if not names:
         return Finding("CUDA kernels", "built with CUDA, 0 kernels", "reinstall it", "broken")
-    return Finding("CUDA kernels", f"{len(names)}: {', '.join(names)}", "built for sm_90a (Hopper)")
+    found = f"{len(names)}: {', '.join(names)}"
+    return Finding("CUDA kernels", found, "matmuls, built for sm_90a (Hopper)")
 
 
 def _driver() -> Finding:
@@ -123,7 +124,10 @@ def _gpus(core: Any) -> Finding:
     if core is None:
         return Finding("GPUs", "\n".join(each), "-")
     if not _all_hopper(core):
-        meaning = "the fused kernels need Hopper (sm_90); others take all-gather + matmul"
+        meaning = (
+            "fused matmuls need Hopper (sm_90), others take all-gather + matmul; agmm's "
+            "collectives and quantisers need sm_80 or newer"
+        )
         return Finding("GPUs", "\n".join(each), meaning, "note")
     if count == 1:
         return Finding("GPUs", each[0], "one rank fits; overlap needs at least 2", "note")
