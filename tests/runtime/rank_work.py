@@ -20,7 +20,7 @@ from agmm import _core
 from agmm.collectives.paths import choose
 from agmm.errors import AgmmError
 from agmm.ops import paths, scaled_paths, scatter_plan, small_collectives
-from agmm.planning import call_plans, fp8_kernels
+from agmm.planning import built_kernels, call_plans
 from agmm.runtime import cpu, cpu_gather, links, symmetric
 from agmm.runtime.groups import Group
 from agmm.testing.cases import LocalShape
@@ -302,12 +302,12 @@ def plans_of_two_kinds_of_gpu(kinds: list[tuple[str, int]]) -> dict[str, object]
         mock.patch.object(links, "why_no_atomics", return_value=None),
     ):
         problems = [
-            call_plans.problem(
-                64, 64, 64, torch.bfloat16, device, world_size=2, group=group, has_all_sms=all_sms
+            call_plans.problem_of(
+                (64, 64, 64), torch.bfloat16, device, group=group, has_all_sms=all_sms
             )
             for all_sms in (False, True)
         ]
-        scaled = call_plans.scaled_problem(64, 64, 64, "e4m3", "fast", device, group=group)
+        scaled = call_plans.problem_of((64, 64, 64), "e4m3 fast", device, group=group)
         planner = call_plans.planner(group, device)
     tables = [table.name for table in planner.tables]
     return {"problems": [*problems, scaled], "tables": tables}
@@ -330,7 +330,7 @@ def reasons_of_a_group_with_one_hopper() -> dict[str, str | None]:
     found = {}
     with (
         mock.patch.object(symmetric, "why_unfused", return_value=own),
-        mock.patch.object(fp8_kernels, "are_built", return_value=True),
+        mock.patch.object(built_kernels, "has_fp8", return_value=True),
     ):
         for name, ask in asks.items():
             group = dist.new_group([0, 1])

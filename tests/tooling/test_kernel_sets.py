@@ -5,18 +5,22 @@ from __future__ import annotations
 import re
 import subprocess
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import pytest
 from cmake_at_hand import CMAKE, CMAKES
 
 from agmm import _core
-from agmm.planning.cost_model import (
-    default_all_reduce_kernels,
-    default_kernels,
-    default_scatter_kernels,
+from agmm._core import Accumulation
+from agmm.planning.cost_model import default_kernels, known_gpus
+from agmm.planning.plans import (
+    ALL_GATHER_MATMUL,
+    DEFAULT_GPU,
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    KernelConfig,
 )
-from agmm.planning.plans import DEFAULT_GPU, KernelConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TABLE = REPOSITORY / "src" / "gemm" / "kernels.cmake"
@@ -157,11 +161,22 @@ def test_the_default_kernels_are_those_that_the_cost_model_knows(
 ) -> None:
     default = {entry for entry in sets["default"] if not entry.timed}
     for op, known in (
-        ("kernel", default_kernels(DEFAULT_GPU)),
-        ("scatter", default_scatter_kernels(DEFAULT_GPU)),
-        ("lagged", default_all_reduce_kernels()),
+        ("kernel", ALL_GATHER_MATMUL),
+        ("scatter", MATMUL_REDUCE_SCATTER),
+        ("lagged", MATMUL_ALL_REDUCE),
     ):
-        assert _names(default, op) == {kernel.kernel for kernel in known}
+        found = default_kernels(DEFAULT_GPU, known, "bfloat16")
+        assert _names(default, op) == {kernel.kernel for kernel in found}
+    for op, known in (("fp8", ALL_GATHER_MATMUL), ("fp8_scatter", MATMUL_REDUCE_SCATTER)):
+        for gpu, accumulation in product(known_gpus(), Accumulation.__members__):
+            found = default_kernels(gpu, known, f"float8_e4m3fn_float8_e4m3fn {accumulation}")
+            wanted = {
+                entry.name
+                for entry in default
+                if (entry.op, entry.dtype) == (op, "e4m3")
+                and entry.accumulation == accumulation.replace("_", "")
+            }
+            assert {kernel.kernel for kernel in found} == wanted
 
 
 @needs_cmake

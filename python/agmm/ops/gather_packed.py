@@ -166,15 +166,12 @@ def _run_fused(
     return_A: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     m_local, k = shard.shape
-    asked = call_plans.problem(
-        group.size() * m_local,
-        sum(B.N for B in Bs),
-        k,
+    asked = call_plans.problem_of(
+        (group.size() * m_local, sum(B.N for B in Bs), k),
         shard.dtype,
         shard.device,
-        world_size=group.size(),
-        return_A=return_A,
         group=group,
+        return_A=return_A,
     )
     chunks = call_plans.planner(group, shard.device).plan(asked).chunks_per_shard
     return cpu_workspace(group).all_gather_matmul(

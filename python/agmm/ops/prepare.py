@@ -48,16 +48,13 @@ def prepare(
                 f"B: found strides {tuple(B.stride())}, wanted row-major or column-major"
             )
         n = B.shape[1]
-        problem = call_plans.problem(
-            m,
-            n,
-            k,
+        problem = call_plans.problem_of(
+            (m, n, k),
             A_shard.dtype,
             workspace.device,
-            world_size=workspace.world_size,
+            group=workspace.group,
             return_A=return_A,
             column_major=layout.column_major,
-            group=workspace.group,
         )
         if config is None:
             chosen = call_plans.planner(workspace.group, workspace.device).fused_plan(problem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from agmm.ops import kept, scaled_products
 from agmm.ops.paths import fall_back
 from agmm.ops.scaled_checks import check_scaled_gather, scaling_of, scalings_of
 from agmm.ops.scaled_plans import kernel_of, problem_of
-from agmm.planning import call_plans, fp8_kernels, legality
+from agmm.planning import built_kernels, call_plans, legality
 from agmm.planning.plans import UNFUSED, Plan, Problem
 from agmm.runtime import (
     backends,
@@ -38,7 +39,7 @@ def why_no_kernel(device: torch.device) -> str | None:
     that decides it."""
     if device.type == "cpu":
         return None
-    if device.type != "cuda" or not fp8_kernels.are_built():
+    if device.type != "cuda" or not built_kernels.has_fp8():
         return f"fp8: found device {device.type}, wanted one that this build has fp8 kernels for"
     return symmetric.why_unfused(device)
 
@@ -46,7 +47,7 @@ def why_no_kernel(device: torch.device) -> str | None:
 def why_unfused(device: torch.device, group: dist.ProcessGroup) -> str | None:
     """The reason why no kernel serves fp8 calls of a group, on all ranks alike, or None. Collective
     at first use on GPUs."""
-    if device.type == "cuda" and fp8_kernels.are_built():
+    if device.type == "cuda" and built_kernels.has_fp8():
         return symmetric.why_group_unfused(group, device)
     return why_no_kernel(device)
 
@@ -308,7 +309,7 @@ def _cuda_kernels(
         problems.append(found)
     planner = call_plans.planner(group, shard.values.device)
     columns = sum(problem.n for problem in problems)
-    joint = problems[0]._replace(n=columns)
+    joint = replace(problems[0], n=columns)
     if plan is None and not fused and planner.plan(joint) == UNFUSED:
         return [], None
     kernels: list[cuda_scaled.Kernel] = []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from agmm._core import Accumulation
-from agmm.planning import call_plans, fp8_kernels
-from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
+from agmm.planning import built_kernels, call_plans, formats
+from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Problem
 from agmm.runtime import cuda_scaled
 from agmm.runtime.scaled import Scaled, Weight
 
@@ -25,26 +25,23 @@ def problem_of(
     reason = cuda_scaled.why_illegal(A, weight)
     if reason is not None:
         return reason
-    scatters = op == MATMUL_REDUCE_SCATTER
     dtype = cuda_scaled.dtype_name(A.values.dtype, weight.B.values.dtype)
     wanted = cuda_scaled.accumulation_of(A, weight)
     assert wanted is not None  # else it is illegal
-    accumulation = fp8_kernels.served_by(dtype, wanted, scatters=scatters)
-    if not fp8_kernels.built(dtype, accumulation, scatters=scatters):
+    name = built_kernels.format_served(op, dtype, wanted.name)
+    if not built_kernels.kernels_of(op, name):
         return f"fp8: found {dtype} {wanted.name}, wanted what this build has a kernel for"
-    return call_plans.scaled_problem(
-        m,
-        weight.B.values.shape[1],
-        A.values.shape[1],
-        dtype,
-        accumulation.name,
+    return call_plans.problem_of(
+        (m, weight.B.values.shape[1], A.values.shape[1]),
+        name,
         A.values.device,
-        world_size=1 if group is None else group.size(),
-        return_A=return_A,
         op=op,
         group=group,
+        return_A=return_A,
     )
 
 
 def kernel_of(problem: Problem, config: KernelConfig) -> cuda_scaled.Kernel:
-    return cuda_scaled.Kernel(config.core, Accumulation.__members__[problem.accumulation])
+    return cuda_scaled.Kernel(
+        config.core, Accumulation.__members__[formats.of(problem.format).accumulation]
+    )

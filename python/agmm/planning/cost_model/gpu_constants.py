@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
-from agmm.planning.plans import DEFAULT_GPU, KernelConfig
+from agmm.planning import formats
+from agmm.planning.plans import (
+    ALL_GATHER_MATMUL,
+    DEFAULT_GPU,
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    KernelConfig,
+    Problem,
+)
 
 _FOLDER = Path(__file__).parents[1] / "tables"
-ELEMENT_BYTES = 2  # of bf16 and fp16, for which there are kernels
+ELEMENT_BYTES = 2
+"""The size of an element of a result, whatever the operands are."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants of one GPU. Rates are sustained; GB/s are received bytes per rank."""
+    """The constants of one GPU. Rates are sustained; GB/s are received bytes per rank.
+
+    What is told by kernel holds for a kernel's name, or else for its `KernelConfig.tile`.
+    """
 
     gpu: str
     sm_count: int
@@ -99,9 +115,12 @@ class Constants:
     call, and of each other rank."""
     scatter_tile_us: dict[str, tuple[float, float]]
     """Of a tile there, by kernel: for each column of A, and beside that."""
+    other_scatter_overhead_us: float
+    """The second of these for a kernel that is not in ``scatter_tile_us``."""
     scatter_gb_per_s: float
     """Sent by one rank there."""
     matmul_tflops: float
+    """The rate of the library's matmul of 16 bits."""
     memory_gb_per_s: float
     matmul_gb_per_s: float
     """Of the same memory, what a matmul gets."""
@@ -110,6 +129,22 @@ class Constants:
     l2_mb: float
     """What stays in the L2 cache from one chunk's tiles to the next one's."""
     sources: str
+    matmul_rate_factor: float = 1.0
+    """How many times ``matmul_tflops`` the library's matmul of these operands has."""
+    default_kernels: dict[str, list[str]] = field(default_factory=dict)
+    """The kernels of a default build by their op and accumulation, of operands that have one."""
+    formats: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What differs for operands of other kinds than `formats.BITS_16`, by `Format.kind`."""
+
+    def of_kernel(self, by_kernel: Mapping[str, _T], kernel: KernelConfig, other: _T) -> _T:
+        """What one of the constants by kernel says of this one, or ``other``."""
+        found = by_kernel.get(kernel.kernel)
+        return by_kernel.get(kernel.tile, other) if found is None else found
+
+    def overhead_us(self, kernel: KernelConfig) -> float:
+        """See ``tile_overhead_us``."""
+        by_kernel = self.tile_overhead_us
+        return self.of_kernel(by_kernel, kernel, by_kernel[kernel.schedule])
 
 
 @cache
@@ -127,8 +162,29 @@ def give(gpu: str, constants: Constants) -> None:
 
 
 def constants(gpu: str) -> Constants:
-    """The constants of ``gpu``, or those of `DEFAULT_GPU` where it has none (see ``.gpu``)."""
+    """The constants of ``gpu``, or those of `DEFAULT_GPU` where it has none (see ``.gpu``), for
+    operands of 16 bits."""
     return _given.get(gpu) or _of_file(gpu)
+
+
+_of_kinds: dict[tuple[str, str], tuple[Constants, Constants]] = {}
+"""By GPU and kind of format: its constants for 16 bits, and those for the kind."""
+
+
+def constants_for(problem: Problem) -> Constants:
+    """The constants of the problem's GPU for operands of its format."""
+    return constants_of_kind(problem.gpu, formats.of(problem.format).kind)
+
+
+def constants_of_kind(gpu: str, kind: str) -> Constants:
+    """The constants of ``gpu`` for operands of one `Format.kind`."""
+    base = constants(gpu)
+    if kind not in base.formats:
+        return base
+    found = _of_kinds.get((gpu, kind))
+    if found is None or found[0] is not base:
+        found = _of_kinds[gpu, kind] = base, replace(base, **base.formats[kind], formats={})
+    return found[1]
 
 
 @cache
@@ -137,18 +193,20 @@ def _of_file(gpu: str) -> Constants:
     return Constants(**json.loads((_FOLDER / f"{name}.json").read_text()))
 
 
-def default_kernels(gpu: str) -> tuple[KernelConfig, ...]:
-    """The kernels of a default build, as the GPU's constants name them."""
-    c = constants(gpu)
-    names = [name for name in c.tflops_per_sm if name not in c.only_in_all]
+def default_kernels(gpu: str, op: str, name: str) -> tuple[KernelConfig, ...]:
+    """The kernels of a default build for an op and the name of a format, as the GPU's constants
+    have them."""
+    of = formats.of(name)
+    if not of.has_kernels:
+        return ()
+    c = constants_of_kind(gpu, of.kind)
+    names: list[str] = []
+    if of.accumulation:
+        names = c.default_kernels.get(f"{op} {of.accumulation}", [])
+    elif op == ALL_GATHER_MATMUL:
+        names = [name for name in c.tflops_per_sm if name not in c.only_in_all]
+    elif op == MATMUL_REDUCE_SCATTER:
+        names = list(c.scatter_tile_us)
+    elif op == MATMUL_ALL_REDUCE:
+        names = ["128x128x64_1x1_pingpong"]
     return tuple(KernelConfig.parse(name) for name in names)
-
-
-def default_scatter_kernels(gpu: str) -> tuple[KernelConfig, ...]:
-    """Those of them that send tiles, in the same way."""
-    return tuple(KernelConfig.parse(name) for name in constants(gpu).scatter_tile_us)
-
-
-def default_all_reduce_kernels() -> tuple[KernelConfig, ...]:
-    """Those that send finished tiles too."""
-    return (KernelConfig.parse("128x128x64_1x1_pingpong"),)
