@@ -356,19 +356,15 @@ def explain(
         from agmm.planning.plans import Problem
 
         name = gpu_names.find_gpu(gpu)
-        kind = op.value
-        explain_module.check_columns(kind, n)
-        if kind in get_args(Kind):
-            itemsize = torch_dtype(dtype).itemsize
-            collective = cast(Kind, kind)
-            said = explain_module.explain_collective(collective, m, k, itemsize, tp, name)
+        explain_module.check_columns(op.value, n)
+        if op.value in get_args(Kind):
+            size = torch_dtype(dtype).itemsize
+            said = explain_module.explain_collective(cast(Kind, op.value), m, k, size, tp, name)
         else:
             assert n is not None
             called = Problem(m, n, k, op=op.value, format=DTYPE_NAMES[dtype], world_size=tp)
-            sms = gpu_names.HOPPERS.get(name, 0)
-            problem = replace(
-                called, return_A=return_a, b_layout=b_layout.value, gpu=name, sm_count=sms
-            )
+            there = replace(called, gpu=name, sm_count=gpu_names.HOPPERS.get(name, 0))
+            problem = replace(there, return_A=return_a, b_layout=b_layout.value)
             said = explain_module.explain_any(problem, None if scaling is None else scaling.value)
         console().print(said, soft_wrap=True, markup=False)
 
