@@ -31,8 +31,9 @@ from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
 from agmm.ops import async_input_mm
 from agmm.planning import call_plans, cost_model, heuristics, legality, tables
+from agmm.planning.built_kernels import kernels_of
 from agmm.planning.cost_model import At, Constants, Tiling, gpu_constants
-from agmm.planning.plans import KernelConfig, Problem
+from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Problem
 from agmm.testing.cases import make_operands
 from benchmarks.alone import BANDS, CHUNKS, PIVOT, cases
 
@@ -61,7 +62,7 @@ def sweep(count: int, seed: int, samples: int, limit_s: float) -> Sweep:
     """Times every kernel in its usual order, with K in every legal number of parts."""
     device = torch.device("cuda", torch.cuda.current_device())
     signals = torch.ones(CHUNKS, dtype=torch.int32, device=device).view(torch.uint32)
-    kernels = [kernel for kernel in call_plans.kernels() if not kernel.timed]
+    kernels = kernels_of(ALL_GATHER_MATMUL, "bfloat16")
     found: Sweep = {
         "gpu": torch.cuda.get_device_name(),
         "sm_count": call_plans.device_facts(device)[1],
@@ -76,8 +77,8 @@ def sweep(count: int, seed: int, samples: int, limit_s: float) -> Sweep:
         if case.b_layout == "row":
             B = B.contiguous()
         m, n, k = case.shape.M, case.shape.N, case.shape.K
-        problem = call_plans.problem(
-            m, n, k, torch.bfloat16, device, column_major=case.b_layout == "column"
+        problem = call_plans.problem_of(
+            (m, n, k), torch.bfloat16, device, column_major=case.b_layout == "column"
         )
         ways: dict[str, Callable[[], Any]] = {ROOF: partial(torch.mm, A, B)}
         for kernel in kernels:

@@ -32,7 +32,8 @@ from agmm.bench.reports import new_report, write_json
 from agmm.bench.timer import SAMPLES, time_ways
 from agmm.cli.terminal import console, plain_table
 from agmm.ops import async_input_mm, async_input_scaled_mm, scaled_products
-from agmm.planning import call_plans, fp8_kernels, heuristics
+from agmm.planning import call_plans, formats, heuristics
+from agmm.planning.built_kernels import kernels_of
 from agmm.planning.legality import legal_splits
 from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Problem
 from agmm.runtime import cuda_scaled, kernels
@@ -105,8 +106,8 @@ def measure(
     is_column_major = b_layout is BLayout.COLUMN
     if not is_column_major:
         B = B.contiguous()
-    problem = call_plans.problem(
-        shape.M, shape.N, shape.K, A.dtype, device, column_major=is_column_major
+    problem = call_plans.problem_of(
+        (shape.M, shape.N, shape.K), A.dtype, device, column_major=is_column_major
     )
     signals = torch.ones(chunks, dtype=torch.int32, device=device).view(torch.uint32)
     out = torch.empty(shape.M, shape.N, dtype=A.dtype, device=device)
@@ -181,14 +182,13 @@ def measure_scaled(
         operand, Weight(weight, None, None, torch.bfloat16, fast_accum)
     )
     assert accumulation is not None
-    problem = call_plans.scaled_problem(
-        *shape, "float8_e4m3fn_float8_e4m3fn", accumulation.name, device
-    )
-    for kernel in fp8_kernels.built(problem.dtype, accumulation):
+    name = formats.fp8_name("float8_e4m3fn_float8_e4m3fn", accumulation.name)
+    problem = call_plans.problem_of((shape.M, shape.N, shape.K), name, device)
+    for kernel in kernels_of(problem.op, problem.format):
         if substring not in kernel.kernel:
             continue
-        _, *split = fp8_kernels.with_splits(kernel, *shape, problem.sm_count)
-        usual = [fp8_kernels.usual_order(each, shape.M) for each in (kernel, *split)]
+        order = heuristics.usual_order(problem, kernel)
+        usual = [replace(order, splits=splits) for splits in legal_splits(problem, kernel)]
         ordered = orders(problem, usual[0], chunks, is_usual_order=False)
         for config in (*ordered, *usual[1:most_splits]):
             name = named(config)

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from agmm.bench import figures
-from agmm.cli.explain import find_gpu
+from agmm.cli.gpu_names import find_gpu
 from agmm.planning.cost_model import collectives
 from agmm.planning.cost_model.collectives import Kind
 

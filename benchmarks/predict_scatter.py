@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from agmm.bench.presets import parse_shapes
-from agmm.cli.explain import find_gpu
+from agmm.cli.gpu_names import find_gpu
 from agmm.planning import cost_model
 from agmm.planning.plans import MATMUL_REDUCE_SCATTER, Problem
 from agmm.testing.cases import Shape
@@ -27,7 +27,7 @@ HEADINGS = ("M × N × K", "matmul alone", "agmm", "÷ matmul", "NCCL + cuBLAS",
 
 def row(shape: Shape, ranks: int, gpu: str) -> list[str]:
     problem = Problem(*shape, world_size=ranks, gpu=gpu, op=MATMUL_REDUCE_SCATTER)
-    kernels = cost_model.default_kernels(MATMUL_REDUCE_SCATTER)
+    kernels = cost_model.default_kernels(MATMUL_REDUCE_SCATTER, "bfloat16")
     roof = cost_model.matmul_us(problem)
     agmm = min(cost_model.tile_push_scatter_us(problem, kernel) for kernel in kernels)
     others = [

@@ -29,7 +29,7 @@ from agmm.bench.reports import new_report, write_json
 from agmm.bench.timer import SAMPLES, time_ways
 from agmm.bench.ways import ROOF
 from agmm.cli.terminal import console, plain_table
-from agmm.planning import fp8_kernels
+from agmm.planning.built_kernels import kernels_of
 from agmm.planning.plans import MATMUL_REDUCE_SCATTER, KernelConfig
 from agmm.testing.cases import Shape
 
@@ -50,7 +50,7 @@ E4M3 = "float8_e4m3fn"
 
 def of_fp8() -> Iterable[KernelConfig]:
     """Those of two e4m3 operands with fast accumulation."""
-    return fp8_kernels.built(f"{E4M3}_{E4M3}", _core.Accumulation.fast, scatters=True)
+    return kernels_of(MATMUL_REDUCE_SCATTER, f"{E4M3}_{E4M3} fast")
 
 
 def configs(built: Iterable[KernelConfig], substring: str) -> Iterator[KernelConfig]:

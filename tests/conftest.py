@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agmm.planning import call_plans
+from agmm.planning import built_kernels
 from agmm.testing import ranks
 from agmm.testing.ranks import RankPool
 
@@ -116,8 +116,7 @@ def group() -> Iterator[str]:
 @pytest.fixture
 def default_kernels_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are those of a default build, as where none has kernels, whichever this build is."""
-    for name in ("kernels", "scatter_kernels", "all_reduce_kernels"):
-        monkeypatch.setattr(call_plans, name, tuple)
+    monkeypatch.setattr(built_kernels, "kernels_of", lambda op, name: ())
 
 
 @pytest.fixture

@@ -230,7 +230,10 @@ def test_operands_of_a_scaled_scatter_kernel_are_looked_through(
     kernel = KernelConfig.parse("128x128x128_1x1_pingpong")
     planner = mock.Mock(fused_plan=lambda problem: Plan("push", kernel))
     for place, stand_in in (
-        ("problem_of", lambda *_, **__: Problem(4, 16, 16, accumulation="slow")),
+        (
+            "problem_of",
+            lambda *_, **__: Problem(4, 16, 16, format="float8_e4m3fn_float8_e4m3fn slow"),
+        ),
         ("scatter_workspace", lambda *_: None),
         ("ready_scatter", lambda *_, **__: made),
     ):

@@ -60,7 +60,7 @@ def test_a_weight_beyond_the_cache_is_read_across_the_chunks(
 ) -> None:
     kernel = KernelConfig.parse("128x256x64_2x1_cooperative/swizzle4/along_n")
     chosen = mock.Mock(fused_plan=lambda problem: Plan("push", kernel))
-    monkeypatch.setattr(call_plans, "problem", lambda *sizes, **how: Problem(300, 28672, 8192))
+    monkeypatch.setattr(call_plans, "problem_of", lambda *sizes, **how: Problem(300, 28672, 8192))
     monkeypatch.setattr(call_plans, "planner", lambda *given: chosen)
     run = mock.Mock()
     monkeypatch.setattr(cuda_calls, "ready_matmul", run)

@@ -214,7 +214,7 @@ def test_what_the_core_is_told(core: mock.Mock, kind: str) -> None:
 def test_a_weight_beyond_the_cache_is_read_across_the_chunks(
     core: mock.Mock, monkeypatch: pytest.MonkeyPatch, chunks: int, across: bool
 ) -> None:
-    large = Problem(300, 28672, 16384, "float8_e4m3fn_float8_e4m3fn", accumulation="fast")
+    large = Problem(300, 28672, 16384, format="float8_e4m3fn_float8_e4m3fn fast")
     monkeypatch.setattr(fp8_operands, "problem_of", lambda *given: large)
     chosen = mock.Mock(fused_plan=lambda problem: Plan("push", CONFIG))
     monkeypatch.setattr(call_plans, "planner", lambda *given: chosen)

@@ -22,7 +22,7 @@ from agmm.integrations import async_tp, async_tp_kernels
 from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
 from agmm.ops import fp8_gather, fp8_operands, kept, quantize, scaled_products
 from agmm.ops.scaled_checks import scaling_of
-from agmm.planning import fp8_kernels
+from agmm.planning import built_kernels
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import cpu_scaled, cuda_gather, cuda_scaled, cuda_scatter, scaling
 from agmm.runtime.scaled import Scaled, Weight
@@ -315,7 +315,7 @@ def test_kernels_accumulate_as_the_scales_want(
 
 
 def test_the_reason_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_kernels, "are_built", lambda: False)
+    monkeypatch.setattr(built_kernels, "has_fp8", lambda: False)
     assert fp8_operands.why_no_kernel(torch.device("cuda:0")) == NO_KERNEL
     assert fp8_operands.why_no_kernel(torch.device("cpu")) is None
 

@@ -25,7 +25,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from agmm.integrations import async_tp
-from agmm.planning import call_plans
+from agmm.ops.gather import GatherSettings
+from agmm.ops.pipeline import KERNEL
+from agmm.ops.plain_gather import PlainGather
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import relative_error
 
@@ -314,8 +316,8 @@ def compiled(dims: int, gather_dim: int, return_A: bool) -> Faults:
     fused = "fused_all_gather_matmul" in code
     by_agmm = any("PersistentAsyncInputScheduler" in name for name in names)
     moved = shard.movedim(gather_dim, 0)
-    plan = call_plans.call_plan(moved, [B], group, return_A=return_A)
-    planned = fused and plan.kernel is not None
+    call = PlainGather(moved.contiguous(), [B], [None], group, GatherSettings(return_A=return_A))
+    planned = fused and call.route().by == KERNEL
     if left or by_agmm != planned:
         faults.append(f"{label}: fused {fused}, by agmm {by_agmm}, left to torch {len(left)}")
     if gather_dim == 0 and not (fused and "all_gather_into_tensor" not in code):

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from agmm.ops import async_input_mm
-from agmm.planning import call_plans
+from agmm.planning.built_kernels import kernels_of
+from agmm.planning.plans import ALL_GATHER_MATMUL
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
 M, N, K = 256, 512, 256
@@ -42,7 +43,7 @@ def late_copier() -> Callable[[torch.Tensor, torch.Tensor], None]:
 
 def behind_a_late_kernel(what: str, captured: bool) -> None:
     """Raises AssertionError where a matmul reads or writes before the kernel ahead is done."""
-    late_copy, every = late_copier(), list(call_plans.kernels())
+    late_copy, every = late_copier(), list(kernels_of(ALL_GATHER_MATMUL, "bfloat16"))
     draw = random.Random(3)
 
     def fresh(*shape: int) -> torch.Tensor:

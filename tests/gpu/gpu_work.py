@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 import agmm
 from agmm import _core
-from agmm.planning import call_plans
+from agmm.planning.built_kernels import kernels_of
+from agmm.planning.plans import ALL_GATHER_MATMUL
 from agmm.runtime.workspaces import (
     collectives_workspace,
     cuda_workspace,
@@ -55,7 +56,7 @@ def config_of(way: str) -> str | None:
     _, transport = WAYS[way]
     if not transport:
         return None
-    kernels = call_plans.kernels()
+    kernels = kernels_of(ALL_GATHER_MATMUL, "bfloat16")
     if "split" in way:  # in a build without such a kernel it is the transport alone
         kernels = tuple(replace(k, splits=2) for k in kernels if k.can_split) or kernels
     return f"{kernels[0].name}/{transport}"

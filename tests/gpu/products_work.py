@@ -10,8 +10,8 @@ import torch.distributed as dist
 from gpu_work import Faults, fault, group_of, last_ranks, poison, poison_freed_memory, randn
 
 import agmm
-from agmm.planning import call_plans
-from agmm.planning.plans import KernelConfig
+from agmm.planning.built_kernels import kernels_of
+from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig
 from agmm.testing.cases import LocalShape
 
 
@@ -129,4 +129,4 @@ def unfused(world_size: int) -> Faults:
 
 
 def kernels() -> list[KernelConfig]:
-    return list(call_plans.kernels())
+    return list(kernels_of(ALL_GATHER_MATMUL, "bfloat16"))

@@ -19,8 +19,8 @@ from dataclasses import replace
 import torch
 
 from agmm import _core
-from agmm.planning import call_plans
-from agmm.planning.plans import KernelConfig, core_transport
+from agmm.planning.built_kernels import kernels_of
+from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, core_transport
 
 TRANSPORTS = ("push", "sm4x64", "sm8x64+1", "sm4x64h1")
 
@@ -77,7 +77,7 @@ class StandIn:
 def check(in_turn: bool) -> None:
     for world_size, rows, n, k in ((2, 128, 128, 200), (3, 40, 72, 136)):
         ranks = StandIn(world_size, (world_size * rows * k * 2 + 127) // 128 * 128)
-        kernels = call_plans.kernels()
+        kernels = kernels_of(ALL_GATHER_MATMUL, "bfloat16")
         configs = [*kernels, *(replace(c, splits=2) for c in kernels if c.can_split)]
         for i, config in enumerate(configs):
             cases = [("push", False), *((transport, True) for transport in TRANSPORTS)]

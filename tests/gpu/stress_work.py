@@ -25,7 +25,8 @@ from gpu_work import (
 )
 
 import agmm
-from agmm.planning import call_plans
+from agmm.planning.built_kernels import kernels_of
+from agmm.planning.plans import ALL_GATHER_MATMUL
 from agmm.runtime.workspaces import cuda_workspace
 from agmm.testing.cases import LocalShape
 
@@ -176,7 +177,9 @@ def two_rounds(world_size: int, calls: int, seed: int) -> Faults:
         return None
     k = 4096
     rows = 14 * 2**20 // (2 * k * (world_size - 1))
-    kernel = next(c for c in call_plans.kernels() if c.schedule == "cooperative")
+    kernel = next(
+        c for c in kernels_of(ALL_GATHER_MATMUL, "bfloat16") if c.schedule == "cooperative"
+    )
     exact = ExactCalls(group, LocalShape(rows, 264, k), seed)
     poison(group)
     draw = random.Random(seed + exact.rank)

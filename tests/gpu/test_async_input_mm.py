@@ -17,10 +17,11 @@ import agmm
 from agmm import _core
 from agmm.ops import async_input_mm
 from agmm.planning import call_plans, heuristics, legality
-from agmm.planning.plans import KernelConfig, Problem
+from agmm.planning.built_kernels import kernels_of
+from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Problem
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
-KERNELS = list(call_plans.kernels())
+KERNELS = list(kernels_of(ALL_GATHER_MATMUL, "bfloat16"))
 SHAPES = [
     # M, N, K, chunks
     (8, 8, 8, 1),
@@ -111,7 +112,7 @@ def test_last_rows(kernel: KernelConfig) -> None:
 
 def splitting(m: int, n: int, k: int) -> list[KernelConfig]:
     """The kernels with every number of splits of K that is legal for this problem."""
-    problem = call_plans.problem(m, n, k, torch.bfloat16, torch.device("cuda", 0))
+    problem = call_plans.problem_of((m, n, k), torch.bfloat16, torch.device("cuda", 0))
     return [
         p.kernel
         for kernel in KERNELS
@@ -375,10 +376,10 @@ def test_a_wait_ends() -> None:
 MEMCHECK = """
 from dataclasses import replace
 import torch
-from agmm.planning import call_plans
+from agmm.planning.built_kernels import kernels_of
 from agmm.ops import async_input_mm
 from agmm.planning.plans import KernelConfig
-for kernel in call_plans.kernels():
+for kernel in kernels_of(ALL_GATHER_MATMUL, "bfloat16"):
     for m, n, k, chunks in ((8, 8, 8, 8), (200, 136, 72, 5), (384, 264, 136, 3)):
         a = torch.randn(m, k, device="cuda").bfloat16()
         b = torch.randn(n, k, device="cuda").bfloat16().t()
@@ -387,7 +388,7 @@ for kernel in call_plans.kernels():
             config = replace(kernel, splits=splits)
             async_input_mm.on_cuda(a, b, signals, chunks - 1, config=config)
 torch.cuda.synchronize()
-print("kernels", len(call_plans.kernels()))
+print("kernels", len(kernels_of(ALL_GATHER_MATMUL, "bfloat16")))
 """
 
 

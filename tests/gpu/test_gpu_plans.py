@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import tune_gpu_work
 from at_hand import needs_nccl, needs_two
 
 from agmm.bench import tuner, tuning_session
-from agmm.planning import call_plans, tables
+from agmm.planning import tables
+from agmm.planning.built_kernels import kernels_of
 from agmm.planning.legality import why_illegal
-from agmm.planning.plans import UNFUSED, Problem, Row
+from agmm.planning.plans import ALL_GATHER_MATMUL, UNFUSED, Problem, Row
 from agmm.planning.tables import Key
 from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankPool
@@ -43,9 +45,9 @@ def test_tune(return_A: bool) -> None:
     table = tables.user(problem.gpu, 2)
     assert table is not None
     for shape in shapes:
-        (row,) = table.rows(problem._replace(n=shape.N, k=shape.K))
+        (row,) = table.rows(replace(problem, n=shape.N, k=shape.K))
         assert row.m == shape.M
-        assert why_illegal(problem, row.plan, call_plans.kernels()) is None
+        assert why_illegal(problem, row.plan, kernels_of(ALL_GATHER_MATMUL, "bfloat16")) is None
     assert list(tuner.tune(options)) == []
 
 

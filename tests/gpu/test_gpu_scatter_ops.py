@@ -9,7 +9,8 @@ import scatter_gpu_work
 import torch
 from at_hand import world_sizes
 
-from agmm.planning import call_plans
+from agmm.planning.built_kernels import kernels_of
+from agmm.planning.plans import MATMUL_ALL_REDUCE
 from agmm.testing.ranks import RankPool
 
 SHAPES = [
@@ -46,7 +47,7 @@ def test_several_products(gpu_pool: RankPool, world_size: int) -> None:
 
 
 @pytest.mark.skipif(
-    not call_plans.all_reduce_kernels(),
+    not kernels_of(MATMUL_ALL_REDUCE, "bfloat16"),
     reason="this build has no kernel that sends finished tiles",
 )
 @pytest.mark.parametrize("world_size", world_sizes(2, 3, 4, 8))

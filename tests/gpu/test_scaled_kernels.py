@@ -19,7 +19,8 @@ import agmm
 from agmm import _core
 from agmm._core import Accumulation
 from agmm.ops import async_input_scaled_mm, fp8_operands
-from agmm.planning import call_plans, fp8_kernels, tables
+from agmm.planning import call_plans, formats, tables
+from agmm.planning.built_kernels import kernels_of
 from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Plan, Row
 from agmm.planning.tables import Key
 from agmm.runtime import cuda_scaled
@@ -348,7 +349,8 @@ def test_bad_input() -> None:
 
 def test_the_chosen_kernel_is_built() -> None:
     for accumulation in (Accumulation.fast, Accumulation.slow, Accumulation.block):
-        assert fp8_kernels.built("float8_e4m3fn_float8_e4m3fn", accumulation)
+        name = formats.fp8_name("float8_e4m3fn_float8_e4m3fn", accumulation.name)
+        assert kernels_of(ALL_GATHER_MATMUL, name)
     assert fp8_operands.why_no_kernel(torch.device("cuda", 0)) is None
 
 
@@ -415,16 +417,14 @@ def test_every_kernel_behind_a_gather(
             configs.append(replace(kernel.config, splits=2))
         for config in configs:
             shape = LocalShape(33 + len(rows), n, k)
-            problem = call_plans.scaled_problem(
-                world_size * shape.M_local,
-                n,
-                k,
-                cuda_scaled.dtype_name(*kernel.dtypes),
-                kernel.accumulation.name,
+            dtypes = cuda_scaled.dtype_name(*kernel.dtypes)
+            problem = call_plans.problem_of(
+                (world_size * shape.M_local, n, k),
+                formats.fp8_name(dtypes, kernel.accumulation.name),
                 device,
-                world_size=world_size,
                 return_A=return_A,
             )
+            problem = replace(problem, world_size=world_size)
             rows.append((Key.of(problem), Row(problem.m, Plan("push", config), 1.0)))
             cases += [
                 (problem, config, shape, scaling, kernel.dtypes, kernel.fast_accum)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,6 @@ from typing import NamedTuple
 import pytest
 
 from agmm.planning import cost_model, heuristics, tables
-from agmm.planning.heuristics import predict_us
 from agmm.planning.planner import Planner
 from agmm.planning.plans import (
     MATMUL_REDUCE_SCATTER,
@@ -26,6 +26,7 @@ from agmm.planning.plans import (
     Problem,
     Row,
 )
+from agmm.planning.predictions import predict_us
 
 pytestmark = pytest.mark.calibration
 
@@ -38,15 +39,18 @@ CLEARLY = 1.2
 """Two times are told apart where one is so many times the other."""
 
 
+def planner_of(kernels: Sequence[KernelConfig]) -> Planner:
+    return Planner(lambda op, name: kernels)
+
+
 def tuned(path: Path) -> Iterator[tuple[Problem, Row]]:
-    """What a packaged table has measured, without fp8, which has no model."""
+    """What a packaged table has measured, without fp8, whose model was fitted to calls alone."""
     gpu, _, world_size = path.stem.rpartition("-x")
     for key, rows in tables.read(path).by_key.items():
-        if key.accumulation:
+        if key.format.startswith("float8"):
             continue
-        plain = Problem(1, key.n, key.k, key.dtype, int(world_size), key.return_A, key.b_layout)
         for row in rows.values():
-            yield plain._replace(m=row.m, gpu=gpu, op=key.op), row
+            yield Problem(m=row.m, **key._asdict(), world_size=int(world_size), gpu=gpu), row
 
 
 class Pair(NamedTuple):
@@ -92,7 +96,7 @@ def _predicted(problem: Problem, which: str, plan: Plan | None) -> float:
     if which == "unfused":
         return unfused_us(problem)
     if plan is None:
-        found = Planner(KERNELS).choose(problem, fused=True).predicted_us
+        found = planner_of(KERNELS).choose(problem, fused=True).predicted_us
     else:
         found = predict_us(problem, plan)
     assert found is not None
@@ -183,8 +187,8 @@ EFFECTS = {
         88 / 75,
     ),
     "alone, each tile of B is read once": (
-        Call(LARGE_B._replace(world_size=1), "128x160x64_1x1_pingpong"),
-        Call(LARGE_B._replace(world_size=1), "128x96x64_2x1_cooperative"),
+        Call(replace(LARGE_B, world_size=1), "128x160x64_1x1_pingpong"),
+        Call(replace(LARGE_B, world_size=1), "128x96x64_2x1_cooperative"),
         67 / 60,
     ),
     "who serves the nearest peer first has less left at the end": (
@@ -195,7 +199,7 @@ EFFECTS = {
     # Without it the larger B makes 1%.
     "in one wave idle multiprocessors leave the others their clock": (
         Call(ONE_WAVE, "128x256x64_1x1_cooperative"),
-        Call(ONE_WAVE._replace(n=6656), "128x256x64_1x1_cooperative"),
+        Call(replace(ONE_WAVE, n=6656), "128x256x64_1x1_cooperative"),
         1.06,
     ),
     # 4.25 blocks of 256 rows each: two tiles one after the other, since A ends with the last ones.
@@ -217,7 +221,7 @@ def test_the_model_knows_the_effect(name: str) -> None:
 def test_workers_that_begin_with_own_rows_do_not_wait_for_the_first_chunk() -> None:
     """84 us were measured, of which the tiles take 83."""
     pushed = Call(OWN_ROWS_FIRST, "128x128x64_1x1_pingpong", "sm64x128").us
-    alone = Call(OWN_ROWS_FIRST._replace(world_size=1), "128x128x64_1x1_pingpong").us
+    alone = Call(replace(OWN_ROWS_FIRST, world_size=1), "128x128x64_1x1_pingpong").us
     assert pushed < 1.1 * alone
 
 
@@ -231,7 +235,7 @@ def test_a_small_gather_has_a_short_latency() -> None:
 def test_who_is_long_under_load_loses_its_clock() -> None:
     """1488 rows took 980 us and 7512 rows 5254: 6% more than in proportion."""
     one, five = (Problem(m, 29568, 8192, world_size=2) for m in (1488, 7512))
-    times = [Planner(KERNELS).choose(problem).predicted_us or 0.0 for problem in (one, five)]
+    times = [planner_of(KERNELS).choose(problem).predicted_us or 0.0 for problem in (one, five)]
     assert times[1] > 7512 / 1488 * times[0]
 
 
@@ -284,12 +288,12 @@ def test_bands_read_b_from_where_it_was_cheap(
 
 def test_few_rows_are_not_fused_and_many_are() -> None:
     few, many = (Problem(m, 5120, 8192, world_size=2) for m in (24, 8192))  # few: 51 and 43 us
-    assert Planner(KERNELS).plan(few).kernel is None
-    assert Planner(KERNELS).plan(many) != UNFUSED
+    assert planner_of(KERNELS).plan(few).kernel is None
+    assert planner_of(KERNELS).plan(many) != UNFUSED
 
 
 def test_no_narrow_kernel_is_taken_for_a_row_major_weight() -> None:
-    chosen = Planner(KERNELS).fused_plan(ROW_MAJOR).kernel
+    chosen = planner_of(KERNELS).fused_plan(ROW_MAJOR).kernel
     assert chosen is not None
     assert chosen.tile_n % 64 == 0
 
@@ -364,7 +368,7 @@ def test_the_kernel_that_sends_tiles_is_chosen_as_measured(ranks: int) -> None:
     for shape in report["shapes"]:
         size = shape["M"], shape["N"], shape["K"]
         problem = Problem(*size, world_size=ranks, op=MATMUL_REDUCE_SCATTER)
-        plan = Planner((), (), kernels).plan(problem)
+        plan = planner_of(kernels).plan(problem)
         assert plan.kernel is not None
         us = {name: way["median_us"] for name, way in shape["ways"].items()}
         best = min(value for name, value in us.items() if "/" in name)

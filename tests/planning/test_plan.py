@@ -25,6 +25,8 @@ from agmm.planning.plans import (
     Problem,
     Row,
 )
+from agmm.planning.predictions import predict_us
+from agmm.planning.tuned_rows import Rows
 
 KERNELS = cost_model.default_kernels()
 
@@ -36,6 +38,7 @@ def kernels_for(problem: Problem) -> tuple[KernelConfig, ...]:
     return tuple(kernel for kernel in KERNELS if is_all or not kernel.swapped)
 
 
+FP8 = "float8_e4m3fn_float8_e4m3fn fast"
 WIDE, SMALL = (
     KernelConfig.parse(f"{kernel}/swizzle2/along_m")
     for kernel in ("128x256x64_2x1_cooperative", "128x128x64_1x1_pingpong")
@@ -57,8 +60,12 @@ def push(kernel: KernelConfig) -> Plan:
     return Plan("push", kernel)
 
 
+def planner_of(kernels: Sequence[KernelConfig], found: Sequence[Rows] = ()) -> Planner:
+    return Planner(lambda op, name: kernels, found)
+
+
 def planner(*rows: Row, kernels: Sequence[KernelConfig] = KERNELS) -> Planner:
-    return Planner(kernels, [TunedRows(rows)])
+    return planner_of(kernels, [TunedRows(rows)])
 
 
 def random_problems(count: int) -> list[Problem]:
@@ -118,15 +125,15 @@ def test_name_written_out() -> None:
         (Problem(2048, 28672, 8192), 8, False),  # much is left when the last chunk comes late
         (Problem(8192, 28672, 8192), 4, False),  # hidden behind the arithmetic
         (Problem(624, 4096, 4096), 4, False),  # stays in the L2 cache
-        (Problem(300, 28672, 16384, accumulation="fast"), 4, True),  # fp8
-        (Problem(624, 4096, 8192, accumulation="fast"), 4, False),
+        (Problem(300, 28672, 16384, format=FP8), 4, True),
+        (Problem(624, 4096, 8192, format=FP8), 4, False),
     ],
 )
 def test_where_a_weight_is_read_once_for_all_chunks(
     problem: Problem, chunks: int, wanted: bool
 ) -> None:
     for gpu in cost_model.known_gpus():
-        here = problem._replace(gpu=gpu)
+        here = replace(problem, gpu=gpu)
         assert heuristics.reads_b_across(here, SMALL, chunks) is wanted
 
 
@@ -241,9 +248,9 @@ def test_few_tiles_are_split() -> None:
     thirds = Plan("push", replace(wide, splits=3))
     reason = "plan: found 3 splits of K for 128x224x64_2x1_cooperative, wanted 1 to 2"
     assert legality.why_illegal(problem, thirds, KERNELS) == reason
-    assert legality.why_illegal(problem._replace(m=256), thirds, KERNELS) is None
+    assert legality.why_illegal(replace(problem, m=256), thirds, KERNELS) is None
     # One k tile cannot be split, nor what other kernels compute.
-    assert len(heuristics.usual_plans(problem._replace(k=64), wide)) == 2
+    assert len(heuristics.usual_plans(replace(problem, k=64), wide)) == 2
     assert "2 splits" in str(legality.why_illegal(problem, push(replace(WIDE, splits=2)), KERNELS))
 
 
@@ -255,7 +262,7 @@ def test_parts_of_a_cluster() -> None:
     problem = Problem(64, 128, 8192)
     splits = legality.legal_splits(problem, kernel)
     assert list(splits) == list(range(1, 9))
-    assert list(legality.legal_splits(problem._replace(n=128 * 40), kernel)) == [1, 2, 3]
+    assert list(legality.legal_splits(replace(problem, n=128 * 40), kernel)) == [1, 2, 3]
     at_once = [
         cost_model.Tiling(problem, replace(kernel, splits=splits)).workers for splits in splits
     ]
@@ -275,7 +282,8 @@ def test_usual_plans_are_legal() -> None:
     draw = random.Random(7)
     heads = 0
     for problem in random_problems(150):
-        problem = problem._replace(
+        problem = replace(
+            problem,
             b_layout=draw.choice(("column", "row")),
             peer_atomics=draw.random() < 0.8,
             sm_count=draw.choice((0, 114)),
@@ -346,7 +354,7 @@ def test_rows_of_all_ranks_are_counted_in_32_bits(world_size: int) -> None:
 
 @pytest.mark.parametrize("problem", [Problem(8, 8, 8, return_A=a) for a in (False, True)])
 def test_what_the_planner_chooses_is_legal(problem: Problem) -> None:
-    chosen = Planner(KERNELS).choose(problem, fused=True).plan
+    chosen = planner_of(KERNELS).choose(problem, fused=True).plan
     assert chosen.transport == "push"
     assert legality.why_illegal(problem, chosen, KERNELS) is None
     assert legality.why_illegal(problem, UNFUSED, ()) is None
@@ -407,7 +415,7 @@ def test_illegal_plans(problem: Problem, found: Plan, reason: str) -> None:
 
 
 def test_the_cpu_takes_any_columns_and_chunks() -> None:
-    problem = Problem(5, 3, 7, "float64", gpu=CPU)
+    problem = Problem(5, 3, 7, format="float64", gpu=CPU)
     assert legality.why_illegal(problem, Plan("push", chunks_per_shard=3), ()) is None
 
 
@@ -419,7 +427,7 @@ def test_the_cpu_takes_any_columns_and_chunks() -> None:
 @pytest.mark.parametrize("return_A", [False, True])
 def test_time_grows_with_rows(kernel: KernelConfig, world_size: int, return_A: bool) -> None:
     problems = [
-        Problem(world_size * rows, 1000, 4096, "bfloat16", world_size, return_A)
+        Problem(world_size * rows, 1000, 4096, world_size=world_size, return_A=return_A)
         for rows in (1, 5, 63, 129, 511, 1001, 2047, 8001)
     ]
     for times in (
@@ -434,7 +442,7 @@ def test_time_grows_with_rows(kernel: KernelConfig, world_size: int, return_A: b
 def test_time_grows_with_every_extent() -> None:
     base = Problem(4096, 4096, 4096, world_size=4)
     for kernel in KERNELS:
-        for larger in (base._replace(m=16384), base._replace(n=16384), base._replace(k=16384)):
+        for larger in (replace(base, m=16384), replace(base, n=16384), replace(base, k=16384)):
             assert cost_model.fused_us(larger, kernel) > cost_model.fused_us(base, kernel)
             assert cost_model.unfused_us(larger) > cost_model.unfused_us(base)
 
@@ -524,7 +532,7 @@ def test_no_call_ends_before_its_last_chunk_has_come() -> None:
 def test_waiting_for_peers_costs_time() -> None:
     for problem in random_problems(60):
         for kernel in KERNELS:
-            alone = cost_model.fused_us(problem._replace(world_size=1), kernel)
+            alone = cost_model.fused_us(replace(problem, world_size=1), kernel)
             assert cost_model.fused_us(problem, kernel) >= alone
 
 
@@ -561,13 +569,13 @@ def test_a_little_slower_than_a_large_unfused_gather_is_fused(library_alone: Non
     for m in range(520, 1200, 8):
         problem = Problem(m, 29568, 8192, world_size=2)  # B takes longer than any gather
         us = min(
-            heuristics.predict_us(problem, p) or 0.0
+            predict_us(problem, p) or 0.0
             for kernel in kernels_for(problem)
             for p in heuristics.usual_plans(problem, kernel)
         )
         late = (us - cost_model.unfused_us(problem)) / cost_model.all_gather_us(problem)
         behind.append(late)
-        assert (Planner(KERNELS).plan(problem) == UNFUSED) == (late > 0.2)
+        assert (planner_of(KERNELS).plan(problem) == UNFUSED) == (late > 0.2)
     assert any(0 < late < 0.2 for late in behind)
     assert any(late > 0.2 for late in behind)
 
@@ -578,11 +586,11 @@ def test_a_small_gather_is_worth_no_margin(library_alone: None) -> None:
     behind = []
     for m in range(8, 96, 8):
         problem = Problem(m, 3584, 8192, world_size=4)
-        fused = Planner(KERNELS).choose(problem, fused=True).predicted_us
+        fused = planner_of(KERNELS).choose(problem, fused=True).predicted_us
         assert fused is not None
         late = (fused - cost_model.unfused_us(problem)) / cost_model.all_gather_us(problem)
         behind.append(late)
-        assert (Planner(KERNELS).plan(problem) == UNFUSED) == (late > 0)
+        assert (planner_of(KERNELS).plan(problem) == UNFUSED) == (late > 0)
     assert any(0 < late < 0.2 for late in behind)
 
 
@@ -592,8 +600,8 @@ def test_few_rows_are_gathered_by_a_kernel() -> None:
     found = []
     for m in (4, 16, 64, 128, 256, 512, 1024, 1032, 2048):
         problem = Problem(m, 3584, 8192, world_size=4)
-        choice = Planner(KERNELS).choose(problem)
-        fused_us = Planner(KERNELS).choose(problem, fused=True).predicted_us
+        choice = planner_of(KERNELS).choose(problem)
+        fused_us = planner_of(KERNELS).choose(problem, fused=True).predicted_us
         is_legal = legality.why_illegal(problem, GATHERED, KERNELS) is None
         assert is_legal == (m <= 1024)
         assert fused_us is not None
@@ -602,7 +610,7 @@ def test_few_rows_are_gathered_by_a_kernel() -> None:
         assert (choice.plan == GATHERED) == is_gathered
         found.append(is_gathered)
     assert found[:4] == [True] * 4 and not found[-1]
-    assert Planner(KERNELS).choose(Problem(64, 3584, 8192, world_size=9)).plan != GATHERED
+    assert planner_of(KERNELS).choose(Problem(64, 3584, 8192, world_size=9)).plan != GATHERED
 
 
 @pytest.mark.parametrize(
@@ -624,8 +632,8 @@ def test_rows_of_old_versions_knew_no_gather_but_the_librarys() -> None:
     row = Row(64, GATHERED, 30.0, agmm="0.2.0")
     assert planner(row).choose(few).row == row
     assert planner(row).fused_plan(few).kernel is not None
-    assert planner(row).plan(few._replace(m=72)) == GATHERED
-    assert planner(Row(512, GATHERED, 1.0)).plan(few._replace(m=1024)) != GATHERED  # too much
+    assert planner(row).plan(replace(few, m=72)) == GATHERED
+    assert planner(Row(512, GATHERED, 1.0)).plan(replace(few, m=1024)) != GATHERED  # too much
 
 
 def test_a_call_that_waits_for_its_links_keeps_its_clock() -> None:
@@ -637,7 +645,7 @@ def test_a_call_that_waits_for_its_links_keeps_its_clock() -> None:
 def test_an_unknown_gpu_gets_the_default_constants_and_its_own_multiprocessors() -> None:
     assert cost_model.constants("nvidia-h999").gpu == DEFAULT_GPU
     problem = Problem(8192, 8192, 8192, gpu="nvidia-h999", sm_count=66)
-    half, whole = (cost_model.fused_us(problem._replace(sm_count=c), WIDE) for c in (66, 0))
+    half, whole = (cost_model.fused_us(replace(problem, sm_count=c), WIDE) for c in (66, 0))
     assert half > 1.9 * whole
 
 
@@ -646,12 +654,12 @@ def test_an_unknown_gpu_gets_the_default_constants_and_its_own_multiprocessors()
 
 def test_choice_is_the_least_predicted_time() -> None:
     for problem in [*random_problems(60), Problem(1, 8, 8), Problem(7, 8, 8, world_size=7)]:
-        choice = Planner(KERNELS).choose(problem)
+        choice = planner_of(KERNELS).choose(problem)
         assert legality.why_illegal(problem, choice.plan, KERNELS) is None
         plans = [
             p for kernel in kernels_for(problem) for p in heuristics.usual_plans(problem, kernel)
         ]
-        fused_us = min(us for p in plans if (us := heuristics.predict_us(problem, p)) is not None)
+        fused_us = min(us for p in plans if (us := predict_us(problem, p)) is not None)
         wanted = fused_us
         if problem.world_size > 1:
             wanted = min(wanted, cost_model.unfused_us(problem))
@@ -665,47 +673,47 @@ def test_choice_is_the_least_predicted_time() -> None:
 
 
 def test_choice_is_deterministic() -> None:
-    one, other = Planner(KERNELS), Planner(KERNELS)
+    one, other = planner_of(KERNELS), planner_of(KERNELS)
     for problem in random_problems(40):
-        assert one.plan(problem) == one.plan(Problem(*problem)) == other.choose(problem).plan
+        assert one.plan(problem) == one.plan(replace(problem)) == other.choose(problem).plan
 
 
 def test_choice_looks_at_the_problem() -> None:
-    assert len({Planner(KERNELS).plan(problem).kernel for problem in random_problems(60)}) > 2
+    assert len({planner_of(KERNELS).plan(problem).kernel for problem in random_problems(60)}) > 2
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.kernel)
 def test_only_kernel_is_chosen(kernel: KernelConfig) -> None:
-    assert Planner([kernel]).fused_plan(Problem(4096, 1000, 512)) == push(
+    assert planner_of([kernel]).fused_plan(Problem(4096, 1000, 512)) == push(
         heuristics.usual_order(Problem(4096, 1000, 512), kernel)
     )
 
 
 def test_no_kernels_to_choose_from() -> None:
     with pytest.raises(
-        ValueError, match=r"^kernels: found none, wanted a build with CUDA kernels$"
+        ValueError, match=r"^kernels: found none for bfloat16, wanted a build with CUDA kernels$"
     ):
-        Planner([]).fused_plan(Problem(8, 8, 8))
+        planner_of([]).fused_plan(Problem(8, 8, 8))
 
 
 def test_one_rank_has_nothing_to_gather() -> None:
-    assert Planner(KERNELS).plan(Problem(8, 3584, 8192)) != UNFUSED
+    assert planner_of(KERNELS).plan(Problem(8, 3584, 8192)) != UNFUSED
 
 
 def test_what_the_kernels_cannot_compute_is_unfused() -> None:
-    for problem in (Problem(8192, 8192, 8190), Problem(8192, 8192, 8192, "float32")):
-        choice = Planner(KERNELS).choose(problem)
+    for problem in (Problem(8192, 8192, 8190), Problem(8192, 8192, 8192, format="float32")):
+        choice = planner_of(KERNELS).choose(problem)
         assert choice.plan == UNFUSED
-        assert choice.source == legality.why_unfused(problem.dtype, problem.n, problem.k)
+        assert choice.source == legality.why_unfused(problem.format, problem.n, problem.k)
 
 
 def test_alternatives_are_sorted() -> None:
     problem = Problem(4096, 3584, 8192, world_size=4)
-    alternatives = Planner(KERNELS).alternatives(problem)
+    alternatives = planner_of(KERNELS).alternatives(problem)
     times = [us for _, us in alternatives if us is not None]
     assert len(times) == 2 * len(KERNELS) + 1
     assert times == sorted(times)
-    assert alternatives[0] == (Planner(KERNELS).plan(problem), times[0])
+    assert alternatives[0] == (planner_of(KERNELS).plan(problem), times[0])
 
 
 def test_every_order_of_a_kernel() -> None:
@@ -729,10 +737,10 @@ def test_a_row_of_the_problem_decides() -> None:
 def test_the_first_table_wins() -> None:
     first = TunedRows([Row(4096, push(WIDE), 1.0)], "first")
     second = TunedRows([Row(4096, push(SMALL), 1.0), Row(8192, push(SMALL), 1.0)], "second")
-    chooses = Planner(KERNELS, [first, second])
+    chooses = planner_of(KERNELS, [first, second])
     assert chooses.choose(TUNED).source == "first"
     assert chooses.plan(TUNED) == push(WIDE)
-    assert chooses.plan(TUNED._replace(m=8192)) == push(SMALL)
+    assert chooses.plan(replace(TUNED, m=8192)) == push(SMALL)
 
 
 def test_neighbours_that_agree_decide() -> None:
@@ -745,12 +753,12 @@ def test_neighbours_that_agree_decide() -> None:
 
 def calibrated(m: int, kernel: KernelConfig, ratio: float) -> Row:
     """A row that measured ``ratio`` times the model's time."""
-    return Row(m, push(kernel), ratio * cost_model.fused_us(TUNED._replace(m=m), kernel))
+    return Row(m, push(kernel), ratio * cost_model.fused_us(replace(TUNED, m=m), kernel))
 
 
 @pytest.mark.parametrize("m", [2056, 4096, 4104, 8184])
 def test_of_neighbours_that_disagree_the_faster_at_this_m_wins(m: int) -> None:
-    problem = TUNED._replace(m=m)
+    problem = replace(TUNED, m=m)
     model = {kernel: cost_model.fused_us(problem, kernel) for kernel in (WIDE, SMALL)}
     for lower, upper in ((WIDE, SMALL), (SMALL, WIDE)):
         for first, second in ((0.5, 2.0), (2.0, 0.5)):
@@ -762,7 +770,7 @@ def test_of_neighbours_that_disagree_the_faster_at_this_m_wins(m: int) -> None:
 
 def test_the_models_favourite_takes_part() -> None:
     slowest = max(KERNELS, key=lambda kernel: cost_model.fused_us(TUNED, kernel))
-    favourite = Planner(KERNELS).choose(TUNED)
+    favourite = planner_of(KERNELS).choose(TUNED)
     one = planner(calibrated(2048, slowest, 1.0)).choose(TUNED)
     assert one.plan == favourite.plan
     assert one.source == "cost model, against what was tuned at M=2048 (a table)"
@@ -771,7 +779,7 @@ def test_the_models_favourite_takes_part() -> None:
 def test_a_plan_of_a_row_is_rated_by_its_own_row() -> None:
     """Also where it is the model's favourite: it measured 1.3 times its prediction."""
     favourite, second = [
-        p for p, _ in Planner(KERNELS).alternatives(TUNED) if p.transport == "push"
+        p for p, _ in planner_of(KERNELS).alternatives(TUNED) if p.transport == "push"
     ][:2]
     assert favourite.kernel is not None and second.kernel is not None
     rows = calibrated(2048, favourite.kernel, 1.3), calibrated(8192, second.kernel, 1.0)
@@ -781,11 +789,11 @@ def test_a_plan_of_a_row_is_rated_by_its_own_row() -> None:
 
 
 def test_sm_push_cut_anew_is_not_rated_by_how_fast_it_was_cut_otherwise() -> None:
-    problem = TUNED._replace(m=4104)  # its shards end inside tiles
+    problem = replace(TUNED, m=4104)  # its shards end inside tiles
     kernel = heuristics.usual_order(problem, WIDE)
     row = Plan("sm8x256", kernel)
-    there = heuristics.predict_us(TUNED, row)
-    here = heuristics.predict_us(problem, heuristics.usual_plans(problem, kernel)[1])
+    there = predict_us(TUNED, row)
+    here = predict_us(problem, heuristics.usual_plans(problem, kernel)[1])
     assert there is not None and here is not None
     fast = planner(Row(4096, row, 0.5 * there), kernels=(WIDE,)).choose(problem)
     slow = planner(Row(4096, row, 2.0 * there), kernels=(WIDE,)).choose(problem)
@@ -800,7 +808,9 @@ def test_the_models_favourite_is_rated_by_the_mean_of_its_neighbours(
     first: float, second: float
 ) -> None:
     kernels = [kernel for kernel in KERNELS if kernel.tile_n != 224]
-    plans = [plan for plan, _ in Planner(kernels).alternatives(TUNED) if plan.transport == "push"]
+    plans = [
+        plan for plan, _ in planner_of(kernels).alternatives(TUNED) if plan.transport == "push"
+    ]
     favourite, second_best, slowest = plans[0], plans[1], plans[-1]
     assert second_best.kernel is not None and slowest.kernel is not None
     rows = calibrated(2048, second_best.kernel, first), calibrated(8192, slowest.kernel, second)
@@ -816,7 +826,7 @@ def test_the_models_favourite_is_rated_by_the_mean_of_its_neighbours(
 
 
 def test_an_unfused_neighbour_is_rated_too() -> None:
-    half = TUNED._replace(m=2048)
+    half = replace(TUNED, m=2048)
     unfused = Row(2048, UNFUSED, 0.5 * cost_model.unfused_us(half))
     fused = calibrated(8192, WIDE, 1.0)
     assert planner(unfused, fused).plan(TUNED) == UNFUSED
@@ -836,14 +846,14 @@ class RowsOfOneKind:
 
 
 def test_calls_that_differ_in_return_A_say_something() -> None:
-    plain, with_A = TUNED, TUNED._replace(return_A=True)
+    plain, with_A = TUNED, replace(TUNED, return_A=True)
     slow = Row(TUNED.m, push(SMALL), 1000.0)
-    without = Planner(KERNELS, [RowsOfOneKind([slow], return_A=False)])
+    without = planner_of(KERNELS, [RowsOfOneKind([slow], return_A=False)])
     found = without.choose(with_A)
     assert (found.plan, found.source) == (push(SMALL), "a table, return_A=False")
     assert found.row is None
     assert without.choose(plain).row == slow
-    both = Planner(
+    both = planner_of(
         KERNELS,
         [
             RowsOfOneKind([slow], return_A=False),
@@ -853,15 +863,15 @@ def test_calls_that_differ_in_return_A_say_something() -> None:
     assert both.choose(with_A).plan == push(WIDE)
     # The same rows say more than the same return_A at a quarter of them.
     far = RowsOfOneKind([Row(TUNED.m // 4, push(WIDE), 9.0)], return_A=True)
-    near = Planner(KERNELS, [RowsOfOneKind([slow], return_A=False), far])
+    near = planner_of(KERNELS, [RowsOfOneKind([slow], return_A=False), far])
     assert near.choose(with_A).plan == push(SMALL)
     # Returning A is free without fusion only, and a plan has to be legal for the call.
-    unfused = Planner(KERNELS, [RowsOfOneKind([Row(TUNED.m, UNFUSED, 9.0)], return_A=True)])
+    unfused = planner_of(KERNELS, [RowsOfOneKind([Row(TUNED.m, UNFUSED, 9.0)], return_A=True)])
     assert unfused.choose(plain).source == "cost model"
     pull = Row(TUNED.m, Plan("pull", WIDE), 9.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pulls = Planner(KERNELS, [RowsOfOneKind([pull], return_A=True)])
+        pulls = planner_of(KERNELS, [RowsOfOneKind([pull], return_A=True)])
         assert pulls.choose(plain).source == "cost model"
 
 
@@ -870,8 +880,8 @@ def test_sm_push_of_whole_tiles_is_not_for_shards_that_end_inside_them() -> None
     problem = Problem(512, 3584, 8192, world_size=4)
     tuned = Row(512, Plan("sm16x64", kernel), 1.0)
     assert planner(tuned).choose(problem).plan == tuned.plan
-    found = planner(tuned).choose(problem._replace(m=384), fused=True).plan
-    assert found.kernel is not None and cost_model.straddles(problem._replace(m=384), found.kernel)
+    found = planner(tuned).choose(replace(problem, m=384), fused=True).plan
+    assert found.kernel is not None and cost_model.straddles(replace(problem, m=384), found.kernel)
     assert found.transport == "sm4x128"
 
 
@@ -884,12 +894,12 @@ def test_rows_far_away_say_nothing() -> None:
 @pytest.mark.parametrize(("m", "chunks"), [(110, 2), (140, 2), (200, 8), (390, 8), (1000, 8)])
 def test_without_a_model_the_nearest_row_decides(m: int, chunks: int) -> None:
     rows = [Row(m, Plan("push", chunks_per_shard=c), 1.0) for m, c in ((100, 2), (400, 8))]
-    problem = Problem(m, 5, 7, "float32", 2, gpu=CPU)
+    problem = Problem(m, 5, 7, format="float32", world_size=2, gpu=CPU)
     assert planner(*rows).plan(problem).chunks_per_shard == chunks
 
 
 def test_the_cpu_without_rows_is_fused_in_one_chunk() -> None:
-    choice = Planner([]).choose(Problem(10, 5, 7, "float32", 2, gpu=CPU))
+    choice = planner_of([]).choose(Problem(10, 5, 7, format="float32", world_size=2, gpu=CPU))
     assert (choice.plan, choice.predicted_us) == (Plan("push"), None)
 
 
@@ -905,13 +915,13 @@ def test_a_row_of_another_build_is_passed_over_with_one_warning() -> None:
 
 
 def test_a_warm_look_up_takes_no_time() -> None:
-    chooses = Planner(KERNELS)
+    chooses = planner_of(KERNELS)
     chooses.plan(TUNED)
     calls, best_us = 2000, float("inf")
     for _ in range(20):
         begin = time.perf_counter()
         for _ in range(calls):
-            chooses.plan(Problem(4096, 3584, 8192, "bfloat16", 4, False, "column", TUNED.gpu, 0))
+            chooses.plan(Problem(4096, 3584, 8192, world_size=4, gpu=TUNED.gpu))
         best_us = min(best_us, (time.perf_counter() - begin) / calls * 1e6)
     assert best_us < 10  # 2 on a quiet machine
 
@@ -922,8 +932,8 @@ def test_a_warm_look_up_takes_no_time() -> None:
 def test_links_without_atomics_rule_out_sm_push() -> None:
     reason = "sm push: found links without native atomics, wanted NVLink between all GPUs"
     for problem in random_problems(100):
-        without = problem._replace(peer_atomics=False)
-        for p, _ in Planner(KERNELS).alternatives(without):
+        without = replace(problem, peer_atomics=False)
+        for p, _ in planner_of(KERNELS).alternatives(without):
             assert plans.SmPush.parse(p.transport) is None
         if problem.world_size > 1:
             assert legality.why_transport_illegal(without, SMALL, "sm16x128") == reason
@@ -935,7 +945,7 @@ def test_rows_of_sm_push_are_passed_over_where_links_have_no_atomics() -> None:
     row = Row(512, Plan("sm16x128", SMALL), 50.0)
     assert planner(row).plan(problem) == row.plan
     with pytest.warns(UserWarning, match="passes over rows of a table: plan: sm push: found links"):
-        found = planner(row).plan(problem._replace(peer_atomics=False))
+        found = planner(row).plan(replace(problem, peer_atomics=False))
     assert found.kernel is None or found.transport == "push"
 
 
@@ -948,6 +958,6 @@ def test_fewer_multiprocessors_take_no_split_that_needs_all() -> None:
     assert planner(row).plan(problem) == row.plan
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the row is right, for calls that have all of them
-        found = planner(row).plan(problem._replace(sm_count=sms - 8))
+        found = planner(row).plan(replace(problem, sm_count=sms - 8))
     assert found != row.plan
     assert found.kernel is None or found.kernel.splits * 16 <= sms - 8

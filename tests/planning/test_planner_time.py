@@ -6,7 +6,7 @@ import gc
 import random
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -16,11 +16,16 @@ from agmm.planning import heuristics, legality, tables
 from agmm.planning.cost_model import At, Tiling, default_kernels
 from agmm.planning.legality import why_illegal
 from agmm.planning.planner import Planner
-from agmm.planning.plans import CPU, GATHERED, UNFUSED, Plan, Problem, Row
-from agmm.planning.tuned_rows import TunedRow
+from agmm.planning.plans import CPU, GATHERED, UNFUSED, KernelConfig, Plan, Problem, Row
+from agmm.planning.predictions import predict_us
+from agmm.planning.tuned_rows import GatherRow, Rows
 
 GPU = "nvidia-h200"
 KERNELS = default_kernels()
+
+
+def planner_of(kernels: Sequence[KernelConfig], found: Sequence[Rows] = ()) -> Planner:
+    return Planner(lambda op, name: kernels, found)
 
 
 def random_problems(count: int, seed: int) -> Iterator[Problem]:
@@ -33,12 +38,12 @@ def random_problems(count: int, seed: int) -> Iterator[Problem]:
             world_size * rows + odd,
             draw.choice([8, 256, 1024, 3584, 4096, 8192, 8 * draw.randint(1, 2000)]),
             draw.choice([8, 512, 1024, 4096, 8192, 28672, 8 * draw.randint(1, 2000)]),
-            draw.choice(["bfloat16", "float16"]),
-            world_size,
-            draw.random() < 0.4,
-            draw.choice(["column", "column", "row"]),
-            draw.choice([GPU, GPU, GPU, "nvidia-h100"]),
-            draw.choice([0, 132, 114]),
+            format=draw.choice(["bfloat16", "float16"]),
+            world_size=world_size,
+            return_A=draw.random() < 0.4,
+            b_layout=draw.choice(["column", "column", "row"]),
+            gpu=draw.choice([GPU, GPU, GPU, "nvidia-h100"]),
+            sm_count=draw.choice([0, 132, 114]),
         )
 
 
@@ -46,7 +51,7 @@ def random_problems(count: int, seed: int) -> Iterator[Problem]:
 def test_favourite_is_the_first_of_all_alternatives(seed: int) -> None:
     """The planner leaves kernels out that cannot be the fastest; `alternatives` computes all."""
     kernels = random.Random(seed).sample(KERNELS, len(KERNELS) - 2 * seed)
-    planner = Planner(kernels)
+    planner = planner_of(kernels)
     for problem in random_problems(300, seed):
         of_all = [pair for pair in planner.alternatives(problem) if pair[0].kernel is not None]
         found = planner.choose(problem, fused=True)
@@ -67,7 +72,7 @@ def test_least_times_are_below_all_predictions() -> None:
                 is_pull = legality.copy_transports(problem, one.kernel)[0] == "pull"
                 can_push = not is_pull and problem.world_size > 1
                 least = at.least_us(tiling, at.load(tiling), is_pull, can_push)
-                predicted = heuristics.predict_us(problem, one)
+                predicted = predict_us(problem, one)
                 assert predicted is not None
                 own = least[2] if one.transport.startswith("sm") else least[1]
                 assert max(least[0], own) <= predicted * (1 + 1e-9), (problem, one.name)
@@ -89,9 +94,9 @@ def test_kept_rows_are_legal_where_their_plans_are() -> None:
         splits = draw.choice([1, 1, 2, 3, 8])
         tuned = Plan(transport, replace(usual.kernel, splits=splits))
         built = draw.sample(KERNELS, len(KERNELS) - 3)
-        kept = TunedRow(problem, Row(problem.m, tuned, 1.0), "", built)
+        kept = GatherRow(problem, Row(problem.m, tuned, 1.0), "", built)
         for m in (problem.m, 4 * problem.world_size, 1000 * problem.world_size):
-            here = problem._replace(m=m)
+            here = replace(problem, m=m)
             is_legal = kept.is_legal(At(here))
             assert is_legal == (why_illegal(here, tuned, built) is None), (here, tuned.name)
             seen.add((is_legal, transport.startswith("sm"), splits > 1))
@@ -103,7 +108,7 @@ def test_unseen_m_takes_little_time(world_size: int) -> None:
     """Measured against the long way, since machines differ: 76 µs and 1.4 ms on one core."""
     table = tables.packaged(GPU, world_size)
     assert table is not None
-    planner = Planner(KERNELS, [table])
+    planner = planner_of(KERNELS, [table])
     draw = random.Random(1)
     short, long = [], []
     for _ in range(150):
@@ -121,12 +126,12 @@ def test_unseen_m_takes_little_time(world_size: int) -> None:
 
 def test_what_a_planner_remembers_is_bounded() -> None:
     """In all of a server's life: as many problems again take no more memory."""
-    planner = Planner(())
+    planner = planner_of(())
 
     def plan_many(first: int) -> int:
         for m in range(first, first + 5000):
-            planner.plan(Problem(m, 8, 8, "float32", 2, gpu=CPU))
-            planner.plan(Problem(8, m, 8, "float32", 2, gpu=CPU))
+            planner.plan(Problem(m, 8, 8, format="float32", world_size=2, gpu=CPU))
+            planner.plan(Problem(8, m, 8, format="float32", world_size=2, gpu=CPU))
         gc.collect()
         # Threads that wait for compilers have memory too. A Problem is made in "<string>".
         ours = [tracemalloc.Filter(True, name) for name in ("*/agmm/*", __file__, "<string>")]

@@ -18,13 +18,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from agmm.ops import scatter_plan
 from agmm.planning import call_plans, cost_model
-from agmm.planning.choices import Choice
 from agmm.planning.cost_model.gpu_constants import constants
-from agmm.planning.heuristics import lagged_kernel, predict_us
+from agmm.planning.heuristics import lagged_plans
 from agmm.planning.legality import why_illegal, why_lagged_illegal
+from agmm.planning.op_plans import Choice
 from agmm.planning.planner import Planner
 from agmm.planning.plans import (
     BY_TORCH,
+    MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
     UNFUSED,
     KernelConfig,
@@ -32,6 +33,7 @@ from agmm.planning.plans import (
     Problem,
     Row,
 )
+from agmm.planning.predictions import predict_us
 from agmm.runtime import collectives, groups, symmetric
 from agmm.runtime.group_gpus import GroupFacts
 
@@ -88,7 +90,7 @@ def test_the_plan_decides(
         B = torch.empty(16, 24, dtype=torch.bfloat16, device="cuda:0")
     assert scatter_plan.is_fused(A, B, 0, groups.group_of(group)) == fused
     wanted = Problem(32, 24, 16, world_size=4, gpu="nvidia-h200", sm_count=132)
-    wanted = wanted._replace(op=MATMUL_REDUCE_SCATTER)
+    wanted = replace(wanted, op=MATMUL_REDUCE_SCATTER)
     assert asked == [wanted]
     assert workspace.called == fused  # none is made where all scatters are small
 
@@ -124,13 +126,24 @@ class Table:
         return self._rows
 
 
+def planner_of(
+    kernels: Sequence[KernelConfig], *found: Table, returning: Sequence[KernelConfig] | None = None
+) -> Planner:
+    """A planner with kernels that scatter, and, where there are some or they are given, those of an
+    all-reduce."""
+    if returning is None:
+        returning = RETURNING if kernels else ()
+    of_op = {MATMUL_REDUCE_SCATTER: kernels, MATMUL_ALL_REDUCE: returning}
+    return Planner(lambda op, name: of_op[op], found)
+
+
 def choose(m: int, *rows: Row, fused: bool = False, **others: Any) -> Choice:
-    problem = scattered(m, 8192, 2048)._replace(op="matmul_reduce_scatter", **others)
-    return Planner((), [Table(*rows)], KERNELS).choose(problem, fused=fused)
+    problem = replace(scattered(m, 8192, 2048), op="matmul_reduce_scatter", **others)
+    return planner_of(KERNELS, Table(*rows)).choose(problem, fused=fused)
 
 
 def row(m: int, plan: Plan, times_predicted: float, **others: Any) -> Row:
-    problem = scattered(m, 8192, 2048)._replace(op="matmul_reduce_scatter", **others)
+    problem = replace(scattered(m, 8192, 2048), op="matmul_reduce_scatter", **others)
     return Row(m, plan, times_predicted * (predict_us(problem, plan) or 1.0))
 
 
@@ -189,7 +202,7 @@ def measured() -> dict[tuple[int, int, int, int], dict[str, float]]:
 def test_the_model_agrees_with_what_was_measured(shape: tuple[int, int, int, int]) -> None:
     """Within 10%, and the kernel that it prefers within 4% of the fastest."""
     times = measured()[shape]
-    problem = scattered(*shape)._replace(op="matmul_reduce_scatter")
+    problem = replace(scattered(*shape), op="matmul_reduce_scatter")
     predicted = {k.kernel: cost_model.tile_push_scatter_us(problem, k) for k in KERNELS}
     chosen = min(predicted, key=lambda kernel: predicted[kernel])
     fastest = min(times[kernel] for kernel in predicted if kernel in times)
@@ -205,7 +218,7 @@ def test_the_model_agrees_with_calls_as_they_were_planned(ranks: int) -> None:
     ratios = []
     for entry in report["shapes"]:
         shape = entry["M"], entry["N"], entry["K"], ranks
-        problem = scattered(*shape)._replace(op="matmul_reduce_scatter")
+        problem = replace(scattered(*shape), op="matmul_reduce_scatter")
         predicted = min(cost_model.tile_push_scatter_us(problem, kernel) for kernel in KERNELS)
         ratios.append(predicted / entry["ways"]["agmm"]["median_us"])
     assert len(ratios) == 12
@@ -214,7 +227,7 @@ def test_the_model_agrees_with_calls_as_they_were_planned(ranks: int) -> None:
 
 
 def test_a_long_scatter_loses_its_clock_as_the_matmul_does() -> None:
-    problem = scattered(16384, 8192, 7168)._replace(op="matmul_reduce_scatter")
+    problem = replace(scattered(16384, 8192, 7168), op="matmul_reduce_scatter")
     fastest = min(cost_model.tile_push_scatter_us(problem, kernel) for kernel in KERNELS)
     assert fastest == pytest.approx(cost_model.matmul_us(problem), rel=0.05)
 
@@ -226,9 +239,13 @@ RETURNING = (KernelConfig.parse("128x128x64_1x1_pingpong"),)
 def all_reduce_way(
     problem: Problem, kernels: Sequence[KernelConfig] = KERNELS, *, fused: bool = False
 ) -> str:
-    scatters = Planner((), (), kernels).fused_plan(problem).kernel
-    returns = lagged_kernel(problem, RETURNING if kernels else ())
-    return cost_model.all_reduce_way(problem, scatters, returns, fused=fused)
+    planner = planner_of(kernels)
+    return (planner.fused_plan if fused else planner.plan)(problem).transport
+
+
+def lagged_kernel(problem: Problem) -> KernelConfig | None:
+    plans = lagged_plans(problem, RETURNING)
+    return plans[0].kernel if plans else None
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
@@ -237,7 +254,7 @@ def test_an_all_reduce_is_by_a_kernel_from_some_rows_on(world_size: int) -> None
     for k in (2048, 4096, 7168):
         ways = []
         for m in (8, 64, 256, 1024, 4096, 16384):
-            problem = scattered(m, 8192, k, world_size)._replace(op="matmul_reduce_scatter")
+            problem = replace(scattered(m, 8192, k, world_size), op=MATMUL_ALL_REDUCE)
             ways.append(all_reduce_way(problem))
             assert all_reduce_way(problem, fused=True) != "unfused"
             assert all_reduce_way(problem, (), fused=True) == "unfused"
@@ -260,14 +277,13 @@ def test_all_reduces_as_measured_on_four_h100(
     shape: tuple[int, int, int], lagged_us: float, scatter_us: float, wanted: str
 ) -> None:
     gpu = "nvidia-h100-80gb-hbm3"
-    problem = Problem(*shape, world_size=4, gpu=gpu, op="matmul_reduce_scatter")
-    senders = cost_model.default_kernels(MATMUL_REDUCE_SCATTER)
-    scatters = Planner((), (), senders).fused_plan(problem).kernel
-    returns = lagged_kernel(problem, RETURNING)
-    times = cost_model.all_reduce_times(problem, scatters, returns)
+    problem = Problem(*shape, world_size=4, gpu=gpu, op=MATMUL_ALL_REDUCE)
+    kernels = cost_model.default_kernels(MATMUL_REDUCE_SCATTER)
+    planner = planner_of(kernels)
+    times = {plan.transport: us for plan, us in planner.alternatives(problem)}
     assert times["lagged"] == pytest.approx(lagged_us, rel=0.06)
     assert times["scatter"] == pytest.approx(scatter_us, rel=0.06)
-    assert cost_model.all_reduce_way(problem, scatters, returns) == wanted
+    assert planner.plan(problem).transport == wanted
 
 
 def test_an_all_reduce_takes_the_time_of_its_links_or_of_its_matmul(
@@ -277,8 +293,8 @@ def test_an_all_reduce_takes_the_time_of_its_links_or_of_its_matmul(
     monkeypatch.setattr(cost_model.scatter, "LAGGED_TILE_US", 0.0)
     us = {}
     for k in (512, 1024, 4096, 14336):
-        problem = scattered(8192, 8192, k)._replace(op="matmul_reduce_scatter")
-        kernel = lagged_kernel(problem, RETURNING)
+        problem = replace(scattered(8192, 8192, k), op="matmul_reduce_scatter")
+        kernel = lagged_kernel(problem)
         assert kernel is not None
         us[k] = cost_model.lagged_all_reduce_us(problem, kernel)
     rate = constants("nvidia-h200").scatter_gb_per_s * cost_model.scatter.LAGGED_RATE
@@ -293,7 +309,7 @@ def test_an_all_reduce_takes_the_time_of_its_links_or_of_its_matmul(
 def test_an_order_of_an_all_reduce_has_some_rows_of_each_chunk() -> None:
     for world_size, swizzle in ((2, 4), (3, 2), (4, 2), (8, 2)):
         problem = scattered(1024 * world_size, 8192, 7168, world_size)
-        kernel = lagged_kernel(problem, RETURNING)
+        kernel = lagged_kernel(problem)
         assert kernel is not None
         assert (kernel.max_swizzle, kernel.raster) == (swizzle, "along_n")
 
@@ -310,7 +326,7 @@ def test_an_order_of_an_all_reduce_has_some_rows_of_each_chunk() -> None:
 def test_what_no_kernel_returns(problem: Problem, reason: str) -> None:
     found = why_lagged_illegal(problem, RETURNING[0])
     assert found is not None and found.startswith(reason)
-    assert lagged_kernel(problem, RETURNING) is None
+    assert lagged_kernel(problem) is None
 
 
 @pytest.mark.parametrize(
@@ -323,9 +339,8 @@ def test_the_plan_of_an_all_reduce(
     monkeypatch.setattr(dist, "get_world_size", lambda _: 4)
     facts = GroupFacts(124, gpu="NVIDIA H200")
     monkeypatch.setattr(call_plans, "group_facts", lambda *_: facts)
-    monkeypatch.setattr(call_plans, "all_reduce_kernels", lambda: RETURNING)
     for kernels in (KERNELS, ()):
-        planner = Planner((), (), kernels)
+        planner = planner_of(kernels, returning=RETURNING)
         monkeypatch.setattr(call_plans, "planner", lambda *_, found=planner: found)
         with FakeTensorMode():
             A = torch.empty(rows - 1, k, dtype=torch.bfloat16, device="cuda:0")
@@ -340,7 +355,7 @@ def test_the_plan_of_an_all_reduce(
 
 def plan_of(m: int, n: int, k: int, **others: Any) -> KernelConfig:
     problem = Problem(m, n, k, op="matmul_reduce_scatter", **others)
-    plan = Planner((), (), KERNELS).fused_plan(problem)
+    plan = planner_of(KERNELS).fused_plan(problem)
     assert plan.kernel is not None
     assert why_illegal(problem, plan, KERNELS) is None
     return plan.kernel
@@ -367,9 +382,9 @@ def test_parts_of_k_are_one_wave_of_a_kernel_that_can_split() -> None:
             plan = Plan("push", replace(kernel, splits=2))
             reason = why_illegal(problem, plan, KERNELS)
             assert reason is not None and "2 splits of K" in reason
-    few_sms = problem._replace(sm_count=24)
+    few_sms = replace(problem, sm_count=24)
     assert why_illegal(few_sms, Plan("push", replace(splitter, splits=2)), KERNELS) is not None
-    short = problem._replace(k=64)
+    short = replace(problem, k=64)
     assert why_illegal(short, Plan("push", replace(splitter, splits=2)), KERNELS) is not None
 
 

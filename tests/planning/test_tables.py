@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import tune_work
 
 from agmm.errors import forget_warnings
-from agmm.planning import cost_model, kernel_table, tables
+from agmm.planning import cost_model, tables
 from agmm.planning.cost_model import default_kernels
 from agmm.planning.legality import why_illegal
 from agmm.planning.planner import Planner
@@ -53,7 +54,7 @@ def saved_ms() -> list[int]:
 
 
 def test_what_is_saved_is_read(folder: Path) -> None:
-    other = Key("float16", "row", True, 8, 16)
+    other = Key("all_gather_matmul", "float16", "row", 8, 16, True)
     rows = [
         (KEY, row(4096)),
         (KEY, Row(64, UNFUSED, 3.25, None, 3.25, "0.1.0")),
@@ -67,18 +68,18 @@ def test_what_is_saved_is_read(folder: Path) -> None:
     assert table.rows(PROBLEM) == [rows[1][1], rows[0][1]]
     assert table.by_key[other] == {6: rows[2][1]}
     assert tables.user(GPU, 2) is None
-    assert Planner([KERNEL], [table]).choose(PROBLEM).row == rows[0][1]
+    assert Planner(lambda op, name: [KERNEL], [table]).choose(PROBLEM).row == rows[0][1]
 
 
 def test_rows_are_found_by_everything_but_m() -> None:
     tables.save(GPU, 4, [(KEY, row(4096))])
     table = tables.user(GPU, 4)
     assert table is not None
-    assert len(table.rows(PROBLEM._replace(m=8, sm_count=7))) == 1
+    assert len(table.rows(replace(PROBLEM, m=8, sm_count=7))) == 1
     scatter = {"op": "matmul_reduce_scatter"}
-    for other in ({"n": 8}, {"k": 8}, {"dtype": "float16"}, {"b_layout": "row"}, scatter):
-        assert not table.rows(PROBLEM._replace(**other))
-    assert not table.rows(PROBLEM._replace(return_A=True))
+    for other in ({"n": 8}, {"k": 8}, {"format": "float16"}, {"b_layout": "row"}, scatter):
+        assert not table.rows(replace(PROBLEM, **other))
+    assert not table.rows(replace(PROBLEM, return_A=True))
 
 
 def test_a_later_row_replaces_an_earlier_one_and_no_other() -> None:
@@ -116,23 +117,8 @@ def test_packaged_plans_are_legal() -> None:
         gpu, _, world_size = path.stem.rpartition("-x")
         for key, rows in tables.read(path).by_key.items():
             for row in rows.values():
-                if key.accumulation:  # of fp8, by kernels of default builds
-                    assert row.plan.transport == "push" and row.plan.kernel is not None
-                    built = kernel_table.rows_of("default", key.op, is_fp8=True)
-                    assert row.plan.kernel.kernel in {each.kernel for each in built}, (key, row)
-                    continue
-                problem = Problem(
-                    row.m,
-                    key.n,
-                    key.k,
-                    key.dtype,
-                    int(world_size),
-                    key.return_A,
-                    key.b_layout,
-                    gpu,
-                    op=key.op,
-                )
-                kernels = default_kernels(key.op)
+                problem = Problem(m=row.m, **key._asdict(), world_size=int(world_size), gpu=gpu)
+                kernels = default_kernels(key.op, key.format)
                 assert why_illegal(problem, row.plan, kernels) is None, (key, row)
 
 
@@ -221,6 +207,11 @@ def test_processes_that_save_at_once_lose_no_rows(pool: RankPool, folder: Path) 
 # --- files that are no tables ---
 
 
+KEY_NAMES = ["op", "format", "b_layout", "n", "k", "return_A"]
+NO_FORMAT = {"format": "absent", "world_size": "absent"}
+"""What rows of old schemas had not."""
+
+
 def _text(schema: int = tables.SCHEMA, **changes: Any) -> str:
     entry = json.loads(tables.to_text(GPU, 4, {KEY: {1: row(1)}}))["rows"][0]
     plan = {**entry["plan"], **changes.pop("plan", {})}
@@ -243,6 +234,7 @@ def _text(schema: int = tables.SCHEMA, **changes: Any) -> str:
         '{"schema": 1, "rows": []}',
         '{"schema": 2, "rows": []}',
         '{"schema": 3, "rows": []}',
+        '{"schema": 4, "rows": []}',
         '{"schema": true, "rows": []}',
         f'{{"schema": 1, "gpu": "{GPU}", "world_size": 4}}',
         f'{{"schema": 1, "gpu": "{GPU}", "world_size": 4, "rows": [3]}}',
@@ -255,7 +247,11 @@ def _text(schema: int = tables.SCHEMA, **changes: Any) -> str:
         _text(return_A=0),
         _text(op=1),
         _text(op="absent"),
-        _text(accumulation="absent"),
+        _text(format="absent"),
+        _text(world_size=2),
+        _text(world_size="absent"),
+        _text(schema=3),
+        _text(schema=3, dtype="bfloat16"),
         _text(roof_us=0),
         _text(plan={"kernel": "128x128"}),
         _text(plan={"chunks_per_shard": 0}),
@@ -310,10 +306,10 @@ def test_the_text_that_the_corrupt_ones_are_made_of_is_sound(folder: Path) -> No
 def test_a_table_from_before_there_were_several_ops_is_of_the_first(folder: Path) -> None:
     folder.mkdir()
     path = folder / tables.file_name(GPU, 4)
-    path.write_text(_text(schema=1, op="absent"))
+    path.write_text(_text(schema=1, op="absent", dtype="bfloat16", **NO_FORMAT))
     before = tables.read(path).by_key
     assert before == {KEY: {1: row(1)}} and KEY.op == "all_gather_matmul"
-    scattered = Key.of(PROBLEM._replace(op="matmul_reduce_scatter"))
+    scattered = Key.of(replace(PROBLEM, op="matmul_reduce_scatter"))
     tables.save(GPU, 4, [(scattered, Row(8, UNFUSED, 4.0))])
     entries = json.loads(path.read_text())
     assert entries["schema"] == tables.SCHEMA
@@ -324,8 +320,30 @@ def test_a_table_from_before_there_were_several_ops_is_of_the_first(folder: Path
 def test_a_table_from_before_there_were_rows_of_fp8_has_none(folder: Path) -> None:
     folder.mkdir()
     path = folder / tables.file_name(GPU, 4)
-    path.write_text(_text(schema=2, accumulation="absent"))
-    assert tables.read(path).by_key == {KEY: {1: row(1)}} and KEY.accumulation == ""
+    path.write_text(_text(schema=2, dtype="bfloat16", **NO_FORMAT))
+    assert tables.read(path).by_key == {KEY: {1: row(1)}} and KEY.format == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "accumulation", "wanted"),
+    [
+        ("bfloat16", "", "bfloat16"),
+        ("float8_e4m3fn_float8_e4m3fn", "fast", "float8_e4m3fn_float8_e4m3fn fast"),
+    ],
+)
+def test_a_table_from_before_there_were_formats_has_them(
+    folder: Path, dtype: str, accumulation: str, wanted: str
+) -> None:
+    folder.mkdir()
+    path = folder / tables.file_name(GPU, 4)
+    path.write_text(_text(schema=3, dtype=dtype, accumulation=accumulation, **NO_FORMAT))
+    before = {KEY._replace(format=wanted): {1: row(1)}}
+    assert tables.read(path).by_key == before
+    tables.save(GPU, 4, [(KEY, row(2))])
+    assert tables.read(path).by_key == before | {KEY: {**before.get(KEY, {}), 2: row(2)}}
+    (entry, *_) = json.loads(path.read_text())["rows"]
+    assert list(entry)[:8] == [*KEY_NAMES[:3], "world_size", "m", *KEY_NAMES[3:]]
+    assert (entry["format"], entry["world_size"]) in ((wanted, 4), ("bfloat16", 4))
 
 
 @pytest.mark.parametrize(("gpu", "world_size"), [(GPU, 2), ("nvidia-h100", 4)])
@@ -346,9 +364,9 @@ def test_a_file_of_a_newer_schema_is_left_alone(folder: Path) -> None:
     path = folder / tables.file_name(GPU, 4)
     content = json.dumps({"schema": tables.SCHEMA + 1, "rows": {"in": "another way"}})
     path.write_text(content)
-    with pytest.warns(UserWarning, match="found schema 4, wanted at most 3"):
+    with pytest.warns(UserWarning, match="found schema 5, wanted at most 4"):
         assert tables.user(GPU, 4) is None
-    with pytest.raises(NewerSchema, match="found schema 4, wanted at most 3"):
+    with pytest.raises(NewerSchema, match="found schema 5, wanted at most 4"):
         tables.save(GPU, 4, [(KEY, row(1))])
     assert path.read_text() == content
 
@@ -388,13 +406,13 @@ def test_a_folder_in_the_files_place_is_reported(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore:agmm passes over rows")
 def test_a_row_that_no_build_can_run_stops_no_call(op: str, m: int, plan: Plan) -> None:
     """Whatever a file names is passed over, as long as it is a table."""
-    built = default_kernels(), default_kernels(MATMUL_REDUCE_SCATTER)
+    built = default_kernels(op)
     for us in (0.01, 1e9):
         tables.save(GPU, 4, [(KEY._replace(op=op), Row(m, plan, us, None, None, "0.1.0"))])
         table = tables.user(GPU, 4)
         assert table is not None and table.by_key
-        planner = Planner(built[0], [table], built[1])
+        planner = Planner(lambda op, name: built, [table])
         for rows in (64, 2048, 4096):
-            problem = PROBLEM._replace(m=rows, op=op)
+            problem = replace(PROBLEM, m=rows, op=op)
             chosen = planner.plan(problem)
-            assert why_illegal(problem, chosen, built[op == MATMUL_REDUCE_SCATTER]) is None
+            assert why_illegal(problem, chosen, built) is None

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from agmm.testing.ranks import RankPool
 SHAPES = (Shape(16, 8, 24), Shape(6, 5, 7), Shape(34, 40, 16))
 ARGUMENTS = ["tune", "--device", "cpu", "--tp", "2"]
 TUNE = [sys.executable, "-m", "agmm", *ARGUMENTS]
-PROBLEM = Problem(16, 8, 24, "float32", 2, gpu=CPU)
-SCATTER = PROBLEM._replace(op="matmul_reduce_scatter")
+PROBLEM = Problem(16, 8, 24, format="float32", world_size=2, gpu=CPU)
+SCATTER = replace(PROBLEM, op="matmul_reduce_scatter")
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,9 @@ def test_tune_and_again(folder: Path) -> None:
         row = outcome.row
         assert row is not None
         assert outcome.failures == []
-        assert outcome.problem[3:8] == ("float32", 2, True, "row", CPU)
+        m, n, k = outcome.problem.m, outcome.problem.n, outcome.problem.k
+        wanted = replace(PROBLEM, m=m, n=n, k=k, return_A=True, b_layout="row")
+        assert outcome.problem == wanted
         assert row.roof_us is not None and row.unfused_us is not None and outcome.old_us is not None
         assert row.roof_us > 0 and row.us > 0
     assert sorted(tuned_shapes(folder)) == sorted(SHAPES[:2])
@@ -117,7 +120,7 @@ def test_tune_fp8(folder: Path) -> None:
         assert outcome.failures == [] and outcome.row is not None
         keeper.add(outcome)
     (key,) = tables.read(folder / tables.file_name(CPU, 2)).by_key
-    assert key == Key("float8_e4m3fn", "column", True, 8, 32)
+    assert key == Key("all_gather_matmul", "float8_e4m3fn", "column", 8, 32, True)
     assert list(tuner.tune(options)) == [], "done before"
 
 
@@ -254,7 +257,7 @@ def test_the_op_is_unfused_where_that_is_faster(strict: bool, chunks: int) -> No
 
 
 def test_the_op_on_fp8_follows_the_table() -> None:
-    key = Key("float8_e4m3fn", "column", False, 8, 32)
+    key = Key("all_gather_matmul", "float8_e4m3fn", "column", 8, 32, False)
     tables.save(CPU, 2, [(key, Row(16, UNFUSED, 1.0))])
     with RankPool(2) as pool:
         assert pool.run(tune_work.fp8_call_with_table, False) == 2 * [(True, 0)]

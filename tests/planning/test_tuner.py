@@ -6,6 +6,7 @@ import io
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from agmm.cli import report_tables
 from agmm.errors import InvalidArgument
 from agmm.planning import cost_model, tables
 from agmm.planning.cost_model import default_kernels
-from agmm.planning.heuristics import predict_us, usual_plans, usual_scatter_order
+from agmm.planning.heuristics import usual_plans, usual_scatter_order
 from agmm.planning.legality import why_illegal
 from agmm.planning.plans import (
     BY_TORCH,
@@ -33,6 +34,7 @@ from agmm.planning.plans import (
     Problem,
     Row,
 )
+from agmm.planning.predictions import predict_us
 from agmm.planning.tables import TableError
 from agmm.testing.cases import Shape
 
@@ -40,7 +42,7 @@ KERNELS = default_kernels()
 SENDERS = default_kernels(MATMUL_REDUCE_SCATTER)
 SCATTER = Problem(4096, 8192, 2048, world_size=4, op="matmul_reduce_scatter")
 GPU_PROBLEM = Problem(4096, 3584, 8192, world_size=4)
-CPU_PROBLEM = Problem(64, 8, 8, "float32", 2, gpu=CPU)
+CPU_PROBLEM = Problem(64, 8, 8, format="float32", world_size=2, gpu=CPU)
 
 
 def outcome(problem: Problem = CPU_PROBLEM, us: float = 8.0) -> tuner.Outcome:
@@ -54,7 +56,7 @@ def outcome(problem: Problem = CPU_PROBLEM, us: float = 8.0) -> tuner.Outcome:
 
 @pytest.mark.parametrize("return_A", [False, True])
 def test_candidates_on_a_gpu(return_A: bool) -> None:
-    problem = GPU_PROBLEM._replace(return_A=return_A)
+    problem = replace(GPU_PROBLEM, return_A=return_A)
     old = Plan("push", KernelConfig.parse("256x128x64_2x1_cooperative/swizzle8/along_m"))
     plans = candidates.candidates(problem, KERNELS, old)
     assert plans[0] == old
@@ -87,14 +89,14 @@ def test_a_weight_that_no_cache_holds_is_tried_across_the_chunks(n: int, world_s
 
 @pytest.mark.parametrize(("rows", "chunks"), [(1, [1]), (3, [1, 2]), (8, [1, 2, 4, 8])])
 def test_candidates_on_the_cpu(rows: int, chunks: list[int]) -> None:
-    problem = CPU_PROBLEM._replace(m=2 * rows)
+    problem = replace(CPU_PROBLEM, m=2 * rows)
     plans = candidates.candidates(problem, (), Plan("push"))
     assert plans == [*(Plan("push", chunks_per_shard=c) for c in chunks), UNFUSED]
 
 
 @pytest.mark.parametrize("m", [512, 16384])
 def test_candidates_of_a_scatter(m: int) -> None:
-    problem = SCATTER._replace(m=m)
+    problem = replace(SCATTER, m=m)
     plans = candidates.candidates(problem, SENDERS, UNFUSED)
     times = {kernel: cost_model.tile_push_scatter_us(problem, kernel) for kernel in SENDERS}
     near = [k for k in SENDERS if times[k] <= candidates.PRUNE_FACTOR * min(times.values())]
@@ -105,12 +107,12 @@ def test_candidates_of_a_scatter(m: int) -> None:
     more = candidates.other_orders({plan: 1.0 + i for i, plan in enumerate(plans)})
     assert len(more) == 7 * min(2, len(own))
     assert all(why_illegal(problem, plan, SENDERS) is None for plan in more)
-    on_cpu = candidates.candidates(problem._replace(gpu=CPU), (), Plan("push"))
+    on_cpu = candidates.candidates(replace(problem, gpu=CPU), (), Plan("push"))
     assert on_cpu == [Plan("push"), UNFUSED]
 
 
 def test_candidates_of_a_scatter_with_few_tiles_split_k() -> None:
-    problem = SCATTER._replace(m=128, n=1024, k=28672)
+    problem = replace(SCATTER, m=128, n=1024, k=28672)
     plans = candidates.candidates(problem, SENDERS, UNFUSED)
     splits = {plan.kernel.splits for plan in plans if plan.kernel is not None}
     assert splits - {1}
@@ -282,13 +284,13 @@ def test_rows_that_could_not_be_written_are_written_with_the_next(
 
     monkeypatch.setattr(tables, "save", full)
     keeper.add(outcome())
-    keeper.add(outcome(CPU_PROBLEM._replace(m=128)))
+    keeper.add(outcome(replace(CPU_PROBLEM, m=128)))
     assert keeper.error == "cpu-x2.json: cannot be written (No space left on device)"
     assert keeper.path is None
     text = json.loads(keeper.unsaved_text())
     assert [row["m"] for row in text["rows"]] == [64, 128]
     monkeypatch.setattr(tables, "save", save)
-    keeper.add(outcome(CPU_PROBLEM._replace(m=256)))
+    keeper.add(outcome(replace(CPU_PROBLEM, m=256)))
     assert not keeper.unsaved
     table = tables.user(CPU, 2)
     assert table is not None

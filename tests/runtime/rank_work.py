@@ -22,7 +22,7 @@ from agmm.errors import AgmmError
 from agmm.ops import fp8_operands, scatter_plan, small_collectives
 from agmm.ops.gather import GatherSettings
 from agmm.ops.plain_gather import PlainGather
-from agmm.planning import call_plans, fp8_kernels
+from agmm.planning import built_kernels, call_plans
 from agmm.runtime import cpu, cpu_gather, links, workspaces
 from agmm.runtime.groups import Group
 from agmm.testing.cases import LocalShape
@@ -304,12 +304,12 @@ def plans_of_two_kinds_of_gpu(kinds: list[tuple[str, int]]) -> dict[str, object]
         mock.patch.object(links, "why_no_atomics", return_value=None),
     ):
         problems = [
-            call_plans.problem(
-                64, 64, 64, torch.bfloat16, device, world_size=2, group=group, has_all_sms=all_sms
+            call_plans.problem_of(
+                (64, 64, 64), torch.bfloat16, device, group=group, has_all_sms=all_sms
             )
             for all_sms in (False, True)
         ]
-        scaled = call_plans.scaled_problem(64, 64, 64, "e4m3", "fast", device, group=group)
+        scaled = call_plans.problem_of((64, 64, 64), "e4m3 fast", device, group=group)
         planner = call_plans.planner(group, device)
     tables = [table.name for table in planner.tables]
     return {"problems": [*problems, scaled], "tables": tables}
@@ -340,7 +340,7 @@ def reasons_of_a_group_with_one_hopper(other: tuple[int, int]) -> dict[str, str 
         mock.patch.object(_core, "cuda_built", True),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(workspaces, "collectives_workspace"),
-        mock.patch.object(fp8_kernels, "are_built", return_value=True),
+        mock.patch.object(built_kernels, "has_fp8", return_value=True),
     ):
         for name, ask in asks.items():
             group = dist.new_group([0, 1])

@@ -15,9 +15,10 @@ import pytest
 from cmake_at_hand import CMAKES
 
 from agmm import _core
+from agmm._core import Accumulation
 from agmm.planning import cost_model, kernel_table, plans
 from agmm.planning.cost_model import constants, default_kernels
-from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig
+from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, KernelConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SETS = kernel_table.SETS
@@ -149,6 +150,16 @@ def test_plans_without_a_build_are_of_its_kernels(sets: dict[str, set[Entry]]) -
         ("lagged", plans.MATMUL_ALL_REDUCE),
     ):
         assert _names(default, name) == {kernel.kernel for kernel in default_kernels(op)}
+    for name, op in (("fp8", ALL_GATHER_MATMUL), ("fp8_scatter", MATMUL_REDUCE_SCATTER)):
+        for accumulation in Accumulation.__members__:
+            found = default_kernels(op, f"float8_e4m3fn_float8_e4m3fn {accumulation}")
+            wanted = {
+                entry.config.kernel
+                for entry in default
+                if (entry.op, entry.dtype) == (name, "e4m3")
+                and entry.accumulation == accumulation.replace("_", "")
+            }
+            assert {kernel.kernel for kernel in found} == wanted
 
 
 @pytest.mark.parametrize("gpu", cost_model.known_gpus())

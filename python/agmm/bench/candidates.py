@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from agmm.planning import fp8_kernels
 from agmm.planning.cost_model import is_b_in_l2
 from agmm.planning.heuristics import (
     across,
     orders,
-    predict_us,
     scatter_plans,
     sm_pushes,
     usual_order,
@@ -26,6 +24,7 @@ from agmm.planning.plans import (
     Problem,
     SmPush,
 )
+from agmm.planning.predictions import predict_us
 
 CPU_CHUNKS = (1, 2, 4, 8)
 """Row chunks per shard that are tried on the CPU."""
@@ -39,9 +38,7 @@ def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> 
     """The plans to check at first: each kernel in its usual order that the cost model leaves, also
     across the chunks where they would read B anew, the unfused path, a gather by agmm's kernel and
     torch's fused op where they are legal, and the plan in use."""
-    if problem.accumulation:
-        plans = fp8_kernels.usual_plans(problem)
-    elif problem.op == MATMUL_REDUCE_SCATTER:
+    if problem.op == MATMUL_REDUCE_SCATTER:
         plans = _without_slow_kernels(problem, scatter_plans(problem, kernels))
     elif problem.gpu == CPU:
         rows = problem.m // problem.world_size

@@ -65,8 +65,8 @@ def tiles_on_cuda(
         tiles_m * tiles_n, _core.TILE_TIMES_BYTES, dtype=torch.uint8, device=A_shard.device
     )
     workspace = CudaWorkspace.create(group, m * A_shard.shape[1] * 2, A_shard.device)
-    problem = call_plans.problem(
-        m, n, A_shard.shape[1], A_shard.dtype, A_shard.device, world_size=world_size, group=group
+    problem = call_plans.problem_of(
+        (m, n, A_shard.shape[1]), A_shard.dtype, A_shard.device, group=group
     )
     # The transport of the call that is looked at, as it goes with this kernel.
     wants_sm_push = SmPush.parse(

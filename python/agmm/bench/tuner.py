@@ -15,7 +15,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -26,13 +26,13 @@ from agmm.bench.candidates import candidates, other_orders, other_pushes
 from agmm.bench.exchange import of_all_ranks
 from agmm.bench.tuning_session import Options, Verdict, begin, check, first_problem, measure
 from agmm.bench.ways import ROOF
-from agmm.planning import call_plans, cost_model, tables
+from agmm.planning import cost_model, tables
+from agmm.planning.built_kernels import kernels_of
 from agmm.planning.planner import Planner
 from agmm.planning.plans import (
     BY_TORCH,
     CPU,
     GATHERED,
-    MATMUL_REDUCE_SCATTER,
     UNFUSED,
     KernelConfig,
     Plan,
@@ -145,10 +145,9 @@ def tune(options: Options, progress: Progress | None = None) -> Iterator[Outcome
         own = tables.user(first.gpu, options.world_size)
         packaged = tables.packaged(first.gpu, options.world_size)
         found = [table for table in (own, packaged) if table is not None]
-        planner = Planner(call_plans.kernels(), found, call_plans.scatter_kernels())
-        is_scatter = options.op == MATMUL_REDUCE_SCATTER
-        kernels = planner.scatter_kernels if is_scatter else planner.kernels  # of 16 bits
-        problems = [first._replace(m=s.M, n=s.N, k=s.K) for s in options.shapes]
+        planner = Planner(kernels_of, found)
+        kernels = kernels_of(first.op, first.format)
+        problems = [replace(first, m=s.M, n=s.N, k=s.K) for s in options.shapes]
         done = _from_rank_0([own is not None and _is_done(own, p) for p in problems])
         wanted = [
             (shape, problem)

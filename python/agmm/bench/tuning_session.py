@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from agmm.errors import InvalidArgument
 from agmm.ops.pipeline import serve
 from agmm.ops.plain_scatter import PlainScatter
 from agmm.ops.scatter import ScatterSettings
-from agmm.planning import call_plans, fp8_kernels
+from agmm.planning import built_kernels, call_plans
 from agmm.planning.legality import why_unfused
 from agmm.planning.plans import (
     ALL_GATHER_MATMUL,
@@ -97,31 +97,22 @@ class Options:
         return str(self.dtype).removeprefix("torch.")
 
     def problem(self, shape: Shape, device: torch.device) -> Problem:
+        name = self.dtype_name
         if self.scaling is not None and device.type == "cuda":
-            scatters = self.op == MATMUL_REDUCE_SCATTER
             dtype = cuda_scaled.dtype_name(self.dtype, self.dtype)
             kind = scalings.BY_NAME[self.scaling]
             accumulation = cuda_scaled.accumulation_of_tiles(kind.a, kind.b, fast=True)
             assert accumulation is not None  # all kinds have one
-            accumulation = fp8_kernels.served_by(dtype, accumulation, scatters=scatters)
-            return call_plans.scaled_problem(
-                *shape,
-                dtype,
-                accumulation.name,
-                device,
-                world_size=self.world_size,
-                return_A=self.return_A,
-                op=self.op,
-            )
-        problem = call_plans.problem(
-            *shape,
-            self.dtype,
+            name = built_kernels.format_served(self.op, dtype, accumulation.name)
+        problem = call_plans.problem_of(
+            (shape.M, shape.N, shape.K),
+            name,
             device,
-            world_size=self.world_size,
+            op=self.op,
             return_A=self.return_A,
             column_major=not self.row_major,
         )
-        return problem._replace(op=self.op)
+        return replace(problem, world_size=self.world_size)
 
 
 # --- inside the ranks ---
@@ -212,7 +203,7 @@ def first_problem(options: Options) -> Problem:
     rank."""
     device = _device(options.device)
     problem = options.problem(options.shapes[0], device)
-    return problem._replace(gpu=call_plans.gpu_of(dist.group.WORLD, device))
+    return replace(problem, gpu=call_plans.gpu_of(dist.group.WORLD, device))
 
 
 def begin(shape: Shape, options: Options) -> None:

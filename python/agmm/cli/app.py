@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -351,20 +351,20 @@ def explain(
     """
     with one_line_errors():
         from agmm.cli import explain as explain_module
+        from agmm.cli import gpu_names
         from agmm.planning.cost_model.collectives import Kind
         from agmm.planning.plans import Problem
 
-        name = explain_module.find_gpu(gpu)
-        kind = op.value
-        explain_module.check_columns(kind, n)
-        if kind in get_args(Kind):
-            itemsize = torch_dtype(dtype).itemsize
-            collective = cast(Kind, kind)
-            said = explain_module.explain_collective(collective, m, k, itemsize, tp, name)
+        name = gpu_names.find_gpu(gpu)
+        explain_module.check_columns(op.value, n)
+        if op.value in get_args(Kind):
+            size = torch_dtype(dtype).itemsize
+            said = explain_module.explain_collective(cast(Kind, op.value), m, k, size, tp, name)
         else:
             assert n is not None
-            problem = Problem(m, n, k, DTYPE_NAMES[dtype], tp, return_a, b_layout.value, name)
-            problem = problem._replace(sm_count=explain_module.HOPPERS.get(name, 0), op=op.value)
+            called = Problem(m, n, k, op=op.value, format=DTYPE_NAMES[dtype], world_size=tp)
+            there = replace(called, gpu=name, sm_count=gpu_names.HOPPERS.get(name, 0))
+            problem = replace(there, return_A=return_a, b_layout=b_layout.value)
             said = explain_module.explain_any(problem, None if scaling is None else scaling.value)
         console().print(said, soft_wrap=True, markup=False)
 

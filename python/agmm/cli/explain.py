@@ -3,177 +3,135 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import get_args
 
 from rich.console import Group, RenderableType
 
 from agmm import _core
 from agmm.bench.units import duration
-from agmm.cli import explain_all_reduce, explain_fp8
+from agmm.cli import gpu_names
 from agmm.cli.terminal import plain_table, whole
 from agmm.errors import InvalidArgument
-from agmm.planning import call_plans, cost_model, tables
-from agmm.planning.choices import Choice
+from agmm.planning import built_kernels, cost_model, formats, tables
 from agmm.planning.cost_model import collectives as collective_costs
-from agmm.planning.cost_model import default_kernels
 from agmm.planning.cost_model.collectives import Kind
-from agmm.planning.heuristics import predict_us
-from agmm.planning.legality import why_scatter_illegal, why_unfused
+from agmm.planning.legality import transports_of, why_illegal, why_unfused
+from agmm.planning.op_plans import Choice, KernelsOf
 from agmm.planning.planner import Planner
 from agmm.planning.plans import (
     ALL_GATHER_MATMUL,
     BY_TORCH,
     CPU,
-    DEFAULT_GPU,
     GATHERED,
+    LAGGED,
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
+    OPS,
+    SCATTER,
     UNFUSED,
-    KernelConfig,
     Plan,
     Problem,
 )
+from agmm.planning.predictions import predict_us
+from agmm.runtime.scaling import BY_NAME, K_MULTIPLE
 
 GPUS_OF_A_HOST = 8
 """Of Hopper, at most; ranks on several hosts take the unfused path."""
 
-HOPPERS = {
-    "nvidia-h100-80gb-hbm3": 132,
-    "nvidia-h100-pcie": 114,
-    "nvidia-h100-nvl": 132,
-    "nvidia-h200": 132,
-    "nvidia-h200-nvl": 132,
-    "nvidia-h20": 78,
-    "nvidia-h800": 132,
-    "nvidia-gh200-480gb": 132,
-}
-"""The names of Hopper GPUs as their driver gives them, with their multiprocessors."""
-_SPOKEN = {
-    "h100": "nvidia-h100-80gb-hbm3",
-    "h100-sxm": "nvidia-h100-80gb-hbm3",
-    "h100-sxm5": "nvidia-h100-80gb-hbm3",
-    "h200-sxm": "nvidia-h200",
-    "gh200": "nvidia-gh200-480gb",
-}
-_BRAND = "nvidia-"
-
-
-def known_gpus() -> list[str]:
-    """Every GPU that has constants or a table, and the CPU."""
-    return sorted({*cost_model.known_gpus(), *tables.known_gpus(), CPU})
-
-
-def find_gpu(name: str | None) -> str:
-    """The GPU that a name, or some words of one, means; for None the one here, else the default.
-
-    Those with constants or a table come before others of the same words.
-
-    Raises InvalidArgument where it means none or several.
-    """
-    if name is None:
-        return _gpu_here() or DEFAULT_GPU
-    wanted = tables.gpu_name(name)
-    short = wanted.removeprefix(_BRAND)
-    known = known_gpus()
-    for gpus in (known, HOPPERS):
-        for gpu in (wanted, _BRAND + short, _SPOKEN.get(short, "") if gpus is HOPPERS else ""):
-            if gpu in gpus:
-                return gpu
-        words = {*short.split("-")} - {"", "nvidia"}
-        found = [gpu for gpu in gpus if words and words <= {*gpu.split("-")}]
-        if len(found) == 1:
-            return found[0]
-    others = ", ".join(gpu for gpu in HOPPERS if gpu not in known)
-    raise InvalidArgument(
-        f"gpu: found {name!r}, wanted one of {', '.join(known)}, or, with the constants of "
-        f"{DEFAULT_GPU}, of {others}"
-    )
-
-
-def _gpu_here() -> str | None:
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    return tables.gpu_name(torch.cuda.get_device_name())
-
 
 def has_atomics_here(gpu: str) -> bool:
     """Whether the links do, where the problem's GPU is the one here; else they are taken to."""
-    if gpu != _gpu_here() or not _core.cuda_built:
+    if gpu != gpu_names.gpu_here() or not _core.cuda_built:
         return True
     from agmm.runtime import links
 
     return not links.pairs_without_atomics()
 
 
-def kernels_for(gpu: str) -> tuple[KernelConfig, ...]:
-    """The kernels of this build; where it has none, those of a default build."""
-    built = call_plans.kernels()
-    if built or gpu == CPU:
-        return built
-    return default_kernels()
+def _has_kernels() -> bool:
+    return bool(built_kernels.kernels_of(ALL_GATHER_MATMUL, "bfloat16"))
 
 
-def _scatter_kernels_for(gpu: str) -> tuple[KernelConfig, ...]:
-    built = call_plans.scatter_kernels()
-    if call_plans.kernels() or gpu == CPU:
-        return built
-    return default_kernels(MATMUL_REDUCE_SCATTER)
+def kernels_for(gpu: str) -> KernelsOf:
+    """The kernels of this build; where it has none, those that the GPU's constants name."""
+    if _has_kernels() or gpu == CPU:
+        return built_kernels.kernels_of
+    return cost_model.default_kernels
 
 
 def planner_for(gpu: str, world_size: int) -> Planner:
     """A planner with the tables of any GPU."""
     found = tables.user(gpu, world_size), tables.packaged(gpu, world_size)
-    known = [table for table in found if table is not None]
-    return Planner(kernels_for(gpu), known, _scatter_kernels_for(gpu))
+    return Planner(kernels_for(gpu), [table for table in found if table is not None])
 
 
-def explain(problem: Problem, planner: Planner) -> RenderableType:
+def explain_any(problem: Problem, scaling: str | None) -> RenderableType:
+    """`explain` with the planner of the tables that are there. The format of a problem with fp8
+    operands is still the name of their dtype, and ``scaling`` the kind of their scales.
+
+    Raises InvalidArgument for scales of other operands, and for fp8 operands that the op does not
+    take.
+    """
+    planner = planner_for(problem.gpu, problem.world_size)
+    if not problem.format.startswith("float8"):
+        if scaling is not None:
+            raise InvalidArgument(
+                f"scaling: found {scaling!r} with {problem.format}, wanted none, or float8_e4m3fn"
+            )
+        return explain(problem, planner)
+    scaling = scaling or "rowwise"
+    if scaling not in BY_NAME:
+        raise InvalidArgument(f"scaling: found {scaling!r}, wanted one of {', '.join(BY_NAME)}")
+    if problem.k % K_MULTIPLE:
+        raise InvalidArgument(f"k: found {problem.k}, wanted a multiple of {K_MULTIPLE} with fp8")
+    operands = f"{problem.format} with {scaling} scales"
+    if problem.gpu != CPU:
+        accumulation = {"block": "block", "block 1x128": "block_1x128"}.get(scaling, "fast")
+        dtypes = f"{problem.format}_{problem.format}"
+        name = built_kernels.format_served(
+            problem.op, dtypes, accumulation, among=planner.kernels_of
+        )
+        problem = replace(problem, format=name)
+    if problem.op == MATMUL_ALL_REDUCE and not transports_of(problem):
+        raise InvalidArgument(f"dtype: found fp8 with {problem.op}, wanted another")
+    return explain(problem, planner, operands)
+
+
+def explain(problem: Problem, planner: Planner, operands: str | None = None) -> RenderableType:
     """The explanation of the planner's choice, ready to print.
+
+    Args:
+        problem: of any op and format.
+        planner: has the tables and kernels.
+        operands: what they are called; the name of the format where None.
 
     Raises InvalidArgument where the ranks cannot have equally many rows, or nothing is gathered
     that could be returned.
     """
-    if problem.return_A and problem.op == MATMUL_REDUCE_SCATTER:
-        raise InvalidArgument("return_A: found True with matmul_reduce_scatter, wanted False")
-    if problem.m % problem.world_size:
-        raise InvalidArgument(
-            f"m: found {problem.m}, wanted a multiple of tp, {problem.world_size}"
-        )
-    problem = problem._replace(peer_atomics=has_atomics_here(problem.gpu))
+    if problem.return_A and problem.op != ALL_GATHER_MATMUL:
+        raise InvalidArgument(f"return_A: found True with {problem.op}, wanted False")
+    call, ranks = _call(problem), problem.world_size
+    if problem.op == MATMUL_ALL_REDUCE:
+        # Ranks that cannot share the rows equally compute a few more.
+        problem = replace(problem, m=-(-problem.m // ranks) * ranks)
+    if problem.m % ranks:
+        raise InvalidArgument(f"m: found {problem.m}, wanted a multiple of tp, {ranks}")
+    problem = replace(problem, peer_atomics=has_atomics_here(problem.gpu))
     choice = planner.choose(problem)
+    where = f"{ranks} rank{'s' if ranks > 1 else ''} on {problem.gpu}"
     lines = [
-        f"{_call(problem)}, {problem.dtype}, B by {problem.b_layout}, {problem.world_size} "
-        f"rank{'s' if problem.world_size > 1 else ''} on {problem.gpu}"
+        f"{call}, {operands or problem.format}, B by {problem.b_layout}, {where}"
         + (", A returned" if problem.return_A else ""),
-        f"plan: {choice.plan.name}",
+        f"plan: {_named(problem, choice.plan)}",
         f"from: {choice.source}",
         *_times(problem, choice),
-        f"why: {why(problem, choice, planner)}",
+        f"why: {why(problem, choice, planner, operands or problem.format)}",
         *_remarks(problem),
     ]
     if problem.gpu == CPU:  # of which there is no model
         return Group(*lines)
     return Group("\n".join(lines), _table(problem, choice, planner))
-
-
-def explain_any(problem: Problem, scaling: str | None) -> RenderableType:
-    """`explain` with the planner of the tables that are there, or that of fp8 operands.
-
-    Raises InvalidArgument for scales of other operands.
-    """
-    if problem.op == MATMUL_ALL_REDUCE:
-        known, said = planner_for(problem.gpu, problem.world_size), _remarks(problem)
-        return explain_all_reduce.explain(problem, scaling, known, said)
-    if problem.dtype.startswith("float8"):
-        planner = planner_for(problem.gpu, problem.world_size)
-        return explain_fp8.explain(problem, scaling or "rowwise", planner)
-    if scaling is not None:
-        raise InvalidArgument(
-            f"scaling: found {scaling!r} with {problem.dtype}, wanted none, or float8_e4m3fn"
-        )
-    return explain(problem, planner_for(problem.gpu, problem.world_size))
 
 
 def check_columns(kind: str, n: int | None) -> None:
@@ -230,7 +188,32 @@ def _call(problem: Problem) -> str:
     m, n, k = problem.m, problem.n, problem.k
     if problem.op == MATMUL_REDUCE_SCATTER:
         return f"out[{m // problem.world_size}, {n}] = reduce_scatter(A[{m}, {k}] @ B)"
+    if problem.op == MATMUL_ALL_REDUCE:
+        return f"out[{m}, {n}] = all_reduce(A[{m}, {k}] @ B)"
     return f"out[{m}, {n}] = all_gather(A_shard)[{m}, {k}] @ B"
+
+
+_OF_ALL_REDUCE = {
+    LAGGED: "one kernel, whose finished rows go to all ranks while it computes others",
+    SCATTER: "matmul + reduce-scatter in one kernel, then an all-gather",
+    UNFUSED.transport: "matmul, then all-reduce",
+    "push": "agmm's own, through shared memory",
+}
+_OF_FP8 = {
+    ALL_GATHER_MATMUL: "NCCL's all-gather and torch._scaled_mm",
+    MATMUL_REDUCE_SCATTER: "torch._scaled_mm and NCCL's reduce-scatter",
+    MATMUL_ALL_REDUCE: "torch._scaled_mm and an all-reduce",
+}
+"""The calls that are unfused."""
+
+
+def _named(problem: Problem, plan: Plan) -> str:
+    if problem.op == MATMUL_ALL_REDUCE:
+        of_kernel = "" if plan.kernel is None else f": {plan.kernel.name}"
+        return _OF_ALL_REDUCE[plan.transport] + of_kernel
+    if plan == UNFUSED and formats.of(problem.format).kind == formats.FP8:
+        return f"{plan.name}, {_OF_FP8[problem.op]}"
+    return plan.name
 
 
 def _times(problem: Problem, choice: Choice) -> Iterable[str]:
@@ -238,7 +221,9 @@ def _times(problem: Problem, choice: Choice) -> Iterable[str]:
         yield f"predicted: {duration(choice.predicted_us)}, {_beside_roof(problem, choice)}"
     row = choice.row
     if row is None:
-        if problem.gpu == CPU or why_unfused(problem.dtype, problem.n, problem.k) is None:
+        if problem.op not in OPS:
+            return  # nothing tunes it
+        if problem.gpu == CPU or why_unfused(problem.format, problem.n, problem.k) is None:
             option = "" if problem.op == ALL_GATHER_MATMUL else f" --op {problem.op}"
             yield f"measured: not yet (agmm tune{option} does it)"
         elif problem.op == MATMUL_REDUCE_SCATTER:
@@ -269,11 +254,17 @@ def _beside_roof(problem: Problem, choice: Choice) -> str:
     return f"{choice.predicted_us / roof:.2f} × the matmul alone ({duration(roof)})"
 
 
-def why(problem: Problem, choice: Choice, planner: Planner) -> str:
+def why(problem: Problem, choice: Choice, planner: Planner, operands: str) -> str:
     """Why the call is fused, or why not, in a sentence."""
-    if problem.op == MATMUL_REDUCE_SCATTER:
-        return _said_of_scatter(problem, choice)
-    illegal = None if problem.gpu == CPU else why_unfused(problem.dtype, problem.n, problem.k)
+    is_fp8 = problem.gpu != CPU and formats.of(problem.format).kind == formats.FP8
+    if is_fp8 and not planner.kernels_of(problem.op, problem.format):
+        return f"{operands}: this build has no kernel for it"
+    of_op = {MATMUL_REDUCE_SCATTER: _said_of_scatter, MATMUL_ALL_REDUCE: _said_of_all_reduce}
+    if problem.op in of_op:
+        return of_op[problem.op](problem, choice)
+    if problem.gpu == CPU and problem.format.startswith("float8"):
+        return "agmm's own on CPU ranks, of chunks that are dequantised to float32"
+    illegal = None if problem.gpu == CPU else why_unfused(problem.format, problem.n, problem.k)
     if illegal is not None:
         return f"unfused, the kernels cannot compute it: {illegal}"
     row = choice.row
@@ -309,19 +300,36 @@ def _said_of_scatter(problem: Problem, choice: Choice) -> str:
         return f"it is the fastest by what was {choice.source}"
     if problem.gpu == CPU:
         return "agmm's own, each rank sends the others their parts as they are computed"
-    illegal = why_scatter_illegal(problem, BY_TORCH)
+    unfused, by_torch = (predict_us(problem, plan) for plan in (UNFUSED, BY_TORCH))
+    illegal = why_illegal(problem, BY_TORCH, ())
+    if choice.plan.kernel is not None:
+        assert unfused is not None and by_torch is not None  # kernels have a model
+        others = f"{duration(unfused)} unfused"
+        others += "" if illegal else f", {duration(by_torch)} by torch's fused op"
+        return f"agmm's own, whose kernel sends tiles as they are computed; {others}"
     if illegal is not None:
         return f"unfused, {illegal}"
-    times = [predict_us(problem, plan) for plan in (UNFUSED, BY_TORCH)]
-    assert times[0] is not None and times[1] is not None
-    if choice.plan.kernel is not None:
-        others = f"{duration(times[0])} unfused, {duration(times[1])} by torch's fused op"
-        return f"agmm's own, whose kernel sends tiles as they are computed; {others}"
+    assert unfused is not None and by_torch is not None
     least = duration(cost_model.constants(problem.gpu).fused_reduce_scatter_gain_us)
     if choice.plan == BY_TORCH:
         return f"torch's fused op, which saves more than the {least} that it costs the host"
-    saved = f"saves {duration(times[0] - times[1])}" if times[1] < times[0] else "saves nothing"
+    saved = f"saves {duration(unfused - by_torch)}" if by_torch < unfused else "saves nothing"
     return f"unfused, torch's fused op {saved}, wanted {least}, which it costs the host"
+
+
+def _said_of_all_reduce(problem: Problem, choice: Choice) -> str:
+    if problem.gpu == CPU:
+        return "agmm's own, each rank sums the parts of all as they are computed"
+    if choice.row is not None:
+        return "it was measured to be the fastest"
+    illegal = why_unfused(problem.format, problem.n, problem.k)
+    if illegal is not None:
+        return f"the kernels cannot compute it: {illegal}"
+    scatter, lagged = (
+        f"{1 - cost_model.all_reduce_gain(way, problem.world_size):.0%}"
+        for way in (SCATTER, LAGGED)
+    )
+    return f"a scatter and a gather where predicted to save {scatter}, one kernel to save {lagged}"
 
 
 _UNFUSED = {
@@ -347,14 +355,14 @@ def _remarks(problem: Problem) -> Iterable[str]:
     used = cost_model.constants(problem.gpu).gpu
     if used != problem.gpu:
         yield f"note: no constants of {problem.gpu} are known, those of {used} stand in"
-    if not call_plans.kernels():
+    if not _has_kernels():
         yield f"note: this build has no CUDA kernels; assumed are the default ones of {used}"
 
 
 def _gpus_of_a_host(gpu: str) -> tuple[int, str]:
     import torch
 
-    if gpu == _gpu_here():
+    if gpu == gpu_names.gpu_here():
         return torch.cuda.device_count(), "that are visible here"
     return GPUS_OF_A_HOST, "of a host"
 
@@ -367,7 +375,7 @@ def _table(problem: Problem, choice: Choice, planner: Planner) -> RenderableType
     for plan, us in planner.alternatives(problem):
         ratio = us / choice.predicted_us if us and choice.predicted_us else None
         table.add_row(
-            plan.name + _mark(plan, choice.plan),
+            _named(problem, plan) + _mark(plan, choice.plan),
             "-" if us is None else duration(us),
             "-" if ratio is None else f"{ratio:.2f}",
         )

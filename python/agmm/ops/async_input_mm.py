@@ -81,7 +81,7 @@ def _planned(
 ) -> KernelConfig:
     (m, k), n = a.shape, b.shape[1]
     column_major = b.stride(0) == 1
-    problem = call_plans.problem(m, n, k, a.dtype, a.device, column_major=column_major)
+    problem = call_plans.problem_of((m, n, k), a.dtype, a.device, column_major=column_major)
     kernel = call_plans.planner(None, a.device).fused_plan(problem).kernel
     assert kernel is not None
     chunks = 1 if a_chunk_signals is None else a_chunk_signals.shape[0]

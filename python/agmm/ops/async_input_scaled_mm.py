@@ -3,6 +3,7 @@ come with its rows; the result is bfloat16."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ def on_cuda(
         if isinstance(problem, str):
             raise InvalidArgument(problem)
         if sm_count:
-            problem = problem._replace(sm_count=sm_count)
+            problem = replace(problem, sm_count=sm_count)
         chosen = call_plans.planner(None, A.device).fused_plan(problem).kernel
         assert chosen is not None
         chunks = 1 if a_chunk_signals is None else a_chunk_signals.shape[0]

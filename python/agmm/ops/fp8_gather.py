@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
@@ -137,22 +138,19 @@ class Fp8Gather(GatherCall):
 
     def problem(self, weight: int | None) -> Problem:
         if self.device.type == "cpu":
-            m = self.group.size() * len(self.shard.values)
-            B = self.given.Bs[weight or 0]
             columns = self.columns()
-            return call_plans.problem(
-                m,
-                sum(columns) if weight is None else columns[weight],
-                self.A_shard.shape[-1],
+            m = self.group.size() * len(self.shard.values)
+            n = sum(columns) if weight is None else columns[weight]
+            return call_plans.problem_of(
+                (m, n, self.A_shard.shape[-1]),
                 self.A_shard.dtype,
                 self.device,
-                world_size=self.group.size(),
-                return_A=self.return_A,
-                column_major=B.stride(0) == 1,
                 group=self.group,
+                return_A=self.return_A,
+                column_major=self.given.Bs[weight or 0].stride(0) == 1,
             )
         found = cast("Problem", self._problem(self.weights[weight or 0]))  # else it has no kernel
-        return found._replace(n=sum(self.columns())) if weight is None else found
+        return replace(found, n=sum(self.columns())) if weight is None else found
 
     def look(self, route: Route, words: Call) -> None:
         if not nan_check.active:

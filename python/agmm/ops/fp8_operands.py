@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from agmm._core import Accumulation
 from agmm.ops.scaled_checks import scalings_of
-from agmm.planning import call_plans, fp8_kernels
-from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
+from agmm.planning import built_kernels, call_plans, formats
+from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Problem
 from agmm.runtime import cuda_scaled, symmetric
 from agmm.runtime.cuda_calls import Kernel
 from agmm.runtime.scaled import Scaled, Weight
@@ -60,7 +60,7 @@ def why_no_kernel(device: torch.device) -> str | None:
     """The reason why agmm itself computes nothing in fp8 on the device, or None."""
     if device.type == "cpu":
         return None
-    if device.type != "cuda" or not fp8_kernels.are_built():
+    if device.type != "cuda" or not built_kernels.has_fp8():
         return f"fp8: found device {device.type}, wanted one that this build has fp8 kernels for"
     return symmetric.why_unfused(device)
 
@@ -68,7 +68,7 @@ def why_no_kernel(device: torch.device) -> str | None:
 def why_unfused(device: torch.device, group: dist.ProcessGroup) -> str | None:
     """The reason why no kernel serves fp8 calls of a group, on all ranks alike, or None. Collective
     at first use on GPUs."""
-    if device.type == "cuda" and fp8_kernels.are_built():
+    if device.type == "cuda" and built_kernels.has_fp8():
         return symmetric.why_group_unfused(group, device)
     return why_no_kernel(device)
 
@@ -87,28 +87,23 @@ def problem_of(
     reason = cuda_scaled.why_illegal(A, weight)
     if reason is not None:
         return reason
-    scatters = op == MATMUL_REDUCE_SCATTER
     dtype = cuda_scaled.dtype_name(A.values.dtype, weight.B.values.dtype)
     wanted = cuda_scaled.accumulation_of(A, weight)
     assert wanted is not None  # else it is illegal
-    accumulation = fp8_kernels.served_by(dtype, wanted, scatters=scatters)
-    if not fp8_kernels.built(dtype, accumulation, scatters=scatters):
+    name = built_kernels.format_served(op, dtype, wanted.name)
+    if not built_kernels.kernels_of(op, name):
         return f"fp8: found {dtype} {wanted.name}, wanted what this build has a kernel for"
-    return call_plans.scaled_problem(
-        m,
-        weight.B.values.shape[1],
-        A.values.shape[1],
-        dtype,
-        accumulation.name,
+    return call_plans.problem_of(
+        (m, weight.B.values.shape[1], A.values.shape[1]),
+        name,
         A.values.device,
-        world_size=1 if group is None else group.size(),
-        return_A=return_A,
         op=op,
         group=group,
+        return_A=return_A,
     )
 
 
 def kernel_of(A: Scaled, weight: Weight, problem: Problem, config: KernelConfig) -> Kernel:
     """What the core is told of a product whose problem is `problem_of`'s."""
-    accumulation = Accumulation.__members__[problem.accumulation]
+    accumulation = Accumulation.__members__[formats.of(problem.format).accumulation]
     return cuda_scaled.kernel_of(A, weight, config.core, accumulation)

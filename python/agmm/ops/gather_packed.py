@@ -158,15 +158,13 @@ class _PackedGather(GatherCall):
     def problem(self, weight: int | None) -> Problem:
         columns = self.columns()
         m_local, k = self.shard.shape
-        return call_plans.problem(
-            self.group.size() * m_local,
-            sum(columns) if weight is None else columns[weight],
-            k,
+        n = sum(columns) if weight is None else columns[weight]
+        return call_plans.problem_of(
+            (self.group.size() * m_local, n, k),
             self.shard.dtype,
             self.device,
-            world_size=self.group.size(),
-            return_A=self.settings.return_A,
             group=self.group,
+            return_A=self.settings.return_A,
         )
 
     def again(self, by: str) -> Ready:

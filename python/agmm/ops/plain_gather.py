@@ -86,16 +86,14 @@ class PlainGather(GatherCall):
         columns, B = self.columns(), self.Bs[weight or 0]
         k = self.A_shard.shape[-1]
         layout = b_layout(B)
-        return call_plans.problem(
-            self.group.size() * (self.A_shard.numel() // k),
-            sum(columns) if weight is None else columns[weight],
-            k,
+        n = sum(columns) if weight is None else columns[weight]
+        return call_plans.problem_of(
+            (self.group.size() * (self.A_shard.numel() // k), n, k),
             self.A_shard.dtype,
             self.device,
-            world_size=self.group.size(),
+            group=self.group,
             return_A=self.settings.return_A,
             column_major=layout.column_major if layout is not None else B.stride(0) == 1,
-            group=self.group,
         )
 
     def ready_on_cuda(

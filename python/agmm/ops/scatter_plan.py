@@ -4,16 +4,19 @@ same on all ranks, as long as they call with the same shapes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
 from agmm.errors import Unsupported
 from agmm.ops.checks import FLOATS
-from agmm.planning import call_plans, cost_model, heuristics, legality
+from agmm.planning import call_plans, cost_model, legality
 from agmm.planning.plans import (
     BY_TORCH,
+    LAGGED,
+    MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
     MAX_SIZE,
     KernelConfig,
@@ -35,19 +38,14 @@ def _has_kernels(device: torch.device, group: dist.ProcessGroup) -> bool:
 
 
 def _problem(A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup) -> Problem:
-    rows = A.numel() // A.shape[-1]
-    world_size = dist.get_world_size(group)
-    asked = call_plans.problem(
-        rows,
-        B.shape[1],
-        B.shape[0],
+    return call_plans.problem_of(
+        (A.numel() // A.shape[-1], B.shape[1], B.shape[0]),
         A.dtype,
         A.device,
-        world_size=world_size,
+        op=MATMUL_REDUCE_SCATTER,
         group=group,
         has_all_sms=True,
     )
-    return asked._replace(op=MATMUL_REDUCE_SCATTER)
 
 
 def _is_planned(A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup) -> bool:
@@ -114,23 +112,21 @@ def sum_problem(
 ) -> Problem:
     """What the planner is asked of a sum of products."""
     rows = As[0].shape[:-1].numel()
-    return _kernel_problem(rows, sum(B.shape[0] for B in Bs), As[0], Bs[0], group)
+    shape = rows, Bs[0].shape[1], sum(B.shape[0] for B in Bs)
+    return _kernel_problem(MATMUL_REDUCE_SCATTER, shape, As[0], Bs[0], group)
 
 
 def _kernel_problem(
-    rows: int, columns: int, A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup
+    op: str,
+    shape: tuple[int, int, int],
+    A: torch.Tensor,
+    B: torch.Tensor,
+    group: dist.ProcessGroup,
 ) -> Problem:
-    problem = call_plans.problem(
-        rows,
-        B.shape[1],
-        columns,
-        A.dtype,
-        A.device,
-        world_size=dist.get_world_size(group),
-        column_major=B.stride(0) == 1,
-        group=group,
+    column_major = B.stride(0) == 1
+    return call_plans.problem_of(
+        shape, A.dtype, A.device, op=op, group=group, column_major=column_major
     )
-    return problem._replace(op=MATMUL_REDUCE_SCATTER)
 
 
 class AllReducePlan(NamedTuple):
@@ -158,11 +154,13 @@ def all_reduce_plan(
     Args:
         strict: leave the unfused way out, where there is another.
     """
-    problem = _kernel_problem(rows, B.shape[0], A, B, group)
-    scatters = call_plans.planner(group, A.device).fused_plan(problem).kernel
-    returns = heuristics.lagged_kernel(problem, call_plans.all_reduce_kernels())
-    way = cost_model.all_reduce_way(problem, scatters, returns, fused=strict)
-    return AllReducePlan(way, returns if way == "lagged" else None, problem.sm_count, scatters)
+    shape = rows, B.shape[1], B.shape[0]
+    problem = _kernel_problem(MATMUL_ALL_REDUCE, shape, A, B, group)
+    planner = call_plans.planner(group, A.device)
+    plan = planner.fused_plan(problem) if strict else planner.plan(problem)
+    way = cast(cost_model.AllReduceWay, plan.transport)
+    scatters = planner.fused_plan(replace(problem, op=MATMUL_REDUCE_SCATTER)).kernel
+    return AllReducePlan(way, plan.kernel if way == LAGGED else None, problem.sm_count, scatters)
 
 
 def is_fused(A: torch.Tensor, B: torch.Tensor, scatter_dim: int, group: dist.ProcessGroup) -> bool:

@@ -3,44 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from functools import cache
 
 import torch
 import torch.distributed as dist
 
 from agmm.errors import warn_once
-from agmm.planning import plans, tables
+from agmm.planning import built_kernels, plans, tables
 from agmm.planning.planner import Planner
-from agmm.planning.plans import KernelConfig, Plan, Problem
+from agmm.planning.plans import Problem
 from agmm.runtime import groups
 from agmm.runtime.group_gpus import GroupFacts, group_facts
-from agmm.runtime.kernels import built
 
 _planners: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Planner]]
 _planners = weakref.WeakKeyDictionary()
-
-
-@cache
-def kernels() -> tuple[KernelConfig, ...]:
-    """The kernels of this build to choose from."""
-    return _configs(plans.ALL_GATHER_MATMUL)
-
-
-@cache
-def scatter_kernels() -> tuple[KernelConfig, ...]:
-    """The kernels of this build that send tiles, to choose from."""
-    return _configs(plans.MATMUL_REDUCE_SCATTER)
-
-
-@cache
-def all_reduce_kernels() -> tuple[KernelConfig, ...]:
-    """The kernels of this build that send finished tiles too, to choose from."""
-    return _configs(plans.MATMUL_ALL_REDUCE)
-
-
-def _configs(op: str) -> tuple[KernelConfig, ...]:
-    return tuple(map(KernelConfig.of, built(op)))
 
 
 @cache
@@ -60,57 +36,41 @@ def gpu_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
     return tables.gpu_name(group_facts(group, device).gpu)
 
 
-def problem(
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
+def problem_of(
+    shape: tuple[int, int, int],
+    operands: str | torch.dtype,
     device: torch.device,
     *,
-    world_size: int = 1,
-    return_A: bool = False,
-    column_major: bool = True,
-    group: dist.ProcessGroup | None = None,
-    has_all_sms: bool = False,
-) -> Problem:
-    """Of a group's call, whose facts are collective at first use, or of any call that has all of
-    the GPU to itself. ``has_all_sms``: a group's call leaves none to other groups, as the
-    library's do."""
-    gpu, facts = gpu_of(group, device), _facts(group, device)
-    name = str(dtype).removeprefix("torch.")
-    layout = "column" if column_major else "row"
-    sm_count = facts.all_sms if has_all_sms else facts.sm_count
-    return Problem(m, n, k, name, world_size, return_A, layout, gpu, sm_count, facts.peer_atomics)
-
-
-def scaled_problem(
-    m: int,
-    n: int,
-    k: int,
-    dtype: str,
-    accumulation: str,
-    device: torch.device,
-    *,
-    world_size: int = 1,
-    return_A: bool = False,
     op: str = plans.ALL_GATHER_MATMUL,
     group: dist.ProcessGroup | None = None,
+    return_A: bool = False,
+    column_major: bool = True,
+    has_all_sms: bool = False,
 ) -> Problem:
-    """The same of fp8 operands on a GPU; names of `_core.DType` and `_core.Accumulation`."""
-    gpu, facts = gpu_of(group, device), _facts(group, device)
+    """The problem of a group's call, whose facts are collective at first use, or of a call of one
+    rank that has all of the GPU to itself.
+
+    Args:
+        shape: M, N and K as `Problem` has them.
+        operands: the name of a `formats.Format`, or the dtype of operands without scales.
+        device: where the operands are.
+        column_major: whether B is.
+        has_all_sms: a group's call leaves no multiprocessors to other groups, as the library's do.
+    """
+    m, n, k = shape
+    facts = _facts(group, device)
     return Problem(
         m,
         n,
         k,
-        dtype,
-        world_size,
-        return_A,
-        "column",
-        gpu,
-        facts.sm_count,
-        facts.peer_atomics,
-        op,
-        accumulation,
+        op=op,
+        format=str(operands).removeprefix("torch."),
+        world_size=1 if group is None else dist.get_world_size(group),
+        return_A=return_A,
+        b_layout="column" if column_major else "row",
+        gpu=gpu_of(group, device),
+        sm_count=facts.all_sms if has_all_sms else facts.sm_count,
+        peer_atomics=facts.peer_atomics,
     )
 
 
@@ -129,9 +89,7 @@ def planner(group: dist.ProcessGroup | None, device: torch.device) -> Planner:
         with groups.of(group).lock:
             found = by_gpu.get(gpu)
             if found is None:
-                found = by_gpu[gpu] = Planner(
-                    kernels(), _agreed_tables(group, gpu), scatter_kernels()
-                )
+                found = by_gpu[gpu] = Planner(built_kernels.kernels_of, _agreed_tables(group, gpu))
     return found
 
 
@@ -142,48 +100,11 @@ def agree(group: dist.ProcessGroup, device: torch.device) -> None:
     planner(group, device)
 
 
-def call_plan(
-    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, return_A: bool
-) -> Plan:
-    """How a legal call is best computed, chosen by the weights' columns together.
-
-    The kernel of each weight is another question: see `Planner.fused_plan`.
-    """
-    k = A_shard.shape[-1]
-    world_size = dist.get_world_size(group)
-    asked = problem(
-        world_size * (A_shard.numel() // k),
-        sum(B.shape[1] for B in Bs),
-        k,
-        A_shard.dtype,
-        A_shard.device,
-        world_size=world_size,
-        return_A=return_A,
-        column_major=Bs[0].stride(0) == 1,
-        group=group,
-    )
-    return planner(group, A_shard.device).plan(asked)
-
-
-def prefers_unfused(
-    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, return_A: bool
-) -> bool:
-    """Whether a call that may be fused is faster without."""
-    return call_plan(A_shard, Bs, group, return_A=return_A) == plans.UNFUSED
-
-
-def prefers_gather(
-    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, return_A: bool
-) -> bool:
-    """Whether it is faster by agmm's gather and the library's matmul."""
-    return call_plan(A_shard, Bs, group, return_A=return_A) == plans.GATHERED
-
-
 @cache
 def _lone_planner(device: torch.device) -> Planner:
     gpu, _ = device_facts(device)
     found = _tables(tables.user(gpu, 1), tables.packaged(gpu, 1))
-    return Planner(kernels(), found, scatter_kernels())
+    return Planner(built_kernels.kernels_of, found)
 
 
 def _tables(*found: tables.Table | None) -> list[tables.Table]:

@@ -7,25 +7,22 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-from agmm.planning import cost_model
-from agmm.planning.cost_model import At, Load, Tiling, fp8
+from agmm.planning import cost_model, formats
+from agmm.planning.cost_model import At, Load, Tiling
 from agmm.planning.legality import (
     copy_transports,
     free_of,
     free_sms,
     legal_scatter_splits,
     legal_splits,
+    why_illegal,
     why_lagged_illegal,
-    why_scatter_illegal,
     why_transport_illegal,
 )
 from agmm.planning.plans import (
     ALIGNMENT,
     BY_TORCH,
-    CPU,
-    FUSED_DTYPES,
-    GATHERED,
-    MATMUL_REDUCE_SCATTER,
+    LAGGED,
     MAX_COLUMN_CHUNKS,
     MAX_PUSH_PARTS,
     RASTERS,
@@ -70,11 +67,19 @@ MAX_SPLITS = 8
 """Of K in the usual plans. With more, adding up takes longer than the matmul."""
 
 
+def is_fp8(problem: Problem) -> bool:
+    return formats.of(problem.format).kind == formats.FP8
+
+
 def chooses_swapped(problem: Problem) -> bool:
-    """Whether the cost model chooses among swapped kernels too: they were timed behind gathers of
-    more than `cost_model.STEADY_GATHER_BYTES` only; for less they are left to tables."""
-    gathered = problem.m * problem.k * cost_model.ELEMENT_BYTES
-    return problem.world_size == 1 or gathered > cost_model.STEADY_GATHER_BYTES
+    """Whether the cost model chooses among swapped kernels too: those of 16 bits were timed behind
+    gathers of more than `cost_model.STEADY_GATHER_BYTES` only, those of fp8 behind none; else they
+    are left to tables."""
+    if problem.world_size == 1:
+        return True
+    return not is_fp8(problem) and (
+        cost_model.gathered_bytes(problem) > cost_model.STEADY_GATHER_BYTES
+    )
 
 
 def orders(config: KernelConfig) -> Iterator[KernelConfig]:
@@ -84,21 +89,26 @@ def orders(config: KernelConfig) -> Iterator[KernelConfig]:
 
 
 def has_few_rows_of_tiles(problem: Problem, tile_m: int) -> bool:
-    """In a shard."""
-    return -(-problem.m // (problem.world_size * tile_m)) <= 8
+    """Whether a shard has so few rows of tiles that a swizzle gains nothing; of fp8 operands, where
+    nobody has measured it, all shards together."""
+    parts = 1 if is_fp8(problem) else problem.world_size
+    return -(-problem.m // (parts * tile_m)) <= 8
 
 
 def usual_order(problem: Problem, config: KernelConfig) -> KernelConfig:
     """The kernel with the raster and swizzle that were the best, or within 2% of it, on all but a
-    few of the shapes measured on H200, within 4% on those (docs/dev/tried.md)."""
+    few of the shapes measured on H200, within 4% on those (docs/dev/tried.md). Kernels for fp8
+    operands have the orders in which their rates were measured, of every op."""
+    fp8 = is_fp8(problem)
     if config.schedule == "pingpong":
         if has_few_rows_of_tiles(problem, config.tile_m):
             return replace(config, raster="along_m", max_swizzle=1)
         # Bands of rows read all of B each: from the L2 cache, or one reading for two tiles.
         reads_b_cheaply = config.cluster_m > 1 or cost_model.is_b_in_l2(problem)
-        raster = "along_n" if reads_b_cheaply else "along_m"
+        raster = "along_n" if reads_b_cheaply and not fp8 else "along_m"
         return replace(config, raster=raster, max_swizzle=4)
-    return replace(config, raster="along_n", max_swizzle=4 if config.tile_m > config.tile_n else 8)
+    max_swizzle = 4 if config.tile_m > config.tile_n and not fp8 else 8
+    return replace(config, raster="along_n", max_swizzle=max_swizzle)
 
 
 def reads_b_across(problem: Problem, kernel: KernelConfig, chunks: int) -> bool:
@@ -106,12 +116,8 @@ def reads_b_across(problem: Problem, kernel: KernelConfig, chunks: int) -> bool:
     B, which the L2 cache does not hold, anew for each takes longer than the arithmetic. The last
     chunk's tiles alone read all of it, so where chunks come late no more than about that is lost,
     as long as the arithmetic takes no longer than two readings; or it saves more. Of one H100, 4
-    chunks that are there: 675 µs → 391 at 624 × 28672 × 8192, 116 → 72 at 192 × 18944 × 3584.
-    fp8 has half the bytes, as half of K has."""
+    chunks that are there: 675 µs → 391 at 624 × 28672 × 8192, 116 → 72 at 192 × 18944 × 3584."""
     arithmetic_us = cost_model.arithmetic_us(problem)
-    if problem.accumulation:
-        arithmetic_us /= fp8.RATE
-        problem = problem._replace(k=-(-problem.k // 2))
     rows_of_blocks = -(-problem.m // (kernel.tile_m * kernel.cluster_m))
     readings = min(chunks, rows_of_blocks)
     if readings == 1 or cost_model.is_b_in_l2(problem):
@@ -195,8 +201,11 @@ def sm_pushes(problem: Problem, kernel: KernelConfig) -> list[SmPush]:
 
 def usual_plans(problem: Problem, kernel: KernelConfig) -> list[Plan]:
     """The kernel with copies, and with SM push where that is legal; in the order of tiles that
-    serves each best; where there are few tiles, with K split too."""
-    plans = []
+    serves each best; where there are few tiles, with K split too. None where the kernel cannot
+    serve the problem."""
+    plans: list[Plan] = []
+    if not copy_transports(problem, kernel):
+        return plans
     for splits in legal_splits(problem, kernel)[:MAX_SPLITS]:
         config = replace(usual_order(problem, kernel), splits=splits)
         plans.append(Plan(copy_transports(problem, config)[0], config))
@@ -210,12 +219,17 @@ def scatter_plans(problem: Problem, kernels: Iterable[KernelConfig] = ()) -> lis
     """The legal plans of a matmul + reduce-scatter, by one of `kernels`, which send tiles, each in
     its usual order and where there are few tiles with K split too, or by others."""
     own = [
-        Plan("push", replace(usual_scatter_order(kernel), splits=splits))
+        Plan("push", replace(scatter_order(problem, kernel), splits=splits))
         for kernel in kernels
         for splits in legal_scatter_splits(problem, kernel)[:MAX_SPLITS]
     ]
     plans = (*own, Plan("push"), BY_TORCH, UNFUSED)
-    return [plan for plan in plans if why_scatter_illegal(problem, plan, kernels) is None]
+    return [plan for plan in plans if why_illegal(problem, plan, kernels) is None]
+
+
+def scatter_order(problem: Problem, kernel: KernelConfig) -> KernelConfig:
+    """The usual order of a matmul + reduce-scatter."""
+    return usual_order(problem, kernel) if is_fp8(problem) else usual_scatter_order(kernel)
 
 
 def usual_scatter_order(kernel: KernelConfig) -> KernelConfig:
@@ -233,45 +247,11 @@ def usual_all_reduce_order(problem: Problem, kernel: KernelConfig) -> KernelConf
     return replace(kernel, raster="along_n", max_swizzle=4 if problem.world_size < 3 else 2)
 
 
-@lru_cache(maxsize=4096)
-def lagged_kernel(problem: Problem, kernels: tuple[KernelConfig, ...]) -> KernelConfig | None:
-    """The one of the kernels that send finished tiles that is predicted to be the fastest for a
-    matmul + all-reduce, in its usual order; None where none is legal."""
-    legal = [
-        usual_all_reduce_order(problem, kernel)
+def lagged_plans(problem: Problem, kernels: Iterable[KernelConfig]) -> list[Plan]:
+    """The legal plans of a matmul + all-reduce by one of `kernels`, which send finished tiles too,
+    each in its usual order."""
+    return [
+        Plan(LAGGED, usual_all_reduce_order(problem, kernel))
         for kernel in kernels
         if why_lagged_illegal(problem, kernel) is None
     ]
-    return min(legal, key=lambda one: cost_model.lagged_all_reduce_us(problem, one), default=None)
-
-
-def predict_us(problem: Problem, plan: Plan) -> float | None:
-    """Predicted time of a call in µs; None where there is no cost model (the CPU, other dtypes)."""
-    if problem.gpu == CPU or problem.dtype not in FUSED_DTYPES:
-        return None
-    if problem.op == MATMUL_REDUCE_SCATTER:
-        if plan.kernel is not None:
-            return cost_model.tile_push_scatter_us(problem, plan.kernel)
-        by_torch = plan == BY_TORCH
-        of = (cost_model.matmul_reduce_scatter_us, cost_model.fused_matmul_reduce_scatter_us)
-        return of[by_torch](problem)
-    if plan == UNFUSED:
-        return cost_model.unfused_us(problem)
-    if plan == GATHERED:
-        return cost_model.gathered_us(problem)
-    assert plan.kernel is not None
-    sm_push = SmPush.parse(plan.transport)
-    if sm_push is not None:
-        return cost_model.sm_push_us(
-            problem,
-            plan.kernel,
-            sm_push.chunk_columns,
-            parts=sm_push.parts,
-            first_peers=sm_push.first_peers,
-            has_ctas=sm_push.has_ctas(problem.k),
-        )
-    return cost_model.fused_us(problem, plan.kernel, plan.transport)
-
-
-def has_model(problem: Problem) -> bool:
-    return problem.gpu != CPU and problem.dtype in FUSED_DTYPES

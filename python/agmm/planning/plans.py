@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -118,6 +118,11 @@ class KernelConfig:
         )
 
     @property
+    def tile(self) -> str:
+        """The tile alone, with what multiplies it otherwise."""
+        return f"{self.tile_m}x{self.tile_n}" + ("_swapped" if self.swapped else "")
+
+    @property
     def can_split(self) -> bool:
         """Whether several CTAs can compute a tile together."""
         return self.core.can_split
@@ -196,36 +201,35 @@ class SmPush(NamedTuple):
 
 ALL_GATHER_MATMUL = "all_gather_matmul"
 MATMUL_REDUCE_SCATTER = "matmul_reduce_scatter"
-OPS = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER)
-"""What `Problem.op` says."""
 MATMUL_ALL_REDUCE = "matmul_all_reduce"
-"""An op without plans of its own (`cost_model.all_reduce_way`): for `agmm explain` alone."""
+OPS = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER)
+"""The ops that are tuned; `Problem.op` may say `MATMUL_ALL_REDUCE` too."""
 
 
-class Problem(NamedTuple):
+@dataclass(frozen=True)
+class Problem:
     """``out[m, n] = all_gather(A_shard)[m, k] @ B[k, n]``; m is the gathered row count. For the op
     "matmul_reduce_scatter" ``reduce_scatter(A[m, k] @ B[k, n])``, of which each rank gets
-    ``[m / world_size, n]``.
+    ``[m / world_size, n]``, for "matmul_all_reduce" ``all_reduce(A[m, k] @ B[k, n])``.
 
-    ``b_layout`` is ``"column"`` (a transposed ``[n, k]`` weight) or ``"row"``; ``gpu`` the name
-    of `agmm.planning.tables.gpu_name`, or `CPU`; ``sm_count`` the multiprocessors for the matmul, 0
-    for all that the GPU's constants name; ``peer_atomics`` whether links carry out atomic
-    additions. Of fp8 operands on a GPU ``dtype`` is the name of a `_core.DType`, and
-    ``accumulation`` that of the `_core.Accumulation` which their scales want; else it is empty.
+    ``format`` is the name of a `formats.Format`. ``b_layout`` is ``"column"`` (a transposed
+    ``[n, k]`` weight) or ``"row"``; ``gpu`` the name of `agmm.planning.tables.gpu_name`, or `CPU`;
+    ``sm_count`` the multiprocessors for the matmul, 0 for all that the GPU's constants name;
+    ``peer_atomics`` whether links carry out atomic additions.
     """
 
     m: int
     n: int
     k: int
-    dtype: str = "bfloat16"
+    _: KW_ONLY
+    op: str = ALL_GATHER_MATMUL
+    format: str = "bfloat16"
     world_size: int = 1
     return_A: bool = False
     b_layout: str = "column"
     gpu: str = DEFAULT_GPU
     sm_count: int = 0
     peer_atomics: bool = True
-    op: str = ALL_GATHER_MATMUL
-    accumulation: str = ""
 
 
 @dataclass(frozen=True)
@@ -234,11 +238,12 @@ class Plan:
 
     ``transport`` is ``"push"`` or ``"pull"`` (copy engine; on the CPU ``"push"`` by the copy
     thread), the name of an `SmPush`, ``"unfused"``: all-gather, then matmul, or matmul, then
-    reduce-scatter, by the group's backend and the library, ``"gather"``: all-gather by agmm's
-    kernel, then the library's matmul, or ``"torch"``: torch's fused matmul + reduce-scatter. The
-    kernel of a "matmul_reduce_scatter" on a GPU pushes tiles. ``kernel`` is the matmul's, None
-    where it is not agmm's. ``chunks_per_shard`` is the number of row chunks of each shard; more
-    than 1 on the CPU only.
+    reduce-scatter or all-reduce, by the group's backend and the library, ``"gather"``: all-gather
+    by agmm's kernel, then the library's matmul, or ``"torch"``: torch's fused matmul +
+    reduce-scatter. The kernel of a "matmul_reduce_scatter" on a GPU pushes tiles. A
+    "matmul_all_reduce" is ``"lagged"``: by one kernel, or ``"scatter"``: by one that scatters, and
+    an all-gather of the result. ``kernel`` is the matmul's, None where it is not agmm's.
+    ``chunks_per_shard`` is the number of row chunks of each shard; more than 1 on the CPU only.
     """
 
     transport: str
@@ -258,6 +263,8 @@ class Plan:
 UNFUSED = Plan("unfused")
 GATHERED = Plan("gather")
 BY_TORCH = Plan("torch")
+LAGGED, SCATTER = "lagged", "scatter"
+"""Transports of a "matmul_all_reduce" by kernels."""
 
 
 @dataclass(frozen=True)

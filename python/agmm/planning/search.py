@@ -16,7 +16,12 @@ from agmm.planning.heuristics import (
     usual_order,
     usual_sm_push_at,
 )
-from agmm.planning.legality import copy_transports, splits_that_fit, why_transport_illegal
+from agmm.planning.legality import (
+    can_split,
+    copy_transports,
+    splits_that_fit,
+    why_transport_illegal,
+)
 from agmm.planning.plans import MAX_COLUMN_CHUNKS, KernelConfig, Plan, Problem, SmPush
 
 
@@ -37,9 +42,9 @@ class SplitKernel:
     def __init__(self, problem: Problem, config: KernelConfig) -> None:
         copying = copy_transports(problem, config)
         self.config = config
-        self.can_split, self.is_swapped = config.can_split, config.swapped
+        self.can_split, self.is_swapped = can_split(problem, config), config.swapped
         self.tiling = Tiling(problem, config)
-        self.copies = copying[0]
+        self.copies = copying[0] if copying else "push"
         self.is_pull = self.copies == "pull"
         columns = PUSH_COLUMNS[-1]
         while problem.k > columns * MAX_COLUMN_CHUNKS:
@@ -85,7 +90,9 @@ class Search:
 
     def __init__(self, problem: Problem, kernels: Sequence[KernelConfig]) -> None:
         # By the number of parts that K is split in, from 1 on.
-        self._of_kernels = [[SplitKernel(problem, kernel)] for kernel in kernels]
+        self._of_kernels = [
+            [SplitKernel(problem, kernel)] for kernel in kernels if copy_transports(problem, kernel)
+        ]
 
     def fastest(self, at: At) -> tuple[Plan, float] | None:
         """The fastest of the kernels' `usual_plans` by the cost model, the first of equals.

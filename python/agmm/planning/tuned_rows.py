@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from agmm.planning import cost_model
 from agmm.planning.cost_model import At
-from agmm.planning.heuristics import has_model, predict_us
-from agmm.planning.legality import built_as, free_of, splits_that_fit, why_illegal
+from agmm.planning.heuristics import scatter_order, usual_all_reduce_order
+from agmm.planning.legality import (
+    built_as,
+    free_of,
+    splits_that_fit,
+    why_illegal,
+    why_not_gathered,
+)
 from agmm.planning.plans import (
+    ALL_GATHER_MATMUL,
     GATHERED,
+    LAGGED,
     MAX_CLUSTER_SPLITS,
     UNFUSED,
     KernelConfig,
@@ -21,17 +29,11 @@ from agmm.planning.plans import (
     Row,
     SmPush,
 )
+from agmm.planning.predictions import has_model, predict_us
 from agmm.planning.search import SplitKernel
 
 _NEIGHBOUR_FACTOR = 4
 """A tuned M says something about an M up to this many times larger or smaller."""
-
-
-def near_in_m(m: int, tuned: Iterable[int]) -> list[int]:
-    """The nearest tuned M below and the nearest above, each at most so many times away."""
-    below = [other for other in tuned if m / _NEIGHBOUR_FACTOR <= other < m]
-    above = [other for other in tuned if m < other <= m * _NEIGHBOUR_FACTOR]
-    return [*sorted(below)[-1:], *sorted(above)[:1]]
 
 
 class Rows(Protocol):
@@ -55,18 +57,56 @@ def _is_buildable(config: KernelConfig, kernels: Sequence[KernelConfig]) -> bool
 
 
 class TunedRow:
-    """A row of a table, and whether it may serve the problems of a family."""
+    """A row of a table, and whether it may serve the problems of a family.
 
-    __slots__ = ("_built", "_is_legal", "_there_us", "kernel", "push", "row", "source")
+    Args:
+        problem: any of the family.
+        row: the row.
+        source: where it comes from, for people.
+        kernels: those of the build that its plan may have.
+    """
+
+    __slots__ = ("_kernels", "_there_us", "row", "source")
 
     def __init__(self, problem: Problem, row: Row, source: str, kernels: Sequence[KernelConfig]):
-        self.row, self.source = row, source
+        self.row, self.source, self._kernels = row, source, kernels
+        self._there_us: tuple[float | None] | None = None
+
+    def is_legal(self, at: At) -> bool:
+        """See `why_illegal`."""
+        return why_illegal(at.problem, self.row.plan, self._kernels) is None
+
+    def there_us(self, problem: Problem) -> float | None:
+        """What the model says of the row's own problem."""
+        if self._there_us is None:
+            self._there_us = (predict_us(replace(problem, m=self.row.m), self.row.plan),)
+        return self._there_us[0]
+
+    def here(self, at: At) -> tuple[Plan, float]:
+        """Its plan for another M, and the predicted time. Its order of tiles says nothing: the best
+        one there may be best by less than the noise, and take a third longer here."""
+        plan, problem = self.row.plan, at.problem
+        if plan.kernel is not None:
+            order = usual_all_reduce_order if plan.transport == LAGGED else scatter_order
+            plan = replace(plan, kernel=order(problem, plan.kernel))
+        us = predict_us(problem, plan)
+        assert us is not None  # rows are rated where there is a model
+        return plan, us
+
+
+class GatherRow(TunedRow):
+    """A row of an all-gather -> matmul. It is asked for many M, so what only M decides is worked
+    out once."""
+
+    __slots__ = ("_built", "_is_legal", "kernel", "push")
+
+    def __init__(self, problem: Problem, row: Row, source: str, kernels: Sequence[KernelConfig]):
+        super().__init__(problem, row, source, kernels)
         plan = row.plan
         self.push = SmPush.parse(plan.transport)
         self.kernel: SplitKernel | None = None
         if plan.kernel is not None and has_model(problem) and _is_buildable(plan.kernel, kernels):
             self.kernel = SplitKernel(problem, plan.kernel)
-        self._there_us: tuple[float | None] | None = None
         # Only splits, and CTAs of their own that push, may be legal for some M.
         plain, self._built = plan, None
         if self.kernel is not None:
@@ -84,32 +124,24 @@ class TunedRow:
         )
 
     def is_legal(self, at: At) -> bool:
-        """See `why_illegal`."""
         kernel, built = self.kernel, self._built
         if self.row.plan == GATHERED:
-            return cost_model.why_not_gathered(at.problem) is None
+            return why_not_gathered(at.problem) is None
         if not self._is_legal or kernel is None or built is None:
             return self._is_legal
         k, blocks, workers = at.problem.k, at.blocks(built.tiling), built.tiling.workers
         splits = kernel.config.splits
         if splits > 1:
-            if not built.config.can_split:
+            if not built.can_split:
                 return False
             if splits not in splits_that_fit(at.problem, built.config, blocks, workers):
                 return False
         has_ctas = self.push is not None and self.push.has_ctas(k)
         return not has_ctas or free_of(kernel.tiling, at.blocks(kernel.tiling)) >= 1
 
-    def there_us(self, problem: Problem) -> float | None:
-        """What the model says of the row's own problem."""
-        if self._there_us is None:
-            self._there_us = (predict_us(problem._replace(m=self.row.m), self.row.plan),)
-        return self._there_us[0]
-
     def here(self, at: At) -> tuple[Plan, float]:
-        """Its plan for another M, and the predicted time. Its order of tiles says nothing: the best
-        one there may be best by less than the noise, and take a third longer here. How SM push best
-        cuts whole tiles of a shard says nothing about shards that end inside them."""
+        """How SM push best cuts whole tiles of a shard says nothing about shards that end inside
+        them: these are cut anew."""
         plan, kernel, push = self.row.plan, self.kernel, self.push
         if kernel is None:
             by = cost_model.gathered_us if plan == GATHERED else cost_model.unfused_us
@@ -132,7 +164,7 @@ class TunedRows:
         problem: any of those that are to be served.
         tuned: any of those that the rows were measured for.
         tables: of two rows for one problem the first table's counts.
-        kernels: of the build.
+        kernels_for: the kernels of the build that a plan may have.
         warn: takes a message and the reason why rows are passed over.
     """
 
@@ -141,17 +173,19 @@ class TunedRows:
         problem: Problem,
         tuned: Problem,
         tables: Sequence[Rows],
-        kernels: Sequence[KernelConfig],
+        kernels_for: Callable[[Plan], Sequence[KernelConfig]],
         warn: Callable[[str, str], None],
     ) -> None:
         differs = "" if tuned == problem else f", return_A={tuned.return_A}"
         at = At(problem)
+        kind = GatherRow if problem.op == ALL_GATHER_MATMUL else TunedRow
         self._rows: dict[int, list[TunedRow]] = {}
         for table in tables:
             for row in table.rows(tuned):
-                found = TunedRow(problem, row, table.name + differs, kernels)
+                kernels = kernels_for(row.plan)
+                found = kind(problem, row, table.name + differs, kernels)
                 self._rows.setdefault(row.m, []).append(found)
-                own = tuned._replace(m=row.m, sm_count=0)
+                own = replace(tuned, m=row.m, sm_count=0)
                 # Else it is for other calls, as splits of K are for few rows and all SMs.
                 if not found.is_legal(at) and why_illegal(own, row.plan, kernels) is not None:
                     reason = why_illegal(problem, row.plan, kernels)

@@ -7,16 +7,17 @@ few rows. Unfused: a latency, the bytes over the rate of the collective, and the
 matmul alone: arithmetic at the library's rate, or a latency and the memory traffic where that is
 longer. A matmul that computes for long loses its clock.
 
-The constants of a GPU stand in ``tables/<gpu>.json``, with where they come from. `matmul` serves
-every op, `gather` the fused all-gather -> matmul, `scatter` the
-fused matmul -> reduce-scatter, `libraries` the calls that agmm's replace, `collectives` those
-without a matmul.
+The constants of a GPU stand in ``tables/<gpu>.json``, with where they come from; operands of other
+kinds than 16 bits have some of their own there. `matmul` serves every op, `gather` the fused
+all-gather -> matmul, `scatter` the fused matmul -> reduce-scatter, `libraries` the calls that
+agmm's replace, `collectives` those without a matmul.
 """
 
 from __future__ import annotations
 
 from agmm.planning.cost_model.collectives import (
     STEADY_GATHER_BYTES,
+    gathered_bytes,
     gathered_margin,
     gathered_us,
     why_not_gathered,
@@ -34,6 +35,7 @@ from agmm.planning.cost_model.gpu_constants import (
     ELEMENT_BYTES,
     Constants,
     constants,
+    constants_for,
     default_kernels,
     known_gpus,
 )
@@ -57,10 +59,9 @@ from agmm.planning.cost_model.matmul import (
 from agmm.planning.cost_model.scatter import (
     AllReduceWay,
     all_reduce_gain,
-    all_reduce_times,
-    all_reduce_way,
     lagged_all_reduce_us,
     matmul_all_reduce_us,
+    scatter_all_reduce_us,
     scatter_blocks,
     scatter_tiles,
     tile_push_scatter_us,
@@ -76,16 +77,16 @@ __all__ = [
     "Tiling",
     "all_gather_us",
     "all_reduce_gain",
-    "all_reduce_times",
-    "all_reduce_way",
     "arithmetic_us",
     "arrival_us",
     "clusters",
     "clusters_at_once",
     "constants",
+    "constants_for",
     "default_kernels",
     "fused_matmul_reduce_scatter_us",
     "fused_us",
+    "gathered_bytes",
     "gathered_margin",
     "gathered_us",
     "is_b_in_l2",
@@ -98,6 +99,7 @@ __all__ = [
     "matmul_reduce_scatter_us",
     "matmul_us",
     "push_rate_gb_per_s",
+    "scatter_all_reduce_us",
     "scatter_blocks",
     "scatter_tiles",
     "sm_push_us",

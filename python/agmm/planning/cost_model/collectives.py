@@ -16,7 +16,8 @@ from math import ceil
 from typing import Literal
 
 from agmm import _core
-from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants
+from agmm.planning import formats
+from agmm.planning.cost_model.gpu_constants import constants
 from agmm.planning.cost_model.libraries import library_all_gather_us, library_reduce_scatter_us
 from agmm.planning.cost_model.matmul import is_b_in_l2, matmul_us
 from agmm.planning.plans import CPU, Problem
@@ -106,8 +107,14 @@ def fastest_us(kind: Kind, nbytes: int, problem: Problem) -> float:
 
 def gathered_us(problem: Problem) -> float:
     """Predicted time in µs of an all-gather by agmm's kernel, then the library's matmul."""
-    nbytes = problem.m * problem.k * ELEMENT_BYTES
-    return by_kernel_us("all_gather", nbytes, problem.world_size) + matmul_us(problem)
+    return by_kernel_us("all_gather", gathered_bytes(problem), problem.world_size) + matmul_us(
+        problem
+    )
+
+
+def gathered_bytes(problem: Problem) -> int:
+    """The size of the gathered A with its scales."""
+    return problem.m * formats.of(problem.format).row_bytes(problem.k)
 
 
 STEADY_GATHER_BYTES = 4e6
@@ -127,7 +134,7 @@ _LARGE_B_GATHERED_MARGIN = 1.0
 
 
 def gathered_margin(problem: Problem) -> float:
-    is_large = problem.m * problem.k * ELEMENT_BYTES > STEADY_GATHER_BYTES
+    is_large = gathered_bytes(problem) > STEADY_GATHER_BYTES
     if not is_large or problem.world_size <= 2:
         return _GATHERED_MARGIN
     return _LARGE_GATHERED_MARGIN if is_b_in_l2(problem) else _LARGE_B_GATHERED_MARGIN
@@ -137,7 +144,7 @@ def why_not_gathered(problem: Problem) -> str | None:
     """The reason why a call cannot be that, or None."""
     if problem.gpu == CPU:
         return "plan: found gather on the CPU, wanted a GPU"
-    nbytes = problem.m * problem.k * ELEMENT_BYTES
+    nbytes = gathered_bytes(problem)
     if not is_by_kernel(nbytes, problem.world_size):
         return (
             f"plan: found gather of {nbytes} bytes by {problem.world_size} ranks, wanted at most "

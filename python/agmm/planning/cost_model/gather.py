@@ -6,7 +6,8 @@ from math import inf
 from operator import sub
 
 from agmm import _core
-from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants
+from agmm.planning import formats
+from agmm.planning.cost_model.gpu_constants import constants_for
 from agmm.planning.cost_model.matmul import (
     Load,
     Tiling,
@@ -32,6 +33,7 @@ class At:
         "_memory_us",
         "b_in_l2",
         "c",
+        "element_bytes",
         "problem",
         "rows",
         "shard_bytes",
@@ -40,10 +42,12 @@ class At:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.c = constants(problem.gpu)
+        self.c = constants_for(problem)
         self.world_size = problem.world_size
         self.rows = problem.m // problem.world_size
-        self.shard_bytes = self.rows * problem.k * ELEMENT_BYTES
+        of = formats.of(problem.format)
+        self.element_bytes = of.element_bytes
+        self.shard_bytes = self.rows * of.row_bytes(problem.k)
         self.b_in_l2 = is_b_in_l2(problem)
         c = self.c
         per_sm = max(c.sm_push_gb_per_s_and_cta, c.sm_push_gb_per_s_and_own_cta)
@@ -229,7 +233,7 @@ class At:
             sms = self.problem.sm_count or c.sm_count
             return us + 1e3 / (max(1, sms - ctas) * c.sm_push_gb_per_s_and_own_cta)
         # What goes to all peers of a round before a fence.
-        chunk_bytes = self.rows * chunk_columns * ELEMENT_BYTES
+        chunk_bytes = self.rows * chunk_columns * self.element_bytes
         item_bytes = max(1.0, chunk_bytes * (first_peers or peers) / parts)
         while 2 * item_bytes <= MERGED_BYTES:
             item_bytes *= 2

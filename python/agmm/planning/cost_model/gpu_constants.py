@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
-from agmm.planning import kernel_table
-from agmm.planning.plans import ALL_GATHER_MATMUL, DEFAULT_GPU, KernelConfig
+from agmm.planning import formats, kernel_table
+from agmm.planning.plans import ALL_GATHER_MATMUL, DEFAULT_GPU, KernelConfig, Problem
 
 _FOLDER = Path(__file__).parents[1] / "tables"
-ELEMENT_BYTES = 2  # of bf16 and fp16, for which there are kernels
+ELEMENT_BYTES = 2
+"""The size of an element of a result, whatever the operands are."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants of one GPU. Rates are sustained; GB/s are received bytes per rank."""
+    """The constants of one GPU. Rates are sustained; GB/s are received bytes per rank.
+
+    What is told by kernel holds for a kernel's name, or else for its `KernelConfig.tile`.
+    """
 
     gpu: str
     sm_count: int
@@ -98,9 +106,12 @@ class Constants:
     call, and of each other rank."""
     scatter_tile_us: dict[str, tuple[float, float]]
     """Of a tile there, by kernel: for each column of A, and beside that."""
+    other_scatter_overhead_us: float
+    """The second of these for a kernel that is not in ``scatter_tile_us``."""
     scatter_gb_per_s: float
     """Sent by one rank there."""
     matmul_tflops: float
+    """The rate of the library's matmul of 16 bits."""
     memory_gb_per_s: float
     matmul_gb_per_s: float
     """Of the same memory, what a matmul gets."""
@@ -109,6 +120,20 @@ class Constants:
     l2_mb: float
     """What stays in the L2 cache from one chunk's tiles to the next one's."""
     sources: str
+    matmul_rate_factor: float = 1.0
+    """How many times ``matmul_tflops`` the library's matmul of these operands has."""
+    formats: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What differs for operands of other kinds than `formats.BITS_16`, by `Format.kind`."""
+
+    def of_kernel(self, by_kernel: Mapping[str, _T], kernel: KernelConfig, other: _T) -> _T:
+        """What one of the constants by kernel says of this one, or ``other``."""
+        found = by_kernel.get(kernel.kernel)
+        return by_kernel.get(kernel.tile, other) if found is None else found
+
+    def overhead_us(self, kernel: KernelConfig) -> float:
+        """See ``tile_overhead_us``."""
+        by_kernel = self.tile_overhead_us
+        return self.of_kernel(by_kernel, kernel, by_kernel[kernel.schedule])
 
 
 @cache
@@ -126,8 +151,29 @@ def give(gpu: str, constants: Constants) -> None:
 
 
 def constants(gpu: str) -> Constants:
-    """The constants of ``gpu``, or those of `DEFAULT_GPU` where it has none (see ``.gpu``)."""
+    """The constants of ``gpu``, or those of `DEFAULT_GPU` where it has none (see ``.gpu``), for
+    operands of 16 bits."""
     return _given.get(gpu) or _of_file(gpu)
+
+
+_of_kinds: dict[tuple[str, str], tuple[Constants, Constants]] = {}
+"""By GPU and kind of format: its constants for 16 bits, and those for the kind."""
+
+
+def constants_for(problem: Problem) -> Constants:
+    """The constants of the problem's GPU for operands of its format."""
+    return constants_of_kind(problem.gpu, formats.of(problem.format).kind)
+
+
+def constants_of_kind(gpu: str, kind: str) -> Constants:
+    """The constants of ``gpu`` for operands of one `Format.kind`."""
+    base = constants(gpu)
+    if kind not in base.formats:
+        return base
+    found = _of_kinds.get((gpu, kind))
+    if found is None or found[0] is not base:
+        found = _of_kinds[gpu, kind] = base, replace(base, **base.formats[kind], formats={})
+    return found[1]
 
 
 @cache
@@ -136,6 +182,23 @@ def _of_file(gpu: str) -> Constants:
     return Constants(**json.loads((_FOLDER / f"{name}.json").read_text()))
 
 
-def default_kernels(op: str = ALL_GATHER_MATMUL) -> tuple[KernelConfig, ...]:
-    """The kernels that a default build has for an op on operands of 16 bits."""
-    return tuple(KernelConfig.parse(row.kernel) for row in kernel_table.rows_of("default", op))
+def default_kernels(
+    op: str = ALL_GATHER_MATMUL, name: str = "bfloat16"
+) -> tuple[KernelConfig, ...]:
+    """The kernels that a default build has for an op and the name of a format."""
+    of = formats.of(name)
+    if not of.has_kernels:
+        return ()
+    is_fp8 = of.kind == formats.FP8
+    return tuple(
+        KernelConfig.parse(row.kernel)
+        for row in kernel_table.rows_of("default", op, is_fp8=is_fp8)
+        if not is_fp8
+        or (row.accumulation == of.accumulation and of.operands in map(_torch_name, row.formats))
+    )
+
+
+def _torch_name(name: str) -> str:
+    """What `_core.DType` calls the fp8 operands that the table of kernels calls that."""
+    both = name.split("_") if "_" in name else (name, name)
+    return "_".join({"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[one] for one in both)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
-from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, Constants, constants
+from agmm.planning import formats
+from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, Constants, constants_for
 from agmm.planning.cost_model.matmul import (
     arithmetic_us,
     lost_clock_us,
@@ -19,13 +21,13 @@ GATHER_ROOM = 1.7
 
 
 def _shard_bytes(problem: Problem) -> int:
-    return problem.m // problem.world_size * problem.k * ELEMENT_BYTES
+    return problem.m // problem.world_size * formats.of(problem.format).row_bytes(problem.k)
 
 
 def all_gather_us(problem: Problem) -> float:
     """Predicted time of the library's all-gather of A in µs."""
     received = (problem.world_size - 1) * _shard_bytes(problem)
-    return library_all_gather_us(constants(problem.gpu), received)
+    return library_all_gather_us(constants_for(problem), received)
 
 
 def library_all_gather_us(c: Constants, received: float) -> float:
@@ -49,7 +51,7 @@ def matmul_reduce_scatter_us(problem: Problem) -> float:
     """Predicted time of the matmul, then NCCL's reduce-scatter of its rows, in µs. m, n and k are
     those of the matmul that each rank makes."""
     sent = _scattered_bytes(problem)
-    return matmul_us(problem) + library_reduce_scatter_us(constants(problem.gpu), sent)
+    return matmul_us(problem) + library_reduce_scatter_us(constants_for(problem), sent)
 
 
 def library_reduce_scatter_us(c: Constants, sent: float) -> float:
@@ -64,9 +66,9 @@ def fused_matmul_reduce_scatter_us(problem: Problem) -> float:
     the next one, and sums up what it has received. So the time is that of the products, or of the
     first one and the copies, and of the sum.
     """
-    c = constants(problem.gpu)
+    c = constants_for(problem)
     ranks = problem.world_size
-    part = problem._replace(m=problem.m // ranks)
+    part = replace(problem, m=problem.m // ranks)
     # One after the other: the latency of the next one is hidden, and the clock falls over all.
     part_us = roofline_us(arithmetic_us(part), matmul_memory_us(part))
     products_us = ranks * part_us
@@ -91,7 +93,7 @@ def is_reduce_scatter_fused(problem: Problem) -> bool:
     the workspace that torch's op needs.
     """
     saved_us = matmul_reduce_scatter_us(problem) - fused_matmul_reduce_scatter_us(problem)
-    return saved_us > constants(problem.gpu).fused_reduce_scatter_gain_us
+    return saved_us > constants_for(problem).fused_reduce_scatter_gain_us
 
 
 def is_gather_by_copies(problem: Problem, *, is_scatter_by_torch: bool) -> bool:
@@ -107,5 +109,5 @@ def is_gather_by_copies(problem: Problem, *, is_scatter_by_torch: bool) -> bool:
     """
     if not is_scatter_by_torch:
         return True
-    gathered = problem._replace(k=problem.n)  # a tensor of the size of the product
+    gathered = replace(problem, k=problem.n)  # a tensor of the size of the product
     return matmul_us(problem) > GATHER_ROOM * all_gather_us(gathered)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, Constants, constants
+from agmm.planning import formats
+from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, Constants, constants_for
 from agmm.planning.plans import KernelConfig, Problem
 
 _CLUSTERS = {3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
@@ -36,7 +37,7 @@ class Tiling:
     )
 
     def __init__(self, problem: Problem, config: KernelConfig) -> None:
-        c = constants(problem.gpu)
+        c = constants_for(problem)
         sms = problem.sm_count or c.sm_count
         self.tile_m = config.tile_m
         self.across = config.across
@@ -48,7 +49,7 @@ class Tiling:
         self.workers = clusters_at_once(sms, self.ctas * parts) * parts
         """Clusters that are computed at once."""
         kernel = config.kernel
-        rate = c.tflops_per_sm.get(kernel, c.other_tflops_per_sm)
+        rate = c.of_kernel(c.tflops_per_sm, config, c.other_tflops_per_sm)
         busy_us = 2e-6 * config.tile_m * config.tile_n * problem.k / config.splits / rate
         if problem.b_layout == "row":
             busy_us *= c.row_major_factor.get(kernel, 1.0)
@@ -56,7 +57,7 @@ class Tiling:
             busy_us *= c.gathered_factor.get(kernel, c.other_gathered_factor)
         self.busy_us = busy_us
         """Of a tile, when all multiprocessors have one."""
-        self.fixed_us = c.tile_overhead_us.get(kernel, c.tile_overhead_us[config.schedule])
+        self.fixed_us = c.overhead_us(config)
         overlaps = config.schedule == "pingpong" and problem.world_size == 1
         self.hidden_us = c.pingpong_overlap * self.fixed_us if overlaps else 0.0
         """Of each tile but one."""
@@ -92,7 +93,8 @@ def roofline_us(arithmetic_us: float, memory_us: float) -> float:
 
 def is_b_in_l2(problem: Problem) -> bool:
     """Whether B stays in the L2 cache from one chunk's tiles to the next one's."""
-    return problem.n * problem.k * ELEMENT_BYTES <= constants(problem.gpu).l2_mb * 1e6
+    element_bytes = formats.of(problem.format).element_bytes
+    return problem.n * problem.k * element_bytes <= constants_for(problem).l2_mb * 1e6
 
 
 def lost_clock_us(c: Constants, busy_us: float, schedule: str) -> float:
@@ -102,19 +104,21 @@ def lost_clock_us(c: Constants, busy_us: float, schedule: str) -> float:
 
 def matmul_memory_us(problem: Problem, readings_of_b: int = 1) -> float:
     """Time of the memory traffic of a matmul on the gathered A."""
-    c = constants(problem.gpu)
+    c = constants_for(problem)
     m, n, k = problem.m, problem.n, problem.k
-    elements = m * k + n * k * readings_of_b + m * n
-    return elements * ELEMENT_BYTES / (c.matmul_gb_per_s * 1e3)
+    read = (m * k + n * k * readings_of_b) * formats.of(problem.format).element_bytes
+    return (read + m * n * ELEMENT_BYTES) / (c.matmul_gb_per_s * 1e3)
 
 
 def arithmetic_us(problem: Problem) -> float:
     """Time of the library's arithmetic on the gathered A."""
-    return 2e-6 * problem.m * problem.n * problem.k / constants(problem.gpu).matmul_tflops
+    c = constants_for(problem)
+    tflops = c.matmul_tflops * c.matmul_rate_factor
+    return 2e-6 * problem.m * problem.n * problem.k / tflops
 
 
 def matmul_us(problem: Problem) -> float:
     """Predicted time of the library's matmul on the gathered A (the roof), in µs."""
-    c = constants(problem.gpu)
+    c = constants_for(problem)
     us = roofline_us(arithmetic_us(problem), c.matmul_latency_us + matmul_memory_us(problem))
     return c.launch_us + us + lost_clock_us(c, us, "library")

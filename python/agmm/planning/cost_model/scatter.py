@@ -3,13 +3,13 @@ matmul + all-reduce."""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import ceil
 from typing import Literal
 
 from agmm import _core
+from agmm.planning import formats
 from agmm.planning.cost_model.collectives import fastest_us
-from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants
+from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants_for
 from agmm.planning.cost_model.matmul import lost_clock_us, matmul_us
 from agmm.planning.plans import KernelConfig, Problem
 
@@ -25,7 +25,7 @@ def scatter_blocks(problem: Problem, kernel: KernelConfig) -> tuple[int, int, in
 
     Every rank's rows are padded to whole blocks of tiles.
     """
-    c = constants(problem.gpu)
+    c = constants_for(problem)
     block_m, block_n = kernel.tile_m * kernel.cluster_m, kernel.tile_n * kernel.cluster_n
     own = ceil(problem.m // problem.world_size / block_m) * ceil(problem.n / block_n)
     at_once = (problem.sm_count or c.sm_count) // (kernel.cluster_m * kernel.cluster_n)
@@ -41,7 +41,7 @@ def tile_push_scatter_us(problem: Problem, kernel: KernelConfig) -> float:
     is never less than that of reading A and B. A tile whose K is split takes a part of its time,
     and that of leaving sums or adding them up (not measured here: as in an all-gather -> matmul).
     """
-    c = constants(problem.gpu)
+    c = constants_for(problem)
     own, blocks, at_once = scatter_blocks(problem, kernel)
     waves = ceil(blocks / at_once)
     tile_us, block_us = _tile_us(problem, kernel), _sent_block_us(problem, kernel)
@@ -49,22 +49,22 @@ def tile_push_scatter_us(problem: Problem, kernel: KernelConfig) -> float:
     multiplied_us = waves * tile_us + sent_last * block_us
     linked_us = tile_us + (blocks - own) * block_us + max(0.0, own / at_once - 1.0) * tile_us
     multiplied_us += lost_clock_us(c, multiplied_us, kernel.schedule)
-    read_bytes = (problem.m + problem.n) * problem.k * ELEMENT_BYTES
+    element_bytes = formats.of(problem.format).element_bytes
+    read_bytes = (problem.m + problem.n) * problem.k * element_bytes
     read_us = read_bytes / (c.matmul_gb_per_s * 1e3)
     return _call_us(problem) + max(multiplied_us, linked_us, read_us)
 
 
 def _call_us(problem: Problem) -> float:
-    c = constants(problem.gpu)
+    c = constants_for(problem)
     return c.scatter_us + c.scatter_us_per_rank * (problem.world_size - 1)
 
 
 def _tile_us(problem: Problem, kernel: KernelConfig) -> float:
-    c = constants(problem.gpu)
-    us_per_k, overhead_us = c.scatter_tile_us.get(
-        kernel.kernel,
-        (2e-6 * kernel.tile_m * kernel.tile_n / c.other_tflops_per_sm, _OTHER_OVERHEAD_US),
-    )
+    c = constants_for(problem)
+    us_per_k = 2e-6 * kernel.tile_m * kernel.tile_n / c.other_tflops_per_sm
+    other = us_per_k, c.other_scatter_overhead_us
+    us_per_k, overhead_us = c.of_kernel(c.scatter_tile_us, kernel, other)
     tile_us = overhead_us + us_per_k * problem.k / kernel.splits
     return tile_us if kernel.splits == 1 else tile_us + c.split_us * kernel.splits
 
@@ -72,7 +72,7 @@ def _tile_us(problem: Problem, kernel: KernelConfig) -> float:
 def _sent_block_us(problem: Problem, kernel: KernelConfig) -> float:
     """Of the links, for a cluster of tiles."""
     elements = kernel.tile_m * kernel.cluster_m * kernel.tile_n * kernel.cluster_n
-    return elements * ELEMENT_BYTES / (constants(problem.gpu).scatter_gb_per_s * 1e3)
+    return elements * ELEMENT_BYTES / (constants_for(problem).scatter_gb_per_s * 1e3)
 
 
 def lagged_all_reduce_us(problem: Problem, kernel: KernelConfig) -> float:
@@ -82,7 +82,7 @@ def lagged_all_reduce_us(problem: Problem, kernel: KernelConfig) -> float:
     The time is that of the waves of tiles, and of each launch's last own tiles on their way to all
     other ranks, where they are copied; or that of the links, where they are slower.
     """
-    c = constants(problem.gpu)
+    c = constants_for(problem)
     own, blocks, at_once = scatter_blocks(problem, kernel)
     waves, others = ceil(blocks / at_once), problem.world_size - 1
     tile_us = _tile_us(problem, kernel) + LAGGED_TILE_US
@@ -98,6 +98,13 @@ def lagged_all_reduce_us(problem: Problem, kernel: KernelConfig) -> float:
     return _call_us(problem) + max(multiplied_us + launches * tail_us, linked_us + _COPIED_TILE_US)
 
 
+def scatter_all_reduce_us(problem: Problem, kernel: KernelConfig) -> float:
+    """Predicted time in µs of a matmul + reduce-scatter by the kernel, then an all-gather of the
+    result, by agmm or NCCL. m is a multiple of the ranks."""
+    nbytes = problem.m * problem.n * ELEMENT_BYTES
+    return tile_push_scatter_us(problem, kernel) + fastest_us("all_gather", nbytes, problem)
+
+
 def matmul_all_reduce_us(problem: Problem) -> float:
     """Predicted time of the matmul, then an all-reduce, by agmm or NCCL."""
     nbytes = problem.m * problem.n * ELEMENT_BYTES
@@ -109,50 +116,7 @@ AllReduceWay = Literal["lagged", "scatter", "unfused"]
 all-reduce."""
 
 
-def all_reduce_times(
-    problem: Problem, scatters: KernelConfig | None, returns: KernelConfig | None
-) -> dict[AllReduceWay, float]:
-    """Predicted time in µs of each way that there is. m is a multiple of the ranks.
-
-    Args:
-        scatters: the kernel of the scatter.
-        returns: that which sends finished tiles too.
-    """
-    found: dict[AllReduceWay, float] = {"unfused": matmul_all_reduce_us(problem)}
-    if scatters is not None:
-        gather_us = fastest_us("all_gather", problem.m * problem.n * ELEMENT_BYTES, problem)
-        found["scatter"] = tile_push_scatter_us(problem, scatters) + gather_us
-    if returns is not None:
-        found["lagged"] = lagged_all_reduce_us(problem, returns)
-    return found
-
-
-@lru_cache(maxsize=4096)
-def all_reduce_way(
-    problem: Problem,
-    scatters: KernelConfig | None,
-    returns: KernelConfig | None,
-    *,
-    fused: bool = False,
-) -> AllReduceWay:
-    """How a matmul + all-reduce is to be computed: by the first of the ways, or by a later one
-    that is predicted to take less than `all_reduce_gain` of its time.
-
-    Args:
-        fused: leave the unfused way out, where there is another.
-    """
-    times = all_reduce_times(problem, scatters, returns)
-    way: AllReduceWay = "unfused"
-    others: tuple[AllReduceWay, ...] = ("scatter", "lagged")
-    for other in others:
-        is_first = fused and way == "unfused"
-        gain = all_reduce_gain(other, problem.world_size)
-        if other in times and (is_first or times[other] < gain * times[way]):
-            way = other
-    return way
-
-
-def all_reduce_gain(way: AllReduceWay, world_size: int) -> float:
+def all_reduce_gain(way: str, world_size: int) -> float:
     """Of the time of the others, what a way may be predicted to take to be chosen: a scatter and a
     gather 0.97, within which six calls on 4 H200 were predicted; one kernel 0.95 between 4 ranks,
     as six of eight calls on 4 H100, and 0.9 between others, which nobody has measured."""
@@ -161,8 +125,6 @@ def all_reduce_gain(way: AllReduceWay, world_size: int) -> float:
     return 0.97
 
 
-_OTHER_OVERHEAD_US = 4.0
-"""Of a kernel without constants: as the slowest of those that have some."""
 LAGGED_TILE_US = 5.0
 """What a tile takes beside that of a scatter: of eight calls on 4 H100, 8192 columns, 1024 to 8192
 rows, K of 2048 to 7168."""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from agmm import _env
 from agmm.errors import AgmmError, InvalidArgument, warn_once
+from agmm.planning import formats
 from agmm.planning.plans import (
     ALL_GATHER_MATMUL,
     MAX_CHUNKS_PER_SHARD,
@@ -29,13 +30,16 @@ from agmm.planning.plans import (
     Row,
 )
 
-SCHEMA = 3
+SCHEMA = 4
 _ABSENT: dict[int, dict[str, Any]] = {
     1: {"op": ALL_GATHER_MATMUL, "accumulation": ""},
     2: {"accumulation": ""},
+    3: {},
     SCHEMA: {},
 }
 """By schema, what its rows had all in common and did not say."""
+_WITH_DTYPES = (1, 2, 3)
+"""Schemas whose rows had a dtype and an accumulation in place of a format, and no world size."""
 _PACKAGED = Path(__file__).parent
 _LOCK_TIMEOUT_S = 30.0
 _LONGEST_REASON = 200
@@ -59,25 +63,16 @@ class OtherTable(TableError):
 class Key(NamedTuple):
     """What all rows have in common that may serve one problem, M left out."""
 
-    dtype: str
+    op: str
+    format: str
     b_layout: str
-    return_A: bool
     n: int
     k: int
-    op: str = ALL_GATHER_MATMUL
-    accumulation: str = ""
+    return_A: bool
 
     @classmethod
     def of(cls, problem: Problem) -> Key:
-        return cls(
-            problem.dtype,
-            problem.b_layout,
-            problem.return_A,
-            problem.n,
-            problem.k,
-            problem.op,
-            problem.accumulation,
-        )
+        return cls(*(getattr(problem, name) for name in cls._fields))
 
 
 @dataclass(frozen=True)
@@ -153,7 +148,10 @@ def read(path: Path, name: str | None = None, *, of: tuple[str, int] | None = No
             )
         by_key: dict[Key, dict[int, Row]] = {}
         for entry in body["rows"]:
-            key, row = _row_from_json({**entry, **_ABSENT[schema]})
+            entry = {**entry, **_ABSENT[schema]}
+            if schema in _WITH_DTYPES:
+                entry = _with_format(entry, found_for[1])
+            key, row = _row_from_json(entry, found_for[1])
             by_key.setdefault(key, {})[row.m] = row
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         found = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
@@ -221,7 +219,7 @@ def save(gpu: str, world_size: int, rows: Iterable[tuple[Key, Row]]) -> Path:
 def to_text(gpu: str, world_size: int, by_key: dict[Key, dict[int, Row]]) -> str:
     """A table as it stands in its file: one row a line, sorted."""
     entries = [
-        json.dumps(_row_to_json(key, row))
+        json.dumps(_row_to_json(key, row, world_size))
         for key, rows in sorted(by_key.items())
         for _, row in sorted(rows.items())
     ]
@@ -280,17 +278,29 @@ def plan_from_json(found: dict[str, Any]) -> Plan:
     )
 
 
-def _row_to_json(key: Key, row: Row) -> dict[str, Any]:
+def _row_to_json(key: Key, row: Row, world_size: int) -> dict[str, Any]:
     plan = plan_to_json(row.plan)
     times = {"us": row.us, "roof_us": row.roof_us, "unfused_us": row.unfused_us}
     times = {name: None if us is None else round(us, 2) for name, us in times.items()}
-    return {**key._asdict(), "m": row.m, "plan": plan, **times, "agmm": row.agmm}
+    problem = {
+        "op": key.op,
+        "format": key.format,
+        "b_layout": key.b_layout,
+        "world_size": world_size,
+        "m": row.m,
+        "n": key.n,
+        "k": key.k,
+        "return_A": key.return_A,
+    }
+    return {**problem, "plan": plan, **times, "agmm": row.agmm}
 
 
-def _row_from_json(entry: dict[str, Any]) -> tuple[Key, Row]:
+def _row_from_json(entry: dict[str, Any], world_size: int) -> tuple[Key, Row]:
     key = Key(*(_typed(entry[name], kind) for name, kind in _KEY_TYPES.items()))
     for size in (key.n, key.k):
         _within(size, MAX_SIZE)
+    if _typed(entry["world_size"], int) != world_size:
+        raise ValueError(f"a row of {entry['world_size']} ranks among those of {world_size}")
     row = Row(
         _within(_typed(entry["m"], int), MAX_SIZE),
         plan_from_json(entry["plan"]),
@@ -302,14 +312,21 @@ def _row_from_json(entry: dict[str, Any]) -> tuple[Key, Row]:
     return key, row
 
 
+def _with_format(entry: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """A row of an old schema as one of this."""
+    dtype = _typed(entry["dtype"], str)
+    accumulation = _typed(entry["accumulation"], str)
+    name = formats.fp8_name(dtype, accumulation) if accumulation else dtype
+    return {**entry, "format": name, "world_size": world_size}
+
+
 _KEY_TYPES = {
-    "dtype": str,
+    "op": str,
+    "format": str,
     "b_layout": str,
-    "return_A": bool,
     "n": int,
     "k": int,
-    "op": str,
-    "accumulation": str,
+    "return_A": bool,
 }
 
 

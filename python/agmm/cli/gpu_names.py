@@ -1,0 +1,68 @@
+"""The names of GPUs, as `agmm explain --gpu` takes them."""
+
+from __future__ import annotations
+
+from agmm.errors import InvalidArgument
+from agmm.planning import cost_model, tables
+from agmm.planning.plans import CPU, DEFAULT_GPU
+
+HOPPERS = {
+    "nvidia-h100-80gb-hbm3": 132,
+    "nvidia-h100-pcie": 114,
+    "nvidia-h100-nvl": 132,
+    "nvidia-h200": 132,
+    "nvidia-h200-nvl": 132,
+    "nvidia-h20": 78,
+    "nvidia-h800": 132,
+    "nvidia-gh200-480gb": 132,
+}
+"""The names of Hopper GPUs as their driver gives them, with their multiprocessors."""
+_SPOKEN = {
+    "h100": "nvidia-h100-80gb-hbm3",
+    "h100-sxm": "nvidia-h100-80gb-hbm3",
+    "h100-sxm5": "nvidia-h100-80gb-hbm3",
+    "h200-sxm": "nvidia-h200",
+    "gh200": "nvidia-gh200-480gb",
+}
+_BRAND = "nvidia-"
+
+
+def known_gpus() -> list[str]:
+    """Every GPU that has constants or a table, and the CPU."""
+    return sorted({*cost_model.known_gpus(), *tables.known_gpus(), CPU})
+
+
+def find_gpu(name: str | None) -> str:
+    """The GPU that a name, or some words of one, means; for None the one here, else the default.
+
+    Those with constants or a table come before others of the same words.
+
+    Raises InvalidArgument where it means none or several.
+    """
+    if name is None:
+        return gpu_here() or DEFAULT_GPU
+    wanted = tables.gpu_name(name)
+    short = wanted.removeprefix(_BRAND)
+    known = known_gpus()
+    for gpus in (known, HOPPERS):
+        for gpu in (wanted, _BRAND + short, _SPOKEN.get(short, "") if gpus is HOPPERS else ""):
+            if gpu in gpus:
+                return gpu
+        words = {*short.split("-")} - {"", "nvidia"}
+        found = [gpu for gpu in gpus if words and words <= {*gpu.split("-")}]
+        if len(found) == 1:
+            return found[0]
+    others = ", ".join(gpu for gpu in HOPPERS if gpu not in known)
+    raise InvalidArgument(
+        f"gpu: found {name!r}, wanted one of {', '.join(known)}, or, with the constants of "
+        f"{DEFAULT_GPU}, of {others}"
+    )
+
+
+def gpu_here() -> str | None:
+    """The name of the GPU of this process, None where it has none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return tables.gpu_name(torch.cuda.get_device_name())

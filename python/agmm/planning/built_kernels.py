@@ -1,0 +1,55 @@
+"""The kernels of this build, by op and format. Needs no GPU and no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from agmm import _core
+from agmm.planning import formats
+from agmm.planning.plans import KernelConfig
+from agmm.runtime import kernels
+
+
+@cache
+def kernels_of(op: str, name: str) -> tuple[KernelConfig, ...]:
+    """The kernels of this build to choose from, in any order and raster, by op and name of a
+    format. Those of a matmul + all-reduce send finished tiles too; its scatter is that of a matmul
+    + reduce-scatter."""
+    of = formats.of(name)
+    if of.kind == formats.BITS_16:
+        found = kernels.built(op)
+    elif of.kind == formats.FP8:
+        found = kernels.built(op, of.operands, of.accumulation)
+    else:
+        return ()
+    return tuple(map(KernelConfig.of, found))
+
+
+@cache
+def has_fp8() -> bool:
+    """Whether this build has any kernels for fp8 operands."""
+    return any(facts.is_fp8 for facts in _core.kernel_facts())
+
+
+def format_served(
+    op: str,
+    operands: str,
+    accumulation: str,
+    *,
+    among: Callable[[str, str], Sequence[KernelConfig]] | None = None,
+) -> str:
+    """The name of the format by whose kernels fp8 operands are served. Where no kernel accumulates
+    fast, slow ones serve, which are only more exact.
+
+    Args:
+        op: what `Problem.op` says.
+        operands: the name of a `_core.DType`.
+        accumulation: the name of the `_core.Accumulation` that the scales want.
+        among: other kernels than `kernels_of`, by op and format.
+    """
+    among = among or kernels_of
+    name = formats.fp8_name(operands, accumulation)
+    if accumulation == _core.Accumulation.fast.name and not among(op, name):
+        return formats.fp8_name(operands, _core.Accumulation.slow.name)
+    return name

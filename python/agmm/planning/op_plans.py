@@ -1,0 +1,284 @@
+"""What differs between ops when a plan is looked up: the plans that there are, and the cost model's
+favourite. Each op is one class here; `Planner` has the steps that all ops share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+from agmm.planning import cost_model
+from agmm.planning.cost_model import At
+from agmm.planning.heuristics import chooses_swapped, lagged_plans, scatter_plans, usual_plans
+from agmm.planning.legality import transports_of, why_not_gathered, why_unfused
+from agmm.planning.plans import (
+    ALL_GATHER_MATMUL,
+    BY_TORCH,
+    CPU,
+    GATHERED,
+    LAGGED,
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    SCATTER,
+    UNFUSED,
+    KernelConfig,
+    Plan,
+    Problem,
+    Row,
+)
+from agmm.planning.predictions import has_model, predict_us
+from agmm.planning.search import Search
+
+KernelsOf = Callable[[str, str], Sequence[KernelConfig]]
+"""The kernels to choose from, by op and name of a format."""
+
+NO_KERNEL = "no kernel of this build serves it"
+
+_GATHER_VARIES = 0.2
+"""The model takes the unfused plan where the fused ones take longer than it by more than so much of
+its all-gather: that of more than `cost_model.STEADY_GATHER_BYTES` varies from run to run."""
+
+_WITHOUT_GATHER = "0.1."
+"""Versions of agmm whose unfused plan had only the library's gather to take."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan, where it comes from, and its time in µs, predicted and measured (None: unknown)."""
+
+    plan: Plan
+    source: str
+    predicted_us: float | None
+    row: Row | None = None
+    """The row of exactly this problem."""
+
+
+class Found(NamedTuple):
+    """The same before it is asked for a prediction."""
+
+    plan: Plan
+    source: str
+    us: float | None = None
+    """Predicted, where it had to be."""
+    row: Row | None = None
+
+
+class Here:
+    """A problem under a planner's eyes; what the choices for it share is worked out once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.at = At(problem)
+        self.fastest: tuple[tuple[Plan, float] | None] | None = None
+        """The fastest plan with a kernel and its time, once it has been looked for."""
+        self.unfused: tuple[Plan, float] | None = None
+        """The same of the plans with the library's matmul."""
+
+
+class OpPlans(Protocol):
+    """The plans of one op, for problems that differ in M alone."""
+
+    def favourite(self, here: Here, fused: bool) -> Found:
+        """What the cost model says; where it says nothing, the plain fused plan.
+
+        Raises:
+            ValueError: ``fused``, and there is no kernel to choose from.
+        """
+
+    def alternatives(self, problem: Problem) -> list[Plan]:
+        """All plans that `favourite` chooses among."""
+
+    def kernels_for(self, plan: Plan) -> Sequence[KernelConfig]:
+        """The kernels that such a plan may have."""
+
+    def likeness(self, plan: Plan) -> Hashable:
+        """What is equal of plans whose errors of prediction are taken to be alike."""
+
+    def instead_of(self, here: Here, row: Row) -> Found | None:
+        """What serves in place of a row's plan that was measured by a version of agmm which did not
+        have it."""
+
+
+class GatherPlans:
+    """The plans of an all-gather -> matmul."""
+
+    def __init__(self, problem: Problem, kernels_of: KernelsOf, _: Callable[[Problem], Plan]):
+        self.why_unfused: str | None = None
+        self.kernels: Sequence[KernelConfig] = ()
+        if problem.gpu != CPU:
+            self.why_unfused = why_unfused(problem.format, problem.n, problem.k)
+            if self.why_unfused is None:
+                self.kernels = kernels_of(problem.op, problem.format)
+        self._search = Search(problem, self.kernels)
+
+    def favourite(self, here: Here, fused: bool) -> Found:
+        problem = here.problem
+        if problem.gpu == CPU:
+            return Found(Plan("push"), "default of the CPU backend")
+        if self.why_unfused is not None and not fused:
+            return Found(UNFUSED, self.why_unfused, predict_us(problem, UNFUSED))
+        best = self._fastest(here)
+        if best is None:
+            if fused:
+                raise ValueError(
+                    f"kernels: found none for {problem.format}, wanted a build with CUDA kernels"
+                )
+            plan, us = self._unfused(here)
+            return Found(plan, NO_KERNEL, us)
+        varies = 0.0
+        if cost_model.gathered_bytes(problem) > cost_model.STEADY_GATHER_BYTES:
+            varies = _GATHER_VARIES
+        margin_us = varies * cost_model.all_gather_us(problem)
+        plan, us = self._unfused(here)
+        if plan == GATHERED:  # whose time does not vary
+            is_faster = us >= best[1] * cost_model.gathered_margin(problem)
+        else:
+            is_faster = best[1] <= us + margin_us
+        # One rank has nothing to gather: the unfused path would only copy A.
+        if fused or problem.world_size == 1 or is_faster:
+            return Found(best[0], "cost model", best[1])
+        return Found(plan, "cost model", us)
+
+    def alternatives(self, problem: Problem) -> list[Plan]:
+        plans = [Plan("push")] if problem.gpu == CPU else []
+        with_swapped = chooses_swapped(problem)
+        for kernel in self.kernels:
+            if with_swapped or not kernel.swapped:
+                plans += usual_plans(problem, kernel)
+        if self.why_unfused is None and why_not_gathered(problem) is None:
+            plans.append(GATHERED)
+        return [*plans, UNFUSED]
+
+    def kernels_for(self, plan: Plan) -> Sequence[KernelConfig]:
+        return self.kernels
+
+    def likeness(self, plan: Plan) -> Hashable:
+        return plan.kernel is None
+
+    def instead_of(self, here: Here, row: Row) -> Found | None:
+        if row.plan != UNFUSED or not row.agmm.startswith(_WITHOUT_GATHER):
+            return None
+        plan, us = self._unfused(here)
+        return Found(plan, "cost model", us) if plan == GATHERED else None
+
+    def _fastest(self, here: Here) -> tuple[Plan, float] | None:
+        if here.fastest is None:
+            here.fastest = (self._search.fastest(here.at),)
+        return here.fastest[0]
+
+    def _unfused(self, here: Here) -> tuple[Plan, float]:
+        """The faster of the plans with the library's matmul, and its time by the cost model."""
+        problem = here.problem
+        if here.unfused is None:
+            here.unfused = UNFUSED, cost_model.unfused_us(problem)
+            if why_not_gathered(problem) is None:
+                gathered_us = cost_model.gathered_us(problem)
+                if gathered_us < here.unfused[1]:
+                    here.unfused = GATHERED, gathered_us
+        return here.unfused
+
+
+class ScatterPlans:
+    """The plans of a matmul + reduce-scatter."""
+
+    def __init__(self, problem: Problem, kernels_of: KernelsOf, _: Callable[[Problem], Plan]):
+        self.kernels = kernels_of(problem.op, problem.format)
+
+    def favourite(self, here: Here, fused: bool) -> Found:
+        problem = here.problem
+        plans = scatter_plans(problem, self.kernels)
+        legal = [plan for plan in plans if not (fused and plan == UNFUSED)]
+        if not legal:
+            raise ValueError(f"plan: found no fused one of {problem.op}, wanted unfused ones too")
+        if problem.gpu == CPU:
+            return Found(legal[0], "default of the CPU backend")
+        if not has_model(problem):
+            return Found(UNFUSED, "cost model")
+        own = [plan for plan in legal if plan.kernel is not None]
+        is_fused = BY_TORCH in legal and cost_model.is_reduce_scatter_fused(problem)
+        others = [BY_TORCH if is_fused or (fused and not own) else UNFUSED]
+        rated = own if fused and own else [*own, *others]
+        us, plan = min(
+            ((predict_us(problem, plan) or 0.0, plan) for plan in rated), key=lambda pair: pair[0]
+        )
+        return Found(plan, "cost model", us)
+
+    def alternatives(self, problem: Problem) -> list[Plan]:
+        return scatter_plans(problem, self.kernels)
+
+    def kernels_for(self, plan: Plan) -> Sequence[KernelConfig]:
+        return self.kernels
+
+    def likeness(self, plan: Plan) -> Hashable:
+        return plan.transport
+
+    def instead_of(self, here: Here, row: Row) -> Found | None:
+        return None
+
+
+class AllReducePlans:
+    """The plans of a matmul + all-reduce, of so many rows that the ranks can share them."""
+
+    def __init__(
+        self, problem: Problem, kernels_of: KernelsOf, fused_plan: Callable[[Problem], Plan]
+    ):
+        self.kernels = kernels_of(problem.op, problem.format)
+        self.of_scatter = kernels_of(MATMUL_REDUCE_SCATTER, problem.format)
+        self._fused_plan = fused_plan
+
+    def favourite(self, here: Here, fused: bool) -> Found:
+        """The first of the unfused plan, the one that scatters and the lagged one, or a later one
+        that is predicted to take less than `cost_model.all_reduce_gain` of its time; UNFUSED where
+        there is no other, even if ``fused``."""
+        problem = here.problem
+        if problem.gpu == CPU:
+            return Found(Plan("push"), "default of the CPU backend")
+        reason = why_unfused(problem.format, problem.n, problem.k, a="A")
+        found = Found(UNFUSED, reason or "cost model", predict_us(problem, UNFUSED))
+        for plan in (self._scatter(problem), self._lagged(problem)):
+            us = None if plan is None else predict_us(problem, plan)
+            if plan is None or us is None:
+                continue
+            gain = cost_model.all_reduce_gain(plan.transport, problem.world_size)
+            is_first = fused and found.plan == UNFUSED
+            if is_first or found.us is None or us < gain * found.us:
+                found = Found(plan, "cost model", us)
+        return found
+
+    def alternatives(self, problem: Problem) -> list[Plan]:
+        if problem.gpu == CPU:
+            return [Plan("push"), UNFUSED]
+        plans = self._scatter(problem), self._lagged(problem), UNFUSED
+        return [plan for plan in plans if plan is not None]
+
+    def kernels_for(self, plan: Plan) -> Sequence[KernelConfig]:
+        return self.of_scatter if plan.transport == SCATTER else self.kernels
+
+    def likeness(self, plan: Plan) -> Hashable:
+        return plan.transport
+
+    def instead_of(self, here: Here, row: Row) -> Found | None:
+        return None
+
+    def _scatter(self, problem: Problem) -> Plan | None:
+        """By the kernel that a matmul + reduce-scatter has."""
+        of_scatter = replace(problem, op=MATMUL_REDUCE_SCATTER)
+        plans = scatter_plans(of_scatter, self.of_scatter)
+        if SCATTER not in transports_of(problem) or not any(plan.kernel for plan in plans):
+            return None
+        kernel = self._fused_plan(of_scatter).kernel
+        return None if kernel is None else Plan(SCATTER, kernel)
+
+    def _lagged(self, problem: Problem) -> Plan | None:
+        if LAGGED not in transports_of(problem):
+            return None
+        plans = lagged_plans(problem, self.kernels)
+        return min(plans, key=lambda plan: predict_us(problem, plan) or 0.0, default=None)
+
+
+OP_PLANS: dict[str, Callable[[Problem, KernelsOf, Callable[[Problem], Plan]], OpPlans]] = {
+    ALL_GATHER_MATMUL: GatherPlans,
+    MATMUL_REDUCE_SCATTER: ScatterPlans,
+    MATMUL_ALL_REDUCE: AllReducePlans,
+}
+"""By op. They take any problem of the family, and what says the fused plan of another problem."""
