@@ -13,7 +13,7 @@ from rich.console import Console
 
 from agmm.cli import explain, gpu_names
 from agmm.errors import InvalidArgument
-from agmm.planning import built_kernels, cost_model, kernel_table, tables
+from agmm.planning import built_kernels, cost_model, tables
 from agmm.planning.cost_model import collectives
 from agmm.planning.cost_model.collectives import Kind
 from agmm.planning.op_plans import Choice
@@ -409,23 +409,16 @@ def test_fp8_without_one(monkeypatch: pytest.MonkeyPatch, scaling: str, op: str)
     ],
 )
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "block", "block 1x128"])
-def test_fp8_without_cuda_is_that_of_a_default_build(scaling: str, op: str) -> None:
+def test_fp8_without_cuda_is_that_of_a_default_build(
+    scaling: str, op: str, served: tuple[str, ...]
+) -> None:
     """As with operands of 16 bits: `--gpu` asks for a GPU that is not here."""
     text = said_of_fp8(replace(FP8_PROBLEM, op=op), scaling)
-    is_served = scaling.title().replace(" 1X", "1x") in _by_default(op)
+    is_served = scaling in served
     assert ("plan: push, 128x" in text) is is_served
     assert ("this build has no kernel for it" in text) is not is_served
     assert "assumed are the default ones of nvidia-h200" in text
     assert text.count("(the plan)") == 1
-
-
-def _by_default(op: str) -> set[str]:
-    """The scales that a default build has kernels for."""
-    found = {row.accumulation for row in kernel_table.rows_of("default", op, is_fp8=True)}
-    names = {"block": "Block", "block_1x128": "Block1x128"}
-    return {names.get(one, one) for one in found} | (
-        {"Tensorwise", "Rowwise"} if "fast" in found else set()
-    )
 
 
 def test_each_call_says_that_kernels_are_assumed() -> None:

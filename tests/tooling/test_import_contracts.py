@@ -48,8 +48,8 @@ def _lint(folder: Path) -> subprocess.CompletedProcess[str]:
     ("path", "text", "contract"),
     [
         ("runtime/cpu.py", "from agmm.planning import plans", "a call goes down"),
-        ("planning/plans.py", "from agmm.ops import paths", "a call goes down"),
-        ("ops/paths.py", "from agmm.testing import ranks", "a call goes down"),
+        ("planning/plans.py", "from agmm.ops import pipeline", "a call goes down"),
+        ("ops/pipeline.py", "from agmm.testing import ranks", "a call goes down"),
         ("nn/styles.py", "from agmm.integrations import async_tp", "a call goes down"),
         ("bench/ways.py", "from agmm.cli import terminal", "a call goes down"),
         ("newcomer.py", "import math", "a call goes down"),
@@ -58,7 +58,7 @@ def _lint(folder: Path) -> subprocess.CompletedProcess[str]:
         ("runtime/devices.py", "import cuda.bindings.driver", "an op needs no extra"),
         ("bench/reports.py", "from rich.table import Table", "tables of rich"),
         ("testing/cases.py", "import hypothesis", "test tools stay in tests"),
-        ("ops/checks.py", "from agmm.ops import paths", "no package goes in circles"),
+        ("ops/checks.py", "from agmm.ops import pipeline", "no package goes in circles"),
     ],
 )
 def test_each_contract_can_fail(tmp_path: Path, path: str, text: str, contract: str) -> None:
