@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -129,6 +130,11 @@ _empty_on_current_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", 
 
 def is_on_current_gpu(tensor: torch.Tensor) -> bool:
     return _current_gpu is not None and _current_gpu() == tensor.get_device()
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def new_on_gpu(

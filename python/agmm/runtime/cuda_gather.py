@@ -17,6 +17,8 @@ from agmm.runtime.cuda_calls import (
     aligned_pointer,
     b_layout,
     bias_pointer,
+    contiguous_stride,
+    new_on_gpu,
     ready_matmul,
     scale_pointer,
 )
@@ -35,6 +37,7 @@ class ReadyWeight(NamedTuple):
     """What a gather knows of a weight before it is made."""
 
     out_shape: tuple[int, ...]
+    out_stride: tuple[int, ...]
     out_dtype: torch.dtype
     b_scale_alignment: int
 
@@ -85,22 +88,22 @@ class ReadyGather(NamedTuple):
             Unsupported: the workspace cannot be made or grow; all ranks raise.
             InvalidArgument: a kernel cannot take the operands; nothing was enqueued.
         """
-        workspace, problem, slot_bytes, shard_shape, scale_columns, has_one_scale = self[:6]
-        gathered_shape, weights = self.gathered_shape, self.weights
-        scale_bs = scale_bs or (None,) * len(weights)
-        if self.alone:
+        workspace, problem, slot_bytes, shape, columns, has_one, A_shape, weights, alone = self
+        if scale_a is None:
+            scale_bs = (None,) * len(weights)
+        if alone:
             return self._alone(A_shard, Bs, biases, scale_a, scale_bs)
         with workspace.lock:
             workspace.known.calls += 1
             # Each shard may have its own scale, so it is sent as those of its rows.
             scales = scale_a
-            if scale_a is not None and has_one_scale:
-                scales = scale_a.reshape(1, 1).expand(shard_shape[0], 1)
+            if scale_a is not None and has_one:
+                scales = scale_a.reshape(1, 1).expand(shape[0], 1)
             A = scale_A = None
-            if gathered_shape is not None:
-                A = A_shard.new_empty(gathered_shape)
+            if A_shape is not None:
+                A = A_shard.new_empty(A_shape)
                 if scales is not None:
-                    scale_A = scales.new_empty(*gathered_shape[:-1], scale_columns)
+                    scale_A = scales.new_empty(*A_shape[:-1], columns)
             kept: list[torch.Tensor] = []  # copies live until the call is enqueued
             addresses = [
                 aligned_pointer(A_shard, kept),
@@ -110,7 +113,7 @@ class ReadyGather(NamedTuple):
             ]
             outs = []
             for w, B, bias, scale_b in zip(weights, Bs, biases, scale_bs, strict=True):
-                out = A_shard.new_empty(w.out_shape, dtype=w.out_dtype)
+                out = new_on_gpu(A_shard, w.out_shape, w.out_stride, w.out_dtype)
                 outs.append(out)
                 addresses += (
                     aligned_pointer(B, kept),
@@ -127,8 +130,8 @@ class ReadyGather(NamedTuple):
                 stream_of(A_shard.device),
                 0 if tile_times is None else tile_times.data_ptr(),
             )
-        if has_one_scale and scale_A is not None:
-            of_each = scale_A.view(-1, 1)[:: shard_shape[0]]
+        if has_one and scale_A is not None:
+            of_each = scale_A.view(-1, 1)[:: shape[0]]
             scale_A = of_each.clone(memory_format=torch.contiguous_format)
         return A, scale_A, outs
 
@@ -186,7 +189,10 @@ def ready_gather(
             )
         n = B.shape[1]
         of_core.append(_core.GatherWeight(n, layout, kernel.format, kernel.config))
-        ready.append(ReadyWeight((*front, n), kernel.out_dtype, kernel.b_scale_alignment))
+        shape = (*front, n)
+        ready.append(
+            ReadyWeight(shape, contiguous_stride(shape), kernel.out_dtype, kernel.b_scale_alignment)
+        )
     scales = kernels[0].format.scales
     scale_columns = 0 if scales is None else scales.a_columns
     alone: tuple[ReadyMatmul, ...] = ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from agmm.runtime.cuda_calls import (
     aligned_pointer,
     b_layout,
     bias_pointer,
+    contiguous_stride,
     new_on_gpu,
     scale_pointer,
 )
@@ -73,17 +73,21 @@ class ReadyScatter(NamedTuple):
             workspace.known.calls += 1
             out = new_on_gpu(As[0], out_shape, out_stride, dtype)
             kept: list[torch.Tensor] = []  # copies live until the call is enqueued
-            addresses = [As[0].data_ptr(), Bs[0].data_ptr(), 0, 0]
+            a, b = As[0].data_ptr(), Bs[0].data_ptr()
+            of_bias = 0 if bias is None else bias_pointer(bias, kept)
             # The usual call goes without a loop, which takes a twentieth of its time in Python.
-            if len(As) > 1 or scale_as or (addresses[0] | addresses[1]) % TMA_ALIGNMENT != 0:
+            if len(As) == 1 and not scale_as and (a | b) % TMA_ALIGNMENT == 0:
+                addresses = [a, b, 0, 0, of_bias, out.data_ptr()]
+            else:
                 addresses = []
                 for i, (A, B) in enumerate(zip(As, Bs, strict=True)):
-                    addresses += (aligned_pointer(A, kept), aligned_pointer(B, kept))
                     addresses += (
+                        aligned_pointer(A, kept),
+                        aligned_pointer(B, kept),
                         scale_pointer(scale_as[i], SCALE_BYTES, kept) if scale_as else 0,
                         scale_pointer(scale_bs[i], b_scale_alignment, kept) if scale_bs else 0,
                     )
-            addresses += (0 if bias is None else bias_pointer(bias, kept), out.data_ptr())
+                addresses += (of_bias, out.data_ptr())
             enqueue(
                 workspace,
                 part_bytes,
@@ -137,7 +141,7 @@ def ready_scatter(
             all_reduce_sms=all_reduce_sms,
         ),
         shape,
-        tuple(prod(shape[i + 1 :]) for i in range(len(shape))),
+        contiguous_stride(shape),
         kernel.out_dtype,
         kernel.b_scale_alignment,
         _core.scatter_part_bytes(rows, n, world_size, kernel.config, all_reduce_sms != 0),
