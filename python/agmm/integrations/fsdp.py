@@ -210,7 +210,7 @@ def by_backend_all_gather(
 def by_backend_reduce_scatter(
     out: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool
 ) -> dist.Work | None:
-    """FSDP's own reduce-scatter, by the group's backend."""
+    """The group's own reduce-scatter, in the spelling of each version of torch."""
     backends.check_backend(group, out.device)
     return DefaultReduceScatter()(out, parts, group, op, async_op)
 

@@ -149,7 +149,7 @@ class CopyWorkspace(SymmetricWorkspace):
     of a CUDA graph's capture, and replays, the caller has to order.
 
     ``in_turn``: a call comes behind the group's last one, of any kind, and later ones come behind
-    its barriers. Without it, for FSDP2, docs/dev/design.md says why no ranks wait in a ring.
+    its barriers. Without it, for FSDP2, docs/dev/no-ring.md says why no ranks wait in a ring.
     """
 
     _granule = 4 << 20
