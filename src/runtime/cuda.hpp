@@ -53,7 +53,8 @@ DeviceFacts const& current_device();
 
 /// The current device, where this build has matmul kernels for it; else throws std::runtime_error.
 DeviceFacts const& kernels_device();
-/// The same where it has those of collectives, quantisers and copies for it.
+/// The current device, where this build has collectives, quantisers and copies for it; else throws
+/// as kernels_device() does.
 DeviceFacts const& small_kernels_device();
 
 /// Lets a call that a stream capture in another mode would forbid (an allocation) go through.

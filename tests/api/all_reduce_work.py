@@ -297,7 +297,7 @@ def without_kernel(world_size: int) -> list[float] | None:
     if group is None:
         return None
     A, B = torch.ones(3, 2, dtype=torch.int32), torch.ones(2, 2, dtype=torch.int32)
-    with mock.patch("agmm.ops.matmul_all_reduce.fall_back") as warned:
+    with mock.patch("agmm.ops.pipeline.fall_back") as warned:
         out = agmm.matmul_all_reduce(A, B, group, bias=torch.arange(2, dtype=torch.int32))
     assert warned.call_count == 1
     return out[-1].tolist()

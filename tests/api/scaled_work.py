@@ -15,12 +15,12 @@ import rank_work
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from steps_taken import planned
 
 import agmm
 from agmm.errors import forget_warnings
 from agmm.integrations import async_tp
 from agmm.ops import fp8_gather, fp8_scatter, quantize
-from agmm.planning import call_plans
 from agmm.runtime import cpu, scaling, workspaces
 from agmm.testing.reference import relative_error
 
@@ -266,7 +266,7 @@ def delayed(world_size: int, kind: str) -> Result:
     workspace.set_push_delay_us(3000)
     plan = mock.Mock(chunks_per_shard=3)
     try:
-        with mock.patch.object(call_plans, "call_plan", return_value=plan):
+        with planned(plan):
             for step in range(6):
                 time.sleep(random.Random(7 * step + rank).random() / 100)
                 found = gathered(

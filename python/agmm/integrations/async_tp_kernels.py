@@ -16,6 +16,7 @@ from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
 from agmm.ops.checks import check_scatterable
 from agmm.ops.gather import GatherSettings
 from agmm.ops.kept import kind_of
+from agmm.ops.pipeline import KERNEL
 from agmm.ops.plain_gather import PlainGather, gather
 from agmm.ops.plain_scatter import PlainScatter, scatter
 from agmm.ops.scaled_checks import check_no_backward
@@ -134,8 +135,18 @@ def _why_torch(
     return call.why_not_fused()
 
 
-def _new_route(return_A: bool) -> _Route:
-    settings = GatherSettings(return_A=return_A)
+def _new_route(
+    A_shard: torch.Tensor,
+    Bs: list[torch.Tensor],
+    gather_dim: int,
+    group: dist.ProcessGroup,
+    return_A: bool,
+) -> _Route:
+    shard = A_shard.new_empty(A_shard.movedim(gather_dim, 0).shape)
+    call = _plain_call(shard, Bs, group, return_A)
+    # What agmm's kernel turns out not to serve is torch's; what is planned unfused is agmm's.
+    strict = not call.is_empty() and (call.device.type == "cpu" or call.route().by == KERNEL)
+    settings = GatherSettings(return_A=return_A, strict=strict)
     return lambda shard, Bs, group: gather(shard, Bs, (None,) * len(Bs), group, settings)
 
 
@@ -170,7 +181,7 @@ def gather_over(torch_kernel: Kernel) -> Kernel:
                 group,
                 (gather_dim, return_A, *map(kind_of, (A_shard, *Bs))),
                 lambda: _why_torch(A_shard, Bs, gather_dim, group),
-                lambda: _new_route(return_A),
+                lambda: _new_route(A_shard, Bs, gather_dim, group, return_A),
                 call,
             )
         if found is None:

@@ -23,7 +23,8 @@ def _whole_names(module: torch.nn.Module) -> dict[str, tuple[Held | None, list[t
                 for piece in held.names:
                     held_by_piece[start + piece] = start + name, held, owner
     found: dict[str, tuple[Held | None, list[torch.Tensor]]] = {}
-    # Not detached: the result of an operator may name the mesh of an equal group of before.
+    # The dict holds the parameters themselves: what an operator makes of one may name the mesh of
+    # an earlier, equal group.
     for name, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):
             if name not in held_by_piece:

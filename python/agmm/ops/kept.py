@@ -20,7 +20,8 @@ kept_calls = weakref.WeakKeyDictionary()
 
 nan_check.on_change(kept_calls.clear)
 
-_MAX_KEPT = 4096  # per group
+MAX_KEPT = 4096
+"""Calls that are kept for a group at most."""
 
 
 def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -107,6 +108,6 @@ def keep(group: dist.ProcessGroup, kind: Any, call: Any) -> None:
     if kind is None or call is None or nan_check.active:
         return
     calls = kept_calls.setdefault(group, {})
-    if len(calls) >= _MAX_KEPT:
+    if len(calls) >= MAX_KEPT:
         calls.clear()
     calls[kind] = call
