@@ -108,7 +108,7 @@ def test_kept_calls_of_kernels_look_first(group: str) -> None:
 
 
 class _Event:
-    """Of a GPU that is behind."""
+    """An event of a GPU that is behind."""
 
     done = False
 
