@@ -39,7 +39,7 @@ from agmm.testing.reference import allowed_error, gathered_product, relative_err
 
 OURS = "agmm"
 BANDS = ((64, 256), (257, 1024), (1025, 8192))
-"""Of rows; as many shapes are drawn in each."""
+"""Bands of rows; as many shapes are drawn in each."""
 MOST_EVEN = 0.7  # of the row counts are multiples of 64, or of 16 below 128: batches of servers
 CHUNKS, PIVOT = 4, 1
 LAYOUTS = ("column", "row")
@@ -116,7 +116,7 @@ def measure(case: Case, samples: int, chunks: int) -> dict[str, dict[str, Any]]:
 
 
 def summary(report: dict[str, Any]) -> list[list[str]]:
-    """Of each band and layout: number, geometric mean, 97th percentile and largest ratio."""
+    """The number, geometric mean, 97th percentile and largest ratio of each band and layout."""
     rows = []
     for lowest, highest in BANDS:
         for b_layout in LAYOUTS:

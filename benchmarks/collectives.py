@@ -68,7 +68,7 @@ def measure(size: int, samples: int, device: torch.device) -> dict[str, float]:
 
 
 def measure_beside(size: int, samples: int, device: torch.device) -> dict[str, float]:
-    """The same of gathers beside three matmuls of 8192 x 8192 x 8192, and of these alone."""
+    """The times of gathers beside three matmuls of 8192 x 8192 x 8192, and of these alone."""
     x = torch.randn(max(1, size // 2), device=device).bfloat16()
     gathered = x.new_empty(dist.get_world_size() * x.numel())
     A = torch.randn(8192, 8192, device=device).bfloat16()

@@ -41,7 +41,8 @@ ROOF = "torch.mm"
 SPIN_US = 200.0
 STEPS, MOST_STEPS = (0.15, 0.05, 0.02), 4
 MOST_ERROR, MOST_LOST = 0.3, 0.5
-"""Of a prediction's logarithm, and of a choice's: more counts no more."""
+"""The largest error of a prediction's logarithm, and of a choice's, that counts: more counts no
+more."""
 NEAR = 6.0
 """How fast the errors of kernels that are slower than the best count less."""
 ALIKE = 0.02
@@ -107,7 +108,7 @@ class Call:
     lost: float
     """What it takes more than the product's fastest call, as a logarithm."""
     weight: float
-    """Of its error: nobody chooses a kernel that takes half as long again."""
+    """The weight of its error: nobody chooses a kernel that takes half as long again."""
 
 
 class Fit:
@@ -277,7 +278,7 @@ def predicted_us(problem: Problem, kernel: KernelConfig, splits: int) -> float:
 
 
 class Regret(NamedTuple):
-    """Of the products of a band of rows, geometric means of time ÷ torch.mm."""
+    """Geometric means of time ÷ torch.mm over the products of a band of rows."""
 
     lowest: int
     highest: int

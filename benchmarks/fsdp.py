@@ -46,7 +46,7 @@ SAMPLES = 10
 SPIN_US_PER_BLOCK = 3000.0
 """Meanwhile the host launches, as beside the step before in training: FSDP2's hooks are Python."""
 ALLOWED_ERROR = 2e-2
-"""Of a gradient beside the backend's, whose sum is rounded between the ranks."""
+"""The error of a gradient beside the backend's, whose sum is rounded between the ranks."""
 WAYS = "alone", "backend", "agmm"
 Step = Callable[[], torch.Tensor]
 

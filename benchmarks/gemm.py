@@ -46,7 +46,7 @@ ROOF = "torch.mm"
 SCALED_ROOF = "torch._scaled_mm"
 E4M3 = torch.float8_e4m3fn
 SCALINGS = {name.replace(" ", "_"): name for name in scalings.BY_NAME}
-"""Those of `agmm.runtime.scaling`, as one types them."""
+"""The kinds of scales of `agmm.runtime.scaling`, as one types them."""
 
 
 class BLayout(Enum):
@@ -141,7 +141,7 @@ def measure_scaled(
     fast_accum: bool,
     most_splits: int,
 ) -> dict[str, dict[str, Any]]:
-    """The same of the fp8 kernels. K is split in the usual order alone."""
+    """The times of the fp8 kernels. K is split in the usual order alone."""
     device = torch.device("cuda", torch.cuda.current_device())
     draw = torch.Generator(device).manual_seed(0)
     A = torch.randn(shape.M, shape.K, generator=draw, device=device).to(E4M3)

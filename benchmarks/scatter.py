@@ -49,7 +49,7 @@ E4M3 = "float8_e4m3fn"
 
 
 def of_fp8() -> Iterable[KernelConfig]:
-    """Those of two e4m3 operands with fast accumulation."""
+    """The kernels of two e4m3 operands with fast accumulation."""
     return kernels_of(MATMUL_REDUCE_SCATTER, f"{E4M3}_{E4M3} fast")
 
 
@@ -84,7 +84,7 @@ def measure(shape: Shape, world_size: int, substring: str, samples: int) -> dict
 def measure_fp8(
     shape: Shape, scales: Scales, world_size: int, substring: str, samples: int
 ) -> dict[str, float]:
-    """The same of two fp8 operands, beside torch._scaled_mm."""
+    """The times of two fp8 operands, beside torch._scaled_mm."""
     of_row = scales == Scales.rowwise
     needed = max(
         _core.scatter_part_bytes(shape.M, shape.N, world_size, config.core)

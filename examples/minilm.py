@@ -33,9 +33,9 @@ SENTENCES = (
 )
 MAX_TOKENS = 128
 LARGEST_DIFFERENCE = 1e-5
-"""Of float32 embeddings, which have length 1."""
+"""The largest difference of float32 embeddings, which have length 1."""
 SMALLEST_COSINE = 0.9999
-"""Of bfloat16 embeddings."""
+"""The smallest cosine of bfloat16 embeddings."""
 
 
 def model_directory() -> Path:

@@ -28,7 +28,7 @@ HIDDEN, FFN, HEAD_SIZE = 128, 352, 16
 HEADS, KV_HEADS = 8, 4
 SEQUENCE, BATCH = 48, 2
 LARGEST_DIFFERENCE = {"cpu": 1e-5, "cuda": 2e-2}
-"""Of the losses, relative: float32 on the CPU, bfloat16 autocast on GPUs."""
+"""The relative difference of the losses: float32 on the CPU, bfloat16 autocast on GPUs."""
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:

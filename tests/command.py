@@ -12,7 +12,8 @@ from agmm.__main__ import main
 
 
 def agmm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """As `agmm ARGUMENTS`; for what concerns no process of its own, such as Ctrl-C."""
+    """Runs `agmm ARGUMENTS` in this process; what needs one of its own, such as Ctrl-C, does not
+    use it."""
     stdout, stderr, code = io.StringIO(), io.StringIO(), 0
     with (
         contextlib.redirect_stdout(stdout),

@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 _AT_A_TIME = 2
 _WAIT_S = 600.0
-"""So long for what another process does; the tests that ask have that limit too."""
+"""The time for what another process does; the tests that ask have that limit too."""
 _POLL_S = 0.2
 _COMMAND_S = 1800.0
-"""Of a command, which has what the tests leave of the processors, and some of them take minutes."""
+"""The time for a command. It has what the tests leave of the processors, and some take minutes."""
 
 _begun: dict[Callable[[Path], Any], Future[Any]] = {}
 _running: set[subprocess.Popen[str]] = set()
@@ -111,7 +111,7 @@ def _run_once(job: Callable[[Path], Any], folder: Path) -> None:
 def run(
     command: Sequence[str], env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run`, behind the tests where both want a processor, and ended by `close`."""
+    """Runs a command behind the tests where both want a processor; `close` ends it."""
     with subprocess.Popen(
         ["nice", "-n", "10", *command],
         # With CI scikit-build-core waits 20 s for cmake to say its version, not 5.

@@ -55,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Of pytest-xdist, in the process that starts the others."""
+    """A hook of pytest-xdist, in the process that starts the others."""
     node.workerinput["compiles"] = str(compiles.open_folder())
 
 

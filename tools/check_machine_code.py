@@ -109,7 +109,7 @@ def _dump(cuobjdump: Path, option: str, library: Path) -> str:
         stderr=subprocess.PIPE,
         text=True,
     ) as dump:
-        # Of some 300 MB of machine code few lines matter; finding them here takes as long again.
+        # Few lines of some 300 MB of machine code matter; finding them here takes as long again.
         done = subprocess.run(
             ["grep", "-E", _LINES_THAT_MATTER],
             stdin=dump.stdout,

@@ -96,7 +96,7 @@ class Device(str, Enum):
 
 
 class Recipe(str, Enum):
-    """Not tensorwise: torchao gathers fp8 there, which the plain layers do not."""
+    """Recipes without tensorwise, where torchao gathers fp8, which the plain layers do not."""
 
     rowwise = "rowwise"
     rowwise_with_gw_hp = "rowwise_with_gw_hp"

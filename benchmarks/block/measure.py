@@ -48,7 +48,8 @@ def _agree(p: Problem, mine: Any) -> list[Any]:
 
 
 def _first_failure(p: Problem, reason: str | None) -> str | None:
-    """The same on every rank, so that all of them go on without the way."""
+    """The first failure, which is the same on every rank, so that all of them go on without the
+    way."""
     for rank, failed in enumerate(_agree(p, reason)):
         if failed is not None:
             return f"rank {rank}: {failed}"

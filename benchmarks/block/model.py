@@ -19,7 +19,7 @@ from benchmarks.block import fp8
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the whole block."""
+    """The sizes of the whole block."""
 
     hidden: int
     ffn: int
@@ -64,7 +64,7 @@ def _gather(shard: torch.Tensor, group_name: str, world_size: int) -> torch.Tens
         traced: torch.Tensor = functional_ops.wait_tensor(started)
         return traced
     gathered = shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
-    # The same functions: torch 2.13 renamed them.
+    # torch 2.13 renamed this function.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     all_gather(gathered, shard, group=group_of(group_name))
     return gathered

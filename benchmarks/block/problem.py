@@ -41,7 +41,7 @@ class Settings:
     save_gathered: bool
     compile_left_s: float
     recipe: str | None = None
-    """Of fp8, as `agmm.nn` names them."""
+    """The recipe of fp8, by its name in `agmm.nn`."""
 
     @property
     def dtype(self) -> torch.dtype:

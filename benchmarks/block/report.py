@@ -13,7 +13,7 @@ from agmm.cli.terminal import plain_table
 from benchmarks.block.ways import BASE, WAYS
 
 Passes = dict[str, dict[str, Any]]
-"""Of one token count: the ways' results by pass."""
+"""The ways' results for one token count, by pass."""
 
 
 def by_tokens(report: dict[str, Any]) -> dict[int, Passes]:

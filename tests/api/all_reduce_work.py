@@ -292,7 +292,7 @@ def compiled(world_size: int) -> bool | None:
 
 
 def without_kernel(world_size: int) -> list[float] | None:
-    """Of a type that agmm does not sum: the backend does it, along the unfused path."""
+    """The result for a type that agmm does not sum: the backend does it, along the unfused path."""
     group = _group(world_size)
     if group is None:
         return None

@@ -29,8 +29,8 @@ from agmm.runtime.workspaces import cpu_workspace
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _DRAWN = 1_000_003
-"""So many numbers are drawn and then repeated, since to draw 64 MB for each rank takes longer than
-the calls. It is a prime, so that no band or piece has the numbers of another."""
+"""This many numbers are drawn and then repeated, since to draw 64 MB for each rank takes longer
+than the calls. It is a prime, so that no band or piece has the numbers of another."""
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
@@ -53,7 +53,8 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 def inputs(
     kind: str, shape: tuple[int, ...], world_size: int, dim: int, dtype: torch.dtype, seed: int = 0
 ) -> list[torch.Tensor]:
-    """Of each rank. ``shape``: of a shard, so a sum that is scattered is larger along ``dim``."""
+    """The tensor of each rank. ``shape`` is that of a shard, so a sum that is scattered is larger
+    along ``dim``."""
     sizes = list(shape)
     if kind == "reduce_scatter":
         sizes[dim] *= world_size
@@ -71,7 +72,8 @@ def inputs(
 
 
 def wanted_of(kind: str, every: list[torch.Tensor], op: str, dim: int, rank: int) -> torch.Tensor:
-    """By the definition: in the order of the ranks, in float32, rounded once."""
+    """The result by the definition: summed in the order of the ranks, in float32, and rounded
+    once."""
     if kind == "all_gather":
         return torch.cat([x.reshape(1) if x.dim() == 0 else x for x in every], dim)
     total = every[0].to(_WIDE.get(every[0].dtype, every[0].dtype))
@@ -91,12 +93,12 @@ def call(kind: str, x: torch.Tensor, group: Any, op: str, dim: int, **options: A
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, every second number of some memory."""
+    """The tensor as every second number of some memory."""
     return torch.stack([tensor, tensor], -1)[..., 0]
 
 
 def unaligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, contiguous, one number behind the begin of its memory."""
+    """The tensor, contiguous, one number behind the begin of its memory."""
     memory = tensor.new_zeros(tensor.numel() + 1)
     memory[1:] = tensor.reshape(-1)
     return memory[1:].view(tensor.shape)
@@ -399,7 +401,8 @@ def gradients(world_size: int, kind: str, op: str, dim: int) -> bool | None:
 
 
 def second_gradients(world_size: int) -> list[float] | None:
-    """Of the sum over the ranks of the squares of each result, whose gradient is linear in x."""
+    """Second gradients of the sum over the ranks of the squares of each result, whose gradient is
+    linear in x."""
     group = group_of(world_size)
     if group is None:
         return None
@@ -445,7 +448,7 @@ def compiled(world_size: int) -> list[bool] | None:
 
 
 def by_torch(world_size: int) -> dict[str, Any] | None:
-    """Of types that agmm does not sum."""
+    """What torch does for types that agmm does not sum."""
     group = group_of(world_size)
     if group is None:
         return None

@@ -28,7 +28,7 @@ def _sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _functions() -> dict[str, tuple[Callable[..., torch.Tensor], tuple[Any, ...]]]:
-    """By name: a function of tensors whose shapes are the same for every world size."""
+    """Functions by name, of tensors whose shapes are the same for every world size."""
     world = dist.group.WORLD
     assert world is not None
     name = world.group_name

@@ -75,7 +75,7 @@ class Call(NamedTuple):
     """Tensors, None or lists of these, by the names of the op's arguments."""
     settings: _Settings
     flops: int
-    """Of the product, on this rank."""
+    """The FLOPs of the product on this rank."""
     has_backward: bool
 
     def __call__(self, group: dist.ProcessGroup) -> list[torch.Tensor]:

@@ -242,7 +242,7 @@ def _arguments() -> dict[str, dict[str, Any]]:
 
 
 def _with_a_nan(value: Any) -> Any:
-    """In its last number; of a list, in its first tensor."""
+    """The value with a NaN in its last number; a list gets it in its first tensor."""
     if isinstance(value, list):
         return [_with_a_nan(value[0]), *value[1:]]
     wide = value.to(torch.float32, copy=True)

@@ -62,7 +62,7 @@ def wrong(
 
 
 def gradients(group: dist.ProcessGroup) -> list[str]:
-    """Those of the parts."""
+    """Faults where the gradients are not those of the parts."""
     every, residual, weight = _all(group.size(), (4, 6), torch.float64, "cpu", 3)
     found = []
 

@@ -49,7 +49,7 @@ def group_of(world_size: int) -> dist.ProcessGroup | None:
 
 
 class Operands(NamedTuple):
-    """Of all ranks, by rank: the same on all of them."""
+    """The operands of all ranks, by rank, which are the same on all of them."""
 
     values: list[torch.Tensor]
     scales: list[torch.Tensor]
@@ -279,7 +279,7 @@ def delayed(world_size: int, kind: str) -> Result:
 
 
 def repeated(world_size: int) -> Result:
-    """The same call has the same bits every time."""
+    """One call has the same bits every time."""
     group = group_of(world_size)
     if group is None:
         return None
@@ -384,8 +384,8 @@ def quantised(world_size: int, kind: str) -> Result:
 
 
 def quantised_by_one_scale(world_size: int) -> Result:
-    """The same with ``reduce_amax``: bit for bit the product of A quantised as one tensor, which of
-    a shard whose numbers are 2000 times smaller keeps but few digits."""
+    """With ``reduce_amax`` the result is bit for bit the product of A quantised as one tensor,
+    which of a shard whose numbers are 2000 times smaller keeps but few digits."""
     group = group_of(world_size)
     if group is None:
         return None

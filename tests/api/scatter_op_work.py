@@ -158,8 +158,8 @@ class _Gathers(TorchDispatchMode):
 
 
 def gathered_once(world_size: int) -> tuple[int, int, float] | None:
-    """Of the backward of three products: how many collective matmuls it makes, with how many
-    weights together, and the largest error of the gradients."""
+    """How many collective matmuls the backward of three products makes, with how many weights
+    together, and the largest error of the gradients."""
     group = _group(world_size)
     if group is None:
         return None

@@ -71,7 +71,7 @@ def test_same_bits_in_every_call_with_each_rank_late_in_turn(
 
 @pytest.mark.slow
 def test_many_calls(pool: RankPool) -> None:
-    """By hand with more: AGMM_STRESS_CALLS. In batches that a pool's time allows."""
+    """AGMM_STRESS_CALLS asks for more by hand. They come in batches that a pool's time allows."""
     for done in range(0, CALLS, 5_000):
         check(pool.run(all_reduce_work.repeated, 4, min(5_000, CALLS - done), 200), 4, [])
 

@@ -269,7 +269,7 @@ def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Called:
-    """In place of torch.distributed's collectives: notes the calls."""
+    """Stands in the place of torch.distributed's collectives and notes the calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -381,7 +381,7 @@ def test_a_first_call_in_a_capture_is_left_to_torch(
 def test_low_contention_goes_by_copies_of_any_size(
     of_four: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On GPUs of any generation."""
+    """They go by copies on GPUs of any generation."""
     gathers, scatters = mock.Mock(), mock.Mock()
     monkeypatch.setattr(symmetric, "why_group_unfused", lambda *_: "no Hopper")
     monkeypatch.setattr(run, "gather_copies", lambda group, device: gathers)
@@ -448,7 +448,7 @@ def test_a_group_without_kernels_is_said_once(
 def test_cuda_tensors_go_to_the_backend(
     backend: str, of_four: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On stand-ins of 4 ranks: which call with which sizes, and what is made of the result."""
+    """Stand-ins of 4 ranks say which call has which sizes, and what is made of the result."""
     called = _Called()
     for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
         monkeypatch.setattr(dist, name, called.begin(name), raising=False)

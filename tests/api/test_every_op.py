@@ -133,7 +133,7 @@ assert torch.ops.agmm._all_gather not in flop_registry  # which torch would take
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, every_op.E4M3], ids=str)
 def test_results_have_one_dtype_but_for_fp8(group: str, out_dtype: torch.dtype) -> None:
-    """As torch's estimates of the time want it of what has FLOPs."""
+    """torch's estimates of the time want this of what has FLOPs."""
     call = next(c for c in every_op.calls(1) if c.op == "agmm::_all_gather_scaled_matmul")
     settings = call.settings | {"return_A": False, "out_dtype": out_dtype}
     settings |= {"group_name": group, "world_size": 1}
@@ -145,7 +145,7 @@ def test_results_have_one_dtype_but_for_fp8(group: str, out_dtype: torch.dtype) 
 def test_a_kernels_sum_is_moved_into_no_view(
     group: str, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
-    """Of a kernel that scatters between two GPUs, along dimension 1."""
+    """The kernel scatters between two GPUs, along dimension 1."""
     world = dist.group.WORLD
     assert world is not None
     kernel = KernelConfig.parse("128x256x64_2x1_cooperative/swizzle4/along_m")

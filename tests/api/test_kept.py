@@ -39,7 +39,7 @@ class Calls(dict[Any, Any]):
 
 @pytest.fixture
 def calls(group: str) -> Iterator[Calls]:
-    """Of the default group, of one rank; all tensors are taken for a GPU's."""
+    """The calls of the default group, of one rank; all tensors are taken for a GPU's."""
     found = Calls()
     with (
         mock.patch.object(torch.Tensor, "is_cuda", True),

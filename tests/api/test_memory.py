@@ -61,7 +61,7 @@ def test_bytes_of_a_scatter(shape: tuple[int, ...], world_size: int, wanted: int
 @pytest.mark.parametrize(
     ("shape", "world_size", "wanted"),
     [
-        # Of each other rank a part of the sum, and as many finished rows.
+        # Each other rank sends a part of the sum, and as many finished rows.
         ((4096, 8192), 4, 2 * 3 * 1024 * 8192 * 2),
         ((16, 1024, 8192), 4, 2 * 3 * 2048 * 8192 * 2),  # 8192 rows at a time
         ((1022, 256), 4, 2 * 3 * 256 * 256 * 2),  # filled up to equal parts

@@ -120,7 +120,7 @@ def test_calls_of_kernels_look_first(group: str, monkeypatch: pytest.MonkeyPatch
 
 
 class _Event:
-    """Of a GPU that is behind."""
+    """An event of a GPU that is behind."""
 
     done = False
 

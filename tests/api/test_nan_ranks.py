@@ -47,7 +47,7 @@ def _lines(pool: RankPool, rank: int) -> list[str]:
 
 
 SENT_TOO = {"fp8 layer": "scale_a at [0, 0]", "fp8 layer of rows": "A @ B at [7, 0]"}
-"""Of a NaN that is found before the quantisation, what it becomes there."""
+"""What a NaN that is found before the quantisation becomes there."""
 
 
 @pytest.mark.parametrize("name", nan_work.CALLS)

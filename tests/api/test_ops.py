@@ -331,7 +331,7 @@ def test_a_destroyed_group_is_not_the_next_one_of_its_name(group: str, needs_gra
 
 
 def test_a_destroyed_group_is_not_served_by_another_one_of_its_name() -> None:
-    """Of a call that no earlier one was like."""
+    """The call is one that no earlier one was like."""
     groups_of_one: list[Any] = []
     for _ in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

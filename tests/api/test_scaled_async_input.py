@@ -127,7 +127,7 @@ def test_each_chunk_is_computed_as_it_has_come_with_its_scales(kind: str, pivot:
 
 
 def test_opcheck() -> None:
-    # Not its schema's: that test multiplies all tensors, and torch multiplies no fp8.
+    # The schema's test is left out: it multiplies all tensors, and torch multiplies no fp8.
     torch.library.opcheck(
         op.default,
         tuple(call(bias=torch.ones(24)).values()),
@@ -140,7 +140,7 @@ def test_opcheck() -> None:
 
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
-    """Of CPU tensors that pass for CUDA's."""
+    """A core that takes CPU tensors for CUDA's."""
     core = mock.Mock(wraps=_core, async_input_mm=mock.Mock())
     monkeypatch.setattr(cuda_calls, "_core", core)
     monkeypatch.setattr(cuda_calls, "stream_of", mock.Mock(return_value=0))

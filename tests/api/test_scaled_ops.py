@@ -216,7 +216,8 @@ def test_a_graph_of_another_world_size_is_refused(group: str) -> None:
 def test_opcheck(group: str, fresh_compiler: None, kind: str) -> None:
     a, b, sa, sb = given(kind).values()
     ops = torch.ops.agmm
-    # Not test_schema, which multiplies the arguments: torch has no product of two fp8 tensors.
+    # test_schema is left out, since it multiplies the arguments: torch has no product of two fp8
+    # tensors.
     utils = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
     for bias in (None, scales(48)):
         arguments = a, sa, [b, b], [sb, sb], [bias, None], [None, None], group, 1, 0
@@ -365,8 +366,8 @@ def test_scaled_mm_of_shards_with_scales_of_their_own() -> None:
 
 @pytest.mark.parametrize(("k", "blocks"), [(512, 4), (640, 5), (144, 2)])
 def test_layouts_of_block_scales(k: int, blocks: int) -> None:
-    """As torch._scaled_mm checks them on CUDA: A's scales lie row beside row, those of B's blocks
-    in rows of Bᵀ that begin at multiples of 16 bytes, those of 128 × 1 with B's columns side by
+    """torch._scaled_mm checks these on CUDA: A's scales lie row beside row, those of B's blocks in
+    rows of Bᵀ that begin at multiples of 16 bytes, those of 128 × 1 with B's columns side by
     side."""
     A, weight = product_of("block", 32, k, 272)
     of_a, of_b = map(scaled_products.as_torch_wants_it, (A, weight.B))
@@ -723,7 +724,7 @@ def test_a_kept_call_serves_no_list_in_place_of_a_tensor(group: str, name: str) 
 
 
 class Workspace:
-    """Of a rank of four, whose core takes note of what it is given."""
+    """The workspace of a rank of four, whose core takes note of what it is given."""
 
     def __init__(self) -> None:
         self.lock, self.known, self.world_size = (

@@ -101,7 +101,7 @@ def test_it_is_refused_on_the_cpu(group: str) -> None:
 
 @pytest.fixture
 def workspace(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
-    """Of a group of 4 ranks."""
+    """The workspace of a group of 4 ranks."""
     found = mock.Mock(is_ready=False)
     monkeypatch.setattr(small_collectives, "collectives_workspace", lambda group, device: found)
     monkeypatch.setattr(small_collectives, "group_facts", lambda group, device: GroupFacts(132))
@@ -139,7 +139,7 @@ def test_what_no_kernel_serves(workspace: mock.Mock, monkeypatch: pytest.MonkeyP
 
 
 def test_what_the_links_allow(workspace: mock.Mock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over relays and over PCIe: less, by other methods."""
+    """Links over relays and over PCIe allow less, by other methods."""
     group, x, out = mock.Mock(), on_cuda(64), on_cuda(64)
 
     def method() -> CollectiveMethod:
@@ -318,7 +318,7 @@ def test_no_collective_of_gloo_is_begun_with_a_gpus_tensors(
 
 
 def test_a_gather_without_memory_is_fused(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not left to the backend."""
+    """It is not left to the backend."""
 
     def refuse(*_: object) -> None:
         raise agmm.Unsupported("workspace: rank 0 could not get 1 bytes of GPU memory")

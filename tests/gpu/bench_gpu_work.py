@@ -36,6 +36,6 @@ def add_way() -> None:
 
 
 def measure_watched(folder: str, shape: Shape, options: Options) -> dict[str, Any]:
-    """As `measure.measure_watched`, in a rank that has the way too."""
+    """Runs `measure.measure_watched` in a rank that has the way too."""
     add_way()
     return measure.measure_watched(folder, shape, options)

@@ -28,7 +28,7 @@ _SHAPES = [(), (0,), (1,), (7,), (2, 3), (3, 1, 5), (1001,), (300_001,), (1_500_
 def _inputs(
     kind: str, shape: tuple[int, ...], world_size: int, dim: int, dtype: torch.dtype, seed: int
 ) -> list[torch.Tensor]:
-    """Of each rank: whole numbers, whose sums are exact in any order."""
+    """The tensor of each rank: whole numbers, whose sums are exact in any order."""
     sizes = list(shape)
     if kind == "reduce_scatter":
         sizes[dim] *= world_size
@@ -48,7 +48,7 @@ def _wanted(kind: str, every: list[torch.Tensor], op: str, dim: int, rank: int) 
 
 
 def _call(kind: str, x: torch.Tensor, group: Any, op: str, dim: int, **options: Any) -> Any:
-    """By a kernel."""
+    """Makes the call by a kernel."""
     options["strict"] = True
     if kind == "all_gather":
         return agmm.collectives.all_gather(x, group, dim=dim, **options)
@@ -176,8 +176,8 @@ def in_turn(world_size: int, calls: int, seed: int) -> list[str] | None:
 
 
 def low_contention(world_size: int) -> list[str] | None:
-    """By copies: eager, into given tensors and in the background, in turn with replays of a graph
-    that has an odd number of each."""
+    """Faults of calls by copies: eager, into given tensors and in the background, in turn with
+    replays of a graph that has an odd number of each."""
     group = group_of(last_ranks(world_size))
     if group is None:
         return None
@@ -210,8 +210,8 @@ def low_contention(world_size: int) -> list[str] | None:
 
 
 def repeated_bits(world_size: int) -> list[str] | None:
-    """Of random data: the same in every call and on every rank, and those of sums in float32 in the
-    order of the ranks."""
+    """The bits of random data: the same in every call and on every rank, and those of sums in
+    float32 in the order of the ranks."""
     group = group_of(last_ranks(world_size))
     if group is None:
         return None
@@ -398,7 +398,8 @@ def different(numbers: int) -> None:
 
 
 def reserved_and_released() -> list[str]:
-    """In ranks of its own: memory taken before a capture, and given back without graphs."""
+    """Faults of ranks of its own: memory is taken before a capture, and given back without
+    graphs."""
     group = dist.group.WORLD
     assert group is not None
     faults, device = [], torch.device("cuda", torch.cuda.current_device())

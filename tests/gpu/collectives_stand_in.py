@@ -23,7 +23,7 @@ from agmm import _core
 
 SLOT_BYTES = 4 << 20
 LIMIT_S = "10"
-"""Of every wait, as AGMM_TIMEOUT_S: nothing here takes as long, but under a sanitizer."""
+"""The limit of every wait, in AGMM_TIMEOUT_S: nothing here takes as long, but under a sanitizer."""
 OPS = (
     _core.CollectiveOp.all_gather,
     _core.CollectiveOp.reduce_scatter,
@@ -54,7 +54,7 @@ class Kind:
     is_average: bool = False
 
     def inputs(self, world_size: int) -> list[torch.Tensor]:
-        """Of each rank, NaN around it."""
+        """The input of each rank, with NaN around it."""
         is_scatter = self.op == _core.CollectiveOp.reduce_scatter
         size = self.count * (world_size if is_scatter else 1)
         return [_inside(torch.randn(size, device="cuda"), self) for _ in range(world_size)]
@@ -185,7 +185,7 @@ class StandIn:
 
 
 def wrong_calls(world_size: int, counts: Sequence[int], turns: int) -> list[str]:
-    """Of calls of every kind, some back to back: what was wrong."""
+    """What was wrong with calls of every kind, some back to back."""
     ranks = StandIn(world_size)
     found = []
     for kind in kinds(counts):
@@ -260,7 +260,7 @@ def _tag(ranks: StandIn) -> int:
 
 
 def _fill(ranks: StandIn, rank: int, tag: int) -> None:
-    """As if all had come in the first slot that a call awaits."""
+    """Fills in what a call finds when all has come in the first slot that it awaits."""
     for part in _words(ranks, rank):
         part.fill_(tag)
 

@@ -106,7 +106,7 @@ def on_one_rank(name: str) -> None:
 
 
 def on_one_rank_of_a_graph(name: str) -> None:
-    """The same of graphs: nobody may get past the call."""
+    """A graph's call without elements on one rank: nobody may get past it."""
     group, op = everyone(), OPS[name]
     op(128, group)
     op(0, group)

@@ -13,8 +13,8 @@ from agmm.nn import ColumnParallelLinear, RowParallelLinear, load_full_state_dic
 from agmm.nn._held import local_values
 from agmm.testing.reference import relative_error
 
-# Of values that are rounded to e4m3, whose steps are a 16th to an 8th (e5m2: an 8th to a 4th), both
-# operands at random: some 4% and 6% of the norm.
+# Values are rounded to e4m3, whose steps are a 16th to an 8th (e5m2: an 8th to a 4th), both
+# operands at random: that is some 4% and 6% of the norm.
 LIMIT = 0.1
 
 

@@ -30,9 +30,9 @@ _NAN_BYTE = 0xFF
 SLOT_BYTES = 64 << 20
 """Large enough for every shape of the tests but the one that grows the workspace."""
 PART_BYTES = 8 << 20
-"""The same of what ranks send each other in a scatter."""
+"""The bytes of what ranks send each other in a scatter."""
 COPY_SLOT_BYTES = 4 << 20
-"""Of the tests that send by copy engines."""
+"""The slots' bytes in the tests that send by copy engines."""
 WAYS = {
     "planned": (False, ""),
     "planned-A": (True, ""),
@@ -148,7 +148,7 @@ class ExactCalls:
         self.wrong = torch.zeros((), dtype=torch.int64, device=device())
 
     def new_data(self) -> None:
-        """The same change of A on all ranks, with no communication."""
+        """Changes A alike on all ranks, with no communication."""
         self.A.copy_(self.A.roll(1, 0))
         self.A.mul_(-1)
         rows = self.shape.M_local

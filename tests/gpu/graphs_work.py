@@ -124,7 +124,7 @@ def profiled_graph(way: str) -> Faults:
 
 
 def graph_outlives_growth() -> Faults:
-    """In ranks of its own: a workspace grows only where all ranks have made equally many."""
+    """Faults of ranks of its own: a workspace grows only where all ranks have made equally many."""
     group = dist.group.WORLD
     assert group is not None
     small = ExactCalls(group, LocalShape(256, 128, 256), 3)

@@ -34,7 +34,7 @@ def _small_scatter(group: dist.ProcessGroup, k: int) -> torch.Tensor:
 
 
 def different_scatters(_: str) -> None:
-    """The same of matmul + reduce-scatter."""
+    """The ranks call matmul + reduce-scatter differently."""
     group = everyone()
     for k in (64, 128 if dist.get_rank() == 0 else 64):
         _small_scatter(group, k)
@@ -42,7 +42,7 @@ def different_scatters(_: str) -> None:
 
 
 def different_fp8(way: str) -> None:
-    """The same of fp8 operands, gathered or scattered."""
+    """The ranks call differently on fp8 operands, gathered or scattered."""
     group = everyone()
     op: Any = agmm.scaled_matmul_reduce_scatter
     rows = 64 * group.size()

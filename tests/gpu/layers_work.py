@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-# Before an op is replaced: it goes through all of torch.ops when it is imported.
+# It is imported before an op is replaced: its import goes through all of torch.ops.
 import torch._inductor.decomposition
 import torch.distributed as dist
 

@@ -30,7 +30,7 @@ def cube_mesh() -> list[list[Link]]:
 
 
 def cube_mesh_moves() -> list[tuple[int, int, int]]:
-    """Of its 8 ranks: owner, source and target of each."""
+    """The owner, source and target of each move between its 8 ranks."""
     schedule = schedule_of(cube_mesh())
     assert schedule is not None
     return [(move.owner, move.source, move.target) for move in (*schedule.first, *schedule.second)]
@@ -104,7 +104,7 @@ def _normed(
     ctas: int,
     in_place: bool,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each rank: the norm, and the new residual."""
+    """The norm and the new residual of each rank."""
     dtype, row = weight.dtype, weight.numel()
     found = []
     for given in inputs:

@@ -17,7 +17,7 @@ SCHEDULES = ("cooperative", "pingpong")
 
 
 def cutlass_headers() -> Path | None:
-    """Those of CUTLASS_DIR or of the package; None where there are none."""
+    """The headers of CUTLASS_DIR or of the package; None where there are none."""
     given = os.environ.get("CUTLASS_DIR")
     if given:
         folder = Path(given)

@@ -68,7 +68,7 @@ def _scaled(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def operands(
     scaling: str, m: int, n: int, k: int, dtypes: tuple[torch.dtype, torch.dtype], seed: int
 ) -> Operands:
-    """On the current GPU; B is column-major."""
+    """Operands on the current GPU; B is column-major."""
     generator = torch.Generator(device()).manual_seed(seed)
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -192,7 +192,7 @@ def gathered(
 
 
 def gathered_as_tuned(world_size: int, cases: list[tuple[Any, ...]]) -> Faults:
-    """The same of calls with one weight, each of which should get the kernel of a tuned row."""
+    """Faults of calls with one weight, each of which should get the kernel of a tuned row."""
     group = group_of(last_ranks(world_size))
     if group is None:
         return None
@@ -264,7 +264,7 @@ def _own(
     dtypes: tuple[torch.dtype, torch.dtype],
     seed: int,
 ) -> Operands:
-    """Of a rank, for a sum over the ranks; the scales are the rank's own."""
+    """A rank's operands for a sum over the ranks; the scales are the rank's own."""
     m = torch.Size(rows).numel()
     seed = 1000 * seed + rank
     return whole(operands(scaling, m, n, k, dtypes, seed), seed)

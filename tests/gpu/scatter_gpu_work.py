@@ -54,7 +54,8 @@ def expected(
     is_average: bool,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As the kernel rounds: the own part not at all, then the others' as they come."""
+    """The sum with the kernel's roundings: the own part is not rounded, the others' are as they
+    come."""
     dtype = products[0][0][0].dtype
     order = [(rank - distance) % world_size for distance in range(world_size)]
     total: Any = None
@@ -226,7 +227,7 @@ def in_graphs(world_size: int) -> list[str] | None:
 
 
 def gradients(world_size: int) -> list[str] | None:
-    """Of operands and bias, against float64."""
+    """The gradients of operands and bias, against float64."""
     group = group_of(last_ranks(world_size))
     if group is None:
         return None
@@ -254,7 +255,8 @@ def gradients(world_size: int) -> list[str] | None:
 
 
 def gradients_of_a_shared_gather(world_size: int) -> list[str] | None:
-    """Of a shard under three weights: their products are scattered as one sum, by a kernel."""
+    """The gradients of a shard under three weights: their products are scattered as one sum, by a
+    kernel."""
     group = group_of(last_ranks(world_size))
     if group is None:
         return None

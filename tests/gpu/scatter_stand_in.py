@@ -32,12 +32,12 @@ PART_BYTES = 64 << 20
 
 
 def kernels() -> list[KernelConfig]:
-    """Those of this build to choose from."""
+    """The kernels of this build to choose from."""
     return [KernelConfig.of(kernel) for kernel in built(MATMUL_REDUCE_SCATTER)]
 
 
 def all_reduce_kernels() -> list[KernelConfig]:
-    """Those of an all-reduce."""
+    """The kernels of an all-reduce."""
     return [KernelConfig.of(kernel) for kernel in built(MATMUL_ALL_REDUCE)]
 
 
@@ -59,7 +59,7 @@ class Products:
         return self.Bs[0].shape[1]
 
     def sum(self) -> torch.Tensor:
-        """In float64."""
+        """The sum of the products in float64."""
         return sum(
             (A.double() @ B.double() for A, B in zip(self.As, self.Bs, strict=True)),
             torch.zeros((), dtype=torch.float64, device=self.As[0].device),
@@ -116,7 +116,7 @@ def enqueue(
 
 
 def symmetric_memory(world_size: int, part_bytes: int) -> torch.Tensor:
-    """Of one rank: NaN in all parts, every credit given."""
+    """One rank's memory: NaN in all parts, every credit given."""
     size = _core.CudaScatterWorkspace.workspace_bytes(part_bytes, world_size)
     memory = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
     words = memory[_core.CudaScatterWorkspace.words_offset(part_bytes, world_size) :]
@@ -127,7 +127,7 @@ def symmetric_memory(world_size: int, part_bytes: int) -> torch.Tensor:
 
 
 def empty_out(what: Products, world_size: int) -> torch.Tensor:
-    """Of an all-reduce for a world size of 1."""
+    """A result full of NaN; an all-reduce has a world size of 1 here."""
     rows, n = what.rows // world_size, what.n
     return torch.full((rows, n), torch.nan, dtype=what.As[0].dtype, device="cuda")
 
@@ -237,7 +237,7 @@ def kernels_that_split() -> list[KernelConfig]:
 def split_configs(
     rows: int, n: int, ks: Sequence[int], world_size: int, sms: int
 ) -> Iterator[KernelConfig]:
-    """Those that split K, of so many rows of a rank, on so many multiprocessors."""
+    """The kernels that split K, for so many rows of a rank, on so many multiprocessors."""
     for kernel in kernels():
         k = sum(-(-k // kernel.tile_k) for k in ks) * kernel.tile_k
         problem = Problem(
@@ -355,8 +355,8 @@ class _Work:
         self.expected = [ranks.expected(whats) for whats in self.sets]
         if is_all_reduce:
             self.expected = [[torch.cat(parts)] * world_size for parts in self.expected]
-        # In memory that is there: an allocation may wait for kernels that wait for a rank to be
-        # called.
+        # They are in memory that is there: an allocation may wait for kernels that wait for a rank
+        # to be called.
         self.outs = [
             [empty_out(what, 1 if is_all_reduce else world_size) for what in self.sets[0]]
             for _ in range(IN_A_ROW)

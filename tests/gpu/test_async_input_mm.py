@@ -181,7 +181,8 @@ def destroy(stream: torch.cuda.ExternalStream) -> None:
 
 @splits_k
 def test_splits_of_k_on_a_stream_that_has_the_handle_of_a_destroyed_one() -> None:
-    """Which may still be at work: parts of K of the two calls are not counted together."""
+    """The destroyed stream may still be at work: parts of K of the two calls are not counted
+    together."""
     m, n, k, chunks_k = 128, 256, 2048, 8
     config = next((c for c in splitting(m, n, k) if not c.splits_in_cluster), None)
     if config is None:

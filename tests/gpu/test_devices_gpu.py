@@ -32,8 +32,8 @@ def test_nvml_and_the_driver_agree_on_atomics() -> None:
 
 
 def test_links_of_this_machine() -> None:
-    """As many as there are, with an end each; the same from both ends, and no longer ways than
-    torch sees."""
+    """The links are as many as there are, with an end each, look the same from both ends, and are
+    no longer ways than torch sees."""
     uuids = [links.uuid(index) for index in range(torch.cuda.device_count())]
     reports = {uuid: devices.links_of(uuid, uuids) for uuid in uuids}
     for uuid, report in reports.items():

@@ -20,5 +20,5 @@ def pool() -> Iterator[RankPool]:
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("what", ["a", "b", "bias", "out"])
 def test_waits_for_the_kernel_ahead(pool: RankPool, what: str, captured: bool) -> None:
-    """That writes an operand, or reads what lay in the memory of the result."""
+    """The kernel ahead writes an operand, or reads what lay in the memory of the result."""
     pool.run(early_start_work.behind_a_late_kernel, what, captured)

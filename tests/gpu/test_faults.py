@@ -1,4 +1,4 @@
-"""That the stress tests can fail: they find a deliberate fault (docs/dev/sm-push.md)."""
+"""The stress tests can fail: they find a deliberate fault (docs/dev/sm-push.md)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORK = {"no_credit": stress_work.back_to_back, "no_sent": stress_work.overwritte
 OF_SCATTERS = ("no_parts", "read_signal", "no_credit", "no_fence", "early_sum")
 """Faults that the kernels of matmul + reduce-scatter have."""
 OF_COLLECTIVES = ("no_wait", "signal_first", "one_slot", "no_fence")
-"""Those that the kernels of the collectives have."""
+"""The faults that the kernels of the collectives have."""
 OF_GATHERS = ("no_fence", "signal_first", "no_wait", "no_sent", "no_credit")
 WAIT_S = "20"
 NEED_DELAYS = {

@@ -288,8 +288,8 @@ def test_another_group_finds_multiprocessors(cluster: int, way: str) -> None:
 
 @needs_two
 def test_without_them_the_groups_wait_for_each_other() -> None:
-    """That the test above can fail: a matmul leaves some multiprocessors free by chance, those that
-    have no tile in its last wave, but not as many."""
+    """The test above can fail: a matmul leaves some multiprocessors free by chance, those that have
+    no tile in its last wave, but not as many."""
     environment = {"AGMM_RESERVED_SMS": "0", "AGMM_TIMEOUT_S": "5"}
     with RankPool(2, "cuda", 60, environment) as pool:
         with pytest.raises(RankError) as failure:

@@ -84,7 +84,7 @@ def test_late_ranks_are_told_and_awaited(numbers: int) -> None:
     ranks = min(RANKS, 4)
     with RankPool(ranks, "cuda", 120, {"AGMM_TIMEOUT_S": "60", "AGMM_WARN_S": "2"}) as pool:
         check(pool.run(collectives_gpu_work.late, 8.0, numbers), ranks)
-        # Not those of a first call, which names ranks in brackets.
+        # Lines of a first call, which names ranks in brackets, are left out.
         said = [x for x in pool.stderr(0).splitlines() if re.search(r" for ranks? \d", x)]
         late = "rank 1;" if ranks == 2 else f"ranks 1, {ranks - 1};"
         assert len(said) == 1 and f"for {late}" in said[0], pool.stderr(0)

@@ -55,7 +55,7 @@ def assert_same(
     wanted, wanted_scale = quantize._by_torch(x, tile, dtype, amax_by_torch(x, tile), power_of_2)
     assert values.stride() == wanted.stride() and scale.shape == wanted_scale.shape
     assert scale.dtype == torch.float32 and values.dtype == dtype
-    # As bits: a NaN equals itself then.
+    # Bits are compared: a NaN equals itself then.
     assert torch.equal(scale.view(torch.int32), wanted_scale.view(torch.int32))
     is_nan = wanted.float().isnan()  # whose sign may differ
     assert torch.equal(values.float().isnan(), is_nan)
@@ -142,7 +142,7 @@ def test_scales_near_powers_of_two() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_larger_amax(dtype: torch.dtype) -> None:
-    """That of several matrices, one after the other as the ranks have them."""
+    """The amax is that of several matrices, one after the other as the ranks have them."""
     parts = [matrix(64, 272, dtype, seed) for seed in range(3)]
     amax = torch.cat(
         [of_part for part in parts if (of_part := cuda_quantize.amax_of(part)) is not None]

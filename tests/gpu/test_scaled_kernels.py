@@ -98,7 +98,7 @@ SHAPES = [
     (4096, 384, 256, 4),
 ]
 BLOCK_SHAPES = [shape for shape in SHAPES if shape[1] > BLOCK and shape[2] > BLOCK]
-"""Those whose scales are of no other kind too."""
+"""The shapes whose scales are of no other kind too."""
 
 
 def shapes_of(kernel: Kernel) -> list[tuple[int, int, int, int]]:
@@ -141,7 +141,7 @@ def test_every_kernel(kernel: Kernel, scaling: str) -> None:
 
 @every_kernel
 def test_each_scale_is_that_of_its_row_and_column(kernel: Kernel) -> None:
-    """And of its block; exactly."""
+    """Each is that of its block too, exactly."""
     for seed, (m, n, k, chunks) in enumerate(shapes_of(kernel)):
         given = whole(operands(kernel.scalings[0], m, n, k, kernel.dtypes, seed), seed)
         poison_freed_memory(m * n * 2)
@@ -209,7 +209,7 @@ def test_columns_that_torch_does_not_multiply(kernel: Kernel) -> None:
 
 
 def test_slow_accumulation_is_the_more_exact() -> None:
-    """Of numbers that do not cancel, so that the sum outgrows what the tensor cores keep."""
+    """The numbers do not cancel, so that the sum outgrows what the tensor cores keep."""
     given = operands("tensorwise", 256, 256, 8192, (E4M3, E4M3), 0)
     given = given._replace(
         A=given.A.float().abs().to(E4M3), B=given.B.t().float().abs().to(E4M3).t()
@@ -309,7 +309,7 @@ def test_op() -> None:
 
 
 def test_blocks_of_one_row_or_column_or_k_tile() -> None:
-    """Whose scales are of several kinds, which mean the same; with kernels of any."""
+    """Their scales are of several kinds, which mean the same; kernels of any kind take them."""
     for scaling in SCALINGS[2:]:
         for m, n, k in ((1, 16, 16), (1, 144, 128), (200, 16, 64), (1, 16, 272), (300, 136, 112)):
             given = operands(scaling, m, n, k, (E4M3, E4M3), m + n + k)
@@ -319,7 +319,7 @@ def test_blocks_of_one_row_or_column_or_k_tile() -> None:
 
 
 def test_strided_scales_of_blocks() -> None:
-    """As of a weight [N, K] that was quantised in its own layout."""
+    """A weight [N, K] that was quantised in its own layout has such scales."""
     for scaling in SCALINGS[2:]:
         given = operands(scaling, 200, 400, 528, (E4M3, E4M3), 0)
         strided = given.scale_b.t().contiguous().t()

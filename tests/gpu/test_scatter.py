@@ -56,8 +56,8 @@ def test_every_kernel(world_size: int, shape: tuple[int, int, tuple[int, ...]]) 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("shape", scatter_stand_in.FEW_TILES, ids=str)
 def test_parts_of_k(world_size: int, shape: tuple[int, int, tuple[int, ...]]) -> None:
-    """Of one rank on the whole GPU, and of all ranks at once; and of data that is not exact the
-    same bits every time, whichever part is done last."""
+    """One rank has the whole GPU, then all ranks run at once; data that is not exact has the same
+    bits every time, whichever part is done last."""
     rows, n, ks = shape
     rank, ranks = Alone(world_size, world_size // 2), Together(world_size, 4 << 20)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
@@ -213,8 +213,8 @@ def test_all_reduces_of_every_kind() -> None:
 
 @needs_all_reduces
 def test_bits_of_all_reduces() -> None:
-    """Of data that is not exact: the same on all ranks, in every call, eager or replayed, among
-    scatters of the same memory."""
+    """Data that is not exact has the same bits on all ranks, in every call, eager or replayed,
+    among scatters of the same memory."""
     world_size, rows, n, k = 4, 130, 392, 136
     ranks, config = Together(world_size, 4 << 20), ALL_REDUCES[0]
     sets = [
@@ -369,7 +369,7 @@ def test_results() -> None:
 
 
 def test_stress_finds_nothing() -> None:
-    """That of `test_faults.py`, in a build without one."""
+    """The stress of `test_faults.py` finds nothing in a build without a fault."""
     scatter_stand_in.stress(300, 1)
 
 

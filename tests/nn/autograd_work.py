@@ -119,7 +119,7 @@ def gradcheck_matmul_reduce_scatter(
     reduce_op: str = "sum",
     pairs: int | None = None,
 ) -> bool | None:
-    """Of one product, or of a list of pairs."""
+    """Whether the gradients of one product, or of a list of pairs, are right."""
     group = group_of(world_size)
     if group is None:
         return None
@@ -165,7 +165,8 @@ def gradcheck_matmul_all_reduce(
     frozen: tuple[str, ...] = (),
     column_major: bool = False,
 ) -> bool | None:
-    """As that of a scatter, but every rank has the whole output and the same gradient of it."""
+    """Whether the gradients are right where every rank has the whole output and one gradient of
+    it."""
     group = group_of(world_size)
     if group is None:
         return None

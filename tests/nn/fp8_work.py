@@ -106,7 +106,7 @@ def column_against_torchao(
 
 
 def row_against_torchao(world_size: int, name: str, bias: bool, rows: int) -> Faults:
-    """The same of a row-parallel layer."""
+    """What a row-parallel layer has wrong beside torchao's."""
     group = group_of(world_size)
     if group is None:
         return None
@@ -163,13 +163,14 @@ def _gradients(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     return full_state_dict(layer)
 
 
-# Of float32 sums of the same products; more where scales cover other parts than torchao's: each
-# value is then rounded to fp8 elsewhere, and errs by 2**-4 of itself at most (e5m2: 2**-3).
+# The errors of float32 sums of the same products. They are larger where scales cover other parts
+# than torchao's: each value is then rounded to fp8 elsewhere, and errs by 2**-4 of itself at most
+# (e5m2: 2**-3).
 _SAME, _OTHER_SCALES = 1e-5, 0.1
 
 
 def _faults(pairs: list[Any], is_one: bool, same: set[str]) -> list[str]:
-    """Of pairs that differ, by more than rounding where the layer is the whole or where scales
+    """The pairs that differ, by more than rounding where the layer is the whole or where scales
     cover the same on all ranks."""
     found = []
     for what, one, other in pairs:

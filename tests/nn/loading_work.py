@@ -30,7 +30,7 @@ from agmm.testing.reference import relative_error
 
 K, N = 16, 32
 SIZES = {"column": (K, N), "outputs": (K, N), "row": (N, K)}
-"""Of the whole layers: features in and out."""
+"""The features of the whole layers, in and out."""
 _Whole = torch.nn.Linear
 
 
@@ -43,7 +43,7 @@ def _layer(kind: str, mesh: DeviceMesh | None = None, **options: Any) -> Any:
 
 
 def _whole(kind: str, seed: int = 5) -> _Whole:
-    """The same on all ranks."""
+    """A whole layer, which is the same on all ranks."""
     torch.manual_seed(seed)
     return _Whole(*SIZES[kind], dtype=torch.float64)
 

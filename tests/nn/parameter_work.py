@@ -110,7 +110,7 @@ def _loaded(model: Any, **options: Any) -> Any:
 
 
 def _loaded_with_parameters(model: Any) -> Any:
-    """Those of another model, which it then shares."""
+    """The model with the parameters of another one, which both then share."""
     other = copy.deepcopy(model)
     model.load_state_dict(other.state_dict(keep_vars=True), assign=True)
     own = zip(model.parameters(), other.parameters(), strict=True)

@@ -133,7 +133,8 @@ WITHOUT_GRAPH: dict[str, Forward] = {
     "weight's part in place": _between(lambda m, x: _part(m.b.weight).mul_(2)),
     "weight swapped": _between(_swapped),
 }
-"""Of these the backward of the first linear would say that a weight is another by now."""
+"""The changes of which the backward of the first linear would say that a weight is another by
+now."""
 
 
 def _part(tensor: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,8 @@ def test_trains_as_torch_does(
 def test_trains_through_slots(
     rank_pools: Pools, mesh: tuple[int, int], case: dict[str, Any]
 ) -> None:
-    """As on GPUs, but for streams: in one piece and in many. Of two ranks bit for bit."""
+    """It trains like on GPUs, but for streams: in one piece and in many, with two ranks bit for
+    bit."""
     check(rank_pools(mesh[0] * mesh[1]).run(fsdp_work.trains, *mesh, **case))
 
 

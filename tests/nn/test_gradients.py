@@ -158,6 +158,6 @@ def test_what_clip_refuses(pool: RankPool) -> None:
 @pytest.mark.parametrize("at_once", ["foreach", "fused"])
 def test_an_optimizer_takes_all_parameters_of_a_group_at_once(pool: RankPool, at_once: str) -> None:
     assert pool.run(gradient_work.stepped, True, at_once)[3:] == [[True] * 4] * 2
-    # That this can fail: without groups it refuses them.
+    # The test can fail: without groups the optimizer refuses them.
     for error in pool.run(gradient_work.stepped, False, at_once)[3:]:
         assert "mixed torch.Tensor and DTensor" in error

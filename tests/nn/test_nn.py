@@ -247,8 +247,8 @@ DESTROYED = (
 
 @pytest.mark.parametrize("compiled", ["several", "row", "styles"])
 def test_what_outlives_its_group_is_refused(tmp_path: Path, compiled: str) -> None:
-    """Also where another group has its name, of as many ranks or fewer. What was pickled belongs to
-    the group of its name, if that has as many ranks."""
+    """It is refused also where another group has its name, of as many ranks or fewer. What was
+    pickled belongs to the group of its name, if that has as many ranks."""
     with RankPool(3) as pool:
         found = pool.run(layer_group_work.outlived, str(tmp_path), compiled)
     for said in found:

@@ -208,7 +208,7 @@ def _tensors(found: Any) -> list[torch.Tensor]:
 
 
 def _alone(name: str, rows: int, groups: list[Any]) -> list[torch.Tensor]:
-    """As a group of one rank computes it."""
+    """What a group of one rank computes."""
     return _tensors(OPS[name](rows, groups[dist.get_rank()]))
 
 

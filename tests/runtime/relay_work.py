@@ -17,7 +17,7 @@ _groups: dict[int, dist.ProcessGroup] = {}
 
 
 def _group_of(size: int) -> dist.ProcessGroup | None:
-    """Of the pool's last ranks, so that ranks in the group differ from the global ones."""
+    """A group of the pool's last ranks, so that ranks in the group differ from the global ones."""
     first = dist.get_world_size() - size
     if size not in _groups:
         _groups[size] = dist.new_group(list(range(first, first + size)))

@@ -90,8 +90,8 @@ def products(
         exact = torch.stack(of_ranks(torch.float64, every, own)).sum(0) / divisor
         exact = exact if b is None else exact + b.double()
         plain = in_order(of_ranks(wide, every, own), -1, dtype, divisor, b)
-        # Of few numbers the last rounding says more than those of the parts; and in float32 and
-        # wider these are not rounded, and no sum is more exact than the other.
+        # Where there are few numbers, the last rounding says more than those of the parts; and in
+        # float32 and wider these are not rounded, and no sum is more exact than the other.
         few = out.numel() < 5000 or dtype == wide
         error, allowed = relative_error(out, exact), relative_error(plain, exact)
         allowed = max(allowed, 8 * torch.finfo(dtype).eps) if few else allowed

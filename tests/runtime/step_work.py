@@ -129,7 +129,7 @@ OPS: dict[str, tuple[str, Callable[[int], Any]]] = {
     "reserve": ("reserve", lambda rows: agmm.reserve(None, rows << 20)),
     "release": ("release", lambda rows: agmm.release(None)),
 }
-"""By what is tried: the public function, and a call of it on so many rows."""
+"""The public functions by what is tried, each with a call of it on so many rows."""
 
 
 def _norm(rows: int, *, needs_grad: bool) -> Any:
@@ -302,7 +302,7 @@ def same_name_again(times: int) -> list[str]:
 
 
 def _store_under_one_name(group: dist.ProcessGroup) -> None:
-    """As if the group had the name and the store of the one before."""
+    """Gives the group the name and the store of the one before."""
     known = groups.of(group)
     world = dist.distributed_c10d._get_default_store()
     known.store = lambda: world  # type: ignore[method-assign]

@@ -363,8 +363,8 @@ def test_bad_problems_are_refused(change: dict[str, int | str], names: str) -> N
 
 @given(units=st.integers(1, 4096), wanted=st.integers(1, 512))
 def test_chunks_of_columns(units: int, wanted: int) -> None:
-    """As SM push cuts K: in as many chunks as `wanted` columns (times 8) make, none of them empty,
-    all but the last equal and beginning at 16-byte addresses."""
+    """SM push cuts K in as many chunks as `wanted` columns (times 8) make, none of them empty, all
+    but the last equal and beginning at 16-byte addresses."""
     depth = 8 * units
     chunks = -(-units // wanted)
     ranges = [_core.chunk_columns(depth, chunks, i) for i in range(chunks)]
@@ -495,7 +495,7 @@ def test_fewer_clusters_take_no_more_waves(
     assert waves >= 3
     assert 0.84 * at_once <= found <= 0.97 * at_once
     assert -(-len(blocks) * blocks_n // found) == waves
-    # Nor do the blocks that need one of the chunks that are still to come, on any rank.
+    # The blocks that need one of the chunks that are still to come make no more waves, on any rank.
     for pivot, coming in product(range(chunks), range(1, chunks)):
         last = {(pivot - i) % chunks for i in range(1, coming + 1)}
         left = blocks_n * sum(

@@ -13,12 +13,12 @@ import pytest
 from agmm import _core
 
 Step = tuple[int, int]
-"""Whose tile it is, and which."""
+"""The owner of a tile, and its number."""
 GRID = 20
 
 
 def orders(world_size: int, rows: int, n: int, *, is_all_reduce: bool) -> list[list[Step]]:
-    """Of each rank, what it computes in which order."""
+    """What each rank computes, in its order."""
     swizzle = 2 if is_all_reduce else 4
     config = _core.KernelConfig(
         *(128, 128, 64, 1, 1, "pingpong"), max_swizzle=swizzle, raster="along_n"

@@ -94,8 +94,8 @@ def wrong_gathers(world_size: int, calls: int, slot_bytes: int, skipped: int = 0
 
 
 def wrong_replays(world_size: int, calls: int, without: str = "") -> int:
-    """Of calls that are captured or not: the captured ones come at any time, and some ranks have
-    captured more than others. ``without``: a fault."""
+    """The wrong ones of calls that are captured or not: the captured ones come at any time, and
+    some ranks have captured more than others. ``without``: a fault."""
     threads = Threads(world_size, 2, 256)
     order = random.Random(1)
     captured = [order.random() < 0.5 for _ in range(calls)]
@@ -159,7 +159,7 @@ def is_found(wrong: Callable[[], int]) -> bool:
 
 
 def test_a_missing_barrier_is_found() -> None:
-    """Of a gather the only one; of a reduce-scatter each of both."""
+    """The only barrier of a gather is found to be missing, and each of both of a reduce-scatter."""
     assert is_found(lambda: wrong_gathers(4, 60, 256, skipped=1))
     assert is_found(lambda: wrong_scatters(4, 60, 1 << 12, skipped=2))
 

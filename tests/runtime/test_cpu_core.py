@@ -662,6 +662,6 @@ def _ticks_while_memory_is_taken() -> int:
         done.set()
         other.join()
     workspace.close()
-    # Not where the interpreter may switch by itself, before and after the call.
+    # The interpreter may switch by itself before and after the call.
     margin = 0.2 * (end - begin)
     return sum(begin + margin < t < end - margin for t in ticks)

@@ -202,7 +202,7 @@ def test_a_call_in_the_background(workspace: CollectivesWorkspace, gpu: Gpu) -> 
 
 
 def test_calls_of_all_workspaces_come_in_turn(make: Make, gpu: Gpu) -> None:
-    """Also behind one in the background. Of its own calls the core keeps the order."""
+    """They come behind a call in the background too. The core keeps the order of its own calls."""
     x, first, second = torch.zeros(4), make("first"), make("second")
     call = partial(CollectivesWorkspace.call, op=Op.all_reduce, method=Method.one_shot, x=x, out=x)
     call(first)
@@ -287,7 +287,7 @@ def test_copies_that_fail_half_way_end_the_group(kind: type[Any], make: Make) ->
 
 @pytest.mark.parametrize("kind", [GatherCopies, ScatterCopies, CudaWorkspace])
 def test_copies_that_fail_half_way_end_their_capture(kind: type[Any], make: Make, gpu: Gpu) -> None:
-    """Of which nothing has run: eager calls go on."""
+    """Nothing of the capture has run: eager calls go on."""
     x, first = torch.zeros(4), make("first")
     workspace, barrier = of_copies(kind, first)
     gpu.is_capturing = True

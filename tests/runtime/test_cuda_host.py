@@ -96,13 +96,13 @@ def program() -> Path:
 
 @pytest.fixture
 def scatter_program() -> Path:
-    """Those of matmul + reduce-scatter."""
+    """The checks of matmul + reduce-scatter."""
     return compiles.result(_build)["scatter_checks"]
 
 
 @pytest.fixture
 def collective_program() -> Path:
-    """Those of the collectives."""
+    """The checks of the collectives."""
     return compiles.result(_build)["collective_checks"]
 
 

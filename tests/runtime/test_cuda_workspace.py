@@ -110,7 +110,7 @@ def test_grows_in_steps_once_all_have_the_memory(make: Any) -> None:
 
 
 def test_all_ranks_have_the_multiprocessors_of_the_smallest_gpu(make: Any) -> None:
-    """Of 132 here, and 78 on the other rank, of which 8 are set aside."""
+    """There are 132 here, and 78 on the other rank, of which 8 are set aside."""
     workspace, _ = make()
     workspace.ensure(MIB)
     (made,) = vars(cuda.CudaWorkspace)["core_class"].call_args_list

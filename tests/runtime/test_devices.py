@@ -46,7 +46,7 @@ def test_without_the_bindings_the_kernel_module_says_it(
 def test_bindings_that_are_older_than_their_nvml(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As torch 2.11 for CUDA 13 may bring them: cuda-bindings 13.0.3."""
+    """torch 2.11 for CUDA 13 may bring such bindings: cuda-bindings 13.0.3."""
     folder = tmp_path / "cuda" / "bindings"
     folder.mkdir(parents=True)
     (folder / "__init__.py").touch()
@@ -74,7 +74,7 @@ def test_links_are_counted_to_the_last_one(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_bindings_have_what_is_asked() -> None:
     nvml = pytest.importorskip("cuda.bindings.nvml", reason="needs the extra cuda")
-    # By their ends: older ones begin with the enumeration's name in C.
+    # Names are compared by their ends: older ones begin with the enumeration's name in C.
     assert nvml.GpuP2PCapsIndex(devices.P2P_ATOMICS).name.endswith("ATOMICS")
     assert nvml.GpuP2PCapsIndex(devices.P2P_READ).name.endswith("READ")
     assert nvml.GpuP2PCapsIndex(devices.P2P_WRITE).name.endswith("WRITE")

@@ -13,7 +13,7 @@ import pytest
 from agmm.testing.ranks import RankError, RankPool
 
 LIMIT_S = "60"
-"""Of a wait; ranks that differ are told long before."""
+"""The limit of a wait; ranks that differ are told long before."""
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_scales_of_shards_without_rows(two_ranks: RankPool) -> None:
 def test_ranks_on_gpus_that_wait_long_find_the_call(
     two_ranks: RankPool, calls: str, number: int | None
 ) -> None:
-    """Of which the numbers of calls are all that counts here."""
+    """The numbers of the calls are all that counts here."""
     for rank, (first, *rest) in enumerate(two_ranks.run(empty_work.look_for_one, calls)):
         assert first == ""  # once may be a moment at which a call ends
         for found in rest[-1:]:

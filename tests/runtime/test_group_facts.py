@@ -45,7 +45,7 @@ def facts(
     host: str = "a",
     gpu: str = H200,
 ) -> group_gpus.GroupFacts:
-    """Of a group of two, whose other rank says this."""
+    """The facts of a group of two, whose other rank says this."""
     said = iter([json.dumps([*peer, gpu]), peers_links])
     group = mock.MagicMock(
         exchange=lambda topic, value: [value, next(said)], hosts=lambda: ["a", host]

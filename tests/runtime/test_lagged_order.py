@@ -27,7 +27,7 @@ def test_each_block_once_and_own_ones_behind_the_others(order: tuple[int, int, i
     at = {place: step for step, place in enumerate(steps)}
     groups = -(-blocks // group)
     for position in range(world_size):
-        # Whose sums come first is added first; blocks of a chunk come in their order.
+        # Sums are added in the order in which they come; blocks of a chunk come in their order.
         of_position = [at[position, i] for i in range(blocks)]
         assert of_position == sorted(of_position)
     for i in range(blocks):
@@ -82,7 +82,7 @@ def test_own_blocks_are_a_wave_behind_and_spread_over_the_workers(
     at = {place: step for step, place in enumerate(steps)}
     rest = [at[world_size - 1, i] - at[world_size - 2, i] for i in range(blocks)]
     groups = -(-blocks // group)
-    # But for the first ones, among which there are no own ones yet, and the last ones.
+    # The first groups, among which there are no own ones yet, and the last ones are left out.
     usual = rest[lag * group : (groups - lag - 1) * group]
     assert min(usual, default=workers) >= workers
     own = [0] * workers

@@ -16,7 +16,7 @@ from agmm.testing.machines import Driver, bus
 
 
 def reports(driver: Driver, monkeypatch: pytest.MonkeyPatch, alone: bool) -> dict[str, Any]:
-    """Of all GPUs; ``alone``: each by a process that sees no other."""
+    """The reports of all GPUs; ``alone``: each by a process that sees no other."""
     monkeypatch.setattr(devices, "nvml", lambda: driver)
     names = machines.uuids(driver.links)
     found = {}
@@ -27,7 +27,7 @@ def reports(driver: Driver, monkeypatch: pytest.MonkeyPatch, alone: bool) -> dic
         report = devices.links_of(names[gpu], names)
         driver.visible = seen
         assert report is not None
-        # As the ranks tell each other.
+        # The ranks tell each other the reports as JSON.
         found[names[gpu]] = json.loads(json.dumps(report))
     return found
 
@@ -45,7 +45,7 @@ def test_the_matrix_is_what_the_driver_has(monkeypatch: pytest.MonkeyPatch, name
 def test_processes_that_see_one_gpu_each_know_the_nvlinks(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """As under Slurm: the ways over PCIe are unknown then, and so is access over them."""
+    """It is so under Slurm: the ways over PCIe are unknown then, and so is access over them."""
     links = machines.matrix(getattr(machines, name))
     found = matrix_of(reports(Driver(links), monkeypatch, alone=True))
     assert [[link.nvlinks for link in row] for row in found] == [

@@ -42,7 +42,7 @@ class Program(NamedTuple):
 
 
 State = tuple[tuple[int, bool, tuple[tuple[int, bool], ...]], ...]
-"""Of each rank: items done, whether the next one runs; and the same of each stream."""
+"""The items done on each rank and whether the next one runs; then both for each stream."""
 
 
 def can_hang(programs: Sequence[Program], fills: bool, whole: bool = False) -> bool:
@@ -157,8 +157,8 @@ def test_matmuls_that_need_all_ctas_need_a_free_multiprocessor() -> None:
 
 
 def ring() -> list[Program]:
-    """The ring of docs/dev/no-ring.md: 0's matmul waits for 1, which awaits 3, whose matmul waits for
-    2, which awaits 0. The programs differ."""
+    """The ring of docs/dev/no-ring.md: 0's matmul waits for 1, which awaits 3, whose matmul waits
+    for 2, which awaits 0. The programs differ."""
     left, right, even, odd = (frozenset(r) for r in ({0, 1}, {2, 3}, {0, 2}, {1, 3}))
     m, n = Matmul("left", left), Matmul("right", right)
     c, d = Collective("even", even), Collective("odd", odd)

@@ -117,7 +117,7 @@ def test_bad_input_is_refused_where_calls_are_kept(
 
 
 class _Core:
-    """That of a workspace, which notes its calls."""
+    """A workspace's core, which notes its calls."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -114,7 +114,7 @@ def unknown_access(links: Matrix) -> Matrix:
 
 
 def test_unknown_access_over_pcie_is_taken_for_access() -> None:
-    """As `symmetric` does, whose rendezvous says so where there is none."""
+    """`symmetric` takes it so too; its rendezvous says where there is none."""
     assert kind_of(unknown_access(machines.matrix(machines.RTX_4090_4))) is Kind.PCIE
 
 

@@ -90,7 +90,7 @@ def add_sick_ways() -> None:
 
 
 def measure_watched(folder: str, shape: Shape, options: Options) -> dict[str, Any]:
-    """As `measure.measure_watched`, in a rank that has the sick ways too."""
+    """Runs `measure.measure_watched` in a rank that has the sick ways too."""
     add_sick_ways()
     return measure.measure_watched(folder, shape, options)
 

@@ -117,7 +117,7 @@ def test_a_report_is_shown_without_a_run(runs: list[Options]) -> None:
 
 
 def test_a_report_of_unknown_ways_is_shown(tmp_path: Path) -> None:
-    """As those of benchmarks/gemm.py."""
+    """benchmarks/gemm.py writes such reports."""
     report = json.loads(Path(WAYS).read_text())
     way = {"median_us": 93.9, "ratio_to_mm": 1.1, "tflops": 640.0, "reason": None}
     for entry in report["shapes"]:

@@ -193,8 +193,8 @@ def test_commit_can_be_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def test_a_graph_keeps_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what is in no result, as the product before a reduce-scatter: freed, its memory was
-    others', or none at all."""
+    """It keeps what is in no result too, such as the product before a reduce-scatter: freed, its
+    memory was others', or none at all."""
     for name in ("Stream", "stream", "current_stream", "synchronize", "CUDAGraph", "graph"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
 

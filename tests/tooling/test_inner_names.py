@@ -19,7 +19,8 @@ def _is_private(name: str) -> bool:
 
 
 def private_names(source: str) -> Iterator[str]:
-    """Those of agmm that a test imports, takes from what it imports of agmm, or replaces there."""
+    """The private names of agmm that a test imports, takes from what it imports of agmm, or
+    replaces there."""
     tree = ast.parse(source)
     own: set[str] = set()
     for node in ast.walk(tree):

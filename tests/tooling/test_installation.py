@@ -221,7 +221,7 @@ if __name__ == "__main__":
 
 
 def test_an_op_needs_torch_alone(tmp_path: Path) -> None:
-    """Also a layer and a measurement, which the commands only show."""
+    """A layer and a measurement, which the commands only show, need torch alone too."""
     for package in ("cuda", "matplotlib", "numpy", "rich", "typer"):
         (tmp_path / f"{package}.py").write_text(_missing(package))
     (tmp_path / "bare.py").write_text(BARE)

@@ -129,7 +129,8 @@ def test_compilers_are_called_through_ccache(commands: Path, given: str | None) 
 def test_wheels_have_all_kernels_unless_asked_for_otherwise(
     commands: Path, arguments: list[str], cuda: str, kernels: str
 ) -> None:
-    """Also where no nvcc is found: that fails, for a wheel without kernels would pass for one."""
+    """It is so where no nvcc is found too: that fails, for a wheel without kernels would pass for
+    one."""
     _command(commands, "nvcc", 1)
     run = _dry_run(commands, "wheels", *arguments)
     assert f"--cuda {cuda} --kernels {kernels} " in run

@@ -112,7 +112,7 @@ def test_a_wheel_holds_what_users_need_and_no_tests(content: Path) -> None:
 
 @of_a_wheel
 def test_the_core_is_compiled_once(built: Built) -> None:
-    """By the core's own build; the wheel's compiles the bindings alone."""
+    """The core's own build compiles it; the wheel's compiles the bindings alone."""
     sources = [*REPOSITORY.glob("src/cpu/*.cpp"), *REPOSITORY.glob("src/sync/*.cpp")]
     log = (built.work / "core-cpu.log").read_text()
     for source in sources:
@@ -125,7 +125,7 @@ def test_the_core_is_compiled_once(built: Built) -> None:
 
 @of_a_wheel
 def test_a_module_with_a_static_libstdcpp_works_beside_torch(content: Path) -> None:
-    """Of 4623 symbols that it exported torch's libraries took some, and the process ended by a
+    """torch's libraries took some of 4623 symbols that it exported, and the process ended by a
     segmentation fault."""
     if not _static_flags():
         pytest.skip("the compiler has no libstdc++.a")
