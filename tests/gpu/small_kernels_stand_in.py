@@ -44,7 +44,7 @@ class CopiedStandIn(StandIn):
 
 
 def _given(kind: Kind, world_size: int) -> list[torch.Tensor]:
-    """Of each rank, on the CPU."""
+    """The tensors of each rank, on the CPU."""
     is_scatter = kind.op == _core.CollectiveOp.reduce_scatter
     size = kind.count * (world_size if is_scatter else 1)
     return [torch.randn(size).to(kind.dtype) for _ in range(world_size)]
