@@ -30,7 +30,11 @@ def _core(**changes: Any) -> types.SimpleNamespace:
         "cuda_built": True,
         "fault": "",
         "stress_delays": False,
-        "kernels": lambda: [types.SimpleNamespace(name="128x128x64_1x1_pingpong")],
+        "kernel_facts": lambda: [
+            types.SimpleNamespace(
+                op="all_gather_matmul", kernel="128x128x64_1x1_pingpong", is_fp8=False
+            )
+        ],
         "timeout_seconds": lambda: 60.0,
     }
     return types.SimpleNamespace(**{**values, **changes})

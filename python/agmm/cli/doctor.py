@@ -18,6 +18,7 @@ from agmm.bench.units import size
 from agmm.cli import doctor_links
 from agmm.cli.findings import Finding
 from agmm.errors import InvalidArgument
+from agmm.planning.kernel_table import GATHER as ALL_GATHER_MATMUL
 from agmm.runtime import devices
 
 # These stand in pyproject.toml too, which a broken installation cannot be asked for.
@@ -91,7 +92,8 @@ def _kernels(core: Any) -> Finding:
         if shutil.which("nvcc") is not None:
             meaning += "; nvcc is here: reinstall with AGMM_CUDA=ON for it"
         return Finding("CUDA kernels", "not built", meaning, "note")
-    names = [k.name for k in core.kernels()]
+    facts = [f for f in core.kernel_facts() if f.op == ALL_GATHER_MATMUL and not f.is_fp8]
+    names = list(dict.fromkeys(f.kernel for f in facts))
     if not names:
         return Finding("CUDA kernels", "built with CUDA, 0 kernels", "reinstall it", "broken")
     found = f"{len(names)}: {', '.join(names)}"
