@@ -28,7 +28,8 @@ struct Gather {
   int32_t k = 0;
   DType dtype = DType::BFloat16;
   uint64_t limit_ns = kDefaultLimitNs;  // of each wait; past it the process ends
-  // Of fp8, which copy-engine push alone moves: [rows, scale_columns]; behind A in a slot.
+  // The scales of an fp8 shard are [rows, scale_columns] and lie behind A in a slot.
+  // Copy-engine push alone moves them.
   float const* scales = nullptr;
   float* scales_out = nullptr;  // [w * rows, scale_columns], or null
   int32_t scale_columns = 1;    // a row's: one, or one for each kScaleBlock of K

@@ -34,7 +34,7 @@ using agmm::WorkspaceLayout;
 // M, N, K
 using SizeTuple = std::tuple<int, int, int>;
 
-// Of rows, of columns, the first to be computed
+// The tuple holds the chunks of rows, the chunks of columns and the chunk computed first.
 using ChunksTuple = std::tuple<int, int, int>;
 
 // kind, and for SM push: parts, columns of a chunk, first peers, head chunks

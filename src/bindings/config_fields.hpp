@@ -17,7 +17,7 @@
 
 namespace agmm {
 
-/// Those of the shape, then the config's own; of a config that may be const.
+/// Returns the fields of the shape, then the config's own. The config may be const.
 template <class Config>
 auto fields_of_config(Config& config) {
   return std::apply(

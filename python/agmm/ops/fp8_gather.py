@@ -16,7 +16,7 @@ from agmm.ops.fp8_operands import Fp8Weights, kernel_of, problem_of, rows_of, wh
 from agmm.ops.gather import GatherCall, Gathered, GatherSettings
 from agmm.ops.pipeline import GATHER, Ready, Route
 from agmm.ops.scaled_checks import check_scaled_gather
-from agmm.planning import call_plans, legality, plans
+from agmm.planning import call_plans, legality
 from agmm.planning.plans import KernelConfig, Problem, core_transport
 from agmm.runtime import collectives, groups, nan_check
 from agmm.runtime.calls import Call
@@ -194,11 +194,9 @@ class Fp8Gather(GatherCall):
         scale = small_collectives.gather(shard.scale.contiguous(), self.group)
         return self._multiplied(values.view(shard.values.dtype), scale)
 
-    def why_not_gathered(self) -> str | None:
-        if self.device.type != "cuda":
-            device = self.device
-            return f"config: {plans.GATHERED.name} was asked for on {device}, it wants cuda"
-        return small_collectives.why_not("all_gather", self.shard.values, self.group)
+    @property
+    def values(self) -> torch.Tensor:
+        return self.shard.values
 
     def again(self, by: str) -> Ready:
         if not self.lasts():
@@ -212,8 +210,8 @@ class Fp8Gather(GatherCall):
 
     def by_library(self, words: Call) -> Gathered:
         shard, name = self.shard, self.group.group_name
-        # As bytes, since not all backends know the dtypes. Both begin before one is awaited. What
-        # is sent has been looked through.
+        # Bytes are sent, since not all backends know the dtypes. Both begin before one is awaited.
+        # What is sent has been looked through.
         with groups.of(self.group).lock, nan_check.done():
             finishes = [
                 collectives.start_all_gather(tensor, name, 0, call=words)

@@ -12,7 +12,7 @@ from agmm import _core
 from agmm.errors import Unsupported
 from agmm.ops import scaled_products
 from agmm.ops.fp8_operands import Fp8Weights, kernel_of, problem_of, rows_of, why_unfused
-from agmm.ops.pipeline import Ready, Route
+from agmm.ops.pipeline import Ready
 from agmm.ops.scaled_checks import check_scaled_scatter
 from agmm.ops.scatter import ScatterCall, ScatterSettings
 from agmm.planning.plans import (
@@ -180,9 +180,6 @@ class Fp8Scatter(ScatterCall):
         if self.dim == 0:
             return call
         return lambda *operands: self.in_shape(call(*operands))
-
-    def instead(self, route: Route, reason: str) -> Route:
-        return self.otherwise(reason)
 
     def by_library(self, words: Call) -> torch.Tensor:
         weight, dim, reduce_op = self.weight, self.dim, self.settings.reduce_op

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import InvalidArgument
+from agmm.ops import small_collectives
 from agmm.ops.pipeline import GATHER, KERNEL, LIBRARY, OpCall, Ready, Route, device_of
 from agmm.planning import call_plans, legality, plans
 from agmm.planning.plans import KernelConfig, Plan, Problem
@@ -93,15 +94,23 @@ class GatherCall(OpCall[Gathered]):
     def by_gather(self) -> Any:
         """What agmm's gather and the library's matmul return."""
 
+    @property
     @abstractmethod
-    def why_not_gathered(self) -> str | None:
-        """Why agmm's gather kernel cannot take the shard, or None."""
+    def values(self) -> torch.Tensor:
+        """The shard's values in the dtype in which they travel."""
 
     @abstractmethod
     def on_nothing(self) -> Gathered:
         """The results where no rank has any rows."""
 
     # --- the flow ---
+
+    def why_not_gathered(self) -> str | None:
+        """Why agmm's gather kernel cannot take the shard, or None."""
+        if self.device.type != "cuda":
+            name, device = plans.GATHERED.name, self.device
+            return f"config: {name} was asked for on {device}, it wants cuda"
+        return small_collectives.why_not("all_gather", self.values, self.group)
 
     @property
     def dim(self) -> int:

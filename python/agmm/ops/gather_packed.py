@@ -16,7 +16,7 @@ from agmm.ops.library import library
 from agmm.ops.pipeline import Ready, Route, serve
 from agmm.ops.scaled_checks import check_no_backward
 from agmm.planning import call_plans
-from agmm.planning.plans import GATHERED, Problem
+from agmm.planning.plans import Problem
 from agmm.runtime import groups
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import start_all_gather
@@ -152,8 +152,9 @@ class _PackedGather(GatherCall):
     def why_no_kernel(self) -> str | None:
         return None
 
-    def why_not_gathered(self) -> str | None:
-        return f"config: {GATHERED.name} was asked for on the CPU, it wants cuda"
+    @property
+    def values(self) -> torch.Tensor:
+        return self.shard
 
     def problem(self, weight: int | None) -> Problem:
         columns = self.columns()

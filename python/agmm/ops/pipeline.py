@@ -118,7 +118,7 @@ class OpCall(ABC, Generic[Result]):
         return ready
 
     def library_to_keep(self, found: Result) -> Ready | None:
-        """The same of a call that a plan has left to the library."""
+        """The function to keep for a call that a plan has left to the library, or None."""
         return None
 
     def instead(self, route: Route, reason: str) -> Route:

@@ -13,7 +13,7 @@ from agmm.ops import kept, small_collectives
 from agmm.ops.checks import FLOATS, check_gatherable
 from agmm.ops.gather import GatherCall, Gathered, GatherSettings
 from agmm.ops.pipeline import GATHER, Ready, serve
-from agmm.planning import call_plans, legality, plans
+from agmm.planning import call_plans, legality
 from agmm.planning.plans import KernelConfig, Problem, core_transport
 from agmm.runtime import cuda_calls, symmetric
 from agmm.runtime.calls import Call
@@ -127,11 +127,9 @@ class PlainGather(GatherCall):
         A = small_collectives.gather(self.A_shard, self.group)
         return Gathered(A if self.settings.return_A else None, None, self._products(A))
 
-    def why_not_gathered(self) -> str | None:
-        if self.device.type != "cuda":
-            device = self.device
-            return f"config: {plans.GATHERED.name} was asked for on {device}, it wants cuda"
-        return small_collectives.why_not("all_gather", self.A_shard, self.group)
+    @property
+    def values(self) -> torch.Tensor:
+        return self.A_shard
 
     def again(self, by: str) -> Ready:
         return _Again(weakref.ref(self.group), self.settings, by)

@@ -54,7 +54,7 @@ class Choice:
 
 
 class Found(NamedTuple):
-    """The same before it is asked for a prediction."""
+    """A choice whose time is predicted only where the choosing needed it."""
 
     plan: Plan
     source: str
@@ -72,7 +72,7 @@ class Here:
         self.fastest: tuple[tuple[Plan, float] | None] | None = None
         """The fastest plan with a kernel and its time, once it has been looked for."""
         self.unfused: tuple[Plan, float] | None = None
-        """The same of the plans with the library's matmul."""
+        """The fastest plan with the library's matmul and its time, once it has been looked for."""
 
 
 class OpPlans(Protocol):

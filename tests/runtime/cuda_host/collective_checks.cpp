@@ -322,7 +322,7 @@ void creations() {
   check(fake::end_capture(id), "the capture was ended");
 }
 
-/// Of what a signal carries the message to ranks that differ says the call.
+/// The message to ranks that differ names the call, which it reads from a signal's note.
 void notes() {
   Workspace workspace(1, 4);
   for (Collective const& call : every(96)) {
