@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from meshes import dp_tp_mesh
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -69,7 +70,7 @@ def _whole() -> torch.nn.Sequential:
 
 def _mesh(layout: Layout) -> DeviceMesh:
     dp, tp, _ = layout
-    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    return dp_tp_mesh(dp, tp)
 
 
 def _sharded(mesh: DeviceMesh, layout: Layout, device: str = "cpu") -> Any:

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from meshes import dp_tp_mesh
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -21,11 +22,6 @@ from agmm.nn import ColumnParallelLinear, RowParallelLinear
 from agmm.runtime import copies, workspaces
 
 WIDTH = 24
-
-
-@cache
-def _mesh(dp: int, tp: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
 
 
 @cache
@@ -158,7 +154,7 @@ def trains(
     slot_bytes: int = 0,
 ) -> list[str]:
     """Faults found, in words: what training gives that is not what torch's collectives give."""
-    mesh = _mesh(dp, tp)
+    mesh = dp_tp_mesh(dp, tp)
     wanted = _train(_model(mesh, dtype, mixed, reshard, replicas), dtype, 3)
     model = _model(mesh, dtype, mixed, reshard, replicas)
     fsdp.enable(model)
@@ -197,7 +193,7 @@ def trains(
 
 def turned_off_and_on() -> list[str]:
     """What modules have after each of these."""
-    mesh = _mesh(dist.get_world_size(), 1)
+    mesh = dp_tp_mesh(dist.get_world_size(), 1)
     model = _model(mesh, torch.float32, False, True)
 
     def kinds() -> str:
@@ -218,7 +214,7 @@ def turned_off_and_on() -> list[str]:
 
 def refusals() -> list[str]:
     """What `enable` and `disable` say."""
-    mesh = _mesh(dist.get_world_size(), 1)
+    mesh = dp_tp_mesh(dist.get_world_size(), 1)
     said = []
 
     def errors(call: Callable[[], object]) -> None:
@@ -241,7 +237,7 @@ def refusals() -> list[str]:
 
 def several_meshes() -> list[str]:
     """What `enable` says of a module that torch takes no custom collectives for."""
-    mesh = _mesh(dist.get_world_size(), 1)
+    mesh = dp_tp_mesh(dist.get_world_size(), 1)
     model = _model(mesh, torch.float32, False, True)
     param_groups = fsdp.param_groups
     odd = model.get_submodule("1")
@@ -276,7 +272,7 @@ def fallbacks() -> list[str]:
     out, shard = torch.zeros(2 * size), torch.full((2,), 1.0 + dist.get_rank())
     part, parts = torch.zeros(2), torch.arange(2.0 * size)
     said = []
-    model = _model(_mesh(size, 1), torch.float32, False, True)
+    model = _model(dp_tp_mesh(size, 1), torch.float32, False, True)
     fsdp.enable(model)
     with (
         mock.patch.object(workspaces, "gather_copies", refuse),

@@ -14,8 +14,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from meshes import dp_tp_mesh
 from rank_work import group_of
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
@@ -327,7 +328,7 @@ def activations_in_place(with_fsdp: bool) -> list[str] | None:
     """Faults of a model whose activations change what the layers return, against one whose do not,
     and what it warns of."""
     world_size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "tp"))
+    mesh = dp_tp_mesh(1, world_size)
     where: Any = {"device_mesh": mesh["tp"], "dtype": torch.float64}
     grads = []
     with warnings.catch_warnings(record=True) as caught:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from meshes import dp_tp_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
@@ -55,8 +56,7 @@ class Net(torch.nn.Module):
 
 
 def _mesh() -> DeviceMesh:
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
-    return mesh["tp"]
+    return dp_tp_mesh(1, dist.get_world_size())["tp"]
 
 
 def _styled(k: int, n: int, style: Any) -> torch.nn.Module:
@@ -529,7 +529,7 @@ def scaled_steps(norm: str, grouped: bool, bad: str | None) -> list[str]:
     """
     torch.manual_seed(2)
     tp = dist.get_world_size() // (2 if norm == "sharded" else 1)
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
+    mesh = dp_tp_mesh(dist.get_world_size() // tp, tp)
     model = Mixed(mesh["tp"], norm == "replicated")
     if norm == "sharded":
         fully_shard(model, mesh=mesh["dp"])
