@@ -19,6 +19,7 @@ import rank_work
 import torch
 import torch.distributed as dist
 from autograd_work import _AllParts, _in_step, _leaf, _OwnPart
+from rank_groups import fresh_group
 from scatter_work import _FaultyCore
 
 import agmm
@@ -311,7 +312,7 @@ def with_fault(fault: str, kind: str, calls: int) -> int:
 def progress_without_waiting() -> list[bool]:
     """Calls in the background end although nobody waits for them, each way round."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    group = dist.new_group(list(range(world_size)))
+    group = fresh_group()
     x = torch.arange(50_000.0) + rank
     agmm.collectives.all_reduce(x, group)  # takes the memory
     work = agmm.collectives.all_reduce(x, group, async_op=True)
@@ -330,7 +331,7 @@ def progress_without_waiting() -> list[bool]:
 
 def order_of_calls() -> list[float]:
     """A call that follows those in the background has its place behind them."""
-    group = dist.new_group(list(range(dist.get_world_size())))
+    group = fresh_group()
     x = torch.ones(4)
     agmm.collectives.all_reduce(x, group)
     works = []
@@ -364,7 +365,7 @@ def release_and_end() -> list[str]:
 
 
 def threads(count: int, calls: int) -> list[str]:
-    group = dist.new_group(list(range(dist.get_world_size())))
+    group = fresh_group()
     world_size, faults = dist.get_world_size(), []
     x = torch.ones(100)
 
@@ -595,7 +596,7 @@ def with_little_room() -> dict[str, Any]:
     import resource
 
     forget_warnings()
-    group = dist.new_group(list(range(dist.get_world_size())))
+    group = fresh_group()
     world_size = dist.get_world_size()
     good = [torch.equal(agmm.collectives.all_reduce(torch.ones(9), group), torch.ones(9) * 2)]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

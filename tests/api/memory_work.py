@@ -8,15 +8,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_groups import fresh_group
 
 import agmm
 from agmm.runtime import workspaces
-
-
-def _group() -> dist.ProcessGroup:
-    group = dist.new_group(list(range(dist.get_world_size())))
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def _call(group: dist.ProcessGroup, m_local: int) -> bool:
@@ -34,7 +29,7 @@ def _mapped() -> int:
 
 def reserve_and_call() -> tuple[int, int, int]:
     """The size of a buffer once reserved, after a call that fits, and after a larger one."""
-    group = _group()
+    group = fresh_group()
     agmm.reserve(group, agmm.workspace_bytes((4, 8), torch.float32, 5))
     sizes = [workspaces.cpu_workspace(group).slot_bytes]
     for m_local in (4, 8):
@@ -46,7 +41,7 @@ def reserve_and_call() -> tuple[int, int, int]:
 
 def reserve_and_scatter(nbytes: int) -> tuple[int, int, int]:
     """The size of a slot once reserved, after a scatter that fits, and after a larger one."""
-    group, found = _group(), []
+    group, found = fresh_group(), []
     agmm.reserve(group, nbytes)
     sizes = [workspaces.cpu_workspace(group).slot_bytes]
     for rows in (10, 11):
@@ -60,7 +55,7 @@ def reserve_and_scatter(nbytes: int) -> tuple[int, int, int]:
 
 
 def release_and_call() -> tuple[int, int, list[bool]]:
-    group = _group()
+    group = fresh_group()
     before = _mapped()
     good = [_call(group, 4)]
     mapped = _mapped() - before
@@ -73,7 +68,7 @@ def release_and_call() -> tuple[int, int, list[bool]]:
 
 
 def reserve_too_much(limit_bytes: int) -> tuple[str, bool]:
-    group = _group()
+    group = fresh_group()
     assert _call(group, 4)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from rank_groups import mesh_over
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -85,7 +86,7 @@ def _over(mesh: DeviceMesh, *placements: Any) -> Callable[[torch.Tensor], DTenso
 
 
 def _mesh(*ranks: int) -> DeviceMesh:
-    return DeviceMesh("cpu", list(ranks) or torch.arange(dist.get_world_size()))
+    return mesh_over(ranks or tuple(range(dist.get_world_size())))
 
 
 def _metadata_of(state: Any, like: Any) -> Any:
@@ -111,12 +112,12 @@ FITTING: dict[str, Callable[[str, _Whole], Any]] = {
         n: _over(_mesh(), Replicate())(v) for n, v in whole.state_dict().items()
     },
     "over another mesh": lambda kind, whole: {
-        n: _over(DeviceMesh("cpu", torch.arange(4).view(2, 2)), Replicate(), Shard(0))(v)
+        n: _over(mesh_over(((0, 1), (2, 3))), Replicate(), Shard(0))(v)
         for n, v in _by_output(kind, dict(whole.state_dict())).items()
     },
     "of another layer": lambda kind, whole: _filled(kind, whole).state_dict(),
     "of a layer over a mesh": lambda kind, whole: _filled(
-        kind, whole, DeviceMesh("cpu", torch.arange(4), mesh_dim_names=("tp",))
+        kind, whole, mesh_over((0, 1, 2, 3), ("tp",))
     ).state_dict(),
 }
 OTHERS: dict[str, Callable[[str, _Whole], Any]] = {
@@ -218,12 +219,8 @@ def message(kind: str, state: str) -> str:
 MESHES: dict[str, Callable[[], DeviceMesh]] = {
     "reversed": lambda: _mesh(3, 2, 1, 0),
     "rotated": lambda: _mesh(1, 2, 3, 0),
-    "part of two dimensions": lambda: DeviceMesh(
-        "cpu", [[1, 0], [3, 2]], mesh_dim_names=("dp", "tp")
-    )["tp"],
-    "other rows first": lambda: DeviceMesh("cpu", [[2, 3], [0, 1]], mesh_dim_names=("dp", "tp"))[
-        "dp"
-    ],
+    "part of two dimensions": lambda: mesh_over(((1, 0), (3, 2)), ("dp", "tp"))["tp"],
+    "other rows first": lambda: mesh_over(((2, 3), (0, 1)), ("dp", "tp"))["dp"],
 }
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from meshes import dp_tp_mesh
+from rank_groups import dp_tp_mesh
 from rank_work import group_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from op_work import _random
 from packed_work import weight
+from rank_groups import fresh_group
 
 import agmm
 from agmm import async_tp
@@ -176,13 +178,9 @@ OPS: dict[str, Op] = {
 }
 
 
-def _everyone() -> Any:
-    return dist.new_group(list(range(dist.get_world_size())))
-
-
 def first_calls(name: str) -> str:
     """What a rank is told in a group's first call, in which rank 1 has no rows."""
-    group = _everyone()
+    group = fresh_group()
     try:
         OPS[name](0 if dist.get_rank() == 1 else 4, group)
     except agmm.AgmmError as error:
@@ -193,7 +191,7 @@ def first_calls(name: str) -> str:
 def later_calls(before: str, name: str, rows: int) -> str:
     """What a rank is told in a call in which rank 1 has no rows, behind one in which all have some;
     the process may end there. One with rows on all ranks follows."""
-    group = _everyone()
+    group = fresh_group()
     OPS[before](4, group)
     try:
         OPS[name](0 if dist.get_rank() == 1 else rows, group)
@@ -212,10 +210,15 @@ def _alone(name: str, rows: int, groups: list[Any]) -> list[torch.Tensor]:
     return _tensors(OPS[name](rows, groups[dist.get_rank()]))
 
 
+@cache
+def _groups_of_one() -> list[Any]:
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+
+
 def all_empty(names: list[str], calls: int) -> list[str]:
     """Faults of calls without elements on all ranks, between calls that have some."""
-    group = _everyone()
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    group = fresh_group()
+    alone = _groups_of_one()
     faults = []
     for name in names:
         before = _tensors(OPS[name](4, group))
@@ -235,7 +238,7 @@ def all_empty(names: list[str], calls: int) -> list[str]:
 
 def no_columns_of_a() -> list[str]:
     """Faults of products that sum over nothing: zeros, or the bias."""
-    group, faults = _everyone(), []
+    group, faults = fresh_group(), []
     w, bias = group.size(), _numbers(N)
     for strict in (False, True):
         found = agmm.all_gather_matmul(
@@ -261,7 +264,7 @@ def scales_of_nothing() -> list[float]:
     own = torch.tensor(float(dist.get_rank() + 1))
     A, B = torch.ones(0, K).to(FP8), torch.ones(N, K).to(FP8).t()
     _, scale, _ = agmm.all_gather_scaled_matmul(
-        A, B, own, torch.ones(()), _everyone(), return_A=True
+        A, B, own, torch.ones(()), fresh_group(), return_A=True
     )
     found: list[float] = scale.flatten().tolist()
     return found
@@ -271,7 +274,7 @@ def look_for_one(calls: str, *, late: bool = True) -> list[str]:
     """What ranks find whose calls on a GPU are those of ``calls`` in their order, each of them with
     elements on all ranks (.), on no rank (0), or on all but rank 1 (1); "|" ends what has begun on
     rank 0. Rank 0 waits, and rank 1 in a call without elements, unless ``late`` only at first."""
-    known = groups.of(_everyone())
+    known = groups.of(fresh_group())
     known.exchange("that they are there", "")
     of_rank = calls.split("|")[0] if dist.get_rank() == 0 else calls.replace("|", "")
     for i, kind in enumerate(of_rank):
@@ -293,7 +296,8 @@ def in_threads(threads: int, calls: int) -> list[str]:
     in the background too."""
     from concurrent.futures import ThreadPoolExecutor
 
-    of_threads = [_everyone() for _ in range(threads)]
+    everyone = list(range(dist.get_world_size()))
+    of_threads = [dist.new_group(everyone) for _ in range(threads)]
     rank, w = dist.get_rank(), dist.get_world_size()
 
     def work(group: Any) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_groups import fresh_group
 
 import agmm
 from agmm.errors import forget_warnings
@@ -168,7 +169,7 @@ def one_is_late(kind: str, late_s: float) -> None:
 
 def threads_on_one_group(count: int, calls: int, kind: str) -> list[str]:
     """Threads that make the same calls in a fresh group, so that any order is the same one."""
-    group = dist.new_group(list(range(dist.get_world_size())))
+    group = fresh_group()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     faults: list[str] = []
     ready = threading.Barrier(count)
@@ -207,7 +208,7 @@ def threads_on_one_group(count: int, calls: int, kind: str) -> list[str]:
 def with_little_room(rows: int, limit_bytes: int) -> dict[str, Any]:
     """A small call, a large one for which rank 1 has no room, and small ones again."""
     forget_warnings()
-    group = dist.new_group(list(range(dist.get_world_size())))
+    group = fresh_group()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {}
 
@@ -243,7 +244,7 @@ def with_little_room(rows: int, limit_bytes: int) -> dict[str, Any]:
 def without_any_room() -> tuple[bool, list[str]]:
     """A group that cannot have a workspace at all, called twice."""
     forget_warnings()
-    group = dist.new_group(list(range(dist.get_world_size())))
+    group = fresh_group()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
@@ -312,7 +313,7 @@ def _store_under_one_name(group: dist.ProcessGroup) -> None:
 def first_call_after_words_of_the_past(late: int) -> list[str]:
     """A group on whose store words of an earlier run are left, by ranks that had come far, and one
     rank of which is late."""
-    group = dist.new_group(list(range(dist.get_world_size())))
+    group = fresh_group()
     known = groups.of(group)
     store, prefix = known.store(), known.prefix()
     if known.rank == 0:
@@ -329,7 +330,7 @@ def first_call_after_words_of_the_past(late: int) -> list[str]:
 
 
 def exchange_of_different_things() -> str:
-    group = dist.new_group(list(range(dist.get_world_size())))
+    group = fresh_group()
     known = groups.of(group)
     try:
         known.exchange(("apples", "pears")[dist.get_rank() % 2], "")

@@ -1,0 +1,58 @@
+"""A table of promises: every op, with every kind of operands, keeps each of them, or the call is
+refused by name. `every_op` makes the calls, `contract_work` has the features; an op that is new
+comes into the table by itself (`test_every_op.py`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import contract_work as work
+import pytest
+
+from agmm.testing.ranks import RankPool
+
+REFUSED = {
+    "strict": (
+        ("config=unfused", r"config: unfused was asked for; strict=True refuses"),
+        ("all_gather_matmul.*gather_dim=[12]", r"gather_dim: [12], the fused path wants 0; strict"),
+        (
+            "matmul_reduce_scatter.*scatter_dim=2",
+            r"scatter_dim: 2, the fused path wants another than the last; strict",
+        ),
+    )
+}
+"""The calls that a feature refuses, and in which words, on every device."""
+SLOW = {"compiled"}
+
+
+def unexpected(found: list[work.Found], feature: str) -> list[work.Found]:
+    """What is broken, or refused without standing in `REFUSED`."""
+    known = REFUSED.get(feature, ())
+    return [
+        (call, fault)
+        for call, fault in found
+        if not any(re.search(kind, call) and re.search(words, fault) for kind, words in known)
+    ]
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        pytest.param(feature, marks=[pytest.mark.slow] if feature in SLOW else [])
+        for feature in work.FEATURES
+        if feature != "captured"  # CPUs have no graphs
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_op_keeps_its_promise(
+    rank_pools: Callable[..., RankPool], world_size: int, feature: str
+) -> None:
+    for found in rank_pools(world_size).run(work.broken, feature):
+        assert unexpected(found, feature) == []
+
+
+def test_a_refusal_that_the_table_does_not_know_is_found() -> None:
+    call = "agmm.matmul_reduce_scatter(scatter_dim=2)"
+    assert unexpected([(call, "Unsupported: scatter_dim: something else")], "strict")
+    assert unexpected([(call, "result 0: differs")], "right")
