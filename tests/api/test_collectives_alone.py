@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,6 +17,7 @@ import agmm
 from agmm import collectives
 from agmm._core import CollectiveMethod, CollectiveOp
 from agmm.collectives import paths, run
+from agmm.collectives.run import Settings
 from agmm.collectives.work import Work
 from agmm.errors import forget_warnings
 from agmm.ops import small_collectives
@@ -317,18 +317,18 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
 def test_cuda_tensors_go_to_the_kernels(hopper: None, of_four: Any, workspace: mock.Mock) -> None:
     with FakeTensorMode():
         x = torch.empty(8, 3, device="cuda", dtype=torch.bfloat16)
-        out = run.start("all_gather", x, of_four, "sum", 0, None, async_op=False, strict=True)
+        out = run.start("all_gather", x, of_four, None, Settings("sum", 0, strict=True))
         assert isinstance(out, torch.Tensor) and out.shape == (32, 3)
         (op, method, sent, target), options = workspace.call.call_args
         assert (op, method) == (CollectiveOp.all_gather, CollectiveMethod.one_shot)
         assert (sent.shape, target.shape, options) == ((24,), (96,), {"is_average": False})
         given = torch.empty(2, 3, device="cuda", dtype=torch.bfloat16)
-        run.start("reduce_scatter", x, of_four, "avg", 0, given, async_op=False, strict=True)
+        run.start("reduce_scatter", x, of_four, given, Settings("avg", 0, strict=True))
         (op, method, sent, target), options = workspace.call.call_args
         assert (op, method) == (CollectiveOp.reduce_scatter, CollectiveMethod.one_shot)
         assert (sent.shape, target.shape, options) == ((24,), (6,), {"is_average": True})
         large = torch.empty(1 << 19, device="cuda")
-        run.start("all_reduce", large, of_four, "sum", 0, large, async_op=False, strict=False)
+        run.start("all_reduce", large, of_four, large, Settings("sum", 0))
         op, method, sent, target = workspace.call.call_args.args
         assert (op, method) == (CollectiveOp.all_reduce, CollectiveMethod.blocks)
 
@@ -341,7 +341,7 @@ def test_links_that_may_tear_packets_carry_blocks(
     with FakeTensorMode():
         x = torch.empty(8, device="cuda")
         for is_async, call in ((False, workspace.call), (True, workspace.start)):
-            run.start("all_reduce", x, of_four, "sum", 0, None, async_op=is_async, strict=True)
+            run.start("all_reduce", x, of_four, None, Settings("sum", 0, is_async, strict=True))
             assert call.call_args.args[1] == CollectiveMethod.blocks
 
 
@@ -352,7 +352,7 @@ def test_a_call_in_the_background_is_awaited_once(
     begun.is_done.return_value = False
     with FakeTensorMode():
         x = torch.empty(8, 3, device="cuda")
-        work = run.start("all_reduce", x, of_four, "avg", 0, None, async_op=True, strict=True)
+        work = run.start("all_reduce", x, of_four, None, Settings("avg", 0, True, True))
         assert isinstance(work, Work) and not work.is_completed() and not begun.wait.called
         assert work.wait() is work.wait() and work.is_completed()
     assert begun.wait.call_count == 1 and not workspace.call.called
@@ -368,7 +368,10 @@ def test_a_first_call_in_a_capture_is_left_to_torch(
     workspace.is_ready = False
     with FakeTensorMode():
         x = torch.empty(8, device="cuda")
-        start = partial(run.start, "all_gather", x, of_four, "sum", 0, None, strict=False)
+
+        def start(*, async_op: bool) -> None:
+            run.start("all_gather", x, of_four, None, Settings("sum", 0, async_op))
+
         with pytest.warns(UserWarning, match="found none for collectives during CUDA graph"):
             start(async_op=False)
         start(async_op=True)
@@ -386,29 +389,32 @@ def test_low_contention_goes_by_copies_of_any_size(
     monkeypatch.setattr(symmetric, "why_group_unfused", lambda *_: "no Hopper")
     monkeypatch.setattr(run, "gather_copies", lambda group, device: gathers)
     monkeypatch.setattr(run, "scatter_copies", lambda group, device: scatters)
-    start = partial(run.start, strict=True, low_contention=True)
+
+    def start(kind: Kind, x: torch.Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
+        return run.start(kind, x, of_four, None, Settings(op, 0, async_op, True, True))
+
     with FakeTensorMode():
         for rows in (8, 1 << 24):
             x = torch.empty(rows, 3, device="cuda", dtype=torch.bfloat16)
-            out = start("all_gather", x, of_four, "sum", 0, None, async_op=False)
+            out = start("all_gather", x)
             assert isinstance(out, torch.Tensor) and out.shape == (4 * rows, 3)
             target, sent = gathers.all_gather.call_args.args
             assert (target.shape, sent.shape) == ((12 * rows,), (3 * rows,))
-            start("reduce_scatter", x, of_four, "avg", 0, None, async_op=False)
+            start("reduce_scatter", x, "avg")
             (target, sent), options = scatters.reduce_scatter.call_args
             assert (target.shape, sent.shape) == ((3 * rows // 4,), (3 * rows,))
             assert options == {"average": True, "in_turn": True}
-        work = start("all_gather", x, of_four, "sum", 0, None, async_op=True)
+        work = start("all_gather", x, async_op=True)
         begun = gathers.start_all_gather.return_value
         assert isinstance(work, Work) and not begun.wait.called
         assert work.wait().shape == (4 * rows, 3) and begun.wait.call_count == 1
-        start("reduce_scatter", x, of_four, "sum", 0, None, async_op=True)
+        start("reduce_scatter", x, async_op=True)
         assert scatters.start_reduce_scatter.call_args.kwargs == {"average": False}
         with pytest.raises(agmm.Unsupported, match="agmm's kernels sum"):
-            start("reduce_scatter", x.double(), of_four, "sum", 0, None, async_op=False)
+            start("reduce_scatter", x.double())
         gathers.all_gather.side_effect = agmm.Unsupported("group: found ranks on 2 hosts")
         with pytest.raises(agmm.Unsupported, match="found ranks on 2 hosts"):
-            start("all_gather", x, of_four, "sum", 0, None, async_op=False)
+            start("all_gather", x)
 
 
 def test_low_contention_is_a_part_of_the_ops(group: str) -> None:
@@ -437,11 +443,11 @@ def test_a_group_without_kernels_is_said_once(
     with FakeTensorMode():
         x = torch.empty(8, device="cuda")
         with pytest.warns(UserWarning, match="agmm leaves all_reduce to torch: group: found ranks"):
-            run.start("all_reduce", x, of_four, "sum", 0, None, async_op=False, strict=False)
-        run.start("all_reduce", x, of_four, "sum", 0, None, async_op=False, strict=False)
+            run.start("all_reduce", x, of_four, None, Settings("sum", 0))
+        run.start("all_reduce", x, of_four, None, Settings("sum", 0))
         assert [name for name, *_ in called.calls] == ["all_reduce"] * 2
         with pytest.raises(agmm.Unsupported, match="found ranks on 2 hosts"):
-            run.start("all_reduce", x, of_four, "sum", 0, None, async_op=False, strict=True)
+            run.start("all_reduce", x, of_four, None, Settings("sum", 0, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:ucc"])
@@ -470,7 +476,7 @@ def test_cuda_tensors_go_to_the_backend(
     reduce_op = dist.ReduceOp.AVG if backend == "nccl" else dist.ReduceOp.SUM
     with FakeTensorMode():
         x = torch.empty(8, 3, device="cuda", dtype=torch.bfloat16)
-        out = run.start("all_gather", x, group, "sum", 0, None, async_op=False, strict=False)
+        out = run.start("all_gather", x, group, None, Settings("sum", 0))
         assert isinstance(out, torch.Tensor) and out.shape == (32, 3)
         name, target, sent, of = called.calls.pop()
         assert (name, target.shape, sent.shape, of) == (
@@ -480,7 +486,7 @@ def test_cuda_tensors_go_to_the_backend(
             group,
         )
         given = torch.empty(2, 3, device="cuda", dtype=torch.bfloat16)
-        work = run.start("reduce_scatter", x, group, "avg", 0, given, async_op=True, strict=False)
+        work = run.start("reduce_scatter", x, group, given, Settings("avg", 0, async_op=True))
         assert isinstance(work, Work) and called.waited == 1
         assert work.wait() is given and work.wait() is given and called.waited == 2
         name, target, sent, op, of = called.calls.pop()
@@ -488,10 +494,10 @@ def test_cuda_tensors_go_to_the_backend(
         assert op == reduce_op
         assert changed == ([] if backend == "nccl" else ["div_"])
         changed.clear()
-        out = run.start("all_reduce", x, group, "avg", 0, None, async_op=False, strict=False)
+        out = run.start("all_reduce", x, group, None, Settings("avg", 0))
         name, target, op, of = called.calls.pop()
         assert (name, target.shape, op) == ("all_reduce", (24,), reduce_op)
         assert changed == (["copy_"] if backend == "nccl" else ["copy_", "div_"])
         with pytest.raises(agmm.Unsupported):
-            run.start("all_reduce", x, group, "avg", 0, None, async_op=False, strict=True)
+            run.start("all_reduce", x, group, None, Settings("avg", 0, strict=True))
         assert called.calls == []

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.collectives.checks import check_dim, check_op, check_out, check_settings
-from agmm.collectives.run import start
-from agmm.collectives.torch_ops import OPS
+from agmm.collectives.run import Settings, start
+from agmm.collectives.torch_ops import OPS, arguments_of
 from agmm.collectives.work import Work
 from agmm.errors import InvalidArgument
 from agmm.ops import kept
@@ -23,21 +23,9 @@ from agmm.runtime.collectives import is_traced
 Group = dist.ProcessGroup | DeviceMesh | str | None
 
 
-def _called(
-    kind: Kind,
-    x: Any,
-    group: Group,
-    out: Any,
-    settings: tuple[Any, ...],
-    *,
-    op: str,
-    dim: int,
-    async_op: bool,
-    strict: bool,
-    low_contention: bool = False,
-) -> torch.Tensor | Work:
-    """A call of a public function. ``settings``: what its torch op takes between the world size and
-    ``strict``."""
+def _called(kind: Kind, x: Any, group: Group, out: Any, settings: Settings) -> torch.Tensor | Work:
+    """A call of a public function."""
+    op, dim, async_op, strict, low_contention = settings
     keep_as = None
     if async_op is False and low_contention is False and type(dim) is int and dim == 0:
         keep_as = kept.kind_on_gpu((kind, op), strict, x, out)
@@ -60,8 +48,7 @@ def _called(
     traced = is_traced(x)
     in_sight = traced or not (async_op or out is not None)
     if in_sight and (is_watched() or not is_plain(x)):
-        rest = (strict, low_contention) if low_contention else (strict,)
-        found: torch.Tensor = OPS[kind](x, group_name, world_size, *settings, *rest)
+        found: torch.Tensor = OPS[kind](x, group_name, world_size, *arguments_of(kind, settings))
         if out is not None:
             check_out(out, x, list(found.shape))
             found = out.copy_(found)
@@ -71,18 +58,7 @@ def _called(
             "x: found requires_grad=True with async_op or out, wanted a call under "
             "torch.no_grad(), or neither"
         )
-    return start(
-        kind,
-        x,
-        groups.group_of(group_name),
-        op,
-        dim,
-        out,
-        async_op=async_op,
-        strict=strict,
-        low_contention=low_contention,
-        keep_as=keep_as,
-    )
+    return start(kind, x, groups.group_of(group_name), out, settings, keep_as)
 
 
 @overload
@@ -158,18 +134,8 @@ def all_gather(
         InvalidArgument: names the argument, the value found and the value wanted.
         Unsupported: under ``strict`` only.
     """
-    return _called(
-        "all_gather",
-        x,
-        group,
-        out,
-        (dim,),
-        op="sum",
-        dim=dim,
-        async_op=async_op,
-        strict=strict,
-        low_contention=low_contention,
-    )
+    settings = Settings("sum", dim, async_op, strict, low_contention)
+    return _called("all_gather", x, group, out, settings)
 
 
 @overload
@@ -247,18 +213,8 @@ def reduce_scatter(
         InvalidArgument: names the argument, the value found and the value wanted.
         Unsupported: under ``strict`` only.
     """
-    return _called(
-        "reduce_scatter",
-        x,
-        group,
-        out,
-        (op, dim),
-        op=op,
-        dim=dim,
-        async_op=async_op,
-        strict=strict,
-        low_contention=low_contention,
-    )
+    settings = Settings(op, dim, async_op, strict, low_contention)
+    return _called("reduce_scatter", x, group, out, settings)
 
 
 @overload
@@ -326,6 +282,4 @@ def all_reduce(
         InvalidArgument: names the argument, the value found and the value wanted.
         Unsupported: under ``strict`` only.
     """
-    return _called(
-        "all_reduce", x, group, out, (op,), op=op, dim=0, async_op=async_op, strict=strict
-    )
+    return _called("all_reduce", x, group, out, Settings(op, 0, async_op, strict))

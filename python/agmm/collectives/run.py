@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,31 +39,37 @@ from agmm.runtime.workspaces import (
 Found = torch.Tensor | Work
 
 
+class Settings(NamedTuple):
+    """What a caller says of a collective beside its tensors and its group."""
+
+    op: str
+    """"sum" or "avg"; "sum" for an all-gather."""
+    dim: int
+    """The dimension that is gathered or cut; 0 for an all-reduce."""
+    async_op: bool = False
+    strict: bool = False
+    low_contention: bool = False
+    """On GPUs by copy engines; False for an all-reduce."""
+
+
 @torch.no_grad()
 def start(
     kind: Kind,
     x: torch.Tensor,
     group: dist.ProcessGroup,
-    op: str,
-    dim: int,
     out: torch.Tensor | None,
-    *,
-    async_op: bool,
-    strict: bool,
-    low_contention: bool = False,
+    settings: Settings,
     keep_as: Any = None,
 ) -> Found:
     """A collective of tensors of plain memory. Collective.
 
     Args:
-        op: "sum" or "avg"; of no meaning for an all-gather.
-        dim: of no meaning for an all-reduce.
-        low_contention: on GPUs by copy engines; not for an all-reduce.
         keep_as: see `kept.keep`; None with ``async_op``.
 
     Returns:
         The result, or with ``async_op`` the handle.
     """
+    op, dim, async_op, strict, low_contention = settings
     groups.check_alive(group)
     world_size, rank = group.size(), groups.of(group).rank
     dim = check_dim(x, dim)

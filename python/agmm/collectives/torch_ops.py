@@ -8,46 +8,47 @@ import torch
 
 from agmm.collectives.autograd import AllGather, AllReduce, ReduceScatter
 from agmm.collectives.checks import check_dim, check_op, shape_of_result
-from agmm.collectives.run import start
+from agmm.collectives.run import Settings, start
 from agmm.ops.library import library
 from agmm.planning.cost_model.collectives import Kind
 from agmm.runtime import groups
 
-
-def _impl(
-    kind: Kind,
-    x: torch.Tensor,
-    group_name: str,
-    world_size: int,
-    op: str,
-    dim: int,
-    strict: bool = False,
-    low_contention: bool = False,
-) -> torch.Tensor:
-    group = groups.group_of_size(group_name, world_size)
-    found = start(
-        kind, x, group, op, dim, None, async_op=False, strict=strict, low_contention=low_contention
-    )
-    return cast(torch.Tensor, found)
+_SETTINGS: dict[Kind, tuple[str, ...]] = {
+    "all_gather": ("dim",),
+    "reduce_scatter": ("op", "dim"),
+    "all_reduce": ("op",),
+}
+"""The settings that each kind's op takes between the world size and ``strict``."""
 
 
-def _fake(
-    kind: Kind, x: torch.Tensor, group_name: str, world_size: int, op: str, dim: int, *_: bool
-) -> torch.Tensor:
-    del group_name
-    dim = check_dim(x, dim)
-    check_op(op, x)
-    return x.new_empty(shape_of_result(kind, x, world_size, dim))
+def arguments_of(kind: Kind, settings: Settings) -> tuple[Any, ...]:
+    """What the kind's op takes behind the world size. The last ones are left out where they have
+    their default, as the dispatcher does."""
+    last = (settings.low_contention,) if settings.low_contention else ()
+    return *(getattr(settings, name) for name in _SETTINGS[kind]), settings.strict, *last
 
 
-def _kernel_of(kind: Kind, function: Any) -> Any:
-    """``function`` with the arguments of the kind's op: those that mean something to it. The
-    dispatcher leaves out the last ones that have their default."""
-    if kind == "all_gather":
-        return lambda x, name, size, *rest: function(kind, x, name, size, "sum", *rest)
-    if kind == "all_reduce":
-        return lambda x, name, size, op, *rest: function(kind, x, name, size, op, 0, *rest)
-    return lambda *given: function(kind, *given)
+def _settings_of(kind: Kind, given: tuple[Any, ...]) -> Settings:
+    """The settings of a call of the kind's op; the reverse of `arguments_of`."""
+    names = (*_SETTINGS[kind], "strict", "low_contention")
+    return Settings(**{"op": "sum", "dim": 0, **dict(zip(names, given, strict=False))})
+
+
+def _impl_of(kind: Kind) -> Any:
+    def kernel(x: torch.Tensor, group_name: str, world_size: int, *given: Any) -> torch.Tensor:
+        group = groups.group_of_size(group_name, world_size)
+        return cast(torch.Tensor, start(kind, x, group, None, _settings_of(kind, given)))
+
+    return kernel
+
+
+def _fake_of(kind: Kind) -> Any:
+    def kernel(x: torch.Tensor, group_name: str, world_size: int, *given: Any) -> torch.Tensor:
+        settings = _settings_of(kind, given)
+        check_op(settings.op, x)
+        return x.new_empty(shape_of_result(kind, x, world_size, check_dim(x, settings.dim)))
+
+    return kernel
 
 
 def _autograd_of(op: Any, function: Any) -> Any:
@@ -74,6 +75,6 @@ _FUNCTIONS: dict[Kind, Any] = {
 for _kind, _function in _FUNCTIONS.items():
     OPS[_kind] = getattr(torch.ops.agmm, f"_{_kind}").default
     for _key in ("CPU", "CUDA"):
-        library.impl(f"_{_kind}", _kernel_of(_kind, _impl), _key)
-    library.impl(f"_{_kind}", _kernel_of(_kind, _fake), "Meta")
+        library.impl(f"_{_kind}", _impl_of(_kind), _key)
+    library.impl(f"_{_kind}", _fake_of(_kind), "Meta")
     library.impl(f"_{_kind}", _autograd_of(OPS[_kind], _function), "Autograd")
