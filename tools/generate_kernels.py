@@ -42,8 +42,8 @@ if not TYPE_CHECKING:
 ROWS_PER_UNIT, ROWS_PER_UNIT_OF_CI = 3, 4
 """Rows in a translation unit. Its first kernel takes most of the time, in headers and in what of
 CuTe the others instantiate too. Three rows, 24 kernels, take up to 7.5 GB of memory, four 9.4; and
-more would leave too few units for many cores. In the set ci a row has half as many kernels, which
-have less in common."""
+more would leave too few units for many cores. In the set ci a row has a quarter or half as many
+kernels, which have less in common."""
 
 TABLES = ("kernel", "fp8", "scatter", "fp8_scatter", "lagged")
 """The tables of `kernel_table.cpp.in`; the names of its kernels begin with theirs."""
@@ -152,7 +152,7 @@ _PAGE = """\
 hold the kernel, beside `all`, which holds every one. [How to add a kernel](../dev/add-a-kernel.md)
 explains the columns. A name has the tile's M, N and K, the cluster, the schedule and the variant;
 plans and `agmm explain` call kernels by it. With `AGMM_KERNELS=ci` kernels of 16 bits are built for
-bf16 with B by column and for fp16 with B by row.
+bf16 with B by column or for fp16 with B by row, few of them for both.
 """
 
 

@@ -30,9 +30,10 @@ SCHEDULES = ("cooperative", "pingpong")
 ACCUMULATIONS = ("fast", "slow", "block", "block_1x128")
 EPILOGUES = ("plain",)
 
-_OF_CI = {"bf16": ("column",), "fp16": ("row",)}
-"""The set ``ci`` builds kernels of 16 bits for these layouts of B alone: it is for machines that
-compile kernels and cannot run them, and wants each dtype and each layout once."""
+_LAYOUTS_OF_CI = {"bf16": ("column",), "fp16": ("row",)}
+"""The set ``ci`` builds kernels of 16 bits for these layouts of B alone, and a row for its
+``ci_formats`` alone: it is for machines that compile kernels and cannot run them, and wants each
+way through the templates once."""
 _MOST_CTAS_OF_A_CLUSTER = 2
 """Clusters of 4 would leave multiprocessors without one."""
 _MMA_ROWS, _MMA_COLUMNS = 64, 8
@@ -54,6 +55,8 @@ class Row:
     sets: tuple[str, ...]
     """The values of AGMM_KERNELS whose builds have the kernel."""
     formats: tuple[str, ...]
+    ci_formats: tuple[str, ...]
+    """The formats of 16 bits that the set ``ci`` has of the row."""
     b_layouts: tuple[str, ...]
     swapped: bool
     """Whether it multiplies transposed: the tile's rows are columns of the MMA."""
@@ -77,7 +80,9 @@ class Row:
     def operands(self, kernels: str) -> Iterator[tuple[str, str]]:
         """The formats and layouts of B that a build with these AGMM_KERNELS compiles it for."""
         for format_ in self.formats:
-            taken = _OF_CI.get(format_, B_LAYOUTS) if kernels == "ci" else B_LAYOUTS
+            taken: tuple[str, ...] = B_LAYOUTS
+            if kernels == "ci" and format_ in FORMATS_OF_16_BITS:
+                taken = _LAYOUTS_OF_CI[format_] if format_ in self.ci_formats else ()
             yield from ((format_, layout) for layout in self.b_layouts if layout in taken)
 
 
@@ -207,6 +212,7 @@ _READ: dict[str, tuple[Callable[[Any], Any], str]] = {
     "schedule": _one_of(SCHEDULES),
     "sets": _some_of(SETS),
     "formats": _some_of((*FORMATS_OF_16_BITS, *FP8_FORMATS)),
+    "ci_formats": _some_of(FORMATS_OF_16_BITS),
     "b_layouts": _some_of(B_LAYOUTS),
     "swapped": _FLAG,
     "timed": _FLAG,

@@ -1,0 +1,20 @@
+"""The table of promises of tests/api/test_contract.py, on GPUs and with captures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import contract_work as work
+import pytest
+from at_hand import RANKS, needs_two
+from test_contract import unexpected
+
+from agmm.testing.ranks import RankPool
+
+
+@needs_two
+@pytest.mark.parametrize("feature", work.FEATURES)
+def test_every_op_keeps_its_promise(rank_pools: Callable[..., RankPool], feature: str) -> None:
+    pool = rank_pools(min(4, RANKS), "cuda")
+    for found in pool.run(work.broken, feature, "cuda"):
+        assert unexpected(found, feature) == []
