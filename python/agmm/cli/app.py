@@ -11,25 +11,17 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from agmm import _installation
+from agmm.cli.command_options import (
+    BenchOptions,
+    ExplainOptions,
+    TuneOptions,
+    with_options_of,
+)
 from agmm.cli.options import (
     DTYPE_NAMES,
-    MAX_EXTENT,
-    TP_NAMES,
     Command,
     Device,
-    DType,
-    ElementType,
-    ExplainedOp,
-    File,
     Layout,
-    LayoutOfB,
-    Model,
-    Op,
-    PlannedOp,
-    ReturnA,
-    ScalingOf,
-    Shapes,
-    Tokens,
     Tp,
     Where,
     one_line_errors,
@@ -126,65 +118,8 @@ def demo(
     "  agmm bench --op matmul_reduce_scatter --model llama-3-70b --tp 4\n\n"
     "  torchrun --nproc-per-node 4 -m agmm bench --json new.json",
 )
-def bench(
-    shapes: Shapes = None,
-    file: File = None,
-    model: Model = None,
-    tokens: Tokens = None,
-    op: Annotated[Op | None, typer.Option(help="Which call. Default: all_gather_matmul.")] = None,
-    ways: Annotated[
-        str | None,
-        typer.Option(help="Ways, comma-separated. Default: all there are.", metavar="WAY,..."),
-    ] = None,
-    json_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            help="Write the report with every sample, machine, versions and commit here.",
-            dir_okay=False,
-        ),
-    ] = None,
-    source: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", help="Take this report instead of a run; needs no GPU.", dir_okay=False
-        ),
-    ] = None,
-    compare: Annotated[
-        Path | None,
-        typer.Option(help="Show what changed since this report.", dir_okay=False),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw time_over_roof.png and speedup.png into this folder.",
-            metavar="DIR",
-            file_okay=False,
-        ),
-    ] = None,
-    timeline: Annotated[
-        str | None,
-        typer.Option(
-            help="Instead of timing, record when chunks came or went and tiles ran: a trace for "
-            "ui.perfetto.dev and a PNG per shape, in --plot or here.",
-            metavar="MxNxK,...",
-        ),
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Samples per way.")] = 20,
-    limit: Annotated[
-        float,
-        typer.Option(
-            min=1.0,
-            metavar="SECONDS",
-            help="A way that does not come back within it is left out and named.",
-        ),
-    ] = 120.0,
-    tp: Tp = None,
-    device: Where = Device.auto,
-    dtype: ElementType = None,
-    scaling: ScalingOf = None,
-    list_ways: Annotated[bool, typer.Option("--list", help="List the ways and stop.")] = False,
-) -> None:
+@with_options_of(BenchOptions)
+def bench(options: BenchOptions) -> None:
     """Time agmm beside the matmul alone, NCCL + cuBLAS and torch's fused ops, in one run.
 
     Samples of all ways are interleaved; each is checked against a reference before it is timed.
@@ -195,27 +130,28 @@ def bench(
         from agmm.bench import presets
         from agmm.cli import bench_command
 
-        if list_ways:
-            bench_command.list_ways(None if op is None else op.value)
+        op = None if options.op is None else options.op.value
+        if options.list_ways:
+            bench_command.list_ways(op)
             return
         request = bench_command.Request(
-            presets.ShapeOptions(shapes, file, model, tokens),
-            None if ways is None else presets.split(ways),
-            device=device.value,
-            world_size=tp,
-            dtype=None if dtype is None else torch_dtype(dtype),
-            samples=samples,
-            limit_s=limit,
-            json_path=json_path,
-            source=source,
-            compare=compare,
-            plot=plot,
-            timeline=timeline,
-            op=None if op is None else op.value,
-            scaling=None if scaling is None else scaling.value,
+            presets.ShapeOptions(options.shapes, options.file, options.model, options.tokens),
+            None if options.ways is None else presets.split(options.ways),
+            device=options.device.value,
+            world_size=options.tp,
+            dtype=None if options.dtype is None else torch_dtype(options.dtype),
+            samples=options.samples,
+            limit_s=options.limit,
+            json_path=options.json_path,
+            source=options.source,
+            compare=options.compare,
+            plot=options.plot,
+            timeline=options.timeline,
+            op=op,
+            scaling=None if options.scaling is None else options.scaling.value,
         )
-        if source is None:
-            say_why_cpu(device, tp)
+        if options.source is None:
+            say_why_cpu(options.device, options.tp)
         found = bench_command.run(request)
         if found.wrong:
             print(f"agmm: wrong results: {', '.join(found.wrong)}", file=sys.stderr)
@@ -234,42 +170,8 @@ def bench(
     "  agmm tune --op matmul_reduce_scatter --model llama-3-70b --tp 4\n\n"
     "  torchrun --nproc-per-node 4 -m agmm tune --model deepseek-v3",
 )
-def tune(
-    m: Annotated[
-        int | None,
-        typer.Option(
-            "--m",
-            min=1,
-            max=MAX_EXTENT,
-            metavar="ROWS",
-            help="Gathered rows (tokens) of one shape.",
-        ),
-    ] = None,
-    n: Annotated[
-        int | None,
-        typer.Option(
-            "--n", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of B per rank."
-        ),
-    ] = None,
-    k: Annotated[
-        int | None,
-        typer.Option("--k", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of A."),
-    ] = None,
-    shapes: Shapes = None,
-    file: File = None,
-    model: Model = None,
-    tokens: Tokens = None,
-    op: PlannedOp = Op.all_gather_matmul,
-    tp: Tp = None,
-    dtype: ElementType = None,
-    scaling: ScalingOf = None,
-    return_a: ReturnA = False,
-    b_layout: LayoutOfB = Layout.column,
-    device: Where = Device.auto,
-    again: Annotated[
-        bool, typer.Option("--again", help="Measure shapes anew that were tuned before.")
-    ] = False,
-) -> None:
+@with_options_of(TuneOptions)
+def tune(options: TuneOptions) -> None:
     """Measure the plans of each shape and keep the fastest in your table.
 
     Every candidate is checked against a reference before it is timed. Ctrl-C keeps the shapes that
@@ -281,20 +183,24 @@ def tune(
         from agmm.cli import tuning
 
         _env.check()
-        kind, ranks = launcher.choose(device.value, launcher.world_size_or(tp))
-        say_why_cpu(device, tp)
-        options = tuning_session.Options.of(
+        kind, ranks = launcher.choose(options.device.value, launcher.world_size_or(options.tp))
+        say_why_cpu(options.device, options.tp)
+        one = options.m, options.n, options.k
+        shapes = presets.ShapeOptions(
+            options.shapes, options.file, options.model, options.tokens, one
+        )
+        session = tuning_session.Options.of(
             kind,
             ranks,
-            presets.ShapeOptions(shapes, file, model, tokens, (m, n, k)).read(ranks, op.value),
-            None if dtype is None else torch_dtype(dtype),
-            return_A=return_a,
-            row_major=b_layout is Layout.row,
-            again=again,
-            op=op.value,
-            scaling=None if scaling is None else scaling.value,
+            shapes.read(ranks, options.op.value),
+            None if options.dtype is None else torch_dtype(options.dtype),
+            return_A=options.return_a,
+            row_major=options.b_layout is Layout.row,
+            again=options.again,
+            op=options.op.value,
+            scaling=None if options.scaling is None else options.scaling.value,
         )
-        if not tuning.run(options, ranks):
+        if not tuning.run(session, ranks):
             raise typer.Exit(1)
 
 
@@ -306,45 +212,8 @@ def tune(
     "  agmm explain --m 4096 --n 8192 --k 2048 --tp 4 --op matmul_reduce_scatter\n\n"
     "  agmm explain --m 64 --k 8192 --tp 8 --op all_reduce",
 )
-def explain(
-    m: Annotated[
-        int,
-        typer.Option(
-            "--m", min=1, max=MAX_EXTENT, metavar="ROWS", help="Rows (tokens) of all ranks."
-        ),
-    ],
-    k: Annotated[
-        int,
-        typer.Option(
-            "--k",
-            min=1,
-            max=MAX_EXTENT,
-            metavar="COLUMNS",
-            help="Columns of A, or of what a collective gathers, scatters or sums.",
-        ),
-    ],
-    tp: Annotated[int, typer.Option(*TP_NAMES, min=1, metavar="N", help="Number of ranks.")],
-    n: Annotated[
-        int | None,
-        typer.Option(
-            "--n", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of B per rank."
-        ),
-    ] = None,
-    op: Annotated[
-        ExplainedOp,
-        typer.Option(help="Which call. Behind a matmul the rows are those of A."),
-    ] = ExplainedOp.all_gather_matmul,
-    dtype: Annotated[DType, typer.Option(help="Element type.")] = DType.bf16,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            help="A GPU, such as h200 or 'H100 PCIe', or cpu. Default: the one here, else the H200."
-        ),
-    ] = None,
-    scaling: ScalingOf = None,
-    return_a: ReturnA = False,
-    b_layout: LayoutOfB = Layout.column,
-) -> None:
+@with_options_of(ExplainOptions)
+def explain(options: ExplainOptions) -> None:
     """Say which plan a call gets, where it comes from, and what the others would cost.
 
     Needs no GPU.
@@ -355,17 +224,21 @@ def explain(
         from agmm.planning.cost_model.collectives import Kind
         from agmm.planning.plans import Problem
 
-        name = gpu_names.find_gpu(gpu)
-        explain_module.check_columns(op.value, n)
-        if op.value in get_args(Kind):
-            size = torch_dtype(dtype).itemsize
-            said = explain_module.explain_collective(cast(Kind, op.value), m, k, size, tp, name)
+        m, n, k, tp, op = options.m, options.n, options.k, options.tp, options.op.value
+        name = gpu_names.find_gpu(options.gpu)
+        explain_module.check_columns(op, n)
+        if op in get_args(Kind):
+            size = torch_dtype(options.dtype).itemsize
+            said = explain_module.explain_collective(cast(Kind, op), m, k, size, tp, name)
         else:
             assert n is not None
-            called = Problem(m, n, k, op=op.value, format=DTYPE_NAMES[dtype], world_size=tp)
+            format_ = DTYPE_NAMES[options.dtype]
+            called = Problem(m, n, k, op=op, format=format_, world_size=tp)
             there = replace(called, gpu=name, sm_count=gpu_names.HOPPERS.get(name, 0))
-            problem = replace(there, return_A=return_a, b_layout=b_layout.value)
-            said = explain_module.explain_any(problem, None if scaling is None else scaling.value)
+            layout = options.b_layout.value
+            problem = replace(there, return_A=options.return_a, b_layout=layout)
+            scaling = None if options.scaling is None else options.scaling.value
+            said = explain_module.explain_any(problem, scaling)
         console().print(said, soft_wrap=True, markup=False)
 
 

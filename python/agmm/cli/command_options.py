@@ -1,0 +1,208 @@
+"""The options of the commands that have many: a dataclass for each, whose fields are its options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from agmm.cli.options import (
+    MAX_EXTENT,
+    TP_NAMES,
+    Device,
+    DType,
+    ElementType,
+    ExplainedOp,
+    File,
+    Layout,
+    LayoutOfB,
+    Model,
+    Op,
+    PlannedOp,
+    ReturnA,
+    ScalingOf,
+    Shapes,
+    Tokens,
+    Tp,
+    Where,
+)
+
+Options = TypeVar("Options")
+
+
+def with_options_of(
+    options: type[Options],
+) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Makes of a function of ``options``, a dataclass, one that typer gives an option for each
+    field."""
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(options)  # type: ignore[arg-type]  # mypy knows no bound for these
+    ]
+
+    def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
+        def run(**given: Any) -> None:
+            command(options(**given))
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = hints
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What `agmm bench` is told."""
+
+    shapes: Shapes = None
+    file: File = None
+    model: Model = None
+    tokens: Tokens = None
+    op: Annotated[Op | None, typer.Option(help="Which call. Default: all_gather_matmul.")] = None
+    ways: Annotated[
+        str | None,
+        typer.Option(help="Ways, comma-separated. Default: all there are.", metavar="WAY,..."),
+    ] = None
+    json_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            help="Write the report with every sample, machine, versions and commit here.",
+            dir_okay=False,
+        ),
+    ] = None
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", help="Take this report instead of a run; needs no GPU.", dir_okay=False
+        ),
+    ] = None
+    compare: Annotated[
+        Path | None,
+        typer.Option(help="Show what changed since this report.", dir_okay=False),
+    ] = None
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw time_over_roof.png and speedup.png into this folder.",
+            metavar="DIR",
+            file_okay=False,
+        ),
+    ] = None
+    timeline: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of timing, record when chunks came or went and tiles ran: a trace for "
+            "ui.perfetto.dev and a PNG per shape, in --plot or here.",
+            metavar="MxNxK,...",
+        ),
+    ] = None
+    samples: Annotated[int, typer.Option(min=1, help="Samples per way.")] = 20
+    limit: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            metavar="SECONDS",
+            help="A way that does not come back within it is left out and named.",
+        ),
+    ] = 120.0
+    tp: Tp = None
+    device: Where = Device.auto
+    dtype: ElementType = None
+    scaling: ScalingOf = None
+    list_ways: Annotated[bool, typer.Option("--list", help="List the ways and stop.")] = False
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """What `agmm tune` is told."""
+
+    m: Annotated[
+        int | None,
+        typer.Option(
+            "--m",
+            min=1,
+            max=MAX_EXTENT,
+            metavar="ROWS",
+            help="Gathered rows (tokens) of one shape.",
+        ),
+    ] = None
+    n: Annotated[
+        int | None,
+        typer.Option(
+            "--n", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of B per rank."
+        ),
+    ] = None
+    k: Annotated[
+        int | None,
+        typer.Option("--k", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of A."),
+    ] = None
+    shapes: Shapes = None
+    file: File = None
+    model: Model = None
+    tokens: Tokens = None
+    op: PlannedOp = Op.all_gather_matmul
+    tp: Tp = None
+    dtype: ElementType = None
+    scaling: ScalingOf = None
+    return_a: ReturnA = False
+    b_layout: LayoutOfB = Layout.column
+    device: Where = Device.auto
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure shapes anew that were tuned before.")
+    ] = False
+
+
+@dataclass(frozen=True)
+class ExplainOptions:
+    """What `agmm explain` is told."""
+
+    m: Annotated[
+        int,
+        typer.Option(
+            "--m", min=1, max=MAX_EXTENT, metavar="ROWS", help="Rows (tokens) of all ranks."
+        ),
+    ]
+    k: Annotated[
+        int,
+        typer.Option(
+            "--k",
+            min=1,
+            max=MAX_EXTENT,
+            metavar="COLUMNS",
+            help="Columns of A, or of what a collective gathers, scatters or sums.",
+        ),
+    ]
+    tp: Annotated[int, typer.Option(*TP_NAMES, min=1, metavar="N", help="Number of ranks.")]
+    n: Annotated[
+        int | None,
+        typer.Option(
+            "--n", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of B per rank."
+        ),
+    ] = None
+    op: Annotated[
+        ExplainedOp,
+        typer.Option(help="Which call. Behind a matmul the rows are those of A."),
+    ] = ExplainedOp.all_gather_matmul
+    dtype: Annotated[DType, typer.Option(help="Element type.")] = DType.bf16
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="A GPU, such as h200 or 'H100 PCIe', or cpu. Default: the one here, else the H200."
+        ),
+    ] = None
+    scaling: ScalingOf = None
+    return_a: ReturnA = False
+    b_layout: LayoutOfB = Layout.column
