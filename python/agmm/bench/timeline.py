@@ -1,4 +1,4 @@
-"""When each chunk arrived, or was sent, and when its tiles were computed."""
+"""The times of a call: when each chunk arrived, or was sent, and when its tiles were computed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ that is another than 'end_ns'."""
 
 
 class Words(NamedTuple):
-    """What legends and traces say of an op."""
+    """The words for an op in legends and traces."""
 
     bars: str
     wait: str
