@@ -19,12 +19,6 @@ CXX = {".hpp", ".cpp", ".cu", ".cuh", ".h"}
 NOT_COVERED = (
     "python/agmm/ops/",
     "python/agmm/planning/",
-    "python/agmm/runtime/cpu",
-    "python/agmm/runtime/cuda",
-    "python/agmm/runtime/devices.py",
-    "python/agmm/runtime/packed.py",
-    "python/agmm/runtime/scaled.py",
-    "python/agmm/runtime/symmetric.py",
     "src/gemm/",
     "src/ops/",
     "tests/planning/",
