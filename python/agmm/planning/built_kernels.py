@@ -1,4 +1,4 @@
-"""The kernels of this build, by op and format. Needs no GPU and no torch."""
+"""The kernels of this build, by op and format. This module needs no GPU and no torch."""
 
 from __future__ import annotations
 

@@ -34,11 +34,11 @@ _OF_CI = {"bf16": ("column",), "fp16": ("row",)}
 """The set ``ci`` builds kernels of 16 bits for these layouts of B alone: it is for machines that
 compile kernels and cannot run them, and wants each dtype and each layout once."""
 _MOST_CTAS_OF_A_CLUSTER = 2
-"""Clusters of 4 would leave multiprocessors without one."""
+"""The most CTAs of a cluster. Clusters of 4 would leave multiprocessors without one."""
 _MMA_ROWS, _MMA_COLUMNS = 64, 8
 """The steps in which a warpgroup's MMA can be larger."""
 _MOST_CHARACTERS = 60
-"""So much of a row is shown in a message."""
+"""The most characters of a row that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Row:
     timed: bool
     """Whether it is the variant that records when each tile waited and ran, for pictures."""
     accumulation: str
-    """How sums of fp8 products are kept and scaled."""
+    """How sums of fp8 products are accumulated and scaled."""
     epilogue: str
 
     @property
@@ -213,4 +213,5 @@ _READ: dict[str, tuple[Callable[[Any], Any], str]] = {
     "accumulation": _one_of(ACCUMULATIONS),
     "epilogue": _one_of(EPILOGUES),
 }
-"""How each field of a row is read, None where it is wrong, and what is wanted then."""
+"""The reader of each field of a row, which returns None where the field is wrong, and what is
+wanted then."""

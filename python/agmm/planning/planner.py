@@ -1,4 +1,4 @@
-"""Problem -> plan: how one call is computed. Needs no GPU and no torch.
+"""Plans a problem: how one call is computed. This module needs no GPU and no torch.
 
 A plan comes from the first of these that knows the problem: the user's table, the packaged table
 (`agmm.planning.tables`), the cost model (`agmm.planning.cost_model`). `Planner.choose` has the rule
@@ -21,11 +21,11 @@ from agmm.planning.tuned_rows import Rows, TunedRow, TunedRows
 
 _MAX_PLANS = 4096
 _MAX_FAMILIES = 512
-"""What a planner remembers: plans, and problems that differ in more than M."""
+"""The most that a planner remembers: plans, and problems that differ in more than M."""
 
 
 class _Family:
-    """What a planner knows of all problems that differ in M alone."""
+    """The facts that a planner has about all problems that differ in M alone."""
 
     def __init__(self, planner: Planner, problem: Problem) -> None:
         make = OP_PLANS[problem.op]
