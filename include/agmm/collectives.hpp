@@ -17,7 +17,7 @@ enum class CollectiveOp : int32_t { AllGather = 0, ReduceScatter = 1, AllReduce 
 /// How the data travels, and in how many steps.
 enum class CollectiveMethod : int32_t {
   OneShot = 0,  // packets, each with its signal; every rank sends all that others need at once
-  TwoShot = 1,  // packets: each rank's share of the sum, then the sums. For AllReduce alone
+  TwoShot = 1,  // packets: each rank's shard of the sum, then the sums. For AllReduce alone
   Blocks = 2,   // blocks with a signal each; AllReduce in two steps
   Relayed = 3   // packets over links alone (relay_over). For AllGather and AllReduce
 };

@@ -255,8 +255,8 @@ def test_few_tiles_are_split() -> None:
 
 
 def test_parts_of_a_cluster() -> None:
-    """At most a cluster of 8. Clusters do not fill the GPU: as many parts that are not clusters'
-    fit at once as there are multiprocessors."""
+    """K is split between at most the 8 CTAs of a cluster. Clusters do not fill the GPU, unlike
+    splits that are not clusters, of which as many fit at once as there are multiprocessors."""
     kernel = KernelConfig.parse("96x128x64_1x1_cooperative_swapped")
     assert kernel.splits_in_cluster
     problem = Problem(64, 128, 8192)

@@ -186,7 +186,7 @@ class SmPush(NamedTuple):
         return f"sm{self.parts}x{self.chunk_columns}{first}{head}"
 
     def has_ctas(self, k: int) -> bool:
-        """Whether CTAs of their own push a part of K columns."""
+        """Whether CTAs of their own push some of K columns."""
         return 0 < self.head_chunks * self.chunk_columns < k
 
     def why_illegal(self, k: int) -> str | None:

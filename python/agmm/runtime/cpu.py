@@ -179,8 +179,8 @@ class CpuWorkspace(CpuSlots):
         """Return this rank's rows of the sum over the ranks of their products. Collective.
 
         Products and sums are made in float32 (float64 for float64); what goes to another rank is
-        rounded once, and so is the result. The parts are added in the order of the ranks, so the
-        result has the same bits in every call. Grows the slots where they are too small. Large
+        rounded once, and so is the result. The partial sums are added in the order of the ranks, so
+        the result has the same bits in every call. Grows the slots where they are too small. Large
         calls go through them in bands (`_core.scatter_bands`).
 
         Args:
@@ -189,13 +189,13 @@ class CpuWorkspace(CpuSlots):
             reduce_op: "sum", or "avg" for the sum divided by the world size.
             call: the call, for messages.
             agreed: what else has to be the same on all ranks.
-            pieces: into how many pieces of rows each rank's part of a band is cut, the same on all
+            pieces: into how many pieces each rank's rows of a band are cut, the same on all
                 ranks.
-            meanwhile: called once, when all has been sent to the other ranks and their last parts
+            meanwhile: called once, when all has been sent to the other ranks and their last sums
                 are still to be awaited. What it raises is raised when the call is done.
             timeline: is extended by a dict for each piece: its ``chunk`` (the rank that owns the
                 rows), ``start_ns`` and ``end_ns`` (of the product), ``done_ns`` (when it was handed
-                to the copying thread, or, of an own piece, when the others' parts were there), by
+                to the copying thread, or, of an own piece, when the others' sums were there), by
                 `time.monotonic_ns`, and ``called_ns``.
 
         Returns:

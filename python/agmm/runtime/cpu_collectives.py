@@ -1,9 +1,9 @@
 """Collectives without a matmul on the CPU: what the ranks exchange, and what is made of it.
 
 All three are made of one step, in which each rank sends every other rank a tensor: its shard to
-all (all-gather), or to each the share that this one sums (reduce-scatter). An all-reduce of little
+all (all-gather), or to each the shard that this one sums (reduce-scatter). An all-reduce of little
 is one such step, of all to all, and each rank adds everything up; an all-reduce of much is a
-reduce-scatter, then an all-gather of the sums. Parts are added as they were given, in the order of
+reduce-scatter, then an all-gather of the sums. Shards are added as they were given, in the order of
 the ranks, in float32 (float64 for float64), and rounded once, so both ways have the same bits.
 """
 
@@ -123,7 +123,7 @@ def _scatter(
 @dataclass(frozen=True)
 class Job:
     """One collective of this rank. Memory is 1-D, contiguous and of one dtype. ``out`` does not
-    overlap what is sent, or holds this rank's share at its place."""
+    overlap what is sent, or holds this rank's shard at its place."""
 
     rank: int
     world_size: int
@@ -168,7 +168,7 @@ class _Sum(Job):
 
 
 class ReduceScatter(_Sum):
-    """Sums ``sent`` [world_size * n] over the ranks; ``out`` [n] is this rank's share of the
+    """Sums ``sent`` [world_size * n] over the ranks; ``out`` [n] is this rank's shard of the
     sum."""
 
     def _most(self) -> int:
@@ -198,7 +198,7 @@ class AllReduce(_Sum):
                 add_up(arrived, self._divisor, total)
             self.out.copy_(total)  # not before: it may be what is sent
             return
-        # The last ranks' shares are shorter, or empty, where n is no multiple of the world size.
+        # The last ranks' shards are shorter, or empty, where n is no multiple of the world size.
         cuts = [slice(i * most, (i + 1) * most) for i in range(self.world_size)]
         sent, sums = ([whole[cut] for cut in cuts] for whole in (self.sent, self.out))
         _scatter(exchange, self.rank, sent, self._divisor, sums[self.rank])

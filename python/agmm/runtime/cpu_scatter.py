@@ -23,7 +23,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def add_up(parts: Sequence[torch.Tensor], divisor: int, total: torch.Tensor) -> None:
-    """Writes the sum of the parts, added in their order and divided, to ``total``, of
+    """Writes the sum of the partial sums, added in their order and divided, to ``total``, of
     `sum_dtype`."""
     total.copy_(parts[0])  # not added to 0, so that -0 stays -0
     for part in parts[1:]:

@@ -3,7 +3,7 @@ is the one place of these numbers.
 
 "one_shot" and "two_shot" send packets, 12 bytes of data and their signal in one store; "blocks"
 sends data, then a signal. Each is one kernel. All-gather and reduce-scatter send once. All-reduce
-sends everything to all in one shot, or a sum of each part and then the sums.
+sends everything to all in one shot, or the summands of each rank's shard and then the sums.
 
 Fitted to four H200, but for a block's signal. NCCL's small all-reduce takes 15 to 25 µs alone; its
 times here are those of its gathers and scatters beside a matmul (`Constants`).
