@@ -494,7 +494,7 @@ def fused_us_tile_by_tile(problem: Problem, config: KernelConfig) -> float:
 
 @pytest.mark.parametrize("m", [16, 64, 256])
 def test_swapped_kernels_are_not_chosen_behind_a_small_gather(m: int) -> None:
-    """They are faster than predicted or slower there: nobody has timed them."""
+    """Swapped kernels are faster than predicted or slower there: nobody has timed them."""
     problem = Problem(m, 4608, 7168, world_size=2)
     found = planner().choose(problem, fused=True).plan.kernel
     assert found is not None and not found.swapped

@@ -74,7 +74,7 @@ def draw_ranks(
 ) -> None:
     """Draws what `draw` does, with a panel for each rank, all with one scale of time.
 
-    Of a matmul + reduce-scatter the mark is where a chunk had been sent, grey comes after an own
+    In a matmul + reduce-scatter the mark is where a chunk had been sent, grey comes after an own
     tile, and the dashed line is where the last tile was computed. Time begins with the first call
     of all ranks where `one_clock` holds, else with each rank's.
     """

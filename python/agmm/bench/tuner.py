@@ -138,7 +138,7 @@ def _plans_from_rank_0(plans: Sequence[Plan]) -> list[Plan]:
 def tune(options: Options, progress: Progress | None = None) -> Iterator[Outcome]:
     """Tunes the shapes one after the other; yields each outcome as soon as it is there.
 
-    Under torchrun in each of its ranks, with the same outcomes; otherwise starts its own ranks.
+    Under torchrun each of its ranks runs this, with the same outcomes; otherwise it starts ranks.
     Shapes that this version has tuned before are left out, unless ``options.again``.
     """
     progress = progress or Silent()

@@ -115,8 +115,9 @@ def reads_b_across(problem: Problem, kernel: KernelConfig, chunks: int) -> bool:
     """Whether a matmul whose rows come in so many chunks should go ``across`` them: where reading
     B, which the L2 cache does not hold, anew for each takes longer than the arithmetic. The last
     chunk's tiles alone read all of it, so where chunks come late no more than about that is lost,
-    as long as the arithmetic takes no longer than two readings; or it saves more. Of one H100, 4
-    chunks that are there: 675 µs → 391 at 624 × 28672 × 8192, 116 → 72 at 192 × 18944 × 3584."""
+    as long as the arithmetic takes no longer than two readings; or it saves more. One H100 with
+    4 chunks that are there took 391 µs instead of 675 at 624 × 28672 × 8192, and 72 instead of 116
+    at 192 × 18944 × 3584."""
     arithmetic_us = cost_model.arithmetic_us(problem)
     rows_of_blocks = -(-problem.m // (kernel.tile_m * kernel.cluster_m))
     readings = min(chunks, rows_of_blocks)

@@ -56,9 +56,10 @@ class Row:
     formats: tuple[str, ...]
     b_layouts: tuple[str, ...]
     swapped: bool
-    """Whether it multiplies transposed: the tile's rows are columns of the MMA."""
+    """Whether the kernel multiplies transposed: the tile's rows are columns of the MMA."""
     timed: bool
-    """Whether it is the variant that records when each tile waited and ran, for pictures."""
+    """Whether the kernel is the variant that records when each tile waited and ran, for
+    pictures."""
     accumulation: str
     """How sums of fp8 products are accumulated and scaled."""
     epilogue: str

@@ -35,11 +35,11 @@ class _Family:
             TunedRows(problem, tuned, planner.tables, self.plans.kernels_for, planner.warn)
             for tuned in (problem, twin)
         ]
-        """What was tuned for the problem, and for the one that differs in return_A."""
+        """The rows that were tuned for the problem, and for the one that differs in return_A."""
 
 
 class _Look(Here):
-    """What a planner sees of a problem."""
+    """A problem that a planner looks at, and what it has found for it."""
 
     def __init__(self, family: _Family, problem: Problem) -> None:
         super().__init__(problem)
@@ -146,7 +146,7 @@ class Planner:
         return family.plans.favourite(look, fused)
 
     def _choose_between_rows(self, look: _Look, near: list[TunedRow], fused: bool) -> Found:
-        """What the rows of other M say."""
+        """The plan that the rows of other M lead to."""
         problem, plans = look.problem, look.family.plans
         words = " and ".join(f"M={kept.row.m}" for kept in near)
         source = f"tuned at {words} ({near[-1].source})"

@@ -159,12 +159,13 @@ class GatherRow(TunedRow):
 
 
 class TunedRows:
-    """What was tuned for problems that differ in M alone, and may serve others of the same kind.
+    """The rows that were tuned for problems that differ in M alone, and may serve others of the
+    same kind.
 
     Args:
-        problem: any of those that are to be served.
-        tuned: any of those that the rows were measured for.
-        tables: of two rows for one problem the first table's counts.
+        problem: any of the problems that are to be served.
+        tuned: any of the problems that the rows were measured for.
+        tables: the tables; where two have a row for one problem the first one's counts.
         kernels_for: the kernels of the build that a plan may have.
         warn: takes a message and the reason why rows are passed over.
     """

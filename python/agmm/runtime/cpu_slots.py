@@ -110,7 +110,7 @@ class CpuSlots:
 
     @contextmanager
     def in_step(self, tag: int, call: Call) -> Iterator[None]:
-        """One call of the group, after those in the background."""
+        """Enclose one call of the group, made after the calls in the background."""
         with self.group.lock:
             self.worker.wait_idle()
             self.begin(call)
@@ -118,7 +118,7 @@ class CpuSlots:
                 yield
 
     def begin(self, call: Call) -> None:
-        """What precedes each call of the group, in their order."""
+        """Do what precedes each call of the group: checks, limits and the call's number."""
         self.check_usable()
         self.core.timeout_s = _env.timeout_s()
         self.core.warn_s = _env.warn_s()
@@ -136,8 +136,8 @@ class CpuSlots:
 
     @contextmanager
     def under_way(self, tag: int, call: Call) -> Iterator[None]:
-        """What ends a call half-way, other than a refusal that all ranks make, leaves this rank out
-        of step."""
+        """Enclose what the ranks do together in a call. An exception that ends it half-way, other
+        than a refusal that all ranks make, leaves this rank out of step."""
         self.group.call = tag, call
         try:
             yield

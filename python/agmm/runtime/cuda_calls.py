@@ -127,7 +127,7 @@ def why_b_unfused(b: torch.Tensor, name: str = "B") -> str | None:
     return None
 
 
-# These are None in a torch without CUDA.
+# Both are None in a torch without CUDA.
 _current_gpu = getattr(torch._C, "_cuda_getDevice", None)
 _empty_on_current_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
@@ -218,7 +218,7 @@ class ReadyMatmul(NamedTuple):
 
 
 def _check_awaited(a: torch.Tensor, scale_a: torch.Tensor | None) -> None:
-    """What chunks come to lies as the kernels read it."""
+    """Checks that the operands in which chunks arrive lie as the kernels read them."""
     address = a.data_ptr()
     if address % TMA_ALIGNMENT != 0:
         name = "a" if scale_a is None else "A"

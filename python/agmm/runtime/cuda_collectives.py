@@ -44,7 +44,7 @@ class CollectivesWorkspace(SymmetricWorkspace):
 
     @property
     def is_ready(self) -> bool:
-        """Whether a call takes no step on the host that other ranks see. The same on all ranks."""
+        """Whether a call takes no step on the host that other ranks see; alike on all ranks."""
         return self.slot_bytes > 0
 
     def start(

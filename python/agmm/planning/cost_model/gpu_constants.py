@@ -205,6 +205,6 @@ def default_kernels(
 
 
 def _torch_name(name: str) -> str:
-    """What `_core.DType` calls the fp8 operands that the table of kernels calls that."""
+    """The name in `_core.DType` of fp8 operands, from their name in the table of kernels."""
     both = name.split("_") if "_" in name else (name, name)
     return "_".join({"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[one] for one in both)
