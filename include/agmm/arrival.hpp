@@ -1,23 +1,25 @@
-// How the chunks of a matrix that is still on its way are seen to arrive.
+// How a kernel sees that the chunks of a matrix that is still on its way have arrived.
 #pragma once
 
 #include <cstdint>
 
 namespace agmm {
 
-/// Who writes signals, and what else than the ready value they may hold.
+/// What a waiting kernel has to know about the ranks that write its signals: which rank a chunk
+/// comes from, and which values besides the ready value a signal may hold.
 struct Senders {
-  // Nonzero words with the sources' own tags, one per chunk, where the signals are written by this
-  // rank itself; null where the signals carry the tags.
+  // The tags of the source ranks, nonzero words, one per chunk, where this rank writes the signals
+  // itself. Null where the signals carry the tags.
   uint32_t const* tags = nullptr;
-  // Source rank of a chunk = chunk / chunks_per_rank; 0: unknown. For the message when a wait
-  // passes its limit.
+  // The source rank of a chunk is chunk / chunks_per_rank; 0 means that it is unknown. It is named
+  // in the message when a wait passes its limit.
   int32_t chunks_per_rank = 1;
-  // Where several CTAs of the source add to a signal: the low bits count them, and the tag above
-  // is added by one of them. 0: the signal is written once.
+  // How many low bits of a signal count the CTAs of the source that have added to it; one of them
+  // adds the tag above these bits. 0: the signal is written once.
   uint32_t count_bits = 0;
-  // A nonzero value other than the wanted one: the source rank called with another problem, and the
-  // wait ends at once. Without it every value but the wanted one means "not ready".
+  // Whether a nonzero value other than the wanted one ends the wait at once, since it says that the
+  // source rank called with another problem. Otherwise every value but the wanted one means "not
+  // ready".
   bool mismatch_is_fatal = false;
 };
 

@@ -1,5 +1,5 @@
-// Host launcher of the async-input matmul: problem + config + operands + arrival + stream. No
-// torch, no CUTLASS.
+// The host launcher of the async-input matmul: it takes problem, config, operands, arrival and
+// stream, and includes neither torch nor CUTLASS.
 #pragma once
 
 #include <cstddef>
@@ -17,18 +17,20 @@ struct CallSpec;
 struct KernelVariant;
 struct TileTimes;
 
-/// float32 on the device: out = (scale of the row * scale of the column) * sum + bias. Of
-/// Accumulation::Block and Block1x128 each sum over kScaleBlock of K has its own scales; then `a`,
-/// `a_local` and `a_out` have k / kScaleBlock, rounded up, for each row, one after the other.
+/// The scales of fp8 operands, float32 in device memory: out = (scale of the row * scale of the
+/// column) * sum + bias. With Accumulation::Block and Block1x128 the scales are block scales: each
+/// sum over kScaleBlock of K has its own. Then `a`, `a_local` and `a_out` hold k / kScaleBlock
+/// scales, rounded up, for each row, one after the other.
 struct Scales {
   float const* a = nullptr;        // [m] or [1]; read with the rows of A, so they may come as late
   float const* b = nullptr;        // [n] or [1]
   bool a_per_row = false;          // else one for all rows
   bool b_per_column = false;       // else one for all columns
-  float const* a_local = nullptr;  // those of the rows that Operands::a_local has
-  float* a_out = nullptr;          // [m], where the kernel writes those of all rows; or null
-  // Of blocks: elements between those of one block of K and the next, and from one block of columns
-  // (Block) to the next; those of single columns (Block1x128) are neighbours.
+  float const* a_local = nullptr;  // for the rows that Operands::a_local has
+  float* a_out = nullptr;          // [m], where the kernel writes the scales of all rows; or null
+  // The strides of B's block scales, in elements: from one scale block of K to the next, and from
+  // one scale block of columns to the next (Block). The scales of single columns (Block1x128) are
+  // neighbours.
   int32_t b_k_stride = 0;
   int32_t b_n_stride = 0;
 };
@@ -57,8 +59,9 @@ struct AsyncInputArgs {
   int32_t rank = 0;                     // for the message when a wait passes its limit
   uint64_t limit_ns = kDefaultLimitNs;  // of each wait; past it the process ends
   int32_t sm_count = 0;                 // CTAs at most; 0, or more than that: the device's SMs
-  // Of config.splits > 1: max_split_scratch_bytes(), of which the first kSplitCounterBytes are 0
-  // before the launch, and after it. Not to be used by two launches at once.
+  // Scratch memory for config.splits > 1, max_split_scratch_bytes() long. Its first
+  // kSplitCounterBytes are 0 before the launch, and the launch leaves them 0. No two launches may
+  // use it at the same time.
   void* split_scratch = nullptr;
   TileTimes* tile_times = nullptr;  // [tiles_m * tiles_n] for kernels with `timed`, or null
 };
@@ -66,14 +69,16 @@ struct AsyncInputArgs {
 /// Writes the GPU's global timer in ns, the clock of TileTimes, when the stream comes to it.
 void record_time(uint64_t* ns, void* stream);
 
-/// The kernels of this build for all ops, and those that were added since: no two have the same
-/// architecture, op, dtype, accumulation, layout of B, epilogue and shape.
+/// The kernels of this build for all ops, and the kernels that were added since. No two of them
+/// have the same architecture, op, dtype, accumulation, layout of B, epilogue and shape.
 std::vector<KernelFacts> built_kernels();
 
-/// A counter of 4 bytes per tile, of which there are no more than multiprocessors where K is split.
+/// The bytes of the counters at the beginning of AsyncInputArgs::split_scratch: 4 for each tile.
+/// Where K is split there are no more tiles than multiprocessors.
 constexpr std::size_t kSplitCounterBytes = 1024;
 
-/// Enough AsyncInputArgs::split_scratch for every kernel that there is now, on the current device.
+/// The bytes of AsyncInputArgs::split_scratch that suffice, on the current device, for every kernel
+/// that there is now.
 std::size_t max_split_scratch_bytes();
 
 /// Loads every kernel that there is for a matmul on the current device. Loading waits for the
@@ -95,10 +100,10 @@ class PreparedMatmul {
   std::shared_ptr<void> params_;
 };
 
-/// Everything that can fail short of the launch itself: checks, shared memory, TMA descriptors
-/// (kept for the next call with the same arguments). Throws std::invalid_argument when the problem
-/// is not legal for the kernel or the kernel is not in this build, std::runtime_error where this
-/// build has none for the device, or when CUDA refuses.
+/// Does everything that can fail short of the launch itself: checks, shared memory, TMA descriptors
+/// (cached for the next call with the same arguments). Throws std::invalid_argument when the
+/// problem is not legal for the kernel or the kernel is not in this build, std::runtime_error where
+/// this build has none for the device, or when CUDA refuses.
 PreparedMatmul prepare_async_input_mm(AsyncInputArgs const& args);
 
 }  // namespace agmm

@@ -1,4 +1,4 @@
-// out_i = all_gather(A_shard) @ B_i (+ bias_i), one call that enqueues everything.
+// The op out_i = all_gather(A_shard) @ B_i (+ bias_i): one call enqueues everything.
 #pragma once
 
 #include <cstddef>
@@ -22,11 +22,11 @@ struct Weight {
   void const* bias = nullptr;
   void* out = nullptr;  // [w * rows, n]
   KernelConfig config{};
-  // Of fp8:
-  float const* scales = nullptr;  // [n] or [1]; of blocks as Scales::b
+  // The fields from here on are read for fp8 operands only.
+  float const* scales = nullptr;  // [n] or [1]; block scales as in Scales::b
   bool scale_per_column = false;  // else one for all columns
   Accumulation accumulation = Accumulation::Fast;
-  int32_t scale_k_stride = 0;  // of blocks: Scales::b_k_stride
+  int32_t scale_k_stride = 0;  // of block scales: Scales::b_k_stride
   int32_t scale_n_stride = 0;
 };
 
@@ -34,21 +34,23 @@ struct Weight {
 /// that calls take in turn, signals and credits. Safe to call from several threads.
 class FusedAllGatherMatmul {
  public:
-  /// Bytes of symmetric memory that a workspace needs on every rank; slot_bytes: of the largest
-  /// gathered A, a multiple of 128.
+  /// Bytes of symmetric memory that a workspace needs on every rank. slot_bytes: bytes of the
+  /// largest gathered A, a multiple of 128.
   static std::size_t workspace_bytes(std::size_t slot_bytes, int world_size);
 
-  /// Makes memory of so many bytes a workspace. Before the first call of any rank, once per rank,
-  /// with a barrier of the ranks behind it. Enqueued on `stream`; throws std::runtime_error when
+  /// Makes memory of workspace_bytes() a workspace. Each rank does so once before any rank's first
+  /// call, and a barrier of the ranks follows. Enqueued on `stream`; throws std::runtime_error when
   /// CUDA refuses.
   static void initialise_workspace(void* memory, std::size_t slot_bytes, int world_size,
                                    void* stream);
 
-  /// `bases[p]`: address, on the current device, of rank p's workspace. Loads every kernel.
+  /// Makes the op on the ranks' workspaces and loads every kernel.
+  /// `bases[p]`: address, on the current device, of rank p's workspace.
   /// reserved_sms: multiprocessors that matmuls leave free, for the kernels of other groups, which
   /// a peer may need before it can send what a matmul here waits for; and for copies between ranks
-  /// that share a GPU, which are kernels. Throws std::invalid_argument for a number out of range,
-  /// std::runtime_error where this build has no kernel for the device, or CUDA refuses.
+  /// that share a GPU, which are kernels.
+  /// Throws std::invalid_argument for a number out of range, std::runtime_error where this build
+  /// has no kernel for the device, or CUDA refuses.
   FusedAllGatherMatmul(int rank, std::vector<uintptr_t> const& bases, std::size_t slot_bytes,
                        int reserved_sms = 0);
   ~FusedAllGatherMatmul();
@@ -57,16 +59,17 @@ class FusedAllGatherMatmul {
 
   std::size_t slot_bytes() const;
 
-  /// `tile_times`: of the first weight's tiles, or null. Returns whether the stream is being
-  /// captured into a graph. Throws std::invalid_argument, with nothing enqueued, when a part of the
-  /// call is not legal; std::runtime_error when CUDA refuses, and in all calls after that: signals
-  /// and slots of the ranks may no longer be in step. A capture in which a call fails becomes
-  /// invalid, and nothing is left of it.
+  /// Enqueues the call. `tile_times`: where the times of the first weight's tiles go, or null.
+  /// Returns whether the stream is being captured into a graph. Throws std::invalid_argument, with
+  /// nothing enqueued, when any of the call is not legal; std::runtime_error when CUDA refuses, and
+  /// in all calls after that: signals and slots of the ranks may no longer be in step. A capture in
+  /// which a call fails becomes invalid, and nothing is left of it.
   bool operator()(Gather const& gather, std::vector<Weight> const& weights, void* stream,
                   TileTimes* tile_times = nullptr);
 
-  /// What is enqueued on `stream` from now on comes behind the last call: the last eager one, or
-  /// that of the capture that `stream` is in. For calls of other workspaces of the group.
+  /// Makes what is enqueued on `stream` from now on wait for the last call: the last eager one, or
+  /// the last one of the capture that `stream` is in. Calls of other workspaces of the group need
+  /// it.
   void precede(void* stream);
 
  private:

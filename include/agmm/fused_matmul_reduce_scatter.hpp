@@ -1,5 +1,5 @@
-// out = reduce_scatter(sum of A_i @ B_i) (+ bias), or all_reduce of it, one call that enqueues
-// everything.
+// The op out = reduce_scatter(sum of A_i @ B_i) (+ bias), or the all_reduce of that sum: one call
+// enqueues everything.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,8 @@ namespace agmm {
 
 struct ScatterTimes;
 
-/// A [rows, k] row-major @ B [k, n]: device memory, aligned to 16 bytes.
+/// One product of a call, A [rows, k] row-major @ B [k, n], in device memory that is aligned to 16
+/// bytes.
 struct Product {
   void const* a = nullptr;
   int64_t lda = 0;  // elements between rows of A
@@ -32,40 +33,45 @@ struct MatmulScatter {
   int32_t n = 0;
   DType dtype = DType::BFloat16;
   BLayout b_layout = BLayout::ColumnMajor;
-  std::vector<Product> products;  // their sum; 1 to 3, of fp8 one
+  std::vector<Product> products;  // out is their sum; 1 to 3, of fp8 one
   void const* bias = nullptr;     // [n], the dtype of out, added once to the whole sum; or null
-  void* out = nullptr;            // [rows / w, n], of an all-reduce [rows, n]
+  void* out = nullptr;            // [rows / w, n]; for an all-reduce [rows, n]
   bool is_average = false;        // the sum is multiplied by 1 / w, before the bias
-  /// Where not 0, every rank gets all rows, with the same bits: an all-reduce. Then this is the
-  /// same on all ranks: the multiprocessors that the order of the tiles is made for.
+  /// The number of multiprocessors that the order of an all-reduce's tiles is made for, the same on
+  /// all ranks. Where it is not 0 the call is an all-reduce: every rank gets all rows, with the
+  /// same bits.
   int32_t all_reduce_sms = 0;
   Accumulation accumulation = Accumulation::Fast;  // Fast or Slow
   KernelConfig config{};
   uint64_t limit_ns = kDefaultLimitNs;  // of each wait; past it the process ends
-  /// For kernels with `timed`: of each launch [w][tiles of a chunk]; or null.
+  /// Where kernels with `timed` write their tiles' times, [w][tiles of a chunk] for each launch; or
+  /// null.
   ScatterTimes* tile_times = nullptr;
 };
 
 /// The op on one workspace: symmetric memory of a group of ranks for the sums that they send each
 /// other, signals and credits. Safe to call from several threads.
 ///
-/// Sums travel rounded once to the dtype of out, those of fp8 products scaled; an owner adds them
-/// to its own float32 sum, from the rank before it backwards around the ring, then the bias, and
-/// rounds once. So a config always gives the same bits; another may give others. Where a config
-/// splits K, all parts of all tiles have to be one wave of CTAs.
+/// A partial sum travels rounded once to the dtype of out; one of fp8 products is scaled first. An
+/// owner adds the others' partial sums to its own float32 sum, from the rank before it backwards
+/// around the ring, then the bias, and rounds once. So a config always gives the same bits; another
+/// may give others. Where a config splits K, all splits of all tiles have to be one wave of CTAs.
 ///
-/// An all-reduce computes a rank's own rows a lag behind the others and sends them, once they are
-/// whole, to all ranks, while the matmul goes on.
+/// In an all-reduce a rank computes its own rows a fixed lag behind the other ranks' rows. It sends
+/// its rows, once they are finished, to all ranks while the matmul goes on.
 class FusedMatmulReduceScatter {
  public:
-  /// Bytes that each rank sends to each other one at a time, a workspace's `part_bytes`. A multiple
-  /// of 128. Calls of more than 8192 rows (of A) are computed in several launches, which bounds it.
+  /// The `part_bytes` that a workspace needs: the bytes that each rank sends to each other rank at
+  /// a time, a multiple of 128. Calls of more than 8192 rows (of A) are computed in several
+  /// launches, which bounds it.
   static std::size_t needed_part_bytes(int32_t rows, int32_t n, int world_size,
                                        KernelShape const& shape, bool is_all_reduce = false);
   /// Bytes of symmetric memory that a workspace needs on every rank.
   static std::size_t workspace_bytes(std::size_t part_bytes, int world_size);
 
-  /// As FusedAllGatherMatmul's, for at least 2 ranks.
+  /// Makes memory of workspace_bytes() a workspace of at least 2 ranks, in the way of
+  /// FusedAllGatherMatmul::initialise_workspace(). The constructor too takes what
+  /// FusedAllGatherMatmul's takes, with part_bytes for slot_bytes.
   static void initialise_workspace(void* memory, std::size_t part_bytes, int world_size,
                                    void* stream);
   FusedMatmulReduceScatter(int rank, std::vector<uintptr_t> const& bases, std::size_t part_bytes,
@@ -76,11 +82,13 @@ class FusedMatmulReduceScatter {
 
   std::size_t part_bytes() const;
 
-  /// Returns whether the stream is being captured into a graph. Throws as FusedAllGatherMatmul.
+  /// Enqueues the call. Returns whether the stream is being captured into a graph. Throws what
+  /// FusedAllGatherMatmul::operator() throws.
   bool operator()(MatmulScatter const& call, void* stream);
 
-  /// What is enqueued on `stream` from now on comes behind the last call: the last eager one, or
-  /// that of the capture that `stream` is in. For calls of other workspaces of the group.
+  /// Makes what is enqueued on `stream` from now on wait for the last call: the last eager one, or
+  /// the last one of the capture that `stream` is in. Calls of other workspaces of the group need
+  /// it.
   void precede(void* stream);
 
  private:

@@ -12,7 +12,7 @@ enum class Transport : int32_t { CopyEnginePush = 0, CopyEnginePull = 1, SmPush 
 
 /// How SM push cuts a shard; of no meaning for the other transports.
 struct SmPushCut {
-  int32_t parts = 0;          // the rows of a chunk are cut into; a power of 2
+  int32_t parts = 0;          // that the rows of a chunk are cut into; a power of 2
   int32_t chunk_columns = 0;  // of a chunk
   int32_t first_peers = 0;    // this many nearest consumers get the whole shard before the others
   int32_t head_chunks = 0;    // 0: all. CTAs without a tile push the others
@@ -28,11 +28,11 @@ struct Gather {
   int32_t k = 0;
   DType dtype = DType::BFloat16;
   uint64_t limit_ns = kDefaultLimitNs;  // of each wait; past it the process ends
-  // The scales of an fp8 shard are [rows, scale_columns] and lie behind A in a slot.
-  // Copy-engine push alone moves them.
+  // The scales of an fp8 shard, [rows, scale_columns]; they lie behind A in a slot. Copy-engine
+  // push alone moves them.
   float const* scales = nullptr;
   float* scales_out = nullptr;  // [w * rows, scale_columns], or null
-  int32_t scale_columns = 1;    // a row's: one, or one for each kScaleBlock of K
+  int32_t scale_columns = 1;    // of one row: 1, or 1 for each kScaleBlock of K
 };
 
 /// Whether additions of `device` to words in the memory of `peer` are atomic there, which SM push

@@ -3,29 +3,35 @@
 //
 // It is CUTLASS's persistent scheduler with another order of the tiles (agmm::TileOrder): the grid
 // and the number of tiles are CUTLASS's, and so is what each CTA takes, one tile of every wave;
-// only the place of a tile changes. Works with the cooperative and the pingpong warp-specialised
+// only the place of a tile changes. It works with the cooperative and the pingpong warp-specialised
 // kernels, which see an ordinary scheduler.
 //
 // A transposed product has the operand that arrives as its B (Gathered::B): then rows of N come in
-// chunks, and what is said here of M holds for N.
+// chunks, and what is said here about M holds for N.
 //
 // One problem, no batch: L has to be 1. (A place in the batch would be one more value that the
 // warps keep, and the largest kernels have no register for it.)
 //
-// Used as the fourth argument of GemmUniversal:
+// It is the fourth argument of GemmUniversal:
 //   GemmUniversal<Shape<int,int,int,int>, CollectiveMainloop, CollectiveEpilogue,
 //                 PersistentAsyncInputScheduler<KernelTmaWarpSpecializedPingpong>>
-// Who waits for the signals:
-//   AsyncInputWait::Scheduler  the producer warp, when it fetches a tile, before any of its loads.
-//                              For CUTLASS's own collective mainloops.
-//   AsyncInputWait::Mainloop   agmm::AsyncInputMainloop, between the load of B and the load of A.
-// SplitsK::Yes: where there are fewer tiles than multiprocessors, several CTAs may compute a tile,
-// each with a part of K (agmm::SplitK). For the cooperative kernel, whose clusters are one tile
-// wide, with agmm::AsyncInputMainloop. SplitsK::ByEpilogue: the epilogue adds up the parts, and is
-// called with each of them. SplitsK::InCluster: they are launched as a cluster, and the mainloop
-// adds them up and stores the tile (agmm::store_splits_in_cluster).
-// Order: agmm::TileOrder, or agmm::LaggedTileOrder, which takes each CTA's own chunk, the last one,
-// a lag behind the others (Arguments::lag).
+//
+// AsyncInputWait says who waits for the signals:
+//   Scheduler  the producer warp, when it fetches a tile, before any of its loads. This is for
+//              CUTLASS's own collective mainloops.
+//   Mainloop   agmm::AsyncInputMainloop, between the load of B and the load of A.
+//
+// SplitsK says whether several CTAs may compute a tile, each over a range of K (a split,
+// agmm::SplitK), where there are fewer tiles than multiprocessors, and who adds up their sums:
+//   No          nobody: one CTA computes a tile.
+//   Yes         the scheduler's fixup(). This is for the cooperative kernel, whose clusters are one
+//               tile wide, with agmm::AsyncInputMainloop.
+//   ByEpilogue  the epilogue, which is called with the sum of each split.
+//   InCluster   the mainloop, which stores the tile too (agmm::store_splits_in_cluster). The splits
+//               of a tile are launched as a cluster.
+//
+// Order is agmm::TileOrder, or agmm::LaggedTileOrder, which takes the last chunk, the rank's own, a
+// lag behind the others (Arguments::lag).
 #pragma once
 
 #include <cstdint>
@@ -62,7 +68,7 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   using Base = PersistentTileSchedulerSm90;
   static constexpr bool kSplits = Splits != SplitsK::No;
   static constexpr bool kGathersB = Operand == Gathered::B;
-  // Of the gathered operand, and of the other.
+  // The tile's size along the rows of the gathered operand, and along those of the other one.
   static constexpr int kTileRows = kGathersB ? TileN : TileM;
   static constexpr int kTileColumns = kGathersB ? TileM : TileN;
   static constexpr int kBlockRows = kTileRows * (kGathersB ? ClusterN : ClusterM);
@@ -74,9 +80,9 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     int32_t split = 0;
     int32_t k_tile_begin = 0;
     int32_t k_tile_count = 0;
-    // This CTA has the sum of the whole tile, and is to store it. With SplitsK::Yes known to the
-    // consumers only: an epilogue whose producer warp has something to load (a C) would have to be
-    // told.
+    // Whether this CTA has the sum of the whole tile, and is to store it. With SplitsK::Yes the
+    // consumers alone know: an epilogue whose producer warp has something to load (a C) would have
+    // to be told.
     bool is_whole = true;
   };
 
@@ -89,22 +95,24 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   struct Arguments {
     int max_swizzle_size = 1;
     RasterOrderOptions raster_order = RasterOrderOptions::Heuristic;
-    /// Rows of a chunk, as tiles of M (tiles_per_chunk_m) or, where a chunk is no multiple of a
-    /// tile, as rows (rows_per_chunk, which wins when it is not 0). Both 0: A is one chunk.
+    /// The rows of a chunk, as tiles of M (tiles_per_chunk_m) or, where a chunk is no multiple of a
+    /// tile, as rows (rows_per_chunk, which wins when it is not 0). Where both are 0, A is one
+    /// chunk.
     int tiles_per_chunk_m = 0;
     int rows_per_chunk = 0;
-    /// chunk_signals[i] == ready_value: chunk i is ready. Null: all of A is ready.
+    /// The signals of the chunks: chunk i is ready when chunk_signals[i] == ready_value. Null: all
+    /// of A is ready.
     uint32_t const* chunk_signals = nullptr;
     uint32_t ready_value = 1;
-    /// First tile of M to compute: after the swizzle, m -> (m + pivot) % tiles_m. The chunk of that
-    /// tile's first row is the pivot chunk.
+    /// The first tile of M to compute: after the swizzle, m becomes (m + pivot) % tiles_m. The
+    /// chunk of that tile's first row is the pivot chunk.
     int tile_idx_pivot_m = 0;
-    /// The pivot as a chunk; wins when it is not negative.
+    /// The pivot as a chunk; it wins over tile_idx_pivot_m when it is not negative.
     int chunk_pivot = -1;
     agmm::WaitLimit wait_limit{};
-    /// SplitsK::Yes: tiles times splits are at most the CTAs of one wave.
+    /// The split of K. With SplitsK::Yes, tiles times splits are at most the CTAs of one wave.
     agmm::SplitK split_k{};
-    /// Of a LaggedTileOrder.
+    /// The lag of the rank's own chunk; LaggedTileOrder alone reads it.
     agmm::Lag lag{};
   };
 
@@ -183,7 +191,7 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   template <class ClusterShape>
   CUTLASS_DEVICE WorkTileInfo initial_work_tile_info(ClusterShape) {
     return work_of([this](int32_t step) {
-      // agmm's launcher starts no more clusters than that.
+      // agmm's launcher starts at most FirstBlocks::kMost clusters.
       if (Wait == AsyncInputWait::Scheduler && step >= agmm::FirstBlocks::kMost) {
         return params_->order.block_at(step);
       }
@@ -191,8 +199,8 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     });
   }
 
-  // The base keeps its place as a 64-bit index; next to 128 accumulators that is two registers too
-  // many. Here the place is the number of waves done; the index follows from it.
+  // The base counts its tiles in a 64-bit index, which is two registers too many next to 128
+  // accumulators. Here the number of waves done is kept; the index follows from it.
   CUTLASS_DEVICE void advance_to_next_work(uint32_t advance_count = 1) { waves_ += advance_count; }
 
   CUTLASS_DEVICE bool is_last_tile(WorkTileInfo&, uint32_t advance_count = 1) const {
@@ -269,8 +277,8 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     return Base::get_grid_shape(params, problem, tile, cluster, hw_info, base_args);
   }
 
-  /// This CTA's share of a step of the order, which its cluster computes: for kernels that do not
-  /// deal steps out to clusters, one of every wave, but hand them out in another way.
+  /// The tile of this CTA in a step of the order, which its cluster computes: for kernels that do
+  /// not deal steps out to clusters, one of every wave, but hand them out in another way.
   CUTLASS_DEVICE WorkTileInfo work_at(int32_t step) const {
     WorkTileInfo work;
     work.is_valid_tile = true;
@@ -285,7 +293,7 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
   template <class BlockAt>
   CUTLASS_DEVICE void set_step(WorkTileInfo& work, int32_t step, BlockAt const& block_at) const {
     if constexpr (kSplits) {
-      // Neighbouring clusters of CTAs have the splits of one cluster of tiles.
+      // Neighbouring clusters of CTAs compute the splits of one cluster of tiles.
       int32_t const tiles = params_->splits.divide(step);
       work.split = step - tiles * params_->splits.divisor;
       agmm::Range const k_tiles = k_tiles_of(work.split);
@@ -309,11 +317,11 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     }
   }
 
-  // Not by the base's arithmetic, which makes a place of the cluster's index that would only be
-  // turned back. Every warp waits for this at the start, and the consumers before each tile: with
-  // it, and with the divisions that TileOrder's table saves, it took 1700 cycles; and 800 where the
-  // first block is not looked up. The second warpgroup of a pingpong kernel begins with the second
-  // wave.
+  // This does not use the base's arithmetic, which turns the cluster's index into a place that
+  // would only be turned back. Every warp waits for this at the start, and the consumers before
+  // each tile: with the base's arithmetic, and with the divisions that TileOrder's table saves, it
+  // took 1700 cycles; and 800 where the first block is not looked up. The second warpgroup of a
+  // pingpong kernel begins with the second wave.
   template <class BlockAt>
   CUTLASS_DEVICE WorkTileInfo work_of(BlockAt const& block_at) const {
     WorkTileInfo work;
@@ -336,8 +344,8 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     agmm::fence_proxy_async_global();
   }
 
-  // The grid is (ClusterM, rest, 1): see get_grid_shape. Not by gridDim.x, for which some kernels
-  // have no register.
+  // The grid is (ClusterM, rest, 1): see get_grid_shape. gridDim.x is not read, since some kernels
+  // have no register for it.
   CUTLASS_DEVICE static uint32_t linear_index(uint32_t waves) {
     return blockIdx.x + ClusterM * (blockIdx.y + gridDim.y * waves);
   }

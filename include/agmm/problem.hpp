@@ -1,4 +1,4 @@
-// The structs that describe a problem and how it is to be computed. Plain data; they print
+// The structs that describe a problem and how it is to be computed. They are plain data, and print
 // themselves.
 #pragma once
 
@@ -9,30 +9,33 @@
 
 namespace agmm {
 
-/// What the matmul kernels of this build are compiled for, and the compute capability of GPUs that
-/// run it.
+/// The architecture that the matmul kernels of this build are compiled for, and the compute
+/// capability of the GPUs that run it.
 constexpr char kArchitecture[] = "sm_90a";
 constexpr int kCapabilityMajor = 9;
 constexpr int kCapabilityMinor = 0;
-/// GPUs from this compute capability on run the other kernels: collectives, quantisers, copies.
+/// The least compute capability that runs the other kernels: collectives, quantisers, copies.
 constexpr int kLeastCapabilityMajor = 8;
 constexpr int kLeastCapabilityMinor = 0;
 /// TMA wants strides that are multiples of 16 bytes, and so of this many elements of 16 bits.
 constexpr int32_t kAlignment = 8;
 
-/// The element types of A and B, in fp8 A's by B's. The result has A's, of fp8 operands BFloat16.
+/// The element types of A and B; fp8 types name A's, then B's. The result has A's type, or BFloat16
+/// where the operands are fp8.
 enum class DType : int32_t { BFloat16 = 0, Float16 = 1, E4M3 = 2, E4M3ByE5M2 = 3, E5M2ByE4M3 = 4 };
-/// How sums of fp8 products are kept: by the tensor cores, with fewer bits than float32 has, or
-/// promoted to float32 every 128 of K. Where scales cover 128 of K they are multiplied with then:
-/// each of a row of A, and of 128 columns of B (Block) or of one (Block1x128). Of other types there
-/// is the first alone, which loses nothing.
+/// How sums of fp8 products are accumulated: by the tensor cores, with fewer bits than float32 has
+/// (Fast), or promoted to float32 every 128 of K (Slow). Block scales are applied at that
+/// promotion: each covers 128 of K of a row of A, and of 128 columns of B (Block) or of one column
+/// (Block1x128). Other types have Fast alone, which loses nothing there.
 enum class Accumulation : int32_t { Fast = 0, Slow = 1, Block = 2, Block1x128 = 3 };
-/// What a scale of blocks covers, of K and of columns.
+/// The size of a scale block, along K and along columns.
 constexpr int32_t kScaleBlock = 128;
 enum class BLayout : int32_t { RowMajor = 0, ColumnMajor = 1 };
-/// What a kernel is for. Those of the last two send tiles, of the last finished ones too.
+/// The op that a kernel is for. Kernels of the last two ops send tiles to other ranks; those of the
+/// last one send finished tiles too.
 enum class Op : int32_t { AllGatherMatmul = 0, MatmulReduceScatter = 1, MatmulAllReduce = 2 };
-/// What becomes of sums, scaled where the operands have scales: a bias is added, or none.
+/// The epilogue of a kernel: what is done with the sums, which are scaled where the operands have
+/// scales. Bias adds a bias, or none.
 enum class Epilogue : int32_t { Bias = 0 };
 enum class Schedule : int32_t { Cooperative = 0, Pingpong = 1 };
 /// The direction in which neighbouring tiles of out follow one another.
@@ -43,7 +46,8 @@ constexpr bool is_block_scaled(Accumulation a) {
 }
 constexpr bool is_fp8(DType d) { return d != DType::BFloat16 && d != DType::Float16; }
 constexpr int32_t element_bytes(DType d) { return is_fp8(d) ? 1 : 2; }  // of A
-/// Of which K and the leading dimension of B are multiples; N where B is row-major, else of 8.
+/// The number of elements of which K and the leading dimension of B are multiples. N is too where B
+/// is row-major; otherwise it is a multiple of 8.
 constexpr int32_t alignment_of(DType d) { return is_fp8(d) ? 16 : kAlignment; }
 
 inline char const* to_string(DType d) {
@@ -95,7 +99,7 @@ inline char const* to_string(Raster r) { return r == Raster::AlongM ? "along_m" 
 /// The largest M, N and K: with the sizes of tiles and clusters added they still fit into 32 bits.
 constexpr int32_t kMaxSize = INT32_MAX - (1 << 16);
 
-/// out[m, n] = A[m, k] @ B[k, n] + bias[n]
+/// The problem out[m, n] = A[m, k] @ B[k, n] + bias[n].
 struct Problem {
   int32_t m = 0;
   int32_t n = 0;
@@ -112,7 +116,8 @@ struct Problem {
   }
 };
 
-/// What is compiled in: the tile that one CTA computes, the cluster, the warp-specialised schedule.
+/// What a kernel is compiled with: the tile that one CTA computes, the cluster, the
+/// warp-specialised schedule.
 struct KernelShape {
   int32_t tile_m = 128;
   int32_t tile_n = 128;
@@ -121,8 +126,8 @@ struct KernelShape {
   int32_t cluster_n = 1;
   Schedule schedule = Schedule::Pingpong;
   bool timed = false;  // records agmm::TileTimes; a variant for pictures, never chosen
-  // Multiplies transposed: the rows of a tile are columns of the MMA, of which it has any multiple
-  // of 8, and the tile's columns its rows, a multiple of 64.
+  // Whether the product is computed transposed: the rows of a tile are columns of the MMA, of which
+  // it has any multiple of 8, and the tile's columns are its rows, a multiple of 64.
   bool swapped = false;
 
   std::string str() const {
@@ -154,9 +159,9 @@ struct KernelConfig {
   KernelShape shape{};
   int32_t max_swizzle = 1;
   Raster raster = Raster::AlongM;
-  int32_t splits = 1;  // of K: so many CTAs compute a tile together
-  /// One order of tiles over all rows of A, not one chunk's after another's: tiles that share
-  /// columns of B come together. Calls of one wave have it whatever is asked for, since all their
+  int32_t splits = 1;  // of K: the number of CTAs that compute a tile together
+  /// Whether one order of tiles goes over all rows of A, not chunk after chunk, so that tiles that
+  /// share columns of B come together. Calls of one wave always have such an order, since all their
   /// tiles wait at once.
   bool across = false;
 };

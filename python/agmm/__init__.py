@@ -6,7 +6,8 @@ import warnings as _warnings
 from importlib.metadata import version as _version
 
 try:
-    # First: the core then takes torch's libraries, and what torch lacks is not taken for its lack.
+    # torch comes first: the core then takes torch's libraries, and what torch lacks is not blamed
+    # on the core.
     import torch as _torch  # noqa: F401
 
     from agmm import _core, async_tp, collectives
@@ -26,7 +27,7 @@ try:
 except (Exception, KeyboardInterrupt) as _error:
     from agmm import _installation
 
-    # The commands say in a line what is wrong, and so have to be imported.
+    # The commands have to be imported nevertheless: they say in a line what is wrong.
     if not _installation.is_command():
         raise
     _installation.import_error = _error

@@ -1,4 +1,4 @@
-"""The command `agmm`, also as `python -m agmm`."""
+"""The command `agmm`, which `python -m agmm` runs too."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from agmm import _installation
 
 
 def main() -> None:
-    """Runs the command line. What is wrong with the installation is said first, in a line;
-    `--help`, `--version` and `doctor` serve nevertheless."""
+    """Runs the command line. It first says in a line what is wrong with the installation; `--help`,
+    `--version` and `doctor` work nevertheless."""
     try:
         if isinstance(_installation.import_error, KeyboardInterrupt):
             raise KeyboardInterrupt

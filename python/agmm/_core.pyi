@@ -108,7 +108,7 @@ class CpuWorkspace:
     ) -> None: ...
     def arrival_ns(self, slot: int) -> list[int]:
         """
-        When each chunk of the slot was signalled, in ns of time.monotonic_ns(); 0 for own.
+        When each chunk of the slot was signalled, in ns of time.monotonic_ns(); 0 for this rank's own chunks.
         """
     def close(self) -> None:
         """
@@ -120,11 +120,11 @@ class CpuWorkspace:
         """
     def end_waits(self) -> None:
         """
-        Has every wait on this workspace raise RuntimeError, those under way too; before close, where another thread may wait.
+        Makes every wait on this workspace raise RuntimeError, also the waits under way. Call it before close where another thread may wait.
         """
     def push(self, slot: int, shard_ptr: int, shard_bytes: int, chunk_bytes: int, tag: int) -> None:
         """
-        Hands the shard to the copy thread; it must stay unchanged until wait_pushed().
+        Hands the shard to the copy thread; the shard must stay unchanged until wait_pushed().
         """
     def release(self, slot: int) -> None:
         """
@@ -142,27 +142,27 @@ class CpuWorkspace:
         tag: int,
     ) -> None:
         """
-        Hands a piece of this rank's part of the owner's sum to the copy thread; it must stay unchanged until wait_pushed().
+        Hands a piece of this rank's partial sum for the owner to the copy thread; the piece must stay unchanged until wait_pushed().
         """
     def set_push_delay_us(self, us: int) -> None:
         """
-        For tests: delays every chunk by a random time up to `us` microseconds.
+        Delays every chunk by a random time up to `us` microseconds, for tests.
         """
     def signals_ptr(self, slot: int) -> int:
         """
-        Address of this rank's signals, world_size * chunks_per_shard uint32.
+        The address of this rank's signals, world_size * chunks_per_shard uint32.
         """
     def slot_ptr(self, slot: int) -> int:
         """
-        Address of this rank's slot, slot_bytes long.
+        The address of this rank's slot, slot_bytes long.
         """
     def take_credits(self, slot: int) -> None:
         """
-        Has the copy thread take the credit of every peer's slot, before the sends.
+        Makes the copy thread take the credit of every peer's slot, before the sends.
         """
     def take_memory(self) -> None:
         """
-        Removes the segment's name, then takes the memory of its slots; to be called when every rank is connected.
+        Removes the segment's name, then takes the memory of its slots. Call it when every rank is connected.
         """
     def wait_chunk(self, slot: int, chunk: int, tag: int) -> None:
         """
@@ -193,7 +193,7 @@ class CpuWorkspace:
 
 class WorkspaceLayout:
     """
-    Offsets in bytes of a CUDA workspace's parts.
+    The layout of a CUDA workspace, as offsets in bytes.
     """
 
     max_column_chunks: typing.ClassVar[int] = 128
@@ -216,7 +216,7 @@ class WorkspaceLayout:
 
 class DType:
     """
-    The element types of the kernels, by torch's names; in fp8 A's and B's.
+    The element types of the kernels, by torch's names; an fp8 type names A's and B's.
 
     Members:
 
@@ -260,7 +260,7 @@ class DType:
 
 class Accumulation:
     """
-    How sums of fp8 products are kept and scaled: by the tensor cores, promoted every 128 of K, or promoted with the scales of blocks.
+    How sums of fp8 products are accumulated and scaled: by the tensor cores, promoted every 128 of K, or promoted and multiplied with block scales.
 
     Members:
 
@@ -301,7 +301,7 @@ class Accumulation:
 
 class KernelConfig:
     """
-    A kernel shape and its swizzle and raster.
+    A kernel shape and what may change from launch to launch.
     """
     @staticmethod
     def field_names() -> list[str]: ...
@@ -342,12 +342,12 @@ class KernelConfig:
     @property
     def splits_in_cluster(self) -> bool:
         """
-        Whether the CTAs of a tile are a cluster, which takes no scratch.
+        Whether the CTAs that split K of a tile are a cluster, which takes no scratch memory.
         """
     @property
     def stores_A(self) -> list[str]:
         """
-        The layouts of B with which it can store A.
+        The layouts of B with which the kernel can store A.
         """
     @property
     def swapped(self) -> bool: ...
@@ -373,7 +373,7 @@ class ScaleLayout:
         b_n_stride: int = 0,
     ) -> None:
         """
-        a_columns: scales of a row of A. b_k_stride, b_n_stride: of blocks, elements between the scales of one block of K or of columns and the next.
+        a_columns: the number of scales of a row of A. b_k_stride, b_n_stride: for block scales, the elements from one scale block of K or of columns to the next.
         """
     @property
     def a_columns(self) -> int: ...
@@ -388,13 +388,13 @@ class ScaleLayout:
 
 class Format:
     """
-    What the elements of a product are, and how its sums are kept and scaled.
+    What the elements of a product are, and how its sums are accumulated and scaled.
     """
     def __init__(
         self, dtype: DType, accumulation: Accumulation = ..., scales: ScaleLayout | None = None
     ) -> None:
         """
-        scales: of fp8 alone.
+        scales: the layout of the scales, for fp8 operands alone.
         """
     def __repr__(self) -> str: ...
     @property
@@ -421,7 +421,7 @@ class KernelFacts:
     @property
     def config(self) -> KernelConfig:
         """
-        Its shape, with the usual order of tiles.
+        The kernel's shape with the default order of tiles.
         """
     @property
     def dtype(self) -> DType: ...
@@ -453,7 +453,7 @@ class MatmulProblem:
         sm_count: int = 0,
     ) -> None:
         """
-        size: (M, N, K). b: (column-major?, leading dimension). chunks: those of A's rows and columns that signals announce, and the first to be computed. rank: whom the message of a wait that passes its limit names. sm_count: CTAs at most; 0: all multiprocessors.
+        size: (M, N, K). b: (whether B is column-major, its leading dimension). chunks: how many chunks of A's rows and of its columns signals announce, and which is computed first. rank: the rank that the message of a wait that passes its limit names. sm_count: CTAs at most; 0: all multiprocessors.
         """
     def __repr__(self) -> str: ...
 
@@ -463,7 +463,7 @@ class GatherWeight:
     """
     def __init__(self, n: int, b: tuple[bool, int], format: Format, config: KernelConfig) -> None:
         """
-        b: (column-major?, leading dimension).
+        b: (whether B is column-major, its leading dimension).
         """
 
 class GatherProblem:
@@ -478,7 +478,7 @@ class GatherProblem:
         transport: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
     ) -> None:
         """
-        rows: of A_shard. transport: (0 push, 1 pull, 2 SM push; parts, columns of a chunk, first peers, head chunks).
+        rows: the number of rows of A_shard. transport: (0 push, 1 pull, 2 SM push; parts, columns of a chunk, first peers, head chunks).
         """
     def __repr__(self) -> str: ...
 
@@ -489,7 +489,7 @@ class CudaWorkspace:
     @staticmethod
     def credit_words(world_size: int) -> list[int]:
         """
-        The words after the slots that are 1 before the first call; the others are 0.
+        Indices from words_offset of the words that are 1 before the first call; the others are 0.
         """
     @staticmethod
     def words_offset(slot_bytes: int, world_size: int) -> int:
@@ -513,18 +513,18 @@ class CudaWorkspace:
         tile_times: int = 0,
     ) -> bool:
         """
-        Enqueues gather and matmuls. addresses: of A_shard, scale_a, A and the gathered scale_a, then of B, scale_b, bias and out of each weight; 0 where there is none. tile_times: of the first weight's tiles. Returns whether the stream is being captured.
+        Enqueues gather and matmuls. addresses: the addresses of A_shard, scale_a, A and the gathered scale_a, then of B, scale_b, bias and out of each weight; 0 where there is none. tile_times: the address for the times of the first weight's tiles, or 0. Returns whether the stream is being captured.
         """
     def precede(self, stream: int) -> None:
         """
-        What is enqueued on the stream from now on comes behind the last call, eager or of the capture that the stream is in.
+        Makes what is enqueued on the stream from now on wait for the last call, eager or of the capture that the stream is in.
         """
     @property
     def slot_bytes(self) -> int: ...
 
 class ScatterProblem:
     """
-    A matmul + reduce-scatter, or + all-reduce, without its tensors, made once for calls of one kind.
+    A matmul + reduce-scatter, or matmul + all-reduce, without its tensors, made once for calls of one kind.
     """
     def __init__(
         self,
@@ -538,18 +538,18 @@ class ScatterProblem:
         all_reduce_sms: int = 0,
     ) -> None:
         """
-        products: (lda, ldb, k) each, of one format. all_reduce_sms: not 0 for an all-reduce, whose order is made for so many multiprocessors, the same on all ranks.
+        products: (lda, ldb, K) of each product; all have one format. all_reduce_sms: not 0 for an all-reduce, the number of multiprocessors that its order is made for, the same on all ranks.
         """
     def __repr__(self) -> str: ...
 
 class CudaScatterWorkspace:
     """
-    The sums that the ranks of a group send each other.
+    The memory for the partial sums that the ranks of a group send each other.
     """
     @staticmethod
     def credit_words(world_size: int) -> list[int]:
         """
-        The words after the sums that are 1 before the first call; the others are 0.
+        Indices from words_offset of the words that are 1 before the first call; the others are 0.
         """
     @staticmethod
     def words_offset(part_bytes: int, world_size: int) -> int:
@@ -573,11 +573,11 @@ class CudaScatterWorkspace:
         tile_times: int = 0,
     ) -> bool:
         """
-        Enqueues the matmuls, whose kernels send. addresses: of A, B, scale_a and scale_b of each product in turn, then of bias and out; 0 where there is none. tile_times: of each launch SCATTER_TIMES_BYTES for each rank's tiles. Returns whether the stream is being captured.
+        Enqueues the matmuls, whose kernels send. addresses: the addresses of A, B, scale_a and scale_b of each product in turn, then of bias and out; 0 where there is none. tile_times: the address for SCATTER_TIMES_BYTES for each launch and each tile of each rank, or 0. Returns whether the stream is being captured.
         """
     def precede(self, stream: int) -> None:
         """
-        What is enqueued on the stream from now on comes behind the last call, eager or of the capture that the stream is in.
+        Makes what is enqueued on the stream from now on wait for the last call, eager or of the capture that the stream is in.
         """
     @property
     def part_bytes(self) -> int: ...
@@ -620,7 +620,7 @@ class CollectiveOp:
 
 class CollectiveMethod:
     """
-    How the data travels, in how many steps.
+    How the data of a collective travels, and in how many steps.
 
     Members:
 
@@ -661,7 +661,7 @@ class CollectiveMethod:
 
 class CollectiveElement:
     """
-    By torch's names; bytes are gathered only.
+    The element types of a collective, by torch's names; bytes can only be gathered.
 
     Members:
 
@@ -707,7 +707,7 @@ class CudaCollectives:
     @staticmethod
     def credit_words(world_size: int) -> list[int]:
         """
-        None: all words are 0 before the first call.
+        Indices from words_offset of the words that are 1 before the first call. There are none: all words are 0.
         """
     @staticmethod
     def words_offset(slot_bytes: int, world_size: int) -> int:
@@ -739,7 +739,7 @@ class CudaCollectives:
         ctas: int = 0,
     ) -> bool:
         """
-        Enqueues an all_reduce whose sum is added to the residual, in out, and normed. Returns as call does.
+        Enqueues an all_reduce whose sum is added to the residual, which gives out, and normalised, which gives normed. Returns whether the stream is being captured.
         """
     def call(
         self,
@@ -754,17 +754,17 @@ class CudaCollectives:
         ctas: int = 0,
     ) -> bool:
         """
-        Enqueues a collective. count: elements of the input, of reduce_scatter those of out. ctas: 0 for the usual, alike on all ranks. Returns whether the stream is being captured.
+        Enqueues a collective. count: the number of elements of the input or, for reduce_scatter, of out. ctas: the number of CTAs of a launch, alike on all ranks; 0 chooses it by size. Returns whether the stream is being captured.
         """
     def meet(
         self, method: CollectiveMethod, input: int, out: int, agreed: str, words: str, stream: int
     ) -> bool:
         """
-        Enqueues a call without elements, which ends when all ranks have come to it. input: a word of device memory; out: one for each rank. agreed: what all ranks have to agree on; words: the call, for messages. Returns as call does.
+        Enqueues a call without elements, which ends when all ranks have come to it. input: a word of device memory; out: one for each rank. agreed: what all ranks have to agree on; words: the call, for messages. Returns whether the stream is being captured.
         """
     def precede(self, stream: int) -> None:
         """
-        What is enqueued on the stream from now on comes behind the last call, eager or of the capture that the stream is in.
+        Makes what is enqueued on the stream from now on wait for the last call, eager or of the capture that the stream is in.
         """
     def relay_over(
         self,
@@ -773,14 +773,14 @@ class CudaCollectives:
         ],
     ) -> None:
         """
-        The ways of the method relayed: (owner, source, target) of each move of a schedule.
+        Sets the routes of the method relayed: (owner, source, target) of each transfer.
         """
     @property
     def slot_bytes(self) -> int: ...
 
 class QuantizedFrom:
     """
-    By torch's names.
+    The element types that can be quantised, by torch's names.
 
     Members:
 
@@ -818,7 +818,7 @@ class QuantizedFrom:
 
 class QuantizedTo:
     """
-    By torch's names.
+    The element types of quantised values, by torch's names.
 
     Members:
 
@@ -900,7 +900,7 @@ def async_input_mm(
     split_scratch: int = 0,
 ) -> None:
     """
-    Enqueues out = a @ b (+ bias). addresses: of a, b, scale_a, scale_b, bias, out and signals; 0 where there is none.
+    Enqueues out = a @ b (+ bias). addresses: the addresses of a, b, scale_a, scale_b, bias, out and signals; 0 where there is none.
     """
 
 def call_tag(m_local: int, k: int, dtype: str, return_A: bool) -> int:
@@ -910,7 +910,7 @@ def call_tag(m_local: int, k: int, dtype: str, return_A: bool) -> int:
 
 def capture_of(stream: int) -> int:
     """
-    The capture that a stream is in, by its id; 0: none.
+    The id of the capture that a stream is in; 0 where there is none.
     """
 
 def chunk_columns(depth: int, chunks_k: int, chunk_k: int) -> tuple[int, int]:
@@ -927,12 +927,12 @@ def clusters_to_launch(
     m: int, n: int, block_rows: int, block_cols: int, chunks: int, at_once: int
 ) -> int:
     """
-    How many of the clusters of CTAs that there is room for are launched.
+    How many clusters of CTAs are launched, of the number that there is room for at once.
     """
 
 def collective_bytes(method: CollectiveMethod, slot_bytes: int, world_size: int) -> int:
     """
-    Bytes that a rank can send to another in one step of a launch; what is larger takes several launches.
+    Returns the bytes that a rank can send to another in one step of a launch; a larger call takes several launches.
     """
 
 def cpu_wait_signal(
@@ -973,12 +973,12 @@ def first_blocks(
     steps: int,
 ) -> list[tuple[int, int]]:
     """
-    The table of the first blocks of that order, at most 288, (block of M, block of N) each.
+    The table of the first blocks of tile_order, at most 288: (block of M, block of N) for each step.
     """
 
 def k_parts(k_tiles: int, parts: int, in_cluster: bool = False) -> list[tuple[int, int]]:
     """
-    The half-open ranges of k tiles of the parts when K is split.
+    The half-open range of k tiles of each split of K.
     """
 
 def kernel_facts() -> list[KernelFacts]:
@@ -988,12 +988,12 @@ def kernel_facts() -> list[KernelFacts]:
 
 def lag_for(world_size: int, blocks: int, workers: int) -> tuple[int, int]:
     """
-    Blocks of a group, and groups of lag, for so many workers.
+    The lag for a number of workers: (blocks of a group, groups by which a rank's own blocks lag).
     """
 
 def lagged_steps(world_size: int, blocks: int, group: int, lag: int) -> list[tuple[int, int]]:
     """
-    The steps of a matmul + all-reduce, the same on all ranks: (position, block of the chunk) each; whose rows those of a position are, scatter_owner says.
+    The steps of a matmul + all-reduce, the same on all ranks: (position, block of the chunk) for each step; scatter_owner says whose rows a position has.
     """
 
 def load_quantizers() -> None:
@@ -1008,12 +1008,12 @@ def mismatch_message(rank: int, source: int, chunk: int, seen: int, wanted: int)
 
 def note_call(tag: int, what: str) -> None:
     """
-    Keeps what the calls are whose signals carry the tag, for mismatch_message.
+    Records which calls' signals carry the tag, for mismatch_message.
     """
 
 def part_place(source: int, owner: int, world_size: int) -> int:
     """
-    Where the owner keeps the part of the source.
+    The index at which the owner stores the partial sum of the source, another rank.
     """
 
 def peer_atomics(device: int, peer: int) -> bool:
@@ -1032,7 +1032,7 @@ def push_order(
     stretch_chunks: int = 0,
 ) -> list[tuple[int, int, int, int]]:
     """
-    The order in which SM push sends a shard: (round, chunk, first part, parts) per item.
+    The order in which SM push sends a shard: (round, chunk, first part, parts) for each item.
     """
 
 def quantize(
@@ -1051,7 +1051,7 @@ def quantize(
     stream: int,
 ) -> None:
     """
-    Enqueues the quantisation of a contiguous matrix to fp8 with dynamic scales. leading: of columns with a scale each, not 0: values are the transpose, [columns, leading]. amax: float32 for each scale of the matrix or of columns, with has_amax those to use, else overwritten.
+    Enqueues the quantisation of a contiguous matrix to fp8 with dynamic scales. leading: not 0 only where each column has a scale: then values are the transpose, [columns, leading]. amax: one float32 for each scale where the scales are of the matrix or of columns; has_amax says whether they are to be used, otherwise they are overwritten.
     """
 
 def record_time(ns: int, stream: int) -> None:
@@ -1066,38 +1066,38 @@ def scatter_bands(rows: int, world_size: int) -> list[tuple[int, int]]:
 
 def scatter_owner(rank: int, position: int, world_size: int) -> int:
     """
-    The rank whose rows `rank` computes at this position.
+    The rank whose rows `rank` computes at this position of its order.
     """
 
 def scatter_part_bytes(
     rows: int, n: int, world_size: int, config: KernelConfig, is_all_reduce: bool = False
 ) -> int:
     """
-    Bytes that a matmul + reduce-scatter, or an all-reduce, sends from one rank to another at a time.
+    Returns the bytes that a matmul + reduce-scatter, or an all-reduce, sends from one rank to another at a time.
     """
 
 def scatter_slot_bytes(rows: int, row_bytes: int, world_size: int) -> int:
     """
-    Bytes of a slot for the parts of matmul + reduce-scatter with so many rows of A @ B.
+    The bytes of a slot for the partial sums of a matmul + reduce-scatter whose product A @ B has `rows` rows.
     """
 
 def scatter_steps(
     rank: int, world_size: int, rows: int, n: int, config: KernelConfig, all_reduce_sms: int = 0
 ) -> list[list[tuple[int, int, int, int, int]]]:
     """
-    For each launch of a matmul + reduce-scatter, or of an all-reduce, each tile in order: (owner, first row of A, rows, first column, tile of the chunk or -1 where it only pads).
+    Returns, for each launch of a matmul + reduce-scatter, or of an all-reduce, each tile in order: (owner, first row of A, rows, first column, tile of the chunk or -1 where it only pads).
     """
 
 def set_call_lookup(
     lookup: collections.abc.Callable[[int, int, int, str], tuple[str, str]],
 ) -> None:
     """
-    Says who finds out, from (rank, source, tag, what note_call was told of it), what the two ranks called whose calls differ. It runs on a thread of its own, for some seconds at most.
+    Sets the function that finds out, from (rank, source, tag, what note_call recorded for the tag), what two ranks called whose calls differ. It runs on a thread of its own, for some seconds at most.
     """
 
 def set_late_listener(listener: collections.abc.Callable[[int, bool], None]) -> None:
     """
-    Says who is told, each second that a kernel waits, which rank waits and whether its call has no elements. It runs on a thread of its own.
+    Sets the function that is told, each second that a kernel waits, which rank waits and whether its call has no elements. It runs on a thread of its own.
     """
 
 def shared_rows(begin: int, end: int, tile_rows: int, total_rows: int) -> tuple[int, int, int, int]:
@@ -1112,12 +1112,12 @@ def split_scratch_bytes() -> int:
 
 def stream_id(stream: int) -> int:
     """
-    The id of a stream: another one may get its handle once it is destroyed, but not its id.
+    The id of a stream. After the stream is destroyed another one may get its handle, but not its id.
     """
 
 def stretch_chunks(k: int, tile_k: int, parts: int, columns: int, in_cluster: bool = False) -> int:
     """
-    How many chunks of columns lie between the beginnings of the parts when K is split.
+    How many chunks of columns lie between the beginnings of one split of K and the next.
     """
 
 def tile_order(
@@ -1131,7 +1131,7 @@ def tile_order(
     raster: str = "along_m",
 ) -> list[tuple[int, int, int, int]]:
     """
-    The order of computation: (block of M, block of N, first chunk, last chunk + 1) per step.
+    The order in which blocks are computed: (block of M, block of N, first chunk, last chunk + 1) for each step.
     """
 
 def timeout_message(
@@ -1143,7 +1143,7 @@ def timeout_message(
 
 def timeout_seconds() -> float:
     """
-    Limit of every wait in seconds: AGMM_TIMEOUT_S, or 600. Raises ValueError when it is not a number > 0.
+    The limit of every wait in seconds: AGMM_TIMEOUT_S, or 600. Raises ValueError when it is not a number > 0.
     """
 
 def transpose_bytes(
@@ -1162,7 +1162,7 @@ def waiting_message(
 
 def warn_seconds() -> float:
     """
-    After so many seconds a wait says on stderr what it waits for: AGMM_WARN_S, or 30; 0: never. Raises ValueError when it is not a number >= 0.
+    The seconds after which a wait says on stderr what it waits for: AGMM_WARN_S, or 30; 0 means never. Raises ValueError when it is not a number >= 0.
     """
 
 def write_line(message: str) -> None:

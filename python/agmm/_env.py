@@ -85,7 +85,7 @@ BUILD_TIME: Final = (
 
 
 TEST_TIME: Final = ("AGMM_TEST_RANKS", "AGMM_STRESS_CALLS")
-"""Of the tests, which read them themselves."""
+"""The variables of the tests, which read them themselves."""
 
 
 def timeout_s() -> float:
@@ -94,12 +94,14 @@ def timeout_s() -> float:
 
 
 def timeout_ms() -> int:
-    """The same in whole ms, for barriers on a GPU: no more than the core's kernels wait."""
+    """`timeout_s` in whole ms, for barriers on a GPU: at most as long as the core's kernels
+    wait."""
     return math.ceil(min(timeout_s(), _LONGEST_ON_GPU_S) * 1e3)
 
 
 _LONGEST_ON_GPU_S = 1e6
-"""A choice, the core's for its kernels: whoever waits for twelve days waits for ever."""
+"""The longest wait on a GPU, which the core's kernels have too. It is a choice: whoever waits for
+twelve days waits for ever."""
 
 
 def warn_s() -> float:
@@ -108,7 +110,7 @@ def warn_s() -> float:
 
 
 def _seconds(function: str) -> float:
-    from agmm import _core  # not above: `agmm doctor` also serves where it does not load
+    from agmm import _core  # not above: `agmm doctor` works where it does not load, too
 
     try:
         return float(getattr(_core, function)())
@@ -117,8 +119,8 @@ def _seconds(function: str) -> float:
 
 
 def check() -> None:
-    """Raises InvalidArgument for a variable of run time whose value cannot be: before a command
-    measures something, and not in each of its calls."""
+    """Raises InvalidArgument for a run-time variable with an impossible value, so that a command
+    finds it before it measures something, and not in each of its calls."""
     timeout_s()
     warn_s()
     for variable in (CACHE, SHARED_GPUS, EARLY_START):
@@ -128,7 +130,7 @@ def check() -> None:
 
 
 def unknown() -> list[str]:
-    """The names of set variables that look like agmm's and are none of them."""
+    """The names of variables that are set and begin with AGMM_, but that agmm does not know."""
     known = {variable.name for variable in (*RUN_TIME, *BUILD_TIME)} | set(TEST_TIME)
     return sorted(name for name in os.environ if name.startswith("AGMM_") and name not in known)
 
@@ -146,7 +148,7 @@ def is_on(variable: Variable) -> bool:
 
 
 def check_nan() -> str:
-    """AGMM_CHECK_NAN.
+    """The value of AGMM_CHECK_NAN.
 
     Raises:
         InvalidArgument: it is none of `NAN_MODES`.
@@ -160,7 +162,7 @@ def check_nan() -> str:
 
 
 def reserved_sms() -> int | None:
-    """AGMM_RESERVED_SMS; None for auto.
+    """The value of AGMM_RESERVED_SMS; None for auto.
 
     Raises:
         InvalidArgument: it is neither "auto" nor a number.

@@ -1,6 +1,7 @@
-"""Whether agmm can be imported as it is installed, so that its commands can say what is wrong.
+"""Finds out whether agmm can be imported as it is installed, so that its commands can say what is
+wrong.
 
-Imports neither torch nor the core.
+This module imports neither torch nor the core.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ EXTRAS = {"typer": "cli", "rich": "cli", "matplotlib": "plot", "cuda": "cuda"}
 """The extra of agmm that brings a package, by its name in an import."""
 
 import_error: BaseException | None = None
-"""What `import agmm` failed with in the process of a command."""
+"""The error with which `import agmm` failed in the process of a command."""
 
 
 def is_command() -> bool:
@@ -37,18 +38,18 @@ def version() -> str | None:
 
 
 def how_to_get(package: str) -> str:
-    """What to type for a package that an extra brings."""
+    """The command that installs a package which an extra brings."""
     return f"pip install 'agmm[{EXTRAS[package]}]'"
 
 
 def lacks(package: str) -> str:
-    """What to say where a package that an extra brings is missing."""
+    """The message for a missing package that an extra brings."""
     return f"{package} is not installed; {how_to_get(package)} brings it"
 
 
 def load_torch() -> tuple[Any, str | None]:
-    """torch, or None and the reason. It is not tried twice: the second error would hide the
-    first."""
+    """Return torch and None, or None and the reason why it does not load. A failed import is not
+    tried again: the second error would hide the first."""
     if import_error is not None and "torch" not in sys.modules:
         return None, one_line(import_error)
     try:
@@ -58,7 +59,8 @@ def load_torch() -> tuple[Any, str | None]:
 
 
 def load_core() -> tuple[Any, str | None]:
-    """The core, or None and the reason: it does not load, or is of another build."""
+    """Return the core and None, or None and the reason: it does not load, or is of another
+    build."""
     try:
         core = importlib.import_module("agmm._core")
     except Exception as error:
@@ -85,7 +87,7 @@ def fault() -> str | None:
 
 
 def _lacking(core: Any) -> list[str]:
-    """What the core should have, by its stub, and has not."""
+    """The names that the core's stub has and the core itself lacks."""
     try:
         stub = ast.parse(Path(__file__).with_name("_core.pyi").read_text())
     except OSError:
@@ -118,8 +120,8 @@ def one_line(error: BaseException) -> str:
 
 
 def raised_line(told: str) -> str:
-    """Of what a process told of its end, the line that says what its traceback raised; without a
-    traceback the last one. Errors of CUDA go on for several lines with general advice."""
+    """The line of a process's output that says what its traceback raised; without a traceback the
+    last line. Errors of CUDA go on for several lines with general advice."""
     lines = [line for line in told.splitlines() if line.strip()]
     begins = [i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line]
     raised = [line for line in lines[begins[-1] + 1 :] if line[0] != " "] if begins else lines[-1:]

@@ -1,4 +1,4 @@
-"""The errors that agmm raises, and its warnings, of which a process sees each once."""
+"""The errors that agmm raises, and its warnings, each of which it gives once in a process."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ class AgmmError(RuntimeError):
 
 
 class InvalidArgument(AgmmError, ValueError):
-    """An argument that no path can serve: names it, the value found and the value wanted."""
+    """An argument that no path can serve. The message names it, the value found and the value
+    wanted."""
 
 
 class Unsupported(AgmmError):
-    """A legal call that the fused path cannot serve. Raised under ``strict=True`` only."""
+    """A legal call that the fused path cannot serve. It is raised under ``strict=True`` only."""
 
 
 def reason_of(error: Exception) -> str:
-    """What to tell other ranks of an error: its first line, never nothing."""
+    """The first line of an error's message, or its type where that is empty: what other ranks are
+    told."""
     return next(filter(None, str(error).splitlines()), type(error).__name__)
 
 
 def warn_once(message: str) -> None:
-    """Warns of each thing once in a process, whatever the filters say, at the line that called
-    agmm."""
+    """Gives a warning once in a process, whatever the filters say, at the line that called agmm."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, stacklevel=_levels_to_caller())
 
 
 def fall_back(reason: str, strict: bool) -> None:
-    """Warn once in a process of each reason why a call takes the unfused path.
+    """Warns that a call takes the unfused path, once in a process for each reason.
 
     Raises:
         Unsupported: ``strict``.
@@ -46,13 +47,13 @@ def fall_back(reason: str, strict: bool) -> None:
 
 
 def forget_warnings() -> None:
-    """Every warning is new again: for tests, which do not know what ran before them."""
+    """Makes every warning new again, for tests, which do not know what ran before them."""
     _warned.clear()
 
 
 def _levels_to_caller() -> int:
-    """For a function that warns: how far up is the code that called agmm. The dispatcher and
-    autograd lie between, or not."""
+    """The number of stack levels from the caller, a function that warns, up to the code that called
+    agmm. The dispatcher and autograd may lie between."""
     frame: FrameType | None = sys._getframe(1)
     levels = 0
     while frame is not None:

@@ -1,4 +1,4 @@
-// agmm._core: the chunk and tile arithmetic, for the tests and for pictures.
+// This file binds the chunk and tile arithmetic, for the tests and for pictures.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -53,7 +53,8 @@ agmm::ScatterBands make_bands(int rows, int world_size) {
 
 void bind_chunking(py::module_& m) {
   using agmm::WorkspaceLayout;
-  py::class_<WorkspaceLayout>(m, "WorkspaceLayout", "Offsets in bytes of a CUDA workspace's parts.")
+  py::class_<WorkspaceLayout>(m, "WorkspaceLayout",
+                              "The layout of a CUDA workspace, as offsets in bytes.")
       .def(py::init<std::size_t, int>(), py::arg("slot_bytes"), py::arg("world_size"))
       .def_property_readonly_static("slots",
                                     [](const py::object&) { return WorkspaceLayout::kSlots; })
@@ -98,7 +99,8 @@ void bind_chunking(py::module_& m) {
       },
       py::arg("m"), py::arg("n"), py::arg("block_rows"), py::arg("block_cols"), py::arg("chunks"),
       py::arg("pivot"), py::arg("max_swizzle") = 1, py::arg("raster") = "along_m",
-      "The order of computation: (block of M, block of N, first chunk, last chunk + 1) per step.");
+      "The order in which blocks are computed: (block of M, block of N, first chunk, last chunk + "
+      "1) for each step.");
   m.def(
       "first_blocks",
       [](int rows, int n, int block_rows, int block_cols, int chunks, int pivot, int max_swizzle,
@@ -115,7 +117,8 @@ void bind_chunking(py::module_& m) {
       },
       py::arg("m"), py::arg("n"), py::arg("block_rows"), py::arg("block_cols"), py::arg("chunks"),
       py::arg("pivot"), py::arg("max_swizzle"), py::arg("raster"), py::arg("steps"),
-      "The table of the first blocks of that order, at most 288, (block of M, block of N) each.");
+      "The table of the first blocks of tile_order, at most 288: (block of M, block of N) for each "
+      "step.");
   m.def(
       "clusters_to_launch",
       [](int rows, int n, int block_rows, int block_cols, int chunks, int at_once) {
@@ -124,7 +127,8 @@ void bind_chunking(py::module_& m) {
         return agmm::Clusters(rows, n, block_rows, block_cols, at_once).to_launch(order.chunks);
       },
       py::arg("m"), py::arg("n"), py::arg("block_rows"), py::arg("block_cols"), py::arg("chunks"),
-      py::arg("at_once"), "How many of the clusters of CTAs that there is room for are launched.");
+      py::arg("at_once"),
+      "How many clusters of CTAs are launched, of the number that there is room for at once.");
   m.def(
       "chunks_of_rows",
       [](int rows, int chunks, int begin, int end) {
@@ -154,7 +158,7 @@ void bind_chunking(py::module_& m) {
         return ranges;
       },
       py::arg("k_tiles"), py::arg("parts"), py::arg("in_cluster") = false,
-      "The half-open ranges of k tiles of the parts when K is split.");
+      "The half-open range of k tiles of each split of K.");
   m.def(
       "stretch_chunks",
       [](int k, int tile_k, int parts, int columns, bool in_cluster) {
@@ -165,7 +169,7 @@ void bind_chunking(py::module_& m) {
       },
       py::arg("k"), py::arg("tile_k"), py::arg("parts"), py::arg("columns"),
       py::arg("in_cluster") = false,
-      "How many chunks of columns lie between the beginnings of the parts when K is split.");
+      "How many chunks of columns lie between the beginnings of one split of K and the next.");
   m.def(
       "push_order",
       [](int chunks, int log_parts, int head_chunks, int head_level, int tail_level, int rounds,
@@ -195,7 +199,7 @@ void bind_chunking(py::module_& m) {
       py::arg("chunks"), py::arg("log_parts"), py::arg("head_chunks"), py::arg("head_level"),
       py::arg("tail_level"), py::arg("rounds"), py::arg("stretches") = 1,
       py::arg("stretch_chunks") = 0,
-      "The order in which SM push sends a shard: (round, chunk, first part, parts) per item.");
+      "The order in which SM push sends a shard: (round, chunk, first part, parts) for each item.");
   m.def(
       "shared_rows",
       [](int begin, int end, int tile_rows, int total_rows) {
@@ -235,11 +239,13 @@ void bind_chunking(py::module_& m) {
         return make_bands(rows, world_size).slot_bytes(row_bytes);
       },
       py::arg("rows"), py::arg("row_bytes"), py::arg("world_size"),
-      "Bytes of a slot for the parts of matmul + reduce-scatter with so many rows of A @ B.");
+      "The bytes of a slot for the partial sums of a matmul + reduce-scatter whose product A @ B "
+      "has `rows` rows.");
   m.def("scatter_owner", &agmm::scatter_owner, py::arg("rank"), py::arg("position"),
-        py::arg("world_size"), "The rank whose rows `rank` computes at this position.");
+        py::arg("world_size"),
+        "The rank whose rows `rank` computes at this position of its order.");
   m.def("part_place", &agmm::part_place, py::arg("source"), py::arg("owner"), py::arg("world_size"),
-        "Where the owner keeps the part of the source.");
+        "The index at which the owner stores the partial sum of the source, another rank.");
   m.def(
       "lagged_steps",
       [](int world_size, int blocks, int group, int lag) {
@@ -259,7 +265,7 @@ void bind_chunking(py::module_& m) {
       },
       py::arg("world_size"), py::arg("blocks"), py::arg("group"), py::arg("lag"),
       "The steps of a matmul + all-reduce, the same on all ranks: (position, block of the chunk) "
-      "each; whose rows those of a position are, scatter_owner says.");
+      "for each step; scatter_owner says whose rows a position has.");
   m.def(
       "lag_for",
       [](int world_size, int blocks, int workers) {
@@ -267,5 +273,6 @@ void bind_chunking(py::module_& m) {
         return std::make_tuple(lag.group, lag.groups);
       },
       py::arg("world_size"), py::arg("blocks"), py::arg("workers"),
-      "Blocks of a group, and groups of lag, for so many workers.");
+      "The lag for a number of workers: (blocks of a group, groups by which a rank's own blocks "
+      "lag).");
 }

@@ -1,4 +1,4 @@
-// agmm._core: the collectives on CUDA.
+// This file binds the collectives on CUDA.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -85,12 +85,15 @@ void bind_collectives(py::module_& m) {
       .value("all_gather", CollectiveOp::AllGather)
       .value("reduce_scatter", CollectiveOp::ReduceScatter)
       .value("all_reduce", CollectiveOp::AllReduce);
-  py::enum_<CollectiveMethod>(m, "CollectiveMethod", "How the data travels, in how many steps.")
+  py::enum_<CollectiveMethod>(m, "CollectiveMethod",
+                              "How the data of a collective travels, and in how many steps.")
       .value("one_shot", CollectiveMethod::OneShot)
       .value("two_shot", CollectiveMethod::TwoShot)
       .value("blocks", CollectiveMethod::Blocks)
       .value("relayed", CollectiveMethod::Relayed);
-  py::enum_<CollectiveElement>(m, "CollectiveElement", "By torch's names; bytes are gathered only.")
+  py::enum_<CollectiveElement>(
+      m, "CollectiveElement",
+      "The element types of a collective, by torch's names; bytes can only be gathered.")
       .value("uint8", CollectiveElement::Byte)
       .value("bfloat16", CollectiveElement::BFloat16)
       .value("float16", CollectiveElement::Float16)
@@ -102,12 +105,13 @@ void bind_collectives(py::module_& m) {
   m.def(
       "capture_of",
       [](uintptr_t stream) { return agmm::capture_of(reinterpret_cast<void*>(stream)); },
-      py::arg("stream"), "The capture that a stream is in, by its id; 0: none.");
+      py::arg("stream"), "The id of the capture that a stream is in; 0 where there is none.");
   m.def(
       "stream_id",
       [](uintptr_t stream) { return agmm::stream_id(reinterpret_cast<void*>(stream)); },
       py::arg("stream"),
-      "The id of a stream: another one may get its handle once it is destroyed, but not its id.");
+      "The id of a stream. After the stream is destroyed another one may get its handle, but not "
+      "its id.");
   m.def(
       "collective_bytes",
       [](CollectiveMethod method, std::size_t slot_bytes, int world_size) {
@@ -117,8 +121,8 @@ void bind_collectives(py::module_& m) {
         return layout.groups(blocks ? Carrier::Blocks : Carrier::Packets) * bytes;
       },
       py::arg("method"), py::arg("slot_bytes"), py::arg("world_size"),
-      "Bytes that a rank can send to another in one step of a launch; what is larger takes several "
-      "launches.");
+      "Returns the bytes that a rank can send to another in one step of a launch; a larger call "
+      "takes several launches.");
   py::class_<Collectives, agmm::Held<Collectives>>(
       m, "CudaCollectives", "Slots of one group for all_gather, reduce_scatter and all_reduce.")
       .def(py::init(&agmm::make_workspace<Collectives>), py::arg("rank"), py::arg("bases"),
@@ -138,26 +142,28 @@ void bind_collectives(py::module_& m) {
       .def_static(
           "credit_words",
           [](int world_size) { return CollectiveLayout(0, world_size).credit_words(); },
-          py::arg("world_size"), "None: all words are 0 before the first call.")
+          py::arg("world_size"),
+          "Indices from words_offset of the words that are 1 before the first call. There are "
+          "none: all words are 0.")
       .def_property_readonly("slot_bytes", &Collectives::slot_bytes)
       .def("precede", &agmm::precede<Collectives>, py::arg("stream"), agmm::kPrecedeDoc)
       .def("call", &call, py::arg("op"), py::arg("method"), py::arg("element"), py::arg("input"),
            py::arg("out"), py::arg("count"), py::arg("is_average"), py::arg("stream"),
            py::arg("ctas") = 0, py::call_guard<py::gil_scoped_release>(),
-           "Enqueues a collective. count: elements of the input, of reduce_scatter those of out. "
-           "ctas: 0 for the usual, alike on all ranks. Returns whether the stream is being "
-           "captured.")
+           "Enqueues a collective. count: the number of elements of the input or, for "
+           "reduce_scatter, of out. ctas: the number of CTAs of a launch, alike on all ranks; 0 "
+           "chooses it by size. Returns whether the stream is being captured.")
       .def("all_reduce_rms_norm", &all_reduce_rms_norm, py::arg("method"), py::arg("element"),
            py::arg("input"), py::arg("residual"), py::arg("weight"), py::arg("normed"),
            py::arg("out"), py::arg("count"), py::arg("row"), py::arg("eps"), py::arg("stream"),
            py::arg("ctas") = 0, py::call_guard<py::gil_scoped_release>(),
-           "Enqueues an all_reduce whose sum is added to the residual, in out, and normed. Returns "
-           "as call does.")
+           "Enqueues an all_reduce whose sum is added to the residual, which gives out, and "
+           "normalised, which gives normed. Returns whether the stream is being captured.")
       .def("meet", &meet, py::arg("method"), py::arg("input"), py::arg("out"), py::arg("agreed"),
            py::arg("words"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
            "Enqueues a call without elements, which ends when all ranks have come to it. input: a "
            "word of device memory; out: one for each rank. agreed: what all ranks have to agree "
-           "on; words: the call, for messages. Returns as call does.")
+           "on; words: the call, for messages. Returns whether the stream is being captured.")
       .def("relay_over", &relay_over, py::arg("moves"), py::call_guard<py::gil_scoped_release>(),
-           "The ways of the method relayed: (owner, source, target) of each move of a schedule.");
+           "Sets the routes of the method relayed: (owner, source, target) of each transfer.");
 }

@@ -1,4 +1,4 @@
-// agmm._core: the CPU workspace, waits and messages.
+// This file binds the CPU workspace, waits and messages.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -22,7 +22,7 @@ using agmm::Wait;
 
 constexpr std::chrono::milliseconds kSlice{20};  // how late Ctrl-C is seen
 
-// Waits without the GIL, slice by slice; in between, Python handles its signals (Ctrl-C).
+// Waits without the GIL, slice by slice. Between two slices Python handles its signals (Ctrl-C).
 template <class PollSlice>
 void wait_interruptibly(const PollSlice& poll) {
   for (;;) {
@@ -49,11 +49,11 @@ const uint32_t* signal_at(uintptr_t address) {
 void bind_cpu(py::module_& module) {
   module.attr("TIMEOUT_EXIT_CODE") = agmm::kTimeoutExitCode;
   module.def("timeout_seconds", &agmm::timeout_seconds,
-             "Limit of every wait in seconds: AGMM_TIMEOUT_S, or 600. Raises ValueError when it is "
-             "not a number > 0.");
+             "The limit of every wait in seconds: AGMM_TIMEOUT_S, or 600. Raises ValueError when "
+             "it is not a number > 0.");
   module.def("warn_seconds", &agmm::warn_seconds,
-             "After so many seconds a wait says on stderr what it waits for: AGMM_WARN_S, or 30; "
-             "0: never. Raises ValueError when it is not a number >= 0.");
+             "The seconds after which a wait says on stderr what it waits for: AGMM_WARN_S, or 30; "
+             "0 means never. Raises ValueError when it is not a number >= 0.");
   module.def("timeout_message", &agmm::timeout_message, py::arg("rank"), py::arg("source"),
              py::arg("chunk"), py::arg("seen"), py::arg("wanted"), py::arg("waited_s"),
              py::arg("limit_s"), "The line printed when a wait for a chunk passes its limit.");
@@ -69,17 +69,16 @@ void bind_cpu(py::module_& module) {
   module.def("end_process", &agmm::end_process, py::arg("message"),
              "Writes the line and ends the process with TIMEOUT_EXIT_CODE.");
   module.def("note_call", &agmm::note_call, py::arg("tag"), py::arg("what"),
-             "Keeps what the calls are whose signals carry the tag, for mismatch_message.");
-  module.def(
-      "set_call_lookup", &agmm::set_call_lookup, py::arg("lookup"),
-      py::call_guard<py::gil_scoped_release>(),
-      "Says who finds out, from (rank, source, tag, what note_call was told of it), what the "
-      "two ranks called whose calls differ. It runs on a thread of its own, for some "
-      "seconds at most.");
+             "Records which calls' signals carry the tag, for mismatch_message.");
+  module.def("set_call_lookup", &agmm::set_call_lookup, py::arg("lookup"),
+             py::call_guard<py::gil_scoped_release>(),
+             "Sets the function that finds out, from (rank, source, tag, what note_call recorded "
+             "for the tag), what two ranks called whose calls differ. It runs on a thread of its "
+             "own, for some seconds at most.");
   module.def("set_late_listener", &agmm::set_late_listener, py::arg("listener"),
              py::call_guard<py::gil_scoped_release>(),
-             "Says who is told, each second that a kernel waits, which rank waits and whether its "
-             "call has no elements. It runs on a thread of its own.");
+             "Sets the function that is told, each second that a kernel waits, which rank waits "
+             "and whether its call has no elements. It runs on a thread of its own.");
   module.def("call_tag", &agmm::call_tag, py::arg("m_local"), py::arg("k"), py::arg("dtype"),
              py::arg("return_A"),
              "The nonzero 32-bit value that the signals of one call carry: a hash of what all "
@@ -120,28 +119,27 @@ void bind_cpu(py::module_& module) {
       .def("connect", &CpuWorkspace::connect, py::arg("names"),
            py::call_guard<py::gil_scoped_release>(),
            "Maps the segments of all ranks, names in rank order, and starts the copy thread.")
-      .def(
-          "take_memory", &CpuWorkspace::take_memory, py::call_guard<py::gil_scoped_release>(),
-          "Removes the segment's name, then takes the memory of its slots; to be called when every "
-          "rank is connected.")
+      .def("take_memory", &CpuWorkspace::take_memory, py::call_guard<py::gil_scoped_release>(),
+           "Removes the segment's name, then takes the memory of its slots. Call it when every "
+           "rank is connected.")
       .def("close", &CpuWorkspace::close, py::call_guard<py::gil_scoped_release>(),
            "Stops the copy thread and unmaps everything.")
-      .def(
-          "end_waits", &CpuWorkspace::end_waits,
-          "Has every wait on this workspace raise RuntimeError, those under way too; before close, "
-          "where another thread may wait.")
+      .def("end_waits", &CpuWorkspace::end_waits,
+           "Makes every wait on this workspace raise RuntimeError, also the waits under way. Call "
+           "it before close where another thread may wait.")
       .def(
           "slot_ptr",
           [](const CpuWorkspace& self, int slot) {
             return reinterpret_cast<uintptr_t>(self.slot(slot));
           },
-          py::arg("slot"), "Address of this rank's slot, slot_bytes long.")
+          py::arg("slot"), "The address of this rank's slot, slot_bytes long.")
       .def(
           "signals_ptr",
           [](const CpuWorkspace& self, int slot) {
             return reinterpret_cast<uintptr_t>(self.signals(slot));
           },
-          py::arg("slot"), "Address of this rank's signals, world_size * chunks_per_shard uint32.")
+          py::arg("slot"),
+          "The address of this rank's signals, world_size * chunks_per_shard uint32.")
       .def(
           "push",
           [](CpuWorkspace& self, int slot, uintptr_t shard_ptr, int64_t shard_bytes,
@@ -151,9 +149,9 @@ void bind_cpu(py::module_& module) {
           },
           py::arg("slot"), py::arg("shard_ptr"), py::arg("shard_bytes"), py::arg("chunk_bytes"),
           py::arg("tag"),
-          "Hands the shard to the copy thread; it must stay unchanged until wait_pushed().")
+          "Hands the shard to the copy thread; the shard must stay unchanged until wait_pushed().")
       .def("take_credits", &CpuWorkspace::take_credits, py::arg("slot"),
-           "Has the copy thread take the credit of every peer's slot, before the sends.")
+           "Makes the copy thread take the credit of every peer's slot, before the sends.")
       .def(
           "send",
           [](CpuWorkspace& self, int slot, int owner, int index, uintptr_t piece_ptr,
@@ -163,8 +161,8 @@ void bind_cpu(py::module_& module) {
           },
           py::arg("slot"), py::arg("owner"), py::arg("index"), py::arg("piece_ptr"),
           py::arg("piece_bytes"), py::arg("part_bytes"), py::arg("offset"), py::arg("tag"),
-          "Hands a piece of this rank's part of the owner's sum to the copy thread; it must stay "
-          "unchanged until wait_pushed().")
+          "Hands a piece of this rank's partial sum for the owner to the copy thread; the piece "
+          "must stay unchanged until wait_pushed().")
       .def(
           "wait_chunk",
           [](const CpuWorkspace& self, int slot, int chunk, uint32_t tag) {
@@ -181,7 +179,8 @@ void bind_cpu(py::module_& module) {
       .def("release", &CpuWorkspace::release, py::arg("slot"),
            "Says that this rank has read the slot: resets its signals and gives the credits.")
       .def("arrival_ns", &CpuWorkspace::arrival_ns, py::arg("slot"),
-           "When each chunk of the slot was signalled, in ns of time.monotonic_ns(); 0 for own.")
+           "When each chunk of the slot was signalled, in ns of time.monotonic_ns(); 0 for this "
+           "rank's own chunks.")
       .def("set_push_delay_us", &CpuWorkspace::set_push_delay_us, py::arg("us"),
-           "For tests: delays every chunk by a random time up to `us` microseconds.");
+           "Delays every chunk by a random time up to `us` microseconds, for tests.");
 }

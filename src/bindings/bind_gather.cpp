@@ -1,4 +1,5 @@
-// agmm._core: all-gather + matmul on CUDA. Bound in every build; without CUDA the calls refuse.
+// This file binds all-gather + matmul on CUDA. Every build has the functions; without CUDA they
+// refuse.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -31,13 +32,14 @@ using agmm::limit_ns;
 using agmm::pointer;
 using agmm::WorkspaceLayout;
 
-// M, N, K
+// The tuple holds M, N and K.
 using SizeTuple = std::tuple<int, int, int>;
 
 // The tuple holds the chunks of rows, the chunks of columns and the chunk computed first.
 using ChunksTuple = std::tuple<int, int, int>;
 
-// kind, and for SM push: parts, columns of a chunk, first peers, head chunks
+// The tuple holds the kind of transport and, for SM push, the parts, the columns of a chunk, the
+// first peers and the head chunks.
 using TransportTuple = std::tuple<int, int, int, int, int>;
 
 std::string b_in_words(int k, int n, agmm::BLayout b_layout) {
@@ -45,7 +47,7 @@ std::string b_in_words(int k, int n, agmm::BLayout b_layout) {
          (b_layout == agmm::BLayout::RowMajor ? "row-major" : "column-major");
 }
 
-/// All of a matmul but where its tensors are.
+/// A matmul without the addresses of its tensors.
 struct MatmulProblem {
   AsyncInputArgs args;
 
@@ -106,7 +108,7 @@ struct GatherWeight {
   }
 };
 
-/// All of an all-gather + matmul but where its tensors are.
+/// An all-gather + matmul without the addresses of its tensors.
 struct GatherProblem {
   agmm::Gather gather;
   std::vector<agmm::Weight> weights;
@@ -177,15 +179,16 @@ void bind_gather(py::module_& m) {
                     const ChunksTuple&, int, int>(),
            py::arg("size"), py::arg("b"), py::arg("format"), py::arg("config"),
            py::arg("chunks") = ChunksTuple(1, 1, 0), py::arg("rank") = 0, py::arg("sm_count") = 0,
-           "size: (M, N, K). b: (column-major?, leading dimension). chunks: those of A's rows and "
-           "columns that signals announce, and the first to be computed. rank: whom the message of "
-           "a wait that passes its limit names. sm_count: CTAs at most; 0: all multiprocessors.")
+           "size: (M, N, K). b: (whether B is column-major, its leading dimension). chunks: how "
+           "many chunks of A's rows and of its columns signals announce, and which is computed "
+           "first. rank: the rank that the message of a wait that passes its limit names. "
+           "sm_count: CTAs at most; 0: all multiprocessors.")
       .def("__repr__", &MatmulProblem::str);
   m.def("async_input_mm", &async_input_mm, py::arg("problem"), py::arg("addresses"),
         py::arg("stream"), py::arg("tile_times") = 0, py::arg("split_scratch") = 0,
         py::call_guard<py::gil_scoped_release>(),
-        "Enqueues out = a @ b (+ bias). addresses: of a, b, scale_a, scale_b, bias, out and "
-        "signals; 0 where there is none.");
+        "Enqueues out = a @ b (+ bias). addresses: the addresses of a, b, scale_a, scale_b, bias, "
+        "out and signals; 0 where there is none.");
   m.def("peer_atomics", &agmm::has_peer_atomics, py::arg("device"), py::arg("peer"),
         "Whether additions of one GPU to words in the memory of another are atomic there.");
   m.def(
@@ -202,15 +205,15 @@ void bind_gather(py::module_& m) {
   py::class_<GatherWeight>(m, "GatherWeight", "A weight of a GatherProblem, without its tensors.")
       .def(py::init<int, const BTuple&, const Format&, const KernelConfig&>(), py::arg("n"),
            py::arg("b"), py::arg("format"), py::arg("config"),
-           "b: (column-major?, leading dimension).");
+           "b: (whether B is column-major, its leading dimension).");
   py::class_<GatherProblem>(
       m, "GatherProblem",
       "An all-gather + matmul without its tensors, made once for calls of one kind.")
       .def(py::init<int, int, const std::vector<GatherWeight>&, const TransportTuple&>(),
            py::arg("rows"), py::arg("k"), py::arg("weights"),
            py::arg("transport") = TransportTuple(0, 0, 0, 0, 0),
-           "rows: of A_shard. transport: (0 push, 1 pull, 2 SM push; parts, columns of a chunk, "
-           "first peers, head chunks).")
+           "rows: the number of rows of A_shard. transport: (0 push, 1 pull, 2 SM push; parts, "
+           "columns of a chunk, first peers, head chunks).")
       .def("__repr__", &GatherProblem::str);
   py::class_<FusedAllGatherMatmul, agmm::Held<FusedAllGatherMatmul>>(
       m, "CudaWorkspace", "Gather buffers, signals and credits of one group.")
@@ -232,13 +235,14 @@ void bind_gather(py::module_& m) {
           "credit_words",
           [](int world_size) { return WorkspaceLayout(0, world_size).credit_words(); },
           py::arg("world_size"),
-          "The words after the slots that are 1 before the first call; the others are 0.")
+          "Indices from words_offset of the words that are 1 before the first call; the others are "
+          "0.")
       .def_property_readonly("slot_bytes", &FusedAllGatherMatmul::slot_bytes)
       .def("precede", &agmm::precede<FusedAllGatherMatmul>, py::arg("stream"), agmm::kPrecedeDoc)
-      .def(
-          "all_gather_matmul", &all_gather_matmul, py::arg("problem"), py::arg("addresses"),
-          py::arg("stream"), py::arg("tile_times") = 0, py::call_guard<py::gil_scoped_release>(),
-          "Enqueues gather and matmuls. addresses: of A_shard, scale_a, A and the gathered "
-          "scale_a, then of B, scale_b, bias and out of each weight; 0 where there is none. "
-          "tile_times: of the first weight's tiles. Returns whether the stream is being captured.");
+      .def("all_gather_matmul", &all_gather_matmul, py::arg("problem"), py::arg("addresses"),
+           py::arg("stream"), py::arg("tile_times") = 0, py::call_guard<py::gil_scoped_release>(),
+           "Enqueues gather and matmuls. addresses: the addresses of A_shard, scale_a, A and the "
+           "gathered scale_a, then of B, scale_b, bias and out of each weight; 0 where there is "
+           "none. tile_times: the address for the times of the first weight's tiles, or 0. Returns "
+           "whether the stream is being captured.");
 }

@@ -1,4 +1,5 @@
-// agmm._core: shapes of kernels, and what those of this build can do; without CUDA there are none.
+// This file binds shapes of kernels, and what the kernels of this build can do; without CUDA there
+// are none.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -22,7 +23,7 @@ using agmm::Format;
 using agmm::KernelConfig;
 using agmm::KernelFacts;
 
-// As plans name them.
+// The name that plans give a layout of B.
 std::string name_of(agmm::BLayout b_layout) {
   return b_layout == agmm::BLayout::ColumnMajor ? "column" : "row";
 }
@@ -43,9 +44,9 @@ void bind_kernels(py::module_& m) {
 #else
   m.attr("cuda_built") = false;
 #endif
-  py::enum_<DType>(m, "DType",
-                   "The element types of the kernels, by torch's names; in fp8 A's and "
-                   "B's.")
+  py::enum_<DType>(
+      m, "DType",
+      "The element types of the kernels, by torch's names; an fp8 type names A's and B's.")
       .value("bfloat16", DType::BFloat16)
       .value("float16", DType::Float16)
       .value("float8_e4m3fn_float8_e4m3fn", DType::E4M3)
@@ -53,13 +54,14 @@ void bind_kernels(py::module_& m) {
       .value("float8_e5m2_float8_e4m3fn", DType::E5M2ByE4M3);
   py::enum_<agmm::Accumulation>(
       m, "Accumulation",
-      "How sums of fp8 products are kept and scaled: by the tensor cores, "
-      "promoted every 128 of K, or promoted with the scales of blocks.")
+      "How sums of fp8 products are accumulated and scaled: by the tensor cores, promoted every "
+      "128 of K, or promoted and multiplied with block scales.")
       .value("fast", agmm::Accumulation::Fast)
       .value("slow", agmm::Accumulation::Slow)
       .value("block", agmm::Accumulation::Block)
       .value("block_1x128", agmm::Accumulation::Block1x128);
-  py::class_<KernelConfig> config(m, "KernelConfig", "A kernel shape and its swizzle and raster.");
+  py::class_<KernelConfig> config(m, "KernelConfig",
+                                  "A kernel shape and what may change from launch to launch.");
   agmm::bind_fields(config, std::make_index_sequence<agmm::kConfigFields>());
   config.def_property_readonly("name", [](const KernelConfig& c) { return c.shape.str(); })
       .def_property_readonly("can_split",
@@ -67,9 +69,9 @@ void bind_kernels(py::module_& m) {
       .def_property_readonly(
           "splits_in_cluster",
           [](const KernelConfig& c) { return agmm::splits_in_cluster(c.shape); },
-          "Whether the CTAs of a tile are a cluster, which takes no scratch.")
+          "Whether the CTAs that split K of a tile are a cluster, which takes no scratch memory.")
       .def_property_readonly("stores_A", &layouts_that_store_a,
-                             "The layouts of B with which it can store A.")
+                             "The layouts of B with which the kernel can store A.")
       .def("__repr__", &agmm::in_words);
   py::class_<agmm::ScaleLayout>(m, "ScaleLayout", "How the scales of fp8 operands lie.")
       .def(py::init([](bool a_per_row, int a_columns, bool b_per_column, int b_k_stride,
@@ -78,19 +80,21 @@ void bind_kernels(py::module_& m) {
            }),
            py::arg("a_per_row"), py::arg("a_columns") = 1, py::arg("b_per_column") = false,
            py::arg("b_k_stride") = 0, py::arg("b_n_stride") = 0,
-           "a_columns: scales of a row of A. b_k_stride, b_n_stride: of blocks, elements between "
-           "the scales of one block of K or of columns and the next.")
+           "a_columns: the number of scales of a row of A. b_k_stride, b_n_stride: for block "
+           "scales, the elements from one scale block of K or of columns to the next.")
       .def_readonly("a_per_row", &agmm::ScaleLayout::a_per_row)
       .def_readonly("a_columns", &agmm::ScaleLayout::a_columns)
       .def_readonly("b_per_column", &agmm::ScaleLayout::b_per_column)
       .def_readonly("b_k_stride", &agmm::ScaleLayout::b_k_stride)
       .def_readonly("b_n_stride", &agmm::ScaleLayout::b_n_stride);
-  py::class_<Format>(m, "Format",
-                     "What the elements of a product are, and how its sums are kept and scaled.")
+  py::class_<Format>(
+      m, "Format",
+      "What the elements of a product are, and how its sums are accumulated and scaled.")
       .def(py::init<DType, agmm::Accumulation, std::optional<agmm::ScaleLayout>>(),
            py::arg("dtype"),
            py::arg_v("accumulation", agmm::Accumulation::Fast, "agmm._core.Accumulation.fast"),
-           py::arg("scales") = py::none(), "scales: of fp8 alone.")
+           py::arg("scales") = py::none(),
+           "scales: the layout of the scales, for fp8 operands alone.")
       .def_readonly("dtype", &Format::dtype)
       .def_readonly("accumulation", &Format::accumulation)
       .def_readonly("scales", &Format::scales)
@@ -103,7 +107,7 @@ void bind_kernels(py::module_& m) {
       .def_property_readonly(
           "config",
           [](const KernelFacts& f) { return KernelConfig{f.shape, 1, agmm::Raster::AlongM}; },
-          "Its shape, with the usual order of tiles.")
+          "The kernel's shape with the default order of tiles.")
       .def_property_readonly("kernel", [](const KernelFacts& f) { return f.shape.str(); })
       .def_readonly("dtype", &KernelFacts::dtype)
       .def_property_readonly("b_layout", [](const KernelFacts& f) { return name_of(f.b_layout); })

@@ -1,4 +1,4 @@
-// agmm._core: dynamic quantisation to fp8 on CUDA.
+// This file binds dynamic quantisation to fp8 on CUDA.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -59,11 +59,13 @@ void transpose_bytes(uintptr_t x, int64_t rows, int columns, uintptr_t values, i
 }  // namespace
 
 void bind_quantize(py::module_& m) {
-  py::enum_<QuantizedFrom>(m, "QuantizedFrom", "By torch's names.")
+  py::enum_<QuantizedFrom>(m, "QuantizedFrom",
+                           "The element types that can be quantised, by torch's names.")
       .value("bfloat16", QuantizedFrom::BFloat16)
       .value("float16", QuantizedFrom::Float16)
       .value("float32", QuantizedFrom::Float32);
-  py::enum_<QuantizedTo>(m, "QuantizedTo", "By torch's names.")
+  py::enum_<QuantizedTo>(m, "QuantizedTo",
+                         "The element types of quantised values, by torch's names.")
       .value("float8_e4m3fn", QuantizedTo::E4M3)
       .value("float8_e5m2", QuantizedTo::E5M2);
   py::enum_<ScaleOf>(m, "ScaleOf", "What a scale covers.")
@@ -79,10 +81,10 @@ void bind_quantize(py::module_& m) {
         py::arg("scale_of"), py::arg("rows"), py::arg("columns"), py::arg("power_of_2"),
         py::arg("values"), py::arg("leading"), py::arg("scales"), py::arg("amax"),
         py::arg("has_amax"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
-        "Enqueues the quantisation of a contiguous matrix to fp8 with dynamic scales. leading: of "
-        "columns with a scale each, not 0: values are the transpose, [columns, leading]. amax: "
-        "float32 for each scale of the matrix or of columns, with has_amax those to use, else "
-        "overwritten.");
+        "Enqueues the quantisation of a contiguous matrix to fp8 with dynamic scales. leading: not "
+        "0 only where each column has a scale: then values are the transpose, [columns, leading]. "
+        "amax: one float32 for each scale where the scales are of the matrix or of columns; "
+        "has_amax says whether they are to be used, otherwise they are overwritten.");
   m.def("find_amax", &find_amax, py::arg("x"), py::arg("from_dtype"), py::arg("scale_of"),
         py::arg("rows"), py::arg("columns"), py::arg("amax"), py::arg("stream"),
         py::call_guard<py::gil_scoped_release>(),

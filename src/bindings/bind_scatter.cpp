@@ -1,4 +1,5 @@
-// agmm._core: matmul + reduce-scatter on CUDA. Bound in every build; without CUDA the calls refuse.
+// This file binds matmul + reduce-scatter on CUDA. Every build has the functions; without CUDA they
+// refuse.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -29,10 +30,10 @@ using agmm::limit_ns;
 using agmm::pointer;
 using agmm::ScatterLayout;
 
-// lda, ldb, k
+// The tuple holds lda, ldb and K.
 using ProductTuple = std::tuple<int64_t, int64_t, int>;
 
-/// All of a matmul + reduce-scatter but where its tensors are.
+/// A matmul + reduce-scatter without the addresses of its tensors.
 struct ScatterProblem {
   agmm::MatmulScatter call;
 
@@ -83,11 +84,12 @@ bool matmul_reduce_scatter(FusedMatmulReduceScatter& op, const ScatterProblem& p
   return op(call, pointer<void>(stream));
 }
 
-// owner, first row of A, rows, first column, tile of the chunk or -1
+// The tuple holds the owner, the first row of A, the number of rows, the first column, and the tile
+// of the chunk or -1.
 using ScatterStep = std::tuple<int, int, int, int, int>;
 
-// For each launch, each tile in the order in which clusters of CTAs take them; that of an
-// all-reduce where `all_reduce_sms` is not 0.
+// Returns, for each launch, each tile in the order in which clusters of CTAs take it: the order of
+// an all-reduce where `all_reduce_sms` is not 0.
 std::vector<std::vector<ScatterStep>> scatter_steps(int rank, int world_size, int rows, int n,
                                                     const KernelConfig& config,
                                                     int all_reduce_sms) {
@@ -129,20 +131,21 @@ std::vector<std::vector<ScatterStep>> scatter_steps(int rank, int world_size, in
 }  // namespace
 
 void bind_scatter(py::module_& m) {
-  py::class_<ScatterProblem>(
-      m, "ScatterProblem",
-      "A matmul + reduce-scatter, or + all-reduce, without its tensors, made once for calls of one "
-      "kind.")
+  py::class_<ScatterProblem>(m, "ScatterProblem",
+                             "A matmul + reduce-scatter, or matmul + all-reduce, without its "
+                             "tensors, made once for calls of one kind.")
       .def(py::init<int, int, const Format&, const std::vector<ProductTuple>&, const KernelConfig&,
                     bool, bool, int>(),
            py::arg("rows"), py::arg("n"), py::arg("format"), py::arg("products"), py::arg("config"),
            py::arg("b_column_major") = true, py::arg("is_average") = false,
            py::arg("all_reduce_sms") = 0,
-           "products: (lda, ldb, k) each, of one format. all_reduce_sms: not 0 for an all-reduce, "
-           "whose order is made for so many multiprocessors, the same on all ranks.")
+           "products: (lda, ldb, K) of each product; all have one format. all_reduce_sms: not 0 "
+           "for an all-reduce, the number of multiprocessors that its order is made for, the same "
+           "on all ranks.")
       .def("__repr__", &ScatterProblem::str);
   py::class_<FusedMatmulReduceScatter, agmm::Held<FusedMatmulReduceScatter>>(
-      m, "CudaScatterWorkspace", "The sums that the ranks of a group send each other.")
+      m, "CudaScatterWorkspace",
+      "The memory for the partial sums that the ranks of a group send each other.")
       .def(py::init(&agmm::make_workspace<FusedMatmulReduceScatter>), py::arg("rank"),
            py::arg("bases"), py::arg("part_bytes"), py::arg("reserved_sms") = 0)
       .def_static(
@@ -161,23 +164,25 @@ void bind_scatter(py::module_& m) {
           "credit_words",
           [](int world_size) { return ScatterLayout(0, world_size).credit_words(); },
           py::arg("world_size"),
-          "The words after the sums that are 1 before the first call; the others are 0.")
+          "Indices from words_offset of the words that are 1 before the first call; the others are "
+          "0.")
       .def_property_readonly("part_bytes", &FusedMatmulReduceScatter::part_bytes)
       .def("precede", &agmm::precede<FusedMatmulReduceScatter>, py::arg("stream"),
            agmm::kPrecedeDoc)
       .def("matmul_reduce_scatter", &matmul_reduce_scatter, py::arg("problem"),
            py::arg("addresses"), py::arg("stream"), py::arg("tile_times") = 0,
            py::call_guard<py::gil_scoped_release>(),
-           "Enqueues the matmuls, whose kernels send. addresses: of A, B, scale_a and scale_b of "
-           "each product in turn, then of bias and out; 0 where there is none. tile_times: of each "
-           "launch SCATTER_TIMES_BYTES for each rank's tiles. Returns whether the stream is being "
-           "captured.");
+           "Enqueues the matmuls, whose kernels send. addresses: the addresses of A, B, scale_a "
+           "and scale_b of each product in turn, then of bias and out; 0 where there is none. "
+           "tile_times: the address for SCATTER_TIMES_BYTES for each launch and each tile of each "
+           "rank, or 0. Returns whether the stream is being captured.");
   m.attr("SCATTER_TIMES_BYTES") = sizeof(agmm::ScatterTimes);
   m.attr("MAX_SCATTER_TILES") = agmm::kMaxScatterTiles;
   m.def("scatter_steps", &scatter_steps, py::arg("rank"), py::arg("world_size"), py::arg("rows"),
         py::arg("n"), py::arg("config"), py::arg("all_reduce_sms") = 0,
-        "For each launch of a matmul + reduce-scatter, or of an all-reduce, each tile in order: "
-        "(owner, first row of A, rows, first column, tile of the chunk or -1 where it only pads).");
+        "Returns, for each launch of a matmul + reduce-scatter, or of an all-reduce, each tile in "
+        "order: (owner, first row of A, rows, first column, tile of the chunk or -1 where it only "
+        "pads).");
   m.def(
       "scatter_part_bytes",
       [](int rows, int n, int world_size, const KernelConfig& config, bool is_all_reduce) {
@@ -185,6 +190,6 @@ void bind_scatter(py::module_& m) {
       },
       py::arg("rows"), py::arg("n"), py::arg("world_size"), py::arg("config"),
       py::arg("is_all_reduce") = false,
-      "Bytes that a matmul + reduce-scatter, or an all-reduce, sends from one rank to another at a "
-      "time.");
+      "Returns the bytes that a matmul + reduce-scatter, or an all-reduce, sends from one rank to "
+      "another at a time.");
 }

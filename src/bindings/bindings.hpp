@@ -15,7 +15,8 @@
 
 namespace agmm {
 
-/// At most eleven days: kernels count in 32 bits, of 2^20 ns each.
+/// The limit of a wait as a call passes it on: timeout_seconds(), but at most eleven days, since
+/// kernels count in 32 bits, of 2^20 ns each.
 inline uint64_t limit_ns() { return static_cast<uint64_t>(std::min(timeout_seconds(), 1e6) * 1e9); }
 
 /// Destroying a workspace frees device memory, which waits for the device; other threads may have
@@ -30,7 +31,7 @@ struct DeleteWithoutGil {
 template <class Workspace>
 using Held = std::unique_ptr<Workspace, DeleteWithoutGil>;
 
-/// Making one loads kernels, which waits for the device.
+/// Makes a workspace without the GIL: its constructor loads kernels, which waits for the device.
 template <class Workspace>
 Held<Workspace> make_workspace(int rank, const std::vector<uintptr_t>& bases, std::size_t bytes,
                                int reserved_sms) {
@@ -42,11 +43,10 @@ template <class Workspace>
 void precede(Workspace& workspace, uintptr_t stream) {
   workspace.precede(reinterpret_cast<void*>(stream));
 }
-/// Of precede(), for each workspace.
+/// The docstring of precede(), which every workspace binds.
 constexpr char kPrecedeDoc[] =
-    "What is enqueued on the stream from now on comes behind the last call, eager or of the "
-    "capture "
-    "that the stream is in.";
+    "Makes what is enqueued on the stream from now on wait for the last call, eager or of the "
+    "capture that the stream is in.";
 
 inline Raster parse_raster(const std::string& name) {
   if (name == "along_m") return Raster::AlongM;

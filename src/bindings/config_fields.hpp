@@ -26,10 +26,10 @@ auto fields_of_config(Config& config) {
 }
 using ConfigFields = decltype(fields_of_config(std::declval<KernelConfig&>()));
 constexpr std::size_t kConfigFields = std::tuple_size_v<ConfigFields>;
-/// A shape's tile, cluster and schedule, which have no usual values.
+/// The number of a shape's first fields, tile, cluster and schedule, which have no default.
 constexpr std::size_t kRequiredFields = 6;
 
-/// Their names, in the same order.
+/// The names of the fields of a config, in the order of fields_of_config().
 inline std::array<std::string, kConfigFields> const& names_of_config() {
   static std::array<std::string, kConfigFields> const names = [] {
     std::string const all = names_of_fields(KernelShape{}) + std::string(", ") +
@@ -46,7 +46,7 @@ inline std::array<std::string, kConfigFields> const& names_of_config() {
   return names;
 }
 
-/// What Python has for a field: names instead of enumerators.
+/// The value that Python sees of a field: enumerators become their names.
 inline int32_t to_python(int32_t value) { return value; }
 inline bool to_python(bool value) { return value; }
 inline std::string to_python(Schedule value) { return to_string(value); }
@@ -59,7 +59,7 @@ inline void from_python(bool& field, bool value) { field = value; }
 inline void from_python(Schedule& field, std::string const& name) { field = parse_schedule(name); }
 inline void from_python(Raster& field, std::string const& name) { field = parse_raster(name); }
 
-/// The argument of a constructor, with the default of the struct where it has one.
+/// The constructor's argument for field i, with the struct's default where it has one.
 template <std::size_t i>
 auto config_argument() {
   pybind11::arg const named(names_of_config()[i].c_str());
@@ -71,7 +71,8 @@ auto config_argument() {
   }
 }
 
-/// The constructor, a property for each field, and field_names(), which has them in order.
+/// Binds the constructor, a property for each field, and field_names(), which has the names in
+/// order.
 template <class Bound, std::size_t... i>
 void bind_fields(Bound& bound, std::index_sequence<i...>) {
   bound.def(

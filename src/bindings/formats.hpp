@@ -43,11 +43,11 @@ struct ScaleLayout {
   }
 };
 
-/// What the elements of a product are, and how its sums are kept and scaled.
+/// What the elements of a product are, and how its sums are accumulated and scaled.
 struct Format {
   DType dtype = DType::BFloat16;
   Accumulation accumulation = Accumulation::Fast;
-  std::optional<ScaleLayout> scales;  // of fp8, and of nothing else
+  std::optional<ScaleLayout> scales;  // of fp8 operands, and of no others
 
   Format(DType dtype_, Accumulation accumulation_, std::optional<ScaleLayout> scales_)
       : dtype(dtype_), accumulation(accumulation_), scales(scales_) {
@@ -63,7 +63,7 @@ struct Format {
     }
   }
 
-  /// Without addresses; of operands that need no scales nothing.
+  /// The scales' layout with null addresses; a default Scales for operands that need no scales.
   Scales scale_layout() const { return scales ? scales->scales() : Scales{}; }
 
   std::string str() const {

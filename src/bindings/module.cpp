@@ -1,4 +1,4 @@
-// agmm._core: the torch-free core. One file per part binds it.
+// The module agmm._core, the torch-free core. Each bind_*.cpp binds a piece of it.
 #include <pybind11/pybind11.h>
 
 #include <string>

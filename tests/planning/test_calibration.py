@@ -31,7 +31,7 @@ from agmm.planning.predictions import predict_us
 pytestmark = pytest.mark.calibration
 
 KERNELS = tuple(k for k in cost_model.default_kernels() if not k.swapped)
-"""Those that the calls were measured with."""
+"""The kernels that the calls were measured with."""
 
 TABLES = sorted(Path(tables.__file__).parent.glob("*-x*.json"))
 
@@ -70,7 +70,8 @@ FEW_ROWS = [
 
 
 def pairs(name: str, which: str) -> list[Pair]:
-    """Of the chosen plans, of the matmul alone, or of all-gather + matmul."""
+    """The predicted and measured times of the chosen plans, of the matmul alone, or of all-gather +
+    matmul."""
     found: list[Pair] = []
     if name == "few rows":
         for m, n, k, roof_us, unfused_us, plan_us in FEW_ROWS:
@@ -107,7 +108,8 @@ MEASURED = [path.stem for path in TABLES] + ["few rows"]
 
 
 def share_ordered_wrongly(found: list[Pair], least: int) -> float:
-    """Of the two of which one is clearly faster; there have to be that many."""
+    """The share of pairs, among those of which one call is clearly faster, that the model orders
+    wrongly. There have to be at least ``least`` such pairs."""
     compared = wrong = 0
     for one, other in combinations(found, 2):
         faster, slower = sorted((one, other), key=lambda pair: pair.measured_us)
@@ -196,7 +198,7 @@ EFFECTS = {
         Call(MANY_ROWS, "256x128x64_2x1_cooperative", "sm1x256"),
         1.0,
     ),
-    # Without it the larger B makes 1%.
+    # Without this effect the larger B makes 1%.
     "in one wave idle multiprocessors leave the others their clock": (
         Call(ONE_WAVE, "128x256x64_1x1_cooperative"),
         Call(replace(ONE_WAVE, n=6656), "128x256x64_1x1_cooperative"),
@@ -213,7 +215,7 @@ EFFECTS = {
 
 @pytest.mark.parametrize("name", EFFECTS)
 def test_the_model_knows_the_effect(name: str) -> None:
-    """At least a third of it, on a logarithmic scale."""
+    """The model predicts at least a third of the measured effect, on a logarithmic scale."""
     faster, slower, measured = EFFECTS[name]
     assert slower.us / faster.us > measured ** (1 / 3)
 
@@ -248,11 +250,11 @@ def test_who_is_long_under_load_loses_its_clock() -> None:
         # 120 of 132 multiprocessors have a tile, and the other rows are needed at 256 GB/s.
         (Problem(2048, 2112, 7168, world_size=4), "256x144x64_2x1_cooperative", True),
         (Problem(1024, 3584, 8192, world_size=4), "128x224x64_2x1_cooperative", False),
-        # At 129 GB/s to one peer: 57.5 us, 63.8 without them.
+        # The rows are needed at 129 GB/s from one peer: 57.5 us with such CTAs, 63.8 without them.
         (Problem(784, 2048, 7168, world_size=2), "128x128x64_1x1_pingpong", True),
-        # No free multiprocessors: 137 us, 61 without them.
+        # There are no free multiprocessors: 137 us with such CTAs, 61 without them.
         (Problem(784, 2048, 7168, world_size=2), "128x128x64_2x1_pingpong", False),
-        # At 65 GB/s they gain 2%, and in a K of 8 chunks there is little left for them.
+        # At 65 GB/s such CTAs gain 2%, and in a K of 8 chunks there is little left for them.
         (Problem(720, 5120, 8192, world_size=2), "128x256x64_2x1_cooperative", False),
         (Problem(784, 2048, 1016, world_size=2), "128x128x64_1x1_pingpong", False),
     ],
@@ -268,9 +270,10 @@ def test_ctas_of_their_own_push_where_that_was_faster(
 @pytest.mark.parametrize(
     ("m", "n", "k", "kernel", "order"),
     [
-        # One or two rows: no bands.
+        # One or two rows need no bands.
         (512, 3072, 4096, "128x160x64_1x1_pingpong", "swizzle1/along_m"),
-        # Measured with it, and with the other one: 286.4 and 300.9 us, 187.7 and 199.0.
+        # Each was measured with this order and with the other one: 286.4 and 300.9 us, 187.7 and
+        # 199.0.
         (7520, 3072, 4096, "128x128x64_2x1_pingpong", "swizzle4/along_n"),
         (4848, 3072, 4096, "128x160x64_1x1_pingpong", "swizzle4/along_n"),
         # 1221 and 1252 us, and 1709 along N in single rows.
@@ -360,7 +363,7 @@ def test_copy_engines_gather_beside_a_long_product() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_kernel_that_sends_tiles_is_chosen_as_measured(ranks: int) -> None:
-    """Within 5% of the best of all kernels and orders, between GPUs."""
+    """The chosen kernel is within 5% of the best of all kernels and orders, between GPUs."""
     results = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "scatter"
     report = json.loads((results / f"nvidia-h200-x{ranks}-kernels.json").read_text())
     kernels = cost_model.default_kernels(MATMUL_REDUCE_SCATTER)

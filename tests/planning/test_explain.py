@@ -44,7 +44,7 @@ def said(problem: Problem) -> str:
 
 
 def choice_for(problem: Problem) -> Choice:
-    """By the cost model."""
+    """The planner's choice, which the cost model makes."""
     return explain.planner_for(problem.gpu, problem.world_size).choose(problem)
 
 
@@ -197,7 +197,7 @@ def test_unknown_gpus(name: str) -> None:
 
 
 SCATTER = Problem(4096, 8192, 2304, world_size=4, op="matmul_reduce_scatter")
-"""Of sizes that no packaged table has."""
+"""A problem of sizes that no packaged table has."""
 
 
 def test_a_scatter_by_the_cost_model() -> None:
@@ -210,7 +210,7 @@ def test_a_scatter_by_the_cost_model() -> None:
 
 
 def test_a_scatter_that_no_kernel_can_compute() -> None:
-    """Its columns are no multiple of 8."""
+    """The number of its columns is no multiple of 8."""
     text = said(replace(SCATTER, n=8188))
     assert "plan: torch\nfrom: cost model\npredicted: " in text
     assert re.search(r"why: torch's fused op, which saves more than the [\d.]+ µs that it", text)
@@ -342,7 +342,7 @@ def test_all_reduces_on_the_cpu_and_bad_input() -> None:
 
 
 def test_predictions_of_collectives() -> None:
-    """Those that docs/collectives.md has for 4 and 8 GPUs."""
+    """The predictions are those that docs/collectives.md has for 4 and 8 GPUs."""
     page = (Path(__file__).parents[2] / "docs" / "collectives.md").read_text()
     rows = re.findall(
         r"\| (\d+) ([KM])iB \| ([\d.]+) \| (\w+) \| ([\d.]+) \| ([\d.]+) \| (\w+) \| ([\d.]+) \|",
@@ -412,7 +412,8 @@ def test_fp8_without_one(monkeypatch: pytest.MonkeyPatch, scaling: str, op: str)
 def test_fp8_without_cuda_is_that_of_a_default_build(
     scaling: str, op: str, served: tuple[str, ...]
 ) -> None:
-    """As with operands of 16 bits: `--gpu` asks for a GPU that is not here."""
+    """A GPU that `--gpu` names and that is not here is explained with the kernels of a default
+    build, as it is with operands of 16 bits."""
     text = said_of_fp8(replace(FP8_PROBLEM, op=op), scaling)
     is_served = scaling in served
     assert ("plan: push, 128x" in text) is is_served

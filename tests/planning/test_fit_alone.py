@@ -61,7 +61,7 @@ def _sweep(
 
 
 def _lost(found: Sweep) -> float:
-    """What the choice by the constants given now loses, over all rows: the mean of logarithms."""
+    """The loss of the choice by the constants given now, over all rows: the mean of logarithms."""
     rows = regret(found)
     lost = sum(row.products * math.log(row.chosen / row.best) for row in rows)
     return lost / sum(row.products for row in rows)

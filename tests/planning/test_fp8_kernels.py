@@ -133,7 +133,7 @@ def test_few_tiles_more_than_a_wave_take_larger_ones() -> None:
 
 
 def test_few_tiles_of_a_long_k_are_split() -> None:
-    """Between the CTAs of a cluster; in one wave, and only where a kernel can."""
+    """They are split between the CTAs of a cluster, in one wave, and only where a kernel can."""
     chosen = chosen_alone((NARROW, SWAPPED), 128, 1024, 16384)
     assert chosen.kernel == SWAPPED
     assert 2 <= chosen.splits <= _core.MAX_CLUSTER_SPLITS
@@ -150,7 +150,8 @@ def test_few_tiles_of_a_long_k_are_split() -> None:
 
 
 def test_parts_of_a_row_that_do_not_fit_are_not_taken(facts: None) -> None:
-    """With another M, or fewer multiprocessors than the row was measured with."""
+    """The splits of a row may not fit another M, or fewer multiprocessors than the row was measured
+    with."""
     alone = replace(PROBLEM, m=128, n=4096, k=16384, world_size=1)
     rows = planner(row(128, f"{SWAPPED}/split2"), problem=alone)
     for problem, fits in (
@@ -183,7 +184,7 @@ def test_swapped_kernels_are_behind_a_gather_where_a_table_names_them(
 def test_a_kernel_that_cannot_store_a_gathered_a_is_not_asked_to(
     facts: None, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """Though it was tuned for a call that does not return A."""
+    """The kernel was tuned for a call that does not return A."""
     problem = replace(PROBLEM, m=64, n=1024, k=16384)
     tuned = planner(row(64, f"{SWAPPED}/split4"), problem=problem)
     for m in (64, 128):
@@ -198,7 +199,7 @@ def test_a_kernel_that_cannot_store_a_gathered_a_is_not_asked_to(
 
 
 def test_swapped_kernels_are_tuned_behind_a_gather(facts: None) -> None:
-    """With K whole and in parts."""
+    """Swapped kernels are candidates with K whole and with K split."""
     problem = replace(PROBLEM, m=64, n=1024, k=16384)
     built = built_kernels.kernels_of(problem.op, problem.format)
     plans = candidates.candidates(problem, built, planner().plan(problem))
@@ -242,7 +243,7 @@ def test_without_rows_the_model_chooses(facts: None) -> None:
 
 @pytest.mark.parametrize("op", [ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER])
 def test_the_model_chooses_between_fused_and_unfused(facts: None, op: str) -> None:
-    """Behind a long gather of many rows the product is fused; of few the latencies decide."""
+    """The product is fused with a long gather of many rows; with few rows the latencies decide."""
     found = {m: planner().choose(of("slow", op=op, m=m)) for m in (4, 64, 512, 4096, 32768)}
     for m, choice in found.items():
         problem = of("slow", op=op, m=m)
@@ -258,7 +259,7 @@ def test_the_model_chooses_between_fused_and_unfused(facts: None, op: str) -> No
 
 
 def test_legality_says_which_transports_there_are(facts: None) -> None:
-    """Between ranks push, and none that operands of 16 bits have beside it."""
+    """Ranks have push alone, and none of the transports that operands of 16 bits have beside it."""
     kernel = KernelConfig.parse(NARROW)
     built = built_kernels.kernels_of(ALL_GATHER_MATMUL, FORMAT)
     assert legality.why_illegal(PROBLEM, Plan("push", kernel), built) is None
@@ -291,7 +292,7 @@ def rated(problem: Problem, kernel: str, ratio: float) -> Row:
 
 
 def test_rows_of_other_m(facts: None) -> None:
-    """They correct the model, as those of 16 bits do."""
+    """Rows correct the model, like those of operands of 16 bits do."""
     above, below = replace(PROBLEM, m=16384), replace(PROBLEM, m=2048)
     near = planner(rated(above, NARROW, 0.5), rated(below, WIDE, 2.0), row(64, SWAPPED))
     choice = near.choose(replace(PROBLEM, m=8192))
@@ -315,7 +316,8 @@ def test_rows_of_kernels_that_are_not_built(facts: None) -> None:
 
 
 def test_what_is_tuned(facts: None) -> None:
-    """What the model leaves, as of 16 bits: no swapped kernel of so many rows."""
+    """The candidates are those that the model leaves, as they are with operands of 16 bits: no
+    swapped kernel for so many rows."""
     built = built_kernels.kernels_of(PROBLEM.op, PROBLEM.format)
     plans = candidates.candidates(PROBLEM, built, planner().plan(PROBLEM))
     kernels = {plan.kernel.kernel for plan in plans if plan.kernel is not None}

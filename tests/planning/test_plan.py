@@ -32,7 +32,7 @@ KERNELS = cost_model.default_kernels()
 
 
 def kernels_for(problem: Problem) -> tuple[KernelConfig, ...]:
-    """Those that the cost model chooses among."""
+    """The kernels that the cost model chooses among."""
     gathered = 2 * problem.m * problem.k
     is_all = problem.world_size == 1 or gathered > cost_model.STEADY_GATHER_BYTES
     return tuple(kernel for kernel in KERNELS if is_all or not kernel.swapped)
@@ -143,7 +143,7 @@ def test_an_order_across_the_chunks_reads_each_column_once(rows: int) -> None:
     usual = KernelConfig.parse(SMALL.kernel + "/swizzle8/along_n")
     config = heuristics.across(problem, usual)
     assert config.across
-    # Of one chunk, as the kernel makes it; rows of tiles, not of elements.
+    # The order is made of one chunk, as the kernel makes it, and of rows of tiles, not of elements.
     order = _core.tile_order(rows, 12, 1, 1, 1, 0, config.max_swizzle, config.raster)
     columns = [column for _, column, *_ in order]
     assert columns == sorted(columns)
@@ -255,8 +255,8 @@ def test_few_tiles_are_split() -> None:
 
 
 def test_parts_of_a_cluster() -> None:
-    """At most a cluster of 8. Clusters do not fill the GPU: as many parts that are not clusters'
-    fit at once as there are multiprocessors."""
+    """K is split between at most the 8 CTAs of a cluster. Clusters do not fill the GPU, unlike
+    splits that are not clusters, of which as many fit at once as there are multiprocessors."""
     kernel = KernelConfig.parse("96x128x64_1x1_cooperative_swapped")
     assert kernel.splits_in_cluster
     problem = Problem(64, 128, 8192)
@@ -494,7 +494,7 @@ def fused_us_tile_by_tile(problem: Problem, config: KernelConfig) -> float:
 
 @pytest.mark.parametrize("m", [16, 64, 256])
 def test_swapped_kernels_are_not_chosen_behind_a_small_gather(m: int) -> None:
-    """They are faster than predicted or slower there: nobody has timed them."""
+    """Swapped kernels are faster than predicted or slower there: nobody has timed them."""
     problem = Problem(m, 4608, 7168, world_size=2)
     found = planner().choose(problem, fused=True).plan.kernel
     assert found is not None and not found.swapped
@@ -564,7 +564,8 @@ def library_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_little_slower_than_a_large_unfused_gather_is_fused(library_alone: None) -> None:
-    """By a fifth of the gather, which takes so much longer in some runs."""
+    """Fused plans may be slower by a fifth of the gather, which takes so much longer in some
+    runs."""
     behind = []
     for m in range(520, 1200, 8):
         problem = Problem(m, 29568, 8192, world_size=2)  # B takes longer than any gather
@@ -581,8 +582,8 @@ def test_a_little_slower_than_a_large_unfused_gather_is_fused(library_alone: Non
 
 
 def test_a_small_gather_is_worth_no_margin(library_alone: None) -> None:
-    """Its latency is steady: of 24 to 48 rows of 2048 x 7168 none was faster fused, by kernels with
-    tiles of 128 rows."""
+    """The gather's latency is steady: of 24 to 48 rows of 2048 x 7168 none was faster fused, by
+    kernels with tiles of 128 rows."""
     behind = []
     for m in range(8, 96, 8):
         problem = Problem(m, 3584, 8192, world_size=4)
@@ -777,7 +778,7 @@ def test_the_models_favourite_takes_part() -> None:
 
 
 def test_a_plan_of_a_row_is_rated_by_its_own_row() -> None:
-    """Also where it is the model's favourite: it measured 1.3 times its prediction."""
+    """This holds for the model's favourite too: it measured 1.3 times its prediction."""
     favourite, second = [
         p for p, _ in planner_of(KERNELS).alternatives(TUNED) if p.transport == "push"
     ][:2]
@@ -861,11 +862,13 @@ def test_calls_that_differ_in_return_A_say_something() -> None:
         ],
     )
     assert both.choose(with_A).plan == push(WIDE)
-    # The same rows say more than the same return_A at a quarter of them.
+    # A row of the same M that differs in return_A says more than one with the same return_A at a
+    # quarter of M.
     far = RowsOfOneKind([Row(TUNED.m // 4, push(WIDE), 9.0)], return_A=True)
     near = planner_of(KERNELS, [RowsOfOneKind([slow], return_A=False), far])
     assert near.choose(with_A).plan == push(SMALL)
-    # Returning A is free without fusion only, and a plan has to be legal for the call.
+    # A row with return_A serves a call without it only where its plan is legal for the call and not
+    # unfused, since only the unfused path returns A for nothing.
     unfused = planner_of(KERNELS, [RowsOfOneKind([Row(TUNED.m, UNFUSED, 9.0)], return_A=True)])
     assert unfused.choose(plain).source == "cost model"
     pull = Row(TUNED.m, Plan("pull", WIDE), 9.0)

@@ -115,7 +115,7 @@ KERNELS = cost_model.default_kernels(MATMUL_REDUCE_SCATTER)
 
 
 class Table:
-    """Of one problem's rows."""
+    """A table of one problem's rows."""
 
     name = "a table"
 
@@ -159,7 +159,8 @@ def test_rows_correct_the_model_at_other_m(m: int) -> None:
     assert (unfused.plan, unfused.source) == (UNFUSED, "tuned at M=2048 and M=8192 (a table)")
     fused = choose(m, *rows, fused=True)
     assert (fused.plan, fused.source) == (model.plan, "tuned at M=8192 (a table)")
-    # Of a kernel that was not measured as much slower or faster as the others were.
+    # The model's favourite, whose kernel was not measured, is taken to be as much slower or faster
+    # than predicted as the measured one.
     other = Plan("push", next(k for k in KERNELS if k.kernel != model.plan.kernel.kernel))
     found = choose(m, row(2048, other, 1.2))
     assert found.plan == model.plan
@@ -185,8 +186,8 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results/scatter"
 
 
 def measured() -> dict[tuple[int, int, int, int], dict[str, float]]:
-    """Of each shape, and number of ranks, the kernels' times in their best orders, and the matmul's
-    alone."""
+    """The kernels' times in their best orders, and the matmul's alone, by shape and number of
+    ranks."""
     found: dict[tuple[int, int, int, int], dict[str, float]] = {}
     for report in map(json.loads, (path.read_text() for path in RESULTS.glob("*-kernels.json"))):
         for entry in report["shapes"]:
@@ -200,7 +201,8 @@ def measured() -> dict[tuple[int, int, int, int], dict[str, float]]:
 
 @pytest.mark.parametrize("shape", measured(), ids=str)
 def test_the_model_agrees_with_what_was_measured(shape: tuple[int, int, int, int]) -> None:
-    """Within 10%, and the kernel that it prefers within 4% of the fastest."""
+    """The prediction is within 10%, and the kernel that the model prefers within 4% of the
+    fastest."""
     times = measured()[shape]
     problem = replace(scattered(*shape), op="matmul_reduce_scatter")
     predicted = {k.kernel: cost_model.tile_push_scatter_us(problem, k) for k in KERNELS}
@@ -213,7 +215,7 @@ def test_the_model_agrees_with_what_was_measured(shape: tuple[int, int, int, int
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_model_agrees_with_calls_as_they_were_planned(ranks: int) -> None:
-    """Within 6% in the mean, 12% at most."""
+    """The predictions are within 6% in the mean, 12% at most."""
     report = json.loads((RESULTS / f"nvidia-h200-x{ranks}.json").read_text())
     ratios = []
     for entry in report["shapes"]:
@@ -233,7 +235,7 @@ def test_a_long_scatter_loses_its_clock_as_the_matmul_does() -> None:
 
 
 RETURNING = (KernelConfig.parse("128x128x64_1x1_pingpong"),)
-"""Of a default build, those that send finished tiles."""
+"""The kernels of a default build that send finished tiles."""
 
 
 def all_reduce_way(
@@ -250,7 +252,7 @@ def lagged_kernel(problem: Problem) -> KernelConfig | None:
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_an_all_reduce_is_by_a_kernel_from_some_rows_on(world_size: int) -> None:
-    """With few, as in decoding, a kernel's tiles take longer than they hide."""
+    """With few rows, such as in decoding, a kernel's tiles take longer than what they hide."""
     for k in (2048, 4096, 7168):
         ways = []
         for m in (8, 64, 256, 1024, 4096, 16384):

@@ -209,7 +209,7 @@ def test_processes_that_save_at_once_lose_no_rows(pool: RankPool, folder: Path) 
 
 KEY_NAMES = ["op", "format", "b_layout", "n", "k", "return_A"]
 NO_FORMAT = {"format": "absent", "world_size": "absent"}
-"""What rows of old schemas had not."""
+"""The fields that rows of old schemas did not have."""
 
 
 def _text(schema: int = tables.SCHEMA, **changes: Any) -> str:
@@ -405,7 +405,7 @@ def test_a_folder_in_the_files_place_is_reported(folder: Path) -> None:
 )
 @pytest.mark.filterwarnings("ignore:agmm passes over rows")
 def test_a_row_that_no_build_can_run_stops_no_call(op: str, m: int, plan: Plan) -> None:
-    """Whatever a file names is passed over, as long as it is a table."""
+    """Every row is passed over whose plan no build can run, as long as the file is a table."""
     built = default_kernels(op)
     for us in (0.01, 1e9):
         tables.save(GPU, 4, [(KEY._replace(op=op), Row(m, plan, us, None, None, "0.1.0"))])

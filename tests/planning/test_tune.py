@@ -105,7 +105,7 @@ def test_tune_a_scatter(folder: Path) -> None:
     assert notes.lines == []
     assert [o.shape for o in tuner.tune(options, notes)] == []
     assert notes.lines == ["3 of 3 shapes were tuned before (--again repeats)"]
-    # Rows of one op say nothing of the other.
+    # The rows of one op say nothing of the other.
     gathers = tuning_session.Options.of("cpu", 2, SHAPES[:1], row_major=True)
     assert [o.shape for o in tuner.tune(gathers)] == [SHAPES[0]]
 

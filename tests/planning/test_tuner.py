@@ -122,7 +122,7 @@ def test_candidates_of_a_scatter_with_few_tiles_split_k() -> None:
 def test_torchs_op_has_to_be_faster_by_what_it_costs_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 100 µs, where another takes 130 and the host 60."""
+    """torch's op takes 100 µs where another plan takes 130 and torch's host time is 60."""
     own = Plan("push", SENDERS[0])
     taken = {own.name: 130.0, BY_TORCH.name: 100.0, UNFUSED.name: 150.0, ROOF: 50.0}
 

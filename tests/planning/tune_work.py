@@ -1,4 +1,4 @@
-"""What the tests of plans and of the tuner run inside ranks."""
+"""The work that tests of plans and of the tuner do inside ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from agmm.runtime import cpu
 
 
 def check_with_faults(plan: Plan) -> tuning_session.Verdict:
-    """As `tuning_session.check`, but 2 chunks are wrong, 4 raise in one rank and 8 end it."""
+    """Checks a plan like `tuning_session.check`, but 2 chunks are wrong, 4 raise in one rank and 8
+    end it."""
     last = dist.get_rank() == dist.get_world_size() - 1
     if plan.chunks_per_shard == 8 and last:
         os._exit(7)
@@ -42,7 +43,7 @@ def check_with_faults(plan: Plan) -> tuning_session.Verdict:
 
 
 def check_with_none_fused(plan: Plan) -> tuning_session.Verdict:
-    """As `tuning_session.check`, but every fused plan fails."""
+    """Checks a plan like `tuning_session.check`, but every fused plan fails."""
     return (
         tuning_session.check(plan) if plan == UNFUSED else tuning_session.Verdict("ValueError: no")
     )
@@ -101,7 +102,7 @@ def call_with_table(m: int, n: int, k: int, strict: bool) -> tuple[bool, int, li
 
 
 def check_with_wrong_scatter(plan: Plan) -> tuning_session.Verdict:
-    """As `tuning_session.check`, but the last rank's own sums are wrong."""
+    """Checks a plan like `tuning_session.check`, but the last rank's own sums are wrong."""
     last = dist.get_rank() == dist.get_world_size() - 1
     original = cpu.CpuWorkspace.matmul_reduce_scatter
 

@@ -1,4 +1,4 @@
-"""Which kernels a build gets by AGMM_KERNELS, and what is rendered from their table."""
+"""Tests which kernels a build gets by AGMM_KERNELS, and what is rendered from their table."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ENTRY = re.compile(
 
 @dataclass(frozen=True)
 class Entry:
-    """What a translation unit instantiates: a kernel for one dtype and one layout of B."""
+    """The kernel that a translation unit instantiates, for one dtype and one layout of B."""
 
     op: str
     config: KernelConfig
@@ -66,11 +66,11 @@ class Entry:
         return self.config.kernel + "_timed" * self.timed
 
     def kinds(self) -> set[tuple[object, ...]]:
-        """The ways that it takes through the templates of `src/gemm/sm90`, each with all that
-        decides on it there."""
+        """The paths that the kernel takes through the templates of `src/gemm/sm90`, each with all
+        that decides on it there."""
         config = self.config
         schedule = (config.schedule, config.swapped)
-        # Swapped, the tile's rows are columns of the MMA.
+        # In a swapped kernel the tile's rows are columns of the MMA.
         rows, columns = (config.tile_m, config.tile_n)[:: -1 if config.swapped else 1]
         steps = (64,) if config.schedule == "pingpong" and rows >= 128 else ()
         splits = config.can_split and not (self.timed or self.op in ("lagged", "fp8_scatter"))
@@ -98,7 +98,7 @@ class Entry:
 
 
 def _entries(kernels: str) -> set[Entry]:
-    """What is in the table that a build gets, each of which one unit has."""
+    """The kernels of the table that a build gets, each of which one unit has."""
     files = generate_kernels.render(kernel_table.rows(), kernels)
     entries = re.findall(r"extern \w+ const (\w+);", files["kernel_table.cpp"])
     units = "".join(text for name, text in files.items() if name.endswith(".cu"))
@@ -133,10 +133,11 @@ def test_each_set_holds_the_smaller_one(sets: dict[str, set[Entry]]) -> None:
 
 
 def test_ci_has_a_kernel_of_each_kind(sets: dict[str, set[Entry]]) -> None:
-    """What a default build compiles and CI does not differs from what CI compiles in numbers."""
+    """Kernels that a default build compiles and CI does not differ from what CI compiles in numbers
+    alone."""
     found, wanted = (set().union(*(e.kinds() for e in sets[s])) for s in ("ci", "default"))
     assert wanted - found == set()
-    # Nor does code without kernels in a default build go uncompiled.
+    # CI also compiles the code whose kernels a default build leaves out.
     ways = [{(e.op, e.accumulation, e.dtype) for e in sets[s]} for s in ("ci", "all")]
     assert ways[0] == ways[1]
     assert 2 * len(sets["ci"]) < len(sets["default"])

@@ -1,1 +1,2 @@
-"""Timing agmm beside the ways that it replaces. Extras: an op needs none of this."""
+"""The benchmarks, which time agmm beside the ways that it replaces. They are extras: no op needs
+them."""

@@ -1,4 +1,4 @@
-"""The plans that tuning measures. Needs no GPU and no torch."""
+"""The plans that tuning measures. This module needs no GPU and no torch."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from agmm.planning.plans import (
 from agmm.planning.predictions import predict_us
 
 CPU_CHUNKS = (1, 2, 4, 8)
-"""Row chunks per shard that are tried on the CPU."""
+"""The numbers of row chunks per shard that are tried on the CPU."""
 
 PRUNE_FACTOR = 1.3
-"""Kernels that the cost model says take this many times the best one's time are left out."""
+"""Kernels are left out that the cost model says take this many times as long as the best one."""
 KERNELS_IN_ALL_ORDERS = 2
 
 
 def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> list[Plan]:
-    """The plans to check at first: each kernel in its usual order that the cost model leaves, also
-    across the chunks where they would read B anew, the unfused path, a gather by agmm's kernel and
-    torch's fused op where they are legal, and the plan in use."""
+    """The plans to check at first: each kernel that the cost model leaves, in its usual order, and
+    also across the chunks where it would read B anew for each; the unfused path; a gather by agmm's
+    kernel and torch's fused op where they are legal; and the plan in use."""
     if problem.op == MATMUL_REDUCE_SCATTER:
         plans = _without_slow_kernels(problem, scatter_plans(problem, kernels))
     elif problem.gpu == CPU:
@@ -46,7 +46,8 @@ def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> 
     else:
         ordered = [usual_order(problem, kernel) for kernel in kernels]
         if problem.world_size > 1 and not is_b_in_l2(problem):
-            # B is read once for all chunks. Only where it is measured: no plan has it by itself.
+            # An order across the chunks reads B once for all of them. It is a candidate only where
+            # it is measured: no plan has it by itself.
             ordered += [across(problem, kernel) for kernel in ordered]
         fused = [
             Plan(transport, kernel)
@@ -69,7 +70,7 @@ def _without_slow_kernels(problem: Problem, plans: Sequence[Plan]) -> list[Plan]
 
 
 def other_orders(medians: Mapping[Plan, float]) -> list[Plan]:
-    """The best kernels in all orders that are not among the plans yet."""
+    """The plans of the best kernels in all orders that are not among the plans yet."""
     fused = sorted((p for p in medians if p.kernel is not None), key=lambda p: medians[p])
     more = []
     for plan in fused[:KERNELS_IN_ALL_ORDERS]:
@@ -79,7 +80,8 @@ def other_orders(medians: Mapping[Plan, float]) -> list[Plan]:
 
 
 def other_pushes(problem: Problem, medians: Mapping[Plan, float]) -> list[Plan]:
-    """Plans with other chunks that are not among the plans yet, where SM push is the fastest."""
+    """The plans with other chunks that are not among the plans yet, where SM push is the
+    fastest."""
     best = min(medians, key=lambda plan: medians[plan], default=UNFUSED)
     if best.kernel is None or SmPush.parse(best.transport) is None:
         return []

@@ -1,4 +1,4 @@
-"""Two reports of `agmm bench` side by side: what became faster or slower by more than the noise.
+"""Compares two reports of `agmm bench`: what became faster or slower by more than the noise.
 
 Times of two runs differ by clocks, temperature and neighbours too. So a change is also given in
 roofs: the time over that run's own matmul alone, before and after.
@@ -19,9 +19,10 @@ from agmm.errors import InvalidArgument
 from agmm.testing.cases import Shape
 
 MIN_SAMPLES = 5
-"""Fewer samples of a way say nothing about its noise."""
+"""The least number of samples of a way; fewer say nothing about its noise."""
 STANDARD_ERRORS = 4.0
-"""This flags 1 in 1000 pairs of equal normal distributions by 20 samples each, 3 by 10."""
+"""The number of standard errors that counts as a change. It flags 1 in 1000 pairs of equal normal
+distributions by 20 samples each, 3 by 10."""
 _NAMES_SHOWN = 12
 
 _MACHINE = {
@@ -44,7 +45,7 @@ _SETTINGS = {
 
 
 class Verdict(str, Enum):
-    """What a pair of times says."""
+    """The verdict on a pair of times."""
 
     faster = "faster"
     slower = "slower"
@@ -69,7 +70,7 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """New over old: below 1 is faster."""
+        """The new time over the old one: below 1 is faster."""
         return self.new_us / self.old_us
 
     @property
@@ -83,7 +84,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two reports. `only_old` and `only_new` name the shapes and ways that one of them lacks."""
+    """The comparison of two reports. `only_old` and `only_new` name the shapes and ways that one of
+    them lacks."""
 
     changes: list[Change]
     only_old: list[str]

@@ -1,4 +1,5 @@
-"""What the ranks of a run tell each other about it: values of JSON, through their group's store."""
+"""Exchanges what the ranks of a run tell each other about it: JSON values, through their group's
+store."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def of_all_ranks(topic: str, mine: Any, group: dist.ProcessGroup | None = None) 
 
 
 def group_or_alone(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group that was given, else the default one, else None."""
+    """The given group, else the default one, else None."""
     if group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     return group

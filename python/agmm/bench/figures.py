@@ -1,4 +1,4 @@
-"""Figures without a display. matplotlib is the extra `plot`, imported when a figure is made."""
+"""Figures that need no display. matplotlib is the extra `plot`, imported when a figure is made."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def need_matplotlib() -> None:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Makes the folder of a file that is to be written, and tries the file, before a long run.
+    """Makes the folder of a file that is to be written, and tries to write the file, before a long
+    run.
 
     Raises:
         InvalidArgument: it cannot be written.
@@ -73,7 +74,7 @@ def check_path(path: Path, option: str) -> None:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of that size in inches. Raises PlotUnavailable."""
+    """An empty figure of the given size in inches. Raises PlotUnavailable."""
     need_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

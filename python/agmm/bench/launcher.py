@@ -1,4 +1,4 @@
-"""Where the ranks come from: torchrun's, or processes started for the run, on GPUs or the CPU."""
+"""Provides the ranks of a run: torchrun's, or processes started for the run, on GPUs or the CPU."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from agmm.errors import InvalidArgument
 from agmm.testing.ranks import RankPool
 
 SHAPE_TIMEOUT_S = 300.0
-"""The time for all that precedes the first way of a shape: its reference in float64 is what takes
-long."""
+"""The time limit of all that precedes the first way of a shape. Its reference in float64 is what
+takes long."""
 
 
 def choose(device: str, world_size: int | None) -> tuple[str, int]:
-    """Device and world size from 'auto', 'cuda' or 'cpu' and a wish: GPUs where at least 2 are.
+    """Return device and world size, from 'auto', 'cuda' or 'cpu' and the world size that is asked
+    for: GPUs where there are at least 2.
 
     Raises InvalidArgument where there are too few GPUs.
     """
@@ -38,7 +39,7 @@ def choose(device: str, world_size: int | None) -> tuple[str, int]:
 
 
 def why_cpu(device: str, world_size: int | None) -> str | None:
-    """What to say where `choose` takes CPU processes though there are GPUs, else None."""
+    """The remark to print where `choose` takes CPU processes though there are GPUs, else None."""
     count = torch.cuda.device_count()
     if device != "auto" or count == 0 or choose(device, world_size)[0] == "cuda":
         return None
@@ -69,7 +70,7 @@ def world_size_or(given: int | None) -> int | None:
 
 
 def is_rank_0() -> bool:
-    """Whether this process should print: the only one, or rank 0 of torchrun's."""
+    """Whether this process should print: it is the only one, or rank 0 of torchrun's."""
     return torchrun_world_size() is None or os.environ["RANK"] == "0"
 
 

@@ -1,4 +1,5 @@
-"""The machine and the versions, as far as they can be found out. Loads without torch and core."""
+"""The machine and the versions, as far as they can be found out. This module loads without torch
+and the core."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ torch, torch_error = _installation.load_torch()
 
 
 def machine_facts() -> dict[str, Any]:
-    """Machine and versions, for reports: strings, numbers and lists only; None where unknown."""
+    """Return machine and versions, for reports: strings, numbers and lists only; None where
+    unknown."""
     count = 0 if torch is None else torch.cuda.device_count()
     gpus = [torch.cuda.get_device_name(i) for i in range(count)]
     return {
@@ -43,7 +45,7 @@ def nccl_version() -> str | None:
 
 
 def processor_name() -> str:
-    """The CPU's model name."""
+    """The model name of the CPU."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""What each rank does for one shape: prepare the ways, check them, time those that are right."""
+"""The work of each rank for one shape: prepare the ways, check them, time those that are right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from agmm.testing.reference import poison, relative_error
 
 @dataclass
 class WayResult:
-    """What came of one way on one shape. `reason` says why it has no time; times in µs."""
+    """The outcome of one way on one shape. `reason` says why it has no time; times in µs."""
 
     median_us: float | None = None
     tflops: float | None = None
@@ -43,7 +43,7 @@ class WayResult:
 
 
 _writer: steps.Writer | None = None
-"""This rank's writer, where somebody watches it."""
+"""The writer of this rank's steps, where somebody watches them."""
 
 
 def _begin_step(what: int) -> None:
@@ -205,7 +205,7 @@ def judge(result: WayResult, allowed: float) -> None:
 
 
 def _call_and_poison(call: Callable[[], Result], problem: Problem) -> None:
-    """One call, then NaN in the memory that the next one is about to write."""
+    """Makes one call, then writes NaN to the memory that the next one is about to write."""
     A, out = call()
     _synchronize(problem.device)
     for tensor in (A, out):
@@ -216,7 +216,7 @@ def _call_and_poison(call: Callable[[], Result], problem: Problem) -> None:
 def _check(
     call: Callable[[], Result], problem: Problem, reference: torch.Tensor
 ) -> tuple[float, str | None]:
-    """One call's relative error."""
+    """Makes one call and returns its relative error."""
     A, out = call()
     _synchronize(problem.device)
     wrong = None

@@ -1,4 +1,4 @@
-"""What a benchmark is to run."""
+"""The options of a benchmark: what it is to run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from agmm.testing.cases import BENCH_SHAPES, CPU_BENCH_SHAPES, SCATTER_BENCH_SHA
 DEFAULT_WORLD_SIZE = 4  # as in the figures that the project started from
 
 LIMIT_S = 120.0
-"""The time that one call of a way may take."""
+"""The default of the time that one call of a way may take."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to run. `shapes` and `ways` None: all of the device's defaults; spin in µs."""
+    """What to run. Where `shapes` or `ways` is None, all of the device's defaults are; spin in
+    µs."""
 
     device: str = "cuda"
     world_size: int = DEFAULT_WORLD_SIZE
@@ -45,7 +46,7 @@ class Options:
     """The kind of scales of fp8 operands; row-wise where none is given."""
 
     def resolved(self) -> Options:
-        """These options with every default filled in. Raises InvalidArgument for what cannot
+        """Return these options with every default filled in. Raises InvalidArgument for what cannot
         run."""
         shapes = self.shapes
         if shapes is None:
@@ -73,7 +74,7 @@ def check_memory(shapes: Sequence[Shape], dtype: torch.dtype, world_size: int) -
     free = _free_memory()
     for shape in shapes:
         elements = shape.M * shape.K + shape.N * shape.K + shape.M * shape.N
-        # fp8 is multiplied in float32 there.
+        # The CPU multiplies fp8 operands in float32.
         itemsize = torch.float32.itemsize if dtype in FP8 else dtype.itemsize
         needed = world_size * elements * itemsize
         if free is not None and needed > free:

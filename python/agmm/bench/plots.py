@@ -26,7 +26,7 @@ OURS = "agmm"
 _MAX_COLUMNS = 3
 _GROUPS_PER_ROW = 8
 _LOG_FROM_RATIO = 4.0
-"""A largest ratio from which the y axis is logarithmic."""
+"""The y axis is logarithmic where the largest ratio is at least this."""
 _ROOF_SHOWN, _LOWEST_TOP = 2.0, 0.1
 """The bars' y axis ends at most this many times as far above 1 as the highest bar, and no lower
 than that; a roof above is a number, so that it does not flatten the bars."""
@@ -34,8 +34,8 @@ than that; a roof above is a number, so that it does not flatten the bars."""
 
 @dataclass(frozen=True)
 class Style:
-    """How a way looks: colour by implementation, dashed or hatched as a CUDA graph, hollow or pale
-    where it returns A, thick for agmm."""
+    """The look of a way: colour by implementation, dashed or hatched as a CUDA graph, hollow or
+    pale where it returns A, thick for agmm."""
 
     color: str
     marker: str
@@ -95,7 +95,8 @@ def write(report: Report, folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def time_over_roof(report: Report) -> Figure:
-    """Time over that of the matmul alone by M: a line per way, a panel per (N, K).
+    """Draws the time of each way over that of the matmul alone, by M: a line per way, a panel per
+    (N, K).
 
     Raises InvalidArgument where no shape has a time of the roof and of another way.
     """
@@ -143,7 +144,8 @@ def time_over_roof(report: Report) -> Figure:
 
 
 def speedup(report: Report) -> Figure:
-    """Bars of the time of matmul and collective, unfused, over that of each way, a group per shape.
+    """Draws bars of the time of matmul and collective, unfused, over that of each way, a group per
+    shape.
 
     Bars start at 1, so that they point down where a way is slower. A line over each group, or a
     number where that is far above, is the matmul alone. Raises InvalidArgument where no shape has
@@ -188,7 +190,7 @@ def _ratio_panel(
     axes: Axes, panel: Mapping[int, Mapping[str, float]], styles: Mapping[str, Style]
 ) -> None:
     ms = sorted(panel)
-    # Where there is one M, all points would lie on each other.
+    # A single M would put all points on top of each other.
     apart = 0.9 if len(ms) == 1 else 0.0
     shifts = {n: 2.0 ** (apart * ((i + 0.5) / len(styles) - 0.5)) for i, n in enumerate(styles)}
     for name, style in styles.items():
@@ -219,7 +221,7 @@ def _ratio_panel(
 
 
 def _label(axes: Axes, x: float, y: float, text: str, *, below: bool = False) -> None:
-    """A figure of agmm's beside its mark, legible on any line behind it."""
+    """Writes a number of agmm's beside its mark, legible on any line behind it."""
     from matplotlib.patheffects import withStroke
 
     axes.annotate(
@@ -341,7 +343,7 @@ def _ratios(entry: dict[str, Any], base: str) -> dict[str, float]:
 
 
 def _names(ratios: Any) -> list[str]:
-    """All ways of these, agmm's last, so that they are drawn over the others."""
+    """The ways that these shapes have, agmm's last, so that they are drawn over the others."""
     names = list(dict.fromkeys(name for by_way in ratios for name in by_way))
     return sorted(names, key=lambda name: name.startswith("agmm"))
 

@@ -1,6 +1,6 @@
-"""Shapes by name: the projections that a tensor-parallel rank computes of a model, column-parallel
-ones for an all-gather and row-parallel ones for a reduce-scatter, and the options by which
-`agmm tune` and `agmm bench` name shapes."""
+"""The shapes that have names: the projections that a tensor-parallel rank computes of a model,
+column-parallel ones for an all-gather and row-parallel ones for a reduce-scatter, and the options
+by which `agmm tune` and `agmm bench` name shapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from agmm.testing.cases import Shape
 
 @dataclass(frozen=True)
 class Projection:
-    """``[tokens, k] @ [k, n]`` on one rank; n, or k of a row-parallel one, is that rank's share."""
+    """The projection ``[tokens, k] @ [k, n]`` on one rank; n, or k of a row-parallel one, is that
+    rank's share."""
 
     name: str
     n: int
@@ -23,7 +24,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention; sizes are columns per head."""
+    """A model with grouped-query attention; sizes are columns per head."""
 
     hidden: int
     heads: int
@@ -42,7 +43,7 @@ class Attention:
         ]
 
     def row_projections(self, tp: int) -> list[Projection]:
-        """The output of the attention, and down."""
+        """The row-parallel projections: the output of the attention, and down."""
         self._check(tp)
         return [
             Projection("attention_out", self.hidden, self.heads // tp * self.head_dim),
@@ -101,7 +102,7 @@ MODELS: dict[str, Attention | LatentAttention] = {
     "qwen-2.5-72b": Attention(8192, 64, 8, 128, 29568),
     "deepseek-v3": LatentAttention(7168, 1536, 512, 64, 16384, 18432, 2048),
 }
-"""Models by name; the sizes are those of their published configurations."""
+"""The models by name; the sizes are those of their published configurations."""
 
 
 def shapes(model: str, tokens: list[int], tp: int, op: str = ALL_GATHER_MATMUL) -> list[Shape]:
@@ -156,7 +157,7 @@ class ShapeOptions:
 
     @property
     def given(self) -> bool:
-        """Whether any of them was given."""
+        """Whether any of these options was given."""
         return self._count() > 0 or self.tokens is not None
 
     def read(self, tp: int, op: str = ALL_GATHER_MATMUL) -> list[Shape]:
@@ -199,7 +200,8 @@ class ShapeOptions:
 
 
 def parse_shapes(text: str, origin: str) -> list[Shape]:
-    """Comma-separated MxNxK, each once. Raises InvalidArgument, also for none; names `origin`."""
+    """Parses comma-separated MxNxK, each once. Raises InvalidArgument, also for none; its message
+    names `origin`."""
     found = [Shape.parse(part) for part in split(text)]
     if not found:
         raise InvalidArgument(f"shapes: found none in {origin}, wanted MxNxK")
@@ -207,5 +209,5 @@ def parse_shapes(text: str, origin: str) -> list[Shape]:
 
 
 def split(text: str) -> list[str]:
-    """The parts of a comma-separated list, without blanks and empty ones."""
+    """The entries of a comma-separated list, without blanks and empty ones."""
     return [part.strip() for part in text.split(",") if part.strip()]

@@ -1,4 +1,4 @@
-"""One call with its times: when each chunk arrived, or was sent, and when its tiles were
+"""Records the times of one call: when each chunk arrived, or was sent, and when its tiles were
 computed."""
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from agmm.testing.cases import Shape, make_operands, make_scatter_operands
 _CALLS_BEFORE_TIMELINE = 3  # both slots have been used then, and one of them again
 
 _ALIGNING_CYCLES = 1_000_000
-"""The GPU is busy for this long before a timeline's call, so that the hosts' launches are done, and
-the ranks begin when an all-reduce ends."""
+"""How many cycles the GPU is kept busy before a timeline's call, so that the hosts' launches are
+done by then. An all-reduce makes the ranks begin together."""
 
 
 def tiles_on_cuda(
     A_shard: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup
 ) -> list[dict[str, int]]:
-    """When each chunk arrived and when its tiles were computed, in one fused call. Collective.
+    """Record when each chunk arrived and when its tiles were computed, in one fused call.
+    Collective.
 
     Uses the timed kernel, which reads the GPU's global timer in the warp that loads the tiles.
 
@@ -68,7 +69,7 @@ def tiles_on_cuda(
     problem = call_plans.problem_of(
         (m, n, A_shard.shape[1]), A_shard.dtype, A_shard.device, group=group
     )
-    # The transport of the call that is looked at, as it goes with this kernel.
+    # The transport of the recorded call, as it goes with this kernel.
     wants_sm_push = SmPush.parse(
         call_plans.planner(group, A_shard.device).fused_plan(problem).transport
     )
@@ -116,7 +117,7 @@ def tiles_on_cuda(
 
 
 def timed_scatter_kernel() -> KernelConfig | None:
-    """The kernel of this build that sends tiles and records when, in its usual order."""
+    """The kernel of this build that sends tiles and records when, with the usual order of tiles."""
     timed = (KernelConfig.of(kernel) for kernel in built(MATMUL_REDUCE_SCATTER, timed=True))
     return next((usual_scatter_order(kernel) for kernel in timed), None)
 
@@ -124,7 +125,7 @@ def timed_scatter_kernel() -> KernelConfig | None:
 def scattered_tiles_on_cuda(
     A: torch.Tensor, B: torch.Tensor, group: dist.ProcessGroup
 ) -> list[dict[str, int]]:
-    """When each tile of one matmul + reduce-scatter was computed and sent. Collective.
+    """Record when each tile of one matmul + reduce-scatter was computed and sent. Collective.
 
     Args:
         A: [M, K] bf16, contiguous.
@@ -167,8 +168,8 @@ def decode_scatter_times(
     config: KernelConfig,
     called_ns: int,
 ) -> list[dict[str, int]]:
-    """What `scattered_tiles_on_cuda` returns, of the kernel's records ``times`` and the tiles of
-    each launch (`_core.scatter_steps`)."""
+    """The return value of `scattered_tiles_on_cuda`, made of the kernel's records ``times`` and the
+    tiles of each launch (`_core.scatter_steps`)."""
     words = times.cpu().view(torch.int64).view(-1, _core.SCATTER_TIMES_BYTES // 8).tolist()
     found, before = [], 0
     for steps in launches:
@@ -195,8 +196,8 @@ def decode_scatter_times(
 
 
 def record_timeline(shape: Shape, options: Options) -> Sequence[ChunkEvent]:
-    """One call's times on this rank, by tile on CUDA and by chunk on the CPU. Every rank of the
-    default group calls this."""
+    """Return one call's times on this rank, by tile on CUDA and by chunk on the CPU. Every rank of
+    the default group calls this."""
     group = dist.group.WORLD
     assert group is not None
     assert options.dtype is not None
@@ -248,7 +249,7 @@ def _record_scatter(
 
 
 def _scatter_events(events: list[dict[str, int]], rank: int) -> list[ChunkEvent]:
-    """The events of what was recorded of the tiles, or pieces, of a matmul + reduce-scatter."""
+    """The events made of the records of the tiles, or pieces, of a matmul + reduce-scatter."""
     sent: dict[int, int] = {}
     for event in events:
         sent[event["chunk"]] = max(sent.get(event["chunk"], 0), event["done_ns"])

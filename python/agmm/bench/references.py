@@ -1,4 +1,4 @@
-"""A rank's operands of a shape, and what each way has to make of them."""
+"""The operands of a rank for a shape, and what each way has to make of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agmm.testing.reference import allowed_error, gathered_product, scattered_su
 
 class References(NamedTuple):
     """The results in float64, and the error of the op's usual computation in its own dtype, the
-    largest of all ranks; None: that of the roof."""
+    largest of all ranks; where it is None, that of the roof."""
 
     roof: torch.Tensor
     others: torch.Tensor
@@ -55,7 +55,7 @@ def make_problem(
 
 
 def references(problem: Problem, seed: int = 0) -> References:
-    """The references of a problem made with that seed. Collective."""
+    """The references of a problem made with the given seed. Collective."""
     if problem.scaling is not None:
         return References(*scaled_ways.references(problem, seed))
     operands, group = problem.operands, problem.group

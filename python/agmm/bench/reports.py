@@ -1,4 +1,4 @@
-"""Reports of `agmm bench`: made, written, read from a file, narrowed, summed up."""
+"""Makes, writes, reads, narrows and sums up reports of `agmm bench`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OPTIONAL = (
     "host_time_us",
     "host_time_after_drain_us",
 )
-"""What a report says of a way; older reports lack some."""
+"""The fields that a report has for a way; older reports lack some."""
 
 
 def read(path: Path) -> Report:
@@ -113,7 +113,7 @@ def shape_of(entry: dict[str, Any]) -> Shape:
 
 
 def op_of(report: Report) -> str:
-    """What a report is of."""
+    """The op that a report is of."""
     return str(report["settings"].get("op", ALL_GATHER_MATMUL))
 
 
@@ -125,7 +125,7 @@ def dtype_of(report: Report) -> str:
 
 
 def title_of(name: str, op: str = ALL_GATHER_MATMUL) -> str:
-    """What tables and plots call a way of an op: its title where this version knows it."""
+    """The name of an op's way in tables and plots: its title where this version knows it."""
     way = ways_of(op).get(name)
     return name if way is None else way.title
 
@@ -136,7 +136,7 @@ def _is_agmm(name: str, op: str) -> bool:
 
 
 def where(report: Report) -> str:
-    """Ranks, machine, dtype and torch of a report, in a line."""
+    """Return ranks, machine, dtype and torch of a report, in a line."""
     machine, settings = report["machine"], report["settings"]
     facts = [f"{settings.get('world_size', '?')} ranks on {machine.get('device_name', '?')}"]
     facts += [dtype_of(report)] if "dtype" in settings else []
@@ -153,7 +153,7 @@ RECORDED_VARIABLES = (
     "TORCH_SYMM_MEM_DISABLE_MULTICAST",
     "CUDA_DEVICE_MAX_CONNECTIONS",
 )
-"""Variables that change what is measured, beside all AGMM_* ones."""
+"""The variables that change what is measured, beside all AGMM_* ones."""
 _MIB = 2**20
 
 
@@ -213,7 +213,7 @@ def write_json(report: dict[str, Any], path: Path) -> None:
 
 @dataclass(frozen=True)
 class Summary:
-    """One shape's outcome in a line. Times in µs; None where there is no such time."""
+    """The outcome of one shape, in a line. Times in µs; None where there is no such time."""
 
     shape: Shape
     roof: float | None
@@ -226,7 +226,7 @@ class Summary:
 
 
 def summarize(shape_report: dict[str, Any], op: str = ALL_GATHER_MATMUL) -> Summary:
-    """agmm beside the roof and the fastest of the ways that are neither."""
+    """Return agmm's time beside the roof and the fastest of the ways that are neither."""
     ways = shape_report["ways"]
     times = {name: w["median_us"] for name, w in ways.items() if w["median_us"] is not None}
     ours_too = {name for name in times if _is_agmm(name, op)}
@@ -246,7 +246,7 @@ def summarize(shape_report: dict[str, Any], op: str = ALL_GATHER_MATMUL) -> Summ
 
 
 def wrong_ways(report: dict[str, Any]) -> list[str]:
-    """'way at shape' for every result that failed its check."""
+    """Return 'way at shape' for every result that failed its check."""
     return [
         f"{name} at {Shape(s['M'], s['N'], s['K'])}"
         for s in report["shapes"]
@@ -256,7 +256,7 @@ def wrong_ways(report: dict[str, Any]) -> list[str]:
 
 
 def failed_ways(report: dict[str, Any]) -> list[str]:
-    """'way at shape' for every way of agmm that did not run."""
+    """Return 'way at shape' for every way of agmm that did not run."""
     return [
         f"{name} at {Shape(s['M'], s['N'], s['K'])}"
         for s in report["shapes"]

@@ -101,7 +101,7 @@ def run(
 def _measure_in(
     watched: _Ranks, shape: Shape, options: Options, progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """One shape. Ways that break the ranks are left out, one after the other."""
+    """Measures one shape. Ways that break the ranks are left out, one after the other."""
     assert options.ways is not None
     left_out: dict[str, str] = {}
 
@@ -133,7 +133,7 @@ def _unmeasured(shape: Shape) -> dict[str, Any]:
 
 
 class _WayFailed(Exception):
-    """The ranks are lost; `way` is the one they were in, None before the first."""
+    """Raised where the ranks are lost; `way` is the one they were in, None before the first."""
 
     def __init__(self, way: str | None, reason: str) -> None:
         super().__init__(reason)
@@ -142,7 +142,7 @@ class _WayFailed(Exception):
 
 
 class _Ranks:
-    """Ranks that measure, torchrun's or its own, each of whose steps has a limit."""
+    """The ranks that measure, torchrun's or its own. Each of their steps has a time limit."""
 
     def __init__(self, options: Options, lost: Callable[[], None]) -> None:
         self._options = options
@@ -174,7 +174,7 @@ class _Ranks:
         self._start()
 
     def measure(self, shape: Shape, options: Options) -> dict[str, Any]:
-        """`measure` in every rank. Raises _WayFailed where the ranks are lost by it."""
+        """Runs `measure` in every rank. Raises _WayFailed where the ranks are lost by it."""
         world_size = options.world_size if self._pool is not None else 1
         watch = steps.Watch(self._folder, world_size, options.limit_s, SHAPE_TIMEOUT_S)
         if self._pool is None:
@@ -215,7 +215,7 @@ def _way(options: Options, what: int) -> str | None:
 
 
 def _cause(error: RankError, behind: Sequence[int], limit_s: float) -> str:
-    """What became of the ranks that are furthest behind, in a line."""
+    """Says in a line what became of the ranks that are furthest behind."""
     rank = behind[0]
     code = error.exit_codes.get(rank)
     of_rank = str(error).partition(f"rank {rank}: ")[2].partition("\nrank ")[0]

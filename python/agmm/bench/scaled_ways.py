@@ -1,4 +1,5 @@
-"""The ways to compute each op on fp8 operands with scales, under the names of those without."""
+"""The ways to compute each op on fp8 operands with scales. They have the names of the ways without
+scales."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def make_scaled_problem(problem: Problem, scaling: str, seed: int) -> Problem:
 
 
 def _scales(values: torch.Tensor, tile: Tile, seed: int) -> torch.Tensor:
-    """Scales around 1, so that no product is lost beside others."""
+    """Makes scales around 1, so that no product is lost beside others."""
     generator = torch.Generator(values.device).manual_seed(seed)
     shape = scale_shape(values.shape, tile)
     return torch.rand(shape, generator=generator, device=values.device) + 0.5
@@ -197,7 +198,7 @@ def _agmm(return_A: bool) -> Callable[[Problem], Callable[[], Result]]:
     def prepare(p: Problem) -> Callable[[], Result]:
         _, scales = _of(p)
         given = p.operands.A_shard, p.operands.B, scales.A_shard, scales.B, p.group
-        # Fast accumulation as all other ways.
+        # This accumulates fast, which all other ways do too.
         op: Any = partial(agmm.all_gather_scaled_matmul, use_fast_accum=True)
 
         def with_A() -> Result:
@@ -248,8 +249,8 @@ def _scatter_agmm(strict: bool) -> Callable[[Problem], Callable[[], Result]]:
 
 
 def by_plan(p: Problem, plan: Plan, *, return_A: bool) -> Callable[[], Result]:
-    """A call carried out as a plan says, with fast accumulation where the scales leave it; ready to
-    be made."""
+    """A call that is carried out as a plan says, with fast accumulation where the scales leave the
+    choice; ready to be made."""
     _, scales = _of(p)
     B, group = p.operands.B, p.group
 
@@ -288,7 +289,7 @@ _PREPARED: dict[str, dict[str, Callable[[Problem], Callable[[], Result]]]] = {
 
 
 def _of_op(op: str) -> dict[str, Way]:
-    """The ways of the op without scales that there are with scales too, in graphs as well."""
+    """The ways without scales of the op that exist with scales too, in graphs as well."""
     found = {}
     for name, way in ways.ways_of(op).items():
         plain = name.removesuffix("-graph")

@@ -1,4 +1,4 @@
-"""Which step each rank is at, for whoever watches it from outside: one that hangs cannot be asked.
+"""Tells a watcher outside which step each rank is at: a rank that hangs cannot be asked.
 
 A rank writes each step into a file of its own that is mapped into memory, at the price of a few
 hundred ns, and the watcher reads them.
@@ -26,7 +26,7 @@ def _path(folder: Path, rank: int) -> Path:
 
 
 class Writer:
-    """This rank's steps."""
+    """The steps of this rank, which it writes."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         with _path(folder, rank).open("r+b") as file:
@@ -34,7 +34,7 @@ class Writer:
         self._number = 0
 
     def at(self, what: int) -> None:
-        """This rank begins its next step: `what` is a number that the watcher understands."""
+        """Begin this rank's next step: `what` is a number that the watcher understands."""
         self._number += 1
         _STEP.pack_into(self._memory, 0, self._number, what)
 
@@ -45,7 +45,7 @@ class Watch:
     Args:
         folder: an existing one, for a file of each rank.
         limit_s: how long a step may take, in seconds.
-        beginning_limit_s: the same of what comes before the first step.
+        beginning_limit_s: how long all that comes before the first step may take.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Watch:
         return [_STEP.unpack(path.read_bytes()) for path in self._paths]
 
     def is_stuck(self) -> bool:
-        """Whether no rank has begun a step for longer than the limit. Has to be asked often."""
+        """Whether no rank has begun a step for longer than the limit. It has to be asked often."""
         seen = self._read()
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
@@ -83,7 +83,7 @@ class Watch:
         return [rank for rank in among if steps[rank][0] == number], what
 
     def call_if_stuck(self, stuck: Callable[[], None]) -> Callable[[], None]:
-        """Begins to look in a thread of its own, which calls `stuck` once; returns what ends it."""
+        """Begin to watch in a thread of its own, which calls `stuck` once; return what ends it."""
         ended = threading.Event()
 
         def look() -> None:

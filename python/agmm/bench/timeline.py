@@ -1,4 +1,4 @@
-"""When each chunk arrived, or was sent, and when its tiles were computed."""
+"""The times of a call: when each chunk arrived, or was sent, and when its tiles were computed."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 
 ChunkEvent = Mapping[str, int]
 """One chunk, or one tile of a chunk: 'chunk', 'source' (its rank) and, in ns of one clock,
-'arrived_ns', 'start_ns' and 'end_ns'. Where known also 'wait_begin_ns', from which it was
-awaited until 'start_ns', 'sm', the multiprocessor, the tile's place, 'row' and 'column', and
-'called_ns', when the rank made the call: the origin of its times. Without it that is its first
-event.
+'arrived_ns', 'start_ns' and 'end_ns'. Where known it also has 'wait_begin_ns', from which it was
+awaited until 'start_ns'; 'sm', the multiprocessor; the tile's place, 'row' and 'column'; and
+'called_ns', when the rank made the call: the origin of its times. Without it the origin is the
+rank's first event.
 
-Of a matmul + reduce-scatter 'source' is the rank whose rows these are, and 'arrived_ns' when the
+In a matmul + reduce-scatter 'source' is the rank whose rows these are, and 'arrived_ns' when the
 chunk's last tile had been sent; of the own chunk, when the last of the others' sums was there. An
-own tile waited for them from 'wait_begin_ns' to 'wait_end_ns', after 'end_ns'. 'computed_ns': where
-that is another than 'end_ns'."""
+own tile waited for them from 'wait_begin_ns' to 'wait_end_ns', after 'end_ns'. Where the
+sum was computed at another time than 'end_ns', that is 'computed_ns'."""
 
 
 class Words(NamedTuple):
-    """What legends and traces say of an op."""
+    """The words for an op in legends and traces."""
 
     bars: str
     wait: str

@@ -39,12 +39,12 @@ _COLORS = (
 )
 _COLUMNS_FROM_RANKS = 3
 _BARS_WITH_EDGES = 24
-"""More bars in a lane have no edges, which would look like gaps."""
+"""The most bars in a lane that have edges; the edges of more would look like gaps."""
 
 
 def draw(events: Sequence[ChunkEvent], path: Path, *, title: str, rank: int = 0) -> None:
-    """Writes the picture of one rank's call to `path` (PNG, or what the suffix says). Not of a
-    matmul + reduce-scatter.
+    """Writes the picture of one rank's call to `path` (PNG, or what the suffix says). It does not
+    draw a matmul + reduce-scatter.
 
     One lane per chunk, in the order in which they are computed: a mark where it arrived, bars where
     its tiles were computed, grey where they waited. A dashed line stands where all of A had
@@ -74,7 +74,7 @@ def draw_ranks(
 ) -> None:
     """Draws what `draw` does, with a panel for each rank, all with one scale of time.
 
-    Of a matmul + reduce-scatter the mark is where a chunk had been sent, grey comes after an own
+    In a matmul + reduce-scatter the mark is where a chunk had been sent, grey comes after an own
     tile, and the dashed line is where the last tile was computed. Time begins with the first call
     of all ranks where `one_clock` holds, else with each rank's.
     """
@@ -116,7 +116,7 @@ def _unit(longest_ns: int) -> tuple[float, str]:
 
 
 def _lanes(events: Sequence[ChunkEvent]) -> dict[int, int]:
-    """Chunks in the order in which they are computed, with their places."""
+    """The chunks in the order in which they are computed, with their places."""
     first_start: dict[int, int] = {}
     for e in events:
         first_start[e["chunk"]] = min(first_start.get(e["chunk"], e["start_ns"]), e["start_ns"])

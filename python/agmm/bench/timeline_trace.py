@@ -1,4 +1,4 @@
-"""Timelines as traces, to open in a browser."""
+"""Makes traces of timelines, to open in a browser."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _CALIBRATION_CYCLES = 4_000_000  # some 2 ms, beside which the events cost nothi
 
 
 def pick_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """The device to time on: the current GPU where there is one, else the CPU.
+    """Return the device to time on: the current GPU where there is one, else the CPU.
 
     A group without NCCL is one of CPU processes and is timed on the CPU.
     """
@@ -100,8 +100,8 @@ def time_ways(
 
 
 class HostTime(NamedTuple):
-    """Host time of one call in µs, medians: of a call that follows another at once, as in a model,
-    and of the first call after the GPU was drained, when the host's caches are cold."""
+    """The host time of one call in µs, medians: of a call that follows another at once, as in a
+    model, and of the first call after the GPU was drained, when the host's caches are cold."""
 
     us: float
     after_drain_us: float
@@ -115,7 +115,7 @@ def host_time(
     warmup: int = 2,
     device: torch.device | None = None,
 ) -> HostTime:
-    """How long a call of `fn` holds up its caller.
+    """Measure how long a call of `fn` holds up its caller.
 
     Calls come in short bursts, not synchronised with the GPU inside; it is drained before every
     burst, so that a full launch queue cannot block a call. A burst has to be long enough that most
@@ -164,7 +164,7 @@ class CudaSampler:
             elapsed_us, host_us = self._sample(fn)
             if not self._spin_us or host_us < self._spin_us:
                 return elapsed_us
-            # Each of several ranks would have to know that another repeats.
+            # With several ranks each would have to know that another repeats the sample.
             if self._group is not None:
                 break
         longer_us = min(_LONGER * host_us, _MOST_SPIN_US)
@@ -172,7 +172,7 @@ class CudaSampler:
         return elapsed_us
 
     def _sample(self, fn: Callable[[], Any]) -> tuple[float, float]:
-        """The sample in µs, and how long the host took for what the spin is to hide."""
+        """Return the sample in µs, and how long the host took for what the spin is to hide."""
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self._device)

@@ -62,7 +62,7 @@ class Failure(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What came of one shape. ``row`` None: nothing could be measured; times in µs."""
+    """The outcome of one shape. ``row`` None: nothing could be measured; times in µs."""
 
     shape: Shape
     problem: Problem
@@ -73,13 +73,14 @@ class Outcome:
 
 
 class Progress(Protocol):
-    """Where a run reports to while it goes."""
+    """The receiver of what a run reports while it goes."""
 
     def at(self, done: float, text: str) -> None:
-        """The run has come to this fraction, between 0 and 1, and does what ``text`` says."""
+        """Say that the run has come to this fraction, between 0 and 1, and does what ``text``
+        says."""
 
     def say(self, line: str) -> None:
-        """Something that is to stay on the screen."""
+        """Say something that is to stay on the screen."""
 
 
 class Silent:
@@ -94,7 +95,8 @@ class Silent:
 
 
 class _Ranks:
-    """Calls functions in every rank; starts the ranks anew after one has failed."""
+    """The ranks of a run: calls functions in every rank, and starts the ranks anew after one has
+    failed."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -121,7 +123,7 @@ class _Ranks:
 
 
 def _from_rank_0(value: _T) -> _T:
-    """Under torchrun rank 0's value, which JSON can hold, else just the value."""
+    """Return rank 0's value, which JSON can hold, under torchrun, else just the value."""
     if launcher.torchrun_world_size() is None:
         return value
     found: _T = of_all_ranks("what to tune", value)[0]
@@ -136,7 +138,7 @@ def _plans_from_rank_0(plans: Sequence[Plan]) -> list[Plan]:
 def tune(options: Options, progress: Progress | None = None) -> Iterator[Outcome]:
     """Tunes the shapes one after the other; yields each outcome as soon as it is there.
 
-    Under torchrun in each of its ranks, with the same outcomes; otherwise starts its own ranks.
+    Under torchrun each of its ranks runs this, with the same outcomes; otherwise it starts ranks.
     Shapes that this version has tuned before are left out, unless ``options.again``.
     """
     progress = progress or Silent()
@@ -177,7 +179,7 @@ def _is_done(table: tables.Table, problem: Problem) -> bool:
 
 @dataclass
 class Part:
-    """The part of the progress bar that belongs to one shape."""
+    """The range of the progress bar that belongs to one shape."""
 
     progress: Progress
     begin: float
@@ -260,8 +262,8 @@ def tune_shape(
 
 
 def _host_gain_us(problem: Problem) -> dict[str, float]:
-    """How much faster than others a plan has to be, by name: torch's fused op by what it costs the
-    host, which the samples do not show."""
+    """How much faster than others a plan has to be, by its name: torch's fused op by what it costs
+    the host, which the samples do not show."""
     if problem.gpu == CPU:
         return {}
     return {BY_TORCH.name: cost_model.constants(problem.gpu).fused_reduce_scatter_gain_us}
@@ -330,14 +332,15 @@ def is_ahead(first: Sequence[float], second: Sequence[float]) -> bool:
 
 
 def _cause(error: RankError) -> str:
-    """The error's heads, one per rank, or what was raised where they say no more than Traceback."""
+    """The heads of the error, one per rank, or what was raised where they say no more than
+    Traceback."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     heads = [line for line in lines if re.match(r"rank \d+: (?!Traceback)", line)]
     return "; ".join(heads) or raised_line(str(error))
 
 
 class Keeper:
-    """Writes rows to the user's table as they come; keeps those that could not be written."""
+    """Writes rows to the user's table as they come; holds back those that could not be written."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -359,7 +362,7 @@ class Keeper:
             self.unsaved, self.error = [], None
 
     def unsaved_text(self) -> str:
-        """The rows that could not be written, as the table that they should have become."""
+        """The table of the rows that could not be written."""
         by_key: dict[Key, dict[int, Row]] = {}
         for key, row in self.unsaved:
             by_key.setdefault(key, {})[row.m] = row

@@ -1,4 +1,4 @@
-"""What each rank does for `agmm tune`: one shape's operands, plans checked and timed."""
+"""The work of each rank for `agmm tune`: one shape's operands, plans checked and timed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Options:
     return_A: bool = False
     row_major: bool = False
     again: bool = False
-    """Measure shapes anew that this version of agmm has tuned before."""
+    """Whether to measure shapes anew that this version of agmm has tuned before."""
     op: str = ALL_GATHER_MATMUL
     scaling: str | None = None
     """The kind of scales of fp8 operands."""
@@ -64,8 +64,8 @@ class Options:
         scaling: str | None = None,
         **others: bool,
     ) -> Options:
-        """With the defaults of dtype and scaling filled in. Raises InvalidArgument for what cannot
-        be tuned."""
+        """Return these options with the defaults of dtype and scaling filled in. Raises
+        InvalidArgument for what cannot be tuned."""
         if op == MATMUL_REDUCE_SCATTER and others.get("return_A"):
             raise InvalidArgument(f"return_A: found True with {op}, wanted False")
         given = bench_options.Options(
@@ -119,7 +119,7 @@ class Options:
 
 
 class _Session:
-    """One shape's operands and checked calls in one rank."""
+    """The operands of one shape and its checked calls, in one rank."""
 
     def __init__(self, shape: Shape, options: Options) -> None:
         group = dist.group.WORLD
@@ -199,15 +199,16 @@ def _current() -> _Session:
 
 
 def first_problem(options: Options) -> Problem:
-    """The problem of the first shape, on the GPU that the ranks' plans are made for. In every
-    rank."""
+    """The problem of the first shape, on the GPU that the ranks' plans are made for. It is called
+    in every rank."""
     device = _device(options.device)
     problem = options.problem(options.shapes[0], device)
     return replace(problem, gpu=call_plans.gpu_of(dist.group.WORLD, device))
 
 
 def begin(shape: Shape, options: Options) -> None:
-    """Makes the operands and the reference. In every rank, as all that follow."""
+    """Makes the operands and the reference. It is called in every rank, like all functions that
+    follow."""
     global _session
     _session = None
     release_memory(_device(options.device))
@@ -215,15 +216,15 @@ def begin(shape: Shape, options: Options) -> None:
 
 
 class Verdict(NamedTuple):
-    """Why a plan may not be timed, or None; ``broken``: a rank raised, so that what it left
-    behind may spoil other plans."""
+    """The reason why a plan may not be timed, or None; ``broken``: a rank raised, so that what it
+    left behind may spoil other plans."""
 
     reason: str | None
     broken: bool = False
 
 
 def check(plan: Plan) -> Verdict:
-    """Compares a plan with the reference; `measure` knows it afterwards if it is right."""
+    """Compares a plan with the reference; `measure` can time it afterwards if it is right."""
     session = _current()
     result, call = check_way(session.prepare(plan), session.problem, session.reference)
     judge(result, session.allowed)
@@ -234,7 +235,8 @@ def check(plan: Plan) -> Verdict:
 
 
 def measure(names: Sequence[str], samples: int) -> dict[str, list[float]]:
-    """Interleaved samples in µs of plans that `check` found right, by name, and of the roof."""
+    """Return interleaved samples in µs of the plans that `check` found right, by name, and of the
+    roof."""
     session = _current()
     calls = {name: session.calls[name] for name in (*names, ROOF)}
     group, device = session.problem.group, session.problem.device

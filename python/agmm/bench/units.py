@@ -1,4 +1,4 @@
-"""Times and sizes in the unit in which they can be read."""
+"""Writes times and sizes in the unit in which they can be read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _US_PER_DAY = 86400e6
 
 
 def duration(us: float) -> str:
-    """A time in the unit in which it can be read: "323.8 µs", "17.1 ms", "4.0 days"."""
+    """Write a time in the unit in which it can be read: "323.8 µs", "17.1 ms", "4.0 days"."""
     for limit, unit_us, unit in _DURATIONS:
         if us < limit:
             return f"{us / unit_us:.1f} {unit}"
@@ -17,7 +17,7 @@ def duration(us: float) -> str:
 
 
 def size(count: float) -> str:
-    """A number of bytes in the unit in which it can be read: "512 bytes", "1.8 TiB"."""
+    """Write a number of bytes in the unit in which it can be read: "512 bytes", "1.8 TiB"."""
     units = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
     power = min(len(units) - 1, max(0, int(count).bit_length() - 1) // 10)
     number = count / 1024**power

@@ -21,12 +21,13 @@ ROOF = "roof"
 """The way that all others are compared with: the matmul alone."""
 
 Result = tuple[torch.Tensor | None, torch.Tensor]
-"""The gathered A, where the way returns it, and what the op returns; of the roof the product."""
+"""The result of a call: the gathered A, where the way returns it, and what the op returns; for the
+roof the product."""
 
 
 @dataclass
 class Problem:
-    """One rank's view of one shape."""
+    """The operands of one shape on one rank."""
 
     shape: Shape
     group: dist.ProcessGroup
@@ -100,7 +101,8 @@ def _torch_decomposed(return_A: bool) -> Callable[[Problem], Callable[[], Result
     return prepare
 
 
-# With torch 2.11 the process aborted when such a tensor was freed after a run; why is not known.
+# The shards of torch's native op, which are never freed: in torch 2.11 the process aborted when one
+# was freed after a run; why is not known.
 _native_shards: list[torch.Tensor] = []
 
 
@@ -263,15 +265,15 @@ def _scatter_ways() -> dict[str, Way]:
 
 
 WAYS = _gather_ways()
-"""Every way of `ALL_GATHER_MATMUL` by name. Collectives are NCCL's on GPUs and gloo's on the CPU;
+"""The ways of `ALL_GATHER_MATMUL` by name. Collectives are NCCL's on GPUs and gloo's on the CPU;
 the matmul is torch.mm."""
 SCATTER_WAYS = _scatter_ways()
-"""Every way of `MATMUL_REDUCE_SCATTER` by name."""
+"""The ways of `MATMUL_REDUCE_SCATTER` by name."""
 _WAYS_OF = {ALL_GATHER_MATMUL: WAYS, MATMUL_REDUCE_SCATTER: SCATTER_WAYS}
 
 
 def ways_of(op: str) -> dict[str, Way]:
-    """Every way of an op by name."""
+    """The ways of an op by name."""
     return _WAYS_OF[op]
 
 

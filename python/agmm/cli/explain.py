@@ -37,11 +37,12 @@ from agmm.planning.predictions import predict_us
 from agmm.runtime.scaling import BY_NAME, K_MULTIPLE
 
 GPUS_OF_A_HOST = 8
-"""Of Hopper, at most; ranks on several hosts take the unfused path."""
+"""The most GPUs that a host with Hopper GPUs has; ranks on several hosts take the unfused path."""
 
 
 def has_atomics_here(gpu: str) -> bool:
-    """Whether the links do, where the problem's GPU is the one here; else they are taken to."""
+    """Whether the links carry out atomic additions. It is looked up where the problem's GPU is the
+    one here, and assumed elsewhere."""
     if gpu != gpu_names.gpu_here() or not _core.cuda_built:
         return True
     from agmm.runtime import links
@@ -67,8 +68,9 @@ def planner_for(gpu: str, world_size: int) -> Planner:
 
 
 def explain_any(problem: Problem, scaling: str | None) -> RenderableType:
-    """`explain` with the planner of the tables that are there. The format of a problem with fp8
-    operands is still the name of their dtype, and ``scaling`` the kind of their scales.
+    """Explains a problem as `explain` does, with the planner of the tables that are there. The
+    format of a problem with fp8 operands is still the name of their dtype, and ``scaling`` the kind
+    of their scales.
 
     Raises InvalidArgument for scales of other operands, and for fp8 operands that the op does not
     take.
@@ -104,7 +106,7 @@ def explain(problem: Problem, planner: Planner, operands: str | None = None) -> 
     Args:
         problem: of any op and format.
         planner: has the tables and kernels.
-        operands: what they are called; the name of the format where None.
+        operands: the name to print for the operands; the name of the format where None.
 
     Raises InvalidArgument where the ranks cannot have equally many rows, or nothing is gathered
     that could be returned.
@@ -146,7 +148,8 @@ def check_columns(kind: str, n: int | None) -> None:
 def explain_collective(
     kind: Kind, rows: int, columns: int, itemsize: int, world_size: int, gpu: str
 ) -> RenderableType:
-    """The same of one of `agmm.collectives`, of the whole tensor."""
+    """The explanation of a call of `agmm.collectives`, whose whole tensor has these rows and
+    columns."""
     nbytes = rows * columns * itemsize
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     lines = [f"{kind} of [{rows}, {columns}], {nbytes} bytes in all, {ranks} on {gpu}"]
@@ -204,7 +207,7 @@ _OF_FP8 = {
     MATMUL_REDUCE_SCATTER: "torch._scaled_mm and NCCL's reduce-scatter",
     MATMUL_ALL_REDUCE: "torch._scaled_mm and an all-reduce",
 }
-"""The calls that are unfused."""
+"""What the unfused path of each op calls for fp8 operands."""
 
 
 def _named(problem: Problem, plan: Plan) -> str:
@@ -238,9 +241,9 @@ def _times(problem: Problem, choice: Choice) -> Iterable[str]:
 
 
 def _beside_roof(problem: Problem, choice: Choice) -> str:
-    """The prediction beside that of the matmul alone.
+    """The prediction over that of the matmul alone, in words.
 
-    Their ratio is told where it means something. A matmul that is mostly launch and latency is
+    The ratio is given where it means something. A matmul that is mostly launch and latency is
     predicted by other constants than the call, and below 1 the two models' errors are all that
     is left: the call holds that matmul.
     """
@@ -383,7 +386,8 @@ def _table(problem: Problem, choice: Choice, planner: Planner) -> RenderableType
 
 
 def _mark(plan: Plan, chosen: Plan) -> str:
-    """What a row of the table says of the plan. No prediction knows the order of the tiles."""
+    """The mark behind a plan in the table where it is the chosen one. No prediction depends on the
+    order of the tiles, so a plan that differs in that alone is marked too."""
     if plan == chosen:
         return " (the plan)"
     kernels = [p.kernel and (p.kernel.kernel, p.kernel.splits) for p in (plan, chosen)]

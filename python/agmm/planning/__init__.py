@@ -1,1 +1,1 @@
-"""Which transport and kernel a call gets."""
+"""The planner, which says which transport and kernel a call gets."""

@@ -1,4 +1,4 @@
-"""The kernels of this build, by op and format. Needs no GPU and no torch."""
+"""The kernels of this build, by op and format. This module needs no GPU and no torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from agmm.runtime import kernels
 @cache
 def kernels_of(op: str, name: str) -> tuple[KernelConfig, ...]:
     """The kernels of this build to choose from, in any order and raster, by op and name of a
-    format. Those of a matmul + all-reduce send finished tiles too; its scatter is that of a matmul
-    + reduce-scatter."""
+    format. The kernels of a matmul + all-reduce send finished tiles too; its plan that scatters has
+    a kernel of a matmul + reduce-scatter."""
     of = formats.of(name)
     if of.kind == formats.BITS_16:
         found = kernels.built(op)

@@ -21,7 +21,7 @@ _planners = weakref.WeakKeyDictionary()
 
 @cache
 def device_facts(device: torch.device) -> tuple[str, int]:
-    """`Problem.gpu` and `Problem.sm_count` of a device."""
+    """Return `Problem.gpu` and `Problem.sm_count` of a device."""
     if device.type == "cpu":
         return plans.CPU, 0
     facts = torch.cuda.get_device_properties(device)
@@ -29,8 +29,8 @@ def device_facts(device: torch.device) -> tuple[str, int]:
 
 
 def gpu_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """`Problem.gpu` of a group's calls, the same on all its ranks and collective at first use; that
-    of the device for None."""
+    """Return `Problem.gpu` of a group's calls, the same on all its ranks and collective at first
+    use; for None that of the device."""
     if group is None or device.type == "cpu":
         return device_facts(device)[0]
     return tables.gpu_name(group_facts(group, device).gpu)
@@ -94,8 +94,8 @@ def planner(group: dist.ProcessGroup | None, device: torch.device) -> Planner:
 
 
 def agree(group: dist.ProcessGroup, device: torch.device) -> None:
-    """What precedes a group's first planned call, for calls that need no plan: ranks whose calls
-    differ then differ in one exchange. Collective at first use."""
+    """Does what precedes a group's first planned call, for calls that need no plan: ranks whose
+    calls differ then differ in one exchange. Collective at first use."""
     group_facts(group, device)
     planner(group, device)
 

@@ -1,5 +1,5 @@
-"""What the operands of a product are made of, as plans see it: the one place where planning tells
-formats apart. Needs no GPU and no torch."""
+"""The formats of operands, as plans see them. This is the one place where planning tells formats
+apart. It needs no GPU and no torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from functools import lru_cache
 from agmm import _core
 
 BITS_16, FP8, OTHER = "16 bits", "fp8", "other"
-"""What `Format.kind` says. Formats of one kind share constants, legal transports and usual
+"""The values of `Format.kind`. Formats of one kind share constants, legal transports and usual
 orders."""
 
 _SCALE_BYTES = 4  # float32
 _BLOCK = 128
-"""Columns of A that share a scale where scales are of blocks."""
+"""The number of columns of A that share a block scale."""
 
 
 @dataclass(frozen=True)

@@ -36,35 +36,35 @@ from agmm.planning.plans import (
 
 _PUSH_ROWS = 8
 PUSH_COLUMNS = (64, 128)
-"""Of the usual SM push: the rows of a part, and the columns of a chunk. The narrow chunks begin
-earlier but send less in a second: for matmuls whose only wave takes longer than the sending, with
-tiles of one shard each that one CTA computes. Twice the rows where K is split or shards end inside
-tiles, which wait for two ranks. Calls of two ranks, and those whose nearest peer goes first, have
-one peer to send to at a time."""
+"""The rows of a part, and the columns of a chunk, of the usual SM push. The narrow chunks begin
+earlier but send less in a second: they are for matmuls whose only wave takes longer than the
+sending, with tiles of one shard each that one CTA computes. A part has twice the rows where K is
+split or shards end inside tiles, which wait for two ranks. Calls of two ranks, and those whose
+nearest peer goes first, have one peer to send to at a time."""
 
 _PUSH_SMS = 8
 _PUSH_RATE_GB_PER_S = 220.0
 _ONE_PEER_RATE_GB_PER_S = 100.0
-"""What a matmul must need at least to be held to wait for the sending: to several peers, and to
-one, whose fences are not shared."""
+"""A matmul that needs rows at least this fast is expected to wait for the sending: to several
+peers, and to one, whose fences are not shared."""
 _LINK_BOUND_GB_PER_S = 300.0
 _LINK_BOUND_PARTS = 8
 _LINK_BOUND_ROWS = 48
-"""Where a matmul needs more than that and shards end inside tiles: more parts than these only of
-as many rows each."""
+"""A matmul that needs rows faster than this, and whose shards end inside tiles, gets more parts
+than these only if each has as many rows as this."""
 _HEAD = (128, 4)
-"""CTAs of their own push where so many multiprocessors are free, and the matmul takes the rows of
-the others faster than its own warps send them; then the columns of a chunk, and the chunks that
-these warps still send."""
+"""The columns of a chunk, and the number of chunks that the matmul's own warps still send, where
+CTAs of their own push. These need `_PUSH_SMS` free multiprocessors, and a matmul that takes the
+others' rows faster than its own warps send them."""
 
 _READINGS_THAT_HIDE = 2.0
-"""Of B, behind which the arithmetic is done: see `reads_b_across`. A choice, not measured."""
+"""The readings of B that hide the arithmetic: see `reads_b_across`. A choice, not measured."""
 _ROWS_OF_A_COLUMN = 6
-"""Up to so many rows of tiles, or of clusters of them, `across` goes column by column (measured on
-one H100)."""
+"""The most rows of tiles, or of clusters of them, with which `across` goes column by column
+(measured on one H100)."""
 
 MAX_SPLITS = 8
-"""Of K in the usual plans. With more, adding up takes longer than the matmul."""
+"""The most splits of K in the usual plans. With more, adding up takes longer than the matmul."""
 
 
 def is_fp8(problem: Problem) -> bool:
@@ -115,8 +115,9 @@ def reads_b_across(problem: Problem, kernel: KernelConfig, chunks: int) -> bool:
     """Whether a matmul whose rows come in so many chunks should go ``across`` them: where reading
     B, which the L2 cache does not hold, anew for each takes longer than the arithmetic. The last
     chunk's tiles alone read all of it, so where chunks come late no more than about that is lost,
-    as long as the arithmetic takes no longer than two readings; or it saves more. Of one H100, 4
-    chunks that are there: 675 µs → 391 at 624 × 28672 × 8192, 116 → 72 at 192 × 18944 × 3584."""
+    as long as the arithmetic takes no longer than two readings; or it saves more. One H100 with
+    4 chunks that are there took 391 µs instead of 675 at 624 × 28672 × 8192, and 72 instead of 116
+    at 192 × 18944 × 3584."""
     arithmetic_us = cost_model.arithmetic_us(problem)
     rows_of_blocks = -(-problem.m // (kernel.tile_m * kernel.cluster_m))
     readings = min(chunks, rows_of_blocks)
@@ -159,7 +160,7 @@ def usual_sm_push_at(at: At, tiling: Tiling, load: Load, splits: int) -> SmPush:
     # first.
     problem, rows = at.problem, max(1, at.rows)
     one_wave = load.waves <= 1
-    # In shorter shards it holds up the others for longer than it helps.
+    # In shorter shards this holds up the others for longer than it helps.
     straddles = at.straddles(tiling.tile_m)
     is_short = straddles or rows < max(256, tiling.block_rows)
     first_peers = 0 if one_wave or is_short else 1
@@ -200,9 +201,9 @@ def sm_pushes(problem: Problem, kernel: KernelConfig) -> list[SmPush]:
 
 
 def usual_plans(problem: Problem, kernel: KernelConfig) -> list[Plan]:
-    """The kernel with copies, and with SM push where that is legal; in the order of tiles that
-    serves each best; where there are few tiles, with K split too. None where the kernel cannot
-    serve the problem."""
+    """The usual plans of a call with this kernel: with copies, and with SM push where that is
+    legal; in the order of tiles that serves each best; where there are few tiles, with K split too.
+    There are none where the kernel cannot serve the problem."""
     plans: list[Plan] = []
     if not copy_transports(problem, kernel):
         return plans
@@ -233,17 +234,19 @@ def scatter_order(problem: Problem, kernel: KernelConfig) -> KernelConfig:
 
 
 def usual_scatter_order(kernel: KernelConfig) -> KernelConfig:
-    """Of pingpong kernels columns of tiles of 512 rows, of cooperative ones all tiles of a chunk
-    along M: within 1% of the best of all orders on H200 (8192 columns, 512 to 8192 rows, K of 2048
-    and 7168), in the geometric mean. On two H100 cooperative ones take 0.4 to 2% less so."""
+    """The usual order of a kernel that sends tiles. Pingpong kernels take columns of tiles of 512
+    rows, cooperative ones all tiles of a chunk along M: within 1% of the best of all orders on H200
+    (8192 columns, 512 to 8192 rows, K of 2048 and 7168), in the geometric mean. On two H100
+    cooperative ones take 0.4 to 2% less in this order."""
     if kernel.schedule == "cooperative":
         return replace(kernel, raster="along_m", max_swizzle=1)
     return replace(kernel, raster="along_n", max_swizzle=8 if kernel.tile_m <= 64 else 4)
 
 
 def usual_all_reduce_order(problem: Problem, kernel: KernelConfig) -> KernelConfig:
-    """Columns of few rows of tiles, since a wave has those of all ranks' chunks: on an H100 as rank
-    0 of 4 two rows of each were the best of 1, 2, 4 and 8, as rank 0 of 8 too."""
+    """The usual order of a matmul + all-reduce: columns of few rows of tiles, since a wave has
+    those of all ranks' chunks. On an H100 as rank 0 of 4 two rows of each were the best of 1, 2, 4
+    and 8, as rank 0 of 8 too."""
     return replace(kernel, raster="along_n", max_swizzle=4 if problem.world_size < 3 else 2)
 
 

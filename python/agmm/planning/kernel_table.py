@@ -35,11 +35,11 @@ _LAYOUTS_OF_CI = {"bf16": ("column",), "fp16": ("row",)}
 ``ci_formats`` alone: it is for machines that compile kernels and cannot run them, and wants each
 way through the templates once."""
 _MOST_CTAS_OF_A_CLUSTER = 2
-"""Clusters of 4 would leave multiprocessors without one."""
+"""The most CTAs of a cluster. Clusters of 4 would leave multiprocessors without one."""
 _MMA_ROWS, _MMA_COLUMNS = 64, 8
 """The steps in which a warpgroup's MMA can be larger."""
 _MOST_CHARACTERS = 60
-"""So much of a row is shown in a message."""
+"""The most characters of a row that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,12 @@ class Row:
     """The formats of 16 bits that the set ``ci`` has of the row."""
     b_layouts: tuple[str, ...]
     swapped: bool
-    """Whether it multiplies transposed: the tile's rows are columns of the MMA."""
+    """Whether the kernel multiplies transposed: the tile's rows are columns of the MMA."""
     timed: bool
-    """Whether it is the variant that records when each tile waited and ran, for pictures."""
+    """Whether the kernel is the variant that records when each tile waited and ran, for
+    pictures."""
     accumulation: str
-    """How sums of fp8 products are kept and scaled."""
+    """How sums of fp8 products are accumulated and scaled."""
     epilogue: str
 
     @property
@@ -219,4 +220,5 @@ _READ: dict[str, tuple[Callable[[Any], Any], str]] = {
     "accumulation": _one_of(ACCUMULATIONS),
     "epilogue": _one_of(EPILOGUES),
 }
-"""How each field of a row is read, None where it is wrong, and what is wanted then."""
+"""The reader of each field of a row, which returns None where the field is wrong, and what is
+wanted then."""

@@ -1,5 +1,5 @@
-"""What differs between ops when a plan is looked up: the plans that there are, and the cost model's
-favourite. Each op is one class here; `Planner` has the steps that all ops share."""
+"""The differences between ops when a plan is looked up: the plans that there are, and the cost
+model's favourite."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _GATHER_VARIES = 0.2
 its all-gather: that of more than `cost_model.STEADY_GATHER_BYTES` varies from run to run."""
 
 _WITHOUT_GATHER = "0.1."
-"""Versions of agmm whose unfused plan had only the library's gather to take."""
+"""The versions of agmm whose unfused plan had only the library's gather to take."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Found(NamedTuple):
     plan: Plan
     source: str
     us: float | None = None
-    """Predicted, where it had to be."""
+    """The predicted time, where it had to be predicted."""
     row: Row | None = None
 
 
 class Here:
-    """A problem under a planner's eyes; what the choices for it share is worked out once."""
+    """The problem that a planner looks at. What the choices for it share is worked out once."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -79,7 +79,7 @@ class OpPlans(Protocol):
     """The plans of one op, for problems that differ in M alone."""
 
     def favourite(self, here: Here, fused: bool) -> Found:
-        """What the cost model says; where it says nothing, the plain fused plan.
+        """The plan that the cost model says; where it says nothing, the plain fused plan.
 
         Raises:
             ValueError: ``fused``, and there is no kernel to choose from.
@@ -92,7 +92,7 @@ class OpPlans(Protocol):
         """The kernels that such a plan may have."""
 
     def likeness(self, plan: Plan) -> Hashable:
-        """What is equal of plans whose errors of prediction are taken to be alike."""
+        """A key that is equal for plans whose errors of prediction are taken to be alike."""
 
     def instead_of(self, here: Here, row: Row) -> Found | None:
         """What serves in place of a row's plan that was measured by a version of agmm which did not
@@ -261,7 +261,8 @@ class AllReducePlans:
         return None
 
     def _scatter(self, problem: Problem) -> Plan | None:
-        """By the kernel that a matmul + reduce-scatter has."""
+        """The plan that scatters by the kernel that a matmul + reduce-scatter has, and then
+        gathers; None where there is none."""
         of_scatter = replace(problem, op=MATMUL_REDUCE_SCATTER)
         plans = scatter_plans(of_scatter, self.of_scatter)
         if SCATTER not in transports_of(problem) or not any(plan.kernel for plan in plans):
@@ -281,4 +282,5 @@ OP_PLANS: dict[str, Callable[[Problem, KernelsOf, Callable[[Problem], Plan]], Op
     MATMUL_REDUCE_SCATTER: ScatterPlans,
     MATMUL_ALL_REDUCE: AllReducePlans,
 }
-"""By op. They take any problem of the family, and what says the fused plan of another problem."""
+"""The classes by op. They take any problem of the family, the kernels, and a function that says the
+fused plan of another problem."""

@@ -1,4 +1,4 @@
-"""Problem -> plan: how one call is computed. Needs no GPU and no torch.
+"""Plans a problem: how one call is computed. This module needs no GPU and no torch.
 
 A plan comes from the first of these that knows the problem: the user's table, the packaged table
 (`agmm.planning.tables`), the cost model (`agmm.planning.cost_model`). `Planner.choose` has the rule
@@ -21,11 +21,11 @@ from agmm.planning.tuned_rows import Rows, TunedRow, TunedRows
 
 _MAX_PLANS = 4096
 _MAX_FAMILIES = 512
-"""What a planner remembers: plans, and problems that differ in more than M."""
+"""The most that a planner remembers: plans, and problems that differ in more than M."""
 
 
 class _Family:
-    """What a planner knows of all problems that differ in M alone."""
+    """The facts that a planner has about all problems that differ in M alone."""
 
     def __init__(self, planner: Planner, problem: Problem) -> None:
         make = OP_PLANS[problem.op]
@@ -35,11 +35,11 @@ class _Family:
             TunedRows(problem, tuned, planner.tables, self.plans.kernels_for, planner.warn)
             for tuned in (problem, twin)
         ]
-        """What was tuned for the problem, and for the one that differs in return_A."""
+        """The rows that were tuned for the problem, and for the one that differs in return_A."""
 
 
 class _Look(Here):
-    """What a planner sees of a problem."""
+    """A problem that a planner looks at, and what it has found for it."""
 
     def __init__(self, family: _Family, problem: Problem) -> None:
         super().__init__(problem)
@@ -146,7 +146,7 @@ class Planner:
         return family.plans.favourite(look, fused)
 
     def _choose_between_rows(self, look: _Look, near: list[TunedRow], fused: bool) -> Found:
-        """What the rows of other M say."""
+        """The plan that the rows of other M lead to."""
         problem, plans = look.problem, look.family.plans
         words = " and ".join(f"M={kept.row.m}" for kept in near)
         source = f"tuned at {words} ({near[-1].source})"

@@ -1,4 +1,5 @@
-"""The words of a plan: problems, kernels, transports, plans and their names. Needs no torch."""
+"""The words of a plan: problems, kernels, transports, plans and their names. This module needs no
+torch."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from agmm import _core
 ALIGNMENT = _core.ALIGNMENT
 """K and N must be multiples of this: 16-byte TMA alignment of 2-byte elements."""
 
-# Few digits, so that what is named fits into the 32 bits of the core, and products of it too.
+# Numbers have few digits, so that they fit into the 32 bits of the core, and products of them too.
 _NUMBER = r"[1-9][0-9]{0,3}"
 _CONFIG_NAME = re.compile(
     rf"(?P<tile_m>{_NUMBER})x(?P<tile_n>{_NUMBER})x(?P<tile_k>{_NUMBER})"
@@ -29,22 +30,23 @@ MAX_PUSH_PARTS = _core.MAX_PUSH_PARTS
 MAX_COLUMN_CHUNKS = _core.MAX_COLUMN_CHUNKS
 MAX_PUSH_RANKS = _core.MAX_PUSH_RANKS
 MAX_CLUSTER_SPLITS = _core.MAX_CLUSTER_SPLITS
-"""Of K, where the CTAs of a tile are a cluster."""
+"""The most splits of K where the CTAs that split a tile are a cluster."""
 MAX_SCATTER_TILES = _core.MAX_SCATTER_TILES
-"""Of a rank's rows in a launch of a matmul + reduce-scatter."""
+"""The most tiles of a rank's rows in a launch of a matmul + reduce-scatter."""
 MAX_CHUNKS_PER_SHARD = 1024
-"""A choice: every chunk takes a signal and a matmul, and tuning tries at most 8."""
+"""The most chunks of a shard. It is a choice: every chunk takes a signal and a matmul, and tuning
+tries at most 8."""
 MAX_SIZE = _core.MAX_SIZE
 """The largest M, N and K, which the core counts in 32 bits."""
 
 FUSED_DTYPES = tuple(name for name in _core.DType.__members__ if not name.startswith("float8"))
-"""Of operands that need no scales."""
+"""The dtypes of operands that need no scales and that the fused kernels take."""
 
 DEFAULT_GPU = "nvidia-h200"
-"""Its constants serve every GPU that has none of its own."""
+"""The GPU whose constants serve every GPU that has none of its own."""
 
 CPU = "cpu"
-"""What `Problem.gpu` says for the CPU backend."""
+"""The value of `Problem.gpu` for the CPU backend."""
 
 SWIZZLES = (1, 2, 4, 8)  # of CUTLASS's schedulers
 RASTERS = ("along_m", "along_n")
@@ -63,9 +65,9 @@ class KernelConfig:
     """A kernel of the table in ``kernels.json``, with its swizzle and raster.
 
     ``schedule`` is ``"cooperative"`` or ``"pingpong"``; ``raster`` is ``"along_m"`` or
-    ``"along_n"``; ``max_swizzle`` is 1, 2, 4 or 8. ``timed`` is the variant that
-    records when each tile waited and ran. ``splits`` CTAs compute a tile together, each with a part
-    of K, where ``can_split``. ``swapped`` multiplies transposed, with the tile's rows in steps of 8
+    ``"along_n"``; ``max_swizzle`` is 1, 2, 4 or 8. ``timed`` is the variant that records when each
+    tile waited and ran. ``splits`` CTAs compute a tile together, each over a range of K, where
+    ``can_split``. ``swapped`` multiplies transposed, with the tile's rows in steps of 8
     and its columns in steps of 64. ``across``: the tiles go in one order over all rows, not one
     chunk's after another's, so that those which share columns of B come together.
     """
@@ -110,7 +112,7 @@ class KernelConfig:
 
     @property
     def kernel(self) -> str:
-        """Tile, cluster and schedule: what is compiled in."""
+        """The name of tile, cluster and schedule, which are compiled in."""
         variant = ("_swapped" if self.swapped else "") + ("_timed" if self.timed else "")
         return (
             f"{self.tile_m}x{self.tile_n}x{self.tile_k}"
@@ -119,7 +121,7 @@ class KernelConfig:
 
     @property
     def tile(self) -> str:
-        """The tile alone, with what multiplies it otherwise."""
+        """The name of the tile alone, and whether it is multiplied transposed."""
         return f"{self.tile_m}x{self.tile_n}" + ("_swapped" if self.swapped else "")
 
     @property
@@ -129,17 +131,18 @@ class KernelConfig:
 
     @property
     def splits_in_cluster(self) -> bool:
-        """Whether the CTAs of a tile are a cluster, and add up in shared memory."""
+        """Whether the CTAs that split K of a tile are a cluster, and add up in shared memory."""
         return self.core.splits_in_cluster
 
     @property
     def stores_A(self) -> Sequence[str]:
-        """The layouts of B with which it can store A."""
+        """The layouts of B with which the kernel can store A."""
         return self.core.stores_A
 
     @property
     def core(self) -> _core.KernelConfig:
-        """The same as the core knows it, which knows what it can do whether it is built or not."""
+        """The core's object for this config, which knows what such a kernel can do whether it is
+        built or not."""
         return _of_core(self)
 
     @property
@@ -151,7 +154,8 @@ class KernelConfig:
 
 _FIELD_TYPES = {field.name: str(field.type) for field in fields(KernelConfig)}
 _PARSED: dict[str, Callable[[str], Any]] = {"int": int, "str": str, "bool": bool}
-"""How a group of `_CONFIG_NAME` becomes a field of that type: a flag is there or it is not."""
+"""The functions that turn a group of `_CONFIG_NAME` into a field of that type: a flag is there or
+it is not."""
 
 
 class SmPush(NamedTuple):
@@ -171,7 +175,7 @@ class SmPush(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> SmPush | None:
-        """The inverse of ``name``; None for every other string."""
+        """Parse a ``name``; None for every other string."""
         found = _SM_PUSH_NAME.fullmatch(name)
         return None if found is None else cls(*(int(v or 0) for v in found.groups()))
 
@@ -182,7 +186,7 @@ class SmPush(NamedTuple):
         return f"sm{self.parts}x{self.chunk_columns}{first}{head}"
 
     def has_ctas(self, k: int) -> bool:
-        """Whether CTAs of their own push a part of K columns."""
+        """Whether CTAs of their own push some of K columns."""
         return 0 < self.head_chunks * self.chunk_columns < k
 
     def why_illegal(self, k: int) -> str | None:
@@ -283,8 +287,8 @@ class Row:
 
 
 def parse_config(config: str) -> tuple[KernelConfig | None, str | None]:
-    """Kernel and transport of a config: a kernel's name, and perhaps ``/push``, ``/pull`` or the
-    name of an `SmPush`.
+    """Parse kernel and transport of a config: a kernel's name, and perhaps ``/push``, ``/pull`` or
+    the name of an `SmPush`. None where the config leaves it open; the empty one leaves both open.
 
     None where the config leaves it open; the empty one leaves both open.
 
@@ -300,7 +304,7 @@ def parse_config(config: str) -> tuple[KernelConfig | None, str | None]:
 
 
 def core_transport(transport: str) -> tuple[int, int, int, int, int]:
-    """As `_core.CudaWorkspace.all_gather_matmul` wants it."""
+    """The transport as the tuple that `_core.GatherProblem` takes."""
     sm_push = SmPush.parse(transport)
     if sm_push is not None:
         return 2, *sm_push

@@ -1,4 +1,4 @@
-"""What the cost model says of a plan, whatever the op and the format."""
+"""The predictions of the cost model for a plan, whatever the op and the format."""
 
 from __future__ import annotations
 

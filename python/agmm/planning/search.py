@@ -1,4 +1,5 @@
-"""The fastest plan of the build's kernels by the cost model, without a look at all of them."""
+"""Finds the fastest plan of the build's kernels by the cost model, without a look at all of
+them."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class SplitKernel:
         self._orders: dict[bool, KernelConfig] = {}
 
     def in_order(self, problem: Problem) -> KernelConfig:
-        """See `usual_order`."""
+        """The kernel in its usual order of tiles (`heuristics.usual_order`)."""
         few = self.config.schedule == "pingpong" and has_few_rows_of_tiles(
             problem, self.config.tile_m
         )
@@ -77,11 +78,13 @@ class SplitKernel:
 
 
 _PRUNING = 1.0 + 1e-9
-"""Predictions are compared with floors that are computed in another order of operations."""
+"""The tolerance in comparisons of predictions with floors, which are computed in another order of
+operations."""
 
 
 class Search:
-    """Of all-gather -> matmul, for problems that differ in M alone.
+    """The search for the fastest plan of an all-gather -> matmul, for problems that differ in M
+    alone.
 
     Args:
         problem: any of them.
@@ -89,19 +92,19 @@ class Search:
     """
 
     def __init__(self, problem: Problem, kernels: Sequence[KernelConfig]) -> None:
-        # By the number of parts that K is split in, from 1 on.
+        # Each kernel's list is indexed by its splits of K, from 1 on.
         self._of_kernels = [
             [SplitKernel(problem, kernel)] for kernel in kernels if copy_transports(problem, kernel)
         ]
 
     def fastest(self, at: At) -> tuple[Plan, float] | None:
-        """The fastest of the kernels' `usual_plans` by the cost model, the first of equals.
+        """Return the fastest of the kernels' `usual_plans` by the cost model, the first of equals.
 
-        Kernels come by the least time that they can take, and so do the numbers of parts that a
-        kernel may split K in; what cannot take less than the best found is not looked at.
+        Kernels are looked at in the order of the least time that they can take, and so are the
+        splits of a kernel's K; what cannot take less than the best found is not looked at.
         """
-        # The least time, the number in the order of plans, the load (None: of all splits), and the
-        # least times with copies and with SM push.
+        # Each entry has the least time, the number in the order of plans, the kernel, the load
+        # (None: of all splits), and the least times with copies and with SM push.
         waiting: list[tuple[float, int, SplitKernel, Load | None, float, float]] = []
         with_swapped = chooses_swapped(at.problem)
         for i, of_kernel in enumerate(self._of_kernels):
@@ -148,7 +151,7 @@ class Search:
         return Plan(transport, kernel.in_order(at.problem)), best_us
 
     def _splits(self, at: At, i: int) -> Iterator[tuple[int, SplitKernel]]:
-        """The legal splits of a kernel's K into two parts and more."""
+        """Yield the legal splits of a kernel's K, from two on."""
         of_kernel = self._of_kernels[i]
         config, tiling = of_kernel[0].config, of_kernel[0].tiling
         legal = splits_that_fit(at.problem, config, at.blocks(tiling), tiling.workers)

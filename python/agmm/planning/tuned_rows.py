@@ -1,4 +1,4 @@
-"""Rows of the tables of tuned plans, as they serve a problem of another M."""
+"""The rows of the tables of tuned plans, and how they serve a problem of another M."""
 
 from __future__ import annotations
 
@@ -73,18 +73,19 @@ class TunedRow:
         self._there_us: tuple[float | None] | None = None
 
     def is_legal(self, at: At) -> bool:
-        """See `why_illegal`."""
+        """Whether the build can run the row's plan, by `legality.why_illegal`."""
         return why_illegal(at.problem, self.row.plan, self._kernels) is None
 
     def there_us(self, problem: Problem) -> float | None:
-        """What the model says of the row's own problem."""
+        """The predicted time of the row's own problem."""
         if self._there_us is None:
             self._there_us = (predict_us(replace(problem, m=self.row.m), self.row.plan),)
         return self._there_us[0]
 
     def here(self, at: At) -> tuple[Plan, float]:
-        """Its plan for another M, and the predicted time. Its order of tiles says nothing: the best
-        one there may be best by less than the noise, and take a third longer here."""
+        """The row's plan for another M, and the predicted time. The row's order of tiles says
+        nothing: the best one there may be best by less than the noise, and take a third longer
+        here."""
         plan, problem = self.row.plan, at.problem
         if plan.kernel is not None:
             order = usual_all_reduce_order if plan.transport == LAGGED else scatter_order
@@ -158,12 +159,13 @@ class GatherRow(TunedRow):
 
 
 class TunedRows:
-    """What was tuned for problems that differ in M alone, and may serve others of the same kind.
+    """The rows that were tuned for problems that differ in M alone, and may serve others of the
+    same kind.
 
     Args:
-        problem: any of those that are to be served.
-        tuned: any of those that the rows were measured for.
-        tables: of two rows for one problem the first table's counts.
+        problem: any of the problems that are to be served.
+        tuned: any of the problems that the rows were measured for.
+        tables: the tables; where two have a row for one problem the first one's counts.
         kernels_for: the kernels of the build that a plan may have.
         warn: takes a message and the reason why rows are passed over.
     """

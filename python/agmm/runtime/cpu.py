@@ -18,7 +18,7 @@ from agmm.runtime.packed import Packed4BitWeight
 
 
 class CpuWorkspace(CpuSlots):
-    """What the ranks of one group compute together, through its slots."""
+    """The ops that the CPU ranks of one group compute together, through their slots."""
 
     @classmethod
     def create(
@@ -139,7 +139,7 @@ class CpuWorkspace(CpuSlots):
         meanwhile: Callable[[], None] | None = None,
         timeline: list[dict[str, int]] | None = None,
     ) -> torch.Tensor:
-        """`reduce_scatter` of ``sum(A @ B)``. Collective.
+        """Return this rank's rows of ``sum(A @ B)``, summed over the ranks. Collective.
 
         Args:
             As: [M, K_i], of one dtype, M a multiple of the world size and the same on all ranks.
@@ -176,11 +176,11 @@ class CpuWorkspace(CpuSlots):
         meanwhile: Callable[[], None] | None = None,
         timeline: list[dict[str, int]] | None = None,
     ) -> torch.Tensor:
-        """This rank's rows of the sum over the ranks of their products. Collective.
+        """Return this rank's rows of the sum over the ranks of their products. Collective.
 
         Products and sums are made in float32 (float64 for float64); what goes to another rank is
-        rounded once, and so is the result. The parts are added in the order of the ranks, so the
-        result has the same bits in every call. Grows the slots where they are too small. Large
+        rounded once, and so is the result. The partial sums are added in the order of the ranks, so
+        the result has the same bits in every call. Grows the slots where they are too small. Large
         calls go through them in bands (`_core.scatter_bands`).
 
         Args:
@@ -189,13 +189,13 @@ class CpuWorkspace(CpuSlots):
             reduce_op: "sum", or "avg" for the sum divided by the world size.
             call: the call, for messages.
             agreed: what else has to be the same on all ranks.
-            pieces: into how many pieces of rows each rank's part of a band is cut, the same on all
+            pieces: into how many pieces each rank's rows of a band are cut, the same on all
                 ranks.
-            meanwhile: called once, when all has been sent to the other ranks and their last parts
+            meanwhile: called once, when all has been sent to the other ranks and their last sums
                 are still to be awaited. What it raises is raised when the call is done.
             timeline: is extended by a dict for each piece: its ``chunk`` (the rank that owns the
                 rows), ``start_ns`` and ``end_ns`` (of the product), ``done_ns`` (when it was handed
-                to the copying thread, or, of an own piece, when the others' parts were there), by
+                to the copying thread, or, of an own piece, when the others' sums were there), by
                 `time.monotonic_ns`, and ``called_ns``.
 
         Returns:
@@ -233,7 +233,8 @@ class CpuWorkspace(CpuSlots):
         *,
         agreed: str = "",
     ) -> torch.Tensor:
-        """The sum over the ranks of ``A @ B``, with the same bits on all of them. Collective.
+        """Return the sum over the ranks of ``A @ B``, with the same bits on all of them.
+        Collective.
 
         Band after band of rows (`_core.scatter_bands`) is scattered as `matmul_reduce_scatter` does
         it; each rank's finished rows go to all, piece by piece, while the others' are computed. A
@@ -295,13 +296,13 @@ class CpuWorkspace(CpuSlots):
         agreed: str,
         in_background: bool = False,
     ) -> Task[torch.Tensor] | torch.Tensor:
-        """A collective without a matmul. Collective.
+        """Run a collective without a matmul. Collective.
 
         Grows the slots where they are too small, to a power of two. Large tensors go through them
         in bands, so that they need no more than `cpu_collectives.BAND_BYTES`.
 
         Args:
-            job: what is exchanged, and what becomes of it.
+            job: what is exchanged, and what is made of it.
             call: the call, for messages.
             finish: called when that is done, for what this returns.
             agreed: what has to be the same on all ranks.

@@ -1,4 +1,4 @@
-"""`async_input_mm` on the CPU: an A whose chunks are still on their way."""
+"""`async_input_mm` on the CPU: a matmul whose A arrives in chunks."""
 
 from __future__ import annotations
 

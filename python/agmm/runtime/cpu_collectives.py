@@ -1,9 +1,9 @@
-"""Collectives without a matmul on the CPU: what the ranks exchange, and what becomes of it.
+"""Collectives without a matmul on the CPU: what the ranks exchange, and what is made of it.
 
 All three are made of one step, in which each rank sends every other rank a tensor: its shard to
-all (all-gather), or to each the part that this one sums (reduce-scatter). An all-reduce of little
+all (all-gather), or to each the shard that this one sums (reduce-scatter). An all-reduce of little
 is one such step, of all to all, and each rank adds everything up; an all-reduce of much is a
-reduce-scatter, then an all-gather of the sums. Parts are added as they were given, in the order of
+reduce-scatter, then an all-gather of the sums. Shards are added as they were given, in the order of
 the ranks, in float32 (float64 for float64), and rounded once, so both ways have the same bits.
 """
 
@@ -19,29 +19,29 @@ from agmm.runtime.cpu_scatter import add_up, sum_dtype
 from agmm.runtime.cpu_slots import CpuSlots
 
 BAND_BYTES = 2 << 20
-"""What a slot holds at most: of 8 ranks all slots are 32 MiB, half of what a container's /dev/shm
-has by default. Of 0.5 to 16 MiB none was faster, on 2 and 4 ranks."""
+"""The most bytes that a slot holds. With 8 ranks all slots are 32 MiB, half of what a container's
+/dev/shm has by default. None of 0.5 to 16 MiB was faster, on 2 and 4 ranks."""
 
 _LEAST_BYTES = 64 << 10
-"""A slot's at least, so that sizes which grow bit by bit do not make it grow each time."""
+"""The least bytes of a slot, so that sizes which grow bit by bit do not make it grow each time."""
 
 ONE_STEP_BYTES = 64 << 10
-"""An all-reduce of no more is one step, which takes half of the time of two on 2 ranks. On 4 the
-bytes cost more than the second step from 256 KiB on."""
+"""An all-reduce of at most this many bytes is one step, which takes half of the time of two on 2
+ranks. On 4 the bytes cost more than the second step from 256 KiB on."""
 
 Band = tuple[int, int]
 Exchange = Callable[
     [Sequence[torch.Tensor], Sequence[int]], Iterator[tuple[slice, list[torch.Tensor]]]
 ]
-"""Sends ``outgoing[r]`` to each rank r and takes a tensor of ``incoming[r]`` numbers from it, all
-of one dtype. For each band: which part of the tensors it is, and that part of what came from each
-rank, by rank, with ``outgoing`` at the own place; valid until the next one. After the last band
-nobody reads ``outgoing`` any more."""
+"""A function that sends ``outgoing[r]`` to each rank r and takes a tensor of ``incoming[r]``
+numbers from it, all of one dtype. For each band it yields the band's slice of the tensors, and what
+came from each rank in that slice, by rank, with ``outgoing`` at the own place; valid until the next
+one. After the last band nobody reads ``outgoing`` any more."""
 
 
 def bands(outgoing: Sequence[torch.Tensor], incoming: Sequence[int]) -> list[Band]:
-    """In which parts the tensors go through a slot: the same on all ranks. One without elements
-    where the tensors have none, so that such a call takes its turn too."""
+    """The bands in which the tensors go through a slot, the same on all ranks. Tensors without
+    elements take one band without elements, so that such a call takes its turn too."""
     most = max(*incoming, *(len(part) for part in outgoing))
     others = max(1, len(outgoing) - 1)
     each = max(1, BAND_BYTES // (others * outgoing[0].element_size()))
@@ -51,7 +51,7 @@ def bands(outgoing: Sequence[torch.Tensor], incoming: Sequence[int]) -> list[Ban
 def exchange(
     slots: CpuSlots, tag: int, outgoing: Sequence[torch.Tensor], incoming: Sequence[int]
 ) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-    """An `Exchange` through the slots, band after band.
+    """The `Exchange` through the slots, band after band.
 
     All bands are handed to the copy thread at once. It takes a slot's credits before it writes to
     it, and those come with the release of the band before the last, so two are under way.
@@ -88,7 +88,7 @@ def exchange(
 
 
 def _slot_bytes(most: int, itemsize: int, world_size: int) -> int:
-    """For parts of ``most`` numbers at most, rounded up to a power of two."""
+    """The size of a slot for tensors of ``most`` numbers at most, rounded up to a power of two."""
     if most == 0:
         return 0
     others = world_size - 1
@@ -122,8 +122,8 @@ def _scatter(
 
 @dataclass(frozen=True)
 class Job:
-    """One collective of this rank. Memory is 1-D, contiguous and of one dtype. ``out`` overlaps
-    what is sent nowhere, or holds this rank's part at its place."""
+    """One collective of this rank. Memory is 1-D, contiguous and of one dtype. ``out`` does not
+    overlap what is sent, or holds this rank's shard at its place."""
 
     rank: int
     world_size: int
@@ -132,14 +132,14 @@ class Job:
 
     @property
     def lent(self) -> Sequence[torch.Tensor]:
-        """What others may read or write as long as the job runs."""
+        """The memory that others may read or write as long as the job runs."""
         return self.sent, self.out
 
     def slot_bytes(self) -> int:
         return _slot_bytes(self._most(), self.sent.element_size(), self.world_size)
 
     def _most(self) -> int:
-        """Of the numbers that one rank sends another."""
+        """The most numbers that one rank sends another."""
         raise NotImplementedError
 
     def run(self, exchange: Exchange) -> None:
@@ -147,7 +147,7 @@ class Job:
 
 
 class AllGather(Job):
-    """``sent`` [n], of one n on all ranks, to ``out`` [world_size * n]."""
+    """Gathers ``sent`` [n], of one n on all ranks, to ``out`` [world_size * n]."""
 
     def _most(self) -> int:
         return len(self.sent)
@@ -168,7 +168,8 @@ class _Sum(Job):
 
 
 class ReduceScatter(_Sum):
-    """``sent`` [world_size * n], to ``out`` [n]: the sum of this rank's part."""
+    """Sums ``sent`` [world_size * n] over the ranks; ``out`` [n] is this rank's shard of the
+    sum."""
 
     def _most(self) -> int:
         return len(self.out)
@@ -179,7 +180,7 @@ class ReduceScatter(_Sum):
 
 
 class AllReduce(_Sum):
-    """``sent`` [n], of one n on all ranks, to ``out`` [n]; they may be one tensor."""
+    """Sums ``sent`` [n], of one n on all ranks, to ``out`` [n]; they may be one tensor."""
 
     def _is_one_step(self) -> bool:
         nbytes = self.sent.nbytes
@@ -197,7 +198,7 @@ class AllReduce(_Sum):
                 add_up(arrived, self._divisor, total)
             self.out.copy_(total)  # not before: it may be what is sent
             return
-        # The last ranks have less, or nothing, where n is no multiple of the world size.
+        # The last ranks' shards are shorter, or empty, where n is no multiple of the world size.
         cuts = [slice(i * most, (i + 1) * most) for i in range(self.world_size)]
         sent, sums = ([whole[cut] for cut in cuts] for whole in (self.sent, self.out))
         _scatter(exchange, self.rank, sent, self._divisor, sums[self.rank])

@@ -78,7 +78,7 @@ def records(
     consume: Callable[[int, int, torch.Tensor], None],
     tag: int,
 ) -> Exception | None:
-    """What went wrong with the records of all ranks, each of which ``consume`` was handed."""
+    """Hands the records of all ranks to ``consume`` and returns its first error, or None."""
     chunks, record_bytes = sent.shape
     core, slot = slots.core, slots.take_slot()
     error: Exception | None = None

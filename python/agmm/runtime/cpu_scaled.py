@@ -16,8 +16,8 @@ _SCALE_BYTES = 4  # of float32
 
 
 class _Records(NamedTuple):
-    """Where the values of a chunk lie in its record, and behind them their scales. K being a
-    multiple of 16, those are aligned."""
+    """Where the values of a chunk lie in its record, and behind them their scales. The scales are
+    aligned, since K is a multiple of 16."""
 
     rows: int
     k: int

@@ -1,5 +1,5 @@
-"""Matmul + reduce-scatter, and + all-reduce, on the CPU: products by torch, sums over the ranks in
-one order."""
+"""Matmul + reduce-scatter and matmul + all-reduce on the CPU: products by torch, sums over the
+ranks in one order."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _SUM_DTYPES = dict.fromkeys((torch.bfloat16, torch.float16, *FP8), torch.float32
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which numbers of that type are added up."""
+    """The dtype in which numbers of that dtype are added up."""
     return _SUM_DTYPES.get(dtype, dtype)
 
 
 def add_up(parts: Sequence[torch.Tensor], divisor: int, total: torch.Tensor) -> None:
-    """Into ``total``, of `sum_dtype`: the parts in their order, divided."""
+    """Writes the sum of the partial sums, added in their order and divided, to ``total``, of
+    `sum_dtype`."""
     total.copy_(parts[0])  # not added to 0, so that -0 stays -0
     for part in parts[1:]:
         total.add_(part)
@@ -34,7 +35,7 @@ def add_up(parts: Sequence[torch.Tensor], divisor: int, total: torch.Tensor) -> 
 class Summands:
     """Products of some rows, and their sums, in float32 at least.
 
-    Takes all of its memory at once, so that it can fail before another rank takes part.
+    An instance takes all of its memory at once, so that it can fail before another rank takes part.
     """
 
     def __init__(
@@ -42,18 +43,20 @@ class Summands:
     ) -> None:
         dtype = sum_dtype(As[0].dtype)
         self._As = As
-        # In memory of their own, at addresses of one alignment, on which products may depend.
+        # The copies have memory of their own, at addresses of one alignment, on which products may
+        # depend.
         self._Bs = [B.to(dtype, copy=True) for B in Bs]
         self._rows = [A.new_empty(most_rows, A.shape[1], dtype=dtype) for A in As]
         self._product = As[0].new_empty(most_rows, Bs[0].shape[1], dtype=dtype)
         self._total = torch.empty_like(self._product)
 
     def product(self, rows: slice) -> torch.Tensor:
-        """The sum over the pairs of ``A[rows] @ B``, not rounded. Valid until the next one."""
+        """Return the sum over the pairs of ``A[rows] @ B``, not rounded. It is valid until the next
+        call."""
         product = self._product[: rows.stop - rows.start]
         for i, (A, B, copy) in enumerate(zip(self._As, self._Bs, self._rows, strict=True)):
             a = self._load(A, rows, copy[: len(product)])
-            # Into given memory, which autocast leaves alone.
+            # The product goes into given memory, since autocast leaves such calls alone.
             if i == 0:
                 torch.mm(a, B, out=product)
             else:
@@ -72,8 +75,8 @@ class Summands:
         bias: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        """Into ``out``, rounded once: the parts in the order of the ranks, with ``product`` as that
-        of ``rank``, divided, and the bias."""
+        """Writes the sum over the ranks to ``out``, rounded once: the partial sums in the order of
+        the ranks, with ``product`` as that of ``rank``, divided, and the bias."""
         total = self._total[: product.shape[0]]
         add_up([*parts[:rank], product, *parts[rank:]], divisor, total)
         if bias is not None:
@@ -85,7 +88,7 @@ class Summands:
 
 
 class ScaledSummands(Summands):
-    """The product of fp8 operands."""
+    """The product of fp8 operands, dequantised."""
 
     def __init__(
         self, A: Scaled, weight: Weight, bias_of_each: torch.Tensor | None, most_rows: int
@@ -113,15 +116,15 @@ class Sum(NamedTuple):
     sent_dtype: torch.dtype
     out_dtype: torch.dtype
     bias: torch.Tensor | None
-    """[N]; added once."""
+    """The bias [N], which is added once."""
     summands: Callable[[int], Summands]
-    """Makes this rank's, of at most so many rows at a time."""
+    """A function that makes this rank's summands for at most so many rows at a time."""
 
 
 def plain_sum(
     As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], bias: torch.Tensor | None
 ) -> Sum:
-    """Of ``sum(A @ B)``."""
+    """The `Sum` of ``sum(A @ B)`` over the ranks."""
     A = As[0]
     return Sum(
         A.shape[0],
@@ -134,10 +137,10 @@ def plain_sum(
 
 
 def scaled_sum(A: Scaled, weight: Weight, *, is_bias_of_each: bool = False) -> Sum:
-    """Of ``A @ B``, both dequantised.
+    """The `Sum` of ``A @ B``, both dequantised, over the ranks.
 
     Args:
-        is_bias_of_each: the weight's bias is this rank's own, a part of its product.
+        is_bias_of_each: whether the weight's bias is this rank's own, added to its product.
     """
     out_dtype = weight.out_dtype
     sent_dtype = torch.bfloat16 if out_dtype in FP8 else out_dtype
@@ -162,7 +165,7 @@ def send_and_sum(
     meanwhile: Callable[[], None] | None = None,
     timeline: list[dict[str, int]] | None = None,
 ) -> tuple[torch.Tensor, Exception | None]:
-    """The sum, and what went wrong in ``meanwhile``. The op is for messages."""
+    """Return the sum, and what went wrong in ``meanwhile``. ``op`` is for messages."""
     called_ns = time.monotonic_ns()
     error: Exception | None = None
     core, rank = slots.core, slots.rank
@@ -246,19 +249,21 @@ def _piece_times(called_ns: int, owner: int, start_ns: int, end_ns: int) -> dict
 
 
 MOST_PIECES = 4
-"""Of a rank's rows of a band, in an all-reduce."""
+"""The most pieces that a rank's rows of a band are cut into, in an all-reduce."""
 _PIECE_ROWS = 32
 _LAG = 2
-"""Pieces that own rows of an all-reduce are behind the others': what a copy thread has to send."""
+"""The lag of own rows behind the others' in an all-reduce, in pieces. It is what a copy thread has
+to send."""
 
 
 def all_reduce_pieces(rows: int) -> int:
-    """Into how many pieces each rank's rows of a band are cut."""
+    """The number of pieces that each rank's rows of a band are cut into."""
     return min(MOST_PIECES, -(-rows // _PIECE_ROWS))
 
 
 def all_reduce_slot_bytes(rows: int, row_bytes: int, world_size: int) -> int:
-    """Of a slot for the parts of so many rows of ``A @ B``, and for as many finished ones."""
+    """The bytes of a slot for the partial sums of so many rows of ``A @ B``, and for as many
+    finished rows."""
     shared = -(-rows // world_size) * world_size
     return 2 * _core.scatter_slot_bytes(shared, row_bytes, world_size)
 
@@ -273,12 +278,12 @@ def send_sum_and_return(
     row_of_A: int,
     rows_of_A: int,
 ) -> torch.Tensor:
-    """The sum of one band on all ranks, [rows, columns]; its rows are a multiple of the ranks. In
-    the order and by the protocol of the kernel (`src/order/lagged_order.hpp`, with the argument why
-    no ranks wait for each other in a ring): own pieces follow the others' at a lag, and go to all
-    ranks once they are whole. At each place of a slot lie the parts, then finished rows; they have
-    signals alike, and one credit. The op, and at which of how many rows of its A the band begins,
-    are for messages."""
+    """Return the sum of one band on all ranks, [rows, columns]; its rows are a multiple of the
+    ranks. Order and protocol are those of the kernel (`src/order/lagged_order.hpp`, with the
+    argument why no ranks wait for each other in a ring): own pieces follow the others' at a lag,
+    and go to all ranks once they are finished. At each place of a slot lie partial sums, then
+    finished rows; both have signals, and share one credit. ``op``, ``row_of_A`` (where the band
+    begins in A) and ``rows_of_A`` are for messages."""
     core, rank, world_size = slots.core, slots.rank, slots.world_size
     dtype, m_local = summed.sent_dtype, summed.rows // slots.world_size
     row_bytes = summed.columns * dtype.itemsize

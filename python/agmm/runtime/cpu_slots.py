@@ -25,35 +25,35 @@ _NAN_BYTE = 0xFF  # a NaN in every floating-point type when all bytes of the num
 
 @lru_cache(maxsize=4096)
 def tag_of(rows: int, k: int, what: str, return_A: bool) -> int:
-    """What tells calls apart: the same on all ranks that call alike."""
+    """The tag that tells calls apart: the same on all ranks that call alike."""
     return _core.call_tag(rows, k, what, return_A)
 
 
 class CpuSlots:
-    """Two slots per rank of one group, in shared memory: each for a gathered A or a sum's parts.
+    """Two slots per rank of one group, in shared memory, each for a gathered A or for partial sums.
 
     Every method that is said to be collective must be called by all ranks of the group, in the same
     order. Threads of a process take turns.
     """
 
     poison: ClassVar[bool] = False
-    """For tests: fill each slot with NaN before its senders may write to it."""
+    """Whether each slot is filled with NaN before its senders may write to it, for tests."""
 
     rank: int
     world_size: int
     slot_bytes: int
     chunks_per_shard: int
-    """Of how many chunks of each rank a slot has signals."""
+    """The number of chunks of each rank for which a slot has signals."""
 
     def __init__(
         self, group: dist.ProcessGroup, slot_bytes: int, *, chunks_per_shard: int = 1
     ) -> None:
-        # Weakly: workspaces are kept by group, and end with it.
+        # The reference is weak: workspaces are cached by group, and end with it.
         self._group_ref = weakref.ref(group)
         self.group = groups.of(group)
         self._push_delay_us = 0
         self.lent: Sequence[torch.Tensor] | torch.Tensor | None = None
-        """What the copy thread reads."""
+        """The tensors that the copy thread reads."""
         self.worker = Worker()
         self._interrupted = False
         self._refused: tuple[int, int, str] | None = None
@@ -77,7 +77,7 @@ class CpuSlots:
         self._finalizer()
 
     def set_push_delay_us(self, us: int) -> None:
-        """For tests: delay every chunk by a random time up to ``us`` before it is pushed."""
+        """Delay every chunk by a random time up to ``us`` before it is pushed, for tests."""
         self._push_delay_us = us
         self.core.set_push_delay_us(us)
 
@@ -93,10 +93,10 @@ class CpuSlots:
             self.make_room(slot_bytes, self.chunks_per_shard, tag)
 
     def meet(self, what: str, call: Call) -> None:
-        """Waits until all ranks are about to do the same with the group's backend. Collective.
+        """Wait until all ranks are about to do the same with the group's backend. Collective.
 
-        That has limits and messages of its own, and takes a collective of another kind or shape for
-        this one. After this it finds its peers there, with the same call.
+        The backend has limits and messages of its own, and takes a collective of another kind or
+        shape for this one. After this it finds its peers there, with the same call.
 
         Args:
             what: what has to be the same on all ranks.
@@ -110,7 +110,7 @@ class CpuSlots:
 
     @contextmanager
     def in_step(self, tag: int, call: Call) -> Iterator[None]:
-        """One call of the group, after those in the background."""
+        """Enclose one call of the group, made after the calls in the background."""
         with self.group.lock:
             self.worker.wait_idle()
             self.begin(call)
@@ -118,7 +118,7 @@ class CpuSlots:
                 yield
 
     def begin(self, call: Call) -> None:
-        """What precedes each call of the group, in their order."""
+        """Do what precedes each call of the group: checks, limits and the call's number."""
         self.check_usable()
         self.core.timeout_s = _env.timeout_s()
         self.core.warn_s = _env.warn_s()
@@ -136,8 +136,8 @@ class CpuSlots:
 
     @contextmanager
     def under_way(self, tag: int, call: Call) -> Iterator[None]:
-        """What ends a call half-way, other than a refusal that all ranks make, leaves this rank out
-        of step."""
+        """Enclose what the ranks do together in a call. An exception that ends it half-way, other
+        than a refusal that all ranks make, leaves this rank out of step."""
         self.group.call = tag, call
         try:
             yield
@@ -150,7 +150,7 @@ class CpuSlots:
             self.group.call = None
 
     def _pass_tag(self, tag: int) -> None:
-        """A round in which the tag goes to all ranks, without data."""
+        """Send the tag to all ranks in a round without data."""
         core, slot = self.core, self.take_slot()
         core.push(slot, 0, 0, 0, tag)
         for chunk in range(self.world_size * self.chunks_per_shard):
@@ -160,7 +160,7 @@ class CpuSlots:
         core.wait_pushed()
 
     def make_room(self, slot_bytes: int, chunks_per_shard: int, tag: int) -> None:
-        """Replace the workspace by a larger one where that is too small. Collective then.
+        """Replace the workspace by a larger one where it is too small. It is collective then.
 
         Whether to grow is each rank's own decision, and one with another shape would not take part.
         So the tag goes round first, without data: whoever made a different call is found out.
@@ -198,8 +198,8 @@ class CpuSlots:
         self.core.release(slot)
 
     def arrivals(self, slot: int, tag: int) -> Iterator[tuple[int, int]]:
-        """Source and number of each chunk that the workspace has room for, once it has arrived: the
-        own ones first, then around the ring."""
+        """Yield source and number of each chunk that the workspace has room for, once it has
+        arrived: the own ones first, then around the ring."""
         chunks = self.world_size * self.chunks_per_shard
         for step in range(chunks):
             chunk = (self.rank * self.chunks_per_shard + step) % chunks
@@ -224,7 +224,8 @@ def _bytes_at(address: int, size: int) -> torch.Tensor:
 def _connect(
     group: Group, slot_bytes: int, chunks_per_shard: int, *, poison: bool
 ) -> _core.CpuWorkspace:
-    """A new workspace of the group. Raises Unsupported on all ranks where one cannot have it."""
+    """Make a new workspace of the group. Raises Unsupported on all ranks where one cannot have
+    it."""
     limit_s = _env.timeout_s()
     hosts = len(set(group.hosts()))
     if hosts > 1:

@@ -27,7 +27,7 @@ class CudaWorkspace(SymmetricWorkspace):
         super().__init__(group, device)
         self._gather_stream: torch.cuda.Stream | None = None
         self._gathered = torch.cuda.Event()  # of the last eager gather by copies
-        self._unfinished: torch.Tensor | None = None  # kept while copies may be written to it
+        self._unfinished: torch.Tensor | None = None  # held while copies may be written to it
 
     def _staging_offset(self, slot_bytes: int) -> int:
         return _aligned(super().memory_bytes(slot_bytes))
@@ -36,8 +36,9 @@ class CudaWorkspace(SymmetricWorkspace):
         return self._staging_offset(slot_bytes) + _aligned(-(-slot_bytes // self.world_size))
 
     def _staged(self, buffers: Buffers, rank: int, like: torch.Tensor) -> torch.Tensor:
-        """What that rank has staged for the peers of `start_all_gather`, a tensor as `like`. Not
-        where pull stages it, since a pull would have to wait until all peers have copied it."""
+        """The shard that a rank has staged for its peers' `start_all_gather`, a tensor of the shape
+        and dtype of `like`. It does not lie where pull stages a shard, since a pull would have to
+        wait until all peers have copied it."""
         offset = self._staging_offset(buffers.core.slot_bytes) // like.element_size()
         staged: torch.Tensor = buffers.handle.get_buffer(rank, like.shape, like.dtype, offset)
         return staged
@@ -72,7 +73,7 @@ class CudaWorkspace(SymmetricWorkspace):
         """
         with self.lock:
             buffers = self.buffers_of(shard.nbytes * self.world_size)
-            # Which may fail for want of memory, with nothing enqueued yet.
+            # This may fail for want of memory, with nothing enqueued yet.
             gathered = shard.new_empty(self.world_size * shard.shape[0], *shard.shape[1:])
             is_captured = torch.cuda.is_current_stream_capturing()
             with self.in_one_piece(is_captured=is_captured):
@@ -97,8 +98,8 @@ class CudaWorkspace(SymmetricWorkspace):
         barriers.over.record(stream)
         self._gather_stream.wait_stream(stream)
         done = torch.cuda.Event()
-        # Until it is finished, or until the next one, which waits for the copies, where an
-        # exception keeps the caller from that.
+        # The tensor is held until it is finished. Where an exception keeps the caller from that, it
+        # is held until the next gather, which waits for the copies.
         self._unfinished = gathered
         with torch.cuda.stream(self._gather_stream):
             parts = gathered.chunk(self.world_size)

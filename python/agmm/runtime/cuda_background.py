@@ -1,4 +1,5 @@
-"""Calls on CUDA that are enqueued on a stream of their own, beside what the caller does."""
+"""The background of calls on CUDA: they are enqueued on a stream of their own, beside what the
+caller does."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ class CudaBackground:
     def __init__(
         self, device: torch.device, sent: torch.Tensor, out: torch.Tensor, *, is_captured: bool
     ) -> None:
-        """To be made behind the call, with its stream as the current one."""
+        """Makes the handle of a call. It has to be made after the call is enqueued, with the call's
+        stream as the current one."""
         stream = torch.cuda.current_stream(device)
         self._device = device
         self._is_captured = is_captured
@@ -27,7 +29,7 @@ class CudaBackground:
                 tensor.record_stream(stream)
 
     def wait(self) -> None:
-        """The current stream waits for it."""
+        """Make the current stream wait for the call."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._done)
         if not self._is_captured:
@@ -41,8 +43,8 @@ class CudaBackground:
 
 
 class BackgroundStreams:
-    """Eager calls have another stream than those of a capture, which may go on meanwhile, or be
-    given up."""
+    """The streams of background calls. Eager calls have another stream than those of a capture,
+    which may go on meanwhile, or be given up."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -51,7 +53,7 @@ class BackgroundStreams:
     def start(
         self, enqueue: Callable[[], None], sent: torch.Tensor, out: torch.Tensor
     ) -> CudaBackground:
-        """Has ``enqueue`` make its call behind the current stream, on another one."""
+        """Let ``enqueue`` make its call on another stream, after the work of the current one."""
         capture = capture_of(self._device)
         if capture not in self._streams:
             eager = self._streams.get(0)

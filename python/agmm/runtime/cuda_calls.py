@@ -1,4 +1,5 @@
-"""What the core wants to know of tensors on CUDA, and the matmul that is ready to be made."""
+"""What the core wants to know of tensors on CUDA, and the matmul of one kind of operands, ready to
+be called."""
 
 from __future__ import annotations
 
@@ -44,13 +45,13 @@ class Kernel(NamedTuple):
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """The dtype of what it computes."""
+        """The dtype of the result."""
         is_half = self.format.dtype == _core.DType.float16
         return torch.float16 if is_half else torch.bfloat16
 
     @property
     def b_scale_alignment(self) -> int:
-        """Bytes at multiples of which the scales of B begin, contiguous; 0 where a kernel reads
+        """The alignment in bytes of the scales of B, which are contiguous; 0 where a kernel reads
         them with any strides."""
         return 0 if self.format.accumulation == _core.Accumulation.block else _PAIR_BYTES
 
@@ -61,7 +62,8 @@ class Layout(NamedTuple):
 
 
 def b_layout(b: torch.Tensor) -> Layout | None:
-    """Row-major or column-major with its leading dimension; None where B is neither."""
+    """Whether b is row-major or column-major, and its leading dimension; None where it is
+    neither."""
     rows, columns = b.stride()
     if rows == 1 and columns >= b.shape[0]:
         return Layout(True, columns)
@@ -78,11 +80,12 @@ def b_layout(b: torch.Tensor) -> Layout | None:
 def aligned_pointer(tensor: torch.Tensor, kept: list[torch.Tensor]) -> int:
     """The tensor's address, or that of a copy in ``kept`` where it is not as TMA wants it.
 
-    A copy, not another path: addresses differ between ranks, and the path must not.
+    It is copied rather than left to another path: addresses differ between ranks, and the path must
+    not.
     """
     address = tensor.data_ptr()
     if address % TMA_ALIGNMENT != 0:
-        # With the same strides, which the call names; clone() closes gaps.
+        # The copy has the same strides, which the call names; clone() closes gaps.
         tensor = tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
         kept.append(tensor)
         address = tensor.data_ptr()
@@ -90,7 +93,8 @@ def aligned_pointer(tensor: torch.Tensor, kept: list[torch.Tensor]) -> int:
 
 
 def bias_pointer(bias: torch.Tensor | None, kept: list[torch.Tensor]) -> int:
-    """The same of a bias, contiguous; 0 where there is none."""
+    """The address of a bias, or that of a contiguous, aligned copy in ``kept``; 0 where there is
+    none."""
     if bias is None:
         return 0
     if not bias.is_contiguous():
@@ -123,7 +127,7 @@ def why_b_unfused(b: torch.Tensor, name: str = "B") -> str | None:
     return None
 
 
-# None in a torch without CUDA.
+# Both are None in a torch without CUDA.
 _current_gpu = getattr(torch._C, "_cuda_getDevice", None)
 _empty_on_current_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
@@ -214,7 +218,7 @@ class ReadyMatmul(NamedTuple):
 
 
 def _check_awaited(a: torch.Tensor, scale_a: torch.Tensor | None) -> None:
-    """What chunks come to lies as the kernels read it."""
+    """Checks that the operands in which chunks arrive lie as the kernels read them."""
     address = a.data_ptr()
     if address % TMA_ALIGNMENT != 0:
         name = "a" if scale_a is None else "A"
@@ -275,12 +279,12 @@ def ready_matmul(
 
 _MOST_SCRATCHES = 8
 _scratches: dict[tuple[int, int], torch.Tensor] = {}
-"""By device and id of the stream, whose calls come one after the other and leave the counters 0. Of
-the streams used last."""
+"""The scratch memory by device and id of the stream; calls of a stream come one after the other and
+leave the counters 0. Only the streams used last have one."""
 
 
 def _split_scratch(device: torch.device) -> torch.Tensor:
-    """What calls that split K in global memory need, for one call at a time. On the current
+    """The scratch memory for one call at a time that splits K in global memory, on the current
     stream."""
     if torch.cuda.is_current_stream_capturing():  # a graph may be replayed on another stream
         return _new_split_scratch(device)

@@ -20,12 +20,12 @@ ELEMENTS = {
     torch.float16: _core.CollectiveElement.float16,
     torch.float32: _core.CollectiveElement.float32,
 }
-"""What sums are made of. Anything is gathered."""
+"""The element types that can be summed; bytes of any type can be gathered."""
 
 
 SLOT_BYTES = 32 << 20
-"""Of every workspace, which no call makes grow: an all-reduce of 16 MiB takes one launch, a larger
-one several. So all calls but a group's first can be captured."""
+"""The size of a slot in every workspace; no call makes it grow: an all-reduce of 16 MiB takes one
+launch, a larger one several. So all calls but a group's first can be captured."""
 
 
 class CollectivesWorkspace(SymmetricWorkspace):
@@ -39,12 +39,12 @@ class CollectivesWorkspace(SymmetricWorkspace):
         self._background = BackgroundStreams(device)
         self._relayed: _core.CudaCollectives | None = None  # that knows the relays
         self._words: torch.Tensor | None = None
-        """Two rows of a word for each rank, at multiples of 16 bytes: what a call without elements
+        """Two rows of one word per rank, at multiples of 16 bytes: what a call without elements
         sends and receives, which nobody looks at."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether a call takes no step on the host that other ranks see. The same on all ranks."""
+        """Whether a call takes no step on the host that other ranks see; alike on all ranks."""
         return self.slot_bytes > 0
 
     def start(
@@ -56,10 +56,10 @@ class CollectivesWorkspace(SymmetricWorkspace):
         *,
         is_average: bool = False,
     ) -> CudaBackground:
-        """`call` behind the current stream, on another one. Later calls of the group come behind
-        it as behind any other (`Group.last_before`): else a matmul that fills the GPU and waits for
-        a peer could keep this one from running, and this one the peer's matmul.
-        """
+        """Enqueue `call` on another stream, after the work of the current one. Later calls of the
+        group come after it, like after any other (`Group.last_before`): else a matmul that fills
+        the GPU and waits for a peer could keep this call from running, and this call the peer's
+        matmul."""
         with self.lock:
             self.ensure(SLOT_BYTES)  # may raise, with nothing forked yet
             return self._background.start(
@@ -67,8 +67,8 @@ class CollectivesWorkspace(SymmetricWorkspace):
             )
 
     def meet(self, what: str, call: Call) -> None:
-        """Enqueue a call without elements on the current stream: behind it, all ranks have come to
-        such a call, of the same ``what``. Collective.
+        """Enqueue a call without elements on the current stream. What is enqueued after it runs
+        when all ranks have come to such a call, of the same ``what``. Collective.
 
         A rank whose call has elements is found out by its tag where it is in this memory; elsewhere
         both wait, and tell each other after a second (`EmptyCalls.look`).
@@ -167,8 +167,9 @@ class CollectivesWorkspace(SymmetricWorkspace):
         total: torch.Tensor,
         eps: float,
     ) -> None:
-        """The same of an all-reduce with a residual and a norm behind it; "one_shot" or
-        "two_shot". All contiguous, of one dtype, ``weight`` one row."""
+        """Enqueue an all-reduce, then the addition of a residual and an RMS norm, on the current
+        stream. Collective. ``method`` is "one_shot" or "two_shot". All tensors are contiguous and
+        of one dtype; ``weight`` is one row."""
         with self.lock:
             self.known.calls += 1
             enqueue(

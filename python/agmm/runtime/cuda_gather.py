@@ -1,4 +1,4 @@
-"""All-gather + matmul on CUDA that is ready to be made."""
+"""All-gather + matmul on CUDA for one kind of tensors, ready to be called."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from agmm.runtime.streams import stream_of
 from agmm.runtime.symmetric import enqueue
 
 PUSH = (0, 0, 0, 0, 0)
-"""The transport of copy-engine push, as `_core.GatherProblem` has it."""
+"""Copy-engine push, in the form in which `_core.GatherProblem` takes a transport."""
 
 Gathered = tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor]]
-"""A and its scales, or None, and the products."""
+"""The result: A and its scales, or None for each, and the products."""
 
 
 class ReadyWeight(NamedTuple):
-    """What a gather knows of a weight before it is made."""
+    """The facts about a weight that a gather has before it is called."""
 
     out_shape: tuple[int, ...]
     out_stride: tuple[int, ...]
@@ -43,18 +43,17 @@ class ReadyWeight(NamedTuple):
 
 
 class ReadyGather(NamedTuple):
-    """An all-gather + matmul that is ready to be made any number of times with tensors of one
-    kind."""
+    """An all-gather + matmul that can be called any number of times with tensors of one kind."""
 
     workspace: CudaWorkspace
     problem: _core.GatherProblem
     slot_bytes: int
     shard_shape: tuple[int, int]
-    """Rows and K."""
+    """The rows and columns (K) of A_shard."""
     scale_columns: int
-    """Scales that travel with a row of A; 0 where it has none."""
+    """The number of scales that travel with a row of A; 0 where it has none."""
     has_one_scale: bool
-    """Whether A_shard has one, which is sent with each of its rows."""
+    """Whether A_shard has a single scale, which is sent with each of its rows."""
     gathered_shape: tuple[int, ...] | None
     weights: tuple[ReadyWeight, ...]
     alone: tuple[ReadyMatmul, ...]
@@ -95,7 +94,7 @@ class ReadyGather(NamedTuple):
             return self._alone(A_shard, Bs, biases, scale_a, scale_bs)
         with workspace.lock:
             workspace.known.calls += 1
-            # Each shard may have its own scale, so it is sent as those of its rows.
+            # Each shard may have its own scale, which is sent as the scales of its rows.
             scales = scale_a
             if scale_a is not None and has_one:
                 scales = scale_a.reshape(1, 1).expand(shape[0], 1)

@@ -17,7 +17,7 @@ _SCALE_OF = {
     (ALL, ALL): _core.ScaleOf.matrix,
     (ALL, 1): _core.ScaleOf.column,
 }
-"""By the tile of a row-major matrix."""
+"""What the kernels call the tile that a scale of a row-major matrix covers."""
 
 
 def quantised(
@@ -28,8 +28,9 @@ def quantised(
     amax: torch.Tensor | None = None,
     power_of_2: bool,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """As `agmm.ops.quantize.quantised` of a CUDA matrix with elements, on its current stream; None
-    where there is no kernel for it, as for an ``amax`` of rows or blocks."""
+    """Return what `agmm.ops.quantize.quantised` returns, for a CUDA matrix with elements, on its
+    current stream; None where there is no kernel for it, such as for an ``amax`` of rows or
+    blocks."""
     if not x.is_contiguous() and x.t().is_contiguous():
         amax = None if amax is None else amax.t()
         found = _of_rows(x.t(), (tile[1], tile[0]), dtype, amax, power_of_2)
@@ -40,14 +41,14 @@ def quantised(
 def quantised_columns(
     x: torch.Tensor, dtype: torch.dtype, *, amax: torch.Tensor | None = None, power_of_2: bool
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """As `agmm.ops.quantize.quantised_columns` of a contiguous CUDA matrix with a scale for each
-    column; None where there is no kernel for it."""
+    """Return what `agmm.ops.quantize.quantised_columns` returns, for a contiguous CUDA matrix with
+    a scale for each column; None where there is no kernel for it."""
     return _of_rows(x, (ALL, 1), dtype, amax, power_of_2, transposed=True)
 
 
 def transposed(values: torch.Tensor) -> torch.Tensor | None:
-    """As `agmm.ops.quantize.transposed` of a contiguous CUDA matrix of fp8 with elements; None
-    where there is no kernel for it."""
+    """Return what `agmm.ops.quantize.transposed` returns, for a contiguous CUDA matrix of fp8 with
+    elements; None where there is no kernel for it."""
     if not _is_readable(values):
         return None
     m, features = values.shape
@@ -66,7 +67,8 @@ def transposed(values: torch.Tensor) -> torch.Tensor | None:
 
 def amax_of(x: torch.Tensor, tile: Tile = (ALL, ALL)) -> torch.Tensor | None:
     """The largest absolute values of the tiles of a CUDA matrix with elements, float32; None where
-    there is no kernel for it: they are the matrix, or columns of a contiguous one."""
+    there is no kernel for it. There is one for the whole matrix, and for the columns of a
+    contiguous one."""
     if tile == (ALL, ALL) and not x.is_contiguous():
         x = x.t()
     given = _given_dtype(x)
@@ -87,7 +89,7 @@ def amax_of(x: torch.Tensor, tile: Tile = (ALL, ALL)) -> torch.Tensor | None:
 
 
 _WITH_AMAX = ((ALL, ALL), (ALL, 1))
-"""Tiles that are searched before anything is quantised."""
+"""The tiles whose largest value is searched for before anything is quantised."""
 
 
 def _filled_up(rows: int) -> int:
@@ -104,7 +106,7 @@ def _is_readable(x: torch.Tensor) -> bool:
 
 
 def _given_dtype(x: torch.Tensor) -> _core.QuantizedFrom | None:
-    """What the kernels call the dtype of a matrix that they can read; else None."""
+    """The kernels' name for the dtype of a matrix that they can read; else None."""
     given = _core.QuantizedFrom.__members__.get(str(x.dtype).removeprefix("torch."))
     return given if given is not None and _is_readable(x) else None
 

@@ -1,4 +1,4 @@
-"""Fp8 operands for the CUDA kernels: which the core has, and how it is told of their scales."""
+"""Chooses the CUDA kernels for fp8 operands, and tells the core of their scales."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from agmm.runtime.scaling import ALL, BLOCK, Tile
 
 
 def dtype_name(a: torch.dtype, b: torch.dtype) -> str:
-    """What `_core.DType` calls the pair."""
+    """The name of a pair of dtypes in `_core.DType`."""
     return "_".join(str(dtype).removeprefix("torch.") for dtype in (a, b))
 
 
 def accumulation_of(A: Scaled, weight: Weight) -> Accumulation | None:
-    """That which the scales want, and `fast_accum` of those that leave a choice; None where no
-    kernel has such scales."""
+    """The accumulation that the scales of a product want; where they leave a choice, `fast_accum`
+    decides. None where no kernel has such scales."""
     return accumulation_of_tiles(A.tile, weight.B.tile, fast=weight.fast_accum)
 
 
 def accumulation_of_tiles(a: Tile, b: Tile, *, fast: bool) -> Accumulation | None:
-    """The same, by what a scale covers."""
+    """The accumulation for scales that cover these tiles of A and B; ``fast`` decides where they
+    leave a choice. None where no kernel has such scales."""
     if a == (1, BLOCK):
         return {(BLOCK, BLOCK): Accumulation.block, (BLOCK, 1): Accumulation.block_1x128}.get(b)
     if a[1] != ALL or b not in ((ALL, ALL), (ALL, 1)):
@@ -62,7 +63,7 @@ def why_illegal(A: Scaled, weight: Weight) -> str | None:
 def kernel_of(
     A: Scaled, weight: Weight, config: _core.KernelConfig, accumulation: Accumulation
 ) -> Kernel:
-    """A kernel with the format of a product of which `why_illegal` finds nothing. Scales of blocks
+    """The kernel with the format of a product of which `why_illegal` finds nothing. Block scales
     may have any strides; others are contiguous, since a call copies those that are not."""
     B = weight.B
     strides = B.scale.shape[-1] if B.scale.dim() else 1, 1

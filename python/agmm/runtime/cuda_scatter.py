@@ -1,4 +1,5 @@
-"""Matmul + reduce-scatter on CUDA: its symmetric memory, and calls that are ready to be made."""
+"""Matmul + reduce-scatter on CUDA for one kind of tensors, ready to be called, and its symmetric
+memory."""
 
 from __future__ import annotations
 
@@ -24,15 +25,16 @@ from agmm.runtime.symmetric import SymmetricWorkspace, enqueue
 
 
 class ScatterWorkspace(SymmetricWorkspace):
-    """The sums that the ranks of a group send each other. A slot is what one sends to another."""
+    """The memory for the partial sums that the ranks of a group send each other. A slot holds what
+    one rank sends to another."""
 
     core_class = _core.CudaScatterWorkspace
     _granule = 8 << 20
 
 
 class ReadyScatter(NamedTuple):
-    """A matmul + reduce-scatter, or + all-reduce, that is ready to be made any number of times with
-    tensors of one kind."""
+    """A matmul + reduce-scatter, or matmul + all-reduce, that can be called any number of times
+    with tensors of one kind."""
 
     workspace: ScatterWorkspace
     problem: _core.ScatterProblem

@@ -21,7 +21,8 @@ _T = TypeVar("_T")
 
 KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 
-# Of NVML's C header; what the bindings call these has changed between their versions.
+# The numbers are those of NVML's C header; the names that the bindings give them have changed
+# between their versions.
 OK = 0
 P2P_READ, P2P_WRITE, P2P_NVLINK, P2P_ATOMICS = range(4)
 NVLINK_IS_ACTIVE = 1
@@ -31,7 +32,7 @@ PCIE_WAYS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 
 def nvml() -> Any:
-    """The bindings' module; None where it is not installed, or older than its NVML."""
+    """The module of the bindings; None where it is not installed, or older than its NVML."""
     try:
         return importlib.import_module("cuda.bindings.nvml")
     except ImportError:
@@ -39,14 +40,14 @@ def nvml() -> Any:
 
 
 def why_unknown() -> str | None:
-    """Why NVML cannot be asked, or None."""
+    """The reason why NVML cannot be asked, or None."""
     if nvml() is None:
         return f"no cuda-bindings with NVML is installed ({how_to_get('cuda')} brings one)"
     return None if _ask(lambda _: True) else "the driver's NVML does not load"
 
 
 def driver_version() -> str | None:
-    """As NVML states it, or the kernel module."""
+    """The version of the NVIDIA driver, from NVML or from the kernel module; None where unknown."""
     said = _ask(lambda nvml: str(nvml.system_get_driver_version()))
     if said is not None:
         return said
@@ -133,7 +134,7 @@ def _other_end(nvml: Any, handle: Any, link: int) -> tuple[str, str]:
 
 
 def _place(pci: Any) -> str:
-    """A device's place on PCIe in one spelling, as 00000000:07:00.0."""
+    """A device's place on PCIe in one spelling, such as 00000000:07:00.0."""
     found = pci.bus_id
     return (found.decode() if isinstance(found, bytes) else str(found)).strip("\0").lower()
 
@@ -146,7 +147,7 @@ def sm_clock_mhz(uuid: str) -> int | None:
 
 
 def _or_none(ask: Callable[[], _T]) -> _T | None:
-    """What NVML answers; None for an error, which here means that it has no answer."""
+    """The answer of NVML; None for an error, which here means that it has no answer."""
     try:
         return ask()
     except Exception:

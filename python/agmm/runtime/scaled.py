@@ -1,4 +1,4 @@
-"""Fp8 operands with their scales, and what their products are: dequantised, multiplied in float32,
+"""Fp8 operands with their scales, and the products of them: dequantised, multiplied in float32,
 rounded once."""
 
 from __future__ import annotations
@@ -16,29 +16,31 @@ class Scaled(NamedTuple):
     """An fp8 operand."""
 
     values: torch.Tensor
-    """[rows, columns]"""
+    """The fp8 numbers, [rows, columns]."""
     scale: torch.Tensor
-    """Float32, `scaling.scale_shape` of the values: what a value is to be multiplied with."""
+    """The scales, float32 in the shape `scaling.scale_shape` of the values: what a value is to be
+    multiplied with."""
     tile: Tile
 
     def rows(self, rows: slice) -> Scaled:
-        """Those with steps of 1. The tiles have one row or all."""
+        """The operand's rows in this slice, whose step is 1. The tiles have one row or all."""
         scale = self.scale if self.tile[0] == ALL else self.scale[rows]
         return self._replace(values=self.values[rows], scale=scale)
 
     def dequantised(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """In float32, in memory of its own or in ``out``."""
+        """The dequantised values in float32, in memory of their own or in ``out``."""
         if out is None:
             out = torch.empty_like(self.values, dtype=torch.float32)
         return out.copy_(self.values).mul_(self.spread())
 
     def spread(self) -> torch.Tensor:
-        """The scales, as many as there are values, or one where it counts for a whole dimension."""
+        """The scales spread to as many as there are values, or to one along a dimension that one
+        scale covers."""
         scale = self.scale
         for dim, size_of_tile in enumerate(self.tile):
             if size_of_tile not in (ALL, 1):
-                # Searched for, not divided: Inductor (torch 2.13, CPU) splits a loop where an index
-                # has a division, and leaves out the rows behind the last whole tile.
+                # The tiles are searched for, not divided: Inductor (torch 2.13, CPU) splits a loop
+                # where an index has a division, and leaves out the rows behind the last whole tile.
                 at = torch.arange(self.values.shape[dim], device=scale.device)
                 ends = torch.arange(1, scale.shape[dim], device=scale.device) * size_of_tile
                 scale = scale.index_select(dim, torch.bucketize(at, ends, right=True))
@@ -46,13 +48,13 @@ class Scaled(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """What A is multiplied with, and what becomes of the product."""
+    """A weight that A is multiplied with, and what is done with the product."""
 
     B: Scaled
     bias: torch.Tensor | None
-    """[N], bf16, fp16 or float32"""
+    """The bias [N], in bf16, fp16 or float32."""
     result_scale: torch.Tensor | None
-    """One float32, for an fp8 result: what it is multiplied with before it is rounded."""
+    """The scale of an fp8 result, one float32: what it is multiplied with before it is rounded."""
     out_dtype: torch.dtype
     fast_accum: bool
 
@@ -60,8 +62,8 @@ class Weight(NamedTuple):
 def rounded_into(
     out: torch.Tensor, total: torch.Tensor, result_scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """``total`` [M, N] in float32, which is overwritten, times the result's scale, in the dtype of
-    ``out``. What fp8 cannot hold becomes its largest number, not infinite."""
+    """Write ``total`` [M, N] in float32, which is overwritten, times the result's scale, to ``out``
+    in its dtype. What fp8 cannot hold becomes its largest number, not infinite."""
     if result_scale is not None:
         total.mul_(result_scale.reshape(()))
     if out.dtype in FP8:
@@ -71,7 +73,8 @@ def rounded_into(
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, weight: Weight, out: torch.Tensor) -> torch.Tensor:
-    """``a @ b``, both dequantised, and all else that the weight wants, into ``out`` [M, N]."""
+    """Write ``a @ b``, both dequantised, with bias and result scale of the weight, to ``out`` [M,
+    N]."""
     total = torch.empty(out.shape, dtype=torch.float32, device=out.device)
     torch.mm(a, b, out=total)  # into given memory, which autocast leaves alone
     if weight.bias is not None:

@@ -1,5 +1,5 @@
-"""A group's symmetric memory on CUDA, by torch: all ranks make and grow it together, and it is kept
-as long as CUDA graphs use it. What it holds is the subclass's."""
+"""A group's symmetric memory on CUDA, by torch: all ranks make and grow it together, and it lives
+as long as CUDA graphs use it. Subclasses say what it holds."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def why_group_unfused(
         with known.lock:
             own = [why_unfused(device, each) or "" for each in capabilities.FEATURES]
             told = known.exchange("whether their GPUs run the kernels", json.dumps(own))
-            # By feature: the reasons of all ranks.
+            # The reasons of all ranks, feature by feature.
             reasons = list(zip(*map(json.loads, told), strict=True))
             found = {
                 each: own[i] or _first(reasons[i]) for i, each in enumerate(capabilities.FEATURES)
@@ -58,7 +58,7 @@ def why_group_unfused(
 
 
 def _first(reasons: Sequence[str]) -> str:
-    """The first rank's that has one, or ""."""
+    """The reason of the first rank that has one, or ""."""
     return next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason), "")
 
 
@@ -70,16 +70,16 @@ class Buffers(NamedTuple):
 
 
 class Barriers:
-    """Those of a call by copies, which comes in turn with the group's others: only they wait for
-    other ranks, so what is behind the last one may run beside later calls."""
+    """The barriers of a call by copies, which comes in turn with the group's others: only the
+    barriers wait for other ranks, so what follows the last one may run beside later calls."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.over = torch.cuda.Event()
-        """To be recorded behind the last one."""
+        """The event to be recorded after the last barrier."""
 
     def precede(self, stream: int) -> None:
-        """``stream`` is the current one."""
+        """Make the current stream, which ``stream`` is, wait for the last barrier."""
         del stream
         torch.cuda.current_stream(self._device).wait_event(self.over)
 
@@ -94,7 +94,7 @@ class SymmetricWorkspace:
     """
 
     core_class: Any
-    """The core's, which makes calls with this memory."""
+    """The class of the core whose objects make calls with this memory."""
     _granule: int
     """Slots grow in steps of so many bytes, so that slightly larger calls do not grow them."""
 
@@ -107,11 +107,11 @@ class SymmetricWorkspace:
         self.world_size = dist.get_world_size(group)
         self.slot_bytes = 0
         self.buffers: Buffers | None = None
-        """What calls use; None before the first."""
+        """The buffers that calls use; None before the first call."""
         self.captured = False
         """Whether the buffers are used in a CUDA graph."""
         self.kept: list[Buffers] = []
-        """Those of before, which CUDA graphs use that may be replayed."""
+        """Earlier buffers, which CUDA graphs use that may be replayed."""
         self._why_unfused: str | None = None
         self._refused: tuple[int, str] | None = None
         calls.be_asked()
@@ -186,7 +186,7 @@ class SymmetricWorkspace:
             self.buffers, self.slot_bytes, self._refused = None, 0, None
 
     def check_no_graphs(self) -> None:
-        """Raises as `release` does. Collective."""
+        """Raises AgmmError on all ranks where CUDA graphs use this memory. Collective."""
         with self.lock:
             if self.world_size == 1:
                 return
@@ -200,7 +200,7 @@ class SymmetricWorkspace:
                 )
 
     def _finish_calls(self) -> None:
-        """Behind this no rank reads or writes the buffers any more."""
+        """Waits until no rank reads or writes the buffers any more. Collective."""
         error = ""
         try:
             torch.cuda.synchronize(self.device)
@@ -219,7 +219,8 @@ class SymmetricWorkspace:
         wanted = slot_bytes
         is_captured = self._agree(slot_bytes)
         if is_captured:
-            # The old buffers stay for the graphs. All that stay are smaller than the new ones.
+            # The old buffers stay for the graphs. All buffers that stay are smaller than the new
+            # ones.
             slot_bytes = max(slot_bytes, 2 * self.slot_bytes)
         slot_bytes = -(-slot_bytes // self._granule) * self._granule
         self._know_group()
@@ -232,8 +233,8 @@ class SymmetricWorkspace:
         try:
             buffers = self._open(memory, slot_bytes)
         except Unsupported as error:
-            # Of any size: what failed does not depend on it, and the next failure may take torch
-            # minutes to find out.
+            # Slots of any larger size are refused from now on: what failed does not depend on the
+            # size, and the next failure may take torch minutes to find out.
             self._refused = self.slot_bytes, str(error)
             raise
         if self.buffers is not None and self.captured:
@@ -241,11 +242,12 @@ class SymmetricWorkspace:
         self.buffers, self.slot_bytes, self.captured = buffers, slot_bytes, False
 
     def memory_bytes(self, slot_bytes: int) -> int:
-        """Of this rank's memory, in bytes."""
+        """The size of this rank's memory, in bytes."""
         return int(self.core_class.workspace_bytes(slot_bytes, self.world_size))
 
     def _allocate(self, slot_bytes: int) -> torch.Tensor:
-        """This rank's part, before anything is given up. All ranks raise where one has no room."""
+        """Allocate this rank's memory before anything is given up. All ranks raise where one has no
+        room."""
         memory, error = None, ""
         size = self.memory_bytes(slot_bytes)
         try:
@@ -258,8 +260,8 @@ class SymmetricWorkspace:
         return memory
 
     def _open(self, memory: torch.Tensor, slot_bytes: int) -> Buffers:
-        """`open_memory` on all ranks, which all raise where one of them does. Behind it all words
-        are set: each rank's GPU has finished before the others hear of it."""
+        """Call `open_memory` on all ranks, which all raise where one of them does. After it all
+        words are set: each rank's GPU has finished before the others hear of it."""
         buffers, error = None, ""
         try:
             buffers = self.open_memory(memory, slot_bytes)
@@ -272,8 +274,8 @@ class SymmetricWorkspace:
         return buffers
 
     def open_memory(self, memory: torch.Tensor, slot_bytes: int) -> Buffers:
-        """What makes calls with memory that every rank has. Collective; it may raise on one rank
-        alone."""
+        """Make the buffers whose core object makes calls with memory that every rank has.
+        Collective; it may raise on one rank alone."""
         rendezvous.made.count += 1
         try:
             handle = symm_mem.rendezvous(memory, self.group.group_name)
@@ -291,7 +293,7 @@ class SymmetricWorkspace:
         return Buffers(self.core_of(places, handle, slot_bytes), memory, handle)
 
     def _set_words(self, memory: torch.Tensor, slot_bytes: int) -> None:
-        """What the words are before the first call."""
+        """Set the words to what they are before the first call."""
         first_word = self.core_class.words_offset(slot_bytes, self.world_size)
         words = memory[first_word:].view(torch.int32)
         words.zero_()
@@ -304,15 +306,16 @@ class SymmetricWorkspace:
         group_facts(self.group, self.device)
 
     def core_of(self, places: list[int], handle: Any, slot_bytes: int) -> Any:
-        """What makes calls with the memory that lies at these addresses, by rank. All ranks have as
-        many multiprocessors for them: what a GPU has beyond the group's number stays free."""
+        """The core's object that makes calls with the memory at these addresses, by rank. All ranks
+        use as many multiprocessors for it: what a GPU has beyond the group's number stays free."""
         all_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         reserved = all_sms - group_facts(self.group, self.device).sm_count
         _core.load_quantizers()  # which run before calls; loading them later waits for the GPU
         return self.core_class(self.rank, places, slot_bytes, reserved)
 
     def _agree(self, slot_bytes: int) -> bool:
-        """All ranks want the same slots, and their GPUs reach each other; else all ranks raise.
+        """Check that all ranks want the same slots and that their GPUs reach each other; else all
+        ranks raise.
 
         Returns:
             Whether a rank has captured calls with the present ones.
@@ -324,14 +327,15 @@ class SymmetricWorkspace:
         return found.is_captured
 
     def enter(self, slot_bytes: int) -> Buffers:
-        """The buffers of a call on the current stream that needs slots of that size. Under
-        `lock`."""
+        """The buffers of a call on the current stream that needs slots of that size, after the wait
+        for its turn. It is called under `lock`."""
         buffers = self.buffers_of(slot_bytes)
         self.come_in_turn(buffers.core)
         return buffers
 
     def buffers_of(self, slot_bytes: int) -> Buffers:
-        """The same of a call that may run beside the group's others."""
+        """The buffers of a call that needs slots of that size and may run beside the group's
+        others."""
         self.known.check_in_step()
         if slot_bytes > self.slot_bytes:
             self.ensure(slot_bytes)
@@ -339,16 +343,17 @@ class SymmetricWorkspace:
         return self.buffers
 
     def come_in_turn(self, calls: groups.Calls) -> None:
-        """The current stream waits for the group's last call: see `Group.last_before`."""
+        """Make the current stream wait for the group's last call: see `Group.last_before`."""
         last = self.known.last_before(calls, capture_of(self.device))
         if last is not None:
             last.precede(stream_of(self.device))
 
     @contextmanager
     def in_one_piece(self, *, is_captured: bool) -> Iterator[None]:
-        """Around what enqueues a call by copies. Where that fails half-way, by a CUDA failure or an
-        interrupt, later barriers would meet those that peers still wait in: they bear no mark of
-        their call. So all later calls of the group refuse; a capture, which has not run, ends."""
+        """Enclose what enqueues a call by copies. Where that fails half-way, by a CUDA failure or
+        an interrupt, later barriers would meet those that peers still wait in, since barriers carry
+        no tag of their call. So all later calls of the group refuse; a capture, which has not run,
+        ends."""
         try:
             yield
         except BaseException:
@@ -360,15 +365,15 @@ class SymmetricWorkspace:
             raise
 
     def refused(self, error: ValueError) -> InvalidArgument:
-        """What to raise where the core has enqueued nothing of the call that entered last. Under
-        `lock`."""
+        """The error to raise where the core has enqueued nothing of the call that entered last. It
+        is called under `lock`."""
         self.known.give_turn_back()
         return InvalidArgument(str(error))
 
 
 def enqueue(workspace: SymmetricWorkspace, slot_bytes: int, name: str, *arguments: Any) -> None:
-    """Enqueue a call of the core's, by its name there, which has slots of that size. Under
-    `SymmetricWorkspace.lock`.
+    """Enqueue a call of the core, by its name there, which has slots of that size. It is called
+    under `SymmetricWorkspace.lock`.
 
     Raises:
         InvalidArgument: what the core cannot take; nothing was enqueued.

@@ -116,7 +116,7 @@ void slots_of_captures() {
   call();
   call();
   for (unsigned long long id : {71ull, 72ull, 73ull, 74ull, 75ull, 76ull, 77ull, 78ull, 79ull}) {
-    // An odd number of calls, as of a graph that is made in several attempts.
+    // A graph that is made in several attempts has an odd number of calls.
     fake::begin_capture(kStream, id);
     for (int wanted : {0, 1, 0}) {
       int const found = workspace.slot_of_call(kStream);
@@ -141,7 +141,7 @@ void precedence() {
   }
 }
 
-/// Two under way at once, and eager calls between, on any stream.
+/// Two captures are under way at once, with eager calls between, on any stream.
 void captures_at_once() {
   for (Transport transport : kTransports) {
     Workspace const workspace;
@@ -184,7 +184,7 @@ void failures() {
   }
 }
 
-/// Of a capture that fails nothing is left, and a call of it that failed half-way ends it.
+/// A capture that fails leaves nothing behind, and a call of it that failed half-way ends it.
 void failures_in_captures() {
   unsigned long long id = 100;
   for (Transport transport : kTransports) {
@@ -281,7 +281,7 @@ CallSpec of_one_matmul(char* tensors, int rows) {
   return call;
 }
 
-/// What is counted in 32 bits is refused where it would not fit, whatever memory there is.
+/// A call whose counts would not fit into 32 bits is refused, whatever memory there is.
 void sizes() {
   std::size_t const slot = std::size_t(1) << 50;
   std::vector<uintptr_t> bases;
@@ -467,11 +467,11 @@ void scaled_push() {
           "scale_a: found 2 for a row, wanted 1");
   refused([](agmm::Gather&, agmm::Weight& w) { w.accumulation = agmm::Accumulation::Block; },
           "scale_a: found 1 for a row, wanted 2");
-  // With their scales the shards no longer fit.
+  // The shards with their scales no longer fit.
   refused([](agmm::Gather& g, agmm::Weight&) { g.rows = 4 * kRows; }, "wanted at most the");
 }
 
-/// Chunk after chunk, where not all tiles are computed at once.
+/// The order is chunk after chunk where not all tiles are computed at once.
 void order_of_tiles() {
   static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
   for (int const rows : {256, 132 * 128, 133 * 128}) {
@@ -481,7 +481,7 @@ void order_of_tiles() {
   }
 }
 
-/// More multiprocessors than there are count as those that are.
+/// A number of multiprocessors above the GPU's counts as the GPU's.
 void sm_count() {
   static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
   for (int const asked : {0, 100, 132, 133, 1000}) {
@@ -495,7 +495,7 @@ void sm_count() {
   }
 }
 
-/// Matmuls leave them free, whatever moves A.
+/// Matmuls leave the reserved multiprocessors free, whatever moves A.
 void reserved_sms() {
   for (Transport transport : kTransports) {
     Workspace const workspace(10);
@@ -543,7 +543,8 @@ void no_device() {
   }
 }
 
-/// Reports of kernels on two devices do not mix. Ends with the code of a timeout and one message.
+/// Reports of kernels on two devices do not mix. The process ends with the exit code of a timeout
+/// and one message.
 void two_devices_report() {
   state().device = 0;
   agmm::WaitReport volatile& first = *agmm::report_place().report;
@@ -569,7 +570,7 @@ void describes() {
   ::sleep(5);
 }
 
-/// A wait that takes long is told once, and goes on.
+/// A wait that takes long is reported once, and goes on.
 void late_waits() {
   agmm::ReportPlace const place = agmm::report_place(5, 1000);
   check(place.late == agmm::report_place(5, 1000).late, "another key for the same");
@@ -587,7 +588,7 @@ void late_waits() {
   note(true, 6, 4);
 }
 
-/// Of credits the line says which peer is awaited.
+/// The line about a late credit says which peer is awaited.
 void late_credits() {
   agmm::ReportPlace const place = agmm::report_place(5, 1000);
   agmm::WaitReport volatile& report = *place.report;
@@ -610,7 +611,7 @@ void late_ranks() {
   check(report.late_what == 0 && report.late_of[2] == 0, "what was said stays");
 }
 
-/// Each wait that takes long is told to who listens, one at a time, and whether its call has
+/// The listener is told of each wait that takes long, one at a time, and whether its call has
 /// elements.
 void late_listener() {
   static std::atomic<int> told{0};
@@ -643,7 +644,7 @@ void late_listener() {
   check(what[0] == std::pair(5, false) && what[1] == std::pair(3, true), "what was told");
 }
 
-/// Where K is split, the first chunks that are sent are those with which the parts begin.
+/// Where K is split, the chunks that are sent first are those with which the splits begin.
 void first_columns() {
   Workspace const workspace;
   static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
@@ -680,7 +681,8 @@ void first_columns() {
   }
 }
 
-/// It is the workspace's own, also where its first call is captured: nothing of the graph's.
+/// The scratch memory is the workspace's own, also where its first call is captured: none of it is
+/// the graph's.
 void split_scratch() {
   Workspace const workspace;
   Workspace const other;
@@ -746,7 +748,7 @@ void registry() {
   check(agmm::built_kernels().size() == 10, "after refusals");
 }
 
-/// While some threads add, others find.
+/// Some threads add kernels while others look for them.
 void registry_of_threads() {
   static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
   constexpr int kThreads = 8;
@@ -770,7 +772,7 @@ void registry_of_threads() {
   check(agmm::built_kernels().size() == before + kThreads * kOfEach, "some are missing");
 }
 
-/// A kernel that is added later and needs more memory for sums of parts of K than a workspace has
+/// A kernel that is added later and needs more scratch memory for splits of K than a workspace has
 /// is refused, by that workspace alone.
 void scratch_of_added_kernels() {
   static char* const tensors = static_cast<char*>(std::aligned_alloc(256, 1 << 20));
@@ -796,8 +798,8 @@ void scratch_of_added_kernels() {
   check(error_on(after).empty(), error_on(after));
 }
 
-/// A child, as of a data loader, has a copy of what waits for the watching thread at the end,
-/// and no such thread.
+/// A child process, such as a data loader's, has a copy of what waits for the watching thread at
+/// the end, and no such thread.
 void forked_child() {
   agmm::report_place();
   pid_t const child = ::fork();
@@ -809,7 +811,7 @@ void forked_child() {
   check(::waitpid(child, &status, 0) == child, "no child");
   check(WIFEXITED(status) && WEXITSTATUS(status) == 7,
         "the child ended with status " + std::to_string(status));
-  // The parent's thread goes on.
+  // The thread of the parent goes on.
   uint32_t volatile& late = agmm::report_place().report->late_what;
   late = agmm::report_place().late;
   for (int i = 0; late != 0 && i < 500; ++i) ::usleep(10'000);

@@ -154,7 +154,7 @@ void bands() {
   }
 }
 
-/// All that lies in a workspace lies apart.
+/// No two regions of a workspace overlap.
 void layouts() {
   for (int w = 2; w <= agmm::kMaxExchangeRanks; ++w) {
     CollectiveLayout const layout(kSlotBytes, w);
@@ -268,7 +268,7 @@ void meetings() {
     check(launch.args.elements == 4 && launch.args.tag != 0, "a word of each rank");
     check(meet(fewer, "no rows", method).args.tag == launch.args.tag, "tag on another rank");
     check(meet(first, "no columns", method).args.tag != launch.args.tag, "tag of another one");
-    // A gather of as many bytes by as many CTAs.
+    // A gather of as many bytes by as many CTAs carries another tag.
     Collective gather = collective(CollectiveOp::AllGather, method, 4);
     gather.element = CollectiveElement::Byte;
     gather.ctas = 1;

@@ -58,7 +58,7 @@ CUresult error_string(CUresult, char const** text) {
   return CUDA_SUCCESS;
 }
 
-/// As where the device is busy: FAKE_CUDA_BUSY_MS.
+/// Waits for FAKE_CUDA_BUSY_MS, as a call does where the device is busy.
 void await_device() {
   char const* const ms = std::getenv("FAKE_CUDA_BUSY_MS");
   if (ms != nullptr) std::this_thread::sleep_for(std::chrono::milliseconds(std::atoi(ms)));
@@ -181,7 +181,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
                                    : cudaStreamCaptureStatusActive;
   return cudaSuccess;
 }
-/// What a capture does not allow: it ends it.
+/// Reports a call that a capture does not allow: it ends the capture.
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   unsigned long long const capture = fake::capture_of(stream);
   if (capture == 0) return cudaSuccess;
@@ -332,7 +332,7 @@ void run_tile(ScatterSpec const& call, int owner, int a_row, int row, int column
   }
 }
 
-/// What the others have finished goes to `out`.
+/// The finished rows of the other ranks go to `out`.
 void copy_results(ScatterSpec const& call, LaggedTileOrder const& order) {
   TilePushArgs const& push = call.push;
   ScatterTiles const& tiles = push.tiles;

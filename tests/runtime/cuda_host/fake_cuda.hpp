@@ -1,5 +1,5 @@
-// A CUDA that only notes what is enqueued, so that the host code of the CUDA core runs without a
-// GPU.
+// A fake CUDA that only records what is enqueued, so that the host code of the CUDA core runs
+// without a GPU.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,7 +15,7 @@
 
 namespace fake {
 
-/// One thing that was enqueued: "wait", "record", "batch", "write", "copy", "stage", "kernel",
+/// One operation that was enqueued: "wait", "record", "batch", "write", "copy", "stage", "kernel",
 /// "scatter" or "exchange".
 struct Operation {
   std::string name;
@@ -53,10 +53,10 @@ struct State {
 
 State& state();
 
-/// A stream of the caller's.
+/// The handle of a stream of the caller.
 cudaStream_t stream(int number);
 void begin_capture(cudaStream_t stream, unsigned long long id);
-/// Whether the capture was valid until then.
+/// Whether the capture was valid until it ended.
 bool end_capture(unsigned long long id);
 
 }  // namespace fake

@@ -1,4 +1,4 @@
-// What precede() of a workspace does, on the fake CUDA.
+// Checks what precede() of a workspace does, on the fake CUDA.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace fake {
 
-/// What is wrong, or "". `op` has made no call yet; `call(stream)` makes one.
+/// Returns what is wrong, or "". `op` has made no call yet; `call(stream)` makes one.
 template <class Op, class Call>
 std::string wrong_precedence(Op& op, Call const& call) {
   cudaStream_t const first = stream(11);

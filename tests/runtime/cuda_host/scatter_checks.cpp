@@ -44,7 +44,7 @@ std::string error_of(Call const& call) {
   return "";
 }
 
-/// Aligned as TMA wants it.
+/// Memory that is aligned as TMA wants it.
 struct Memory {
   explicit Memory(std::size_t bytes) : at(std::aligned_alloc(128, (bytes + 127) / 128 * 128)) {}
   ~Memory() { std::free(at); }
@@ -240,7 +240,7 @@ void equality() {
     one(changed, kOther);
     check(state().kernels_prepared - before == (name == "nothing" ? 0 : 1), name);
   }
-  // The layers of a model in turn.
+  // The calls are those of a model's layers in turn.
   constexpr int kLayers = 100;
   int const before = state().kernels_prepared;
   for (int i = 0; i < 3 * kLayers; ++i) {
@@ -251,7 +251,7 @@ void equality() {
   check(state().kernels_prepared - before == kLayers, "layers in turn");
 }
 
-/// Nothing is enqueued by a call that is refused.
+/// A call that is refused enqueues nothing.
 void refusals() {
   One const one;
   struct Case {
@@ -383,10 +383,11 @@ void paces() {
     check(pace.log_under_way == agmm::kLogMostUnderWay || 2 * under_way > agmm::kMostUnderWay,
           name + "only " + std::to_string(under_way) + " copies under way");
   }
-  // Where tiles are computed faster than links take them, and more slowly.
+  // The rate is checked where tiles are computed faster than links take them, and where more
+  // slowly.
   check(agmm::send_bytes_per_ns(2 * 2048, 132, 1980000) == agmm::kMostSendBytesPerNs, "K = 2048");
   check(agmm::send_bytes_per_ns(2 * 7168, 132, 1980000) == agmm::kLeastSendBytesPerNs, "K = 7168");
-  // Of a launch, against the order of its tiles.
+  // The launches are checked against the order of their tiles.
   One const one;
   for (int const n : {128, 520, 2048}) {
     for (int const rows : {512, 2048, 8192}) {
@@ -417,7 +418,7 @@ void paces() {
   }
 }
 
-/// K is split where a kernel can, in one wave of CTAs; their sums have memory of their own.
+/// K is split where a kernel can, in one wave of CTAs; the splits' sums have memory of their own.
 void splits() {
   One const one;
   MatmulScatter call = one.call();
@@ -441,7 +442,7 @@ void splits() {
   call.config.splits = 5;
   std::string const no_k = error_of([&] { one(call, kStream); });
   check(no_k.find("found 5 splits of 4 k tiles") != std::string::npos, no_k);
-  // Those of all products count.
+  // The k tiles of all products count.
   call.products.push_back(call.products[0]);
   one(call, kStream);
 }

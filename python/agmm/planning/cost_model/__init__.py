@@ -1,4 +1,5 @@
-"""What a call should cost, in a few lines. Pure Python, needs no GPU and no torch.
+"""The cost model: what a call should cost, in a few lines. It is pure Python and needs no GPU and
+no torch.
 
 Fused: tiles run in waves over the multiprocessors, each for the time that its kernel needs per
 tile, in the order in which the persistent kernel takes them; the chunks of the ring come one after

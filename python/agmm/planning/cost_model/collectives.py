@@ -1,9 +1,9 @@
-"""What agmm's collectives take on CUDA by each method, and which one serves a call: the one place
-of these numbers.
+"""The times of agmm's collectives on CUDA by each method, and the method that serves a call. This
+is the one place of these numbers.
 
 "one_shot" and "two_shot" send packets, 12 bytes of data and their signal in one store; "blocks"
 sends data, then a signal. Each is one kernel. All-gather and reduce-scatter send once. All-reduce
-sends everything to all in one shot, or a sum of each part and then the sums.
+sends everything to all in one shot, or the summands of each rank's shard and then the sums.
 
 Fitted to four H200, but for a block's signal. NCCL's small all-reduce takes 15 to 25 µs alone; its
 times here are those of its gathers and scatters beside a matmul (`Constants`).
@@ -26,24 +26,25 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Method = Literal["one_shot", "two_shot", "blocks"]
 
 MOST_BYTES = 16 << 20
-"""Of the tensor that is gathered, scattered or summed; NCCL is taken beyond. What an all-reduce
-sends in one launch: on 4 H100 it takes 0.86 of NCCL's time there, from 20 MiB on as long."""
+"""The most bytes of the tensor that is gathered, scattered or summed; NCCL is taken beyond. An
+all-reduce sends as much in one launch: on 4 H100 it takes 0.86 of NCCL's time there, from 20 MiB on
+as long."""
 
 MOST_RANKS = _core.MAX_COLLECTIVE_RANKS
 
 KERNEL_US = 5.4
-"""Of a launch behind another, its end, and one trip over the links: 8 KiB take 4.7 on 2 H100, 5.4
-to 5.7 on 4 H200."""
+"""The time of a launch right after another one, of its end, and of one trip over the links: 8 KiB
+take 4.7 on 2 H100, 5.4 to 5.7 on 4 H200."""
 SENT_GB_PER_S = 300.0
-"""Of one rank, to all others, on whichever GPU, so that all choose alike: of 4 H200 from 64 KiB to
-10 MiB, and of 4 H100 before a matmul."""
+"""The rate at which one rank sends to all others. It is the same for every GPU, so that all ranks
+choose alike: it was measured on 4 H200 from 64 KiB to 10 MiB, and on 4 H100 before a matmul."""
 TRIP_US = 2.0
-"""Of a second step: stores, and the loads that see them. With it all-reduces of 8 KiB to 10 MiB
-take within 5% of what is predicted on 4 H200."""
+"""The time of a second step: stores, and the loads that see them. With it all-reduces of 8 KiB to
+10 MiB take within 5% of what is predicted on 4 H200."""
 SIGNAL_US = 1.5
-"""Of a block's barrier, release and acquire, in each step. An estimate."""
+"""The time of a block's barrier, release and acquire, in each step. It is an estimate."""
 PACKET_SHARE = 12 / 16
-"""How much of a packet is data."""
+"""The share of a packet that is data."""
 
 
 def methods(kind: Kind) -> tuple[Method, ...]:
@@ -56,7 +57,7 @@ def collective_us(kind: Kind, method: Method, nbytes: int, world_size: int) -> f
     """Predicted time of one method in µs.
 
     Args:
-        nbytes: of the whole tensor, which is gathered, scattered or summed.
+        nbytes: the bytes of the whole tensor, which is gathered, scattered or summed.
     """
     to_all = kind == "all_reduce" and method == "one_shot"
     sent = nbytes if to_all else ceil(nbytes / world_size)  # to each peer in a step
@@ -72,7 +73,7 @@ def collective_us(kind: Kind, method: Method, nbytes: int, world_size: int) -> f
 
 @lru_cache(maxsize=4096)
 def collective_method(kind: Kind, nbytes: int, world_size: int) -> Method:
-    """The one that is predicted to be the fastest."""
+    """The method that is predicted to be the fastest."""
     return min(methods(kind), key=lambda one: collective_us(kind, one, nbytes, world_size))
 
 
@@ -87,8 +88,8 @@ def is_by_kernel(nbytes: int, world_size: int) -> bool:
 
 
 def by_library_us(kind: Kind, nbytes: int, world_size: int, gpu: str) -> float:
-    """Predicted time of NCCL's collective in µs; of its all-reduce that of a reduce-scatter and of
-    an all-gather without its latency."""
+    """Predicted time of NCCL's collective in µs. An all-reduce takes the time of a reduce-scatter
+    and of an all-gather without its latency."""
     c, moved = constants(gpu), nbytes * (world_size - 1) / world_size
     if kind == "all_gather":
         return library_all_gather_us(c, moved)
@@ -99,7 +100,8 @@ def by_library_us(kind: Kind, nbytes: int, world_size: int, gpu: str) -> float:
 
 
 def fastest_us(kind: Kind, nbytes: int, problem: Problem) -> float:
-    """Predicted time in µs by whom such a collective is left to, on the problem's ranks."""
+    """Predicted time in µs of a collective on the problem's ranks, by agmm or NCCL, whichever
+    serves it."""
     if is_by_kernel(nbytes, problem.world_size):
         return by_kernel_us(kind, nbytes, problem.world_size)
     return by_library_us(kind, nbytes, problem.world_size, problem.gpu)
@@ -118,19 +120,19 @@ def gathered_bytes(problem: Problem) -> int:
 
 
 STEADY_GATHER_BYTES = 4e6
-"""Up to which an all-gather takes its latency, which is steady."""
+"""The most bytes of an all-gather whose time is its latency, which is steady."""
 
 _GATHERED_MARGIN = 1.1
 """A gather by agmm's kernel before the library's matmul may take so many times the predicted time
 of a fused call. Alone on one H200 the model's favourite took 12 to 14% longer than predicted up to
 1024 rows (112 shapes), and the library's matmul what was predicted or less."""
 _LARGE_GATHERED_MARGIN = 0.9
-"""The same between more than two ranks, of more than `STEADY_GATHER_BYTES`: on 4 H100 the
+"""`_GATHERED_MARGIN` for more than two ranks and more than `STEADY_GATHER_BYTES`: on 4 H100 the
 fused call was the faster one of 31 of 32 shapes from 296 to 1024 rows."""
 
 _LARGE_B_GATHERED_MARGIN = 1.0
-"""The same where B does not fit into the L2 cache, so that a fused call has less to gain: so 89 of
-111 shapes on 4 H100 are within 5% of the best, with 0.9 there 85."""
+"""`_LARGE_GATHERED_MARGIN` where B does not fit into the L2 cache, so that a fused call has less to
+gain: with it 89 of 111 shapes on 4 H100 are within 5% of the best, with 0.9 there 85."""
 
 
 def gathered_margin(problem: Problem) -> float:
@@ -141,7 +143,7 @@ def gathered_margin(problem: Problem) -> float:
 
 
 def why_not_gathered(problem: Problem) -> str | None:
-    """The reason why a call cannot be that, or None."""
+    """The reason why a call cannot be agmm's all-gather, then the library's matmul, or None."""
     if problem.gpu == CPU:
         return "plan: found gather on the CPU, wanted a GPU"
     nbytes = gathered_bytes(problem)

@@ -1,4 +1,4 @@
-"""What a fused all-gather -> matmul costs: tiles that wait for the chunks of the ring."""
+"""The cost of a fused all-gather -> matmul: tiles that wait for the chunks of the ring."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agmm.planning.cost_model.matmul import (
 from agmm.planning.plans import KernelConfig, Problem
 
 MERGED_BYTES = _core.SM_PUSH_HEAD_ITEM_BYTES
-"""SM push sends parts together up to this size."""
+"""The most bytes up to which SM push sends parts together."""
 
 
 class At:
@@ -61,7 +61,7 @@ class At:
         self._memory_us: dict[int, float] = {}
 
     def arrivals_us(self, is_pull: bool) -> list[float]:
-        """By ring position; see `arrival_us`."""
+        """The arrival of each chunk by ring position; see the function `arrival_us`."""
         found = self._arrivals.get(is_pull)
         if found is None:
             c = self.c
@@ -81,9 +81,9 @@ class At:
         return -(-self.problem.m // t.block_rows) * t.blocks_in_row
 
     def whole_rows_before(self, block_rows: int) -> list[int]:
-        """By ring position: how many rows of blocks lie wholly in the chunks before, on the rank
-        that has the fewest. Those of two chunks belong to the later one; the last one of A is
-        whole."""
+        """The number of rows of blocks that lie wholly in the chunks before a ring position, by
+        position, on the rank that has the fewest. A row of blocks that lies in two chunks belongs
+        to the later one; the last one of A is whole."""
         found = self._before.get(block_rows)
         if found is None:
             w, rows, m = self.world_size, self.rows, self.problem.m
@@ -92,8 +92,8 @@ class At:
                 each = rows // block_rows
                 found = [p * each for p in range(w + 1)]
             else:
-                # From the first whole row of blocks of a shard on, and up to the end of another's;
-                # beyond the end of A follow its first rows.
+                # The rows of blocks go from the first whole one of a shard up to the end of another
+                # shard; beyond the end of A its first rows follow.
                 first = [-(-begin // block_rows) for begin in range(0, w * rows, max(1, rows))]
                 ends = [
                     end // block_rows if end < m else in_column + (end - m) // block_rows
@@ -104,7 +104,7 @@ class At:
         return found
 
     def memory_us(self, readings_of_b: int) -> float:
-        """Of the memory traffic of a matmul on the gathered A."""
+        """The time of the memory traffic of a matmul on the gathered A."""
         found = self._memory_us.get(readings_of_b)
         if found is None:
             found = self._memory_us[readings_of_b] = matmul_memory_us(self.problem, readings_of_b)
@@ -133,9 +133,9 @@ class At:
     def least_us(
         self, t: Tiling, load: Load, is_pull: bool, can_push: bool
     ) -> tuple[float, float, float]:
-        """What no call takes less than: of any transport, with copies (`fused_us`), and with SM
-        push (`sm_push_us`), however the shard is cut, for one first peer at most, and none where a
-        shard is shorter than a block."""
+        """The least times of a call: with any transport, with copies (`fused_us`), and with SM push
+        (`sm_push_us`), however the shard is cut, for one first peer at most, and none where a shard
+        is shorter than a block."""
         c, tile_us, blocks, waves, memory_us, lost_us = self.c, *load
         workers, in_row, block_rows, rows = t.workers, t.blocks_in_row, t.block_rows, self.rows
         straddles = self.world_size > 1 and rows % t.tile_m != 0
@@ -155,22 +155,23 @@ class At:
         pushed_us = c.sm_push_us + first_us + (tile_us * left if left > 0 else 0.0)
         if waves == 1 and straddles and self.problem.m > block_rows:
             pushed_us += c.sm_push_straddling_us
-        # Of the own rows, or, without a whole row of blocks of them, of the others.
+        # This is the time of the own rows, or, where they are no whole row of blocks, of the
+        # others.
         pushed_us = max(pushed_us, busy_us + self._least_disturbance_us)
         least_us = launch_us + roofline_us(min(copied_us, pushed_us), memory_us)
         copied_us = launch_us + staging + max(copied_us, memory_us)
         return least_us, copied_us, launch_us + max(pushed_us, memory_us)
 
     def least_split_load(self, t: Tiling) -> Load:
-        """As `load` for K in any number of parts, more than one, at the least time of a tile, for
-        `least_us`: 0 waves, since clusters of some numbers need a second one, which does not wait
-        as the only one does. ``t`` is of the kernel without splits."""
+        """The least `load` of K in any number of splits above one, with the least time of a tile,
+        for `least_us`. It has 0 waves, since clusters of some numbers of splits need a second one,
+        which does not wait as the only one does. ``t`` is that of the kernel without splits."""
         rows_of_blocks = -(-self.problem.m // t.block_rows)
         memory_us = self.memory_us(1 if self.b_in_l2 else min(self.world_size, rows_of_blocks))
         return Load(t.least_split_us, rows_of_blocks * t.blocks_in_row, 0, memory_us, 0.0)
 
     def fused_us(self, t: Tiling, load: Load, transport: str) -> float:
-        """See `fused_us`."""
+        """Predicted time in µs: the function `fused_us` with what calls of one problem share."""
         c, tile_us, blocks, workers = self.c, load.tile_us, load.blocks, t.workers
         # Rows of the own shard in a tile that it shares with another rank's are copied beforehand.
         is_staged = transport == "push" and self.straddles(t.tile_m)
@@ -191,7 +192,8 @@ class At:
         return launch_us + staging + roofline_us(longest_us, load.memory_us)
 
     def push_rate_gb_per_s(self, load: Load) -> float:
-        """See `push_rate_gb_per_s`."""
+        """The rate of SM push: the function `push_rate_gb_per_s` with what calls of one problem
+        share."""
         sent = (self.world_size - 1) * self.shard_bytes
         return sent / (load.tile_us * load.waves) / 1e3
 
@@ -204,7 +206,7 @@ class At:
         first_peers: int,
         has_ctas: bool,
     ) -> float:
-        """See `sm_push_us`."""
+        """Predicted time in µs: the function `sm_push_us` with what calls of one problem share."""
         c, tile_us, blocks, waves = self.c, load.tile_us, load.blocks, load.waves
         chunks = -(-self.problem.k // chunk_columns)
         ctas = min(blocks, t.workers) * t.ctas
@@ -232,7 +234,7 @@ class At:
         if has_ctas:
             sms = self.problem.sm_count or c.sm_count
             return us + 1e3 / (max(1, sms - ctas) * c.sm_push_gb_per_s_and_own_cta)
-        # What goes to all peers of a round before a fence.
+        # An item is what goes to all peers of a round before a fence.
         chunk_bytes = self.rows * chunk_columns * self.element_bytes
         item_bytes = max(1.0, chunk_bytes * (first_peers or peers) / parts)
         while 2 * item_bytes <= MERGED_BYTES:
@@ -242,16 +244,15 @@ class At:
 
 
 def arrival_us(problem: Problem, position: int, transport: str = "push") -> float:
-    """When the chunk at this ring position is there, in µs after the call.
+    """The time in µs after the call at which the chunk at this ring position is there.
 
-    0 is the own shard, which pull stages before the matmul begins.
+    Position 0 is the own shard, which pull stages before the matmul begins.
     """
     return At(problem).arrivals_us(transport == "pull")[position]
 
 
 def clusters(problem: Problem, config: KernelConfig) -> tuple[int, int]:
-    """How many clusters of tiles, or of splits of them, there are, and how many are computed at
-    once."""
+    """The number of clusters of tiles, or of splits of them, and how many are computed at once."""
     t = Tiling(problem, config)
     return At(problem).blocks(t), t.workers
 
@@ -268,7 +269,7 @@ def fused_us(problem: Problem, config: KernelConfig, transport: str = "push") ->
 
 
 def push_rate_gb_per_s(problem: Problem, config: KernelConfig) -> float:
-    """How fast SM push has to send, in GB/s, so that the matmul does not wait for it."""
+    """The rate in GB/s at which SM push has to send so that the matmul does not wait for it."""
     at = At(problem)
     return at.push_rate_gb_per_s(at.load(Tiling(problem, config)))
 
@@ -282,14 +283,15 @@ def sm_push_us(
     first_peers: int = 0,
     has_ctas: bool = False,
 ) -> float:
-    """Predicted time of the fused call in µs with SM push: of the workers whose first block is this
-    rank's, or of those whose first block is another rank's. These wait for the first chunk, do not
-    end that block before the last chunk has come and been multiplied, and then have the rest.
+    """Predicted time of the fused call in µs with SM push: the longer of two times, of the workers
+    whose first block is this rank's, and of those whose first block is another rank's. The latter
+    wait for the first chunk, do not end that block before the last chunk has come and been
+    multiplied, and then have the rest.
 
     Args:
-        chunk_columns: of a column chunk.
-        parts: that the rows of a chunk are sent in.
-        first_peers: so many nearest consumers get the whole shard before the others.
+        chunk_columns: the columns of a chunk.
+        parts: the number of parts that the rows of a chunk are sent in.
+        first_peers: the number of nearest consumers that get the whole shard before the others.
         has_ctas: CTAs of their own push most of it.
     """
     at, t = At(problem), Tiling(problem, config)

@@ -23,115 +23,121 @@ _T = TypeVar("_T")
 class Constants:
     """The constants of one GPU. Rates are sustained; GB/s are received bytes per rank.
 
-    What is told by kernel holds for a kernel's name, or else for its `KernelConfig.tile`.
+    Constants that are given by kernel are looked up by a kernel's name, or else by its
+    `KernelConfig.tile`.
     """
 
     gpu: str
     sm_count: int
     launch_us: float
     call_us: float
-    """What a call of agmm's kernels takes beside that and its tiles."""
+    """The time that a call of agmm's kernels takes beside ``launch_us`` and its tiles."""
     tflops_per_sm: dict[str, float]
-    """Of one multiprocessor inside the main loop, by kernel."""
+    """The rate of one multiprocessor inside the main loop, by kernel."""
     row_major_factor: dict[str, float]
-    """How much longer a tile takes with a row-major B, by kernel, where that is above 3%: of a
-    tile whose width is no multiple of 64 columns, TMA loads it in narrow pieces."""
+    """The factor by which a tile takes longer with a row-major B, by kernel, where it is above
+    1.03. TMA loads a tile whose width is no multiple of 64 columns in narrow pieces."""
     gathered_factor: dict[str, float]
-    """How much longer a tile takes where rows come from other ranks, by kernel: 1 where the rate is
-    that."""
+    """The factor by which a tile takes longer where rows come from other ranks, by kernel. It is 1
+    where ``tflops_per_sm`` was fitted to such tiles."""
     other_gathered_factor: float
-    """Of a kernel that is not in ``gathered_factor``: not timed so."""
+    """The factor of a kernel that is not in ``gathered_factor``, and so was not timed with a
+    gather."""
     other_tflops_per_sm: float
-    """Of a kernel that is not in ``tflops_per_sm``."""
+    """The rate of a kernel that is not in ``tflops_per_sm``."""
     tile_overhead_us: dict[str, float]
-    """Between the main loops of two tiles, by kernel, else by schedule."""
+    """The time between the main loops of two tiles, by kernel, else by schedule."""
     pingpong_overlap: float
-    """The share of it that a pingpong kernel's other warpgroup hides, of every tile but one. Of
-    matmuls without a gather: ``gathered_factor`` was fitted without it."""
+    """The share of ``tile_overhead_us`` that a pingpong kernel's other warpgroup hides, for every
+    tile but one. It holds for matmuls without a gather: ``gathered_factor`` was fitted without
+    it."""
     idle_gain: float
-    """How much less time the main loop of a tile takes in one wave, times the share of the
-    multiprocessors that have none: the clock is higher, and nobody takes its loads."""
+    """The share of time that the main loop of a tile saves in one wave, to be multiplied with the
+    share of the multiprocessors that have no tile: the clock is higher, and nobody else loads."""
     steady_clock_us: float
-    """For so long a matmul keeps its clock."""
+    """The time for which a matmul runs at its first clock."""
     falling_clock: dict[str, float]
-    """How many times as long what is left then takes, by schedule, and for the library's matmul."""
+    """The factor by which the rest of a matmul then takes longer, by schedule, and for the
+    library's matmul."""
     split_us: float
-    """Of each part when K is split: leaving its sums, or adding up another's."""
+    """The time of each split of K: to store its sums, or to add up those of another one."""
     cluster_split_us: tuple[float, float]
-    """The same where the CTAs of a tile are a cluster: once, and of each part."""
+    """The time of splits of K where the CTAs of a tile are a cluster: once, and for each split."""
     copy_overhead_us: float
-    """Of one copy-engine copy and its signal."""
+    """The time of one copy-engine copy and its signal, beside its bytes."""
     push_gb_per_s: float
     pull_gb_per_s: float
     staging_gb_per_s: float
-    """Of the copy of A_shard that pull makes."""
+    """The rate of the copy of A_shard that pull makes."""
     sm_push_us: float
-    """Until the first chunk of an SM push has arrived."""
+    """The time until the first chunk of an SM push has arrived."""
     sm_push_straddling_us: float
-    """What such a call of one wave, with more than a row of blocks, takes longer where a shard ends
-    inside a tile, which waits for two ranks."""
+    """The additional time of a call with SM push, of one wave and more than a row of blocks, where
+    a shard ends inside a tile, which waits for two ranks."""
     sm_push_disturbance: float
-    """How much of the time of sending the matmul loses by it."""
+    """The share of the sending time that SM push costs the matmul."""
     sm_push_cta_disturbance: float
-    """The same where CTAs of their own send."""
+    """The share of the sending time that SM push costs the matmul where CTAs of their own send."""
     sm_push_gb_per_s: float
-    """Sent by one rank, to all peers, at most."""
+    """The most that one rank sends by SM push, to all peers together."""
     sm_push_gb_per_s_and_cta: float
-    """What a CTA with a tile can send beside it, its fences apart."""
+    """The rate at which a CTA that computes tiles can send beside them, its fences apart."""
     sm_push_fence_us: float
-    """Between what such a CTA sends and its signal."""
+    """The time between what such a CTA sends and its signal."""
     sm_push_gb_per_s_and_own_cta: float
-    """What a CTA that does nothing else can send."""
+    """The rate at which a CTA that does nothing else can send."""
     sm_push_one_peer_factor: float
-    """How much longer a MB takes where there is one peer, so that a fence is for one of them."""
+    """The factor by which a MB takes longer where there is one peer, so that no other peer shares a
+    fence."""
     all_gather_us: float
     all_gather_gb_per_s: float
     small_gather_us: float
     small_gather_gb_per_s: float
     small_gather_mb: float
-    """A gather that receives less than so much has a shorter latency and a lower rate."""
+    """The most MB that a rank receives of a gather with the shorter latency and the lower rate."""
     reduce_scatter_us: float
     reduce_scatter_gb_per_s: float
-    """Of NCCL's, after the matmul. Sent by one rank."""
+    """The rate of NCCL's reduce-scatter after the matmul, in sent bytes per rank."""
     fused_reduce_scatter_us: float
     fused_reduce_scatter_us_per_rank: float
-    """What torch's fused op takes beside its matmuls, copies and sum: its barriers."""
+    """The time of torch's fused op beside its matmuls, copies and sum: its barriers."""
     fused_reduce_scatter_gb_per_s: float
-    """Of its copies."""
+    """The rate of the copies of torch's fused op."""
     fused_reduce_scatter_gain_us: float
-    """What it has to save for its host time."""
+    """The time that torch's fused op has to save on the GPU to make up for its host time."""
     scatter_us: float
     scatter_us_per_rank: float
-    """Of a matmul + reduce-scatter whose kernel sends tiles, beside its waves of tiles: of the
-    call, and of each other rank."""
+    """The time of a matmul + reduce-scatter whose kernel sends tiles, beside its waves of tiles:
+    once for the call, and for each other rank."""
     scatter_tile_us: dict[str, tuple[float, float]]
-    """Of a tile there, by kernel: for each column of A, and beside that."""
+    """The time of a tile of such a kernel, by kernel: for each column of A, and beside that."""
     other_scatter_overhead_us: float
-    """The second of these for a kernel that is not in ``scatter_tile_us``."""
+    """The time beside its columns of A of a tile whose kernel is not in ``scatter_tile_us``."""
     scatter_gb_per_s: float
-    """Sent by one rank there."""
+    """The rate at which such a kernel sends, in sent bytes per rank."""
     matmul_tflops: float
     """The rate of the library's matmul of 16 bits."""
     memory_gb_per_s: float
     matmul_gb_per_s: float
-    """Of the same memory, what a matmul gets."""
+    """The rate at which a matmul reads and writes that memory."""
     matmul_latency_us: float
-    """What the library's adds to its memory traffic."""
+    """The latency that the library's matmul adds to its memory traffic."""
     l2_mb: float
-    """What stays in the L2 cache from one chunk's tiles to the next one's."""
+    """The megabytes of B that stay in the L2 cache from one chunk's tiles to the next one's."""
     sources: str
     matmul_rate_factor: float = 1.0
-    """How many times ``matmul_tflops`` the library's matmul of these operands has."""
+    """The rate of the library's matmul of these operands, as a multiple of ``matmul_tflops``."""
     formats: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What differs for operands of other kinds than `formats.BITS_16`, by `Format.kind`."""
+    """The constants that differ for operands of other kinds than `formats.BITS_16`, by
+    `Format.kind`."""
 
     def of_kernel(self, by_kernel: Mapping[str, _T], kernel: KernelConfig, other: _T) -> _T:
-        """What one of the constants by kernel says of this one, or ``other``."""
+        """The value of a constant that is given by kernel for this one, or ``other``."""
         found = by_kernel.get(kernel.kernel)
         return by_kernel.get(kernel.tile, other) if found is None else found
 
     def overhead_us(self, kernel: KernelConfig) -> float:
-        """See ``tile_overhead_us``."""
+        """The value of ``tile_overhead_us`` for this kernel."""
         by_kernel = self.tile_overhead_us
         return self.of_kernel(by_kernel, kernel, by_kernel[kernel.schedule])
 
@@ -146,7 +152,7 @@ _given: dict[str, Constants] = {}
 
 
 def give(gpu: str, constants: Constants) -> None:
-    """From now on those of ``gpu`` in this process, whatever its file says: to fit them."""
+    """Replaces the constants of ``gpu`` in this process, whatever its file says, to fit them."""
     _given[gpu] = constants
 
 
@@ -157,7 +163,7 @@ def constants(gpu: str) -> Constants:
 
 
 _of_kinds: dict[tuple[str, str], tuple[Constants, Constants]] = {}
-"""By GPU and kind of format: its constants for 16 bits, and those for the kind."""
+"""The constants by GPU and kind of format: those for 16 bits, and those for the kind."""
 
 
 def constants_for(problem: Problem) -> Constants:
@@ -199,6 +205,6 @@ def default_kernels(
 
 
 def _torch_name(name: str) -> str:
-    """What `_core.DType` calls the fp8 operands that the table of kernels calls that."""
+    """The name in `_core.DType` of fp8 operands, from their name in the table of kernels."""
     both = name.split("_") if "_" in name else (name, name)
     return "_".join({"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}[one] for one in both)

@@ -1,4 +1,4 @@
-"""What a call costs by NCCL and the library's matmul, and by torch's fused op."""
+"""The cost of a call by NCCL and the library's matmul, and by torch's fused op."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from agmm.planning.cost_model.matmul import (
 from agmm.planning.plans import Problem
 
 GATHER_ROOM = 1.7
-"""See `is_gather_by_copies`."""
+"""How many times as long as the gather a product has to take to hide it: see
+`is_gather_by_copies`."""
 
 
 def _shard_bytes(problem: Problem) -> int:
@@ -31,7 +32,7 @@ def all_gather_us(problem: Problem) -> float:
 
 
 def library_all_gather_us(c: Constants, received: float) -> float:
-    """Of so many bytes that a rank receives."""
+    """Predicted time in µs of NCCL's all-gather, of which a rank receives so many bytes."""
     if received < c.small_gather_mb * 1e6:
         return c.small_gather_us + received / (c.small_gather_gb_per_s * 1e3)
     return c.all_gather_us + received / (c.all_gather_gb_per_s * 1e3)
@@ -43,7 +44,7 @@ def unfused_us(problem: Problem) -> float:
 
 
 def _scattered_bytes(problem: Problem) -> float:
-    """What a rank sends of its partial sums, and receives."""
+    """The bytes that a rank sends of its partial sums, and receives."""
     return (1 - 1 / problem.world_size) * problem.m * problem.n * ELEMENT_BYTES
 
 
@@ -55,12 +56,12 @@ def matmul_reduce_scatter_us(problem: Problem) -> float:
 
 
 def library_reduce_scatter_us(c: Constants, sent: float) -> float:
-    """Of so many bytes that a rank sends."""
+    """Predicted time in µs of NCCL's reduce-scatter, of which a rank sends so many bytes."""
     return c.reduce_scatter_us + sent / (c.reduce_scatter_gb_per_s * 1e3)
 
 
 def fused_matmul_reduce_scatter_us(problem: Problem) -> float:
-    """The same for torch's ``symm_mem.fused_matmul_reduce_scatter``.
+    """Predicted time in µs of torch's ``symm_mem.fused_matmul_reduce_scatter``.
 
     It multiplies the rows for one rank after the other, copies each product when it is there beside
     the next one, and sums up what it has received. So the time is that of the products, or of the
@@ -69,7 +70,8 @@ def fused_matmul_reduce_scatter_us(problem: Problem) -> float:
     c = constants_for(problem)
     ranks = problem.world_size
     part = replace(problem, m=problem.m // ranks)
-    # One after the other: the latency of the next one is hidden, and the clock falls over all.
+    # The products run one after the other: the latency of the next one is hidden, and the clock
+    # falls over all.
     part_us = roofline_us(arithmetic_us(part), matmul_memory_us(part))
     products_us = ranks * part_us
     products_us += lost_clock_us(c, products_us, "library")
@@ -89,8 +91,8 @@ def is_reduce_scatter_fused(problem: Problem) -> bool:
     """Whether torch's fused op is to be taken for a matmul whose rows are scattered.
 
     It makes 17 launches from Python with 4 ranks, and has to save ``fused_reduce_scatter_gain_us``
-    on the GPU for the host's time. The same in CUDA graphs, so that the calls before a capture make
-    the workspace that torch's op needs.
+    on the GPU for the host's time. It is so in CUDA graphs too, so that the calls before a capture
+    make the workspace that torch's op needs.
     """
     saved_us = matmul_reduce_scatter_us(problem) - fused_matmul_reduce_scatter_us(problem)
     return saved_us > constants_for(problem).fused_reduce_scatter_gain_us

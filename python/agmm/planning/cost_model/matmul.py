@@ -1,4 +1,4 @@
-"""What a matmul costs by itself: the library's, and the tiles of a kernel of the build."""
+"""The cost of a matmul by itself: the library's, and the tiles of a kernel of the build."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, Constants, con
 from agmm.planning.plans import KernelConfig, Problem
 
 _CLUSTERS = {3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
-"""By their CTAs, how many an H100 of 132 multiprocessors runs at once, as its driver says: a
-cluster lies within a part of the GPU, parts differ in size, and what is left of each stays idle."""
+"""The number of clusters that an H100 of 132 multiprocessors runs at once, by their CTAs, as its
+driver says: a cluster lies within a GPC, GPCs differ in size, and what is left of each stays
+idle."""
 
 
 def clusters_at_once(sms: int, ctas: int) -> int:
-    """How many clusters of so many CTAs are computed at once; none of more than 8."""
+    """The number of clusters of so many CTAs that are computed at once; none of more than 8."""
     return sms // ctas if ctas <= 2 else _CLUSTERS.get(ctas, 0) * sms // 132
 
 
 class Tiling:
-    """What a kernel, with its splits of K, makes of all problems that differ in M alone."""
+    """The tiling that a kernel, with its splits of K, makes of all problems that differ in M
+    alone."""
 
     __slots__ = (
         "across",
@@ -44,10 +46,10 @@ class Tiling:
         self.block_rows = config.tile_m * config.cluster_m
         self.blocks_in_row = -(-problem.n // (config.tile_n * config.cluster_n)) * config.splits
         self.ctas = config.cluster_m * config.cluster_n
-        """Of a cluster."""
+        """The number of CTAs of a cluster."""
         parts = config.splits if config.splits_in_cluster else 1
         self.workers = clusters_at_once(sms, self.ctas * parts) * parts
-        """Clusters that are computed at once."""
+        """The number of clusters that are computed at once."""
         kernel = config.kernel
         rate = c.of_kernel(c.tflops_per_sm, config, c.other_tflops_per_sm)
         busy_us = 2e-6 * config.tile_m * config.tile_n * problem.k / config.splits / rate
@@ -56,38 +58,40 @@ class Tiling:
         if problem.world_size > 1:
             busy_us *= c.gathered_factor.get(kernel, c.other_gathered_factor)
         self.busy_us = busy_us
-        """Of a tile, when all multiprocessors have one."""
+        """The time of a tile's main loop when all multiprocessors have one."""
         self.fixed_us = c.overhead_us(config)
         overlaps = config.schedule == "pingpong" and problem.world_size == 1
         self.hidden_us = c.pingpong_overlap * self.fixed_us if overlaps else 0.0
-        """Of each tile but one."""
+        """The time of each tile but one that another warpgroup hides."""
         if config.splits_in_cluster:
             once_us, each_us = c.cluster_split_us
         else:
             once_us, each_us = 0.0, c.split_us
         self.split_us = once_us + each_us * config.splits if config.splits > 1 else 0.0
-        # In n parts: busy / n * (1 - gain) + fixed + n * split, at the best n of all numbers.
+        # A tile in n splits takes busy / n * (1 - gain) + fixed + n * split; this is the time at
+        # the best n of all numbers.
         parts_us = 2 * (max(0.0, 1 - c.idle_gain) * busy_us * each_us) ** 0.5
         self.least_split_us = self.fixed_us + once_us + parts_us
-        """Of a tile whose K is split."""
+        """The least time of a tile whose K is split."""
         self.schedule = config.schedule
 
 
 class Load(NamedTuple):
-    """What the tiles of a matmul ask of the GPU, however the rows come."""
+    """The load that the tiles of a matmul put on the GPU, however the rows come."""
 
     tile_us: float
-    """In the mean of the waves."""
+    """The mean time of a tile over the waves."""
     blocks: int
-    """Clusters of tiles, or of splits of them."""
+    """The number of clusters of tiles, or of splits of them."""
     waves: int
     memory_us: float
     lost_us: float
-    """To the falling clock."""
+    """The time that is lost to the falling clock."""
 
 
 def roofline_us(arithmetic_us: float, memory_us: float) -> float:
-    """What takes both: the longer one, and up to a fifth more where they are alike."""
+    """The time of what needs both: the longer of the two, and up to a fifth more where they are
+    alike."""
     return float((arithmetic_us**4 + memory_us**4) ** 0.25)
 
 
@@ -98,7 +102,8 @@ def is_b_in_l2(problem: Problem) -> bool:
 
 
 def lost_clock_us(c: Constants, busy_us: float, schedule: str) -> float:
-    """What a matmul takes longer that would compute for ``busy_us`` at its first clock."""
+    """The time that a matmul loses to the falling clock if it would compute for ``busy_us`` at its
+    first clock."""
     return (c.falling_clock[schedule] - 1) * max(0.0, busy_us - c.steady_clock_us)
 
 

@@ -1,5 +1,5 @@
-"""What a matmul + reduce-scatter costs whose kernel sends tiles to their owners, and the ways of a
-matmul + all-reduce."""
+"""The cost of a matmul + reduce-scatter whose kernel sends tiles to their owners, and of the ways
+to compute a matmul + all-reduce."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from agmm.planning.plans import KernelConfig, Problem
 
 
 def scatter_tiles(problem: Problem, kernel: KernelConfig) -> int:
-    """Tiles that a rank sends to another in a launch."""
+    """The number of tiles that a rank sends to another in a launch."""
     part = _core.scatter_part_bytes(problem.m, problem.n, problem.world_size, kernel.core)
     return part // (kernel.tile_m * kernel.tile_n * ELEMENT_BYTES)
 
 
 def scatter_blocks(problem: Problem, kernel: KernelConfig) -> tuple[int, int, int]:
-    """Clusters of tiles of a rank's rows, of all ranks' rows, and how many are computed at once.
+    """Return the number of clusters of tiles of a rank's rows, of those of all ranks' rows, and how
+    many are computed at once.
 
     Every rank's rows are padded to whole blocks of tiles.
     """
@@ -38,8 +39,9 @@ def tile_push_scatter_us(problem: Problem, kernel: KernelConfig) -> float:
     The time is that of the waves of tiles, and of the tiles of others' rows in the last wave on
     their way, which own tiles of that wave await. Or, where the links are slower, it is theirs, and
     then that of the own tiles but for a wave, which is computed while the last are on their way. It
-    is never less than that of reading A and B. A tile whose K is split takes a part of its time,
-    and that of leaving sums or adding them up (not measured here: as in an all-gather -> matmul).
+    is never less than that of reading A and B. A tile whose K is split takes a fraction of its
+    time, and that of storing sums or adding them up (which was measured in an all-gather -> matmul
+    only).
     """
     c = constants_for(problem)
     own, blocks, at_once = scatter_blocks(problem, kernel)
@@ -70,7 +72,7 @@ def _tile_us(problem: Problem, kernel: KernelConfig) -> float:
 
 
 def _sent_block_us(problem: Problem, kernel: KernelConfig) -> float:
-    """Of the links, for a cluster of tiles."""
+    """The time that the links take for a cluster of tiles."""
     elements = kernel.tile_m * kernel.cluster_m * kernel.tile_n * kernel.cluster_n
     return elements * ELEMENT_BYTES / (constants_for(problem).scatter_gb_per_s * 1e3)
 
@@ -112,23 +114,26 @@ def matmul_all_reduce_us(problem: Problem) -> float:
 
 
 AllReduceWay = Literal["lagged", "scatter", "unfused"]
-"""By one kernel; by one that scatters and an all-gather of the result; or by a matmul and an
-all-reduce."""
+"""The ways to compute a matmul + all-reduce: by one kernel; by one that scatters and an all-gather
+of the result; or by a matmul and an all-reduce."""
 
 
 def all_reduce_gain(way: str, world_size: int) -> float:
-    """Of the time of the others, what a way may be predicted to take to be chosen: a scatter and a
-    gather 0.97, within which six calls on 4 H200 were predicted; one kernel 0.95 between 4 ranks,
-    as six of eight calls on 4 H100, and 0.9 between others, which nobody has measured."""
+    """The share of the others' time that a way may be predicted to take at most to be chosen: a
+    scatter and a gather 0.97, within which six calls on 4 H200 were predicted; one kernel 0.95
+    between 4 ranks, within which six of eight calls on 4 H100 were, and 0.9 between others, which
+    nobody has measured."""
     if way == "lagged":
         return 0.95 if world_size == 4 else 0.9
     return 0.97
 
 
 LAGGED_TILE_US = 5.0
-"""What a tile takes beside that of a scatter: of eight calls on 4 H100, 8192 columns, 1024 to 8192
-rows, K of 2048 to 7168."""
+"""The time that a tile takes beside that of a scatter, from eight calls on 4 H100, 8192 columns,
+1024 to 8192 rows, K of 2048 to 7168."""
 LAGGED_RATE = 0.84
-"""Of the rate of a scatter, where sums and finished tiles share the links: of the same calls."""
+"""The share of the rate of a scatter that is left where partial sums and finished tiles share the
+links, from the same calls."""
 _COPIED_TILE_US = 12.0
-"""Of 128 x 128 by a warp, which has 2 KB under way. An estimate."""
+"""The time in which a warp, which has 2 KB under way, copies a tile of 128 x 128. It is an
+estimate."""

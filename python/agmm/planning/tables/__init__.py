@@ -37,15 +37,16 @@ _ABSENT: dict[int, dict[str, Any]] = {
     3: {},
     SCHEMA: {},
 }
-"""By schema, what its rows had all in common and did not say."""
+"""The fields that all rows of a schema had in common and did not say, by schema."""
 _WITH_DTYPES = (1, 2, 3)
-"""Schemas whose rows had a dtype and an accumulation in place of a format, and no world size."""
+"""The schemas whose rows had a dtype and an accumulation in place of a format, and no world
+size."""
 _PACKAGED = Path(__file__).parent
 _LOCK_TIMEOUT_S = 30.0
 _LONGEST_REASON = 200
-"""Characters that a message quotes of what is wrong in a file."""
+"""The most characters that a message quotes of what is wrong in a file."""
 _MOST_US = 1e9
-"""No call takes longer: about a quarter of an hour."""
+"""The most µs that a call can have taken: about a quarter of an hour."""
 
 
 class TableError(AgmmError):
@@ -61,7 +62,7 @@ class OtherTable(TableError):
 
 
 class Key(NamedTuple):
-    """What all rows have in common that may serve one problem, M left out."""
+    """The fields that all rows have in common that may serve one problem, M left out."""
 
     op: str
     format: str
@@ -82,10 +83,10 @@ class Table:
     name: str
     by_key: dict[Key, dict[int, Row]]
     digest: str = ""
-    """Of the file's bytes."""
+    """The hash of the file's bytes."""
 
     def rows(self, problem: Problem) -> Sequence[Row]:
-        """Rows that differ from the problem in M alone, by rising M."""
+        """The rows that differ from the problem in M alone, by rising M."""
         rows = self.by_key.get(Key.of(problem), {})
         return [rows[m] for m in sorted(rows)]
 
@@ -244,7 +245,8 @@ def _current(path: Path, of: tuple[str, int]) -> dict[Key, dict[int, Row]]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """The file is the old one or the new one at any time. To be called under the lock."""
+    """Replaces a file, which is the old one or the new one at any time. It is to be called under
+    the lock."""
     temporary = path.with_name(f"{path.name}.new")
     try:
         with temporary.open("w") as file:
@@ -259,7 +261,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """A plan as rows have it."""
+    """The JSON form of a plan in a row."""
     found: dict[str, Any] = {"transport": plan.transport}
     if plan.kernel is not None:
         found["kernel"] = plan.kernel.name
@@ -269,7 +271,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from_json(found: dict[str, Any]) -> Plan:
-    """The inverse. Raises ValueError, KeyError or TypeError for what is no plan."""
+    """The plan of its JSON form in a row. Raises ValueError, KeyError or TypeError for what is no
+    plan."""
     kernel = found.get("kernel")
     return Plan(
         _typed(found["transport"], str),
@@ -313,7 +316,7 @@ def _row_from_json(entry: dict[str, Any], world_size: int) -> tuple[Key, Row]:
 
 
 def _with_format(entry: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """A row of an old schema as one of this."""
+    """Turns a row of an old schema into one of this."""
     dtype = _typed(entry["dtype"], str)
     accumulation = _typed(entry["accumulation"], str)
     name = formats.fp8_name(dtype, accumulation) if accumulation else dtype
