@@ -1,4 +1,4 @@
-"""The options of the commands that have many: a dataclass for each, whose fields are its options."""
+"""The options of the commands that have many: a dataclass for each, a field for each option."""
 
 from __future__ import annotations
 
