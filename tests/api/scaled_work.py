@@ -21,7 +21,10 @@ import agmm
 from agmm.errors import forget_warnings
 from agmm.integrations import async_tp
 from agmm.ops import fp8_gather, fp8_scatter, quantize
+from agmm.ops.pipeline import serve
+from agmm.ops.scatter import ScatterSettings
 from agmm.runtime import cpu, scaling, workspaces
+from agmm.runtime.scaled import ScaledProducts
 from agmm.testing.reference import relative_error
 
 Result = list[str] | None
@@ -200,9 +203,11 @@ def scattered(
     scatter_dim: int = 0,
     result_scale: bool = False,
     strict: bool = True,
+    products: int = 1,
     shapes: Sequence[tuple[int, int, int]] = tuple(SHAPES),
 ) -> Result:
-    """Faults of `agmm.scaled_matmul_reduce_scatter`, in words. K differs from rank to rank."""
+    """Faults of `agmm.scaled_matmul_reduce_scatter`, in words. K differs from rank to rank, and
+    from product to product."""
     group = group_of(world_size)
     if group is None:
         return None
@@ -216,19 +221,28 @@ def scattered(
             n *= world_size
         else:
             shape[scatter_dim] *= world_size
-        summands, own = [], None
+        summands: list[torch.Tensor] = []
+        own: list[tuple[Operands, Operands]] = []
         for r in range(world_size):
-            a = operands_a(kind, 1, (*shape, ks[r]), dtypes[0], 10 * seed + r)
-            b = operand_b(kind, ks[r], n, dtypes[1], 10 * seed + r)
-            summands.append(a.dequantised(0) @ b.dequantised(0))
-            own = (a, b) if r == rank else own
-        assert own is not None
-        (a, b), one_bias = own, _random((n,), seed).bfloat16() if bias else None
-        out = agmm.scaled_matmul_reduce_scatter(
-            a.values[0],
-            b.values[0],
-            a.scales[0],
-            b.scales[0],
+            every = [
+                _product(kind, shape, ks[r] + 16 * i, n, dtypes, r + 5 * i + 10 * seed)
+                for i in range(products)
+            ]
+            exact = [a.dequantised(0) @ b.dequantised(0) for a, b in every]
+            summands.append(torch.stack(exact).sum(0))
+            own = every if r == rank else own
+        one_bias = _random((n,), seed).bfloat16() if bias else None
+        given: list[Any] = [
+            [a.values[0] for a, _ in own],
+            [b.values[0] for _, b in own],
+            [a.scales[0] for a, _ in own],
+            [b.scales[0] for _, b in own],
+        ]
+        if products == 1:
+            given = [one for (one,) in given]
+        op: Callable[..., torch.Tensor] = agmm.scaled_matmul_reduce_scatter
+        out = op(
+            *given,
             group,
             scatter_dim=scatter_dim,
             reduce_op=reduce_op,
@@ -251,6 +265,66 @@ def scattered(
             faults += found
         if not out.is_contiguous():
             faults.append(f"{label}: strides {out.stride()}")
+    return faults
+
+
+def _product(
+    kind: str,
+    leading: Sequence[int],
+    k: int,
+    n: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    seed: int,
+) -> tuple[Operands, Operands]:
+    """A [..., K] and B [K, N] of one rank."""
+    a = operands_a(kind, 1, (*leading, k), dtypes[0], seed)
+    return a, operand_b(kind, k, n, dtypes[1], seed)
+
+
+def several_as_on_cuda(world_size: int) -> Result:
+    """Two products of a call as on a GPU that has the kernels: the library multiplies them, with
+    one warning, and ``strict`` refuses that by name."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    shape = (2 * world_size,)
+    every = [_product("rowwise", shape, 32 * (i + 1), 16, (E4M3, E4M3), i) for i in range(2)]
+    bias = _random((16,), 1).bfloat16()
+    given = ScaledProducts(
+        [a.values[0] for a, _ in every],
+        [b.values[0] for _, b in every],
+        [a.scales[0] for a, _ in every],
+        [b.scales[0] for _, b in every],
+        *(bias, None, torch.bfloat16, False),
+    )
+
+    def call(*, strict: bool) -> torch.Tensor:
+        made = fp8_scatter.Fp8Scatter(given, group, ScatterSettings(strict=strict))
+        made.device = torch.device("cuda", 0)
+        return serve(made)
+
+    reason, faults = "A: found 2 products, wanted at most 1 of fp8 in one kernel", []
+    forget_warnings()
+    with (
+        mock.patch.object(fp8_scatter, "why_unfused", return_value=None),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        outs = [call(strict=False) for _ in range(2)]
+        try:
+            call(strict=True)
+            faults.append("strict: nothing raised")
+        except agmm.Unsupported as error:
+            if reason not in str(error):
+                faults.append(f"strict: {error}")
+    if len(caught) != 1 or f"takes the unfused path: {reason}" not in str(caught[0].message):
+        faults.append(f"{[str(warning.message) for warning in caught]}")
+    exact = [a.dequantised(0) @ b.dequantised(0) for a, b in every]
+    wanted = world_size * torch.stack(exact).sum(0) + bias.double()
+    for out in outs:
+        error_here = relative_error(out, wanted.chunk(world_size)[dist.get_rank(group)])
+        if not error_here < 2**-6:
+            faults.append(f"error {error_here}")
     return faults
 
 
@@ -316,7 +390,10 @@ def compiled(world_size: int, kind: str) -> Result:
         summed = agmm.scaled_matmul_reduce_scatter(
             A, B, sa, sb, group, bias=bias, out_dtype=torch.float32, strict=True
         )
-        return scale * 2, outs[0].relu(), outs[1].relu(), summed.relu()
+        both = agmm.scaled_matmul_reduce_scatter(
+            [A, A], [B, C], [sa, sa], [sb, sc], group, bias=bias, strict=True
+        )
+        return scale * 2, outs[0].relu(), outs[1].relu(), summed.relu(), both.relu()
 
     given = a.values[rank], b.values[0], c.values[0], a.scales[rank], b.scales[0], c.scales[0]
     torch.compiler.reset()
@@ -343,6 +420,8 @@ def unfused(world_size: int, kind: str) -> Result:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 faults += call(world_size, kind, strict=False, bias=True) or []
+                if call is scattered:
+                    faults += call(world_size, kind, strict=False, bias=True, products=2) or []
                 if call is gathered:
                     faults += call(world_size, kind, strict=False, return_A=True) or []
             messages = [str(warning.message) for warning in caught]

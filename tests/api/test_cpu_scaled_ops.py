@@ -63,6 +63,8 @@ SCATTERS: list[dict[str, Any]] = [
     {"dtypes": (E4M3, E5M2), "bias": True},
     {"leading": (2, 3)},
     {"leading": (2,), "scatter_dim": 1, "bias": True},
+    {"products": 2, "bias": True},
+    {"products": 4, "leading": (2,), "reduce_op": "avg", "out_dtype": torch.float32},
 ]
 
 
@@ -70,6 +72,11 @@ SCATTERS: list[dict[str, Any]] = [
 def test_scatters(pool: RankPool, case: dict[str, Any]) -> None:
     for kind in work.KINDS:
         check(pool.run(work.scattered, 3, kind, **case), 3)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_no_kernel_sums_several_products(pool: RankPool, world_size: int) -> None:
+    check(pool.run(work.several_as_on_cuda, world_size), world_size)
 
 
 def test_eight_ranks(rank_pools: Callable[..., RankPool]) -> None:

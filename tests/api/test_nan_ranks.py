@@ -91,7 +91,7 @@ SENT: dict[str, set[str]] = {
     "_all_gather_scaled_matmul": {"A_shard", "scale_a"},
     "_fused_matmul_reduce_scatter_native": {"A", "B"},
     "_matmul_reduce_scatter": {"As", "Bs"},
-    "_scaled_matmul_reduce_scatter": {"A", "B", "scale_a", "scale_b"},
+    "_scaled_matmul_reduce_scatter": {"As", "Bs", "scale_as", "scale_bs"},
     "_matmul_all_reduce": {"A", "B"},
     "_all_gather": {"x"},
     "_reduce_scatter": {"x"},

@@ -51,7 +51,7 @@ def _scatter_along(dim: int, rows: int, group: Any) -> Any:
 def _scatter_of_fp8(rows: int, group: Any) -> Any:
     A, B = _numbers(rows * group.size(), K).to(FP8), _numbers(N, K).to(FP8).t()
     ones = torch.ones(())
-    return agmm.scaled_matmul_reduce_scatter(A, B, ones, ones, group)
+    return agmm.scaled_matmul_reduce_scatter([A, A], [B, B], [ones] * 2, [ones] * 2, group)
 
 
 def _with_gradients(op: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], rows: int) -> Any:

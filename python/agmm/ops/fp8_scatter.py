@@ -11,10 +11,11 @@ import torch.distributed as dist
 from agmm import _core
 from agmm.errors import Unsupported
 from agmm.ops import scaled_products
-from agmm.ops.fp8_operands import Fp8Weights, kernel_of, problem_of, rows_of, why_unfused
+from agmm.ops.fp8_operands import described, kernel_of, problem_of, rows_of, why_unfused
 from agmm.ops.pipeline import Ready
 from agmm.ops.scaled_checks import check_scaled_scatter
 from agmm.ops.scatter import ScatterCall, ScatterSettings
+from agmm.planning import formats, legality
 from agmm.planning.plans import (
     MATMUL_REDUCE_SCATTER,
     MAX_PUSH_RANKS,
@@ -25,84 +26,68 @@ from agmm.planning.plans import (
 from agmm.runtime import collectives, cpu_scatter
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_scatter import ready_scatter
-from agmm.runtime.scaled import FP8, Scaled, Weight, rounded_into
-from agmm.runtime.scaling import Tile
+from agmm.runtime.scaled import FP8, Scaled, ScaledProducts, Weight, rounded_into
 from agmm.runtime.workspaces import cpu_workspace, scatter_workspace
 
 
 class Fp8Scatter(ScatterCall):
-    """``reduce_scatter((A * scale_a) @ (B * scale_b)) (+ bias)``.
+    """``reduce_scatter(sum of (A * scale_a) @ (B * scale_b)) (+ bias)``.
 
     Args:
-        A: [M, ..., K].
-        scale_a: float32, of A.
-        given: the one weight.
-        is_bias_of_each: the bias is this rank's own, a part of its product.
+        given: the products.
+        is_bias_of_each: the bias is this rank's own, a part of its first product.
     """
 
     op = "scaled_matmul_reduce_scatter"
 
     def __init__(
         self,
-        A: torch.Tensor,
-        scale_a: torch.Tensor,
-        given: Fp8Weights,
+        given: ScaledProducts,
         group: dist.ProcessGroup,
         settings: ScatterSettings,
         *,
         is_bias_of_each: bool = False,
     ) -> None:
-        super().__init__(A, group, settings)
-        self.scale_a = scale_a
+        super().__init__(given.As[0], group, settings)
         self.given = given
         self.is_bias_of_each = is_bias_of_each
 
     def check(self) -> None:
-        given, settings = self.given, self.settings
-        of_weight = given.Bs[0], self.scale_a, given.scale_bs[0], given.biases[0]
+        settings = self.settings
         check_scaled_scatter(
-            self.A,
-            *of_weight,
-            given.result_scales[0],
-            given.out_dtypes[0],
-            self.group.size(),
-            settings.scatter_dim,
-            settings.reduce_op,
+            self.given, self.group.size(), settings.scatter_dim, settings.reduce_op
         )
 
     def words(self) -> Call:
-        settings = self.settings
-        return Call(
-            self.op,
-            A=self.A,
-            B=self.given.Bs[0],
-            scale_a=self.scale_a,
-            scale_b=self.given.scale_bs[0],
-            scatter_dim=settings.scatter_dim,
-            reduce_op=settings.reduce_op,
-        )
+        settings, given = self.settings, self.sent()
+        operands = given if len(self.given.As) > 1 else {name: t for name, (t,) in given.items()}
+        dim, reduce_op = settings.scatter_dim, settings.reduce_op
+        return Call(self.op, **operands, scatter_dim=dim, reduce_op=reduce_op)
 
     @cached_property
-    def _described(self) -> tuple[Tile, list[Weight]]:
-        return self.given.described(self.A, self.scale_a)
+    def products(self) -> list[tuple[Scaled, Weight]]:
+        """Each A as a matrix, the scattered dimension first, and what it is multiplied with."""
+        return self._products(self.dim)
 
-    @property
-    def weight(self) -> Weight:
-        return self._described[1][0]
-
-    @cached_property
-    def rows(self) -> Scaled:
-        """A as a matrix, the scattered dimension first."""
-        return rows_of(self.A, self.scale_a, self._described[0], self.dim)
+    def _products(self, dim: int) -> list[tuple[Scaled, Weight]]:
+        """Make `products` with the dimension first."""
+        given = self.given
+        return [
+            (rows_of(A, scale, tile, dim), weight)
+            for A, scale, (tile, weight) in zip(
+                given.As, given.scale_as, described(given), strict=True
+            )
+        ]
 
     def operands(self) -> tuple[Any, ...]:
-        scale_bs = [self.weight.B.scale]
-        return [self._front], self.given.Bs, self.given.biases[0], [self.rows.scale], scale_bs
+        scale_as = [rows.scale for rows, _ in self.products]
+        scale_bs = [weight.B.scale for _, weight in self.products]
+        return self._fronts(), self.given.Bs, self.given.bias, scale_as, scale_bs
 
-    @property
-    def _front(self) -> torch.Tensor:
-        """A, contiguous, with the scattered dimension first."""
-        return self.rows.values.view(self.A.movedim(self.dim, 0).shape)
+    def _fronts(self) -> list[torch.Tensor]:
+        """Each A, contiguous, with the scattered dimension first."""
+        leading = self.A.movedim(self.dim, 0).shape[:-1]
+        return [rows.values.view(*leading, rows.values.shape[1]) for rows, _ in self.products]
 
     @property
     def columns(self) -> int:
@@ -110,19 +95,14 @@ class Fp8Scatter(ScatterCall):
 
     @property
     def out_dtype(self) -> torch.dtype:
-        return self.given.out_dtypes[0]
+        return self.given.out_dtype
 
     def sent(self) -> dict[str, list[torch.Tensor]]:
-        given = self.given
-        return {
-            "A": [self.A],
-            "B": [given.Bs[0]],
-            "scale_a": [self.scale_a],
-            "scale_b": [given.scale_bs[0]],
-        }
+        names = "A", "B", "scale_a", "scale_b"
+        return {name: list(given) for name, given in zip(names, self.given[:4], strict=True)}
 
     def lasts(self) -> bool:
-        return self.dim == 0 and self.A.is_contiguous()
+        return self.dim == 0 and all(A.is_contiguous() for A in self.given.As)
 
     def asks_a_plan(self) -> bool:
         return self.device.type == "cuda" and why_unfused(self.device, self.group) is None
@@ -131,30 +111,33 @@ class Fp8Scatter(ScatterCall):
         reason = why_unfused(self.device, self.group)
         if reason is not None or self.device.type == "cpu":
             return reason
-        if self.A.shape[-1] == 0:
-            return f"fp8: shape {tuple(self.A.shape)} has no elements to multiply"
+        for A in self.given.As:
+            if A.shape[-1] == 0:
+                return f"fp8: shape {tuple(A.shape)} has no elements to multiply"
         if self.group.size() == 1:
             return "group: 1 rank, which has nothing to scatter"
-        if self.is_bias_of_each and self.weight.bias is not None:
+        if self.is_bias_of_each and self.given.bias is not None:
             return "bias: one of each rank, the fused path wants one of the sum"
         if self.group.size() > MAX_PUSH_RANKS:
             return (
                 f"group: {self.group.size()} ranks, the fused path wants at most {MAX_PUSH_RANKS}"
             )
+        reason = legality.why_too_many_products(formats.FP8, len(self.given.As))
+        if reason is not None:
+            return reason
         problem = self._problem()
         return problem if isinstance(problem, str) else None
 
     def _problem(self) -> Problem | str:
-        m = len(self.rows.values)
-        return problem_of(self.rows, self.weight, m, op=MATMUL_REDUCE_SCATTER, group=self.group)
+        ((rows, weight),) = self.products  # a kernel has one
+        m = len(rows.values)
+        return problem_of(rows, weight, m, op=MATMUL_REDUCE_SCATTER, group=self.group)
 
     def problem(self) -> Problem:
         return cast("Problem", self._problem())  # else it has no kernel
 
     def by_cpu(self, words: Call) -> torch.Tensor:
-        summed = cpu_scatter.scaled_sum(
-            self.rows, self.weight, is_bias_of_each=self.is_bias_of_each
-        )
+        summed = cpu_scatter.scaled_sum(self.products, is_bias_of_each=self.is_bias_of_each)
         return cpu_workspace(self.group).reduce_scatter(
             summed,
             self.settings.reduce_op,
@@ -163,8 +146,9 @@ class Fp8Scatter(ScatterCall):
         )
 
     def ready_on_cuda(self, kernel: KernelConfig) -> Ready:
-        rows, n, size = len(self.rows.values), self.columns, self.group.size()
-        part = _core.scatter_part_bytes(rows, n, size, kernel.core)
+        ((rows, weight),) = self.products
+        m, n, size = len(rows.values), self.columns, self.group.size()
+        part = _core.scatter_part_bytes(m, n, size, kernel.core)
         tiles = part // (kernel.tile_m * kernel.tile_n * self.out_dtype.itemsize)
         if tiles > MAX_SCATTER_TILES:
             raise Unsupported(
@@ -172,9 +156,9 @@ class Fp8Scatter(ScatterCall):
             )
         call = ready_scatter(
             scatter_workspace(self.group, self.device),
-            [self._front],
+            self._fronts(),
             self.given.Bs,
-            kernel_of(self.rows, self.weight, self.problem(), kernel),
+            kernel_of(rows, weight, self.problem(), kernel),
             is_average=self.settings.reduce_op == "avg",
         )
         if self.dim == 0:
@@ -182,21 +166,25 @@ class Fp8Scatter(ScatterCall):
         return lambda *operands: self.in_shape(call(*operands))
 
     def by_library(self, words: Call) -> torch.Tensor:
-        weight, dim, reduce_op = self.weight, self.dim, self.settings.reduce_op
-        # Summed before it is rounded to what cannot be summed, and scaled.
-        of_each = weight if self.is_bias_of_each else weight._replace(bias=None)
-        if self.out_dtype in FP8:
-            of_each = of_each._replace(result_scale=None, out_dtype=torch.bfloat16)
-        A = rows_of(self.A, self.scale_a, self._described[0], 0)
-        partial = scaled_products.product(A, of_each).view(self.shape)
+        dim, reduce_op, bias = self.dim, self.settings.reduce_op, self.given.bias
+        partial = self.partial().view(self.shape)
         out = collectives.reduce_scatter(
             partial, self.group.group_name, dim, call=words, then=f" for {reduce_op}"
         )
         if reduce_op == "avg":
             out = out.div_(self.group.size())
-        if weight.bias is not None and not self.is_bias_of_each:
-            out = out.add_(weight.bias)
+        if bias is not None and not self.is_bias_of_each:
+            out = out.add_(bias)
         if self.out_dtype in FP8:
             rounded = out.new_empty(out.shape, dtype=self.out_dtype)
-            return rounded_into(rounded, out.float(), weight.result_scale)
+            return rounded_into(rounded, out.float(), self.given.result_scale)
         return out
+
+    def partial(self) -> torch.Tensor:
+        """What this rank adds to the sum, as a matrix: by the library, in a dtype that can be
+        summed, not scaled."""
+        changes: dict[str, Any] = {} if self.is_bias_of_each else {"bias": None}
+        if self.out_dtype in FP8:
+            changes |= {"result_scale": None, "out_dtype": torch.bfloat16}
+        products = self._products(0)
+        return scaled_products.sum_of([(A, weight._replace(**changes)) for A, weight in products])

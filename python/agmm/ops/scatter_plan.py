@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from agmm.errors import Unsupported
 from agmm.ops.checks import FLOATS
-from agmm.planning import call_plans, cost_model, legality
+from agmm.planning import call_plans, cost_model, formats, legality
 from agmm.planning.plans import (
     BY_TORCH,
     LAGGED,
@@ -91,10 +91,6 @@ def _why_no_product(
     return None
 
 
-MOST_PRODUCTS = 3
-"""Of which a kernel makes one sum (`ScatterSpec::kMaxProducts`)."""
-
-
 def _why_no_kernel(
     As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> str | None:
@@ -102,9 +98,7 @@ def _why_no_kernel(
     dtype = str(As[0].dtype).removeprefix("torch.")
     for B in Bs:
         reason = reason or legality.why_unfused(dtype, B.shape[1], B.shape[0], a="A")
-    if reason is None and len(As) > MOST_PRODUCTS:
-        return f"A: {len(As)} products, a kernel sums at most {MOST_PRODUCTS}"
-    return reason
+    return reason or legality.why_too_many_products(formats.BITS_16, len(As))
 
 
 def sum_problem(

@@ -43,6 +43,19 @@ TRANSPORTS: dict[tuple[str, str], frozenset[str]] = {
 """What a GPU has, by op and kind of format, beside the unfused plan: the one place that says so."""
 
 
+MOST_PRODUCTS: dict[str, int] = {formats.BITS_16: 3, formats.FP8: 1}
+"""Of how many products a kernel makes one sum, by kind of format (`ScatterSpec::kMaxProducts`). The
+epilogue of an fp8 kernel scales the sum, so that all of it has the scales of one product."""
+
+
+def why_too_many_products(kind: str, count: int) -> str | None:
+    """The reason why no kernel makes one sum of so many products, or None."""
+    most = MOST_PRODUCTS[kind]
+    if count <= most:
+        return None
+    return f"A: found {count} products, wanted at most {most} of {kind} in one kernel"
+
+
 def transports_of(problem: Problem) -> frozenset[str]:
     """The transports that there are for the problem's op and format on a GPU."""
     return TRANSPORTS.get((problem.op, formats.of(problem.format).kind), frozenset())

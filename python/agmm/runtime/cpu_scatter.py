@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,7 +41,7 @@ class Summands:
         self, As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], most_rows: int
     ) -> None:
         dtype = sum_dtype(As[0].dtype)
-        self._As = As
+        self._As: Sequence[Any] = As
         # In memory of their own, at addresses of one alignment, on which products may depend.
         self._Bs = [B.to(dtype, copy=True) for B in Bs]
         self._rows = [A.new_empty(most_rows, A.shape[1], dtype=dtype) for A in As]
@@ -60,8 +60,9 @@ class Summands:
                 torch.addmm(product, a, B, out=product)
         return product
 
-    def _load(self, A: torch.Tensor, rows: slice, into: torch.Tensor) -> torch.Tensor:
-        return into.copy_(A[rows])
+    def _load(self, A: Any, rows: slice, into: torch.Tensor) -> torch.Tensor:
+        loaded: torch.Tensor = into.copy_(A[rows])
+        return loaded
 
     def sum(
         self,
@@ -85,24 +86,30 @@ class Summands:
 
 
 class ScaledSummands(Summands):
-    """The product of fp8 operands."""
+    """Products of fp8 operands."""
 
     def __init__(
-        self, A: Scaled, weight: Weight, bias_of_each: torch.Tensor | None, most_rows: int
+        self,
+        products: Sequence[tuple[Scaled, Weight]],
+        bias_of_each: torch.Tensor | None,
+        most_rows: int,
     ) -> None:
-        super().__init__([A.values], [weight.B.values], most_rows)
-        self._Bs[0].mul_(weight.B.spread())
-        self._A, self._weight, self._bias_of_each = A, weight, bias_of_each
+        As, weights = zip(*products, strict=True)
+        super().__init__([A.values for A in As], [w.B.values for w in weights], most_rows)
+        for B, weight in zip(self._Bs, weights, strict=True):
+            B.mul_(weight.B.spread())
+        self._As, self._bias_of_each = As, bias_of_each
+        self._result_scale = weights[0].result_scale
 
-    def _load(self, A: torch.Tensor, rows: slice, into: torch.Tensor) -> torch.Tensor:
-        return self._A.rows(rows).dequantised(into)
+    def _load(self, A: Scaled, rows: slice, into: torch.Tensor) -> torch.Tensor:
+        return A.rows(rows).dequantised(into)
 
     def product(self, rows: slice) -> torch.Tensor:
         product = super().product(rows)
         return product if self._bias_of_each is None else product.add_(self._bias_of_each)
 
     def _round(self, total: torch.Tensor, out: torch.Tensor) -> None:
-        rounded_into(out, total, self._weight.result_scale)
+        rounded_into(out, total, self._result_scale)
 
 
 class Sum(NamedTuple):
@@ -133,12 +140,14 @@ def plain_sum(
     )
 
 
-def scaled_sum(A: Scaled, weight: Weight, *, is_bias_of_each: bool = False) -> Sum:
-    """Of ``A @ B``, both dequantised.
+def scaled_sum(products: Sequence[tuple[Scaled, Weight]], *, is_bias_of_each: bool = False) -> Sum:
+    """The sum of ``A @ B`` for each pair, all dequantised.
 
     Args:
-        is_bias_of_each: the weight's bias is this rank's own, a part of its product.
+        products: the pairs; what becomes of the sum, and its bias, are those of the first weight.
+        is_bias_of_each: the bias is this rank's own, a part of its product.
     """
+    A, weight = products[0]
     out_dtype = weight.out_dtype
     sent_dtype = torch.bfloat16 if out_dtype in FP8 else out_dtype
     of_each, of_all = (weight.bias, None) if is_bias_of_each else (None, weight.bias)
@@ -148,7 +157,7 @@ def scaled_sum(A: Scaled, weight: Weight, *, is_bias_of_each: bool = False) -> S
         sent_dtype,
         out_dtype,
         of_all,
-        lambda most_rows: ScaledSummands(A, weight, of_each, most_rows),
+        lambda most_rows: ScaledSummands(products, of_each, most_rows),
     )
 
 
