@@ -42,6 +42,7 @@ class Summands:
     ) -> None:
         dtype = sum_dtype(As[0].dtype)
         self._As: Sequence[Any] = As
+        self._row_count = As[0].shape[0]
         # In memory of their own, at addresses of one alignment, on which products may depend.
         self._Bs = [B.to(dtype, copy=True) for B in Bs]
         self._rows = [A.new_empty(most_rows, A.shape[1], dtype=dtype) for A in As]
@@ -49,10 +50,14 @@ class Summands:
         self._total = torch.empty_like(self._product)
 
     def product(self, rows: slice) -> torch.Tensor:
-        """The sum over the pairs of ``A[rows] @ B``, not rounded. Valid until the next one."""
+        """The sum over the pairs of ``A[rows] @ B``, not rounded, whose rows behind the last of A
+        are zeros. Valid until the next one."""
         product = self._product[: rows.stop - rows.start]
+        there = slice(rows.start, max(rows.start, min(rows.stop, self._row_count)))
         for i, (A, B, copy) in enumerate(zip(self._As, self._Bs, self._rows, strict=True)):
-            a = self._load(A, rows, copy[: len(product)])
+            a = copy[: len(product)]
+            self._load(A, there, a[: there.stop - there.start])
+            a[there.stop - there.start :].zero_()
             # Into given memory, which autocast leaves alone.
             if i == 0:
                 torch.mm(a, B, out=product)
@@ -60,9 +65,8 @@ class Summands:
                 torch.addmm(product, a, B, out=product)
         return product
 
-    def _load(self, A: Any, rows: slice, into: torch.Tensor) -> torch.Tensor:
-        loaded: torch.Tensor = into.copy_(A[rows])
-        return loaded
+    def _load(self, A: Any, rows: slice, into: torch.Tensor) -> None:
+        into.copy_(A[rows])
 
     def sum(
         self,
@@ -101,8 +105,8 @@ class ScaledSummands(Summands):
         self._As, self._bias_of_each = As, bias_of_each
         self._result_scale = weights[0].result_scale
 
-    def _load(self, A: Scaled, rows: slice, into: torch.Tensor) -> torch.Tensor:
-        return A.rows(rows).dequantised(into)
+    def _load(self, A: Scaled, rows: slice, into: torch.Tensor) -> None:
+        A.rows(rows).dequantised(into)
 
     def product(self, rows: slice) -> torch.Tensor:
         product = super().product(rows)
@@ -279,18 +283,18 @@ def send_sum_and_return(
     tag: int,
     op: str,
     *,
-    row_of_A: int,
-    rows_of_A: int,
+    band: slice,
 ) -> torch.Tensor:
-    """The sum of one band on all ranks, [rows, columns]; its rows are a multiple of the ranks. In
-    the order and by the protocol of the kernel (`src/order/lagged_order.hpp`, with the argument why
-    no ranks wait for each other in a ring): own pieces follow the others' at a lag, and go to all
-    ranks once they are whole. At each place of a slot lie the parts, then finished rows; they have
-    signals alike, and one credit. The op, and at which of how many rows of its A the band begins,
-    are for messages."""
+    """The sum of one band of rows on all ranks, [rows, columns]; they are a multiple of the ranks,
+    and the last band may end behind the last row. In the order and by the protocol of the kernel
+    (`src/order/lagged_order.hpp`, with the argument why no ranks wait for each other in a ring):
+    own pieces follow the others' at a lag, and go to all ranks once they are whole. At each place
+    of a slot lie the parts, then finished rows, which take no more bytes; they have signals alike,
+    and one credit. The op is for messages."""
     core, rank, world_size = slots.core, slots.rank, slots.world_size
-    dtype, m_local = summed.sent_dtype, summed.rows // slots.world_size
+    dtype, m_local = summed.sent_dtype, (band.stop - band.start) // slots.world_size
     row_bytes = summed.columns * dtype.itemsize
+    finished_row_bytes = summed.columns * summed.out_dtype.itemsize
     part_bytes = m_local * row_bytes
     piece_rows = -(-m_local // pieces)
     cuts = [
@@ -299,19 +303,27 @@ def send_sum_and_return(
     ]
     others = [_core.scatter_owner(rank, i, world_size) for i in range(world_size - 1)]
     sources = [source for source in range(world_size) if source != rank]
-    out = torch.empty(summed.rows, summed.columns, dtype=dtype)
+    out = torch.empty(band.stop - band.start, summed.columns, dtype=summed.out_dtype)
     own = out[rank * m_local : (rank + 1) * m_local]
     sent = {owner: torch.empty(m_local, summed.columns, dtype=dtype) for owner in others}
     summands = summed.summands(piece_rows)
     slots.lent = [out, *sent.values()]
     slot = slots.take_slot()
-    arrived = slots.memory_of(slot)[: 2 * (world_size - 1) * part_bytes].view(dtype)
-    arrived = arrived.view(world_size - 1, 2, m_local, summed.columns)
+    arrived = slots.memory_of(slot)[: 2 * (world_size - 1) * part_bytes]
+    arrived = arrived.view(world_size - 1, 2, part_bytes)
     places = {source: _core.part_place(source, rank, world_size) for source in sources}
 
+    def rows_of(source: int, i: int, *, finished: bool) -> torch.Tensor:
+        """What a rank has sent of a piece."""
+        nbytes = m_local * finished_row_bytes if finished else part_bytes
+        here = arrived[places[source], int(finished), :nbytes]
+        here = here.view(summed.out_dtype if finished else dtype)
+        return here.view(m_local, summed.columns)[cuts[i]]
+
     def send(owner: int, rows: torch.Tensor, i: int, *, finished: bool) -> None:
-        index, offset = (len(cuts) + i, part_bytes) if finished else (i, 0)
-        offset += cuts[i].start * row_bytes
+        index = len(cuts) + i if finished else i
+        offset = cuts[i].start * (finished_row_bytes if finished else row_bytes)
+        offset += part_bytes if finished else 0
         core.send(slot, owner, index, rows.data_ptr(), rows.nbytes, 2 * part_bytes, offset, tag)
 
     def await_all(index: int) -> None:
@@ -325,9 +337,10 @@ def send_sum_and_return(
         first = owner * m_local
         product = None
         if cut.stop > cut.start:
-            product = summands.product(slice(first + cut.start, first + cut.stop))
+            begin = band.start + first
+            product = summands.product(slice(begin + cut.start, begin + cut.stop))
             if nan_check.active:  # the own rows go to all ranks, too, in the sum
-                place = row_of_A + first + cut.start, rows_of_A
+                place = begin + cut.start, summed.rows
                 nan_check.look_through(op, "A @ B", product.to(dtype), rank, rows=place)
         if owner != rank:
             piece = sent[owner][cut]
@@ -337,7 +350,7 @@ def send_sum_and_return(
             continue
         await_all(i)
         if product is not None:
-            parts = [arrived[places[source], 0, cut] for source in sources]
+            parts = [rows_of(source, i, finished=False) for source in sources]
             summands.sum(product, parts, rank, 1, summed.bias, own[cut])
         for other in others:
             send(other, own[cut], i, finished=True)
@@ -345,7 +358,7 @@ def send_sum_and_return(
         await_all(len(cuts) + i)
         for source in sources:
             first = source * m_local
-            out[first + cut.start : first + cut.stop] = arrived[places[source], 1, cut]
+            out[first + cut.start : first + cut.stop] = rows_of(source, i, finished=True)
     slots.give_back(slot)
     core.wait_pushed()  # what was sent may be overwritten
     slots.lent = None
