@@ -245,6 +245,19 @@ def _without_a_dimension(make: _Maker) -> Iterator[Call]:
     for op in ("agmm.matmul_all_reduce", "agmm::_matmul_all_reduce"):
         of_sum = {"A": make.numbers(*shape), "B": make.numbers(K, N), "bias": make.numbers(N)}
         yield Call(op, of_sum, {}, flops, True)
+    for result_scale in (False, True):
+        scaled_sum: dict[str, Any] = {
+            "A": make.fp8(*shape),
+            "B": make.weight(),
+            "scale_a": make.scales(*make.sizes.leading, 1),
+            "scale_b": make.scales(1, N),
+            "bias": make.numbers(N).bfloat16(),
+            "result_scale": make.scales() if result_scale else None,
+        }
+        out: _Settings = {"out_dtype": E4M3 if result_scale else torch.bfloat16}
+        for op in ("agmm.scaled_matmul_all_reduce", "agmm::_scaled_matmul_all_reduce"):
+            given = {k: t if t is None else t.detach().clone() for k, t in scaled_sum.items()}
+            yield Call(op, given, out | {"use_fast_accum": False}, flops, False)
     pivot: _Settings = {"a_chunk_pivot": 0}
     plain = {"a": make.numbers(m, K), "b": make.numbers(K, N), "a_chunk_signals": make.signals()}
     yield Call("agmm::_async_input_mm", plain, pivot, flops, False)

@@ -86,6 +86,9 @@ KEPT: dict[str, Callable[[Any], Any]] = {
     "scaled_matmul_reduce_scatter": lambda group: agmm.scaled_matmul_reduce_scatter(
         F8, F8, ONE, ONE, group
     ),
+    "scaled_matmul_all_reduce": lambda group: agmm.scaled_matmul_all_reduce(
+        F8, F8, ONE, ONE, group
+    ),
     "all_gather": lambda group: collectives.all_gather(X, group),
     "reduce_scatter": lambda group: collectives.reduce_scatter(X, group),
     "all_reduce": lambda group: collectives.all_reduce(X, group),

@@ -20,7 +20,7 @@ from steps_taken import planned
 import agmm
 from agmm import _core
 from agmm.integrations import fsdp
-from agmm.ops import fp8_scatter, gather
+from agmm.ops import fp8_scatter, fp8_sums, gather
 from agmm.ops.gather import GatherSettings
 from agmm.ops.pipeline import KERNEL, Route, serve
 from agmm.ops.plain_gather import PlainGather
@@ -237,8 +237,8 @@ def test_operands_of_a_scaled_scatter_kernel_are_looked_through(
         ("scatter_workspace", lambda *_: None),
         ("ready_scatter", lambda *_, **__: made),
     ):
-        monkeypatch.setattr(fp8_scatter, place, stand_in)
-    monkeypatch.setattr(fp8_scatter, "why_unfused", lambda *_: None)
+        monkeypatch.setattr(fp8_sums, place, stand_in)
+    monkeypatch.setattr(fp8_sums, "why_unfused", lambda *_: None)
     monkeypatch.setattr(call_plans, "planner", lambda *_: planner)
     monkeypatch.setattr(groups, "check_alive", lambda group: None)
     monkeypatch.setattr(groups, "of", lambda group: mock.MagicMock(rank=1))

@@ -32,6 +32,7 @@ from agmm.testing.reference import relative_error
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 gather: Callable[..., Any] = agmm.all_gather_scaled_matmul
 scatter: Callable[..., Any] = agmm.scaled_matmul_reduce_scatter
+reduce: Callable[..., Any] = agmm.scaled_matmul_all_reduce
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +87,7 @@ def test_result_is_rounded_once(group: str, kind: str) -> None:
         a = a[:, [0] * 128 + [1] * 16]
         b = b[[0] * 128 + [1] * 16]
     exact = (A * a) @ (B * b) + bias.double()
-    for op in (gather, scatter):
+    for op in (gather, scatter, reduce):
         out = op(**_named(op, arguments), bias=bias, strict=True)
         differing = (out != exact.bfloat16()).float().mean().item()
         twice = ((exact - bias).bfloat16() + bias).bfloat16()
@@ -151,6 +152,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_bad_input_is_named(group: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(agmm.InvalidArgument, match=f"^{re.escape(message)}"):
         scatter(**(given("tensorwise") | arguments))
+    with pytest.raises(agmm.InvalidArgument, match=f"^{re.escape(message)}"):
+        reduce(**(given("tensorwise") | arguments))
     message = re.sub(r"^A:", "A_shard:", re.sub(r"as A\b", "as A_shard", message))
     message = message.replace("columns of A", "columns of A_shard")
     with pytest.raises(agmm.InvalidArgument, match=f"^{re.escape(message)}"):
@@ -216,7 +219,7 @@ def test_bad_input_of_a_scatter(group: str, arguments: dict[str, Any], message: 
 
 def test_gradients_are_refused(group: str) -> None:
     bias = torch.ones(48, requires_grad=True)
-    for op in (gather, scatter):
+    for op in (gather, scatter, reduce):
         with pytest.raises(agmm.InvalidArgument, match="bias: found requires_grad=True"):
             op(**_named(op, given("rowwise")), bias=bias)
         with torch.no_grad():
@@ -235,6 +238,8 @@ def test_a_graph_of_another_world_size_is_refused(group: str) -> None:
         ops._scaled_matmul_reduce_scatter(
             [a], [b], [sa], [sb], None, None, group, 2, 0, "sum", *settings
         )
+    with pytest.raises(agmm.InvalidArgument, match="world_size: found 2 in the call, wanted 1"):
+        ops._scaled_matmul_all_reduce(a, b, sa, sb, None, None, group, 2, *settings)
 
 
 # opcheck of torch 2.14 and later: see test_matmul_all_reduce.
@@ -257,6 +262,11 @@ def test_opcheck(group: str, fresh_compiler: None, kind: str) -> None:
         torch.library.opcheck(
             ops._scaled_matmul_reduce_scatter.default,
             ([a, a], [b, b], [sa] * 2, [sb] * 2, bias, None, group, 1, 0, "avg", *settings),
+            test_utils=utils,
+        )
+        torch.library.opcheck(
+            ops._scaled_matmul_all_reduce.default,
+            (a, b, sa, sb, bias, None, group, 1, *settings),
             test_utils=utils,
         )
 
@@ -290,9 +300,19 @@ def test_empty_operands(group: str, shape: tuple[int, int, int]) -> None:
     m, k, n = shape
     A, B, bias = numbers(m, k), numbers(n, k).t(), scales(n)
     for of_a, of_b in (((), ()), ((m, 1), (1, n))):
-        for op in (gather, scatter):
+        for op in (gather, scatter, reduce):
             out = op(A, B, scales(*of_a), scales(*of_b), bias=bias, strict=True)
             assert torch.equal(out, bias.bfloat16().expand(m, n))
+
+
+def test_a_fake_sum_is_as_a_real_one(group: str) -> None:
+    A, B, scale_a, scale_b = (given("rowwise")[name] for name in LISTS)
+    real = reduce(A.view(2, 3, 144), B, scale_a.view(2, 3, 1), scale_b, out_dtype=E5M2, strict=True)
+    with FakeTensorMode() as mode:
+        rows, scale = mode.from_tensor(A).view(2, 3, 144), mode.from_tensor(scale_a).view(2, 3, 1)
+        others = mode.from_tensor(B), scale, mode.from_tensor(scale_b)
+        fake = reduce(rows, *others, out_dtype=E5M2)
+    assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
 
 
 def test_the_last_dimension_is_scattered_unfused(group: str) -> None:
@@ -387,7 +407,7 @@ def test_unfused_path_is_warned_of_once_and_refused_if_strict(group: str, as_on_
     assert [warning.filename for warning in caught] == [__file__]
     assert relative_error(out, wanted) < 2**-8
     assert relative_error(scatter(**arguments), wanted) < 2**-8  # a warning would be an error
-    for op in (gather, scatter):
+    for op in (gather, scatter, reduce):
         with pytest.raises(agmm.Unsupported, match=NO_KERNEL):
             op(**_named(op, arguments), strict=True)
 
@@ -719,7 +739,7 @@ def called(op: Callable[..., Any], operands: dict[str, Any], **settings: Any) ->
     return op(*(operands[name] for name in ("A", "B", "scale_a", "scale_b")), **settings)
 
 
-@pytest.mark.parametrize("op", [gather, scatter])
+@pytest.mark.parametrize("op", [gather, scatter, reduce])
 def test_a_kept_call_serves_its_kind_alone(group: str, op: Callable[..., Any]) -> None:
     out, kinds = torch.ones(6, 48), []
 

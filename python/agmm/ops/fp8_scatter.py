@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from agmm import _core
-from agmm.errors import Unsupported
-from agmm.ops import scaled_products
-from agmm.ops.fp8_operands import described, kernel_of, problem_of, rows_of, why_unfused
+from agmm.ops.fp8_sums import Fp8Sum, by_library, rounded
 from agmm.ops.pipeline import Ready
 from agmm.ops.scaled_checks import check_scaled_scatter
 from agmm.ops.scatter import ScatterCall, ScatterSettings
-from agmm.planning import formats, legality
-from agmm.planning.plans import (
-    MATMUL_REDUCE_SCATTER,
-    MAX_PUSH_RANKS,
-    MAX_SCATTER_TILES,
-    KernelConfig,
-    Problem,
-)
+from agmm.planning.plans import KernelConfig, Problem
 from agmm.runtime import collectives, cpu_scatter
 from agmm.runtime.calls import Call
-from agmm.runtime.cuda_scatter import ready_scatter
-from agmm.runtime.scaled import FP8, Scaled, ScaledProducts, Weight, rounded_into
-from agmm.runtime.workspaces import cpu_workspace, scatter_workspace
+from agmm.runtime.scaled import ScaledProducts
+from agmm.runtime.workspaces import cpu_workspace
 
 
-class Fp8Scatter(ScatterCall):
+class Fp8Scatter(Fp8Sum, ScatterCall):
     """``reduce_scatter(sum of (A * scale_a) @ (B * scale_b)) (+ bias)``.
 
     Args:
@@ -59,25 +47,8 @@ class Fp8Scatter(ScatterCall):
         )
 
     def words(self) -> Call:
-        settings, given = self.settings, self.sent()
-        operands = given if len(self.given.As) > 1 else {name: t for name, (t,) in given.items()}
-        dim, reduce_op = settings.scatter_dim, settings.reduce_op
-        return Call(self.op, **operands, scatter_dim=dim, reduce_op=reduce_op)
-
-    @cached_property
-    def products(self) -> list[tuple[Scaled, Weight]]:
-        """Each A as a matrix, the scattered dimension first, and what it is multiplied with."""
-        return self._products(self.dim)
-
-    def _products(self, dim: int) -> list[tuple[Scaled, Weight]]:
-        """Make `products` with the dimension first."""
-        given = self.given
-        return [
-            (rows_of(A, scale, tile, dim), weight)
-            for A, scale, (tile, weight) in zip(
-                given.As, given.scale_as, described(given), strict=True
-            )
-        ]
+        dim, reduce_op = self.settings.scatter_dim, self.settings.reduce_op
+        return Call(self.op, **self.named(), scatter_dim=dim, reduce_op=reduce_op)
 
     def operands(self) -> tuple[Any, ...]:
         scale_as = [rows.scale for rows, _ in self.products]
@@ -89,52 +60,22 @@ class Fp8Scatter(ScatterCall):
         leading = self.A.movedim(self.dim, 0).shape[:-1]
         return [rows.values.view(*leading, rows.values.shape[1]) for rows, _ in self.products]
 
-    @property
-    def columns(self) -> int:
-        return self.given.Bs[0].shape[1]
-
-    @property
-    def out_dtype(self) -> torch.dtype:
-        return self.given.out_dtype
-
-    def sent(self) -> dict[str, list[torch.Tensor]]:
-        names = "A", "B", "scale_a", "scale_b"
-        return {name: list(given) for name, given in zip(names, self.given[:4], strict=True)}
-
     def lasts(self) -> bool:
         return self.dim == 0 and all(A.is_contiguous() for A in self.given.As)
 
-    def asks_a_plan(self) -> bool:
-        return self.device.type == "cuda" and why_unfused(self.device, self.group) is None
-
     def why_no_kernel(self) -> str | None:
-        reason = why_unfused(self.device, self.group)
-        if reason is not None or self.device.type == "cpu":
-            return reason
-        for A in self.given.As:
-            if A.shape[-1] == 0:
-                return f"fp8: shape {tuple(A.shape)} has no elements to multiply"
-        if self.group.size() == 1:
-            return "group: 1 rank, which has nothing to scatter"
-        if self.is_bias_of_each and self.given.bias is not None:
+        reason = super().why_no_kernel()
+        if reason is None and self.device.type != "cpu" and self._bias_of_each is not None:
             return "bias: one of each rank, the fused path wants one of the sum"
-        if self.group.size() > MAX_PUSH_RANKS:
-            return (
-                f"group: {self.group.size()} ranks, the fused path wants at most {MAX_PUSH_RANKS}"
-            )
-        reason = legality.why_too_many_products(formats.FP8, len(self.given.As))
-        if reason is not None:
-            return reason
-        problem = self._problem()
-        return problem if isinstance(problem, str) else None
+        return reason
 
-    def _problem(self) -> Problem | str:
-        ((rows, weight),) = self.products  # a kernel has one
-        m = len(rows.values)
-        return problem_of(rows, weight, m, op=MATMUL_REDUCE_SCATTER, group=self.group)
+    @property
+    def _bias_of_each(self) -> torch.Tensor | None:
+        return self.given.bias if self.is_bias_of_each else None
 
     def problem(self) -> Problem:
-        return cast("Problem", self._problem())  # else it has no kernel
+        found = self.of_scatter(self.A.shape[:-1].numel())
+        return cast("Problem", found)  # else it has no kernel
 
     def by_cpu(self, words: Call) -> torch.Tensor:
         summed = cpu_scatter.scaled_sum(self.products, is_bias_of_each=self.is_bias_of_each)
@@ -146,45 +87,20 @@ class Fp8Scatter(ScatterCall):
         )
 
     def ready_on_cuda(self, kernel: KernelConfig) -> Ready:
-        ((rows, weight),) = self.products
-        m, n, size = len(rows.values), self.columns, self.group.size()
-        part = _core.scatter_part_bytes(m, n, size, kernel.core)
-        tiles = part // (kernel.tile_m * kernel.tile_n * self.out_dtype.itemsize)
-        if tiles > MAX_SCATTER_TILES:
-            raise Unsupported(
-                f"A @ B: {tiles} tiles in a chunk, a kernel sends at most {MAX_SCATTER_TILES}"
-            )
-        call = ready_scatter(
-            scatter_workspace(self.group, self.device),
-            self._fronts(),
-            self.given.Bs,
-            kernel_of(rows, weight, self.problem(), kernel),
-            is_average=self.settings.reduce_op == "avg",
+        call = self.ready_scatter(
+            kernel, self._fronts()[0], is_average=self.settings.reduce_op == "avg"
         )
         if self.dim == 0:
             return call
         return lambda *operands: self.in_shape(call(*operands))
 
     def by_library(self, words: Call) -> torch.Tensor:
-        dim, reduce_op, bias = self.dim, self.settings.reduce_op, self.given.bias
-        partial = self.partial().view(self.shape)
+        reduce_op, of_all = self.settings.reduce_op, self.given._replace(bias=None)
+        # Summed before it is rounded to what cannot be summed, and scaled.
+        partial = by_library(of_all._replace(bias=self._bias_of_each))
         out = collectives.reduce_scatter(
-            partial, self.group.group_name, dim, call=words, then=f" for {reduce_op}"
+            partial, self.group.group_name, self.dim, call=words, then=f" for {reduce_op}"
         )
         if reduce_op == "avg":
             out = out.div_(self.group.size())
-        if bias is not None and not self.is_bias_of_each:
-            out = out.add_(bias)
-        if self.out_dtype in FP8:
-            rounded = out.new_empty(out.shape, dtype=self.out_dtype)
-            return rounded_into(rounded, out.float(), self.given.result_scale)
-        return out
-
-    def partial(self) -> torch.Tensor:
-        """What this rank adds to the sum, as a matrix: by the library, in a dtype that can be
-        summed, not scaled."""
-        changes: dict[str, Any] = {} if self.is_bias_of_each else {"bias": None}
-        if self.out_dtype in FP8:
-            changes |= {"result_scale": None, "out_dtype": torch.bfloat16}
-        products = self._products(0)
-        return scaled_products.sum_of([(A, weight._replace(**changes)) for A, weight in products])
+        return rounded(of_all if self.is_bias_of_each else self.given, out)

@@ -63,6 +63,11 @@ library.define(
     "bool strict=False) -> Tensor"
 )
 library.define(
+    "_scaled_matmul_all_reduce(Tensor A, Tensor B, Tensor scale_a, Tensor scale_b, Tensor? bias, "
+    "Tensor? result_scale, str group_name, int world_size, ScalarType out_dtype, "
+    "bool use_fast_accum, bool strict=False) -> Tensor"
+)
+library.define(
     "_all_gather_packed_matmul(Tensor A_shard, Tensor[] packed, int[] ns, int[] group_sizes, "
     "Tensor?[] biases, str group_name, int world_size, int gather_dim, bool return_A, bool strict) "
     "-> (Tensor A, Tensor[] outs)"

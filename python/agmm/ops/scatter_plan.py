@@ -4,7 +4,6 @@ same on all ranks, as long as they call with the same shapes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -19,6 +18,7 @@ from agmm.planning.plans import (
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
     MAX_SIZE,
+    SCATTER,
     KernelConfig,
     Problem,
 )
@@ -150,11 +150,18 @@ def all_reduce_plan(
     """
     shape = rows, B.shape[1], B.shape[0]
     problem = _kernel_problem(MATMUL_ALL_REDUCE, shape, A, B, group)
-    planner = call_plans.planner(group, A.device)
+    return all_reduce_plan_of(problem, group, A.device, strict=strict)
+
+
+def all_reduce_plan_of(
+    problem: Problem, group: dist.ProcessGroup, device: torch.device, *, strict: bool = False
+) -> AllReducePlan:
+    """The same for a problem of any format."""
+    planner = call_plans.planner(group, device)
     plan = planner.fused_plan(problem) if strict else planner.plan(problem)
     way = cast(cost_model.AllReduceWay, plan.transport)
-    scatters = planner.fused_plan(replace(problem, op=MATMUL_REDUCE_SCATTER)).kernel
-    return AllReducePlan(way, plan.kernel if way == LAGGED else None, problem.sm_count, scatters)
+    lagged, scatters = (plan.kernel if way == one else None for one in (LAGGED, SCATTER))
+    return AllReducePlan(way, lagged, problem.sm_count, scatters)
 
 
 def is_fused(A: torch.Tensor, B: torch.Tensor, scatter_dim: int, group: dist.ProcessGroup) -> bool:

@@ -39,6 +39,7 @@ TRANSPORTS: dict[tuple[str, str], frozenset[str]] = {
     (MATMUL_REDUCE_SCATTER, formats.BITS_16): frozenset(("push", BY_TORCH.transport)),
     (MATMUL_REDUCE_SCATTER, formats.FP8): frozenset(("push",)),
     (MATMUL_ALL_REDUCE, formats.BITS_16): frozenset((LAGGED, SCATTER)),
+    (MATMUL_ALL_REDUCE, formats.FP8): frozenset((SCATTER,)),
 }
 """What a GPU has, by op and kind of format, beside the unfused plan: the one place that says so."""
 
