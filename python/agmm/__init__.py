@@ -16,6 +16,7 @@ try:
     from agmm.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
     from agmm.ops.matmul_all_reduce import matmul_all_reduce
     from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
+    from agmm.ops.scaled_matmul_all_reduce import scaled_matmul_all_reduce
     from agmm.ops.scaled_matmul_reduce_scatter import scaled_matmul_reduce_scatter
     from agmm.planning.plans import KernelConfig
     from agmm.runtime.group_gpus import reserve_sms
@@ -57,6 +58,7 @@ __all__ = [
     "release",
     "reserve",
     "reserve_sms",
+    "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
     "workspace_bytes",
 ]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from scatter_work import in_order
 
 import agmm
-from agmm.ops import kept, matmul_all_reduce, scatter_plan, small_collectives
+from agmm.ops import kept, plain_all_reduce, scatter_plan, small_collectives
 from agmm.ops.pipeline import serve
 from agmm.ops.plain_scatter import PlainScatter
 from agmm.ops.scatter import ScatterSettings
@@ -144,7 +144,7 @@ def by_kernels(world_size: int, bias: bool) -> list[str] | None:
             called.clear()
             plan = scatter_plan.AllReducePlan(way, kernel if way == "lagged" else None, 132, kernel)
             with (
-                mock.patch.object(matmul_all_reduce, "call_with", call_with),
+                mock.patch.object(plain_all_reduce, "call_with", call_with),
                 mock.patch.object(scatter_plan, "why_not_native", return_value=None),
                 mock.patch.object(scatter_plan, "all_reduce_plan", return_value=plan) as asked,
                 mock.patch.object(small_collectives, "why_not", return_value=None),
@@ -152,7 +152,7 @@ def by_kernels(world_size: int, bias: bool) -> list[str] | None:
                 mock.patch.object(small_collectives, "prepare_again", prepare_again),
             ):
                 given = A.view(-1, 1, 6), (1.0 + rank) * B, b
-                call = matmul_all_reduce.AllReduce(*given, group, strict)
+                call = plain_all_reduce.PlainAllReduce(*given, group, strict)
                 call.device = torch.device("cuda", 0)
                 kept.kept_calls.pop(group, None)
                 out = serve(call, "kind")

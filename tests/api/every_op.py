@@ -245,6 +245,19 @@ def _without_a_dimension(make: _Maker) -> Iterator[Call]:
     for op in ("agmm.matmul_all_reduce", "agmm::_matmul_all_reduce"):
         of_sum = {"A": make.numbers(*shape), "B": make.numbers(K, N), "bias": make.numbers(N)}
         yield Call(op, of_sum, {}, flops, True)
+    for result_scale in (False, True):
+        scaled_sum: dict[str, Any] = {
+            "A": make.fp8(*shape),
+            "B": make.weight(),
+            "scale_a": make.scales(*make.sizes.leading, 1),
+            "scale_b": make.scales(1, N),
+            "bias": make.numbers(N).bfloat16(),
+            "result_scale": make.scales() if result_scale else None,
+        }
+        out: _Settings = {"out_dtype": E4M3 if result_scale else torch.bfloat16}
+        for op in ("agmm.scaled_matmul_all_reduce", "agmm::_scaled_matmul_all_reduce"):
+            given = {k: t if t is None else t.detach().clone() for k, t in scaled_sum.items()}
+            yield Call(op, given, out | {"use_fast_accum": False}, flops, False)
     pivot: _Settings = {"a_chunk_pivot": 0}
     plain = {"a": make.numbers(m, K), "b": make.numbers(K, N), "a_chunk_signals": make.signals()}
     yield Call("agmm::_async_input_mm", plain, pivot, flops, False)
@@ -342,12 +355,20 @@ def _fp8_scatters(make: _Maker) -> Iterator[Call]:
     n = sizes.columns * make.world_size if sizes.is_last else N
     flops = 2 * make.rows * K * n
 
-    def operands(scale_a: str, scale_b: str, *, result_scale: bool = False) -> dict[str, Any]:
+    def operands(names: str, *, result_scale: bool = False, count: int = 0) -> dict[str, Any]:
+        """Make the operands of one product, or of several in lists."""
+        of_each = [
+            (
+                make.fp8(*make.whole, K),
+                make.weight(K, n),
+                make.scales(*make.whole, 1),
+                make.scales(1, n),
+            )
+            for _ in range(count or 1)
+        ]
+        lists: list[Any] = list(map(list, zip(*of_each, strict=True)))
         return {
-            "A": make.fp8(*make.whole, K),
-            "B": make.weight(K, n),
-            scale_a: make.scales(*make.whole, 1),
-            scale_b: make.scales(1, n),
+            **dict(zip(names.split(), lists if count else of_each[0], strict=True)),
             "bias": None if sizes.is_last else make.numbers(n).bfloat16(),
             "result_scale": make.scales() if result_scale else None,
         }
@@ -356,14 +377,19 @@ def _fp8_scatters(make: _Maker) -> Iterator[Call]:
     for result_scale in (False, True):
         dtype = {"out_dtype": E4M3 if result_scale else torch.bfloat16}
         settings = common | dtype | {"scatter_dim": sizes.dim}
-        for op in ("agmm.scaled_matmul_reduce_scatter", "agmm::_scaled_matmul_reduce_scatter"):
-            given = operands("scale_a", "scale_b", result_scale=result_scale)
-            yield Call(op, given, settings, flops, False)
+        public, names = "agmm.scaled_matmul_reduce_scatter", "A B scale_a scale_b"
+        given = operands(names, result_scale=result_scale)
+        yield Call(public, given, settings, flops, False)
+        given = operands(names, result_scale=result_scale, count=2)
+        yield Call(public, given, settings, 2 * flops, False)
+        given = operands("As Bs scale_as scale_bs", result_scale=result_scale, count=2)
+        torchs = "agmm::_scaled_matmul_reduce_scatter"
+        yield Call(torchs, given, settings, 2 * flops, False)
         if not sizes.is_last:
             dims = ("orig_scatter_dim", "scatter_dim_after_maybe_reshape")
             settings = common | dtype | dict.fromkeys(dims, sizes.dim)
             settings |= {"output_shape": [*make.whole, n]}
-            given = operands("A_scale", "B_scale", result_scale=result_scale)
+            given = operands("A B A_scale B_scale", result_scale=result_scale)
             served = "symm_mem::fused_scaled_matmul_reduce_scatter"
             yield Call(served, given, settings, 0, False)
 

@@ -86,7 +86,8 @@ _NAMES = {
     "weight": {"x"},
     "a": {"a, b"},
     "b": {"a, b"},
-    **{name: {name, name.removesuffix("s"), "bias"} for name in ("Bs", "scale_bs", "biases")},
+    **{name: {name, name.removesuffix("s")} for name in ("As", "Bs", "scale_as", "scale_bs")},
+    "biases": {"biases", "bias"},
     "result_scales": {"result_scales", "result_scale"},
     "packed": {"packed", "B"},
 }

@@ -106,6 +106,9 @@ CALLS: dict[str, Callable[[int], Any]] = {
     "scaled scatter": lambda rank: agmm.scaled_matmul_reduce_scatter(
         _bad((6, 32), (4, 2), rank).to(_f8), torch.ones(32, 16).to(_f8), *torch.ones(2, 1)
     ),
+    "scaled all-reduce": lambda rank: agmm.scaled_matmul_all_reduce(
+        _bad((6, 32), (4, 2), rank).to(_f8), torch.ones(32, 16).to(_f8), *torch.ones(2, 1)
+    ),
     "scale of a scatter": lambda rank: agmm.scaled_matmul_reduce_scatter(
         torch.ones(6, 32).to(_f8), torch.ones(32, 16).to(_f8), torch.ones(1), _bad((1,), (0,), rank)
     ),
@@ -217,13 +220,23 @@ def _arguments() -> dict[str, dict[str, Any]]:
             **group,
         },
         "_scaled_matmul_reduce_scatter": {
+            "As": [A.to(_f8)],
+            "Bs": [B.to(_f8)],
+            "scale_as": [torch.ones(1)],
+            "scale_bs": [torch.ones(1)],
+            "bias": bias,
+            "result_scale": None,
+            "scatter_dim": 0,
+            "reduce_op": "sum",
+            **group,
+            **how,
+        },
+        "_scaled_matmul_all_reduce": {
             "A": A.to(_f8),
             "B": B.to(_f8),
             "bias": bias,
             "result_scale": None,
             **scales,
-            "scatter_dim": 0,
-            "reduce_op": "sum",
             **group,
             **how,
         },

@@ -15,13 +15,28 @@ import rank_work
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from all_reduce_work import SumOfTheBackend
 from steps_taken import planned
 
 import agmm
 from agmm.errors import forget_warnings
 from agmm.integrations import async_tp
-from agmm.ops import fp8_gather, fp8_scatter, quantize
-from agmm.runtime import cpu, scaling, workspaces
+from agmm.ops import (
+    fp8_all_reduce,
+    fp8_gather,
+    fp8_scatter,
+    fp8_sums,
+    kept,
+    quantize,
+    scatter_plan,
+    small_collectives,
+)
+from agmm.ops.pipeline import serve
+from agmm.ops.scatter import ScatterSettings
+from agmm.ops.scatter_plan import AllReducePlan
+from agmm.planning.plans import KernelConfig, Problem
+from agmm.runtime import collectives, cpu, scaling, workspaces
+from agmm.runtime.scaled import ScaledProducts
 from agmm.testing.reference import relative_error
 
 Result = list[str] | None
@@ -200,9 +215,11 @@ def scattered(
     scatter_dim: int = 0,
     result_scale: bool = False,
     strict: bool = True,
+    products: int = 1,
     shapes: Sequence[tuple[int, int, int]] = tuple(SHAPES),
 ) -> Result:
-    """Faults of `agmm.scaled_matmul_reduce_scatter`, in words. K differs from rank to rank."""
+    """Faults of `agmm.scaled_matmul_reduce_scatter`, in words. K differs from rank to rank, and
+    from product to product."""
     group = group_of(world_size)
     if group is None:
         return None
@@ -216,19 +233,28 @@ def scattered(
             n *= world_size
         else:
             shape[scatter_dim] *= world_size
-        summands, own = [], None
+        summands: list[torch.Tensor] = []
+        own: list[tuple[Operands, Operands]] = []
         for r in range(world_size):
-            a = operands_a(kind, 1, (*shape, ks[r]), dtypes[0], 10 * seed + r)
-            b = operand_b(kind, ks[r], n, dtypes[1], 10 * seed + r)
-            summands.append(a.dequantised(0) @ b.dequantised(0))
-            own = (a, b) if r == rank else own
-        assert own is not None
-        (a, b), one_bias = own, _random((n,), seed).bfloat16() if bias else None
-        out = agmm.scaled_matmul_reduce_scatter(
-            a.values[0],
-            b.values[0],
-            a.scales[0],
-            b.scales[0],
+            every = [
+                _product(kind, shape, ks[r] + 16 * i, n, dtypes, r + 5 * i + 10 * seed)
+                for i in range(products)
+            ]
+            exact = [a.dequantised(0) @ b.dequantised(0) for a, b in every]
+            summands.append(torch.stack(exact).sum(0))
+            own = every if r == rank else own
+        one_bias = _random((n,), seed).bfloat16() if bias else None
+        given: list[Any] = [
+            [a.values[0] for a, _ in own],
+            [b.values[0] for _, b in own],
+            [a.scales[0] for a, _ in own],
+            [b.scales[0] for _, b in own],
+        ]
+        if products == 1:
+            given = [one for (one,) in given]
+        op: Callable[..., torch.Tensor] = agmm.scaled_matmul_reduce_scatter
+        out = op(
+            *given,
             group,
             scatter_dim=scatter_dim,
             reduce_op=reduce_op,
@@ -251,6 +277,208 @@ def scattered(
             faults += found
         if not out.is_contiguous():
             faults.append(f"{label}: strides {out.stride()}")
+    return faults
+
+
+def _product(
+    kind: str,
+    leading: Sequence[int],
+    k: int,
+    n: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    seed: int,
+) -> tuple[Operands, Operands]:
+    """A [..., K] and B [K, N] of one rank."""
+    a = operands_a(kind, 1, (*leading, k), dtypes[0], seed)
+    return a, operand_b(kind, k, n, dtypes[1], seed)
+
+
+def summed(
+    world_size: int,
+    kind: str,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    dtypes: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3),
+    bias: bool = False,
+    leading: tuple[int, ...] = (),
+    result_scale: bool = False,
+    strict: bool = True,
+    rows: Sequence[int] = (1, 2, 7, 131),
+) -> Result:
+    """Faults of `agmm.scaled_matmul_all_reduce`, in words: errors, and bits that differ between
+    ranks or calls. K differs from rank to rank."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    rank, faults = dist.get_rank(group), []
+    for seed, m in enumerate(rows):
+        label = f"{kind} {m} rows {out_dtype} rank {rank} of {world_size}"
+        n, ks = 24 + seed, [144 + 16 * (r % 3) for r in range(world_size)]
+        every = [
+            _product(kind, (*leading, m), k, n, dtypes, r + 10 * seed) for r, k in enumerate(ks)
+        ]
+        a, b = every[rank]
+        one_bias = _random((n,), seed).bfloat16() if bias else None
+
+        def call(a: Operands = a, b: Operands = b, bias: Any = one_bias) -> torch.Tensor:
+            return agmm.scaled_matmul_all_reduce(
+                *(a.values[0], b.values[0], a.scales[0], b.scales[0], group),
+                bias=bias,
+                result_scale=torch.tensor(3.0) if result_scale else None,
+                out_dtype=out_dtype,
+                strict=strict,
+            )
+
+        out, again = call(), call()
+        summands = [a.dequantised(0) @ b.dequantised(0) for a, b in every]
+        wanted = torch.stack(summands).sum(0)
+        wanted = wanted if one_bias is None else wanted + one_bias.double()
+        if result_scale:
+            largest = torch.finfo(out_dtype).max
+            wanted = (wanted * 3).clamp(-largest, largest)
+        found = fault(label, out, wanted, out_dtype)
+        spread = max(1.0, float(torch.stack(summands).norm() / max(float(wanted.norm()), 1e-9)))
+        if found and not relative_error(out, wanted) <= 3 * spread * _ROUNDING[out_dtype]:
+            faults += found
+        bits = out.contiguous().view(torch.uint8)
+        of_all = [torch.empty_like(bits) for _ in range(world_size)]
+        dist.all_gather(of_all, bits, group=group)
+        if strict and not all(torch.equal(one, bits) for one in of_all):
+            faults.append(f"{label}: the ranks have other bits")
+        if not torch.equal(again.view(torch.uint8), bits):
+            faults.append(f"{label}: the next call has other bits")
+        if not out.is_contiguous() or out._is_view():
+            faults.append(f"{label}: strides {out.stride()}")
+    return faults
+
+
+KERNEL = KernelConfig.parse("128x128x128_1x1_pingpong")
+
+
+def summed_as_on_cuda(world_size: int, kind: str, bias: bool) -> Result:
+    """Faults of all-reduces as on a GPU, for whose kernel the CPU backend stands in: as planned by
+    a scatter and a gather, or unfused; the first call, and the one that is kept."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    rank, faults = dist.get_rank(group), []
+    called: list[str] = []
+
+    def scatter(
+        call: fp8_sums.Fp8Sum, kernel: KernelConfig, A: torch.Tensor, **_: Any
+    ) -> Callable[..., torch.Tensor]:
+        assert kernel == KERNEL and A.shape[0] % world_size == 0
+        sizes, fast = A.shape, call.given.fast_accum
+
+        def made(As: Any, Bs: Any, bias: Any, scale_as: Any, scale_bs: Any) -> torch.Tensor:
+            assert As[0].shape == sizes and As[0].is_contiguous()
+            called.append("scatter")
+            of_all = As, Bs, scale_as, scale_bs, bias
+            given = ScaledProducts(*of_all, None, torch.bfloat16, fast)
+            made = fp8_scatter.Fp8Scatter(given, group, ScatterSettings())
+            return made.by_cpu(made.words())
+
+        return made
+
+    def prepare_again(kind: str, *_: Any, **__: Any) -> Any:
+        return SumOfTheBackend(group) if kind == "all_reduce" else None
+
+    for rows in (1, world_size, 2 * world_size + 1):
+        every = [_product(kind, (rows, 1), 144, 16, (E4M3, E4M3), r) for r in range(world_size)]
+        a, b = every[rank]
+        one_bias = _random((16,), 3).bfloat16() if bias else None
+        exact = torch.stack([a.dequantised(0) @ b.dequantised(0) for a, b in every])
+        wanted = exact.sum(0) + (0 if one_bias is None else one_bias.double())
+        spread = max(1.0, float(exact.norm() / wanted.norm()))
+        given = ScaledProducts(
+            a.values, b.values, a.scales, b.scales, one_bias, None, torch.bfloat16, True
+        )
+        ways: list[tuple[Any, bool]] = [("scatter", False), ("scatter", True), ("unfused", False)]
+        for way, strict in ways:
+            called.clear()
+            plan = AllReducePlan(way, None, 132, KERNEL if way == "scatter" else None)
+            with (
+                mock.patch.object(fp8_sums, "why_unfused", return_value=None),
+                mock.patch.object(fp8_sums.Fp8Sum, "of_scatter", return_value=PROBLEM),
+                mock.patch.object(fp8_sums.Fp8Sum, "ready_scatter", scatter),
+                mock.patch.object(scatter_plan, "all_reduce_plan_of", return_value=plan) as asked,
+                mock.patch.object(small_collectives, "why_not", return_value=None),
+                mock.patch.object(small_collectives, "gather", gathered_by_the_backend),
+                mock.patch.object(small_collectives, "prepare_again", prepare_again),
+            ):
+                call = fp8_all_reduce.Fp8AllReduce(given, group, strict)
+                call.device = torch.device("cuda", 0)
+                kept.kept_calls.pop(group, None)
+                out = serve(call, "kind")
+                found = called.copy()
+                again = kept.call_kept(group, "kind", *call.operands())
+            label = f"rank {rank}: {rows} rows, planned {way}, strict {strict}"
+            if found != (["scatter"] if way == "scatter" else []):
+                faults.append(f"{label}: {found}")
+            if asked.call_args.args[0].op != "matmul_all_reduce":
+                faults.append(f"{label}: asked {asked.call_args}")
+            is_kept = way == "unfused" or not (strict or rows % world_size)
+            if (again is not None) != is_kept:
+                faults.append(f"{label}: kept {again is not None}")
+            for one in (out,) if again is None else (out, again):
+                if one.shape != wanted.shape or one._is_view():
+                    faults.append(f"{label}: {one.shape}")
+                elif not relative_error(one, wanted) <= 4 * spread * 2**-8:
+                    faults.append(f"{label}: error {relative_error(one, wanted)}")
+    return faults
+
+
+PROBLEM = Problem(8, 16, 144, op="matmul_reduce_scatter")
+
+
+def gathered_by_the_backend(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return collectives.start_all_gather(shard, group.group_name, 0)()
+
+
+def several_as_on_cuda(world_size: int) -> Result:
+    """Two products of a call as on a GPU that has the kernels: the library multiplies them, with
+    one warning, and ``strict`` refuses that by name."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    shape = (2 * world_size,)
+    every = [_product("rowwise", shape, 32 * (i + 1), 16, (E4M3, E4M3), i) for i in range(2)]
+    bias = _random((16,), 1).bfloat16()
+    given = ScaledProducts(
+        [a.values[0] for a, _ in every],
+        [b.values[0] for _, b in every],
+        [a.scales[0] for a, _ in every],
+        [b.scales[0] for _, b in every],
+        *(bias, None, torch.bfloat16, False),
+    )
+
+    def call(*, strict: bool) -> torch.Tensor:
+        made = fp8_scatter.Fp8Scatter(given, group, ScatterSettings(strict=strict))
+        made.device = torch.device("cuda", 0)
+        return serve(made)
+
+    reason, faults = "A: found 2 products, wanted at most 1 of fp8 in one kernel", []
+    forget_warnings()
+    with (
+        mock.patch.object(fp8_sums, "why_unfused", return_value=None),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        outs = [call(strict=False) for _ in range(2)]
+        try:
+            call(strict=True)
+            faults.append("strict: nothing raised")
+        except agmm.Unsupported as error:
+            if reason not in str(error):
+                faults.append(f"strict: {error}")
+    if len(caught) != 1 or f"takes the unfused path: {reason}" not in str(caught[0].message):
+        faults.append(f"{[str(warning.message) for warning in caught]}")
+    exact = [a.dequantised(0) @ b.dequantised(0) for a, b in every]
+    wanted = world_size * torch.stack(exact).sum(0) + bias.double()
+    for out in outs:
+        error_here = relative_error(out, wanted.chunk(world_size)[dist.get_rank(group)])
+        if not error_here < 2**-6:
+            faults.append(f"error {error_here}")
     return faults
 
 
@@ -316,7 +544,11 @@ def compiled(world_size: int, kind: str) -> Result:
         summed = agmm.scaled_matmul_reduce_scatter(
             A, B, sa, sb, group, bias=bias, out_dtype=torch.float32, strict=True
         )
-        return scale * 2, outs[0].relu(), outs[1].relu(), summed.relu()
+        both = agmm.scaled_matmul_reduce_scatter(
+            [A, A], [B, C], [sa, sa], [sb, sc], group, bias=bias, strict=True
+        )
+        whole = agmm.scaled_matmul_all_reduce(A, B, sa, sb, group, bias=bias, strict=True)
+        return scale * 2, outs[0].relu(), outs[1].relu(), summed.relu(), both.relu(), whole.relu()
 
     given = a.values[rank], b.values[0], c.values[0], a.scales[rank], b.scales[0], c.scales[0]
     torch.compiler.reset()
@@ -337,12 +569,16 @@ def unfused(world_size: int, kind: str) -> Result:
     with (
         mock.patch.object(fp8_gather, "cpu_workspace", side_effect=refusal),
         mock.patch.object(fp8_scatter, "cpu_workspace", side_effect=refusal),
+        mock.patch.object(fp8_all_reduce, "cpu_workspace", side_effect=refusal),
     ):
-        for call in (gathered, scattered):
+        calls: list[Callable[..., Result]] = [gathered, scattered, summed]
+        for call in calls:
             forget_warnings()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 faults += call(world_size, kind, strict=False, bias=True) or []
+                if call is scattered:
+                    faults += call(world_size, kind, strict=False, bias=True, products=2) or []
                 if call is gathered:
                     faults += call(world_size, kind, strict=False, return_A=True) or []
             messages = [str(warning.message) for warning in caught]

@@ -63,6 +63,8 @@ SCATTERS: list[dict[str, Any]] = [
     {"dtypes": (E4M3, E5M2), "bias": True},
     {"leading": (2, 3)},
     {"leading": (2,), "scatter_dim": 1, "bias": True},
+    {"products": 2, "bias": True},
+    {"products": 4, "leading": (2,), "reduce_op": "avg", "out_dtype": torch.float32},
 ]
 
 
@@ -72,11 +74,48 @@ def test_scatters(pool: RankPool, case: dict[str, Any]) -> None:
         check(pool.run(work.scattered, 3, kind, **case), 3)
 
 
+@pytest.mark.parametrize("world_size", range(1, 6))
+@pytest.mark.parametrize("kind", work.KINDS)
+def test_all_ranks_get_the_bits_of_one_sum(pool: RankPool, kind: str, world_size: int) -> None:
+    check(pool.run(work.summed, world_size, kind), world_size)
+
+
+SUMS: list[dict[str, Any]] = [
+    {"out_dtype": torch.float16, "bias": True},
+    {"out_dtype": torch.float32, "bias": True, "leading": (2,)},
+    {"out_dtype": E4M3, "result_scale": True, "bias": True},
+    {"dtypes": (E5M2, E4M3)},
+    {"rows": (8200,)},  # in two bands
+]
+
+
+@pytest.mark.parametrize("case", SUMS, ids=str)
+def test_all_reduces(pool: RankPool, case: dict[str, Any]) -> None:
+    for kind in work.KINDS:
+        check(pool.run(work.summed, 3, kind, **case), 3)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+def test_an_all_reduce_by_a_scatter_and_a_gather(
+    pool: RankPool, kind: str, world_size: int
+) -> None:
+    """The way of a GPU, with the CPU's scatter in place of the kernel."""
+    for bias in (False, True):
+        check(pool.run(work.summed_as_on_cuda, world_size, kind, bias), world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_no_kernel_sums_several_products(pool: RankPool, world_size: int) -> None:
+    check(pool.run(work.several_as_on_cuda, world_size), world_size)
+
+
 def test_eight_ranks(rank_pools: Callable[..., RankPool]) -> None:
     pool = rank_pools(8)
     for kind in work.KINDS:
         check(pool.run(work.gathered, 8, kind, return_A=True), 8)
         check(pool.run(work.scattered, 8, kind, bias=True), 8)
+        check(pool.run(work.summed, 8, kind, bias=True), 8)
 
 
 @pytest.mark.parametrize("kind", work.KINDS)

@@ -53,6 +53,11 @@ def _scatter_scaled(rows: int, **options: Any) -> Any:
     return agmm.scaled_matmul_reduce_scatter(_fp8(rows, K), _fp8(N, K).t(), one, one, **options)
 
 
+def _reduce_scaled(rows: int, **options: Any) -> Any:
+    one = torch.ones(())
+    return agmm.scaled_matmul_all_reduce(_fp8(rows, K), _fp8(N, K).t(), one, one, **options)
+
+
 def _norm(rows: int) -> Any:
     x = torch.ones(rows, K)
     return agmm.collectives.all_reduce_rms_norm(x, x, torch.ones(K))[0]
@@ -94,6 +99,10 @@ OPS: dict[str, tuple[Callable[[int], Any], Callable[[int], tuple[int, int]]]] = 
     ),
     "all-reduce": (
         lambda rows: agmm.matmul_all_reduce(torch.ones(rows, K), torch.ones(K, N), strict=True),
+        lambda rows: (rows, N),
+    ),
+    "all-reduce, fp8, strict": (
+        lambda rows: _reduce_scaled(rows, strict=True),
         lambda rows: (rows, N),
     ),
     "all_gather": (

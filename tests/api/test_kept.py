@@ -15,9 +15,9 @@ from agmm import collectives
 from agmm.collectives.paths import SYMMETRIC_MEMORY, Path
 from agmm.collectives.run import KeptCollective
 from agmm.errors import InvalidArgument
-from agmm.ops import kept, matmul_all_reduce, scatter_plan, small_collectives
-from agmm.ops.matmul_all_reduce import AllReduce
+from agmm.ops import kept, plain_all_reduce, scatter_plan, small_collectives
 from agmm.ops.pipeline import KERNEL, Route, serve
+from agmm.ops.plain_all_reduce import PlainAllReduce
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import nan_check
 
@@ -84,6 +84,9 @@ KEPT: dict[str, Callable[[Any], Any]] = {
         F8.float(), F8.float(), group, quantize="block"
     ),
     "scaled_matmul_reduce_scatter": lambda group: agmm.scaled_matmul_reduce_scatter(
+        F8, F8, ONE, ONE, group
+    ),
+    "scaled_matmul_all_reduce": lambda group: agmm.scaled_matmul_all_reduce(
         F8, F8, ONE, ONE, group
     ),
     "all_gather": lambda group: collectives.all_gather(X, group),
@@ -203,10 +206,10 @@ def test_a_kept_all_reduce_returns_no_view(group: str, monkeypatch: pytest.Monke
     assert world is not None
     kernel = KernelConfig.parse("128x128x64_1x1_pingpong")
     plan = scatter_plan.AllReducePlan("scatter", None, 132, kernel)
-    monkeypatch.setattr(matmul_all_reduce, "call_with", lambda *_, **__: _product)
+    monkeypatch.setattr(plain_all_reduce, "call_with", lambda *_, **__: _product)
     monkeypatch.setattr(small_collectives, "prepare_again", lambda *_, **__: None)
     A = torch.randn(2, 4, 8)
-    call = AllReduce(A, B, None, world, strict=False)
+    call = PlainAllReduce(A, B, None, world, strict=False)
     call.device = torch.device("cuda", 0)
     ready = call.prepare(Route(KERNEL, plan=plan))
     for served in (ready, call.to_keep(ready, ready(A, B, None))):
@@ -238,7 +241,7 @@ def test_an_all_reduce_is_kept_where_agmms_kernel_served_it(
     monkeypatch.setattr(kept, "keep", keep)
     world = dist.group.WORLD
     assert world is not None
-    made = AllReduce(A, B, None, world, strict=False)
+    made = PlainAllReduce(A, B, None, world, strict=False)
     made.device = torch.device("cuda", 0)
     assert torch.equal(serve(made, "kind"), A @ B)
     keep.assert_called_once()
@@ -249,7 +252,7 @@ def test_a_kept_all_reduce_wants_its_memory(group: str) -> None:
     world = dist.group.WORLD
     assert world is not None
     call = mock.Mock(is_ready=False)
-    of_gpus = AllReduce(A, B, None, world, strict=False)
+    of_gpus = PlainAllReduce(A, B, None, world, strict=False)
     of_gpus.device = torch.device("cuda", 0)
     with mock.patch.object(small_collectives, "prepare_again", return_value=call):
         served = of_gpus.library_to_keep(A @ B)

@@ -20,8 +20,7 @@ from steps_taken import planned
 import agmm
 from agmm import _core
 from agmm.integrations import fsdp
-from agmm.ops import fp8_scatter, gather
-from agmm.ops.fp8_operands import Fp8Weights
+from agmm.ops import fp8_scatter, fp8_sums, gather
 from agmm.ops.gather import GatherSettings
 from agmm.ops.pipeline import KERNEL, Route, serve
 from agmm.ops.plain_gather import PlainGather
@@ -30,6 +29,7 @@ from agmm.ops.scatter import ScatterSettings
 from agmm.planning import call_plans
 from agmm.planning.plans import KernelConfig, Plan, Problem
 from agmm.runtime import groups, nan_check
+from agmm.runtime.scaled import ScaledProducts
 
 
 @pytest.fixture(autouse=True)
@@ -237,19 +237,17 @@ def test_operands_of_a_scaled_scatter_kernel_are_looked_through(
         ("scatter_workspace", lambda *_: None),
         ("ready_scatter", lambda *_, **__: made),
     ):
-        monkeypatch.setattr(fp8_scatter, place, stand_in)
-    monkeypatch.setattr(fp8_scatter, "why_unfused", lambda *_: None)
+        monkeypatch.setattr(fp8_sums, place, stand_in)
+    monkeypatch.setattr(fp8_sums, "why_unfused", lambda *_: None)
     monkeypatch.setattr(call_plans, "planner", lambda *_: planner)
     monkeypatch.setattr(groups, "check_alive", lambda group: None)
     monkeypatch.setattr(groups, "of", lambda group: mock.MagicMock(rank=1))
     group = mock.Mock(**{"size.return_value": 2})
 
     def scatter() -> torch.Tensor:
-        weight = Fp8Weights(
-            [given["B"]], [given["scale_b"]], [None], [None], [torch.bfloat16], [False]
-        )
-        settings = ScatterSettings(strict=True)
-        call = fp8_scatter.Fp8Scatter(given["A"], given["scale_a"], weight, group, settings)
+        A, B, scale_a, scale_b = ([given[name]] for name in ("A", "B", "scale_a", "scale_b"))
+        products = ScaledProducts(A, B, scale_a, scale_b, None, None, torch.bfloat16, False)
+        call = fp8_scatter.Fp8Scatter(products, group, ScatterSettings(strict=True))
         call.device = torch.device("cuda", 0)
         return serve(call)
 

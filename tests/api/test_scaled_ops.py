@@ -32,6 +32,7 @@ from agmm.testing.reference import relative_error
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 gather: Callable[..., Any] = agmm.all_gather_scaled_matmul
 scatter: Callable[..., Any] = agmm.scaled_matmul_reduce_scatter
+reduce: Callable[..., Any] = agmm.scaled_matmul_all_reduce
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +87,7 @@ def test_result_is_rounded_once(group: str, kind: str) -> None:
         a = a[:, [0] * 128 + [1] * 16]
         b = b[[0] * 128 + [1] * 16]
     exact = (A * a) @ (B * b) + bias.double()
-    for op in (gather, scatter):
+    for op in (gather, scatter, reduce):
         out = op(**_named(op, arguments), bias=bias, strict=True)
         differing = (out != exact.bfloat16()).float().mean().item()
         twice = ((exact - bias).bfloat16() + bias).bfloat16()
@@ -151,6 +152,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_bad_input_is_named(group: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(agmm.InvalidArgument, match=f"^{re.escape(message)}"):
         scatter(**(given("tensorwise") | arguments))
+    with pytest.raises(agmm.InvalidArgument, match=f"^{re.escape(message)}"):
+        reduce(**(given("tensorwise") | arguments))
     message = re.sub(r"^A:", "A_shard:", re.sub(r"as A\b", "as A_shard", message))
     message = message.replace("columns of A", "columns of A_shard")
     with pytest.raises(agmm.InvalidArgument, match=f"^{re.escape(message)}"):
@@ -174,6 +177,16 @@ def test_bad_input_of_a_gather(group: str, arguments: dict[str, Any], message: s
         gather(**_named(gather, given("tensorwise") | arguments))
 
 
+LISTS = "A", "B", "scale_a", "scale_b"
+
+
+def several(**counts: int) -> dict[str, Any]:
+    """Two products, with one scale for each operand; ``counts`` says where there are more or
+    fewer."""
+    operands = given("tensorwise")
+    return {name: [operands[name]] * counts.get(name, 2) for name in LISTS}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -181,6 +194,21 @@ def test_bad_input_of_a_gather(group: str, arguments: dict[str, Any], message: s
         ({"scatter_dim": "0"}, "scatter_dim: found '0', wanted an int"),
         ({"reduce_op": "max"}, "reduce_op: found 'max', wanted 'sum' or 'avg'"),
         ({"scatter_dim": 1, "bias": torch.ones(48)}, "bias: found one with scatter_dim=1, wanted"),
+        ({"A": [E5.t()]}, "B: found Tensor, wanted a list as A"),
+        ({"B": [E5]}, "B: found list, wanted a tensor as A"),
+        ({"scale_a": (torch.ones(()),)}, "scale_a: found tuple, wanted a tensor as A"),
+        ({name: [] for name in LISTS}, "A: found an empty list, wanted at least one"),
+        (several(scale_b=1), "scale_b: found 1 for 2 of A, wanted one each"),
+        (several(B=3), "B: found 3 for 2 of A, wanted one each"),
+        (
+            several() | {"A": [numbers(6, 144), numbers(5, 144)]},
+            "A: found leading sizes (5,), wanted (6,) as the first of the list",
+        ),
+        (
+            several() | {"B": [numbers(n, 144).t() for n in (48, 32)]},
+            "B: found 32 columns, wanted 48 as the first of the list",
+        ),
+        (several() | {"A": [numbers(6, 144), torch.ones(6, 144)]}, "A: found dtype torch.float32"),
     ],
     ids=short,
 )
@@ -191,7 +219,7 @@ def test_bad_input_of_a_scatter(group: str, arguments: dict[str, Any], message: 
 
 def test_gradients_are_refused(group: str) -> None:
     bias = torch.ones(48, requires_grad=True)
-    for op in (gather, scatter):
+    for op in (gather, scatter, reduce):
         with pytest.raises(agmm.InvalidArgument, match="bias: found requires_grad=True"):
             op(**_named(op, given("rowwise")), bias=bias)
         with torch.no_grad():
@@ -207,7 +235,11 @@ def test_a_graph_of_another_world_size_is_refused(group: str) -> None:
             a, sa, [b], [sb], [None], [None], group, 2, 0, False, *settings
         )
     with pytest.raises(agmm.InvalidArgument, match="world_size: found 2 in the call, wanted 1"):
-        ops._scaled_matmul_reduce_scatter(a, b, sa, sb, None, None, group, 2, 0, "sum", *settings)
+        ops._scaled_matmul_reduce_scatter(
+            [a], [b], [sa], [sb], None, None, group, 2, 0, "sum", *settings
+        )
+    with pytest.raises(agmm.InvalidArgument, match="world_size: found 2 in the call, wanted 1"):
+        ops._scaled_matmul_all_reduce(a, b, sa, sb, None, None, group, 2, *settings)
 
 
 # opcheck of torch 2.14 and later: see test_matmul_all_reduce.
@@ -219,6 +251,7 @@ def test_opcheck(group: str, fresh_compiler: None, kind: str) -> None:
     # test_schema is left out, since it multiplies the arguments: torch has no product of two fp8
     # tensors.
     utils = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
+    settings = torch.float32, False
     for bias in (None, scales(48)):
         arguments = a, sa, [b, b], [sb, sb], [bias, None], [None, None], group, 1, 0
         torch.library.opcheck(
@@ -228,7 +261,12 @@ def test_opcheck(group: str, fresh_compiler: None, kind: str) -> None:
         )
         torch.library.opcheck(
             ops._scaled_matmul_reduce_scatter.default,
-            (a, b, sa, sb, bias, None, group, 1, 0, "avg", torch.float32, False),
+            ([a, a], [b, b], [sa] * 2, [sb] * 2, bias, None, group, 1, 0, "avg", *settings),
+            test_utils=utils,
+        )
+        torch.library.opcheck(
+            ops._scaled_matmul_all_reduce.default,
+            (a, b, sa, sb, bias, None, group, 1, *settings),
             test_utils=utils,
         )
 
@@ -262,9 +300,19 @@ def test_empty_operands(group: str, shape: tuple[int, int, int]) -> None:
     m, k, n = shape
     A, B, bias = numbers(m, k), numbers(n, k).t(), scales(n)
     for of_a, of_b in (((), ()), ((m, 1), (1, n))):
-        for op in (gather, scatter):
+        for op in (gather, scatter, reduce):
             out = op(A, B, scales(*of_a), scales(*of_b), bias=bias, strict=True)
             assert torch.equal(out, bias.bfloat16().expand(m, n))
+
+
+def test_a_fake_sum_is_as_a_real_one(group: str) -> None:
+    A, B, scale_a, scale_b = (given("rowwise")[name] for name in LISTS)
+    real = reduce(A.view(2, 3, 144), B, scale_a.view(2, 3, 1), scale_b, out_dtype=E5M2, strict=True)
+    with FakeTensorMode() as mode:
+        rows, scale = mode.from_tensor(A).view(2, 3, 144), mode.from_tensor(scale_a).view(2, 3, 1)
+        others = mode.from_tensor(B), scale, mode.from_tensor(scale_b)
+        fake = reduce(rows, *others, out_dtype=E5M2)
+    assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
 
 
 def test_the_last_dimension_is_scattered_unfused(group: str) -> None:
@@ -274,6 +322,35 @@ def test_the_last_dimension_is_scattered_unfused(group: str) -> None:
     assert torch.equal(out, scatter(**given("block"), strict=True))
     with pytest.raises(agmm.Unsupported, match=reason):
         scatter(**given("block"), scatter_dim=1, strict=True)
+
+
+def test_several_products_are_one_sum(group: str) -> None:
+    """The products differ in K, kind of scales and dtypes; sum and bias are rounded once."""
+    first, second = given("rowwise"), given("block")
+    second |= {"A": numbers(6, 160, seed=2, dtype=E5M2), "B": numbers(48, 160, seed=3).t()}
+    operands = {name: [first[name], second[name]] for name in LISTS}
+    bias = scales(48)
+    spread = [0] * 128 + [1] * 32
+    exact = (first["A"].double() * first["scale_a"]) @ (first["B"].double() * first["scale_b"])
+    a, b = (second[name].double() for name in ("scale_a", "scale_b"))
+    exact += (second["A"].double() * a[:, spread]) @ (second["B"].double() * b[spread])
+    exact += bias
+    out = scatter(**operands, bias=bias, strict=True)
+    assert (out != exact.bfloat16()).float().mean().item() < 0.02
+    tuples = {name: tuple(given) for name, given in operands.items()}
+    assert torch.equal(scatter(**tuples, bias=bias, strict=True), out)
+    one = {name: [first[name]] for name in LISTS}
+    assert torch.equal(scatter(**one, bias=bias), scatter(**first, bias=bias))
+
+
+def test_several_products_are_summed_in_float32_where_no_kernel_does(group: str) -> None:
+    first, second = given("rowwise"), given("tensorwise")
+    operands = {name: [first[name], second[name]] for name in LISTS}
+    reason = "scatter_dim: 1, the fused path wants another than the last"
+    with pytest.warns(UserWarning, match=f"takes the unfused path: {reason}"):
+        out = scatter(**operands, scatter_dim=1)
+    parts = [scatter(**one, strict=True) for one in (first, second)]
+    assert torch.equal(out, (parts[0].float() + parts[1]).bfloat16())
 
 
 # --- CUDA, whose path is the unfused one ---
@@ -330,7 +407,7 @@ def test_unfused_path_is_warned_of_once_and_refused_if_strict(group: str, as_on_
     assert [warning.filename for warning in caught] == [__file__]
     assert relative_error(out, wanted) < 2**-8
     assert relative_error(scatter(**arguments), wanted) < 2**-8  # a warning would be an error
-    for op in (gather, scatter):
+    for op in (gather, scatter, reduce):
         with pytest.raises(agmm.Unsupported, match=NO_KERNEL):
             op(**_named(op, arguments), strict=True)
 
@@ -662,7 +739,7 @@ def called(op: Callable[..., Any], operands: dict[str, Any], **settings: Any) ->
     return op(*(operands[name] for name in ("A", "B", "scale_a", "scale_b")), **settings)
 
 
-@pytest.mark.parametrize("op", [gather, scatter])
+@pytest.mark.parametrize("op", [gather, scatter, reduce])
 def test_a_kept_call_serves_its_kind_alone(group: str, op: Callable[..., Any]) -> None:
     out, kinds = torch.ones(6, 48), []
 
@@ -713,12 +790,14 @@ def test_a_kept_call_that_cannot_be_made_any_more_is_forgotten(group: str) -> No
 def test_a_kept_call_serves_no_list_in_place_of_a_tensor(group: str, name: str) -> None:
     operands = given("rowwise")
     settings = 0, "sum", torch.bfloat16, False, False
-    kind = kept.kind_of_call(settings, *called(lambda *rest: rest, operands), None, None)
+    lists = [[operand] for operand in called(lambda *rest: rest, operands)]
+    kind = kept.kind_of_call(settings, *lists, None, None)
     calls = {kind: mock.Mock()}
     with mock.patch.object(kept, "kept_calls", {dist.group.WORLD: calls}):
         called(scatter, operands)
         calls[kind].assert_called_once()
-        with pytest.raises(InvalidArgument, match=rf"^{name}: found list, wanted a tensor"):
+        mixed = "B: found Tensor, wanted a list" if name == "A" else f"{name}: found list, wanted"
+        with pytest.raises(InvalidArgument, match=f"^{mixed}"):
             called(scatter, operands | {name: [operands[name]]})
     calls[kind].assert_called_once()
 

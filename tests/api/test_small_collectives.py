@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import agmm
 from agmm._core import CollectiveMethod, CollectiveOp
 from agmm.errors import forget_warnings
-from agmm.ops import matmul_all_reduce, scatter_plan, small_collectives
-from agmm.ops.matmul_all_reduce import AllReduce
+from agmm.ops import plain_all_reduce, scatter_plan, small_collectives
 from agmm.ops.pipeline import serve
+from agmm.ops.plain_all_reduce import PlainAllReduce
 from agmm.ops.plain_gather import PlainGather
 from agmm.planning.plans import GATHERED, KernelConfig, Plan
 from agmm.runtime import backends, collectives, groups, symmetric
@@ -242,7 +242,7 @@ def test_behind_a_scatter_strict_leaves_no_gather_to_the_backend(
         return torch.empty(4096, 1)
 
     summed = mock.Mock(side_effect=lambda As, Bs, bias: As[0].new_empty(1024, 4096))
-    monkeypatch.setattr(matmul_all_reduce, "call_with", lambda *_, **__: summed)
+    monkeypatch.setattr(plain_all_reduce, "call_with", lambda *_, **__: summed)
     monkeypatch.setattr(groups, "check_alive", lambda group: None)
     monkeypatch.setattr(groups, "of", lambda group: mock.MagicMock())
     group = mock.Mock(**{"size.return_value": 4})
@@ -259,13 +259,13 @@ def test_behind_a_scatter_strict_leaves_no_gather_to_the_backend(
     with FakeTensorMode():
         A = torch.empty(4096, 8, device="cuda", dtype=torch.bfloat16)
         B = torch.empty(8, 4096, device="cuda", dtype=torch.bfloat16)
-        assert len(serve(AllReduce(A, B, None, group, strict))) == 4096
+        assert len(serve(PlainAllReduce(A, B, None, group, strict))) == 4096
         assert called == names
         monkeypatch.setattr(symmetric, "why_group_unfused", lambda *_: "no Hopper")
         summed.reset_mock()
         if strict:
             with pytest.raises(agmm.Unsupported, match="no Hopper"):
-                serve(AllReduce(A, B, None, group, strict))
+                serve(PlainAllReduce(A, B, None, group, strict))
             assert not summed.called
 
 

@@ -27,6 +27,7 @@ CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "matmul_all_reduce": lambda x: agmm.matmul_all_reduce(x, x),
     "all_gather_scaled_matmul": lambda x: agmm.all_gather_scaled_matmul(*scaled(x)),
     "scaled_matmul_reduce_scatter": lambda x: agmm.scaled_matmul_reduce_scatter(*scaled(x)),
+    "scaled_matmul_all_reduce": lambda x: agmm.scaled_matmul_all_reduce(*scaled(x)),
 }
 
 

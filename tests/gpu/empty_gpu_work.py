@@ -47,6 +47,9 @@ OPS: dict[str, Callable[[int, Any], torch.Tensor]] = {
     "scatter": lambda rows, group: agmm.matmul_reduce_scatter(
         _numbers(rows * group.size(), K), _weight(), group, strict=True
     ),
+    "all-reduce of fp8": lambda rows, group: agmm.scaled_matmul_all_reduce(
+        _fp8(rows, K), _fp8(N, K).t(), _one(), _one(), group, strict=True
+    ),
     "scatter of fp8": lambda rows, group: agmm.scaled_matmul_reduce_scatter(
         _fp8(rows * group.size(), K), _fp8(N, K).t(), _one(), _one(), group, strict=True
     ),

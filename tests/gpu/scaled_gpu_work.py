@@ -346,6 +346,45 @@ def scattered(
     return faults
 
 
+def summed(
+    world_size: int, shapes: list[LocalShape], scaling: str, *, bias: bool = False
+) -> Faults:
+    """Faults of `agmm.scaled_matmul_all_reduce`, by a kernel that scatters and as planned, of rows
+    that the ranks can share equally and of one more. All ranks have the same bits."""
+    group = group_of(last_ranks(world_size))
+    if group is None:
+        return None
+    rank, faults = dist.get_rank(group), []
+    for seed, shape in enumerate(shapes):
+        for more in (0, 1):
+            rows = (world_size * shape.M_local + more,)
+            every = [
+                _own(r, rows, shape.N, shape.K, scaling, (E4M3, E4M3), seed)
+                for r in range(world_size)
+            ]
+            own = every[rank]
+            addend = torch.full((shape.N,), seed + 1, device=device(), dtype=torch.bfloat16)
+            wanted = torch.stack([one.product() for one in every]).sum(0)
+            wanted = wanted + addend if bias else wanted
+            # Parts and sums are rounded on the way.
+            allowed = 2**-6 * float(wanted.abs().max())
+            for strict in (True, False, False):  # the last is the call that is kept
+                out = agmm.scaled_matmul_all_reduce(
+                    *(own.A, own.B, own.scale_a, own.scale_b, group),
+                    bias=addend if bias else None,
+                    strict=strict,
+                )
+                wrong = ~torch.isclose(out.double(), wanted, rtol=0, atol=allowed)
+                label = f"rank {rank}: {shape} {more} more, strict {strict}"
+                if out.shape != wanted.shape or wrong.any():
+                    faults.append(f"{label}: {int(wrong.sum())} wrong")
+                of_all = [torch.empty_like(out) for _ in range(world_size)]
+                dist.all_gather(of_all, out, group=group)
+                if strict and not all(torch.equal(one, out) for one in of_all):
+                    faults.append(f"{label}: the ranks have other bits")
+    return faults
+
+
 def scattered_back_to_back(world_size: int, scaling: str, count: int) -> Faults:
     """Calls whose data changes every time, eager and replayed in turn; ranks are delayed."""
     group = group_of(last_ranks(world_size))

@@ -468,6 +468,15 @@ def test_scatter(gpu_pool: RankPool, world_size: int, scaling: str) -> None:
 
 @pytest.mark.parametrize("scaling", SCALINGS[:2])
 @pytest.mark.parametrize("world_size", ALL[1:])
+def test_all_reduce(gpu_pool: RankPool, world_size: int, scaling: str) -> None:
+    work: Any = scaled_gpu_work.summed
+    for bias in (False, True):
+        found = gpu_pool.run(work, world_size, SCATTER_SHAPES[1:], scaling, bias=bias)
+        check(found, world_size)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS[:2])
+@pytest.mark.parametrize("world_size", ALL[1:])
 def test_scatters_back_to_back(gpu_pool: RankPool, world_size: int, scaling: str) -> None:
     work: Any = scaled_gpu_work.scattered_back_to_back
     check(gpu_pool.run(work, world_size, scaling, 300), world_size)

@@ -337,8 +337,25 @@ def test_all_reduces_on_the_cpu_and_bad_input() -> None:
     problem = Problem(64, 64, 64, world_size=4)
     with pytest.raises(InvalidArgument, match="return_A: found True with matmul_all_reduce"):
         said_of_all_reduce(replace(problem, return_A=True))
-    with pytest.raises(InvalidArgument, match="dtype: found fp8 with matmul_all_reduce"):
-        said_of_all_reduce(replace(problem, format="float8_e4m3fn"), "rowwise")
+    of_fp8 = replace(problem, format="float8_e4m3fn", gpu=CPU)
+    assert "plan: agmm's own" in said_of_all_reduce(of_fp8, "block")
+
+
+@pytest.mark.parametrize(
+    ("rows", "scaling", "plan", "reason"),
+    [
+        (8192, "rowwise", "matmul + reduce-scatter in one kernel, then an", "predicted to save 3%"),
+        (8192, "tensorwise", "matmul + reduce-scatter in one kernel, then an", "save 3%"),
+        (64, "rowwise", "matmul, then all-reduce", "predicted to save 3%"),
+        (8192, "block", "matmul, then all-reduce", "this build has no kernel for it"),
+    ],
+)
+def test_all_reduces_of_fp8(rows: int, scaling: str, plan: str, reason: str) -> None:
+    """Kernels that scatter serve them; none sends finished tiles."""
+    problem = Problem(rows, 8192, 7168, format="float8_e4m3fn", world_size=4)
+    text = said_of_all_reduce(problem, scaling)
+    assert f"plan: {plan}" in text and reason in text
+    assert "one kernel to save" not in text and text.count("(the plan)") == 1
 
 
 def test_predictions_of_collectives() -> None:

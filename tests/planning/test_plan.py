@@ -8,11 +8,12 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import FrozenInstanceError, dataclass, replace
 from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
 
 from agmm import _core
-from agmm.planning import cost_model, heuristics, legality, plans
+from agmm.planning import cost_model, formats, heuristics, legality, plans
 from agmm.planning.cost_model import gather
 from agmm.planning.planner import Planner
 from agmm.planning.plans import (
@@ -930,6 +931,43 @@ def test_a_warm_look_up_takes_no_time() -> None:
 
 
 # --- links and multiprocessors ---
+
+
+@pytest.mark.parametrize(
+    ("transport", "reason"),
+    [
+        ("pull", "found transport pull, wanted push: it copies rows of A without their scales"),
+        ("sm4x64", "found transport sm4x64, wanted push: it sends rows of A without their scales"),
+        ("sm4x64+1", "found transport sm4x64+1, wanted push: it sends rows of A without"),
+    ],
+)
+def test_transports_that_carry_no_scales_are_refused_for_fp8(transport: str, reason: str) -> None:
+    problem = Problem(4096, 3584, 8192, world_size=4, format=FP8, return_A=True)
+    found = legality.why_transport_illegal(problem, SMALL, transport)
+    assert found is not None and found.startswith(reason)
+    assert legality.why_transport_illegal(problem, SMALL, "push") is None
+    usual = replace(problem, format="bfloat16")
+    assert "scales" not in (legality.why_transport_illegal(usual, SMALL, transport) or "")
+
+
+def test_every_transport_is_one_of_fp8_or_has_a_reason_why_not() -> None:
+    without: set[str] = set()
+    for op in {op for op, _ in legality.TRANSPORTS}:
+        usual, of_fp8 = (legality.TRANSPORTS[op, k] for k in (formats.BITS_16, formats.FP8))
+        assert of_fp8 <= usual
+        without |= usual - of_fp8
+    assert without == set(legality.WHY_NOT_FP8)
+
+
+def test_fp8_has_the_transports_that_carry_scales_in_the_core() -> None:
+    folder = Path(__file__).parents[2] / "src/transport"
+    carrying = {
+        path.stem
+        for path in folder.glob("*.cpp")
+        if "carries_scales() const override { return true; }" in path.read_text()
+    }
+    assert carrying == {"copy_engine_push"}
+    assert legality.TRANSPORTS["all_gather_matmul", formats.FP8] == {"push"}
 
 
 def test_links_without_atomics_rule_out_sm_push() -> None:

@@ -53,7 +53,12 @@ def _scatter_along(dim: int, rows: int, group: Any) -> Any:
 def _scatter_of_fp8(rows: int, group: Any) -> Any:
     A, B = _numbers(rows * group.size(), K).to(FP8), _numbers(N, K).to(FP8).t()
     ones = torch.ones(())
-    return agmm.scaled_matmul_reduce_scatter(A, B, ones, ones, group)
+    return agmm.scaled_matmul_reduce_scatter([A, A], [B, B], [ones] * 2, [ones] * 2, group)
+
+
+def _all_reduce_of_fp8(rows: int, group: Any) -> Any:
+    A, B, ones = _numbers(rows, K).to(FP8), _numbers(N, K).to(FP8).t(), torch.ones(())
+    return agmm.scaled_matmul_all_reduce(A, B, ones, ones, group, bias=_numbers(N))
 
 
 def _with_gradients(op: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], rows: int) -> Any:
@@ -148,6 +153,7 @@ OPS: dict[str, Op] = {
     "all-reduce": lambda rows, group: agmm.matmul_all_reduce(
         _numbers(rows, K), _numbers(K, N), group, bias=_numbers(N)
     ),
+    "all-reduce, fp8": _all_reduce_of_fp8,
     "all-reduce, columns": lambda columns, group: agmm.matmul_all_reduce(
         _numbers(3, K), _numbers(K, columns), group, strict=True
     ),

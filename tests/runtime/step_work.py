@@ -111,6 +111,10 @@ OPS: dict[str, tuple[str, Callable[[int], Any]]] = {
         "scaled_matmul_reduce_scatter",
         lambda rows: agmm.scaled_matmul_reduce_scatter(_fp8(rows, 16), _fp8(16, 16), _one, _one),
     ),
+    "scaled_matmul_all_reduce": (
+        "scaled_matmul_all_reduce",
+        lambda rows: agmm.scaled_matmul_all_reduce(_fp8(rows, 16), _fp8(16, 16), _one, _one),
+    ),
     "matmul_all_reduce": (
         "matmul_all_reduce",
         lambda rows: agmm.matmul_all_reduce(torch.ones(rows, 16), torch.ones(16, 2)),

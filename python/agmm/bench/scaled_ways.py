@@ -24,7 +24,7 @@ from agmm.ops.scaled_products import scaled_matmul
 from agmm.ops.scatter import ScatterSettings
 from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, Plan
 from agmm.runtime.collectives import by_newer_name
-from agmm.runtime.scaled import FP8, Scaled
+from agmm.runtime.scaled import FP8, Scaled, ScaledProducts
 from agmm.runtime.scaling import ALL, BY_NAME, K_MULTIPLE, Tile, scale_shape
 from agmm.testing.cases import Shape, make_scatter_operands
 from agmm.testing.reference import gathered_product, relative_error
@@ -265,7 +265,9 @@ def by_plan(p: Problem, plan: Plan, *, return_A: bool) -> Callable[[], Result]:
 
     def scattered() -> Result:
         settings = ScatterSettings(strict=True, plan=plan)
-        return None, serve(Fp8Scatter(p.operands.A, scales.A, weight, group, settings))
+        of_a = [p.operands.A], [B], [scales.A], [scales.B]
+        products = ScaledProducts(*of_a, None, None, OUT_DTYPE, fast_accum=True)
+        return None, serve(Fp8Scatter(products, group, settings))
 
     return scattered if p.op == MATMUL_REDUCE_SCATTER else gathered
 

@@ -72,8 +72,7 @@ def explain_any(problem: Problem, scaling: str | None) -> RenderableType:
     format of a problem with fp8 operands is still the name of their dtype, and ``scaling`` the kind
     of their scales.
 
-    Raises InvalidArgument for scales of other operands, and for fp8 operands that the op does not
-    take.
+    Raises InvalidArgument for scales of other operands, and for fp8 operands that no op takes.
     """
     planner = planner_for(problem.gpu, problem.world_size)
     if not problem.format.startswith("float8"):
@@ -95,8 +94,6 @@ def explain_any(problem: Problem, scaling: str | None) -> RenderableType:
             problem.op, dtypes, accumulation, among=planner.kernels_of
         )
         problem = replace(problem, format=name)
-    if problem.op == MATMUL_ALL_REDUCE and not transports_of(problem):
-        raise InvalidArgument(f"dtype: found fp8 with {problem.op}, wanted another")
     return explain(problem, planner, operands)
 
 
@@ -260,7 +257,9 @@ def _beside_roof(problem: Problem, choice: Choice) -> str:
 def why(problem: Problem, choice: Choice, planner: Planner, operands: str) -> str:
     """Why the call is fused, or why not, in a sentence."""
     is_fp8 = problem.gpu != CPU and formats.of(problem.format).kind == formats.FP8
-    if is_fp8 and not planner.kernels_of(problem.op, problem.format):
+    # An all-reduce of fp8 operands has the kernels of its scatter.
+    op = MATMUL_REDUCE_SCATTER if problem.op == MATMUL_ALL_REDUCE else problem.op
+    if is_fp8 and not planner.kernels_of(op, problem.format):
         return f"{operands}: this build has no kernel for it"
     of_op = {MATMUL_REDUCE_SCATTER: _said_of_scatter, MATMUL_ALL_REDUCE: _said_of_all_reduce}
     if problem.op in of_op:
@@ -332,7 +331,8 @@ def _said_of_all_reduce(problem: Problem, choice: Choice) -> str:
         f"{1 - cost_model.all_reduce_gain(way, problem.world_size):.0%}"
         for way in (SCATTER, LAGGED)
     )
-    return f"a scatter and a gather where predicted to save {scatter}, one kernel to save {lagged}"
+    by_one = f", one kernel to save {lagged}" if LAGGED in transports_of(problem) else ""
+    return f"a scatter and a gather where predicted to save {scatter}{by_one}"
 
 
 _UNFUSED = {

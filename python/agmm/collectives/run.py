@@ -49,7 +49,7 @@ class Settings(NamedTuple):
     async_op: bool = False
     strict: bool = False
     low_contention: bool = False
-    """On GPUs by copy engines; False for an all-reduce."""
+    """Whether copy engines move it on GPUs; False for an all-reduce."""
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from agmm.ops.pipeline import serve
 from agmm.ops.scaled_checks import check_scaled_scatter
 from agmm.ops.scatter import ScatterSettings
 from agmm.runtime.results import strided
-from agmm.runtime.scaled import FP8
+from agmm.runtime.scaled import FP8, ScaledProducts
 
 
 def _result_scale(scale: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor | None:
@@ -186,16 +186,7 @@ class ScatterCall(NamedTuple):
                     "agmm scatters along any but the last"
                 )
             check_scaled_scatter(
-                A,
-                self.B,
-                scale,
-                self.B_scale,
-                self.bias,
-                _result_scale(self.result_scale, self._dtype()),
-                self._dtype(),
-                group.size(),
-                self.orig_scatter_dim,
-                self.reduce_op,
+                self._products(A, scale), group.size(), self.orig_scatter_dim, self.reduce_op
             )
         except InvalidArgument as error:
             return str(error)  # torch refuses it in its own words
@@ -203,11 +194,14 @@ class ScatterCall(NamedTuple):
 
     def run(self, group: dist.ProcessGroup) -> torch.Tensor:
         """The sum's part. A bias is a part of each rank's product, as in torch."""
-        A, scale = self._rows()
-        dtype = self._dtype()
-        weight = Fp8Weights(
-            *([self.B], [self.B_scale], [self.bias]),
-            *([_result_scale(self.result_scale, dtype)], [dtype], [self.use_fast_accum]),
-        )
         settings = ScatterSettings(self.orig_scatter_dim, self.reduce_op, strict=True)
-        return serve(Fp8Scatter(A, scale, weight, group, settings, is_bias_of_each=True))
+        given = self._products(*self._rows())
+        return serve(Fp8Scatter(given, group, settings, is_bias_of_each=True))
+
+    def _products(self, A: torch.Tensor, scale: torch.Tensor) -> ScaledProducts:
+        """The one product."""
+        dtype = self._dtype()
+        return ScaledProducts(
+            *([A], [self.B], [scale], [self.B_scale], self.bias),
+            *(_result_scale(self.result_scale, dtype), dtype, self.use_fast_accum),
+        )

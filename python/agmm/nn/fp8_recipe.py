@@ -117,6 +117,14 @@ RECIPES = {
 """The recipes that torchao has names for (`Float8LinearConfig.from_recipe_name`)."""
 
 
+WHY_NOT_SAVED = (
+    "save_gathered: found True with fp8, wanted False: the rows that the forward gathers are "
+    "quantised for it alone, the weight's gradient wants them with scales over all rows, or not "
+    "quantised"
+)
+"""Why no layer and no style keeps the gathered input with fp8: no recipe uses it again."""
+
+
 def resolved(fp8: str | Fp8Recipe | None) -> Fp8Recipe | None:
     """The recipe that was given as such or by its name.
 

@@ -14,7 +14,7 @@ from agmm.errors import InvalidArgument
 from agmm.nn._fp8 import gather_products, scatter_product
 from agmm.nn._held import Held
 from agmm.nn._sharded import ShardedLinear
-from agmm.nn.fp8_recipe import Fp8Recipe
+from agmm.nn.fp8_recipe import WHY_NOT_SAVED, Fp8Recipe
 from agmm.ops.all_gather_matmul import all_gather_matmul
 from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -78,10 +78,7 @@ class ColumnParallelLinear(ShardedLinear):
         for block in blocks:
             self._check_fp8_size("out_features", block, parts=self._parts)
         if save_gathered and self.fp8 is not None:
-            raise InvalidArgument(
-                f"{type(self).__name__}: save_gathered: found True with fp8, wanted False: the "
-                "backward gathers what it quantises itself"
-            )
+            raise InvalidArgument(f"{type(self).__name__}: {WHY_NOT_SAVED}")
         self.out_features = blocks if several else blocks[0]
         self.save_gathered = save_gathered
         self.strict = strict

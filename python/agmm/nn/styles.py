@@ -188,7 +188,7 @@ class _GatherStyle(ParallelStyle):
     def _checked(self, target: _Target, mesh: DeviceMesh) -> _Target:
         target = target.checked(mesh, "out_features", self.fp8)
         if target.fp8 is not None and self.save_gathered:
-            raise target.fault("save_gathered: found True with fp8, wanted False")
+            raise target.fault(fp8_recipe.WHY_NOT_SAVED)
         return target
 
     def _shard(self, target: _Target, mesh: DeviceMesh) -> None:

@@ -6,7 +6,9 @@ from agmm.ops import (
     async_input_mm,
     async_input_scaled_mm,
     flops,
+    matmul_all_reduce,
     matmul_reduce_scatter,
+    scaled_matmul_all_reduce,
     scaled_matmul_reduce_scatter,
 )
 
@@ -16,6 +18,8 @@ __all__ = [
     "async_input_mm",
     "async_input_scaled_mm",
     "flops",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
 ]

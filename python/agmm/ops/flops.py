@@ -59,7 +59,8 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "_matmul_all_reduce": _product,
     "_matmul_reduce_scatter": _products,
     "_scaled_matmul": _scaled_product,
-    "_scaled_matmul_reduce_scatter": _product,
+    "_scaled_matmul_all_reduce": _product,
+    "_scaled_matmul_reduce_scatter": _products,
 }
 """By op; each takes the shapes of the op's arguments and results."""
 

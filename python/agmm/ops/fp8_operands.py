@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from agmm._core import Accumulation
-from agmm.ops.scaled_checks import scalings_of
+from agmm.ops.scaled_checks import scaling_of, scalings_of
 from agmm.planning import built_kernels, call_plans, formats
 from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Problem
 from agmm.runtime import cuda_scaled, symmetric
 from agmm.runtime.cuda_calls import Kernel
-from agmm.runtime.scaled import Scaled, Weight
+from agmm.runtime.scaled import Scaled, ScaledProducts, Weight
 from agmm.runtime.scaling import ALL, Tile
 
 
@@ -45,6 +45,20 @@ class Fp8Weights(NamedTuple):
                 scale_b = scale_b.reshape(1, 1)
             weights.append(Weight(Scaled(B, scale_b, scaling.b), *rest))
         return scalings[0].a, weights
+
+
+def described(given: ScaledProducts) -> list[tuple[Tile, Weight]]:
+    """What a scale of A covers, and the weight, of each product of checked operands. The bias is
+    that of the first weight."""
+    bias, result_scale, out_dtype, fast_accum = given[4:]
+    found = []
+    for A, B, scale_a, scale_b in zip(*given[:4], strict=True):
+        scaling = scaling_of(A, scale_a, B, scale_b)
+        scale = scale_b.reshape(1, 1) if scaling.b == (ALL, ALL) else scale_b
+        B_scaled = Scaled(B, scale, scaling.b)
+        found.append((scaling.a, Weight(B_scaled, bias, result_scale, out_dtype, fast_accum)))
+        bias = None
+    return found
 
 
 def rows_of(A: torch.Tensor, scale: torch.Tensor, tile: Tile, dim: int) -> Scaled:

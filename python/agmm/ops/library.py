@@ -57,9 +57,15 @@ library.define(
     'str quantize="", str config="") -> (Tensor A, Tensor scale_A, Tensor[] outs)'
 )
 library.define(
-    "_scaled_matmul_reduce_scatter(Tensor A, Tensor B, Tensor scale_a, Tensor scale_b, "
-    "Tensor? bias, Tensor? result_scale, str group_name, int world_size, int scatter_dim, "
-    "str reduce_op, ScalarType out_dtype, bool use_fast_accum, bool strict=False) -> Tensor"
+    "_scaled_matmul_reduce_scatter(Tensor[] As, Tensor[] Bs, Tensor[] scale_as, "
+    "Tensor[] scale_bs, Tensor? bias, Tensor? result_scale, str group_name, int world_size, "
+    "int scatter_dim, str reduce_op, ScalarType out_dtype, bool use_fast_accum, "
+    "bool strict=False) -> Tensor"
+)
+library.define(
+    "_scaled_matmul_all_reduce(Tensor A, Tensor B, Tensor scale_a, Tensor scale_b, Tensor? bias, "
+    "Tensor? result_scale, str group_name, int world_size, ScalarType out_dtype, "
+    "bool use_fast_accum, bool strict=False) -> Tensor"
 )
 library.define(
     "_all_gather_packed_matmul(Tensor A_shard, Tensor[] packed, int[] ns, int[] group_sizes, "

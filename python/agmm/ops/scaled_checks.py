@@ -9,7 +9,7 @@ import torch
 
 from agmm.errors import InvalidArgument
 from agmm.ops.checks import check_chunk_signals, check_matrix, check_operand
-from agmm.runtime.scaled import FP8
+from agmm.runtime.scaled import FP8, ScaledProducts
 from agmm.runtime.scaling import ALL, BY_NAME, K_MULTIPLE, SCALINGS, Scaling, Tile, scale_shape
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *FP8)
@@ -227,20 +227,11 @@ def check_scaled_async_input(
 
 
 def check_scaled_scatter(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    result_scale: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    world_size: int,
-    scatter_dim: int,
-    reduce_op: str,
+    given: ScaledProducts, world_size: int, scatter_dim: int, reduce_op: str
 ) -> None:
     """All that is wrong in itself in a call of ``scaled_matmul_reduce_scatter``."""
-    _check_product("A", A, scale_a, B, scale_b)
-    _check_result("A", A, B.shape[1], bias, result_scale, out_dtype)
+    check_scaled_sum(given)
+    A, B = given.As[0], given.Bs[0]
     if not -A.dim() <= scatter_dim < A.dim():
         raise InvalidArgument(
             f"scatter_dim: found {scatter_dim}, wanted {-A.dim()} to {A.dim() - 1}"
@@ -254,8 +245,37 @@ def check_scaled_scatter(
         raise InvalidArgument(
             f"{name}: found {size} {what}, wanted a multiple of the world size {world_size}"
         )
-    if bias is not None and is_columns:
+    if given.bias is not None and is_columns:
         raise InvalidArgument(
             f"bias: found one with scatter_dim={scatter_dim}, wanted None: the result's columns "
             "are scattered"
         )
+
+
+def check_scaled_sum(given: ScaledProducts) -> None:
+    """That the products can be computed and added up, and the sum rounded as is asked."""
+    if not given.As:
+        raise InvalidArgument("A: found an empty list, wanted at least one")
+    for name, found in (
+        ("B", given.Bs),
+        ("scale_a", given.scale_as),
+        ("scale_b", given.scale_bs),
+    ):
+        if len(found) != len(given.As):
+            raise InvalidArgument(
+                f"{name}: found {len(found)} for {len(given.As)} of A, wanted one each"
+            )
+    first, weight = given.As[0], given.Bs[0]
+    for A, B, scale_a, scale_b in zip(*given[:4], strict=True):
+        _check_product("A", A, scale_a, B, scale_b)
+        if A.shape[:-1] != first.shape[:-1]:
+            raise InvalidArgument(
+                f"A: found leading sizes {tuple(A.shape[:-1])}, wanted {tuple(first.shape[:-1])} "
+                "as the first of the list"
+            )
+        _check_device("A", A, "the first of the list", first)
+        if B.shape[1] != weight.shape[1]:
+            raise InvalidArgument(
+                f"B: found {B.shape[1]} columns, wanted {weight.shape[1]} as the first of the list"
+            )
+    _check_result("A", first, weight.shape[1], given.bias, given.result_scale, given.out_dtype)

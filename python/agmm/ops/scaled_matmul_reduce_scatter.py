@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
 from agmm.ops import kept
-from agmm.ops.fp8_operands import Fp8Weights
 from agmm.ops.fp8_scatter import Fp8Scatter
 from agmm.ops.library import library
 from agmm.ops.operands import is_watched
@@ -18,53 +17,17 @@ from agmm.ops.pipeline import serve
 from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_scatter
 from agmm.ops.scatter import ScatterSettings
 from agmm.runtime import groups
+from agmm.runtime.scaled import ScaledProducts
 
-
-def _impl(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    result_scale: torch.Tensor | None,
-    group_name: str,
-    world_size: int,
-    scatter_dim: int,
-    reduce_op: str,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    strict: bool = False,
-) -> torch.Tensor:
-    given = A, B, scale_a, scale_b, bias, result_scale
-    settings = scatter_dim, reduce_op, out_dtype, use_fast_accum, strict
-    kind = kept.kind_of_call(settings, *given)
-    return _run(kind, given, groups.group_of_size(group_name, world_size), settings)
-
-
-_Given = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None
-]
+_Lists = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
 _Settings = tuple[int, str, torch.dtype, bool, bool]
 
 
-def _run(kind: Any, given: _Given, group: dist.ProcessGroup, settings: _Settings) -> torch.Tensor:
-    """By a call that is kept, or as `serve` decides."""
-    A, B, scale_a, scale_b, bias, result_scale = given
-    found: torch.Tensor | None
-    found = kept.call_kept(group, kind, [A], [B], bias, [scale_a], [scale_b])
-    if found is not None:
-        return found
-    scatter_dim, reduce_op, out_dtype, use_fast_accum, strict = settings
-    weight = Fp8Weights([B], [scale_b], [bias], [result_scale], [out_dtype], [use_fast_accum])
-    of_scatter = ScatterSettings(scatter_dim, reduce_op, strict)
-    return serve(Fp8Scatter(A, scale_a, weight, group, of_scatter), kind)
-
-
-def _fake(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
+def _impl(
+    As: list[torch.Tensor],
+    Bs: list[torch.Tensor],
+    scale_as: list[torch.Tensor],
+    scale_bs: list[torch.Tensor],
     bias: torch.Tensor | None,
     result_scale: torch.Tensor | None,
     group_name: str,
@@ -75,26 +38,59 @@ def _fake(
     use_fast_accum: bool,
     strict: bool = False,
 ) -> torch.Tensor:
-    check_scaled_scatter(
-        A,
-        B,
-        scale_a,
-        scale_b,
-        bias,
-        result_scale,
-        out_dtype,
-        world_size,
-        scatter_dim,
-        reduce_op,
+    given = ScaledProducts(
+        As, Bs, scale_as, scale_bs, bias, result_scale, out_dtype, use_fast_accum
     )
-    shape = [*A.shape[:-1], B.shape[1]]
+    settings = scatter_dim, reduce_op, out_dtype, use_fast_accum, strict
+    kind = kept.kind_of_call(settings, *given[:6])
+    return _run(kind, given, groups.group_of_size(group_name, world_size), settings)
+
+
+def _run(
+    kind: Any, given: ScaledProducts, group: dist.ProcessGroup, settings: _Settings
+) -> torch.Tensor:
+    """By a call that is kept, or as `serve` decides."""
+    As, Bs, scale_as, scale_bs, bias, *_ = given
+    found: torch.Tensor | None = kept.call_kept(group, kind, As, Bs, bias, scale_as, scale_bs)
+    if found is not None:
+        return found
+    scatter_dim, reduce_op, *_, strict = settings
+    if not As:  # of which there is no call
+        check_scaled_scatter(given, group.size(), scatter_dim, reduce_op)
+    return serve(Fp8Scatter(given, group, ScatterSettings(scatter_dim, reduce_op, strict)), kind)
+
+
+def _fake(
+    As: list[torch.Tensor],
+    Bs: list[torch.Tensor],
+    scale_as: list[torch.Tensor],
+    scale_bs: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    result_scale: torch.Tensor | None,
+    group_name: str,
+    world_size: int,
+    scatter_dim: int,
+    reduce_op: str,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    strict: bool = False,
+) -> torch.Tensor:
+    given = ScaledProducts(
+        As, Bs, scale_as, scale_bs, bias, result_scale, out_dtype, use_fast_accum
+    )
+    check_scaled_scatter(given, world_size, scatter_dim, reduce_op)
+    shape = [*As[0].shape[:-1], Bs[0].shape[1]]
     shape[scatter_dim] = shape[scatter_dim] // world_size
-    return A.new_empty(shape, dtype=out_dtype)
+    return As[0].new_empty(shape, dtype=out_dtype)
 
 
 def _autograd(*arguments: Any) -> Any:
-    names = "A", "B", "scale_a", "scale_b", "bias", "result_scale"
-    check_no_backward(list(zip(names, arguments, strict=False)))
+    *lists, bias, result_scale = arguments[:6]
+    names = "A", "B", "scale_a", "scale_b"
+    check_no_backward(
+        [(name, tensor) for name, given in zip(names, lists, strict=True) for tensor in given]
+        + [("bias", bias), ("result_scale", result_scale)]
+    )
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.agmm._scaled_matmul_reduce_scatter.default(*arguments)
 
@@ -105,11 +101,14 @@ library.impl("_scaled_matmul_reduce_scatter", _fake, "Meta")
 library.impl("_scaled_matmul_reduce_scatter", _autograd, "Autograd")
 
 
+_Operand = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]
+
+
 def scaled_matmul_reduce_scatter(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
+    A: _Operand,
+    B: _Operand,
+    scale_a: _Operand,
+    scale_b: _Operand,
     group: dist.ProcessGroup | DeviceMesh | str | None = None,
     *,
     scatter_dim: int = 0,
@@ -132,14 +131,18 @@ def scaled_matmul_reduce_scatter(
     where that has the scales, or float32, and the backend's reduce-scatter; of both agmm warns
     once. The op has no backward.
 
+    Several products are summed before they are scattered: in float32 on the CPU; on CUDA, where
+    agmm's kernels scale one product only, each is rounded, and so is their sum in float32.
+
     Args:
         A: [M, ..., K_local], this rank's columns of the whole A, float8_e4m3fn or float8_e5m2,
             K_local a multiple of 16; the same leading sizes on all ranks. On the CPU K_local is
-            free on each rank, on CUDA the same on all.
+            free on each rank, on CUDA the same on all. Or a list, for the sum of several products,
+            each with a K_local, scales and dtypes of its own.
         B: [K_local, N], this rank's rows of the whole B, float8_e4m3fn or float8_e5m2 (not both
-            float8_e5m2), best column-major.
-        scale_a: float32, of A.
-        scale_b: float32, of B.
+            float8_e5m2), best column-major; for a list of A a list of as many, of one N.
+        scale_a: float32, of A; for a list of A a list of one each.
+        scale_b: float32, of B; for a list of A a list of one each.
         group: process group, its name or a 1-D DeviceMesh; the default group when None.
         scatter_dim: dimension of the product along which the sum is cut; its size is a multiple of
             the world size.
@@ -163,16 +166,35 @@ def scaled_matmul_reduce_scatter(
         raise InvalidArgument(f"scatter_dim: found {scatter_dim!r}, wanted an int")
     for name, flag in (("use_fast_accum", use_fast_accum), ("strict", strict)):
         check_flag(name, flag)
-    given = A, B, scale_a, scale_b, bias, result_scale
+    given = ScaledProducts(
+        *_lists(A, B, scale_a, scale_b), bias, result_scale, out_dtype, use_fast_accum
+    )
     settings = scatter_dim, reduce_op, out_dtype, use_fast_accum, strict
-    kind = None if is_watched() else kept.kind_of_call(settings, *given)
+    kind = None if is_watched() else kept.kind_of_call(settings, *given[:6])
     if kind is not None:
         return _run(kind, given, groups.resolved(group), settings)
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)
     # Before the op's schema refuses in its own words what is no tensor.
-    check_scaled_scatter(*given, out_dtype, world_size, scatter_dim, reduce_op)
+    check_scaled_scatter(given, world_size, scatter_dim, reduce_op)
     out: torch.Tensor = torch.ops.agmm._scaled_matmul_reduce_scatter.default(
-        *given, group_name, world_size, *settings
+        *given[:6], group_name, world_size, *settings
     )
     return out
+
+
+def _lists(A: Any, B: Any, scale_a: Any, scale_b: Any) -> _Lists:
+    """The operands of each product, as lists.
+
+    Raises:
+        InvalidArgument: some of them are lists, and others are not.
+    """
+    several = isinstance(A, (list, tuple))
+    found: list[list[torch.Tensor]] = []
+    for name, given in (("A", A), ("B", B), ("scale_a", scale_a), ("scale_b", scale_b)):
+        if isinstance(given, (list, tuple)) != several:
+            wanted = f"a {type(A).__name__}" if several else "a tensor"
+            raise InvalidArgument(f"{name}: found {type(given).__name__}, wanted {wanted} as A")
+        found.append(list(given) if several else [given])
+    of_A, of_B, scales_of_A, scales_of_B = found
+    return of_A, of_B, scales_of_A, scales_of_B

@@ -3,6 +3,7 @@ scales, else of dequantised operands."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,19 @@ def product(A: Scaled, weight: Weight) -> torch.Tensor:
                 strict=False,
             )
     return multiply(A.dequantised(), weight.B.dequantised(), weight, out)
+
+
+def sum_of(products: Sequence[tuple[Scaled, Weight]]) -> torch.Tensor:
+    """The sum of ``A @ B`` [M, N] for each pair, in the dtype that the weights want. Several, each
+    in that dtype, are added up in float32 and rounded together once more."""
+    first, *others = products
+    found = product(*first)
+    if not others:
+        return found
+    total = found.to(torch.float32)
+    for other in others:
+        total.add_(product(*other))
+    return total.to(found.dtype)
 
 
 def by_torch(A: Scaled, weight: Weight, out: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from agmm.ops.pipeline import KERNEL, LIBRARY, OpCall, Ready, Route, device_of
+from agmm.ops.pipeline import KERNEL, LIBRARY, Ready, Route
+from agmm.ops.sums import SumCall
 from agmm.planning import call_plans
 from agmm.planning.plans import UNFUSED, KernelConfig, Plan, Problem
-from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.results import moved, reshaped
 from agmm.runtime.workspaces import take_turn
@@ -32,7 +32,7 @@ class ScatterSettings(NamedTuple):
     """What is carried out in place of the chosen plan."""
 
 
-class ScatterCall(OpCall[torch.Tensor]):
+class ScatterCall(SumCall):
     """A matmul + reduce-scatter of one format, which says what its operands are, which of its calls
     have kernels, and how it multiplies.
 
@@ -51,45 +51,19 @@ class ScatterCall(OpCall[torch.Tensor]):
         settings: ScatterSettings,
         meanwhile: Meanwhile | None = None,
     ) -> None:
-        self.A = A
-        self.device = device_of(A)
-        self.group = group
+        super().__init__(A, group, strict=settings.strict)
         self.settings = settings
-        self.strict = settings.strict
         self.meanwhile = meanwhile
 
     # --- what a format says ---
-
-    @property
-    @abstractmethod
-    def columns(self) -> int:
-        """N of the product."""
-
-    @property
-    @abstractmethod
-    def out_dtype(self) -> torch.dtype:
-        """The dtype of the result."""
-
-    @abstractmethod
-    def why_no_kernel(self) -> str | None:
-        """Why agmm's kernels, or its CPU backend, cannot serve operands of this kind, or None. The
-        same on all ranks that call with the same shapes, dtypes and layouts."""
 
     @abstractmethod
     def problem(self) -> Problem:
         """What the planner is asked."""
 
     @abstractmethod
-    def by_cpu(self, words: Call) -> torch.Tensor:
-        """The sum by the CPU backend, as a matrix of rows."""
-
-    @abstractmethod
     def ready_on_cuda(self, kernel: KernelConfig) -> Ready:
         """The call of agmm's kernel for any operands of this kind."""
-
-    @abstractmethod
-    def sent(self) -> dict[str, list[torch.Tensor]]:
-        """What a kernel multiplies and sends, by the names of the op's arguments."""
 
     # --- the flow ---
 
@@ -99,18 +73,10 @@ class ScatterCall(OpCall[torch.Tensor]):
         return self.settings.scatter_dim % self.A.dim()
 
     @property
-    def shape(self) -> list[int]:
-        """The sizes of the sum before it is scattered."""
-        return [*self.A.shape[:-1], self.columns]
-
-    @property
     def out_shape(self) -> tuple[int, ...]:
         """The sizes of this rank's part, the scattered dimension first."""
         front = self.A.movedim(self.dim, 0).shape
         return front[0] // self.group.size(), *front[1:-1], self.columns
-
-    def is_empty(self) -> bool:
-        return 0 in self.shape
 
     def without_elements(self, words: Call) -> torch.Tensor:
         shape, reduce_op = self.shape, self.settings.reduce_op
@@ -133,15 +99,6 @@ class ScatterCall(OpCall[torch.Tensor]):
             dim = self.settings.scatter_dim
             return f"scatter_dim: {dim}, the fused path wants another than the last"
         return self.why_no_kernel()
-
-    def look(self, route: Route, words: Call) -> None:
-        # A kernel sends products as it computes them; other routes look through what they send.
-        if not nan_check.active or route.by == LIBRARY or self.device.type != "cuda":
-            return
-        rank = groups.of(self.group).rank
-        for name, tensors in self.sent().items():
-            for tensor in tensors:
-                nan_check.look_through(words.op, name, tensor, rank)
 
     def route(self) -> Route:
         plan = self.settings.plan

@@ -4,7 +4,6 @@ same on all ranks, as long as they call with the same shapes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -12,13 +11,14 @@ import torch.distributed as dist
 
 from agmm.errors import Unsupported
 from agmm.ops.checks import FLOATS
-from agmm.planning import call_plans, cost_model, legality
+from agmm.planning import call_plans, cost_model, formats, legality
 from agmm.planning.plans import (
     BY_TORCH,
     LAGGED,
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
     MAX_SIZE,
+    SCATTER,
     KernelConfig,
     Problem,
 )
@@ -91,10 +91,6 @@ def _why_no_product(
     return None
 
 
-MOST_PRODUCTS = 3
-"""Of which a kernel makes one sum (`ScatterSpec::kMaxProducts`)."""
-
-
 def _why_no_kernel(
     As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> str | None:
@@ -102,9 +98,7 @@ def _why_no_kernel(
     dtype = str(As[0].dtype).removeprefix("torch.")
     for B in Bs:
         reason = reason or legality.why_unfused(dtype, B.shape[1], B.shape[0], a="A")
-    if reason is None and len(As) > MOST_PRODUCTS:
-        return f"A: {len(As)} products, a kernel sums at most {MOST_PRODUCTS}"
-    return reason
+    return reason or legality.why_too_many_products(formats.BITS_16, len(As))
 
 
 def sum_problem(
@@ -156,11 +150,18 @@ def all_reduce_plan(
     """
     shape = rows, B.shape[1], B.shape[0]
     problem = _kernel_problem(MATMUL_ALL_REDUCE, shape, A, B, group)
-    planner = call_plans.planner(group, A.device)
+    return all_reduce_plan_of(problem, group, A.device, strict=strict)
+
+
+def all_reduce_plan_of(
+    problem: Problem, group: dist.ProcessGroup, device: torch.device, *, strict: bool = False
+) -> AllReducePlan:
+    """The same for a problem of any format."""
+    planner = call_plans.planner(group, device)
     plan = planner.fused_plan(problem) if strict else planner.plan(problem)
     way = cast(cost_model.AllReduceWay, plan.transport)
-    scatters = planner.fused_plan(replace(problem, op=MATMUL_REDUCE_SCATTER)).kernel
-    return AllReducePlan(way, plan.kernel if way == LAGGED else None, problem.sm_count, scatters)
+    lagged, scatters = (plan.kernel if way == one else None for one in (LAGGED, SCATTER))
+    return AllReducePlan(way, lagged, problem.sm_count, scatters)
 
 
 def is_fused(A: torch.Tensor, B: torch.Tensor, scatter_dim: int, group: dist.ProcessGroup) -> bool:

@@ -7,7 +7,7 @@ from functools import cache
 
 from agmm import _core
 from agmm.planning import formats
-from agmm.planning.plans import KernelConfig
+from agmm.planning.plans import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, KernelConfig
 from agmm.runtime import kernels
 
 
@@ -43,12 +43,13 @@ def format_served(
     fast, slow ones serve, which are only more exact.
 
     Args:
-        op: what `Problem.op` says.
+        op: what `Problem.op` says. A matmul + all-reduce has the kernels of its scatter.
         operands: the name of a `_core.DType`.
         accumulation: the name of the `_core.Accumulation` that the scales want.
         among: other kernels than `kernels_of`, by op and format.
     """
     among = among or kernels_of
+    op = MATMUL_REDUCE_SCATTER if op == MATMUL_ALL_REDUCE else op
     name = formats.fp8_name(operands, accumulation)
     if accumulation == _core.Accumulation.fast.name and not among(op, name):
         return formats.fp8_name(operands, _core.Accumulation.slow.name)

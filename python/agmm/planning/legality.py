@@ -39,8 +39,41 @@ TRANSPORTS: dict[tuple[str, str], frozenset[str]] = {
     (MATMUL_REDUCE_SCATTER, formats.BITS_16): frozenset(("push", BY_TORCH.transport)),
     (MATMUL_REDUCE_SCATTER, formats.FP8): frozenset(("push",)),
     (MATMUL_ALL_REDUCE, formats.BITS_16): frozenset((LAGGED, SCATTER)),
+    (MATMUL_ALL_REDUCE, formats.FP8): frozenset((SCATTER,)),
 }
 """What a GPU has, by op and kind of format, beside the unfused plan: the one place that says so."""
+
+
+WHY_NOT_FP8: dict[str, str] = {
+    "pull": "it copies rows of A without their scales",
+    SM_PUSH: "it sends rows of A without their scales",
+    GATHERED.transport: "nothing is known of its time, config asks for it",
+    BY_TORCH.transport: "it is taken for bfloat16 and float16",
+    LAGGED: "no kernel sends finished tiles of fp8",
+}
+"""Why fp8 operands have no plan with a transport that operands of 16 bits have. Scales are carried
+where the core's `GatherTransport::carries_scales` says so."""
+
+
+def _of_fp8(problem: Problem, transport: str) -> str:
+    """The reason of `WHY_NOT_FP8` behind a colon; empty where there is none."""
+    if formats.of(problem.format).kind != formats.FP8:
+        return ""
+    reason = WHY_NOT_FP8.get(SM_PUSH if SmPush.parse(transport) else transport)
+    return "" if reason is None else f": {reason}"
+
+
+MOST_PRODUCTS: dict[str, int] = {formats.BITS_16: 3, formats.FP8: 1}
+"""Of how many products a kernel makes one sum, by kind of format (`ScatterSpec::kMaxProducts`). The
+epilogue of an fp8 kernel scales the sum, so that all of it has the scales of one product."""
+
+
+def why_too_many_products(kind: str, count: int) -> str | None:
+    """The reason why no kernel makes one sum of so many products, or None."""
+    most = MOST_PRODUCTS[kind]
+    if count <= most:
+        return None
+    return f"A: found {count} products, wanted at most {most} of {kind} in one kernel"
 
 
 def transports_of(problem: Problem) -> frozenset[str]:
@@ -98,7 +131,7 @@ def why_transport_illegal(problem: Problem, kernel: KernelConfig, transport: str
     if transport in copying:
         return None
     wanted = " or ".join(copying) or "another kernel"
-    return f"found transport {transport}, wanted {wanted}"
+    return f"found transport {transport}, wanted {wanted}{_of_fp8(problem, transport)}"
 
 
 def copy_transports(problem: Problem, kernel: KernelConfig | None = None) -> tuple[str, ...]:
@@ -180,7 +213,8 @@ def _why_splits_illegal(kernel: KernelConfig, legal: range) -> str | None:
 def why_not_gathered(problem: Problem) -> str | None:
     """The reason why a call cannot be by agmm's gather and the library's matmul, or None."""
     if problem.gpu != CPU and GATHERED.transport not in transports_of(problem):
-        return f"plan: found gather of {problem.format}, wanted another transport"
+        why = _of_fp8(problem, GATHERED.transport)
+        return f"plan: found gather of {problem.format}, wanted another transport{why}"
     return cost_model.why_not_gathered(problem)
 
 
@@ -202,7 +236,8 @@ def _why_all_reduce_illegal(
     problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]
 ) -> str | None:
     if plan.kernel is None or plan.transport not in transports_of(problem):
-        return f"plan: found {plan.name}, wanted another or unfused for {problem.op}"
+        why = _of_fp8(problem, plan.transport)
+        return f"plan: found {plan.name}, wanted another or unfused for {problem.op}{why}"
     if plan.transport == SCATTER:
         of_scatter = replace(problem, op=MATMUL_REDUCE_SCATTER)
         return _why_tile_push_illegal(

@@ -233,18 +233,35 @@ class CpuWorkspace(CpuSlots):
         *,
         agreed: str = "",
     ) -> torch.Tensor:
-        """Return the sum over the ranks of ``A @ B``, with the same bits on all of them.
-        Collective.
-
-        Band after band of rows (`_core.scatter_bands`) is scattered as `matmul_reduce_scatter` does
-        it; each rank's finished rows go to all, piece by piece, while the others' are computed. A
-        band whose rows the ranks cannot share equally is filled up with zeros. Grows the slots
-        where they are too small.
+        """Return the sum over the ranks of ``A @ B``, by `all_reduce`. Collective.
 
         Args:
             A: [M, K], of any number of rows, the same on all ranks; at least 1.
             B: [K, N], of one N on all ranks; at least 1.
             bias: [N] or None; added to the sum before it is rounded.
+            call, agreed: as `all_reduce`.
+
+        Returns:
+            out [M, N], contiguous.
+
+        Raises:
+            Unsupported: as `all_gather_matmul`.
+            AgmmError: as `all_gather_matmul`.
+        """
+        return self.all_reduce(cpu_scatter.plain_sum([A], [B], bias), call, agreed=agreed)
+
+    @torch.no_grad()
+    def all_reduce(self, summed: cpu_scatter.Sum, call: Call, *, agreed: str = "") -> torch.Tensor:
+        """Return the sum over the ranks of their products, the same bits on all of them. Collective.
+
+        Band after band of rows (`_core.scatter_bands`) is scattered as `reduce_scatter` does it;
+        each rank's finished rows go to all, piece by piece, while the others' are computed. A band
+        whose rows the ranks cannot share equally is filled up with zeros. Grows the slots where
+        they are too small.
+
+        Args:
+            summed: of any number of rows, at least 1; rows, columns and dtypes the same on all
+                ranks, at least one column.
             call: the call, for messages.
             agreed: what else has to be the same on all ranks.
 
@@ -255,33 +272,25 @@ class CpuWorkspace(CpuSlots):
             Unsupported: as `all_gather_matmul`.
             AgmmError: as `all_gather_matmul`.
         """
-        rows, columns = A.shape[0], B.shape[1]
+        rows, columns = summed.rows, summed.columns
         shared = -(-rows // self.world_size)
-        name = str(A.dtype).removeprefix("torch.")
+        sent, finished = (
+            str(dtype).removeprefix("torch.") for dtype in (summed.sent_dtype, summed.out_dtype)
+        )
         bands = _core.scatter_bands(shared * self.world_size, self.world_size)
         pieces = cpu_scatter.all_reduce_pieces(max(end - begin for begin, end in bands))
         slot_bytes = cpu_scatter.all_reduce_slot_bytes(
-            rows, columns * A.element_size(), self.world_size
+            rows, columns * summed.sent_dtype.itemsize, self.world_size
         )
         with self.group.lock:
-            tag = tag_of(rows, columns, f"all_reduce of {name} {agreed}", False)
+            tag = tag_of(rows, columns, f"all_reduce of {sent} to {finished} {agreed}", False)
             with self.in_step(tag, call):
                 self.make_room(slot_bytes, 2 * pieces, tag)
-                out = A.new_empty(rows, columns)
+                out = torch.empty(rows, columns, dtype=summed.out_dtype)
                 for begin, end in bands:
-                    band = slice(begin * self.world_size, min(end * self.world_size, rows))
-                    a = A[band]
-                    missing = (end - begin) * self.world_size - len(a)
-                    if missing:
-                        a = torch.nn.functional.pad(a, (0, 0, 0, missing))
+                    band = slice(begin * self.world_size, end * self.world_size)
                     whole = cpu_scatter.send_sum_and_return(
-                        self,
-                        cpu_scatter.plain_sum([a], [B], bias),
-                        pieces,
-                        tag,
-                        call.op,
-                        row_of_A=band.start,
-                        rows_of_A=rows,
+                        self, summed, pieces, tag, call.op, band=band
                     )
                     out[band] = whole[: len(out[band])]
         return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,7 +42,8 @@ class Summands:
         self, As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], most_rows: int
     ) -> None:
         dtype = sum_dtype(As[0].dtype)
-        self._As = As
+        self._As: Sequence[Any] = As
+        self._row_count = As[0].shape[0]
         # The copies have memory of their own, at addresses of one alignment, on which products may
         # depend.
         self._Bs = [B.to(dtype, copy=True) for B in Bs]
@@ -51,11 +52,14 @@ class Summands:
         self._total = torch.empty_like(self._product)
 
     def product(self, rows: slice) -> torch.Tensor:
-        """Return the sum over the pairs of ``A[rows] @ B``, not rounded. It is valid until the next
-        call."""
+        """Return the sum over the pairs of ``A[rows] @ B``, not rounded; rows behind the last of A
+        are zeros. It is valid until the next call."""
         product = self._product[: rows.stop - rows.start]
+        there = slice(rows.start, max(rows.start, min(rows.stop, self._row_count)))
         for i, (A, B, copy) in enumerate(zip(self._As, self._Bs, self._rows, strict=True)):
-            a = self._load(A, rows, copy[: len(product)])
+            a = copy[: len(product)]
+            self._load(A, there, a[: there.stop - there.start])
+            a[there.stop - there.start :].zero_()
             # The product goes into given memory, since autocast leaves such calls alone.
             if i == 0:
                 torch.mm(a, B, out=product)
@@ -63,8 +67,8 @@ class Summands:
                 torch.addmm(product, a, B, out=product)
         return product
 
-    def _load(self, A: torch.Tensor, rows: slice, into: torch.Tensor) -> torch.Tensor:
-        return into.copy_(A[rows])
+    def _load(self, A: Any, rows: slice, into: torch.Tensor) -> None:
+        into.copy_(A[rows])
 
     def sum(
         self,
@@ -88,24 +92,30 @@ class Summands:
 
 
 class ScaledSummands(Summands):
-    """The product of fp8 operands, dequantised."""
+    """The products of fp8 operands, dequantised."""
 
     def __init__(
-        self, A: Scaled, weight: Weight, bias_of_each: torch.Tensor | None, most_rows: int
+        self,
+        products: Sequence[tuple[Scaled, Weight]],
+        bias_of_each: torch.Tensor | None,
+        most_rows: int,
     ) -> None:
-        super().__init__([A.values], [weight.B.values], most_rows)
-        self._Bs[0].mul_(weight.B.spread())
-        self._A, self._weight, self._bias_of_each = A, weight, bias_of_each
+        As, weights = zip(*products, strict=True)
+        super().__init__([A.values for A in As], [w.B.values for w in weights], most_rows)
+        for B, weight in zip(self._Bs, weights, strict=True):
+            B.mul_(weight.B.spread())
+        self._As, self._bias_of_each = As, bias_of_each
+        self._result_scale = weights[0].result_scale
 
-    def _load(self, A: torch.Tensor, rows: slice, into: torch.Tensor) -> torch.Tensor:
-        return self._A.rows(rows).dequantised(into)
+    def _load(self, A: Scaled, rows: slice, into: torch.Tensor) -> None:
+        A.rows(rows).dequantised(into)
 
     def product(self, rows: slice) -> torch.Tensor:
         product = super().product(rows)
         return product if self._bias_of_each is None else product.add_(self._bias_of_each)
 
     def _round(self, total: torch.Tensor, out: torch.Tensor) -> None:
-        rounded_into(out, total, self._weight.result_scale)
+        rounded_into(out, total, self._result_scale)
 
 
 class Sum(NamedTuple):
@@ -136,12 +146,14 @@ def plain_sum(
     )
 
 
-def scaled_sum(A: Scaled, weight: Weight, *, is_bias_of_each: bool = False) -> Sum:
-    """The `Sum` of ``A @ B``, both dequantised, over the ranks.
+def scaled_sum(products: Sequence[tuple[Scaled, Weight]], *, is_bias_of_each: bool = False) -> Sum:
+    """The `Sum` of ``A @ B`` for each pair, all dequantised, over the ranks.
 
     Args:
-        is_bias_of_each: whether the weight's bias is this rank's own, added to its product.
+        products: the pairs; the first weight says the result's dtype, its scale and the bias.
+        is_bias_of_each: whether the bias is this rank's own, added to its product.
     """
+    A, weight = products[0]
     out_dtype = weight.out_dtype
     sent_dtype = torch.bfloat16 if out_dtype in FP8 else out_dtype
     of_each, of_all = (weight.bias, None) if is_bias_of_each else (None, weight.bias)
@@ -151,7 +163,7 @@ def scaled_sum(A: Scaled, weight: Weight, *, is_bias_of_each: bool = False) -> S
         sent_dtype,
         out_dtype,
         of_all,
-        lambda most_rows: ScaledSummands(A, weight, of_each, most_rows),
+        lambda most_rows: ScaledSummands(products, of_each, most_rows),
     )
 
 
@@ -275,18 +287,18 @@ def send_sum_and_return(
     tag: int,
     op: str,
     *,
-    row_of_A: int,
-    rows_of_A: int,
+    band: slice,
 ) -> torch.Tensor:
     """Return the sum of one band on all ranks, [rows, columns]; its rows are a multiple of the
-    ranks. Order and protocol are those of the kernel (`src/order/lagged_order.hpp`, with the
-    argument why no ranks wait for each other in a ring): own pieces follow the others' at a lag,
-    and go to all ranks once they are finished. At each place of a slot lie partial sums, then
-    finished rows; both have signals, and share one credit. ``op``, ``row_of_A`` (where the band
-    begins in A) and ``rows_of_A`` are for messages."""
+    ranks, and the last band may end behind the last row. Order and protocol are those of the kernel
+    (`src/order/lagged_order.hpp`, with the argument why no ranks wait for each other in a ring):
+    own pieces follow the others' at a lag, and go to all ranks once they are finished. At each
+    place of a slot lie partial sums, then finished rows, which take no more bytes; both have
+    signals, and share one credit. ``op`` is for messages."""
     core, rank, world_size = slots.core, slots.rank, slots.world_size
-    dtype, m_local = summed.sent_dtype, summed.rows // slots.world_size
+    dtype, m_local = summed.sent_dtype, (band.stop - band.start) // slots.world_size
     row_bytes = summed.columns * dtype.itemsize
+    finished_row_bytes = summed.columns * summed.out_dtype.itemsize
     part_bytes = m_local * row_bytes
     piece_rows = -(-m_local // pieces)
     cuts = [
@@ -295,19 +307,27 @@ def send_sum_and_return(
     ]
     others = [_core.scatter_owner(rank, i, world_size) for i in range(world_size - 1)]
     sources = [source for source in range(world_size) if source != rank]
-    out = torch.empty(summed.rows, summed.columns, dtype=dtype)
+    out = torch.empty(band.stop - band.start, summed.columns, dtype=summed.out_dtype)
     own = out[rank * m_local : (rank + 1) * m_local]
     sent = {owner: torch.empty(m_local, summed.columns, dtype=dtype) for owner in others}
     summands = summed.summands(piece_rows)
     slots.lent = [out, *sent.values()]
     slot = slots.take_slot()
-    arrived = slots.memory_of(slot)[: 2 * (world_size - 1) * part_bytes].view(dtype)
-    arrived = arrived.view(world_size - 1, 2, m_local, summed.columns)
+    arrived = slots.memory_of(slot)[: 2 * (world_size - 1) * part_bytes]
+    arrived = arrived.view(world_size - 1, 2, part_bytes)
     places = {source: _core.part_place(source, rank, world_size) for source in sources}
 
+    def rows_of(source: int, i: int, *, finished: bool) -> torch.Tensor:
+        """What a rank has sent of a piece."""
+        nbytes = m_local * finished_row_bytes if finished else part_bytes
+        here = arrived[places[source], int(finished), :nbytes]
+        here = here.view(summed.out_dtype if finished else dtype)
+        return here.view(m_local, summed.columns)[cuts[i]]
+
     def send(owner: int, rows: torch.Tensor, i: int, *, finished: bool) -> None:
-        index, offset = (len(cuts) + i, part_bytes) if finished else (i, 0)
-        offset += cuts[i].start * row_bytes
+        index = len(cuts) + i if finished else i
+        offset = cuts[i].start * (finished_row_bytes if finished else row_bytes)
+        offset += part_bytes if finished else 0
         core.send(slot, owner, index, rows.data_ptr(), rows.nbytes, 2 * part_bytes, offset, tag)
 
     def await_all(index: int) -> None:
@@ -321,9 +341,10 @@ def send_sum_and_return(
         first = owner * m_local
         product = None
         if cut.stop > cut.start:
-            product = summands.product(slice(first + cut.start, first + cut.stop))
+            begin = band.start + first
+            product = summands.product(slice(begin + cut.start, begin + cut.stop))
             if nan_check.active:  # the own rows go to all ranks, too, in the sum
-                place = row_of_A + first + cut.start, rows_of_A
+                place = begin + cut.start, summed.rows
                 nan_check.look_through(op, "A @ B", product.to(dtype), rank, rows=place)
         if owner != rank:
             piece = sent[owner][cut]
@@ -333,7 +354,7 @@ def send_sum_and_return(
             continue
         await_all(i)
         if product is not None:
-            parts = [arrived[places[source], 0, cut] for source in sources]
+            parts = [rows_of(source, i, finished=False) for source in sources]
             summands.sum(product, parts, rank, 1, summed.bias, own[cut])
         for other in others:
             send(other, own[cut], i, finished=True)
@@ -341,7 +362,7 @@ def send_sum_and_return(
         await_all(len(cuts) + i)
         for source in sources:
             first = source * m_local
-            out[first + cut.start : first + cut.stop] = arrived[places[source], 1, cut]
+            out[first + cut.start : first + cut.stop] = rows_of(source, i, finished=True)
     slots.give_back(slot)
     core.wait_pushed()  # what was sent may be overwritten
     slots.lent = None

@@ -3,6 +3,7 @@ rounded once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,6 +56,22 @@ class Weight(NamedTuple):
     """The bias [N], in bf16, fp16 or float32."""
     result_scale: torch.Tensor | None
     """The scale of an fp8 result, one float32: what it is multiplied with before it is rounded."""
+    out_dtype: torch.dtype
+    fast_accum: bool
+
+
+class ScaledProducts(NamedTuple):
+    """A sum of products of fp8 operands, by the names of the ops' arguments."""
+
+    As: Sequence[torch.Tensor]
+    """[M, ..., K] each, of one shape but for K."""
+    Bs: Sequence[torch.Tensor]
+    """[K, N], one for each A."""
+    scale_as: Sequence[torch.Tensor]
+    scale_bs: Sequence[torch.Tensor]
+    bias: torch.Tensor | None
+    """[N], added once, to the sum."""
+    result_scale: torch.Tensor | None
     out_dtype: torch.dtype
     fast_accum: bool
 

@@ -1,0 +1,113 @@
+"""Matmul + all-reduce of operands that need no scales."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from agmm.ops import scatter_plan
+from agmm.ops.all_reduce import AllReduceCall, LibrarySum, Load
+from agmm.ops.checks import check_reducible
+from agmm.ops.pipeline import Ready
+from agmm.ops.plain_scatter import Copying, call_with
+from agmm.planning.plans import KernelConfig
+from agmm.runtime.calls import Call
+from agmm.runtime.workspaces import cpu_workspace
+
+
+class PlainAllReduce(AllReduceCall):
+    """``all_reduce(A @ B) (+ bias)``.
+
+    Args:
+        A: [M, ..., K].
+        B: [K, N].
+        bias: [N] or None.
+    """
+
+    def __init__(
+        self,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: dist.ProcessGroup,
+        strict: bool,
+    ) -> None:
+        super().__init__(A, group, strict=strict)
+        self.B, self.bias = B, bias
+
+    def check(self) -> None:
+        check_reducible(self.A, self.B, self.bias)
+
+    def words(self) -> Call:
+        return Call(self.op, A=self.A, B=self.B)
+
+    def operands(self) -> tuple[Any, ...]:
+        return self.A, self.B, self.bias
+
+    @property
+    def columns(self) -> int:
+        return self.B.shape[1]
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return self.A.dtype
+
+    def sent(self) -> dict[str, list[torch.Tensor]]:
+        return {"A": [self.A], "B": [self.B]}
+
+    def why_no_kernel(self) -> str | None:
+        return scatter_plan.why_not_native([self.A], [self.B], 0, self.group)
+
+    def _matrix(self) -> torch.Tensor:
+        return self.A.reshape(self.rows, self.A.shape[-1])
+
+    def plan(self, rows: int) -> scatter_plan.AllReducePlan:
+        return scatter_plan.all_reduce_plan(
+            rows, self._matrix(), self.B, self.group, strict=self.strict
+        )
+
+    def by_cpu(self, words: Call) -> torch.Tensor:
+        return cpu_workspace(self.group).matmul_all_reduce(
+            self._matrix(), self.B, self.bias, words, agreed=f"{self.shape}"
+        )
+
+    def load(self) -> Load:
+        return _Load(Copying.of([self._matrix()], [self.B], 0), self.missing)
+
+    def ready_on_cuda(self, kernel: KernelConfig, all_reduce_sms: int) -> Ready:
+        A, copying = self._matrix(), Copying.of([self._matrix()], [self.B], 0)
+        if self.missing:
+            A = A.new_empty(1, 1).expand(self.rows + self.missing, A.shape[1])
+        B = self.B if copying is None else copying.weight(self.B)
+        return call_with(kernel, [A], [B], self.group, "sum", all_reduce_sms=all_reduce_sms)
+
+    def library(self) -> LibrarySum:
+        return _Library()
+
+
+class _Load(NamedTuple):
+    copying: Copying | None
+    missing: int
+
+    def __call__(
+        self, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[Any, ...]:
+        copying, missing = self
+        rows = A if A.dim() == 2 else A.reshape(-1, A.shape[-1])
+        if missing:
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+        if copying is None:
+            return (rows,), (B,), bias
+        return *copying((rows,), (B,)), bias
+
+
+class _Library(NamedTuple):
+    def partial(self, A: torch.Tensor, B: torch.Tensor, *_: Any) -> torch.Tensor:
+        return torch.matmul(A, B)
+
+    def total(
+        self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return out if bias is None else out.add_(bias)

@@ -1,0 +1,79 @@
+"""The flow of products that are summed over the ranks: what is the same for matmul + reduce-scatter
+and matmul + all-reduce, of any format of operands."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+import torch.distributed as dist
+
+from agmm.ops.pipeline import LIBRARY, OpCall, Route, device_of
+from agmm.runtime import groups, nan_check
+from agmm.runtime.calls import Call
+
+
+class SumCall(OpCall[torch.Tensor]):
+    """A sum over the ranks of what each of them multiplies. A format says what its operands are and
+    which of its calls have kernels.
+
+    Args:
+        A: [M, ..., K], the first of several.
+    """
+
+    op: str
+
+    def __init__(self, A: torch.Tensor, group: dist.ProcessGroup, *, strict: bool) -> None:
+        self.A = A
+        self.device = device_of(A)
+        self.group = group
+        self.strict = strict
+
+    # --- what a format says ---
+
+    @property
+    @abstractmethod
+    def columns(self) -> int:
+        """N of the product."""
+
+    @property
+    @abstractmethod
+    def out_dtype(self) -> torch.dtype:
+        """The dtype of the result."""
+
+    @abstractmethod
+    def why_no_kernel(self) -> str | None:
+        """Why agmm's kernels, or its CPU backend, cannot serve operands of this kind, or None. The
+        same on all ranks that call with the same shapes, dtypes and layouts."""
+
+    @abstractmethod
+    def by_cpu(self, words: Call) -> torch.Tensor:
+        """The sum by the CPU backend, as a matrix of rows."""
+
+    @abstractmethod
+    def sent(self) -> dict[str, list[torch.Tensor]]:
+        """What a kernel multiplies and sends, by the names of the op's arguments."""
+
+    # --- the flow ---
+
+    @property
+    @abstractmethod
+    def dim(self) -> int:
+        """The dimension whose parts ranks own, counted from the first."""
+
+    @property
+    def shape(self) -> list[int]:
+        """The sizes of the sum before it is scattered."""
+        return [*self.A.shape[:-1], self.columns]
+
+    def is_empty(self) -> bool:
+        return 0 in self.shape
+
+    def look(self, route: Route, words: Call) -> None:
+        # A kernel sends products as it computes them; other routes look through what they send.
+        if not nan_check.active or route.by == LIBRARY or self.device.type != "cuda":
+            return
+        rank = groups.of(self.group).rank
+        for name, tensors in self.sent().items():
+            for tensor in tensors:
+                nan_check.look_through(words.op, name, tensor, rank)
