@@ -165,7 +165,7 @@ def measure_scaled(
 
     def call_of(config: KernelConfig) -> Callable[[], torch.Tensor]:
         return lambda: async_input_scaled_mm.on_cuda(
-            A, B, scale_a, scale_b, signals, pivot, fast_accum=fast_accum, config=config
+            (A, B, scale_a, scale_b), signals, pivot, fast_accum=fast_accum, config=config
         )
 
     try:

@@ -155,9 +155,10 @@ CONFIG = KernelConfig(128, 128, 128, 1, 1, "pingpong")
 
 def on_cuda(**change: Any) -> torch.Tensor:
     given = call(**change)
-    names = ("A", "B", "scale_a", "scale_b", "a_chunk_signals", "a_chunk_pivot")
     return async_input_scaled_mm.on_cuda(
-        *(given[name] for name in names),
+        (given["A"], given["B"], given["scale_a"], given["scale_b"]),
+        given["a_chunk_signals"],
+        given["a_chunk_pivot"],
         bias=given["bias"],
         fast_accum=given["use_fast_accum"],
         config=CONFIG,
@@ -220,7 +221,8 @@ def test_a_weight_beyond_the_cache_is_read_across_the_chunks(
     monkeypatch.setattr(call_plans, "planner", lambda *given: chosen)
     given = call(a_chunk_signals=torch.ones(chunks, dtype=torch.uint32))
     del given["bias"], given["use_fast_accum"]
-    async_input_scaled_mm.on_cuda(*given.values())
+    *product, signals, pivot = given.values()
+    async_input_scaled_mm.on_cuda(product, signals, pivot)
     *_, config = core.MatmulProblem.call_args.args
     assert config.across is across
 

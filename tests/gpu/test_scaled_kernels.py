@@ -134,7 +134,7 @@ def test_every_kernel(kernel: Kernel, scaling: str) -> None:
         )
         pivot = draw.randrange(chunks)
         poison_freed_memory(m * n * 2)
-        out = on_cuda(*given, ready(chunks), pivot, fast_accum=kernel.fast_accum, config=config)
+        out = on_cuda(given, ready(chunks), pivot, fast_accum=kernel.fast_accum, config=config)
         label = f"{m}x{n}x{k} chunks {chunks} pivot {pivot} {config.name}"
         assert_close(out, given, kernel.fast_accum, label)
 
@@ -145,7 +145,7 @@ def test_each_scale_is_that_of_its_row_and_column(kernel: Kernel) -> None:
     for seed, (m, n, k, chunks) in enumerate(shapes_of(kernel)):
         given = whole(operands(kernel.scalings[0], m, n, k, kernel.dtypes, seed), seed)
         poison_freed_memory(m * n * 2)
-        out = on_cuda(*given, ready(chunks), 0, fast_accum=kernel.fast_accum, config=kernel.config)
+        out = on_cuda(given, ready(chunks), 0, fast_accum=kernel.fast_accum, config=kernel.config)
         wanted = given.product().to(torch.bfloat16)
         wrong = (out != wanted).nonzero()
         assert len(wrong) == 0, f"{m}x{n}x{k}: {len(wrong)} wrong, first at {wrong[0].tolist()}"
@@ -163,7 +163,7 @@ def test_last_rows_and_bias(kernel: Kernel) -> None:
                 given = operands(scaling, m, n, k, kernel.dtypes, last)
                 poison_freed_memory(m * n * 2)
                 out = on_cuda(
-                    *given, None, 0, bias=bias, fast_accum=kernel.fast_accum, config=config
+                    given, None, 0, bias=bias, fast_accum=kernel.fast_accum, config=config
                 )
                 assert_close(out, given, kernel.fast_accum, f"{m} rows {scaling}", bias)
 
@@ -189,8 +189,7 @@ def test_splits_of_k(scaling: str) -> None:
             given = operands(scaling, m, n, k, kernel.dtypes, m)
             poison_freed_memory(m * n * 2)
             outs = [
-                on_cuda(*given, ready(chunks), 1, bias=bias, config=kernel.config)
-                for _ in range(10)
+                on_cuda(given, ready(chunks), 1, bias=bias, config=kernel.config) for _ in range(10)
             ]
             assert_close(outs[0], given, True, f"{m}x{n}x{k} {kernel.config.name}", bias)
             assert all(torch.equal(out, outs[0]) for out in outs), f"{kernel} does not repeat"
@@ -204,7 +203,7 @@ def test_columns_that_torch_does_not_multiply(kernel: Kernel) -> None:
     wide.view(torch.uint8)[:, 144:].copy_(given.B.t().view(torch.uint8))
     given = given._replace(B=wide[:, 144:].t())
     poison_freed_memory(200 * 264 * 2)
-    out = on_cuda(*given, None, 0, fast_accum=kernel.fast_accum, config=kernel.config)
+    out = on_cuda(given, None, 0, fast_accum=kernel.fast_accum, config=kernel.config)
     assert relative_error(out, given.product()) < 2**-7
 
 
@@ -216,7 +215,7 @@ def test_slow_accumulation_is_the_more_exact() -> None:
     )
     reference = given.product()
     fast, slow = (
-        relative_error(on_cuda(*given, None, 0, fast_accum=fast), reference)
+        relative_error(on_cuda(given, None, 0, fast_accum=fast), reference)
         for fast in (True, False)
     )
     by_cublas = relative_error(by_torch(given, False), reference)
@@ -283,7 +282,7 @@ def test_waits_for_chunks_and_scales_that_come_late(kernel: Kernel, scaling: str
         torch.cuda.synchronize()
         late = given._replace(A=A, scale_a=scale_a)
         out = on_cuda(
-            *late,
+            late,
             signals.view(torch.uint32),
             draw.randrange(chunks),
             fast_accum=kernel.fast_accum,
@@ -314,7 +313,7 @@ def test_blocks_of_one_row_or_column_or_k_tile() -> None:
         for m, n, k in ((1, 16, 16), (1, 144, 128), (200, 16, 64), (1, 16, 272), (300, 136, 112)):
             given = operands(scaling, m, n, k, (E4M3, E4M3), m + n + k)
             poison_freed_memory(m * n * 2)
-            out = on_cuda(*given, None, 0, fast_accum=False)
+            out = on_cuda(given, None, 0, fast_accum=False)
             assert relative_error(out, given.product()) < 2**-7, f"{scaling} {m}x{n}x{k}"
 
 
@@ -324,8 +323,8 @@ def test_strided_scales_of_blocks() -> None:
         given = operands(scaling, 200, 400, 528, (E4M3, E4M3), 0)
         strided = given.scale_b.t().contiguous().t()
         of_a = given.scale_a.t().contiguous().t()  # as torch._scaled_mm takes them
-        out = on_cuda(given.A, given.B, of_a, strided, None, 0)
-        assert torch.equal(out, on_cuda(*given, None, 0)), scaling
+        out = on_cuda((given.A, given.B, of_a, strided), None, 0)
+        assert torch.equal(out, on_cuda(given, None, 0)), scaling
 
 
 def test_bad_input() -> None:
@@ -343,7 +342,7 @@ def test_bad_input() -> None:
         assert "\n" not in message
         assert all(word in message for word in words), message
     with pytest.raises(agmm.InvalidArgument, match="a kernel of this build"):
-        on_cuda(*given, None, 0, config=KernelConfig(64, 64, 64, 1, 1, "pingpong"))
+        on_cuda(given, None, 0, config=KernelConfig(64, 64, 64, 1, 1, "pingpong"))
     torch.cuda.synchronize()
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from agmm.errors import AgmmError
 from agmm.runtime import cpu, cpu_scatter
 from agmm.runtime.calls import Call
+from agmm.runtime.cpu_scatter import plain_sum
 from agmm.testing.reference import relative_error
 
 CALL = Call("a scatter of the tests")
@@ -76,7 +77,9 @@ def products(
         b = _random(shape[1:2], dtype, seed + 5) if bias else None
         As = [A.t().contiguous().t() if i % 2 else A for i, (A, _) in enumerate(every[rank], seed)]
         Bs = [B if i % 2 else B.t().contiguous().t() for i, (_, B) in enumerate(every[rank], seed)]
-        out = workspace.matmul_reduce_scatter(As, Bs, b, reduce_op, CALL, pieces=chunks_per_shard)
+        out = workspace.reduce_scatter(
+            plain_sum(As, Bs, b), reduce_op, CALL, pieces=chunks_per_shard
+        )
         own = slice(rank * shape[0], (rank + 1) * shape[0])
 
         def of_ranks(
@@ -113,7 +116,7 @@ def bits(
     every = [operands(shape, r, world_size, dtype, 3) for r in range(world_size)]
     b = _random(shape[1:2], dtype, 5) if bias else None
     A, B = every[rank]
-    out = workspace.matmul_reduce_scatter([A], [B], b, reduce_op, CALL, pieces=2)
+    out = workspace.reduce_scatter(plain_sum([A], [B], b), reduce_op, CALL, pieces=2)
     own = slice(rank * shape[0], (rank + 1) * shape[0])
     parts = [A[own].to(wide) @ B.to(wide) for A, B in every]
     divisor = world_size if reduce_op == "avg" else 1
@@ -136,7 +139,7 @@ def in_bands(world_size: int, rows: list[int]) -> list[tuple[bool, int]] | None:
         A = torch.randint(-8, 9, (world_size * m_local, 2), generator=generator).float()
         B = torch.randint(-8, 9, (2, 3), generator=generator).float()
         weight = 1.0 + workspace.rank
-        out = workspace.matmul_reduce_scatter([A], [weight * B], None, "sum", CALL, pieces=3)
+        out = workspace.reduce_scatter(plain_sum([A], [weight * B], None), "sum", CALL, pieces=3)
         weights = world_size * (world_size + 1) / 2
         own = A[workspace.rank * m_local : (workspace.rank + 1) * m_local]
         found.append((torch.equal(out, weights * (own @ B)), workspace.slot_bytes))
@@ -162,7 +165,7 @@ def _step(
     A, B = _of_a_step(workspace.rank, workspace.world_size, dtype, kind)
     As[0].copy_(A)
     op = "avg" if kind % 2 else "sum"
-    out = workspace.matmul_reduce_scatter(As, [B], None, op, CALL, pieces=pieces)
+    out = workspace.reduce_scatter(plain_sum(As, [B], None), op, CALL, pieces=pieces)
     As[0].fill_(torch.nan)
     return out
 
@@ -212,7 +215,7 @@ def after(kind: str) -> tuple[str, str]:
         broken = mock.patch.object(cpu_scatter.Summands, "product", side_effect=effect)
         try:
             with broken:
-                workspace.matmul_reduce_scatter([A], [B], None, "sum", CALL)
+                workspace.reduce_scatter(plain_sum([A], [B], None), "sum", CALL)
         except (KeyboardInterrupt, RuntimeError) as error:
             errors.append(repr(error))
     workspace.close()
@@ -227,17 +230,17 @@ def without_memory() -> tuple[str, list[float]]:
     workspace = cpu.CpuWorkspace.create(group, 4096)
     with mock.patch.object(cpu_scatter, "Summands", side_effect=MemoryError("none left")):
         try:
-            workspace.matmul_reduce_scatter([A], [B], None, "sum", CALL)
+            workspace.reduce_scatter(plain_sum([A], [B], None), "sum", CALL)
             said = "no error"
         except MemoryError as error:
             said = str(error)
     try:
-        workspace.matmul_reduce_scatter([A], [B], None, "sum", CALL)
+        workspace.reduce_scatter(plain_sum([A], [B], None), "sum", CALL)
     except AgmmError as error:
         said += f"; {error}"
     workspace.close()
     workspace = cpu.CpuWorkspace.create(group, 4096)
-    out = workspace.matmul_reduce_scatter([A], [B], None, "sum", CALL)
+    out = workspace.reduce_scatter(plain_sum([A], [B], None), "sum", CALL)
     workspace.close()
     return said, out.view(-1).tolist()
 
@@ -249,7 +252,7 @@ def call_forever() -> None:
     workspace = cpu.CpuWorkspace.create(group, 4096)
     A, B = torch.ones(12, 64), torch.ones(64, 4)
     while True:
-        workspace.matmul_reduce_scatter([A], [B], None, "sum", CALL)
+        workspace.reduce_scatter(plain_sum([A], [B], None), "sum", CALL)
 
 
 def call_with_own(kind: str) -> None:
@@ -262,7 +265,7 @@ def call_with_own(kind: str) -> None:
     def scatter(rows: int = 4, n: int = 3, dtype: torch.dtype = torch.float32) -> None:
         A, B = torch.ones(rows, 2, dtype=dtype), torch.ones(2, n, dtype=dtype)
         op = "avg" if kind == "reduce_op" and is_other else "sum"
-        workspace.matmul_reduce_scatter([A], [B], None, op, CALL)
+        workspace.reduce_scatter(plain_sum([A], [B], None), op, CALL)
 
     scatter()
     if kind == "rows":
@@ -319,7 +322,7 @@ def with_fault(fault: str, op: str, calls: int) -> int:
         A, B = operands((3, 9, 5), rank, world_size, dtype, kind)
         if op == "all_reduce":
             return workspace.matmul_all_reduce(A, B, None, CALL)
-        return workspace.matmul_reduce_scatter([A], [B], None, "sum", CALL)
+        return workspace.reduce_scatter(plain_sum([A], [B], None), "sum", CALL)
 
     wanted = [step(kind) for kind in range(4)]
     draw, wrong = random.Random(rank), 0

@@ -21,6 +21,7 @@ from agmm.planning.heuristics import usual_plans, usual_scatter_order
 from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, KernelConfig, SmPush
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu import CpuWorkspace
+from agmm.runtime.cpu_scatter import plain_sum
 from agmm.runtime.cuda import CudaWorkspace
 from agmm.runtime.kernels import built
 from agmm.testing.cases import Shape, make_operands, make_scatter_operands
@@ -244,7 +245,7 @@ def _record_scatter(
     for _ in range(_CALLS_BEFORE_TIMELINE):
         events.clear()
         dist.barrier()
-        workspace.matmul_reduce_scatter([A], [B], None, "sum", call, timeline=events)
+        workspace.reduce_scatter(plain_sum([A], [B], None), "sum", call, timeline=events)
     return _scatter_events(events, rank)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from agmm.ops.checks import check_gatherable, config_name, needs_gradient
 from agmm.ops.gather import GatherSettings
 from agmm.ops.gather_packed import gather_packed
 from agmm.ops.kept import kind_of
-from agmm.ops.library import library
+from agmm.ops.library import define, library
 from agmm.ops.operands import autocast, check_operands, is_plain, is_watched
 from agmm.ops.plain_gather import gather
 from agmm.ops.quantize import gather_quantised
@@ -31,46 +31,42 @@ _Weights = (
 )
 
 
-def _all_gather_matmul_impl(
-    A_shard: torch.Tensor,
-    Bs: list[torch.Tensor],
-    biases: list[torch.Tensor | None],
-    group_name: str,
-    world_size: int,
-    gather_dim: int,
-    return_A: bool,
-    config: str,
-    strict: bool,
-    save_gathered: bool = False,
-    prefer_fused: bool = False,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    group = group_of_size(group_name, world_size)
-    settings = GatherSettings(gather_dim, return_A, config, strict, prefer_fused)
-    A, _, outs = gather(A_shard, Bs, biases, group, settings)
-    return (A_shard.new_empty(0) if A is None else A), outs
+class _Arguments(NamedTuple):
+    """The arguments of the torch op."""
+
+    A_shard: torch.Tensor
+    Bs: list[torch.Tensor]
+    biases: list[torch.Tensor | None]
+    group_name: str
+    world_size: int
+    gather_dim: int
+    return_A: bool
+    config: str
+    strict: bool
+    save_gathered: bool = False
+    """Whether the backward uses the gathered A; the forward has no use for it."""
+    prefer_fused: bool = False
 
 
-def _all_gather_matmul_fake(
-    A_shard: torch.Tensor,
-    Bs: list[torch.Tensor],
-    biases: list[torch.Tensor | None],
-    group_name: str,
-    world_size: int,
-    gather_dim: int,
-    return_A: bool,
-    config: str,
-    strict: bool,
-    save_gathered: bool = False,
-    prefer_fused: bool = False,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    check_gatherable(A_shard, Bs, biases, gather_dim, world_size)
+def _impl(call: _Arguments) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    group = group_of_size(call.group_name, call.world_size)
+    settings = GatherSettings(
+        call.gather_dim, call.return_A, call.config, call.strict, call.prefer_fused
+    )
+    A, _, outs = gather(call.A_shard, call.Bs, call.biases, group, settings)
+    return (call.A_shard.new_empty(0) if A is None else A), outs
+
+
+def _fake(call: _Arguments) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    A_shard, dim = call.A_shard, call.gather_dim
+    check_gatherable(A_shard, call.Bs, call.biases, dim, call.world_size)
     shape = list(A_shard.shape)
-    shape[gather_dim] = shape[gather_dim] * world_size
-    A = A_shard.new_empty(shape if return_A else 0)
-    return A, [A_shard.new_empty(*shape[:-1], B.shape[1]) for B in Bs]
+    shape[dim] = shape[dim] * call.world_size
+    A = A_shard.new_empty(shape if call.return_A else 0)
+    return A, [A_shard.new_empty(*shape[:-1], B.shape[1]) for B in call.Bs]
 
 
-def _all_gather_matmul_autograd(
+def _autograd(
     A_shard: torch.Tensor,
     Bs: list[torch.Tensor],
     biases: list[torch.Tensor | None],
@@ -116,10 +112,8 @@ _NATIVE = GatherSettings(return_A=True, prefer_fused=True)
 """The settings of torch's own op."""
 
 
-library.impl("_all_gather_matmul", _all_gather_matmul_impl, "CPU")
-library.impl("_all_gather_matmul", _all_gather_matmul_impl, "CUDA")
-library.impl("_all_gather_matmul", _all_gather_matmul_fake, "Meta")
-library.impl("_all_gather_matmul", _all_gather_matmul_autograd, "Autograd")
+define("_all_gather_matmul", _Arguments, "(Tensor A, Tensor[] outs)", run=_impl, fake=_fake)
+library.impl("_all_gather_matmul", _autograd, "Autograd")
 # A composite, so that what is traced is the op above, with the world size.
 library.impl("_fused_all_gather_matmul_native", _native, "CompositeImplicitAutograd")
 

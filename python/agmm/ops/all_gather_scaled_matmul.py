@@ -15,7 +15,7 @@ from agmm.ops.checks import config_name
 from agmm.ops.fp8_gather import Fp8Gather
 from agmm.ops.fp8_operands import Fp8Weights
 from agmm.ops.gather import Gathered, GatherSettings
-from agmm.ops.library import library
+from agmm.ops.library import define
 from agmm.ops.operands import is_watched
 from agmm.ops.pipeline import serve
 from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_gather, scalings_of
@@ -47,29 +47,32 @@ class _Settings(NamedTuple):
     config: str = ""
 
 
-def _impl(
-    A_shard: torch.Tensor,
-    scale_a: torch.Tensor,
-    Bs: list[torch.Tensor],
-    scale_bs: list[torch.Tensor],
-    biases: list[torch.Tensor | None],
-    result_scales: list[torch.Tensor | None],
-    group_name: str,
-    world_size: int,
-    gather_dim: int,
-    return_A: bool,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    strict: bool = False,
-    quantize: str = "",
-    config: str = "",
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    group = groups.group_of_size(group_name, world_size)
-    settings = _Settings(gather_dim, return_A, out_dtype, use_fast_accum, strict, quantize, config)
-    given = A_shard, scale_a, Bs, scale_bs, biases, result_scales
+class _Arguments(NamedTuple):
+    """The arguments of the torch op: operands, group and the fields of `_Settings`."""
+
+    A_shard: torch.Tensor
+    scale_a: torch.Tensor
+    Bs: list[torch.Tensor]
+    scale_bs: list[torch.Tensor]
+    biases: list[torch.Tensor | None]
+    result_scales: list[torch.Tensor | None]
+    group_name: str
+    world_size: int
+    gather_dim: int
+    return_A: bool
+    out_dtype: torch.dtype
+    use_fast_accum: bool
+    strict: bool = False
+    quantize: str = ""
+    config: str = ""
+
+
+def _impl(call: _Arguments) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    group = groups.group_of_size(call.group_name, call.world_size)
+    given, settings = call[:6], _Settings(*call[8:])
     A, scale_A, outs = _run(kept.kind_of_call(settings, *given), given, group, settings)
     if A is None or scale_A is None:
-        A, scale_A = _no_A(A_shard)
+        A, scale_A = _no_A(call.A_shard)
     return A, scale_A, outs
 
 
@@ -96,53 +99,37 @@ def _run(kind: Any, given: _Given, group: dist.ProcessGroup, settings: _Settings
     return serve(Fp8Gather(A_shard, scale_a, weights, group, of_gather, settings.quantize), kind)
 
 
-def _fake(
-    A_shard: torch.Tensor,
-    scale_a: torch.Tensor,
-    Bs: list[torch.Tensor],
-    scale_bs: list[torch.Tensor],
-    biases: list[torch.Tensor | None],
-    result_scales: list[torch.Tensor | None],
-    group_name: str,
-    world_size: int,
-    gather_dim: int,
-    return_A: bool,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    strict: bool = False,
-    quantize: str = "",
-    config: str = "",
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    dtypes = [out_dtype] * len(Bs)
-    check_scaled_gather(A_shard, scale_a, Bs, scale_bs, biases, result_scales, dtypes, gather_dim)
+def _fake(call: _Arguments) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    A_shard, scale_a, Bs, scale_bs, *_ = call
+    check_scaled_gather(*call[:6], [call.out_dtype] * len(Bs), call.gather_dim)
     shape = list(A_shard.shape)
-    shape[gather_dim] = shape[gather_dim] * world_size
-    outs = [A_shard.new_empty(*shape[:-1], B.shape[1], dtype=out_dtype) for B in Bs]
-    if not return_A:
+    shape[call.gather_dim] = shape[call.gather_dim] * call.world_size
+    outs = [A_shard.new_empty(*shape[:-1], B.shape[1], dtype=call.out_dtype) for B in Bs]
+    if not call.return_A:
         return *_no_A(A_shard), outs
-    if scalings_of(A_shard, scale_a, Bs, scale_bs, quantize)[0].a[0] == ALL:
-        scale_A = scale_a.new_empty(world_size, 1)
+    if scalings_of(A_shard, scale_a, Bs, scale_bs, call.quantize)[0].a[0] == ALL:
+        scale_A = scale_a.new_empty(call.world_size, 1)
     else:
         scale_A = scale_a.new_empty(*shape[:-1], scale_a.shape[-1])
     return A_shard.new_empty(shape), scale_A, outs
 
 
-def _autograd(*arguments: Any) -> Any:
-    A_shard, scale_a, Bs, scale_bs, biases, result_scales, *_ = arguments
-    check_no_backward(
-        [("A_shard", A_shard), ("scale_a", scale_a), *(("B", B) for B in Bs)]
-        + [("scale_b", scale) for scale in scale_bs]
-        + [("bias", bias) for bias in biases]
-        + [("result_scale", scale) for scale in result_scales]
-    )
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.agmm._all_gather_scaled_matmul.default(*arguments)
+def _check_grad(call: _Arguments) -> None:
+    given: list[tuple[str, torch.Tensor | None]]
+    given = [("A_shard", call.A_shard), ("scale_a", call.scale_a)]
+    given += [("B", B) for B in call.Bs] + [("scale_b", scale) for scale in call.scale_bs]
+    given += [("bias", bias) for bias in call.biases]
+    check_no_backward(given + [("result_scale", scale) for scale in call.result_scales])
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl("_all_gather_scaled_matmul", _impl, _key)
-library.impl("_all_gather_scaled_matmul", _fake, "Meta")
-library.impl("_all_gather_scaled_matmul", _autograd, "Autograd")
+define(
+    "_all_gather_scaled_matmul",
+    _Arguments,
+    "(Tensor A, Tensor scale_A, Tensor[] outs)",
+    run=_impl,
+    fake=_fake,
+    check_grad=_check_grad,
+)
 
 
 def gather(

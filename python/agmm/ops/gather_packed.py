@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from agmm.errors import InvalidArgument
 from agmm.ops.checks import check_bias, check_operand
 from agmm.ops.gather import GatherCall, Gathered, GatherSettings
-from agmm.ops.library import library
+from agmm.ops.library import define
 from agmm.ops.pipeline import Ready, Route, serve
 from agmm.ops.scaled_checks import check_no_backward
 from agmm.planning import call_plans
@@ -214,59 +214,47 @@ _Matrices = tuple[torch.Tensor | None, list[torch.Tensor]]
 """A and the products, as matrices of rows."""
 
 
-def _impl(
-    A_shard: torch.Tensor,
-    packed: list[torch.Tensor],
-    ns: list[int],
-    group_sizes: list[int],
-    biases: list[torch.Tensor | None],
-    group_name: str,
-    world_size: int,
-    gather_dim: int,
-    return_A: bool,
-    strict: bool,
-) -> Outs:
-    group = groups.group_of_size(group_name, world_size)
-    k = A_shard.shape[-1]
-    Bs = [Packed4BitWeight(p, k, n, g) for p, n, g in zip(packed, ns, group_sizes, strict=True)]
-    settings = GatherSettings(gather_dim, return_A, strict=strict)
-    A, _, outs = serve(_PackedGather(A_shard, Bs, biases, group, settings))
-    return A_shard.new_empty(0) if A is None else A, outs
+class _Arguments(NamedTuple):
+    """The arguments of the torch op."""
+
+    A_shard: torch.Tensor
+    packed: list[torch.Tensor]
+    ns: list[int]
+    group_sizes: list[int]
+    biases: list[torch.Tensor | None]
+    group_name: str
+    world_size: int
+    gather_dim: int
+    return_A: bool
+    strict: bool
 
 
-def _fake(
-    A_shard: torch.Tensor,
-    packed: list[torch.Tensor],
-    ns: list[int],
-    group_sizes: list[int],
-    biases: list[torch.Tensor | None],
-    group_name: str,
-    world_size: int,
-    gather_dim: int,
-    return_A: bool,
-    strict: bool,
-) -> Outs:
-    shape = list(A_shard.shape)
-    shape[gather_dim] = shape[gather_dim] * world_size
-    A = A_shard.new_empty(shape if return_A else 0)
-    return A, [A_shard.new_empty(*shape[:-1], n) for n in ns]
+def _impl(call: _Arguments) -> Outs:
+    group = groups.group_of_size(call.group_name, call.world_size)
+    k = call.A_shard.shape[-1]
+    weights = zip(call.packed, call.ns, call.group_sizes, strict=True)
+    Bs = [Packed4BitWeight(packed, k, n, size) for packed, n, size in weights]
+    settings = GatherSettings(call.gather_dim, call.return_A, strict=call.strict)
+    A, _, outs = serve(_PackedGather(call.A_shard, Bs, call.biases, group, settings))
+    return call.A_shard.new_empty(0) if A is None else A, outs
 
 
-def _autograd(
-    A_shard: torch.Tensor,
-    packed: list[torch.Tensor],
-    ns: list[int],
-    group_sizes: list[int],
-    biases: list[torch.Tensor | None],
-    *settings: Any,
-) -> Any:
-    _check_no_backward(A_shard, [("packed", one) for one in packed], biases)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.agmm._all_gather_packed_matmul.default(
-            A_shard, packed, ns, group_sizes, biases, *settings
-        )
+def _fake(call: _Arguments) -> Outs:
+    shape = list(call.A_shard.shape)
+    shape[call.gather_dim] = shape[call.gather_dim] * call.world_size
+    A = call.A_shard.new_empty(shape if call.return_A else 0)
+    return A, [call.A_shard.new_empty(*shape[:-1], n) for n in call.ns]
 
 
-library.impl("_all_gather_packed_matmul", _impl, "CPU")
-library.impl("_all_gather_packed_matmul", _fake, "Meta")
-library.impl("_all_gather_packed_matmul", _autograd, "Autograd")
+def _check_grad(call: _Arguments) -> None:
+    _check_no_backward(call.A_shard, [("packed", one) for one in call.packed], call.biases)
+
+
+define(
+    "_all_gather_packed_matmul",
+    _Arguments,
+    "(Tensor A, Tensor[] outs)",
+    run={"CPU": _impl},
+    fake=_fake,
+    check_grad=_check_grad,
+)

@@ -1,27 +1,91 @@
-"""The torch library of agmm and the schemas of its ops."""
+"""The torch library of agmm and the schemas of its ops.
+
+The world size is an argument of every op with a group, so that a graph that torch.compile keeps on
+disk serves groups of that size only: shapes follow from it, and a group's name says nothing of it.
+"""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, get_type_hints
 
 import torch
 
 library = torch.library.Library("agmm", "DEF")
+
+_WORDS = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    list[torch.Tensor]: "Tensor[]",
+    list[torch.Tensor | None]: "Tensor?[]",
+    list[int]: "int[]",
+    torch.dtype: "ScalarType",
+    bool: "bool",
+    int: "int",
+    str: "str",
+}
+"""The types of arguments in the words of a schema."""
+
+
+def schema_of(name: str, arguments: Any, results: str) -> str:
+    """The schema of an op that takes the fields of a named tuple, in order.
+
+    Args:
+        name: the op's name.
+        arguments: the class of the named tuple; a field's default is the argument's.
+        results: what the op returns, in the words of a schema.
+    """
+    hints = get_type_hints(arguments)
+    words = []
+    for field in arguments._fields:
+        words.append(f"{_WORDS[hints[field]]} {field}")
+        if field in arguments._field_defaults:
+            default = arguments._field_defaults[field]
+            words[-1] += f"={json.dumps(default) if isinstance(default, str) else default}"
+    return f"{name}({', '.join(words)}) -> {results}"
+
+
+def define(
+    name: str,
+    arguments: Any,
+    results: str,
+    *,
+    run: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]],
+    fake: Callable[[Any], Any],
+    check_grad: Callable[[Any], None] | None = None,
+) -> None:
+    """Define an op from the named tuple of its arguments.
+
+    Args:
+        name, arguments, results: as for `schema_of`.
+        run: what the op does with the arguments, on CPUs and GPUs; or that by dispatch key.
+        fake: what it returns on tensors without memory.
+        check_grad: refuses operands that require gradients, for an op that has no backward; None
+            for an op whose module registers one.
+    """
+    library.define(schema_of(name, arguments, results))
+    by_key = {"CPU": run, "CUDA": run} if callable(run) else run
+    for key, function in {**by_key, "Meta": fake}.items():
+        library.impl(name, lambda *given, run=function: run(arguments(*given)), key)
+    if check_grad is None:
+        return
+    op = getattr(torch.ops.agmm, name).default
+
+    def refuse_or_run(*given: Any) -> Any:
+        check_grad(arguments(*given))
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*given)
+
+    library.impl(name, refuse_or_run, "Autograd")
+
+
 library.define(
     "_async_input_mm(Tensor a, Tensor b, Tensor a_chunk_signals, int a_chunk_pivot) -> Tensor"
 )
 library.define(
-    "_async_input_scaled_mm(Tensor A, Tensor B, Tensor scale_a, Tensor scale_b, Tensor? bias, "
-    "Tensor a_chunk_signals, int a_chunk_pivot, bool use_fast_accum) -> Tensor"
-)
-library.define(
     "_fused_all_gather_matmul_native(Tensor A_shard, Tensor B, str group_name) "
     "-> (Tensor A, Tensor out)"
-)
-# The world size is an argument, so that a graph that torch.compile keeps on disk serves groups of
-# that size only: shapes follow from it, and a group's name says nothing of it.
-library.define(
-    "_all_gather_matmul(Tensor A_shard, Tensor[] Bs, Tensor?[] biases, str group_name, "
-    "int world_size, int gather_dim, bool return_A, str config, bool strict, "
-    "bool save_gathered=False, bool prefer_fused=False) -> (Tensor A, Tensor[] outs)"
 )
 library.define(
     "_fused_matmul_reduce_scatter_native(Tensor A, Tensor B, str reduce_op, str group_name) "
@@ -49,28 +113,6 @@ library.define(
 library.define(
     "_all_reduce_rms_norm(Tensor x, Tensor residual, Tensor weight, str group_name, "
     "int world_size, float eps, bool strict=False) -> (Tensor normed, Tensor residual)"
-)
-library.define(
-    "_all_gather_scaled_matmul(Tensor A_shard, Tensor scale_a, Tensor[] Bs, Tensor[] scale_bs, "
-    "Tensor?[] biases, Tensor?[] result_scales, str group_name, int world_size, int gather_dim, "
-    "bool return_A, ScalarType out_dtype, bool use_fast_accum, bool strict=False, "
-    'str quantize="", str config="") -> (Tensor A, Tensor scale_A, Tensor[] outs)'
-)
-library.define(
-    "_scaled_matmul_reduce_scatter(Tensor[] As, Tensor[] Bs, Tensor[] scale_as, "
-    "Tensor[] scale_bs, Tensor? bias, Tensor? result_scale, str group_name, int world_size, "
-    "int scatter_dim, str reduce_op, ScalarType out_dtype, bool use_fast_accum, "
-    "bool strict=False) -> Tensor"
-)
-library.define(
-    "_scaled_matmul_all_reduce(Tensor A, Tensor B, Tensor scale_a, Tensor scale_b, Tensor? bias, "
-    "Tensor? result_scale, str group_name, int world_size, ScalarType out_dtype, "
-    "bool use_fast_accum, bool strict=False) -> Tensor"
-)
-library.define(
-    "_all_gather_packed_matmul(Tensor A_shard, Tensor[] packed, int[] ns, int[] group_sizes, "
-    "Tensor?[] biases, str group_name, int world_size, int gather_dim, bool return_A, bool strict) "
-    "-> (Tensor A, Tensor[] outs)"
 )
 library.define(
     "_scaled_matmul(Tensor A, Tensor scale_a, Tensor B, Tensor scale_b, ScalarType out_dtype, "

@@ -17,7 +17,7 @@ from agmm.ops.pipeline import LIBRARY, TORCH, Ready, Route, serve
 from agmm.ops.products import joined, sum_of_products
 from agmm.ops.scatter import Meanwhile, ScatterCall, ScatterSettings
 from agmm.planning.plans import BY_TORCH, KernelConfig, Problem
-from agmm.runtime import collectives, groups, rendezvous
+from agmm.runtime import collectives, cpu_scatter, groups, rendezvous
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_calls import Kernel, b_layout, plain_format
 from agmm.runtime.cuda_scatter import ReadyScatter, ready_scatter
@@ -131,10 +131,9 @@ class PlainScatter(ScatterCall):
         # The scattered dimension first, and all but the columns in one.
         fronts = [A.movedim(self.dim, 0) for A in self.As]
         rows = fronts[0].shape[:-1].numel()
-        return cpu_workspace(self.group).matmul_reduce_scatter(
-            [A.reshape(rows, A.shape[-1]) for A in fronts],
-            self.Bs,
-            self.bias,
+        As = [A.reshape(rows, A.shape[-1]) for A in fronts]
+        return cpu_workspace(self.group).reduce_scatter(
+            cpu_scatter.plain_sum(As, self.Bs, self.bias),
             self.settings.reduce_op,
             words,
             agreed=f"{list(self.A.shape[:-1])} along {self.dim}",

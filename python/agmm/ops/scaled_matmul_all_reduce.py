@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,42 +10,39 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.ops import kept
 from agmm.ops.fp8_all_reduce import Fp8AllReduce
-from agmm.ops.library import library
+from agmm.ops.library import define
 from agmm.ops.operands import is_watched
 from agmm.ops.pipeline import serve
 from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_sum
 from agmm.runtime import groups
 from agmm.runtime.scaled import ScaledProducts
 
-_NAMES = "A", "B", "scale_a", "scale_b", "bias", "result_scale"
+
+class _Arguments(NamedTuple):
+    """The arguments of the torch op."""
+
+    A: torch.Tensor
+    B: torch.Tensor
+    scale_a: torch.Tensor
+    scale_b: torch.Tensor
+    bias: torch.Tensor | None
+    result_scale: torch.Tensor | None
+    group_name: str
+    world_size: int
+    out_dtype: torch.dtype
+    use_fast_accum: bool
+    strict: bool = False
+
+    def products(self) -> ScaledProducts:
+        return ScaledProducts(
+            *([self.A], [self.B], [self.scale_a], [self.scale_b]),
+            *(self.bias, self.result_scale, self.out_dtype, self.use_fast_accum),
+        )
 
 
-def _impl(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    result_scale: torch.Tensor | None,
-    group_name: str,
-    world_size: int,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    strict: bool = False,
-) -> torch.Tensor:
-    given = _product(A, B, scale_a, scale_b, bias, result_scale, out_dtype, use_fast_accum)
-    kind = _kind(given, strict)
-    return _run(kind, given, groups.group_of_size(group_name, world_size), strict)
-
-
-def _product(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    *others: Any,
-) -> ScaledProducts:
-    return ScaledProducts([A], [B], [scale_a], [scale_b], *others)
+def _impl(call: _Arguments) -> torch.Tensor:
+    given, group = call.products(), groups.group_of_size(call.group_name, call.world_size)
+    return _run(_kind(given, call.strict), given, group, call.strict)
 
 
 def _kind(given: ScaledProducts, strict: bool) -> Any:
@@ -62,35 +59,23 @@ def _run(kind: Any, given: ScaledProducts, group: dist.ProcessGroup, strict: boo
     return serve(Fp8AllReduce(given, group, strict), kind) if found is None else found
 
 
-def _fake(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    result_scale: torch.Tensor | None,
-    group_name: str,
-    world_size: int,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    strict: bool = False,
-) -> torch.Tensor:
-    check_scaled_sum(
-        _product(A, B, scale_a, scale_b, bias, result_scale, out_dtype, use_fast_accum)
-    )
-    return A.new_empty((*A.shape[:-1], B.shape[1]), dtype=out_dtype)
+def _fake(call: _Arguments) -> torch.Tensor:
+    check_scaled_sum(call.products())
+    return call.A.new_empty((*call.A.shape[:-1], call.B.shape[1]), dtype=call.out_dtype)
 
 
-def _autograd(*arguments: Any) -> Any:
-    check_no_backward(list(zip(_NAMES, arguments, strict=False)))
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.agmm._scaled_matmul_all_reduce.default(*arguments)
+def _check_grad(call: _Arguments) -> None:
+    check_no_backward([(name, getattr(call, name)) for name in call._fields[:6]])
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl("_scaled_matmul_all_reduce", _impl, _key)
-library.impl("_scaled_matmul_all_reduce", _fake, "Meta")
-library.impl("_scaled_matmul_all_reduce", _autograd, "Autograd")
+define(
+    "_scaled_matmul_all_reduce",
+    _Arguments,
+    "Tensor",
+    run=_impl,
+    fake=_fake,
+    check_grad=_check_grad,
+)
 
 
 def scaled_matmul_all_reduce(
@@ -146,7 +131,9 @@ def scaled_matmul_all_reduce(
     """
     for name, flag in (("use_fast_accum", use_fast_accum), ("strict", strict)):
         check_flag(name, flag)
-    given = _product(A, B, scale_a, scale_b, bias, result_scale, out_dtype, use_fast_accum)
+    given = ScaledProducts(
+        [A], [B], [scale_a], [scale_b], bias, result_scale, out_dtype, use_fast_accum
+    )
     kind = None if is_watched() else _kind(given, strict)
     if kind is not None:
         return _run(kind, given, groups.resolved(group), strict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from agmm.errors import InvalidArgument
 from agmm.ops import kept
 from agmm.ops.fp8_scatter import Fp8Scatter
-from agmm.ops.library import library
+from agmm.ops.library import define
 from agmm.ops.operands import is_watched
 from agmm.ops.pipeline import serve
 from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_scatter
@@ -23,27 +23,31 @@ _Lists = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[
 _Settings = tuple[int, str, torch.dtype, bool, bool]
 
 
-def _impl(
-    As: list[torch.Tensor],
-    Bs: list[torch.Tensor],
-    scale_as: list[torch.Tensor],
-    scale_bs: list[torch.Tensor],
-    bias: torch.Tensor | None,
-    result_scale: torch.Tensor | None,
-    group_name: str,
-    world_size: int,
-    scatter_dim: int,
-    reduce_op: str,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    strict: bool = False,
-) -> torch.Tensor:
-    given = ScaledProducts(
-        As, Bs, scale_as, scale_bs, bias, result_scale, out_dtype, use_fast_accum
-    )
-    settings = scatter_dim, reduce_op, out_dtype, use_fast_accum, strict
-    kind = kept.kind_of_call(settings, *given[:6])
-    return _run(kind, given, groups.group_of_size(group_name, world_size), settings)
+class _Arguments(NamedTuple):
+    """The arguments of the torch op."""
+
+    As: list[torch.Tensor]
+    Bs: list[torch.Tensor]
+    scale_as: list[torch.Tensor]
+    scale_bs: list[torch.Tensor]
+    bias: torch.Tensor | None
+    result_scale: torch.Tensor | None
+    group_name: str
+    world_size: int
+    scatter_dim: int
+    reduce_op: str
+    out_dtype: torch.dtype
+    use_fast_accum: bool
+    strict: bool = False
+
+    def products(self) -> ScaledProducts:
+        return ScaledProducts(*self[:6], self.out_dtype, self.use_fast_accum)
+
+
+def _impl(call: _Arguments) -> torch.Tensor:
+    given, group = call.products(), groups.group_of_size(call.group_name, call.world_size)
+    settings: _Settings = call[8:]
+    return _run(kept.kind_of_call(settings, *given[:6]), given, group, settings)
 
 
 def _run(
@@ -60,45 +64,29 @@ def _run(
     return serve(Fp8Scatter(given, group, ScatterSettings(scatter_dim, reduce_op, strict)), kind)
 
 
-def _fake(
-    As: list[torch.Tensor],
-    Bs: list[torch.Tensor],
-    scale_as: list[torch.Tensor],
-    scale_bs: list[torch.Tensor],
-    bias: torch.Tensor | None,
-    result_scale: torch.Tensor | None,
-    group_name: str,
-    world_size: int,
-    scatter_dim: int,
-    reduce_op: str,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    strict: bool = False,
-) -> torch.Tensor:
-    given = ScaledProducts(
-        As, Bs, scale_as, scale_bs, bias, result_scale, out_dtype, use_fast_accum
-    )
-    check_scaled_scatter(given, world_size, scatter_dim, reduce_op)
-    shape = [*As[0].shape[:-1], Bs[0].shape[1]]
-    shape[scatter_dim] = shape[scatter_dim] // world_size
-    return As[0].new_empty(shape, dtype=out_dtype)
+def _fake(call: _Arguments) -> torch.Tensor:
+    check_scaled_scatter(call.products(), call.world_size, call.scatter_dim, call.reduce_op)
+    shape = [*call.As[0].shape[:-1], call.Bs[0].shape[1]]
+    shape[call.scatter_dim] = shape[call.scatter_dim] // call.world_size
+    return call.As[0].new_empty(shape, dtype=call.out_dtype)
 
 
-def _autograd(*arguments: Any) -> Any:
-    *lists, bias, result_scale = arguments[:6]
-    names = "A", "B", "scale_a", "scale_b"
+def _check_grad(call: _Arguments) -> None:
+    named = zip(("A", "B", "scale_a", "scale_b"), call[:4], strict=True)
     check_no_backward(
-        [(name, tensor) for name, given in zip(names, lists, strict=True) for tensor in given]
-        + [("bias", bias), ("result_scale", result_scale)]
+        [(name, tensor) for name, given in named for tensor in given]
+        + [("bias", call.bias), ("result_scale", call.result_scale)]
     )
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.agmm._scaled_matmul_reduce_scatter.default(*arguments)
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl("_scaled_matmul_reduce_scatter", _impl, _key)
-library.impl("_scaled_matmul_reduce_scatter", _fake, "Meta")
-library.impl("_scaled_matmul_reduce_scatter", _autograd, "Autograd")
+define(
+    "_scaled_matmul_reduce_scatter",
+    _Arguments,
+    "Tensor",
+    run=_impl,
+    fake=_fake,
+    check_grad=_check_grad,
+)
 
 
 _Operand = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]

@@ -126,45 +126,6 @@ class CpuWorkspace(CpuSlots):
             raise error
 
     @torch.no_grad()
-    def matmul_reduce_scatter(
-        self,
-        As: list[torch.Tensor],
-        Bs: list[torch.Tensor],
-        bias: torch.Tensor | None,
-        reduce_op: str,
-        call: Call,
-        *,
-        agreed: str = "",
-        pieces: int = 1,
-        meanwhile: Callable[[], None] | None = None,
-        timeline: list[dict[str, int]] | None = None,
-    ) -> torch.Tensor:
-        """Return this rank's rows of ``sum(A @ B)``, summed over the ranks. Collective.
-
-        Args:
-            As: [M, K_i], of one dtype, M a multiple of the world size and the same on all ranks.
-            Bs: [K_i, N], one for each of ``As``; N at least 1 and the same on all ranks.
-            bias: [N] or None; added to the sum before it is rounded.
-            reduce_op, call, agreed, pieces, meanwhile, timeline: as `reduce_scatter`.
-
-        Returns:
-            out [M / world_size, N].
-
-        Raises:
-            Unsupported: as `all_gather_matmul`.
-            AgmmError: as `all_gather_matmul`.
-        """
-        return self.reduce_scatter(
-            cpu_scatter.plain_sum(As, Bs, bias),
-            reduce_op,
-            call,
-            agreed=agreed,
-            pieces=pieces,
-            meanwhile=meanwhile,
-            timeline=timeline,
-        )
-
-    @torch.no_grad()
     def reduce_scatter(
         self,
         summed: cpu_scatter.Sum,
@@ -252,7 +213,7 @@ class CpuWorkspace(CpuSlots):
 
     @torch.no_grad()
     def all_reduce(self, summed: cpu_scatter.Sum, call: Call, *, agreed: str = "") -> torch.Tensor:
-        """Return the sum over the ranks of their products, the same bits on all of them. Collective.
+        """Return the sum over the ranks of their products, with the same bits on all. Collective.
 
         Band after band of rows (`_core.scatter_bands`) is scattered as `reduce_scatter` does it;
         each rank's finished rows go to all, piece by piece, while the others' are computed. A band
