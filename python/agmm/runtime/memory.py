@@ -26,7 +26,7 @@ def workspace_bytes(
         shape: for "all_gather_matmul" of A_shard, [M_local, ..., K]; for "matmul_reduce_scatter"
             and "matmul_all_reduce" of ``A @ B``, [M, ..., N], before it is scattered; for those of
             `agmm.collectives` of ``x``.
-        dtype: of the operands.
+        dtype: of the operands; for a sum of fp8 products of the result, bfloat16 where that is fp8.
         world_size: number of ranks.
         op: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce", whose parts come
             from all other ranks, of 8192 rows at a time, with as many finished rows in
