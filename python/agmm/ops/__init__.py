@@ -12,6 +12,8 @@ from agmm.ops import (
     scaled_matmul_reduce_scatter,
 )
 
+flops.register()
+
 __all__ = [
     "all_gather_matmul",
     "all_gather_scaled_matmul",

@@ -94,7 +94,9 @@ class _OnImport(MetaPathFinder):
         return spec
 
 
-if _COUNTER in sys.modules:
-    _register(sys.modules[_COUNTER])
-else:
-    sys.meta_path.insert(0, _OnImport())
+def register() -> None:
+    """Have torch's counter know the FLOPs of agmm's ops, which have to be defined by then."""
+    if _COUNTER in sys.modules:
+        _register(sys.modules[_COUNTER])
+    else:
+        sys.meta_path.insert(0, _OnImport())
