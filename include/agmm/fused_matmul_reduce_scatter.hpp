@@ -34,7 +34,7 @@ struct MatmulScatter {
   BLayout b_layout = BLayout::ColumnMajor;
   std::vector<Product> products;  // their sum; 1 to 3, of fp8 one
   void const* bias = nullptr;     // [n], the dtype of out, added once to the whole sum; or null
-  void* out = nullptr;            // [rows / w, n], of an all-reduce [rows, n]
+  void* out = nullptr;            // [rows / w, out_columns()], of an all-reduce of all rows
   bool is_average = false;        // the sum is multiplied by 1 / w, before the bias
   /// Where not 0, every rank gets all rows, with the same bits: an all-reduce. Then this is the
   /// same on all ranks: the multiprocessors that the order of the tiles is made for.
@@ -44,6 +44,9 @@ struct MatmulScatter {
   uint64_t limit_ns = kDefaultLimitNs;  // of each wait; past it the process ends
   /// For kernels with `timed`: of each launch [w][tiles of a chunk]; or null.
   ScatterTimes* tile_times = nullptr;
+  Epilogue epilogue = Epilogue::Bias;
+
+  constexpr int32_t out_columns() const { return n / columns_per_out(epilogue); }
 };
 
 /// The op on one workspace: symmetric memory of a group of ranks for the sums that they send each
