@@ -69,12 +69,16 @@ def class_of(table: str) -> str:
 def arguments_of(row: Row) -> str:
     """The template's arguments behind the operands, up to the last that is none by default."""
     accumulation = f"Accumulation::{ACCUMULATIONS[row.accumulation]}"
+    epilogue = f"Epilogue::{kernel_table.EPILOGUES[row.epilogue]}"
     flags = {True: "true", False: "false"}
     if row.op == kernel_table.GATHER:
-        more = [flags[row.timed], flags[row.swapped], accumulation]
+        more = [flags[row.timed], flags[row.swapped], accumulation, epilogue]
     else:
-        more = [flags[row.timed], accumulation, flags[row.op == kernel_table.ALL_REDUCE]]
-    by_default = ("false",) if row.is_fp8 else ("false", "Accumulation::Fast")
+        returns = flags[row.op == kernel_table.ALL_REDUCE]
+        more = [flags[row.timed], accumulation, returns, epilogue]
+    by_default = ["false", "Epilogue::Bias"]
+    if not row.is_fp8:
+        by_default.append("Accumulation::Fast")
     while more and more[-1] in by_default:
         more.pop()
     sizes = map(str, (*row.tile, *row.cluster))
@@ -86,6 +90,8 @@ def entries_of(row: Row, kernels: str) -> dict[str, str]:
     name = f"{table_of(row)}_{row.kernel}"
     if row.is_fp8:
         name += f"_{ACCUMULATIONS[row.accumulation].lower()}"
+    if row.epilogue != "plain":
+        name += f"_{row.epilogue}"
     operands = [(format_, LAYOUTS[layout]) for format_, layout in row.operands(kernels)]
     return {f"{name}_{format_}_{layout}": f"{format_}, {layout}" for format_, layout in operands}
 

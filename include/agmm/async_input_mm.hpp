@@ -35,8 +35,8 @@ struct Scales {
   int32_t b_n_stride = 0;
 };
 
-/// A and A_local are row-major with leading dimension k, out with leading dimension n. All pointers
-/// are device memory, aligned to 16 bytes.
+/// A and A_local are row-major with leading dimension k, out with leading dimension
+/// Problem::out_columns(). All pointers are device memory, aligned to 16 bytes.
 struct Operands {
   void const* a = nullptr;
   void const* a_local = nullptr;  // rows [local_begin, local_end) of A, readable at once; or null
@@ -46,8 +46,8 @@ struct Operands {
   void const* b = nullptr;
   int64_t ldb = 0;             // elements between rows (RowMajor) or columns (ColumnMajor) of B
   void const* bias = nullptr;  // [n], the dtype of out; or null
-  void* out = nullptr;
-  Scales scales{};  // of fp8 operands
+  void* out = nullptr;         // [m, out_columns()]
+  Scales scales{};             // of fp8 operands
 };
 
 /// out = A @ B (+ bias), where A is read chunk by chunk as it arrives.

@@ -20,7 +20,7 @@ struct Weight {
   BLayout b_layout = BLayout::ColumnMajor;
   int32_t n = 0;
   void const* bias = nullptr;
-  void* out = nullptr;  // [w * rows, n]
+  void* out = nullptr;  // [w * rows, out_columns()]
   KernelConfig config{};
   // The fields from here on are read for fp8 operands only.
   float const* scales = nullptr;  // [n] or [1]; block scales as in Scales::b
@@ -28,6 +28,9 @@ struct Weight {
   Accumulation accumulation = Accumulation::Fast;
   int32_t scale_k_stride = 0;  // of block scales: Scales::b_k_stride
   int32_t scale_n_stride = 0;
+  Epilogue epilogue = Epilogue::Bias;
+
+  constexpr int32_t out_columns() const { return n / columns_per_out(epilogue); }
 };
 
 /// The op on one workspace: symmetric memory of a group of ranks, with buffers for the gathered A

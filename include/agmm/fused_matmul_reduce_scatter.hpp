@@ -35,7 +35,7 @@ struct MatmulScatter {
   BLayout b_layout = BLayout::ColumnMajor;
   std::vector<Product> products;  // out is their sum; 1 to 3, of fp8 one
   void const* bias = nullptr;     // [n], the dtype of out, added once to the whole sum; or null
-  void* out = nullptr;            // [rows / w, n]; for an all-reduce [rows, n]
+  void* out = nullptr;            // [rows / w, out_columns()]; of an all-reduce [rows, ...]
   bool is_average = false;        // the sum is multiplied by 1 / w, before the bias
   /// The number of multiprocessors that the order of an all-reduce's tiles is made for, the same on
   /// all ranks. Where it is not 0 the call is an all-reduce: every rank gets all rows, with the
@@ -47,6 +47,9 @@ struct MatmulScatter {
   /// Where kernels with `timed` write their tiles' times, [w][tiles of a chunk] for each launch; or
   /// null.
   ScatterTimes* tile_times = nullptr;
+  Epilogue epilogue = Epilogue::Bias;
+
+  constexpr int32_t out_columns() const { return n / columns_per_out(epilogue); }
 };
 
 /// The op on one workspace: symmetric memory of a group of ranks for the sums that they send each

@@ -41,6 +41,8 @@ enum class Schedule : int32_t { Cooperative = 0, Pingpong = 1 };
 /// The direction in which neighbouring tiles of out follow one another.
 enum class Raster : int32_t { AlongM = 0, AlongN = 1 };
 
+/// How many columns of B become one column of out.
+constexpr int32_t columns_per_out(Epilogue) { return 1; }
 constexpr bool is_block_scaled(Accumulation a) {
   return a == Accumulation::Block || a == Accumulation::Block1x128;
 }
@@ -99,7 +101,7 @@ inline char const* to_string(Raster r) { return r == Raster::AlongM ? "along_m" 
 /// The largest M, N and K: with the sizes of tiles and clusters added they still fit into 32 bits.
 constexpr int32_t kMaxSize = INT32_MAX - (1 << 16);
 
-/// The problem out[m, n] = A[m, k] @ B[k, n] + bias[n].
+/// The problem out[m, out_columns()] = epilogue(A[m, k] @ B[k, n]); the epilogue adds bias[n].
 struct Problem {
   int32_t m = 0;
   int32_t n = 0;
@@ -107,6 +109,9 @@ struct Problem {
   DType dtype = DType::BFloat16;
   BLayout b_layout = BLayout::ColumnMajor;
   Accumulation accumulation = Accumulation::Fast;
+  Epilogue epilogue = Epilogue::Bias;
+
+  constexpr int32_t out_columns() const { return n / columns_per_out(epilogue); }
 
   std::string str() const {
     std::string const words = std::to_string(m) + "x" + std::to_string(n) + "x" +

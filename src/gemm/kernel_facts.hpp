@@ -36,14 +36,17 @@ constexpr bool can_store_a(KernelShape const& shape, BLayout b_layout) {
 
 /// Of a kernel that is built. Those that scale blocks take all of K.
 constexpr KernelFacts facts_of(KernelShape const& shape, DType dtype, BLayout b_layout,
-                               Accumulation accumulation = Accumulation::Fast) {
+                               Accumulation accumulation = Accumulation::Fast,
+                               Epilogue epilogue = Epilogue::Bias) {
   return {shape,
           dtype,
           b_layout,
           can_split(shape) && !is_block_scaled(accumulation),
           can_store_a(shape, b_layout),
           kArchitecture,
-          accumulation};
+          accumulation,
+          Op::AllGatherMatmul,
+          epilogue};
 }
 
 }  // namespace agmm

@@ -15,22 +15,26 @@ struct ScatterSpec {
 
   KernelConfig config{};
   int32_t rows = 0;  // of A
-  int32_t n = 0;
+  int32_t n = 0;     // columns of B
   DType dtype = DType::BFloat16;
   BLayout b_layout = BLayout::ColumnMajor;
   Product products[kMaxProducts]{};
   int32_t product_count = 1;
   Accumulation accumulation = Accumulation::Fast;
   void const* bias = nullptr;  // [n] or null
-  void* out = nullptr;         // [rows of a chunk, n], where this launch's rows begin
+  void* out = nullptr;         // [rows of a chunk, out_columns()], where this launch's rows begin
   TilePushArgs push{};
   int32_t sm_count = 0;
   void* split_scratch = nullptr;       // as AsyncInputArgs::split_scratch
   ScatterTimes* tile_times = nullptr;  // of this launch
 
   // Of an all-reduce.
-  void* out_of_all = nullptr;  // [rows, n], from where this launch's rows of chunk 0 begin
-  Lag lag{};                   // the same on all ranks
+  void* out_of_all =
+      nullptr;  // [rows, out_columns()], from where this launch's rows of chunk 0 begin
+  Lag lag{};    // the same on all ranks
+  Epilogue epilogue = Epilogue::Bias;
+
+  constexpr int32_t out_columns() const { return n / columns_per_out(epilogue); }
 };
 
 }  // namespace agmm

@@ -30,7 +30,7 @@ bool may_start_early() {
 KernelEntry const* find_kernel(AsyncInputArgs const& args, DeviceFacts const& device) {
   Problem const& problem = args.problem;
   return kernel_registry().find_matmul({device.architecture, Op::AllGatherMatmul, problem.dtype,
-                                        problem.accumulation, problem.b_layout, Epilogue::Bias,
+                                        problem.accumulation, problem.b_layout, problem.epilogue,
                                         args.config.shape});
 }
 
@@ -45,7 +45,7 @@ KernelEntry const& check(AsyncInputArgs const& args) {
   if (p.n > kMaxSize) refuse("B", "N=" + std::to_string(p.n), most);
   if (p.k > kMaxSize) refuse("A", "K=" + std::to_string(p.k), most);
   require_multiple("A", "K", p.k, alignment_of(p.dtype));
-  require_multiple("B", "N", p.n);
+  require_multiple("B", "N", p.n, kAlignment * columns_per_out(p.epilogue));
   Operands const& operands = args.operands;
   require_multiple("B", "leading dimension", operands.ldb, alignment_of(p.dtype));
   if (is_fp8(p.dtype)) {

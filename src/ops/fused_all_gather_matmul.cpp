@@ -149,7 +149,9 @@ Call FusedAllGatherMatmul::Impl::prepare_call(Gather const& gather,
     bool const is_first = i == 0;
     CallSpec call;
     AsyncInputArgs& mm = call.matmul;
-    mm.problem = {all_rows, weight.n, gather.k, gather.dtype, weight.b_layout, weight.accumulation};
+    mm.problem = {all_rows,       weight.n,        gather.k,
+                  gather.dtype,   weight.b_layout, weight.accumulation,
+                  weight.epilogue};
     mm.config = weight.config;
     mm.operands = {
         gathered.a, gather.a_shard, own.begin,   own.end,   is_first ? gathered.a_out : nullptr,

@@ -32,7 +32,7 @@ bool is_all_reduce(MatmulScatter const& call) { return call.all_reduce_sms != 0;
 ScatterEntry const* find_kernel(MatmulScatter const& call) {
   Op const op = is_all_reduce(call) ? Op::MatmulAllReduce : Op::MatmulReduceScatter;
   return kernel_registry().find_scatter({kernels_device().architecture, op, call.dtype,
-                                         call.accumulation, call.b_layout, Epilogue::Bias,
+                                         call.accumulation, call.b_layout, call.epilogue,
                                          call.config.shape});
 }
 
@@ -87,7 +87,7 @@ ScatterEntry const& check(MatmulScatter const& call, int world_size, std::size_t
            "a positive multiple of the " + std::to_string(world_size) + " ranks");
   }
   if (call.n < 1) refuse("B", "N=" + std::to_string(call.n), "at least 1");
-  require_multiple("B", "N", call.n);
+  require_multiple("B", "N", call.n, kAlignment * columns_per_out(call.epilogue));
   if (call.products.empty() || call.products.size() > ScatterSpec::kMaxProducts) {
     refuse("A", std::to_string(call.products.size()) + " products",
            "1 to " + std::to_string(ScatterSpec::kMaxProducts));
@@ -323,7 +323,8 @@ FusedMatmulReduceScatter::Impl::Launches FusedMatmulReduceScatter::Impl::prepare
     spec.product_count = static_cast<int32_t>(call.products.size());
     spec.accumulation = call.accumulation;
     spec.bias = call.bias;
-    std::size_t const row_bytes = std::size_t(call.n) * 2;
+    spec.epilogue = call.epilogue;
+    std::size_t const row_bytes = std::size_t(spec.out_columns()) * 2;
     spec.out = static_cast<char*>(call.out) + std::size_t(row) * row_bytes;
     if (is_all_reduce(call)) {
       spec.out_of_all = spec.out;

@@ -30,7 +30,7 @@ struct TileReturnArgs {
   LaggedTileOrder order{};
   char* out = nullptr;    // of this launch's rows of chunk 0
   int64_t row_bytes = 0;  // of out
-  int32_t n = 0;
+  int32_t columns = 0;    // of out
 };
 
 template <class Element, int kTileM, int kTileN, int kTileThreads, int kPieces, int kBuffers>
@@ -199,7 +199,7 @@ struct TileReturn
         push.parts + place * push.part_bytes + int64_t(tile) * kTileBytes + lane * 16;
     int32_t const column = (lane % 8 ^ lane / 8) * kVectorElements;
     int32_t rows = tiles.rows - first_row - lane / 8;
-    int32_t const columns = args.n - block.n * kTileN - column;
+    int32_t const columns = args.columns - block.n * kTileN - column;
     char* to = args.out +
                int64_t(source * tiles.chunk_stride + first_row + lane / 8) * args.row_bytes +
                int64_t(block.n * kTileN + column) * int(sizeof(Element));

@@ -28,7 +28,8 @@ FP8_FORMATS = ("e4m3", "e4m3_e5m2", "e5m2_e4m3")
 B_LAYOUTS = ("row", "column")
 SCHEDULES = ("cooperative", "pingpong")
 ACCUMULATIONS = ("fast", "slow", "block", "block_1x128")
-EPILOGUES = ("plain",)
+EPILOGUES = {"plain": "Bias"}
+"""The epilogues, with their names in `agmm::Epilogue`."""
 
 _LAYOUTS_OF_CI = {"bf16": ("column",), "fp16": ("row",)}
 """The set ``ci`` builds kernels of 16 bits for these layouts of B alone, and a row for its
@@ -218,7 +219,7 @@ _READ: dict[str, tuple[Callable[[Any], Any], str]] = {
     "swapped": _FLAG,
     "timed": _FLAG,
     "accumulation": _one_of(ACCUMULATIONS),
-    "epilogue": _one_of(EPILOGUES),
+    "epilogue": _one_of(tuple(EPILOGUES)),
 }
 """The reader of each field of a row, which returns None where the field is wrong, and what is
 wanted then."""

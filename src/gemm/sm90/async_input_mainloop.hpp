@@ -38,12 +38,12 @@ struct AsyncInput {
   bool starts_early = false;  // for the launch
 };
 
-/// Out: the result's element type; kSwapped: A is the MMA's second operand, whose rows are columns
-/// of the MMA (KernelShape); kTimed: records TileTimes; kSplits: takes the part of K that the
-/// scheduler says; kStoresA: may store A (can_store_a); kMayPush_: may push this rank's shard.
-/// Variants of their own, because the producer warp has no register to spare, and code that lies
-/// between what runs costs time.
-template <class Base, class Out, bool kSwapped, bool kTimed, bool kSplits, bool kStoresA,
+/// Policy: the epilogue's, for sums that the mainloop stores; kSwapped: A is the MMA's second
+/// operand, whose rows are columns of the MMA (KernelShape); kTimed: records TileTimes; kSplits:
+/// takes the part of K that the scheduler says; kStoresA: may store A (can_store_a); kMayPush_: may
+/// push this rank's shard. Variants of their own, because the producer warp has no register to
+/// spare, and code that lies between what runs costs time.
+template <class Base, class Policy, bool kSwapped, bool kTimed, bool kSplits, bool kStoresA,
           Accumulation kAccumulation, bool kMayPush_>
 struct AsyncInputMainloop : Base {
   using typename Base::DispatchPolicy;
@@ -129,8 +129,7 @@ struct AsyncInputMainloop : Base {
   };
   /// Where the sums of those tiles go that the mainloop stores.
   struct NoSumsOut {};
-  using ClusterSumsOut =
-      cute::conditional_t<kSplitsInCluster, SumsOut<Out, kReadsScales>, NoSumsOut>;
+  using ClusterSumsOut = cute::conditional_t<kSplitsInCluster, SumsOut<Policy>, NoSumsOut>;
 
   struct Arguments : Base::Arguments {
     Element const* ptr_A_local = nullptr;  // [local rows, K], rows local_rows.begin ... of A

@@ -10,7 +10,7 @@
 #include "cutlass/cutlass.h"
 #include "cutlass/pipeline/sm90_pipeline.hpp"
 #include "gemm/kernel_facts.hpp"
-#include "gemm/sm90/row_scales.hpp"
+#include "gemm/sm90/epilogue_policy.hpp"
 #include "gemm/sm90/wgmma.hpp"
 #include "gemm/split_k.hpp"
 #include "testing/stress_delay.hpp"
@@ -78,21 +78,17 @@ CUTLASS_DEVICE void stages_are_stored() {
   }
 }
 
-/// Where the sums of a swapped kernel's tile go, and what is made of them, which is what Fusion
-/// makes. kScaled: they are sums of fp8 products.
-template <class Element_, bool kScaled_>
+/// Where the sums of a swapped kernel's tile go, and what is made of them.
+template <class Policy_>
 struct SumsOut {
-  using Element = Element_;
-  static constexpr bool kScaled = kScaled_;
-  static_assert(sizeof(Element) == 2);
+  using Policy = Policy_;
+  static_assert(sizeof(typename Policy::Out) == 2);
 
-  Element* out = nullptr;         // [rows, columns]
-  Element const* bias = nullptr;  // [columns] or null
+  typename Policy::Out* out = nullptr;  // [rows, out_columns]
   int32_t rows = 0;
-  int32_t columns = 0;  // a multiple of 8
-  RowScaleArgs row_scales{};
-  float const* column_scales = nullptr;
-  bool is_per_column = false;  // else one for all columns
+  int32_t columns = 0;  // of B, a multiple of 8
+  int32_t out_columns = 0;
+  typename Policy::Args epilogue{};
 };
 
 /// Adds up the parts of the cluster's tile, and stores it: nothing is left to do. For the 256
@@ -113,18 +109,17 @@ struct SumsOut {
 /// loads from it. The barriers count every thread of the cluster that has not ended; the producer
 /// warps end without them, which they can once all stages are released. The order of summation is
 /// that of K.
-template <int kAtomsM, int kAtomFloats, class Out, int kFloats>
+template <int kAtomsM, int kAtomFloats, class To, int kFloats>
 CUTLASS_DEVICE void store_splits_in_cluster(void* shared, bool are_stored,
-                                            float const (&sum)[kFloats], Out const& to,
+                                            float const (&sum)[kFloats], To const& to,
                                             int32_t first_row, int32_t first_column) {
   using namespace split_detail;
-  using Element = typename Out::Element;
+  using Policy = typename To::Policy;
   static_assert(kAtomFloats % 4 == 0 && kFloats % (kAtomsM * kAtomFloats) == 0);
   constexpr int kVectors = kFloats / 4;
   constexpr int kAtomVectors = kAtomFloats / 4;
   constexpr int kWarps = kConsumerThreads / 32;
   constexpr int kWarpgroups = kConsumerThreads / 128;
-  using Pair = cutlass::AlignedArray<Element, 2>;
   int32_t const parts = int32_t(ctas_in_cluster());
   int32_t const rank = int32_t(cute::block_rank_in_cluster());
   // CUTLASS counts the threads of an MMA so: its second warpgroup is the block's second one.
@@ -180,35 +175,26 @@ CUTLASS_DEVICE void store_splits_in_cluster(void* shared, bool are_stored,
         first_row + row + 8 * (vector % kAtomVectors + kAtomVectors * (atom / kAtomsM));
     int32_t const mma_row =
         kAtomRows * (of_warp / 4 + kWarpgroups * (atom % kAtomsM)) + 16 * (of_warp % 4);
-    float row_scale = 1;
-    if constexpr (Out::kScaled) {
-      // The tile has been multiplied, so its rows of A have come, and their scales with them.
-      if (out_row < to.rows) row_scale = to.row_scales.of(out_row);
-    }
+    typename Policy::Row of_row{};
+    if (out_row < to.rows) of_row = Policy::row(to.epilogue, out_row);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < 2; ++i) {
       float const taken = __shfl_xor_sync(0xffffffffu, given[i], 4);
       int32_t const out_column = first_column + mma_row + column + 8 * i;
       if (out_row >= to.rows || out_column >= to.columns) continue;
-      float sums[2] = {is_odd ? taken : kept[i], is_odd ? kept[i] : taken};
-      Pair bias{};
-      if (to.bias != nullptr) bias = *reinterpret_cast<Pair const*>(to.bias + out_column);
-      Pair pair;
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < 2; ++j) {
-        if constexpr (Out::kScaled) {
-          int32_t const of = to.is_per_column ? out_column + j : 0;
-          sums[j] = row_scale * (to.column_scales[of] * sums[j]);
-        }
-        pair[j] = Element(sums[j] + float(bias[j]));
-      }
-      *reinterpret_cast<Pair*>(to.out + int64_t(out_row) * to.columns + out_column) = pair;
+      Floats<2> sums;
+      sums[0] = is_odd ? taken : kept[i];
+      sums[1] = is_odd ? kept[i] : taken;
+      auto const finished = Policy::apply(to.epilogue, of_row, out_column, sums);
+      auto* const at =
+          to.out + int64_t(out_row) * to.out_columns + out_column / Policy::kColumnsPerOut;
+      *reinterpret_cast<std::remove_const_t<decltype(finished)>*>(at) = finished;
     }
-    if constexpr (Out::kScaled) {
+    if constexpr (Policy::kScaled) {
+      float* const scales_out = to.epilogue.row_scales.out;
       bool const is_first = first_column + mma_row + column == 0;
-      if (to.row_scales.out != nullptr && is_first && out_row < to.rows) {
-        to.row_scales.out[out_row] = row_scale;
-      }
+      if (scales_out != nullptr && is_first && out_row < to.rows)
+        scales_out[out_row] = of_row.scale;
     }
   }
   cluster_arrive_relaxed();

@@ -25,7 +25,7 @@
 #include "gemm/kernel_facts.hpp"
 #include "gemm/sm90/async_input_mainloop.hpp"
 #include "gemm/sm90/element_types.hpp"
-#include "gemm/sm90/fusion.hpp"
+#include "gemm/sm90/epilogue_policy.hpp"
 #include "gemm/sm90/quick_start_kernel.hpp"
 #include "gemm/sm90/wgmma.hpp"
 
@@ -81,7 +81,8 @@ struct WithMma<cutlass::gemm::collective::CollectiveMma<Policy, Tile, A, StrideA
 /// kLean: KernelEntry::lean.
 template <class Element_, class LayoutB_, int TileM, int TileN, int TileK, int ClusterM,
           int ClusterN, Schedule kSchedule, bool kTimed = false, bool kSwapped = false,
-          Accumulation kAccumulation = Accumulation::Fast, bool kLean = false>
+          Accumulation kAccumulation = Accumulation::Fast, Epilogue kEpilogue = Epilogue::Bias,
+          bool kLean = false>
 struct KernelInstance {
   using Types = TypesOf<Element_>;
   using ElementA = typename Types::A;
@@ -124,8 +125,9 @@ struct KernelInstance {
 
   static constexpr int kOutAlignment = 16 / sizeof(Element);
   static constexpr int kAlignment = 16 / sizeof(ElementA);
-  using EpilogueFusion =
-      Fusion<cute::conditional_t<kScalesBlocks, Element, Element_>, TileShape, kSwapped>;
+  /// Block scales are the mainloop's.
+  using Policy = EpiloguePolicy<kEpilogue, Element, Types::kIsFp8 && !kScalesBlocks>;
+  using EpilogueTree = typename Policy::template Tree<TileShape, kSwapped>;
 
   // What is stored at a time: CUTLASS's 32 columns, or 16 where the width is no multiple of 32. Two
   // barriers each, which the other warpgroup of a pingpong kernel waits for when its own tile is
@@ -137,12 +139,12 @@ struct KernelInstance {
       cute::conditional_t<kStoreColumns == 0, cutlass::epilogue::collective::EpilogueTileAuto,
                           cute::Shape<cute::Int<kCooperative ? 128 : 64>,
                                       cute::Int<kStoreColumns == 0 ? 16 : kStoreColumns>>>;
-  template <class OfFusion>
+  template <class OfTree>
   using EpilogueWith = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape, EpilogueTile,
       float, float, void, OutLayout, kOutAlignment, Element, OutLayout, kOutAlignment,
-      EpilogueSchedule, typename OfFusion::type>::CollectiveOp;
-  using UsualEpilogue = EpilogueWith<EpilogueFusion>;
+      EpilogueSchedule, typename OfTree::type>::CollectiveOp;
+  using UsualEpilogue = EpilogueWith<EpilogueTree>;
 
   static constexpr BLayout kBLayout =
       std::is_same_v<LayoutB, cutlass::layout::RowMajor> ? BLayout::RowMajor : BLayout::ColumnMajor;
@@ -171,10 +173,10 @@ struct KernelInstance {
 
   static constexpr KernelFacts kFacts =
       facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed, kSwapped},
-               kDType<Element_>, kBLayout, kAccumulation);
+               kDType<Element_>, kBLayout, kAccumulation, kEpilogue);
   static constexpr bool kSplits = kFacts.can_split;
   static constexpr bool kSplitsInCluster = splits_in_cluster(kFacts.shape);
-  using Mainloop = AsyncInputMainloop<CutlassMainloop<UsualEpilogue>, Element, kSwapped, kTimed,
+  using Mainloop = AsyncInputMainloop<CutlassMainloop<UsualEpilogue>, Policy, kSwapped, kTimed,
                                       kSplits, kFacts.can_store_a && !kLean, kAccumulation, !kLean>;
   template <class Epilogue>
   using KernelWith = QuickStartKernel<cutlass::gemm::kernel::GemmUniversal<
@@ -250,6 +252,9 @@ struct KernelInstance {
     AsyncInputArgs const& mm = call.matmul;
     Operands const& operands = mm.operands;
     auto const [m, n, k] = std::tuple(mm.problem.m, mm.problem.n, mm.problem.k);
+    int32_t const out_columns = mm.problem.out_columns();
+    typename Policy::Args const epilogue = epilogue_args<Element>(
+        operands.bias, operands.scales, {operands.local_begin, operands.local_end});
     typename GemmKernel::Arguments gemm{};
     gemm.mode = cutlass::gemm::GemmUniversalMode::kGemm;
     auto const* const a = static_cast<ElementA const*>(operands.a);
@@ -261,14 +266,14 @@ struct KernelInstance {
       get<kLeadingOfB>(gemm.mainloop.dA) = operands.ldb;
       gemm.mainloop.ptr_B = a;
       get<0>(gemm.mainloop.dB) = int64_t(k);
-      get<1>(gemm.epilogue.dD) = int64_t(n);
+      get<1>(gemm.epilogue.dD) = int64_t(out_columns);
     } else {
       gemm.problem_shape = {m, n, k, 1};
       gemm.mainloop.ptr_A = a;
       get<0>(gemm.mainloop.dA) = int64_t(k);
       gemm.mainloop.ptr_B = b;
       get<kLeadingOfB>(gemm.mainloop.dB) = operands.ldb;
-      get<0>(gemm.epilogue.dD) = int64_t(n);
+      get<0>(gemm.epilogue.dD) = int64_t(out_columns);
     }
     gemm.mainloop.ptr_A_local = static_cast<ElementA const*>(operands.a_local);
     gemm.mainloop.ptr_A_out = static_cast<ElementA*>(operands.a_out);
@@ -276,16 +281,10 @@ struct KernelInstance {
     gemm.mainloop.push = call.push;
     if constexpr (kScalesBlocks) gemm.mainloop.block_scales = block_scales(mm);
     if constexpr (kSplitsInCluster) {
-      gemm.mainloop.sums_out = {static_cast<Element*>(operands.out),
-                                static_cast<Element const*>(operands.bias),
-                                m,
-                                n,
-                                row_scales(operands),
-                                operands.scales.b,
-                                operands.scales.b_per_column};
+      gemm.mainloop.sums_out = {static_cast<Element*>(operands.out), m, n, out_columns, epilogue};
     }
     gemm.epilogue.ptr_D = static_cast<Element*>(operands.out);
-    gemm.epilogue.thread = EpilogueFusion::arguments(operands);
+    gemm.epilogue.thread = EpilogueTree::arguments(epilogue);
     gemm.hw_info.sm_count = min_of(mm.sm_count, FirstBlocks::kMostSms);
     gemm.scheduler.max_swizzle_size = mm.config.max_swizzle;
     using Options = typename GemmKernel::TileScheduler::RasterOrderOptions;
@@ -389,7 +388,7 @@ struct KernelInstance {
 
   static constexpr KernelEntry entry() {
     using Lean = KernelInstance<Element_, LayoutB_, TileM, TileN, TileK, ClusterM, ClusterN,
-                                kSchedule, kTimed, kSwapped, kAccumulation, true>;
+                                kSchedule, kTimed, kSwapped, kAccumulation, kEpilogue, true>;
     return {kFacts, variant(), Lean::variant()};
   }
 };

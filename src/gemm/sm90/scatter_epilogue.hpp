@@ -8,8 +8,7 @@
 
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
-#include "gemm/sm90/sum_bias.hpp"
-#include "gemm/sm90/sum_scales.hpp"
+#include "gemm/sm90/epilogue_fragment.hpp"
 #include "gemm/sm90/tile_timer.hpp"
 #include "gemm/split_k.hpp"
 #include "transport/tile_push_device.hpp"
@@ -19,12 +18,13 @@ namespace agmm {
 
 /// `Base`: CUTLASS's TMA epilogue without C. `kGroups`: groups of consumers that compute tiles in
 /// turn, 2 in pingpong kernels. kSplits: several CTAs may compute a tile, each a part of K. kTimed:
-/// records ScatterTimes. `Scales`: what the sums are multiplied by first, SumScales or NoSumScales.
-/// kReturns: own tiles are sent to all others as well (TileReturn); then the bias is added here,
-/// for those too, and CUTLASS's epilogue has none.
-template <class Base, class Element, int kTileThreads, int kGroups, int kPieces, int kBuffers,
-          int kClusterSize, bool kSplits, bool kTimed, class Scales, bool kReturns = false>
+/// records ScatterTimes. `Policy`: what becomes of sums; those that it scales are scaled first.
+/// kReturns: own tiles are sent to all others as well (TileReturn); then they are finished here,
+/// for those too, and CUTLASS's epilogue only rounds them.
+template <class Base, class Policy, int kTileThreads, int kGroups, int kPieces, int kBuffers,
+          int kClusterSize, bool kSplits, bool kTimed, bool kReturns = false>
 struct ScatterEpilogue : Base {
+  using Element = typename Policy::Out;
   using CtaTile = typename Base::CtaTileMNK;
   static constexpr int kTileM = cute::size<0>(CtaTile{});
   static constexpr int kTileN = cute::size<1>(CtaTile{});
@@ -33,13 +33,12 @@ struct ScatterEpilogue : Base {
       cute::conditional_t<kReturns,
                           TileReturn<Element, kTileM, kTileN, kTileThreads, kPieces, kBuffers>,
                           TilePush<Element, kTileThreads, kFloats, kPieces, kBuffers>>;
-  using Bias = cute::conditional_t<kReturns, SumBias<Element>, NoSumBias>;
   /// Whether the sender brings the others' sums: no other consumers compute while they are added.
   static constexpr bool kFetches = kGroups == 1 && !kReturns;
   static_assert(!kSplits || kFetches, "the sender is told of all tiles of which K is split");
 
   /// The scales of the tile that is scaled; groups take turns.
-  using HeldScales = typename Scales::template Held<kTileN>;
+  using HeldScales = typename FragmentEpilogue<Policy>::template Held<kTileN>;
   struct TensorStorage : Base::TensorStorage, HeldScales {
     typename Push::Storage push;
   };
@@ -52,14 +51,13 @@ struct ScatterEpilogue : Base {
     TilePushArgs push{};
     SplitK split_k{};
     ScatterTimes* times = nullptr;
-    Scales scales{};
-    Bias bias{};
+    FragmentEpilogue<Policy> fragment{};
   };
-  struct Params : Base::Params, Bias {
+  struct Params : Base::Params {
     TilePushArgs push;
     SplitK split_k;
     ScatterTimes* times;
-    Scales scales;
+    FragmentEpilogue<Policy> fragment;
   };
 
   template <class ProblemShape>
@@ -73,11 +71,7 @@ struct ScatterEpilogue : Base {
   static Params to_underlying_arguments(ProblemShape const& problem, Arguments const& args,
                                         void* workspace) {
     return {Base::to_underlying_arguments(own_problem(problem, args.push), args, workspace),
-            args.bias,
-            args.push,
-            args.split_k,
-            args.times,
-            args.scales};
+            args.push, args.split_k, args.times, args.fragment};
   }
 
   template <class ProblemShape>
@@ -171,9 +165,9 @@ struct ScatterEpilogue : Base {
       Push::tell_sender(is_whole);
       if (!is_whole) return cute::make_tuple(load_state, store_state);
     }
-    if constexpr (std::is_same_v<Scales, SumScales>) {
-      params_->scales.template multiply<kTileThreads, cute::size<1>(Layout{}),
-                                        cute::size<2>(Layout{}), cute::size<0>(Layout{})>(
+    if constexpr (Policy::kScaled) {
+      params_->fragment.template scale<kTileThreads, cute::size<1>(Layout{}),
+                                       cute::size<2>(Layout{}), cute::size<0>(Layout{})>(
           accumulators.data(), static_cast<HeldScales&>(shared), tiles.a_row(row),
           int32_t(cute::get<1>(coord)) * kTileN, thread);
     }
@@ -189,14 +183,14 @@ struct ScatterEpilogue : Base {
         Push::add_fetched(push, shared.push, accumulators.data(), own_++, thread);
       } else {
         // There are no registers for it beside scales.
-        constexpr bool kLoadsAhead = !std::is_same_v<Scales, SumScales> && !kReturns;
+        constexpr bool kLoadsAhead = !Policy::kScaled && !kReturns;
         Push::template add_parts<kLoadsAhead>(push, accumulators.data(), tile, thread);
       }
     }
     if constexpr (kReturns) {
-      params_
-          ->template add<cute::size<1>(Layout{}), cute::size<2>(Layout{}), cute::size<0>(Layout{})>(
-              accumulators.data(), int32_t(cute::get<1>(coord)) * kTileN, thread);
+      params_->fragment.template finish<cute::size<1>(Layout{}), cute::size<2>(Layout{}),
+                                        cute::size<0>(Layout{})>(
+          accumulators.data(), int32_t(cute::get<1>(coord)) * kTileN, thread);
       Push::put_result(shared.push, accumulators.data(), number_ * kGroups + group, thread,
                        tiles.rank);
       ++number_;

@@ -26,16 +26,17 @@ __global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksP
 /// kReturns: matmul + all-reduce.
 template <class Element_, class LayoutB, int TileM, int TileN, int TileK, int ClusterM,
           int ClusterN, Schedule kSchedule, bool kTimed = false,
-          Accumulation kAccumulation = Accumulation::Fast, bool kReturns = false>
+          Accumulation kAccumulation = Accumulation::Fast, bool kReturns = false,
+          Epilogue kEpilogue = Epilogue::Bias>
 struct ScatterInstance {
   using Plain = KernelInstance<Element_, LayoutB, TileM, TileN, TileK, ClusterM, ClusterN,
-                               kSchedule, false, false, kAccumulation>;
+                               kSchedule, false, false, kAccumulation, kEpilogue>;
   using Element = typename Plain::Element;
   static constexpr bool kIsFp8 = TypesOf<Element_>::kIsFp8;
   static constexpr bool kCooperative = Plain::kCooperative;
   static constexpr KernelFacts kFacts = [] {
     KernelFacts facts = facts_of({TileM, TileN, TileK, ClusterM, ClusterN, kSchedule, kTimed},
-                                 kDType<Element_>, Plain::kBLayout, kAccumulation);
+                                 kDType<Element_>, Plain::kBLayout, kAccumulation, kEpilogue);
     // Sums of fp8 are scaled before they are added.
     facts.can_split = facts.can_split && !kIsFp8 && !kReturns;
     return facts;
@@ -53,14 +54,15 @@ struct ScatterInstance {
   static constexpr int kPieces = kTileBytes / kPieceBytes;
   static constexpr int kBuffers = kBufferBytes / kPieceBytes;
 
-  // CUTLASS's adds the bias alone: sums of fp8 products are scaled before they are sent or added
-  // to.
-  using OwnEpilogue =
-      typename Plain::template EpilogueWith<Fusion<Element, typename Plain::TileShape, false>>;
+  using Policy = typename Plain::Policy;
+  // CUTLASS's epilogue finishes sums that are scaled: those of fp8 products are it before they are
+  // sent or added to. What is returned is finished before too: adding no bias, it rounds.
+  using OwnPolicy = EpiloguePolicy<kReturns ? Epilogue::Bias : kEpilogue, Element, false>;
+  using OwnTree = typename OwnPolicy::template Tree<typename Plain::TileShape, false>;
+  using OwnEpilogue = typename Plain::template EpilogueWith<OwnTree>;
   using CollectiveEpilogue =
-      ScatterEpilogue<OwnEpilogue, Element, kTileThreads, kCooperative ? 1 : 2, kPieces, kBuffers,
-                      ClusterM * ClusterN, kSplits, kTimed,
-                      cute::conditional_t<kIsFp8, SumScales, NoSumScales>, kReturns>;
+      ScatterEpilogue<OwnEpilogue, Policy, kTileThreads, kCooperative ? 1 : 2, kPieces, kBuffers,
+                      ClusterM * ClusterN, kSplits, kTimed, kReturns>;
   using CutlassMainloop = typename Plain::template CutlassMainloop<CollectiveEpilogue>;
   using ScattersMainloop = ScatterMainloop<CutlassMainloop, kSplits, kTimed, kAccumulation>;
   using Mainloop =
@@ -114,10 +116,13 @@ struct ScatterInstance {
     }
     gemm.problem_shape = {tiles.padded_rows(), call.n, Mainloop::all_k_tiles(mainloop) * TileK, 1};
     gemm.epilogue.ptr_D = static_cast<Element*>(call.out);
-    get<0>(gemm.epilogue.dD) = int64_t(call.n);
+    get<0>(gemm.epilogue.dD) = int64_t(call.out_columns());
+    // The scales are those of the only product of fp8, or null.
+    auto epilogue = epilogue_args<Element>(call.bias, call.products[0].scales, {});
+    gemm.epilogue.fragment = {epilogue, call.rows, call.n};
+    if (kReturns) epilogue.bias = nullptr;
     // Without a bias -0 is added, which keeps a sum of -0.
-    auto const* const bias = static_cast<Element const*>(call.bias);
-    gemm.epilogue.thread = {{kReturns ? nullptr : bias, Element(-0.0f)}, {}, {}};
+    gemm.epilogue.thread = OwnTree::arguments(epilogue, Element(-0.0f));
     gemm.epilogue.push = call.push;
     auto* const scratch = static_cast<char*>(call.split_scratch);
     gemm.scheduler.split_k = {call.config.splits,
@@ -125,11 +130,6 @@ struct ScatterInstance {
                               reinterpret_cast<uint32_t*>(scratch)};
     gemm.epilogue.split_k = gemm.scheduler.split_k;
     gemm.epilogue.times = call.tile_times;
-    if constexpr (kIsFp8) {
-      Scales const& scales = call.products[0].scales;  // of fp8 there is one product
-      gemm.epilogue.scales = {scales.a,  scales.b, scales.a_per_row, scales.b_per_column,
-                              call.rows, call.n};
-    }
     gemm.hw_info.sm_count = min_of(call.sm_count, FirstBlocks::kMostSms);
     gemm.scheduler.max_swizzle_size = call.config.max_swizzle;
     using Options = typename GemmKernel::TileScheduler::RasterOrderOptions;
@@ -138,12 +138,11 @@ struct ScatterInstance {
     gemm.scheduler.rows_per_chunk = tiles.padded.divisor;
     gemm.scheduler.chunk_pivot = tiles.first_chunk();
     if constexpr (kReturns) {
-      gemm.epilogue.bias = {bias, call.n};
       gemm.scheduler.lag = call.lag;
       mainloop.push = call.push;
-      mainloop.results = {LaggedTileOrder(tile_order(call), call.lag),
-                          static_cast<char*>(call.out_of_all),
-                          int64_t(call.n) * int64_t(sizeof(Element)), call.n};
+      mainloop.results = {
+          LaggedTileOrder(tile_order(call), call.lag), static_cast<char*>(call.out_of_all),
+          int64_t(call.out_columns()) * int64_t(sizeof(Element)), call.out_columns()};
     }
     if (!GemmKernel::can_implement(gemm)) return "CUTLASS cannot implement this problem";
     Params* const params =
