@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from agmm.planning import kernel_table
-    from agmm.planning.kernel_table import Row
+    from agmm.planning.kernel_table import KernelRow
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TEMPLATES = REPOSITORY / "src" / "gemm"
@@ -51,7 +51,7 @@ LAYOUTS = {"row": "row", "column": "col"}
 ACCUMULATIONS = {"fast": "Fast", "slow": "Slow", "block": "Block", "block_1x128": "Block1x128"}
 
 
-def table_of(row: Row) -> str:
+def table_of(row: KernelRow) -> str:
     """The table that lists the row's kernels."""
     if row.op == kernel_table.ALL_REDUCE:
         return "lagged"
@@ -66,7 +66,7 @@ def class_of(table: str) -> str:
     return "Kernel" if table in ("kernel", "fp8") else "Scatter"
 
 
-def arguments_of(row: Row) -> str:
+def arguments_of(row: KernelRow) -> str:
     """The template's arguments behind the operands, up to the last that is none by default."""
     accumulation = f"Accumulation::{ACCUMULATIONS[row.accumulation]}"
     epilogue = f"Epilogue::{kernel_table.EPILOGUES[row.epilogue]}"
@@ -85,7 +85,7 @@ def arguments_of(row: Row) -> str:
     return ", ".join([*sizes, f"Schedule::{row.schedule.capitalize()}", *more])
 
 
-def entries_of(row: Row, kernels: str) -> dict[str, str]:
+def entries_of(row: KernelRow, kernels: str) -> dict[str, str]:
     """The operands that the template gets, by the name of what is exported."""
     name = f"{table_of(row)}_{row.kernel}"
     if row.is_fp8:
@@ -96,7 +96,7 @@ def entries_of(row: Row, kernels: str) -> dict[str, str]:
     return {f"{name}_{format_}_{layout}": f"{format_}, {layout}" for format_, layout in operands}
 
 
-def kind_of(row: Row) -> str:
+def kind_of(row: KernelRow) -> str:
     """Rows of one kind share units: of a schedule, as they have most in common, or of fp8 of an
     op."""
     if row.is_fp8:
@@ -104,7 +104,7 @@ def kind_of(row: Row) -> str:
     return row.schedule + "_swapped" * row.swapped
 
 
-def render(rows: Sequence[Row], kernels: str) -> dict[str, str]:
+def render(rows: Sequence[KernelRow], kernels: str) -> dict[str, str]:
     """The files of a build with these AGMM_KERNELS, by name."""
     rows_per_unit = ROWS_PER_UNIT_OF_CI if kernels == "ci" else ROWS_PER_UNIT
     declarations: dict[str, str] = defaultdict(str)
@@ -162,7 +162,7 @@ bf16 with B by column or for fp16 with B by row, few of them for both.
 """
 
 
-def page(rows: Sequence[Row]) -> str:
+def page(rows: Sequence[KernelRow]) -> str:
     """The page that lists the kernels."""
     parts = [_PAGE]
     for op in kernel_table.OPS:
@@ -179,7 +179,7 @@ def page(rows: Sequence[Row]) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _line(row: Row) -> str:
+def _line(row: KernelRow) -> str:
     sets = [name for name in row.sets if name != "all"]
     cells = [f"`{row.kernel}`", ", ".join(row.formats)]
     cells += [row.accumulation] if row.is_fp8 else []

@@ -19,7 +19,7 @@ from agmm import InvalidArgument
 from agmm._core import Accumulation
 from agmm.errors import forget_warnings
 from agmm.integrations import async_tp, async_tp_kernels
-from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
+from agmm.integrations.scaled_async_tp import ServedGather, ServedScatter
 from agmm.ops import fp8_gather, fp8_operands, kept, quantize, scaled_products
 from agmm.ops.scaled_checks import scaling_of
 from agmm.planning import built_kernels
@@ -515,7 +515,7 @@ def test_what_is_left_to_torch_is_said_once(
     arguments = torchs("rowwise", group=group, **changes)
     torch_kernel = mock.Mock(return_value="torch's")
     name = "fused_all_gather_scaled_matmul"
-    kernel = async_tp_kernels.scaled_over(name, GatherCall)(torch_kernel)
+    kernel = async_tp_kernels.scaled_over(name, ServedGather)(torch_kernel)
     with pytest.warns(UserWarning, match=re.escape(f"leaves symm_mem.{name} to torch: {reason}")):
         assert kernel(*arguments) == "torch's"
     assert kernel(*arguments) == "torch's"  # a warning would be an error
@@ -525,10 +525,10 @@ def test_what_is_left_to_torch_is_said_once(
 def test_without_a_kernel_both_are_torchs(group: str, as_on_cuda: None) -> None:
     a, b, sa, sb = given("rowwise").values()
     calls = (
-        ("fused_all_gather_scaled_matmul", GatherCall, torchs("rowwise", group=group)),
+        ("fused_all_gather_scaled_matmul", ServedGather, torchs("rowwise", group=group)),
         (
             "fused_scaled_matmul_reduce_scatter",
-            ScatterCall,
+            ServedScatter,
             (a, b, sa, sb, "sum", 0, 0, group, [6, 48]),
         ),
     )

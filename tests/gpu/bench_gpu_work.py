@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from agmm.bench import measure
 from agmm.bench.options import Options
-from agmm.bench.ways import WAYS, Problem, Result
+from agmm.bench.ways import WAYS, Result, Workload
 from agmm.testing.cases import Shape
 
 NAME = "hangs-on-gpu"
@@ -19,7 +19,7 @@ _CYCLES = 10**13
 """Hours."""
 
 
-def _prepare(p: Problem) -> Callable[[], Result]:
+def _prepare(p: Workload) -> Callable[[], Result]:
     call = WAYS["roof"].prepare(p)
 
     def hang() -> Result:

@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("return_A", [False, True])
 def test_tune(return_A: bool) -> None:
     shapes = [Shape(2048, 1024, 2048), Shape(16, 512, 1024)]
-    options = tuning_session.Options.of("cuda", 2, shapes, return_A=return_A)
+    options = tuning_session.TuningOptions.of("cuda", 2, shapes, return_A=return_A)
     keeper = tuner.Keeper(2)
     for outcome in tuner.tune(options):
         keeper.add(outcome)

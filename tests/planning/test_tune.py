@@ -65,7 +65,7 @@ def tuned_shapes(folder: Path) -> list[Shape]:
 
 
 def test_tune_and_again(folder: Path) -> None:
-    options = tuning_session.Options.of("cpu", 2, SHAPES[:2], return_A=True, row_major=True)
+    options = tuning_session.TuningOptions.of("cpu", 2, SHAPES[:2], return_A=True, row_major=True)
     notes, keeper = Notes(), tuner.Keeper(2)
     outcomes = list(tuner.tune(options, notes))
     for outcome in outcomes:
@@ -81,18 +81,18 @@ def test_tune_and_again(folder: Path) -> None:
     assert sorted(tuned_shapes(folder)) == sorted(SHAPES[:2])
     assert notes.lines == []
 
-    more = tuning_session.Options.of("cpu", 2, SHAPES, return_A=True, row_major=True)
+    more = tuning_session.TuningOptions.of("cpu", 2, SHAPES, return_A=True, row_major=True)
     notes = Notes()
     assert [o.shape for o in tuner.tune(more, notes)] == [SHAPES[2]]
     assert notes.lines == ["2 of 3 shapes were tuned before (--again repeats)"]
-    once_more = tuning_session.Options.of(
+    once_more = tuning_session.TuningOptions.of(
         "cpu", 2, SHAPES[:1], return_A=True, row_major=True, again=True
     )
     assert [o.shape for o in tuner.tune(once_more)] == [SHAPES[0]]
 
 
 def test_tune_a_scatter(folder: Path) -> None:
-    options = tuning_session.Options.of("cpu", 2, SHAPES, row_major=True, op=SCATTER.op)
+    options = tuning_session.TuningOptions.of("cpu", 2, SHAPES, row_major=True, op=SCATTER.op)
     notes, keeper = Notes(), tuner.Keeper(2)
     for outcome in tuner.tune(options, notes):
         keeper.add(outcome)
@@ -106,13 +106,13 @@ def test_tune_a_scatter(folder: Path) -> None:
     assert [o.shape for o in tuner.tune(options, notes)] == []
     assert notes.lines == ["3 of 3 shapes were tuned before (--again repeats)"]
     # The rows of one op say nothing of the other.
-    gathers = tuning_session.Options.of("cpu", 2, SHAPES[:1], row_major=True)
+    gathers = tuning_session.TuningOptions.of("cpu", 2, SHAPES[:1], row_major=True)
     assert [o.shape for o in tuner.tune(gathers)] == [SHAPES[0]]
 
 
 def test_tune_fp8(folder: Path) -> None:
     shapes = [Shape(16, 8, 32)]
-    options = tuning_session.Options.of(
+    options = tuning_session.TuningOptions.of(
         "cpu", 2, shapes, torch.float8_e4m3fn, return_A=True, scaling="block"
     )
     keeper = tuner.Keeper(2)
@@ -126,7 +126,7 @@ def test_tune_fp8(folder: Path) -> None:
 
 def test_wrong_scatters_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "check", tune_work.check_with_wrong_scatter)
-    options = tuning_session.Options.of("cpu", 2, SHAPES[:1], op=SCATTER.op)
+    options = tuning_session.TuningOptions.of("cpu", 2, SHAPES[:1], op=SCATTER.op)
     (outcome,) = tuner.tune(options)
     assert [failure.plan for failure in outcome.failures] == [Plan("push")]
     assert "relative error" in outcome.failures[0].reason
@@ -135,7 +135,7 @@ def test_wrong_scatters_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_of_another_version_are_tuned_again() -> None:
     tables.save(CPU, 2, [(Key.of(PROBLEM), Row(16, UNFUSED, 1.0, 1.0, 1.0, "0.0.1"))])
-    outcomes = list(tuner.tune(tuning_session.Options.of("cpu", 2, SHAPES[:1])))
+    outcomes = list(tuner.tune(tuning_session.TuningOptions.of("cpu", 2, SHAPES[:1])))
     assert [(o.shape, o.old) for o in outcomes] == [(SHAPES[0], UNFUSED)]
 
 
@@ -144,7 +144,7 @@ def test_wrong_failing_and_dying_plans_are_left_out_and_named(
 ) -> None:
     monkeypatch.setattr(tuner, "check", tune_work.check_with_faults)
     notes = Notes()
-    (outcome,) = tuner.tune(tuning_session.Options.of("cpu", 2, SHAPES[:1]), notes)
+    (outcome,) = tuner.tune(tuning_session.TuningOptions.of("cpu", 2, SHAPES[:1]), notes)
     reasons = {failure.plan.chunks_per_shard: failure.reason for failure in outcome.failures}
     assert set(reasons) == {2, 4, 8}
     assert "relative error" in reasons[2]
@@ -159,7 +159,7 @@ def test_wrong_failing_and_dying_plans_are_left_out_and_named(
 def test_no_row_where_no_fused_plan_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "check", tune_work.check_with_none_fused)
     notes = Notes()
-    (outcome,) = tuner.tune(tuning_session.Options.of("cpu", 2, SHAPES[:1]), notes)
+    (outcome,) = tuner.tune(tuning_session.TuningOptions.of("cpu", 2, SHAPES[:1]), notes)
     assert outcome.row is None
     assert outcome.failures
     assert notes.lines[-1] == "16x8x24: no row, since no fused plan could be measured"

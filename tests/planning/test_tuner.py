@@ -135,7 +135,7 @@ def test_torchs_op_has_to_be_faster_by_what_it_costs_the_host(
 
     monkeypatch.setattr(tuner, "candidates", lambda *_: [own, BY_TORCH, UNFUSED])
     monkeypatch.setattr(tuner, "other_orders", lambda _: [])
-    options = tuning_session.Options("cuda", 4, (), torch.bfloat16, op=SCATTER.op)
+    options = tuning_session.TuningOptions("cuda", 4, (), torch.bfloat16, op=SCATTER.op)
     for us, winner in ((100.0, own), (60.0, BY_TORCH)):
         taken[BY_TORCH.name] = us
         found = tuner.Outcome(Shape(4096, 8192, 2048), SCATTER, UNFUSED)
@@ -147,7 +147,7 @@ def test_torchs_op_has_to_be_faster_by_what_it_costs_the_host(
 
 def test_a_scatter_returns_no_A() -> None:
     with pytest.raises(InvalidArgument, match="return_A: found True with matmul_reduce_scatter"):
-        tuning_session.Options.of("cpu", 2, [Shape(4, 8, 8)], op=SCATTER.op, return_A=True)
+        tuning_session.TuningOptions.of("cpu", 2, [Shape(4, 8, 8)], op=SCATTER.op, return_A=True)
 
 
 def test_the_best_kernels_are_tried_in_all_orders() -> None:
@@ -247,7 +247,7 @@ def test_ahead_is_about_pairs() -> None:
 def test_options_of_fp8_are_checked() -> None:
     def of(device: str = "cuda", n: int = 8, **others: Any) -> Any:
         shapes = [Shape(4, n, 32)]
-        return tuning_session.Options.of(device, 2, shapes, torch.float8_e4m3fn, **others)
+        return tuning_session.TuningOptions.of(device, 2, shapes, torch.float8_e4m3fn, **others)
 
     assert of().scaling == "rowwise"
     for given, message in (
@@ -261,11 +261,11 @@ def test_options_of_fp8_are_checked() -> None:
 
 
 def test_options_are_checked() -> None:
-    assert tuning_session.Options.of("cpu", 2, [Shape(4, 3, 5)]).dtype == torch.float32
+    assert tuning_session.TuningOptions.of("cpu", 2, [Shape(4, 3, 5)]).dtype == torch.float32
     with pytest.raises(InvalidArgument, match="found 5x8x8, wanted an M that is a multiple"):
-        tuning_session.Options.of("cpu", 2, [Shape(5, 8, 8)])
+        tuning_session.TuningOptions.of("cpu", 2, [Shape(5, 8, 8)])
     with pytest.raises(InvalidArgument, match="found 4x3x8, which cannot be fused: B: found N=3"):
-        tuning_session.Options.of("cuda", 2, [Shape(4, 3, 8)])
+        tuning_session.TuningOptions.of("cuda", 2, [Shape(4, 3, 8)])
 
 
 # --- keeping ---

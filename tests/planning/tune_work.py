@@ -104,7 +104,7 @@ def call_with_table(m: int, n: int, k: int, strict: bool) -> tuple[bool, int, li
 def check_with_wrong_scatter(plan: Plan) -> tuning_session.Verdict:
     """Checks a plan like `tuning_session.check`, but the last rank's own sums are wrong."""
     last = dist.get_rank() == dist.get_world_size() - 1
-    original = cpu.CpuWorkspace.matmul_reduce_scatter
+    original = cpu.CpuWorkspace.reduce_scatter
 
     def faulty(workspace: Any, *arguments: Any, **keywords: Any) -> Any:
         out = original(workspace, *arguments, **keywords)
@@ -112,17 +112,17 @@ def check_with_wrong_scatter(plan: Plan) -> tuning_session.Verdict:
             out[0, 0] += 1.0
         return out
 
-    cpu.CpuWorkspace.matmul_reduce_scatter = faulty  # type: ignore[method-assign,assignment]
+    cpu.CpuWorkspace.reduce_scatter = faulty  # type: ignore[method-assign,assignment]
     try:
         return tuning_session.check(plan)
     finally:
-        cpu.CpuWorkspace.matmul_reduce_scatter = original  # type: ignore[method-assign]
+        cpu.CpuWorkspace.reduce_scatter = original  # type: ignore[method-assign]
 
 
 def scatter_with_table(m: int, n: int, k: int, strict: bool) -> tuple[bool, bool, list[str]]:
     """Whether the sum is right; whether agmm made it; what was warned of."""
     calls = 0
-    original = cpu.CpuWorkspace.matmul_reduce_scatter
+    original = cpu.CpuWorkspace.reduce_scatter
 
     def counted(workspace: Any, *arguments: Any, **keywords: Any) -> Any:
         nonlocal calls
@@ -133,13 +133,13 @@ def scatter_with_table(m: int, n: int, k: int, strict: bool) -> tuple[bool, bool
     draw = torch.Generator().manual_seed(1)
     As = [torch.randint(-8, 9, (m, k), generator=draw).float() for _ in range(world_size)]
     Bs = [torch.randint(-8, 9, (n, k), generator=draw).float().t() for _ in range(world_size)]
-    cpu.CpuWorkspace.matmul_reduce_scatter = counted  # type: ignore[method-assign,assignment]
+    cpu.CpuWorkspace.reduce_scatter = counted  # type: ignore[method-assign,assignment]
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             out = agmm.matmul_reduce_scatter(As[rank], Bs[rank], strict=strict)
     finally:
-        cpu.CpuWorkspace.matmul_reduce_scatter = original  # type: ignore[method-assign]
+        cpu.CpuWorkspace.reduce_scatter = original  # type: ignore[method-assign]
     whole = torch.stack([A @ B for A, B in zip(As, Bs, strict=True)]).sum(0)
     right = torch.equal(out, whole.chunk(world_size)[rank])
     return right, calls == 1, [str(w.message) for w in caught]

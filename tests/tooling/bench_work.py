@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from agmm.bench import measure
 from agmm.bench.options import Options
-from agmm.bench.ways import SCATTER_WAYS, WAYS, Problem, Result
+from agmm.bench.ways import SCATTER_WAYS, WAYS, Result, Workload
 from agmm.testing.cases import Shape
 
 SICK_SHAPE = Shape(12, 8, 24)
@@ -21,10 +21,10 @@ CHECKS = 2
 """Calls of a way before it is timed."""
 
 
-def _sick(fail: Callable[[], Any], *, after: int) -> Callable[[Problem], Callable[[], Result]]:
+def _sick(fail: Callable[[], Any], *, after: int) -> Callable[[Workload], Callable[[], Result]]:
     """The unfused way, which fails on the last rank and on `SICK_SHAPE` after some calls."""
 
-    def prepare(p: Problem) -> Callable[[], Result]:
+    def prepare(p: Workload) -> Callable[[], Result]:
         call = WAYS["unfused"].prepare(p)
         calls = 0
 
@@ -57,14 +57,14 @@ SICK_WAYS = {
 }
 
 
-def _lacks_a_rank(p: Problem) -> Callable[[], Result]:
+def _lacks_a_rank(p: Workload) -> Callable[[], Result]:
     """A scatter to which the last rank brings nothing."""
     A = p.operands.A if dist.get_rank() < dist.get_world_size() - 1 else p.operands.A.new_zeros(())
     A = A.expand(p.operands.A.shape).clone()
     return SCATTER_WAYS["agmm"].prepare(replace(p, operands=replace(p.operands, A=A)))
 
 
-def _sums_in_bf16(p: Problem) -> Callable[[], Result]:
+def _sums_in_bf16(p: Workload) -> Callable[[], Result]:
     call = SCATTER_WAYS["agmm"].prepare(p)
 
     def rounded() -> Result:
@@ -74,7 +74,7 @@ def _sums_in_bf16(p: Problem) -> Callable[[], Result]:
     return rounded
 
 
-WRONG_SCATTERS: dict[str, Callable[[Problem], Callable[[], Result]]] = {
+WRONG_SCATTERS: dict[str, Callable[[Workload], Callable[[], Result]]] = {
     "lacks-a-rank": _lacks_a_rank,
     "sums-in-bf16": _sums_in_bf16,
 }

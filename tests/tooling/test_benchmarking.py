@@ -22,7 +22,7 @@ from rich.console import Console
 from agmm.bench import measure, reports
 from agmm.bench.measure import WayResult
 from agmm.bench.options import Options
-from agmm.bench.ways import WAYS, Problem, Result, Way, as_graph, select_ways
+from agmm.bench.ways import WAYS, Result, Way, Workload, as_graph, select_ways
 from agmm.cli import report_tables
 from agmm.errors import InvalidArgument
 from agmm.testing.cases import BENCH_SHAPES, Shape
@@ -37,11 +37,11 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _raises(p: Problem) -> Callable[[], Result]:
+def _raises(p: Workload) -> Callable[[], Result]:
     raise RuntimeError("cannot do this shape\nsecond line")
 
 
-def _leaves_a_hole(p: Problem) -> Callable[[], Result]:
+def _leaves_a_hole(p: Workload) -> Callable[[], Result]:
     out = torch.empty(p.shape.M, p.shape.N)
 
     def call() -> Result:
@@ -51,15 +51,15 @@ def _leaves_a_hole(p: Problem) -> Callable[[], Result]:
     return call
 
 
-def _off_by_a_little(p: Problem) -> Callable[[], Result]:
+def _off_by_a_little(p: Workload) -> Callable[[], Result]:
     return lambda: (None, p.operands.A @ p.operands.B * 1.001)
 
 
-def _wrong_A(p: Problem) -> Callable[[], Result]:
+def _wrong_A(p: Workload) -> Callable[[], Result]:
     return lambda: (p.operands.A.flip(0), p.operands.A @ p.operands.B)
 
 
-def _right(p: Problem) -> Callable[[], Result]:
+def _right(p: Workload) -> Callable[[], Result]:
     return lambda: (p.operands.A.clone(), p.operands.A @ p.operands.B)
 
 
@@ -203,7 +203,7 @@ def test_a_graph_keeps_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     made: list[weakref.ref[Scratch]] = []
 
-    def prepare(problem: Problem) -> Callable[[], Result]:
+    def prepare(problem: Workload) -> Callable[[], Result]:
         scratch, out = Scratch(), torch.zeros(1)
         made.append(weakref.ref(scratch))
 

@@ -233,7 +233,7 @@ FP8: dict[str, Any] = {"formats": ["e4m3"], "b_layouts": ["column"], "tile": "12
 DEFAULTS = json.loads(kernel_table.TABLE.read_text())["defaults"]
 
 
-def _parsed(*given: dict[str, Any]) -> tuple[kernel_table.Row, ...]:
+def _parsed(*given: dict[str, Any]) -> tuple[kernel_table.KernelRow, ...]:
     table = json.dumps({"defaults": DEFAULTS, "kernels": given})
     return kernel_table.parse(table, "kernels.json")
 

@@ -20,7 +20,7 @@ from agmm.bench.options import Options
 from agmm.bench.references import make_problem, references
 from agmm.bench.scaled_ways import ways_of
 from agmm.bench.timer import HostTime, host_time, time_ways
-from agmm.bench.ways import ROOF, Problem, Result
+from agmm.bench.ways import ROOF, Result, Workload
 from agmm.runtime import devices, links
 from agmm.testing.cases import Shape
 from agmm.testing.reference import poison, relative_error
@@ -141,7 +141,7 @@ def _as_step(what: int, call: Callable[[], Result]) -> Callable[[], Result]:
 
 
 def _prepare_and_check(
-    problem: Problem, names: Sequence[str], seed: int
+    problem: Workload, names: Sequence[str], seed: int
 ) -> tuple[dict[str, WayResult], dict[str, Callable[[], Result]]]:
     """Prepares each way, checks it, and keeps those that are right on every rank."""
     wanted = references(problem, seed)
@@ -166,7 +166,7 @@ def _prepare_and_check(
 
 
 def check_way(
-    prepare: Callable[[Problem], Callable[[], Result]], problem: Problem, reference: torch.Tensor
+    prepare: Callable[[Workload], Callable[[], Result]], problem: Workload, reference: torch.Tensor
 ) -> tuple[WayResult, Callable[[], Result] | None]:
     """Prepares a way and compares it with the reference on every rank. Collective.
 
@@ -204,7 +204,7 @@ def judge(result: WayResult, allowed: float) -> None:
         result.reason = f"relative error {error:.3g}, allowed {allowed:.3g}"
 
 
-def _call_and_poison(call: Callable[[], Result], problem: Problem) -> None:
+def _call_and_poison(call: Callable[[], Result], problem: Workload) -> None:
     """Makes one call, then writes NaN to the memory that the next one is about to write."""
     A, out = call()
     _synchronize(problem.device)
@@ -214,7 +214,7 @@ def _call_and_poison(call: Callable[[], Result], problem: Problem) -> None:
 
 
 def _check(
-    call: Callable[[], Result], problem: Problem, reference: torch.Tensor
+    call: Callable[[], Result], problem: Workload, reference: torch.Tensor
 ) -> tuple[float, str | None]:
     """Makes one call and returns its relative error."""
     A, out = call()

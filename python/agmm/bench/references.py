@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from agmm.bench import scaled_ways
 from agmm.bench.exchange import of_all_ranks
-from agmm.bench.ways import ROOF, Problem
+from agmm.bench.ways import ROOF, Workload
 from agmm.planning.plans import MATMUL_REDUCE_SCATTER
 from agmm.testing.cases import Shape, make_operands, make_scatter_operands
 from agmm.testing.reference import allowed_error, gathered_product, scattered_sum
@@ -40,7 +40,7 @@ def make_problem(
     dtype: torch.dtype,
     seed: int = 0,
     scaling: str | None = None,
-) -> Problem:
+) -> Workload:
     """This rank's; with scales of a kind where one is given.
 
     Raises InvalidArgument where the ranks cannot have equally many rows.
@@ -48,13 +48,13 @@ def make_problem(
     make = make_scatter_operands if op == MATMUL_REDUCE_SCATTER else make_operands
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     operands = make(shape, rank, world_size, dtype=dtype, device=device, seed=seed)
-    problem = Problem(shape, group, device, operands, op)
+    problem = Workload(shape, group, device, operands, op)
     if scaling is None:
         return problem
     return scaled_ways.make_scaled_problem(problem, scaling, seed)
 
 
-def references(problem: Problem, seed: int = 0) -> References:
+def references(problem: Workload, seed: int = 0) -> References:
     """The references of a problem made with the given seed. Collective."""
     if problem.scaling is not None:
         return References(*scaled_ways.references(problem, seed))

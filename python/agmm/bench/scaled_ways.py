@@ -13,7 +13,7 @@ import torch.distributed as dist
 import agmm
 from agmm.bench import ways
 from agmm.bench.exchange import of_all_ranks
-from agmm.bench.ways import ROOF, Problem, Result, Way
+from agmm.bench.ways import ROOF, Result, Way, Workload
 from agmm.errors import InvalidArgument
 from agmm.ops.fp8_gather import Fp8Gather
 from agmm.ops.fp8_operands import Fp8Weights
@@ -66,7 +66,7 @@ def check_scaling(dtype: torch.dtype, scaling: str | None, shapes: list[Shape]) 
     return scaling
 
 
-def make_scaled_problem(problem: Problem, scaling: str, seed: int) -> Problem:
+def make_scaled_problem(problem: Workload, scaling: str, seed: int) -> Workload:
     """The problem, whose operands are fp8, with scales."""
     rank, kind = dist.get_rank(problem.group), BY_NAME[scaling]
     operands, scatters = problem.operands, problem.op == MATMUL_REDUCE_SCATTER
@@ -87,7 +87,7 @@ def _scales(values: torch.Tensor, tile: Tile, seed: int) -> torch.Tensor:
     return torch.rand(shape, generator=generator, device=values.device) + 0.5
 
 
-def dequantised(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+def dequantised(problem: Workload) -> tuple[torch.Tensor, torch.Tensor]:
     """A and B in float64."""
     kind, scales = _of(problem)
     A = Scaled(problem.operands.A, scales.A, kind.a)
@@ -103,7 +103,7 @@ class ScaledReferences(NamedTuple):
     error: float | None
 
 
-def references(problem: Problem, seed: int) -> ScaledReferences:
+def references(problem: Workload, seed: int) -> ScaledReferences:
     """The references in float64, of the dequantised operands. Collective."""
     product = gathered_product(*dequantised(problem))
     if problem.op != MATMUL_REDUCE_SCATTER:
@@ -122,7 +122,7 @@ def references(problem: Problem, seed: int) -> ScaledReferences:
     return ScaledReferences(product, exact, max(errors))
 
 
-def _problem_of(problem: Problem, rank: int, seed: int) -> Problem:
+def _problem_of(problem: Workload, rank: int, seed: int) -> Workload:
     """What another rank has of a scatter."""
     kind, world_size = BY_NAME[str(problem.scaling)], dist.get_world_size(problem.group)
     operands = make_scatter_operands(
@@ -133,14 +133,14 @@ def _problem_of(problem: Problem, rank: int, seed: int) -> Problem:
         device=problem.device,
         seed=seed,
     )
-    made = Problem(problem.shape, problem.group, problem.device, operands, problem.op)
+    made = Workload(problem.shape, problem.group, problem.device, operands, problem.op)
     a = _scales(operands.A, kind.a, 3 * (seed + rank))
     b = _scales(operands.B, kind.b, 3 * (seed + rank * (kind.b[1] != ALL)) + 1)
     made.scales, made.scaling = Scales(a, a, b), problem.scaling
     return made
 
 
-def _of(problem: Problem) -> tuple[Any, Scales]:
+def _of(problem: Workload) -> tuple[Any, Scales]:
     assert problem.scales is not None and problem.scaling is not None
     return BY_NAME[problem.scaling], problem.scales
 
@@ -148,19 +148,19 @@ def _of(problem: Problem) -> tuple[Any, Scales]:
 # --- the ways ---
 
 
-def _product(p: Problem) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def _product(p: Workload) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """``torch._scaled_mm`` of A and its scales, on the CPU a product of dequantised operands."""
     _, scales = _of(p)
     B, scale_b = p.operands.B, scales.B
     return lambda A, scale_a: scaled_matmul(A, scale_a, B, scale_b, OUT_DTYPE, True)
 
 
-def _roof(p: Problem) -> Callable[[], Result]:
+def _roof(p: Workload) -> Callable[[], Result]:
     product, A, scale = _product(p), p.operands.A, _of(p)[1].A
     return lambda: (None, product(A, scale))
 
 
-def _unfused(p: Problem) -> Callable[[], Result]:
+def _unfused(p: Workload) -> Callable[[], Result]:
     kind, scales = _of(p)
     product, shard, group = _product(p), p.operands.A_shard, p.group
     A = torch.empty_like(p.operands.A)
@@ -178,7 +178,7 @@ def _unfused(p: Problem) -> Callable[[], Result]:
     return call
 
 
-def _torch_fused(p: Problem) -> Callable[[], Result]:
+def _torch_fused(p: Workload) -> Callable[[], Result]:
     import torch.distributed._symmetric_memory
 
     _, scales = _of(p)
@@ -194,8 +194,8 @@ def _torch_fused(p: Problem) -> Callable[[], Result]:
     return call
 
 
-def _agmm(return_A: bool) -> Callable[[Problem], Callable[[], Result]]:
-    def prepare(p: Problem) -> Callable[[], Result]:
+def _agmm(return_A: bool) -> Callable[[Workload], Callable[[], Result]]:
+    def prepare(p: Workload) -> Callable[[], Result]:
         _, scales = _of(p)
         given = p.operands.A_shard, p.operands.B, scales.A_shard, scales.B, p.group
         # This accumulates fast, which all other ways do too.
@@ -210,7 +210,7 @@ def _agmm(return_A: bool) -> Callable[[Problem], Callable[[], Result]]:
     return prepare
 
 
-def _scatter_unfused(p: Problem) -> Callable[[], Result]:
+def _scatter_unfused(p: Workload) -> Callable[[], Result]:
     _, scales = _of(p)
     product, A, group = _product(p), p.operands.A, p.group
     rows = p.shape.M // dist.get_world_size(group)
@@ -224,7 +224,7 @@ def _scatter_unfused(p: Problem) -> Callable[[], Result]:
     return call
 
 
-def _torch_fused_scatter(p: Problem) -> Callable[[], Result]:
+def _torch_fused_scatter(p: Workload) -> Callable[[], Result]:
     import torch.distributed._symmetric_memory
 
     _, scales = _of(p)
@@ -238,8 +238,8 @@ def _torch_fused_scatter(p: Problem) -> Callable[[], Result]:
     return call
 
 
-def _scatter_agmm(strict: bool) -> Callable[[Problem], Callable[[], Result]]:
-    def prepare(p: Problem) -> Callable[[], Result]:
+def _scatter_agmm(strict: bool) -> Callable[[Workload], Callable[[], Result]]:
+    def prepare(p: Workload) -> Callable[[], Result]:
         _, scales = _of(p)
         given = p.operands.A, p.operands.B, scales.A, scales.B, p.group
         op = agmm.scaled_matmul_reduce_scatter
@@ -248,7 +248,7 @@ def _scatter_agmm(strict: bool) -> Callable[[Problem], Callable[[], Result]]:
     return prepare
 
 
-def by_plan(p: Problem, plan: Plan, *, return_A: bool) -> Callable[[], Result]:
+def by_plan(p: Workload, plan: Plan, *, return_A: bool) -> Callable[[], Result]:
     """A call that is carried out as a plan says, with fast accumulation where the scales leave the
     choice; ready to be made."""
     _, scales = _of(p)
@@ -272,7 +272,7 @@ def by_plan(p: Problem, plan: Plan, *, return_A: bool) -> Callable[[], Result]:
     return scattered if p.op == MATMUL_REDUCE_SCATTER else gathered
 
 
-_PREPARED: dict[str, dict[str, Callable[[Problem], Callable[[], Result]]]] = {
+_PREPARED: dict[str, dict[str, Callable[[Workload], Callable[[], Result]]]] = {
     ALL_GATHER_MATMUL: {
         ROOF: _roof,
         "unfused": _unfused,

@@ -24,7 +24,7 @@ from agmm._installation import raised_line
 from agmm.bench import launcher
 from agmm.bench.candidates import candidates, other_orders, other_pushes
 from agmm.bench.exchange import of_all_ranks
-from agmm.bench.tuning_session import Options, Verdict, begin, check, first_problem, measure
+from agmm.bench.tuning_session import TuningOptions, Verdict, begin, check, first_problem, measure
 from agmm.bench.ways import ROOF
 from agmm.planning import cost_model, tables
 from agmm.planning.built_kernels import kernels_of
@@ -98,7 +98,7 @@ class _Ranks:
     """The ranks of a run: calls functions in every rank, and starts the ranks anew after one has
     failed."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: TuningOptions) -> None:
         self._options = options
         self._stack = contextlib.ExitStack()
 
@@ -135,7 +135,7 @@ def _plans_from_rank_0(plans: Sequence[Plan]) -> list[Plan]:
     return [tables.plan_from_json(plan) for plan in found]
 
 
-def tune(options: Options, progress: Progress | None = None) -> Iterator[Outcome]:
+def tune(options: TuningOptions, progress: Progress | None = None) -> Iterator[Outcome]:
     """Tunes the shapes one after the other; yields each outcome as soon as it is there.
 
     Under torchrun each of its ranks runs this, with the same outcomes; otherwise it starts ranks.
@@ -198,7 +198,7 @@ class Part:
 def tune_shape(
     outcome: Outcome,
     kernels: Sequence[KernelConfig],
-    options: Options,
+    options: TuningOptions,
     ranks: _Ranks,
     part: Part,
 ) -> None:
@@ -270,7 +270,7 @@ def _host_gain_us(problem: Problem) -> dict[str, float]:
 
 
 def _check(
-    plan: Plan, checked: Sequence[Plan], outcome: Outcome, options: Options, ranks: _Ranks
+    plan: Plan, checked: Sequence[Plan], outcome: Outcome, options: TuningOptions, ranks: _Ranks
 ) -> str | None:
     """The reason why the plan is left out, or None. After one that breaks the ranks new ones are
     started, which check the others again; those of torchrun have to go on."""

@@ -38,7 +38,7 @@ from agmm.testing.cases import Shape
 
 
 @dataclass(frozen=True)
-class Options:
+class TuningOptions:
     """What to tune, on "cuda" or "cpu"; ``shapes`` are gathered and divisible by the ranks."""
 
     device: str
@@ -63,7 +63,7 @@ class Options:
         op: str = ALL_GATHER_MATMUL,
         scaling: str | None = None,
         **others: bool,
-    ) -> Options:
+    ) -> TuningOptions:
         """Return these options with the defaults of dtype and scaling filled in. Raises
         InvalidArgument for what cannot be tuned."""
         if op == MATMUL_REDUCE_SCATTER and others.get("return_A"):
@@ -121,7 +121,7 @@ class Options:
 class _Session:
     """The operands of one shape and its checked calls, in one rank."""
 
-    def __init__(self, shape: Shape, options: Options) -> None:
+    def __init__(self, shape: Shape, options: TuningOptions) -> None:
         group = dist.group.WORLD
         assert group is not None
         device = _device(options.device)
@@ -140,14 +140,14 @@ class _Session:
         self.allowed = wanted.allowed(result.relative_error)
         self.calls: dict[str, Callable[[], Any]] = {ROOF: call}
 
-    def prepare(self, plan: Plan) -> Callable[[ways.Problem], Callable[[], Any]]:
+    def prepare(self, plan: Plan) -> Callable[[ways.Workload], Callable[[], Any]]:
         return_A = self.return_A
         if self.problem.scaling is not None:
             return lambda p: scaled_ways.by_plan(p, plan, return_A=return_A)
         if self.problem.op == MATMUL_REDUCE_SCATTER:
             return lambda p: _scatter(p, plan)
 
-        def prepare(p: ways.Problem) -> Callable[[], ways.Result]:
+        def prepare(p: ways.Workload) -> Callable[[], ways.Result]:
             A_shard, B, group = p.operands.A_shard, p.operands.B, p.group
             if p.device.type == "cpu" and plan != UNFUSED:
                 workspace = cpu_workspace(group)
@@ -174,7 +174,7 @@ class _Session:
         return prepare
 
 
-def _scatter(p: ways.Problem, plan: Plan) -> Callable[[], ways.Result]:
+def _scatter(p: ways.Workload, plan: Plan) -> Callable[[], ways.Result]:
     A, B, group = p.operands.A, p.operands.B, p.group
 
     def call() -> ways.Result:
@@ -198,7 +198,7 @@ def _current() -> _Session:
     return _session
 
 
-def first_problem(options: Options) -> Problem:
+def first_problem(options: TuningOptions) -> Problem:
     """The problem of the first shape, on the GPU that the ranks' plans are made for. It is called
     in every rank."""
     device = _device(options.device)
@@ -206,7 +206,7 @@ def first_problem(options: Options) -> Problem:
     return replace(problem, gpu=call_plans.gpu_of(dist.group.WORLD, device))
 
 
-def begin(shape: Shape, options: Options) -> None:
+def begin(shape: Shape, options: TuningOptions) -> None:
     """Makes the operands and the reference. It is called in every rank, like all functions that
     follow."""
     global _session

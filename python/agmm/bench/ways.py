@@ -26,7 +26,7 @@ roof the product."""
 
 
 @dataclass
-class Problem:
+class Workload:
     """The operands of one shape on one rank."""
 
     shape: Shape
@@ -53,13 +53,13 @@ class Way:
 
     name: str
     title: str
-    prepare: Callable[[Problem], Callable[[], Result]]
+    prepare: Callable[[Workload], Callable[[], Result]]
     on_cpu: bool = False
     is_agmm: bool = False
     host_time: bool = False
 
 
-def _roof(p: Problem) -> Callable[[], Result]:
+def _roof(p: Workload) -> Callable[[], Result]:
     out = torch.empty(p.shape.M, p.shape.N, dtype=p.operands.A.dtype, device=p.device)
     A, B = p.operands.A, p.operands.B
 
@@ -69,7 +69,7 @@ def _roof(p: Problem) -> Callable[[], Result]:
     return call
 
 
-def _unfused(p: Problem) -> Callable[[], Result]:
+def _unfused(p: Workload) -> Callable[[], Result]:
     A = torch.empty_like(p.operands.A)
     out = torch.empty(p.shape.M, p.shape.N, dtype=A.dtype, device=p.device)
     A_shard, B, group = p.operands.A_shard, p.operands.B, p.group
@@ -82,8 +82,8 @@ def _unfused(p: Problem) -> Callable[[], Result]:
     return call
 
 
-def _torch_decomposed(return_A: bool) -> Callable[[Problem], Callable[[], Result]]:
-    def prepare(p: Problem) -> Callable[[], Result]:
+def _torch_decomposed(return_A: bool) -> Callable[[Workload], Callable[[], Result]]:
+    def prepare(p: Workload) -> Callable[[], Result]:
         import torch.distributed._symmetric_memory
 
         # The op takes torch's native path where this variable is set.
@@ -106,7 +106,7 @@ def _torch_decomposed(return_A: bool) -> Callable[[Problem], Callable[[], Result
 _native_shards: list[torch.Tensor] = []
 
 
-def _torch_native(p: Problem) -> Callable[[], Result]:
+def _torch_native(p: Workload) -> Callable[[], Result]:
     import torch.distributed._symmetric_memory as symm_mem
     from torch._C._distributed_c10d import _SymmetricMemory
 
@@ -132,8 +132,8 @@ def _torch_native(p: Problem) -> Callable[[], Result]:
     return call
 
 
-def _agmm(return_A: bool) -> Callable[[Problem], Callable[[], Result]]:
-    def prepare(p: Problem) -> Callable[[], Result]:
+def _agmm(return_A: bool) -> Callable[[Workload], Callable[[], Result]]:
+    def prepare(p: Workload) -> Callable[[], Result]:
         A_shard, B, group = p.operands.A_shard, p.operands.B, p.group
         op = agmm.all_gather_matmul
 
@@ -150,11 +150,11 @@ def _agmm(return_A: bool) -> Callable[[Problem], Callable[[], Result]]:
 
 
 def as_graph(
-    prepare: Callable[[Problem], Callable[[], Result]],
-) -> Callable[[Problem], Callable[[], Result]]:
+    prepare: Callable[[Workload], Callable[[], Result]],
+) -> Callable[[Workload], Callable[[], Result]]:
     """The way's call, captured in a CUDA graph after two eager ones."""
 
-    def prepare_graph(p: Problem) -> Callable[[], Result]:
+    def prepare_graph(p: Workload) -> Callable[[], Result]:
         call = prepare(p)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -177,7 +177,7 @@ def as_graph(
     return prepare_graph
 
 
-def _scatter_unfused(p: Problem) -> Callable[[], Result]:
+def _scatter_unfused(p: Workload) -> Callable[[], Result]:
     A, B, group = p.operands.A, p.operands.B, p.group
     partial = torch.empty(p.shape.M, p.shape.N, dtype=A.dtype, device=p.device)
     rows = p.shape.M // dist.get_world_size(group)
@@ -191,7 +191,7 @@ def _scatter_unfused(p: Problem) -> Callable[[], Result]:
     return call
 
 
-def _torch_fused(p: Problem) -> Callable[[], Result]:
+def _torch_fused(p: Workload) -> Callable[[], Result]:
     import torch.distributed._symmetric_memory
 
     A, B, name = p.operands.A, p.operands.B, p.group_name
@@ -203,8 +203,8 @@ def _torch_fused(p: Problem) -> Callable[[], Result]:
     return call
 
 
-def _scatter_agmm(strict: bool) -> Callable[[Problem], Callable[[], Result]]:
-    def prepare(p: Problem) -> Callable[[], Result]:
+def _scatter_agmm(strict: bool) -> Callable[[Workload], Callable[[], Result]]:
+    def prepare(p: Workload) -> Callable[[], Result]:
         A, B, group = p.operands.A, p.operands.B, p.group
         op = agmm.matmul_reduce_scatter
 

@@ -189,7 +189,7 @@ def tune(options: TuneOptions) -> None:
         shapes = presets.ShapeOptions(
             options.shapes, options.file, options.model, options.tokens, one
         )
-        session = tuning_session.Options.of(
+        session = tuning_session.TuningOptions.of(
             kind,
             ranks,
             shapes.read(ranks, options.op.value),

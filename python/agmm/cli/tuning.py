@@ -8,7 +8,7 @@ import time
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from agmm.bench import launcher, tuner
-from agmm.bench.tuning_session import Options
+from agmm.bench.tuning_session import TuningOptions
 from agmm.bench.units import duration
 from agmm.cli.report_tables import tuning_table
 from agmm.cli.terminal import console, print_table
@@ -63,7 +63,7 @@ class TuningBar:
             self._bar.console.print(line, markup=False, soft_wrap=True)
 
 
-def run(options: Options, world_size: int) -> bool:
+def run(options: TuningOptions, world_size: int) -> bool:
     """Whether every shape has a plan that was saved, and no candidate failed. After Ctrl-C it
     reports what is done, and raises."""
     outcomes: list[tuner.Outcome] = []

@@ -29,7 +29,7 @@ from agmm.integrations.async_tp_kernels import (
     scaled_over,
     scatter_over,
 )
-from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
+from agmm.integrations.scaled_async_tp import ServedGather, ServedScatter
 from agmm.ops import plain_scatter
 
 # --- registration: all that depends on torch's version ---
@@ -66,7 +66,7 @@ OPS = (
         "Tensor?[] result_scales, ScalarType?[] out_dtypes, bool[] use_fast_accum) "
         "-> (Tensor, Tensor[])",
         ("CUDA", "CPU"),
-        scaled_over("fused_all_gather_scaled_matmul", GatherCall),
+        scaled_over("fused_all_gather_scaled_matmul", ServedGather),
     ),
     _Op(
         f"{NAMESPACE}::fused_scaled_matmul_reduce_scatter(Tensor A, Tensor B, Tensor A_scale, "
@@ -75,7 +75,7 @@ OPS = (
         "Tensor? bias=None, Tensor? result_scale=None, ScalarType? out_dtype=None, "
         "bool use_fast_accum=False) -> Tensor",
         ("CUDA", "CPU"),
-        scaled_over("fused_scaled_matmul_reduce_scatter", ScatterCall),
+        scaled_over("fused_scaled_matmul_reduce_scatter", ServedScatter),
     ),
 )
 

@@ -12,7 +12,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from agmm.errors import InvalidArgument, Unsupported, warn_once
-from agmm.integrations.scaled_async_tp import GatherCall, ScatterCall
+from agmm.integrations.scaled_async_tp import ServedGather, ServedScatter
 from agmm.ops.checks import check_scatterable
 from agmm.ops.gather import GatherSettings
 from agmm.ops.kept import kind_of
@@ -262,7 +262,7 @@ def scatter_over(torch_kernel: Kernel) -> Kernel:
 # --- the same of fp8 operands ---
 
 
-def scaled_over(op: str, call_type: type[GatherCall | ScatterCall]) -> KernelOver:
+def scaled_over(op: str, call_type: type[ServedGather | ServedScatter]) -> KernelOver:
     """Makes a kernel of one of both: agmm where it can, else ``torch_kernel``."""
 
     def over(torch_kernel: Kernel) -> Kernel:

@@ -27,7 +27,7 @@ def _result_scale(scale: torch.Tensor | None, out_dtype: torch.dtype) -> torch.T
     return scale if out_dtype in FP8 else None
 
 
-class GatherCall(NamedTuple):
+class ServedGather(NamedTuple):
     """A call of ``fused_all_gather_scaled_matmul``, in torch's order."""
 
     A: torch.Tensor
@@ -122,7 +122,7 @@ class GatherCall(NamedTuple):
         return strided(A, 0, dim), [strided(out, 0, dim) for out in outs]
 
 
-class ScatterCall(NamedTuple):
+class ServedScatter(NamedTuple):
     """A call of ``fused_scaled_matmul_reduce_scatter``, in torch's order."""
 
     A: torch.Tensor

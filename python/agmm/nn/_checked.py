@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from agmm.errors import InvalidArgument
-from agmm.nn._held import Held, Plan
+from agmm.nn._held import Held, OperandPlan
 from agmm.nn.fp8_recipe import Fp8Recipe
 from agmm.ops.checks import check_operand
 from agmm.runtime.scaling import K_MULTIPLE
@@ -22,7 +22,7 @@ class CheckedLinear(torch.nn.Module):
     held: dict[str, Held]
     fp8: Fp8Recipe | None
     _parts: int
-    _plan: Plan
+    _plan: OperandPlan
 
     def _check_operand(self, x: Any) -> None:
         """Before the parameters are looked at."""

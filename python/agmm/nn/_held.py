@@ -123,7 +123,7 @@ def _with_own_storage(rows: torch.Tensor) -> torch.Tensor:
     return found
 
 
-class Plan(NamedTuple):
+class OperandPlan(NamedTuple):
     """What the parameters of a layer become on a rank: `outputs` weights and, where there is a
     bias, as many biases, by these names and with these rows each."""
 
@@ -147,11 +147,11 @@ class Plan(NamedTuple):
 
 
 class LocalParts(torch.autograd.Function):
-    """`Plan.operands` of DTensors, and the gradients as DTensors."""
+    """`OperandPlan.operands` of DTensors, and the gradients as DTensors."""
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, wholes: Sequence[torch.Tensor] | None, *parameters: Any
+        ctx: Any, plan: OperandPlan, wholes: Sequence[torch.Tensor] | None, *parameters: Any
     ) -> tuple[torch.Tensor, ...]:
         ctx.plan, ctx.joined, ctx.parameters = plan, wholes is not None, parameters
         ctx.versions = [_version(parameter) for parameter in parameters]
@@ -161,7 +161,7 @@ class LocalParts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        plan: Plan = ctx.plan
+        plan: OperandPlan = ctx.plan
         if ctx.versions != [_version(parameter) for parameter in ctx.parameters]:
             # DTensors hide such changes from the checks of those who saved their parts.
             raise RuntimeError(

@@ -25,8 +25,8 @@ from agmm.nn._held import (
     Held,
     Joined,
     LocalParts,
+    OperandPlan,
     Place,
-    Plan,
     TracedWhole,
     can_be_joined,
     local_part,
@@ -92,7 +92,7 @@ class ShardedLinear(CheckedLinear):
                 self.register_parameter(piece, parameter)
         names = tuple(piece for held in self.held.values() for piece in held.names)
         weight = self.held["weight"]
-        self._plan = Plan(names, tuple(weight.rows(self._parts)))
+        self._plan = OperandPlan(names, tuple(weight.rows(self._parts)))
         self._settle()
         self.reset_parameters()
 

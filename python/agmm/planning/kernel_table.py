@@ -44,7 +44,7 @@ _MOST_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """A kernel of the table: one shape for an op, in some formats and layouts of B."""
 
     op: str
@@ -89,12 +89,12 @@ class Row:
 
 
 @cache
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[KernelRow, ...]:
     """The rows of the package's table."""
     return parse(TABLE.read_text(), TABLE.name)
 
 
-def rows_of(kernels: str, op: str, *, is_fp8: bool = False) -> tuple[Row, ...]:
+def rows_of(kernels: str, op: str, *, is_fp8: bool = False) -> tuple[KernelRow, ...]:
     """The rows that a build with these AGMM_KERNELS has for an op, timed ones left out."""
     return tuple(
         row
@@ -103,7 +103,7 @@ def rows_of(kernels: str, op: str, *, is_fp8: bool = False) -> tuple[Row, ...]:
     )
 
 
-def parse(text: str, name: str) -> tuple[Row, ...]:
+def parse(text: str, name: str) -> tuple[KernelRow, ...]:
     """The rows of a table.
 
     Args:
@@ -119,7 +119,7 @@ def parse(text: str, name: str) -> tuple[Row, ...]:
         raise ValueError(f"{name}: found {error}, wanted JSON") from None
     if set(table) != {"defaults", "kernels"}:
         raise ValueError(f"{name}: found {sorted(table)}, wanted ['defaults', 'kernels']")
-    found: list[Row] = []
+    found: list[KernelRow] = []
     seen: set[tuple[Any, ...]] = set()
     for number, given in enumerate(table["kernels"], 1):
         where = f"{name}: row {number}, {_short(given)}"
@@ -137,8 +137,8 @@ def _short(given: dict[str, Any]) -> str:
     return words if len(words) <= _MOST_CHARACTERS else f"{words[:_MOST_CHARACTERS]}…"
 
 
-def _row(given: dict[str, Any], where: str) -> Row:
-    wanted = [field.name for field in fields(Row) if field.default is MISSING]
+def _row(given: dict[str, Any], where: str) -> KernelRow:
+    wanted = [field.name for field in fields(KernelRow) if field.default is MISSING]
     for field in (*given, *wanted):
         if field not in wanted:
             raise ValueError(f"{where}: {field}: found it, wanted only {', '.join(wanted)}")
@@ -149,13 +149,13 @@ def _row(given: dict[str, Any], where: str) -> Row:
         values[field] = read(given[field])
         if values[field] is None:
             raise ValueError(f"{where}: {field}: found {given[field]!r}, wanted {words}")
-    row = Row(**values)
+    row = KernelRow(**values)
     for field, words in _against(row):
         raise ValueError(f"{where}: {field}: found {given[field]!r}, wanted {words}")
     return row
 
 
-def _against(row: Row) -> Iterator[tuple[str, str]]:
+def _against(row: KernelRow) -> Iterator[tuple[str, str]]:
     """The fields that do not go with the others, and what they want."""
     rows, columns = row.tile[:2][:: -1 if row.swapped else 1]
     of_mma = f"{_MMA_ROWS} in rows of the MMA, of {_MMA_COLUMNS} in its columns"
