@@ -8,9 +8,9 @@ from typing import Any
 import gpu_work
 import torch
 import torch.distributed as dist
+from layers_work import local_values
 
 from agmm.nn import ColumnParallelLinear, RowParallelLinear, load_full_state_dict
-from agmm.nn._held import local_values
 from agmm.testing.reference import relative_error
 
 # Values are rounded to e4m3, whose steps are a 16th to an 8th (e5m2: an 8th to a 4th), both

@@ -14,16 +14,17 @@ import torch
 # It is imported before an op is replaced: its import goes through all of torch.ops.
 import torch._inductor.decomposition
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import agmm
 from agmm.nn import ColumnParallelLinear, RowParallelLinear, load_full_state_dict
-from agmm.nn._held import local_values
 from agmm.ops import kept, pipeline, scatter_plan
 from agmm.ops.pipeline import Route
 from agmm.ops.plain_scatter import PlainScatter
 from agmm.planning import cost_model
 from agmm.planning.plans import KernelConfig
 from agmm.runtime.cuda import CudaWorkspace
+from agmm.runtime.workspaces import cuda_workspace
 from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, relative_error
 
@@ -84,8 +85,12 @@ def choices(*, fused: bool, by_copies: bool, by_kernel: bool = False) -> Iterato
         return start(workspace, shard)
 
     # Mocks would keep what they were called with, and so its graph and the streams of before.
-    def is_planned(*_: Any) -> bool:
-        return fused
+    def is_fused(
+        A: torch.Tensor, B: torch.Tensor, scatter_dim: int, group: dist.ProcessGroup
+    ) -> bool:
+        if fused:
+            cuda_workspace(group, A.device).ensure(1)
+        return fused and scatter_dim % A.dim() == 0
 
     def is_gather_by_copies(*_: Any, **__: Any) -> bool:
         return by_copies
@@ -94,7 +99,7 @@ def choices(*, fused: bool, by_copies: bool, by_kernel: bool = False) -> Iterato
         mock.patch.object(kept, "kept_calls", weakref.WeakKeyDictionary()),
         mock.patch.object(PlainScatter, "route", routed),
         mock.patch.object(PlainScatter, "ready_on_cuda", ready_by_agmm),
-        mock.patch.object(scatter_plan, "_is_planned", is_planned),
+        mock.patch.object(scatter_plan, "is_fused", is_fused),
         mock.patch.object(cost_model, "is_gather_by_copies", is_gather_by_copies),
         mock.patch.object(torch.ops.symm_mem, "fused_matmul_reduce_scatter", scatter),
         mock.patch.object(CudaWorkspace, "start_all_gather", gather),
@@ -222,6 +227,12 @@ def _mlp() -> tuple[torch.nn.Sequential, torch.nn.Sequential]:
     )
     load_full_state_dict(sharded, whole.state_dict())
     return whole, sharded
+
+
+def local_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor on this rank, without a graph."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _gradients(

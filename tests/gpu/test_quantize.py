@@ -52,7 +52,9 @@ def assert_same(
     found = cuda_quantize.quantised(x, tile, dtype, power_of_2=power_of_2)
     assert found is not None
     values, scale = found
-    wanted, wanted_scale = quantize._by_torch(x, tile, dtype, amax_by_torch(x, tile), power_of_2)
+    wanted, wanted_scale = quantize.quantised_by_torch(
+        x, tile, dtype, amax_by_torch(x, tile), power_of_2
+    )
     assert values.stride() == wanted.stride() and scale.shape == wanted_scale.shape
     assert scale.dtype == torch.float32 and values.dtype == dtype
     # Bits are compared: a NaN equals itself then.
@@ -89,7 +91,7 @@ def test_columns_and_their_transpose(tile: Tile, dtype: torch.dtype, to: torch.d
         for amax in (None, largest * 2):
             values, scale = quantize.quantised_columns(x, tile, to, amax=amax, power_of_2=True)
             known = largest if amax is None else amax
-            wanted, wanted_scale = quantize._by_torch(x, tile, to, known, True)
+            wanted, wanted_scale = quantize.quantised_by_torch(x, tile, to, known, True)
             assert torch.equal(scale.view(torch.int32), wanted_scale.view(torch.int32))
             filled = -(-rows // 16) * 16
             assert values.shape == (columns, filled) and values.is_contiguous()
@@ -152,7 +154,7 @@ def test_a_larger_amax(dtype: torch.dtype) -> None:
     for part in (*parts, parts[0].t()):
         found = cuda_quantize.quantised(part, (ALL, ALL), FP8[0], amax=largest, power_of_2=False)
         assert found is not None
-        wanted, scale = quantize._by_torch(part, (ALL, ALL), FP8[0], largest, False)
+        wanted, scale = quantize.quantised_by_torch(part, (ALL, ALL), FP8[0], largest, False)
         assert torch.equal(found[1], scale)
         assert torch.equal(found[0].view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(largest, amax.amax(0, keepdim=True)), "it is only read"
@@ -214,7 +216,7 @@ def test_graph(tile: Tile) -> None:
     for seed in (2, 3):
         x.copy_(matrix(64, 512, torch.bfloat16, seed) / 2**seed)
         graph.replay()
-        wanted, scale = quantize._by_torch(x, tile, FP8[0], amax_by_torch(x, tile), False)
+        wanted, scale = quantize.quantised_by_torch(x, tile, FP8[0], amax_by_torch(x, tile), False)
         assert torch.equal(found[1], scale)
         assert torch.equal(found[0].view(torch.uint8), wanted.view(torch.uint8))
 

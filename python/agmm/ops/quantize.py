@@ -80,7 +80,7 @@ def quantised(
         found = cuda_quantize.quantised(x, tile, dtype, amax=amax, power_of_2=power_of_2)
         if found is not None:
             return found
-    return _by_torch(x, tile, dtype, amax, power_of_2)
+    return quantised_by_torch(x, tile, dtype, amax, power_of_2)
 
 
 def quantised_columns(
@@ -116,9 +116,10 @@ def transposed(values: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _by_torch(
+def quantised_by_torch(
     x: torch.Tensor, tile: Tile, dtype: torch.dtype, amax: torch.Tensor | None, power_of_2: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `quantised` does, by torch's own ops: the bits that agmm's kernels have too."""
     largest = torch.finfo(dtype).max
     amax = (amax_of(x, tile) if amax is None else amax).to(torch.float64)
     up = (largest / amax.clamp(min=_LEAST_AMAX)).to(torch.float32)
