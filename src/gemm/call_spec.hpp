@@ -14,8 +14,8 @@ struct CallSpec {
   Release release{};           // what the kernel does when it has read A
   SmPushArgs push{};           // what its spare warps push; a null shard: nothing
   ReportPlace report_place{};  // filled in by the launcher
-  // The kernel may be set up while the one ahead of it in the stream still runs, where that is a
-  // kernel. For matmuls for which no other kernel on this GPU has to make room.
+  // Whether the kernel may be set up while the one ahead of it in the stream still runs, where that
+  // is a kernel. It may for matmuls for which no other kernel on this GPU has to make room.
   bool starts_early = false;
 };
 

@@ -11,11 +11,12 @@ struct CallSpec;
 
 struct KernelVariant {
   std::size_t params_bytes;
-  /// Builds the kernel's parameters (TMA descriptors included) in `params`. Empty: success.
+  /// Builds the kernel's parameters (TMA descriptors included) in `params`. Returns the reason why
+  /// it cannot, or null.
   char const* (*prepare)(CallSpec const& call, void* params);
-  /// Once per device: opts in to the shared memory that the kernel needs. Returns a cudaError_t.
+  /// Opts in to the shared memory that the kernel needs, once per device. Returns a cudaError_t.
   int (*setup)();
-  /// Returns a cudaError_t.
+  /// Enqueues the kernel. Returns a cudaError_t.
   int (*launch)(void* params, void* stream);
 };
 

@@ -34,7 +34,7 @@ constexpr bool can_store_a(KernelShape const& shape, BLayout b_layout) {
   return shape.cluster_n == 1 && is_one_box && !(is_large && b_layout == BLayout::RowMajor);
 }
 
-/// Of a kernel that is built. Those that scale blocks take all of K.
+/// The facts of a kernel that is built. A kernel with block scales cannot split K.
 constexpr KernelFacts facts_of(KernelShape const& shape, DType dtype, BLayout b_layout,
                                Accumulation accumulation = Accumulation::Fast,
                                Epilogue epilogue = Epilogue::Bias) {

@@ -28,7 +28,7 @@ struct ScatterSpec {
   void* split_scratch = nullptr;       // as AsyncInputArgs::split_scratch
   ScatterTimes* tile_times = nullptr;  // of this launch
 
-  // Of an all-reduce.
+  // Only a matmul + all-reduce uses out_of_all and lag.
   void* out_of_all =
       nullptr;  // [rows, out_columns()], from where this launch's rows of chunk 0 begin
   Lag lag{};    // the same on all ranks

@@ -18,7 +18,7 @@ namespace agmm {
 /// `arrived`, acquire-release, device scope) come before the look by which the last CTA finds that
 /// it is the last, and that comes before its loads (the barrier that tells its threads). Only the
 /// last sets `arrived` back to 0, for the next launch, when all others have added to it. Whoever is
-/// last, the order of summation is the same: the last part of K, which usually ends last, then the
+/// last, the order of summation is the same: the last split of K, which usually ends last, then the
 /// others in the order of K.
 struct SplitK {
   int32_t splits = 1;
@@ -28,7 +28,7 @@ struct SplitK {
 
 namespace split_detail {
 
-// CUTLASS's cooperative kernels: a warpgroup that loads, two that multiply.
+// A cooperative kernel of CUTLASS has a warpgroup that loads and two that multiply.
 constexpr int kProducerThreads = 128;
 constexpr int kConsumerThreads = 256;
 
@@ -41,9 +41,9 @@ CUTLASS_DEVICE bool any(bool predicate) {
 
 }  // namespace split_detail
 
-/// Adds up the tile of part `split` of cluster of tiles `cluster`. Returns whether this CTA has the
-/// whole sum in its accumulators now, and has to store it. For the 256 consumer threads of a
-/// cooperative kernel together.
+/// Adds up a tile whose K is split. `split` is the CTA's own, `cluster` the number of its cluster
+/// of tiles. Returns whether this CTA has the whole sum in its accumulators now, and has to store
+/// it. The 256 consumer threads of a cooperative kernel call it together.
 template <int kClusterSize, int kFloats>
 CUTLASS_DEVICE bool add_splits(SplitK const& split_k, int32_t cluster, int32_t split,
                                float (&sum)[kFloats]) {
@@ -74,9 +74,9 @@ CUTLASS_DEVICE bool add_splits(SplitK const& split_k, int32_t cluster, int32_t s
   };
 
   stress_delay(split);
-  // If all others have arrived, skip storing.
+  // If all others have arrived, the CTA need not store its sums.
   bool is_last = any(leads && load_acquire_gpu(arrived) == uint32_t(last));
-  // With two parts the order of summation does not matter.
+  // With two splits the order of summation does not matter.
   bool const is_out_of_order = last > 1 && split != last;
   if ((!kEarlySum || is_last) && (!is_last || is_out_of_order)) store();
   if (!is_last) {

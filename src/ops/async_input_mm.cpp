@@ -18,7 +18,7 @@ namespace agmm {
 
 namespace {
 
-/// AGMM_EARLY_START, which Python checks (_env.py).
+/// Whether AGMM_EARLY_START is on. Python checks that its value is one (_env.py).
 bool may_start_early() {
   static bool const may = [] {
     char const* const value = std::getenv("AGMM_EARLY_START");
@@ -34,7 +34,7 @@ KernelEntry const* find_kernel(AsyncInputArgs const& args, DeviceFacts const& de
                                         args.config.shape});
 }
 
-/// Returns the kernel.
+/// Checks the call and returns its kernel.
 KernelEntry const& check(AsyncInputArgs const& args) {
   Problem const& p = args.problem;
   if (p.m < 1) refuse("A", "M=" + std::to_string(p.m), "at least 1");
@@ -52,7 +52,7 @@ KernelEntry const& check(AsyncInputArgs const& args) {
     if (operands.scales.a == nullptr) refuse("scale_a", "null", "device memory");
     if (operands.scales.b == nullptr) refuse("scale_b", "null", "device memory");
     if (is_block_scaled(p.accumulation)) {
-      // The kernels count them in 32 bits.
+      // The kernels count the scales of A in 32 bits.
       int64_t const blocks = ceil_div(p.k, kScaleBlock);
       if (p.m * blocks > INT32_MAX) {
         refuse("scale_a", std::to_string(p.m * blocks) + " scales",
@@ -99,7 +99,7 @@ KernelEntry const& check(AsyncInputArgs const& args) {
       refuse("config", std::to_string(splits) + " splits of " + args.config.shape.str(),
              "a kernel that can split K");
     }
-    // The scratch memory is for one wave and no more.
+    // The scratch memory holds the partial sums of one wave and no more.
     int32_t const ctas = args.sm_count == 0 ? device.sm_count : args.sm_count;
     Clusters const clusters(p, args.config.shape, min_of(ctas, device.sm_count));
     if (splits * clusters.blocks() > clusters.at_once) {

@@ -17,9 +17,11 @@ namespace agmm {
 
 namespace {
 
-// Not timed. More send no faster over the links, and take multiprocessors from what runs beside.
+// The most CTAs of a launch where the caller gives no number. More would send no faster over the
+// links, and would take multiprocessors from what runs beside. The number was not measured.
 constexpr int64_t kUsualCtas = 64;
-// Of a CTA that has few packets: they are spread over more multiprocessors.
+// The fewest threads of a CTA. A call of few packets has CTAs of so few, which spread the packets
+// over more multiprocessors.
 constexpr int64_t kLeastThreads = 128;
 
 int64_t bytes_of(CollectiveElement element) {
@@ -93,7 +95,8 @@ uint32_t tag_of(Collective const& call, int64_t row) {
                   name(call.op) + name(call.method) + name(call.element) + rows, call.is_average);
 }
 
-/// As a collective that has a signal of every rank and one CTA, so that it costs little.
+/// The collective that carries out a meeting. It gathers a word of each rank with one CTA, so that
+/// it costs little.
 Collective collective_of(Meeting const& meeting) {
   Collective call;
   call.op = CollectiveOp::AllGather;
@@ -125,7 +128,8 @@ Carrier carrier_of(CollectiveMethod method) {
 
 int64_t ceil_of(int64_t value, int64_t to) { return (value + to - 1) / to; }
 
-/// How a segment is shared out. `ctas`: as the caller wants, or 0.
+/// How a segment is shared out among CTAs and threads. The functions that do so choose the number
+/// of CTAs where `ctas` is 0.
 struct Shares {
   ExchangeGrid grid;
   int32_t thread_groups = 1;  // of a block
@@ -141,8 +145,8 @@ Shares packet_shares(int64_t groups, int ctas, int64_t most_ctas) {
   return shares;
 }
 
-/// As few blocks for a CTA as can be, alike in size for all, and only so many CTAs: those that had
-/// one more than others would be waited for.
+/// Gives each CTA as few blocks as possible, all of one size, and takes only as many CTAs as these
+/// blocks need: a CTA that had one block more than the others would be waited for.
 Shares block_shares(int64_t groups, int ctas, int64_t most_ctas) {
   Shares shares;
   int64_t const threads = shares.grid.threads;
@@ -217,12 +221,13 @@ struct Collectives::Impl {
 
   int world_size() const { return static_cast<int>(bases.size()); }
   int64_t most_ctas() const { return std::min<int64_t>(kUsualCtas, sm_count); }
-  // The ranks have to have the same grid.
+  // The ranks have to have the same grid. Where the size of a call decides its CTAs, the tag
+  // contains the most that they may be.
   uint32_t tag_of(Collective call, int64_t row = 0) const {
     if (call.ctas == 0) call.ctas = static_cast<int32_t>(-most_ctas());
     return agmm::tag_of(as_moved(call), row);
   }
-  /// `chunks_per_rank`: as of report_place.
+  /// `chunks_per_rank` is that of report_place().
   ExchangeArgs args_of(Collective const& call, uint32_t tag, int chunks_per_rank) const;
   void enqueue(Collective const& call, uint32_t tag, int chunks_per_rank,
                cudaStream_t stream) const;
@@ -288,7 +293,8 @@ void Collectives::Impl::enqueue(Collective const& call, uint32_t tag, int chunks
   int64_t const alignment = carrier == Carrier::Packets ? 4 : kGroupBytes;
   int64_t const w = world_size();
   int64_t const all_groups = static_cast<int64_t>(layout.groups(carrier));
-  // Of a launch: elements of a segment, or of all of them where each rank sums one.
+  // A launch takes at most so many elements of each segment, or of all segments together where each
+  // rank sums one of them.
   int64_t const most = all_groups * group * (step == ExchangeStep::SumAndShare ? w : 1);
 
   ExchangeArgs args = args_of(call, tag, chunks_per_rank);
@@ -333,7 +339,8 @@ void Collectives::Impl::enqueue(Collective const& call, ResidualNorm const& norm
   rows.row_elements = static_cast<int32_t>(norm.row);
   rows.row_groups = static_cast<int32_t>(ceil_of(norm.row, group));
   rows.eps = norm.eps;
-  // Of a launch.
+  // In a launch a rank sends each other rank `sent` rows at most. The call's rows that a launch
+  // takes are as many, or w times as many where each rank sums a shard of them.
   int64_t const sent = static_cast<int64_t>(layout.groups(Carrier::Packets)) / rows.row_groups;
   int64_t const most = sent * (step == ExchangeStep::SumAndShare ? w : 1);
 
@@ -353,7 +360,8 @@ void Collectives::Impl::enqueue(Collective const& call, ResidualNorm const& norm
       is_aligned = is_aligned && reinterpret_cast<uintptr_t>(tensor) % 4 == 0;
     }
     rows.whole = is_aligned ? static_cast<int32_t>(norm.row / group) : 0;
-    // As many threads for a row whatever the call: their sums are added in one order.
+    // The length of a row alone decides how many threads it gets, so that their sums are added in
+    // the same order in every call.
     ExchangeGrid grid;
     grid.threads = static_cast<int>(std::clamp<int64_t>(
         ceil_of(rows.row_groups, kLeastThreads) * kLeastThreads, kLeastThreads, kExchangeThreads));

@@ -19,7 +19,8 @@ namespace agmm {
 
 namespace {
 
-/// All that comes before the first launch; it takes longer than a launch.
+/// A cached call: the results of all that comes before the first launch, which takes longer than a
+/// launch.
 struct Call {
   Gather gather;
   TileTimes* tile_times;
@@ -37,7 +38,7 @@ struct Call {
   }
 };
 
-/// For the message to ranks whose calls differ.
+/// Describes the call, for the message to ranks whose calls differ.
 std::string described(Gather const& gather, std::vector<Weight> const& weights) {
   std::string text = is_fp8(gather.dtype) ? "all_gather_scaled_matmul" : "all_gather_matmul";
   text += "(A_shard [" + std::to_string(gather.rows) + ", " + std::to_string(gather.k) + "] " +
@@ -60,12 +61,13 @@ struct FusedAllGatherMatmul::Impl {
   Call const& find_or_prepare(Gather const& gather, std::vector<Weight> const& weights,
                               TileTimes* tile_times);
 
-  // Both slots of eight calls in turn: loops come back with the same tensors. More would make a
-  // look longer, which compares with all of them, in calls that come with new ones.
+  // Loops come back with the same tensors: there is room for eight calls that take turns, each with
+  // either slot. A call with new tensors is compared with all cached ones, so that more of them
+  // would make it slower.
   static constexpr std::size_t kKeptCalls = 16;
 
   AllGather all_gather;
-  // Of configs that split K, for one call at a time.
+  // Configs that split K use this memory, one call at a time.
   SplitScratch split_scratch;
   std::vector<Call> calls;  // prepared last
   std::size_t oldest = 0;

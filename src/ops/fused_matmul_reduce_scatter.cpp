@@ -48,14 +48,16 @@ std::string described(MatmulScatter const& call) {
   return text + (call.is_average ? "avg" : "sum") + ", " + call.config.shape.str() + ")";
 }
 
-/// What the ranks have to agree on: the sums of different products may differ in nothing else.
+/// What the ranks have to agree on. It contains each product's K, since nothing else may tell sums
+/// of different products apart.
 uint32_t tag_of(MatmulScatter const& call) {
   int64_t k = 0;
   for (Product const& product : call.products) k = k * 31 + product.k;
   std::string what = std::string("scatter ") + to_string(call.dtype) + " " +
                      std::to_string(call.n) + " " + call.config.shape.str() +
                      (call.is_average ? " avg" : " sum");
-  // Ranks whose orders differ could wait for each other in a ring.
+  // The order of the tiles is agreed on too: ranks whose orders differ could wait for each other in
+  // a ring.
   if (is_all_reduce(call)) {
     what += " to all " + std::to_string(call.all_reduce_sms) + " " +
             std::to_string(call.config.max_swizzle) + " " + to_string(call.config.raster);
@@ -80,7 +82,7 @@ void check_splits(MatmulScatter const& call, KernelFacts const& facts) {
   }
 }
 
-/// Returns the kernel.
+/// Checks the call and returns its kernel.
 ScatterEntry const& check(MatmulScatter const& call, int world_size, std::size_t part_bytes) {
   if (call.rows < 1 || call.rows % world_size != 0) {
     refuse("A", "M=" + std::to_string(call.rows),
@@ -140,10 +142,10 @@ struct Launch {
   KernelParams params;
 };
 
-/// Calls that are prepared, by all that they are given.
+/// The hash of a call, under which its prepared launches are cached.
 struct CallHash {
   std::size_t operator()(MatmulScatter const& call) const {
-    // What differs between calls of a loop: the rest hardly ever is all that differs.
+    // Only pointers are hashed, since calls of a loop hardly ever differ in the other fields alone.
     std::size_t hash = std::hash<void const*>{}(call.out);
     for (Product const& product : call.products) {
       hash = hash * 31 + std::hash<void const*>{}(product.a);
@@ -158,7 +160,7 @@ struct CallsAreSame {
   }
 };
 
-/// Tiles of a launch, in whole clusters of CTAs: those of others' chunks, and all.
+/// The tiles of a launch, in whole clusters of CTAs: `sent` are those of the other ranks' chunks.
 struct LaunchTiles {
   int32_t sent;
   int32_t all;
@@ -194,7 +196,8 @@ struct FusedMatmulReduceScatter::Impl {
   Launches prepare_call(MatmulScatter const& call) const;
   Launches const& find_or_prepare(MatmulScatter const& call);
 
-  // Of a few KB each: the layers of a large model for some numbers of rows. Then all anew.
+  // There is room for as many calls, of a few KB each, as the layers of a large model make for some
+  // numbers of rows. One call more empties the cache.
   static constexpr std::size_t kKeptCalls = 4096;
 
   int rank;

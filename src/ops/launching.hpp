@@ -30,8 +30,8 @@ inline KernelParams allocate_params(std::size_t bytes) {
   return {::operator new(bytes, std::align_val_t(kParamsAlignment)), free};
 }
 
-/// By what is launched. TMA descriptors cost microseconds to build, and a training or serving loop
-/// calls with the same pointers again.
+/// Kernel parameters, cached by what is launched: TMA descriptors cost microseconds to build, and a
+/// training or serving loop calls with the same pointers again.
 template <class Spec>
 class KeptParams {
  public:
@@ -52,14 +52,16 @@ class KeptParams {
     bool operator()(Spec const& a, Spec const& b) const { return same_fields(a, b); }
   };
 
-  // Of a few KB each: the layers of a large model for some numbers of rows. Then all anew.
+  // There is room for as many launches, of a few KB each, as the layers of a large model make for
+  // some numbers of rows. One launch more empties the cache.
   static constexpr std::size_t kCapacity = 4096;
   std::mutex mutex_;
   std::unordered_map<Spec, KernelParams, Hash, IsSame> params_;
 };
 
-/// What calls of a kernel need that split K, on the current device: a counter for each tile, then
-/// the partial sums of one wave. 0 where it does not, or the CTAs of a tile are a cluster.
+/// The bytes of scratch memory that calls of a kernel need to split K on the current device: a
+/// counter for each tile, then the partial sums of one wave. 0 where the kernel cannot split K, or
+/// the CTAs of a tile are a cluster.
 inline std::size_t split_scratch_bytes(KernelFacts const& facts) {
   KernelShape const& shape = facts.shape;
   if (!facts.can_split || splits_in_cluster(shape)) return 0;
@@ -73,7 +75,7 @@ inline std::size_t split_scratch_bytes(KernelFacts const& facts) {
   return kSplitCounterBytes + std::size_t(sm_count) * tile_floats * sizeof(float);
 }
 
-/// Enough for each of these kernels.
+/// The bytes of scratch memory that are enough for each of these kernels.
 template <class Entry>
 std::size_t split_scratch_bytes(std::vector<Entry const*> const& kernels) {
   std::size_t bytes = 0;
@@ -83,7 +85,8 @@ std::size_t split_scratch_bytes(std::vector<Entry const*> const& kernels) {
   return bytes;
 }
 
-/// The memory of a workspace for that. A kernel that was added since may need more.
+/// The scratch memory of a workspace for calls that split K. A kernel that is added after the
+/// workspace is made may need more.
 struct SplitScratch {
   std::size_t bytes = 0;
   std::shared_ptr<void> memory;  // for one call at a time; null for 0 bytes
@@ -100,8 +103,8 @@ struct SplitScratch {
   }
 };
 
-/// Such memory, with its counters 0. Not from a pool of the caller's allocator, which may belong to
-/// a graph.
+/// Allocates scratch memory, with its counters 0. It does not come from a pool of the caller's
+/// allocator, since the pool may belong to a graph.
 inline SplitScratch allocate_split_scratch(std::size_t bytes) {
   if (bytes == 0) return {};
   RelaxedCapture const relaxed;

@@ -6,7 +6,7 @@
 
 namespace agmm {
 
-/// As prepare_async_input_mm().
+/// Does what prepare_async_input_mm() does, for all that an op says of a launch.
 PreparedMatmul prepare(CallSpec const& call);
 
 }  // namespace agmm

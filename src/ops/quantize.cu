@@ -25,7 +25,7 @@ __device__ float max_of_lanes(float value) {
   return value;
 }
 
-/// Of all threads of the CTA. `room`: a word for each warp.
+/// The maximum over all threads of the CTA, in each of them. `room` has a word for each warp.
 __device__ float max_of_cta(float value, float* room) {
   value = max_of_lanes<kWarp>(value);
   if (threadIdx.x % kWarp == 0) room[threadIdx.x / kWarp] = value;
@@ -36,8 +36,8 @@ __device__ float max_of_cta(float value, float* room) {
   return value;
 }
 
-/// A CTA, or a warp, for a row, which it keeps in registers between amax and conversion: kKept
-/// vectors in each thread. What a longer row has beyond is read again.
+/// Quantises each row by a CTA, or by a warp, which holds the row in registers between amax and
+/// conversion: kKept vectors in each thread. What a longer row has beyond these is read again.
 template <QuantizedTo to, class In, int kThreadsOfRow, int kKept>
 __global__ void __launch_bounds__(kThreads) quantize_rows(Quantize const args) {
   using V = Vector<In>;
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) quantize_rows(Quantize const args) {
   constexpr int kRows = kThreads / kThreadsOfRow;  // of the CTA at a time
   int const lane = threadIdx.x % kThreadsOfRow;
   int const vectors = args.columns / V::kSize;
-  // All threads of a CTA go round equally often, since they meet.
+  // All threads of a CTA take equally many turns, since they meet in each.
   for (int64_t first = int64_t(blockIdx.x) * kRows; first < args.rows;
        first += int64_t(gridDim.x) * kRows) {
     int64_t const row = first + threadIdx.x / kThreadsOfRow;
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) quantize_rows(Quantize const args) {
   }
 }
 
-/// Each thread has one vector of a block.
+/// Quantises each scale block by threads that have one vector of it each.
 template <QuantizedTo to, class In>
 __global__ void __launch_bounds__(kThreads) quantize_blocks(Quantize const args) {
   using V = Vector<In>;
@@ -107,8 +107,8 @@ __global__ void __launch_bounds__(kThreads) quantize_blocks(Quantize const args)
   }
 }
 
-/// The amax of the matrix as bits, which for numbers that are not negative are in the same order; a
-/// NaN's are above all.
+/// Finds the amax of the matrix. CTAs compare theirs as bits, which for numbers that are not
+/// negative are in the same order; a NaN's are above all.
 template <class In>
 __global__ void __launch_bounds__(kThreads) matrix_amax(Quantize const args) {
   using V = Vector<In>;
@@ -138,14 +138,15 @@ __global__ void __launch_bounds__(kThreads) quantize_matrix(Quantize const args)
 
 template <class Kernel>
 void launch(Kernel* kernel, int64_t ctas, Quantize const& args, cudaStream_t stream) {
-  // As many as run at once, and as often again as hides the uneven ends.
+  // A launch has at most as many CTAs as run at once, and as many more as hide that some end later
+  // than others.
   constexpr int64_t kCtasPerSm = 16;
   int64_t const most = current_device().sm_count * kCtasPerSm;
   kernel<<<static_cast<unsigned>(std::min(ctas, most)), kThreads, 0, stream>>>(args);
   AGMM_CHECK_CUDA(cudaGetLastError());
 }
 
-/// With a vector for each thread.
+/// The number of CTAs that have a thread for each vector.
 template <class In>
 int64_t ctas_of(Quantize const& args) {
   return (args.rows * (args.columns / Vector<In>::kSize) + kThreads - 1) / kThreads;
@@ -161,7 +162,7 @@ template <QuantizedTo to, class In>
 void quantize_from(Quantize const& args, cudaStream_t stream) {
   int const vectors = args.columns / Vector<In>::kSize;
   if (args.scale_of == ScaleOf::Row) {
-    // The fewest registers that hold the row.
+    // Each case takes the fewest registers that hold the row.
     if (vectors <= 2 * kWarp) {
       launch(quantize_rows<to, In, kWarp, 2>, (args.rows + 7) / 8, args, stream);
     } else if (vectors <= 2 * kThreads) {

@@ -13,7 +13,7 @@ enum class QuantizedTo { E4M3, E5M2 };
 enum class ScaleOf { Row, Block, Matrix, Column };
 
 constexpr int32_t kQuantizeBlock = kScaleBlock;
-/// Of which the columns are a multiple, so that rows begin at 16 bytes.
+/// The number of columns is a multiple of this, so that rows begin at multiples of 16 bytes.
 constexpr int32_t kQuantizeMultiple = 16;
 
 struct Quantize {
@@ -25,30 +25,31 @@ struct Quantize {
   int32_t columns = 0;
   bool power_of_2 = false;  // round what values are multiplied with down to a power of two
   void* values = nullptr;   // [rows, columns], at a multiple of 16 bytes
-  // Of ScaleOf::Column, not 0: values are the transpose, [columns, leading], and what is beyond the
-  // rows is zeros. A multiple of 16.
+  // A multiple of 16. With ScaleOf::Column and any but 0, values are the transpose, [columns,
+  // leading], with zeros beyond the rows.
   int64_t leading = 0;
   float* scales = nullptr;  // [rows], [rows, ceil(columns / 128)], [1] or [columns]
-  // Of ScaleOf::Matrix and Column: float32 for the largest absolute values, [1] or [columns], here
-  // those of x, or where has_amax what is there already (of several matrices that share scales).
+  // The largest absolute values, float32, for ScaleOf::Matrix [1] and Column [columns]. quantize()
+  // writes those of x here, or, with has_amax, takes what is here already (that of several matrices
+  // which share scales).
   float* amax = nullptr;
   bool has_amax = false;
 };
 
-/// Loads the kernels of all that follows on the current device, once; see load_kernels(). Throws
+/// Loads the kernels of the functions below on the current device, once; see load_kernels(). Throws
 /// std::runtime_error where CUDA refuses.
 void load_quantizers();
 
-/// Enqueues it on the current device. Scales are those of agmm.ops.quantize, bit for bit. Throws
-/// std::invalid_argument for what does not fit, std::runtime_error where CUDA refuses.
+/// Enqueues the quantisation on the current device. Scales are those of agmm.ops.quantize, bit for
+/// bit. Throws std::invalid_argument for what does not fit, std::runtime_error where CUDA refuses.
 void quantize(Quantize const& args, void* stream);
 
-/// Enqueues the first half of ScaleOf::Matrix or Column, which writes `amax`; of what follows
-/// `columns` no other field counts. Throws as quantize().
+/// Enqueues the first half of a quantisation with ScaleOf::Matrix or Column, which writes `amax`;
+/// other fields behind `columns` do not count. Throws what quantize() throws.
 void find_amax(Quantize const& args, void* stream);
 
-/// Enqueues the transpose of bytes: `x` [rows, columns] to `values` [columns, leading], of the
-/// fields of Quantize those count. Throws as quantize().
+/// Enqueues the transpose of bytes, `x` [rows, columns] to `values` [columns, leading], with zeros
+/// beyond the rows; other fields do not count. Throws what quantize() throws.
 void transpose_bytes(Quantize const& args, void* stream);
 
 }  // namespace agmm

@@ -14,13 +14,15 @@ namespace {
 
 constexpr int kCtasPerSm = 8;
 
-/// As many CTAs down the rows as fill the GPU beside `across` ones, at most one for each stretch.
+/// The number of CTAs that share the rows, where `across` CTAs share the columns: as many as fill
+/// the GPU, at most one for each stretch of rows.
 unsigned ctas_down(int64_t stretches, int64_t across) {
   int64_t const most = std::max<int64_t>(1, current_device().sm_count * kCtasPerSm / across);
   return static_cast<unsigned>(std::min({stretches, most, int64_t{65535}}));
 }
 
-/// A warp has a vector of columns in each lane, and every kWarps-th row of the CTA's.
+/// Finds the amax of each column. Each lane of a warp has a vector of columns, and warps take turns
+/// of kAhead rows.
 template <class In>
 __global__ void __launch_bounds__(kThreads) column_amax(Quantize const args) {
   using V = Vector<In>;
@@ -63,7 +65,8 @@ __global__ void __launch_bounds__(kThreads) column_amax(Quantize const args) {
   }
 }
 
-/// As column_amax; values as x lies.
+/// Quantises by columns to values that lie as x does. Each lane of a warp has a vector of columns,
+/// and warps take turns of one row.
 template <QuantizedTo to, class In>
 __global__ void __launch_bounds__(kThreads) quantize_as_x_lies(Quantize const args) {
   using V = Vector<In>;
@@ -126,7 +129,7 @@ struct Bytes {
   }
 };
 
-/// What a CTA of transpose() has at a time.
+/// The tile that a CTA of transpose() has at a time.
 template <class Element>
 struct TransposedTile {
   static constexpr int kColumns = 64;
@@ -168,7 +171,7 @@ __global__ void __launch_bounds__(kThreads) transpose(Quantize const args) {
       for (int i = 0; i < 4; ++i) {
         if (row + i < args.rows) loaded[i] = x[(row + i) * vectors];
       }
-      // Zeros beyond the rows, also where the factor is a NaN.
+      // What is beyond the rows becomes zeros, also where the factor is a NaN.
       int64_t const left = args.rows - row;
       uint32_t const kept = left >= 4 ? 0xffffffffu : left <= 0 ? 0 : (1u << 8 * left) - 1;
 #pragma unroll

@@ -17,7 +17,7 @@ constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr double kLeastAmax = 1e-12;  // torchao's
 
-/// As torch has it: a NaN is the larger one.
+/// The larger of two numbers; a NaN counts as the larger one, as in torch.
 __device__ inline float max_or_nan(float a, float b) {
   float found;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(found) : "f"(a), "f"(b));
@@ -52,7 +52,7 @@ struct Fp8 {
 };
 
 /// What values are multiplied with before they are rounded. torch divides a number by a tensor as
-/// the number times the reciprocal, each rounded to float64; so here, for equal bits.
+/// the number times the reciprocal, each rounded to float64; this does so too, for equal bits.
 template <QuantizedTo to>
 __device__ float up_of(float amax, bool power_of_2) {
   double const from = static_cast<double>(amax);
@@ -97,13 +97,13 @@ void with_type(QuantizedFrom from, F const& f) {
   }
 }
 
-/// Throws std::invalid_argument.
+/// Throws std::invalid_argument for what does not fit.
 void check(Quantize const& args);
 
-/// quantize() with ScaleOf::Column, of checked arguments.
+/// Does what quantize() does with ScaleOf::Column, for checked arguments.
 void quantize_columns(Quantize const& args, cudaStream_t stream);
 void find_amax_of_columns(Quantize const& args, cudaStream_t stream);
-/// The kernels of both, and of transpose_bytes().
+/// Loads the kernels of both, and of transpose_bytes().
 void load_columns();
 
 }  // namespace agmm::quantizing

@@ -86,7 +86,7 @@ std::vector<ScatterEntry const*> KernelRegistry::scatters(std::string_view archi
 }
 
 KernelRegistry& kernel_registry() {
-  // Never destroyed: calls of other threads may outlast static objects.
+  // The registry is never destroyed, since calls of other threads may outlast static objects.
   static KernelRegistry* const registry = [] {
     auto* const made = new KernelRegistry();
     for (std::size_t i = 0; i < kKernelCount; ++i) made->add(*kKernelTable[i]);

@@ -31,7 +31,7 @@ AGMM_FIELDS(KernelKey, architecture, op, dtype, accumulation, b_layout, epilogue
 
 KernelKey key_of(KernelFacts const& facts);
 
-/// Safe to use from several threads. Entries live as long as the process.
+/// A registry is safe to use from several threads. Its entries live as long as the process.
 class KernelRegistry {
  public:
   /// Adds a kernel. One that is added after a workspace was made is loaded at its first call, which
@@ -40,14 +40,14 @@ class KernelRegistry {
   void add(KernelEntry const& entry);
   void add(Op op, ScatterEntry const& entry);
 
-  /// Null where there is none.
+  /// Return the kernel with this key, or null where there is none.
   KernelEntry const* find_matmul(KernelKey const& key) const;
   ScatterEntry const* find_scatter(KernelKey const& key) const;
 
-  /// What all of them can do, in the order in which they were added.
+  /// What the kernels can do, in the order in which they were added.
   std::vector<KernelFacts> facts() const;
 
-  /// All for an architecture: of all-gather + matmul, and of the ops that send tiles.
+  /// All kernels for an architecture: of all-gather + matmul, and of the ops that send tiles.
   std::vector<KernelEntry const*> matmuls(std::string_view architecture) const;
   std::vector<ScatterEntry const*> scatters(std::string_view architecture) const;
 
@@ -72,7 +72,7 @@ class KernelRegistry {
   std::unordered_map<KernelKey, Kernel const*, Hash, IsSame> by_key_;
 };
 
-/// That of the process.
+/// The registry of the process.
 KernelRegistry& kernel_registry();
 
 }  // namespace agmm

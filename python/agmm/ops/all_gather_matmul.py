@@ -114,7 +114,7 @@ _NATIVE = GatherSettings(return_A=True, prefer_fused=True)
 
 define("_all_gather_matmul", _Arguments, "(Tensor A, Tensor[] outs)", run=_impl, fake=_fake)
 library.impl("_all_gather_matmul", _autograd, "Autograd")
-# A composite, so that what is traced is the op above, with the world size.
+# It is a composite, so that what is traced is the op above, with the world size.
 library.impl("_fused_all_gather_matmul_native", _native, "CompositeImplicitAutograd")
 
 
@@ -247,7 +247,7 @@ def all_gather_matmul(
     config = config_name(config)
     if type(gather_dim) is not int:
         raise InvalidArgument(f"gather_dim: found {gather_dim!r}, wanted an int")
-    # By identity, which takes no call.
+    # Identity is compared, which takes no call.
     if return_A is not True and return_A is not False:
         raise InvalidArgument(f"return_A: found {return_A!r}, wanted True or False")
     if strict is not True and strict is not False:

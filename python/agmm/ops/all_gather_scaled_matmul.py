@@ -77,13 +77,13 @@ def _impl(call: _Arguments) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tens
 
 
 def _no_A(A_shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of A and its scales. Both in fp8: torch's estimates of time want results with one
-    dtype, not counting those of 8 bits."""
+    """What is returned in place of A and its scales. Both tensors are fp8: torch's estimates of
+    time want results with one dtype, not counting those of 8 bits."""
     return A_shard.new_empty(0), A_shard.new_empty(0)
 
 
 def _run(kind: Any, given: _Given, group: dist.ProcessGroup, settings: _Settings) -> Gathered:
-    """By a call that is kept, or as `serve` decides."""
+    """Gather and multiply by a cached call, or as `serve` decides."""
     A_shard, scale_a, Bs, scale_bs, biases, result_scales = given
     found = kept.call_kept(group, kind, A_shard, Bs, biases, scale_a, scale_bs)
     if found is not None:
@@ -146,7 +146,7 @@ def gather(
         kind = kept.kind_of_call(known, *given)
     if kind is not None:
         return _run(kind, given, groups.resolved(group), known)
-    # Before the op's schema refuses in its own words what is no tensor.
+    # The check comes before the op's schema, which refuses what is no tensor in its own words.
     check_scaled_gather(*given, [known.out_dtype] * len(given[2]), known.gather_dim)
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)

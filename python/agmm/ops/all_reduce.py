@@ -178,8 +178,8 @@ _NO_KERNEL = "plan: found no kernel of this build that sends tiles, wanted one"
 
 
 class _OnCuda(NamedTuple):
-    """By one kernel, or by one that scatters the sum and a gather, so that all ranks have the same
-    bits."""
+    """Computes calls by one kernel, or by one that scatters the sum and a gather, so that all ranks
+    have the same bits."""
 
     call: Ready
     load: Load
@@ -193,7 +193,7 @@ class _OnCuda(NamedTuple):
         if gather is not None:
             out = gather(out)
         if missing:
-            # A copy, since no result is a view.
+            # The rows are copied, since no result is a view.
             out = out[: len(out) - missing].clone()
         return out if A.dim() == 2 else reshaped(out, [*A.shape[:-1], B.shape[1]])
 

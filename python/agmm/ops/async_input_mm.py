@@ -71,7 +71,7 @@ def _kernel(
     a_chunk_signals: torch.Tensor | None,
     config: KernelConfig | None = None,
 ) -> cuda_calls.Kernel:
-    """The planner's where ``config`` is None."""
+    """The kernel of ``config``, or the planner's where that is None."""
     chosen = _planned(a, b, a_chunk_signals) if config is None else config
     return cuda_calls.Kernel(chosen.core, cuda_calls.plain_format("a", a))
 

@@ -86,11 +86,11 @@ class AllGatherMatmul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dA: _MaybeTensor, *douts: _MaybeTensor) -> tuple[Any, ...]:
         kept, *Bs = ctx.saved_tensors
-        # Of each weight whose gradient is wanted, the gradient of its product.
+        # The gradient of each weight's product, where that of the weight is wanted.
         of_weights = [dout if need else None for need, dout in zip(ctx.needs_B, douts, strict=True)]
         finish_gather = None
         if any(dout is not None for dout in of_weights) and not ctx.is_gathered:
-            # Begun here, so that it runs beside the product of dA_shard.
+            # The gather begins here, so that it runs beside the product of dA_shard.
             by_copies = ctx.needs_A and _is_gather_by_copies(
                 kept, dA, douts, Bs, ctx.group_name, ctx.gather_dim
             )
@@ -143,7 +143,7 @@ def _is_gather_by_copies(
         scatter_plan.is_worth_joining(As, weights, gather_dim, group)
         or (len(As) == 1 and scatter_plan.is_fused(As[0], weights[0], gather_dim, group))
     )
-    # Judged by the largest of several products.
+    # The largest of several products decides.
     largest = max(zip(As, weights, strict=True), key=lambda product: product[0].numel())
     return scatter_plan.is_gather_by_copies(shard, *largest, group, is_scatter_by_torch=by_torch)
 
@@ -158,7 +158,7 @@ def _grad_of_shard(
 ) -> _MaybeTensor:
     """The scatter of dA_shard, and beside it ``meanwhile``, which is called once."""
     As, weights = _operands_of_shard(douts, Bs)
-    # The last dimension no fused path scatters, as none gathered it: nobody is to be warned again.
+    # No fused path scatters the last dimension, as none gathered it: nobody is to be warned again.
     if dA is None and As and gather_dim % As[0].dim() != As[0].dim() - 1:
         world_size = groups.world_size_of(group_name)
         call = As, weights, None, group_name, world_size, gather_dim, "sum"

@@ -13,7 +13,8 @@ from agmm.errors import InvalidArgument
 from agmm.planning.plans import KernelConfig
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""Those that torch multiplies; fp8 is not among them, since its products need scales."""
+"""The floating-point dtypes that torch multiplies; fp8 is not among them, since its products need
+scales."""
 
 _COMPLEX = (torch.complex64, torch.complex128)
 _INTS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -22,7 +23,8 @@ _OTHER_DTYPES = (*FLOATS, *_COMPLEX, *_INTS)
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:
-    """Without importing them, which takes 0.4 s: there are none before that."""
+    """Whether the tensor is a DTensor. Their module takes 0.4 s to import, so it is not imported
+    for this: until it is, there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return isinstance(tensor, getattr(module, "DTensor", ()))
 
@@ -119,7 +121,7 @@ def check_gatherable(
     gather_dim: int,
     world_size: int,
 ) -> None:
-    """All that is wrong in itself in a call of ``all_gather_matmul``."""
+    """Refuses all that is wrong in itself in a call of ``all_gather_matmul``."""
     for name, tensor in (
         ("A_shard", A_shard),
         *(("B", B) for B in Bs),
@@ -152,7 +154,7 @@ def check_gatherable(
 
 
 def check_async_input(a: torch.Tensor, b: torch.Tensor, signals: torch.Tensor, pivot: int) -> None:
-    """All that is wrong in itself in a call of ``_async_input_mm``."""
+    """Refuses all that is wrong in itself in a call of ``_async_input_mm``."""
     check_matrix("a", a)
     check_matrix("b", b)
     check_same("b", b, "a", a)
@@ -166,7 +168,8 @@ def check_async_input(a: torch.Tensor, b: torch.Tensor, signals: torch.Tensor, p
 
 
 def check_chunk_signals(name: str, a: torch.Tensor, signals: torch.Tensor, pivot: int) -> None:
-    """What is wrong with the signals of the row chunks of ``a`` [M, K], or with its rows."""
+    """Refuses signals and a pivot that do not fit the row chunks of ``a`` [M, K], and rows that are
+    not contiguous."""
     if not a.is_contiguous():
         raise InvalidArgument(f"{name}: found strides {tuple(a.stride())}, wanted contiguous rows")
     if signals.dtype != torch.uint32:
@@ -187,7 +190,7 @@ def check_chunk_signals(name: str, a: torch.Tensor, signals: torch.Tensor, pivot
 
 
 def _check_products(As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor]) -> None:
-    """That the products can be computed and added up."""
+    """Refuses products that cannot be computed and added up."""
     if not As:
         raise InvalidArgument("A: found an empty list, wanted at least one")
     if len(Bs) != len(As):
@@ -223,7 +226,7 @@ def check_scatterable(
     scatter_dim: int,
     reduce_op: str,
 ) -> None:
-    """All that is wrong in itself in a call of ``matmul_reduce_scatter``."""
+    """Refuses all that is wrong in itself in a call of ``matmul_reduce_scatter``."""
     _check_products(As, Bs)
     first, weight = As[0], Bs[0]
     if not -first.dim() <= scatter_dim < first.dim():
@@ -250,7 +253,7 @@ def check_scatterable(
 
 
 def check_reducible(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """All that is wrong in itself in a call of ``matmul_all_reduce``."""
+    """Refuses all that is wrong in itself in a call of ``matmul_all_reduce``."""
     _check_products([A], [B])
     if bias is not None:
         check_bias(bias, B.shape[1], "A", A)

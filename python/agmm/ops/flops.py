@@ -62,7 +62,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "_scaled_matmul_all_reduce": _product,
     "_scaled_matmul_reduce_scatter": _products,
 }
-"""By op; each takes the shapes of the op's arguments and results."""
+"""The formula of each op, by its name. It takes the shapes of the op's arguments and results."""
 
 _COUNTER = "torch.utils.flop_counter"
 

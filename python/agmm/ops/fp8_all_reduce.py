@@ -89,7 +89,8 @@ class _Load(NamedTuple):
             scale_a = scale_a.reshape(-1, scale_a.shape[-1])
         if self.missing:
             more = 0, 0, 0, self.missing
-            # As bytes, whose zeros are those of fp8: not all builds of torch fill fp8 tensors.
+            # Bytes are padded, whose zeros are those of fp8, since not all builds of torch fill fp8
+            # tensors.
             rows = torch.nn.functional.pad(rows.view(torch.uint8), more).view(A.dtype)
             if self.is_rowwise:
                 scale_a = torch.nn.functional.pad(scale_a, more)

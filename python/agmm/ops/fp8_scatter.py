@@ -96,7 +96,8 @@ class Fp8Scatter(Fp8Sum, ScatterCall):
 
     def by_library(self, words: Call) -> torch.Tensor:
         reduce_op, of_all = self.settings.reduce_op, self.given._replace(bias=None)
-        # Summed before it is rounded to what cannot be summed, and scaled.
+        # The products are summed before the sum is scaled, and rounded to a dtype that cannot be
+        # summed.
         partial = by_library(of_all._replace(bias=self._bias_of_each))
         out = collectives.reduce_scatter(
             partial, self.group.group_name, self.dim, call=words, then=f" for {reduce_op}"

@@ -16,7 +16,8 @@ from agmm.runtime import groups, nan_check
 
 kept_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]]
 kept_calls = weakref.WeakKeyDictionary()
-"""By what an op says of their kind, such as `kind_of_call`; they end with their group."""
+"""The cached calls of each group, by what an op says of their kind, such as `kind_of_call`; they
+end with the group."""
 
 nan_check.on_change(kept_calls.clear)
 

@@ -91,7 +91,7 @@ for _key in ("CPU", "CUDA"):
     library.impl("_matmul_reduce_scatter", _impl, _key)
 library.impl("_matmul_reduce_scatter", _fake, "Meta")
 library.impl("_matmul_reduce_scatter", _autograd, "Autograd")
-# A composite, so that what is traced is the op above, with the world size.
+# It is a composite, so that what is traced is the op above, with the world size.
 library.impl("_fused_matmul_reduce_scatter_native", _native, "CompositeImplicitAutograd")
 
 

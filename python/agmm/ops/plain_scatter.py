@@ -113,7 +113,7 @@ class PlainScatter(ScatterCall):
         if len(As) == 1 and scatter_plan.is_fused(As[0], Bs[0], dim, self.group):
             self.As, self.Bs = As, Bs
             return Route(TORCH, reason, lasts=False)
-        # On CUDA it is a choice, of which nobody is warned.
+        # On CUDA the library is a choice, of which nobody is warned.
         is_told = self.strict or self.device.type == "cpu"
         return Route(LIBRARY, reason if is_told else None)
 

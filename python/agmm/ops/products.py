@@ -21,7 +21,8 @@ def sum_of_products(
         if total is given:  # which is the caller's
             total = torch.addmm(rows, rest, B).view(total.shape)
         else:
-            # Contiguous, so that the rows are a view of it. Counters of FLOPs know no addmm_.
+            # The total is contiguous, so that the rows are a view of it. Counters of FLOPs know no
+            # addmm_.
             torch.addmm(rows, rest, B, out=rows)
     return total
 

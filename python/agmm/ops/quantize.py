@@ -173,7 +173,8 @@ def _check(
     for bias in biases:
         if bias is not None:
             check_operand("bias", bias)
-    # Here, since what a kernel has quantised no longer says whether a gradient was wanted.
+    # The check is made here, since what a kernel has quantised no longer says whether a gradient
+    # was wanted.
     check_no_backward(
         [("A_shard", A_shard), *(("B", B) for B in Bs), *(("bias", bias) for bias in biases)],
         f"products with quantize={quantize!r}",

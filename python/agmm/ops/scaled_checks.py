@@ -184,7 +184,7 @@ def check_scaled_gather(
     out_dtypes: Sequence[torch.dtype],
     gather_dim: int,
 ) -> None:
-    """All that is wrong in itself in a call of ``all_gather_scaled_matmul``."""
+    """Refuses all that is wrong in itself in a call of ``all_gather_scaled_matmul``."""
     if not Bs:
         raise InvalidArgument("B: found an empty list, wanted at least one weight")
     for name, given in (
@@ -217,7 +217,7 @@ def check_scaled_async_input(
     signals: torch.Tensor,
     pivot: int,
 ) -> None:
-    """All that is wrong in itself in a call of ``_async_input_scaled_mm``."""
+    """Refuses all that is wrong in itself in a call of ``_async_input_scaled_mm``."""
     check_matrix("A", A)
     _check_product("A", A, scale_a, B, scale_b)
     _check_result("A", A, B.shape[1], bias, None, torch.bfloat16)
@@ -229,7 +229,7 @@ def check_scaled_async_input(
 def check_scaled_scatter(
     given: ScaledProducts, world_size: int, scatter_dim: int, reduce_op: str
 ) -> None:
-    """All that is wrong in itself in a call of ``scaled_matmul_reduce_scatter``."""
+    """Refuses all that is wrong in itself in a call of ``scaled_matmul_reduce_scatter``."""
     check_scaled_sum(given)
     A, B = given.As[0], given.Bs[0]
     if not -A.dim() <= scatter_dim < A.dim():
@@ -253,7 +253,8 @@ def check_scaled_scatter(
 
 
 def check_scaled_sum(given: ScaledProducts) -> None:
-    """That the products can be computed and added up, and the sum rounded as is asked."""
+    """Refuses products that cannot be computed and added up, or whose sum cannot be rounded as is
+    asked."""
     if not given.As:
         raise InvalidArgument("A: found an empty list, wanted at least one")
     for name, found in (

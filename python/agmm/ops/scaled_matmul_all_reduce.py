@@ -52,7 +52,7 @@ def _kind(given: ScaledProducts, strict: bool) -> Any:
 
 
 def _run(kind: Any, given: ScaledProducts, group: dist.ProcessGroup, strict: bool) -> torch.Tensor:
-    """By a call that is kept, or as `serve` decides."""
+    """Multiply and sum by a cached call, or as `serve` decides."""
     (A,), (B,), (scale_a,), (scale_b,), bias, result_scale, *_ = given
     found: torch.Tensor | None
     found = kept.call_kept(group, kind, A, B, bias, scale_a, scale_b, result_scale)
@@ -139,7 +139,7 @@ def scaled_matmul_all_reduce(
         return _run(kind, given, groups.resolved(group), strict)
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)
-    # Before the op's schema refuses in its own words what is no tensor.
+    # The check comes before the op's schema, which refuses what is no tensor in its own words.
     check_scaled_sum(given)
     out: torch.Tensor = torch.ops.agmm._scaled_matmul_all_reduce.default(
         *(A, B, scale_a, scale_b, bias, result_scale),

@@ -53,7 +53,7 @@ def _impl(call: _Arguments) -> torch.Tensor:
 def _run(
     kind: Any, given: ScaledProducts, group: dist.ProcessGroup, settings: _Settings
 ) -> torch.Tensor:
-    """By a call that is kept, or as `serve` decides."""
+    """Multiply, sum and scatter by a cached call, or as `serve` decides."""
     As, Bs, scale_as, scale_bs, bias, *_ = given
     found: torch.Tensor | None = kept.call_kept(group, kind, As, Bs, bias, scale_as, scale_bs)
     if found is not None:
@@ -163,7 +163,7 @@ def scaled_matmul_reduce_scatter(
         return _run(kind, given, groups.resolved(group), settings)
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)
-    # Before the op's schema refuses in its own words what is no tensor.
+    # The check comes before the op's schema, which refuses what is no tensor in its own words.
     check_scaled_scatter(given, world_size, scatter_dim, reduce_op)
     out: torch.Tensor = torch.ops.agmm._scaled_matmul_reduce_scatter.default(
         *given[:6], group_name, world_size, *settings

@@ -40,8 +40,8 @@ def product(A: Scaled, weight: Weight) -> torch.Tensor:
 
 
 def sum_of(products: Sequence[tuple[Scaled, Weight]]) -> torch.Tensor:
-    """The sum of ``A @ B`` [M, N] for each pair, in the dtype that the weights want. Several, each
-    in that dtype, are added up in float32 and rounded together once more."""
+    """The sum of ``A @ B`` [M, N] for each pair, in the dtype that the weights want. Several
+    products, each in that dtype, are added up in float32, and their sum is rounded once more."""
     first, *others = products
     found = product(*first)
     if not others:
@@ -53,7 +53,8 @@ def sum_of(products: Sequence[tuple[Scaled, Weight]]) -> torch.Tensor:
 
 
 def by_torch(A: Scaled, weight: Weight, out: torch.Tensor) -> torch.Tensor:
-    """The same by ``torch._scaled_mm``, which raises where it does not have it."""
+    """Write ``A @ B`` to ``out`` by ``torch._scaled_mm``, which raises where it does not have such
+    a product, and return ``out``."""
     B = weight.B
     if A.tile[1] == ALL and A.tile[0] != 1:  # one scale for each shard
         rows = A.values.shape[0] // len(A.scale)

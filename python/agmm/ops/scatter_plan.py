@@ -70,7 +70,7 @@ def why_not_native(
 def why_not_on_cpu(
     As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], scatter_dim: int
 ) -> str | None:
-    """The same for the CPU backend."""
+    """The reason why the CPU backend cannot serve this call, or None."""
     A = As[0]
     if A.device.type != "cpu":
         return f"A: device {A.device}, agmm's own sums over the ranks want cpu"
@@ -143,9 +143,10 @@ def all_reduce_plan(
     *,
     strict: bool = False,
 ) -> AllReducePlan:
-    """That of ``A @ B``, of so many rows once the ranks can share them. Collective at first use.
+    """The plan of a matmul + all-reduce of ``A @ B``. Collective at first use.
 
     Args:
+        rows: those of A, with the rows of zeros that let the ranks share them equally.
         strict: leave the unfused way out, where there is another.
     """
     shape = rows, B.shape[1], B.shape[0]
@@ -156,7 +157,7 @@ def all_reduce_plan(
 def all_reduce_plan_of(
     problem: Problem, group: dist.ProcessGroup, device: torch.device, *, strict: bool = False
 ) -> AllReducePlan:
-    """The same for a problem of any format."""
+    """The plan of a matmul + all-reduce, for a problem of any format. Collective at first use."""
     planner = call_plans.planner(group, device)
     plan = planner.fused_plan(problem) if strict else planner.plan(problem)
     way = cast(cost_model.AllReduceWay, plan.transport)
@@ -172,7 +173,7 @@ def is_fused(A: torch.Tensor, B: torch.Tensor, scatter_dim: int, group: dist.Pro
         return False
     if not _has_kernels(A.device, group):
         return False
-    # First, since no workspace is to be made where all are small.
+    # The plan is asked first, since no workspace is to be made where all calls are small.
     if not _is_planned(A, B, group):
         return False
     try:  # finds out whether the GPUs reach each other
@@ -200,7 +201,7 @@ def is_worth_joining(
     columns = sum(A.shape[-1] for A in As)
     if columns > Bs[0].shape[1]:
         return False
-    # Of the shapes of the operands, without their memory.
+    # These have the shapes of the joined operands, without their memory.
     A = As[0].new_empty(1).expand(*As[0].shape[:-1], columns)
     B = Bs[0].new_empty(1).expand(columns, Bs[0].shape[1])
     return is_fused(A, B, scatter_dim, group)
@@ -215,7 +216,8 @@ def is_gather_by_copies(
     is_scatter_by_torch: bool,
 ) -> bool:
     """Whether copy engines are to gather ``shard`` beside the product ``dout @ B``, whose rows are
-    scattered. Only where the workspace is large enough, as it is after a fused forward."""
+    scattered. They do so only where the workspace is large enough, as it is after a fused
+    forward."""
     if shard.numel() == 0 or not _has_kernels(shard.device, group):
         return False
     gathered_bytes = shard.nbytes * dist.get_world_size(group)

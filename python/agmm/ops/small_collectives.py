@@ -1,5 +1,5 @@
 """Collectives by agmm's kernels on CUDA: for `agmm.collectives`, and before or behind a matmul of
-few rows, which hides none."""
+few rows, which is too short to hide one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agmm.runtime.group_topology import relays_of
 from agmm.runtime.workspaces import collectives_workspace
 
 SUMMED = tuple(ELEMENTS)
-"""The dtypes of sums. Anything is gathered."""
+"""The dtypes that are summed. Any dtype is gathered."""
 
 _OPS: dict[Kind, _core.CollectiveOp] = {
     "all_gather": _core.CollectiveOp.all_gather,
@@ -36,20 +36,22 @@ _METHODS: dict[Method, _core.CollectiveMethod] = {
 
 
 _RELAYED_BYTES = 256 << 10
-"""Of the tensor that is gathered or summed over relays, where every rank gets all of it: as torch's
+"""The most bytes that every rank gets of a gather or a sum over relays: the limit of torch's
 all-reduce over a hybrid cube mesh (pytorch pull request 114001)."""
 _PCIE_BYTES = 1 << 20
-"""Without NVLink: an estimate. A kernel sends over PCIe as fast as NCCL does, in fewer steps, of
-which a µs or two is saved; from there on these are less than a tenth of the time at 25 GB/s."""
+"""The most bytes that kernels move without NVLink, an estimate. A kernel sends over PCIe as fast as
+NCCL does, in fewer steps, which saves a µs or two; beyond this size that is less than a tenth of
+the time at 25 GB/s."""
 
 
 def _core_method(
     kind: Kind, method: Method, x: torch.Tensor, group: dist.ProcessGroup
 ) -> _core.CollectiveMethod:
-    """As the links allow: a packet has to arrive as a whole, which only NVLink is known to do.
+    """The method that the links allow: a packet has to arrive as a whole, and only over NVLink it
+    is known to do so.
 
     Raises:
-        Unsupported: over such links NCCL is taken for it; all ranks raise.
+        Unsupported: NCCL is taken for this call over the group's links; all ranks raise.
     """
     nbytes = _whole_bytes(kind, x, dist.get_world_size(group))
     if relays_of(group, x.device) is not None:
@@ -70,8 +72,8 @@ def _core_method(
 
 
 class CollectiveCall(NamedTuple):
-    """Any number of calls of one kind, on contiguous tensors of one size and dtype. Collective;
-    errors as those of `CollectivesWorkspace.call`."""
+    """Makes any number of calls of one kind, on contiguous tensors of one size and dtype.
+    Collective; errors are those of `CollectivesWorkspace.call`."""
 
     workspace: CollectivesWorkspace
     op: _core.CollectiveOp
@@ -87,7 +89,7 @@ class CollectiveCall(NamedTuple):
         self.workspace.call(self.op, self.method, sent, out, is_average=self.is_average)
 
     def start(self, sent: torch.Tensor, out: torch.Tensor) -> CudaBackground:
-        """On a stream of its own: see `CollectivesWorkspace.start`."""
+        """Make the call on a stream of its own: see `CollectivesWorkspace.start`."""
         return self.workspace.start(self.op, self.method, sent, out, is_average=self.is_average)
 
 
@@ -99,7 +101,7 @@ def prepare(
     *,
     is_average: bool = False,
 ) -> CollectiveCall:
-    """What makes calls like that of ``sent``. Errors as those of `CollectivesWorkspace.call`."""
+    """What makes calls like that of ``sent``. Errors are those of `CollectivesWorkspace.call`."""
     core_method = _core_method(kind, method, sent, group)
     workspace = collectives_workspace(group, sent.device)
     return CollectiveCall(workspace, _OPS[kind], core_method, is_average)
@@ -108,8 +110,8 @@ def prepare(
 def prepare_again(
     kind: Kind, sent: torch.Tensor, group: dist.ProcessGroup, *, strict: bool = False
 ) -> CollectiveCall | None:
-    """`prepare` after a call as a part of another op; None where the backend served it, or the
-    memory is not made."""
+    """What makes more calls like one that was a part of another op; None where the group's backend
+    served it, or the workspace has no memory yet."""
     if why_not(kind, sent, group, strict=strict) is not None:
         return None
     method = collective_method(kind, _whole_bytes(kind, sent, group.size()), group.size())
@@ -129,7 +131,8 @@ def call(
     *,
     is_average: bool = False,
 ) -> None:
-    """Enqueue one. Collective; arguments and errors as those of `CollectivesWorkspace.call`."""
+    """Enqueue one call. Collective; arguments and errors are those of
+    `CollectivesWorkspace.call`."""
     prepare(kind, method, sent, group, is_average=is_average)(sent, out)
 
 
@@ -142,7 +145,8 @@ def start(
     *,
     is_average: bool = False,
 ) -> CudaBackground:
-    """The same on a stream of its own."""
+    """Enqueue one call on a stream of its own. Collective; arguments and errors are those of
+    `call`."""
     return prepare(kind, method, sent, group, is_average=is_average).start(sent, out)
 
 
@@ -167,8 +171,8 @@ def all_reduce_rms_norm(
     group: dist.ProcessGroup,
     eps: float,
 ) -> None:
-    """Enqueue one, of contiguous tensors, where `has_norm`. Collective; errors as those of
-    `CollectivesWorkspace.call`."""
+    """Enqueue an all-reduce with a residual and a norm, of contiguous tensors, where `has_norm` is
+    true. Collective; errors are those of `CollectivesWorkspace.call`."""
     core_method = _core_method("all_reduce", method, x, group)
     workspace = collectives_workspace(group, x.device)
     workspace.all_reduce_rms_norm(core_method, x, residual, weight, normed, total, eps)
@@ -228,10 +232,11 @@ def all_reduced(partial: torch.Tensor, group: dist.ProcessGroup, for_call: Call)
 def all_gathered(
     shard: torch.Tensor, group: dist.ProcessGroup, for_call: Call, *, strict: bool = False
 ) -> torch.Tensor:
-    """The shards along dimension 0, in the same way. ``shard`` is contiguous.
+    """The shards of all ranks along dimension 0: gathered by a kernel, or the group's backend.
+    ``shard`` is contiguous.
 
     Args:
-        strict: of any size by a kernel, never by the backend.
+        strict: a kernel gathers shards of any size, never the backend.
 
     Raises:
         Unsupported: under ``strict``: no kernel can; all ranks raise.
@@ -261,7 +266,8 @@ def _look_through(x: torch.Tensor, group: dist.ProcessGroup, for_call: Call) -> 
 
 
 def gather(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """By a kernel. ``shard`` is contiguous and `why_not` has no reason. Collective.
+    """Gather the shards of all ranks along dimension 0 by a kernel. ``shard`` is contiguous, and
+    `why_not` has no reason. Collective.
 
     Raises:
         Unsupported: the GPUs of the group do not reach each other; all ranks raise.

@@ -64,7 +64,7 @@ def _of_fp8(problem: Problem, transport: str) -> str:
 
 
 MOST_PRODUCTS: dict[str, int] = {formats.BITS_16: 3, formats.FP8: 1}
-"""Of how many products a kernel makes one sum, by kind of format (`ScatterSpec::kMaxProducts`). The
+"""How many products a kernel adds up at most, by kind of format (`ScatterSpec::kMaxProducts`). The
 epilogue of an fp8 kernel scales the sum, so that all of it has the scales of one product."""
 
 
@@ -211,7 +211,7 @@ def _why_splits_illegal(kernel: KernelConfig, legal: range) -> str | None:
 
 
 def why_not_gathered(problem: Problem) -> str | None:
-    """The reason why a call cannot be by agmm's gather and the library's matmul, or None."""
+    """The reason why agmm's gather and the library's matmul cannot compute a call, or None."""
     if problem.gpu != CPU and GATHERED.transport not in transports_of(problem):
         why = _of_fp8(problem, GATHERED.transport)
         return f"plan: found gather of {problem.format}, wanted another transport{why}"
@@ -297,19 +297,19 @@ def why_lagged_illegal(problem: Problem, kernel: KernelConfig) -> str | None:
 
 
 def built_as(config: KernelConfig, kernels: Iterable[KernelConfig]) -> KernelConfig | None:
-    """This kernel as the build has it."""
+    """The kernel as the build has it; None where the build does not."""
     return next((kernel for kernel in kernels if kernel.kernel == config.kernel), None)
 
 
 def can_split(problem: Problem, kernel: KernelConfig) -> bool:
-    """Whether several CTAs can compute a tile of the problem together: of fp8 operands those of a
-    cluster."""
+    """Whether several CTAs can compute a tile of the problem together; with fp8 operands only the
+    CTAs of a cluster can."""
     is_fp8 = formats.of(problem.format).kind == formats.FP8
     return kernel.can_split and (kernel.splits_in_cluster or not is_fp8)
 
 
 def legal_splits(problem: Problem, kernel: KernelConfig) -> range:
-    """Into how many parts K may be split: all parts of all tiles are computed in one wave."""
+    """How many splits K may have: all splits of all tiles are computed in one wave."""
     if not can_split(problem, kernel):
         return range(1, 2)
     blocks, workers = cost_model.clusters(problem, replace(kernel, splits=1))
@@ -317,7 +317,7 @@ def legal_splits(problem: Problem, kernel: KernelConfig) -> range:
 
 
 def legal_scatter_splits(problem: Problem, kernel: KernelConfig) -> range:
-    """The same of a matmul + reduce-scatter."""
+    """How many splits K may have in a matmul + reduce-scatter: see `legal_splits`."""
     if not can_split(problem, kernel):
         return range(1, 2)
     _, blocks, at_once = cost_model.scatter_blocks(problem, kernel)
