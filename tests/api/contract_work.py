@@ -21,6 +21,7 @@ from agmm.runtime import groups
 
 SIZES = (Sizes(), Sizes((4,), 0), Sizes(dim=1), Sizes(dim=2))
 SIZES_OF = {
+    "NaN look": (Sizes(), Sizes(dim=2)),
     "no rows": (Sizes((0, 3)), Sizes((2, 0), 1)),
     "compiled": (Sizes(),),
     "captured": (Sizes((4,), 0),),

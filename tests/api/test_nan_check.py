@@ -284,7 +284,7 @@ def test_what_fsdp_sends_is_looked_through(group: str) -> None:
             "maybe",
             "InvalidArgument: AGMM_CHECK_NAN: found 'maybe', wanted one of off, warn, raise",
         ),
-        ("off", "done"),
+        pytest.param("off", "done", marks=pytest.mark.slow),
         pytest.param("", "done", marks=pytest.mark.slow),
     ],
 )

@@ -27,7 +27,9 @@ def test_layers_compiled(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("fp8", [None, "tensorwise", "rowwise"])
+@pytest.mark.parametrize(
+    "fp8", [None, *(pytest.param(fp8, marks=pytest.mark.slow) for fp8 in ("tensorwise", "rowwise"))]
+)
 def test_layers_compiled_without_gradients(pool: RankPool, fp8: str | None, bias: bool) -> None:
     assert pool.run(nn_work.compiled_without_gradients, 2, fp8, bias)[3:] == [[], []]
 

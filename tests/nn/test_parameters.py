@@ -21,7 +21,7 @@ Pools = Callable[..., RankPool]
         ("outputs", "torch's gather", False),
         ("row", "torch's scatter", False),
         ("fp8", "torch's gather", False),
-        ("tied outputs", "tied torch's gather", True),
+        pytest.param("tied outputs", "tied torch's gather", True, marks=pytest.mark.slow),
         ("tied row", "tied torch's scatter", False),
         ("gather style", "torch's gather", False),
         ("scatter style", "torch's scatter", False),

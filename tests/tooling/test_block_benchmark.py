@@ -37,7 +37,11 @@ def block(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("benchmarks.block")
 
 
-@pytest.mark.parametrize(("recipe", "most"), [(None, 1e-5), ("rowwise", 0.2)], ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "most"),
+    [(None, 1e-5), pytest.param("rowwise", 0.2, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_report(block: Any, tmp_path: Path, recipe: str | None, most: float) -> None:
     path = tmp_path / "block.json"
     program = Typer()
