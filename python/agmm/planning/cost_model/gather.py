@@ -16,7 +16,7 @@ from agmm.planning.cost_model.matmul import (
     matmul_memory_us,
     roofline_us,
 )
-from agmm.planning.plans import KernelConfig, Problem
+from agmm.planning.problems import KernelConfig, Problem
 
 MERGED_BYTES = _core.SM_PUSH_HEAD_ITEM_BYTES
 """The most bytes up to which SM push sends parts together."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from agmm.planning import formats
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, Constants, constants_for
-from agmm.planning.plans import KernelConfig, Problem
+from agmm.planning.problems import KernelConfig, Problem
 
 _CLUSTERS = {3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 """The number of clusters that an H100 of 132 multiprocessors runs at once, by their CTAs, as its

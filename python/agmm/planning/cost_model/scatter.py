@@ -11,7 +11,7 @@ from agmm.planning import formats
 from agmm.planning.cost_model.collectives import fastest_us
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants_for
 from agmm.planning.cost_model.matmul import lost_clock_us, matmul_us
-from agmm.planning.plans import KernelConfig, Problem
+from agmm.planning.problems import KernelConfig, Problem
 
 
 def scatter_tiles(problem: Problem, kernel: KernelConfig) -> int:
