@@ -555,7 +555,7 @@ def test_pull_is_slower_than_push() -> None:
     for problem in random_problems(40):
         for position in range(1, problem.world_size):
             pushed = cost_model.arrival_us(problem, position)
-            assert cost_model.arrival_us(problem, position, "pull") > pushed
+            assert cost_model.arrival_us(problem, position, is_pull=True) > pushed
 
 
 @pytest.fixture

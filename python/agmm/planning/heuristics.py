@@ -11,8 +11,6 @@ from agmm.planning import cost_model, formats
 from agmm.planning.cost_model import At, Load, Tiling
 from agmm.planning.legality import (
     copy_transports,
-    free_of,
-    free_sms,
     legal_scatter_splits,
     legal_splits,
     why_illegal,
@@ -179,7 +177,7 @@ def usual_sm_push_at(at: At, tiling: Tiling, load: Load, splits: int) -> SmPush:
     columns = PUSH_COLUMNS[0 if is_narrow else 1]
     head_chunks = 0
     has_head = waits and (one_peer or not straddles)
-    if has_head and _can_have_head(problem.k, free_of(tiling, load.blocks)):
+    if has_head and _can_have_head(problem.k, tiling.free_sms(load.blocks)):
         columns, head_chunks = _HEAD
     while problem.k > columns * MAX_COLUMN_CHUNKS:
         columns *= 2
@@ -189,7 +187,7 @@ def usual_sm_push_at(at: At, tiling: Tiling, load: Load, splits: int) -> SmPush:
 def sm_pushes(problem: Problem, kernel: KernelConfig) -> list[SmPush]:
     """The legal SM pushes of a call with this kernel that are worth a measurement."""
     usual = usual_sm_push(problem, kernel)
-    can_have_head = _can_have_head(problem.k, free_sms(problem, kernel))
+    can_have_head = _can_have_head(problem.k, cost_model.free_sms(problem, kernel))
     found = [
         SmPush(parts, columns, first_peers, head_chunks)
         for parts in dict.fromkeys((usual.parts, max(1, usual.parts // 2)))

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from agmm.planning import cost_model, formats
-from agmm.planning.cost_model import At, Tiling
 from agmm.planning.plans import (
     ALIGNMENT,
     ALL_GATHER_MATMUL,
@@ -125,7 +124,7 @@ def why_transport_illegal(problem: Problem, kernel: KernelConfig, transport: str
                 f"sm push: found {sm_push.first_peers} first peers of {problem.world_size} ranks, "
                 f"wanted at most {problem.world_size - 1}"
             )
-        if sm_push.has_ctas(problem.k) and free_sms(problem, kernel) < 1:
+        if sm_push.has_ctas(problem.k) and cost_model.free_sms(problem, kernel) < 1:
             return f"sm push: found {kernel.kernel} on all multiprocessors, wanted free ones"
         return sm_push.why_illegal(problem.k)
     if transport in copying:
@@ -330,13 +329,3 @@ def splits_that_fit(problem: Problem, kernel: KernelConfig, blocks: int, workers
     if kernel.splits_in_cluster:
         most = min(most, MAX_CLUSTER_SPLITS)
     return range(1, max(1, most) + 1)
-
-
-def free_sms(problem: Problem, kernel: KernelConfig) -> int:
-    """Multiprocessors without a tile, in whole clusters; 0 with more than one wave of tiles."""
-    tiling = Tiling(problem, kernel)
-    return free_of(tiling, At(problem).blocks(tiling))
-
-
-def free_of(tiling: Tiling, blocks: int) -> int:
-    return max(0, tiling.workers - blocks) * tiling.ctas

@@ -44,7 +44,7 @@ def _gather_us(problem: Problem, plan: Plan) -> float:
             first_peers=sm_push.first_peers,
             has_ctas=sm_push.has_ctas(problem.k),
         )
-    return cost_model.fused_us(problem, plan.kernel, plan.transport)
+    return cost_model.fused_us(problem, plan.kernel, is_pull=plan.transport == "pull")
 
 
 def _scatter_us(problem: Problem, plan: Plan) -> float:

@@ -65,7 +65,7 @@ class SplitKernel:
         return found
 
     def copied_us(self, at: At, load: Load, transport: str) -> float:
-        return at.fused_us(self.tiling, load, transport)
+        return at.fused_us(self.tiling, load, transport == "pull")
 
     def pushed_us(self, at: At, load: Load, push: SmPush) -> float:
         has_ctas = push.has_ctas(at.problem.k)

@@ -12,7 +12,6 @@ from agmm.planning.cost_model import At
 from agmm.planning.heuristics import scatter_order, usual_all_reduce_order
 from agmm.planning.legality import (
     built_as,
-    free_of,
     splits_that_fit,
     why_illegal,
     why_not_gathered,
@@ -138,7 +137,7 @@ class GatherRow(TunedRow):
             if splits not in splits_that_fit(at.problem, built.config, blocks, workers):
                 return False
         has_ctas = self.push is not None and self.push.has_ctas(k)
-        return not has_ctas or free_of(kernel.tiling, at.blocks(kernel.tiling)) >= 1
+        return not has_ctas or kernel.tiling.free_sms(at.blocks(kernel.tiling)) >= 1
 
     def here(self, at: At) -> tuple[Plan, float]:
         """How SM push best cuts whole tiles of a shard says nothing about shards that end inside

@@ -75,6 +75,10 @@ class Tiling:
         """The least time of a tile whose K is split."""
         self.schedule = config.schedule
 
+    def free_sms(self, blocks: int) -> int:
+        """Multiprocessors beside so many clusters of tiles, in whole clusters."""
+        return max(0, self.workers - blocks) * self.ctas
+
 
 class Load(NamedTuple):
     """The load that the tiles of a matmul put on the GPU, however the rows come."""
