@@ -59,8 +59,6 @@ from agmm.planning.cost_model.matmul import (
     matmul_us,
 )
 from agmm.planning.cost_model.scatter import (
-    AllReduceWay,
-    all_reduce_gain,
     lagged_all_reduce_us,
     matmul_all_reduce_us,
     scatter_all_reduce_us,
@@ -72,13 +70,11 @@ from agmm.planning.cost_model.scatter import (
 __all__ = [
     "ELEMENT_BYTES",
     "STEADY_GATHER_BYTES",
-    "AllReduceWay",
     "At",
     "Constants",
     "Load",
     "Tiling",
     "all_gather_us",
-    "all_reduce_gain",
     "arithmetic_us",
     "arrival_us",
     "clusters",
