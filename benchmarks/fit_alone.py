@@ -274,7 +274,7 @@ def changed(constants: Constants, name: str, value: Any) -> Constants:
 
 def predicted_us(problem: Problem, kernel: KernelConfig, splits: int) -> float:
     at, tiling = At(problem), Tiling(problem, replace(kernel, splits=splits))
-    return at.fused_us(tiling, at.load(tiling), "push")
+    return at.fused_us(tiling, at.load(tiling), is_pull=False)
 
 
 class Regret(NamedTuple):

@@ -18,8 +18,8 @@ from agmm.ops import kept, plain_all_reduce, scatter_plan, small_collectives
 from agmm.ops.pipeline import serve
 from agmm.ops.plain_scatter import PlainScatter
 from agmm.ops.scatter import ScatterSettings
-from agmm.planning import cost_model
 from agmm.planning.plans import KernelConfig
+from agmm.planning.transports import parse
 from agmm.runtime import collectives
 from agmm.runtime.calls import Call
 from agmm.runtime.workspaces import cpu_workspace
@@ -133,7 +133,7 @@ def by_kernels(world_size: int, bias: bool) -> list[str] | None:
         )
         b = torch.arange(4.0) if bias else None
         wanted = world_size * (world_size + 1) / 2 * (A @ B) + (0 if b is None else b)
-        ways: list[tuple[cost_model.AllReduceWay, bool]] = [
+        ways: list[tuple[str, bool]] = [
             ("lagged", False),
             ("lagged", True),
             ("scatter", False),
@@ -142,7 +142,8 @@ def by_kernels(world_size: int, bias: bool) -> list[str] | None:
         ]
         for way, strict in ways:
             called.clear()
-            plan = scatter_plan.AllReducePlan(way, kernel if way == "lagged" else None, 132, kernel)
+            by_one = kernel if way == "lagged" else None
+            plan = scatter_plan.AllReducePlan(parse(way), by_one, 132, kernel)
             with (
                 mock.patch.object(plain_all_reduce, "call_with", call_with),
                 mock.patch.object(scatter_plan, "why_not_native", return_value=None),

@@ -35,6 +35,7 @@ from agmm.ops.pipeline import serve
 from agmm.ops.scatter import ScatterSettings
 from agmm.ops.scatter_plan import AllReducePlan
 from agmm.planning.plans import KernelConfig, Problem
+from agmm.planning.transports import parse
 from agmm.runtime import collectives, cpu, scaling, workspaces
 from agmm.runtime.scaled import ScaledProducts
 from agmm.testing.reference import relative_error
@@ -393,10 +394,10 @@ def summed_as_on_cuda(world_size: int, kind: str, bias: bool) -> Result:
         given = ScaledProducts(
             a.values, b.values, a.scales, b.scales, one_bias, None, torch.bfloat16, True
         )
-        ways: list[tuple[Any, bool]] = [("scatter", False), ("scatter", True), ("unfused", False)]
+        ways: list[tuple[str, bool]] = [("scatter", False), ("scatter", True), ("unfused", False)]
         for way, strict in ways:
             called.clear()
-            plan = AllReducePlan(way, None, 132, KERNEL if way == "scatter" else None)
+            plan = AllReducePlan(parse(way), None, 132, KERNEL if way == "scatter" else None)
             with (
                 mock.patch.object(fp8_sums, "why_unfused", return_value=None),
                 mock.patch.object(fp8_sums.Fp8Sum, "of_scatter", return_value=PROBLEM),

@@ -19,6 +19,7 @@ from agmm.ops import kept, plain_all_reduce, scatter_plan, small_collectives
 from agmm.ops.pipeline import KERNEL, Route, serve
 from agmm.ops.plain_all_reduce import PlainAllReduce
 from agmm.planning.plans import KernelConfig
+from agmm.planning.transports import SCATTER
 from agmm.runtime import nan_check
 
 X = torch.randn(4, 8)
@@ -205,7 +206,7 @@ def test_a_kept_all_reduce_returns_no_view(group: str, monkeypatch: pytest.Monke
     world = dist.group.WORLD
     assert world is not None
     kernel = KernelConfig.parse("128x128x64_1x1_pingpong")
-    plan = scatter_plan.AllReducePlan("scatter", None, 132, kernel)
+    plan = scatter_plan.AllReducePlan(SCATTER, None, 132, kernel)
     monkeypatch.setattr(plain_all_reduce, "call_with", lambda *_, **__: _product)
     monkeypatch.setattr(small_collectives, "prepare_again", lambda *_, **__: None)
     A = torch.randn(2, 4, 8)

@@ -20,6 +20,7 @@ from agmm.ops.pipeline import serve
 from agmm.ops.plain_all_reduce import PlainAllReduce
 from agmm.ops.plain_gather import PlainGather
 from agmm.planning.plans import GATHERED, KernelConfig, Plan
+from agmm.planning.transports import SCATTER
 from agmm.runtime import backends, collectives, groups, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.group_gpus import GroupFacts
@@ -233,7 +234,7 @@ def test_behind_a_scatter_strict_leaves_no_gather_to_the_backend(
     """The rest of an all-reduce whose sums a kernel scatters, 32 MiB of them."""
     monkeypatch.setattr(scatter_plan, "why_not_native", lambda *_: None)
     kernel = KernelConfig.parse("128x128x64_1x1_pingpong")
-    plan = scatter_plan.AllReducePlan("scatter", None, 132, kernel)
+    plan = scatter_plan.AllReducePlan(SCATTER, None, 132, kernel)
     monkeypatch.setattr(scatter_plan, "all_reduce_plan", lambda *_, **__: plan)
     called: list[str] = []
 

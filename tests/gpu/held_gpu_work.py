@@ -15,6 +15,7 @@ import agmm
 from agmm.ops import scatter_plan
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.plans import MATMUL_ALL_REDUCE
+from agmm.planning.transports import LAGGED
 from agmm.runtime.group_gpus import group_facts
 
 HELD = 70
@@ -85,7 +86,7 @@ def calls_on_a_part(op: str, shapes: list[tuple[int, int, int]]) -> list[str]:
             if op == "scatter":
                 return agmm.matmul_reduce_scatter(A, B, group, strict=True)
             plan = scatter_plan.AllReducePlan(
-                "lagged", kernels_of(MATMUL_ALL_REDUCE, "bfloat16")[0], sms
+                LAGGED, kernels_of(MATMUL_ALL_REDUCE, "bfloat16")[0], sms
             )
             with mock.patch.object(scatter_plan, "all_reduce_plan", return_value=plan):
                 return agmm.matmul_all_reduce(A, B, group, strict=True)

@@ -17,6 +17,7 @@ from agmm.ops import scatter_plan
 from agmm.ops.plain_scatter import PlainScatter
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.plans import MATMUL_ALL_REDUCE
+from agmm.planning.transports import LAGGED
 from agmm.runtime.group_gpus import group_facts
 from agmm.testing.reference import allowed_error, relative_error
 
@@ -127,7 +128,7 @@ def all_reduces(
         return None
     rank, faults, dtype = dist.get_rank(group), [], torch.bfloat16
     sms = group_facts(group, torch.device("cuda", torch.cuda.current_device())).sm_count
-    plan = scatter_plan.AllReducePlan("lagged", kernels_of(MATMUL_ALL_REDUCE, "bfloat16")[0], sms)
+    plan = scatter_plan.AllReducePlan(LAGGED, kernels_of(MATMUL_ALL_REDUCE, "bfloat16")[0], sms)
     for seed, (rows, n, k) in enumerate(shapes):
         shared = -(-rows // world_size)
         of_bias = _whole(n, seed=seed, dtype=dtype) if bias else None

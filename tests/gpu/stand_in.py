@@ -20,7 +20,8 @@ import torch
 
 from agmm import _core
 from agmm.planning.built_kernels import kernels_of
-from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, core_transport
+from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig
+from agmm.planning.transports import FusedGather, parse
 
 TRANSPORTS = ("push", "sm4x64", "sm8x64+1", "sm4x64h1")
 
@@ -54,7 +55,8 @@ class StandIn:
         """One call of every rank: rank r has the r-th part of the rows of A and ``Bs[r]`` [K, N],
         column-major. Returns every rank's A, if it is asked for and the kernel can store it, and
         out."""
-        ranks = len(self.cores)
+        ranks, found = len(self.cores), parse(transport)
+        assert isinstance(found, FusedGather)
         shards = [shard.clone() for shard in A.chunk(ranks)]
         stores_A = return_A and "column" in config.stores_A
         gathered = [torch.full_like(A, torch.nan) for _ in range(ranks if stores_A else 0)]
@@ -65,7 +67,7 @@ class StandIn:
             B = Bs[r]
             weight = _core.GatherWeight(B.shape[1], (True, B.stride(1)), plain, config.core)
             problem = _core.GatherProblem(
-                len(shards[r]), A.shape[1], [weight], core_transport(transport)
+                len(shards[r]), A.shape[1], [weight], found.core_arguments()
             )
             to = gathered[r].data_ptr() if stores_A else 0
             addresses = [shards[r].data_ptr(), 0, to, 0, B.data_ptr(), 0, 0, outs[r].data_ptr()]

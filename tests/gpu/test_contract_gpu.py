@@ -13,8 +13,10 @@ from agmm.testing.ranks import RankPool
 
 
 @needs_two
-@pytest.mark.parametrize("feature", work.FEATURES)
-def test_every_op_keeps_its_promise(rank_pools: Callable[..., RankPool], feature: str) -> None:
+@pytest.mark.parametrize(("feature", "part"), work.RUNS)
+def test_every_op_keeps_its_promise(
+    rank_pools: Callable[..., RankPool], feature: str, part: int
+) -> None:
     pool = rank_pools(min(4, RANKS), "cuda")
-    for found in pool.run(work.broken, feature, "cuda"):
+    for found in pool.run(work.broken, feature, part, "cuda"):
         assert unexpected(found, feature) == []

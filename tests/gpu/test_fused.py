@@ -17,7 +17,7 @@ import stress_work
 import torch
 from at_hand import RANKS, needs_nccl, needs_two, world_sizes
 
-from agmm.planning.plans import SmPush
+from agmm.planning.transports import SmPush, parse
 from agmm.testing.cases import UGLY_SHAPES, LocalShape, random_local_shapes
 from agmm.testing.ranks import RankError, RankPool
 
@@ -68,8 +68,8 @@ def test_every_kernel(gpu_pool: RankPool, world_size: int) -> None:
             if return_A and transport != "pull" and "column" not in kernel.stores_A:
                 continue  # refused
             config = "/".join(filter(None, (kernel.kernel, splits, order, transport)))
-            sm_push = SmPush.parse(transport)
-            needs_free_sms = splits or (sm_push is not None and sm_push.head_chunks)
+            found = parse(transport)
+            needs_free_sms = splits or (isinstance(found, SmPush) and found.head_chunks)
             results = gpu_pool.run(
                 products_work.products,
                 world_size,

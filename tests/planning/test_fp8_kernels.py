@@ -230,7 +230,7 @@ def of(accumulation: str, **others: Any) -> Problem:
 
 def test_without_rows_the_model_chooses(facts: None) -> None:
     choice = planner().choose(PROBLEM)
-    assert (choice.plan.transport, choice.source) == ("push", "cost model")
+    assert (choice.plan.transport.name, choice.source) == ("push", "cost model")
     fused = [us for plan, us in planner().alternatives(PROBLEM) if plan.kernel is not None]
     assert choice.predicted_us == min(us for us in fused if us is not None)
     assert planner().plan(of("slow")).kernel == KernelConfig.parse(f"{SLOW}/swizzle8/along_n")

@@ -8,12 +8,11 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import FrozenInstanceError, dataclass, replace
 from itertools import pairwise, product
-from pathlib import Path
 
 import pytest
 
 from agmm import _core
-from agmm.planning import cost_model, formats, heuristics, legality, plans
+from agmm.planning import cost_model, heuristics, legality, plans
 from agmm.planning.cost_model import gather
 from agmm.planning.planner import Planner
 from agmm.planning.plans import (
@@ -27,6 +26,7 @@ from agmm.planning.plans import (
     Row,
 )
 from agmm.planning.predictions import predict_us
+from agmm.planning.transports import PULL, PUSH, SmPush
 from agmm.planning.tuned_rows import Rows
 
 KERNELS = cost_model.default_kernels()
@@ -210,33 +210,25 @@ def test_parse_config() -> None:
     config = KERNELS[0]
     assert plans.parse_config("") == (None, None)
     assert plans.parse_config(config.name) == (config, None)
-    assert plans.parse_config(f"{config.name}/pull") == (config, "pull")
-    assert plans.parse_config(f"{config.name}/sm16x128+1") == (config, "sm16x128+1")
+    assert plans.parse_config(f"{config.name}/pull") == (config, PULL)
+    assert plans.parse_config(f"{config.name}/sm16x128+1") == (config, SmPush(16, 128, 1))
     assert plans.parse_config(f"{config.kernel}/push") == (
         KernelConfig.parse(config.kernel),
-        "push",
+        PUSH,
     )
-    for name in ("fast", "3", "fast/pull", f"{config.name}/teleport", "/pull", "pull"):
+    for plan in plans.BY_LIBRARY:
+        assert plans.parse_config(plan.name) == (None, plan.transport)
+    for name in (
+        "fast",
+        "3",
+        "fast/pull",
+        f"{config.name}/gather",
+        f"{config.name}/teleport",
+        "/pull",
+        "pull",
+    ):
         with pytest.raises(ValueError, match=r"^config: found '.*', wanted a name such as "):
             plans.parse_config(name)
-
-
-def test_sm_push_names() -> None:
-    for push in (plans.SmPush(16, 128), plans.SmPush(8, 256, 1), plans.SmPush(64, 96, 0, 4)):
-        assert plans.SmPush.parse(push.name) == push
-    assert plans.SmPush(8, 256, 1).name == "sm8x256+1"
-    assert plans.SmPush(64, 96, 0, 4).name == "sm64x96h4"
-    for name in (
-        "push",
-        "sm",
-        "sm0x128",
-        "sm16",
-        "sm16x128+0",
-        "sm16x128+",
-        "xsm16x128",
-        "sm8x8h0",
-    ):
-        assert plans.SmPush.parse(name) is None
 
 
 def test_few_tiles_are_split() -> None:
@@ -293,7 +285,7 @@ def test_usual_plans_are_legal() -> None:
             for plan in heuristics.usual_plans(problem, kernel):
                 assert legality.why_illegal(problem, plan, KERNELS) is None, (problem, plan.name)
             for push in heuristics.sm_pushes(problem, kernel):
-                plan = Plan(push.name, kernel)
+                plan = Plan(push, kernel)
                 assert legality.why_illegal(problem, plan, KERNELS) is None, (problem, plan.name)
                 heads += push.has_ctas(problem.k)
     assert heads > 0
@@ -356,7 +348,7 @@ def test_rows_of_all_ranks_are_counted_in_32_bits(world_size: int) -> None:
 @pytest.mark.parametrize("problem", [Problem(8, 8, 8, return_A=a) for a in (False, True)])
 def test_what_the_planner_chooses_is_legal(problem: Problem) -> None:
     chosen = planner_of(KERNELS).choose(problem, fused=True).plan
-    assert chosen.transport == "push"
+    assert chosen.transport == PUSH
     assert legality.why_illegal(problem, chosen, KERNELS) is None
     assert legality.why_illegal(problem, UNFUSED, ()) is None
 
@@ -555,7 +547,7 @@ def test_pull_is_slower_than_push() -> None:
     for problem in random_problems(40):
         for position in range(1, problem.world_size):
             pushed = cost_model.arrival_us(problem, position)
-            assert cost_model.arrival_us(problem, position, "pull") > pushed
+            assert cost_model.arrival_us(problem, position, is_pull=True) > pushed
 
 
 @pytest.fixture
@@ -781,7 +773,7 @@ def test_the_models_favourite_takes_part() -> None:
 def test_a_plan_of_a_row_is_rated_by_its_own_row() -> None:
     """This holds for the model's favourite too: it measured 1.3 times its prediction."""
     favourite, second = [
-        p for p, _ in planner_of(KERNELS).alternatives(TUNED) if p.transport == "push"
+        p for p, _ in planner_of(KERNELS).alternatives(TUNED) if p.transport == PUSH
     ][:2]
     assert favourite.kernel is not None and second.kernel is not None
     rows = calibrated(2048, favourite.kernel, 1.3), calibrated(8192, second.kernel, 1.0)
@@ -810,9 +802,7 @@ def test_the_models_favourite_is_rated_by_the_mean_of_its_neighbours(
     first: float, second: float
 ) -> None:
     kernels = [kernel for kernel in KERNELS if kernel.tile_n != 224]
-    plans = [
-        plan for plan, _ in planner_of(kernels).alternatives(TUNED) if plan.transport == "push"
-    ]
+    plans = [plan for plan, _ in planner_of(kernels).alternatives(TUNED) if plan.transport == PUSH]
     favourite, second_best, slowest = plans[0], plans[1], plans[-1]
     assert second_best.kernel is not None and slowest.kernel is not None
     rows = calibrated(2048, second_best.kernel, first), calibrated(8192, slowest.kernel, second)
@@ -886,7 +876,7 @@ def test_sm_push_of_whole_tiles_is_not_for_shards_that_end_inside_them() -> None
     assert planner(tuned).choose(problem).plan == tuned.plan
     found = planner(tuned).choose(replace(problem, m=384), fused=True).plan
     assert found.kernel is not None and cost_model.straddles(replace(problem, m=384), found.kernel)
-    assert found.transport == "sm4x128"
+    assert found.transport == SmPush(4, 128)
 
 
 def test_rows_far_away_say_nothing() -> None:
@@ -933,51 +923,14 @@ def test_a_warm_look_up_takes_no_time() -> None:
 # --- links and multiprocessors ---
 
 
-@pytest.mark.parametrize(
-    ("transport", "reason"),
-    [
-        ("pull", "found transport pull, wanted push: it copies rows of A without their scales"),
-        ("sm4x64", "found transport sm4x64, wanted push: it sends rows of A without their scales"),
-        ("sm4x64+1", "found transport sm4x64+1, wanted push: it sends rows of A without"),
-    ],
-)
-def test_transports_that_carry_no_scales_are_refused_for_fp8(transport: str, reason: str) -> None:
-    problem = Problem(4096, 3584, 8192, world_size=4, format=FP8, return_A=True)
-    found = legality.why_transport_illegal(problem, SMALL, transport)
-    assert found is not None and found.startswith(reason)
-    assert legality.why_transport_illegal(problem, SMALL, "push") is None
-    usual = replace(problem, format="bfloat16")
-    assert "scales" not in (legality.why_transport_illegal(usual, SMALL, transport) or "")
-
-
-def test_every_transport_is_one_of_fp8_or_has_a_reason_why_not() -> None:
-    without: set[str] = set()
-    for op in {op for op, _ in legality.TRANSPORTS}:
-        usual, of_fp8 = (legality.TRANSPORTS[op, k] for k in (formats.BITS_16, formats.FP8))
-        assert of_fp8 <= usual
-        without |= usual - of_fp8
-    assert without == set(legality.WHY_NOT_FP8)
-
-
-def test_fp8_has_the_transports_that_carry_scales_in_the_core() -> None:
-    folder = Path(__file__).parents[2] / "src/transport"
-    carrying = {
-        path.stem
-        for path in folder.glob("*.cpp")
-        if "carries_scales() const override { return true; }" in path.read_text()
-    }
-    assert carrying == {"copy_engine_push"}
-    assert legality.TRANSPORTS["all_gather_matmul", formats.FP8] == {"push"}
-
-
 def test_links_without_atomics_rule_out_sm_push() -> None:
     reason = "sm push: found links without native atomics, wanted NVLink between all GPUs"
     for problem in random_problems(100):
         without = replace(problem, peer_atomics=False)
         for p, _ in planner_of(KERNELS).alternatives(without):
-            assert plans.SmPush.parse(p.transport) is None
+            assert not isinstance(p.transport, SmPush)
         if problem.world_size > 1:
-            assert legality.why_transport_illegal(without, SMALL, "sm16x128") == reason
+            assert SmPush(16, 128).why_illegal(without, SMALL) == reason
             assert heuristics.sm_pushes(without, SMALL) == []
 
 
@@ -987,7 +940,7 @@ def test_rows_of_sm_push_are_passed_over_where_links_have_no_atomics() -> None:
     assert planner(row).plan(problem) == row.plan
     with pytest.warns(UserWarning, match="passes over rows of a table: plan: sm push: found links"):
         found = planner(row).plan(replace(problem, peer_atomics=False))
-    assert found.kernel is None or found.transport == "push"
+    assert found.kernel is None or found.transport == PUSH
 
 
 def test_fewer_multiprocessors_take_no_split_that_needs_all() -> None:

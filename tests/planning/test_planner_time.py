@@ -12,12 +12,13 @@ from statistics import median
 
 import pytest
 
-from agmm.planning import heuristics, legality, tables
+from agmm.planning import heuristics, tables
 from agmm.planning.cost_model import At, Tiling, default_kernels
 from agmm.planning.legality import why_illegal
 from agmm.planning.planner import Planner
 from agmm.planning.plans import CPU, GATHERED, UNFUSED, KernelConfig, Plan, Problem, Row
 from agmm.planning.predictions import predict_us
+from agmm.planning.transports import PULL, PUSH, SmPush, copy_transports, parse
 from agmm.planning.tuned_rows import GatherRow, Rows
 
 GPU = "nvidia-h200"
@@ -69,12 +70,12 @@ def test_least_times_are_below_all_predictions() -> None:
             for one in heuristics.usual_plans(problem, kernel):
                 assert one.kernel is not None
                 tiling = Tiling(problem, one.kernel)
-                is_pull = legality.copy_transports(problem, one.kernel)[0] == "pull"
+                is_pull = copy_transports(problem, one.kernel)[0] == PULL
                 can_push = not is_pull and problem.world_size > 1
                 least = at.least_us(tiling, at.load(tiling), is_pull, can_push)
                 predicted = predict_us(problem, one)
                 assert predicted is not None
-                own = least[2] if one.transport.startswith("sm") else least[1]
+                own = least[2] if isinstance(one.transport, SmPush) else least[1]
                 assert max(least[0], own) <= predicted * (1 + 1e-9), (problem, one.name)
                 if one.kernel.splits > 1:
                     whole = Tiling(problem, replace(one.kernel, splits=1))
@@ -90,7 +91,7 @@ def test_kept_rows_are_legal_where_their_plans_are() -> None:
         kernel = draw.choice(KERNELS)
         usual = draw.choice(heuristics.usual_plans(problem, kernel))
         assert usual.kernel is not None
-        transport = draw.choice([usual.transport, "push", "pull", "sm8x128", "sm8x128h4"])
+        transport = draw.choice([usual.transport, PUSH, PULL, parse("sm8x128"), parse("sm8x128h4")])
         splits = draw.choice([1, 1, 2, 3, 8])
         tuned = Plan(transport, replace(usual.kernel, splits=splits))
         built = draw.sample(KERNELS, len(KERNELS) - 3)
@@ -99,7 +100,7 @@ def test_kept_rows_are_legal_where_their_plans_are() -> None:
             here = replace(problem, m=m)
             is_legal = kept.is_legal(At(here))
             assert is_legal == (why_illegal(here, tuned, built) is None), (here, tuned.name)
-            seen.add((is_legal, transport.startswith("sm"), splits > 1))
+            seen.add((is_legal, isinstance(transport, SmPush), splits > 1))
     assert len(seen) == 8  # legal and illegal ones of each kind
 
 

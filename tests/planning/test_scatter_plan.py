@@ -34,6 +34,7 @@ from agmm.planning.plans import (
     Row,
 )
 from agmm.planning.predictions import predict_us
+from agmm.planning.transports import BACKEND, LAGGED, SCATTER
 from agmm.runtime import collectives, groups, symmetric
 from agmm.runtime.group_gpus import GroupFacts
 
@@ -242,11 +243,11 @@ def all_reduce_way(
     problem: Problem, kernels: Sequence[KernelConfig] = KERNELS, *, fused: bool = False
 ) -> str:
     planner = planner_of(kernels)
-    return (planner.fused_plan if fused else planner.plan)(problem).transport
+    return (planner.fused_plan if fused else planner.plan)(problem).transport.name
 
 
 def lagged_kernel(problem: Problem) -> KernelConfig | None:
-    plans = lagged_plans(problem, RETURNING)
+    plans = lagged_plans(replace(problem, op=MATMUL_ALL_REDUCE), RETURNING)
     return plans[0].kernel if plans else None
 
 
@@ -282,10 +283,10 @@ def test_all_reduces_as_measured_on_four_h100(
     problem = Problem(*shape, world_size=4, gpu=gpu, op=MATMUL_ALL_REDUCE)
     kernels = cost_model.default_kernels(MATMUL_REDUCE_SCATTER)
     planner = planner_of(kernels)
-    times = {plan.transport: us for plan, us in planner.alternatives(problem)}
+    times = {plan.transport.name: us for plan, us in planner.alternatives(problem)}
     assert times["lagged"] == pytest.approx(lagged_us, rel=0.06)
     assert times["scatter"] == pytest.approx(scatter_us, rel=0.06)
-    assert planner.plan(problem).transport == wanted
+    assert planner.plan(problem).transport.name == wanted
 
 
 def test_an_all_reduce_takes_the_time_of_its_links_or_of_its_matmul(
@@ -326,7 +327,7 @@ def test_an_order_of_an_all_reduce_has_some_rows_of_each_chunk() -> None:
     ids=str,
 )
 def test_what_no_kernel_returns(problem: Problem, reason: str) -> None:
-    found = why_lagged_illegal(problem, RETURNING[0])
+    found = why_lagged_illegal(replace(problem, op=MATMUL_ALL_REDUCE), RETURNING[0])
     assert found is not None and found.startswith(reason)
     assert lagged_kernel(problem) is None
 
@@ -349,10 +350,10 @@ def test_the_plan_of_an_all_reduce(
             B = torch.empty(8192, k, dtype=torch.bfloat16, device="cuda:0").t()
         found = scatter_plan.all_reduce_plan(rows, A, B, groups.group_of(group))
         assert found.sm_count == 124
-        assert found.way == wanted if kernels else found.way != "scatter"
-        assert (found.kernel is not None) == (found.way == "lagged")
+        assert found.way.name == wanted if kernels else found.way != SCATTER
+        assert (found.kernel is not None) == (found.way == LAGGED)
         strict = scatter_plan.all_reduce_plan(rows, A, B, groups.group_of(group), strict=True)
-        assert strict.way != "unfused"
+        assert strict.way != BACKEND
 
 
 def plan_of(m: int, n: int, k: int, **others: Any) -> KernelConfig:

@@ -18,6 +18,7 @@ from agmm.ops import async_input_mm, plain_scatter
 from agmm.ops.gather import GatherSettings
 from agmm.ops.plain_gather import PlainGather
 from agmm.planning.plans import KernelConfig
+from agmm.planning.transports import PUSH
 from agmm.runtime import cuda_calls
 
 CONFIG = KernelConfig(128, 128, 64, 1, 1, "pingpong", 4, "along_n")
@@ -53,7 +54,7 @@ def _ready(workspace: Any, A: torch.Tensor, B: torch.Tensor) -> Any:
     """The call of one rank that returns A."""
     group: Any = mock.Mock(**{"size.return_value": 1})
     call = PlainGather(A, [B], [None], group, GatherSettings(return_A=True))
-    return call.ready_on_cuda(workspace, [CONFIG], "push")
+    return call.ready_on_cuda(workspace, [CONFIG], PUSH)
 
 
 def test_kept_calls_end_with_their_group() -> None:

@@ -13,7 +13,7 @@ from agmm.planning.heuristics import (
     usual_order,
     usual_plans,
 )
-from agmm.planning.legality import copy_transports, why_illegal
+from agmm.planning.legality import why_illegal
 from agmm.planning.plans import (
     CPU,
     GATHERED,
@@ -22,9 +22,9 @@ from agmm.planning.plans import (
     KernelConfig,
     Plan,
     Problem,
-    SmPush,
 )
 from agmm.planning.predictions import predict_us
+from agmm.planning.transports import PUSH, SmPush, copy_transports
 
 CPU_CHUNKS = (1, 2, 4, 8)
 """The numbers of row chunks per shard that are tried on the CPU."""
@@ -42,7 +42,7 @@ def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> 
         plans = _without_slow_kernels(problem, scatter_plans(problem, kernels))
     elif problem.gpu == CPU:
         rows = problem.m // problem.world_size
-        plans = [Plan("push", chunks_per_shard=c) for c in CPU_CHUNKS if c <= max(1, rows)]
+        plans = [Plan(PUSH, chunks_per_shard=c) for c in CPU_CHUNKS if c <= max(1, rows)]
     else:
         ordered = [usual_order(problem, kernel) for kernel in kernels]
         if problem.world_size > 1 and not is_b_in_l2(problem):
@@ -83,7 +83,7 @@ def other_pushes(problem: Problem, medians: Mapping[Plan, float]) -> list[Plan]:
     """The plans with other chunks that are not among the plans yet, where SM push is the
     fastest."""
     best = min(medians, key=lambda plan: medians[plan], default=UNFUSED)
-    if best.kernel is None or SmPush.parse(best.transport) is None:
+    if best.kernel is None or not isinstance(best.transport, SmPush):
         return []
-    plans = [Plan(push.name, best.kernel) for push in sm_pushes(problem, best.kernel)]
+    plans = [Plan(push, best.kernel) for push in sm_pushes(problem, best.kernel)]
     return [plan for plan in plans if plan not in medians]

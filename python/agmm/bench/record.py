@@ -18,7 +18,8 @@ from agmm.ops.plain_gather import PlainGather
 from agmm.ops.plain_scatter import call_with
 from agmm.planning import call_plans
 from agmm.planning.heuristics import usual_plans, usual_scatter_order
-from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, KernelConfig, SmPush
+from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, KernelConfig
+from agmm.planning.transports import FusedGather, SmPush
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu import CpuWorkspace
 from agmm.runtime.cpu_scatter import plain_sum
@@ -71,11 +72,10 @@ def tiles_on_cuda(
         (m, n, A_shard.shape[1]), A_shard.dtype, A_shard.device, group=group
     )
     # The transport of the recorded call, as it goes with this kernel.
-    wants_sm_push = SmPush.parse(
-        call_plans.planner(group, A_shard.device).fused_plan(problem).transport
-    )
+    chosen = call_plans.planner(group, A_shard.device).fused_plan(problem).transport
     usual = [p.transport for p in usual_plans(problem, config)]
-    transport = usual[-1] if wants_sm_push else usual[0]
+    transport = usual[-1] if isinstance(chosen, SmPush) else usual[0]
+    assert isinstance(transport, FusedGather)
     token = torch.zeros(1, device=A_shard.device)
     called = torch.zeros(1, dtype=torch.int64, device=A_shard.device)
     stream = torch.cuda.current_stream(A_shard.device).cuda_stream

@@ -30,9 +30,9 @@ from agmm.planning import cost_model, tables
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.planner import Planner
 from agmm.planning.plans import (
+    BY_LIBRARY,
     BY_TORCH,
     CPU,
-    GATHERED,
     UNFUSED,
     KernelConfig,
     Plan,
@@ -234,7 +234,7 @@ def tune_shape(
         try_plans(more, 0.6, 0.7)
     if not medians:
         return
-    if outcome.failures and all(plan in (UNFUSED, GATHERED) for plan in medians):
+    if outcome.failures and all(plan in BY_LIBRARY for plan in medians):
         part.progress.say(f"{shape}: no row, since no fused plan could be measured")
         return
     finalists = sorted(medians, key=lambda plan: medians[plan])[:FINALISTS]

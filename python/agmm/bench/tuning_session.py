@@ -161,7 +161,8 @@ class _Session:
 
                 return on_cpu
             kernel = plan.kernel
-            config = plan.transport if kernel is None else f"{kernel.name}/{plan.transport}"
+            transport = plan.transport.name
+            config = transport if kernel is None else f"{kernel.name}/{transport}"
 
             def by_op() -> ways.Result:
                 op: Any = agmm.all_gather_matmul

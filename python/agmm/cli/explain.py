@@ -16,7 +16,7 @@ from agmm.errors import InvalidArgument
 from agmm.planning import built_kernels, cost_model, formats, tables
 from agmm.planning.cost_model import collectives as collective_costs
 from agmm.planning.cost_model.collectives import Kind
-from agmm.planning.legality import transports_of, why_illegal, why_unfused
+from agmm.planning.legality import why_illegal, why_unfused
 from agmm.planning.op_plans import Choice, KernelsOf
 from agmm.planning.planner import Planner
 from agmm.planning.plans import (
@@ -24,16 +24,15 @@ from agmm.planning.plans import (
     BY_TORCH,
     CPU,
     GATHERED,
-    LAGGED,
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
     OPS,
-    SCATTER,
     UNFUSED,
     Plan,
     Problem,
 )
 from agmm.planning.predictions import predict_us
+from agmm.planning.transports import BACKEND, LAGGED, PUSH, SCATTER, Transport
 from agmm.runtime.scaling import BY_NAME, K_MULTIPLE
 
 GPUS_OF_A_HOST = 8
@@ -193,11 +192,11 @@ def _call(problem: Problem) -> str:
     return f"out[{m}, {n}] = all_gather(A_shard)[{m}, {k}] @ B"
 
 
-_OF_ALL_REDUCE = {
+_OF_ALL_REDUCE: dict[Transport, str] = {
     LAGGED: "one kernel, whose finished rows go to all ranks while it computes others",
     SCATTER: "matmul + reduce-scatter in one kernel, then an all-gather",
-    UNFUSED.transport: "matmul, then all-reduce",
-    "push": "agmm's own, through shared memory",
+    BACKEND: "matmul, then all-reduce",
+    PUSH: "agmm's own, through shared memory",
 }
 _OF_FP8 = {
     ALL_GATHER_MATMUL: "NCCL's all-gather and torch._scaled_mm",
@@ -327,11 +326,8 @@ def _said_of_all_reduce(problem: Problem, choice: Choice) -> str:
     illegal = why_unfused(problem.format, problem.n, problem.k)
     if illegal is not None:
         return f"the kernels cannot compute it: {illegal}"
-    scatter, lagged = (
-        f"{1 - cost_model.all_reduce_gain(way, problem.world_size):.0%}"
-        for way in (SCATTER, LAGGED)
-    )
-    by_one = f", one kernel to save {lagged}" if LAGGED in transports_of(problem) else ""
+    scatter, lagged = (f"{1 - one.gain(problem.world_size):.0%}" for one in (SCATTER, LAGGED))
+    by_one = f", one kernel to save {lagged}" if LAGGED.serves(problem) else ""
     return f"a scatter and a gather where predicted to save {scatter}{by_one}"
 
 

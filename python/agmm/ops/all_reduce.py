@@ -16,6 +16,7 @@ from agmm.ops.scatter_plan import AllReducePlan
 from agmm.ops.sums import SumCall
 from agmm.planning import call_plans
 from agmm.planning.plans import KernelConfig
+from agmm.planning.transports import MESSAGES
 from agmm.runtime import groups
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import by_newer_name
@@ -107,7 +108,7 @@ class AllReduceCall(SumCall):
             return Route(KERNEL, lasts=False)
         rows = self.rows + self.missing
         plan = self.plan(rows)
-        if plan.way == "unfused" and not self.strict:
+        if plan.way.needs == MESSAGES and not self.strict:
             return Route(LIBRARY)
         if plan.kernel is None:
             why = self._why_not_gathered(rows) if self.strict else None

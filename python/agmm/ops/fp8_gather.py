@@ -17,7 +17,8 @@ from agmm.ops.gather import GatherCall, Gathered, GatherSettings
 from agmm.ops.pipeline import GATHER, Ready, Route
 from agmm.ops.scaled_checks import check_scaled_gather
 from agmm.planning import call_plans, legality
-from agmm.planning.plans import KernelConfig, Problem, core_transport
+from agmm.planning.plans import KernelConfig, Problem
+from agmm.planning.transports import FusedGather
 from agmm.runtime import collectives, groups, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu_scaled import all_gather_scaled_matmul as all_gather_on_cpu
@@ -161,7 +162,7 @@ class Fp8Gather(GatherCall):
             nan_check.look_through(words.op, "scale_a", self.scale_a, rank)
 
     def ready_on_cuda(
-        self, workspace: CudaWorkspace, kernels: Sequence[KernelConfig], transport: str
+        self, workspace: CudaWorkspace, kernels: Sequence[KernelConfig], transport: FusedGather
     ) -> Ready:
         found = [
             kernel_of(self.shard, weight, self.problem(i), config)
@@ -173,7 +174,7 @@ class Fp8Gather(GatherCall):
             [weight.B.values for weight in self.weights],
             found,
             return_A=self.return_A,
-            transport=core_transport(transport),
+            transport=transport.core_arguments(),
         )
 
     def by_cpu(self) -> _Matrices:

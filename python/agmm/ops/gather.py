@@ -12,8 +12,9 @@ import torch.distributed as dist
 from agmm.errors import InvalidArgument
 from agmm.ops import small_collectives
 from agmm.ops.pipeline import GATHER, KERNEL, LIBRARY, OpCall, Ready, Route, device_of
-from agmm.planning import call_plans, legality, plans
+from agmm.planning import call_plans, plans
 from agmm.planning.plans import KernelConfig, Plan, Problem
+from agmm.planning.transports import MESSAGES, FusedGather, Transport, copy_transports
 from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda import CudaWorkspace
@@ -86,7 +87,7 @@ class GatherCall(OpCall[Gathered]):
 
     @abstractmethod
     def ready_on_cuda(
-        self, workspace: CudaWorkspace, kernels: Sequence[KernelConfig], transport: str
+        self, workspace: CudaWorkspace, kernels: Sequence[KernelConfig], transport: FusedGather
     ) -> Ready:
         """The call of agmm's kernels, one for each weight, for any operands of this kind."""
 
@@ -151,8 +152,8 @@ class GatherCall(OpCall[Gathered]):
         """The reason why agmm cannot serve the call, whose shard has elements, or None. The same on
         all ranks that call with the same shapes, dtypes and layouts. Collective at first use on
         GPUs."""
-        if self.settings.config == "unfused":
-            return "config: unfused was asked for"
+        if _goes_by_messages(self.named_config()[1]):
+            return f"config: {self.settings.config} was asked for"
         device = self.device
         if device.type not in ("cpu", "cuda"):
             return f"A_shard: device {device}, the fused path wants cuda or cpu"
@@ -160,18 +161,19 @@ class GatherCall(OpCall[Gathered]):
 
     def route(self) -> Route:
         settings, planned = self.settings, self.settings.plan
-        if planned == plans.UNFUSED:
+        if planned is not None and _goes_by_messages(planned.transport):
             return Route(LIBRARY)
+        _, named = self.named_config()
         reason = self.why_not_fused()
         if reason is not None:
-            wanted = settings.config == plans.UNFUSED.name and not self.strict
+            wanted = _goes_by_messages(named) and not self.strict
             return Route(LIBRARY, None if wanted else reason)
         if self.may_choose:
             planned = call_plans.planner(self.group, self.device).plan(self.problem(None))
-        if planned == plans.UNFUSED:
+        if planned is not None and _goes_by_messages(planned.transport):
             return Route(LIBRARY)
         lasts = self.lasts()
-        if settings.config == plans.GATHERED.name:
+        if named == plans.GATHERED.transport:
             reason = self.why_not_gathered()
             return Route(LIBRARY, reason) if reason else Route(GATHER, lasts=lasts)
         if planned == plans.GATHERED:
@@ -204,19 +206,18 @@ class GatherCall(OpCall[Gathered]):
         """What computes calls of this kind by `by_gather` or `by_cpu`. It must not hold the group,
         since a kept call ends with it."""
 
-    def named_config(self) -> tuple[KernelConfig | None, str | None]:
+    def named_config(self) -> tuple[KernelConfig | None, Transport | None]:
         """The kernel and the transport that the caller named.
 
         Raises:
             InvalidArgument: the config is the name of nothing.
         """
-        config = self.settings.config
         try:
-            return plans.parse_config("" if config in _BY_LIBRARY else config)
+            return plans.parse_config(self.settings.config)
         except ValueError as error:
             raise InvalidArgument(str(error)) from None
 
-    def _kernels(self, plan: Plan | None) -> tuple[list[KernelConfig], str]:
+    def _kernels(self, plan: Plan | None) -> tuple[list[KernelConfig], FusedGather]:
         """A kernel for each weight, and the transport of the first."""
         kernel, transport = self.named_config()
         found: list[KernelConfig] = []
@@ -225,23 +226,24 @@ class GatherCall(OpCall[Gathered]):
             if plan is not None:
                 chosen = plan
             elif kernel is not None:
-                chosen = Plan(legality.copy_transports(problem, kernel)[0], kernel)
+                chosen = Plan(copy_transports(problem, kernel)[0], kernel)
             else:
                 planner = call_plans.planner(self.group, self.device)
                 chosen = planner.fused_plan(problem)
             assert chosen.kernel is not None
             if not found:
                 transport = transport or chosen.transport
-                reason = legality.why_transport_illegal(problem, chosen.kernel, transport)
+                reason = transport.why_illegal(problem, chosen.kernel)
                 if reason is not None:
                     raise InvalidArgument(
                         f"config: {chosen.kernel.kernel}, return_A={self.settings.return_A}: "
                         f"{reason}"
                     )
             found.append(chosen.kernel)
-        assert transport is not None
+        assert isinstance(transport, FusedGather)  # no other is legal with a kernel
         return found, transport
 
 
-_BY_LIBRARY = (plans.UNFUSED.name, plans.GATHERED.name)
-"""Configs whose matmul is the library's."""
+def _goes_by_messages(transport: Transport | None) -> bool:
+    """Whether the group's backend carries out what a transport says, as every group's can."""
+    return transport is not None and transport.needs == MESSAGES

@@ -14,7 +14,8 @@ from agmm.ops.checks import FLOATS, check_gatherable
 from agmm.ops.gather import GatherCall, Gathered, GatherSettings
 from agmm.ops.pipeline import GATHER, Ready, serve
 from agmm.planning import call_plans, legality
-from agmm.planning.plans import KernelConfig, Problem, core_transport
+from agmm.planning.plans import KernelConfig, Problem
+from agmm.planning.transports import FusedGather
 from agmm.runtime import cuda_calls, symmetric
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import start_all_gather
@@ -97,7 +98,7 @@ class PlainGather(GatherCall):
         )
 
     def ready_on_cuda(
-        self, workspace: CudaWorkspace, kernels: Sequence[KernelConfig], transport: str
+        self, workspace: CudaWorkspace, kernels: Sequence[KernelConfig], transport: FusedGather
     ) -> Ready:
         form = plain_format("A_shard", self.A_shard)
         return ready_gather(
@@ -106,7 +107,7 @@ class PlainGather(GatherCall):
             self.Bs,
             [Kernel(kernel.core, form) for kernel in kernels],
             return_A=self.settings.return_A,
-            transport=core_transport(transport),
+            transport=transport.core_arguments(),
         )
 
     def by_cpu(self) -> Gathered:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from agmm.ops.pipeline import KERNEL, LIBRARY, Ready, Route
 from agmm.ops.sums import SumCall
 from agmm.planning import call_plans
-from agmm.planning.plans import UNFUSED, KernelConfig, Plan, Problem
+from agmm.planning.plans import KernelConfig, Plan, Problem
+from agmm.planning.transports import MESSAGES
 from agmm.runtime.calls import Call
 from agmm.runtime.results import moved, reshaped
 from agmm.runtime.workspaces import take_turn
@@ -102,7 +103,7 @@ class ScatterCall(SumCall):
 
     def route(self) -> Route:
         plan = self.settings.plan
-        if plan == UNFUSED:
+        if plan is not None and plan.transport.needs == MESSAGES:
             return Route(LIBRARY)
         reason = self.why_not_fused()
         if reason is not None:
@@ -112,7 +113,8 @@ class ScatterCall(SumCall):
             choose = planner.fused_plan if self.strict else planner.plan
             plan = choose(self.problem())
         if self.device.type == "cpu":
-            return Route(LIBRARY) if plan == UNFUSED else Route(KERNEL, plan=plan, lasts=False)
+            by_library = plan is not None and plan.transport.needs == MESSAGES
+            return Route(LIBRARY) if by_library else Route(KERNEL, plan=plan, lasts=False)
         if self.group.size() == 1:
             return self.otherwise("group: 1 rank, which has nothing to scatter")
         if plan is None or plan.kernel is None:

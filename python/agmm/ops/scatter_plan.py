@@ -4,7 +4,7 @@ same on all ranks, as long as they call with the same shapes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,13 @@ from agmm.ops.checks import FLOATS
 from agmm.planning import call_plans, cost_model, formats, legality
 from agmm.planning.plans import (
     BY_TORCH,
-    LAGGED,
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
     MAX_SIZE,
-    SCATTER,
     KernelConfig,
     Problem,
 )
+from agmm.planning.transports import LAGGED, SCATTER, Transport
 from agmm.runtime import backends, symmetric
 from agmm.runtime.workspaces import cuda_workspace
 
@@ -126,7 +125,7 @@ def _kernel_problem(
 class AllReducePlan(NamedTuple):
     """How a matmul + all-reduce is to be computed."""
 
-    way: cost_model.AllReduceWay
+    way: Transport
     kernel: KernelConfig | None
     """The kernel of the lagged way."""
     sm_count: int
@@ -160,7 +159,7 @@ def all_reduce_plan_of(
     """The plan of a matmul + all-reduce, for a problem of any format. Collective at first use."""
     planner = call_plans.planner(group, device)
     plan = planner.fused_plan(problem) if strict else planner.plan(problem)
-    way = cast(cost_model.AllReduceWay, plan.transport)
+    way = plan.transport
     lagged, scatters = (plan.kernel if way == one else None for one in (LAGGED, SCATTER))
     return AllReducePlan(way, lagged, problem.sm_count, scatters)
 

@@ -10,19 +10,14 @@ from itertools import product
 from agmm.planning import cost_model, formats
 from agmm.planning.cost_model import At, Load, Tiling
 from agmm.planning.legality import (
-    copy_transports,
-    free_of,
-    free_sms,
     legal_scatter_splits,
     legal_splits,
     why_illegal,
     why_lagged_illegal,
-    why_transport_illegal,
 )
 from agmm.planning.plans import (
     ALIGNMENT,
     BY_TORCH,
-    LAGGED,
     MAX_COLUMN_CHUNKS,
     MAX_PUSH_PARTS,
     RASTERS,
@@ -31,8 +26,8 @@ from agmm.planning.plans import (
     KernelConfig,
     Plan,
     Problem,
-    SmPush,
 )
+from agmm.planning.transports import LAGGED, PUSH, SmPush, copy_transports
 
 _PUSH_ROWS = 8
 PUSH_COLUMNS = (64, 128)
@@ -179,7 +174,7 @@ def usual_sm_push_at(at: At, tiling: Tiling, load: Load, splits: int) -> SmPush:
     columns = PUSH_COLUMNS[0 if is_narrow else 1]
     head_chunks = 0
     has_head = waits and (one_peer or not straddles)
-    if has_head and _can_have_head(problem.k, free_of(tiling, load.blocks)):
+    if has_head and _can_have_head(problem.k, tiling.free_sms(load.blocks)):
         columns, head_chunks = _HEAD
     while problem.k > columns * MAX_COLUMN_CHUNKS:
         columns *= 2
@@ -189,7 +184,7 @@ def usual_sm_push_at(at: At, tiling: Tiling, load: Load, splits: int) -> SmPush:
 def sm_pushes(problem: Problem, kernel: KernelConfig) -> list[SmPush]:
     """The legal SM pushes of a call with this kernel that are worth a measurement."""
     usual = usual_sm_push(problem, kernel)
-    can_have_head = _can_have_head(problem.k, free_sms(problem, kernel))
+    can_have_head = _can_have_head(problem.k, cost_model.free_sms(problem, kernel))
     found = [
         SmPush(parts, columns, first_peers, head_chunks)
         for parts in dict.fromkeys((usual.parts, max(1, usual.parts // 2)))
@@ -197,7 +192,7 @@ def sm_pushes(problem: Problem, kernel: KernelConfig) -> list[SmPush]:
         for first_peers in dict.fromkeys((0, usual.first_peers))
         for head_chunks in ((0, _HEAD[1]) if can_have_head else (0,))
     ]
-    return [p for p in found if why_transport_illegal(problem, kernel, p.name) is None]
+    return [push for push in found if push.why_illegal(problem, kernel) is None]
 
 
 def usual_plans(problem: Problem, kernel: KernelConfig) -> list[Plan]:
@@ -211,8 +206,8 @@ def usual_plans(problem: Problem, kernel: KernelConfig) -> list[Plan]:
         config = replace(usual_order(problem, kernel), splits=splits)
         plans.append(Plan(copy_transports(problem, config)[0], config))
         push = usual_sm_push(problem, config)
-        if why_transport_illegal(problem, config, push.name) is None:
-            plans.append(Plan(push.name, config))
+        if push.why_illegal(problem, config) is None:
+            plans.append(Plan(push, config))
     return plans
 
 
@@ -220,11 +215,11 @@ def scatter_plans(problem: Problem, kernels: Iterable[KernelConfig] = ()) -> lis
     """The legal plans of a matmul + reduce-scatter, by one of `kernels`, which send tiles, each in
     its usual order and where there are few tiles with K split too, or by others."""
     own = [
-        Plan("push", replace(scatter_order(problem, kernel), splits=splits))
+        Plan(PUSH, replace(scatter_order(problem, kernel), splits=splits))
         for kernel in kernels
         for splits in legal_scatter_splits(problem, kernel)[:MAX_SPLITS]
     ]
-    plans = (*own, Plan("push"), BY_TORCH, UNFUSED)
+    plans = (*own, Plan(PUSH), BY_TORCH, UNFUSED)
     return [plan for plan in plans if why_illegal(problem, plan, kernels) is None]
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from agmm.planning import cost_model, formats
-from agmm.planning.cost_model import At, Tiling
 from agmm.planning.plans import (
     ALIGNMENT,
     ALL_GATHER_MATMUL,
@@ -14,54 +13,18 @@ from agmm.planning.plans import (
     CPU,
     FUSED_DTYPES,
     GATHERED,
-    LAGGED,
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
     MAX_CHUNKS_PER_SHARD,
     MAX_CLUSTER_SPLITS,
-    MAX_PUSH_RANKS,
     MAX_SCATTER_TILES,
     MAX_SIZE,
-    SCATTER,
     UNFUSED,
     KernelConfig,
     Plan,
     Problem,
-    SmPush,
 )
-
-SM_PUSH = "sm push"
-"""What `TRANSPORTS` calls every transport of the name of an `SmPush`."""
-
-TRANSPORTS: dict[tuple[str, str], frozenset[str]] = {
-    (ALL_GATHER_MATMUL, formats.BITS_16): frozenset(("push", "pull", SM_PUSH, GATHERED.transport)),
-    (ALL_GATHER_MATMUL, formats.FP8): frozenset(("push",)),
-    (MATMUL_REDUCE_SCATTER, formats.BITS_16): frozenset(("push", BY_TORCH.transport)),
-    (MATMUL_REDUCE_SCATTER, formats.FP8): frozenset(("push",)),
-    (MATMUL_ALL_REDUCE, formats.BITS_16): frozenset((LAGGED, SCATTER)),
-    (MATMUL_ALL_REDUCE, formats.FP8): frozenset((SCATTER,)),
-}
-"""What a GPU has, by op and kind of format, beside the unfused plan: the one place that says so."""
-
-
-WHY_NOT_FP8: dict[str, str] = {
-    "pull": "it copies rows of A without their scales",
-    SM_PUSH: "it sends rows of A without their scales",
-    GATHERED.transport: "nothing is known of its time, config asks for it",
-    BY_TORCH.transport: "it is taken for bfloat16 and float16",
-    LAGGED: "no kernel sends finished tiles of fp8",
-}
-"""Why fp8 operands have no plan with a transport that operands of 16 bits have. Scales are carried
-where the core's `GatherTransport::carries_scales` says so."""
-
-
-def _of_fp8(problem: Problem, transport: str) -> str:
-    """The reason of `WHY_NOT_FP8` behind a colon; empty where there is none."""
-    if formats.of(problem.format).kind != formats.FP8:
-        return ""
-    reason = WHY_NOT_FP8.get(SM_PUSH if SmPush.parse(transport) else transport)
-    return "" if reason is None else f": {reason}"
-
+from agmm.planning.transports import LAGGED, PUSH, SCATTER
 
 MOST_PRODUCTS: dict[str, int] = {formats.BITS_16: 3, formats.FP8: 1}
 """How many products a kernel adds up at most, by kind of format (`ScatterSpec::kMaxProducts`). The
@@ -74,11 +37,6 @@ def why_too_many_products(kind: str, count: int) -> str | None:
     if count <= most:
         return None
     return f"A: found {count} products, wanted at most {most} of {kind} in one kernel"
-
-
-def transports_of(problem: Problem) -> frozenset[str]:
-    """The transports that there are for the problem's op and format on a GPU."""
-    return TRANSPORTS.get((problem.op, formats.of(problem.format).kind), frozenset())
 
 
 def why_unfused(name: str, n: int, k: int, *, a: str = "A_shard", b: str = "B") -> str | None:
@@ -110,48 +68,6 @@ def why_too_many_rows(rows: int, world_size: int) -> str | None:
     return None
 
 
-def why_transport_illegal(problem: Problem, kernel: KernelConfig, transport: str) -> str | None:
-    """The reason why a fused call with this kernel cannot use the transport, or None."""
-    sm_push = SmPush.parse(transport)
-    copying = copy_transports(problem, kernel)
-    has_sm_push = problem.gpu != CPU and SM_PUSH in transports_of(problem)
-    if sm_push is not None and has_sm_push and "push" in copying:
-        if not 1 < problem.world_size <= MAX_PUSH_RANKS:
-            return f"sm push: found {problem.world_size} ranks, wanted 2 to {MAX_PUSH_RANKS}"
-        if not problem.peer_atomics:
-            return "sm push: found links without native atomics, wanted NVLink between all GPUs"
-        if sm_push.first_peers >= problem.world_size:
-            return (
-                f"sm push: found {sm_push.first_peers} first peers of {problem.world_size} ranks, "
-                f"wanted at most {problem.world_size - 1}"
-            )
-        if sm_push.has_ctas(problem.k) and free_sms(problem, kernel) < 1:
-            return f"sm push: found {kernel.kernel} on all multiprocessors, wanted free ones"
-        return sm_push.why_illegal(problem.k)
-    if transport in copying:
-        return None
-    wanted = " or ".join(copying) or "another kernel"
-    return f"found transport {transport}, wanted {wanted}{_of_fp8(problem, transport)}"
-
-
-def copy_transports(problem: Problem, kernel: KernelConfig | None = None) -> tuple[str, ...]:
-    """The legal transports by copies of a fused call with this kernel, the usual one first; none
-    where the kernel cannot serve the call.
-
-    Pull copies A into the tensor that is returned. With push the kernel writes that tensor, if it
-    can (`KernelConfig.stores_A`).
-    """
-    if problem.gpu == CPU:
-        return ("push",)
-    found: tuple[str, ...] = ("push",)
-    has_pull = "pull" in transports_of(problem)
-    if problem.return_A and (has_pull or problem.world_size > 1):  # one rank has all of A
-        found = "push", "pull"
-        if kernel is not None and problem.b_layout not in kernel.stores_A:
-            found = ("pull",)
-    return tuple(transport for transport in found if transport == "push" or has_pull)
-
-
 def why_illegal(problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]) -> str | None:
     """The reason why this build cannot run the plan, or None. ``kernels`` are those of the build
     for the problem's op and format; for the scatter of a matmul + all-reduce those of a matmul +
@@ -166,12 +82,12 @@ def why_illegal(problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]) -
 def _why_illegal_on_cpu(problem: Problem, plan: Plan) -> str | None:
     if not 1 <= plan.chunks_per_shard <= MAX_CHUNKS_PER_SHARD:
         return _wrong_chunks(plan)
-    if problem.op != ALL_GATHER_MATMUL and plan != Plan("push"):
+    if problem.op != ALL_GATHER_MATMUL and plan != Plan(PUSH):
         return f"plan: found {plan.name}, wanted push or unfused for {problem.op}"
     if plan == GATHERED:
-        return cost_model.why_not_gathered(problem)
-    if plan.transport != "push":
-        return f"plan: found transport {plan.transport}, wanted push or unfused on the CPU"
+        return plan.transport.why_illegal(problem, None)
+    if plan.transport != PUSH:
+        return f"plan: found transport {plan.transport.name}, wanted push or unfused on the CPU"
     return None if plan.kernel is None else f"plan: found kernel {plan.kernel.name} on the CPU"
 
 
@@ -185,7 +101,7 @@ def _why_gather_illegal(
     problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]
 ) -> str | None:
     if plan == GATHERED:
-        return why_not_gathered(problem)
+        return plan.transport.why_illegal(problem, None)
     if not 1 <= plan.chunks_per_shard <= MAX_CHUNKS_PER_SHARD:
         return _wrong_chunks(plan)
     reason = why_unfused(problem.format, problem.n, problem.k)
@@ -195,7 +111,7 @@ def _why_gather_illegal(
         return f"plan: found {plan.chunks_per_shard} chunks per shard, wanted 1 on a GPU"
     if plan.kernel is None:
         return "plan: found no kernel, wanted one"
-    reason = why_transport_illegal(problem, plan.kernel, plan.transport)
+    reason = plan.transport.why_illegal(problem, plan.kernel)
     if reason is not None:
         return f"plan: {reason}"
     built = built_as(plan.kernel, kernels)
@@ -210,14 +126,6 @@ def _why_splits_illegal(kernel: KernelConfig, legal: range) -> str | None:
     return f"plan: found {kernel.splits} splits of K for {kernel.kernel}, wanted 1 to {legal[-1]}"
 
 
-def why_not_gathered(problem: Problem) -> str | None:
-    """The reason why agmm's gather and the library's matmul cannot compute a call, or None."""
-    if problem.gpu != CPU and GATHERED.transport not in transports_of(problem):
-        why = _of_fp8(problem, GATHERED.transport)
-        return f"plan: found gather of {problem.format}, wanted another transport{why}"
-    return cost_model.why_not_gathered(problem)
-
-
 def _why_scatter_illegal(
     problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]
 ) -> str | None:
@@ -225,23 +133,19 @@ def _why_scatter_illegal(
         return _why_tile_push_illegal(problem, plan, plan.kernel, kernels)
     if plan != BY_TORCH:
         return f"plan: found {plan.name}, wanted {BY_TORCH.name} or unfused for {problem.op}"
-    if BY_TORCH.transport not in transports_of(problem):
-        return f"A: dtype={problem.format}, torch's fused op is taken for bfloat16 and float16"
-    if problem.world_size == 1:
-        return "group: found 1 rank, torch's fused op wants several"
-    return None
+    return plan.transport.why_illegal(problem, None)
 
 
 def _why_all_reduce_illegal(
     problem: Problem, plan: Plan, kernels: Iterable[KernelConfig]
 ) -> str | None:
-    if plan.kernel is None or plan.transport not in transports_of(problem):
-        why = _of_fp8(problem, plan.transport)
+    if plan.kernel is None or not plan.transport.serves(problem):
+        why = plan.transport.of_fp8(problem)
         return f"plan: found {plan.name}, wanted another or unfused for {problem.op}{why}"
     if plan.transport == SCATTER:
         of_scatter = replace(problem, op=MATMUL_REDUCE_SCATTER)
         return _why_tile_push_illegal(
-            of_scatter, replace(plan, transport="push"), plan.kernel, kernels
+            of_scatter, replace(plan, transport=PUSH), plan.kernel, kernels
         )
     if built_as(plan.kernel, kernels) is None:
         return (
@@ -262,11 +166,10 @@ def _why_tile_push_illegal(
     problem: Problem, plan: Plan, kernel: KernelConfig, kernels: Iterable[KernelConfig]
 ) -> str | None:
     reason = why_unfused(problem.format, problem.n, problem.k, a="A")
+    reason = reason or PUSH.why_illegal(problem, kernel)
     if reason is not None:
         return reason
-    if not 1 < problem.world_size <= MAX_PUSH_RANKS:
-        return f"group: found {problem.world_size} ranks, wanted 2 to {MAX_PUSH_RANKS}"
-    if plan.transport != "push":
+    if plan.transport != PUSH:
         return f"plan: found {plan.name}, wanted push for {problem.op}"
     built = built_as(kernel, kernels)
     if built is None:
@@ -286,14 +189,7 @@ def why_lagged_illegal(problem: Problem, kernel: KernelConfig) -> str | None:
     """The reason why a matmul + all-reduce cannot be computed by one of the build's kernels that
     send finished tiles, or None. m is a multiple of the ranks."""
     reason = why_unfused(problem.format, problem.n, problem.k, a="A")
-    if reason is not None:
-        return reason
-    if not 1 < problem.world_size <= MAX_PUSH_RANKS:
-        return f"group: found {problem.world_size} ranks, wanted 2 to {MAX_PUSH_RANKS}"
-    tiles, most = cost_model.scatter_tiles(problem, kernel), MAX_SCATTER_TILES // 2
-    if tiles > most:  # each has a signal for its sums and one when it is finished
-        return f"plan: found {tiles} tiles in a chunk, wanted at most {most}"
-    return None
+    return reason or LAGGED.why_illegal(problem, kernel)
 
 
 def built_as(config: KernelConfig, kernels: Iterable[KernelConfig]) -> KernelConfig | None:
@@ -330,13 +226,3 @@ def splits_that_fit(problem: Problem, kernel: KernelConfig, blocks: int, workers
     if kernel.splits_in_cluster:
         most = min(most, MAX_CLUSTER_SPLITS)
     return range(1, max(1, most) + 1)
-
-
-def free_sms(problem: Problem, kernel: KernelConfig) -> int:
-    """Multiprocessors without a tile, in whole clusters; 0 with more than one wave of tiles."""
-    tiling = Tiling(problem, kernel)
-    return free_of(tiling, At(problem).blocks(tiling))
-
-
-def free_of(tiling: Tiling, blocks: int) -> int:
-    return max(0, tiling.workers - blocks) * tiling.ctas

@@ -10,16 +10,14 @@ from typing import NamedTuple, Protocol
 from agmm.planning import cost_model
 from agmm.planning.cost_model import At
 from agmm.planning.heuristics import chooses_swapped, lagged_plans, scatter_plans, usual_plans
-from agmm.planning.legality import transports_of, why_not_gathered, why_unfused
+from agmm.planning.legality import why_unfused
 from agmm.planning.plans import (
     ALL_GATHER_MATMUL,
     BY_TORCH,
     CPU,
     GATHERED,
-    LAGGED,
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
-    SCATTER,
     UNFUSED,
     KernelConfig,
     Plan,
@@ -28,6 +26,7 @@ from agmm.planning.plans import (
 )
 from agmm.planning.predictions import has_model, predict_us
 from agmm.planning.search import Search
+from agmm.planning.transports import GATHER, LAGGED, PUSH, SCATTER
 
 KernelsOf = Callable[[str, str], Sequence[KernelConfig]]
 """The kernels to choose from, by op and name of a format."""
@@ -114,7 +113,7 @@ class GatherPlans:
     def favourite(self, here: Here, fused: bool) -> Found:
         problem = here.problem
         if problem.gpu == CPU:
-            return Found(Plan("push"), "default of the CPU backend")
+            return Found(Plan(PUSH), "default of the CPU backend")
         if self.why_unfused is not None and not fused:
             return Found(UNFUSED, self.why_unfused, predict_us(problem, UNFUSED))
         best = self._fastest(here)
@@ -140,12 +139,12 @@ class GatherPlans:
         return Found(plan, "cost model", us)
 
     def alternatives(self, problem: Problem) -> list[Plan]:
-        plans = [Plan("push")] if problem.gpu == CPU else []
+        plans = [Plan(PUSH)] if problem.gpu == CPU else []
         with_swapped = chooses_swapped(problem)
         for kernel in self.kernels:
             if with_swapped or not kernel.swapped:
                 plans += usual_plans(problem, kernel)
-        if self.why_unfused is None and why_not_gathered(problem) is None:
+        if self.why_unfused is None and GATHER.why_illegal(problem, None) is None:
             plans.append(GATHERED)
         return [*plans, UNFUSED]
 
@@ -171,7 +170,7 @@ class GatherPlans:
         problem = here.problem
         if here.unfused is None:
             here.unfused = UNFUSED, cost_model.unfused_us(problem)
-            if why_not_gathered(problem) is None:
+            if GATHER.why_illegal(problem, None) is None:
                 gathered_us = cost_model.gathered_us(problem)
                 if gathered_us < here.unfused[1]:
                     here.unfused = GATHERED, gathered_us
@@ -228,18 +227,18 @@ class AllReducePlans:
 
     def favourite(self, here: Here, fused: bool) -> Found:
         """The first of the unfused plan, the one that scatters and the lagged one, or a later one
-        that is predicted to take less than `cost_model.all_reduce_gain` of its time; UNFUSED where
-        there is no other, even if ``fused``."""
+        that is predicted to take less than `Transport.gain` of its time; UNFUSED where there is no
+        other, even if ``fused``."""
         problem = here.problem
         if problem.gpu == CPU:
-            return Found(Plan("push"), "default of the CPU backend")
+            return Found(Plan(PUSH), "default of the CPU backend")
         reason = why_unfused(problem.format, problem.n, problem.k, a="A")
         found = Found(UNFUSED, reason or "cost model", predict_us(problem, UNFUSED))
         for plan in (self._scatter(problem), self._lagged(problem)):
             us = None if plan is None else predict_us(problem, plan)
             if plan is None or us is None:
                 continue
-            gain = cost_model.all_reduce_gain(plan.transport, problem.world_size)
+            gain = plan.transport.gain(problem.world_size)
             is_first = fused and found.plan == UNFUSED
             if is_first or found.us is None or us < gain * found.us:
                 found = Found(plan, "cost model", us)
@@ -247,7 +246,7 @@ class AllReducePlans:
 
     def alternatives(self, problem: Problem) -> list[Plan]:
         if problem.gpu == CPU:
-            return [Plan("push"), UNFUSED]
+            return [Plan(PUSH), UNFUSED]
         plans = self._scatter(problem), self._lagged(problem), UNFUSED
         return [plan for plan in plans if plan is not None]
 
@@ -265,13 +264,13 @@ class AllReducePlans:
         gathers; None where there is none."""
         of_scatter = replace(problem, op=MATMUL_REDUCE_SCATTER)
         plans = scatter_plans(of_scatter, self.of_scatter)
-        if SCATTER not in transports_of(problem) or not any(plan.kernel for plan in plans):
+        if not SCATTER.serves(problem) or not any(plan.kernel for plan in plans):
             return None
         kernel = self._fused_plan(of_scatter).kernel
         return None if kernel is None else Plan(SCATTER, kernel)
 
     def _lagged(self, problem: Problem) -> Plan | None:
-        if LAGGED not in transports_of(problem):
+        if not LAGGED.serves(problem):
             return None
         plans = lagged_plans(problem, self.kernels)
         return min(plans, key=lambda plan: predict_us(problem, plan) or 0.0, default=None)

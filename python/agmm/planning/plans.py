@@ -1,262 +1,91 @@
-"""The words of a plan: problems, kernels, transports, plans and their names. This module needs no
-torch."""
+"""The words of a plan: plans, their names, and what tuning found. Problems and kernel configs,
+which the cost model needs to rate a plan, are in `problems` and can be imported from here as well.
+This module needs no torch."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
-from functools import lru_cache
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
-from agmm import _core
-
-ALIGNMENT = _core.ALIGNMENT
-"""K and N must be multiples of this: 16-byte TMA alignment of 2-byte elements."""
-
-# Numbers have few digits, so that they fit into the 32 bits of the core, and products of them too.
-_NUMBER = r"[1-9][0-9]{0,3}"
-_CONFIG_NAME = re.compile(
-    rf"(?P<tile_m>{_NUMBER})x(?P<tile_n>{_NUMBER})x(?P<tile_k>{_NUMBER})"
-    rf"_(?P<cluster_m>{_NUMBER})x(?P<cluster_n>{_NUMBER})_(?P<schedule>cooperative|pingpong)"
-    r"(?P<swapped>_swapped)?(?P<timed>_timed)?(?:/split(?P<splits>[2-9]|[1-9][0-9]{1,3}))?"
-    r"(?:/swizzle(?P<max_swizzle>[1248])(?:/(?P<raster>along_m|along_n)(?P<across>/across)?)?)?"
+from agmm.planning.problems import (
+    ALIGNMENT,
+    ALL_GATHER_MATMUL,
+    CPU,
+    DEFAULT_GPU,
+    FUSED_DTYPES,
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    MAX_CHUNKS_PER_SHARD,
+    MAX_CLUSTER_SPLITS,
+    MAX_COLUMN_CHUNKS,
+    MAX_PUSH_PARTS,
+    MAX_PUSH_RANKS,
+    MAX_SCATTER_TILES,
+    MAX_SIZE,
+    OPS,
+    RASTERS,
+    SWIZZLES,
+    KernelConfig,
+    Problem,
 )
-"""The groups are fields of `KernelConfig`; a name leaves out those with their defaults."""
+from agmm.planning.transports import BACKEND, GATHER, TORCH, FusedGather, Transport, parse
 
-_SM_PUSH_NAME = re.compile(rf"sm({_NUMBER})x([1-9][0-9]{{0,8}})(?:\+({_NUMBER})|h({_NUMBER}))?")
-
-MAX_PUSH_PARTS = _core.MAX_PUSH_PARTS
-MAX_COLUMN_CHUNKS = _core.MAX_COLUMN_CHUNKS
-MAX_PUSH_RANKS = _core.MAX_PUSH_RANKS
-MAX_CLUSTER_SPLITS = _core.MAX_CLUSTER_SPLITS
-"""The most splits of K where the CTAs that split a tile are a cluster."""
-MAX_SCATTER_TILES = _core.MAX_SCATTER_TILES
-"""The most tiles of a rank's rows in a launch of a matmul + reduce-scatter."""
-MAX_CHUNKS_PER_SHARD = 1024
-"""The most chunks of a shard. It is a choice: every chunk takes a signal and a matmul, and tuning
-tries at most 8."""
-MAX_SIZE = _core.MAX_SIZE
-"""The largest M, N and K, which the core counts in 32 bits."""
-
-FUSED_DTYPES = tuple(name for name in _core.DType.__members__ if not name.startswith("float8"))
-"""The dtypes of operands that need no scales and that the fused kernels take."""
-
-DEFAULT_GPU = "nvidia-h200"
-"""The GPU whose constants serve every GPU that has none of its own."""
-
-CPU = "cpu"
-"""The value of `Problem.gpu` for the CPU backend."""
-
-SWIZZLES = (1, 2, 4, 8)  # of CUTLASS's schedulers
-RASTERS = ("along_m", "along_n")
-
-
-_CORE_FIELDS = tuple(_core.KernelConfig.field_names())
-
-
-@lru_cache(maxsize=4096)
-def _of_core(config: KernelConfig) -> _core.KernelConfig:
-    return _core.KernelConfig(**{name: getattr(config, name) for name in _CORE_FIELDS})
+__all__ = [
+    "ALIGNMENT",
+    "ALL_GATHER_MATMUL",
+    "BY_LIBRARY",
+    "BY_TORCH",
+    "CPU",
+    "DEFAULT_GPU",
+    "FUSED_DTYPES",
+    "GATHERED",
+    "MATMUL_ALL_REDUCE",
+    "MATMUL_REDUCE_SCATTER",
+    "MAX_CHUNKS_PER_SHARD",
+    "MAX_CLUSTER_SPLITS",
+    "MAX_COLUMN_CHUNKS",
+    "MAX_PUSH_PARTS",
+    "MAX_PUSH_RANKS",
+    "MAX_SCATTER_TILES",
+    "MAX_SIZE",
+    "OPS",
+    "RASTERS",
+    "SWIZZLES",
+    "UNFUSED",
+    "KernelConfig",
+    "Plan",
+    "Problem",
+    "Row",
+    "parse_config",
+]
 
 
-@dataclass(frozen=True)
-class KernelConfig:
-    """A kernel of the table in ``kernels.json``, with its swizzle and raster.
-
-    ``schedule`` is ``"cooperative"`` or ``"pingpong"``; ``raster`` is ``"along_m"`` or
-    ``"along_n"``; ``max_swizzle`` is 1, 2, 4 or 8. ``timed`` is the variant that records when each
-    tile waited and ran. ``splits`` CTAs compute a tile together, each over a range of K, where
-    ``can_split``. ``swapped`` multiplies transposed, with the tile's rows in steps of 8
-    and its columns in steps of 64. ``across``: the tiles go in one order over all rows, not one
-    chunk's after another's, so that those which share columns of B come together.
-    """
-
-    tile_m: int
-    tile_n: int
-    tile_k: int
-    cluster_m: int
-    cluster_n: int
-    schedule: str
-    max_swizzle: int = 1
-    raster: str = "along_m"
-    timed: bool = False
-    splits: int = 1
-    swapped: bool = False
-    across: bool = False
-
-    @classmethod
-    def of(
-        cls, kernel: _core.KernelConfig, *, max_swizzle: int = 1, raster: str = "along_m"
-    ) -> KernelConfig:
-        """The config of a built kernel (`_core.KernelFacts.config`)."""
-        given = {name: getattr(kernel, name) for name in _CORE_FIELDS}
-        return cls(**given | {"max_swizzle": max_swizzle, "raster": raster})
-
-    @classmethod
-    def parse(cls, name: str) -> KernelConfig:
-        """The inverse of ``name``; splits, swizzle and raster may be left out.
-
-        Raises:
-            ValueError: ``name`` is not of the form
-                ``128x256x64_2x1_cooperative[/splitN][/swizzleN[/raster[/across]]]``.
-        """
-        found = _CONFIG_NAME.fullmatch(name)
-        if found is None:
-            raise ValueError(
-                f"config: found {name!r}, wanted a name such as "
-                "128x256x64_2x1_cooperative/swizzle4/along_m"
-            )
-        given = {name: text for name, text in found.groupdict().items() if text is not None}
-        return cls(**{name: _PARSED[_FIELD_TYPES[name]](text) for name, text in given.items()})
-
-    @property
-    def kernel(self) -> str:
-        """The name of tile, cluster and schedule, which are compiled in."""
-        variant = ("_swapped" if self.swapped else "") + ("_timed" if self.timed else "")
-        return (
-            f"{self.tile_m}x{self.tile_n}x{self.tile_k}"
-            f"_{self.cluster_m}x{self.cluster_n}_{self.schedule}{variant}"
-        )
-
-    @property
-    def tile(self) -> str:
-        """The name of the tile alone, and whether it is multiplied transposed."""
-        return f"{self.tile_m}x{self.tile_n}" + ("_swapped" if self.swapped else "")
-
-    @property
-    def can_split(self) -> bool:
-        """Whether several CTAs can compute a tile together."""
-        return self.core.can_split
-
-    @property
-    def splits_in_cluster(self) -> bool:
-        """Whether the CTAs that split K of a tile are a cluster, and add up in shared memory."""
-        return self.core.splits_in_cluster
-
-    @property
-    def stores_A(self) -> Sequence[str]:
-        """The layouts of B with which the kernel can store A."""
-        return self.core.stores_A
-
-    @property
-    def core(self) -> _core.KernelConfig:
-        """The core's object for this config, which knows what such a kernel can do whether it is
-        built or not."""
-        return _of_core(self)
-
-    @property
-    def name(self) -> str:
-        split = f"/split{self.splits}" if self.splits != 1 else ""
-        across = "/across" if self.across else ""
-        return f"{self.kernel}{split}/swizzle{self.max_swizzle}/{self.raster}{across}"
-
-
-_FIELD_TYPES = {field.name: str(field.type) for field in fields(KernelConfig)}
-_PARSED: dict[str, Callable[[str], Any]] = {"int": int, "str": str, "bool": bool}
-"""The functions that turn a group of `_CONFIG_NAME` into a field of that type: a flag is there or
-it is not."""
-
-
-class SmPush(NamedTuple):
-    """The SM push transport: spare warps of the matmul write the shard, ``chunk_columns`` columns
-    at a time, each chunk in ``parts`` parts of its rows; the ``first_peers`` nearest consumers get
-    the whole shard before the others get any of it. With ``head_chunks`` they write so many chunks
-    only, and CTAs of their own, on multiprocessors that have no tile, write the others.
-
-    Its name, in configs and tables: ``sm16x128``, ``sm16x128+1`` with one first peer, ``sm64x96h4``
-    with 4 chunks in the head.
-    """
-
-    parts: int
-    chunk_columns: int
-    first_peers: int = 0
-    head_chunks: int = 0
-
-    @classmethod
-    def parse(cls, name: str) -> SmPush | None:
-        """Parse a ``name``; None for every other string."""
-        found = _SM_PUSH_NAME.fullmatch(name)
-        return None if found is None else cls(*(int(v or 0) for v in found.groups()))
-
-    @property
-    def name(self) -> str:
-        first = f"+{self.first_peers}" if self.first_peers else ""
-        head = f"h{self.head_chunks}" if self.head_chunks else ""
-        return f"sm{self.parts}x{self.chunk_columns}{first}{head}"
-
-    def has_ctas(self, k: int) -> bool:
-        """Whether CTAs of their own push some of K columns."""
-        return 0 < self.head_chunks * self.chunk_columns < k
-
-    def why_illegal(self, k: int) -> str | None:
-        """The reason why it cannot serve a call with K columns, or None."""
-        if not 0 < self.parts <= MAX_PUSH_PARTS or self.parts & (self.parts - 1):
-            return f"sm push: found {self.parts} parts, wanted a power of 2 up to {MAX_PUSH_PARTS}"
-        if self.chunk_columns < 1 or self.chunk_columns % ALIGNMENT != 0:
-            return f"sm push: found {self.chunk_columns} columns, wanted a multiple of {ALIGNMENT}"
-        if self.first_peers and self.head_chunks:
-            return f"sm push: found first peers and a head in {self.name}, wanted one of them"
-        chunks = -(-k // self.chunk_columns)
-        if chunks > MAX_COLUMN_CHUNKS:
-            return f"sm push: found {chunks} chunks, wanted at most {MAX_COLUMN_CHUNKS}"
-        return None
-
-
-ALL_GATHER_MATMUL = "all_gather_matmul"
-MATMUL_REDUCE_SCATTER = "matmul_reduce_scatter"
-MATMUL_ALL_REDUCE = "matmul_all_reduce"
-OPS = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER)
-"""The ops that are tuned; `Problem.op` may say `MATMUL_ALL_REDUCE` too."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """``out[m, n] = all_gather(A_shard)[m, k] @ B[k, n]``; m is the gathered row count. For the op
-    "matmul_reduce_scatter" ``reduce_scatter(A[m, k] @ B[k, n])``, of which each rank gets
-    ``[m / world_size, n]``, for "matmul_all_reduce" ``all_reduce(A[m, k] @ B[k, n])``.
-
-    ``format`` is the name of a `formats.Format`. ``b_layout`` is ``"column"`` (a transposed
-    ``[n, k]`` weight) or ``"row"``; ``gpu`` the name of `agmm.planning.tables.gpu_name`, or `CPU`;
-    ``sm_count`` the multiprocessors for the matmul, 0 for all that the GPU's constants name;
-    ``peer_atomics`` whether links carry out atomic additions.
-    """
-
-    m: int
-    n: int
-    k: int
-    _: KW_ONLY
-    op: str = ALL_GATHER_MATMUL
-    format: str = "bfloat16"
-    world_size: int = 1
-    return_A: bool = False
-    b_layout: str = "column"
-    gpu: str = DEFAULT_GPU
-    sm_count: int = 0
-    peer_atomics: bool = True
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Plan:
     """How a problem is computed.
 
-    ``transport`` is ``"push"`` or ``"pull"`` (copy engine; on the CPU ``"push"`` by the copy
-    thread), the name of an `SmPush`, ``"unfused"``: all-gather, then matmul, or matmul, then
-    reduce-scatter or all-reduce, by the group's backend and the library, ``"gather"``: all-gather
-    by agmm's kernel, then the library's matmul, or ``"torch"``: torch's fused matmul +
-    reduce-scatter. The kernel of a "matmul_reduce_scatter" on a GPU pushes tiles. A
-    "matmul_all_reduce" is ``"lagged"``: by one kernel, or ``"scatter"``: by one that scatters, and
-    an all-gather of the result. ``kernel`` is the matmul's, None where it is not agmm's.
-    ``chunks_per_shard`` is the number of row chunks of each shard; more than 1 on the CPU only.
+    ``transport`` says how data moves between the ranks; it may be given by its name. ``kernel`` is
+    the matmul's, None where it is not agmm's. ``chunks_per_shard`` is the number of row chunks of
+    each shard; more than 1 on the CPU only.
     """
 
-    transport: str
-    kernel: KernelConfig | None = None
-    chunks_per_shard: int = 1
+    transport: Transport
+    kernel: KernelConfig | None
+    chunks_per_shard: int
+
+    def __init__(
+        self,
+        transport: Transport | str,
+        kernel: KernelConfig | None = None,
+        chunks_per_shard: int = 1,
+    ) -> None:
+        found = parse(transport) if isinstance(transport, str) else transport
+        object.__setattr__(self, "transport", found)
+        object.__setattr__(self, "kernel", kernel)
+        object.__setattr__(self, "chunks_per_shard", chunks_per_shard)
 
     @property
     def name(self) -> str:
-        parts = [self.transport]
+        parts = [self.transport.name]
         if self.kernel is not None:
             parts.append(self.kernel.name)
         if self.chunks_per_shard != 1:
@@ -264,11 +93,11 @@ class Plan:
         return ", ".join(parts)
 
 
-UNFUSED = Plan("unfused")
-GATHERED = Plan("gather")
-BY_TORCH = Plan("torch")
-LAGGED, SCATTER = "lagged", "scatter"
-"""Transports of a "matmul_all_reduce" by kernels."""
+UNFUSED = Plan(BACKEND)
+GATHERED = Plan(GATHER)
+BY_TORCH = Plan(TORCH)
+BY_LIBRARY = (UNFUSED, GATHERED)
+"""The plans of an all-gather -> matmul whose matmul is the library's."""
 
 
 @dataclass(frozen=True)
@@ -286,26 +115,22 @@ class Row:
     agmm: str = ""
 
 
-def parse_config(config: str) -> tuple[KernelConfig | None, str | None]:
+def parse_config(config: str) -> tuple[KernelConfig | None, Transport | None]:
     """Parse kernel and transport of a config: a kernel's name, and perhaps ``/push``, ``/pull`` or
-    the name of an `SmPush`. None where the config leaves it open; the empty one leaves both open.
-
-    None where the config leaves it open; the empty one leaves both open.
+    the name of an `SmPush`; or the name of a plan of `BY_LIBRARY`. None where the config leaves it
+    open; the empty one leaves both open.
 
     Raises:
-        ValueError: it is neither a kernel's name nor one followed by a transport.
+        ValueError: it is neither such a plan's name, nor a kernel's, nor one followed by a
+            transport.
     """
     if not config:
         return None, None
-    kernel, slash, transport = config.rpartition("/")
-    if slash and (transport in ("push", "pull") or SmPush.parse(transport) is not None):
+    for plan in BY_LIBRARY:
+        if config == plan.name:
+            return None, plan.transport
+    kernel, slash, name = config.rpartition("/")
+    transport = parse(name)
+    if slash and isinstance(transport, FusedGather):
         return KernelConfig.parse(kernel), transport
     return KernelConfig.parse(config), None
-
-
-def core_transport(transport: str) -> tuple[int, int, int, int, int]:
-    """The transport as the tuple that `_core.GatherProblem` takes."""
-    sm_push = SmPush.parse(transport)
-    if sm_push is not None:
-        return 2, *sm_push
-    return int(transport == "pull"), 0, 0, 0, 0

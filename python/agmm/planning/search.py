@@ -17,13 +17,9 @@ from agmm.planning.heuristics import (
     usual_order,
     usual_sm_push_at,
 )
-from agmm.planning.legality import (
-    can_split,
-    copy_transports,
-    splits_that_fit,
-    why_transport_illegal,
-)
-from agmm.planning.plans import MAX_COLUMN_CHUNKS, KernelConfig, Plan, Problem, SmPush
+from agmm.planning.legality import can_split, splits_that_fit
+from agmm.planning.plans import MAX_COLUMN_CHUNKS, KernelConfig, Plan, Problem
+from agmm.planning.transports import PULL, PUSH, FusedGather, SmPush, copy_transports
 
 
 class SplitKernel:
@@ -45,13 +41,12 @@ class SplitKernel:
         self.config = config
         self.can_split, self.is_swapped = can_split(problem, config), config.swapped
         self.tiling = Tiling(problem, config)
-        self.copies = copying[0] if copying else "push"
-        self.is_pull = self.copies == "pull"
+        self.copies = copying[0] if copying else PUSH
+        self.is_pull = self.copies == PULL
         columns = PUSH_COLUMNS[-1]
         while problem.k > columns * MAX_COLUMN_CHUNKS:
             columns *= 2
-        push = SmPush(1, columns).name
-        self.can_push = why_transport_illegal(problem, config, push) is None
+        self.can_push = SmPush(1, columns).why_illegal(problem, config) is None
         self._orders: dict[bool, KernelConfig] = {}
 
     def in_order(self, problem: Problem) -> KernelConfig:
@@ -64,14 +59,8 @@ class SplitKernel:
             found = self._orders[few] = usual_order(problem, self.config)
         return found
 
-    def copied_us(self, at: At, load: Load, transport: str) -> float:
-        return at.fused_us(self.tiling, load, transport)
-
-    def pushed_us(self, at: At, load: Load, push: SmPush) -> float:
-        has_ctas = push.has_ctas(at.problem.k)
-        return at.sm_push_us(
-            self.tiling, load, push.chunk_columns, push.parts, push.first_peers, has_ctas
-        )
+    def us(self, at: At, load: Load, transport: FusedGather) -> float:
+        return transport.us_at(at, self.tiling, load)
 
     def usual_push(self, at: At, load: Load) -> SmPush:
         return usual_sm_push_at(at, self.tiling, load, self.config.splits)
@@ -136,19 +125,18 @@ class Search:
                 continue
             if kernel.can_push and pushed_us <= limit_us:
                 push = kernel.usual_push(at, some_load)
-                us = kernel.pushed_us(at, some_load, push)
+                us = kernel.us(at, some_load, push)
                 is_better = us < best_us or (us == best_us and 2 * number + 1 < best_number)
-                if is_better and push.why_illegal(at.problem.k) is None:
+                if is_better and push.why_wrongly_cut(at.problem.k) is None:
                     best_us, best_number, best = us, 2 * number + 1, (kernel, push)
             if copied_us <= best_us * _PRUNING:
-                us = kernel.copied_us(at, some_load, kernel.copies)
+                us = kernel.us(at, some_load, kernel.copies)
                 if us < best_us or (us == best_us and 2 * number < best_number):
                     best_us, best_number, best = us, 2 * number, (kernel, None)
         if best is None:
             return None
         kernel, chosen = best
-        transport = kernel.copies if chosen is None else chosen.name
-        return Plan(transport, kernel.in_order(at.problem)), best_us
+        return Plan(chosen or kernel.copies, kernel.in_order(at.problem)), best_us
 
     def _splits(self, at: At, i: int) -> Iterator[tuple[int, SplitKernel]]:
         """Yield the legal splits of a kernel's K, from two on."""

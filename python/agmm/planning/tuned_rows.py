@@ -7,30 +7,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from agmm.planning import cost_model
 from agmm.planning.cost_model import At
 from agmm.planning.heuristics import scatter_order, usual_all_reduce_order
 from agmm.planning.legality import (
     built_as,
-    free_of,
     splits_that_fit,
     why_illegal,
-    why_not_gathered,
 )
 from agmm.planning.plans import (
     ALL_GATHER_MATMUL,
+    BY_LIBRARY,
     GATHERED,
-    LAGGED,
     MAX_CLUSTER_SPLITS,
-    UNFUSED,
     KernelConfig,
     Plan,
     Problem,
     Row,
-    SmPush,
 )
 from agmm.planning.predictions import has_model, predict_us
 from agmm.planning.search import SplitKernel
+from agmm.planning.transports import LAGGED, FusedGather, SmPush
 
 _NEIGHBOUR_FACTOR = 4
 """A tuned M says something about an M up to this many times larger or smaller."""
@@ -104,7 +100,7 @@ class GatherRow(TunedRow):
     def __init__(self, problem: Problem, row: Row, source: str, kernels: Sequence[KernelConfig]):
         super().__init__(problem, row, source, kernels)
         plan = row.plan
-        self.push = SmPush.parse(plan.transport)
+        self.push = plan.transport if isinstance(plan.transport, SmPush) else None
         self.kernel: SplitKernel | None = None
         if plan.kernel is not None and has_model(problem) and _is_buildable(plan.kernel, kernels):
             self.kernel = SplitKernel(problem, plan.kernel)
@@ -113,7 +109,7 @@ class GatherRow(TunedRow):
         if self.kernel is not None:
             config = self.kernel.config
             if self.push is not None and self.push.has_ctas(problem.k):
-                plain = replace(plain, transport=self.push._replace(head_chunks=0).name)
+                plain = replace(plain, transport=replace(self.push, head_chunks=0))
             if config.splits > 1:
                 plain = replace(plain, kernel=replace(config, splits=1))
             built = built_as(config, kernels)
@@ -127,7 +123,7 @@ class GatherRow(TunedRow):
     def is_legal(self, at: At) -> bool:
         kernel, built = self.kernel, self._built
         if self.row.plan == GATHERED:
-            return why_not_gathered(at.problem) is None
+            return self.row.plan.transport.why_illegal(at.problem, None) is None
         if not self._is_legal or kernel is None or built is None:
             return self._is_legal
         k, blocks, workers = at.problem.k, at.blocks(built.tiling), built.tiling.workers
@@ -138,23 +134,21 @@ class GatherRow(TunedRow):
             if splits not in splits_that_fit(at.problem, built.config, blocks, workers):
                 return False
         has_ctas = self.push is not None and self.push.has_ctas(k)
-        return not has_ctas or free_of(kernel.tiling, at.blocks(kernel.tiling)) >= 1
+        return not has_ctas or kernel.tiling.free_sms(at.blocks(kernel.tiling)) >= 1
 
     def here(self, at: At) -> tuple[Plan, float]:
         """How SM push best cuts whole tiles of a shard says nothing about shards that end inside
         them: these are cut anew."""
-        plan, kernel, push = self.row.plan, self.kernel, self.push
+        plan, kernel = self.row.plan, self.kernel
         if kernel is None:
-            by = cost_model.gathered_us if plan == GATHERED else cost_model.unfused_us
-            return plan, by(at.problem)
+            us = predict_us(at.problem, plan)
+            assert us is not None  # rows are rated where there is a model
+            return plan, us
         load, transport = at.load(kernel.tiling), plan.transport
-        if push is None:
-            us = kernel.copied_us(at, load, transport)
-        else:
-            if at.straddles(kernel.tiling.tile_m):
-                push = kernel.usual_push(at, load)
-                transport = push.name
-            us = kernel.pushed_us(at, load, push)
+        assert isinstance(transport, FusedGather)  # else no kernel serves the plan
+        if self.push is not None and at.straddles(kernel.tiling.tile_m):
+            transport = kernel.usual_push(at, load)
+        us = kernel.us(at, load, transport)
         return Plan(transport, kernel.in_order(at.problem), plan.chunks_per_shard), us
 
 
@@ -197,7 +191,7 @@ class TunedRows:
     def usable(self, at: At, m: int, fused: bool) -> TunedRow | None:
         """The row of that M which may serve, without the unfused plan where ``fused``."""
         for row in self._rows.get(m, ()):
-            if not (fused and row.row.plan in (UNFUSED, GATHERED)) and row.is_legal(at):
+            if not (fused and row.row.plan in BY_LIBRARY) and row.is_legal(at):
                 return row
         return None
 

@@ -27,6 +27,7 @@ from agmm.planning.cost_model.gather import (
     At,
     arrival_us,
     clusters,
+    free_sms,
     fused_us,
     push_rate_gb_per_s,
     sm_push_us,
@@ -58,8 +59,6 @@ from agmm.planning.cost_model.matmul import (
     matmul_us,
 )
 from agmm.planning.cost_model.scatter import (
-    AllReduceWay,
-    all_reduce_gain,
     lagged_all_reduce_us,
     matmul_all_reduce_us,
     scatter_all_reduce_us,
@@ -71,13 +70,11 @@ from agmm.planning.cost_model.scatter import (
 __all__ = [
     "ELEMENT_BYTES",
     "STEADY_GATHER_BYTES",
-    "AllReduceWay",
     "At",
     "Constants",
     "Load",
     "Tiling",
     "all_gather_us",
-    "all_reduce_gain",
     "arithmetic_us",
     "arrival_us",
     "clusters",
@@ -85,6 +82,7 @@ __all__ = [
     "constants",
     "constants_for",
     "default_kernels",
+    "free_sms",
     "fused_matmul_reduce_scatter_us",
     "fused_us",
     "gathered_bytes",

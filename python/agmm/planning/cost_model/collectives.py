@@ -20,7 +20,7 @@ from agmm.planning import formats
 from agmm.planning.cost_model.gpu_constants import constants
 from agmm.planning.cost_model.libraries import library_all_gather_us, library_reduce_scatter_us
 from agmm.planning.cost_model.matmul import is_b_in_l2, matmul_us
-from agmm.planning.plans import CPU, Problem
+from agmm.planning.problems import CPU, Problem
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Method = Literal["one_shot", "two_shot", "blocks"]

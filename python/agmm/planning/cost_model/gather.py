@@ -16,7 +16,7 @@ from agmm.planning.cost_model.matmul import (
     matmul_memory_us,
     roofline_us,
 )
-from agmm.planning.plans import KernelConfig, Problem
+from agmm.planning.problems import KernelConfig, Problem
 
 MERGED_BYTES = _core.SM_PUSH_HEAD_ITEM_BYTES
 """The most bytes up to which SM push sends parts together."""
@@ -170,17 +170,17 @@ class At:
         memory_us = self.memory_us(1 if self.b_in_l2 else min(self.world_size, rows_of_blocks))
         return Load(t.least_split_us, rows_of_blocks * t.blocks_in_row, 0, memory_us, 0.0)
 
-    def fused_us(self, t: Tiling, load: Load, transport: str) -> float:
+    def fused_us(self, t: Tiling, load: Load, is_pull: bool) -> float:
         """Predicted time in µs: the function `fused_us` with what calls of one problem share."""
         c, tile_us, blocks, workers = self.c, load.tile_us, load.blocks, t.workers
         # Rows of the own shard in a tile that it shares with another rank's are copied beforehand.
-        is_staged = transport == "push" and self.straddles(t.tile_m)
+        is_staged = not is_pull and self.straddles(t.tile_m)
         staging = c.copy_overhead_us if is_staged else 0.0
         # From the arrival of a chunk on, its blocks and all later ones have to be computed.
         longest_us = 0.0
         in_row = t.blocks_in_row
         before = self.whole_rows_before(t.block_rows)
-        arrivals = self.arrivals_us(transport == "pull")
+        arrivals = self.arrivals_us(is_pull)
         if t.across:  # few tiles are computed before the last chunk is there
             arrivals = arrivals[-1:]
         for arrival, rows in zip(arrivals, before, strict=False):
@@ -243,12 +243,12 @@ class At:
         return us * c.sm_push_one_peer_factor if self.world_size == 2 else us
 
 
-def arrival_us(problem: Problem, position: int, transport: str = "push") -> float:
+def arrival_us(problem: Problem, position: int, *, is_pull: bool = False) -> float:
     """The time in µs after the call at which the chunk at this ring position is there.
 
     Position 0 is the own shard, which pull stages before the matmul begins.
     """
-    return At(problem).arrivals_us(transport == "pull")[position]
+    return At(problem).arrivals_us(is_pull)[position]
 
 
 def clusters(problem: Problem, config: KernelConfig) -> tuple[int, int]:
@@ -257,15 +257,21 @@ def clusters(problem: Problem, config: KernelConfig) -> tuple[int, int]:
     return At(problem).blocks(t), t.workers
 
 
+def free_sms(problem: Problem, config: KernelConfig) -> int:
+    """Multiprocessors without a tile, in whole clusters; 0 with more than one wave of tiles."""
+    t = Tiling(problem, config)
+    return t.free_sms(At(problem).blocks(t))
+
+
 def straddles(problem: Problem, config: KernelConfig) -> bool:
     """Whether a shard ends inside a tile."""
     return At(problem).straddles(config.tile_m)
 
 
-def fused_us(problem: Problem, config: KernelConfig, transport: str = "push") -> float:
-    """Predicted time of the fused call in µs, launch included."""
+def fused_us(problem: Problem, config: KernelConfig, *, is_pull: bool = False) -> float:
+    """Predicted time of the fused call in µs with copies, launch included."""
     at, t = At(problem), Tiling(problem, config)
-    return at.fused_us(t, at.load(t), transport)
+    return at.fused_us(t, at.load(t), is_pull)
 
 
 def push_rate_gb_per_s(problem: Problem, config: KernelConfig) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agmm.planning import formats, kernel_table
-from agmm.planning.plans import ALL_GATHER_MATMUL, DEFAULT_GPU, KernelConfig, Problem
+from agmm.planning.problems import ALL_GATHER_MATMUL, DEFAULT_GPU, KernelConfig, Problem
 
 _FOLDER = Path(__file__).parents[1] / "tables"
 ELEMENT_BYTES = 2

@@ -14,7 +14,7 @@ from agmm.planning.cost_model.matmul import (
     matmul_us,
     roofline_us,
 )
-from agmm.planning.plans import Problem
+from agmm.planning.problems import Problem
 
 GATHER_ROOM = 1.7
 """How many times as long as the gather a product has to take to hide it: see

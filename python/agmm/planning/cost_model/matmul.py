@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from agmm.planning import formats
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, Constants, constants_for
-from agmm.planning.plans import KernelConfig, Problem
+from agmm.planning.problems import KernelConfig, Problem
 
 _CLUSTERS = {3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 """The number of clusters that an H100 of 132 multiprocessors runs at once, by their CTAs, as its
@@ -74,6 +74,10 @@ class Tiling:
         self.least_split_us = self.fixed_us + once_us + parts_us
         """The least time of a tile whose K is split."""
         self.schedule = config.schedule
+
+    def free_sms(self, blocks: int) -> int:
+        """Multiprocessors beside so many clusters of tiles, in whole clusters."""
+        return max(0, self.workers - blocks) * self.ctas
 
 
 class Load(NamedTuple):

@@ -4,14 +4,13 @@ to compute a matmul + all-reduce."""
 from __future__ import annotations
 
 from math import ceil
-from typing import Literal
 
 from agmm import _core
 from agmm.planning import formats
 from agmm.planning.cost_model.collectives import fastest_us
 from agmm.planning.cost_model.gpu_constants import ELEMENT_BYTES, constants_for
 from agmm.planning.cost_model.matmul import lost_clock_us, matmul_us
-from agmm.planning.plans import KernelConfig, Problem
+from agmm.planning.problems import KernelConfig, Problem
 
 
 def scatter_tiles(problem: Problem, kernel: KernelConfig) -> int:
@@ -111,21 +110,6 @@ def matmul_all_reduce_us(problem: Problem) -> float:
     """Predicted time of the matmul, then an all-reduce, by agmm or NCCL."""
     nbytes = problem.m * problem.n * ELEMENT_BYTES
     return matmul_us(problem) + fastest_us("all_reduce", nbytes, problem)
-
-
-AllReduceWay = Literal["lagged", "scatter", "unfused"]
-"""The ways to compute a matmul + all-reduce: by one kernel; by one that scatters and an all-gather
-of the result; or by a matmul and an all-reduce."""
-
-
-def all_reduce_gain(way: str, world_size: int) -> float:
-    """The share of the others' time that a way may be predicted to take at most to be chosen: a
-    scatter and a gather 0.97, within which six calls on 4 H200 were predicted; one kernel 0.95
-    between 4 ranks, within which six of eight calls on 4 H100 were, and 0.9 between others, which
-    nobody has measured."""
-    if way == "lagged":
-        return 0.95 if world_size == 4 else 0.9
-    return 0.97
 
 
 LAGGED_TILE_US = 5.0

@@ -29,6 +29,7 @@ from agmm.planning.plans import (
     Problem,
     Row,
 )
+from agmm.planning.transports import parse
 
 SCHEMA = 4
 _ABSENT: dict[int, dict[str, Any]] = {
@@ -262,7 +263,7 @@ def _replace(path: Path, text: str) -> None:
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """The JSON form of a plan in a row."""
-    found: dict[str, Any] = {"transport": plan.transport}
+    found: dict[str, Any] = {"transport": plan.transport.name}
     if plan.kernel is not None:
         found["kernel"] = plan.kernel.name
     if plan.chunks_per_shard != 1:
@@ -275,7 +276,7 @@ def plan_from_json(found: dict[str, Any]) -> Plan:
     plan."""
     kernel = found.get("kernel")
     return Plan(
-        _typed(found["transport"], str),
+        parse(_typed(found["transport"], str)),
         None if kernel is None else KernelConfig.parse(kernel),
         _within(_typed(found.get("chunks_per_shard", 1), int), MAX_CHUNKS_PER_SHARD),
     )
