@@ -192,16 +192,16 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-PARTS_OF = {"compiled": 10}
+RUNS_OF = {"compiled": 10}
 """Into how many runs the calls of a feature are divided, where one would take too long."""
-RUNS = [(feature, part) for feature in FEATURES for part in range(PARTS_OF.get(feature, 1))]
+RUNS = [(feature, run) for feature in FEATURES for run in range(RUNS_OF.get(feature, 1))]
 
 
-def broken(feature: str, part: int, device: str = "cpu") -> list[Found]:
+def broken(feature: str, run: int, device: str = "cpu") -> list[Found]:
     """The calls that do not keep the promise, each with what is wrong or why it was refused.
 
     Args:
-        part: which of the runs of `PARTS_OF` this is.
+        run: which of the runs of `RUNS_OF` this is.
     """
     ways = Ways(device)
     found: list[Found] = []
@@ -209,7 +209,7 @@ def broken(feature: str, part: int, device: str = "cpu") -> list[Found]:
         for sizes in SIZES_OF.get(feature, SIZES):
             torch.manual_seed(0)
             calls = every_op.calls(ways.group.size(), sizes, device)
-            for call in calls[part :: PARTS_OF.get(feature, 1)]:
+            for call in calls[run :: RUNS_OF.get(feature, 1)]:
                 if feature == "no rows" and call.op in every_op.SERVED:
                     continue  # these are left to torch, which may have no path for them
                 _tell_ranks_apart(call, ways.group.rank())

@@ -36,24 +36,39 @@ def unexpected(found: list[work.Found], feature: str) -> list[work.Found]:
     ]
 
 
+def not_refused(found: list[work.Found], feature: str) -> list[str]:
+    """The kinds of calls in `REFUSED` of which none was refused: they were served by a path that
+    the feature forbids."""
+    return [
+        kind
+        for kind, words in REFUSED.get(feature, ())
+        if not any(re.search(kind, call) and re.search(words, fault) for call, fault in found)
+    ]
+
+
 @pytest.mark.parametrize(
-    ("world_size", "feature", "part"),
+    ("world_size", "feature", "run"),
     [
-        pytest.param(world_size, feature, part, marks=[pytest.mark.slow] if feature in SLOW else [])
+        pytest.param(world_size, feature, run, marks=[pytest.mark.slow] if feature in SLOW else [])
         for world_size in (2, 3)
-        for feature, part in work.RUNS
+        for feature, run in work.RUNS
         if feature != "captured"  # CPUs have no graphs
         and (world_size == 2 or feature not in SLOW)
     ],
 )
 def test_every_op_keeps_its_promise(
-    rank_pools: Callable[..., RankPool], world_size: int, feature: str, part: int
+    rank_pools: Callable[..., RankPool], world_size: int, feature: str, run: int
 ) -> None:
-    for found in rank_pools(world_size).run(work.broken, feature, part):
+    for found in rank_pools(world_size).run(work.broken, feature, run):
         assert unexpected(found, feature) == []
+        assert not_refused(found, feature) == []
 
 
 def test_a_refusal_that_the_table_does_not_know_is_found() -> None:
     call = "agmm.matmul_reduce_scatter(scatter_dim=2)"
     assert unexpected([(call, "Unsupported: scatter_dim: something else")], "strict")
     assert unexpected([(call, "result 0: differs")], "right")
+
+
+def test_a_refusal_that_is_missing_is_found() -> None:
+    assert len(not_refused([], "strict")) == len(REFUSED["strict"])

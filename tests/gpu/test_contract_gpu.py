@@ -13,10 +13,10 @@ from agmm.testing.ranks import RankPool
 
 
 @needs_two
-@pytest.mark.parametrize(("feature", "part"), work.RUNS)
+@pytest.mark.parametrize(("feature", "run"), work.RUNS)
 def test_every_op_keeps_its_promise(
-    rank_pools: Callable[..., RankPool], feature: str, part: int
+    rank_pools: Callable[..., RankPool], feature: str, run: int
 ) -> None:
     pool = rank_pools(min(4, RANKS), "cuda")
-    for found in pool.run(work.broken, feature, part, "cuda"):
+    for found in pool.run(work.broken, feature, run, "cuda"):
         assert unexpected(found, feature) == []

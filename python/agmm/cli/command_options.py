@@ -13,6 +13,7 @@ import typer
 from agmm.cli.options import (
     MAX_EXTENT,
     TP_NAMES,
+    ColumnsOfB,
     Device,
     DType,
     ElementType,
@@ -139,12 +140,7 @@ class TuneOptions:
             help="Gathered rows (tokens) of one shape.",
         ),
     ] = None
-    n: Annotated[
-        int | None,
-        typer.Option(
-            "--n", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of B per rank."
-        ),
-    ] = None
+    n: ColumnsOfB = None
     k: Annotated[
         int | None,
         typer.Option("--k", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of A."),
@@ -186,12 +182,7 @@ class ExplainOptions:
         ),
     ]
     tp: Annotated[int, typer.Option(*TP_NAMES, min=1, metavar="N", help="Number of ranks.")]
-    n: Annotated[
-        int | None,
-        typer.Option(
-            "--n", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of B per rank."
-        ),
-    ] = None
+    n: ColumnsOfB = None
     op: Annotated[
         ExplainedOp,
         typer.Option(help="Which call. Behind a matmul the rows are those of A."),

@@ -150,6 +150,10 @@ ScalingOf = Annotated[
 PlannedOp = Annotated[
     Op, typer.Option(help="Which call. The rows of matmul_reduce_scatter are those of A.")
 ]
+ColumnsOfB = Annotated[
+    int | None,
+    typer.Option("--n", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of B per rank."),
+]
 LayoutOfB = Annotated[Layout, typer.Option(help="column: a transposed [N, K] weight.")]
 ReturnA = Annotated[bool, typer.Option("--return-a", help="Calls that return A.")]
 
