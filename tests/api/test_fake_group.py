@@ -3,6 +3,7 @@ collectives, without memory, waits or warnings."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +29,8 @@ K, N = 64, 32
 def fake_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("AGMM_TIMEOUT_S", "2")
     forget_warnings()
-    before = set(Path("/dev/shm").glob("agmm-*"))
+    mine = f"agmm-{os.getpid()}-*"  # other processes' tests run beside this one
+    before = set(Path("/dev/shm").glob(mine))
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=WORLD)
     try:
         with warnings.catch_warnings():
@@ -36,7 +38,7 @@ def fake_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-    assert set(Path("/dev/shm").glob("agmm-*")) <= before
+    assert set(Path("/dev/shm").glob(mine)) <= before
 
 
 def _fp8(*shape: int) -> torch.Tensor:
