@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import contract_work as work
 import pytest
-from at_hand import RANKS, needs_two
+from at_hand import RANKS, needs_nccl, needs_two
 from test_contract import unexpected
 
 from agmm.testing.ranks import RankPool
 
 
 @needs_two
+@needs_nccl  # the unfused path is what the calls are compared with
 @pytest.mark.parametrize(("feature", "run"), work.RUNS)
 def test_every_op_keeps_its_promise(
     rank_pools: Callable[..., RankPool], feature: str, run: int

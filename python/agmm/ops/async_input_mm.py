@@ -34,6 +34,8 @@ def _async_input_mm_cuda(
     key = (*kind_of(a), *kind_of(b), *kind_of(a_chunk_signals), a_chunk_pivot)
     call = _ready.get(key)
     if call is None:
+        if a.shape[0] == 0 or b.shape[-1] == 0:
+            return _async_input_mm_fake(a, b, a_chunk_signals, a_chunk_pivot)
         call = _checked_on_cuda(a, b, a_chunk_signals, a_chunk_pivot)
         if len(_ready) >= _MAX_CALLS:
             _ready.clear()

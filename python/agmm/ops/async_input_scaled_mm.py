@@ -55,6 +55,8 @@ def _on_cuda(call: _Arguments) -> torch.Tensor:
     call.check()
     if not call.a_chunk_signals.is_contiguous():
         raise InvalidArgument("a_chunk_signals: found a strided tensor, wanted a contiguous one")
+    if call.A.shape[0] == 0 or call.B.shape[1] == 0:
+        return _fake(call)
     return on_cuda(
         *(call[:4], call.a_chunk_signals, call.a_chunk_pivot),
         bias=call.bias,

@@ -60,8 +60,8 @@ def _impl(
 
 
 def _kept(A: Any, B: Any, bias: Any, group: Any, settings: ScatterSettings) -> torch.Tensor | None:
-    """What an eager call without gradients computes by a kept call of one product, for which the
-    dispatcher has nothing to do; None where there is none. On the way of every call: a look into
+    """What an eager call without gradients computes by a kept call, for which the dispatcher has
+    nothing to do; None where there is none. On the way of every call: a look into
     one dictionary, and no check that the look makes needless."""
     if is_watched() or torch._C._is_any_autocast_enabled():
         return None
@@ -69,8 +69,11 @@ def _kept(A: Any, B: Any, bias: Any, group: Any, settings: ScatterSettings) -> t
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         return None
-    kind = kind_of_scatter((A,), (B,), bias, settings)
-    found: torch.Tensor | None = kept.call_kept(group, kind, (A,), (B,), bias)
+    if isinstance(A, (list, tuple)) != isinstance(B, (list, tuple)):
+        return None
+    As, Bs = (one if isinstance(one, (list, tuple)) else (one,) for one in (A, B))
+    kind = kind_of_scatter(As, Bs, bias, settings)
+    found: torch.Tensor | None = kept.call_kept(group, kind, As, Bs, bias)
     return found
 
 
