@@ -39,7 +39,7 @@ OPS: dict[str, Callable[[int, Any], torch.Tensor]] = {
         _numbers(rows, K), _weight(), group, strict=True
     ),
     "gather by a kernel of its own": lambda rows, group: agmm.all_gather_matmul(
-        _numbers(rows, K), _weight(), group, config="gather" if rows else None
+        _numbers(rows, K), _weight(), group, config="gather"
     ),
     "gather of fp8": lambda rows, group: agmm.all_gather_scaled_matmul(
         _fp8(rows, K), _fp8(N, K).t(), _one(), _one(), group, strict=True

@@ -130,13 +130,21 @@ class GatherCall(OpCall[Gathered]):
         settings = self.settings
         return not (settings.config or settings.strict or settings.prefer_fused or settings.plan)
 
+    def asks_a_plan(self) -> bool:
+        """Whether agmm's kernels of a call with elements, or the path that it takes, are chosen by
+        the planner, for which the ranks agree on their tables."""
+        kernel, transport = self.named_config()
+        is_named = kernel is not None or transport == plans.GATHERED.transport
+        return self.settings.plan is None and not is_named
+
     def is_empty(self) -> bool:
         return self.A_shard.numel() == 0
 
     def without_elements(self, words: Call) -> Gathered:
         shape, dtype = list(self.A_shard.shape), self.A_shard.dtype
         what = f"{self.op} of {shape} {dtype} along {self.dim}, {self.settings.return_A}"
-        agree = call_plans.agree if self.why_not_fused() is None else None
+        asks = self.why_not_fused() is None and self.asks_a_plan()
+        agree = call_plans.agree if asks else None
         take_turn(self.group, self.device, what + self.also_agreed(), words, agree=agree)
         return self.on_nothing()
 
