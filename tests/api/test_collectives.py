@@ -168,7 +168,7 @@ def test_second_gradients(pool: RankPool, world_size: int) -> None:
     check(found, world_size, [2 * w, 2 * w, 2 * w**2])
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_compiled(pool: RankPool, world_size: int) -> None:
     check(pool.run(collectives_work.compiled, world_size), world_size, [True] * 12)
 

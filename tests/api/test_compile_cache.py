@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 
 import compile_cache_work
+import pytest
 
 from agmm.testing.ranks import RankPool
 
@@ -13,6 +14,7 @@ KINDS = ["gather with gradients", "sums", "layers"]
 NATIVE = ["native", "native scatter"]
 
 
+@pytest.mark.slow
 def test_graphs_of_two_ranks_and_of_three(tmp_path: Path) -> None:
     """New processes that share one folder of compiled graphs. The graphs' own checks of sizes are
     off (see the work), so that a graph of another world size is found by what it returns."""

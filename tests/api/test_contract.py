@@ -49,7 +49,10 @@ def not_refused(found: list[work.Found], feature: str) -> list[str]:
 @pytest.mark.parametrize(
     ("world_size", "feature", "run"),
     [
-        pytest.param(world_size, feature, run, marks=[pytest.mark.slow] if feature in SLOW else [])
+        pytest.param(
+            *(world_size, feature, run),
+            marks=[pytest.mark.slow] if feature in SLOW or world_size == 3 else [],
+        )
         for world_size in (2, 3)
         for feature, run in work.RUNS
         if feature != "captured"  # CPUs have no graphs

@@ -280,9 +280,10 @@ def test_what_fsdp_sends_is_looked_through(group: str) -> None:
     ("value", "wanted"),
     [
         ("raise", "agmm.errors.AgmmError: A_shard: found a NaN at [0, 1] of [2, 2] float32, which"),
-        (
+        pytest.param(
             "maybe",
             "InvalidArgument: AGMM_CHECK_NAN: found 'maybe', wanted one of off, warn, raise",
+            marks=pytest.mark.slow,
         ),
         pytest.param("off", "done", marks=pytest.mark.slow),
         pytest.param("", "done", marks=pytest.mark.slow),

@@ -17,7 +17,7 @@ Pools = Callable[..., RankPool]
     ("ranks", "before", "after"),
     [
         (4, (1, 4, False), (2, 2, False)),
-        (4, (2, 2, False), (1, 4, False)),
+        pytest.param(4, (2, 2, False), (1, 4, False), marks=pytest.mark.slow),
         pytest.param(4, (2, 2, True), (1, 4, False), marks=pytest.mark.slow),
         pytest.param(4, (1, 4, False), (2, 2, True), marks=pytest.mark.slow),
         pytest.param(8, (2, 4, True), (4, 2, True), marks=pytest.mark.slow),

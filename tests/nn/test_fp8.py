@@ -49,7 +49,7 @@ def test_row_layer_as_torchao(pool: RankPool, recipe: str, world_size: int) -> N
     [
         ("rowwise", "torchao", torch.bfloat16),
         pytest.param("rowwise", "styles", torch.float32, marks=pytest.mark.slow),
-        ("tensorwise", "torchao", torch.float32),
+        pytest.param("tensorwise", "torchao", torch.float32, marks=pytest.mark.slow),
         pytest.param("rowwise_with_gw_hp", "torchao", torch.float32, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -65,7 +65,7 @@ def test_llama_block_follows_the_unsharded_fp8_block(
     assert max(abs(a - b) / b for a, b in zip(sharded, whole, strict=True)) < 0.02
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_layers(pool: RankPool, dynamic: bool) -> None:
     check(pool.run(work.compiled, 2, dynamic), 2)
 

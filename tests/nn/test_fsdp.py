@@ -12,13 +12,14 @@ import torch
 from agmm.testing.ranks import RankPool
 
 Pools = Callable[..., RankPool]
+MESHES = ((2, 1), pytest.param((4, 1), marks=pytest.mark.slow), (2, 2))
 
 
 def check(results: list[list[str]]) -> None:
     assert [fault for result in results for fault in result] == []
 
 
-@pytest.mark.parametrize("mesh", [(2, 1), (4, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize(
     "case",
     [
@@ -37,7 +38,7 @@ def test_trains_as_torch_does(
     check(rank_pools(mesh[0] * mesh[1]).run(fsdp_work.trains, *mesh, **case))
 
 
-@pytest.mark.parametrize("mesh", [(2, 1), (4, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize(
     "case",
     [

@@ -26,7 +26,7 @@ def test_layers_compiled(pool: RankPool) -> None:
     assert pool.run(nn_work.layers_against_whole, 3, 2, True, True)[2:] == [[]] * 3
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "fp8", [None, *(pytest.param(fp8, marks=pytest.mark.slow) for fp8 in ("tensorwise", "rowwise"))]
 )
@@ -247,7 +247,10 @@ DESTROYED = (
 )
 
 
-@pytest.mark.parametrize("compiled", ["several", "row", "styles"])
+@pytest.mark.parametrize(
+    "compiled",
+    ["several", *(pytest.param(one, marks=pytest.mark.slow) for one in ("row", "styles"))],
+)
 def test_what_outlives_its_group_is_refused(tmp_path: Path, compiled: str) -> None:
     """It is refused also where another group has its name, of as many ranks or fewer. What was
     pickled belongs to the group of its name, if that has as many ranks."""
@@ -310,7 +313,7 @@ def test_a_plan_with_dtensors_outside(pool: RankPool) -> None:
         assert faults == []
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_plan_compiled(pool: RankPool, shared: bool) -> None:
     for faults, _ in pool.run(nn_work.styles_against_whole, 2, 2, shared, compiled=True)[3:]:
         assert faults == []

@@ -90,11 +90,19 @@ def _scaled(name: str, kernel: str, factor: float, usual: float | None = None) -
     "truth",
     [
         pytest.param(_scaled("tflops_per_sm", LARGE, 0.7), id="slower"),
-        pytest.param(_scaled("tflops_per_sm", PINGPONG, 1.6), id="faster"),
+        pytest.param(_scaled("tflops_per_sm", PINGPONG, 1.6), id="faster", marks=pytest.mark.slow),
         pytest.param(_scaled("tile_overhead_us", IN_CLUSTER, 5.0), id="overhead"),
-        pytest.param(_scaled("row_major_factor", IN_CLUSTER, 1.8, 1.0), id="row-major B"),
+        pytest.param(
+            _scaled("row_major_factor", IN_CLUSTER, 1.8, 1.0),
+            id="row-major B",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(replace(START, split_us=8.0), id="splits"),
-        pytest.param(replace(START, cluster_split_us=(20.0, 0.6)), id="splits in a cluster, once"),
+        pytest.param(
+            replace(START, cluster_split_us=(20.0, 0.6)),
+            id="splits in a cluster, once",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(replace(START, cluster_split_us=(4.7, 4.0)), id="splits in a cluster, each"),
     ],
 )

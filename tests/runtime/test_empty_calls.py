@@ -59,9 +59,12 @@ def test_a_groups_first_call_names_both(two_ranks: RankPool, name: str) -> None:
     ("before", "name", "rows"),
     [
         *((name, name, 4) for name in ("gather", "gather, unfused", "gather, fp8")),
-        *((name, name, 4) for name in ("gather, 4 bits", "scatter", "scatter, columns")),
-        *((name, name, 4) for name in ("scatter, fp8", "all-reduce", "all_gather")),
-        *((name, name, 4) for name in ("all_gather, later", "all_reduce_rms_norm")),
+        *((name, name, 4) for name in ("scatter", "all-reduce", "all_gather")),
+        *(
+            pytest.param(name, name, 4, marks=pytest.mark.slow)
+            for name in ("gather, 4 bits", "scatter, columns", "scatter, fp8", "all_gather, later")
+        ),
+        pytest.param("all_reduce_rms_norm", "all_reduce_rms_norm", 4, marks=pytest.mark.slow),
         *(("all_gather", name, 4) for name in ("gather", "scatter", "all-reduce", "layers")),
         ("gather", "all_reduce, integers", 4),
         # Their slots have to grow.

@@ -37,11 +37,8 @@ def block(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("benchmarks.block")
 
 
-@pytest.mark.parametrize(
-    ("recipe", "most"),
-    [(None, 1e-5), pytest.param("rowwise", 0.2, marks=pytest.mark.slow)],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "most"), [(None, 1e-5), ("rowwise", 0.2)], ids=str)
 def test_report(block: Any, tmp_path: Path, recipe: str | None, most: float) -> None:
     path = tmp_path / "block.json"
     program = Typer()
@@ -73,6 +70,7 @@ def test_recipes_are_those_of_the_layers(block: Any) -> None:
     assert found == fp8_recipe.RECIPES.keys() - {"tensorwise"}
 
 
+@pytest.mark.slow
 def test_step_of_fsdp(tmp_path: Path) -> None:
     """Beside the backend's, with its gradients."""
     path = tmp_path / "fsdp.json"
