@@ -14,6 +14,20 @@ from agmm.ops.scaled_checks import check_no_backward, scaling_of
 from agmm.runtime.scaled import Scaled, Weight, multiply
 from agmm.runtime.scaling import ALL, BLOCK
 
+_FEW_ROWS = 256
+"""Shards of more rows are products of their own. A product of fewer takes as long as B is read for,
+of which all shards together need one reading; the number is an estimate."""
+
+
+def is_known_to_torch(weight: Weight) -> bool:
+    """Whether ``torch._scaled_mm`` is known to have products with such a weight on CUDA, for which
+    agmm has kernels."""
+    if weight.B.tile[0] == BLOCK:
+        cuda = torch.version.cuda
+        if cuda is None or tuple(map(int, cuda.split(".")[:2])) < (12, 9):
+            return False
+    return weight.B.values.shape[1] % 16 == 0
+
 
 def product(A: Scaled, weight: Weight) -> torch.Tensor:
     """``A @ B`` [M, N], with all else that the weight wants.
@@ -56,20 +70,24 @@ def by_torch(A: Scaled, weight: Weight, out: torch.Tensor) -> torch.Tensor:
     """Write ``A @ B`` to ``out`` by ``torch._scaled_mm``, which raises where it does not have such
     a product, and return ``out``."""
     B = weight.B
-    if A.tile[1] == ALL and A.tile[0] != 1:  # one scale for each shard
-        rows = A.values.shape[0] // len(A.scale)
-        parts = [
-            (A.values[begin : begin + rows], scale, out[begin : begin + rows])
-            for begin, scale in zip(range(0, len(out), rows), A.scale, strict=True)
-        ]
-    else:
-        parts = [(A.values, as_torch_wants_it(A), out)]
+    parts = [(A.values, as_torch_wants_it(A), out)]
+    if B.tile == (ALL, ALL) and A.scale.numel() > 1:  # one scale for each shard
+        rows = len(out) // len(A.scale)
+        if rows <= _FEW_ROWS and _may_have_scales_of_rows(weight):
+            parts = [(A.values, A.scale.expand(-1, rows).reshape(-1, 1), out)]
+            B = Scaled(B.values, B.scale.expand(1, out.shape[1]), (ALL, 1))
+        else:
+            parts = [
+                (A.values[begin : begin + rows], scale, out[begin : begin + rows])
+                for begin, scale in zip(range(0, len(out), rows), A.scale, strict=True)
+            ]
+    scale_b = as_torch_wants_it(B)
     for values, scale, part in parts:
         torch.ops.aten._scaled_mm.out(
             values,
             B.values,
             scale,
-            as_torch_wants_it(B),
+            scale_b,
             weight.bias,
             weight.result_scale,
             weight.out_dtype,
@@ -77,6 +95,17 @@ def by_torch(A: Scaled, weight: Weight, out: torch.Tensor) -> torch.Tensor:
             out=part,
         )
     return out
+
+
+def _may_have_scales_of_rows(weight: Weight) -> bool:
+    """Whether ``torch._scaled_mm`` would take scales of rows and columns in place of single
+    ones."""
+    return (
+        weight.out_dtype == torch.bfloat16
+        and weight.B.values.dtype == torch.float8_e4m3fn
+        and weight.result_scale is None
+        and (weight.bias is None or weight.bias.dtype == torch.bfloat16)
+    )
 
 
 def as_torch_wants_it(operand: Scaled) -> torch.Tensor:
