@@ -350,8 +350,8 @@ def test_several_products_are_summed_in_float32_where_no_kernel_does(group: str)
     reason = "scatter_dim: 1, the fused path wants another than the last"
     with pytest.warns(UserWarning, match=f"takes the unfused path: {reason}"):
         out = scatter(**operands, scatter_dim=1)
-    parts = [scatter(**one, strict=True) for one in (first, second)]
-    assert torch.equal(out, (parts[0].float() + parts[1]).bfloat16())
+    parts = [scatter(**one, out_dtype=torch.float32, strict=True) for one in (first, second)]
+    assert torch.equal(out, (parts[0] + parts[1]).bfloat16())
 
 
 # --- CUDA, whose path is the unfused one ---
@@ -456,6 +456,37 @@ def test_scaled_mm_of_shards_with_scales_of_their_own(
     each = A.scale.double().repeat_interleave(rows, 0)
     wanted = (A.values.double() * each) @ weight.B.dequantised().double()
     assert relative_error(found, wanted) < 2**-8
+
+
+def test_a_sum_where_scaled_mm_writes_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its products are rounded once, together; those that it refuses in float32 each."""
+    pairs = []
+    for k in (144, 272):
+        A, weight = product_of("tensorwise", 32, k, 48)
+        pairs.append((A._replace(values=A.values.as_subclass(_OnGpu)), weight))
+    bias = torch.randn(48).bfloat16()
+    pairs[0] = pairs[0][0], pairs[0][1]._replace(bias=bias)
+    by_torch, made = scaled_products.by_torch, []
+    refused: list[torch.dtype] = []
+
+    def as_on_cuda(A: Scaled, weight: Weight, out: torch.Tensor) -> torch.Tensor:
+        has_bias = weight.out_dtype == torch.float32 and weight.bias is not None
+        if weight.out_dtype in refused or has_bias:
+            raise RuntimeError("wanted bfloat16")
+        made.append(weight.out_dtype)
+        return by_torch(A, weight, out)
+
+    monkeypatch.setattr(scaled_products, "by_torch", as_on_cuda)
+    exact = sum(A.dequantised().double() @ weight.B.dequantised().double() for A, weight in pairs)
+    wanted = (exact + bias.double()).bfloat16().as_subclass(torch.Tensor)
+    differ = []
+    for _ in range(2):
+        found = scaled_products.sum_of(pairs).as_subclass(torch.Tensor)
+        assert found.dtype == torch.bfloat16
+        differ.append((found != wanted).float().mean().item())
+        refused.append(torch.float32)
+    assert made == [torch.float32] * 2 + [torch.bfloat16] * 2
+    assert differ[0] < 0.02 < differ[1] < 1
 
 
 @pytest.mark.parametrize(

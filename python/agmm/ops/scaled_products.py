@@ -54,16 +54,33 @@ def product(A: Scaled, weight: Weight) -> torch.Tensor:
 
 
 def sum_of(products: Sequence[tuple[Scaled, Weight]]) -> torch.Tensor:
-    """The sum of ``A @ B`` [M, N] for each pair, in the dtype that the weights want. Several
-    products, each in that dtype, are added up in float32, and their sum is rounded once more."""
+    """The sum of ``A @ B`` [M, N] for each pair, in the dtype that the weights want, which scale no
+    result. Several products are added up in float32, and their sum is rounded once; a product for
+    which ``torch._scaled_mm`` does not write float32 is rounded to that dtype before."""
     first, *others = products
-    found = product(*first)
     if not others:
-        return found
-    total = found.to(torch.float32)
+        return product(*first)
+    total = _in_float32(*first)
     for other in others:
-        total.add_(product(*other))
-    return total.to(found.dtype)
+        total.add_(_in_float32(*other))
+    return total.to(first[1].out_dtype)
+
+
+def _in_float32(A: Scaled, weight: Weight) -> torch.Tensor:
+    """``A @ B`` [M, N] in float32, as exact as `sum_of` says."""
+    exact = weight._replace(out_dtype=torch.float32)
+    out = A.values.new_empty(len(A.values), weight.B.values.shape[1], dtype=torch.float32)
+    if not A.values.is_cuda or A.values.numel() == 0 or out.numel() == 0:
+        return product(A, exact)
+    if weight.B.tile != (ALL, 1):  # torch has none in float32 with scales of rows
+        try:
+            by_torch(A, exact._replace(bias=None), out)  # it has none with a bias either
+            return out if weight.bias is None else out.add_(weight.bias)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError):
+            pass
+    return product(A, weight).to(torch.float32)
 
 
 def by_torch(A: Scaled, weight: Weight, out: torch.Tensor) -> torch.Tensor:
