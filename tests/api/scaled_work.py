@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from all_reduce_work import SumOfTheBackend
-from steps_taken import planned
+from steps_taken import noted, planned
 
 import agmm
 from agmm.errors import forget_warnings
@@ -34,7 +34,7 @@ from agmm.ops import (
 from agmm.ops.pipeline import serve
 from agmm.ops.scatter import ScatterSettings
 from agmm.ops.scatter_plan import AllReducePlan
-from agmm.planning.plans import KernelConfig, Problem
+from agmm.planning.plans import GATHERED, KernelConfig, Problem
 from agmm.planning.transports import parse
 from agmm.runtime import collectives, cpu, scaling, workspaces
 from agmm.runtime.scaled import ScaledProducts
@@ -480,6 +480,40 @@ def several_as_on_cuda(world_size: int) -> Result:
         error_here = relative_error(out, wanted.chunk(world_size)[dist.get_rank(group)])
         if not error_here < 2**-6:
             faults.append(f"error {error_here}")
+    return faults
+
+
+def gathered_as_planned(world_size: int, kind: str) -> Result:
+    """Calls whose plan is agmm's gather, which the backend's stands in for: the first of each kind,
+    and the one that is kept. Values and scales are gathered, and the library multiplies."""
+    group = group_of(world_size)
+    if group is None:
+        return None
+    cases: list[tuple[dict[str, Any], bool]] = [
+        ({"bias": True}, True),
+        ({"return_A": True, "weights": 2}, True),
+        ({"leading": (2,), "return_A": True}, True),
+        ({"gather_dim": -2, "leading": (2, 3), "return_A": True}, False),
+        ({"out_dtype": E4M3, "result_scale": True}, False),
+    ]
+    faults = []
+    with (
+        planned(GATHERED),
+        mock.patch.object(fp8_gather.Fp8Gather, "why_not_gathered", return_value=None),
+        mock.patch.object(
+            small_collectives, "gather", side_effect=gathered_by_the_backend
+        ) as gathers,
+        noted(fp8_gather.Fp8Gather, "route") as routes,
+    ):
+        for case, is_kept in cases:
+            kept.kept_calls.pop(group, None)
+            for turn in range(2):
+                gathers.reset_mock(), routes.reset_mock()
+                faults += gathered(world_size, kind, strict=False, **case) or []
+                counts = gathers.call_count, routes.call_count
+                of_routes = 0 if is_kept and turn else len(SHAPES)
+                if counts != (2 * len(SHAPES), of_routes):
+                    faults.append(f"{case}, turn {turn}: {counts} gathers and routes")
     return faults
 
 

@@ -110,6 +110,12 @@ def test_no_kernel_sums_several_products(pool: RankPool, world_size: int) -> Non
     check(pool.run(work.several_as_on_cuda, world_size), world_size)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", work.KINDS)
+def test_a_gather_that_is_planned(pool: RankPool, kind: str, world_size: int) -> None:
+    check(pool.run(work.gathered_as_planned, world_size, kind), world_size)
+
+
 def test_eight_ranks(rank_pools: Callable[..., RankPool]) -> None:
     pool = rank_pools(8)
     for kind in work.KINDS:

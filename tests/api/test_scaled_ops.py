@@ -21,6 +21,7 @@ from agmm.errors import forget_warnings
 from agmm.integrations import async_tp, async_tp_kernels
 from agmm.integrations.scaled_async_tp import ServedGather, ServedScatter
 from agmm.ops import fp8_gather, fp8_operands, kept, quantize, scaled_products
+from agmm.ops.gather import GatherSettings
 from agmm.ops.scaled_checks import scaling_of
 from agmm.planning import built_kernels
 from agmm.planning.plans import KernelConfig
@@ -349,8 +350,8 @@ def test_several_products_are_summed_in_float32_where_no_kernel_does(group: str)
     reason = "scatter_dim: 1, the fused path wants another than the last"
     with pytest.warns(UserWarning, match=f"takes the unfused path: {reason}"):
         out = scatter(**operands, scatter_dim=1)
-    parts = [scatter(**one, strict=True) for one in (first, second)]
-    assert torch.equal(out, (parts[0].float() + parts[1]).bfloat16())
+    parts = [scatter(**one, out_dtype=torch.float32, strict=True) for one in (first, second)]
+    assert torch.equal(out, (parts[0] + parts[1]).bfloat16())
 
 
 # --- CUDA, whose path is the unfused one ---
@@ -432,13 +433,90 @@ def test_scaled_mm_gets_what_it_wants(kind: str) -> None:
     assert relative_error(found, wanted) < 2**-8
 
 
-def test_scaled_mm_of_shards_with_scales_of_their_own() -> None:
-    A, weight = product_of("tensorwise", 32, 144, 48)
-    A = A._replace(scale=torch.tensor([[0.5], [3.0]]), tile=(16, scaling.ALL))
-    found = scaled_products.by_torch(A, weight, torch.empty(32, 48, dtype=torch.bfloat16))
-    each = torch.tensor([0.5] * 16 + [3.0] * 16).double()[:, None]
+@pytest.mark.parametrize(
+    ("rows", "dtype", "launches"),
+    [
+        pytest.param(1, torch.bfloat16, 1, marks=scaled_work.needs_rowwise),
+        pytest.param(16, torch.bfloat16, 1, marks=scaled_work.needs_rowwise),
+        (1, torch.float32, 3),
+        (320, torch.bfloat16, 3),
+    ],
+)
+def test_scaled_mm_of_shards_with_scales_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, rows: int, dtype: torch.dtype, launches: int
+) -> None:
+    """Shards of few rows are multiplied by one launch, where torch has it."""
+    A, weight = product_of("tensorwise", 3 * rows, 144, 48)
+    weight = weight._replace(out_dtype=dtype)
+    A = A._replace(scale=torch.tensor([[0.5], [3.0], [1.5]]), tile=(rows, scaling.ALL))
+    by_torch = mock.Mock(side_effect=torch.ops.aten._scaled_mm.out)
+    monkeypatch.setattr(torch.ops.aten._scaled_mm, "out", by_torch)
+    found = scaled_products.by_torch(A, weight, torch.empty(3 * rows, 48, dtype=dtype))
+    assert by_torch.call_count == launches
+    each = A.scale.double().repeat_interleave(rows, 0)
     wanted = (A.values.double() * each) @ weight.B.dequantised().double()
     assert relative_error(found, wanted) < 2**-8
+
+
+def test_a_sum_where_scaled_mm_writes_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its products are rounded once, together; those that it refuses in float32 each."""
+    pairs = []
+    for k in (144, 272):
+        A, weight = product_of("tensorwise", 32, k, 48)
+        pairs.append((A._replace(values=A.values.as_subclass(_OnGpu)), weight))
+    bias = torch.randn(48).bfloat16()
+    pairs[0] = pairs[0][0], pairs[0][1]._replace(bias=bias)
+    by_torch, made = scaled_products.by_torch, []
+    refused: list[torch.dtype] = []
+
+    def as_on_cuda(A: Scaled, weight: Weight, out: torch.Tensor) -> torch.Tensor:
+        has_bias = weight.out_dtype == torch.float32 and weight.bias is not None
+        if weight.out_dtype in refused or has_bias:
+            raise RuntimeError("wanted bfloat16")
+        made.append(weight.out_dtype)
+        return by_torch(A, weight, out)
+
+    monkeypatch.setattr(scaled_products, "by_torch", as_on_cuda)
+    exact = sum(A.dequantised().double() @ weight.B.dequantised().double() for A, weight in pairs)
+    wanted = (exact + bias.double()).bfloat16().as_subclass(torch.Tensor)
+    differ = []
+    for _ in range(2):
+        found = scaled_products.sum_of(pairs).as_subclass(torch.Tensor)
+        assert found.dtype == torch.bfloat16
+        differ.append((found != wanted).float().mean().item())
+        refused.append(torch.float32)
+    assert made == [torch.float32] * 2 + [torch.bfloat16] * 2
+    assert differ[0] < 0.02 < differ[1] < 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "cuda", "is_chosen"),
+    [
+        ("rowwise", 48, None, True),
+        ("rowwise", 40, "13.0", False),
+        ("block", 48, "12.9", True),
+        ("block 1x128", 48, "12.8", False),
+        ("block", 48, None, False),
+    ],
+)
+def test_no_plan_leaves_to_torch_what_it_does_not_multiply(
+    group: str,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    n: int,
+    cuda: str | None,
+    is_chosen: bool,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    A, weight = product_of(kind, 6, 144, n)
+    one = fp8_operands.Fp8Weights(
+        [weight.B.values], [weight.B.scale], [None], [None], [torch.bfloat16], [False]
+    )
+    assert dist.group.WORLD is not None
+    call = fp8_gather.Fp8Gather(A.values, A.scale, one, dist.group.WORLD, GatherSettings())
+    assert call.may_choose
+    call.device = torch.device("cuda", 0)
+    assert call.may_choose is is_chosen
 
 
 @pytest.mark.parametrize(("k", "blocks"), [(512, 4), (640, 5), (144, 2)])

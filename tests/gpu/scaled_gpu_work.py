@@ -139,6 +139,7 @@ def gathered(
     fast_accum: bool,
     weights: int,
     return_A: bool,
+    config: str | None = None,
 ) -> Faults:
     """Faults of `agmm.all_gather_scaled_matmul`, in words."""
     group = group_of(last_ranks(world_size))
@@ -173,6 +174,7 @@ def gathered(
                 return_A=return_A,
                 bias=biases,
                 use_fast_accum=fast_accum,
+                config=config,
                 strict=True,
             )
             outs = found

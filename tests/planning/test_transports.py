@@ -103,7 +103,7 @@ def test_fp8_has_the_transports_that_carry_scales_in_the_core() -> None:
     }
     assert carrying == {"copy_engine_push"}
     of_fp8 = replace(PROBLEM, format=FP8)
-    assert {one for one in KNOWN if one.serves(of_fp8)} == {PUSH}
+    assert {one for one in KNOWN if one.serves(of_fp8)} == {PUSH, GATHER}
 
 
 @pytest.mark.parametrize(

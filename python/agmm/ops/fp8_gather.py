@@ -116,6 +116,14 @@ class Fp8Gather(GatherCall):
     def columns(self) -> list[int]:
         return [B.shape[1] for B in self.given.Bs]
 
+    @property
+    def may_choose(self) -> bool:
+        """Whether a plan may leave the product to the library, which else would multiply
+        dequantised operands."""
+        if not super().may_choose or self.device.type != "cuda":
+            return super().may_choose
+        return all(scaled_products.is_known_to_torch(weight) for weight in self.weights)
+
     def also_agreed(self) -> str:
         return f", scales {list(self.shard.scale.shape)}"
 

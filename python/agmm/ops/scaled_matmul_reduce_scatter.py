@@ -119,8 +119,9 @@ def scaled_matmul_reduce_scatter(
     where that has the scales, or float32, and the backend's reduce-scatter; of both agmm warns
     once. The op has no backward.
 
-    Several products are summed before they are scattered: in float32 on the CPU; on CUDA, where
-    agmm's kernels scale one product only, each is rounded, and so is their sum in float32.
+    Several products are summed in float32 before they are scattered. On CUDA, where agmm's kernels
+    scale one product only, each that ``torch._scaled_mm`` does not write in float32 is rounded
+    before, as with scales of rows.
 
     Args:
         A: [M, ..., K_local], this rank's columns of the whole A, float8_e4m3fn or float8_e5m2,

@@ -14,6 +14,20 @@ from agmm.ops.scaled_checks import check_no_backward, scaling_of
 from agmm.runtime.scaled import Scaled, Weight, multiply
 from agmm.runtime.scaling import ALL, BLOCK
 
+_FEW_ROWS = 256
+"""Shards of more rows are products of their own. A product of fewer takes as long as B is read for,
+of which all shards together need one reading; the number is an estimate."""
+
+
+def is_known_to_torch(weight: Weight) -> bool:
+    """Whether ``torch._scaled_mm`` is known to have products with such a weight on CUDA, for which
+    agmm has kernels."""
+    if weight.B.tile[0] == BLOCK:
+        cuda = torch.version.cuda
+        if cuda is None or tuple(map(int, cuda.split(".")[:2])) < (12, 9):
+            return False
+    return weight.B.values.shape[1] % 16 == 0
+
 
 def product(A: Scaled, weight: Weight) -> torch.Tensor:
     """``A @ B`` [M, N], with all else that the weight wants.
@@ -40,36 +54,57 @@ def product(A: Scaled, weight: Weight) -> torch.Tensor:
 
 
 def sum_of(products: Sequence[tuple[Scaled, Weight]]) -> torch.Tensor:
-    """The sum of ``A @ B`` [M, N] for each pair, in the dtype that the weights want. Several
-    products, each in that dtype, are added up in float32, and their sum is rounded once more."""
+    """The sum of ``A @ B`` [M, N] for each pair, in the dtype that the weights want, which scale no
+    result. Several products are added up in float32, and their sum is rounded once; a product for
+    which ``torch._scaled_mm`` does not write float32 is rounded to that dtype before."""
     first, *others = products
-    found = product(*first)
     if not others:
-        return found
-    total = found.to(torch.float32)
+        return product(*first)
+    total = _in_float32(*first)
     for other in others:
-        total.add_(product(*other))
-    return total.to(found.dtype)
+        total.add_(_in_float32(*other))
+    return total.to(first[1].out_dtype)
+
+
+def _in_float32(A: Scaled, weight: Weight) -> torch.Tensor:
+    """``A @ B`` [M, N] in float32, as exact as `sum_of` says."""
+    exact = weight._replace(out_dtype=torch.float32)
+    out = A.values.new_empty(len(A.values), weight.B.values.shape[1], dtype=torch.float32)
+    if not A.values.is_cuda or A.values.numel() == 0 or out.numel() == 0:
+        return product(A, exact)
+    if weight.B.tile != (ALL, 1):  # torch has none in float32 with scales of rows
+        try:
+            by_torch(A, exact._replace(bias=None), out)  # it has none with a bias either
+            return out if weight.bias is None else out.add_(weight.bias)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError):
+            pass
+    return product(A, weight).to(torch.float32)
 
 
 def by_torch(A: Scaled, weight: Weight, out: torch.Tensor) -> torch.Tensor:
     """Write ``A @ B`` to ``out`` by ``torch._scaled_mm``, which raises where it does not have such
     a product, and return ``out``."""
     B = weight.B
-    if A.tile[1] == ALL and A.tile[0] != 1:  # one scale for each shard
-        rows = A.values.shape[0] // len(A.scale)
-        parts = [
-            (A.values[begin : begin + rows], scale, out[begin : begin + rows])
-            for begin, scale in zip(range(0, len(out), rows), A.scale, strict=True)
-        ]
-    else:
-        parts = [(A.values, as_torch_wants_it(A), out)]
+    parts = [(A.values, as_torch_wants_it(A), out)]
+    if B.tile == (ALL, ALL) and A.scale.numel() > 1:  # one scale for each shard
+        rows = len(out) // len(A.scale)
+        if rows <= _FEW_ROWS and _may_have_scales_of_rows(weight):
+            parts = [(A.values, A.scale.expand(-1, rows).reshape(-1, 1), out)]
+            B = Scaled(B.values, B.scale.expand(1, out.shape[1]), (ALL, 1))
+        else:
+            parts = [
+                (A.values[begin : begin + rows], scale, out[begin : begin + rows])
+                for begin, scale in zip(range(0, len(out), rows), A.scale, strict=True)
+            ]
+    scale_b = as_torch_wants_it(B)
     for values, scale, part in parts:
         torch.ops.aten._scaled_mm.out(
             values,
             B.values,
             scale,
-            as_torch_wants_it(B),
+            scale_b,
             weight.bias,
             weight.result_scale,
             weight.out_dtype,
@@ -77,6 +112,17 @@ def by_torch(A: Scaled, weight: Weight, out: torch.Tensor) -> torch.Tensor:
             out=part,
         )
     return out
+
+
+def _may_have_scales_of_rows(weight: Weight) -> bool:
+    """Whether ``torch._scaled_mm`` would take scales of rows and columns in place of single
+    ones."""
+    return (
+        weight.out_dtype == torch.bfloat16
+        and weight.B.values.dtype == torch.float8_e4m3fn
+        and weight.result_scale is None
+        and (weight.bias is None or weight.bias.dtype == torch.bfloat16)
+    )
 
 
 def as_torch_wants_it(operand: Scaled) -> torch.Tensor:

@@ -43,12 +43,26 @@ class Format:
         """Whether any build has kernels for it, and the cost model constants."""
         return self.kind != OTHER
 
+    def value_bytes(self, k: int) -> int:
+        """The size of K columns of a row of A."""
+        return k * self.element_bytes
+
+    def scale_bytes(self, k: int) -> int:
+        """The size of the scales of K columns of a row of A."""
+        if self.columns_of_a_scale is None:
+            return 0
+        scales = -(-k // self.columns_of_a_scale) if self.columns_of_a_scale else 1
+        return scales * _SCALE_BYTES
+
+    def gathers(self, k: int) -> tuple[int, ...]:
+        """What of a row is gathered by a launch of its own where no kernel multiplies: the size of
+        its values, and of its scales where A has some."""
+        values, scales = self.value_bytes(k), self.scale_bytes(k)
+        return (values, scales) if scales else (values,)
+
     def row_bytes(self, k: int) -> int:
         """The size of K columns of a row of A, with their scales."""
-        if self.columns_of_a_scale is None:
-            return k * self.element_bytes
-        scales = -(-k // self.columns_of_a_scale) if self.columns_of_a_scale else 1
-        return k * self.element_bytes + scales * _SCALE_BYTES
+        return self.value_bytes(k) + self.scale_bytes(k)
 
 
 @lru_cache(maxsize=256)

@@ -229,18 +229,17 @@ class SmPush(FusedGather):
 
 @dataclass(frozen=True)
 class Gather(Transport):
-    """A kernel of agmm gathers A, and the library multiplies it."""
+    """A kernel of agmm gathers A, and another launch its scales; the library multiplies them."""
 
     name = "gather"
     ops = (ALL_GATHER_MATMUL,)
-    why_not_fp8 = "nothing is known of its time, config asks for it"
+    kinds = _ANY_KIND
 
     def why_illegal(self, problem: Problem, kernel: KernelConfig | None) -> str | None:
         if kernel is not None:
             return super().why_illegal(problem, kernel)
         if problem.gpu != CPU and not self.serves(problem):
-            why = self.of_fp8(problem)
-            return f"plan: found gather of {problem.format}, wanted another transport{why}"
+            return f"plan: found gather of {problem.format}, wanted another transport"
         return cost_model.why_not_gathered(problem)
 
     def predicted_us(self, problem: Problem, kernel: KernelConfig | None) -> float | None:

@@ -108,10 +108,13 @@ def fastest_us(kind: Kind, nbytes: int, problem: Problem) -> float:
 
 
 def gathered_us(problem: Problem) -> float:
-    """Predicted time in µs of an all-gather by agmm's kernel, then the library's matmul."""
-    return by_kernel_us("all_gather", gathered_bytes(problem), problem.world_size) + matmul_us(
-        problem
+    """Predicted time in µs of A gathered by agmm's kernel, its scales by another launch, then the
+    library's matmul."""
+    gathers_us = sum(
+        by_kernel_us("all_gather", problem.m * row, problem.world_size)
+        for row in formats.of(problem.format).gathers(problem.k)
     )
+    return gathers_us + matmul_us(problem)
 
 
 def gathered_bytes(problem: Problem) -> int:
@@ -146,7 +149,7 @@ def why_not_gathered(problem: Problem) -> str | None:
     """The reason why a call cannot be agmm's all-gather, then the library's matmul, or None."""
     if problem.gpu == CPU:
         return "plan: found gather on the CPU, wanted a GPU"
-    nbytes = gathered_bytes(problem)
+    nbytes = problem.m * max(formats.of(problem.format).gathers(problem.k))
     if not is_by_kernel(nbytes, problem.world_size):
         return (
             f"plan: found gather of {nbytes} bytes by {problem.world_size} ranks, wanted at most "

@@ -21,14 +21,13 @@ GATHER_ROOM = 1.7
 `is_gather_by_copies`."""
 
 
-def _shard_bytes(problem: Problem) -> int:
-    return problem.m // problem.world_size * formats.of(problem.format).row_bytes(problem.k)
-
-
 def all_gather_us(problem: Problem) -> float:
-    """Predicted time of the library's all-gather of A in µs."""
-    received = (problem.world_size - 1) * _shard_bytes(problem)
-    return library_all_gather_us(constants_for(problem), received)
+    """Predicted time of the library's all-gathers of A, and of its scales where it has some, in
+    µs."""
+    c = constants_for(problem)
+    rows = (problem.world_size - 1) * (problem.m // problem.world_size)
+    row_sizes = formats.of(problem.format).gathers(problem.k)
+    return sum(library_all_gather_us(c, rows * size) for size in row_sizes)
 
 
 def library_all_gather_us(c: Constants, received: float) -> float:
