@@ -553,6 +553,8 @@ def test_what_scaled_mm_refuses_is_dequantised_with_a_warning(
     assert relative_error(found.as_subclass(torch.Tensor), wanted) < 2**-8
     refuse = mock.Mock(side_effect=torch.OutOfMemoryError("full"))
     monkeypatch.setattr(scaled_products, "by_torch", refuse)
+    A, weight = product_of("rowwise", 32, 144, 48)
+    A = A._replace(values=A.values.as_subclass(_OnGpu))
     with pytest.raises(torch.OutOfMemoryError):
         scaled_products.product(A, weight)
 

@@ -97,6 +97,14 @@ def _check_no_backward(**operands: Any) -> None:
     check_no_backward(tensors, f"the ops of {NAMESPACE}")
 
 
+def _look(op: str, group_name: str, **given: torch.Tensor) -> None:
+    """Look through what a rank sends by torch's op, as agmm's own ops do."""
+    if nan_check.active:
+        rank = _resolve_process_group(group_name).rank()  # type: ignore[arg-type]  # a NewType
+        for name, tensor in given.items():
+            nan_check.look_through(op, name, tensor, rank)
+
+
 def _why_group(group: dist.ProcessGroup) -> str | None:
     if dist.get_backend(group) == "fake":
         return "group: backend fake, agmm wants one that communicates"
@@ -185,6 +193,7 @@ def gather_over(torch_kernel: Kernel) -> Kernel:
                 call,
             )
         if found is None:
+            _look("fused_all_gather_matmul", group_name, A=A_shard)
             found = torch_kernel(A_shard, Bs, gather_dim, group_name, return_A=return_A)
         served: _Outs = found
         return served
@@ -252,6 +261,7 @@ def scatter_over(torch_kernel: Kernel) -> Kernel:
                 lambda route: route([A], [B], group, scatter_dim, reduce_op),
             )
         if found is None:
+            _look("fused_matmul_reduce_scatter", group_name, A=A, B=B)
             found = torch_kernel(A, B, reduce_op, scatter_dim, group_name)
         served: torch.Tensor = found
         return served
@@ -267,9 +277,8 @@ def scaled_over(op: str, call_type: type[ServedGather | ServedScatter]) -> Kerne
 
     def over(torch_kernel: Kernel) -> Kernel:
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            found = None
+            found, given = None, call_type(*args, **kwargs)
             if not symm_mem._is_test_mode:
-                given = call_type(*args, **kwargs)
                 if torch.is_grad_enabled():
                     _check_no_backward(**given._asdict())
                 group = _resolve_process_group(given.group_name)  # type: ignore[arg-type]
@@ -281,7 +290,11 @@ def scaled_over(op: str, call_type: type[ServedGather | ServedScatter]) -> Kerne
                     lambda: call_type.run,
                     lambda route: route(given, group),
                 )
-            return torch_kernel(*args, **kwargs) if found is None else found
+            if found is None:
+                names = ("A", "A_scale", *(("B", "B_scale") if "B" in given._fields else ()))
+                _look(op, given.group_name, **{name: getattr(given, name) for name in names})
+                found = torch_kernel(*args, **kwargs)
+            return found
 
         return kernel
 

@@ -122,7 +122,7 @@ class Fp8Gather(GatherCall):
         dequantised operands."""
         if not super().may_choose or self.device.type != "cuda":
             return super().may_choose
-        return all(scaled_products.is_known_to_torch(weight) for weight in self.weights)
+        return not any(map(scaled_products.why_not_by_torch, self.weights))
 
     def also_agreed(self) -> str:
         return f", scales {list(self.shard.scale.shape)}"

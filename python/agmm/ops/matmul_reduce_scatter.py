@@ -69,9 +69,10 @@ def _kept(A: Any, B: Any, bias: Any, group: Any, settings: ScatterSettings) -> t
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         return None
-    if isinstance(A, (list, tuple)) != isinstance(B, (list, tuple)):
+    has_lists = isinstance(A, (list, tuple))
+    if has_lists != isinstance(B, (list, tuple)):
         return None
-    As, Bs = (one if isinstance(one, (list, tuple)) else (one,) for one in (A, B))
+    As, Bs = (A, B) if has_lists else ((A,), (B,))
     kind = kind_of_scatter(As, Bs, bias, settings)
     found: torch.Tensor | None = kept.call_kept(group, kind, As, Bs, bias)
     return found

@@ -19,14 +19,23 @@ _FEW_ROWS = 256
 of which all shards together need one reading; the number is an estimate."""
 
 
-def is_known_to_torch(weight: Weight) -> bool:
-    """Whether ``torch._scaled_mm`` is known to have products with such a weight on CUDA, for which
-    agmm has kernels."""
+_SCALE_ALIGNMENT = 16
+"""The alignment in bytes of scales, without which cuBLASLt 13 refuses them."""
+
+
+def why_not_by_torch(weight: Weight) -> str | None:
+    """The reason why ``torch._scaled_mm`` is known to have no product with such a weight on CUDA,
+    or None. It finds out by itself, after some work on the host, what is not known here."""
+    n = weight.B.values.shape[1]
+    if n % 16 != 0:
+        return f"B: found {n} columns, wanted a multiple of 16"
     if weight.B.tile[0] == BLOCK:
         cuda = torch.version.cuda
         if cuda is None or tuple(map(int, cuda.split(".")[:2])) < (12, 9):
-            return False
-    return weight.B.values.shape[1] % 16 == 0
+            return f"block scales: found CUDA {cuda}, wanted at least 12.9"
+    if weight.B.tile == (ALL, 1) and weight.out_dtype.itemsize == 1:
+        return f"scales of rows: found a result in {weight.out_dtype}, wanted bfloat16"
+    return None
 
 
 def product(A: Scaled, weight: Weight) -> torch.Tensor:
@@ -39,17 +48,19 @@ def product(A: Scaled, weight: Weight) -> torch.Tensor:
     if out.numel() == 0:
         return out
     if out.is_cuda and A.values.shape[1]:
+        why = why_not_by_torch(weight)
         try:
-            return by_torch(A, weight, out)
+            if why is None:
+                return by_torch(A, weight, out)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError) as error:  # checked before anything is launched
             why = str(error).partition("\n")[0]
-            fall_back(
-                f"torch._scaled_mm: {why}; the product is made of operands dequantised to "
-                "float32, which is slow",
-                strict=False,
-            )
+        fall_back(
+            f"torch._scaled_mm: {why}; the product is made of operands dequantised to float32, "
+            "which is slow",
+            strict=False,
+        )
     return multiply(A.dequantised(), weight.B.dequantised(), weight, out)
 
 
@@ -94,9 +105,11 @@ def by_torch(A: Scaled, weight: Weight, out: torch.Tensor) -> torch.Tensor:
             parts = [(A.values, A.scale.expand(-1, rows).reshape(-1, 1), out)]
             B = Scaled(B.values, B.scale.expand(1, out.shape[1]), (ALL, 1))
         else:
+            apart = A.scale.new_empty(len(A.scale), _SCALE_ALIGNMENT // A.scale.itemsize)
+            apart[:, :1] = A.scale
             parts = [
-                (A.values[begin : begin + rows], scale, out[begin : begin + rows])
-                for begin, scale in zip(range(0, len(out), rows), A.scale, strict=True)
+                (A.values[begin : begin + rows], scales[:1], out[begin : begin + rows])
+                for begin, scales in zip(range(0, len(out), rows), apart, strict=True)
             ]
     scale_b = as_torch_wants_it(B)
     for values, scale, part in parts:
@@ -126,8 +139,10 @@ def _may_have_scales_of_rows(weight: Weight) -> bool:
 
 
 def as_torch_wants_it(operand: Scaled) -> torch.Tensor:
-    """The scales in the layout that ``torch._scaled_mm`` takes them in."""
+    """The scales in the layout that ``torch._scaled_mm`` takes them in, and where it does."""
     scale, tile = operand.scale, operand.tile
+    if scale.data_ptr() % _SCALE_ALIGNMENT != 0:
+        scale = scale.clone()
     if tile == (1, BLOCK):  # the rows of A side by side
         return scale.t().contiguous().t()
     if tile == (BLOCK, BLOCK):  # as of Bᵀ, whose rows of scales begin at multiples of 16 bytes
