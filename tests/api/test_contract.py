@@ -5,14 +5,15 @@ comes into the table by itself (`test_every_op.py`)."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import contract_work as work
 import pytest
 
 from agmm.testing.ranks import RankPool
 
-REFUSED = {
+Refused = Mapping[str, tuple[tuple[str, str], ...]]
+REFUSED: Refused = {
     "strict": (
         ("config=unfused", r"config: unfused was asked for; strict=True refuses"),
         ("all_gather_matmul.*gather_dim=[12]", r"gather_dim: [12], the fused path wants 0; strict"),
@@ -26,9 +27,12 @@ REFUSED = {
 SLOW = {"compiled"}
 
 
-def unexpected(found: list[work.Found], feature: str) -> list[work.Found]:
-    """What is broken, or refused without standing in `REFUSED`."""
-    known = REFUSED.get(feature, ())
+def unexpected(
+    found: list[work.Found], feature: str, refused: Refused | None = None
+) -> list[work.Found]:
+    """What is broken, or refused without standing in `REFUSED` or in ``refused``, which has what
+    one kind of device refuses."""
+    known = (*REFUSED.get(feature, ()), *(refused or {}).get(feature, ()))
     return [
         (call, fault)
         for call, fault in found
@@ -36,12 +40,12 @@ def unexpected(found: list[work.Found], feature: str) -> list[work.Found]:
     ]
 
 
-def not_refused(found: list[work.Found], feature: str) -> list[str]:
-    """The kinds of calls in `REFUSED` of which none was refused: they were served by a path that
-    the feature forbids."""
+def not_refused(found: list[work.Found], feature: str, refused: Refused | None = None) -> list[str]:
+    """The kinds of calls in `REFUSED` and in ``refused`` of which none was refused: they were
+    served by a path that the feature forbids."""
     return [
         kind
-        for kind, words in REFUSED.get(feature, ())
+        for kind, words in (*REFUSED.get(feature, ()), *(refused or {}).get(feature, ()))
         if not any(re.search(kind, call) and re.search(words, fault) for call, fault in found)
     ]
 

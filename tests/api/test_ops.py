@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -1015,3 +1016,24 @@ def test_an_output_of_a_layer_may_be_changed_in_place(group: str, out_features: 
         assert x.grad is not None
         grads.append(x.grad)
     torch.testing.assert_close(*grads)
+
+
+def test_dynamo_leaves_kernels_alone_that_run_beside_its_graphs() -> None:
+    a, b = torch.ones(4, 16).to(torch.float8_e4m3fn), torch.ones(16, 16).to(torch.float8_e4m3fn)
+    lock, one, graphs = threading.Lock(), torch.ones(()), []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(graph.code)
+        return graph
+
+    @torch.compile(backend=keep)
+    def beside_a_graph_break() -> torch.Tensor:
+        with lock:
+            torch._dynamo.graph_break()
+            out: torch.Tensor = torch.ops.agmm._scaled_matmul(
+                a, one, b.t(), one, torch.bfloat16, False
+            )
+            return out
+
+    assert torch.equal(beside_a_graph_break(), torch.full((4, 16), 16.0, dtype=torch.bfloat16))
+    assert graphs == []

@@ -12,7 +12,24 @@ from typing import Any, get_type_hints
 
 import torch
 
-library = torch.library.Library("agmm", "DEF")
+_EVAL_FRAME = torch._C._dynamo.eval_frame
+# It is None in a torch without it, where TorchDynamo may look into kernels.
+_set_strategy = getattr(_EVAL_FRAME, "set_code_exec_strategy", None)
+
+
+class _Library(torch.library.Library):
+    """Registers kernels that TorchDynamo leaves alone. A call that a graph break has left outside
+    of the graphs runs them beside frames that are compiled, and what they do with locks, memory and
+    streams is not to be traced."""
+
+    def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
+        if _set_strategy is not None and dispatch_key in ("CPU", "CUDA", "Autograd"):
+            skip = _EVAL_FRAME._FrameAction.SKIP
+            _set_strategy(fn.__code__, _EVAL_FRAME._FrameExecStrategy(skip, skip))
+        super().impl(op_name, fn, dispatch_key, **options)
+
+
+library = _Library("agmm", "DEF")
 
 _WORDS = {
     torch.Tensor: "Tensor",
