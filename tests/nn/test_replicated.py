@@ -34,8 +34,8 @@ def test_autocast_casts_as_linear_does(pool: RankPool) -> None:
         (
             "module",
             (
-                "RowwiseAllReduceParallel on ReLU(): found torch.nn.modules.activation.ReLU, wanted "
-                "torch.nn.Linear"
+                "RowwiseAllReduceParallel on ReLU(): found torch.nn.modules.activation.ReLU, "
+                "wanted torch.nn.Linear"
             ),
         ),
         (
