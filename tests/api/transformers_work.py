@@ -16,11 +16,12 @@ from agmm.integrations import transformers_styles
 from agmm.testing.reference import relative_error
 
 LIMIT = 2e-5
-_SIZES = {
-    "vocab_size": 64,
+_LAYERS, _TOKENS = 2, 64
+_SIZES: dict[str, Any] = {
+    "vocab_size": _TOKENS,
     "hidden_size": 32,
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": _LAYERS,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 4,
@@ -66,7 +67,7 @@ def _plan(kind: str, folder: Path) -> Any:
 
 def _tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, _SIZES["vocab_size"], (batch, length), generator=generator)
+    return torch.randint(1, _TOKENS, (batch, length), generator=generator)
 
 
 def _full(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -125,7 +126,7 @@ def training(folder: Path, kind: str, batch: int, length: int, checkpointing: bo
         found = _trained(sharded, tokens)
     finally:
         made = calls()
-    layers = _SIZES["num_hidden_layers"] * (2 if checkpointing else 1)
+    layers = _LAYERS * (2 if checkpointing else 1)
     shared = kind == "sequence" and batch * length >= transformers_styles.FEW_ROWS
     blocks = 1 if "Mixtral" in folder.name else 2  # whose linears are agmm's
     right = [blocks * layers] * 2 + [0] if shared else [0, 0, blocks * layers]

@@ -65,7 +65,7 @@ class _Forward:
         self.original = module.forward
         self.region = Region()
         setattr(module, _SERVED, self)
-        module.forward = self  # type: ignore[method-assign]
+        module.forward = self
 
     def _rows(self, x: torch.Tensor) -> Rows | None:
         """How the rows of an input are divided; None where it has all of them.
@@ -265,7 +265,7 @@ class LinearStyle:
         why_not = self._why_not(module, mesh)
         if why_not is not None:
             if isinstance(module, torch.nn.Linear):
-                warn_once(f"transformers' own {self.name!r} style serves a linear: {why_not}")
+                warn_once(f"agmm leaves a linear to transformers: {self.name}: {why_not}")
             self.stock.install_forward(module, mesh)
         elif self.name == "colwise":
             _Column(module, Ranks(mesh, None))

@@ -86,7 +86,7 @@ def local_linear(
 
 
 class _ReplicatedStyle(ParallelStyle):
-    """Without fp8: `scaled_matmul_all_reduce` has no backward."""
+    """A style that refuses fp8, since `scaled_matmul_all_reduce` has no backward."""
 
     def __init__(self, *, use_local_output: bool = True) -> None:
         super().__init__()
