@@ -25,6 +25,9 @@ SETTINGS ?= build/settings
 # The oldest, the usual and the newest.
 TEST_TORCHES ?= torch==2.11.* torch==2.13.0 torch
 BENCH_ARGS ?=
+# Libraries that agmm serves, as they were tried.
+CLIENTS ?= transformers==5.24.0 accelerate==1.15.0
+CLIENTS_VENV ?= build/clients
 export AGMM_CUDA AGMM_KERNELS
 ifneq ($(CUTLASS_DIR),)
 export CUTLASS_DIR
@@ -78,7 +81,7 @@ SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md LICENSE cmake in
 CXX_SOURCES = $(shell find include src tests benchmarks examples -type f \
                       \( -name '*.hpp' -o -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
 
-.PHONY: help demo test test-slow test-gpu test-versions bench build wheels docs lint format stub clean FORCE
+.PHONY: help demo test test-slow test-clients test-gpu test-versions bench build wheels docs lint format stub clean FORCE
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -91,6 +94,11 @@ test: $(VENV)/.installed $(VENV)/.model $(VENV)/.titan $(VENV)/.torchao ## build
 
 test-slow: $(VENV)/.installed $(VENV)/.model $(VENV)/.titan $(VENV)/.torchao ## build and run what takes longer: stress, and compiling for tests alone
 	$(PY) -m pytest --ignore tests/gpu -m slow -n $(TEST_JOBS) --dist worksteal $(PYTEST_ARGS) tests
+
+test-clients: $(VENV)/.installed ## test libraries that agmm serves, in an environment with the pinned packages
+	test -x $(CLIENTS_VENV)/bin/python || PYTHON="$(PY)" tools/make_venv.sh $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check install -q $(CLIENTS)
+	$(CLIENTS_VENV)/bin/python -m pytest -m clients $(PYTEST_ARGS) tests
 
 test-gpu: $(VENV)/.installed $(VENV)/.model ## run the GPU tests on the GPUs at hand
 	$(PY) -m pytest -m 'gpu or machine_code' $(PYTEST_ARGS) tests

@@ -6,6 +6,7 @@ from agmm.nn.fp8_recipe import Fp8Cast, Fp8Recipe
 from agmm.nn.gradients import clip_grad_norm_, sum_replicated_gradients
 from agmm.nn.linear import ColumnParallelLinear, RowParallelLinear
 from agmm.nn.optimizer import parameter_groups
+from agmm.nn.replicated import ReplicatedColwiseParallel, RowwiseAllReduceParallel
 from agmm.nn.state_dict import full_state_dict, load_full_state_dict
 from agmm.nn.styles import GatherColwiseParallel, RowwiseScatterParallel, SharedGatherParallel
 
@@ -14,7 +15,9 @@ __all__ = [
     "Fp8Cast",
     "Fp8Recipe",
     "GatherColwiseParallel",
+    "ReplicatedColwiseParallel",
     "RowParallelLinear",
+    "RowwiseAllReduceParallel",
     "RowwiseScatterParallel",
     "SharedGatherParallel",
     "clip_grad_norm_",

@@ -1,0 +1,166 @@
+"""Rows of activations that ranks share out: what enters and leaves a region of sequence
+parallelism.
+
+Outside the region every rank holds all rows, and the gradient of all rows is the same on each.
+Inside it rank i holds the i-th part of the rows, flattened over batch and sequence and filled up by
+zeros to a multiple of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from agmm.collectives import all_gather, all_reduce
+from agmm.errors import InvalidArgument
+from agmm.nn._ranks import Ranks
+from agmm.ops.checks import needs_gradient
+
+_Group = dist.ProcessGroup | str
+_TAG = "_agmm_rows"
+
+
+class Rows(NamedTuple):
+    """The rows of a forward, on all ranks together."""
+
+    batch: int
+    length: int
+
+    @property
+    def total(self) -> int:
+        return self.batch * self.length
+
+
+def rows_of(x: torch.Tensor) -> Rows | None:
+    """What a part of the rows is a part of; None for a tensor with all rows."""
+    return getattr(x, _TAG, None)
+
+
+def mark(x: torch.Tensor, rows: Rows) -> None:
+    """Notes on a part of the rows what it is a part of."""
+    setattr(x, _TAG, rows)
+
+
+def filled_up(whole: torch.Tensor, parts: int) -> torch.Tensor:
+    """The rows, and zeros up to a multiple of ``parts``."""
+    missing = -whole.shape[0] % parts
+    return torch.nn.functional.pad(whole, (0, 0, 0, missing)) if missing else whole
+
+
+def _part(whole: torch.Tensor, rank: int, parts: int) -> torch.Tensor:
+    size = -(-whole.shape[0] // parts)
+    part = whole[rank * size : (rank + 1) * size]
+    missing = size - part.shape[0]
+    return torch.nn.functional.pad(part, (0, 0, 0, missing)) if missing else part.contiguous()
+
+
+class _OwnRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, group: _Group, rank: int, parts: int, whole: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.group, ctx.total = group, whole.shape[0]
+        return _part(whole, rank, parts).clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dpart: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, None, all_gather(dpart.contiguous(), ctx.group)[: ctx.total]
+
+
+class _AllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, group: _Group, rank: int, parts: int, total: int, part: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.rank, ctx.parts = rank, parts
+        return all_gather(part.contiguous(), group)[:total]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dwhole: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, None, None, _part(dwhole, ctx.rank, ctx.parts)
+
+
+def own_rows(whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """This rank's part of all rows [rows, features]. The backward gathers the parts' gradients."""
+    found: torch.Tensor = _OwnRows.apply(ranks.for_ops, ranks.rank, ranks.size, whole)
+    return found
+
+
+def all_rows(part: torch.Tensor, total: int, ranks: Ranks) -> torch.Tensor:
+    """All rows of the parts. The backward takes this rank's part of the gradient, which is the same
+    on all ranks. Collective."""
+    found: torch.Tensor = _AllRows.apply(ranks.for_ops, ranks.rank, ranks.size, total, part)
+    return found
+
+
+class _SummedGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: _Group, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        sizes = [grad.numel() for grad in grads]
+        joint = all_reduce(torch.cat([grad.flatten() for grad in grads]), ctx.group)
+        return None, *(
+            part.view_as(grad) for part, grad in zip(joint.split(sizes), grads, strict=True)
+        )
+
+
+@contextmanager
+def summed_gradients(module: torch.nn.Module, ranks: Ranks) -> Iterator[None]:
+    """What runs inside sees some of the rows: the gradients that it gives to the module's own
+    parameters are summed over the ranks."""
+    given = {
+        name: parameter
+        for name, parameter in module.named_parameters(recurse=False)
+        if needs_gradient(parameter)
+    }
+    if not given:
+        yield
+        return
+    own: dict[str, Any] = module._parameters
+    own.update(zip(given, _SummedGradients.apply(ranks.for_ops, *given.values()), strict=True))
+    try:
+        yield
+    finally:
+        own.update(given)
+
+
+_SHAPE_ONLY = {"__len__", "device", "dim", "dtype", "is_cpu", "is_cuda", "is_floating_point"} | {
+    *("is_meta", "layout", "ndim", "ndimension", "requires_grad", "shape", "size")
+}
+
+
+class StandIn(torch.Tensor):
+    """All rows as a module sees them whose linears have gathered them already: a shape without
+    values."""
+
+    @staticmethod
+    def of(part: torch.Tensor, rows: Rows) -> StandIn:
+        """The stand-in for all rows of a part."""
+        shape = (rows.batch, rows.length, part.shape[-1])
+        found: StandIn = torch.Tensor._make_subclass(StandIn, part.new_empty(1).expand(shape))
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        if name == "__get__":
+            name = func.__self__.__name__
+        if name not in _SHAPE_ONLY:
+            raise InvalidArgument(
+                f"sequence_plan: found a module that calls {name} on its input, wanted one whose "
+                "column-wise linears alone take it"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))

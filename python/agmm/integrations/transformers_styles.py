@@ -1,0 +1,301 @@
+"""Parallel styles for transformers' registry.
+
+A style there has ``validate_param``, ``shard_param`` and ``install_forward``. Those of linears take
+the place of the module's forward, and leave to the style that they replace how parameters are
+sharded, and what they cannot serve. Those of a region of sequence parallelism learn from the layer
+around them how the rows of this forward are divided.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from agmm.errors import InvalidArgument, warn_once
+from agmm.integrations.sequence_rows import (
+    Rows,
+    StandIn,
+    all_rows,
+    filled_up,
+    mark,
+    own_rows,
+    rows_of,
+    summed_gradients,
+)
+from agmm.nn import ReplicatedColwiseParallel, RowwiseAllReduceParallel
+from agmm.nn._ranks import Ranks
+from agmm.nn.replicated import column_product, local_linear
+from agmm.ops.all_gather_matmul import all_gather_matmul
+from agmm.ops.matmul_all_reduce import matmul_all_reduce
+from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
+
+FEW_ROWS = 128
+"""With fewer rows (batch × sequence) every rank keeps all of them, as when tokens are generated."""
+
+_SERVED = "_agmm_forward"
+_ROW, _COLUMN = RowwiseAllReduceParallel(), ReplicatedColwiseParallel()
+
+
+class Region:
+    """What the styles inside one layer share.
+
+    Attributes:
+        rows: how the rows are divided that the layer was last called with.
+        block_rows: those of the block that runs; None where it has all rows, and where none runs.
+        stand_in: what the linears of a module get as its input.
+        products: of these linears.
+    """
+
+    def __init__(self) -> None:
+        self.rows: Rows | None = None
+        self.block_rows: Rows | None = None
+        self.stand_in: StandIn | None = None
+        self.products: dict[torch.nn.Module, torch.Tensor] = {}
+
+
+class _Forward:
+    """Takes the place of a module's forward."""
+
+    def __init__(self, module: torch.nn.Module, ranks: Ranks) -> None:
+        self.module = module
+        self.ranks = ranks
+        self.original = module.forward
+        self.region = Region()
+        setattr(module, _SERVED, self)
+        module.forward = self
+
+    def _rows(self, x: torch.Tensor) -> Rows | None:
+        """How the rows of an input are divided; None where it has all of them.
+
+        What enters a layer knows it. Inside, a part of the rows is known by its two dimensions.
+        Modules do not rely on the layer's own call, which checkpointing may leave out when it
+        computes again.
+        """
+        rows = rows_of(x)
+        if rows is not None:
+            self.region.rows = rows
+        return self.region.rows if x.dim() == 2 else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def _served(module: torch.nn.Module) -> _Forward | None:
+    found = module.__dict__.get(_SERVED)
+    return found if isinstance(found, _Forward) else None
+
+
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    found: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+    return found
+
+
+def _with_input(
+    x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+
+
+def _first(out: Any) -> torch.Tensor:
+    found: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return found
+
+
+class _Column(_Forward):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.region.stand_in is x:
+            return self.region.products[self.module]
+        weight, bias = local_linear(_COLUMN, self.module, Shard(0))
+        if isinstance(x, DTensor):
+            x = x.redistribute(placements=[Replicate()]).to_local()
+        return column_product(x, weight.t(), bias, self.ranks.for_ops)
+
+
+class _Row(_Forward):
+    def __init__(self, module: torch.nn.Module, ranks: Ranks, splits_input: bool) -> None:
+        super().__init__(module, ranks)
+        self.splits_input = splits_input
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = local_linear(_ROW, self.module, Shard(1))
+        if self.splits_input and not isinstance(x, DTensor):
+            mesh = self.ranks.mesh(x.device)
+            x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        if isinstance(x, DTensor):
+            x = x.redistribute(placements=[Shard(-1)]).to_local()
+        group = self.ranks.for_ops
+        if self.region.block_rows is None:
+            return matmul_all_reduce(x, weight, group, bias=bias)
+        rows = filled_up(x.flatten(0, -2), self.ranks.size)
+        return matmul_reduce_scatter(rows, weight, group, bias=bias)
+
+
+class _Layer(_Forward):
+    """A decoder layer: the region begins before the first one."""
+
+    bound = False
+
+    def _bind(self) -> None:
+        for module in self.module.modules():
+            inner = _served(module)
+            if inner is not None:
+                inner.region = self.region
+        self.bound = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.bound:
+            self._bind()
+        x = _input(args, kwargs)
+        rows = rows_of(x)
+        if rows is None:
+            if x.dim() != 3:
+                raise InvalidArgument(
+                    f"hidden_states: found {x.dim()} dimensions and no note of what they are part "
+                    "of, wanted [batch, sequence, features] or what another layer returned; "
+                    "checkpointing keeps that with use_reentrant=False"
+                )
+            if x.shape[0] * x.shape[1] < FEW_ROWS:
+                return self.original(*args, **kwargs)
+            rows = Rows(x.shape[0], x.shape[1])
+            x = own_rows(x.flatten(0, 1), self.ranks)
+            mark(x, rows)
+        args, kwargs = _with_input(x, args, kwargs)
+        out = self.original(*args, **kwargs)
+        mark(_first(out), rows)
+        return out
+
+
+class _Norm(_Forward):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        rows = self._rows(_input(args, kwargs))
+        if rows is None:
+            return self.original(*args, **kwargs)
+        with summed_gradients(self.module, self.ranks):
+            return self.original(*args, **kwargs)
+
+
+class _LastNorm(_Forward):
+    """The norm behind the last layer, with which the region ends."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        rows = rows_of(_input(args, kwargs))
+        if rows is None:
+            return self.original(*args, **kwargs)
+        with summed_gradients(self.module, self.ranks):
+            part = self.original(*args, **kwargs)
+        return all_rows(part, rows.total, self.ranks).unflatten(0, tuple(rows))
+
+
+class _Block(_Forward):
+    """A part of a layer between norms: attention, or a feed-forward network."""
+
+    columns: list[torch.nn.Module] | None = None
+
+    def _find_columns(self) -> list[torch.nn.Module]:
+        """The linears that take the block's input; none where some cannot be served here."""
+        linears = [m for m in self.module.children() if isinstance(m, torch.nn.Linear)]
+        if not all(isinstance(_served(m), _Column | _Row) for m in linears):
+            return []
+        if not any(isinstance(_served(m), _Row) for m in linears):
+            return []
+        return [m for m in linears if isinstance(_served(m), _Column)]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        x = _input(args, kwargs)
+        rows = self._rows(x)
+        if rows is None:
+            return self.original(*args, **kwargs)
+        if self.columns is None:
+            self.columns = self._find_columns()
+        if not self.columns:
+            return self._with_all_rows(rows, x, args, kwargs)
+        weights, biases = zip(
+            *(local_linear(_COLUMN, column, Shard(0)) for column in self.columns), strict=True
+        )
+        outs = all_gather_matmul(x, list(weights), self.ranks.for_ops, bias=list(biases))
+        wholes = [out[: rows.total].unflatten(0, tuple(rows)) for out in outs]
+        region = self.region
+        region.products = dict(zip(self.columns, wholes, strict=True))
+        region.stand_in, region.block_rows = StandIn.of(x, rows), rows
+        args, kwargs = _with_input(region.stand_in, args, kwargs)
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            region.stand_in, region.block_rows, region.products = None, None, {}
+
+    def _with_all_rows(
+        self, rows: Rows, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The block as transformers has it, between a gather and each rank's own part."""
+        whole = all_rows(x, rows.total, self.ranks).unflatten(0, tuple(rows))
+        args, kwargs = _with_input(whole, args, kwargs)
+        out = self.original(*args, **kwargs)
+        part = own_rows(_first(out).flatten(0, 1), self.ranks)
+        return (part, *out[1:]) if isinstance(out, tuple) else part
+
+
+class LinearStyle:
+    """A style of transformers for linears, served by agmm where the module is ``torch.nn.Linear``
+    and its size divides by the ranks. All else is the style's that it replaces."""
+
+    def __init__(self, name: str, stock: Any) -> None:
+        self.name = name
+        self.stock = stock
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "stock":  # of a copy that is still empty
+            raise AttributeError(name)
+        return getattr(self.stock, name)
+
+    def _why_not(self, module: torch.nn.Module, mesh: DeviceMesh) -> str | None:
+        if type(module) is not torch.nn.Linear:
+            kind = type(module)
+            return f"found {kind.__module__}.{kind.__qualname__}, wanted torch.nn.Linear itself"
+        divided = "out_features" if self.name == "colwise" else "in_features"
+        size = getattr(module, divided)
+        if size % mesh.size():
+            return f"{divided}: found {size}, wanted a multiple of {mesh.size()} ranks"
+        return None
+
+    def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+        """Replaces the module's forward, before transformers loads its parameters."""
+        why_not = self._why_not(module, mesh)
+        if why_not is not None:
+            if isinstance(module, torch.nn.Linear):
+                warn_once(f"agmm leaves a linear to transformers: {self.name}: {why_not}")
+            self.stock.install_forward(module, mesh)
+        elif self.name == "colwise":
+            _Column(module, Ranks(mesh, None))
+        else:
+            _Row(module, Ranks(mesh, None), isinstance(self.stock.input_layouts, Replicate))
+        return module
+
+
+class SequenceStyle:
+    """A style of a region of sequence parallelism, which shards no parameter."""
+
+    def __init__(self, forward: type[_Forward]) -> None:
+        self.forward = forward
+
+    def validate_param(
+        self, module: torch.nn.Module, param: str, mesh: DeviceMesh, parameter_name: Any = None
+    ) -> None:
+        """Every parameter will do."""
+
+    def shard_param(self, module: torch.nn.Module, param: str, mesh: DeviceMesh) -> None:
+        """Every rank holds it whole."""
+
+    def install_forward(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+        """Replaces the module's forward."""
+        self.forward(module, Ranks(mesh, None))
+        return module
+
+
+LINEAR_STYLES = ("colwise", "rowwise", "rowwise_rep", "rowwise_split_input")
+LAYER, NORM, LAST_NORM, BLOCK = (
+    f"agmm_sequence_{name}" for name in ("layer", "norm", "last_norm", "block")
+)
+SEQUENCE_STYLES = {LAYER: _Layer, NORM: _Norm, LAST_NORM: _LastNorm, BLOCK: _Block}
