@@ -16,8 +16,10 @@ try:
     from agmm.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
     from agmm.ops.matmul_all_reduce import matmul_all_reduce
     from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
+    from agmm.ops.recordings import record
     from agmm.ops.scaled_matmul_all_reduce import scaled_matmul_all_reduce
     from agmm.ops.scaled_matmul_reduce_scatter import scaled_matmul_reduce_scatter
+    from agmm.ops.status import Status, status
     from agmm.planning.plans import KernelConfig
     from agmm.runtime.group_gpus import reserve_sms
     from agmm.runtime.memory import release, reserve, workspace_bytes
@@ -46,6 +48,7 @@ __all__ = [
     "InvalidArgument",
     "KernelConfig",
     "Packed4BitWeight",
+    "Status",
     "Unsupported",
     "__version__",
     "all_gather_matmul",
@@ -55,10 +58,12 @@ __all__ = [
     "collectives",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "record",
     "release",
     "reserve",
     "reserve_sms",
     "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
+    "status",
     "workspace_bytes",
 ]

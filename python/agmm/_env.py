@@ -56,6 +56,18 @@ CHECK_NAN: Final = Variable(
     "off",
     "look for NaNs in what a rank is about to send: `off`, `warn` or `raise`, see `agmm.check_nan`",
 )
+RECORD: Final = Variable(
+    "AGMM_RECORD",
+    "",
+    "rank 0 writes the calls of the process into this file when it ends, for `agmm tune --file`; "
+    "with `{rank}` in the name every rank writes a file",
+)
+REPORT: Final = Variable(
+    "AGMM_REPORT",
+    "",
+    "rank 0 writes what `agmm.status` says, with counts, into this file when it ends; with "
+    "`{rank}` in the name every rank writes a file",
+)
 NAN_MODES: Final = ("off", "warn", "raise")
 RUN_TIME: Final = (
     *(
@@ -68,6 +80,8 @@ RUN_TIME: Final = (
         RESERVED_SMS,
         EARLY_START,
         CHECK_NAN,
+        RECORD,
+        REPORT,
     ),
 )
 BUILD_TIME: Final = (

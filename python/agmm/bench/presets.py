@@ -165,12 +165,7 @@ class ShapeOptions:
 
         Raises InvalidArgument where they are not named in exactly one way, or cannot be read.
         """
-        if self._count() != 1:
-            extents = "" if self.extents is None else "--m --n --k, "
-            raise InvalidArgument(
-                f"shapes: found {self._count()} ways to name them, wanted one of {extents}"
-                "--shapes, --file, --model"
-            )
+        self.check_one()
         if self.model is not None:
             return shapes(self.model, parse_tokens(self.tokens or DEFAULT_TOKENS), tp, op)
         if self.tokens is not None:
@@ -192,6 +187,15 @@ class ShapeOptions:
             )
             raise InvalidArgument(f"shape: found {given} alone, wanted --m, --n and --k")
         return [Shape(m, n, k)]
+
+    def check_one(self) -> None:
+        """Raises InvalidArgument where shapes are not named in exactly one way."""
+        if self._count() != 1:
+            extents = "" if self.extents is None else "--m --n --k, "
+            raise InvalidArgument(
+                f"shapes: found {self._count()} ways to name them, wanted one of {extents}"
+                "--shapes, --file, --model"
+            )
 
     def _count(self) -> int:
         by_extent = self.extents is not None and any(e is not None for e in self.extents)

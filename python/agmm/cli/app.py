@@ -22,6 +22,7 @@ from agmm.cli.options import (
     Command,
     Device,
     Layout,
+    Op,
     Tp,
     Where,
     one_line_errors,
@@ -152,7 +153,7 @@ def bench(options: BenchOptions) -> None:
         )
         if options.source is None:
             say_why_cpu(options.device, options.tp)
-        found = bench_command.run(request)
+        found = bench_command.run_any(request)
         if found.wrong:
             print(f"agmm: wrong results: {', '.join(found.wrong)}", file=sys.stderr)
         if found.failed:
@@ -167,6 +168,7 @@ def bench(options: BenchOptions) -> None:
     "  agmm tune --m 4096 --n 3584 --k 8192 --tp 4\n\n"
     "  agmm tune --model llama-3-70b --tokens 512..32768 --tp 4\n\n"
     "  agmm tune --file shapes.txt --tp 2 --device cpu\n\n"
+    "  agmm tune --file calls.json\n\n"
     "  agmm tune --op matmul_reduce_scatter --model llama-3-70b --tp 4\n\n"
     "  torchrun --nproc-per-node 4 -m agmm tune --model deepseek-v3",
 )
@@ -179,26 +181,40 @@ def tune(options: TuneOptions) -> None:
     """
     with one_line_errors():
         from agmm import _env
-        from agmm.bench import launcher, presets, tuning_session
-        from agmm.cli import tuning
+        from agmm.bench import launcher, presets, recorded, tuning_session
+        from agmm.cli import from_file, tuning
 
         _env.check()
-        kind, ranks = launcher.choose(options.device.value, launcher.world_size_or(options.tp))
-        say_why_cpu(options.device, options.tp)
+        op = None if options.op is None else options.op.value
+        scaling = None if options.scaling is None else options.scaling.value
         one = options.m, options.n, options.k
         shapes = presets.ShapeOptions(
             options.shapes, options.file, options.model, options.tokens, one
         )
+        if from_file.is_recorded(shapes):
+            given = options.return_a or options.b_layout is not Layout.column
+            if given:
+                raise InvalidArgument(
+                    "--return-a, --b-layout: found them with recorded calls, which say it"
+                )
+            dtype = None if options.dtype is None else DTYPE_NAMES[options.dtype]
+            wanted = recorded.Wanted(op, dtype, scaling)
+            device, tp, again = options.device.value, options.tp, options.again
+            if not from_file.tune(shapes, wanted, device, tp, again=again):
+                raise typer.Exit(1)
+            return
+        kind, ranks = launcher.choose(options.device.value, launcher.world_size_or(options.tp))
+        say_why_cpu(options.device, options.tp)
         session = tuning_session.TuningOptions.of(
             kind,
             ranks,
-            shapes.read(ranks, options.op.value),
+            shapes.read(ranks, op or Op.all_gather_matmul.value),
             None if options.dtype is None else torch_dtype(options.dtype),
             return_A=options.return_a,
             row_major=options.b_layout is Layout.row,
             again=options.again,
-            op=options.op.value,
-            scaling=None if options.scaling is None else options.scaling.value,
+            op=op or Op.all_gather_matmul.value,
+            scaling=scaling,
         )
         if not tuning.run(session, ranks):
             raise typer.Exit(1)
@@ -210,7 +226,8 @@ def tune(options: TuneOptions) -> None:
     "  agmm explain --m 4096 --n 3584 --k 8192 --tp 4\n\n"
     "  agmm explain --m 64 --n 3584 --k 8192 --tp 4 --gpu h200 --return-a\n\n"
     "  agmm explain --m 4096 --n 8192 --k 2048 --tp 4 --op matmul_reduce_scatter\n\n"
-    "  agmm explain --m 64 --k 8192 --tp 8 --op all_reduce",
+    "  agmm explain --m 64 --k 8192 --tp 8 --op all_reduce\n\n"
+    "  agmm explain --file calls.json",
 )
 @with_options_of(ExplainOptions)
 def explain(options: ExplainOptions) -> None:
@@ -225,6 +242,15 @@ def explain(options: ExplainOptions) -> None:
         from agmm.planning.plans import Problem
 
         m, n, k, tp, op = options.m, options.n, options.k, options.tp, options.op.value
+        if options.file is not None:
+            from agmm.cli import from_file
+
+            if (m, n, k) != (None, None, None):
+                raise InvalidArgument("--file: found it with --m, --n or --k, wanted one of these")
+            from_file.explain(options.file, tp, options.gpu)
+            return
+        if m is None or k is None or tp is None:
+            raise InvalidArgument("shape: found no --m, --k or --tp, wanted all three, or --file")
         name = gpu_names.find_gpu(options.gpu)
         explain_module.check_columns(op, n)
         if op in get_args(Kind):

@@ -4,7 +4,7 @@ timelines."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from agmm.bench import (
     plots,
     presets,
     record,
+    recorded,
     reports,
     runner,
     timeline,
@@ -93,6 +94,47 @@ class Found(NamedTuple):
 
     wrong: list[str]
     failed: list[str]
+
+
+def run_any(request: Request) -> Found:
+    """Does what `run` does, for each op and kind of operands of recorded calls one after the other.
+
+    Raises InvalidArgument as `run` does, and where one report is wanted of several of these.
+    """
+    dtype = None if request.dtype is None else str(request.dtype).removeprefix("torch.")
+    wanted = recorded.Wanted(request.op, dtype, request.scaling)
+    calls = None if request.source else recorded.read(request.shapes, wanted)
+    if calls is None:
+        return run(request)
+    given = launcher.world_size_or(request.world_size)
+    ranks = recorded.ranks_of(calls, given)
+    parts, left_out = recorded.parts(calls, ranks, each_weight=False)
+    requests: dict[tuple[str, str, str | None], dict[Shape, None]] = {}
+    for part, shapes in parts.items():
+        key = part.op, part.dtype, part.scaling
+        requests.setdefault(key, {}).update(dict.fromkeys(shapes))
+    files = (request.json_path, request.compare, request.plot)
+    if len(requests) > 1 and any(path is not None for path in files):
+        raise InvalidArgument(
+            f"file: found calls of {len(requests)} ops and kinds of operands, wanted one for "
+            "--json, --compare and --plot: --op, --dtype and --scaling choose"
+        )
+    if launcher.is_rank_0():
+        for line in left_out:
+            console(stderr=True).print(line, soft_wrap=True, markup=False)
+    found = Found([], [])
+    for (op, name, scaling), listed in requests.items():
+        one = replace(
+            request,
+            shapes=presets.ShapeOptions(",".join(map(str, listed))),
+            op=op,
+            dtype=getattr(torch, name),
+            scaling=scaling,
+            world_size=ranks,
+        )
+        wrong, failed = run(one)
+        found = Found([*found.wrong, *wrong], [*found.failed, *failed])
+    return found
 
 
 def run(request: Request) -> Found:

@@ -149,7 +149,7 @@ class TuneOptions:
     file: File = None
     model: Model = None
     tokens: Tokens = None
-    op: PlannedOp = Op.all_gather_matmul
+    op: PlannedOp = None
     tp: Tp = None
     dtype: ElementType = None
     scaling: ScalingOf = None
@@ -166,13 +166,13 @@ class ExplainOptions:
     """What `agmm explain` is told."""
 
     m: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--m", min=1, max=MAX_EXTENT, metavar="ROWS", help="Rows (tokens) of all ranks."
         ),
-    ]
+    ] = None
     k: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--k",
             min=1,
@@ -180,8 +180,16 @@ class ExplainOptions:
             metavar="COLUMNS",
             help="Columns of A, or of what a collective gathers, scatters or sums.",
         ),
-    ]
-    tp: Annotated[int, typer.Option(*TP_NAMES, min=1, metavar="N", help="Number of ranks.")]
+    ] = None
+    tp: Annotated[
+        int | None, typer.Option(*TP_NAMES, min=1, metavar="N", help="Number of ranks.")
+    ] = None
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            help="The calls that agmm.record wrote, instead of --m, --n and --k.", dir_okay=False
+        ),
+    ] = None
     n: ColumnsOfB = None
     op: Annotated[
         ExplainedOp,

@@ -113,7 +113,10 @@ Shapes = Annotated[
 ]
 File = Annotated[
     Path | None,
-    typer.Option(help="Shapes, one MxNxK a line; # begins a comment.", dir_okay=False),
+    typer.Option(
+        help="Shapes, one MxNxK a line, # begins a comment; or the calls that agmm.record wrote.",
+        dir_okay=False,
+    ),
 ]
 Model = Annotated[
     str | None,
@@ -148,7 +151,11 @@ ScalingOf = Annotated[
     Scaling | None, typer.Option(help="Scales of float8_e4m3fn operands. Default: rowwise.")
 ]
 PlannedOp = Annotated[
-    Op, typer.Option(help="Which call. The rows of matmul_reduce_scatter are those of A.")
+    Op | None,
+    typer.Option(
+        help="Which call; all_gather_matmul by default, with recorded calls all of them. The rows "
+        "of matmul_reduce_scatter are those of A."
+    ),
 ]
 ColumnsOfB = Annotated[
     int | None,

@@ -106,6 +106,10 @@ class GatherCall(OpCall[Gathered]):
 
     # --- the flow ---
 
+    @property
+    def returns_A(self) -> bool:
+        return self.settings.return_A
+
     def why_not_gathered(self) -> str | None:
         """Why agmm's gather kernel cannot take the shard, or None."""
         if self.device.type != "cuda":

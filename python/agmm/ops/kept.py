@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import Unsupported
+from agmm.ops import seen
 from agmm.ops.operands import PLAIN_TYPES, is_watched
 from agmm.runtime import groups, nan_check
 
@@ -20,6 +21,7 @@ kept_calls = weakref.WeakKeyDictionary()
 end with the group."""
 
 nan_check.on_change(kept_calls.clear)
+seen.on_change(kept_calls.clear)
 
 MAX_KEPT = 4096
 """Calls that are kept for a group at most."""

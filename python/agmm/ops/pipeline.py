@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import Unsupported, fall_back
-from agmm.ops import kept
+from agmm.ops import kept, seen
 from agmm.runtime import backends, groups
 from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
@@ -66,6 +66,11 @@ class OpCall(ABC, Generic[Result]):
     device: torch.device
     """Where the operands are."""
     strict: bool
+
+    @property
+    def returns_A(self) -> bool:
+        """Whether the gathered A is returned, too."""
+        return False
 
     @abstractmethod
     def check(self) -> None:
@@ -142,9 +147,13 @@ def serve(call: OpCall[Result], keep_as: Any = None) -> Result:
     call.check()
     words = call.words()
     if backends.is_fake(group):
-        return call.by_library(words)
+        dry = call.by_library(words)
+        seen.served(call, words, "dry run", None)
+        return dry
     if call.is_empty():
-        return call.without_elements(words)
+        nothing = call.without_elements(words)
+        seen.served(call, words, "nobody", None)
+        return nothing
     with groups.of(group).lock, calling(words):
         route = call.route()
         while route.by != LIBRARY:
@@ -155,13 +164,15 @@ def serve(call: OpCall[Result], keep_as: Any = None) -> Result:
             except Unsupported as error:
                 route = call.instead(route, str(error))
                 continue
+            kind = seen.served(call, words, route.by, route.reason)
             if route.lasts:
-                kept.keep(group, keep_as, call.to_keep(ready, found))
+                kept.keep(group, keep_as, seen.noting(call.to_keep(ready, found), kind))
             return call.finished(found, route)
         if route.reason is not None:
             fall_back(route.reason, call.strict)
         call.look(route, words)
         by_library = call.by_library(words)
+        kind = seen.served(call, words, LIBRARY, route.reason)
         if route.reason is None and route.lasts:
-            kept.keep(group, keep_as, call.library_to_keep(by_library))
+            kept.keep(group, keep_as, seen.noting(call.library_to_keep(by_library), kind))
         return by_library

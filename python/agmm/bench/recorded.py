@@ -1,0 +1,123 @@
+"""What the commands take of a recording: its calls in parts that one run can measure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from agmm.bench.presets import ShapeOptions
+from agmm.errors import InvalidArgument
+from agmm.ops import recordings
+from agmm.ops.recordings import RecordedCall
+from agmm.planning.plans import ALL_GATHER_MATMUL, OPS
+from agmm.testing.cases import Shape
+
+
+class Part(NamedTuple):
+    """Calls that differ in their shapes alone."""
+
+    op: str
+    dtype: str
+    scaling: str | None
+    b_layout: str
+    return_A: bool
+
+    def __str__(self) -> str:
+        scales = f" with {self.scaling} scales" if self.scaling else ""
+        returned = ", A returned" if self.return_A else ""
+        return f"{self.op}, {self.dtype}{scales}, B by {self.b_layout}{returned}"
+
+
+class Wanted(NamedTuple):
+    """The calls of a recording that a command is to take; None: all."""
+
+    op: str | None = None
+    dtype: str | None = None
+    scaling: str | None = None
+
+    def has(self, call: RecordedCall) -> bool:
+        pairs = (
+            (self.op, call.planned_op),
+            (self.dtype, call.dtype),
+            (self.scaling, call.scaling),
+        )
+        return all(one is None or one == other for one, other in pairs)
+
+
+def read(shapes: ShapeOptions, wanted: Wanted) -> list[RecordedCall] | None:
+    """The calls of the file that the options name, where it is a recording, else None.
+
+    Raises:
+        InvalidArgument: it cannot be read, has no such call, or shapes are named otherwise, too.
+    """
+    if shapes.file is None:
+        return None
+    try:
+        is_one = recordings.is_recording(shapes.file.read_text())
+    except (OSError, UnicodeDecodeError):
+        return None  # whoever reads shapes says so
+    if not is_one:
+        return None
+    shapes.check_one()
+    found = [call for call in recordings.read(shapes.file) if wanted.has(call)]
+    if not found:
+        raise InvalidArgument(f"file: found no such calls in {shapes.file}, wanted some")
+    return found
+
+
+def ranks_of(calls: Sequence[RecordedCall], given: int | None) -> int:
+    """How many ranks a run of these calls has: as many as are given, or as all of them have.
+
+    Raises:
+        InvalidArgument: the calls have several numbers of ranks, and none is given.
+    """
+    if given is not None:
+        return given
+    found = sorted({call.world_size for call in calls})
+    if len(found) > 1:
+        numbers = ", ".join(map(str, found))
+        raise InvalidArgument(f"tp: found none with calls of {numbers} ranks, wanted one of these")
+    return found[0]
+
+
+def parts(
+    calls: Sequence[RecordedCall], ranks: int, *, each_weight: bool
+) -> tuple[dict[Part, list[Shape]], list[str]]:
+    """The calls that can be measured with so many ranks, each shape once, and a line for each of
+    the others.
+
+    Args:
+        each_weight: of calls with several weights also the shape of each, which has a kernel of its
+            own.
+    """
+    found: dict[Part, dict[Shape, None]] = {}
+    left_out = []
+    for call in calls:
+        reason = _why_not(call, ranks)
+        if reason is not None:
+            left_out.append(f"left out {described(call)}: {reason}")
+            continue
+        part = Part(call.planned_op, call.dtype, call.scaling, call.b_layout, call.return_A)
+        columns = [sum(call.n), *(call.n if each_weight else ())]
+        found.setdefault(part, {}).update({Shape(call.m, n, call.k): None for n in columns})
+    return {part: list(shapes) for part, shapes in found.items()}, left_out
+
+
+def described(call: RecordedCall) -> str:
+    """The call in a few words."""
+    columns = "+".join(map(str, call.n))
+    return f"{call.op} {call.m}x{columns}x{call.k} {call.dtype}"
+
+
+def _why_not(call: RecordedCall, ranks: int) -> str | None:
+    if call.world_size != ranks:
+        return f"call: found {call.world_size} ranks, this run has {ranks}"
+    if call.planned_op not in OPS:
+        return "call: nothing measures this op alone"
+    if 0 in (call.m, sum(call.n), call.k):
+        return "call: no elements"
+    if call.b_layout == "packed":
+        return "call: agmm has one way for weights of 4 bits"
+    if call.op == ALL_GATHER_MATMUL and call.dim != 0:
+        return f"call: dimension {call.dim} is gathered, for which there are no plans"
+    return None

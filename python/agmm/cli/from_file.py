@@ -1,0 +1,124 @@
+"""What `agmm tune` and `agmm explain` do with the calls that a program has recorded."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from agmm.bench import launcher, recorded
+from agmm.bench.presets import ShapeOptions
+from agmm.bench.tuning_session import TuningOptions
+from agmm.cli import explain as explain_module
+from agmm.cli import gpu_names, tuning
+from agmm.cli.terminal import console
+from agmm.errors import InvalidArgument
+from agmm.ops import recordings
+from agmm.planning.plans import Problem
+from agmm.testing.cases import Shape
+
+
+def is_recorded(shapes: ShapeOptions) -> bool:
+    """Whether the options name a recording."""
+    return recorded.read(shapes, recorded.Wanted()) is not None
+
+
+def tune(
+    shapes: ShapeOptions, wanted: recorded.Wanted, device: str, tp: int | None, *, again: bool
+) -> bool:
+    """Tunes recorded calls, those that differ in shapes alone in one run.
+
+    Returns:
+        Whether every shape has a plan that was saved, and no candidate failed.
+
+    Raises:
+        InvalidArgument: the file has nothing that can be tuned; before anything is measured.
+    """
+    import torch
+
+    calls = recorded.read(shapes, wanted)
+    assert calls is not None
+    given = recorded.ranks_of(calls, launcher.world_size_or(tp))
+    kind, ranks = launcher.choose(device, given)
+    reason = launcher.why_cpu(device, given)
+    parts, lines = recorded.parts(calls, ranks, each_weight=True)
+    if reason is not None:
+        lines.insert(0, reason)
+    sessions: list[tuple[recorded.Part, TuningOptions]] = []
+    for part, listed in parts.items():
+        served: list[Shape] = []
+        for shape in listed:
+            try:
+                _session(part, kind, ranks, [shape], getattr(torch, part.dtype), again)
+            except InvalidArgument as error:
+                lines.append(f"left out {part.op} {shape} {part.dtype}: {error}")
+            else:
+                served.append(shape)
+        if served:
+            dtype = getattr(torch, part.dtype)
+            sessions.append((part, _session(part, kind, ranks, served, dtype, again)))
+    if launcher.is_rank_0():
+        for line in lines:
+            print(f"agmm: {line}", file=sys.stderr)
+    if not sessions:
+        raise InvalidArgument(f"file: found no calls in {shapes.file} that can be tuned")
+    all_kept = True
+    for part, session in sessions:
+        if launcher.is_rank_0():
+            print(f"agmm: {part}, {len(session.shapes)} shapes", file=sys.stderr)
+        all_kept = tuning.run(session, ranks) and all_kept
+    return all_kept
+
+
+def _session(
+    part: recorded.Part, kind: str, ranks: int, shapes: list[Shape], dtype: object, again: bool
+) -> TuningOptions:
+    return TuningOptions.of(
+        kind,
+        ranks,
+        shapes,
+        dtype,  # type: ignore[arg-type]  # this module imports no torch for its annotations
+        op=part.op,
+        scaling=part.scaling,
+        return_A=part.return_A,
+        row_major=part.b_layout == "row",
+        again=again,
+    )
+
+
+def explain(path: Path, tp: int | None, gpu: str | None) -> None:
+    """Prints the explanation of each recorded call, those with so many ranks where ``tp`` is given.
+
+    Raises InvalidArgument where the file cannot be read or has no such calls.
+    """
+    calls = [call for call in recordings.read(path) if tp in (None, call.world_size)]
+    if not calls:
+        raise InvalidArgument(f"file: found no such calls in {path}, wanted some")
+    name = None if gpu is None else gpu_names.find_gpu(gpu)
+    stdout = console()
+    for call in calls:
+        at = name or call.gpu
+        problem = Problem(
+            call.m,
+            sum(call.n),
+            call.k,
+            op=call.planned_op,
+            format=call.dtype,
+            world_size=call.world_size,
+            return_A=call.return_A,
+            b_layout=call.b_layout,
+            gpu=at,
+            sm_count=gpu_names.HOPPERS.get(at, 0),
+        )
+        head = f"{call.count} × {recorded.described(call)}, served by: {call.by}"
+        stdout.print(head, soft_wrap=True, markup=False)
+        try:
+            if call.b_layout == "packed":
+                raise InvalidArgument("call: agmm has one way for weights of 4 bits")
+            if 0 in (problem.m, problem.n, problem.k):
+                raise InvalidArgument("call: no elements")
+            said = explain_module.explain_any(problem, call.scaling)
+        except InvalidArgument as error:
+            said = f"not explained: {error}"
+        if call.reason is not None:
+            stdout.print(f"not by agmm's kernel: {call.reason}", soft_wrap=True, markup=False)
+        stdout.print(said, "", sep="\n", soft_wrap=True, markup=False)

@@ -1,0 +1,68 @@
+"""What the tests of `agmm.status` and `agmm.record` run inside ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import agmm
+
+ROWS, K, N = 4, 24, 16
+
+
+def calls(times: int) -> None:
+    A, B = torch.randn(ROWS, K), torch.randn(N, K).t()
+    C = torch.randn(8, K).t()
+    for _ in range(times):
+        agmm.all_gather_matmul(A, B)
+        agmm.all_gather_matmul(A, [B, C], return_A=True)
+        agmm.all_gather_matmul(A, B, config="unfused")
+        agmm.matmul_reduce_scatter(torch.randn(8, K), torch.randn(K, N))
+        agmm.matmul_all_reduce(torch.randn(7, K), torch.randn(K, N))
+
+
+def recorded(path: str, times: int) -> None:
+    """Calls that are recorded, between others that are not. The file is there when all return."""
+    calls(1)
+    with agmm.record(path):
+        calls(times)
+    calls(1)
+    dist.barrier()
+
+
+def raised_in_recording(path: str) -> None:
+    def fails() -> None:
+        with agmm.record(path):
+            calls(1)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    dist.barrier()
+
+
+def fp8_recorded(path: str) -> None:
+    A, B = torch.randn(4, 32).to(torch.float8_e4m3fn), torch.randn(16, 32).to(torch.float8_e4m3fn)
+    with agmm.record(path):
+        agmm.all_gather_scaled_matmul(A, B.t(), torch.ones(4, 1), torch.ones(1, 16))
+        agmm.all_gather_scaled_matmul(A, B.t(), torch.ones(()), torch.ones(()))
+    dist.barrier()
+
+
+def status_of(m: int) -> list[Any]:
+    """Who serves calls with so many rows, by `agmm.status`."""
+    A, B = torch.randn(m // dist.get_world_size(), K), torch.randn(N, K).t()
+    for _ in range(3):
+        agmm.all_gather_matmul(A, B)
+    along_last = torch.randn(K, K)
+    agmm.matmul_reduce_scatter(torch.randn(m, K), along_last, scatter_dim=1)
+    found = agmm.status()
+    assert str(found).splitlines()[0].split()[0] == "op"
+    return [
+        (one.op, one.n, one.by, one.reason, one.count, one.is_by_agmm)
+        for one in found.calls
+        if one.m == m
+    ]
