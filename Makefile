@@ -98,7 +98,7 @@ test-slow: $(VENV)/.installed $(VENV)/.model $(VENV)/.titan $(VENV)/.torchao ## 
 test-clients: $(VENV)/.installed ## test libraries that agmm serves, in an environment with the pinned packages
 	test -x $(CLIENTS_VENV)/bin/python || PYTHON="$(PY)" tools/make_venv.sh $(CLIENTS_VENV)
 	$(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check install -q $(CLIENTS)
-	$(CLIENTS_VENV)/bin/python -m pytest -m clients $(PYTEST_ARGS) tests
+	$(CLIENTS_VENV)/bin/python -m pytest --ignore tests/gpu -m clients $(PYTEST_ARGS) tests
 
 test-gpu: $(VENV)/.installed $(VENV)/.model ## run the GPU tests on the GPUs at hand
 	$(PY) -m pytest -m 'gpu or machine_code' $(PYTEST_ARGS) tests
