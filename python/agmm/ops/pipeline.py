@@ -164,7 +164,7 @@ def serve(call: OpCall[Result], keep_as: Any = None) -> Result:
             except Unsupported as error:
                 route = call.instead(route, str(error))
                 continue
-            kind = seen.served(call, words, route.by, route.reason)
+            kind = seen.served(call, words, route.by, route.reason, keep_as)
             if route.lasts:
                 kept.keep(group, keep_as, seen.noting(call.to_keep(ready, found), kind))
             return call.finished(found, route)
@@ -172,7 +172,7 @@ def serve(call: OpCall[Result], keep_as: Any = None) -> Result:
             fall_back(route.reason, call.strict)
         call.look(route, words)
         by_library = call.by_library(words)
-        kind = seen.served(call, words, LIBRARY, route.reason)
+        kind = seen.served(call, words, LIBRARY, route.reason, keep_as)
         if route.reason is None and route.lasts:
             kept.keep(group, keep_as, seen.noting(call.library_to_keep(by_library), kind))
         return by_library

@@ -68,6 +68,8 @@ class Served(Protocol):
 
 
 _counts: Counter[Kind] = Counter()
+_kinds: dict[Any, Kind] = {}
+"""The kinds of calls that come often, by what they are kept under: a kind takes long to find."""
 _others = 0
 """How many calls were of kinds beyond `MAX_KINDS`."""
 _total = 0
@@ -124,10 +126,18 @@ def counts() -> tuple[dict[Kind, int], int]:
         return dict(_counts), _others
 
 
-def served(call: Served, words: Call, by: str, reason: str | None) -> Kind:
-    """Takes note of a call that was served, and by whom; returns what it counts as."""
+def served(call: Served, words: Call, by: str, reason: str | None, keep_as: Any = None) -> Kind:
+    """Takes note of a call that was served, and by whom; returns what it counts as. Calls that
+    share ``keep_as``, where that is not None, are of one kind."""
     global rank
-    kind = _kind(call, words, by, reason)
+    key = None if keep_as is None else (keep_as, type(call), call.group.size(), by, reason)
+    kind = _kinds.get(key)
+    if kind is None:
+        kind = _kind(call, words, by, reason)
+        if key is not None:
+            if len(_kinds) >= MAX_KINDS:
+                _kinds.clear()
+            _kinds[key] = kind
     if dist.is_initialized():
         rank = dist.get_rank()
     _note(kind)
