@@ -249,8 +249,12 @@ def _declared() -> dict[str, set[str]]:
     }
 
 
+SERVED = {"transformers"}
+"""The packages that an integration serves: who uses it has them already."""
+
+
 def _imported() -> set[str]:
-    """The packages that agmm imports, by any of its modules."""
+    """The packages that agmm imports, by any of its modules, but for those that it serves."""
     names: set[str] = set()
     for path in Path(agmm.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -261,7 +265,7 @@ def _imported() -> set[str]:
             elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
                 names |= {str(a.value) for a in node.args if isinstance(a, ast.Constant)}
     packages = {name.partition(".")[0] for name in names}
-    return packages - set(sys.stdlib_module_names) - {"agmm"}
+    return packages - set(sys.stdlib_module_names) - {"agmm"} - SERVED
 
 
 def test_what_is_imported_is_declared_and_nothing_else() -> None:
