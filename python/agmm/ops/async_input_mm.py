@@ -34,7 +34,7 @@ def _async_input_mm_cuda(
     key = (*kind_of(a), *kind_of(b), *kind_of(a_chunk_signals), a_chunk_pivot)
     call = _ready.get(key)
     if call is None:
-        if a.shape[0] == 0 or b.shape[-1] == 0:
+        if 0 in (*a.shape[:1], *b.shape[1:]):  # which are not checked yet
             return _async_input_mm_fake(a, b, a_chunk_signals, a_chunk_pivot)
         call = _checked_on_cuda(a, b, a_chunk_signals, a_chunk_pivot)
         if len(_ready) >= _MAX_CALLS:

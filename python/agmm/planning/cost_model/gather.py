@@ -22,9 +22,8 @@ MERGED_BYTES = _core.SM_PUSH_HEAD_ITEM_BYTES
 """The most bytes up to which SM push sends parts together."""
 
 SCALES_US = 8.0
-"""What a push of a shard takes longer whose rows have scales, which go in a copy of their own. With
-it, and the margins of a gather, the choices for 58 drawn shapes of fp8 with shards of 0.5 to 8 MB
-take 1.008 times what the best ones take on 2 H200 (geometric mean), without it 1.03."""
+"""What a push of a shard takes longer whose rows have scales, which go in a copy of their own;
+fitted by the loss of the choice to 58 drawn shapes on 2 H200."""
 
 
 class At:
