@@ -50,6 +50,14 @@ struct ResidualNorm {
   int64_t row = 0;                 // elements; up to kMaxNormRowBytes
   float eps = 0;
 };
+/// A second tensor of an AllGather, which moves in the same launch where both find room in a slot.
+/// Bytes, as the scales of fp8 values are.
+struct Beside {
+  void const* in = nullptr;  // [count]
+  void* out = nullptr;       // [w, count]
+  int64_t count = 0;
+};
+
 /// The bytes of the longest row. A CTA holds a row in its 48 KiB of static shared memory, beside
 /// partial sums of 1 KiB.
 constexpr int64_t kMaxNormRowBytes = 47 << 10;
@@ -103,6 +111,7 @@ class Collectives {
   /// std::invalid_argument, with nothing enqueued, where the call makes no sense.
   bool operator()(Collective const& call, void* stream);
   bool operator()(Collective const& call, ResidualNorm const& norm, void* stream);
+  bool operator()(Collective const& call, Beside const& beside, void* stream);
   bool operator()(Meeting const& meeting, void* stream);
 
   /// Makes what is enqueued on `stream` from now on wait for the last call: the last eager one, or

@@ -723,6 +723,21 @@ class CudaCollectives:
         slot_bytes: int,
         reserved_sms: int = 0,
     ) -> None: ...
+    def all_gather_two(
+        self,
+        method: CollectiveMethod,
+        input: int,
+        out: int,
+        nbytes: int,
+        second: int,
+        second_out: int,
+        second_nbytes: int,
+        stream: int,
+        ctas: int = 0,
+    ) -> bool:
+        """
+        Enqueues an all_gather of two tensors, in one launch where both find room in a slot. Returns whether the stream is being captured.
+        """
     def all_reduce_rms_norm(
         self,
         method: CollectiveMethod,

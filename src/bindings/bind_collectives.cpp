@@ -60,6 +60,18 @@ bool all_reduce_rms_norm(Collectives& collectives, CollectiveMethod method,
                      norm, reinterpret_cast<void*>(stream));
 }
 
+bool all_gather_two(Collectives& collectives, CollectiveMethod method, uintptr_t in, uintptr_t out,
+                    int64_t nbytes, uintptr_t second, uintptr_t second_out, int64_t second_nbytes,
+                    uintptr_t stream, int ctas) {
+  agmm::Beside beside;
+  beside.in = reinterpret_cast<void const*>(second);
+  beside.out = reinterpret_cast<void*>(second_out);
+  beside.count = second_nbytes;
+  return collectives(
+      described(CollectiveOp::AllGather, method, CollectiveElement::Byte, in, out, nbytes, ctas),
+      beside, reinterpret_cast<void*>(stream));
+}
+
 bool meet(Collectives& collectives, CollectiveMethod method, uintptr_t in, uintptr_t out,
           std::string agreed, std::string words, uintptr_t stream) {
   agmm::Meeting meeting;
@@ -159,6 +171,11 @@ void bind_collectives(py::module_& m) {
            py::arg("ctas") = 0, py::call_guard<py::gil_scoped_release>(),
            "Enqueues an all_reduce whose sum is added to the residual, which gives out, and "
            "normalised, which gives normed. Returns whether the stream is being captured.")
+      .def("all_gather_two", &all_gather_two, py::arg("method"), py::arg("input"), py::arg("out"),
+           py::arg("nbytes"), py::arg("second"), py::arg("second_out"), py::arg("second_nbytes"),
+           py::arg("stream"), py::arg("ctas") = 0, py::call_guard<py::gil_scoped_release>(),
+           "Enqueues an all_gather of two tensors, in one launch where both find room in a slot. "
+           "Returns whether the stream is being captured.")
       .def("meet", &meet, py::arg("method"), py::arg("input"), py::arg("out"), py::arg("agreed"),
            py::arg("words"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
            "Enqueues a call without elements, which ends when all ranks have come to it. input: a "

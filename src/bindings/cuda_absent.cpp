@@ -57,6 +57,7 @@ Collectives::~Collectives() = default;
 std::size_t Collectives::slot_bytes() const { refuse(); }
 bool Collectives::operator()(Collective const&, void*) { refuse(); }
 bool Collectives::operator()(Collective const&, ResidualNorm const&, void*) { refuse(); }
+bool Collectives::operator()(Collective const&, Beside const&, void*) { refuse(); }
 void Collectives::precede(void*) { refuse(); }
 bool Collectives::operator()(Meeting const&, void*) { refuse(); }
 void Collectives::relay_over(std::vector<RelayMove> const&) { refuse(); }

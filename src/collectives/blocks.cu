@@ -132,7 +132,7 @@ struct Blocks : Exchange<Element_, kGroupBytes / 4, kStep, kMost> {
       });
       if constexpr (kSignalsAfter) signal_block(0, block);
     }
-    if constexpr (kStep == ExchangeStep::Gather) {
+    if constexpr (is_gather(kStep)) {
       if (Base::is_in_place()) return;
       CUTLASS_PRAGMA_NO_UNROLL
       for (int32_t g = first_group(); g < args.groups; g += group_stride()) {
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
   exchange.send();
   pass_turn(args, exchange.slot);
   stress_delay(args.rank);
-  if constexpr (kStep == ExchangeStep::Gather) {
+  if constexpr (is_gather(kStep)) {
     exchange.gather(0);
   } else {
     exchange.sum();

@@ -30,7 +30,7 @@ cudaError_t prepare_exchanges(int world_size) {
   for (CollectiveElement const element :
        {CollectiveElement::BFloat16, CollectiveElement::Float16, CollectiveElement::Float32}) {
     for (ExchangeStep const step : {ExchangeStep::Gather, ExchangeStep::Sum, ExchangeStep::Scatter,
-                                    ExchangeStep::SumAndShare}) {
+                                    ExchangeStep::SumAndShare, ExchangeStep::GatherTwo}) {
       for (Carrier const carrier : {Carrier::Packets, Carrier::Blocks}) {
         cudaError_t const error = load(kernel_of(element, step, carrier, world_size));
         if (error != cudaSuccess) return error;

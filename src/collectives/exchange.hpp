@@ -36,10 +36,25 @@ namespace agmm {
 
 /// What becomes of what the ranks send each other.
 enum class ExchangeStep : int32_t {
-  Gather = 0,      // every rank's elements are kept
-  Sum = 1,         // they are added: all of them by every rank
-  Scatter = 2,     // each rank adds its own
-  SumAndShare = 3  // and the sums are gathered
+  Gather = 0,       // every rank's elements are kept
+  Sum = 1,          // they are added: all of them by every rank
+  Scatter = 2,      // each rank adds its own
+  SumAndShare = 3,  // and the sums are gathered
+  GatherTwo = 4     // every rank's elements of two tensors are kept
+};
+
+constexpr bool is_gather(ExchangeStep step) {
+  return step == ExchangeStep::Gather || step == ExchangeStep::GatherTwo;
+}
+
+/// The second tensor of GatherTwo. Its groups have the numbers from `first` on.
+struct SecondTensor {
+  char const* in = nullptr;
+  char* out = nullptr;
+  int64_t out_stride = 0;
+  int32_t first = 0;
+  int32_t whole = 0;     // groups that are full, and may be loaded by words or 16 bytes
+  int32_t elements = 0;  // of a rank
 };
 
 /// Every rank sends a segment to each other: its only one, or of w that lie `in_stride` apart that
@@ -61,6 +76,7 @@ struct ExchangeArgs {
   int32_t elements = 0;  // up to `end`
   float scale = 1.0f;    // of sums
   uint32_t tag = 0;      // what signals carry; not 0
+  SecondTensor second{};
 
   // Where the first slot's data lies in each rank's memory, this rank's first and then those after
   // it; and what lies where from there on.

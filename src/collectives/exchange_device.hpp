@@ -162,7 +162,12 @@ struct Exchange : Groups<Element_, kWords> {
     return kStep != ExchangeStep::SumAndShare || number(of_rank, group) < args.end;
   }
 
+  CUTLASS_DEVICE bool is_second(int32_t group) const {
+    return kStep == ExchangeStep::GatherTwo && group >= args.second.first;
+  }
+
   CUTLASS_DEVICE Group load(int of_rank, int32_t group) const {
+    if (is_second(group)) return load_second(group - args.second.first);
     char const* from = args.in + int64_t(group) * Base::kBytes;
     if constexpr (kStep == ExchangeStep::Scatter || kStep == ExchangeStep::SumAndShare) {
       from += of_rank * args.in_stride;
@@ -172,17 +177,31 @@ struct Exchange : Groups<Element_, kWords> {
     return Base::load_elements(from, args.elements - at * Base::kElements);
   }
   CUTLASS_DEVICE void store(int of_rank, int32_t group, Group const& value) const {
+    if (is_second(group)) return store_second(of_rank, group - args.second.first, value);
     char* to = args.out + int64_t(group) * Base::kBytes;
-    if constexpr (kStep == ExchangeStep::Gather || kStep == ExchangeStep::SumAndShare) {
+    if constexpr (is_gather(kStep) || kStep == ExchangeStep::SumAndShare) {
       to += of_rank * args.out_stride;
     }
     int32_t const at = number(of_rank, group);
     if (at < args.whole) return Base::store_whole(to, value);
     Base::store_elements(to, args.elements - at * Base::kElements, value);
   }
-  /// Whether an all-gather finds this rank's part at its place.
+  CUTLASS_DEVICE Group load_second(int32_t group) const {
+    char const* const from = args.second.in + int64_t(group) * Base::kBytes;
+    if (group < args.second.whole) return Base::load_whole(from);
+    return Base::load_elements(from, args.second.elements - group * Base::kElements);
+  }
+  CUTLASS_DEVICE void store_second(int of_rank, int32_t group, Group const& value) const {
+    char* const to =
+        args.second.out + of_rank * args.second.out_stride + int64_t(group) * Base::kBytes;
+    if (group < args.second.whole) return Base::store_whole(to, value);
+    Base::store_elements(to, args.second.elements - group * Base::kElements, value);
+  }
+
+  /// Whether an all-gather finds this rank's part at its place. Of two tensors each part is stored,
+  /// there too.
   CUTLASS_DEVICE bool is_in_place() const {
-    return args.in == args.out + args.rank * args.out_stride;
+    return kStep == ExchangeStep::Gather && args.in == args.out + args.rank * args.out_stride;
   }
 
   /// `part(source)`: what each rank has sent.
@@ -254,6 +273,9 @@ template <template <class, ExchangeStep, int> class Kernel, int kMost>
 ExchangeKernel exchange_kernel_of(CollectiveElement element, ExchangeStep step) {
   // What is gathered is bytes.
   if (step == ExchangeStep::Gather) return Kernel<uint8_t, ExchangeStep::Gather, kMost>::kKernel;
+  if (step == ExchangeStep::GatherTwo) {
+    return Kernel<uint8_t, ExchangeStep::GatherTwo, kMost>::kKernel;
+  }
   switch (element) {
     case CollectiveElement::BFloat16:
       return exchange_kernel_of<Kernel, cutlass::bfloat16_t, kMost>(step);

@@ -32,7 +32,7 @@ struct Packets : Exchange<Element_, Packet::kWords, kStep, kMost> {
   }
 
   // What a thread sends of a group.
-  static constexpr bool kOneForAll = kStep == ExchangeStep::Gather || kStep == ExchangeStep::Sum;
+  static constexpr bool kOneForAll = is_gather(kStep) || kStep == ExchangeStep::Sum;
   static constexpr int kSent = kOneForAll ? 1 : kMost - 1;
 
   CUTLASS_DEVICE void load_sent(int32_t group, Group (&sent)[kSent]) const {
@@ -65,7 +65,7 @@ struct Packets : Exchange<Element_, Packet::kWords, kStep, kMost> {
         if (!is_there(after(i + 1), g)) continue;
         store_packet(packet(i + 1, at), packet_of(sent[kOneForAll ? 0 : i]));
       }
-      if constexpr (kStep == ExchangeStep::Gather) {
+      if constexpr (is_gather(kStep)) {
         if (!Base::is_in_place()) Base::store(args.rank, g, sent[0]);
       }
       g += group_stride();

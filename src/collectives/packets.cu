@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
   exchange.send();
   pass_turn(args, exchange.slot);
   stress_delay(args.rank);
-  if constexpr (kStep == ExchangeStep::Gather) {
+  if constexpr (is_gather(kStep)) {
     exchange.gather(0);
   } else {
     exchange.sum();

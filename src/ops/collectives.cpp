@@ -1,6 +1,7 @@
 #include "agmm/collectives.hpp"
 
 #include <algorithm>
+#include <initializer_list>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -88,11 +89,27 @@ Collective as_moved(Collective call) {
   return call;
 }
 
-/// What the ranks have to agree on.
-uint32_t tag_of(Collective const& call, int64_t row) {
-  std::string const rows = row == 0 ? "" : "rows of " + std::to_string(row);
+/// What the ranks have to agree on; `more`: besides the call itself.
+uint32_t tag_of(Collective const& call, std::string const& more) {
   return call_tag(call.count, call.ctas,
-                  name(call.op) + name(call.method) + name(call.element) + rows, call.is_average);
+                  name(call.op) + name(call.method) + name(call.element) + more, call.is_average);
+}
+
+std::string words_of(Beside const& beside) {
+  return ", and " + std::to_string(beside.count) + " bytes beside them";
+}
+
+std::string words_of(ResidualNorm const& norm) {
+  return ", and the norm of rows of " + std::to_string(norm.row);
+}
+
+/// An all-gather of `beside` alone, by the method of `call`.
+Collective alone(Collective call, Beside const& beside) {
+  call.in = beside.in;
+  call.out = beside.out;
+  call.count = beside.count;
+  call.element = CollectiveElement::Byte;
+  return call;
 }
 
 /// The collective that carries out a meeting. It gathers a word of each rank with one CTA, so that
@@ -165,6 +182,22 @@ Shares shares_of(Carrier carrier, int64_t groups, int ctas, int64_t most_ctas) {
                                      : block_shares(groups, ctas, most_ctas);
 }
 
+int64_t unit_of(Carrier carrier) {
+  return carrier == Carrier::Packets ? kPacketDataBytes : kGroupBytes;
+}
+
+/// Whether groups may be loaded and stored by words of a packet or by 16 bytes, one of these:
+/// addresses, and strides from one rank's part to the next.
+bool are_aligned(Carrier carrier, std::initializer_list<int64_t> places) {
+  int64_t const alignment = carrier == Carrier::Packets ? 4 : kGroupBytes;
+  return std::all_of(places.begin(), places.end(),
+                     [&](int64_t place) { return place % alignment == 0; });
+}
+
+int64_t address_of(void const* pointer) {
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(pointer));
+}
+
 void check_pointer(char const* argument, void const* pointer, Collective const& call) {
   if (call.count == 0) return;
   if (pointer == nullptr) refuse(argument, "null", "device memory");
@@ -189,6 +222,14 @@ void check(Collective const& call) {
   }
   check_pointer("in", call.in, call);
   check_pointer("out", call.out, call);
+}
+
+void check(Collective const& call, Beside const& beside) {
+  check(call);
+  if (call.op != CollectiveOp::AllGather) {
+    refuse("op", name(call.op) + " of two tensors", "all_gather");
+  }
+  check(alone(call, beside));
 }
 
 void check(Collective const& call, ResidualNorm const& norm) {
@@ -223,15 +264,16 @@ struct Collectives::Impl {
   int64_t most_ctas() const { return std::min<int64_t>(kUsualCtas, sm_count); }
   // The ranks have to have the same grid. Where the size of a call decides its CTAs, the tag
   // contains the most that they may be.
-  uint32_t tag_of(Collective call, int64_t row = 0) const {
+  uint32_t tag_of(Collective call, std::string const& more = "") const {
     if (call.ctas == 0) call.ctas = static_cast<int32_t>(-most_ctas());
-    return agmm::tag_of(as_moved(call), row);
+    return agmm::tag_of(as_moved(call), more);
   }
   /// `chunks_per_rank` is that of report_place().
   ExchangeArgs args_of(Collective const& call, uint32_t tag, int chunks_per_rank) const;
   void enqueue(Collective const& call, uint32_t tag, int chunks_per_rank,
                cudaStream_t stream) const;
   void enqueue(Collective const& call, ResidualNorm const& norm, cudaStream_t stream) const;
+  void enqueue(Collective const& call, Beside const& beside, cudaStream_t stream) const;
   void check_relays(CollectiveMethod method) const {
     if (method == CollectiveMethod::Relayed && !has_relays) {
       refuse("method", "relayed", "a call of relay_over before, or another method");
@@ -287,10 +329,8 @@ void Collectives::Impl::enqueue(Collective const& call, uint32_t tag, int chunks
   Carrier const carrier = carrier_of(call.method);
   ExchangeStep const step = step_of(call);
   int64_t const element_bytes = bytes_of(call.element);
-  int64_t const unit = carrier == Carrier::Packets ? kPacketDataBytes : kGroupBytes;
+  int64_t const unit = unit_of(carrier);
   int64_t const group = unit / element_bytes;  // elements
-  // Words of a packet are loaded and stored one by one.
-  int64_t const alignment = carrier == Carrier::Packets ? 4 : kGroupBytes;
   int64_t const w = world_size();
   int64_t const all_groups = static_cast<int64_t>(layout.groups(carrier));
   // A launch takes at most so many elements of each segment, or of all segments together where each
@@ -311,10 +351,8 @@ void Collectives::Impl::enqueue(Collective const& call, uint32_t tag, int chunks
       args.groups = args.segment = static_cast<int32_t>(ceil_of(args.end, w));
       args.in_stride = args.out_stride = int64_t(args.segment) * unit;
     }
-    auto const is_multiple = [&](auto const value) { return int64_t(value) % alignment == 0; };
-    bool const is_aligned = is_multiple(reinterpret_cast<uintptr_t>(args.in)) &&
-                            is_multiple(reinterpret_cast<uintptr_t>(args.out)) &&
-                            is_multiple(args.in_stride) && is_multiple(args.out_stride);
+    bool const is_aligned = are_aligned(
+        carrier, {address_of(args.in), address_of(args.out), args.in_stride, args.out_stride});
     args.whole = is_aligned ? static_cast<int32_t>(count / group) : 0;
     auto const [grid, thread_groups] = shares_of(carrier, args.groups, call.ctas, most_ctas());
     args.thread_groups = thread_groups;
@@ -324,6 +362,43 @@ void Collectives::Impl::enqueue(Collective const& call, uint32_t tag, int chunks
             : launch_exchange(args, call.element, step, carrier, grid, stream);
     check_cuda(error, "kernel launch");
   }
+}
+
+void Collectives::Impl::enqueue(Collective const& call, Beside const& beside,
+                                cudaStream_t stream) const {
+  Carrier const carrier = carrier_of(call.method);
+  int64_t const unit = unit_of(carrier);
+  uint32_t const tag = tag_of(call, words_of(beside));
+  int64_t const first = ceil_of(call.count, unit);
+  int64_t const all = first + ceil_of(beside.count, unit);
+  bool const has_room = all <= static_cast<int64_t>(layout.groups(carrier));
+  bool const has_both = call.count > 0 && beside.count > 0;
+  if (!has_room || !has_both || call.method == CollectiveMethod::Relayed) {
+    enqueue(call, tag, 1, stream);
+    enqueue(alone(call, beside), tag, 1, stream);
+    return;
+  }
+  ExchangeArgs args = args_of(call, tag, 1);
+  args.in = static_cast<char const*>(call.in);
+  args.out = static_cast<char*>(call.out);
+  args.out_stride = call.count;
+  args.elements = static_cast<int32_t>(call.count);
+  args.groups = args.end = static_cast<int32_t>(all);
+  if (are_aligned(carrier, {address_of(call.in), address_of(call.out), call.count})) {
+    args.whole = static_cast<int32_t>(call.count / unit);
+  }
+  args.second.in = static_cast<char const*>(beside.in);
+  args.second.out = static_cast<char*>(beside.out);
+  args.second.out_stride = beside.count;
+  args.second.first = static_cast<int32_t>(first);
+  args.second.elements = static_cast<int32_t>(beside.count);
+  if (are_aligned(carrier, {address_of(beside.in), address_of(beside.out), beside.count})) {
+    args.second.whole = static_cast<int32_t>(beside.count / unit);
+  }
+  auto const [grid, thread_groups] = shares_of(carrier, args.groups, call.ctas, most_ctas());
+  args.thread_groups = thread_groups;
+  check_cuda(launch_exchange(args, call.element, ExchangeStep::GatherTwo, carrier, grid, stream),
+             "kernel launch");
 }
 
 void Collectives::Impl::enqueue(Collective const& call, ResidualNorm const& norm,
@@ -344,7 +419,7 @@ void Collectives::Impl::enqueue(Collective const& call, ResidualNorm const& norm
   int64_t const sent = static_cast<int64_t>(layout.groups(Carrier::Packets)) / rows.row_groups;
   int64_t const most = sent * (step == ExchangeStep::SumAndShare ? w : 1);
 
-  ExchangeArgs args = args_of(call, tag_of(call, norm.row), 1);
+  ExchangeArgs args = args_of(call, tag_of(call, words_of(norm)), 1);
   for (int64_t begin = 0; begin < all_rows; begin += most) {
     int64_t const at = begin * rows.row_bytes;
     rows.rows = static_cast<int32_t>(std::min(most, all_rows - begin));
@@ -409,9 +484,18 @@ bool Collectives::operator()(Collective const& given, void* stream) {
 bool Collectives::operator()(Collective const& call, ResidualNorm const& norm, void* stream) {
   return impl_->ordered.make(stream, [&] {
     check(call, norm);
-    std::string const rows = ", and the norm of rows of " + std::to_string(norm.row);
-    impl_->note(impl_->tag_of(call, norm.row), described(call) + rows);
+    impl_->note(impl_->tag_of(call, words_of(norm)), described(call) + words_of(norm));
     return [&](cudaStream_t on) { impl_->enqueue(call, norm, on); };
+  });
+}
+
+bool Collectives::operator()(Collective const& given, Beside const& beside, void* stream) {
+  Collective const call = as_moved(given);
+  return impl_->ordered.make(stream, [&] {
+    check(given, beside);
+    impl_->check_relays(call.method);
+    impl_->note(impl_->tag_of(call, words_of(beside)), described(call) + words_of(beside));
+    return [&](cudaStream_t on) { impl_->enqueue(call, beside, on); };
   });
 }
 

@@ -316,7 +316,9 @@ def time_us(world_size: int, kind: Kind, samples: int = 100, ctas: int = 0) -> t
 
 
 def main() -> None:
-    from norm_and_relay_stand_in import wrong_norms, wrong_relayed  # which takes these ranks
+    # These take the ranks from here.
+    from gather_two_stand_in import SIZES, wrong_pairs
+    from norm_and_relay_stand_in import wrong_norms, wrong_relayed
 
     os.environ.setdefault("AGMM_TIMEOUT_S", LIMIT_S)
     torch.manual_seed(0)
@@ -325,6 +327,7 @@ def main() -> None:
         wrong = wrong_calls(world_size, (7, 1003) if is_short else (1, 7, 1003, 40_001), 2)
         wrong += wrong_in_turn(world_size, 10 if is_short else 30, world_size)
         wrong += wrong_norms(world_size)
+        wrong += wrong_pairs(StandIn(world_size), SIZES[: 5 if is_short else 7], turns=1)
         if wrong:
             raise SystemExit("\n".join([f"{world_size} ranks:", *wrong[:20]]))
     wrong = wrong_relayed((1, 1003), 1)

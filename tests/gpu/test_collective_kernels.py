@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -10,10 +11,13 @@ import sys
 from pathlib import Path
 
 import collectives_stand_in
+import gather_two_stand_in
 import norm_and_relay_stand_in
 import pytest
 import torch
 from collectives_stand_in import METHODS, OPS, Kind, StandIn
+
+from agmm import _core
 
 PROGRAM = Path(__file__).parent / "collectives_stand_in.py"
 # One element, parts of a group, whole groups, more than a block, several launches.
@@ -40,6 +44,18 @@ def test_ranks_that_get_ahead(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_the_norm_behind_an_all_reduce(world_size: int) -> None:
     assert norm_and_relay_stand_in.wrong_norms(world_size) == []
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_gathers_of_two_tensors(world_size: int) -> None:
+    sizes = (*gather_two_stand_in.SIZES, gather_two_stand_in.TOO_LARGE)
+    assert gather_two_stand_in.wrong_pairs(StandIn(world_size), sizes) == []
+
+
+def test_gathers_of_two_tensors_over_relays() -> None:
+    ranks = norm_and_relay_stand_in.relayed()
+    methods = (_core.CollectiveMethod.relayed,)
+    assert gather_two_stand_in.wrong_pairs(ranks, gather_two_stand_in.SIZES[:4], methods) == []
 
 
 def test_over_relays() -> None:
@@ -155,14 +171,26 @@ for rank in range(4):
         own = replace(kind, method=METHODS[0 if kind.method == METHODS[2] else 2])
     if rank == 2 and differs == "avg":
         own = replace(kind, is_average=True)
+    if differs == "second":
+        from gather_two_stand_in import enqueue
+        second = [inputs[rank][:100], inputs[rank][: 4 if rank == 2 else 8]]
+        outs[rank] = [torch.empty(4 * each.numel(), device="cuda").bfloat16() for each in second]
+        enqueue(ranks, rank, kind.method, second, outs[rank])
+        continue
     ranks.enqueue(rank, own, inputs[rank], outs[rank])
 threading.Event().wait(30)
 print("not ended")
 """
 
 
-@pytest.mark.parametrize("method", [0, 1, 2], ids=["one_shot", "two_shot", "blocks"])
-@pytest.mark.parametrize("differs", ["missing", "count", "method", "avg"])
+@pytest.mark.parametrize(
+    ("differs", "method"),
+    [
+        *itertools.product(["missing", "count", "method", "avg"], range(3)),
+        ("second", 0),
+        ("second", 2),
+    ],
+)
 def test_ranks_that_do_not_call_alike_end(differs: str, method: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ALONE, "3", differs, str(method)],

@@ -321,16 +321,14 @@ def test_unfused_rows(facts: None) -> None:
 
 @pytest.mark.parametrize("accumulation", ["fast", "block"])
 def test_few_rows_are_gathered_by_a_kernel(facts: None, accumulation: str) -> None:
-    """Values and scales are gathered by a launch each."""
+    """Values and scales are gathered by one launch."""
     few = of(accumulation, m=64)
     choice, others = planner().choose(few), dict(planner().alternatives(few))
     assert choice.plan == GATHERED and choice.predicted_us == others[GATHERED]
     scales = 1 if accumulation == "fast" else few.k // 128
-    wanted = cost_model.matmul_us(few) + sum(
-        collectives.by_kernel_us("all_gather", few.m * nbytes, few.world_size)
-        for nbytes in (few.k, 4 * scales)
-    )
-    assert choice.predicted_us == pytest.approx(wanted)
+    nbytes = few.m * (few.k + 4 * scales)
+    gather_us = collectives.by_kernel_us("all_gather", nbytes, few.world_size)
+    assert choice.predicted_us == pytest.approx(cost_model.matmul_us(few) + gather_us)
     assert planner().fused_plan(few).kernel is not None
     many = of(accumulation, m=32768)
     assert GATHERED not in dict(planner().alternatives(many))

@@ -199,9 +199,8 @@ class Fp8Gather(GatherCall):
 
     def by_gather(self) -> _Matrices:
         shard = self.shard
-        values = small_collectives.gather(shard.values.view(torch.uint8), self.group)
-        scale = small_collectives.gather(shard.scale.contiguous(), self.group)
-        return self._multiplied(values.view(shard.values.dtype), scale)
+        gathered = small_collectives.gather_two(shard.values, shard.scale.contiguous(), self.group)
+        return self._multiplied(*gathered)
 
     @property
     def values(self) -> torch.Tensor:

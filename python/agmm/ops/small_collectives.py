@@ -277,3 +277,19 @@ def gather(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     method = collective_method("all_gather", out.nbytes, world_size)
     call("all_gather", method, shard, out, group)
     return out
+
+
+def gather_two(
+    shard: torch.Tensor, second: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather the shards of all ranks, and a second tensor of each rank that belongs to them, as
+    `gather` does with one: by one kernel, where they are not too large for it."""
+    world_size = dist.get_world_size(group)
+    out, second_out = (
+        each.new_empty(world_size * each.shape[0], *each.shape[1:]) for each in (shard, second)
+    )
+    method = collective_method("all_gather", out.nbytes + second_out.nbytes, world_size)
+    core_method = _core_method("all_gather", method, shard, group)
+    workspace = collectives_workspace(group, shard.device)
+    workspace.all_gather_two(core_method, shard, out, second, second_out)
+    return out, second_out

@@ -55,8 +55,8 @@ class Format:
         return scales * _SCALE_BYTES
 
     def gathers(self, k: int) -> tuple[int, ...]:
-        """What of a row is gathered by a launch of its own where no kernel multiplies: the size of
-        its values, and of its scales where A has some."""
+        """What of a row the library gathers by a call of its own: the size of its values, and of
+        its scales where A has some."""
         values, scales = self.value_bytes(k), self.scale_bytes(k)
         return (values, scales) if scales else (values,)
 

@@ -157,6 +157,34 @@ class CollectivesWorkspace(SymmetricWorkspace):
                 stream_of(x.device),
             )
 
+    def all_gather_two(
+        self,
+        method: _core.CollectiveMethod,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        second: torch.Tensor,
+        second_out: torch.Tensor,
+    ) -> None:
+        """Enqueue an all-gather of two tensors on the current stream: in one launch where they
+        are not too large for it. Collective. All tensors are contiguous, of any dtypes."""
+        with self.lock:
+            self.known.calls += 1
+            if method == _core.CollectiveMethod.relayed:
+                self._know_relays()
+            enqueue(
+                self,
+                SLOT_BYTES,
+                "all_gather_two",
+                method,
+                x.data_ptr(),
+                out.data_ptr(),
+                x.nbytes,
+                second.data_ptr(),
+                second_out.data_ptr(),
+                second.nbytes,
+                stream_of(x.device),
+            )
+
     def all_reduce_rms_norm(
         self,
         method: _core.CollectiveMethod,

@@ -108,13 +108,10 @@ def fastest_us(kind: Kind, nbytes: int, problem: Problem) -> float:
 
 
 def gathered_us(problem: Problem) -> float:
-    """Predicted time in µs of A gathered by agmm's kernel, its scales by another launch, then the
-    library's matmul."""
-    gathers_us = sum(
-        by_kernel_us("all_gather", problem.m * row, problem.world_size)
-        for row in formats.of(problem.format).gathers(problem.k)
-    )
-    return gathers_us + matmul_us(problem)
+    """Predicted time in µs of A with its scales gathered by agmm's kernel, then the library's
+    matmul."""
+    gather_us = by_kernel_us("all_gather", gathered_bytes(problem), problem.world_size)
+    return gather_us + matmul_us(problem)
 
 
 def gathered_bytes(problem: Problem) -> int:
@@ -155,7 +152,7 @@ def why_not_gathered(problem: Problem) -> str | None:
     """The reason why a call cannot be agmm's all-gather, then the library's matmul, or None."""
     if problem.gpu == CPU:
         return "plan: found gather on the CPU, wanted a GPU"
-    nbytes = problem.m * max(formats.of(problem.format).gathers(problem.k))
+    nbytes = problem.m * formats.of(problem.format).value_bytes(problem.k)
     if not is_by_kernel(nbytes, problem.world_size):
         return (
             f"plan: found gather of {nbytes} bytes by {problem.world_size} ranks, wanted at most "
