@@ -96,12 +96,12 @@ def test_kept_calls_are_wrapped_only_while_somebody_counts(group: str, tmp_path:
         from agmm.ops import seen
 
         kept.keep(world, "kind", seen.noting(call, kind))
-        assert kept.find(world, "kind") is not call
+        assert kept.kept_calls[world]["kind"] is not call
         assert kept.call_kept(world, "kind") == kept.call_kept(world, "kind") == 1
-    assert kept.find(world, "kind") is None
+    assert kept.call_kept(world, "kind") is None
     assert [one.count for one in recordings.read(tmp_path / "calls.json")] == [2]
     kept.keep(world, "kind", seen.noting(call, kind))
-    assert kept.find(world, "kind") is call
+    assert kept.kept_calls[world]["kind"] is call
     kept.forget(world, "kind")
 
 

@@ -299,7 +299,7 @@ def test_bad_input() -> None:
         ((a, b.cpu(), ready, 0), ("b: ", "cpu", "cuda")),
         ((a[:, :36].contiguous(), b[:36], ready, 0), ("K=36", "multiple of 8")),
         ((a, b[:, :36].contiguous(), ready, 0), ("N=36", "multiple of 8")),
-        ((a, randn(128, 128, dtype=torch.bfloat16)[::2, ::2], ready, 0), ("B: ", "strides")),
+        ((a, randn(128, 128, dtype=torch.bfloat16)[::2, ::2], ready, 0), ("b: ", "strides")),
     ):
         with pytest.raises(agmm.InvalidArgument) as error:
             op(*arguments)
@@ -340,7 +340,7 @@ from dataclasses import replace
 import torch
 from agmm.planning.built_kernels import kernels_of
 from agmm.ops import async_input_mm
-from agmm.planning.plans import KernelConfig
+from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig
 for kernel in kernels_of(ALL_GATHER_MATMUL, "bfloat16"):
     for m, n, k, chunks in ((8, 8, 8, 8), (200, 136, 72, 5), (384, 264, 136, 3)):
         a = torch.randn(m, k, device="cuda").bfloat16()

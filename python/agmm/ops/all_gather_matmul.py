@@ -17,7 +17,7 @@ from agmm.ops.gather_packed import gather_packed
 from agmm.ops.kept import kind_of
 from agmm.ops.library import define, library
 from agmm.ops.operands import autocast, check_operands, is_plain, is_watched
-from agmm.ops.plain_gather import gather
+from agmm.ops.plain_gather import gather, gather_kept
 from agmm.ops.quantize import gather_quantised
 from agmm.planning.plans import KernelConfig
 from agmm.runtime.groups import group_of, group_of_size, group_or_default, name_of, world_size_of
@@ -312,8 +312,11 @@ def all_gather_matmul(
     needs_grad = needs_grad and torch.is_grad_enabled()
     if plain and not (needs_grad or A_shard.is_meta):
         resolved = group_of(group) if isinstance(group, str) else group
-        settings = GatherSettings(gather_dim, return_A, config, strict)
-        A, _, outs = gather(A_shard, Bs, biases, resolved, settings, kinds)
+        settings = gather_dim, return_A, config, strict
+        gathered = gather_kept(A_shard, Bs, biases, resolved, kinds, *settings)
+        if gathered is None:
+            gathered = gather(A_shard, Bs, biases, resolved, GatherSettings(*settings), kinds)
+        A, _, outs = gathered
     else:
         save_gathered = save_gathered and needs_grad and any(B.requires_grad for B in Bs)
         A, outs = _dispatched(

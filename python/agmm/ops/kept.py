@@ -32,36 +32,38 @@ def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
-def kind_of_call(settings: tuple[Any, ...], *given: Any) -> Any:
+def kind_of_call(settings: tuple[Any, ...], *given: Any) -> tuple[Any, ...] | None:
     """What all calls have in common that one kept call may serve: ``settings``, and the kinds of
     what was ``given``, each a tensor, None or a list of these. None for what is no tensor in memory
     that a pointer and strides describe (`operands.is_plain`, which is written out here, since every
-    call comes this way)."""
-    kinds: list[Any] = [settings]
-    note = kinds.append
+    call comes this way). The kind of settings of other types cannot be hashed, see `call_kept`."""
+    kind: list[Any] = [settings]
     try:
+        hash(settings)
         for one in given:
-            is_list = type(one) is list
-            if is_list:
-                note(len(one))
-            for tensor in one if is_list else (one,):
-                if tensor is None:
-                    note(None)
-                    continue
-                if (
-                    type(tensor) not in PLAIN_TYPES
-                    or (tensor.requires_grad and torch.is_grad_enabled())
-                    or tensor.is_meta
-                    or tensor.is_neg()
-                    or tensor._is_zerotensor()
-                ):
+            if one is None:
+                kind.append(None)
+                continue
+            if type(one) is list:
+                of_list = kind_of_call((len(one),), *one)
+                if of_list is None:
                     return None
-                note((tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()))
-        key = tuple(kinds)
-        hash(key)
+                kind.append(of_list)
+                continue
+            if (
+                type(one) not in PLAIN_TYPES
+                or (one.requires_grad and torch.is_grad_enabled())
+                or one.is_neg()
+                or one._is_zerotensor()
+            ):
+                return None
+            index = one.get_device()
+            if index < 0 and one.is_meta:
+                return None
+            kind += (one.shape, one.stride(), one.dtype, index)
     except (AttributeError, RuntimeError, TypeError):  # not strided, or settings of another type
         return None
-    return key
+    return tuple(kind)
 
 
 def kind_on_gpu(settings: tuple[Any, ...], strict: Any, *given: Any) -> Any:
@@ -74,25 +76,20 @@ def kind_on_gpu(settings: tuple[Any, ...], strict: Any, *given: Any) -> Any:
     return kind_of_call((*settings, strict), *given)
 
 
-def find(group: dist.ProcessGroup, kind: Any) -> Any:
-    """The call that served that kind before; None where there was none.
+def call_kept(group: dist.ProcessGroup, kind: Any, *operands: Any) -> Any:
+    """What the call returns that served that kind before; None where there was none, or it cannot
+    serve these operands. Collective.
 
     Raises:
         InvalidArgument: the group has been destroyed, and so the memory that the call would use.
     """
     calls = kept_calls.get(group)
-    call = None if calls is None or kind is None else calls.get(kind)
-    if call is not None:
-        groups.check_alive(group)
-    return call
-
-
-def call_kept(group: dist.ProcessGroup, kind: Any, *operands: Any) -> Any:
-    """What the call returns that served that kind before; None where there was none, or it cannot
-    serve these operands. Collective. Errors as those of `find`."""
-    call = find(group, kind)
+    if calls is None or kind is None:
+        return None
+    call = calls.get(kind)
     if call is None:
         return None
+    groups.check_alive(group)
     try:
         return call(*operands)
     except Unsupported:  # a workspace that cannot grow any more; nothing was begun
@@ -101,12 +98,12 @@ def call_kept(group: dist.ProcessGroup, kind: Any, *operands: Any) -> Any:
 
 
 def forget(group: dist.ProcessGroup, kind: Any) -> None:
-    """`find` returns nothing any more for that kind."""
+    """Later calls of that kind are decided anew."""
     kept_calls[group].pop(kind, None)
 
 
 def keep(group: dist.ProcessGroup, kind: Any, call: Any) -> None:
-    """What `find` returns from now on for that kind; nothing is kept where either is None, or while
+    """What serves calls of that kind from now on; nothing is kept where either is None, or while
     NaNs are looked for."""
     if kind is None or call is None or nan_check.active:
         return

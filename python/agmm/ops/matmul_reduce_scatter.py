@@ -59,7 +59,9 @@ def _impl(
     return scatter(As, Bs, bias, group, ScatterSettings(scatter_dim, reduce_op, strict))
 
 
-def _kept(A: Any, B: Any, bias: Any, group: Any, settings: ScatterSettings) -> torch.Tensor | None:
+def _kept(
+    A: Any, B: Any, bias: Any, group: Any, scatter_dim: Any, reduce_op: Any, strict: bool
+) -> torch.Tensor | None:
     """What an eager call without gradients computes by a kept call, for which the dispatcher has
     nothing to do; None where there is none. On the way of every call: a look into
     one dictionary, and no check that the look makes needless."""
@@ -69,18 +71,17 @@ def _kept(A: Any, B: Any, bias: Any, group: Any, settings: ScatterSettings) -> t
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         return None
-    has_lists = isinstance(A, (list, tuple))
-    if has_lists != isinstance(B, (list, tuple)):
+    As = A if type(A) is list or type(A) is tuple else (A,)
+    Bs = B if type(B) is list or type(B) is tuple else (B,)
+    if (As is A) is not (Bs is B):  # refused
         return None
-    As, Bs = (A, B) if has_lists else ((A,), (B,))
-    kind = kind_of_scatter(As, Bs, bias, settings)
+    kind = kind_of_scatter(As, Bs, bias, scatter_dim, reduce_op, strict)
     found: torch.Tensor | None = kept.call_kept(group, kind, As, Bs, bias)
     return found
 
 
 def _native(A: torch.Tensor, B: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
-    settings = ScatterSettings(0, reduce_op)
-    known = _kept(A, B, None, groups.group_of(group_name), settings)
+    known = _kept(A, B, None, groups.group_of(group_name), 0, reduce_op, False)
     if known is not None:
         return known
     check_operand("A", A)
@@ -152,7 +153,7 @@ def matmul_reduce_scatter(
         Unsupported: under ``strict`` only.
     """
     if strict is False or strict is True:
-        known = _kept(A, B, bias, group, ScatterSettings(scatter_dim, reduce_op, strict))
+        known = _kept(A, B, bias, group, scatter_dim, reduce_op, strict)
         if known is not None:
             return known
     As = list(A) if isinstance(A, (list, tuple)) else [A]

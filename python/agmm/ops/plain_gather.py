@@ -196,15 +196,40 @@ def gather(
     """
     if kinds is None:
         kinds = [None if t is None else kept.kind_of(t) for t in (A_shard, *Bs, *biases)]
-    # Settings that decide nothing more are left out: any of them leads to the same route.
-    dim, return_A, config, strict, prefer_fused, _ = settings
-    may_choose = not (config or strict or prefer_fused)
-    key = (_OP, dim, return_A, config, may_choose, len(Bs), *kinds)
-    found = kept.call_kept(group, key, A_shard, Bs, biases)
+    dim, return_A, config, strict, prefer_fused, plan = settings
+    key = _key(dim, return_A, config, strict or prefer_fused, len(Bs), kinds)
+    found: Gathered | None = kept.call_kept(group, key, A_shard, Bs, biases)
     if found is not None:
-        return Gathered(*found)
+        return found
     call = PlainGather(A_shard, Bs, biases, group, settings)
-    return serve(call, key if settings.plan is None else None)
+    return serve(call, key if plan is None else None)
+
+
+def gather_kept(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    group: dist.ProcessGroup,
+    kinds: Sequence[Any],
+    *settings: Any,
+) -> Gathered | None:
+    """`gather` by the call that served this kind before; None where there was none.
+
+    Args:
+        settings: the first four of `GatherSettings`, which a kept call needs no tuple of.
+    """
+    dim, return_A, config, strict = settings
+    key = _key(dim, return_A, config, strict, len(Bs), kinds)
+    found: Gathered | None = kept.call_kept(group, key, A_shard, Bs, biases)
+    return found
+
+
+def _key(
+    dim: int, return_A: bool, config: str, is_fused: bool, weights: int, kinds: Sequence[Any]
+) -> tuple[Any, ...]:
+    """The kind under which calls are kept. Settings that decide nothing more are left out: any of
+    them leads to the same route."""
+    return _OP, dim, return_A, config, not (config or is_fused), weights, *kinds
 
 
 _OP = PlainGather.op

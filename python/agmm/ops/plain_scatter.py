@@ -16,7 +16,7 @@ from agmm.ops.checks import check_scatterable
 from agmm.ops.pipeline import LIBRARY, TORCH, Ready, Route, serve
 from agmm.ops.products import joined, sum_of_products
 from agmm.ops.scatter import Meanwhile, ScatterCall, ScatterSettings
-from agmm.planning.plans import BY_TORCH, KernelConfig, Problem
+from agmm.planning.plans import BY_TORCH, KernelConfig, Plan, Problem
 from agmm.runtime import collectives, cpu_scatter, groups, rendezvous
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_calls import Kernel, b_layout, plain_format
@@ -257,7 +257,7 @@ def scatter(
     Collective; errors as those of `serve`."""
     kind = None
     if settings.plan is None and As:
-        kind = kind_of_scatter(As, Bs, bias, settings)
+        kind = kind_of_scatter(As, Bs, bias, *settings)
         found: torch.Tensor | None = kept.call_kept(group, kind, As, Bs, bias)
         if found is not None:
             if meanwhile is not None:
@@ -269,9 +269,16 @@ def scatter(
 
 
 def kind_of_scatter(
-    As: Sequence[Any], Bs: Sequence[Any], bias: Any, settings: ScatterSettings
+    As: Sequence[Any],
+    Bs: Sequence[Any],
+    bias: Any,
+    scatter_dim: Any,
+    reduce_op: Any,
+    strict: bool,
+    plan: Plan | None = None,
 ) -> Any:
     """The kind under which calls are kept: see `kept.kind_of_call`."""
-    if len(As) == 1 == len(Bs):
-        return kept.kind_of_call((PlainScatter.op, *settings), As[0], Bs[0], bias)
-    return kept.kind_of_call((PlainScatter.op, *settings), list(As), list(Bs), bias)
+    settings = PlainScatter.op, scatter_dim, reduce_op, strict, plan
+    if len(As) == 1 and len(Bs) == 1:
+        return kept.kind_of_call(settings, As[0], Bs[0], bias)
+    return kept.kind_of_call(settings, list(As), list(Bs), bias)
