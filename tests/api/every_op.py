@@ -67,6 +67,14 @@ def op_named(name: str) -> Any:
     return getattr(getattr(torch.ops, namespace), name).default
 
 
+def arguments_of(name: str) -> list[str]:
+    """The names of all arguments of the op."""
+    op = op_named(name)
+    if inspect.isfunction(op):
+        return list(inspect.signature(op).parameters)
+    return [argument.name for argument in op._schema.arguments]
+
+
 class Call(NamedTuple):
     """A call of an op, with operands of its own."""
 
@@ -104,7 +112,8 @@ class Call(NamedTuple):
     @property
     def saves_results(self) -> bool:
         """Whether the backward wants what the call returned."""
-        return self.op.endswith("rms_norm") or "save_gathered" in self.settings
+        saves_products = "::" in self.op and "save_preactivation" in self.settings
+        return self.op.endswith("rms_norm") or "save_gathered" in self.settings or saves_products
 
     def __str__(self) -> str:
         return f"{self.op}({', '.join(f'{key}={value}' for key, value in self.settings.items())})"
@@ -195,7 +204,14 @@ def _gathers(make: _Maker) -> Iterator[Call]:
     yield Call(one, both, dim | {"return_A": True}, 3 * flops, True)
     settings = dim | {"return_A": True, "config": "", "strict": False}
     both = of_two(B="Bs", bias="biases")
-    yield Call("agmm::_all_gather_matmul", both, settings, 3 * flops, True)
+    registered = "agmm::_all_gather_matmul"
+    yield Call(registered, both, settings, 3 * flops, True)
+    for op, B, bias in ((one, "B", "bias"), (registered, "Bs", "biases")):
+        gated = of_two(B=B, bias=bias)
+        gated[B] = [make.numbers(k, N), make.numbers(k, N)]
+        activated = (dim if op == one else settings) | {"activation": "silu_mul"}
+        activated["save_preactivation"] = True
+        yield Call(op, gated, activated, 2 * flops, True)
     if sizes.dim == 0 and not sizes.is_last:
         two = operands()
         del two["bias"]
@@ -270,6 +286,13 @@ def _without_a_dimension(make: _Maker) -> Iterator[Call]:
     waiting = scaled | {"bias": make.numbers(N).bfloat16(), "a_chunk_signals": make.signals()}
     settings = pivot | {"use_fast_accum": False}
     yield Call("agmm::_async_input_scaled_mm", waiting, settings, flops, False)
+    gated: _Settings = {"activation": "silu_mul"}
+    two = {name: tensor.clone() for name, tensor in plain.items()} | {"up": make.numbers(K, N)}
+    yield Call("agmm::_async_input_mm", two, pivot | gated, 2 * flops, False)
+    two = {name: tensor.detach().clone() for name, tensor in waiting.items()}
+    two |= {"B": make.weight(), "up": make.weight(), "scale_up": make.scales(1, N)}
+    two["bias_up"] = make.numbers(N).bfloat16()
+    yield Call("agmm::_async_input_scaled_mm", two, settings | gated, 2 * flops, False)
     settings = {"out_dtype": torch.bfloat16, "use_fast_accum": False}
     alone = {name: scaled[name].detach().clone() for name in scaled} | {"B": make.weight()}
     yield Call("agmm::_scaled_matmul", alone, settings, flops, False)
@@ -342,8 +365,13 @@ def _fp8_gathers(make: _Maker) -> Iterator[Call]:
         given = operands(names, is_rowwise=is_rowwise)
         yield Call(public, given, settings, flops, False)
         yield Call(torchs, operands(of_op, is_rowwise=is_rowwise), settings, flops, False)
+    gated: _Settings = {"activation": "gelu_tanh_mul"}
+    yield Call(public, operands(names), settings | gated, flops, False)
     settings = settings | {"out_dtype": E4M3}
     yield Call(public, operands(names, result_scale=True), settings, flops, False)
+    given = operands(names, result_scale=True)
+    given["result_scale"][1] = None
+    yield Call(public, given, settings | gated, flops, False)
     yield Call(torchs, operands(of_op, result_scale=True), settings, flops, False)
     served = "symm_mem::fused_all_gather_scaled_matmul"
     settings = dim | {"out_dtypes": [torch.bfloat16, None], "use_fast_accum": [False] * 2}

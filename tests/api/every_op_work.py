@@ -90,6 +90,7 @@ _NAMES = {
     "biases": {"biases", "bias"},
     "result_scales": {"result_scales", "result_scale"},
     "packed": {"packed", "B"},
+    "up": {"up", "a, b"},
 }
 """What messages may call an operand whose argument has another name."""
 

@@ -58,14 +58,15 @@ def _leaf(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.T
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
 
-def _in_step(fn: Callable[..., Any], inputs: list[torch.Tensor]) -> bool:
+def _in_step(fn: Callable[..., Any], inputs: list[torch.Tensor], *, is_linear: bool = True) -> bool:
     """`torch.autograd.gradcheck` along one random direction, the same on all ranks: a wrong entry
     shows in it as in a check entry by entry, of which each takes several calls. Every rank holds
     all inputs and all outputs, so that every rank perturbs the same numbers at the same time and
-    sees what it does on all ranks. The functions are linear in each input, so that differences are
+    sees what it does on all ranks. Differences of functions that are linear in each input are
     exact but for rounding."""
+    eps, limit = (1e-3, 1e-9) if is_linear else (1e-6, 1e-6)
     check = torch.autograd.gradcheck
-    return bool(check(fn, inputs, eps=1e-3, atol=1e-9, rtol=1e-9, fast_mode=True))
+    return bool(check(fn, inputs, eps=eps, atol=limit, rtol=limit, fast_mode=True))
 
 
 def gradcheck_all_gather_matmul(
@@ -83,14 +84,16 @@ def gradcheck_all_gather_matmul(
     group = group_of(world_size)
     if group is None:
         return None
+    is_gated = str(options.get("activation")).endswith("_mul")
     names = ["A_shard"] + [f"B{i}" for i in range(weights)]
     names += [f"bias{i}" for i, has_bias in enumerate(biases) if has_bias]
     last = gather_dim % (2 + len(leading)) == 1 + len(leading)
     k = world_size * _K if last else _K  # of the gathered A
     shapes: dict[str, tuple[int, ...]] = {"A_shard": (_ROWS, *leading, _K)}
     for i in range(weights):
-        shapes[f"B{i}"] = (_N + i, k) if column_major else (k, _N + i)
-        shapes[f"bias{i}"] = (_N + i,)
+        n = _N if is_gated else _N + i
+        shapes[f"B{i}"] = (n, k) if column_major else (k, n)
+        shapes[f"bias{i}"] = (n,)
     inputs = [_leaf(world_size, *shapes[name], seed=i) for i, name in enumerate(names)]
     for name, whole in zip(names, inputs, strict=True):
         whole.requires_grad_(name not in frozen)
@@ -102,10 +105,11 @@ def gradcheck_all_gather_matmul(
         bias = [own.get(f"bias{i}") for i in range(weights)] if biases else None
         op: Callable[..., Any] = agmm.all_gather_matmul
         out = op(own["A_shard"], Bs, group, bias=bias, gather_dim=gather_dim, **options)
-        outs = [out[0], *out[1]] if options.get("return_A") else out
+        A, outs = out if options.get("return_A") else (None, out)
+        outs = [*([] if A is None else [A]), *([outs] if is_gated else outs)]
         return [_AllParts.apply(one, group) for one in outs]
 
-    return _in_step(fn, inputs)
+    return _in_step(fn, inputs, is_linear="activation" not in options)
 
 
 def gradcheck_matmul_reduce_scatter(

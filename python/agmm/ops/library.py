@@ -98,7 +98,8 @@ def define(
 
 
 library.define(
-    "_async_input_mm(Tensor a, Tensor b, Tensor a_chunk_signals, int a_chunk_pivot) -> Tensor"
+    "_async_input_mm(Tensor a, Tensor b, Tensor a_chunk_signals, int a_chunk_pivot, "
+    'str activation="", Tensor? up=None) -> Tensor'
 )
 library.define(
     "_fused_all_gather_matmul_native(Tensor A_shard, Tensor B, str group_name) "
