@@ -225,6 +225,7 @@ def _gathers(make: _Maker) -> Iterator[Call]:
 def _scatters(make: _Maker) -> Iterator[Call]:
     sizes = make.sizes
     n = sizes.columns * make.world_size if sizes.is_last else N
+    n_local = sizes.columns if sizes.is_last else N
     dim: _Settings = {"scatter_dim": sizes.dim}
     one, flops = "agmm.matmul_reduce_scatter", 2 * make.rows * K * n
 
@@ -242,9 +243,13 @@ def _scatters(make: _Maker) -> Iterator[Call]:
     yield Call(one, operands(bias=not sizes.is_last), dim, flops, True)
     yield Call(one, operands(bias=False), dim | {"reduce_op": "avg"}, flops, True)
     yield Call(one, of_two(A="A", B="B"), dim, 3 * flops, True)
+    part = list(make.whole) if sizes.is_last else list(sizes.leading)
+    added = operands(bias=not sizes.is_last) | {"residual": make.numbers(*part, n_local)}
+    yield Call(one, added, dim | {"reduce_op": "avg"}, flops, True)
     settings = dim | {"reduce_op": "sum"}
-    both = of_two(A="As", B="Bs")
-    yield Call("agmm::_matmul_reduce_scatter", both, settings, 3 * flops, True)
+    for residual in (None, make.numbers(*part, n_local)):
+        both = of_two(A="As", B="Bs") | {"residual": residual}
+        yield Call("agmm::_matmul_reduce_scatter", both, settings, 3 * flops, True)
     two = operands(bias=False)
     if sizes.dim == 0 and not sizes.is_last:
         native = "agmm::_fused_matmul_reduce_scatter_native"
@@ -261,6 +266,9 @@ def _without_a_dimension(make: _Maker) -> Iterator[Call]:
     for op in ("agmm.matmul_all_reduce", "agmm::_matmul_all_reduce"):
         of_sum = {"A": make.numbers(*shape), "B": make.numbers(K, N), "bias": make.numbers(N)}
         yield Call(op, of_sum, {}, flops, True)
+        added = {name: tensor.clone() for name, tensor in of_sum.items()}
+        added["residual"] = make.numbers(*shape[:-1], N)
+        yield Call(op, added, {}, flops, True)
     for result_scale in (False, True):
         scaled_sum: dict[str, Any] = {
             "A": make.fp8(*shape),

@@ -307,15 +307,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_warnings()
     monkeypatch.setattr(gather_flow, "cuda_workspace", lambda *_: None)
     monkeypatch.setattr(_OnCuda, "named_config", lambda _: (None, None))
-    monkeypatch.setattr(call_plans, "planner", mock.Mock())
+    planner = mock.Mock()
+    planner.return_value.fused_plan.return_value.transport.why_illegal.return_value = None
+    monkeypatch.setattr(call_plans, "planner", planner)
     monkeypatch.setattr(gather_flow, "FusedGather", object)
 
 
 def _cuda_call(name: str | None, **options: Any) -> GatherCall:
     call = _call(name, _OnCuda, **options)
     call.device = torch.device("cuda", 0)
-    transport = call_plans.planner(None, call.device).fused_plan(None).transport
-    transport.why_illegal.return_value = None
     return call
 
 

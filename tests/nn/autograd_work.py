@@ -122,6 +122,7 @@ def gradcheck_matmul_reduce_scatter(
     column_major: bool = False,
     reduce_op: str = "sum",
     pairs: int | None = None,
+    residual: bool = False,
 ) -> bool | None:
     """Whether the gradients of one product, or of a list of pairs, are right."""
     group = group_of(world_size)
@@ -139,12 +140,16 @@ def gradcheck_matmul_reduce_scatter(
         inputs[f"B{i}"] = _leaf(world_size, *B_shape, seed=2 + 10 * i)
     if bias:
         inputs["bias"] = _leaf(n, seed=3)
+    if residual:
+        part = [*shape[:-1], _N]
+        part[scatter_dim] //= 1 if last else world_size
+        inputs["residual"] = _leaf(world_size, *part, seed=4)
     for name, whole in inputs.items():
         whole.requires_grad_(name not in frozen)
 
     def fn(*wholes: torch.Tensor) -> torch.Tensor:
         given = dict(zip(inputs, wholes, strict=True))
-        bias = given.pop("bias", None)
+        bias, added = given.pop("bias", None), given.pop("residual", None)
         own = [_OwnPart.apply(whole, group) for whole in given.values()]
         As, Bs = own[::2], [B.t() if column_major else B for B in own[1::2]]
         op: Callable[..., torch.Tensor] = agmm.matmul_reduce_scatter
@@ -153,6 +158,7 @@ def gradcheck_matmul_reduce_scatter(
             group,
             scatter_dim=scatter_dim,
             bias=bias,
+            residual=None if added is None else _OwnPart.apply(added, group),
             reduce_op=reduce_op,
         )
         whole: torch.Tensor = _AllParts.apply(out, group)
@@ -168,6 +174,7 @@ def gradcheck_matmul_all_reduce(
     leading: tuple[int, ...] = (),
     frozen: tuple[str, ...] = (),
     column_major: bool = False,
+    residual: bool = False,
 ) -> bool | None:
     """Whether the gradients are right where every rank has the whole output and one gradient of
     it."""
@@ -180,13 +187,16 @@ def gradcheck_matmul_all_reduce(
     }
     if bias:
         inputs["bias"] = _leaf(_N, seed=3)
+    if residual:
+        inputs["residual"] = _leaf(_ROWS, *leading, _N, seed=4)
     for name, whole in inputs.items():
         whole.requires_grad_(name not in frozen)
 
-    def fn(A: torch.Tensor, B: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+    def fn(A: torch.Tensor, B: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         A, B = _OwnPart.apply(A, group), _OwnPart.apply(B, group)
-        b = bias[0] if bias else None
-        return agmm.matmul_all_reduce(A, B.t() if column_major else B, group, bias=b, strict=True)
+        B = B.t() if column_major else B
+        added = dict(zip(list(inputs)[2:], others, strict=True))
+        return agmm.matmul_all_reduce(A, B, group, **added, strict=True)
 
     return _in_step(fn, list(inputs.values()))
 

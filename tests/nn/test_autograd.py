@@ -60,6 +60,10 @@ SCATTER_CASES: list[dict[str, Any]] = [
     {"pairs": 2, "reduce_op": "avg", "scatter_dim": 1, "leading": (2,)},
     {"pairs": 2, "scatter_dim": -1},
     {"pairs": 3, "frozen": ("A1", "B0", "B2")},
+    {"residual": True, "bias": True},
+    {"residual": True, "reduce_op": "avg", "scatter_dim": 1, "leading": (2,)},
+    {"residual": True, "scatter_dim": -1, "pairs": 2},
+    {"residual": True, "frozen": ("A0", "B0")},
 ]
 
 

@@ -240,14 +240,15 @@ class MatmulReduceScatter(torch.autograd.Function):
         pairs: int,
         settings: tuple[Any, ...],
         bias: _MaybeTensor,
+        residual: _MaybeTensor,
         *As_and_Bs: torch.Tensor,
     ) -> torch.Tensor:
         As, Bs = As_and_Bs[:pairs], As_and_Bs[pairs:]
         _check_real("A", As[0])
         op = torch.ops.agmm._matmul_reduce_scatter.default
         with torch._C._AutoDispatchBelowAutograd():
-            out: torch.Tensor = op(list(As), list(Bs), bias, *settings)
-        _, _, ctx.needs_bias, *needs = ctx.needs_input_grad
+            out: torch.Tensor = op(list(As), list(Bs), bias, *settings, residual=residual)
+        _, _, ctx.needs_bias, ctx.needs_residual, *needs = ctx.needs_input_grad
         ctx.needs_A, ctx.needs_B = needs[:pairs], needs[pairs:]
         ctx.save_for_backward(
             *(A if need else None for A, need in zip(As, ctx.needs_B, strict=True)),
@@ -286,7 +287,7 @@ class MatmulReduceScatter(torch.autograd.Function):
         if ctx.reduce_op == "avg":
             grads = [None if grad is None else grad / ctx.world_size for grad in grads]
         dbias = _grad_of_bias(gathered) if ctx.needs_bias and gathered is not None else None
-        return None, None, dbias, *grads
+        return None, None, dbias, dout if ctx.needs_residual else None, *grads
 
 
 def _gather_and_multiply(
@@ -312,11 +313,17 @@ class MatmulAllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, A: torch.Tensor, B: torch.Tensor, bias: _MaybeTensor, *settings: Any
+        ctx: Any,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        bias: _MaybeTensor,
+        residual: _MaybeTensor,
+        *settings: Any,
     ) -> torch.Tensor:
         _check_real("A", A)
+        op = torch.ops.agmm._matmul_all_reduce.default
         with torch._C._AutoDispatchBelowAutograd():
-            out: torch.Tensor = torch.ops.agmm._matmul_all_reduce.default(A, B, bias, *settings)
+            out: torch.Tensor = op(A, B, bias, *settings, residual=residual)
         needs_A, needs_B, *_ = ctx.needs_input_grad
         ctx.save_for_backward(A if needs_B else None, B if needs_A else None)
         ctx.column_major = _is_column_major(B)
@@ -330,4 +337,5 @@ class MatmulAllReduce(torch.autograd.Function):
         dA = None if B is None else dout @ B.t()
         dB = None if A is None else _grad_of_weight(A, dout, ctx.column_major)
         dbias = _grad_of_bias(dout) if ctx.needs_input_grad[2] else None
-        return dA, dB, dbias, *(None,) * ctx.settings
+        dresidual = dout if ctx.needs_input_grad[3] else None
+        return dA, dB, dbias, dresidual, *(None,) * ctx.settings

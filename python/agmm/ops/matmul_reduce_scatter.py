@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from agmm.errors import InvalidArgument
 from agmm.ops import kept
 from agmm.ops.autograd import MatmulReduceScatter
-from agmm.ops.checks import check_operand, check_scatterable, needs_gradient
+from agmm.ops.checks import check_operand, check_residual, check_scatterable, needs_gradient
 from agmm.ops.library import library
 from agmm.ops.operands import autocast, is_watched
 from agmm.ops.plain_scatter import kind_of_scatter, scatter
@@ -28,21 +28,28 @@ def _fake(
     scatter_dim: int,
     reduce_op: str,
     strict: bool = False,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     check_scatterable(As, Bs, bias, world_size, scatter_dim, reduce_op)
     shape = [*As[0].shape[:-1], Bs[0].shape[1]]
     shape[scatter_dim] = shape[scatter_dim] // world_size
+    check_residual(residual, shape, As[0])
     return As[0].new_empty(shape)
 
 
 def _autograd(
     As: list[torch.Tensor], Bs: list[torch.Tensor], bias: torch.Tensor | None, *settings: Any
 ) -> Any:
-    given = bias, *As, *Bs
+    residual = settings[_RESIDUAL] if len(settings) > _RESIDUAL else None
+    given = bias, residual, *As, *Bs
     if needs_gradient(*given):
-        return MatmulReduceScatter.apply(len(As), settings, *given)
+        return MatmulReduceScatter.apply(len(As), settings[:_RESIDUAL], *given)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.agmm._matmul_reduce_scatter.default(As, Bs, bias, *settings)
+
+
+_RESIDUAL = 5
+"""The place of the residual behind the bias."""
 
 
 def _impl(
@@ -54,12 +61,16 @@ def _impl(
     scatter_dim: int,
     reduce_op: str,
     strict: bool = False,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     group = groups.group_of_size(group_name, world_size)
-    return scatter(As, Bs, bias, group, ScatterSettings(scatter_dim, reduce_op, strict))
+    settings = ScatterSettings(scatter_dim, reduce_op, strict)
+    return scatter(As, Bs, bias, group, settings, residual=residual)
 
 
-def _kept(A: Any, B: Any, bias: Any, group: Any, settings: ScatterSettings) -> torch.Tensor | None:
+def _kept(
+    A: Any, B: Any, bias: Any, group: Any, settings: ScatterSettings, residual: Any = None
+) -> torch.Tensor | None:
     """What an eager call without gradients computes by a kept call, for which the dispatcher has
     nothing to do; None where there is none. On the way of every call: a look into
     one dictionary, and no check that the look makes needless."""
@@ -73,8 +84,12 @@ def _kept(A: Any, B: Any, bias: Any, group: Any, settings: ScatterSettings) -> t
     if has_lists != isinstance(B, (list, tuple)):
         return None
     As, Bs = (A, B) if has_lists else ((A,), (B,))
-    kind = kind_of_scatter(As, Bs, bias, settings)
-    found: torch.Tensor | None = kept.call_kept(group, kind, As, Bs, bias)
+    kind = kind_of_scatter(As, Bs, bias, settings, residual)
+    found: torch.Tensor | None
+    if residual is None:
+        found = kept.call_kept(group, kind, As, Bs, bias)
+    else:
+        found = kept.call_kept(group, kind, As, Bs, bias, residual)
     return found
 
 
@@ -110,9 +125,11 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0,
     reduce_op: str = "sum",
     bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
     strict: bool = False,
 ) -> torch.Tensor:
-    """``reduce_scatter(A @ B) (+ bias)``: the second half of a tensor-parallel layer. Collective.
+    """``reduce_scatter(A @ B) (+ bias) (+ residual)``: the second half of a tensor-parallel layer.
+    Collective.
 
     The sum over the ranks of ``A @ B``, of which each rank gets its part. Differentiable once; the
     backward is an all-gather and a matmul (`all_gather_matmul`). Under autocast the operands are
@@ -141,6 +158,10 @@ def matmul_reduce_scatter(
             0.17%, in bf16, in the Frobenius norm, with a bias as large as the sum). Its gradient is
             that of the rows of all ranks, and so the same on all ranks. Not with the last
             dimension scattered.
+        residual: this rank's part of a residual, of the shape and dtype of ``out``. On the CPU
+            added in float32 (float64 for float64) before the sum is rounded. On CUDA no kernel adds
+            it yet: torch adds it to the rounded sum, which `status` says and ``strict`` refuses.
+            Its gradient is that of ``out``.
         strict: raise `Unsupported` instead of taking the unfused path (``matmul`` +
             ``reduce_scatter_tensor``), of which the CPU warns once for each reason.
 
@@ -152,7 +173,8 @@ def matmul_reduce_scatter(
         Unsupported: under ``strict`` only.
     """
     if strict is False or strict is True:
-        known = _kept(A, B, bias, group, ScatterSettings(scatter_dim, reduce_op, strict))
+        settings = ScatterSettings(scatter_dim, reduce_op, strict)
+        known = _kept(A, B, bias, group, settings, residual)
         if known is not None:
             return known
     As = list(A) if isinstance(A, (list, tuple)) else [A]
@@ -160,9 +182,10 @@ def matmul_reduce_scatter(
     if isinstance(A, (list, tuple)) != isinstance(B, (list, tuple)):
         found, wanted = type(B).__name__, type(A).__name__
         raise InvalidArgument(f"B: found a {found}, wanted a {wanted} as A, both lists or neither")
-    for name, tensors in (("A", As), ("B", Bs), ("bias", [] if bias is None else [bias])):
+    for name, tensors in (("A", As), ("B", Bs), ("bias", [bias]), ("residual", [residual])):
         for tensor in tensors:
-            check_operand(name, tensor)
+            if tensor is not None or name in ("A", "B"):
+                check_operand(name, tensor)
     if not As:
         raise InvalidArgument("A: found an empty list, wanted at least one")
     if not isinstance(scatter_dim, int):
@@ -171,7 +194,7 @@ def matmul_reduce_scatter(
         raise InvalidArgument(f"reduce_op: found {reduce_op!r}, wanted 'sum' or 'avg'")
     if strict is not True and strict is not False:
         raise InvalidArgument(f"strict: found {strict!r}, wanted True or False")
-    bias, *operands = autocast((bias, *As, *Bs), As[0].device)
+    bias, residual, *operands = autocast((bias, residual, *As, *Bs), As[0].device)
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)
     op = torch.ops.agmm._matmul_reduce_scatter.default
@@ -184,5 +207,6 @@ def matmul_reduce_scatter(
         scatter_dim,
         reduce_op,
         strict,
+        residual,
     )
     return out

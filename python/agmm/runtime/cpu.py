@@ -199,6 +199,7 @@ class CpuWorkspace(CpuSlots):
         call: Call,
         *,
         agreed: str = "",
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the sum over the ranks of ``A @ B``, by `all_reduce`. Collective.
 
@@ -207,6 +208,7 @@ class CpuWorkspace(CpuSlots):
             B: [K, N], of one N on all ranks; at least 1.
             bias: [N] or None; added to the sum before it is rounded.
             call, agreed: as `all_reduce`.
+            residual: [M, N] or None, the same on all ranks; added to the sum before it is rounded.
 
         Returns:
             out [M, N], contiguous.
@@ -215,7 +217,8 @@ class CpuWorkspace(CpuSlots):
             Unsupported: as `all_gather_matmul`.
             AgmmError: as `all_gather_matmul`.
         """
-        return self.all_reduce(cpu_scatter.plain_sum([A], [B], bias), call, agreed=agreed)
+        summed = cpu_scatter.plain_sum([A], [B], bias, residual)
+        return self.all_reduce(summed, call, agreed=agreed)
 
     @torch.no_grad()
     def all_reduce(self, summed: cpu_scatter.Sum, call: Call, *, agreed: str = "") -> torch.Tensor:
