@@ -251,6 +251,24 @@ def test_compiled_calls_and_their_backward_are_the_same(save: bool) -> None:
         torch.testing.assert_close(torch.compile(call, backend="aot_eager")(A, Bs), eager)
 
 
+@pytest.mark.parametrize("name", ["relu2", "gelu_tanh_mul"])
+def test_autocast_casts_operands_and_leaves_the_activation_alone(name: str) -> None:
+    A, B, bias = _operands(name)
+    A16, bias16 = A.bfloat16(), bias
+    if isinstance(B, list):
+        B16: Any = [one.bfloat16() for one in B]
+        bias16 = [None if one is None else one.bfloat16() for one in bias]
+    else:
+        B16, bias16 = B.bfloat16(), bias.bfloat16()
+    wanted = ops.all_gather_matmul(A16, B16, bias=bias16, activation=name)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ops.all_gather_matmul(A, B, bias=bias, activation=name)
+        kept = ops.all_gather_matmul(A.requires_grad_(), B, bias=bias, activation=name)
+        (grad,) = torch.autograd.grad(kept.float().sum(), A)
+    assert torch.equal(found, wanted) and torch.equal(kept, wanted)
+    assert grad.dtype == torch.float32 and grad.abs().sum() > 0
+
+
 def test_activations_are_kinds_of_calls_of_their_own(tmp_path: Path) -> None:
     A, Bs, _ = _operands("silu_mul")
     with agmm.record(tmp_path / "calls.json"):

@@ -288,7 +288,9 @@ def all_gather_matmul(
     needs_grad = needs_grad and torch.is_grad_enabled()
     if plain and not (needs_grad or A_shard.is_meta):
         resolved = group_of(group) if isinstance(group, str) else group
-        settings = GatherSettings(gather_dim, return_A, config, strict, epilogue=epilogue)
+        settings = GatherSettings(gather_dim, return_A, config, strict)
+        if epilogue is not None:
+            settings = settings._replace(epilogue=epilogue)
         A, _, outs = gather(A_shard, Bs, biases, resolved, settings, kinds)
     else:
         save_gathered = save_gathered and needs_grad and any(B.requires_grad for B in Bs)

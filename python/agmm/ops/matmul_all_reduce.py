@@ -125,13 +125,19 @@ def matmul_all_reduce(
         InvalidArgument: names the argument, the value found and the value wanted.
         Unsupported: under ``strict`` only.
     """
-    given: tuple[Any, ...] = (A, B, bias) if residual is None else (A, B, bias, residual)
     keep_as = None
     if not torch.is_autocast_enabled("cuda"):  # which casts operands
-        keep_as = kept.kind_on_gpu(("matmul_all_reduce",), strict, *given)
+        if residual is None:
+            keep_as = kept.kind_on_gpu(("matmul_all_reduce",), strict, A, B, bias)
+        else:
+            keep_as = kept.kind_on_gpu(("matmul_all_reduce",), strict, A, B, bias, residual)
     if keep_as is not None:
         known = groups.resolved(group)
-        again: torch.Tensor | None = kept.call_kept(known, keep_as, *given)
+        again: torch.Tensor | None
+        if residual is None:
+            again = kept.call_kept(known, keep_as, A, B, bias)
+        else:
+            again = kept.call_kept(known, keep_as, A, B, bias, residual)
         if again is not None:
             return again
     maybes = [(n, t) for n, t in (("bias", bias), ("residual", residual)) if t is not None]

@@ -202,10 +202,10 @@ def gather(
         kinds = [None if t is None else kept.kind_of(t) for t in (A_shard, *Bs, *biases)]
     # Settings that decide nothing more are left out: any of them leads to the same route.
     dim, return_A, config, strict, prefer_fused, _, epilogue = settings
-    may_choose = not (config or strict or prefer_fused)
-    # Under strict none is computed behind the kernel.
-    becomes = None if epilogue is None else (epilogue, strict)
-    key = (_OP, dim, return_A, config, may_choose, becomes, len(Bs), *kinds)
+    decides: Any = not (config or strict or prefer_fused)
+    if epilogue is not None:
+        decides = decides, strict, epilogue  # under strict none is computed behind the kernel
+    key = (_OP, dim, return_A, config, decides, len(Bs), *kinds)
     found = kept.call_kept(group, key, A_shard, Bs, biases)
     if found is not None:
         return Gathered(*found)
