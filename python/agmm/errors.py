@@ -46,6 +46,18 @@ def fall_back(reason: str, strict: bool) -> None:
     warn_once(f"agmm takes the unfused path: {reason}")
 
 
+def compose(reason: str, strict: bool) -> None:
+    """Warns that torch's ops compute a part of a call behind agmm's kernel, once in a process for
+    each reason.
+
+    Raises:
+        Unsupported: ``strict``.
+    """
+    if strict:
+        raise Unsupported(f"{reason}; strict=True refuses what is computed behind the kernel")
+    warn_once(f"agmm computes a part behind the kernel: {reason}")
+
+
 def forget_warnings() -> None:
     """Makes every warning new again, for tests, which do not know what ran before them."""
     _warned.clear()

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from unittest import mock
 
+import activation_work
 import every_op
 import torch
 import torch.distributed as dist
@@ -159,6 +160,27 @@ def _is_looked_through(call: Call, ways: Ways) -> str | None:
     return None
 
 
+def _is_activated(call: Call, ways: Ways) -> str | None:
+    """Each activation is torch's, of the products that the op has without one; operands that none
+    can have are refused by name."""
+    if not activation_work.takes_one(call):
+        return None
+    for name, variant in activation_work.variants(call):
+        if activation_work.is_refused(name, variant):
+            try:
+                ways.by_agmm(variant)
+            except agmm.InvalidArgument as error:
+                if str(error).split(":")[0] in ("activation", "up", "result_scale"):
+                    continue
+                return f"{name}: refused by {error}"
+            return f"{name}: found no refusal"
+        found = _copies(ways.by_agmm(variant))
+        fault = _is_close(found, activation_work.wanted(name, variant, ways.group))
+        if fault is not None:
+            return f"{name}: {fault}"
+    return None
+
+
 def _is_captured(call: Call, ways: Ways) -> str | None:
     """A graph repeats the call's bits. On GPUs only, by kernels that a capture may hold."""
     wanted = _copies(ways.by_agmm(call))
@@ -182,6 +204,7 @@ FEATURES: dict[str, Callable[[Call, Ways], str | None]] = {
     "compiled": _is_compiled,
     "NaN look": _is_looked_through,
     "no rows": _is_right,
+    "activation": _is_activated,
     "captured": _is_captured,
 }
 

@@ -67,6 +67,14 @@ def op_named(name: str) -> Any:
     return getattr(getattr(torch.ops, namespace), name).default
 
 
+def arguments_of(name: str) -> list[str]:
+    """The names of all arguments of the op."""
+    op = op_named(name)
+    if inspect.isfunction(op):
+        return list(inspect.signature(op).parameters)
+    return [argument.name for argument in op._schema.arguments]
+
+
 class Call(NamedTuple):
     """A call of an op, with operands of its own."""
 
@@ -104,7 +112,8 @@ class Call(NamedTuple):
     @property
     def saves_results(self) -> bool:
         """Whether the backward wants what the call returned."""
-        return self.op.endswith("rms_norm") or "save_gathered" in self.settings
+        saves_products = "::" in self.op and "save_preactivation" in self.settings
+        return self.op.endswith("rms_norm") or "save_gathered" in self.settings or saves_products
 
     def __str__(self) -> str:
         return f"{self.op}({', '.join(f'{key}={value}' for key, value in self.settings.items())})"
@@ -195,7 +204,14 @@ def _gathers(make: _Maker) -> Iterator[Call]:
     yield Call(one, both, dim | {"return_A": True}, 3 * flops, True)
     settings = dim | {"return_A": True, "config": "", "strict": False}
     both = of_two(B="Bs", bias="biases")
-    yield Call("agmm::_all_gather_matmul", both, settings, 3 * flops, True)
+    registered = "agmm::_all_gather_matmul"
+    yield Call(registered, both, settings, 3 * flops, True)
+    for op, B, bias in ((one, "B", "bias"), (registered, "Bs", "biases")):
+        gated = of_two(B=B, bias=bias)
+        gated[B] = [make.numbers(k, N), make.numbers(k, N)]
+        activated = (dim if op == one else settings) | {"activation": "silu_mul"}
+        activated["save_preactivation"] = True
+        yield Call(op, gated, activated, 2 * flops, True)
     if sizes.dim == 0 and not sizes.is_last:
         two = operands()
         del two["bias"]
@@ -209,6 +225,7 @@ def _gathers(make: _Maker) -> Iterator[Call]:
 def _scatters(make: _Maker) -> Iterator[Call]:
     sizes = make.sizes
     n = sizes.columns * make.world_size if sizes.is_last else N
+    n_local = sizes.columns if sizes.is_last else N
     dim: _Settings = {"scatter_dim": sizes.dim}
     one, flops = "agmm.matmul_reduce_scatter", 2 * make.rows * K * n
 
@@ -226,9 +243,13 @@ def _scatters(make: _Maker) -> Iterator[Call]:
     yield Call(one, operands(bias=not sizes.is_last), dim, flops, True)
     yield Call(one, operands(bias=False), dim | {"reduce_op": "avg"}, flops, True)
     yield Call(one, of_two(A="A", B="B"), dim, 3 * flops, True)
+    part = list(make.whole) if sizes.is_last else list(sizes.leading)
+    added = operands(bias=not sizes.is_last) | {"residual": make.numbers(*part, n_local)}
+    yield Call(one, added, dim | {"reduce_op": "avg"}, flops, True)
     settings = dim | {"reduce_op": "sum"}
-    both = of_two(A="As", B="Bs")
-    yield Call("agmm::_matmul_reduce_scatter", both, settings, 3 * flops, True)
+    for residual in (None, make.numbers(*part, n_local)):
+        both = of_two(A="As", B="Bs") | {"residual": residual}
+        yield Call("agmm::_matmul_reduce_scatter", both, settings, 3 * flops, True)
     two = operands(bias=False)
     if sizes.dim == 0 and not sizes.is_last:
         native = "agmm::_fused_matmul_reduce_scatter_native"
@@ -245,6 +266,9 @@ def _without_a_dimension(make: _Maker) -> Iterator[Call]:
     for op in ("agmm.matmul_all_reduce", "agmm::_matmul_all_reduce"):
         of_sum = {"A": make.numbers(*shape), "B": make.numbers(K, N), "bias": make.numbers(N)}
         yield Call(op, of_sum, {}, flops, True)
+        added = {name: tensor.clone() for name, tensor in of_sum.items()}
+        added["residual"] = make.numbers(*shape[:-1], N)
+        yield Call(op, added, {}, flops, True)
     for result_scale in (False, True):
         scaled_sum: dict[str, Any] = {
             "A": make.fp8(*shape),
@@ -270,6 +294,13 @@ def _without_a_dimension(make: _Maker) -> Iterator[Call]:
     waiting = scaled | {"bias": make.numbers(N).bfloat16(), "a_chunk_signals": make.signals()}
     settings = pivot | {"use_fast_accum": False}
     yield Call("agmm::_async_input_scaled_mm", waiting, settings, flops, False)
+    gated: _Settings = {"activation": "silu_mul"}
+    two = {name: tensor.clone() for name, tensor in plain.items()} | {"up": make.numbers(K, N)}
+    yield Call("agmm::_async_input_mm", two, pivot | gated, 2 * flops, False)
+    two = {name: tensor.detach().clone() for name, tensor in waiting.items()}
+    two |= {"B": make.weight(), "up": make.weight(), "scale_up": make.scales(1, N)}
+    two["bias_up"] = make.numbers(N).bfloat16()
+    yield Call("agmm::_async_input_scaled_mm", two, settings | gated, 2 * flops, False)
     settings = {"out_dtype": torch.bfloat16, "use_fast_accum": False}
     alone = {name: scaled[name].detach().clone() for name in scaled} | {"B": make.weight()}
     yield Call("agmm::_scaled_matmul", alone, settings, flops, False)
@@ -342,8 +373,13 @@ def _fp8_gathers(make: _Maker) -> Iterator[Call]:
         given = operands(names, is_rowwise=is_rowwise)
         yield Call(public, given, settings, flops, False)
         yield Call(torchs, operands(of_op, is_rowwise=is_rowwise), settings, flops, False)
+    gated: _Settings = {"activation": "gelu_tanh_mul"}
+    yield Call(public, operands(names), settings | gated, flops, False)
     settings = settings | {"out_dtype": E4M3}
     yield Call(public, operands(names, result_scale=True), settings, flops, False)
+    given = operands(names, result_scale=True)
+    given["result_scale"][1] = None
+    yield Call(public, given, settings | gated, flops, False)
     yield Call(torchs, operands(of_op, result_scale=True), settings, flops, False)
     served = "symm_mem::fused_all_gather_scaled_matmul"
     settings = dim | {"out_dtypes": [torch.bfloat16, None], "use_fast_accum": [False] * 2}

@@ -22,6 +22,7 @@ import agmm
 from agmm.integrations import async_tp
 from agmm.nn import (
     ColumnParallelLinear,
+    GatedMLP,
     GatherColwiseParallel,
     RowParallelLinear,
     RowwiseScatterParallel,
@@ -90,6 +91,7 @@ _NAMES = {
     "biases": {"biases", "bias"},
     "result_scales": {"result_scales", "result_scale"},
     "packed": {"packed", "B"},
+    "up": {"up", "a, b"},
 }
 """What messages may call an operand whose argument has another name."""
 
@@ -239,6 +241,8 @@ def _layers(group: dist.ProcessGroup) -> Layers:
         found[f"{two}"] = two, (8, 2, 64), 2 * 2 * 2 * rows * 64 * 64
         row = RowParallelLinear(features, 64, group=group, fp8=fp8)
         found[f"{row}"] = row, (rows, 2, 64), 2 * 2 * rows * 64 * 64
+        mlp = GatedMLP(64, features, group=group, fp8=fp8)
+        found[f"{mlp}"] = mlp, (8, 2, 64), 3 * 2 * 2 * rows * 64 * 64
     gathers = parallelize_module(
         torch.nn.Linear(64, features), mesh, GatherColwiseParallel(sequence_dim=0)
     )

@@ -160,13 +160,18 @@ def _arguments() -> dict[str, dict[str, Any]]:
     many = {"scale_a": torch.ones(1), "scale_bs": [torch.ones(1)], "result_scales": [None]}
     bias, rows = torch.ones(16), {"gather_dim": 0, "return_A": False}
     how = {"out_dtype": _bf16, "use_fast_accum": False}
+    gated = {"activation": "silu_mul"}
     return {
-        "_async_input_mm": {"a": shard, "b": B, **signals},
+        "_async_input_mm": {"a": shard, "b": B, "up": B, **gated, **signals},
         "_async_input_scaled_mm": {
             "A": shard.to(_f8),
             "B": B.to(_f8),
             "bias": bias,
             "use_fast_accum": False,
+            "up": B.to(_f8),
+            "scale_up": torch.ones(1),
+            "bias_up": bias,
+            **gated,
             **scales,
             **signals,
         },
@@ -215,6 +220,7 @@ def _arguments() -> dict[str, dict[str, Any]]:
             "As": [A],
             "Bs": [B],
             "bias": bias,
+            "residual": torch.ones(4, 16),
             "scatter_dim": 0,
             "reduce_op": "sum",
             **group,
@@ -240,7 +246,13 @@ def _arguments() -> dict[str, dict[str, Any]]:
             **group,
             **how,
         },
-        "_matmul_all_reduce": {"A": A, "B": B, "bias": bias, **group},
+        "_matmul_all_reduce": {
+            "A": A,
+            "B": B,
+            "bias": bias,
+            "residual": torch.ones(4 * size, 16),
+            **group,
+        },
         "_all_gather": {"x": A, "dim": 0, **group},
         "_reduce_scatter": {"x": A, "op": "sum", "dim": 0, **group},
         "_all_reduce": {"x": A, "op": "sum", **group},

@@ -85,6 +85,7 @@ def test_many_calls(pool: RankPool) -> None:
         {"frozen": ("A",)},
         {"frozen": ("B",), "bias": True},
         {"frozen": ("A", "B"), "bias": True},
+        {"residual": True, "leading": (2,), "bias": True},
     ],
     ids=str,
 )

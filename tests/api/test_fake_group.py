@@ -74,6 +74,12 @@ OPS: dict[str, tuple[Callable[[int], Any], Callable[[int], tuple[int, int]]]] = 
         lambda rows: agmm.all_gather_matmul(torch.ones(rows, K), torch.ones(K, N), strict=True),
         lambda rows: (WORLD * rows, N),
     ),
+    "gather, gated": (
+        lambda rows: agmm.all_gather_matmul(
+            torch.ones(rows, K), [torch.ones(K, N)] * 2, activation="silu_mul", strict=True
+        ),
+        lambda rows: (WORLD * rows, N),
+    ),
     "gather, quantize": (
         lambda rows: agmm.all_gather_matmul(
             torch.ones(rows, K), torch.ones(K, N), quantize="tensorwise", reduce_amax=True
@@ -81,6 +87,22 @@ OPS: dict[str, tuple[Callable[[int], Any], Callable[[int], tuple[int, int]]]] = 
         lambda rows: (WORLD * rows, N),
     ),
     "gather, fp8": (_gather_scaled, lambda rows: (WORLD * rows, N)),
+    "gather, fp8, relu2": (
+        lambda rows: _gather_scaled(rows, activation="relu2"),
+        lambda rows: (WORLD * rows, N),
+    ),
+    "scatter, residual": (
+        lambda rows: agmm.matmul_reduce_scatter(
+            torch.ones(rows, K), torch.ones(K, N), residual=torch.ones(rows // WORLD, N)
+        ),
+        lambda rows: (rows // WORLD, N),
+    ),
+    "all-reduce, residual": (
+        lambda rows: agmm.matmul_all_reduce(
+            torch.ones(rows, K), torch.ones(K, N), residual=torch.ones(rows, N)
+        ),
+        lambda rows: (rows, N),
+    ),
     "gather, fp8, strict": (
         lambda rows: _gather_scaled(rows, strict=True),
         lambda rows: (WORLD * rows, N),

@@ -856,7 +856,7 @@ def test_a_kept_call_that_cannot_be_made_any_more_is_forgotten(group: str) -> No
 
     operands = given("rowwise")
     kind = kept.kind_of_call(
-        (0, False, torch.bfloat16, False, False, "", ""),
+        (0, False, torch.bfloat16, False, False, "", "", ""),
         *(operands["A"], operands["scale_a"], [operands["B"]], [operands["scale_b"]]),
         *([None], [None]),
     )

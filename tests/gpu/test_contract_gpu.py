@@ -21,6 +21,8 @@ REFUSED = {
             "scaled_matmul_reduce_scatter",
             r"A: found 2 products, wanted at most 1 of fp8 in one kernel; strict",
         ),
+        ("gather.*activation=", r"activation: found '.*', wanted one that a kernel of .*; strict"),
+        (r"agmm\.matmul_", r"residual: found one, wanted None: no kernel of this build.*; strict"),
     )
 }
 """The calls that a feature refuses on GPUs, besides those that it refuses on every device."""

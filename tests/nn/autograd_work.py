@@ -58,14 +58,15 @@ def _leaf(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.T
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
 
-def _in_step(fn: Callable[..., Any], inputs: list[torch.Tensor]) -> bool:
+def _in_step(fn: Callable[..., Any], inputs: list[torch.Tensor], *, is_linear: bool = True) -> bool:
     """`torch.autograd.gradcheck` along one random direction, the same on all ranks: a wrong entry
     shows in it as in a check entry by entry, of which each takes several calls. Every rank holds
     all inputs and all outputs, so that every rank perturbs the same numbers at the same time and
-    sees what it does on all ranks. The functions are linear in each input, so that differences are
+    sees what it does on all ranks. Differences of functions that are linear in each input are
     exact but for rounding."""
+    eps, limit = (1e-3, 1e-9) if is_linear else (1e-6, 1e-6)
     check = torch.autograd.gradcheck
-    return bool(check(fn, inputs, eps=1e-3, atol=1e-9, rtol=1e-9, fast_mode=True))
+    return bool(check(fn, inputs, eps=eps, atol=limit, rtol=limit, fast_mode=True))
 
 
 def gradcheck_all_gather_matmul(
@@ -83,14 +84,16 @@ def gradcheck_all_gather_matmul(
     group = group_of(world_size)
     if group is None:
         return None
+    is_gated = str(options.get("activation")).endswith("_mul")
     names = ["A_shard"] + [f"B{i}" for i in range(weights)]
     names += [f"bias{i}" for i, has_bias in enumerate(biases) if has_bias]
     last = gather_dim % (2 + len(leading)) == 1 + len(leading)
     k = world_size * _K if last else _K  # of the gathered A
     shapes: dict[str, tuple[int, ...]] = {"A_shard": (_ROWS, *leading, _K)}
     for i in range(weights):
-        shapes[f"B{i}"] = (_N + i, k) if column_major else (k, _N + i)
-        shapes[f"bias{i}"] = (_N + i,)
+        n = _N if is_gated else _N + i
+        shapes[f"B{i}"] = (n, k) if column_major else (k, n)
+        shapes[f"bias{i}"] = (n,)
     inputs = [_leaf(world_size, *shapes[name], seed=i) for i, name in enumerate(names)]
     for name, whole in zip(names, inputs, strict=True):
         whole.requires_grad_(name not in frozen)
@@ -102,10 +105,11 @@ def gradcheck_all_gather_matmul(
         bias = [own.get(f"bias{i}") for i in range(weights)] if biases else None
         op: Callable[..., Any] = agmm.all_gather_matmul
         out = op(own["A_shard"], Bs, group, bias=bias, gather_dim=gather_dim, **options)
-        outs = [out[0], *out[1]] if options.get("return_A") else out
+        A, outs = out if options.get("return_A") else (None, out)
+        outs = [*([] if A is None else [A]), *([outs] if is_gated else outs)]
         return [_AllParts.apply(one, group) for one in outs]
 
-    return _in_step(fn, inputs)
+    return _in_step(fn, inputs, is_linear="activation" not in options)
 
 
 def gradcheck_matmul_reduce_scatter(
@@ -118,6 +122,7 @@ def gradcheck_matmul_reduce_scatter(
     column_major: bool = False,
     reduce_op: str = "sum",
     pairs: int | None = None,
+    residual: bool = False,
 ) -> bool | None:
     """Whether the gradients of one product, or of a list of pairs, are right."""
     group = group_of(world_size)
@@ -135,12 +140,16 @@ def gradcheck_matmul_reduce_scatter(
         inputs[f"B{i}"] = _leaf(world_size, *B_shape, seed=2 + 10 * i)
     if bias:
         inputs["bias"] = _leaf(n, seed=3)
+    if residual:
+        part = [*shape[:-1], _N]
+        part[scatter_dim] //= 1 if last else world_size
+        inputs["residual"] = _leaf(world_size, *part, seed=4)
     for name, whole in inputs.items():
         whole.requires_grad_(name not in frozen)
 
     def fn(*wholes: torch.Tensor) -> torch.Tensor:
         given = dict(zip(inputs, wholes, strict=True))
-        bias = given.pop("bias", None)
+        bias, added = given.pop("bias", None), given.pop("residual", None)
         own = [_OwnPart.apply(whole, group) for whole in given.values()]
         As, Bs = own[::2], [B.t() if column_major else B for B in own[1::2]]
         op: Callable[..., torch.Tensor] = agmm.matmul_reduce_scatter
@@ -149,6 +158,7 @@ def gradcheck_matmul_reduce_scatter(
             group,
             scatter_dim=scatter_dim,
             bias=bias,
+            residual=None if added is None else _OwnPart.apply(added, group),
             reduce_op=reduce_op,
         )
         whole: torch.Tensor = _AllParts.apply(out, group)
@@ -164,6 +174,7 @@ def gradcheck_matmul_all_reduce(
     leading: tuple[int, ...] = (),
     frozen: tuple[str, ...] = (),
     column_major: bool = False,
+    residual: bool = False,
 ) -> bool | None:
     """Whether the gradients are right where every rank has the whole output and one gradient of
     it."""
@@ -176,13 +187,16 @@ def gradcheck_matmul_all_reduce(
     }
     if bias:
         inputs["bias"] = _leaf(_N, seed=3)
+    if residual:
+        inputs["residual"] = _leaf(_ROWS, *leading, _N, seed=4)
     for name, whole in inputs.items():
         whole.requires_grad_(name not in frozen)
 
-    def fn(A: torch.Tensor, B: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+    def fn(A: torch.Tensor, B: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         A, B = _OwnPart.apply(A, group), _OwnPart.apply(B, group)
-        b = bias[0] if bias else None
-        return agmm.matmul_all_reduce(A, B.t() if column_major else B, group, bias=b, strict=True)
+        B = B.t() if column_major else B
+        added = dict(zip(list(inputs)[2:], others, strict=True))
+        return agmm.matmul_all_reduce(A, B, group, **added, strict=True)
 
     return _in_step(fn, list(inputs.values()))
 

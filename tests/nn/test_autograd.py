@@ -27,6 +27,26 @@ GATHER_CASES: list[dict[str, Any]] = [
     {"weights": 2, "frozen": ("B1", "bias0"), "biases": (True, True)},
 ]
 
+ACTIVATION_CASES: list[dict[str, Any]] = [
+    *[{"activation": name, "biases": (True,)} for name in ("relu", "relu2", "gelu")],
+    {"activation": "gelu_tanh", "weights": 2, "save_preactivation": False},
+    {"activation": "silu", "save_preactivation": False, "save_gathered": True, "biases": (True,)},
+    {"activation": "silu", "gather_dim": 1, "leading": (2,), "config": "unfused"},
+    {"activation": "silu_mul", "weights": 2, "biases": (True, False), "return_A": True},
+    {"activation": "gelu_mul", "weights": 2, "biases": (True, True), "column_major": True},
+    *[
+        {"activation": "silu_mul", "weights": 2, "biases": (False, True), **options}
+        for options in (
+            {"save_preactivation": False},
+            {"save_preactivation": False, "save_gathered": True},
+            {"save_preactivation": False, "frozen": ("A_shard", "B1")},
+            {"save_preactivation": False, "gather_dim": -1, "config": "unfused"},
+            {"frozen": ("B0", "B1")},
+        )
+    ],
+    {"activation": "gelu_tanh_mul", "weights": 2, "leading": (2,), "save_gathered": True},
+]
+
 SCATTER_CASES: list[dict[str, Any]] = [
     {},
     {"column_major": True, "bias": True},
@@ -40,6 +60,10 @@ SCATTER_CASES: list[dict[str, Any]] = [
     {"pairs": 2, "reduce_op": "avg", "scatter_dim": 1, "leading": (2,)},
     {"pairs": 2, "scatter_dim": -1},
     {"pairs": 3, "frozen": ("A1", "B0", "B2")},
+    {"residual": True, "bias": True},
+    {"residual": True, "reduce_op": "avg", "scatter_dim": 1, "leading": (2,)},
+    {"residual": True, "scatter_dim": -1, "pairs": 2},
+    {"residual": True, "frozen": ("A0", "B0")},
 ]
 
 
@@ -48,6 +72,13 @@ SCATTER_CASES: list[dict[str, Any]] = [
 def test_gradcheck_of_all_gather_matmul(
     pool: RankPool, world_size: int, case: dict[str, Any]
 ) -> None:
+    results = pool.run(autograd_work.gradcheck_all_gather_matmul, world_size, **case)
+    assert results == [None] * (5 - world_size) + [True] * world_size
+
+
+@pytest.mark.parametrize("case", ACTIVATION_CASES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_gradcheck_of_activations(pool: RankPool, world_size: int, case: dict[str, Any]) -> None:
     results = pool.run(autograd_work.gradcheck_all_gather_matmul, world_size, **case)
     assert results == [None] * (5 - world_size) + [True] * world_size
 

@@ -631,7 +631,7 @@ def test_async_input_mm_waits_for_each_chunk(dtype: torch.dtype, chunks: int, pi
 
     sender = threading.Thread(target=deliver)
     sender.start()
-    out = cpu_async_input.async_input_mm(a, b, signals, pivot)
+    out = cpu_async_input.async_input_mm(a, [b], signals, pivot)
     sender.join()
     torch.testing.assert_close(out, wanted @ b)
 

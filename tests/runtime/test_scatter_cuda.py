@@ -40,7 +40,7 @@ def kept(group: str) -> Any:
 
 
 def keep(group: dist.ProcessGroup, call: Any, strict: bool = False) -> None:
-    kind = kind_of_scatter([A], [B], None, 0, "sum", strict)
+    kind = kind_of_scatter([A], [B], None, None, 0, "sum", strict)
     kept_calls.keep(group, kind, call)
 
 

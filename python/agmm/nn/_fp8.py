@@ -39,6 +39,7 @@ def gather_products(
     group_name: str,
     *,
     strict: bool = False,
+    activation: str | None = None,
 ) -> list[torch.Tensor]:
     """``all_gather(x) @ weight + bias`` for each weight, in the dtype of ``x``. Collective.
 
@@ -46,6 +47,7 @@ def gather_products(
         x: [M_local, ..., K], bf16, fp16 or float32.
         weights: [K, N] each, N a multiple of 16.
         biases: [N] each, or None.
+        activation: what becomes of the products; only where no gradient is needed.
 
     Raises:
         InvalidArgument: a dtype or a size that fp8 products cannot have.
@@ -56,7 +58,7 @@ def gather_products(
     for weight in weights:
         _check_multiple("N", weight.shape[1])
     if not needs_gradient(x, *weights, *biases):  # then dynamo drops x of one weight and bias
-        return _forward(recipe, x, weights, biases, group_name, strict)
+        return _forward(recipe, x, weights, biases, group_name, strict, activation)
     return list(
         _GatherProducts.apply(recipe, group_name, strict, len(weights), x, *weights, *biases)
     )
@@ -311,12 +313,11 @@ def _forward(
     biases: Sequence[_Maybe],
     group_name: str,
     strict: bool,
+    activation: str | None = None,
 ) -> list[torch.Tensor]:
-    quantised_weights = [_second(recipe, weight, recipe.weight) for weight in weights]
+    given = x, recipe.input, [_second(recipe, weight, recipe.weight) for weight in weights], biases
     fast_accum = recipe.fast_accum[0]
-    return _gathered(
-        x, recipe.input, quantised_weights, biases, group_name, recipe, fast_accum, strict
-    )
+    return _gathered(*given, group_name, recipe, fast_accum, strict, activation)
 
 
 def _gathered(
@@ -328,6 +329,7 @@ def _gathered(
     recipe: Fp8Recipe,
     fast_accum: bool,
     strict: bool,
+    activation: str | None = None,
 ) -> list[torch.Tensor]:
     """The products of the gathered rows of x [M_local, ..., K] with each weight."""
     look_through("all_gather_scaled_matmul", group_name, A_shard=x)
@@ -337,7 +339,7 @@ def _gathered(
     for B, one in weights:
         scale, one = _of_one_kind(scale, one, len(rows), B.shape[1])
         scales.append(one)
-    outs = all_gather_scaled_matmul(
+    outs: Any = all_gather_scaled_matmul(
         values.view(x.shape),
         [B for B, _ in weights],
         _leading(scale, x),
@@ -346,9 +348,10 @@ def _gathered(
         bias=list(biases),
         out_dtype=_result_dtype(x),
         use_fast_accum=fast_accum,
+        activation=activation,
         strict=strict,
     )
-    return [_in_dtype(out, x.dtype) for out in outs]
+    return [_in_dtype(out, x.dtype) for out in ([outs] if activation else outs)]
 
 
 # --- the weight's gradient ---

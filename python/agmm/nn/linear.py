@@ -89,6 +89,17 @@ class ColumnParallelLinear(ShardedLinear):
             self.held[name] = Held(names, blocks, Shard(0))
         self._make_parameters(bias, device, dtype)
 
+    def operands_for(
+        self, x: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
+        """This rank's weights and biases, `operands`, of checked shapes, for an input that is
+        checked too."""
+        self._check_operand(x)
+        weights, biases = self.operands()
+        self._check_weights(weights)
+        self._check_input(x, weights[0])
+        return weights, biases
+
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """The products of the gathered rows. Collective.
 
@@ -102,10 +113,7 @@ class ColumnParallelLinear(ShardedLinear):
         Raises:
             InvalidArgument: names x or the weight, what was found and what the layer wants.
         """
-        self._check_operand(x)
-        weights, biases = self.operands()
-        self._check_weights(weights)
-        self._check_input(x, weights[0])
+        weights, biases = self.operands_for(x)
         if self.fp8 is not None:
             outs = gather_products(
                 self.fp8, x, weights, biases, self.ranks.own_name, strict=self.strict

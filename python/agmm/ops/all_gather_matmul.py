@@ -1,26 +1,26 @@
-"""``agmm.all_gather_matmul`` and its torch ops."""
+"""``agmm.all_gather_matmul``; `gather_op` has its torch ops."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
-from agmm.ops.autograd import AllGatherMatmul
-from agmm.ops.checks import check_gatherable, config_name, needs_gradient
+from agmm.ops.checks import config_name
 from agmm.ops.gather import GatherSettings
+from agmm.ops.gather_op import dispatched
 from agmm.ops.gather_packed import gather_packed
 from agmm.ops.kept import kind_of
-from agmm.ops.library import define, library
-from agmm.ops.operands import autocast, check_operands, is_plain, is_watched
+from agmm.ops.operands import autocast, check_operands, is_watched
 from agmm.ops.plain_gather import gather, gather_kept
 from agmm.ops.quantize import gather_quantised
 from agmm.planning.plans import KernelConfig
-from agmm.runtime.groups import group_of, group_of_size, group_or_default, name_of, world_size_of
+from agmm.runtime.epilogues import GatedActivation, named
+from agmm.runtime.groups import group_of, group_or_default, name_of
 from agmm.runtime.packed import Packed4BitWeight
 
 _Weights = (
@@ -31,93 +31,38 @@ _Weights = (
 )
 
 
-class _Arguments(NamedTuple):
-    """The arguments of the torch op."""
-
-    A_shard: torch.Tensor
-    Bs: list[torch.Tensor]
-    biases: list[torch.Tensor | None]
-    group_name: str
-    world_size: int
-    gather_dim: int
-    return_A: bool
-    config: str
-    strict: bool
-    save_gathered: bool = False
-    """Whether the backward uses the gathered A; the forward has no use for it."""
-    prefer_fused: bool = False
-
-
-def _impl(call: _Arguments) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    group = group_of_size(call.group_name, call.world_size)
-    settings = GatherSettings(
-        call.gather_dim, call.return_A, call.config, call.strict, call.prefer_fused
-    )
-    A, _, outs = gather(call.A_shard, call.Bs, call.biases, group, settings)
-    return (call.A_shard.new_empty(0) if A is None else A), outs
-
-
-def _fake(call: _Arguments) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    A_shard, dim = call.A_shard, call.gather_dim
-    check_gatherable(A_shard, call.Bs, call.biases, dim, call.world_size)
-    shape = list(A_shard.shape)
-    shape[dim] = shape[dim] * call.world_size
-    A = A_shard.new_empty(shape if call.return_A else 0)
-    return A, [A_shard.new_empty(*shape[:-1], B.shape[1]) for B in call.Bs]
-
-
-def _autograd(
+@overload
+def all_gather_matmul(  # type: ignore[overload-overlap]
     A_shard: torch.Tensor,
-    Bs: list[torch.Tensor],
-    biases: list[torch.Tensor | None],
-    *settings: Any,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    given = A_shard, *Bs, *biases
-    if needs_gradient(*given):
-        A, *outs = AllGatherMatmul.apply(len(Bs), settings, *given)
-        return A, outs
-    with torch._C._AutoDispatchBelowAutograd():
-        A, outs = torch.ops.agmm._all_gather_matmul.default(A_shard, Bs, biases, *settings)
-    return A, outs
-
-
-def _dispatched(
+    B: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    return_A: Literal[False] = ...,
+    bias: Sequence[torch.Tensor | None] | None = ...,
+    config: KernelConfig | str | None = ...,
+    activation: GatedActivation,
+    strict: bool = ...,
+    save_gathered: bool = ...,
+    save_preactivation: bool = ...,
+    quantize: str | None = ...,
+    reduce_amax: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def all_gather_matmul(  # type: ignore[overload-overlap]
     A_shard: torch.Tensor,
-    Bs: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    group_name: str,
-    *settings: Any,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A call that the dispatcher sees."""
-    check_operands(A_shard, Bs, biases)
-    world_size = world_size_of(group_name)
-    A, outs = torch.ops.agmm._all_gather_matmul.default(
-        A_shard, list(Bs), list(biases), group_name, world_size, *settings
-    )
-    return A, outs
-
-
-def _native(
-    A_shard: torch.Tensor, B: torch.Tensor, group_name: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if is_watched() or not (is_plain(A_shard) and is_plain(B)):
-        A, outs = _dispatched(A_shard, [B], [None], group_name, 0, True, "", False, False, True)
-        return A, outs[0]
-    whole, _, outs = gather(A_shard, [B], [None], group_of(group_name), _NATIVE)
-    assert whole is not None
-    return whole, outs[0]
-
-
-_NATIVE = GatherSettings(return_A=True, prefer_fused=True)
-"""The settings of torch's own op."""
-
-
-define("_all_gather_matmul", _Arguments, "(Tensor A, Tensor[] outs)", run=_impl, fake=_fake)
-library.impl("_all_gather_matmul", _autograd, "Autograd")
-# It is a composite, so that what is traced is the op above, with the world size.
-library.impl("_fused_all_gather_matmul_native", _native, "CompositeImplicitAutograd")
-
-
+    B: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    return_A: Literal[True],
+    bias: Sequence[torch.Tensor | None] | None = ...,
+    config: KernelConfig | str | None = ...,
+    activation: GatedActivation,
+    strict: bool = ...,
+    save_gathered: bool = ...,
+    save_preactivation: bool = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def all_gather_matmul(
     A_shard: torch.Tensor,
@@ -128,8 +73,10 @@ def all_gather_matmul(
     return_A: Literal[False] = ...,
     bias: torch.Tensor | None = ...,
     config: KernelConfig | str | None = ...,
+    activation: str | None = ...,
     strict: bool = ...,
     save_gathered: bool = ...,
+    save_preactivation: bool = ...,
     quantize: str | None = ...,
     reduce_amax: bool = ...,
 ) -> torch.Tensor: ...
@@ -143,8 +90,10 @@ def all_gather_matmul(
     return_A: Literal[True],
     bias: torch.Tensor | None = ...,
     config: KernelConfig | str | None = ...,
+    activation: str | None = ...,
     strict: bool = ...,
     save_gathered: bool = ...,
+    save_preactivation: bool = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def all_gather_matmul(
@@ -156,8 +105,10 @@ def all_gather_matmul(
     return_A: Literal[False] = ...,
     bias: Sequence[torch.Tensor | None] | None = ...,
     config: KernelConfig | str | None = ...,
+    activation: str | None = ...,
     strict: bool = ...,
     save_gathered: bool = ...,
+    save_preactivation: bool = ...,
     quantize: str | None = ...,
     reduce_amax: bool = ...,
 ) -> list[torch.Tensor]: ...
@@ -171,8 +122,10 @@ def all_gather_matmul(
     return_A: Literal[True],
     bias: Sequence[torch.Tensor | None] | None = ...,
     config: KernelConfig | str | None = ...,
+    activation: str | None = ...,
     strict: bool = ...,
     save_gathered: bool = ...,
+    save_preactivation: bool = ...,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]: ...
 def all_gather_matmul(
     A_shard: torch.Tensor,
@@ -183,8 +136,10 @@ def all_gather_matmul(
     return_A: bool = False,
     bias: Sequence[torch.Tensor | None] | torch.Tensor | None = None,
     config: KernelConfig | str | None = None,
+    activation: str | None = None,
     strict: bool = False,
     save_gathered: bool = False,
+    save_preactivation: bool = True,
     quantize: str | None = None,
     reduce_amax: bool = False,
 ) -> (
@@ -193,7 +148,8 @@ def all_gather_matmul(
     | tuple[torch.Tensor, torch.Tensor]
     | tuple[torch.Tensor, list[torch.Tensor]]
 ):
-    """``all_gather(A_shard) @ B (+ bias)``, the gather overlapped with the product. Collective.
+    """``activation(all_gather(A_shard) @ B (+ bias))``, the gather overlapped with the product.
+    Collective.
 
     Every rank of the group calls with the same shapes, dtypes and layouts, in the same order, as
     with any collective. Differentiable once, with respect to A_shard, B and bias; the backward of
@@ -215,10 +171,21 @@ def all_gather_matmul(
         config: a `KernelConfig` or its name to use instead of the chosen one, perhaps with a
             transport (``KERNEL/pull``); ``"gather"`` for agmm's gather and the library's matmul on
             CUDA, at most 16 MiB gathered; or ``"unfused"``, which ``strict`` refuses.
+        activation: ``"relu"``, ``"relu2"`` (the square of relu), ``"gelu"``, ``"gelu_tanh"`` or
+            ``"silu"``, of each product with its bias; or a gated one, ``"silu_mul"``,
+            ``"gelu_mul"`` or ``"gelu_tanh_mul"``, of two weights of one shape, gate and up:
+            ``silu(A @ gate) * (A @ up)``, one result. Computed in float32 (float64 for float64),
+            by the CPU backend before the one rounding to the dtype of A_shard. On CUDA no kernel
+            has it yet: torch's ops compute it behind the kernel, of rounded products, which
+            `status` says. Real floating-point types only.
         strict: raise `Unsupported` instead of taking the unfused path
-            (``all_gather_into_tensor`` + ``matmul``) with one warning.
+            (``all_gather_into_tensor`` + ``matmul``) with one warning, or of computing an
+            activation behind the kernel.
         save_gathered: keep the gathered A for the backward of B, instead of A_shard, which takes
             1 / world_size of the memory and is gathered again.
+        save_preactivation: with an activation, keep the products with their biases for the
+            backward, [world_size * M_local, ..., N] for each weight; else the backward gathers and
+            multiplies again.
         quantize: ``"tensorwise"``, ``"rowwise"`` or ``"block"``: quantise A_shard before the gather
             and B to float8_e4m3fn, with dynamic scales of that kind (`all_gather_scaled_matmul`),
             tensorwise of each rank's shard; K a multiple of 16. The result has the dtype of
@@ -230,13 +197,16 @@ def all_gather_matmul(
 
     Returns:
         ``out`` [world_size * M_local, ..., N], or ``(A, out)`` with ``return_A``. For a list of
-        weights ``out`` is a list.
+        weights ``out`` is a list, but for a gated activation.
 
     Raises:
         InvalidArgument: an argument that no path can serve; names it, the value found and wanted.
         Unsupported: under ``strict`` only.
     """
-    several = isinstance(B, (list, tuple))
+    several, epilogue = isinstance(B, (list, tuple)), None
+    if activation is not None:
+        epilogue = named(activation)
+        several = several and not (epilogue and epilogue.is_gated)
     Bs: Sequence[Any] = B if isinstance(B, (list, tuple)) else (B,)
     if isinstance(bias, (list, tuple)):
         biases: Sequence[torch.Tensor | None] = bias
@@ -254,6 +224,10 @@ def all_gather_matmul(
         raise InvalidArgument(f"strict: found {strict!r}, wanted True or False")
     if save_gathered is not True and save_gathered is not False:
         raise InvalidArgument(f"save_gathered: found {save_gathered!r}, wanted True or False")
+    if save_preactivation is not True and save_preactivation is not False:
+        raise InvalidArgument(
+            f"save_preactivation: found {save_preactivation!r}, wanted True or False"
+        )
     if reduce_amax is not False:
         if reduce_amax is not True:
             raise InvalidArgument(f"reduce_amax: found {reduce_amax!r}, wanted True or False")
@@ -266,6 +240,7 @@ def all_gather_matmul(
             ("config", config),
             ("quantize", quantize),
             ("save_gathered", save_gathered),
+            ("activation", activation),
         ):
             if given:
                 raise InvalidArgument(
@@ -287,7 +262,8 @@ def all_gather_matmul(
         if config:
             raise InvalidArgument(f"config: found {config!r} with quantize, wanted None")
         outs = gather_quantised(
-            A_shard, Bs, biases, group, gather_dim, quantize, reduce_amax, strict
+            *(A_shard, Bs, biases, group, gather_dim, quantize, reduce_amax, strict),
+            activation or "",
         )
         return outs if several else outs[0]
     plain = not is_watched()  # memory that a pointer and strides describe
@@ -312,14 +288,17 @@ def all_gather_matmul(
     needs_grad = needs_grad and torch.is_grad_enabled()
     if plain and not (needs_grad or A_shard.is_meta):
         resolved = group_of(group) if isinstance(group, str) else group
-        settings = gather_dim, return_A, config, strict
-        gathered = gather_kept(A_shard, Bs, biases, resolved, kinds, *settings)
+        of_call = gather_dim, return_A, config, strict
+        gathered = None
+        if epilogue is None:
+            gathered = gather_kept(A_shard, Bs, biases, resolved, kinds, *of_call)
         if gathered is None:
-            gathered = gather(A_shard, Bs, biases, resolved, GatherSettings(*settings), kinds)
+            settings = GatherSettings(*of_call, epilogue=epilogue)
+            gathered = gather(A_shard, Bs, biases, resolved, settings, kinds)
         A, _, outs = gathered
     else:
         save_gathered = save_gathered and needs_grad and any(B.requires_grad for B in Bs)
-        A, outs = _dispatched(
+        A, outs = dispatched(
             A_shard,
             Bs,
             biases,
@@ -329,6 +308,11 @@ def all_gather_matmul(
             config,
             strict,
             save_gathered,
+            False,
+            activation or "",
+            bool(activation and save_preactivation and needs_grad),
         )
+        if epilogue is not None:
+            outs = outs[: epilogue.results_of(len(Bs))]
     out = outs if several else outs[0]
     return (A, out) if return_A else out  # type: ignore[return-value]

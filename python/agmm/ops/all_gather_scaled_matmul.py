@@ -21,6 +21,7 @@ from agmm.ops.pipeline import serve
 from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_gather, scalings_of
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import groups
+from agmm.runtime.epilogues import GatedActivation, named
 from agmm.runtime.scaling import ALL
 
 _Maybes = Sequence[torch.Tensor | None]
@@ -45,6 +46,7 @@ class _Settings(NamedTuple):
     quantize: str = ""
     """The kind of the scales where an ``all_gather_matmul`` has made them."""
     config: str = ""
+    activation: str = ""
 
 
 class _Arguments(NamedTuple):
@@ -65,6 +67,7 @@ class _Arguments(NamedTuple):
     strict: bool = False
     quantize: str = ""
     config: str = ""
+    activation: str = ""
 
 
 def _impl(call: _Arguments) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -94,7 +97,8 @@ def _run(kind: Any, given: _Given, group: dist.ProcessGroup, settings: _Settings
         *([settings.out_dtype] * count, [settings.use_fast_accum] * count),
     )
     of_gather = GatherSettings(
-        settings.gather_dim, settings.return_A, settings.config, settings.strict
+        *(settings.gather_dim, settings.return_A, settings.config, settings.strict),
+        epilogue=named(settings.activation),
     )
     return serve(Fp8Gather(A_shard, scale_a, weights, group, of_gather, settings.quantize), kind)
 
@@ -104,7 +108,11 @@ def _fake(call: _Arguments) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tens
     check_scaled_gather(*call[:6], [call.out_dtype] * len(Bs), call.gather_dim)
     shape = list(A_shard.shape)
     shape[call.gather_dim] = shape[call.gather_dim] * call.world_size
-    outs = [A_shard.new_empty(*shape[:-1], B.shape[1], dtype=call.out_dtype) for B in Bs]
+    epilogue, columns = named(call.activation), [B.shape[1] for B in Bs]
+    if epilogue is not None:
+        epilogue.check(Bs, call.out_dtype)
+        columns = epilogue.outs(columns)
+    outs = [A_shard.new_empty(*shape[:-1], n, dtype=call.out_dtype) for n in columns]
     if not call.return_A:
         return *_no_A(A_shard), outs
     if scalings_of(A_shard, scale_a, Bs, scale_bs, call.quantize)[0].a[0] == ALL:
@@ -163,6 +171,42 @@ def _one_each(name: str, given: Any, count: int) -> list[torch.Tensor | None]:
 
 
 @overload
+def all_gather_scaled_matmul(  # type: ignore[overload-overlap]
+    A_shard: torch.Tensor,
+    B: Sequence[torch.Tensor],
+    scale_a: torch.Tensor,
+    scale_b: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    return_A: Literal[False] = ...,
+    bias: _Maybes | None = ...,
+    result_scale: torch.Tensor | None = ...,
+    out_dtype: torch.dtype = ...,
+    use_fast_accum: bool = ...,
+    activation: GatedActivation,
+    config: KernelConfig | str | None = ...,
+    strict: bool = ...,
+) -> torch.Tensor: ...
+@overload
+def all_gather_scaled_matmul(  # type: ignore[overload-overlap]
+    A_shard: torch.Tensor,
+    B: Sequence[torch.Tensor],
+    scale_a: torch.Tensor,
+    scale_b: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | DeviceMesh | str | None = ...,
+    *,
+    gather_dim: int = ...,
+    return_A: Literal[True],
+    bias: _Maybes | None = ...,
+    result_scale: torch.Tensor | None = ...,
+    out_dtype: torch.dtype = ...,
+    use_fast_accum: bool = ...,
+    activation: GatedActivation,
+    config: KernelConfig | str | None = ...,
+    strict: bool = ...,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+@overload
 def all_gather_scaled_matmul(
     A_shard: torch.Tensor,
     B: torch.Tensor,
@@ -176,6 +220,7 @@ def all_gather_scaled_matmul(
     result_scale: torch.Tensor | None = ...,
     out_dtype: torch.dtype = ...,
     use_fast_accum: bool = ...,
+    activation: str | None = ...,
     config: KernelConfig | str | None = ...,
     strict: bool = ...,
 ) -> torch.Tensor: ...
@@ -193,6 +238,7 @@ def all_gather_scaled_matmul(
     result_scale: torch.Tensor | None = ...,
     out_dtype: torch.dtype = ...,
     use_fast_accum: bool = ...,
+    activation: str | None = ...,
     config: KernelConfig | str | None = ...,
     strict: bool = ...,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
@@ -210,6 +256,7 @@ def all_gather_scaled_matmul(
     result_scale: _Maybes | None = ...,
     out_dtype: torch.dtype = ...,
     use_fast_accum: bool = ...,
+    activation: str | None = ...,
     config: KernelConfig | str | None = ...,
     strict: bool = ...,
 ) -> list[torch.Tensor]: ...
@@ -227,6 +274,7 @@ def all_gather_scaled_matmul(
     result_scale: _Maybes | None = ...,
     out_dtype: torch.dtype = ...,
     use_fast_accum: bool = ...,
+    activation: str | None = ...,
     config: KernelConfig | str | None = ...,
     strict: bool = ...,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]: ...
@@ -243,6 +291,7 @@ def all_gather_scaled_matmul(
     result_scale: _Maybes | torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     use_fast_accum: bool = False,
+    activation: str | None = None,
     config: KernelConfig | str | None = None,
     strict: bool = False,
 ) -> (
@@ -251,7 +300,8 @@ def all_gather_scaled_matmul(
     | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     | tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
 ):
-    """``all_gather(A_shard * scale_a) @ (B * scale_b) (+ bias)`` of fp8 operands. Collective.
+    """``activation(all_gather(A_shard * scale_a) @ (B * scale_b) (+ bias))`` of fp8 operands.
+    Collective.
 
     The result is that of the dequantised operands, multiplied and summed in float32 and rounded
     once. The scales travel with the chunks of A_shard. On the CPU, and on Hopper with all scales
@@ -288,23 +338,28 @@ def all_gather_scaled_matmul(
         bias: [N], bf16, fp16 or float32, added before the result is rounded; for a list of weights
             one each (or None).
         result_scale: one float32 with which a result in fp8 is multiplied before it is rounded; for
-            a list of weights one each (or None).
+            a list of weights one each (or None), for a gated activation one.
         out_dtype: bf16, fp16, float32, or an fp8 dtype. fp8 results are cut at the largest number.
         use_fast_accum: let a GPU accumulate with less precision. No difference on the CPU.
+        activation: as `all_gather_matmul` takes it, before the result scale. On CUDA, where it is
+            computed behind the kernel, the products of a result in fp8 are bf16.
         config: as `all_gather_matmul` takes it: a kernel for operands of this kind, perhaps with a
             transport; ``"gather"``; or ``"unfused"``.
-        strict: raise `Unsupported` instead of taking the unfused path.
+        strict: raise `Unsupported` instead of taking the unfused path, or of computing an
+            activation behind the kernel.
 
     Returns:
         ``out`` [world_size * M_local, ..., N], or ``(A, scale_A, out)`` with ``return_A``: scale_A
         is [world_size, 1] where A_shard has one scale, else [world_size * M_local, ..., as
-        scale_a]. For a list of weights ``out`` is a list.
+        scale_a]. For a list of weights ``out`` is a list, but for a gated activation.
 
     Raises:
         InvalidArgument: names the argument, the value found and the value wanted.
         Unsupported: under ``strict`` only.
     """
-    several = not isinstance(B, torch.Tensor)
+    epilogue = named(activation)
+    is_gated = epilogue is not None and epilogue.is_gated
+    several = not (is_gated or isinstance(B, torch.Tensor))
     Bs: list[Any] = list(B) if isinstance(B, (list, tuple)) else [B]
     scale_bs: list[Any] = list(scale_b) if isinstance(scale_b, (list, tuple)) else [scale_b]
     if type(gather_dim) is not int:
@@ -313,11 +368,13 @@ def all_gather_scaled_matmul(
     for name, flag in flags:
         check_flag(name, flag)
     biases = _one_each("bias", bias, len(Bs))
+    if is_gated and isinstance(result_scale, torch.Tensor):
+        result_scale = [result_scale, *[None] * (len(Bs) - 1)]
     result_scales = _one_each("result_scale", result_scale, len(Bs))
     given = A_shard, scale_a, Bs, scale_bs, biases, result_scales
     A, scale_A, outs = gather(
         *(given, group, gather_dim, return_A, out_dtype, use_fast_accum, strict),
-        *("", config_name(config)),
+        *("", config_name(config), activation or ""),
     )
     out: Any = outs if several else outs[0]
     return (A, scale_A, out) if return_A else out  # type: ignore[return-value]

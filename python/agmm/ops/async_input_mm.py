@@ -6,20 +6,55 @@ from typing import Any
 
 import torch
 
+from agmm import errors
 from agmm.errors import InvalidArgument
-from agmm.ops.checks import check_async_input, check_no_grad
+from agmm.ops.checks import check_async_input, check_no_grad, check_same
+from agmm.ops.gather import why_composed
 from agmm.ops.kept import kind_of
 from agmm.ops.library import library
 from agmm.planning import call_plans, heuristics, legality
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import cpu_async_input, cuda_calls, symmetric
+from agmm.runtime.epilogues import Epilogue, named
+
+
+def _weights(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_chunk_signals: torch.Tensor,
+    pivot: int,
+    activation: str,
+    up: torch.Tensor | None,
+) -> tuple[list[torch.Tensor], Epilogue | None]:
+    """The weights of a call that is checked here, and what becomes of their products."""
+    bs = [b] if up is None else [b, up]
+    check_async_input(a, b, a_chunk_signals, pivot)
+    epilogue = named(activation)
+    check_up(up, epilogue)
+    if epilogue is not None:
+        epilogue.check(bs, a.dtype)
+    if up is not None:
+        check_same("up", up, "a", a)
+    return bs, epilogue
+
+
+def check_up(up: torch.Tensor | None, epilogue: Epilogue | None) -> None:
+    """Refuses a second weight that no gated activation has a use for."""
+    if up is not None and not (epilogue and epilogue.is_gated):
+        found = None if epilogue is None else epilogue.activation
+        raise InvalidArgument(f"up: found one with activation {found!r}, wanted a gated activation")
 
 
 def _async_input_mm_cpu(
-    a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, a_chunk_pivot: int
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_chunk_signals: torch.Tensor,
+    a_chunk_pivot: int,
+    activation: str = "",
+    up: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    check_async_input(a, b, a_chunk_signals, a_chunk_pivot)
-    return cpu_async_input.async_input_mm(a, b, a_chunk_signals, a_chunk_pivot)
+    bs, epilogue = _weights(a, b, a_chunk_signals, a_chunk_pivot, activation, up)
+    return cpu_async_input.async_input_mm(a, bs, a_chunk_signals, a_chunk_pivot, epilogue)
 
 
 _ready: dict[Any, cuda_calls.ReadyMatmul] = {}
@@ -29,8 +64,20 @@ _MAX_CALLS = 4096  # of a process
 
 
 def _async_input_mm_cuda(
-    a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, a_chunk_pivot: int
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_chunk_signals: torch.Tensor,
+    a_chunk_pivot: int,
+    activation: str = "",
+    up: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if activation or up is not None:
+        given = a, b, a_chunk_signals, a_chunk_pivot
+        bs, epilogue = _weights(*given, activation, up)
+        assert epilogue is not None  # else there is no use for up
+        errors.compose(why_composed(epilogue), strict=False)
+        (out,) = epilogue([_async_input_mm_cuda(a, one, *given[2:]) for one in bs])
+        return out
     key = (*kind_of(a), *kind_of(b), *kind_of(a_chunk_signals), a_chunk_pivot)
     call = _ready.get(key)
     if call is None:
@@ -113,14 +160,19 @@ def on_cuda(
 
 
 def _async_input_mm_fake(
-    a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, a_chunk_pivot: int
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_chunk_signals: torch.Tensor,
+    a_chunk_pivot: int,
+    activation: str = "",
+    up: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    check_async_input(a, b, a_chunk_signals, a_chunk_pivot)
+    _weights(a, b, a_chunk_signals, a_chunk_pivot, activation, up)
     return a.new_empty(a.shape[0], b.shape[1])
 
 
 def _async_input_mm_autograd(*arguments: Any) -> torch.Tensor:
-    check_no_grad(arguments[:2])
+    check_no_grad((*arguments[:2], *arguments[5:]))
     with torch._C._AutoDispatchBelowAutograd():
         out: torch.Tensor = torch.ops.agmm._async_input_mm.default(*arguments)
     return out

@@ -9,14 +9,18 @@ from typing import NamedTuple
 
 import torch
 
+from agmm import errors
 from agmm.errors import InvalidArgument
 from agmm.ops import fp8_operands
+from agmm.ops.async_input_mm import check_up
 from agmm.ops.fp8_operands import Fp8Weights, rows_of
+from agmm.ops.gather import why_composed
 from agmm.ops.library import define
 from agmm.ops.scaled_checks import check_no_backward, check_scaled_async_input
 from agmm.planning import call_plans, heuristics
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import cpu_scaled, cuda_calls, cuda_scaled
+from agmm.runtime.epilogues import Epilogue, named
 from agmm.runtime.scaled import Scaled, Weight
 
 
@@ -31,9 +35,34 @@ class _Arguments(NamedTuple):
     a_chunk_signals: torch.Tensor
     a_chunk_pivot: int
     use_fast_accum: bool
+    activation: str = ""
+    up: torch.Tensor | None = None
+    """A second weight, for a gated activation; B is the gate."""
+    scale_up: torch.Tensor | None = None
+    bias_up: torch.Tensor | None = None
 
-    def check(self) -> None:
-        check_scaled_async_input(*self[:7])
+    @property
+    def weights(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Each weight with its scale and bias."""
+        found = [(self.B, self.scale_b, self.bias)]
+        if self.up is not None and self.scale_up is not None:
+            found.append((self.up, self.scale_up, self.bias_up))
+        return found
+
+    def check(self) -> Epilogue | None:
+        epilogue = named(self.activation)
+        check_up(self.up, epilogue)
+        for name, tensor in (("scale_up", self.scale_up), ("bias_up", self.bias_up)):
+            if tensor is not None and self.up is None:
+                raise InvalidArgument(f"{name}: found one without up, wanted None")
+        if self.up is not None and self.scale_up is None:
+            raise InvalidArgument("scale_up: found None, wanted the scales of up")
+        for B, scale_b, bias in self.weights:
+            signals = self.a_chunk_signals, self.a_chunk_pivot
+            check_scaled_async_input(self.A, B, self.scale_a, scale_b, bias, *signals)
+        if epilogue is not None:
+            epilogue.check([B for B, *_ in self.weights], torch.bfloat16)
+        return epilogue
 
 
 def _described(
@@ -46,22 +75,34 @@ def _described(
 
 
 def _on_cpu(call: _Arguments) -> torch.Tensor:
-    call.check()
-    operand, weight = _described(call[:4], call.bias, call.use_fast_accum)
-    return cpu_scaled.async_input_mm(operand, weight, call.a_chunk_signals, call.a_chunk_pivot)
+    epilogue = call.check()
+    weights = []
+    for B, scale_b, bias in call.weights:
+        product = call.A, B, call.scale_a, scale_b
+        operand, weight = _described(product, bias, call.use_fast_accum)
+        weights.append(weight)
+    signals = call.a_chunk_signals, call.a_chunk_pivot
+    return cpu_scaled.async_input_mm(operand, weights, *signals, epilogue)
 
 
 def _on_cuda(call: _Arguments) -> torch.Tensor:
-    call.check()
+    epilogue = call.check()
     if not call.a_chunk_signals.is_contiguous():
         raise InvalidArgument("a_chunk_signals: found a strided tensor, wanted a contiguous one")
     if call.A.shape[0] == 0 or call.B.shape[1] == 0:
         return _fake(call)
-    return on_cuda(
-        *(call[:4], call.a_chunk_signals, call.a_chunk_pivot),
-        bias=call.bias,
-        fast_accum=call.use_fast_accum,
-    )
+    products = [
+        on_cuda(
+            *((call.A, B, call.scale_a, scale_b), call.a_chunk_signals, call.a_chunk_pivot),
+            bias=bias,
+            fast_accum=call.use_fast_accum,
+        )
+        for B, scale_b, bias in call.weights
+    ]
+    if epilogue is None:
+        return products[0]
+    errors.compose(why_composed(epilogue), strict=False)
+    return epilogue(products)[0]
 
 
 def on_cuda(
@@ -115,7 +156,8 @@ def _fake(call: _Arguments) -> torch.Tensor:
 
 
 def _check_grad(call: _Arguments) -> None:
-    check_no_backward([(name, getattr(call, name)) for name in call._fields[:5]])
+    names = *call._fields[:5], "up", "scale_up", "bias_up"
+    check_no_backward([(name, getattr(call, name)) for name in names])
 
 
 define(

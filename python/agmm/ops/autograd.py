@@ -23,6 +23,7 @@ from agmm.ops.plain_scatter import scatter
 from agmm.ops.products import sum_of_products
 from agmm.ops.scatter import Meanwhile, ScatterSettings
 from agmm.runtime import collectives, groups
+from agmm.runtime.epilogues import named
 
 _MaybeTensor = torch.Tensor | None
 
@@ -61,35 +62,49 @@ class AllGatherMatmul(torch.autograd.Function):
         *Bs_and_biases: _MaybeTensor,
     ) -> tuple[torch.Tensor, ...]:
         _check_real("A_shard", A_shard)
-        group_name, _, gather_dim, return_A, _, _, *rest = settings
-        save_gathered = bool(rest and rest[0])
+        group_name, _, gather_dim, return_A, config, _, *rest = settings
+        # Defaults of the op are not passed.
+        last: list[Any] = [*rest, *_DEFAULTS[len(rest) :]]
+        save_gathered, _, activation, saves_products = last
         Bs, biases = Bs_and_biases[:weights], Bs_and_biases[weights:]
         op = torch.ops.agmm._all_gather_matmul.default
         with torch._C._AutoDispatchBelowAutograd():
             A, outs = op(A_shard, list(Bs), list(biases), *settings)
+        epilogue = ctx.epilogue = named(activation, saves_products=saves_products)
+        products: list[torch.Tensor] = []
+        if saves_products and epilogue is not None:
+            products = outs[epilogue.results_of(weights) :]
         needs = ctx.needs_input_grad
         ctx.needs_A, ctx.needs_B = needs[2], needs[3 : 3 + weights]
         ctx.needs_bias = needs[3 + weights :]
         ctx.group_name, ctx.gather_dim = group_name, gather_dim
         ctx.is_gathered = save_gathered and return_A
         ctx.column_major = [B is not None and _is_column_major(B) for B in Bs]
+        ctx.config = config
         kept = A if ctx.is_gathered else A_shard
+        multiplies = epilogue is not None and not saves_products
         ctx.save_for_backward(
-            kept if any(ctx.needs_B) else None, *(Bs if ctx.needs_A else (None,) * weights)
+            kept if multiplies or any(ctx.needs_B) else None,
+            *(Bs if multiplies or ctx.needs_A else (None,) * weights),
+            *(biases if multiplies else products),
         )
         ctx.set_materialize_grads(False)
-        if not return_A:
-            ctx.mark_non_differentiable(A)
+        ctx.mark_non_differentiable(*([] if return_A else [A]), *products)
         return (A, *outs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dA: _MaybeTensor, *douts: _MaybeTensor) -> tuple[Any, ...]:
-        kept, *Bs = ctx.saved_tensors
+        kept, *rest = ctx.saved_tensors
+        weights = len(ctx.needs_B)
+        Bs, rest = rest[:weights], rest[weights:]
+        is_gathered = ctx.is_gathered
+        if ctx.epilogue is not None:
+            kept, douts, is_gathered = _before_activation(ctx, douts, kept, Bs, rest)
         # The gradient of each weight's product, where that of the weight is wanted.
         of_weights = [dout if need else None for need, dout in zip(ctx.needs_B, douts, strict=True)]
         finish_gather = None
-        if any(dout is not None for dout in of_weights) and not ctx.is_gathered:
+        if any(dout is not None for dout in of_weights) and not is_gathered:
             # The gather begins here, so that it runs beside the product of dA_shard.
             by_copies = ctx.needs_A and _is_gather_by_copies(
                 kept, dA, douts, Bs, ctx.group_name, ctx.gather_dim
@@ -117,6 +132,45 @@ class AllGatherMatmul(torch.autograd.Function):
         else:
             other_gradients()
         return None, None, dA_shard, *grads
+
+
+_DEFAULTS = (False, False, "", False)
+"""The defaults of the last arguments of ``torch.ops.agmm._all_gather_matmul``."""
+
+
+def _before_activation(
+    ctx: Any,
+    douts: tuple[_MaybeTensor, ...],
+    kept: torch.Tensor,
+    Bs: list[torch.Tensor],
+    rest: list[Any],
+) -> tuple[torch.Tensor, tuple[_MaybeTensor, ...], bool]:
+    """What is kept of A, the gradients of the products with their biases for those of the results,
+    and whether A is gathered. Where the products were not kept, they are computed again, which
+    gathers A if that was not kept either.
+
+    Args:
+        rest: the products, or the biases.
+    """
+    products, is_gathered = rest, ctx.is_gathered
+    douts = douts[: ctx.epilogue.results_of(len(Bs))]
+    if all(dout is None for dout in douts):
+        return kept, (None,) * len(Bs), is_gathered
+    if not ctx.epilogue.saves_products:
+        if is_gathered:
+            products = [_product(kept, B, bias) for B, bias in zip(Bs, rest, strict=True)]
+        else:
+            group = ctx.group_name, groups.world_size_of(ctx.group_name)
+            op = torch.ops.agmm._all_gather_matmul.default
+            kept, products = op(kept, Bs, rest, *group, ctx.gather_dim, True, ctx.config, False)
+            is_gathered = True
+    return kept, tuple(ctx.epilogue.gradients(douts, products)), is_gathered
+
+
+def _product(A: torch.Tensor, B: torch.Tensor, bias: _MaybeTensor) -> torch.Tensor:
+    rows = A.flatten(0, -2)
+    out = torch.mm(rows, B) if bias is None else torch.addmm(bias, rows, B)
+    return out.view(*A.shape[:-1], B.shape[1])
 
 
 def _operands_of_shard(
@@ -186,14 +240,15 @@ class MatmulReduceScatter(torch.autograd.Function):
         pairs: int,
         settings: tuple[Any, ...],
         bias: _MaybeTensor,
+        residual: _MaybeTensor,
         *As_and_Bs: torch.Tensor,
     ) -> torch.Tensor:
         As, Bs = As_and_Bs[:pairs], As_and_Bs[pairs:]
         _check_real("A", As[0])
         op = torch.ops.agmm._matmul_reduce_scatter.default
         with torch._C._AutoDispatchBelowAutograd():
-            out: torch.Tensor = op(list(As), list(Bs), bias, *settings)
-        _, _, ctx.needs_bias, *needs = ctx.needs_input_grad
+            out: torch.Tensor = op(list(As), list(Bs), bias, *settings, residual=residual)
+        _, _, ctx.needs_bias, ctx.needs_residual, *needs = ctx.needs_input_grad
         ctx.needs_A, ctx.needs_B = needs[:pairs], needs[pairs:]
         ctx.save_for_backward(
             *(A if need else None for A, need in zip(As, ctx.needs_B, strict=True)),
@@ -232,7 +287,7 @@ class MatmulReduceScatter(torch.autograd.Function):
         if ctx.reduce_op == "avg":
             grads = [None if grad is None else grad / ctx.world_size for grad in grads]
         dbias = _grad_of_bias(gathered) if ctx.needs_bias and gathered is not None else None
-        return None, None, dbias, *grads
+        return None, None, dbias, dout if ctx.needs_residual else None, *grads
 
 
 def _gather_and_multiply(
@@ -258,11 +313,17 @@ class MatmulAllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, A: torch.Tensor, B: torch.Tensor, bias: _MaybeTensor, *settings: Any
+        ctx: Any,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        bias: _MaybeTensor,
+        residual: _MaybeTensor,
+        *settings: Any,
     ) -> torch.Tensor:
         _check_real("A", A)
+        op = torch.ops.agmm._matmul_all_reduce.default
         with torch._C._AutoDispatchBelowAutograd():
-            out: torch.Tensor = torch.ops.agmm._matmul_all_reduce.default(A, B, bias, *settings)
+            out: torch.Tensor = op(A, B, bias, *settings, residual=residual)
         needs_A, needs_B, *_ = ctx.needs_input_grad
         ctx.save_for_backward(A if needs_B else None, B if needs_A else None)
         ctx.column_major = _is_column_major(B)
@@ -276,4 +337,5 @@ class MatmulAllReduce(torch.autograd.Function):
         dA = None if B is None else dout @ B.t()
         dB = None if A is None else _grad_of_weight(A, dout, ctx.column_major)
         dbias = _grad_of_bias(dout) if ctx.needs_input_grad[2] else None
-        return dA, dB, dbias, *(None,) * ctx.settings
+        dresidual = dout if ctx.needs_input_grad[3] else None
+        return dA, dB, dbias, dresidual, *(None,) * ctx.settings

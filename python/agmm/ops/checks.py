@@ -252,6 +252,18 @@ def check_scatterable(
         check_bias(bias, weight.shape[1], "A", first)
 
 
+def check_residual(residual: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> None:
+    """Refuses a residual that is not of the result's shape, and of A's dtype and device."""
+    if residual is None:
+        return
+    check_operand("residual", residual)
+    check_same("residual", residual, "A", like)
+    if tuple(residual.shape) != tuple(shape):
+        raise InvalidArgument(
+            f"residual: found shape {tuple(residual.shape)}, wanted {tuple(shape)} as the result"
+        )
+
+
 def check_reducible(A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Refuses all that is wrong in itself in a call of ``matmul_all_reduce``."""
     _check_products([A], [B])

@@ -31,13 +31,27 @@ def _products(As: _Shapes, Bs: _Shapes, *_: Any, **__: Any) -> int:
     return sum(map(_product, As, Bs))
 
 
+def _waiting_product(a: _Shape, b: _Shape, *rest: Any, up: _Shape | None = None, **__: Any) -> int:
+    """A second weight is the last argument of the op, or has its name."""
+    given = up or (rest[3] if len(rest) > 3 else None)
+    return _product(a, b) * (2 if given else 1)
+
+
+def _scaled_waiting_product(
+    A: _Shape, B: _Shape, *rest: Any, up: _Shape | None = None, **__: Any
+) -> int:
+    given = up or (rest[7] if len(rest) > 7 else None)
+    return _product(A, B) * (2 if given else 1)
+
+
 def _scaled_product(A: _Shape, scale_a: _Shape, B: _Shape, *_: Any, **__: Any) -> int:
     return _product(A, B)
 
 
 def _gathered(A_shard: _Shape, Bs: _Shapes, *_: Any, out_shape: Any, **__: Any) -> int:
-    """A result has the rows of the gathered A, and B has as many rows as that has columns."""
-    return sum(2 * prod(out) * B[0] for B, out in zip(Bs, out_shape[-1], strict=True))
+    """Each result has the rows of the gathered A, and B has as many rows as that has columns. An
+    activation may make one result of two products, and adds no FLOPs."""
+    return sum(2 * prod(out_shape[-1][0][:-1]) * prod(B) for B in Bs)
 
 
 def _scaled_gathered(
@@ -54,8 +68,8 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "_all_gather_matmul": _gathered,
     "_all_gather_packed_matmul": _packed_gathered,
     "_all_gather_scaled_matmul": _scaled_gathered,
-    "_async_input_mm": _product,
-    "_async_input_scaled_mm": _product,
+    "_async_input_mm": _waiting_product,
+    "_async_input_scaled_mm": _scaled_waiting_product,
     "_matmul_all_reduce": _product,
     "_matmul_reduce_scatter": _products,
     "_scaled_matmul": _scaled_product,

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
+from agmm.errors import InvalidArgument
 from agmm.ops import scaled_products, small_collectives
 from agmm.ops.fp8_operands import Fp8Weights, kernel_of, problem_of, rows_of, why_unfused
-from agmm.ops.gather import GatherCall, Gathered, GatherSettings
+from agmm.ops.gather import Behind, GatherCall, Gathered, GatherSettings
 from agmm.ops.pipeline import GATHER, Ready, Route
 from agmm.ops.scaled_checks import check_scaled_gather
 from agmm.planning import call_plans, legality
@@ -24,8 +25,9 @@ from agmm.runtime.calls import Call
 from agmm.runtime.cpu_scaled import all_gather_scaled_matmul as all_gather_on_cpu
 from agmm.runtime.cuda import CudaWorkspace
 from agmm.runtime.cuda_gather import ready_gather
+from agmm.runtime.epilogues import Epilogue
 from agmm.runtime.results import moved, reshaped
-from agmm.runtime.scaled import Scaled, Weight
+from agmm.runtime.scaled import FP8, Scaled, Weight, rounded_into
 from agmm.runtime.scaling import ALL, Tile
 from agmm.runtime.workspaces import cpu_workspace
 
@@ -63,6 +65,12 @@ class Fp8Gather(GatherCall):
             *(self.A_shard, self.scale_a, given.Bs, given.scale_bs, given.biases),
             *(given.result_scales, given.out_dtypes, self.settings.gather_dim),
         )
+        if self.settings.epilogue is not None:
+            self.settings.epilogue.check(given.Bs, given.out_dtypes[0])
+            if self.settings.epilogue.is_gated and given.result_scales[1] is not None:
+                raise InvalidArgument(
+                    "result_scale: found one of up, wanted one of the result alone, as that of gate"
+                )
         self.named_config()
 
     def words(self) -> Call:
@@ -76,6 +84,7 @@ class Fp8Gather(GatherCall):
             scale_b=list(given.scale_bs),
             gather_dim=self.settings.gather_dim,
             **last,
+            **self.asked,
         )
 
     @property
@@ -88,7 +97,24 @@ class Fp8Gather(GatherCall):
 
     @property
     def weights(self) -> list[Weight]:
-        return self._described[1]
+        """The weights as they are multiplied by all but the CPU backend: an epilogue behind the
+        products has their scales and rounds them."""
+        weights = self._described[1]
+        if self.settings.epilogue is None:
+            return weights
+        return [
+            weight._replace(out_dtype=self._before_rounding(weight.out_dtype), result_scale=None)
+            for weight in weights
+        ]
+
+    def _before_rounding(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the products of which an epilogue makes results of that dtype."""
+        if self.device.type != "cuda":
+            return torch.float32
+        return torch.bfloat16 if dtype in FP8 else dtype
+
+    def behind(self, epilogue: Epilogue) -> Behind:
+        return _Behind(epilogue, self.given.out_dtypes, self.given.result_scales)
 
     @cached_property
     def shard(self) -> Scaled:
@@ -191,10 +217,11 @@ class Fp8Gather(GatherCall):
         return all_gather_on_cpu(
             cpu_workspace(self.group),
             self.shard,
-            self.weights,
+            self._described[1],
             self.words(),
             return_A=self.return_A,
             chunks=plan.chunks_per_shard,
+            epilogue=self.settings.epilogue,
         )
 
     def by_gather(self) -> _Matrices:
@@ -246,7 +273,8 @@ class Fp8Gather(GatherCall):
         if tile[0] == ALL:
             tile = (len(self.shard.values), ALL)
         A = Scaled(values, scale, tile)
-        return values, scale, [scaled_products.product(A, weight) for weight in self.weights]
+        products = [scaled_products.product(A, weight) for weight in self.weights]
+        return values, scale, self.with_epilogue(products)
 
     def in_shape(
         self, A: torch.Tensor | None, scale: torch.Tensor | None, outs: list[torch.Tensor]
@@ -263,6 +291,25 @@ class Fp8Gather(GatherCall):
         if self.shard.tile[0] != ALL:
             scale = unfolded(scale)
         return Gathered(unfolded(A), scale, outs)
+
+
+class _Behind(NamedTuple):
+    """Makes results of products, rounded once to their dtypes."""
+
+    epilogue: Epilogue
+    out_dtypes: Sequence[torch.dtype]
+    result_scales: Sequence[torch.Tensor | None]
+
+    def __call__(self, products: list[torch.Tensor]) -> list[torch.Tensor]:
+        found = []
+        of_each = zip(self.epilogue(products), self.out_dtypes, self.result_scales, strict=False)
+        for result, dtype, scale in of_each:
+            if dtype in FP8 or scale is not None:
+                out = torch.empty_like(result, dtype=dtype)
+                found.append(rounded_into(out, result.to(torch.float32), scale))
+            else:
+                found.append(result.to(dtype))
+        return found
 
 
 class _Again(NamedTuple):

@@ -12,13 +12,18 @@ import torch.distributed as dist
 from agmm.errors import InvalidArgument
 from agmm.ops import small_collectives
 from agmm.ops.pipeline import GATHER, KERNEL, LIBRARY, OpCall, Ready, Route, device_of
-from agmm.planning import call_plans, plans
+from agmm.planning import built_kernels, call_plans, plans
 from agmm.planning.plans import KernelConfig, Plan, Problem
 from agmm.planning.transports import MESSAGES, FusedGather, Transport, copy_transports
 from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda import CudaWorkspace
+from agmm.runtime.epilogues import Epilogue
 from agmm.runtime.workspaces import cuda_workspace, take_turn
+
+Behind = Any
+"""What makes results of products by torch's ops: callable with a list of products, and of a type
+that says nothing, as `pipeline.Ready` is."""
 
 
 class Gathered(NamedTuple):
@@ -29,7 +34,7 @@ class Gathered(NamedTuple):
     scale: torch.Tensor | None
     """The gathered scales of A, where the format has some and A is wanted."""
     outs: list[torch.Tensor]
-    """The products, in the order of the weights."""
+    """The products, in the order of the weights, or what the epilogue makes of them."""
 
 
 class GatherSettings(NamedTuple):
@@ -44,6 +49,8 @@ class GatherSettings(NamedTuple):
     """Whether a plan for the unfused path, or for agmm's gather, is passed over."""
     plan: Plan | None = None
     """What is carried out in place of the chosen plan."""
+    epilogue: Epilogue | None = None
+    """What becomes of the products before they are rounded."""
 
 
 class GatherCall(OpCall[Gathered]):
@@ -152,6 +159,31 @@ class GatherCall(OpCall[Gathered]):
         take_turn(self.group, self.device, what + self.also_agreed(), words, agree=agree)
         return self.on_nothing()
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The activation by the name of its argument, for messages; nothing where there is none."""
+        epilogue = self.settings.epilogue
+        return {} if epilogue is None else {"activation": epilogue.activation}
+
+    def behind(self, epilogue: Epilogue) -> Behind:
+        """What makes the results of products that are rounded already, by torch's ops."""
+        return epilogue.composed
+
+    def with_epilogue(self, products: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The results of products that no kernel has given an epilogue."""
+        epilogue = self.settings.epilogue
+        if epilogue is not None:
+            products = self.behind(epilogue)(products)
+        return products
+
+    def why_composed(self, route: Route) -> str | None:
+        epilogue = self.settings.epilogue
+        if epilogue is None or self.device.type != "cuda":
+            return None
+        form = self.problem(0).format
+        has_one = built_kernels.has_epilogue(plans.ALL_GATHER_MATMUL, form, epilogue.activation)
+        return None if has_one and route.by == KERNEL else why_composed(epilogue)
+
     def also_agreed(self) -> str:
         """What else has to be the same on all ranks, after a comma."""
         return ""
@@ -211,7 +243,9 @@ class GatherCall(OpCall[Gathered]):
             return self.again(KERNEL)
         workspace = cuda_workspace(self.group, self.device)
         kernels, transport = self._kernels(route.plan)
-        return self.ready_on_cuda(workspace, kernels, transport)
+        ready = self.ready_on_cuda(workspace, kernels, transport)
+        epilogue = self.settings.epilogue
+        return ready if epilogue is None else _Composed(ready, self.behind(epilogue))
 
     @abstractmethod
     def again(self, by: str) -> Ready:
@@ -254,6 +288,23 @@ class GatherCall(OpCall[Gathered]):
             found.append(chosen.kernel)
         assert isinstance(transport, FusedGather)  # no other is legal with a kernel
         return found, transport
+
+
+def why_composed(epilogue: Epilogue) -> str:
+    """Why torch's ops compute an activation behind a kernel."""
+    name = epilogue.activation
+    return f"activation: found {name!r}, wanted one that a kernel of this build has"
+
+
+class _Composed(NamedTuple):
+    """Computes calls by agmm's kernels, and the activation behind them by torch's ops."""
+
+    call: Ready
+    behind: Behind
+
+    def __call__(self, *operands: Any) -> Gathered:
+        A, scale, products = self.call(*operands)
+        return Gathered(A, scale, self.behind(products))
 
 
 def _goes_by_messages(transport: Transport | None) -> bool:

@@ -98,7 +98,8 @@ def define(
 
 
 library.define(
-    "_async_input_mm(Tensor a, Tensor b, Tensor a_chunk_signals, int a_chunk_pivot) -> Tensor"
+    "_async_input_mm(Tensor a, Tensor b, Tensor a_chunk_signals, int a_chunk_pivot, "
+    'str activation="", Tensor? up=None) -> Tensor'
 )
 library.define(
     "_fused_all_gather_matmul_native(Tensor A_shard, Tensor B, str group_name) "
@@ -110,11 +111,12 @@ library.define(
 )
 library.define(
     "_matmul_reduce_scatter(Tensor[] As, Tensor[] Bs, Tensor? bias, str group_name, "
-    "int world_size, int scatter_dim, str reduce_op, bool strict=False) -> Tensor"
+    "int world_size, int scatter_dim, str reduce_op, bool strict=False, Tensor? residual=None) "
+    "-> Tensor"
 )
 library.define(
     "_matmul_all_reduce(Tensor A, Tensor B, Tensor? bias, str group_name, int world_size, "
-    "bool strict=False) -> Tensor"
+    "bool strict=False, Tensor? residual=None) -> Tensor"
 )
 library.define(
     "_all_gather(Tensor x, str group_name, int world_size, int dim, bool strict=False, "

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from agmm.errors import InvalidArgument
 from agmm.ops import kept
 from agmm.ops.autograd import MatmulAllReduce
-from agmm.ops.checks import check_operand, check_reducible, needs_gradient
+from agmm.ops.checks import check_operand, check_reducible, check_residual, needs_gradient
 from agmm.ops.library import library
 from agmm.ops.operands import autocast, is_plain, is_watched
 from agmm.ops.pipeline import serve
@@ -26,10 +26,11 @@ def _impl(
     group_name: str,
     world_size: int,
     strict: bool = False,
+    residual: torch.Tensor | None = None,
     keep_as: Any = None,
 ) -> torch.Tensor:
     group = groups.group_of_size(group_name, world_size)
-    return serve(PlainAllReduce(A, B, bias, group, strict), keep_as)
+    return serve(PlainAllReduce(A, B, bias, group, strict, residual), keep_as)
 
 
 def _fake(
@@ -39,21 +40,29 @@ def _fake(
     group_name: str,
     world_size: int,
     strict: bool = False,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     check_reducible(A, B, bias)
-    return A.new_empty((*A.shape[:-1], B.shape[1]))
+    shape = *A.shape[:-1], B.shape[1]
+    check_residual(residual, shape, A)
+    return A.new_empty(shape)
+
+
+_RESIDUAL = 3
+"""The place of the residual behind the bias."""
 
 
 def _autograd(
     A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None, *settings: Any
 ) -> torch.Tensor:
-    given = A, B, bias
+    residual = settings[_RESIDUAL] if len(settings) > _RESIDUAL else None
+    given = A, B, bias, residual
     out: torch.Tensor
     if needs_gradient(*given):
-        out = MatmulAllReduce.apply(*given, *settings)
+        out = MatmulAllReduce.apply(*given, *settings[:_RESIDUAL])
     else:
         with torch._C._AutoDispatchBelowAutograd():
-            out = torch.ops.agmm._matmul_all_reduce.default(*given, *settings)
+            out = torch.ops.agmm._matmul_all_reduce.default(A, B, bias, *settings)
     return out
 
 
@@ -69,10 +78,11 @@ def matmul_all_reduce(
     group: dist.ProcessGroup | DeviceMesh | str | None = None,
     *,
     bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
     strict: bool = False,
 ) -> torch.Tensor:
-    """``all_reduce(A @ B) (+ bias)``: the end of a tensor-parallel layer without sequence
-    parallelism, as in serving. Collective.
+    """``all_reduce(A @ B) (+ bias) (+ residual)``: the end of a tensor-parallel layer without
+    sequence parallelism, as in serving. Collective.
 
     On the CPU agmm sends each rank its part of the rows as soon as it is computed, and finished
     rows to all, while others are computed: every rank gets the same bits, in every call. Sums are
@@ -101,6 +111,10 @@ def matmul_all_reduce(
         bias: [N], the same on all ranks; added once, to the sum, before it is rounded; on the
             unfused path in its dtype, with a rounding of its own. Its gradient is the same on all
             ranks.
+        residual: [M, ..., N], of the dtype of A, the same on all ranks; added once, to the sum. On
+            the CPU in float32 (float64 for float64) before the sum is rounded. On CUDA no kernel
+            adds it yet: torch adds it to the rounded sum, which `status` says and ``strict``
+            refuses. Its gradient is that of ``out``.
         strict: raise `Unsupported` instead of taking the unfused path (``matmul`` +
             ``all_reduce``), of which agmm warns once for each reason why it cannot do otherwise.
 
@@ -113,22 +127,30 @@ def matmul_all_reduce(
     """
     keep_as = None
     if not torch.is_autocast_enabled("cuda"):  # which casts operands
-        keep_as = kept.kind_on_gpu(("matmul_all_reduce",), strict, A, B, bias)
+        if residual is None:
+            keep_as = kept.kind_on_gpu(("matmul_all_reduce",), strict, A, B, bias)
+        else:
+            keep_as = kept.kind_on_gpu(("matmul_all_reduce",), strict, A, B, bias, residual)
     if keep_as is not None:
         known = groups.resolved(group)
-        again: torch.Tensor | None = kept.call_kept(known, keep_as, A, B, bias)
+        again: torch.Tensor | None
+        if residual is None:
+            again = kept.call_kept(known, keep_as, A, B, bias)
+        else:
+            again = kept.call_kept(known, keep_as, A, B, bias, residual)
         if again is not None:
             return again
-    for name, tensor in (("A", A), ("B", B), *([] if bias is None else [("bias", bias)])):
+    maybes = [(n, t) for n, t in (("bias", bias), ("residual", residual)) if t is not None]
+    for name, tensor in (("A", A), ("B", B), *maybes):
         check_operand(name, tensor)
     if strict is not True and strict is not False:
         raise InvalidArgument(f"strict: found {strict!r}, wanted True or False")
-    bias, A, B = autocast((bias, A, B), A.device)
+    bias, residual, A, B = autocast((bias, residual, A, B), A.device)
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)
-    given = (A, B) if bias is None else (A, B, bias)
-    if not is_watched() and all(map(is_plain, given)):
-        return _impl(A, B, bias, group_name, world_size, strict, keep_as)
+    there = [tensor for tensor in (A, B, bias, residual) if tensor is not None]
+    if not is_watched() and all(map(is_plain, there)):
+        return _impl(A, B, bias, group_name, world_size, strict, residual, keep_as)
     op = torch.ops.agmm._matmul_all_reduce.default
-    found: torch.Tensor = op(A, B, bias, group_name, world_size, strict)
+    found: torch.Tensor = op(A, B, bias, group_name, world_size, strict, residual)
     return found

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from agmm.errors import InvalidArgument
 from agmm.ops import kept
 from agmm.ops.autograd import MatmulReduceScatter
-from agmm.ops.checks import check_operand, check_scatterable, needs_gradient
+from agmm.ops.checks import check_operand, check_residual, check_scatterable, needs_gradient
 from agmm.ops.library import library
 from agmm.ops.operands import autocast, is_watched
 from agmm.ops.plain_scatter import kind_of_scatter, scatter
@@ -28,21 +28,28 @@ def _fake(
     scatter_dim: int,
     reduce_op: str,
     strict: bool = False,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     check_scatterable(As, Bs, bias, world_size, scatter_dim, reduce_op)
     shape = [*As[0].shape[:-1], Bs[0].shape[1]]
     shape[scatter_dim] = shape[scatter_dim] // world_size
+    check_residual(residual, shape, As[0])
     return As[0].new_empty(shape)
 
 
 def _autograd(
     As: list[torch.Tensor], Bs: list[torch.Tensor], bias: torch.Tensor | None, *settings: Any
 ) -> Any:
-    given = bias, *As, *Bs
+    residual = settings[_RESIDUAL] if len(settings) > _RESIDUAL else None
+    given = bias, residual, *As, *Bs
     if needs_gradient(*given):
-        return MatmulReduceScatter.apply(len(As), settings, *given)
+        return MatmulReduceScatter.apply(len(As), settings[:_RESIDUAL], *given)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.agmm._matmul_reduce_scatter.default(As, Bs, bias, *settings)
+
+
+_RESIDUAL = 5
+"""The place of the residual behind the bias."""
 
 
 def _impl(
@@ -54,13 +61,22 @@ def _impl(
     scatter_dim: int,
     reduce_op: str,
     strict: bool = False,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     group = groups.group_of_size(group_name, world_size)
-    return scatter(As, Bs, bias, group, ScatterSettings(scatter_dim, reduce_op, strict))
+    settings = ScatterSettings(scatter_dim, reduce_op, strict)
+    return scatter(As, Bs, bias, group, settings, residual=residual)
 
 
 def _kept(
-    A: Any, B: Any, bias: Any, group: Any, scatter_dim: Any, reduce_op: Any, strict: bool
+    A: Any,
+    B: Any,
+    bias: Any,
+    residual: Any,
+    group: Any,
+    scatter_dim: Any,
+    reduce_op: Any,
+    strict: bool,
 ) -> torch.Tensor | None:
     """What an eager call without gradients computes by a kept call, for which the dispatcher has
     nothing to do; None where there is none. On the way of every call: a look into
@@ -75,13 +91,17 @@ def _kept(
     Bs = B if type(B) is list or type(B) is tuple else (B,)
     if (As is A) is not (Bs is B):  # refused
         return None
-    kind = kind_of_scatter(As, Bs, bias, scatter_dim, reduce_op, strict)
-    found: torch.Tensor | None = kept.call_kept(group, kind, As, Bs, bias)
+    kind = kind_of_scatter(As, Bs, bias, residual, scatter_dim, reduce_op, strict)
+    found: torch.Tensor | None
+    if residual is None:
+        found = kept.call_kept(group, kind, As, Bs, bias)
+    else:
+        found = kept.call_kept(group, kind, As, Bs, bias, residual)
     return found
 
 
 def _native(A: torch.Tensor, B: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
-    known = _kept(A, B, None, groups.group_of(group_name), 0, reduce_op, False)
+    known = _kept(A, B, None, None, groups.group_of(group_name), 0, reduce_op, False)
     if known is not None:
         return known
     check_operand("A", A)
@@ -111,9 +131,11 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0,
     reduce_op: str = "sum",
     bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
     strict: bool = False,
 ) -> torch.Tensor:
-    """``reduce_scatter(A @ B) (+ bias)``: the second half of a tensor-parallel layer. Collective.
+    """``reduce_scatter(A @ B) (+ bias) (+ residual)``: the second half of a tensor-parallel layer.
+    Collective.
 
     The sum over the ranks of ``A @ B``, of which each rank gets its part. Differentiable once; the
     backward is an all-gather and a matmul (`all_gather_matmul`). Under autocast the operands are
@@ -142,6 +164,10 @@ def matmul_reduce_scatter(
             0.17%, in bf16, in the Frobenius norm, with a bias as large as the sum). Its gradient is
             that of the rows of all ranks, and so the same on all ranks. Not with the last
             dimension scattered.
+        residual: this rank's part of a residual, of the shape and dtype of ``out``. On the CPU
+            added in float32 (float64 for float64) before the sum is rounded. On CUDA no kernel adds
+            it yet: torch adds it to the rounded sum, which `status` says and ``strict`` refuses.
+            Its gradient is that of ``out``.
         strict: raise `Unsupported` instead of taking the unfused path (``matmul`` +
             ``reduce_scatter_tensor``), of which the CPU warns once for each reason.
 
@@ -153,7 +179,7 @@ def matmul_reduce_scatter(
         Unsupported: under ``strict`` only.
     """
     if strict is False or strict is True:
-        known = _kept(A, B, bias, group, scatter_dim, reduce_op, strict)
+        known = _kept(A, B, bias, residual, group, scatter_dim, reduce_op, strict)
         if known is not None:
             return known
     As = list(A) if isinstance(A, (list, tuple)) else [A]
@@ -161,9 +187,10 @@ def matmul_reduce_scatter(
     if isinstance(A, (list, tuple)) != isinstance(B, (list, tuple)):
         found, wanted = type(B).__name__, type(A).__name__
         raise InvalidArgument(f"B: found a {found}, wanted a {wanted} as A, both lists or neither")
-    for name, tensors in (("A", As), ("B", Bs), ("bias", [] if bias is None else [bias])):
+    for name, tensors in (("A", As), ("B", Bs), ("bias", [bias]), ("residual", [residual])):
         for tensor in tensors:
-            check_operand(name, tensor)
+            if tensor is not None or name in ("A", "B"):
+                check_operand(name, tensor)
     if not As:
         raise InvalidArgument("A: found an empty list, wanted at least one")
     if not isinstance(scatter_dim, int):
@@ -172,7 +199,7 @@ def matmul_reduce_scatter(
         raise InvalidArgument(f"reduce_op: found {reduce_op!r}, wanted 'sum' or 'avg'")
     if strict is not True and strict is not False:
         raise InvalidArgument(f"strict: found {strict!r}, wanted True or False")
-    bias, *operands = autocast((bias, *As, *Bs), As[0].device)
+    bias, residual, *operands = autocast((bias, residual, *As, *Bs), As[0].device)
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)
     op = torch.ops.agmm._matmul_reduce_scatter.default
@@ -185,5 +212,6 @@ def matmul_reduce_scatter(
         scatter_dim,
         reduce_op,
         strict,
+        residual,
     )
     return out

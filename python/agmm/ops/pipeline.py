@@ -14,12 +14,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from agmm.errors import Unsupported, fall_back
+from agmm.errors import Unsupported, compose, fall_back
 from agmm.ops import kept, seen
 from agmm.runtime import backends, groups
 from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
 
+COMPOSED = "composed"
+"""Who serves a call by `KERNEL` of which torch's ops compute a part, behind the kernel."""
 KERNEL = "kernel"
 """`Route.by` of a call that agmm's own kernel or CPU backend computes."""
 GATHER = "gather"
@@ -126,6 +128,11 @@ class OpCall(ABC, Generic[Result]):
         """The function to keep for a call that a plan has left to the library, or None."""
         return None
 
+    def why_composed(self, route: Route) -> str | None:
+        """Why torch's ops compute a part of the call behind what the route says, or None. The same
+        on all ranks."""
+        return None
+
     def instead(self, route: Route, reason: str) -> Route:
         """What takes the place of a route that the group has no memory for."""
         return Route(LIBRARY, reason)
@@ -157,6 +164,9 @@ def serve(call: OpCall[Result], keep_as: Any = None) -> Result:
     with groups.of(group).lock, calling(words):
         route = call.route()
         while route.by != LIBRARY:
+            behind = call.why_composed(route)
+            if behind is not None:
+                compose(behind, call.strict)
             call.look(route, words)
             try:
                 ready = call.prepare(route)
@@ -164,7 +174,8 @@ def serve(call: OpCall[Result], keep_as: Any = None) -> Result:
             except Unsupported as error:
                 route = call.instead(route, str(error))
                 continue
-            kind = seen.served(call, words, route.by, route.reason, keep_as)
+            by = COMPOSED if behind is not None and route.by == KERNEL else route.by
+            kind = seen.served(call, words, by, behind or route.reason, keep_as)
             if route.lasts:
                 kept.keep(group, keep_as, seen.noting(call.to_keep(ready, found), kind))
             return call.finished(found, route)

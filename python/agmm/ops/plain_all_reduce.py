@@ -9,21 +9,23 @@ import torch.distributed as dist
 
 from agmm.ops import scatter_plan
 from agmm.ops.all_reduce import AllReduceCall, LibrarySum, Load
-from agmm.ops.checks import check_reducible
-from agmm.ops.pipeline import Ready
-from agmm.ops.plain_scatter import Copying, call_with
+from agmm.ops.checks import check_reducible, check_residual
+from agmm.ops.pipeline import Ready, Route
+from agmm.ops.plain_scatter import Copying, call_with, of_call
+from agmm.ops.sums import Added
 from agmm.planning.plans import KernelConfig
 from agmm.runtime.calls import Call
 from agmm.runtime.workspaces import cpu_workspace
 
 
 class PlainAllReduce(AllReduceCall):
-    """``all_reduce(A @ B) (+ bias)``.
+    """``all_reduce(A @ B) (+ bias) (+ residual)``.
 
     Args:
         A: [M, ..., K].
         B: [K, N].
         bias: [N] or None.
+        residual: [M, ..., N] or None.
     """
 
     def __init__(
@@ -33,18 +35,30 @@ class PlainAllReduce(AllReduceCall):
         bias: torch.Tensor | None,
         group: dist.ProcessGroup,
         strict: bool,
+        residual: torch.Tensor | None = None,
     ) -> None:
         super().__init__(A, group, strict=strict)
-        self.B, self.bias = B, bias
+        self.B, self.bias, self.residual = B, bias, residual
 
     def check(self) -> None:
         check_reducible(self.A, self.B, self.bias)
+        check_residual(self.residual, self.shape, self.A)
 
     def words(self) -> Call:
-        return Call(self.op, A=self.A, B=self.B)
+        return Call(self.op, A=self.A, B=self.B, **self.asked)
 
     def operands(self) -> tuple[Any, ...]:
-        return self.A, self.B, self.bias
+        return of_call(self.A, self.B, self.bias, self.residual)
+
+    def prepare(self, route: Route) -> Ready:
+        ready = super().prepare(route)
+        return ready if self.residual is None or self.device.type == "cpu" else Added(ready)
+
+    def to_keep(self, ready: Ready, found: Any) -> Ready | None:
+        if not isinstance(ready, Added):
+            return super().to_keep(ready, found)
+        call = super().to_keep(ready.call, found)
+        return None if call is None else Added(call)
 
     @property
     def columns(self) -> int:
@@ -69,8 +83,9 @@ class PlainAllReduce(AllReduceCall):
         )
 
     def by_cpu(self, words: Call) -> torch.Tensor:
+        residual = None if self.residual is None else self.residual.flatten(0, -2)
         return cpu_workspace(self.group).matmul_all_reduce(
-            self._matrix(), self.B, self.bias, words, agreed=f"{self.shape}"
+            *(self._matrix(), self.B, self.bias, words), agreed=f"{self.shape}", residual=residual
         )
 
     def load(self) -> Load:
@@ -108,6 +123,13 @@ class _Library(NamedTuple):
         return torch.matmul(A, B)
 
     def total(
-        self, out: torch.Tensor, A: torch.Tensor, B: torch.Tensor, bias: torch.Tensor | None
+        self,
+        out: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return out if bias is None else out.add_(bias)
+        if bias is not None:
+            out.add_(bias)
+        return out if residual is None else out.add_(residual)

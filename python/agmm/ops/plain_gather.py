@@ -51,10 +51,13 @@ class PlainGather(GatherCall):
         check_gatherable(
             self.A_shard, self.Bs, self.biases, self.settings.gather_dim, self.group.size()
         )
+        if self.settings.epilogue is not None:
+            self.settings.epilogue.check(self.Bs, self.A_shard.dtype)
         self.named_config()
 
     def words(self) -> Call:
-        return Call(self.op, A_shard=self.A_shard, B=self.Bs, gather_dim=self.settings.gather_dim)
+        dim = self.settings.gather_dim
+        return Call(self.op, A_shard=self.A_shard, B=self.Bs, gather_dim=dim, **self.asked)
 
     def operands(self) -> tuple[Any, ...]:
         return self.A_shard, self.Bs, self.biases
@@ -120,6 +123,7 @@ class PlainGather(GatherCall):
             list(self.biases),
             return_A=self.settings.return_A,
             chunks_per_shard=plan.chunks_per_shard,
+            epilogue=self.settings.epilogue,
         )
         outs = [reshaped(out, (*self.leading, out.shape[-1])) for out in outs]
         return Gathered(None if A is None else reshaped(A, (*self.leading, k)), None, outs)
@@ -158,7 +162,7 @@ class PlainGather(GatherCall):
             # Product and bias are rounded once, together, as on the fused path.
             out = torch.mm(rows, B) if bias is None else torch.addmm(bias, rows, B)
             outs.append(reshaped(out, (*A.shape[:-1], B.shape[1])))
-        return outs
+        return self.with_epilogue(outs)
 
 
 class _Again(NamedTuple):
@@ -196,8 +200,10 @@ def gather(
     """
     if kinds is None:
         kinds = [None if t is None else kept.kind_of(t) for t in (A_shard, *Bs, *biases)]
-    dim, return_A, config, strict, prefer_fused, plan = settings
+    dim, return_A, config, strict, prefer_fused, plan, epilogue = settings
     key = _key(dim, return_A, config, strict or prefer_fused, len(Bs), kinds)
+    if epilogue is not None:
+        key += epilogue, strict  # under strict none is computed behind the kernel
     found: Gathered | None = kept.call_kept(group, key, A_shard, Bs, biases)
     if found is not None:
         return found

@@ -12,10 +12,11 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from agmm import _core
 from agmm.ops import kept, scatter_plan
-from agmm.ops.checks import check_scatterable
+from agmm.ops.checks import check_residual, check_scatterable
 from agmm.ops.pipeline import LIBRARY, TORCH, Ready, Route, serve
 from agmm.ops.products import joined, sum_of_products
 from agmm.ops.scatter import Meanwhile, ScatterCall, ScatterSettings
+from agmm.ops.sums import Added
 from agmm.planning.plans import BY_TORCH, KernelConfig, Plan, Problem
 from agmm.runtime import collectives, cpu_scatter, groups, rendezvous
 from agmm.runtime.calls import Call
@@ -45,12 +46,13 @@ kernel_of_torch: Callable[..., torch.Tensor] | None = None
 
 
 class PlainScatter(ScatterCall):
-    """``reduce_scatter(sum of A @ B) (+ bias)``.
+    """``reduce_scatter(sum of A @ B) (+ bias) (+ residual)``.
 
     Args:
         As: [M, ..., K] each, of one shape but for K.
         Bs: [K, N] each.
         bias: [N] or None.
+        residual: this rank's part of one, or None.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class PlainScatter(ScatterCall):
         group: dist.ProcessGroup,
         settings: ScatterSettings,
         meanwhile: Meanwhile | None = None,
+        residual: torch.Tensor | None = None,
     ) -> None:
         super().__init__(As[0], group, settings, meanwhile)
+        self.residual = residual
         self.As = list(As)
         self.Bs = list(Bs)
         self.bias = bias
@@ -73,14 +77,18 @@ class PlainScatter(ScatterCall):
             *(self.As, self.Bs, self.bias),
             *(self.group.size(), settings.scatter_dim, settings.reduce_op),
         )
+        if self.residual is not None:
+            shape = self.shape
+            shape[self.dim] //= self.group.size()
+            check_residual(self.residual, shape, self.A)
 
     def words(self) -> Call:
         A, B = (self.As[0], self.Bs[0]) if len(self.As) == 1 else (self.As, self.Bs)
         dim, reduce_op = self.dim, self.settings.reduce_op
-        return Call(self.op, A=A, B=B, scatter_dim=dim, reduce_op=reduce_op)
+        return Call(self.op, A=A, B=B, scatter_dim=dim, reduce_op=reduce_op, **self.asked)
 
     def operands(self) -> tuple[Any, ...]:
-        return self.As, self.Bs, self.bias
+        return of_call(self.As, self.Bs, self.bias, self.residual)
 
     @property
     def columns(self) -> int:
@@ -131,9 +139,11 @@ class PlainScatter(ScatterCall):
         # The scattered dimension first, and all but the columns in one.
         fronts = [A.movedim(self.dim, 0) for A in self.As]
         rows = fronts[0].shape[:-1].numel()
-        As = [A.reshape(rows, A.shape[-1]) for A in fronts]
+        As, residual = [A.reshape(rows, A.shape[-1]) for A in fronts], self.residual
+        if residual is not None:
+            residual = residual.movedim(self.dim, 0).flatten(0, -2)
         return cpu_workspace(self.group).reduce_scatter(
-            cpu_scatter.plain_sum(As, self.Bs, self.bias),
+            cpu_scatter.plain_sum(As, self.Bs, self.bias, residual),
             self.settings.reduce_op,
             words,
             agreed=f"{list(self.A.shape[:-1])} along {self.dim}",
@@ -144,7 +154,8 @@ class PlainScatter(ScatterCall):
         copying = Copying.of(self.As, self.Bs, self.dim)
         As, Bs = (self.As, self.Bs) if copying is None else copying(self.As, self.Bs)
         call = call_with(kernel, As, Bs, self.group, self.settings.reduce_op)
-        return call if copying is None else _Copied(copying, call)
+        ready = call if copying is None else _Copied(copying, call)
+        return ready if self.residual is None else Added(ready)
 
     def by_torch(self, *_: Any) -> torch.Tensor:
         """The sum by torch's fused op."""
@@ -155,7 +166,7 @@ class PlainScatter(ScatterCall):
             out: torch.Tensor = fused(A, B, self.settings.reduce_op, 0, self.group.group_name)
             keep_for_graph(A.device, self.group)
             rendezvous.made.note_torchs()
-        return out if self.bias is None else out.add_(self.bias)
+        return self.with_residual(out if self.bias is None else out.add_(self.bias))
 
     def by_library(self, words: Call) -> torch.Tensor:
         partial = sum_of_products(None, self.As, self.Bs)
@@ -170,7 +181,7 @@ class PlainScatter(ScatterCall):
         )
         if self.settings.reduce_op == "avg":
             out = out.div_(self.group.size())
-        return out if self.bias is None else out.add_(self.bias)
+        return self.with_residual(out if self.bias is None else out.add_(self.bias))
 
 
 class Copying(NamedTuple):
@@ -252,26 +263,34 @@ def scatter(
     group: dist.ProcessGroup,
     settings: ScatterSettings,
     meanwhile: Meanwhile | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply, sum and scatter: by the call that served this kind before, or as `serve` decides.
     Collective; errors as those of `serve`."""
     kind = None
     if settings.plan is None and As:
-        kind = kind_of_scatter(As, Bs, bias, *settings)
-        found: torch.Tensor | None = kept.call_kept(group, kind, As, Bs, bias)
+        kind = kind_of_scatter(As, Bs, bias, residual, *settings)
+        operands = of_call(As, Bs, bias, residual)
+        found: torch.Tensor | None = kept.call_kept(group, kind, *operands)
         if found is not None:
             if meanwhile is not None:
                 meanwhile()
             return found
     if not As:
         check_scatterable(As, Bs, bias, group.size(), settings.scatter_dim, settings.reduce_op)
-    return serve(PlainScatter(As, Bs, bias, group, settings, meanwhile), kind)
+    return serve(PlainScatter(As, Bs, bias, group, settings, meanwhile, residual), kind)
+
+
+def of_call(As: Any, Bs: Any, bias: Any, residual: Any) -> tuple[Any, ...]:
+    """The operands of a prepared call."""
+    return (As, Bs, bias) if residual is None else (As, Bs, bias, residual)
 
 
 def kind_of_scatter(
     As: Sequence[Any],
     Bs: Sequence[Any],
     bias: Any,
+    residual: Any,
     scatter_dim: Any,
     reduce_op: Any,
     strict: bool,
@@ -279,6 +298,8 @@ def kind_of_scatter(
 ) -> Any:
     """The kind under which calls are kept: see `kept.kind_of_call`."""
     settings = PlainScatter.op, scatter_dim, reduce_op, strict, plan
+    if residual is not None:
+        return kept.kind_of_call(settings, list(As), list(Bs), bias, residual)
     if len(As) == 1 and len(Bs) == 1:
         return kept.kind_of_call(settings, As[0], Bs[0], bias)
     return kept.kind_of_call(settings, list(As), list(Bs), bias)

@@ -190,18 +190,23 @@ def gather_quantised(
     quantize: str,
     reduce_amax: bool,
     strict: bool,
+    activation: str,
 ) -> list[torch.Tensor]:
     """``all_gather_matmul`` of operands that are quantised before the gather, in the dtype of
     A_shard."""
     _check(A_shard, Bs, biases, quantize, reduce_amax)
     look_through("all_gather_matmul", name_of(group), A_shard=A_shard)
     if not reduce_amax:
-        return _gather(A_shard, Bs, biases, group, gather_dim, quantize, None, strict)
+        return _gather(
+            *(A_shard, Bs, biases, group, gather_dim, quantize), None, strict, activation
+        )
     # A NaN of one rank makes the scale of all ranks one.
     is_looked_at = nan_check.active and not is_traced(A_shard)
     with nan_check.done() if is_looked_at else nullcontext():
         amax = _reduced_amax(A_shard.flatten(0, -2), name_of(group), strict)
-        return _gather(A_shard, Bs, biases, group, gather_dim, quantize, amax, strict)
+        return _gather(
+            *(A_shard, Bs, biases, group, gather_dim, quantize), amax, strict, activation
+        )
 
 
 def _gather(
@@ -213,6 +218,7 @@ def _gather(
     quantize: str,
     amax: torch.Tensor | None,
     strict: bool,
+    activation: str,
 ) -> list[torch.Tensor]:
     scaling = BY_NAME[quantize]
     rows = A_shard.flatten(0, -2)
@@ -229,5 +235,6 @@ def _gather(
         list(biases),
         no_result_scales,
     )
-    found = gather(given, group, gather_dim, False, A_shard.dtype, False, strict, quantize)
+    settings = gather_dim, False, A_shard.dtype, False, strict, quantize, "", activation
+    found = gather(given, group, *settings)
     return found.outs

@@ -17,6 +17,7 @@ from agmm.errors import InvalidArgument
 from agmm.ops import seen
 from agmm.planning import call_plans
 from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
+from agmm.runtime.epilogues import ACTIVATIONS
 
 VERSION = 1
 
@@ -52,6 +53,8 @@ class RecordedCall:
     by: str
     reason: str | None
     count: int
+    activation: str | None = None
+    residual: bool = False
 
     @property
     def planned_op(self) -> str:
@@ -177,6 +180,7 @@ _TEXTS = ("dtype", "gpu", "by")
 def _read_call(entry: Any, where: str) -> RecordedCall:
     if not isinstance(entry, dict):
         raise InvalidArgument(f"file: found {entry!r} as {where}, wanted an object")
+    entry = {"activation": None, "residual": False, **entry}  # which older versions did not write
     missing = [name for name in RecordedCall.__dataclass_fields__ if name not in entry]
     if missing:
         raise InvalidArgument(f"file: found no {', '.join(missing)} in {where}, wanted all fields")
@@ -195,6 +199,8 @@ def _read_call(entry: Any, where: str) -> RecordedCall:
         ("op", tuple(_OPS)),
         ("b_layout", ("column", "row", "packed")),
         ("return_A", (False, True)),
+        ("residual", (False, True)),
+        ("activation", (None, *ACTIVATIONS)),
         ("scaling", (None, "tensorwise", "rowwise", "block", "block 1x128")),
     ]
     for name, values in choices:

@@ -53,6 +53,8 @@ class Kind(NamedTuple):
     """How many products are summed."""
     world_size: int
     device: torch.device
+    activation: str | None
+    residual: bool
     by: str
     reason: str | None
 
@@ -218,6 +220,7 @@ BY_AGMM = ("agmm's kernel", "agmm's CPU backend")
 
 _WHO = {
     "kernel": BY_AGMM[0],
+    "composed": "agmm's kernel, then torch's ops",
     "gather": "agmm's gather and the library's matmul",
     "torch": "torch's fused op",
     "library": "the group's backend and the library",
@@ -253,6 +256,8 @@ def _kind(call: Served, words: Call, by: str, reason: str | None) -> Kind:
         products=len(As),
         world_size=world_size,
         device=call.device,
+        activation=given.get("activation"),
+        residual="residual" in given,
         by=by,
         reason=reason,
     )

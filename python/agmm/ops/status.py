@@ -28,6 +28,16 @@ class Served:
     """Why agmm itself could not; None where it did, or where a plan or the caller has chosen."""
     count: int
     """How many were noted."""
+    activation: str | None = None
+    """What becomes of the products."""
+    residual: bool = False
+    """Whether a residual is added."""
+
+    @property
+    def what(self) -> str:
+        """The op, with what it does behind the product."""
+        behind = [self.activation or "", "residual" * self.residual]
+        return " + ".join([self.op, *filter(None, behind)])
 
     @property
     def is_by_agmm(self) -> bool:
@@ -51,7 +61,7 @@ class Status:
         rows = [("op", "m x n x k", "dtype", "ranks", "calls", "by", "why")]
         rows += [
             (
-                one.op,
+                one.what,
                 f"{one.m} x {'+'.join(map(str, one.n))} x {one.k}",
                 one.dtype,
                 str(one.world_size),
@@ -89,7 +99,10 @@ def status() -> Status:
     """
     found, others = seen.counts()
     calls = [
-        Served(*kind[:5], kind.world_size, seen.who(kind), kind.reason, count)
+        Served(
+            *(*kind[:5], kind.world_size, seen.who(kind), kind.reason, count),
+            *(kind.activation, kind.residual),
+        )
         for kind, count in sorted(found.items(), key=lambda pair: -pair[1])
     ]
     return Status(tuple(calls), others, seen.is_counting())

@@ -4,11 +4,13 @@ and matmul + all-reduce, of any format of operands."""
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from agmm.ops.pipeline import LIBRARY, OpCall, Route, device_of
+from agmm.ops.pipeline import KERNEL, LIBRARY, OpCall, Ready, Route, device_of
+from agmm.planning import built_kernels
 from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
 
@@ -22,6 +24,8 @@ class SumCall(OpCall[torch.Tensor]):
     """
 
     op: str
+    residual: torch.Tensor | None = None
+    """What is added to the sum, of the result's shape and dtype; None for nothing."""
 
     def __init__(self, A: torch.Tensor, group: dist.ProcessGroup, *, strict: bool) -> None:
         self.A = A
@@ -69,6 +73,23 @@ class SumCall(OpCall[torch.Tensor]):
     def is_empty(self) -> bool:
         return 0 in self.shape
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The residual by the name of its argument, for messages; nothing where there is none."""
+        return {} if self.residual is None else {"residual": self.residual}
+
+    def with_residual(self, out: torch.Tensor) -> torch.Tensor:
+        """The result, of a sum that is rounded already and may be overwritten."""
+        return out if self.residual is None else out.add_(self.residual)
+
+    def why_composed(self, route: Route) -> str | None:
+        if self.residual is None or self.device.type != "cuda" or route.by != KERNEL:
+            return None
+        form = str(self.A.dtype).removeprefix("torch.")
+        if built_kernels.has_epilogue(self.op, form, "residual"):
+            return None
+        return "residual: found one, wanted None: no kernel of this build adds it"
+
     def look(self, route: Route, words: Call) -> None:
         # A kernel sends products as it computes them; other routes look through what they send.
         if not nan_check.active or route.by == LIBRARY or self.device.type != "cuda":
@@ -77,3 +98,14 @@ class SumCall(OpCall[torch.Tensor]):
         for name, tensors in self.sent().items():
             for tensor in tensors:
                 nan_check.look_through(words.op, name, tensor, rank)
+
+
+class Added(NamedTuple):
+    """Computes sums by another call, and adds the residual, the last of the operands, behind it."""
+
+    call: Ready
+
+    def __call__(self, *operands: Any) -> torch.Tensor:
+        *given, residual = operands
+        out: torch.Tensor = self.call(*given)
+        return out.add_(residual)

@@ -14,6 +14,7 @@ from agmm.runtime import cpu_collectives, cpu_gather, cpu_scatter, nan_check
 from agmm.runtime.background import Task
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu_slots import CpuSlots, tag_of
+from agmm.runtime.epilogues import Epilogue
 from agmm.runtime.packed import Packed4BitWeight
 
 
@@ -47,6 +48,7 @@ class CpuWorkspace(CpuSlots):
         *,
         return_A: bool,
         chunks_per_shard: int | None = None,
+        epilogue: Epilogue | None = None,
         timeline: list[dict[str, int]] | None = None,
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         """Gather ``A_shard`` and multiply it by each of ``Bs``. Collective.
@@ -62,19 +64,21 @@ class CpuWorkspace(CpuSlots):
             return_A: whether A [M, K] is wanted, in a tensor of its own.
             chunks_per_shard: row chunks of each shard, the same on all ranks; None: as many as the
                 workspace has room for.
+            epilogue: what becomes of the products, in float32 at least; free on each rank.
             timeline: where given, receives for each chunk a dict with ``chunk``, ``source`` and,
                 in ns of ``time.monotonic_ns``, ``arrived_ns``, ``start_ns`` and ``end_ns`` of its
                 multiplication. ``arrived_ns`` of the rank's own chunks is the time of the call.
 
         Returns:
-            A or None, and out [M, N] for each weight.
+            A or None, and out [M, N] for each weight, or what the epilogue makes of them.
 
         Raises:
             Unsupported: the slots would have to grow, and a rank has no memory for it; all ranks
                 raise, and keep the slots they had.
             AgmmError: an earlier call on this workspace was interrupted or the workspace is closed.
         """
-        call = Call("all_gather_matmul", A_shard=A_shard, B=Bs, return_A=return_A)
+        asked = {"activation": epilogue.activation} if epilogue else {}
+        call = Call("all_gather_matmul", A_shard=A_shard, B=Bs, return_A=return_A, **asked)
         if nan_check.active:
             nan_check.look_through(call.op, "A_shard", A_shard, self.rank)
         name = str(A_shard.dtype).removeprefix("torch.")
@@ -83,8 +87,10 @@ class CpuWorkspace(CpuSlots):
             tag = tag_of(*A_shard.shape, f"{name} in {chunks} chunks", return_A)
             with self.in_step(tag, call):
                 self.make_room(self.world_size * A_shard.nbytes, chunks, tag)
+                m = self.world_size * A_shard.shape[0]
+                weights = cpu_gather.Products(Bs, biases, epilogue, A_shard, m)
                 A, outs, error = cpu_gather.products(
-                    self, A_shard, Bs, biases, return_A, chunks, tag, timeline
+                    self, A_shard, weights, return_A, chunks, tag, timeline
                 )
         if error is not None:
             raise error
@@ -193,6 +199,7 @@ class CpuWorkspace(CpuSlots):
         call: Call,
         *,
         agreed: str = "",
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the sum over the ranks of ``A @ B``, by `all_reduce`. Collective.
 
@@ -201,6 +208,7 @@ class CpuWorkspace(CpuSlots):
             B: [K, N], of one N on all ranks; at least 1.
             bias: [N] or None; added to the sum before it is rounded.
             call, agreed: as `all_reduce`.
+            residual: [M, N] or None, the same on all ranks; added to the sum before it is rounded.
 
         Returns:
             out [M, N], contiguous.
@@ -209,7 +217,8 @@ class CpuWorkspace(CpuSlots):
             Unsupported: as `all_gather_matmul`.
             AgmmError: as `all_gather_matmul`.
         """
-        return self.all_reduce(cpu_scatter.plain_sum([A], [B], bias), call, agreed=agreed)
+        summed = cpu_scatter.plain_sum([A], [B], bias, residual)
+        return self.all_reduce(summed, call, agreed=agreed)
 
     @torch.no_grad()
     def all_reduce(self, summed: cpu_scatter.Sum, call: Call, *, agreed: str = "") -> torch.Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from agmm import _core, _env
-from agmm.runtime.cpu_gather import multiply
+from agmm.runtime.cpu_gather import Products
+from agmm.runtime.epilogues import Epilogue
 
 _READY = 1
 
@@ -28,13 +29,19 @@ def arrivals(m: int, a_chunk_signals: torch.Tensor, pivot: int) -> Iterator[slic
 
 
 def async_input_mm(
-    a: torch.Tensor, b: torch.Tensor, a_chunk_signals: torch.Tensor, pivot: int
+    a: torch.Tensor,
+    bs: Sequence[torch.Tensor],
+    a_chunk_signals: torch.Tensor,
+    pivot: int,
+    epilogue: Epilogue | None = None,
 ) -> torch.Tensor:
-    """Multiply ``a`` [M, K] by ``b`` [K, N], each row chunk of ``a`` once its signal is 1.
+    """Multiply ``a`` [M, K] by each of ``bs`` [K, N], each row chunk of ``a`` once its signal is 1,
+    for the one result that the products or their epilogue are.
 
     The arguments have been checked by the caller.
     """
-    out = a.new_empty(a.shape[0], b.shape[1])
+    products = Products(bs, [None] * len(bs), epilogue, a, a.shape[0])
     for rows in arrivals(a.shape[0], a_chunk_signals, pivot):
-        multiply(a[rows], b, None, out[rows])
+        products.multiply(a[rows], rows)
+    (out,) = products.outs
     return out

@@ -7,15 +7,63 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from agmm.runtime.cpu_scatter import sum_dtype
 from agmm.runtime.cpu_slots import CpuSlots
+from agmm.runtime.epilogues import Epilogue
 from agmm.runtime.packed import Packed4BitWeight
+
+
+class Products:
+    """The products of rows with weights, chunk by chunk.
+
+    Args:
+        Bs: [K, N] each.
+        biases: for each weight [N] or None.
+        epilogue: what becomes of the products; None for the products themselves.
+        like: a tensor of the products' dtype.
+        m: the rows of all chunks.
+
+    Attributes:
+        outs: the results [m, N].
+    """
+
+    def __init__(
+        self,
+        Bs: Sequence[torch.Tensor | Packed4BitWeight],
+        biases: Sequence[torch.Tensor | None],
+        epilogue: Epilogue | None,
+        like: torch.Tensor,
+        m: int,
+    ) -> None:
+        self._Bs, self._biases, self._epilogue = Bs, biases, epilogue
+        columns = [B.shape[1] for B in Bs]
+        self.outs = [
+            like.new_empty(m, n) for n in (epilogue.outs(columns) if epilogue else columns)
+        ]
+        self._wide = sum_dtype(like.dtype)
+        if epilogue is not None:
+            # Products of 16 bits stay in float32 until the activation has them.
+            self._Bs = [B.to(self._wide) for B in Bs if isinstance(B, torch.Tensor)]
+            self._biases = [None if bias is None else bias.to(self._wide) for bias in biases]
+
+    def multiply(self, a: torch.Tensor, rows: slice) -> None:
+        """Write the results of the chunk ``a``, whose place is ``rows``."""
+        if self._epilogue is None:
+            for B, bias, out in zip(self._Bs, self._biases, self.outs, strict=True):
+                multiply(a, B, bias, out[rows])
+            return
+        a, found = a.to(self._wide), []
+        for B, bias in zip(self._Bs, self._biases, strict=True):
+            found.append(a.new_empty(a.shape[0], B.shape[1]))
+            multiply(a, B, bias, found[-1])
+        for out, result in zip(self.outs, self._epilogue.composed(found), strict=True):
+            out[rows] = result
 
 
 def products(
     slots: CpuSlots,
     shard: torch.Tensor,
-    Bs: Sequence[torch.Tensor | Packed4BitWeight],
-    biases: list[torch.Tensor | None],
+    weights: Products,
     return_A: bool,
     chunks_per_shard: int,
     tag: int,
@@ -26,7 +74,6 @@ def products(
     m_local, k = shard.shape
     m, shard_bytes = slots.world_size * m_local, shard.nbytes
     gathered_bytes = slots.world_size * shard_bytes
-    outs = [shard.new_empty(m, B.shape[1]) for B in Bs]
     A = shard.new_empty(m, k) if return_A else None
     core, per_shard = slots.core, slots.chunks_per_shard
     chunk_rows = -(-m_local // chunks_per_shard)
@@ -45,8 +92,7 @@ def products(
             continue
         start_ns = time.monotonic_ns()
         try:
-            for B, bias, out in zip(Bs, biases, outs, strict=True):
-                multiply(a, B, bias, out[rows])
+            weights.multiply(a, rows)
         except Exception as e:  # the peers wait for the rest of this call
             error = error or e
         spans.append((source * per_shard + i, start_ns, time.monotonic_ns()))
@@ -69,7 +115,7 @@ def products(
     slots.give_back(slot)
     core.wait_pushed()
     slots.lent = None
-    return A, outs, error
+    return A, weights.outs, error
 
 
 def records(

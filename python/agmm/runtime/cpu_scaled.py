@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,8 @@ import torch
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu import CpuWorkspace
 from agmm.runtime.cpu_async_input import arrivals
-from agmm.runtime.scaled import Scaled, Weight, multiply
+from agmm.runtime.epilogues import Epilogue
+from agmm.runtime.scaled import Scaled, Weight, multiply, rounded_into, sum_of
 from agmm.runtime.scaling import ALL
 
 _SCALE_BYTES = 4  # of float32
@@ -52,6 +54,31 @@ def _records_of(shard: Scaled, chunks: int) -> tuple[_Records, torch.Tensor]:
     return layout, records
 
 
+class _Products:
+    """The products of dequantised rows with weights, or what an epilogue makes of them."""
+
+    def __init__(self, weights: Sequence[Weight], m: int, epilogue: Epilogue | None) -> None:
+        self._weights, self._epilogue = weights, epilogue
+        self._Bs = [weight.B.dequantised() for weight in weights]
+        dtypes = [weight.out_dtype for weight in weights]
+        count = len(weights) if epilogue is None else epilogue.results_of(len(weights))
+        self.outs = [
+            torch.empty(m, B.shape[1], dtype=dtype)
+            for B, dtype in zip(self._Bs[:count], dtypes, strict=False)
+        ]
+
+    def multiply(self, a: torch.Tensor, rows: slice) -> None:
+        """Write the results of the chunk ``a``, whose place is ``rows``."""
+        of_each = list(zip(self._Bs, self._weights, strict=True))
+        if self._epilogue is None:
+            for (B, weight), out in zip(of_each, self.outs, strict=True):
+                multiply(a, B, weight, out[rows])
+            return
+        results = self._epilogue([sum_of(a, B, weight.bias) for B, weight in of_each])
+        for out, result, (_, weight) in zip(self.outs, results, of_each, strict=False):
+            rounded_into(out[rows], result, weight.result_scale)
+
+
 def all_gather_scaled_matmul(
     workspace: CpuWorkspace,
     shard: Scaled,
@@ -60,6 +87,7 @@ def all_gather_scaled_matmul(
     *,
     return_A: bool,
     chunks: int,
+    epilogue: Epilogue | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, list[torch.Tensor]]:
     """Gather the shard with its scales and multiply it by each weight. Collective.
 
@@ -70,10 +98,11 @@ def all_gather_scaled_matmul(
         call: the call, for messages.
         return_A: whether A and its scales are wanted.
         chunks: row chunks of each shard, the same on all ranks.
+        epilogue: what becomes of the products before they are rounded; free on each rank.
 
     Returns:
         A [M, K] and its scales, [M, ...] or for one scale of each shard [world_size, 1], or None
-        and None; and out [M, N] for each weight.
+        and None; and out [M, N] for each weight, or what the epilogue makes of them.
 
     Raises:
         Unsupported: as `CpuWorkspace.all_gather_matmul`.
@@ -82,9 +111,8 @@ def all_gather_scaled_matmul(
     m_local, k = shard.values.shape
     m = workspace.world_size * m_local
     layout, records = _records_of(shard, chunks)
-    Bs = [weight.B.dequantised() for weight in weights]
+    products = _Products(weights, m, epilogue)
     a = torch.empty(layout.rows, k, dtype=torch.float32)
-    outs = [torch.empty(m, B.shape[1], dtype=w.out_dtype) for w, B in zip(weights, Bs, strict=True)]
     A = scale_A = None
     if return_A:
         A = shard.values.new_empty(m, k)
@@ -100,8 +128,7 @@ def all_gather_scaled_matmul(
             A[rows] = chunk.values
             scale_A[source if shard.tile[0] == ALL else rows] = chunk.scale
         chunk.dequantised(a[:count])
-        for B, weight, out in zip(Bs, weights, outs, strict=True):
-            multiply(a[:count], B, weight, out[rows])
+        products.multiply(a[:count], rows)
 
     dtype = str(shard.values.dtype).removeprefix("torch.")
     workspace.all_gather_records(
@@ -110,17 +137,22 @@ def all_gather_scaled_matmul(
         call,
         agreed=f"of {m_local} rows of {k} {dtype}, scales {list(shard.scale.shape)}",
     )
-    return A, scale_A, outs
+    return A, scale_A, products.outs
 
 
 def async_input_mm(
-    A: Scaled, weight: Weight, a_chunk_signals: torch.Tensor, pivot: int
+    A: Scaled,
+    weights: Sequence[Weight],
+    a_chunk_signals: torch.Tensor,
+    pivot: int,
+    epilogue: Epilogue | None = None,
 ) -> torch.Tensor:
     """Multiply, each row chunk of ``A`` [M, K] once its signal is 1, which counts for its scales
-    too. The arguments have been checked by the caller."""
-    B = weight.B.dequantised()
+    too, for the one result that the products or their epilogue are. The arguments have been checked
+    by the caller."""
     m = A.values.shape[0]
-    out = A.values.new_empty(m, B.shape[1], dtype=weight.out_dtype)
+    products = _Products(weights, m, epilogue)
     for rows in arrivals(m, a_chunk_signals, pivot):
-        multiply(A.rows(rows).dequantised(), B, weight, out[rows])
+        products.multiply(A.rows(rows).dequantised(), rows)
+    (out,) = products.outs
     return out

@@ -78,13 +78,17 @@ class Summands:
         divisor: int,
         bias: torch.Tensor | None,
         out: torch.Tensor,
+        residual: torch.Tensor | None = None,
     ) -> None:
         """Writes the sum over the ranks to ``out``, rounded once: the partial sums in the order of
-        the ranks, with ``product`` as that of ``rank``, divided, and the bias."""
+        the ranks, with ``product`` as that of ``rank``, divided, the bias and the residual, whose
+        rows may be fewer."""
         total = self._total[: product.shape[0]]
         add_up([*parts[:rank], product, *parts[rank:]], divisor, total)
         if bias is not None:
             total.add_(bias)
+        if residual is not None:
+            total[: len(residual)].add_(residual)
         self._round(total, out)
 
     def _round(self, total: torch.Tensor, out: torch.Tensor) -> None:
@@ -129,10 +133,20 @@ class Sum(NamedTuple):
     """The bias [N], which is added once."""
     summands: Callable[[int], Summands]
     """A function that makes this rank's summands for at most so many rows at a time."""
+    residual: torch.Tensor | None = None
+    """What is added to the sum before it is rounded: of a reduce-scatter [rows / world_size, N],
+    this rank's rows; of an all-reduce [rows, N], the same on all ranks."""
+
+    def residual_of(self, begin: int, end: int) -> torch.Tensor | None:
+        """These rows of the residual, as many as there are; None where there is none."""
+        return None if self.residual is None else self.residual[begin:end]
 
 
 def plain_sum(
-    As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], bias: torch.Tensor | None
+    As: Sequence[torch.Tensor],
+    Bs: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
 ) -> Sum:
     """The `Sum` of ``sum(A @ B)`` over the ranks."""
     A = As[0]
@@ -143,6 +157,7 @@ def plain_sum(
         A.dtype,
         bias,
         lambda most_rows: Summands(As, Bs, most_rows),
+        residual,
     )
 
 
@@ -243,7 +258,8 @@ def send_and_sum(
                     timeline.append(_piece_times(called_ns, rank, start_ns, end_ns))
                 parts = [arrived[_core.part_place(s, rank, slots.world_size)][cut] for s in sources]
                 rows = slice(begin + cut.start, begin + cut.stop)
-                summands.sum(product, parts, rank, divisor, summed.bias, out[rows])
+                residual = summed.residual_of(rows.start, rows.stop)
+                summands.sum(product, parts, rank, divisor, summed.bias, out[rows], residual)
         slots.give_back(slot)
         core.wait_pushed()  # what was sent may be overwritten
     slots.lent = None
@@ -355,7 +371,8 @@ def send_sum_and_return(
         await_all(i)
         if product is not None:
             parts = [rows_of(source, i, finished=False) for source in sources]
-            summands.sum(product, parts, rank, 1, summed.bias, own[cut])
+            residual = summed.residual_of(begin + cut.start, begin + cut.stop)
+            summands.sum(product, parts, rank, 1, summed.bias, own[cut], residual)
         for other in others:
             send(other, own[cut], i, finished=True)
     for i, cut in enumerate(cuts):

@@ -89,11 +89,14 @@ def rounded_into(
     return out.copy_(total)
 
 
+def sum_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return ``a @ b``, both dequantised, with the bias: in float32, not rounded."""
+    total = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
+    torch.mm(a, b, out=total)  # into given memory, which autocast leaves alone
+    return total if bias is None else total.add_(bias)
+
+
 def multiply(a: torch.Tensor, b: torch.Tensor, weight: Weight, out: torch.Tensor) -> torch.Tensor:
     """Write ``a @ b``, both dequantised, with bias and result scale of the weight, to ``out`` [M,
     N]."""
-    total = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    torch.mm(a, b, out=total)  # into given memory, which autocast leaves alone
-    if weight.bias is not None:
-        total.add_(weight.bias)
-    return rounded_into(out, total, weight.result_scale)
+    return rounded_into(out, sum_of(a, b, weight.bias), weight.result_scale)
