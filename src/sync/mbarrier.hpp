@@ -36,16 +36,21 @@ CUTLASS_DEVICE bool mbarrier_test(uint64_t* barrier, uint32_t parity) {
 
 /// Returns when the phase of this parity is over. Without a limit: for what the CTA's own threads
 /// do, who have limits for what they wait for outside.
+///
+/// The warp is suspended until then, or for the time that is given. Without a time it would look
+/// again and again, for all of a tile where it waits for the next one, and take the cycles of warps
+/// that multiply.
 CUTLASS_DEVICE void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+  constexpr uint32_t kSuspendedNs = 10'000'000;
   auto const at = uint32_t(__cvta_generic_to_shared(barrier));
   asm volatile(
       "{\n\t"
       ".reg .pred p;\n\t"
       "AGAIN_%=:\n\t"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1, %2;\n\t"
       "@!p bra AGAIN_%=;\n\t"
       "}" ::"r"(at),
-      "r"(parity)
+      "r"(parity), "r"(kSuspendedNs)
       : "memory");
 }
 
