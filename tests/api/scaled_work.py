@@ -23,11 +23,13 @@ from agmm.errors import forget_warnings
 from agmm.integrations import async_tp
 from agmm.ops import (
     fp8_all_reduce,
+    fp8_behind_gather,
     fp8_gather,
     fp8_scatter,
     fp8_sums,
     kept,
     quantize,
+    scaled_products,
     scatter_plan,
     small_collectives,
 )
@@ -37,7 +39,7 @@ from agmm.ops.scatter_plan import AllReducePlan
 from agmm.planning.plans import GATHERED, KernelConfig, Problem
 from agmm.planning.transports import parse
 from agmm.runtime import collectives, cpu, scaling, workspaces
-from agmm.runtime.scaled import ScaledProducts
+from agmm.runtime.scaled import Scaled, ScaledProducts, Weight
 from agmm.testing.reference import relative_error
 
 Result = list[str] | None
@@ -436,11 +438,26 @@ def gathered_by_the_backend(shard: torch.Tensor, group: dist.ProcessGroup) -> to
     return collectives.start_all_gather(shard, group.group_name, 0)()
 
 
-def two_gathered_by_the_backend(
-    shard: torch.Tensor, second: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
-    values = gathered_by_the_backend(shard.view(torch.uint8), group).view(shard.dtype)
-    return values, gathered_by_the_backend(second, group)
+class ByTheLibrary(NamedTuple):
+    """Stands in for `ReadyMatmul` where no kernel runs."""
+
+    A: Scaled
+    weight: Weight
+
+    def __call__(
+        self,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        signals: None,
+        *,
+        bias: torch.Tensor | None,
+        scale_a: torch.Tensor,
+        scale_b: torch.Tensor,
+    ) -> torch.Tensor:
+        scale_b = scale_b.reshape(self.weight.B.scale.shape)
+        scaled = Scaled(B, scale_b, self.weight.B.tile)
+        weight = self.weight._replace(B=scaled, bias=bias)
+        return scaled_products.product(Scaled(A, scale_a, self.A.tile), weight)
 
 
 def several_as_on_cuda(world_size: int) -> Result:
@@ -491,8 +508,9 @@ def several_as_on_cuda(world_size: int) -> Result:
 
 
 def gathered_as_planned(world_size: int, kind: str) -> Result:
-    """Calls whose plan is agmm's gather, which the backend's stands in for: the first of each kind,
-    and the one that is kept. Values and scales are gathered by one call, then multiplied."""
+    """Calls whose plan is agmm's gather, which the backend's stands in for, as the library does for
+    agmm's matmul: the first call of each kind, and the one that is kept. Values and scales are
+    gathered by one call."""
     group = group_of(world_size)
     if group is None:
         return None
@@ -501,21 +519,26 @@ def gathered_as_planned(world_size: int, kind: str) -> Result:
         ({"return_A": True, "weights": 2}, True),
         ({"leading": (2,), "return_A": True}, True),
         ({"gather_dim": -2, "leading": (2, 3), "return_A": True}, False),
-        ({"out_dtype": E4M3, "result_scale": True}, False),
     ]
     faults = []
+
+    def gather(shard: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values = gathered_by_the_backend(shard.view(torch.uint8), group).view(shard.dtype)
+        return values, gathered_by_the_backend(second, group)
+
+    gathers = mock.Mock(side_effect=gather)
     with (
         planned(GATHERED),
         mock.patch.object(fp8_gather.Fp8Gather, "why_not_gathered", return_value=None),
-        mock.patch.object(
-            small_collectives, "gather_two", side_effect=two_gathered_by_the_backend
-        ) as gathers,
+        mock.patch.object(small_collectives, "prepare_gather_of_two", return_value=gathers),
+        mock.patch.object(fp8_behind_gather, "ready_matmul_of", ByTheLibrary),
         noted(fp8_gather.Fp8Gather, "route") as routes,
     ):
         for case, is_kept in cases:
             kept.kept_calls.pop(group, None)
             for turn in range(2):
-                gathers.reset_mock(), routes.reset_mock()
+                gathers.reset_mock()
+                routes.reset_mock()
                 faults += gathered(world_size, kind, strict=False, **case) or []
                 counts = gathers.call_count, routes.call_count
                 of_routes = 0 if is_kept and turn else len(SHAPES)

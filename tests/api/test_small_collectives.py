@@ -41,11 +41,11 @@ def gathers(group: str, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What is gathered, of two ranks with the same shard."""
     taken: list[torch.Tensor] = []
 
-    def gather(shard: torch.Tensor, _: Any) -> torch.Tensor:
+    def gather(shard: torch.Tensor) -> torch.Tensor:
         taken.append(shard)
         return torch.cat([shard, shard])
 
-    monkeypatch.setattr(small_collectives, "gather", gather)
+    monkeypatch.setattr(small_collectives, "prepare_gather", lambda shard, group: gather)
     monkeypatch.setattr(PlainGather, "why_not_gathered", lambda _: None)
     return taken
 
@@ -325,7 +325,7 @@ def test_a_gather_without_memory_is_fused(group: str, monkeypatch: pytest.Monkey
         raise agmm.Unsupported("workspace: rank 0 could not get 1 bytes of GPU memory")
 
     monkeypatch.setattr(PlainGather, "why_not_gathered", lambda _: None)
-    monkeypatch.setattr(small_collectives, "gather", refuse)
+    monkeypatch.setattr(small_collectives, "prepare_gather", refuse)
     unfused = mock.Mock(side_effect=AssertionError("by the backend"))
     monkeypatch.setattr(PlainGather, "by_library", unfused)
     A, B = torch.randn(4, 8), torch.randn(8, 3)

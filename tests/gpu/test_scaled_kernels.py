@@ -366,10 +366,10 @@ def check(results: list[list[str] | None], world_size: int) -> None:
 @pytest.mark.parametrize("return_A", [False, True])
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("world_size", world_sizes(2, 3, 4, 8))
-def test_gather_before_torchs_products(
+def test_gather_before_the_matmul(
     gpu_pool: RankPool, world_size: int, scaling: str, return_A: bool
 ) -> None:
-    """agmm's gather, of shards with few rows and with more than torch multiplies at once."""
+    """agmm's gather, then its matmul, of shards with few rows and with many."""
     shapes = [LocalShape(1, 144, 144), LocalShape(17, 528, 272), LocalShape(385, 528, 144)]
     arguments = shapes, scaling, (E4M3, E4M3), True, 2, return_A, "gather"
     check(gpu_pool.run(scaled_gpu_work.gathered, world_size, *arguments), world_size)

@@ -4,22 +4,19 @@ come with its rows; the result is bfloat16."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from agmm import errors
 from agmm.errors import InvalidArgument
-from agmm.ops import fp8_operands
 from agmm.ops.async_input_mm import check_up
-from agmm.ops.fp8_operands import Fp8Weights, rows_of
+from agmm.ops.fp8_operands import Fp8Weights, ready_matmul_of, rows_of
 from agmm.ops.gather import why_composed
 from agmm.ops.library import define
 from agmm.ops.scaled_checks import check_no_backward, check_scaled_async_input
-from agmm.planning import call_plans, heuristics
 from agmm.planning.plans import KernelConfig
-from agmm.runtime import cpu_scaled, cuda_calls, cuda_scaled
+from agmm.runtime import cpu_scaled
 from agmm.runtime.epilogues import Epilogue, named
 from agmm.runtime.scaled import Scaled, Weight
 
@@ -126,27 +123,10 @@ def on_cuda(
         InvalidArgument: the kernel cannot take the operands; the message says why.
     """
     operand, weight = _described(product, bias, fast_accum)
-    A = operand.values
-    reason = fp8_operands.why_no_kernel(A.device) or cuda_scaled.why_illegal(operand, weight)
-    if reason is not None:
-        raise InvalidArgument(reason)
-    if config is not None:
-        accumulation = cuda_scaled.accumulation_of(operand, weight)
-        assert accumulation is not None  # else it is illegal
-        kernel = cuda_scaled.kernel_of(operand, weight, config.core, accumulation)
-    else:
-        problem = fp8_operands.problem_of(operand, weight, A.shape[0])
-        if isinstance(problem, str):
-            raise InvalidArgument(problem)
-        if sm_count:
-            problem = replace(problem, sm_count=sm_count)
-        chosen = call_plans.planner(None, A.device).fused_plan(problem).kernel
-        assert chosen is not None
-        chunks = 1 if a_chunk_signals is None else a_chunk_signals.shape[0]
-        chosen = heuristics.across_chunks(problem, chosen, chunks)
-        kernel = fp8_operands.kernel_of(operand, weight, problem, chosen)
-    a, b = A, weight.B.values
-    ready = cuda_calls.ready_matmul(a, b, a_chunk_signals, pivot, kernel, sm_count=sm_count)
+    a, b = operand.values, weight.B.values
+    ready = ready_matmul_of(
+        operand, weight, a_chunk_signals, pivot, config=config, sm_count=sm_count
+    )
     return ready(a, b, a_chunk_signals, bias=bias, scale_a=operand.scale, scale_b=weight.B.scale)
 
 

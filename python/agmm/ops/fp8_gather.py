@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import InvalidArgument
-from agmm.ops import scaled_products, small_collectives
+from agmm.ops import scaled_products
+from agmm.ops.fp8_behind_gather import behind_gather
 from agmm.ops.fp8_operands import Fp8Weights, kernel_of, problem_of, rows_of, why_unfused
 from agmm.ops.gather import Behind, GatherCall, Gathered, GatherSettings
-from agmm.ops.pipeline import GATHER, Ready, Route
+from agmm.ops.pipeline import Ready, Route
 from agmm.ops.scaled_checks import check_scaled_gather
 from agmm.planning import call_plans, legality
 from agmm.planning.plans import KernelConfig, Problem
@@ -224,21 +225,19 @@ class Fp8Gather(GatherCall):
             epilogue=self.settings.epilogue,
         )
 
-    def by_gather(self) -> _Matrices:
-        shard = self.shard
-        gathered = small_collectives.gather_two(shard.values, shard.scale.contiguous(), self.group)
-        return self._multiplied(*gathered)
+    def ready_behind_gather(self) -> Ready:
+        return behind_gather(self.shard, self.weights, self.leading, self.group, self.return_A)
 
     @property
     def values(self) -> torch.Tensor:
         return self.shard.values
 
-    def again(self, by: str) -> Ready:
+    def again_on_cpu(self) -> Ready:
         if not self.lasts():
-            return lambda *_: self.by_gather() if by == GATHER else self.by_cpu()
+            return lambda *_: self.by_cpu()
         given = self.given
         settings = given.result_scales, given.out_dtypes, given.fast_accum
-        return _Again(weakref.ref(self.group), self.settings, settings, self.quantize, by)
+        return _OnCpu(weakref.ref(self.group), self.settings, settings, self.quantize)
 
     def finished(self, found: Any, route: Route) -> Gathered:
         return self.in_shape(*found)
@@ -312,15 +311,14 @@ class _Behind(NamedTuple):
         return found
 
 
-class _Again(NamedTuple):
-    """Computes calls of one kind, along dimension 0, by agmm's gather or by the CPU backend."""
+class _OnCpu(NamedTuple):
+    """Computes calls of one kind, along dimension 0, by the CPU backend."""
 
     group: weakref.ReferenceType[dist.ProcessGroup]
     settings: GatherSettings
     of_weights: tuple[Any, ...]
     """The last fields of `Fp8Weights`, in which there is no tensor."""
     quantize: str
-    by: str
 
     def __call__(
         self,
@@ -334,4 +332,4 @@ class _Again(NamedTuple):
         assert group is not None
         given = Fp8Weights(Bs, scale_bs, biases, *self.of_weights)
         call = Fp8Gather(A_shard, scale_a, given, group, self.settings, self.quantize)
-        return call.in_shape(*(call.by_gather() if self.by == GATHER else call.by_cpu()))
+        return call.in_shape(*call.by_cpu())

@@ -4,17 +4,19 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from agmm._core import Accumulation
+from agmm.errors import InvalidArgument
 from agmm.ops.scaled_checks import scaling_of, scalings_of
-from agmm.planning import built_kernels, call_plans, formats
+from agmm.planning import built_kernels, call_plans, formats, heuristics
 from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Problem
 from agmm.runtime import cuda_scaled, symmetric
-from agmm.runtime.cuda_calls import Kernel
+from agmm.runtime.cuda_calls import Kernel, ReadyMatmul, ready_matmul
 from agmm.runtime.scaled import Scaled, ScaledProducts, Weight
 from agmm.runtime.scaling import ALL, Tile
 
@@ -121,3 +123,44 @@ def kernel_of(A: Scaled, weight: Weight, problem: Problem, config: KernelConfig)
     """What the core is told of a product whose problem is `problem_of`'s."""
     accumulation = Accumulation.__members__[formats.of(problem.format).accumulation]
     return cuda_scaled.kernel_of(A, weight, config.core, accumulation)
+
+
+def ready_matmul_of(
+    A: Scaled,
+    weight: Weight,
+    a_chunk_signals: torch.Tensor | None = None,
+    pivot: int = 0,
+    *,
+    config: KernelConfig | None = None,
+    sm_count: int = 0,
+) -> ReadyMatmul:
+    """The product of one GPU, ready for operands of these kinds.
+
+    Args:
+        a_chunk_signals, pivot, sm_count: as those of `cuda_calls.ready_matmul`.
+        config: the kernel; None for the planner's.
+
+    Raises:
+        InvalidArgument: no kernel can take the operands; the message says why.
+    """
+    reason = why_no_kernel(A.values.device) or cuda_scaled.why_illegal(A, weight)
+    if reason is not None:
+        raise InvalidArgument(reason)
+    if config is not None:
+        accumulation = cuda_scaled.accumulation_of(A, weight)
+        assert accumulation is not None  # else it is illegal
+        kernel = cuda_scaled.kernel_of(A, weight, config.core, accumulation)
+    else:
+        problem = problem_of(A, weight, A.values.shape[0])
+        if isinstance(problem, str):
+            raise InvalidArgument(problem)
+        if sm_count:
+            problem = replace(problem, sm_count=sm_count)
+        chosen = call_plans.planner(None, A.values.device).fused_plan(problem).kernel
+        assert chosen is not None
+        chunks = 1 if a_chunk_signals is None else a_chunk_signals.shape[0]
+        chosen = heuristics.across_chunks(problem, chosen, chunks)
+        kernel = kernel_of(A, weight, problem, chosen)
+    return ready_matmul(
+        A.values, weight.B.values, a_chunk_signals, pivot, kernel, sm_count=sm_count
+    )

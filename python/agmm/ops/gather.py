@@ -99,8 +99,9 @@ class GatherCall(OpCall[Gathered]):
         """The call of agmm's kernels, one for each weight, for any operands of this kind."""
 
     @abstractmethod
-    def by_gather(self) -> Any:
-        """What agmm's gather and the library's matmul return."""
+    def ready_behind_gather(self) -> Ready:
+        """The call of agmm's gather, then of a matmul of all rows, for any operands of this
+        kind."""
 
     @property
     @abstractmethod
@@ -238,19 +239,20 @@ class GatherCall(OpCall[Gathered]):
 
     def prepare(self, route: Route) -> Ready:
         if route.by == GATHER:
-            return self.again(GATHER)
-        if self.device.type == "cpu":
-            return self.again(KERNEL)
-        workspace = cuda_workspace(self.group, self.device)
-        kernels, transport = self._kernels(route.plan)
-        ready = self.ready_on_cuda(workspace, kernels, transport)
+            ready = self.ready_behind_gather()
+        elif self.device.type == "cpu":
+            return self.again_on_cpu()
+        else:
+            workspace = cuda_workspace(self.group, self.device)
+            kernels, transport = self._kernels(route.plan)
+            ready = self.ready_on_cuda(workspace, kernels, transport)
         epilogue = self.settings.epilogue
         return ready if epilogue is None else _Composed(ready, self.behind(epilogue))
 
     @abstractmethod
-    def again(self, by: str) -> Ready:
-        """What computes calls of this kind by `by_gather` or `by_cpu`. It must not hold the group,
-        since a kept call ends with it."""
+    def again_on_cpu(self) -> Ready:
+        """What computes calls of this kind by `by_cpu`. It must not hold the group, since a kept
+        call ends with it."""
 
     def named_config(self) -> tuple[KernelConfig | None, Transport | None]:
         """The kernel and the transport that the caller named.

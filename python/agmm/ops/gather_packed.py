@@ -168,7 +168,7 @@ class _PackedGather(GatherCall):
             return_A=self.settings.return_A,
         )
 
-    def again(self, by: str) -> Ready:
+    def again_on_cpu(self) -> Ready:
         return self.by_cpu
 
     def by_cpu(self) -> _Matrices:
@@ -181,7 +181,7 @@ class _PackedGather(GatherCall):
             chunks_per_shard=planner.plan(self.problem(None)).chunks_per_shard,
         )
 
-    def by_gather(self) -> _Matrices:
+    def ready_behind_gather(self) -> Ready:
         raise NotImplementedError("no kernel multiplies by weights of 4 bits")
 
     def ready_on_cuda(self, *_: Any) -> Ready:

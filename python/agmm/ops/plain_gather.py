@@ -12,7 +12,7 @@ import torch.distributed as dist
 from agmm.ops import kept, small_collectives
 from agmm.ops.checks import FLOATS, check_gatherable
 from agmm.ops.gather import GatherCall, Gathered, GatherSettings
-from agmm.ops.pipeline import GATHER, Ready, serve
+from agmm.ops.pipeline import Ready, serve
 from agmm.planning import call_plans, legality
 from agmm.planning.plans import KernelConfig, Problem
 from agmm.planning.transports import FusedGather
@@ -128,16 +128,16 @@ class PlainGather(GatherCall):
         outs = [reshaped(out, (*self.leading, out.shape[-1])) for out in outs]
         return Gathered(None if A is None else reshaped(A, (*self.leading, k)), None, outs)
 
-    def by_gather(self) -> Gathered:
-        A = small_collectives.gather(self.A_shard, self.group)
-        return Gathered(A if self.settings.return_A else None, None, self._products(A))
+    def ready_behind_gather(self) -> Ready:
+        gather = small_collectives.prepare_gather(self.A_shard, self.group)
+        return _BehindGather(gather, self.settings.return_A)
 
     @property
     def values(self) -> torch.Tensor:
         return self.A_shard
 
-    def again(self, by: str) -> Ready:
-        return _Again(weakref.ref(self.group), self.settings, by)
+    def again_on_cpu(self) -> Ready:
+        return _OnCpu(weakref.ref(self.group), self.settings)
 
     def finished(self, found: Any, route: Any) -> Gathered:
         return Gathered(*found)
@@ -156,21 +156,43 @@ class PlainGather(GatherCall):
         return Gathered(A if self.settings.return_A else None, None, self._products(A))
 
     def _products(self, A: torch.Tensor) -> list[torch.Tensor]:
-        outs = []
-        rows = A.flatten(0, -2)
-        for B, bias in zip(self.Bs, self.biases, strict=True):
-            # Product and bias are rounded once, together, as on the fused path.
-            out = torch.mm(rows, B) if bias is None else torch.addmm(bias, rows, B)
-            outs.append(reshaped(out, (*A.shape[:-1], B.shape[1])))
-        return self.with_epilogue(outs)
+        return self.with_epilogue(_products(A, self.Bs, self.biases))
 
 
-class _Again(NamedTuple):
-    """Computes calls of one kind by agmm's gather or by the CPU backend."""
+def _products(
+    A: torch.Tensor, Bs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """The library's products."""
+    outs = []
+    rows = A.flatten(0, -2)
+    for B, bias in zip(Bs, biases, strict=True):
+        # Product and bias are rounded once, together, as on the fused path.
+        out = torch.mm(rows, B) if bias is None else torch.addmm(bias, rows, B)
+        outs.append(reshaped(out, (*A.shape[:-1], B.shape[1])))
+    return outs
+
+
+class _BehindGather(NamedTuple):
+    """Computes calls of one kind by agmm's gather, then the library's matmul."""
+
+    gather: small_collectives.GatherOfKind
+    return_A: bool
+
+    def __call__(
+        self,
+        A_shard: torch.Tensor,
+        Bs: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+    ) -> Gathered:
+        A = self.gather(A_shard)
+        return Gathered(A if self.return_A else None, None, _products(A, Bs, biases))
+
+
+class _OnCpu(NamedTuple):
+    """Computes calls of one kind by the CPU backend."""
 
     group: weakref.ReferenceType[dist.ProcessGroup]
     settings: GatherSettings
-    by: str
 
     def __call__(
         self,
@@ -180,8 +202,7 @@ class _Again(NamedTuple):
     ) -> Gathered:
         group = self.group()
         assert group is not None
-        call = PlainGather(A_shard, Bs, biases, group, self.settings)
-        return call.by_gather() if self.by == GATHER else call.by_cpu()
+        return PlainGather(A_shard, Bs, biases, group, self.settings).by_cpu()
 
 
 def gather(

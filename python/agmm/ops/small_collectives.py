@@ -265,31 +265,61 @@ def _look_through(x: torch.Tensor, group: dist.ProcessGroup, for_call: Call) -> 
         nan_check.look_through(for_call.op, "A @ B", x, groups.of(group).rank)
 
 
-def gather(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather the shards of all ranks along dimension 0 by a kernel. ``shard`` is contiguous, and
-    `why_not` has no reason. Collective.
+class GatherOfKind(NamedTuple):
+    """Gathers any number of contiguous shards of one kind along dimension 0 by a kernel.
+    Collective; errors are those of `CollectivesWorkspace.call`."""
+
+    call: CollectiveCall
+    world_size: int
+
+    def __call__(self, shard: torch.Tensor) -> torch.Tensor:
+        out = _empty(shard, self.world_size)
+        self.call(shard, out)
+        return out
+
+
+class GatherOfTwo(NamedTuple):
+    """`GatherOfKind` with a second tensor of each rank that belongs to its shard, gathered by the
+    same kernel where both are not too large for it."""
+
+    workspace: CollectivesWorkspace
+    method: _core.CollectiveMethod
+    world_size: int
+
+    def __call__(
+        self, shard: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        outs = _empty(shard, self.world_size), _empty(second, self.world_size)
+        self.workspace.all_gather_two(self.method, shard, outs[0], second, outs[1])
+        return outs
+
+
+def _empty(shard: torch.Tensor, world_size: int) -> torch.Tensor:
+    return shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
+
+
+def prepare_gather(shard: torch.Tensor, group: dist.ProcessGroup) -> GatherOfKind:
+    """What gathers shards like this one, for which `why_not` has no reason. Collective.
 
     Raises:
         Unsupported: the GPUs of the group do not reach each other; all ranks raise.
     """
     world_size = dist.get_world_size(group)
-    out = shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
-    method = collective_method("all_gather", out.nbytes, world_size)
-    call("all_gather", method, shard, out, group)
-    return out
+    method = collective_method("all_gather", world_size * shard.nbytes, world_size)
+    return GatherOfKind(prepare("all_gather", method, shard, group), world_size)
 
 
-def gather_two(
-    shard: torch.Tensor, second: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather the shards of all ranks, and a second tensor of each rank that belongs to them, as
-    `gather` does with one: by one kernel, where they are not too large for it."""
+def prepare_gather_of_two(
+    shard: torch.Tensor, second_bytes: int, group: dist.ProcessGroup
+) -> GatherOfTwo:
+    """`prepare_gather` of shards like this one, each with a second tensor of so many bytes."""
     world_size = dist.get_world_size(group)
-    out, second_out = (
-        each.new_empty(world_size * each.shape[0], *each.shape[1:]) for each in (shard, second)
-    )
-    method = collective_method("all_gather", out.nbytes + second_out.nbytes, world_size)
+    nbytes = world_size * (shard.nbytes + second_bytes)
+    method = collective_method("all_gather", nbytes, world_size)
     core_method = _core_method("all_gather", method, shard, group)
-    workspace = collectives_workspace(group, shard.device)
-    workspace.all_gather_two(core_method, shard, out, second, second_out)
-    return out, second_out
+    return GatherOfTwo(collectives_workspace(group, shard.device), core_method, world_size)
+
+
+def gather(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather the shards of all ranks along dimension 0 by a kernel: see `prepare_gather`."""
+    return prepare_gather(shard, group)(shard)
