@@ -181,7 +181,7 @@ def test_the_host_time_of_a_kept_call(group: str, monkeypatch: pytest.MonkeyPatc
     assert core.calls == 2
     assert len(found) <= 0.8 * len(wanted), found
     assert found.count("matmul_reduce_scatter") == 2  # the function and the core's
-    assert found.count("kind_of_call") == 1
+    assert found.count("kind_of_product") == 1
     assert not {"check_scatterable", "why_not_native", "serve"} & set(found), found
 
 

@@ -13,8 +13,8 @@ from agmm.ops import kept
 from agmm.ops.autograd import MatmulReduceScatter
 from agmm.ops.checks import check_operand, check_residual, check_scatterable, needs_gradient
 from agmm.ops.library import library
-from agmm.ops.operands import autocast, is_watched
-from agmm.ops.plain_scatter import kind_of_scatter, scatter
+from agmm.ops.operands import PLAIN_TYPES, autocast, is_watched
+from agmm.ops.plain_scatter import kind_of_one, kind_of_scatter, scatter
 from agmm.ops.scatter import ScatterSettings
 from agmm.runtime import groups
 
@@ -87,12 +87,16 @@ def _kept(
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         return None
+    found: torch.Tensor | None
+    if bias is None and residual is None and type(A) in PLAIN_TYPES:
+        kind = kind_of_one(A, B, scatter_dim, reduce_op, strict)
+        found = kept.call_kept(group, kind, (A,), (B,), None)
+        return found
     As = A if type(A) is list or type(A) is tuple else (A,)
     Bs = B if type(B) is list or type(B) is tuple else (B,)
     if (As is A) is not (Bs is B):  # refused
         return None
     kind = kind_of_scatter(As, Bs, bias, residual, scatter_dim, reduce_op, strict)
-    found: torch.Tensor | None
     if residual is None:
         found = kept.call_kept(group, kind, As, Bs, bias)
     else:

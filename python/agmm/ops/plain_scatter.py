@@ -286,6 +286,13 @@ def of_call(As: Any, Bs: Any, bias: Any, residual: Any) -> tuple[Any, ...]:
     return (As, Bs, bias) if residual is None else (As, Bs, bias, residual)
 
 
+def kind_of_one(
+    A: Any, B: Any, scatter_dim: Any, reduce_op: Any, strict: bool, plan: Plan | None = None
+) -> Any:
+    """`kind_of_scatter` of one product without a bias."""
+    return kept.kind_of_product((PlainScatter.op, scatter_dim, reduce_op, strict, plan), A, B)
+
+
 def kind_of_scatter(
     As: Sequence[Any],
     Bs: Sequence[Any],
@@ -298,6 +305,8 @@ def kind_of_scatter(
 ) -> Any:
     """The kind under which calls are kept: see `kept.kind_of_call`."""
     settings = PlainScatter.op, scatter_dim, reduce_op, strict, plan
+    if bias is None and residual is None and len(As) == 1 and len(Bs) == 1:
+        return kind_of_one(As[0], Bs[0], *settings[1:])
     if residual is not None:
         return kept.kind_of_call(settings, list(As), list(Bs), bias, residual)
     if len(As) == 1 and len(Bs) == 1:

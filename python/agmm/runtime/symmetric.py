@@ -328,9 +328,18 @@ class SymmetricWorkspace:
 
     def enter(self, slot_bytes: int) -> Buffers:
         """The buffers of a call on the current stream that needs slots of that size, after the wait
-        for its turn. It is called under `lock`."""
-        buffers = self.buffers_of(slot_bytes)
-        self.come_in_turn(buffers.core)
+        for its turn. It is called under `lock`. `buffers_of` and `come_in_turn` are written out
+        here, since every call comes this way."""
+        known = self.known
+        if not known.is_in_step:
+            known.check_in_step()
+        if slot_bytes > self.slot_bytes:
+            self.ensure(slot_bytes)
+        buffers = self.buffers
+        assert buffers is not None
+        last = known.last_before(buffers.core, capture_of(self.device))
+        if last is not None:
+            last.precede(stream_of(self.device))
         return buffers
 
     def buffers_of(self, slot_bytes: int) -> Buffers:
