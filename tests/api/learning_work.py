@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import rank_groups
@@ -188,6 +189,10 @@ def _out_of_memory() -> Iterator[None]:
         yield
 
 
+def _time_of(best: str, plan: str) -> float:
+    return 10.0 if plan == best else 20.0
+
+
 def two_groups(rows: int, plans: tuple[str, str]) -> Any:
     """What two groups learn of one kind, each of its own calls, which alternate unevenly."""
     found = []
@@ -195,11 +200,11 @@ def two_groups(rows: int, plans: tuple[str, str]) -> Any:
         second = dist.new_group(list(range(dist.get_world_size())))
         assert second is not None
         calls = [gather_of(group, rows) for group in (first, second)]
+        time_of = [partial(_time_of, plan) for plan in plans]
         for i in range(2 * CALLS):
             for which, call in enumerate(calls):
                 if which == 0 or i % 2:
-                    plan = plans[which]
-                    with clocks.fed(lambda name, best=plan: 10.0 if name == best else 20.0):
+                    with clocks.fed(time_of[which]):
                         call()
         found = [one.kept for one in agmm.status().learnt if one.m == rows * dist.get_world_size()][
             -2:

@@ -16,7 +16,7 @@ from agmm.testing.ranks import RankPool
 
 CHUNKED = ["push", "push, 2 chunks per shard", "push, 4 chunks per shard"]
 PLANS = (*CHUNKED, "push, 8 chunks per shard", "unfused")
-rows = itertools.count(16)
+rows = itertools.count(301)
 """Numbers of rows that no other test has."""
 
 

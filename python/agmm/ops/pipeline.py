@@ -205,7 +205,7 @@ def serve(call: OpCall[Result], keep_as: Any = None) -> Result:
         if route.reason is not None:
             fall_back(route.reason, call.strict)
         call.look(route, words)
-        by_library = call.run(call.by_library, words)
+        by_library: Result = call.run(call.by_library, words)
         kind = seen.served(call, words, LIBRARY, route.reason, keep_as)
         if route.reason is None and route.lasts and call.is_settled:
             kept.keep(group, keep_as, seen.noting(call.library_to_keep(by_library), kind))
