@@ -14,6 +14,7 @@ try:
     from agmm.errors import AgmmError, InvalidArgument, Unsupported
     from agmm.ops.all_gather_matmul import all_gather_matmul
     from agmm.ops.all_gather_scaled_matmul import all_gather_scaled_matmul
+    from agmm.ops.learning import learn_plans
     from agmm.ops.matmul_all_reduce import matmul_all_reduce
     from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
     from agmm.ops.recordings import record
@@ -56,6 +57,7 @@ __all__ = [
     "async_tp",
     "check_nan",
     "collectives",
+    "learn_plans",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "record",

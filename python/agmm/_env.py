@@ -68,6 +68,12 @@ REPORT: Final = Variable(
     "rank 0 writes what `agmm.status` says, with counts, into this file when it ends; with "
     "`{rank}` in the name every rank writes a file",
 )
+LEARN: Final = Variable(
+    "AGMM_LEARN",
+    "off",
+    "on: the first calls of a kind without a tuned plan try a few plans and keep the fastest, see "
+    "`agmm.learn_plans`; the same on all ranks",
+)
 NAN_MODES: Final = ("off", "warn", "raise")
 RUN_TIME: Final = (
     *(
@@ -82,6 +88,7 @@ RUN_TIME: Final = (
         CHECK_NAN,
         RECORD,
         REPORT,
+        LEARN,
     ),
 )
 BUILD_TIME: Final = (
@@ -137,7 +144,7 @@ def check() -> None:
     finds it before it measures something, and not in each of its calls."""
     timeout_s()
     warn_s()
-    for variable in (CACHE, SHARED_GPUS, EARLY_START):
+    for variable in (CACHE, SHARED_GPUS, EARLY_START, LEARN):
         is_on(variable)
     reserved_sms()
     check_nan()

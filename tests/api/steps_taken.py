@@ -16,5 +16,7 @@ def noted(call_type: type, step: str) -> Any:
 
 def planned(plan: Plan, fused: Plan | None = None) -> Any:
     """Within it every planner has that plan, and ``fused`` where one that is fused is asked for."""
-    planner = mock.Mock(plan=lambda problem: plan, fused_plan=lambda problem: fused or plan)
+    planner = mock.Mock(
+        plan=lambda problem: plan, fused_plan=lambda problem: fused or plan, learns=False
+    )
     return mock.patch.object(call_plans, "planner", return_value=planner)

@@ -402,7 +402,7 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> Workspace:
     monkeypatch.setattr(gather, "cuda_workspace", lambda group, device: made)
     monkeypatch.setattr(PlainGather, "ready_on_cuda", lambda call, *_: made.ready(call))
     monkeypatch.setattr(PlainGather, "problem", lambda *_: Problem(4, 8, 64))
-    planner = mock.Mock(plan=lambda problem: PLAN, fused_plan=lambda problem: PLAN)
+    planner = mock.Mock(plan=lambda problem: PLAN, fused_plan=lambda problem: PLAN, learns=False)
     monkeypatch.setattr(call_plans, "planner", lambda *_: planner)
     return made
 
@@ -421,7 +421,8 @@ def test_plan_that_prefers_unfused(
         )
     )
     monkeypatch.setattr(PlainGather, "by_library", lambda *given: unfused(*given))
-    monkeypatch.setattr(call_plans, "planner", lambda *_: mock.Mock(plan=lambda problem: UNFUSED))
+    planner = mock.Mock(plan=lambda problem: UNFUSED, learns=False)
+    monkeypatch.setattr(call_plans, "planner", lambda *_: planner)
     torch_kernel = mock.Mock()
     kernel = async_tp_kernels.gather_over(torch_kernel)
     A_shard = torch.empty(4, 64, dtype=torch.bfloat16, device="cuda:0")

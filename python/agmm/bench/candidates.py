@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from agmm.planning.cost_model import is_b_in_l2
 from agmm.planning.heuristics import (
     across,
+    chunkings,
     orders,
     scatter_plans,
     sm_pushes,
@@ -24,10 +25,7 @@ from agmm.planning.plans import (
     Problem,
 )
 from agmm.planning.predictions import predict_us
-from agmm.planning.transports import PUSH, SmPush, copy_transports
-
-CPU_CHUNKS = (1, 2, 4, 8)
-"""The numbers of row chunks per shard that are tried on the CPU."""
+from agmm.planning.transports import SmPush, copy_transports
 
 PRUNE_FACTOR = 1.3
 """Kernels are left out that the cost model says take this many times as long as the best one."""
@@ -41,8 +39,7 @@ def candidates(problem: Problem, kernels: Sequence[KernelConfig], old: Plan) -> 
     if problem.op == MATMUL_REDUCE_SCATTER:
         plans = _without_slow_kernels(problem, scatter_plans(problem, kernels))
     elif problem.gpu == CPU:
-        rows = problem.m // problem.world_size
-        plans = [Plan(PUSH, chunks_per_shard=c) for c in CPU_CHUNKS if c <= max(1, rows)]
+        plans = chunkings(problem)
     else:
         ordered = [usual_order(problem, kernel) for kernel in kernels]
         if problem.world_size > 1 and not is_b_in_l2(problem):

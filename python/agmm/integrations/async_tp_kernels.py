@@ -152,6 +152,7 @@ def _new_route(
 ) -> _Route:
     shard = A_shard.new_empty(A_shard.movedim(gather_dim, 0).shape)
     call = _plain_call(shard, Bs, group, return_A)
+    call.learns = False  # it is asked for a route, and not made
     # What agmm's kernel turns out not to serve is torch's; what is planned unfused is agmm's.
     strict = not call.is_empty() and (call.device.type == "cpu" or call.route().by == KERNEL)
     settings = GatherSettings(return_A=return_A, strict=strict)

@@ -15,7 +15,7 @@ from agmm.ops.pipeline import KERNEL, LIBRARY, Ready, Route
 from agmm.ops.scatter_plan import AllReducePlan
 from agmm.ops.sums import SumCall
 from agmm.planning import call_plans
-from agmm.planning.plans import KernelConfig
+from agmm.planning.plans import KernelConfig, Plan, Problem
 from agmm.planning.transports import MESSAGES
 from agmm.runtime import groups
 from agmm.runtime.calls import Call
@@ -70,6 +70,10 @@ class AllReduceCall(SumCall):
         return self.out_dtype
 
     # --- the flow ---
+
+    def choose_way(self, problem: Problem) -> Plan:
+        """`choose` for a call under its ``strict``."""
+        return self.choose(problem, fused=self.strict)
 
     @property
     def dim(self) -> int:

@@ -51,7 +51,9 @@ class Fp8AllReduce(Fp8Sum, AllReduceCall):
         found = self.of_scatter(rows)
         assert not isinstance(found, str)  # else it has no kernel
         problem = replace(found, op=MATMUL_ALL_REDUCE)
-        return scatter_plan.all_reduce_plan_of(problem, self.group, self.device, strict=self.strict)
+        return scatter_plan.all_reduce_plan_of(
+            *(problem, self.group, self.device), strict=self.strict, choose=self.choose_way
+        )
 
     def by_cpu(self, words: Call) -> torch.Tensor:
         summed = cpu_scatter.scaled_sum(self.products)

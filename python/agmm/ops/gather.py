@@ -213,8 +213,10 @@ class GatherCall(OpCall[Gathered]):
         if reason is not None:
             wanted = _goes_by_messages(named) and not self.strict
             return Route(LIBRARY, None if wanted else reason)
+        is_one = True
         if self.may_choose:
-            planned = call_plans.planner(self.group, self.device).plan(self.problem(None))
+            is_one = self.device.type == "cpu" or len(self.columns()) == 1
+            planned = self.choose(self.problem(None), one_kernel=is_one)
         if planned is not None and _goes_by_messages(planned.transport):
             return Route(LIBRARY)
         lasts = self.lasts()
@@ -225,8 +227,11 @@ class GatherCall(OpCall[Gathered]):
             if self.why_not_gathered() is None:
                 return Route(GATHER, lasts=lasts)
             # The call is captured before the gather has memory: it is fused this time.
+            if self.trial is not None:
+                self.trial.miss()
             return Route(KERNEL, lasts=False)
-        return Route(KERNEL, plan=settings.plan, lasts=lasts)
+        plan = planned if self.trial is not None and is_one else settings.plan
+        return Route(KERNEL, plan=plan, lasts=lasts)
 
     def lasts(self) -> bool:
         """Whether later calls of the same kind may take the same route without being looked at."""
@@ -241,6 +246,7 @@ class GatherCall(OpCall[Gathered]):
         if route.by == GATHER:
             ready = self.ready_behind_gather()
         elif self.device.type == "cpu":
+            self.settings = self.settings._replace(plan=route.plan)
             return self.again_on_cpu()
         else:
             workspace = cuda_workspace(self.group, self.device)

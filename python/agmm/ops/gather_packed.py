@@ -149,6 +149,8 @@ class _PackedGather(GatherCall):
     def lasts(self) -> bool:
         return False
 
+    learns = False  # plans are those of the dtype, whose matmul is another
+
     def why_no_kernel(self) -> str | None:
         return None
 

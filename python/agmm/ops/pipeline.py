@@ -9,13 +9,16 @@ are by a class of its own (`OpCall`); a format says what the op's class leaves o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from agmm.errors import Unsupported, compose, fall_back
-from agmm.ops import kept, seen
+from agmm.ops import kept, learning, seen
+from agmm.planning import call_plans
+from agmm.planning.plans import Plan, Problem
 from agmm.runtime import backends, groups
 from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call
@@ -68,6 +71,35 @@ class OpCall(ABC, Generic[Result]):
     device: torch.device
     """Where the operands are."""
     strict: bool
+    learns = True
+    """Whether such calls try plans where the group learns some."""
+    trial: learning.Trial | None = None
+    """What is tried by this call."""
+    is_settled = True
+    """Whether later calls of the kind take the same plan."""
+
+    def choose(self, problem: Problem, *, fused: bool = False, one_kernel: bool = True) -> Plan:
+        """The plan of the call, or one that it tries. Collective at first use, and where what was
+        learnt of a kind is agreed on.
+
+        Args:
+            fused: leave the unfused plan out; such calls try none.
+            one_kernel: as for `studies.candidates`.
+        """
+        planner = call_plans.planner(self.group, self.device)
+        if fused:
+            return planner.fused_plan(problem)
+        if planner.learns and self.learns:
+            found = learning.of(self.group, planner, self.device).next(problem, one_kernel)
+            self.trial, self.is_settled = found.trial, found.is_settled
+            if found.trial is not None:
+                return found.trial.plan
+        return planner.plan(problem)
+
+    def run(self, compute: Callable[..., Any], *operands: Any) -> Any:
+        """What ``compute`` returns; timed, where the call tries a plan."""
+        trial = self.trial
+        return compute(*operands) if trial is None else trial.run(compute, *operands)
 
     @property
     def returns_A(self) -> bool:
@@ -170,20 +202,22 @@ def serve(call: OpCall[Result], keep_as: Any = None) -> Result:
             call.look(route, words)
             try:
                 ready = call.prepare(route)
-                found = ready(*call.operands())
+                found = call.run(ready, *call.operands())
             except Unsupported as error:
+                if call.trial is not None:
+                    call.trial.miss()
                 route = call.instead(route, str(error))
                 continue
             by = COMPOSED if behind is not None and route.by == KERNEL else route.by
             kind = seen.served(call, words, by, behind or route.reason, keep_as)
-            if route.lasts:
+            if route.lasts and call.is_settled:
                 kept.keep(group, keep_as, seen.noting(call.to_keep(ready, found), kind))
             return call.finished(found, route)
         if route.reason is not None:
             fall_back(route.reason, call.strict)
         call.look(route, words)
-        by_library = call.by_library(words)
+        by_library: Result = call.run(call.by_library, words)
         kind = seen.served(call, words, LIBRARY, route.reason, keep_as)
-        if route.reason is None and route.lasts:
+        if route.reason is None and route.lasts and call.is_settled:
             kept.keep(group, keep_as, seen.noting(call.library_to_keep(by_library), kind))
         return by_library

@@ -79,7 +79,9 @@ class PlainAllReduce(AllReduceCall):
 
     def plan(self, rows: int) -> scatter_plan.AllReducePlan:
         return scatter_plan.all_reduce_plan(
-            rows, self._matrix(), self.B, self.group, strict=self.strict
+            *(rows, self._matrix(), self.B, self.group),
+            strict=self.strict,
+            choose=self.choose_way,
         )
 
     def by_cpu(self, words: Call) -> torch.Tensor:

@@ -109,9 +109,9 @@ class ScatterCall(SumCall):
         if reason is not None:
             return self.otherwise(reason)
         if plan is None and self.asks_a_plan():
-            planner = call_plans.planner(self.group, self.device)
-            choose = planner.fused_plan if self.strict else planner.plan
-            plan = choose(self.problem())
+            plan = self.choose(self.problem(), fused=self.strict)
+            if self.trial is not None and plan.transport.needs == MESSAGES:
+                return Route(LIBRARY)
         if self.device.type == "cpu":
             by_library = plan is not None and plan.transport.needs == MESSAGES
             return Route(LIBRARY) if by_library else Route(KERNEL, plan=plan, lasts=False)

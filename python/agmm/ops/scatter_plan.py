@@ -3,7 +3,7 @@ same on all ranks, as long as they call with the same shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from agmm.planning.plans import (
     MATMUL_REDUCE_SCATTER,
     MAX_SIZE,
     KernelConfig,
+    Plan,
     Problem,
 )
 from agmm.planning.transports import LAGGED, SCATTER, Transport
@@ -141,24 +142,34 @@ def all_reduce_plan(
     group: dist.ProcessGroup,
     *,
     strict: bool = False,
+    choose: Callable[[Problem], Plan] | None = None,
 ) -> AllReducePlan:
     """The plan of a matmul + all-reduce of ``A @ B``. Collective at first use.
 
     Args:
         rows: those of A, with the rows of zeros that let the ranks share them equally.
         strict: leave the unfused way out, where there is another.
+        choose: what says the plan of a problem in place of the planner.
     """
     shape = rows, B.shape[1], B.shape[0]
     problem = _kernel_problem(MATMUL_ALL_REDUCE, shape, A, B, group)
-    return all_reduce_plan_of(problem, group, A.device, strict=strict)
+    return all_reduce_plan_of(problem, group, A.device, strict=strict, choose=choose)
 
 
 def all_reduce_plan_of(
-    problem: Problem, group: dist.ProcessGroup, device: torch.device, *, strict: bool = False
+    problem: Problem,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    strict: bool = False,
+    choose: Callable[[Problem], Plan] | None = None,
 ) -> AllReducePlan:
-    """The plan of a matmul + all-reduce, for a problem of any format. Collective at first use."""
-    planner = call_plans.planner(group, device)
-    plan = planner.fused_plan(problem) if strict else planner.plan(problem)
+    """The plan of a matmul + all-reduce, for a problem of any format; arguments as those of
+    `all_reduce_plan`. Collective at first use."""
+    if choose is None:
+        planner = call_plans.planner(group, device)
+        choose = planner.fused_plan if strict else planner.plan
+    plan = choose(problem)
     way = plan.transport
     lagged, scatters = (plan.kernel if way == one else None for one in (LAGGED, SCATTER))
     return AllReducePlan(way, lagged, problem.sm_count, scatters)

@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 
 from agmm import _env
-from agmm.ops import recordings, seen
+from agmm.ops import learning, recordings, seen
+from agmm.planning.studies import Study
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,57 @@ class Served:
 
 
 @dataclass(frozen=True)
+class Learnt:
+    """What a group has learnt of one kind of calls (`agmm.learn_plans`). Times are the largest over
+    the ranks, of the median call."""
+
+    op: str
+    m: int
+    """The rows of all ranks."""
+    n: int
+    """The columns of all weights."""
+    k: int
+    format: str
+    world_size: int
+    tried: tuple[str, ...]
+    """The plans that were tried, by their names, the model's own first."""
+    calls: int
+    """How many calls the ranks made before they agreed."""
+    kept: str | None
+    """The plan that is kept; None while the group still learns."""
+    us: float | None
+    """The time of the plan that is kept, in µs."""
+    model_us: float | None
+    """The time of the model's plan, in µs."""
+    reason: str
+    """Why the model's plan stays without a comparison; else empty."""
+
+    def __str__(self) -> str:
+        head = f"{self.op} {self.m} x {self.n} x {self.k} {self.format} on {self.world_size} ranks"
+        tried = f"{head}: {len(self.tried)} plans tried in {self.calls} calls"
+        if self.kept is None:
+            return f"{tried}, none kept yet"
+        if self.us is None:
+            return f"{tried}, the model's stays: {self.reason}"
+        model = "" if self.model_us is None else f", {self.model_us:.1f} by the model's"
+        return f"{tried}, kept {self.kept}: {self.us:.1f} µs{model} ({self.tried[0]})"
+
+
+def _learnt(study: Study) -> Learnt:
+    problem, times = study.problem, study.times
+    sizes = problem.m, problem.n, problem.k
+    return Learnt(
+        *(problem.op, *sizes, problem.format, problem.world_size),
+        tried=tuple(plan.name for plan in study.plans),
+        calls=study.calls,
+        kept=None if study.kept is None else study.kept.name,
+        us=study.us,
+        model_us=times[0] if times else None,
+        reason=study.reason,
+    )
+
+
+@dataclass(frozen=True)
 class Status:
     """Who has served the calls of this process; as a string a table."""
 
@@ -54,6 +106,8 @@ class Status:
     """How many calls were of further kinds, which are not told apart."""
     counts_all: bool
     """Whether calls that were made again in a short way are counted, too."""
+    learnt: tuple[Learnt, ...] = ()
+    """What groups have learnt about plans, by kind of call, in the order of their first calls."""
 
     def __str__(self) -> str:
         if not self.calls:
@@ -83,6 +137,8 @@ class Status:
                 "calls that are made again in a short way are not counted: "
                 f"{_env.REPORT.name}, {_env.RECORD.name} or agmm.record counts them"
             )
+        if self.learnt:
+            lines += ["learnt while running:", *map(str, self.learnt)]
         return "\n".join(lines)
 
 
@@ -95,7 +151,8 @@ def status() -> Status:
     calls that are made again in a short way are not counted. Calls in a CUDA graph count when they
     are captured. The functions of `agmm.collectives` and what `agmm.integrations` leave
     to torch are not noted. With logging of level INFO, the logger ``agmm`` says the sums in one
-    line after the first steps (512 calls), or at the end.
+    line after the first steps (512 calls), or at the end. ``learnt`` has what `agmm.learn_plans`
+    has led to.
     """
     found, others = seen.counts()
     calls = [
@@ -105,7 +162,8 @@ def status() -> Status:
         )
         for kind, count in sorted(found.items(), key=lambda pair: -pair[1])
     ]
-    return Status(tuple(calls), others, seen.is_counting())
+    learnt = tuple(_learnt(study) for study in learning.reported.values())
+    return Status(tuple(calls), others, seen.is_counting(), learnt)
 
 
 def _write_report() -> None:

@@ -8,7 +8,8 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from agmm.errors import warn_once
+from agmm import _env
+from agmm.errors import AgmmError, warn_once
 from agmm.planning import built_kernels, plans, tables
 from agmm.planning.planner import Planner
 from agmm.planning.plans import Problem
@@ -89,7 +90,9 @@ def planner(group: dist.ProcessGroup | None, device: torch.device) -> Planner:
         with groups.of(group).lock:
             found = by_gpu.get(gpu)
             if found is None:
-                found = by_gpu[gpu] = Planner(built_kernels.kernels_of, _agreed_tables(group, gpu))
+                agreed, learns = _agreed_tables(group, gpu)
+                found = Planner(built_kernels.kernels_of, agreed, learns=learns)
+                by_gpu[gpu] = found
     return found
 
 
@@ -111,19 +114,62 @@ def _tables(*found: tables.Table | None) -> list[tables.Table]:
     return [table for table in found if table is not None]
 
 
-def _agreed_tables(group: dist.ProcessGroup, gpu: str) -> list[tables.Table]:
-    """The user's table where all ranks read the same one, and the packaged one."""
+_LOOKS = 3
+"""How often ranks that learn look for one version of the user's table, which another group may be
+writing. It is a choice."""
+
+
+def _agreed_tables(group: dist.ProcessGroup, gpu: str) -> tuple[list[tables.Table], bool]:
+    """The user's table where all ranks read the same one, and the packaged one; and whether the
+    group learns plans.
+
+    Raises:
+        AgmmError: some ranks learn plans and others do not; all ranks raise.
+    """
     world_size = dist.get_world_size(group)
-    own = tables.user(gpu, world_size)
-    digest = "" if own is None else own.digest
-    digests = _exchange(group, f"their tuned tables for {gpu}", digest)
-    if len(set(digests)) > 1:
+    learns = is_learning()
+    setting = "on" if learns else "off"
+    for _ in range(_LOOKS if learns else 1):
+        own = tables.user(gpu, world_size)
+        digest = "" if own is None else own.digest
+        found = _exchange(group, f"their tuned tables for {gpu}", f"{digest} {setting}")
+        settings = [one.rpartition(" ")[2] for one in found]
+        if len(set(settings)) > 1:
+            ranks = ", ".join(f"{one!r} on rank {rank}" for rank, one in enumerate(settings))
+            raise AgmmError(
+                f"{_env.LEARN.name}: found {ranks} of a group, wanted the same on all its ranks "
+                "(agmm.learn_plans sets it, too)"
+            )
+        if len(set(found)) == 1:
+            break
+    else:
         warn_once(
             f"agmm ignores {tables.file_name(gpu, world_size)} of the user: its ranks found "
-            f"{len(set(digests))} versions of it, wanted one"
+            f"{len(set(found))} versions of it, wanted one"
         )
         own = None
-    return _tables(own, tables.packaged(gpu, world_size))
+    return _tables(own, tables.packaged(gpu, world_size)), learns
+
+
+_wants_to_learn: bool | None = None
+
+
+def is_learning() -> bool:
+    """Whether groups that make their first planned call are to learn plans.
+
+    Raises:
+        InvalidArgument: AGMM_LEARN is neither "on" nor "off".
+    """
+    return _env.is_on(_env.LEARN) if _wants_to_learn is None else _wants_to_learn
+
+
+def set_learning(on: bool) -> int:
+    """Groups that make their first planned call from now on learn plans, or do not. Returns how
+    many groups have made theirs and do otherwise."""
+    global _wants_to_learn
+    _wants_to_learn = on
+    known = [planner for by_gpu in _planners.values() for planner in by_gpu.values()]
+    return sum(planner.learns != on for planner in known)
 
 
 def _exchange(group: dist.ProcessGroup, topic: str, value: str) -> list[str]:

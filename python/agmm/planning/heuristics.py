@@ -195,6 +195,16 @@ def sm_pushes(problem: Problem, kernel: KernelConfig) -> list[SmPush]:
     return [push for push in found if push.why_illegal(problem, kernel) is None]
 
 
+CPU_CHUNKS = (1, 2, 4, 8)
+"""The numbers of row chunks per shard that are tried on the CPU."""
+
+
+def chunkings(problem: Problem) -> list[Plan]:
+    """The plans of an all-gather -> matmul on the CPU that are worth a measurement."""
+    rows = problem.m // problem.world_size
+    return [Plan(PUSH, chunks_per_shard=c) for c in CPU_CHUNKS if c <= max(1, rows)]
+
+
 def usual_plans(problem: Problem, kernel: KernelConfig) -> list[Plan]:
     """The usual plans of a call with this kernel: with copies, and with SM push where that is
     legal; in the order of tiles that serves each best; where there are few tiles, with K split too.

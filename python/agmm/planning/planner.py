@@ -15,7 +15,7 @@ from math import log
 from statistics import fmean
 
 from agmm.planning.op_plans import OP_PLANS, Choice, Found, Here, KernelsOf, OpPlans
-from agmm.planning.plans import Plan, Problem
+from agmm.planning.plans import BY_LIBRARY, Plan, Problem, Row
 from agmm.planning.predictions import has_model, predict_us
 from agmm.planning.tuned_rows import Rows, TunedRow, TunedRows
 
@@ -62,9 +62,14 @@ class Planner:
         kernels_of: the kernels to choose from by op and format, in any order and raster; those of a
             "matmul_reduce_scatter" send tiles, those of a "matmul_all_reduce" finished ones too.
         tables: the tables to look into; of two rows for one problem the first table's counts.
+        learns: whether the ranks that it plans for learn plans while they run.
     """
 
-    def __init__(self, kernels_of: KernelsOf, tables: Sequence[Rows] = ()) -> None:
+    def __init__(
+        self, kernels_of: KernelsOf, tables: Sequence[Rows] = (), *, learns: bool = False
+    ) -> None:
+        self.learns = learns
+        self._learnt: dict[Problem, Row] = {}
         self.kernels_of = kernels_of
         self.tables = tuple(tables)
         self._warned: set[str] = set()
@@ -109,6 +114,12 @@ class Planner:
         found = self._find(problem, fused)
         return Choice(found.plan, found.source, predict_us(problem, found.plan), found.row)
 
+    def learn(self, problem: Problem, row: Row) -> None:
+        """From now on the row decides for exactly this problem."""
+        self._learnt[problem] = row
+        self._plan.cache_clear()
+        self._fused.cache_clear()
+
     def alternatives(self, problem: Problem) -> list[tuple[Plan, float | None]]:
         """The plans that the cost model chooses among, with predicted µs, fastest first."""
         plans = self._family_of(problem).plans.alternatives(problem)
@@ -125,6 +136,9 @@ class Planner:
         return self._family(replace(problem, m=1))
 
     def _find(self, problem: Problem, fused: bool) -> Found:
+        learnt = self._learnt.get(problem)
+        if learnt is not None and not (fused and learnt.plan in BY_LIBRARY):
+            return Found(learnt.plan, "learnt while running", None, learnt)
         look = self._last
         if look is None or look.problem != problem:
             look = self._last = _Look(self._family_of(problem), problem)
