@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers_work
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -313,6 +314,7 @@ def transformers_model(
     if dropout:  # which draws other masks where rows are shared
         whole.eval()
         sharded.eval()
+    transformers_work.checkpoint(sharded.get_base_model())
     losses = []
     for model in (whole, sharded):
         out = model(input_ids=tokens, labels=tokens, use_cache=False)
