@@ -26,7 +26,7 @@ SETTINGS ?= build/settings
 TEST_TORCHES ?= torch==2.11.* torch==2.13.0 torch
 BENCH_ARGS ?=
 # Libraries that agmm serves, as they were tried.
-CLIENTS ?= transformers==5.24.0 accelerate==1.15.0
+CLIENTS ?= transformers==5.24.0 accelerate==1.15.0 peft==0.21.2 megatron-core==0.16.0
 CLIENTS_VENV ?= build/clients
 export AGMM_CUDA AGMM_KERNELS
 ifneq ($(CUTLASS_DIR),)

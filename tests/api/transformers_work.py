@@ -109,7 +109,7 @@ def _trained(model: Any, tokens: torch.Tensor) -> list[tuple[str, torch.Tensor]]
     return found
 
 
-def _checkpoint(model: Any) -> None:
+def checkpoint(model: Any) -> None:
     newer = hasattr(model, "activation_checkpointing_enable")
     getattr(model, f"{'activation' if newer else 'gradient'}_checkpointing_enable")()
 
@@ -118,7 +118,7 @@ def training(folder: Path, kind: str, batch: int, length: int, checkpointing: bo
     """Faults of a step, and the calls of its forward."""
     whole, sharded = _loaded(folder), _loaded(folder, _plan(kind, folder))
     if checkpointing:
-        _checkpoint(sharded)
+        checkpoint(sharded)
     tokens = _tokens(batch, length)
     wanted = _trained(whole, tokens)
     calls = _counted(["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
@@ -188,7 +188,7 @@ def stock_again(folder: Path) -> list[str]:
 def two_forwards(folder: Path) -> list[str]:
     """Faults of gradients of two forwards of other shapes, before any backward."""
     whole, sharded = _loaded(folder), _loaded(folder, _plan("sequence", folder))
-    _checkpoint(sharded)
+    checkpoint(sharded)
     given = _tokens(2, 70), _tokens(1, 140), _tokens(3, 50)
     for model in (whole, sharded):
         losses = [model(input_ids=t, labels=t, use_cache=False).loss for t in given]

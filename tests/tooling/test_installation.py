@@ -249,7 +249,7 @@ def _declared() -> dict[str, set[str]]:
     }
 
 
-SERVED = {"transformers"}
+SERVED = {"megatron", "peft", "transformers"}
 """The packages that an integration serves: who uses it has them already."""
 
 

@@ -8,7 +8,7 @@ zeros to a multiple of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -116,6 +116,18 @@ class _SummedGradients(torch.autograd.Function):
         )
 
 
+def with_summed_gradients(
+    parameters: Iterable[torch.Tensor], ranks: Ranks
+) -> tuple[torch.Tensor, ...]:
+    """The parameters for what sees some of the rows: the gradients that it gives to them are summed
+    over the ranks."""
+    given = tuple(parameters)
+    if not needs_gradient(*given):
+        return given
+    found: tuple[torch.Tensor, ...] = _SummedGradients.apply(ranks.for_ops, *given)
+    return found
+
+
 @contextmanager
 def summed_gradients(module: torch.nn.Module, ranks: Ranks) -> Iterator[None]:
     """What runs inside sees some of the rows: the gradients that it gives to the module's own
@@ -129,7 +141,7 @@ def summed_gradients(module: torch.nn.Module, ranks: Ranks) -> Iterator[None]:
         yield
         return
     own: dict[str, Any] = module._parameters
-    own.update(zip(given, _SummedGradients.apply(ranks.for_ops, *given.values()), strict=True))
+    own.update(zip(given, with_summed_gradients(given.values(), ranks), strict=True))
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from agmm.errors import InvalidArgument, warn_once
+from agmm.integrations.low_rank import LowRank
 from agmm.integrations.sequence_rows import (
     Rows,
     StandIn,
@@ -46,6 +47,7 @@ class Region:
         rows: how the rows are divided that the layer was last called with.
         block_rows: those of the block that runs; None where it has all rows, and where none runs.
         stand_in: what the linears of a module get as its input.
+        part: this rank's rows of that input.
         products: of these linears.
     """
 
@@ -53,6 +55,7 @@ class Region:
         self.rows: Rows | None = None
         self.block_rows: Rows | None = None
         self.stand_in: StandIn | None = None
+        self.part: torch.Tensor | None = None
         self.products: dict[torch.nn.Module, torch.Tensor] = {}
 
 
@@ -105,6 +108,8 @@ def _first(out: Any) -> torch.Tensor:
 
 
 class _Column(_Forward):
+    by_columns = True
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.region.stand_in is x:
             return self.region.products[self.module]
@@ -113,24 +118,53 @@ class _Column(_Forward):
             x = x.redistribute(placements=[Replicate()]).to_local()
         return column_product(x, weight.t(), bias, self.ranks.for_ops)
 
+    def low_rank_product(self, x: torch.Tensor, adapter: LowRank) -> torch.Tensor:
+        """What an adapter adds to the output of this call."""
+        part, rows = self.region.part, self.region.block_rows
+        if self.region.stand_in is not x or part is None or rows is None:
+            return adapter.of_all_rows(x)
+        out = adapter.gathered(part)[: rows.total]
+        found: torch.Tensor = out.unflatten(0, tuple(rows))
+        return found
+
 
 class _Row(_Forward):
+    by_columns = False
+
     def __init__(self, module: torch.nn.Module, ranks: Ranks, splits_input: bool) -> None:
         super().__init__(module, ranks)
         self.splits_input = splits_input
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = local_linear(_ROW, self.module, Shard(1))
+    def _part(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's features of the input."""
         if self.splits_input and not isinstance(x, DTensor):
             mesh = self.ranks.mesh(x.device)
             x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
         if isinstance(x, DTensor):
             x = x.redistribute(placements=[Shard(-1)]).to_local()
+        return x
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = local_linear(_ROW, self.module, Shard(1))
+        x = self._part(x)
         group = self.ranks.for_ops
         if self.region.block_rows is None:
             return matmul_all_reduce(x, weight, group, bias=bias)
         rows = filled_up(x.flatten(0, -2), self.ranks.size)
         return matmul_reduce_scatter(rows, weight, group, bias=bias)
+
+    def low_rank_product(self, x: torch.Tensor, adapter: LowRank) -> torch.Tensor:
+        """What an adapter adds to the output of this call."""
+        x = self._part(x)
+        if self.region.block_rows is None:
+            return adapter.summed(x)
+        return adapter.scattered(filled_up(x.flatten(0, -2), self.ranks.size))
+
+
+def served_linear(module: torch.nn.Module) -> _Column | _Row | None:
+    """What takes the place of a linear's forward."""
+    found = _served(module)
+    return found if isinstance(found, _Column | _Row) else None
 
 
 class _Layer(_Forward):
@@ -196,7 +230,8 @@ class _Block(_Forward):
 
     def _find_columns(self) -> list[torch.nn.Module]:
         """The linears that take the block's input; none where some cannot be served here."""
-        linears = [m for m in self.module.children() if isinstance(m, torch.nn.Linear)]
+        children = (getattr(m, "base_layer", m) for m in self.module.children())  # of adapters
+        linears = [m for m in children if isinstance(m, torch.nn.Linear)]
         if not all(isinstance(_served(m), _Column | _Row) for m in linears):
             return []
         if not any(isinstance(_served(m), _Row) for m in linears):
@@ -219,12 +254,12 @@ class _Block(_Forward):
         wholes = [out[: rows.total].unflatten(0, tuple(rows)) for out in outs]
         region = self.region
         region.products = dict(zip(self.columns, wholes, strict=True))
-        region.stand_in, region.block_rows = StandIn.of(x, rows), rows
+        region.stand_in, region.part, region.block_rows = StandIn.of(x, rows), x, rows
         args, kwargs = _with_input(region.stand_in, args, kwargs)
         try:
             return self.original(*args, **kwargs)
         finally:
-            region.stand_in, region.block_rows, region.products = None, None, {}
+            region.stand_in, region.part, region.block_rows, region.products = None, None, None, {}
 
     def _with_all_rows(
         self, rows: Rows, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from agmm.nn._divided import Divided, note
 from agmm.nn._ranks import Ranks
 from agmm.nn.styles import _COLUMNS, _ROWS, _WHOLE, _distribute, _local, _local_parameters, _Target
 from agmm.ops.checks import needs_gradient
@@ -116,7 +117,9 @@ class ReplicatedColwiseParallel(_ReplicatedStyle):
         target = self._checked(module, device_mesh, "out_features")
         placements: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
         _distribute(module, device_mesh, placements, self.src_data_rank)
-        module.forward = partial(_column_output, target, self, Ranks(device_mesh, None))
+        ranks = Ranks(device_mesh, None)
+        module.forward = partial(_column_output, target, self, ranks)
+        note(module, Divided(ranks, True, None))
         return module
 
 
@@ -148,7 +151,9 @@ class RowwiseAllReduceParallel(_ReplicatedStyle):
         target = self._checked(module, device_mesh, "in_features")
         placements: dict[str, Placement] = {"weight": Shard(1), "bias": Replicate()}
         _distribute(module, device_mesh, placements, self.src_data_rank)
-        module.forward = partial(_summed_output, target, self, Ranks(device_mesh, None))
+        ranks = Ranks(device_mesh, None)
+        module.forward = partial(_summed_output, target, self, ranks)
+        note(module, Divided(ranks, False, None))
         return module
 
 

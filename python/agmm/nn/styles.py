@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from agmm.errors import InvalidArgument
 from agmm.nn import fp8_recipe
+from agmm.nn._divided import Divided, note
 from agmm.nn._fp8 import gather_products, scatter_product
 from agmm.nn._ranks import Ranks, ascending, group_of_mesh
 from agmm.nn._shared import SharedOutputs
@@ -214,7 +215,9 @@ class GatherColwiseParallel(_GatherStyle):
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         target = self._checked(_Target(self, module), device_mesh)
         self._shard(target, device_mesh)
-        module.forward = partial(_gathered_product, target, self, Ranks(device_mesh, None))
+        ranks = Ranks(device_mesh, None)
+        module.forward = partial(_gathered_product, target, self, ranks)
+        note(module, Divided(ranks, True, self.sequence_dim))
         return module
 
 
@@ -265,12 +268,13 @@ class SharedGatherParallel(_GatherStyle):
                 )
         for target in targets:  # none is changed where one can't be
             self._shard(target, device_mesh)
+        ranks = Ranks(device_mesh, None)
         shared = SharedOutputs(
-            [target.module for target in targets],
-            partial(_products_of, targets, self, Ranks(device_mesh, None)),
+            [target.module for target in targets], partial(_products_of, targets, self, ranks)
         )
         for i, target in enumerate(targets):
             target.module.forward = partial(shared.output, i)
+            note(target.module, Divided(ranks, True, self.sequence_dim))
         module.register_forward_pre_hook(shared.begin)
         module.register_forward_hook(shared.end, always_call=True)
         return module
@@ -314,7 +318,9 @@ class RowwiseScatterParallel(ParallelStyle):
         _distribute(
             module, device_mesh, {"weight": Shard(1), "bias": Replicate()}, self.src_data_rank
         )
-        module.forward = partial(_scattered_product, target, self, Ranks(device_mesh, None))
+        ranks = Ranks(device_mesh, None)
+        module.forward = partial(_scattered_product, target, self, ranks)
+        note(module, Divided(ranks, False, self.sequence_dim))
         return module
 
     def __repr__(self) -> str:

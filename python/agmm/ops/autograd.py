@@ -11,6 +11,7 @@ With ``out = all_reduce(A @ B)``, whose gradient is the same on all ranks:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from agmm.runtime import collectives, groups
 from agmm.runtime.epilogues import named
 
 _MaybeTensor = torch.Tensor | None
+
+GradOfWeight = Callable[[torch.Tensor, torch.Tensor, bool], _MaybeTensor]
+"""What makes ``Aᵀ @ dout``, of a weight that is column-major or not; it may put it elsewhere."""
 
 
 def _check_real(name: str, tensor: torch.Tensor) -> None:
@@ -74,9 +78,8 @@ class AllGatherMatmul(torch.autograd.Function):
         products: list[torch.Tensor] = []
         if saves_products and epilogue is not None:
             products = outs[epilogue.results_of(weights) :]
-        needs = ctx.needs_input_grad
-        ctx.needs_A, ctx.needs_B = needs[2], needs[3 : 3 + weights]
-        ctx.needs_bias = needs[3 + weights :]
+        ctx.needs_A, *needs = ctx.needs_input_grad[-(1 + 2 * weights) :]
+        ctx.needs_B, ctx.needs_bias = needs[:weights], needs[weights:]
         ctx.group_name, ctx.gather_dim = group_name, gather_dim
         ctx.is_gathered = save_gathered and return_A
         ctx.column_major = [B is not None and _is_column_major(B) for B in Bs]
@@ -95,43 +98,48 @@ class AllGatherMatmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dA: _MaybeTensor, *douts: _MaybeTensor) -> tuple[Any, ...]:
-        kept, *rest = ctx.saved_tensors
-        weights = len(ctx.needs_B)
-        Bs, rest = rest[:weights], rest[weights:]
-        is_gathered = ctx.is_gathered
-        if ctx.epilogue is not None:
-            kept, douts, is_gathered = _before_activation(ctx, douts, kept, Bs, rest)
-        # The gradient of each weight's product, where that of the weight is wanted.
-        of_weights = [dout if need else None for need, dout in zip(ctx.needs_B, douts, strict=True)]
-        finish_gather = None
-        if any(dout is not None for dout in of_weights) and not is_gathered:
-            # The gather begins here, so that it runs beside the product of dA_shard.
-            by_copies = ctx.needs_A and _is_gather_by_copies(
-                kept, dA, douts, Bs, ctx.group_name, ctx.gather_dim
-            )
-            finish_gather = collectives.start_all_gather(
-                kept, ctx.group_name, ctx.gather_dim, by_copies=by_copies
-            )
-        grads: list[_MaybeTensor] = []
+        return gather_gradients(ctx, dA, douts, _grad_of_weight)
 
-        def other_gradients() -> None:
-            nonlocal finish_gather
-            A = kept
-            if finish_gather is not None:
-                A, finish_gather = finish_gather(), None  # which may hold another copy
-            for dout, column_major in zip(of_weights, ctx.column_major, strict=True):
-                grads.append(None if dout is None else _grad_of_weight(A, dout, column_major))
-            for need, dout in zip(ctx.needs_bias, douts, strict=True):
-                grads.append(_grad_of_bias(dout) if need and dout is not None else None)
 
-        dA_shard = None
-        if ctx.needs_A:
-            dA_shard = _grad_of_shard(
-                dA, douts, Bs, ctx.group_name, ctx.gather_dim, other_gradients
-            )
-        else:
-            other_gradients()
-        return None, None, dA_shard, *grads
+def gather_gradients(
+    ctx: Any, dA: _MaybeTensor, douts: tuple[_MaybeTensor, ...], grad_of_weight: GradOfWeight
+) -> tuple[Any, ...]:
+    """The backward of `AllGatherMatmul`."""
+    kept, *rest = ctx.saved_tensors
+    weights = len(ctx.needs_B)
+    Bs, rest = rest[:weights], rest[weights:]
+    is_gathered = ctx.is_gathered
+    if ctx.epilogue is not None:
+        kept, douts, is_gathered = _before_activation(ctx, douts, kept, Bs, rest)
+    # The gradient of each weight's product, where that of the weight is wanted.
+    of_weights = [dout if need else None for need, dout in zip(ctx.needs_B, douts, strict=True)]
+    finish_gather = None
+    if any(dout is not None for dout in of_weights) and not is_gathered:
+        # The gather begins here, so that it runs beside the product of dA_shard.
+        by_copies = ctx.needs_A and _is_gather_by_copies(
+            kept, dA, douts, Bs, ctx.group_name, ctx.gather_dim
+        )
+        finish_gather = collectives.start_all_gather(
+            kept, ctx.group_name, ctx.gather_dim, by_copies=by_copies
+        )
+    grads: list[_MaybeTensor] = []
+
+    def other_gradients() -> None:
+        nonlocal finish_gather
+        A = kept
+        if finish_gather is not None:
+            A, finish_gather = finish_gather(), None  # which may hold another copy
+        for dout, column_major in zip(of_weights, ctx.column_major, strict=True):
+            grads.append(None if dout is None else grad_of_weight(A, dout, column_major))
+        for need, dout in zip(ctx.needs_bias, douts, strict=True):
+            grads.append(_grad_of_bias(dout) if need and dout is not None else None)
+
+    dA_shard = None
+    if ctx.needs_A:
+        dA_shard = _grad_of_shard(dA, douts, Bs, ctx.group_name, ctx.gather_dim, other_gradients)
+    else:
+        other_gradients()
+    return None, None, dA_shard, *grads
 
 
 _DEFAULTS = (False, False, "", False)
@@ -248,7 +256,8 @@ class MatmulReduceScatter(torch.autograd.Function):
         op = torch.ops.agmm._matmul_reduce_scatter.default
         with torch._C._AutoDispatchBelowAutograd():
             out: torch.Tensor = op(list(As), list(Bs), bias, *settings, residual=residual)
-        _, _, ctx.needs_bias, ctx.needs_residual, *needs = ctx.needs_input_grad
+        needs = ctx.needs_input_grad[-(2 + 2 * pairs) :]
+        ctx.needs_bias, ctx.needs_residual, *needs = needs
         ctx.needs_A, ctx.needs_B = needs[:pairs], needs[pairs:]
         ctx.save_for_backward(
             *(A if need else None for A, need in zip(As, ctx.needs_B, strict=True)),
@@ -261,33 +270,40 @@ class MatmulReduceScatter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-        pairs = len(ctx.column_major)
-        saved = ctx.saved_tensors  # once: checkpoints give them out once
-        As, Bs = saved[:pairs], saved[pairs:]
-        # The gathered dout [M, ..., N]: of out's own rows, of all ranks.
-        needs_gathered = any(ctx.needs_B) or ctx.needs_bias
-        gathered: _MaybeTensor = None
-        products: list[torch.Tensor] = []
-        if any(ctx.needs_A):
-            products, gathered = _gather_and_multiply(
-                dout,
-                [B.t() for B in Bs if B is not None],
-                ctx.group_name,
-                ctx.scatter_dim,
-                needs_gathered,
-            )
-        elif needs_gathered:
-            gathered = collectives.start_all_gather(dout, ctx.group_name, ctx.scatter_dim)()
-        of_As = iter(products)
-        grads = [next(of_As) if need else None for need in ctx.needs_A]
-        grads += [
-            _grad_of_weight(A, gathered, column_major) if need and gathered is not None else None
-            for A, need, column_major in zip(As, ctx.needs_B, ctx.column_major, strict=True)
-        ]
-        if ctx.reduce_op == "avg":
-            grads = [None if grad is None else grad / ctx.world_size for grad in grads]
-        dbias = _grad_of_bias(gathered) if ctx.needs_bias and gathered is not None else None
-        return None, None, dbias, dout if ctx.needs_residual else None, *grads
+        return scatter_gradients(ctx, dout, _grad_of_weight)
+
+
+def scatter_gradients(
+    ctx: Any, dout: torch.Tensor, grad_of_weight: GradOfWeight
+) -> tuple[Any, ...]:
+    """The backward of `MatmulReduceScatter`."""
+    pairs = len(ctx.column_major)
+    saved = ctx.saved_tensors  # once: checkpoints give them out once
+    As, Bs = saved[:pairs], saved[pairs:]
+    # The gathered dout [M, ..., N]: of out's own rows, of all ranks.
+    needs_gathered = any(ctx.needs_B) or ctx.needs_bias
+    gathered: _MaybeTensor = None
+    products: list[torch.Tensor] = []
+    if any(ctx.needs_A):
+        products, gathered = _gather_and_multiply(
+            dout,
+            [B.t() for B in Bs if B is not None],
+            ctx.group_name,
+            ctx.scatter_dim,
+            needs_gathered,
+        )
+    elif needs_gathered:
+        gathered = collectives.start_all_gather(dout, ctx.group_name, ctx.scatter_dim)()
+    of_As = iter(products)
+    grads = [next(of_As) if need else None for need in ctx.needs_A]
+    grads += [
+        grad_of_weight(A, gathered, column_major) if need and gathered is not None else None
+        for A, need, column_major in zip(As, ctx.needs_B, ctx.column_major, strict=True)
+    ]
+    if ctx.reduce_op == "avg":
+        grads = [None if grad is None else grad / ctx.world_size for grad in grads]
+    dbias = _grad_of_bias(gathered) if ctx.needs_bias and gathered is not None else None
+    return None, None, dbias, dout if ctx.needs_residual else None, *grads
 
 
 def _gather_and_multiply(
