@@ -328,8 +328,7 @@ class SymmetricWorkspace:
 
     def enter(self, slot_bytes: int) -> Buffers:
         """The buffers of a call on the current stream that needs slots of that size, after the wait
-        for its turn. It is called under `lock`. `buffers_of` and `come_in_turn` are written out
-        here, since every call comes this way."""
+        for its turn; under `lock`. Every call comes here, so what it calls is written out."""
         known = self.known
         if not known.is_in_step:
             known.check_in_step()
