@@ -66,7 +66,7 @@ def test_special_numbers_are_those_of_a_sum(op: Any) -> None:
         (RESIDUAL.double(), "residual: found dtype torch.float64, wanted torch.float32 as A"),
         (3.0, "residual: found float, wanted a tensor"),
     ],
-    ids=str,
+    ids=["shape", "dtype", "type"],
 )
 @pytest.mark.parametrize("op", OPS)
 def test_a_residual_that_does_not_fit_is_refused(op: Any, residual: Any, message: str) -> None:

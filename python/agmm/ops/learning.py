@@ -137,9 +137,11 @@ class Learner:
         study = self._studies.get(kind)
         if study is not None and not study.is_open:
             return Next(None, True)
-        if self._is_recorded() or (study is None and len(self._studies) >= MOST_STUDIES):
+        if self._is_recorded():
             return Next(None, False)
         if study is None:
+            if len(self._studies) >= MOST_STUDIES:
+                return Next(None, True)
             study = self._studies[kind] = self._new_study(problem, one_kernel)
         if study.is_due:
             self._agree(study)

@@ -186,7 +186,7 @@ class Study:
                 self._stay("the times of its calls did not come")
             return
         of_ranks = zip(*(report.us for report in reports if report.us is not None), strict=True)
-        times = [None if None in of_plan else max(filter(None, of_plan)) for of_plan in of_ranks]
+        times = [_largest(of_plan) for of_plan in of_ranks]
         known = {index: us for index, us in enumerate(times) if us is not None}
         if not known:
             self._stay("no plan has served its calls")
@@ -201,3 +201,9 @@ class Study:
     def _stay(self, reason: str) -> None:
         self.kept, self.reason = self.plans[0], reason
         self.readings.clear()
+
+
+def _largest(us: Sequence[float | None]) -> float | None:
+    """The time of a plan on the slowest rank; None where a rank has none."""
+    known = [one for one in us if one is not None]
+    return max(known) if len(known) == len(us) else None
