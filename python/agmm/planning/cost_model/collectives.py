@@ -108,8 +108,8 @@ def fastest_us(kind: Kind, nbytes: int, problem: Problem) -> float:
 
 
 def gathered_us(problem: Problem) -> float:
-    """Predicted time in µs of A with its scales gathered by agmm's kernel, then the library's
-    matmul."""
+    """Predicted time in µs of A with its scales gathered by agmm's kernel, then the matmul, for
+    which the library's time stands."""
     gather_us = by_kernel_us("all_gather", gathered_bytes(problem), problem.world_size)
     return gather_us + matmul_us(problem)
 
