@@ -27,7 +27,8 @@ from agmm.integrations.sequence_rows import (
 )
 from agmm.nn import ReplicatedColwiseParallel, RowwiseAllReduceParallel
 from agmm.nn._ranks import Ranks
-from agmm.nn.replicated import column_product, local_linear
+from agmm.nn._targets import BY_INPUTS, BY_OUTPUTS, Target
+from agmm.nn.replicated import column_product
 from agmm.ops.all_gather_matmul import all_gather_matmul
 from agmm.ops.matmul_all_reduce import matmul_all_reduce
 from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -108,7 +109,7 @@ class _Column(_Forward):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.region.stand_in is x:
             return self.region.products[self.module]
-        weight, bias = local_linear(_COLUMN, self.module, Shard(0))
+        weight, bias = Target(_COLUMN, self.module).local_parameters(BY_OUTPUTS)
         if isinstance(x, DTensor):
             x = x.redistribute(placements=[Replicate()]).to_local()
         return column_product(x, weight.t(), bias, self.ranks.for_ops)
@@ -120,7 +121,7 @@ class _Row(_Forward):
         self.splits_input = splits_input
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = local_linear(_ROW, self.module, Shard(1))
+        weight, bias = Target(_ROW, self.module).local_parameters(BY_INPUTS)
         if self.splits_input and not isinstance(x, DTensor):
             mesh = self.ranks.mesh(x.device)
             x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
@@ -212,9 +213,9 @@ class _Block(_Forward):
             self.columns = self._find_columns()
         if not self.columns:
             return self._with_all_rows(rows, x, args, kwargs)
-        weights, biases = zip(
-            *(local_linear(_COLUMN, column, Shard(0)) for column in self.columns), strict=True
-        )
+        targets = [Target(_COLUMN, column) for column in self.columns]
+        operands = [target.local_parameters(BY_OUTPUTS) for target in targets]
+        weights, biases = zip(*operands, strict=True)
         outs = all_gather_matmul(x, list(weights), self.ranks.for_ops, bias=list(biases))
         wholes = [out[: rows.total].unflatten(0, tuple(rows)) for out in outs]
         region = self.region
