@@ -90,35 +90,36 @@ def explain(path: Path, tp: int | None, gpu: str | None) -> None:
 
     Raises InvalidArgument where the file cannot be read or has no such calls.
     """
-    calls = [call for call in recordings.read(path) if tp in (None, call.world_size)]
+    calls = [call for call in recordings.read(path) if tp in (None, call.kind.world_size)]
     if not calls:
         raise InvalidArgument(f"file: found no such calls in {path}, wanted some")
     name = None if gpu is None else gpu_names.find_gpu(gpu)
     stdout = console()
     for call in calls:
+        kind = call.kind
         at = name or call.gpu
         problem = Problem(
-            call.m,
-            sum(call.n),
-            call.k,
+            kind.m,
+            sum(kind.n),
+            kind.k,
             op=call.planned_op,
-            format=call.dtype,
-            world_size=call.world_size,
-            return_A=call.return_A,
-            b_layout=call.b_layout,
+            format=kind.dtype,
+            world_size=kind.world_size,
+            return_A=kind.return_A,
+            b_layout=kind.b_layout,
             gpu=at,
             sm_count=gpu_names.HOPPERS.get(at, 0),
         )
-        head = f"{call.count} × {recorded.described(call)}, served by: {call.by}"
+        head = f"{call.count} × {recorded.described(call)}, served by: {kind.by}"
         stdout.print(head, soft_wrap=True, markup=False)
         try:
-            if call.b_layout == "packed":
+            if kind.b_layout == "packed":
                 raise InvalidArgument("call: agmm has one way for weights of 4 bits")
             if 0 in (problem.m, problem.n, problem.k):
                 raise InvalidArgument("call: no elements")
-            said = explain_module.explain_any(problem, call.scaling)
+            said = explain_module.explain_any(problem, kind.scaling)
         except InvalidArgument as error:
             said = f"not explained: {error}"
-        if call.reason is not None:
-            stdout.print(f"not by agmm's kernel: {call.reason}", soft_wrap=True, markup=False)
+        if kind.reason is not None:
+            stdout.print(f"not by agmm's kernel: {kind.reason}", soft_wrap=True, markup=False)
         stdout.print(said, "", sep="\n", soft_wrap=True, markup=False)
