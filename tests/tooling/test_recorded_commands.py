@@ -130,10 +130,19 @@ def test_other_files_are_refused_before_anything_is_done(
     ("arguments", "message"),
     [
         (["tune", "--device", "cpu"], "found none with calls of 2, 4 ranks"),
-        (["tune", "--device", "cpu", "--return-a"], "found them with recorded calls"),
+        (["tune", "--device", "cpu", "--return-a"], "--return-a: found with recorded calls"),
         (["tune", "--device", "cpu", "--shapes", "8x8x8"], "found 2 ways to name them"),
         (["bench", "--device", "cpu"], "found none with calls of 2, 4 ranks"),
         (["explain", "--m", "8"], "found it with --m, --n or --k"),
+        (["tune", "--device", "cpu", "--b-layout", "column"], "--b-layout: found with recorded"),
+        (
+            ["explain", "--op", "matmul_reduce_scatter", "--dtype", "bf16"],
+            "--op, --dtype: found with recorded calls, wanted none: each call says it",
+        ),
+        (
+            ["explain", "--scaling", "block", "--return-a", "--b-layout", "column"],
+            "--scaling, --return-a, --b-layout: found with recorded calls, wanted none",
+        ),
         (["explain", "--tp", "3"], "found no such calls"),
     ],
 )

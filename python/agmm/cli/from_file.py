@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from agmm.bench import launcher, recorded
@@ -20,6 +21,15 @@ from agmm.testing.cases import Shape
 def is_recorded(shapes: ShapeOptions) -> bool:
     """Whether the options name a recording."""
     return recorded.read(shapes, recorded.Wanted()) is not None
+
+
+def refuse(given: Mapping[str, object]) -> None:
+    """Raises InvalidArgument for options of a shape beside recorded calls."""
+    names = [name for name, value in given.items() if value not in (None, False)]
+    if names:
+        raise InvalidArgument(
+            f"{', '.join(names)}: found with recorded calls, wanted none: each call says it"
+        )
 
 
 def tune(
