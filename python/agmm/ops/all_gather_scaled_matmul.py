@@ -11,14 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
 from agmm.ops import kept
-from agmm.ops.checks import config_name
+from agmm.ops.checks import check_flag, check_no_backward, config_name
 from agmm.ops.fp8_gather import Fp8Gather
 from agmm.ops.fp8_operands import Fp8Weights
 from agmm.ops.gather import Gathered, GatherSettings
 from agmm.ops.library import define
 from agmm.ops.operands import is_watched
 from agmm.ops.pipeline import serve
-from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_gather, scalings_of
+from agmm.ops.scaled_checks import check_scaled_gather, scalings_of
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import groups
 from agmm.runtime.scaling import ALL

@@ -11,9 +11,10 @@ import torch
 
 from agmm.errors import InvalidArgument
 from agmm.ops import fp8_operands
+from agmm.ops.checks import check_no_backward
 from agmm.ops.fp8_operands import Fp8Weights, rows_of
 from agmm.ops.library import define
-from agmm.ops.scaled_checks import check_no_backward, check_scaled_async_input
+from agmm.ops.scaled_checks import check_scaled_async_input
 from agmm.planning import call_plans, heuristics
 from agmm.planning.plans import KernelConfig
 from agmm.runtime import cpu_scaled, cuda_calls, cuda_scaled

@@ -11,7 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from agmm.errors import InvalidArgument
 from agmm.ops import kept
 from agmm.ops.autograd import MatmulReduceScatter
-from agmm.ops.checks import check_operand, check_scatterable, needs_gradient
+from agmm.ops.checks import (
+    check_flag,
+    check_listed,
+    check_operand,
+    check_scatterable,
+    needs_gradient,
+)
 from agmm.ops.library import library
 from agmm.ops.operands import autocast, is_watched
 from agmm.ops.plain_scatter import kind_of_scatter, scatter
@@ -163,14 +169,12 @@ def matmul_reduce_scatter(
     for name, tensors in (("A", As), ("B", Bs), ("bias", [] if bias is None else [bias])):
         for tensor in tensors:
             check_operand(name, tensor)
-    if not As:
-        raise InvalidArgument("A: found an empty list, wanted at least one")
+    check_listed("A", As)
     if not isinstance(scatter_dim, int):
         raise InvalidArgument(f"scatter_dim: found {scatter_dim!r}, wanted an int")
     if not isinstance(reduce_op, str):
         raise InvalidArgument(f"reduce_op: found {reduce_op!r}, wanted 'sum' or 'avg'")
-    if strict is not True and strict is not False:
-        raise InvalidArgument(f"strict: found {strict!r}, wanted True or False")
+    check_flag("strict", strict)
     bias, *operands = autocast((bias, *As, *Bs), As[0].device)
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)

@@ -10,11 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
 from agmm.ops import kept
+from agmm.ops.checks import check_flag, check_no_backward
 from agmm.ops.fp8_scatter import Fp8Scatter
 from agmm.ops.library import define
 from agmm.ops.operands import is_watched
 from agmm.ops.pipeline import serve
-from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_scatter
+from agmm.ops.scaled_checks import check_scaled_scatter
 from agmm.ops.scatter import ScatterSettings
 from agmm.runtime import groups
 from agmm.runtime.scaled import ScaledProducts

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from agmm.errors import fall_back
+from agmm.ops.checks import check_no_backward
 from agmm.ops.library import library
-from agmm.ops.scaled_checks import check_no_backward, scaling_of
+from agmm.ops.scaled_checks import scaling_of
 from agmm.runtime.scaled import Scaled, Weight, multiply
 from agmm.runtime.scaling import ALL, BLOCK
 
