@@ -24,7 +24,7 @@ from agmm.ops import fp8_gather, fp8_operands, kept, quantize, scaled_products
 from agmm.ops.gather import GatherSettings
 from agmm.ops.scaled_checks import scaling_of
 from agmm.planning import built_kernels
-from agmm.planning.plans import KernelConfig
+from agmm.planning.problems import KernelConfig
 from agmm.runtime import cpu_scaled, cuda_gather, cuda_scaled, cuda_scatter, scaling
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.runtime.scaling import ALL, BY_NAME, SCALINGS

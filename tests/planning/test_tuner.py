@@ -23,18 +23,9 @@ from agmm.planning import cost_model, tables
 from agmm.planning.cost_model import default_kernels
 from agmm.planning.heuristics import usual_plans, usual_scatter_order
 from agmm.planning.legality import why_illegal
-from agmm.planning.plans import (
-    BY_TORCH,
-    CPU,
-    GATHERED,
-    MATMUL_REDUCE_SCATTER,
-    UNFUSED,
-    KernelConfig,
-    Plan,
-    Problem,
-    Row,
-)
+from agmm.planning.plans import BY_TORCH, GATHERED, UNFUSED, Plan, Row
 from agmm.planning.predictions import predict_us
+from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
 from agmm.planning.tables import TableError
 from agmm.testing.cases import Shape
 

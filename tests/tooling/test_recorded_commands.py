@@ -10,7 +10,7 @@ import pytest
 from command import agmm
 
 from agmm.planning import tables
-from agmm.planning.plans import CPU
+from agmm.planning.problems import CPU
 
 CALL = {
     "op": "all_gather_matmul",

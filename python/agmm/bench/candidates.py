@@ -14,16 +14,9 @@ from agmm.planning.heuristics import (
     usual_plans,
 )
 from agmm.planning.legality import why_illegal
-from agmm.planning.plans import (
-    CPU,
-    GATHERED,
-    MATMUL_REDUCE_SCATTER,
-    UNFUSED,
-    KernelConfig,
-    Plan,
-    Problem,
-)
+from agmm.planning.plans import GATHERED, UNFUSED, Plan
 from agmm.planning.predictions import predict_us
+from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
 from agmm.planning.transports import PUSH, SmPush, copy_transports
 
 CPU_CHUNKS = (1, 2, 4, 8)

@@ -9,7 +9,7 @@ from agmm.bench.presets import ShapeOptions
 from agmm.errors import InvalidArgument
 from agmm.ops import recordings
 from agmm.ops.recordings import RecordedCall
-from agmm.planning.plans import ALL_GATHER_MATMUL, OPS
+from agmm.planning.problems import ALL_GATHER_MATMUL, OPS
 from agmm.testing.cases import Shape
 
 

@@ -22,7 +22,8 @@ from agmm.ops.gather import GatherSettings
 from agmm.ops.pipeline import serve
 from agmm.ops.scaled_products import scaled_matmul
 from agmm.ops.scatter import ScatterSettings
-from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, Plan
+from agmm.planning.plans import Plan
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from agmm.runtime.collectives import by_newer_name
 from agmm.runtime.scaled import FP8, Scaled, ScaledProducts
 from agmm.runtime.scaling import ALL, BY_NAME, K_MULTIPLE, Tile, scale_shape

@@ -29,16 +29,8 @@ from agmm.bench.ways import ROOF
 from agmm.planning import cost_model, tables
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.planner import Planner
-from agmm.planning.plans import (
-    BY_LIBRARY,
-    BY_TORCH,
-    CPU,
-    UNFUSED,
-    KernelConfig,
-    Plan,
-    Problem,
-    Row,
-)
+from agmm.planning.plans import BY_LIBRARY, BY_TORCH, UNFUSED, Plan, Row
+from agmm.planning.problems import CPU, KernelConfig, Problem
 from agmm.planning.tables import Key, TableError
 from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankError

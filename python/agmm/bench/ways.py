@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import agmm
 from agmm.errors import InvalidArgument
-from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from agmm.runtime.collectives import by_newer_name
 from agmm.testing.cases import Operands, Shape
 

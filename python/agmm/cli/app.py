@@ -237,7 +237,7 @@ def explain(options: ExplainOptions) -> None:
         from agmm.cli import explain as explain_module
         from agmm.cli import gpu_names
         from agmm.planning.cost_model.collectives import Kind
-        from agmm.planning.plans import Problem
+        from agmm.planning.problems import Problem
 
         m, n, k, tp = options.m, options.n, options.k, options.tp
         if options.file is not None:

@@ -36,7 +36,7 @@ from agmm.bench.timer import SAMPLES
 from agmm.cli import report_tables
 from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
-from agmm.planning.plans import ALL_GATHER_MATMUL
+from agmm.planning.problems import ALL_GATHER_MATMUL
 from agmm.runtime.kernels import built
 from agmm.testing.cases import Shape
 

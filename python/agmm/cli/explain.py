@@ -19,19 +19,16 @@ from agmm.planning.cost_model.collectives import Kind
 from agmm.planning.legality import why_illegal, why_unfused
 from agmm.planning.op_plans import Choice, KernelsOf
 from agmm.planning.planner import Planner
-from agmm.planning.plans import (
+from agmm.planning.plans import BY_TORCH, GATHERED, UNFUSED, Plan
+from agmm.planning.predictions import predict_us
+from agmm.planning.problems import (
     ALL_GATHER_MATMUL,
-    BY_TORCH,
     CPU,
-    GATHERED,
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
     OPS,
-    UNFUSED,
-    Plan,
     Problem,
 )
-from agmm.planning.predictions import predict_us
 from agmm.planning.transports import BACKEND, LAGGED, PUSH, SCATTER, Transport
 from agmm.runtime.scaling import BY_NAME, K_MULTIPLE
 

@@ -14,7 +14,7 @@ from agmm.cli import gpu_names, tuning
 from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
 from agmm.ops import recordings
-from agmm.planning.plans import Problem
+from agmm.planning.problems import Problem
 from agmm.testing.cases import Shape
 
 

@@ -19,7 +19,7 @@ from agmm.ops.library import define, library
 from agmm.ops.operands import autocast, check_operands, is_plain, is_watched
 from agmm.ops.plain_gather import gather
 from agmm.ops.quantize import gather_quantised
-from agmm.planning.plans import KernelConfig
+from agmm.planning.problems import KernelConfig
 from agmm.runtime.groups import group_of, group_of_size, group_or_default, name_of, world_size_of
 from agmm.runtime.packed import Packed4BitWeight
 

@@ -19,7 +19,7 @@ from agmm.ops.library import define
 from agmm.ops.operands import is_watched
 from agmm.ops.pipeline import serve
 from agmm.ops.scaled_checks import check_scaled_gather, scalings_of
-from agmm.planning.plans import KernelConfig
+from agmm.planning.problems import KernelConfig
 from agmm.runtime import groups
 from agmm.runtime.scaling import ALL
 

@@ -15,7 +15,7 @@ from agmm.ops.pipeline import KERNEL, LIBRARY, Ready, Route
 from agmm.ops.scatter_plan import AllReducePlan
 from agmm.ops.sums import SumCall
 from agmm.planning import call_plans
-from agmm.planning.plans import KernelConfig
+from agmm.planning.problems import KernelConfig
 from agmm.planning.transports import MESSAGES
 from agmm.runtime import groups
 from agmm.runtime.calls import Call

@@ -11,7 +11,7 @@ from agmm.ops.checks import check_async_input, check_no_grad
 from agmm.ops.kept import kind_of
 from agmm.ops.library import library
 from agmm.planning import call_plans, heuristics, legality
-from agmm.planning.plans import KernelConfig
+from agmm.planning.problems import KernelConfig
 from agmm.runtime import cpu_async_input, cuda_calls, symmetric
 
 

@@ -16,7 +16,7 @@ from agmm.ops.fp8_operands import Fp8Weights, rows_of
 from agmm.ops.library import define
 from agmm.ops.scaled_checks import check_scaled_async_input
 from agmm.planning import call_plans, heuristics
-from agmm.planning.plans import KernelConfig
+from agmm.planning.problems import KernelConfig
 from agmm.runtime import cpu_scaled, cuda_calls, cuda_scaled
 from agmm.runtime.scaled import Scaled, Weight
 

@@ -10,7 +10,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from agmm.errors import InvalidArgument
-from agmm.planning.plans import KernelConfig
+from agmm.planning.problems import KernelConfig
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """The floating-point dtypes that torch multiplies; fp8 is not among them, since its products need

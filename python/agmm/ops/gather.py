@@ -13,7 +13,8 @@ from agmm.errors import InvalidArgument
 from agmm.ops import small_collectives
 from agmm.ops.pipeline import GATHER, KERNEL, LIBRARY, OpCall, Ready, Route, device_of
 from agmm.planning import call_plans, plans
-from agmm.planning.plans import KernelConfig, Plan, Problem
+from agmm.planning.plans import Plan
+from agmm.planning.problems import KernelConfig, Problem
 from agmm.planning.transports import MESSAGES, FusedGather, Transport, copy_transports
 from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call

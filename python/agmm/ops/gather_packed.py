@@ -22,7 +22,7 @@ from agmm.ops.gather import GatherCall, Gathered, GatherSettings
 from agmm.ops.library import define
 from agmm.ops.pipeline import Ready, Route, serve
 from agmm.planning import call_plans
-from agmm.planning.plans import Problem
+from agmm.planning.problems import Problem
 from agmm.runtime import groups
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import start_all_gather

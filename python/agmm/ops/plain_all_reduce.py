@@ -12,7 +12,7 @@ from agmm.ops.all_reduce import AllReduceCall, LibrarySum, Load
 from agmm.ops.checks import check_reducible
 from agmm.ops.pipeline import Ready
 from agmm.ops.plain_scatter import Copying, call_with
-from agmm.planning.plans import KernelConfig
+from agmm.planning.problems import KernelConfig
 from agmm.runtime.calls import Call
 from agmm.runtime.workspaces import cpu_workspace
 

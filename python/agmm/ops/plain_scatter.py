@@ -16,7 +16,8 @@ from agmm.ops.checks import check_scatterable
 from agmm.ops.pipeline import LIBRARY, TORCH, Ready, Route, serve
 from agmm.ops.products import joined, sum_of_products
 from agmm.ops.scatter import Meanwhile, ScatterCall, ScatterSettings
-from agmm.planning.plans import BY_TORCH, KernelConfig, Problem
+from agmm.planning.plans import BY_TORCH
+from agmm.planning.problems import KernelConfig, Problem
 from agmm.runtime import collectives, cpu_scatter, groups, rendezvous
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_calls import Kernel, b_layout, plain_format

@@ -17,7 +17,7 @@ from agmm import _core, _env
 from agmm.errors import InvalidArgument
 from agmm.ops import seen
 from agmm.planning import call_plans
-from agmm.planning.plans import ALL_GATHER_MATMUL, CPU, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
+from agmm.planning.problems import ALL_GATHER_MATMUL, CPU, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
 
 VERSION = 1
 

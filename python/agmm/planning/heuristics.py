@@ -15,16 +15,14 @@ from agmm.planning.legality import (
     why_illegal,
     why_lagged_illegal,
 )
-from agmm.planning.plans import (
+from agmm.planning.plans import BY_TORCH, UNFUSED, Plan
+from agmm.planning.problems import (
     ALIGNMENT,
-    BY_TORCH,
     MAX_COLUMN_CHUNKS,
     MAX_PUSH_PARTS,
     RASTERS,
     SWIZZLES,
-    UNFUSED,
     KernelConfig,
-    Plan,
     Problem,
 )
 from agmm.planning.transports import LAGGED, PUSH, SmPush, copy_transports

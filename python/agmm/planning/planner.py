@@ -15,8 +15,9 @@ from math import log
 from statistics import fmean
 
 from agmm.planning.op_plans import OP_PLANS, Choice, Found, Here, KernelsOf, OpPlans
-from agmm.planning.plans import Plan, Problem
+from agmm.planning.plans import Plan
 from agmm.planning.predictions import has_model, predict_us
+from agmm.planning.problems import Problem
 from agmm.planning.tuned_rows import Rows, TunedRow, TunedRows
 
 _MAX_PLANS = 4096
