@@ -95,6 +95,7 @@ def test_explain_says_each_call(tmp_path: Path) -> None:
         {"gpu": "nvidia-h200", "dtype": "bfloat16", "m": 4096, "n": [3584], "k": 8192},
         {"b_layout": "packed"},
         {"by": "library", "reason": "K is odd"},
+        {"gpu": "nvidia-h200", "dtype": "float8_e4m3fn", "m": 64, "n": [2056, 2056], "k": 2048},
     )
     done = agmm("explain", "--file", file)
     assert done.returncode == 0, done.stderr
@@ -103,6 +104,7 @@ def test_explain_says_each_call(tmp_path: Path) -> None:
         "2 ranks on nvidia-h200",
         "not explained: call: agmm has one way for weights of 4 bits",
         "not by agmm's kernel: K is odd",
+        "fused, since torch._scaled_mm cannot compute it: B: found 2056 columns",
     ):
         assert text in done.stdout
 

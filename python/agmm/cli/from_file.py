@@ -127,7 +127,7 @@ def explain(path: Path, tp: int | None, gpu: str | None) -> None:
                 raise InvalidArgument("call: agmm has one way for weights of 4 bits")
             if 0 in (problem.m, problem.n, problem.k):
                 raise InvalidArgument("call: no elements")
-            said = explain_module.explain_any(problem, kind.scaling)
+            said = explain_module.explain_any(problem, kind.scaling, kind.n)
         except InvalidArgument as error:
             said = f"not explained: {error}"
         if kind.reason is not None:
