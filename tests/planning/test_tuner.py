@@ -130,9 +130,9 @@ def test_torchs_op_has_to_be_faster_by_what_it_costs_the_host(
     for us, winner in ((100.0, own), (60.0, BY_TORCH)):
         taken[BY_TORCH.name] = us
         found = tuner.Outcome(Shape(4096, 8192, 2048), SCATTER, UNFUSED)
-        part = tuner.Part(tuner.Silent(), 0.0, 1.0, "a shape")
+        span = tuner.Span(tuner.Silent(), 0.0, 1.0, "a shape")
         ranks_: Any = ranks
-        tuner.tune_shape(found, SENDERS, options, ranks_, part)
+        tuner.tune_shape(found, SENDERS, options, ranks_, span)
         assert found.row == Row(4096, winner, taken[winner.name], 50.0, 150.0, agmm.__version__)
 
 

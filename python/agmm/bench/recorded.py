@@ -1,4 +1,4 @@
-"""What the commands take of a recording: its calls in parts that one run can measure."""
+"""What the commands take of a recording: its calls, by the runs that can measure them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from agmm.planning.problems import ALL_GATHER_MATMUL, OPS
 from agmm.testing.cases import Shape
 
 
-class Part(NamedTuple):
-    """Calls that differ in their shapes alone."""
+class Run(NamedTuple):
+    """Calls that are measured together, since they differ in their shapes alone."""
 
     op: str
     dtype: str
@@ -81,9 +81,9 @@ def ranks_of(calls: Sequence[RecordedCall], given: int | None) -> int:
     return found[0]
 
 
-def parts(
+def runs(
     calls: Sequence[RecordedCall], ranks: int, *, each_weight: bool
-) -> tuple[dict[Part, list[Shape]], list[str]]:
+) -> tuple[dict[Run, list[Shape]], list[str]]:
     """The calls that can be measured with so many ranks, each shape once, and a line for each of
     the others.
 
@@ -91,7 +91,7 @@ def parts(
         each_weight: of calls with several weights also the shape of each, which has a kernel of its
             own.
     """
-    found: dict[Part, dict[Shape, None]] = {}
+    found: dict[Run, dict[Shape, None]] = {}
     left_out = []
     for call in calls:
         reason = _why_not(call, ranks)
@@ -99,10 +99,10 @@ def parts(
             left_out.append(f"left out {described(call)}: {reason}")
             continue
         kind = call.kind
-        part = Part(call.planned_op, kind.dtype, kind.scaling, kind.b_layout, kind.return_A)
+        run = Run(call.planned_op, kind.dtype, kind.scaling, kind.b_layout, kind.return_A)
         columns = [sum(kind.n), *(kind.n if each_weight else ())]
-        found.setdefault(part, {}).update({Shape(kind.m, n, kind.k): None for n in columns})
-    return {part: list(shapes) for part, shapes in found.items()}, left_out
+        found.setdefault(run, {}).update({Shape(kind.m, n, kind.k): None for n in columns})
+    return {run: list(shapes) for run, shapes in found.items()}, left_out
 
 
 def described(call: RecordedCall) -> str:

@@ -114,9 +114,9 @@ def references(problem: Workload, seed: int) -> ScaledReferences:
     rounded = exact.to(OUT_DTYPE)
     for source in range(world_size):
         A, B = dequantised(_problem_of(problem, source, seed))
-        part = gathered_product(A.chunk(world_size)[rank], B)
-        exact += part
-        rounded += part.to(OUT_DTYPE)
+        partial = gathered_product(A.chunk(world_size)[rank], B)
+        exact += partial
+        rounded += partial.to(OUT_DTYPE)
     errors = of_all_ranks(
         "the error that is allowed", relative_error(rounded, exact), problem.group
     )

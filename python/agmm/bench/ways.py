@@ -166,11 +166,11 @@ def as_graph(
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog thread may touch CUDA during the capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            kept = call, call()  # the call holds what the graph writes beside its results
+            held = call, call()  # the call holds what the graph writes beside its results
 
         def replay() -> Result:
             graph.replay()
-            return kept[1]
+            return held[1]
 
         return replay
 

@@ -105,7 +105,7 @@ def _said_of_scatter(problem: Problem, choice: Choice) -> str:
     if choice.source.startswith("tuned at"):
         return f"it is the fastest by what was {choice.source}"
     if problem.gpu == CPU:
-        return "agmm's own, each rank sends the others their parts as they are computed"
+        return "agmm's own, each rank sends the others its partial sums as they are computed"
     unfused, by_torch = (predict_us(problem, plan) for plan in (UNFUSED, BY_TORCH))
     illegal = why_illegal(problem, BY_TORCH, ())
     if choice.plan.kernel is not None:
@@ -125,7 +125,7 @@ def _said_of_scatter(problem: Problem, choice: Choice) -> str:
 
 def _said_of_all_reduce(problem: Problem, choice: Choice) -> str:
     if problem.gpu == CPU:
-        return "agmm's own, each rank sums the parts of all as they are computed"
+        return "agmm's own, each rank adds up the partial sums of all as they are computed"
     if choice.row is not None:
         return "it was measured to be the fastest"
     illegal = why_unfused(problem.format, problem.n, problem.k)

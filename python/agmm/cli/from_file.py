@@ -50,47 +50,47 @@ def tune(
     given = recorded.ranks_of(calls, launcher.world_size_or(tp))
     kind, ranks = launcher.choose(device, given)
     reason = launcher.why_cpu(device, given)
-    parts, lines = recorded.parts(calls, ranks, each_weight=True)
+    runs, lines = recorded.runs(calls, ranks, each_weight=True)
     if reason is not None:
         lines.insert(0, reason)
-    sessions: list[tuple[recorded.Part, TuningOptions]] = []
-    for part, listed in parts.items():
+    sessions: list[tuple[recorded.Run, TuningOptions]] = []
+    for run, listed in runs.items():
         served: list[Shape] = []
         for shape in listed:
             try:
-                _session(part, kind, ranks, [shape], getattr(torch, part.dtype), again)
+                _session(run, kind, ranks, [shape], getattr(torch, run.dtype), again)
             except InvalidArgument as error:
-                lines.append(f"left out {part.op} {shape} {part.dtype}: {error}")
+                lines.append(f"left out {run.op} {shape} {run.dtype}: {error}")
             else:
                 served.append(shape)
         if served:
-            dtype = getattr(torch, part.dtype)
-            sessions.append((part, _session(part, kind, ranks, served, dtype, again)))
+            dtype = getattr(torch, run.dtype)
+            sessions.append((run, _session(run, kind, ranks, served, dtype, again)))
     if launcher.is_rank_0():
         for line in lines:
             print(f"agmm: {line}", file=sys.stderr)
     if not sessions:
         raise InvalidArgument(f"file: found no calls in {shapes.file} that can be tuned")
     all_kept = True
-    for part, session in sessions:
+    for run, session in sessions:
         if launcher.is_rank_0():
-            print(f"agmm: {part}, {len(session.shapes)} shapes", file=sys.stderr)
+            print(f"agmm: {run}, {len(session.shapes)} shapes", file=sys.stderr)
         all_kept = tuning.run(session, ranks) and all_kept
     return all_kept
 
 
 def _session(
-    part: recorded.Part, kind: str, ranks: int, shapes: list[Shape], dtype: object, again: bool
+    run: recorded.Run, kind: str, ranks: int, shapes: list[Shape], dtype: object, again: bool
 ) -> TuningOptions:
     return TuningOptions.of(
         kind,
         ranks,
         shapes,
         dtype,  # type: ignore[arg-type]  # this module imports no torch for its annotations
-        op=part.op,
-        scaling=part.scaling,
-        return_A=part.return_A,
-        row_major=part.b_layout == "row",
+        op=run.op,
+        scaling=run.scaling,
+        return_A=run.return_A,
+        row_major=run.b_layout == "row",
         again=again,
     )
 

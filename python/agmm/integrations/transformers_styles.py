@@ -45,14 +45,15 @@ class Region:
 
     Attributes:
         rows: how the rows are divided that the layer was last called with.
-        block_rows: those of the block that runs; None where it has all rows, and where none runs.
+        sublayer_rows: those of the sublayer that runs; None where it has all rows, and where none
+            runs.
         stand_in: what the linears of a module get as its input.
         products: of these linears.
     """
 
     def __init__(self) -> None:
         self.rows: Rows | None = None
-        self.block_rows: Rows | None = None
+        self.sublayer_rows: Rows | None = None
         self.stand_in: StandIn | None = None
         self.products: dict[torch.nn.Module, torch.Tensor] = {}
 
@@ -71,7 +72,7 @@ class _Forward:
     def _rows(self, x: torch.Tensor) -> Rows | None:
         """How the rows of an input are divided; None where it has all of them.
 
-        What enters a layer knows it. Inside, a part of the rows is known by its two dimensions.
+        What enters a layer knows it. Inside, a shard of the rows is known by its two dimensions.
         Modules do not rely on the layer's own call, which checkpointing may leave out when it
         computes again.
         """
@@ -128,7 +129,7 @@ class _Row(_Forward):
         if isinstance(x, DTensor):
             x = x.redistribute(placements=[Shard(-1)]).to_local()
         group = self.ranks.for_ops
-        if self.region.block_rows is None:
+        if self.region.sublayer_rows is None:
             return matmul_all_reduce(x, weight, group, bias=bias)
         rows = filled_up(x.flatten(0, -2), self.ranks.size)
         return matmul_reduce_scatter(rows, weight, group, bias=bias)
@@ -186,17 +187,17 @@ class _LastNorm(_Forward):
         if rows is None:
             return self.original(*args, **kwargs)
         with summed_gradients(self.module, self.ranks):
-            part = self.original(*args, **kwargs)
-        return all_rows(part, rows.total, self.ranks).unflatten(0, tuple(rows))
+            shard = self.original(*args, **kwargs)
+        return all_rows(shard, rows.total, self.ranks).unflatten(0, tuple(rows))
 
 
-class _Block(_Forward):
+class _Sublayer(_Forward):
     """A part of a layer between norms: attention, or a feed-forward network."""
 
     columns: list[torch.nn.Module] | None = None
 
     def _find_columns(self) -> list[torch.nn.Module]:
-        """The linears that take the block's input; none where some cannot be served here."""
+        """The linears that take the sublayer's input; none where some cannot be served here."""
         linears = [m for m in self.module.children() if isinstance(m, torch.nn.Linear)]
         if not all(isinstance(_served(m), _Column | _Row) for m in linears):
             return []
@@ -220,22 +221,22 @@ class _Block(_Forward):
         wholes = [out[: rows.total].unflatten(0, tuple(rows)) for out in outs]
         region = self.region
         region.products = dict(zip(self.columns, wholes, strict=True))
-        region.stand_in, region.block_rows = StandIn.of(x, rows), rows
+        region.stand_in, region.sublayer_rows = StandIn.of(x, rows), rows
         args, kwargs = _with_input(region.stand_in, args, kwargs)
         try:
             return self.original(*args, **kwargs)
         finally:
-            region.stand_in, region.block_rows, region.products = None, None, {}
+            region.stand_in, region.sublayer_rows, region.products = None, None, {}
 
     def _with_all_rows(
         self, rows: Rows, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The block as transformers has it, between a gather and each rank's own part."""
+        """The sublayer as transformers has it, between a gather and each rank's own shard."""
         whole = all_rows(x, rows.total, self.ranks).unflatten(0, tuple(rows))
         args, kwargs = _with_input(whole, args, kwargs)
         out = self.original(*args, **kwargs)
-        part = own_rows(_first(out).flatten(0, 1), self.ranks)
-        return (part, *out[1:]) if isinstance(out, tuple) else part
+        shard = own_rows(_first(out).flatten(0, 1), self.ranks)
+        return (shard, *out[1:]) if isinstance(out, tuple) else shard
 
 
 class LinearStyle:
@@ -296,7 +297,7 @@ class SequenceStyle:
 
 
 LINEAR_STYLES = ("colwise", "rowwise", "rowwise_rep", "rowwise_split_input")
-LAYER, NORM, LAST_NORM, BLOCK = (
-    f"agmm_sequence_{name}" for name in ("layer", "norm", "last_norm", "block")
+LAYER, NORM, LAST_NORM, SUBLAYER = (
+    f"agmm_sequence_{name}" for name in ("layer", "norm", "last_norm", "sublayer")
 )
-SEQUENCE_STYLES = {LAYER: _Layer, NORM: _Norm, LAST_NORM: _LastNorm, BLOCK: _Block}
+SEQUENCE_STYLES = {LAYER: _Layer, NORM: _Norm, LAST_NORM: _LastNorm, SUBLAYER: _Sublayer}

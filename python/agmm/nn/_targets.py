@@ -70,16 +70,16 @@ class Target(NamedTuple):
         target = self._replace(fp8=own or fp8)
         if target.fp8 is not None:
             for name in ("in_features", "out_features"):
-                parts = mesh.size() if name == divided else 1
+                ranks = mesh.size() if name == divided else 1
                 size = int(getattr(self.module, name))
-                if size % (parts * K_MULTIPLE):
+                if size % (ranks * K_MULTIPLE):
                     raise self.fault(
-                        f"{name}: found {size} with fp8, wanted a multiple of {parts * K_MULTIPLE}"
+                        f"{name}: found {size} with fp8, wanted a multiple of {ranks * K_MULTIPLE}"
                     )
         return target
 
     def check_operand(self, x: Any) -> None:
-        """Checks that the input is a tensor that the ops take. They are given a DTensor's part."""
+        """Checks that the input is a tensor that the ops take. They are given a DTensor's shard."""
         if isinstance(x, DTensor):
             return
         try:

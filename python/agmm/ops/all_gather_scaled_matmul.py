@@ -83,7 +83,7 @@ def _no_A(A_shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _run(kind: Any, given: _Given, group: dist.ProcessGroup, settings: _Settings) -> Gathered:
-    """Gather and multiply by a cached call, or as `serve` decides."""
+    """Gather and multiply by a kept call, or as `serve` decides."""
     A_shard, scale_a, Bs, scale_bs, biases, result_scales = given
     found = kept.call_kept(group, kind, A_shard, Bs, biases, scale_a, scale_bs)
     if found is not None:

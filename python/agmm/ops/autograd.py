@@ -73,9 +73,9 @@ class AllGatherMatmul(torch.autograd.Function):
         ctx.group_name, ctx.gather_dim = group_name, gather_dim
         ctx.is_gathered = save_gathered and return_A
         ctx.column_major = [B is not None and _is_column_major(B) for B in Bs]
-        kept = A if ctx.is_gathered else A_shard
+        saved = A if ctx.is_gathered else A_shard
         ctx.save_for_backward(
-            kept if any(ctx.needs_B) else None, *(Bs if ctx.needs_A else (None,) * weights)
+            saved if any(ctx.needs_B) else None, *(Bs if ctx.needs_A else (None,) * weights)
         )
         ctx.set_materialize_grads(False)
         if not return_A:
@@ -85,23 +85,23 @@ class AllGatherMatmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dA: _MaybeTensor, *douts: _MaybeTensor) -> tuple[Any, ...]:
-        kept, *Bs = ctx.saved_tensors
+        saved, *Bs = ctx.saved_tensors
         # The gradient of each weight's product, where that of the weight is wanted.
         of_weights = [dout if need else None for need, dout in zip(ctx.needs_B, douts, strict=True)]
         finish_gather = None
         if any(dout is not None for dout in of_weights) and not ctx.is_gathered:
             # The gather begins here, so that it runs beside the product of dA_shard.
             by_copies = ctx.needs_A and _is_gather_by_copies(
-                kept, dA, douts, Bs, ctx.group_name, ctx.gather_dim
+                saved, dA, douts, Bs, ctx.group_name, ctx.gather_dim
             )
             finish_gather = collectives.start_all_gather(
-                kept, ctx.group_name, ctx.gather_dim, by_copies=by_copies
+                saved, ctx.group_name, ctx.gather_dim, by_copies=by_copies
             )
         grads: list[_MaybeTensor] = []
 
         def other_gradients() -> None:
             nonlocal finish_gather
-            A = kept
+            A = saved
             if finish_gather is not None:
                 A, finish_gather = finish_gather(), None  # which may hold another copy
             for dout, column_major in zip(of_weights, ctx.column_major, strict=True):

@@ -53,7 +53,7 @@ def _kind(given: ScaledProducts, strict: bool) -> Any:
 
 
 def _run(kind: Any, given: ScaledProducts, group: dist.ProcessGroup, strict: bool) -> torch.Tensor:
-    """Multiply and sum by a cached call, or as `serve` decides."""
+    """Multiply and sum by a kept call, or as `serve` decides."""
     (A,), (B,), (scale_a,), (scale_b,), bias, result_scale, *_ = given
     found: torch.Tensor | None
     found = kept.call_kept(group, kind, A, B, bias, scale_a, scale_b, result_scale)

@@ -54,7 +54,7 @@ def _impl(call: _Arguments) -> torch.Tensor:
 def _run(
     kind: Any, given: ScaledProducts, group: dist.ProcessGroup, settings: _Settings
 ) -> torch.Tensor:
-    """Multiply, sum and scatter by a cached call, or as `serve` decides."""
+    """Multiply, sum and scatter by a kept call, or as `serve` decides."""
     As, Bs, scale_as, scale_bs, bias, *_ = given
     found: torch.Tensor | None = kept.call_kept(group, kind, As, Bs, bias, scale_as, scale_bs)
     if found is not None:

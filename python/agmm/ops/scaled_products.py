@@ -54,7 +54,7 @@ def product(A: Scaled, weight: Weight) -> torch.Tensor:
     """``A @ B`` [M, N], with all else that the weight wants.
 
     Args:
-        A: [M, K]. A tile may have a part of the rows: those of a shard with one scale.
+        A: [M, K]. A tile may have some of the rows: those of a shard with one scale.
     """
     out = A.values.new_empty(A.values.shape[0], weight.B.values.shape[1], dtype=weight.out_dtype)
     if out.numel() == 0:
@@ -110,21 +110,21 @@ def by_torch(A: Scaled, weight: Weight, out: torch.Tensor) -> torch.Tensor:
     """Write ``A @ B`` to ``out`` by ``torch._scaled_mm``, which raises where it does not have such
     a product, and return ``out``."""
     B = weight.B
-    parts = [(A.values, as_torch_wants_it(A), out)]
+    products = [(A.values, as_torch_wants_it(A), out)]
     if B.tile == (ALL, ALL) and A.scale.numel() > 1:  # one scale for each shard
         rows = len(out) // len(A.scale)
         if rows <= _FEW_ROWS and _may_have_scales_of_rows(weight):
-            parts = [(A.values, A.scale.expand(-1, rows).reshape(-1, 1), out)]
+            products = [(A.values, A.scale.expand(-1, rows).reshape(-1, 1), out)]
             B = Scaled(B.values, B.scale.expand(1, out.shape[1]), (ALL, 1))
         else:
             apart = A.scale.new_empty(len(A.scale), _SCALE_ALIGNMENT // A.scale.itemsize)
             apart[:, :1] = A.scale
-            parts = [
+            products = [
                 (A.values[begin : begin + rows], scales[:1], out[begin : begin + rows])
                 for begin, scales in zip(range(0, len(out), rows), apart, strict=True)
             ]
     scale_b = as_torch_wants_it(B)
-    for values, scale, part in parts:
+    for values, scale, rows_of_out in products:
         torch.ops.aten._scaled_mm.out(
             values,
             B.values,
@@ -134,7 +134,7 @@ def by_torch(A: Scaled, weight: Weight, out: torch.Tensor) -> torch.Tensor:
             weight.result_scale,
             weight.out_dtype,
             weight.fast_accum,
-            out=part,
+            out=rows_of_out,
         )
     return out
 
