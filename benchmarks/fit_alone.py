@@ -33,7 +33,7 @@ from agmm.ops import async_input_mm
 from agmm.planning import call_plans, cost_model, heuristics, legality, tables
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.cost_model import At, Constants, Tiling, gpu_constants
-from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Problem
+from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig, Problem
 from agmm.testing.cases import make_operands
 from benchmarks.alone import BANDS, CHUNKS, PIVOT, cases
 

@@ -35,7 +35,7 @@ from agmm.ops import async_input_mm, async_input_scaled_mm, scaled_products
 from agmm.planning import call_plans, formats, heuristics
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.legality import legal_splits
-from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Problem
+from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig, Problem
 from agmm.runtime import cuda_scaled, kernels
 from agmm.runtime import scaling as scalings
 from agmm.runtime.scaled import Scaled, Weight

@@ -16,7 +16,7 @@ import typer
 from agmm.bench.presets import parse_shapes
 from agmm.cli.gpu_names import find_gpu
 from agmm.planning import cost_model
-from agmm.planning.plans import MATMUL_REDUCE_SCATTER, Problem
+from agmm.planning.problems import MATMUL_REDUCE_SCATTER, Problem
 from agmm.testing.cases import Shape
 
 SHAPES = [

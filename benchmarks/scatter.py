@@ -30,7 +30,7 @@ from agmm.bench.timer import SAMPLES, time_ways
 from agmm.bench.ways import ROOF
 from agmm.cli.terminal import console, plain_table
 from agmm.planning.built_kernels import kernels_of
-from agmm.planning.plans import MATMUL_REDUCE_SCATTER, KernelConfig
+from agmm.planning.problems import MATMUL_REDUCE_SCATTER, KernelConfig
 from agmm.testing.cases import Shape
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from agmm.bench.measure import release_memory
 from agmm.nn import load_full_state_dict
-from agmm.nn._held import local_part
+from agmm.nn._held import local_shard
 from agmm.nn._sharded import ShardedLinear
 from agmm.testing.reference import allowed_error, relative_error
 from benchmarks.block.model import Block, Sizes
@@ -159,7 +159,7 @@ def make_problem(tokens: int, settings: Settings) -> Problem:
             owner = sharded.get_submodule(path)
             if isinstance(owner, ShardedLinear):
                 for piece, whole_grad in owner.held[leaf].split(grad).items():
-                    part = local_part(whole_grad, owner.get_parameter(piece))
+                    part = local_shard(whole_grad, owner.get_parameter(piece))
                     found[f"{path}.{piece}"] = part
             else:
                 found[name] = grad

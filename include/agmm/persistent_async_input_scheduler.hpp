@@ -123,7 +123,7 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     uint32_t ready_value = 1;
     agmm::WaitLimit wait_limit{};
     agmm::SplitK split_k{};
-    agmm::KParts k_parts{};
+    agmm::KSplits k_splits{};
     agmm::FastDiv splits{};
   };
 
@@ -171,7 +171,7 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
     params.ready_value = args.ready_value;
     params.wait_limit = args.wait_limit;
     params.split_k = args.split_k;
-    params.k_parts = agmm::KParts(agmm::ceil_div(k, TileK), args.split_k.splits);
+    params.k_splits = agmm::KSplits(agmm::ceil_div(k, TileK), args.split_k.splits);
     params.splits = agmm::FastDiv(args.split_k.splits);
     params.blocks_per_problem_ *= args.split_k.splits;
     return params;
@@ -311,9 +311,9 @@ class PersistentAsyncInputSchedulerSm90 : public PersistentTileSchedulerSm90 {
 
   CUTLASS_DEVICE agmm::Range k_tiles_of(int32_t split) const {
     if constexpr (Splits == SplitsK::InCluster) {
-      return params_->k_parts.even_part(split, params_->splits);
+      return params_->k_splits.even_split(split, params_->splits);
     } else {
-      return params_->k_parts.part(split);
+      return params_->k_splits.split(split);
     }
   }
 

@@ -21,7 +21,7 @@ try:
     from agmm.ops.scaled_matmul_all_reduce import scaled_matmul_all_reduce
     from agmm.ops.scaled_matmul_reduce_scatter import scaled_matmul_reduce_scatter
     from agmm.ops.status import Status, status
-    from agmm.planning.plans import KernelConfig
+    from agmm.planning.problems import KernelConfig
     from agmm.runtime.group_gpus import reserve_sms
     from agmm.runtime.memory import release, reserve, workspace_bytes
     from agmm.runtime.nan_check import check_nan

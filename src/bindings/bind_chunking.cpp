@@ -148,12 +148,12 @@ void bind_chunking(py::module_& m) {
   m.def(
       "k_parts",
       [](int k_tiles, int parts, bool in_cluster) {
-        const agmm::KParts of_k(k_tiles, parts);
-        const agmm::FastDiv by_parts(parts);
+        const agmm::KSplits of_k(k_tiles, parts);
+        const agmm::FastDiv by_splits(parts);
         std::vector<std::tuple<int, int>> ranges;
         for (int i = 0; i < parts; ++i) {
-          const Range part = in_cluster ? of_k.even_part(i, by_parts) : of_k.part(i);
-          ranges.emplace_back(part.begin, part.end);
+          const Range split = in_cluster ? of_k.even_split(i, by_splits) : of_k.split(i);
+          ranges.emplace_back(split.begin, split.end);
         }
         return ranges;
       },
@@ -164,7 +164,7 @@ void bind_chunking(py::module_& m) {
       [](int k, int tile_k, int parts, int columns, bool in_cluster) {
         const int chunks = agmm::ceil_div(k, columns);
         const int cut = ChunkGrid(1, k, 1, chunks).columns_per_chunk;
-        const agmm::KParts of_k(agmm::ceil_div(k, tile_k), parts);
+        const agmm::KSplits of_k(agmm::ceil_div(k, tile_k), parts);
         return of_k.stretch_chunks(tile_k, cut, chunks, in_cluster);
       },
       py::arg("k"), py::arg("tile_k"), py::arg("parts"), py::arg("columns"),

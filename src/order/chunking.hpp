@@ -65,40 +65,40 @@ struct Range {
   }
 };
 
-/// The k tiles of each part when K is split. The last part is longer: the others have left their
+/// The k tiles of each split of K. The last split is longer: the others have left their
 /// sums where it finds them when it ends.
-struct KParts {
+struct KSplits {
   // Measured on 2 H200 as 4 ranks, 512 x 3584 x 8192: 0, 4, 8, 12, 16 give 62.9, 62.7, 62.0, 63.5,
   // 64.8 us. Less than the best of halves, since with thirds a lead costs more.
   static constexpr int32_t kLead = 6;
 
   int32_t k_tiles = 1;
-  int32_t parts = 1;   // at most k_tiles
+  int32_t splits = 1;  // at most k_tiles
   int32_t length = 1;  // of all but the last
 
-  KParts() = default;
+  KSplits() = default;
 
-  AGMM_HOST_DEVICE KParts(int32_t k_tiles_, int32_t parts_)
+  AGMM_HOST_DEVICE KSplits(int32_t k_tiles_, int32_t splits_)
       : k_tiles(k_tiles_),
-        parts(parts_),
-        length(max_of(1, (k_tiles_ - min_of(kLead, k_tiles_ / 8)) / parts_)) {}
+        splits(splits_),
+        length(max_of(1, (k_tiles_ - min_of(kLead, k_tiles_ / 8)) / splits_)) {}
 
-  AGMM_HOST_DEVICE Range part(int32_t i) const {
-    return {i * length, i + 1 == parts ? k_tiles : (i + 1) * length};
+  AGMM_HOST_DEVICE Range split(int32_t i) const {
+    return {i * length, i + 1 == splits ? k_tiles : (i + 1) * length};
   }
 
-  /// The parts where all end at once: none is longer than another by more than a k tile.
-  AGMM_HOST_DEVICE Range even_part(int32_t i, FastDiv const& parts_) const {
-    return {parts_.divide(i * k_tiles), parts_.divide((i + 1) * k_tiles)};
+  /// The splits where all end at once: none is longer than another by more than a k tile.
+  AGMM_HOST_DEVICE Range even_split(int32_t i, FastDiv const& splits_) const {
+    return {splits_.divide(i * k_tiles), splits_.divide((i + 1) * k_tiles)};
   }
 
-  /// Chunks of columns from the beginning of one part to that of the next, `are_even` as
-  /// even_part() has them. No more than their share: k tiles are whole, also where K ends inside
+  /// Chunks of columns from the beginning of one split to that of the next, `are_even` as
+  /// even_split() has them. No more than their share: k tiles are whole, also where K ends inside
   /// the last.
   AGMM_HOST_DEVICE int32_t stretch_chunks(int32_t tile_k, int32_t columns_per_chunk, int32_t chunks,
                                           bool are_even) const {
-    int32_t const shortest = are_even ? k_tiles / parts : length;
-    return min_of(shortest * tile_k / columns_per_chunk, chunks / parts);
+    int32_t const shortest = are_even ? k_tiles / splits : length;
+    return min_of(shortest * tile_k / columns_per_chunk, chunks / splits);
   }
 };
 

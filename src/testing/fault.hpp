@@ -25,7 +25,7 @@ inline constexpr bool kNoWait = kFault == "no_wait";            // loads await n
 inline constexpr bool kNoSent = kFault == "no_sent";            // ends before the shard is sent
 inline constexpr bool kReadSignal = kFault == "read_signal";    // a tile's signal before its end
 inline constexpr bool kNoParts = kFault == "no_parts";          // sums are added before they come
-inline constexpr bool kEarlySum = kFault == "early_sum";        // a part of K counts unstored
+inline constexpr bool kEarlySum = kFault == "early_sum";        // a split of K counts unstored
 inline constexpr bool kOneSlot = kFault == "one_slot";          // collectives do not take turns
 static_assert(kEarlySum || kOneSlot || kReadSignal || kNoParts || kFault.empty() || kNoFence ||
               kSignalFirst || kNoCredit || kNoWait || kNoSent);

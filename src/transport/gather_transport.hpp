@@ -25,7 +25,7 @@ class GatherTransport;
 struct GatherRequest {
   Gather gather{};
   SharedRows shared{};  // rows of the gathered A that the consumer does not read from a_shard
-  // Into how many parts the consumer splits K, whether even ones, and its tiles: the chunks come in
+  // How many splits of K the consumer has, whether even ones, and its tiles: the chunks come in
   // that order.
   int32_t splits = 1;
   bool are_splits_even = false;

@@ -55,11 +55,11 @@ void check(Gather const& gather, ChunkGrid const& columns, int world_size) {
 PushOrder push_order(GatherRequest const& request, ChunkGrid const& columns, int world_size) {
   SmPushCut const& cut = request.gather.push;
   int const chunks = columns.chunks_k;
-  KParts const k_parts(ceil_div(request.gather.k, request.tile_k), request.splits);
-  int const stretch_chunks = request.splits > 1
-                                 ? k_parts.stretch_chunks(request.tile_k, columns.columns_per_chunk,
-                                                          chunks, request.are_splits_even)
-                                 : 0;
+  KSplits const k_splits(ceil_div(request.gather.k, request.tile_k), request.splits);
+  int const stretch_chunks =
+      request.splits > 1 ? k_splits.stretch_chunks(request.tile_k, columns.columns_per_chunk,
+                                                   chunks, request.are_splits_even)
+                         : 0;
   int const peers = std::max(world_size - 1, 1);
   bool const two_rounds = 0 < cut.first_peers && cut.first_peers < peers;
   int64_t const chunk_bytes = int64_t(request.gather.rows) * columns.columns_per_chunk *

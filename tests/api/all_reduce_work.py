@@ -18,7 +18,7 @@ from agmm.ops import kept, plain_all_reduce, scatter_plan, small_collectives
 from agmm.ops.pipeline import serve
 from agmm.ops.plain_scatter import PlainScatter
 from agmm.ops.scatter import ScatterSettings
-from agmm.planning.plans import KernelConfig
+from agmm.planning.problems import KernelConfig
 from agmm.planning.transports import parse
 from agmm.runtime import collectives
 from agmm.runtime.calls import Call

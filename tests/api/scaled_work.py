@@ -36,7 +36,8 @@ from agmm.ops import (
 from agmm.ops.pipeline import serve
 from agmm.ops.scatter import ScatterSettings
 from agmm.ops.scatter_plan import AllReducePlan
-from agmm.planning.plans import GATHERED, KernelConfig, Problem
+from agmm.planning.plans import GATHERED
+from agmm.planning.problems import KernelConfig, Problem
 from agmm.planning.transports import parse
 from agmm.runtime import collectives, cpu, scaling, workspaces
 from agmm.runtime.scaled import Scaled, ScaledProducts, Weight

@@ -23,7 +23,7 @@ from agmm.ops.gather import GatherCall, Gathered, GatherSettings
 from agmm.ops.pipeline import KERNEL, Route, serve
 from agmm.ops.plain_gather import PlainGather
 from agmm.planning import built_kernels, call_plans
-from agmm.planning.plans import Problem
+from agmm.planning.problems import Problem
 from agmm.planning.transports import FusedGather
 from agmm.runtime.epilogues import named
 
@@ -276,7 +276,7 @@ def test_activations_are_kinds_of_calls_of_their_own(tmp_path: Path) -> None:
             for _ in range(2):
                 ops.all_gather_matmul(A, Bs, activation=name)
     found = recordings.read(tmp_path / "calls.json")
-    assert {(call.activation, call.n, call.count) for call in found} == {
+    assert {(call.kind.activation, call.kind.n, call.count) for call in found} == {
         (name, (40, 40), 2) for name in (None, "silu", "relu", "silu_mul")
     }
     assert "all_gather_matmul + silu_mul" in str(agmm.status())

@@ -26,7 +26,8 @@ from agmm.ops.gather import Gathered
 from agmm.ops.plain_gather import PlainGather
 from agmm.ops.plain_scatter import PlainScatter
 from agmm.planning import call_plans
-from agmm.planning.plans import UNFUSED, KernelConfig, Plan, Problem
+from agmm.planning.plans import UNFUSED, Plan
+from agmm.planning.problems import KernelConfig, Problem
 from agmm.runtime import symmetric
 
 OP = "symm_mem::fused_all_gather_matmul"

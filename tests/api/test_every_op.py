@@ -19,7 +19,8 @@ from agmm.ops import plain_scatter, quantize
 from agmm.ops.gather import Gathered
 from agmm.ops.pipeline import KERNEL, Route
 from agmm.ops.scatter import ScatterSettings
-from agmm.planning.plans import KernelConfig, Plan
+from agmm.planning.plans import Plan
+from agmm.planning.problems import KernelConfig
 from agmm.runtime import cuda_quantize
 from agmm.runtime.scaling import Tile, scale_shape
 from agmm.testing.ranks import RankPool

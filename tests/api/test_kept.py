@@ -18,7 +18,7 @@ from agmm.errors import InvalidArgument
 from agmm.ops import kept, plain_all_reduce, scatter_plan, small_collectives
 from agmm.ops.pipeline import KERNEL, Route, serve
 from agmm.ops.plain_all_reduce import PlainAllReduce
-from agmm.planning.plans import KernelConfig
+from agmm.planning.problems import KernelConfig
 from agmm.planning.transports import SCATTER
 from agmm.runtime import nan_check
 

@@ -27,7 +27,8 @@ from agmm.ops.plain_gather import PlainGather
 from agmm.ops.plain_scatter import PlainScatter
 from agmm.ops.scatter import ScatterSettings
 from agmm.planning import call_plans
-from agmm.planning.plans import KernelConfig, Plan, Problem
+from agmm.planning.plans import Plan
+from agmm.planning.problems import KernelConfig, Problem
 from agmm.runtime import groups, nan_check
 from agmm.runtime.scaled import ScaledProducts
 

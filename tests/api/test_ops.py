@@ -25,7 +25,8 @@ from agmm.ops import async_input_mm, scatter_plan
 from agmm.ops.gather import GatherSettings
 from agmm.ops.plain_gather import PlainGather
 from agmm.planning import call_plans
-from agmm.planning.plans import KernelConfig, Plan, Problem
+from agmm.planning.plans import Plan
+from agmm.planning.problems import KernelConfig, Problem
 from agmm.runtime import cuda_calls, groups, symmetric
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

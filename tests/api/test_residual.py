@@ -19,7 +19,7 @@ from agmm.ops.plain_all_reduce import PlainAllReduce
 from agmm.ops.plain_scatter import PlainScatter
 from agmm.ops.scatter import ScatterSettings
 from agmm.ops.sums import SumCall
-from agmm.planning.plans import KernelConfig
+from agmm.planning.problems import KernelConfig
 from agmm.testing.ranks import RankPool
 
 A, B, RESIDUAL = torch.randn(4, 16), torch.randn(16, 8), torch.randn(4, 8)

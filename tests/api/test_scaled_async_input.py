@@ -15,7 +15,8 @@ import agmm
 from agmm import _core
 from agmm.ops import async_input_scaled_mm, fp8_operands
 from agmm.planning import call_plans
-from agmm.planning.plans import KernelConfig, Plan, Problem
+from agmm.planning.plans import Plan
+from agmm.planning.problems import KernelConfig, Problem
 from agmm.runtime import cuda_calls
 from agmm.testing.reference import relative_error
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,20 +13,25 @@ import pytest
 import scaled_work
 import torch
 import torch.distributed as dist
+from rich.console import Console, RenderableType
 from short_ids import short
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import agmm
 from agmm import InvalidArgument
 from agmm._core import Accumulation
+from agmm.cli import explain
 from agmm.errors import forget_warnings
 from agmm.integrations import async_tp, async_tp_kernels
 from agmm.integrations.scaled_async_tp import ServedGather, ServedScatter
 from agmm.ops import fp8_gather, fp8_operands, kept, quantize, scaled_products
+from agmm.ops import gather as gather_flow
 from agmm.ops.gather import GatherSettings
+from agmm.ops.pipeline import GATHER, KERNEL, LIBRARY
 from agmm.ops.scaled_checks import scaling_of
-from agmm.planning import built_kernels
-from agmm.planning.plans import KernelConfig
+from agmm.planning import built_kernels, call_plans, formats
+from agmm.planning.plans import GATHERED, UNFUSED, Plan
+from agmm.planning.problems import KernelConfig, Problem
 from agmm.runtime import cpu_scaled, cuda_gather, cuda_scaled, cuda_scatter, scaling
 from agmm.runtime.scaled import Scaled, Weight
 from agmm.runtime.scaling import ALL, BY_NAME, SCALINGS
@@ -517,6 +524,52 @@ def test_no_plan_leaves_to_torch_what_it_does_not_multiply(
     assert call.may_choose
     call.device = torch.device("cuda", 0)
     assert call.may_choose is is_chosen
+
+
+@pytest.mark.parametrize("kind", ["rowwise", "block 1x128"])
+@pytest.mark.parametrize("n", [2048, 2056])
+@pytest.mark.parametrize("m", [64, 16384])
+def test_explain_prints_the_plan_that_a_call_takes(
+    group: str, monkeypatch: pytest.MonkeyPatch, m: int, n: int, kind: str
+) -> None:
+    k, gpu = 2048, "nvidia-h200"
+    format_ = "block_1x128" if kind == "block 1x128" else "fast"
+    named = formats.fp8_name("float8_e4m3fn_float8_e4m3fn", format_)
+    problem = Problem(m, n, k, format=named, world_size=4, gpu=gpu)
+    planner = explain.planner_for(gpu, 4)
+    called = replace(problem, format="float8_e4m3fn")
+    printed = rendered(explain.explain_any(called, kind)).partition("plan: ")[2].partition("\n")[0]
+
+    A, weight = product_of(kind, 6, k, n)
+    one = fp8_operands.Fp8Weights(
+        [weight.B.values], [weight.B.scale], [None], [None], [torch.bfloat16], [False]
+    )
+    assert dist.group.WORLD is not None
+    call = fp8_gather.Fp8Gather(A.values, A.scale, one, dist.group.WORLD, GatherSettings())
+    call.device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(call, "problem", lambda weight: problem)
+    for why in ("why_not_fused", "why_not_gathered"):
+        monkeypatch.setattr(call, why, lambda: None)
+    monkeypatch.setattr(gather_flow, "cuda_workspace", lambda group, device: None)
+    monkeypatch.setattr(
+        call,
+        "ready_on_cuda",
+        lambda workspace, kernels, transport: Plan(transport, kernels[0]).name,
+    )
+    with mock.patch.object(call_plans, "planner", return_value=planner):
+        route = call.route()
+        taken = {GATHER: GATHERED.name, LIBRARY: UNFUSED.name}.get(route.by)
+        assert (taken or call.prepare(route)) == printed.partition(", NCCL")[0]
+    if n % 16:
+        assert route.by == KERNEL
+
+
+def rendered(said: RenderableType) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(said, soft_wrap=True, markup=False)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
 
 
 @pytest.mark.parametrize(("k", "blocks"), [(512, 4), (640, 5), (144, 2)])

@@ -19,7 +19,8 @@ from agmm.ops import plain_all_reduce, scatter_plan, small_collectives
 from agmm.ops.pipeline import serve
 from agmm.ops.plain_all_reduce import PlainAllReduce
 from agmm.ops.plain_gather import PlainGather
-from agmm.planning.plans import GATHERED, KernelConfig, Plan
+from agmm.planning.plans import GATHERED, Plan
+from agmm.planning.problems import KernelConfig
 from agmm.planning.transports import SCATTER
 from agmm.runtime import backends, collectives, groups, symmetric
 from agmm.runtime.calls import Call

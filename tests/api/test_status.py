@@ -32,8 +32,8 @@ def test_a_recording_has_the_calls_of_its_time_alone(pool: RankPool, tmp_path: P
     found = recordings.read(path)
     ranks = pool.world_size
     assert [
-        (call.op, call.m, call.n, call.k, call.b_layout, call.return_A, call.by, call.count)
-        for call in found
+        (kind.op, kind.m, kind.n, kind.k, kind.b_layout, kind.return_A, kind.by, count)
+        for kind, count in ((call.kind, call.count) for call in found)
     ] == [
         ("all_gather_matmul", 4 * ranks, (16,), 24, "column", False, "kernel", 3),
         ("all_gather_matmul", 4 * ranks, (16, 8), 24, "column", True, "kernel", 3),
@@ -41,7 +41,7 @@ def test_a_recording_has_the_calls_of_its_time_alone(pool: RankPool, tmp_path: P
         ("matmul_reduce_scatter", 8, (16,), 24, "row", False, "kernel", 3),
         ("matmul_all_reduce", 7, (16,), 24, "row", False, "kernel", 3),
     ]
-    assert {(call.gpu, call.dtype, call.world_size) for call in found} == {
+    assert {(call.gpu, call.kind.dtype, call.kind.world_size) for call in found} == {
         ("cpu", "float32", ranks)
     }
     assert [file.name for file in tmp_path.iterdir()] == ["calls.json"]
@@ -64,7 +64,9 @@ def test_a_recording_that_is_left_by_an_error_is_not_written(
 def test_scales_are_told_apart(pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "calls.json"
     pool.run(status_work.fp8_recorded, str(path))
-    found = [(call.planned_op, call.scaling, call.dtype) for call in recordings.read(path)]
+    found = [
+        (call.planned_op, call.kind.scaling, call.kind.dtype) for call in recordings.read(path)
+    ]
     assert found == [
         ("all_gather_matmul", "rowwise", "float8_e4m3fn"),
         ("all_gather_matmul", "tensorwise", "float8_e4m3fn"),
@@ -144,7 +146,7 @@ def test_variables_write_at_the_end_of_the_process(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert [(call.m, call.count) for call in recordings.read(calls)] == [(4, 2)]
+    assert [(call.kind.m, call.count) for call in recordings.read(calls)] == [(4, 2)]
     assert report.read_text().splitlines()[1].split()[:6] == [
         *("all_gather_matmul", "4", "x", "16", "x", "8"),
     ]

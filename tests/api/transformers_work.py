@@ -128,8 +128,8 @@ def training(folder: Path, kind: str, batch: int, length: int, checkpointing: bo
         made = calls()
     layers = _LAYERS * (2 if checkpointing else 1)
     shared = kind == "sequence" and batch * length >= transformers_styles.FEW_ROWS
-    blocks = 1 if "Mixtral" in folder.name else 2  # whose linears are agmm's
-    right = [blocks * layers] * 2 + [0] if shared else [0, 0, blocks * layers]
+    sublayers = 1 if "Mixtral" in folder.name else 2  # whose linears are agmm's
+    right = [sublayers * layers] * 2 + [0] if shared else [0, 0, sublayers * layers]
     faults = [] if list(made.values()) == right else [f"{made}, wanted {right}"]
     for (name, one), (other_name, other) in zip(found, wanted, strict=True):
         assert name == other_name

@@ -10,7 +10,7 @@ import torch
 
 from agmm.ops import async_input_mm
 from agmm.planning.built_kernels import kernels_of
-from agmm.planning.plans import ALL_GATHER_MATMUL
+from agmm.planning.problems import ALL_GATHER_MATMUL
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
 M, N, K = 256, 512, 256

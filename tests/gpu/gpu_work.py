@@ -14,7 +14,7 @@ import torch.distributed as dist
 import agmm
 from agmm import _core
 from agmm.planning.built_kernels import kernels_of
-from agmm.planning.plans import ALL_GATHER_MATMUL
+from agmm.planning.problems import ALL_GATHER_MATMUL
 from agmm.runtime.workspaces import (
     collectives_workspace,
     cuda_workspace,

@@ -14,7 +14,7 @@ from gpu_work import device, integers
 import agmm
 from agmm.ops import scatter_plan
 from agmm.planning.built_kernels import kernels_of
-from agmm.planning.plans import MATMUL_ALL_REDUCE
+from agmm.planning.problems import MATMUL_ALL_REDUCE
 from agmm.planning.transports import LAGGED
 from agmm.runtime.group_gpus import group_facts
 

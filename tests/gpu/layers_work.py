@@ -22,7 +22,7 @@ from agmm.ops import kept, pipeline, scatter_plan
 from agmm.ops.pipeline import Route
 from agmm.ops.plain_scatter import PlainScatter
 from agmm.planning import cost_model
-from agmm.planning.plans import KernelConfig
+from agmm.planning.problems import KernelConfig
 from agmm.runtime.cuda import CudaWorkspace
 from agmm.runtime.workspaces import cuda_workspace
 from agmm.testing.cases import LocalShape

@@ -11,7 +11,7 @@ from gpu_work import Faults, fault, group_of, last_ranks, poison, poison_freed_m
 
 import agmm
 from agmm.planning.built_kernels import kernels_of
-from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig
+from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig
 from agmm.testing.cases import LocalShape
 
 

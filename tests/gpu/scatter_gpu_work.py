@@ -16,7 +16,7 @@ from agmm import async_tp
 from agmm.ops import scatter_plan
 from agmm.ops.plain_scatter import PlainScatter
 from agmm.planning.built_kernels import kernels_of
-from agmm.planning.plans import MATMUL_ALL_REDUCE
+from agmm.planning.problems import MATMUL_ALL_REDUCE
 from agmm.planning.transports import LAGGED
 from agmm.runtime.group_gpus import group_facts
 from agmm.testing.reference import allowed_error, relative_error

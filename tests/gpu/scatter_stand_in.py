@@ -19,12 +19,7 @@ import torch
 
 from agmm import _core
 from agmm.planning.legality import legal_scatter_splits
-from agmm.planning.plans import (
-    MATMUL_ALL_REDUCE,
-    MATMUL_REDUCE_SCATTER,
-    KernelConfig,
-    Problem,
-)
+from agmm.planning.problems import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
 from agmm.runtime.kernels import built
 
 DTYPES = {torch.bfloat16: _core.DType.bfloat16, torch.float16: _core.DType.float16}

@@ -26,7 +26,7 @@ from gpu_work import (
 
 import agmm
 from agmm.planning.built_kernels import kernels_of
-from agmm.planning.plans import ALL_GATHER_MATMUL
+from agmm.planning.problems import ALL_GATHER_MATMUL
 from agmm.runtime.workspaces import cuda_workspace
 from agmm.testing.cases import LocalShape
 

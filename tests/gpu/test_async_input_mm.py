@@ -18,7 +18,7 @@ from agmm import _core
 from agmm.ops import async_input_mm
 from agmm.planning import call_plans, heuristics, legality
 from agmm.planning.built_kernels import kernels_of
-from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Problem
+from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig, Problem
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
 KERNELS = list(kernels_of(ALL_GATHER_MATMUL, "bfloat16"))
@@ -340,7 +340,7 @@ from dataclasses import replace
 import torch
 from agmm.planning.built_kernels import kernels_of
 from agmm.ops import async_input_mm
-from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig
+from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig
 for kernel in kernels_of(ALL_GATHER_MATMUL, "bfloat16"):
     for m, n, k, chunks in ((8, 8, 8, 8), (200, 136, 72, 5), (384, 264, 136, 3)):
         a = torch.randn(m, k, device="cuda").bfloat16()

@@ -14,7 +14,8 @@ from agmm.bench import tuner, tuning_session
 from agmm.planning import tables
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.legality import why_illegal
-from agmm.planning.plans import ALL_GATHER_MATMUL, UNFUSED, Problem, Row
+from agmm.planning.plans import UNFUSED, Row
+from agmm.planning.problems import ALL_GATHER_MATMUL, Problem
 from agmm.planning.tables import Key
 from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankPool

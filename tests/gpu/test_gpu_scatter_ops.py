@@ -10,7 +10,7 @@ import torch
 from at_hand import world_sizes
 
 from agmm.planning.built_kernels import kernels_of
-from agmm.planning.plans import MATMUL_ALL_REDUCE
+from agmm.planning.problems import MATMUL_ALL_REDUCE
 from agmm.testing.ranks import RankPool
 
 SHAPES = [

@@ -21,7 +21,8 @@ from agmm._core import Accumulation
 from agmm.ops import async_input_scaled_mm, fp8_operands
 from agmm.planning import call_plans, formats, tables
 from agmm.planning.built_kernels import kernels_of
-from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Plan, Row
+from agmm.planning.plans import Plan, Row
+from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig
 from agmm.planning.tables import Key
 from agmm.runtime import cuda_scaled
 from agmm.runtime.scaling import BLOCK

@@ -17,7 +17,7 @@ from scatter_stand_in import Alone, Products, Together, drawn, empty_out, enqueu
 
 from agmm import _core
 from agmm.bench import record
-from agmm.planning.plans import KernelConfig
+from agmm.planning.problems import KernelConfig
 
 PROGRAM = Path(__file__).parent / "scatter_stand_in.py"
 # Rows of a chunk, N, K of each product.

@@ -18,15 +18,9 @@ import pytest
 
 from agmm.planning import cost_model, heuristics, tables
 from agmm.planning.planner import Planner
-from agmm.planning.plans import (
-    MATMUL_REDUCE_SCATTER,
-    UNFUSED,
-    KernelConfig,
-    Plan,
-    Problem,
-    Row,
-)
+from agmm.planning.plans import UNFUSED, Plan, Row
 from agmm.planning.predictions import predict_us
+from agmm.planning.problems import MATMUL_REDUCE_SCATTER, KernelConfig, Problem
 
 pytestmark = pytest.mark.calibration
 

@@ -17,7 +17,8 @@ from agmm.planning import built_kernels, cost_model, tables
 from agmm.planning.cost_model import collectives
 from agmm.planning.cost_model.collectives import Kind
 from agmm.planning.op_plans import Choice
-from agmm.planning.plans import BY_TORCH, CPU, UNFUSED, KernelConfig, Plan, Problem, Row
+from agmm.planning.plans import BY_TORCH, UNFUSED, Plan, Row
+from agmm.planning.problems import CPU, KernelConfig, Problem
 from agmm.planning.tables import Key
 
 REPOSITORY = Path(__file__).resolve().parents[2]

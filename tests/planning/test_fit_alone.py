@@ -13,7 +13,7 @@ import pytest
 
 from agmm.planning import cost_model
 from agmm.planning.cost_model import Constants, gpu_constants
-from agmm.planning.plans import KernelConfig, Problem
+from agmm.planning.problems import KernelConfig, Problem
 from agmm.planning.tables import gpu_name
 from benchmarks import fit_alone
 from benchmarks.fit_alone import FITTED, ROOF, Fit, Sweep, changed, predicted_us, regret

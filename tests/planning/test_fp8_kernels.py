@@ -17,18 +17,9 @@ from agmm.bench import candidates
 from agmm.planning import built_kernels, cost_model, legality, tables
 from agmm.planning.cost_model import collectives
 from agmm.planning.planner import Planner
-from agmm.planning.plans import (
-    ALL_GATHER_MATMUL,
-    BY_TORCH,
-    GATHERED,
-    MATMUL_REDUCE_SCATTER,
-    UNFUSED,
-    KernelConfig,
-    Plan,
-    Problem,
-    Row,
-)
+from agmm.planning.plans import BY_TORCH, GATHERED, UNFUSED, Plan, Row
 from agmm.planning.predictions import predict_us
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
 from agmm.planning.tables import Key, Table, gpu_name
 
 E4M3 = _core.DType.float8_e4m3fn_float8_e4m3fn

@@ -12,20 +12,12 @@ from itertools import pairwise, product
 import pytest
 
 from agmm import _core
-from agmm.planning import cost_model, heuristics, legality, plans
+from agmm.planning import cost_model, heuristics, legality, plans, problems
 from agmm.planning.cost_model import gather
 from agmm.planning.planner import Planner
-from agmm.planning.plans import (
-    CPU,
-    DEFAULT_GPU,
-    GATHERED,
-    UNFUSED,
-    KernelConfig,
-    Plan,
-    Problem,
-    Row,
-)
+from agmm.planning.plans import GATHERED, UNFUSED, Plan, Row
 from agmm.planning.predictions import predict_us
+from agmm.planning.problems import CPU, DEFAULT_GPU, KernelConfig, Problem
 from agmm.planning.transports import PULL, PUSH, SmPush
 from agmm.planning.tuned_rows import Rows
 
@@ -304,7 +296,7 @@ def test_of_copies_every_field() -> None:
 MULTIPLE = "wanted a positive multiple of 8 (16-byte TMA alignment)"
 
 
-@pytest.mark.parametrize("dtype", plans.FUSED_DTYPES)
+@pytest.mark.parametrize("dtype", problems.FUSED_DTYPES)
 def test_aligned_half_precision_is_fused(dtype: str) -> None:
     for n, k in product((8, 16, 1000, 28672), (8, 24, 4096)):
         assert legality.why_unfused(dtype, n, k) is None
@@ -323,7 +315,7 @@ def test_aligned_half_precision_is_fused(dtype: str) -> None:
             "float16",
             2**31,
             8,
-            f"B: found shape (8, 2147483648), wanted sizes up to {plans.MAX_SIZE}",
+            f"B: found shape (8, 2147483648), wanted sizes up to {problems.MAX_SIZE}",
         ),
     ],
 )
@@ -333,8 +325,8 @@ def test_reasons_against_the_fused_path(dtype: str, n: int, k: int, reason: str)
 
 @pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_rows_of_all_ranks_are_counted_in_32_bits(world_size: int) -> None:
-    most = plans.MAX_SIZE // world_size
-    assert 2**30 < plans.MAX_SIZE < 2**31 - 1024
+    most = problems.MAX_SIZE // world_size
+    assert 2**30 < problems.MAX_SIZE < 2**31 - 1024
     assert legality.why_too_many_rows(most, world_size) is None
     found = legality.why_too_many_rows(most + 1, world_size)
     assert found == (

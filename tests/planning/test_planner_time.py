@@ -16,8 +16,9 @@ from agmm.planning import heuristics, tables
 from agmm.planning.cost_model import At, Tiling, default_kernels
 from agmm.planning.legality import why_illegal
 from agmm.planning.planner import Planner
-from agmm.planning.plans import CPU, GATHERED, UNFUSED, KernelConfig, Plan, Problem, Row
+from agmm.planning.plans import GATHERED, UNFUSED, Plan, Row
 from agmm.planning.predictions import predict_us
+from agmm.planning.problems import CPU, KernelConfig, Problem
 from agmm.planning.transports import PULL, PUSH, SmPush, copy_transports, parse
 from agmm.planning.tuned_rows import GatherRow, Rows
 

@@ -23,17 +23,9 @@ from agmm.planning.heuristics import lagged_plans
 from agmm.planning.legality import why_illegal, why_lagged_illegal
 from agmm.planning.op_plans import Choice
 from agmm.planning.planner import Planner
-from agmm.planning.plans import (
-    BY_TORCH,
-    MATMUL_ALL_REDUCE,
-    MATMUL_REDUCE_SCATTER,
-    UNFUSED,
-    KernelConfig,
-    Plan,
-    Problem,
-    Row,
-)
+from agmm.planning.plans import BY_TORCH, UNFUSED, Plan, Row
 from agmm.planning.predictions import predict_us
+from agmm.planning.problems import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
 from agmm.planning.transports import BACKEND, LAGGED, SCATTER
 from agmm.runtime import collectives, groups, symmetric
 from agmm.runtime.group_gpus import GroupFacts

@@ -9,15 +9,8 @@ import pytest
 from test_plan import KERNELS, planner_of
 
 from agmm.planning import studies
-from agmm.planning.plans import (
-    BY_TORCH,
-    CPU,
-    MATMUL_REDUCE_SCATTER,
-    UNFUSED,
-    Plan,
-    Problem,
-    Row,
-)
+from agmm.planning.plans import BY_TORCH, UNFUSED, Plan, Row
+from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, Problem
 from agmm.planning.studies import Report, Study
 from agmm.planning.transports import PUSH
 

@@ -17,15 +17,13 @@ from agmm.planning import cost_model, tables
 from agmm.planning.cost_model import default_kernels
 from agmm.planning.legality import why_illegal
 from agmm.planning.planner import Planner
-from agmm.planning.plans import (
+from agmm.planning.plans import UNFUSED, Plan, Row
+from agmm.planning.problems import (
     MATMUL_REDUCE_SCATTER,
     MAX_CHUNKS_PER_SHARD,
     MAX_SIZE,
-    UNFUSED,
     KernelConfig,
-    Plan,
     Problem,
-    Row,
 )
 from agmm.planning.tables import Key, NewerSchema, OtherTable, TableError
 from agmm.testing.ranks import RankPool

@@ -10,14 +10,13 @@ import pytest
 
 from agmm import _core
 from agmm.planning import formats
-from agmm.planning.plans import (
+from agmm.planning.plans import UNFUSED, Plan
+from agmm.planning.problems import (
     ALL_GATHER_MATMUL,
     CPU,
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
-    UNFUSED,
     KernelConfig,
-    Plan,
     Problem,
 )
 from agmm.planning.transports import (

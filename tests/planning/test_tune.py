@@ -20,7 +20,8 @@ from command import agmm
 
 from agmm.bench import tuner, tuning_session
 from agmm.planning import tables
-from agmm.planning.plans import CPU, UNFUSED, Plan, Problem, Row
+from agmm.planning.plans import UNFUSED, Plan, Row
+from agmm.planning.problems import CPU, Problem
 from agmm.planning.tables import Key
 from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankPool

@@ -23,18 +23,9 @@ from agmm.planning import cost_model, tables
 from agmm.planning.cost_model import default_kernels
 from agmm.planning.heuristics import usual_plans, usual_scatter_order
 from agmm.planning.legality import why_illegal
-from agmm.planning.plans import (
-    BY_TORCH,
-    CPU,
-    GATHERED,
-    MATMUL_REDUCE_SCATTER,
-    UNFUSED,
-    KernelConfig,
-    Plan,
-    Problem,
-    Row,
-)
+from agmm.planning.plans import BY_TORCH, GATHERED, UNFUSED, Plan, Row
 from agmm.planning.predictions import predict_us
+from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
 from agmm.planning.tables import TableError
 from agmm.testing.cases import Shape
 
@@ -139,9 +130,9 @@ def test_torchs_op_has_to_be_faster_by_what_it_costs_the_host(
     for us, winner in ((100.0, own), (60.0, BY_TORCH)):
         taken[BY_TORCH.name] = us
         found = tuner.Outcome(Shape(4096, 8192, 2048), SCATTER, UNFUSED)
-        part = tuner.Part(tuner.Silent(), 0.0, 1.0, "a shape")
+        span = tuner.Span(tuner.Silent(), 0.0, 1.0, "a shape")
         ranks_: Any = ranks
-        tuner.tune_shape(found, SENDERS, options, ranks_, part)
+        tuner.tune_shape(found, SENDERS, options, ranks_, span)
         assert found.row == Row(4096, winner, taken[winner.name], 50.0, 150.0, agmm.__version__)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import agmm
 from agmm import _core
-from agmm.planning import plans
+from agmm.planning import problems
 from agmm.runtime import kernels
 
 without_cuda = pytest.mark.skipif(
@@ -52,9 +52,9 @@ def test_config_defaults() -> None:
 @pytest.mark.parametrize("schedule", ["cooperative", "pingpong"])
 def test_core_and_plan_agree_on_names(schedule: str, timed: bool) -> None:
     core = _core.KernelConfig(128, 256, 64, 2, 1, schedule, timed, max_swizzle=8, raster="along_n")
-    config = plans.KernelConfig.of(core, max_swizzle=core.max_swizzle, raster=core.raster)
+    config = problems.KernelConfig.of(core, max_swizzle=core.max_swizzle, raster=core.raster)
     assert config.kernel == core.name
-    assert plans.KernelConfig.parse(config.name) == config
+    assert problems.KernelConfig.parse(config.name) == config
     assert config.timed is timed
 
 
@@ -90,7 +90,7 @@ def test_bad_types_are_refused(fields: tuple[Any, ...]) -> None:
 
 def test_plans_have_the_cores_fields_and_defaults() -> None:
     usual = _core.KernelConfig(128, 128, 64, 1, 1, "pingpong")
-    of_plans = {field.name: field.default for field in dataclasses.fields(plans.KernelConfig)}
+    of_plans = {field.name: field.default for field in dataclasses.fields(problems.KernelConfig)}
     assert set(of_plans) == set(_core.KernelConfig.field_names())
     defaults = {name: value for name, value in of_plans.items() if value is not dataclasses.MISSING}
     assert defaults == {name: getattr(usual, name) for name in defaults}
@@ -113,7 +113,7 @@ def test_the_facts_of_kernels_are_the_callers_own_list() -> None:
     assert (len(_core.kernel_facts()) > 0) == _core.cuda_built
 
 
-@pytest.mark.parametrize("op", plans.OPS)
+@pytest.mark.parametrize("op", problems.OPS)
 def test_each_kernel_of_an_op_is_built_once(op: str) -> None:
     found = kernels.built(op)
     assert len({kernel.name for kernel in found}) == len(found)
@@ -143,7 +143,7 @@ def test_each_kernel_of_an_op_is_built_once(op: str) -> None:
 def test_what_a_kernel_can_do_is_known_without_building_it(
     name: str, can_split: bool, in_cluster: bool, stores_A: tuple[str, ...]
 ) -> None:
-    config = plans.KernelConfig.parse(name)
+    config = problems.KernelConfig.parse(name)
     assert (config.can_split, config.splits_in_cluster) == (can_split, in_cluster)
     assert tuple(config.stores_A) == stores_A
 
@@ -155,11 +155,11 @@ def test_kernels_register_what_they_can_do() -> None:
     assert all(fact.b_layout == "column" for fact in facts if fact.is_fp8)
     assert all(fact.fast_accum for fact in facts if not fact.is_fp8)
     for fact in facts:
-        config = plans.KernelConfig.parse(fact.kernel).core
+        config = problems.KernelConfig.parse(fact.kernel).core
         assert (fact.config.name, fact.timed) == (fact.kernel, config.timed)
         assert fact.can_store_A == (fact.b_layout in config.stores_A)
         assert (fact.architecture, fact.epilogue) == ("sm_90a", "bias")
-        if fact.op == plans.ALL_GATHER_MATMUL:
+        if fact.op == problems.ALL_GATHER_MATMUL:
             can_split = config.can_split and "block" not in fact.accumulation.name
             assert fact.can_split == can_split
 

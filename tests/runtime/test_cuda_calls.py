@@ -17,7 +17,7 @@ from agmm import InvalidArgument, _core
 from agmm.ops import async_input_mm, plain_scatter
 from agmm.ops.gather import GatherSettings
 from agmm.ops.plain_gather import PlainGather
-from agmm.planning.plans import KernelConfig
+from agmm.planning.problems import KernelConfig
 from agmm.planning.transports import PUSH
 from agmm.runtime import cuda_calls
 

@@ -243,7 +243,7 @@ def test_a_rank_that_cannot_open_its_memory_is_told_of_by_all(
         ):
             workspace.ensure(wanted * MIB)
     assert workspace.buffers is buffers and buffers is not None
-    assert workspace.slot_bytes == 32 * MIB and not workspace.kept
+    assert workspace.slot_bytes == 32 * MIB and not workspace.retained
     workspace.ensure(32 * MIB)
     assert known.topics.count("the size of a workspace") == 2
 
@@ -296,7 +296,7 @@ def test_what_graphs_keep_is_less_than_what_is_in_use(make: Any) -> None:
         workspace.captured = True
     sizes = [32 * MIB, 64 * MIB, 128 * MIB, 256 * MIB]
     assert workspace.slot_bytes == 512 * MIB
-    assert len(workspace.kept) == len(sizes)
+    assert len(workspace.retained) == len(sizes)
     assert sum(sizes) < workspace.slot_bytes
 
 

@@ -21,7 +21,8 @@ from agmm.ops import plain_scatter, scatter_plan
 from agmm.ops.pipeline import LIBRARY, Route
 from agmm.ops.plain_scatter import PlainScatter, kind_of_scatter
 from agmm.ops.scatter import ScatterSettings
-from agmm.planning.plans import BY_TORCH, UNFUSED, KernelConfig, Plan
+from agmm.planning.plans import BY_TORCH, UNFUSED, Plan
+from agmm.planning.problems import KernelConfig
 from agmm.runtime import cuda_calls, cuda_gather, cuda_scatter
 
 A = torch.randn(8, 16).bfloat16()

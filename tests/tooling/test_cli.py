@@ -28,7 +28,8 @@ from agmm.cli import demo, options, report_tables
 from agmm.cli.app import app
 from agmm.cli.tuning import TuningBar
 from agmm.errors import AgmmError
-from agmm.planning.plans import UNFUSED, Problem, Row
+from agmm.planning.plans import UNFUSED, Row
+from agmm.planning.problems import Problem
 from agmm.testing.cases import MAX_EXTENT, Shape
 from agmm.testing.ranks import RankError, RankPool
 

@@ -16,9 +16,9 @@ from cmake_at_hand import CMAKES
 
 from agmm import _core
 from agmm._core import Accumulation
-from agmm.planning import cost_model, kernel_table, plans
+from agmm.planning import cost_model, kernel_table, problems
 from agmm.planning.cost_model import constants, default_kernels
-from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, KernelConfig
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, KernelConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SETS = kernel_table.SETS
@@ -146,9 +146,9 @@ def test_ci_has_a_kernel_of_each_kind(sets: dict[str, set[Entry]]) -> None:
 def test_plans_without_a_build_are_of_its_kernels(sets: dict[str, set[Entry]]) -> None:
     default = {entry for entry in sets["default"] if not entry.timed}
     for name, op in (
-        ("kernel", plans.ALL_GATHER_MATMUL),
-        ("scatter", plans.MATMUL_REDUCE_SCATTER),
-        ("lagged", plans.MATMUL_ALL_REDUCE),
+        ("kernel", problems.ALL_GATHER_MATMUL),
+        ("scatter", problems.MATMUL_REDUCE_SCATTER),
+        ("lagged", problems.MATMUL_ALL_REDUCE),
     ):
         assert _names(default, name) == {kernel.kernel for kernel in default_kernels(op)}
     for name, op in (("fp8", ALL_GATHER_MATMUL), ("fp8_scatter", MATMUL_REDUCE_SCATTER)):
@@ -167,7 +167,7 @@ def test_plans_without_a_build_are_of_its_kernels(sets: dict[str, set[Entry]]) -
 def test_each_default_kernel_has_its_speed(gpu: str) -> None:
     known, names = constants(gpu), [kernel.kernel for kernel in default_kernels()]
     assert [name for name in names if name not in known.tflops_per_sm] == []
-    scatters = {kernel.kernel for kernel in default_kernels(plans.MATMUL_REDUCE_SCATTER)}
+    scatters = {kernel.kernel for kernel in default_kernels(problems.MATMUL_REDUCE_SCATTER)}
     assert scatters == set(known.scatter_tile_us)
 
 

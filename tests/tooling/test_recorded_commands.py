@@ -10,7 +10,7 @@ import pytest
 from command import agmm
 
 from agmm.planning import tables
-from agmm.planning.plans import CPU
+from agmm.planning.problems import CPU
 
 CALL = {
     "op": "all_gather_matmul",
@@ -95,6 +95,7 @@ def test_explain_says_each_call(tmp_path: Path) -> None:
         {"gpu": "nvidia-h200", "dtype": "bfloat16", "m": 4096, "n": [3584], "k": 8192},
         {"b_layout": "packed"},
         {"by": "library", "reason": "K is odd"},
+        {"gpu": "nvidia-h200", "dtype": "float8_e4m3fn", "m": 64, "n": [2056, 2056], "k": 2048},
     )
     done = agmm("explain", "--file", file)
     assert done.returncode == 0, done.stderr
@@ -103,6 +104,7 @@ def test_explain_says_each_call(tmp_path: Path) -> None:
         "2 ranks on nvidia-h200",
         "not explained: call: agmm has one way for weights of 4 bits",
         "not by agmm's kernel: K is odd",
+        "fused, since torch._scaled_mm cannot compute it: B: found 2056 columns",
     ):
         assert text in done.stdout
 
@@ -130,10 +132,19 @@ def test_other_files_are_refused_before_anything_is_done(
     ("arguments", "message"),
     [
         (["tune", "--device", "cpu"], "found none with calls of 2, 4 ranks"),
-        (["tune", "--device", "cpu", "--return-a"], "found them with recorded calls"),
+        (["tune", "--device", "cpu", "--return-a"], "--return-a: found with recorded calls"),
         (["tune", "--device", "cpu", "--shapes", "8x8x8"], "found 2 ways to name them"),
         (["bench", "--device", "cpu"], "found none with calls of 2, 4 ranks"),
         (["explain", "--m", "8"], "found it with --m, --n or --k"),
+        (["tune", "--device", "cpu", "--b-layout", "column"], "--b-layout: found with recorded"),
+        (
+            ["explain", "--op", "matmul_reduce_scatter", "--dtype", "bf16"],
+            "--op, --dtype: found with recorded calls, wanted none: each call says it",
+        ),
+        (
+            ["explain", "--scaling", "block", "--return-a", "--b-layout", "column"],
+            "--scaling, --return-a, --b-layout: found with recorded calls, wanted none",
+        ),
         (["explain", "--tp", "3"], "found no such calls"),
     ],
 )

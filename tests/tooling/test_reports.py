@@ -10,7 +10,7 @@ import pytest
 from agmm.bench import reports
 from agmm.bench.options import Options
 from agmm.errors import InvalidArgument
-from agmm.planning.plans import ALL_GATHER_MATMUL, OPS
+from agmm.planning.problems import ALL_GATHER_MATMUL, OPS
 from agmm.testing.cases import Shape
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

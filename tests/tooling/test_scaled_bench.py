@@ -12,7 +12,7 @@ from agmm.bench import reports, runner, scaled_ways, ways
 from agmm.bench.options import Options
 from agmm.cli import report_tables
 from agmm.errors import InvalidArgument
-from agmm.planning.plans import OPS
+from agmm.planning.problems import OPS
 from agmm.testing.cases import Shape
 
 E4M3 = torch.float8_e4m3fn

@@ -19,7 +19,7 @@ from agmm.bench.timeline_picture import draw, draw_ranks
 from agmm.bench.timeline_trace import trace
 from agmm.cli import demo
 from agmm.errors import InvalidArgument
-from agmm.planning.plans import KernelConfig
+from agmm.planning.problems import KernelConfig
 
 SCATTER = "matmul_reduce_scatter"
 

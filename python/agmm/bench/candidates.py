@@ -15,16 +15,9 @@ from agmm.planning.heuristics import (
     usual_plans,
 )
 from agmm.planning.legality import why_illegal
-from agmm.planning.plans import (
-    CPU,
-    GATHERED,
-    MATMUL_REDUCE_SCATTER,
-    UNFUSED,
-    KernelConfig,
-    Plan,
-    Problem,
-)
+from agmm.planning.plans import GATHERED, UNFUSED, Plan
 from agmm.planning.predictions import predict_us
+from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
 from agmm.planning.transports import SmPush, copy_transports
 
 PRUNE_FACTOR = 1.3

@@ -14,7 +14,7 @@ from agmm.bench.timer import SAMPLES, SPIN_US, WARMUP
 from agmm.bench.units import size
 from agmm.bench.ways import select_ways
 from agmm.errors import InvalidArgument
-from agmm.planning.plans import ALL_GATHER_MATMUL
+from agmm.planning.problems import ALL_GATHER_MATMUL
 from agmm.runtime.scaled import FP8
 from agmm.testing.cases import BENCH_SHAPES, CPU_BENCH_SHAPES, SCATTER_BENCH_SHAPES, Shape
 

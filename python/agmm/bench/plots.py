@@ -12,7 +12,7 @@ from agmm.bench import figures
 from agmm.bench.reports import Report, op_of, shape_of, title_of, where
 from agmm.bench.ways import ROOF
 from agmm.errors import InvalidArgument
-from agmm.planning.plans import ALL_GATHER_MATMUL
+from agmm.planning.problems import ALL_GATHER_MATMUL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agmm.errors import InvalidArgument
-from agmm.planning.plans import ALL_GATHER_MATMUL
+from agmm.planning.problems import ALL_GATHER_MATMUL
 from agmm.testing.cases import Shape
 
 

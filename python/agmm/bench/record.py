@@ -18,7 +18,7 @@ from agmm.ops.plain_gather import PlainGather
 from agmm.ops.plain_scatter import call_with
 from agmm.planning import call_plans
 from agmm.planning.heuristics import usual_plans, usual_scatter_order
-from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, KernelConfig
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, KernelConfig
 from agmm.planning.transports import FusedGather, SmPush
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu import CpuWorkspace

@@ -1,4 +1,4 @@
-"""What the commands take of a recording: its calls in parts that one run can measure."""
+"""What the commands take of a recording: its calls, by the runs that can measure them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from agmm.bench.presets import ShapeOptions
 from agmm.errors import InvalidArgument
 from agmm.ops import recordings
 from agmm.ops.recordings import RecordedCall
-from agmm.planning.plans import ALL_GATHER_MATMUL, OPS
+from agmm.planning.problems import ALL_GATHER_MATMUL, OPS
 from agmm.testing.cases import Shape
 
 
-class Part(NamedTuple):
-    """Calls that differ in their shapes alone."""
+class Run(NamedTuple):
+    """Calls that are measured together, since they differ in their shapes alone."""
 
     op: str
     dtype: str
@@ -36,10 +36,11 @@ class Wanted(NamedTuple):
     scaling: str | None = None
 
     def has(self, call: RecordedCall) -> bool:
+        kind = call.kind
         pairs = (
             (self.op, call.planned_op),
-            (self.dtype, call.dtype),
-            (self.scaling, call.scaling),
+            (self.dtype, kind.dtype),
+            (self.scaling, kind.scaling),
         )
         return all(one is None or one == other for one, other in pairs)
 
@@ -73,16 +74,16 @@ def ranks_of(calls: Sequence[RecordedCall], given: int | None) -> int:
     """
     if given is not None:
         return given
-    found = sorted({call.world_size for call in calls})
+    found = sorted({call.kind.world_size for call in calls})
     if len(found) > 1:
         numbers = ", ".join(map(str, found))
         raise InvalidArgument(f"tp: found none with calls of {numbers} ranks, wanted one of these")
     return found[0]
 
 
-def parts(
+def runs(
     calls: Sequence[RecordedCall], ranks: int, *, each_weight: bool
-) -> tuple[dict[Part, list[Shape]], list[str]]:
+) -> tuple[dict[Run, list[Shape]], list[str]]:
     """The calls that can be measured with so many ranks, each shape once, and a line for each of
     the others.
 
@@ -90,34 +91,37 @@ def parts(
         each_weight: of calls with several weights also the shape of each, which has a kernel of its
             own.
     """
-    found: dict[Part, dict[Shape, None]] = {}
+    found: dict[Run, dict[Shape, None]] = {}
     left_out = []
     for call in calls:
         reason = _why_not(call, ranks)
         if reason is not None:
             left_out.append(f"left out {described(call)}: {reason}")
             continue
-        part = Part(call.planned_op, call.dtype, call.scaling, call.b_layout, call.return_A)
-        columns = [sum(call.n), *(call.n if each_weight else ())]
-        found.setdefault(part, {}).update({Shape(call.m, n, call.k): None for n in columns})
-    return {part: list(shapes) for part, shapes in found.items()}, left_out
+        kind = call.kind
+        run = Run(call.planned_op, kind.dtype, kind.scaling, kind.b_layout, kind.return_A)
+        columns = [sum(kind.n), *(kind.n if each_weight else ())]
+        found.setdefault(run, {}).update({Shape(kind.m, n, kind.k): None for n in columns})
+    return {run: list(shapes) for run, shapes in found.items()}, left_out
 
 
 def described(call: RecordedCall) -> str:
     """The call in a few words."""
-    columns = "+".join(map(str, call.n))
-    return f"{call.op} {call.m}x{columns}x{call.k} {call.dtype}"
+    kind = call.kind
+    columns = "+".join(map(str, kind.n))
+    return f"{kind.op} {kind.m}x{columns}x{kind.k} {kind.dtype}"
 
 
 def _why_not(call: RecordedCall, ranks: int) -> str | None:
-    if call.world_size != ranks:
-        return f"call: found {call.world_size} ranks, this run has {ranks}"
+    kind = call.kind
+    if kind.world_size != ranks:
+        return f"call: found {kind.world_size} ranks, this run has {ranks}"
     if call.planned_op not in OPS:
         return "call: nothing measures this op alone"
-    if 0 in (call.m, sum(call.n), call.k):
+    if 0 in (kind.m, sum(kind.n), kind.k):
         return "call: no elements"
-    if call.b_layout == "packed":
+    if kind.b_layout == "packed":
         return "call: agmm has one way for weights of 4 bits"
-    if call.op == ALL_GATHER_MATMUL and call.dim != 0:
-        return f"call: dimension {call.dim} is gathered, for which there are no plans"
+    if kind.op == ALL_GATHER_MATMUL and kind.dim != 0:
+        return f"call: dimension {kind.dim} is gathered, for which there are no plans"
     return None

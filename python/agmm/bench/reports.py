@@ -16,7 +16,7 @@ from agmm.bench.options import Options
 from agmm.bench.timer import FLUSH_BYTES
 from agmm.bench.ways import ROOF, ways_of
 from agmm.errors import InvalidArgument
-from agmm.planning.plans import ALL_GATHER_MATMUL, OPS
+from agmm.planning.problems import ALL_GATHER_MATMUL, OPS
 from agmm.testing.cases import Shape
 
 SCHEMA = 1

@@ -22,7 +22,8 @@ from agmm.ops.gather import GatherSettings
 from agmm.ops.pipeline import serve
 from agmm.ops.scaled_products import scaled_matmul
 from agmm.ops.scatter import ScatterSettings
-from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, Plan
+from agmm.planning.plans import Plan
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from agmm.runtime.collectives import by_newer_name
 from agmm.runtime.scaled import FP8, Scaled, ScaledProducts
 from agmm.runtime.scaling import ALL, BY_NAME, K_MULTIPLE, Tile, scale_shape
@@ -113,9 +114,9 @@ def references(problem: Workload, seed: int) -> ScaledReferences:
     rounded = exact.to(OUT_DTYPE)
     for source in range(world_size):
         A, B = dequantised(_problem_of(problem, source, seed))
-        part = gathered_product(A.chunk(world_size)[rank], B)
-        exact += part
-        rounded += part.to(OUT_DTYPE)
+        partial = gathered_product(A.chunk(world_size)[rank], B)
+        exact += partial
+        rounded += partial.to(OUT_DTYPE)
     errors = of_all_ranks(
         "the error that is allowed", relative_error(rounded, exact), problem.group
     )

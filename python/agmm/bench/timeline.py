@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 
 ChunkEvent = Mapping[str, int]
 """One chunk, or one tile of a chunk: 'chunk', 'source' (its rank) and, in ns of one clock,

@@ -18,7 +18,7 @@ from agmm.bench.timeline import (
     waited,
     waited_share,
 )
-from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

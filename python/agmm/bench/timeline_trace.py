@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agmm.bench.timeline import WORDS, ChunkEvent, begin_ns, chunk_name, origins_of, wait_of
-from agmm.planning.plans import ALL_GATHER_MATMUL
+from agmm.planning.problems import ALL_GATHER_MATMUL
 
 
 def trace(

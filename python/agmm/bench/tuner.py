@@ -29,16 +29,8 @@ from agmm.bench.ways import ROOF
 from agmm.planning import cost_model, tables
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.planner import Planner
-from agmm.planning.plans import (
-    BY_LIBRARY,
-    BY_TORCH,
-    CPU,
-    UNFUSED,
-    KernelConfig,
-    Plan,
-    Problem,
-    Row,
-)
+from agmm.planning.plans import BY_LIBRARY, BY_TORCH, UNFUSED, Plan, Row
+from agmm.planning.problems import CPU, KernelConfig, Problem
 from agmm.planning.tables import Key, TableError
 from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankError
@@ -157,14 +149,14 @@ def tune(options: TuningOptions, progress: Progress | None = None) -> Iterator[O
             if options.again or not is_done
         ]
         if len(wanted) < len(problems):
-            kept = len(problems) - len(wanted)
-            progress.say(f"{kept} of {len(problems)} shapes were tuned before (--again repeats)")
+            known = len(problems) - len(wanted)
+            progress.say(f"{known} of {len(problems)} shapes were tuned before (--again repeats)")
         for i, (shape, problem) in enumerate(wanted):
             (old,) = _plans_from_rank_0([planner.choose(problem).plan])
             outcome = Outcome(shape, problem, old)
-            part = Part(progress, i / len(wanted), 1 / len(wanted), str(shape))
+            span = Span(progress, i / len(wanted), 1 / len(wanted), str(shape))
             try:
-                tune_shape(outcome, kernels, options, ranks, part)
+                tune_shape(outcome, kernels, options, ranks, span)
             except RankError as error:
                 progress.say(f"{shape}: given up: {_cause(error)}")
                 outcome.failures.append(Failure(outcome.old, _cause(error)))
@@ -178,7 +170,7 @@ def _is_done(table: tables.Table, problem: Problem) -> bool:
 
 
 @dataclass
-class Part:
+class Span:
     """The range of the progress bar that belongs to one shape."""
 
     progress: Progress
@@ -200,10 +192,10 @@ def tune_shape(
     kernels: Sequence[KernelConfig],
     options: TuningOptions,
     ranks: _Ranks,
-    part: Part,
+    span: Span,
 ) -> None:
     shape, old = outcome.shape, outcome.old
-    part.at(0.0, "making the reference")
+    span.at(0.0, "making the reference")
     ranks(begin, shape, options)
     medians: dict[Plan, float] = {}
     checked: list[Plan] = []
@@ -211,19 +203,19 @@ def tune_shape(
     def try_plans(plans: Sequence[Plan], begin_at: float, end_at: float) -> None:
         before = len(checked)
         for i, plan in enumerate(plans):
-            part.at(begin_at + (end_at - begin_at) * i / len(plans), f"checking {plan.name}")
+            span.at(begin_at + (end_at - begin_at) * i / len(plans), f"checking {plan.name}")
             reason = _check(plan, checked, outcome, options, ranks)
             if reason is None:
                 checked.append(plan)
             else:
                 outcome.failures.append(Failure(plan, reason))
-                part.progress.say(f"{shape}: left out {plan.name}: {reason}")
+                span.progress.say(f"{shape}: left out {plan.name}: {reason}")
         new = checked[before:]
         if new:
             samples = ranks(measure, [plan.name for plan in new], COARSE_SAMPLES)
             medians.update({plan: statistics.median(samples[plan.name]) for plan in new})
             best = min(medians, key=lambda plan: medians[plan])
-            part.leads(best.name, medians[best])
+            span.leads(best.name, medians[best])
 
     try_plans(_plans_from_rank_0(candidates(outcome.problem, kernels, old)), 0.05, 0.4)
     more = other_orders(medians)
@@ -235,7 +227,7 @@ def tune_shape(
     if not medians:
         return
     if outcome.failures and all(plan in BY_LIBRARY for plan in medians):
-        part.progress.say(f"{shape}: no row, since no fused plan could be measured")
+        span.progress.say(f"{shape}: no row, since no fused plan could be measured")
         return
     finalists = sorted(medians, key=lambda plan: medians[plan])[:FINALISTS]
     if old in medians and old not in finalists:
@@ -245,7 +237,7 @@ def tune_shape(
     gain_us = _host_gain_us(outcome.problem)
 
     def time_round(names: Sequence[str], number: int) -> dict[str, list[float]]:
-        part.at(0.7 + 0.3 * number / MAX_ROUNDS, f"timing {len(names)} plans")
+        span.at(0.7 + 0.3 * number / MAX_ROUNDS, f"timing {len(names)} plans")
         taken = ranks(measure, names, ROUND_SAMPLES)
         return {name: [us + gain_us.get(name, 0.0) for us in taken[name]] for name in taken}
 
@@ -253,7 +245,7 @@ def tune_shape(
     final = {
         name: statistics.median(taken) - gain_us.get(name, 0.0) for name, taken in samples.items()
     }
-    part.leads(winner, final[winner])
+    span.leads(winner, final[winner])
     unfused_us = final.get(UNFUSED.name, medians.get(UNFUSED))
     outcome.old_us = final.get(old.name)
     outcome.row = Row(

@@ -23,14 +23,8 @@ from agmm.ops.plain_scatter import PlainScatter
 from agmm.ops.scatter import ScatterSettings
 from agmm.planning import built_kernels, call_plans
 from agmm.planning.legality import why_unfused
-from agmm.planning.plans import (
-    ALL_GATHER_MATMUL,
-    CPU,
-    MATMUL_REDUCE_SCATTER,
-    UNFUSED,
-    Plan,
-    Problem,
-)
+from agmm.planning.plans import UNFUSED, Plan
+from agmm.planning.problems import ALL_GATHER_MATMUL, CPU, MATMUL_REDUCE_SCATTER, Problem
 from agmm.runtime import cuda_scaled
 from agmm.runtime import scaling as scalings
 from agmm.runtime.workspaces import cpu_workspace

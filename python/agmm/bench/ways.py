@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import agmm
 from agmm.errors import InvalidArgument
-from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from agmm.runtime.collectives import by_newer_name
 from agmm.testing.cases import Operands, Shape
 
@@ -166,11 +166,11 @@ def as_graph(
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog thread may touch CUDA during the capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            kept = call, call()  # the call holds what the graph writes beside its results
+            held = call, call()  # the call holds what the graph writes beside its results
 
         def replay() -> Result:
             graph.replay()
-            return kept[1]
+            return held[1]
 
         return replay
 

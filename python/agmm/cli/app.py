@@ -21,6 +21,8 @@ from agmm.cli.options import (
     DTYPE_NAMES,
     Command,
     Device,
+    DType,
+    ExplainedOp,
     Layout,
     Op,
     Tp,
@@ -192,11 +194,7 @@ def tune(options: TuneOptions) -> None:
             options.shapes, options.file, options.model, options.tokens, one
         )
         if from_file.is_recorded(shapes):
-            given = options.return_a or options.b_layout is not Layout.column
-            if given:
-                raise InvalidArgument(
-                    "--return-a, --b-layout: found them with recorded calls, which say it"
-                )
+            from_file.refuse({"--return-a": options.return_a, "--b-layout": options.b_layout})
             dtype = None if options.dtype is None else DTYPE_NAMES[options.dtype]
             wanted = recorded.Wanted(op, dtype, scaling)
             device, tp, again = options.device.value, options.tp, options.again
@@ -239,29 +237,35 @@ def explain(options: ExplainOptions) -> None:
         from agmm.cli import explain as explain_module
         from agmm.cli import gpu_names
         from agmm.planning.cost_model.collectives import Kind
-        from agmm.planning.plans import Problem
+        from agmm.planning.problems import Problem
 
-        m, n, k, tp, op = options.m, options.n, options.k, options.tp, options.op.value
+        m, n, k, tp = options.m, options.n, options.k, options.tp
         if options.file is not None:
             from agmm.cli import from_file
 
             if (m, n, k) != (None, None, None):
                 raise InvalidArgument("--file: found it with --m, --n or --k, wanted one of these")
+            of_shape = "op", "dtype", "scaling", "return_a", "b_layout"
+            from_file.refuse(
+                {f"--{name.replace('_', '-')}": getattr(options, name) for name in of_shape}
+            )
             from_file.explain(options.file, tp, options.gpu)
             return
         if m is None or k is None or tp is None:
             raise InvalidArgument("shape: found no --m, --k or --tp, wanted all three, or --file")
+        op = (options.op or ExplainedOp.all_gather_matmul).value
+        dtype = options.dtype or DType.bf16
         name = gpu_names.find_gpu(options.gpu)
         explain_module.check_columns(op, n)
         if op in get_args(Kind):
-            size = torch_dtype(options.dtype).itemsize
+            size = torch_dtype(dtype).itemsize
             said = explain_module.explain_collective(cast(Kind, op), m, k, size, tp, name)
         else:
             assert n is not None
-            format_ = DTYPE_NAMES[options.dtype]
+            format_ = DTYPE_NAMES[dtype]
             called = Problem(m, n, k, op=op, format=format_, world_size=tp)
             there = replace(called, gpu=name, sm_count=gpu_names.HOPPERS.get(name, 0))
-            layout = options.b_layout.value
+            layout = (options.b_layout or Layout.column).value
             problem = replace(there, return_A=options.return_a, b_layout=layout)
             scaling = None if options.scaling is None else options.scaling.value
             said = explain_module.explain_any(problem, scaling)

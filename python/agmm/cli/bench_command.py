@@ -36,7 +36,7 @@ from agmm.bench.timer import SAMPLES
 from agmm.cli import report_tables
 from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
-from agmm.planning.plans import ALL_GATHER_MATMUL
+from agmm.planning.problems import ALL_GATHER_MATMUL
 from agmm.runtime.kernels import built
 from agmm.testing.cases import Shape
 
@@ -108,10 +108,10 @@ def run_any(request: Request) -> Found:
         return run(request)
     given = launcher.world_size_or(request.world_size)
     ranks = recorded.ranks_of(calls, given)
-    parts, left_out = recorded.parts(calls, ranks, each_weight=False)
+    runs, left_out = recorded.runs(calls, ranks, each_weight=False)
     requests: dict[tuple[str, str, str | None], dict[Shape, None]] = {}
-    for part, shapes in parts.items():
-        key = part.op, part.dtype, part.scaling
+    for alike, shapes in runs.items():
+        key = alike.op, alike.dtype, alike.scaling
         requests.setdefault(key, {}).update(dict.fromkeys(shapes))
     files = (request.json_path, request.compare, request.plot)
     if len(requests) > 1 and any(path is not None for path in files):

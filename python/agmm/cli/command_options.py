@@ -19,7 +19,6 @@ from agmm.cli.options import (
     ElementType,
     ExplainedOp,
     File,
-    Layout,
     LayoutOfB,
     Model,
     Op,
@@ -154,7 +153,7 @@ class TuneOptions:
     dtype: ElementType = None
     scaling: ScalingOf = None
     return_a: ReturnA = False
-    b_layout: LayoutOfB = Layout.column
+    b_layout: LayoutOfB = None
     device: Where = Device.auto
     again: Annotated[
         bool, typer.Option("--again", help="Measure shapes anew that were tuned before.")
@@ -192,10 +191,13 @@ class ExplainOptions:
     ] = None
     n: ColumnsOfB = None
     op: Annotated[
-        ExplainedOp,
-        typer.Option(help="Which call. Behind a matmul the rows are those of A."),
-    ] = ExplainedOp.all_gather_matmul
-    dtype: Annotated[DType, typer.Option(help="Element type.")] = DType.bf16
+        ExplainedOp | None,
+        typer.Option(
+            help="Which call; all_gather_matmul by default. Behind a matmul the rows are those of "
+            "A."
+        ),
+    ] = None
+    dtype: Annotated[DType | None, typer.Option(help="Element type. Default: bf16.")] = None
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -204,4 +206,4 @@ class ExplainOptions:
     ] = None
     scaling: ScalingOf = None
     return_a: ReturnA = False
-    b_layout: LayoutOfB = Layout.column
+    b_layout: LayoutOfB = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -11,27 +11,24 @@ from rich.console import Group, RenderableType
 from agmm import _core
 from agmm.bench.units import duration
 from agmm.cli import gpu_names
+from agmm.cli.explain_reasons import why, why_not_by_torch
 from agmm.cli.terminal import plain_table, whole
 from agmm.errors import InvalidArgument
 from agmm.planning import built_kernels, cost_model, formats, tables
 from agmm.planning.cost_model import collectives as collective_costs
 from agmm.planning.cost_model.collectives import Kind
-from agmm.planning.legality import why_illegal, why_unfused
+from agmm.planning.legality import why_unfused
 from agmm.planning.op_plans import Choice, KernelsOf
 from agmm.planning.planner import Planner
-from agmm.planning.plans import (
+from agmm.planning.plans import UNFUSED, Plan
+from agmm.planning.problems import (
     ALL_GATHER_MATMUL,
-    BY_TORCH,
     CPU,
-    GATHERED,
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
     OPS,
-    UNFUSED,
-    Plan,
     Problem,
 )
-from agmm.planning.predictions import predict_us
 from agmm.planning.transports import BACKEND, LAGGED, PUSH, SCATTER, Transport
 from agmm.runtime.scaling import BY_NAME, K_MULTIPLE
 
@@ -66,10 +63,12 @@ def planner_for(gpu: str, world_size: int) -> Planner:
     return Planner(kernels_for(gpu), [table for table in found if table is not None])
 
 
-def explain_any(problem: Problem, scaling: str | None) -> RenderableType:
+def explain_any(
+    problem: Problem, scaling: str | None, columns: Sequence[int] | None = None
+) -> RenderableType:
     """Explains a problem as `explain` does, with the planner of the tables that are there. The
     format of a problem with fp8 operands is still the name of their dtype, and ``scaling`` the kind
-    of their scales.
+    of their scales. ``columns`` are those of each weight, where there are several.
 
     Raises InvalidArgument for scales of other operands, and for fp8 operands that no op takes.
     """
@@ -93,16 +92,22 @@ def explain_any(problem: Problem, scaling: str | None) -> RenderableType:
             problem.op, dtypes, accumulation, among=planner.kernels_of
         )
         problem = replace(problem, format=name)
-    return explain(problem, planner, operands)
+    return explain(problem, planner, operands, columns)
 
 
-def explain(problem: Problem, planner: Planner, operands: str | None = None) -> RenderableType:
+def explain(
+    problem: Problem,
+    planner: Planner,
+    operands: str | None = None,
+    columns: Sequence[int] | None = None,
+) -> RenderableType:
     """The explanation of the planner's choice, ready to print.
 
     Args:
         problem: of any op and format.
         planner: has the tables and kernels.
         operands: the name to print for the operands; the name of the format where None.
+        columns: N of each weight; one of all columns where None.
 
     Raises InvalidArgument where the ranks cannot have equally many rows, or nothing is gathered
     that could be returned.
@@ -116,20 +121,33 @@ def explain(problem: Problem, planner: Planner, operands: str | None = None) -> 
     if problem.m % ranks:
         raise InvalidArgument(f"m: found {problem.m}, wanted a multiple of tp, {ranks}")
     problem = replace(problem, peer_atomics=has_atomics_here(problem.gpu))
-    choice = planner.choose(problem)
+    not_by_torch = why_not_by_torch(problem, columns or [problem.n])
+    must_fuse = not_by_torch is not None and _is_fused_gather(problem, planner)
+    choice = planner.choose(problem, fused=must_fuse)
     where = f"{ranks} rank{'s' if ranks > 1 else ''} on {problem.gpu}"
     lines = [
         f"{call}, {operands or problem.format}, B by {problem.b_layout}, {where}"
         + (", A returned" if problem.return_A else ""),
-        f"plan: {_named(problem, choice.plan)}",
+        f"plan: {_named(problem, choice.plan, not_by_torch)}",
         f"from: {choice.source}",
         *_times(problem, choice),
-        f"why: {why(problem, choice, planner, operands or problem.format)}",
+        f"why: {why(problem, choice, planner, operands or problem.format, not_by_torch)}",
         *_remarks(problem),
     ]
     if problem.gpu == CPU:  # of which there is no model
         return Group(*lines)
-    return Group("\n".join(lines), _table(problem, choice, planner))
+    timed = planner.alternatives(problem)
+    if must_fuse:
+        timed = [(plan, us) for plan, us in timed if plan.kernel is not None]
+    named = [(_named(problem, plan, not_by_torch), plan, us) for plan, us in timed]
+    return Group("\n".join(lines), _table(choice, named))
+
+
+def _is_fused_gather(problem: Problem, planner: Planner) -> bool:
+    """Whether it is an all-gather + matmul that this build has a kernel for."""
+    illegal = why_unfused(problem.format, problem.n, problem.k)
+    kernels = planner.kernels_of(problem.op, problem.format)
+    return problem.op == ALL_GATHER_MATMUL and illegal is None and bool(kernels)
 
 
 def check_columns(kind: str, n: int | None) -> None:
@@ -199,19 +217,20 @@ _OF_ALL_REDUCE: dict[Transport, str] = {
     PUSH: "agmm's own, through shared memory",
 }
 _OF_FP8 = {
-    ALL_GATHER_MATMUL: "NCCL's all-gather and torch._scaled_mm",
-    MATMUL_REDUCE_SCATTER: "torch._scaled_mm and NCCL's reduce-scatter",
-    MATMUL_ALL_REDUCE: "torch._scaled_mm and an all-reduce",
+    ALL_GATHER_MATMUL: "NCCL's all-gather and {}",
+    MATMUL_REDUCE_SCATTER: "{} and NCCL's reduce-scatter",
+    MATMUL_ALL_REDUCE: "{} and an all-reduce",
 }
-"""What the unfused path of each op calls for fp8 operands."""
+"""What the unfused path of each op calls for fp8 operands, with a place for what multiplies."""
 
 
-def _named(problem: Problem, plan: Plan) -> str:
+def _named(problem: Problem, plan: Plan, not_by_torch: str | None) -> str:
     if problem.op == MATMUL_ALL_REDUCE:
         of_kernel = "" if plan.kernel is None else f": {plan.kernel.name}"
         return _OF_ALL_REDUCE[plan.transport] + of_kernel
     if plan == UNFUSED and formats.of(problem.format).kind == formats.FP8:
-        return f"{plan.name}, {_OF_FP8[problem.op]}"
+        product = "torch._scaled_mm" if not_by_torch is None else "a product in float32"
+        return f"{plan.name}, {_OF_FP8[problem.op].format(product)}"
     return plan.name
 
 
@@ -253,84 +272,6 @@ def _beside_roof(problem: Problem, choice: Choice) -> str:
     return f"{choice.predicted_us / roof:.2f} × the matmul alone ({duration(roof)})"
 
 
-def why(problem: Problem, choice: Choice, planner: Planner, operands: str) -> str:
-    """Why the call is fused, or why not, in a sentence."""
-    is_fp8 = problem.gpu != CPU and formats.of(problem.format).kind == formats.FP8
-    # An all-reduce of fp8 operands has the kernels of its scatter.
-    op = MATMUL_REDUCE_SCATTER if problem.op == MATMUL_ALL_REDUCE else problem.op
-    if is_fp8 and not planner.kernels_of(op, problem.format):
-        return f"{operands}: this build has no kernel for it"
-    of_op = {MATMUL_REDUCE_SCATTER: _said_of_scatter, MATMUL_ALL_REDUCE: _said_of_all_reduce}
-    if problem.op in of_op:
-        return of_op[problem.op](problem, choice)
-    if problem.gpu == CPU and problem.format.startswith("float8"):
-        return "agmm's own on CPU ranks, of chunks that are dequantised to float32"
-    illegal = None if problem.gpu == CPU else why_unfused(problem.format, problem.n, problem.k)
-    if illegal is not None:
-        return f"unfused, the kernels cannot compute it: {illegal}"
-    row = choice.row
-    fused = [us for plan, us in planner.alternatives(problem) if plan.kernel and us is not None]
-    if choice.plan == GATHERED:
-        library = predict_us(problem, UNFUSED)
-        others = [] if library is None else [f"{duration(library)} by NCCL's gather"]
-        others += [f"{duration(min(fused))} fused"] if fused else []
-        return f"agmm's gather, then the library's matmul; {', '.join(others)}"
-    if choice.plan == UNFUSED:
-        if row is not None:
-            return "unfused, it was measured to be the fastest"
-        said = f", {duration(min(fused))} fused" if fused else ""
-        return f"unfused is the fastest by {choice.source}{said}"
-    if row is not None and row.unfused_us is not None:
-        said = f"fused, the unfused path was measured at {duration(row.unfused_us)}"
-        within = "" if row.unfused_us >= row.us else ", not faster by more than the noise"
-        return said + within
-    unfused = predict_us(problem, UNFUSED)
-    if problem.world_size == 1:
-        return "fused, one rank has nothing to gather"
-    if unfused is None:
-        return "fused, nothing is known of the unfused path"
-    return f"fused, the unfused path is predicted to take {duration(unfused)}"
-
-
-def _said_of_scatter(problem: Problem, choice: Choice) -> str:
-    if choice.row is not None:
-        us = None if choice.plan == UNFUSED else choice.row.unfused_us
-        beside = "" if us is None else f", {duration(us)} unfused"
-        return f"it was measured to be the fastest{beside}"
-    if choice.source.startswith("tuned at"):
-        return f"it is the fastest by what was {choice.source}"
-    if problem.gpu == CPU:
-        return "agmm's own, each rank sends the others their parts as they are computed"
-    unfused, by_torch = (predict_us(problem, plan) for plan in (UNFUSED, BY_TORCH))
-    illegal = why_illegal(problem, BY_TORCH, ())
-    if choice.plan.kernel is not None:
-        assert unfused is not None and by_torch is not None  # kernels have a model
-        others = f"{duration(unfused)} unfused"
-        others += "" if illegal else f", {duration(by_torch)} by torch's fused op"
-        return f"agmm's own, whose kernel sends tiles as they are computed; {others}"
-    if illegal is not None:
-        return f"unfused, {illegal}"
-    assert unfused is not None and by_torch is not None
-    least = duration(cost_model.constants(problem.gpu).fused_reduce_scatter_gain_us)
-    if choice.plan == BY_TORCH:
-        return f"torch's fused op, which saves more than the {least} that it costs the host"
-    saved = f"saves {duration(unfused - by_torch)}" if by_torch < unfused else "saves nothing"
-    return f"unfused, torch's fused op {saved}, wanted {least}, which it costs the host"
-
-
-def _said_of_all_reduce(problem: Problem, choice: Choice) -> str:
-    if problem.gpu == CPU:
-        return "agmm's own, each rank sums the parts of all as they are computed"
-    if choice.row is not None:
-        return "it was measured to be the fastest"
-    illegal = why_unfused(problem.format, problem.n, problem.k)
-    if illegal is not None:
-        return f"the kernels cannot compute it: {illegal}"
-    scatter, lagged = (f"{1 - one.gain(problem.world_size):.0%}" for one in (SCATTER, LAGGED))
-    by_one = f", one kernel to save {lagged}" if LAGGED.serves(problem) else ""
-    return f"a scatter and a gather where predicted to save {scatter}{by_one}"
-
-
 _UNFUSED = {
     ALL_GATHER_MATMUL: "all-gather + matmul",
     MATMUL_REDUCE_SCATTER: "matmul + reduce-scatter",
@@ -366,15 +307,15 @@ def _gpus_of_a_host(gpu: str) -> tuple[int, str]:
     return GPUS_OF_A_HOST, "of a host"
 
 
-def _table(problem: Problem, choice: Choice, planner: Planner) -> RenderableType:
+def _table(choice: Choice, plans: Iterable[tuple[str, Plan, float | None]]) -> RenderableType:
     table = plain_table("alternatives (predicted)")
     table.add_column("plan", overflow="fold")
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("÷ plan", justify="right", no_wrap=True)
-    for plan, us in planner.alternatives(problem):
+    for name, plan, us in plans:
         ratio = us / choice.predicted_us if us and choice.predicted_us else None
         table.add_row(
-            _named(problem, plan) + _mark(plan, choice.plan),
+            name + _mark(plan, choice.plan),
             "-" if us is None else duration(us),
             "-" if ratio is None else f"{ratio:.2f}",
         )

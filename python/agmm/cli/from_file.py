@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from agmm.bench import launcher, recorded
@@ -13,13 +14,22 @@ from agmm.cli import gpu_names, tuning
 from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
 from agmm.ops import recordings
-from agmm.planning.plans import Problem
+from agmm.planning.problems import Problem
 from agmm.testing.cases import Shape
 
 
 def is_recorded(shapes: ShapeOptions) -> bool:
     """Whether the options name a recording."""
     return recorded.read(shapes, recorded.Wanted()) is not None
+
+
+def refuse(given: Mapping[str, object]) -> None:
+    """Raises InvalidArgument for options of a shape beside recorded calls."""
+    names = [name for name, value in given.items() if value not in (None, False)]
+    if names:
+        raise InvalidArgument(
+            f"{', '.join(names)}: found with recorded calls, wanted none: each call says it"
+        )
 
 
 def tune(
@@ -40,47 +50,47 @@ def tune(
     given = recorded.ranks_of(calls, launcher.world_size_or(tp))
     kind, ranks = launcher.choose(device, given)
     reason = launcher.why_cpu(device, given)
-    parts, lines = recorded.parts(calls, ranks, each_weight=True)
+    runs, lines = recorded.runs(calls, ranks, each_weight=True)
     if reason is not None:
         lines.insert(0, reason)
-    sessions: list[tuple[recorded.Part, TuningOptions]] = []
-    for part, listed in parts.items():
+    sessions: list[tuple[recorded.Run, TuningOptions]] = []
+    for run, listed in runs.items():
         served: list[Shape] = []
         for shape in listed:
             try:
-                _session(part, kind, ranks, [shape], getattr(torch, part.dtype), again)
+                _session(run, kind, ranks, [shape], getattr(torch, run.dtype), again)
             except InvalidArgument as error:
-                lines.append(f"left out {part.op} {shape} {part.dtype}: {error}")
+                lines.append(f"left out {run.op} {shape} {run.dtype}: {error}")
             else:
                 served.append(shape)
         if served:
-            dtype = getattr(torch, part.dtype)
-            sessions.append((part, _session(part, kind, ranks, served, dtype, again)))
+            dtype = getattr(torch, run.dtype)
+            sessions.append((run, _session(run, kind, ranks, served, dtype, again)))
     if launcher.is_rank_0():
         for line in lines:
             print(f"agmm: {line}", file=sys.stderr)
     if not sessions:
         raise InvalidArgument(f"file: found no calls in {shapes.file} that can be tuned")
     all_kept = True
-    for part, session in sessions:
+    for run, session in sessions:
         if launcher.is_rank_0():
-            print(f"agmm: {part}, {len(session.shapes)} shapes", file=sys.stderr)
+            print(f"agmm: {run}, {len(session.shapes)} shapes", file=sys.stderr)
         all_kept = tuning.run(session, ranks) and all_kept
     return all_kept
 
 
 def _session(
-    part: recorded.Part, kind: str, ranks: int, shapes: list[Shape], dtype: object, again: bool
+    run: recorded.Run, kind: str, ranks: int, shapes: list[Shape], dtype: object, again: bool
 ) -> TuningOptions:
     return TuningOptions.of(
         kind,
         ranks,
         shapes,
         dtype,  # type: ignore[arg-type]  # this module imports no torch for its annotations
-        op=part.op,
-        scaling=part.scaling,
-        return_A=part.return_A,
-        row_major=part.b_layout == "row",
+        op=run.op,
+        scaling=run.scaling,
+        return_A=run.return_A,
+        row_major=run.b_layout == "row",
         again=again,
     )
 
@@ -90,35 +100,36 @@ def explain(path: Path, tp: int | None, gpu: str | None) -> None:
 
     Raises InvalidArgument where the file cannot be read or has no such calls.
     """
-    calls = [call for call in recordings.read(path) if tp in (None, call.world_size)]
+    calls = [call for call in recordings.read(path) if tp in (None, call.kind.world_size)]
     if not calls:
         raise InvalidArgument(f"file: found no such calls in {path}, wanted some")
     name = None if gpu is None else gpu_names.find_gpu(gpu)
     stdout = console()
     for call in calls:
+        kind = call.kind
         at = name or call.gpu
         problem = Problem(
-            call.m,
-            sum(call.n),
-            call.k,
+            kind.m,
+            sum(kind.n),
+            kind.k,
             op=call.planned_op,
-            format=call.dtype,
-            world_size=call.world_size,
-            return_A=call.return_A,
-            b_layout=call.b_layout,
+            format=kind.dtype,
+            world_size=kind.world_size,
+            return_A=kind.return_A,
+            b_layout=kind.b_layout,
             gpu=at,
             sm_count=gpu_names.HOPPERS.get(at, 0),
         )
-        head = f"{call.count} × {recorded.described(call)}, served by: {call.by}"
+        head = f"{call.count} × {recorded.described(call)}, served by: {kind.by}"
         stdout.print(head, soft_wrap=True, markup=False)
         try:
-            if call.b_layout == "packed":
+            if kind.b_layout == "packed":
                 raise InvalidArgument("call: agmm has one way for weights of 4 bits")
             if 0 in (problem.m, problem.n, problem.k):
                 raise InvalidArgument("call: no elements")
-            said = explain_module.explain_any(problem, call.scaling)
+            said = explain_module.explain_any(problem, kind.scaling, kind.n)
         except InvalidArgument as error:
             said = f"not explained: {error}"
-        if call.reason is not None:
-            stdout.print(f"not by agmm's kernel: {call.reason}", soft_wrap=True, markup=False)
+        if kind.reason is not None:
+            stdout.print(f"not by agmm's kernel: {kind.reason}", soft_wrap=True, markup=False)
         stdout.print(said, "", sep="\n", soft_wrap=True, markup=False)

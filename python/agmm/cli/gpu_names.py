@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agmm.errors import InvalidArgument
 from agmm.planning import cost_model, tables
-from agmm.planning.plans import CPU, DEFAULT_GPU
+from agmm.planning.problems import CPU, DEFAULT_GPU
 
 HOPPERS = {
     "nvidia-h100-80gb-hbm3": 132,

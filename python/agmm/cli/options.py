@@ -161,7 +161,10 @@ ColumnsOfB = Annotated[
     int | None,
     typer.Option("--n", min=1, max=MAX_EXTENT, metavar="COLUMNS", help="Columns of B per rank."),
 ]
-LayoutOfB = Annotated[Layout, typer.Option(help="column: a transposed [N, K] weight.")]
+LayoutOfB = Annotated[
+    Layout | None,
+    typer.Option(help="Default: column, a transposed [N, K] weight."),
+]
 ReturnA = Annotated[bool, typer.Option("--return-a", help="Calls that return A.")]
 
 

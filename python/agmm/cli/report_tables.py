@@ -13,7 +13,7 @@ from agmm.bench.compare import STANDARD_ERRORS, Change, Comparison, Verdict, sum
 from agmm.bench.reports import dtype_of, op_of, summarize, title_of
 from agmm.bench.tuner import Outcome
 from agmm.cli.terminal import plain_table, print_table
-from agmm.planning.plans import ALL_GATHER_MATMUL
+from agmm.planning.problems import ALL_GATHER_MATMUL
 from agmm.testing.cases import Shape
 
 

@@ -13,13 +13,12 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from agmm.errors import InvalidArgument, Unsupported, warn_once
 from agmm.integrations.scaled_async_tp import ServedGather, ServedScatter
-from agmm.ops.checks import check_scatterable
+from agmm.ops.checks import check_no_backward, check_scatterable
 from agmm.ops.gather import GatherSettings
 from agmm.ops.kept import kind_of
 from agmm.ops.pipeline import KERNEL
 from agmm.ops.plain_gather import PlainGather, gather
 from agmm.ops.plain_scatter import PlainScatter, scatter
-from agmm.ops.scaled_checks import check_no_backward
 from agmm.ops.scatter import ScatterSettings
 from agmm.planning import call_plans
 from agmm.runtime import nan_check

@@ -86,7 +86,7 @@ class AllGather(_Comm, api.AllGather):
 
         Args:
             output_tensor: [world_size * n], contiguous.
-            input_tensor: [n] of the same dtype; it may be this rank's part of ``output_tensor``.
+            input_tensor: [n] of the same dtype; it may be this rank's shard of ``output_tensor``.
             group: the ranks.
             async_op: copy on another stream, which the current one waits for in ``wait`` of what is
                 returned.
@@ -134,7 +134,7 @@ class ReduceScatter(_Comm, api.ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Sum the ranks' gradients and keep this rank's part. Collective; on the current stream.
+        """Sum the ranks' gradients and keep this rank's shard. Collective; on the current stream.
 
         The sum is float32 inside and has the same bits in every call of the same sizes.
 

@@ -14,7 +14,7 @@ from agmm.errors import InvalidArgument
 from agmm.integrations.low_rank import LowRank
 from agmm.integrations.transformers_styles import served_linear
 from agmm.nn._divided import Divided, divided
-from agmm.nn.styles import _local
+from agmm.nn._targets import local
 
 _STARTS = (True, False, "gaussian")
 
@@ -123,13 +123,13 @@ class Linear(lora.Linear):  # type: ignore[misc]
             return served.low_rank_product(x, adapter)
         dim = division.sequence_dim
         if not division.by_columns:
-            x = _local(x, Shard(x.dim() - 1))
+            x = local(x, Shard(x.dim() - 1))
             if dim is None:
                 return adapter.summed(x)
             return adapter.scattered(x.movedim(dim, 0)).movedim(0, dim)
         if dim is None:
-            return adapter.of_all_rows(_local(x, Replicate()))
-        return adapter.gathered(_local(x, Shard(dim)).movedim(dim, 0)).movedim(0, dim)
+            return adapter.of_all_rows(local(x, Replicate()))
+        return adapter.gathered(local(x, Shard(dim)).movedim(dim, 0)).movedim(0, dim)
 
     def forward(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         """The base layer's output, and what the active adapters add. Collective."""

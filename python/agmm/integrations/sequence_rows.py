@@ -2,8 +2,8 @@
 parallelism.
 
 Outside the region every rank holds all rows, and the gradient of all rows is the same on each.
-Inside it rank i holds the i-th part of the rows, flattened over batch and sequence and filled up by
-zeros to a multiple of the ranks.
+Inside it rank i holds the i-th shard of the rows, flattened over batch and sequence and filled up
+by zeros to a multiple of the ranks.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ class Rows(NamedTuple):
 
 
 def rows_of(x: torch.Tensor) -> Rows | None:
-    """What a part of the rows is a part of; None for a tensor with all rows."""
+    """What a shard of the rows is a shard of; None for a tensor with all rows."""
     return getattr(x, _TAG, None)
 
 
 def mark(x: torch.Tensor, rows: Rows) -> None:
-    """Notes on a part of the rows what it is a part of."""
+    """Notes on a shard of the rows what it is a shard of."""
     setattr(x, _TAG, rows)
 
 
-def filled_up(whole: torch.Tensor, parts: int) -> torch.Tensor:
-    """The rows, and zeros up to a multiple of ``parts``."""
-    missing = -whole.shape[0] % parts
+def filled_up(whole: torch.Tensor, ranks: int) -> torch.Tensor:
+    """The rows, and zeros up to a multiple of ``ranks``."""
+    missing = -whole.shape[0] % ranks
     return torch.nn.functional.pad(whole, (0, 0, 0, missing)) if missing else whole
 
 
-def _part(whole: torch.Tensor, rank: int, parts: int) -> torch.Tensor:
-    size = -(-whole.shape[0] // parts)
-    part = whole[rank * size : (rank + 1) * size]
-    missing = size - part.shape[0]
-    return torch.nn.functional.pad(part, (0, 0, 0, missing)) if missing else part.contiguous()
+def _shard(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    size = -(-whole.shape[0] // ranks)
+    shard = whole[rank * size : (rank + 1) * size]
+    missing = size - shard.shape[0]
+    return torch.nn.functional.pad(shard, (0, 0, 0, missing)) if missing else shard.contiguous()
 
 
 class _OwnRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, group: _Group, rank: int, parts: int, whole: torch.Tensor
+        ctx: Any, group: _Group, rank: int, ranks: int, whole: torch.Tensor
     ) -> torch.Tensor:
         ctx.group, ctx.total = group, whole.shape[0]
-        return _part(whole, rank, parts).clone()
+        return _shard(whole, rank, ranks).clone()
 
     @staticmethod
     @once_differentiable
@@ -76,27 +76,27 @@ class _OwnRows(torch.autograd.Function):
 class _AllRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, group: _Group, rank: int, parts: int, total: int, part: torch.Tensor
+        ctx: Any, group: _Group, rank: int, ranks: int, total: int, shard: torch.Tensor
     ) -> torch.Tensor:
-        ctx.rank, ctx.parts = rank, parts
-        return all_gather(part.contiguous(), group)[:total]
+        ctx.rank, ctx.world_size = rank, ranks
+        return all_gather(shard.contiguous(), group)[:total]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dwhole: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, None, None, _part(dwhole, ctx.rank, ctx.parts)
+        return None, None, None, None, _shard(dwhole, ctx.rank, ctx.world_size)
 
 
 def own_rows(whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """This rank's part of all rows [rows, features]. The backward gathers the parts' gradients."""
+    """This rank's shard of all rows [rows, features]. The backward gathers the gradients."""
     found: torch.Tensor = _OwnRows.apply(ranks.for_ops, ranks.rank, ranks.size, whole)
     return found
 
 
-def all_rows(part: torch.Tensor, total: int, ranks: Ranks) -> torch.Tensor:
-    """All rows of the parts. The backward takes this rank's part of the gradient, which is the same
-    on all ranks. Collective."""
-    found: torch.Tensor = _AllRows.apply(ranks.for_ops, ranks.rank, ranks.size, total, part)
+def all_rows(shard: torch.Tensor, total: int, ranks: Ranks) -> torch.Tensor:
+    """All rows of the shards. The backward takes this rank's shard of the gradient, which is the
+    same on all ranks. Collective."""
+    found: torch.Tensor = _AllRows.apply(ranks.for_ops, ranks.rank, ranks.size, total, shard)
     return found
 
 
@@ -112,7 +112,7 @@ class _SummedGradients(torch.autograd.Function):
         sizes = [grad.numel() for grad in grads]
         joint = all_reduce(torch.cat([grad.flatten() for grad in grads]), ctx.group)
         return None, *(
-            part.view_as(grad) for part, grad in zip(joint.split(sizes), grads, strict=True)
+            shard.view_as(grad) for shard, grad in zip(joint.split(sizes), grads, strict=True)
         )
 
 
@@ -158,10 +158,10 @@ class StandIn(torch.Tensor):
     values."""
 
     @staticmethod
-    def of(part: torch.Tensor, rows: Rows) -> StandIn:
-        """The stand-in for all rows of a part."""
-        shape = (rows.batch, rows.length, part.shape[-1])
-        found: StandIn = torch.Tensor._make_subclass(StandIn, part.new_empty(1).expand(shape))
+    def of(shard: torch.Tensor, rows: Rows) -> StandIn:
+        """The stand-in for all rows of a shard."""
+        shape = (rows.batch, rows.length, shard.shape[-1])
+        found: StandIn = torch.Tensor._make_subclass(StandIn, shard.new_empty(1).expand(shape))
         return found
 
     @classmethod

@@ -24,12 +24,12 @@ import torch
 
 from agmm.errors import InvalidArgument
 from agmm.integrations.transformers_styles import (
-    BLOCK,
     LAST_NORM,
     LAYER,
     LINEAR_STYLES,
     NORM,
     SEQUENCE_STYLES,
+    SUBLAYER,
     LinearStyle,
     SequenceStyle,
 )
@@ -132,11 +132,11 @@ def _layers(model: torch.nn.Module, plan: dict[str, str]) -> tuple[str, torch.nn
 def sequence_plan(model: Any) -> dict[str, str]:
     """The plan of a decoder with sequence parallelism, for ``DistributedConfig(tp_plan=...)``.
 
-    Between the linears, in norms and residual sums, each rank holds its part of the rows. Attention
-    and feed-forward blocks gather and multiply by `agmm.all_gather_matmul`, and end in
-    `agmm.matmul_reduce_scatter`; gradients of norms are summed in the backward. A block with other
-    sharded modules than column-wise and row-wise ``torch.nn.Linear``, as with experts, runs on all
-    rows as it is. Below 128 rows (batch × sequence) every rank keeps all of them, as after
+    Between the linears, in norms and residual sums, each rank holds its shard of the rows.
+    Attention and feed-forward sublayers gather and multiply by `agmm.all_gather_matmul`, and end in
+    `agmm.matmul_reduce_scatter`; gradients of norms are summed in the backward. A sublayer with
+    other sharded modules than column-wise and row-wise ``torch.nn.Linear``, as with experts, runs
+    on all rows as it is. Below 128 rows (batch × sequence) every rank keeps all of them, as after
     `enable`, which this calls.
 
     Args:
@@ -144,7 +144,7 @@ def sequence_plan(model: Any) -> dict[str, str]:
 
     Raises:
         InvalidArgument: transformers is missing or of another version, or the model is no decoder
-            whose layers are norms and blocks with one norm behind them.
+            whose layers are norms and sublayers with one norm behind them.
     """
     enable()
     if not isinstance(model, torch.nn.Module):
@@ -159,7 +159,7 @@ def sequence_plan(model: Any) -> dict[str, str]:
             )
         for name, child in layer.named_children():
             if next(child.parameters(), None) is not None:
-                added[f"{prefix}.*.{name}"] = NORM if _is_norm(child) else BLOCK
+                added[f"{prefix}.*.{name}"] = NORM if _is_norm(child) else SUBLAYER
     parent, _, own = prefix.rpartition(".")
     norms = [
         name

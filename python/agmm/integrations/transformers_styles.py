@@ -28,7 +28,8 @@ from agmm.integrations.sequence_rows import (
 )
 from agmm.nn import ReplicatedColwiseParallel, RowwiseAllReduceParallel
 from agmm.nn._ranks import Ranks
-from agmm.nn.replicated import column_product, local_linear
+from agmm.nn._targets import BY_INPUTS, BY_OUTPUTS, Target
+from agmm.nn.replicated import column_product
 from agmm.ops.all_gather_matmul import all_gather_matmul
 from agmm.ops.matmul_all_reduce import matmul_all_reduce
 from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -45,17 +46,18 @@ class Region:
 
     Attributes:
         rows: how the rows are divided that the layer was last called with.
-        block_rows: those of the block that runs; None where it has all rows, and where none runs.
+        sublayer_rows: those of the sublayer that runs; None where it has all rows, and where none
+            runs.
         stand_in: what the linears of a module get as its input.
-        part: this rank's rows of that input.
+        shard: this rank's rows of that input.
         products: of these linears.
     """
 
     def __init__(self) -> None:
         self.rows: Rows | None = None
-        self.block_rows: Rows | None = None
+        self.sublayer_rows: Rows | None = None
         self.stand_in: StandIn | None = None
-        self.part: torch.Tensor | None = None
+        self.shard: torch.Tensor | None = None
         self.products: dict[torch.nn.Module, torch.Tensor] = {}
 
 
@@ -73,7 +75,7 @@ class _Forward:
     def _rows(self, x: torch.Tensor) -> Rows | None:
         """How the rows of an input are divided; None where it has all of them.
 
-        What enters a layer knows it. Inside, a part of the rows is known by its two dimensions.
+        What enters a layer knows it. Inside, a shard of the rows is known by its two dimensions.
         Modules do not rely on the layer's own call, which checkpointing may leave out when it
         computes again.
         """
@@ -113,17 +115,17 @@ class _Column(_Forward):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.region.stand_in is x:
             return self.region.products[self.module]
-        weight, bias = local_linear(_COLUMN, self.module, Shard(0))
+        weight, bias = Target(_COLUMN, self.module).local_parameters(BY_OUTPUTS)
         if isinstance(x, DTensor):
             x = x.redistribute(placements=[Replicate()]).to_local()
         return column_product(x, weight.t(), bias, self.ranks.for_ops)
 
     def low_rank_product(self, x: torch.Tensor, adapter: LowRank) -> torch.Tensor:
         """What an adapter adds to the output of this call."""
-        part, rows = self.region.part, self.region.block_rows
-        if self.region.stand_in is not x or part is None or rows is None:
+        shard, rows = self.region.shard, self.region.sublayer_rows
+        if self.region.stand_in is not x or shard is None or rows is None:
             return adapter.of_all_rows(x)
-        out = adapter.gathered(part)[: rows.total]
+        out = adapter.gathered(shard)[: rows.total]
         found: torch.Tensor = out.unflatten(0, tuple(rows))
         return found
 
@@ -135,7 +137,7 @@ class _Row(_Forward):
         super().__init__(module, ranks)
         self.splits_input = splits_input
 
-    def _part(self, x: torch.Tensor) -> torch.Tensor:
+    def _features(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's features of the input."""
         if self.splits_input and not isinstance(x, DTensor):
             mesh = self.ranks.mesh(x.device)
@@ -145,18 +147,18 @@ class _Row(_Forward):
         return x
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = local_linear(_ROW, self.module, Shard(1))
-        x = self._part(x)
+        weight, bias = Target(_ROW, self.module).local_parameters(BY_INPUTS)
+        x = self._features(x)
         group = self.ranks.for_ops
-        if self.region.block_rows is None:
+        if self.region.sublayer_rows is None:
             return matmul_all_reduce(x, weight, group, bias=bias)
         rows = filled_up(x.flatten(0, -2), self.ranks.size)
         return matmul_reduce_scatter(rows, weight, group, bias=bias)
 
     def low_rank_product(self, x: torch.Tensor, adapter: LowRank) -> torch.Tensor:
         """What an adapter adds to the output of this call."""
-        x = self._part(x)
-        if self.region.block_rows is None:
+        x = self._features(x)
+        if self.region.sublayer_rows is None:
             return adapter.summed(x)
         return adapter.scattered(filled_up(x.flatten(0, -2), self.ranks.size))
 
@@ -219,17 +221,17 @@ class _LastNorm(_Forward):
         if rows is None:
             return self.original(*args, **kwargs)
         with summed_gradients(self.module, self.ranks):
-            part = self.original(*args, **kwargs)
-        return all_rows(part, rows.total, self.ranks).unflatten(0, tuple(rows))
+            shard = self.original(*args, **kwargs)
+        return all_rows(shard, rows.total, self.ranks).unflatten(0, tuple(rows))
 
 
-class _Block(_Forward):
+class _Sublayer(_Forward):
     """A part of a layer between norms: attention, or a feed-forward network."""
 
     columns: list[torch.nn.Module] | None = None
 
     def _find_columns(self) -> list[torch.nn.Module]:
-        """The linears that take the block's input; none where some cannot be served here."""
+        """The linears that take the sublayer's input; none where some cannot be served here."""
         children = (getattr(m, "base_layer", m) for m in self.module.children())  # of adapters
         linears = [m for m in children if isinstance(m, torch.nn.Linear)]
         if not all(isinstance(_served(m), _Column | _Row) for m in linears):
@@ -247,29 +249,30 @@ class _Block(_Forward):
             self.columns = self._find_columns()
         if not self.columns:
             return self._with_all_rows(rows, x, args, kwargs)
-        weights, biases = zip(
-            *(local_linear(_COLUMN, column, Shard(0)) for column in self.columns), strict=True
-        )
+        targets = [Target(_COLUMN, column) for column in self.columns]
+        operands = [target.local_parameters(BY_OUTPUTS) for target in targets]
+        weights, biases = zip(*operands, strict=True)
         outs = all_gather_matmul(x, list(weights), self.ranks.for_ops, bias=list(biases))
         wholes = [out[: rows.total].unflatten(0, tuple(rows)) for out in outs]
         region = self.region
         region.products = dict(zip(self.columns, wholes, strict=True))
-        region.stand_in, region.part, region.block_rows = StandIn.of(x, rows), x, rows
+        region.stand_in, region.shard, region.sublayer_rows = StandIn.of(x, rows), x, rows
         args, kwargs = _with_input(region.stand_in, args, kwargs)
         try:
             return self.original(*args, **kwargs)
         finally:
-            region.stand_in, region.part, region.block_rows, region.products = None, None, None, {}
+            region.stand_in, region.shard, region.sublayer_rows = None, None, None
+            region.products = {}
 
     def _with_all_rows(
         self, rows: Rows, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The block as transformers has it, between a gather and each rank's own part."""
+        """The sublayer as transformers has it, between a gather and each rank's own shard."""
         whole = all_rows(x, rows.total, self.ranks).unflatten(0, tuple(rows))
         args, kwargs = _with_input(whole, args, kwargs)
         out = self.original(*args, **kwargs)
-        part = own_rows(_first(out).flatten(0, 1), self.ranks)
-        return (part, *out[1:]) if isinstance(out, tuple) else part
+        shard = own_rows(_first(out).flatten(0, 1), self.ranks)
+        return (shard, *out[1:]) if isinstance(out, tuple) else shard
 
 
 class LinearStyle:
@@ -330,7 +333,7 @@ class SequenceStyle:
 
 
 LINEAR_STYLES = ("colwise", "rowwise", "rowwise_rep", "rowwise_split_input")
-LAYER, NORM, LAST_NORM, BLOCK = (
-    f"agmm_sequence_{name}" for name in ("layer", "norm", "last_norm", "block")
+LAYER, NORM, LAST_NORM, SUBLAYER = (
+    f"agmm_sequence_{name}" for name in ("layer", "norm", "last_norm", "sublayer")
 )
-SEQUENCE_STYLES = {LAYER: _Layer, NORM: _Norm, LAST_NORM: _LastNorm, BLOCK: _Block}
+SEQUENCE_STYLES = {LAYER: _Layer, NORM: _Norm, LAST_NORM: _LastNorm, SUBLAYER: _Sublayer}

@@ -16,12 +16,12 @@ from agmm.runtime.scaling import K_MULTIPLE
 
 
 class CheckedLinear(torch.nn.Module):
-    """The checks of the layers that hold this rank's part of a weight."""
+    """The checks of the layers that hold this rank's shard of a weight."""
 
     in_features: int
     held: dict[str, Held]
     fp8: Fp8Recipe | None
-    _parts: int
+    _world_size: int
     _plan: OperandPlan
 
     def _check_operand(self, x: Any) -> None:
@@ -29,15 +29,15 @@ class CheckedLinear(torch.nn.Module):
         check_operand(f"{type(self).__name__}: x", x)
 
     def _check_weights(self, weights: Sequence[torch.Tensor]) -> None:
-        """Checks that they are this rank's parts, transposed: a parametrization may make them
+        """Checks that they are this rank's shards, transposed: a parametrization may make them
         others."""
         placement, rows = self.held["weight"].placement, self._plan.rows
-        features = self.in_features // (self._parts if placement == Shard(1) else 1)
+        features = self.in_features // (self._world_size if placement == Shard(1) else 1)
         for weight, wanted in zip(weights, rows if len(weights) > 1 else [sum(rows)], strict=True):
             if weight.shape[0] != features or weight.shape[1] != wanted:
                 raise InvalidArgument(
                     f"{type(self).__name__}: weight: found {list(weight.t().shape)} on this rank, "
-                    f"wanted {[wanted, features]} ({placement} over the {self._parts} ranks)"
+                    f"wanted {[wanted, features]} ({placement} over the {self._world_size} ranks)"
                 )
 
     def _check_input(self, x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -55,15 +55,15 @@ class CheckedLinear(torch.nn.Module):
         raise InvalidArgument(f"{type(self).__name__}: x: found {found}, wanted {wanted}")
 
     def _check_divides(self, name: str, size: int) -> None:
-        if size % self._parts:
+        if size % self._world_size:
             raise InvalidArgument(
-                f"{type(self).__name__}: {name}: found {size}, wanted a multiple of {self._parts} "
-                "ranks"
+                f"{type(self).__name__}: {name}: found {size}, wanted a multiple of "
+                f"{self._world_size} ranks"
             )
 
-    def _check_fp8_size(self, name: str, size: int, *, parts: int) -> None:
-        if self.fp8 is not None and size % (parts * K_MULTIPLE):
+    def _check_fp8_size(self, name: str, size: int, *, ranks: int) -> None:
+        if self.fp8 is not None and size % (ranks * K_MULTIPLE):
             raise InvalidArgument(
                 f"{type(self).__name__}: {name}: found {size} with fp8, wanted a multiple of "
-                f"{K_MULTIPLE}" + (f" on each of {parts} ranks" if parts > 1 else "")
+                f"{K_MULTIPLE}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
             )

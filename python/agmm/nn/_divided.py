@@ -20,7 +20,7 @@ class Divided(NamedTuple):
         ranks: that share it.
         by_columns: whether each has some of the outputs; else some of the inputs.
         sequence_dim: the dimension of the activation on the linear's other side of which each rank
-            has a part; None where every rank has all of it.
+            has a shard; None where every rank has all of it.
     """
 
     ranks: Ranks

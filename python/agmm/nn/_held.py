@@ -38,13 +38,13 @@ class Held(NamedTuple):
         return torch.cat(list(wholes)) if len(wholes) > 1 else wholes[0]
 
     def rows(self, world_size: int) -> list[int]:
-        """The rows of this rank's part of each parameter."""
-        parts = world_size if self.placement == Shard(0) else 1
-        return [size // parts for size in self.sizes]
+        """The rows of this rank's shard of each parameter."""
+        ranks = world_size if self.placement == Shard(0) else 1
+        return [size // ranks for size in self.sizes]
 
 
-def local_part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that every rank holds whole, as ``like`` is laid out.
+def local_shard(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor that every rank holds whole, as ``like`` is laid out.
 
     Raises:
         InvalidArgument: ``like`` lies over a mesh of several dimensions whose ranks do not ascend.
@@ -62,7 +62,7 @@ def local_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Place:
-    """A parameter has it as an attribute while its part lies in a `Joined`, for a trace, which can
+    """A parameter has it as an attribute while its shard lies in a `Joined`, for a trace, which can
     compare attributes but no addresses. A copy of the parameter does not get it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -73,48 +73,48 @@ class Place:
 
 
 class Joined(NamedTuple):
-    """A tensor in which the parts of several parameters lie one below another, and keep alive."""
+    """A tensor in which the shards of several parameters lie one below another, and keep alive."""
 
     whole: weakref.ref[torch.Tensor]
     places: tuple[Place, ...]
 
-    def filled_by(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The tensor, if these are still the parts that lie in it."""
+    def filled_by(self, shards: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The tensor, if these are still the shards that lie in it."""
         whole = self.whole()
         if whole is None:
             return None
         address = whole.data_ptr()
-        for part in parts:
-            if part.data_ptr() != address or not part.is_contiguous():
+        for shard in shards:
+            if shard.data_ptr() != address or not shard.is_contiguous():
                 return None
-            address += part.nbytes
+            address += shard.nbytes
         return whole
 
 
-def can_be_joined(parts: Sequence[torch.Tensor]) -> bool:
-    first = parts[0]
-    return len(parts) > 1 and all(
-        type(part) is torch.Tensor
-        and not part.is_meta
-        and (part.dtype, part.device) == (first.dtype, first.device)
-        for part in parts
+def can_be_joined(shards: Sequence[torch.Tensor]) -> bool:
+    first = shards[0]
+    return len(shards) > 1 and all(
+        type(shard) is torch.Tensor
+        and not shard.is_meta
+        and (shard.dtype, shard.device) == (first.dtype, first.device)
+        for shard in shards
     )
 
 
-def pieces(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The rows of a tensor, as many for each as those of the parts; each with its own storage."""
-    return [_with_own_storage(rows) for rows in whole.split([part.shape[0] for part in parts])]
+def pieces(whole: torch.Tensor, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The rows of a tensor, as many for each as those of the shards; each with its own storage."""
+    return [_with_own_storage(rows) for rows in whole.split([shard.shape[0] for shard in shards])]
 
 
-def without_offset(part: torch.Tensor) -> torch.Tensor:
-    """The part's memory, at the beginning of a storage.
+def without_offset(shard: torch.Tensor) -> torch.Tensor:
+    """The shard's memory, at the beginning of a storage.
 
-    A DTensor takes over its part's offset in the storage, and torch then looks for memory of the
+    A DTensor takes over its shard's offset in the storage, and torch then looks for memory of the
     DTensor's own, which it has not: it could be neither copied nor pickled.
     """
-    if not part.storage_offset() or type(part) is not torch.Tensor or part.is_meta:
-        return part
-    return _with_own_storage(part)
+    if not shard.storage_offset() or type(shard) is not torch.Tensor or shard.is_meta:
+        return shard
+    return _with_own_storage(shard)
 
 
 def _with_own_storage(rows: torch.Tensor) -> torch.Tensor:
@@ -135,15 +135,15 @@ class OperandPlan(NamedTuple):
         return len(self.rows)
 
     def operands(
-        self, parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor] | None
+        self, shards: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor] | None
     ) -> list[torch.Tensor]:
-        """The transposed weights, then the biases; one of each for all outputs where the parts lie
+        """The transposed weights, then the biases; one of each for all outputs where the shards lie
         in ``wholes``."""
         weights = len(self.rows)
         if wholes is not None:
-            parts, weights = wholes, 1
-        found = [part.t() for part in parts[:weights]]
-        return found + [part.view_as(part) for part in parts[weights:]]
+            shards, weights = wholes, 1
+        found = [shard.t() for shard in shards[:weights]]
+        return found + [shard.view_as(shard) for shard in shards[weights:]]
 
 
 class LocalParts(torch.autograd.Function):
@@ -163,28 +163,28 @@ class LocalParts(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         plan: OperandPlan = ctx.plan
         if ctx.versions != [_version(parameter) for parameter in ctx.parameters]:
-            # DTensors hide such changes from the checks of those who saved their parts.
+            # DTensors hide such changes from the checks of those who saved their shards.
             raise RuntimeError(
                 f"{', '.join(plan.names)}: found changed by an inplace operation between the "
                 "forward and the backward, wanted the values of the forward"
             )
         weights = 1 if ctx.joined else plan.outputs
-        parts: list[torch.Tensor | None] = []
+        shards: list[torch.Tensor | None] = []
         for i, grad in enumerate(grads):
             if grad is not None and i < weights:
                 grad = grad.t()
             if not ctx.joined:
-                parts.append(grad)
+                shards.append(grad)
             elif grad is None:
-                parts += [None] * plan.outputs
+                shards += [None] * plan.outputs
             else:
-                parts += grad.split(plan.rows)
+                shards += grad.split(plan.rows)
         found = [
-            DTensor(without_offset(part.contiguous()), parameter._spec, requires_grad=False)
-            if part is not None and needed
+            DTensor(without_offset(shard.contiguous()), parameter._spec, requires_grad=False)
+            if shard is not None and needed
             else None
-            for part, parameter, needed in zip(
-                parts, ctx.parameters, ctx.needs_input_grad[2:], strict=True
+            for shard, parameter, needed in zip(
+                shards, ctx.parameters, ctx.needs_input_grad[2:], strict=True
             )
         ]
         return None, None, *found
@@ -196,11 +196,11 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class TracedWhole(torch.autograd.Function):
-    """A tensor, with the gradients of the parts that lie one below another in it."""
+    """A tensor, with the gradients of the shards that lie one below another in it."""
 
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.rows = [part.shape[0] for part in parts]
+    def forward(ctx: Any, whole: torch.Tensor, *shards: torch.Tensor) -> torch.Tensor:
+        ctx.rows = [shard.shape[0] for shard in shards]
         return whole.view_as(whole)
 
     @staticmethod

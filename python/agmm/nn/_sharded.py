@@ -1,7 +1,7 @@
-"""What a layer holds that has this rank's part of a weight: parameters, their places, their moves.
+"""What a layer holds that has this rank's shard of a weight: parameters, their places, their moves.
 
 Each output has a parameter of its own, a DTensor over the layer's ranks: cut along one dimension it
-says where each row belongs in the whole, which the parts of several outputs one below another do
+says where each row belongs in the whole, which the shards of several outputs one below another do
 not. In memory they do lie one below another, so that one matmul serves them all.
 """
 
@@ -29,7 +29,7 @@ from agmm.nn._held import (
     Place,
     TracedWhole,
     can_be_joined,
-    local_part,
+    local_shard,
     local_values,
     pieces,
     without_offset,
@@ -65,7 +65,7 @@ class ShardedLinear(CheckedLinear):
         self.ranks = Ranks(group, device_mesh)
         self.group_name = self.ranks.group_name
         self.held: dict[str, Held] = {}
-        self._parts = self.ranks.size
+        self._world_size = self.ranks.size
         self._joined: dict[str, Joined] = {}
 
     @property
@@ -85,37 +85,37 @@ class ShardedLinear(CheckedLinear):
         for name, held in self.held.items():
             shape = (self.in_features,) if name == "weight" else ()
             if held.placement == Shard(1):
-                shape = (self.in_features // self._parts,)
-            for piece, rows in zip(held.names, held.rows(self._parts), strict=True):
-                part = torch.empty((rows, *shape), device=device, dtype=dtype)
-                parameter = torch.nn.Parameter(self._over_ranks(part, held.placement))
+                shape = (self.in_features // self._world_size,)
+            for piece, rows in zip(held.names, held.rows(self._world_size), strict=True):
+                shard = torch.empty((rows, *shape), device=device, dtype=dtype)
+                parameter = torch.nn.Parameter(self._over_ranks(shard, held.placement))
                 self.register_parameter(piece, parameter)
         names = tuple(piece for held in self.held.values() for piece in held.names)
         weight = self.held["weight"]
-        self._plan = OperandPlan(names, tuple(weight.rows(self._parts)))
+        self._plan = OperandPlan(names, tuple(weight.rows(self._world_size)))
         self._settle()
         self.reset_parameters()
 
     def as_dtensor(self, tensor: torch.Tensor, held: Held) -> DTensor:
         """One of the layer's tensors, which may have been replaced by a plain one, as this
-        rank's part of the whole; of the same memory."""
+        rank's shard of the whole; of the same memory."""
         if isinstance(tensor, DTensor):
             return tensor
         return self._over_ranks(tensor.detach(), held.placement)
 
     def _over_ranks(
-        self, part: torch.Tensor, placement: Placement, like: DTensor | None = None
+        self, shard: torch.Tensor, placement: Placement, like: DTensor | None = None
     ) -> DTensor:
-        """The whole of which this rank holds that part; over the layer's ranks only, by the mesh of
-        another of its DTensors where that is given."""
-        shape = list(part.shape)
+        """The whole of which this rank holds that shard; over the layer's ranks only, by the mesh
+        of another of its DTensors where that is given."""
+        shape = list(shard.shape)
         if isinstance(placement, Shard):
-            shape[placement.dim] *= self._parts
+            shape[placement.dim] *= self._world_size
         stride = torch.empty(shape, device="meta").stride()
-        meta = TensorMeta(torch.Size(shape), stride, part.dtype)
-        mesh = self.ranks.mesh(part.device) if like is None else like.device_mesh
+        meta = TensorMeta(torch.Size(shape), stride, shard.dtype)
+        mesh = self.ranks.mesh(shard.device) if like is None else like.device_mesh
         spec = DTensorSpec(mesh, (placement,), tensor_meta=meta)
-        return DTensor(part, spec, requires_grad=False)
+        return DTensor(shard, spec, requires_grad=False)
 
     def _is_own(self, parameter: Any) -> bool:
         """Whether that is laid over the layer's ranks and no others, as it was made."""
@@ -131,35 +131,35 @@ class ShardedLinear(CheckedLinear):
             parameters: list[Any] = [self._parameters.get(piece) for piece in held.names]
             if not all(self._is_own(parameter) for parameter in parameters):
                 continue
-            parts = [parameter._local_tensor for parameter in parameters]
+            shards = [parameter._local_tensor for parameter in parameters]
             joined = before.get(name)
-            if joined is None or joined.filled_by(parts) is None:
+            if joined is None or joined.filled_by(shards) is None:
                 joined = None
-                if join and can_be_joined(parts):
-                    whole = torch.cat(parts)
-                    parts = pieces(whole, parts)
-                    joined = Joined(weakref.ref(whole), tuple(Place() for _ in parts))
-            for parameter, part in zip(parameters, parts, strict=True):
-                self._place(parameter, part)
+                if join and can_be_joined(shards):
+                    whole = torch.cat(shards)
+                    shards = pieces(whole, shards)
+                    joined = Joined(weakref.ref(whole), tuple(Place() for _ in shards))
+            for parameter, shard in zip(parameters, shards, strict=True):
+                self._place(parameter, shard)
             if joined is not None:
                 for parameter, place in zip(parameters, joined.places, strict=True):
                     parameter._agmm_place = place
                 self._joined[name] = joined
 
-    def _place(self, parameter: Any, part: torch.Tensor) -> None:
-        """Have a parameter, which stays the same object, hold that part over the present ranks."""
-        spec, mesh = parameter._spec, self.ranks.mesh(part.device)
+    def _place(self, parameter: Any, shard: torch.Tensor) -> None:
+        """Have a parameter, which stays the same object, hold that shard over the present ranks."""
+        spec, mesh = parameter._spec, self.ranks.mesh(shard.device)
         if spec.mesh is not mesh:
             spec = DTensorSpec(mesh, spec.placements, tensor_meta=spec.tensor_meta)
-        part = without_offset(part)
-        if parameter.storage_offset() != part.storage_offset():
-            parameter.data = DTensor(part, spec, requires_grad=False)
-        parameter._local_tensor, parameter._spec = part, spec
+        shard = without_offset(shard)
+        if parameter.storage_offset() != shard.storage_offset():
+            parameter.data = DTensor(shard, spec, requires_grad=False)
+        parameter._local_tensor, parameter._spec = shard, spec
 
     def _addresses(self) -> list[int]:
-        """Where the parts are in memory."""
-        parts = [local_values(parameter) for parameter in self.parameters(recurse=False)]
-        return [part.data_ptr() for part in parts if type(part) is torch.Tensor]
+        """Where the shards are in memory."""
+        shards = [local_values(parameter) for parameter in self.parameters(recurse=False)]
+        return [shard.data_ptr() for shard in shards if type(shard) is torch.Tensor]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before = self._addresses()
@@ -178,10 +178,10 @@ class ShardedLinear(CheckedLinear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         found = self.ranks.size
-        if found != self._parts:
+        if found != self._world_size:
             raise InvalidArgument(
-                f"group: found {self.group_name!r} with {found} ranks, wanted {self._parts} as "
-                f"the {type(self).__name__} was made for"
+                f"group: found {self.group_name!r} with {found} ranks, wanted "
+                f"{self._world_size} as the {type(self).__name__} was made for"
             )
         self._settle()
 
@@ -200,7 +200,7 @@ class ShardedLinear(CheckedLinear):
         for name, held in self.held.items():
             for piece, whole in held.split(full.get_parameter(name)).items():
                 parameter = self.get_parameter(piece)
-                local_values(parameter).copy_(local_part(whole, parameter))
+                local_values(parameter).copy_(local_shard(whole, parameter))
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any
@@ -221,7 +221,7 @@ class ShardedLinear(CheckedLinear):
         """Make of the values in a state dict what the parameters are: DTensors, one of each output.
         A value that fits none of them is left, for torch to refuse."""
         assign = bool(metadata.get("assign_to_params_buffers", False))
-        parts: dict[str, tuple[torch.Tensor, Held]] = {}
+        shards: dict[str, tuple[torch.Tensor, Held]] = {}
         for name, held in self.held.items():
             if len(held.names) > 1:
                 self._split(state_dict, prefix, name, errors)
@@ -236,24 +236,24 @@ class ShardedLinear(CheckedLinear):
                 elif value.shape == parameter.shape:
                     state_dict[key] = self._cut(value, parameter, assign)
                 elif self._is_own(parameter) and value.shape == parameter._local_tensor.shape:
-                    parts[key] = value, held
-        if not parts:
+                    shards[key] = value, held
+        if not shards:
             return
         # Each could be the whole of a narrower layer: a module's own state dict has its version.
         found = wanted = ""
         if "version" in metadata:
             found = "beside a module's metadata"
             wanted = " in a plain dict, as load_state_dict(dict(state_dict))"
-        elif self.ranks.hold_the_same([value for value, _ in parts.values()]):
+        elif self.ranks.hold_the_same([value for value, _ in shards.values()]):
             found = "with the same values on all ranks"
         if found:
             errors += [
                 f"{key}: found {tuple(value.shape)} {found}, wanted the layer's whole, or this "
                 f"rank's part of it{wanted}."
-                for key, (value, _) in parts.items()
+                for key, (value, _) in shards.items()
             ]
             return
-        for key, (value, held) in parts.items():
+        for key, (value, held) in shards.items():
             state_dict[key] = self._over_ranks(value.detach(), held.placement)
 
     def _split(self, state_dict: Any, prefix: str, name: str, errors: list[str]) -> None:
@@ -263,11 +263,11 @@ class ShardedLinear(CheckedLinear):
         if not isinstance(value, torch.Tensor) or first is None:
             return
         del state_dict[prefix + name]
-        for rows in (list(held.sizes), held.rows(self._parts)):
+        for rows in (list(held.sizes), held.rows(self._world_size)):
             if value.shape == (sum(rows), *first.shape[1:]):
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
-                for piece, part in zip(held.names, whole.detach().split(rows), strict=True):
-                    state_dict.setdefault(prefix + piece, part)
+                for piece, shard in zip(held.names, whole.detach().split(rows), strict=True):
+                    state_dict.setdefault(prefix + piece, shard)
                 return
         wanted = (sum(held.sizes), *first.shape[1:])
         errors.append(
@@ -277,17 +277,17 @@ class ShardedLinear(CheckedLinear):
         )
 
     def _cut(self, whole: torch.Tensor, parameter: DTensor, assign: bool) -> DTensor:
-        """This rank's part of a plain tensor, laid out like the parameter."""
+        """This rank's shard of a plain tensor, laid out like the parameter."""
         whole, (placement, *_) = whole.detach(), parameter.placements
         if not self._is_own(parameter):
             mesh, placements = parameter.device_mesh, parameter.placements
             return distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        part = whole
+        shard = whole
         if isinstance(placement, Shard):
-            part = whole.chunk(self._parts, placement.dim)[self.rank]
+            shard = whole.chunk(self._world_size, placement.dim)[self.rank]
             if assign:  # which keeps it, and is not to keep the whole alive
-                part = part.clone(memory_format=torch.contiguous_format)
-        return self._over_ranks(part, placement, None if assign else parameter)
+                shard = shard.clone(memory_format=torch.contiguous_format)
+        return self._over_ranks(shard, placement, None if assign else parameter)
 
     def _as_own(self, value: DTensor, parameter: DTensor) -> DTensor:
         """A DTensor of the parameter's shape over any mesh, laid out like the parameter."""
@@ -303,7 +303,7 @@ class ShardedLinear(CheckedLinear):
 
     def operands(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
         """This rank's transposed weights and biases, of each product: of one for all outputs where
-        their parts lie one below another, else (FSDP2 places each by itself) of one for each."""
+        their shards lie one below another, else (FSDP2 places each by itself) of one for each."""
         plan = self._plan
         own = self._parameters
         # A wrapper may have put tensors that are no parameters in their place.
@@ -316,8 +316,8 @@ class ShardedLinear(CheckedLinear):
         ):
             found, joined = self._traced_operands(parameters)
         else:
-            parts = [parameter._local_tensor for parameter in parameters]
-            wholes = self._wholes(parts) if outputs > 1 else None
+            shards = [parameter._local_tensor for parameter in parameters]
+            wholes = self._wholes(shards) if outputs > 1 else None
             joined = wholes is not None
             for parameter in parameters:
                 if len(parameter._spec.placements) > 1:
@@ -325,18 +325,18 @@ class ShardedLinear(CheckedLinear):
             if needs_gradient(*parameters):
                 found = LocalParts.apply(plan, wholes, *parameters)
             else:
-                found = plan.operands(parts, wholes)
+                found = plan.operands(shards, wholes)
         products = 1 if joined else outputs
         return found[:products], found[products:] or (None,) * products
 
-    def _wholes(self, parts: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The tensors in which the parts lie one below another: weights, then biases."""
+    def _wholes(self, shards: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The tensors in which the shards lie one below another: weights, then biases."""
         outputs, wholes = len(self._plan.rows), []
         for i, name in enumerate(self.held):
             joined = self._joined.get(name)
             if joined is None:
                 return None
-            whole = joined.filled_by(parts[i * outputs : (i + 1) * outputs])
+            whole = joined.filled_by(shards[i * outputs : (i + 1) * outputs])
             if whole is None:
                 return None
             wholes.append(whole)
@@ -364,7 +364,7 @@ class ShardedLinear(CheckedLinear):
         return [weight.t() for weight in plain[:outputs]] + plain[outputs:], False
 
     def _traced_whole(
-        self, name: str, parameters: list[Any], parts: list[torch.Tensor]
+        self, name: str, parameters: list[Any], shards: list[torch.Tensor]
     ) -> torch.Tensor | None:
         joined = self._joined.get(name)
         if joined is None:
@@ -375,14 +375,14 @@ class ShardedLinear(CheckedLinear):
         for parameter, place in zip(parameters, joined.places, strict=True):
             if getattr(parameter, "_agmm_place", None) is not place:
                 return None
-        if not needs_gradient(*parts):  # then dynamo takes the first of two parts for the whole
+        if not needs_gradient(*shards):  # then dynamo takes the first of two shards for the whole
             return whole.view_as(whole)
-        found: torch.Tensor = TracedWhole.apply(whole, *parts)
+        found: torch.Tensor = TracedWhole.apply(whole, *shards)
         return found
 
     def extra_repr(self) -> str:
         fp8 = "" if self.fp8 is None else f", fp8={self.fp8.name}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={'bias' in self.held}, world_size={self._parts}{fp8}"
+            f"bias={'bias' in self.held}, world_size={self._world_size}{fp8}"
         )

@@ -1,4 +1,4 @@
-"""Outputs that are computed for several linears at once, and kept until each has been called."""
+"""Outputs that are computed for several linears at once, and wait until each has been called."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _modes(x: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
-class _Kept(NamedTuple):
+class _Waiting(NamedTuple):
     """The outputs of linears that have not been called yet, by their indices, and of what they are
     made."""
 
@@ -103,7 +103,7 @@ class _Kept(NamedTuple):
         return self.x.is_still(x) and self.modes == _modes(x)
 
     def taken(self, i: int, linear: torch.nn.Module) -> torch.Tensor | None:
-        """The output of a linear, which is kept no longer; None where there is none, or its
+        """The output of a linear, which waits no longer; None where there is none, or its
         parameters are others by now."""
         out = self.outs.pop(i, None)
         if out is None:
@@ -147,23 +147,23 @@ class SharedOutputs:
     ) -> None:
         self.linears = linears
         self.compute = compute
-        self.kept: _Kept | None = None
+        self.waiting: _Waiting | None = None
         self.in_forward = False
 
     def output(self, i: int, x: Any) -> torch.Tensor:
         """The output of one of the linears."""
-        kept = self.kept
+        waiting = self.waiting
         if not isinstance(x, torch.Tensor):
             return self.compute(x, [i])[0]  # which says what is wrong with it
         wanted: Sequence[int] = range(len(self.linears))
-        if kept is not None and kept.x.tensor is x:
-            if kept.serves(x):
-                out = kept.taken(i, self.linears[i])
-                if not kept.outs:
-                    self.kept = None
+        if waiting is not None and waiting.x.tensor is x:
+            if waiting.serves(x):
+                out = waiting.taken(i, self.linears[i])
+                if not waiting.outs:
+                    self.waiting = None
                 return self.compute(x, [i])[0] if out is None else self._returned(out)
-            wanted = sorted({i, *kept.outs})  # the others have been called
-        self.kept = None
+            wanted = sorted({i, *waiting.outs})  # the others have been called
+        self.waiting = None
         if len(wanted) == 1:
             return self.compute(x, wanted)[0]
         seen = _seen(x)
@@ -175,27 +175,27 @@ class SharedOutputs:
         for k in outs:
             if self.linears[k]._modules:  # parametrizations may have changed their buffers
                 tensors[k] = [_seen(t) for t in _tensors_of(self.linears[k])]
-        self.kept = _Kept(seen, _modes(x), tensors, outs)
+        self.waiting = _Waiting(seen, _modes(x), tensors, outs)
         return self._returned(out)
 
     def _returned(self, out: torch.Tensor) -> torch.Tensor:
-        """The output of a linear that was called outside the module's forward ends what is kept
+        """The output of a linear that was called outside the module's forward ends what waits
         when a backward reaches it, since that frees the graph of all."""
-        if self.kept is None or self.in_forward or torch.compiler.is_compiling():
+        if self.waiting is None or self.in_forward or torch.compiler.is_compiling():
             return out
         if out.requires_grad:
             out.register_hook(self._forget)
         return out
 
     def _forget(self, _: torch.Tensor) -> None:
-        self.kept = None
+        self.waiting = None
 
     def begin(self, *_: Any) -> None:
         """A forward of the module begins."""
-        self.kept = None
+        self.waiting = None
         self.in_forward = True
 
     def end(self, *_: Any) -> None:
         """It has ended, perhaps by an exception."""
-        self.kept = None
+        self.waiting = None
         self.in_forward = False

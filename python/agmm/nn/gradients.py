@@ -32,7 +32,7 @@ def sum_replicated_gradients(
     For parameters that were applied to this rank's rows only, as those of norms under sequence
     parallelism. One that several modules share counts once. Those of agmm's layers are left alone,
     and so are DTensors over a mesh with other ranks of the group: they are right already. Of
-    DTensors over other ranks, as FSDP2 makes of norms on a 2-D mesh, this rank's part is summed.
+    DTensors over other ranks, as FSDP2 makes of norms on a 2-D mesh, this rank's shard is summed.
     A gradient that is missing on some ranks counts as zero there, and these get the sum too; one
     that is missing on all stays so. Call it after the backward, before `clip_grad_norm_` and the
     optimizer's step, on all ranks of the group.
@@ -325,7 +325,7 @@ def _sharers_of(tensor: torch.Tensor) -> tuple[_Sharers, ...]:
 
 
 def _without_partial(grad: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the gradient, summed over the ranks where it is not yet."""
+    """This rank's shard of the gradient, summed over the ranks where it is not yet."""
     if isinstance(grad, DTensor) and any(placed.is_partial() for placed in grad.placements):
         placements = [Replicate() if p.is_partial() else p for p in grad.placements]
         grad = grad.redistribute(placements=placements)

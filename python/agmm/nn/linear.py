@@ -1,4 +1,4 @@
-"""Linear layers that hold this rank's part of the weight: by columns, and by rows."""
+"""Linear layers that hold this rank's shard of the weight: by columns, and by rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agmm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
 
 class ColumnParallelLinear(ShardedLinear):
-    """``all_gather(x) @ weightᵀ + bias``, each rank with its part of the outputs.
+    """``all_gather(x) @ weightᵀ + bias``, each rank with its shard of the outputs.
 
     The whole layer is ``torch.nn.Linear(in_features, sum(out_features))``. Several outputs share
     one gather and one matmul: with ``out_features=[q, k, v]`` the layer returns three tensors.
@@ -28,7 +28,7 @@ class ColumnParallelLinear(ShardedLinear):
     Args:
         in_features: K.
         out_features: N, or one N for each output; multiples of the world size.
-        bias: whether there is one; each rank holds its part.
+        bias: whether there is one; each rank holds its shard.
         group: process group, its name or a 1-D mesh; the default group when None.
         device_mesh: 1-D mesh, instead of ``group``. With FSDP2 around the layer it has to be a
             dimension of the mesh of which FSDP2 is given another.
@@ -36,7 +36,7 @@ class ColumnParallelLinear(ShardedLinear):
         strict: see `agmm.all_gather_matmul`.
         fp8: quantise what is multiplied and what is gathered, forward and backward, by torchao's
             recipe "tensorwise", "rowwise" or "rowwise_with_gw_hp", or by an `Fp8Recipe`. K and this
-            rank's part of each N are multiples of 16.
+            rank's shard of each N are multiples of 16.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -65,28 +65,28 @@ class ColumnParallelLinear(ShardedLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         several = not isinstance(out_features, int)
-        blocks = (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        sizes = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         super().__init__(in_features, group, device_mesh, fp8)
-        if not blocks:
+        if not sizes:
             raise InvalidArgument(
                 f"{type(self).__name__}: out_features: found an empty list, wanted at least one "
                 "size"
             )
-        for block in blocks:
-            self._check_divides("out_features", block)
-        self._check_fp8_size("in_features", in_features, parts=1)
-        for block in blocks:
-            self._check_fp8_size("out_features", block, parts=self._parts)
+        for size in sizes:
+            self._check_divides("out_features", size)
+        self._check_fp8_size("in_features", in_features, ranks=1)
+        for size in sizes:
+            self._check_fp8_size("out_features", size, ranks=self._world_size)
         if save_gathered and self.fp8 is not None:
             raise InvalidArgument(f"{type(self).__name__}: {WHY_NOT_SAVED}")
-        self.out_features = blocks if several else blocks[0]
+        self.out_features = sizes if several else sizes[0]
         self.save_gathered = save_gathered
         self.strict = strict
-        self._sizes = [block // self._parts for block in blocks] if several else None
+        self._sizes = [size // self._world_size for size in sizes] if several else None
         for name in ("weight", "bias"):
-            numbered = tuple(f"{name}_{i}" for i in range(len(blocks)))
-            names = numbered if len(blocks) > 1 else (name,)
-            self.held[name] = Held(names, blocks, Shard(0))
+            numbered = tuple(f"{name}_{i}" for i in range(len(sizes)))
+            names = numbered if len(sizes) > 1 else (name,)
+            self.held[name] = Held(names, sizes, Shard(0))
         self._make_parameters(bias, device, dtype)
 
     def operands_for(
@@ -137,7 +137,7 @@ class ColumnParallelLinear(ShardedLinear):
 
 
 class RowParallelLinear(ShardedLinear):
-    """``reduce_scatter(x @ weightᵀ) + bias``, each rank with its part of the inputs.
+    """``reduce_scatter(x @ weightᵀ) + bias``, each rank with its shard of the inputs.
 
     The whole layer is ``torch.nn.Linear(in_features, out_features)``.
 
@@ -148,7 +148,7 @@ class RowParallelLinear(ShardedLinear):
         group: process group, its name or a 1-D mesh; the default group when None.
         device_mesh: 1-D mesh, instead of ``group``. With FSDP2 around the layer it has to be a
             dimension of the mesh of which FSDP2 is given another.
-        fp8: see `ColumnParallelLinear`. N and this rank's part of K are multiples of 16.
+        fp8: see `ColumnParallelLinear`. N and this rank's shard of K are multiples of 16.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -175,8 +175,8 @@ class RowParallelLinear(ShardedLinear):
     ) -> None:
         super().__init__(in_features, group, device_mesh, fp8)
         self._check_divides("in_features", in_features)
-        self._check_fp8_size("in_features", in_features, parts=self._parts)
-        self._check_fp8_size("out_features", out_features, parts=1)
+        self._check_fp8_size("in_features", in_features, ranks=self._world_size)
+        self._check_fp8_size("out_features", out_features, ranks=1)
         self.out_features = out_features
         self.held["weight"] = Held(("weight",), (out_features,), Shard(1))
         self.held["bias"] = Held(("bias",), (out_features,), Replicate())
@@ -198,9 +198,9 @@ class RowParallelLinear(ShardedLinear):
         (weight,), (bias,) = self.operands()
         self._check_weights([weight])
         self._check_input(x, weight)
-        if x.shape[0] % self._parts:
+        if x.shape[0] % self._world_size:
             self._refuse_input(
-                f"{x.shape[0]} in dimension 0", f"a multiple of the {self._parts} ranks"
+                f"{x.shape[0]} in dimension 0", f"a multiple of the {self._world_size} ranks"
             )
         if self.fp8 is not None:
             return scatter_product(self.fp8, x, weight, bias, self.ranks.own_name)

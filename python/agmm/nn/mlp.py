@@ -20,7 +20,7 @@ from agmm.runtime.epilogues import GATED, GatedActivation
 
 
 class GatedMLP(torch.nn.Module):
-    """``down(activation(gate(x)) * up(x))``, each rank with its part of the hidden features.
+    """``down(activation(gate(x)) * up(x))``, each rank with its shard of the hidden features.
 
     The whole module is three ``torch.nn.Linear``, and has their parameters under the names that
     transformers gives them, so that checkpoints are those of the separate layers. gate and up share

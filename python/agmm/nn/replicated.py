@@ -7,19 +7,17 @@ The forward of the second half of a layer and the backward of the first are the 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from agmm.nn._divided import Divided, note
 from agmm.nn._ranks import Ranks
-from agmm.nn.styles import _COLUMNS, _ROWS, _WHOLE, _distribute, _local, _local_parameters, _Target
+from agmm.nn._targets import BY_INPUTS, BY_OUTPUTS, Target, local, wanted_output
 from agmm.ops.checks import needs_gradient
 from agmm.ops.matmul_all_reduce import matmul_all_reduce
 from agmm.ops.operands import autocast
@@ -71,21 +69,6 @@ def column_product(
     return found
 
 
-def local_linear(
-    style: ParallelStyle, module: torch.nn.Module, sharded: Placement
-) -> tuple[torch.Tensor, _Maybe]:
-    """This rank's part of a linear's weight, transposed, and of its bias. ``sharded`` is the
-    placement of the weight; the bias is sharded with the outputs, ``Shard(0)``, or whole.
-
-    Raises:
-        InvalidArgument: a parameter is no DTensor, or one with another placement.
-    """
-    target = _Target(style, module)
-    if sharded == Shard(0):
-        return _local_parameters(target, _ROWS, _ROWS)
-    return _local_parameters(target, _COLUMNS, _WHOLE)
-
-
 class _ReplicatedStyle(ParallelStyle):
     """A style that refuses fp8, since `scaled_matmul_all_reduce` has no backward."""
 
@@ -93,8 +76,8 @@ class _ReplicatedStyle(ParallelStyle):
         super().__init__()
         self.use_local_output = use_local_output
 
-    def _checked(self, module: torch.nn.Module, mesh: DeviceMesh, divided: str) -> _Target:
-        target = _Target(self, module).checked(mesh, divided, None)
+    def _checked(self, module: torch.nn.Module, mesh: DeviceMesh, divided: str) -> Target:
+        target = Target(self, module).checked(mesh, divided, None)
         if target.fp8 is not None:
             raise target.fault(f"fp8: found {target.fp8.name}, wanted a torch.nn.Linear without it")
         return target
@@ -115,26 +98,18 @@ class ReplicatedColwiseParallel(_ReplicatedStyle):
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         target = self._checked(module, device_mesh, "out_features")
-        placements: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
-        _distribute(module, device_mesh, placements, self.src_data_rank)
-        ranks = Ranks(device_mesh, None)
-        module.forward = partial(_column_output, target, self, ranks)
-        note(module, Divided(ranks, True, None))
-        return module
+        return target.serve(device_mesh, BY_OUTPUTS, _column_output)
 
 
 def _column_output(
-    target: _Target, style: _ReplicatedStyle, ranks: Ranks, x: torch.Tensor
+    target: Target, style: _ReplicatedStyle, ranks: Ranks, x: torch.Tensor
 ) -> torch.Tensor:
     target.check_operand(x)
-    weight, bias = _local_parameters(target, _ROWS, _ROWS)
-    x = _local(x, Replicate())
+    weight, bias = target.local_parameters(BY_OUTPUTS)
+    x = local(x, Replicate())
     target.check_input(x, weight, 0, weight.shape[0])
     out = column_product(x, weight.t(), bias, ranks.for_ops)
-    if style.use_local_output:
-        return out
-    mesh = ranks.mesh(out.device)
-    return DTensor.from_local(out, mesh, [Shard(out.dim() - 1)], run_check=False)
+    return wanted_output(style, ranks, out, Shard(out.dim() - 1))
 
 
 class RowwiseAllReduceParallel(_ReplicatedStyle):
@@ -149,22 +124,15 @@ class RowwiseAllReduceParallel(_ReplicatedStyle):
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         target = self._checked(module, device_mesh, "in_features")
-        placements: dict[str, Placement] = {"weight": Shard(1), "bias": Replicate()}
-        _distribute(module, device_mesh, placements, self.src_data_rank)
-        ranks = Ranks(device_mesh, None)
-        module.forward = partial(_summed_output, target, self, ranks)
-        note(module, Divided(ranks, False, None))
-        return module
+        return target.serve(device_mesh, BY_INPUTS, _summed_output)
 
 
 def _summed_output(
-    target: _Target, style: _ReplicatedStyle, ranks: Ranks, x: torch.Tensor
+    target: Target, style: _ReplicatedStyle, ranks: Ranks, x: torch.Tensor
 ) -> torch.Tensor:
     target.check_operand(x)
-    weight, bias = _local_parameters(target, _COLUMNS, _WHOLE)
-    x = _local(x, Shard(x.dim() - 1))
+    weight, bias = target.local_parameters(BY_INPUTS)
+    x = local(x, Shard(x.dim() - 1))
     target.check_input(x, weight, 0, weight.shape[0])
     out = matmul_all_reduce(x, weight, ranks.for_ops, bias=bias)
-    if style.use_local_output:
-        return out
-    return DTensor.from_local(out, ranks.mesh(out.device), [Replicate()], run_check=False)
+    return wanted_output(style, ranks, out, Replicate())

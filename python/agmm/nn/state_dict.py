@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from agmm.errors import InvalidArgument
-from agmm.nn._held import Held, local_part, local_values
+from agmm.nn._held import Held, local_shard, local_values
 from agmm.nn._ranks import check_mesh_alive
 from agmm.nn._sharded import ShardedLinear
 
@@ -57,7 +57,7 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_full_state_dict(module: torch.nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Copy the state dict of the whole module into a sharded one; each rank takes its parts.
+    """Copy the state dict of the whole module into a sharded one; each rank takes its shards.
 
     The dict is that of the same module with ``torch.nn.Linear`` for agmm's layers. A layer with
     several outputs has one weight, those of its outputs one below the other. Every rank gives the
@@ -90,4 +90,4 @@ def load_full_state_dict(module: torch.nn.Module, state_dict: Mapping[str, torch
         value = state_dict[name]
         wholes = [value] if held is None else held.split(value).values()
         for tensor, whole in zip(tensors, wholes, strict=True):
-            local_values(tensor).copy_(local_part(whole, tensor))
+            local_values(tensor).copy_(local_shard(whole, tensor))

@@ -18,7 +18,7 @@ from agmm.ops.kept import kind_of
 from agmm.ops.operands import autocast, check_operands, is_watched
 from agmm.ops.plain_gather import gather, gather_kept
 from agmm.ops.quantize import gather_quantised
-from agmm.planning.plans import KernelConfig
+from agmm.planning.problems import KernelConfig
 from agmm.runtime.epilogues import GatedActivation, named
 from agmm.runtime.groups import group_of, group_or_default, name_of
 from agmm.runtime.packed import Packed4BitWeight

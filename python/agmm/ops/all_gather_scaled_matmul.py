@@ -11,15 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
 from agmm.ops import kept
-from agmm.ops.checks import config_name
+from agmm.ops.checks import check_flag, check_no_backward, config_name
 from agmm.ops.fp8_gather import Fp8Gather
 from agmm.ops.fp8_operands import Fp8Weights
 from agmm.ops.gather import Gathered, GatherSettings
 from agmm.ops.library import define
 from agmm.ops.operands import is_watched
 from agmm.ops.pipeline import serve
-from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_gather, scalings_of
-from agmm.planning.plans import KernelConfig
+from agmm.ops.scaled_checks import check_scaled_gather, scalings_of
+from agmm.planning.problems import KernelConfig
 from agmm.runtime import groups
 from agmm.runtime.epilogues import GatedActivation, named
 from agmm.runtime.scaling import ALL
@@ -86,7 +86,7 @@ def _no_A(A_shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _run(kind: Any, given: _Given, group: dist.ProcessGroup, settings: _Settings) -> Gathered:
-    """Gather and multiply by a cached call, or as `serve` decides."""
+    """Gather and multiply by a kept call, or as `serve` decides."""
     A_shard, scale_a, Bs, scale_bs, biases, result_scales = given
     found = kept.call_kept(group, kind, A_shard, Bs, biases, scale_a, scale_bs)
     if found is not None:

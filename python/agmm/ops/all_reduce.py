@@ -15,7 +15,8 @@ from agmm.ops.pipeline import KERNEL, LIBRARY, Ready, Route
 from agmm.ops.scatter_plan import AllReducePlan
 from agmm.ops.sums import SumCall
 from agmm.planning import call_plans
-from agmm.planning.plans import KernelConfig, Plan, Problem
+from agmm.planning.plans import Plan
+from agmm.planning.problems import KernelConfig, Problem
 from agmm.planning.transports import MESSAGES
 from agmm.runtime import groups
 from agmm.runtime.calls import Call
@@ -136,8 +137,8 @@ class AllReduceCall(SumCall):
             assert plan.scatters is not None
             call = self.ready_on_cuda(plan.scatters, 0)
 
-            def gather(part: torch.Tensor) -> torch.Tensor:
-                return small_collectives.all_gathered(part, self.group, words, strict=self.strict)
+            def gather(shard: torch.Tensor) -> torch.Tensor:
+                return small_collectives.all_gathered(shard, self.group, words, strict=self.strict)
 
         return _OnCuda(call, self.load(), self.missing, gather)
 
@@ -147,9 +148,9 @@ class AllReduceCall(SumCall):
             return None
         if ready.gather is None:
             return ready
-        part = found.view(-1, found.shape[-1])[: self.rows // self.group.size()]
+        shard = found.view(-1, found.shape[-1])[: self.rows // self.group.size()]
         collective = small_collectives.prepare_again(
-            "all_gather", part, self.group, strict=self.strict
+            "all_gather", shard, self.group, strict=self.strict
         )
         if collective is not None:
             return ready._replace(gather=_Gather(collective, self.group.size()))
@@ -190,7 +191,7 @@ class _OnCuda(NamedTuple):
     load: Load
     missing: int
     gather: Any
-    """Gathers the parts of all ranks; None where the kernel has done that."""
+    """Gathers the shards of all ranks; None where the kernel has done that."""
 
     def __call__(self, A: torch.Tensor, B: torch.Tensor, *others: Any) -> torch.Tensor:
         call, load, missing, gather = self
@@ -209,11 +210,11 @@ class _Gather(NamedTuple):
     collective: small_collectives.CollectiveCall
     world_size: int
 
-    def __call__(self, part: torch.Tensor) -> torch.Tensor:
+    def __call__(self, shard: torch.Tensor) -> torch.Tensor:
         if not self.collective.is_ready:
             raise Unsupported("workspace: found none for collectives, wanted the one of before")
-        out = part.new_empty(self.world_size * part.shape[0], part.shape[1])
-        self.collective(part, out)
+        out = shard.new_empty(self.world_size * shard.shape[0], shard.shape[1])
+        self.collective(shard, out)
         return out
 
 
@@ -222,13 +223,13 @@ class _BackendsGather(NamedTuple):
 
     group: weakref.ReferenceType[dist.ProcessGroup]
 
-    def __call__(self, part: torch.Tensor) -> torch.Tensor:
+    def __call__(self, shard: torch.Tensor) -> torch.Tensor:
         group = self.group()
         assert group is not None
-        out = part.new_empty(group.size() * part.shape[0], part.shape[1])
+        out = shard.new_empty(group.size() * shard.shape[0], shard.shape[1])
         with groups.of(group).lock:
             gather = by_newer_name("all_gather_single", "all_gather_into_tensor")
-            gather(out, part, group)
+            gather(out, shard, group)
         return out
 
 

@@ -13,7 +13,7 @@ from agmm.ops.gather import why_composed
 from agmm.ops.kept import kind_of
 from agmm.ops.library import library
 from agmm.planning import call_plans, heuristics, legality
-from agmm.planning.plans import KernelConfig
+from agmm.planning.problems import KernelConfig
 from agmm.runtime import cpu_async_input, cuda_calls, symmetric
 from agmm.runtime.epilogues import Epilogue, named
 

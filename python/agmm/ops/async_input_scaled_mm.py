@@ -11,11 +11,12 @@ import torch
 from agmm import errors
 from agmm.errors import InvalidArgument
 from agmm.ops.async_input_mm import check_up
+from agmm.ops.checks import check_no_backward
 from agmm.ops.fp8_operands import Fp8Weights, ready_matmul_of, rows_of
 from agmm.ops.gather import why_composed
 from agmm.ops.library import define
-from agmm.ops.scaled_checks import check_no_backward, check_scaled_async_input
-from agmm.planning.plans import KernelConfig
+from agmm.ops.scaled_checks import check_scaled_async_input
+from agmm.planning.problems import KernelConfig
 from agmm.runtime import cpu_scaled
 from agmm.runtime.epilogues import Epilogue, named
 from agmm.runtime.scaled import Scaled, Weight

@@ -84,10 +84,10 @@ class AllGatherMatmul(torch.autograd.Function):
         ctx.is_gathered = save_gathered and return_A
         ctx.column_major = [B is not None and _is_column_major(B) for B in Bs]
         ctx.config = config
-        kept = A if ctx.is_gathered else A_shard
+        saved = A if ctx.is_gathered else A_shard
         multiplies = epilogue is not None and not saves_products
         ctx.save_for_backward(
-            kept if multiplies or any(ctx.needs_B) else None,
+            saved if multiplies or any(ctx.needs_B) else None,
             *(Bs if multiplies or ctx.needs_A else (None,) * weights),
             *(biases if multiplies else products),
         )
@@ -105,28 +105,28 @@ def gather_gradients(
     ctx: Any, dA: _MaybeTensor, douts: tuple[_MaybeTensor, ...], grad_of_weight: GradOfWeight
 ) -> tuple[Any, ...]:
     """The backward of `AllGatherMatmul`."""
-    kept, *rest = ctx.saved_tensors
+    saved, *rest = ctx.saved_tensors
     weights = len(ctx.needs_B)
     Bs, rest = rest[:weights], rest[weights:]
     is_gathered = ctx.is_gathered
     if ctx.epilogue is not None:
-        kept, douts, is_gathered = _before_activation(ctx, douts, kept, Bs, rest)
+        saved, douts, is_gathered = _before_activation(ctx, douts, saved, Bs, rest)
     # The gradient of each weight's product, where that of the weight is wanted.
     of_weights = [dout if need else None for need, dout in zip(ctx.needs_B, douts, strict=True)]
     finish_gather = None
     if any(dout is not None for dout in of_weights) and not is_gathered:
         # The gather begins here, so that it runs beside the product of dA_shard.
         by_copies = ctx.needs_A and _is_gather_by_copies(
-            kept, dA, douts, Bs, ctx.group_name, ctx.gather_dim
+            saved, dA, douts, Bs, ctx.group_name, ctx.gather_dim
         )
         finish_gather = collectives.start_all_gather(
-            kept, ctx.group_name, ctx.gather_dim, by_copies=by_copies
+            saved, ctx.group_name, ctx.gather_dim, by_copies=by_copies
         )
     grads: list[_MaybeTensor] = []
 
     def other_gradients() -> None:
         nonlocal finish_gather
-        A = kept
+        A = saved
         if finish_gather is not None:
             A, finish_gather = finish_gather(), None  # which may hold another copy
         for dout, column_major in zip(of_weights, ctx.column_major, strict=True):
@@ -149,13 +149,13 @@ _DEFAULTS = (False, False, "", False)
 def _before_activation(
     ctx: Any,
     douts: tuple[_MaybeTensor, ...],
-    kept: torch.Tensor,
+    saved: torch.Tensor,
     Bs: list[torch.Tensor],
     rest: list[Any],
 ) -> tuple[torch.Tensor, tuple[_MaybeTensor, ...], bool]:
-    """What is kept of A, the gradients of the products with their biases for those of the results,
-    and whether A is gathered. Where the products were not kept, they are computed again, which
-    gathers A if that was not kept either.
+    """What is saved of A, the gradients of the products with their biases for those of the results,
+    and whether A is gathered. Where the products were not saved, they are computed again, which
+    gathers A if that was not saved either.
 
     Args:
         rest: the products, or the biases.
@@ -163,16 +163,16 @@ def _before_activation(
     products, is_gathered = rest, ctx.is_gathered
     douts = douts[: ctx.epilogue.results_of(len(Bs))]
     if all(dout is None for dout in douts):
-        return kept, (None,) * len(Bs), is_gathered
+        return saved, (None,) * len(Bs), is_gathered
     if not ctx.epilogue.saves_products:
         if is_gathered:
-            products = [_product(kept, B, bias) for B, bias in zip(Bs, rest, strict=True)]
+            products = [_product(saved, B, bias) for B, bias in zip(Bs, rest, strict=True)]
         else:
             group = ctx.group_name, groups.world_size_of(ctx.group_name)
             op = torch.ops.agmm._all_gather_matmul.default
-            kept, products = op(kept, Bs, rest, *group, ctx.gather_dim, True, ctx.config, False)
+            saved, products = op(saved, Bs, rest, *group, ctx.gather_dim, True, ctx.config, False)
             is_gathered = True
-    return kept, tuple(ctx.epilogue.gradients(douts, products)), is_gathered
+    return saved, tuple(ctx.epilogue.gradients(douts, products)), is_gathered
 
 
 def _product(A: torch.Tensor, B: torch.Tensor, bias: _MaybeTensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from agmm.errors import InvalidArgument
-from agmm.planning.plans import KernelConfig
+from agmm.planning.problems import KernelConfig
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """The floating-point dtypes that torch multiplies; fp8 is not among them, since its products need
@@ -74,23 +74,59 @@ def check_matrix(name: str, tensor: torch.Tensor) -> None:
         raise InvalidArgument(f"{name}: found {tensor.dim()} dimensions, wanted 2")
 
 
+def check_rows(name: str, tensor: torch.Tensor) -> None:
+    """Refuses what is neither a matrix nor one that is folded, [..., K]."""
+    if tensor.dim() < 2:
+        raise InvalidArgument(f"{name}: found {tensor.dim()} dimensions, wanted at least 2")
+
+
 def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     if tensor.dtype != other.dtype:
         raise InvalidArgument(
             f"{name}: found dtype {tensor.dtype}, wanted {other.dtype} as {other_name}"
         )
+    check_device(name, tensor, other_name, other)
+
+
+def check_device(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     if tensor.device != other.device:
         raise InvalidArgument(
             f"{name}: found device {tensor.device}, wanted {other.device} as {other_name}"
         )
 
 
+def names_of(dtypes: Iterable[torch.dtype]) -> str:
+    """The dtypes in a message."""
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def check_dtype(name: str, tensor: torch.Tensor, wanted: Sequence[torch.dtype]) -> None:
+    if tensor.dtype not in wanted:
+        one_of = "one of " if len(wanted) > 1 else ""
+        raise InvalidArgument(
+            f"{name}: found dtype {tensor.dtype}, wanted {one_of}{names_of(wanted)}"
+        )
+
+
 def check_multipliable(name: str, tensor: torch.Tensor) -> None:
     """Refuses a dtype that torch.matmul does not have on this device."""
-    wanted = _DTYPES.get(tensor.device.type, _OTHER_DTYPES)
-    if tensor.dtype not in wanted:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in wanted)
-        raise InvalidArgument(f"{name}: found dtype {tensor.dtype}, wanted one of {names}")
+    check_dtype(name, tensor, _DTYPES.get(tensor.device.type, _OTHER_DTYPES))
+
+
+def check_inner(name: str, k: int, columns: int, which: str) -> None:
+    """Refuses a weight whose rows, ``k``, are not as many as the columns of ``which``."""
+    if k != columns:
+        raise InvalidArgument(f"{name}: found K={k}, wanted {columns} as the columns of {which}")
+
+
+def check_listed(name: str, given: Sequence[Any], what: str = "") -> None:
+    if not given:
+        raise InvalidArgument(f"{name}: found an empty list, wanted at least one{what}")
+
+
+def check_count(name: str, given: Sequence[Any], count: int, of: str) -> None:
+    if len(given) != count:
+        raise InvalidArgument(f"{name}: found {len(given)} for {count} {of}, wanted one each")
 
 
 def needs_gradient(*tensors: torch.Tensor | None) -> bool:
@@ -106,12 +142,40 @@ def check_no_grad(tensors: Iterable[torch.Tensor | None]) -> None:
         )
 
 
+def check_flag(name: str, flag: Any) -> None:
+    if flag is not True and flag is not False:
+        raise InvalidArgument(f"{name}: found {flag!r}, wanted True or False")
+
+
+def check_no_backward(
+    given: Iterable[tuple[str, torch.Tensor | None]], what: str = "the ops on fp8 operands"
+) -> None:
+    """Refuses operands whose gradient autograd would want of ``what``."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in given:
+        if tensor is not None and tensor.requires_grad:
+            raise InvalidArgument(
+                f"{name}: found requires_grad=True, wanted a call under torch.no_grad(): {what} "
+                "have no backward"
+            )
+
+
 def check_bias(bias: torch.Tensor, columns: int, like_name: str, like: torch.Tensor) -> None:
     check_same("bias", bias, like_name, like)
+    check_bias_shape(bias, columns)
+
+
+def check_bias_shape(bias: torch.Tensor, columns: int) -> None:
     if bias.shape != (columns,):
         raise InvalidArgument(
             f"bias: found shape {tuple(bias.shape)}, wanted ({columns},) as B's columns"
         )
+
+
+def check_dim(name: str, dim: int, tensor: torch.Tensor) -> None:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise InvalidArgument(f"{name}: found {dim}, wanted {-tensor.dim()} to {tensor.dim() - 1}")
 
 
 def check_gatherable(
@@ -128,27 +192,18 @@ def check_gatherable(
         *(("bias", bias) for bias in biases if bias is not None),
     ):
         check_operand(name, tensor)
-    if A_shard.dim() < 2:
-        raise InvalidArgument(f"A_shard: found {A_shard.dim()} dimensions, wanted at least 2")
+    check_rows("A_shard", A_shard)
     check_multipliable("A_shard", A_shard)
-    if not -A_shard.dim() <= gather_dim < A_shard.dim():
-        raise InvalidArgument(
-            f"gather_dim: found {gather_dim}, wanted {-A_shard.dim()} to {A_shard.dim() - 1}"
-        )
-    if not Bs:
-        raise InvalidArgument("B: found an empty list, wanted at least one weight")
-    if len(biases) != len(Bs):
-        raise InvalidArgument(f"bias: found {len(biases)} for {len(Bs)} weights, wanted one each")
+    check_dim("gather_dim", gather_dim, A_shard)
+    check_listed("B", Bs, " weight")
+    check_count("bias", biases, len(Bs), "weights")
     is_gathered_columns = gather_dim % A_shard.dim() == A_shard.dim() - 1
     columns = A_shard.shape[-1] * (world_size if is_gathered_columns else 1)
     which = "the gathered A" if is_gathered_columns else "A_shard"
     for B, bias in zip(Bs, biases, strict=True):
         check_matrix("B", B)
         check_same("B", B, "A_shard", A_shard)
-        if B.shape[0] != columns:
-            raise InvalidArgument(
-                f"B: found K={B.shape[0]}, wanted {columns} as the columns of {which}"
-            )
+        check_inner("B", B.shape[0], columns, which)
         if bias is not None:
             check_bias(bias, B.shape[1], "A_shard", A_shard)
 
@@ -162,8 +217,7 @@ def check_async_input(a: torch.Tensor, b: torch.Tensor, signals: torch.Tensor, p
     if a.dtype not in wanted:
         names = ", ".join(str(dtype) for dtype in wanted)
         raise InvalidArgument(f"a: found dtype {a.dtype}, wanted one of {names}")
-    if b.shape[0] != a.shape[1]:
-        raise InvalidArgument(f"b: found K={b.shape[0]}, wanted {a.shape[1]} as the columns of a")
+    check_inner("b", b.shape[0], a.shape[1], "a")
     check_chunk_signals("a", a, signals, pivot)
 
 
@@ -191,31 +245,35 @@ def check_chunk_signals(name: str, a: torch.Tensor, signals: torch.Tensor, pivot
 
 def _check_products(As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor]) -> None:
     """Refuses products that cannot be computed and added up."""
-    if not As:
-        raise InvalidArgument("A: found an empty list, wanted at least one")
-    if len(Bs) != len(As):
-        raise InvalidArgument(f"B: found {len(Bs)} for {len(As)} of A, wanted one each")
+    check_listed("A", As)
+    check_count("B", Bs, len(As), "of A")
     first, weight = As[0], Bs[0]
-    if first.dim() < 2:
-        raise InvalidArgument(f"A: found {first.dim()} dimensions, wanted at least 2")
+    check_rows("A", first)
     check_multipliable("A", first)
     for A, B in zip(As, Bs, strict=True):
-        if A.shape[:-1] != first.shape[:-1]:
-            raise InvalidArgument(
-                f"A: found leading sizes {tuple(A.shape[:-1])}, wanted {tuple(first.shape[:-1])} "
-                "as the first of the list"
-            )
+        check_leading(A, first)
         check_same("A", A, "the first of the list", first)
         check_matrix("B", B)
         check_same("B", B, "A", first)
-        if B.shape[0] != A.shape[-1]:
-            raise InvalidArgument(
-                f"B: found K={B.shape[0]}, wanted {A.shape[-1]} as the columns of A"
-            )
-        if B.shape[1] != weight.shape[1]:
-            raise InvalidArgument(
-                f"B: found {B.shape[1]} columns, wanted {weight.shape[1]} as the first of the list"
-            )
+        check_inner("B", B.shape[0], A.shape[-1], "A")
+        check_columns(B, weight)
+
+
+def check_leading(A: torch.Tensor, first: torch.Tensor) -> None:
+    """Refuses an A whose product has other rows than that of the first of the list."""
+    if A.shape[:-1] != first.shape[:-1]:
+        raise InvalidArgument(
+            f"A: found leading sizes {tuple(A.shape[:-1])}, wanted {tuple(first.shape[:-1])} "
+            "as the first of the list"
+        )
+
+
+def check_columns(B: torch.Tensor, first: torch.Tensor) -> None:
+    """Refuses a B whose product has other columns than that of the first of the list."""
+    if B.shape[1] != first.shape[1]:
+        raise InvalidArgument(
+            f"B: found {B.shape[1]} columns, wanted {first.shape[1]} as the first of the list"
+        )
 
 
 def check_scatterable(
@@ -229,27 +287,35 @@ def check_scatterable(
     """Refuses all that is wrong in itself in a call of ``matmul_reduce_scatter``."""
     _check_products(As, Bs)
     first, weight = As[0], Bs[0]
-    if not -first.dim() <= scatter_dim < first.dim():
-        raise InvalidArgument(
-            f"scatter_dim: found {scatter_dim}, wanted {-first.dim()} to {first.dim() - 1}"
-        )
+    check_scatter(first, weight, bias, world_size, scatter_dim, reduce_op)
+    if bias is not None:
+        check_bias(bias, weight.shape[1], "A", first)
+
+
+def check_scatter(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    bias: torch.Tensor | None,
+    world_size: int,
+    scatter_dim: int,
+    reduce_op: str,
+) -> None:
+    """Refuses a result of A and B that cannot be reduced and scattered as is asked."""
+    check_dim("scatter_dim", scatter_dim, A)
     if reduce_op not in ("sum", "avg"):
         raise InvalidArgument(f"reduce_op: found {reduce_op!r}, wanted 'sum' or 'avg'")
-    columns = scatter_dim % first.dim() == first.dim() - 1
-    name, size = ("B", weight.shape[1]) if columns else ("A", first.shape[scatter_dim])
+    is_columns = scatter_dim % A.dim() == A.dim() - 1
+    name, size = ("B", B.shape[1]) if is_columns else ("A", A.shape[scatter_dim])
     if size % world_size:
-        what = "columns" if columns else f"in dimension {scatter_dim}"
+        what = "columns" if is_columns else f"in dimension {scatter_dim}"
         raise InvalidArgument(
             f"{name}: found {size} {what}, wanted a multiple of the world size {world_size}"
         )
-    if bias is not None:
-        check_same("bias", bias, "A", first)
-        if columns:
-            raise InvalidArgument(
-                f"bias: found one with scatter_dim={scatter_dim}, wanted None: the result's "
-                "columns are scattered"
-            )
-        check_bias(bias, weight.shape[1], "A", first)
+    if bias is not None and is_columns:
+        raise InvalidArgument(
+            f"bias: found one with scatter_dim={scatter_dim}, wanted None: the result's columns "
+            "are scattered"
+        )
 
 
 def check_residual(residual: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from agmm.ops.all_reduce import AllReduceCall, LibrarySum, Load
 from agmm.ops.fp8_sums import Fp8Sum, by_library, rounded, summed_dtype
 from agmm.ops.pipeline import Ready
 from agmm.ops.scaled_checks import check_scaled_sum
-from agmm.planning.plans import MATMUL_ALL_REDUCE, KernelConfig
+from agmm.planning.problems import MATMUL_ALL_REDUCE, KernelConfig
 from agmm.runtime import cpu_scatter
 from agmm.runtime.calls import Call
 from agmm.runtime.scaled import ScaledProducts

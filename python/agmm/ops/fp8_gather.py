@@ -19,7 +19,7 @@ from agmm.ops.gather import Behind, GatherCall, Gathered, GatherSettings
 from agmm.ops.pipeline import Ready, Route
 from agmm.ops.scaled_checks import check_scaled_gather
 from agmm.planning import call_plans, legality
-from agmm.planning.plans import KernelConfig, Problem
+from agmm.planning.problems import KernelConfig, Problem
 from agmm.planning.transports import FusedGather
 from agmm.runtime import collectives, groups, nan_check
 from agmm.runtime.calls import Call

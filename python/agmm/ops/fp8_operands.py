@@ -14,7 +14,7 @@ from agmm._core import Accumulation
 from agmm.errors import InvalidArgument
 from agmm.ops.scaled_checks import scaling_of, scalings_of
 from agmm.planning import built_kernels, call_plans, formats, heuristics
-from agmm.planning.plans import ALL_GATHER_MATMUL, KernelConfig, Problem
+from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig, Problem
 from agmm.runtime import cuda_scaled, symmetric
 from agmm.runtime.cuda_calls import Kernel, ReadyMatmul, ready_matmul
 from agmm.runtime.scaled import Scaled, ScaledProducts, Weight

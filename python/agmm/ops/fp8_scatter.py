@@ -11,7 +11,7 @@ from agmm.ops.fp8_sums import Fp8Sum, by_library, rounded
 from agmm.ops.pipeline import Ready
 from agmm.ops.scaled_checks import check_scaled_scatter
 from agmm.ops.scatter import ScatterCall, ScatterSettings
-from agmm.planning.plans import KernelConfig, Problem
+from agmm.planning.problems import KernelConfig, Problem
 from agmm.runtime import collectives, cpu_scatter
 from agmm.runtime.calls import Call
 from agmm.runtime.scaled import ScaledProducts

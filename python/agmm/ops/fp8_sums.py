@@ -14,7 +14,7 @@ from agmm.ops import scaled_products
 from agmm.ops.fp8_operands import described, kernel_of, problem_of, rows_of, why_unfused
 from agmm.ops.sums import SumCall
 from agmm.planning import formats, legality
-from agmm.planning.plans import (
+from agmm.planning.problems import (
     MATMUL_REDUCE_SCATTER,
     MAX_PUSH_RANKS,
     MAX_SCATTER_TILES,

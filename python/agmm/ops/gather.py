@@ -13,7 +13,8 @@ from agmm.errors import InvalidArgument
 from agmm.ops import small_collectives
 from agmm.ops.pipeline import GATHER, KERNEL, LIBRARY, OpCall, Ready, Route, device_of
 from agmm.planning import built_kernels, call_plans, plans
-from agmm.planning.plans import KernelConfig, Plan, Problem
+from agmm.planning.plans import Plan
+from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig, Problem
 from agmm.planning.transports import MESSAGES, FusedGather, Transport, copy_transports
 from agmm.runtime import groups, nan_check
 from agmm.runtime.calls import Call
@@ -182,7 +183,7 @@ class GatherCall(OpCall[Gathered]):
         if epilogue is None or self.device.type != "cuda":
             return None
         form = self.problem(0).format
-        has_one = built_kernels.has_epilogue(plans.ALL_GATHER_MATMUL, form, epilogue.activation)
+        has_one = built_kernels.has_epilogue(ALL_GATHER_MATMUL, form, epilogue.activation)
         return None if has_one and route.by == KERNEL else why_composed(epilogue)
 
     def also_agreed(self) -> str:

@@ -10,13 +10,19 @@ import torch
 import torch.distributed as dist
 
 from agmm.errors import InvalidArgument
-from agmm.ops.checks import check_bias, check_operand
+from agmm.ops.checks import (
+    check_bias,
+    check_count,
+    check_inner,
+    check_no_backward,
+    check_operand,
+    check_rows,
+)
 from agmm.ops.gather import GatherCall, Gathered, GatherSettings
 from agmm.ops.library import define
 from agmm.ops.pipeline import Ready, Route, serve
-from agmm.ops.scaled_checks import check_no_backward
 from agmm.planning import call_plans
-from agmm.planning.plans import Problem
+from agmm.planning.problems import Problem
 from agmm.runtime import groups
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import start_all_gather
@@ -87,20 +93,15 @@ def _check(
         raise InvalidArgument(
             f"A_shard: found dtype {A_shard.dtype} with a Packed4BitWeight, wanted torch.float32"
         )
-    if A_shard.dim() < 2:
-        raise InvalidArgument(f"A_shard: found {A_shard.dim()} dimensions, wanted at least 2")
+    check_rows("A_shard", A_shard)
     last = A_shard.dim() - 1
     if not -A_shard.dim() <= gather_dim < last or gather_dim == -1:
         raise InvalidArgument(
             f"gather_dim: found {gather_dim} with a Packed4BitWeight, wanted 0 to {last - 1}"
         )
-    if len(biases) != len(Bs):
-        raise InvalidArgument(f"bias: found {len(biases)} for {len(Bs)} weights, wanted one each")
+    check_count("bias", biases, len(Bs), "weights")
     for B, bias in zip(Bs, biases, strict=True):
-        if A_shard.shape[-1] != B.K:
-            raise InvalidArgument(
-                f"B: found K={B.K}, wanted {A_shard.shape[-1]} as the columns of A_shard"
-            )
+        check_inner("B", B.K, A_shard.shape[-1], "A_shard")
         if bias is not None:
             check_bias(bias, B.N, "A_shard", A_shard)
 

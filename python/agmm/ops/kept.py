@@ -17,7 +17,7 @@ from agmm.runtime import groups, nan_check
 
 kept_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]]
 kept_calls = weakref.WeakKeyDictionary()
-"""The cached calls of each group, by what an op says of their kind, such as `kind_of_call`; they
+"""The kept calls of each group, by what an op says of their kind, such as `kind_of_call`; they
 end with the group."""
 
 nan_check.on_change(kept_calls.clear)

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from agmm.errors import InvalidArgument, warn_once
 from agmm.planning import call_plans, studies, tables
 from agmm.planning.planner import Planner
-from agmm.planning.plans import UNFUSED, Plan, Problem, Row
+from agmm.planning.plans import UNFUSED, Plan, Row
+from agmm.planning.problems import Problem
 from agmm.planning.studies import Report, Study
 from agmm.planning.tables import Key, TableError
 from agmm.runtime import call_times, groups

@@ -8,10 +8,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from agmm.errors import InvalidArgument
 from agmm.ops import kept
 from agmm.ops.autograd import MatmulAllReduce
-from agmm.ops.checks import check_operand, check_reducible, check_residual, needs_gradient
+from agmm.ops.checks import (
+    check_flag,
+    check_operand,
+    check_reducible,
+    check_residual,
+    needs_gradient,
+)
 from agmm.ops.library import library
 from agmm.ops.operands import autocast, is_plain, is_watched
 from agmm.ops.pipeline import serve
@@ -143,8 +148,7 @@ def matmul_all_reduce(
     maybes = [(n, t) for n, t in (("bias", bias), ("residual", residual)) if t is not None]
     for name, tensor in (("A", A), ("B", B), *maybes):
         check_operand(name, tensor)
-    if strict is not True and strict is not False:
-        raise InvalidArgument(f"strict: found {strict!r}, wanted True or False")
+    check_flag("strict", strict)
     bias, residual, A, B = autocast((bias, residual, A, B), A.device)
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)

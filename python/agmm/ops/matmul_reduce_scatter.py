@@ -11,7 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from agmm.errors import InvalidArgument
 from agmm.ops import kept
 from agmm.ops.autograd import MatmulReduceScatter
-from agmm.ops.checks import check_operand, check_residual, check_scatterable, needs_gradient
+from agmm.ops.checks import (
+    check_flag,
+    check_listed,
+    check_operand,
+    check_residual,
+    check_scatterable,
+    needs_gradient,
+)
 from agmm.ops.library import library
 from agmm.ops.operands import PLAIN_TYPES, autocast, is_watched
 from agmm.ops.plain_scatter import kind_of_one, kind_of_scatter, scatter
@@ -168,7 +175,7 @@ def matmul_reduce_scatter(
             0.17%, in bf16, in the Frobenius norm, with a bias as large as the sum). Its gradient is
             that of the rows of all ranks, and so the same on all ranks. Not with the last
             dimension scattered.
-        residual: this rank's part of a residual, of the shape and dtype of ``out``. On the CPU
+        residual: this rank's shard of a residual, of the shape and dtype of ``out``. On the CPU
             added in float32 (float64 for float64) before the sum is rounded. On CUDA no kernel adds
             it yet: torch adds it to the rounded sum, which `status` says and ``strict`` refuses.
             Its gradient is that of ``out``.
@@ -195,14 +202,12 @@ def matmul_reduce_scatter(
         for tensor in tensors:
             if tensor is not None or name in ("A", "B"):
                 check_operand(name, tensor)
-    if not As:
-        raise InvalidArgument("A: found an empty list, wanted at least one")
+    check_listed("A", As)
     if not isinstance(scatter_dim, int):
         raise InvalidArgument(f"scatter_dim: found {scatter_dim!r}, wanted an int")
     if not isinstance(reduce_op, str):
         raise InvalidArgument(f"reduce_op: found {reduce_op!r}, wanted 'sum' or 'avg'")
-    if strict is not True and strict is not False:
-        raise InvalidArgument(f"strict: found {strict!r}, wanted True or False")
+    check_flag("strict", strict)
     bias, residual, *operands = autocast((bias, residual, *As, *Bs), As[0].device)
     group_name = groups.name_of(group)
     world_size = groups.world_size_of(group_name)

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from agmm.errors import Unsupported, compose, fall_back
 from agmm.ops import kept, learning, seen
 from agmm.planning import call_plans
-from agmm.planning.plans import Plan, Problem
+from agmm.planning.plans import Plan
+from agmm.planning.problems import Problem
 from agmm.runtime import backends, groups
 from agmm.runtime.callers import calling
 from agmm.runtime.calls import Call

@@ -13,7 +13,7 @@ from agmm.ops.checks import check_reducible, check_residual
 from agmm.ops.pipeline import Ready, Route
 from agmm.ops.plain_scatter import Copying, call_with, of_call
 from agmm.ops.sums import Added
-from agmm.planning.plans import KernelConfig
+from agmm.planning.problems import KernelConfig
 from agmm.runtime.calls import Call
 from agmm.runtime.workspaces import cpu_workspace
 

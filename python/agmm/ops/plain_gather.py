@@ -14,7 +14,7 @@ from agmm.ops.checks import FLOATS, check_gatherable
 from agmm.ops.gather import GatherCall, Gathered, GatherSettings
 from agmm.ops.pipeline import Ready, serve
 from agmm.planning import call_plans, legality
-from agmm.planning.plans import KernelConfig, Problem
+from agmm.planning.problems import KernelConfig, Problem
 from agmm.planning.transports import FusedGather
 from agmm.runtime import cuda_calls, symmetric
 from agmm.runtime.calls import Call

@@ -17,7 +17,8 @@ from agmm.ops.pipeline import LIBRARY, TORCH, Ready, Route, serve
 from agmm.ops.products import joined, sum_of_products
 from agmm.ops.scatter import Meanwhile, ScatterCall, ScatterSettings
 from agmm.ops.sums import Added
-from agmm.planning.plans import BY_TORCH, KernelConfig, Plan, Problem
+from agmm.planning.plans import BY_TORCH, Plan
+from agmm.planning.problems import KernelConfig, Problem
 from agmm.runtime import collectives, cpu_scatter, groups, rendezvous
 from agmm.runtime.calls import Call
 from agmm.runtime.cuda_calls import Kernel, b_layout, plain_format
@@ -52,7 +53,7 @@ class PlainScatter(ScatterCall):
         As: [M, ..., K] each, of one shape but for K.
         Bs: [K, N] each.
         bias: [N] or None.
-        residual: this rank's part of one, or None.
+        residual: this rank's shard of one, or None.
     """
 
     def __init__(

@@ -12,8 +12,8 @@ import torch
 from agmm.errors import InvalidArgument
 from agmm.ops import small_collectives
 from agmm.ops.all_gather_scaled_matmul import gather
-from agmm.ops.checks import check_operand
-from agmm.ops.scaled_checks import BIAS_DTYPES, check_no_backward
+from agmm.ops.checks import check_matrix, check_no_backward, check_operand, check_rows
+from agmm.ops.scaled_checks import BIAS_DTYPES
 from agmm.runtime import collectives, cuda_quantize, groups, nan_check
 from agmm.runtime.calls import Call
 from agmm.runtime.collectives import is_traced
@@ -165,11 +165,9 @@ def _check(
                 f"{name}: found dtype {tensor.dtype} with quantize={quantize!r}, wanted bfloat16, "
                 "float16 or float32"
             )
-    if A_shard.dim() < 2:
-        raise InvalidArgument(f"A_shard: found {A_shard.dim()} dimensions, wanted at least 2")
+    check_rows("A_shard", A_shard)
     for B in Bs:
-        if B.dim() != 2:
-            raise InvalidArgument(f"B: found {B.dim()} dimensions, wanted 2")
+        check_matrix("B", B)
     for bias in biases:
         if bias is not None:
             check_operand("bias", bias)

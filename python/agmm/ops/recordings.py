@@ -6,17 +6,18 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from agmm import _core, _env
 from agmm.errors import InvalidArgument
 from agmm.ops import seen
 from agmm.planning import call_plans
-from agmm.planning.plans import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
+from agmm.planning.problems import ALL_GATHER_MATMUL, CPU, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
 from agmm.runtime.epilogues import ACTIVATIONS
 
 VERSION = 1
@@ -34,32 +35,17 @@ _OPS = {
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """Calls of one kind. ``m`` counts the rows of all ranks, ``n`` the columns of each weight,
-    ``k`` those of A on a rank, of all ``products`` that are summed. ``gpu`` is that of
-    `Problem.gpu`, ``dim`` the dimension that is gathered or scattered, ``by`` who served them."""
+    """Calls of one kind. `gpu` is `Problem.gpu` of the device that they were made on, of which the
+    kind, read from a file, has the type alone."""
 
-    op: str
-    m: int
-    n: tuple[int, ...]
-    k: int
-    dtype: str
-    b_layout: str
-    return_A: bool
-    scaling: str | None
-    dim: int
-    products: int
-    world_size: int
+    kind: seen.Kind
     gpu: str
-    by: str
-    reason: str | None
     count: int
-    activation: str | None = None
-    residual: bool = False
 
     @property
     def planned_op(self) -> str:
         """The op by the name that plans have for it."""
-        return _OPS[self.op]
+        return _OPS[self.kind.op]
 
 
 @contextmanager
@@ -126,7 +112,7 @@ def _to_text(counts: dict[seen.Kind, int]) -> str:
         if kind.op in _OPS:
             fields = kind._asdict()
             gpu = call_plans.device_facts(fields.pop("device"))[0]
-            calls.append(asdict(RecordedCall(**fields, gpu=gpu, count=count)))
+            calls.append(fields | {"gpu": gpu, "count": count})
     lines = ",\n".join(json.dumps(call) for call in calls)
     return f'{{"kind": "{_KIND}", "version": {VERSION}, "calls": [\n{lines}\n]}}\n'
 
@@ -173,6 +159,7 @@ def read(path: Path) -> list[RecordedCall]:
     return [_read_call(entry, f"call {i} of {path}") for i, entry in enumerate(found["calls"])]
 
 
+_FIELDS = (*(name for name in seen.Kind._fields if name != "device"), "gpu", "count")
 _SIZES = ("m", "k", "products", "world_size", "count")
 _TEXTS = ("dtype", "gpu", "by")
 
@@ -181,7 +168,7 @@ def _read_call(entry: Any, where: str) -> RecordedCall:
     if not isinstance(entry, dict):
         raise InvalidArgument(f"file: found {entry!r} as {where}, wanted an object")
     entry = {"activation": None, "residual": False, **entry}  # which older versions did not write
-    missing = [name for name in RecordedCall.__dataclass_fields__ if name not in entry]
+    missing = [name for name in _FIELDS if name not in entry]
     if missing:
         raise InvalidArgument(f"file: found no {', '.join(missing)} in {where}, wanted all fields")
     n = entry["n"]
@@ -208,5 +195,7 @@ def _read_call(entry: Any, where: str) -> RecordedCall:
             raise InvalidArgument(
                 f"file: found {name} {entry[name]!r} in {where}, wanted one of {values}"
             )
-    known = {name: entry[name] for name in RecordedCall.__dataclass_fields__}
-    return RecordedCall(**known | {"n": tuple(n)})
+    known = {name: entry[name] for name in _FIELDS} | {"n": tuple(n)}
+    gpu, count = known.pop("gpu"), known.pop("count")
+    device = torch.device("cpu" if gpu == CPU else "cuda")
+    return RecordedCall(seen.Kind(**known, device=device), gpu, count)

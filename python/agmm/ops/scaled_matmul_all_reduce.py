@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.ops import kept
+from agmm.ops.checks import check_flag, check_no_backward
 from agmm.ops.fp8_all_reduce import Fp8AllReduce
 from agmm.ops.library import define
 from agmm.ops.operands import is_watched
 from agmm.ops.pipeline import serve
-from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_sum
+from agmm.ops.scaled_checks import check_scaled_sum
 from agmm.runtime import groups
 from agmm.runtime.scaled import ScaledProducts
 
@@ -52,7 +53,7 @@ def _kind(given: ScaledProducts, strict: bool) -> Any:
 
 
 def _run(kind: Any, given: ScaledProducts, group: dist.ProcessGroup, strict: bool) -> torch.Tensor:
-    """Multiply and sum by a cached call, or as `serve` decides."""
+    """Multiply and sum by a kept call, or as `serve` decides."""
     (A,), (B,), (scale_a,), (scale_b,), bias, result_scale, *_ = given
     found: torch.Tensor | None
     found = kept.call_kept(group, kind, A, B, bias, scale_a, scale_b, result_scale)

@@ -10,11 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from agmm.errors import InvalidArgument
 from agmm.ops import kept
+from agmm.ops.checks import check_flag, check_no_backward
 from agmm.ops.fp8_scatter import Fp8Scatter
 from agmm.ops.library import define
 from agmm.ops.operands import is_watched
 from agmm.ops.pipeline import serve
-from agmm.ops.scaled_checks import check_flag, check_no_backward, check_scaled_scatter
+from agmm.ops.scaled_checks import check_scaled_scatter
 from agmm.ops.scatter import ScatterSettings
 from agmm.runtime import groups
 from agmm.runtime.scaled import ScaledProducts
@@ -53,7 +54,7 @@ def _impl(call: _Arguments) -> torch.Tensor:
 def _run(
     kind: Any, given: ScaledProducts, group: dist.ProcessGroup, settings: _Settings
 ) -> torch.Tensor:
-    """Multiply, sum and scatter by a cached call, or as `serve` decides."""
+    """Multiply, sum and scatter by a kept call, or as `serve` decides."""
     As, Bs, scale_as, scale_bs, bias, *_ = given
     found: torch.Tensor | None = kept.call_kept(group, kind, As, Bs, bias, scale_as, scale_bs)
     if found is not None:

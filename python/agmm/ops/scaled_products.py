@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from agmm.errors import fall_back
+from agmm.ops.checks import check_no_backward
 from agmm.ops.library import library
-from agmm.ops.scaled_checks import check_no_backward, scaling_of
+from agmm.ops.scaled_checks import scaling_of
 from agmm.runtime.scaled import Scaled, Weight, multiply
 from agmm.runtime.scaling import ALL, BLOCK
 
@@ -19,6 +20,9 @@ _FEW_ROWS = 256
 of which all shards together need one reading; the number is an estimate."""
 
 
+BLOCK_SCALES_SINCE = (12, 9)
+"""The first version of CUDA whose ``torch._scaled_mm`` has block scales."""
+
 _SCALE_ALIGNMENT = 16
 """The alignment in bytes of scales, without which cuBLASLt 13 refuses them."""
 
@@ -26,15 +30,23 @@ _SCALE_ALIGNMENT = 16
 def why_not_by_torch(weight: Weight) -> str | None:
     """The reason why ``torch._scaled_mm`` is known to have no product with such a weight on CUDA,
     or None. It finds out by itself, after some work on the host, what is not known here."""
-    n = weight.B.values.shape[1]
-    if n % 16 != 0:
-        return f"B: found {n} columns, wanted a multiple of 16"
-    if weight.B.tile[0] == BLOCK:
-        cuda = torch.version.cuda
-        if cuda is None or tuple(map(int, cuda.split(".")[:2])) < (12, 9):
-            return f"block scales: found CUDA {cuda}, wanted at least 12.9"
+    n, is_by_block = weight.B.values.shape[1], weight.B.tile[0] == BLOCK
+    why = why_not_of_size(n, is_by_block=is_by_block, cuda=torch.version.cuda)
+    if why is not None:
+        return why
     if weight.B.tile == (ALL, 1) and weight.out_dtype.itemsize == 1:
         return f"scales of rows: found a result in {weight.out_dtype}, wanted bfloat16"
+    return None
+
+
+def why_not_of_size(n: int, *, is_by_block: bool, cuda: str | None) -> str | None:
+    """The reason why ``torch._scaled_mm`` of this version of CUDA has no product of N columns,
+    with block scales or others, whatever else it is of; or None."""
+    if n % 16 != 0:
+        return f"B: found {n} columns, wanted a multiple of 16"
+    if is_by_block and (cuda is None or tuple(map(int, cuda.split(".")[:2])) < BLOCK_SCALES_SINCE):
+        wanted = ".".join(map(str, BLOCK_SCALES_SINCE))
+        return f"block scales: found CUDA {cuda}, wanted at least {wanted}"
     return None
 
 
@@ -42,7 +54,7 @@ def product(A: Scaled, weight: Weight) -> torch.Tensor:
     """``A @ B`` [M, N], with all else that the weight wants.
 
     Args:
-        A: [M, K]. A tile may have a part of the rows: those of a shard with one scale.
+        A: [M, K]. A tile may have some of the rows: those of a shard with one scale.
     """
     out = A.values.new_empty(A.values.shape[0], weight.B.values.shape[1], dtype=weight.out_dtype)
     if out.numel() == 0:
@@ -98,21 +110,21 @@ def by_torch(A: Scaled, weight: Weight, out: torch.Tensor) -> torch.Tensor:
     """Write ``A @ B`` to ``out`` by ``torch._scaled_mm``, which raises where it does not have such
     a product, and return ``out``."""
     B = weight.B
-    parts = [(A.values, as_torch_wants_it(A), out)]
+    products = [(A.values, as_torch_wants_it(A), out)]
     if B.tile == (ALL, ALL) and A.scale.numel() > 1:  # one scale for each shard
         rows = len(out) // len(A.scale)
         if rows <= _FEW_ROWS and _may_have_scales_of_rows(weight):
-            parts = [(A.values, A.scale.expand(-1, rows).reshape(-1, 1), out)]
+            products = [(A.values, A.scale.expand(-1, rows).reshape(-1, 1), out)]
             B = Scaled(B.values, B.scale.expand(1, out.shape[1]), (ALL, 1))
         else:
             apart = A.scale.new_empty(len(A.scale), _SCALE_ALIGNMENT // A.scale.itemsize)
             apart[:, :1] = A.scale
-            parts = [
+            products = [
                 (A.values[begin : begin + rows], scales[:1], out[begin : begin + rows])
                 for begin, scales in zip(range(0, len(out), rows), apart, strict=True)
             ]
     scale_b = as_torch_wants_it(B)
-    for values, scale, part in parts:
+    for values, scale, rows_of_out in products:
         torch.ops.aten._scaled_mm.out(
             values,
             B.values,
@@ -122,7 +134,7 @@ def by_torch(A: Scaled, weight: Weight, out: torch.Tensor) -> torch.Tensor:
             weight.result_scale,
             weight.out_dtype,
             weight.fast_accum,
-            out=part,
+            out=rows_of_out,
         )
     return out
 

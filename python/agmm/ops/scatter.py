@@ -12,7 +12,8 @@ import torch.distributed as dist
 from agmm.ops.pipeline import KERNEL, LIBRARY, Ready, Route
 from agmm.ops.sums import SumCall
 from agmm.planning import call_plans
-from agmm.planning.plans import KernelConfig, Plan, Problem
+from agmm.planning.plans import Plan
+from agmm.planning.problems import KernelConfig, Problem
 from agmm.planning.transports import MESSAGES
 from agmm.runtime.calls import Call
 from agmm.runtime.results import moved, reshaped

@@ -12,13 +12,12 @@ import torch.distributed as dist
 from agmm.errors import Unsupported
 from agmm.ops.checks import FLOATS
 from agmm.planning import call_plans, cost_model, formats, legality
-from agmm.planning.plans import (
-    BY_TORCH,
+from agmm.planning.plans import BY_TORCH, Plan
+from agmm.planning.problems import (
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
     MAX_SIZE,
     KernelConfig,
-    Plan,
     Problem,
 )
 from agmm.planning.transports import LAGGED, SCATTER, Transport

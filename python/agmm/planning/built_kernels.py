@@ -7,7 +7,7 @@ from functools import cache
 
 from agmm import _core
 from agmm.planning import formats
-from agmm.planning.plans import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, KernelConfig
+from agmm.planning.problems import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, KernelConfig
 from agmm.runtime import kernels
 
 

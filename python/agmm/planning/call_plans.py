@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from agmm import _env
 from agmm.errors import AgmmError, warn_once
-from agmm.planning import built_kernels, plans, tables
+from agmm.planning import built_kernels, problems, tables
 from agmm.planning.planner import Planner
-from agmm.planning.plans import Problem
+from agmm.planning.problems import Problem
 from agmm.runtime import groups
 from agmm.runtime.group_gpus import GroupFacts, group_facts
 
@@ -24,7 +24,7 @@ _planners = weakref.WeakKeyDictionary()
 def device_facts(device: torch.device) -> tuple[str, int]:
     """Return `Problem.gpu` and `Problem.sm_count` of a device."""
     if device.type == "cpu":
-        return plans.CPU, 0
+        return problems.CPU, 0
     facts = torch.cuda.get_device_properties(device)
     return tables.gpu_name(facts.name), facts.multi_processor_count
 
@@ -42,7 +42,7 @@ def problem_of(
     operands: str | torch.dtype,
     device: torch.device,
     *,
-    op: str = plans.ALL_GATHER_MATMUL,
+    op: str = problems.ALL_GATHER_MATMUL,
     group: dist.ProcessGroup | None = None,
     return_A: bool = False,
     column_major: bool = True,

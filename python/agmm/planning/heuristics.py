@@ -15,16 +15,14 @@ from agmm.planning.legality import (
     why_illegal,
     why_lagged_illegal,
 )
-from agmm.planning.plans import (
+from agmm.planning.plans import BY_TORCH, UNFUSED, Plan
+from agmm.planning.problems import (
     ALIGNMENT,
-    BY_TORCH,
     MAX_COLUMN_CHUNKS,
     MAX_PUSH_PARTS,
     RASTERS,
     SWIZZLES,
-    UNFUSED,
     KernelConfig,
-    Plan,
     Problem,
 )
 from agmm.planning.transports import LAGGED, PUSH, SmPush, copy_transports
@@ -86,8 +84,8 @@ def orders(config: KernelConfig) -> Iterator[KernelConfig]:
 def has_few_rows_of_tiles(problem: Problem, tile_m: int) -> bool:
     """Whether a shard has so few rows of tiles that a swizzle gains nothing; of fp8 operands, where
     nobody has measured it, all shards together."""
-    parts = 1 if is_fp8(problem) else problem.world_size
-    return -(-problem.m // (parts * tile_m)) <= 8
+    shards = 1 if is_fp8(problem) else problem.world_size
+    return -(-problem.m // (shards * tile_m)) <= 8
 
 
 def usual_order(problem: Problem, config: KernelConfig) -> KernelConfig:

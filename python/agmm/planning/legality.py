@@ -6,22 +6,19 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from agmm.planning import cost_model, formats
-from agmm.planning.plans import (
+from agmm.planning.plans import BY_TORCH, GATHERED, UNFUSED, Plan
+from agmm.planning.problems import (
     ALIGNMENT,
     ALL_GATHER_MATMUL,
-    BY_TORCH,
     CPU,
     FUSED_DTYPES,
-    GATHERED,
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
     MAX_CHUNKS_PER_SHARD,
     MAX_CLUSTER_SPLITS,
     MAX_SCATTER_TILES,
     MAX_SIZE,
-    UNFUSED,
     KernelConfig,
-    Plan,
     Problem,
 )
 from agmm.planning.transports import LAGGED, PUSH, SCATTER

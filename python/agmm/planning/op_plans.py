@@ -11,20 +11,16 @@ from agmm.planning import cost_model
 from agmm.planning.cost_model import At
 from agmm.planning.heuristics import chooses_swapped, lagged_plans, scatter_plans, usual_plans
 from agmm.planning.legality import why_unfused
-from agmm.planning.plans import (
+from agmm.planning.plans import BY_TORCH, GATHERED, UNFUSED, Plan, Row
+from agmm.planning.predictions import has_model, predict_us
+from agmm.planning.problems import (
     ALL_GATHER_MATMUL,
-    BY_TORCH,
     CPU,
-    GATHERED,
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
-    UNFUSED,
     KernelConfig,
-    Plan,
     Problem,
-    Row,
 )
-from agmm.planning.predictions import has_model, predict_us
 from agmm.planning.search import Search
 from agmm.planning.transports import GATHER, LAGGED, PUSH, SCATTER
 

@@ -15,8 +15,9 @@ from math import log
 from statistics import fmean
 
 from agmm.planning.op_plans import OP_PLANS, Choice, Found, Here, KernelsOf, OpPlans
-from agmm.planning.plans import BY_LIBRARY, Plan, Problem, Row
+from agmm.planning.plans import BY_LIBRARY, Plan, Row
 from agmm.planning.predictions import has_model, predict_us
+from agmm.planning.problems import Problem
 from agmm.planning.tuned_rows import Rows, TunedRow, TunedRows
 
 _MAX_PLANS = 4096
@@ -48,10 +49,10 @@ class _Look(Here):
         self.between: tuple[list[TunedRow], Found, Found] | None = None
         """The last choice between rows: these, the model's favourite, and what was found."""
 
-    def of_row(self, kept: TunedRow) -> tuple[Plan, float]:
-        found = self._of_rows.get(id(kept))
+    def of_row(self, tuned: TunedRow) -> tuple[Plan, float]:
+        found = self._of_rows.get(id(tuned))
         if found is None:
-            found = self._of_rows[id(kept)] = kept.here(self.at)
+            found = self._of_rows[id(tuned)] = tuned.here(self.at)
         return found
 
 
@@ -146,13 +147,13 @@ class Planner:
         # Unfused A costs nothing: what is the fastest with it need not be so without.
         fused_of_twin = fused or not problem.return_A
         for which, only_fused in ((0, fused), (1, fused_of_twin)):
-            kept = family.rows[which].usable(look.at, problem.m, only_fused)
-            if kept is not None:
-                other = family.plans.instead_of(look, kept.row)
+            tuned = family.rows[which].usable(look.at, problem.m, only_fused)
+            if tuned is not None:
+                other = family.plans.instead_of(look, tuned.row)
                 if other is not None:
-                    return other._replace(source=f"{other.source}, against what was {kept.source}")
-                own_row = kept.row if which == 0 else None
-                return Found(kept.row.plan, kept.source, None, own_row)
+                    return other._replace(source=f"{other.source}, against what was {tuned.source}")
+                own_row = tuned.row if which == 0 else None
+                return Found(tuned.row.plan, tuned.source, None, own_row)
         for which, only_fused in ((0, fused), (1, fused_of_twin)):
             near = family.rows[which].near(look.at, only_fused)
             if near:
@@ -162,10 +163,10 @@ class Planner:
     def _choose_between_rows(self, look: _Look, near: list[TunedRow], fused: bool) -> Found:
         """The plan that the rows of other M lead to."""
         problem, plans = look.problem, look.family.plans
-        words = " and ".join(f"M={kept.row.m}" for kept in near)
+        words = " and ".join(f"M={tuned.row.m}" for tuned in near)
         source = f"tuned at {words} ({near[-1].source})"
         if not has_model(problem):
-            nearest = min(reversed(near), key=lambda kept: abs(log(kept.row.m / problem.m)))
+            nearest = min(reversed(near), key=lambda tuned: abs(log(tuned.row.m / problem.m)))
             return Found(nearest.row.plan, source)
         favourite = plans.favourite(look, fused)
         if look.between is not None:
@@ -174,14 +175,14 @@ class Planner:
                 return found
         rated: list[tuple[float, Plan]] = []
         ratios: list[tuple[object, float]] = []
-        for kept in near:
-            plan_here, here_us = look.of_row(kept)
-            there_us = kept.there_us(problem)
+        for tuned in near:
+            plan_here, here_us = look.of_row(tuned)
+            there_us = tuned.there_us(problem)
             assert there_us is not None
-            measured = kept.row.us / there_us
-            if plan_here.transport != kept.row.plan.transport:
+            measured = tuned.row.us / there_us
+            if plan_here.transport != tuned.row.plan.transport:
                 measured = max(1.0, measured)  # it says little of another plan
-            ratios.append((plans.likeness(kept.row.plan), measured))
+            ratios.append((plans.likeness(tuned.row.plan), measured))
             rated.append((here_us * measured, plan_here))
         assert favourite.us is not None
         best_us, best = min(rated, key=lambda pair: pair[0])

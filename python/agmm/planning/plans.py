@@ -1,55 +1,16 @@
-"""The words of a plan: plans, their names, and what tuning found. Problems and kernel configs,
-which the cost model needs to rate a plan, are in `problems` and can be imported from here as well.
-This module needs no torch."""
+"""The words of a plan: plans, their names, and what tuning found. This module needs no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agmm.planning.problems import (
-    ALIGNMENT,
-    ALL_GATHER_MATMUL,
-    CPU,
-    DEFAULT_GPU,
-    FUSED_DTYPES,
-    MATMUL_ALL_REDUCE,
-    MATMUL_REDUCE_SCATTER,
-    MAX_CHUNKS_PER_SHARD,
-    MAX_CLUSTER_SPLITS,
-    MAX_COLUMN_CHUNKS,
-    MAX_PUSH_PARTS,
-    MAX_PUSH_RANKS,
-    MAX_SCATTER_TILES,
-    MAX_SIZE,
-    OPS,
-    RASTERS,
-    SWIZZLES,
-    KernelConfig,
-    Problem,
-)
+from agmm.planning.problems import KernelConfig, Problem
 from agmm.planning.transports import BACKEND, GATHER, TORCH, FusedGather, Transport, parse
 
 __all__ = [
-    "ALIGNMENT",
-    "ALL_GATHER_MATMUL",
     "BY_LIBRARY",
     "BY_TORCH",
-    "CPU",
-    "DEFAULT_GPU",
-    "FUSED_DTYPES",
     "GATHERED",
-    "MATMUL_ALL_REDUCE",
-    "MATMUL_REDUCE_SCATTER",
-    "MAX_CHUNKS_PER_SHARD",
-    "MAX_CLUSTER_SPLITS",
-    "MAX_COLUMN_CHUNKS",
-    "MAX_PUSH_PARTS",
-    "MAX_PUSH_RANKS",
-    "MAX_SCATTER_TILES",
-    "MAX_SIZE",
-    "OPS",
-    "RASTERS",
-    "SWIZZLES",
     "UNFUSED",
     "KernelConfig",
     "Plan",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from agmm.planning import formats
-from agmm.planning.plans import CPU, Plan, Problem
+from agmm.planning.plans import Plan
+from agmm.planning.problems import CPU, Problem
 
 
 def has_model(problem: Problem) -> bool:

@@ -18,7 +18,8 @@ from agmm.planning.heuristics import (
     usual_sm_push_at,
 )
 from agmm.planning.legality import can_split, splits_that_fit
-from agmm.planning.plans import MAX_COLUMN_CHUNKS, KernelConfig, Plan, Problem
+from agmm.planning.plans import Plan
+from agmm.planning.problems import MAX_COLUMN_CHUNKS, KernelConfig, Problem
 from agmm.planning.transports import PULL, PUSH, FusedGather, SmPush, copy_transports
 
 

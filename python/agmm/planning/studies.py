@@ -14,7 +14,8 @@ from typing import NamedTuple, Protocol
 
 from agmm.planning.heuristics import chunkings
 from agmm.planning.planner import Planner
-from agmm.planning.plans import ALL_GATHER_MATMUL, BY_LIBRARY, BY_TORCH, CPU, UNFUSED, Plan, Problem
+from agmm.planning.plans import BY_LIBRARY, BY_TORCH, UNFUSED, Plan
+from agmm.planning.problems import ALL_GATHER_MATMUL, CPU, Problem
 
 # Choices: the issue of each is how many calls may be spent on plans that are not the best.
 MOST_PLANS = 5

@@ -14,17 +14,9 @@ from agmm.planning.legality import (
     splits_that_fit,
     why_illegal,
 )
-from agmm.planning.plans import (
-    ALL_GATHER_MATMUL,
-    BY_LIBRARY,
-    GATHERED,
-    MAX_CLUSTER_SPLITS,
-    KernelConfig,
-    Plan,
-    Problem,
-    Row,
-)
+from agmm.planning.plans import BY_LIBRARY, GATHERED, Plan, Row
 from agmm.planning.predictions import has_model, predict_us
+from agmm.planning.problems import ALL_GATHER_MATMUL, MAX_CLUSTER_SPLITS, KernelConfig, Problem
 from agmm.planning.search import SplitKernel
 from agmm.planning.transports import LAGGED, FusedGather, SmPush
 

@@ -144,7 +144,7 @@ def reduce_scatter(
     then: str = "",
     meanwhile: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """This rank's part along ``dim`` of the sum over all ranks of ``partial``; contiguous.
+    """This rank's shard along ``dim`` of the sum over all ranks of ``partial``; contiguous.
 
     The size of ``dim`` is a multiple of the world size. ``call`` is what it is for, for messages,
     ``then`` what else has to be the same on all ranks, and ``meanwhile`` is called between its
@@ -155,10 +155,10 @@ def reduce_scatter(
     if partial.numel() == 0:
         if is_traced(partial):
             op = torch.ops.agmm._reduce_scatter.default
-            part = moved(op(given, group_name, world_size, "sum", dim), dim, 0)
+            shard = moved(op(given, group_name, world_size, "sum", dim), dim, 0)
         else:
             _take_turn("reduce_scatter", given, group_name, dim, call, then)
-            part = partial.new_empty(partial.shape[0] // world_size, *partial.shape[1:])
+            shard = partial.new_empty(partial.shape[0] // world_size, *partial.shape[1:])
         if meanwhile is not None:
             meanwhile()
     else:
@@ -173,8 +173,8 @@ def reduce_scatter(
             if meanwhile is not None:
                 meanwhile()
         finally:
-            part = _functional.wait_tensor(started)
-    return moved(part, 0, dim)
+            shard = _functional.wait_tensor(started)
+    return moved(shard, 0, dim)
 
 
 def all_reduce(

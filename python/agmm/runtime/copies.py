@@ -52,10 +52,10 @@ def all_gather(
 
     Args:
         out: [world_size * n], contiguous.
-        shard: [n], contiguous; it may be this rank's part of ``out``.
+        shard: [n], contiguous; it may be this rank's shard of ``out``.
         turn: what the last call returned, 0 before the first.
     """
-    parts = _bytes(out).view(slots.world_size, -1)
+    shards = _bytes(out).view(slots.world_size, -1)
     own = _bytes(shard)
     slot = 0 if is_captured else turn
     for begin, end in _pieces(own.numel(), slots.of(slots.rank).shape[1]):
@@ -65,30 +65,32 @@ def all_gather(
         slots.of(slots.rank)[slot, :size].copy_(own[begin:end])
         slots.barrier()
         for source in _others(slots):
-            parts[source, begin:end].copy_(slots.of(source)[slot, :size])
+            shards[source, begin:end].copy_(slots.of(source)[slot, :size])
         if not is_captured:
             slot = turn = 1 - slot
     if is_captured:
         slots.barrier()
-    if parts[slots.rank].data_ptr() != own.data_ptr():
-        parts[slots.rank].copy_(own)
+    if shards[slots.rank].data_ptr() != own.data_ptr():
+        shards[slots.rank].copy_(own)
     return turn
 
 
-def reduce_scatter(slots: Slots, out: torch.Tensor, parts: torch.Tensor, *, average: bool) -> None:
-    """Sums every rank's part for this one into ``out``. Needs a slot for each rank on each.
+def reduce_scatter(
+    slots: Slots, out: torch.Tensor, partials: torch.Tensor, *, average: bool
+) -> None:
+    """Sums every rank's partial sum for this one into ``out``. Needs a slot for each rank on each.
 
-    Each rank copies its parts to the slots of those whose they are. Before that, a barrier says
+    Each rank copies its partial sums to the slots of their owners. Before that, a barrier says
     that all have summed what was there; behind another one kernel sums what has come. The sum is
     float32 inside for dtypes of 16 bits, rounded once, and has the same bits in every call of the
     same sizes.
 
     Args:
         out: [n], contiguous, floating.
-        parts: [world_size * n], contiguous, of the same dtype.
+        partials: [world_size * n], contiguous, of the same dtype.
         average: divide by the number of ranks.
     """
-    rows = parts.view(slots.world_size, -1)
+    rows = partials.view(slots.world_size, -1)
     come = slots.of(slots.rank).view(out.dtype)
     for begin, end in _pieces(out.numel(), come.shape[1]):
         size = end - begin
@@ -262,21 +264,23 @@ class ScatterCopies(CopyWorkspace):
 
     @torch.no_grad()
     def reduce_scatter(
-        self, out: torch.Tensor, parts: torch.Tensor, *, average: bool, in_turn: bool = False
+        self, out: torch.Tensor, partials: torch.Tensor, *, average: bool, in_turn: bool = False
     ) -> None:
         """Enqueue a reduce-scatter on the current stream. Collective; arguments as
         `reduce_scatter`'s, errors as `GatherCopies.all_gather`'s."""
         with self.lock:
             is_captured = torch.cuda.is_current_stream_capturing()
-            with self._call(out, parts, in_turn, is_captured) as slots:
-                reduce_scatter(slots, out, parts, average=average)
+            with self._call(out, partials, in_turn, is_captured) as slots:
+                reduce_scatter(slots, out, partials, average=average)
 
     def start_reduce_scatter(
-        self, out: torch.Tensor, parts: torch.Tensor, *, average: bool
+        self, out: torch.Tensor, partials: torch.Tensor, *, average: bool
     ) -> CudaBackground:
         """`reduce_scatter` in turn, behind the current stream, on another one."""
         with self.lock:
             self.ensure_for(out.nbytes)
             return self._background.start(
-                lambda: self.reduce_scatter(out, parts, average=average, in_turn=True), parts, out
+                lambda: self.reduce_scatter(out, partials, average=average, in_turn=True),
+                partials,
+                out,
             )

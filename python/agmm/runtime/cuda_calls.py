@@ -77,8 +77,8 @@ def b_layout(b: torch.Tensor) -> Layout | None:
     return None
 
 
-def aligned_pointer(tensor: torch.Tensor, kept: list[torch.Tensor]) -> int:
-    """The tensor's address, or that of a copy in ``kept`` where it is not as TMA wants it.
+def aligned_pointer(tensor: torch.Tensor, copies: list[torch.Tensor]) -> int:
+    """The tensor's address, or that of a copy in ``copies`` where it is not as TMA wants it.
 
     It is copied rather than left to another path: addresses differ between ranks, and the path must
     not.
@@ -87,29 +87,29 @@ def aligned_pointer(tensor: torch.Tensor, kept: list[torch.Tensor]) -> int:
     if address % TMA_ALIGNMENT != 0:
         # The copy has the same strides, which the call names; clone() closes gaps.
         tensor = tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
-        kept.append(tensor)
+        copies.append(tensor)
         address = tensor.data_ptr()
     return address
 
 
-def bias_pointer(bias: torch.Tensor | None, kept: list[torch.Tensor]) -> int:
-    """The address of a bias, or that of a contiguous, aligned copy in ``kept``; 0 where there is
+def bias_pointer(bias: torch.Tensor | None, copies: list[torch.Tensor]) -> int:
+    """The address of a bias, or that of a contiguous, aligned copy in ``copies``; 0 where there is
     none."""
     if bias is None:
         return 0
     if not bias.is_contiguous():
         bias = bias.contiguous()
-        kept.append(bias)
-    return aligned_pointer(bias, kept)
+        copies.append(bias)
+    return aligned_pointer(bias, copies)
 
 
-def scale_pointer(scale: torch.Tensor, alignment: int, kept: list[torch.Tensor]) -> int:
-    """The address of scales that a kernel reads as they lie, or that of a copy in ``kept`` where
+def scale_pointer(scale: torch.Tensor, alignment: int, copies: list[torch.Tensor]) -> int:
+    """The address of scales that a kernel reads as they lie, or that of a copy in ``copies`` where
     they are not contiguous at multiples of ``alignment`` bytes; 0: they may lie anyhow. Scales that
     come while a kernel runs must not be copied."""
     if alignment and (not scale.is_contiguous() or scale.data_ptr() % alignment):
         scale = scale.clone(memory_format=torch.contiguous_format)
-        kept.append(scale)
+        copies.append(scale)
     return scale.data_ptr()
 
 
@@ -193,18 +193,18 @@ class ReadyMatmul(NamedTuple):
             return out
         if a_chunk_signals is not None:  # a copy would be made before the chunks have come
             _check_awaited(a, scale_a)
-        kept: list[torch.Tensor] = []  # copies live until the call is enqueued
+        copies: list[torch.Tensor] = []  # they live until the call is enqueued
         with nullcontext() if is_on_current_gpu(a) else torch.cuda.device(a.device):
             scratch = _split_scratch(a.device) if needs_scratch else None
             try:
                 _core.async_input_mm(
                     problem,
                     (
-                        aligned_pointer(a, kept),
-                        aligned_pointer(b, kept),
-                        0 if scale_a is None else scale_pointer(scale_a, SCALE_BYTES, kept),
-                        0 if scale_b is None else scale_pointer(scale_b, b_scale_alignment, kept),
-                        bias_pointer(bias, kept),
+                        aligned_pointer(a, copies),
+                        aligned_pointer(b, copies),
+                        0 if scale_a is None else scale_pointer(scale_a, SCALE_BYTES, copies),
+                        0 if scale_b is None else scale_pointer(scale_b, b_scale_alignment, copies),
+                        bias_pointer(bias, copies),
                         out.data_ptr(),
                         0 if a_chunk_signals is None else a_chunk_signals.data_ptr(),
                     ),

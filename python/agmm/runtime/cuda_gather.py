@@ -103,10 +103,10 @@ class ReadyGather(NamedTuple):
                 A = A_shard.new_empty(A_shape)
                 if scales is not None:
                     scale_A = scales.new_empty(*A_shape[:-1], columns)
-            kept: list[torch.Tensor] = []  # copies live until the call is enqueued
+            copies: list[torch.Tensor] = []  # they live until the call is enqueued
             addresses = [
-                aligned_pointer(A_shard, kept),
-                0 if scales is None else scale_pointer(scales, SCALE_BYTES, kept),
+                aligned_pointer(A_shard, copies),
+                0 if scales is None else scale_pointer(scales, SCALE_BYTES, copies),
                 0 if A is None else A.data_ptr(),
                 0 if scale_A is None else scale_A.data_ptr(),
             ]
@@ -115,9 +115,9 @@ class ReadyGather(NamedTuple):
                 out = new_on_gpu(A_shard, w.out_shape, w.out_stride, w.out_dtype)
                 outs.append(out)
                 addresses += (
-                    aligned_pointer(B, kept),
-                    0 if scale_b is None else scale_pointer(scale_b, w.b_scale_alignment, kept),
-                    bias_pointer(bias, kept),
+                    aligned_pointer(B, copies),
+                    0 if scale_b is None else scale_pointer(scale_b, w.b_scale_alignment, copies),
+                    bias_pointer(bias, copies),
                     out.data_ptr(),
                 )
             enqueue(

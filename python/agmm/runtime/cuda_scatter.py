@@ -74,9 +74,9 @@ class ReadyScatter(NamedTuple):
         with workspace.lock:
             workspace.known.calls += 1
             out = new_on_gpu(As[0], out_shape, out_stride, dtype)
-            kept: list[torch.Tensor] = []  # copies live until the call is enqueued
+            copies: list[torch.Tensor] = []  # they live until the call is enqueued
             a, b = As[0].data_ptr(), Bs[0].data_ptr()
-            of_bias = 0 if bias is None else bias_pointer(bias, kept)
+            of_bias = 0 if bias is None else bias_pointer(bias, copies)
             # The usual call goes without a loop, which takes a twentieth of its time in Python.
             if len(As) == 1 and not scale_as and (a | b) % TMA_ALIGNMENT == 0:
                 addresses = [a, b, 0, 0, of_bias, out.data_ptr()]
@@ -84,10 +84,10 @@ class ReadyScatter(NamedTuple):
                 addresses = []
                 for i, (A, B) in enumerate(zip(As, Bs, strict=True)):
                     addresses += (
-                        aligned_pointer(A, kept),
-                        aligned_pointer(B, kept),
-                        scale_pointer(scale_as[i], SCALE_BYTES, kept) if scale_as else 0,
-                        scale_pointer(scale_bs[i], b_scale_alignment, kept) if scale_bs else 0,
+                        aligned_pointer(A, copies),
+                        aligned_pointer(B, copies),
+                        scale_pointer(scale_as[i], SCALE_BYTES, copies) if scale_as else 0,
+                        scale_pointer(scale_bs[i], b_scale_alignment, copies) if scale_bs else 0,
                     )
                 addresses += (of_bias, out.data_ptr())
             enqueue(

@@ -110,7 +110,7 @@ class SymmetricWorkspace:
         """The buffers that calls use; None before the first call."""
         self.captured = False
         """Whether the buffers are used in a CUDA graph."""
-        self.kept: list[Buffers] = []
+        self.retained: list[Buffers] = []
         """Earlier buffers, which CUDA graphs use that may be replayed."""
         self._why_unfused: str | None = None
         self._refused: tuple[int, str] | None = None
@@ -190,7 +190,7 @@ class SymmetricWorkspace:
         with self.lock:
             if self.world_size == 1:
                 return
-            captured = self.captured or bool(self.kept)
+            captured = self.captured or bool(self.retained)
             found = self.known.exchange("whether graphs need a workspace", json.dumps(captured))
             ranks = [rank for rank, told in enumerate(found) if json.loads(told)]
             if ranks:
@@ -238,7 +238,7 @@ class SymmetricWorkspace:
             self._refused = self.slot_bytes, str(error)
             raise
         if self.buffers is not None and self.captured:
-            self.kept.append(self.buffers)
+            self.retained.append(self.buffers)
         self.buffers, self.slot_bytes, self.captured = buffers, slot_bytes, False
 
     def memory_bytes(self, slot_bytes: int) -> int:

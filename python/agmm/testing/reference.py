@@ -45,8 +45,8 @@ def scattered_sum(
     plain: torch.Tensor | None = None
     for source in range(world_size):
         A, B = operands_of(source)
-        part = A.chunk(world_size)[rank]
-        product, rounded = gathered_product(part, B), torch.mm(part, B)
+        shard = A.chunk(world_size)[rank]
+        product, rounded = gathered_product(shard, B), torch.mm(shard, B)
         exact = product if exact is None else exact.add_(product)
         plain = rounded if plain is None else plain.add_(rounded)
     assert exact is not None and plain is not None

@@ -40,8 +40,8 @@ struct AsyncInput {
 
 /// Policy: the epilogue's, for sums that the mainloop stores; kSwapped: A is the MMA's second
 /// operand, whose rows are columns of the MMA (KernelShape); kTimed: records TileTimes; kSplits:
-/// takes the part of K that the scheduler says; kStoresA: may store A (can_store_a); kMayPush_: may
-/// push this rank's shard. Variants of their own, because the producer warp has no register to
+/// takes the split of K that the scheduler says; kStoresA: may store A (can_store_a); kMayPush_:
+/// may push this rank's shard. Variants of their own, because the producer warp has no register to
 /// spare, and code that lies between what runs costs time.
 template <class Base, class Policy, bool kSwapped, bool kTimed, bool kSplits, bool kStoresA,
           Accumulation kAccumulation, bool kMayPush_>
@@ -93,7 +93,7 @@ struct AsyncInputMainloop : Base {
   /// Whether the consumers push the first items: where all of them multiply the same tile.
   static constexpr bool kConsumersPush = kMayPush && kCooperative;
 
-  /// Whether the parts of K are a cluster's, which adds up and stores the tile here
+  /// Whether the splits of K are a cluster's, which adds up and stores the tile here
   /// (splits_in_cluster).
   static constexpr bool kSplitsInCluster =
       kSplits && kSwapped && kCooperative && cute::size(ClusterShape{}) == 1;
@@ -125,7 +125,7 @@ struct AsyncInputMainloop : Base {
                          cute::conditional_t<kScalesBlocks, BlockScaleStorage, NoBlockScales> {
     FirstItem first_item;
     uint32_t seen;         // signals: see ChunkGate
-    TileStart first_tile;  // where parts of K are a cluster's
+    TileStart first_tile;  // where splits of K are a cluster's
   };
   /// Where the sums of those tiles go that the mainloop stores.
   struct NoSumsOut {};

@@ -91,9 +91,9 @@ struct SumsOut {
   typename Policy::Args epilogue{};
 };
 
-/// Adds up the parts of the cluster's tile, and stores it: nothing is left to do. For the 256
+/// Adds up the splits of the cluster's tile, and stores it: nothing is left to do. For the 256
 /// consumer threads of a cooperative kernel together, once a CTA, when they have multiplied their
-/// part and released its stages. `shared`: of those stages. `are_stored`: A is stored from them,
+/// split and released its stages. `shared`: of those stages. `are_stored`: A is stored from them,
 /// until stages_are_stored(). The tile is swapped (its MMA's rows are columns of `out`), begins at
 /// `first_row` and `first_column` of it, and has kAtomsM atoms of kAtomFloats floats of a thread.
 ///
@@ -120,7 +120,7 @@ CUTLASS_DEVICE void store_splits_in_cluster(void* shared, bool are_stored,
   constexpr int kAtomVectors = kAtomFloats / 4;
   constexpr int kWarps = kConsumerThreads / 32;
   constexpr int kWarpgroups = kConsumerThreads / 128;
-  int32_t const parts = int32_t(ctas_in_cluster());
+  int32_t const splits = int32_t(ctas_in_cluster());
   int32_t const rank = int32_t(cute::block_rank_in_cluster());
   // CUTLASS counts the threads of an MMA so: its second warpgroup is the block's second one.
   int const thread = int(threadIdx.x) % kConsumerThreads;
@@ -149,17 +149,17 @@ CUTLASS_DEVICE void store_splits_in_cluster(void* shared, bool are_stored,
   int const row = fragment_column(thread) + (is_odd ? 1 : 0);
   int const column = thread % 32 / 8 * 2;
   CUTLASS_PRAGMA_NO_UNROLL
-  for (int unit = rank + warp * parts; unit < kVectors * kWarps; unit += kWarps * parts) {
+  for (int unit = rank + warp * splits; unit < kVectors * kWarps; unit += kWarps * splits) {
     float4 const* const from = own + unit * 32 + thread % 32;
     float4 part[kMaxClusterSplits];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kMaxClusterSplits; ++i) {
-      if (i < parts) part[i] = load_in_cluster(shared_address_in(from, uint32_t(i)));
+      if (i < splits) part[i] = load_in_cluster(shared_address_in(from, uint32_t(i)));
     }
     float4 whole = part[0];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 1; i < kMaxClusterSplits; ++i) {
-      if (i < parts) {
+      if (i < splits) {
         whole.x += part[i].x;
         whole.y += part[i].y;
         whole.z += part[i].z;

@@ -326,10 +326,10 @@ struct KernelInstance {
     return push.shard != nullptr && push.order.tail_count() != 0;
   }
 
-  /// The cluster of CTAs: CUTLASS's, or the parts of a tile.
+  /// The cluster of CTAs: CUTLASS's, or the splits of a tile.
   static dim3 cluster(Params const& params) {
-    uint32_t const parts = kSplitsInCluster ? params.scheduler.split_k.splits : 1;
-    return {kMmaClusterM, kMmaClusterN * parts, 1};
+    uint32_t const splits = kSplitsInCluster ? params.scheduler.split_k.splits : 1;
+    return {kMmaClusterM, kMmaClusterN * splits, 1};
   }
 
   /// (kMmaClusterM, rest, 1), as CUTLASS's.

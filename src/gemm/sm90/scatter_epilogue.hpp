@@ -17,10 +17,10 @@
 namespace agmm {
 
 /// `Base`: CUTLASS's TMA epilogue without C. `kGroups`: groups of consumers that compute tiles in
-/// turn, 2 in pingpong kernels. kSplits: several CTAs may compute a tile, each a part of K. kTimed:
-/// records ScatterTimes. `Policy`: what becomes of sums; those that it scales are scaled first.
-/// kReturns: own tiles are sent to all others as well (TileReturn); then they are finished here,
-/// for those too, and CUTLASS's epilogue only rounds them.
+/// turn, 2 in pingpong kernels. kSplits: several CTAs may compute a tile, each a split of K.
+/// kTimed: records ScatterTimes. `Policy`: what becomes of sums; those that it scales are scaled
+/// first. kReturns: own tiles are sent to all others as well (TileReturn); then they are finished
+/// here, for those too, and CUTLASS's epilogue only rounds them.
 template <class Base, class Policy, int kTileThreads, int kGroups, int kPieces, int kBuffers,
           int kClusterSize, bool kSplits, bool kTimed, bool kReturns = false>
 struct ScatterEpilogue : Base {

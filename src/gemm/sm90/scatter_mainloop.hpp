@@ -13,7 +13,7 @@
 
 namespace agmm {
 
-/// kSplits: a CTA may compute a part of the k tiles alone. kTimed: records ScatterTimes.
+/// kSplits: a CTA may compute a split of the k tiles alone. kTimed: records ScatterTimes.
 template <class Base, bool kSplits, bool kTimed, Accumulation kAccumulation = Accumulation::Fast>
 struct ScatterMainloop : Base {
   using typename Base::MainloopPipeline;
@@ -145,7 +145,7 @@ struct ScatterMainloop : Base {
                  k_tile_count, thread_idx, block_rank_in_cluster, shared_tensors);
       return;
     }
-    // The k tiles of all products before this CTA's part, and what is left of that part.
+    // The k tiles of all products before this CTA's split, and what is left of that split.
     int skipped = kSplits ? int(k_tile_iter.coord) : 0;
     int left = k_tile_count;
     CUTLASS_PRAGMA_NO_UNROLL

@@ -670,11 +670,11 @@ void first_columns() {
     }
     weight.config.splits = kSplits;
     (*workspace.op)(gather, {weight}, kStream);
-    agmm::KParts const parts(kTiles, kSplits);
+    agmm::KSplits const splits(kTiles, kSplits);
     for (int i = 0; i < kSplits; ++i) {
       int const found = state().launched.back().push.order.chunk_at[i];
       int const wanted =
-          in_cluster ? parts.even_part(i, agmm::FastDiv(kSplits)).begin : parts.part(i).begin;
+          in_cluster ? splits.even_split(i, agmm::FastDiv(kSplits)).begin : splits.split(i).begin;
       check(found == wanted, "chunk " + std::to_string(found) + " comes as number " +
                                  std::to_string(i) + ", wanted " + std::to_string(wanted));
     }

@@ -5,8 +5,8 @@ is the one place of these numbers.
 sends data, then a signal. Each is one kernel. All-gather and reduce-scatter send once. All-reduce
 sends everything to all in one shot, or the summands of each rank's shard and then the sums.
 
-Fitted to four H200, but for a block's signal. NCCL's small all-reduce takes 15 to 25 µs alone; its
-times here are those of its gathers and scatters beside a matmul (`Constants`).
+Fitted to four H200, but for a segment's signal. NCCL's small all-reduce takes 15 to 25 µs alone;
+its times here are those of its gathers and scatters beside a matmul (`Constants`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TRIP_US = 2.0
 """The time of a second step: stores, and the loads that see them. With it all-reduces of 8 KiB to
 10 MiB take within 5% of what is predicted on 4 H200."""
 SIGNAL_US = 1.5
-"""The time of a block's barrier, release and acquire, in each step. It is an estimate."""
+"""The time of a segment's barrier, release and acquire, in each step. It is an estimate."""
 PACKET_SHARE = 12 / 16
 """The share of a packet that is data."""
 

@@ -68,11 +68,11 @@ def fused_matmul_reduce_scatter_us(problem: Problem) -> float:
     """
     c = constants_for(problem)
     ranks = problem.world_size
-    part = replace(problem, m=problem.m // ranks)
+    shard = replace(problem, m=problem.m // ranks)
     # The products run one after the other: the latency of the next one is hidden, and the clock
     # falls over all.
-    part_us = roofline_us(arithmetic_us(part), matmul_memory_us(part))
-    products_us = ranks * part_us
+    shard_us = roofline_us(arithmetic_us(shard), matmul_memory_us(shard))
+    products_us = ranks * shard_us
     products_us += lost_clock_us(c, products_us, "library")
     copies_us = _scattered_bytes(problem) / (c.fused_reduce_scatter_gb_per_s * 1e3)
     summed = (1 + 1 / ranks) * problem.m * problem.n * ELEMENT_BYTES
@@ -80,7 +80,7 @@ def fused_matmul_reduce_scatter_us(problem: Problem) -> float:
     return (
         c.launch_us
         + barriers_us
-        + max(products_us, part_us + copies_us)
+        + max(products_us, shard_us + copies_us)
         + summed / (c.memory_gb_per_s * 1e3)
     )
 

@@ -47,8 +47,8 @@ class Tiling:
         self.blocks_in_row = -(-problem.n // (config.tile_n * config.cluster_n)) * config.splits
         self.ctas = config.cluster_m * config.cluster_n
         """The number of CTAs of a cluster."""
-        parts = config.splits if config.splits_in_cluster else 1
-        self.workers = clusters_at_once(sms, self.ctas * parts) * parts
+        together = config.splits if config.splits_in_cluster else 1
+        self.workers = clusters_at_once(sms, self.ctas * together) * together
         """The number of clusters that are computed at once."""
         kernel = config.kernel
         rate = c.of_kernel(c.tflops_per_sm, config, c.other_tflops_per_sm)

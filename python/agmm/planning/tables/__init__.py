@@ -20,14 +20,13 @@ from typing import Any, NamedTuple
 from agmm import _env
 from agmm.errors import AgmmError, InvalidArgument, warn_once
 from agmm.planning import formats
-from agmm.planning.plans import (
+from agmm.planning.plans import Plan, Row
+from agmm.planning.problems import (
     ALL_GATHER_MATMUL,
     MAX_CHUNKS_PER_SHARD,
     MAX_SIZE,
     KernelConfig,
-    Plan,
     Problem,
-    Row,
 )
 from agmm.planning.transports import parse
 
