@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from agmm.ops import seen
 from agmm.planning import built_kernels
 from agmm.testing import ranks
 from agmm.testing.ranks import RankPool
@@ -24,6 +25,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A developer's own tables must not steer the tests.
 os.environ.setdefault("AGMM_CACHE", "off")
+
+# Tests make more kinds of calls in a process than programs do.
+seen.MAX_KINDS = 1 << 20
 
 # What some ranks would import anew: seconds for each.
 ranks.PRELOADED += [

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import status_work
+import torch
 import torch.distributed as dist
 
 import agmm
-from agmm.errors import InvalidArgument
-from agmm.ops import kept, recordings
+from agmm.errors import InvalidArgument, forget_warnings
+from agmm.ops import kept, recordings, seen
 from agmm.runtime import nan_check
 from agmm.testing.ranks import RankPool
 
@@ -95,8 +96,6 @@ def test_kept_calls_are_wrapped_only_while_somebody_counts(group: str, tmp_path:
 
     kind = _noted_kind(tmp_path)
     with agmm.record(tmp_path / "calls.json"):
-        from agmm.ops import seen
-
         kept.keep(world, "kind", seen.noting(call, kind))
         assert kept.kept_calls[world]["kind"] is not call
         assert kept.call_kept(world, "kind") == kept.call_kept(world, "kind") == 1
@@ -109,13 +108,33 @@ def test_kept_calls_are_wrapped_only_while_somebody_counts(group: str, tmp_path:
 
 def _noted_kind(tmp_path: Path) -> Any:
     """The kind of a call that was just made."""
-    import torch
+    with seen.counting() as made:
+        agmm.all_gather_matmul(torch.randn(5, 11), torch.randn(11, 3))
+    return next(iter(made.of))
 
-    from agmm.ops import seen
 
-    before = dict(seen.counts()[0])
-    agmm.all_gather_matmul(torch.randn(5, 11), torch.randn(11, 3))
-    return next(kind for kind, n in seen.counts()[0].items() if n != before.get(kind))
+def _record(path: Path, operands: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    with agmm.record(path):
+        for A, B in operands:
+            agmm.all_gather_matmul(A, B)
+
+
+def test_a_recording_has_room_for_kinds_whatever_came_before(
+    group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_warnings()
+    monkeypatch.setattr(seen, "MAX_KINDS", 2)
+    path = tmp_path / "calls.json"
+    operands = [(torch.randn(rows, 13), torch.randn(13, 3)) for rows in range(1, 6)]
+    for A, B in operands[:3]:
+        agmm.all_gather_matmul(A, B)
+    _record(path, operands[3:4])
+    assert [call.kind.m for call in recordings.read(path)] == [4]
+    with pytest.warns(
+        UserWarning, match="more than 2 kinds of calls, 3 calls of further ones are left"
+    ):
+        _record(path, operands)
+    assert [call.kind.m for call in recordings.read(path)] == [1, 2]
 
 
 SCRIPT = """

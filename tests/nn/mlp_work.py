@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional
 import agmm
 from agmm.nn import ColumnParallelLinear, GatedMLP, RowParallelLinear, full_state_dict
 from agmm.nn import load_full_state_dict as load_full
+from agmm.ops import recordings
 from agmm.testing.reference import relative_error
 
 WIDTH, HIDDEN = 12, 60
@@ -99,23 +101,17 @@ def against_whole(
     return faults
 
 
-def calls(world_size: int) -> list[tuple[str, int, str | None, int]] | None:
+def calls(world_size: int, path: str) -> list[tuple[str, int, str | None, int]] | None:
     """The calls of one forward: op, weights, activation, count."""
     group = group_of(world_size)
     if group is None:
         return None
     _, sharded = _both(False, "silu_mul", group=group)
     x = torch.ones(4, WIDTH, dtype=torch.float64)
-    before = {str(one): one.count for one in agmm.status().calls}
-    with torch.no_grad():
+    with torch.no_grad(), agmm.record(path):
         sharded(x)
-    return sorted(
-        (one.op, len(one.n), one.activation, one.count)
-        for one in agmm.status().calls
-        if str(one) not in before
-        and one.dtype == "float64"
-        and one.k in (WIDTH, HIDDEN // world_size)
-    )
+    found = recordings.read(Path(path.replace("{rank}", str(dist.get_rank()))))
+    return [(one.kind.op, len(one.kind.n), one.kind.activation, one.count) for one in found]
 
 
 def checkpoints(world_size: int, bias: bool) -> Faults:

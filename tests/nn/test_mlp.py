@@ -4,6 +4,7 @@ FSDP2 and in fp8."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlp_work
@@ -43,8 +44,8 @@ def test_it_is_the_whole_module(
     check(pool.run(mlp_work.against_whole, *given, **options), world_size)
 
 
-def test_it_has_one_gather_and_one_scatter(pool: RankPool) -> None:
-    assert pool.run(mlp_work.calls, 2)[-1] == [
+def test_it_has_one_gather_and_one_scatter(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(mlp_work.calls, 2, str(tmp_path / "calls-{rank}.json"))[-1] == [
         ("all_gather_matmul", 2, "silu_mul", 1),
         ("matmul_reduce_scatter", 1, None, 1),
     ]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from agmm import _core, _env
-from agmm.errors import InvalidArgument
+from agmm.errors import InvalidArgument, warn_once
 from agmm.ops import seen
 from agmm.planning import call_plans
 from agmm.planning.problems import ALL_GATHER_MATMUL, CPU, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
@@ -68,14 +68,20 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
     folder = Path(name).parent
     if not folder.is_dir():
         raise InvalidArgument(f"path: found {name}, wanted a file in a folder that is there")
-    with seen.counting():
-        before, _ = seen.counts()
+    with seen.counting() as made:
         yield
-        after, _ = seen.counts()
-    made = {kind: count - before.get(kind, 0) for kind, count in after.items()}
     where = _of_this_rank(name)
     if where is not None:
-        _replace(where, _to_text({kind: count for kind, count in made.items() if count > 0}))
+        _replace(where, _to_text(made.of))
+        if made.others:
+            warn_once(f"{name}: {_left_out(made.others)}")
+
+
+def _left_out(calls: int) -> str:
+    return (
+        f"found more than {seen.MAX_KINDS} kinds of calls, {calls} calls of further ones are left "
+        "out"
+    )
 
 
 def write_at_end(variable: str, name: str, text: str) -> None:
@@ -92,7 +98,10 @@ def write_at_end(variable: str, name: str, text: str) -> None:
 def _write_recording() -> None:
     name = os.environ.get(_env.RECORD.name)
     if name:
-        write_at_end(_env.RECORD.name, name, _to_text(seen.counts()[0]))
+        counts, others = seen.counts()
+        write_at_end(_env.RECORD.name, name, _to_text(counts))
+        if others and _of_this_rank(name) is not None:
+            _core.write_line(f"agmm: {_env.RECORD.name}: {name}: {_left_out(others)}")
 
 
 seen.at_end(_write_recording)

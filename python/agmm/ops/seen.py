@@ -69,11 +69,35 @@ class Served(Protocol):
     def returns_A(self) -> bool: ...
 
 
-_counts: Counter[Kind] = Counter()
+class Counts:
+    """How many calls of each kind were made.
+
+    Attributes:
+        of: the number of calls of each kind.
+        others: how many calls were of kinds beyond `MAX_KINDS`.
+    """
+
+    def __init__(self) -> None:
+        self.of: Counter[Kind] = Counter()
+        self.others = 0
+
+    def add(self, kind: Kind) -> None:
+        if kind in self.of or len(self.of) < MAX_KINDS:
+            self.of[kind] += 1
+        else:
+            self.others += 1
+
+    def clear(self) -> None:
+        self.of.clear()
+        self.others = 0
+
+
+_counts = Counts()
+"""The calls since the process began."""
+_meanwhile: list[Counts] = []
+"""The calls since each `counting` began, which has room for kinds of its own."""
 _kinds: dict[Any, Kind] = {}
 """The kinds of calls that come often, by what they are kept under: a kind takes long to find."""
-_others = 0
-"""How many calls were of kinds beyond `MAX_KINDS`."""
 _total = 0
 _counting = 0
 _told = False
@@ -102,12 +126,15 @@ def is_counting() -> bool:
 
 
 @contextmanager
-def counting() -> Iterator[None]:
-    """Kept calls are counted meanwhile, too."""
+def counting() -> Iterator[Counts]:
+    """The calls that are made meanwhile; kept ones are counted, too."""
+    counts = Counts()
+    _meanwhile.append(counts)
     _count(1)
     try:
-        yield
+        yield counts
     finally:
+        _meanwhile.remove(counts)
         _count(-1)
 
 
@@ -125,7 +152,7 @@ def counts() -> tuple[dict[Kind, int], int]:
     """How many calls of each kind were noted, and how many of kinds beyond `MAX_KINDS`."""
     with _lock:
         _begin()
-        return dict(_counts), _others
+        return dict(_counts.of), _counts.others
 
 
 def served(call: Served, words: Call, by: str, reason: str | None, keep_as: Any = None) -> Kind:
@@ -161,13 +188,11 @@ def noting(call: Any, kind: Kind) -> Any:
 
 
 def _note(kind: Kind) -> None:
-    global _others, _total
+    global _total
     with _lock:
         _begin()
-        if kind in _counts or len(_counts) < MAX_KINDS:
-            _counts[kind] += 1
-        else:
-            _others += 1
+        for counts in (_counts, *_meanwhile):
+            counts.add(kind)
         _total += 1
         is_time = _total >= LINE_AFTER
     if is_time and _awaits_line():
@@ -179,17 +204,18 @@ def _note(kind: Kind) -> None:
 
 def _begin() -> None:
     """Begins the notes of a process, which may be a fork of one that has some."""
-    global _pid, _others, _total, _told
+    global _pid, _total, _told
     if _pid == os.getpid():
         return
-    _counts.clear()
-    _pid, _others, _total, _told = os.getpid(), 0, 0, False
+    for counts in (_counts, *_meanwhile):
+        counts.clear()
+    _pid, _total, _told = os.getpid(), 0, False
     # A process that multiprocessing has forked calls no function of atexit.
     multiprocessing.util.Finalize(None, _end, exitpriority=0)
 
 
 def _end() -> None:
-    if _counts and _awaits_line():
+    if _counts.of and _awaits_line():
         _say()
     for write in _at_end:
         write()
@@ -206,10 +232,10 @@ def _say() -> None:
             return
         _told = True
         by = Counter[str]()
-        for kind, count in _counts.items():
+        for kind, count in _counts.of.items():
             by[who(kind)] += count
-        reasons = {kind.reason for kind in _counts if kind.reason is not None}
-        kinds = len(_counts)
+        reasons = {kind.reason for kind in _counts.of if kind.reason is not None}
+        kinds = len(_counts.of)
     parts = ", ".join(f"{count} by {name}" for name, count in by.most_common())
     why = f" ({'; '.join(sorted(reasons))})" if reasons else ""
     logger.info("calls of %d kinds so far: %s%s; agmm.status() lists them", kinds, parts, why)
