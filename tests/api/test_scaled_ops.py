@@ -497,7 +497,7 @@ def test_a_sum_where_scaled_mm_writes_float32(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "n", "cuda", "is_chosen"),
+    ("kind", "n", "cuda", "is_for_library"),
     [
         ("rowwise", 48, None, True),
         ("rowwise", 40, "13.0", False),
@@ -512,7 +512,7 @@ def test_no_plan_leaves_to_torch_what_it_does_not_multiply(
     kind: str,
     n: int,
     cuda: str | None,
-    is_chosen: bool,
+    is_for_library: bool,
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
     A, weight = product_of(kind, 6, 144, n)
@@ -521,9 +521,16 @@ def test_no_plan_leaves_to_torch_what_it_does_not_multiply(
     )
     assert dist.group.WORLD is not None
     call = fp8_gather.Fp8Gather(A.values, A.scale, one, dist.group.WORLD, GatherSettings())
-    assert call.may_choose
+    assert call.is_for_library()
     call.device = torch.device("cuda", 0)
-    assert call.may_choose is is_chosen
+    assert call.is_for_library() is is_for_library
+    for why in ("why_not_fused", "why_not_gathered"):
+        monkeypatch.setattr(call, why, lambda: None)
+    monkeypatch.setattr(call, "problem", lambda weight: None)
+    otherwise = LIBRARY if is_for_library else KERNEL
+    for plan, by in ((UNFUSED, otherwise), (GATHERED, GATHER)):
+        monkeypatch.setattr(call, "choose", lambda *_, plan=plan, **__: plan)
+        assert call.route().by == by
 
 
 @pytest.mark.parametrize("kind", ["rowwise", "block 1x128"])
@@ -562,7 +569,7 @@ def test_explain_prints_the_plan_that_a_call_takes(
         taken = {GATHER: GATHERED.name, LIBRARY: UNFUSED.name}.get(route.by)
         assert (taken or call.prepare(route)) == printed.partition(", NCCL")[0]
     if n % 16:
-        assert route.by == KERNEL
+        assert route.by != LIBRARY
 
 
 def rendered(said: RenderableType) -> str:

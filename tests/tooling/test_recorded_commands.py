@@ -96,6 +96,7 @@ def test_explain_says_each_call(tmp_path: Path) -> None:
         {"b_layout": "packed"},
         {"by": "library", "reason": "K is odd"},
         {"gpu": "nvidia-h200", "dtype": "float8_e4m3fn", "m": 64, "n": [2056, 2056], "k": 2048},
+        {"gpu": "nvidia-h200", "dtype": "float8_e4m3fn", "m": 32768, "n": [2056], "k": 1024},
     )
     done = agmm("explain", "--file", file)
     assert done.returncode == 0, done.stderr
@@ -104,6 +105,7 @@ def test_explain_says_each_call(tmp_path: Path) -> None:
         "2 ranks on nvidia-h200",
         "not explained: call: agmm has one way for weights of 4 bits",
         "not by agmm's kernel: K is odd",
+        "agmm's gather, then agmm's matmul; ",
         "fused, since torch._scaled_mm cannot compute it: B: found 2056 columns",
     ):
         assert text in done.stdout

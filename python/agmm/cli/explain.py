@@ -122,8 +122,10 @@ def explain(
         raise InvalidArgument(f"m: found {problem.m}, wanted a multiple of tp, {ranks}")
     problem = replace(problem, peer_atomics=has_atomics_here(problem.gpu))
     not_by_torch = why_not_by_torch(problem, columns or [problem.n])
-    must_fuse = not_by_torch is not None and _is_fused_gather(problem, planner)
-    choice = planner.choose(problem, fused=must_fuse)
+    choice = planner.choose(problem)
+    is_for_library = not_by_torch is None or not _is_fused_gather(problem, planner)
+    if choice.plan == UNFUSED and not is_for_library:
+        choice = planner.choose(problem, fused=True)
     where = f"{ranks} rank{'s' if ranks > 1 else ''} on {problem.gpu}"
     lines = [
         f"{call}, {operands or problem.format}, B by {problem.b_layout}, {where}"
@@ -137,8 +139,8 @@ def explain(
     if problem.gpu == CPU:  # of which there is no model
         return Group(*lines)
     timed = planner.alternatives(problem)
-    if must_fuse:
-        timed = [(plan, us) for plan, us in timed if plan.kernel is not None]
+    if not is_for_library:
+        timed = [(plan, us) for plan, us in timed if plan != UNFUSED]
     named = [(_named(problem, plan, not_by_torch), plan, us) for plan, us in timed]
     return Group("\n".join(lines), _table(choice, named))
 

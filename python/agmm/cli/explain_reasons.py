@@ -71,15 +71,16 @@ def why(
     illegal = None if problem.gpu == CPU else why_unfused(problem.format, problem.n, problem.k)
     if illegal is not None:
         return f"unfused, the kernels cannot compute it: {illegal}"
-    if not_by_torch is not None:
-        return f"fused, since torch._scaled_mm cannot compute it: {not_by_torch}"
     row = choice.row
     fused = [us for plan, us in planner.alternatives(problem) if plan.kernel and us is not None]
     if choice.plan == GATHERED:
-        library = predict_us(problem, UNFUSED)
+        library = None if not_by_torch else predict_us(problem, UNFUSED)
         others = [] if library is None else [f"{duration(library)} by NCCL's gather"]
         others += [f"{duration(min(fused))} fused"] if fused else []
-        return f"agmm's gather, then the library's matmul; {', '.join(others)}"
+        whose = "agmm's" if is_fp8 else "the library's"
+        return f"agmm's gather, then {whose} matmul; {', '.join(others)}"
+    if not_by_torch is not None:
+        return f"fused, since torch._scaled_mm cannot compute it: {not_by_torch}"
     if choice.plan == UNFUSED:
         if row is not None:
             return "unfused, it was measured to be the fastest"

@@ -143,12 +143,11 @@ class Fp8Gather(GatherCall):
     def columns(self) -> list[int]:
         return [B.shape[1] for B in self.given.Bs]
 
-    @property
-    def may_choose(self) -> bool:
-        """Whether a plan may leave the product to the library, which else would multiply
+    def is_for_library(self) -> bool:
+        """Whether ``torch._scaled_mm`` multiplies all weights; else the library would multiply
         dequantised operands."""
-        if not super().may_choose or self.device.type != "cuda":
-            return super().may_choose
+        if self.device.type != "cuda":
+            return True
         return not any(map(scaled_products.why_not_by_torch, self.weights))
 
     def also_agreed(self) -> str:

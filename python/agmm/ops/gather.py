@@ -219,7 +219,10 @@ class GatherCall(OpCall[Gathered]):
             is_one = self.device.type == "cpu" or len(self.columns()) == 1
             planned = self.choose(self.problem(None), one_kernel=is_one)
         if planned is not None and _goes_by_messages(planned.transport):
-            return Route(LIBRARY)
+            if self.is_for_library():
+                return Route(LIBRARY)
+            self._miss_trial()
+            planned = None
         lasts = self.lasts()
         if named == plans.GATHERED.transport:
             reason = self.why_not_gathered()
@@ -228,11 +231,19 @@ class GatherCall(OpCall[Gathered]):
             if self.why_not_gathered() is None:
                 return Route(GATHER, lasts=lasts)
             # The call is captured before the gather has memory: it is fused this time.
-            if self.trial is not None:
-                self.trial.miss()
+            self._miss_trial()
             return Route(KERNEL, lasts=False)
         plan = planned if self.trial is not None and is_one else settings.plan
         return Route(KERNEL, plan=plan, lasts=lasts)
+
+    def _miss_trial(self) -> None:
+        """Say that the call does not take the plan that it was to try."""
+        if self.trial is not None:
+            self.trial.miss()
+
+    def is_for_library(self) -> bool:
+        """Whether a plan may leave the product to the library."""
+        return True
 
     def lasts(self) -> bool:
         """Whether later calls of the same kind may take the same route without being looked at."""
