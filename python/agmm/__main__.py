@@ -8,12 +8,12 @@ from agmm import _installation
 
 
 def main() -> None:
-    """Runs the command line. It first says in a line what is wrong with the installation; `--help`,
-    `--version` and `doctor` work nevertheless."""
+    """Runs the command line. It first says in a line what is wrong with the installation, with
+    which `doctor` works nevertheless; `--help` and `--version` do not look."""
     try:
         if isinstance(_installation.import_error, KeyboardInterrupt):
             raise KeyboardInterrupt
-        fault = _installation.fault()
+        fault = None if _installation.asks_for_help() else _installation.fault()
         if fault is not None:
             more = "" if sys.argv[1:2] == ["doctor"] else "; `agmm doctor` says more"
             print(f"agmm: {fault}{more}", file=sys.stderr)

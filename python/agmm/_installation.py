@@ -29,6 +29,21 @@ def is_command() -> bool:
     return False
 
 
+def is_light_command() -> bool:
+    """Whether a command of agmm runs that answers without torch, which takes seconds to import."""
+    return is_command() and (asks_for_help() or _explains_a_shape(sys.argv[1:]))
+
+
+def asks_for_help() -> bool:
+    """Whether a command was told to say what it takes, or its version."""
+    arguments = sys.argv[1:]
+    return not arguments or not {"-h", "--help", "--version"}.isdisjoint(arguments)
+
+
+def _explains_a_shape(arguments: list[str]) -> bool:
+    return arguments[0] == "explain" and not any(one.startswith("--file") for one in arguments)
+
+
 def version() -> str | None:
     """The installed package's version."""
     try:

@@ -27,6 +27,7 @@ from agmm.cli.options import (
     Op,
     Tp,
     Where,
+    element_bytes,
     one_line_errors,
     say_why_cpu,
     torch_dtype,
@@ -258,7 +259,7 @@ def explain(options: ExplainOptions) -> None:
         name = gpu_names.find_gpu(options.gpu)
         explain_module.check_columns(op, n)
         if op in get_args(Kind):
-            size = torch_dtype(dtype).itemsize
+            size = element_bytes(dtype)
             said = explain_module.explain_collective(cast(Kind, op), m, k, size, tp, name)
         else:
             assert n is not None

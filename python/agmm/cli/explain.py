@@ -302,10 +302,8 @@ def _remarks(problem: Problem) -> Iterable[str]:
 
 
 def _gpus_of_a_host(gpu: str) -> tuple[int, str]:
-    import torch
-
     if gpu == gpu_names.gpu_here():
-        return torch.cuda.device_count(), "that are visible here"
+        return len(gpu_names.gpus_here()), "that are visible here"
     return GPUS_OF_A_HOST, "of a host"
 
 

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from agmm.bench.units import duration
 from agmm.cli import gpu_names
 from agmm.planning import cost_model, formats
-from agmm.planning.legality import why_illegal, why_unfused
+from agmm.planning.legality import (
+    BLOCK_SCALES_SINCE,
+    why_illegal,
+    why_not_scaled_mm,
+    why_unfused,
+)
 from agmm.planning.op_plans import Choice
 from agmm.planning.planner import Planner
 from agmm.planning.plans import BY_TORCH, GATHERED, UNFUSED
@@ -31,17 +36,13 @@ def why_not_by_torch(problem: Problem, columns: Sequence[int]) -> str | None:
     of = formats.of(problem.format)
     if of.kind != formats.FP8 or problem.gpu == CPU:
         return None
-    import torch
-
-    from agmm.ops import scaled_products
-
-    cuda: str | None = ".".join(map(str, scaled_products.BLOCK_SCALES_SINCE))
+    cuda: str | None = ".".join(map(str, BLOCK_SCALES_SINCE))
     if problem.gpu == gpu_names.gpu_here():
+        import torch
+
         cuda = torch.version.cuda
     is_by_block = bool(of.columns_of_a_scale)
-    reasons = (
-        scaled_products.why_not_of_size(n, is_by_block=is_by_block, cuda=cuda) for n in columns
-    )
+    reasons = (why_not_scaled_mm(n, is_by_block=is_by_block, cuda=cuda) for n in columns)
     return next((reason for reason in reasons if reason is not None), None)
 
 

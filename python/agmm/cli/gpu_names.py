@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from functools import cache
+
 from agmm.errors import InvalidArgument
 from agmm.planning import cost_model, tables
 from agmm.planning.problems import CPU, DEFAULT_GPU
@@ -25,6 +28,7 @@ _SPOKEN = {
     "gh200": "nvidia-gh200-480gb",
 }
 _BRAND = "nvidia-"
+_NAME_BYTES = 256
 
 
 def known_gpus() -> list[str]:
@@ -60,9 +64,26 @@ def find_gpu(name: str | None) -> str:
 
 
 def gpu_here() -> str | None:
-    """The name of the GPU of this process, None where it has none."""
-    import torch
+    """The name of the first GPU that this process sees, None where it sees none."""
+    found = gpus_here()
+    return tables.gpu_name(found[0]) if found else None
 
-    if not torch.cuda.is_available():
-        return None
-    return tables.gpu_name(torch.cuda.get_device_name())
+
+@cache
+def gpus_here() -> tuple[str, ...]:
+    """The driver's names of the GPUs that this process sees. The driver is asked without torch,
+    which takes seconds to import."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    count, names = ctypes.c_int(), []
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    for i in range(count.value):
+        device, name = ctypes.c_int(), ctypes.create_string_buffer(_NAME_BYTES)
+        failed = driver.cuDeviceGet(ctypes.byref(device), i)
+        if failed or driver.cuDeviceGetName(name, _NAME_BYTES, device):
+            return ()
+        names.append(name.value.decode())
+    return tuple(names)

@@ -204,6 +204,13 @@ def say_why_cpu(device: Device, tp: int | None) -> None:
         print(f"agmm: {reason}", file=sys.stderr)
 
 
+def element_bytes(dtype: DType) -> int:
+    """The size of an element, by the bits in the dtype's name."""
+    found = re.search(r"\d+", DTYPE_NAMES[dtype])
+    assert found is not None
+    return int(found[0]) // 8
+
+
 def torch_dtype(dtype: DType) -> Any:
     import torch
 

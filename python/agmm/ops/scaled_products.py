@@ -12,6 +12,7 @@ from agmm.errors import fall_back
 from agmm.ops.checks import check_no_backward
 from agmm.ops.library import library
 from agmm.ops.scaled_checks import scaling_of
+from agmm.planning.legality import why_not_scaled_mm
 from agmm.runtime.scaled import Scaled, Weight, multiply
 from agmm.runtime.scaling import ALL, BLOCK
 
@@ -19,9 +20,6 @@ _FEW_ROWS = 256
 """Shards of more rows are products of their own. A product of fewer takes as long as B is read for,
 of which all shards together need one reading; the number is an estimate."""
 
-
-BLOCK_SCALES_SINCE = (12, 9)
-"""The first version of CUDA whose ``torch._scaled_mm`` has block scales."""
 
 _SCALE_ALIGNMENT = 16
 """The alignment in bytes of scales, without which cuBLASLt 13 refuses them."""
@@ -31,22 +29,11 @@ def why_not_by_torch(weight: Weight) -> str | None:
     """The reason why ``torch._scaled_mm`` is known to have no product with such a weight on CUDA,
     or None. It finds out by itself, after some work on the host, what is not known here."""
     n, is_by_block = weight.B.values.shape[1], weight.B.tile[0] == BLOCK
-    why = why_not_of_size(n, is_by_block=is_by_block, cuda=torch.version.cuda)
+    why = why_not_scaled_mm(n, is_by_block=is_by_block, cuda=torch.version.cuda)
     if why is not None:
         return why
     if weight.B.tile == (ALL, 1) and weight.out_dtype.itemsize == 1:
         return f"scales of rows: found a result in {weight.out_dtype}, wanted bfloat16"
-    return None
-
-
-def why_not_of_size(n: int, *, is_by_block: bool, cuda: str | None) -> str | None:
-    """The reason why ``torch._scaled_mm`` of this version of CUDA has no product of N columns,
-    with block scales or others, whatever else it is of; or None."""
-    if n % 16 != 0:
-        return f"B: found {n} columns, wanted a multiple of 16"
-    if is_by_block and (cuda is None or tuple(map(int, cuda.split(".")[:2])) < BLOCK_SCALES_SINCE):
-        wanted = ".".join(map(str, BLOCK_SCALES_SINCE))
-        return f"block scales: found CUDA {cuda}, wanted at least {wanted}"
     return None
 
 

@@ -51,6 +51,21 @@ def why_unfused(name: str, n: int, k: int, *, a: str = "A_shard", b: str = "B") 
     return None
 
 
+BLOCK_SCALES_SINCE = (12, 9)
+"""The first version of CUDA whose ``torch._scaled_mm`` has block scales."""
+
+
+def why_not_scaled_mm(n: int, *, is_by_block: bool, cuda: str | None) -> str | None:
+    """The reason why ``torch._scaled_mm`` of this version of CUDA has no product of N columns,
+    with block scales or others, whatever else it is of; or None."""
+    if n % 16 != 0:
+        return f"B: found {n} columns, wanted a multiple of 16"
+    if is_by_block and (cuda is None or tuple(map(int, cuda.split(".")[:2])) < BLOCK_SCALES_SINCE):
+        wanted = ".".join(map(str, BLOCK_SCALES_SINCE))
+        return f"block scales: found CUDA {cuda}, wanted at least {wanted}"
+    return None
+
+
 def _multiple(of: int) -> str:
     return f"wanted a positive multiple of {of} (16-byte TMA alignment)"
 
