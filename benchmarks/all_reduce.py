@@ -23,7 +23,7 @@ from agmm.bench.presets import parse_shapes
 from agmm.bench.reports import new_report, write_json
 from agmm.bench.timer import pick_device, time_ways
 from agmm.cli.terminal import console, plain_table
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 from agmm.testing.reference import relative_error
 
 SHAPES = ",".join(

@@ -34,7 +34,8 @@ from agmm.cli.terminal import console, plain_table
 from agmm.errors import InvalidArgument
 from agmm.ops import async_input_mm
 from agmm.planning.problems import OPS
-from agmm.testing.cases import Shape, make_operands
+from agmm.planning.shapes import Shape
+from agmm.testing.cases import make_operands
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
 OURS = "agmm"

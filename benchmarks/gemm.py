@@ -36,10 +36,11 @@ from agmm.planning import call_plans, formats, heuristics
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.legality import legal_splits
 from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig, Problem
+from agmm.planning.shapes import Shape
 from agmm.runtime import cuda_scaled, kernels
 from agmm.runtime import scaling as scalings
 from agmm.runtime.scaled import Scaled, Weight
-from agmm.testing.cases import BENCH_SHAPES, Shape, make_operands
+from agmm.testing.cases import BENCH_SHAPES, make_operands
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
 ROOF = "torch.mm"

@@ -17,7 +17,7 @@ from agmm.bench.presets import parse_shapes
 from agmm.cli.gpu_names import find_gpu
 from agmm.planning import cost_model
 from agmm.planning.problems import MATMUL_REDUCE_SCATTER, Problem
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 
 SHAPES = [
     Shape(m, 8192, k) for k in (2048, 2560, 7168) for m in (512, 1024, 2048, 4096, 8192, 16384)

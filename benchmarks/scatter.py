@@ -31,7 +31,7 @@ from agmm.bench.ways import ROOF
 from agmm.cli.terminal import console, plain_table
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.problems import MATMUL_REDUCE_SCATTER, KernelConfig
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
 from scatter_stand_in import Alone, Products, empty_out, enqueue, finish

@@ -16,8 +16,8 @@ from rank_work import group_of
 
 import agmm
 from agmm.errors import forget_warnings
+from agmm.planning.shapes import LocalShape
 from agmm.runtime import cpu, workspaces
-from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
 Result = list[str] | None

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import agmm
-from agmm.testing.cases import CPU_UGLY_SHAPES, LocalShape
+from agmm.planning.shapes import LocalShape
+from agmm.testing.cases import CPU_UGLY_SHAPES
 from agmm.testing.ranks import RankPool
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

@@ -28,7 +28,7 @@ from agmm.integrations import async_tp
 from agmm.ops.gather import GatherSettings
 from agmm.ops.pipeline import KERNEL
 from agmm.ops.plain_gather import PlainGather
-from agmm.testing.cases import LocalShape
+from agmm.planning.shapes import LocalShape
 from agmm.testing.reference import relative_error
 
 op: Callable[..., Any] = torch.ops.symm_mem.fused_all_gather_matmul

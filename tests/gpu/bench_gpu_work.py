@@ -12,7 +12,7 @@ import torch.distributed as dist
 from agmm.bench import measure
 from agmm.bench.options import Options
 from agmm.bench.ways import WAYS, Result, Workload
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 
 NAME = "hangs-on-gpu"
 _CYCLES = 10**13

@@ -15,6 +15,7 @@ import agmm
 from agmm import _core
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.problems import ALL_GATHER_MATMUL
+from agmm.planning.shapes import LocalShape
 from agmm.runtime.workspaces import (
     collectives_workspace,
     cuda_workspace,
@@ -22,7 +23,6 @@ from agmm.runtime.workspaces import (
     scatter_copies,
     scatter_workspace,
 )
-from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
 Faults = list[str] | None

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from gpu_work import ALL_WAYS, WAYS, ExactCalls, Faults, device, group_of, last_ranks, poison
 
+from agmm.planning.shapes import LocalShape
 from agmm.runtime.workspaces import cuda_workspace
-from agmm.testing.cases import LocalShape
 
 
 def gathers_in_a_graph(world_size: int, replays: int) -> Faults:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from gpu_work import ExactCalls, device, everyone, integers, small_call, wait_for_the_end
 
 import agmm
+from agmm.planning.shapes import LocalShape
 from agmm.runtime.workspaces import cuda_workspace
-from agmm.testing.cases import LocalShape
 
 
 def different_shapes(way: str) -> None:

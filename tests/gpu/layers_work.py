@@ -23,9 +23,9 @@ from agmm.ops.pipeline import Route
 from agmm.ops.plain_scatter import PlainScatter
 from agmm.planning import cost_model
 from agmm.planning.problems import KernelConfig
+from agmm.planning.shapes import LocalShape
 from agmm.runtime.cuda import CudaWorkspace
 from agmm.runtime.workspaces import cuda_workspace
-from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, relative_error
 
 ERROR_FACTOR = 2.0

@@ -12,7 +12,7 @@ from gpu_work import Faults, fault, group_of, last_ranks, poison, poison_freed_m
 import agmm
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig
-from agmm.testing.cases import LocalShape
+from agmm.planning.shapes import LocalShape
 
 
 def products(

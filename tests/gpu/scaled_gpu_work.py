@@ -26,8 +26,8 @@ from scatter_gpu_work import expected
 import agmm
 from agmm.ops import fp8_operands, scaled_products
 from agmm.planning import call_plans
+from agmm.planning.shapes import LocalShape
 from agmm.runtime.scaling import BLOCK
-from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, relative_error
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -27,8 +27,8 @@ from gpu_work import (
 import agmm
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.problems import ALL_GATHER_MATMUL
+from agmm.planning.shapes import LocalShape
 from agmm.runtime.workspaces import cuda_workspace
-from agmm.testing.cases import LocalShape
 
 
 def loop(

@@ -12,8 +12,8 @@ from at_hand import needs_nccl, needs_two
 from agmm.bench import record, runner
 from agmm.bench.options import Options
 from agmm.bench.ways import WAYS
+from agmm.planning.shapes import Shape
 from agmm.runtime import kernels
-from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankPool
 
 pytestmark = [needs_two, needs_nccl]

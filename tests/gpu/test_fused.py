@@ -17,8 +17,9 @@ import stress_work
 import torch
 from at_hand import RANKS, needs_nccl, needs_two, world_sizes
 
+from agmm.planning.shapes import LocalShape
 from agmm.planning.transports import SmPush, parse
-from agmm.testing.cases import UGLY_SHAPES, LocalShape, random_local_shapes
+from agmm.testing.cases import UGLY_SHAPES, random_local_shapes
 from agmm.testing.ranks import RankError, RankPool
 
 ALL = world_sizes(1, 2, 3, 4, 8)

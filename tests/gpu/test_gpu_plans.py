@@ -16,8 +16,8 @@ from agmm.planning.built_kernels import kernels_of
 from agmm.planning.legality import why_illegal
 from agmm.planning.plans import UNFUSED, Row
 from agmm.planning.problems import ALL_GATHER_MATMUL, Problem
+from agmm.planning.shapes import Shape
 from agmm.planning.tables import Key
-from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankPool
 
 pytestmark = [needs_two, needs_nccl]

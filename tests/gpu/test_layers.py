@@ -12,7 +12,7 @@ import layers_work
 import pytest
 from at_hand import RANKS, needs_nccl, needs_two, world_sizes
 
-from agmm.testing.cases import LocalShape
+from agmm.planning.shapes import LocalShape
 from agmm.testing.ranks import RankPool
 
 pytestmark = needs_nccl

@@ -23,10 +23,10 @@ from agmm.planning import call_plans, formats, tables
 from agmm.planning.built_kernels import kernels_of
 from agmm.planning.plans import Plan, Row
 from agmm.planning.problems import ALL_GATHER_MATMUL, KernelConfig
+from agmm.planning.shapes import LocalShape
 from agmm.planning.tables import Key
 from agmm.runtime import cuda_scaled
 from agmm.runtime.scaling import BLOCK
-from agmm.testing.cases import LocalShape
 from agmm.testing.ranks import RankError, RankPool
 from agmm.testing.reference import allowed_error, relative_error
 

@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 import agmm
 from agmm.ops import kept
-from agmm.testing.cases import Shape, make_operands
+from agmm.planning.shapes import Shape
+from agmm.testing.cases import make_operands
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
 

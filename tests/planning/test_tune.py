@@ -22,8 +22,8 @@ from agmm.bench import tuner, tuning_session
 from agmm.planning import tables
 from agmm.planning.plans import UNFUSED, Plan, Row
 from agmm.planning.problems import CPU, Problem
+from agmm.planning.shapes import Shape
 from agmm.planning.tables import Key
-from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankPool
 
 SHAPES = (Shape(16, 8, 24), Shape(6, 5, 7), Shape(34, 40, 16))

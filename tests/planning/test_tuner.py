@@ -26,8 +26,8 @@ from agmm.planning.legality import why_illegal
 from agmm.planning.plans import BY_TORCH, GATHERED, UNFUSED, Plan, Row
 from agmm.planning.predictions import predict_us
 from agmm.planning.problems import CPU, MATMUL_REDUCE_SCATTER, KernelConfig, Problem
+from agmm.planning.shapes import Shape
 from agmm.planning.tables import TableError
-from agmm.testing.cases import Shape
 
 KERNELS = default_kernels()
 SENDERS = default_kernels(MATMUL_REDUCE_SCATTER)

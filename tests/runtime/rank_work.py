@@ -23,9 +23,9 @@ from agmm.ops import fp8_operands, scatter_plan, small_collectives
 from agmm.ops.gather import GatherSettings
 from agmm.ops.plain_gather import PlainGather
 from agmm.planning import built_kernels, call_plans
+from agmm.planning.shapes import LocalShape
 from agmm.runtime import cpu, cpu_gather, links, workspaces
 from agmm.runtime.groups import Group
-from agmm.testing.cases import LocalShape
 from agmm.testing.reference import allowed_error, gathered_product, relative_error
 
 POOL_SIZE = 5

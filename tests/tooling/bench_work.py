@@ -14,7 +14,7 @@ import torch.distributed as dist
 from agmm.bench import measure
 from agmm.bench.options import Options
 from agmm.bench.ways import SCATTER_WAYS, WAYS, Result, Workload
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 
 SICK_SHAPE = Shape(12, 8, 24)
 CHECKS = 2

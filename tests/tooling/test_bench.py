@@ -19,7 +19,7 @@ from command import agmm
 from agmm.bench import reports, runner
 from agmm.bench.options import Options
 from agmm.bench.ways import SCATTER_WAYS, WAYS
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 
 SCATTER = "matmul_reduce_scatter"
 BENCH = [sys.executable, "-m", "agmm", "bench"]

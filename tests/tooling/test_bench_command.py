@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from agmm.bench import reports, runner
 from agmm.bench.options import Options
 from agmm.cli.app import app
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 WAYS = str(RESULTS / "nvidia-h100-x4.json")

@@ -25,7 +25,8 @@ from agmm.bench.options import Options
 from agmm.bench.ways import WAYS, Result, Way, Workload, as_graph, select_ways
 from agmm.cli import report_tables
 from agmm.errors import InvalidArgument
-from agmm.testing.cases import BENCH_SHAPES, Shape
+from agmm.planning.shapes import Shape
+from agmm.testing.cases import BENCH_SHAPES
 
 SHAPE = Shape(16, 8, 32)
 

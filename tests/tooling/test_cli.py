@@ -24,13 +24,13 @@ from agmm.bench.options import Options
 from agmm.bench.reports import narrow
 from agmm.bench.units import duration, size
 from agmm.bench.ways import WAYS
-from agmm.cli import demo, options, report_tables
+from agmm.cli import demo, report_tables
 from agmm.cli.app import app
 from agmm.cli.tuning import TuningBar
 from agmm.errors import AgmmError
 from agmm.planning.plans import UNFUSED, Row
 from agmm.planning.problems import Problem
-from agmm.testing.cases import MAX_EXTENT, Shape
+from agmm.planning.shapes import Shape
 from agmm.testing.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.usefixtures("default_kernels_assumed")
@@ -400,10 +400,6 @@ def test_durations_can_be_read(us: float, wanted: str) -> None:
 )
 def test_sizes_can_be_read(count: float, wanted: str) -> None:
     assert size(count) == wanted
-
-
-def test_the_largest_extent_is_that_of_the_shapes() -> None:
-    assert options.MAX_EXTENT == MAX_EXTENT
 
 
 def test_tuning_says_in_a_log_what_it_does(

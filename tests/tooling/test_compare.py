@@ -14,7 +14,7 @@ from rich.console import Console
 from agmm.bench.compare import Verdict, compare, noise_us
 from agmm.cli.report_tables import render_comparison
 from agmm.errors import InvalidArgument
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 
 SHAPE = Shape(16, 8, 32)
 

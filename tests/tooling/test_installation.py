@@ -218,7 +218,7 @@ import agmm
 from agmm.bench import runner
 from agmm.bench.options import Options
 from agmm.nn import ColumnParallelLinear
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 from agmm.testing.ranks import RankPool
 
 

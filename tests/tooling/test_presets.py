@@ -6,7 +6,7 @@ import pytest
 
 from agmm.bench import presets
 from agmm.errors import InvalidArgument
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from agmm.errors import InvalidArgument
+from agmm.planning.shapes import LocalShape, Shape
 from agmm.testing.cases import (
     BENCH_SHAPES,
     UGLY_SHAPES,
-    LocalShape,
     Operands,
-    Shape,
     make_operands,
     make_scatter_operands,
     random_local_shapes,

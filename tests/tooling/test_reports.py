@@ -11,7 +11,7 @@ from agmm.bench import reports
 from agmm.bench.options import Options
 from agmm.errors import InvalidArgument
 from agmm.planning.problems import ALL_GATHER_MATMUL, OPS
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 WAYS = RESULTS / "nvidia-h100-x4.json"

@@ -13,7 +13,7 @@ from agmm.bench.options import Options
 from agmm.cli import report_tables
 from agmm.errors import InvalidArgument
 from agmm.planning.problems import OPS
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 
 E4M3 = torch.float8_e4m3fn
 GATHER, SCATTER = OPS

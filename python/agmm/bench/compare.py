@@ -16,7 +16,7 @@ from typing import Any
 from agmm.bench.reports import RECORDED_VARIABLES, Report, op_of, shape_of
 from agmm.bench.ways import ROOF
 from agmm.errors import InvalidArgument
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 
 MIN_SAMPLES = 5
 """The least number of samples of a way; fewer say nothing about its noise."""

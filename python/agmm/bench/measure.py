@@ -21,8 +21,8 @@ from agmm.bench.references import make_problem, references
 from agmm.bench.scaled_ways import ways_of
 from agmm.bench.timer import HostTime, host_time, time_ways
 from agmm.bench.ways import ROOF, Result, Workload
+from agmm.planning.shapes import Shape
 from agmm.runtime import devices, links
-from agmm.testing.cases import Shape
 from agmm.testing.reference import poison, relative_error
 
 

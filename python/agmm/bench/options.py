@@ -15,8 +15,9 @@ from agmm.bench.units import size
 from agmm.bench.ways import select_ways
 from agmm.errors import InvalidArgument
 from agmm.planning.problems import ALL_GATHER_MATMUL
+from agmm.planning.shapes import Shape
 from agmm.runtime.scaled import FP8
-from agmm.testing.cases import BENCH_SHAPES, CPU_BENCH_SHAPES, SCATTER_BENCH_SHAPES, Shape
+from agmm.testing.cases import BENCH_SHAPES, CPU_BENCH_SHAPES, SCATTER_BENCH_SHAPES
 
 DEFAULT_WORLD_SIZE = 4  # as in the figures that the project started from
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agmm.errors import InvalidArgument
 from agmm.planning.problems import ALL_GATHER_MATMUL
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 
 
 @dataclass(frozen=True)

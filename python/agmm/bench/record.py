@@ -19,13 +19,14 @@ from agmm.ops.plain_scatter import call_with
 from agmm.planning import call_plans
 from agmm.planning.heuristics import usual_plans, usual_scatter_order
 from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, KernelConfig
+from agmm.planning.shapes import Shape
 from agmm.planning.transports import FusedGather, SmPush
 from agmm.runtime.calls import Call
 from agmm.runtime.cpu import CpuWorkspace
 from agmm.runtime.cpu_scatter import plain_sum
 from agmm.runtime.cuda import CudaWorkspace
 from agmm.runtime.kernels import built
-from agmm.testing.cases import Shape, make_operands, make_scatter_operands
+from agmm.testing.cases import make_operands, make_scatter_operands
 
 _CALLS_BEFORE_TIMELINE = 3  # both slots have been used then, and one of them again
 

@@ -10,7 +10,7 @@ from agmm.errors import InvalidArgument
 from agmm.ops import recordings
 from agmm.ops.recordings import RecordedCall
 from agmm.planning.problems import ALL_GATHER_MATMUL, OPS
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 
 
 class Run(NamedTuple):

@@ -11,7 +11,8 @@ from agmm.bench import scaled_ways
 from agmm.bench.exchange import of_all_ranks
 from agmm.bench.ways import ROOF, Workload
 from agmm.planning.problems import MATMUL_REDUCE_SCATTER
-from agmm.testing.cases import Shape, make_operands, make_scatter_operands
+from agmm.planning.shapes import Shape
+from agmm.testing.cases import make_operands, make_scatter_operands
 from agmm.testing.reference import allowed_error, gathered_product, scattered_sum
 
 

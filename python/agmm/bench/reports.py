@@ -17,7 +17,7 @@ from agmm.bench.timer import FLUSH_BYTES
 from agmm.bench.ways import ROOF, ways_of
 from agmm.errors import InvalidArgument
 from agmm.planning.problems import ALL_GATHER_MATMUL, OPS
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 
 SCHEMA = 1
 

@@ -55,7 +55,7 @@ from agmm.bench.options import Options
 from agmm.bench.reports import new_report
 from agmm.bench.ways import ROOF
 from agmm.errors import InvalidArgument
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 from agmm.testing.ranks import RankError
 
 STUCK_EXIT_CODE = 124

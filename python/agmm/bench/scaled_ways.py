@@ -24,10 +24,11 @@ from agmm.ops.scaled_products import scaled_matmul
 from agmm.ops.scatter import ScatterSettings
 from agmm.planning.plans import Plan
 from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from agmm.planning.shapes import Shape
 from agmm.runtime.collectives import by_newer_name
 from agmm.runtime.scaled import FP8, Scaled, ScaledProducts
 from agmm.runtime.scaling import ALL, BY_NAME, K_MULTIPLE, Tile, scale_shape
-from agmm.testing.cases import Shape, make_scatter_operands
+from agmm.testing.cases import make_scatter_operands
 from agmm.testing.reference import gathered_product, relative_error
 
 OUT_DTYPE = torch.bfloat16

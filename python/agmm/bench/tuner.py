@@ -31,8 +31,8 @@ from agmm.planning.built_kernels import kernels_of
 from agmm.planning.planner import Planner
 from agmm.planning.plans import BY_LIBRARY, BY_TORCH, UNFUSED, Plan, Row
 from agmm.planning.problems import CPU, KernelConfig, Problem
+from agmm.planning.shapes import Shape
 from agmm.planning.tables import Key, TableError
-from agmm.testing.cases import Shape
 from agmm.testing.ranks import RankError
 
 # Choices: what tells plans apart that differ by 1 to 2% in under a minute a shape.

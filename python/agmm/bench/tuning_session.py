@@ -25,10 +25,10 @@ from agmm.planning import built_kernels, call_plans
 from agmm.planning.legality import why_unfused
 from agmm.planning.plans import UNFUSED, Plan
 from agmm.planning.problems import ALL_GATHER_MATMUL, CPU, MATMUL_REDUCE_SCATTER, Problem
+from agmm.planning.shapes import Shape
 from agmm.runtime import cuda_scaled
 from agmm.runtime import scaling as scalings
 from agmm.runtime.workspaces import cpu_workspace
-from agmm.testing.cases import Shape
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ import torch.distributed as dist
 import agmm
 from agmm.errors import InvalidArgument
 from agmm.planning.problems import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from agmm.planning.shapes import Shape
 from agmm.runtime.collectives import by_newer_name
-from agmm.testing.cases import Operands, Shape
+from agmm.testing.cases import Operands
 
 ROOF = "roof"
 """The way that all others are compared with: the matmul alone."""

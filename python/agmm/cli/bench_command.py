@@ -37,8 +37,8 @@ from agmm.cli import report_tables
 from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
 from agmm.planning.problems import ALL_GATHER_MATMUL
+from agmm.planning.shapes import Shape
 from agmm.runtime.kernels import built
-from agmm.testing.cases import Shape
 
 
 @dataclass(frozen=True)

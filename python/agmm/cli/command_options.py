@@ -11,7 +11,6 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from agmm.cli.options import (
-    MAX_EXTENT,
     TP_NAMES,
     ColumnsOfB,
     Device,
@@ -30,6 +29,7 @@ from agmm.cli.options import (
     Tp,
     Where,
 )
+from agmm.planning.shapes import MAX_EXTENT
 
 Options = TypeVar("Options")
 

@@ -12,7 +12,7 @@ from agmm.bench.figures import PlotUnavailable
 from agmm.bench.options import Options
 from agmm.bench.timeline_picture import draw
 from agmm.bench.ways import ROOF
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 
 WORLD_SIZE = 4
 HIDDEN = 8192

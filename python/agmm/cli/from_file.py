@@ -15,7 +15,7 @@ from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
 from agmm.ops import recordings
 from agmm.planning.problems import Problem
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 
 
 def is_recorded(shapes: ShapeOptions) -> bool:

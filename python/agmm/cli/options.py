@@ -17,10 +17,9 @@ from typer.core import TyperCommand
 
 from agmm import _installation
 from agmm.errors import AgmmError, InvalidArgument
+from agmm.planning.shapes import MAX_EXTENT
 
 INTERRUPTED = 130
-MAX_EXTENT = 2**31 - 1
-"""`agmm.testing.cases` has this too, but needs torch."""
 
 
 class Command(TyperCommand):

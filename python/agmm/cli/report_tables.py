@@ -14,7 +14,7 @@ from agmm.bench.reports import dtype_of, op_of, summarize, title_of
 from agmm.bench.tuner import Outcome
 from agmm.cli.terminal import plain_table, print_table
 from agmm.planning.problems import ALL_GATHER_MATMUL
-from agmm.testing.cases import Shape
+from agmm.planning.shapes import Shape
 
 
 def render(report: dict[str, Any], console: Console) -> None:
