@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agmm.cli import explain, gpu_names
+from agmm.cli import explain, explanations, gpu_names
+from agmm.cli.explanations import FEW, Explanation
 from agmm.errors import InvalidArgument
 from agmm.planning import built_kernels, cost_model, tables
 from agmm.planning.cost_model import collectives
@@ -36,12 +38,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def said(problem: Problem) -> str:
+def printed(found: Explanation, *, everything: bool = True) -> str:
     console = Console(file=io.StringIO(), width=200)
-    planner = explain.planner_for(problem.gpu, problem.world_size)
-    console.print(explain.explain(problem, planner), soft_wrap=True, markup=False)
+    console.print(found.text(everything=everything), soft_wrap=True, markup=False)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def said(problem: Problem) -> str:
+    planner = explain.planner_for(problem.gpu, problem.world_size)
+    return printed(explain.explain(problem, planner))
 
 
 def choice_for(problem: Problem) -> Choice:
@@ -61,6 +67,31 @@ def test_by_the_cost_model() -> None:
     assert f"why: fused, the unfused path is predicted to take {unfused:.1f} µs" in text
     assert text.count("(the plan)") == 1
     assert text.count("push, ") == 1 + len(explain.kernels_for(GPU)(PROBLEM.op, PROBLEM.format))
+
+
+def test_a_few_alternatives_stand_beside_the_plan() -> None:
+    found = explain.explain_any(PROBLEM, None)
+    plans = len(found.alternatives)
+    text, whole = printed(found, everything=False), printed(found)
+    shown = [one.plan for one in found.alternatives if f" {one.plan}" in text.split("÷ plan")[1]]
+    assert len(shown) == FEW + 1 and shown == [one.plan for one in found.alternatives[: FEW + 1]]
+    assert f"{plans - FEW - 1} more plans: --all" in text and "--all" not in whole
+    # The plan is printed however many are faster by the model.
+    last = found.alternatives[-1]
+    marked = [one._replace(mark=" (the plan)" if one == last else "") for one in found.alternatives]
+    text = printed(replace(found, alternatives=tuple(marked)), everything=False)
+    assert f"{last.plan} (the plan)" in text and f"{plans - FEW - 1} more" in text
+
+
+def test_json_has_what_is_printed() -> None:
+    found = explain.explain_any(PROBLEM, None)
+    facts = json.loads(explanations.as_json([found.as_dict()]))[0]
+    assert [facts[name] for name in ("op", "m", "n", "k", "ranks")] == [
+        *("all_gather_matmul", 4096, 3576, 8192, 4),
+    ]
+    (chosen,) = [one for one in facts["alternatives"] if one["plan"] == facts["plan"]]
+    assert chosen["chosen"] and chosen["predicted_us"] == facts["predicted_us"]
+    assert facts["predicted_us"] > facts["matmul_alone_us"] > 0
 
 
 def test_links_without_atomics_take_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +157,9 @@ def test_no_ratio_where_the_model_has_no_ground(
 def test_more_ranks_than_a_host_has_gpus() -> None:
     assert "ranks are more than" not in said(replace(PROBLEM, world_size=8))
     text = said(replace(PROBLEM, world_size=16))
-    assert "note: 16 ranks are more than the 8 GPUs of a host; ranks on several hosts take" in text
+    assert "plan: unfused, all-gather + matmul\n" in text
+    assert "why: 16 ranks are more than the 8 GPUs of a host, and calls between hosts are" in text
+    assert "note: on one host the plan would be push, " in text
 
 
 def test_long_times_can_be_read() -> None:
@@ -231,7 +264,7 @@ def test_a_scatter_that_no_kernel_can_compute() -> None:
             ["plan: unfused\n", "why: unfused, A: dtype=float32, torch's fused"],
         ),
         ({"world_size": 1}, ["plan: unfused\n", "why: unfused, group: found 1 rank"]),
-        ({"world_size": 16}, ["several hosts take matmul + reduce-scatter, whatever the plan"]),
+        ({"world_size": 16}, ["plan: unfused, matmul + reduce-scatter"]),
     ],
     ids=str,
 )
@@ -298,21 +331,13 @@ def test_fused_plan_of_a_scatter() -> None:
     ],
 )
 def test_collectives(kind: Kind, rows: int, world_size: int, plan: str, why: str) -> None:
-    console = Console(file=io.StringIO(), width=200)
-    found = explain.explain_collective(kind, rows, 8192, 2, world_size, GPU)
-    console.print(found, soft_wrap=True, markup=False)
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
+    text = printed(explain.explain_collective(kind, rows, 8192, 2, world_size, GPU))
     assert f"plan: {plan}\n" in text and f"why: {why}" in text
     assert f" {plan} (the plan) " in text
 
 
 def said_of_all_reduce(problem: Problem, scaling: str | None = None) -> str:
-    console = Console(file=io.StringIO(), width=200)
-    found = explain.explain_any(replace(problem, op="matmul_all_reduce"), scaling)
-    console.print(found, soft_wrap=True, markup=False)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return printed(explain.explain_any(replace(problem, op="matmul_all_reduce"), scaling))
 
 
 @pytest.mark.parametrize(
@@ -381,10 +406,7 @@ def test_predictions_of_collectives() -> None:
 
 
 def said_of_fp8(problem: Problem, scaling: str | None) -> str:
-    console = Console(file=io.StringIO(), width=200)
-    console.print(explain.explain_any(problem, scaling), soft_wrap=True, markup=False)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return printed(explain.explain_any(problem, scaling))
 
 
 FP8_PROBLEM = replace(PROBLEM, format="float8_e4m3fn", n=3600)
@@ -442,10 +464,8 @@ def test_fp8_without_cuda_is_that_of_a_default_build(
 
 def test_each_call_says_that_kernels_are_assumed() -> None:
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
-        console = Console(file=io.StringIO(), width=200)
-        console.print(explain.explain_any(replace(PROBLEM, op=op), None))
-        assert isinstance(console.file, io.StringIO)
-        assert "assumed are the default ones of nvidia-h200" in console.file.getvalue(), op
+        text = printed(explain.explain_any(replace(PROBLEM, op=op), None))
+        assert "assumed are the default ones of nvidia-h200" in text, op
 
 
 def test_fp8_on_the_cpu_and_bad_input() -> None:

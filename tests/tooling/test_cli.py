@@ -436,6 +436,27 @@ def test_explain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "from: cost model" in result.output
 
 
+def test_explain_of_several_shapes() -> None:
+    where = ["--tp", "4", "--gpu", "h200"]
+    result = _invoke("explain", "--shapes", "4096x3584x8192,65x8x8,64x3584x8192", *where)
+    assert result.exit_code == 0
+    assert "agmm: left out 65x8x8: m: found 65, wanted a multiple of tp, 4" in result.output
+    for text in ("4096 x 3584 x 8192", "64 x 3584 x 8192", "÷ alone"):
+        assert text in result.output
+    assert "alternatives" not in result.output
+    every = _invoke("explain", "--model", "llama-3-8b", "--tokens", "512,1024", "--all", *where)
+    assert every.exit_code == 0 and every.output.count("alternatives (predicted)") == 4
+    as_json = _invoke("explain", "--shapes", "8x8x8,16x8x8", "--json", *where)
+    assert [one["m"] for one in json.loads(as_json.stdout)] == [8, 16]
+    none = _invoke("explain", "--shapes", "65x8x8,66x8x8", *where)
+    assert none.exit_code == 2
+    assert "shapes: found none that can be explained, wanted at least one" in none.output
+    two = _invoke("explain", "--shapes", "8x8x8", "--model", "llama-3-8b", *where)
+    assert two.exit_code == 2 and "shapes: found 2 ways to name them" in two.output
+    collective = _invoke("explain", "--shapes", "8x8x8", "--op", "all_reduce", *where)
+    assert collective.exit_code == 2 and "--shapes: found it with all_reduce" in collective.output
+
+
 def test_warnings_are_lines(tmp_path: Path) -> None:
     (tmp_path / "nvidia-h200-x4.json").write_text("{")
     shape = ["--m", "4096", "--n", "3584", "--k", "8192", "--tp", "4", "--gpu", "h200"]

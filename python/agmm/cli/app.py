@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any
 
 import typer
 
@@ -21,13 +21,10 @@ from agmm.cli.options import (
     DTYPE_NAMES,
     Command,
     Device,
-    DType,
-    ExplainedOp,
     Layout,
     Op,
     Tp,
     Where,
-    element_bytes,
     one_line_errors,
     say_why_cpu,
     torch_dtype,
@@ -226,6 +223,8 @@ def tune(options: TuneOptions) -> None:
     "  agmm explain --m 64 --n 3584 --k 8192 --tp 4 --gpu h200 --return-a\n\n"
     "  agmm explain --m 4096 --n 8192 --k 2048 --tp 4 --op matmul_reduce_scatter\n\n"
     "  agmm explain --m 64 --k 8192 --tp 8 --op all_reduce\n\n"
+    "  agmm explain --model llama-3-70b --tokens 512..8192 --tp 4\n\n"
+    "  agmm explain --shapes 4096x3584x8192,64x3584x8192 --tp 4 --json | jq .[].plan\n\n"
     "  agmm explain --file calls.json",
 )
 @with_options_of(ExplainOptions)
@@ -235,42 +234,9 @@ def explain(options: ExplainOptions) -> None:
     Needs no GPU.
     """
     with one_line_errors():
-        from agmm.cli import explain as explain_module
-        from agmm.cli import gpu_names
-        from agmm.planning.cost_model.collectives import Kind
-        from agmm.planning.problems import Problem
+        from agmm.cli import explain_command
 
-        m, n, k, tp = options.m, options.n, options.k, options.tp
-        if options.file is not None:
-            from agmm.cli import from_file
-
-            if (m, n, k) != (None, None, None):
-                raise InvalidArgument("--file: found it with --m, --n or --k, wanted one of these")
-            of_shape = "op", "dtype", "scaling", "return_a", "b_layout"
-            from_file.refuse(
-                {f"--{name.replace('_', '-')}": getattr(options, name) for name in of_shape}
-            )
-            from_file.explain(options.file, tp, options.gpu)
-            return
-        if m is None or k is None or tp is None:
-            raise InvalidArgument("shape: found no --m, --k or --tp, wanted all three, or --file")
-        op = (options.op or ExplainedOp.all_gather_matmul).value
-        dtype = options.dtype or DType.bf16
-        name = gpu_names.find_gpu(options.gpu)
-        explain_module.check_columns(op, n)
-        if op in get_args(Kind):
-            size = element_bytes(dtype)
-            said = explain_module.explain_collective(cast(Kind, op), m, k, size, tp, name)
-        else:
-            assert n is not None
-            format_ = DTYPE_NAMES[dtype]
-            called = Problem(m, n, k, op=op, format=format_, world_size=tp)
-            there = replace(called, gpu=name, sm_count=gpu_names.HOPPERS.get(name, 0))
-            layout = (options.b_layout or Layout.column).value
-            problem = replace(there, return_A=options.return_a, b_layout=layout)
-            scaling = None if options.scaling is None else options.scaling.value
-            said = explain_module.explain_any(problem, scaling)
-        console().print(said, soft_wrap=True, markup=False)
+        explain_command.run(options)
 
 
 @app.command(

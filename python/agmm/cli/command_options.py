@@ -14,7 +14,6 @@ from agmm.cli.options import (
     TP_NAMES,
     ColumnsOfB,
     Device,
-    DType,
     ElementType,
     ExplainedOp,
     File,
@@ -190,6 +189,9 @@ class ExplainOptions:
         ),
     ] = None
     n: ColumnsOfB = None
+    shapes: Shapes = None
+    model: Model = None
+    tokens: Tokens = None
     op: Annotated[
         ExplainedOp | None,
         typer.Option(
@@ -197,13 +199,18 @@ class ExplainOptions:
             "A."
         ),
     ] = None
-    dtype: Annotated[DType | None, typer.Option(help="Element type. Default: bf16.")] = None
+    dtype: ElementType = None
     gpu: Annotated[
         str | None,
         typer.Option(
             help="A GPU, such as h200 or 'H100 PCIe', or cpu. Default: the one here, else the H200."
         ),
     ] = None
+    everything: Annotated[
+        bool,
+        typer.Option("--all", help="Print all alternatives; of several shapes, all of each."),
+    ] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False
     scaling: ScalingOf = None
     return_a: ReturnA = False
     b_layout: LayoutOfB = None

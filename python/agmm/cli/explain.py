@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import get_args
-
-from rich.console import Group, RenderableType
+from typing import Any, get_args
 
 from agmm import _core
 from agmm.bench.units import duration
 from agmm.cli import gpu_names
 from agmm.cli.explain_reasons import why, why_not_by_torch
-from agmm.cli.terminal import plain_table, whole
+from agmm.cli.explanations import Alternative, Explanation
 from agmm.errors import InvalidArgument
 from agmm.planning import built_kernels, cost_model, formats, tables
 from agmm.planning.cost_model import collectives as collective_costs
@@ -65,7 +63,7 @@ def planner_for(gpu: str, world_size: int) -> Planner:
 
 def explain_any(
     problem: Problem, scaling: str | None, columns: Sequence[int] | None = None
-) -> RenderableType:
+) -> Explanation:
     """Explains a problem as `explain` does, with the planner of the tables that are there. The
     format of a problem with fp8 operands is still the name of their dtype, and ``scaling`` the kind
     of their scales. ``columns`` are those of each weight, where there are several.
@@ -100,8 +98,8 @@ def explain(
     planner: Planner,
     operands: str | None = None,
     columns: Sequence[int] | None = None,
-) -> RenderableType:
-    """The explanation of the planner's choice, ready to print.
+) -> Explanation:
+    """The explanation of the planner's choice.
 
     Args:
         problem: of any op and format.
@@ -127,22 +125,51 @@ def explain(
     if choice.plan == UNFUSED and not is_for_library:
         choice = planner.choose(problem, fused=True)
     where = f"{ranks} rank{'s' if ranks > 1 else ''} on {problem.gpu}"
-    lines = [
+    alternatives: tuple[Alternative, ...] = ()
+    if problem.gpu != CPU:  # of which there is no model
+        alternatives = tuple(
+            Alternative(_named(problem, plan, not_by_torch), us, _mark(plan, choice.plan))
+            for plan, us in planner.alternatives(problem)
+            if is_for_library or plan != UNFUSED
+        )
+    row = choice.row
+    has_alone = choice.predicted_us is not None and problem.gpu != CPU
+    plan = _named(problem, choice.plan, not_by_torch)
+    reason = why(problem, choice, planner, operands or problem.format, not_by_torch)
+    notes = [*_remarks(problem)]
+    on_hosts = _why_on_hosts(problem)
+    if on_hosts is not None and choice.plan != UNFUSED:
+        notes.insert(0, f"on one host the plan would be {plan}, which the times are of")
+        plan, reason = f"unfused, {_UNFUSED[problem.op]}", on_hosts
+    return Explanation(
+        _asked(problem, operands),
         f"{call}, {operands or problem.format}, B by {problem.b_layout}, {where}"
         + (", A returned" if problem.return_A else ""),
-        f"plan: {_named(problem, choice.plan, not_by_torch)}",
-        f"from: {choice.source}",
-        *_times(problem, choice),
-        f"why: {why(problem, choice, planner, operands or problem.format, not_by_torch)}",
-        *_remarks(problem),
-    ]
-    if problem.gpu == CPU:  # of which there is no model
-        return Group(*lines)
-    timed = planner.alternatives(problem)
-    if not is_for_library:
-        timed = [(plan, us) for plan, us in timed if plan != UNFUSED]
-    named = [(_named(problem, plan, not_by_torch), plan, us) for plan, us in timed]
-    return Group("\n".join(lines), _table(choice, named))
+        plan,
+        reason,
+        source=choice.source,
+        predicted_us=choice.predicted_us,
+        alone_us=cost_model.matmul_us(problem) if has_alone else None,
+        measured_us=None if row is None else row.us,
+        measured_alone_us=None if row is None else row.roof_us,
+        times=tuple(_times(problem, choice)),
+        notes=tuple(notes),
+        alternatives=alternatives,
+    )
+
+
+def _asked(problem: Problem, operands: str | None) -> dict[str, Any]:
+    return {
+        "op": problem.op,
+        "m": problem.m,
+        "n": problem.n,
+        "k": problem.k,
+        "operands": operands or problem.format,
+        "b_layout": problem.b_layout,
+        "return_A": problem.return_A,
+        "ranks": problem.world_size,
+        "gpu": problem.gpu,
+    }
 
 
 def _is_fused_gather(problem: Problem, planner: Planner) -> bool:
@@ -163,40 +190,39 @@ def check_columns(kind: str, n: int | None) -> None:
 
 def explain_collective(
     kind: Kind, rows: int, columns: int, itemsize: int, world_size: int, gpu: str
-) -> RenderableType:
+) -> Explanation:
     """The explanation of a call of `agmm.collectives`, whose whole tensor has these rows and
     columns."""
     nbytes = rows * columns * itemsize
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
-    lines = [f"{kind} of [{rows}, {columns}], {nbytes} bytes in all, {ranks} on {gpu}"]
+    asked = {"op": kind, "m": rows, "k": columns, "bytes": nbytes, "ranks": world_size, "gpu": gpu}
+    call = f"{kind} of [{rows}, {columns}], {nbytes} bytes in all, {ranks} on {gpu}"
     if gpu == CPU or world_size == 1:
         by = "a copy" if world_size == 1 else "agmm, through shared memory"
-        return Group(*lines, f"plan: {by}")
+        return Explanation(asked, call, by, "")
     library, methods = "NCCL", collective_costs.methods(kind)
     chosen: str = library
     predicted: dict[str, float] = {}
     if collective_costs.is_by_kernel(nbytes, world_size):
         chosen = collective_costs.collective_method(kind, nbytes, world_size)
-    lines.append(f"plan: {chosen}")
     if world_size <= collective_costs.MOST_RANKS:
         limits = [
             f"{method} to {_size(limit)}"
             for method, limit in collective_costs.thresholds(kind, world_size)
         ]
-        lines.append(f"why: {', '.join(limits)}, {library} beyond, as predicted")
+        reason = f"{', '.join(limits)}, {library} beyond, as predicted"
         for method in methods:
             us = collective_costs.collective_us(kind, method, nbytes, world_size)
             predicted[method] = us
     else:
         most = collective_costs.MOST_RANKS
-        lines.append(f"why: {world_size} ranks, agmm's kernels serve at most {most}")
+        reason = f"{world_size} ranks, agmm's kernels serve at most {most}"
     predicted[library] = collective_costs.by_library_us(kind, nbytes, world_size, gpu)
-    table = plain_table("alternatives (predicted)")
-    table.add_column("plan", overflow="fold")
-    table.add_column("time", justify="right", no_wrap=True)
-    for name, us in sorted(predicted.items(), key=lambda pair: pair[1]):
-        table.add_row(name + (" (the plan)" if name == chosen else ""), duration(us))
-    return Group("\n".join(lines), whole(table))
+    alternatives = (
+        Alternative(name, us, _CHOSEN if name == chosen else "")
+        for name, us in sorted(predicted.items(), key=lambda pair: pair[1])
+    )
+    return Explanation(asked, call, chosen, reason, alternatives=tuple(alternatives))
 
 
 def _size(nbytes: int) -> str:
@@ -281,24 +307,28 @@ _UNFUSED = {
 }
 
 
+def _why_on_hosts(problem: Problem) -> str | None:
+    """Why a call of so many ranks is not fused whatever its plan is, or None."""
+    gpus, which = _gpus_of_a_host(problem.gpu)
+    if problem.gpu == CPU or problem.world_size <= gpus:
+        return None
+    return (
+        f"{problem.world_size} ranks are more than the {gpus} GPUs {which}, and calls between "
+        "hosts are not fused"
+    )
+
+
 def _remarks(problem: Problem) -> Iterable[str]:
     if problem.gpu == CPU:
         return
     is_scatter = problem.op != ALL_GATHER_MATMUL
     if not (problem.peer_atomics or is_scatter):
-        yield "note: links between the GPUs here have no native atomics, so SM push is not legal"
-    gpus, which = _gpus_of_a_host(problem.gpu)
-    if problem.world_size > gpus:
-        unfused = _UNFUSED[problem.op]
-        yield (
-            f"note: {problem.world_size} ranks are more than the {gpus} GPUs {which}; ranks on "
-            f"several hosts take {unfused}, whatever the plan"
-        )
+        yield "links between the GPUs here have no native atomics, so SM push is not legal"
     used = cost_model.constants(problem.gpu).gpu
     if used != problem.gpu:
-        yield f"note: no constants of {problem.gpu} are known, those of {used} stand in"
+        yield f"no constants of {problem.gpu} are known, those of {used} stand in"
     if not _has_kernels():
-        yield f"note: this build has no CUDA kernels; assumed are the default ones of {used}"
+        yield f"this build has no CUDA kernels; assumed are the default ones of {used}"
 
 
 def _gpus_of_a_host(gpu: str) -> tuple[int, str]:
@@ -307,26 +337,14 @@ def _gpus_of_a_host(gpu: str) -> tuple[int, str]:
     return GPUS_OF_A_HOST, "of a host"
 
 
-def _table(choice: Choice, plans: Iterable[tuple[str, Plan, float | None]]) -> RenderableType:
-    table = plain_table("alternatives (predicted)")
-    table.add_column("plan", overflow="fold")
-    table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("÷ plan", justify="right", no_wrap=True)
-    for name, plan, us in plans:
-        ratio = us / choice.predicted_us if us and choice.predicted_us else None
-        table.add_row(
-            name + _mark(plan, choice.plan),
-            "-" if us is None else duration(us),
-            "-" if ratio is None else f"{ratio:.2f}",
-        )
-    return whole(table)
+_CHOSEN = " (the plan)"
 
 
 def _mark(plan: Plan, chosen: Plan) -> str:
     """The mark behind a plan in the table where it is the chosen one. No prediction depends on the
     order of the tiles, so a plan that differs in that alone is marked too."""
     if plan == chosen:
-        return " (the plan)"
+        return _CHOSEN
     kernels = [p.kernel and (p.kernel.kernel, p.kernel.splits) for p in (plan, chosen)]
     is_alike = plan.transport == chosen.transport and kernels[0] == kernels[1]
     return " (the plan but for the order of tiles)" if is_alike else ""

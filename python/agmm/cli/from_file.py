@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from agmm.bench import launcher, recorded
 from agmm.bench.presets import ShapeOptions
 from agmm.bench.tuning_session import TuningOptions
 from agmm.cli import explain as explain_module
-from agmm.cli import gpu_names, tuning
+from agmm.cli import explanations, gpu_names, tuning
+from agmm.cli.explanations import Explanation
 from agmm.cli.terminal import console
 from agmm.errors import InvalidArgument
 from agmm.ops import recordings
+from agmm.ops.recordings import RecordedCall
 from agmm.planning.problems import Problem
 from agmm.planning.shapes import Shape
 
@@ -95,7 +98,9 @@ def _session(
     )
 
 
-def explain(path: Path, tp: int | None, gpu: str | None) -> None:
+def explain(
+    path: Path, tp: int | None, gpu: str | None, *, as_json: bool, everything: bool
+) -> None:
     """Prints the explanation of each recorded call, those with so many ranks where ``tp`` is given.
 
     Raises InvalidArgument where the file cannot be read or has no such calls.
@@ -104,32 +109,52 @@ def explain(path: Path, tp: int | None, gpu: str | None) -> None:
     if not calls:
         raise InvalidArgument(f"file: found no such calls in {path}, wanted some")
     name = None if gpu is None else gpu_names.find_gpu(gpu)
+    found = [(call, _explained(call, name or call.gpu)) for call in calls]
+    if as_json:
+        print(explanations.as_json([_as_dict(call, said) for call, said in found]))
+        return
     stdout = console()
-    for call in calls:
-        kind = call.kind
-        at = name or call.gpu
-        problem = Problem(
-            kind.m,
-            sum(kind.n),
-            kind.k,
-            op=call.planned_op,
-            format=kind.dtype,
-            world_size=kind.world_size,
-            return_A=kind.return_A,
-            b_layout=kind.b_layout,
-            gpu=at,
-            sm_count=gpu_names.HOPPERS.get(at, 0),
-        )
-        head = f"{call.count} × {recorded.described(call)}, served by: {kind.by}"
-        stdout.print(head, soft_wrap=True, markup=False)
-        try:
-            if kind.b_layout == "packed":
-                raise InvalidArgument("call: agmm has one way for weights of 4 bits")
-            if 0 in (problem.m, problem.n, problem.k):
-                raise InvalidArgument("call: no elements")
-            said = explain_module.explain_any(problem, kind.scaling, kind.n)
-        except InvalidArgument as error:
-            said = f"not explained: {error}"
-        if kind.reason is not None:
-            stdout.print(f"not by agmm's kernel: {kind.reason}", soft_wrap=True, markup=False)
-        stdout.print(said, "", sep="\n", soft_wrap=True, markup=False)
+    for call, said in found:
+        lines = [f"{call.count} × {recorded.described(call)}, served by: {call.kind.by}"]
+        if call.kind.reason is not None:
+            lines.append(f"not by agmm's kernel: {call.kind.reason}")
+        if isinstance(said, Explanation):
+            shown = said.text(everything=everything)
+        else:
+            shown = f"not explained: {said}"
+        stdout.print(*lines, shown, "", sep="\n", soft_wrap=True, markup=False)
+
+
+def _explained(call: RecordedCall, gpu: str) -> Explanation | InvalidArgument:
+    """The explanation of a call on that GPU, or why there is none."""
+    kind = call.kind
+    problem = Problem(
+        kind.m,
+        sum(kind.n),
+        kind.k,
+        op=call.planned_op,
+        format=kind.dtype,
+        world_size=kind.world_size,
+        return_A=kind.return_A,
+        b_layout=kind.b_layout,
+        gpu=gpu,
+        sm_count=gpu_names.HOPPERS.get(gpu, 0),
+    )
+    if kind.b_layout == "packed":
+        return InvalidArgument("call: agmm has one way for weights of 4 bits")
+    if 0 in (problem.m, problem.n, problem.k):
+        return InvalidArgument("call: no elements")
+    try:
+        return explain_module.explain_any(problem, kind.scaling, kind.n)
+    except InvalidArgument as error:
+        return error
+
+
+def _as_dict(call: RecordedCall, said: Explanation | InvalidArgument) -> dict[str, Any]:
+    return {
+        "call": recorded.described(call),
+        "count": call.count,
+        "served_by": call.kind.by,
+        "reason": call.kind.reason,
+        **(said.as_dict() if isinstance(said, Explanation) else {"not_explained": str(said)}),
+    }

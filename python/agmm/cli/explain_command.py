@@ -1,0 +1,113 @@
+"""What `agmm explain` prints: one call, several shapes, or the calls of a recording."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import cast, get_args
+
+from agmm.bench.presets import ShapeOptions
+from agmm.cli import explain, explanations, gpu_names
+from agmm.cli.command_options import ExplainOptions
+from agmm.cli.explanations import Explanation
+from agmm.cli.options import DTYPE_NAMES, DType, ExplainedOp, Layout, element_bytes
+from agmm.cli.terminal import console, print_table
+from agmm.errors import InvalidArgument
+from agmm.planning.cost_model.collectives import Kind
+from agmm.planning.problems import CPU, Problem
+from agmm.planning.shapes import Shape
+
+
+def run(options: ExplainOptions) -> None:
+    """Prints what the options ask for.
+
+    Raises:
+        InvalidArgument: they name no call, or one that cannot be made.
+    """
+    if options.file is not None:
+        _run_file(options)
+        return
+    if options.tp is None:
+        raise InvalidArgument("tp: found none, wanted --tp, the number of ranks, or --file")
+    op = (options.op or ExplainedOp.all_gather_matmul).value
+    gpu = gpu_names.find_gpu(options.gpu)
+    dtype = options.dtype or (DType.fp32 if gpu == CPU else DType.bf16)
+    if op in get_args(Kind):
+        found = [_collective(options, cast(Kind, op), options.tp, gpu, dtype)]
+    else:
+        found = _products(options, op, options.tp, gpu, dtype)
+    if options.as_json:
+        print(explanations.as_json([one.as_dict() for one in found]))
+    elif len(found) == 1 or options.everything:
+        for one in found:
+            said = one.text(everything=options.everything)
+            console().print(said, soft_wrap=True, markup=False)
+    else:
+        head = found[0].asked
+        where = f"{head['operands']}, {head['ranks']} ranks on {head['gpu']}"
+        console().print(f"{op}, {where}", soft_wrap=True, markup=False)
+        print_table(console(), explanations.summary(found))
+
+
+def _run_file(options: ExplainOptions) -> None:
+    from agmm.cli import from_file
+
+    assert options.file is not None
+    if any(given is not None for given in (options.m, options.n, options.k)):
+        raise InvalidArgument("--file: found it with --m, --n or --k, wanted one of these")
+    of_shape = ("op", "dtype", "scaling", "return_a", "b_layout", "shapes", "model", "tokens")
+    given = {f"--{name.replace('_', '-')}": getattr(options, name) for name in of_shape}
+    from_file.refuse(given)
+    from_file.explain(
+        options.file,
+        options.tp,
+        options.gpu,
+        as_json=options.as_json,
+        everything=options.everything,
+    )
+
+
+def _collective(
+    options: ExplainOptions, kind: Kind, ranks: int, gpu: str, dtype: DType
+) -> Explanation:
+    for name in ("shapes", "model", "tokens"):
+        if getattr(options, name) is not None:
+            raise InvalidArgument(f"--{name}: found it with {kind}, wanted --m rows by --k")
+    explain.check_columns(kind, options.n)
+    if options.m is None or options.k is None:
+        raise InvalidArgument(f"shape: found no --m or --k, wanted both for {kind}")
+    return explain.explain_collective(kind, options.m, options.k, element_bytes(dtype), ranks, gpu)
+
+
+def _products(
+    options: ExplainOptions, op: str, ranks: int, gpu: str, dtype: DType
+) -> list[Explanation]:
+    """The explanation of each shape. Of several shapes those are left out, and named, of which
+    there is no such call."""
+    one = options.m, options.n, options.k
+    shapes = ShapeOptions(options.shapes, None, options.model, options.tokens, one)
+    if options.m is not None and options.k is not None:
+        explain.check_columns(op, options.n)
+    listed = shapes.read(ranks, op)
+    found: list[Explanation] = []
+    for shape in listed:
+        try:
+            found.append(_product(options, op, shape, ranks, gpu, dtype))
+        except InvalidArgument as error:
+            if len(listed) == 1:
+                raise
+            print(f"agmm: left out {shape}: {error}", file=sys.stderr)
+    if not found:
+        raise InvalidArgument("shapes: found none that can be explained, wanted at least one")
+    return found
+
+
+def _product(
+    options: ExplainOptions, op: str, shape: Shape, ranks: int, gpu: str, dtype: DType
+) -> Explanation:
+    called = Problem(*shape, op=op, format=DTYPE_NAMES[dtype], world_size=ranks)
+    there = replace(called, gpu=gpu, sm_count=gpu_names.HOPPERS.get(gpu, 0))
+    layout = (options.b_layout or Layout.column).value
+    problem = replace(there, return_A=options.return_a, b_layout=layout)
+    scaling = None if options.scaling is None else options.scaling.value
+    return explain.explain_any(problem, scaling)
