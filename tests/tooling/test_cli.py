@@ -139,6 +139,37 @@ def test_a_flag_may_have_a_value(flag: list[str], wanted: bool) -> None:
     assert (result.exit_code, ", A returned" in result.output) == (0, wanted), result.output
 
 
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (["--dtype", "bfloat16"], "bfloat16, B by"),
+        (["--dtype=FP32"], "float32, B by"),
+        (["--dtype", "fp8", "--scaling", "1x128"], "float8_e4m3fn with block 1x128 scales"),
+        (["--op", "matmul-reduce-scatter"], "reduce_scatter(A"),
+        (["--op=MatmulAllReduce", "--b-layout", "Row"], "B by row"),
+    ],
+    ids=str,
+)
+def test_values_have_other_names(given: list[str], wanted: str) -> None:
+    result = _invoke("explain", *SHAPE, "--tp", "4", *given)
+    assert (result.exit_code, wanted in result.output) == (0, True), result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "meant"),
+    [
+        ("explain", ["--op", "allredcue"], "all_reduce"),
+        ("tune", ["--op=matmul_reduce_scater"], "matmul_reduce_scatter"),
+        ("bench", ["--dtype", "bf61"], "bf16"),
+        ("demo", ["--device", "cudaa"], "cuda"),
+    ],
+)
+def test_a_value_with_a_typo_is_guessed(command: str, given: list[str], meant: str) -> None:
+    result = _invoke(command, *given)
+    assert result.exit_code == 2
+    assert f"did you mean '{meant}'?" in " ".join(result.output.replace("│", " ").split())
+
+
 def test_a_flag_of_one_name_may_have_a_value() -> None:
     assert "matmul alone (roof)" in _invoke("bench", "--list", "true").output
     result = _invoke("bench", "--list=false", "--from", "/no/file")

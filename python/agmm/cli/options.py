@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
 import re
 import sys
@@ -23,8 +24,9 @@ INTERRUPTED = 130
 
 
 class Command(TyperCommand):
-    """A command whose flags may be followed by true or false, as their <bool> in the help says, and
-    whose paragraphs of help fill the terminal's lines."""
+    """A command whose flags may be followed by true or false, as their <bool> in the help says,
+    whose options take the usual other names of their values, and whose paragraphs of help fill the
+    terminal's lines."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         text = inspect.cleandoc(keywords["help"] or "")
@@ -32,7 +34,7 @@ class Command(TyperCommand):
         super().__init__(*args, **keywords)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, _as_flags(self.params, args))
+        return super().parse_args(ctx, _as_choices(ctx, _as_flags(self.params, args)))
 
 
 _BOOLS = {"true": True, "false": False}
@@ -101,6 +103,70 @@ class ExplainedOp(str, Enum):
 class Layout(str, Enum):
     column = "column"
     row = "row"
+
+
+_CHOICES: dict[str, type[Enum]] = {
+    "--device": Device,
+    "--dtype": DType,
+    "--scaling": Scaling,
+    "--b-layout": Layout,
+}
+_OTHER_NAMES = {
+    "--dtype": {
+        "bfloat16": "bf16",
+        "float16": "fp16",
+        "half": "fp16",
+        "float32": "fp32",
+        "float": "fp32",
+        "fp8": "float8_e4m3fn",
+        "e4m3": "float8_e4m3fn",
+    },
+    "--device": {"gpu": "cuda"},
+    "--scaling": {"1x128": "block 1x128"},
+}
+"""Names that people give to values, by option, beside the values' own."""
+
+
+def _as_choices(ctx: Any, args: list[str]) -> list[str]:
+    """The arguments, in which the value of an option is the name that it is listed under.
+
+    Raises:
+        typer.BadParameter: a value is not known but looks like one that is.
+    """
+    ops = ExplainedOp if ctx.info_name == "explain" else Op
+    choices = {**_CHOICES, "--op": ops}
+    found: list[str] = []
+    for arg in args:
+        name, has_value, value = arg.partition("=")
+        if has_value and name in choices:
+            found.append(f"{name}={_choice(name, value, choices[name])}")
+        elif found and found[-1] in choices:
+            found.append(_choice(found[-1], arg, choices[found[-1]]))
+        else:
+            found.append(arg)
+    return found
+
+
+def _choice(option: str, given: str, choices: type[Enum]) -> str:
+    names = [str(one.value) for one in choices]
+    if given in names:
+        return given
+    known = {_squeezed(name): name for name in names}
+    known |= {_squeezed(other): name for other, name in _OTHER_NAMES.get(option, {}).items()}
+    squeezed = _squeezed(given)
+    if squeezed in known:
+        return known[squeezed]
+    close = difflib.get_close_matches(squeezed, known, 1)
+    if not close:
+        return given
+    listed = ", ".join(names)
+    raise typer.BadParameter(
+        f"{option}: found {given!r}, wanted one of {listed}; did you mean {known[close[0]]!r}?"
+    )
+
+
+def _squeezed(name: str) -> str:
+    return re.sub(r"[-_ ]", "", name.lower())
 
 
 Shapes = Annotated[
